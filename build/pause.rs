@@ -1,0 +1,4 @@
+//! Compiles the freestanding pause program.
+
+/// Compiles the pause program.
+pub fn compile() {}

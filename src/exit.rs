@@ -1,0 +1,1 @@
+//! The end of a sandbox's pause: waiter, backoff, cleanup retried until it is done.

@@ -1,0 +1,12 @@
+//! pause-sandboxer: an external sandboxer for containerd 2.x.
+//!
+//! `ARCHITECTURE.md` shows the way of a request through these modules and who may import whom.
+
+pub mod config;
+pub mod controller;
+pub mod error;
+pub mod exit;
+pub mod pause;
+pub mod podsandbox;
+pub mod protos;
+pub mod wire;

@@ -1,0 +1,103 @@
+//! One pod sandbox: its checked config, its life, its files and its record.
+
+use std::collections::BTreeMap;
+use std::time::SystemTime;
+
+use bytes::Bytes;
+
+pub use crate::pause::Exit;
+
+mod error;
+
+pub use error::Error;
+
+/// A typed payload that is passed on as it is (`google.protobuf.Any`).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Payload {
+    /// What the bytes are; containerd uses bare names such as `runtime.v1.PodSandboxConfig`.
+    pub type_url: String,
+    /// The encoded value.
+    pub value: Bytes,
+}
+
+/// What containerd knows of a sandbox (`containerd.types.Sandbox`).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SandboxInfo {
+    /// Runtime name, such as `io.containerd.runc.v2`.
+    pub runtime_name: String,
+    /// The runtime handler's options.
+    pub runtime_options: Option<Payload>,
+    /// Labels of the sandbox store.
+    pub labels: BTreeMap<String, String>,
+    /// Extensions; `metadata` holds CRI's JSON.
+    pub extensions: BTreeMap<String, Payload>,
+}
+
+/// The arguments of Create.
+#[derive(Clone, Debug, Default)]
+pub struct CreateRequest {
+    /// The sandbox id, unchecked.
+    pub id: String,
+    /// The CRI `PodSandboxConfig`.
+    pub options: Option<Payload>,
+    /// Bind-mounted network namespace; empty with host network.
+    pub netns_path: String,
+    /// What containerd knows of the sandbox.
+    pub sandbox: Option<SandboxInfo>,
+}
+
+/// The answer of Start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Started {
+    /// Process id of the pause on the node.
+    pub pid: u32,
+    /// When the sandbox was created.
+    pub created_at: SystemTime,
+    /// Labels for the sandbox store.
+    pub labels: BTreeMap<String, String>,
+    /// Task endpoint of the pod's containers.
+    pub address: String,
+    /// Version of the Task API at `address`.
+    pub version: u32,
+    /// The OCI runtime spec that describes the pause.
+    pub spec: Option<Payload>,
+}
+
+/// The answer of Status.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StatusReport {
+    /// Process id of the pause on the node; 0 when there is none.
+    pub pid: u32,
+    /// `SANDBOX_READY` or `SANDBOX_NOTREADY` (CRI `PodSandboxState`).
+    pub state: &'static str,
+    /// Verbose information by key; empty unless asked for.
+    pub info: BTreeMap<String, String>,
+    /// When the sandbox was created.
+    pub created_at: SystemTime,
+    /// When the pause ended; `None` while it lives.
+    pub exited_at: Option<SystemTime>,
+    /// Task endpoint of the pod's containers.
+    pub address: String,
+    /// Version of the Task API at `address`.
+    pub version: u32,
+}
+
+/// The answer of Platform (OCI platform names).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Platform {
+    /// `linux`.
+    pub os: &'static str,
+    /// `amd64` or `arm64`.
+    pub architecture: &'static str,
+    /// CPU variant such as `v8`; empty where there is none.
+    pub variant: &'static str,
+}
+
+/// The answer of Metrics (`containerd.types.Metric`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Metric {
+    /// When it was read.
+    pub timestamp: SystemTime,
+    /// `io.containerd.cgroups.v1.Metrics` or `io.containerd.cgroups.v2.Metrics`.
+    pub data: Payload,
+}

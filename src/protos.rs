@@ -1,0 +1,1 @@
+//! Wire messages, generated from `protos/`.

@@ -1,0 +1,1 @@
+//! The wire: gRPC and ttrpc skins over one handler.
