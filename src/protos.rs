@@ -1,1 +1,16 @@
-//! Wire messages, generated from `protos/`.
+//! Wire messages and ttrpc services, generated from `protos/`, one module per file there.
+//!
+//! | module | package |
+//! |---|---|
+//! | [`controller`], [`controller_ttrpc`] | `containerd.services.sandbox.v1` |
+//! | [`shim_sandbox`], [`shim_sandbox_ttrpc`] | `containerd.runtime.sandbox.v1` |
+//! | [`types`] | `containerd.types` |
+//! | [`cri`] | `runtime.v1` |
+//! | [`task_v2`], [`task_v2_ttrpc`], [`task_types`] | `containerd.task.v2`, `containerd.v1.types` |
+
+#[allow(missing_docs, unreachable_pub, clippy::all, clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+mod generated {
+    include!(concat!(env!("OUT_DIR"), "/protos/mod.rs"));
+}
+
+pub use generated::*;
