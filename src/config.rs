@@ -1,6 +1,7 @@
 //! Settings of the daemon: one checked [`Config`] from the config file and the flags.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// How the pods' cgroups are made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -37,6 +38,8 @@ pub struct Config {
     pub enable_unprivileged_ports: bool,
     /// Pods may send ICMP echo without a capability (CRI `enable_unprivileged_icmp`).
     pub enable_unprivileged_icmp: bool,
+    /// A sandbox that was not started this long after its creation is removed.
+    pub abandoned_after: Duration,
 }
 
 impl Default for Config {
@@ -52,6 +55,7 @@ impl Default for Config {
             restrict_oom_score_adj: false,
             enable_unprivileged_ports: false,
             enable_unprivileged_icmp: false,
+            abandoned_after: Duration::from_secs(3600),
         }
     }
 }

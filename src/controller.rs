@@ -1,81 +1,214 @@
 //! The nine verbs of `sandbox.Controller`: sandbox id to sandbox. No wire types, no system calls.
 
-use crate::podsandbox::{CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, Started, StatusReport};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::error::Step;
+use crate::podsandbox::recover::{self, Recovered};
+use crate::podsandbox::{
+    self, CreateRequest, Environment, Error, Exit, Metric, Platform, Sandbox, SandboxInfo, Started, StatusReport,
+};
 
 /// All sandboxes of the daemon.
-#[derive(Debug, Default)]
-pub struct Controller {}
+#[derive(Debug)]
+pub struct Controller {
+    environment: Arc<Environment>,
+    sandboxes: Arc<Register>,
+    stopping: AtomicBool,
+}
 
-impl Controller {
-    /// Checks the request and records the sandbox.
-    ///
-    /// # Errors
-    /// See [`Error`].
-    pub async fn create(&self, request: CreateRequest) -> Result<(), Error> {
-        Err(Error::NotFound { id: request.id })
+/// What an id stands for.
+#[derive(Clone, Debug)]
+enum Slot {
+    /// Taken by a Create that is under way.
+    Reserved,
+    /// A sandbox.
+    Live(Arc<Sandbox>),
+    /// A record that recovery could not take over; the reason.
+    Aside(Arc<str>),
+}
+
+#[derive(Debug, Default)]
+struct Register(Mutex<HashMap<String, Slot>>);
+
+impl Register {
+    fn turn(&self) -> MutexGuard<'_, HashMap<String, Slot>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts a created sandbox. Runs to its end when the future is dropped.
+    fn free(&self, id: &str) {
+        self.turn().remove(id);
+    }
+}
+
+impl Controller {
+    /// Takes over what an earlier daemon left. To be done before anybody can ask.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// When the directory of the records cannot be made or read.
+    pub async fn open(environment: Arc<Environment>) -> Result<Arc<Self>, Step> {
+        let sandboxes = Arc::new(Register::default());
+        let register = sandboxes.clone();
+        let recovered = recover::recover(&environment, move |id| register.free(id)).await?;
+        {
+            let mut slots = sandboxes.turn();
+            for one in recovered {
+                let (id, slot) = match one {
+                    Recovered::Sandbox(sandbox) => (sandbox.id().to_owned(), Slot::Live(Arc::new(sandbox))),
+                    Recovered::Aside { id, reason } => (id, Slot::Aside(reason.into())),
+                };
+                slots.insert(id, slot);
+            }
+        }
+        Ok(Arc::new(Self { environment, sandboxes, stopping: AtomicBool::new(false) }))
+    }
+
+    /// Checks the request and records the sandbox. Runs to its end when the future is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`], [`Error::AlreadyExists`], or the failed step; nothing is left then.
+    pub async fn create(&self, request: CreateRequest) -> Result<(), Error> {
+        self.check(&request.id)?;
+        let id = request.id.clone();
+        {
+            let mut slots = self.sandboxes.turn();
+            if slots.contains_key(&id) {
+                return Err(Error::AlreadyExists { id });
+            }
+            slots.insert(id.clone(), Slot::Reserved);
+        }
+        let (environment, register) = (self.environment.clone(), self.sandboxes.clone());
+        // A task of its own: the reservation must end however the caller does.
+        let created = tokio::task::spawn_blocking(move || {
+            let (free, name) = (register.clone(), request.id.clone());
+            let created = Sandbox::create(environment, &request, move || free.free(&name));
+            let mut slots = register.turn();
+            match created {
+                Ok(sandbox) => {
+                    slots.insert(request.id, Slot::Live(Arc::new(sandbox)));
+                    Ok(())
+                }
+                Err(e) => {
+                    slots.remove(&request.id);
+                    Err(e)
+                }
+            }
+        });
+        match created.await {
+            Ok(result) => result,
+            Err(panic) => {
+                self.sandboxes.free(&id);
+                Err(Error::Fault { id, verb: "create", reason: panic.to_string() })
+            }
+        }
+    }
+
+    /// Starts a created sandbox. Runs to its end when the future is dropped; the sandbox is removed then.
+    ///
+    /// # Errors
+    /// [`Error::State`] unless it was just created; else the failed step, and nothing is left.
     pub async fn start(&self, id: &str) -> Result<Started, Error> {
-        Err(Error::NotFound { id: id.to_owned() })
+        self.find(id)?.start().await
     }
 
     /// The node's own platform.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// [`Error::NotFound`].
     pub async fn platform(&self, id: &str) -> Result<Platform, Error> {
-        Err(Error::NotFound { id: id.to_owned() })
+        self.find(id).map(|_| Platform::node())
     }
 
-    /// Ends the pause and answers when its exit is recorded.
+    /// Ends the pause and answers when its exit is recorded and its shared memory is unmounted.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// The failed step; the rest goes on in the background.
     pub async fn stop(&self, id: &str) -> Result<(), Error> {
-        Err(Error::NotFound { id: id.to_owned() })
+        self.find(id)?.stop().await
     }
 
-    /// Answers when the pause has ended.
+    /// Answers when the pause has ended, before or after it did.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// [`Error::NotFound`].
     pub async fn wait(&self, id: &str) -> Result<Exit, Error> {
-        Err(Error::NotFound { id: id.to_owned() })
+        match self.find(id) {
+            // Any other code would be taken for the sandbox's exit.
+            Err(Error::Fault { id, .. }) => Err(Error::Stopping { id }),
+            Err(e) => Err(e),
+            Ok(sandbox) => sandbox.wait().await,
+        }
     }
 
-    /// What is published of the sandbox, and mends its files.
+    /// What is published of the sandbox; mends its files.
     ///
     /// # Errors
-    /// See [`Error`].
-    pub async fn status(&self, id: &str, _verbose: bool) -> Result<StatusReport, Error> {
-        Err(Error::NotFound { id: id.to_owned() })
+    /// [`Error::NotFound`], or the failed step of the mending.
+    pub async fn status(&self, id: &str, verbose: bool) -> Result<StatusReport, Error> {
+        self.find(id)?.status(verbose).await
     }
 
     /// Removes all that is left of the sandbox. Unknown id: success.
     ///
     /// # Errors
-    /// See [`Error`].
-    pub async fn shutdown(&self, _id: &str) -> Result<(), Error> {
-        Ok(())
+    /// What could not be removed.
+    pub async fn shutdown(&self, id: &str) -> Result<(), Error> {
+        match self.find(id) {
+            Err(Error::NotFound { .. }) => Ok(()),
+            Err(e) => Err(e),
+            Ok(sandbox) => sandbox.shutdown().await,
+        }
     }
 
     /// Metrics of the pod's parent cgroup.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// [`Error::NotFound`], or the failed step.
     pub async fn metrics(&self, id: &str) -> Result<Metric, Error> {
-        Err(Error::NotFound { id: id.to_owned() })
+        self.find(id)?.metrics().await
     }
 
     /// Stores what `fields` name of `info`; without fields all of it.
     ///
     /// # Errors
-    /// See [`Error`].
-    pub async fn update(&self, id: &str, _info: SandboxInfo, _fields: Vec<String>) -> Result<(), Error> {
-        Err(Error::NotFound { id: id.to_owned() })
+    /// [`Error::NotFound`], [`Error::Invalid`] for a field that cannot be updated, or the failed step.
+    pub async fn update(&self, id: &str, info: SandboxInfo, fields: Vec<String>) -> Result<(), Error> {
+        self.find(id)?.update(info, fields).await
+    }
+
+    /// Refuses all that is asked from now on, and answers when nothing is under way.
+    pub async fn drain(&self) {
+        self.stopping.store(true, Ordering::Release);
+        let live: Vec<Arc<Sandbox>> = self.live();
+        futures::future::join_all(live.iter().map(|sandbox| sandbox.at_rest())).await;
+    }
+
+    /// All sandboxes, in no order.
+    pub fn live(&self) -> Vec<Arc<Sandbox>> {
+        let slots = self.sandboxes.turn();
+        slots
+            .values()
+            .filter_map(|slot| if let Slot::Live(sandbox) = slot { Some(sandbox.clone()) } else { None })
+            .collect()
+    }
+
+    fn check(&self, id: &str) -> Result<(), Error> {
+        podsandbox::check_id(id)?;
+        if self.stopping.load(Ordering::Acquire) {
+            return Err(Error::Stopping { id: id.to_owned() });
+        }
+        Ok(())
+    }
+
+    fn find(&self, id: &str) -> Result<Arc<Sandbox>, Error> {
+        self.check(id)?;
+        match self.sandboxes.turn().get(id) {
+            Some(Slot::Live(sandbox)) => Ok(sandbox.clone()),
+            Some(Slot::Aside(reason)) => {
+                Err(Error::Fault { id: id.to_owned(), verb: "recovery", reason: format!("kept aside: {reason}") })
+            }
+            Some(Slot::Reserved) | None => Err(Error::NotFound { id: id.to_owned() }),
+        }
     }
 }

@@ -6,24 +6,27 @@
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// A step that failed: what was tried, on which path, and the system's answer.
-#[derive(Debug)]
+///
+/// Cheap to clone: every caller who waits for the same step is told of it.
+#[derive(Clone, Debug)]
 pub struct Step {
     what: &'static str,
     path: Option<PathBuf>,
-    source: io::Error,
+    source: Arc<io::Error>,
 }
 
 impl Step {
     /// A failed step that concerns no path.
     pub fn new(what: &'static str, source: io::Error) -> Self {
-        Self { what, path: None, source }
+        Self { what, path: None, source: Arc::new(source) }
     }
 
     /// A failed step on `path`.
     pub fn at(what: &'static str, path: impl Into<PathBuf>, source: io::Error) -> Self {
-        Self { what, path: Some(path.into()), source }
+        Self { what, path: Some(path.into()), source: Arc::new(source) }
     }
 
     /// The step's name, as in the message.
@@ -54,7 +57,7 @@ impl fmt::Display for Step {
 
 impl std::error::Error for Step {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        Some(&self.source)
+        Some(&*self.source)
     }
 }
 

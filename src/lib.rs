@@ -9,4 +9,5 @@ pub mod exit;
 pub mod pause;
 pub mod podsandbox;
 pub mod protos;
+pub mod shim;
 pub mod wire;

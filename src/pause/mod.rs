@@ -3,6 +3,9 @@
 //! A [`Driver`] turns a checked [`Plan`] into a running [`Pause`]; what it learns of the process comes
 //! back as an [`Exit`]. Drivers know nothing of verbs, states or wire types.
 
+pub mod cgroup;
+pub mod native;
+
 use std::fmt;
 use std::future::Future;
 use std::path::PathBuf;
@@ -125,7 +128,7 @@ pub enum Adoption {
 }
 
 /// Makes, adopts and cleans up pause processes. Its methods block and are called off the runtime's workers.
-pub trait Driver: Send + Sync {
+pub trait Driver: Send + Sync + fmt::Debug {
     /// The driver's name in config, record and metrics.
     fn name(&self) -> &'static str;
 

@@ -3,7 +3,7 @@
 use crate::error::Step;
 
 /// Why a verb was refused or failed. The wire's table gives each variant its RPC code.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
     /// A field of the request is not what it must be.
     #[error("sandbox {id:?}: {field}: {reason}")]

@@ -7,9 +7,23 @@ use bytes::Bytes;
 
 pub use crate::pause::Exit;
 
+mod checked;
 mod error;
+mod files;
+mod metrics;
+mod owner;
+mod record;
+pub mod recover;
+mod sandbox;
+mod spec;
+mod state;
+mod status;
+mod work;
 
+pub use checked::check_id;
 pub use error::Error;
+pub use sandbox::{Environment, Sandbox};
+pub use state::Phase;
 
 /// A typed payload that is passed on as it is (`google.protobuf.Any`).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -91,6 +105,14 @@ pub struct Platform {
     pub architecture: &'static str,
     /// CPU variant such as `v8`; empty where there is none.
     pub variant: &'static str,
+}
+
+impl Platform {
+    /// The node's own.
+    pub const fn node() -> Self {
+        let (architecture, variant) = if cfg!(target_arch = "aarch64") { ("arm64", "v8") } else { ("amd64", "") };
+        Self { os: "linux", architecture, variant }
+    }
 }
 
 /// The answer of Metrics (`containerd.types.Metric`).

@@ -1,0 +1,330 @@
+//! A Create request, checked: everything that can be refused is refused here, before anything is made.
+
+use std::collections::BTreeSet;
+use std::path::{Component, Path, PathBuf};
+use std::time::SystemTime;
+
+use protobuf::Message as _;
+
+use super::files::{Dns, Files};
+use super::record::{self, Blob, Record};
+use super::{CreateRequest, Error, Payload};
+use crate::config::Config;
+use crate::pause::{IdMapping, Namespace, Plan, UserNamespace, cgroup, native};
+use crate::protos::cri::{
+    IDMapping, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption, PodSandboxConfig,
+    UserNamespace as CriUserns,
+};
+
+/// Type of the CRI config in Create's options.
+const CONFIG_TYPE: &str = "runtime.v1.PodSandboxConfig";
+
+/// Longest identifier of containerd (`pkg/identifiers`), bytes.
+const LONGEST_ID: usize = 76;
+
+/// Longest host name of Linux (sethostname(2)), bytes.
+const LONGEST_HOSTNAME: usize = 64;
+
+/// Longest path that is taken from a caller, bytes (`PATH_MAX`).
+const LONGEST_PATH: usize = 4095;
+
+/// What the built-in controller asks for (`defaultSandboxOOMAdj`).
+const OOM_SCORE_ADJ: i32 = -998;
+
+/// Checks an id that becomes part of paths and names.
+///
+/// # Errors
+/// [`Error::Invalid`], unless the id is a valid containerd identifier.
+pub fn check_id(id: &str) -> Result<(), Error> {
+    let refuse = |reason: String| Err(invalid(id, "sandbox_id", reason));
+    if id.is_empty() {
+        return refuse("is empty".to_owned());
+    }
+    if id.len() > LONGEST_ID {
+        return refuse(format!("has {} bytes, more than {LONGEST_ID}", id.len()));
+    }
+    let separated = id.split(['.', '_', '-']).all(|part| !part.is_empty());
+    if !separated || !id.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b)) {
+        return refuse("is not letters and digits, separated by single '.', '_' or '-'".to_owned());
+    }
+    Ok(())
+}
+
+/// Checks a request and makes the first record of it.
+///
+/// # Errors
+/// [`Error::Invalid`] names the field of the request. Blocks: the netns path is looked at.
+pub fn check(request: &CreateRequest, config: &Config, driver: &str) -> Result<Record, Error> {
+    let id = request.id.as_str();
+    check_id(id)?;
+    let options = request.options.as_ref().ok_or_else(|| invalid(id, "options", "is missing".to_owned()))?;
+    let pod = decode_config(id, options)?;
+    let info = request.sandbox.clone().unwrap_or_default();
+
+    let security = pod.linux.security_context.get_or_default();
+    let namespaces = security.namespace_options.get_or_default();
+    let host_network = mode(id, "network", namespaces.network)? == Namespace::Node;
+    let ipc = mode(id, "ipc", namespaces.ipc)?;
+    let plan = Plan {
+        id: id.to_owned(),
+        netns: netns(id, host_network, &request.netns_path)?,
+        pid: pid_mode(id, namespaces)?,
+        ipc,
+        uts: if host_network { Namespace::Node } else { Namespace::Private },
+        hostname: hostname(id, &pod.hostname)?,
+        userns: userns(id, &namespaces.userns_options)?,
+        sysctls: sysctls(id, &pod, config, host_network, ipc, security)?,
+        cgroup_parent: cgroup_parent(id, &pod.linux.cgroup_parent)?,
+        oom_score_adj: OOM_SCORE_ADJ,
+        selinux_label: String::new(),
+    };
+    let dns = pod.dns_config.as_ref().map(|dns| Dns {
+        servers: dns.servers.clone(),
+        searches: dns.searches.clone(),
+        options: dns.options.clone(),
+    });
+    check_dns(id, dns.as_ref())?;
+    Ok(Record {
+        version: record::VERSION,
+        id: id.to_owned(),
+        created_at: SystemTime::now(),
+        driver: driver.to_owned(),
+        files: Files { hostname: plan.hostname.clone(), dns, shm: ipc == Namespace::Private },
+        plan,
+        config: Blob::from(options),
+        netns_path: request.netns_path.clone(),
+        info: (&info).into(),
+    })
+}
+
+/// Decodes the CRI config of a request or a record.
+///
+/// # Errors
+/// [`Error::Invalid`] where it is of another type or malformed.
+pub fn decode_config(id: &str, options: &Payload) -> Result<PodSandboxConfig, Error> {
+    // Any's own convention puts a host before the name; containerd does not.
+    let name = options.type_url.rsplit('/').next().unwrap_or_default();
+    if name != CONFIG_TYPE {
+        return Err(invalid(id, "options", format!("is of type {:?}, not {CONFIG_TYPE}", shorten(&options.type_url))));
+    }
+    PodSandboxConfig::parse_from_bytes(&options.value)
+        .map_err(|e| invalid(id, "options", format!("is no {CONFIG_TYPE}: {e}")))
+}
+
+fn invalid(id: &str, field: &str, reason: String) -> Error {
+    Error::Invalid { id: shorten(id), field: field.to_owned(), reason }
+}
+
+/// What a caller sent, fit for one line of a message.
+fn shorten(text: &str) -> String {
+    const MOST: usize = 80;
+    match text.char_indices().nth(MOST) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
+fn mode(id: &str, kind: &str, mode: protobuf::EnumOrUnknown<NamespaceMode>) -> Result<Namespace, Error> {
+    match mode.enum_value() {
+        // CONTAINER differs from POD for containers only; their sandbox has a namespace of its own in both.
+        Ok(NamespaceMode::POD | NamespaceMode::CONTAINER) => Ok(Namespace::Private),
+        Ok(NamespaceMode::NODE) => Ok(Namespace::Node),
+        _ => Err(invalid(
+            id,
+            &format!("linux.security_context.namespace_options.{kind}"),
+            format!("mode {} is none of a sandbox", mode.value()),
+        )),
+    }
+}
+
+fn pid_mode(id: &str, namespaces: &NamespaceOption) -> Result<Namespace, Error> {
+    // TARGET concerns a container alone: the sandbox keeps a namespace of its own, as with the built-in controller.
+    match namespaces.pid.enum_value() {
+        Ok(NamespaceMode::TARGET) => Ok(Namespace::Private),
+        _ => mode(id, "pid", namespaces.pid),
+    }
+}
+
+fn netns(id: &str, host_network: bool, path: &str) -> Result<Option<PathBuf>, Error> {
+    let refuse = |reason: String| Err(invalid(id, "netns_path", reason));
+    if host_network {
+        return Ok(None);
+    }
+    if path.is_empty() {
+        return refuse("is empty, and the pod does not use the node's network".to_owned());
+    }
+    if path.len() > LONGEST_PATH || !path.starts_with('/') || path.contains('\0') {
+        return refuse(format!("{:?} is no absolute path", shorten(path)));
+    }
+    match native::is_network_namespace(Path::new(path)) {
+        Ok(true) => Ok(Some(path.into())),
+        Ok(false) => refuse(format!("{path} is no network namespace")),
+        Err(e) => refuse(format!("{}: {e}", shorten(path))),
+    }
+}
+
+fn hostname(id: &str, name: &str) -> Result<String, Error> {
+    if name.len() > LONGEST_HOSTNAME {
+        return Err(invalid(id, "hostname", format!("has {} bytes, more than {LONGEST_HOSTNAME}", name.len())));
+    }
+    if name.contains(['\0', '\n']) {
+        return Err(invalid(id, "hostname", "has a line break or a zero byte".to_owned()));
+    }
+    Ok(name.to_owned())
+}
+
+fn cgroup_parent(id: &str, parent: &str) -> Result<String, Error> {
+    let field = "linux.cgroup_parent";
+    let plain = |c| matches!(c, Component::RootDir | Component::Normal(_));
+    if parent.len() > LONGEST_PATH || parent.contains('\0') || !Path::new(parent).components().all(plain) {
+        return Err(invalid(id, field, format!("{:?} is no plain path", shorten(parent))));
+    }
+    cgroup::check_parent(parent).map_err(|reason| invalid(id, field, reason))?;
+    Ok(parent.to_owned())
+}
+
+fn userns(id: &str, options: &protobuf::MessageField<CriUserns>) -> Result<Option<UserNamespace>, Error> {
+    let field = "linux.security_context.namespace_options.userns_options";
+    let Some(options) = options.as_ref() else { return Ok(None) };
+    match options.mode.enum_value() {
+        Ok(NamespaceMode::NODE) if options.uids.is_empty() && options.gids.is_empty() => Ok(None),
+        Ok(NamespaceMode::NODE) => Err(invalid(id, field, "mode NODE goes with no mappings".to_owned())),
+        Ok(NamespaceMode::POD) => Ok(Some(UserNamespace {
+            uid: one_mapping(id, &format!("{field}.uids"), &options.uids)?,
+            gid: one_mapping(id, &format!("{field}.gids"), &options.gids)?,
+        })),
+        _ => Err(invalid(id, field, format!("mode {} is none of a sandbox", options.mode.value()))),
+    }
+}
+
+fn one_mapping(id: &str, field: &str, mappings: &[IDMapping]) -> Result<IdMapping, Error> {
+    let [one] = mappings else {
+        return Err(invalid(id, field, format!("has {} mappings, not one", mappings.len())));
+    };
+    let fits = |first: u32| first.checked_add(one.length).is_some();
+    if one.length == 0 || !fits(one.host_id) || !fits(one.container_id) {
+        return Err(invalid(id, field, "is empty or goes beyond the last id".to_owned()));
+    }
+    Ok(IdMapping { container_id: one.container_id, host_id: one.host_id, length: one.length })
+}
+
+fn sysctls(
+    id: &str,
+    pod: &PodSandboxConfig,
+    config: &Config,
+    host_network: bool,
+    ipc: Namespace,
+    security: &LinuxSandboxSecurityContext,
+) -> Result<Vec<(String, String)>, Error> {
+    let mut wanted: Vec<(String, String)> =
+        pod.linux.sysctls.iter().map(|(k, v)| (k.replace('/', "."), v.clone())).collect();
+    wanted.sort();
+    for (name, value) in &wanted {
+        let refuse = |reason: &str| Err(invalid(id, &format!("linux.sysctls[{:?}]", shorten(name)), reason.to_owned()));
+        let plain = name.split('.').all(|part| !part.is_empty() && !part.contains(['/', '\0']));
+        if !plain || value.contains('\0') {
+            return refuse("is no sysctl name, or its value has a zero byte");
+        }
+        match namespace_of(name) {
+            Some(Sysctl::Network) if host_network => return refuse("the pod uses the node's network"),
+            Some(Sysctl::Ipc) if ipc == Namespace::Node => return refuse("the pod uses the node's IPC"),
+            Some(_) => {}
+            None => return refuse("is not namespaced, it would change the node"),
+        }
+    }
+    if !host_network {
+        let given: BTreeSet<&str> = pod.linux.sysctls.keys().map(String::as_str).collect();
+        let userns = security.namespace_options.userns_options.as_ref();
+        let userns = userns.is_some_and(|u| u.mode.enum_value() == Ok(NamespaceMode::POD));
+        let (ports, ping) = ("net.ipv4.ip_unprivileged_port_start", "net.ipv4.ping_group_range");
+        let mut defaults = Vec::new();
+        if config.enable_unprivileged_ports && !given.contains(ports) {
+            defaults.push((ports.to_owned(), "0".to_owned()));
+        }
+        if config.enable_unprivileged_icmp && !given.contains(ping) && !userns {
+            defaults.push((ping.to_owned(), "0 2147483647".to_owned()));
+        }
+        wanted.extend(defaults);
+    }
+    Ok(wanted)
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sysctl {
+    Network,
+    Ipc,
+}
+
+/// The namespace that a sysctl belongs to, as runc knows it; `None`: it is the node's.
+fn namespace_of(name: &str) -> Option<Sysctl> {
+    const IPC: [&str; 8] = [
+        "kernel.msgmax",
+        "kernel.msgmnb",
+        "kernel.msgmni",
+        "kernel.sem",
+        "kernel.shmall",
+        "kernel.shmmax",
+        "kernel.shmmni",
+        "kernel.shm_rmid_forced",
+    ];
+    if IPC.contains(&name) || name.starts_with("fs.mqueue.") {
+        Some(Sysctl::Ipc)
+    } else if name.starts_with("net.") {
+        Some(Sysctl::Network)
+    } else {
+        None
+    }
+}
+
+fn check_dns(id: &str, dns: Option<&Dns>) -> Result<(), Error> {
+    let Some(dns) = dns else { return Ok(()) };
+    for (field, values) in [("servers", &dns.servers), ("searches", &dns.searches), ("options", &dns.options)] {
+        // One of them with a line break would write lines of its own into resolv.conf.
+        if values.iter().any(|value| value.contains(['\n', '\0'])) {
+            return Err(invalid(id, &format!("dns_config.{field}"), "has a line break or a zero byte".to_owned()));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_containerd_identifiers() {
+        for good in ["a", "abc-1.2_3", &"f".repeat(64), &"f".repeat(76)] {
+            assert!(check_id(good).is_ok(), "{good}");
+        }
+        for bad in [
+            "",
+            "a/b",
+            "..",
+            ".",
+            "../a",
+            "a..b",
+            "-a",
+            "a-",
+            "a b",
+            "ä",
+            "a\0",
+            "a\n",
+            &"f".repeat(77),
+            &"f".repeat(4096),
+        ] {
+            let error = check_id(bad).unwrap_err().to_string();
+            assert!(error.contains("sandbox_id"), "{error}");
+            assert!(error.len() < 250, "{error}");
+        }
+    }
+
+    #[test]
+    fn sysctls_have_the_namespaces_that_runc_gives_them() {
+        assert_eq!(namespace_of("net.core.somaxconn"), Some(Sysctl::Network));
+        assert_eq!(namespace_of("kernel.shmmax"), Some(Sysctl::Ipc));
+        assert_eq!(namespace_of("fs.mqueue.msg_max"), Some(Sysctl::Ipc));
+        for node in ["vm.swappiness", "kernel.pid_max", "kernel.shmmaxx", "fs.file-max", "kernel.hostname", "netx.a"] {
+            assert_eq!(namespace_of(node), None, "{node}");
+        }
+    }
+}

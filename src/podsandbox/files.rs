@@ -1,0 +1,269 @@
+//! hostname, hosts, resolv.conf and shared memory of a sandbox, where CRI looks for them.
+//!
+//! CRI bind-mounts them into containers and never makes them. When containerd restarts it deletes them,
+//! unmounting the shared memory first, because it knows no pause container of that id. So the tmpfs is
+//! held by a mount of our own, and [`Places::mend`] puts all of it back, the same tmpfs included.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use serde::{Deserialize, Serialize};
+
+use super::record::gone;
+use crate::config::Config;
+use crate::error::{IoContext as _, Step};
+
+/// Directory of CRI's sandboxes below containerd's `root` and `state` (containerd `criservice`).
+const CRI_SANDBOXES: &str = "io.containerd.grpc.v1.cri/sandboxes";
+
+/// Size and mode of a pod's /dev/shm, as containerd's built-in controller makes it (`defaultShmSize`).
+const SHM_OPTIONS: &str = "mode=1777,size=67108864";
+
+/// Mounts stacked on one place beyond this are not ours to loop over.
+const MOST_STACKED: usize = 16;
+
+/// What the files of a sandbox say; from the CRI config.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Files {
+    /// Content of `hostname`; empty: the node's.
+    pub hostname: String,
+    /// CRI `dns_config`; `None`: a copy of the node's resolv.conf.
+    pub dns: Option<Dns>,
+    /// The pod has shared memory of its own; otherwise it uses the node's /dev/shm.
+    pub shm: bool,
+}
+
+/// CRI `DNSConfig`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Dns {
+    /// Name servers, one line each.
+    pub servers: Vec<String>,
+    /// Search domains, one line in all.
+    pub searches: Vec<String>,
+    /// Resolver options, one line in all.
+    pub options: Vec<String>,
+}
+
+impl Dns {
+    /// The content of resolv.conf (resolv.conf(5)); empty where nothing is given.
+    pub fn resolv_conf(&self) -> String {
+        let mut text = String::new();
+        let mut line = |keyword: &str, values: &str| {
+            text.push_str(keyword);
+            text.push(' ');
+            text.push_str(values);
+            text.push('\n');
+        };
+        if !self.searches.is_empty() {
+            line("search", &self.searches.join(" "));
+        }
+        for server in &self.servers {
+            line("nameserver", server);
+        }
+        if !self.options.is_empty() {
+            line("options", &self.options.join(" "));
+        }
+        text
+    }
+}
+
+/// Where the files of one sandbox are. Those who change them take turns.
+#[derive(Debug)]
+pub struct Places {
+    /// hostname, hosts, resolv.conf.
+    root: PathBuf,
+    /// Parent of the shared memory that CRI mounts.
+    volatile: PathBuf,
+    /// The mount that holds the tmpfs, in the sandbox's record directory.
+    held_shm: PathBuf,
+    /// Set once the shared memory was released: nothing is mended any more.
+    released: Mutex<bool>,
+}
+
+impl Places {
+    /// The places of `id`; `record_dir` is the sandbox's own directory.
+    pub fn new(config: &Config, id: &str, record_dir: &Path) -> Self {
+        Self {
+            root: config.containerd_root.join(CRI_SANDBOXES).join(id),
+            volatile: config.containerd_state.join(CRI_SANDBOXES).join(id),
+            held_shm: record_dir.join("shm"),
+            released: Mutex::new(false),
+        }
+    }
+
+    /// Where CRI takes /dev/shm of the pod's containers from.
+    pub fn shm(&self) -> PathBuf {
+        self.volatile.join("shm")
+    }
+
+    /// Where CRI takes resolv.conf from.
+    pub fn resolv_conf(&self) -> PathBuf {
+        self.root.join("resolv.conf")
+    }
+
+    /// A start job has been here: it makes the directory of the held shared memory first of all.
+    pub fn begun(&self) -> bool {
+        self.held_shm.exists()
+    }
+
+    /// Makes everything.
+    ///
+    /// # Errors
+    /// The failed step; call [`Places::remove`] then.
+    pub fn make(&self, files: &Files) -> Result<(), Step> {
+        let mut released = self.turn();
+        *released = false;
+        self.make_shm(files)?;
+        self.write_all(files)
+    }
+
+    /// Puts back what is gone while the sandbox lives; true when something was. Asks the system only a few questions when all is there.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn mend(&self, files: &Files) -> Result<bool, Step> {
+        let released = self.turn();
+        if *released {
+            return Ok(false);
+        }
+        let mut mended = false;
+        if ["hostname", "hosts", "resolv.conf"].iter().any(|name| !self.root.join(name).exists()) {
+            self.write_all(files)?;
+            mended = true;
+        }
+        if files.shm && !self.shm_in_place()? {
+            self.bind_shm()?;
+            mended = true;
+        }
+        Ok(mended)
+    }
+
+    /// Unmounts the shared memory. Gone already is success.
+    ///
+    /// # Errors
+    /// Every step that failed.
+    pub fn release_shm(&self) -> Result<(), Vec<Step>> {
+        let mut released = self.turn();
+        *released = true;
+        let errors: Vec<Step> = [self.shm(), self.held_shm.clone()].iter().filter_map(|p| unmount(p).err()).collect();
+        if errors.is_empty() { Ok(()) } else { Err(errors) }
+    }
+
+    /// Removes everything. Gone already is success.
+    ///
+    /// # Errors
+    /// Every step that failed.
+    pub fn remove(&self) -> Result<(), Vec<Step>> {
+        // Nothing below may be a mount when directories are removed with their contents.
+        self.release_shm()?;
+        let mut errors = Vec::new();
+        for dir in [&self.volatile, &self.root] {
+            errors.extend(gone(fs::remove_dir_all(dir)).step_at("remove directory", dir).err());
+        }
+        errors.extend(gone(fs::remove_dir(&self.held_shm)).step_at("remove directory", &self.held_shm).err());
+        if errors.is_empty() { Ok(()) } else { Err(errors) }
+    }
+
+    fn turn(&self) -> std::sync::MutexGuard<'_, bool> {
+        self.released.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn make_shm(&self, files: &Files) -> Result<(), Step> {
+        // First of all, also without shared memory: recovery sees by it that a start job had begun.
+        match fs::DirBuilder::new().mode(0o700).create(&self.held_shm) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+            other => other.step_at("make directory", &self.held_shm)?,
+        }
+        if !files.shm {
+            return fs::metadata("/dev/shm").map(drop).step_at("find the node's shared memory", "/dev/shm");
+        }
+        let flags = MsFlags::MS_NOEXEC | MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
+        mount(Some("shm"), &self.held_shm, Some("tmpfs"), flags, Some(SHM_OPTIONS))
+            .step_at("mount shared memory", &self.held_shm)?;
+        self.bind_shm()
+    }
+
+    fn bind_shm(&self) -> Result<(), Step> {
+        let shm = self.shm();
+        make_dirs(&self.volatile, 0o755)?;
+        match fs::DirBuilder::new().mode(0o700).create(&shm) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+            other => other.step_at("make directory", &shm)?,
+        }
+        mount(Some(&self.held_shm), &shm, None::<&str>, MsFlags::MS_BIND, None::<&str>)
+            .step_at("bind shared memory", &shm)
+    }
+
+    fn shm_in_place(&self) -> Result<bool, Step> {
+        let held = fs::metadata(&self.held_shm).step_at("find shared memory", &self.held_shm)?;
+        match fs::metadata(self.shm()) {
+            Ok(seen) => Ok(seen.dev() == held.dev()),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(e) => Err(Step::at("find shared memory", self.shm(), e)),
+        }
+    }
+
+    fn write_all(&self, files: &Files) -> Result<(), Step> {
+        make_dirs(&self.root, 0o755)?;
+        let hostname = if files.hostname.is_empty() { node_hostname()? } else { files.hostname.clone() };
+        self.write("hostname", format!("{hostname}\n").as_bytes())?;
+        self.write("hosts", &fs::read("/etc/hosts").step_at("read the node's hosts", "/etc/hosts")?)?;
+        match &files.dns {
+            Some(dns) => self.write("resolv.conf", dns.resolv_conf().as_bytes()),
+            None => {
+                let node = fs::read("/etc/resolv.conf").step_at("read the node's resolv.conf", "/etc/resolv.conf")?;
+                self.write("resolv.conf", &node)
+            }
+        }
+    }
+
+    fn write(&self, name: &str, content: &[u8]) -> Result<(), Step> {
+        let path = self.root.join(name);
+        fs::write(&path, content).step_at("write file", path)
+    }
+}
+
+fn make_dirs(dir: &Path, mode: u32) -> Result<(), Step> {
+    fs::DirBuilder::new().recursive(true).mode(mode).create(dir).step_at("make directory", dir)
+}
+
+fn node_hostname() -> Result<String, Step> {
+    let name = nix::unistd::gethostname().step("ask for the node's hostname")?;
+    Ok(name.to_string_lossy().into_owned())
+}
+
+/// Unmounts all that is mounted on `path`, lazily, so that a user of it cannot hold it up.
+fn unmount(path: &Path) -> Result<(), Step> {
+    for _ in 0..MOST_STACKED {
+        match umount2(path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
+            Ok(()) => {}
+            // Not a mount point (any more), or not there at all.
+            Err(nix::Error::EINVAL | nix::Error::ENOENT | nix::Error::ENOTDIR) => return Ok(()),
+            Err(e) => return Err(Step::at("unmount shared memory", path, e.into())),
+        }
+    }
+    Err(Step::at("unmount shared memory", path, io::Error::other("something mounts on it again and again")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn resolv_conf_has_the_lines_of_the_config() {
+        let strings = |v: &[&str]| v.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>();
+        let dns = Dns {
+            servers: strings(&["10.0.0.10", "fd00::10"]),
+            searches: strings(&["ns.svc.cluster.local", "cluster.local"]),
+            options: strings(&["ndots:5", "edns0"]),
+        };
+        let text = "search ns.svc.cluster.local cluster.local\nnameserver 10.0.0.10\nnameserver fd00::10\noptions ndots:5 edns0\n";
+        assert_eq!(dns.resolv_conf(), text);
+        assert_eq!(Dns::default().resolv_conf(), "");
+        assert_eq!(Dns { options: strings(&["ndots:1"]), ..Dns::default() }.resolv_conf(), "options ndots:1\n");
+    }
+}

@@ -1,0 +1,367 @@
+//! The one task that owns a sandbox: it feeds the machine and carries out its actions.
+//!
+//! Verbs come from callers, facts from jobs and from the exit waiter, all through one inbox. The owner
+//! never blocks: jobs run on the runtime's blocking threads, one at a time, and report back.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::Instant;
+
+use super::Error;
+use super::state::{Action, Event, Job, Machine, Phase, Verb};
+use super::work::{StartFailure, Work};
+use crate::error::Step;
+use crate::exit;
+use crate::pause::{Adoption, Exit, Pause};
+
+/// The answer that a caller waits for.
+pub type Reply = oneshot::Sender<Result<(), Error>>;
+
+/// What readers see of a sandbox; they never ask the driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Published {
+    /// Where it stands.
+    pub phase: Phase,
+    /// Process id of the pause on the node; 0 where there was none.
+    pub pid: u32,
+    /// How the pause ended.
+    pub exit: Option<Exit>,
+}
+
+/// What reaches the owner.
+#[derive(Debug)]
+pub enum Message {
+    /// A caller asks for a verb.
+    Ask(Verb, Reply),
+    /// The exit waiter saw the end of the pause.
+    Exited(Exit),
+    /// A job has ended.
+    Done(Outcome),
+    /// Somebody wants to know when nothing is under way.
+    WhenAtRest(oneshot::Sender<()>),
+}
+
+/// How a job ended.
+#[derive(Debug)]
+pub enum Outcome {
+    /// The start job.
+    Start(Result<Arc<dyn Pause>, StartFailure>),
+    /// The adoption.
+    Adopt(Adoption),
+    /// Cleanup or removal.
+    Rest(Result<(), Vec<Step>>),
+}
+
+/// How a sandbox enters its life: newly created, or as recovery found it.
+#[derive(Debug)]
+pub enum Entry {
+    /// Created, never started.
+    Created,
+    /// Its pause lives.
+    Ready(Arc<dyn Pause>),
+    /// Its pause has ended.
+    NotReady {
+        /// The pause that was; 0 where there was none.
+        pid: u32,
+        /// How it ended.
+        exit: Exit,
+    },
+    /// Nobody could tell.
+    Unknown {
+        /// The recorded pause; 0 where the record does not tell.
+        pid: u32,
+    },
+}
+
+/// The owner of one sandbox.
+pub struct Owner {
+    work: Arc<Work>,
+    machine: Machine,
+    inbox: mpsc::UnboundedReceiver<Message>,
+    to_self: mpsc::UnboundedSender<Message>,
+    published: watch::Sender<Published>,
+    pause: Option<Arc<dyn Pause>>,
+    replies: Vec<(Verb, Reply)>,
+    at_rest: Vec<oneshot::Sender<()>>,
+    /// The steps that failed last.
+    failure: Vec<Step>,
+    /// When the next retry is due, or a sandbox that was never started is given up.
+    alarm: Option<Instant>,
+    on_gone: Option<Box<dyn FnOnce() + Send>>,
+    retired: bool,
+}
+
+/// How others reach an owner.
+#[derive(Clone, Debug)]
+pub struct Handle {
+    /// Into the inbox.
+    pub inbox: mpsc::UnboundedSender<Message>,
+    /// What is published.
+    pub published: watch::Receiver<Published>,
+}
+
+impl Owner {
+    /// Starts the owner's task. `abandoned` is when a sandbox that was not started until then is removed;
+    /// `on_gone` frees the id.
+    pub fn spawn(
+        work: Arc<Work>,
+        entry: Entry,
+        abandoned: Option<Instant>,
+        on_gone: impl FnOnce() + Send + 'static,
+    ) -> Handle {
+        let (phase, pid, exit, pause) = match entry {
+            Entry::Created => (Phase::Created, 0, None, None),
+            Entry::Ready(pause) => (Phase::Ready, pause.identity().pid, None, Some(pause)),
+            Entry::NotReady { pid, exit } => (Phase::NotReady, pid, Some(exit), None),
+            Entry::Unknown { pid } => (Phase::Unknown, pid, None, None),
+        };
+        let (to_self, inbox) = mpsc::unbounded_channel();
+        let (published, seen) = watch::channel(Published { phase, pid, exit });
+        let handle = Handle { inbox: to_self.clone(), published: seen };
+        let mut owner = Self {
+            work,
+            machine: Machine::new(phase),
+            inbox,
+            to_self,
+            published,
+            pause,
+            replies: Vec::new(),
+            at_rest: Vec::new(),
+            failure: Vec::new(),
+            alarm: abandoned.filter(|_| phase == Phase::Created),
+            on_gone: Some(Box::new(on_gone)),
+            retired: false,
+        };
+        tokio::spawn(async move {
+            match phase {
+                Phase::Ready => owner.watch(),
+                // The cleanup may have been cut off; all of it may be done twice.
+                Phase::NotReady => owner.feed(Event::RetryDue),
+                _ => {}
+            }
+            owner.run().await;
+        });
+        handle
+    }
+
+    async fn run(&mut self) {
+        while !self.retired {
+            let message = match self.alarm {
+                None => self.inbox.recv().await,
+                Some(at) => match tokio::time::timeout_at(at, self.inbox.recv()).await {
+                    Ok(message) => message,
+                    Err(_) => {
+                        self.alarm = None;
+                        let created = self.machine.phase() == Phase::Created;
+                        self.feed(if created { Event::Abandoned } else { Event::RetryDue });
+                        continue;
+                    }
+                },
+            };
+            // The owner holds a sender itself, so the inbox never closes.
+            let Some(message) = message else { break };
+            self.take(message);
+            if self.machine.at_rest() {
+                for waiting in self.at_rest.drain(..) {
+                    let _ = waiting.send(());
+                }
+            }
+        }
+    }
+
+    fn take(&mut self, message: Message) {
+        match message {
+            Message::Ask(verb, reply) => {
+                self.replies.push((verb, reply));
+                self.feed(Event::Asked(verb));
+            }
+            Message::Exited(exit) => self.exited(exit),
+            Message::Done(Outcome::Start(Ok(pause))) => {
+                self.pause = Some(pause);
+                self.alarm = None;
+                self.feed(Event::Started);
+            }
+            Message::Done(Outcome::Start(Err(failure))) => {
+                self.failure = vec![failure.step];
+                self.log_failure("start");
+                let clean = failure.left.is_empty();
+                for step in failure.left {
+                    log::warn!(sandbox = self.id(); "start: undo: {step}");
+                }
+                self.feed(Event::StartFailed { clean });
+            }
+            Message::Done(Outcome::Adopt(Adoption::Alive(pause))) => {
+                self.pause = Some(Arc::from(pause));
+                self.feed(Event::AdoptedAlive);
+            }
+            Message::Done(Outcome::Adopt(Adoption::Dead(exit))) => self.exited(exit),
+            Message::Done(Outcome::Adopt(Adoption::Unknown(step))) => {
+                self.failure = vec![step];
+                self.feed(Event::AdoptFailed);
+            }
+            Message::Done(Outcome::Rest(Ok(()))) => self.feed(Event::JobDone),
+            Message::Done(Outcome::Rest(Err(steps))) => {
+                self.failure = steps;
+                self.log_failure("cleanup");
+                self.feed(Event::JobFailed);
+            }
+            Message::WhenAtRest(waiting) => self.at_rest.push(waiting),
+        }
+    }
+
+    fn exited(&mut self, exit: Exit) {
+        if self.published.borrow().exit.is_none() {
+            log::info!(sandbox = self.id(), status = exit.status; "the pause has ended");
+            self.published.send_modify(|published| published.exit = Some(exit));
+        }
+        self.pause = None;
+        self.feed(Event::Exited);
+    }
+
+    fn feed(&mut self, event: Event) {
+        let mut events = vec![event];
+        while let Some(event) = events.pop() {
+            for action in self.machine.on(event) {
+                if let Some(event) = self.act(action) {
+                    events.push(event);
+                }
+            }
+        }
+    }
+
+    fn act(&mut self, action: Action) -> Option<Event> {
+        match action {
+            Action::Run(job) => self.run_job(job),
+            Action::Publish => {
+                let pid = self.pause.as_ref().map(|pause| pause.identity().pid);
+                let phase = self.machine.phase();
+                self.published.send_modify(|published| {
+                    published.phase = phase;
+                    published.pid = pid.unwrap_or(published.pid);
+                });
+            }
+            Action::Kill => {
+                if let Some(Err(step)) = self.pause.as_ref().map(|pause| pause.kill()) {
+                    self.failure = vec![step];
+                    self.log_failure("kill");
+                    return Some(Event::KillFailed);
+                }
+            }
+            Action::Watch => self.watch(),
+            Action::Succeed(verb) => {
+                let heard = self.answer(verb, |_| Ok(()));
+                if verb == Verb::Start && !heard {
+                    log::warn!(sandbox = self.id(); "start: the caller has given up, the sandbox is removed");
+                    return Some(Event::StartUnheard);
+                }
+            }
+            Action::Fail(verb) => {
+                let error = self.error(verb);
+                self.answer(verb, |_| Err(error.clone()));
+            }
+            Action::Refuse(verb) => {
+                if let Some((_, reply)) = self.replies.pop() {
+                    let _ = reply.send(Err(Error::State {
+                        id: self.id().to_owned(),
+                        verb: name(verb),
+                        state: self.machine.phase().name(),
+                    }));
+                }
+            }
+            Action::RetryAfter(failures) => {
+                let delay = exit::CLEANUP.delay(failures);
+                log::warn!(sandbox = self.id(), failures = failures; "cleanup is tried again in {} s", delay.as_secs());
+                self.alarm = Some(Instant::now() + delay);
+            }
+            Action::Retire => {
+                self.retired = true;
+                if let Some(on_gone) = self.on_gone.take() {
+                    on_gone();
+                }
+            }
+        }
+        None
+    }
+
+    fn watch(&self) {
+        if let Some(pause) = &self.pause {
+            let to_self = self.to_self.clone();
+            exit::watch(pause.clone(), move |exit| drop(to_self.send(Message::Exited(exit))));
+        }
+    }
+
+    /// Runs a job on a blocking thread. A panic in it is a failed job, not the end of the sandbox.
+    fn run_job(&mut self, job: Job) {
+        let (work, to_self) = (self.work.clone(), self.to_self.clone());
+        let Published { pid, exit, .. } = *self.published.borrow();
+        tokio::task::spawn_blocking(move || {
+            let outcome = match job {
+                Job::Start => Outcome::Start(
+                    guard(|| work.start()).unwrap_or_else(|step| Err(StartFailure { left: vec![step.clone()], step })),
+                ),
+                Job::Adopt => Outcome::Adopt(guard(|| work.adopt()).unwrap_or_else(Adoption::Unknown)),
+                Job::Cleanup => Outcome::Rest(guard(|| work.cleanup(pid, exit)).unwrap_or_else(|s| Err(vec![s]))),
+                Job::Remove => Outcome::Rest(guard(|| work.remove()).unwrap_or_else(|s| Err(vec![s]))),
+            };
+            let _ = to_self.send(Message::Done(outcome));
+        });
+    }
+
+    /// Answers all who wait for `verb`; true when one of them heard it.
+    fn answer(&mut self, verb: Verb, result: impl Fn(Verb) -> Result<(), Error>) -> bool {
+        let mut heard = false;
+        let mut rest = Vec::with_capacity(self.replies.len());
+        for (asked, reply) in self.replies.drain(..) {
+            if asked == verb {
+                heard |= reply.send(result(verb)).is_ok();
+            } else {
+                rest.push((asked, reply));
+            }
+        }
+        self.replies = rest;
+        heard
+    }
+
+    fn error(&self, verb: Verb) -> Error {
+        let (id, verb) = (self.id().to_owned(), name(verb));
+        match self.failure.as_slice() {
+            [step] => Error::Step { id, verb, step: step.clone() },
+            steps => Error::Steps { id, verb, steps: steps.to_vec() },
+        }
+    }
+
+    fn log_failure(&self, what: &str) {
+        for step in &self.failure {
+            log::error!(sandbox = self.id(); "{what}: {step}");
+        }
+    }
+
+    fn id(&self) -> &str {
+        &self.work.plan.id
+    }
+}
+
+fn name(verb: Verb) -> &'static str {
+    match verb {
+        Verb::Start => "start",
+        Verb::Stop => "stop",
+        Verb::Shutdown => "shutdown",
+    }
+}
+
+fn guard<T>(job: impl FnOnce() -> T) -> Result<T, Step> {
+    catch_unwind(AssertUnwindSafe(job)).map_err(|panic| {
+        let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+        Step::new("run job", std::io::Error::other(format!("panicked: {text}")))
+    })
+}
+
+/// When a sandbox that was created at `created_at` and never started is given up.
+pub fn abandoned_at(created_at: SystemTime, after: std::time::Duration) -> Instant {
+    let age = created_at.elapsed().unwrap_or_default();
+    Instant::now() + after.saturating_sub(age)
+}

@@ -1,0 +1,311 @@
+//! The record of a sandbox on disk: what a later daemon must know to take the sandbox over.
+//!
+//! One directory per sandbox below `<state_dir>/sandboxes`, named by the id, holds `record.json`, what the
+//! sandbox is, and `stage.json`, how far it came: the second is small, because Start and exit write it. Both
+//! are replaced by rename, so a reader sees the old one or the new one. A newer daemon reads every older
+//! version; an older one refuses a newer record and leaves it alone.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
+
+use serde::{Deserialize, Serialize};
+
+use super::files::Files;
+use super::{Payload, SandboxInfo};
+use crate::error::{IoContext as _, Step};
+use crate::pause::{Exit, Identity, Plan};
+
+/// The version that this daemon writes.
+pub const VERSION: u32 = 1;
+
+/// Records above this size are not ours; bytes. A CRI config is bounded by the wire's message limit.
+const LARGEST: u64 = 32 << 20;
+
+/// What is known of a sandbox across restarts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// Form of the record.
+    pub version: u32,
+    /// The sandbox id.
+    pub id: String,
+    /// When Create was called.
+    pub created_at: SystemTime,
+    /// Name of the driver that made the pause.
+    pub driver: String,
+    /// What the driver makes.
+    pub plan: Plan,
+    /// What is put where CRI looks for it.
+    pub files: Files,
+    /// The CRI `PodSandboxConfig`, as it came.
+    pub config: Blob,
+    /// The netns path, as it came; empty with host network.
+    pub netns_path: String,
+    /// What containerd knows of the sandbox; Update changes its extensions.
+    pub info: Info,
+}
+
+/// How far a sandbox came.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stage {
+    /// Created; a start job may have begun.
+    Created,
+    /// Its pause runs, as far as the record knows.
+    Started {
+        /// What names the pause.
+        identity: Identity,
+    },
+    /// Its pause has ended.
+    Exited {
+        /// The pause that was, if there ever was one.
+        pid: u32,
+        /// How it ended.
+        exit: Exit,
+    },
+}
+
+/// Typed bytes, base64 in the record.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Blob {
+    /// `type_url` of the `Any`.
+    pub type_url: String,
+    /// The value, standard base64 with padding.
+    #[serde(with = "base64_bytes")]
+    pub value: Vec<u8>,
+}
+
+impl From<&Payload> for Blob {
+    fn from(payload: &Payload) -> Self {
+        Self { type_url: payload.type_url.clone(), value: payload.value.to_vec() }
+    }
+}
+
+/// [`SandboxInfo`] in the record.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Info {
+    /// Runtime name.
+    pub runtime_name: String,
+    /// The runtime handler's options.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub runtime_options: Option<Blob>,
+    /// Labels of the sandbox store.
+    #[serde(default)]
+    pub labels: BTreeMap<String, String>,
+    /// Extensions by name.
+    #[serde(default)]
+    pub extensions: BTreeMap<String, Blob>,
+}
+
+impl From<&SandboxInfo> for Info {
+    fn from(info: &SandboxInfo) -> Self {
+        Self {
+            runtime_name: info.runtime_name.clone(),
+            runtime_options: info.runtime_options.as_ref().map(Blob::from),
+            labels: info.labels.clone(),
+            extensions: info.extensions.iter().map(|(k, v)| (k.clone(), v.into())).collect(),
+        }
+    }
+}
+
+/// Why a record could not be read.
+#[derive(Debug, thiserror::Error)]
+pub enum Unreadable {
+    /// There is none.
+    #[error("{}: no record", .0.display())]
+    Missing(PathBuf),
+    /// The system refused.
+    #[error(transparent)]
+    Io(#[from] Step),
+    /// It is not a record.
+    #[error("{}: not a record: {reason}", .path.display())]
+    Malformed {
+        /// The record's path.
+        path: PathBuf,
+        /// What the parser said.
+        reason: String,
+    },
+    /// A newer daemon wrote it.
+    #[error("{}: version {version} is newer than {VERSION}, the newest that this daemon knows", .path.display())]
+    Newer {
+        /// The record's path.
+        path: PathBuf,
+        /// Its version.
+        version: u32,
+    },
+}
+
+impl From<Unreadable> for Step {
+    fn from(unreadable: Unreadable) -> Self {
+        match unreadable {
+            Unreadable::Io(step) => step,
+            other => Self::new("read record", io::Error::other(other.to_string())),
+        }
+    }
+}
+
+const RECORD: &str = "record.json";
+const STAGE: &str = "stage.json";
+
+/// The place of one sandbox's record. Writers take turns.
+#[derive(Debug)]
+pub struct Store {
+    dir: PathBuf,
+    turn: Mutex<()>,
+}
+
+impl Store {
+    /// The place of `id` below `sandboxes`, the directory of all records.
+    pub fn new(sandboxes: &Path, id: &str) -> Self {
+        Self { dir: sandboxes.join(id), turn: Mutex::new(()) }
+    }
+
+    /// The sandbox's own directory.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Makes the directory and writes the first record.
+    ///
+    /// # Errors
+    /// The failed step; what was made is gone again.
+    pub fn create(&self, record: &Record) -> Result<(), Step> {
+        match fs::create_dir(&self.dir) {
+            // Left by a daemon that ended between making the directory and writing the record.
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists && !self.dir.join(RECORD).exists() => {}
+            other => other.step_at("make record directory", &self.dir)?,
+        }
+        let written = {
+            let _turn = self.turn();
+            self.replace(RECORD, record)
+        };
+        written.inspect_err(|_| {
+            let _ = self.remove();
+        })
+    }
+
+    /// Reads how far the sandbox came; [`Stage::Created`] where that was never written.
+    ///
+    /// # Errors
+    /// Why it could not be read.
+    pub fn stage(&self) -> Result<Stage, Unreadable> {
+        let path = self.dir.join(STAGE);
+        match slurp(&path) {
+            Err(Unreadable::Missing(_)) => Ok(Stage::Created),
+            Err(e) => Err(e),
+            Ok(text) => {
+                serde_json::from_slice(&text).map_err(|e| Unreadable::Malformed { path, reason: e.to_string() })
+            }
+        }
+    }
+
+    /// Records how far the sandbox came.
+    ///
+    /// # Errors
+    /// The failed step; the old stage still stands then.
+    pub fn set_stage(&self, stage: &Stage) -> Result<(), Step> {
+        let _turn = self.turn();
+        self.replace(STAGE, stage)
+    }
+
+    /// Reads the record.
+    ///
+    /// # Errors
+    /// Why it could not be read.
+    pub fn read(&self) -> Result<Record, Unreadable> {
+        let path = self.dir.join(RECORD);
+        let text = slurp(&path)?;
+        #[derive(Deserialize)]
+        struct Version {
+            version: u32,
+        }
+        let malformed = |e: serde_json::Error| Unreadable::Malformed { path: path.clone(), reason: e.to_string() };
+        let Version { version } = serde_json::from_slice(&text).map_err(malformed)?;
+        if version > VERSION {
+            return Err(Unreadable::Newer { path, version });
+        }
+        let record: Record = serde_json::from_slice(&text).map_err(malformed)?;
+        if self.dir.file_name().is_none_or(|name| name != record.id.as_str()) {
+            return Err(Unreadable::Malformed { path, reason: format!("it is of sandbox {:?}", record.id) });
+        }
+        Ok(record)
+    }
+
+    /// Reads, changes and replaces the record in one turn.
+    ///
+    /// # Errors
+    /// Why it could not be read or written; the old record still stands then.
+    pub fn change(&self, change: impl FnOnce(&mut Record)) -> Result<(), Step> {
+        let _turn = self.turn();
+        let mut record = self.read().map_err(Step::from)?;
+        change(&mut record);
+        self.replace(RECORD, &record)
+    }
+
+    /// Removes the record and its directory, which must hold nothing else. Gone already is success.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn remove(&self) -> Result<(), Step> {
+        let _turn = self.turn();
+        // The stage goes last: a record without its stage would look like a sandbox that was never started.
+        for path in [self.temporary(RECORD), self.dir.join(RECORD), self.temporary(STAGE), self.dir.join(STAGE)] {
+            gone(fs::remove_file(&path)).step_at("remove record", path)?;
+        }
+        gone(fs::remove_dir(&self.dir)).step_at("remove record directory", &self.dir)
+    }
+
+    fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn temporary(&self, name: &str) -> PathBuf {
+        self.dir.join(format!("{name}.new"))
+    }
+
+    fn replace<T: Serialize>(&self, name: &str, value: &T) -> Result<(), Step> {
+        let (path, temporary) = (self.dir.join(name), self.temporary(name));
+        let text = serde_json::to_vec(value).map_err(io::Error::other).step("encode record")?;
+        let written = fs::File::create(&temporary).and_then(|mut file| file.write_all(&text));
+        if let Err(e) = written.step_at("write record", &temporary) {
+            let _ = fs::remove_file(&temporary);
+            return Err(e);
+        }
+        fs::rename(&temporary, &path).step_at("replace record", path)
+    }
+}
+
+fn slurp(path: &Path) -> Result<Vec<u8>, Unreadable> {
+    let size = match fs::metadata(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(Unreadable::Missing(path.to_owned())),
+        other => other.step_at("read record", path)?.len(),
+    };
+    if size > LARGEST {
+        return Err(Step::at("read record", path, io::Error::from_raw_os_error(libc::EFBIG)).into());
+    }
+    Ok(fs::read(path).step_at("read record", path)?)
+}
+
+/// "Already gone" is success.
+pub(super) fn gone(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+mod base64_bytes {
+    use base64::{Engine as _, engine::general_purpose::STANDARD};
+    use serde::{Deserialize as _, Deserializer, Serializer, de};
+
+    pub(super) fn serialize<S: Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(&STANDARD.encode(bytes))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<u8>, D::Error> {
+        STANDARD.decode(String::deserialize(from)?).map_err(de::Error::custom)
+    }
+}

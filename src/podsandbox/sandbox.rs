@@ -1,0 +1,299 @@
+//! One sandbox as the verbs see it.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+
+use super::checked::check;
+use super::files::Places;
+use super::owner::{Entry, Handle, Message, Owner, Published, abandoned_at};
+use super::record::{Blob, Record, Store};
+use super::state::{Phase, Verb};
+use super::work::Work;
+use super::{CreateRequest, Error, Exit, Metric, Payload, SandboxInfo, Started, StatusReport, metrics, spec, status};
+use crate::config::Config;
+use crate::error::Step;
+use crate::pause::Driver;
+use crate::shim;
+
+/// How long a caller of Stop or Shutdown waits for the end of a pause and its cleanup before it is told that they
+/// go on without it.
+const END_WITHIN: Duration = Duration::from_secs(60);
+
+/// `type_url` of the OCI runtime spec in Start's answer (containerd `typeurl` of `specs.Spec`).
+const SPEC_TYPE: &str = "types.containerd.io/opencontainers/runtime-spec/1/Spec";
+
+/// What all sandboxes of a daemon share.
+#[derive(Debug)]
+pub struct Environment {
+    /// Settings.
+    pub config: Config,
+    /// Makes the pauses.
+    pub driver: Arc<dyn Driver>,
+}
+
+impl Environment {
+    /// Directory of all records.
+    pub fn sandboxes(&self) -> PathBuf {
+        self.config.state_dir.join("sandboxes")
+    }
+
+    /// The Task endpoint that Start and Status name: containerd starts the pod's shim itself.
+    fn address(&self) -> String {
+        format!("ttrpc+unix://{}.ttrpc", self.config.socket.display())
+    }
+
+    pub(super) fn work(&self, record: &Record) -> Work {
+        let store = Store::new(&self.sandboxes(), &record.id);
+        Work {
+            driver: self.driver.clone(),
+            places: Places::new(&self.config, &record.id, store.dir()),
+            shim: shim::Socket::new(&self.config.containerd_address, &self.config.containerd_namespace, &record.id),
+            plan: record.plan.clone(),
+            files: record.files.clone(),
+            created_at: record.created_at,
+            runtime_name: record.info.runtime_name.clone(),
+            store,
+        }
+    }
+}
+
+/// Version of the Task API that Start and Status answer.
+const TASK_API: u32 = 2;
+
+/// One sandbox.
+#[derive(Debug)]
+pub struct Sandbox {
+    environment: Arc<Environment>,
+    work: Arc<Work>,
+    owner: Handle,
+    /// The spec that Start answers; made at Create, so that Start does not wait for it, and given away.
+    spec: Mutex<Option<Vec<u8>>>,
+}
+
+impl Sandbox {
+    /// Checks a request and records the sandbox. Blocks. `on_gone` frees the id when the sandbox is removed.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`], or the failed step; nothing is left then.
+    pub fn create(
+        environment: Arc<Environment>,
+        request: &CreateRequest,
+        on_gone: impl FnOnce() + Send + 'static,
+    ) -> Result<Self, Error> {
+        let config = &environment.config;
+        let record = check(request, config, environment.driver.name())?;
+        let spec = spec::describe(&record, config)?;
+        let work = environment.work(&record);
+        work.store.create(&record).map_err(|step| Error::Step { id: record.id.clone(), verb: "create", step })?;
+        let abandoned = abandoned_at(record.created_at, config.abandoned_after);
+        let sandbox = Self::enter(environment, work, Entry::Created, Some(abandoned), on_gone);
+        *sandbox.spec.lock().unwrap_or_else(PoisonError::into_inner) = Some(spec);
+        Ok(sandbox)
+    }
+
+    pub(super) fn enter(
+        environment: Arc<Environment>,
+        work: Work,
+        entry: Entry,
+        abandoned: Option<tokio::time::Instant>,
+        on_gone: impl FnOnce() + Send + 'static,
+    ) -> Self {
+        let work = Arc::new(work);
+        let owner = Owner::spawn(work.clone(), entry, abandoned, on_gone);
+        Self { environment, work, owner, spec: Mutex::new(None) }
+    }
+
+    /// The sandbox id.
+    pub fn id(&self) -> &str {
+        &self.work.plan.id
+    }
+
+    /// Where it stands.
+    pub fn phase(&self) -> Phase {
+        self.published().phase
+    }
+
+    /// Makes files and pause. Goes on to its end when the future is dropped; the sandbox is removed then, since its
+    /// caller takes it for failed.
+    ///
+    /// # Errors
+    /// [`Error::State`] unless it was just created; else the failed step.
+    pub async fn start(&self) -> Result<Started, Error> {
+        self.ask(Verb::Start, None).await?;
+        let published = self.published();
+        let spec = self.spec.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let spec = match spec {
+            Some(spec) => spec,
+            None => self.read_record("start").and_then(|record| spec::describe(&record, &self.environment.config))?,
+        };
+        let labels = [
+            ("oci_runtime_type".to_owned(), self.work.runtime_name.clone()),
+            ("selinux_label".to_owned(), self.work.plan.selinux_label.clone()),
+        ];
+        Ok(Started {
+            pid: published.pid,
+            created_at: self.work.created_at,
+            labels: labels.into(),
+            address: self.environment.address(),
+            version: TASK_API,
+            spec: Some(Payload { type_url: SPEC_TYPE.to_owned(), value: spec.into() }),
+        })
+    }
+
+    /// Ends the pause; answers when its exit is recorded and the shared memory is unmounted.
+    ///
+    /// # Errors
+    /// The failed step, or [`Error::Timeout`]; what is left goes on in the background.
+    pub async fn stop(&self) -> Result<(), Error> {
+        self.ask(Verb::Stop, Some(END_WITHIN)).await
+    }
+
+    /// Ends and removes the sandbox.
+    ///
+    /// # Errors
+    /// What could not be removed, or [`Error::Timeout`].
+    pub async fn shutdown(&self) -> Result<(), Error> {
+        self.ask(Verb::Shutdown, Some(END_WITHIN)).await
+    }
+
+    /// Answers when the pause has ended, before or after it did.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] when the sandbox was removed without ever having had a pause.
+    pub async fn wait(&self) -> Result<Exit, Error> {
+        let mut published = self.owner.published.clone();
+        let exit = published.wait_for(|published| published.exit.is_some()).await.ok().and_then(|seen| seen.exit);
+        exit.ok_or_else(|| Error::NotFound { id: self.id().to_owned() })
+    }
+
+    /// What is published. Puts files back that containerd has deleted, because CRI asks this before every container.
+    ///
+    /// # Errors
+    /// The failed step of the mending, or of the record's reading.
+    pub async fn status(self: &Arc<Self>, verbose: bool) -> Result<StatusReport, Error> {
+        let mut published = self.published();
+        if published.phase == Phase::Ready || verbose {
+            let sandbox = self.clone();
+            let info = tokio::task::spawn_blocking(move || sandbox.look(verbose)).await;
+            let info = info.map_err(|e| self.fault("status", e.to_string()))??;
+            // It may have ended meanwhile.
+            published = self.published();
+            return Ok(self.report(published, info));
+        }
+        Ok(self.report(published, Default::default()))
+    }
+
+    fn look(&self, verbose: bool) -> Result<BTreeMap<String, String>, Error> {
+        if self.phase() == Phase::Ready
+            && self.work.places.mend(&self.work.files).map_err(|s| self.failed("status", s))?
+        {
+            log::info!(sandbox = self.id(); "files that were gone are back");
+        }
+        if !verbose {
+            return Ok(Default::default());
+        }
+        status::info(&self.read_record("status")?, &self.published(), &self.environment.config)
+    }
+
+    fn report(&self, published: Published, info: BTreeMap<String, String>) -> StatusReport {
+        StatusReport {
+            pid: published.pid,
+            state: status::state(published.phase),
+            info,
+            created_at: self.work.created_at,
+            exited_at: published.exit.map(|exit| exit.at),
+            address: self.environment.address(),
+            version: TASK_API,
+        }
+    }
+
+    /// Stores what containerd changed: of `fields` only `extensions` and `labels` exist here; without fields, both.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for any other field, or the failed step.
+    pub async fn update(self: &Arc<Self>, info: SandboxInfo, fields: Vec<String>) -> Result<(), Error> {
+        for field in &fields {
+            if !matches!(field.split('.').next(), Some("extensions" | "labels")) {
+                let (id, reason) = (self.id().to_owned(), format!("{field:?} cannot be updated"));
+                return Err(Error::Invalid { id, field: "fields".to_owned(), reason });
+            }
+        }
+        let sandbox = self.clone();
+        let change = move || {
+            let named = |name: &str| fields.is_empty() || fields.iter().any(|f| f.split('.').next() == Some(name));
+            sandbox.work.store.change(|record| {
+                if named("extensions") {
+                    record.info.extensions = info.extensions.iter().map(|(k, v)| (k.clone(), Blob::from(v))).collect();
+                }
+                if named("labels") {
+                    record.info.labels = info.labels.clone();
+                }
+            })
+        };
+        let changed = tokio::task::spawn_blocking(change).await;
+        changed.map_err(|e| self.fault("update", e.to_string()))?.map_err(|step| self.failed("update", step))
+    }
+
+    /// Metrics of the pod's parent cgroup.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub async fn metrics(self: &Arc<Self>) -> Result<Metric, Error> {
+        let sandbox = self.clone();
+        let read =
+            tokio::task::spawn_blocking(move || metrics::read(&sandbox.work.plan, &sandbox.environment.config)).await;
+        read.map_err(|e| self.fault("metrics", e.to_string()))?.map_err(|step| self.failed("metrics", step))
+    }
+
+    /// Answers when nothing of the sandbox is under way.
+    pub async fn at_rest(&self) {
+        let (reply, rest) = oneshot::channel();
+        if self.owner.inbox.send(Message::WhenAtRest(reply)).is_ok() {
+            // An owner that ended drops the sender: that is rest as well.
+            let _ = rest.await;
+        }
+    }
+
+    async fn ask(&self, verb: Verb, within: Option<Duration>) -> Result<(), Error> {
+        let (reply, answer) = oneshot::channel();
+        // Whoever comes while the owner ends finds a sandbox that is gone.
+        let gone = || match verb {
+            Verb::Start => Err(Error::NotFound { id: self.id().to_owned() }),
+            Verb::Stop | Verb::Shutdown => Ok(()),
+        };
+        if self.owner.inbox.send(Message::Ask(verb, reply)).is_err() {
+            return gone();
+        }
+        let answered = match within {
+            None => answer.await,
+            Some(limit) => match tokio::time::timeout(limit, answer).await {
+                Ok(answered) => answered,
+                Err(_) => {
+                    let verb = if verb == Verb::Stop { "stop" } else { "shutdown" };
+                    return Err(Error::Timeout { id: self.id().to_owned(), verb, seconds: limit.as_secs() });
+                }
+            },
+        };
+        answered.unwrap_or_else(|_| gone())
+    }
+
+    fn published(&self) -> Published {
+        *self.owner.published.borrow()
+    }
+
+    fn read_record(&self, verb: &'static str) -> Result<Record, Error> {
+        self.work.store.read().map_err(|e| self.failed(verb, e.into()))
+    }
+
+    fn failed(&self, verb: &'static str, step: Step) -> Error {
+        Error::Step { id: self.id().to_owned(), verb, step }
+    }
+
+    fn fault(&self, verb: &'static str, reason: String) -> Error {
+        Error::Fault { id: self.id().to_owned(), verb, reason }
+    }
+}

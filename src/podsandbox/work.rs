@@ -1,0 +1,104 @@
+//! The blocking work of one sandbox: what its jobs do to the system, step by step.
+
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use super::files::{Files, Places};
+use super::record::{Stage, Store};
+use crate::error::Step;
+use crate::pause::{Adoption, Driver, Exit, Pause, Plan};
+use crate::shim;
+
+/// What the jobs of one sandbox work on. Its methods block.
+#[derive(Debug)]
+pub struct Work {
+    /// Makes and cleans up the pause.
+    pub driver: Arc<dyn Driver>,
+    /// What the driver makes.
+    pub plan: Plan,
+    /// What the files say.
+    pub files: Files,
+    /// Where the files are.
+    pub places: Places,
+    /// Where the record is.
+    pub store: Store,
+    /// The socket of the pod's shim, if it has one.
+    pub shim: shim::Socket,
+    /// When Create was called.
+    pub created_at: SystemTime,
+    /// Runtime name, such as `io.containerd.runc.v2`.
+    pub runtime_name: String,
+}
+
+/// A start that failed.
+#[derive(Debug)]
+pub struct StartFailure {
+    /// The step that failed.
+    pub step: Step,
+    /// What could not be undone; empty when nothing is left of the sandbox.
+    pub left: Vec<Step>,
+}
+
+impl Work {
+    /// Makes files and pause and records them.
+    ///
+    /// # Errors
+    /// The failed step. All is undone then, the record included.
+    pub fn start(&self) -> Result<Arc<dyn Pause>, StartFailure> {
+        self.try_start().map_err(|step| StartFailure { step, left: self.remove().err().unwrap_or_default() })
+    }
+
+    fn try_start(&self) -> Result<Arc<dyn Pause>, Step> {
+        self.places.make(&self.files)?;
+        let pause: Arc<dyn Pause> = Arc::from(self.driver.start(&self.plan)?);
+        let stage = Stage::Started { identity: pause.identity().clone() };
+        if let Err(step) = self.store.set_stage(&stage) {
+            // A pause without a record would outlive everybody who knows of it.
+            match pause.kill() {
+                Ok(()) => drop(tokio::runtime::Handle::current().block_on(pause.exited())),
+                Err(kill) => log::error!(sandbox = self.plan.id.as_str(); "start: undo: {kill}"),
+            }
+            return Err(step);
+        }
+        Ok(pause)
+    }
+
+    /// Asks the driver for the process that the record names.
+    pub fn adopt(&self) -> Adoption {
+        match self.store.stage() {
+            Ok(Stage::Started { identity }) => self.driver.adopt(&self.plan, &identity),
+            Ok(Stage::Exited { exit, .. }) => Adoption::Dead(exit),
+            Ok(Stage::Created) => Adoption::Dead(Exit { status: crate::pause::UNKNOWN_EXIT, at: SystemTime::now() }),
+            Err(e) => Adoption::Unknown(e.into()),
+        }
+    }
+
+    /// After the exit: records it, removes the cgroup, unmounts the shared memory.
+    ///
+    /// # Errors
+    /// Every step that failed.
+    pub fn cleanup(&self, pid: u32, exit: Option<Exit>) -> Result<(), Vec<Step>> {
+        let mut errors = Vec::new();
+        if let Some(exit) = exit {
+            errors.extend(self.store.set_stage(&Stage::Exited { pid, exit }).err());
+        }
+        errors.extend(self.driver.cleanup(&self.plan).err().unwrap_or_default());
+        errors.extend(self.places.release_shm().err().unwrap_or_default());
+        if errors.is_empty() { Ok(()) } else { Err(errors) }
+    }
+
+    /// Removes all that is left: the pod's shim, cgroup, files and, when nothing else is left, the record.
+    ///
+    /// # Errors
+    /// Every step that failed.
+    pub fn remove(&self) -> Result<(), Vec<Step>> {
+        let mut errors = Vec::new();
+        errors.extend(self.shim.end(&self.plan.id).err());
+        errors.extend(self.driver.cleanup(&self.plan).err().unwrap_or_default());
+        errors.extend(self.places.remove().err().unwrap_or_default());
+        if errors.is_empty() {
+            errors.extend(self.store.remove().err());
+        }
+        if errors.is_empty() { Ok(()) } else { Err(errors) }
+    }
+}

@@ -1,0 +1,102 @@
+//! The pod's shim: where its Task endpoint is and how it is ended.
+//!
+//! containerd up to 2.3 never shuts down the shim of a sandboxed pod, it leaves that to the controller.
+
+use std::fs;
+use std::io::{self, Read as _};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use containerd_shim_protos::api::ShutdownRequest;
+use containerd_shim_protos::shim_async::{Client, TaskClient};
+use sha2::{Digest as _, Sha256};
+
+use crate::error::{IoContext as _, Step};
+
+/// Where every shim built on containerd's Go library puts its socket, whatever containerd's `state` is.
+const SOCKETS: &str = "/run/containerd/s";
+
+/// How long an empty shim may take to end after it was told to.
+const END_WITHIN: Duration = Duration::from_secs(5);
+
+/// The socket that containerd and the pod's shim agree on by name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Socket {
+    path: PathBuf,
+}
+
+impl Socket {
+    /// The socket of the shim that serves group `id` (containerd `pkg/shim.SocketAddress`).
+    pub fn new(containerd_address: &Path, namespace: &str, id: &str) -> Self {
+        let name = format!("{}/{namespace}/{id}", containerd_address.display());
+        let digest = Sha256::digest(name.as_bytes());
+        let hex: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+        Self { path: Path::new(SOCKETS).join(hex) }
+    }
+
+    /// Its path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Ends the shim and removes its socket. Blocks; call it off the runtime's workers. No shim is success.
+    ///
+    /// # Errors
+    /// The failed step; a shim that still serves containers does not end.
+    pub fn end(&self, id: &str) -> Result<(), Step> {
+        match UnixStream::connect(&self.path) {
+            Ok(watched) => self.shut_down(id, watched)?,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+            // The file outlived its server.
+            Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {}
+            Err(e) => return Err(Step::at("connect to shim", &self.path, e)),
+        }
+        match fs::remove_file(&self.path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+            other => other.step_at("remove shim socket", &self.path),
+        }
+    }
+
+    /// Tells the shim to end and waits until `watched`, a second connection to it, is closed.
+    fn shut_down(&self, id: &str, mut watched: UnixStream) -> Result<(), Step> {
+        let told = tokio::runtime::Handle::current().block_on(async {
+            let client = Client::connect(&format!("unix://{}", self.path.display())).await?;
+            let nanos = i64::try_from(END_WITHIN.as_nanos()).unwrap_or(i64::MAX);
+            let context = ttrpc::context::with_timeout(nanos);
+            let request = ShutdownRequest { id: id.to_owned(), now: true, ..Default::default() };
+            TaskClient::new(client).shutdown(context, &request).await
+        });
+        watched.set_read_timeout(Some(END_WITHIN)).step_at("watch shim", &self.path)?;
+        match (watched.read(&mut [0]), told) {
+            // Whether the answer was lost or not: the shim has ended.
+            (Ok(0), _) => Ok(()),
+            (Err(e), _) if e.kind() == io::ErrorKind::ConnectionReset => Ok(()),
+            (_, Err(e)) => Err(Step::at("shut down shim", &self.path, io::Error::other(e.to_string()))),
+            (_, Ok(_)) => Err(Step::at(
+                "shut down shim",
+                &self.path,
+                io::Error::other("it still runs, as a shim does that serves containers"),
+            )),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn socket_is_named_as_containerd_names_it() {
+        // printf %s /run/containerd/containerd.sock/k8s.io/abc | sha256sum
+        let socket = Socket::new(Path::new("/run/containerd/containerd.sock"), "k8s.io", "abc");
+        let name = socket.path().file_name().and_then(|n| n.to_str()).map(str::to_owned);
+        assert_eq!(name.as_deref(), Some("a99a1752d3a0fadfb1f869026f16760475df03a572e20f4ccea9e6c1e5470b72"));
+    }
+
+    #[test]
+    fn a_socket_that_nobody_made_is_gone_already() {
+        let socket = Socket::new(Path::new("/nowhere"), "k8s.io", "no-such-sandbox");
+        assert!(socket.end("no-such-sandbox").is_ok());
+    }
+}
