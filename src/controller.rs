@@ -182,6 +182,7 @@ impl Controller {
         self.stopping.store(true, Ordering::Release);
         let live: Vec<Arc<Sandbox>> = self.live();
         futures::future::join_all(live.iter().map(|sandbox| sandbox.at_rest())).await;
+        recover::let_go(&self.environment);
     }
 
     /// All sandboxes, in no order.

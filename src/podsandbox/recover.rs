@@ -9,6 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::stream::{self, StreamExt as _};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use std::os::unix::fs::DirBuilderExt as _;
 
 use super::owner::{Entry, abandoned_at};
 use super::record::{Stage, Store, Unreadable};
@@ -45,7 +47,8 @@ where
     F: Fn(&str) + Clone + Send + Sync + 'static,
 {
     let sandboxes = environment.sandboxes();
-    fs::create_dir_all(&sandboxes).step_at("make directory", &sandboxes)?;
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(&sandboxes).step_at("make directory", &sandboxes)?;
+    keep_private(&sandboxes)?;
     let ids = ids(&sandboxes)?;
     let all = stream::iter(ids).map(|id| {
         let (environment, on_gone) = (environment.clone(), on_gone.clone());
@@ -66,6 +69,31 @@ where
         }
     }
     Ok(recovered)
+}
+
+/// Makes the directory of the records a mount of its own that gives nothing to other mount namespaces: a mount below
+/// would be repeated in each of them, which costs the more the more containers there are.
+fn keep_private(sandboxes: &Path) -> Result<(), Step> {
+    let private = || mount(None::<&str>, sandboxes, None::<&str>, MsFlags::MS_PRIVATE, None::<&str>);
+    match private() {
+        // Not a mount yet.
+        Err(nix::Error::EINVAL) => {
+            mount(Some(sandboxes), sandboxes, None::<&str>, MsFlags::MS_BIND, None::<&str>)
+                .step_at("bind directory", sandboxes)?;
+            private().step_at("make mount private", sandboxes)
+        }
+        other => other.step_at("make mount private", sandboxes),
+    }
+}
+
+/// Takes back what [`recover`] mounted, when no sandbox is left; with sandboxes it stays for the next daemon.
+pub fn let_go(environment: &Environment) {
+    let sandboxes = environment.sandboxes();
+    if ids(&sandboxes).is_ok_and(|ids| ids.is_empty())
+        && let Err(e) = umount2(&sandboxes, MntFlags::UMOUNT_NOFOLLOW)
+    {
+        log::warn!("unmount {}: {e}", sandboxes.display());
+    }
 }
 
 fn ids(sandboxes: &Path) -> Result<Vec<String>, Step> {

@@ -221,8 +221,7 @@ impl Machine {
             }
             Event::AdoptFailed => {
                 self.job = None;
-                self.settle(Verb::Stop, false, &mut out);
-                self.settle(Verb::Shutdown, false, &mut out);
+                self.not_ended(&mut out);
             }
             Event::Exited => {
                 // A second report of the same end changes nothing.
@@ -236,10 +235,7 @@ impl Machine {
                     self.proceed(&mut out);
                 }
             }
-            Event::KillFailed => {
-                self.settle(Verb::Stop, false, &mut out);
-                self.settle(Verb::Shutdown, false, &mut out);
-            }
+            Event::KillFailed => self.not_ended(&mut out),
             Event::JobDone => match self.job.take() {
                 Some(Job::Cleanup) => {
                     self.dirty = false;
@@ -282,6 +278,7 @@ impl Machine {
             return;
         }
         match self.phase {
+            Phase::Ready => self.end_if_wanted(out),
             Phase::Unknown if self.doomed || self.stop_waits => self.run(Job::Adopt, out),
             Phase::NotReady if self.dirty => self.run(Job::Cleanup, out),
             Phase::NotReady if !self.doomed => self.settle(Verb::Stop, true, out),
@@ -293,6 +290,16 @@ impl Machine {
     fn run(&mut self, job: Job, out: &mut Vec<Action>) {
         self.job = Some(job);
         out.push(Action::Run(job));
+    }
+
+    /// The pause could not be ended, or nobody knows whether it lives.
+    fn not_ended(&mut self, out: &mut Vec<Action>) {
+        self.settle(Verb::Stop, false, out);
+        self.settle(Verb::Shutdown, false, out);
+        if self.doomed {
+            self.failures = self.failures.saturating_add(1);
+            out.push(Action::RetryAfter(self.failures));
+        }
     }
 
     fn failed(&mut self, out: &mut Vec<Action>) {
@@ -323,3 +330,6 @@ impl Machine {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

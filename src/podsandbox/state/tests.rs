@@ -1,0 +1,330 @@
+//! The machine against a tiny world: any sequence of verbs, exits, failures and restarts keeps the invariants.
+
+use proptest::prelude::*;
+
+use super::*;
+
+/// What happens to the world next. What makes no sense at the moment is passed over.
+#[derive(Clone, Copy, Debug)]
+enum Happening {
+    Ask(Verb),
+    /// The running job ends well, or not.
+    JobEnds(bool),
+    /// A failed start could not be undone.
+    StartLeavesSomething,
+    /// The pause ends by itself.
+    PauseDies,
+    /// What was killed is dead by now.
+    KillLands,
+    /// The next kills are refused, or not.
+    KillsFail(bool),
+    /// The caller of Start gives up, before the answer.
+    CallerGivesUp,
+    RetryDue,
+    Abandoned,
+    /// The daemon is killed and comes back; recovery can tell about the pause, or not.
+    Restart(bool),
+}
+
+/// What the owner, the driver and the callers know.
+#[derive(Debug)]
+struct World {
+    machine: Machine,
+    job: Option<Job>,
+    /// The pause lives.
+    alive: bool,
+    /// A kill is on its way.
+    killed: bool,
+    kills_fail: bool,
+    /// Something of a start is on the system: files, cgroup.
+    made: bool,
+    waiting: Vec<Verb>,
+    start_unheard: bool,
+    retry_armed: bool,
+    exits_published: u32,
+    starts_run: u32,
+    retired: bool,
+    phase: Phase,
+    shutdown_asked: bool,
+}
+
+impl World {
+    fn new() -> Self {
+        Self {
+            machine: Machine::new(Phase::Created),
+            job: None,
+            alive: false,
+            killed: false,
+            kills_fail: false,
+            made: false,
+            waiting: Vec::new(),
+            start_unheard: false,
+            retry_armed: false,
+            exits_published: 0,
+            starts_run: 0,
+            retired: false,
+            phase: Phase::Created,
+            shutdown_asked: false,
+        }
+    }
+
+    fn happen(&mut self, happening: Happening) {
+        if self.retired {
+            return;
+        }
+        match happening {
+            Happening::Ask(verb) => {
+                self.shutdown_asked |= verb == Verb::Shutdown;
+                self.waiting.push(verb);
+                self.feed(Event::Asked(verb));
+            }
+            Happening::JobEnds(well) => match self.job.take() {
+                None => {}
+                Some(Job::Start) if well => {
+                    self.alive = true;
+                    self.made = true;
+                    self.feed(Event::Started);
+                }
+                Some(Job::Start) => self.feed(Event::StartFailed { clean: true }),
+                Some(Job::Adopt) if !well => self.feed(Event::AdoptFailed),
+                Some(Job::Adopt) if self.alive => self.feed(Event::AdoptedAlive),
+                Some(Job::Adopt) => self.exit(),
+                Some(Job::Cleanup | Job::Remove) if !well => self.feed(Event::JobFailed),
+                Some(Job::Cleanup) => self.feed(Event::JobDone),
+                Some(Job::Remove) => {
+                    self.made = false;
+                    self.feed(Event::JobDone);
+                }
+            },
+            Happening::StartLeavesSomething => {
+                if self.job == Some(Job::Start) {
+                    self.job = None;
+                    self.made = true;
+                    self.feed(Event::StartFailed { clean: false });
+                }
+            }
+            Happening::PauseDies => self.die(),
+            Happening::KillLands => {
+                if self.killed {
+                    self.die();
+                }
+            }
+            Happening::KillsFail(fail) => self.kills_fail = fail,
+            Happening::CallerGivesUp => self.start_unheard |= self.job == Some(Job::Start),
+            Happening::RetryDue => {
+                if std::mem::take(&mut self.retry_armed) {
+                    self.feed(Event::RetryDue);
+                }
+            }
+            Happening::Abandoned => {
+                if self.phase == Phase::Created {
+                    self.feed(Event::Abandoned);
+                }
+            }
+            Happening::Restart(can_tell) => self.restart(can_tell),
+        }
+    }
+
+    fn die(&mut self) {
+        let watched = self.phase == Phase::Ready;
+        if std::mem::take(&mut self.alive) && watched {
+            self.exit();
+        }
+    }
+
+    fn exit(&mut self) {
+        self.killed = false;
+        if self.exits_published == 0 {
+            self.exits_published += 1;
+        }
+        self.feed(Event::Exited);
+    }
+
+    /// What recovery makes of what is on disk and in the kernel.
+    fn restart(&mut self, can_tell: bool) {
+        // Callers are answered UNAVAILABLE; jobs are cut off.
+        self.waiting.clear();
+        self.start_unheard = false;
+        self.retry_armed = false;
+        self.killed = false;
+        self.kills_fail = false;
+        self.shutdown_asked = false;
+        let cut_off = self.job.take();
+        let phase = match self.phase {
+            Phase::Created if cut_off != Some(Job::Start) => Phase::Created,
+            Phase::Created | Phase::Starting => {
+                // Recovery undoes a start that was cut off: there is no sandbox any more.
+                self.alive = false;
+                self.made = false;
+                self.retired = true;
+                return;
+            }
+            _ if self.exits_published > 0 => Phase::NotReady,
+            _ if !can_tell => Phase::Unknown,
+            _ if self.alive => Phase::Ready,
+            _ => {
+                self.exits_published += 1;
+                Phase::NotReady
+            }
+        };
+        self.phase = phase;
+        self.machine = Machine::new(phase);
+        if phase == Phase::NotReady {
+            self.feed(Event::RetryDue);
+        }
+    }
+
+    fn feed(&mut self, event: Event) {
+        let mut events = vec![event];
+        while let Some(event) = events.pop() {
+            for action in self.machine.on(event) {
+                assert!(
+                    !self.retired || matches!(action, Action::Succeed(_) | Action::Fail(_)),
+                    "{action:?} after the end"
+                );
+                events.extend(self.act(action));
+            }
+        }
+        assert_eq!(self.phase == Phase::Gone, self.retired, "gone and retired are one");
+    }
+
+    fn act(&mut self, action: Action) -> Option<Event> {
+        match action {
+            Action::Run(job) => {
+                assert_eq!(self.job, None, "{job:?} while another job runs");
+                match job {
+                    Job::Start => {
+                        self.starts_run += 1;
+                        self.phase = Phase::Starting;
+                    }
+                    Job::Adopt => assert_eq!(self.phase, Phase::Unknown),
+                    Job::Cleanup => assert!(!self.alive, "cleanup of a living pause"),
+                    Job::Remove => assert!(!self.alive, "removal of a living pause"),
+                }
+                self.job = Some(job);
+            }
+            Action::Publish => self.phase = self.machine.phase(),
+            Action::Kill => {
+                assert_eq!(self.machine.phase(), Phase::Ready, "a kill without a pause");
+                if self.kills_fail {
+                    return Some(Event::KillFailed);
+                }
+                self.killed = true;
+            }
+            Action::Watch => {
+                if !self.alive {
+                    // It died before it was watched; the pidfd tells at once.
+                    self.exits_published += 1;
+                    return Some(Event::Exited);
+                }
+            }
+            Action::Succeed(verb) | Action::Fail(verb) => {
+                let before = self.waiting.len();
+                self.waiting.retain(|waiting| *waiting != verb);
+                if verb != Verb::Start {
+                    assert_ne!(self.waiting.len(), before, "an answer that nobody waits for");
+                }
+                if verb == Verb::Stop && matches!(action, Action::Succeed(_)) {
+                    assert!(!self.alive, "stop succeeded with a living pause");
+                }
+                if verb == Verb::Shutdown && matches!(action, Action::Succeed(_)) {
+                    assert!(!self.alive && !self.made, "shutdown succeeded and left something");
+                }
+                if action == Action::Succeed(Verb::Start) && std::mem::take(&mut self.start_unheard) {
+                    return Some(Event::StartUnheard);
+                }
+            }
+            Action::Refuse(verb) => assert_eq!(self.waiting.pop(), Some(verb), "refused another than the last"),
+            Action::RetryAfter(failures) => {
+                assert!(failures > 0);
+                self.retry_armed = true;
+            }
+            Action::Retire => {
+                assert!(!self.retired, "retired twice");
+                assert!(!self.alive && !self.made, "retired and left something");
+                self.retired = true;
+            }
+        }
+        None
+    }
+
+    /// Lets everything end well: the faults are gone and all that is under way comes to its end.
+    fn settle(&mut self) {
+        self.kills_fail = false;
+        for _ in 0..20 {
+            self.happen(Happening::JobEnds(true));
+            self.happen(Happening::KillLands);
+            self.happen(Happening::RetryDue);
+        }
+    }
+}
+
+fn happening() -> impl Strategy<Value = Happening> {
+    prop_oneof![
+        4 => prop_oneof![Just(Verb::Start), Just(Verb::Stop), Just(Verb::Shutdown)].prop_map(Happening::Ask),
+        4 => any::<bool>().prop_map(Happening::JobEnds),
+        2 => Just(Happening::KillLands),
+        1 => Just(Happening::StartLeavesSomething),
+        1 => Just(Happening::PauseDies),
+        1 => any::<bool>().prop_map(Happening::KillsFail),
+        1 => Just(Happening::CallerGivesUp),
+        2 => Just(Happening::RetryDue),
+        1 => Just(Happening::Abandoned),
+        1 => any::<bool>().prop_map(Happening::Restart),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 4000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_sequence_keeps_the_invariants(happenings in prop::collection::vec(happening(), 1..40)) {
+        let mut world = World::new();
+        for happening in happenings {
+            world.happen(happening);
+            prop_assert!(world.starts_run <= 1, "nothing starts twice");
+            prop_assert!(world.exits_published <= 1, "one exit per sandbox");
+        }
+        world.settle();
+        prop_assert!(world.waiting.is_empty(), "somebody still waits: {world:?}");
+        if world.shutdown_asked {
+            prop_assert!(world.retired, "shutdown ends everything: {world:?}");
+        }
+        // Shutdown ends it from wherever it is.
+        world.happen(Happening::Ask(Verb::Shutdown));
+        world.settle();
+        prop_assert!(world.retired && !world.alive && !world.made, "{world:?}");
+    }
+}
+
+#[test]
+fn the_plain_life() {
+    let mut machine = Machine::new(Phase::Created);
+    assert_eq!(machine.on(Event::Asked(Verb::Start)), [Action::Run(Job::Start)]);
+    assert_eq!(machine.on(Event::Started), [Action::Publish, Action::Watch, Action::Succeed(Verb::Start)]);
+    assert_eq!(machine.on(Event::Asked(Verb::Stop)), [Action::Kill]);
+    assert_eq!(machine.on(Event::Exited), [Action::Publish, Action::Run(Job::Cleanup)]);
+    assert_eq!(machine.on(Event::JobDone), [Action::Succeed(Verb::Stop)]);
+    assert_eq!(machine.on(Event::Asked(Verb::Stop)), [Action::Succeed(Verb::Stop)]);
+    assert_eq!(machine.on(Event::Asked(Verb::Shutdown)), [Action::Run(Job::Remove)]);
+    let end = [Action::Publish, Action::Retire, Action::Succeed(Verb::Shutdown)];
+    assert_eq!(machine.on(Event::JobDone), end);
+}
+
+#[test]
+fn an_unheard_start_is_undone() {
+    let mut machine = Machine::new(Phase::Created);
+    machine.on(Event::Asked(Verb::Start));
+    machine.on(Event::Started);
+    assert_eq!(machine.on(Event::StartUnheard), [Action::Kill]);
+    assert_eq!(machine.on(Event::Exited), [Action::Publish, Action::Run(Job::Cleanup)]);
+    assert_eq!(machine.on(Event::JobDone), [Action::Run(Job::Remove)]);
+    assert_eq!(machine.on(Event::JobDone), [Action::Publish, Action::Retire]);
+}
+
+#[test]
+fn a_second_start_is_refused_in_every_phase() {
+    for phase in [Phase::Ready, Phase::NotReady, Phase::Unknown, Phase::Gone] {
+        assert_eq!(Machine::new(phase).on(Event::Asked(Verb::Start)), [Action::Refuse(Verb::Start)], "{phase:?}");
+    }
+}
