@@ -40,6 +40,8 @@ pub struct Config {
     pub enable_unprivileged_icmp: bool,
     /// A sandbox that was not started this long after its creation is removed.
     pub abandoned_after: Duration,
+    /// How often sandboxes that nobody has ever asked about are looked for; containerd is asked about them.
+    pub forgotten_interval: Duration,
 }
 
 impl Default for Config {
@@ -56,6 +58,7 @@ impl Default for Config {
             enable_unprivileged_ports: false,
             enable_unprivileged_icmp: false,
             abandoned_after: Duration::from_secs(3600),
+            forgotten_interval: Duration::from_secs(60),
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -72,6 +73,8 @@ pub struct Sandbox {
     owner: Handle,
     /// The spec that Start answers; made at Create, so that Start does not wait for it, and given away.
     spec: Mutex<Option<Vec<u8>>>,
+    /// Somebody asked for status or exit, as CRI does right after Start.
+    asked: AtomicBool,
 }
 
 impl Sandbox {
@@ -104,7 +107,7 @@ impl Sandbox {
     ) -> Self {
         let work = Arc::new(work);
         let owner = Owner::spawn(work.clone(), entry, abandoned, on_gone);
-        Self { environment, work, owner, spec: Mutex::new(None) }
+        Self { environment, work, owner, spec: Mutex::new(None), asked: AtomicBool::new(false) }
     }
 
     /// The sandbox id.
@@ -165,6 +168,7 @@ impl Sandbox {
     /// # Errors
     /// [`Error::NotFound`] when the sandbox was removed without ever having had a pause.
     pub async fn wait(&self) -> Result<Exit, Error> {
+        self.asked.store(true, Ordering::Relaxed);
         let mut published = self.owner.published.clone();
         let exit = published.wait_for(|published| published.exit.is_some()).await.ok().and_then(|seen| seen.exit);
         exit.ok_or_else(|| Error::NotFound { id: self.id().to_owned() })
@@ -175,6 +179,7 @@ impl Sandbox {
     /// # Errors
     /// The failed step of the mending, or of the record's reading.
     pub async fn status(self: &Arc<Self>, verbose: bool) -> Result<StatusReport, Error> {
+        self.asked.store(true, Ordering::Relaxed);
         let mut published = self.published();
         if published.phase == Phase::Ready || verbose {
             let sandbox = self.clone();
@@ -247,6 +252,11 @@ impl Sandbox {
         let read =
             tokio::task::spawn_blocking(move || metrics::read(&sandbox.work.plan, &sandbox.environment.config)).await;
         read.map_err(|e| self.fault("metrics", e.to_string()))?.map_err(|step| self.failed("metrics", step))
+    }
+
+    /// It runs, its pod has no shim, and nobody has asked for its status or exit in this daemon's life.
+    pub fn is_unasked(&self) -> bool {
+        self.phase() == Phase::Ready && !self.asked.load(Ordering::Relaxed) && !self.work.shim.path().exists()
     }
 
     /// Answers when nothing of the sandbox is under way.
