@@ -1,1 +1,111 @@
 //! The wire: gRPC and ttrpc skins over one handler.
+//!
+//! containerd dials the gRPC socket; the ttrpc socket beside it serves the same calls, and the shim form of them. What
+//! may be asked and how it is answered is in `handler.rs`, how errors become codes in `code.rs`; neither skin adds to it.
+//!
+//! No caller and no verb can harm another: messages, headers, connections and calls are bounded, a panic is an answer, and
+//! a listener that cannot accept waits and goes on. Going down, the daemon ends every call with UNAVAILABLE and nothing
+//! else, because containerd takes any other end of a Wait for the exit of its sandbox.
+
+use std::fmt::Display;
+use std::future::Future;
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::UnixStream;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+
+use crate::error::Step;
+
+mod accept;
+mod code;
+mod convert;
+mod grpc;
+mod handler;
+mod ttrpc;
+mod verbs;
+
+pub use accept::bind;
+pub use code::{Code, Status, code};
+pub use verbs::Verbs;
+
+use accept::Acceptor;
+use handler::Handler;
+
+/// Calls that may be pending on one connection: a Wait for every pod of a node, and room.
+const MAX_CALLS: usize = 16 << 10;
+/// Connections that a socket serves at a time; more wait in its backlog.
+const MAX_CONNECTIONS: usize = 256;
+/// How long the answers that end everything may take to be read by their callers.
+const DRAIN: Duration = Duration::from_secs(2);
+/// The user who may call.
+const ROOT: libc::uid_t = 0;
+
+/// The two sockets of a daemon and what answers on them.
+#[derive(Debug)]
+pub struct Server<V> {
+    verbs: Arc<V>,
+    grpc: UnixListener,
+    ttrpc: UnixListener,
+}
+
+impl<V: Verbs> Server<V> {
+    /// Serves `verbs` on two bound and listening sockets, made by [`bind`] or inherited.
+    pub fn new(verbs: Arc<V>, grpc: UnixListener, ttrpc: UnixListener) -> Self {
+        Self { verbs, grpc, ttrpc }
+    }
+
+    /// Serves until `stop` says true or its sender is gone, then ends every call with UNAVAILABLE and returns within
+    /// 3 seconds, whatever the callers do.
+    ///
+    /// # Errors
+    /// A listener that cannot be used.
+    ///
+    /// # Panics
+    /// Outside a tokio runtime with I/O and time.
+    pub async fn run(self, stop: watch::Receiver<bool>) -> Result<(), Step> {
+        let handler = Handler::new(self.verbs, stop);
+        let grpc = Acceptor::new(self.grpc, ROOT)?;
+        let ttrpc = Acceptor::new(self.ttrpc, ROOT)?;
+        tokio::join!(
+            serve("gRPC", grpc, &handler, |stream| grpc::serve(stream, handler.clone())),
+            serve("ttrpc", ttrpc, &handler, |stream| ttrpc::serve(stream, handler.clone())),
+        );
+        Ok(())
+    }
+}
+
+/// Serves the connections of one socket.
+async fn serve<V, E, F>(name: &str, mut acceptor: Acceptor, handler: &Handler<V>, connection: impl Fn(UnixStream) -> F)
+where
+    V: Verbs,
+    E: Display + Send + 'static,
+    F: Future<Output = Result<(), E>> + Send + 'static,
+{
+    let mut connections = JoinSet::new();
+    let stopping = handler.stopping();
+    tokio::pin!(stopping);
+    loop {
+        tokio::select! {
+            biased;
+            () = &mut stopping => break,
+            Some(ended) = connections.join_next() => match ended {
+                Ok(Ok(())) => {}
+                Ok(Err(e)) => log::debug!("{name} connection ended: {e}"),
+                Err(e) => log::error!("{name} connection: {e}"),
+            },
+            stream = acceptor.next(), if connections.len() < MAX_CONNECTIONS => {
+                connections.spawn(connection(stream));
+            }
+        }
+    }
+    // Nobody is let in any more. The backlog of an inherited socket is for the daemon's successor.
+    drop(acceptor);
+    let done = async { while connections.join_next().await.is_some() {} };
+    if tokio::time::timeout(DRAIN, done).await.is_err() {
+        log::warn!("{name}: cutting off {} connections that took over {} s to end", connections.len(), DRAIN.as_secs());
+        connections.shutdown().await;
+    }
+}

@@ -1,0 +1,184 @@
+//! Listening sockets: bound so that only root can reach them, and accepted from without ever giving up.
+
+use std::fs::{self, Permissions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::net;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind as bind_address, listen, socket};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::time::{Instant, sleep_until};
+
+use crate::error::{IoContext, Step};
+
+/// The first pause after a failed accept; it doubles up to [`MAX_DELAY`].
+const MIN_DELAY: Duration = Duration::from_millis(10);
+/// The longest pause after a failed accept.
+const MAX_DELAY: Duration = Duration::from_secs(1);
+
+/// Binds a listening unix socket at `path` with mode 0600, in place of one that nobody listens on any more.
+///
+/// The socket gets its mode and listens before it appears at `path`, and takes the path by rename: a caller finds either
+/// the old socket or the new one. Its file stays behind when the listener is gone, for the next one to replace.
+///
+/// # Errors
+/// The failed step; `EADDRINUSE` when somebody listens there, `EEXIST` when what is there is no socket.
+pub fn bind(path: &Path) -> Result<net::UnixListener, Step> {
+    refuse_taken(path)?;
+    let new = beside(path);
+    match fs::remove_file(&new) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(Step::at("remove", new, e)),
+        _ => {}
+    }
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let fd = socket(AddressFamily::Unix, SockType::Stream, flags, None).step_at("make socket", path)?;
+    let address = UnixAddr::new(&new).step_at("bind", &new)?;
+    bind_address(fd.as_raw_fd(), &address).step_at("bind", &new)?;
+    let placed = fs::set_permissions(&new, Permissions::from_mode(0o600))
+        .step_at("chmod", &new)
+        .and_then(|()| listen(&fd, Backlog::MAXALLOWABLE).step_at("listen", &new))
+        .and_then(|()| fs::rename(&new, path).step_at("rename to", path));
+    if let Err(step) = placed {
+        // Best effort: the next start removes it as well.
+        let _ = fs::remove_file(&new);
+        return Err(step);
+    }
+    Ok(net::UnixListener::from(fd))
+}
+
+/// Refuses a path at which somebody listens, or which is no socket.
+fn refuse_taken(path: &Path) -> Result<(), Step> {
+    let found = match fs::symlink_metadata(path) {
+        Ok(found) => found,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(Step::at("stat", path, e)),
+    };
+    if !found.file_type().is_socket() {
+        return Err(Step::at("bind", path, io::Error::from_raw_os_error(libc::EEXIST)));
+    }
+    match net::UnixStream::connect(path) {
+        Ok(_) => Err(Step::at("bind", path, io::Error::from_raw_os_error(libc::EADDRINUSE))),
+        Err(e) if matches!(e.raw_os_error(), Some(libc::ECONNREFUSED | libc::ENOENT)) => Ok(()),
+        Err(e) => Err(Step::at("connect", path, e)),
+    }
+}
+
+/// The name under which a socket waits until it is ready.
+fn beside(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".new");
+    PathBuf::from(name)
+}
+
+/// A listener that yields connections of one user.
+pub(super) struct Acceptor {
+    listener: UnixListener,
+    /// The user who may connect.
+    uid: libc::uid_t,
+    delay: Duration,
+    not_before: Option<Instant>,
+}
+
+impl Acceptor {
+    /// Accepts from a bound listener, whichever its blocking mode.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub(super) fn new(listener: net::UnixListener, uid: libc::uid_t) -> Result<Self, Step> {
+        listener.set_nonblocking(true).step("make listener non-blocking")?;
+        let listener = UnixListener::from_std(listener).step("watch listener")?;
+        Ok(Self { listener, uid, delay: MIN_DELAY, not_before: None })
+    }
+
+    /// The next connection of the user who may connect. May be dropped and called again at any time.
+    ///
+    /// A failed accept, mostly for want of file descriptors, is tried again after a pause: the connection stays in the
+    /// backlog and the listener readable, so without a pause this would spin.
+    pub(super) async fn next(&mut self) -> UnixStream {
+        loop {
+            if let Some(time) = self.not_before {
+                sleep_until(time).await;
+                self.not_before = None;
+            }
+            match self.listener.accept().await {
+                Ok((stream, _)) => {
+                    self.delay = MIN_DELAY;
+                    if self.may_connect(&stream) {
+                        return stream;
+                    }
+                }
+                Err(e) => {
+                    log::warn!("accept: {e}; trying again in {} ms", self.delay.as_millis());
+                    self.not_before = Some(Instant::now() + self.delay);
+                    self.delay = (self.delay * 2).min(MAX_DELAY);
+                }
+            }
+        }
+    }
+
+    fn may_connect(&self, stream: &UnixStream) -> bool {
+        match stream.peer_cred() {
+            Ok(peer) if peer.uid() == self.uid => true,
+            Ok(peer) => {
+                log::warn!("refused a connection of uid {}, pid {}", peer.uid(), peer.pid().unwrap_or(0));
+                false
+            }
+            Err(e) => {
+                log::warn!("refused a connection without credentials: {e}");
+                false
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn scratch() -> (tempfile::TempDir, PathBuf) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.sock");
+        (dir, path)
+    }
+
+    #[test]
+    fn a_bound_socket_has_mode_0600_and_answers() {
+        let (dir, path) = scratch();
+        let listener = bind(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o600);
+        let _client = net::UnixStream::connect(&path).unwrap();
+        listener.accept().unwrap();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
+        let (_dir, path) = scratch();
+        let first = bind(&path).unwrap();
+        let refused = bind(&path).unwrap_err();
+        assert_eq!(refused.io().raw_os_error(), Some(libc::EADDRINUSE));
+        assert!(refused.to_string().contains(path.to_str().unwrap()), "{refused}");
+        drop(first);
+        fs::write(beside(&path), "left by a crash").unwrap();
+        let _second = bind(&path).unwrap();
+        net::UnixStream::connect(&path).unwrap();
+    }
+
+    #[test]
+    fn what_is_no_socket_is_left_alone() {
+        let (_dir, path) = scratch();
+        fs::write(&path, "precious").unwrap();
+        assert_eq!(bind(&path).unwrap_err().io().raw_os_error(), Some(libc::EEXIST));
+        assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
+    }
+
+    #[test]
+    fn a_path_that_does_not_fit_is_named() {
+        let long = PathBuf::from(format!("/tmp/{}", "x".repeat(120)));
+        let step = bind(&long).unwrap_err();
+        assert!(step.to_string().starts_with(&format!("bind {}", long.display())), "{step}");
+    }
+}

@@ -1,0 +1,173 @@
+//! The one table from error to RPC code. gRPC and ttrpc number their codes alike.
+
+use std::io;
+
+pub use ttrpc::Code;
+
+use crate::error::Step;
+use crate::podsandbox::Error;
+
+/// The longest error message that goes out, bytes. gRPC sends it in a header, which clients bound.
+const MAX_TEXT: usize = 4096;
+
+/// How a call failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Status {
+    /// The RPC code; never OK.
+    pub code: Code,
+    /// What happened.
+    pub message: String,
+}
+
+impl Status {
+    /// A status with `message`, shortened to what fits a gRPC header.
+    pub fn new(code: Code, message: impl Into<String>) -> Self {
+        let mut message = message.into();
+        if message.len() > MAX_TEXT {
+            message.truncate(message.floor_char_boundary(MAX_TEXT - "…".len()));
+            message.push('…');
+        }
+        Self { code, message }
+    }
+
+    /// The daemon is going down: the one answer after which containerd asks again.
+    pub fn stopping() -> Self {
+        Self::new(Code::UNAVAILABLE, "the sandboxer is stopping")
+    }
+}
+
+impl From<&Error> for Status {
+    fn from(error: &Error) -> Self {
+        Self::new(code(error), error.to_string())
+    }
+}
+
+/// The RPC code of an error.
+///
+/// Only a daemon that is going down is UNAVAILABLE, since containerd asks again for ever then; and a pending Wait that
+/// ends in any other code is taken as the exit of the sandbox.
+pub fn code(error: &Error) -> Code {
+    match error {
+        Error::Invalid { .. } => Code::INVALID_ARGUMENT,
+        Error::NotFound { .. } => Code::NOT_FOUND,
+        Error::AlreadyExists { .. } => Code::ALREADY_EXISTS,
+        Error::State { .. } => Code::FAILED_PRECONDITION,
+        Error::Step { step, .. } => step_code(step),
+        Error::Steps { steps, .. } => {
+            // Not scarcity alone: then more room would not help.
+            let scarce = !steps.is_empty() && steps.iter().all(|step| step_code(step) == Code::RESOURCE_EXHAUSTED);
+            if scarce { Code::RESOURCE_EXHAUSTED } else { Code::INTERNAL }
+        }
+        Error::Timeout { .. } => Code::DEADLINE_EXCEEDED,
+        Error::Stopping { .. } => Code::UNAVAILABLE,
+        Error::Fault { .. } => Code::INTERNAL,
+    }
+}
+
+/// A node that ran out of something is told from a node that is broken.
+fn step_code(step: &Step) -> Code {
+    match step.io().raw_os_error() {
+        Some(
+            libc::ENOSPC | libc::EDQUOT | libc::ENOMEM | libc::EMFILE | libc::ENFILE | libc::EAGAIN | libc::ENOBUFS,
+        ) => Code::RESOURCE_EXHAUSTED,
+        None if matches!(step.io().kind(), io::ErrorKind::OutOfMemory | io::ErrorKind::StorageFull) => {
+            Code::RESOURCE_EXHAUSTED
+        }
+        _ => Code::INTERNAL,
+    }
+}
+
+/// The sandbox that an error speaks of.
+pub(super) fn sandbox(error: &Error) -> &str {
+    match error {
+        Error::Invalid { id, .. }
+        | Error::NotFound { id }
+        | Error::AlreadyExists { id }
+        | Error::State { id, .. }
+        | Error::Step { id, .. }
+        | Error::Steps { id, .. }
+        | Error::Timeout { id, .. }
+        | Error::Stopping { id }
+        | Error::Fault { id, .. } => id,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(errno: i32) -> Step {
+        Step::at("mount", "/run/x", io::Error::from_raw_os_error(errno))
+    }
+
+    /// One error of every variant, by number; the match makes a new variant fail to compile here.
+    fn every_error() -> Vec<(Error, Code)> {
+        let id = || "a".to_owned();
+        let all = vec![
+            (Error::Invalid { id: id(), field: "f".into(), reason: "r".into() }, Code::INVALID_ARGUMENT),
+            (Error::NotFound { id: id() }, Code::NOT_FOUND),
+            (Error::AlreadyExists { id: id() }, Code::ALREADY_EXISTS),
+            (Error::State { id: id(), verb: "start", state: "ready" }, Code::FAILED_PRECONDITION),
+            (Error::Step { id: id(), verb: "start", step: step(libc::EPERM) }, Code::INTERNAL),
+            (Error::Steps { id: id(), verb: "stop", steps: vec![step(libc::EBUSY)] }, Code::INTERNAL),
+            (Error::Timeout { id: id(), verb: "stop", seconds: 10 }, Code::DEADLINE_EXCEEDED),
+            (Error::Stopping { id: id() }, Code::UNAVAILABLE),
+            (Error::Fault { id: id(), verb: "start", reason: "r".into() }, Code::INTERNAL),
+        ];
+        let number = |error: &Error| match error {
+            Error::Invalid { .. } => 0,
+            Error::NotFound { .. } => 1,
+            Error::AlreadyExists { .. } => 2,
+            Error::State { .. } => 3,
+            Error::Step { .. } => 4,
+            Error::Steps { .. } => 5,
+            Error::Timeout { .. } => 6,
+            Error::Stopping { .. } => 7,
+            Error::Fault { .. } => 8,
+        };
+        assert_eq!(all.iter().map(|(error, _)| number(error)).collect::<Vec<_>>(), (0..9).collect::<Vec<_>>());
+        all
+    }
+
+    #[test]
+    fn every_error_has_its_code_and_names_its_sandbox() {
+        for (error, expected) in every_error() {
+            let status = Status::from(&error);
+            assert_eq!(status.code, expected, "{error}");
+            assert_eq!(status.message, error.to_string());
+            assert_eq!(sandbox(&error), "a");
+        }
+    }
+
+    /// containerd asks again for ever on UNAVAILABLE, and takes a cancelled Wait for an exit.
+    #[test]
+    fn no_errno_is_unavailable_or_cancelled() {
+        for errno in 1..134 {
+            let code = code(&Error::Step { id: String::new(), verb: "start", step: step(errno) });
+            assert!(matches!(code, Code::INTERNAL | Code::RESOURCE_EXHAUSTED), "errno {errno}: {code:?}");
+        }
+    }
+
+    #[test]
+    fn scarcity_is_told_from_breakage() {
+        let one = |errno| code(&Error::Step { id: String::new(), verb: "start", step: step(errno) });
+        for errno in [libc::ENOSPC, libc::EDQUOT, libc::ENOMEM, libc::EMFILE, libc::ENFILE, libc::EAGAIN] {
+            assert_eq!(one(errno), Code::RESOURCE_EXHAUSTED);
+        }
+        let many = |errnos: &[i32]| {
+            let steps = errnos.iter().map(|errno| step(*errno)).collect();
+            code(&Error::Steps { id: String::new(), verb: "stop", steps })
+        };
+        assert_eq!(many(&[libc::ENOSPC, libc::EMFILE]), Code::RESOURCE_EXHAUSTED);
+        assert_eq!(many(&[libc::ENOSPC, libc::EBUSY]), Code::INTERNAL);
+        assert_eq!(many(&[]), Code::INTERNAL);
+    }
+
+    #[test]
+    fn a_long_message_is_cut_between_characters() {
+        let status = Status::new(Code::INTERNAL, "ä".repeat(1 << 20));
+        assert!(status.message.len() <= MAX_TEXT, "{}", status.message.len());
+        assert!(status.message.ends_with("ä…"));
+        assert_eq!(Status::new(Code::INTERNAL, "short").message, "short");
+    }
+}

@@ -1,0 +1,214 @@
+//! Wire messages to the types of the domain, and back.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use protobuf::MessageField;
+use protobuf::well_known_types::any::Any;
+use protobuf::well_known_types::timestamp::Timestamp;
+
+use crate::podsandbox::{CreateRequest, Exit, Metric, Payload, Platform, SandboxInfo, Started, StatusReport};
+use crate::protos::controller::{
+    ControllerCreateRequest, ControllerStartResponse, ControllerStatusResponse, ControllerWaitResponse,
+};
+use crate::protos::shim_sandbox::{
+    CreateSandboxRequest, SandboxStatusResponse, StartSandboxResponse, WaitSandboxResponse,
+};
+use crate::protos::types;
+
+/// A time as seconds and nanoseconds after the epoch; the nanoseconds count forward also before it.
+pub(super) fn timestamp(time: SystemTime) -> Timestamp {
+    let (seconds, nanos) = match time.duration_since(UNIX_EPOCH) {
+        Ok(after) => (i64::try_from(after.as_secs()).unwrap_or(i64::MAX), after.subsec_nanos()),
+        Err(e) => {
+            let before = e.duration();
+            let whole = before.as_secs() + u64::from(before.subsec_nanos() > 0);
+            let rest = Duration::from_secs(whole) - before;
+            (i64::try_from(whole).map_or(i64::MIN, |whole| -whole), rest.subsec_nanos())
+        }
+    };
+    // Below 10^9, so it fits.
+    Timestamp { seconds, nanos: nanos as i32, ..Default::default() }
+}
+
+fn payload(any: Any) -> Payload {
+    Payload { type_url: any.type_url, value: any.value.into() }
+}
+
+fn any(payload: Payload) -> Any {
+    Any { type_url: payload.type_url, value: payload.value.into(), ..Default::default() }
+}
+
+fn hashed(map: BTreeMap<String, String>) -> HashMap<String, String> {
+    map.into_iter().collect()
+}
+
+pub(super) fn sandbox_info(sandbox: types::Sandbox) -> SandboxInfo {
+    let runtime = sandbox.runtime.into_option().unwrap_or_default();
+    SandboxInfo {
+        runtime_name: runtime.name,
+        runtime_options: runtime.options.into_option().map(payload),
+        labels: sandbox.labels.into_iter().collect(),
+        extensions: sandbox.extensions.into_iter().map(|(key, value)| (key, payload(value))).collect(),
+    }
+}
+
+/// `rootfs` and `annotations` are for sandboxes with a root of their own; CRI leaves them empty.
+pub(super) fn create(request: ControllerCreateRequest) -> CreateRequest {
+    CreateRequest {
+        id: request.sandbox_id,
+        options: request.options.into_option().map(payload),
+        netns_path: request.netns_path,
+        sandbox: request.sandbox.into_option().map(sandbox_info),
+    }
+}
+
+/// The shim form says nothing of containerd's store, and its bundle is not ours.
+pub(super) fn create_sandbox(request: CreateSandboxRequest) -> CreateRequest {
+    CreateRequest {
+        id: request.sandbox_id,
+        options: request.options.into_option().map(payload),
+        netns_path: request.netns_path,
+        sandbox: None,
+    }
+}
+
+pub(super) fn started(id: String, started: Started) -> ControllerStartResponse {
+    ControllerStartResponse {
+        sandbox_id: id,
+        pid: started.pid,
+        created_at: MessageField::some(timestamp(started.created_at)),
+        labels: hashed(started.labels),
+        address: started.address,
+        version: started.version,
+        spec: MessageField::from_option(started.spec.map(any)),
+        ..Default::default()
+    }
+}
+
+pub(super) fn sandbox_started(started: Started) -> StartSandboxResponse {
+    StartSandboxResponse {
+        pid: started.pid,
+        created_at: MessageField::some(timestamp(started.created_at)),
+        spec: MessageField::from_option(started.spec.map(any)),
+        ..Default::default()
+    }
+}
+
+pub(super) fn status(id: String, report: StatusReport) -> ControllerStatusResponse {
+    ControllerStatusResponse {
+        sandbox_id: id,
+        pid: report.pid,
+        state: report.state.to_owned(),
+        info: hashed(report.info),
+        created_at: MessageField::some(timestamp(report.created_at)),
+        exited_at: MessageField::from_option(report.exited_at.map(timestamp)),
+        address: report.address,
+        version: report.version,
+        ..Default::default()
+    }
+}
+
+pub(super) fn sandbox_status(id: String, report: StatusReport) -> SandboxStatusResponse {
+    SandboxStatusResponse {
+        sandbox_id: id,
+        pid: report.pid,
+        state: report.state.to_owned(),
+        info: hashed(report.info),
+        created_at: MessageField::some(timestamp(report.created_at)),
+        exited_at: MessageField::from_option(report.exited_at.map(timestamp)),
+        ..Default::default()
+    }
+}
+
+pub(super) fn exit(exit: Exit) -> ControllerWaitResponse {
+    ControllerWaitResponse {
+        exit_status: exit.status,
+        exited_at: MessageField::some(timestamp(exit.at)),
+        ..Default::default()
+    }
+}
+
+pub(super) fn sandbox_exit(exit: Exit) -> WaitSandboxResponse {
+    WaitSandboxResponse {
+        exit_status: exit.status,
+        exited_at: MessageField::some(timestamp(exit.at)),
+        ..Default::default()
+    }
+}
+
+pub(super) fn platform(platform: Platform) -> types::Platform {
+    types::Platform {
+        os: platform.os.to_owned(),
+        architecture: platform.architecture.to_owned(),
+        variant: platform.variant.to_owned(),
+        ..Default::default()
+    }
+}
+
+/// containerd names a metric by the id it belongs to.
+pub(super) fn metric(id: String, metric: Metric) -> types::Metric {
+    types::Metric {
+        timestamp: MessageField::some(timestamp(metric.timestamp)),
+        id,
+        data: MessageField::some(any(metric.data)),
+        ..Default::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_before_and_after_the_epoch() {
+        let parts = |time| (timestamp(time).seconds, timestamp(time).nanos);
+        assert_eq!(parts(UNIX_EPOCH), (0, 0));
+        assert_eq!(parts(UNIX_EPOCH + Duration::new(1_700_000_000, 999_999_999)), (1_700_000_000, 999_999_999));
+        assert_eq!(parts(UNIX_EPOCH - Duration::from_secs(2)), (-2, 0));
+        assert_eq!(parts(UNIX_EPOCH - Duration::from_millis(1500)), (-2, 500_000_000));
+    }
+
+    #[test]
+    fn a_sandbox_keeps_runtime_labels_and_extensions() {
+        let bytes = |text: &str| text.as_bytes().to_vec();
+        let blob = |url: &str, value: &str| Any { type_url: url.into(), value: bytes(value), ..Default::default() };
+        let sandbox = types::Sandbox {
+            runtime: MessageField::some(types::sandbox::Runtime {
+                name: "io.containerd.runc.v2".into(),
+                options: MessageField::some(blob("o", "1")),
+                ..Default::default()
+            }),
+            labels: HashMap::from([("name".into(), "pod".into())]),
+            extensions: HashMap::from([("metadata".into(), blob("m", "{}"))]),
+            ..Default::default()
+        };
+        let payload = |url: &str, value: &str| Payload { type_url: url.into(), value: bytes(value).into() };
+        assert_eq!(
+            sandbox_info(sandbox),
+            SandboxInfo {
+                runtime_name: "io.containerd.runc.v2".into(),
+                runtime_options: Some(payload("o", "1")),
+                labels: BTreeMap::from([("name".into(), "pod".into())]),
+                extensions: BTreeMap::from([("metadata".into(), payload("m", "{}"))]),
+            }
+        );
+        assert_eq!(sandbox_info(types::Sandbox::default()), SandboxInfo::default());
+    }
+
+    #[test]
+    fn what_is_missing_stays_missing() {
+        let request = create(ControllerCreateRequest { sandbox_id: "../x".into(), ..Default::default() });
+        assert_eq!((request.id.as_str(), request.options, request.sandbox), ("../x", None, None));
+        let report = StatusReport {
+            pid: 1,
+            state: "SANDBOX_READY",
+            info: BTreeMap::new(),
+            created_at: UNIX_EPOCH,
+            exited_at: None,
+            address: String::new(),
+            version: 0,
+        };
+        assert!(status("a".into(), report).exited_at.is_none());
+    }
+}

@@ -1,0 +1,241 @@
+//! The gRPC skin: unary calls over HTTP/2 (gRPC over HTTP2, the protocol document of the gRPC project).
+
+use std::future::poll_fn;
+use std::time::Duration;
+
+use bytes::{BufMut, Bytes, BytesMut};
+use h2::server::SendResponse;
+use h2::{Reason, RecvStream};
+use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, header};
+use tokio::net::UnixStream;
+use tokio::task::JoinSet;
+
+use super::MAX_CALLS;
+use super::code::{Code, Status};
+use super::handler::{Answer, Handler, MAX_MESSAGE};
+use super::verbs::Verbs;
+
+/// Before each message: a byte that says whether it is compressed, and its length in four.
+const PREFIX: usize = 5;
+/// The largest list of request headers, bytes: a caller's metadata.
+const MAX_HEADERS: u32 = 16 << 10;
+/// How long a caller may take to speak HTTP/2.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+const STATUS: &str = "grpc-status";
+const MESSAGE: &str = "grpc-message";
+const TIMEOUT: &str = "grpc-timeout";
+const CONTENT_TYPE: &str = "application/grpc";
+
+/// Serves one connection until the caller closes it or the daemon goes down.
+///
+/// # Errors
+/// Why the connection broke.
+pub(super) async fn serve<V: Verbs>(stream: UnixStream, handler: Handler<V>) -> Result<(), h2::Error> {
+    let mut builder = h2::server::Builder::new();
+    builder
+        .max_concurrent_streams(MAX_CALLS as u32)
+        .max_header_list_size(MAX_HEADERS)
+        .initial_window_size(1 << 20)
+        .initial_connection_window_size(4 << 20)
+        // One caller's cancelled calls must not cost all others their connection: the Waits of every pod are on it.
+        .max_pending_accept_reset_streams(1024);
+    let mut connection = tokio::select! {
+        connection = builder.handshake::<_, Bytes>(stream) => connection?,
+        () = tokio::time::sleep(HANDSHAKE) => return Err(Reason::SETTINGS_TIMEOUT.into()),
+        () = handler.stopping() => return Ok(()),
+    };
+    // Dropped with the connection, and the calls with it: their caller is gone.
+    let mut calls = JoinSet::new();
+    let stopping = handler.stopping();
+    tokio::pin!(stopping);
+    let mut draining = false;
+    loop {
+        tokio::select! {
+            next = connection.accept() => match next {
+                Some(call) => {
+                    let (request, respond) = call?;
+                    calls.spawn(serve_call(handler.clone(), request, respond));
+                }
+                None => return Ok(()),
+            },
+            Some(_) = calls.join_next() => {}
+            () = &mut stopping, if !draining => {
+                draining = true;
+                connection.graceful_shutdown();
+            }
+        }
+    }
+}
+
+async fn serve_call<V: Verbs>(handler: Handler<V>, request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
+    let (head, body) = request.into_parts();
+    let grpc =
+        head.headers.get(header::CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(CONTENT_TYPE.as_bytes()));
+    let sent = if !grpc {
+        refuse(&mut respond)
+    } else {
+        let answer = tokio::select! {
+            answer = call(&handler, &head, body) => answer,
+            // The caller gave up; the call is dropped.
+            _ = poll_fn(|cx| respond.poll_reset(cx)) => return,
+        };
+        send(&mut respond, answer)
+    };
+    if let Err(e) = sent {
+        log::debug!("gRPC answer to {}: {e}", head.uri.path());
+    }
+}
+
+async fn call<V: Verbs>(handler: &Handler<V>, head: &http::request::Parts, body: RecvStream) -> Answer {
+    let (service, method) = head.uri.path().strip_prefix('/').and_then(|path| path.split_once('/')).unwrap_or_default();
+    let deadline = timeout(&head.headers)?;
+    handler.answer(service, method, deadline, message(body)).await
+}
+
+/// Reads the one message of a unary call.
+async fn message(mut body: RecvStream) -> Result<Bytes, Status> {
+    let mut bytes = BytesMut::new();
+    while let Some(chunk) = body.data().await {
+        // A broken stream: nobody is left to read this answer.
+        let chunk = chunk.map_err(|e| Status::new(Code::INVALID_ARGUMENT, format!("read the request: {e}")))?;
+        bytes.extend_from_slice(&chunk);
+        check(&bytes)?;
+        body.flow_control()
+            .release_capacity(chunk.len())
+            .map_err(|e| Status::new(Code::INTERNAL, format!("flow control: {e}")))?;
+    }
+    if bytes.len() < PREFIX || bytes.len() - PREFIX != length(&bytes) {
+        return Err(Status::new(Code::INVALID_ARGUMENT, "the request is not one whole gRPC message"));
+    }
+    Ok(bytes.freeze().slice(PREFIX..))
+}
+
+/// Refuses a message by what has come of it so far.
+fn check(bytes: &[u8]) -> Result<(), Status> {
+    if bytes.first().is_some_and(|compressed| *compressed != 0) {
+        return Err(Status::new(Code::UNIMPLEMENTED, "compressed messages are not served"));
+    }
+    let size = length(bytes).max(bytes.len().saturating_sub(PREFIX));
+    if size > MAX_MESSAGE {
+        let text = format!("the message has {size} bytes, at most {MAX_MESSAGE} are read");
+        return Err(Status::new(Code::RESOURCE_EXHAUSTED, text));
+    }
+    Ok(())
+}
+
+/// The message's length as its prefix says; 0 as long as the prefix is not whole.
+fn length(bytes: &[u8]) -> usize {
+    match bytes {
+        [_, a, b, c, d, ..] => u32::from_be_bytes([*a, *b, *c, *d]) as usize,
+        _ => 0,
+    }
+}
+
+/// The time that the caller gives the call: at most eight digits and a unit.
+fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, Status> {
+    let Some(value) = headers.get(TIMEOUT) else { return Ok(None) };
+    let parsed = value.to_str().ok().and_then(|text| {
+        let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+        if digits.is_empty() || digits.len() > 8 || !digits.bytes().all(|digit| digit.is_ascii_digit()) {
+            return None;
+        }
+        let number: u64 = digits.parse().ok()?;
+        match unit {
+            "H" => Some(Duration::from_secs(number * 3600)),
+            "M" => Some(Duration::from_secs(number * 60)),
+            "S" => Some(Duration::from_secs(number)),
+            "m" => Some(Duration::from_millis(number)),
+            "u" => Some(Duration::from_micros(number)),
+            "n" => Some(Duration::from_nanos(number)),
+            _ => None,
+        }
+    });
+    match parsed {
+        Some(timeout) => Ok(Some(timeout)),
+        None => Err(Status::new(Code::INVALID_ARGUMENT, format!("malformed {TIMEOUT}: {value:?}"))),
+    }
+}
+
+fn send(respond: &mut SendResponse<Bytes>, answer: Answer) -> Result<(), h2::Error> {
+    let mut head = Response::new(());
+    head.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(CONTENT_TYPE));
+    match answer {
+        Ok(message) => {
+            let mut body = BytesMut::with_capacity(PREFIX + message.len());
+            body.put_u8(0);
+            // Answers are bounded far below 4 GiB.
+            body.put_u32(message.len() as u32);
+            body.put_slice(&message);
+            let mut stream = respond.send_response(head, false)?;
+            stream.send_data(body.freeze(), false)?;
+            let mut trailers = HeaderMap::new();
+            trailers.insert(STATUS, HeaderValue::from(0));
+            stream.send_trailers(trailers)
+        }
+        Err(status) => {
+            head.headers_mut().insert(STATUS, HeaderValue::from(status.code as i32));
+            head.headers_mut().insert(MESSAGE, percent(&status.message));
+            respond.send_response(head, true).map(drop)
+        }
+    }
+}
+
+/// What is not gRPC gets an answer that its caller understands.
+fn refuse(respond: &mut SendResponse<Bytes>) -> Result<(), h2::Error> {
+    let mut head = Response::new(());
+    *head.status_mut() = StatusCode::UNSUPPORTED_MEDIA_TYPE;
+    respond.send_response(head, true).map(drop)
+}
+
+/// An error message as gRPC writes it in a header: printable ASCII, all else as %XX.
+fn percent(message: &str) -> HeaderValue {
+    let mut encoded = String::with_capacity(message.len());
+    for byte in message.bytes() {
+        if matches!(byte, b' '..=b'~') && byte != b'%' {
+            encoded.push(char::from(byte));
+        } else {
+            encoded.push_str(&format!("%{byte:02X}"));
+        }
+    }
+    // Nothing but printable ASCII is left, so this cannot fail.
+    HeaderValue::try_from(encoded).unwrap_or_else(|_| HeaderValue::from_static(""))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(value: &str) -> Result<Option<Duration>, Code> {
+        let headers =
+            HeaderMap::from_iter([(http::HeaderName::from_static(TIMEOUT), HeaderValue::from_str(value).unwrap())]);
+        timeout(&headers).map_err(|status| status.code)
+    }
+
+    #[test]
+    fn timeouts_have_digits_and_a_unit() {
+        assert_eq!(timeout(&HeaderMap::new()).unwrap(), None);
+        assert_eq!(parse("1H"), Ok(Some(Duration::from_secs(3600))));
+        assert_eq!(parse("99999999H"), Ok(Some(Duration::from_secs(99_999_999 * 3600))));
+        assert_eq!(parse("2M"), Ok(Some(Duration::from_secs(120))));
+        assert_eq!(parse("3S"), Ok(Some(Duration::from_secs(3))));
+        assert_eq!(parse("4m"), Ok(Some(Duration::from_millis(4))));
+        assert_eq!(parse("5u"), Ok(Some(Duration::from_micros(5))));
+        assert_eq!(parse("0n"), Ok(Some(Duration::ZERO)));
+        for bad in ["", "S", "5", "5s", "+5S", "-1S", "123456789S", "1.5S", " 5S"] {
+            assert_eq!(parse(bad), Err(Code::INVALID_ARGUMENT), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_message_is_refused_before_it_has_come_whole() {
+        assert!(check(&[]).is_ok());
+        assert!(check(&[0, 0xff]).is_ok());
+        assert_eq!(check(&[1]).unwrap_err().code, Code::UNIMPLEMENTED);
+        assert_eq!(check(&[0, 0xff, 0, 0, 0]).unwrap_err().code, Code::RESOURCE_EXHAUSTED);
+    }
+
+    #[test]
+    fn messages_are_percent_encoded() {
+        assert_eq!(percent("a b: \"c\" 100%\n/ä"), "a b: \"c\" 100%25%0A/%C3%A4");
+    }
+}

@@ -1,0 +1,73 @@
+//! What the wire calls: the verbs of a controller.
+
+use std::future::Future;
+
+use crate::controller::Controller;
+use crate::podsandbox::{CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, Started, StatusReport};
+
+/// The nine verbs of `sandbox.Controller`, as [`Controller`] has them; tests put others in its place.
+///
+/// A future that is dropped is a caller who gave up: work that must finish runs in a task of its own.
+pub trait Verbs: Send + Sync + 'static {
+    /// See [`Controller::create`].
+    fn create(&self, request: CreateRequest) -> impl Future<Output = Result<(), Error>> + Send;
+    /// See [`Controller::start`].
+    fn start(&self, id: &str) -> impl Future<Output = Result<Started, Error>> + Send;
+    /// See [`Controller::platform`].
+    fn platform(&self, id: &str) -> impl Future<Output = Result<Platform, Error>> + Send;
+    /// See [`Controller::stop`].
+    fn stop(&self, id: &str) -> impl Future<Output = Result<(), Error>> + Send;
+    /// See [`Controller::wait`].
+    fn wait(&self, id: &str) -> impl Future<Output = Result<Exit, Error>> + Send;
+    /// See [`Controller::status`].
+    fn status(&self, id: &str, verbose: bool) -> impl Future<Output = Result<StatusReport, Error>> + Send;
+    /// See [`Controller::shutdown`].
+    fn shutdown(&self, id: &str) -> impl Future<Output = Result<(), Error>> + Send;
+    /// See [`Controller::metrics`].
+    fn metrics(&self, id: &str) -> impl Future<Output = Result<Metric, Error>> + Send;
+    /// See [`Controller::update`].
+    fn update(
+        &self,
+        id: &str,
+        info: SandboxInfo,
+        fields: Vec<String>,
+    ) -> impl Future<Output = Result<(), Error>> + Send;
+}
+
+impl Verbs for Controller {
+    async fn create(&self, request: CreateRequest) -> Result<(), Error> {
+        self.create(request).await
+    }
+
+    async fn start(&self, id: &str) -> Result<Started, Error> {
+        self.start(id).await
+    }
+
+    async fn platform(&self, id: &str) -> Result<Platform, Error> {
+        self.platform(id).await
+    }
+
+    async fn stop(&self, id: &str) -> Result<(), Error> {
+        self.stop(id).await
+    }
+
+    async fn wait(&self, id: &str) -> Result<Exit, Error> {
+        self.wait(id).await
+    }
+
+    async fn status(&self, id: &str, verbose: bool) -> Result<StatusReport, Error> {
+        self.status(id, verbose).await
+    }
+
+    async fn shutdown(&self, id: &str) -> Result<(), Error> {
+        self.shutdown(id).await
+    }
+
+    async fn metrics(&self, id: &str) -> Result<Metric, Error> {
+        self.metrics(id).await
+    }
+
+    async fn update(&self, id: &str, info: SandboxInfo, fields: Vec<String>) -> Result<(), Error> {
+        self.update(id, info, fields).await
+    }
+}
