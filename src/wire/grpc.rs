@@ -19,6 +19,8 @@ use super::verbs::Verbs;
 const PREFIX: usize = 5;
 /// The largest list of request headers, bytes: a caller's metadata.
 const MAX_HEADERS: u32 = 16 << 10;
+/// What a small DATA frame costs of h2's budget for frames that wait to be read, at most; bytes.
+const SMALL_FRAME: usize = 256;
 /// How long a caller may take to speak HTTP/2.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 const STATUS: &str = "grpc-status";
@@ -38,7 +40,9 @@ pub(super) async fn serve<V: Verbs>(stream: UnixStream, handler: Handler<V>) -> 
         .initial_window_size(1 << 20)
         .initial_connection_window_size(4 << 20)
         // One caller's cancelled calls must not cost all others their connection: the Waits of every pod are on it.
-        .max_pending_accept_reset_streams(1024);
+        .max_pending_accept_reset_streams(1024)
+        // Nor must many small requests that come at once.
+        .data_frame_budget(MAX_CALLS * SMALL_FRAME);
     let mut connection = tokio::select! {
         connection = builder.handshake::<_, Bytes>(stream) => connection?,
         () = tokio::time::sleep(HANDSHAKE) => return Err(Reason::SETTINGS_TIMEOUT.into()),

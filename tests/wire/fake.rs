@@ -1,0 +1,148 @@
+//! Verbs whose outcome the sandbox id chooses.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use pause_sandboxer::error::Step;
+use pause_sandboxer::podsandbox::{
+    CreateRequest, Error, Exit, Metric, Payload, Platform, SandboxInfo, Started, StatusReport,
+};
+use pause_sandboxer::wire::Verbs;
+use tokio::sync::Notify;
+
+/// Every id that fails, by the error it fails with, and its gRPC code number.
+pub(crate) const FAILURES: [(&str, i32); 10] = [
+    ("invalid", 3),
+    ("unknown", 5),
+    ("exists", 6),
+    ("state", 9),
+    ("step", 13),
+    ("scarce", 8),
+    ("steps", 13),
+    ("timeout", 4),
+    ("stopping", 14),
+    ("fault", 13),
+];
+
+/// When things happened, in the answers: 1.5 s after the epoch and later.
+pub(crate) fn time(seconds: u64) -> SystemTime {
+    UNIX_EPOCH + Duration::new(seconds, 500_000_000)
+}
+
+/// A controller of sandboxes that never were.
+#[derive(Debug, Default)]
+pub(crate) struct Fake {
+    pub(crate) created: Mutex<Vec<CreateRequest>>,
+    pub(crate) updated: Mutex<Vec<(String, SandboxInfo, Vec<String>)>>,
+    /// Waits that are pending now.
+    pub(crate) waiting: Arc<AtomicUsize>,
+    /// Ends every pending Wait.
+    pub(crate) end: Notify,
+}
+
+/// Counts a Wait for as long as its future lives.
+struct Pending(Arc<AtomicUsize>);
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+fn outcome(id: &str) -> Result<(), Error> {
+    let step = |errno| Step::at("mount", "/run/x/shm", io::Error::from_raw_os_error(errno));
+    let verb = "start";
+    let (name, id) = (id, id.to_owned());
+    match name {
+        "invalid" => Err(Error::Invalid { id, field: "options".into(), reason: "missing".into() }),
+        "unknown" => Err(Error::NotFound { id }),
+        "exists" => Err(Error::AlreadyExists { id }),
+        "state" => Err(Error::State { id, verb, state: "ready" }),
+        "step" => Err(Error::Step { id, verb, step: step(libc::EPERM) }),
+        "scarce" => Err(Error::Step { id, verb, step: step(libc::ENOSPC) }),
+        "steps" => Err(Error::Steps { id, verb, steps: vec![step(libc::EBUSY), step(libc::EIO)] }),
+        "timeout" => Err(Error::Timeout { id, verb, seconds: 10 }),
+        "stopping" => Err(Error::Stopping { id }),
+        "fault" => Err(Error::Fault { id, verb, reason: "a task panicked".into() }),
+        "panic" => panic!("deliberate, for the test"),
+        _ => Ok(()),
+    }
+}
+
+impl Verbs for Fake {
+    async fn create(&self, request: CreateRequest) -> Result<(), Error> {
+        outcome(&request.id)?;
+        self.created.lock().unwrap().push(request);
+        Ok(())
+    }
+
+    async fn start(&self, id: &str) -> Result<Started, Error> {
+        outcome(id)?;
+        Ok(Started {
+            pid: 4711,
+            created_at: time(1),
+            labels: BTreeMap::from([("selinux_label".into(), "s0".into())]),
+            address: "ttrpc+unix:///run/x.sock".into(),
+            version: 2,
+            spec: Some(Payload { type_url: "spec".into(), value: "{}".into() }),
+        })
+    }
+
+    async fn platform(&self, id: &str) -> Result<Platform, Error> {
+        outcome(id)?;
+        Ok(Platform { os: "linux", architecture: "arm64", variant: "v8" })
+    }
+
+    async fn stop(&self, id: &str) -> Result<(), Error> {
+        outcome(id)
+    }
+
+    async fn wait(&self, id: &str) -> Result<Exit, Error> {
+        outcome(id)?;
+        if id == "ended" {
+            return Ok(Exit { status: 137, at: time(3) });
+        }
+        let ended = self.end.notified();
+        tokio::pin!(ended);
+        ended.as_mut().enable();
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        let _pending = Pending(Arc::clone(&self.waiting));
+        ended.await;
+        Ok(Exit { status: 137, at: time(3) })
+    }
+
+    async fn status(&self, id: &str, verbose: bool) -> Result<StatusReport, Error> {
+        outcome(id)?;
+        // "huge" has an answer that no client would read.
+        let text = if id == "huge" { "x".repeat(4 << 20) } else { "{}".to_owned() };
+        let ended = id == "ended";
+        Ok(StatusReport {
+            pid: if ended { 0 } else { 4711 },
+            state: if ended { "SANDBOX_NOTREADY" } else { "SANDBOX_READY" },
+            info: if verbose { BTreeMap::from([("info".into(), text)]) } else { BTreeMap::new() },
+            created_at: time(1),
+            exited_at: ended.then(|| time(3)),
+            address: "ttrpc+unix:///run/x.sock".into(),
+            version: 2,
+        })
+    }
+
+    async fn shutdown(&self, id: &str) -> Result<(), Error> {
+        outcome(id)
+    }
+
+    async fn metrics(&self, id: &str) -> Result<Metric, Error> {
+        outcome(id)?;
+        let data = Payload { type_url: "io.containerd.cgroups.v2.Metrics".into(), value: vec![1, 2].into() };
+        Ok(Metric { timestamp: time(2), data })
+    }
+
+    async fn update(&self, id: &str, info: SandboxInfo, fields: Vec<String>) -> Result<(), Error> {
+        outcome(id)?;
+        self.updated.lock().unwrap().push((id.to_owned(), info, fields));
+        Ok(())
+    }
+}

@@ -1,0 +1,568 @@
+//! Both skins of the wire against verbs that are not there: what every caller sees, whatever it sends.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use pause_sandboxer::error::Step;
+use pause_sandboxer::protos::{controller as c, shim_sandbox as s, types};
+use pause_sandboxer::wire;
+use protobuf::well_known_types::any::Any;
+use protobuf::{Message, MessageField};
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::sync::watch;
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::timeout;
+
+mod client;
+mod fake;
+
+use client::{CONTROLLER, Client, SANDBOX};
+use fake::{FAILURES, Fake};
+
+/// Longer than anything here takes on a slow machine.
+const SOON: Duration = Duration::from_secs(20);
+
+/// A server on two sockets of its own.
+struct Node {
+    dir: TempDir,
+    verbs: Arc<Fake>,
+    stop: watch::Sender<bool>,
+    running: JoinHandle<Result<(), Step>>,
+}
+
+impl Node {
+    fn start() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let verbs = Arc::new(Fake::default());
+        let bind = |name: &str| wire::bind(&dir.path().join(name)).unwrap();
+        let server = wire::Server::new(Arc::clone(&verbs), bind("a.sock"), bind("a.sock.ttrpc"));
+        let (stop, stopped) = watch::channel(false);
+        let running = tokio::spawn(server.run(stopped));
+        Self { dir, verbs, stop, running }
+    }
+
+    fn grpc_socket(&self) -> PathBuf {
+        self.dir.path().join("a.sock")
+    }
+
+    fn ttrpc_socket(&self) -> PathBuf {
+        self.dir.path().join("a.sock.ttrpc")
+    }
+
+    /// One client of each protocol.
+    async fn clients(&self) -> [Client; 2] {
+        [Client::grpc(&self.grpc_socket()).await, Client::ttrpc(&self.ttrpc_socket()).await]
+    }
+
+    /// Says stop and waits for the server's end.
+    async fn drain(self) -> Duration {
+        let begun = Instant::now();
+        self.stop.send_replace(true);
+        timeout(SOON, self.running).await.expect("the server ends").unwrap().unwrap();
+        begun.elapsed()
+    }
+}
+
+/// Waits until `count` Waits are pending.
+async fn until_waiting(verbs: &Fake, count: usize) {
+    let reached = async {
+        while verbs.waiting.load(Ordering::SeqCst) != count {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    timeout(SOON, reached).await.unwrap_or_else(|_| panic!("{:?} of {count} Waits are pending", verbs.waiting));
+}
+
+fn id(id: &str) -> String {
+    id.to_owned()
+}
+
+fn wait(sandbox: &str) -> c::ControllerWaitRequest {
+    c::ControllerWaitRequest { sandbox_id: id(sandbox), ..Default::default() }
+}
+
+fn status(sandbox: &str, verbose: bool) -> c::ControllerStatusRequest {
+    c::ControllerStatusRequest { sandbox_id: id(sandbox), verbose, ..Default::default() }
+}
+
+fn any(url: &str, value: &[u8]) -> Any {
+    Any { type_url: url.into(), value: value.into(), ..Default::default() }
+}
+
+fn moment(seconds: i64) -> Option<(i64, i32)> {
+    Some((seconds, 500_000_000))
+}
+
+fn at(time: &MessageField<protobuf::well_known_types::timestamp::Timestamp>) -> Option<(i64, i32)> {
+    time.as_ref().map(|time| (time.seconds, time.nanos))
+}
+
+#[tokio::test]
+async fn the_nine_verbs_of_the_controller_carry_everything() {
+    let node = Node::start();
+    for client in node.clients().await {
+        let sandbox = types::Sandbox {
+            sandbox_id: id("a"),
+            runtime: MessageField::some(types::sandbox::Runtime { name: "runc".into(), ..Default::default() }),
+            extensions: [("metadata".to_owned(), any("m", b"{}"))].into(),
+            ..Default::default()
+        };
+        let create = c::ControllerCreateRequest {
+            sandbox_id: id("a"),
+            options: MessageField::some(any("runtime.v1.PodSandboxConfig", b"cfg")),
+            netns_path: "/run/netns/x".into(),
+            sandbox: MessageField::some(sandbox.clone()),
+            ..Default::default()
+        };
+        let answer: c::ControllerCreateResponse = client.call("Create", create).await.unwrap();
+        assert_eq!(answer.sandbox_id, "a");
+        let created = node.verbs.created.lock().unwrap().pop().unwrap();
+        assert_eq!((created.id.as_str(), created.netns_path.as_str()), ("a", "/run/netns/x"));
+        assert_eq!(created.options.unwrap().value, "cfg");
+        assert_eq!(created.sandbox.as_ref().unwrap().runtime_name, "runc");
+        assert_eq!(created.sandbox.unwrap().extensions["metadata"].value, "{}");
+
+        let start = c::ControllerStartRequest { sandbox_id: id("a"), ..Default::default() };
+        let answer: c::ControllerStartResponse = client.call("Start", start).await.unwrap();
+        assert_eq!((answer.sandbox_id.as_str(), answer.pid, answer.version), ("a", 4711, 2));
+        assert_eq!((answer.address.as_str(), at(&answer.created_at)), ("ttrpc+unix:///run/x.sock", moment(1)));
+        assert_eq!((answer.labels["selinux_label"].as_str(), &*answer.spec.value), ("s0", &b"{}"[..]));
+
+        let platform = c::ControllerPlatformRequest { sandbox_id: id("a"), ..Default::default() };
+        let answer: c::ControllerPlatformResponse = client.call("Platform", platform).await.unwrap();
+        let platform = answer.platform.unwrap();
+        assert_eq!((&*platform.os, &*platform.architecture, &*platform.variant), ("linux", "arm64", "v8"));
+
+        let answer: c::ControllerStatusResponse = client.call("Status", status("a", true)).await.unwrap();
+        assert_eq!((answer.pid, answer.state.as_str(), answer.version), (4711, "SANDBOX_READY", 2));
+        assert_eq!((at(&answer.created_at), at(&answer.exited_at)), (moment(1), None));
+        assert_eq!(answer.info["info"], "{}");
+        let answer: c::ControllerStatusResponse = client.call("Status", status("ended", false)).await.unwrap();
+        assert_eq!((answer.state.as_str(), at(&answer.exited_at)), ("SANDBOX_NOTREADY", moment(3)));
+        assert!(answer.info.is_empty());
+
+        let answer: c::ControllerWaitResponse = client.call("Wait", wait("ended")).await.unwrap();
+        assert_eq!((answer.exit_status, at(&answer.exited_at)), (137, moment(3)));
+
+        let metrics = c::ControllerMetricsRequest { sandbox_id: id("a"), ..Default::default() };
+        let answer: c::ControllerMetricsResponse = client.call("Metrics", metrics).await.unwrap();
+        let metric = answer.metrics.unwrap();
+        assert_eq!((metric.id.as_str(), at(&metric.timestamp), &*metric.data.value), ("a", moment(2), &[1, 2][..]));
+        assert_eq!(metric.data.type_url, "io.containerd.cgroups.v2.Metrics");
+
+        let update = c::ControllerUpdateRequest {
+            sandbox_id: id("a"),
+            sandbox: MessageField::some(sandbox),
+            fields: vec!["extensions".into()],
+            ..Default::default()
+        };
+        let _: c::ControllerUpdateResponse = client.call("Update", update).await.unwrap();
+        let (sandbox, info, fields) = node.verbs.updated.lock().unwrap().pop().unwrap();
+        assert_eq!((sandbox.as_str(), fields), ("a", vec!["extensions".to_owned()]));
+        assert_eq!(info.extensions["metadata"].type_url, "m");
+        let nothing = c::ControllerUpdateRequest { sandbox_id: id("a"), ..Default::default() };
+        let failure = client.call::<c::ControllerUpdateResponse>("Update", nothing).await.unwrap_err();
+        assert_eq!(failure, (3, "sandbox \"a\": sandbox: missing".into()));
+
+        let stop = c::ControllerStopRequest { sandbox_id: id("a"), ..Default::default() };
+        let _: c::ControllerStopResponse = client.call("Stop", stop).await.unwrap();
+        let shutdown = c::ControllerShutdownRequest { sandbox_id: id("a"), ..Default::default() };
+        let _: c::ControllerShutdownResponse = client.call("Shutdown", shutdown).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn the_shim_form_has_the_same_verbs() {
+    let node = Node::start();
+    let client = Client::ttrpc(&node.ttrpc_socket()).await;
+    let Client::Ttrpc(ttrpc) = client else { unreachable!() };
+    let client = pause_sandboxer::protos::shim_sandbox_ttrpc::SandboxClient::new(ttrpc);
+    let context = || ttrpc::context::with_duration(SOON);
+    let create = s::CreateSandboxRequest {
+        sandbox_id: id("a"),
+        netns_path: "/n".into(),
+        options: MessageField::some(any("o", b"1")),
+        ..Default::default()
+    };
+    client.create_sandbox(context(), &create).await.unwrap();
+    let created = node.verbs.created.lock().unwrap().pop().unwrap();
+    assert_eq!((created.id.as_str(), created.netns_path.as_str(), created.sandbox), ("a", "/n", None));
+    assert_eq!(created.options.unwrap().type_url, "o");
+    let start = s::StartSandboxRequest { sandbox_id: id("a"), ..Default::default() };
+    let started = client.start_sandbox(context(), &start).await.unwrap();
+    assert_eq!((started.pid, at(&started.created_at), &*started.spec.value), (4711, moment(1), &b"{}"[..]));
+    let platform = s::PlatformRequest { sandbox_id: id("a"), ..Default::default() };
+    assert_eq!(client.platform(context(), &platform).await.unwrap().platform.os, "linux");
+    let status = s::SandboxStatusRequest { sandbox_id: id("ended"), verbose: true, ..Default::default() };
+    let status = client.sandbox_status(context(), &status).await.unwrap();
+    assert_eq!((status.state.as_str(), at(&status.exited_at)), ("SANDBOX_NOTREADY", moment(3)));
+    assert_eq!(status.info["info"], "{}");
+    let wait = s::WaitSandboxRequest { sandbox_id: id("ended"), ..Default::default() };
+    let exit = client.wait_sandbox(context(), &wait).await.unwrap();
+    assert_eq!((exit.exit_status, at(&exit.exited_at)), (137, moment(3)));
+    let metrics = s::SandboxMetricsRequest { sandbox_id: id("a"), ..Default::default() };
+    assert_eq!(client.sandbox_metrics(context(), &metrics).await.unwrap().metrics.id, "a");
+    let stop = s::StopSandboxRequest { sandbox_id: id("a"), ..Default::default() };
+    client.stop_sandbox(context(), &stop).await.unwrap();
+    let shutdown = s::ShutdownSandboxRequest { sandbox_id: id("a"), ..Default::default() };
+    client.shutdown_sandbox(context(), &shutdown).await.unwrap();
+
+    let ping = |sandbox: &str| s::PingRequest { sandbox_id: id(sandbox), ..Default::default() };
+    client.ping_sandbox(context(), &ping("a")).await.unwrap();
+    for (sandbox, code) in [("ended", ttrpc::Code::FAILED_PRECONDITION), ("unknown", ttrpc::Code::NOT_FOUND)] {
+        match client.ping_sandbox(context(), &ping(sandbox)).await {
+            Err(ttrpc::Error::RpcStatus(status)) => assert_eq!(status.code(), code),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+/// All requests have the sandbox id in field 1, so one message stands for all.
+fn only_id(sandbox: &str) -> Vec<u8> {
+    wait(sandbox).write_to_bytes().unwrap()
+}
+
+const CONTROLLER_METHODS: [&str; 8] = ["Create", "Start", "Platform", "Stop", "Wait", "Status", "Shutdown", "Metrics"];
+const SANDBOX_METHODS: [&str; 9] = [
+    "CreateSandbox",
+    "StartSandbox",
+    "Platform",
+    "StopSandbox",
+    "WaitSandbox",
+    "SandboxStatus",
+    "PingSandbox",
+    "ShutdownSandbox",
+    "SandboxMetrics",
+];
+
+fn methods() -> impl Iterator<Item = (&'static str, &'static str)> {
+    let controller = CONTROLLER_METHODS.iter().map(|method| (CONTROLLER, *method));
+    controller.chain(SANDBOX_METHODS.iter().map(|method| (SANDBOX, *method)))
+}
+
+#[tokio::test]
+async fn every_error_has_the_same_code_and_text_on_both_protocols() {
+    let node = Node::start();
+    let [grpc, ttrpc] = node.clients().await;
+    for (service, method) in methods() {
+        for (sandbox, code) in FAILURES {
+            let over_grpc = grpc.raw(service, method, only_id(sandbox), None).await.unwrap_err();
+            let over_ttrpc = ttrpc.raw(service, method, only_id(sandbox), None).await.unwrap_err();
+            assert_eq!(over_grpc.0, code, "{method} {sandbox}: {over_grpc:?}");
+            assert!(over_grpc.1.contains(sandbox), "{over_grpc:?}");
+            assert_eq!(over_grpc, over_ttrpc);
+        }
+    }
+}
+
+#[tokio::test]
+async fn malformed_bytes_name_the_message() {
+    let node = Node::start();
+    for client in node.clients().await {
+        for (service, method) in methods().chain([(CONTROLLER, "Update")]) {
+            // Field 1 with a length beyond the end; not UTF-8; a tag that ends nowhere.
+            for bytes in [&[0x0a, 0xff, 0x01][..], &[0x0a, 0x01, 0xff], &[0xff]] {
+                let (code, text) = client.raw(service, method, bytes.to_vec(), None).await.unwrap_err();
+                assert_eq!(code, 3, "{method}: {text}");
+                assert!(text.starts_with("malformed ") && text.contains("Request: "), "{text}");
+            }
+        }
+        let text = client.raw(CONTROLLER, "Start", vec![0xff], None).await.unwrap_err().1;
+        assert!(text.starts_with("malformed ControllerStartRequest: "), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn unknown_paths_are_unimplemented() {
+    let node = Node::start();
+    for client in node.clients().await {
+        for (service, method) in [(CONTROLLER, "Ping"), ("containerd.services.sandbox.v1.Store", "Get"), ("", "")] {
+            let (code, text) = client.raw(service, method, vec![], None).await.unwrap_err();
+            assert_eq!(code, 12, "{service}/{method}: {text}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_panic_is_an_answer_and_the_connection_goes_on() {
+    let node = Node::start();
+    for client in node.clients().await {
+        let (code, text) = client.raw(CONTROLLER, "Status", only_id("panic"), None).await.unwrap_err();
+        assert_eq!((code, text.as_str()), (13, "internal fault in Status: deliberate, for the test"));
+        client.call::<c::ControllerStatusResponse>("Status", status("a", false)).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn what_is_too_large_is_refused_and_the_connection_goes_on() {
+    let node = Node::start();
+    for client in node.clients().await {
+        let large = c::ControllerStatusRequest { sandbox_id: "x".repeat(5 << 20), ..Default::default() };
+        let bytes = large.write_to_bytes().unwrap();
+        // ttrpc's own client refuses to send that much: see the raw frame below.
+        if matches!(client, Client::Grpc(_)) {
+            let (code, text) = client.raw(CONTROLLER, "Status", bytes, None).await.unwrap_err();
+            assert_eq!(code, 8, "{text}");
+        }
+        let (code, text) =
+            client.raw(CONTROLLER, "Status", status("huge", true).write_to_bytes().unwrap(), None).await.unwrap_err();
+        assert_eq!(code, 8, "{text}");
+        // An id of 1 MiB in an error must not become a header of 1 MiB.
+        let ping = only_id(&"x".repeat(1 << 20));
+        let (code, text) = client.raw(SANDBOX, "Nothing", ping.clone(), None).await.unwrap_err();
+        assert_eq!(code, 12, "{text}");
+        client.raw(CONTROLLER, "Status", ping, None).await.unwrap();
+        client.call::<c::ControllerStatusResponse>("Status", status("a", false)).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn odd_ttrpc_frames_are_answered() {
+    let node = Node::start();
+    let mut stream = UnixStream::connect(node.ttrpc_socket()).await.unwrap();
+    let mut send = Vec::new();
+    let frame = |stream: u32, kind: u8, payload: &[u8]| {
+        let mut frame = (payload.len() as u32).to_be_bytes().to_vec();
+        frame.extend(stream.to_be_bytes());
+        frame.extend([kind, 0]);
+        frame.extend(payload);
+        frame
+    };
+    send.extend(frame(1, 1, &vec![0; 5 << 20]));
+    send.extend(frame(3, 1, &[0xff]));
+    send.extend(frame(4, 1, &[]));
+    // Data of a stream that was never opened, and a kind that does not exist: nobody waits for an answer.
+    send.extend(frame(5, 3, &[1, 2, 3]));
+    send.extend(frame(7, 9, &[]));
+    send.extend(frame(9, 1, &[]));
+    // A deadline that passes, and one that has passed.
+    for (stream, timeout_nano) in [(11, 1_000_000), (13, -1)] {
+        let mut request = ttrpc::Request::new();
+        request.service = CONTROLLER.into();
+        request.method = "Wait".into();
+        request.payload = only_id("a");
+        request.timeout_nano = timeout_nano;
+        send.extend(frame(stream, 1, &request.write_to_bytes().unwrap()));
+    }
+    let (mut reader, mut writer) = stream.split();
+    let write = async { writer.write_all(&send).await.unwrap() };
+    let read = async {
+        let mut answers = Vec::new();
+        for _ in 0..6 {
+            let header = ttrpc::proto::MessageHeader::read_from(&mut reader).await.unwrap();
+            let mut payload = vec![0; header.length as usize];
+            reader.read_exact(&mut payload).await.unwrap();
+            let response = ttrpc::Response::parse_from_bytes(&payload).unwrap();
+            answers.push((header.stream_id, response.status.code.value()));
+        }
+        answers.sort_unstable();
+        answers
+    };
+    let (_, answers) = timeout(SOON, async { tokio::join!(write, read) }).await.unwrap();
+    assert_eq!(answers, [(1, 8), (3, 3), (4, 3), (9, 12), (11, 4), (13, 4)]);
+}
+
+#[tokio::test]
+async fn odd_grpc_requests_are_answered() {
+    let node = Node::start();
+    let Client::Grpc(client) = Client::grpc(&node.grpc_socket()).await else { unreachable!() };
+    let request = |header: &str, value: &str| {
+        let uri = format!("http://localhost/{CONTROLLER}/Status");
+        let mut request = http::Request::post(uri).body(()).unwrap();
+        request.headers_mut().insert("content-type", "application/grpc+proto".parse().unwrap());
+        request.headers_mut().insert(http::HeaderName::try_from(header).unwrap(), value.parse().unwrap());
+        request
+    };
+    for (body, code) in [
+        (&b""[..], 3),
+        (b"\0\0\0", 3),
+        (b"\0\0\0\0\x05abc", 3),
+        (b"\0\0\0\0\0\0\0\0\0\0", 3),
+        (b"\x01\0\0\0\0", 12),
+        (b"\0\xff\xff\xff\xff", 8),
+    ] {
+        let failure = client::grpc(client.clone(), request("x", "y"), body.into()).await.unwrap_err();
+        assert_eq!(failure.0, code, "{body:?}: {failure:?}");
+    }
+    let failure = client::grpc(client.clone(), request("grpc-timeout", "soon"), b"\0\0\0\0\0"[..].into()).await;
+    assert_eq!(failure.unwrap_err().0, 3);
+    client::grpc(client.clone(), request("grpc-timeout", "1H"), b"\0\0\0\0\0"[..].into()).await.unwrap();
+
+    let mut client = client.ready().await.unwrap();
+    let (response, _) = client.send_request(request("content-type", "text/html"), true).unwrap();
+    assert_eq!(response.await.unwrap().status(), 415);
+    let (response, _) = client.send_request(request("x", &"y".repeat(20 << 10)), true).unwrap();
+    assert_eq!(response.await.unwrap().status(), 431);
+}
+
+#[tokio::test]
+async fn a_deadline_ends_a_call_and_a_caller_who_gives_up_drops_it() {
+    let node = Node::start();
+    for client in node.clients().await {
+        let (code, text) =
+            client.raw(CONTROLLER, "Wait", only_id("a"), Some(Duration::from_millis(50))).await.unwrap_err();
+        // ttrpc's client ends the call by itself at its deadline, and then says so without a code.
+        assert!(code == 4 || matches!(client, Client::Ttrpc(_)), "{code} {text}");
+        until_waiting(&node.verbs, 0).await;
+    }
+    let [grpc, ttrpc] = node.clients().await;
+    let call = tokio::spawn(async move { grpc.raw(CONTROLLER, "Wait", only_id("a"), None).await });
+    until_waiting(&node.verbs, 1).await;
+    call.abort();
+    until_waiting(&node.verbs, 0).await;
+    // ttrpc has no way to cancel one call: the connection's end does.
+    let call = tokio::spawn(async move { ttrpc.raw(CONTROLLER, "Wait", only_id("a"), None).await });
+    until_waiting(&node.verbs, 1).await;
+    call.abort();
+    until_waiting(&node.verbs, 0).await;
+}
+
+/// Begins `count` Waits of one client.
+fn begin_waits(client: &Client, count: usize) -> JoinSet<Result<c::ControllerWaitResponse, client::Failure>> {
+    let mut waits = JoinSet::new();
+    for _ in 0..count {
+        let client = client.clone();
+        waits.spawn(async move { client.call("Wait", wait("a")).await });
+    }
+    waits
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_thousand_pending_waits_slow_nothing() {
+    let node = Node::start();
+    for client in node.clients().await {
+        let mut waits = begin_waits(&client, 1000);
+        until_waiting(&node.verbs, 1000).await;
+        let mut times = Vec::new();
+        for _ in 0..51 {
+            let begun = Instant::now();
+            client.call::<c::ControllerStatusResponse>("Status", status("a", false)).await.unwrap();
+            times.push(begun.elapsed());
+        }
+        times.sort();
+        // Well below a millisecond when nothing else runs; the machine of a test has other things to do.
+        assert!(times[25] < Duration::from_millis(50), "median {:?}", times[25]);
+        node.verbs.end.notify_waiters();
+        while let Some(ended) = waits.join_next().await {
+            assert_eq!(ended.unwrap().unwrap().exit_status, 137);
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn going_down_every_call_ends_in_unavailable() {
+    let node = Node::start();
+    let clients = node.clients().await;
+    let mut waits: Vec<_> = clients.iter().map(|client| begin_waits(client, 500)).collect();
+    until_waiting(&node.verbs, 1000).await;
+    // Connections that will not end by themselves: one that never speaks, one in the middle of a frame.
+    let silent = UnixStream::connect(node.grpc_socket()).await.unwrap();
+    let mut half = UnixStream::connect(node.ttrpc_socket()).await.unwrap();
+    half.write_all(&[0, 0, 0]).await.unwrap();
+    let verbs = Arc::clone(&node.verbs);
+    let took = node.drain().await;
+    assert!(took < Duration::from_secs(4), "{took:?}");
+    for ended in &mut waits {
+        while let Some(ended) = ended.join_next().await {
+            let failure = ended.unwrap().unwrap_err();
+            assert_eq!(failure, (14, "the sandboxer is stopping".into()));
+        }
+    }
+    assert_eq!(verbs.waiting.load(Ordering::SeqCst), 0);
+    drop((silent, half));
+}
+
+#[tokio::test]
+async fn calls_that_come_while_going_down_are_unavailable() {
+    let node = Node::start();
+    let [grpc, ttrpc] = node.clients().await;
+    for client in [&grpc, &ttrpc] {
+        client.call::<c::ControllerStatusResponse>("Status", status("a", false)).await.unwrap();
+    }
+    node.stop.send_replace(true);
+    for client in [grpc, ttrpc] {
+        for sandbox in ["a", "fault", "unknown"] {
+            let failure =
+                client.call::<c::ControllerStatusResponse>("Status", status(sandbox, false)).await.unwrap_err();
+            assert_eq!(failure.0, 14, "{failure:?}");
+        }
+    }
+    timeout(SOON, node.running).await.unwrap().unwrap().unwrap();
+}
+
+/// A caller who asks for much and reads nothing must not hold the daemon.
+#[tokio::test]
+async fn a_caller_who_does_not_read_is_cut_off() {
+    let node = Node::start();
+    let mut stream = UnixStream::connect(node.ttrpc_socket()).await.unwrap();
+    let mut request = ttrpc::Request::new();
+    request.service = CONTROLLER.into();
+    request.method = "Nothing".repeat(400);
+    let payload = request.write_to_bytes().unwrap();
+    let mut frame = (payload.len() as u32).to_be_bytes().to_vec();
+    frame.extend([0, 0, 0, 1, 1, 0]);
+    frame.extend(payload);
+    // Until the server has no more room for answers, and so for calls.
+    let stuck = async {
+        loop {
+            stream.write_all(&frame).await.unwrap();
+        }
+    };
+    assert!(timeout(Duration::from_millis(500), stuck).await.is_err());
+    let took = node.drain().await;
+    assert!(took < Duration::from_secs(4), "{took:?}");
+}
+
+#[tokio::test]
+async fn a_server_without_a_stop_sender_ends() {
+    let Node { dir: _dir, stop, running, .. } = Node::start();
+    drop(stop);
+    timeout(SOON, running).await.unwrap().unwrap().unwrap();
+}
+
+/// Runs perl, which every Debian has, as another user: connects and tells what it reads.
+fn connect_as(uid: u32, socket: &Path) -> String {
+    let script = r#"
+        use Socket;
+        socket(my $s, AF_UNIX, SOCK_STREAM, 0) or die "socket: $!";
+        connect($s, pack_sockaddr_un($ARGV[0])) or do { print "connect: $!"; exit };
+        my $n = sysread($s, my $buf, 1);
+        print defined $n ? "read $n" : "read: $!";
+    "#;
+    let output = Command::new("perl")
+        .args(["-e", script])
+        .arg(socket)
+        .env("LC_ALL", "C")
+        .uid(uid)
+        .gid(uid)
+        .output()
+        .expect("perl runs");
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn another_user_is_refused_by_mode_and_by_credentials() {
+    let node = Node::start();
+    std::fs::set_permissions(node.dir.path(), PermissionsExt::from_mode(0o755)).unwrap();
+    for socket in [node.grpc_socket(), node.ttrpc_socket()] {
+        assert_eq!(std::fs::metadata(&socket).unwrap().permissions().mode() & 0o7777, 0o600);
+        assert_eq!(connect_as(65534, &socket), "connect: Permission denied");
+        std::fs::set_permissions(&socket, PermissionsExt::from_mode(0o666)).unwrap();
+        // Let in by the mode, hung up on by the credentials.
+        let answer = connect_as(65534, &socket);
+        assert!(answer == "read 0" || answer == "read: Connection reset by peer", "{answer}");
+    }
+    for client in node.clients().await {
+        client.call::<c::ControllerStatusResponse>("Status", status("a", false)).await.unwrap();
+    }
+}
