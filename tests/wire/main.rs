@@ -16,14 +16,14 @@ use pause_sandboxer::wire;
 use protobuf::well_known_types::any::Any;
 use protobuf::{Message, MessageField};
 use tempfile::TempDir;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::UnixStream;
 use tokio::sync::watch;
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::timeout;
 
 mod client;
 mod fake;
+mod odd;
+mod stop;
 
 use client::{CONTROLLER, Client, SANDBOX};
 use fake::{FAILURES, Fake};
@@ -265,146 +265,6 @@ async fn every_error_has_the_same_code_and_text_on_both_protocols() {
 }
 
 #[tokio::test]
-async fn malformed_bytes_name_the_message() {
-    let node = Node::start();
-    for client in node.clients().await {
-        for (service, method) in methods().chain([(CONTROLLER, "Update")]) {
-            // Field 1 with a length beyond the end; not UTF-8; a tag that ends nowhere.
-            for bytes in [&[0x0a, 0xff, 0x01][..], &[0x0a, 0x01, 0xff], &[0xff]] {
-                let (code, text) = client.raw(service, method, bytes.to_vec(), None).await.unwrap_err();
-                assert_eq!(code, 3, "{method}: {text}");
-                assert!(text.starts_with("malformed ") && text.contains("Request: "), "{text}");
-            }
-        }
-        let text = client.raw(CONTROLLER, "Start", vec![0xff], None).await.unwrap_err().1;
-        assert!(text.starts_with("malformed ControllerStartRequest: "), "{text}");
-    }
-}
-
-#[tokio::test]
-async fn unknown_paths_are_unimplemented() {
-    let node = Node::start();
-    for client in node.clients().await {
-        for (service, method) in [(CONTROLLER, "Ping"), ("containerd.services.sandbox.v1.Store", "Get"), ("", "")] {
-            let (code, text) = client.raw(service, method, vec![], None).await.unwrap_err();
-            assert_eq!(code, 12, "{service}/{method}: {text}");
-        }
-    }
-}
-
-#[tokio::test]
-async fn a_panic_is_an_answer_and_the_connection_goes_on() {
-    let node = Node::start();
-    for client in node.clients().await {
-        let (code, text) = client.raw(CONTROLLER, "Status", only_id("panic"), None).await.unwrap_err();
-        assert_eq!((code, text.as_str()), (13, "internal fault in Status: deliberate, for the test"));
-        client.call::<c::ControllerStatusResponse>("Status", status("a", false)).await.unwrap();
-    }
-}
-
-#[tokio::test]
-async fn what_is_too_large_is_refused_and_the_connection_goes_on() {
-    let node = Node::start();
-    for client in node.clients().await {
-        let large = c::ControllerStatusRequest { sandbox_id: "x".repeat(5 << 20), ..Default::default() };
-        let bytes = large.write_to_bytes().unwrap();
-        // ttrpc's own client refuses to send that much: see the raw frame below.
-        if matches!(client, Client::Grpc(_)) {
-            let (code, text) = client.raw(CONTROLLER, "Status", bytes, None).await.unwrap_err();
-            assert_eq!(code, 8, "{text}");
-        }
-        let (code, text) =
-            client.raw(CONTROLLER, "Status", status("huge", true).write_to_bytes().unwrap(), None).await.unwrap_err();
-        assert_eq!(code, 8, "{text}");
-        // An id of 1 MiB in an error must not become a header of 1 MiB.
-        let ping = only_id(&"x".repeat(1 << 20));
-        let (code, text) = client.raw(SANDBOX, "Nothing", ping.clone(), None).await.unwrap_err();
-        assert_eq!(code, 12, "{text}");
-        client.raw(CONTROLLER, "Status", ping, None).await.unwrap();
-        client.call::<c::ControllerStatusResponse>("Status", status("a", false)).await.unwrap();
-    }
-}
-
-#[tokio::test]
-async fn odd_ttrpc_frames_are_answered() {
-    let node = Node::start();
-    let mut stream = UnixStream::connect(node.ttrpc_socket()).await.unwrap();
-    let mut send = Vec::new();
-    let frame = |stream: u32, kind: u8, payload: &[u8]| {
-        let mut frame = (payload.len() as u32).to_be_bytes().to_vec();
-        frame.extend(stream.to_be_bytes());
-        frame.extend([kind, 0]);
-        frame.extend(payload);
-        frame
-    };
-    send.extend(frame(1, 1, &vec![0; 5 << 20]));
-    send.extend(frame(3, 1, &[0xff]));
-    send.extend(frame(4, 1, &[]));
-    // Data of a stream that was never opened, and a kind that does not exist: nobody waits for an answer.
-    send.extend(frame(5, 3, &[1, 2, 3]));
-    send.extend(frame(7, 9, &[]));
-    send.extend(frame(9, 1, &[]));
-    // A deadline that passes, and one that has passed.
-    for (stream, timeout_nano) in [(11, 1_000_000), (13, -1)] {
-        let mut request = ttrpc::Request::new();
-        request.service = CONTROLLER.into();
-        request.method = "Wait".into();
-        request.payload = only_id("a");
-        request.timeout_nano = timeout_nano;
-        send.extend(frame(stream, 1, &request.write_to_bytes().unwrap()));
-    }
-    let (mut reader, mut writer) = stream.split();
-    let write = async { writer.write_all(&send).await.unwrap() };
-    let read = async {
-        let mut answers = Vec::new();
-        for _ in 0..6 {
-            let header = ttrpc::proto::MessageHeader::read_from(&mut reader).await.unwrap();
-            let mut payload = vec![0; header.length as usize];
-            reader.read_exact(&mut payload).await.unwrap();
-            let response = ttrpc::Response::parse_from_bytes(&payload).unwrap();
-            answers.push((header.stream_id, response.status.code.value()));
-        }
-        answers.sort_unstable();
-        answers
-    };
-    let (_, answers) = timeout(SOON, async { tokio::join!(write, read) }).await.unwrap();
-    assert_eq!(answers, [(1, 8), (3, 3), (4, 3), (9, 12), (11, 4), (13, 4)]);
-}
-
-#[tokio::test]
-async fn odd_grpc_requests_are_answered() {
-    let node = Node::start();
-    let Client::Grpc(client) = Client::grpc(&node.grpc_socket()).await else { unreachable!() };
-    let request = |header: &str, value: &str| {
-        let uri = format!("http://localhost/{CONTROLLER}/Status");
-        let mut request = http::Request::post(uri).body(()).unwrap();
-        request.headers_mut().insert("content-type", "application/grpc+proto".parse().unwrap());
-        request.headers_mut().insert(http::HeaderName::try_from(header).unwrap(), value.parse().unwrap());
-        request
-    };
-    for (body, code) in [
-        (&b""[..], 3),
-        (b"\0\0\0", 3),
-        (b"\0\0\0\0\x05abc", 3),
-        (b"\0\0\0\0\0\0\0\0\0\0", 3),
-        (b"\x01\0\0\0\0", 12),
-        (b"\0\xff\xff\xff\xff", 8),
-    ] {
-        let failure = client::grpc(client.clone(), request("x", "y"), body.into()).await.unwrap_err();
-        assert_eq!(failure.0, code, "{body:?}: {failure:?}");
-    }
-    let failure = client::grpc(client.clone(), request("grpc-timeout", "soon"), b"\0\0\0\0\0"[..].into()).await;
-    assert_eq!(failure.unwrap_err().0, 3);
-    client::grpc(client.clone(), request("grpc-timeout", "1H"), b"\0\0\0\0\0"[..].into()).await.unwrap();
-
-    let mut client = client.ready().await.unwrap();
-    let (response, _) = client.send_request(request("content-type", "text/html"), true).unwrap();
-    assert_eq!(response.await.unwrap().status(), 415);
-    let (response, _) = client.send_request(request("x", &"y".repeat(20 << 10)), true).unwrap();
-    assert_eq!(response.await.unwrap().status(), 431);
-}
-
-#[tokio::test]
 async fn a_deadline_ends_a_call_and_a_caller_who_gives_up_drops_it() {
     let node = Node::start();
     for client in node.clients().await {
@@ -456,77 +316,6 @@ async fn a_thousand_pending_waits_slow_nothing() {
             assert_eq!(ended.unwrap().unwrap().exit_status, 137);
         }
     }
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn going_down_every_call_ends_in_unavailable() {
-    let node = Node::start();
-    let clients = node.clients().await;
-    let mut waits: Vec<_> = clients.iter().map(|client| begin_waits(client, 500)).collect();
-    until_waiting(&node.verbs, 1000).await;
-    // Connections that will not end by themselves: one that never speaks, one in the middle of a frame.
-    let silent = UnixStream::connect(node.grpc_socket()).await.unwrap();
-    let mut half = UnixStream::connect(node.ttrpc_socket()).await.unwrap();
-    half.write_all(&[0, 0, 0]).await.unwrap();
-    let verbs = Arc::clone(&node.verbs);
-    let took = node.drain().await;
-    assert!(took < Duration::from_secs(4), "{took:?}");
-    for ended in &mut waits {
-        while let Some(ended) = ended.join_next().await {
-            let failure = ended.unwrap().unwrap_err();
-            assert_eq!(failure, (14, "the sandboxer is stopping".into()));
-        }
-    }
-    assert_eq!(verbs.waiting.load(Ordering::SeqCst), 0);
-    drop((silent, half));
-}
-
-#[tokio::test]
-async fn calls_that_come_while_going_down_are_unavailable() {
-    let node = Node::start();
-    let [grpc, ttrpc] = node.clients().await;
-    for client in [&grpc, &ttrpc] {
-        client.call::<c::ControllerStatusResponse>("Status", status("a", false)).await.unwrap();
-    }
-    node.stop.send_replace(true);
-    for client in [grpc, ttrpc] {
-        for sandbox in ["a", "fault", "unknown"] {
-            let failure =
-                client.call::<c::ControllerStatusResponse>("Status", status(sandbox, false)).await.unwrap_err();
-            assert_eq!(failure.0, 14, "{failure:?}");
-        }
-    }
-    timeout(SOON, node.running).await.unwrap().unwrap().unwrap();
-}
-
-/// A caller who asks for much and reads nothing must not hold the daemon.
-#[tokio::test]
-async fn a_caller_who_does_not_read_is_cut_off() {
-    let node = Node::start();
-    let mut stream = UnixStream::connect(node.ttrpc_socket()).await.unwrap();
-    let mut request = ttrpc::Request::new();
-    request.service = CONTROLLER.into();
-    request.method = "Nothing".repeat(400);
-    let payload = request.write_to_bytes().unwrap();
-    let mut frame = (payload.len() as u32).to_be_bytes().to_vec();
-    frame.extend([0, 0, 0, 1, 1, 0]);
-    frame.extend(payload);
-    // Until the server has no more room for answers, and so for calls.
-    let stuck = async {
-        loop {
-            stream.write_all(&frame).await.unwrap();
-        }
-    };
-    assert!(timeout(Duration::from_millis(500), stuck).await.is_err());
-    let took = node.drain().await;
-    assert!(took < Duration::from_secs(4), "{took:?}");
-}
-
-#[tokio::test]
-async fn a_server_without_a_stop_sender_ends() {
-    let Node { dir: _dir, stop, running, .. } = Node::start();
-    drop(stop);
-    timeout(SOON, running).await.unwrap().unwrap().unwrap();
 }
 
 /// Runs perl, which every Debian has, as another user: connects and tells what it reads.

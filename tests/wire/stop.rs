@@ -1,0 +1,85 @@
+//! The daemon goes down: what pending and new calls see, and how long it takes.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use pause_sandboxer::protos::controller as c;
+use protobuf::Message;
+use tokio::io::AsyncWriteExt;
+use tokio::net::UnixStream;
+use tokio::time::timeout;
+
+use crate::client::CONTROLLER;
+use crate::{Node, SOON, begin_waits, status, until_waiting};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn going_down_every_call_ends_in_unavailable() {
+    let node = Node::start();
+    let clients = node.clients().await;
+    let mut waits: Vec<_> = clients.iter().map(|client| begin_waits(client, 500)).collect();
+    until_waiting(&node.verbs, 1000).await;
+    // Connections that will not end by themselves: one that never speaks, one in the middle of a frame.
+    let silent = UnixStream::connect(node.grpc_socket()).await.unwrap();
+    let mut half = UnixStream::connect(node.ttrpc_socket()).await.unwrap();
+    half.write_all(&[0, 0, 0]).await.unwrap();
+    let verbs = Arc::clone(&node.verbs);
+    let took = node.drain().await;
+    assert!(took < Duration::from_secs(4), "{took:?}");
+    for ended in &mut waits {
+        while let Some(ended) = ended.join_next().await {
+            let failure = ended.unwrap().unwrap_err();
+            assert_eq!(failure, (14, "the sandboxer is stopping".into()));
+        }
+    }
+    assert_eq!(verbs.waiting.load(Ordering::SeqCst), 0);
+    drop((silent, half));
+}
+
+#[tokio::test]
+async fn calls_that_come_while_going_down_are_unavailable() {
+    let node = Node::start();
+    let [grpc, ttrpc] = node.clients().await;
+    for client in [&grpc, &ttrpc] {
+        client.call::<c::ControllerStatusResponse>("Status", status("a", false)).await.unwrap();
+    }
+    node.stop.send_replace(true);
+    for client in [grpc, ttrpc] {
+        for sandbox in ["a", "fault", "unknown"] {
+            let failure =
+                client.call::<c::ControllerStatusResponse>("Status", status(sandbox, false)).await.unwrap_err();
+            assert_eq!(failure.0, 14, "{failure:?}");
+        }
+    }
+    timeout(SOON, node.running).await.unwrap().unwrap().unwrap();
+}
+
+/// A caller who asks for much and reads nothing must not hold the daemon.
+#[tokio::test]
+async fn a_caller_who_does_not_read_is_cut_off() {
+    let node = Node::start();
+    let mut stream = UnixStream::connect(node.ttrpc_socket()).await.unwrap();
+    let mut request = ttrpc::Request::new();
+    request.service = CONTROLLER.into();
+    request.method = "Nothing".repeat(400);
+    let payload = request.write_to_bytes().unwrap();
+    let mut frame = (payload.len() as u32).to_be_bytes().to_vec();
+    frame.extend([0, 0, 0, 1, 1, 0]);
+    frame.extend(payload);
+    // Until the server has no more room for answers, and so for calls.
+    let stuck = async {
+        loop {
+            stream.write_all(&frame).await.unwrap();
+        }
+    };
+    assert!(timeout(Duration::from_millis(500), stuck).await.is_err());
+    let took = node.drain().await;
+    assert!(took < Duration::from_secs(4), "{took:?}");
+}
+
+#[tokio::test]
+async fn a_server_without_a_stop_sender_ends() {
+    let Node { dir: _dir, stop, running, .. } = Node::start();
+    drop(stop);
+    timeout(SOON, running).await.unwrap().unwrap().unwrap();
+}
