@@ -1,9 +1,444 @@
-//! cgroups of pauses.
+//! The pause's cgroup: where it goes, how it is made and removed.
+//!
+//! The node's cgroup file systems are found once. With version 1 a cgroup is a directory in every mounted hierarchy, which the
+//! child joins itself; with version 2 it is one directory, which the child is born in. A node with both ("hybrid")
+//! counts as version 1, as for runc and containerd.
 
-/// Checks a `cgroup_parent`.
+use std::collections::BTreeSet;
+use std::ffi::{CStr, CString};
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
+
+use super::sys::{self, Errno};
+use crate::error::{IoContext, Step};
+
+/// Where a pause goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Placement {
+    /// Stays in the daemon's cgroup.
+    Inherit,
+    /// A directory, by its path below the root of every hierarchy.
+    Directory(CString),
+}
+
+/// Checks a CRI `cgroup_parent`.
 ///
 /// # Errors
-/// Why it is refused.
-pub fn check_parent(_parent: &str) -> Result<(), String> {
+/// What is wrong with it.
+pub fn check_parent(parent: &str) -> Result<(), String> {
+    parent_fault(parent).map_or(Ok(()), |fault| Err(fault.to_owned()))
+}
+
+fn parent_fault(parent: &str) -> Option<&'static str> {
+    if parent.len() > 3000 {
+        return Some("is longer than 3000 bytes");
+    }
+    if parent.contains('\0') {
+        return Some("has a zero byte");
+    }
+    if parent.split('/').any(|part| part == ".." || part == ".") {
+        return Some("has a component \"..\" or \".\"");
+    }
+    if parent.split('/').any(|part| part.len() > 255) {
+        return Some("has a component of more than 255 bytes");
+    }
+    if parent.trim_end_matches('/').ends_with(".slice") {
+        return Some("is a systemd slice; only cgroupfs paths are supported");
+    }
+    None
+}
+
+/// The placement of sandbox `id` below `parent`.
+///
+/// # Errors
+/// The parent is not usable.
+pub(super) fn placement(parent: &str, id: &str) -> Result<Placement, Step> {
+    const WHAT: &str = "place the pause in a cgroup below";
+    let refuse = |reason: &str| Step::at(WHAT, parent, io::Error::new(io::ErrorKind::InvalidInput, reason));
+    if parent.is_empty() {
+        return Ok(Placement::Inherit);
+    }
+    check_parent(parent).map_err(|fault| refuse(&fault))?;
+    let mut path = PathBuf::new();
+    path.extend(parent.split('/').filter(|part| !part.is_empty()));
+    path.push(id);
+    CString::new(path.into_os_string().into_encoded_bytes())
+        .map(Placement::Directory)
+        .map_err(|_| refuse("has a zero byte"))
+}
+
+/// One mounted hierarchy.
+#[derive(Debug)]
+struct Hierarchy {
+    mount: PathBuf,
+    root: OwnedFd,
+    /// Version 1 with the cpuset controller: a new cgroup has no CPUs and takes no process until it is given some.
+    cpuset: bool,
+}
+
+/// The node's cgroup file systems.
+#[derive(Debug)]
+pub(super) struct Cgroups {
+    hierarchies: Vec<Hierarchy>,
+    unified: bool,
+}
+
+/// Files of version 1's cpuset controller that are empty in a new cgroup.
+const CPUSET: [&CStr; 2] = [c"cpuset.cpus", c"cpuset.mems"];
+
+/// How often and how long the removal of a busy cgroup is tried again: 511 ms in all.
+const RETRIES: u32 = 9;
+
+impl Cgroups {
+    /// Finds what is mounted.
+    ///
+    /// # Errors
+    /// A file of `/proc` or a mount point cannot be opened.
+    pub(super) fn find() -> Result<Self, Step> {
+        const MOUNTS: &str = "/proc/self/mountinfo";
+        let mounts = std::fs::read(MOUNTS).step_at("read", MOUNTS)?;
+        Self::open(parse(&mounts))
+    }
+
+    fn open(found: Found) -> Result<Self, Step> {
+        let open = |mount: PathBuf, cpuset| {
+            let root = c_path(&mount)
+                .and_then(|path| sys::open(None, &path, libc::O_PATH | libc::O_DIRECTORY, 0).step_at("open", &mount))?;
+            Ok(Hierarchy { mount, root, cpuset })
+        };
+        let hierarchies = if found.v1.is_empty() {
+            found.v2.into_iter().map(|mount| open(mount, false)).collect::<Result<_, Step>>()?
+        } else {
+            found.v1.into_iter().map(|(mount, cpuset)| open(mount, cpuset)).collect::<Result<_, Step>>()?
+        };
+        Ok(Self { hierarchies, unified: found.unified })
+    }
+
+    /// The cgroup2 file system at `mount`, whatever else there is.
+    #[cfg(test)]
+    pub(super) fn unified_at(mount: &Path) -> Result<Self, Step> {
+        Self::open(Found { v1: Vec::new(), v2: Some(mount.to_owned()), unified: true })
+    }
+
+    /// Roots of the version 1 hierarchies, which the child joins.
+    pub(super) fn v1_roots(&self) -> Vec<BorrowedFd<'_>> {
+        if self.unified { Vec::new() } else { self.hierarchies.iter().map(|h| h.root.as_fd()).collect() }
+    }
+
+    /// All descriptors that are kept.
+    pub(super) fn roots(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.hierarchies.iter().map(|h| h.root.as_fd())
+    }
+
+    /// The path of a cgroup in hierarchy `index`, for messages.
+    pub(super) fn path(&self, index: usize, cgroup: &CStr) -> PathBuf {
+        let mount = self.hierarchies.get(index).map_or(Path::new(""), |h| &h.mount);
+        mount.join(std::ffi::OsStr::from_bytes(cgroup.to_bytes()))
+    }
+
+    /// Makes the cgroup in every hierarchy, missing parents too.
+    ///
+    /// # Errors
+    /// The failed step; what was made has been removed then.
+    pub(super) fn make<'a>(&'a self, cgroup: &CStr) -> Result<Made<'a>, Step> {
+        const MAKE: &str = "make cgroup";
+        if self.hierarchies.is_empty() {
+            let e = io::Error::new(io::ErrorKind::NotFound, "no cgroup file system is mounted");
+            return Err(Step::at(MAKE, cgroup.to_string_lossy().as_ref(), e));
+        }
+        let mut made = Made { cgroups: self, directories: Vec::new(), leaf: None };
+        for (index, hierarchy) in self.hierarchies.iter().enumerate() {
+            made.leaf(index, hierarchy, cgroup)
+                .map_err(|(path, e)| Step::at(MAKE, self.path(index, &path), e.into()))?;
+        }
+        if self.unified
+            && let Some(hierarchy) = self.hierarchies.first()
+        {
+            let leaf = sys::open(Some(hierarchy.root.as_fd()), cgroup, libc::O_PATH | libc::O_DIRECTORY, 0);
+            made.leaf = Some(leaf.step_at("open cgroup", self.path(0, cgroup))?);
+        }
+        Ok(made)
+    }
+
+    /// Removes the cgroup from every hierarchy with what is in it; parents stay, they are kubelet's. Processes that are in it
+    /// are killed: those of a Start that was cut short. Gone already is success.
+    pub(super) fn remove(&self, cgroup: &CStr) -> Vec<Step> {
+        let mut failed = Vec::new();
+        for (index, hierarchy) in self.hierarchies.iter().enumerate() {
+            if let Err(e) = remove(hierarchy, cgroup) {
+                failed.push(Step::at("remove cgroup", self.path(index, cgroup), e.into()));
+            }
+        }
+        failed
+    }
+}
+
+/// Directories that a Start has made; removed when dropped, unless kept.
+#[derive(Debug)]
+pub(super) struct Made<'a> {
+    cgroups: &'a Cgroups,
+    /// Hierarchy and path, parents first.
+    directories: Vec<(usize, CString)>,
+    leaf: Option<OwnedFd>,
+}
+
+impl Made<'_> {
+    /// The cgroup's own directory, version 2.
+    pub(super) fn v2(&self) -> Option<BorrowedFd<'_>> {
+        self.leaf.as_ref().map(AsFd::as_fd)
+    }
+
+    /// Leaves all as it is.
+    pub(super) fn keep(mut self) {
+        self.directories.clear();
+    }
+
+    fn leaf(&mut self, index: usize, hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), (CString, Errno)> {
+        let fail = |e| (cgroup.to_owned(), e);
+        // A parent that another Start had made may go between its making and its use.
+        let mut attempts = 3;
+        loop {
+            attempts -= 1;
+            match sys::mkdir(hierarchy.root.as_fd(), cgroup, 0o755) {
+                Ok(()) => break self.directories.push((index, cgroup.to_owned())),
+                // Left over from a Start of the same sandbox that was cut short.
+                Err(Errno(libc::EEXIST)) => break self.directories.push((index, cgroup.to_owned())),
+                Err(Errno(libc::ENOENT)) if attempts > 0 => self.parents(index, hierarchy, cgroup)?,
+                Err(e) => return Err(fail(e)),
+            }
+        }
+        if hierarchy.cpuset { fill_cpuset(hierarchy, cgroup).map_err(fail) } else { Ok(()) }
+    }
+
+    fn parents(&mut self, index: usize, hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), (CString, Errno)> {
+        for parent in ancestors(cgroup) {
+            match sys::mkdir(hierarchy.root.as_fd(), &parent, 0o755) {
+                Ok(()) => self.directories.push((index, parent)),
+                Err(Errno(libc::EEXIST)) => {}
+                Err(e) => return Err((parent, e)),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Made<'_> {
+    fn drop(&mut self) {
+        for (index, path) in self.directories.drain(..).rev() {
+            let Some(hierarchy) = self.cgroups.hierarchies.get(index) else { continue };
+            // A parent that is in use by now stays; what else fails is found by the cleanup, or by nobody's harm.
+            match sys::rmdir(hierarchy.root.as_fd(), &path) {
+                Ok(()) | Err(Errno(libc::ENOENT | libc::ENOTEMPTY | libc::EBUSY)) => {}
+                Err(e) => {
+                    log::warn!("remove cgroup {}: {}", self.cgroups.path(index, &path).display(), io::Error::from(e))
+                }
+            }
+        }
+    }
+}
+
+/// All parents of a path, the topmost first.
+fn ancestors(cgroup: &CStr) -> Vec<CString> {
+    let bytes = cgroup.to_bytes();
+    let slashes = bytes.iter().enumerate().filter(|(_, byte)| **byte == b'/');
+    slashes.filter_map(|(at, _)| CString::new(&bytes[..at]).ok()).collect()
+}
+
+/// Gives a cgroup the CPUs and memory nodes of its parent, and the parent those of its own where it has none.
+fn fill_cpuset(hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), Errno> {
+    for file in CPUSET {
+        let mut chain = ancestors(cgroup);
+        chain.push(cgroup.to_owned());
+        // The nearest that has some; the root always has.
+        let mut value = Vec::new();
+        let mut empty = Vec::new();
+        while let Some(path) = chain.pop() {
+            value = read(hierarchy, &below(&path, file))?;
+            if !value.trim_ascii().is_empty() {
+                break;
+            }
+            empty.push(path);
+        }
+        if value.trim_ascii().is_empty() {
+            value = read(hierarchy, file)?;
+        }
+        while let Some(path) = empty.pop() {
+            sys::write_file(hierarchy.root.as_fd(), &below(&path, file), &value)?;
+        }
+    }
     Ok(())
+}
+
+fn below(directory: &CStr, file: &CStr) -> CString {
+    let path = [directory.to_bytes(), b"/", file.to_bytes()].concat();
+    CString::new(path).unwrap_or_default()
+}
+
+/// Path of version 1's `tasks` in a cgroup.
+pub(super) fn tasks(cgroup: &CStr) -> CString {
+    below(cgroup, c"tasks")
+}
+
+fn read(hierarchy: &Hierarchy, path: &CStr) -> Result<Vec<u8>, Errno> {
+    let errno = |e: io::Error| Errno(e.raw_os_error().unwrap_or(libc::EIO));
+    let mut file = File::from(sys::open(Some(hierarchy.root.as_fd()), path, libc::O_RDONLY, 0)?);
+    let mut content = Vec::new();
+    file.read_to_end(&mut content).map_err(errno)?;
+    Ok(content)
+}
+
+fn remove(hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), Errno> {
+    for attempt in 0.. {
+        match sys::rmdir(hierarchy.root.as_fd(), cgroup) {
+            Ok(()) | Err(Errno(libc::ENOENT)) => return Ok(()),
+            Err(Errno(libc::EBUSY | libc::ENOTEMPTY)) if attempt < RETRIES => {}
+            Err(e) => return Err(e),
+        }
+        kill_members(hierarchy, cgroup)?;
+        thread::sleep(Duration::from_millis(1 << attempt));
+    }
+    Ok(())
+}
+
+/// Kills what is in a cgroup of ours.
+fn kill_members(hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), Errno> {
+    let members = match read(hierarchy, &below(cgroup, c"cgroup.procs")) {
+        Err(Errno(libc::ENOENT | libc::ENODEV)) => return Ok(()),
+        members => members?,
+    };
+    for pid in String::from_utf8_lossy(&members).lines().filter_map(|line| line.parse().ok()) {
+        // Not to kill a stranger who got the pid meanwhile: only what is still a member once it is held.
+        let Ok(pidfd) = sys::pidfd_open(pid) else { continue };
+        let still = read(hierarchy, &below(cgroup, c"cgroup.procs")).unwrap_or_default();
+        if String::from_utf8_lossy(&still).lines().any(|line| line.parse() == Ok(pid)) {
+            match sys::pidfd_send_signal(pidfd.as_fd(), libc::SIGKILL) {
+                Ok(()) | Err(Errno(libc::ESRCH)) => {}
+                Err(e) => return Err(e),
+            }
+        }
+    }
+    Ok(())
+}
+
+fn c_path(path: &Path) -> Result<CString, Step> {
+    CString::new(path.as_os_str().as_bytes()).step_at("open", path)
+}
+
+/// Mount points by version.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Found {
+    /// With whether it has the cpuset controller.
+    v1: Vec<(PathBuf, bool)>,
+    v2: Option<PathBuf>,
+    unified: bool,
+}
+
+/// Reads proc_pid_mountinfo(5). A hierarchy that is mounted twice counts once, at its first mount point.
+fn parse(mountinfo: &[u8]) -> Found {
+    let mut found = Found::default();
+    let mut seen = BTreeSet::new();
+    let mut controllers = false;
+    for line in mountinfo.split(|byte| *byte == b'\n') {
+        let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
+        let Some(dash) = fields.iter().position(|field| *field == b"-") else { continue };
+        let (Some(device), Some(mount), Some(kind)) = (fields.get(2), fields.get(4), fields.get(dash + 1)) else {
+            continue;
+        };
+        let mount = PathBuf::from(std::ffi::OsStr::from_bytes(&unescape(mount)));
+        match *kind {
+            b"cgroup" if seen.insert(device.to_vec()) => {
+                let options = fields.get(dash + 3).copied().unwrap_or_default();
+                let has = |name: &[u8]| options.split(|byte| *byte == b',').any(|option| option == name);
+                controllers |= !options.split(|byte| *byte == b',').any(|option| option.starts_with(b"name="));
+                found.v1.push((mount, has(b"cpuset")));
+            }
+            b"cgroup2" if found.v2.is_none() => found.v2 = Some(mount),
+            _ => {}
+        }
+    }
+    // A named hierarchy alone is only systemd's bookkeeping.
+    if !controllers && found.v2.is_some() {
+        found.v1.clear();
+    }
+    found.unified = found.v1.is_empty();
+    found
+}
+
+/// Replaces `\040` and the like.
+fn unescape(field: &[u8]) -> Vec<u8> {
+    let mut plain = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((first, after)) = rest.split_first() {
+        let octal = after.get(..3).filter(|_| *first == b'\\');
+        let byte = octal.and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok());
+        plain.push(byte.unwrap_or(*first));
+        rest = if byte.is_some() { &after[3..] } else { after };
+    }
+    plain
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parents_that_are_refused() {
+        for bad in ["..", "/a/../b", "/a/..", "./a", "/a/./b", "a\0b", "/kubepods.slice", "kubepods.slice/"] {
+            assert!(check_parent(bad).is_err(), "{bad:?}");
+            assert!(placement(bad, "id").is_err(), "{bad:?}");
+        }
+        assert!(check_parent(&"a".repeat(256)).is_err());
+        assert!(check_parent(&"a/".repeat(1600)).is_err());
+    }
+
+    #[test]
+    fn parents_that_are_taken() {
+        let place = |parent: &str| placement(parent, "id").unwrap();
+        assert_eq!(place(""), Placement::Inherit);
+        for (parent, path) in [("/", c"id"), ("/a/b", c"a/b/id"), ("a//b/", c"a/b/id"), ("/..a/b..", c"..a/b../id")] {
+            assert_eq!(place(parent), Placement::Directory(path.to_owned()), "{parent:?}");
+        }
+    }
+
+    #[test]
+    fn ancestors_topmost_first() {
+        assert_eq!(ancestors(c"a/b/id"), [c"a".to_owned(), c"a/b".to_owned()]);
+        assert_eq!(ancestors(c"id"), Vec::<CString>::new());
+    }
+
+    #[test]
+    fn hybrid_counts_as_version_1() {
+        let text = b"32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n\
+            33 31 0:31 / /sys/fs/cgroup/cpuset rw shared:9 - cgroup cgroup rw,cpuset\n\
+            34 31 0:31 / /mnt/again rw - cgroup cgroup rw,cpuset\n\
+            35 31 0:37 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,xattr,name=systemd\n\
+            36 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n";
+        let found = parse(text);
+        let v1 = [("cpu,cpuacct", false), ("cpuset", true), ("systemd", false)];
+        assert_eq!(found.v1, v1.map(|(name, cpuset)| (Path::new("/sys/fs/cgroup").join(name), cpuset)));
+        assert!(!found.unified);
+    }
+
+    #[test]
+    fn version_2_alone_or_with_a_named_hierarchy() {
+        let v2 = "36 31 0:38 / /sys/fs/c\\040group rw - cgroup2 cgroup2 rw\n";
+        let named = "35 31 0:37 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,xattr,name=systemd\n";
+        for text in [v2.to_owned(), format!("{named}{v2}")] {
+            let found = parse(text.as_bytes());
+            assert_eq!(found, Found { v1: vec![], v2: Some("/sys/fs/c group".into()), unified: true });
+        }
+    }
+
+    #[test]
+    fn nothing_mounted() {
+        let cgroups = Cgroups::open(parse(b"1 0 0:1 / / rw - ext4 /dev/vda rw\n")).unwrap();
+        let e = cgroups.make(c"a/id").unwrap_err();
+        assert_eq!(e.to_string(), "make cgroup a/id: no cgroup file system is mounted");
+        assert!(cgroups.remove(c"a/id").is_empty());
+    }
 }

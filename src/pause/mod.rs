@@ -3,9 +3,6 @@
 //! A [`Driver`] turns a checked [`Plan`] into a running [`Pause`]; what it learns of the process comes
 //! back as an [`Exit`]. Drivers know nothing of verbs, states or wire types.
 
-pub mod cgroup;
-pub mod native;
-
 use std::fmt;
 use std::future::Future;
 use std::path::PathBuf;
@@ -15,6 +12,17 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Step;
+
+pub mod cgroup;
+mod child;
+mod emptyroot;
+mod identity;
+pub mod image;
+pub mod native;
+mod process;
+mod seccomp;
+mod sys;
+mod userns;
 
 /// A future that a trait object hands out.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;

@@ -1,9 +1,353 @@
-//! The native driver.
+//! The native driver: clones the pause program into the pod's namespaces itself.
 
-/// Whether `path` is a network namespace.
+use std::ffi::{CString, c_int};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use super::cgroup::{self, Cgroups, Placement};
+use super::child::{self, At, User, Work};
+use super::process::{Orphans, Process};
+use super::sys::{self, Errno};
+use super::{Adoption, Driver, Exit, IdMapping, Identity, Namespace, Pause, Plan, UNKNOWN_EXIT};
+use super::{emptyroot, identity, image, userns};
+use crate::error::{IoContext, Step};
+
+/// uid and gid of a pause.
+const NOBODY: u32 = 65535;
+/// Magic number of namespace files (`<linux/magic.h>` NSFS_MAGIC).
+const NSFS: i64 = 0x6e73_6673;
+
+/// The native driver, with all that its pauses share.
+#[derive(Debug)]
+pub struct Native {
+    proc: OwnedFd,
+    image: OwnedFd,
+    root: OwnedFd,
+    cgroups: Cgroups,
+    boot_id: String,
+    last_capability: u32,
+    orphans: Arc<Orphans>,
+}
+
+impl Native {
+    /// Prepares the program, the empty root and the cgroup file systems. To be called early in the daemon's life: the
+    /// descriptors that are opened here should have low numbers, as every child copies the table up to them.
+    ///
+    /// Makes the process undumpable: its children share its memory for an instant, and none of them may be traced.
+    ///
+    /// # Errors
+    /// The failed step; the node lacks something that the driver needs.
+    pub fn new() -> Result<Self, Step> {
+        Self::with(Cgroups::find()?, image::open()?)
+    }
+
+    fn with(cgroups: Cgroups, image: OwnedFd) -> Result<Self, Step> {
+        const LAST_CAPABILITY: &str = "/proc/sys/kernel/cap_last_cap";
+        sys::set_dumpable(false).step("make the daemon undumpable")?;
+        let last = std::fs::read_to_string(LAST_CAPABILITY).step_at("read", LAST_CAPABILITY)?;
+        let invalid = |e| io::Error::new(io::ErrorKind::InvalidData, e);
+        Ok(Self {
+            proc: sys::open(None, c"/proc", libc::O_PATH | libc::O_DIRECTORY, 0).step_at("open", "/proc")?,
+            image,
+            root: emptyroot::make()?,
+            cgroups,
+            boot_id: identity::boot_id()?,
+            last_capability: last.trim().parse().map_err(invalid).step_at("read", LAST_CAPABILITY)?,
+            orphans: Arc::default(),
+        })
+    }
+
+    /// Clones the child and looks at how it fared.
+    fn spawn(&self, work: &Work<'_>, plan: &Plan, cgroup: Option<&cgroup::Made<'_>>) -> Result<(c_int, OwnedFd), Step> {
+        let namespaces = if work.user.is_some() { 0 } else { work.namespaces };
+        let how = sys::Clone {
+            // The child unshares the descriptor table when it has closed what it does not need: that is cheaper than a copy.
+            flags: namespaces | (libc::CLONE_FILES as u64) | sys::CLONE_CLEAR_SIGHAND,
+            cgroup: cgroup.and_then(cgroup::Made::v2),
+            pid: None,
+            stack: None,
+        };
+        let first = sys::clone_child(&how, work, child::first).step("clone the pause process")?;
+        let pause = if work.user.is_some() { self.second(first.1, work) } else { Ok(first) };
+        let (at, name, index) = work.report.step();
+        let failed = match (&pause, work.report.errno()) {
+            (_, Some(errno)) => Some(io::Error::from(errno)),
+            (Err(e), None) => Some(io::Error::new(e.kind(), e.to_string())),
+            (Ok(_), None) if at != At::Execute => Some(io::ErrorKind::Interrupted.into()),
+            (Ok(_), None) => None,
+        };
+        let Some(e) = failed else { return pause.step(name) };
+        if let Ok((_, pidfd)) = pause {
+            // It ended itself, or was killed on its way.
+            end(&pidfd)?;
+        }
+        Err(match self.subject(plan, work, at, index) {
+            Some(path) => Step::at(name, path, e),
+            None => Step::new(name, e),
+        })
+    }
+
+    /// The second child, which is the pause, when the first has ended.
+    fn second(&self, first: OwnedFd, work: &Work<'_>) -> io::Result<(c_int, OwnedFd)> {
+        let end = sys::reap(first.as_fd(), true)?;
+        let Some(pid) = work.report.second() else { return Err(io::ErrorKind::Interrupted.into()) };
+        // A child of this process, so the pid is its own until it is reaped.
+        let pidfd = sys::pidfd_open(pid)?;
+        if end != Some(sys::End::Code(0)) {
+            // The first was killed: the second may still be running on the stack that is about to be freed.
+            let _ = sys::pidfd_send_signal(pidfd.as_fd(), libc::SIGKILL);
+            sys::reap(pidfd.as_fd(), true)?;
+            return Err(io::ErrorKind::Interrupted.into());
+        }
+        Ok((pid, pidfd))
+    }
+
+    /// The path that a step of the child worked on.
+    fn subject(&self, plan: &Plan, work: &Work<'_>, at: At, index: usize) -> Option<PathBuf> {
+        match at {
+            At::JoinNetwork | At::JoinUser => plan.netns.clone(),
+            At::JoinCgroup => Some(self.cgroups.path(index, &work.tasks)),
+            At::Sysctl => {
+                work.sysctls.get(index).map(|(path, _)| Path::new("/proc").join(path.to_string_lossy().as_ref()))
+            }
+            At::OomScore => Some("/proc/self/oom_score_adj".into()),
+            At::Label => Some("/proc/self/attr/exec".into()),
+            At::Hostname => Some(plan.hostname.clone().into()),
+            _ => None,
+        }
+    }
+}
+
+impl Driver for Native {
+    fn name(&self) -> &'static str {
+        "native"
+    }
+
+    fn start(&self, plan: &Plan) -> Result<Box<dyn Pause>, Step> {
+        self.orphans.sweep();
+        let placement = cgroup::placement(&plan.cgroup_parent, &plan.id)?;
+        let network = plan.netns.as_deref().map(open_network_namespace).transpose()?;
+        let user = plan.userns.as_ref().map(|user| match &network {
+            Some(network) => sys::namespace_owner(network.as_fd())
+                .step_at("find the user namespace of", plan.netns.clone().unwrap_or_default()),
+            None => userns::make(user),
+        });
+        let user = user.transpose()?;
+        let (made, leaf) = match &placement {
+            Placement::Inherit => (None, None),
+            Placement::Directory(path) => (Some(self.cgroups.make(path)?), Some(path)),
+        };
+        let needed = [&self.proc, &self.image, &self.root].into_iter().chain(&user).map(AsFd::as_fd);
+        let highest = needed.chain(self.cgroups.roots()).map(child::descriptor).max().unwrap_or(0);
+        let ids = plan.userns.map(|user| (user.uid, user.gid));
+        let work = Work {
+            report: child::Report::default(),
+            namespaces: namespaces(plan),
+            network: network.as_ref().map(AsFd::as_fd),
+            root: self.root.as_fd(),
+            user: user.as_ref().zip(ids).map(|(namespace, (uid, gid))| User {
+                namespace: namespace.as_fd(),
+                root: (uid.container_id, gid.container_id),
+                stack: sys::Stack::new(),
+            }),
+            proc: self.proc.as_fd(),
+            image: self.image.as_fd(),
+            highest,
+            hierarchies: if leaf.is_some() { self.cgroups.v1_roots() } else { Vec::new() },
+            tasks: leaf.map(|path| cgroup::tasks(path)).unwrap_or_default(),
+            oom_score: plan.oom_score_adj.to_string(),
+            hostname: if plan.uts == Namespace::Private { plan.hostname.as_bytes() } else { &[] },
+            sysctls: sysctls(plan)?,
+            label: plan.selinux_label.as_bytes(),
+            last_capability: self.last_capability,
+            uid: ids.map_or(NOBODY, |(uid, _)| nobody(uid)),
+            gid: ids.map_or(NOBODY, |(_, gid)| nobody(gid)),
+            id: CString::new(plan.id.as_bytes()).step("name the pause process")?,
+        };
+        let (pid, pidfd) = self.spawn(&work, plan, made.as_ref())?;
+        let identity = match identity::of(pid.unsigned_abs(), &self.boot_id) {
+            Ok(identity) => identity,
+            Err(e) => {
+                end(&pidfd)?;
+                return Err(e);
+            }
+        };
+        if let Some(made) = made {
+            made.keep();
+        }
+        Ok(Box::new(Process::new(pidfd, identity, Arc::clone(&self.orphans))))
+    }
+
+    fn adopt(&self, _plan: &Plan, identity: &Identity) -> Adoption {
+        self.orphans.sweep();
+        let dead = Adoption::Dead(Exit { status: UNKNOWN_EXIT, at: SystemTime::now() });
+        if identity.boot_id != self.boot_id {
+            return dead;
+        }
+        let pid = c_int::try_from(identity.pid).unwrap_or(0);
+        // Everything is read after the pidfd is open: if it agrees then, the pidfd is the recorded process's.
+        let pidfd = match sys::pidfd_open(pid) {
+            Ok(pidfd) => pidfd,
+            // Nobody, or by now the number of a thread, or no number that a process can have.
+            Err(Errno(libc::ESRCH | libc::EINVAL | libc::ENOENT)) => return dead,
+            Err(e) => return Adoption::Unknown(Step::new("open a pidfd of the pause process", e.into())),
+        };
+        match identity::matches(identity) {
+            Ok(true) => {
+                let process = Process::new(pidfd, identity.clone(), Arc::clone(&self.orphans));
+                process.collect().map_or_else(|| Adoption::Alive(Box::new(process)), Adoption::Dead)
+            }
+            Ok(false) => dead,
+            // Ended in between: the pidfd may tell how it ended, but nothing any more whether it was the recorded one.
+            Err(e) if identity::gone(e.io()) => dead,
+            Err(e) => Adoption::Unknown(e),
+        }
+    }
+
+    fn cleanup(&self, plan: &Plan) -> Result<(), Vec<Step>> {
+        self.orphans.sweep();
+        match cgroup::placement(&plan.cgroup_parent, &plan.id) {
+            Ok(Placement::Inherit) => Ok(()),
+            Ok(Placement::Directory(path)) => {
+                let failed = self.cgroups.remove(&path);
+                if failed.is_empty() { Ok(()) } else { Err(failed) }
+            }
+            Err(e) => Err(vec![e]),
+        }
+    }
+}
+
+/// Whether `path` is a network namespace. Opens nothing but namespaces.
 ///
 /// # Errors
-/// The system's answer.
-pub fn is_network_namespace(_path: &std::path::Path) -> std::io::Result<bool> {
-    Ok(true)
+/// There is no such file, or it cannot be looked at.
+pub fn is_network_namespace(path: &Path) -> io::Result<bool> {
+    let look = CString::new(path.as_os_str().as_bytes())?;
+    let file = sys::open(None, &look, libc::O_PATH, 0)?;
+    if sys::file_system(file.as_fd())? != NSFS {
+        return Ok(false);
+    }
+    let namespace = sys::open(None, &look, libc::O_RDONLY | libc::O_NONBLOCK, 0)?;
+    Ok(sys::file_system(namespace.as_fd())? == NSFS && sys::namespace_kind(namespace.as_fd())? == libc::CLONE_NEWNET)
+}
+
+/// Opens the pod's network namespace; that it is one is found by setns(2). Does not wait should it be a fifo.
+fn open_network_namespace(path: &Path) -> Result<OwnedFd, Step> {
+    let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+    file.map(Into::into).step_at("open network namespace", path)
+}
+
+/// Kills and reaps a child.
+fn end(pidfd: &OwnedFd) -> Result<(), Step> {
+    match sys::pidfd_send_signal(pidfd.as_fd(), libc::SIGKILL) {
+        Ok(()) | Err(Errno(libc::ESRCH)) => {}
+        Err(e) => return Err(e).step("kill the pause process"),
+    }
+    sys::reap(pidfd.as_fd(), true).map(drop).step("reap the pause process")
+}
+
+/// `CLONE_NEW…` of the namespaces that the pod has for itself.
+fn namespaces(plan: &Plan) -> u64 {
+    let kinds = [(plan.pid, libc::CLONE_NEWPID), (plan.ipc, libc::CLONE_NEWIPC), (plan.uts, libc::CLONE_NEWUTS)];
+    kinds.iter().filter(|(kind, _)| *kind == Namespace::Private).fold(0, |flags, (_, flag)| flags | *flag as u64)
+}
+
+/// The pause's id as its user namespace numbers it: the usual one, or the last that is mapped.
+fn nobody(mapping: IdMapping) -> u32 {
+    let last = mapping.container_id.saturating_add(mapping.length.saturating_sub(1));
+    if mapping.container_id <= NOBODY { NOBODY.min(last) } else { last }
+}
+
+fn sysctls(plan: &Plan) -> Result<Vec<(CString, &[u8])>, Step> {
+    let mut sysctls = Vec::with_capacity(plan.sysctls.len());
+    for (name, value) in &plan.sysctls {
+        let path = child::sysctl_path(name);
+        sysctls.push((CString::new(path.as_bytes()).step_at("write sysctl", path)?, value.as_bytes()));
+    }
+    Ok(sysctls)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use nix::mount::{MntFlags, MsFlags, mount, umount2};
+
+    use super::*;
+
+    fn plan(id: &str, cgroup_parent: &str) -> Plan {
+        let score = fs::read_to_string("/proc/self/oom_score_adj").unwrap();
+        Plan {
+            id: format!("{id}-{}", std::process::id()),
+            netns: None,
+            pid: Namespace::Private,
+            ipc: Namespace::Private,
+            uts: Namespace::Private,
+            hostname: "pod".to_owned(),
+            userns: None,
+            sysctls: Vec::new(),
+            cgroup_parent: cgroup_parent.to_owned(),
+            oom_score_adj: score.trim().parse().unwrap(),
+            selinux_label: String::new(),
+        }
+    }
+
+    #[test]
+    fn is_born_in_its_cgroup_of_version_2() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        mount(Some("none"), root, Some("cgroup2"), MsFlags::empty(), None::<&str>).unwrap();
+        let driver = Native::with(Cgroups::unified_at(root).unwrap(), image::open().unwrap()).unwrap();
+        let parent = format!("pause-sandboxer-v2-{}", std::process::id());
+        let plan = plan("v2", &format!("/{parent}/below"));
+        let mapping = IdMapping { container_id: 0, host_id: 1_000_000, length: 65536 };
+        let user = super::super::UserNamespace { uid: mapping, gid: mapping };
+        for plan in [plan.clone(), Plan { userns: Some(user), ..plan.clone() }] {
+            let pause = driver.start(&plan).unwrap();
+            let path = format!("/{parent}/below/{}", plan.id);
+            let cgroups = fs::read_to_string(format!("/proc/{}/cgroup", pause.identity().pid)).unwrap();
+            assert!(cgroups.lines().any(|line| line == format!("0::{path}")), "{cgroups}");
+            // Also ends what is in it.
+            driver.cleanup(&plan).unwrap();
+            assert!(!root.join(&path[1..]).exists());
+        }
+        let failing = Plan { hostname: "h".repeat(65), ..plan };
+        assert_eq!(driver.start(&failing).unwrap_err().what(), "set hostname");
+        let below = root.join(&parent).join("below");
+        assert!(fs::read_dir(&below).unwrap().all(|entry| !entry.unwrap().path().is_dir()));
+        fs::remove_dir(&below).unwrap();
+        fs::remove_dir(root.join(&parent)).unwrap();
+        assert_eq!(driver.start(&failing).unwrap_err().what(), "set hostname");
+        assert!(!root.join(&parent).exists(), "parents that a failed start has made");
+        umount2(root, MntFlags::MNT_DETACH).unwrap();
+    }
+
+    #[test]
+    fn starts_from_a_file_where_memfds_cannot_be_executed() {
+        let driver = Native::with(Cgroups::find().unwrap(), image::unlinked().unwrap()).unwrap();
+        let pause = driver.start(&plan("file", "")).unwrap();
+        let process = format!("/proc/{}", pause.identity().pid);
+        let status = fs::read_to_string(format!("{process}/status")).unwrap();
+        assert!(status.contains("CapPrm:\t0000000000000000\n") && status.contains("Seccomp:\t2\n"), "{status}");
+        assert_eq!(fs::read_dir(format!("{process}/fd")).unwrap().count(), 0);
+        let exe = fs::read_link(format!("{process}/exe")).unwrap();
+        assert!(exe.ends_with("pause"), "{exe:?}");
+        pause.kill().unwrap();
+    }
+
+    #[test]
+    fn id_of_a_pause_in_a_user_namespace() {
+        let mapping = |container_id, length| IdMapping { container_id, host_id: 1, length };
+        assert_eq!(nobody(mapping(0, 65536)), 65535);
+        assert_eq!(nobody(mapping(0, 1 << 20)), 65535);
+        assert_eq!(nobody(mapping(0, 1000)), 999);
+        assert_eq!(nobody(mapping(70_000, 10)), 70_009);
+        assert_eq!(nobody(mapping(0, 0)), 0);
+    }
 }

@@ -1,0 +1,269 @@
+//! What happens between the clone and the pause program, in the child.
+//!
+//! The child shares the daemon's memory and its thread's stack (see [`sys::clone_child`]): it makes system calls on what was
+//! prepared for it, allocates nothing, and reports through [`Report`] which step it is in and how it failed.
+//!
+//! In the node's user namespace one child does all. In the pod's, the namespaces must be made by a process that is in it
+//! already, while cgroup, OOM score and mount namespace take the node's privileges: a first child does those, joins the
+//! user namespace and clones the second, a child of the daemon too, which does the rest.
+
+use std::ffi::{CString, c_int, c_uint};
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicI32, AtomicU32, Ordering::Relaxed};
+
+use super::seccomp;
+use super::sys::{self, Errno};
+
+/// A step of the child; the names are those of its error messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub(super) enum At {
+    Begin,
+    JoinNetwork,
+    JoinRoot,
+    UnshareDescriptors,
+    JoinCgroup,
+    OomScore,
+    ClearGroups,
+    JoinUser,
+    BecomeRoot,
+    Clone,
+    Hostname,
+    Sysctl,
+    Session,
+    Label,
+    NoNewPrivs,
+    Bounding,
+    Capabilities,
+    Ids,
+    CloseDescriptors,
+    Filter,
+    Execute,
+}
+
+/// All steps, by number.
+const STEPS: [(At, &str); 21] = [
+    (At::Begin, "begin the pause process"),
+    (At::JoinNetwork, "join network namespace"),
+    (At::JoinRoot, "join the empty mount namespace"),
+    (At::UnshareDescriptors, "unshare the descriptor table"),
+    (At::JoinCgroup, "join cgroup"),
+    (At::OomScore, "write oom score"),
+    (At::ClearGroups, "drop supplementary groups"),
+    (At::JoinUser, "join user namespace"),
+    (At::BecomeRoot, "become root of the user namespace"),
+    (At::Clone, "clone the pause process in its user namespace"),
+    (At::Hostname, "set hostname"),
+    (At::Sysctl, "write sysctl"),
+    (At::Session, "make a session"),
+    (At::Label, "set the SELinux label"),
+    (At::NoNewPrivs, "set no_new_privs"),
+    (At::Bounding, "drop the capability bounding set"),
+    (At::Capabilities, "drop capabilities"),
+    (At::Ids, "set uid and gid"),
+    (At::CloseDescriptors, "close descriptors"),
+    (At::Filter, "install the seccomp filter"),
+    (At::Execute, "execute the pause program"),
+];
+
+/// How far the child came; written by the child, read by the parent when it goes on.
+#[derive(Debug, Default)]
+pub(super) struct Report {
+    step: AtomicU32,
+    /// Which cgroup hierarchy, sysctl or capability.
+    index: AtomicU32,
+    errno: AtomicI32,
+    /// Pid of the second child; 0: none. Written by the kernel.
+    second: AtomicI32,
+}
+
+impl Report {
+    fn enter(&self, step: At) {
+        self.step.store(step as u32, Relaxed);
+    }
+
+    fn item(&self, index: usize) {
+        self.index.store(index as u32, Relaxed);
+    }
+
+    /// The last step that was begun, its name, and which of several things it worked on.
+    pub(super) fn step(&self) -> (At, &'static str, usize) {
+        let number = self.step.load(Relaxed) as usize;
+        let (at, name) = STEPS.get(number).copied().unwrap_or(STEPS[0]);
+        (at, name, self.index.load(Relaxed) as usize)
+    }
+
+    /// The error of the last step.
+    pub(super) fn errno(&self) -> Option<Errno> {
+        Some(self.errno.load(Relaxed)).filter(|errno| *errno != 0).map(Errno)
+    }
+
+    /// Pid of the second child.
+    pub(super) fn second(&self) -> Option<c_int> {
+        Some(self.second.load(Relaxed)).filter(|pid| *pid > 0)
+    }
+}
+
+/// How the pod's user namespace is entered.
+pub(super) struct User<'a> {
+    pub(super) namespace: BorrowedFd<'a>,
+    /// Root inside, as the namespace numbers it.
+    pub(super) root: (u32, u32),
+    /// Stack of the second child.
+    pub(super) stack: sys::Stack,
+}
+
+/// All that the child works on; prepared by the parent.
+pub(super) struct Work<'a> {
+    pub(super) report: Report,
+    /// `CLONE_NEW…` of the namespaces that the pod has for itself.
+    pub(super) namespaces: u64,
+    pub(super) network: Option<BorrowedFd<'a>>,
+    /// The empty mount namespace.
+    pub(super) root: BorrowedFd<'a>,
+    pub(super) user: Option<User<'a>>,
+    /// The node's `/proc`.
+    pub(super) proc: BorrowedFd<'a>,
+    /// The pause program.
+    pub(super) image: BorrowedFd<'a>,
+    /// Highest number of a descriptor that is needed after the namespaces are joined.
+    pub(super) highest: c_uint,
+    /// cgroup v1: the hierarchies to join, and in each the path of the cgroup's `tasks`.
+    pub(super) hierarchies: Vec<BorrowedFd<'a>>,
+    pub(super) tasks: CString,
+    pub(super) oom_score: String,
+    pub(super) hostname: &'a [u8],
+    /// Path below `/proc` and value.
+    pub(super) sysctls: Vec<(CString, &'a [u8])>,
+    pub(super) label: &'a [u8],
+    /// Number of the kernel's last capability.
+    pub(super) last_capability: u32,
+    pub(super) uid: u32,
+    pub(super) gid: u32,
+    /// Second argument of the program: tells `ps` whose pause it is.
+    pub(super) id: CString,
+}
+
+/// The first child.
+pub(super) fn first(work: &Work<'_>) -> ! {
+    let done = enter(work).and_then(|()| match &work.user {
+        None => become_pause(work),
+        Some(user) => clone_second(work, user),
+    });
+    finish(work, done)
+}
+
+/// The second child: is in the pod's user namespace and made the others.
+fn second(work: &Work<'_>) -> ! {
+    finish(work, become_pause(work))
+}
+
+fn finish(work: &Work<'_>, done: Result<(), Errno>) -> ! {
+    match done {
+        Ok(()) => sys::exit(0),
+        Err(errno) => {
+            work.report.errno.store(errno.0, Relaxed);
+            sys::exit(1)
+        }
+    }
+}
+
+/// What takes the node's privileges.
+fn enter(work: &Work<'_>) -> Result<(), Errno> {
+    let report = &work.report;
+    if let Some(network) = work.network {
+        report.enter(At::JoinNetwork);
+        sys::setns(network, libc::CLONE_NEWNET)?;
+    }
+    report.enter(At::JoinRoot);
+    sys::setns(work.root, libc::CLONE_NEWNS)?;
+    // Until here the table is the daemon's own: with thousands of pods a copy of it would show.
+    report.enter(At::UnshareDescriptors);
+    sys::close_range(work.highest + 1, c_uint::MAX, true)?;
+    report.enter(At::JoinCgroup);
+    for (index, hierarchy) in work.hierarchies.iter().enumerate() {
+        report.item(index);
+        // A thread that moves itself by `tasks` does not wait for the kernel's lock around all forks and exits, as one does
+        // that is moved by `cgroup.procs`; and this process has no other thread.
+        sys::write_file(*hierarchy, &work.tasks, b"0")?;
+    }
+    report.enter(At::OomScore);
+    // The kernel spreads it to all processes that share the memory, but not from a vfork child.
+    sys::write_file(work.proc, c"self/oom_score_adj", work.oom_score.as_bytes())?;
+    report.enter(At::ClearGroups);
+    sys::clear_groups()
+}
+
+/// Joins the user namespace and clones the pause in it.
+fn clone_second(work: &Work<'_>, user: &User<'_>) -> Result<(), Errno> {
+    let report = &work.report;
+    report.enter(At::JoinUser);
+    sys::setns(user.namespace, libc::CLONE_NEWUSER)?;
+    report.enter(At::BecomeRoot);
+    sys::set_ids(user.root.0, user.root.1)?;
+    report.enter(At::Clone);
+    let clone = sys::Clone {
+        flags: work.namespaces | libc::CLONE_PARENT as u64,
+        cgroup: None,
+        pid: Some(&report.second),
+        // Not this child's: that is the daemon's, which would go on if this child were killed now.
+        stack: Some(&user.stack),
+    };
+    sys::clone_child(&clone, work, second).map(drop)
+}
+
+/// The rest, up to the program.
+fn become_pause(work: &Work<'_>) -> Result<(), Errno> {
+    let report = &work.report;
+    if !work.hostname.is_empty() {
+        report.enter(At::Hostname);
+        sys::sethostname(work.hostname)?;
+    }
+    report.enter(At::Sysctl);
+    for (index, (path, value)) in work.sysctls.iter().enumerate() {
+        report.item(index);
+        sys::write_file(work.proc, path, value)?;
+    }
+    report.enter(At::Session);
+    sys::setsid()?;
+    if !work.label.is_empty() {
+        report.enter(At::Label);
+        sys::write_file(work.proc, c"self/attr/exec", work.label)?;
+    }
+    report.enter(At::NoNewPrivs);
+    sys::no_new_privs()?;
+    report.enter(At::Bounding);
+    for capability in 0..=work.last_capability {
+        report.item(capability as usize);
+        sys::drop_bounding(capability)?;
+    }
+    // The permitted set is kept up to the exec, which empties it, as the uid is not 0: a process without capabilities and
+    // with the uid of some container may be traced by that container, and this one still shares the daemon's memory.
+    report.enter(At::Capabilities);
+    sys::keep_capabilities()?;
+    sys::clear_inheritable()?;
+    report.enter(At::Ids);
+    sys::set_ids(work.uid, work.gid)?;
+    report.enter(At::CloseDescriptors);
+    let image = descriptor(work.image);
+    if image > 0 {
+        sys::close_range(0, image - 1, false)?;
+    }
+    sys::close_range(image + 1, c_uint::MAX, false)?;
+    report.enter(At::Filter);
+    sys::install_filter(&seccomp::FILTER)?;
+    report.enter(At::Execute);
+    // Close-on-exec closes the last descriptor.
+    Err(sys::execute(work.image, [c"/pause", &work.id]))
+}
+
+/// A descriptor's number, as close_range(2) takes it.
+pub(super) fn descriptor(fd: BorrowedFd<'_>) -> c_uint {
+    use std::os::fd::AsRawFd;
+    fd.as_raw_fd().unsigned_abs()
+}
+
+/// Path below `/proc` of a sysctl by its dotted name.
+pub(super) fn sysctl_path(name: &str) -> String {
+    format!("sys/{}", name.replace('.', "/"))
+}

@@ -1,0 +1,126 @@
+//! What names a process beyond its pid, read from `/proc`.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+
+use super::{Identity, sys};
+use crate::error::{IoContext, Step};
+
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// The id of this boot of the node.
+///
+/// # Errors
+/// The file cannot be read.
+pub(super) fn boot_id() -> Result<String, Step> {
+    Ok(fs::read_to_string(BOOT_ID).step_at("read", BOOT_ID)?.trim().to_owned())
+}
+
+/// The fields of `/proc/PID/stat` that matter here (proc_pid_stat(5)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Stat {
+    /// Field 3: `Z` and `X` have ended.
+    pub(super) state: u8,
+    /// Field 22, clock ticks after boot.
+    pub(super) start_time: u64,
+    /// Field 52, as wait4(2) gives it; 0 for who may not know.
+    pub(super) exit_status: i32,
+}
+
+impl Stat {
+    /// Reads it.
+    ///
+    /// # Errors
+    /// NotFound or ESRCH: no such process.
+    pub(super) fn read(pid: u32) -> io::Result<Self> {
+        let content = fs::read(format!("/proc/{pid}/stat"))?;
+        Self::parse(&content)
+            .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "not the format of proc_pid_stat(5)"))
+    }
+
+    fn parse(content: &[u8]) -> Option<Self> {
+        // Field 2, the name, may hold anything, also brackets and blanks.
+        let end_of_name = content.iter().rposition(|byte| *byte == b')')?;
+        let text = std::str::from_utf8(content.get(end_of_name + 1..)?).ok()?;
+        let fields: Vec<&str> = text.split_ascii_whitespace().collect();
+        let field = |number: usize| fields.get(number - 3).copied();
+        Some(Self {
+            state: *field(3)?.as_bytes().first()?,
+            start_time: field(22)?.parse().ok()?,
+            exit_status: field(52)?.parse().ok()?,
+        })
+    }
+
+    /// The process has ended and waits to be reaped.
+    pub(super) fn ended(&self) -> bool {
+        matches!(self.state, b'Z' | b'X')
+    }
+
+    /// How it ended.
+    pub(super) fn end(&self) -> Option<sys::End> {
+        self.ended().then(|| sys::End::from_status(self.exit_status))
+    }
+}
+
+/// Inode of the process's PID namespace.
+///
+/// # Errors
+/// NotFound or ESRCH: no such process.
+pub(super) fn pid_namespace(pid: u32) -> io::Result<u64> {
+    Ok(fs::metadata(format!("/proc/{pid}/ns/pid"))?.ino())
+}
+
+/// Reads the identity of a process that cannot be reaped meanwhile.
+///
+/// # Errors
+/// The failed step.
+pub(super) fn of(pid: u32, boot_id: &str) -> Result<Identity, Step> {
+    let start_time = Stat::read(pid).map(|stat| stat.start_time).step_at("read", format!("/proc/{pid}/stat"))?;
+    let pid_namespace = pid_namespace(pid).step_at("look at", format!("/proc/{pid}/ns/pid"))?;
+    Ok(Identity { pid, start_time, pid_namespace, boot_id: boot_id.to_owned() })
+}
+
+/// Whether the process that has the recorded pid now is the recorded one.
+///
+/// # Errors
+/// The failed step.
+pub(super) fn matches(recorded: &Identity) -> Result<bool, Step> {
+    let now = of(recorded.pid, &recorded.boot_id)?;
+    Ok(now == *recorded)
+}
+
+/// The error means that the process is gone.
+pub(super) fn gone(e: &io::Error) -> bool {
+    e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ESRCH)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stat_of_an_odd_name() {
+        let mut line = b"42 (a) R (b) Z 1 2 3".to_vec();
+        for number in 7..=52 {
+            line.extend(format!(" {}", number * 10).bytes());
+        }
+        let stat = Stat::parse(&line).unwrap();
+        assert_eq!(stat, Stat { state: b'Z', start_time: 220, exit_status: 520 });
+        assert!(stat.ended());
+    }
+
+    #[test]
+    fn a_short_stat_is_refused() {
+        assert_eq!(Stat::parse(b"42 (pause) S 1 2"), None);
+        assert_eq!(Stat::parse(b""), None);
+    }
+
+    #[test]
+    fn own_identity() {
+        let boot = boot_id().unwrap();
+        let me = of(std::process::id(), &boot).unwrap();
+        assert_eq!(me, of(std::process::id(), &boot).unwrap());
+        assert!(me.start_time > 0 && me.pid_namespace > 0);
+    }
+}

@@ -1,0 +1,114 @@
+//! The pause program as an open file that is executed by descriptor and that nobody can change or read.
+//!
+//! Mode 0511: the kernel makes a process undumpable that executes what it may not read, and keeps whoever is root in the
+//! pod's user namespace from tracing it.
+
+use std::fs::{self, File, Permissions};
+use std::io::{self, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+
+use super::sys;
+use crate::error::{IoContext, Step};
+
+/// The pause program, an ELF executable without dependencies.
+pub static PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/pause"));
+
+/// Owner (root) reads, all execute.
+const MODE: u32 = 0o511;
+
+/// Opens the program: a sealed memfd, or where those may not be executed (`vm.memfd_noexec`) a file on a tmpfs that is
+/// mounted nowhere. (Not a file in the state directory: /run is mounted noexec on many nodes.)
+///
+/// # Errors
+/// The failed step of the second way, if both fail.
+pub(super) fn open() -> Result<OwnedFd, Step> {
+    sealed().or_else(|e| {
+        log::info!("the pause program is kept in a tmpfs of its own: {e}");
+        unlinked()
+    })
+}
+
+pub(super) fn sealed() -> Result<OwnedFd, Step> {
+    // Without MFD_EXEC: kernels before 6.3.
+    let memfd = sys::memfd(c"pause", true)
+        .or_else(|e| if e.0 == libc::EINVAL { sys::memfd(c"pause", false) } else { Err(e) })
+        .step("make a memfd")?;
+    let mut file = File::from(memfd);
+    file.write_all(PROGRAM).step("write the pause program to a memfd")?;
+    file.set_permissions(Permissions::from_mode(MODE)).step("set the mode of the pause program")?;
+    let seals = libc::F_SEAL_SEAL | libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_WRITE;
+    sys::seal(file.as_fd(), seals | libc::F_SEAL_EXEC)
+        .or_else(|e| if e.0 == libc::EINVAL { sys::seal(file.as_fd(), seals) } else { Err(e) })
+        .step("seal the pause program")?;
+    if file.metadata().step("look at the pause program")?.permissions().mode() & 0o777 != MODE {
+        return Err(Step::new("set the mode of the pause program", io::ErrorKind::PermissionDenied.into()));
+    }
+    // What is open for writing cannot be executed.
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    fs::File::open(&path).step_at("open the pause program", path).map(Into::into)
+}
+
+pub(super) fn unlinked() -> Result<OwnedFd, Step> {
+    // MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
+    let options = [(c"size", c"64k"), (c"mode", c"700"), (c"source", c"pause")];
+    let tmpfs = sys::new_tmpfs(&options, 2 | 4).step("make a tmpfs for the pause program")?;
+    let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL;
+    let file = sys::open(Some(tmpfs.as_fd()), c"pause", flags, MODE).step("make a file for the pause program")?;
+    let mut file = File::from(file);
+    file.write_all(PROGRAM).step("write the pause program to a file")?;
+    file.set_permissions(Permissions::from_mode(MODE)).step("set the mode of the pause program")?;
+    drop(file);
+    sys::open(Some(tmpfs.as_fd()), c"pause", libc::O_RDONLY, 0).step("open the pause program")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    /// A field of a little-endian structure.
+    fn field(bytes: &[u8], at: usize, length: usize) -> u64 {
+        bytes[at..at + length].iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
+    }
+
+    #[test]
+    fn the_program_is_small_and_has_no_writable_segment() {
+        assert!(PROGRAM.len() <= 2048, "{} bytes", PROGRAM.len());
+        let (offset, size, count) = (field(PROGRAM, 32, 8), field(PROGRAM, 54, 2), field(PROGRAM, 56, 2));
+        let mut loaded = 0;
+        for index in 0..count {
+            let header = &PROGRAM[usize::try_from(offset + index * size).unwrap()..];
+            let (kind, flags) = (field(header, 0, 4), field(header, 4, 4));
+            const PT_LOAD: u64 = 1;
+            const PT_GNU_STACK: u64 = 0x6474_e551;
+            match kind {
+                PT_LOAD => {
+                    loaded += 1;
+                    assert_eq!(flags & 2, 0, "segment {index} is writable");
+                    assert!(field(header, 40, 8) <= 4096, "segment {index} is larger than a page");
+                }
+                PT_GNU_STACK => assert_eq!(flags & 1, 0, "the stack is executable"),
+                _ => {}
+            }
+        }
+        assert_eq!(loaded, 1);
+    }
+
+    #[test]
+    fn nobody_can_change_it() {
+        for file in [sealed().unwrap(), unlinked().unwrap()] {
+            let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+            assert_eq!(fs::read(&path).unwrap(), PROGRAM);
+            assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o7777, MODE);
+        }
+        let sealed = sealed().unwrap();
+        let path = format!("/proc/self/fd/{}", sealed.as_raw_fd());
+        if let Ok(file) = File::options().write(true).open(&path) {
+            assert_eq!(file.write_at(b"x", 0).unwrap_err().raw_os_error(), Some(libc::EPERM));
+            assert_eq!(file.set_len(0).unwrap_err().raw_os_error(), Some(libc::EPERM));
+        }
+        assert!(fs::set_permissions(&path, Permissions::from_mode(0o600)).is_err(), "sealed as executable");
+    }
+}

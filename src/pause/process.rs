@@ -1,0 +1,168 @@
+//! A live pause process by its pidfd: how it is killed, watched and reaped.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, SystemTime};
+
+use tokio::io::unix::AsyncFd;
+
+use super::identity::Stat;
+use super::sys::{self, End, Errno};
+use super::{BoxFuture, Exit, Identity, Pause, UNKNOWN_EXIT};
+use crate::error::{IoContext, Step};
+
+/// How often an end is looked for when the runtime cannot watch the process (out of descriptors or memory).
+const POLL: Duration = Duration::from_millis(500);
+
+/// A pause process of this daemon's or of an earlier daemon's making.
+#[derive(Debug)]
+pub(super) struct Process {
+    pidfd: Arc<OwnedFd>,
+    identity: Identity,
+    exit: Mutex<Option<Exit>>,
+    /// Made when first asked for, as there may be no runtime before.
+    watch: Mutex<Option<Arc<AsyncFd<Arc<OwnedFd>>>>>,
+    killed: AtomicBool,
+    orphans: Arc<Orphans>,
+}
+
+impl Process {
+    /// Takes over a process, which is the one that `identity` names.
+    pub(super) fn new(pidfd: OwnedFd, identity: Identity, orphans: Arc<Orphans>) -> Self {
+        Self {
+            pidfd: Arc::new(pidfd),
+            identity,
+            exit: Mutex::new(None),
+            watch: Mutex::new(None),
+            killed: AtomicBool::new(false),
+            orphans,
+        }
+    }
+
+    /// The exit, if it has ended; reaps it if it is a child. `None`: it lives.
+    pub(super) fn collect(&self) -> Option<Exit> {
+        let mut exit = lock(&self.exit);
+        if exit.is_none() {
+            let status = end(self.pidfd.as_fd(), &self.identity)?;
+            *exit = Some(Exit { status, at: SystemTime::now() });
+        }
+        *exit
+    }
+
+    fn watched(&self) -> std::io::Result<Arc<AsyncFd<Arc<OwnedFd>>>> {
+        let mut watch = lock(&self.watch);
+        match &*watch {
+            Some(watch) => Ok(Arc::clone(watch)),
+            None => {
+                let new = Arc::new(sys::watch(Arc::clone(&self.pidfd))?);
+                Ok(Arc::clone(watch.insert(new)))
+            }
+        }
+    }
+}
+
+impl Pause for Process {
+    fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    fn kill(&self) -> Result<(), Step> {
+        self.killed.store(true, Relaxed);
+        match sys::pidfd_send_signal(self.pidfd.as_fd(), libc::SIGKILL) {
+            Ok(()) | Err(Errno(libc::ESRCH)) => Ok(()),
+            Err(e) => Err(e).step("kill the pause process"),
+        }
+    }
+
+    fn exited(&self) -> BoxFuture<'_, Exit> {
+        Box::pin(async move {
+            loop {
+                if let Some(exit) = self.collect() {
+                    return exit;
+                }
+                let Ok(watch) = self.watched() else {
+                    tokio::time::sleep(POLL).await;
+                    continue;
+                };
+                match watch.readable().await {
+                    Ok(mut ready) => match self.collect() {
+                        Some(exit) => return exit,
+                        None => ready.clear_ready(),
+                    },
+                    // The runtime is going down.
+                    Err(_) => tokio::time::sleep(POLL).await,
+                }
+            }
+        })
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if self.collect().is_none() {
+            self.orphans.take(Arc::clone(&self.pidfd), self.killed.load(Relaxed));
+        }
+    }
+}
+
+/// Exit status of a process that has ended.
+fn end(pidfd: std::os::fd::BorrowedFd<'_>, identity: &Identity) -> Option<u32> {
+    match sys::reap(pidfd, false) {
+        Ok(None) => return None,
+        Ok(Some(end)) => return Some(status(end)),
+        // Not a child, or reaped by somebody else.
+        Err(_) => {}
+    }
+    if !sys::ended(pidfd) {
+        return None;
+    }
+    // The pidfd tells after the reap, /proc before; the reap may come between the two questions.
+    let end = sys::pidfd_exit(pidfd).or_else(|| zombie(identity)).or_else(|| sys::pidfd_exit(pidfd));
+    Some(end.map_or(UNKNOWN_EXIT, status))
+}
+
+fn zombie(identity: &Identity) -> Option<End> {
+    let stat = Stat::read(identity.pid).ok()?;
+    if stat.start_time == identity.start_time { stat.end() } else { None }
+}
+
+fn status(end: End) -> u32 {
+    match end {
+        End::Code(code) => code.unsigned_abs(),
+        End::Signal(signal) => 128 + signal.unsigned_abs(),
+    }
+}
+
+/// Children that nobody waits for any more: reaped when the driver is next used, so that none stays a zombie.
+#[derive(Debug, Default)]
+pub(super) struct Orphans(Mutex<Vec<Arc<OwnedFd>>>);
+
+impl Orphans {
+    fn take(self: &Arc<Self>, pidfd: Arc<OwnedFd>, killed: bool) {
+        lock(&self.0).push(Arc::clone(&pidfd));
+        if !killed {
+            return;
+        }
+        // It ends at once, but not yet: wait for it where nobody else is kept.
+        let orphans = Arc::clone(self);
+        let reaper = thread::Builder::new().name("reaper".to_owned()).stack_size(64 * 1024).spawn(move || {
+            sys::wait_ended(pidfd.as_fd());
+            orphans.sweep();
+        });
+        if let Err(e) = reaper {
+            log::warn!("start a thread to reap a pause: {e}; it is reaped later");
+        }
+    }
+
+    /// Reaps those that have ended.
+    pub(super) fn sweep(&self) {
+        lock(&self.0).retain(|pidfd| matches!(sys::reap(pidfd.as_fd(), false), Ok(None)));
+    }
+}
+
+/// A panic elsewhere leaves these values whole.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

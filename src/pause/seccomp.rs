@@ -1,0 +1,113 @@
+//! The system calls that a pause may make.
+//!
+//! The filter is installed by the child just before it executes the program, so that a pause is never without it and a
+//! failure is Start's. It therefore allows execveat(2) too, by descriptor only: a pause has none and can open none.
+
+use libc::sock_filter;
+
+#[cfg(target_arch = "x86_64")]
+const ARCHITECTURE: u32 = 0xc000_003e; // AUDIT_ARCH_X86_64
+#[cfg(target_arch = "aarch64")]
+const ARCHITECTURE: u32 = 0xc000_00b7; // AUDIT_ARCH_AARCH64
+
+/// Allowed with any arguments: what the program calls, and restart_syscall(2), which the kernel makes it call after a stop.
+const ALLOWED: [i64; 6] = [
+    libc::SYS_rt_sigtimedwait,
+    libc::SYS_wait4,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_exit_group,
+    libc::SYS_exit,
+    libc::SYS_restart_syscall,
+];
+
+/// Where the parts of the filter begin: the refusal behind the list, then what looks at arguments, then the two answers.
+const REFUSED: usize = 6 + ALLOWED.len();
+const EXECVEAT: usize = REFUSED + 1;
+const PRCTL: usize = EXECVEAT + 2;
+const ARGUMENT_REFUSED: usize = PRCTL + 3;
+const GRANTED: usize = ARGUMENT_REFUSED + 1;
+const LENGTH: usize = GRANTED + 1;
+
+/// The filter. What it does not allow answers EPERM; a call of another architecture kills.
+pub(super) static FILTER: [sock_filter; LENGTH] = filter();
+
+const ALLOW: u32 = libc::SECCOMP_RET_ALLOW;
+const REFUSE: u32 = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+const KILL: u32 = libc::SECCOMP_RET_KILL_PROCESS;
+
+/// Offsets in `struct seccomp_data`; arguments by their low half (little-endian).
+const NUMBER: u32 = 0;
+const ARCH: u32 = 4;
+const ARGUMENT_0: u32 = 16;
+const ARGUMENT_4: u32 = 16 + 4 * 8;
+
+const fn load(offset: u32) -> sock_filter {
+    sock_filter { code: (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16, jt: 0, jf: 0, k: offset }
+}
+
+/// Jumps from instruction `here` to `yes` if the loaded word equals `k`, else to `no`; forwards only.
+const fn equal(here: usize, k: u32, yes: usize, no: usize) -> sock_filter {
+    let code = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+    sock_filter { code, jt: (yes - here - 1) as u8, jf: (no - here - 1) as u8, k }
+}
+
+const fn answer(k: u32) -> sock_filter {
+    sock_filter { code: (libc::BPF_RET | libc::BPF_K) as u16, jt: 0, jf: 0, k }
+}
+
+const fn filter() -> [sock_filter; LENGTH] {
+    let mut program = [answer(REFUSE); LENGTH];
+    program[0] = load(ARCH);
+    program[1] = equal(1, ARCHITECTURE, 3, 2);
+    program[2] = answer(KILL);
+    // Numbers of the x32 calls of x86_64 have a high bit and so equal none below.
+    program[3] = load(NUMBER);
+    program[4] = equal(4, libc::SYS_execveat as u32, EXECVEAT, 5);
+    program[5] = equal(5, libc::SYS_prctl as u32, PRCTL, 6);
+    let mut i = 6;
+    while i < REFUSED {
+        program[i] = equal(i, ALLOWED[i - 6] as u32, GRANTED, i + 1);
+        i += 1;
+    }
+    program[EXECVEAT] = load(ARGUMENT_4);
+    program[EXECVEAT + 1] = equal(EXECVEAT + 1, libc::AT_EMPTY_PATH as u32, GRANTED, ARGUMENT_REFUSED);
+    program[PRCTL] = load(ARGUMENT_0);
+    program[PRCTL + 1] = equal(PRCTL + 1, libc::PR_SET_NAME as u32, GRANTED, PRCTL + 2);
+    program[PRCTL + 2] = equal(PRCTL + 2, libc::PR_SET_DUMPABLE as u32, GRANTED, ARGUMENT_REFUSED);
+    program[GRANTED] = answer(ALLOW);
+    program
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::super::sys::{self, Errno};
+    use super::FILTER;
+
+    fn confined(_: &()) -> ! {
+        let installed = sys::no_new_privs().and_then(|()| sys::install_filter(&FILTER));
+        let refused = [
+            sys::setsid(),
+            // An option of prctl(2) that is not the program's.
+            sys::keep_capabilities(),
+            sys::pidfd_open(1).map(drop),
+            sys::open(None, c"/", libc::O_PATH, 0).map(drop),
+        ];
+        let allowed = [sys::set_dumpable(false)];
+        if installed.is_err() {
+            sys::exit(1);
+        }
+        if refused.iter().any(|answer| *answer != Err(Errno(libc::EPERM))) {
+            sys::exit(2);
+        }
+        sys::exit(if allowed.iter().all(Result::is_ok) { 0 } else { 3 })
+    }
+
+    #[test]
+    fn only_the_programs_calls_are_allowed() {
+        let how = sys::Clone { flags: 0, cgroup: None, pid: None, stack: None };
+        let (_, pidfd) = sys::clone_child(&how, &(), confined).unwrap();
+        assert_eq!(sys::reap(pidfd.as_fd(), true), Ok(Some(sys::End::Code(0))));
+    }
+}

@@ -1,0 +1,624 @@
+//! The system calls of the drivers, one function each; all of the daemon's unsafe code.
+//!
+//! They are made directly, not through libc: the same functions serve the daemon and the child of [`clone_child`], which
+//! shares the daemon's memory and must touch neither `errno` nor anything that libc keeps per thread.
+
+#![allow(unsafe_code)]
+
+use std::arch::asm;
+use std::ffi::{CStr, c_int, c_uint, c_void};
+use std::io;
+use std::marker::PhantomData;
+use std::mem::{MaybeUninit, size_of};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::AtomicI32;
+
+use libc::c_long;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+
+/// A system call's error number (errno(3)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Errno(pub(super) i32);
+
+impl From<Errno> for io::Error {
+    fn from(errno: Errno) -> Self {
+        Self::from_raw_os_error(errno.0)
+    }
+}
+
+/// A system call's answer.
+pub(super) type Result<T> = std::result::Result<T, Errno>;
+
+/// Makes a system call; unused arguments are 0.
+///
+/// # Safety
+/// The arguments must be what the call `number` expects; memory that they point to must be valid for what it does with it.
+#[inline(always)]
+unsafe fn syscall(number: c_long, a: [usize; 6]) -> Result<usize> {
+    let answer: isize;
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: the kernel keeps all registers but rax, rcx and r11 and uses no user stack; the rest is the caller's promise.
+    unsafe {
+        asm!("syscall", inlateout("rax") number as isize => answer, in("rdi") a[0], in("rsi") a[1], in("rdx") a[2],
+            in("r10") a[3], in("r8") a[4], in("r9") a[5], out("rcx") _, out("r11") _, options(nostack));
+    }
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: the kernel keeps all registers but x0 and uses no user stack; the rest is the caller's promise.
+    unsafe {
+        asm!("svc #0", in("x8") number, inlateout("x0") a[0] as isize => answer, in("x1") a[1], in("x2") a[2],
+            in("x3") a[3], in("x4") a[4], in("x5") a[5], options(nostack));
+    }
+    check(answer)
+}
+
+fn check(answer: isize) -> Result<usize> {
+    if (-4095..0).contains(&answer) { Err(Errno(-(answer as i32))) } else { Ok(answer as usize) }
+}
+
+/// A descriptor as an argument.
+fn arg(fd: BorrowedFd<'_>) -> usize {
+    fd.as_raw_fd() as usize
+}
+
+/// Takes a new descriptor from an answer of the kernel.
+fn owned(answer: usize) -> OwnedFd {
+    // SAFETY: only called on a descriptor that the kernel has just made, which nobody else owns yet.
+    unsafe { OwnedFd::from_raw_fd(answer as RawFd) }
+}
+
+// ---- processes ----
+
+/// clone3(2): handlers of signals become the default in the child (`<linux/sched.h>`).
+pub(super) const CLONE_CLEAR_SIGHAND: u64 = 0x1_0000_0000;
+/// clone3(2): the child is born in a cgroup of version 2 (`<linux/sched.h>`).
+const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
+
+/// Arguments of [`clone_child`].
+pub(super) struct Clone<'a> {
+    /// `CLONE_NEW…`, `CLONE_FILES`, `CLONE_PARENT`, `CLONE_CLEAR_SIGHAND`. `CLONE_VM`, `CLONE_VFORK` and `CLONE_PIDFD` are
+    /// always added.
+    pub(super) flags: u64,
+    /// cgroup (v2) that the child is born in; adds `CLONE_INTO_CGROUP`.
+    pub(super) cgroup: Option<BorrowedFd<'a>>,
+    /// Where the kernel writes the child's pid before the child runs; adds `CLONE_PARENT_SETTID`.
+    pub(super) pid: Option<&'a AtomicI32>,
+    /// The child's stack; without one it runs on the caller's, below what the caller uses.
+    pub(super) stack: Option<&'a Stack>,
+}
+
+/// Memory for the stack of a child that may outlive its caller's frame.
+pub(super) struct Stack(Box<[MaybeUninit<u128>]>);
+
+impl Stack {
+    /// A stack of 64 KiB.
+    pub(super) fn new() -> Self {
+        Self(Box::new_uninit_slice(64 * 1024 / size_of::<u128>()))
+    }
+}
+
+/// What the child runs, with its argument.
+struct Entry<'a, T> {
+    run: fn(&T) -> !,
+    argument: &'a T,
+}
+
+extern "C" fn enter<T>(entry: *const Entry<'_, T>) -> ! {
+    // SAFETY: `clone_child` passes a valid pointer, and its frame stands still until the child has ended or executed.
+    let entry = unsafe { &*entry };
+    (entry.run)(entry.argument)
+}
+
+/// Clones a child that shares the caller's memory, as vfork(2) does, and runs `child(argument)`; answers pid and pidfd. The calling
+/// thread stands still until the child has ended or executed another program, so the child is for all that is kept
+/// per thread the calling thread itself. Costs the same however large the process is.
+///
+/// The child should make system calls only: what it locks stays locked when it ends. Signals are blocked in the child,
+/// and during the call in the caller.
+pub(super) fn clone_child<T>(how: &Clone<'_>, argument: &T, child: fn(&T) -> !) -> Result<(c_int, OwnedFd)> {
+    let mut pidfd: RawFd = -1;
+    let mut args: libc::clone_args = zeroed();
+    args.flags = how.flags | (libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD) as u64;
+    args.pidfd = &raw mut pidfd as u64;
+    // A child of another parent's making takes that one's exit signal.
+    args.exit_signal = if how.flags & libc::CLONE_PARENT as u64 == 0 { libc::SIGCHLD as u64 } else { 0 };
+    if let Some(cgroup) = how.cgroup {
+        args.flags |= CLONE_INTO_CGROUP;
+        args.cgroup = cgroup.as_raw_fd() as u64;
+    }
+    if let Some(pid) = how.pid {
+        args.flags |= libc::CLONE_PARENT_SETTID as u64;
+        args.parent_tid = pid.as_ptr() as u64;
+    }
+    if let Some(Stack(memory)) = how.stack {
+        args.stack = memory.as_ptr() as u64;
+        args.stack_size = size_of_val::<[_]>(memory) as u64;
+    }
+    let entry = Entry { run: child, argument };
+    let blocked = BlockedSignals::new()?;
+    let answer: isize;
+    // SAFETY: the child continues on the caller's stack below all that the caller uses (no `nostack`: the compiler keeps
+    // nothing there), or on a stack of its own, and `enter` never returns, so the caller's frame is as it was when the
+    // caller goes on. That is only after the child has left this memory (CLONE_VFORK), so `entry` and what it borrows
+    // live long enough; a `pid` outlives the call as it is borrowed. The kernel keeps all registers that are not named as outputs.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        asm!(
+            "syscall",
+            "test rax, rax",
+            "jnz 2f",
+            "xor ebp, ebp",
+            "mov rdi, r12",
+            "call r13",
+            "ud2",
+            "2:",
+            inlateout("rax") libc::SYS_clone3 as isize => answer,
+            in("rdi") &raw const args,
+            in("rsi") size_of::<libc::clone_args>(),
+            in("r12") &raw const entry,
+            in("r13") enter::<T> as extern "C" fn(*const Entry<'_, T>) -> !,
+            out("rcx") _,
+            out("r11") _,
+        );
+    }
+    // SAFETY: as above.
+    #[cfg(target_arch = "aarch64")]
+    unsafe {
+        asm!(
+            "svc #0",
+            "cbnz x0, 2f",
+            "mov x29, #0",
+            "mov x0, x20",
+            "blr x21",
+            "brk #1",
+            "2:",
+            in("x8") libc::SYS_clone3,
+            inlateout("x0") &raw const args => answer,
+            in("x1") size_of::<libc::clone_args>(),
+            in("x20") &raw const entry,
+            in("x21") enter::<T> as extern "C" fn(*const Entry<'_, T>) -> !,
+        );
+    }
+    drop(blocked);
+    check(answer).map(|pid| (pid as c_int, owned(pidfd as usize)))
+}
+
+/// The owner of a descriptor that a child opened in the table that it shares with this process.
+pub(super) fn take_descriptor(number: RawFd) -> OwnedFd {
+    owned(number as usize)
+}
+
+/// All signals blocked in this thread until dropped.
+struct BlockedSignals {
+    before: u64,
+    /// The mask is the thread's.
+    _thread: PhantomData<*const ()>,
+}
+
+impl BlockedSignals {
+    fn new() -> Result<Self> {
+        let mut before = 0;
+        sigmask(libc::SIG_SETMASK, u64::MAX, Some(&mut before))?;
+        Ok(Self { before, _thread: PhantomData })
+    }
+}
+
+impl Drop for BlockedSignals {
+    fn drop(&mut self) {
+        // Setting back a mask that the kernel gave cannot fail.
+        let _ = sigmask(libc::SIG_SETMASK, self.before, None);
+    }
+}
+
+/// rt_sigprocmask(2).
+fn sigmask(how: c_int, set: u64, before: Option<&mut u64>) -> Result<()> {
+    let before = before.map_or(ptr::null_mut(), ptr::from_mut);
+    // SAFETY: both sets have the kernel's 8 bytes; null is allowed for the old one.
+    unsafe {
+        syscall(
+            libc::SYS_rt_sigprocmask,
+            [how as usize, &raw const set as usize, before as usize, size_of::<u64>(), 0, 0],
+        )
+    }
+    .map(drop)
+}
+
+/// exit_group(2).
+pub(super) fn exit(status: c_int) -> ! {
+    loop {
+        // SAFETY: no pointers.
+        let _ = unsafe { syscall(libc::SYS_exit_group, [status as usize, 0, 0, 0, 0, 0]) };
+    }
+}
+
+/// execveat(2) of an open program, with no environment.
+pub(super) fn execute(program: BorrowedFd<'_>, arguments: [&CStr; 2]) -> Errno {
+    let argv = [arguments[0].as_ptr(), arguments[1].as_ptr(), ptr::null()];
+    let environment = [ptr::null::<c_void>()];
+    let (argv, environment) = (argv.as_ptr() as usize, environment.as_ptr() as usize);
+    let empty = c"".as_ptr() as usize;
+    // SAFETY: strings end in NUL, both lists in null, and all live until the call has copied them.
+    match unsafe {
+        syscall(libc::SYS_execveat, [arg(program), empty, argv, environment, libc::AT_EMPTY_PATH as usize, 0])
+    } {
+        Err(errno) => errno,
+        Ok(_) => Errno(0),
+    }
+}
+
+/// setsid(2).
+pub(super) fn setsid() -> Result<()> {
+    // SAFETY: no pointers.
+    unsafe { syscall(libc::SYS_setsid, [0; 6]) }.map(drop)
+}
+
+/// pidfd_open(2).
+pub(super) fn pidfd_open(pid: c_int) -> Result<OwnedFd> {
+    // SAFETY: no pointers.
+    unsafe { syscall(libc::SYS_pidfd_open, [pid as usize, 0, 0, 0, 0, 0]) }.map(owned)
+}
+
+/// pidfd_send_signal(2) without further information.
+pub(super) fn pidfd_send_signal(pidfd: BorrowedFd<'_>, signal: c_int) -> Result<()> {
+    // SAFETY: a null siginfo is allowed.
+    unsafe { syscall(libc::SYS_pidfd_send_signal, [arg(pidfd), signal as usize, 0, 0, 0, 0]) }.map(drop)
+}
+
+/// How a process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// By exit(2), with this code.
+    Code(i32),
+    /// By this signal.
+    Signal(i32),
+}
+
+impl End {
+    /// From a status as wait4(2) stores it.
+    pub(super) fn from_status(status: c_int) -> Self {
+        if libc::WIFSIGNALED(status) {
+            Self::Signal(libc::WTERMSIG(status))
+        } else {
+            Self::Code(libc::WEXITSTATUS(status))
+        }
+    }
+}
+
+/// waitid(2): reaps an ended child. `None`: it lives (only without `block`).
+///
+/// # Errors
+/// ECHILD: not a child of this process, or reaped already.
+pub(super) fn reap(pidfd: BorrowedFd<'_>, block: bool) -> Result<Option<End>> {
+    let mut info: libc::siginfo_t = zeroed();
+    let options = libc::WEXITED | libc::__WALL | if block { 0 } else { libc::WNOHANG };
+    loop {
+        // SAFETY: `info` is a siginfo_t that the kernel may write; a null rusage is allowed.
+        let answer = unsafe {
+            let info = &raw mut info as usize;
+            syscall(libc::SYS_waitid, [libc::P_PIDFD as usize, arg(pidfd), info, options as usize, 0, 0])
+        };
+        match answer {
+            Err(Errno(libc::EINTR)) => {}
+            Err(errno) => return Err(errno),
+            Ok(_) => break,
+        }
+    }
+    // SAFETY: all fields of the structure are plain numbers and were zero before; waitid fills in those of SIGCHLD.
+    let (pid, status) = unsafe { (info.si_pid(), info.si_status()) };
+    if pid == 0 {
+        return Ok(None);
+    }
+    Ok(Some(if info.si_code == libc::CLD_EXITED { End::Code(status) } else { End::Signal(status) }))
+}
+
+/// Puts a pidfd under the runtime's watch; readable means ended.
+///
+/// # Errors
+/// No runtime, or epoll_ctl(2)'s.
+pub(super) fn watch(pidfd: Arc<OwnedFd>) -> io::Result<AsyncFd<Arc<OwnedFd>>> {
+    // SAFETY: the AsyncFd shares the descriptor's ownership, and an OwnedFd behind an Arc can be neither closed nor replaced.
+    Ok(unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }?)
+}
+
+/// ppoll(2) of a pidfd: whether the process has ended; waits for it with `block`.
+fn poll_ended(pidfd: BorrowedFd<'_>, block: bool) -> Result<bool> {
+    let mut poll = libc::pollfd { fd: pidfd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    let timeout = if block { 0 } else { &raw const now as usize };
+    // SAFETY: one pollfd, a timespec or null, no signal set.
+    unsafe { syscall(libc::SYS_ppoll, [&raw mut poll as usize, 1, timeout, 0, 0, 0]) }.map(|ready| ready > 0)
+}
+
+/// Whether the process has ended, whoever's child it is.
+pub(super) fn ended(pidfd: BorrowedFd<'_>) -> bool {
+    poll_ended(pidfd, false).unwrap_or(false)
+}
+
+/// Waits until the process has ended.
+pub(super) fn wait_ended(pidfd: BorrowedFd<'_>) {
+    while let Ok(false) | Err(Errno(libc::EINTR)) = poll_ended(pidfd, true) {}
+}
+
+/// `struct pidfd_info` of Linux 6.13 (`<linux/pidfd.h>`), its first published size.
+#[repr(C)]
+#[derive(Default)]
+struct PidfdInfo {
+    mask: u64,
+    cgroupid: u64,
+    pid: u32,
+    tgid: u32,
+    ppid: u32,
+    ids: [u32; 8],
+    exit_code: i32,
+}
+
+/// ioctl(2) PIDFD_GET_INFO: how a process ended that somebody has reaped (Linux 6.15). `None`: not reaped yet, or the kernel
+/// cannot tell.
+pub(super) fn pidfd_exit(pidfd: BorrowedFd<'_>) -> Option<End> {
+    const PIDFD_INFO_EXIT: u64 = 1 << 3;
+    /// `_IOWR(0xff, 11, struct pidfd_info)`.
+    const PIDFD_GET_INFO: usize = (3 << 30) | (size_of::<PidfdInfo>() << 16) | (0xff << 8) | 11;
+    let mut info = PidfdInfo { mask: PIDFD_INFO_EXIT, ..PidfdInfo::default() };
+    // SAFETY: the request's number carries the structure's size, which is all that the kernel writes.
+    unsafe { syscall(libc::SYS_ioctl, [arg(pidfd), PIDFD_GET_INFO, &raw mut info as usize, 0, 0, 0]) }.ok()?;
+    (info.mask & PIDFD_INFO_EXIT != 0).then(|| End::from_status(info.exit_code))
+}
+
+// ---- namespaces ----
+
+/// setns(2): moves the calling thread; `kind` is a `CLONE_NEW…`.
+pub(super) fn setns(namespace: BorrowedFd<'_>, kind: c_int) -> Result<()> {
+    // SAFETY: no pointers.
+    unsafe { syscall(libc::SYS_setns, [arg(namespace), kind as usize, 0, 0, 0, 0]) }.map(drop)
+}
+
+/// unshare(2).
+pub(super) fn unshare(flags: c_int) -> Result<()> {
+    // SAFETY: no pointers; CLONE_VM is the kernel's to refuse.
+    unsafe { syscall(libc::SYS_unshare, [flags as usize, 0, 0, 0, 0, 0]) }.map(drop)
+}
+
+/// ioctl(2) NS_GET_NSTYPE: the `CLONE_NEW…` of a namespace. Only for a file that is known to be a namespace.
+pub(super) fn namespace_kind(namespace: BorrowedFd<'_>) -> Result<c_int> {
+    // SAFETY: no pointers.
+    unsafe { syscall(libc::SYS_ioctl, [arg(namespace), libc::NS_GET_NSTYPE as usize, 0, 0, 0, 0]) }
+        .map(|kind| kind as c_int)
+}
+
+/// ioctl(2) NS_GET_USERNS: the user namespace that owns a namespace.
+pub(super) fn namespace_owner(namespace: BorrowedFd<'_>) -> Result<OwnedFd> {
+    // SAFETY: no pointers.
+    unsafe { syscall(libc::SYS_ioctl, [arg(namespace), libc::NS_GET_USERNS as usize, 0, 0, 0, 0]) }.map(owned)
+}
+
+/// fstatfs(2): the magic number of the file system that a file is on.
+pub(super) fn file_system(file: BorrowedFd<'_>) -> Result<i64> {
+    let mut buffer: libc::statfs = zeroed();
+    // SAFETY: `buffer` is a statfs that the kernel may write.
+    unsafe { syscall(libc::SYS_fstatfs, [arg(file), &raw mut buffer as usize, 0, 0, 0, 0]) }?;
+    #[allow(clippy::unnecessary_cast, reason = "unsigned in musl's structure")]
+    Ok(buffer.f_type as i64)
+}
+
+/// sethostname(2).
+pub(super) fn sethostname(name: &[u8]) -> Result<()> {
+    // SAFETY: pointer and length are a slice's.
+    unsafe { syscall(libc::SYS_sethostname, [name.as_ptr() as usize, name.len(), 0, 0, 0, 0]) }.map(drop)
+}
+
+// ---- privileges ----
+
+/// prctl(2) of an option without pointers.
+fn prctl(option: c_int, value: usize) -> Result<usize> {
+    // SAFETY: only called with options whose arguments are numbers.
+    unsafe { syscall(libc::SYS_prctl, [option as usize, value, 0, 0, 0, 0]) }
+}
+
+/// prctl(2) PR_SET_DUMPABLE; of the memory, so of the daemon too where a child shares it.
+pub(super) fn set_dumpable(dumpable: bool) -> Result<()> {
+    prctl(libc::PR_SET_DUMPABLE, usize::from(dumpable)).map(drop)
+}
+
+/// prctl(2) PR_SET_NO_NEW_PRIVS.
+pub(super) fn no_new_privs() -> Result<()> {
+    prctl(libc::PR_SET_NO_NEW_PRIVS, 1).map(drop)
+}
+
+/// prctl(2) PR_SET_KEEPCAPS: leaving uid 0 keeps the permitted capabilities until the next exec.
+pub(super) fn keep_capabilities() -> Result<()> {
+    prctl(libc::PR_SET_KEEPCAPS, 1).map(drop)
+}
+
+/// prctl(2) PR_CAPBSET_DROP.
+pub(super) fn drop_bounding(capability: u32) -> Result<()> {
+    prctl(libc::PR_CAPBSET_DROP, capability as usize).map(drop)
+}
+
+#[repr(C)]
+struct CapabilityHeader {
+    version: u32,
+    pid: c_int,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct CapabilityData {
+    effective: u32,
+    permitted: u32,
+    inheritable: u32,
+}
+
+/// capget(2) and capset(2): empties the inheritable set, and with it the ambient one.
+pub(super) fn clear_inheritable() -> Result<()> {
+    /// `_LINUX_CAPABILITY_VERSION_3`: two words per set.
+    const VERSION: u32 = 0x2008_0522;
+    let mut header = CapabilityHeader { version: VERSION, pid: 0 };
+    let mut data = [CapabilityData::default(); 2];
+    let (head, sets) = (&raw mut header as usize, data.as_mut_ptr() as usize);
+    // SAFETY: header and the two words per set are what version 3 reads and writes.
+    unsafe { syscall(libc::SYS_capget, [head, sets, 0, 0, 0, 0]) }?;
+    if data.iter().all(|word| word.inheritable == 0) {
+        return Ok(());
+    }
+    data.iter_mut().for_each(|word| word.inheritable = 0);
+    // SAFETY: as above.
+    unsafe { syscall(libc::SYS_capset, [head, sets, 0, 0, 0, 0]) }.map(drop)
+}
+
+/// setgroups(2) to none; of this thread alone.
+pub(super) fn clear_groups() -> Result<()> {
+    // SAFETY: a list of length 0 is not read.
+    unsafe { syscall(libc::SYS_setgroups, [0; 6]) }.map(drop)
+}
+
+/// setresgid(2) of all three, then setresuid(2) of all three; of this thread alone.
+pub(super) fn set_ids(uid: u32, gid: u32) -> Result<()> {
+    let (uid, gid) = (uid as usize, gid as usize);
+    // SAFETY: no pointers.
+    unsafe { syscall(libc::SYS_setresgid, [gid, gid, gid, 0, 0, 0]) }?;
+    // SAFETY: no pointers.
+    unsafe { syscall(libc::SYS_setresuid, [uid, uid, uid, 0, 0, 0]) }.map(drop)
+}
+
+/// seccomp(2): installs a filter for this thread; needs no_new_privs.
+pub(super) fn install_filter(filter: &[libc::sock_filter]) -> Result<()> {
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
+    // SAFETY: pointer and length are a slice's; the kernel copies it and writes nothing.
+    unsafe {
+        syscall(libc::SYS_seccomp, [libc::SECCOMP_SET_MODE_FILTER as usize, 0, &raw const program as usize, 0, 0, 0])
+    }
+    .map(drop)
+}
+
+// ---- files ----
+
+/// openat(2), close-on-exec; `mode` is for new files.
+pub(super) fn open(directory: Option<BorrowedFd<'_>>, path: &CStr, flags: c_int, mode: u32) -> Result<OwnedFd> {
+    let directory = directory.map_or(libc::AT_FDCWD as usize, arg);
+    let flags = (flags | libc::O_CLOEXEC) as usize;
+    // SAFETY: the path ends in NUL.
+    unsafe { syscall(libc::SYS_openat, [directory, path.as_ptr() as usize, flags, mode as usize, 0, 0]) }.map(owned)
+}
+
+/// openat(2) and one write(2) of `content` to a file that exists, as the kernel's own files want it.
+pub(super) fn write_file(directory: BorrowedFd<'_>, path: &CStr, content: &[u8]) -> Result<()> {
+    let file = open(Some(directory), path, libc::O_WRONLY, 0)?;
+    // SAFETY: pointer and length are a slice's.
+    unsafe { syscall(libc::SYS_write, [arg(fd(&file)), content.as_ptr() as usize, content.len(), 0, 0, 0]) }.map(drop)
+}
+
+fn fd(file: &OwnedFd) -> BorrowedFd<'_> {
+    use std::os::fd::AsFd;
+    file.as_fd()
+}
+
+/// mkdirat(2).
+pub(super) fn mkdir(directory: BorrowedFd<'_>, path: &CStr, mode: u32) -> Result<()> {
+    // SAFETY: the path ends in NUL.
+    unsafe { syscall(libc::SYS_mkdirat, [arg(directory), path.as_ptr() as usize, mode as usize, 0, 0, 0]) }.map(drop)
+}
+
+/// unlinkat(2) of an empty directory.
+pub(super) fn rmdir(directory: BorrowedFd<'_>, path: &CStr) -> Result<()> {
+    let flags = libc::AT_REMOVEDIR as usize;
+    // SAFETY: the path ends in NUL.
+    unsafe { syscall(libc::SYS_unlinkat, [arg(directory), path.as_ptr() as usize, flags, 0, 0, 0]) }.map(drop)
+}
+
+/// close_range(2) from `first` to `last`, both included. With `unshare` the descriptor table becomes the thread's own before,
+/// without ever copying what is closed (only if `last` is the highest number there is).
+pub(super) fn close_range(first: c_uint, last: c_uint, unshare: bool) -> Result<()> {
+    let flags = if unshare { libc::CLOSE_RANGE_UNSHARE as usize } else { 0 };
+    // SAFETY: called by a child with a table of its own, or in one that becomes its own: no owner loses a descriptor.
+    unsafe { syscall(libc::SYS_close_range, [first as usize, last as usize, flags, 0, 0, 0]) }.map(drop)
+}
+
+/// memfd_create(2), close-on-exec and sealable; `executable` asks for MFD_EXEC (Linux 6.3).
+pub(super) fn memfd(name: &CStr, executable: bool) -> Result<OwnedFd> {
+    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING | if executable { libc::MFD_EXEC } else { 0 };
+    // SAFETY: the name ends in NUL.
+    unsafe { syscall(libc::SYS_memfd_create, [name.as_ptr() as usize, flags as usize, 0, 0, 0, 0]) }.map(owned)
+}
+
+/// fcntl(2) F_ADD_SEALS.
+pub(super) fn seal(file: BorrowedFd<'_>, seals: c_int) -> Result<()> {
+    // SAFETY: no pointers.
+    unsafe { syscall(libc::SYS_fcntl, [arg(file), libc::F_ADD_SEALS as usize, seals as usize, 0, 0, 0]) }.map(drop)
+}
+
+// ---- mounts ----
+
+/// fsopen(2), fsconfig(2), fsmount(2): a new tmpfs that is mounted nowhere; `options` are its `key=value`s, `attributes` of
+/// `MOUNT_ATTR_…`. It lives as long as something in it is open.
+pub(super) fn new_tmpfs(options: &[(&CStr, &CStr)], attributes: u64) -> Result<OwnedFd> {
+    const FSCONFIG_SET_STRING: usize = 1;
+    const FSCONFIG_CMD_CREATE: usize = 6;
+    let close_on_exec = 1; // FSOPEN_CLOEXEC, FSMOUNT_CLOEXEC
+    // SAFETY: the name ends in NUL.
+    let context = owned(unsafe { syscall(libc::SYS_fsopen, [c"tmpfs".as_ptr() as usize, close_on_exec, 0, 0, 0, 0]) }?);
+    let context = fd(&context);
+    for (key, value) in options {
+        let (key, value) = (key.as_ptr() as usize, value.as_ptr() as usize);
+        // SAFETY: both strings end in NUL.
+        unsafe { syscall(libc::SYS_fsconfig, [arg(context), FSCONFIG_SET_STRING, key, value, 0, 0]) }?;
+    }
+    // SAFETY: this command takes no pointers.
+    unsafe { syscall(libc::SYS_fsconfig, [arg(context), FSCONFIG_CMD_CREATE, 0, 0, 0, 0]) }?;
+    // SAFETY: no pointers.
+    unsafe { syscall(libc::SYS_fsmount, [arg(context), close_on_exec, attributes as usize, 0, 0, 0]) }.map(owned)
+}
+
+/// move_mount(2) of a mount that [`new_tmpfs`] made onto `path`.
+pub(super) fn attach_mount(mount: BorrowedFd<'_>, path: &CStr) -> Result<()> {
+    const MOVE_MOUNT_F_EMPTY_PATH: usize = 4;
+    let (empty, path) = (c"".as_ptr() as usize, path.as_ptr() as usize);
+    let here = libc::AT_FDCWD as usize;
+    // SAFETY: both paths end in NUL.
+    unsafe { syscall(libc::SYS_move_mount, [arg(mount), empty, here, path, MOVE_MOUNT_F_EMPTY_PATH, 0]) }.map(drop)
+}
+
+/// mount(2): no mount of this namespace passes anything on or takes anything in any more.
+pub(super) fn make_mounts_private() -> Result<()> {
+    let flags = (libc::MS_REC | libc::MS_PRIVATE) as usize;
+    // SAFETY: the path ends in NUL; the other pointers may be null with these flags.
+    unsafe { syscall(libc::SYS_mount, [0, c"/".as_ptr() as usize, 0, flags, 0, 0]) }.map(drop)
+}
+
+/// fchdir(2).
+pub(super) fn enter_directory(directory: BorrowedFd<'_>) -> Result<()> {
+    // SAFETY: no pointers.
+    unsafe { syscall(libc::SYS_fchdir, [arg(directory), 0, 0, 0, 0, 0]) }.map(drop)
+}
+
+/// pivot_root(2) to the working directory, with the old root on top of it.
+pub(super) fn pivot_here() -> Result<()> {
+    let here = c".".as_ptr() as usize;
+    // SAFETY: the path ends in NUL.
+    unsafe { syscall(libc::SYS_pivot_root, [here, here, 0, 0, 0, 0]) }.map(drop)
+}
+
+/// umount2(2) of what is on top of the working directory, with all below it.
+pub(super) fn detach_here() -> Result<()> {
+    // SAFETY: the path ends in NUL.
+    unsafe { syscall(libc::SYS_umount2, [c".".as_ptr() as usize, libc::MNT_DETACH as usize, 0, 0, 0, 0]) }.map(drop)
+}
+
+/// A structure of the kernel's with every byte 0.
+fn zeroed<T: Plain>() -> T {
+    // SAFETY: all bytes 0 are a value of every `Plain` type.
+    unsafe { MaybeUninit::zeroed().assume_init() }
+}
+
+/// Structures of the kernel's that consist of numbers and may be all zero.
+///
+/// # Safety
+/// All bytes 0 must be a value of the type.
+unsafe trait Plain {}
+// SAFETY: numbers only.
+unsafe impl Plain for libc::clone_args {}
+// SAFETY: numbers and null pointers only.
+unsafe impl Plain for libc::siginfo_t {}
+// SAFETY: numbers only.
+unsafe impl Plain for libc::statfs {}
