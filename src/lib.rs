@@ -7,6 +7,7 @@ pub mod containerd;
 pub mod controller;
 pub mod error;
 pub mod exit;
+pub mod logging;
 pub mod orphan;
 pub mod pause;
 pub mod podsandbox;
