@@ -2,6 +2,7 @@
 //!
 //! `ARCHITECTURE.md` shows the way of a request through these modules and who may import whom.
 
+pub mod check;
 pub mod config;
 pub mod containerd;
 pub mod controller;
