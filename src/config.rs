@@ -24,6 +24,9 @@ pub const TTRPC_SUFFIX: &str = ".ttrpc";
 /// Longest path of a unix socket, bytes: `sun_path` less its closing NUL (unix(7)).
 const SOCKET_PATH_MAX: usize = 107;
 
+/// What our sockets have at the end of their path until they listen, bytes (`.new`).
+const SOCKET_PATH_SPARE: usize = 4;
+
 /// Longest containerd identifier, bytes (containerd `pkg/identifiers`).
 const IDENTIFIER_MAX: usize = 76;
 
@@ -47,6 +50,11 @@ impl Setting {
     /// Its flag: the name with dashes.
     pub fn flag(&self) -> String {
         format!("--{}", self.name.replace('_', "-"))
+    }
+
+    /// Whether its flag may stand without a value, which then means true.
+    pub fn is_switch(&self) -> bool {
+        self.kind == bool::KIND
     }
 
     /// Its value in `config`, as TOML.
@@ -215,12 +223,12 @@ impl Config {
 
     /// What no value shows alone: the first setting that does not fit, and why.
     fn fault(&self) -> Option<(&'static str, String)> {
-        let length = self.ttrpc_socket().as_os_str().len();
-        if length > SOCKET_PATH_MAX {
-            let most = SOCKET_PATH_MAX - TTRPC_SUFFIX.len();
+        let most = SOCKET_PATH_MAX - SOCKET_PATH_SPARE - TTRPC_SUFFIX.len();
+        let length = self.socket.as_os_str().len();
+        if length > most {
             return Some((
                 "socket",
-                format!("must be at most {most} bytes long: with {TTRPC_SUFFIX:?} it has {length}"),
+                format!("must be at most {most} bytes long, to leave room for the ttrpc socket's name; has {length}"),
             ));
         }
         if self.containerd_address.as_os_str().len() > SOCKET_PATH_MAX {
@@ -389,9 +397,12 @@ mod tests {
     #[test]
     fn the_longest_socket_path_fits() {
         let path = |length: usize| format!("/d/{}", "a".repeat(length - 3));
-        assert!(load("", &[("socket", &path(101))]).is_ok());
-        let e = load("", &[("socket", &path(102))]).unwrap_err();
-        assert_eq!(e, "flag --socket: socket: must be at most 101 bytes long: with \".ttrpc\" it has 108");
+        assert!(load("", &[("socket", &path(97))]).is_ok());
+        let e = load("", &[("socket", &path(98))]).unwrap_err();
+        assert_eq!(
+            e,
+            "flag --socket: socket: must be at most 97 bytes long, to leave room for the ttrpc socket's name; has 98"
+        );
     }
 
     #[test]
