@@ -244,6 +244,15 @@ fn check_tells_what_is_wrong_and_exits_accordingly() {
 }
 
 #[test]
+fn the_packaged_drop_in_names_the_default_sandboxer() {
+    let drop_in = concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/containerd.toml");
+    let output = run(&["check", "--containerd-config", drop_in]);
+    let named = "ok    containerd config: named by runtime handler \"pause-sandboxer\"";
+    assert!(stdout(&output).contains(named), "{}", stdout(&output));
+    assert!(!stdout(&output).contains("FAIL  containerd config"), "{}", stdout(&output));
+}
+
+#[test]
 fn serve_comes_up_answers_and_ends() {
     let scratch = Scratch::new();
     let mut daemon = Daemon::start(&scratch, &scratch.flags());
