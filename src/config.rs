@@ -1,64 +1,423 @@
 //! Settings of the daemon: one checked [`Config`] from the config file and the flags.
+//!
+//! Every setting is written once, in the table below: its name (also that of its flag, with dashes), its
+//! meaning, its type and its default. The struct, the file, the flags and `config default` come from that table.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// How the pods' cgroups are made.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum CgroupDriver {
-    /// By the form of `cgroup_parent`: a name that ends in `.slice` means systemd.
-    #[default]
-    Auto,
-    /// Directories of the cgroup file system.
-    Cgroupfs,
-    /// Transient scopes, asked of systemd over D-Bus.
-    Systemd,
+use log::LevelFilter;
+
+mod file;
+mod value;
+
+pub use value::{CgroupDriver, LogFormat};
+
+use value::{Input, Value};
+
+/// The config file that is read when none is named; it need not exist.
+pub const DEFAULT_FILE: &str = "/etc/pause-sandboxer/config.toml";
+
+/// What containerd's convention appends to the path of a gRPC socket to name its ttrpc twin.
+pub const TTRPC_SUFFIX: &str = ".ttrpc";
+
+/// Longest path of a unix socket, bytes: `sun_path` less its closing NUL (unix(7)).
+const SOCKET_PATH_MAX: usize = 107;
+
+/// What our sockets have at the end of their path until they listen, bytes (`.new`).
+const SOCKET_PATH_SPARE: usize = 4;
+
+/// Longest containerd identifier, bytes (containerd `pkg/identifiers`).
+const IDENTIFIER_MAX: usize = 76;
+
+/// Where CRI keeps its pods' files below containerd's `root` and `state`. When containerd restarts it deletes what it does not know there.
+const CRI_PLUGIN_DIR: &str = "io.containerd.grpc.v1.cri";
+
+/// One setting: its name, its meaning and how it is set and shown.
+#[derive(Debug)]
+pub struct Setting {
+    /// Its key in the config file.
+    pub name: &'static str,
+    /// What it means, one string per line.
+    pub meaning: &'static [&'static str],
+    /// What values it takes.
+    pub kind: &'static str,
+    set: fn(&mut Config, Input<'_>) -> Result<(), String>,
+    show: fn(&Config) -> String,
 }
 
-/// Every setting of the daemon, checked.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Config {
-    /// gRPC socket that containerd dials; the ttrpc socket has `.ttrpc` appended.
-    pub socket: PathBuf,
-    /// Records and private mounts.
-    pub state_dir: PathBuf,
-    /// containerd's `root`.
-    pub containerd_root: PathBuf,
-    /// containerd's `state`.
-    pub containerd_state: PathBuf,
-    /// containerd's gRPC socket; part of the name of a pod's shim socket.
-    pub containerd_address: PathBuf,
+impl Setting {
+    /// Its flag: the name with dashes.
+    pub fn flag(&self) -> String {
+        format!("--{}", self.name.replace('_', "-"))
+    }
+
+    /// Whether its flag may stand without a value, which then means true.
+    pub fn is_switch(&self) -> bool {
+        self.kind == bool::KIND
+    }
+
+    /// Its value in `config`, as TOML.
+    pub fn show(&self, config: &Config) -> String {
+        (self.show)(config)
+    }
+
+    fn named(name: &str) -> Option<&'static Self> {
+        SETTINGS.iter().find(|s| s.name == name)
+    }
+}
+
+macro_rules! settings {
+    ($($(#[doc = $meaning:literal])+ $name:ident: $type:ty = $default:expr;)+) => {
+        /// Every setting of the daemon, checked.
+        #[derive(Clone, Debug, PartialEq, Eq)]
+        pub struct Config {
+            $($(#[doc = $meaning])+ pub $name: $type,)+
+        }
+
+        impl Default for Config {
+            fn default() -> Self {
+                Self { $($name: $default,)+ }
+            }
+        }
+
+        /// All settings, in the order of `config default`.
+        pub const SETTINGS: &[Setting] = &[$(Setting {
+            name: stringify!($name),
+            meaning: &[$($meaning),+],
+            kind: <$type as Value>::KIND,
+            set: |config, input| {
+                config.$name = <$type as Value>::read(input)?;
+                Ok(())
+            },
+            show: |config| config.$name.to_toml(),
+        },)+];
+    };
+}
+
+settings! {
+    /// gRPC socket that containerd dials (`address` under `proxy_plugins`); the ttrpc socket has `.ttrpc` appended.
+    socket: PathBuf = "/run/pause-sandboxer/pause-sandboxer.sock".into();
+    /// Directory of the records and private mounts; made with mode 0700. One daemon per directory. It must not survive a reboot.
+    state_dir: PathBuf = "/run/pause-sandboxer".into();
+    /// containerd's `root`, where CRI looks for a pod's hostname, hosts and resolv.conf.
+    containerd_root: PathBuf = "/var/lib/containerd".into();
+    /// containerd's `state`, where CRI looks for a pod's shm.
+    containerd_state: PathBuf = "/run/containerd".into();
+    /// containerd's gRPC socket (`address` under `grpc`); part of the name of a pod's shim socket.
+    containerd_address: PathBuf = "/run/containerd/containerd.sock".into();
     /// containerd's namespace of CRI.
-    pub containerd_namespace: String,
-    /// How the pods' cgroups are made.
-    pub cgroup_driver: CgroupDriver,
-    /// Never ask for an `oom_score_adj` below the daemon's own (CRI `restrict_oom_score_adj`).
-    pub restrict_oom_score_adj: bool,
-    /// Pods may bind ports below 1024 (CRI `enable_unprivileged_ports`).
-    pub enable_unprivileged_ports: bool,
-    /// Pods may send ICMP echo without a capability (CRI `enable_unprivileged_icmp`).
-    pub enable_unprivileged_icmp: bool,
-    /// A sandbox that was not started this long after its creation is removed.
-    pub abandoned_after: Duration,
-    /// How often sandboxes that nobody has ever asked about are looked for; containerd is asked about them.
-    pub forgotten_interval: Duration,
+    containerd_namespace: String = "k8s.io".to_owned();
+    /// How the pods' cgroups are made. `auto`: by the form of the pod's `cgroup_parent`, a name that ends in `.slice` means systemd.
+    cgroup_driver: CgroupDriver = CgroupDriver::Auto;
+    /// Never ask for an `oom_score_adj` below the daemon's own. As containerd's setting of this name, and needed where
+    /// the daemon lacks CAP_SYS_RESOURCE.
+    restrict_oom_score_adj: bool = false;
+    /// Pods with a network of their own may bind ports below 1024 without a capability. As containerd's setting of this name.
+    enable_unprivileged_ports: bool = true;
+    /// Pods with a network of their own may send ICMP echo without a capability. As containerd's setting of this name.
+    enable_unprivileged_icmp: bool = true;
+    /// Seconds after which a sandbox that was created but never started is removed (containerd forgets one
+    /// whose image pull failed).
+    abandoned_after: Duration = Duration::from_secs(3600);
+    /// Seconds between two searches for sandboxes that nobody has asked about; containerd is asked whether it still knows them.
+    forgotten_interval: Duration = Duration::from_secs(60);
+    /// Least severe messages that are logged. The environment variable PAUSE_SANDBOXER_LOG overrides it.
+    log_level: LevelFilter = LevelFilter::Info;
+    /// Form of a logged line, on standard error.
+    log_format: LogFormat = LogFormat::Text;
 }
 
-impl Default for Config {
-    fn default() -> Self {
-        Self {
-            socket: "/run/pause-sandboxer/pause-sandboxer.sock".into(),
-            state_dir: "/run/pause-sandboxer".into(),
-            containerd_root: "/var/lib/containerd".into(),
-            containerd_state: "/run/containerd".into(),
-            containerd_address: "/run/containerd/containerd.sock".into(),
-            containerd_namespace: "k8s.io".to_owned(),
-            cgroup_driver: CgroupDriver::Auto,
-            restrict_oom_score_adj: false,
-            enable_unprivileged_ports: false,
-            enable_unprivileged_icmp: false,
-            abandoned_after: Duration::from_secs(3600),
-            forgotten_interval: Duration::from_secs(60),
+/// Why the settings were refused: where, which and what is wrong with it.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// The config file could not be read.
+    #[error("read config file {}: {reason}", .file.display())]
+    Read {
+        /// The config file.
+        file: PathBuf,
+        /// The system's answer.
+        reason: String,
+    },
+    /// The config file is not TOML.
+    #[error("{}:{line}: {reason}", .file.display())]
+    Syntax {
+        /// The config file.
+        file: PathBuf,
+        /// Its line, from 1.
+        line: usize,
+        /// What is wrong there.
+        reason: String,
+    },
+    /// A setting is unknown or its value is not what it must be.
+    #[error("{origin}: {name}: {reason}")]
+    Setting {
+        /// File and line, flag, or `default`.
+        origin: String,
+        /// The setting.
+        name: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
+/// The settings while they are gathered, with where each was set last.
+struct Gathered {
+    config: Config,
+    origins: Vec<(&'static str, String)>,
+}
+
+impl Gathered {
+    fn set(&mut self, name: &str, input: Input<'_>, origin: String) -> Result<(), Error> {
+        let error = |reason| Error::Setting { origin: origin.clone(), name: name.to_owned(), reason };
+        let Some(setting) = Setting::named(name) else {
+            return Err(error("unknown setting (`pause-sandboxer config default` prints all)".to_owned()));
+        };
+        (setting.set)(&mut self.config, input).map_err(error)?;
+        self.origins.push((setting.name, origin));
+        Ok(())
+    }
+
+    fn checked(self) -> Result<Config, Error> {
+        match self.config.fault() {
+            None => Ok(self.config),
+            Some((name, reason)) => {
+                let origin = self.origins.iter().rev().find(|(n, _)| *n == name).map_or("default", |(_, o)| o);
+                Err(Error::Setting { origin: origin.to_owned(), name: name.to_owned(), reason })
+            }
+        }
+    }
+}
+
+impl Config {
+    /// Reads `file`, lets `flags` (setting name and value) override it, and checks the whole. Without a `file`
+    /// [`DEFAULT_FILE`] is read if it exists.
+    ///
+    /// # Errors
+    /// A file that cannot be read or is not TOML; the first setting that is unknown or wrong.
+    pub fn load(file: Option<&Path>, flags: &[(String, String)]) -> Result<Self, Error> {
+        let mut gathered = Gathered { config: Self::default(), origins: Vec::new() };
+        let (path, optional) = (file.unwrap_or(Path::new(DEFAULT_FILE)), file.is_none());
+        match std::fs::read_to_string(path) {
+            Ok(text) => file::read(path, &text, &mut gathered)?,
+            Err(e) if optional && e.kind() == std::io::ErrorKind::NotFound => {}
+            Err(e) => return Err(Error::Read { file: path.to_owned(), reason: e.to_string() }),
+        }
+        for (name, text) in flags {
+            gathered.set(name, Input::Text(text), format!("flag --{}", name.replace('_', "-")))?;
+        }
+        gathered.checked()
+    }
+
+    /// The settings as a config file, each under its meaning.
+    pub fn to_toml(&self) -> String {
+        file::write(self)
+    }
+
+    /// The ttrpc socket: [`Config::socket`] with `.ttrpc` appended.
+    pub fn ttrpc_socket(&self) -> PathBuf {
+        let mut path = self.socket.clone().into_os_string();
+        path.push(TTRPC_SUFFIX);
+        path.into()
+    }
+
+    /// What no value shows alone: the first setting that does not fit, and why.
+    fn fault(&self) -> Option<(&'static str, String)> {
+        let most = SOCKET_PATH_MAX - SOCKET_PATH_SPARE - TTRPC_SUFFIX.len();
+        let length = self.socket.as_os_str().len();
+        if length > most {
+            return Some((
+                "socket",
+                format!("must be at most {most} bytes long, to leave room for the ttrpc socket's name; has {length}"),
+            ));
+        }
+        if self.containerd_address.as_os_str().len() > SOCKET_PATH_MAX {
+            return Some(("containerd_address", format!("must be at most {SOCKET_PATH_MAX} bytes long")));
+        }
+        if self.socket.parent() == Some(Path::new("/")) {
+            return Some(("socket", "must be in a directory below /".to_owned()));
+        }
+        for (name, dir) in [("containerd_root", &self.containerd_root), ("containerd_state", &self.containerd_state)] {
+            let cri = dir.join(CRI_PLUGIN_DIR);
+            if self.state_dir == *dir || self.state_dir.starts_with(&cri) {
+                return Some((
+                    "state_dir",
+                    format!("must not be {name} nor below {}: that is containerd's own", cri.display()),
+                ));
+            }
+        }
+        if self.state_dir == Path::new("/") {
+            return Some(("state_dir", "must be a directory of the daemon's own".to_owned()));
+        }
+        if self.socket == self.containerd_address {
+            return Some(("socket", "must not be containerd's own socket".to_owned()));
+        }
+        identifier_fault(&self.containerd_namespace).map(|reason| ("containerd_namespace", reason))
+    }
+}
+
+/// What keeps `text` from being a containerd identifier: runs of letters and digits, joined by single `.`, `_` or `-`.
+fn identifier_fault(text: &str) -> Option<String> {
+    let joined = |part: &str| !part.is_empty() && part.chars().all(|c| c.is_ascii_alphanumeric());
+    if text.len() <= IDENTIFIER_MAX && text.split(['.', '_', '-']).all(joined) {
+        return None;
+    }
+    Some(format!(
+        "must be a containerd identifier (letters and digits joined by single . _ -, at most {IDENTIFIER_MAX} bytes)"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(text: &str, flags: &[(&str, &str)]) -> Result<Config, String> {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("c.toml");
+        std::fs::write(&file, text).unwrap();
+        let flags: Vec<_> = flags.iter().map(|(n, v)| ((*n).to_owned(), (*v).to_owned())).collect();
+        let prefix = format!("{}/", dir.path().display());
+        Config::load(Some(&file), &flags).map_err(|e| e.to_string().replace(&prefix, ""))
+    }
+
+    fn error(text: &str) -> String {
+        load(text, &[]).unwrap_err()
+    }
+
+    #[test]
+    fn default_file_parses_back_to_the_defaults() {
+        assert_eq!(load(&Config::default().to_toml(), &[]), Ok(Config::default()));
+        assert_eq!(load("", &[]), Ok(Config::default()));
+    }
+
+    #[test]
+    fn every_setting_is_described_and_shown() {
+        let text = Config::default().to_toml();
+        for setting in SETTINGS {
+            assert!(setting.meaning.iter().all(|line| !line.trim().is_empty()), "{}", setting.name);
+            assert!(text.contains(&format!("\n{} = ", setting.name)), "{}", setting.name);
+            for line in setting.meaning {
+                assert!(text.contains(&format!("#{line}")), "{}: {line}", setting.name);
+            }
+        }
+    }
+
+    #[test]
+    fn every_setting_takes_effect_from_file_and_flag() {
+        let text = r#"
+            socket = "/a/s.sock"
+            state_dir = "/a/state"
+            containerd_root = "/a/root"
+            containerd_state = "/a/run"
+            containerd_address = "/a/c.sock"
+            containerd_namespace = "other"
+            cgroup_driver = "systemd"
+            restrict_oom_score_adj = true
+            enable_unprivileged_ports = false
+            enable_unprivileged_icmp = false
+            abandoned_after = 5
+            forgotten_interval = 6
+            log_level = "trace"
+            log_format = "json"
+        "#;
+        let changed = load(text, &[]).unwrap();
+        let (default, mut flags) = (Config::default(), Vec::new());
+        for setting in SETTINGS {
+            let (was, is) = (setting.show(&default), setting.show(&changed));
+            assert_ne!(was, is, "{} is not in this test", setting.name);
+            flags.push((setting.name, is.trim_matches('"').to_owned()));
+        }
+        let flags: Vec<_> = flags.iter().map(|(n, v)| (*n, v.as_str())).collect();
+        assert_eq!(load("", &flags), Ok(changed.clone()));
+        assert_eq!(load(&changed.to_toml(), &[]), Ok(changed));
+    }
+
+    #[test]
+    fn flags_override_the_file() {
+        let config = load("socket = \"/a/b\"\nabandoned_after = 7", &[("socket", "/c/d")]).unwrap();
+        assert_eq!((config.socket, config.abandoned_after), ("/c/d".into(), Duration::from_secs(7)));
+    }
+
+    #[test]
+    fn errors_name_file_line_and_setting() {
+        assert_eq!(
+            error("\nsocet = 1"),
+            "c.toml:2: socet: unknown setting (`pause-sandboxer config default` prints all)"
+        );
+        assert_eq!(error("socket = 1"), "c.toml:1: socket: must be an absolute path, is 1");
+        assert_eq!(
+            error("\n\nlog_level = \"loud\""),
+            "c.toml:3: log_level: must be one of off, error, warn, info, debug, trace, is \"loud\""
+        );
+        assert_eq!(
+            error("abandoned_after = -1"),
+            "c.toml:1: abandoned_after: must be a whole number of seconds, at least 1, is -1"
+        );
+        assert_eq!(
+            error("abandoned_after = 0"),
+            "c.toml:1: abandoned_after: must be a whole number of seconds, at least 1, is 0"
+        );
+        assert_eq!(
+            error("restrict_oom_score_adj = \"yes\""),
+            "c.toml:1: restrict_oom_score_adj: must be true or false, is \"yes\""
+        );
+        assert_eq!(error("state_dir = \"run\""), "c.toml:1: state_dir: must be an absolute path, is \"run\"");
+        assert_eq!(
+            error("state_dir = \"/a/../b\""),
+            "c.toml:1: state_dir: must be an absolute path without \"..\", is \"/a/../b\""
+        );
+        assert_eq!(
+            error("[log]\nlevel = 1"),
+            "c.toml:1: log: unknown setting (`pause-sandboxer config default` prints all)"
+        );
+        assert!(error("a = 1\nsocket =").starts_with("c.toml:2: "), "{}", error("a = 1\nsocket ="));
+        assert!(error("log_level = \"info\"\nlog_level = \"info\"").starts_with("c.toml:2: "));
+        assert_eq!(
+            load("", &[("state_dir", "x")]).unwrap_err(),
+            "flag --state-dir: state_dir: must be an absolute path, is \"x\""
+        );
+        assert_eq!(
+            load("", &[("x", "x")]).unwrap_err(),
+            "flag --x: x: unknown setting (`pause-sandboxer config default` prints all)"
+        );
+    }
+
+    #[test]
+    fn settings_that_do_not_fit_together_are_named_where_they_were_set() {
+        assert_eq!(
+            error("state_dir = \"/run/containerd/io.containerd.grpc.v1.cri/x\""),
+            "c.toml:1: state_dir: must not be containerd_state nor below /run/containerd/io.containerd.grpc.v1.cri: that is containerd's own"
+        );
+        assert!(error("state_dir = \"/x\"\ncontainerd_root = \"/x/\"").starts_with("c.toml:1: state_dir: "));
+        assert!(error("socket = \"/run/containerd/containerd.sock\"").starts_with("c.toml:1: socket: "));
+        assert!(error("socket = \"/sock\"").starts_with("c.toml:1: socket: "));
+        assert!(error("containerd_namespace = \"a/b\"").starts_with("c.toml:1: containerd_namespace: "));
+    }
+
+    #[test]
+    fn the_longest_socket_path_fits() {
+        let path = |length: usize| format!("/d/{}", "a".repeat(length - 3));
+        assert!(load("", &[("socket", &path(97))]).is_ok());
+        let e = load("", &[("socket", &path(98))]).unwrap_err();
+        assert_eq!(
+            e,
+            "flag --socket: socket: must be at most 97 bytes long, to leave room for the ttrpc socket's name; has 98"
+        );
+    }
+
+    #[test]
+    fn a_named_file_must_exist() {
+        let e = Config::load(Some(Path::new("/nowhere/c.toml")), &[]).unwrap_err().to_string();
+        assert_eq!(e, "read config file /nowhere/c.toml: No such file or directory (os error 2)");
+    }
+
+    #[test]
+    fn identifiers() {
+        for good in ["k8s.io", "a", "A-b_c.9"] {
+            assert_eq!(identifier_fault(good), None, "{good}");
+        }
+        for bad in ["", "a..b", "-a", "a/b", "a b", "é", &"a".repeat(77)] {
+            assert!(identifier_fault(bad).is_some(), "{bad}");
         }
     }
 }

@@ -2,11 +2,13 @@
 //!
 //! `ARCHITECTURE.md` shows the way of a request through these modules and who may import whom.
 
+pub mod check;
 pub mod config;
 pub mod containerd;
 pub mod controller;
 pub mod error;
 pub mod exit;
+pub mod logging;
 pub mod orphan;
 pub mod pause;
 pub mod podsandbox;

@@ -1,0 +1,48 @@
+# The few commands of this repository. `make` alone lists them.
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help build install test check fmt lint doc deny parts unit clean
+
+CARGO ?= cargo
+PREFIX ?= /usr/local
+DENY_VERSION := 0.20.2
+DENY := target/tools/bin/cargo-deny
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+build: ## the daemon, optimised: target/release/pause-sandboxer
+	$(CARGO) build --release --locked
+
+install: build ## copies it to PREFIX/bin (default /usr/local)
+	install -D -m 0755 target/release/pause-sandboxer $(DESTDIR)$(PREFIX)/bin/pause-sandboxer
+
+test: parts check unit ## everything that CI runs; needs root and fetches what it runs on
+
+check: fmt lint doc deny ## format, lints, documentation, dependencies
+
+fmt:
+	$(CARGO) fmt --all --check
+
+lint:
+	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+
+doc:
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace --no-deps --document-private-items
+
+# Without the advisories: they need a database that not every machine can fetch.
+deny: $(DENY)
+	$(DENY) --locked --workspace check --hide-inclusion-graph bans licenses sources
+
+$(DENY):
+	$(CARGO) install --debug --locked --root target/tools --version $(DENY_VERSION) cargo-deny
+
+parts: ## what the tests run on: Debian's containerd, and packages that the machine lacks
+	tests/kit/fetch-parts
+
+unit:
+	$(CARGO) test --locked --workspace
+
+clean: ## removes all that was built and fetched
+	rm -rf target

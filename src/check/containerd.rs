@@ -1,0 +1,345 @@
+//! containerd: its version, its socket, and whether its config names this sandboxer.
+
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Command;
+
+use toml::{Table, Value};
+
+use super::{Finding, Subject};
+use crate::config::Config;
+
+mod config;
+
+const SUBJECT: &str = "containerd";
+const CONFIG: &str = "containerd config";
+
+/// The proxy plugin's name that the advice and the documents use.
+const NAME: &str = "pause-sandboxer";
+
+/// Looks at containerd's program, socket and config.
+pub(super) fn look(subject: &Subject) -> Vec<Finding> {
+    let mut findings = vec![program(&subject.containerd_program), socket(&subject.config.containerd_address)];
+    match config::load(&subject.containerd_config) {
+        Ok(loaded) => {
+            let files: Vec<_> = loaded.files.iter().map(|path| path.display().to_string()).collect();
+            findings.push(Finding::ok(CONFIG, files.join(", ")));
+            findings.extend(judge(&loaded.table, &subject.config));
+        }
+        Err(e) => {
+            let advice = if e.missing {
+                "write it (`containerd config default` prints one) and name this sandboxer in it, or tell where it is by --containerd-config"
+            } else {
+                "mend it: containerd does not start with it"
+            };
+            findings.push(Finding::fail(CONFIG, format!("{}: {}", e.path.display(), e.reason), advice));
+        }
+    }
+    findings
+}
+
+fn program(path: &Path) -> Finding {
+    let shown = path.display();
+    match Command::new(path).arg("--version").output() {
+        Ok(output) => version(&String::from_utf8_lossy(&output.stdout)),
+        Err(e) => Finding::warn(
+            SUBJECT,
+            format!("{shown} --version: {e}"),
+            "tell where containerd's program is by --containerd",
+        ),
+    }
+}
+
+/// `printed` is what `containerd --version` prints: name, module, version, revision.
+fn version(printed: &str) -> Finding {
+    let version = printed.split_whitespace().nth(2).unwrap_or_default();
+    let major = version.trim_start_matches('v').split('.').next().and_then(|number| number.parse::<u32>().ok());
+    match major {
+        Some(2) => Finding::ok(SUBJECT, format!("version {version}")),
+        Some(0 | 1) => Finding::fail(
+            SUBJECT,
+            format!("version {version}"),
+            "upgrade to 2.0 or newer: older ones take no external sandboxer",
+        ),
+        _ => Finding::warn(SUBJECT, format!("prints an unknown version: {:?}", printed.trim()), "see that it is 2.x"),
+    }
+}
+
+fn socket(path: &Path) -> Finding {
+    let shown = path.display();
+    match UnixStream::connect(path) {
+        Ok(_) => Finding::ok(SUBJECT, format!("listens on {shown}")),
+        Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => Finding::warn(
+            SUBJECT,
+            format!("does not listen on {shown}: {e}"),
+            "start it, or set containerd_address to its gRPC socket",
+        ),
+        Err(e) => Finding::fail(SUBJECT, format!("{shown}: {e}"), "set containerd_address to containerd's gRPC socket"),
+    }
+}
+
+/// The plugin that holds CRI's runtime settings, by the version of containerd's config.
+fn runtime_plugin(version: i64) -> &'static str {
+    if version >= 3 { "io.containerd.cri.v1.runtime" } else { "io.containerd.grpc.v1.cri" }
+}
+
+/// Looks at containerd's merged config.
+fn judge(table: &Table, config: &Config) -> Vec<Finding> {
+    let version = table.get("version").and_then(Value::as_integer).unwrap_or(1);
+    if !(2..=4).contains(&version) {
+        let advice = "bring it to version 3: `containerd config migrate` prints it";
+        return vec![Finding::fail(CONFIG, format!("version {version} knows no external sandboxer"), advice)];
+    }
+    let mut findings = disabled(table);
+    match proxy(table, config) {
+        Ok(name) => {
+            findings.push(Finding::ok(CONFIG, format!("proxy plugin {name:?} is this sandboxer")));
+            findings.extend(handlers(table, version, &name));
+        }
+        Err(finding) => findings.push(finding),
+    }
+    findings.extend(places(table, config));
+    findings.extend(switches(table, version, config));
+    findings
+}
+
+/// CRI must not be disabled, as the config of some distributions has it.
+fn disabled(table: &Table) -> Vec<Finding> {
+    let names = table.get("disabled_plugins").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str);
+    names
+        .filter(|name| matches!(*name, "cri" | "io.containerd.grpc.v1.cri" | "io.containerd.cri.v1.runtime"))
+        .map(|name| {
+            Finding::fail(
+                CONFIG,
+                format!("{name} is disabled, so there are no pods"),
+                "remove it from disabled_plugins",
+            )
+        })
+        .collect()
+}
+
+/// The name of the proxy plugin that is this sandboxer.
+fn proxy(table: &Table, config: &Config) -> Result<String, Finding> {
+    let socket = config.socket.display().to_string();
+    let (mut ours, mut others) = (Vec::new(), Vec::new());
+    for (name, plugin) in table.get("proxy_plugins").and_then(Value::as_table).into_iter().flatten() {
+        let text = |key| plugin.get(key).and_then(Value::as_str).unwrap_or_default();
+        let address = text("address");
+        let (same, sandbox) = (address.strip_prefix("unix://").unwrap_or(address) == socket, text("type") == "sandbox");
+        match (same, sandbox) {
+            (true, true) => ours.push(name.clone()),
+            (true, false) => {
+                let fact = format!("proxy plugin {name:?} has this sandboxer's address, but type {:?}", text("type"));
+                return Err(Finding::fail(CONFIG, fact, "set its type to \"sandbox\""));
+            }
+            (false, true) => others.push(format!("{name:?} at {address}")),
+            (false, false) => {}
+        }
+    }
+    match (ours.pop(), others.is_empty()) {
+        (Some(name), _) => Ok(name),
+        (None, true) => Err(Finding::fail(
+            CONFIG,
+            "no proxy plugin of type \"sandbox\"",
+            format!("add: [proxy_plugins.{NAME}] with type = \"sandbox\" and address = \"{socket}\""),
+        )),
+        (None, false) => Err(Finding::fail(
+            CONFIG,
+            format!("no sandbox proxy plugin has the address {socket}, but {}", others.join(", ")),
+            "set its address to that socket, or `socket` of this sandboxer to its address",
+        )),
+    }
+}
+
+/// The runtime handlers that name `sandboxer`.
+fn handlers(table: &Table, version: i64, sandboxer: &str) -> Vec<Finding> {
+    let runtimes = |version| {
+        let plugin = table.get("plugins").and_then(|plugins| plugins.get(runtime_plugin(version)));
+        plugin.and_then(|plugin| plugin.get("containerd")?.get("runtimes")?.as_table()).into_iter().flatten()
+    };
+    let names = |(_, handler): &(&String, &Value)| handler.get("sandboxer").and_then(Value::as_str) == Some(sandboxer);
+    let (mut named, mut findings) = (Vec::new(), Vec::new());
+    for (name, handler) in runtimes(version).filter(names) {
+        named.push(format!("{name:?}"));
+        if handler.get("runtime_type").and_then(Value::as_str).unwrap_or_default().is_empty() {
+            let advice = "set its runtime_type, such as \"io.containerd.runc.v2\"";
+            findings.push(Finding::fail(CONFIG, format!("runtime handler {name:?} has no runtime_type"), advice));
+        }
+    }
+    if !named.is_empty() {
+        findings.insert(0, Finding::ok(CONFIG, format!("named by runtime handler {}", named.join(", "))));
+        return findings;
+    }
+    let here = format!("plugins.\"{}\".containerd.runtimes", runtime_plugin(version));
+    let elsewhere = if version >= 3 { 2 } else { 3 };
+    findings.push(if runtimes(elsewhere).any(|entry| names(&entry)) {
+        Finding::fail(
+            CONFIG,
+            format!(
+                "the runtime handler that names it stands under {:?}, which version {version} does not read",
+                runtime_plugin(elsewhere)
+            ),
+            format!("move it to {here}"),
+        )
+    } else {
+        let advice = format!(
+            "add: [{here}.{NAME}] with runtime_type = \"io.containerd.runc.v2\" and sandboxer = \"{sandboxer}\""
+        );
+        Finding::fail(CONFIG, format!("no runtime handler has sandboxer = \"{sandboxer}\""), advice)
+    });
+    findings
+}
+
+/// containerd's directories and socket must be those that the sandboxer was told.
+fn places(table: &Table, config: &Config) -> Vec<Finding> {
+    let default = Config::default();
+    // From config version 4 on (containerd 2.3) the server is a plugin; the old key is still taken.
+    let server = table.get("plugins").and_then(|plugins| plugins.get("io.containerd.server.v1.grpc"));
+    let grpc = server.or_else(|| table.get("grpc"));
+    [
+        ("root", table.get("root"), &default.containerd_root, "containerd_root", &config.containerd_root),
+        ("state", table.get("state"), &default.containerd_state, "containerd_state", &config.containerd_state),
+        (
+            "grpc.address",
+            grpc.and_then(|grpc| grpc.get("address")),
+            &default.containerd_address,
+            "containerd_address",
+            &config.containerd_address,
+        ),
+    ]
+    .into_iter()
+    .filter_map(|(key, theirs, default, setting, ours)| {
+        let theirs =
+            theirs.and_then(Value::as_str).filter(|text| !text.is_empty()).map_or(default.as_path(), Path::new);
+        (theirs != ours).then(|| {
+            let fact = format!("its {key} is {}, but {setting} is {}", theirs.display(), ours.display());
+            Finding::fail(CONFIG, fact, format!("set {setting} = \"{}\"", theirs.display()))
+        })
+    })
+    .collect()
+}
+
+/// Settings that both have and that should be the same.
+fn switches(table: &Table, version: i64, config: &Config) -> Vec<Finding> {
+    let plugin = table.get("plugins").and_then(|plugins| plugins.get(runtime_plugin(version)));
+    [
+        // containerd 2's own defaults (internal/cri/config/config_unix.go).
+        ("restrict_oom_score_adj", false, config.restrict_oom_score_adj),
+        ("enable_unprivileged_ports", true, config.enable_unprivileged_ports),
+        ("enable_unprivileged_icmp", true, config.enable_unprivileged_icmp),
+    ]
+    .into_iter()
+    .filter_map(|(key, default, ours)| {
+        let theirs = plugin.and_then(|plugin| plugin.get(key)?.as_bool()).unwrap_or(default);
+        (theirs != ours).then(|| {
+            Finding::warn(
+                CONFIG,
+                format!("its {key} is {theirs}, but this sandboxer's is {ours}"),
+                format!("set {key} the same in both"),
+            )
+        })
+    })
+    .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Level, worst};
+    use super::*;
+
+    const GOOD: &str = r#"
+version = 3
+[proxy_plugins.mine]
+type = "sandbox"
+address = "/run/pause-sandboxer/pause-sandboxer.sock"
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.fast]
+runtime_type = "io.containerd.runc.v2"
+sandboxer = "mine"
+"#;
+
+    fn of(text: &str) -> Vec<Finding> {
+        judge(&toml::from_str(text).unwrap(), &Config::default())
+    }
+
+    /// The one finding that is not ok.
+    fn fault(text: &str) -> Finding {
+        let mut faults: Vec<_> = of(text).into_iter().filter(|f| f.level != Level::Ok).collect();
+        assert_eq!(faults.len(), 1, "{faults:?}");
+        faults.remove(0)
+    }
+
+    #[test]
+    fn a_good_config() {
+        let findings = of(GOOD);
+        assert_eq!(worst(&findings), Level::Ok, "{findings:?}");
+        assert!(findings.iter().any(|f| f.fact == "named by runtime handler \"fast\""), "{findings:?}");
+        let version2 = GOOD
+            .replace("version = 3", "version = 2")
+            .replace("io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri");
+        assert_eq!(worst(&of(&version2)), Level::Ok);
+        assert_eq!(worst(&of(&GOOD.replace("\"/run/pause", "\"unix:///run/pause"))), Level::Ok);
+    }
+
+    #[test]
+    fn each_fault_is_one_finding_with_advice() {
+        for (from, to, fact, advice) in [
+            ("version = 3", "version = 1", "version 1 knows no", "containerd config migrate"),
+            ("version = 3", "version = 2", "which version 2 does not read", "io.containerd.grpc.v1.cri"),
+            ("\"sandbox\"", "\"snapshot\"", "but type \"snapshot\"", "set its type"),
+            ("pause-sandboxer.sock", "x.sock", "but \"mine\" at /run/pause-sandboxer/x.sock", "set its address"),
+            ("[proxy_plugins.mine]", "[other]", "no proxy plugin of type", "[proxy_plugins.pause-sandboxer]"),
+            (
+                "sandboxer = \"mine\"",
+                "sandboxer = \"podsandbox\"",
+                "no runtime handler has sandboxer = \"mine\"",
+                "runtimes.pause-sandboxer]",
+            ),
+            ("runtime_type = \"io.containerd.runc.v2\"", "", "\"fast\" has no runtime_type", "io.containerd.runc.v2"),
+            ("version = 3", "version = 3\nroot = \"/x\"", "its root is /x", "containerd_root = \"/x\""),
+            ("version = 3", "version = 3\nstate = \"/x\"", "its state is /x", "containerd_state = \"/x\""),
+            (
+                "version = 3",
+                "version = 3\ngrpc = { address = \"/x\" }",
+                "its grpc.address is /x",
+                "containerd_address = \"/x\"",
+            ),
+            (
+                "[proxy_plugins.mine]",
+                "plugins.\"io.containerd.server.v1.grpc\".address = \"/x\"\n[proxy_plugins.mine]",
+                "its grpc.address is /x",
+                "containerd_address = \"/x\"",
+            ),
+            ("version = 3", "version = 3\ndisabled_plugins = [\"cri\"]", "cri is disabled", "disabled_plugins"),
+            (
+                "[proxy_plugins.mine]",
+                "plugins.\"io.containerd.cri.v1.runtime\".restrict_oom_score_adj = true\n[proxy_plugins.mine]",
+                "restrict_oom_score_adj is true",
+                "the same in both",
+            ),
+        ] {
+            let finding = fault(&GOOD.replace(from, to));
+            assert!(finding.fact.contains(fact), "{finding} lacks {fact}");
+            assert!(finding.advice.contains(advice), "{finding} lacks {advice}");
+        }
+    }
+
+    #[test]
+    fn versions() {
+        let of = |version: &str| {
+            super::version(&format!("containerd github.com/containerd/containerd/v2 {version} abc\n")).level
+        };
+        assert_eq!(of("2.1.9"), Level::Ok);
+        assert_eq!(of("v2.4.0-beta.0"), Level::Ok);
+        assert_eq!(of("1.7.27"), Level::Fail);
+        assert_eq!(of("9.0"), Level::Warn);
+        assert_eq!(super::version("").level, Level::Warn);
+    }
+
+    #[test]
+    fn a_program_that_is_not_there_is_told() {
+        let finding = program(Path::new("/nowhere/containerd"));
+        assert_eq!(finding.level, Level::Warn);
+        assert!(finding.fact.contains("/nowhere/containerd"), "{finding}");
+    }
+}

@@ -1,0 +1,85 @@
+//! The kernel's version and settings.
+
+use super::{Finding, read};
+
+const SUBJECT: &str = "kernel";
+
+/// clone3 with CLONE_INTO_CGROUP, the newest call that a Start cannot do without (clone(2)).
+const LEAST: (u32, u32) = (5, 7);
+
+/// PIDFD_GET_INFO with PIDFD_INFO_EXIT: the exit status of a process that is not our child (linux/pidfd.h).
+const EXIT_INFO: (u32, u32) = (6, 15);
+
+/// Looks at the running kernel.
+pub(super) fn look() -> Vec<Finding> {
+    let release = read(SUBJECT, "/proc/sys/kernel/osrelease").map(|text| version(text.trim()));
+    let mut findings = vec![release.unwrap_or_else(|finding| finding)];
+    // Since 6.3; older kernels let every memfd be executed.
+    if let Ok(text) = std::fs::read_to_string("/proc/sys/vm/memfd_noexec") {
+        findings.push(memfd(text.trim()));
+    }
+    findings
+}
+
+fn version(release: &str) -> Finding {
+    let number = |text: &str| text.chars().take_while(char::is_ascii_digit).collect::<String>().parse::<u32>().ok();
+    let mut parts = release.split('.').map(number);
+    let (Some(Some(major)), Some(Some(minor))) = (parts.next(), parts.next()) else {
+        return Finding::warn(
+            SUBJECT,
+            format!("{release:?} is no version"),
+            format!("see that it is {}.{} or newer", LEAST.0, LEAST.1),
+        );
+    };
+    let fact = format!("Linux {release}");
+    if (major, minor) < LEAST {
+        let advice =
+            format!("upgrade to {}.{} or newer: starting a process inside its cgroup needs it", LEAST.0, LEAST.1);
+        return Finding::fail(SUBJECT, fact, advice);
+    }
+    if (major, minor) < EXIT_INFO {
+        let known = format!(
+            "before {}.{}, so a pause that ends while the daemon is down has exit status 255",
+            EXIT_INFO.0, EXIT_INFO.1
+        );
+        return Finding::ok(SUBJECT, format!("{fact}; {known}"));
+    }
+    Finding::ok(SUBJECT, fact)
+}
+
+fn memfd(setting: &str) -> Finding {
+    if setting == "2" {
+        let fact = "vm.memfd_noexec is 2, which forbids to execute a memfd";
+        return Finding::warn(SUBJECT, fact, "set it to 0 or 1, or see below whether a pause starts without");
+    }
+    Finding::ok(SUBJECT, format!("vm.memfd_noexec is {setting}, a memfd can be executed"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Level;
+    use super::*;
+
+    #[test]
+    fn versions() {
+        for (release, level) in [
+            ("6.18.0-1-cloud-amd64", Level::Ok),
+            ("5.7.0", Level::Ok),
+            ("5.10", Level::Ok),
+            ("5.6.19", Level::Fail),
+            ("4.19.0-27-amd64", Level::Fail),
+            ("odd", Level::Warn),
+        ] {
+            assert_eq!(version(release).level, level, "{release}");
+        }
+        assert!(version("6.14.9").fact.contains("exit status 255"));
+        assert!(!version("6.15-rc1").fact.contains("255"));
+    }
+
+    #[test]
+    fn memfd_setting() {
+        assert_eq!(memfd("0").level, Level::Ok);
+        assert_eq!(memfd("1").level, Level::Ok);
+        assert_eq!(memfd("2").level, Level::Warn);
+    }
+}

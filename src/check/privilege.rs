@@ -1,0 +1,105 @@
+//! The rights of whoever runs the check, which should be those of the daemon.
+
+use super::{Finding, read};
+use crate::config::Config;
+
+const SUBJECT: &str = "privileges";
+
+/// What the daemon cannot do without: number (linux/capability.h), name and reason.
+const NEEDED: &[(u32, &str, &str)] = &[
+    (0, "CAP_CHOWN", "to give the pod's files to a user namespace"),
+    (1, "CAP_DAC_OVERRIDE", "to write containerd's directories and cgroups"),
+    (5, "CAP_KILL", "to end a pause, which runs as another user"),
+    (6, "CAP_SETGID", "to run a pause as group 65535"),
+    (7, "CAP_SETUID", "to run a pause as user 65535"),
+    (8, "CAP_SETPCAP", "to take all capabilities from a pause"),
+    (12, "CAP_NET_ADMIN", "to set the sysctls of a pod's network"),
+    (18, "CAP_SYS_CHROOT", "to give a pause its empty root"),
+    (21, "CAP_SYS_ADMIN", "to make namespaces and mounts"),
+];
+
+/// CAP_SYS_RESOURCE: lowers `oom_score_adj` (proc_pid_oom_score_adj(5)).
+const SYS_RESOURCE: u32 = 24;
+
+/// Looks at the own process.
+pub(super) fn look(config: &Config) -> Vec<Finding> {
+    let mut findings = vec![user(nix::unistd::geteuid().as_raw())];
+    match read(SUBJECT, "/proc/self/status") {
+        Ok(status) => findings.extend(capabilities(&status, config.restrict_oom_score_adj)),
+        Err(finding) => findings.push(finding),
+    }
+    findings
+}
+
+fn user(euid: u32) -> Finding {
+    if euid == 0 {
+        return Finding::ok(SUBJECT, "root");
+    }
+    Finding::fail(SUBJECT, format!("user {euid} is not root"), "run the check and the daemon as root")
+}
+
+/// `status` is the text of `/proc/PID/status`.
+fn capabilities(status: &str, restricted: bool) -> Vec<Finding> {
+    let field = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let Some(held) = field.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()) else {
+        return vec![Finding::fail(SUBJECT, "/proc/self/status shows no CapEff", "mount /proc as usual")];
+    };
+    let holds = |number: u32| held & (1 << number) != 0;
+    let mut findings: Vec<_> = NEEDED
+        .iter()
+        .filter(|(number, _, _)| !holds(*number))
+        .map(|(_, name, reason)| {
+            Finding::fail(SUBJECT, format!("{name} is missing, needed {reason}"), format!("grant {name} to the daemon"))
+        })
+        .collect();
+    if findings.is_empty() {
+        findings.push(Finding::ok(SUBJECT, "all capabilities that a Start needs"));
+    }
+    findings.push(match (holds(SYS_RESOURCE), restricted) {
+        (true, false) => Finding::ok(SUBJECT, "CAP_SYS_RESOURCE, so oom_score_adj can be lowered"),
+        (true, true) => Finding::ok(SUBJECT, "restrict_oom_score_adj is set; with CAP_SYS_RESOURCE it need not be"),
+        (false, true) => Finding::ok(SUBJECT, "CAP_SYS_RESOURCE is missing, and restrict_oom_score_adj is set as it must be then"),
+        (false, false) => Finding::fail(
+            SUBJECT,
+            "CAP_SYS_RESOURCE is missing, so the pause's oom_score_adj cannot be lowered",
+            "grant CAP_SYS_RESOURCE, or set restrict_oom_score_adj = true here and in containerd's CRI runtime settings",
+        ),
+    });
+    findings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Level;
+    use super::*;
+
+    fn levels(mask: u64, restricted: bool) -> Vec<Level> {
+        let status = format!("Name:\tx\nCapPrm:\t0000000000000000\nCapEff:\t{mask:016x}\n");
+        capabilities(&status, restricted).iter().map(|f| f.level).collect()
+    }
+
+    #[test]
+    fn only_root_will_do() {
+        assert_eq!(user(0).level, Level::Ok);
+        assert_eq!(user(1000).level, Level::Fail);
+    }
+
+    #[test]
+    fn capabilities_of_a_node_and_of_a_container() {
+        let all = (1 << 41) - 1;
+        assert_eq!(levels(all, false), [Level::Ok, Level::Ok]);
+        assert_eq!(levels(all, true), [Level::Ok, Level::Ok]);
+        let without_resource = all & !(1 << SYS_RESOURCE);
+        assert_eq!(levels(without_resource, false), [Level::Ok, Level::Fail]);
+        assert_eq!(levels(without_resource, true), [Level::Ok, Level::Ok]);
+        // What docker grants by default lacks SYS_ADMIN and NET_ADMIN.
+        assert_eq!(levels(0xa804_25fb, true), [Level::Fail, Level::Fail, Level::Ok]);
+        assert_eq!(capabilities("Name:\tx\n", true)[0].level, Level::Fail);
+    }
+
+    #[test]
+    fn a_missing_capability_is_named() {
+        let finding = &capabilities("CapEff:\t000001ffffdfffff\n", false)[0];
+        assert!(finding.fact.starts_with("CAP_SYS_ADMIN is missing"), "{finding}");
+    }
+}

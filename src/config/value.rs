@@ -1,0 +1,189 @@
+//! The types of settings: what each takes from a file or a flag and how it is shown.
+
+use std::borrow::Cow;
+use std::path::{Component, Path, PathBuf};
+use std::time::Duration;
+
+use log::LevelFilter;
+use toml::de::DeValue;
+
+/// A value as it was given.
+pub(super) enum Input<'a> {
+    /// By a flag.
+    Text(&'a str),
+    /// In the config file.
+    Toml(&'a DeValue<'a>),
+}
+
+impl Input<'_> {
+    /// The value as plain text; `None` for TOML values that have no plain form.
+    fn text(&self) -> Option<Cow<'_, str>> {
+        match self {
+            Self::Text(text) => Some(Cow::Borrowed(text)),
+            Self::Toml(DeValue::String(text)) => Some(Cow::Borrowed(text)),
+            Self::Toml(_) => None,
+        }
+    }
+
+    /// As [`Input::text`], but of a bare TOML word or number; a quoted one is refused.
+    fn bare(&self) -> Option<Cow<'_, str>> {
+        match self {
+            Self::Text(text) => Some(Cow::Borrowed(text)),
+            Self::Toml(DeValue::Boolean(value)) => Some(value.to_string().into()),
+            Self::Toml(DeValue::Integer(value)) if value.radix() == 10 => Some(Cow::Borrowed(value.as_str())),
+            Self::Toml(_) => None,
+        }
+    }
+
+    /// Says what the value is instead of what it must be.
+    fn refused(&self, must_be: &str) -> String {
+        let is = match self {
+            Self::Text(text) => format!("{text:?}"),
+            Self::Toml(DeValue::String(text)) => format!("{text:?}"),
+            Self::Toml(DeValue::Integer(value)) => value.to_string(),
+            Self::Toml(DeValue::Boolean(value)) => value.to_string(),
+            Self::Toml(other) => format!("of type {}", other.type_str()),
+        };
+        format!("must be {must_be}, is {is}")
+    }
+}
+
+/// A type of settings.
+pub(super) trait Value: Sized {
+    /// What values it takes, to follow "must be".
+    const KIND: &'static str;
+
+    /// Takes a value.
+    ///
+    /// # Errors
+    /// What the value must be, and what it is.
+    fn read(input: Input<'_>) -> Result<Self, String>;
+
+    /// The value as TOML.
+    fn to_toml(&self) -> String;
+}
+
+/// A TOML basic string; JSON's escapes are a subset of TOML's.
+fn quoted(text: &str) -> String {
+    serde_json::Value::from(text).to_string()
+}
+
+impl Value for PathBuf {
+    const KIND: &'static str = "an absolute path";
+
+    fn read(input: Input<'_>) -> Result<Self, String> {
+        let Some(text) = input.text() else { return Err(input.refused(Self::KIND)) };
+        let path = Path::new(text.as_ref());
+        if !path.is_absolute() || text.contains(char::is_control) {
+            return Err(input.refused(Self::KIND));
+        }
+        if path.components().any(|part| part == Component::ParentDir) {
+            return Err(input.refused("an absolute path without \"..\""));
+        }
+        // Collected anew: no doubled, trailing or dotted parts, so that paths can be compared.
+        Ok(path.components().collect())
+    }
+
+    fn to_toml(&self) -> String {
+        quoted(&self.to_string_lossy())
+    }
+}
+
+impl Value for String {
+    const KIND: &'static str = "a string";
+
+    fn read(input: Input<'_>) -> Result<Self, String> {
+        input.text().map(Cow::into_owned).ok_or_else(|| input.refused(Self::KIND))
+    }
+
+    fn to_toml(&self) -> String {
+        quoted(self)
+    }
+}
+
+impl Value for bool {
+    const KIND: &'static str = "true or false";
+
+    fn read(input: Input<'_>) -> Result<Self, String> {
+        input.bare().and_then(|text| text.parse().ok()).ok_or_else(|| input.refused(Self::KIND))
+    }
+
+    fn to_toml(&self) -> String {
+        self.to_string()
+    }
+}
+
+impl Value for Duration {
+    const KIND: &'static str = "a whole number of seconds, at least 1";
+
+    fn read(input: Input<'_>) -> Result<Self, String> {
+        let seconds: Option<u32> = input.bare().and_then(|text| text.parse().ok()).filter(|seconds| *seconds > 0);
+        seconds.map(|seconds| Self::from_secs(seconds.into())).ok_or_else(|| input.refused(Self::KIND))
+    }
+
+    fn to_toml(&self) -> String {
+        self.as_secs().to_string()
+    }
+}
+
+impl Value for LevelFilter {
+    const KIND: &'static str = "one of off, error, warn, info, debug, trace";
+
+    fn read(input: Input<'_>) -> Result<Self, String> {
+        input.text().and_then(|text| text.parse().ok()).ok_or_else(|| input.refused(Self::KIND))
+    }
+
+    fn to_toml(&self) -> String {
+        quoted(&self.as_str().to_ascii_lowercase())
+    }
+}
+
+/// An enum of settings: its variants and their names.
+macro_rules! choice {
+    ($(#[$attr:meta])* $type:ident { $($(#[doc = $doc:literal])+ $variant:ident = $name:literal,)+ } kind $kind:literal) => {
+        $(#[$attr])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum $type {
+            $($(#[doc = $doc])+ $variant,)+
+        }
+
+        impl Value for $type {
+            const KIND: &'static str = $kind;
+
+            fn read(input: Input<'_>) -> Result<Self, String> {
+                match input.text().as_deref() {
+                    $(Some($name) => Ok(Self::$variant),)+
+                    _ => Err(input.refused(Self::KIND)),
+                }
+            }
+
+            fn to_toml(&self) -> String {
+                quoted(match self { $(Self::$variant => $name,)+ })
+            }
+        }
+    };
+}
+
+choice! {
+    /// How the pods' cgroups are made.
+    CgroupDriver {
+        /// By the form of `cgroup_parent`: a name that ends in `.slice` means systemd.
+        Auto = "auto",
+        /// Directories of the cgroup file system.
+        Cgroupfs = "cgroupfs",
+        /// Transient scopes, asked of systemd over D-Bus.
+        Systemd = "systemd",
+    }
+    kind "one of auto, cgroupfs, systemd"
+}
+
+choice! {
+    /// Form of a logged line.
+    LogFormat {
+        /// Time, level, message and `key=value` fields.
+        Text = "text",
+        /// One JSON object per line.
+        Json = "json",
+    }
+    kind "one of text, json"
+}

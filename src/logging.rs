@@ -1,0 +1,309 @@
+//! Log lines on standard error, text or JSON, with the sandbox id and other facts as fields.
+//!
+//! Modules log by the `log` crate: `log::info!(sandbox = id; "ready")`. Messages of other crates are shown from
+//! `warn` on, since theirs at `info` are about connections, not pods.
+
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::{Duration, SystemTime};
+
+use log::kv::{Key, VisitSource};
+use log::{Level, LevelFilter, Log, Metadata, Record};
+use serde_json::{Map, Value};
+
+use crate::config::{Config, LogFormat};
+
+/// Environment variable that overrides the configured level: `LEVEL`, or `LEVEL,TARGET=LEVEL,…`, where a target
+/// is a crate or module path such as `ttrpc` or `pause_sandboxer::wire`.
+pub const LEVEL_VARIABLE: &str = "PAUSE_SANDBOXER_LOG";
+
+/// The target of this crate's own messages, library and program.
+const OWN_TARGET: &str = "pause_sandboxer";
+
+/// Other crates' messages are shown from this level on, unless the environment says otherwise.
+const FOREIGN_LEVEL: LevelFilter = LevelFilter::Warn;
+
+static LOGGER: OnceLock<Logger> = OnceLock::new();
+
+/// Begins logging as `config` and the environment say.
+///
+/// # Errors
+/// The environment variable holds no level, or logging has begun already.
+pub fn init(config: &Config) -> Result<(), String> {
+    let directives = match std::env::var(LEVEL_VARIABLE) {
+        Ok(text) => Directives::parse(&text).map_err(|reason| format!("{LEVEL_VARIABLE}: {reason}"))?,
+        Err(_) => Directives::default(),
+    };
+    let logger = LOGGER.get_or_init(|| Logger { format: config.log_format, directives, level: AtomicU8::new(0) });
+    log::set_logger(logger).map_err(|e| e.to_string())?;
+    set_level(config.log_level);
+    Ok(())
+}
+
+/// Changes the level of the daemon's own messages; what the environment overrides stays.
+pub fn set_level(level: LevelFilter) {
+    if let Some(logger) = LOGGER.get() {
+        logger.level.store(level as u8, Ordering::Relaxed);
+        log::set_max_level(logger.directives.most(level));
+    }
+}
+
+/// What the environment says of levels.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Directives {
+    default: Option<LevelFilter>,
+    /// Longest target first, so that the first that fits is the closest.
+    targets: Vec<(String, LevelFilter)>,
+}
+
+impl Directives {
+    fn parse(text: &str) -> Result<Self, String> {
+        let mut directives = Self::default();
+        for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
+            let (target, level) = part.split_once('=').map_or((None, part), |(target, level)| (Some(target), level));
+            let level =
+                level.parse().map_err(|_| format!("{level:?} is no level (off, error, warn, info, debug, trace)"))?;
+            match target {
+                None => directives.default = Some(level),
+                Some(target) => directives.targets.push((target.to_owned(), level)),
+            }
+        }
+        directives.targets.sort_by_key(|(target, _)| std::cmp::Reverse(target.len()));
+        Ok(directives)
+    }
+
+    /// The level of `target` when `own` is the configured one.
+    fn level(&self, target: &str, own: LevelFilter) -> LevelFilter {
+        if let Some((_, level)) = self.targets.iter().find(|(of, _)| within(target, of)) {
+            return *level;
+        }
+        self.default.unwrap_or(if within(target, OWN_TARGET) { own } else { FOREIGN_LEVEL.min(own) })
+    }
+
+    /// The most verbose level of any target when `own` is the configured one.
+    fn most(&self, own: LevelFilter) -> LevelFilter {
+        self.targets.iter().map(|(_, level)| *level).chain([self.default.unwrap_or(own)]).max().unwrap_or(own)
+    }
+}
+
+/// Whether module path `target` is `of` or below it.
+fn within(target: &str, of: &str) -> bool {
+    target.strip_prefix(of).is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))
+}
+
+struct Logger {
+    format: LogFormat,
+    directives: Directives,
+    /// The configured level, as its number.
+    level: AtomicU8,
+}
+
+impl Logger {
+    fn own_level(&self) -> LevelFilter {
+        let number = usize::from(self.level.load(Ordering::Relaxed));
+        LevelFilter::iter().nth(number).unwrap_or(LevelFilter::Info)
+    }
+}
+
+impl Log for Logger {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.level() <= self.directives.level(metadata.target(), self.own_level())
+    }
+
+    fn log(&self, record: &Record<'_>) {
+        if self.enabled(record.metadata()) {
+            let line = line(self.format, SystemTime::now(), record);
+            // Nobody is left to tell when standard error is gone.
+            let _ = std::io::stderr().lock().write_all(line.as_bytes());
+        }
+    }
+
+    fn flush(&self) {}
+}
+
+/// The fields of a record, as JSON values in their order.
+#[derive(Default)]
+struct Fields(Vec<(String, Value)>);
+
+impl<'kvs> VisitSource<'kvs> for Fields {
+    fn visit_pair(&mut self, key: Key<'kvs>, value: log::kv::Value<'kvs>) -> Result<(), log::kv::Error> {
+        let json = value.to_bool().map(Value::from);
+        let json = json.or_else(|| value.to_u64().map(Value::from)).or_else(|| value.to_i64().map(Value::from));
+        let json = json.or_else(|| value.to_f64().map(Value::from));
+        self.0.push((key.as_str().to_owned(), json.unwrap_or_else(|| value.to_string().into())));
+        Ok(())
+    }
+}
+
+/// One line for `record`, with its line feed. Whatever the message holds, it stays one line.
+fn line(format: LogFormat, now: SystemTime, record: &Record<'_>) -> String {
+    let mut fields = Fields::default();
+    // Our visitor does not fail; a source that does has given what it could.
+    let _ = record.key_values().visit(&mut fields);
+    let (time, message) = (timestamp(now), record.args().to_string());
+    match format {
+        LogFormat::Json => {
+            let mut object = Map::new();
+            for (key, value) in fields.0 {
+                object.insert(key, value);
+            }
+            // Inserted last: a field of the same name must not hide them.
+            object.insert("time".to_owned(), time.into());
+            object.insert("level".to_owned(), level_name(record.level()).into());
+            object.insert("target".to_owned(), record.target().into());
+            object.insert("message".to_owned(), message.into());
+            format!("{}\n", Value::Object(object))
+        }
+        LogFormat::Text => {
+            let mut line = format!("{time} {:5} {}", level_name(record.level()), one_line(&message));
+            for (key, value) in fields.0 {
+                let text = match &value {
+                    Value::String(text) if plain(text) => text.clone(),
+                    other => other.to_string(),
+                };
+                // Writing to a String cannot fail.
+                let _ = write!(line, " {key}={text}");
+            }
+            line.push('\n');
+            line
+        }
+    }
+}
+
+fn level_name(level: Level) -> &'static str {
+    match level {
+        Level::Error => "error",
+        Level::Warn => "warn",
+        Level::Info => "info",
+        Level::Debug => "debug",
+        Level::Trace => "trace",
+    }
+}
+
+/// Whether a field's text is clear without quotes.
+fn plain(text: &str) -> bool {
+    !text.is_empty() && text.chars().all(|c| c.is_ascii_graphic() && !matches!(c, '"' | '=' | '\\'))
+}
+
+/// The text with its control characters escaped, so that no caller's bytes forge a second line.
+fn one_line(text: &str) -> String {
+    text.chars().fold(String::with_capacity(text.len()), |mut line, c| {
+        if c.is_control() {
+            line.extend(c.escape_default())
+        } else {
+            line.push(c)
+        }
+        line
+    })
+}
+
+/// RFC 3339 in UTC with microseconds.
+fn timestamp(time: SystemTime) -> String {
+    let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or(Duration::ZERO);
+    let (days, second) = (since.as_secs() / 86_400, since.as_secs() % 86_400);
+    let (year, month, day) = civil(days);
+    let (hour, minute, second, micros) = (second / 3600, second / 60 % 60, second % 60, since.subsec_micros());
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micros:06}Z")
+}
+
+/// Year, month and day of the day that lies `days` after 1970-01-01.
+fn civil(mut days: u64) -> (u64, u64, u64) {
+    let leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+    let mut year = 1970;
+    loop {
+        let length = if leap(year) { 366 } else { 365 };
+        if days < length {
+            break;
+        }
+        days -= length;
+        year += 1;
+    }
+    let february = if leap(year) { 29 } else { 28 };
+    let mut month = 1;
+    for length in [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31] {
+        if days < length {
+            break;
+        }
+        days -= length;
+        month += 1;
+    }
+    (year, month, days + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shown(format: LogFormat, message: &str, fields: &[(&str, log::kv::Value<'_>)]) -> String {
+        let time = SystemTime::UNIX_EPOCH + Duration::from_micros(1_795_226_716_000_042);
+        let args = format_args!("{message}");
+        let record = Record::builder().args(args).level(Level::Warn).target("t").key_values(&fields).build();
+        line(format, time, &record)
+    }
+
+    #[test]
+    fn text_line_shows_time_level_message_and_fields() {
+        let fields = [("sandbox", "abc".into()), ("n", 3.into()), ("reason", "a \"b\"".into()), ("empty", "".into())];
+        assert_eq!(
+            shown(LogFormat::Text, "gone", &fields),
+            "2026-11-21T02:05:16.000042Z warn  gone sandbox=abc n=3 reason=\"a \\\"b\\\"\" empty=\"\"\n"
+        );
+    }
+
+    #[test]
+    fn a_line_stays_one_line() {
+        let fields = [("sandbox", "a\nb".into())];
+        let text = shown(LogFormat::Text, "x\n2026 forged\u{1b}[2J", &fields);
+        assert_eq!(text.matches('\n').count(), 1, "{text}");
+        assert!(!text.contains('\u{1b}'));
+        assert_eq!(shown(LogFormat::Json, "x\ny", &fields).matches('\n').count(), 1);
+    }
+
+    #[test]
+    fn json_line_keeps_types_and_its_own_keys() {
+        let fields = [("sandbox", "abc".into()), ("n", 3.into()), ("yes", true.into()), ("level", "forged".into())];
+        let json: Value = serde_json::from_str(&shown(LogFormat::Json, "gone \"x\"", &fields)).unwrap();
+        assert_eq!(
+            json,
+            serde_json::json!({
+                "time": "2026-11-21T02:05:16.000042Z", "level": "warn", "target": "t", "message": "gone \"x\"",
+                "sandbox": "abc", "n": 3, "yes": true
+            })
+        );
+    }
+
+    #[test]
+    fn dates() {
+        for (days, date) in [(0, (1970, 1, 1)), (58, (1970, 2, 28)), (11_016, (2000, 2, 29)), (11_017, (2000, 3, 1))] {
+            assert_eq!(civil(days), date);
+        }
+        assert_eq!(civil(20_818), (2026, 12, 31));
+        assert_eq!(civil(47_541), (2100, 3, 1));
+    }
+
+    #[test]
+    fn levels_of_own_and_other_crates() {
+        use LevelFilter::{Debug, Error, Info, Trace, Warn};
+        let none = Directives::default();
+        assert_eq!(none.level("pause_sandboxer::wire", Debug), Debug);
+        assert_eq!(none.level("pause_sandboxerx", Debug), Warn);
+        assert_eq!(none.level("h2", Error), Error);
+        assert_eq!(none.most(Debug), Debug);
+        let some = Directives::parse("info, h2=trace,pause_sandboxer::wire=debug,").unwrap();
+        assert_eq!(some.level("pause_sandboxer", Error), Info);
+        assert_eq!(some.level("pause_sandboxer::wire::peer", Error), Debug);
+        assert_eq!(some.level("h2::codec", Error), Trace);
+        assert_eq!(some.most(Error), Trace);
+        assert!(Directives::parse("loud").unwrap_err().contains("\"loud\" is no level"));
+        assert!(Directives::parse("a=").is_err());
+    }
+
+    #[test]
+    fn level_numbers_name_their_levels() {
+        for level in LevelFilter::iter() {
+            assert_eq!(LevelFilter::iter().nth(level as usize), Some(level));
+        }
+    }
+}

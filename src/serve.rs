@@ -1,0 +1,204 @@
+//! `pause-sandboxer serve`: prepare, recover, listen, ready, serve, drain.
+
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use nix::fcntl::{Flock, FlockArg};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use pause_sandboxer::config::Config;
+use pause_sandboxer::controller::Controller;
+use pause_sandboxer::error::{IoContext as _, Step};
+use pause_sandboxer::pause::native::Native;
+use pause_sandboxer::podsandbox::Environment;
+use pause_sandboxer::{logging, wire};
+use sd_notify::NotifyState;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::watch;
+
+/// Threads that run the daemon's tasks: its work is waiting, not computing, and it shares the node with pods.
+const WORKERS: usize = 2;
+
+/// Threads that may block at once, in Start, Stop and recovery; further work queues for them.
+const BLOCKING: usize = 64;
+
+/// Within it a stopped daemon has answered its callers; systemd would wait 90 s before it kills.
+const DRAIN: Duration = Duration::from_secs(20);
+
+/// Runs the daemon until SIGTERM or SIGINT. `file` and `flags` are where `config` came from, for SIGHUP.
+///
+/// # Errors
+/// The step that kept the daemon from serving.
+pub(crate) fn serve(config: Config, file: Option<PathBuf>, flags: Vec<(String, String)>) -> Result<(), Step> {
+    logging::init(&config).map_err(|reason| Step::new("begin to log", io::Error::other(reason)))?;
+    log_panics();
+    if !nix::unistd::geteuid().is_root() {
+        return Err(Step::new("serve", io::Error::new(io::ErrorKind::PermissionDenied, "needs root")));
+    }
+    raise_open_files();
+    make_dir(&config.state_dir)?;
+    let _lock = lock(&config.state_dir)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(WORKERS)
+        .max_blocking_threads(BLOCKING)
+        .thread_name("sandboxer")
+        .enable_all()
+        .build()
+        .step("make the runtime")?;
+    let result = runtime.block_on(run(&config, || Config::load(file.as_deref(), &flags).map_err(|e| e.to_string())));
+    // What still blocks is the retry of a cleanup, which the next daemon takes up again.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    result
+}
+
+/// The daemon's life on the runtime. `reload` reads the settings again.
+async fn run(config: &Config, reload: impl Fn() -> Result<Config, String>) -> Result<(), Step> {
+    let mut end = End::watch()?;
+    let mut hangup = watch_signal(SignalKind::hangup())?;
+    log::info!(version = env!("CARGO_PKG_VERSION"), state_dir = config.state_dir.display().to_string(); "starting");
+    notify(&[NotifyState::Status("recovering")]);
+    let driver = Arc::new(Native::new()?);
+    let environment = Arc::new(Environment { config: config.clone(), driver });
+    let controller = tokio::select! {
+        controller = Controller::open(environment) => controller?,
+        () = end.told() => {
+            log::info!("told to end during recovery");
+            return Ok(());
+        }
+    };
+    let (grpc, ttrpc) = listen(config)?;
+    let (stop, stopped) = watch::channel(false);
+    let mut serving = tokio::spawn(wire::Server::new(Arc::clone(&controller), grpc, ttrpc).run(stopped));
+    log::info!(socket = config.socket.display().to_string(); "ready");
+    notify(&[NotifyState::Ready, NotifyState::Status("serving")]);
+    loop {
+        tokio::select! {
+            ended = &mut serving => {
+                // It ends by itself only by a fault of its listeners or a panic.
+                ended.map_err(|e| Step::new("serve", io::Error::other(e)))??;
+                return Err(Step::new("serve", io::Error::other("the server ended by itself")));
+            }
+            () = end.told() => break,
+            _ = hangup.recv() => reread(&reload),
+        }
+    }
+    log::info!("draining");
+    notify(&[NotifyState::Stopping, NotifyState::Status("draining")]);
+    // The receiver is gone only if the server is.
+    let _ = stop.send(true);
+    let drained = async {
+        let _ = serving.await;
+        controller.drain().await;
+    };
+    tokio::select! {
+        () = drained => log::info!("drained"),
+        () = tokio::time::sleep(DRAIN) => log::warn!(seconds = DRAIN.as_secs(); "not drained in time, ending all the same"),
+        () = end.told() => log::warn!("told to end again, ending at once"),
+    }
+    Ok(())
+}
+
+/// The signals that tell the daemon to end.
+struct End {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl End {
+    fn watch() -> Result<Self, Step> {
+        Ok(Self {
+            terminate: watch_signal(SignalKind::terminate())?,
+            interrupt: watch_signal(SignalKind::interrupt())?,
+        })
+    }
+
+    /// Returns at the next of them.
+    async fn told(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+}
+
+fn watch_signal(kind: SignalKind) -> Result<Signal, Step> {
+    signal(kind).step("watch signals")
+}
+
+/// Takes the log level from the settings as they are now; all else takes a restart.
+fn reread(reload: &impl Fn() -> Result<Config, String>) {
+    match reload() {
+        Ok(config) => {
+            logging::set_level(config.log_level);
+            log::info!(log_level = config.log_level.as_str(); "read the log level again");
+        }
+        Err(reason) => log::error!(reason = reason; "settings are left as they were"),
+    }
+}
+
+/// Logs a panic as one line instead of several on standard error; the task that panicked ends, the daemon does not.
+fn log_panics() {
+    std::panic::set_hook(Box::new(|panic| {
+        let message = panic.payload_as_str().unwrap_or("no message");
+        let place = panic.location().map_or_else(String::new, ToString::to_string);
+        log::error!(place = place, thread = std::thread::current().name().unwrap_or(""); "panic: {message}");
+    }));
+}
+
+/// Raises the limit of open files to the hard limit: each sandbox holds a pidfd and each caller a socket.
+fn raise_open_files() {
+    let raised =
+        getrlimit(Resource::RLIMIT_NOFILE).and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
+    if let Err(e) = raised {
+        log::warn!(error = e.desc(); "cannot raise the limit of open files");
+    }
+}
+
+fn make_dir(path: &Path) -> Result<(), Step> {
+    DirBuilder::new().recursive(true).mode(0o700).create(path).step_at("make directory", path)
+}
+
+/// Makes sure that no other daemon has this state directory. The lock ends with the process.
+fn lock(state_dir: &Path) -> Result<Flock<File>, Step> {
+    const STEP: &str = "lock state directory";
+    let path = state_dir.join("lock");
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(&path)
+        .step_at(STEP, &path)?;
+    let mut lock = Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(mut file, e)| {
+        let mut holder = String::new();
+        let known = e == nix::Error::EWOULDBLOCK && file.read_to_string(&mut holder).is_ok();
+        let reason = if known { io::Error::other(format!("in use by process {}", holder.trim())) } else { e.into() };
+        Step::at(STEP, &path, reason)
+    })?;
+    lock.set_len(0).and_then(|()| writeln!(&mut *lock, "{}", std::process::id())).step_at(STEP, &path)?;
+    Ok(lock)
+}
+
+/// The gRPC and the ttrpc socket.
+fn listen(config: &Config) -> Result<(UnixListener, UnixListener), Step> {
+    let bind = |path: &Path| {
+        if let Some(parent) = path.parent() {
+            make_dir(parent)?;
+        }
+        wire::bind(path)
+    };
+    Ok((bind(&config.socket)?, bind(&config.ttrpc_socket())?))
+}
+
+/// Tells the service manager, if there is one.
+fn notify(state: &[NotifyState<'_>]) {
+    if let Err(e) = sd_notify::notify(state) {
+        log::warn!(error = e.to_string(); "cannot tell the service manager");
+    }
+}

@@ -1,0 +1,334 @@
+//! The real binary: its command line, and the daemon's life from the lock of its directory to its end.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
+use std::fs;
+use std::io::{BufRead as _, BufReader};
+use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStderr, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tempfile::TempDir;
+
+/// How long a daemon may take for anything here; only a broken one takes it.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn program() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_pause-sandboxer"))
+}
+
+fn run(args: &[&str]) -> Output {
+    program().args(args).output().unwrap()
+}
+
+fn stdout(output: &Output) -> &str {
+    std::str::from_utf8(&output.stdout).unwrap()
+}
+
+fn stderr(output: &Output) -> &str {
+    std::str::from_utf8(&output.stderr).unwrap()
+}
+
+/// A directory of a test's own with flags that keep a daemon inside it.
+struct Scratch {
+    dir: TempDir,
+}
+
+impl Scratch {
+    fn new() -> Self {
+        Self { dir: TempDir::new().unwrap() }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn write(&self, name: &str, text: &str) -> String {
+        let path = self.path(name);
+        fs::write(&path, text).unwrap();
+        path.to_str().unwrap().to_owned()
+    }
+
+    fn flags(&self) -> Vec<String> {
+        let flag = |flag: &str, name: &str| format!("--{flag}={}", self.path(name).display());
+        vec![
+            // No file of the machine's own must change what is tested.
+            format!("--config={}", self.write("config.toml", "")),
+            flag("socket", "run/s.sock"),
+            flag("state-dir", "state"),
+            flag("containerd-root", "root"),
+            flag("containerd-state", "containerd"),
+            flag("containerd-address", "containerd/c.sock"),
+            "--restrict-oom-score-adj".to_owned(),
+        ]
+    }
+}
+
+/// A daemon that is killed when its test ends.
+struct Daemon {
+    child: Child,
+    log: BufReader<ChildStderr>,
+    notices: UnixDatagram,
+}
+
+impl Daemon {
+    /// Starts a daemon that tells us, as it would systemd, when it is ready.
+    fn start(scratch: &Scratch, flags: &[String]) -> Self {
+        let socket = scratch.path("notify");
+        let _ = fs::remove_file(&socket);
+        let notices = UnixDatagram::bind(&socket).unwrap();
+        notices.set_read_timeout(Some(PATIENCE)).unwrap();
+        let mut command = program();
+        command.arg("serve").args(flags).env("NOTIFY_SOCKET", &socket).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let log = BufReader::new(child.stderr.take().unwrap());
+        Self { child, log, notices }
+    }
+
+    /// Reads notices until one has `line`.
+    fn noticed(&self, line: &str) {
+        let mut buffer = [0; 4096];
+        loop {
+            let length = self.notices.recv(&mut buffer).unwrap_or_else(|e| panic!("no notice {line:?}: {e}"));
+            if std::str::from_utf8(&buffer[..length]).unwrap().lines().any(|l| l == line) {
+                return;
+            }
+        }
+    }
+
+    /// Reads the log until a line has `part`; the line.
+    fn logged(&mut self, part: &str) -> String {
+        loop {
+            let mut line = String::new();
+            assert_ne!(self.log.read_line(&mut line).unwrap(), 0, "the log ended without {part:?}");
+            if line.contains(part) {
+                return line;
+            }
+        }
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.child.id().try_into().unwrap()), signal).unwrap();
+    }
+
+    /// The exit status, within [`PATIENCE`].
+    fn ended(&mut self) -> std::process::ExitStatus {
+        let begun = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status;
+            }
+            assert!(begun.elapsed() < PATIENCE, "the daemon does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // Fails if it has ended, which is as good.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn version_and_help() {
+    let version = run(&["version"]);
+    assert!(version.status.success());
+    assert_eq!(stdout(&version), format!("pause-sandboxer {}\n", env!("CARGO_PKG_VERSION")));
+    let help = run(&["help"]);
+    assert!(help.status.success());
+    assert!(stdout(&help).contains("pause-sandboxer serve"));
+}
+
+#[test]
+fn a_command_that_is_not_understood_is_a_usage_error() {
+    for (args, part) in [(&["dance"][..], "\"dance\""), (&["serve", "--sockt=/x"], "--sockt"), (&[], "missing")] {
+        let output = run(args);
+        assert_eq!(output.status.code(), Some(2), "{args:?}");
+        assert!(
+            stderr(&output).starts_with("pause-sandboxer: ") && stderr(&output).contains(part),
+            "{}",
+            stderr(&output)
+        );
+    }
+}
+
+#[test]
+fn the_default_config_parses_back() {
+    let scratch = Scratch::new();
+    let printed = run(&["config", "default"]);
+    assert!(printed.status.success());
+    let file = scratch.write("c.toml", stdout(&printed));
+    let shown = run(&["config", "show", "--config", &file]);
+    assert!(shown.status.success(), "{}", stderr(&shown));
+    assert_eq!(stdout(&shown), stdout(&printed));
+}
+
+#[test]
+fn a_wrong_setting_is_named_with_its_place() {
+    let scratch = Scratch::new();
+    let file = scratch.write("c.toml", "log_level = \"info\"\nsocet = \"/run/x.sock\"\n");
+    for command in [&["config", "show"][..], &["serve"], &["check"]] {
+        let output = program().args(command).args(["--config", &file]).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{command:?}");
+        assert!(
+            stderr(&output).starts_with(&format!("pause-sandboxer: {file}:2: socet: unknown")),
+            "{}",
+            stderr(&output)
+        );
+    }
+    let output = run(&["serve", "--config", &scratch.write("d.toml", "abandoned_after = \"soon\"")]);
+    assert!(stderr(&output).contains("d.toml:1: abandoned_after: must be a whole number"), "{}", stderr(&output));
+    let output = run(&["serve", "--state-dir", "here"]);
+    assert!(stderr(&output).contains("flag --state-dir: state_dir: must be an absolute path"), "{}", stderr(&output));
+    let output = run(&["serve", "--config", "/nowhere/c.toml"]);
+    assert!(stderr(&output).contains("read config file /nowhere/c.toml: No such file"), "{}", stderr(&output));
+}
+
+/// A containerd config that names the sandboxer of `scratch` under `key`.
+fn containerd_config(scratch: &Scratch, sandboxer: &str) -> String {
+    let path = |name: &str| scratch.path(name).display().to_string();
+    scratch.write(
+        "containerd.toml",
+        &format!(
+            r#"version = 3
+root = "{}"
+state = "{}"
+[grpc]
+address = "{}"
+[proxy_plugins.mine]
+type = "sandbox"
+address = "{}"
+[plugins."io.containerd.cri.v1.runtime"]
+restrict_oom_score_adj = true
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.fast]
+runtime_type = "io.containerd.runc.v2"
+sandboxer = "{sandboxer}"
+"#,
+            path("root"),
+            path("containerd"),
+            path("containerd/c.sock"),
+            path("run/s.sock")
+        ),
+    )
+}
+
+fn check(scratch: &Scratch, sandboxer: &str) -> Output {
+    let config = containerd_config(scratch, sandboxer);
+    program().arg("check").args(scratch.flags()).args(["--containerd-config", &config]).output().unwrap()
+}
+
+#[test]
+fn check_tells_what_is_wrong_and_exits_accordingly() {
+    let scratch = Scratch::new();
+    let good = check(&scratch, "mine");
+    assert!(good.status.success(), "{}", stdout(&good));
+    for part in
+        ["ok    kernel: Linux ", "ok    privileges: root", "ok    containerd config: named by runtime handler \"fast\""]
+    {
+        assert!(stdout(&good).contains(part), "{part} is missing in\n{}", stdout(&good));
+    }
+    assert!(stdout(&good).contains("warn  daemon: does not run"), "{}", stdout(&good));
+    assert!(!scratch.path("state").exists(), "check must change nothing");
+    let bad = check(&scratch, "podsandbox");
+    assert_eq!(bad.status.code(), Some(1));
+    assert!(
+        stdout(&bad).contains("FAIL  containerd config: no runtime handler has sandboxer = \"mine\"\n      -> add: ["),
+        "{}",
+        stdout(&bad)
+    );
+}
+
+#[test]
+fn the_packaged_drop_in_names_the_default_sandboxer() {
+    let drop_in = concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/containerd.toml");
+    let output = run(&["check", "--containerd-config", drop_in]);
+    let named = "ok    containerd config: named by runtime handler \"pause-sandboxer\"";
+    assert!(stdout(&output).contains(named), "{}", stdout(&output));
+    assert!(!stdout(&output).contains("FAIL  containerd config"), "{}", stdout(&output));
+}
+
+#[test]
+fn serve_comes_up_answers_and_ends() {
+    let scratch = Scratch::new();
+    let mut daemon = Daemon::start(&scratch, &scratch.flags());
+    daemon.noticed("READY=1");
+    for name in ["run/s.sock", "run/s.sock.ttrpc"] {
+        UnixStream::connect(scratch.path(name)).unwrap();
+    }
+    let checked = check(&scratch, "mine");
+    assert!(stdout(&checked).contains("ok    daemon: answers on "), "{}", stdout(&checked));
+    daemon.signal(Signal::SIGTERM);
+    daemon.noticed("STOPPING=1");
+    assert_eq!(daemon.ended().code(), Some(0));
+    assert!(UnixStream::connect(scratch.path("run/s.sock")).is_err());
+}
+
+#[test]
+fn a_state_directory_and_a_socket_have_one_daemon() {
+    let scratch = Scratch::new();
+    let mut first = Daemon::start(&scratch, &scratch.flags());
+    first.noticed("READY=1");
+    let second = program().arg("serve").args(scratch.flags()).arg("--socket=/nowhere/s.sock").output().unwrap();
+    assert_eq!(second.status.code(), Some(1));
+    let reason = format!(
+        "lock state directory {}: in use by process {}",
+        scratch.path("state/lock").display(),
+        first.child.id()
+    );
+    assert!(stderr(&second).contains(&reason), "{}", stderr(&second));
+    let other_state = format!("--state-dir={}", scratch.path("other").display());
+    let second = program().arg("serve").args(scratch.flags()).arg(other_state).output().unwrap();
+    assert_eq!(second.status.code(), Some(1));
+    assert!(stderr(&second).contains("s.sock: Address already in use"), "{}", stderr(&second));
+    UnixStream::connect(scratch.path("run/s.sock")).unwrap();
+    // Neither the lock nor the socket of one that was killed is in the way of the next.
+    first.signal(Signal::SIGKILL);
+    first.ended();
+    let third = Daemon::start(&scratch, &scratch.flags());
+    third.noticed("READY=1");
+}
+
+#[test]
+fn sighup_reads_the_log_level_again() {
+    let scratch = Scratch::new();
+    let flags = scratch.flags();
+    let mut daemon = Daemon::start(&scratch, &flags);
+    daemon.noticed("READY=1");
+    scratch.write("config.toml", "log_level = \"loud\"");
+    daemon.signal(Signal::SIGHUP);
+    assert!(daemon.logged("settings are left as they were").contains("log_level: must be one of"));
+    scratch.write("config.toml", "log_level = \"debug\"");
+    daemon.signal(Signal::SIGHUP);
+    daemon.logged("log_level=DEBUG");
+}
+
+#[test]
+fn json_log_is_json_from_the_first_line_to_the_last() {
+    let scratch = Scratch::new();
+    let mut daemon = Daemon::start(&scratch, &[scratch.flags(), vec!["--log-format=json".to_owned()]].concat());
+    daemon.noticed("READY=1");
+    daemon.signal(Signal::SIGINT);
+    assert_eq!(daemon.ended().code(), Some(0));
+    let lines: Vec<String> = (&mut daemon.log).lines().map(Result::unwrap).collect();
+    let messages: Vec<String> = lines
+        .iter()
+        .map(|line| {
+            let json: serde_json::Value = serde_json::from_str(line).unwrap_or_else(|e| panic!("{line:?}: {e}"));
+            json["message"].as_str().unwrap().to_owned()
+        })
+        .collect();
+    assert_eq!((messages.first().unwrap().as_str(), messages.last().unwrap().as_str()), ("starting", "drained"));
+}
+
+#[test]
+fn no_config_file_at_all_is_needed() {
+    assert!(!Path::new("/etc/pause-sandboxer/config.toml").exists(), "this machine has a config file of its own");
+    let scratch = Scratch::new();
+    let daemon = Daemon::start(&scratch, &scratch.flags()[1..]);
+    daemon.noticed("READY=1");
+}
