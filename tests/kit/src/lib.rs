@@ -1,1 +1,56 @@
-//! Real nodes for tests, demo and benches: containerd, its parts, a CRI client, and a look at what is left on the machine.
+//! Real nodes for tests, demo and benches.
+//!
+//! A [`Node`] is one real containerd with everything of its own: root, state, sockets, pod network, cgroup parent. It knows
+//! two CRI runtime handlers, [`Handler::Builtin`] and [`Handler::Ours`], which differ in nothing but the sandboxer, so that the
+//! same pod can be run by both. Pods are described with [`PodSpec`] and [`ContainerSpec`], run through containerd's CRI socket by
+//! [`Cri`], and what they leave on the machine is read from the machine by [`Snapshot`], never asked of a daemon.
+//!
+//! ```no_run
+//! # async fn example() -> anyhow::Result<()> {
+//! let node = kit::Node::start(kit::Options::default()).await?;
+//! let before = node.snapshot()?;
+//! let pod = node.run(kit::Handler::Builtin, kit::PodSpec::new("one")).await?;
+//! let container = pod.run(kit::ContainerSpec::sleeping("main")).await?;
+//! assert_eq!(container.sh("hostname").await?, "one\n");
+//! pod.remove().await?;
+//! node.settles_to(&before).await?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Everything needs root. The parts (containerd itself and some packages) are fetched by `tests/kit/fetch-parts`, which
+//! [`Node::start`] runs where they are missing.
+
+pub mod controller;
+pub mod cri;
+pub mod grpc;
+pub mod machine;
+
+mod config;
+mod events;
+mod forward;
+mod image;
+mod node;
+mod parts;
+mod pod;
+mod process;
+mod scrap;
+mod snapshot;
+mod wait;
+
+pub use cri::Cri;
+pub use events::Events;
+pub use forward::port_forward;
+pub use image::{PAUSE_IMAGE, TEST_IMAGE};
+pub use node::{Handler, Node, Options};
+pub use parts::Parts;
+pub use pod::{Container, ContainerSpec, Pod, PodSpec};
+pub use process::Process;
+pub use snapshot::Snapshot;
+pub use wait::until;
+
+/// The messages of CRI and of the sandbox controller.
+#[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
+pub mod proto {
+    include!(concat!(env!("OUT_DIR"), "/proto/mod.rs"));
+}

@@ -1,0 +1,209 @@
+//! Runs every case with both sandboxers on one node, and looks after each at what it left.
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use kit::cri::api;
+use kit::{ContainerSpec, Handler, Node, Options, PodSpec};
+use libtest_mimic::{Arguments, Failed, Trial};
+use tokio::runtime::Runtime;
+
+/// What a case may take at most; a hang is a failure that says where.
+const LIMIT: Duration = Duration::from_secs(90);
+/// Lines of each daemon's log that a failed case shows.
+const LOG_LINES: usize = 40;
+
+type Running = Pin<Box<dyn Future<Output = Result<()>>>>;
+
+/// One case of the suite.
+pub(crate) struct Case {
+    name: &'static str,
+    handlers: &'static [Handler],
+    run: fn(Bench) -> Running,
+}
+
+impl Case {
+    /// A case of both sandboxers.
+    pub(crate) const fn both(name: &'static str, run: fn(Bench) -> Running) -> Self {
+        Self { name, handlers: &Handler::ALL, run }
+    }
+
+    /// A case that only this sandboxer has an answer to: it speaks to its own socket.
+    pub(crate) const fn ours(name: &'static str, run: fn(Bench) -> Running) -> Self {
+        Self { name, handlers: &[Handler::Ours], run }
+    }
+}
+
+/// Names async functions as cases: `cases![both: a, b; ours: c]`.
+macro_rules! cases {
+    ($($which:ident: $($case:ident),* $(,)?);* $(;)?) => {
+        vec![$($(crate::harness::Case::$which(stringify!($case), |context| Box::pin($case(context)))),*),*]
+    };
+}
+pub(crate) use cases;
+
+/// What a case is given.
+#[derive(Clone)]
+pub(crate) struct Bench {
+    case: &'static str,
+    pub(crate) handler: Handler,
+    pub(crate) node: Arc<Node>,
+    suite: Arc<Suite>,
+}
+
+impl Bench {
+    /// Runs a pod by the case's sandboxer.
+    pub(crate) async fn run(&self, spec: PodSpec) -> Result<kit::Pod> {
+        self.node.run(self.handler, spec).await
+    }
+
+    /// Says that the two sandboxers differ in `what`, why, and checks that this one does as is said of it.
+    pub(crate) fn differs<T: PartialEq + Debug>(
+        &self,
+        what: &str,
+        observed: &T,
+        difference: Difference<T>,
+    ) -> Result<()> {
+        let Difference { builtin, ours, why } = difference;
+        let line = format!("built-in {builtin:?}, ours {ours:?}: {why}");
+        lock(&self.suite.differences).insert((self.case, what.to_owned()), line);
+        let expected = match self.handler {
+            Handler::Builtin => builtin,
+            Handler::Ours => ours,
+        };
+        ensure!(*observed == expected, "{what}: {observed:?}, but expected of this sandboxer is {expected:?}");
+        Ok(())
+    }
+}
+
+/// What each of the two is expected to do, and why they are not the same.
+pub(crate) struct Difference<T> {
+    pub(crate) builtin: T,
+    pub(crate) ours: T,
+    pub(crate) why: &'static str,
+}
+
+struct Suite {
+    runtime: Runtime,
+    /// Started by the first case; why it did not start, if it did not.
+    node: Mutex<Option<Result<Arc<Node>, String>>>,
+    warm: Mutex<Vec<Handler>>,
+    differences: Mutex<BTreeMap<(&'static str, String), String>>,
+}
+
+/// Runs the cases that the command line asks for.
+pub(crate) fn run(cases: Vec<Case>) -> ExitCode {
+    let mut arguments = Arguments::from_args();
+    // One case after another: what one leaves must not be taken for another's.
+    arguments.test_threads = Some(1);
+    let runtime = match Runtime::new() {
+        Ok(runtime) => runtime,
+        Err(e) => {
+            eprintln!("no runtime: {e}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let suite = Arc::new(Suite {
+        runtime,
+        node: Mutex::new(None),
+        warm: Mutex::new(Vec::new()),
+        differences: Mutex::new(BTreeMap::new()),
+    });
+    let mut trials = Vec::new();
+    for case in cases {
+        for &handler in case.handlers {
+            let side = match handler {
+                Handler::Builtin => "builtin",
+                Handler::Ours => "ours",
+            };
+            let (suite, name, body) = (Arc::clone(&suite), case.name, case.run);
+            trials.push(Trial::test(format!("{name}::{side}"), move || {
+                suite.runtime.block_on(one(&suite, name, handler, body)).map_err(|e| Failed::from(format!("{e:#}")))
+            }));
+        }
+    }
+    let conclusion = libtest_mimic::run(&arguments, trials);
+    let differences = std::mem::take(&mut *lock(&suite.differences));
+    if !differences.is_empty() {
+        println!("expected differences between the built-in controller and this sandboxer:");
+        for ((case, what), line) in differences {
+            println!("  {case}: {what}: {line}");
+        }
+    }
+    drop(lock(&suite.node).take());
+    conclusion.exit_code()
+}
+
+async fn one(suite: &Arc<Suite>, case: &'static str, handler: Handler, body: fn(Bench) -> Running) -> Result<()> {
+    let node = shared_node(suite).await?;
+    let done = checked(suite, &node, case, handler, body).await;
+    if done.is_err() {
+        let logs = node.log_tails(LOG_LINES);
+        sweep(&node).await;
+        return done.context(logs);
+    }
+    done
+}
+
+async fn checked(
+    suite: &Arc<Suite>,
+    node: &Arc<Node>,
+    case: &'static str,
+    handler: Handler,
+    body: fn(Bench) -> Running,
+) -> Result<()> {
+    warm_up(suite, node, handler).await?;
+    let before = node.snapshot()?;
+    let context = Bench { case, handler, node: Arc::clone(node), suite: Arc::clone(suite) };
+    match tokio::time::timeout(LIMIT, body(context)).await {
+        Ok(done) => done?,
+        Err(_) => anyhow::bail!("not done after {LIMIT:?}"),
+    }
+    node.settles_to(&before).await
+}
+
+async fn shared_node(suite: &Suite) -> Result<Arc<Node>> {
+    if let Some(known) = lock(&suite.node).as_ref() {
+        return known.clone().map_err(|reason| anyhow::anyhow!("the node did not start: {reason}"));
+    }
+    let sandboxer = Some(PathBuf::from(env!("CARGO_BIN_EXE_pause-sandboxer")));
+    let started = Node::start(Options { sandboxer, ..Options::default() }).await;
+    let known = started.as_ref().map(Arc::clone).map_err(|e| e.to_string());
+    *lock(&suite.node) = Some(known);
+    started
+}
+
+/// Makes what a sandboxer and the pod network make once for all pods, such as the bridge.
+async fn warm_up(suite: &Suite, node: &Arc<Node>, handler: Handler) -> Result<()> {
+    if handler == Handler::Ours && node.sandboxer_pid().is_err() {
+        node.start_sandboxer().await?;
+    }
+    if !lock(&suite.warm).contains(&handler) {
+        let pod = node.run(handler, PodSpec::new("warm-up")).await.context("warm-up")?;
+        pod.run(ContainerSpec::sleeping("main")).await.context("warm-up")?;
+        pod.remove().await.context("warm-up")?;
+        lock(&suite.warm).push(handler);
+    }
+    Ok(())
+}
+
+/// Removes what a failed case has left, so that the next begins on a clean node. What cannot be removed is not this case's failure any more.
+async fn sweep(node: &Node) {
+    for pod in node.cri().list_pod_sandbox(api::PodSandboxFilter::new()).await.unwrap_or_default() {
+        let stopped = node.cri().stop_pod_sandbox(&pod.id).await;
+        let removed = node.cri().remove_pod_sandbox(&pod.id).await;
+        if let Err(e) = stopped.and(removed) {
+            eprintln!("sweep: pod {}: {e}", pod.id);
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,109 @@
+//! What runs inside the images of the tests, where busybox has nothing for it.
+//!
+//! - `pause`: waits for ever and reaps; the pause image of the built-in controller.
+//! - `shm-make KEY TEXT`, `shm-read KEY`: a System V shared memory segment.
+//! - `serve PORT NAME`: answers every line of every connection with `NAME: LINE`.
+
+use std::ffi::{c_int, c_ulong, c_void};
+use std::io::{self, BufRead, BufReader, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::ExitCode;
+use std::{env, ptr, thread};
+
+unsafe extern "C" {
+    fn pause() -> c_int;
+    fn signal(signal: c_int, handler: usize) -> usize;
+    fn shmget(key: c_int, size: usize, flags: c_int) -> c_int;
+    fn shmat(id: c_int, address: *const c_void, flags: c_int) -> *mut c_void;
+    fn alarm(seconds: u32) -> u32;
+}
+
+const SIGCHLD: c_int = 17;
+const SIG_IGN: usize = 1;
+const IPC_CREAT: c_int = 0o1000;
+const IPC_EXCL: c_int = 0o2000;
+/// Size of every segment, bytes.
+const SEGMENT: usize = 4096;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = env::args().skip(1).collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let done = match words.as_slice() {
+        [] | ["pause"] => wait_for_ever(),
+        ["shm-make", key, text] => parse(key).and_then(|key| shm_make(key, text)),
+        ["shm-read", key] => parse(key).and_then(shm_read),
+        ["serve", port, name] => parse(port).and_then(|port: u16| serve(port, name)),
+        _ => Err(io::Error::other("usage: probe pause | shm-make KEY TEXT | shm-read KEY | serve PORT NAME")),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("probe {}: {e}", words.join(" "));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn parse<T: std::str::FromStr>(word: &str) -> io::Result<T> {
+    word.parse().map_err(|_| io::Error::other(format!("{word} is no number in range")))
+}
+
+fn wait_for_ever() -> io::Result<()> {
+    // SAFETY: ignoring SIGCHLD makes the kernel reap the children; no handler runs.
+    unsafe { signal(SIGCHLD, SIG_IGN) };
+    loop {
+        // SAFETY: takes nothing and only waits.
+        unsafe { pause() };
+    }
+}
+
+/// Attaches the segment of `key`, which stays attached until the process ends.
+fn attach(key: c_int, flags: c_int) -> io::Result<*mut u8> {
+    // SAFETY: plain numbers; the result is checked.
+    let id = unsafe { shmget(key, SEGMENT, flags | 0o666) };
+    if id < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel chooses a free address.
+    let address = unsafe { shmat(id, ptr::null(), 0) };
+    if address as c_ulong == c_ulong::MAX { Err(io::Error::last_os_error()) } else { Ok(address.cast()) }
+}
+
+fn shm_make(key: c_int, text: &str) -> io::Result<()> {
+    if text.len() > SEGMENT {
+        return Err(io::Error::other("the text is longer than the segment"));
+    }
+    let segment = attach(key, IPC_CREAT | IPC_EXCL)?;
+    // SAFETY: the segment has SEGMENT bytes, at least as many as the text, and cannot overlap it.
+    unsafe { ptr::copy_nonoverlapping(text.as_ptr(), segment, text.len()) };
+    Ok(())
+}
+
+fn shm_read(key: c_int) -> io::Result<()> {
+    let segment = attach(key, 0)?;
+    // SAFETY: the segment has SEGMENT bytes and stays attached; a writer at the same time is no part of the tests.
+    let bytes = unsafe { std::slice::from_raw_parts(segment, SEGMENT) };
+    let end = bytes.iter().position(|b| *b == 0).unwrap_or(SEGMENT);
+    println!("{}", String::from_utf8_lossy(&bytes[..end]));
+    Ok(())
+}
+
+fn serve(port: u16, name: &str) -> io::Result<()> {
+    // SAFETY: plain number; ends the process in case everybody has forgotten it.
+    unsafe { alarm(600) };
+    let listener = TcpListener::bind(("0.0.0.0", port))?;
+    println!("listening");
+    for connection in listener.incoming() {
+        let (connection, name) = (connection?, name.to_owned());
+        thread::spawn(move || answer(connection, &name));
+    }
+    Ok(())
+}
+
+fn answer(connection: TcpStream, name: &str) -> io::Result<()> {
+    let mut answers = connection.try_clone()?;
+    for line in BufReader::new(connection).lines() {
+        writeln!(answers, "{name}: {}", line?)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,193 @@
+//! A direct client of `containerd.services.sandbox.v1.Controller`: of the sandboxer's own socket, or of containerd's, which passes
+//! the calls on to the controller that a request names.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use protobuf::{EnumOrUnknown, Message};
+
+pub use crate::proto::controller as api;
+
+use crate::cri::{decode, encode};
+use crate::grpc::{Client, Status};
+
+/// The type URL of a pod's config, as containerd writes it.
+pub const CONFIG_TYPE: &str = "runtime.v1.PodSandboxConfig";
+
+/// The deadline of a call that answers at once.
+const DEADLINE: Duration = Duration::from_secs(30);
+
+/// A sandbox controller behind a gRPC socket.
+#[derive(Debug)]
+pub struct Controller {
+    client: Client,
+    sandboxer: String,
+}
+
+impl Controller {
+    /// The controller at `socket`. `sandboxer` names it in the requests, which only containerd's own socket looks at.
+    pub fn new(socket: impl Into<PathBuf>, sandboxer: &str) -> Self {
+        let client = Client::new(socket).header("containerd-namespace", "k8s.io");
+        Self { client, sandboxer: sandboxer.to_owned() }
+    }
+
+    /// `Create` with a CRI config, as containerd asks for it.
+    ///
+    /// # Errors
+    /// The server's status.
+    pub async fn create(
+        &self,
+        id: &str,
+        config: &crate::cri::api::PodSandboxConfig,
+        netns_path: &str,
+    ) -> Result<(), Status> {
+        let mut request = self.create_request(id);
+        request.options = Some(any(CONFIG_TYPE, encode(config)?)).into();
+        request.netns_path = netns_path.to_owned();
+        self.create_raw(&request).await
+    }
+
+    /// A `Create` request without options, for the caller to fill.
+    pub fn create_request(&self, id: &str) -> api::ControllerCreateRequest {
+        let runtime = api::Runtime { name: "io.containerd.runc.v2".into(), ..Default::default() };
+        let sandbox = api::Sandbox {
+            sandbox_id: id.to_owned(),
+            runtime: Some(runtime).into(),
+            sandboxer: self.sandboxer.clone(),
+            ..Default::default()
+        };
+        api::ControllerCreateRequest {
+            sandbox_id: id.to_owned(),
+            sandbox: Some(sandbox).into(),
+            sandboxer: self.sandboxer.clone(),
+            ..Default::default()
+        }
+    }
+
+    /// `Create` with any request.
+    ///
+    /// # Errors
+    /// The server's status.
+    pub async fn create_raw(&self, request: &api::ControllerCreateRequest) -> Result<(), Status> {
+        self.call::<api::ControllerCreateResponse>("Create", request, Some(DEADLINE)).await.map(drop)
+    }
+
+    /// Any method with any bytes.
+    ///
+    /// # Errors
+    /// The server's status.
+    pub async fn raw(&self, method: &str, body: Vec<u8>) -> Result<Vec<u8>, Status> {
+        Ok(self.client.unary(&path(method), body, Some(DEADLINE)).await?.to_vec())
+    }
+
+    /// `Start`.
+    ///
+    /// # Errors
+    /// The server's status.
+    pub async fn start(&self, id: &str) -> Result<api::ControllerStartResponse, Status> {
+        self.call("Start", &self.request(id), Some(DEADLINE)).await
+    }
+
+    /// `Platform`.
+    ///
+    /// # Errors
+    /// The server's status.
+    pub async fn platform(&self, id: &str) -> Result<api::Platform, Status> {
+        let answer: api::ControllerPlatformResponse = self.call("Platform", &self.request(id), Some(DEADLINE)).await?;
+        Ok(answer.platform.unwrap_or_default())
+    }
+
+    /// `Stop`.
+    ///
+    /// # Errors
+    /// The server's status.
+    pub async fn stop(&self, id: &str) -> Result<(), Status> {
+        let request = api::ControllerStopRequest {
+            sandbox_id: id.to_owned(),
+            sandboxer: self.sandboxer.clone(),
+            ..Default::default()
+        };
+        self.call::<api::Empty>("Stop", &request, Some(DEADLINE)).await.map(drop)
+    }
+
+    /// `Wait`, without a deadline.
+    ///
+    /// # Errors
+    /// The server's status.
+    pub async fn wait(&self, id: &str) -> Result<api::ControllerWaitResponse, Status> {
+        self.call("Wait", &self.request(id), None).await
+    }
+
+    /// `Status`.
+    ///
+    /// # Errors
+    /// The server's status.
+    pub async fn status(&self, id: &str, verbose: bool) -> Result<api::ControllerStatusResponse, Status> {
+        let request = api::ControllerStatusRequest {
+            sandbox_id: id.to_owned(),
+            verbose,
+            sandboxer: self.sandboxer.clone(),
+            ..Default::default()
+        };
+        self.call("Status", &request, Some(DEADLINE)).await
+    }
+
+    /// `Shutdown`.
+    ///
+    /// # Errors
+    /// The server's status.
+    pub async fn shutdown(&self, id: &str) -> Result<(), Status> {
+        self.call::<api::Empty>("Shutdown", &self.request(id), Some(DEADLINE)).await.map(drop)
+    }
+
+    /// `Metrics`.
+    ///
+    /// # Errors
+    /// The server's status.
+    pub async fn metrics(&self, id: &str) -> Result<api::Metric, Status> {
+        let answer: api::ControllerMetricsResponse = self.call("Metrics", &self.request(id), Some(DEADLINE)).await?;
+        Ok(answer.metrics.unwrap_or_default())
+    }
+
+    /// `Update` of these fields.
+    ///
+    /// # Errors
+    /// The server's status.
+    pub async fn update(&self, id: &str, sandbox: api::Sandbox, fields: &[&str]) -> Result<(), Status> {
+        let request = api::ControllerUpdateRequest {
+            sandbox_id: id.to_owned(),
+            sandboxer: self.sandboxer.clone(),
+            sandbox: Some(sandbox).into(),
+            fields: fields.iter().map(|field| (*field).to_owned()).collect(),
+            ..Default::default()
+        };
+        self.call::<api::Empty>("Update", &request, Some(DEADLINE)).await.map(drop)
+    }
+
+    fn request(&self, id: &str) -> api::ControllerRequest {
+        api::ControllerRequest { sandbox_id: id.to_owned(), sandboxer: self.sandboxer.clone(), ..Default::default() }
+    }
+
+    async fn call<A: Message>(
+        &self,
+        method: &str,
+        request: &impl Message,
+        deadline: Option<Duration>,
+    ) -> Result<A, Status> {
+        decode(&self.client.unary(&path(method), encode(request)?, deadline).await?)
+    }
+}
+
+/// A typed payload.
+pub fn any(type_url: &str, value: Vec<u8>) -> protobuf::well_known_types::any::Any {
+    protobuf::well_known_types::any::Any { type_url: type_url.to_owned(), value, ..Default::default() }
+}
+
+fn path(method: &str) -> String {
+    format!("/containerd.services.sandbox.v1.Controller/{method}")
+}
+
+/// The value of an enum field, for messages that are compared or printed.
+pub fn known<E: protobuf::Enum>(value: EnumOrUnknown<E>) -> Option<E> {
+    value.enum_value().ok()
+}

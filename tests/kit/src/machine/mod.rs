@@ -1,0 +1,5 @@
+//! What the machine itself tells: processes, mounts, cgroups.
+
+pub mod cgroup;
+pub mod mounts;
+pub mod processes;

@@ -1,0 +1,89 @@
+//! Processes of the machine, read from /proc.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+/// One process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Proc {
+    /// Process id.
+    pub pid: u32,
+    /// Parent's process id.
+    pub parent: u32,
+    /// State letter; `Z` is a zombie.
+    pub state: char,
+    /// Clock ticks after boot at which it started.
+    pub start_time: u64,
+    /// Name.
+    pub comm: String,
+    /// Command line, words separated by a space.
+    pub command: String,
+    /// `/proc/PID/cgroup`.
+    pub cgroups: String,
+}
+
+/// All processes but the kernel's own.
+///
+/// # Errors
+/// /proc cannot be read.
+pub fn all() -> Result<Vec<Proc>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir("/proc").context("read /proc")? {
+        let name = entry?.file_name();
+        // One that ends meanwhile is none.
+        if let Some(process) = name.to_str().and_then(|n| n.parse().ok()).and_then(|pid| one(pid).ok())
+            && process.parent != 2
+            && process.pid != 2
+        {
+            found.push(process);
+        }
+    }
+    Ok(found)
+}
+
+/// One process.
+///
+/// # Errors
+/// There is none with this id.
+pub fn one(pid: u32) -> Result<Proc> {
+    let read = |file: &str| {
+        let path = format!("/proc/{pid}/{file}");
+        std::fs::read(&path)
+            .with_context(|| format!("read {path}"))
+            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+    };
+    let stat = read("stat")?;
+    // The name stands in parentheses and may hold anything, parentheses too.
+    let (comm, rest) = stat
+        .split_once('(')
+        .and_then(|(_, rest)| rest.rsplit_once(") "))
+        .with_context(|| format!("/proc/{pid}/stat: {stat}"))?;
+    let fields: Vec<&str> = rest.split(' ').collect();
+    // Numbered as in proc_pid_stat(5), where the state is field 3.
+    let field = |number: usize| fields.get(number - 3).copied().unwrap_or_default();
+    Ok(Proc {
+        pid,
+        parent: field(4).parse()?,
+        state: field(3).chars().next().unwrap_or('?'),
+        start_time: field(22).parse()?,
+        comm: comm.to_owned(),
+        command: read("cmdline")?.trim_end_matches('\0').replace('\0', " "),
+        cgroups: read("cgroup")?,
+    })
+}
+
+/// The namespace of one kind (`net`, `pid`, …) that a process is in, such as `net:[4026531840]`; `self` is a process, too.
+///
+/// # Errors
+/// There is no such process.
+pub fn namespace(pid: &str, kind: &str) -> Result<String> {
+    let link = format!("/proc/{pid}/ns/{kind}");
+    let target = std::fs::read_link(&link).with_context(|| format!("read {link}"))?;
+    Ok(target.to_string_lossy().into_owned())
+}
+
+/// Whether there is a process with this id, a zombie included.
+pub fn exists(pid: u32) -> bool {
+    Path::new(&format!("/proc/{pid}")).exists()
+}

@@ -1,0 +1,55 @@
+//! The programs that a node is made of.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+/// The CNI plugins of a node's pod network.
+const CNI_PLUGINS: &str = "/usr/lib/cni";
+
+/// Where the programs of a node are.
+#[derive(Clone, Debug)]
+pub struct Parts {
+    bin: PathBuf,
+}
+
+impl Parts {
+    /// The fetched parts, in `$PARTS_DIR` or the repository's `target/parts`; fetches what is missing.
+    ///
+    /// # Errors
+    /// The script that fetches them failed.
+    pub fn get() -> Result<Self> {
+        let kit = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let directory = match std::env::var_os("PARTS_DIR") {
+            Some(directory) => PathBuf::from(directory),
+            None => kit.join("../../target/parts"),
+        };
+        let script = kit.join("fetch-parts");
+        let status =
+            Command::new(&script).arg(&directory).status().with_context(|| format!("run {}", script.display()))?;
+        ensure!(status.success(), "{} failed: {status}", script.display());
+        let bin = directory.join("bin").canonicalize().with_context(|| format!("{}/bin", directory.display()))?;
+        Ok(Self { bin })
+    }
+
+    /// Other builds of containerd, `ctr` and its runc shim, all in `bin`.
+    pub fn at(bin: impl Into<PathBuf>) -> Self {
+        Self { bin: bin.into() }
+    }
+
+    /// The directory that holds containerd, `ctr` and `containerd-shim-runc-v2`.
+    pub fn bin(&self) -> &Path {
+        &self.bin
+    }
+
+    /// A program of this directory.
+    pub fn program(&self, name: &str) -> PathBuf {
+        self.bin.join(name)
+    }
+
+    /// The directory of the CNI plugins.
+    pub fn cni_plugins(&self) -> &Path {
+        Path::new(CNI_PLUGINS)
+    }
+}

@@ -1,0 +1,25 @@
+//! Waiting for a condition, never for a time.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+
+/// How often a condition is looked at.
+const PACE: Duration = Duration::from_millis(10);
+
+/// Asks `probe` until it answers `Ok`, and gives up after `limit` with the last reason that it gave.
+///
+/// # Errors
+/// Names `what` and the last reason.
+pub async fn until<T>(what: &str, limit: Duration, mut probe: impl AsyncFnMut() -> Result<T>) -> Result<T> {
+    let begun = Instant::now();
+    loop {
+        match probe().await {
+            Ok(found) => return Ok(found),
+            Err(reason) if begun.elapsed() >= limit => {
+                bail!("{what}: not so after {:.1} s: {reason:#}", begun.elapsed().as_secs_f32())
+            }
+            Err(_) => tokio::time::sleep(PACE).await,
+        }
+    }
+}
