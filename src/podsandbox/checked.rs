@@ -75,7 +75,7 @@ pub fn check(request: &CreateRequest, config: &Config, driver: &str) -> Result<R
         userns: userns(id, &namespaces.userns_options)?,
         sysctls: sysctls(id, &pod, config, host_network, ipc, security)?,
         cgroup_parent: cgroup_parent(id, &pod.linux.cgroup_parent)?,
-        oom_score_adj: OOM_SCORE_ADJ,
+        oom_score_adj: oom_score_adj(config),
         selinux_label: String::new(),
     };
     let dns = pod.dns_config.as_ref().map(|dns| Dns {
@@ -161,6 +161,16 @@ fn netns(id: &str, host_network: bool, path: &str) -> Result<Option<PathBuf>, Er
         Ok(false) => refuse(format!("{path} is no network namespace")),
         Err(e) => refuse(format!("{}: {e}", shorten(path))),
     }
+}
+
+/// What the built-in controller asks for, or the daemon's own where a lower one may not be asked for
+/// (containerd `WithPodOOMScoreAdj`).
+fn oom_score_adj(config: &Config) -> i32 {
+    if !config.restrict_oom_score_adj {
+        return OOM_SCORE_ADJ;
+    }
+    let own = std::fs::read_to_string("/proc/self/oom_score_adj").ok().and_then(|text| text.trim().parse().ok());
+    own.unwrap_or(0).max(OOM_SCORE_ADJ)
 }
 
 fn hostname(id: &str, name: &str) -> Result<String, Error> {
