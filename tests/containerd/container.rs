@@ -1,4 +1,76 @@
-use crate::harness::Case;
+//! Containers in a living pod: commands in them, their logs, their crashes.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use kit::cri::api;
+use kit::{ContainerSpec, PodSpec};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::harness::{Bench, Case, cases};
+
+/// How long a killed container may take to be told of.
+const SOON: Duration = Duration::from_secs(10);
+
 pub(crate) fn cases() -> Vec<Case> {
-    Vec::new()
+    cases![both: exec, logs, crash_and_recreate]
+}
+
+async fn exec(bench: Bench) -> Result<()> {
+    let pod = bench.run(PodSpec::new("exec")).await?;
+    let container = pod.run(ContainerSpec::sleeping("main")).await?;
+    let answer = container.exec(&["sh", "-c", "echo out; echo err >&2; exit 7"]).await?;
+    ensure!(answer.stdout == b"out\n", "stdout is {:?}", String::from_utf8_lossy(&answer.stdout));
+    ensure!(answer.stderr == b"err\n", "stderr is {:?}", String::from_utf8_lossy(&answer.stderr));
+    ensure!(answer.exit_code == 7, "exit code is {}", answer.exit_code);
+    let many = container.sh("seq 1 20000").await?;
+    ensure!(many.lines().count() == 20_000 && many.ends_with("20000\n"), "{} bytes of output", many.len());
+    ensure!(container.exec(&["/no/such/program"]).await.is_err(), "a program that does not exist ran");
+    pod.remove().await
+}
+
+async fn logs(bench: Bench) -> Result<()> {
+    let pod = bench.run(PodSpec::new("logs")).await?;
+    let container = pod.run(ContainerSpec::sh("main", "echo to stdout; echo to stderr >&2; exit 3")).await?;
+    ensure!(container.exited(SOON).await? == 3, "another exit code");
+    let mut lines = container.log()?;
+    lines.sort();
+    let expected = [("stderr", "to stderr"), ("stdout", "to stdout")].map(|(s, t)| (s.to_owned(), t.to_owned()));
+    ensure!(lines == expected, "the log is {lines:?}");
+    pod.remove().await
+}
+
+/// What kubelet does about a container that ends: the next attempt, in the same pod. In between the pod may be without any container.
+async fn crash_and_recreate(bench: Bench) -> Result<()> {
+    let pod = bench.run(PodSpec::new("crash").pid(api::NamespaceMode::POD)).await?;
+    let pause = pod.pause_pid().await?;
+    let crashed = pod.run(ContainerSpec::sh("main", "exit 42")).await?;
+    ensure!(crashed.exited(SOON).await? == 42, "another exit code");
+    let second = pod.run(ContainerSpec::sleeping("main").attempt(1)).await?;
+    crashed.remove().await?;
+    ensure!(second.sh("echo runs").await? == "runs\n", "the second attempt does not run");
+
+    let pid = pid_of(&second)?;
+    kill(Pid::from_raw(pid), Signal::SIGKILL)?;
+    ensure!(second.exited(SOON).await? == 137, "another exit code of a killed container");
+    second.remove().await?;
+    ensure!(pod.is_ready().await?, "not ready without a container");
+
+    let third = pod.run(ContainerSpec::sleeping("main").attempt(2)).await?;
+    let first = third.sh("cat /proc/1/comm").await?;
+    ensure!(first == "pause\n", "process 1 of the pod is {first}");
+    ensure!(pod.pause_pid().await? == pause, "another pause");
+    third.stop().await?;
+    ensure!(third.exited(SOON).await? == 137, "another exit code of a stopped container");
+    third.remove().await?;
+    pod.remove().await
+}
+
+/// The node's id of the container's process.
+fn pid_of(container: &kit::Container) -> Result<i32> {
+    // In the pod's own PID namespace; the node's id is found by the cgroup, which containerd names after the container.
+    let found = kit::machine::processes::all()?.into_iter().find(|p| p.cgroups.contains(container.id()));
+    let process = found.ok_or_else(|| anyhow::anyhow!("no process in a cgroup of container {}", container.id()))?;
+    Ok(i32::try_from(process.pid)?)
 }

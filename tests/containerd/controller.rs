@@ -1,4 +1,188 @@
-use crate::harness::Case;
+//! The controller asked without CRI between: many Waits, and requests that containerd would never send.
+
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use kit::controller::{CONFIG_TYPE, Controller, any, api};
+use kit::{Handler, PodSpec, grpc};
+use protobuf::Message;
+use tokio::task::JoinSet;
+
+use crate::harness::{Bench, Case, cases};
+
 pub(crate) fn cases() -> Vec<Case> {
-    Vec::new()
+    cases![
+        both: many_waits;
+        // Only this sandboxer has a socket of its own that anybody could send such things to.
+        ours: many_waits_on_one_connection, bad_requests, unknown_ids, twice, sockets;
+    ]
+}
+
+const WAITS: usize = 500;
+
+/// Through containerd.
+async fn many_waits(bench: Bench) -> Result<()> {
+    let controller = bench.node.controller(bench.handler);
+    waits(&bench, Arc::new(controller)).await
+}
+
+/// At the sandboxer's own socket.
+async fn many_waits_on_one_connection(bench: Bench) -> Result<()> {
+    waits(&bench, Arc::new(bench.node.sandboxer())).await
+}
+
+async fn waits(bench: &Bench, controller: Arc<Controller>) -> Result<()> {
+    /// Far more than an answer from memory takes, and far less than one that stands in line behind hundreds.
+    const PROMPT: Duration = Duration::from_millis(250);
+    let pod = bench.run(PodSpec::new("waits").host_network()).await?;
+    let mut waits = JoinSet::new();
+    for _ in 0..WAITS {
+        let (controller, id) = (Arc::clone(&controller), pod.id().to_owned());
+        waits.spawn(async move { controller.wait(&id).await });
+    }
+    let mut slowest = Duration::ZERO;
+    for _ in 0..100 {
+        let begun = Instant::now();
+        controller.status(pod.id(), false).await?;
+        slowest = slowest.max(begun.elapsed());
+    }
+    ensure!(slowest < PROMPT, "a Status took {slowest:?} beside {WAITS} Waits");
+    ensure!(waits.try_join_next().is_none(), "a Wait has ended before the pod");
+    pod.stop().await?;
+    while let Some(ended) = waits.join_next().await {
+        let answer = ended?.context("a Wait")?;
+        ensure!(answer.exit_status == 137, "a Wait answered exit status {}", answer.exit_status);
+    }
+    pod.remove().await
+}
+
+/// A sandbox id as containerd makes them up.
+const ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
+
+async fn bad_requests(bench: Bench) -> Result<()> {
+    let controller = bench.node.sandboxer();
+    let before = bench.node.snapshot()?;
+    let home = bench.node.prepare(PodSpec::new("bad").host_network())?;
+    let config = home.config().write_to_bytes()?;
+    let good = |id: &str| {
+        let mut request = controller.create_request(id);
+        request.options = Some(any(CONFIG_TYPE, config.clone())).into();
+        request
+    };
+
+    for method in ["Create", "Start", "Platform", "Stop", "Wait", "Status", "Shutdown", "Metrics", "Update"] {
+        let garbage = controller.raw(method, vec![0x0a, 0xff, 0xff, 0xff, 0xff, 0x7f]).await;
+        refused(&format!("{method} of malformed bytes"), garbage.map(drop), "")?;
+    }
+
+    let long = "x".repeat(4096);
+    for id in ["", ".", "..", "a/b", "../../etc", "/etc", "a\0b", "a b", "ä", long.as_str()] {
+        let shown: String = id.chars().take(20).collect();
+        refused(&format!("Create of id {shown:?}"), controller.create_raw(&good(id)).await, "sandbox_id")?;
+    }
+
+    let mut request = good(ID);
+    request.options.clear();
+    refused("Create without a config", controller.create_raw(&request).await, "options")?;
+    request.options = Some(any("runtime.v1.ContainerConfig", config.clone())).into();
+    refused("Create with another type", controller.create_raw(&request).await, "options")?;
+    request.options = Some(any(CONFIG_TYPE, vec![0x0a, 0xff])).into();
+    refused("Create with a malformed config", controller.create_raw(&request).await, "options")?;
+
+    let pods = bench.node.prepare(PodSpec::new("bad"))?;
+    let file = bench.node.layout().top.join("no-namespace");
+    std::fs::write(&file, "")?;
+    let missing = bench.node.layout().top.join("missing");
+    for path in [file.to_string_lossy(), missing.to_string_lossy(), "relative".into(), "/proc/self/ns/uts".into()] {
+        let answer = controller.create(ID, pods.config(), &path).await;
+        refused(&format!("Create with netns path {path}"), answer, "netns_path")?;
+    }
+    std::fs::remove_file(&file)?;
+    pods.clear()?;
+    home.clear()?;
+    bench.node.settles_to(&before).await
+}
+
+/// INVALID_ARGUMENT, with a message that names the field.
+fn refused(what: &str, answer: Result<(), grpc::Status>, field: &str) -> Result<()> {
+    match answer {
+        Err(status) if status.code == grpc::INVALID_ARGUMENT && status.message.contains(field) => Ok(()),
+        Err(status) => bail!("{what}: {status}, not code {} that names {field:?}", grpc::INVALID_ARGUMENT),
+        Ok(()) => bail!("{what} was accepted"),
+    }
+}
+
+async fn unknown_ids(bench: Bench) -> Result<()> {
+    let controller = bench.node.sandboxer();
+    let answers = [
+        ("Start", controller.start(ID).await.map(drop)),
+        ("Stop", controller.stop(ID).await),
+        ("Wait", controller.wait(ID).await.map(drop)),
+        ("Status", controller.status(ID, true).await.map(drop)),
+        ("Metrics", controller.metrics(ID).await.map(drop)),
+        ("Update", controller.update(ID, api::Sandbox::new(), &["extensions"]).await),
+    ];
+    for (method, answer) in answers {
+        match answer {
+            Err(status) if status.code == grpc::NOT_FOUND && status.message.contains(ID) => {}
+            other => bail!("{method} of an unknown id: {other:?}"),
+        }
+    }
+    controller.shutdown(ID).await.context("Shutdown of an unknown id")
+}
+
+async fn twice(bench: Bench) -> Result<()> {
+    let controller = bench.node.sandboxer();
+    let home = bench.node.prepare(PodSpec::new("twice").host_network())?;
+    controller.create(ID, home.config(), "").await?;
+    match controller.create(ID, home.config(), "").await {
+        Err(status) if status.code == grpc::ALREADY_EXISTS => {}
+        other => bail!("the same id again: {other:?}"),
+    }
+    let started = controller.start(ID).await?;
+    ensure!(started.pid != 0 && kit::machine::processes::exists(started.pid), "no process {}", started.pid);
+    ensure!(started.spec.is_some(), "no spec in Start's answer");
+    let status = controller.status(ID, false).await?;
+    ensure!(status.state == "SANDBOX_READY" && status.pid == started.pid, "status is {status:?}");
+    ensure!(status.created_at == started.created_at, "Start and Status differ in the time of creation");
+    let platform = controller.platform(ID).await?;
+    ensure!(platform.os == "linux", "platform is {platform:?}");
+    let metrics = controller.metrics(ID).await?;
+    ensure!(
+        metrics.data.type_url.starts_with("io.containerd.cgroups.v"),
+        "metrics are of type {}",
+        metrics.data.type_url
+    );
+    ensure!(controller.start(ID).await.is_err(), "started twice");
+    ensure!(controller.status(ID, false).await?.pid == started.pid, "the second Start has changed the pod");
+    for _ in 0..2 {
+        controller.stop(ID).await?;
+    }
+    let status = controller.status(ID, false).await?;
+    ensure!(status.state == "SANDBOX_NOTREADY" && status.exited_at.is_some(), "status is {status:?}");
+    for _ in 0..2 {
+        controller.shutdown(ID).await?;
+    }
+    match controller.status(ID, false).await {
+        Err(status) if status.code == grpc::NOT_FOUND => {}
+        other => bail!("status after Shutdown: {other:?}"),
+    }
+    home.clear()
+}
+
+/// Only root may call.
+async fn sockets(bench: Bench) -> Result<()> {
+    ensure!(bench.handler == Handler::Ours, "a case of this sandboxer alone");
+    let grpc = bench.node.layout().sandboxer_socket();
+    let mut ttrpc = grpc.clone().into_os_string();
+    ttrpc.push(".ttrpc");
+    for socket in [grpc, ttrpc.into()] {
+        let about = std::fs::metadata(&socket).with_context(|| format!("{}", socket.display()))?;
+        ensure!(about.file_type().is_socket(), "{} is no socket", socket.display());
+        let mode = about.permissions().mode() & 0o7777;
+        ensure!(mode == 0o600, "{} has the mode {mode:o}", socket.display());
+    }
+    Ok(())
 }

@@ -1,4 +1,125 @@
-use crate::harness::Case;
+//! Pods that cannot be, and callers that do not wait for them. Neither may leave anything.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use kit::cri::api;
+use kit::{ContainerSpec, Handler, PodSpec, grpc, until};
+
+use crate::harness::{Bench, Case, cases};
+
 pub(crate) fn cases() -> Vec<Case> {
-    Vec::new()
+    cases![both: bad_netns, impossible_cgroup, unknown_sysctl, caller_gives_up, caller_gives_up_on_a_host_network_pod]
+}
+
+/// containerd hands over the path of a file that is no namespace: its pod network has unmounted it.
+async fn bad_netns(bench: Bench) -> Result<()> {
+    let home = bench.node.prepare(PodSpec::new("bad-netns"))?;
+    let answer = bench.node.cri().run_pod_sandbox(home.config(), bench.handler.with_bad_netns()).await;
+    let error = answer.err().context("it ran")?;
+    if bench.handler == Handler::Ours {
+        // The built-in passes on what runc says, which is not much.
+        ensure!(error.message.contains("netns_path"), "the error does not name the field: {error}");
+    }
+    home.clear().context("after the error")?;
+    // The loopback plugin refuses to work on what is no namespace, at the clean-up too; containerd then keeps the pod for kubelet to remove.
+    remove_listed(bench.node.cri()).await?;
+    then_a_good_one(&bench).await
+}
+
+/// The cgroup's parent is below a file.
+async fn impossible_cgroup(bench: Bench) -> Result<()> {
+    let parent = format!("{}/cgroup.procs/pod", bench.node.layout().cgroup());
+    let error = refused(&bench, PodSpec::new("no-cgroup").cgroup_parent(&parent)).await?;
+    ensure!(error.message.contains("cgroup.procs"), "the error does not name the cgroup: {error}");
+    then_a_good_one(&bench).await
+}
+
+/// A sysctl of the pod's own network that does not exist is found out in the middle of Start, inside the pod's namespaces.
+async fn unknown_sysctl(bench: Bench) -> Result<()> {
+    let error = refused(&bench, PodSpec::new("no-sysctl").sysctl("net.ipv4.no_such_thing", "1")).await?;
+    ensure!(error.message.contains("no_such_thing"), "the error does not name the sysctl: {error}");
+    then_a_good_one(&bench).await
+}
+
+async fn refused(bench: &Bench, spec: PodSpec) -> Result<grpc::Status> {
+    let home = bench.node.prepare(spec)?;
+    let answer = bench.node.cri().run_pod_sandbox(home.config(), bench.handler.name()).await;
+    let error = answer.err().context("it ran")?;
+    home.clear().context("after the error")?;
+    Ok(error)
+}
+
+/// The node is none the worse.
+async fn then_a_good_one(bench: &Bench) -> Result<()> {
+    let pod = bench.run(PodSpec::new("good")).await.context("a good pod after a bad one")?;
+    pod.remove().await
+}
+
+async fn caller_gives_up(bench: Bench) -> Result<()> {
+    give_up(&bench, |name| PodSpec::new(name)).await
+}
+
+async fn caller_gives_up_on_a_host_network_pod(bench: Bench) -> Result<()> {
+    give_up(&bench, |name| PodSpec::new(name).host_network()).await
+}
+
+/// A caller gives up at moments all over the time that a pod takes, and asks for the same pod again, as kubelet does.
+async fn give_up(bench: &Bench, spec: fn(&str) -> PodSpec) -> Result<()> {
+    /// Moments, evenly over the time.
+    const MOMENTS: u32 = 12;
+    bench.builtin_leaves(
+        &["process", "shim socket", "cgroup", "mount", "directory", "file", "fifo", "interface", "CNI result"],
+        "containerd kills runc, or the start of a shim, when its caller gives up; what they have made so far stays",
+    );
+    let begun = Instant::now();
+    let pod = bench.run(spec("whole")).await?;
+    let whole = begun.elapsed();
+    pod.remove().await?;
+
+    let mut given_up = 0;
+    for moment in 1..=MOMENTS {
+        let home = bench.node.prepare(spec(&format!("given-up-{moment}")))?;
+        let deadline = whole * moment / (MOMENTS + 1);
+        match bench.node.cri().run_pod_sandbox_within(home.config(), bench.handler.name(), deadline).await {
+            Err(status) if [grpc::DEADLINE_EXCEEDED, grpc::CANCELLED].contains(&status.code) => given_up += 1,
+            Err(status) => return Err(status).context(format!("given up after {deadline:?}")),
+            // Faster than the first one was.
+            Ok(_) => {}
+        }
+        let id =
+            again(bench, home.config()).await.with_context(|| format!("again, after giving up at {deadline:?}"))?;
+        let pod = kit::Pod::new(&bench.node, bench.handler, home, id);
+        let container = pod.run(ContainerSpec::sleeping("main")).await?;
+        ensure!(container.sh("echo runs").await? == "runs\n", "the container does not run");
+        pod.stop().await?;
+        bench.node.cri().remove_pod_sandbox(pod.id()).await?;
+        match bench.handler {
+            Handler::Ours => pod.clear().await?,
+            // What holds the pod's cgroup is counted at the end.
+            Handler::Builtin => drop(pod.home().clear()),
+        }
+    }
+    ensure!(given_up > MOMENTS / 2, "given up only {given_up} times of {MOMENTS}");
+    Ok(())
+}
+
+/// The same pod again: what containerd lists of the abandoned one is stopped and removed first, as kubelet does.
+async fn again(bench: &Bench, config: &api::PodSandboxConfig) -> Result<String> {
+    let cri = bench.node.cri();
+    until("the same pod again", Duration::from_secs(20), async || {
+        remove_listed(cri).await?;
+        // Refused while containerd still cleans up after the abandoned one, which holds the name.
+        Ok(cri.run_pod_sandbox(config, bench.handler.name()).await?)
+    })
+    .await
+}
+
+/// What kubelet does about pods that nobody wants.
+async fn remove_listed(cri: &kit::Cri) -> Result<()> {
+    for pod in cri.list_pod_sandbox(api::PodSandboxFilter::new()).await? {
+        cri.stop_pod_sandbox(&pod.id).await?;
+        cri.remove_pod_sandbox(&pod.id).await?;
+    }
+    Ok(())
 }

@@ -1,4 +1,93 @@
-use crate::harness::Case;
+//! hostname, hosts, resolv.conf and shared memory, as they are inside a container.
+
+use anyhow::{Result, ensure};
+use kit::{ContainerSpec, Pod, PodSpec};
+use nix::mount::{MntFlags, umount2};
+
+use crate::harness::{Bench, Case, Difference, cases};
+
 pub(crate) fn cases() -> Vec<Case> {
-    Vec::new()
+    cases![both: hostname, hosts_and_resolv_conf, given_dns, deleted_files]
+}
+
+async fn hostname(bench: Bench) -> Result<()> {
+    let node = std::fs::read_to_string("/proc/sys/kernel/hostname")?;
+    for (given, expected) in [("web-0", "web-0\n"), ("", node.as_str())] {
+        let pod = bench.run(PodSpec::new("named").hostname(given)).await?;
+        let container = pod.run(ContainerSpec::sleeping("main")).await?;
+        ensure!(container.sh("cat /etc/hostname").await? == expected, "given {given:?}: /etc/hostname is another");
+        let seen = container.sh("hostname").await?;
+        ensure!(seen == expected, "given {given:?}: hostname is {seen:?}, not {expected:?}");
+        pod.remove().await?;
+    }
+    Ok(())
+}
+
+async fn hosts_and_resolv_conf(bench: Bench) -> Result<()> {
+    for spec in [PodSpec::new("files"), PodSpec::new("files").host_network()] {
+        let pod = bench.run(spec).await?;
+        let container = pod.run(ContainerSpec::sleeping("main")).await?;
+        for file in ["/etc/hosts", "/etc/resolv.conf"] {
+            let (inside, node) = (container.sh(&format!("cat {file}")).await?, std::fs::read_to_string(file)?);
+            ensure!(inside == node, "{file} is\n{inside}not the node's\n{node}");
+        }
+        pod.remove().await?;
+    }
+    Ok(())
+}
+
+async fn given_dns(bench: Bench) -> Result<()> {
+    let given = [
+        (
+            PodSpec::new("dns").dns(
+                &["10.0.0.10", "10.0.0.11"],
+                &["default.svc.local", "svc.local"],
+                &["ndots:5", "rotate"],
+            ),
+            "search default.svc.local svc.local\nnameserver 10.0.0.10\nnameserver 10.0.0.11\noptions ndots:5 rotate\n",
+        ),
+        (PodSpec::new("dns").dns(&["10.0.0.10"], &[], &[]), "nameserver 10.0.0.10\n"),
+    ];
+    for (spec, expected) in given {
+        let pod = bench.run(spec).await?;
+        let container = pod.run(ContainerSpec::sleeping("main")).await?;
+        let seen = container.sh("cat /etc/resolv.conf").await?;
+        ensure!(seen == expected, "resolv.conf is\n{seen}not\n{expected}");
+        pod.remove().await?;
+    }
+    Ok(())
+}
+
+/// The files and the shared memory of a living pod are deleted, as a restarted containerd does to a pod whose sandboxer it does not know.
+async fn deleted_files(bench: Bench) -> Result<()> {
+    let pod = bench.run(PodSpec::new("deleted").dns(&["10.0.0.10"], &[], &[])).await?;
+    let old = pod.run(ContainerSpec::sleeping("old")).await?;
+    old.sh("echo kept > /dev/shm/file").await?;
+    delete(&pod)?;
+
+    ensure!(pod.is_ready().await?, "not ready without its files");
+    let new = pod.run(ContainerSpec::sleeping("new")).await?;
+    let seen = new
+        .sh("for f in /etc/hostname /etc/resolv.conf /dev/shm/file; do cat $f 2>/dev/null || echo none; done; wc -c < /etc/hosts || echo none")
+        .await?;
+    let hosts = std::fs::metadata("/etc/hosts")?.len();
+    bench.differs(
+        "hostname, resolv.conf, a file of the shared memory and the size of hosts in a new container",
+        &seen.replace(&format!("\n{hosts}\n"), "\nas the node's\n"),
+        Difference {
+            builtin: "none\nnone\nnone\nnone\n".to_owned(),
+            ours: "deleted\nnameserver 10.0.0.10\nkept\nas the node's\n".to_owned(),
+            why: "every new container begins with a Status, at which ours puts back what is gone",
+        },
+    )?;
+    pod.remove().await
+}
+
+fn delete(pod: &Pod) -> Result<()> {
+    let layout = pod.node().layout();
+    let (files, shm) = (layout.sandbox_files(pod.id()), layout.sandbox_shm(pod.id()));
+    umount2(&shm, MntFlags::MNT_DETACH)?;
+    std::fs::remove_dir(&shm)?;
+    std::fs::remove_dir_all(files)?;
+    Ok(())
 }

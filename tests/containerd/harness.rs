@@ -10,12 +10,14 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use kit::cri::api;
-use kit::{ContainerSpec, Handler, Node, Options, PodSpec};
+use kit::{ContainerSpec, Handler, Node, Options, PodSpec, Snapshot};
 use libtest_mimic::{Arguments, Failed, Trial};
 use tokio::runtime::Runtime;
 
 /// What a case may take at most; a hang is a failure that says where.
 const LIMIT: Duration = Duration::from_secs(90);
+/// How long is waited for what is known not to go.
+const KNOWN_LEFT: Duration = Duration::from_secs(2);
 /// Lines of each daemon's log that a failed case shows.
 const LOG_LINES: usize = 40;
 
@@ -55,9 +57,15 @@ pub(crate) struct Bench {
     pub(crate) handler: Handler,
     pub(crate) node: Arc<Node>,
     suite: Arc<Suite>,
+    known: Arc<Mutex<Option<Known>>>,
 }
 
 impl Bench {
+    /// Says what kinds of thing the built-in controller is known to leave after this case, and why. This sandboxer may leave nothing.
+    pub(crate) fn builtin_leaves(&self, kinds: &'static [&'static str], why: &'static str) {
+        *lock(&self.known) = Some(Known { kinds, why });
+    }
+
     /// Runs a pod by the case's sandboxer.
     pub(crate) async fn run(&self, spec: PodSpec) -> Result<kit::Pod> {
         self.node.run(self.handler, spec).await
@@ -80,6 +88,12 @@ impl Bench {
         ensure!(*observed == expected, "{what}: {observed:?}, but expected of this sandboxer is {expected:?}");
         Ok(())
     }
+}
+
+/// What the built-in controller is known to leave after a case.
+struct Known {
+    kinds: &'static [&'static str],
+    why: &'static str,
 }
 
 /// What each of the two is expected to do, and why they are not the same.
@@ -160,12 +174,33 @@ async fn checked(
 ) -> Result<()> {
     warm_up(suite, node, handler).await?;
     let before = node.snapshot()?;
-    let context = Bench { case, handler, node: Arc::clone(node), suite: Arc::clone(suite) };
-    match tokio::time::timeout(LIMIT, body(context)).await {
+    let known = Arc::new(Mutex::new(None));
+    let bench = Bench { case, handler, node: Arc::clone(node), suite: Arc::clone(suite), known: Arc::clone(&known) };
+    match tokio::time::timeout(LIMIT, body(bench)).await {
         Ok(done) => done?,
         Err(_) => anyhow::bail!("not done after {LIMIT:?}"),
     }
-    node.settles_to(&before).await
+    let known = lock(&known).take();
+    match known {
+        Some(known) if handler == Handler::Builtin => known_left(suite, node, case, &before, &known).await,
+        _ => node.settles_to(&before).await,
+    }
+}
+
+/// Writes down what the built-in controller has left, which may be of the known kinds only, and removes it.
+async fn known_left(suite: &Suite, node: &Node, case: &'static str, before: &Snapshot, known: &Known) -> Result<()> {
+    let left = node.left_since(before, KNOWN_LEFT).await?;
+    let strange: Vec<String> =
+        left.iter().filter(|thing| !known.kinds.contains(&thing.kind())).map(ToString::to_string).collect();
+    ensure!(strange.is_empty(), "left behind, and not known for it:\n  {}", strange.join("\n  "));
+    let mut counts = BTreeMap::new();
+    for thing in &left {
+        *counts.entry(thing.kind()).or_insert(0) += 1;
+    }
+    let line = format!("built-in {counts:?}, ours nothing: {}", known.why);
+    lock(&suite.differences).insert((case, "left behind".to_owned()), line);
+    node.remove_left(&left).await?;
+    node.settles_to(before).await
 }
 
 async fn shared_node(suite: &Suite) -> Result<Arc<Node>> {

@@ -1,7 +1,7 @@
 //! What runs inside the images of the tests, where busybox has nothing for it.
 //!
 //! - `pause`: waits for ever and reaps; the pause image of the built-in controller.
-//! - `shm-make KEY TEXT`, `shm-read KEY`: a System V shared memory segment.
+//! - `shm-make KEY TEXT`, `shm-read KEY`, `shm-remove KEY`: a System V shared memory segment.
 //! - `serve PORT NAME`: answers every line of every connection with `NAME: LINE`.
 
 use std::ffi::{c_int, c_ulong, c_void};
@@ -15,6 +15,7 @@ unsafe extern "C" {
     fn signal(signal: c_int, handler: usize) -> usize;
     fn shmget(key: c_int, size: usize, flags: c_int) -> c_int;
     fn shmat(id: c_int, address: *const c_void, flags: c_int) -> *mut c_void;
+    fn shmctl(id: c_int, command: c_int, buffer: *mut c_void) -> c_int;
     fn alarm(seconds: u32) -> u32;
 }
 
@@ -22,6 +23,7 @@ const SIGCHLD: c_int = 17;
 const SIG_IGN: usize = 1;
 const IPC_CREAT: c_int = 0o1000;
 const IPC_EXCL: c_int = 0o2000;
+const IPC_RMID: c_int = 0;
 /// Size of every segment, bytes.
 const SEGMENT: usize = 4096;
 
@@ -32,8 +34,9 @@ fn main() -> ExitCode {
         [] | ["pause"] => wait_for_ever(),
         ["shm-make", key, text] => parse(key).and_then(|key| shm_make(key, text)),
         ["shm-read", key] => parse(key).and_then(shm_read),
+        ["shm-remove", key] => parse(key).and_then(shm_remove),
         ["serve", port, name] => parse(port).and_then(|port: u16| serve(port, name)),
-        _ => Err(io::Error::other("usage: probe pause | shm-make KEY TEXT | shm-read KEY | serve PORT NAME")),
+        _ => Err(io::Error::other("usage: probe pause | shm-make KEY TEXT | shm-read KEY | shm-remove KEY | serve PORT NAME")),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -57,13 +60,16 @@ fn wait_for_ever() -> io::Result<()> {
     }
 }
 
-/// Attaches the segment of `key`, which stays attached until the process ends.
-fn attach(key: c_int, flags: c_int) -> io::Result<*mut u8> {
+/// The id of the segment of `key`.
+fn segment(key: c_int, flags: c_int) -> io::Result<c_int> {
     // SAFETY: plain numbers; the result is checked.
     let id = unsafe { shmget(key, SEGMENT, flags | 0o666) };
-    if id < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    if id < 0 { Err(io::Error::last_os_error()) } else { Ok(id) }
+}
+
+/// Attaches the segment of `key`, which stays attached until the process ends.
+fn attach(key: c_int, flags: c_int) -> io::Result<*mut u8> {
+    let id = segment(key, flags)?;
     // SAFETY: the kernel chooses a free address.
     let address = unsafe { shmat(id, ptr::null(), 0) };
     if address as c_ulong == c_ulong::MAX { Err(io::Error::last_os_error()) } else { Ok(address.cast()) }
@@ -85,6 +91,14 @@ fn shm_read(key: c_int) -> io::Result<()> {
     let bytes = unsafe { std::slice::from_raw_parts(segment, SEGMENT) };
     let end = bytes.iter().position(|b| *b == 0).unwrap_or(SEGMENT);
     println!("{}", String::from_utf8_lossy(&bytes[..end]));
+    Ok(())
+}
+
+fn shm_remove(key: c_int) -> io::Result<()> {
+    // SAFETY: IPC_RMID takes no buffer.
+    if unsafe { shmctl(segment(key, 0)?, IPC_RMID, ptr::null_mut()) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
     Ok(())
 }
 

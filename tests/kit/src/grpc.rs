@@ -45,6 +45,14 @@ impl Status {
     fn transport(e: impl fmt::Display) -> Self {
         Self { code: UNAVAILABLE, message: format!("transport: {e}") }
     }
+
+    /// A server that gives up a call, because its deadline has passed, resets the stream.
+    fn reset(e: h2::Error) -> Self {
+        match e.reason() {
+            Some(h2::Reason::CANCEL) => Self { code: CANCELLED, message: "the server has reset the stream".into() },
+            _ => Self::transport(e),
+        }
+    }
 }
 
 impl fmt::Display for Status {
@@ -189,7 +197,7 @@ impl Answers {
     /// The server's status, or UNAVAILABLE when the connection is lost.
     pub async fn next(&mut self) -> Result<Option<Bytes>, Status> {
         if let Some(response) = self.response.take() {
-            let (head, body) = response.await.map_err(Status::transport)?.into_parts();
+            let (head, body) = response.await.map_err(Status::reset)?.into_parts();
             // An answer without a body has its status among the headers.
             if head.headers.contains_key("grpc-status") {
                 return ended(&head.headers);
@@ -206,12 +214,12 @@ impl Answers {
             }
             match body.data().await {
                 Some(data) => {
-                    let data = data.map_err(Status::transport)?;
-                    body.flow_control().release_capacity(data.len()).map_err(Status::transport)?;
+                    let data = data.map_err(Status::reset)?;
+                    body.flow_control().release_capacity(data.len()).map_err(Status::reset)?;
                     self.buffer.extend_from_slice(&data);
                 }
                 None => {
-                    let trailers = body.trailers().await.map_err(Status::transport)?.unwrap_or_default();
+                    let trailers = body.trailers().await.map_err(Status::reset)?.unwrap_or_default();
                     self.body = None;
                     return ended(&trailers);
                 }

@@ -46,7 +46,7 @@ pub use node::{Handler, Node, Options};
 pub use parts::Parts;
 pub use pod::{Container, ContainerSpec, Pod, PodSpec};
 pub use process::Process;
-pub use snapshot::Snapshot;
+pub use snapshot::{Snapshot, Thing};
 pub use wait::until;
 
 /// The messages of CRI and of the sandbox controller.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use nix::mount::{MntFlags, MsFlags};
@@ -19,7 +19,7 @@ use crate::parts::Parts;
 use crate::pod::{Pod, PodHome, PodSpec};
 use crate::process::{Process, tail};
 use crate::scrap::{self, Owner};
-use crate::snapshot::Snapshot;
+use crate::snapshot::{Snapshot, Thing};
 use crate::until;
 
 /// How long a daemon may take to answer after its start, and to end after SIGTERM.
@@ -384,15 +384,42 @@ impl Node {
     pub async fn settles_to(&self, before: &Snapshot) -> Result<()> {
         /// More than a shim takes to end on a busy machine.
         const SETTLE: Duration = Duration::from_secs(10);
-        until("nothing left", SETTLE, async || {
+        let left = self.left_since(before, SETTLE).await?;
+        let lines: Vec<String> = left.iter().map(ToString::to_string).collect();
+        ensure!(left.is_empty(), "left behind:\n  {}", lines.join("\n  "));
+        Ok(())
+    }
+
+    /// What is on the machine, and in containerd's list of pods, that was not there `before` and does not go within `limit`.
+    ///
+    /// # Errors
+    /// The machine or containerd does not tell.
+    pub async fn left_since(&self, before: &Snapshot, limit: Duration) -> Result<Vec<Thing>> {
+        let begun = Instant::now();
+        loop {
             let mut left = self.snapshot()?.beyond(before);
             for pod in self.cri.list_pod_sandbox(api::PodSandboxFilter::new()).await? {
-                left.push(format!("pod in containerd's list: {} {:?}", pod.id, pod.state));
+                left.push(Thing::Pod(pod.id, format!("{:?}", pod.state)));
             }
-            ensure!(left.is_empty(), "left behind:\n  {}", left.join("\n  "));
-            Ok(())
-        })
-        .await
+            if left.is_empty() || begun.elapsed() > limit {
+                return Ok(left);
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// Removes what was left: pods by containerd, everything else by force.
+    ///
+    /// # Errors
+    /// Names what could not be removed.
+    pub async fn remove_left(&self, left: &[Thing]) -> Result<()> {
+        for thing in left {
+            if let Thing::Pod(id, _) = thing {
+                let stopped = self.cri.stop_pod_sandbox(id).await;
+                stopped.and(self.cri.remove_pod_sandbox(id).await).with_context(|| thing.to_string())?;
+            }
+        }
+        scrap::remove(left)
     }
 
     /// The last lines of both daemons' logs.

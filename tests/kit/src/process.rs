@@ -91,8 +91,13 @@ impl Process {
     /// It has not ended after `limit`.
     pub async fn stop(&mut self, limit: Duration) -> Result<ExitStatus> {
         self.signal(Signal::SIGTERM)?;
+        let child = std::sync::Mutex::new(&mut self.child);
         let what = format!("end of {} after SIGTERM", self.name);
-        until(&what, limit, async || self.ended()?.context("it is running")).await
+        until(&what, limit, async || {
+            let mut child = child.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            child.try_wait()?.context("it is running")
+        })
+        .await
     }
 
     /// Sends SIGKILL and waits for the end.

@@ -6,9 +6,10 @@ use std::io::ErrorKind;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Once;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use nix::errno::Errno;
 use nix::mount::{MntFlags, umount2};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -16,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Layout;
 use crate::machine::{cgroup, mounts, processes};
-use crate::snapshot;
+use crate::snapshot::{self, Thing};
 
 /// How the names of all nodes begin.
 pub(crate) const PREFIX: &str = "psb-";
@@ -169,12 +170,68 @@ fn unmount(layout: &Layout) -> Result<()> {
     Ok(())
 }
 
+/// Removes things by force; pods are containerd's own affair. Gone already is success.
+pub(crate) fn remove(things: &[Thing]) -> Result<()> {
+    // Processes hold mounts and cgroups, mounts hold directories, and of directories and cgroups children stand after their parents.
+    let order = |thing: &&Thing| match thing {
+        Thing::Process(..) => 0,
+        Thing::Mount(..) => 1,
+        _ => 2,
+    };
+    let mut ordered: Vec<&Thing> = things.iter().rev().collect();
+    ordered.sort_by_key(order);
+    for thing in ordered {
+        remove_one(thing).with_context(|| thing.to_string())?;
+    }
+    Ok(())
+}
+
+fn remove_one(thing: &Thing) -> Result<()> {
+    /// How long a cgroup may be busy after its last process was killed.
+    const BUSY: Duration = Duration::from_secs(2);
+    match thing {
+        Thing::Process(pid, _) => {
+            // One that has ended meanwhile is what we want.
+            let _ = kill(Pid::from_raw(i32::try_from(*pid)?), Signal::SIGKILL);
+            Ok(())
+        }
+        Thing::Mount(point, _) => match umount2(point, MntFlags::MNT_DETACH) {
+            Ok(()) | Err(Errno::EINVAL | Errno::ENOENT) => Ok(()),
+            Err(e) => Err(e.into()),
+        },
+        Thing::File(path, "directory") => ignore_gone(fs::remove_dir(path)),
+        Thing::File(path, _) | Thing::ShimSocket(path) | Thing::CniResult(path) => ignore_gone(fs::remove_file(path)),
+        Thing::Cgroup(path) => {
+            let begun = Instant::now();
+            loop {
+                match fs::remove_dir(path) {
+                    Err(e) if e.kind() == ErrorKind::ResourceBusy && begun.elapsed() < BUSY => {
+                        std::thread::sleep(Duration::from_millis(10));
+                    }
+                    done => return ignore_gone(done),
+                }
+            }
+        }
+        Thing::Interface(name) => ip_link_delete(name),
+        Thing::Segment(id, _) => run(Command::new("ipcrm").args(["-m", id])),
+        Thing::Pod(..) => Ok(()),
+    }
+}
+
 fn remove_bridge(layout: &Layout) -> Result<()> {
-    if !Path::new("/sys/class/net").join(&layout.name).exists() {
+    ip_link_delete(&layout.name)
+}
+
+fn ip_link_delete(name: &str) -> Result<()> {
+    if !Path::new("/sys/class/net").join(name).exists() {
         return Ok(());
     }
-    let done = Command::new("ip").args(["link", "delete", &layout.name]).output().context("run ip")?;
-    anyhow::ensure!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr).trim());
+    run(Command::new("ip").args(["link", "delete", name]))
+}
+
+fn run(command: &mut Command) -> Result<()> {
+    let done = command.output().with_context(|| format!("run {command:?}"))?;
+    anyhow::ensure!(done.status.success(), "{command:?}: {}", String::from_utf8_lossy(&done.stderr).trim());
     Ok(())
 }
 

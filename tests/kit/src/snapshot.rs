@@ -1,6 +1,7 @@
 //! Everything of a node that is on the machine, read from the machine.
 
 use std::collections::BTreeSet;
+use std::fmt;
 use std::fs;
 use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -12,18 +13,81 @@ use crate::config::Layout;
 use crate::machine::{cgroup, mounts, processes};
 use crate::scrap;
 
-/// What is not looked at in a node's directory: containerd's stores of content and metadata, which grow for their own reasons, and logs.
-const IGNORED: [&str; 4] =
-    ["logs", "root/io.containerd.content.v1.content", "root/io.containerd.metadata.v1.bolt", "root/tmpmounts"];
+/// What is not looked at in a node's directory: containerd's stores of content, snapshots and metadata, which its garbage collector
+/// clears in its own time, and logs.
+const IGNORED: [&str; 6] = [
+    "logs",
+    "root/io.containerd.content.v1.content",
+    "root/io.containerd.metadata.v1.bolt",
+    "root/io.containerd.snapshotter.v1.native",
+    "root/io.containerd.snapshotter.v1.overlayfs",
+    "root/tmpmounts",
+];
 /// Where libcni keeps its results.
 const CNI_RESULTS: &str = "/var/lib/cni/results";
 /// Length of the ids that containerd makes up for pods and containers.
 const ID: usize = 64;
 
-/// The processes, mounts, files, sockets, cgroups, interfaces and segments of a node at one moment, each as a line of text.
+/// Something of a node on the machine.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Thing {
+    /// A process: its id, and its name and command line.
+    Process(u32, String),
+    /// A mount point, what is mounted there, and by whom it is seen if not by this process.
+    Mount(PathBuf, String),
+    /// A file, directory, socket or fifo, and which of them.
+    File(PathBuf, &'static str),
+    /// The socket of a pod's shim, which lies outside of the node's directory.
+    ShimSocket(PathBuf),
+    /// A cgroup's directory.
+    Cgroup(PathBuf),
+    /// An interface on the node's bridge.
+    Interface(String),
+    /// What libcni remembers of a pod's network.
+    CniResult(PathBuf),
+    /// A System V shared memory segment of the machine's own IPC namespace: its id and key.
+    Segment(String, String),
+    /// A pod that containerd lists.
+    Pod(String, String),
+}
+
+impl Thing {
+    /// What kind of thing it is, in a word.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Process(..) => "process",
+            Self::Mount(..) => "mount",
+            Self::File(_, kind) => kind,
+            Self::ShimSocket(_) => "shim socket",
+            Self::Cgroup(_) => "cgroup",
+            Self::Interface(_) => "interface",
+            Self::CniResult(_) => "CNI result",
+            Self::Segment(..) => "segment",
+            Self::Pod(..) => "pod",
+        }
+    }
+}
+
+impl fmt::Display for Thing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ", self.kind())?;
+        match self {
+            Self::Process(pid, about) => write!(f, "{pid} {about}"),
+            Self::Mount(point, about) => write!(f, "{} of {about}", point.display()),
+            Self::File(path, _) | Self::ShimSocket(path) | Self::Cgroup(path) | Self::CniResult(path) => {
+                write!(f, "{}", path.display())
+            }
+            Self::Interface(name) => f.write_str(name),
+            Self::Segment(id, key) => write!(f, "{id} with key {key}"),
+            Self::Pod(id, state) => write!(f, "{id}, which is {state}"),
+        }
+    }
+}
+
+/// The processes, mounts, files, sockets, cgroups, interfaces and segments of a node at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
-    things: BTreeSet<String>,
+    things: BTreeSet<Thing>,
     log_length: u64,
     layout: Option<Layout>,
 }
@@ -34,54 +98,49 @@ impl Snapshot {
         processes(layout, daemons, &mut things)?;
         mount_points(layout, daemons, &mut things)?;
         files(layout, &layout.top, &mut things)?;
-        for directory in cgroup::below(&layout.cgroup())? {
-            things.insert(format!("cgroup {}", directory.display()));
-        }
-        for port in names(&Path::new("/sys/class/net").join(&layout.name).join("brif")) {
-            things.insert(format!("interface {port} on the bridge {}", layout.name));
-        }
-        for file in cni_results(layout) {
-            things.insert(format!("CNI result {}", file.display()));
-        }
+        things.extend(cgroup::below(&layout.cgroup())?.into_iter().map(Thing::Cgroup));
+        let ports = names(&Path::new("/sys/class/net").join(&layout.name).join("brif"));
+        things.extend(ports.into_iter().map(Thing::Interface));
+        things.extend(cni_results(layout).into_iter().map(Thing::CniResult));
         segments(&mut things)?;
         let log_length = fs::metadata(layout.containerd_log()).map(|m| m.len()).unwrap_or_default();
         Ok(Self { things, log_length, layout: Some(layout.clone()) })
     }
 
     /// What is here that is not in `before`, and the shims' sockets of all ids that containerd's log has named since `before`.
-    pub fn beyond(&self, before: &Self) -> Vec<String> {
-        let mut left: Vec<String> = self.things.difference(&before.things).cloned().collect();
+    pub fn beyond(&self, before: &Self) -> Vec<Thing> {
+        let mut left: Vec<Thing> = self.things.difference(&before.things).cloned().collect();
         if let Some(layout) = &self.layout {
             left.extend(
                 ids_in_log(layout, before.log_length)
                     .into_iter()
                     .map(|id| layout.shim_socket(&id))
                     .filter(|socket| socket.symlink_metadata().is_ok())
-                    .map(|socket| format!("shim socket {}", socket.display())),
+                    .map(Thing::ShimSocket),
             );
         }
         left
     }
 
-    /// All lines that contain `word`, such as a sandbox id.
-    pub fn naming(&self, word: &str) -> Vec<&str> {
-        self.things.iter().map(String::as_str).filter(|thing| thing.contains(word)).collect()
+    /// All things whose description contains `word`, such as a sandbox id.
+    pub fn naming(&self, word: &str) -> Vec<&Thing> {
+        self.things.iter().filter(|thing| thing.to_string().contains(word)).collect()
     }
 }
 
-fn processes(layout: &Layout, daemons: &[u32], things: &mut BTreeSet<String>) -> Result<()> {
+fn processes(layout: &Layout, daemons: &[u32], things: &mut BTreeSet<Thing>) -> Result<()> {
     for process in scrap::members(layout)? {
         if daemons.contains(&process.pid) {
             continue;
         }
         let zombie = if process.state == 'Z' { " (zombie)" } else { "" };
-        things.insert(format!("process {} {} {}{zombie}", process.pid, process.comm, process.command));
+        things.insert(Thing::Process(process.pid, format!("{} {}{zombie}", process.comm, process.command)));
     }
     Ok(())
 }
 
 /// Mounts of the node as this process and each daemon sees them: a daemon may have a mount namespace of its own.
-fn mount_points(layout: &Layout, daemons: &[u32], things: &mut BTreeSet<String>) -> Result<()> {
+fn mount_points(layout: &Layout, daemons: &[u32], things: &mut BTreeSet<Thing>) -> Result<()> {
     let ours = processes::namespace("self", "mnt")?;
     let mut seen = vec![("self".to_owned(), String::new())];
     for daemon in daemons.iter().map(ToString::to_string) {
@@ -89,11 +148,11 @@ fn mount_points(layout: &Layout, daemons: &[u32], things: &mut BTreeSet<String>)
             seen.push((daemon.clone(), format!(" as process {daemon} sees it")));
         }
     }
-    for (pid, where_) in seen {
+    for (pid, seen_by) in seen {
         // A daemon that has just ended has no mounts.
         for mount in mounts::of(&pid).unwrap_or_default() {
             if mount.point.starts_with(&layout.top) || mount.root.contains(&layout.name) {
-                things.insert(format!("mount {} {} on {}{where_}", mount.kind, mount.root, mount.point.display()));
+                things.insert(Thing::Mount(mount.point, format!("{} {}{seen_by}", mount.kind, mount.root)));
             }
         }
     }
@@ -101,7 +160,7 @@ fn mount_points(layout: &Layout, daemons: &[u32], things: &mut BTreeSet<String>)
 }
 
 /// Every file of the node's directory; what is mounted there is a mount, not files.
-fn files(layout: &Layout, directory: &Path, things: &mut BTreeSet<String>) -> Result<()> {
+fn files(layout: &Layout, directory: &Path, things: &mut BTreeSet<Thing>) -> Result<()> {
     let Ok(device) = directory.metadata().map(|m| m.dev()) else { return Ok(()) };
     // What goes meanwhile is gone.
     let Ok(entries) = fs::read_dir(directory) else { return Ok(()) };
@@ -118,21 +177,20 @@ fn files(layout: &Layout, directory: &Path, things: &mut BTreeSet<String>) -> Re
             t if t.is_fifo() => "fifo",
             _ => "file",
         };
-        things.insert(format!("{kind} {}", path.display()));
         if about.is_dir() && about.dev() == device {
             files(layout, &path, things)?;
         }
+        things.insert(Thing::File(path, kind));
     }
     Ok(())
 }
 
-/// System V shared memory of the machine's own IPC namespace.
-fn segments(things: &mut BTreeSet<String>) -> Result<()> {
+fn segments(things: &mut BTreeSet<Thing>) -> Result<()> {
     let text = fs::read_to_string("/proc/sysvipc/shm").context("read /proc/sysvipc/shm")?;
     for line in text.lines().skip(1) {
         let mut words = line.split_whitespace();
         if let (Some(key), Some(id)) = (words.next(), words.next()) {
-            things.insert(format!("shared memory segment {id} with key {key}"));
+            things.insert(Thing::Segment(id.to_owned(), key.to_owned()));
         }
     }
     Ok(())

@@ -11,7 +11,10 @@ const PACE: Duration = Duration::from_millis(10);
 ///
 /// # Errors
 /// Names `what` and the last reason.
-pub async fn until<T>(what: &str, limit: Duration, mut probe: impl AsyncFnMut() -> Result<T>) -> Result<T> {
+pub async fn until<T, F>(what: &str, limit: Duration, mut probe: impl FnMut() -> F) -> Result<T>
+where
+    F: Future<Output = Result<T>>,
+{
     let begun = Instant::now();
     loop {
         match probe().await {
