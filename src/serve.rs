@@ -12,11 +12,12 @@ use std::time::Duration;
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use pause_sandboxer::config::Config;
+use pause_sandboxer::containerd::Store;
 use pause_sandboxer::controller::Controller;
 use pause_sandboxer::error::{IoContext as _, Step};
 use pause_sandboxer::pause::native::Native;
 use pause_sandboxer::podsandbox::Environment;
-use pause_sandboxer::{logging, wire};
+use pause_sandboxer::{logging, orphan, wire};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
@@ -74,6 +75,8 @@ async fn run(config: &Config, reload: impl Fn() -> Result<Config, String>) -> Re
     let (grpc, ttrpc) = listen(config)?;
     let (stop, stopped) = watch::channel(false);
     let mut serving = tokio::spawn(wire::Server::new(Arc::clone(&controller), grpc, ttrpc).run(stopped));
+    let store = Store { address: config.containerd_address.clone(), namespace: config.containerd_namespace.clone() };
+    let collecting = tokio::spawn(orphan::collect(Arc::clone(&controller), store, config.forgotten_interval));
     log::info!(socket = config.socket.display().to_string(); "ready");
     notify(&[NotifyState::Ready, NotifyState::Status("serving")]);
     loop {
@@ -89,6 +92,7 @@ async fn run(config: &Config, reload: impl Fn() -> Result<Config, String>) -> Re
     }
     log::info!("draining");
     notify(&[NotifyState::Stopping, NotifyState::Status("draining")]);
+    collecting.abort();
     // The receiver is gone only if the server is.
     let _ = stop.send(true);
     let drained = async {
