@@ -13,6 +13,7 @@ mod containerd;
 mod daemon;
 mod kernel;
 mod privilege;
+mod trial;
 
 /// How bad a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -82,7 +83,8 @@ pub struct Subject {
 pub fn run(subject: &Subject) -> Vec<Finding> {
     let mut findings = kernel::look();
     findings.extend(privilege::look(&subject.config));
-    findings.extend(cgroup::look(&subject.config));
+    findings.extend(cgroup::look());
+    findings.extend(trial::look(&subject.config));
     findings.extend(daemon::look(&subject.config));
     findings.extend(containerd::look(subject));
     findings

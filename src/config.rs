@@ -108,7 +108,7 @@ settings! {
     containerd_address: PathBuf = "/run/containerd/containerd.sock".into();
     /// containerd's namespace of CRI.
     containerd_namespace: String = "k8s.io".to_owned();
-    /// How the pods' cgroups are made. `auto`: by the form of the pod's `cgroup_parent`, a name that ends in `.slice` means systemd.
+    /// How the pods' cgroups are made. `auto` is `cgroupfs` as long as this version knows no systemd scopes.
     cgroup_driver: CgroupDriver = CgroupDriver::Auto;
     /// Never ask for an `oom_score_adj` below the daemon's own. As containerd's setting of this name, and needed where
     /// the daemon lacks CAP_SYS_RESOURCE.
@@ -249,6 +249,9 @@ impl Config {
         if self.state_dir == Path::new("/") {
             return Some(("state_dir", "must be a directory of the daemon's own".to_owned()));
         }
+        if self.cgroup_driver == CgroupDriver::Systemd {
+            return Some(("cgroup_driver", "systemd scopes are not supported by this version".to_owned()));
+        }
         if self.socket == self.containerd_address {
             return Some(("socket", "must not be containerd's own socket".to_owned()));
         }
@@ -311,7 +314,7 @@ mod tests {
             containerd_state = "/a/run"
             containerd_address = "/a/c.sock"
             containerd_namespace = "other"
-            cgroup_driver = "systemd"
+            cgroup_driver = "cgroupfs"
             restrict_oom_score_adj = true
             enable_unprivileged_ports = false
             enable_unprivileged_icmp = false
@@ -390,6 +393,7 @@ mod tests {
         );
         assert!(error("state_dir = \"/x\"\ncontainerd_root = \"/x/\"").starts_with("c.toml:1: state_dir: "));
         assert!(error("socket = \"/run/containerd/containerd.sock\"").starts_with("c.toml:1: socket: "));
+        assert!(error("cgroup_driver = \"systemd\"").starts_with("c.toml:1: cgroup_driver: systemd scopes are not"));
         assert!(error("socket = \"/sock\"").starts_with("c.toml:1: socket: "));
         assert!(error("containerd_namespace = \"a/b\"").starts_with("c.toml:1: containerd_namespace: "));
     }

@@ -12,11 +12,12 @@ use std::time::Duration;
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use pause_sandboxer::config::Config;
+use pause_sandboxer::containerd::Store;
 use pause_sandboxer::controller::Controller;
 use pause_sandboxer::error::{IoContext as _, Step};
-use pause_sandboxer::pause::native::Native;
+use pause_sandboxer::pause::{self, native::Native};
 use pause_sandboxer::podsandbox::Environment;
-use pause_sandboxer::{logging, wire};
+use pause_sandboxer::{logging, orphan, wire};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
@@ -74,6 +75,8 @@ async fn run(config: &Config, reload: impl Fn() -> Result<Config, String>) -> Re
     let (grpc, ttrpc) = listen(config)?;
     let (stop, stopped) = watch::channel(false);
     let mut serving = tokio::spawn(wire::Server::new(Arc::clone(&controller), grpc, ttrpc).run(stopped));
+    let store = Store { address: config.containerd_address.clone(), namespace: config.containerd_namespace.clone() };
+    let collecting = tokio::spawn(orphan::collect(Arc::clone(&controller), store, config.forgotten_interval));
     log::info!(socket = config.socket.display().to_string(); "ready");
     notify(&[NotifyState::Ready, NotifyState::Status("serving")]);
     loop {
@@ -89,6 +92,7 @@ async fn run(config: &Config, reload: impl Fn() -> Result<Config, String>) -> Re
     }
     log::info!("draining");
     notify(&[NotifyState::Stopping, NotifyState::Status("draining")]);
+    collecting.abort();
     // The receiver is gone only if the server is.
     let _ = stop.send(true);
     let drained = async {
@@ -185,15 +189,31 @@ fn lock(state_dir: &Path) -> Result<Flock<File>, Step> {
     Ok(lock)
 }
 
-/// The gRPC and the ttrpc socket.
+/// The gRPC and the ttrpc socket: those that the service manager passed, told apart by their paths, else our own.
 fn listen(config: &Config) -> Result<(UnixListener, UnixListener), Step> {
-    let bind = |path: &Path| {
-        if let Some(parent) = path.parent() {
-            make_dir(parent)?;
+    const STEP: &str = "take over the service manager's socket";
+    let (grpc, ttrpc) = (config.socket.clone(), config.ttrpc_socket());
+    let mut passed: Vec<(PathBuf, UnixListener)> = Vec::new();
+    for descriptor in sd_notify::listen_fds().step(STEP)? {
+        let listener = UnixListener::from(pause::inherited(descriptor).step(STEP)?);
+        let address = listener.local_addr().step(STEP)?;
+        let path = address.as_pathname().map(Path::to_owned).unwrap_or_default();
+        // containerd would dial a path where nobody listens.
+        if path != grpc && path != ttrpc {
+            let reason = format!("is neither {} nor {}", grpc.display(), ttrpc.display());
+            return Err(Step::at(STEP, path, io::Error::other(reason)));
         }
-        wire::bind(path)
+        listener.set_nonblocking(true).step_at(STEP, &path)?;
+        passed.push((path, listener));
+    }
+    let mut take = |path: &Path| match passed.iter().position(|(of, _)| of == path) {
+        Some(index) => Ok(passed.swap_remove(index).1),
+        None => {
+            path.parent().map_or(Ok(()), make_dir)?;
+            wire::bind(path)
+        }
     };
-    Ok((bind(&config.socket)?, bind(&config.ttrpc_socket())?))
+    Ok((take(&grpc)?, take(&ttrpc)?))
 }
 
 /// Tells the service manager, if there is one.

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// About 500 lines is the rule, this is the limit.
-const LINES_MAX: usize = 600;
+const LINES_MAX: usize = 650;
 
 /// The only places for unsafe code.
 const UNSAFE: &[&str] = &["src/pause/sys.rs", "src/pause/program/"];
@@ -161,10 +161,7 @@ fn unsafe_code_stays_in_its_two_places() {
         let code = code(&text);
         assert!(!code.split(|c| !word(c)).any(|token| token == "unsafe"), "{path} has unsafe code");
         let lifted = code.lines().find(|line| line.contains("(unsafe_code") && !line.contains("deny"));
-        // The module line is where an exception is made, and only for these two.
-        if let Some(line) = lifted {
-            assert_eq!(path, "src/pause/mod.rs", "{path}: {line}");
-        }
+        assert_eq!(lifted, None, "{path} lets itself have unsafe code");
     }
 }
 

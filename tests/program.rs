@@ -3,7 +3,9 @@
 
 use std::fs;
 use std::io::{BufRead as _, BufReader};
-use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -76,12 +78,17 @@ struct Daemon {
 impl Daemon {
     /// Starts a daemon that tells us, as it would systemd, when it is ready.
     fn start(scratch: &Scratch, flags: &[String]) -> Self {
+        let mut command = program();
+        command.arg("serve").args(flags);
+        Self::spawn(scratch, command)
+    }
+
+    fn spawn(scratch: &Scratch, mut command: Command) -> Self {
         let socket = scratch.path("notify");
         let _ = fs::remove_file(&socket);
         let notices = UnixDatagram::bind(&socket).unwrap();
         notices.set_read_timeout(Some(PATIENCE)).unwrap();
-        let mut command = program();
-        command.arg("serve").args(flags).env("NOTIFY_SOCKET", &socket).stderr(Stdio::piped());
+        command.env("NOTIFY_SOCKET", &socket).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let log = BufReader::new(child.stderr.take().unwrap());
         Self { child, log, notices }
@@ -266,6 +273,42 @@ fn serve_comes_up_answers_and_ends() {
     daemon.noticed("STOPPING=1");
     assert_eq!(daemon.ended().code(), Some(0));
     assert!(UnixStream::connect(scratch.path("run/s.sock")).is_err());
+}
+
+#[test]
+fn a_socket_of_the_service_manager_is_taken_over() {
+    let scratch = Scratch::new();
+    fs::create_dir(scratch.path("run")).unwrap();
+    let listener = UnixListener::bind(scratch.path("run/s.sock")).unwrap();
+    let inode = fs::metadata(scratch.path("run/s.sock")).unwrap().ino();
+    // As systemd does it: the socket is descriptor 3, and LISTEN_PID is the daemon's own.
+    let activate = |listener: &UnixListener, flags: &[String]| {
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", "LISTEN_PID=$$ LISTEN_FDS=1 exec \"$@\" 3<&0 </dev/null", "sh"]);
+        command.arg(env!("CARGO_BIN_EXE_pause-sandboxer")).arg("serve").args(flags);
+        command.stdin(OwnedFd::from(listener.try_clone().unwrap()));
+        command
+    };
+    // Asked before there is a daemon, answered as soon as there is one.
+    let checking = std::thread::spawn({
+        let flags = scratch.flags();
+        move || program().arg("check").args(flags).output().unwrap()
+    });
+    let mut daemon = Daemon::spawn(&scratch, activate(&listener, &scratch.flags()));
+    daemon.noticed("READY=1");
+    let checked = checking.join().unwrap();
+    assert!(stdout(&checked).contains("ok    daemon: answers on "), "{}", stdout(&checked));
+    UnixStream::connect(scratch.path("run/s.sock.ttrpc")).unwrap();
+    daemon.signal(Signal::SIGTERM);
+    assert_eq!(daemon.ended().code(), Some(0));
+    assert_eq!(
+        fs::metadata(scratch.path("run/s.sock")).unwrap().ino(),
+        inode,
+        "the service manager's socket is not replaced"
+    );
+    let other = format!("--socket={}", scratch.path("run/other.sock").display());
+    let output = activate(&listener, &[scratch.flags(), vec![other]].concat()).output().unwrap();
+    assert!(stderr(&output).contains("run/s.sock: is neither "), "{}", stderr(&output));
 }
 
 #[test]

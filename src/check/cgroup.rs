@@ -1,9 +1,8 @@
-//! The node's cgroups and whether the configured driver fits them.
+//! The node's cgroups and whether this version fits them.
 
 use std::path::Path;
 
 use super::{Finding, read};
-use crate::config::{CgroupDriver, Config};
 
 const SUBJECT: &str = "cgroup";
 
@@ -19,9 +18,9 @@ enum Mode {
 }
 
 /// Looks at the mounts and at the init system.
-pub(super) fn look(config: &Config) -> Vec<Finding> {
+pub(super) fn look() -> Vec<Finding> {
     match read(SUBJECT, "/proc/self/mountinfo") {
-        Ok(mounts) => judge(&mode(&mounts), Path::new("/run/systemd/system").exists(), config.cgroup_driver),
+        Ok(mounts) => judge(&mode(&mounts), Path::new("/run/systemd/system").exists()),
         Err(finding) => vec![finding],
     }
 }
@@ -55,7 +54,7 @@ fn mode(mountinfo: &str) -> Mode {
     }
 }
 
-fn judge(mode: &Mode, systemd: bool, driver: CgroupDriver) -> Vec<Finding> {
+fn judge(mode: &Mode, systemd: bool) -> Vec<Finding> {
     let mounted = match mode {
         Mode::V2 => Finding::ok(SUBJECT, "version 2"),
         Mode::V1(controllers) if controllers.iter().any(|c| c == "memory") => {
@@ -68,21 +67,19 @@ fn judge(mode: &Mode, systemd: bool, driver: CgroupDriver) -> Vec<Finding> {
         ),
         Mode::None => Finding::fail(SUBJECT, "no cgroup file system is mounted", "mount cgroup2 on /sys/fs/cgroup"),
     };
-    let fits = match (driver, systemd) {
-        (CgroupDriver::Systemd, false) => Finding::fail(
+    vec![mounted, fits(systemd)]
+}
+
+/// Whether the pods' cgroup parents will be ones that this version takes.
+fn fits(systemd: bool) -> Finding {
+    if systemd {
+        return Finding::warn(
             SUBJECT,
-            "cgroup_driver is systemd, but systemd does not run here",
-            "set cgroup_driver = \"auto\" or \"cgroupfs\", and the same for kubelet and the runtime handler (SystemdCgroup)",
-        ),
-        (CgroupDriver::Cgroupfs, true) => Finding::warn(
-            SUBJECT,
-            "cgroup_driver is cgroupfs, but systemd manages the cgroups here",
-            "set cgroup_driver = \"auto\", and kubelet and the runtime handler (SystemdCgroup) to systemd",
-        ),
-        (_, true) => Finding::ok(SUBJECT, "systemd runs here; pods in a .slice get a scope of their own"),
-        (_, false) => Finding::ok(SUBJECT, "no systemd here; pods get directories of the cgroup file system"),
-    };
-    vec![mounted, fits]
+            "systemd runs here; a pod whose cgroup parent is a systemd slice is refused, as this version makes no scopes",
+            "set kubelet's cgroupDriver to cgroupfs, and SystemdCgroup = false in the options of the runtime handler",
+        );
+    }
+    Finding::ok(SUBJECT, "no systemd here; pods get directories of the cgroup file system")
 }
 
 #[cfg(test)]
@@ -114,13 +111,12 @@ mod tests {
     }
 
     #[test]
-    fn driver_must_fit() {
-        let levels =
-            |mode: &Mode, systemd, driver| judge(mode, systemd, driver).iter().map(|f| f.level).collect::<Vec<_>>();
-        assert_eq!(levels(&Mode::V2, true, CgroupDriver::Auto), [Level::Ok, Level::Ok]);
-        assert_eq!(levels(&Mode::V2, true, CgroupDriver::Cgroupfs), [Level::Ok, Level::Warn]);
-        assert_eq!(levels(&names(&["memory"]), false, CgroupDriver::Auto), [Level::Ok, Level::Ok]);
-        assert_eq!(levels(&names(&["cpu"]), false, CgroupDriver::Systemd), [Level::Fail, Level::Fail]);
-        assert_eq!(levels(&Mode::None, false, CgroupDriver::Cgroupfs), [Level::Fail, Level::Ok]);
+    fn what_is_mounted_and_who_manages_it() {
+        let levels = |mode: &Mode, systemd| judge(mode, systemd).iter().map(|f| f.level).collect::<Vec<_>>();
+        assert_eq!(levels(&Mode::V2, true), [Level::Ok, Level::Warn]);
+        assert_eq!(levels(&Mode::V2, false), [Level::Ok, Level::Ok]);
+        assert_eq!(levels(&names(&["memory"]), false), [Level::Ok, Level::Ok]);
+        assert_eq!(levels(&names(&["cpu"]), true), [Level::Fail, Level::Warn]);
+        assert_eq!(levels(&Mode::None, false), [Level::Fail, Level::Ok]);
     }
 }

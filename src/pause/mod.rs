@@ -24,6 +24,14 @@ mod seccomp;
 mod sys;
 mod userns;
 
+/// A descriptor of our own for one that the service manager passed. The passed one stays open as long as the process.
+///
+/// # Errors
+/// It is not open.
+pub fn inherited(descriptor: std::os::fd::RawFd) -> std::io::Result<std::os::fd::OwnedFd> {
+    sys::inherited(descriptor).map_err(Into::into)
+}
+
 /// A future that a trait object hands out.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 

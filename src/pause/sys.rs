@@ -586,6 +586,14 @@ pub(super) fn make_mounts_private() -> Result<()> {
     unsafe { syscall(libc::SYS_mount, [0, c"/".as_ptr() as usize, 0, flags, 0, 0]) }.map(drop)
 }
 
+/// A descriptor of our own for one that the process was started with: fcntl(2), F_DUPFD_CLOEXEC.
+pub(super) fn inherited(descriptor: RawFd) -> Result<OwnedFd> {
+    let least = 3;
+    let number = usize::try_from(descriptor).map_err(|_| Errno(libc::EBADF))?;
+    // SAFETY: no pointers; a number that is no open descriptor is answered by EBADF.
+    unsafe { syscall(libc::SYS_fcntl, [number, libc::F_DUPFD_CLOEXEC as usize, least, 0, 0, 0]) }.map(owned)
+}
+
 /// fchdir(2).
 pub(super) fn enter_directory(directory: BorrowedFd<'_>) -> Result<()> {
     // SAFETY: no pointers.

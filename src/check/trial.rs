@@ -1,0 +1,73 @@
+//! A pause, started and ended: what the kernel and its guards allow shows only when it is tried.
+
+use std::time::Duration;
+
+use super::Finding;
+use crate::config::Config;
+use crate::error::{IoContext as _, Step};
+use crate::pause::native::Native;
+use crate::pause::{Driver, Namespace, Plan};
+
+const SUBJECT: &str = "trial";
+
+/// `oom_score_adj` of a pause (kubelet's `qos` policy for pod sandboxes).
+const OOM_SCORE: i32 = -998;
+
+/// A killed process that has not ended by then hangs in the kernel.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Starts a pause with namespaces of its own and a cgroup in the root of every hierarchy, and ends it again.
+pub(super) fn look(config: &Config) -> Vec<Finding> {
+    let advice =
+        "the step tells what is forbidden: see the privileges above, and security modules or filters around the daemon";
+    let tried = Native::new().and_then(|driver| attempt(&driver, &plan(own_score(), config.restrict_oom_score_adj)));
+    vec![match tried {
+        Ok(()) => Finding::ok(SUBJECT, "a pause was started and ended"),
+        Err(step) => Finding::fail(SUBJECT, format!("a pause could not be started and ended: {step}"), advice),
+    }]
+}
+
+fn own_score() -> i32 {
+    let text = std::fs::read_to_string("/proc/self/oom_score_adj").unwrap_or_default();
+    text.trim().parse().unwrap_or(0)
+}
+
+fn plan(own_score: i32, restricted: bool) -> Plan {
+    Plan {
+        id: format!("pause-sandboxer-check-{}", std::process::id()),
+        netns: None,
+        pid: Namespace::Private,
+        ipc: Namespace::Private,
+        uts: Namespace::Private,
+        hostname: "check".to_owned(),
+        userns: None,
+        sysctls: Vec::new(),
+        cgroup_parent: "/".to_owned(),
+        oom_score_adj: if restricted { OOM_SCORE.max(own_score) } else { OOM_SCORE },
+        selinux_label: String::new(),
+    }
+}
+
+fn attempt(driver: &dyn Driver, plan: &Plan) -> Result<(), Step> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().step("make a runtime")?;
+    runtime.block_on(async {
+        let pause = driver.start(plan)?;
+        pause.kill()?;
+        let exit = tokio::time::timeout(PATIENCE, pause.exited()).await;
+        let cleaned = driver.cleanup(plan).map_err(|mut steps| steps.swap_remove(0));
+        exit.map(drop).step("wait for the end of the pause process").and(cleaned)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_score_is_what_a_pod_would_get() {
+        assert_eq!(plan(-999, false).oom_score_adj, -998);
+        assert_eq!(plan(0, false).oom_score_adj, -998);
+        assert_eq!(plan(0, true).oom_score_adj, 0);
+        assert_eq!(plan(-999, true).oom_score_adj, -998);
+    }
+}
