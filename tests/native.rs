@@ -69,6 +69,12 @@ impl Running {
         Self { plan, pause }
     }
 
+    /// Waits until the kernel has finished its execve(2), which lets the parent go on a moment before.
+    fn settled(self) -> Self {
+        eventually("the program is executed", || !fs::read(self.proc("cmdline")).unwrap().is_empty());
+        self
+    }
+
     fn pid(&self) -> u32 {
         self.pause.identity().pid
     }
@@ -195,9 +201,9 @@ impl Drop for Parent {
 }
 
 #[test]
-fn it_is_confined_when_start_answers() {
+fn it_is_confined() {
     let _among = among_others();
-    let running = Running::start(plan());
+    let running = Running::start(plan()).settled();
     for key in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
         assert_eq!(running.status(key), "0000000000000000", "{key}");
     }
@@ -213,8 +219,7 @@ fn it_is_confined_when_start_answers() {
     assert_eq!(fs::read(running.proc("environ")).unwrap(), b"");
     let arguments = format!("/pause\0{}\0", running.plan.id);
     assert_eq!(fs::read_to_string(running.proc("cmdline")).unwrap(), arguments);
-    let own_session = running.status("NSsid");
-    assert_eq!(own_session, running.status("NSpid"));
+    assert_eq!(running.status("NSsid"), running.status("NSpid"));
     eventually("the program names itself", || fs::read_to_string(running.proc("comm")).unwrap() == "pause\n");
 }
 
@@ -476,7 +481,8 @@ fn many_starts_leak_nothing() {
 #[test]
 fn a_dropped_pause_leaves_no_zombie() {
     let _alone = alone();
-    let before = children();
+    LazyLock::force(&DRIVER);
+    let (before, descriptors_before) = (children(), descriptors());
     for _ in 0..20 {
         let pause = DRIVER.start(&plan()).unwrap();
         pause.kill().unwrap();
@@ -490,6 +496,7 @@ fn a_dropped_pause_leaves_no_zombie() {
         DRIVER.cleanup(&plan()).unwrap();
         children() == before
     });
+    eventually("the descriptors are closed", || descriptors() == descriptors_before);
 }
 
 #[test]
@@ -553,7 +560,7 @@ fn what_is_not_the_recorded_process_is_dead_and_untouched() {
     let stranger = pause_sandboxer::pause::Identity { pid: child.id(), ..own };
     assert!(matches!(DRIVER.adopt(&running.plan, &stranger), Adoption::Dead(exit) if exit.status == 255));
     assert_eq!(child.wait().unwrap().code(), Some(3));
-    assert_eq!(running.status("State").split(' ').next(), Some("S"));
+    eventually("the pause sleeps on", || running.status("State").starts_with('S'));
 }
 
 /// What a daemon sees that has not made the process: the maker is another process, which is this program again.
@@ -636,7 +643,7 @@ fn user_namespace_with_host_network() {
     let parent = Parent::new();
     let score = own_oom_score() + 3;
     let plan = Plan { userns: Some(mapped()), cgroup_parent: parent.0.clone(), oom_score_adj: score, ..plan() };
-    let running = Running::start(plan);
+    let running = Running::start(plan).settled();
     check_user_namespace(&running);
     assert_eq!(fs::read_to_string(running.proc("oom_score_adj")).unwrap(), format!("{score}\n"));
     for leaf in parent.everywhere(&running.plan.id) {
@@ -670,7 +677,8 @@ fn user_namespace_that_owns_the_network() {
         hostname: "pod".to_owned(),
         sysctls: vec![sysctl("net.ipv4.ip_unprivileged_port_start", "78"), sysctl("kernel.shmmni", "321")],
         ..plan()
-    });
+    })
+    .settled();
     assert_eq!(running.namespace("user"), owner);
     assert_eq!(running.namespace("net"), Path::new(&netns.link()));
     let inside = Command::new("nsenter")

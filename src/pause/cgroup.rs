@@ -253,10 +253,9 @@ fn ancestors(cgroup: &CStr) -> Vec<CString> {
 fn fill_cpuset(hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), Errno> {
     for file in CPUSET {
         let mut chain = ancestors(cgroup);
-        chain.push(cgroup.to_owned());
         // The nearest that has some; the root always has.
         let mut value = Vec::new();
-        let mut empty = Vec::new();
+        let mut empty = vec![cgroup.to_owned()];
         while let Some(path) = chain.pop() {
             value = read(hierarchy, &below(&path, file))?;
             if !value.trim_ascii().is_empty() {
@@ -288,8 +287,14 @@ fn read(hierarchy: &Hierarchy, path: &CStr) -> Result<Vec<u8>, Errno> {
     let errno = |e: io::Error| Errno(e.raw_os_error().unwrap_or(libc::EIO));
     let mut file = File::from(sys::open(Some(hierarchy.root.as_fd()), path, libc::O_RDONLY, 0)?);
     let mut content = Vec::new();
-    file.read_to_end(&mut content).map_err(errno)?;
-    Ok(content)
+    // Not read_to_end: it begins with tiny reads, and asks for the size, which these files do not tell.
+    let mut buffer = [0; 4096];
+    loop {
+        match file.read(&mut buffer).map_err(errno)? {
+            0 => break Ok(content),
+            length => content.extend_from_slice(buffer.get(..length).unwrap_or_default()),
+        }
+    }
 }
 
 fn remove(hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), Errno> {

@@ -1,7 +1,7 @@
 //! What names a process beyond its pid, read from `/proc`.
 
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 
 use super::{Identity, sys};
@@ -34,8 +34,10 @@ impl Stat {
     /// # Errors
     /// NotFound or ESRCH: no such process.
     pub(super) fn read(pid: u32) -> io::Result<Self> {
-        let content = fs::read(format!("/proc/{pid}/stat"))?;
-        Self::parse(&content)
+        // The kernel gives the whole line, some 300 bytes, to one read.
+        let mut line = [0; 2048];
+        let length = File::open(format!("/proc/{pid}/stat"))?.read(&mut line)?;
+        Self::parse(line.get(..length).unwrap_or_default())
             .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "not the format of proc_pid_stat(5)"))
     }
 

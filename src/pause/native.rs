@@ -333,6 +333,10 @@ mod tests {
         let driver = Native::with(Cgroups::find().unwrap(), image::unlinked().unwrap()).unwrap();
         let pause = driver.start(&plan("file", "")).unwrap();
         let process = format!("/proc/{}", pause.identity().pid);
+        // The kernel lets the parent go on a moment before execve(2) is finished.
+        while fs::read(format!("{process}/cmdline")).unwrap().is_empty() {
+            std::thread::yield_now();
+        }
         let status = fs::read_to_string(format!("{process}/status")).unwrap();
         assert!(status.contains("CapPrm:\t0000000000000000\n") && status.contains("Seccomp:\t2\n"), "{status}");
         assert_eq!(fs::read_dir(format!("{process}/fd")).unwrap().count(), 0);
