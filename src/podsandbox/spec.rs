@@ -1,13 +1,242 @@
 //! The OCI runtime spec that describes a sandbox.
+//!
+//! It has the form of the spec that containerd's built-in controller gives its pause container, so that whoever reads
+//! it (NRI, through containerd's sandbox store) finds each field where it is used to. Where our pause is another, the spec
+//! tells what is true of ours:
+//!
+//! | field | built-in | here |
+//! |---|---|---|
+//! | `process.user` | the image's user, or `run_as_user` and `run_as_group` of the pod, with their groups | always 65535:65535 without further groups: our pause needs nobody's rights, so a pod that asks for root gets no root pause |
+//! | `process.capabilities` | the 14 of containerd's default | none in any set |
+//! | `process.env` | the image's | none |
+//! | `linux.seccomp` | from the pod's profile | none: the pause's own allow-list is part of it and not of the pod |
+//! | path of the user namespace | a pin below containerd's state | none: the pause joins the namespace that owns the network namespace, which has no path of its own |
+//! | `linux.cgroupsPath` without a parent | `/<namespace>/<id>` | none: the pause stays where the daemon is |
+//! | annotation `podsandbox.image-name` | the pause image | empty: there is no image |
+//!
+//! The mounts are listed as the built-in has them, since that is what a runtime would be given; our pause itself sees
+//! an empty root.
 
-use super::Error;
+mod annotations;
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use oci_spec::OciSpecError;
+use oci_spec::runtime::{
+    Linux, LinuxCapabilities, LinuxCpu, LinuxDeviceCgroup, LinuxIdMapping, LinuxIdMappingBuilder, LinuxNamespace,
+    LinuxNamespaceType, LinuxResources, Mount, Process, Root, Spec, User,
+};
+
+use super::checked::decode_config;
+use super::files::Places;
 use super::record::Record;
-use crate::config::Config;
+use super::{Error, Payload};
+use crate::config::{CgroupDriver, Config};
+use crate::pause::{IdMapping, Namespace, Plan};
+use crate::protos::cri::PodSandboxConfig;
 
-/// The spec of the sandbox as JSON.
+/// What containerd 2.0 writes; nothing newer is used.
+const OCI_VERSION: &str = "1.2.0";
+
+/// User and group of the pause; also those of the usual pause image.
+const USER: u32 = 65535;
+
+/// CPU shares of a sandbox (containerd `DefaultSandboxCPUshares`): the least there is.
+const CPU_SHARES: u64 = 2;
+
+const SHM: &str = "/dev/shm";
+const RESOLV_CONF: &str = "/etc/resolv.conf";
+
+/// As in containerd's default spec (`populateDefaultUnixSpec`).
+const MASKED: [&str; 11] = [
+    "/proc/acpi",
+    "/proc/asound",
+    "/proc/kcore",
+    "/proc/keys",
+    "/proc/latency_stats",
+    "/proc/timer_list",
+    "/proc/timer_stats",
+    "/proc/sched_debug",
+    "/sys/firmware",
+    "/sys/devices/virtual/powercap",
+    "/proc/scsi",
+];
+
+/// As in containerd's default spec (`populateDefaultUnixSpec`).
+const READONLY: [&str; 5] = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
+
+/// The spec of the sandbox as JSON (`opencontainers/runtime-spec` `Spec`).
 ///
 /// # Errors
 /// Where the recorded config cannot be decoded.
-pub fn describe(_record: &Record, _config: &Config) -> Result<Vec<u8>, Error> {
-    Ok(b"{}".to_vec())
+pub fn describe(record: &Record, config: &Config) -> Result<Vec<u8>, Error> {
+    let payload = Payload {
+        type_url: record.config.type_url.clone(),
+        value: bytes::Bytes::copy_from_slice(&record.config.value),
+    };
+    let pod = decode_config(&record.id, &payload)?;
+    let fault = |reason: String| Error::Fault { id: record.id.clone(), verb: "describe", reason };
+    let spec = spec(record, &pod, config).map_err(|e| fault(e.to_string()))?;
+    serde_json::to_vec(&spec).map_err(|e| fault(e.to_string()))
 }
+
+fn spec(record: &Record, pod: &PodSandboxConfig, config: &Config) -> Result<Spec, OciSpecError> {
+    let plan = &record.plan;
+    let mut root = Root::default();
+    root.set_path("rootfs".into()).set_readonly(Some(true));
+
+    // The crate's defaults are those of a container with a shell: every field is set here.
+    let mut spec = Spec::default();
+    spec.set_version(OCI_VERSION.to_owned())
+        .set_root(Some(root))
+        .set_process(Some(process(plan, pod)))
+        .set_hostname(Some(plan.hostname.clone()).filter(|name| plan.uts == Namespace::Private && !name.is_empty()))
+        .set_mounts(Some(mounts(record, pod, config)))
+        .set_annotations(Some(annotations::of(&record.id, pod)))
+        .set_linux(Some(linux(plan, config)?));
+    Ok(spec)
+}
+
+fn privileged(pod: &PodSandboxConfig) -> bool {
+    pod.linux.security_context.privileged
+}
+
+fn process(plan: &Plan, pod: &PodSandboxConfig) -> Process {
+    let mut user = User::default();
+    user.set_uid(USER).set_gid(USER);
+    let mut capabilities = LinuxCapabilities::default();
+    capabilities.set_bounding(None).set_effective(None).set_inheritable(None).set_permitted(None).set_ambient(None);
+    // A privileged pod has a label for its containers, but its pause runs without.
+    let label = Some(plan.selinux_label.clone()).filter(|label| !label.is_empty() && !privileged(pod));
+
+    let mut process = Process::default();
+    process
+        .set_terminal(None)
+        .set_user(user)
+        .set_args(Some(vec!["/pause".to_owned()]))
+        .set_env(None)
+        .set_cwd("/".into())
+        .set_capabilities(Some(capabilities))
+        .set_rlimits(None)
+        .set_no_new_privileges(Some(true))
+        .set_oom_score_adj(Some(plan.oom_score_adj))
+        .set_selinux_label(label);
+    process
+}
+
+fn mounts(record: &Record, pod: &PodSandboxConfig, config: &Config) -> Vec<Mount> {
+    let plan = &record.plan;
+    let places = Places::new(config, &record.id, &config.state_dir.join("sandboxes").join(&record.id));
+    let bind = ["rbind", "ro", "nosuid", "nodev", "noexec"];
+    let shm = if record.files.shm { places.shm() } else { SHM.into() };
+    let sys_mode = if privileged(pod) { "rw" } else { "ro" };
+    // A user namespace that does not own the network namespace may not mount sysfs.
+    let sys_bound = plan.userns.is_some() && plan.netns.is_none();
+
+    let mut mounts = vec![
+        mount("/proc", "proc", "proc", &["nosuid", "noexec", "nodev"]),
+        mount("/dev", "tmpfs", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
+        mount(
+            "/dev/pts",
+            "devpts",
+            "devpts",
+            &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"],
+        ),
+        mount("/dev/mqueue", "mqueue", "mqueue", &["nosuid", "noexec", "nodev"]),
+    ];
+    if !sys_bound {
+        mounts.push(mount("/sys", "sysfs", "sysfs", &["nosuid", "noexec", "nodev", sys_mode]));
+    }
+    mounts.push(mount(SHM, "bind", shm, &bind));
+    mounts.push(mount(RESOLV_CONF, "bind", places.resolv_conf(), &bind));
+    if sys_bound {
+        mounts.push(mount("/sys", "bind", "/sys", &["rbind", "rro", "nosuid", "nodev", "noexec"]));
+    }
+    mounts
+}
+
+fn mount(destination: &str, kind: &str, source: impl AsRef<Path>, options: &[&str]) -> Mount {
+    let mut mount = Mount::default();
+    mount
+        .set_destination(destination.into())
+        .set_typ(Some(kind.to_owned()))
+        .set_source(Some(source.as_ref().to_owned()))
+        .set_options(Some(strings(options)));
+    mount
+}
+
+fn linux(plan: &Plan, config: &Config) -> Result<Linux, OciSpecError> {
+    let mut everything = LinuxDeviceCgroup::default();
+    everything.set_allow(false).set_access(Some("rwm".to_owned()));
+    let mut cpu = LinuxCpu::default();
+    cpu.set_shares(Some(CPU_SHARES));
+    let mut resources = LinuxResources::default();
+    resources.set_devices(Some(vec![everything])).set_cpu(Some(cpu));
+    let sysctl: HashMap<String, String> = plan.sysctls.iter().cloned().collect();
+
+    let mut linux = Linux::default();
+    linux
+        .set_uid_mappings(plan.userns.map(|userns| id_mappings(userns.uid)).transpose()?)
+        .set_gid_mappings(plan.userns.map(|userns| id_mappings(userns.gid)).transpose()?)
+        .set_sysctl(Some(sysctl).filter(|sysctl| !sysctl.is_empty()))
+        .set_resources(Some(resources))
+        .set_cgroups_path(cgroups_path(plan, config).map(Into::into))
+        .set_namespaces(Some(namespaces(plan)))
+        .set_masked_paths(Some(strings(&MASKED)))
+        .set_readonly_paths(Some(strings(&READONLY)));
+    Ok(linux)
+}
+
+fn id_mappings(mapping: IdMapping) -> Result<Vec<LinuxIdMapping>, OciSpecError> {
+    let IdMapping { container_id, host_id, length } = mapping;
+    let described =
+        LinuxIdMappingBuilder::default().container_id(container_id).host_id(host_id).size(length).build()?;
+    Ok(vec![described])
+}
+
+/// In containerd's order. Those that are the node's are left out.
+fn namespaces(plan: &Plan) -> Vec<LinuxNamespace> {
+    let private = |kind, namespace| (namespace == Namespace::Private).then_some((kind, None));
+    let all = [
+        private(LinuxNamespaceType::Pid, plan.pid),
+        private(LinuxNamespaceType::Ipc, plan.ipc),
+        private(LinuxNamespaceType::Uts, plan.uts),
+        Some((LinuxNamespaceType::Mount, None)),
+        plan.netns.as_ref().map(|path| (LinuxNamespaceType::Network, Some(path.clone()))),
+        plan.userns.map(|_| (LinuxNamespaceType::User, None)),
+    ];
+    let described = |(kind, path)| {
+        let mut namespace = LinuxNamespace::default();
+        namespace.set_typ(kind).set_path(path);
+        namespace
+    };
+    all.into_iter().flatten().map(described).collect()
+}
+
+/// The pause's cgroup: a path below the hierarchies' roots, or `slice:prefix:name` as runc and NRI write a systemd scope.
+fn cgroups_path(plan: &Plan, config: &Config) -> Option<String> {
+    let parent = plan.cgroup_parent.as_str();
+    if parent.is_empty() {
+        return None;
+    }
+    if let Some(slice) = slice(parent, config) {
+        return Some(format!("{slice}:cri-containerd:{}", plan.id));
+    }
+    let parts = parent.split('/').filter(|part| !part.is_empty()).chain([plan.id.as_str()]);
+    let path = parts.collect::<Vec<_>>().join("/");
+    Some(if parent.starts_with('/') { format!("/{path}") } else { path })
+}
+
+/// The systemd slice that a `cgroup_parent` names; `None` where it is a path of the cgroup file system.
+pub(super) fn slice<'a>(parent: &'a str, config: &Config) -> Option<&'a str> {
+    let last = parent.rsplit('/').find(|part| !part.is_empty())?;
+    (last.ends_with(".slice") && config.cgroup_driver != CgroupDriver::Cgroupfs).then_some(last)
+}
+
+fn strings(texts: &[&str]) -> Vec<String> {
+    texts.iter().map(|text| (*text).to_owned()).collect()
+}
+
+#[cfg(test)]
+mod tests;
