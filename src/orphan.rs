@@ -1,8 +1,8 @@
 //! Sandboxes that containerd has forgotten.
 //!
-//! When RunPodSandbox is given up right after Start was answered, CRI drops its record of the sandbox and asks for
-//! neither Stop nor Shutdown. Such a sandbox is one that nobody has ever asked about since its Start. It is removed
-//! when containerd itself says, twice, that it does not know the id, and the pod has no shim, so no container either.
+//! When RunPodSandbox is given up before Start, or right after Start was answered, CRI drops its record of the sandbox
+//! and asks for neither Stop nor Shutdown. Such a sandbox is one that nobody has ever asked about. It is removed when
+//! containerd itself says, twice, that it does not know the id, and the pod has no shim, so no container either.
 
 use std::collections::HashSet;
 use std::sync::Arc;

@@ -300,7 +300,8 @@ fn read(hierarchy: &Hierarchy, path: &CStr) -> Result<Vec<u8>, Errno> {
 fn remove(hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), Errno> {
     for attempt in 0.. {
         match sys::rmdir(hierarchy.root.as_fd(), cgroup) {
-            Ok(()) | Err(Errno(libc::ENOENT)) => return Ok(()),
+            // Below what is no directory there is nothing.
+            Ok(()) | Err(Errno(libc::ENOENT | libc::ENOTDIR)) => return Ok(()),
             Err(Errno(libc::EBUSY | libc::ENOTEMPTY)) if attempt < RETRIES => {}
             Err(e) => return Err(e),
         }
@@ -313,7 +314,7 @@ fn remove(hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), Errno> {
 /// Kills what is in a cgroup of ours.
 fn kill_members(hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), Errno> {
     let members = match read(hierarchy, &below(cgroup, c"cgroup.procs")) {
-        Err(Errno(libc::ENOENT | libc::ENODEV)) => return Ok(()),
+        Err(Errno(libc::ENOENT | libc::ENOTDIR | libc::ENODEV)) => return Ok(()),
         members => members?,
     };
     for pid in String::from_utf8_lossy(&members).lines().filter_map(|line| line.parse().ok()) {

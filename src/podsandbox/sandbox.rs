@@ -254,9 +254,11 @@ impl Sandbox {
         read.map_err(|e| self.fault("metrics", e.to_string()))?.map_err(|step| self.failed("metrics", step))
     }
 
-    /// It runs, its pod has no shim, and nobody has asked for its status or exit in this daemon's life.
+    /// It is created or runs, its pod has no shim, and nobody has asked for its status or exit in this daemon's life.
     pub fn is_unasked(&self) -> bool {
-        self.phase() == Phase::Ready && !self.asked.load(Ordering::Relaxed) && !self.work.shim.path().exists()
+        matches!(self.phase(), Phase::Created | Phase::Ready)
+            && !self.asked.load(Ordering::Relaxed)
+            && !self.work.shim.path().exists()
     }
 
     /// Answers when nothing of the sandbox is under way.

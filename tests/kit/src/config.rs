@@ -203,6 +203,7 @@ containerd_state = "{state}"
 containerd_address = "{address}"
 containerd_namespace = "{NAMESPACE}"
 restrict_oom_score_adj = true
+forgotten_interval = 1
 "#,
         socket = layout.sandboxer_socket().display(),
         state_dir = layout.sandboxer_state().display(),
