@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build install test check fmt lint doc deny parts unit clean
+.PHONY: help build install demo test check fmt lint doc deny parts unit clean
 
 CARGO ?= cargo
 PREFIX ?= /usr/local
@@ -17,6 +17,9 @@ build: ## the daemon, optimised: target/release/pause-sandboxer
 
 install: build ## copies it to PREFIX/bin (default /usr/local)
 	install -D -m 0755 target/release/pause-sandboxer $(DESTDIR)$(PREFIX)/bin/pause-sandboxer
+
+demo: parts build ## a pod from its start to its end on a real containerd; needs root
+	$(CARGO) run --quiet --locked --example demo -- target/release/pause-sandboxer
 
 test: parts check unit ## everything that CI runs; needs root and fetches what it runs on
 
