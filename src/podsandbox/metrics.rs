@@ -1,14 +1,96 @@
-//! Metrics of a pod's parent cgroup.
+//! Metrics of a pod's parent cgroup, in containerd's form.
+//!
+//! CRI asks for them from containerd 2.4 on, every second for every pod. So nothing is looked for: the hierarchies are
+//! taken where every node has them, as containerd itself takes them, and no table of mounts is read, which grows
+//! with the number of pods.
 
-use super::Metric;
+mod directory;
+mod v1;
+mod v2;
+
+use std::io;
+use std::path::{Component, Path, PathBuf};
+use std::time::SystemTime;
+
+use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
+use protobuf::Message;
+
+use super::spec::slice;
+use super::{Metric, Payload};
 use crate::config::Config;
-use crate::error::Step;
+use crate::error::{IoContext as _, Step};
 use crate::pause::Plan;
 
-/// Reads the metrics.
+/// Mount point of the one hierarchy of version 2, or directory of those of version 1 (also on a "hybrid" node).
+const CGROUPS: &str = "/sys/fs/cgroup";
+
+const READ: &str = "read metrics of cgroup";
+
+/// Reads the metrics. Blocks.
 ///
 /// # Errors
-/// The failed step.
-pub fn read(_plan: &Plan, _config: &Config) -> Result<Metric, Step> {
-    Err(Step::new("read metrics", std::io::Error::from_raw_os_error(libc::ENOSYS)))
+/// The failed step: the pod has no parent cgroup, or it is gone, or one of its files cannot be read. A file that the kernel
+/// does not have is no error.
+pub fn read(plan: &Plan, config: &Config) -> Result<Metric, Step> {
+    let parent = parent(plan, config)?;
+    let root = Path::new(CGROUPS);
+    let unified = statfs(root).step_at("look at", root)?.filesystem_type() == CGROUP2_SUPER_MAGIC;
+    let timestamp = SystemTime::now();
+    let data = if unified {
+        payload("io.containerd.cgroups.v2.Metrics", &v2::read(root, &parent)?)
+    } else {
+        payload("io.containerd.cgroups.v1.Metrics", &v1::read(root, &parent)?)
+    };
+    Ok(Metric { timestamp, data: data? })
 }
+
+fn payload(name: &str, message: &impl Message) -> Result<Payload, Step> {
+    let value = message.write_to_bytes().map_err(io::Error::other).step("encode metrics")?;
+    Ok(Payload { type_url: name.to_owned(), value: value.into() })
+}
+
+/// The parent cgroup's path below the root of a hierarchy.
+fn parent(plan: &Plan, config: &Config) -> Result<PathBuf, Step> {
+    if plan.cgroup_parent.is_empty() {
+        // So answers the built-in controller.
+        return Err(Step::new(READ, io::Error::new(io::ErrorKind::NotFound, "the pod has no cgroup_parent")));
+    }
+    if let Some(slice) = slice(&plan.cgroup_parent, config) {
+        return Ok(expand(slice));
+    }
+    // Create has refused everything else; nothing but this leads out of the hierarchy.
+    let plain = |part| matches!(part, Component::Normal(_));
+    Ok(Path::new(&plan.cgroup_parent).components().filter(|part| plain(*part)).collect())
+}
+
+/// Where systemd puts a slice: `a-b.slice` is within `a.slice` (systemd.slice(5)).
+fn expand(slice: &str) -> PathBuf {
+    let stem = slice.strip_suffix(".slice").unwrap_or(slice);
+    if stem == "-" {
+        return PathBuf::new();
+    }
+    let dashes = stem.match_indices('-').map(|(at, _)| at);
+    dashes.chain([stem.len()]).map(|end| format!("{}.slice", &stem[..end])).collect()
+}
+
+fn missing(root: &Path, parent: &Path) -> Step {
+    Step::at(READ, root.join(parent), io::Error::from_raw_os_error(libc::ENOENT))
+}
+
+/// Names of the node's huge page sizes in cgroup files, such as `2MB` (kernel `mm/hugetlb_cgroup.c`).
+fn huge_page_sizes() -> Vec<String> {
+    let Ok(entries) = std::fs::read_dir("/sys/kernel/mm/hugepages") else { return Vec::new() };
+    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let mut sizes: Vec<u64> =
+        names.filter_map(|name| name.strip_prefix("hugepages-")?.strip_suffix("kB")?.parse().ok()).collect();
+    sizes.sort_unstable();
+    let name = |kib| match kib {
+        kib if kib >= 1 << 20 => format!("{}GB", kib >> 20),
+        kib if kib >= 1 << 10 => format!("{}MB", kib >> 10),
+        kib => format!("{kib}KB"),
+    };
+    sizes.into_iter().map(name).collect()
+}
+
+#[cfg(test)]
+mod tests;
