@@ -77,7 +77,7 @@ async fn give_up(bench: &Bench, spec: fn(&str) -> PodSpec) -> Result<()> {
     let whole = begun.elapsed();
     pod.remove().await?;
 
-    let mut given_up = 0;
+    let (mut given_up, mut pods) = (0, Vec::new());
     for moment in 1..=MOMENTS {
         let home = bench.node.prepare(spec(&format!("given-up-{moment}")))?;
         let deadline = whole * moment / (MOMENTS + 1);
@@ -94,6 +94,9 @@ async fn give_up(bench: &Bench, spec: fn(&str) -> PodSpec) -> Result<()> {
         ensure!(container.sh("echo runs").await? == "runs\n", "the container does not run");
         pod.stop().await?;
         bench.node.cri().remove_pod_sandbox(pod.id()).await?;
+        pods.push(pod);
+    }
+    for pod in pods {
         match bench.handler {
             Handler::Ours => pod.clear().await?,
             // What holds the pod's cgroup is counted at the end.

@@ -107,17 +107,18 @@ impl Snapshot {
         Ok(Self { things, log_length, layout: Some(layout.clone()) })
     }
 
-    /// What is here that is not in `before`, and the shims' sockets of all ids that containerd's log has named since `before`.
+    /// What is here that is not in `before`, and what lies outside of the node's directory for the ids that
+    /// containerd's log has named since `before`.
     pub fn beyond(&self, before: &Self) -> Vec<Thing> {
         let mut left: Vec<Thing> = self.things.difference(&before.things).cloned().collect();
         if let Some(layout) = &self.layout {
-            left.extend(
-                ids_in_log(layout, before.log_length)
-                    .into_iter()
-                    .map(|id| layout.shim_socket(&id))
-                    .filter(|socket| socket.symlink_metadata().is_ok())
-                    .map(Thing::ShimSocket),
-            );
+            for id in ids_in_log(layout, before.log_length) {
+                let things = [Thing::ShimSocket(layout.shim_socket(&id)), Thing::CniResult(loopback_result(&id))];
+                left.extend(things.into_iter().filter(|thing| match thing {
+                    Thing::ShimSocket(path) | Thing::CniResult(path) => path.symlink_metadata().is_ok(),
+                    _ => false,
+                }));
+            }
         }
         left
     }
@@ -201,6 +202,11 @@ pub(crate) fn cni_results(layout: &Layout) -> Vec<PathBuf> {
     let prefix = format!("{}-", layout.name);
     let mine = |name: &String| name.starts_with(&prefix);
     names(Path::new(CNI_RESULTS)).into_iter().filter(mine).map(|name| Path::new(CNI_RESULTS).join(name)).collect()
+}
+
+/// What libcni remembers of a pod's loopback, whose network has the same name on all nodes.
+pub(crate) fn loopback_result(id: &str) -> PathBuf {
+    Path::new(CNI_RESULTS).join(format!("cni-loopback-{id}-lo"))
 }
 
 /// The ids of pods and containers that containerd's log names from `offset` on, those included that failed to start.
