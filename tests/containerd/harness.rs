@@ -29,25 +29,30 @@ type Running = Pin<Box<dyn Future<Output = Result<()>>>>;
 pub(crate) struct Case {
     name: &'static str,
     handlers: &'static [Handler],
+    /// Why the built-in controller has no such case.
+    why_ours_alone: Option<&'static str>,
     run: fn(Bench) -> Running,
 }
 
 impl Case {
     /// A case of both sandboxers.
     pub(crate) const fn both(name: &'static str, run: fn(Bench) -> Running) -> Self {
-        Self { name, handlers: &Handler::ALL, run }
+        Self { name, handlers: &Handler::ALL, why_ours_alone: None, run }
     }
 
-    /// A case that only this sandboxer has an answer to: it speaks to its own socket.
-    pub(crate) const fn ours(name: &'static str, run: fn(Bench) -> Running) -> Self {
-        Self { name, handlers: &[Handler::Ours], run }
+    /// A case of this sandboxer alone, and why.
+    pub(crate) const fn ours(name: &'static str, why: &'static str, run: fn(Bench) -> Running) -> Self {
+        Self { name, handlers: &[Handler::Ours], why_ours_alone: Some(why), run }
     }
 }
 
-/// Names async functions as cases: `cases![both: a, b; ours: c]`.
+/// Names async functions as cases: `cases![both: a, b]`, `cases![ours, "the built-in has no such thing": c]`.
 macro_rules! cases {
-    ($($which:ident: $($case:ident),* $(,)?);* $(;)?) => {
-        vec![$($(crate::harness::Case::$which(stringify!($case), |context| Box::pin($case(context)))),*),*]
+    (both: $($case:ident),* $(,)?) => {
+        vec![$(crate::harness::Case::both(stringify!($case), |bench| Box::pin($case(bench)))),*]
+    };
+    (ours, $why:literal: $($case:ident),* $(,)?) => {
+        vec![$(crate::harness::Case::ours(stringify!($case), $why, |bench| Box::pin($case(bench)))),*]
     };
 }
 pub(crate) use cases;
@@ -140,6 +145,10 @@ pub(crate) fn run(cases: Vec<Case>) -> ExitCode {
             };
             let (suite, name, body) = (Arc::clone(&suite), case.name, case.run);
             trials.push(Trial::test(format!("{name}::{side}"), move || {
+                if let Some(why) = case.why_ours_alone {
+                    let line = format!("has no such case: {why}");
+                    lock(&suite.differences).insert((name, "the built-in".to_owned()), line);
+                }
                 suite.runtime.block_on(one(&suite, name, handler, body)).map_err(|e| Failed::from(format!("{e:#}")))
             }));
         }

@@ -231,3 +231,63 @@ fn names(directory: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
     entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+    use std::os::unix::process::CommandExt;
+    use std::process::{Command, Stdio};
+
+    use nix::mount::{MsFlags, mount};
+
+    use super::*;
+
+    /// One of each kind of thing that a pod may leave is seen, and can be removed.
+    #[test]
+    fn sees_what_is_left() {
+        let top = tempfile::Builder::new().prefix("look-").tempdir().unwrap();
+        let layout =
+            Layout { top: top.path().to_owned(), name: top.path().file_name().unwrap().to_str().unwrap().into() };
+        fs::create_dir_all(layout.top.join("logs")).unwrap();
+        fs::write(layout.containerd_log(), "nothing yet\n").unwrap();
+        cgroup::make(&layout.cgroup()).unwrap();
+        let before = Snapshot::take(&layout, &[]).unwrap();
+        assert_eq!(before.beyond(&before), []);
+
+        let id = "0123456789abcdef".repeat(4);
+        fs::write(layout.containerd_log(), format!("nothing yet\nRunPodSandbox returns {id}\n")).unwrap();
+        let (file, point) = (layout.top.join("file"), layout.top.join("point"));
+        fs::write(&file, "").unwrap();
+        fs::create_dir(&point).unwrap();
+        mount(Some("tmpfs"), &point, Some("tmpfs"), MsFlags::empty(), Some("size=4k")).unwrap();
+        let leaf = format!("{}/pod", layout.cgroup());
+        cgroup::make(&leaf).unwrap();
+        let mut process = Command::new("sleep").arg0(file.as_os_str()).arg("60").stdout(Stdio::null()).spawn().unwrap();
+        fs::create_dir_all(layout.shim_socket(&id).parent().unwrap()).unwrap();
+        let _socket = UnixListener::bind(layout.shim_socket(&id)).unwrap();
+        fs::create_dir_all(CNI_RESULTS).unwrap();
+        fs::write(loopback_result(&id), "").unwrap();
+        let bridged = Path::new(CNI_RESULTS).join(format!("{}-{id}-eth0", layout.name));
+        fs::write(&bridged, "").unwrap();
+
+        let left = Snapshot::take(&layout, &[]).unwrap().beyond(&before);
+        let expected = [
+            Thing::File(file.clone(), "file"),
+            Thing::File(point.clone(), "directory"),
+            Thing::ShimSocket(layout.shim_socket(&id)),
+            Thing::CniResult(loopback_result(&id)),
+            Thing::CniResult(bridged),
+        ];
+        for thing in expected.into_iter().chain(cgroup::below(&leaf).unwrap().into_iter().map(Thing::Cgroup)) {
+            assert!(left.contains(&thing), "{thing} is not among {left:#?}");
+        }
+        assert!(left.iter().any(|thing| matches!(thing, Thing::Mount(at, _) if *at == point)), "{left:#?}");
+        assert!(left.iter().any(|thing| matches!(thing, Thing::Process(pid, _) if *pid == process.id())), "{left:#?}");
+
+        scrap::remove(&left).unwrap();
+        process.wait().unwrap();
+        let left = Snapshot::take(&layout, &[]).unwrap().beyond(&before);
+        assert_eq!(left, [], "after the removal");
+        cgroup::remove(&layout.cgroup()).unwrap();
+    }
+}
