@@ -17,7 +17,7 @@ use tokio::runtime::Runtime;
 /// What a case may take at most; a hang is a failure that says where.
 const LIMIT: Duration = Duration::from_secs(90);
 /// Settings of the sandboxer: what containerd never asks to remove is looked for every second, not every minute.
-const SANDBOXER_CONFIG: &str = "forgotten_interval = 1\nabandoned_after = 3\n";
+const SANDBOXER_CONFIG: &str = "forgotten_interval = 1\n";
 /// How long is waited for what is known not to go.
 const KNOWN_LEFT: Duration = Duration::from_secs(2);
 /// Lines of each daemon's log that a failed case shows.
