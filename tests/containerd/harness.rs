@@ -16,6 +16,8 @@ use tokio::runtime::Runtime;
 
 /// What a case may take at most; a hang is a failure that says where.
 const LIMIT: Duration = Duration::from_secs(90);
+/// Settings of the sandboxer: what containerd never asks to remove is looked for every second, not every minute.
+const SANDBOXER_CONFIG: &str = "forgotten_interval = 1\n";
 /// How long is waited for what is known not to go.
 const KNOWN_LEFT: Duration = Duration::from_secs(2);
 /// Lines of each daemon's log that a failed case shows.
@@ -27,25 +29,30 @@ type Running = Pin<Box<dyn Future<Output = Result<()>>>>;
 pub(crate) struct Case {
     name: &'static str,
     handlers: &'static [Handler],
+    /// Why the built-in controller has no such case.
+    why_ours_alone: Option<&'static str>,
     run: fn(Bench) -> Running,
 }
 
 impl Case {
     /// A case of both sandboxers.
     pub(crate) const fn both(name: &'static str, run: fn(Bench) -> Running) -> Self {
-        Self { name, handlers: &Handler::ALL, run }
+        Self { name, handlers: &Handler::ALL, why_ours_alone: None, run }
     }
 
-    /// A case that only this sandboxer has an answer to: it speaks to its own socket.
-    pub(crate) const fn ours(name: &'static str, run: fn(Bench) -> Running) -> Self {
-        Self { name, handlers: &[Handler::Ours], run }
+    /// A case of this sandboxer alone, and why.
+    pub(crate) const fn ours(name: &'static str, why: &'static str, run: fn(Bench) -> Running) -> Self {
+        Self { name, handlers: &[Handler::Ours], why_ours_alone: Some(why), run }
     }
 }
 
-/// Names async functions as cases: `cases![both: a, b; ours: c]`.
+/// Names async functions as cases: `cases![both: a, b]`, `cases![ours, "the built-in has no such thing": c]`.
 macro_rules! cases {
-    ($($which:ident: $($case:ident),* $(,)?);* $(;)?) => {
-        vec![$($(crate::harness::Case::$which(stringify!($case), |context| Box::pin($case(context)))),*),*]
+    (both: $($case:ident),* $(,)?) => {
+        vec![$(crate::harness::Case::both(stringify!($case), |bench| Box::pin($case(bench)))),*]
+    };
+    (ours, $why:literal: $($case:ident),* $(,)?) => {
+        vec![$(crate::harness::Case::ours(stringify!($case), $why, |bench| Box::pin($case(bench)))),*]
     };
 }
 pub(crate) use cases;
@@ -138,6 +145,10 @@ pub(crate) fn run(cases: Vec<Case>) -> ExitCode {
             };
             let (suite, name, body) = (Arc::clone(&suite), case.name, case.run);
             trials.push(Trial::test(format!("{name}::{side}"), move || {
+                if let Some(why) = case.why_ours_alone {
+                    let line = format!("has no such case: {why}");
+                    lock(&suite.differences).insert((name, "the built-in".to_owned()), line);
+                }
                 suite.runtime.block_on(one(&suite, name, handler, body)).map_err(|e| Failed::from(format!("{e:#}")))
             }));
         }
@@ -208,7 +219,8 @@ async fn shared_node(suite: &Suite) -> Result<Arc<Node>> {
         return known.clone().map_err(|reason| anyhow::anyhow!("the node did not start: {reason}"));
     }
     let sandboxer = Some(PathBuf::from(env!("CARGO_BIN_EXE_pause-sandboxer")));
-    let started = Node::start(Options { sandboxer, ..Options::default() }).await;
+    let options = Options { sandboxer, sandboxer_config: SANDBOXER_CONFIG.to_owned(), ..Options::default() };
+    let started = Node::start(options).await;
     let known = started.as_ref().map(Arc::clone).map_err(|e| e.to_string());
     *lock(&suite.node) = Some(known);
     started

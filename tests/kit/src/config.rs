@@ -203,7 +203,7 @@ containerd_state = "{state}"
 containerd_address = "{address}"
 containerd_namespace = "{NAMESPACE}"
 restrict_oom_score_adj = true
-forgotten_interval = 1
+log_level = "debug"
 "#,
         socket = layout.sandboxer_socket().display(),
         state_dir = layout.sandboxer_state().display(),
@@ -243,7 +243,11 @@ fn network(layout: &Layout, parts: &Parts) -> Result<()> {
     let plugin = bin.join("unmount-netns");
     let script = r#"#!/bin/sh
 case $CNI_COMMAND in
-ADD) umount "$CNI_NETNS" && echo '{"cniVersion":"1.0.0","ips":[{"address":"10.0.0.2/32"}]}' ;;
+ADD)
+    # The loopback plugin works at the same time and needs the namespace; libcni notes when it is done.
+    while [ ! -e "/var/lib/cni/results/cni-loopback-$CNI_CONTAINERID-lo" ]; do sleep 0.01; done
+    umount "$CNI_NETNS" && echo '{"cniVersion":"1.0.0","ips":[{"address":"10.0.0.2/32"}]}'
+    ;;
 VERSION) echo '{"cniVersion":"1.0.0","supportedVersions":["1.0.0"]}' ;;
 esac
 "#;

@@ -304,7 +304,7 @@ impl Node {
     pub fn sandboxer_command(&self) -> Result<Command> {
         let binary = self.options.sandboxer.as_ref().context("this node was made without a sandboxer")?;
         let mut command = Command::new(binary);
-        command.arg("serve").arg("--config").arg(self.layout.sandboxer_config()).env("RUST_LOG", "debug");
+        command.arg("serve").arg("--config").arg(self.layout.sandboxer_config());
         Ok(command)
     }
 

@@ -255,14 +255,14 @@ impl Pod {
         serde_json::from_str(text).with_context(|| format!("info of the verbose status: {text}"))
     }
 
-    /// Process id of its pause.
+    /// Process id of its pause, as its controller tells through containerd.
     ///
     /// # Errors
-    /// CRI's, or the verbose status names none.
+    /// The controller's, or the pause has ended.
     pub async fn pause_pid(&self) -> Result<u32> {
-        let info = self.info().await?;
-        let pid = info["pid"].as_u64().with_context(|| format!("no pid in {info}"))?;
-        Ok(u32::try_from(pid)?)
+        let status = self.node.controller(self.handler).status(&self.id, false).await.context("controller's Status")?;
+        ensure!(status.pid != 0, "the sandbox has no process: {status:?}");
+        Ok(status.pid)
     }
 
     /// Makes and starts a container.
@@ -311,7 +311,7 @@ impl Pod {
     /// The pod's cgroup holds something still.
     pub async fn clear(&self) -> Result<()> {
         /// The last process of a cgroup may leave it a little after its end was told.
-        const LEAVES: Duration = Duration::from_secs(5);
+        const LEAVES: Duration = Duration::from_secs(10);
         if let Some(path) = &self.home.cgroup {
             until("the pod's cgroup is empty", LEAVES, async || cgroup::remove(path)).await?;
         }

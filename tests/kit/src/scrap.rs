@@ -255,7 +255,8 @@ fn remove_sockets(layout: &Layout) -> Result<()> {
 
 /// libcni keeps its results in one place for all of a machine; the network's name tells whose they are.
 fn remove_cni_results(layout: &Layout) -> Result<()> {
-    for file in snapshot::cni_results(layout) {
+    let loopback = snapshot::ids_in_log(layout, 0).into_iter().map(|id| snapshot::loopback_result(&id));
+    for file in snapshot::cni_results(layout).into_iter().chain(loopback) {
         ignore_gone(fs::remove_file(&file)).with_context(|| file.display().to_string())?;
     }
     Ok(())

@@ -107,17 +107,18 @@ impl Snapshot {
         Ok(Self { things, log_length, layout: Some(layout.clone()) })
     }
 
-    /// What is here that is not in `before`, and the shims' sockets of all ids that containerd's log has named since `before`.
+    /// What is here that is not in `before`, and what lies outside of the node's directory for the ids that
+    /// containerd's log has named since `before`.
     pub fn beyond(&self, before: &Self) -> Vec<Thing> {
         let mut left: Vec<Thing> = self.things.difference(&before.things).cloned().collect();
         if let Some(layout) = &self.layout {
-            left.extend(
-                ids_in_log(layout, before.log_length)
-                    .into_iter()
-                    .map(|id| layout.shim_socket(&id))
-                    .filter(|socket| socket.symlink_metadata().is_ok())
-                    .map(Thing::ShimSocket),
-            );
+            for id in ids_in_log(layout, before.log_length) {
+                let things = [Thing::ShimSocket(layout.shim_socket(&id)), Thing::CniResult(loopback_result(&id))];
+                left.extend(things.into_iter().filter(|thing| match thing {
+                    Thing::ShimSocket(path) | Thing::CniResult(path) => path.symlink_metadata().is_ok(),
+                    _ => false,
+                }));
+            }
         }
         left
     }
@@ -203,6 +204,11 @@ pub(crate) fn cni_results(layout: &Layout) -> Vec<PathBuf> {
     names(Path::new(CNI_RESULTS)).into_iter().filter(mine).map(|name| Path::new(CNI_RESULTS).join(name)).collect()
 }
 
+/// What libcni remembers of a pod's loopback, whose network has the same name on all nodes.
+pub(crate) fn loopback_result(id: &str) -> PathBuf {
+    Path::new(CNI_RESULTS).join(format!("cni-loopback-{id}-lo"))
+}
+
 /// The ids of pods and containers that containerd's log names from `offset` on, those included that failed to start.
 pub(crate) fn ids_in_log(layout: &Layout, offset: u64) -> BTreeSet<String> {
     let read = || -> std::io::Result<Vec<u8>> {
@@ -224,4 +230,64 @@ pub(crate) fn ids_in_log(layout: &Layout, offset: u64) -> BTreeSet<String> {
 fn names(directory: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
     entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+    use std::os::unix::process::CommandExt;
+    use std::process::{Command, Stdio};
+
+    use nix::mount::{MsFlags, mount};
+
+    use super::*;
+
+    /// One of each kind of thing that a pod may leave is seen, and can be removed.
+    #[test]
+    fn sees_what_is_left() {
+        let top = tempfile::Builder::new().prefix("look-").tempdir().unwrap();
+        let layout =
+            Layout { top: top.path().to_owned(), name: top.path().file_name().unwrap().to_str().unwrap().into() };
+        fs::create_dir_all(layout.top.join("logs")).unwrap();
+        fs::write(layout.containerd_log(), "nothing yet\n").unwrap();
+        cgroup::make(&layout.cgroup()).unwrap();
+        let before = Snapshot::take(&layout, &[]).unwrap();
+        assert_eq!(before.beyond(&before), []);
+
+        let id = "0123456789abcdef".repeat(4);
+        fs::write(layout.containerd_log(), format!("nothing yet\nRunPodSandbox returns {id}\n")).unwrap();
+        let (file, point) = (layout.top.join("file"), layout.top.join("point"));
+        fs::write(&file, "").unwrap();
+        fs::create_dir(&point).unwrap();
+        mount(Some("tmpfs"), &point, Some("tmpfs"), MsFlags::empty(), Some("size=4k")).unwrap();
+        let leaf = format!("{}/pod", layout.cgroup());
+        cgroup::make(&leaf).unwrap();
+        let mut process = Command::new("sleep").arg0(file.as_os_str()).arg("60").stdout(Stdio::null()).spawn().unwrap();
+        fs::create_dir_all(layout.shim_socket(&id).parent().unwrap()).unwrap();
+        let _socket = UnixListener::bind(layout.shim_socket(&id)).unwrap();
+        fs::create_dir_all(CNI_RESULTS).unwrap();
+        fs::write(loopback_result(&id), "").unwrap();
+        let bridged = Path::new(CNI_RESULTS).join(format!("{}-{id}-eth0", layout.name));
+        fs::write(&bridged, "").unwrap();
+
+        let left = Snapshot::take(&layout, &[]).unwrap().beyond(&before);
+        let expected = [
+            Thing::File(file.clone(), "file"),
+            Thing::File(point.clone(), "directory"),
+            Thing::ShimSocket(layout.shim_socket(&id)),
+            Thing::CniResult(loopback_result(&id)),
+            Thing::CniResult(bridged),
+        ];
+        for thing in expected.into_iter().chain(cgroup::below(&leaf).unwrap().into_iter().map(Thing::Cgroup)) {
+            assert!(left.contains(&thing), "{thing} is not among {left:#?}");
+        }
+        assert!(left.iter().any(|thing| matches!(thing, Thing::Mount(at, _) if *at == point)), "{left:#?}");
+        assert!(left.iter().any(|thing| matches!(thing, Thing::Process(pid, _) if *pid == process.id())), "{left:#?}");
+
+        scrap::remove(&left).unwrap();
+        process.wait().unwrap();
+        let left = Snapshot::take(&layout, &[]).unwrap().beyond(&before);
+        assert_eq!(left, [], "after the removal");
+        cgroup::remove(&layout.cgroup()).unwrap();
+    }
 }
