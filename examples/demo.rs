@@ -36,7 +36,11 @@ async fn main() -> Result<()> {
     let web = pod.run(ContainerSpec::sleeping("web")).await?;
     let log = pod.run(ContainerSpec::sleeping("log")).await?;
     say(&format!("sandbox {} at {}", &pod.id()[..12], pod.ip().await?));
-    say(&format!("hostname in web: {}, in log: {}", web.sh("hostname").await?.trim(), log.sh("hostname").await?.trim()));
+    say(&format!(
+        "hostname in web: {}, in log: {}",
+        web.sh("hostname").await?.trim(),
+        log.sh("hostname").await?.trim()
+    ));
     web.sh("echo written by web > /dev/shm/word").await?;
     say(&format!("/dev/shm/word as log reads it: {}", log.sh("cat /dev/shm/word").await?.trim()));
     say("processes as log sees them, in the pod's one PID namespace:");
