@@ -57,7 +57,7 @@ async fn then_a_good_one(bench: &Bench) -> Result<()> {
 }
 
 async fn caller_gives_up(bench: Bench) -> Result<()> {
-    give_up(&bench, |name| PodSpec::new(name)).await
+    give_up(&bench, PodSpec::new).await
 }
 
 async fn caller_gives_up_on_a_host_network_pod(bench: Bench) -> Result<()> {
