@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use protobuf::{EnumOrUnknown, Message};
+use protobuf::Message;
 
 pub use crate::proto::controller as api;
 
@@ -185,9 +185,4 @@ pub fn any(type_url: &str, value: Vec<u8>) -> protobuf::well_known_types::any::A
 
 fn path(method: &str) -> String {
     format!("/containerd.services.sandbox.v1.Controller/{method}")
-}
-
-/// The value of an enum field, for messages that are compared or printed.
-pub fn known<E: protobuf::Enum>(value: EnumOrUnknown<E>) -> Option<E> {
-    value.enum_value().ok()
 }
