@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::stat::{Mode, umask};
 use pause_sandboxer::config::Config;
 use pause_sandboxer::containerd::Store;
 use pause_sandboxer::controller::Controller;
@@ -41,6 +42,8 @@ pub(crate) fn serve(config: Config, file: Option<PathBuf>, flags: Vec<(String, S
     if !nix::unistd::geteuid().is_root() {
         return Err(Step::new("serve", io::Error::new(io::ErrorKind::PermissionDenied, "needs root")));
     }
+    // What pods read is made by its mode, whatever the daemon was started with.
+    umask(Mode::from_bits_truncate(0o022));
     raise_open_files();
     make_dir(&config.state_dir)?;
     let _lock = lock(&config.state_dir)?;
