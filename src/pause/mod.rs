@@ -18,6 +18,7 @@ mod child;
 mod emptyroot;
 mod identity;
 pub mod image;
+pub mod launch;
 pub mod native;
 mod process;
 mod seccomp;

@@ -8,13 +8,12 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::SystemTime;
 
 use super::cgroup::{self, Cgroups, Placement};
 use super::child::{self, At, User, Work};
-use super::process::{Orphans, Process};
+use super::process::{self, Orphans, Process};
 use super::sys::{self, Errno};
-use super::{Adoption, Driver, Exit, IdMapping, Identity, Namespace, Pause, Plan, UNKNOWN_EXIT};
+use super::{Adoption, Driver, IdMapping, Identity, Namespace, Pause, Plan};
 use super::{emptyroot, identity, image, userns};
 use crate::error::{IoContext, Step};
 
@@ -186,28 +185,7 @@ impl Driver for Native {
 
     fn adopt(&self, _plan: &Plan, identity: &Identity) -> Adoption {
         self.orphans.sweep();
-        let dead = Adoption::Dead(Exit { status: UNKNOWN_EXIT, at: SystemTime::now() });
-        if identity.boot_id != self.boot_id {
-            return dead;
-        }
-        let pid = c_int::try_from(identity.pid).unwrap_or(0);
-        // Everything is read after the pidfd is open: if it agrees then, the pidfd is the recorded process's.
-        let pidfd = match sys::pidfd_open(pid) {
-            Ok(pidfd) => pidfd,
-            // Nobody, or by now the number of a thread, or no number that a process can have.
-            Err(Errno(libc::ESRCH | libc::EINVAL | libc::ENOENT)) => return dead,
-            Err(e) => return Adoption::Unknown(Step::new("open a pidfd of the pause process", e.into())),
-        };
-        match identity::matches(identity) {
-            Ok(true) => {
-                let process = Process::new(pidfd, identity.clone(), Arc::clone(&self.orphans));
-                process.collect().map_or_else(|| Adoption::Alive(Box::new(process)), Adoption::Dead)
-            }
-            Ok(false) => dead,
-            // Ended in between: the pidfd may tell how it ended, but nothing any more whether it was the recorded one.
-            Err(e) if identity::gone(e.io()) => dead,
-            Err(e) => Adoption::Unknown(e),
-        }
+        process::adopt(identity, &self.boot_id, &self.orphans)
     }
 
     fn cleanup(&self, plan: &Plan) -> Result<(), Vec<Step>> {

@@ -1,5 +1,6 @@
 //! A live pause process by its pidfd: how it is killed, watched and reaped.
 
+use std::ffi::c_int;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,9 +9,9 @@ use std::time::{Duration, SystemTime};
 
 use tokio::io::unix::AsyncFd;
 
-use super::identity::Stat;
+use super::identity::{self, Stat};
 use super::sys::{self, End, Errno};
-use super::{BoxFuture, Exit, Identity, Pause, UNKNOWN_EXIT};
+use super::{Adoption, BoxFuture, Exit, Identity, Pause, UNKNOWN_EXIT};
 use crate::error::{IoContext, Step};
 
 /// How often an end is looked for when the runtime cannot watch the process (out of descriptors or memory).
@@ -72,7 +73,7 @@ impl Pause for Process {
         self.killed.store(true, Relaxed);
         match sys::pidfd_send_signal(self.pidfd.as_fd(), libc::SIGKILL) {
             Ok(()) | Err(Errno(libc::ESRCH)) => Ok(()),
-            Err(e) => Err(e).step("kill the pause process"),
+            Err(e) => Err(e).step("kill the process"),
         }
     }
 
@@ -104,6 +105,32 @@ impl Drop for Process {
         if self.collect().is_none() {
             self.orphans.take(Arc::clone(&self.pidfd), self.killed.load(Relaxed));
         }
+    }
+}
+
+/// Finds a recorded process of this or an earlier daemon's making again.
+pub(super) fn adopt(identity: &Identity, boot_id: &str, orphans: &Arc<Orphans>) -> Adoption {
+    let dead = Adoption::Dead(Exit { status: UNKNOWN_EXIT, at: SystemTime::now() });
+    if identity.boot_id != boot_id {
+        return dead;
+    }
+    let pid = c_int::try_from(identity.pid).unwrap_or(0);
+    // Everything is read after the pidfd is open: if it agrees then, the pidfd is the recorded process's.
+    let pidfd = match sys::pidfd_open(pid) {
+        Ok(pidfd) => pidfd,
+        // Nobody, or by now the number of a thread, or no number that a process can have.
+        Err(Errno(libc::ESRCH | libc::EINVAL | libc::ENOENT)) => return dead,
+        Err(e) => return Adoption::Unknown(Step::new("open a pidfd of the recorded process", e.into())),
+    };
+    match identity::matches(identity) {
+        Ok(true) => {
+            let process = Process::new(pidfd, identity.clone(), Arc::clone(orphans));
+            process.collect().map_or_else(|| Adoption::Alive(Box::new(process)), Adoption::Dead)
+        }
+        Ok(false) => dead,
+        // Ended in between: the pidfd may tell how it ended, but nothing any more whether it was the recorded one.
+        Err(e) if identity::gone(e.io()) => dead,
+        Err(e) => Adoption::Unknown(e),
     }
 }
 

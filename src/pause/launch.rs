@@ -1,0 +1,283 @@
+//! Processes of the node beside the pauses, shims, that outlive the daemon: launched with nothing of the daemon's but one socket, and
+//! found again by what names them.
+
+use std::ffi::{CStr, CString, OsString};
+use std::fs::OpenOptions;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, AtomicU32, Ordering::Relaxed};
+
+use super::process::{self, Orphans, Process};
+use super::sys::{self, Errno};
+use super::{Adoption, Identity, Pause, identity};
+use crate::error::{IoContext, Step};
+
+/// Number of the first descriptor behind the standard ones, where a program expects a socket that it is handed.
+const SOCKET: i32 = 3;
+
+/// What is launched.
+#[derive(Debug)]
+pub struct Launch<'a> {
+    /// The program.
+    pub program: &'a Path,
+    /// Its arguments, without its name.
+    pub arguments: &'a [OsString],
+    /// Its environment, `NAME=value`; nothing is added.
+    pub environment: &'a [OsString],
+    /// Its working directory.
+    pub directory: &'a Path,
+    /// Its descriptor 3.
+    pub socket: BorrowedFd<'a>,
+}
+
+/// Launches processes and finds them again.
+#[derive(Debug)]
+pub struct Launcher {
+    boot_id: String,
+    open_files: Option<u64>,
+    orphans: Arc<Orphans>,
+}
+
+impl Launcher {
+    /// `open_files` is the soft limit that launched processes get, for a daemon that has raised its own; containers inherit it from
+    /// their shim. Without, they get the daemon's.
+    ///
+    /// # Errors
+    /// The boot id cannot be read.
+    pub fn new(open_files: Option<u64>) -> Result<Self, Step> {
+        Ok(Self { boot_id: identity::boot_id()?, open_files, orphans: Arc::default() })
+    }
+
+    /// Launches a process in a session of its own: no other descriptor, standard input and outputs on `/dev/null`, signals as after
+    /// boot. It has been executed when this returns; a kill of the daemon leaves either no process or an executed one. Blocks; the cost does not grow
+    /// with the daemon.
+    ///
+    /// # Errors
+    /// The failed step; nothing is left of the process then.
+    pub fn launch(&self, launch: &Launch<'_>) -> Result<Arc<dyn Pause>, Step> {
+        self.orphans.sweep();
+        let null = OpenOptions::new().read(true).write(true).open("/dev/null").step_at("open", "/dev/null")?;
+        let program = string(launch.program.as_os_str().to_owned())?;
+        let mut arguments = vec![program.clone()];
+        for argument in launch.arguments {
+            arguments.push(string(argument.clone())?);
+        }
+        let environment = launch.environment.iter().cloned().map(string).collect::<Result<Vec<_>, _>>()?;
+        let directory = string(launch.directory.as_os_str().to_owned())?;
+        let work = Work {
+            step: AtomicU32::new(0),
+            errno: AtomicI32::new(0),
+            program: &program,
+            arguments: sys::pointers(&arguments),
+            environment: sys::pointers(&environment),
+            directory: &directory,
+            socket: launch.socket,
+            null: null.as_fd(),
+            open_files: self.open_files,
+        };
+        let how = sys::Clone { flags: sys::CLONE_CLEAR_SIGHAND, cgroup: None, pid: None, stack: None };
+        let (pid, pidfd) = sys::clone_child(&how, &work, child).step("clone process")?;
+        let errno = work.errno.load(Relaxed);
+        if errno != 0 {
+            // It has ended itself.
+            sys::reap(pidfd.as_fd(), true).step("reap process")?;
+            let (what, path) = match STEPS.get(work.step.load(Relaxed) as usize) {
+                Some(&EXECUTE) | None => (EXECUTE, launch.program),
+                Some(what) => (*what, launch.directory),
+            };
+            return Err(Step::at(what, path, Errno(errno).into()));
+        }
+        match identity::of(pid.unsigned_abs(), &self.boot_id) {
+            Ok(identity) => Ok(Arc::new(Process::new(pidfd, identity, Arc::clone(&self.orphans)))),
+            Err(e) => {
+                let _ = sys::pidfd_send_signal(pidfd.as_fd(), libc::SIGKILL);
+                sys::reap(pidfd.as_fd(), true).step("reap process")?;
+                Err(e)
+            }
+        }
+    }
+
+    /// Finds a recorded process again.
+    pub fn adopt(&self, identity: &Identity) -> Adoption {
+        self.orphans.sweep();
+        process::adopt(identity, &self.boot_id, &self.orphans)
+    }
+
+    /// Finds the process that works in `directory` and was launched with these arguments, whatever became of its record.
+    ///
+    /// # Errors
+    /// `/proc` cannot be read.
+    pub fn find(&self, directory: &Path, arguments: &[OsString]) -> Result<Option<Arc<dyn Pause>>, Step> {
+        let mut expected: Vec<u8> = Vec::new();
+        for argument in arguments {
+            expected.extend(argument.as_bytes());
+            expected.push(0);
+        }
+        for pid in pids()? {
+            // Whoever is gone meanwhile is not the one.
+            let Ok(cwd) = std::fs::read_link(format!("/proc/{pid}/cwd")) else { continue };
+            let Ok(line) = std::fs::read(format!("/proc/{pid}/cmdline")) else { continue };
+            let name = line.iter().position(|byte| *byte == 0).map_or(line.len(), |end| end + 1);
+            if cwd != directory || line.get(name..) != Some(expected.as_slice()) {
+                continue;
+            }
+            match identity::of(pid, &self.boot_id) {
+                Ok(identity) => match self.adopt(&identity) {
+                    Adoption::Alive(process) => return Ok(Some(Arc::from(process))),
+                    Adoption::Dead(_) => {}
+                    Adoption::Unknown(e) => return Err(e),
+                },
+                Err(e) if identity::gone(e.io()) => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// All processes of the node, as far as this one sees them.
+///
+/// # Errors
+/// `/proc` cannot be read.
+pub fn pids() -> Result<Vec<u32>, Step> {
+    let entries = std::fs::read_dir("/proc").step_at("read directory", "/proc")?;
+    Ok(entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect())
+}
+
+/// Returns when somebody calls at a listening socket and nobody has answered yet.
+///
+/// # Errors
+/// The runtime cannot watch it.
+pub async fn called(listener: Arc<OwnedFd>) -> io::Result<()> {
+    // A registration of its own, as the socket may have been readable before.
+    sys::watch(listener)?.readable().await.map(drop)
+}
+
+fn string(text: OsString) -> Result<CString, Step> {
+    CString::new(text.into_vec()).step("prepare process")
+}
+
+/// The steps of the child.
+const STEPS: [&str; 5] =
+    ["prepare process", "hand over the socket", "enter working directory", "limit open files", EXECUTE];
+const EXECUTE: &str = "execute";
+
+/// All that the child works on; prepared by the parent, whose memory it shares (see [`sys::clone_child`]).
+struct Work<'a> {
+    step: AtomicU32,
+    errno: AtomicI32,
+    program: &'a CStr,
+    arguments: sys::Pointers<'a>,
+    environment: sys::Pointers<'a>,
+    directory: &'a CStr,
+    socket: BorrowedFd<'a>,
+    null: BorrowedFd<'a>,
+    open_files: Option<u64>,
+}
+
+fn child(work: &Work<'_>) -> ! {
+    let errno = match become_program(work) {
+        Ok(()) => sys::execute_path(work.program, &work.arguments, &work.environment),
+        Err(errno) => errno,
+    };
+    work.errno.store(errno.0, Relaxed);
+    sys::exit(127)
+}
+
+fn become_program(work: &Work<'_>) -> Result<(), Errno> {
+    sys::setsid()?;
+    work.step.store(1, Relaxed);
+    // The socket may have one of these numbers only in a daemon that was started without them.
+    for number in 0..SOCKET {
+        sys::duplicate_to(work.null, number)?;
+    }
+    sys::duplicate_to(work.socket, SOCKET)?;
+    // Not closed before: until the exec the daemon's lock of its directory is held here too, so that the next daemon finds
+    // an executed process or none.
+    sys::close_on_exec_from(4)?;
+    work.step.store(2, Relaxed);
+    sys::change_directory(work.directory)?;
+    work.step.store(3, Relaxed);
+    if let Some(soft) = work.open_files {
+        sys::limit_open_files(soft)?;
+    }
+    work.step.store(4, Relaxed);
+    sys::default_signals()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    fn arguments(script: &str) -> Vec<OsString> {
+        ["-c", script].map(OsString::from).to_vec()
+    }
+
+    fn launch(
+        launcher: &Launcher,
+        directory: &Path,
+        program: &str,
+        arguments: &[OsString],
+    ) -> Result<Arc<dyn Pause>, Step> {
+        let socket = UnixListener::bind(directory.join("s")).unwrap();
+        launcher.launch(&Launch {
+            program: Path::new(program),
+            arguments,
+            environment: &["A=b".into()],
+            directory,
+            socket: socket.as_fd(),
+        })
+    }
+
+    #[tokio::test]
+    async fn has_its_socket_and_nothing_else_of_the_daemon() {
+        let directory = tempfile::tempdir().unwrap();
+        let launcher = Launcher::new(Some(77)).unwrap();
+        let script = "exec >out; ls -l /proc/$$/fd; cat /proc/$$/status /proc/$$/limits /proc/$$/environ; exit 3";
+        let process = launch(&launcher, directory.path(), "/bin/sh", &arguments(script)).unwrap();
+        assert_eq!(process.exited().await.status, 3);
+        let out = String::from_utf8_lossy(&std::fs::read(directory.path().join("out")).unwrap()).into_owned();
+        let links: Vec<&str> = out.lines().filter_map(|line| line.split(" -> ").nth(1)).collect();
+        // The shell itself keeps a copy of what it redirects at 10 or above, if at all.
+        assert!(links.iter().filter(|to| to.starts_with("socket:")).count() == 1, "{out}");
+        assert!(
+            links.iter().all(|to| ["/dev/null", "socket:"].iter().any(|p| to.starts_with(p)) || to.ends_with("/out")),
+            "{out}"
+        );
+        assert!(out.contains("SigBlk:\t0000000000000000") && out.contains("A=b"), "{out}");
+        let ignored = out.lines().find_map(|line| line.strip_prefix("SigIgn:\t")).unwrap();
+        let ignored = u64::from_str_radix(ignored, 16).unwrap();
+        assert_eq!(ignored & (1 << (libc::SIGPIPE - 1)), 0, "{ignored:x}");
+        let limit = out.lines().find(|line| line.starts_with("Max open files")).unwrap();
+        assert_eq!(limit.split_whitespace().nth(3), Some("77"), "{limit}");
+    }
+
+    #[tokio::test]
+    async fn is_found_again_without_a_record_and_with_one() {
+        let directory = tempfile::tempdir().unwrap();
+        let launcher = Launcher::new(None).unwrap();
+        let process = launch(&launcher, directory.path(), "/bin/sleep", &["1000".into()]).unwrap();
+        let found = launcher.find(directory.path(), &["1000".into()]).unwrap().unwrap();
+        assert_eq!(found.identity(), process.identity());
+        assert!(launcher.find(directory.path(), &["100".into()]).unwrap().is_none());
+        assert!(launcher.find(Path::new("/"), &["1000".into()]).unwrap().is_none());
+        assert!(matches!(launcher.adopt(process.identity()), Adoption::Alive(_)));
+        found.kill().unwrap();
+        assert_eq!(process.exited().await.status, 137);
+        assert!(matches!(launcher.adopt(process.identity()), Adoption::Dead(_)));
+        assert!(launcher.find(directory.path(), &["1000".into()]).unwrap().is_none());
+    }
+
+    #[tokio::test]
+    async fn a_program_that_is_not_there_is_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let launcher = Launcher::new(None).unwrap();
+        let error = launch(&launcher, directory.path(), "/no/such/shim", &[]).unwrap_err().to_string();
+        assert_eq!(error, "execute /no/such/shim: No such file or directory (os error 2)");
+    }
+}
