@@ -31,6 +31,8 @@ pub struct Launch<'a> {
     pub directory: &'a Path,
     /// Its descriptor 3.
     pub socket: BorrowedFd<'a>,
+    /// Its standard error; `/dev/null` without.
+    pub errors: Option<BorrowedFd<'a>>,
 }
 
 /// Launches processes and finds them again.
@@ -51,7 +53,7 @@ impl Launcher {
         Ok(Self { boot_id: identity::boot_id()?, open_files, orphans: Arc::default() })
     }
 
-    /// Launches a process in a session of its own: no other descriptor, standard input and outputs on `/dev/null`, signals as after
+    /// Launches a process in a session of its own: no other descriptor, standard input and output on `/dev/null`, signals as after
     /// boot. It has been executed when this returns; a kill of the daemon leaves either no process or an executed one. Blocks; the cost does not grow
     /// with the daemon.
     ///
@@ -76,6 +78,7 @@ impl Launcher {
             directory: &directory,
             socket: launch.socket,
             null: null.as_fd(),
+            errors: launch.errors.unwrap_or(null.as_fd()),
             open_files: self.open_files,
         };
         let how = sys::Clone { flags: sys::CLONE_CLEAR_SIGHAND, cgroup: None, pid: None, stack: None };
@@ -106,6 +109,22 @@ impl Launcher {
         process::adopt(identity, &self.boot_id, &self.orphans)
     }
 
+    /// The process that has a pid now; `None`: nobody.
+    ///
+    /// # Errors
+    /// It cannot be looked at.
+    pub fn open(&self, pid: u32) -> Result<Option<Arc<dyn Pause>>, Step> {
+        match identity::of(pid, &self.boot_id) {
+            Ok(identity) => match self.adopt(&identity) {
+                Adoption::Alive(process) => Ok(Some(Arc::from(process))),
+                Adoption::Dead(_) => Ok(None),
+                Adoption::Unknown(e) => Err(e),
+            },
+            Err(e) if identity::gone(e.io()) => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
     /// Finds the process that works in `directory` and was launched with these arguments, whatever became of its record.
     ///
     /// # Errors
@@ -124,14 +143,9 @@ impl Launcher {
             if cwd != directory || line.get(name..) != Some(expected.as_slice()) {
                 continue;
             }
-            match identity::of(pid, &self.boot_id) {
-                Ok(identity) => match self.adopt(&identity) {
-                    Adoption::Alive(process) => return Ok(Some(Arc::from(process))),
-                    Adoption::Dead(_) => {}
-                    Adoption::Unknown(e) => return Err(e),
-                },
-                Err(e) if identity::gone(e.io()) => {}
-                Err(e) => return Err(e),
+            let found = self.open(pid)?;
+            if found.is_some() {
+                return Ok(found);
             }
         }
         Ok(None)
@@ -175,6 +189,7 @@ struct Work<'a> {
     directory: &'a CStr,
     socket: BorrowedFd<'a>,
     null: BorrowedFd<'a>,
+    errors: BorrowedFd<'a>,
     open_files: Option<u64>,
 }
 
@@ -190,10 +205,10 @@ fn child(work: &Work<'_>) -> ! {
 fn become_program(work: &Work<'_>) -> Result<(), Errno> {
     sys::setsid()?;
     work.step.store(1, Relaxed);
-    // The socket may have one of these numbers only in a daemon that was started without them.
-    for number in 0..SOCKET {
-        sys::duplicate_to(work.null, number)?;
-    }
+    // What is handed over has one of these numbers only in a daemon that was started without them.
+    sys::duplicate_to(work.null, 0)?;
+    sys::duplicate_to(work.null, 1)?;
+    sys::duplicate_to(work.errors, 2)?;
     sys::duplicate_to(work.socket, SOCKET)?;
     // Not closed before: until the exec the daemon's lock of its directory is held here too, so that the next daemon finds
     // an executed process or none.
@@ -231,6 +246,7 @@ mod tests {
             environment: &["A=b".into()],
             directory,
             socket: socket.as_fd(),
+            errors: None,
         })
     }
 
@@ -262,7 +278,13 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let launcher = Launcher::new(None).unwrap();
         let process = launch(&launcher, directory.path(), "/bin/sleep", &["1000".into()]).unwrap();
-        let found = launcher.find(directory.path(), &["1000".into()]).unwrap().unwrap();
+        let found = loop {
+            // An executed program has its arguments an instant later.
+            match launcher.find(directory.path(), &["1000".into()]).unwrap() {
+                Some(found) => break found,
+                None => tokio::task::yield_now().await,
+            }
+        };
         assert_eq!(found.identity(), process.identity());
         assert!(launcher.find(directory.path(), &["100".into()]).unwrap().is_none());
         assert!(launcher.find(Path::new("/"), &["1000".into()]).unwrap().is_none());

@@ -19,6 +19,13 @@ use libc::c_long;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
+mod program;
+
+pub(super) use program::{
+    Pointers, change_directory, close_on_exec_from, default_signals, duplicate_to, execute_path, limit_open_files,
+    pointers,
+};
+
 /// A system call's error number (errno(3)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Errno(pub(super) i32);
@@ -246,70 +253,6 @@ pub(super) fn execute(program: BorrowedFd<'_>, arguments: [&CStr; 2]) -> Errno {
         Err(errno) => errno,
         Ok(_) => Errno(0),
     }
-}
-
-/// execve(2) of the program at `path`. `arguments` and `environment` end in a null pointer; see [`pointers`].
-pub(super) fn execute_path(path: &CStr, arguments: &Pointers<'_>, environment: &Pointers<'_>) -> Errno {
-    let (path, argv, environment) = (path.as_ptr() as usize, arguments.0.as_ptr(), environment.0.as_ptr());
-    // SAFETY: strings end in NUL, both lists in null, and all live until the call has copied them.
-    match unsafe { syscall(libc::SYS_execve, [path, argv as usize, environment as usize, 0, 0, 0]) } {
-        Err(errno) => errno,
-        Ok(_) => Errno(0),
-    }
-}
-
-/// A list of strings as execve(2) takes it.
-pub(super) struct Pointers<'a>(Vec<*const libc::c_char>, PhantomData<&'a CStr>);
-
-/// The list of `strings`, with its null.
-pub(super) fn pointers(strings: &[std::ffi::CString]) -> Pointers<'_> {
-    Pointers(strings.iter().map(|s| s.as_ptr()).chain([ptr::null()]).collect(), PhantomData)
-}
-
-/// Makes `number` refer to what `file` refers to, kept open over an exec: dup3(2), or fcntl(2) F_SETFD where it does already. For a
-/// child with a table of its own.
-pub(super) fn duplicate_to(file: BorrowedFd<'_>, number: RawFd) -> Result<()> {
-    if file.as_raw_fd() == number {
-        // SAFETY: no pointers.
-        return unsafe { syscall(libc::SYS_fcntl, [arg(file), libc::F_SETFD as usize, 0, 0, 0, 0]) }.map(drop);
-    }
-    // SAFETY: no pointers; in the child's own table nobody owns `number`.
-    unsafe { syscall(libc::SYS_dup3, [arg(file), number as usize, 0, 0, 0, 0]) }.map(drop)
-}
-
-/// close_range(2) CLOSE_RANGE_CLOEXEC: descriptors from `first` on close at the exec, not before.
-pub(super) fn close_on_exec_from(first: c_uint) -> Result<()> {
-    let (last, flags) = (c_uint::MAX as usize, libc::CLOSE_RANGE_CLOEXEC as usize);
-    // SAFETY: no descriptor is closed before the exec, after which nobody owns any.
-    unsafe { syscall(libc::SYS_close_range, [first as usize, last, flags, 0, 0, 0]) }.map(drop)
-}
-
-/// chdir(2).
-pub(super) fn change_directory(path: &CStr) -> Result<()> {
-    // SAFETY: the path ends in NUL.
-    unsafe { syscall(libc::SYS_chdir, [path.as_ptr() as usize, 0, 0, 0, 0, 0]) }.map(drop)
-}
-
-/// Gives a program back the signals that this process blocks (all, in a child of [`clone_child`]) and ignores (SIGPIPE, as every
-/// Rust program does). For a child with handlers of its own.
-pub(super) fn default_signals() -> Result<()> {
-    /// `struct kernel_sigaction`: handler, flags, restorer, mask; all zero is SIG_DFL.
-    const DEFAULT: [usize; 4] = [0; 4];
-    let action = DEFAULT.as_ptr() as usize;
-    // SAFETY: the action is longer than or as long as the kernel's structure; null is allowed for the old one.
-    unsafe { syscall(libc::SYS_rt_sigaction, [libc::SIGPIPE as usize, action, 0, size_of::<u64>(), 0, 0]) }?;
-    sigmask(libc::SIG_SETMASK, 0, None)
-}
-
-/// prlimit64(2) of this process: the soft limit of open files, which the hard limit bounds.
-pub(super) fn limit_open_files(soft: u64) -> Result<()> {
-    let mut limit = [0_u64; 2];
-    let resource = libc::RLIMIT_NOFILE as usize;
-    // SAFETY: two words are what the kernel's structure has, to read and to write.
-    unsafe { syscall(libc::SYS_prlimit64, [0, resource, 0, limit.as_mut_ptr() as usize, 0, 0]) }?;
-    limit[0] = soft.min(limit[1]);
-    // SAFETY: as above.
-    unsafe { syscall(libc::SYS_prlimit64, [0, resource, limit.as_ptr() as usize, 0, 0, 0]) }.map(drop)
 }
 
 /// setsid(2).
