@@ -11,7 +11,7 @@ use log::LevelFilter;
 mod file;
 mod value;
 
-pub use value::{CgroupDriver, LogFormat};
+pub use value::{CgroupDriver, LogFormat, ShimOwner, Shims};
 
 use value::{Input, Value};
 
@@ -26,6 +26,9 @@ const SOCKET_PATH_MAX: usize = 107;
 
 /// What our sockets have at the end of their path until they listen, bytes (`.new`).
 const SOCKET_PATH_SPARE: usize = 4;
+
+/// What the path of a shim's socket has behind the state directory, bytes (`crate::shim::SOCKET_SUFFIX`).
+const SHIM_SOCKET_SUFFIX: usize = 44;
 
 /// Longest containerd identifier, bytes (containerd `pkg/identifiers`).
 const IDENTIFIER_MAX: usize = 76;
@@ -110,6 +113,12 @@ settings! {
     containerd_namespace: String = "k8s.io".to_owned();
     /// How the pods' cgroups are made. `auto` is `cgroupfs` as long as this version knows no systemd scopes.
     cgroup_driver: CgroupDriver = CgroupDriver::Auto;
+    /// Who starts a pod's shim. `sandboxer`: the sandboxer, when a container is coming; it is watched, and ended with the pod.
+    /// `containerd`: containerd, with the pod's first container. Holds for pods that are made from then on.
+    shim: ShimOwner = ShimOwner::Sandboxer;
+    /// Shims to use instead of those that containerd would find, by runtime name, as
+    /// `shims = { "io.containerd.runc.v2" = "/usr/local/bin/containerd-shim-other-v2" }`.
+    shims: Shims = Shims::default();
     /// Never ask for an `oom_score_adj` below the daemon's own. As containerd's setting of this name, and needed where
     /// the daemon lacks CAP_SYS_RESOURCE.
     restrict_oom_score_adj: bool = false;
@@ -234,6 +243,13 @@ impl Config {
         if self.containerd_address.as_os_str().len() > SOCKET_PATH_MAX {
             return Some(("containerd_address", format!("must be at most {SOCKET_PATH_MAX} bytes long")));
         }
+        let most = SOCKET_PATH_MAX - SHIM_SOCKET_SUFFIX;
+        if self.state_dir.as_os_str().len() > most {
+            return Some((
+                "state_dir",
+                format!("must be at most {most} bytes long, to leave room for the shims' sockets"),
+            ));
+        }
         if self.socket.parent() == Some(Path::new("/")) {
             return Some(("socket", "must be in a directory below /".to_owned()));
         }
@@ -315,6 +331,8 @@ mod tests {
             containerd_address = "/a/c.sock"
             containerd_namespace = "other"
             cgroup_driver = "cgroupfs"
+            shim = "containerd"
+            shims = { "io.x.v2" = "/a/shim", "y.v1" = "/b" }
             restrict_oom_score_adj = true
             enable_unprivileged_ports = false
             enable_unprivileged_icmp = false

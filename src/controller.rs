@@ -112,12 +112,13 @@ impl Controller {
         self.find(id)?.start().await
     }
 
-    /// The node's own platform.
+    /// The node's own platform. CRI asks this before every container, so the sandbox gets ready for one.
     ///
     /// # Errors
     /// [`Error::NotFound`].
     pub async fn platform(&self, id: &str) -> Result<Platform, Error> {
-        self.find(id).map(|_| Platform::node())
+        self.find(id)?.prepare();
+        Ok(Platform::node())
     }
 
     /// Ends the pause and answers when its exit is recorded and its shared memory is unmounted.

@@ -44,7 +44,7 @@ pub(crate) fn serve(config: Config, file: Option<PathBuf>, flags: Vec<(String, S
     }
     // What pods read is made by its mode, whatever the daemon was started with.
     umask(Mode::from_bits_truncate(0o022));
-    raise_open_files();
+    let open_files = raise_open_files();
     make_dir(&config.state_dir)?;
     let _lock = lock(&config.state_dir)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -54,20 +54,25 @@ pub(crate) fn serve(config: Config, file: Option<PathBuf>, flags: Vec<(String, S
         .enable_all()
         .build()
         .step("make the runtime")?;
-    let result = runtime.block_on(run(&config, || Config::load(file.as_deref(), &flags).map_err(|e| e.to_string())));
+    let result =
+        runtime.block_on(run(&config, open_files, || Config::load(file.as_deref(), &flags).map_err(|e| e.to_string())));
     // What still blocks is the retry of a cleanup, which the next daemon takes up again.
     runtime.shutdown_timeout(Duration::from_secs(1));
     result
 }
 
-/// The daemon's life on the runtime. `reload` reads the settings again.
-async fn run(config: &Config, reload: impl Fn() -> Result<Config, String>) -> Result<(), Step> {
+/// The daemon's life on the runtime. `open_files` is for shims; `reload` reads the settings again.
+async fn run(
+    config: &Config,
+    open_files: Option<u64>,
+    reload: impl Fn() -> Result<Config, String>,
+) -> Result<(), Step> {
     let mut end = End::watch()?;
     let mut hangup = watch_signal(SignalKind::hangup())?;
     log::info!(version = env!("CARGO_PKG_VERSION"), state_dir = config.state_dir.display().to_string(); "starting");
     notify(&[NotifyState::Status("recovering")]);
     let driver = Arc::new(Native::new()?);
-    let environment = Arc::new(Environment { config: config.clone(), driver });
+    let environment = Arc::new(Environment::new(config.clone(), driver, open_files)?);
     let controller = tokio::select! {
         controller = Controller::open(environment) => controller?,
         () = end.told() => {
@@ -157,13 +162,13 @@ fn log_panics() {
     }));
 }
 
-/// Raises the limit of open files to the hard limit: each sandbox holds a pidfd and each caller a socket.
-fn raise_open_files() {
-    let raised =
-        getrlimit(Resource::RLIMIT_NOFILE).and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
-    if let Err(e) = raised {
+/// Raises the limit of open files to the hard limit: each sandbox holds a pidfd and each caller a socket. Answers what it was.
+fn raise_open_files() -> Option<u64> {
+    let limits = getrlimit(Resource::RLIMIT_NOFILE);
+    if let Err(e) = limits.and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard)) {
         log::warn!(error = e.desc(); "cannot raise the limit of open files");
     }
+    limits.ok().map(|(soft, _)| soft)
 }
 
 fn make_dir(path: &Path) -> Result<(), Step> {

@@ -143,7 +143,7 @@ impl Node {
     }
 
     async fn controller(&self) -> Arc<Controller> {
-        let environment = Environment { config: self.config(), driver: self.fake.clone() };
+        let environment = Environment::new(self.config(), self.fake.clone(), None).unwrap();
         Controller::open(Arc::new(environment)).await.unwrap()
     }
 
@@ -210,7 +210,7 @@ async fn run_stop_remove() {
     assert_eq!((status.pid, status.state), (0, "SANDBOX_NOTREADY"));
 
     let started = controller.start("a").await.unwrap();
-    assert_eq!(started.version, 2);
+    assert_eq!(started.version, 3);
     assert!(started.spec.is_some());
     assert!(matches!(controller.start("a").await, Err(Error::State { .. })));
     let status = controller.status("a", true).await.unwrap();
@@ -397,7 +397,7 @@ async fn a_sandbox_that_is_never_started_is_removed() {
     let node = Node::new();
     let mut config = node.config();
     config.abandoned_after = Duration::from_millis(300);
-    let environment = Environment { config, driver: node.fake.clone() };
+    let environment = Environment::new(config, node.fake.clone(), None).unwrap();
     let controller = Controller::open(Arc::new(environment)).await.unwrap();
     controller.create(request("a")).await.unwrap();
     assert!(controller.status("a", false).await.is_ok());

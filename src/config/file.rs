@@ -1,4 +1,4 @@
-//! The config file: TOML, one key per setting, no tables.
+//! The config file: TOML, one key per setting, no tables but that of the runtimes.
 
 use std::fmt::Write;
 use std::path::Path;

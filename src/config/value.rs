@@ -1,6 +1,7 @@
 //! The types of settings: what each takes from a file or a flag and how it is shown.
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
@@ -113,6 +114,37 @@ impl Value for bool {
     }
 }
 
+/// Shims by runtime name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Shims(pub BTreeMap<String, PathBuf>);
+
+impl Value for Shims {
+    const KIND: &'static str = "a table of absolute paths by runtime name";
+
+    fn read(input: Input<'_>) -> Result<Self, String> {
+        let parsed;
+        let value = match &input {
+            Input::Toml(value) => *value,
+            Input::Text(text) => {
+                parsed = DeValue::parse(text).map_err(|e| format!("must be {}: {}", Self::KIND, e.message()))?;
+                parsed.get_ref()
+            }
+        };
+        let DeValue::Table(table) = value else { return Err(input.refused(Self::KIND)) };
+        let paths = table.iter().map(|(runtime, path)| {
+            let path = PathBuf::read(Input::Toml(path.get_ref())).map_err(|e| format!("{}: {e}", runtime.get_ref()))?;
+            Ok((runtime.get_ref().to_string(), path))
+        });
+        paths.collect::<Result<_, String>>().map(Self)
+    }
+
+    fn to_toml(&self) -> String {
+        let entries = self.0.iter().map(|(runtime, path)| format!("{} = {}", quoted(runtime), path.to_toml()));
+        let entries: Vec<String> = entries.collect();
+        if entries.is_empty() { "{}".to_owned() } else { format!("{{ {} }}", entries.join(", ")) }
+    }
+}
+
 impl Value for Duration {
     const KIND: &'static str = "a whole number of seconds, at least 1";
 
@@ -186,4 +218,14 @@ choice! {
         Json = "json",
     }
     kind "one of text, json"
+}
+
+choice! {
+    /// Who starts a pod's shim.
+    ShimOwner {
+        /// The sandboxer.
+        Sandboxer = "sandboxer",
+        /// containerd.
+        Containerd = "containerd",
+    } kind "`sandboxer` or `containerd`"
 }

@@ -9,12 +9,13 @@ use protobuf::Message as _;
 use super::files::{Dns, Files};
 use super::record::{self, Blob, Record};
 use super::{CreateRequest, Error, Payload};
-use crate::config::Config;
+use crate::config::{Config, ShimOwner};
 use crate::pause::{IdMapping, Namespace, Plan, UserNamespace, cgroup, native};
 use crate::protos::cri::{
     IDMapping, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption, PodSandboxConfig,
     UserNamespace as CriUserns,
 };
+use crate::shim;
 
 /// Type of the CRI config in Create's options.
 const CONFIG_TYPE: &str = "runtime.v1.PodSandboxConfig";
@@ -94,6 +95,10 @@ pub fn check(request: &CreateRequest, config: &Config, driver: &str) -> Result<R
         config: Blob::from(options),
         netns_path: request.netns_path.clone(),
         info: (&info).into(),
+        shim: match config.shim {
+            ShimOwner::Sandboxer => shim::Owner::Sandboxer,
+            ShimOwner::Containerd => shim::Owner::Containerd,
+        },
     })
 }
 

@@ -38,6 +38,8 @@ pub enum Message {
     Ask(Verb, Reply),
     /// The exit waiter saw the end of the pause.
     Exited(Exit),
+    /// The pod's shim has died with containers in it.
+    ShimDied,
     /// A job has ended.
     Done(Outcome),
     /// Somebody wants to know when nothing is under way.
@@ -179,6 +181,12 @@ impl Owner {
                 self.feed(Event::Asked(verb));
             }
             Message::Exited(exit) => self.exited(exit),
+            // The pause's end is the sandbox's, as with any other; without a pause it has ended already.
+            Message::ShimDied => {
+                if let Some(Err(step)) = self.pause.as_ref().map(|pause| pause.kill()) {
+                    log::error!(sandbox = self.id(); "end it with its shim: {step}");
+                }
+            }
             Message::Done(Outcome::Start(Ok(pause))) => {
                 self.pause = Some(pause);
                 self.alarm = None;

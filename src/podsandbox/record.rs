@@ -18,6 +18,7 @@ use super::files::Files;
 use super::{Payload, SandboxInfo};
 use crate::error::{IoContext as _, Step};
 use crate::pause::{Exit, Identity, Plan};
+use crate::shim;
 
 /// The version that this daemon writes.
 pub const VERSION: u32 = 1;
@@ -46,6 +47,9 @@ pub struct Record {
     pub netns_path: String,
     /// What containerd knows of the sandbox; Update changes its extensions.
     pub info: Info,
+    /// Whose the pod's shim is; containerd's in records that do not tell.
+    #[serde(default)]
+    pub shim: shim::Owner,
 }
 
 /// How far a sandbox came.

@@ -132,6 +132,9 @@ where
     };
     let work = environment.work(&record);
     let mut abandoned = None;
+    if stage != Stage::Created {
+        work.shim.recover();
+    }
     let entry = match stage {
         Stage::Created if work.places.begun() => {
             log::warn!(sandbox = id; "recovery: its start was cut off, it is removed");

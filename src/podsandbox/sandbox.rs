@@ -27,6 +27,9 @@ const END_WITHIN: Duration = Duration::from_secs(60);
 /// `type_url` of the OCI runtime spec in Start's answer (containerd `typeurl` of `specs.Spec`).
 const SPEC_TYPE: &str = "types.containerd.io/opencontainers/runtime-spec/1/Spec";
 
+/// Key of the verbose information that says why the sandbox ended, where we know more than that its pause did.
+const REASON: &str = "reason";
+
 /// What all sandboxes of a daemon share.
 #[derive(Debug)]
 pub struct Environment {
@@ -34,6 +37,8 @@ pub struct Environment {
     pub config: Config,
     /// Makes the pauses.
     pub driver: Arc<dyn Driver>,
+    /// Makes the pods' Task endpoints.
+    pub shims: Arc<shim::Shims>,
 }
 
 impl Environment {
@@ -42,9 +47,21 @@ impl Environment {
         self.config.state_dir.join("sandboxes")
     }
 
-    /// The Task endpoint that Start and Status name: containerd starts the pod's shim itself.
-    fn address(&self) -> String {
-        format!("ttrpc+unix://{}.ttrpc", self.config.socket.display())
+    /// Settings and driver with the endpoints that go with them. `open_files` is the soft limit that shims get.
+    ///
+    /// # Errors
+    /// The boot id cannot be read.
+    pub fn new(config: Config, driver: Arc<dyn Driver>, open_files: Option<u64>) -> Result<Self, Step> {
+        let settings = shim::Settings {
+            containerd_address: config.containerd_address.clone(),
+            containerd_namespace: config.containerd_namespace.clone(),
+            containerd_state: config.containerd_state.clone(),
+            state_dir: config.state_dir.clone(),
+            on_demand_address: format!("ttrpc+unix://{}", config.ttrpc_socket().display()),
+            binaries: config.shims.0.clone(),
+        };
+        let shims = Arc::new(shim::Shims::new(settings, open_files)?);
+        Ok(Self { config, driver, shims })
     }
 
     pub(super) fn work(&self, record: &Record) -> Work {
@@ -52,7 +69,7 @@ impl Environment {
         Work {
             driver: self.driver.clone(),
             places: Places::new(&self.config, &record.id, store.dir()),
-            shim: shim::Socket::new(&self.config.containerd_address, &self.config.containerd_namespace, &record.id),
+            shim: self.shims.endpoint(record.shim, &record.id, store.dir(), runtime(record)),
             plan: record.plan.clone(),
             files: record.files.clone(),
             created_at: record.created_at,
@@ -62,8 +79,13 @@ impl Environment {
     }
 }
 
-/// Version of the Task API that Start and Status answer.
-const TASK_API: u32 = 2;
+fn runtime(record: &Record) -> shim::Runtime {
+    let options = record.info.runtime_options.as_ref();
+    shim::Runtime {
+        name: record.info.runtime_name.clone(),
+        options: options.map(|blob| (blob.type_url.clone(), blob.value.clone())),
+    }
+}
 
 /// One sandbox.
 #[derive(Debug)]
@@ -107,6 +129,8 @@ impl Sandbox {
     ) -> Self {
         let work = Arc::new(work);
         let owner = Owner::spawn(work.clone(), entry, abandoned, on_gone);
+        let inbox = owner.inbox.clone();
+        work.shim.serve(move |_| drop(inbox.send(Message::ShimDied)));
         Self { environment, work, owner, spec: Mutex::new(None), asked: AtomicBool::new(false) }
     }
 
@@ -141,8 +165,8 @@ impl Sandbox {
             pid: published.pid,
             created_at: self.work.created_at,
             labels: labels.into(),
-            address: self.environment.address(),
-            version: TASK_API,
+            address: self.work.shim.address(),
+            version: self.work.shim.version(),
             spec: Some(Payload { type_url: SPEC_TYPE.to_owned(), value: spec.into() }),
         })
     }
@@ -201,7 +225,9 @@ impl Sandbox {
         if !verbose {
             return Ok(Default::default());
         }
-        status::info(&self.read_record("status")?, &self.published(), &self.environment.config)
+        let mut info = status::info(&self.read_record("status")?, &self.published(), &self.environment.config)?;
+        info.extend(self.work.shim.death().map(|reason| (REASON.to_owned(), reason)));
+        Ok(info)
     }
 
     fn report(&self, published: Published, info: BTreeMap<String, String>) -> StatusReport {
@@ -212,8 +238,8 @@ impl Sandbox {
             info,
             created_at: self.work.created_at,
             exited_at: published.exit.map(|exit| exit.at),
-            address: self.environment.address(),
-            version: TASK_API,
+            address: self.work.shim.address(),
+            version: self.work.shim.version(),
         }
     }
 
@@ -259,7 +285,7 @@ impl Sandbox {
     pub fn is_unasked(&self) -> bool {
         matches!(self.phase(), Phase::Created | Phase::Ready)
             && !self.asked.load(Ordering::Relaxed)
-            && !self.work.shim.path().exists()
+            && !self.work.shim.has_shim()
     }
 
     /// Answers when nothing of the sandbox is under way.
@@ -268,6 +294,13 @@ impl Sandbox {
         if self.owner.inbox.send(Message::WhenAtRest(reply)).is_ok() {
             // An owner that ended drops the sender: that is rest as well.
             let _ = rest.await;
+        }
+    }
+
+    /// A container of the pod is coming. Returns at once.
+    pub fn prepare(&self) {
+        if self.phase() == Phase::Ready {
+            self.work.shim.prepare();
         }
     }
 

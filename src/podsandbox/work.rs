@@ -22,8 +22,8 @@ pub struct Work {
     pub places: Places,
     /// Where the record is.
     pub store: Store,
-    /// The socket of the pod's shim, if it has one.
-    pub shim: shim::Socket,
+    /// The Task endpoint of the pod's containers.
+    pub shim: shim::Endpoint,
     /// When Create was called.
     pub created_at: SystemTime,
     /// Runtime name, such as `io.containerd.runc.v2`.
@@ -50,6 +50,7 @@ impl Work {
 
     fn try_start(&self) -> Result<Arc<dyn Pause>, Step> {
         self.places.make(&self.files)?;
+        self.shim.listen()?;
         let pause: Arc<dyn Pause> = Arc::from(self.driver.start(&self.plan)?);
         let stage = Stage::Started { identity: pause.identity().clone() };
         if let Err(step) = self.store.set_stage(&stage) {
@@ -93,7 +94,7 @@ impl Work {
     /// Every step that failed.
     pub fn remove(&self) -> Result<(), Vec<Step>> {
         let mut errors = Vec::new();
-        errors.extend(self.shim.end(&self.plan.id).err());
+        errors.extend(self.shim.end().err().unwrap_or_default());
         errors.extend(self.driver.cleanup(&self.plan).err().unwrap_or_default());
         errors.extend(self.places.remove().err().unwrap_or_default());
         if errors.is_empty() {

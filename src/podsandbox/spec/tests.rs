@@ -76,6 +76,7 @@ fn record(pod: &PodSandboxConfig) -> Record {
         config: Blob { type_url: "runtime.v1.PodSandboxConfig".to_owned(), value: pod.write_to_bytes().unwrap() },
         netns_path: netns.to_owned(),
         info: Info::default(),
+        shim: Default::default(),
     }
 }
 

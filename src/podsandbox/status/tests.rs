@@ -90,6 +90,7 @@ fn record(pod: &PodSandboxConfig) -> Record {
             labels: BTreeMap::new(),
             extensions: [("metadata".to_owned(), blob("m", metadata().to_string()))].into(),
         },
+        shim: Default::default(),
     }
 }
 

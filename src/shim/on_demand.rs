@@ -1,4 +1,4 @@
-//! The pod's shim: where its Task endpoint is and how it is ended.
+//! The shim that containerd starts with the pod's first container: where its socket is and how it is ended.
 //!
 //! containerd up to 2.3 never shuts down the shim of a sandboxed pod, it leaves that to the controller.
 
@@ -8,10 +8,9 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use containerd_shim_protos::api::ShutdownRequest;
-use containerd_shim_protos::shim_async::{Client, TaskClient};
 use sha2::{Digest as _, Sha256};
 
+use super::task;
 use crate::error::{IoContext as _, Step};
 
 /// Where every shim built on containerd's Go library puts its socket, whatever containerd's `state` is.
@@ -60,19 +59,13 @@ impl Socket {
 
     /// Tells the shim to end and waits until `watched`, a second connection to it, is closed.
     fn shut_down(&self, id: &str, mut watched: UnixStream) -> Result<(), Step> {
-        let told = tokio::runtime::Handle::current().block_on(async {
-            let client = Client::connect(&format!("unix://{}", self.path.display())).await?;
-            let nanos = i64::try_from(END_WITHIN.as_nanos()).unwrap_or(i64::MAX);
-            let context = ttrpc::context::with_timeout(nanos);
-            let request = ShutdownRequest { id: id.to_owned(), now: true, ..Default::default() };
-            TaskClient::new(client).shutdown(context, &request).await
-        });
+        let told = tokio::runtime::Handle::current().block_on(task::shut_down(&self.path, id, END_WITHIN));
         watched.set_read_timeout(Some(END_WITHIN)).step_at("watch shim", &self.path)?;
         match (watched.read(&mut [0]), told) {
             // Whether the answer was lost or not: the shim has ended.
             (Ok(0), _) => Ok(()),
             (Err(e), _) if e.kind() == io::ErrorKind::ConnectionReset => Ok(()),
-            (_, Err(e)) => Err(Step::at("shut down shim", &self.path, io::Error::other(e.to_string()))),
+            (_, Err(step)) => Err(step),
             (_, Ok(_)) => Err(Step::at(
                 "shut down shim",
                 &self.path,

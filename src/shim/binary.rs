@@ -1,0 +1,113 @@
+//! Where the shim of a runtime is.
+
+use std::io;
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+
+use crate::error::{IoContext as _, Step};
+
+const FIND: &str = "find the shim of runtime";
+
+/// Finds the shim of `runtime` as containerd does (`ShimManager.resolveRuntimePath`): an absolute path is the shim itself; the name
+/// `….NAME.VERSION` means `containerd-shim-NAME-VERSION`, in `path` or beside containerd, which listens at `containerd`.
+///
+/// # Errors
+/// There is none, or `runtime` is no name of one.
+pub fn find(runtime: &str, path: &str, containerd: &Path) -> Result<PathBuf, Step> {
+    if Path::new(runtime).is_absolute() {
+        return check(Path::new(runtime));
+    }
+    let name = name(runtime).step_at(FIND, runtime)?;
+    let listed = std::env::split_paths(path).filter(|dir| dir.is_absolute());
+    if let Some(found) = listed.map(|dir| dir.join(&name)).find(|file| executable(file)) {
+        return Ok(found);
+    }
+    let beside = beside(containerd).map(|dir| dir.join(&name)).filter(|file| executable(file));
+    beside.ok_or_else(|| {
+        let reason = format!("{name} is neither in PATH ({path}) nor beside containerd");
+        Step::at(FIND, runtime, io::Error::new(io::ErrorKind::NotFound, reason))
+    })
+}
+
+/// The shim at `path`, which an operator has set.
+///
+/// # Errors
+/// It is no file that can be executed.
+pub fn check(path: &Path) -> Result<PathBuf, Step> {
+    let meta = std::fs::metadata(path).step_at("find shim", path)?;
+    if meta.is_file() && meta.permissions().mode() & 0o111 != 0 {
+        return Ok(path.to_owned());
+    }
+    Err(Step::at("find shim", path, io::ErrorKind::PermissionDenied.into()))
+}
+
+fn name(runtime: &str) -> io::Result<String> {
+    let mut parts = runtime.rsplit('.');
+    let (version, kind) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
+    let proper = |part: &str| !part.is_empty() && !part.contains('/');
+    if runtime.starts_with('.') || runtime.contains('/') || !proper(version) || !proper(kind) {
+        let reason = "is neither an absolute path nor a name such as io.containerd.runc.v2";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
+    }
+    Ok(format!("containerd-shim-{kind}-{version}"))
+}
+
+fn executable(file: &Path) -> bool {
+    check(file).is_ok()
+}
+
+/// The directory of the program that listens at containerd's socket.
+fn beside(socket: &Path) -> Option<PathBuf> {
+    let stream = UnixStream::connect(socket).ok()?;
+    let listener = getsockopt(&stream, PeerCredentials).ok()?.pid();
+    let program = std::fs::read_link(format!("/proc/{listener}/exe")).ok()?;
+    program.parent().map(Path::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn names_are_containerds() {
+        assert_eq!(name("io.containerd.runc.v2").unwrap(), "containerd-shim-runc-v2");
+        assert_eq!(name("kata.v2").unwrap(), "containerd-shim-kata-v2");
+        for bad in ["", "runc", ".runc.v2", "io.containerd..v2", "a/b.c", "../x.y.z", "io.containerd.runc."] {
+            assert!(name(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn looks_in_path_first_and_then_beside_containerd() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("s");
+        let _listener = UnixListener::bind(&socket).unwrap();
+        let ours = std::env::current_exe().unwrap();
+        let beside = ours.parent().unwrap().join("containerd-shim-besidetest-v1");
+        let put = |file: &Path, mode| {
+            std::fs::write(file, "").unwrap();
+            std::fs::set_permissions(file, std::fs::Permissions::from_mode(mode)).unwrap();
+        };
+        let runtime = "x.besidetest.v1";
+        let path = dir.path().to_str().unwrap();
+        let error = find(runtime, path, &socket).unwrap_err().to_string();
+        assert!(error.contains(runtime) && error.contains("containerd-shim-besidetest-v1 is neither"), "{error}");
+        put(&beside, 0o755);
+        let found = find(runtime, path, &socket);
+        let listed = dir.path().join("containerd-shim-besidetest-v1");
+        put(&listed, 0o644);
+        let refused = find(runtime, path, &socket);
+        put(&listed, 0o755);
+        let first = find(runtime, path, &socket);
+        std::fs::remove_file(&beside).unwrap();
+        assert_eq!(found.unwrap(), beside);
+        assert_eq!(refused.unwrap(), beside);
+        assert_eq!(first.unwrap(), listed);
+        assert_eq!(find(listed.to_str().unwrap(), "", &socket).unwrap(), listed);
+    }
+}

@@ -1,0 +1,139 @@
+//! The directory of an owned shim: what the shim reads there, and our record of it.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::fifo;
+use crate::error::{IoContext as _, Step};
+use crate::pause::Identity;
+
+/// What a file has at the end of its name until it is complete.
+pub const NEW: &str = ".new";
+
+const RECORD: &str = "shim.json";
+const DEATH: &str = "death";
+
+/// What is on record of the shim.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Recorded {
+    /// It is about to be launched, or has been just now.
+    Launching,
+    /// It runs, as far as the record knows.
+    Running {
+        /// What names it.
+        identity: Identity,
+    },
+}
+
+/// The directory; made with the first shim.
+#[derive(Debug)]
+pub struct Bundle {
+    dir: PathBuf,
+}
+
+impl Bundle {
+    /// The bundle in `dir`, which need not exist.
+    pub fn new(dir: PathBuf) -> Self {
+        Self { dir }
+    }
+
+    /// The directory.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// What the shim writes.
+    pub fn log(&self) -> PathBuf {
+        self.dir.join("log")
+    }
+
+    /// Makes the directory with all that a shim of sandbox `id` looks for.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn make(&self, id: &str) -> Result<(), Step> {
+        match fs::DirBuilder::new().mode(0o700).create(&self.dir) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+            other => other.step_at("make directory", &self.dir)?,
+        }
+        // Shims look for the group that they serve; the containers' own bundles tell the rest.
+        let config = serde_json::json!({
+            "ociVersion": "1.2.0",
+            "annotations": { "io.kubernetes.cri.container-type": "sandbox", "io.kubernetes.cri.sandbox-id": id },
+        });
+        self.replace("config.json", config.to_string().as_bytes())?;
+        fifo::make(&self.log())
+    }
+
+    /// What is on record; `None`: there is no shim.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn recorded(&self) -> Result<Option<Recorded>, Step> {
+        let path = self.dir.join(RECORD);
+        match fs::read(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(Step::at("read record of shim", path, e)),
+            Ok(text) => {
+                serde_json::from_slice(&text).map(Some).map_err(io::Error::other).step_at("read record of shim", path)
+            }
+        }
+    }
+
+    /// Records the shim; `None`: there is none any more.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn record(&self, recorded: Option<&Recorded>) -> Result<(), Step> {
+        match recorded {
+            Some(recorded) => {
+                let text = serde_json::to_vec(recorded).map_err(io::Error::other).step("encode record of shim")?;
+                self.replace(RECORD, &text)
+            }
+            None => {
+                let path = self.dir.join(RECORD);
+                gone(fs::remove_file(&path)).step_at("remove record of shim", path)
+            }
+        }
+    }
+
+    /// Records why the shim died with containers in it.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn record_death(&self, reason: &str) -> Result<(), Step> {
+        self.replace(DEATH, reason.as_bytes())
+    }
+
+    /// Why the shim died with containers in it, if it did.
+    pub fn death(&self) -> Option<String> {
+        fs::read_to_string(self.dir.join(DEATH)).ok()
+    }
+
+    /// Removes the directory. Gone already is success.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn remove(&self) -> Result<(), Step> {
+        gone(fs::remove_dir_all(&self.dir)).step_at("remove directory", &self.dir)
+    }
+
+    fn replace(&self, name: &str, content: &[u8]) -> Result<(), Step> {
+        let (path, new) = (self.dir.join(name), self.dir.join(format!("{name}{NEW}")));
+        fs::write(&new, content).step_at("write file", &new)?;
+        fs::rename(&new, &path).step_at("replace file", path)
+    }
+}
+
+/// "Already gone" is success.
+pub fn gone(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}

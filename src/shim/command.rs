@@ -1,0 +1,176 @@
+//! How a shim's binary is called: arguments and environment of the runtime-v2 protocol, and calls that must end.
+
+use std::ffi::OsString;
+use std::io;
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
+
+use tokio::io::AsyncReadExt as _;
+use tokio::process::Command;
+
+use super::Settings;
+use super::containers::Container;
+use crate::error::{IoContext as _, Step};
+
+/// How long a call may take.
+const WITHIN: Duration = Duration::from_secs(10);
+
+/// How much a call may write; bytes.
+const MOST: u64 = 64 << 10;
+
+/// Where programs are on a node whose service manager names no more.
+const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// The daemon's own dealings with its service manager, which are no shim's.
+const OWN: [&str; 9] = [
+    "NOTIFY_SOCKET",
+    "WATCHDOG_PID",
+    "WATCHDOG_USEC",
+    "LISTEN_PID",
+    "LISTEN_FDS",
+    "LISTEN_FDNAMES",
+    "INVOCATION_ID",
+    "JOURNAL_STREAM",
+    "PATH",
+];
+
+/// Where shims and the runtimes that they call are looked for: the daemon's PATH, and what usually belongs there.
+pub fn path() -> String {
+    let mut path = std::env::var("PATH").unwrap_or_default();
+    for dir in PATH.split(':') {
+        if !path.split(':').any(|listed| listed == dir) {
+            if !path.is_empty() {
+                path.push(':');
+            }
+            path.push_str(dir);
+        }
+    }
+    path
+}
+
+/// The environment of a shim, `NAME` and value: the daemon's, and what containerd adds (`pkg/shim.Command`).
+fn environment(settings: &Settings, threads: &str) -> Vec<(OsString, OsString)> {
+    let protocol = [
+        ("PATH", path()),
+        ("TTRPC_ADDRESS", settings.containerd_ttrpc()),
+        ("GRPC_ADDRESS", settings.containerd_address.display().to_string()),
+        ("NAMESPACE", settings.containerd_namespace.clone()),
+        ("MAX_SHIM_VERSION", "2".to_owned()),
+        ("GOMAXPROCS", threads.to_owned()),
+    ];
+    let set = |name: &OsString| protocol.iter().any(|(known, _)| name == known) || OWN.iter().any(|own| name == own);
+    let mut environment: Vec<(OsString, OsString)> = std::env::vars_os().filter(|(name, _)| !set(name)).collect();
+    environment.extend(protocol.map(|(name, value)| (name.into(), value.into())));
+    environment
+}
+
+/// The arguments of a shim's server for group `id`.
+pub fn server_arguments(settings: &Settings, id: &str) -> Vec<OsString> {
+    let address = settings.containerd_address.as_os_str().to_owned();
+    vec![
+        "-namespace".into(),
+        settings.containerd_namespace.clone().into(),
+        "-id".into(),
+        id.into(),
+        "-address".into(),
+        address,
+    ]
+}
+
+/// The environment of a shim's server, `NAME=value`.
+pub fn server_environment(settings: &Settings, id: &str) -> Vec<OsString> {
+    let mut environment = environment(settings, "4");
+    environment.push(("OTEL_SERVICE_NAME".into(), format!("containerd-shim-{id}").into()));
+    let join = |(mut name, value): (OsString, OsString)| {
+        name.push("=");
+        name.push(value);
+        name
+    };
+    environment.into_iter().map(join).collect()
+}
+
+/// Has the shim clean up after a container whose server is dead: `delete`.
+///
+/// # Errors
+/// It cannot be run, fails, or does not end in time.
+pub async fn delete(settings: &Settings, binary: &Path, container: &Container) -> Result<(), Step> {
+    let mut command = Command::new(binary);
+    command
+        .args(["-namespace", &settings.containerd_namespace, "-address"])
+        .arg(&settings.containerd_address)
+        .args(["-publish-binary", "containerd", "-id", &container.id, "-bundle"])
+        .arg(&container.bundle)
+        .arg("delete")
+        .current_dir(&container.bundle)
+        .env_clear()
+        .envs(environment(settings, "2"));
+    call("delete container of dead shim", &container.bundle, command).await.map(drop)
+}
+
+/// Runs a command to its end; what it wrote to standard output.
+async fn call(what: &'static str, subject: &Path, mut command: Command) -> Result<Vec<u8>, Step> {
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0).kill_on_drop(true);
+    let mut child = command.spawn().step_at(what, subject)?;
+    let (output, errors) = (child.stdout.take(), child.stderr.take());
+    let all = async {
+        let (output, errors) = tokio::try_join!(read(output), read(errors))?;
+        Ok((child.wait().await?, output, errors))
+    };
+    let ended: io::Result<_> = tokio::time::timeout(WITHIN, all).await.unwrap_or_else(|_| {
+        Err(io::Error::new(io::ErrorKind::TimedOut, format!("not done after {} s", WITHIN.as_secs())))
+    });
+    let (status, output, errors) = ended.step_at(what, subject)?;
+    if status.success() {
+        return Ok(output);
+    }
+    let said = String::from_utf8_lossy(&errors);
+    Err(Step::at(what, subject, io::Error::other(format!("{status}: {}", said.trim()))))
+}
+
+/// All that a pipe gives, if that is not more than it may.
+async fn read(pipe: Option<impl tokio::io::AsyncRead + Unpin>) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    if let Some(pipe) = pipe {
+        pipe.take(MOST + 1).read_to_end(&mut bytes).await?;
+    }
+    if bytes.len() as u64 > MOST {
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("wrote more than {MOST} bytes")));
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    async fn shell(script: &str) -> Result<Vec<u8>, String> {
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", script]);
+        call("call", Path::new("/bundle"), command).await.map_err(|e| e.to_string())
+    }
+
+    #[tokio::test]
+    async fn a_call_ends_whatever_the_program_does() {
+        assert_eq!(shell("printf out").await, Ok(b"out".to_vec()));
+        let error = shell("echo why >&2; exit 7").await.unwrap_err();
+        assert_eq!(error, "call /bundle: exit status: 7: why");
+        let error = shell("yes").await.unwrap_err();
+        assert!(error.contains("wrote more than"), "{error}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_call_that_hangs_is_given_up() {
+        let error = shell("exec sleep 1000").await.unwrap_err();
+        assert!(error.contains("not done after 10 s"), "{error}");
+    }
+
+    #[test]
+    fn path_has_each_directory_once() {
+        let path = path();
+        let dirs: Vec<&str> = path.split(':').collect();
+        for dir in PATH.split(':') {
+            assert_eq!(dirs.iter().filter(|listed| **listed == dir).count(), 1, "{path}");
+        }
+    }
+}

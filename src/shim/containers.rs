@@ -1,0 +1,137 @@
+//! The containers that a shim serves, as containerd's task bundles tell them: what is left of them when the shim dies.
+//!
+//! containerd itself does nothing when the connection to a shim of version 3 in a sandbox closes: it leaves the containers running and in
+//! its records, with nobody who could stop them.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use crate::error::{IoContext as _, Step};
+use crate::pause::Pause;
+use crate::pause::launch::{Launcher, pids};
+
+/// Names the sandbox in the bundle of a task that runs at the sandbox's endpoint (`ShimManager.Start`).
+const SANDBOX: &str = "sandbox";
+
+/// How often processes are looked for and killed, as what is killed may just have made another.
+const ROUNDS: u32 = 20;
+
+/// Between two rounds.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// One container: a task of containerd's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Container {
+    /// Its id.
+    pub id: String,
+    /// Its bundle.
+    pub bundle: PathBuf,
+}
+
+/// The containers of `sandbox` below `tasks`, containerd's directory of bundles of one namespace.
+///
+/// # Errors
+/// The directory cannot be read; there is none: no containers.
+pub fn of(tasks: &Path, sandbox: &str) -> Result<Vec<Container>, Step> {
+    let entries = match fs::read_dir(tasks) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        other => other.step_at("read directory", tasks)?,
+    };
+    let mut containers = Vec::new();
+    for entry in entries.flatten() {
+        let bundle = entry.path();
+        let Ok(id) = entry.file_name().into_string() else { continue };
+        // Hidden ones are being deleted.
+        if !id.starts_with('.') && fs::read(bundle.join(SANDBOX)).is_ok_and(|name| name == sandbox.as_bytes()) {
+            containers.push(Container { id, bundle });
+        }
+    }
+    Ok(containers)
+}
+
+/// The processes of the containers. CRI names a container's cgroup by the container's id.
+///
+/// # Errors
+/// `/proc` cannot be read.
+pub fn processes(launcher: &Launcher, containers: &[Container]) -> Result<Vec<Arc<dyn Pause>>, Step> {
+    let belongs = |pid: u32| {
+        let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+        containers.iter().any(|container| in_cgroup_of(&cgroups, &container.id))
+    };
+    let mut found = Vec::new();
+    for pid in pids()?.into_iter().filter(|pid| belongs(*pid)) {
+        // Asked again when the process is held: the pid may have gone to another.
+        if let Some(process) = launcher.open(pid)?
+            && belongs(pid)
+        {
+            found.push(process);
+        }
+    }
+    Ok(found)
+}
+
+/// Kills all processes of the containers.
+///
+/// # Errors
+/// What could not be killed.
+pub fn kill(launcher: &Launcher, containers: &[Container]) -> Result<(), Step> {
+    for _ in 0..ROUNDS {
+        let alive = processes(launcher, containers)?;
+        if alive.is_empty() {
+            return Ok(());
+        }
+        for process in &alive {
+            process.kill()?;
+        }
+        // They are not our children: their end cannot be waited for but by looking again.
+        thread::sleep(PAUSE);
+    }
+    Err(Step::new("kill containers", io::Error::other("there are processes again and again")))
+}
+
+/// Whether a process with this content of `/proc/PID/cgroup` is in the cgroup that is named by the container's id: `ID`, or
+/// `PREFIX-ID.scope` with systemd.
+fn in_cgroup_of(cgroups: &str, id: &str) -> bool {
+    let named = |part: &str| {
+        let part = part.strip_suffix(".scope").unwrap_or(part);
+        part == id || part.strip_suffix(id).is_some_and(|prefix| prefix.ends_with('-'))
+    };
+    cgroups.lines().filter_map(|line| line.splitn(3, ':').nth(2)).any(|path| path.split('/').any(named))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_container_is_known_by_its_cgroup() {
+        let id = "0123abcd";
+        for yes in [
+            "0::/kubepods/pod1/0123abcd",
+            "3:memory:/kubepods/pod1/0123abcd/init.scope",
+            "1:name=systemd:/\n0::/kubepods.slice/cri-containerd-0123abcd.scope",
+        ] {
+            assert!(in_cgroup_of(yes, id), "{yes}");
+        }
+        for no in ["0::/", "0::/kubepods/0123abcd1", "0::/kubepods/x0123abcd", "0::/a/cri-0123abcd.slice", ""] {
+            assert!(!in_cgroup_of(no, id), "{no}");
+        }
+    }
+
+    #[test]
+    fn containers_are_those_whose_bundle_names_the_sandbox() {
+        let tasks = tempfile::tempdir().unwrap();
+        for (id, sandbox) in [("a", "pod"), ("b", "pod2"), (".c", "pod")] {
+            fs::create_dir(tasks.path().join(id)).unwrap();
+            fs::write(tasks.path().join(id).join(SANDBOX), sandbox).unwrap();
+        }
+        fs::create_dir(tasks.path().join("d")).unwrap();
+        let found = of(tasks.path(), "pod").unwrap();
+        assert_eq!(found, [Container { id: "a".to_owned(), bundle: tasks.path().join("a") }]);
+        assert_eq!(of(&tasks.path().join("none"), "pod").unwrap(), []);
+    }
+}

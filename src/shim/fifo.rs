@@ -1,0 +1,178 @@
+//! What a shim writes, into the daemon's log: read from the fifo `log` in its bundle, bounded.
+
+use std::fs::OpenOptions;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::Path;
+use std::time::Duration;
+
+use nix::sys::stat::Mode;
+use nix::unistd::mkfifo;
+use tokio::io::AsyncReadExt as _;
+use tokio::net::unix::pipe;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+use crate::error::{IoContext as _, Step};
+
+/// Longer lines are cut; bytes.
+const LONGEST: usize = 2048;
+
+/// Lines that are logged per [`WINDOW`]; more are counted.
+const MOST: u32 = 100;
+const WINDOW: Duration = Duration::from_secs(10);
+
+/// Reads the fifo until dropped.
+#[derive(Debug)]
+pub struct Reader(JoinHandle<()>);
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// Makes the fifo unless there is one.
+///
+/// # Errors
+/// The failed step.
+pub fn make(fifo: &Path) -> Result<(), Step> {
+    match mkfifo(fifo, Mode::S_IRUSR | Mode::S_IWUSR) {
+        Err(nix::Error::EEXIST) => Ok(()),
+        other => other.step_at("make fifo", fifo),
+    }
+}
+
+/// An end of the fifo to write to that neither waits nor breaks, whether somebody reads or not.
+///
+/// # Errors
+/// The failed step.
+pub fn writer(fifo: &Path) -> Result<OwnedFd, Step> {
+    let opened = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(fifo);
+    opened.map(Into::into).step_at("open fifo", fifo)
+}
+
+/// Begins to read. To be called on the runtime.
+///
+/// # Errors
+/// The failed step.
+pub fn read(fifo: &Path, sandbox: &str) -> Result<Reader, Step> {
+    // Read and write: no end of file comes when the shim's end closes, and the shim need not wait for us to open it.
+    let receiver = pipe::OpenOptions::new().read_write(true).open_receiver(fifo).step_at("open fifo", fifo)?;
+    let sandbox = sandbox.to_owned();
+    Ok(Reader(tokio::spawn(async move {
+        if let Err(e) = drain(receiver, &sandbox).await {
+            log::warn!(sandbox = sandbox.as_str(); "the log of its shim cannot be read any more: {e}");
+        }
+    })))
+}
+
+async fn drain(mut from: impl tokio::io::AsyncRead + Unpin, sandbox: &str) -> io::Result<()> {
+    let mut lines = Lines::new();
+    let mut buffer = [0; LONGEST];
+    loop {
+        let read = from.read(&mut buffer).await?;
+        if read == 0 {
+            return Ok(());
+        }
+        lines.take(buffer.get(..read).unwrap_or_default(), |line| tell(sandbox, line));
+    }
+}
+
+/// Cuts a stream into lines, and their number to what a log may take.
+#[derive(Debug)]
+struct Lines {
+    line: Vec<u8>,
+    since: Instant,
+    told: u32,
+    dropped: u32,
+}
+
+impl Lines {
+    fn new() -> Self {
+        Self { line: Vec::new(), since: Instant::now(), told: 0, dropped: 0 }
+    }
+
+    fn take(&mut self, bytes: &[u8], mut tell: impl FnMut(&str)) {
+        for byte in bytes {
+            if *byte != b'\n' {
+                if self.line.len() < LONGEST {
+                    self.line.push(*byte);
+                }
+                continue;
+            }
+            if self.since.elapsed() >= WINDOW {
+                if self.dropped > 0 {
+                    tell(&format!("level=warning msg=\"{} more lines were dropped\"", self.dropped));
+                }
+                (self.since, self.told, self.dropped) = (Instant::now(), 0, 0);
+            }
+            let line = std::mem::take(&mut self.line);
+            if self.told < MOST {
+                self.told += 1;
+                tell(&String::from_utf8_lossy(&line));
+            } else {
+                self.dropped = self.dropped.saturating_add(1);
+            }
+        }
+    }
+}
+
+/// containerd's shims write logrus lines, with their level in them; all else, such as a panic, is worth a warning.
+fn tell(sandbox: &str, line: &str) {
+    let line = line.trim_end();
+    if line.is_empty() {
+        return;
+    }
+    if ["level=debug", "level=info", "level=trace"].iter().any(|level| line.contains(level)) {
+        log::debug!(sandbox = sandbox; "shim: {line}");
+    } else {
+        log::warn!(sandbox = sandbox; "shim: {line}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn lines_are_cut_and_counted() {
+        let mut lines = Lines::new();
+        let mut told = Vec::new();
+        lines.take(b"one\ntw", |line| told.push(line.to_owned()));
+        lines.take(b"o\n", |line| told.push(line.to_owned()));
+        assert_eq!(told, ["one", "two"]);
+        lines.take(&[b'x'; 5000], |line| told.push(line.to_owned()));
+        lines.take(b"\n", |line| told.push(line.to_owned()));
+        assert_eq!(told.pop().map(|line| line.len()), Some(LONGEST));
+        for _ in 0..200 {
+            lines.take(b"y\n", |line| told.push(line.to_owned()));
+        }
+        assert_eq!(told.len(), MOST as usize - 1);
+        tokio::time::advance(WINDOW).await;
+        lines.take(b"z\n", |line| told.push(line.to_owned()));
+        assert!(told.iter().any(|line| line.contains("103 more lines")), "{told:?}");
+        assert_eq!(told.last().map(String::as_str), Some("z"));
+    }
+
+    #[tokio::test]
+    async fn a_writer_neither_waits_nor_breaks() {
+        use std::io::Write as _;
+        let dir = tempfile::tempdir().unwrap();
+        let fifo = dir.path().join("log");
+        make(&fifo).unwrap();
+        make(&fifo).unwrap();
+        let mut writer = std::fs::File::from(writer(&fifo).unwrap());
+        let reader = read(&fifo, "a").unwrap();
+        writer.write_all(b"level=info\n").unwrap();
+        drop(reader);
+        // Nobody reads: full, but neither blocked nor EPIPE.
+        let full = loop {
+            if let Err(e) = writer.write(&[b'x'; 4096]) {
+                break e;
+            }
+        };
+        assert_eq!(full.kind(), io::ErrorKind::WouldBlock);
+    }
+}

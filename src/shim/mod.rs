@@ -1,0 +1,231 @@
+//! The pod's shim: the Task endpoint of its containers, and what serves there.
+//!
+//! An *owned* endpoint is a socket of ours; the shim's server gets it when somebody calls and is ours to watch and to end. An *on-demand*
+//! one is containerd's: it starts the shim itself with the pod's first container, and we know no more than where its socket is.
+
+pub mod binary;
+mod bundle;
+mod command;
+mod containers;
+mod fifo;
+pub mod on_demand;
+mod owned;
+mod placement;
+mod task;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
+
+use crate::error::Step;
+use crate::pause::launch::Launcher;
+
+use bundle::Bundle;
+use owned::Owned;
+
+/// Whose a pod's shim is. Recorded with the pod, as containerd is told the endpoint once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Owner {
+    /// containerd's, started with the first container.
+    #[default]
+    Containerd,
+    /// The sandboxer's.
+    Sandboxer,
+}
+
+/// What all shims of a daemon share.
+#[derive(Debug)]
+pub struct Settings {
+    /// containerd's gRPC socket.
+    pub containerd_address: PathBuf,
+    /// containerd's namespace of CRI.
+    pub containerd_namespace: String,
+    /// containerd's `state`.
+    pub containerd_state: PathBuf,
+    /// The daemon's own directory.
+    pub state_dir: PathBuf,
+    /// What Start answers where containerd starts the shim; anything that containerd can parse.
+    pub on_demand_address: String,
+    /// Shims that an operator has set, by runtime name.
+    pub binaries: BTreeMap<String, PathBuf>,
+}
+
+impl Settings {
+    /// containerd's ttrpc socket, to which shims publish events.
+    fn containerd_ttrpc(&self) -> String {
+        format!("{}.ttrpc", self.containerd_address.display())
+    }
+
+    /// Where containerd has the bundles of its tasks.
+    fn tasks(&self) -> PathBuf {
+        self.containerd_state.join("io.containerd.runtime.v2.task").join(&self.containerd_namespace)
+    }
+
+    /// The shim of a runtime.
+    fn binary(&self, runtime: &str) -> Result<PathBuf, Step> {
+        match self.binaries.get(runtime) {
+            Some(set) => binary::check(set),
+            None => binary::find(runtime, &command::path(), &self.containerd_address),
+        }
+    }
+
+    /// The socket of a pod's endpoint. Its name is a hash: an id under a long directory would not fit into a socket's path.
+    fn socket(&self, id: &str) -> PathBuf {
+        let digest = Sha256::digest(id.as_bytes());
+        let hex: String = digest.iter().take(SOCKET_NAME / 2).map(|byte| format!("{byte:02x}")).collect();
+        self.state_dir.join(SOCKETS).join(hex)
+    }
+}
+
+/// Directory of the endpoints' sockets in the daemon's own.
+const SOCKETS: &str = "shims";
+
+/// Length of a socket's name, bytes.
+const SOCKET_NAME: usize = 32;
+
+/// What an endpoint's socket adds to the path of the daemon's directory, with the name that it has until it listens; bytes.
+pub const SOCKET_SUFFIX: usize = 1 + SOCKETS.len() + 1 + SOCKET_NAME + bundle::NEW.len();
+
+/// Makes endpoints.
+#[derive(Debug)]
+pub struct Shims {
+    settings: Settings,
+    launcher: Launcher,
+}
+
+/// What a pod's shim is of: the runtime handler.
+#[derive(Clone, Debug, Default)]
+pub struct Runtime {
+    /// Runtime name, such as `io.containerd.runc.v2`, or an absolute path of a shim.
+    pub name: String,
+    /// The handler's options: type and value.
+    pub options: Option<(String, Vec<u8>)>,
+}
+
+impl Shims {
+    /// `open_files` is the soft limit that shims get, and containers from them.
+    ///
+    /// # Errors
+    /// The boot id cannot be read.
+    pub fn new(settings: Settings, open_files: Option<u64>) -> Result<Self, Step> {
+        Ok(Self { settings, launcher: Launcher::new(open_files)? })
+    }
+
+    /// The endpoint of sandbox `id`, which keeps its files in `dir`, the sandbox's own directory. Nothing is made yet.
+    pub fn endpoint(self: &Arc<Self>, owner: Owner, id: &str, dir: &Path, runtime: Runtime) -> Endpoint {
+        match owner {
+            Owner::Containerd => Endpoint::OnDemand {
+                socket: on_demand::Socket::new(
+                    &self.settings.containerd_address,
+                    &self.settings.containerd_namespace,
+                    id,
+                ),
+                address: self.settings.on_demand_address.clone(),
+                id: id.to_owned(),
+            },
+            Owner::Sandboxer => Endpoint::Owned(Arc::new(Owned::new(
+                self.clone(),
+                Bundle::new(dir.join("shim")),
+                id.to_owned(),
+                runtime,
+            ))),
+        }
+    }
+}
+
+/// The Task endpoint of a pod's containers.
+#[derive(Debug)]
+pub enum Endpoint {
+    /// containerd starts the shim.
+    OnDemand {
+        /// Where the shim will listen.
+        socket: on_demand::Socket,
+        /// What Start answers.
+        address: String,
+        /// The sandbox id.
+        id: String,
+    },
+    /// The shim is ours.
+    Owned(Arc<Owned>),
+}
+
+impl Endpoint {
+    /// What Start answers: where containerd finds the Task API, `PROTOCOL+URL`.
+    pub fn address(&self) -> String {
+        match self {
+            Self::OnDemand { address, .. } => address.clone(),
+            Self::Owned(owned) => format!("ttrpc+unix://{}", owned.socket().display()),
+        }
+    }
+
+    /// Version of the Task API there. containerd starts the shim itself below 3.
+    pub fn version(&self) -> u32 {
+        match self {
+            Self::OnDemand { .. } => 2,
+            Self::Owned(_) => 3,
+        }
+    }
+
+    /// Begins to listen. Blocks.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn listen(&self) -> Result<(), Step> {
+        match self {
+            Self::OnDemand { .. } => Ok(()),
+            Self::Owned(owned) => owned.listen(),
+        }
+    }
+
+    /// Takes over what an earlier daemon left: its shim, or else its socket. Blocks. What cannot be taken over is logged and tried again.
+    pub fn recover(&self) {
+        if let Self::Owned(owned) = self {
+            owned.recover();
+        }
+    }
+
+    /// Serves the endpoint until its end, in a task of its own. `on_death` is told why when the shim has died with containers in it.
+    pub fn serve(&self, on_death: impl Fn(&str) + Send + Sync + 'static) {
+        if let Self::Owned(owned) = self {
+            tokio::spawn(owned.clone().serve(on_death));
+        }
+    }
+
+    /// A container is coming: its shim is started now rather than when somebody calls. Returns at once.
+    pub fn prepare(&self) {
+        if let Self::Owned(owned) = self {
+            owned.prepare();
+        }
+    }
+
+    /// The pod has a shim now.
+    pub fn has_shim(&self) -> bool {
+        match self {
+            Self::OnDemand { socket, .. } => socket.path().exists(),
+            Self::Owned(owned) => owned.has_shim(),
+        }
+    }
+
+    /// Why the shim died with containers in it, if it did.
+    pub fn death(&self) -> Option<String> {
+        match self {
+            Self::OnDemand { .. } => None,
+            Self::Owned(owned) => owned.death(),
+        }
+    }
+
+    /// Ends the shim and removes socket and bundle. Blocks. Gone already is success.
+    ///
+    /// # Errors
+    /// Every step that failed.
+    pub fn end(&self) -> Result<(), Vec<Step>> {
+        match self {
+            Self::OnDemand { socket, id, .. } => socket.end(id).map_err(|step| vec![step]),
+            Self::Owned(owned) => owned.end(),
+        }
+    }
+}

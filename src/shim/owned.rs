@@ -1,0 +1,467 @@
+//! The endpoint of a pod whose shim is ours.
+//!
+//! ```text
+//!           listen                called, or prepare            answers
+//!   (none) --------> idle: socket --------------------> launched ------> serving
+//!                       ^                                  | silent, ended   | ended
+//!                       +----------------------------------+-----------------+
+//! ```
+//!
+//! The socket outlives the shims: a caller waits in its queue until a shim takes it over, also while one ends and the next is
+//! launched. Nobody but a shim accepts there. One task serves an endpoint, so that no two shims are launched; [`Owned::end`] and a
+//! launch take turns, so that no shim is launched behind the end.
+
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use std::{fs, io};
+
+use tokio::sync::Notify;
+use tokio::time::{sleep, timeout};
+
+use super::bundle::{Bundle, NEW, Recorded, gone};
+use super::containers::{self, Container};
+use super::{Runtime, Shims, command, fifo, placement, task};
+use crate::error::{IoContext as _, Step};
+use crate::pause::launch::{self, Launch};
+use crate::pause::{Adoption, Exit, Pause, UNKNOWN_EXIT};
+
+/// How long a launched shim may take until it answers, and a shim that is told to end until it has.
+const WITHIN: Duration = Duration::from_secs(10);
+
+/// Between two tries of what must work in the end.
+const AGAIN: Duration = Duration::from_secs(1);
+
+/// More than the kernel takes from the end of a vfork to the new program's arguments.
+const EXECUTED: Duration = Duration::from_millis(20);
+
+/// How long containerd may take to remove the bundle of the container whose end was also the shim's.
+const SETTLE: Duration = Duration::from_secs(2);
+
+/// An endpoint whose shim is ours.
+#[derive(Debug)]
+pub struct Owned {
+    shims: Arc<Shims>,
+    bundle: Bundle,
+    socket: PathBuf,
+    id: String,
+    runtime: Runtime,
+    now: Mutex<Now>,
+    /// Something in `now` has changed that the serving task waits for.
+    changed: Notify,
+    /// Held while a shim is launched, and by the end.
+    turn: Mutex<()>,
+}
+
+/// What is true now.
+#[derive(Debug, Default)]
+struct Now {
+    /// There shall be a socket.
+    open: bool,
+    /// The socket; `None` also while a shim serves that an earlier daemon has launched.
+    listener: Option<Arc<OwnedFd>>,
+    shim: Option<Arc<dyn Pause>>,
+    log: Option<fifo::Reader>,
+    /// A shim ended while there was no daemon; how it ended.
+    missed: Option<Exit>,
+    /// A shim shall be launched though nobody has called.
+    wanted: bool,
+    ended: bool,
+}
+
+/// What the serving task does next.
+enum Next {
+    Ended,
+    Missed(Exit),
+    Watch(Arc<dyn Pause>),
+    Launch,
+    Listen,
+    Wait(Option<Arc<OwnedFd>>),
+}
+
+impl Owned {
+    /// The endpoint of sandbox `id`. Nothing is made yet.
+    pub(super) fn new(shims: Arc<Shims>, bundle: Bundle, id: String, runtime: Runtime) -> Self {
+        let socket = shims.settings.socket(&id);
+        Self {
+            shims,
+            bundle,
+            socket,
+            id,
+            runtime,
+            now: Mutex::default(),
+            changed: Notify::new(),
+            turn: Mutex::default(),
+        }
+    }
+
+    /// The socket's path.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// There is a shim now.
+    pub fn has_shim(&self) -> bool {
+        self.now().shim.is_some()
+    }
+
+    /// Why a shim died with containers in it, if one did.
+    pub fn death(&self) -> Option<String> {
+        self.bundle.death()
+    }
+
+    /// Begins to listen, or listens again at the same path.
+    pub(super) fn listen(&self) -> Result<(), Step> {
+        if let Some(dir) = self.socket.parent() {
+            let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
+            made.step_at("make directory", dir)?;
+        }
+        // Whoever calls finds the old socket or the new one.
+        let mut new = self.socket.clone().into_os_string();
+        new.push(NEW);
+        let new = PathBuf::from(new);
+        gone(fs::remove_file(&new)).step_at("remove socket", &new)?;
+        let listener = UnixListener::bind(&new).step_at("bind socket", &new)?;
+        listener.set_nonblocking(true).step_at("bind socket", &new)?;
+        if let Err(e) = fs::rename(&new, &self.socket) {
+            let _ = fs::remove_file(&new);
+            return Err(Step::at("name socket", &self.socket, e));
+        }
+        let mut now = self.now();
+        now.open = true;
+        now.listener = Some(Arc::new(listener.into()));
+        drop(now);
+        self.changed.notify_one();
+        Ok(())
+    }
+
+    /// Finds the shim that an earlier daemon has launched; without one, listens again.
+    pub(super) fn recover(&self) {
+        if let Err(step) = self.try_recover() {
+            // Not listening: should a shim live, containerd still reaches it, and its containers.
+            log::error!(sandbox = self.id.as_str(); "recovery: its shim: {step}");
+        }
+    }
+
+    fn try_recover(&self) -> Result<(), Step> {
+        let found = match self.bundle.recorded()? {
+            None => None,
+            Some(Recorded::Running { identity }) => match self.shims.launcher.adopt(&identity) {
+                Adoption::Alive(shim) => Some(Arc::from(shim)),
+                Adoption::Dead(exit) => {
+                    self.now().missed = Some(exit);
+                    None
+                }
+                Adoption::Unknown(step) => return Err(step),
+            },
+            Some(Recorded::Launching) => {
+                let arguments = command::server_arguments(&self.shims.settings, &self.id);
+                let mut found = self.shims.launcher.find(self.bundle.dir(), &arguments)?;
+                if found.is_none() {
+                    // One that has just been executed shows its arguments an instant later.
+                    std::thread::sleep(EXECUTED);
+                    found = self.shims.launcher.find(self.bundle.dir(), &arguments)?;
+                }
+                if let Some(shim) = &found {
+                    self.bundle.record(Some(&Recorded::Running { identity: shim.identity().clone() }))?;
+                    self.settle_in(shim.identity().pid)?;
+                }
+                found
+            }
+        };
+        let Some(shim) = found else { return self.listen() };
+        log::info!(sandbox = self.id.as_str(), pid = shim.identity().pid; "its shim is taken over");
+        let log = fifo::read(&self.bundle.log(), &self.id)?;
+        let mut now = self.now();
+        (now.open, now.shim, now.log) = (true, Some(shim), Some(log));
+        Ok(())
+    }
+
+    /// A container is coming.
+    pub(super) fn prepare(&self) {
+        let mut now = self.now();
+        if now.listener.is_some() && now.shim.is_none() && !now.ended {
+            now.wanted = true;
+            drop(now);
+            self.changed.notify_one();
+        }
+    }
+
+    /// Serves the endpoint until its end.
+    pub(super) async fn serve(self: Arc<Self>, on_death: impl Fn(&str) + Send + Sync) {
+        if let Some(reason) = self.blocking(|owned| owned.death()).await.flatten() {
+            // The daemon may have been killed between the record of it and what follows from it.
+            on_death(&reason);
+        }
+        loop {
+            match self.next() {
+                Next::Ended => return,
+                Next::Missed(exit) => self.after(exit, &on_death).await,
+                Next::Watch(shim) => {
+                    let exit = shim.exited().await;
+                    self.gone();
+                    self.after(exit, &on_death).await;
+                }
+                Next::Launch => match self.blocking(Self::launch).await {
+                    Some(Ok(Some(shim))) => self.attend(shim, &on_death).await,
+                    Some(Ok(None)) => {}
+                    Some(Err(step)) => self.refuse(&step.to_string()).await,
+                    None => sleep(AGAIN).await,
+                },
+                Next::Listen => {
+                    if let Some(Err(step)) = self.blocking(Self::listen).await {
+                        log::error!(sandbox = self.id.as_str(); "its endpoint: {step}");
+                        sleep(AGAIN).await;
+                    }
+                }
+                Next::Wait(None) => self.changed.notified().await,
+                Next::Wait(Some(listener)) => tokio::select! {
+                    called = launch::called(listener) => match called {
+                        Ok(()) => self.now().wanted = true,
+                        Err(e) => {
+                            log::error!(sandbox = self.id.as_str(); "watch its endpoint: {e}");
+                            sleep(AGAIN).await;
+                        }
+                    },
+                    () = self.changed.notified() => {}
+                },
+            }
+        }
+    }
+
+    fn next(&self) -> Next {
+        let mut now = self.now();
+        if now.ended {
+            return Next::Ended;
+        }
+        if let Some(exit) = now.missed.take() {
+            return Next::Missed(exit);
+        }
+        if let Some(shim) = &now.shim {
+            return Next::Watch(shim.clone());
+        }
+        match (&now.listener, now.open, now.wanted) {
+            (Some(_), _, true) => Next::Launch,
+            (None, true, _) => Next::Listen,
+            (listener, ..) => Next::Wait(listener.clone()),
+        }
+    }
+
+    /// Launches the shim. `None`: the endpoint has been ended.
+    fn launch(&self) -> Result<Option<Arc<dyn Pause>>, Step> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let listener = {
+            let mut now = self.now();
+            now.wanted = false;
+            match &now.listener {
+                Some(listener) if !now.ended => listener.clone(),
+                _ => return Ok(None),
+            }
+        };
+        let settings = &self.shims.settings;
+        let binary = settings.binary(&self.runtime.name)?;
+        self.bundle.make(&self.id)?;
+        let log = fifo::read(&self.bundle.log(), &self.id)?;
+        let errors = fifo::writer(&self.bundle.log())?;
+        self.bundle.record(Some(&Recorded::Launching))?;
+        let launched = self.shims.launcher.launch(&Launch {
+            program: &binary,
+            arguments: &command::server_arguments(settings, &self.id),
+            environment: &command::server_environment(settings, &self.id),
+            directory: self.bundle.dir(),
+            socket: listener.as_fd(),
+            errors: Some(errors.as_fd()),
+        });
+        let undo = |step| {
+            self.unrecord();
+            step
+        };
+        let shim = launched.map_err(undo)?;
+        let identity = shim.identity().clone();
+        let pid = identity.pid;
+        let settled = self.bundle.record(Some(&Recorded::Running { identity })).and_then(|()| self.settle_in(pid));
+        if let Err(step) = settled {
+            shim.kill().map_err(undo)?;
+            return Err(undo(step));
+        }
+        log::debug!(sandbox = self.id.as_str(), pid = pid; "its shim is launched: {}", binary.display());
+        let mut now = self.now();
+        (now.shim, now.log) = (Some(shim.clone()), Some(log));
+        Ok(Some(shim))
+    }
+
+    /// What containerd's own shims do for themselves in their `start`.
+    fn settle_in(&self, pid: u32) -> Result<(), Step> {
+        placement::raise_oom_score(pid)?;
+        placement::join_cgroup(pid, &self.runtime)
+    }
+
+    /// From the launch of a shim to its end.
+    async fn attend(self: &Arc<Self>, shim: Arc<dyn Pause>, on_death: &(impl Fn(&str) + Sync)) {
+        let answered = tokio::select! {
+            exit = shim.exited() => Err(exit),
+            answer = task::answers(&self.socket, &self.id, WITHIN) => Ok(answer),
+        };
+        match answered {
+            Ok(Ok(())) => {
+                let exit = shim.exited().await;
+                self.gone();
+                self.after(exit, on_death).await;
+            }
+            // Whoever calls must not wait for ever.
+            Ok(Err(step)) => {
+                if let Err(step) = shim.kill() {
+                    log::error!(sandbox = self.id.as_str(); "its shim: {step}");
+                }
+                shim.exited().await;
+                self.gone();
+                self.refuse(&format!("it was launched and did not answer: {step}")).await;
+            }
+            Err(exit) => {
+                self.gone();
+                let reason = format!("it was launched and ended with status {} before it answered", exit.status);
+                self.refuse(&reason).await;
+            }
+        }
+    }
+
+    /// The shim has ended: what of it is forgotten.
+    fn gone(&self) {
+        let mut now = self.now();
+        (now.shim, now.log) = (None, None);
+        let ended = now.ended;
+        drop(now);
+        if !ended {
+            self.unrecord();
+        }
+    }
+
+    fn unrecord(&self) {
+        if let Err(step) = self.bundle.record(None) {
+            log::warn!(sandbox = self.id.as_str(); "its shim: {step}");
+        }
+    }
+
+    /// No shim comes: those who have called are hung up on, as containerd would wait for ever.
+    async fn refuse(&self, reason: &str) {
+        log::error!(sandbox = self.id.as_str(), runtime = self.runtime.name.as_str(); "its shim: {reason}");
+        let listener = self.now().listener.clone();
+        if let Some(listener) = listener.and_then(|listener| listener.try_clone().ok()).map(UnixListener::from) {
+            while listener.accept().is_ok() {}
+        }
+        sleep(AGAIN / 10).await;
+    }
+
+    /// After the end of a shim that has served: an empty one may end, but with containers in it the sandbox ends with it.
+    async fn after(self: &Arc<Self>, exit: Exit, on_death: &(impl Fn(&str) + Sync)) {
+        if self.now().ended {
+            return;
+        }
+        if exit.status == UNKNOWN_EXIT {
+            // Nobody can tell how it ended: give containerd the time to remove the container that was the last.
+            sleep(SETTLE).await;
+        }
+        let Some(looked) = self.blocking(move |owned| owned.bereaved(exit)).await else { return };
+        let left = match looked {
+            Ok(left) if left.is_empty() => {
+                log::debug!(sandbox = self.id.as_str(), status = exit.status; "its shim has ended, empty");
+                return;
+            }
+            Ok(left) => left,
+            Err(step) => {
+                log::error!(sandbox = self.id.as_str(); "its shim has ended, and its containers: {step}");
+                return;
+            }
+        };
+        let names: Vec<&str> = left.iter().map(|container| container.id.as_str()).collect();
+        let reason = format!("the shim ended with status {} and left containers: {}", exit.status, names.join(", "));
+        log::error!(sandbox = self.id.as_str(); "{reason}; the sandbox ends");
+        let told = reason.clone();
+        if let Some(Err(step)) = self.blocking(move |owned| owned.bundle.record_death(&told)).await {
+            log::error!(sandbox = self.id.as_str(); "its shim: {step}");
+        }
+        on_death(&reason);
+        for step in self.clean_up(left).await {
+            log::error!(sandbox = self.id.as_str(); "its containers: {step}");
+        }
+    }
+
+    /// The containers that the end of the shim has left without one.
+    fn bereaved(&self, exit: Exit) -> Result<Vec<Container>, Step> {
+        let left = containers::of(&self.shims.settings.tasks(), &self.id)?;
+        // One that ended by itself is being removed by containerd, or just being made.
+        let empty = exit.status == 0 && containers::processes(&self.shims.launcher, &left)?.is_empty();
+        Ok(if empty { Vec::new() } else { left })
+    }
+
+    /// Ends what is left of containers whose shim is dead.
+    async fn clean_up(self: &Arc<Self>, left: Vec<Container>) -> Vec<Step> {
+        let mut failed = Vec::new();
+        let containers = left.clone();
+        let killed = self.blocking(move |owned| containers::kill(&owned.shims.launcher, &containers)).await;
+        failed.extend(killed.and_then(Result::err));
+        match self.shims.settings.binary(&self.runtime.name) {
+            Ok(binary) => {
+                for container in &left {
+                    failed.extend(command::delete(&self.shims.settings, &binary, container).await.err());
+                }
+            }
+            Err(step) => failed.push(step),
+        }
+        failed
+    }
+
+    /// Ends shim, socket and bundle.
+    pub(super) fn end(self: &Arc<Self>) -> Result<(), Vec<Step>> {
+        self.now().ended = true;
+        self.changed.notify_one();
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let shim = self.now().shim.clone();
+        let mut failed = Vec::new();
+        if let Some(shim) = shim {
+            tokio::runtime::Handle::current().block_on(self.end_shim(&shim)).map_err(|step| vec![step])?;
+            let mut now = self.now();
+            (now.shim, now.log) = (None, None);
+        }
+        failed.extend(gone(fs::remove_file(&self.socket)).step_at("remove socket", &self.socket).err());
+        failed.extend(self.bundle.remove().err());
+        self.now().listener = None;
+        if failed.is_empty() { Ok(()) } else { Err(failed) }
+    }
+
+    /// An empty shim ends when it is told to; one that does not is killed, as are its containers.
+    async fn end_shim(self: &Arc<Self>, shim: &Arc<dyn Pause>) -> Result<(), Step> {
+        let told = tokio::select! {
+            _ = shim.exited() => return Ok(()),
+            told = task::shut_down(&self.socket, &self.id, WITHIN) => told,
+        };
+        if told.is_ok() && timeout(WITHIN / 2, shim.exited()).await.is_ok() {
+            return Ok(());
+        }
+        let why = told.err().map_or_else(|| "it was told to end and goes on".to_owned(), |step| step.to_string());
+        log::warn!(sandbox = self.id.as_str(); "its shim is killed: {why}");
+        shim.kill()?;
+        timeout(WITHIN, shim.exited()).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut)).step("kill shim")?;
+        let left = containers::of(&self.shims.settings.tasks(), &self.id)?;
+        match self.clean_up(left).await.into_iter().next() {
+            Some(step) => Err(step),
+            None => Ok(()),
+        }
+    }
+
+    /// Runs what blocks off the runtime's workers; `None` after a panic in it.
+    async fn blocking<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Self) -> T + Send + 'static,
+    ) -> Option<T> {
+        let owned = self.clone();
+        tokio::task::spawn_blocking(move || work(&owned)).await.ok()
+    }
+
+    fn now(&self) -> MutexGuard<'_, Now> {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

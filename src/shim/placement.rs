@@ -1,0 +1,98 @@
+//! Where a shim sits on the node: its OOM score and its cgroup.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use containerd_shim_protos::shim::oci::Options;
+use protobuf::Message as _;
+
+use super::Runtime;
+use crate::error::{IoContext as _, Step};
+
+/// Highest `oom_score_adj` (proc_pid_oom_score_adj(5)).
+const HIGHEST: i32 = 1000;
+
+const CGROUPS: &str = "/sys/fs/cgroup";
+
+/// Makes the kernel prefer the shim to the daemon, by one (containerd `pkg/shim.AdjustOOMScore`).
+///
+/// # Errors
+/// The failed step.
+pub fn raise_oom_score(pid: u32) -> Result<(), Step> {
+    const OWN: &str = "/proc/self/oom_score_adj";
+    let own = fs::read_to_string(OWN).step_at("read", OWN)?;
+    let own: i32 = own.trim().parse().map_err(io::Error::other).step_at("read", OWN)?;
+    let path = format!("/proc/{pid}/oom_score_adj");
+    ended(fs::write(&path, (own + 1).min(HIGHEST).to_string())).step_at("write oom score", path)
+}
+
+/// Moves the shim to the cgroup that runc's options name, if they do (`ShimCgroup`).
+///
+/// # Errors
+/// There is no such cgroup, or it takes no process.
+pub fn join_cgroup(pid: u32, runtime: &Runtime) -> Result<(), Step> {
+    let Some((_, value)) = runtime.options.as_ref().filter(|(kind, _)| kind.ends_with("containerd.runc.v1.Options"))
+    else {
+        return Ok(());
+    };
+    let options = Options::parse_from_bytes(value).map_err(io::Error::other).step("decode runtime options")?;
+    if options.shim_cgroup.is_empty() {
+        return Ok(());
+    }
+    for procs in members(Path::new(CGROUPS), Path::new(&options.shim_cgroup)).step("find cgroup of shim")? {
+        ended(fs::write(&procs, pid.to_string())).step_at("join cgroup", procs)?;
+    }
+    Ok(())
+}
+
+/// A shim that has ended meanwhile is seen elsewhere.
+fn ended(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(e) if e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ESRCH) => Ok(()),
+        other => other,
+    }
+}
+
+/// `cgroup.procs` of the cgroup in every hierarchy that has it.
+fn members(mount: &Path, cgroup: &Path) -> io::Result<Vec<PathBuf>> {
+    let below = cgroup.strip_prefix("/").unwrap_or(cgroup);
+    if below.components().any(|part| !matches!(part, std::path::Component::Normal(_))) {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{} is no cgroup", cgroup.display())));
+    }
+    let mut roots = vec![mount.to_owned()];
+    if !mount.join("cgroup.controllers").exists() {
+        roots = fs::read_dir(mount)?.flatten().map(|entry| entry.path()).collect();
+    }
+    let procs = roots.into_iter().map(|root| root.join(below).join("cgroup.procs"));
+    let found: Vec<PathBuf> = procs.filter(|procs| procs.exists()).collect();
+    if found.is_empty() {
+        return Err(io::Error::new(io::ErrorKind::NotFound, format!("no cgroup {}", cgroup.display())));
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cgroup_is_found_in_both_versions() {
+        let mount = tempfile::tempdir().unwrap();
+        for dir in ["cpu/shims", "memory/shims", "pids"] {
+            fs::create_dir_all(mount.path().join(dir)).unwrap();
+        }
+        for file in ["cpu/shims/cgroup.procs", "memory/shims/cgroup.procs"] {
+            fs::write(mount.path().join(file), "").unwrap();
+        }
+        let mut found = members(mount.path(), Path::new("/shims")).unwrap();
+        found.sort();
+        assert_eq!(found, ["cpu/shims", "memory/shims"].map(|dir| mount.path().join(dir).join("cgroup.procs")));
+        assert!(members(mount.path(), Path::new("/none")).is_err());
+        assert!(members(mount.path(), Path::new("/shims/../..")).is_err());
+        fs::write(mount.path().join("cgroup.controllers"), "").unwrap();
+        fs::create_dir(mount.path().join("shims")).unwrap();
+        fs::write(mount.path().join("shims/cgroup.procs"), "").unwrap();
+        assert_eq!(members(mount.path(), Path::new("shims")).unwrap(), [mount.path().join("shims/cgroup.procs")]);
+    }
+}
