@@ -1,6 +1,7 @@
 //! One sandbox as the verbs see it.
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,7 +18,7 @@ use super::work::Work;
 use super::{CreateRequest, Error, Exit, Metric, Payload, SandboxInfo, Started, StatusReport, metrics, spec, status};
 use crate::config::Config;
 use crate::error::Step;
-use crate::pause::Driver;
+use crate::pause::{Driver, Namespace};
 use crate::shim;
 
 /// How long a caller of Stop or Shutdown waits for the end of a pause and its cleanup before it is told that they
@@ -87,6 +88,32 @@ fn runtime(record: &Record) -> shim::Runtime {
     }
 }
 
+/// The sandbox as its Task endpoint sees it.
+struct Pod {
+    work: Arc<Work>,
+    owner: Handle,
+}
+
+impl shim::Pod for Pod {
+    fn namespaces(&self) -> Vec<(&'static str, u64)> {
+        let (plan, pid) = (&self.work.plan, self.owner.published.borrow().pid);
+        let own = [
+            ("net", plan.netns.is_some()),
+            ("ipc", plan.ipc == Namespace::Private),
+            ("uts", plan.uts == Namespace::Private),
+        ];
+        let inode = |kind| std::fs::metadata(format!("/proc/{pid}/ns/{kind}")).map(|meta| meta.ino()).ok();
+        let live = self.owner.published.borrow().phase == Phase::Ready;
+        let own = own.into_iter().filter(|(_, own)| live && *own);
+        own.filter_map(|(kind, _)| Some((kind, inode(kind)?))).collect()
+    }
+
+    fn bereaved(&self) {
+        // Nobody to tell where the owner has ended.
+        let _ = self.owner.inbox.send(Message::ShimDied);
+    }
+}
+
 /// One sandbox.
 #[derive(Debug)]
 pub struct Sandbox {
@@ -129,8 +156,7 @@ impl Sandbox {
     ) -> Self {
         let work = Arc::new(work);
         let owner = Owner::spawn(work.clone(), entry, abandoned, on_gone);
-        let inbox = owner.inbox.clone();
-        work.shim.serve(move |_| drop(inbox.send(Message::ShimDied)));
+        work.shim.serve(Arc::new(Pod { work: work.clone(), owner: owner.clone() }));
         Self { environment, work, owner, spec: Mutex::new(None), asked: AtomicBool::new(false) }
     }
 

@@ -5,6 +5,7 @@ use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
+use containerd_shim_protos::shim::oci::Options;
 use serde::{Deserialize, Serialize};
 
 use super::fifo;
@@ -113,6 +114,28 @@ impl Bundle {
     /// Why the shim died with containers in it, if it did.
     pub fn death(&self) -> Option<String> {
         fs::read_to_string(self.dir.join(DEATH)).ok()
+    }
+
+    /// Makes a bundle in which the shim's `delete` finds what it needs to end container `id`: the container's own is containerd's, which removes
+    /// it at any moment. runc's shim looks for runc's options in two files (`runc.ReadOptions`, `runc.ReadRuntime`).
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn last(&self, id: &str, options: Option<&Options>) -> Result<PathBuf, Step> {
+        let dir = self.dir.join("dead").join(id);
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir).step_at("make directory", &dir)?;
+        if let Some(options) = options {
+            let json = serde_json::json!({
+                "binary_name": options.binary_name,
+                "root": options.root,
+                "systemd_cgroup": options.systemd_cgroup,
+            });
+            for (name, content) in [("options.json", json.to_string()), ("runtime", options.binary_name.clone())] {
+                let path = dir.join(name);
+                fs::write(&path, content).step_at("write file", path)?;
+            }
+        }
+        Ok(dir)
     }
 
     /// Removes the directory. Gone already is success.

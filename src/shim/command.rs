@@ -10,7 +10,6 @@ use tokio::io::AsyncReadExt as _;
 use tokio::process::Command;
 
 use super::Settings;
-use super::containers::Container;
 use crate::error::{IoContext as _, Step};
 
 /// How long a call may take.
@@ -90,22 +89,22 @@ pub fn server_environment(settings: &Settings, id: &str) -> Vec<OsString> {
     environment.into_iter().map(join).collect()
 }
 
-/// Has the shim clean up after a container whose server is dead: `delete`.
+/// Has the shim clean up in `bundle` after container `id`, whose server is dead: `delete`.
 ///
 /// # Errors
 /// It cannot be run, fails, or does not end in time.
-pub async fn delete(settings: &Settings, binary: &Path, container: &Container) -> Result<(), Step> {
+pub async fn delete(settings: &Settings, binary: &Path, id: &str, bundle: &Path) -> Result<(), Step> {
     let mut command = Command::new(binary);
     command
         .args(["-namespace", &settings.containerd_namespace, "-address"])
         .arg(&settings.containerd_address)
-        .args(["-publish-binary", "containerd", "-id", &container.id, "-bundle"])
-        .arg(&container.bundle)
+        .args(["-publish-binary", "containerd", "-id", id, "-bundle"])
+        .arg(bundle)
         .arg("delete")
-        .current_dir(&container.bundle)
+        .current_dir(bundle)
         .env_clear()
         .envs(environment(settings, "2"));
-    call("delete container of dead shim", &container.bundle, command).await.map(drop)
+    call("delete container of dead shim", bundle, command).await.map(drop)
 }
 
 /// Runs a command to its end; what it wrote to standard output.

@@ -1,10 +1,13 @@
 //! The containers that a shim serves, as containerd's task bundles tell them: what is left of them when the shim dies.
 //!
-//! containerd itself does nothing when the connection to a shim of version 3 in a sandbox closes: it leaves the containers running and in
-//! its records, with nobody who could stop them.
+//! When the connection to a shim closes, CRI takes the containers for exited, with status 255, and containerd removes their bundles within
+//! milliseconds; but for a shim of version 3 in a sandbox nobody ends their processes. So a container is known by its bundle, while there is
+//! one, and by its processes: they are in the pod's namespaces and in a cgroup that is named by the container's id.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
@@ -93,6 +96,40 @@ pub fn kill(launcher: &Launcher, containers: &[Container]) -> Result<(), Step> {
     Err(Step::new("kill containers", io::Error::other("there are processes again and again")))
 }
 
+/// A namespace: its name in `/proc/PID/ns` and its inode.
+pub type Namespace = (&'static str, u64);
+
+/// The containers that have processes in any of these namespaces, which are the pod's own; `sandbox` itself is none. Without a bundle where
+/// `tasks` has none.
+///
+/// # Errors
+/// `/proc` cannot be read.
+pub fn inside(namespaces: &[Namespace], tasks: &Path, sandbox: &str) -> Result<Vec<Container>, Step> {
+    let mut ids: BTreeSet<String> = BTreeSet::new();
+    if namespaces.is_empty() {
+        return Ok(Vec::new());
+    }
+    for pid in pids()? {
+        let inode = |kind| fs::metadata(format!("/proc/{pid}/ns/{kind}")).map(|meta| meta.ino()).ok();
+        if namespaces.iter().any(|(kind, own)| inode(kind) == Some(*own)) {
+            let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+            ids.extend(container_of(&cgroups).map(str::to_owned));
+        }
+    }
+    ids.remove(sandbox);
+    Ok(ids.into_iter().map(|id| Container { bundle: tasks.join(&id), id }).collect())
+}
+
+/// The container whose cgroup a process is in, by the content of its `/proc/PID/cgroup`: ids of CRI are 64 hex digits.
+fn container_of(cgroups: &str) -> Option<&str> {
+    let id = |part| {
+        let part: &str = str::strip_suffix(part, ".scope").unwrap_or(part);
+        let id = part.rsplit('-').next().unwrap_or(part);
+        (id.len() == 64 && id.bytes().all(|byte| byte.is_ascii_hexdigit())).then_some(id)
+    };
+    cgroups.lines().filter_map(|line| line.splitn(3, ':').nth(2)).flat_map(|path| path.split('/')).find_map(id)
+}
+
 /// Whether a process with this content of `/proc/PID/cgroup` is in the cgroup that is named by the container's id: `ID`, or
 /// `PREFIX-ID.scope` with systemd.
 fn in_cgroup_of(cgroups: &str, id: &str) -> bool {
@@ -119,6 +156,17 @@ mod tests {
         }
         for no in ["0::/", "0::/kubepods/0123abcd1", "0::/kubepods/x0123abcd", "0::/a/cri-0123abcd.slice", ""] {
             assert!(!in_cgroup_of(no, id), "{no}");
+        }
+    }
+
+    #[test]
+    fn a_cgroup_tells_the_container() {
+        let id = "0123456789abcdef".repeat(4);
+        for yes in [format!("2:cpu:/\n1:name=systemd:/a/{id}/b"), format!("0::/a.slice/cri-containerd-{id}.scope")] {
+            assert_eq!(container_of(&yes), Some(id.as_str()), "{yes}");
+        }
+        for no in ["0::/user.slice/session-3.scope".to_owned(), format!("0::/x{id}"), String::new()] {
+            assert_eq!(container_of(&no), None, "{no}");
         }
     }
 

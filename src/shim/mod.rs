@@ -14,13 +14,16 @@ mod placement;
 mod task;
 
 use std::collections::BTreeMap;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use containerd_shim_protos::shim::oci::Options;
+use protobuf::Message as _;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
-use crate::error::Step;
+use crate::error::{IoContext as _, Step};
 use crate::pause::launch::Launcher;
 
 use bundle::Bundle;
@@ -106,6 +109,18 @@ pub struct Runtime {
     pub options: Option<(String, Vec<u8>)>,
 }
 
+impl Runtime {
+    /// The options, if they are runc's.
+    fn runc_options(&self) -> Result<Option<Options>, Step> {
+        match &self.options {
+            Some((kind, value)) if kind.ends_with("containerd.runc.v1.Options") => {
+                Options::parse_from_bytes(value).map(Some).map_err(io::Error::other).step("decode runtime options")
+            }
+            _ => Ok(None),
+        }
+    }
+}
+
 impl Shims {
     /// `open_files` is the soft limit that shims get, and containers from them.
     ///
@@ -135,6 +150,15 @@ impl Shims {
             ))),
         }
     }
+}
+
+/// What an endpoint must know of its pod.
+pub trait Pod: Send + Sync {
+    /// The namespaces that are the pod's own: name in `/proc/PID/ns` and inode. None while there is no pause. Blocks.
+    fn namespaces(&self) -> Vec<(&'static str, u64)>;
+
+    /// The shim has died with containers in it.
+    fn bereaved(&self);
 }
 
 /// The Task endpoint of a pod's containers.
@@ -188,10 +212,10 @@ impl Endpoint {
         }
     }
 
-    /// Serves the endpoint until its end, in a task of its own. `on_death` is told why when the shim has died with containers in it.
-    pub fn serve(&self, on_death: impl Fn(&str) + Send + Sync + 'static) {
+    /// Serves the endpoint until its end, in a task of its own.
+    pub fn serve(&self, pod: Arc<dyn Pod>) {
         if let Self::Owned(owned) = self {
-            tokio::spawn(owned.clone().serve(on_death));
+            tokio::spawn(owned.clone().serve(pod));
         }
     }
 

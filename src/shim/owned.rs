@@ -24,7 +24,7 @@ use tokio::time::{sleep, timeout};
 
 use super::bundle::{Bundle, NEW, Recorded, gone};
 use super::containers::{self, Container};
-use super::{Runtime, Shims, command, fifo, placement, task};
+use super::{Pod, Runtime, Shims, command, fifo, placement, task};
 use crate::error::{IoContext as _, Step};
 use crate::pause::launch::{self, Launch};
 use crate::pause::{Adoption, Exit, Pause, UNKNOWN_EXIT};
@@ -37,9 +37,6 @@ const AGAIN: Duration = Duration::from_secs(1);
 
 /// More than the kernel takes from the end of a vfork to the new program's arguments.
 const EXECUTED: Duration = Duration::from_millis(20);
-
-/// How long containerd may take to remove the bundle of the container whose end was also the shim's.
-const SETTLE: Duration = Duration::from_secs(2);
 
 /// An endpoint whose shim is ours.
 #[derive(Debug)]
@@ -191,22 +188,22 @@ impl Owned {
     }
 
     /// Serves the endpoint until its end.
-    pub(super) async fn serve(self: Arc<Self>, on_death: impl Fn(&str) + Send + Sync) {
-        if let Some(reason) = self.blocking(|owned| owned.death()).await.flatten() {
+    pub(super) async fn serve(self: Arc<Self>, pod: Arc<dyn Pod>) {
+        if self.blocking(|owned| owned.death()).await.flatten().is_some() {
             // The daemon may have been killed between the record of it and what follows from it.
-            on_death(&reason);
+            pod.bereaved();
         }
         loop {
             match self.next() {
                 Next::Ended => return,
-                Next::Missed(exit) => self.after(exit, &on_death).await,
+                Next::Missed(exit) => self.after(exit, &pod).await,
                 Next::Watch(shim) => {
                     let exit = shim.exited().await;
                     self.gone();
-                    self.after(exit, &on_death).await;
+                    self.after(exit, &pod).await;
                 }
                 Next::Launch => match self.blocking(Self::launch).await {
-                    Some(Ok(Some(shim))) => self.attend(shim, &on_death).await,
+                    Some(Ok(Some(shim))) => self.attend(shim, &pod).await,
                     Some(Ok(None)) => {}
                     Some(Err(step)) => self.refuse(&step.to_string()).await,
                     None => sleep(AGAIN).await,
@@ -300,7 +297,7 @@ impl Owned {
     }
 
     /// From the launch of a shim to its end.
-    async fn attend(self: &Arc<Self>, shim: Arc<dyn Pause>, on_death: &(impl Fn(&str) + Sync)) {
+    async fn attend(self: &Arc<Self>, shim: Arc<dyn Pause>, pod: &Arc<dyn Pod>) {
         let answered = tokio::select! {
             exit = shim.exited() => Err(exit),
             answer = task::answers(&self.socket, &self.id, WITHIN) => Ok(answer),
@@ -309,7 +306,7 @@ impl Owned {
             Ok(Ok(())) => {
                 let exit = shim.exited().await;
                 self.gone();
-                self.after(exit, on_death).await;
+                self.after(exit, pod).await;
             }
             // Whoever calls must not wait for ever.
             Ok(Err(step)) => {
@@ -356,15 +353,12 @@ impl Owned {
     }
 
     /// After the end of a shim that has served: an empty one may end, but with containers in it the sandbox ends with it.
-    async fn after(self: &Arc<Self>, exit: Exit, on_death: &(impl Fn(&str) + Sync)) {
+    async fn after(self: &Arc<Self>, exit: Exit, pod: &Arc<dyn Pod>) {
         if self.now().ended {
             return;
         }
-        if exit.status == UNKNOWN_EXIT {
-            // Nobody can tell how it ended: give containerd the time to remove the container that was the last.
-            sleep(SETTLE).await;
-        }
-        let Some(looked) = self.blocking(move |owned| owned.bereaved(exit)).await else { return };
+        let asked = pod.clone();
+        let Some(looked) = self.blocking(move |owned| owned.bereaved(exit, &*asked)).await else { return };
         let left = match looked {
             Ok(left) if left.is_empty() => {
                 log::debug!(sandbox = self.id.as_str(), status = exit.status; "its shim has ended, empty");
@@ -383,18 +377,24 @@ impl Owned {
         if let Some(Err(step)) = self.blocking(move |owned| owned.bundle.record_death(&told)).await {
             log::error!(sandbox = self.id.as_str(); "its shim: {step}");
         }
-        on_death(&reason);
+        pod.bereaved();
         for step in self.clean_up(left).await {
             log::error!(sandbox = self.id.as_str(); "its containers: {step}");
         }
     }
 
     /// The containers that the end of the shim has left without one.
-    fn bereaved(&self, exit: Exit) -> Result<Vec<Container>, Step> {
-        let left = containers::of(&self.shims.settings.tasks(), &self.id)?;
-        // One that ended by itself is being removed by containerd, or just being made.
-        let empty = exit.status == 0 && containers::processes(&self.shims.launcher, &left)?.is_empty();
-        Ok(if empty { Vec::new() } else { left })
+    fn bereaved(&self, exit: Exit, pod: &dyn Pod) -> Result<Vec<Container>, Step> {
+        let tasks = self.shims.settings.tasks();
+        let mut left = containers::inside(&pod.namespaces(), &tasks, &self.id)?;
+        let bundles = containers::of(&tasks, &self.id)?;
+        // Of a shim that ended well a bundle may be left: of a container that is being removed, or being made for the next shim. Where
+        // nobody can tell how it ended, the containers' processes must.
+        let well = matches!(exit.status, 0 | UNKNOWN_EXIT);
+        if !well || !containers::processes(&self.shims.launcher, &bundles)?.is_empty() {
+            left.extend(bundles.into_iter().filter(|bundle| !left.contains(bundle)).collect::<Vec<_>>());
+        }
+        Ok(left)
     }
 
     /// Ends what is left of containers whose shim is dead.
@@ -405,8 +405,13 @@ impl Owned {
         failed.extend(killed.and_then(Result::err));
         match self.shims.settings.binary(&self.runtime.name) {
             Ok(binary) => {
-                for container in &left {
-                    failed.extend(command::delete(&self.shims.settings, &binary, container).await.err());
+                let options = self.runtime.runc_options().ok().flatten();
+                for Container { id, .. } in &left {
+                    let ended = match self.bundle.last(id, options.as_ref()) {
+                        Ok(bundle) => command::delete(&self.shims.settings, &binary, id, &bundle).await,
+                        Err(step) => Err(step),
+                    };
+                    failed.extend(ended.err());
                 }
             }
             Err(step) => failed.push(step),

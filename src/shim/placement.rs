@@ -4,9 +4,6 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use containerd_shim_protos::shim::oci::Options;
-use protobuf::Message as _;
-
 use super::Runtime;
 use crate::error::{IoContext as _, Step};
 
@@ -32,11 +29,7 @@ pub fn raise_oom_score(pid: u32) -> Result<(), Step> {
 /// # Errors
 /// There is no such cgroup, or it takes no process.
 pub fn join_cgroup(pid: u32, runtime: &Runtime) -> Result<(), Step> {
-    let Some((_, value)) = runtime.options.as_ref().filter(|(kind, _)| kind.ends_with("containerd.runc.v1.Options"))
-    else {
-        return Ok(());
-    };
-    let options = Options::parse_from_bytes(value).map_err(io::Error::other).step("decode runtime options")?;
+    let Some(options) = runtime.runc_options()? else { return Ok(()) };
     if options.shim_cgroup.is_empty() {
         return Ok(());
     }
