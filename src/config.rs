@@ -27,8 +27,8 @@ const SOCKET_PATH_MAX: usize = 107;
 /// What our sockets have at the end of their path until they listen, bytes (`.new`).
 const SOCKET_PATH_SPARE: usize = 4;
 
-/// What the path of a shim's socket has behind the state directory, bytes (`crate::shim::SOCKET_SUFFIX`).
-const SHIM_SOCKET_SUFFIX: usize = 44;
+/// What the path of a shim's socket has behind the state directory, bytes; held equal to `crate::shim::SOCKET_SUFFIX`.
+pub const SHIM_SOCKET_SUFFIX: usize = 43;
 
 /// Longest containerd identifier, bytes (containerd `pkg/identifiers`).
 const IDENTIFIER_MAX: usize = 76;

@@ -31,6 +31,9 @@ const SPEC_TYPE: &str = "types.containerd.io/opencontainers/runtime-spec/1/Spec"
 /// Key of the verbose information that says why the sandbox ended, where we know more than that its pause did.
 const REASON: &str = "reason";
 
+const _: () =
+    assert!(crate::config::SHIM_SOCKET_SUFFIX == shim::SOCKET_SUFFIX, "the state directory's length is checked by it");
+
 /// What all sandboxes of a daemon share.
 #[derive(Debug)]
 pub struct Environment {

@@ -265,16 +265,24 @@ impl Pod {
         Ok(status.pid)
     }
 
+    /// Makes a container.
+    ///
+    /// # Errors
+    /// CRI's.
+    pub async fn create(&self, spec: ContainerSpec) -> Result<Container> {
+        let config = spec.config(self.config());
+        let created = self.node.cri().create_container(&self.id, &config, self.config()).await;
+        let id = created.context("CreateContainer")?;
+        Ok(Container { node: Arc::clone(&self.node), id, log: self.home.logs.join(&config.log_path) })
+    }
+
     /// Makes and starts a container.
     ///
     /// # Errors
     /// CRI's.
     pub async fn run(&self, spec: ContainerSpec) -> Result<Container> {
-        let config = spec.config(self.config());
-        let cri = self.node.cri();
-        let id = cri.create_container(&self.id, &config, self.config()).await.context("CreateContainer")?;
-        let container = Container { node: Arc::clone(&self.node), id, log: self.home.logs.join(&config.log_path) };
-        cri.start_container(&container.id).await.context("StartContainer")?;
+        let container = self.create(spec).await?;
+        self.node.cri().start_container(&container.id).await.context("StartContainer")?;
         Ok(container)
     }
 
