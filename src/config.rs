@@ -111,7 +111,8 @@ settings! {
     containerd_address: PathBuf = "/run/containerd/containerd.sock".into();
     /// containerd's namespace of CRI.
     containerd_namespace: String = "k8s.io".to_owned();
-    /// How the pods' cgroups are made. `auto` is `cgroupfs` as long as this version knows no systemd scopes.
+    /// How the pods' cgroups are made: as directories (`cgroupfs`), or as scopes that systemd makes (`systemd`), which takes
+    /// slices only. `auto` goes by the parent cgroup that kubelet names: `systemd` for a slice (`….slice`), else `cgroupfs`.
     cgroup_driver: CgroupDriver = CgroupDriver::Auto;
     /// Who starts a pod's shim. `sandboxer`: the sandboxer, when a container is coming; it is watched, and ended with the pod.
     /// `containerd`: containerd, with the pod's first container. Holds for pods that are made from then on.
@@ -265,9 +266,6 @@ impl Config {
         if self.state_dir == Path::new("/") {
             return Some(("state_dir", "must be a directory of the daemon's own".to_owned()));
         }
-        if self.cgroup_driver == CgroupDriver::Systemd {
-            return Some(("cgroup_driver", "systemd scopes are not supported by this version".to_owned()));
-        }
         if self.socket == self.containerd_address {
             return Some(("socket", "must not be containerd's own socket".to_owned()));
         }
@@ -411,7 +409,6 @@ mod tests {
         );
         assert!(error("state_dir = \"/x\"\ncontainerd_root = \"/x/\"").starts_with("c.toml:1: state_dir: "));
         assert!(error("socket = \"/run/containerd/containerd.sock\"").starts_with("c.toml:1: socket: "));
-        assert!(error("cgroup_driver = \"systemd\"").starts_with("c.toml:1: cgroup_driver: systemd scopes are not"));
         assert!(error("socket = \"/sock\"").starts_with("c.toml:1: socket: "));
         assert!(error("containerd_namespace = \"a/b\"").starts_with("c.toml:1: containerd_namespace: "));
     }

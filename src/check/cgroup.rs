@@ -6,6 +6,9 @@ use super::{Finding, read};
 
 const SUBJECT: &str = "cgroup";
 
+/// Socket of D-Bus.
+const BUS: &str = "/run/dbus/system_bus_socket";
+
 /// What is mounted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Mode {
@@ -17,10 +20,30 @@ enum Mode {
     None,
 }
 
+/// Who else manages cgroups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Init {
+    Other,
+    Systemd {
+        /// Whether it can be asked for something.
+        bus: bool,
+    },
+}
+
+impl Init {
+    fn find() -> Self {
+        if Path::new("/run/systemd/system").exists() {
+            Self::Systemd { bus: Path::new(BUS).exists() }
+        } else {
+            Self::Other
+        }
+    }
+}
+
 /// Looks at the mounts and at the init system.
 pub(super) fn look() -> Vec<Finding> {
     match read(SUBJECT, "/proc/self/mountinfo") {
-        Ok(mounts) => judge(&mode(&mounts), Path::new("/run/systemd/system").exists()),
+        Ok(mounts) => judge(&mode(&mounts), &Init::find()),
         Err(finding) => vec![finding],
     }
 }
@@ -54,7 +77,7 @@ fn mode(mountinfo: &str) -> Mode {
     }
 }
 
-fn judge(mode: &Mode, systemd: bool) -> Vec<Finding> {
+fn judge(mode: &Mode, init: &Init) -> Vec<Finding> {
     let mounted = match mode {
         Mode::V2 => Finding::ok(SUBJECT, "version 2"),
         Mode::V1(controllers) if controllers.iter().any(|c| c == "memory") => {
@@ -67,19 +90,25 @@ fn judge(mode: &Mode, systemd: bool) -> Vec<Finding> {
         ),
         Mode::None => Finding::fail(SUBJECT, "no cgroup file system is mounted", "mount cgroup2 on /sys/fs/cgroup"),
     };
-    vec![mounted, fits(systemd)]
+    vec![mounted, fits(init)]
 }
 
-/// Whether the pods' cgroup parents will be ones that this version takes.
-fn fits(systemd: bool) -> Finding {
-    if systemd {
-        return Finding::warn(
+/// Whether the pods' cgroup parents will be ones that can be made here.
+fn fits(init: &Init) -> Finding {
+    match init {
+        Init::Other => Finding::ok(SUBJECT, "no systemd here; pods get directories of the cgroup file system"),
+        Init::Systemd { bus: true } => Finding::ok(
             SUBJECT,
-            "systemd runs here; a pod whose cgroup parent is a systemd slice is refused, as this version makes no scopes",
-            "set kubelet's cgroupDriver to cgroupfs, and SystemdCgroup = false in the options of the runtime handler",
-        );
+            "systemd runs here; pods below a slice get scopes, others directories of the cgroup file system",
+        ),
+        Init::Systemd { bus: false } => Finding::warn(
+            SUBJECT,
+            format!(
+                "systemd runs here but D-Bus does not ({BUS} is missing): pods whose cgroup parent is a slice will not start"
+            ),
+            "install and start dbus, or set kubelet's cgroupDriver to cgroupfs",
+        ),
     }
-    Finding::ok(SUBJECT, "no systemd here; pods get directories of the cgroup file system")
 }
 
 #[cfg(test)]
@@ -112,11 +141,12 @@ mod tests {
 
     #[test]
     fn what_is_mounted_and_who_manages_it() {
-        let levels = |mode: &Mode, systemd| judge(mode, systemd).iter().map(|f| f.level).collect::<Vec<_>>();
-        assert_eq!(levels(&Mode::V2, true), [Level::Ok, Level::Warn]);
-        assert_eq!(levels(&Mode::V2, false), [Level::Ok, Level::Ok]);
-        assert_eq!(levels(&names(&["memory"]), false), [Level::Ok, Level::Ok]);
-        assert_eq!(levels(&names(&["cpu"]), true), [Level::Fail, Level::Warn]);
-        assert_eq!(levels(&Mode::None, false), [Level::Fail, Level::Ok]);
+        let (systemd, deaf) = (Init::Systemd { bus: true }, Init::Systemd { bus: false });
+        let levels = |mode: &Mode, init| judge(mode, &init).iter().map(|f| f.level).collect::<Vec<_>>();
+        assert_eq!(levels(&Mode::V2, systemd), [Level::Ok, Level::Ok]);
+        assert_eq!(levels(&Mode::V2, Init::Other), [Level::Ok, Level::Ok]);
+        assert_eq!(levels(&names(&["memory"]), Init::Other), [Level::Ok, Level::Ok]);
+        assert_eq!(levels(&names(&["cpu"]), deaf), [Level::Fail, Level::Warn]);
+        assert_eq!(levels(&Mode::None, Init::Other), [Level::Fail, Level::Ok]);
     }
 }

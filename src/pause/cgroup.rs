@@ -3,8 +3,11 @@
 //! The node's cgroup file systems are found once. With version 1 a cgroup is a directory in every mounted hierarchy, which the
 //! child joins itself; with version 2 it is one directory, which the child is born in. A node with both ("hybrid")
 //! counts as version 1, as for runc and containerd.
+//!
+//! Below a systemd slice the cgroup is a transient scope. Its directory is made here all the same, before systemd is asked for
+//! the scope: the pause is then in its place from its first instruction on, and a Start that is cut short at any
+//! point leaves it where the cleanup looks. systemd takes over a cgroup that it finds.
 
-use std::collections::BTreeSet;
 use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{self, Read};
@@ -17,6 +20,14 @@ use std::time::Duration;
 use super::sys::{self, Errno};
 use crate::error::{IoContext, Step};
 
+mod mounted;
+pub mod slice;
+mod systemd;
+
+use mounted::{Found, parse};
+pub(super) use slice::Scope;
+use systemd::Systemd;
+
 /// Where a pause goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Placement {
@@ -24,13 +35,29 @@ pub(super) enum Placement {
     Inherit,
     /// A directory, by its path below the root of every hierarchy.
     Directory(CString),
+    /// A transient scope of systemd.
+    Scope(Scope),
 }
 
-/// Checks a CRI `cgroup_parent`.
+impl Placement {
+    /// The cgroup's path below the root of every hierarchy.
+    pub(super) fn path(&self) -> Option<&CStr> {
+        match self {
+            Self::Inherit => None,
+            Self::Directory(path) => Some(path),
+            Self::Scope(scope) => Some(&scope.path),
+        }
+    }
+}
+
+/// Checks the cgroup parent of a [`super::Plan`].
 ///
 /// # Errors
 /// What is wrong with it.
 pub fn check_parent(parent: &str) -> Result<(), String> {
+    if slice::is_slice(parent) {
+        return slice::path(parent).map(drop);
+    }
     parent_fault(parent).map_or(Ok(()), |fault| Err(fault.to_owned()))
 }
 
@@ -47,9 +74,6 @@ fn parent_fault(parent: &str) -> Option<&'static str> {
     if parent.split('/').any(|part| part.len() > 255) {
         return Some("has a component of more than 255 bytes");
     }
-    if parent.trim_end_matches('/').ends_with(".slice") {
-        return Some("is a systemd slice; only cgroupfs paths are supported");
-    }
     None
 }
 
@@ -64,6 +88,9 @@ pub(super) fn placement(parent: &str, id: &str) -> Result<Placement, Step> {
         return Ok(Placement::Inherit);
     }
     check_parent(parent).map_err(|fault| refuse(&fault))?;
+    if slice::is_slice(parent) {
+        return Scope::new(parent, id).map(Placement::Scope).map_err(|fault| refuse(&fault));
+    }
     let mut path = PathBuf::new();
     path.extend(parent.split('/').filter(|part| !part.is_empty()));
     path.push(id);
@@ -86,6 +113,7 @@ struct Hierarchy {
 pub(super) struct Cgroups {
     hierarchies: Vec<Hierarchy>,
     unified: bool,
+    systemd: Systemd,
 }
 
 /// Files of version 1's cpuset controller that are empty in a new cgroup.
@@ -116,7 +144,7 @@ impl Cgroups {
         } else {
             found.v1.into_iter().map(|(mount, cpuset)| open(mount, cpuset)).collect::<Result<_, Step>>()?
         };
-        Ok(Self { hierarchies, unified: found.unified })
+        Ok(Self { hierarchies, unified: found.unified, systemd: Systemd::default() })
     }
 
     /// The cgroup2 file system at `mount`, whatever else there is.
@@ -141,11 +169,70 @@ impl Cgroups {
         mount.join(std::ffi::OsStr::from_bytes(cgroup.to_bytes()))
     }
 
-    /// Makes the cgroup in every hierarchy, missing parents too.
+    /// Makes the cgroup of a pause, in which it is born.
     ///
     /// # Errors
     /// The failed step; what was made has been removed then.
-    pub(super) fn make<'a>(&'a self, cgroup: &CStr) -> Result<Made<'a>, Step> {
+    pub(super) fn make(&self, placement: &Placement) -> Result<Option<Made<'_>>, Step> {
+        match placement {
+            Placement::Inherit => Ok(None),
+            Placement::Directory(path) => self.make_directory(path).map(Some),
+            Placement::Scope(scope) => {
+                // Left over from a Start of the same sandbox that was cut short.
+                if self.exists(&scope.path)
+                    && let Some(e) = self.remove_scope(scope).into_iter().next()
+                {
+                    return Err(e);
+                }
+                // Version 2 needs systemd's hand in the slice: it hands the controllers down. With version 1 it does nothing
+                // for a slice without limits.
+                if self.unified && !self.exists(&scope.parent()) {
+                    self.systemd.start_slice(&scope.slice)?;
+                }
+                self.make_directory(&scope.path).map(Some)
+            }
+        }
+    }
+
+    /// Finishes what [`Cgroups::make`] began, when the pause is born.
+    ///
+    /// # Errors
+    /// The failed step; [`Cgroups::remove`] is to undo what was done.
+    pub(super) fn settle(&self, placement: &Placement, pid: u32) -> Result<(), Step> {
+        match placement {
+            Placement::Inherit | Placement::Directory(_) => Ok(()),
+            Placement::Scope(scope) => {
+                self.systemd.start_scope(scope, pid)?;
+                if self.unified { Ok(()) } else { self.bring_back(&scope.path, pid) }
+            }
+        }
+    }
+
+    /// Moves a process into its cgroup again in every hierarchy of version 1: where systemd keeps no cgroup for a scope it puts
+    /// the processes into the nearest that it keeps, which is that of some slice.
+    fn bring_back(&self, cgroup: &CStr, pid: u32) -> Result<(), Step> {
+        for (index, hierarchy) in self.hierarchies.iter().enumerate() {
+            match sys::write_file(hierarchy.root.as_fd(), &below(cgroup, c"cgroup.procs"), pid.to_string().as_bytes()) {
+                // It has ended already, and its exit will be seen.
+                Ok(()) | Err(Errno(libc::ESRCH)) => {}
+                Err(e) => return Err(Step::at("move the pause into cgroup", self.path(index, cgroup), e.into())),
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes the cgroup of a pause. Processes that are in it are killed: those of a Start that was cut short. Gone already is
+    /// success.
+    pub(super) fn remove(&self, placement: &Placement) -> Vec<Step> {
+        match placement {
+            Placement::Inherit => Vec::new(),
+            Placement::Directory(path) => self.remove_directory(path),
+            Placement::Scope(scope) => self.remove_scope(scope),
+        }
+    }
+
+    /// Makes the cgroup in every hierarchy, missing parents too.
+    fn make_directory<'a>(&'a self, cgroup: &CStr) -> Result<Made<'a>, Step> {
         const MAKE: &str = "make cgroup";
         if self.hierarchies.is_empty() {
             let e = io::Error::new(io::ErrorKind::NotFound, "no cgroup file system is mounted");
@@ -165,9 +252,32 @@ impl Cgroups {
         Ok(made)
     }
 
-    /// Removes the cgroup from every hierarchy with what is in it; parents stay, they are kubelet's. Processes that are in it
-    /// are killed: those of a Start that was cut short. Gone already is success.
-    pub(super) fn remove(&self, cgroup: &CStr) -> Vec<Step> {
+    /// Removes a scope. It goes by itself with its last process, unless systemd was never asked for it.
+    fn remove_scope(&self, scope: &Scope) -> Vec<Step> {
+        // A scope lives no longer than its cgroup, so this needs no systemd to be sure.
+        if !self.exists(&scope.path) {
+            return Vec::new();
+        }
+        let mut failed = Vec::new();
+        for (index, hierarchy) in self.hierarchies.iter().enumerate() {
+            if let Err(e) = kill_members(hierarchy, &scope.path) {
+                failed.push(Step::at("kill what is in cgroup", self.path(index, &scope.path), e.into()));
+            }
+        }
+        failed.extend(self.systemd.stop(&scope.unit).err());
+        failed.extend(self.remove_directory(&scope.path));
+        failed
+    }
+
+    /// Whether the cgroup is there in any hierarchy.
+    fn exists(&self, cgroup: &CStr) -> bool {
+        let flags = libc::O_PATH | libc::O_DIRECTORY;
+        // An empty path is the root.
+        cgroup.is_empty() || self.hierarchies.iter().any(|h| sys::open(Some(h.root.as_fd()), cgroup, flags, 0).is_ok())
+    }
+
+    /// Removes the cgroup from every hierarchy with what is in it; parents stay, they are kubelet's.
+    fn remove_directory(&self, cgroup: &CStr) -> Vec<Step> {
         let mut failed = Vec::new();
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
             if let Err(e) = remove(hierarchy, cgroup) {
@@ -335,66 +445,13 @@ fn c_path(path: &Path) -> Result<CString, Step> {
     CString::new(path.as_os_str().as_bytes()).step_at("open", path)
 }
 
-/// Mount points by version.
-#[derive(Debug, Default, PartialEq, Eq)]
-struct Found {
-    /// With whether it has the cpuset controller.
-    v1: Vec<(PathBuf, bool)>,
-    v2: Option<PathBuf>,
-    unified: bool,
-}
-
-/// Reads proc_pid_mountinfo(5). A hierarchy that is mounted twice counts once, at its first mount point.
-fn parse(mountinfo: &[u8]) -> Found {
-    let mut found = Found::default();
-    let mut seen = BTreeSet::new();
-    let mut controllers = false;
-    for line in mountinfo.split(|byte| *byte == b'\n') {
-        let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
-        let Some(dash) = fields.iter().position(|field| *field == b"-") else { continue };
-        let (Some(device), Some(mount), Some(kind)) = (fields.get(2), fields.get(4), fields.get(dash + 1)) else {
-            continue;
-        };
-        let mount = PathBuf::from(std::ffi::OsStr::from_bytes(&unescape(mount)));
-        match *kind {
-            b"cgroup" if seen.insert(device.to_vec()) => {
-                let options = fields.get(dash + 3).copied().unwrap_or_default();
-                let has = |name: &[u8]| options.split(|byte| *byte == b',').any(|option| option == name);
-                controllers |= !options.split(|byte| *byte == b',').any(|option| option.starts_with(b"name="));
-                found.v1.push((mount, has(b"cpuset")));
-            }
-            b"cgroup2" if found.v2.is_none() => found.v2 = Some(mount),
-            _ => {}
-        }
-    }
-    // A named hierarchy alone is only systemd's bookkeeping.
-    if !controllers && found.v2.is_some() {
-        found.v1.clear();
-    }
-    found.unified = found.v1.is_empty();
-    found
-}
-
-/// Replaces `\040` and the like.
-fn unescape(field: &[u8]) -> Vec<u8> {
-    let mut plain = Vec::with_capacity(field.len());
-    let mut rest = field;
-    while let Some((first, after)) = rest.split_first() {
-        let octal = after.get(..3).filter(|_| *first == b'\\');
-        let byte = octal.and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok());
-        plain.push(byte.unwrap_or(*first));
-        rest = if byte.is_some() { &after[3..] } else { after };
-    }
-    plain
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn parents_that_are_refused() {
-        for bad in ["..", "/a/../b", "/a/..", "./a", "/a/./b", "a\0b", "/kubepods.slice", "kubepods.slice/"] {
+        for bad in ["..", "/a/../b", "/a/..", "./a", "/a/./b", "a\0b", "a-.slice", ".slice"] {
             assert!(check_parent(bad).is_err(), "{bad:?}");
             assert!(placement(bad, "id").is_err(), "{bad:?}");
         }
@@ -406,7 +463,15 @@ mod tests {
     fn parents_that_are_taken() {
         let place = |parent: &str| placement(parent, "id").unwrap();
         assert_eq!(place(""), Placement::Inherit);
-        for (parent, path) in [("/", c"id"), ("/a/b", c"a/b/id"), ("a//b/", c"a/b/id"), ("/..a/b..", c"..a/b../id")] {
+        let scope = Scope::new("a-b.slice", "id").unwrap();
+        assert_eq!(place("a-b.slice"), Placement::Scope(scope));
+        for (parent, path) in [
+            ("/a.slice", c"a.slice/id"),
+            ("/", c"id"),
+            ("/a/b", c"a/b/id"),
+            ("a//b/", c"a/b/id"),
+            ("/..a/b..", c"..a/b../id"),
+        ] {
             assert_eq!(place(parent), Placement::Directory(path.to_owned()), "{parent:?}");
         }
     }
@@ -418,33 +483,10 @@ mod tests {
     }
 
     #[test]
-    fn hybrid_counts_as_version_1() {
-        let text = b"32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n\
-            33 31 0:31 / /sys/fs/cgroup/cpuset rw shared:9 - cgroup cgroup rw,cpuset\n\
-            34 31 0:31 / /mnt/again rw - cgroup cgroup rw,cpuset\n\
-            35 31 0:37 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,xattr,name=systemd\n\
-            36 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n";
-        let found = parse(text);
-        let v1 = [("cpu,cpuacct", false), ("cpuset", true), ("systemd", false)];
-        assert_eq!(found.v1, v1.map(|(name, cpuset)| (Path::new("/sys/fs/cgroup").join(name), cpuset)));
-        assert!(!found.unified);
-    }
-
-    #[test]
-    fn version_2_alone_or_with_a_named_hierarchy() {
-        let v2 = "36 31 0:38 / /sys/fs/c\\040group rw - cgroup2 cgroup2 rw\n";
-        let named = "35 31 0:37 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,xattr,name=systemd\n";
-        for text in [v2.to_owned(), format!("{named}{v2}")] {
-            let found = parse(text.as_bytes());
-            assert_eq!(found, Found { v1: vec![], v2: Some("/sys/fs/c group".into()), unified: true });
-        }
-    }
-
-    #[test]
     fn nothing_mounted() {
         let cgroups = Cgroups::open(parse(b"1 0 0:1 / / rw - ext4 /dev/vda rw\n")).unwrap();
-        let e = cgroups.make(c"a/id").unwrap_err();
+        let e = cgroups.make_directory(c"a/id").unwrap_err();
         assert_eq!(e.to_string(), "make cgroup a/id: no cgroup file system is mounted");
-        assert!(cgroups.remove(c"a/id").is_empty());
+        assert!(cgroups.remove(&placement("a", "id").unwrap()).is_empty());
     }
 }

@@ -85,7 +85,8 @@ pub struct Plan {
     pub userns: Option<UserNamespace>,
     /// Namespaced sysctls as dotted name and value, in order; set before the program runs.
     pub sysctls: Vec<(String, String)>,
-    /// CRI `cgroup_parent`: a cgroupfs path, or a systemd slice (`….slice`). Empty: the daemon's own cgroup is kept.
+    /// Where the pause's cgroup is: in a path of the cgroup file system, or in the systemd slice of this bare name (`….slice`
+    /// without a slash). Empty: the daemon's own cgroup is kept.
     pub cgroup_parent: String,
     /// For `/proc/PID/oom_score_adj`; already raised to the daemon's own value when restricted.
     pub oom_score_adj: i32,

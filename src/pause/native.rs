@@ -9,7 +9,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::cgroup::{self, Cgroups, Placement};
+use super::cgroup::{self, Cgroups};
 use super::child::{self, At, User, Work};
 use super::process::{self, Orphans, Process};
 use super::sys::{self, Errno};
@@ -138,10 +138,8 @@ impl Driver for Native {
             None => userns::make(user),
         });
         let user = user.transpose()?;
-        let (made, leaf) = match &placement {
-            Placement::Inherit => (None, None),
-            Placement::Directory(path) => (Some(self.cgroups.make(path)?), Some(path)),
-        };
+        let made = self.cgroups.make(&placement)?;
+        let leaf = placement.path();
         let needed = [&self.proc, &self.image, &self.root].into_iter().chain(&user).map(AsFd::as_fd);
         let highest = needed.chain(self.cgroups.roots()).map(child::descriptor).max().unwrap_or(0);
         let ids = plan.userns.map(|user| (user.uid, user.gid));
@@ -159,7 +157,7 @@ impl Driver for Native {
             image: self.image.as_fd(),
             highest,
             hierarchies: if leaf.is_some() { self.cgroups.v1_roots() } else { Vec::new() },
-            tasks: leaf.map(|path| cgroup::tasks(path)).unwrap_or_default(),
+            tasks: leaf.map(cgroup::tasks).unwrap_or_default(),
             oom_score: plan.oom_score_adj.to_string(),
             hostname: if plan.uts == Namespace::Private { plan.hostname.as_bytes() } else { &[] },
             sysctls: sysctls(plan)?,
@@ -170,10 +168,14 @@ impl Driver for Native {
             id: CString::new(plan.id.as_bytes()).step("name the pause process")?,
         };
         let (pid, pidfd) = self.spawn(&work, plan, made.as_ref())?;
-        let identity = match identity::of(pid.unsigned_abs(), &self.boot_id) {
+        let settled = self.cgroups.settle(&placement, pid.unsigned_abs());
+        let identity = match settled.and_then(|()| identity::of(pid.unsigned_abs(), &self.boot_id)) {
             Ok(identity) => identity,
             Err(e) => {
                 end(&pidfd)?;
+                for left in self.cgroups.remove(&placement) {
+                    log::warn!(sandbox = plan.id.as_str(); "undo a start that failed: {left}");
+                }
                 return Err(e);
             }
         };
@@ -190,14 +192,9 @@ impl Driver for Native {
 
     fn cleanup(&self, plan: &Plan) -> Result<(), Vec<Step>> {
         self.orphans.sweep();
-        match cgroup::placement(&plan.cgroup_parent, &plan.id) {
-            Ok(Placement::Inherit) => Ok(()),
-            Ok(Placement::Directory(path)) => {
-                let failed = self.cgroups.remove(&path);
-                if failed.is_empty() { Ok(()) } else { Err(failed) }
-            }
-            Err(e) => Err(vec![e]),
-        }
+        let placement = cgroup::placement(&plan.cgroup_parent, &plan.id).map_err(|e| vec![e])?;
+        let failed = self.cgroups.remove(&placement);
+        if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
 }
 

@@ -8,8 +8,9 @@ use protobuf::Message as _;
 
 use super::files::{Dns, Files};
 use super::record::{self, Blob, Record};
+use super::spec::slice;
 use super::{CreateRequest, Error, Payload};
-use crate::config::{Config, ShimOwner};
+use crate::config::{CgroupDriver, Config, ShimOwner};
 use crate::pause::{IdMapping, Namespace, Plan, UserNamespace, cgroup, native};
 use crate::protos::cri::{
     IDMapping, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption, PodSandboxConfig,
@@ -75,7 +76,7 @@ pub fn check(request: &CreateRequest, config: &Config, driver: &str) -> Result<R
         hostname: hostname(id, &pod.hostname)?,
         userns: userns(id, &namespaces.userns_options)?,
         sysctls: sysctls(id, &pod, config, host_network, ipc, security)?,
-        cgroup_parent: cgroup_parent(id, &pod.linux.cgroup_parent)?,
+        cgroup_parent: cgroup_parent(id, &pod.linux.cgroup_parent, config)?,
         oom_score_adj: oom_score_adj(config),
         selinux_label: String::new(),
     };
@@ -188,14 +189,25 @@ fn hostname(id: &str, name: &str) -> Result<String, Error> {
     Ok(name.to_owned())
 }
 
-fn cgroup_parent(id: &str, parent: &str) -> Result<String, Error> {
+/// The parent in the form of [`Plan::cgroup_parent`].
+fn cgroup_parent(id: &str, parent: &str, config: &Config) -> Result<String, Error> {
     let field = "linux.cgroup_parent";
     let plain = |c| matches!(c, Component::RootDir | Component::Normal(_));
     if parent.len() > LONGEST_PATH || parent.contains('\0') || !Path::new(parent).components().all(plain) {
         return Err(invalid(id, field, format!("{:?} is no plain path", shorten(parent))));
     }
-    cgroup::check_parent(parent).map_err(|reason| invalid(id, field, reason))?;
-    Ok(parent.to_owned())
+    let parent = match slice(parent, config) {
+        Some(slice) => slice.to_owned(),
+        None if config.cgroup_driver == CgroupDriver::Systemd && !parent.is_empty() => {
+            let reason = format!("{:?} is no systemd slice, as cgroup_driver \"systemd\" needs it", shorten(parent));
+            return Err(invalid(id, field, reason));
+        }
+        // So that it cannot be taken for the bare name of a slice.
+        None if parent.ends_with(".slice") && !parent.contains('/') => format!("/{parent}"),
+        None => parent.to_owned(),
+    };
+    cgroup::check_parent(&parent).map_err(|reason| invalid(id, field, reason))?;
+    Ok(parent)
 }
 
 fn userns(id: &str, options: &protobuf::MessageField<CriUserns>) -> Result<Option<UserNamespace>, Error> {
@@ -330,6 +342,30 @@ mod tests {
             let error = check_id(bad).unwrap_err().to_string();
             assert!(error.contains("sandbox_id"), "{error}");
             assert!(error.len() < 250, "{error}");
+        }
+    }
+
+    #[test]
+    fn cgroup_parents_by_driver() {
+        let checked = |parent: &str, cgroup_driver| {
+            cgroup_parent("id", parent, &Config { cgroup_driver, ..Config::default() }).map_err(|e| e.to_string())
+        };
+        let kubelet = "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-podX.slice";
+        let bare = "kubepods-burstable-podX.slice";
+        for driver in [CgroupDriver::Auto, CgroupDriver::Systemd] {
+            for parent in [kubelet, bare, "/kubepods-burstable-podX.slice/"] {
+                assert_eq!(checked(parent, driver).unwrap(), bare);
+            }
+            for bad in ["/kubepods-.slice", "..slice/../a.slice", "/a.slice/x@1.slice"] {
+                assert!(checked(bad, driver).unwrap_err().contains("linux.cgroup_parent"), "{bad}");
+            }
+            assert_eq!(checked("", driver).unwrap(), "");
+        }
+        assert_eq!(checked(kubelet, CgroupDriver::Cgroupfs).unwrap(), kubelet);
+        assert_eq!(checked("a.slice", CgroupDriver::Cgroupfs).unwrap(), "/a.slice");
+        for path in ["/kubepods/podX", "kubepods", "/a.slice/b"] {
+            assert_eq!(checked(path, CgroupDriver::Auto).unwrap(), path);
+            assert!(checked(path, CgroupDriver::Systemd).unwrap_err().contains("is no systemd slice"), "{path}");
         }
     }
 

@@ -1,0 +1,256 @@
+//! systemd as the keeper of cgroups: transient scopes, asked for over D-Bus (org.freedesktop.systemd1(5)).
+//!
+//! One connection to the system bus, made when a pod first needs it and made anew when it is lost. It has a thread of its
+//! own, as drivers are called from threads that may wait and a node without slices shall not pay for it. Every answer is
+//! waited for within bounds.
+
+use std::future::Future;
+use std::io;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use futures::StreamExt as _;
+use tokio::runtime::{Builder, Handle, Runtime};
+use zbus::message::Type;
+use zbus::{Connection, DynamicType, MatchRule, MessageStream, OwnedObjectPath, Variant};
+
+use super::slice::Scope;
+use crate::error::Step;
+
+const SYSTEMD: &str = "org.freedesktop.systemd1";
+const OBJECT: &str = "/org/freedesktop/systemd1";
+const MANAGER: &str = "org.freedesktop.systemd1.Manager";
+
+/// How long a unit may take to start or to stop, connecting to the bus included.
+const WITHIN: Duration = Duration::from_secs(10);
+
+/// How long a unit of the same name may still be known after its end, and how often that is looked at.
+const FORGOTTEN: Duration = Duration::from_secs(1);
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Fails rather than to replace a job that is under way, such as the end of the slice.
+const MODE_FAIL: &str = "fail";
+/// Replaces a job that is under way.
+const MODE_REPLACE: &str = "replace";
+
+/// What systemd answers of a unit that it does not know.
+const NO_SUCH_UNIT: &str = "org.freedesktop.systemd1.NoSuchUnit";
+/// What it answers when it knows a unit of that name already.
+const UNIT_EXISTS: &str = "org.freedesktop.systemd1.UnitExists";
+
+/// The node's systemd.
+#[derive(Debug, Default)]
+pub(super) struct Systemd {
+    runtime: Mutex<Option<Runtime>>,
+    connection: tokio::sync::Mutex<Option<Connection>>,
+}
+
+/// Why systemd did not do what it was asked for.
+#[derive(Debug)]
+enum Fault {
+    /// The bus, or systemd's refusal.
+    Bus(zbus::Error),
+    /// The result of the job (`failed`, `timeout`, `dependency`…).
+    Job(String),
+    /// The bus went away before the job was done.
+    Lost,
+}
+
+impl From<zbus::Error> for Fault {
+    fn from(e: zbus::Error) -> Self {
+        Self::Bus(e)
+    }
+}
+
+impl Fault {
+    /// Whether it is systemd's error of this name.
+    fn is(&self, name: &str) -> bool {
+        matches!(self, Self::Bus(zbus::Error::MethodError(error, ..)) if error.as_str() == name)
+    }
+}
+
+impl From<Fault> for io::Error {
+    fn from(fault: Fault) -> Self {
+        match fault {
+            Fault::Bus(zbus::Error::InputOutput(e)) => match e.raw_os_error() {
+                Some(errno) => Self::from_raw_os_error(errno),
+                None => Self::new(e.kind(), e.to_string()),
+            },
+            Fault::Bus(e) => Self::other(format!("D-Bus: {e}")),
+            Fault::Job(result) => Self::other(format!("systemd's job ended with {result:?}")),
+            Fault::Lost => Self::new(io::ErrorKind::ConnectionReset, "the connection to D-Bus was lost"),
+        }
+    }
+}
+
+impl Systemd {
+    /// Makes a scope around process `pid` and waits until it is there. The process may already be in the scope's cgroup.
+    ///
+    /// # Errors
+    /// The bus cannot be reached, or what systemd answers.
+    pub(super) fn start_scope(&self, scope: &Scope, pid: u32) -> Result<(), Step> {
+        let description = format!("pause of pod sandbox {}", scope.unit);
+        // As runc sets them, so that the scope is what a pod's containers have.
+        let properties: Vec<(&str, Variant<'_>)> = vec![
+            ("Description", description.as_str().into()),
+            ("Slice", scope.slice.as_str().into()),
+            ("PIDs", vec![pid].into()),
+            ("Delegate", true.into()),
+            ("DefaultDependencies", false.into()),
+            ("CPUAccounting", true.into()),
+            ("MemoryAccounting", true.into()),
+            ("IOAccounting", true.into()),
+            ("TasksAccounting", true.into()),
+            // One that failed is forgotten like one that ended.
+            ("CollectMode", "inactive-or-failed".into()),
+        ];
+        let unit = scope.unit.as_str();
+        let none: Vec<(&str, Vec<(&str, Variant<'_>)>)> = Vec::new();
+        let body = (unit, MODE_FAIL, properties, none);
+        self.ask("start scope", unit, async {
+            let connection = self.connection().await?;
+            let begun = Instant::now();
+            loop {
+                match job(&connection, unit, "StartTransientUnit", &body).await {
+                    // An earlier one that has ended, but is not yet forgotten.
+                    Err(e) if e.is(UNIT_EXISTS) && begun.elapsed() < FORGOTTEN => {
+                        let _ = call(&connection, "ResetFailedUnit", &(unit,)).await;
+                        tokio::time::sleep(LOOK).await;
+                    }
+                    done => return done,
+                }
+            }
+        })
+    }
+
+    /// Starts a slice, and with it those that it is within.
+    ///
+    /// # Errors
+    /// The bus cannot be reached, or what systemd answers.
+    pub(super) fn start_slice(&self, slice: &str) -> Result<(), Step> {
+        self.ask("start slice", slice, async {
+            job(&self.connection().await?, slice, "StartUnit", &(slice, MODE_FAIL)).await
+        })
+    }
+
+    /// Stops a scope and waits until it has gone. One that is not there is success.
+    ///
+    /// # Errors
+    /// The bus cannot be reached, or what systemd answers.
+    pub(super) fn stop(&self, unit: &str) -> Result<(), Step> {
+        self.ask("stop scope", unit, async {
+            match job(&self.connection().await?, unit, "StopUnit", &(unit, MODE_REPLACE)).await {
+                Err(e) if e.is(NO_SUCH_UNIT) => Ok(()),
+                done => done,
+            }
+        })
+    }
+
+    /// Runs one exchange within bounds.
+    fn ask(
+        &self,
+        what: &'static str,
+        unit: &str,
+        exchange: impl Future<Output = Result<(), Fault>>,
+    ) -> Result<(), Step> {
+        let late = || io::Error::new(io::ErrorKind::TimedOut, format!("not done within {} s", WITHIN.as_secs()));
+        let done = self.handle().and_then(|handle| {
+            let bounded = async { tokio::time::timeout(WITHIN, exchange).await };
+            handle.block_on(bounded).map_err(|_| late())?.map_err(io::Error::from)
+        });
+        done.map_err(|e| Step::at(what, unit, e))
+    }
+
+    fn handle(&self) -> io::Result<Handle> {
+        let mut runtime = self.runtime.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(runtime) = &*runtime {
+            return Ok(runtime.handle().clone());
+        }
+        let made = Builder::new_multi_thread().worker_threads(1).thread_name("systemd").enable_all().build()?;
+        Ok(runtime.insert(made).handle().clone())
+    }
+
+    async fn connection(&self) -> Result<Connection, Fault> {
+        let mut kept = self.connection.lock().await;
+        if let Some(connection) = &*kept
+            && !connection.is_closed()
+        {
+            return Ok(connection.clone());
+        }
+        let connection = Connection::system().await?;
+        // Without it systemd tells nobody of the ends of jobs.
+        call(&connection, "Subscribe", &()).await?;
+        Ok(kept.insert(connection).clone())
+    }
+}
+
+impl Drop for Systemd {
+    fn drop(&mut self) {
+        // Waiting for its thread is not allowed on a thread that runs tasks, where a driver may be dropped.
+        if let Some(runtime) = self.runtime.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+async fn call(
+    connection: &Connection,
+    method: &str,
+    body: &(impl serde::Serialize + DynamicType),
+) -> Result<zbus::Message, Fault> {
+    Ok(connection.call_method(Some(SYSTEMD), OBJECT, Some(MANAGER), method, body).await?)
+}
+
+/// Calls a method that queues a job for `unit`, and waits for the end of that job.
+async fn job(
+    connection: &Connection,
+    unit: &str,
+    method: &str,
+    body: &(impl serde::Serialize + DynamicType),
+) -> Result<(), Fault> {
+    // Listened for before it can happen.
+    let rule = MatchRule::builder()
+        .msg_type(Type::Signal)
+        .sender(SYSTEMD)
+        .path(OBJECT)
+        .interface(MANAGER)
+        .member("JobRemoved")
+        .arg(2, unit)
+        .build()?;
+    let mut removed = MessageStream::for_match_rule(rule, connection, None).await?;
+    let queued: OwnedObjectPath = call(connection, method, body).await?.body().deserialize()?;
+    while let Some(signal) = removed.next().await {
+        let signal = signal?;
+        let (_, job, _, result): (u32, OwnedObjectPath, String, String) = signal.body().deserialize()?;
+        if job == queued {
+            return if result == "done" { Ok(()) } else { Err(Fault::Job(result)) };
+        }
+    }
+    Err(Fault::Lost)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_name_step_and_unit() {
+        let systemd = Systemd::default();
+        let unit = "x.scope";
+        let fail = |fault: Fault| systemd.ask("stop scope", unit, async { Err(fault) }).unwrap_err().to_string();
+        assert_eq!(
+            fail(Fault::Job("dependency".to_owned())),
+            "stop scope x.scope: systemd's job ended with \"dependency\""
+        );
+        assert_eq!(fail(Fault::Lost), "stop scope x.scope: the connection to D-Bus was lost");
+        let refused = zbus::Error::InputOutput(io::Error::from_raw_os_error(libc::ECONNREFUSED).into());
+        assert_eq!(fail(refused.into()), "stop scope x.scope: Connection refused (os error 111)");
+    }
+
+    #[tokio::test]
+    async fn may_be_dropped_on_a_thread_that_runs_tasks() {
+        let systemd = Systemd::default();
+        systemd.handle().unwrap();
+        drop(systemd);
+    }
+}
