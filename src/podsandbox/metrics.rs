@@ -19,7 +19,7 @@ use super::spec::slice;
 use super::{Metric, Payload};
 use crate::config::Config;
 use crate::error::{IoContext as _, Step};
-use crate::pause::Plan;
+use crate::pause::{Plan, cgroup};
 
 /// Mount point of the one hierarchy of version 2, or directory of those of version 1 (also on a "hybrid" node).
 const CGROUPS: &str = "/sys/fs/cgroup";
@@ -56,21 +56,12 @@ fn parent(plan: &Plan, config: &Config) -> Result<PathBuf, Step> {
         return Err(Step::new(READ, io::Error::new(io::ErrorKind::NotFound, "the pod has no cgroup_parent")));
     }
     if let Some(slice) = slice(&plan.cgroup_parent, config) {
-        return Ok(expand(slice));
+        let refused = |fault| Step::at(READ, slice, io::Error::new(io::ErrorKind::InvalidInput, fault));
+        return cgroup::slice::path(slice).map_err(refused);
     }
     // Create has refused everything else; nothing but this leads out of the hierarchy.
     let plain = |part| matches!(part, Component::Normal(_));
     Ok(Path::new(&plan.cgroup_parent).components().filter(|part| plain(*part)).collect())
-}
-
-/// Where systemd puts a slice: `a-b.slice` is within `a.slice` (systemd.slice(5)).
-fn expand(slice: &str) -> PathBuf {
-    let stem = slice.strip_suffix(".slice").unwrap_or(slice);
-    if stem == "-" {
-        return PathBuf::new();
-    }
-    let dashes = stem.match_indices('-').map(|(at, _)| at);
-    dashes.chain([stem.len()]).map(|end| format!("{}.slice", &stem[..end])).collect()
 }
 
 fn missing(root: &Path, parent: &Path) -> Step {
