@@ -22,6 +22,7 @@ use pause_sandboxer::{logging, orphan, wire};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
+use tokio::time::Interval;
 
 /// Threads that run the daemon's tasks: its work is waiting, not computing, and it shares the node with pods.
 const WORKERS: usize = 2;
@@ -87,6 +88,8 @@ async fn run(
     let collecting = tokio::spawn(orphan::collect(Arc::clone(&controller), store, config.forgotten_interval));
     log::info!(socket = config.socket.display().to_string(); "ready");
     notify(&[NotifyState::Ready, NotifyState::Status("serving")]);
+    // Twice within the time after which the service manager takes the daemon for hung.
+    let mut watchdog = sd_notify::watchdog_enabled().map(|within| tokio::time::interval(within / 2));
     loop {
         tokio::select! {
             ended = &mut serving => {
@@ -96,6 +99,7 @@ async fn run(
             }
             () = end.told() => break,
             _ = hangup.recv() => reread(&reload),
+            () = due(&mut watchdog) => notify(&[NotifyState::Watchdog]),
         }
     }
     log::info!("draining");
@@ -135,6 +139,16 @@ impl End {
             _ = self.terminate.recv() => {}
             _ = self.interrupt.recv() => {}
         }
+    }
+}
+
+/// Returns when the service manager's watchdog is to be told again; never where there is none.
+async fn due(watchdog: &mut Option<Interval>) {
+    match watchdog {
+        Some(interval) => {
+            interval.tick().await;
+        }
+        None => std::future::pending().await,
     }
 }
 

@@ -252,9 +252,9 @@ fn check_tells_what_is_wrong_and_exits_accordingly() {
 
 #[test]
 fn the_packaged_drop_in_names_the_default_sandboxer() {
-    let drop_in = concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/containerd.toml");
+    let drop_in = concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/containerd/pause-sandboxer.toml");
     let output = run(&["check", "--containerd-config", drop_in]);
-    let named = "ok    containerd config: named by runtime handler \"pause-sandboxer\"";
+    let named = "ok    containerd config: named by runtime handler \"runc-pause\"";
     assert!(stdout(&output).contains(named), "{}", stdout(&output));
     assert!(!stdout(&output).contains("FAIL  containerd config"), "{}", stdout(&output));
 }
