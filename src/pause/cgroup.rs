@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
+use super::child;
 use super::sys::{self, Errno};
 use crate::error::{IoContext, Step};
 
@@ -119,6 +120,9 @@ pub(super) struct Cgroups {
 /// Files of version 1's cpuset controller that are empty in a new cgroup.
 const CPUSET: [&CStr; 2] = [c"cpuset.cpus", c"cpuset.mems"];
 
+/// How often a cgroup is made when it goes before there is a process in it.
+pub(super) const TRIES: u32 = 3;
+
 /// How often and how long the removal of a busy cgroup is tried again: 511 ms in all.
 const RETRIES: u32 = 9;
 
@@ -211,14 +215,28 @@ impl Cgroups {
     /// Moves a process into its cgroup again in every hierarchy of version 1: where systemd keeps no cgroup for a scope it puts
     /// the processes into the nearest that it keeps, which is that of some slice.
     fn bring_back(&self, cgroup: &CStr, pid: u32) -> Result<(), Step> {
+        let (procs, pid) = (below(cgroup, c"cgroup.procs"), pid.to_string());
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
-            match sys::write_file(hierarchy.root.as_fd(), &below(cgroup, c"cgroup.procs"), pid.to_string().as_bytes()) {
-                // It has ended already, and its exit will be seen.
-                Ok(()) | Err(Errno(libc::ESRCH)) => {}
-                Err(e) => return Err(Step::at("move the pause into cgroup", self.path(index, cgroup), e.into())),
+            let mut tries = TRIES;
+            loop {
+                match sys::write_file(hierarchy.root.as_fd(), &procs, pid.as_bytes()) {
+                    // It may have ended already: its exit will be seen.
+                    Ok(()) | Err(Errno(libc::ESRCH)) => break,
+                    // Removed with the process's move out of it.
+                    Err(Errno(libc::ENOENT)) if tries > 1 => self.make_directory(cgroup)?.keep(),
+                    Err(e) => return Err(Step::at("move the pause into cgroup", self.path(index, cgroup), e.into())),
+                }
+                tries -= 1;
             }
         }
         Ok(())
+    }
+
+    /// Whether a child has failed because its cgroup was gone: with version 1 systemd removes empty cgroups below a slice, of
+    /// controllers that it does not use there, whenever it looks at the slice.
+    pub(super) fn tidied_up(&self, placement: &Placement, e: &Step) -> bool {
+        let gone = matches!(e.io().raw_os_error(), Some(libc::ENOENT | libc::ENODEV));
+        !self.unified && matches!(placement, Placement::Scope(_)) && gone && e.what() == child::JOIN_CGROUP
     }
 
     /// Removes the cgroup of a pause. Processes that are in it are killed: those of a Start that was cut short. Gone already is

@@ -41,13 +41,16 @@ pub(super) enum At {
     Execute,
 }
 
+/// Name of the step that joins the cgroup.
+pub(super) const JOIN_CGROUP: &str = "join cgroup";
+
 /// All steps, by number.
 const STEPS: [(At, &str); 21] = [
     (At::Begin, "begin the pause process"),
     (At::JoinNetwork, "join network namespace"),
     (At::JoinRoot, "join the empty mount namespace"),
     (At::UnshareDescriptors, "unshare the descriptor table"),
-    (At::JoinCgroup, "join cgroup"),
+    (At::JoinCgroup, JOIN_CGROUP),
     (At::OomScore, "write oom score"),
     (At::ClearGroups, "drop supplementary groups"),
     (At::JoinUser, "join user namespace"),
@@ -78,6 +81,14 @@ pub(super) struct Report {
 }
 
 impl Report {
+    /// Forgets an earlier child.
+    pub(super) fn begin(&self) {
+        self.enter(At::Begin);
+        self.item(0);
+        self.errno.store(0, Relaxed);
+        self.second.store(0, Relaxed);
+    }
+
     fn enter(&self, step: At) {
         self.step.store(step as u32, Relaxed);
     }

@@ -72,6 +72,7 @@ impl Native {
             pid: None,
             stack: None,
         };
+        work.report.begin();
         let first = sys::clone_child(&how, work, child::first).step("clone the pause process")?;
         let pause = if work.user.is_some() { self.second(first.1, work) } else { Ok(first) };
         let (at, name, index) = work.report.step();
@@ -138,7 +139,6 @@ impl Driver for Native {
             None => userns::make(user),
         });
         let user = user.transpose()?;
-        let made = self.cgroups.make(&placement)?;
         let leaf = placement.path();
         let needed = [&self.proc, &self.image, &self.root].into_iter().chain(&user).map(AsFd::as_fd);
         let highest = needed.chain(self.cgroups.roots()).map(child::descriptor).max().unwrap_or(0);
@@ -167,7 +167,15 @@ impl Driver for Native {
             gid: ids.map_or(NOBODY, |(_, gid)| nobody(gid)),
             id: CString::new(plan.id.as_bytes()).step("name the pause process")?,
         };
-        let (pid, pidfd) = self.spawn(&work, plan, made.as_ref())?;
+        let mut tries = cgroup::TRIES;
+        let (made, (pid, pidfd)) = loop {
+            let made = self.cgroups.make(&placement)?;
+            match self.spawn(&work, plan, made.as_ref()) {
+                Ok(spawned) => break (made, spawned),
+                Err(e) if tries > 1 && self.cgroups.tidied_up(&placement, &e) => tries -= 1,
+                Err(e) => return Err(e),
+            }
+        };
         let settled = self.cgroups.settle(&placement, pid.unsigned_abs());
         let identity = match settled.and_then(|()| identity::of(pid.unsigned_abs(), &self.boot_id)) {
             Ok(identity) => identity,
