@@ -151,31 +151,27 @@ impl Bare {
         Ok(())
     }
 
-    /// The daemon's pid when it was started by `strace`.
-    pub(crate) fn traced(&self) -> Result<u32> {
-        let tracer = self.pid()?;
-        let own = self.path("config.toml").display().to_string();
-        let daemon = processes::all()?.into_iter().find(|p| p.parent == tracer && p.command.contains(&own));
-        Ok(daemon.context("strace has no child")?.pid)
+    /// Starts it with faults from its first call on. The daemon stays this process's child.
+    pub(crate) async fn start_with(&self, injections: &[&str]) -> Result<()> {
+        let (mut command, own) = (crate::strace::strace(injections), self.command());
+        command.arg("-D").arg(own.get_program()).args(own.get_args());
+        self.start_as(command).await
     }
 
-    /// Ends a daemon that was started by `strace`, which ends with it.
-    pub(crate) async fn end_traced(&self) -> Result<()> {
-        kill(Pid::from_raw(self.traced()?.cast_signed()), Signal::SIGTERM)?;
-        let mut process = lock(&self.process).take().context("the daemon was not started")?;
-        let process = Mutex::new(&mut process);
-        until("the daemon has ended", DAEMON, async || {
-            ensure!(lock(&process).ended()?.is_some(), "it runs");
-            Ok(())
+    /// Ends the faults of [`Bare::start_with`].
+    pub(crate) async fn end_faults(&self) -> Result<()> {
+        let status = format!("/proc/{}/status", self.pid()?);
+        until("strace has ended", DAEMON, async || {
+            let text = fs::read_to_string(&status)?;
+            let tracer = text.lines().find_map(|line| line.strip_prefix("TracerPid:")).context("no tracer's line")?;
+            let tracer = tracer.trim().parse::<i32>()?;
+            if tracer == 0 {
+                return Ok(());
+            }
+            kill(Pid::from_raw(tracer), Signal::SIGINT)?;
+            bail!("it traces")
         })
         .await
-    }
-
-    /// Leaves a `strace` alone whose daemon was killed: it ends with the last child.
-    pub(crate) fn forget(&self) {
-        if let Some(process) = lock(&self.process).take() {
-            std::mem::forget(process);
-        }
     }
 
     /// What it has logged.
@@ -215,8 +211,14 @@ impl Bare {
 
     /// Waits until nothing is left.
     pub(crate) async fn nothing_left(&self) -> Result<()> {
+        self.nothing_left_but(&[]).await
+    }
+
+    /// The same, with mounts of the test's own.
+    pub(crate) async fn nothing_left_but(&self, mounts: &[PathBuf]) -> Result<()> {
+        let known: Vec<String> = mounts.iter().map(|mount| format!("mount {}", mount.display())).collect();
         until("nothing is left", Duration::from_secs(10), async || {
-            let left = self.left()?;
+            let left: Vec<String> = self.left()?.into_iter().filter(|thing| !known.contains(thing)).collect();
             ensure!(left.is_empty(), "left:\n  {}", left.join("\n  "));
             Ok(())
         })

@@ -15,7 +15,6 @@ use serde_json::{Value, json};
 use crate::bare::Bare;
 use crate::harness::{Case, alone};
 use crate::pods::{Shape, is_whole, remove, state};
-use crate::strace::strace;
 
 pub(crate) fn cases() -> Vec<Case> {
     alone![
@@ -122,9 +121,7 @@ async fn not_decidable_in_time() -> Result<()> {
     bare.kill()?;
     // Of each thread the first look hangs beyond what a record may take; which records these are is left to chance.
     let begun = Instant::now();
-    let mut command = strace(&["pidfd_open:delay_enter=13s:when=1"]);
-    command.arg(bare.command().get_program()).args(bare.command().get_args());
-    bare.start_as(command).await?;
+    bare.start_with(&["pidfd_open:delay_enter=13s:when=1"]).await?;
     ensure!(begun.elapsed() < Duration::from_secs(25), "up only after {:?}", begun.elapsed());
     let mut unknown = Vec::new();
     for id in &ids {
@@ -139,8 +136,7 @@ async fn not_decidable_in_time() -> Result<()> {
     for id in &ids {
         remove(&controller, id).await.with_context(|| format!("end {id}, of the unknown {unknown:?}"))?;
     }
-    bare.nothing_left().await?;
-    bare.end_traced().await
+    bare.nothing_left().await
 }
 
 /// The kernel refuses to tell, and then tells.
@@ -152,19 +148,26 @@ async fn not_decidable_and_then_decidable() -> Result<()> {
         shape.run(&controller, id).await?;
     }
     bare.kill()?;
-    let mut command = strace(&["pidfd_open:error=EMFILE:when=1"]);
-    command.arg(bare.command().get_program()).args(bare.command().get_args());
-    bare.start_as(command).await?;
+    bare.start_with(&["pidfd_open:error=EMFILE"]).await?;
     for id in [&stopped, &removed] {
         ensure!(state(&controller, id).await? == "SANDBOX_UNKNOWN", "{id} is {}", state(&controller, id).await?);
     }
-    // Each thread is refused once: whoever is refused again tries again.
-    until("stop", Duration::from_secs(20), async || Ok(controller.stop(&stopped).await?)).await?;
+    let error = controller.stop(&stopped).await.err().context("stopped what nobody can find")?;
+    ensure!(error.message.contains("open a pidfd") && error.message.contains("os error 24"), "{error}");
+    ensure!(controller.shutdown(&removed).await.is_err(), "removed what nobody can find");
+    ensure!(bare.pauses()?.len() == 2, "a pause was ended");
+    bare.end_faults().await?;
+    controller.stop(&stopped).await?;
     ensure!(controller.wait(&stopped).await?.exit_status == 137, "its exit");
-    until("shutdown", Duration::from_secs(20), async || Ok(controller.shutdown(&removed).await?)).await?;
+    // It was asked for once, and is done by the back-off.
+    until("the removal", Duration::from_secs(20), async || {
+        let status = controller.status(&removed, false).await;
+        ensure!(status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{status:?}");
+        Ok(())
+    })
+    .await?;
     controller.shutdown(&stopped).await?;
-    bare.nothing_left().await?;
-    bare.end_traced().await
+    bare.nothing_left().await
 }
 
 async fn unreadable_and_newer_records_stay() -> Result<()> {
@@ -207,7 +210,8 @@ async fn unreadable_and_newer_records_stay() -> Result<()> {
 
 /// The records in `tests/records/VERSION`, as daemons of that version wrote them.
 async fn records_of_earlier_versions_load() -> Result<()> {
-    let bare = Bare::new("")?;
+    // They are old.
+    let bare = Bare::new("abandoned_after = 1000000000\n")?;
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/records");
     let mut expected = Vec::new();
     for version in fs::read_dir(&golden).with_context(|| format!("read {}", golden.display()))? {
@@ -228,11 +232,9 @@ async fn records_of_earlier_versions_load() -> Result<()> {
     bare.start().await?;
     let controller = bare.controller();
     // Pauses of another boot have ended.
-    for (id, pid, exit) in
-        [("created", 0, None), ("exited", 4711, Some(137)), ("network", 0, None), ("started", 4711, Some(255))]
-    {
+    for (id, exit) in [("created", None), ("exited", Some(137)), ("network", None), ("started", Some(255))] {
         let status = controller.status(id, true).await.with_context(|| format!("{id}: {}", bare.logged()))?;
-        ensure!(status.state == "SANDBOX_NOTREADY" && status.pid == pid, "{id}: {status:?}");
+        ensure!(status.state == "SANDBOX_NOTREADY" && status.pid == 0, "{id}: {status:?}");
         ensure!(status.created_at.seconds == 1_790_000_000, "{id}: created at {}", status.created_at.seconds);
         let info: Value = serde_json::from_str(status.info.get("info").context("no info")?)?;
         ensure!(info["config"]["metadata"]["name"] == id, "{id}: config is {}", info["config"]);
@@ -275,13 +277,11 @@ async fn after_a_reboot() -> Result<()> {
 /// The daemon is killed while the child that is to be a pause is held up before its exec: it has neither name nor cgroup.
 async fn while_the_last_child_executes() -> Result<()> {
     let bare = Bare::new("")?;
-    let mut command = strace(&["execveat:delay_enter=2s"]);
-    command.arg(bare.command().get_program()).args(bare.command().get_args());
-    bare.start_as(command).await?;
+    bare.start_with(&["execveat:delay_enter=2s"]).await?;
     let shape = Shape { cgroup_parent: String::new(), ..Shape::plain(&bare) };
     let (controller, id) = (bare.controller(), bare.id("late"));
     shape.create(&controller, &id).await?;
-    let daemon = bare.traced()?;
+    let daemon = bare.pid()?;
     let starting = tokio::spawn({
         let (controller, id) = (bare.controller(), id.clone());
         async move { controller.start(&id).await }
@@ -291,9 +291,8 @@ async fn while_the_last_child_executes() -> Result<()> {
         children.map(|p| p.pid).next().context("none yet")
     })
     .await?;
-    kill(Pid::from_raw(daemon.cast_signed()), Signal::SIGKILL)?;
+    bare.kill()?;
     ensure!(starting.await?.is_err(), "started without a daemon");
-    bare.forget();
     bare.start().await?;
     ensure!(!processes::one(child).is_ok_and(|p| p.state != 'Z'), "the child lives on");
     ensure!(bare.logged().contains("a pause that no record names is ended"), "it was not found:\n{}", bare.logged());

@@ -20,7 +20,8 @@ pub(crate) struct Fault {
 /// `strace` with injections such as `umount2:error=EBUSY`, for a command to be run or `-p PID`.
 pub(crate) fn strace(injections: &[&str]) -> Command {
     let mut command = Command::new("strace");
-    command.args(["-f", "-o", "/dev/null"]);
+    // Interruptible, which it is not by itself with a command and a file.
+    command.args(["-f", "-I", "2", "-o", "/dev/null"]);
     let calls: Vec<&str> = injections.iter().filter_map(|injection| injection.split(':').next()).collect();
     command.arg("-e").arg(format!("trace={}", calls.join(",")));
     for injection in injections {
