@@ -167,7 +167,10 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
     let (id, job) = (id.as_str(), work.clone());
     let mut abandoned = None;
     if stage != Stage::Created {
-        work.shim.recover();
+        let of = work.clone();
+        if let Err(reason) = within(move || of.shim.recover()).await {
+            log::error!(sandbox = id; "recovery: look for its shim: {reason}");
+        }
     }
     let entry = match stage {
         Stage::Created if begun => {
