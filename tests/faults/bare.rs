@@ -192,7 +192,12 @@ impl Bare {
             let zombies = processes::all()?.into_iter().filter(|p| p.parent == daemon && p.state == 'Z');
             left.extend(zombies.map(|p| format!("zombie {} {}", p.pid, p.comm)));
         }
-        let dirs = [self.path("state/sandboxes"), self.path("root").join(CRI), self.path("run").join(CRI)];
+        let dirs = [
+            self.path("state/sandboxes"),
+            self.path("state/shims"),
+            self.path("root").join(CRI),
+            self.path("run").join(CRI),
+        ];
         for dir in dirs {
             let Ok(entries) = fs::read_dir(dir) else { continue };
             left.extend(entries.flatten().map(|entry| format!("directory {}", entry.path().display())));

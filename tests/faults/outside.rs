@@ -2,23 +2,25 @@
 //! not be done is done once the fault is gone.
 
 use std::fs;
-use std::os::unix::net::UnixListener;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use kit::controller::Controller;
-use kit::{grpc, until};
+use kit::machine::processes;
+use kit::{ContainerSpec, Handler, Node, Pod, PodSpec, grpc, until};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use sha2::{Digest as _, Sha256};
 
 use crate::bare::Bare;
-use crate::harness::{Case, alone};
+use crate::harness::{Case, alone, on_node};
 use crate::pods::{Netns, Shape, is_whole, remove};
 use crate::strace::Fault;
 
 pub(crate) fn cases() -> Vec<Case> {
-    alone![a_start_that_fails, a_cleanup_that_fails, an_unmount_that_hangs, a_shim_that_hangs, a_netns_that_is_gone]
+    let mut cases = alone![a_start_that_fails, a_cleanup_that_fails, an_unmount_that_hangs, a_netns_that_is_gone];
+    cases.extend(on_node![node_shim_that_hangs]);
+    cases
 }
 
 /// How often each of Status and Start is measured.
@@ -180,41 +182,45 @@ async fn an_unmount_that_hangs() -> Result<()> {
     bare.nothing_left().await
 }
 
-/// A shim that takes connections and never answers.
-async fn a_shim_that_hangs() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
-    let (other, hanging) = (bare.id("other"), bare.id("hanging"));
-    shape.run(&controller, &other).await?;
-    shape.run(&controller, &hanging).await?;
-    let before = medians(&bare, &other).await?;
-    remove_measured(&bare, &controller).await?;
+/// Medians as [`medians`] has them, of pods under containerd.
+async fn medians_on(node: &Arc<Node>, other: &Pod) -> Result<[Duration; 2]> {
+    let (controller, mut status, mut start) = (node.sandboxer(), Vec::new(), Vec::new());
+    for number in 0..TIMES {
+        let begun = Instant::now();
+        ensure!(controller.status(other.id(), false).await?.state == "SANDBOX_READY", "the other pod is not ready");
+        status.push(begun.elapsed());
+        let begun = Instant::now();
+        let pod = node.run(Handler::Ours, PodSpec::new(&format!("measured-{number}")).host_network()).await?;
+        start.push(begun.elapsed());
+        pod.remove().await?;
+    }
+    status.sort();
+    start.sort();
+    Ok([status[TIMES / 2], start[TIMES / 2]])
+}
 
-    let name = format!("{}/k8s.io/{hanging}", bare.path("c.sock").display());
-    let digest: String = Sha256::digest(name).iter().map(|byte| format!("{byte:02x}")).collect();
-    fs::create_dir_all("/run/containerd/s")?;
-    let socket = std::path::Path::new("/run/containerd/s").join(digest);
-    let shim = UnixListener::bind(&socket)?;
-    let ending = tokio::spawn({
-        let (controller, id) = (bare.controller(), hanging.clone());
-        async move { controller.shutdown(&id).await }
+/// The shim of a pod whose container is gone stands still.
+async fn node_shim_that_hangs(node: Arc<Node>) -> Result<()> {
+    let other = node.run(Handler::Ours, PodSpec::new("other").host_network()).await?;
+    let hanging = node.run(Handler::Ours, PodSpec::new("hanging").host_network()).await?;
+    let container = hanging.run(ContainerSpec::sleeping("main")).await?;
+    let before = medians_on(&node, &other).await?;
+    container.stop().await?;
+    container.remove().await?;
+    let of_pod =
+        |p: &processes::Proc| p.command.contains("containerd-shim-runc-v2") && p.command.contains(hanging.id());
+    let shim = processes::all()?.into_iter().find(of_pod).context("the pod has no shim")?;
+    kill(Pid::from_raw(shim.pid.cast_signed()), Signal::SIGSTOP)?;
+    let removing = tokio::spawn({
+        let hanging = hanging.clone();
+        async move { hanging.remove().await }
     });
-    let during = medians(&bare, &other).await?;
-    ensure!(!ending.is_finished(), "nothing was hanging");
+    let during = medians_on(&node, &other).await?;
+    ensure!(!removing.is_finished(), "nothing was hanging");
     compare("a shim that hangs", before, during)?;
-    let error = ending.await?.err().context("Shutdown succeeded beside a live shim")?;
-    names(&error, &[&hanging, "shim", &socket.display().to_string()])?;
-    drop(shim);
-    until("the removal", Duration::from_secs(30), async || {
-        let status = controller.status(&hanging, false).await;
-        ensure!(status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{status:?}");
-        Ok(())
-    })
-    .await?;
-    ensure!(!socket.exists(), "the shim's socket is left");
-    remove_measured(&bare, &controller).await?;
-    remove(&controller, &other).await?;
-    bare.nothing_left().await
+    removing.await?.context("remove a pod whose shim hangs")?;
+    ensure!(!processes::one(shim.pid).is_ok_and(|p| p.start_time == shim.start_time), "the shim is left");
+    other.remove().await
 }
 
 /// Between Create and Start.

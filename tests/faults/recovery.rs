@@ -133,6 +133,7 @@ async fn not_decidable_in_time() -> Result<()> {
     }
     ensure!(!unknown.is_empty(), "none is unknown");
     ensure!(bare.pauses()?.len() == ids.len(), "a pause was ended");
+    bare.end_faults().await?;
     for id in &ids {
         remove(&controller, id).await.with_context(|| format!("end {id}, of the unknown {unknown:?}"))?;
     }

@@ -40,10 +40,10 @@ impl Dice {
     }
 }
 
-/// Proportional memory in KiB and open descriptors.
+/// Proportional memory that is no file's, in KiB, and open descriptors.
 fn weigh(pid: u32) -> Result<(u64, usize)> {
     let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
-    let pss = rollup.lines().find_map(|line| line.strip_prefix("Pss:")).context("no Pss")?;
+    let pss = rollup.lines().find_map(|line| line.strip_prefix("Pss_Anon:")).context("no Pss_Anon")?;
     let kib = pss.split_whitespace().next().context("no Pss")?.parse()?;
     Ok((kib, fs::read_dir(format!("/proc/{pid}/fd"))?.count()))
 }
