@@ -70,7 +70,24 @@ where
             Some(Recovered::Sandbox(sandbox))
         }
     });
-    Ok(all.buffer_unordered(AT_ONCE).filter_map(|r| async { r }).collect().await)
+    let recovered: Vec<Recovered> = all.buffer_unordered(AT_ONCE).filter_map(|r| async { r }).collect().await;
+    let left: Vec<String> = recovered.iter().map(|one| one.id().to_owned()).collect();
+    let shims = environment.shims.clone();
+    match within(move || shims.remove_strays(&left.iter().map(String::as_str).collect::<Vec<_>>())).await {
+        Ok(Ok(())) => {}
+        Ok(Err(steps)) => steps.iter().for_each(|step| log::error!("recovery: {step}")),
+        Err(reason) => log::error!("recovery: search for sockets without a record: {reason}"),
+    }
+    Ok(recovered)
+}
+
+impl Recovered {
+    fn id(&self) -> &str {
+        match self {
+            Self::Sandbox(sandbox) => sandbox.id(),
+            Self::Aside { id, .. } => id,
+        }
+    }
 }
 
 /// Ends pauses of ours that no record tells of: of a start that was cut off before it wrote one, or whose record is gone.
