@@ -534,25 +534,15 @@ pub(super) fn rmdir(directory: BorrowedFd<'_>, path: &CStr) -> Result<()> {
     unsafe { syscall(libc::SYS_unlinkat, [arg(directory), path.as_ptr() as usize, flags, 0, 0, 0]) }.map(drop)
 }
 
-/// close_range(2): gives the thread a descriptor table of its own, without ever copying what is above `highest`.
+/// Gives the thread a descriptor table of its own, without ever copying what is above `highest`.
 pub(super) fn unshare_descriptors(highest: c_uint) -> Result<()> {
-    let (first, flags) = (highest as usize + 1, libc::CLOSE_RANGE_UNSHARE as usize);
-    // SAFETY: closes in a table that becomes the thread's own: no owner loses a descriptor.
-    unsafe { syscall(libc::SYS_close_range, [first, c_uint::MAX as usize, flags, 0, 0, 0]) }.map(drop)
+    close_range(highest + 1, c_uint::MAX, libc::CLOSE_RANGE_UNSHARE)
 }
 
-/// close_range(2): makes execve(2) close all descriptors. Linux before 5.11 closes all but `program`, above 0, at once.
-pub(super) fn close_at_execute(program: c_uint) -> Result<()> {
-    let range = |first: c_uint, last: c_uint, flags: c_uint| {
-        // SAFETY: called by a child with a table of its own: no owner loses a descriptor.
-        unsafe { syscall(libc::SYS_close_range, [first as usize, last as usize, flags as usize, 0, 0, 0]) }.map(drop)
-    };
-    match range(0, c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) {
-        Err(Errno(libc::EINVAL)) => {
-            range(0, program.saturating_sub(1), 0).and_then(|()| range(program + 1, c_uint::MAX, 0))
-        }
-        done => done,
-    }
+/// close_range(2) by a child; `flags` are `CLOSE_RANGE_…`.
+pub(super) fn close_range(first: c_uint, last: c_uint, flags: c_uint) -> Result<()> {
+    // SAFETY: the table is the child's own, or becomes it: no owner loses a descriptor.
+    unsafe { syscall(libc::SYS_close_range, [first as usize, last as usize, flags as usize, 0, 0, 0]) }.map(drop)
 }
 
 /// memfd_create(2), close-on-exec and sealable; `executable` asks for MFD_EXEC (Linux 6.3).
