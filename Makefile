@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build install demo test check fmt lint doc deny parts unit clean
+.PHONY: help build install demo test check fmt lint doc deny parts unit soak clean
 
 CARGO ?= cargo
 PREFIX ?= /usr/local
@@ -46,6 +46,10 @@ parts: ## what the tests run on: Debian's containerd, and packages that the mach
 
 unit:
 	$(CARGO) test --locked --workspace
+
+# Pods, restarts and deaths at random; SOAK_SEED repeats a run.
+soak: parts ## 10 minutes of random churn; SOAK_SECONDS sets another length
+	SOAK_SECONDS=$${SOAK_SECONDS:-600} $(CARGO) test --locked --test faults -- node_soak
 
 clean: ## removes all that was built and fetched
 	rm -rf target

@@ -1,13 +1,13 @@
 //! `pause-sandboxer serve`: prepare, recover, listen, ready, serve, drain.
 
 use std::fs::{DirBuilder, File, OpenOptions};
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, Read as _, Seek as _, Write as _};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -32,6 +32,9 @@ const BLOCKING: usize = 64;
 
 /// Within it a stopped daemon has answered its callers; systemd would wait 90 s before it kills.
 const DRAIN: Duration = Duration::from_secs(20);
+
+/// How long the last child of a killed daemon may take to execute its program.
+const LAST_CHILD: Duration = Duration::from_secs(10);
 
 /// Runs the daemon until SIGTERM or SIGINT. `file` and `flags` are where `config` came from, for SIGHUP.
 ///
@@ -72,7 +75,7 @@ async fn run(
     let mut hangup = watch_signal(SignalKind::hangup())?;
     log::info!(version = env!("CARGO_PKG_VERSION"), state_dir = config.state_dir.display().to_string(); "starting");
     notify(&[NotifyState::Status("recovering")]);
-    let driver = Arc::new(Native::new()?);
+    let driver = Arc::new(Native::new()?.of(&config.state_dir)?);
     let environment = Arc::new(Environment::new(config.clone(), driver, open_files)?);
     let controller = tokio::select! {
         controller = Controller::open(environment) => controller?,
@@ -201,13 +204,32 @@ fn lock(state_dir: &Path) -> Result<Flock<File>, Step> {
         .mode(0o600)
         .open(&path)
         .step_at(STEP, &path)?;
-    let mut lock = Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(mut file, e)| {
+    let mut file = file;
+    let begun = Instant::now();
+    let mut lock = loop {
+        let e = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => break lock,
+            Err((back, e)) => {
+                file = back;
+                e
+            }
+        };
         let mut holder = String::new();
-        let known = e == nix::Error::EWOULDBLOCK && file.read_to_string(&mut holder).is_ok();
-        let reason = if known { io::Error::other(format!("in use by process {}", holder.trim())) } else { e.into() };
-        Step::at(STEP, &path, reason)
-    })?;
-    lock.set_len(0).and_then(|()| writeln!(&mut *lock, "{}", std::process::id())).step_at(STEP, &path)?;
+        if e != nix::Error::EWOULDBLOCK || file.rewind().and_then(|()| file.read_to_string(&mut holder)).is_err() {
+            return Err(Step::at(STEP, &path, e.into()));
+        }
+        // A pause that a killed daemon was making has the lock until it executes its program, when recovery can find it.
+        let ended = !Path::new("/proc").join(holder.trim()).join("exe").exists();
+        if !ended || begun.elapsed() > LAST_CHILD {
+            let reason = io::Error::other(format!("in use by process {}", holder.trim()));
+            return Err(Step::at(STEP, &path, reason));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    lock.set_len(0)
+        .and_then(|()| lock.rewind())
+        .and_then(|()| writeln!(&mut *lock, "{}", std::process::id()))
+        .step_at(STEP, &path)?;
     Ok(lock)
 }
 

@@ -7,7 +7,7 @@
 //! already, while cgroup, OOM score and mount namespace take the node's privileges: a first child does those, joins the
 //! user namespace and clones the second, a child of the daemon too, which does the rest.
 
-use std::ffi::{CString, c_int, c_uint};
+use std::ffi::{CStr, CString, c_int, c_uint};
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicI32, AtomicU32, Ordering::Relaxed};
 
@@ -153,6 +153,8 @@ pub(super) struct Work<'a> {
     pub(super) gid: u32,
     /// Second argument of the program: tells `ps` whose pause it is.
     pub(super) id: CString,
+    /// The program's environment.
+    pub(super) mark: Option<&'a CStr>,
 }
 
 /// The first child.
@@ -190,7 +192,7 @@ fn enter(work: &Work<'_>) -> Result<(), Errno> {
     sys::setns(work.root, libc::CLONE_NEWNS)?;
     // Until here the table is the daemon's own: with thousands of pods a copy of it would show.
     report.enter(At::UnshareDescriptors);
-    sys::close_range(work.highest + 1, c_uint::MAX, true)?;
+    sys::unshare_descriptors(work.highest)?;
     report.enter(At::JoinCgroup);
     for (index, hierarchy) in work.hierarchies.iter().enumerate() {
         report.item(index);
@@ -256,16 +258,23 @@ fn become_pause(work: &Work<'_>) -> Result<(), Errno> {
     report.enter(At::Ids);
     sys::set_ids(work.uid, work.gid)?;
     report.enter(At::CloseDescriptors);
-    let image = descriptor(work.image);
-    if image > 0 {
-        sys::close_range(0, image - 1, false)?;
-    }
-    sys::close_range(image + 1, c_uint::MAX, false)?;
+    // At the exec and not before: the lock of the state directory is among them, and until the exec nobody would know this process
+    // for a pause. So whoever has the lock next finds it.
+    close_at_execute(descriptor(work.image))?;
     report.enter(At::Filter);
     sys::install_filter(&seccomp::FILTER)?;
     report.enter(At::Execute);
-    // Close-on-exec closes the last descriptor.
-    Err(sys::execute(work.image, [c"/pause", &work.id]))
+    Err(sys::execute(work.image, [c"/pause", &work.id], work.mark))
+}
+
+/// Makes the exec close all descriptors. Linux before 5.11 cannot and closes all but `program`, which is above 0, at once.
+fn close_at_execute(program: c_uint) -> Result<(), Errno> {
+    match sys::close_range(0, c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) {
+        Err(Errno(libc::EINVAL)) => {}
+        done => return done,
+    }
+    sys::close_range(0, program.saturating_sub(1), 0)?;
+    sys::close_range(program + 1, c_uint::MAX, 0)
 }
 
 /// A descriptor's number, as close_range(2) takes it.

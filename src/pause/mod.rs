@@ -22,6 +22,7 @@ pub mod launch;
 pub mod native;
 mod process;
 mod seccomp;
+mod strays;
 mod sys;
 mod userns;
 
@@ -164,4 +165,13 @@ pub trait Driver: Send + Sync + fmt::Debug {
     /// # Errors
     /// Every step that failed; the others were done all the same.
     fn cleanup(&self, plan: &Plan) -> Result<(), Vec<Step>>;
+
+    /// Ends the pauses that an earlier daemon of the same state directory has made and whose sandboxes are not `recorded` as
+    /// started, and removes their cgroups. For recovery, before anything is started.
+    ///
+    /// # Errors
+    /// Every step that failed; the others were done all the same.
+    fn end_strays(&self, _recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<Step>> {
+        Ok(())
+    }
 }

@@ -14,7 +14,7 @@ use super::child::{self, At, User, Work};
 use super::process::{self, Orphans, Process};
 use super::sys::{self, Errno};
 use super::{Adoption, Driver, IdMapping, Identity, Namespace, Pause, Plan};
-use super::{emptyroot, identity, image, userns};
+use super::{emptyroot, identity, image, strays, userns};
 use crate::error::{IoContext, Step};
 
 /// uid and gid of a pause.
@@ -32,6 +32,8 @@ pub struct Native {
     boot_id: String,
     last_capability: u32,
     orphans: Arc<Orphans>,
+    /// Environment of the pauses: whose they are.
+    mark: Option<CString>,
 }
 
 impl Native {
@@ -59,7 +61,17 @@ impl Native {
             boot_id: identity::boot_id()?,
             last_capability: last.trim().parse().map_err(invalid).step_at("read", LAST_CAPABILITY)?,
             orphans: Arc::default(),
+            mark: None,
         })
+    }
+
+    /// The same, with pauses that tell which state directory they belong to, so that one without a record is found.
+    ///
+    /// # Errors
+    /// The directory cannot be looked at.
+    pub fn of(mut self, state_dir: &Path) -> Result<Self, Step> {
+        self.mark = Some(strays::mark(state_dir)?);
+        Ok(self)
     }
 
     /// Clones the child and looks at how it fared.
@@ -166,6 +178,7 @@ impl Driver for Native {
             uid: ids.map_or(NOBODY, |(uid, _)| nobody(uid)),
             gid: ids.map_or(NOBODY, |(_, gid)| nobody(gid)),
             id: CString::new(plan.id.as_bytes()).step("name the pause process")?,
+            mark: self.mark.as_deref(),
         };
         let mut tries = cgroup::TRIES;
         let (made, (pid, pidfd)) = loop {
@@ -202,6 +215,18 @@ impl Driver for Native {
         self.orphans.sweep();
         let placement = cgroup::placement(&plan.cgroup_parent, &plan.id).map_err(|e| vec![e])?;
         let failed = self.cgroups.remove(&placement);
+        if failed.is_empty() { Ok(()) } else { Err(failed) }
+    }
+
+    fn end_strays(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<Step>> {
+        let Some(mark) = &self.mark else { return Ok(()) };
+        let mut failed = Vec::new();
+        for stray in strays::find(mark).map_err(|step| vec![step])?.into_iter().filter(|stray| !recorded(&stray.id)) {
+            log::warn!(sandbox = stray.id.as_str(); "a pause that no record names is ended");
+            let cgroups = stray.cgroups();
+            failed.extend(stray.end().err());
+            failed.extend(cgroups.iter().flat_map(|path| self.cgroups.remove(path)));
+        }
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
 }

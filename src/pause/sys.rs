@@ -6,7 +6,7 @@
 #![allow(unsafe_code)]
 
 use std::arch::asm;
-use std::ffi::{CStr, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_int, c_uint};
 use std::io;
 use std::marker::PhantomData;
 use std::mem::{MaybeUninit, size_of};
@@ -240,10 +240,10 @@ pub(super) fn exit(status: c_int) -> ! {
     }
 }
 
-/// execveat(2) of an open program, with no environment.
-pub(super) fn execute(program: BorrowedFd<'_>, arguments: [&CStr; 2]) -> Errno {
+/// execveat(2) of an open program, with at most one word of environment.
+pub(super) fn execute(program: BorrowedFd<'_>, arguments: [&CStr; 2], environment: Option<&CStr>) -> Errno {
     let argv = [arguments[0].as_ptr(), arguments[1].as_ptr(), ptr::null()];
-    let environment = [ptr::null::<c_void>()];
+    let environment = [environment.map_or(ptr::null(), CStr::as_ptr), ptr::null()];
     let (argv, environment) = (argv.as_ptr() as usize, environment.as_ptr() as usize);
     let empty = c"".as_ptr() as usize;
     // SAFETY: strings end in NUL, both lists in null, and all live until the call has copied them.
@@ -534,12 +534,15 @@ pub(super) fn rmdir(directory: BorrowedFd<'_>, path: &CStr) -> Result<()> {
     unsafe { syscall(libc::SYS_unlinkat, [arg(directory), path.as_ptr() as usize, flags, 0, 0, 0]) }.map(drop)
 }
 
-/// close_range(2) from `first` to `last`, both included. With `unshare` the descriptor table becomes the thread's own before,
-/// without ever copying what is closed (only if `last` is the highest number there is).
-pub(super) fn close_range(first: c_uint, last: c_uint, unshare: bool) -> Result<()> {
-    let flags = if unshare { libc::CLOSE_RANGE_UNSHARE as usize } else { 0 };
-    // SAFETY: called by a child with a table of its own, or in one that becomes its own: no owner loses a descriptor.
-    unsafe { syscall(libc::SYS_close_range, [first as usize, last as usize, flags, 0, 0, 0]) }.map(drop)
+/// Gives the thread a descriptor table of its own, without ever copying what is above `highest`.
+pub(super) fn unshare_descriptors(highest: c_uint) -> Result<()> {
+    close_range(highest + 1, c_uint::MAX, libc::CLOSE_RANGE_UNSHARE)
+}
+
+/// close_range(2) by a child; `flags` are `CLOSE_RANGE_…`.
+pub(super) fn close_range(first: c_uint, last: c_uint, flags: c_uint) -> Result<()> {
+    // SAFETY: the table is the child's own, or becomes it: no owner loses a descriptor.
+    unsafe { syscall(libc::SYS_close_range, [first as usize, last as usize, flags as usize, 0, 0, 0]) }.map(drop)
 }
 
 /// memfd_create(2), close-on-exec and sealable; `executable` asks for MFD_EXEC (Linux 6.3).

@@ -15,7 +15,7 @@ use super::state::{Action, Event, Job, Machine, Phase, Verb};
 use super::work::{StartFailure, Work};
 use crate::error::Step;
 use crate::exit;
-use crate::pause::{Adoption, Exit, Pause};
+use crate::pause::{Adoption, Exit, Pause, UNKNOWN_EXIT};
 
 /// The answer that a caller waits for.
 pub type Reply = oneshot::Sender<Result<(), Error>>;
@@ -71,6 +71,8 @@ pub enum Entry {
         /// How it ended.
         exit: Exit,
     },
+    /// Its start was cut off by the end of the daemon, and recovery could not undo it yet.
+    CutOff,
     /// Nobody could tell.
     Unknown {
         /// The recorded pause; 0 where the record does not tell.
@@ -114,10 +116,16 @@ impl Owner {
         abandoned: Option<Instant>,
         on_gone: impl FnOnce() + Send + 'static,
     ) -> Handle {
+        let cut_off = matches!(entry, Entry::CutOff);
         let (phase, pid, exit, pause) = match entry {
             Entry::Created => (Phase::Created, 0, None, None),
             Entry::Ready(pause) => (Phase::Ready, pause.identity().pid, None, Some(pause)),
             Entry::NotReady { pid, exit } => (Phase::NotReady, pid, Some(exit), None),
+            Entry::CutOff => {
+                // Nobody ever heard of this pause; whoever waits must not wait for ever.
+                let exit = Exit { status: UNKNOWN_EXIT, at: SystemTime::now() };
+                (Phase::NotReady, 0, Some(exit), None)
+            }
             Entry::Unknown { pid } => (Phase::Unknown, pid, None, None),
         };
         let (to_self, inbox) = mpsc::unbounded_channel();
@@ -140,6 +148,7 @@ impl Owner {
         tokio::spawn(async move {
             match phase {
                 Phase::Ready => owner.watch(),
+                Phase::NotReady if cut_off => owner.feed(Event::Asked(Verb::Shutdown)),
                 // The cleanup may have been cut off; all of it may be done twice.
                 Phase::NotReady => owner.feed(Event::RetryDue),
                 _ => {}

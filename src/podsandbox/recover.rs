@@ -11,10 +11,13 @@ use std::time::Duration;
 use futures::stream::{self, StreamExt as _};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use std::os::unix::fs::DirBuilderExt as _;
+use tokio::time::Instant;
 
+use super::files::Places;
 use super::owner::{Entry, abandoned_at};
-use super::record::{Stage, Store, Unreadable};
+use super::record::{Record, Stage, Store, Unreadable};
 use super::sandbox::{Environment, Sandbox};
+use super::work::Work;
 use crate::error::{IoContext as _, Step};
 use crate::pause::Adoption;
 
@@ -50,25 +53,74 @@ where
     fs::DirBuilder::new().recursive(true).mode(0o700).create(&sandboxes).step_at("make directory", &sandboxes)?;
     keep_private(&sandboxes)?;
     let ids = ids(&sandboxes)?;
+    end_strays(environment).await;
     let all = stream::iter(ids).map(|id| {
         let (environment, on_gone) = (environment.clone(), on_gone.clone());
         async move {
             let name = id.clone();
-            let looked = tokio::task::spawn_blocking(move || one(&environment, &name, on_gone));
-            match tokio::time::timeout(WITHIN, looked).await {
-                Ok(Ok(recovered)) => recovered,
-                Ok(Err(panic)) => Some(Recovered::Aside { id, reason: panic.to_string() }),
-                Err(_) => Some(Recovered::Aside { id, reason: format!("not done after {} s", WITHIN.as_secs()) }),
-            }
+            let (work, entry, abandoned) = match one(&environment, id.clone()).await {
+                Ok(Some(found)) => found,
+                Ok(None) => return None,
+                Err(reason) => {
+                    log::error!(sandbox = id.as_str(); "recovery: kept aside: {reason}");
+                    return Some(Recovered::Aside { id, reason });
+                }
+            };
+            let sandbox = Sandbox::enter(environment, work, entry, abandoned, move || on_gone(&name));
+            Some(Recovered::Sandbox(sandbox))
         }
     });
     let recovered: Vec<Recovered> = all.buffer_unordered(AT_ONCE).filter_map(|r| async { r }).collect().await;
-    for one in &recovered {
-        if let Recovered::Aside { id, reason } = one {
-            log::error!(sandbox = id.as_str(); "recovery: kept aside: {reason}");
-        }
+    let left: Vec<String> = recovered.iter().map(|one| one.id().to_owned()).collect();
+    let shims = environment.shims.clone();
+    match within(move || shims.remove_strays(&left.iter().map(String::as_str).collect::<Vec<_>>())).await {
+        Ok(Ok(())) => {}
+        Ok(Err(steps)) => steps.iter().for_each(|step| log::error!("recovery: {step}")),
+        Err(reason) => log::error!("recovery: search for sockets without a record: {reason}"),
     }
     Ok(recovered)
+}
+
+impl Recovered {
+    fn id(&self) -> &str {
+        match self {
+            Self::Sandbox(sandbox) => sandbox.id(),
+            Self::Aside { id, .. } => id,
+        }
+    }
+}
+
+/// Ends pauses of ours that no record tells of: of a start that was cut off before it wrote one, or whose record is gone.
+async fn end_strays(environment: &Arc<Environment>) {
+    let environment = environment.clone();
+    let ended = within(move || {
+        let sandboxes = environment.sandboxes();
+        let recorded = |id: &str| {
+            let store = Store::new(&sandboxes, id);
+            match store.stage() {
+                Ok(Stage::Created | Stage::Exited { .. }) => {
+                    !matches!(store.read(), Ok(_) | Err(Unreadable::Missing(_)))
+                }
+                Ok(Stage::Started { .. }) => !matches!(store.read(), Err(Unreadable::Missing(_))),
+                Err(_) => true,
+            }
+        };
+        environment.driver.end_strays(&recorded)
+    });
+    match ended.await {
+        Ok(Ok(())) => {}
+        Ok(Err(steps)) => steps.iter().for_each(|step| log::error!("recovery: {step}")),
+        Err(reason) => log::error!("recovery: search for pauses without a record: {reason}"),
+    }
+}
+
+/// Runs blocking work for as long as one record may take; what takes longer goes on unheard.
+async fn within<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
+    match tokio::time::timeout(WITHIN, tokio::task::spawn_blocking(work)).await {
+        Ok(Ok(done)) => Ok(done),
+        Ok(Err(panic)) => Err(panic.to_string()),
+        Err(_) => Err(format!("not done after {} s", WITHIN.as_secs())),
+    }
 }
 
 /// Makes the directory of the records a mount of its own that gives nothing to other mount namespaces: a mount below
@@ -108,58 +160,89 @@ fn ids(sandboxes: &Path) -> Result<Vec<String>, Step> {
     Ok(ids)
 }
 
-/// Looks at one record; `None` when nothing was left of its sandbox.
-fn one<F>(environment: &Arc<Environment>, id: &str, on_gone: F) -> Option<Recovered>
-where
-    F: Fn(&str) + Send + 'static,
-{
-    let aside = |reason: String| Some(Recovered::Aside { id: id.to_owned(), reason });
-    let store = Store::new(&environment.sandboxes(), id);
-    let record = match store.read() {
-        Ok(record) => record,
-        // A daemon ended between making the directory and writing the record, or between removing the two.
-        Err(Unreadable::Missing(_)) => {
-            return match store.remove() {
-                Ok(()) => None,
-                Err(step) => aside(format!("a directory without a record: {step}")),
-            };
-        }
-        Err(e) => return aside(e.to_string()),
+/// What a record says.
+enum Found {
+    /// A sandbox, how far it came, and whether a start job has been there.
+    Record(Box<Record>, Stage, Arc<Work>, bool),
+    /// There was no record, and what else there was is removed.
+    Nothing,
+}
+
+/// How a sandbox comes back, and when it is given up if it is never started.
+type Return = (Arc<Work>, Entry, Option<Instant>);
+
+/// Looks at one record; `None` when nothing is left of its sandbox.
+///
+/// # Errors
+/// Why it must be kept aside.
+async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return>, String> {
+    let of = (environment.clone(), id.clone());
+    let (record, stage, work, begun) = match within(move || look(&of.0, &of.1)).await?? {
+        Found::Nothing => return Ok(None),
+        Found::Record(record, stage, work, begun) => (record, stage, work, begun),
     };
-    let stage = match store.stage() {
-        Ok(stage) => stage,
-        Err(e) => return aside(e.to_string()),
-    };
-    let work = environment.work(&record);
+    let (id, job) = (id.as_str(), work.clone());
     let mut abandoned = None;
     if stage != Stage::Created {
-        work.shim.recover();
+        let of = work.clone();
+        if let Err(reason) = within(move || of.shim.recover()).await {
+            log::error!(sandbox = id; "recovery: look for its shim: {reason}");
+        }
     }
     let entry = match stage {
-        Stage::Created if work.places.begun() => {
+        Stage::Created if begun => {
             log::warn!(sandbox = id; "recovery: its start was cut off, it is removed");
-            return match work.remove() {
-                Ok(()) => None,
-                Err(steps) => aside(steps.iter().map(Step::to_string).collect::<Vec<_>>().join("; ")),
-            };
+            match within(move || job.remove()).await {
+                Ok(Ok(())) => return Ok(None),
+                Ok(Err(steps)) => steps.iter().for_each(|step| log::error!(sandbox = id; "recovery: {step}")),
+                Err(reason) => log::error!(sandbox = id; "recovery: {reason}"),
+            }
+            Entry::CutOff
         }
         Stage::Created => {
             abandoned = Some(abandoned_at(record.created_at, environment.config.abandoned_after));
             Entry::Created
         }
         Stage::Exited { pid, exit } => Entry::NotReady { pid, exit },
-        Stage::Started { identity } => match work.driver.adopt(&work.plan, &identity) {
-            Adoption::Alive(pause) => Entry::Ready(Arc::from(pause)),
-            Adoption::Dead(exit) => {
-                log::warn!(sandbox = id, status = exit.status; "recovery: the pause has ended");
-                Entry::NotReady { pid: identity.pid, exit }
+        Stage::Started { identity } => {
+            let pid = identity.pid;
+            match within(move || job.driver.adopt(&job.plan, &identity)).await {
+                Ok(Adoption::Alive(pause)) => Entry::Ready(Arc::from(pause)),
+                Ok(Adoption::Dead(exit)) => {
+                    log::warn!(sandbox = id, status = exit.status; "recovery: the pause has ended");
+                    Entry::NotReady { pid, exit }
+                }
+                Ok(Adoption::Unknown(step)) => {
+                    log::error!(sandbox = id; "recovery: {step}");
+                    Entry::Unknown { pid }
+                }
+                Err(reason) => {
+                    log::error!(sandbox = id; "recovery: look for its pause: {reason}");
+                    Entry::Unknown { pid }
+                }
             }
-            Adoption::Unknown(step) => {
-                log::error!(sandbox = id; "recovery: {step}");
-                Entry::Unknown { pid: identity.pid }
-            }
-        },
+        }
     };
-    let name = id.to_owned();
-    Some(Recovered::Sandbox(Sandbox::enter(environment.clone(), work, entry, abandoned, move || on_gone(&name))))
+    Ok(Some((work, entry, abandoned)))
+}
+
+/// Reads one record.
+fn look(environment: &Environment, id: &str) -> Result<Found, String> {
+    let store = Store::new(&environment.sandboxes(), id);
+    let record = match store.read() {
+        Ok(record) => record,
+        // A daemon ended between making the directory and writing the record, or between removing the two; or somebody else
+        // has removed the record.
+        Err(Unreadable::Missing(_)) => {
+            let text = |steps: Vec<Step>| steps.iter().map(Step::to_string).collect::<Vec<_>>().join("; ");
+            let removed = Places::new(&environment.config, id, store.dir()).remove().map_err(text);
+            let removed = removed.and_then(|()| store.remove().map_err(|step| step.to_string()));
+            return removed.map(|()| Found::Nothing).map_err(|e| format!("a directory without a record: {e}"));
+        }
+        Err(e) => return Err(e.to_string()),
+    };
+    let stage = store.stage().map_err(|e| e.to_string())?;
+    let work = environment.work(&record);
+    let begun = work.places.begun();
+    Ok(Found::Record(Box::new(record), stage, Arc::new(work), begun))
 }

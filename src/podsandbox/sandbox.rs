@@ -145,19 +145,18 @@ impl Sandbox {
         let work = environment.work(&record);
         work.store.create(&record).map_err(|step| Error::Step { id: record.id.clone(), verb: "create", step })?;
         let abandoned = abandoned_at(record.created_at, config.abandoned_after);
-        let sandbox = Self::enter(environment, work, Entry::Created, Some(abandoned), on_gone);
+        let sandbox = Self::enter(environment, Arc::new(work), Entry::Created, Some(abandoned), on_gone);
         *sandbox.spec.lock().unwrap_or_else(PoisonError::into_inner) = Some(spec);
         Ok(sandbox)
     }
 
     pub(super) fn enter(
         environment: Arc<Environment>,
-        work: Work,
+        work: Arc<Work>,
         entry: Entry,
         abandoned: Option<tokio::time::Instant>,
         on_gone: impl FnOnce() + Send + 'static,
     ) -> Self {
-        let work = Arc::new(work);
         let owner = Owner::spawn(work.clone(), entry, abandoned, on_gone);
         work.shim.serve(Arc::new(Pod { work: work.clone(), owner: owner.clone() }));
         Self { environment, work, owner, spec: Mutex::new(None), asked: AtomicBool::new(false) }

@@ -13,8 +13,10 @@ mod owned;
 mod placement;
 mod task;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
+use std::fs;
 use std::io;
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -26,7 +28,7 @@ use sha2::{Digest as _, Sha256};
 use crate::error::{IoContext as _, Step};
 use crate::pause::launch::Launcher;
 
-use bundle::Bundle;
+use bundle::{Bundle, gone};
 use owned::Owned;
 
 /// Whose a pod's shim is. Recorded with the pod, as containerd is told the endpoint once.
@@ -128,6 +130,29 @@ impl Shims {
     /// The boot id cannot be read.
     pub fn new(settings: Settings, open_files: Option<u64>) -> Result<Self, Step> {
         Ok(Self { settings, launcher: Launcher::new(open_files)? })
+    }
+
+    /// Removes the sockets of all but these sandboxes: those whose records are gone. Blocks. For recovery, before anything is started.
+    ///
+    /// # Errors
+    /// Every step that failed; the others were done all the same.
+    pub fn remove_strays(&self, sandboxes: &[&str]) -> Result<(), Vec<Step>> {
+        let dir = self.settings.state_dir.join(SOCKETS);
+        let entries = match fs::read_dir(&dir) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+            other => other.step_at("read directory", &dir).map_err(|step| vec![step])?,
+        };
+        let known: HashSet<PathBuf> = sandboxes.iter().map(|id| self.settings.socket(id)).collect();
+        let mut failed = Vec::new();
+        for entry in entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_socket())) {
+            let path = entry.path();
+            // The second name of one that begins to listen.
+            let of = if path.extension().is_some() { path.with_extension("") } else { path.clone() };
+            if !known.contains(&of) {
+                failed.extend(gone(fs::remove_file(&path)).step_at("remove socket", path).err());
+            }
+        }
+        if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
 
     /// The endpoint of sandbox `id`, which keeps its files in `dir`, the sandbox's own directory. Nothing is made yet.

@@ -110,6 +110,13 @@ impl Owned {
         self.bundle.death()
     }
 
+    /// The name under which a socket waits until it listens.
+    fn new_socket(&self) -> PathBuf {
+        let mut new = self.socket.clone().into_os_string();
+        new.push(NEW);
+        new.into()
+    }
+
     /// Begins to listen, or listens again at the same path.
     pub(super) fn listen(&self) -> Result<(), Step> {
         if let Some(dir) = self.socket.parent() {
@@ -117,9 +124,7 @@ impl Owned {
             made.step_at("make directory", dir)?;
         }
         // Whoever calls finds the old socket or the new one.
-        let mut new = self.socket.clone().into_os_string();
-        new.push(NEW);
-        let new = PathBuf::from(new);
+        let new = self.new_socket();
         gone(fs::remove_file(&new)).step_at("remove socket", &new)?;
         let listener = UnixListener::bind(&new).step_at("bind socket", &new)?;
         listener.set_nonblocking(true).step_at("bind socket", &new)?;
@@ -431,7 +436,10 @@ impl Owned {
             let mut now = self.now();
             (now.shim, now.log) = (None, None);
         }
-        failed.extend(gone(fs::remove_file(&self.socket)).step_at("remove socket", &self.socket).err());
+        // The second is there when a daemon was killed in the middle of making the first.
+        for socket in [self.socket.clone(), self.new_socket()] {
+            failed.extend(gone(fs::remove_file(&socket)).step_at("remove socket", socket).err());
+        }
         failed.extend(self.bundle.remove().err());
         self.now().listener = None;
         if failed.is_empty() { Ok(()) } else { Err(failed) }

@@ -1,0 +1,145 @@
+//! What nobody will ever ask for again is collected.
+
+use std::fs;
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use kit::{grpc, until};
+use nix::mount::{MsFlags, mount};
+
+use crate::bare::Bare;
+use crate::harness::{Case, alone};
+use crate::pods::{Shape, is_whole, remove};
+
+pub(crate) fn cases() -> Vec<Case> {
+    alone![
+        created_and_never_started,
+        directories_and_mounts_without_a_record,
+        pauses_without_a_record,
+        pauses_of_other_daemons_stay
+    ]
+}
+
+/// Also when the daemon is restarted meanwhile.
+async fn created_and_never_started() -> Result<()> {
+    let bare = Bare::new("abandoned_after = 2\n")?;
+    bare.start().await?;
+    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
+    let (first, second, started) = (bare.id("first"), bare.id("second"), bare.id("started"));
+    shape.create(&controller, &first).await?;
+    shape.run(&controller, &started).await?;
+    let gone = async |id: &str| {
+        until("it is given up", Duration::from_secs(10), async || {
+            let status = controller.status(id, false).await;
+            ensure!(status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{status:?}");
+            Ok(())
+        })
+        .await
+    };
+    gone(&first).await?;
+    shape.create(&controller, &second).await?;
+    bare.kill()?;
+    bare.start().await?;
+    gone(&second).await?;
+    is_whole(&bare, &controller, &started).await?;
+    remove(&controller, &started).await?;
+    bare.nothing_left().await
+}
+
+/// Directories of sandboxes in which there is no record: empty, with a stage, with shared memory mounted twice.
+async fn directories_and_mounts_without_a_record() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
+    let (kept, lost) = (bare.id("kept"), bare.id("lost"));
+    for id in [&kept, &lost] {
+        shape.run(&controller, id).await?;
+    }
+    bare.kill()?;
+    fs::create_dir(bare.record(&bare.id("empty")))?;
+    let half = bare.record(&bare.id("half"));
+    fs::create_dir(&half)?;
+    fs::write(half.join("stage.json"), "\"created\"")?;
+    fs::write(half.join("record.json.new"), "{\"vers")?;
+    let strange = bare.record(&bare.id("strange"));
+    fs::create_dir(&strange)?;
+    fs::write(strange.join("somebody's"), "")?;
+    // All of one is there but the record: pause, cgroup, both mounts, files.
+    fs::remove_file(bare.record(&lost).join("record.json"))?;
+    mount(Some("more"), &bare.record(&lost).join("shm"), Some("tmpfs"), MsFlags::empty(), None::<&str>)?;
+    bare.start().await?;
+
+    let left = bare.left()?;
+    for id in [&lost, &bare.id("empty"), &bare.id("half")] {
+        let of: Vec<&String> = left.iter().filter(|thing| thing.contains(id.as_str())).collect();
+        ensure!(of.is_empty(), "left: {of:#?}");
+        let status = controller.status(id, false).await;
+        ensure!(status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{status:?}");
+    }
+    is_whole(&bare, &controller, &kept).await?;
+    ensure!(strange.join("somebody's").exists(), "what is not understood was deleted");
+    ensure!(bare.logged().contains("a directory without a record"), "and it is not reported");
+    fs::remove_dir_all(&strange)?;
+    remove(&controller, &kept).await?;
+    bare.nothing_left().await
+}
+
+/// A pause whose record directory is gone altogether.
+async fn pauses_without_a_record() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
+    let bare_cgroup = Shape { cgroup_parent: String::new(), ..shape.clone() };
+    let (kept, inside, outside) = (bare.id("kept"), bare.id("inside"), bare.id("outside"));
+    shape.run(&controller, &kept).await?;
+    shape.run(&controller, &inside).await?;
+    bare_cgroup.run(&controller, &outside).await?;
+    bare.kill()?;
+    for id in [&inside, &outside] {
+        nix::mount::umount2(&bare.record(id).join("shm"), nix::mount::MntFlags::MNT_DETACH)?;
+        nix::mount::umount2(&bare.shm(id), nix::mount::MntFlags::MNT_DETACH)?;
+        fs::remove_dir_all(bare.shm(id).parent().context("no parent")?)?;
+        fs::remove_dir_all(bare.files(id))?;
+        fs::remove_dir_all(bare.record(id))?;
+    }
+    bare.start().await?;
+    let left = bare.left()?;
+    for id in [&inside, &outside] {
+        let of: Vec<&String> = left.iter().filter(|thing| thing.contains(id.as_str())).collect();
+        ensure!(of.is_empty(), "left: {of:#?}");
+    }
+    is_whole(&bare, &controller, &kept).await?;
+    remove(&controller, &kept).await?;
+    bare.nothing_left().await
+}
+
+/// Two daemons of one machine with sandboxes of the same ids, and a process that only looks like a pause.
+async fn pauses_of_other_daemons_stay() -> Result<()> {
+    let (ours, theirs) = (Bare::started().await?, Bare::started().await?);
+    let id = ours.id("same");
+    let shape = Shape { cgroup_parent: String::new(), ..Shape::plain(&theirs) };
+    let pid = shape.run(&theirs.controller(), &id).await?;
+    let mut imitation = imitation(&ours.path(""), &id)?;
+    // To this daemon the id is one whose start was cut off.
+    shape.create(&ours.controller(), &id).await?;
+    ours.kill()?;
+    fs::create_dir(ours.record(&id).join("shm"))?;
+    ours.start().await?;
+    let status = ours.controller().status(&id, false).await;
+    ensure!(status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{status:?}");
+    let status = theirs.controller().status(&id, false).await?;
+    ensure!(status.state == "SANDBOX_READY" && status.pid == pid, "the other daemon's sandbox: {status:?}");
+    ensure!(imitation.try_wait()?.is_none(), "the imitation was killed");
+    imitation.kill()?;
+    imitation.wait()?;
+    remove(&theirs.controller(), &id).await?;
+    theirs.nothing_left().await?;
+    ours.nothing_left().await
+}
+
+/// A process with a pause's command line and no mark.
+fn imitation(dir: &Path, id: &str) -> Result<std::process::Child> {
+    fs::write(dir.join(id), "while :; do sleep 1; done\n")?;
+    Ok(Command::new("/bin/sh").arg0("/pause").arg(id).current_dir(dir).spawn()?)
+}

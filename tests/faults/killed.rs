@@ -1,0 +1,213 @@
+//! The daemon is killed at every system call of a sandbox's life that changes the system, and started again. The sandbox is whole
+//! then, or it is gone without a trace, and the same one can be run.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use kit::controller::Controller;
+use kit::grpc;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::bare::Bare;
+use crate::harness::{Case, alone};
+use crate::pods::{Netns, Shape, is_whole, remove};
+use crate::tracer::{Seen, Tracer};
+
+/// A machine as slow as this is not what is tested.
+const LIMIT: Duration = Duration::from_secs(300);
+
+pub(crate) fn cases() -> Vec<Case> {
+    let cases = alone![
+        killed_in_create_and_start,
+        killed_in_start_without_a_cgroup,
+        killed_in_start_with_users_and_network,
+        killed_in_stop,
+        killed_in_shutdown,
+        killed_in_the_cleanup_after_an_exit,
+    ];
+    cases.into_iter().map(|case| case.within(LIMIT)).collect()
+}
+
+/// Which part of a sandbox's life is traced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Part {
+    CreateStart,
+    Stop,
+    Shutdown,
+    ExitCleanup,
+}
+
+async fn killed_in_create_and_start() -> Result<()> {
+    let bare = Bare::started().await?;
+    let shape = Shape::plain(&bare);
+    let calls = at_every_call(&bare, &shape, Part::CreateStart).await?;
+    for needed in ["record.json", "stage.json", "shm", "hosts", "clone", "child: write", "child: execveat", "mkdirat"] {
+        ensure!(calls.iter().any(|call| call.contains(needed)), "nothing of {needed} among {calls:#?}");
+    }
+    Ok(())
+}
+
+/// Nothing but the pause itself tells then whose it is.
+async fn killed_in_start_without_a_cgroup() -> Result<()> {
+    let bare = Bare::started().await?;
+    let shape = Shape { cgroup_parent: String::new(), ..Shape::plain(&bare) };
+    let calls = at_every_call(&bare, &shape, Part::CreateStart).await?;
+    ensure!(calls.iter().any(|call| call.contains("child: execveat")), "no execveat among {calls:#?}");
+    ensure!(bare.logged().contains("a pause that no record names is ended"), "no pause was ever left alone");
+    Ok(())
+}
+
+async fn killed_in_start_with_users_and_network() -> Result<()> {
+    let bare = Bare::started().await?;
+    let netns = Netns::new(bare.path("netns"))?;
+    for shape in [
+        Shape { netns: Some(netns.path().to_owned()), ..Shape::plain(&bare) },
+        Shape { cgroup_parent: String::new(), userns: true, ..Shape::plain(&bare) },
+    ] {
+        let calls = at_every_call(&bare, &shape, Part::CreateStart).await?;
+        ensure!(calls.iter().any(|call| call.contains("child: setns")), "no setns among {calls:#?}");
+    }
+    Ok(())
+}
+
+async fn killed_in_stop() -> Result<()> {
+    let bare = Bare::started().await?;
+    let calls = at_every_call(&bare, &Shape::plain(&bare), Part::Stop).await?;
+    for needed in ["pidfd_send_signal", "waitid", "stage.json", "umount2", "unlinkat"] {
+        ensure!(calls.iter().any(|call| call.contains(needed)), "no {needed} among {calls:#?}");
+    }
+    Ok(())
+}
+
+async fn killed_in_shutdown() -> Result<()> {
+    let bare = Bare::started().await?;
+    let calls = at_every_call(&bare, &Shape::plain(&bare), Part::Shutdown).await?;
+    for needed in ["pidfd_send_signal", "umount2", "record.json", "rmdir"] {
+        ensure!(calls.iter().any(|call| call.contains(needed)), "no {needed} among {calls:#?}");
+    }
+    Ok(())
+}
+
+async fn killed_in_the_cleanup_after_an_exit() -> Result<()> {
+    let bare = Bare::started().await?;
+    let calls = at_every_call(&bare, &Shape::plain(&bare), Part::ExitCleanup).await?;
+    for needed in ["waitid", "stage.json", "umount2"] {
+        ensure!(calls.iter().any(|call| call.contains(needed)), "no {needed} among {calls:#?}");
+    }
+    Ok(())
+}
+
+/// Kills at the first call, the second, and so on until the part is done before the next comes. Answers the calls of the last,
+/// whole run.
+async fn at_every_call(bare: &Bare, shape: &Shape, part: Part) -> Result<Vec<String>> {
+    let id = bare.id("killed");
+    let begun = Instant::now();
+    for nth in 1.. {
+        let seen = one(bare, shape, part, &id, nth).await.with_context(|| format!("{part:?}, killed at call {nth}"))?;
+        if !seen.killed {
+            eprintln!("{part:?}: killed at each of {} calls, {:.1} s", nth - 1, begun.elapsed().as_secs_f32());
+            return Ok(seen.calls);
+        }
+        bare.kill()?;
+        let at = seen.calls.last().cloned().unwrap_or_default();
+        settles(bare, shape, part, &id)
+            .await
+            .with_context(|| format!("{part:?}, killed at call {nth}: {at}\nlog ends:\n{}", log_end(bare)))?;
+    }
+    bail!("unreachable: there are not that many calls")
+}
+
+/// One life of the sandbox, of which `part` is traced.
+async fn one(bare: &Bare, shape: &Shape, part: Part, id: &str, nth: usize) -> Result<Seen> {
+    let controller = bare.controller();
+    let mut pid = 0;
+    if part != Part::CreateStart {
+        pid = shape.run(&controller, id).await.context("run before")?;
+    }
+    let tracer = Tracer::attach(bare.pid()?, nth)?;
+    // Any of these may fail with the daemon; what counts is what is found afterwards.
+    let done = match part {
+        Part::CreateStart => shape.run(&controller, id).await.map(drop),
+        Part::Stop => controller.stop(id).await,
+        Part::Shutdown => controller.shutdown(id).await,
+        Part::ExitCleanup => {
+            kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
+            // Answered when the cleanup is done.
+            match controller.wait(id).await {
+                Ok(_) => cleaned(bare, &controller, id).await,
+                Err(e) => Err(e),
+            }
+        }
+    };
+    let seen = tracer.finish()?;
+    if !seen.killed {
+        done.context("without a kill")?;
+        remove_whatever(&controller, id).await?;
+        bare.nothing_left().await?;
+    }
+    Ok(seen)
+}
+
+/// Waits until the cleanup after the exit is done: nothing but the record and files is left.
+async fn cleaned(bare: &Bare, controller: &Controller, id: &str) -> Result<(), grpc::Status> {
+    loop {
+        controller.status(id, false).await?;
+        let left = bare.left().unwrap_or_default();
+        if left.iter().all(|thing| thing.starts_with("directory")) {
+            return Ok(());
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+/// Starts the daemon again and looks at what there is.
+async fn settles(bare: &Bare, shape: &Shape, part: Part, id: &str) -> Result<()> {
+    bare.start().await?;
+    let controller = bare.controller();
+    match controller.status(id, false).await {
+        Err(status) if status.code == grpc::NOT_FOUND => {
+            // Gone: without a trace, and at once, since it answers only after recovery.
+            let left = bare.left()?;
+            ensure!(left.is_empty(), "gone, but left:\n  {}", left.join("\n  "));
+        }
+        Err(status) => bail!("neither whole nor gone: {status}"),
+        Ok(status) if status.state == "SANDBOX_READY" => {
+            ensure!(part != Part::ExitCleanup, "ready, but its pause was killed");
+            is_whole(bare, &controller, id).await?;
+        }
+        Ok(status) if status.state == "SANDBOX_NOTREADY" && part == Part::CreateStart => {
+            // Created and not started: it can be.
+            ensure!(status.pid == 0, "not ready, but it was never ended: {status:?}");
+            controller.start(id).await.context("start what was created")?;
+            is_whole(bare, &controller, id).await?;
+        }
+        Ok(status) if status.state == "SANDBOX_NOTREADY" => {
+            ensure!(bare.pauses()?.is_empty(), "not ready, but its pause lives");
+            let exit = controller.wait(id).await?;
+            ensure!([137, 255].contains(&exit.exit_status), "exit status {}", exit.exit_status);
+        }
+        Ok(status) => bail!("it is {}", status.state),
+    }
+    remove_whatever(&controller, id).await?;
+    bare.nothing_left().await?;
+    // The same sandbox again.
+    shape.run(&controller, id).await.context("run it again")?;
+    is_whole(bare, &controller, id).await.context("run again")?;
+    remove(&controller, id).await.context("remove it again")?;
+    bare.nothing_left().await
+}
+
+async fn remove_whatever(controller: &Controller, id: &str) -> Result<()> {
+    match controller.stop(id).await {
+        Err(status) if status.code == grpc::NOT_FOUND => {}
+        other => other.context("stop")?,
+    }
+    controller.shutdown(id).await.context("shutdown")
+}
+
+fn log_end(bare: &Bare) -> String {
+    let log = bare.logged();
+    let lines: Vec<&str> = log.lines().collect();
+    lines[lines.len().saturating_sub(15)..].join("\n")
+}

@@ -1,0 +1,90 @@
+//! The daemon has no descriptors left, or no processes.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use kit::machine::cgroup;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::bare::Bare;
+use crate::harness::{Case, alone};
+use crate::pods::{Shape, is_whole, remove};
+
+pub(crate) fn cases() -> Vec<Case> {
+    alone![no_descriptors, no_processes]
+}
+
+/// Sets the soft limit; the hard one stays, as raising it takes a privilege.
+fn limit(pid: u32, limit: &str) -> Result<()> {
+    let done = Command::new("prlimit").args(["--pid", &pid.to_string(), &format!("--nofile={limit}:")]).output()?;
+    ensure!(done.status.success(), "prlimit: {}", String::from_utf8_lossy(&done.stderr));
+    Ok(())
+}
+
+async fn no_descriptors() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
+    let (other, dying) = (bare.id("other"), bare.id("dying"));
+    shape.run(&controller, &other).await?;
+    let pid = shape.run(&controller, &dying).await?;
+    let (daemon, id) = (bare.pid()?, bare.id("refused"));
+    let hard = fs::read_to_string(format!("/proc/{daemon}/limits"))?;
+    let hard = hard.lines().find_map(|line| line.strip_prefix("Max open files")).context("no limit")?;
+    let hard = hard.split_whitespace().nth(1).context("no hard limit")?.to_owned();
+    shape.create(&controller, &id).await?;
+    // None is free below.
+    limit(daemon, "3")?;
+    let error = controller.start(&id).await.err().context("started without a descriptor")?;
+    ensure!(error.message.contains("os error 24") && error.message.contains(&id), "{error}");
+    // What needs no new descriptor goes on: status, exit, Wait.
+    ensure!(controller.status(&bare.id("nobody"), false).await.is_err(), "status of nobody");
+    kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
+    ensure!(controller.wait(&dying).await?.exit_status == 137, "its exit");
+    limit(daemon, &hard)?;
+    is_whole(&bare, &controller, &other).await?;
+    for id in [&other, &dying, &id] {
+        let _ = controller.stop(id).await;
+        controller.shutdown(id).await?;
+    }
+    shape.run(&controller, &id).await.context("with descriptors again")?;
+    remove(&controller, &id).await?;
+    bare.nothing_left().await
+}
+
+/// The daemon's own pids cgroup is full: no child, and no further thread.
+async fn no_processes() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
+    let (other, id) = (bare.id("other"), bare.id("refused"));
+    shape.run(&controller, &other).await?;
+    let daemon = bare.pid()?;
+    let pids = pids_controller()?;
+    let full = pids.join(bare.cgroup().trim_start_matches('/')).join("daemon");
+    fs::create_dir(&full)?;
+    fs::write(full.join("cgroup.procs"), daemon.to_string())?;
+    fs::write(full.join("pids.max"), "1")?;
+    shape.create(&controller, &id).await?;
+    let error = controller.start(&id).await.err().context("started without a process")?;
+    for word in [id.as_str(), "clone the pause process", "os error 11"] {
+        ensure!(error.message.contains(word), "{word:?} is not in: {error}");
+    }
+    is_whole(&bare, &controller, &other).await?;
+    controller.stop(&other).await.context("stop needs no process")?;
+    fs::write(full.join("pids.max"), "max")?;
+    fs::write(pids.join("cgroup.procs"), daemon.to_string())?;
+    shape.run(&controller, &id).await.context("with processes again")?;
+    remove(&controller, &id).await?;
+    controller.shutdown(&other).await?;
+    fs::remove_dir(&full)?;
+    bare.nothing_left().await
+}
+
+/// Where the pids controller is: a hierarchy of version 1, or the one of version 2.
+fn pids_controller() -> Result<PathBuf> {
+    let all = cgroup::hierarchies()?;
+    let first = all.iter().find(|path| path.ends_with("pids")).or_else(|| all.first());
+    first.cloned().context("no cgroup file system")
+}

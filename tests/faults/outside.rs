@@ -1,0 +1,246 @@
+//! System calls of the daemon fail or hang, by injection: the error names step, path and errno, other pods are not slowed, and what could
+//! not be done is done once the fault is gone.
+
+use std::fs;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use kit::controller::Controller;
+use kit::machine::processes;
+use kit::{ContainerSpec, Handler, Node, Pod, PodSpec, grpc, until};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::bare::Bare;
+use crate::harness::{Case, alone, on_node};
+use crate::pods::{Netns, Shape, is_whole, remove};
+use crate::strace::Fault;
+
+pub(crate) fn cases() -> Vec<Case> {
+    let mut cases = alone![a_start_that_fails, a_cleanup_that_fails, an_unmount_that_hangs, a_netns_that_is_gone];
+    cases.extend(on_node![node_shim_that_hangs]);
+    cases
+}
+
+/// How often each of Status and Start is measured.
+const TIMES: usize = 15;
+/// Others may be this much slower during a fault than under the same tracer without one: far less than any of the hangs.
+const RATIO: u32 = 10;
+/// What is not worth a comparison on a busy machine.
+const NOISE: Duration = Duration::from_millis(50);
+
+/// Medians of Status of a living pod and of Start of new ones.
+async fn medians(bare: &Bare, other: &str) -> Result<[Duration; 2]> {
+    let (controller, shape) = (bare.controller(), Shape::plain(bare));
+    let (mut status, mut start) = (Vec::new(), Vec::new());
+    for number in 0..TIMES {
+        let begun = Instant::now();
+        ensure!(controller.status(other, false).await?.state == "SANDBOX_READY", "the other pod is not ready");
+        status.push(begun.elapsed());
+        let id = bare.id(&format!("measured-{number}"));
+        shape.create(&controller, &id).await?;
+        let begun = Instant::now();
+        controller.start(&id).await?;
+        start.push(begun.elapsed());
+    }
+    status.sort();
+    start.sort();
+    Ok([status[TIMES / 2], start[TIMES / 2]])
+}
+
+async fn remove_measured(bare: &Bare, controller: &Controller) -> Result<()> {
+    for number in 0..TIMES {
+        remove(controller, &bare.id(&format!("measured-{number}"))).await?;
+    }
+    Ok(())
+}
+
+fn compare(what: &str, before: [Duration; 2], during: [Duration; 2]) -> Result<()> {
+    for (verb, (before, during)) in ["Status", "Start"].into_iter().zip(before.into_iter().zip(during)) {
+        eprintln!("{what}: {verb} of others {before:?} before, {during:?} during");
+        ensure!(during < before * RATIO + NOISE, "{what}: {verb} of others took {during:?}, before {before:?}");
+    }
+    Ok(())
+}
+
+/// The message has all of these.
+fn names(error: &grpc::Status, words: &[&str]) -> Result<()> {
+    for word in words {
+        ensure!(error.message.contains(word), "{word:?} is not in: {error}");
+    }
+    Ok(())
+}
+
+async fn a_start_that_fails() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
+    let other = bare.id("other");
+    shape.run(&controller, &other).await?;
+    let id = bare.id("failing");
+    let (held, seen) = (bare.record(&id).join("shm").display().to_string(), bare.shm(&id).display().to_string());
+    let cgroup = format!("{}/{id}", bare.cgroup());
+    let before = bare.left()?;
+    for (fault, words) in [
+        ("clone3:error=EAGAIN", ["clone the pause process", "", "os error 11"]),
+        ("mount:error=ENOMEM", ["mount shared memory", held.as_str(), "os error 12"]),
+        ("mount:error=ENOMEM:when=2+2", ["bind shared memory", seen.as_str(), "os error 12"]),
+        ("mkdirat:error=ENOSPC", ["make cgroup", cgroup.as_str(), "os error 28"]),
+        ("setns:error=EPERM", ["join the empty mount namespace", "", "os error 1"]),
+        ("execveat:error=EACCES", ["execute the pause program", "", "os error 13"]),
+    ] {
+        let fault_now = Fault::begin(bare.pid()?, &[fault]).await?;
+        shape.create(&controller, &id).await.with_context(|| format!("{fault}: create"))?;
+        let error = controller.start(&id).await.err().with_context(|| format!("{fault}: it started"))?;
+        names(&error, &words).with_context(|| fault.to_owned())?;
+        names(&error, &[&id]).with_context(|| fault.to_owned())?;
+        ensure!(bare.left()? == before, "{fault}: left {:?}, before {before:?}", bare.left()?);
+        is_whole(&bare, &controller, &other).await.with_context(|| fault.to_owned())?;
+        fault_now.end().await?;
+        shape.run(&controller, &id).await.with_context(|| format!("after {fault}"))?;
+        remove(&controller, &id).await?;
+    }
+    remove(&controller, &other).await?;
+    bare.nothing_left().await
+}
+
+/// EBUSY of unmount and of the cgroup's removal: told to who asks, and done by the back-off when nobody asks any more.
+async fn a_cleanup_that_fails() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
+    let (other, stopped, killed) = (bare.id("other"), bare.id("stopped"), bare.id("killed"));
+    shape.run(&controller, &other).await?;
+    for (call, word) in [("umount2", "unmount shared memory"), ("unlinkat", "remove cgroup")] {
+        // The same tracer, and a fault that never comes.
+        let calm = Fault::begin(bare.pid()?, &[&format!("{call}:error=EBUSY:when=60000")]).await?;
+        let before = medians(&bare, &other).await?;
+        calm.end().await?;
+        remove_measured(&bare, &controller).await?;
+
+        shape.run(&controller, &stopped).await?;
+        let pid = shape.run(&controller, &killed).await?;
+        let fault = Fault::begin(bare.pid()?, &[&format!("{call}:error=EBUSY")]).await?;
+        let error = controller.stop(&stopped).await.err().with_context(|| format!("{call}: Stop succeeded"))?;
+        names(&error, &[&stopped, word, "os error 16"])?;
+        let path = if call == "umount2" { bare.shm(&stopped).display().to_string() } else { bare.cgroup() };
+        names(&error, &[&path])?;
+        // The exit is told although the cleanup fails.
+        kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
+        let exit = tokio::time::timeout(Duration::from_secs(5), controller.wait(&killed)).await.context("Wait")??;
+        ensure!(exit.exit_status == 137, "exit status {}", exit.exit_status);
+        let during = medians(&bare, &other).await?;
+        compare(call, before, during)?;
+        ensure!(controller.shutdown(&stopped).await.is_err(), "{call}: Shutdown succeeded");
+        fault.end().await?;
+
+        // Nobody asks for the killed one; the other was to be shut down, and is in time.
+        until("the cleanup is done", Duration::from_secs(40), async || {
+            let left: Vec<String> = bare.left()?;
+            let of = |id: &str, kind: &str| left.iter().filter(|l| l.starts_with(kind) && l.contains(id)).count();
+            ensure!(
+                of(&killed, "mount") == 0 && of(&killed, "cgroup") == 0 && of(&stopped, "") == 0,
+                "left: {left:#?}"
+            );
+            Ok(())
+        })
+        .await?;
+        let gone = controller.status(&stopped, false).await;
+        ensure!(gone.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{gone:?}");
+        remove(&controller, &killed).await?;
+        remove_measured(&bare, &controller).await?;
+    }
+    remove(&controller, &other).await?;
+    bare.nothing_left().await
+}
+
+async fn an_unmount_that_hangs() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
+    let (other, hanging) = (bare.id("other"), bare.id("hanging"));
+    shape.run(&controller, &other).await?;
+    let pid = shape.run(&controller, &hanging).await?;
+    let calm = Fault::begin(bare.pid()?, &["umount2:delay_enter=12s:when=60000"]).await?;
+    let before = medians(&bare, &other).await?;
+    calm.end().await?;
+    remove_measured(&bare, &controller).await?;
+
+    let fault = Fault::begin(bare.pid()?, &["umount2:delay_enter=12s:when=1"]).await?;
+    kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
+    let exit = tokio::time::timeout(Duration::from_secs(5), controller.wait(&hanging)).await.context("Wait")??;
+    ensure!(exit.exit_status == 137, "exit status {}", exit.exit_status);
+    let status = controller.status(&hanging, false).await?;
+    ensure!(status.state == "SANDBOX_NOTREADY", "it is {}", status.state);
+    let during = medians(&bare, &other).await?;
+    compare("unmount of 12 s", before, during)?;
+    ensure!(bare.shm(&hanging).exists(), "it was unmounted: nothing was hanging");
+    let stopped = until("stop", Duration::from_secs(60), async || Ok(controller.stop(&hanging).await?)).await;
+    stopped.context("Stop while the unmount hangs")?;
+    fault.end().await?;
+    remove(&controller, &hanging).await?;
+    remove_measured(&bare, &controller).await?;
+    remove(&controller, &other).await?;
+    bare.nothing_left().await
+}
+
+/// Medians as [`medians`] has them, of pods under containerd.
+async fn medians_on(node: &Arc<Node>, other: &Pod) -> Result<[Duration; 2]> {
+    let (controller, mut status, mut start) = (node.sandboxer(), Vec::new(), Vec::new());
+    for number in 0..TIMES {
+        let begun = Instant::now();
+        ensure!(controller.status(other.id(), false).await?.state == "SANDBOX_READY", "the other pod is not ready");
+        status.push(begun.elapsed());
+        let begun = Instant::now();
+        let pod = node.run(Handler::Ours, PodSpec::new(&format!("measured-{number}")).host_network()).await?;
+        start.push(begun.elapsed());
+        pod.remove().await?;
+    }
+    status.sort();
+    start.sort();
+    Ok([status[TIMES / 2], start[TIMES / 2]])
+}
+
+/// The shim of a pod whose container is gone stands still.
+async fn node_shim_that_hangs(node: Arc<Node>) -> Result<()> {
+    let other = node.run(Handler::Ours, PodSpec::new("other").host_network()).await?;
+    let hanging = node.run(Handler::Ours, PodSpec::new("hanging").host_network()).await?;
+    let container = hanging.run(ContainerSpec::sleeping("main")).await?;
+    let before = medians_on(&node, &other).await?;
+    container.stop().await?;
+    container.remove().await?;
+    let of_pod =
+        |p: &processes::Proc| p.command.contains("containerd-shim-runc-v2") && p.command.contains(hanging.id());
+    let shim = processes::all()?.into_iter().find(of_pod).context("the pod has no shim")?;
+    kill(Pid::from_raw(shim.pid.cast_signed()), Signal::SIGSTOP)?;
+    let removing = tokio::spawn({
+        let hanging = hanging.clone();
+        async move { hanging.remove().await }
+    });
+    let during = medians_on(&node, &other).await?;
+    ensure!(!removing.is_finished(), "nothing was hanging");
+    compare("a shim that hangs", before, during)?;
+    removing.await?.context("remove a pod whose shim hangs")?;
+    ensure!(!processes::one(shim.pid).is_ok_and(|p| p.start_time == shim.start_time), "the shim is left");
+    other.remove().await
+}
+
+/// Between Create and Start.
+async fn a_netns_that_is_gone() -> Result<()> {
+    let bare = Bare::started().await?;
+    let controller = bare.controller();
+    let netns = Netns::new(bare.path("netns"))?;
+    let shape = Shape { netns: Some(netns.path().to_owned()), ..Shape::plain(&bare) };
+    let id = bare.id("gone");
+    let path = netns.path().display().to_string();
+    shape.create(&controller, &id).await?;
+    nix::mount::umount2(netns.path(), nix::mount::MntFlags::MNT_DETACH)?;
+    let error = controller.start(&id).await.err().context("started in what is no namespace")?;
+    names(&error, &[&id, "join network namespace", &path, "os error 22"])?;
+    bare.nothing_left().await?;
+    fs::remove_file(netns.path())?;
+    let again = Netns::new(bare.path("netns"))?;
+    shape.create(&controller, &id).await?;
+    again.remove()?;
+    let error = controller.start(&id).await.err().context("started without its namespace")?;
+    names(&error, &[&id, "open network namespace", &path, "os error 2"])?;
+    bare.nothing_left().await
+}

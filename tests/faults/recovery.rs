@@ -1,0 +1,303 @@
+//! What recovery makes of what an earlier daemon has left, on the real kernel.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use kit::machine::processes;
+use kit::{grpc, until};
+use nix::mount::{MntFlags, umount2};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::{Value, json};
+
+use crate::bare::Bare;
+use crate::harness::{Case, alone};
+use crate::pods::{Shape, is_whole, remove, state};
+
+pub(crate) fn cases() -> Vec<Case> {
+    alone![
+        the_living_the_dead_and_the_reused,
+        a_death_during_the_restart_is_told,
+        not_decidable_in_time,
+        not_decidable_and_then_decidable,
+        unreadable_and_newer_records_stay,
+        records_of_earlier_versions_load,
+        after_a_reboot,
+        while_the_last_child_executes,
+    ]
+}
+
+fn stage(bare: &Bare, id: &str) -> Result<(PathBuf, Value)> {
+    let path = bare.record(id).join("stage.json");
+    let text = fs::read(&path).with_context(|| format!("read {}", path.display()))?;
+    Ok((path, serde_json::from_slice(&text)?))
+}
+
+/// Changes the recorded identity of a pause.
+fn change(bare: &Bare, id: &str, key: &str, value: Value) -> Result<()> {
+    let (path, mut stage) = stage(bare, id)?;
+    let field = stage.pointer_mut(&format!("/started/identity/{key}")).context("no such field")?;
+    *field = value;
+    Ok(fs::write(path, stage.to_string())?)
+}
+
+/// Ready with the same pid and time of creation; or not ready when pid, start time, namespace or boot are another's, who stays alive.
+async fn the_living_the_dead_and_the_reused() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
+    let alive = bare.id("alive");
+    let pid = shape.run(&controller, &alive).await?;
+    let created_at = controller.status(&alive, false).await?.created_at;
+    // A process that has nothing to do with us, as one that got the pid of a pause.
+    let mut stranger = std::process::Command::new("sleep").arg("600").spawn()?;
+    let others = [
+        ("pid", json!(stranger.id())),
+        ("start_time", json!(1)),
+        ("pid_namespace", json!(1)),
+        ("boot_id", json!("another")),
+    ];
+    let mut pids = Vec::new();
+    for (key, _) in &others {
+        pids.push(shape.run(&controller, &bare.id(key)).await?);
+    }
+    bare.kill()?;
+    for (key, value) in &others {
+        change(&bare, &bare.id(key), key, value.clone())?;
+    }
+    bare.start().await?;
+
+    ensure!(is_whole(&bare, &controller, &alive).await? == pid, "another pause");
+    ensure!(controller.status(&alive, false).await?.created_at == created_at, "another time of creation");
+    for (key, _) in &others {
+        let id = bare.id(key);
+        ensure!(state(&controller, &id).await? == "SANDBOX_NOTREADY", "{key} is another, but it is ready");
+        ensure!(controller.wait(&id).await?.exit_status == 255, "nobody can tell its exit");
+        remove(&controller, &id).await?;
+    }
+    ensure!(stranger.try_wait()?.is_none(), "the stranger was killed");
+    stranger.kill()?;
+    stranger.wait()?;
+    remove(&controller, &alive).await?;
+    bare.nothing_left().await
+}
+
+/// A pause that dies while no daemon runs.
+async fn a_death_during_the_restart_is_told() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
+    for how in ["terminated", "killed"] {
+        let id = bare.id(how);
+        let pid = shape.run(&controller, &id).await?;
+        if how == "killed" {
+            bare.kill()?
+        } else {
+            bare.stop().await?
+        }
+        kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
+        until("the pause has ended", Duration::from_secs(5), async || {
+            ensure!(!processes::one(pid).is_ok_and(|p| p.state != 'Z'), "it lives");
+            Ok(())
+        })
+        .await?;
+        bare.start().await?;
+        let exit = tokio::time::timeout(Duration::from_secs(5), controller.wait(&id)).await.context("Wait hangs")??;
+        ensure!([137, 255].contains(&exit.exit_status), "exit status {}", exit.exit_status);
+        ensure!(state(&controller, &id).await? == "SANDBOX_NOTREADY", "not told");
+        remove(&controller, &id).await?;
+    }
+    bare.nothing_left().await
+}
+
+/// The kernel does not answer about one pause: the daemon comes up all the same, with all other pods.
+async fn not_decidable_in_time() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
+    let ids: Vec<String> = (0..6).map(|n| bare.id(&n.to_string())).collect();
+    for id in &ids {
+        shape.run(&controller, id).await?;
+    }
+    bare.kill()?;
+    // Of each thread the first look hangs beyond what a record may take; which records these are is left to chance.
+    let begun = Instant::now();
+    bare.start_with(&["pidfd_open:delay_enter=13s:when=1"]).await?;
+    ensure!(begun.elapsed() < Duration::from_secs(25), "up only after {:?}", begun.elapsed());
+    let mut unknown = Vec::new();
+    for id in &ids {
+        match state(&controller, id).await?.as_str() {
+            "SANDBOX_READY" => {}
+            "SANDBOX_UNKNOWN" => unknown.push(id.clone()),
+            other => bail!("{id} is {other}"),
+        }
+    }
+    ensure!(!unknown.is_empty(), "none is unknown");
+    ensure!(bare.pauses()?.len() == ids.len(), "a pause was ended");
+    bare.end_faults().await?;
+    for id in &ids {
+        remove(&controller, id).await.with_context(|| format!("end {id}, of the unknown {unknown:?}"))?;
+    }
+    bare.nothing_left().await
+}
+
+/// The kernel refuses to tell, and then tells.
+async fn not_decidable_and_then_decidable() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
+    let (stopped, removed) = (bare.id("stopped"), bare.id("removed"));
+    for id in [&stopped, &removed] {
+        shape.run(&controller, id).await?;
+    }
+    bare.kill()?;
+    bare.start_with(&["pidfd_open:error=EMFILE"]).await?;
+    for id in [&stopped, &removed] {
+        ensure!(state(&controller, id).await? == "SANDBOX_UNKNOWN", "{id} is {}", state(&controller, id).await?);
+    }
+    let error = controller.stop(&stopped).await.err().context("stopped what nobody can find")?;
+    ensure!(error.message.contains("open a pidfd") && error.message.contains("os error 24"), "{error}");
+    ensure!(controller.shutdown(&removed).await.is_err(), "removed what nobody can find");
+    ensure!(bare.pauses()?.len() == 2, "a pause was ended");
+    bare.end_faults().await?;
+    controller.stop(&stopped).await?;
+    ensure!(controller.wait(&stopped).await?.exit_status == 137, "its exit");
+    // It was asked for once, and is done by the back-off.
+    until("the removal", Duration::from_secs(20), async || {
+        let status = controller.status(&removed, false).await;
+        ensure!(status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{status:?}");
+        Ok(())
+    })
+    .await?;
+    controller.shutdown(&stopped).await?;
+    bare.nothing_left().await
+}
+
+async fn unreadable_and_newer_records_stay() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
+    let (good, newer, broken) = (bare.id("good"), bare.id("newer"), bare.id("broken"));
+    for id in [&good, &newer, &broken] {
+        shape.run(&controller, id).await?;
+    }
+    bare.kill()?;
+    let record = bare.record(&newer).join("record.json");
+    let old = fs::read_to_string(&record)?;
+    let text = old.replacen("\"version\":1", "\"version\":99", 1);
+    fs::write(&record, &text)?;
+    fs::write(bare.record(&broken).join("record.json"), "{")?;
+    bare.start().await?;
+    is_whole(&bare, &controller, &good).await?;
+    for id in [&newer, &broken] {
+        ensure!(bare.logged().contains(&format!("kept aside: {}", bare.record(id).display())), "{id} is not reported");
+        // Neither gone nor dead: containerd asks again.
+        let status = controller.status(id, false).await.err().context("status of what cannot be read")?;
+        ensure!(status.code != grpc::NOT_FOUND, "{status}");
+        let wait = controller.wait(id).await.err().context("Wait")?;
+        ensure!(wait.code == grpc::UNAVAILABLE, "Wait: {wait}");
+        ensure!(controller.shutdown(id).await.is_err(), "removed what cannot be read");
+    }
+    ensure!(fs::read_to_string(&record)? == text, "the newer record was changed");
+    ensure!(bare.pauses()?.len() == 3, "a pause was ended");
+    // A daemon that can read it takes it over.
+    bare.stop().await?;
+    fs::write(&record, &old)?;
+    fs::write(bare.record(&broken).join("record.json"), old.replace(&newer, &broken))?;
+    bare.start().await?;
+    for id in [&good, &newer, &broken] {
+        is_whole(&bare, &controller, id).await?;
+        remove(&controller, id).await?;
+    }
+    bare.nothing_left().await
+}
+
+/// The records in `tests/records/VERSION`, as daemons of that version wrote them.
+async fn records_of_earlier_versions_load() -> Result<()> {
+    // They are old.
+    let bare = Bare::new("abandoned_after = 1000000000\n")?;
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/records");
+    let mut expected = Vec::new();
+    for version in fs::read_dir(&golden).with_context(|| format!("read {}", golden.display()))? {
+        for record in fs::read_dir(version?.path())? {
+            let record = record?;
+            let (from, id) = (record.path(), record.file_name().to_string_lossy().into_owned());
+            let to = bare.record(&id);
+            fs::create_dir_all(&to)?;
+            for file in fs::read_dir(from)? {
+                let file = file?;
+                fs::copy(file.path(), to.join(file.file_name()))?;
+            }
+            expected.push(id);
+        }
+    }
+    expected.sort();
+    ensure!(expected == ["created", "exited", "network", "started"], "the golden records are {expected:?}");
+    bare.start().await?;
+    let controller = bare.controller();
+    // Pauses of another boot have ended.
+    for (id, exit) in [("created", None), ("exited", Some(137)), ("network", None), ("started", Some(255))] {
+        let status = controller.status(id, true).await.with_context(|| format!("{id}: {}", bare.logged()))?;
+        ensure!(status.state == "SANDBOX_NOTREADY" && status.pid == 0, "{id}: {status:?}");
+        ensure!(status.created_at.seconds == 1_790_000_000, "{id}: created at {}", status.created_at.seconds);
+        let info: Value = serde_json::from_str(status.info.get("info").context("no info")?)?;
+        ensure!(info["config"]["metadata"]["name"] == id, "{id}: config is {}", info["config"]);
+        if let Some(exit) = exit {
+            ensure!(controller.wait(id).await?.exit_status == exit, "{id}: its exit");
+        }
+        remove(&controller, id).await?;
+    }
+    bare.nothing_left().await
+}
+
+/// The state directory is empty and nothing lives.
+async fn after_a_reboot() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
+    let id = bare.id("before");
+    let pid = shape.run(&controller, &id).await?;
+    bare.kill()?;
+    // What a reboot takes: processes, mounts, and all below /run. containerd's root stays.
+    kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
+    for point in [bare.shm(&id), bare.record(&id).join("shm"), bare.path("state/sandboxes")] {
+        umount2(&point, MntFlags::MNT_DETACH)?;
+    }
+    fs::remove_dir_all(bare.path("state"))?;
+    fs::remove_dir_all(bare.path("run"))?;
+    kit::machine::cgroup::remove(&format!("{}/{id}", bare.cgroup()))?;
+    bare.start().await?;
+    for code in [controller.status(&id, false).await.map(drop), controller.wait(&id).await.map(drop)] {
+        ensure!(code.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{code:?}");
+    }
+    controller.shutdown(&id).await?;
+    // containerd deletes its own directory of a pod that it finds gone; it is no mount and no process.
+    fs::remove_dir_all(bare.files(&id))?;
+    bare.nothing_left().await?;
+    shape.run(&controller, &id).await.context("run it again")?;
+    remove(&controller, &id).await?;
+    bare.nothing_left().await
+}
+
+/// The daemon is killed while the child that is to be a pause is held up before its exec: it has neither name nor cgroup.
+async fn while_the_last_child_executes() -> Result<()> {
+    let bare = Bare::new("")?;
+    bare.start_with(&["execveat:delay_enter=2s"]).await?;
+    let shape = Shape { cgroup_parent: String::new(), ..Shape::plain(&bare) };
+    let (controller, id) = (bare.controller(), bare.id("late"));
+    shape.create(&controller, &id).await?;
+    let daemon = bare.pid()?;
+    let starting = tokio::spawn({
+        let (controller, id) = (bare.controller(), id.clone());
+        async move { controller.start(&id).await }
+    });
+    let child = until("the child", Duration::from_secs(5), async || {
+        let children = processes::all()?.into_iter().filter(|p| p.parent == daemon);
+        children.map(|p| p.pid).next().context("none yet")
+    })
+    .await?;
+    bare.kill()?;
+    ensure!(starting.await?.is_err(), "started without a daemon");
+    bare.start().await?;
+    ensure!(!processes::one(child).is_ok_and(|p| p.state != 'Z'), "the child lives on");
+    ensure!(bare.logged().contains("a pause that no record names is ended"), "it was not found:\n{}", bare.logged());
+    let gone = controller.status(&id, false).await;
+    ensure!(gone.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{gone:?}");
+    bare.nothing_left().await
+}

@@ -1,0 +1,325 @@
+//! Both daemons are restarted under real pods of a real containerd.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::net::UnixListener;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use kit::cri::api;
+use kit::{ContainerSpec, Cri, Handler, Node, Pod, PodSpec, grpc, until};
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tokio::task::JoinSet;
+
+use crate::harness::{Case, on_node};
+use crate::tracer::Tracer;
+
+/// Hundreds of pods and containers on a small machine.
+const LIMIT: Duration = Duration::from_secs(400);
+
+pub(crate) fn cases() -> Vec<Case> {
+    let cases =
+        on_node![node_sandboxer_restarts_with_100_pods, node_containerd_restarts, node_killed_in_run_pod_sandbox];
+    cases.into_iter().map(|case| case.within(LIMIT)).collect()
+}
+
+const PODS: usize = 100;
+const CLIENTS: usize = 8;
+
+/// Runs `work` on every pod, some side by side.
+async fn on_all<F>(pods: &[Pod], work: impl Fn(Pod) -> F) -> Result<()>
+where
+    F: Future<Output = Result<()>> + Send + 'static,
+{
+    let mut under_way = JoinSet::new();
+    for pod in pods {
+        if under_way.len() == CLIENTS
+            && let Some(ended) = under_way.join_next().await
+        {
+            ended??;
+        }
+        under_way.spawn(work(pod.clone()));
+    }
+    while let Some(ended) = under_way.join_next().await {
+        ended??;
+    }
+    Ok(())
+}
+
+/// A container of each of these can be made, and runs.
+async fn take_containers(pods: &[Pod], attempt: u32) -> Result<()> {
+    on_all(pods, move |pod| async move {
+        let container = pod.run(ContainerSpec::sleeping("after").attempt(attempt)).await?;
+        ensure!(container.sh("echo runs").await? == "runs\n", "the container does not run");
+        container.stop().await?;
+        container.remove().await
+    })
+    .await
+}
+
+async fn pids(node: &Node, pods: &[Pod]) -> Result<BTreeMap<String, u32>> {
+    let controller = node.sandboxer();
+    let mut pids = BTreeMap::new();
+    for pod in pods {
+        pids.insert(pod.id().to_owned(), controller.status(pod.id(), false).await?.pid);
+    }
+    Ok(pids)
+}
+
+async fn ready(node: &Node) -> Result<BTreeSet<String>> {
+    let filter = api::PodSandboxFilter {
+        state: Some(api::PodSandboxStateValue {
+            state: api::PodSandboxState::SANDBOX_READY.into(),
+            ..Default::default()
+        })
+        .into(),
+        ..Default::default()
+    };
+    Ok(node.cri().list_pod_sandbox(filter).await?.into_iter().map(|pod| pod.id).collect())
+}
+
+/// The ids of sandboxes whose exit containerd has logged.
+fn exits(node: &Node) -> Result<BTreeSet<String>> {
+    let log = fs::read(node.layout().containerd_log())?;
+    let told = String::from_utf8_lossy(&log).into_owned();
+    let lines = told.lines().filter(|line| line.contains("received sandbox container exit event"));
+    let word = |line: &str| line.split(|c: char| !c.is_ascii_hexdigit()).find(|w| w.len() == 64).map(str::to_owned);
+    Ok(lines.filter_map(word).collect())
+}
+
+/// By SIGTERM, by SIGKILL and into another binary, with a Wait pending on every pod, each time with a pause that dies meanwhile.
+async fn node_sandboxer_restarts_with_100_pods(node: Arc<Node>) -> Result<()> {
+    let mut clients = JoinSet::new();
+    for client in 0..CLIENTS {
+        let node = Arc::clone(&node);
+        clients.spawn(async move {
+            let cri = Cri::new(node.layout().containerd_socket());
+            let mut pods = Vec::new();
+            for number in (client..PODS).step_by(CLIENTS) {
+                let home = node.prepare(PodSpec::new(&format!("pod-{number}")).host_network())?;
+                let id = cri.run_pod_sandbox(home.config(), Handler::Ours.name()).await?;
+                pods.push(Pod::new(&node, Handler::Ours, home, id));
+            }
+            anyhow::Ok(pods)
+        });
+    }
+    let mut pods: Vec<Pod> = Vec::new();
+    while let Some(ended) = clients.join_next().await {
+        pods.extend(ended??);
+    }
+    let before = pids(&node, &pods).await?;
+    let exits_before = exits(&node)?;
+    let newer = node.layout().top.join("newer-sandboxer");
+    let mut dead: Vec<Pod> = Vec::new();
+    for (round, how) in ["SIGTERM", "SIGKILL", "a newer binary"].into_iter().enumerate() {
+        let controller = Arc::new(node.sandboxer());
+        let mut waits = JoinSet::new();
+        for pod in &pods {
+            let (controller, id) = (Arc::clone(&controller), pod.id().to_owned());
+            waits.spawn(async move { controller.wait(&id).await });
+        }
+        // On the same connection, so behind all of them.
+        while waits.try_join_next().is_some() {}
+        tokio::task::yield_now().await;
+        for pod in &pods {
+            controller.status(pod.id(), false).await?;
+        }
+        ensure!(waits.len() == pods.len(), "{how}: a Wait ended before the restart");
+
+        if how == "SIGTERM" {
+            node.stop_sandboxer().await?
+        } else {
+            node.kill_sandboxer()?
+        }
+        while let Some(ended) = waits.join_next().await {
+            match ended? {
+                Err(status) if status.code == grpc::UNAVAILABLE => {}
+                other => bail!("{how}: a Wait ended in {other:?}"),
+            }
+        }
+        let victim = pods.swap_remove(round * 7);
+        kill(Pid::from_raw(before[victim.id()].cast_signed()), Signal::SIGKILL)?;
+        if how == "a newer binary" {
+            let old = node.sandboxer_command()?;
+            fs::copy(old.get_program(), &newer)?;
+            let mut command = Command::new(&newer);
+            command.args(old.get_args());
+            node.start_sandboxer_as(command).await?;
+        } else {
+            node.start_sandboxer().await?;
+        }
+
+        let expected: BTreeSet<String> = pods.iter().map(|pod| pod.id().to_owned()).collect();
+        until("the death is told", Duration::from_secs(20), async || {
+            ensure!(!victim.is_ready().await?, "it is ready");
+            ensure!(exits(&node)?.contains(victim.id()), "containerd has not heard of it");
+            Ok(())
+        })
+        .await
+        .context(how)?;
+        dead.push(victim);
+        // A third of the pods after each restart, so that each takes a container after one.
+        let share = pods.len().div_ceil(3);
+        let third = pods.chunks(share).nth(round).unwrap_or_default();
+        take_containers(third, u32::try_from(round)?).await.context(how)?;
+        ensure!(ready(&node).await? == expected, "{how}: not all are ready");
+        let now = pids(&node, &pods).await?;
+        ensure!(now.iter().all(|(id, pid)| before[id] == *pid), "{how}: a pause has another pid");
+        let told: BTreeSet<String> = exits(&node)?.difference(&exits_before).cloned().collect();
+        let died: BTreeSet<String> = dead.iter().map(|pod| pod.id().to_owned()).collect();
+        ensure!(told == died, "{how}: containerd has logged exits of {told:?}, but {died:?} have died");
+    }
+    pods.extend(dead);
+    on_all(&pods, |pod| async move { pod.remove().await }).await?;
+    // The next case finds the usual binary.
+    node.stop_sandboxer().await?;
+    fs::remove_file(newer)?;
+    node.start_sandboxer().await
+}
+
+/// containerd alone, both at once, and the sandboxer late: behind a socket that a service manager holds.
+///
+/// containerd waits about a second for the first answer of a socket. What it could not ask about by then is Unknown to it: the pod
+/// is told to be ready and its containers run, but it starts no further one until containerd is restarted once more.
+async fn node_containerd_restarts(node: Arc<Node>) -> Result<()> {
+    for how in ["alone", "killed alone", "both", "late", "too late"] {
+        let pods = [
+            node.run(Handler::Ours, PodSpec::new("network").dns(&["10.0.0.10"], &[], &[])).await?,
+            node.run(Handler::Ours, PodSpec::new("host").host_network().dns(&["10.0.0.10"], &[], &[])).await?,
+        ];
+        let mut before = Vec::new();
+        for pod in &pods {
+            let old = pod.run(ContainerSpec::sleeping("old")).await?;
+            old.sh("echo kept > /dev/shm/file").await?;
+            let files = old.sh("cat /etc/hosts /etc/resolv.conf /etc/hostname").await?;
+            before.push((old, files, pod.pause_pid().await?, pod.status().await?.created_at));
+        }
+        restart(&node, how).await.context(how)?;
+        if how == "too late" {
+            for (pod, (old, _, pause, _)) in pods.iter().zip(&before) {
+                ensure!(pod.is_ready().await? && pod.pause_pid().await? == *pause, "too late: not ready");
+                ensure!(old.sh("cat /dev/shm/file").await? == "kept\n", "too late: its container");
+            }
+            restart(&node, "alone").await.context("once more")?;
+        }
+        for (pod, (old, files, pause, created_at)) in pods.iter().zip(before) {
+            let name = &pod.config().metadata.name;
+            until("ready", Duration::from_secs(10), async || {
+                ensure!(pod.is_ready().await?, "{how}: {name} is not ready");
+                Ok(())
+            })
+            .await?;
+            ensure!(pod.pause_pid().await? == pause, "{how}: {name} has another pause");
+            ensure!(pod.status().await?.created_at == created_at, "{how}: {name} has another time of creation");
+            let new = pod.run(ContainerSpec::sleeping("new")).await.with_context(|| format!("{how}: {name}"))?;
+            for container in [&old, &new] {
+                ensure!(container.sh("cat /dev/shm/file").await? == "kept\n", "{how}: {name}: shared memory");
+                let now = container.sh("cat /etc/hosts /etc/resolv.conf /etc/hostname").await?;
+                ensure!(now == files, "{how}: {name}: files are\n{now}not\n{files}");
+            }
+            new.sh("echo more > /dev/shm/file").await?;
+            ensure!(old.sh("cat /dev/shm/file").await? == "more\n", "{how}: {name}: not the same shared memory");
+        }
+        for pod in pods {
+            pod.remove().await?;
+        }
+    }
+    Ok(())
+}
+
+async fn restart(node: &Arc<Node>, how: &str) -> Result<()> {
+    match how {
+        "alone" => {
+            node.stop_containerd().await?;
+            node.start_containerd().await
+        }
+        "killed alone" => {
+            node.kill_containerd()?;
+            node.start_containerd().await
+        }
+        "both" => {
+            node.kill_containerd()?;
+            node.kill_sandboxer()?;
+            // The order of their units: the sandboxer is there first.
+            let command = node.sandboxer_command()?;
+            let starting = Arc::clone(node);
+            let sandboxer = tokio::spawn(async move { starting.start_sandboxer_as(command).await });
+            until("the sandboxer's socket", Duration::from_secs(10), async || {
+                Ok(tokio::net::UnixStream::connect(node.layout().sandboxer_socket()).await.map(drop)?)
+            })
+            .await?;
+            node.start_containerd().await?;
+            sandboxer.await?
+        }
+        _ => {
+            node.stop_containerd().await?;
+            node.stop_sandboxer().await?;
+            let path = node.layout().sandboxer_socket();
+            let _ = fs::remove_file(&path);
+            // As a service manager does it: the socket is there, and the daemon gets it as descriptor 3.
+            let listener = UnixListener::bind(&path)?;
+            fcntl(&listener, FcntlArg::F_SETFD(FdFlag::empty()))?;
+            let plain = node.sandboxer_command()?;
+            let mut command = Command::new("/bin/bash");
+            let script = format!("LISTEN_PID=$$ LISTEN_FDS=1 exec \"$@\" 3<&{}", listener.as_raw_fd());
+            command.args(["-c", &script, "bash"]).arg(plain.get_program()).args(plain.get_args());
+            let starting = Arc::clone(node);
+            let containerd = tokio::spawn(async move { starting.start_containerd().await });
+            tokio::time::sleep(Duration::from_millis(if how == "late" { 500 } else { 4000 })).await;
+            node.start_sandboxer_as(command).await?;
+            containerd.await??;
+            drop(listener);
+            Ok(())
+        }
+    }
+}
+
+/// Which of the calls of a RunPodSandbox: a sample of those at which the cases without containerd kill.
+const EVERY: usize = 6;
+
+async fn node_killed_in_run_pod_sandbox(node: Arc<Node>) -> Result<()> {
+    let before = node.snapshot()?;
+    let mut killed = 0;
+    for nth in (1..).step_by(EVERY) {
+        let home = node.prepare(PodSpec::new("killed"))?;
+        let tracer = Tracer::attach(node.sandboxer_pid()?, nth)?;
+        let running = node.cri().run_pod_sandbox(home.config(), Handler::Ours.name()).await;
+        let seen = tracer.finish()?;
+        let at = seen.calls.last().cloned().unwrap_or_default();
+        if seen.killed {
+            killed += 1;
+            node.kill_sandboxer()?;
+            node.start_sandboxer().await?;
+        }
+        let id = match running {
+            // Killed after Start was answered, or not at all: it is whole.
+            Ok(id) => id,
+            // Kubelet asks again, and containerd has cleaned up by then.
+            Err(_) => until("the same pod again", Duration::from_secs(20), async || {
+                for pod in node.cri().list_pod_sandbox(api::PodSandboxFilter::new()).await? {
+                    node.cri().stop_pod_sandbox(&pod.id).await?;
+                    node.cri().remove_pod_sandbox(&pod.id).await?;
+                }
+                Ok(node.cri().run_pod_sandbox(home.config(), Handler::Ours.name()).await?)
+            })
+            .await
+            .with_context(|| format!("killed at call {nth}: {at}"))?,
+        };
+        let pod = Pod::new(&node, Handler::Ours, home, id);
+        ensure!(pod.is_ready().await?, "killed at call {nth}: {at}: not ready");
+        let container = pod.run(ContainerSpec::sleeping("main")).await?;
+        ensure!(container.sh("echo runs").await? == "runs\n", "killed at call {nth}: {at}: the container does not run");
+        pod.remove().await.with_context(|| format!("killed at call {nth}: {at}"))?;
+        node.settles_to(&before).await.with_context(|| format!("killed at call {nth}: {at}"))?;
+        if !seen.killed {
+            ensure!(killed > 5, "killed only {killed} times");
+            return Ok(());
+        }
+    }
+    bail!("unreachable: there are not that many calls")
+}
