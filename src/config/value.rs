@@ -8,6 +8,8 @@ use std::time::Duration;
 use log::LevelFilter;
 use toml::de::DeValue;
 
+use super::Pattern;
+
 /// A value as it was given.
 pub(super) enum Input<'a> {
     /// By a flag.
@@ -99,6 +101,27 @@ impl Value for String {
 
     fn to_toml(&self) -> String {
         quoted(self)
+    }
+}
+
+impl Value for Vec<Pattern> {
+    const KIND: &'static str = "a list of patterns";
+
+    fn read(input: Input<'_>) -> Result<Self, String> {
+        let texts: Option<Vec<Cow<'_, str>>> = match &input {
+            Input::Text(text) => Some(text.split(',').filter(|one| !one.is_empty()).map(Cow::Borrowed).collect()),
+            Input::Toml(DeValue::Array(array)) => {
+                array.iter().map(|one| Input::Toml(one.get_ref()).text().map(|t| Cow::Owned(t.into_owned()))).collect()
+            }
+            Input::Toml(_) => None,
+        };
+        let Some(texts) = texts else { return Err(input.refused(Self::KIND)) };
+        texts.iter().map(|text| text.parse().map_err(|()| format!("{text:?} is no pattern"))).collect()
+    }
+
+    fn to_toml(&self) -> String {
+        let texts: Vec<String> = self.iter().map(|pattern| quoted(pattern.as_str())).collect();
+        format!("[{}]", texts.join(", "))
     }
 }
 

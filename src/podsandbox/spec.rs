@@ -93,7 +93,7 @@ fn spec(record: &Record, pod: &PodSandboxConfig, config: &Config) -> Result<Spec
         .set_process(Some(process(plan, pod)))
         .set_hostname(Some(plan.hostname.clone()).filter(|name| plan.uts == Namespace::Private && !name.is_empty()))
         .set_mounts(Some(mounts(record, pod, config)))
-        .set_annotations(Some(annotations::of(&record.id, pod)))
+        .set_annotations(Some(annotations::of(&record.id, pod, &config.pod_annotations)))
         .set_linux(Some(linux(plan, config)?));
     Ok(spec)
 }
