@@ -108,15 +108,20 @@ impl Value for Vec<Pattern> {
     const KIND: &'static str = "a list of patterns";
 
     fn read(input: Input<'_>) -> Result<Self, String> {
-        let texts: Option<Vec<Cow<'_, str>>> = match &input {
-            Input::Text(text) => Some(text.split(',').filter(|one| !one.is_empty()).map(Cow::Borrowed).collect()),
-            Input::Toml(DeValue::Array(array)) => {
-                array.iter().map(|one| Input::Toml(one.get_ref()).text().map(|t| Cow::Owned(t.into_owned()))).collect()
+        let parsed;
+        let value = match &input {
+            Input::Toml(value) => *value,
+            Input::Text(text) => {
+                parsed = DeValue::parse(text).map_err(|e| format!("must be {}: {}", Self::KIND, e.message()))?;
+                parsed.get_ref()
             }
-            Input::Toml(_) => None,
         };
-        let Some(texts) = texts else { return Err(input.refused(Self::KIND)) };
-        texts.iter().map(|text| text.parse().map_err(|()| format!("{text:?} is no pattern"))).collect()
+        let DeValue::Array(array) = value else { return Err(input.refused(Self::KIND)) };
+        let patterns = array.iter().map(|one| match one.get_ref() {
+            DeValue::String(text) => text.parse().map_err(|()| format!("{text:?} is no pattern")),
+            other => Err(Input::Toml(other).refused("a string")),
+        });
+        patterns.collect()
     }
 
     fn to_toml(&self) -> String {
