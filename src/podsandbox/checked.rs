@@ -184,7 +184,11 @@ fn oom_score_adj(config: &Config) -> i32 {
 fn hostname(id: &str, name: &str, host_network: bool) -> Result<String, Error> {
     // As runc has it: the pod has no UTS namespace whose hostname could be set.
     if host_network && !name.is_empty() {
-        return Err(invalid(id, "hostname", "is given, and the pod uses the node's network and so its hostname".to_owned()));
+        return Err(invalid(
+            id,
+            "hostname",
+            "is given, and the pod uses the node's network and so its hostname".to_owned(),
+        ));
     }
     if name.len() > LONGEST_HOSTNAME {
         return Err(invalid(id, "hostname", format!("has {} bytes, more than {LONGEST_HOSTNAME}", name.len())));
@@ -250,7 +254,9 @@ fn sysctls(
         match namespace_of(name) {
             Some(Sysctl::Network) if host_network => return refuse("the pod uses the node's network"),
             Some(Sysctl::Ipc) if ipc == Namespace::Node => return refuse("the pod uses the node's IPC"),
-            Some(Sysctl::Uts) if host_network => return refuse("the pod uses the node's network and so its UTS namespace"),
+            Some(Sysctl::Uts) if host_network => {
+                return refuse("the pod uses the node's network and so its UTS namespace");
+            }
             Some(_) => {}
             None => return refuse("is not namespaced, it would change the node"),
         }

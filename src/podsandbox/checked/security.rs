@@ -25,7 +25,10 @@ pub(super) fn check(id: &str, security: &LinuxSandboxSecurityContext) -> Result<
         let path = security.seccomp_profile_path.as_str();
         let known = ["", "runtime/default", "docker/default", "unconfined"].contains(&path);
         if !known && !path.starts_with("localhost/") {
-            return refuse("seccomp_profile_path", "is none of runtime/default, docker/default, unconfined, localhost/PATH");
+            return refuse(
+                "seccomp_profile_path",
+                "is none of runtime/default, docker/default, unconfined, localhost/PATH",
+            );
         }
         return Ok(());
     };
@@ -69,7 +72,20 @@ mod tests {
         for good in ["", "s0", "s0-s1", "s0:c1", "s0:c1,c2", "s0-s0:c0.c1023", "s0:c1.c3,c5,c7.c9"] {
             assert!(is_level(good), "{good}");
         }
-        for bad in ["high", "s", "s10", "s0:", "s0:c", "s0:c1,", "s0:c12345", "s0:d1", "s0:c1.c2.c3", "s0-s1-s2", "s0:c1:c2", ":"] {
+        for bad in [
+            "high",
+            "s",
+            "s10",
+            "s0:",
+            "s0:c",
+            "s0:c1,",
+            "s0:c12345",
+            "s0:d1",
+            "s0:c1.c2.c3",
+            "s0-s1-s2",
+            "s0:c1:c2",
+            ":",
+        ] {
             assert!(!is_level(bad), "{bad}");
         }
     }
