@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build install demo test check fmt lint doc deny parts unit soak clean
+.PHONY: help build install demo parity test check fmt lint doc deny parts unit soak test-vm clean
 
 CARGO ?= cargo
 PREFIX ?= /usr/local
@@ -20,6 +20,9 @@ install: build ## copies it to PREFIX/bin (default /usr/local)
 
 demo: parts build ## a pod from its start to its end on a real containerd; needs root
 	$(CARGO) run --quiet --locked --example demo -- target/release/pause-sandboxer
+
+parity: parts ## the same pods by containerd's built-in controller and by this one, field by field; needs root
+	$(CARGO) test --locked --test parity
 
 test: parts check unit ## everything that CI runs; needs root and fetches what it runs on
 

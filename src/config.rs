@@ -9,8 +9,10 @@ use std::time::Duration;
 use log::LevelFilter;
 
 mod file;
+mod pattern;
 mod value;
 
+pub use pattern::Pattern;
 pub use value::{CgroupDriver, LogFormat, ShimOwner, Shims};
 
 use value::{Input, Value};
@@ -127,6 +129,9 @@ settings! {
     enable_unprivileged_ports: bool = true;
     /// Pods with a network of their own may send ICMP echo without a capability. As containerd's setting of this name.
     enable_unprivileged_icmp: bool = true;
+    /// Patterns of the pod annotations that go into the spec of the sandbox, as containerd's setting of this name: the pod's
+    /// containers get theirs from containerd's. `*` stands for anything but a slash.
+    pod_annotations: Vec<Pattern> = Vec::new();
     /// Seconds after which a sandbox that was created but never started is removed (containerd forgets one
     /// whose image pull failed).
     abandoned_after: Duration = Duration::from_secs(3600);
@@ -334,6 +339,7 @@ mod tests {
             restrict_oom_score_adj = true
             enable_unprivileged_ports = false
             enable_unprivileged_icmp = false
+            pod_annotations = ["a.example/*", "b"]
             abandoned_after = 5
             forgotten_interval = 6
             log_level = "trace"
@@ -376,6 +382,8 @@ mod tests {
             error("abandoned_after = 0"),
             "c.toml:1: abandoned_after: must be a whole number of seconds, at least 1, is 0"
         );
+        assert_eq!(error("pod_annotations = \"a\""), "c.toml:1: pod_annotations: must be a list of patterns, is \"a\"");
+        assert_eq!(error("pod_annotations = [\"a\", \"[b\"]"), "c.toml:1: pod_annotations: \"[b\" is no pattern");
         assert_eq!(
             error("restrict_oom_score_adj = \"yes\""),
             "c.toml:1: restrict_oom_score_adj: must be true or false, is \"yes\""

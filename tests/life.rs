@@ -178,7 +178,7 @@ fn request(id: &str) -> CreateRequest {
     let namespaces = NamespaceOption { network: NamespaceMode::NODE.into(), ..Default::default() };
     let security = LinuxSandboxSecurityContext { namespace_options: Some(namespaces).into(), ..Default::default() };
     let linux = LinuxPodSandboxConfig { security_context: Some(security).into(), ..Default::default() };
-    let config = PodSandboxConfig { hostname: "pod".to_owned(), linux: Some(linux).into(), ..Default::default() };
+    let config = PodSandboxConfig { linux: Some(linux).into(), ..Default::default() };
     CreateRequest {
         id: id.to_owned(),
         options: Some(Payload {
@@ -309,7 +309,8 @@ async fn files_come_back_with_the_same_shared_memory() {
     std::fs::remove_dir_all(&root).unwrap();
     controller.status("a", false).await.unwrap();
     assert_eq!(std::fs::read_to_string(run.join("shm/word")).unwrap(), "kept");
-    assert_eq!(std::fs::read_to_string(root.join("hostname")).unwrap(), "pod\n");
+    let of_node = std::fs::read("/proc/sys/kernel/hostname").unwrap();
+    assert_eq!(std::fs::read(root.join("hostname")).unwrap(), of_node);
     assert_eq!(std::fs::read(root.join("hosts")).unwrap(), std::fs::read("/etc/hosts").unwrap());
     assert!(root.join("resolv.conf").exists());
     controller.shutdown("a").await.unwrap();

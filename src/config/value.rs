@@ -8,6 +8,8 @@ use std::time::Duration;
 use log::LevelFilter;
 use toml::de::DeValue;
 
+use super::Pattern;
+
 /// A value as it was given.
 pub(super) enum Input<'a> {
     /// By a flag.
@@ -99,6 +101,32 @@ impl Value for String {
 
     fn to_toml(&self) -> String {
         quoted(self)
+    }
+}
+
+impl Value for Vec<Pattern> {
+    const KIND: &'static str = "a list of patterns";
+
+    fn read(input: Input<'_>) -> Result<Self, String> {
+        let parsed;
+        let value = match &input {
+            Input::Toml(value) => *value,
+            Input::Text(text) => {
+                parsed = DeValue::parse(text).map_err(|e| format!("must be {}: {}", Self::KIND, e.message()))?;
+                parsed.get_ref()
+            }
+        };
+        let DeValue::Array(array) = value else { return Err(input.refused(Self::KIND)) };
+        let patterns = array.iter().map(|one| match one.get_ref() {
+            DeValue::String(text) => text.parse().map_err(|()| format!("{text:?} is no pattern")),
+            other => Err(Input::Toml(other).refused("a string")),
+        });
+        patterns.collect()
+    }
+
+    fn to_toml(&self) -> String {
+        let texts: Vec<String> = self.iter().map(|pattern| quoted(pattern.as_str())).collect();
+        format!("[{}]", texts.join(", "))
     }
 }
 

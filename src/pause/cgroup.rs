@@ -107,7 +107,17 @@ struct Hierarchy {
     root: OwnedFd,
     /// Version 1 with the cpuset controller: a new cgroup has no CPUs and takes no process until it is given some.
     cpuset: bool,
+    /// File and value that give a pause the least CPU time of all that want some.
+    weight: Option<Weight>,
 }
+
+type Weight = (&'static CStr, &'static [u8]);
+
+/// As containerd gives its sandboxes (`DefaultSandboxCPUshares`).
+const SHARES: Weight = (c"cpu.shares", b"2");
+
+/// What runc makes of these shares for version 2.
+const WEIGHT: Weight = (c"cpu.weight", b"1");
 
 /// The node's cgroup file systems.
 #[derive(Debug)]
@@ -141,7 +151,10 @@ impl Cgroups {
         let open = |mount: PathBuf, cpuset| {
             let root = c_path(&mount)
                 .and_then(|path| sys::open(None, &path, libc::O_PATH | libc::O_DIRECTORY, 0).step_at("open", &mount))?;
-            Ok(Hierarchy { mount, root, cpuset })
+            // Of version 1's hierarchies one has it, its root too. With version 2 it depends on the parent cgroup.
+            let has_shares = found.unified || sys::open(Some(root.as_fd()), SHARES.0, libc::O_PATH, 0).is_ok();
+            let weight = has_shares.then_some(if found.unified { WEIGHT } else { SHARES });
+            Ok(Hierarchy { mount, root, cpuset, weight })
         };
         let hierarchies = if found.v1.is_empty() {
             found.v2.into_iter().map(|mount| open(mount, false)).collect::<Result<_, Step>>()?
@@ -337,6 +350,12 @@ impl Made<'_> {
                 // Left over from a Start of the same sandbox that was cut short.
                 Err(Errno(libc::EEXIST)) => break self.directories.push((index, cgroup.to_owned())),
                 Err(Errno(libc::ENOENT)) if attempts > 0 => self.parents(index, hierarchy, cgroup)?,
+                Err(e) => return Err(fail(e)),
+            }
+        }
+        if let Some((file, value)) = hierarchy.weight {
+            match sys::write_file(hierarchy.root.as_fd(), &below(cgroup, file), value) {
+                Ok(()) | Err(Errno(libc::ENOENT)) => {}
                 Err(e) => return Err(fail(e)),
             }
         }

@@ -1,5 +1,7 @@
 //! A Create request, checked: everything that can be refused is refused here, before anything is made.
 
+mod security;
+
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
 use std::time::SystemTime;
@@ -65,6 +67,7 @@ pub fn check(request: &CreateRequest, config: &Config, driver: &str) -> Result<R
 
     let security = pod.linux.security_context.get_or_default();
     let namespaces = security.namespace_options.get_or_default();
+    security::check(id, security)?;
     let host_network = mode(id, "network", namespaces.network)? == Namespace::Node;
     let ipc = mode(id, "ipc", namespaces.ipc)?;
     let plan = Plan {
@@ -73,7 +76,7 @@ pub fn check(request: &CreateRequest, config: &Config, driver: &str) -> Result<R
         pid: pid_mode(id, namespaces)?,
         ipc,
         uts: if host_network { Namespace::Node } else { Namespace::Private },
-        hostname: hostname(id, &pod.hostname)?,
+        hostname: hostname(id, &pod.hostname, host_network)?,
         userns: userns(id, &namespaces.userns_options)?,
         sysctls: sysctls(id, &pod, config, host_network, ipc, security)?,
         cgroup_parent: cgroup_parent(id, &pod.linux.cgroup_parent, config)?,
@@ -179,7 +182,15 @@ fn oom_score_adj(config: &Config) -> i32 {
     own.unwrap_or(0).max(OOM_SCORE_ADJ)
 }
 
-fn hostname(id: &str, name: &str) -> Result<String, Error> {
+fn hostname(id: &str, name: &str, host_network: bool) -> Result<String, Error> {
+    // As runc has it: the pod has no UTS namespace whose hostname could be set.
+    if host_network && !name.is_empty() {
+        return Err(invalid(
+            id,
+            "hostname",
+            "is given, and the pod uses the node's network and so its hostname".to_owned(),
+        ));
+    }
     if name.len() > LONGEST_HOSTNAME {
         return Err(invalid(id, "hostname", format!("has {} bytes, more than {LONGEST_HOSTNAME}", name.len())));
     }
@@ -255,6 +266,9 @@ fn sysctls(
         match namespace_of(name) {
             Some(Sysctl::Network) if host_network => return refuse("the pod uses the node's network"),
             Some(Sysctl::Ipc) if ipc == Namespace::Node => return refuse("the pod uses the node's IPC"),
+            Some(Sysctl::Uts) if host_network => {
+                return refuse("the pod uses the node's network and so its UTS namespace");
+            }
             Some(_) => {}
             None => return refuse("is not namespaced, it would change the node"),
         }
@@ -280,6 +294,7 @@ fn sysctls(
 enum Sysctl {
     Network,
     Ipc,
+    Uts,
 }
 
 /// The namespace that a sysctl belongs to, as runc knows it; `None`: it is the node's.
@@ -298,6 +313,8 @@ fn namespace_of(name: &str) -> Option<Sysctl> {
         Some(Sysctl::Ipc)
     } else if name.starts_with("net.") {
         Some(Sysctl::Network)
+    } else if name == "kernel.domainname" {
+        Some(Sysctl::Uts)
     } else {
         None
     }
@@ -374,6 +391,7 @@ mod tests {
         assert_eq!(namespace_of("net.core.somaxconn"), Some(Sysctl::Network));
         assert_eq!(namespace_of("kernel.shmmax"), Some(Sysctl::Ipc));
         assert_eq!(namespace_of("fs.mqueue.msg_max"), Some(Sysctl::Ipc));
+        assert_eq!(namespace_of("kernel.domainname"), Some(Sysctl::Uts));
         for node in ["vm.swappiness", "kernel.pid_max", "kernel.shmmaxx", "fs.file-max", "kernel.hostname", "netx.a"] {
             assert_eq!(namespace_of(node), None, "{node}");
         }

@@ -12,6 +12,7 @@
 //! | `linux.seccomp` | from the pod's profile | none: the pause's own allow-list is part of it and not of the pod |
 //! | path of the user namespace | a pin below containerd's state | none: the pause joins the namespace that owns the network namespace, which has no path of its own |
 //! | `linux.cgroupsPath` without a parent | `/<namespace>/<id>` | none: the pause stays where the daemon is |
+//! | `ociVersion` | that of the containerd | 1.2.0, since there is nothing in it that containerd 2.0 would not know |
 //! | annotation `podsandbox.image-name` | the pause image | empty: there is no image |
 //!
 //! The mounts are listed as the built-in has them, since that is what a runtime would be given; our pause itself sees
@@ -93,7 +94,7 @@ fn spec(record: &Record, pod: &PodSandboxConfig, config: &Config) -> Result<Spec
         .set_process(Some(process(plan, pod)))
         .set_hostname(Some(plan.hostname.clone()).filter(|name| plan.uts == Namespace::Private && !name.is_empty()))
         .set_mounts(Some(mounts(record, pod, config)))
-        .set_annotations(Some(annotations::of(&record.id, pod)))
+        .set_annotations(Some(annotations::of(&record.id, pod, &config.pod_annotations)))
         .set_linux(Some(linux(plan, config)?));
     Ok(spec)
 }

@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 
+use crate::config::Pattern;
 use crate::protos::cri::PodSandboxConfig;
 
-/// All annotations of the sandbox.
-pub(super) fn of(id: &str, pod: &PodSandboxConfig) -> HashMap<String, String> {
+/// All annotations of the sandbox: its own, and those of the pod's that one of the patterns fits, whose names may be those of resources.
+pub(super) fn of(id: &str, pod: &PodSandboxConfig, passed: &[Pattern]) -> HashMap<String, String> {
     let mut annotations = HashMap::with_capacity(12);
     let mut put = |name: &str, value: String| annotations.insert(format!("io.kubernetes.cri.{name}"), value);
 
@@ -15,6 +16,9 @@ pub(super) fn of(id: &str, pod: &PodSandboxConfig) -> HashMap<String, String> {
         put("sandbox-cpu-shares", resources.cpu_shares.to_string());
         put("sandbox-memory", resources.memory_limit_in_bytes.to_string());
     }
+    let fits = |name: &str| passed.iter().any(|pattern| pattern.fits(name));
+    annotations.extend(pod.annotations.iter().filter(|(name, _)| fits(name)).map(|(n, v)| (n.clone(), v.clone())));
+    let mut put = |name: &str, value: String| annotations.insert(format!("io.kubernetes.cri.{name}"), value);
     put("sandbox-id", id.to_owned());
     put("sandbox-namespace", pod.metadata.namespace.clone());
     put("sandbox-uid", pod.metadata.uid.clone());

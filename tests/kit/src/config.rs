@@ -99,7 +99,8 @@ impl Layout {
         format!("10.{}.{}.0/20", 64 + hash[0] % 64, hash[1] & 0xf0)
     }
 
-    pub(crate) fn containerd_config(&self) -> PathBuf {
+    /// containerd's config file.
+    pub fn containerd_config(&self) -> PathBuf {
         self.top.join("containerd.toml")
     }
 

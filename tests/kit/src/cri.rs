@@ -88,6 +88,27 @@ impl Cri {
         Ok(answer.items)
     }
 
+    /// `PodSandboxStats`.
+    ///
+    /// # Errors
+    /// The server's status.
+    pub async fn pod_sandbox_stats(&self, id: &str) -> Result<api::PodSandboxStats, Status> {
+        let request = api::PodSandboxStatsRequest { pod_sandbox_id: id.to_owned(), ..Default::default() };
+        let answer: api::PodSandboxStatsResponse = self.call("PodSandboxStats", &request, DEADLINE).await?;
+        Ok(answer.stats.unwrap_or_default())
+    }
+
+    /// `ListPodSandboxStats` of one pod, or of all with an empty id.
+    ///
+    /// # Errors
+    /// The server's status.
+    pub async fn list_pod_sandbox_stats(&self, id: &str) -> Result<Vec<api::PodSandboxStats>, Status> {
+        let filter = api::PodSandboxStatsFilter { id: id.to_owned(), ..Default::default() };
+        let request = api::ListPodSandboxStatsRequest { filter: Some(filter).into(), ..Default::default() };
+        let answer: api::ListPodSandboxStatsResponse = self.call("ListPodSandboxStats", &request, DEADLINE).await?;
+        Ok(answer.stats)
+    }
+
     /// `PortForward`: the URL of the stream.
     ///
     /// # Errors

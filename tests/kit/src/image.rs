@@ -25,8 +25,9 @@ const PROBE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/probe"));
 /// busybox does not run, or the archive cannot be written.
 pub(crate) fn write_archive(path: &Path) -> Result<()> {
     let images = [
-        image(TEST_IMAGE, &busybox_layer()?, &["/bin/sh"])?,
-        image(PAUSE_IMAGE, &pause_layer()?, &["/pause", "pause"])?,
+        image(TEST_IMAGE, &busybox_layer()?, &["/bin/sh"], "")?,
+        // The user and the command of the image that most nodes have.
+        image(PAUSE_IMAGE, &pause_layer()?, &["/pause"], "65535:65535")?,
     ];
     let index = json!({
         "schemaVersion": 2,
@@ -67,12 +68,12 @@ struct Image {
     blobs: Vec<Blob>,
 }
 
-fn image(name: &str, layer: &[u8], command: &[&str]) -> Result<Image> {
+fn image(name: &str, layer: &[u8], command: &[&str], user: &str) -> Result<Image> {
     let layer = Blob::new(layer.to_vec());
     let config = Blob::new(serde_json::to_vec(&json!({
         "architecture": architecture(),
         "os": "linux",
-        "config": { "Env": ["PATH=/bin"], "Entrypoint": command },
+        "config": { "Env": ["PATH=/bin"], "Entrypoint": command, "User": user },
         "rootfs": { "type": "layers", "diff_ids": [format!("sha256:{}", layer.digest)] },
     }))?);
     let manifest = Blob::new(serde_json::to_vec(&json!({

@@ -48,6 +48,11 @@ impl Parts {
         self.bin.join(name)
     }
 
+    /// A runc that containers with a user namespace need: the machine's own may be too old for idmapped mounts.
+    pub fn runc(&self) -> PathBuf {
+        self.bin.join("../runc/runc")
+    }
+
     /// The directory of the CNI plugins.
     pub fn cni_plugins(&self) -> &Path {
         Path::new(CNI_PLUGINS)

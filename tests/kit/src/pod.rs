@@ -115,11 +115,23 @@ impl PodSpec {
         self
     }
 
+    /// With any other change of its config. The cgroup parent and the log directory are the node's all the same.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut api::PodSandboxConfig)) -> Self {
+        change(&mut self.config);
+        self
+    }
+
     /// A config without any `linux` section, as some callers send it.
     #[must_use]
     pub fn bare(mut self) -> Self {
         self.bare = true;
         self
+    }
+
+    /// Its config, without what the node adds.
+    pub fn config(&self) -> &api::PodSandboxConfig {
+        &self.config
     }
 
     fn namespaces(&mut self) -> &mut api::NamespaceOption {
@@ -368,6 +380,13 @@ impl ContainerSpec {
     pub fn capability(mut self, name: &str) -> Self {
         let security = self.config.linux.mut_or_insert_default().security_context.mut_or_insert_default();
         security.capabilities.mut_or_insert_default().add_capabilities.push(name.to_owned());
+        self
+    }
+
+    /// With any other change of its config; its namespaces are the pod's all the same.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut api::ContainerConfig)) -> Self {
+        change(&mut self.config);
         self
     }
 

@@ -1,0 +1,161 @@
+//! The differences that there are, each with its reason. One that is not seen any more must go.
+
+/// A difference. In each text `*` stands for anything.
+pub(crate) struct Known {
+    /// The case.
+    pub(crate) case: &'static str,
+    /// The field.
+    pub(crate) field: &'static str,
+    /// What the built-in controller makes.
+    pub(crate) builtin: &'static str,
+    /// What this sandboxer makes.
+    pub(crate) ours: &'static str,
+    /// Why.
+    pub(crate) why: &'static str,
+}
+
+const fn known(
+    case: &'static str,
+    field: &'static str,
+    builtin: &'static str,
+    ours: &'static str,
+    why: &'static str,
+) -> Known {
+    Known { case, field, builtin, ours, why }
+}
+
+const NO_IMAGE: &str = "the pause program is inside the sandboxer; there is no image";
+const NO_RIGHTS: &str = "our pause needs no capability, and has none in any set";
+const NOBODY: &str = "our pause is always 65535 without groups: what a pod asks for is for its containers";
+const OWN_FILTER: &str =
+    "our pause has a list of its own of the few calls that it makes; the pod's profile is for its containers";
+const CLASS: &str = "the built-in gives its errors no class; the text says the same";
+const CONFIG: &str = "the built-in adds its defaults to the config that it was given, where that has sysctls already";
+const CGROUP_NONE: &str = "nobody asked for a cgroup: our pause stays in the daemon's";
+const RELATIVE: &str =
+    "runc takes it from the cgroup of the shim, where CRI's own statistics do not find it; ours is where CRI looks";
+const METRICS: &str = "the built-in has none; containerd asks for them from 2.4 on";
+const UPDATE: &str = "containerd tells the controller of a resize from 2.3 on";
+
+const SECCOMP: &str = "the spec tells what is true: our pause does not run under the pod's profile";
+
+/// All of them. The first that fits counts.
+pub(crate) const KNOWN: &[Known] = &[
+    // ---- whether it runs ----
+    known(
+        "userns POD, network NODE",
+        "RunPodSandbox",
+        "refused",
+        "runs",
+        "the built-in takes the user namespace from the pod's netns, and so knows none without one; ours makes it",
+    ),
+    known("userns POD, network NODE", "RunPodSandbox: code", "UNKNOWN", "-", "as above"),
+    known("userns POD, network NODE", "*", "-", "*", "shown because the built-in has none to compare with"),
+    known(
+        "userns POD of few ids",
+        "RunPodSandbox",
+        "refused",
+        "runs",
+        "the user of the pause image is not mapped; our pause takes the last id that is",
+    ),
+    known("userns POD of few ids", "RunPodSandbox: code", "UNKNOWN", "-", "as above"),
+    known("userns POD of few ids", "*", "-", "*", "shown because the built-in has none to compare with"),
+    known(
+        "cgroup_parent with ..",
+        "RunPodSandbox",
+        "runs",
+        "refused",
+        "it leads out of the cgroup that kubelet accounts and limits",
+    ),
+    known("cgroup_parent with ..", "RunPodSandbox: code", "-", "INVALID_ARGUMENT", "as above"),
+    known("cgroup_parent with ..", "left behind", "cgroup", "nothing", "runc has made the parents"),
+    known("cgroup_parent with ..", "*", "*", "-", "shown because ours has none to compare with"),
+    known(
+        "seccomp Localhost of a file that is none",
+        "RunPodSandbox",
+        "refused",
+        "runs",
+        "ours does not use it; the containers that do are refused",
+    ),
+    known("seccomp Localhost of a file that is none", "RunPodSandbox: code", "UNKNOWN", "-", "as above"),
+    known(
+        "seccomp Localhost of a file that is none",
+        "*",
+        "-",
+        "*",
+        "shown because the built-in has none to compare with",
+    ),
+    known("*", "RunPodSandbox: code", "UNKNOWN", "INVALID_ARGUMENT", CLASS),
+    known("sysctls net.core.*", "RunPodSandbox: code", "UNKNOWN", "13", CLASS),
+    // ---- the pause ----
+    known("*", "pause: CapBnd", "00000000a80425fb", "0000000000000000", NO_RIGHTS),
+    known("*", "pause: Seccomp", "0", "2", OWN_FILTER),
+    known("*", "pause: Groups", "*", "", NOBODY),
+    known("run_as_user*", "pause: Uid", "1000 1000 1000 1000", "65535 65535 65535 65535", NOBODY),
+    known("run_as_user*", "pause: Gid", "* * * *", "65535 65535 65535 65535", NOBODY),
+    known("*", "pause: environment", "PATH=/bin HOME=/", "", NO_IMAGE),
+    known("*", "pause: open files", "3", "0", "our pause reads and writes nothing"),
+    known(
+        "*",
+        "pause: its root",
+        "has files",
+        "empty",
+        "the root of the built-in's pause is its image, which shows in a shared PID namespace",
+    ),
+    known("without a *", "pause: cgroup of *", "/k8s.io/<id>", "*", CGROUP_NONE),
+    known("*without a slash in front", "pause: cgroup of *", "*/<node>/relative/<id>", "*", RELATIVE),
+    known(
+        "*",
+        "pause: cgroup of version 2",
+        "*/<id>",
+        "/",
+        "beside version 1 it has no controllers, and our pause stays in the daemon's",
+    ),
+    known("without a *", "pause: cpu.shares of its cgroup", "2", "1024", CGROUP_NONE),
+    // ---- what is told of it ----
+    known("*", "info.image", "localhost/kit/pause:1", "", NO_IMAGE),
+    known("*", "info.snapshotKey", "<id>", "", NO_IMAGE),
+    known("*", "info.snapshotter", "*", "", NO_IMAGE),
+    known("*sysctl*", "info.*.sysctls.net.ipv4.*", "*", "-", CONFIG),
+    known("*without a slash in front", "stats.linux.memory.*", "-", "*", RELATIVE),
+    known("without a *", "Metrics", "refused with code 12", "refused with code 13", METRICS),
+    known("*", "Metrics", "refused with code 12", "told", METRICS),
+    known("*", "Metrics: *", "-", "io.containerd.cgroups.v1.Metrics", METRICS),
+    known("*", "Metrics: id", "-", "<id>", METRICS),
+    known("*", "Metrics: *", "-", "as the kernel's", METRICS),
+    known("*", "after Update: info.resources.linux.cpu_shares", "-", "512", UPDATE),
+    known("*", "after Update: info.overhead.linux.cpu_shares", "-", "2", UPDATE),
+    known("*", "after Update: info.sandboxMetadata", "-", "as before", UPDATE),
+    // ---- the spec ----
+    known("*", "spec.annotations.io.kubernetes.cri.podsandbox.image-name", "localhost/kit/pause:1", "", NO_IMAGE),
+    known("*", "spec.ociVersion", "1.2.1", "1.2.0", "it has nothing that containerd 2.0 would not know"),
+    known("*", "spec.process.capabilities*", "[\"CAP_CHOWN\",*]", "-", NO_RIGHTS),
+    known("*", "spec.process.capabilities", "-", "{}", NO_RIGHTS),
+    known("*", "spec.process.env", "[\"PATH=/bin\"]", "-", NO_IMAGE),
+    known("*", "spec.process.user.additionalGids", "[*]", "-", NOBODY),
+    known("run_as_user*", "spec.process.user.*id", "*", "65535", NOBODY),
+    known(
+        "userns POD*",
+        "spec.linux.namespaces[user].path",
+        "*/pinned-namespaces/user",
+        "-",
+        "our pause joins the namespace that owns the pod's netns, which has no path of its own",
+    ),
+    known("without a *", "spec.linux.cgroupsPath", "/k8s.io/<id>", "-", CGROUP_NONE),
+    known(
+        "sysctls net/core/*",
+        "spec.linux.sysctl.net/core/somaxconn",
+        "1235",
+        "-",
+        "it is told with dots, as sysctls are named",
+    ),
+    known(
+        "sysctls net/core/*",
+        "spec.linux.sysctl.net.core.somaxconn",
+        "-",
+        "1235",
+        "it is told with dots, as sysctls are named",
+    ),
+    known("seccomp*runtime/default", "spec.linux.seccomp.*", "*", "-", SECCOMP),
+    known("seccomp RuntimeDefault", "spec.linux.seccomp.*", "*", "-", SECCOMP),
+];

@@ -1,0 +1,36 @@
+//! The same pod by both: for each field that CRI hands to a sandboxer a pod is run by containerd's built-in controller and by
+//! this sandboxer, on one real containerd, and all that can be observed from outside is compared.
+//!
+//! Prints a table, one line per field. An unexplained difference fails, and so does an explanation of what is none any more.
+//! `cargo test --test parity -- WORD` runs the plain pod and the cases whose name has the word.
+#![allow(clippy::print_stdout, reason = "the table is the product")]
+
+mod cases;
+mod coverage;
+mod fact;
+mod known;
+mod look;
+mod metrics;
+mod run;
+mod table;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let word = std::env::args().skip(1).find(|argument| !argument.starts_with('-'));
+    let runtime = match tokio::runtime::Runtime::new() {
+        Ok(runtime) => runtime,
+        Err(e) => {
+            eprintln!("no runtime: {e}");
+            return ExitCode::FAILURE;
+        }
+    };
+    match runtime.block_on(run::all(word.as_deref())) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(e) => {
+            eprintln!("parity: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
