@@ -308,7 +308,7 @@ impl Cgroups {
     }
 
     /// Removes the cgroup from every hierarchy with what is in it; parents stay, they are kubelet's.
-    fn remove_directory(&self, cgroup: &CStr) -> Vec<Step> {
+    pub(super) fn remove_directory(&self, cgroup: &CStr) -> Vec<Step> {
         let mut failed = Vec::new();
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
             if let Err(e) = remove(hierarchy, cgroup) {

@@ -225,7 +225,7 @@ impl Driver for Native {
             log::warn!(sandbox = stray.id.as_str(); "a pause that no record names is ended");
             let cgroups = stray.cgroups();
             failed.extend(stray.end().err());
-            failed.extend(cgroups.iter().flat_map(|path| self.cgroups.remove(path)));
+            failed.extend(cgroups.iter().flat_map(|path| self.cgroups.remove_directory(path)));
         }
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
