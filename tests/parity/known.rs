@@ -145,7 +145,7 @@ pub(crate) const KNOWN: &[Known] = &[
     known(
         "sysctls net/core/*",
         "spec.linux.sysctl.net/core/somaxconn",
-        "1235",
+        "\"1235\"",
         "-",
         "it is told with dots, as sysctls are named",
     ),
@@ -153,7 +153,7 @@ pub(crate) const KNOWN: &[Known] = &[
         "sysctls net/core/*",
         "spec.linux.sysctl.net.core.somaxconn",
         "-",
-        "1235",
+        "\"1235\"",
         "it is told with dots, as sysctls are named",
     ),
     known("seccomp*runtime/default", "spec.linux.seccomp.*", "*", "-", SECCOMP),

@@ -31,12 +31,12 @@ pub(crate) async fn name(pod: &Pod, facts: &mut Facts) -> Result<u32> {
 
 /// The pause process.
 pub(crate) async fn pause(pid: u32, facts: &mut Facts) -> Result<()> {
-    /// The built-in's Start returns a little before runc has become the pause.
+    /// A Start may return a little before the process has taken the pause's name: the built-in's is runc until then.
     const SOON: Duration = Duration::from_secs(10);
     let proc = Path::new("/proc").join(pid.to_string());
     kit::until("the pause runs", SOON, async || {
         let name = fs::read_to_string(proc.join("comm"))?;
-        anyhow::ensure!(!name.starts_with("runc:"), "it is {name}");
+        anyhow::ensure!(name == "pause\n", "it is {name}");
         Ok(())
     })
     .await?;
