@@ -93,7 +93,13 @@ pub(crate) const KNOWN: &[Known] = &[
     known("*", "pause: Groups", "*", "", NOBODY),
     known("run_as_user*", "pause: Uid", "1000 1000 1000 1000", "65535 65535 65535 65535", NOBODY),
     known("run_as_user*", "pause: Gid", "* * * *", "65535 65535 65535 65535", NOBODY),
-    known("*", "pause: environment", "PATH=/bin HOME=/", "", NO_IMAGE),
+    known(
+        "*",
+        "pause: environment",
+        "PATH=/bin HOME=/",
+        "PAUSE_SANDBOXER_STATE=*",
+        "there is no image; a daemon finds its own pauses by the mark",
+    ),
     known("*", "pause: open files", "3", "0", "our pause reads and writes nothing"),
     known(
         "*",
