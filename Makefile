@@ -10,7 +10,7 @@ DENY_VERSION := 0.20.2
 DENY := target/tools/bin/cargo-deny
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 build: ## the daemon, optimised: target/release/pause-sandboxer
 	$(CARGO) build --release --locked
@@ -53,6 +53,9 @@ unit:
 # Pods, restarts and deaths at random; SOAK_SEED repeats a run.
 soak: parts ## 10 minutes of random churn; SOAK_SECONDS sets another length
 	SOAK_SECONDS=$${SOAK_SECONDS:-600} $(CARGO) test --locked --test faults -- node_soak
+
+test-vm: ## the containerd suite on a Debian node with systemd and cgroup v2, emulated; slow
+	tests/vm/test
 
 clean: ## removes all that was built and fetched
 	rm -rf target
