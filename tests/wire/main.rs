@@ -296,21 +296,28 @@ fn begin_waits(client: &Client, count: usize) -> JoinSet<Result<c::ControllerWai
     waits
 }
 
+/// Median time of a Status.
+async fn status_time(client: &Client) -> Duration {
+    let mut times = Vec::new();
+    for _ in 0..51 {
+        let begun = Instant::now();
+        client.call::<c::ControllerStatusResponse>("Status", status("a", false)).await.unwrap();
+        times.push(begun.elapsed());
+    }
+    times.sort();
+    times[25]
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_thousand_pending_waits_slow_nothing() {
     let node = Node::start();
     for client in node.clients().await {
+        let alone = status_time(&client).await;
         let mut waits = begin_waits(&client, 1000);
         until_waiting(&node.verbs, 1000).await;
-        let mut times = Vec::new();
-        for _ in 0..51 {
-            let begun = Instant::now();
-            client.call::<c::ControllerStatusResponse>("Status", status("a", false)).await.unwrap();
-            times.push(begun.elapsed());
-        }
-        times.sort();
-        // Well below a millisecond when nothing else runs; the machine of a test has other things to do.
-        assert!(times[25] < Duration::from_millis(50), "median {:?}", times[25]);
+        let beside = status_time(&client).await;
+        // Noise, and far less than standing in line behind a thousand.
+        assert!(beside < alone * 20, "{beside:?} beside the Waits, {alone:?} alone");
         node.verbs.end.notify_waiters();
         while let Some(ended) = waits.join_next().await {
             assert_eq!(ended.unwrap().unwrap().exit_status, 137);

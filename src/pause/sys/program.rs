@@ -50,7 +50,7 @@ pub(in crate::pause) fn change_directory(path: &CStr) -> Result<()> {
     unsafe { syscall(libc::SYS_chdir, [path.as_ptr() as usize, 0, 0, 0, 0, 0]) }.map(drop)
 }
 
-/// Gives a program back the signals that this process blocks (all, in a child of [`clone_child`]) and ignores (SIGPIPE, as every
+/// Gives a program back the signals that this process blocks (all, in a child of [`super::clone_child`]) and ignores (SIGPIPE, as every
 /// Rust program does). For a child with handlers of its own.
 pub(in crate::pause) fn default_signals() -> Result<()> {
     /// `struct kernel_sigaction`: handler, flags, restorer, mask; all zero is SIG_DFL.
