@@ -84,7 +84,14 @@ async fn run(
             return Ok(());
         }
     };
-    let (grpc, ttrpc) = listen(config)?;
+    let (grpc, ttrpc) = match listen(config) {
+        Ok(sockets) => sockets,
+        Err(step) => {
+            // Without sandboxes nothing of this daemon stays mounted.
+            controller.drain().await;
+            return Err(step);
+        }
+    };
     let (stop, stopped) = watch::channel(false);
     let mut serving = tokio::spawn(wire::Server::new(Arc::clone(&controller), grpc, ttrpc).run(stopped));
     let store = Store { address: config.containerd_address.clone(), namespace: config.containerd_namespace.clone() };

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use nix::mount::{MntFlags, umount2};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tempfile::TempDir;
@@ -65,6 +66,13 @@ impl Scratch {
             flag("containerd-address", "containerd/c.sock"),
             "--restrict-oom-score-adj".to_owned(),
         ]
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // A daemon that was killed leaves its records' directory mounted, for its successor.
+        let _ = umount2(&self.path("state/sandboxes"), MntFlags::MNT_DETACH);
     }
 }
 
