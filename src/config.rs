@@ -13,7 +13,7 @@ mod pattern;
 mod value;
 
 pub use pattern::Pattern;
-pub use value::{CgroupDriver, LogFormat, ShimOwner, Shims};
+pub use value::{Categories, CgroupDriver, LogFormat, ShimOwner, Shims};
 
 use value::{Input, Value};
 
@@ -129,6 +129,10 @@ settings! {
     enable_unprivileged_ports: bool = true;
     /// Pods with a network of their own may send ICMP echo without a capability. As containerd's setting of this name.
     enable_unprivileged_icmp: bool = true;
+    /// Pods get SELinux labels, where SELinux is on. As containerd's setting of this name.
+    enable_selinux: bool = false;
+    /// The MCS levels of pods are of categories below this number. As containerd's setting of this name.
+    selinux_category_range: Categories = Categories::default();
     /// Patterns of the pod annotations that go into the spec of the sandbox, as containerd's setting of this name: the pod's
     /// containers get theirs from containerd's. `*` stands for anything but a slash.
     pod_annotations: Vec<Pattern> = Vec::new();

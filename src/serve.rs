@@ -17,7 +17,7 @@ use pause_sandboxer::containerd::Store;
 use pause_sandboxer::controller::Controller;
 use pause_sandboxer::error::{IoContext as _, Step};
 use pause_sandboxer::pause::{self, native::Native};
-use pause_sandboxer::podsandbox::Environment;
+use pause_sandboxer::podsandbox::{Environment, selinux};
 use pause_sandboxer::{logging, orphan, wire};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -76,6 +76,9 @@ async fn run(
     log::info!(version = env!("CARGO_PKG_VERSION"), state_dir = config.state_dir.display().to_string(); "starting");
     notify(&[NotifyState::Status("recovering")]);
     let driver = Arc::new(Native::new()?.of(&config.state_dir)?);
+    // New pods may depend on it; those that live must be taken over all the same.
+    let labelled = selinux::executable(config).and_then(|label| label.map_or(Ok(()), |label| driver.label(&label)));
+    labelled.unwrap_or_else(|step| log::error!("pods with SELinux labels may not start: {step}"));
     let environment = Arc::new(Environment::new(config.clone(), driver, open_files)?);
     let controller = tokio::select! {
         controller = Controller::open(environment) => controller?,

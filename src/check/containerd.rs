@@ -228,6 +228,7 @@ fn switches(table: &Table, version: i64, config: &Config) -> Vec<Finding> {
         ("restrict_oom_score_adj", false, config.restrict_oom_score_adj),
         ("enable_unprivileged_ports", true, config.enable_unprivileged_ports),
         ("enable_unprivileged_icmp", true, config.enable_unprivileged_icmp),
+        ("enable_selinux", false, config.enable_selinux),
     ]
     .into_iter()
     .filter_map(|(key, default, ours)| {

@@ -173,6 +173,39 @@ impl Value for Shims {
     }
 }
 
+/// A number of MCS categories.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Categories(u32);
+
+impl Categories {
+    /// As many as SELinux's policies have, and containerd's default.
+    const MOST: u32 = 1024;
+
+    /// How many; at least two.
+    pub fn get(self) -> u32 {
+        self.0
+    }
+}
+
+impl Default for Categories {
+    fn default() -> Self {
+        Self(Self::MOST)
+    }
+}
+
+impl Value for Categories {
+    const KIND: &'static str = "a number from 2 to 1024";
+
+    fn read(input: Input<'_>) -> Result<Self, String> {
+        let number = input.bare().and_then(|text| text.parse().ok()).filter(|number| (2..=Self::MOST).contains(number));
+        number.map(Self).ok_or_else(|| input.refused(Self::KIND))
+    }
+
+    fn to_toml(&self) -> String {
+        self.0.to_string()
+    }
+}
+
 impl Value for Duration {
     const KIND: &'static str = "a whole number of seconds, at least 1";
 

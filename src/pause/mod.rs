@@ -91,7 +91,7 @@ pub struct Plan {
     pub cgroup_parent: String,
     /// For `/proc/PID/oom_score_adj`; already raised to the daemon's own value when restricted.
     pub oom_score_adj: i32,
-    /// SELinux process label; empty where SELinux is off.
+    /// SELinux label of the process; empty where it has none of its own: SELinux is off, or the pod is privileged.
     pub selinux_label: String,
 }
 

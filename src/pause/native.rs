@@ -74,6 +74,15 @@ impl Native {
         Ok(self)
     }
 
+    /// Gives the pause program an SELinux label, so that the policy can let a pod's process execute it.
+    ///
+    /// # Errors
+    /// The label is none of the policy's, or may not be set.
+    pub fn label(&self, label: &str) -> Result<(), Step> {
+        let text = CString::new(label).step("label the pause program")?;
+        sys::set_attribute(self.image.as_fd(), c"security.selinux", &text).step("label the pause program")
+    }
+
     /// Clones the child and looks at how it fared.
     fn spawn(&self, work: &Work<'_>, plan: &Plan, cgroup: Option<&cgroup::Made<'_>>) -> Result<(c_int, OwnedFd), Step> {
         let namespaces = if work.user.is_some() { 0 } else { work.namespaces };

@@ -558,6 +558,16 @@ pub(super) fn seal(file: BorrowedFd<'_>, seals: c_int) -> Result<()> {
     unsafe { syscall(libc::SYS_fcntl, [arg(file), libc::F_ADD_SEALS as usize, seals as usize, 0, 0, 0]) }.map(drop)
 }
 
+/// fsetxattr(2).
+pub(super) fn set_attribute(file: BorrowedFd<'_>, name: &CStr, value: &CStr) -> Result<()> {
+    let bytes = value.to_bytes_with_nul();
+    // SAFETY: the name ends in NUL; pointer and length are a slice's.
+    unsafe {
+        syscall(libc::SYS_fsetxattr, [arg(file), name.as_ptr() as usize, bytes.as_ptr() as usize, bytes.len(), 0, 0])
+    }
+    .map(drop)
+}
+
 // ---- mounts ----
 
 /// fsopen(2), fsconfig(2), fsmount(2): a new tmpfs that is mounted nowhere; `options` are its `key=value`s, `attributes` of

@@ -10,6 +10,7 @@ use protobuf::Message as _;
 
 use super::files::{Dns, Files};
 use super::record::{self, Blob, Record};
+use super::selinux::{Level, Selinux};
 use super::spec::slice;
 use super::{CreateRequest, Error, Payload};
 use crate::config::{CgroupDriver, Config, ShimOwner};
@@ -54,11 +55,16 @@ pub fn check_id(id: &str) -> Result<(), Error> {
     Ok(())
 }
 
-/// Checks a request and makes the first record of it.
+/// Checks a request and makes the first record of it, with the SELinux level that it holds.
 ///
 /// # Errors
-/// [`Error::Invalid`] names the field of the request. Blocks: the netns path is looked at.
-pub fn check(request: &CreateRequest, config: &Config, driver: &str) -> Result<Record, Error> {
+/// [`Error::Invalid`] names the field of the request; [`Error::Step`] where no SELinux label could be had. Blocks: the netns path is looked at.
+pub fn check(
+    request: &CreateRequest,
+    config: &Config,
+    driver: &str,
+    selinux: &Selinux,
+) -> Result<(Record, Option<Level>), Error> {
     let id = request.id.as_str();
     check_id(id)?;
     let options = request.options.as_ref().ok_or_else(|| invalid(id, "options", "is missing".to_owned()))?;
@@ -70,6 +76,11 @@ pub fn check(request: &CreateRequest, config: &Config, driver: &str) -> Result<R
     security::check(id, security)?;
     let host_network = mode(id, "network", namespaces.network)? == Namespace::Node;
     let ipc = mode(id, "ipc", namespaces.ipc)?;
+    let (labels, level) = selinux.label(config, security.selinux_options.as_ref()).map_err(|step| Error::Step {
+        id: id.to_owned(),
+        verb: "create",
+        step,
+    })?;
     let plan = Plan {
         id: id.to_owned(),
         netns: netns(id, host_network, &request.netns_path)?,
@@ -81,7 +92,8 @@ pub fn check(request: &CreateRequest, config: &Config, driver: &str) -> Result<R
         sysctls: sysctls(id, &pod, config, host_network, ipc, security)?,
         cgroup_parent: cgroup_parent(id, &pod.linux.cgroup_parent, config)?,
         oom_score_adj: oom_score_adj(config),
-        selinux_label: String::new(),
+        // As the built-in controller: the containers of a privileged pod have a label, its pause has none of its own.
+        selinux_label: if security.privileged { String::new() } else { labels.process.clone() },
     };
     let dns = pod.dns_config.as_ref().map(|dns| Dns {
         servers: dns.servers.clone(),
@@ -89,7 +101,7 @@ pub fn check(request: &CreateRequest, config: &Config, driver: &str) -> Result<R
         options: dns.options.clone(),
     });
     check_dns(id, dns.as_ref())?;
-    Ok(Record {
+    let record = Record {
         version: record::VERSION,
         id: id.to_owned(),
         created_at: SystemTime::now(),
@@ -103,7 +115,9 @@ pub fn check(request: &CreateRequest, config: &Config, driver: &str) -> Result<R
             ShimOwner::Sandboxer => shim::Owner::Sandboxer,
             ShimOwner::Containerd => shim::Owner::Containerd,
         },
-    })
+        labels,
+    };
+    Ok((record, level))
 }
 
 /// Decodes the CRI config of a request or a record.

@@ -4,6 +4,7 @@
 //! unmounting the shared memory first, because it knows no pause container of that id. So the tmpfs is
 //! held by a mount of our own, and [`Places::mend`] puts all of it back, the same tmpfs included.
 
+use std::borrow::Cow;
 use std::fs;
 use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
@@ -110,14 +111,14 @@ impl Places {
         self.held_shm.exists()
     }
 
-    /// Makes everything.
+    /// Makes everything; the shared memory gets that SELinux label, unless it is empty.
     ///
     /// # Errors
     /// The failed step; call [`Places::remove`] then.
-    pub fn make(&self, files: &Files) -> Result<(), Step> {
+    pub fn make(&self, files: &Files, label: &str) -> Result<(), Step> {
         let mut released = self.turn();
         *released = false;
-        self.make_shm(files)?;
+        self.make_shm(files, label)?;
         self.write_all(files)
     }
 
@@ -172,7 +173,7 @@ impl Places {
         self.released.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn make_shm(&self, files: &Files) -> Result<(), Step> {
+    fn make_shm(&self, files: &Files, label: &str) -> Result<(), Step> {
         // First of all, also without shared memory: recovery sees by it that a start job had begun.
         match fs::DirBuilder::new().mode(0o700).create(&self.held_shm) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
@@ -182,7 +183,7 @@ impl Places {
             return fs::metadata("/dev/shm").map(drop).step_at("find the node's shared memory", "/dev/shm");
         }
         let flags = MsFlags::MS_NOEXEC | MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
-        mount(Some("shm"), &self.held_shm, Some("tmpfs"), flags, Some(SHM_OPTIONS))
+        mount(Some("shm"), &self.held_shm, Some("tmpfs"), flags, Some(shm_options(label).as_ref()))
             .step_at("mount shared memory", &self.held_shm)?;
         self.bind_shm()
     }
@@ -224,6 +225,15 @@ impl Places {
     fn write(&self, name: &str, content: &[u8]) -> Result<(), Step> {
         let path = self.root.join(name);
         fs::write(&path, content).step_at("write file", path)
+    }
+}
+
+/// `rootcontext`, not `context`: containerd sets the label of what it mounts into each container once more, which the latter would refuse.
+fn shm_options(label: &str) -> Cow<'static, str> {
+    match label {
+        "" => SHM_OPTIONS.into(),
+        // Quoted, for a level has commas.
+        label => format!("{SHM_OPTIONS},rootcontext=\"{label}\"").into(),
     }
 }
 

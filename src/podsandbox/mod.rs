@@ -15,6 +15,7 @@ mod owner;
 mod record;
 pub mod recover;
 mod sandbox;
+pub mod selinux;
 mod spec;
 mod state;
 mod status;

@@ -15,6 +15,7 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 
 use super::files::Files;
+use super::selinux::Labels;
 use super::{Payload, SandboxInfo};
 use crate::error::{IoContext as _, Step};
 use crate::pause::{Exit, Identity, Plan};
@@ -50,6 +51,9 @@ pub struct Record {
     /// Whose the pod's shim is; containerd's in records that do not tell.
     #[serde(default)]
     pub shim: shim::Owner,
+    /// The pod's SELinux labels.
+    #[serde(default, skip_serializing_if = "Labels::is_empty")]
+    pub labels: Labels,
 }
 
 /// How far a sandbox came.

@@ -242,7 +242,7 @@ fn look(environment: &Environment, id: &str) -> Result<Found, String> {
         Err(e) => return Err(e.to_string()),
     };
     let stage = store.stage().map_err(|e| e.to_string())?;
-    let work = environment.work(&record);
+    let work = environment.work(&record, environment.selinux.hold(&record.labels));
     let begun = work.places.begun();
     Ok(Found::Record(Box::new(record), stage, Arc::new(work), begun))
 }

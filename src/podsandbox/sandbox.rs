@@ -13,6 +13,7 @@ use super::checked::check;
 use super::files::Places;
 use super::owner::{Entry, Handle, Message, Owner, Published, abandoned_at};
 use super::record::{Blob, Record, Store};
+use super::selinux::{Level, Selinux};
 use super::state::{Phase, Verb};
 use super::work::Work;
 use super::{CreateRequest, Error, Exit, Metric, Payload, SandboxInfo, Started, StatusReport, metrics, spec, status};
@@ -43,6 +44,8 @@ pub struct Environment {
     pub driver: Arc<dyn Driver>,
     /// Makes the pods' Task endpoints.
     pub shims: Arc<shim::Shims>,
+    /// Gives the pods their labels.
+    pub selinux: Selinux,
 }
 
 impl Environment {
@@ -65,10 +68,11 @@ impl Environment {
             binaries: config.shims.0.clone(),
         };
         let shims = Arc::new(shim::Shims::new(settings, open_files)?);
-        Ok(Self { config, driver, shims })
+        Ok(Self { config, driver, shims, selinux: Selinux::default() })
     }
 
-    pub(super) fn work(&self, record: &Record) -> Work {
+    /// What the jobs of that sandbox work on; `level` is the one that it holds.
+    pub(super) fn work(&self, record: &Record, level: Option<Level>) -> Work {
         let store = Store::new(&self.sandboxes(), &record.id);
         Work {
             driver: self.driver.clone(),
@@ -76,6 +80,8 @@ impl Environment {
             shim: self.shims.endpoint(record.shim, &record.id, store.dir(), runtime(record)),
             plan: record.plan.clone(),
             files: record.files.clone(),
+            labels: record.labels.clone(),
+            _level: level,
             created_at: record.created_at,
             runtime_name: record.info.runtime_name.clone(),
             store,
@@ -140,9 +146,9 @@ impl Sandbox {
         on_gone: impl FnOnce() + Send + 'static,
     ) -> Result<Self, Error> {
         let config = &environment.config;
-        let record = check(request, config, environment.driver.name())?;
+        let (record, level) = check(request, config, environment.driver.name(), &environment.selinux)?;
         let spec = spec::describe(&record, config)?;
-        let work = environment.work(&record);
+        let work = environment.work(&record, level);
         work.store.create(&record).map_err(|step| Error::Step { id: record.id.clone(), verb: "create", step })?;
         let abandoned = abandoned_at(record.created_at, config.abandoned_after);
         let sandbox = Self::enter(environment, Arc::new(work), Entry::Created, Some(abandoned), on_gone);
@@ -187,7 +193,7 @@ impl Sandbox {
         };
         let labels = [
             ("oci_runtime_type".to_owned(), self.work.runtime_name.clone()),
-            ("selinux_label".to_owned(), self.work.plan.selinux_label.clone()),
+            ("selinux_label".to_owned(), self.work.labels.process.clone()),
         ];
         Ok(Started {
             pid: published.pid,

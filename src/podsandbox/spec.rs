@@ -91,11 +91,11 @@ fn spec(record: &Record, pod: &PodSandboxConfig, config: &Config) -> Result<Spec
     let mut spec = Spec::default();
     spec.set_version(OCI_VERSION.to_owned())
         .set_root(Some(root))
-        .set_process(Some(process(plan, pod)))
+        .set_process(Some(process(plan)))
         .set_hostname(Some(plan.hostname.clone()).filter(|name| plan.uts == Namespace::Private && !name.is_empty()))
         .set_mounts(Some(mounts(record, pod, config)))
         .set_annotations(Some(annotations::of(&record.id, pod, &config.pod_annotations)))
-        .set_linux(Some(linux(plan, config)?));
+        .set_linux(Some(linux(record, config)?));
     Ok(spec)
 }
 
@@ -103,13 +103,12 @@ fn privileged(pod: &PodSandboxConfig) -> bool {
     pod.linux.security_context.privileged
 }
 
-fn process(plan: &Plan, pod: &PodSandboxConfig) -> Process {
+fn process(plan: &Plan) -> Process {
     let mut user = User::default();
     user.set_uid(USER).set_gid(USER);
     let mut capabilities = LinuxCapabilities::default();
     capabilities.set_bounding(None).set_effective(None).set_inheritable(None).set_permitted(None).set_ambient(None);
-    // A privileged pod has a label for its containers, but its pause runs without.
-    let label = Some(plan.selinux_label.clone()).filter(|label| !label.is_empty() && !privileged(pod));
+    let label = Some(plan.selinux_label.clone()).filter(|label| !label.is_empty());
 
     let mut process = Process::default();
     process
@@ -167,7 +166,8 @@ fn mount(destination: &str, kind: &str, source: impl AsRef<Path>, options: &[&st
     mount
 }
 
-fn linux(plan: &Plan, config: &Config) -> Result<Linux, OciSpecError> {
+fn linux(record: &Record, config: &Config) -> Result<Linux, OciSpecError> {
+    let plan = &record.plan;
     let mut everything = LinuxDeviceCgroup::default();
     everything.set_allow(false).set_access(Some("rwm".to_owned()));
     let mut cpu = LinuxCpu::default();
@@ -185,7 +185,8 @@ fn linux(plan: &Plan, config: &Config) -> Result<Linux, OciSpecError> {
         .set_cgroups_path(cgroups_path(plan, config).map(Into::into))
         .set_namespaces(Some(namespaces(plan)))
         .set_masked_paths(Some(strings(&MASKED)))
-        .set_readonly_paths(Some(strings(&READONLY)));
+        .set_readonly_paths(Some(strings(&READONLY)))
+        .set_mount_label(Some(record.labels.mount.clone()).filter(|label| !label.is_empty()));
     Ok(linux)
 }
 

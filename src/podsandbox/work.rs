@@ -5,6 +5,7 @@ use std::time::SystemTime;
 
 use super::files::{Files, Places};
 use super::record::{Stage, Store};
+use super::selinux::{Labels, Level};
 use crate::error::Step;
 use crate::pause::{Adoption, Driver, Exit, Pause, Plan};
 use crate::shim;
@@ -18,6 +19,10 @@ pub struct Work {
     pub plan: Plan,
     /// What the files say.
     pub files: Files,
+    /// The pod's SELinux labels.
+    pub labels: Labels,
+    /// Keeps other pods from the level of these.
+    pub _level: Option<Level>,
     /// Where the files are.
     pub places: Places,
     /// Where the record is.
@@ -49,7 +54,7 @@ impl Work {
     }
 
     fn try_start(&self) -> Result<Arc<dyn Pause>, Step> {
-        self.places.make(&self.files)?;
+        self.places.make(&self.files, &self.labels.mount)?;
         self.shim.listen()?;
         let pause: Arc<dyn Pause> = Arc::from(self.driver.start(&self.plan)?);
         let stage = Stage::Started { identity: pause.identity().clone() };

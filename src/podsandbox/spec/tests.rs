@@ -77,6 +77,7 @@ fn record(pod: &PodSandboxConfig) -> Record {
         netns_path: netns.to_owned(),
         info: Info::default(),
         shim: Default::default(),
+        labels: Default::default(),
     }
 }
 
@@ -192,10 +193,14 @@ fn labels_and_privileged_pods() {
     let label = "system_u:system_r:container_t:s0:c1,c2";
     let mut labelled = record(&pod);
     labelled.plan.selinux_label = label.to_owned();
+    labelled.labels.mount = "system_u:object_r:container_file_t:s0:c1,c2".to_owned();
     let spec = described(&labelled, &Config::default());
     assert_eq!(spec["process"]["selinuxLabel"], label);
+    assert_eq!(spec["linux"]["mountLabel"], labelled.labels.mount);
 
     pod.linux.as_mut().unwrap().security_context.as_mut().unwrap().privileged = true;
+    // As the check of Create has it.
+    labelled.plan.selinux_label.clear();
     labelled.config.value = pod.write_to_bytes().unwrap();
     let spec = described(&labelled, &Config::default());
     assert_eq!(spec["process"].get("selinuxLabel"), None);

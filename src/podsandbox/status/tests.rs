@@ -91,6 +91,7 @@ fn record(pod: &PodSandboxConfig) -> Record {
             extensions: [("metadata".to_owned(), blob("m", metadata().to_string()))].into(),
         },
         shim: Default::default(),
+        labels: Default::default(),
     }
 }
 

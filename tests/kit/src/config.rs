@@ -9,7 +9,7 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use crate::image::PAUSE_IMAGE;
-use crate::node::Handler;
+use crate::node::{Handler, Options};
 use crate::parts::Parts;
 
 /// containerd's namespace of everything that CRI makes.
@@ -118,18 +118,18 @@ impl Layout {
 }
 
 /// Makes the directories and config files of a node.
-pub(crate) fn write(layout: &Layout, parts: &Parts, snapshotter: &str, extra: &str) -> Result<()> {
+pub(crate) fn write(layout: &Layout, parts: &Parts, snapshotter: &str, options: &Options) -> Result<()> {
     for directory in ["root", "state", "runc", "logs", "pods", "opt", "nri", "cni/bin", "cni/conf", "cni/badnet"] {
         let directory = layout.top.join(directory);
         fs::create_dir_all(&directory).with_context(|| format!("make {}", directory.display()))?;
     }
     network(layout, parts)?;
-    let containerd = containerd(layout, snapshotter) + extra;
+    let containerd = containerd(layout, snapshotter, &options.cri_config) + &options.containerd_config;
     fs::write(layout.containerd_config(), containerd).context("write containerd's config")?;
     fs::write(layout.sandboxer_config(), sandboxer(layout)).context("write the sandboxer's config")
 }
 
-fn containerd(layout: &Layout, snapshotter: &str) -> String {
+fn containerd(layout: &Layout, snapshotter: &str, cri: &str) -> String {
     let top = layout.top.display();
     let mut text = format!(
         r#"version = 3
@@ -159,7 +159,7 @@ sandbox = "{PAUSE_IMAGE}"
 [plugins."io.containerd.cri.v1.runtime"]
 restrict_oom_score_adj = true
 netns_mounts_under_state_dir = true
-
+{cri}
 [plugins."io.containerd.cri.v1.runtime".cni]
 bin_dirs = ["{top}/cni/bin"]
 conf_dir = "{top}/cni/conf"

@@ -72,6 +72,8 @@ pub struct Options {
     pub parts: Option<Parts>,
     /// Text that is appended to containerd's config file.
     pub containerd_config: String,
+    /// Settings of CRI's runtime plugin in containerd's config file, beside the kit's own.
+    pub cri_config: String,
     /// Text that is appended to the sandboxer's config file.
     pub sandboxer_config: String,
     /// Keep the node's directory, with its logs, when the node ends.
@@ -123,7 +125,7 @@ impl Node {
 
     async fn set_up(&self) -> Result<()> {
         let snapshotter = self.snapshotter()?;
-        config::write(&self.layout, &self.parts, snapshotter, &self.options.containerd_config)?;
+        config::write(&self.layout, &self.parts, snapshotter, &self.options)?;
         if !self.options.sandboxer_config.is_empty() {
             let path = self.layout.sandboxer_config();
             std::fs::write(&path, std::fs::read_to_string(&path)? + &self.options.sandboxer_config)?;
