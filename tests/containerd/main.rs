@@ -14,6 +14,7 @@ mod files;
 mod life;
 mod namespaces;
 mod network;
+mod nri;
 mod pause;
 
 use harness::Case;
@@ -22,6 +23,7 @@ fn main() -> std::process::ExitCode {
     let cases: Vec<Case> = [
         life::cases(),
         network::cases(),
+        nri::cases(),
         namespaces::cases(),
         files::cases(),
         container::cases(),

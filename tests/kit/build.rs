@@ -17,13 +17,14 @@ fn messages(out: &PathBuf) {
     protobuf_codegen::Codegen::new()
         .pure()
         .includes(["protos"])
-        .inputs(["protos/cri.proto", "protos/controller.proto"])
+        .inputs(["protos/cri.proto", "protos/controller.proto", "protos/nri.proto"])
         .customize(protobuf_codegen::Customize::default().gen_mod_rs(false))
         .out_dir(out)
         .run()
         .expect("generate the messages");
     // The generated mod.rs has inner attributes, which include!() refuses.
-    fs::write(out.join("mod.rs"), "pub mod controller;\npub mod cri;\n").expect("write mod.rs of the messages");
+    fs::write(out.join("mod.rs"), "pub mod controller;\npub mod cri;\npub mod nri;\n")
+        .expect("write mod.rs of the messages");
 }
 
 /// The program of the images: static, so that it runs in a root of its own.

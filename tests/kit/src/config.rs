@@ -57,6 +57,11 @@ impl Layout {
         self.top.join("sandboxer.toml")
     }
 
+    /// containerd's socket for plugins of NRI.
+    pub fn nri_socket(&self) -> PathBuf {
+        self.top.join("nri.sock")
+    }
+
     /// containerd's log.
     pub fn containerd_log(&self) -> PathBuf {
         self.top.join("logs/containerd.log")

@@ -25,6 +25,7 @@ pub mod controller;
 pub mod cri;
 pub mod grpc;
 pub mod machine;
+pub mod nri;
 
 mod config;
 mod events;
@@ -49,7 +50,7 @@ pub use process::Process;
 pub use snapshot::{Snapshot, Thing};
 pub use wait::until;
 
-/// The messages of CRI and of the sandbox controller.
+/// The messages of CRI, of the sandbox controller and of NRI.
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
 pub mod proto {
     include!(concat!(env!("OUT_DIR"), "/proto/mod.rs"));
