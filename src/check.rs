@@ -53,6 +53,24 @@ impl Finding {
     }
 }
 
+impl Level {
+    /// Its word in JSON.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warn => "warn",
+            Self::Fail => "fail",
+        }
+    }
+}
+
+impl Finding {
+    /// As an object, for scripts.
+    pub fn to_json(&self) -> serde_json::Value {
+        serde_json::json!({ "level": self.level.name(), "subject": self.subject, "fact": self.fact, "advice": self.advice })
+    }
+}
+
 impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let level = match self.level {

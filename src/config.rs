@@ -13,7 +13,7 @@ mod pattern;
 mod value;
 
 pub use pattern::Pattern;
-pub use value::{Categories, CgroupDriver, LogFormat, ShimOwner, Shims};
+pub use value::{Categories, CgroupDriver, LogFormat, Metrics, ShimOwner, Shims};
 
 use value::{Input, Value};
 
@@ -141,6 +141,9 @@ settings! {
     abandoned_after: Duration = Duration::from_secs(3600);
     /// Seconds between two searches for sandboxes that nobody has asked about; containerd is asked whether it still knows them.
     forgotten_interval: Duration = Duration::from_secs(60);
+    /// Where Prometheus finds the daemon's metrics: a unix socket for root, as `unix:///run/pause-sandboxer/metrics.sock`, or a port of
+    /// the node's own, as `127.0.0.1:9477` or `[::1]:9477`.
+    metrics: Metrics = Metrics::Off;
     /// Least severe messages that are logged. The environment variable PAUSE_SANDBOXER_LOG overrides it.
     log_level: LevelFilter = LevelFilter::Info;
     /// Form of a logged line, on standard error.
@@ -275,6 +278,15 @@ impl Config {
         if self.state_dir == Path::new("/") {
             return Some(("state_dir", "must be a directory of the daemon's own".to_owned()));
         }
+        if let Metrics::Unix(path) = &self.metrics {
+            let most = SOCKET_PATH_MAX - SOCKET_PATH_SPARE;
+            if path.as_os_str().len() > most {
+                return Some(("metrics", format!("must have a path of at most {most} bytes")));
+            }
+            if [&self.socket, &self.ttrpc_socket(), &self.containerd_address].contains(&path) {
+                return Some(("metrics", "must be a socket of its own".to_owned()));
+            }
+        }
         if self.socket == self.containerd_address {
             return Some(("socket", "must not be containerd's own socket".to_owned()));
         }
@@ -346,6 +358,7 @@ mod tests {
             pod_annotations = ["a.example/*", "b"]
             abandoned_after = 5
             forgotten_interval = 6
+            metrics = "unix:///a/m.sock"
             log_level = "trace"
             log_format = "json"
         "#;
@@ -422,7 +435,31 @@ mod tests {
         assert!(error("state_dir = \"/x\"\ncontainerd_root = \"/x/\"").starts_with("c.toml:1: state_dir: "));
         assert!(error("socket = \"/run/containerd/containerd.sock\"").starts_with("c.toml:1: socket: "));
         assert!(error("socket = \"/sock\"").starts_with("c.toml:1: socket: "));
+        assert!(error("socket = \"/a/s\"\nmetrics = \"unix:///a/s.ttrpc\"").starts_with("c.toml:2: metrics: "));
         assert!(error("containerd_namespace = \"a/b\"").starts_with("c.toml:1: containerd_namespace: "));
+    }
+
+    #[test]
+    fn metrics_are_for_the_node_alone() {
+        for good in ["off", "unix:///a/b", "127.0.0.1:9477", "127.8.9.1:1", "[::1]:9477"] {
+            let config = load("", &[("metrics", good)]).unwrap();
+            assert_eq!(config.metrics.to_string(), good);
+        }
+        for bad in [
+            "",
+            "on",
+            "0.0.0.0:9477",
+            "10.0.0.1:9477",
+            "[::]:9477",
+            "localhost:9477",
+            "127.0.0.1",
+            "127.0.0.1:0",
+            "unix://a/b",
+            "/a/b",
+        ] {
+            let e = load("", &[("metrics", bad)]).unwrap_err();
+            assert!(e.starts_with("flag --metrics: metrics: must be off, unix:///PATH or "), "{bad}: {e}");
+        }
     }
 
     #[test]

@@ -7,8 +7,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::error::Step;
 use crate::podsandbox::recover::{self, Recovered};
 use crate::podsandbox::{
-    self, CreateRequest, Environment, Error, Exit, Metric, Platform, Sandbox, SandboxInfo, Started, StatusReport,
+    self, CreateRequest, Environment, Error, Exit, Metric, Overview, Phase, Platform, Sandbox, SandboxInfo, Started,
+    StatusReport,
 };
+use crate::telemetry::{Census, Telemetry};
 
 /// All sandboxes of the daemon.
 #[derive(Debug)]
@@ -50,7 +52,10 @@ impl Controller {
     pub async fn open(environment: Arc<Environment>) -> Result<Arc<Self>, Step> {
         let sandboxes = Arc::new(Register::default());
         let register = sandboxes.clone();
+        let begun = std::time::Instant::now();
         let recovered = recover::recover(&environment, move |id| register.free(id)).await?;
+        let aside = recovered.iter().filter(|one| matches!(one, Recovered::Aside { .. })).count();
+        environment.telemetry.recovered(begun.elapsed(), recovered.len() - aside, aside);
         {
             let mut slots = sandboxes.turn();
             for one in recovered {
@@ -176,6 +181,63 @@ impl Controller {
     /// [`Error::NotFound`], [`Error::Invalid`] for a field that cannot be updated, or the failed step.
     pub async fn update(&self, id: &str, info: SandboxInfo, fields: Vec<String>) -> Result<(), Error> {
         self.find(id)?.update(info, fields).await
+    }
+
+    /// At most `most` lines of the list of sandboxes, by id, of those behind `after`; and whether there are more.
+    ///
+    /// # Errors
+    /// [`Error::Fault`].
+    pub async fn list(&self, after: &str, most: usize, usage: bool) -> Result<(Vec<Overview>, bool), Error> {
+        let mut slots: Vec<(String, Slot)> = {
+            let slots = self.sandboxes.turn();
+            let behind = slots.iter().filter(|(id, slot)| id.as_str() > after && !matches!(slot, Slot::Reserved));
+            behind.map(|(id, slot)| (id.clone(), slot.clone())).collect()
+        };
+        slots.sort_by(|(one, _), (other, _)| one.cmp(other));
+        let more = slots.len() > most;
+        slots.truncate(most);
+        let lines = move || {
+            let line = |(id, slot): &(String, Slot)| match slot {
+                Slot::Live(sandbox) => Some(sandbox.overview(usage)),
+                Slot::Aside(reason) => Some(Overview::aside(id, reason)),
+                Slot::Reserved => None,
+            };
+            slots.iter().filter_map(line).collect()
+        };
+        let lines = tokio::task::spawn_blocking(lines).await;
+        let fault = |e: tokio::task::JoinError| Error::Fault { id: String::new(), verb: "list", reason: e.to_string() };
+        Ok((lines.map_err(fault)?, more))
+    }
+
+    /// All that is known of a sandbox, as a JSON object.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`].
+    pub async fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {
+        self.check(id)?;
+        let slot = self.sandboxes.turn().get(id).cloned();
+        match slot {
+            Some(Slot::Live(sandbox)) => tokio::task::spawn_blocking(move || sandbox.inspect())
+                .await
+                .map_err(|e| Error::Fault { id: id.to_owned(), verb: "inspect", reason: e.to_string() }),
+            Some(Slot::Aside(reason)) => Ok(Overview::aside(id, &reason).to_json()),
+            Some(Slot::Reserved) | None => Err(Error::NotFound { id: id.to_owned() }),
+        }
+    }
+
+    /// Counters of what happens to the sandboxes.
+    pub fn telemetry(&self) -> &Arc<Telemetry> {
+        &self.environment.telemetry
+    }
+
+    /// How many sandboxes there are of which kind.
+    pub fn census(&self) -> Census {
+        let lines: Vec<Overview> = self.live().iter().map(|sandbox| sandbox.overview(false)).collect();
+        Census {
+            cleanups_pending: lines.iter().filter(|line| line.failed_cleanups > 0).count(),
+            sandboxes: lines.into_iter().map(|line| (line.state, line.driver)).collect(),
+            states: Phase::ALL.iter().map(|phase| phase.name()).collect(),
+        }
     }
 
     /// Refuses all that is asked from now on, and answers when nothing is under way.

@@ -3,15 +3,21 @@
 //! `ARCHITECTURE.md` shows the way of a request through these modules and who may import whom.
 
 pub mod check;
+pub mod client;
 pub mod config;
 pub mod containerd;
 pub mod controller;
 pub mod error;
 pub mod exit;
+pub mod exposition;
+pub mod image;
 pub mod logging;
 pub mod orphan;
 pub mod pause;
 pub mod podsandbox;
 pub mod protos;
 pub mod shim;
+pub mod telemetry;
+pub mod time;
+pub mod trace;
 pub mod wire;

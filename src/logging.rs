@@ -1,4 +1,5 @@
-//! Log lines on standard error, text or JSON, with the sandbox id and other facts as fields.
+//! Log lines on standard error, text or JSON, with the sandbox id and other facts as fields. A line that names a sandbox has its pod as well, and
+//! one that a call has set off the call's trace (`crate::trace`).
 //!
 //! Modules log by the `log` crate: `log::info!(sandbox = id; "ready")`. Messages of other crates are shown from
 //! `warn` on, since theirs at `info` are about connections, not pods.
@@ -7,13 +8,15 @@ use std::fmt::Write as _;
 use std::io::Write as _;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use log::kv::{Key, VisitSource};
 use log::{Level, LevelFilter, Log, Metadata, Record};
 use serde_json::{Map, Value};
 
 use crate::config::{Config, LogFormat};
+use crate::time::rfc3339;
+use crate::trace;
 
 /// Environment variable that overrides the configured level: `LEVEL`, or `LEVEL,TARGET=LEVEL,…`, where a target
 /// is a crate or module path such as `ttrpc` or `pause_sandboxer::wire`.
@@ -127,6 +130,21 @@ impl Log for Logger {
 #[derive(Default)]
 struct Fields(Vec<(String, Value)>);
 
+impl Fields {
+    /// Adds the pod of the sandbox that the line is about, and the trace of what is at work.
+    fn complete(&mut self) {
+        let sandbox = self.0.iter().find(|(key, _)| key == "sandbox").and_then(|(_, id)| id.as_str());
+        let (pod, followed) = sandbox.and_then(trace::of).unzip();
+        if let Some(pod) = pod.filter(|pod| !pod.name.is_empty()) {
+            self.0.push(("pod".to_owned(), pod.name.into()));
+            self.0.push(("namespace".to_owned(), pod.namespace.into()));
+        }
+        if let Some(trace) = trace::current().or(followed.flatten()) {
+            self.0.push(("trace".to_owned(), trace.to_string().into()));
+        }
+    }
+}
+
 impl<'kvs> VisitSource<'kvs> for Fields {
     fn visit_pair(&mut self, key: Key<'kvs>, value: log::kv::Value<'kvs>) -> Result<(), log::kv::Error> {
         let json = value.to_bool().map(Value::from);
@@ -142,7 +160,8 @@ fn line(format: LogFormat, now: SystemTime, record: &Record<'_>) -> String {
     let mut fields = Fields::default();
     // Our visitor does not fail; a source that does has given what it could.
     let _ = record.key_values().visit(&mut fields);
-    let (time, message) = (timestamp(now), record.args().to_string());
+    fields.complete();
+    let (time, message) = (rfc3339(now), record.args().to_string());
     match format {
         LogFormat::Json => {
             let mut object = Map::new();
@@ -199,41 +218,10 @@ fn one_line(text: &str) -> String {
     })
 }
 
-/// RFC 3339 in UTC with microseconds.
-fn timestamp(time: SystemTime) -> String {
-    let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or(Duration::ZERO);
-    let (days, second) = (since.as_secs() / 86_400, since.as_secs() % 86_400);
-    let (year, month, day) = civil(days);
-    let (hour, minute, second, micros) = (second / 3600, second / 60 % 60, second % 60, since.subsec_micros());
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micros:06}Z")
-}
-
-/// Year, month and day of the day that lies `days` after 1970-01-01.
-fn civil(mut days: u64) -> (u64, u64, u64) {
-    let leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
-    let mut year = 1970;
-    loop {
-        let length = if leap(year) { 366 } else { 365 };
-        if days < length {
-            break;
-        }
-        days -= length;
-        year += 1;
-    }
-    let february = if leap(year) { 29 } else { 28 };
-    let mut month = 1;
-    for length in [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31] {
-        if days < length {
-            break;
-        }
-        days -= length;
-        month += 1;
-    }
-    (year, month, days + 1)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     fn shown(format: LogFormat, message: &str, fields: &[(&str, log::kv::Value<'_>)]) -> String {
@@ -250,6 +238,26 @@ mod tests {
             shown(LogFormat::Text, "gone", &fields),
             "2026-11-21T02:05:16.000042Z warn  gone sandbox=abc n=3 reason=\"a \\\"b\\\"\" empty=\"\"\n"
         );
+    }
+
+    #[tokio::test]
+    async fn a_line_of_a_sandbox_names_pod_and_trace() {
+        let pod = trace::Pod { name: "web 0".to_owned(), namespace: "prod".to_owned(), ..Default::default() };
+        let subject = trace::Subject::new("logging-test", pod);
+        let trace =
+            |digit: &str| trace::TraceId::of_traceparent(&format!("00-{}-00f067aa0ba902b7-01", digit.repeat(32)));
+        subject.follow(trace("1"));
+        let fields = [("sandbox", "logging-test".into())];
+        let end = |line: String| line.split_once(" sandbox=logging-test ").unwrap().1.to_owned();
+        let of = format!("pod=\"web 0\" namespace=prod trace={}\n", "1".repeat(32));
+        assert_eq!(end(shown(LogFormat::Text, "x", &fields)), of);
+        let line = trace::within(trace("2"), async { shown(LogFormat::Text, "x", &fields) }).await;
+        assert_eq!(end(line), of.replace('1', "2"), "the call's own goes first");
+        subject.follow(None);
+        let json: Value = serde_json::from_str(&shown(LogFormat::Json, "x", &fields)).unwrap();
+        assert_eq!((&json["pod"], &json["namespace"], &json["trace"]), (&"web 0".into(), &"prod".into(), &Value::Null));
+        drop(subject);
+        assert!(shown(LogFormat::Text, "x", &fields).ends_with(" sandbox=logging-test\n"));
     }
 
     #[test]
@@ -272,15 +280,6 @@ mod tests {
                 "sandbox": "abc", "n": 3, "yes": true
             })
         );
-    }
-
-    #[test]
-    fn dates() {
-        for (days, date) in [(0, (1970, 1, 1)), (58, (1970, 2, 28)), (11_016, (2000, 2, 29)), (11_017, (2000, 3, 1))] {
-            assert_eq!(civil(days), date);
-        }
-        assert_eq!(civil(20_818), (2026, 12, 31));
-        assert_eq!(civil(47_541), (2100, 3, 1));
     }
 
     #[test]

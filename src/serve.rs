@@ -18,7 +18,7 @@ use pause_sandboxer::controller::Controller;
 use pause_sandboxer::error::{IoContext as _, Step};
 use pause_sandboxer::pause::{self, native::Native};
 use pause_sandboxer::podsandbox::{Environment, selinux};
-use pause_sandboxer::{logging, orphan, wire};
+use pause_sandboxer::{exposition, logging, orphan, wire};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
@@ -96,9 +96,14 @@ async fn run(
         }
     };
     let (stop, stopped) = watch::channel(false);
-    let mut serving = tokio::spawn(wire::Server::new(Arc::clone(&controller), grpc, ttrpc).run(stopped));
+    let mut serving = tokio::spawn(
+        wire::Server::new(Arc::clone(&controller), grpc, ttrpc)
+            .counted(Arc::clone(controller.telemetry()))
+            .run(stopped),
+    );
     let store = Store { address: config.containerd_address.clone(), namespace: config.containerd_namespace.clone() };
     let collecting = tokio::spawn(orphan::collect(Arc::clone(&controller), store, config.forgotten_interval));
+    let exposing = tokio::spawn(exposition::serve(Arc::clone(&controller), config.metrics.clone()));
     log::info!(socket = config.socket.display().to_string(); "ready");
     notify(&[NotifyState::Ready, NotifyState::Status("serving")]);
     // Twice within the time after which the service manager takes the daemon for hung.
@@ -118,6 +123,7 @@ async fn run(
     log::info!("draining");
     notify(&[NotifyState::Stopping, NotifyState::Status("draining")]);
     collecting.abort();
+    exposing.abort();
     // The receiver is gone only if the server is.
     let _ = stop.send(true);
     let drained = async {

@@ -2,6 +2,8 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::fmt;
+use std::net::SocketAddr;
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
@@ -203,6 +205,49 @@ impl Value for Categories {
 
     fn to_toml(&self) -> String {
         self.0.to_string()
+    }
+}
+
+/// Where the daemon's metrics are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Metrics {
+    /// Nowhere.
+    Off,
+    /// On a unix socket.
+    Unix(PathBuf),
+    /// On a port of the loopback interface.
+    Tcp(SocketAddr),
+}
+
+impl fmt::Display for Metrics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Off => f.write_str("off"),
+            Self::Unix(path) => write!(f, "unix://{}", path.display()),
+            Self::Tcp(address) => write!(f, "{address}"),
+        }
+    }
+}
+
+impl Value for Metrics {
+    const KIND: &'static str = "off, unix:///PATH or a loopback address with its port";
+
+    fn read(input: Input<'_>) -> Result<Self, String> {
+        let Some(text) = input.text() else { return Err(input.refused(Self::KIND)) };
+        if text == "off" {
+            return Ok(Self::Off);
+        }
+        if let Some(path) = text.strip_prefix("unix://") {
+            return PathBuf::read(Input::Text(path)).map(Self::Unix).map_err(|_| input.refused(Self::KIND));
+        }
+        match text.parse::<SocketAddr>() {
+            Ok(address) if address.ip().is_loopback() && address.port() != 0 => Ok(Self::Tcp(address)),
+            _ => Err(input.refused(Self::KIND)),
+        }
+    }
+
+    fn to_toml(&self) -> String {
+        quoted(&self.to_string())
     }
 }
 

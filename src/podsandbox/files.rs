@@ -106,6 +106,12 @@ impl Places {
         self.root.join("resolv.conf")
     }
 
+    /// Every file and directory by CRI's name for it.
+    pub fn all(&self) -> [(&'static str, PathBuf); 4] {
+        let at = |name: &'static str| (name, self.root.join(name));
+        [at("hostname"), at("hosts"), at("resolv.conf"), ("shm", self.shm())]
+    }
+
     /// A start job has been here: it makes the directory of the held shared memory first of all.
     pub fn begun(&self) -> bool {
         self.held_shm.exists()

@@ -5,6 +5,7 @@
 //! with the number of pods.
 
 mod directory;
+pub mod usage;
 mod v1;
 mod v2;
 

@@ -11,6 +11,7 @@ mod checked;
 mod error;
 mod files;
 mod metrics;
+mod overview;
 mod owner;
 mod record;
 pub mod recover;
@@ -23,6 +24,8 @@ mod work;
 
 pub use checked::check_id;
 pub use error::Error;
+pub use metrics::usage::Usage;
+pub use overview::Overview;
 pub use sandbox::{Environment, Sandbox};
 pub use state::Phase;
 

@@ -16,6 +16,7 @@ use super::work::{StartFailure, Work};
 use crate::error::Step;
 use crate::exit;
 use crate::pause::{Adoption, Exit, Pause, UNKNOWN_EXIT};
+use crate::trace::TraceId;
 
 /// The answer that a caller waits for.
 pub type Reply = oneshot::Sender<Result<(), Error>>;
@@ -29,13 +30,15 @@ pub struct Published {
     pub pid: u32,
     /// How the pause ended.
     pub exit: Option<Exit>,
+    /// Cleanups that have failed in a row and are tried again.
+    pub failures: u32,
 }
 
 /// What reaches the owner.
 #[derive(Debug)]
 pub enum Message {
-    /// A caller asks for a verb.
-    Ask(Verb, Reply),
+    /// A caller asks for a verb; the trace that the call belongs to.
+    Ask(Verb, Option<TraceId>, Reply),
     /// The exit waiter saw the end of the pause.
     Exited(Exit),
     /// The pod's shim has died with containers in it.
@@ -129,7 +132,7 @@ impl Owner {
             Entry::Unknown { pid } => (Phase::Unknown, pid, None, None),
         };
         let (to_self, inbox) = mpsc::unbounded_channel();
-        let (published, seen) = watch::channel(Published { phase, pid, exit });
+        let (published, seen) = watch::channel(Published { phase, pid, exit, failures: 0 });
         let handle = Handle { inbox: to_self.clone(), published: seen };
         let mut owner = Self {
             work,
@@ -176,6 +179,7 @@ impl Owner {
             let Some(message) = message else { break };
             self.take(message);
             if self.machine.at_rest() {
+                self.work.subject.follow(None);
                 for waiting in self.at_rest.drain(..) {
                     let _ = waiting.send(());
                 }
@@ -185,7 +189,8 @@ impl Owner {
 
     fn take(&mut self, message: Message) {
         match message {
-            Message::Ask(verb, reply) => {
+            Message::Ask(verb, trace, reply) => {
+                self.work.subject.follow(trace);
                 self.replies.push((verb, reply));
                 self.feed(Event::Asked(verb));
             }
@@ -219,7 +224,10 @@ impl Owner {
                 self.failure = vec![step];
                 self.feed(Event::AdoptFailed);
             }
-            Message::Done(Outcome::Rest(Ok(()))) => self.feed(Event::JobDone),
+            Message::Done(Outcome::Rest(Ok(()))) => {
+                self.published.send_if_modified(|published| std::mem::take(&mut published.failures) != 0);
+                self.feed(Event::JobDone);
+            }
             Message::Done(Outcome::Rest(Err(steps))) => {
                 self.failure = steps;
                 self.log_failure("cleanup");
@@ -232,6 +240,7 @@ impl Owner {
     fn exited(&mut self, exit: Exit) {
         if self.published.borrow().exit.is_none() {
             log::info!(sandbox = self.id(), status = exit.status; "the pause has ended");
+            self.work.telemetry.pause_ended();
             self.published.send_modify(|published| published.exit = Some(exit));
         }
         self.pause = None;
@@ -291,6 +300,8 @@ impl Owner {
             Action::RetryAfter(failures) => {
                 let delay = exit::CLEANUP.delay(failures);
                 log::warn!(sandbox = self.id(), failures = failures; "cleanup is tried again in {} s", delay.as_secs());
+                self.work.telemetry.cleanup_failed();
+                self.published.send_modify(|published| published.failures = failures);
                 self.alarm = Some(Instant::now() + delay);
             }
             Action::Retire => {

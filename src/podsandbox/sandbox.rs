@@ -16,11 +16,16 @@ use super::record::{Blob, Record, Store};
 use super::selinux::{Level, Selinux};
 use super::state::{Phase, Verb};
 use super::work::Work;
-use super::{CreateRequest, Error, Exit, Metric, Payload, SandboxInfo, Started, StatusReport, metrics, spec, status};
+use super::{
+    CreateRequest, Error, Exit, Metric, Overview, Payload, SandboxInfo, Started, StatusReport, metrics, overview, spec,
+    status,
+};
 use crate::config::Config;
 use crate::error::Step;
 use crate::pause::{Driver, Namespace};
 use crate::shim;
+use crate::telemetry::Telemetry;
+use crate::trace::{self, Subject};
 
 /// How long a caller of Stop or Shutdown waits for the end of a pause and its cleanup before it is told that they
 /// go on without it.
@@ -46,6 +51,8 @@ pub struct Environment {
     pub shims: Arc<shim::Shims>,
     /// Gives the pods their labels.
     pub selinux: Selinux,
+    /// Counts what happens.
+    pub telemetry: Arc<Telemetry>,
 }
 
 impl Environment {
@@ -68,7 +75,7 @@ impl Environment {
             binaries: config.shims.0.clone(),
         };
         let shims = Arc::new(shim::Shims::new(settings, open_files)?);
-        Ok(Self { config, driver, shims, selinux: Selinux::default() })
+        Ok(Self { config, driver, shims, selinux: Selinux::default(), telemetry: Arc::default() })
     }
 
     /// What the jobs of that sandbox work on; `level` is the one that it holds.
@@ -84,6 +91,8 @@ impl Environment {
             _level: level,
             created_at: record.created_at,
             runtime_name: record.info.runtime_name.clone(),
+            subject: Subject::new(&record.id, overview::pod(record)),
+            telemetry: self.telemetry.clone(),
             store,
         }
     }
@@ -254,6 +263,7 @@ impl Sandbox {
         if self.phase() == Phase::Ready
             && self.work.places.mend(&self.work.files).map_err(|s| self.failed("status", s))?
         {
+            self.environment.telemetry.files_healed();
             log::info!(sandbox = self.id(); "files that were gone are back");
         }
         if !verbose {
@@ -315,6 +325,24 @@ impl Sandbox {
         read.map_err(|e| self.fault("metrics", e.to_string()))?.map_err(|step| self.failed("metrics", step))
     }
 
+    /// A line for the list of sandboxes, with what the pod uses if `usage` is asked for. Blocks then.
+    pub fn overview(&self, usage: bool) -> Overview {
+        let usage = if usage { self.usage() } else { None };
+        overview::line(&self.work, self.published(), usage)
+    }
+
+    /// All that is known, as a JSON object. Blocks.
+    pub fn inspect(&self) -> serde_json::Value {
+        let record = self.work.store.read().map_err(|e| e.to_string());
+        let stage = self.work.store.stage().map_err(|e| e.to_string());
+        overview::report(&self.work, self.published(), self.usage(), &record, &stage)
+    }
+
+    fn usage(&self) -> Option<metrics::usage::Usage> {
+        let read = metrics::usage::read(&self.work.plan, &self.environment.config);
+        read.inspect_err(|step| log::debug!(sandbox = self.id(); "{step}")).ok().flatten()
+    }
+
     /// It is created or runs, its pod has no shim, and nobody has asked for its status or exit in this daemon's life.
     pub fn is_unasked(&self) -> bool {
         matches!(self.phase(), Phase::Created | Phase::Ready)
@@ -345,7 +373,7 @@ impl Sandbox {
             Verb::Start => Err(Error::NotFound { id: self.id().to_owned() }),
             Verb::Stop | Verb::Shutdown => Ok(()),
         };
-        if self.owner.inbox.send(Message::Ask(verb, reply)).is_err() {
+        if self.owner.inbox.send(Message::Ask(verb, trace::current(), reply)).is_err() {
             return gone();
         }
         let answered = match within {

@@ -30,6 +30,9 @@ pub enum Phase {
 }
 
 impl Phase {
+    /// Every phase that a sandbox of the list can be in.
+    pub const ALL: [Self; 5] = [Self::Created, Self::Starting, Self::Ready, Self::NotReady, Self::Unknown];
+
     /// The phase in messages.
     pub fn name(self) -> &'static str {
         match self {

@@ -190,6 +190,14 @@ fn encode_config(record: &Record) -> Result<Box<RawValue>, String> {
     to_raw_value(&go_json::encode(&pod)).map_err(|e| e.to_string())
 }
 
+/// The recorded CRI config as JSON.
+///
+/// # Errors
+/// It is malformed.
+pub fn config_json(record: &Record) -> Result<Value, String> {
+    serde_json::from_str(encode_config(record)?.get()).map_err(|e| e.to_string())
+}
+
 /// Whether the netns is gone: unmounted, so that its path is nothing or a plain file.
 fn is_closed(id: &str, netns: &Path) -> bool {
     match native::is_network_namespace(netns) {

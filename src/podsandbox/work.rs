@@ -9,6 +9,8 @@ use super::selinux::{Labels, Level};
 use crate::error::Step;
 use crate::pause::{Adoption, Driver, Exit, Pause, Plan};
 use crate::shim;
+use crate::telemetry::Telemetry;
+use crate::trace::Subject;
 
 /// What the jobs of one sandbox work on. Its methods block.
 #[derive(Debug)]
@@ -33,6 +35,10 @@ pub struct Work {
     pub created_at: SystemTime,
     /// Runtime name, such as `io.containerd.runc.v2`.
     pub runtime_name: String,
+    /// What lines of the log say of the sandbox.
+    pub subject: Subject,
+    /// Counts what happens.
+    pub telemetry: Arc<Telemetry>,
 }
 
 /// A start that failed.

@@ -64,6 +64,29 @@ pub fn code(error: &Error) -> Code {
     }
 }
 
+/// The code's name in gRPC's list of codes.
+pub(super) fn name(code: Code) -> &'static str {
+    match code {
+        Code::OK => "OK",
+        Code::CANCELLED => "CANCELLED",
+        Code::UNKNOWN => "UNKNOWN",
+        Code::INVALID_ARGUMENT => "INVALID_ARGUMENT",
+        Code::DEADLINE_EXCEEDED => "DEADLINE_EXCEEDED",
+        Code::NOT_FOUND => "NOT_FOUND",
+        Code::ALREADY_EXISTS => "ALREADY_EXISTS",
+        Code::PERMISSION_DENIED => "PERMISSION_DENIED",
+        Code::UNAUTHENTICATED => "UNAUTHENTICATED",
+        Code::RESOURCE_EXHAUSTED => "RESOURCE_EXHAUSTED",
+        Code::FAILED_PRECONDITION => "FAILED_PRECONDITION",
+        Code::ABORTED => "ABORTED",
+        Code::OUT_OF_RANGE => "OUT_OF_RANGE",
+        Code::UNIMPLEMENTED => "UNIMPLEMENTED",
+        Code::INTERNAL => "INTERNAL",
+        Code::UNAVAILABLE => "UNAVAILABLE",
+        Code::DATA_LOSS => "DATA_LOSS",
+    }
+}
+
 /// A node that ran out of something is told from a node that is broken.
 fn step_code(step: &Step) -> Code {
     match step.io().raw_os_error() {

@@ -12,8 +12,9 @@ use tokio::task::JoinSet;
 
 use super::MAX_CALLS;
 use super::code::{Code, Status};
-use super::handler::{Answer, Handler, MAX_MESSAGE};
+use super::handler::{Answer, Call, Handler, MAX_MESSAGE};
 use super::verbs::Verbs;
+use crate::trace::{TRACEPARENT, TraceId};
 
 /// Before each message: a byte that says whether it is compressed, and its length in four.
 const PREFIX: usize = 5;
@@ -92,8 +93,9 @@ async fn serve_call<V: Verbs>(handler: Handler<V>, request: Request<RecvStream>,
 
 async fn call<V: Verbs>(handler: &Handler<V>, head: &http::request::Parts, body: RecvStream) -> Answer {
     let (service, method) = head.uri.path().strip_prefix('/').and_then(|path| path.split_once('/')).unwrap_or_default();
-    let deadline = timeout(&head.headers)?;
-    handler.answer(service, method, deadline, message(body)).await
+    let trace = head.headers.get(TRACEPARENT).and_then(|value| TraceId::of_traceparent(value.to_str().ok()?));
+    let call = Call { service, method, deadline: timeout(&head.headers)?, trace, operators: false };
+    handler.answer(call, message(body)).await
 }
 
 /// Reads the one message of a unary call.

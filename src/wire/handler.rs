@@ -11,15 +11,31 @@ use protobuf::{Message, MessageField};
 use tokio::sync::watch;
 
 use super::code::{self, Code, Status};
-use super::convert;
 use super::verbs::Verbs;
+use super::{convert, inspect};
 use crate::podsandbox::Error;
 use crate::protos::{controller as c, shim_sandbox as s};
+use crate::telemetry::Telemetry;
+use crate::trace::{self, TraceId};
 
 /// The service that containerd calls.
 const CONTROLLER: &str = "containerd.services.sandbox.v1.Controller";
 /// The same verbs in the form that shims speak.
 const SANDBOX: &str = "containerd.runtime.sandbox.v1.Sandbox";
+
+const CONTROLLER_METHODS: &[&str] =
+    &["Create", "Start", "Platform", "Stop", "Wait", "Status", "Shutdown", "Metrics", "Update"];
+const SANDBOX_METHODS: &[&str] = &[
+    "CreateSandbox",
+    "StartSandbox",
+    "Platform",
+    "StopSandbox",
+    "WaitSandbox",
+    "SandboxStatus",
+    "PingSandbox",
+    "ShutdownSandbox",
+    "SandboxMetrics",
+];
 
 /// The largest message that is read, bytes: gRPC's usual limit and the ttrpc protocol's own.
 pub(super) const MAX_MESSAGE: usize = 4 << 20;
@@ -29,22 +45,49 @@ const MAX_ANSWER: usize = MAX_MESSAGE - (64 << 10);
 /// A call's answer as bytes.
 pub(super) type Answer = Result<Vec<u8>, Status>;
 
+/// A call as its skin understood it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Call<'a> {
+    pub(super) service: &'a str,
+    pub(super) method: &'a str,
+    /// The time that its caller gives it.
+    pub(super) deadline: Option<Duration>,
+    /// The trace that it belongs to, if its caller says so.
+    pub(super) trace: Option<TraceId>,
+    /// It came where operators ask, not only containerd.
+    pub(super) operators: bool,
+}
+
+impl Call<'_> {
+    /// The method's name for counters: one of those that are served, or `other`, so that no caller makes names up.
+    fn counted(&self) -> &'static str {
+        let served = match self.service {
+            CONTROLLER => CONTROLLER_METHODS,
+            SANDBOX => SANDBOX_METHODS,
+            inspect::SERVICE => inspect::METHODS,
+            _ => &[],
+        };
+        served.iter().find(|method| **method == self.method).copied().unwrap_or("other")
+    }
+}
+
 /// Answers calls by their path.
 pub(super) struct Handler<V> {
     verbs: Arc<V>,
     stop: watch::Receiver<bool>,
+    telemetry: Arc<Telemetry>,
 }
 
 impl<V> Clone for Handler<V> {
     fn clone(&self) -> Self {
-        Self { verbs: Arc::clone(&self.verbs), stop: self.stop.clone() }
+        Self { verbs: Arc::clone(&self.verbs), stop: self.stop.clone(), telemetry: Arc::clone(&self.telemetry) }
     }
 }
 
 impl<V: Verbs> Handler<V> {
     /// A handler whose calls all end once `stop` says true or its sender is gone.
-    pub(super) fn new(verbs: Arc<V>, stop: watch::Receiver<bool>) -> Self {
-        Self { verbs, stop }
+    pub(super) fn new(verbs: Arc<V>, stop: watch::Receiver<bool>, telemetry: Arc<Telemetry>) -> Self {
+        Self { verbs, stop, telemetry }
     }
 
     /// Ends when the daemon goes down.
@@ -62,15 +105,21 @@ impl<V: Verbs> Handler<V> {
     /// `request` reads the request's bytes, so that a caller who never sends the rest of them is bounded as well.
     pub(super) async fn answer<B: AsRef<[u8]>>(
         &self,
-        service: &str,
-        method: &str,
-        deadline: Option<Duration>,
+        of: Call<'_>,
         request: impl Future<Output = Result<B, Status>>,
     ) -> Answer {
+        let running = self.telemetry.call(of.counted());
+        let answer = trace::within(of.trace, self.bounded(of, request)).await;
+        running.ended(answer.as_ref().err().map_or("OK", |status| code::name(status.code)));
+        answer
+    }
+
+    async fn bounded<B: AsRef<[u8]>>(&self, of: Call<'_>, request: impl Future<Output = Result<B, Status>>) -> Answer {
         if self.is_stopping() {
             return Err(Status::stopping());
         }
-        let call = async { self.dispatch(service, method, request.await?.as_ref()).await };
+        let Call { method, deadline, .. } = of;
+        let call = async { self.dispatch(of, request.await?.as_ref()).await };
         let call = AssertUnwindSafe(call).catch_unwind();
         let answer = tokio::select! {
             biased;
@@ -93,10 +142,11 @@ impl<V: Verbs> Handler<V> {
         }
     }
 
-    async fn dispatch(&self, service: &str, method: &str, bytes: &[u8]) -> Answer {
+    async fn dispatch(&self, Call { service, method, operators, .. }: Call<'_>, bytes: &[u8]) -> Answer {
         match service {
             CONTROLLER => self.controller(method, bytes).await,
             SANDBOX => self.sandbox(method, bytes).await,
+            inspect::SERVICE if operators => inspect::answer(&*self.verbs, method, bytes).await,
             _ => Err(not_served(service, method)),
         }
     }
@@ -232,16 +282,16 @@ async fn expired(deadline: Option<Duration>) {
     }
 }
 
-fn not_served(service: &str, method: &str) -> Status {
+pub(super) fn not_served(service: &str, method: &str) -> Status {
     Status::new(Code::UNIMPLEMENTED, format!("/{service}/{method} is not served here"))
 }
 
-fn decode<M: Message>(bytes: &[u8]) -> Result<M, Status> {
+pub(super) fn decode<M: Message>(bytes: &[u8]) -> Result<M, Status> {
     M::parse_from_bytes(bytes).map_err(|e| Status::new(Code::INVALID_ARGUMENT, format!("malformed {}: {e}", M::NAME)))
 }
 
 /// Turns a verb's result into bytes, and logs why it failed.
-fn encode<M: Message>(method: &str, result: Result<M, Error>) -> Answer {
+pub(super) fn encode<M: Message>(method: &str, result: Result<M, Error>) -> Answer {
     match result {
         Ok(message) => message
             .write_to_bytes()

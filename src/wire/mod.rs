@@ -1,6 +1,6 @@
 //! The wire: gRPC and ttrpc skins over one handler.
 //!
-//! containerd dials the gRPC socket; the ttrpc socket beside it serves the same calls, and the shim form of them. What
+//! containerd dials the gRPC socket; the ttrpc socket beside it serves the same calls and those of operators (`inspect.rs`). What
 //! may be asked and how it is answered is in `handler.rs`, how errors become codes in `code.rs`; neither skin adds to it.
 //!
 //! No caller and no verb can harm another: messages, headers, connections and calls are bounded, a panic is an answer, and
@@ -18,12 +18,14 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use crate::error::Step;
+use crate::telemetry::Telemetry;
 
 mod accept;
 mod code;
 mod convert;
 mod grpc;
 mod handler;
+mod inspect;
 mod ttrpc;
 mod verbs;
 
@@ -49,12 +51,20 @@ pub struct Server<V> {
     verbs: Arc<V>,
     grpc: UnixListener,
     ttrpc: UnixListener,
+    telemetry: Arc<Telemetry>,
 }
 
 impl<V: Verbs> Server<V> {
     /// Serves `verbs` on two bound and listening sockets, made by [`bind`] or inherited.
     pub fn new(verbs: Arc<V>, grpc: UnixListener, ttrpc: UnixListener) -> Self {
-        Self { verbs, grpc, ttrpc }
+        Self { verbs, grpc, ttrpc, telemetry: Arc::default() }
+    }
+
+    /// Counts calls in `telemetry`.
+    #[must_use]
+    pub fn counted(mut self, telemetry: Arc<Telemetry>) -> Self {
+        self.telemetry = telemetry;
+        self
     }
 
     /// Serves until `stop` says true or its sender is gone, then ends every call with UNAVAILABLE and returns within
@@ -66,7 +76,7 @@ impl<V: Verbs> Server<V> {
     /// # Panics
     /// Outside a tokio runtime with I/O and time.
     pub async fn run(self, stop: watch::Receiver<bool>) -> Result<(), Step> {
-        let handler = Handler::new(self.verbs, stop);
+        let handler = Handler::new(self.verbs, stop, self.telemetry);
         let grpc = Acceptor::new(self.grpc, ROOT)?;
         let ttrpc = Acceptor::new(self.ttrpc, ROOT)?;
         tokio::join!(

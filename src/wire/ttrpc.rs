@@ -15,8 +15,9 @@ use ttrpc::proto::{GenMessage, GenMessageError, MESSAGE_TYPE_REQUEST, MessageHea
 
 use super::MAX_CALLS;
 use super::code::{Code, Status};
-use super::handler::{Answer, Handler, MAX_MESSAGE};
+use super::handler::{self, Answer, Handler, MAX_MESSAGE};
 use super::verbs::Verbs;
+use crate::trace::{TRACEPARENT, TraceId};
 
 /// How long new calls are still answered, with UNAVAILABLE, when the daemon goes down: ttrpc cannot say goodbye.
 const LINGER: Duration = Duration::from_millis(200);
@@ -106,8 +107,11 @@ async fn call<V: Verbs>(handler: &Handler<V>, request: Request) -> Answer {
         0 => None,
         nanos => Some(Duration::from_nanos(u64::try_from(nanos).unwrap_or(0))),
     };
+    let parent = request.metadata.iter().find(|pair| pair.key == TRACEPARENT);
+    let trace = parent.and_then(|pair| TraceId::of_traceparent(&pair.value));
     let Request { service, method, payload, .. } = request;
-    handler.answer(&service, &method, deadline, async { Ok(payload) }).await
+    let call = handler::Call { service: &service, method: &method, deadline, trace, operators: true };
+    handler.answer(call, async { Ok(payload) }).await
 }
 
 fn response(stream: u32, answer: Answer) -> GenMessage {

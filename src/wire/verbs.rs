@@ -3,9 +3,9 @@
 use std::future::Future;
 
 use crate::controller::Controller;
-use crate::podsandbox::{CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, Started, StatusReport};
+use crate::podsandbox::{CreateRequest, Error, Exit, Metric, Overview, Platform, SandboxInfo, Started, StatusReport};
 
-/// The nine verbs of `sandbox.Controller`, as [`Controller`] has them; tests put others in its place.
+/// The nine verbs of `sandbox.Controller` and what operators ask, as [`Controller`] has them; tests put others in its place.
 ///
 /// A future that is dropped is a caller who gave up: work that must finish runs in a task of its own.
 pub trait Verbs: Send + Sync + 'static {
@@ -32,6 +32,15 @@ pub trait Verbs: Send + Sync + 'static {
         info: SandboxInfo,
         fields: Vec<String>,
     ) -> impl Future<Output = Result<(), Error>> + Send;
+    /// See [`Controller::list`].
+    fn list(
+        &self,
+        after: &str,
+        most: usize,
+        usage: bool,
+    ) -> impl Future<Output = Result<(Vec<Overview>, bool), Error>> + Send;
+    /// See [`Controller::inspect`].
+    fn inspect(&self, id: &str) -> impl Future<Output = Result<serde_json::Value, Error>> + Send;
 }
 
 impl Verbs for Controller {
@@ -69,5 +78,13 @@ impl Verbs for Controller {
 
     async fn update(&self, id: &str, info: SandboxInfo, fields: Vec<String>) -> Result<(), Error> {
         self.update(id, info, fields).await
+    }
+
+    async fn list(&self, after: &str, most: usize, usage: bool) -> Result<(Vec<Overview>, bool), Error> {
+        self.list(after, most, usage).await
+    }
+
+    async fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {
+        self.inspect(id).await
     }
 }

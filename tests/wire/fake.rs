@@ -8,8 +8,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use pause_sandboxer::error::Step;
 use pause_sandboxer::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Payload, Platform, SandboxInfo, Started, StatusReport,
+    CreateRequest, Error, Exit, Metric, Overview, Payload, Platform, SandboxInfo, Started, StatusReport, Usage,
 };
+use pause_sandboxer::trace;
 use pause_sandboxer::wire::Verbs;
 use tokio::sync::Notify;
 
@@ -122,7 +123,12 @@ impl Verbs for Fake {
         Ok(StatusReport {
             pid: if ended { 0 } else { 4711 },
             state: if ended { "SANDBOX_NOTREADY" } else { "SANDBOX_READY" },
-            info: if verbose { BTreeMap::from([("info".into(), text)]) } else { BTreeMap::new() },
+            info: if verbose {
+                let trace = trace::current().map(|trace| ("trace".to_owned(), trace.to_string()));
+                [("info".to_owned(), text)].into_iter().chain(trace).collect()
+            } else {
+                BTreeMap::new()
+            },
             created_at: time(1),
             exited_at: ended.then(|| time(3)),
             address: "ttrpc+unix:///run/x.sock".into(),
@@ -144,5 +150,18 @@ impl Verbs for Fake {
         outcome(id)?;
         self.updated.lock().unwrap().push((id.to_owned(), info, fields));
         Ok(())
+    }
+
+    async fn list(&self, after: &str, most: usize, usage: bool) -> Result<(Vec<Overview>, bool), Error> {
+        outcome(after)?;
+        let ids = (0..2500).map(|number| format!("{number:04}")).filter(|id| id.as_str() > after);
+        let usage = usage.then_some(Usage { memory: 1, cpu_usec: 2, tasks: 3 });
+        let lines = ids.take(most).map(|id| Overview { usage, ..Overview::aside(&id, "never was") }).collect();
+        Ok((lines, !after.starts_with("1999")))
+    }
+
+    async fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {
+        outcome(id)?;
+        Ok(serde_json::json!({ "id": id, "trace": trace::current().map(|trace| trace.to_string()) }))
     }
 }

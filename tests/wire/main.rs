@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use pause_sandboxer::error::Step;
 use pause_sandboxer::protos::{controller as c, shim_sandbox as s, types};
+use pause_sandboxer::telemetry::Telemetry;
 use pause_sandboxer::wire;
 use protobuf::well_known_types::any::Any;
 use protobuf::{Message, MessageField};
@@ -22,6 +23,7 @@ use tokio::time::timeout;
 
 mod client;
 mod fake;
+mod inspect;
 mod odd;
 mod stop;
 
@@ -35,6 +37,7 @@ const SOON: Duration = Duration::from_secs(20);
 struct Node {
     dir: TempDir,
     verbs: Arc<Fake>,
+    telemetry: Arc<Telemetry>,
     stop: watch::Sender<bool>,
     running: JoinHandle<Result<(), Step>>,
 }
@@ -44,10 +47,12 @@ impl Node {
         let dir = tempfile::tempdir().unwrap();
         let verbs = Arc::new(Fake::default());
         let bind = |name: &str| wire::bind(&dir.path().join(name)).unwrap();
+        let telemetry = Arc::new(Telemetry::default());
         let server = wire::Server::new(Arc::clone(&verbs), bind("a.sock"), bind("a.sock.ttrpc"));
+        let server = server.counted(Arc::clone(&telemetry));
         let (stop, stopped) = watch::channel(false);
         let running = tokio::spawn(server.run(stopped));
-        Self { dir, verbs, stop, running }
+        Self { dir, verbs, telemetry, stop, running }
     }
 
     fn grpc_socket(&self) -> PathBuf {

@@ -96,7 +96,7 @@ fn record(pod: &PodSandboxConfig) -> Record {
 }
 
 fn ready() -> Published {
-    Published { phase: Phase::Ready, pid: 4711, exit: None }
+    Published { phase: Phase::Ready, pid: 4711, exit: None, failures: 0 }
 }
 
 fn shown(record: &Record, published: &Published) -> Value {
@@ -133,13 +133,13 @@ fn a_sandbox_that_has_ended() {
     let gone = std::env::temp_dir().join("pause-sandboxer-no-such-netns");
     record.plan.netns = Some(gone);
     let exit = Exit { status: 137, at: SystemTime::now() };
-    let info = shown(&record, &Published { phase: Phase::NotReady, pid: 4711, exit: Some(exit) });
+    let info = shown(&record, &Published { phase: Phase::NotReady, pid: 4711, exit: Some(exit), failures: 0 });
     assert_eq!(info["pid"], 0);
     assert_eq!(info["processStatus"], "deleted");
     assert_eq!(info["netNamespaceClosed"], true);
 
     record.plan.netns = None;
-    let info = shown(&record, &Published { phase: Phase::Created, pid: 0, exit: None });
+    let info = shown(&record, &Published { phase: Phase::Created, pid: 0, exit: None, failures: 0 });
     assert_eq!(info["processStatus"], "created");
     assert_eq!(info["netNamespaceClosed"], false);
 }

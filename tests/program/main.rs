@@ -2,152 +2,19 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 use std::fs;
-use std::io::{BufRead as _, BufReader};
+use std::io::BufRead as _;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt as _;
-use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStderr, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::{Command, Output};
 
-use nix::mount::{MntFlags, umount2};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
-use tempfile::TempDir;
+use nix::sys::signal::Signal;
 
-/// How long a daemon may take for anything here; only a broken one takes it.
-const PATIENCE: Duration = Duration::from_secs(30);
+mod daemon;
+mod operators;
 
-fn program() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_pause-sandboxer"))
-}
-
-fn run(args: &[&str]) -> Output {
-    program().args(args).output().unwrap()
-}
-
-fn stdout(output: &Output) -> &str {
-    std::str::from_utf8(&output.stdout).unwrap()
-}
-
-fn stderr(output: &Output) -> &str {
-    std::str::from_utf8(&output.stderr).unwrap()
-}
-
-/// A directory of a test's own with flags that keep a daemon inside it.
-struct Scratch {
-    dir: TempDir,
-}
-
-impl Scratch {
-    fn new() -> Self {
-        Self { dir: TempDir::new().unwrap() }
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.dir.path().join(name)
-    }
-
-    fn write(&self, name: &str, text: &str) -> String {
-        let path = self.path(name);
-        fs::write(&path, text).unwrap();
-        path.to_str().unwrap().to_owned()
-    }
-
-    fn flags(&self) -> Vec<String> {
-        let flag = |flag: &str, name: &str| format!("--{flag}={}", self.path(name).display());
-        vec![
-            // No file of the machine's own must change what is tested.
-            format!("--config={}", self.write("config.toml", "")),
-            flag("socket", "run/s.sock"),
-            flag("state-dir", "state"),
-            flag("containerd-root", "root"),
-            flag("containerd-state", "containerd"),
-            flag("containerd-address", "containerd/c.sock"),
-            "--restrict-oom-score-adj".to_owned(),
-        ]
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        // A daemon that was killed leaves its records' directory mounted, for its successor.
-        let _ = umount2(&self.path("state/sandboxes"), MntFlags::MNT_DETACH);
-    }
-}
-
-/// A daemon that is killed when its test ends.
-struct Daemon {
-    child: Child,
-    log: BufReader<ChildStderr>,
-    notices: UnixDatagram,
-}
-
-impl Daemon {
-    /// Starts a daemon that tells us, as it would systemd, when it is ready.
-    fn start(scratch: &Scratch, flags: &[String]) -> Self {
-        let mut command = program();
-        command.arg("serve").args(flags);
-        Self::spawn(scratch, command)
-    }
-
-    fn spawn(scratch: &Scratch, mut command: Command) -> Self {
-        let socket = scratch.path("notify");
-        let _ = fs::remove_file(&socket);
-        let notices = UnixDatagram::bind(&socket).unwrap();
-        notices.set_read_timeout(Some(PATIENCE)).unwrap();
-        command.env("NOTIFY_SOCKET", &socket).stderr(Stdio::piped());
-        let mut child = command.spawn().unwrap();
-        let log = BufReader::new(child.stderr.take().unwrap());
-        Self { child, log, notices }
-    }
-
-    /// Reads notices until one has `line`.
-    fn noticed(&self, line: &str) {
-        let mut buffer = [0; 4096];
-        loop {
-            let length = self.notices.recv(&mut buffer).unwrap_or_else(|e| panic!("no notice {line:?}: {e}"));
-            if std::str::from_utf8(&buffer[..length]).unwrap().lines().any(|l| l == line) {
-                return;
-            }
-        }
-    }
-
-    /// Reads the log until a line has `part`; the line.
-    fn logged(&mut self, part: &str) -> String {
-        loop {
-            let mut line = String::new();
-            assert_ne!(self.log.read_line(&mut line).unwrap(), 0, "the log ended without {part:?}");
-            if line.contains(part) {
-                return line;
-            }
-        }
-    }
-
-    fn signal(&self, signal: Signal) {
-        kill(Pid::from_raw(self.child.id().try_into().unwrap()), signal).unwrap();
-    }
-
-    /// The exit status, within [`PATIENCE`].
-    fn ended(&mut self) -> std::process::ExitStatus {
-        let begun = Instant::now();
-        loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status;
-            }
-            assert!(begun.elapsed() < PATIENCE, "the daemon does not end");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        // Fails if it has ended, which is as good.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
+use daemon::{Daemon, Scratch, program, run, stderr, stdout};
 
 #[test]
 fn version_and_help() {

@@ -1,0 +1,250 @@
+//! What the daemon answered as tables for people.
+
+use std::collections::HashMap;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde_json::{Map, Value, json};
+
+use super::{Sandbox, Usage};
+use crate::time::{rfc3339, span};
+
+/// As many characters of an id as crictl shows.
+const SHORT: usize = 13;
+
+/// The list of sandboxes.
+pub fn list(sandboxes: &[Sandbox], now: SystemTime) -> String {
+    let mut rows = vec![["SANDBOX", "POD", "NAMESPACE", "STATE", "PID", "AGE", "DRIVER", "MEMORY"].map(str::to_owned)];
+    for of in sandboxes {
+        let age = created(of).map(|at| span(now.duration_since(at).unwrap_or_default()));
+        rows.push([
+            short(&of.id),
+            or_dash(&of.pod),
+            or_dash(&of.namespace),
+            state(of),
+            if of.pid == 0 { dash() } else { of.pid.to_string() },
+            age.unwrap_or_else(dash),
+            or_dash(&of.driver),
+            of.usage.as_ref().map_or_else(dash, |usage| bytes(usage.memory)),
+        ]);
+    }
+    aligned(&rows)
+}
+
+/// The list as JSON, with whole ids.
+pub fn list_json(sandboxes: &[Sandbox]) -> Value {
+    let one = |of: &Sandbox| {
+        json!({
+            "id": of.id, "pod": of.pod, "namespace": of.namespace, "uid": of.uid, "state": of.state, "pid": of.pid,
+            "created_at": created(of).map(rfc3339), "driver": of.driver, "runtime": of.runtime,
+            "failed_cleanups": of.failed_cleanups, "reason": of.reason,
+            "usage": of.usage.as_ref().map(|usage| json!({
+                "memory_bytes": usage.memory, "cpu_microseconds": usage.cpu_usec, "tasks": usage.tasks,
+            })),
+        })
+    };
+    sandboxes.iter().map(one).collect()
+}
+
+/// What each pod used when it was looked at before, to tell how much of a processor it uses.
+#[derive(Clone, Debug, Default)]
+pub struct Stats(HashMap<String, (SystemTime, u64)>);
+
+impl Stats {
+    /// What the pods use now. The share of a processor is that since the last time; `-` the first time.
+    pub fn next(&mut self, sandboxes: &[Sandbox], now: SystemTime) -> String {
+        let mut rows = vec![["POD", "NAMESPACE", "STATE", "CPU", "CPU TIME", "MEMORY", "TASKS"].map(str::to_owned)];
+        let mut seen = HashMap::new();
+        let (mut memory, mut tasks) = (0, 0);
+        for of in sandboxes {
+            let usage = of.usage.as_ref();
+            let number = |of: fn(&Usage) -> String| usage.map_or_else(dash, of);
+            let share = usage.and_then(|usage| {
+                let (at, before) = self.0.get(&of.id)?;
+                let micros = now.duration_since(*at).ok()?.as_micros().max(1);
+                Some(format!("{:.1}%", usage.cpu_usec.saturating_sub(*before) as f64 * 100.0 / micros as f64))
+            });
+            if let Some(usage) = usage {
+                seen.insert(of.id.clone(), (now, usage.cpu_usec));
+                memory += usage.memory;
+                tasks += usage.tasks;
+            }
+            rows.push([
+                or_dash(&of.pod),
+                or_dash(&of.namespace),
+                state(of),
+                share.unwrap_or_else(dash),
+                number(|usage| format!("{:.1}s", usage.cpu_usec as f64 / 1e6)),
+                number(|usage| bytes(usage.memory)),
+                number(|usage| usage.tasks.to_string()),
+            ]);
+        }
+        self.0 = seen;
+        let ready = sandboxes.iter().filter(|of| of.state == "ready").count();
+        format!(
+            "{} sandboxes, {ready} ready; {} of memory, {tasks} tasks\n{}",
+            sandboxes.len(),
+            bytes(memory),
+            aligned(&rows)
+        )
+    }
+}
+
+/// All that is known of a sandbox, one fact a line, what belongs to another indented below it.
+pub fn report(report: &Value) -> String {
+    let mut text = String::new();
+    if let Value::Object(map) = report {
+        lines(map, 0, &mut text);
+    }
+    text
+}
+
+fn lines(map: &Map<String, Value>, depth: usize, text: &mut String) {
+    let indent = "  ".repeat(depth);
+    for (key, value) in map {
+        match value {
+            Value::Null => {}
+            Value::Object(inner) if inner.is_empty() => {}
+            Value::Array(inner) if inner.is_empty() => {}
+            Value::Object(inner) => {
+                text.push_str(&format!("{indent}{key}:\n"));
+                lines(inner, depth + 1, text);
+            }
+            Value::Array(inner) => {
+                text.push_str(&format!("{indent}{key}:\n"));
+                for one in inner {
+                    text.push_str(&format!("{indent}  - {}\n", plain(one)));
+                }
+            }
+            other => text.push_str(&format!("{indent}{key}: {}\n", plain(other))),
+        }
+    }
+}
+
+/// A value on one line; control characters of a caller's are escaped.
+fn plain(value: &Value) -> String {
+    match value {
+        Value::String(text) if !text.is_empty() && !text.chars().any(char::is_control) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+fn created(of: &Sandbox) -> Option<SystemTime> {
+    let at = of.created_at.as_ref()?;
+    Some(UNIX_EPOCH + Duration::new(at.seconds.try_into().ok()?, at.nanos.try_into().ok()?))
+}
+
+/// The state, with what is wrong about it.
+fn state(of: &Sandbox) -> String {
+    match of.failed_cleanups {
+        0 => or_dash(&of.state),
+        failed => format!("{} (cleanup failed {failed}x)", of.state),
+    }
+}
+
+fn short(id: &str) -> String {
+    shown(id.char_indices().nth(SHORT).map_or(id, |(end, _)| &id[..end]))
+}
+
+fn dash() -> String {
+    "-".to_owned()
+}
+
+fn or_dash(text: &str) -> String {
+    if text.is_empty() { dash() } else { shown(text) }
+}
+
+/// What a pod's author wrote must not move the cursor of a terminal.
+fn shown(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+}
+
+/// Bytes in the largest unit that leaves a whole number before the point.
+pub fn bytes(bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let (mut value, mut unit) = (bytes as f64, 0);
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{bytes}B") } else { format!("{value:.1}{}", UNITS[unit]) }
+}
+
+/// Rows below each other, columns two blanks apart.
+fn aligned<const N: usize>(rows: &[[String; N]]) -> String {
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or_default();
+    let widths: [usize; N] = std::array::from_fn(width);
+    let mut text = String::new();
+    for row in rows {
+        let cells: String = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}  ")).collect();
+        text.push_str(cells.trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use protobuf::MessageField;
+    use protobuf::well_known_types::timestamp::Timestamp;
+
+    use super::*;
+
+    fn sandbox() -> Sandbox {
+        Sandbox {
+            id: "0123456789abcdef".to_owned(),
+            pod: "web".to_owned(),
+            namespace: "default".to_owned(),
+            state: "ready".to_owned(),
+            pid: 4711,
+            created_at: MessageField::some(Timestamp { seconds: 100, ..Default::default() }),
+            driver: "native".to_owned(),
+            usage: MessageField::some(Usage { memory: 3 << 20, cpu_usec: 1_500_000, tasks: 2, ..Default::default() }),
+            ..Default::default()
+        }
+    }
+
+    fn at(seconds: u64) -> SystemTime {
+        UNIX_EPOCH + Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn a_list() {
+        let aside = Sandbox { id: "b\x1b[2J".to_owned(), state: "kept aside".to_owned(), ..Default::default() };
+        assert_eq!(
+            list(&[sandbox(), aside], at(190)),
+            "\
+SANDBOX        POD  NAMESPACE  STATE       PID   AGE    DRIVER  MEMORY
+0123456789abc  web  default    ready       4711  1m30s  native  3.0MiB
+b?[2J          -    -          kept aside  -     -      -       -
+"
+        );
+        assert_eq!(list_json(&[sandbox()])[0]["id"], "0123456789abcdef");
+    }
+
+    #[test]
+    fn stats_tell_the_share_since_the_last_time() {
+        let mut stats = Stats::default();
+        let first = stats.next(&[sandbox()], at(10));
+        assert!(first.starts_with("1 sandboxes, 1 ready; 3.0MiB of memory, 2 tasks\n"), "{first}");
+        assert!(first.ends_with("web  default    ready  -    1.5s      3.0MiB  2\n"), "{first}");
+        let mut later = sandbox();
+        later.usage.mut_or_insert_default().cpu_usec += 500_000;
+        let second = stats.next(&[later], at(12));
+        assert!(second.ends_with("web  default    ready  25.0%  2.0s      3.0MiB  2\n"), "{second}");
+    }
+
+    #[test]
+    fn a_report_shows_what_there_is() {
+        let value = json!({ "a": 1, "b": { "c": "x", "d": null, "e": {} }, "f": ["g", "h\ni"], "k": "" });
+        assert_eq!(report(&value), "a: 1\nb:\n  c: x\nf:\n  - g\n  - \"h\\ni\"\nk: \"\"\n");
+    }
+
+    #[test]
+    fn sizes() {
+        for (number, text) in
+            [(0, "0B"), (1023, "1023B"), (1536, "1.5KiB"), (5 << 30, "5.0GiB"), (u64::MAX, "16777216.0TiB")]
+        {
+            assert_eq!(bytes(number), text);
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! The pause program as an OCI image, for containerd's built-in controller and for nodes without a registry.
+//!
+//! An archive of one image with one layer that holds one file. It is the same, byte for byte, whoever writes it when: a tool that compares
+//! digests sees an image that it has.
+
+use std::io::{self, Write};
+
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use tar::{Builder, EntryType, Header};
+
+use crate::pause::image::PROGRAM;
+use crate::podsandbox::Platform;
+
+/// The image's name, for `pinned_images.sandbox` of containerd's CRI. Its tag counts the pause program's changes that matter to whoever runs it.
+pub const NAME: &str = "localhost/pause-sandboxer/pause:1";
+
+/// User and group that the program runs as, as from most pause images.
+const USER: &str = "65535:65535";
+
+const INDEX: &str = "application/vnd.oci.image.index.v1+json";
+const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
+const CONFIG: &str = "application/vnd.oci.image.config.v1+json";
+const LAYER: &str = "application/vnd.oci.image.layer.v1.tar";
+
+/// A file of the archive that is named by its own digest.
+struct Blob {
+    digest: String,
+    bytes: Vec<u8>,
+}
+
+impl Blob {
+    fn new(bytes: Vec<u8>) -> Self {
+        let digest = Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect();
+        Self { digest, bytes }
+    }
+
+    fn json(value: &Value) -> Self {
+        Self::new(value.to_string().into_bytes())
+    }
+
+    /// What names it elsewhere (OCI image spec, descriptor).
+    fn descriptor(&self, media_type: &str) -> Value {
+        json!({ "mediaType": media_type, "digest": format!("sha256:{}", self.digest), "size": self.bytes.len() })
+    }
+}
+
+/// Writes the archive (OCI image layout in a tar) to `to`.
+///
+/// # Errors
+/// That of `to`.
+pub fn write(to: impl Write) -> io::Result<()> {
+    let Platform { os, architecture, variant } = Platform::node();
+    let mut platform = json!({ "architecture": architecture, "os": os });
+    if !variant.is_empty() {
+        platform["variant"] = variant.into();
+    }
+    let mut layer = Builder::new(Vec::new());
+    file(&mut layer, "pause", 0o755, PROGRAM)?;
+    let layer = Blob::new(layer.into_inner()?);
+    let mut config = platform.clone();
+    config["config"] = json!({ "Entrypoint": ["/pause"], "User": USER, "WorkingDir": "/" });
+    config["rootfs"] = json!({ "type": "layers", "diff_ids": [format!("sha256:{}", layer.digest)] });
+    let config = Blob::json(&config);
+    let manifest = Blob::json(&json!({
+        "schemaVersion": 2,
+        "mediaType": MANIFEST,
+        "config": config.descriptor(CONFIG),
+        "layers": [layer.descriptor(LAYER)],
+    }));
+    let mut entry = manifest.descriptor(MANIFEST);
+    entry["platform"] = platform;
+    // The first is containerd's own, the second what others read.
+    entry["annotations"] = json!({
+        "io.containerd.image.name": NAME,
+        "org.opencontainers.image.ref.name": NAME.rsplit(':').next(),
+    });
+    let index = json!({ "schemaVersion": 2, "mediaType": INDEX, "manifests": [entry] });
+
+    let mut archive = Builder::new(to);
+    file(&mut archive, "oci-layout", 0o644, br#"{"imageLayoutVersion":"1.0.0"}"#)?;
+    file(&mut archive, "index.json", 0o644, index.to_string().as_bytes())?;
+    for blob in [layer, config, manifest] {
+        file(&mut archive, &format!("blobs/sha256/{}", blob.digest), 0o644, &blob.bytes)?;
+    }
+    archive.into_inner()?.flush()
+}
+
+/// Adds a file of root's and of no time.
+fn file<W: Write>(archive: &mut Builder<W>, path: &str, mode: u32, bytes: &[u8]) -> io::Result<()> {
+    let mut header = Header::new_ustar();
+    header.set_entry_type(EntryType::Regular);
+    header.set_mode(mode);
+    header.set_uid(0);
+    header.set_gid(0);
+    header.set_mtime(0);
+    header.set_size(bytes.len() as u64);
+    archive.append_data(&mut header, path, bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::io::Read as _;
+
+    use super::*;
+
+    fn written() -> Vec<u8> {
+        let mut bytes = Vec::new();
+        write(&mut bytes).unwrap();
+        bytes
+    }
+
+    fn files(archive: &[u8]) -> BTreeMap<String, Vec<u8>> {
+        let mut archive = tar::Archive::new(archive);
+        let read = |entry: io::Result<tar::Entry<'_, &[u8]>>| {
+            let mut entry = entry.unwrap();
+            assert_eq!((entry.header().mtime().unwrap(), entry.header().uid().unwrap()), (0, 0));
+            let mut bytes = Vec::new();
+            entry.read_to_end(&mut bytes).unwrap();
+            (entry.path().unwrap().to_str().unwrap().to_owned(), bytes)
+        };
+        archive.entries().unwrap().map(read).collect()
+    }
+
+    #[test]
+    fn it_is_the_same_every_time() {
+        assert_eq!(written(), written());
+    }
+
+    #[test]
+    fn every_descriptor_fits_its_blob_and_the_layer_holds_the_program() {
+        let files = files(&written());
+        let json = |bytes: &[u8]| serde_json::from_slice::<Value>(bytes).unwrap();
+        let blob = |descriptor: &Value| {
+            let digest = descriptor["digest"].as_str().unwrap();
+            let bytes = &files[&format!("blobs/{}", digest.replace(':', "/"))];
+            assert_eq!(format!("sha256:{}", Blob::new(bytes.clone()).digest), digest);
+            assert_eq!(descriptor["size"], bytes.len());
+            bytes
+        };
+        let index = json(&files["index.json"]);
+        let entry = &index["manifests"][0];
+        assert_eq!(entry["annotations"]["io.containerd.image.name"], NAME);
+        assert_eq!(entry["platform"]["architecture"], Platform::node().architecture);
+        let manifest = json(blob(entry));
+        let config = json(blob(&manifest["config"]));
+        let layer = blob(&manifest["layers"][0]);
+        assert_eq!(config["rootfs"]["diff_ids"][0], manifest["layers"][0]["digest"], "an uncompressed layer");
+        assert_eq!(config["config"]["User"], USER);
+        let inside = self::files(layer);
+        assert_eq!(inside.keys().collect::<Vec<_>>(), ["pause"]);
+        assert_eq!(inside["pause"], PROGRAM);
+    }
+}

@@ -1,0 +1,54 @@
+//! The few numbers of a pod's cgroup that a list of pods shows; [`super::read`] reads all there are.
+
+use std::path::Path;
+
+use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
+
+use super::directory::{Directory, of_controller};
+use super::{CGROUPS, parent};
+use crate::config::Config;
+use crate::error::{IoContext as _, Step};
+use crate::pause::Plan;
+
+/// What a pod's cgroup is charged for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Bytes.
+    pub memory: u64,
+    /// Microseconds of processor time.
+    pub cpu_usec: u64,
+    /// Processes and threads; 0 where the kernel does not count them.
+    pub tasks: u64,
+}
+
+/// Reads it. `None`: the pod has no cgroup of its own. Blocks.
+///
+/// # Errors
+/// The failed step.
+pub fn read(plan: &Plan, config: &Config) -> Result<Option<Usage>, Step> {
+    if plan.cgroup_parent.is_empty() {
+        return Ok(None);
+    }
+    let (root, parent) = (Path::new(CGROUPS), parent(plan, config)?);
+    if statfs(root).step_at("look at", root)?.filesystem_type() == CGROUP2_SUPER_MAGIC {
+        let Some(directory) = Directory::open(root.join(&parent))? else { return Ok(None) };
+        return Ok(Some(Usage {
+            memory: directory.number("memory.current", u64::MAX)?.unwrap_or_default(),
+            cpu_usec: directory.numbers("cpu.stat")?.unwrap_or_default().get("usage_usec"),
+            tasks: directory.number("pids.current", u64::MAX)?.unwrap_or_default(),
+        }));
+    }
+    let mut found = false;
+    let mut number = |controller, file| -> Result<u64, Step> {
+        let Some(directory) = Directory::open(of_controller(root, controller, &parent))? else { return Ok(0) };
+        found = true;
+        Ok(directory.number(file, u64::MAX)?.unwrap_or_default())
+    };
+    let usage = Usage {
+        memory: number("memory", "memory.usage_in_bytes")?,
+        // In nanoseconds.
+        cpu_usec: number("cpuacct", "cpuacct.usage")? / 1000,
+        tasks: number("pids", "pids.current")?,
+    };
+    Ok(found.then_some(usage))
+}

@@ -1,0 +1,189 @@
+//! What an operator is told of a sandbox: a line of a list, or all that is known.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::time::{Duration, SystemTime};
+
+use serde_json::{Value, json};
+
+use super::metrics::usage::Usage;
+use super::owner::Published;
+use super::record::{Record, Stage};
+use super::state::Phase;
+use super::work::Work;
+use super::{Payload, status};
+use crate::pause::Exit;
+use crate::time::rfc3339;
+use crate::trace::Pod;
+
+/// The namespaces of a process, as `/proc/PID/ns` names them.
+const NAMESPACES: [&str; 7] = ["cgroup", "ipc", "mnt", "net", "pid", "user", "uts"];
+
+/// A line of the list of sandboxes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Overview {
+    /// The sandbox id.
+    pub id: String,
+    /// Its pod, as far as it is known.
+    pub pod: Pod,
+    /// The phase, or what else is so of the id, in words.
+    pub state: &'static str,
+    /// Process id of the pause on the node; 0 where none lives.
+    pub pid: u32,
+    /// When it was created; `None` where that is not known.
+    pub created_at: Option<SystemTime>,
+    /// Name of the driver that made the pause.
+    pub driver: String,
+    /// Runtime name, such as `io.containerd.runc.v2`.
+    pub runtime: String,
+    /// Cleanups that have failed in a row.
+    pub failed_cleanups: u32,
+    /// Why it ended or was kept aside, where more is known than that it did.
+    pub reason: Option<String>,
+    /// What the pod uses; `None` where that was not asked or cannot be told.
+    pub usage: Option<Usage>,
+}
+
+impl Overview {
+    /// Of a record that recovery could not take over.
+    pub fn aside(id: &str, reason: &str) -> Self {
+        Self {
+            id: id.to_owned(),
+            pod: Pod::default(),
+            state: "kept aside",
+            pid: 0,
+            created_at: None,
+            driver: String::new(),
+            runtime: String::new(),
+            failed_cleanups: 0,
+            reason: Some(reason.to_owned()),
+            usage: None,
+        }
+    }
+
+    /// As JSON; the keys that follow in [`report`] are added to these.
+    pub fn to_json(&self) -> Value {
+        json!({
+            "id": self.id,
+            "pod": { "name": self.pod.name, "namespace": self.pod.namespace, "uid": self.pod.uid },
+            "state": self.state,
+            "pid": self.pid,
+            "created_at": self.created_at.map(rfc3339),
+            "age_seconds": self.created_at.map(|at| at.elapsed().unwrap_or(Duration::ZERO).as_secs()),
+            "driver": self.driver,
+            "runtime": self.runtime,
+            "failed_cleanups": self.failed_cleanups,
+            "reason": self.reason,
+            "usage": self.usage.map(|usage| json!({
+                "memory_bytes": usage.memory, "cpu_microseconds": usage.cpu_usec, "tasks": usage.tasks,
+            })),
+        })
+    }
+}
+
+/// The line of a sandbox. `usage` is what its pod uses.
+pub(super) fn line(work: &Work, published: Published, usage: Option<Usage>) -> Overview {
+    Overview {
+        id: work.plan.id.clone(),
+        pod: work.subject.pod().clone(),
+        state: published.phase.name(),
+        pid: living(published),
+        created_at: Some(work.created_at),
+        driver: work.driver.name().to_owned(),
+        runtime: work.runtime_name.clone(),
+        failed_cleanups: published.failures,
+        reason: work.shim.death(),
+        usage,
+    }
+}
+
+/// Process id of the pause; 0 where none lives, for who asks may take it for a process of this pod's.
+fn living(published: Published) -> u32 {
+    if matches!(published.phase, Phase::Ready | Phase::Unknown) && published.exit.is_none() { published.pid } else { 0 }
+}
+
+/// All that is known of a sandbox. `record` and `stage` as they are on disk, or why they cannot be read. Blocks.
+pub(super) fn report(
+    work: &Work,
+    published: Published,
+    usage: Option<Usage>,
+    record: &Result<Record, String>,
+    stage: &Result<Stage, String>,
+) -> Value {
+    let mut all = line(work, published, usage).to_json();
+    let pid = living(published);
+    let add = [
+        ("exit", published.exit.map_or(Value::Null, exit)),
+        ("plan", or_error(serde_json::to_value(&work.plan))),
+        ("namespaces", namespaces(pid)),
+        ("cgroups", cgroups(pid)),
+        ("files", files(work)),
+        (
+            "task",
+            json!({
+                "address": work.shim.address(), "version": work.shim.version(), "has_shim": work.shim.has_shim(),
+            }),
+        ),
+        (
+            "record",
+            json!({
+                "path": work.store.dir().display().to_string(),
+                "stage": match stage { Ok(stage) => or_error(serde_json::to_value(stage)), Err(e) => json!({ "error": e }) },
+                "version": record.as_ref().ok().map(|record| record.version),
+                "error": record.as_ref().err(),
+            }),
+        ),
+        ("containerd", record.as_ref().map_or(Value::Null, known_to_containerd)),
+        ("config", record.as_ref().map_or(Value::Null, |record| or_error(status::config_json(record)))),
+    ];
+    if let Value::Object(all) = &mut all {
+        all.extend(add.map(|(key, value)| (key.to_owned(), value)));
+    }
+    all
+}
+
+fn or_error<E: std::fmt::Display>(value: Result<Value, E>) -> Value {
+    value.unwrap_or_else(|e| json!({ "error": e.to_string() }))
+}
+
+fn exit(exit: Exit) -> Value {
+    json!({ "status": exit.status, "at": rfc3339(exit.at) })
+}
+
+/// Inodes of the pause's namespaces, by name.
+fn namespaces(pid: u32) -> Value {
+    let inode = |name: &&str| fs::metadata(format!("/proc/{pid}/ns/{name}")).map(|meta| meta.ino()).ok();
+    NAMESPACES.iter().filter_map(|name| Some(((*name).to_owned(), Value::from(inode(name)?)))).collect()
+}
+
+/// Where the pause is in each hierarchy, as `/proc/PID/cgroup` tells.
+fn cgroups(pid: u32) -> Value {
+    let text = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+    text.lines().map(|line| Value::from(line.to_owned())).collect()
+}
+
+/// The files that CRI mounts into containers, and whether they are there.
+fn files(work: &Work) -> Value {
+    let all = work.places.all();
+    all.into_iter()
+        .map(|(name, path)| json!({ "name": name, "path": path.display().to_string(), "exists": path.exists() }))
+        .collect()
+}
+
+fn known_to_containerd(record: &Record) -> Value {
+    let kind = |blob: &super::record::Blob| blob.type_url.clone();
+    json!({
+        "netns_path": record.netns_path,
+        "labels": record.info.labels,
+        "runtime_options": record.info.runtime_options.as_ref().map(kind),
+        "extensions": record.info.extensions.keys().collect::<Vec<_>>(),
+    })
+}
+
+/// The pod's names in its CRI config; empty where the config cannot be read, which is then told elsewhere.
+pub(super) fn pod(record: &Record) -> Pod {
+    let options = Payload { type_url: record.config.type_url.clone(), value: record.config.value.clone().into() };
+    let Ok(config) = super::checked::decode_config(&record.id, &options) else { return Pod::default() };
+    let metadata = config.metadata.unwrap_or_default();
+    Pod { name: metadata.name, namespace: metadata.namespace, uid: metadata.uid }
+}

@@ -1,0 +1,174 @@
+//! What a line of the log is about beyond what it says itself: the pod of a sandbox, and the trace of the call that is at work.
+//!
+//! Every [`Subject`] that lives is known here by its id, so that a line which names a sandbox names its pod as well, whoever writes it. A
+//! call has its trace in the task that answers it; what the call sets off in other tasks is found by the sandbox.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::future::Future;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The key, in the metadata of gRPC and ttrpc, of the trace that a call belongs to (W3C Trace Context).
+pub const TRACEPARENT: &str = "traceparent";
+
+/// The id of a trace; never 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TraceId(u128);
+
+impl TraceId {
+    /// Reads a `traceparent`: version, trace id, parent id and flags, and what a later version adds. `None`: it is none.
+    pub fn of_traceparent(value: &str) -> Option<Self> {
+        let mut parts = value.split('-');
+        let mut hex = |length| {
+            let digits = |part: &&str| {
+                part.len() == length && part.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'))
+            };
+            parts.next().filter(digits)
+        };
+        let (version, trace, parent, _flags) = (hex(2)?, hex(32)?, hex(16)?, hex(2)?);
+        if version == "ff" || version == "00" && parts.next().is_some() || parent.bytes().all(|digit| digit == b'0') {
+            return None;
+        }
+        u128::from_str_radix(trace, 16).ok().filter(|trace| *trace != 0).map(Self)
+    }
+}
+
+impl fmt::Display for TraceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
+
+tokio::task_local! {
+    /// The trace of the call that this task answers.
+    static CALL: Option<TraceId>;
+}
+
+/// Answers a call that belongs to `trace`.
+pub async fn within<F: Future>(trace: Option<TraceId>, call: F) -> F::Output {
+    CALL.scope(trace, call).await
+}
+
+/// The trace of the call that this task answers.
+pub fn current() -> Option<TraceId> {
+    CALL.try_with(|trace| *trace).ok().flatten()
+}
+
+/// What a sandbox is known by.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Pod {
+    /// Name of the pod.
+    pub name: String,
+    /// Kubernetes' namespace of the pod.
+    pub namespace: String,
+    /// Kubernetes' uid of the pod.
+    pub uid: String,
+}
+
+#[derive(Debug)]
+struct Known {
+    pod: Pod,
+    trace: Mutex<Option<TraceId>>,
+}
+
+static KNOWN: Mutex<Option<HashMap<String, Arc<Known>>>> = Mutex::new(None);
+
+/// A sandbox that lines of the log may be about; it is forgotten when this is dropped.
+#[derive(Debug)]
+pub struct Subject {
+    id: String,
+    known: Arc<Known>,
+}
+
+impl Subject {
+    /// Makes it known that the sandbox of this id is the pod's.
+    pub fn new(id: &str, pod: Pod) -> Self {
+        let known = Arc::new(Known { pod, trace: Mutex::new(None) });
+        lock(&KNOWN).get_or_insert_default().insert(id.to_owned(), Arc::clone(&known));
+        Self { id: id.to_owned(), known }
+    }
+
+    /// The pod.
+    pub fn pod(&self) -> &Pod {
+        &self.known.pod
+    }
+
+    /// What is done for the sandbox from now on belongs to `trace`, whichever task does it.
+    pub fn follow(&self, trace: Option<TraceId>) {
+        *lock(&self.known.trace) = trace;
+    }
+}
+
+impl Drop for Subject {
+    fn drop(&mut self) {
+        let mut known = lock(&KNOWN);
+        // Another sandbox may have the id by now.
+        if let Some(known) = known.as_mut()
+            && known.get(&self.id).is_some_and(|of| Arc::ptr_eq(of, &self.known))
+        {
+            known.remove(&self.id);
+        }
+    }
+}
+
+/// The pod of a sandbox, and the trace that is followed for it.
+pub fn of(sandbox: &str) -> Option<(Pod, Option<TraceId>)> {
+    let known = lock(&KNOWN).as_ref()?.get(sandbox).cloned()?;
+    let trace = *lock(&known.trace);
+    Some((known.pod.clone(), trace))
+}
+
+/// A panic elsewhere leaves these values whole.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+
+    #[test]
+    fn traceparents() {
+        let id = TraceId::of_traceparent(PARENT).unwrap();
+        assert_eq!(id.to_string(), "4bf92f3577b34da6a3ce929d0e0e4736");
+        assert_eq!(TraceId::of_traceparent(&PARENT.replace("00-4", "cc-4")), Some(id), "a later version");
+        assert_eq!(TraceId::of_traceparent(&format!("{}-more", PARENT.replace("00-4", "cc-4"))), Some(id));
+        for bad in [
+            "",
+            "4bf92f3577b34da6a3ce929d0e0e4736",
+            &PARENT.replace("00-4", "ff-4"),
+            &PARENT.to_uppercase(),
+            &PARENT.replace('-', " "),
+            &PARENT[..PARENT.len() - 1],
+            &format!("{PARENT}-more"),
+            "00-00000000000000000000000000000000-00f067aa0ba902b7-01",
+            "00-4bf92f3577b34da6a3ce929d0e0e4736-0000000000000000-01",
+            "00-4bf92f3577b34da6a3ce929d0e0e47é-00f067aa0ba902b7-01",
+        ] {
+            assert_eq!(TraceId::of_traceparent(bad), None, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_subject_is_known_as_long_as_it_lives() {
+        let pod = |name: &str| Pod { name: name.to_owned(), ..Pod::default() };
+        let first = Subject::new("trace-test", pod("first"));
+        first.follow(TraceId::of_traceparent(PARENT));
+        assert_eq!(of("trace-test"), Some((pod("first"), TraceId::of_traceparent(PARENT))));
+        let second = Subject::new("trace-test", pod("second"));
+        drop(first);
+        assert_eq!(of("trace-test"), Some((pod("second"), None)));
+        drop(second);
+        assert_eq!(of("trace-test"), None);
+    }
+
+    #[tokio::test]
+    async fn a_call_has_its_trace_in_its_own_task() {
+        let trace = TraceId::of_traceparent(PARENT);
+        assert_eq!(current(), None);
+        assert_eq!(within(trace, async { current() }).await, trace);
+        assert_eq!(within(trace, tokio::spawn(async { current() })).await.unwrap(), None);
+    }
+}

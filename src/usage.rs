@@ -1,0 +1,532 @@
+//! The one table of commands and their options. Arguments are understood by it; help, manual page and completions are made from it.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use lexopt::{Arg, Parser, ValueExt as _};
+use pause_sandboxer::config::{Config, DEFAULT_FILE, SETTINGS};
+
+pub(crate) mod completion;
+pub(crate) mod man;
+
+/// What a command does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum What {
+    Serve,
+    List,
+    Inspect,
+    Stats,
+    Check,
+    ConfigDefault,
+    ConfigShow,
+    Image,
+    Completions,
+    Man,
+    Version,
+    Help,
+}
+
+/// A command.
+#[derive(Debug)]
+pub(crate) struct Command {
+    pub(crate) what: What,
+    /// One word or two.
+    pub(crate) name: &'static str,
+    /// What must follow, and what it may be; empty: nothing follows.
+    pub(crate) operand: &'static str,
+    pub(crate) operands: &'static [&'static str],
+    pub(crate) options: &'static [Opt],
+    /// It takes the options of the settings as well.
+    pub(crate) settings: bool,
+    /// What it does, a line or more.
+    pub(crate) meaning: &'static [&'static str],
+}
+
+/// An option of a command's own.
+#[derive(Debug)]
+pub(crate) struct Opt {
+    pub(crate) long: &'static str,
+    pub(crate) short: Option<char>,
+    /// What its value is; empty: it has none.
+    pub(crate) value: &'static str,
+    /// Values that it may have; empty: any.
+    pub(crate) values: &'static [&'static str],
+    pub(crate) meaning: &'static str,
+}
+
+const OUTPUT: Opt = Opt {
+    long: "output",
+    short: Some('o'),
+    value: "FORM",
+    values: &["text", "json"],
+    meaning: "form of what is printed: text (the default) or json",
+};
+
+/// Every command, in the order of the help.
+pub(crate) const COMMANDS: &[Command] = &[
+    Command {
+        what: What::Serve,
+        name: "serve",
+        operand: "",
+        operands: &[],
+        options: &[],
+        settings: true,
+        meaning: &["Answers containerd until SIGTERM. SIGHUP reads the log level again."],
+    },
+    Command {
+        what: What::List,
+        name: "list",
+        operand: "",
+        operands: &[],
+        options: &[OUTPUT],
+        settings: true,
+        meaning: &["Lists the sandboxes of the daemon that runs."],
+    },
+    Command {
+        what: What::Inspect,
+        name: "inspect",
+        operand: "ID",
+        operands: &[],
+        options: &[OUTPUT],
+        settings: true,
+        meaning: &["Tells all that is known of a sandbox: by its id, the beginning of it, or NAMESPACE/POD."],
+    },
+    Command {
+        what: What::Stats,
+        name: "stats",
+        operand: "",
+        operands: &[],
+        options: &[
+            Opt {
+                long: "once",
+                short: None,
+                value: "",
+                values: &[],
+                meaning: "print one table and end; as without a terminal",
+            },
+            Opt {
+                long: "interval",
+                short: None,
+                value: "SECONDS",
+                values: &[],
+                meaning: "how long a table stands (default 2)",
+            },
+        ],
+        settings: true,
+        meaning: &["Shows what the pods use of the node, anew every few seconds."],
+    },
+    Command {
+        what: What::Check,
+        name: "check",
+        operand: "",
+        operands: &[],
+        options: &[
+            OUTPUT,
+            Opt {
+                long: "strict",
+                short: None,
+                value: "",
+                values: &[],
+                meaning: "end with 4 if pods will run, but something should be looked at",
+            },
+            Opt {
+                long: "containerd-config",
+                short: None,
+                value: "FILE",
+                values: &[],
+                meaning: "containerd's config file (default /etc/containerd/config.toml)",
+            },
+            Opt {
+                long: "containerd",
+                short: None,
+                value: "PROGRAM",
+                values: &[],
+                meaning: "containerd's program (default: the one in PATH)",
+            },
+        ],
+        settings: true,
+        meaning: &[
+            "Looks at the whole node: says what is wrong, what it means and the command that mends it.",
+            "Ends with 1 if pods will not run.",
+        ],
+    },
+    Command {
+        what: What::ConfigDefault,
+        name: "config default",
+        operand: "",
+        operands: &[],
+        options: &[],
+        settings: false,
+        meaning: &["Prints every setting with its meaning and its default, as a config file."],
+    },
+    Command {
+        what: What::ConfigShow,
+        name: "config show",
+        operand: "",
+        operands: &[],
+        options: &[],
+        settings: true,
+        meaning: &["Prints the settings in effect, or says what is wrong with them."],
+    },
+    Command {
+        what: What::Image,
+        name: "image",
+        operand: "",
+        operands: &[],
+        options: &[Opt {
+            long: "output",
+            short: Some('o'),
+            value: "FILE",
+            values: &[],
+            meaning: "where to write it (default: standard output)",
+        }],
+        settings: false,
+        meaning: &[
+            "Writes the pause program as an OCI image archive, for nodes without a registry:",
+            "pause-sandboxer image | ctr -n k8s.io images import -",
+        ],
+    },
+    Command {
+        what: What::Completions,
+        name: "completions",
+        operand: "SHELL",
+        operands: &["bash", "zsh", "fish"],
+        options: &[],
+        settings: false,
+        meaning: &["Prints what a shell needs to complete this command's arguments."],
+    },
+    Command {
+        what: What::Man,
+        name: "man",
+        operand: "",
+        operands: &[],
+        options: &[],
+        settings: false,
+        meaning: &["Prints the manual page."],
+    },
+    Command {
+        what: What::Version,
+        name: "version",
+        operand: "",
+        operands: &[],
+        options: &[],
+        settings: false,
+        meaning: &["Prints the version."],
+    },
+    Command {
+        what: What::Help,
+        name: "help",
+        operand: "",
+        operands: &[],
+        options: &[],
+        settings: false,
+        meaning: &["Prints this."],
+    },
+];
+
+/// Exit statuses and what they mean, for the manual.
+pub(crate) const STATUSES: &[(u8, &str)] = &[
+    (0, "Done."),
+    (1, "Failed; the reason is on standard error. Of check: pods will not run."),
+    (USAGE_ERROR, "The command line was not understood."),
+    (DOWN, "list, inspect, stats: no daemon answers."),
+    (WARNED, "check --strict: pods will run, but something should be looked at."),
+];
+
+/// A command that could not be understood; sysexits are not used, 2 is what shells and getopt programs answer.
+pub(crate) const USAGE_ERROR: u8 = 2;
+/// No daemon answers.
+pub(crate) const DOWN: u8 = 3;
+/// The worst finding of a check is a warning.
+pub(crate) const WARNED: u8 = 4;
+
+/// Where the settings come from.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Settings {
+    pub(crate) file: Option<PathBuf>,
+    /// Name and value, in their order.
+    pub(crate) flags: Vec<(String, String)>,
+}
+
+impl Settings {
+    pub(crate) fn load(&self) -> Result<Config, String> {
+        Config::load(self.file.as_deref(), &self.flags).map_err(|e| e.to_string())
+    }
+}
+
+/// What was asked for.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Asked {
+    pub(crate) what: What,
+    pub(crate) settings: Settings,
+    /// The operand, where the command has one.
+    pub(crate) operand: String,
+    /// The command's own options by their long name; of those without a value it is empty.
+    options: Vec<(&'static str, String)>,
+}
+
+impl Asked {
+    fn nothing_but(what: What) -> Self {
+        Self { what, settings: Settings::default(), operand: String::new(), options: Vec::new() }
+    }
+
+    /// The value of an option of the command's own; the last one counts.
+    pub(crate) fn option(&self, long: &str) -> Option<&str> {
+        self.options.iter().rev().find(|(name, _)| *name == long).map(|(_, value)| value.as_str())
+    }
+}
+
+/// Understands the arguments after the program's name.
+///
+/// # Errors
+/// What was not understood.
+pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Asked, String> {
+    let mut parser = Parser::from_args(args);
+    let Some(first) = parser.next().map_err(text)? else { return Err("a command is missing".to_owned()) };
+    let word = match first {
+        Arg::Short('h') | Arg::Long("help") => return Ok(Asked::nothing_but(What::Help)),
+        Arg::Short('V') | Arg::Long("version") => return Ok(Asked::nothing_but(What::Version)),
+        Arg::Value(word) => word.string().map_err(text)?,
+        other => return Err(other.unexpected().to_string()),
+    };
+    let command = find(&word, &mut parser)?;
+    let mut asked = Asked::nothing_but(command.what);
+    while let Some(arg) = parser.next().map_err(text)? {
+        match arg {
+            Arg::Long("help") | Arg::Short('h') => return Ok(Asked::nothing_but(What::Help)),
+            Arg::Long(long) => {
+                let long = long.to_owned();
+                take_long(command, &long, &mut parser, &mut asked)?;
+            }
+            Arg::Short(short) => match command.options.iter().find(|option| option.short == Some(short)) {
+                Some(option) => take(command, option, &mut parser, &mut asked)?,
+                None => return Err(Arg::Short(short).unexpected().to_string()),
+            },
+            Arg::Value(word) if !command.operand.is_empty() && asked.operand.is_empty() => {
+                asked.operand = word.string().map_err(text)?;
+                among(command.operand, &asked.operand, command.operands)?;
+            }
+            Arg::Value(_) => return Err(arg.unexpected().to_string()),
+        }
+    }
+    if !command.operand.is_empty() && asked.operand.is_empty() {
+        return Err(format!("{}: {} is missing", command.name, command.operand));
+    }
+    Ok(asked)
+}
+
+/// The command of a first word, which may take a second.
+fn find(word: &str, parser: &mut Parser) -> Result<&'static Command, String> {
+    if let Some(command) = COMMANDS.iter().find(|command| command.name == word) {
+        return Ok(command);
+    }
+    let second =
+        |command: &'static Command| command.name.strip_prefix(word)?.strip_prefix(' ').map(|second| (second, command));
+    let pairs: Vec<_> = COMMANDS.iter().filter_map(second).collect();
+    if pairs.is_empty() {
+        return Err(format!("unknown command {word:?}"));
+    }
+    let given = match parser.next().map_err(text)? {
+        Some(Arg::Value(given)) => given.string().map_err(text)?,
+        _ => {
+            let all: Vec<String> = pairs.iter().map(|(second, _)| format!("`{second}`")).collect();
+            return Err(format!("{word}: {} is missing", all.join(" or ")));
+        }
+    };
+    match pairs.iter().find(|(second, _)| *second == given) {
+        Some((_, command)) => Ok(command),
+        None => Err(format!("{word}: unknown command {given:?}")),
+    }
+}
+
+fn take_long(command: &'static Command, long: &str, parser: &mut Parser, asked: &mut Asked) -> Result<(), String> {
+    if let Some(option) = command.options.iter().find(|option| option.long == long) {
+        return take(command, option, parser, asked);
+    }
+    if !command.settings {
+        return Err(format!("{} knows no option --{long}", command.name));
+    }
+    if long == "config" {
+        asked.settings.file = Some(parser.value().map_err(text)?.into());
+        return Ok(());
+    }
+    let Some(setting) = SETTINGS.iter().find(|setting| setting.flag() == format!("--{long}")) else {
+        return Err(format!("unknown option --{long}"));
+    };
+    // A switch may stand alone; its value, if any, follows an equals sign.
+    let value = match parser.optional_value() {
+        Some(value) => value,
+        None if setting.is_switch() => "true".into(),
+        None => parser.value().map_err(text)?,
+    };
+    asked.settings.flags.push((setting.name.to_owned(), value.string().map_err(text)?));
+    Ok(())
+}
+
+fn take(command: &Command, option: &'static Opt, parser: &mut Parser, asked: &mut Asked) -> Result<(), String> {
+    let value =
+        if option.value.is_empty() { String::new() } else { parser.value().map_err(text)?.string().map_err(text)? };
+    among(&format!("{} --{}", command.name, option.long), &value, option.values)?;
+    asked.options.push((option.long, value));
+    Ok(())
+}
+
+fn among(of: &str, value: &str, values: &[&str]) -> Result<(), String> {
+    if values.is_empty() || values.contains(&value) {
+        return Ok(());
+    }
+    Err(format!("{of}: must be one of {}, is {value:?}", values.join(", ")))
+}
+
+fn text(error: lexopt::Error) -> String {
+    error.to_string()
+}
+
+/// How a command is called, with its own options.
+pub(crate) fn synopsis(command: &Command) -> String {
+    let mut line = command.name.to_owned();
+    for option in command.options {
+        let name = option.short.map_or_else(|| format!("--{}", option.long), |short| format!("-{short}"));
+        line += &match option.value {
+            "" => format!(" [{name}]"),
+            value => format!(" [{name} {value}]"),
+        };
+    }
+    if command.settings {
+        line += " [SETTINGS]";
+    }
+    if !command.operand.is_empty() {
+        line += &format!(" {}", command.operand);
+    }
+    line
+}
+
+/// What `help` prints.
+pub(crate) fn help() -> String {
+    let mut help = format!("pause-sandboxer {}: an external sandboxer for containerd 2.x\n", env!("CARGO_PKG_VERSION"));
+    for command in COMMANDS {
+        help += &format!("\n  pause-sandboxer {}\n", synopsis(command));
+        for line in command.meaning {
+            help += &format!("      {line}\n");
+        }
+        for option in command.options {
+            help += &format!("      {:24} {}\n", option_names(option), option.meaning);
+        }
+    }
+    help += &format!(
+        "\nSETTINGS: --config FILE (default {DEFAULT_FILE}, which need not exist) and, going before the file:\n"
+    );
+    for setting in SETTINGS {
+        help += &format!("  {:30} {}\n", setting.flag(), setting.kind);
+    }
+    help
+}
+
+/// `-o, --output FORM`
+pub(crate) fn option_names(option: &Opt) -> String {
+    let short = option.short.map_or_else(String::new, |short| format!("-{short}, "));
+    format!("{short}--{} {}", option.long, option.value).trim_end().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(line: &str) -> Result<Asked, String> {
+        parse(line.split_whitespace().map(OsString::from))
+    }
+
+    fn flags(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
+        pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+    }
+
+    #[test]
+    fn commands() {
+        for (line, what) in [
+            ("version", What::Version),
+            ("--version", What::Version),
+            ("-h", What::Help),
+            ("help", What::Help),
+            ("list --help", What::Help),
+            ("config default", What::ConfigDefault),
+            ("config show", What::ConfigShow),
+            ("serve", What::Serve),
+            ("list", What::List),
+            ("man", What::Man),
+        ] {
+            assert_eq!(parsed(line).map(|asked| asked.what), Ok(what), "{line}");
+        }
+    }
+
+    #[test]
+    fn settings_are_taken_in_both_forms() {
+        let line = "serve --config /c --socket=/a/b --log-level debug --restrict-oom-score-adj --enable-unprivileged-icmp=false";
+        let flags = flags(&[
+            ("socket", "/a/b"),
+            ("log_level", "debug"),
+            ("restrict_oom_score_adj", "true"),
+            ("enable_unprivileged_icmp", "false"),
+        ]);
+        assert_eq!(parsed(line).unwrap().settings, Settings { file: Some("/c".into()), flags });
+    }
+
+    #[test]
+    fn options_of_a_command_and_its_operand() {
+        let asked = parsed("check --containerd-config /x --state-dir /s -o json").unwrap();
+        assert_eq!(asked.settings, Settings { file: None, flags: flags(&[("state_dir", "/s")]) });
+        assert_eq!((asked.option("containerd-config"), asked.option("containerd")), (Some("/x"), None));
+        assert_eq!(asked.option("output"), Some("json"));
+        let asked = parsed("inspect -ojson abc --socket /s").unwrap();
+        assert_eq!((asked.operand.as_str(), asked.option("output")), ("abc", Some("json")));
+        assert_eq!(parsed("stats --once").unwrap().option("once"), Some(""));
+    }
+
+    #[test]
+    fn what_is_not_understood_is_named() {
+        for (line, part) in [
+            ("", "command is missing"),
+            ("dance", "\"dance\""),
+            ("serve --sockt /x", "--sockt"),
+            ("serve --state_dir /x", "--state_dir"),
+            ("serve --containerd-config /x", "--containerd-config"),
+            ("serve --socket", "--socket"),
+            ("serve now", "now"),
+            ("serve -x", "-x"),
+            ("config", "`default` or `show`"),
+            ("config make", "\"make\""),
+            ("config default --socket /x", "config default knows no option --socket"),
+            ("version now", "now"),
+            ("--loud", "--loud"),
+            ("inspect", "ID is missing"),
+            ("inspect a b", "b"),
+            ("list -o yaml", "must be one of text, json, is \"yaml\""),
+            ("completions tcsh", "must be one of bash, zsh, fish"),
+        ] {
+            let reason = parsed(line).unwrap_err();
+            assert!(reason.contains(part), "{line}: {reason}");
+        }
+    }
+
+    #[test]
+    fn help_shows_every_command_option_and_flag() {
+        let help = help();
+        for command in COMMANDS {
+            assert!(help.contains(&format!("\n  pause-sandboxer {}\n", synopsis(command))), "{}", command.name);
+            for option in command.options {
+                assert!(help.contains(&format!("      {} ", option_names(option))), "{}", option.long);
+            }
+        }
+        for setting in SETTINGS {
+            assert!(help.contains(&format!("  {} ", setting.flag())), "{}", setting.name);
+        }
+    }
+
+    #[test]
+    fn no_option_hides_a_setting() {
+        for command in COMMANDS.iter().filter(|command| command.settings) {
+            for option in command.options {
+                assert!(SETTINGS.iter().all(|setting| setting.flag() != format!("--{}", option.long)));
+            }
+        }
+    }
+}

@@ -1,0 +1,287 @@
+//! What an operator sees of a daemon with a real sandbox: list, inspect, stats, metrics, log.
+
+use std::fs;
+use std::io::{Read as _, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+use pause_sandboxer::protos::controller::{ControllerCreateRequest, ControllerShutdownRequest, ControllerStartRequest};
+use pause_sandboxer::protos::controller_ttrpc::ControllerClient;
+use pause_sandboxer::protos::cri::{
+    LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption, PodSandboxConfig,
+    PodSandboxMetadata,
+};
+use protobuf::well_known_types::any::Any;
+use protobuf::{Message as _, MessageField};
+
+use super::daemon::{Daemon, PATIENCE, Scratch, program, stderr, stdout};
+
+const ID: &str = "0123456789abcdef0123";
+const PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+
+/// A controller's client on a runtime of its own.
+struct Controller {
+    runtime: tokio::runtime::Runtime,
+    client: ControllerClient,
+}
+
+impl Controller {
+    fn of(scratch: &Scratch) -> Self {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let address = format!("unix://{}", scratch.path("run/s.sock.ttrpc").display());
+        let client = runtime.block_on(ttrpc::asynchronous::Client::connect(&address)).unwrap();
+        Self { runtime, client: ControllerClient::new(client) }
+    }
+
+    fn context() -> ttrpc::context::Context {
+        let mut context = ttrpc::context::with_duration(PATIENCE);
+        context.add("traceparent".to_owned(), PARENT.to_owned());
+        context
+    }
+
+    /// Runs a sandbox in the node's network.
+    fn run(&self, id: &str, pod: &str) -> u32 {
+        let node = NamespaceOption { network: NamespaceMode::NODE.into(), ..Default::default() };
+        let security =
+            LinuxSandboxSecurityContext { namespace_options: MessageField::some(node), ..Default::default() };
+        let config = PodSandboxConfig {
+            metadata: MessageField::some(PodSandboxMetadata {
+                name: pod.to_owned(),
+                namespace: "prod".to_owned(),
+                uid: "u-1".to_owned(),
+                ..Default::default()
+            }),
+            linux: MessageField::some(LinuxPodSandboxConfig {
+                security_context: MessageField::some(security),
+                ..Default::default()
+            }),
+            ..Default::default()
+        };
+        let options = Any {
+            type_url: "runtime.v1.PodSandboxConfig".to_owned(),
+            value: config.write_to_bytes().unwrap(),
+            ..Default::default()
+        };
+        let create = ControllerCreateRequest {
+            sandbox_id: id.to_owned(),
+            options: MessageField::some(options),
+            ..Default::default()
+        };
+        let start = ControllerStartRequest { sandbox_id: id.to_owned(), ..Default::default() };
+        self.runtime.block_on(async {
+            self.client.create(Self::context(), &create).await.unwrap();
+            self.client.start(Self::context(), &start).await.unwrap().pid
+        })
+    }
+
+    fn shut_down(&self, id: &str) {
+        let request = ControllerShutdownRequest { sandbox_id: id.to_owned(), ..Default::default() };
+        self.runtime.block_on(self.client.shutdown(Self::context(), &request)).unwrap();
+    }
+}
+
+fn asked(scratch: &Scratch, words: &[&str]) -> std::process::Output {
+    program().args(words).args(scratch.flags()).output().unwrap()
+}
+
+/// What a command prints that must succeed.
+fn told(scratch: &Scratch, words: &[&str]) -> String {
+    let output = asked(scratch, words);
+    assert!(output.status.success(), "{words:?}: {}", stderr(&output));
+    stdout(&output).to_owned()
+}
+
+#[test]
+fn a_sandbox_is_listed_inspected_and_measured() {
+    let scratch = Scratch::new();
+    let daemon = Daemon::start(&scratch, &scratch.flags());
+    daemon.noticed("READY=1");
+    assert_eq!(told(&scratch, &["list"]).lines().count(), 1, "the head of the table");
+    let controller = Controller::of(&scratch);
+    let pid = controller.run(ID, "web-0");
+    let list = told(&scratch, &["list"]);
+    let line: Vec<&str> = list.lines().nth(1).unwrap().split_whitespace().collect();
+    assert_eq!(line[..5], ["0123456789abc", "web-0", "prod", "ready", pid.to_string().as_str()], "{list}");
+    assert_eq!(line[6], "native", "{list}");
+    let json: serde_json::Value = serde_json::from_str(&told(&scratch, &["list", "-o", "json"])).unwrap();
+    assert_eq!((&json[0]["id"], &json[0]["pid"], &json[0]["uid"]), (&ID.into(), &pid.into(), &"u-1".into()));
+
+    for name in ["0123", ID, "prod/web-0"] {
+        let json = told(&scratch, &["inspect", name, "-o", "json"]);
+        let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+        assert_eq!((&json["id"], &json["state"]), (&ID.into(), &"ready".into()));
+        assert_eq!(json["config"]["metadata"]["name"], "web-0");
+        assert_eq!(json["plan"]["pid"], "private");
+        assert_eq!(json["record"]["stage"]["started"]["identity"]["pid"], pid);
+        for file in json["files"].as_array().unwrap() {
+            assert_eq!(file["exists"], true, "{file}");
+        }
+        let ours = fs::metadata("/proc/self/ns/net").unwrap();
+        assert_eq!(json["namespaces"]["net"], std::os::unix::fs::MetadataExt::ino(&ours));
+    }
+    let text = told(&scratch, &["inspect", "0123"]);
+    assert!(
+        text.contains("\npod:\n  name: web-0\n  namespace: prod\n") || text.contains("pod:\n  name: web-0"),
+        "{text}"
+    );
+    let stats = told(&scratch, &["stats", "--once"]);
+    assert!(stats.starts_with("1 sandboxes, 1 ready; "), "{stats}");
+    assert!(stats.lines().any(|line| line.starts_with("web-0  prod")), "{stats}");
+
+    let unknown = asked(&scratch, &["inspect", "f"]);
+    assert_eq!((unknown.status.code(), stderr(&unknown)), (Some(1), "pause-sandboxer: there is no sandbox \"f\"\n"));
+    controller.shut_down(ID);
+    assert_eq!(told(&scratch, &["list"]).lines().count(), 1);
+}
+
+#[test]
+fn a_daemon_that_is_not_there_is_no_empty_list() {
+    let scratch = Scratch::new();
+    for words in [["list", "-otext"], ["inspect", "x"], ["stats", "--once"]] {
+        let output = asked(&scratch, &words);
+        assert_eq!((output.status.code(), stdout(&output)), (Some(3), ""), "{words:?}");
+        let reason = format!(
+            "pause-sandboxer: no daemon answers on {}: No such file or directory (os error 2) -> start it: systemctl start pause-sandboxer\n",
+            scratch.path("run/s.sock.ttrpc").display()
+        );
+        assert_eq!(stderr(&output), reason);
+    }
+}
+
+#[test]
+fn a_record_that_was_kept_aside_is_shown_with_the_reason() {
+    let scratch = Scratch::new();
+    fs::create_dir_all(scratch.path("state/sandboxes/odd")).unwrap();
+    scratch.write("state/sandboxes/odd/record.json", "{");
+    let daemon = Daemon::start(&scratch, &scratch.flags());
+    daemon.noticed("READY=1");
+    let list = told(&scratch, &["list"]);
+    assert!(list.lines().nth(1).unwrap().starts_with("odd      -    -          kept aside"), "{list}");
+    let report = told(&scratch, &["inspect", "odd"]);
+    assert!(report.contains("reason: ") && report.contains("not a record"), "{report}");
+}
+
+#[test]
+fn lines_of_a_sandbox_name_its_pod_and_the_trace_of_the_call() {
+    let scratch = Scratch::new();
+    let mut daemon = Daemon::start(&scratch, &scratch.flags());
+    daemon.noticed("READY=1");
+    let controller = Controller::of(&scratch);
+    let pid = controller.run(ID, "web-0");
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid.cast_signed()), Signal::SIGKILL).unwrap();
+    let line = daemon.logged("the pause has ended");
+    assert!(line.contains(&format!(" sandbox={ID} status=137 pod=web-0 namespace=prod\n")[..]), "{line}");
+    controller.shut_down(ID);
+    // Ended by a call, which has a trace; that of the first was over by then.
+    controller.run(ID, "web-1");
+    controller.shut_down(ID);
+    let line = daemon.logged("the pause has ended");
+    let trace = PARENT.split('-').nth(1).unwrap();
+    assert!(line.contains(&format!("pod=web-1 namespace=prod trace={trace}\n")), "{line}");
+}
+
+/// Asks by HTTP; the whole answer.
+fn http(stream: &mut (impl std::io::Read + Write), request: &str) -> String {
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer
+}
+
+const GET: &str = "GET /metrics HTTP/1.1\r\nHost: node\r\n\r\n";
+
+/// Asks until somebody listens: metrics are no condition for being ready.
+fn connected<S>(mut connect: impl FnMut() -> std::io::Result<S>) -> S {
+    let begun = Instant::now();
+    loop {
+        match connect() {
+            Ok(stream) => return stream,
+            Err(e) => assert!(begun.elapsed() < PATIENCE, "{e}"),
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn metrics_on_a_unix_socket() {
+    let scratch = Scratch::new();
+    let path = scratch.path("run/m.sock");
+    let flags = [scratch.flags(), vec![format!("--metrics=unix://{}", path.display())]].concat();
+    let daemon = Daemon::start(&scratch, &flags);
+    daemon.noticed("READY=1");
+    let controller = Controller::of(&scratch);
+    controller.run(ID, "web-0");
+    let answer = http(&mut connected(|| UnixStream::connect(&path)), GET);
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{head}");
+    assert!(
+        head.contains("\r\nContent-Type: application/openmetrics-text; version=1.0.0; charset=utf-8\r\n"),
+        "{head}"
+    );
+    assert!(head.contains(&format!("\r\nContent-Length: {}\r\n", body.len())), "{head}");
+    for line in [
+        "pause_sandboxer_sandboxes{state=\"ready\",driver=\"native\"} 1",
+        "pause_sandboxer_calls_total{method=\"Create\",code=\"OK\"} 1",
+        "pause_sandboxer_calls_total{method=\"Start\",code=\"OK\"} 1",
+        "pause_sandboxer_recovered_sandboxes 0",
+    ] {
+        assert!(body.lines().any(|of| of == line), "{line} is not in\n{body}");
+    }
+    for (request, status) in [
+        ("GET / HTTP/1.1\r\n\r\n", "404"),
+        ("POST /metrics HTTP/1.1\r\n\r\n", "405"),
+        ("nonsense\r\n\r\n", "405"),
+        (&format!("GET /metrics HTTP/1.1\r\n{}", "x: y\r\n".repeat(2000)), "431"),
+    ] {
+        let mut stream = UnixStream::connect(&path).unwrap();
+        // Who sends too much may be hung up on before all is sent.
+        let _ = stream.write_all(request.as_bytes());
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer);
+        let answer = String::from_utf8_lossy(&answer);
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{request:.40}: {answer}");
+    }
+    controller.shut_down(ID);
+}
+
+#[test]
+fn those_who_ask_for_metrics_and_do_not_read_hold_up_nobody() {
+    let scratch = Scratch::new();
+    // A port that was free a moment ago.
+    let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let flags = [scratch.flags(), vec![format!("--metrics={address}")]].concat();
+    let mut daemon = Daemon::start(&scratch, &flags);
+    daemon.noticed("READY=1");
+    let mut idle = vec![connected(|| TcpStream::connect(address))];
+    idle.extend((0..100).map(|_| TcpStream::connect(address).unwrap()));
+    // The daemon goes on, with no more descriptors than the few whom it serves at a time.
+    let controller = Controller::of(&scratch);
+    controller.run(ID, "web-0");
+    let open = fs::read_dir(format!("/proc/{}/fd", daemon.child.id())).unwrap().count();
+    assert!(open < 60, "{open} descriptors");
+    assert!(told(&scratch, &["list"]).contains("web-0"));
+    drop(idle);
+    let answer = http(&mut TcpStream::connect(address).unwrap(), GET);
+    assert!(answer.contains("pause_sandboxer_sandboxes{state=\"ready\",driver=\"native\"} 1\n"), "{answer}");
+    controller.shut_down(ID);
+    // Nor does one hold up its end.
+    let _idle = TcpStream::connect(address).unwrap();
+    daemon.signal(Signal::SIGTERM);
+    assert_eq!(daemon.ended().code(), Some(0));
+}
+
+#[test]
+fn metrics_that_cannot_be_served_keep_no_pod_from_its_sandbox() {
+    let scratch = Scratch::new();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let flags = [scratch.flags(), vec![format!("--metrics={}", taken.local_addr().unwrap())]].concat();
+    let mut daemon = Daemon::start(&scratch, &flags);
+    daemon.noticed("READY=1");
+    daemon.logged("no metrics yet, it is tried again: bind 127.0.0.1:");
+    let address = taken.local_addr().unwrap();
+    drop(taken);
+    daemon.logged("metrics can be asked for");
+    assert!(http(&mut TcpStream::connect(address).unwrap(), GET).ends_with("# EOF\n"));
+}

@@ -1,0 +1,94 @@
+//! What operators ask, and what is known of every call: its trace and its count.
+
+use bytes::{BufMut, Bytes, BytesMut};
+use http::Request;
+use pause_sandboxer::protos::inspect::{InspectRequest, InspectResponse, ListRequest, ListResponse};
+use pause_sandboxer::telemetry::Census;
+use protobuf::Message;
+
+use super::client::{self, CONTROLLER, Client};
+use super::{Node, SOON, c, only_id, status};
+
+const INSPECT: &str = "pause_sandboxer.v1.Inspect";
+const PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
+
+#[tokio::test]
+async fn operators_are_answered_on_the_ttrpc_socket_alone() {
+    let node = Node::start();
+    let [grpc, ttrpc] = node.clients().await;
+    let request = ListRequest { usage: true, ..Default::default() };
+    let page = ttrpc.raw(INSPECT, "List", request.write_to_bytes().unwrap(), None).await.unwrap();
+    let page = ListResponse::parse_from_bytes(&page).unwrap();
+    assert_eq!((page.sandboxes.len(), page.more), (1000, true));
+    let (first, last) = (&page.sandboxes[0], &page.sandboxes[999]);
+    assert_eq!((first.id.as_str(), first.state.as_str(), first.reason.as_str()), ("0000", "kept aside", "never was"));
+    assert_eq!((first.usage.memory, first.usage.cpu_usec, first.usage.tasks), (1, 2, 3));
+    let request = ListRequest { after: last.id.clone(), ..Default::default() };
+    let page = ttrpc.raw(INSPECT, "List", request.write_to_bytes().unwrap(), None).await.unwrap();
+    let page = ListResponse::parse_from_bytes(&page).unwrap();
+    assert_eq!((page.sandboxes[0].id.as_str(), page.sandboxes[0].usage.is_none()), ("1000", true));
+
+    let request = InspectRequest { id: "a".into(), ..Default::default() }.write_to_bytes().unwrap();
+    let report = ttrpc.raw(INSPECT, "Inspect", request, None).await.unwrap();
+    assert_eq!(InspectResponse::parse_from_bytes(&report).unwrap().json, r#"{"id":"a","trace":null}"#);
+    assert_eq!(ttrpc.raw(INSPECT, "Inspect", only_id("unknown"), None).await.unwrap_err().0, 5);
+    assert_eq!(ttrpc.raw(INSPECT, "Destroy", Vec::new(), None).await.unwrap_err().0, 12);
+    assert_eq!(ttrpc.raw(INSPECT, "List", vec![0xff], None).await.unwrap_err().0, 3);
+    for method in ["List", "Inspect"] {
+        let (code, text) = grpc.raw(INSPECT, method, Vec::new(), None).await.unwrap_err();
+        assert_eq!((code, text), (12, format!("/{INSPECT}/{method} is not served here")));
+    }
+}
+
+#[tokio::test]
+async fn a_call_carries_its_trace() {
+    let node = Node::start();
+    let [Client::Grpc(grpc), Client::Ttrpc(ttrpc)] = node.clients().await else { unreachable!() };
+    let ttrpc = pause_sandboxer::protos::inspect_ttrpc::InspectClient::new(ttrpc);
+    let mut context = ttrpc::context::with_duration(SOON);
+    context.add("traceparent".into(), PARENT.into());
+    let request = InspectRequest { id: "a".into(), ..Default::default() };
+    let report = ttrpc.inspect(context, &request).await.unwrap();
+    assert_eq!(report.json, format!(r#"{{"id":"a","trace":"{TRACE}"}}"#));
+
+    for (parent, trace) in [(PARENT, Some(TRACE)), ("00-forged", None)] {
+        let message = status("a", true).write_to_bytes().unwrap();
+        let mut body = BytesMut::new();
+        body.put_u8(0);
+        body.put_u32(message.len() as u32);
+        body.put_slice(&message);
+        let request = Request::post(format!("http://localhost/{CONTROLLER}/Status"))
+            .header("content-type", "application/grpc")
+            .header("traceparent", parent)
+            .body(())
+            .unwrap();
+        let answer = client::grpc(grpc.clone(), request, Bytes::from(body)).await.unwrap();
+        let answer = c::ControllerStatusResponse::parse_from_bytes(&answer).unwrap();
+        assert_eq!(answer.info.get("trace").map(String::as_str), trace);
+    }
+}
+
+#[tokio::test]
+async fn calls_are_counted_by_method_and_code_and_no_caller_makes_names_up() {
+    let node = Node::start();
+    let [grpc, ttrpc] = node.clients().await;
+    for client in [&grpc, &ttrpc] {
+        client.raw(CONTROLLER, "Stop", only_id("a"), None).await.unwrap();
+        client.raw(CONTROLLER, "Stop", only_id("step"), None).await.unwrap_err();
+        for method in ["Made", "Up"] {
+            client.raw(CONTROLLER, method, only_id("a"), None).await.unwrap_err();
+            client.raw(method, "Stop", only_id("a"), None).await.unwrap_err();
+        }
+    }
+    let text = node.telemetry.text(&Census::default());
+    for line in [
+        "pause_sandboxer_calls_total{method=\"Stop\",code=\"OK\"} 2",
+        "pause_sandboxer_calls_total{method=\"Stop\",code=\"INTERNAL\"} 2",
+        "pause_sandboxer_calls_total{method=\"other\",code=\"UNIMPLEMENTED\"} 8",
+        "pause_sandboxer_call_duration_seconds_count{method=\"Stop\"} 4",
+    ] {
+        assert!(text.lines().any(|of| of == line), "{line} is not in\n{text}");
+    }
+    assert!(!text.contains("Made"), "{text}");
+}
