@@ -129,12 +129,14 @@ pub(crate) fn write(layout: &Layout, parts: &Parts, snapshotter: &str, options: 
         fs::create_dir_all(&directory).with_context(|| format!("make {}", directory.display()))?;
     }
     network(layout, parts)?;
-    let containerd = containerd(layout, snapshotter, &options.cri_config) + &options.containerd_config;
-    fs::write(layout.containerd_config(), containerd).context("write containerd's config")?;
+    let extra = options.containerd_config.replace("{top}", &layout.top.to_string_lossy());
+    fs::write(layout.containerd_config(), containerd(layout, snapshotter, options) + &extra)
+        .context("write containerd's config")?;
     fs::write(layout.sandboxer_config(), sandboxer(layout)).context("write the sandboxer's config")
 }
 
-fn containerd(layout: &Layout, snapshotter: &str, cri: &str) -> String {
+fn containerd(layout: &Layout, snapshotter: &str, options: &Options) -> String {
+    let (level, cri) = (if options.lean { "info" } else { "debug" }, &options.cri_config);
     let top = layout.top.display();
     let mut text = format!(
         r#"version = 3
@@ -145,7 +147,7 @@ state = "{top}/state"
 address = "{socket}"
 
 [debug]
-level = "debug"
+level = "{level}"
 
 [plugins."io.containerd.internal.v1.opt"]
 path = "{top}/opt"

@@ -45,7 +45,7 @@ pub use forward::port_forward;
 pub use image::{PAUSE_IMAGE, TEST_IMAGE};
 pub use node::{Handler, Node, Options};
 pub use parts::Parts;
-pub use pod::{Container, ContainerSpec, Pod, PodSpec};
+pub use pod::{Container, ContainerSpec, Pod, PodHome, PodSpec};
 pub use process::Process;
 pub use snapshot::{Snapshot, Thing};
 pub use wait::until;

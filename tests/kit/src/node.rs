@@ -70,7 +70,7 @@ pub struct Options {
     pub sandboxer: Option<PathBuf>,
     /// Other programs than the fetched ones.
     pub parts: Option<Parts>,
-    /// Text that is appended to containerd's config file.
+    /// Text that is appended to containerd's config file; `{top}` stands for the node's directory.
     pub containerd_config: String,
     /// Settings of CRI's runtime plugin in containerd's config file, beside the kit's own.
     pub cri_config: String,
@@ -78,6 +78,8 @@ pub struct Options {
     pub sandboxer_config: String,
     /// Keep the node's directory, with its logs, when the node ends.
     pub keep: bool,
+    /// As a node that is measured and not examined: containerd logs what nodes log, and its state is in memory, as /run is.
+    pub lean: bool,
 }
 
 /// One running node. Ends, and takes everything of it along, when it is dropped or the process is ended by SIGINT, SIGTERM or SIGHUP;
@@ -126,6 +128,11 @@ impl Node {
     async fn set_up(&self) -> Result<()> {
         let snapshotter = self.snapshotter()?;
         config::write(&self.layout, &self.parts, snapshotter, &self.options)?;
+        if self.options.lean {
+            let (state, none) = (self.layout.state(), None::<&str>);
+            nix::mount::mount(Some("state"), &state, Some("tmpfs"), MsFlags::empty(), none)
+                .with_context(|| format!("mount a tmpfs on {}", state.display()))?;
+        }
         if !self.options.sandboxer_config.is_empty() {
             let path = self.layout.sandboxer_config();
             std::fs::write(&path, std::fs::read_to_string(&path)? + &self.options.sandboxer_config)?;
