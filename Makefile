@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build install demo parity test check fmt lint doc deny parts unit soak test-vm clean
+.PHONY: help build install demo parity test check fmt lint doc deny parts unit soak test-vm bench bench-quick flame clean
 
 CARGO ?= cargo
 PREFIX ?= /usr/local
@@ -10,7 +10,7 @@ DENY_VERSION := 0.20.2
 DENY := target/tools/bin/cargo-deny
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 build: ## the daemon, optimised: target/release/pause-sandboxer
 	$(CARGO) build --release --locked
@@ -56,6 +56,15 @@ soak: parts ## 10 minutes of random churn; SOAK_SECONDS sets another length
 
 test-vm: ## the containerd suite on a Debian node with systemd and cgroup v2, emulated; slow
 	tests/vm/test
+
+bench: parts ## what pods cost, beside the built-in controller, a floor and the kernel; target/bench/report.json; 12 minutes; needs root
+	$(CARGO) bench --locked --bench bench
+
+bench-quick: parts ## the same with fewer rounds, in 3 minutes
+	$(CARGO) bench --locked --bench bench -- --quick
+
+flame: parts ## where the time of a Start goes, system call by system call; needs root
+	$(CARGO) bench --locked --bench bench -- profile
 
 clean: ## removes all that was built and fetched
 	rm -rf target

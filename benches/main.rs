@@ -1,0 +1,100 @@
+//! What pods cost with this sandboxer, with containerd's built-in one, with one that does nothing, and what the kernel alone takes for
+//! them, side by side in one run: `make bench`, `make bench-quick`. `docs/performance.md` says how to read it.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+
+mod account;
+mod binary;
+mod controller;
+mod crowd;
+mod daemon;
+mod floor;
+mod idle;
+mod inside;
+mod kernel;
+mod netns;
+mod pods;
+mod profile;
+mod report;
+mod samples;
+mod scale;
+mod stage;
+
+use report::Report;
+use stage::Stage;
+
+/// How much is measured.
+#[derive(Clone, Copy, Debug)]
+struct Plan {
+    /// Rounds of what takes a millisecond with a fast sandboxer and a tenth of a second with the built-in one.
+    calls: usize,
+    /// Rounds of whole pods.
+    pods: usize,
+    /// Rounds of what only this sandboxer and the kernel do.
+    fast: usize,
+    /// Live sandboxes at the end of the scale.
+    most: usize,
+}
+
+const FULL: Plan = Plan { calls: 120, pods: 40, fast: 400, most: 2000 };
+const QUICK: Plan = Plan { calls: 30, pods: 10, fast: 150, most: 2000 };
+
+fn main() -> Result<()> {
+    // cargo adds `--bench`.
+    let words: Vec<OsString> = std::env::args_os().skip(1).filter(|word| word != "--bench").collect();
+    let words: Vec<&str> = words.iter().filter_map(|word| word.to_str()).collect();
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    match words.as_slice() {
+        ["floor", socket] => runtime.block_on(floor::serve(PathBuf::from(socket))),
+        ["profile"] => runtime.block_on(profile::run()),
+        [] => runtime.block_on(measure(FULL)),
+        ["--quick"] => runtime.block_on(measure(QUICK)),
+        // One of the parts, for whoever works on it; no report.
+        ["--only", part] => runtime.block_on(only(part)),
+        other => bail!("unknown words {other:?}: nothing, --quick, --only PART or profile"),
+    }
+}
+
+async fn measure(plan: Plan) -> Result<()> {
+    let begun = Instant::now();
+    let mut report = Report::new();
+    let mut stage = Stage::set(&plan).await?;
+    for part in PARTS {
+        run_part(part, &mut stage, &plan, &mut report).await.with_context(|| format!("measure {part}"))?;
+        eprintln!("{:4} s: {part} is measured", begun.elapsed().as_secs());
+    }
+    drop(stage);
+    report.finish(begun.elapsed())
+}
+
+async fn only(part: &str) -> Result<()> {
+    let mut report = Report::new();
+    let plan = QUICK;
+    let mut stage = Stage::set(&plan).await?;
+    run_part(part, &mut stage, &plan, &mut report).await?;
+    drop(stage);
+    report.print();
+    Ok(())
+}
+
+const PARTS: [&str; 8] = ["binary", "inside", "controller", "pods", "containers", "crowd", "idle", "scale"];
+
+async fn run_part(part: &str, stage: &mut Stage, plan: &Plan, report: &mut Report) -> Result<()> {
+    match part {
+        "binary" => binary::measure(stage, report).await,
+        "inside" => inside::measure(stage, plan, report).await,
+        "controller" => controller::measure(stage, plan, report).await,
+        "pods" => pods::measure(stage, plan, report).await,
+        "containers" => pods::cycles(stage, plan, report).await,
+        "crowd" => crowd::measure(stage, plan, report).await,
+        "idle" => idle::measure(stage, plan, report).await,
+        "scale" => scale::measure(stage, plan, report).await,
+        other => bail!("{other} is none of {PARTS:?}"),
+    }
+}

@@ -1,0 +1,108 @@
+//! Pods as CRI runs them: with the node's network, with a bridge, and with a container from its creation to its removal.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use kit::{ContainerSpec, Handler, Pod, PodSpec};
+
+use crate::Plan;
+use crate::report::Report;
+use crate::samples::{Samples, order};
+use crate::stage::{BUILTIN, FLOOR, OURS, Stage, Target};
+
+/// Runs a pod, and says how long CRI took.
+pub(crate) async fn run(stage: &Stage, target: &Target, spec: PodSpec) -> Result<(Pod, Duration)> {
+    let home = stage.node.prepare(spec)?;
+    let begun = Instant::now();
+    let id = stage.node.cri().run_pod_sandbox(home.config(), &target.handler()).await;
+    let took = begun.elapsed();
+    let id = id.with_context(|| format!("{}: RunPodSandbox", target.name))?;
+    Ok((Pod::new(&stage.node, Handler::Ours, home, id), took))
+}
+
+pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report) -> Result<()> {
+    for (network, rounds) in [("hostnet", plan.calls / 2), ("cni", plan.calls / 2)] {
+        let spec = |name: &str| match network {
+            "hostnet" => PodSpec::new(name).host_network(),
+            _ => PodSpec::new(name),
+        };
+        let mut runs = vec![Samples::default(); stage.targets.len()];
+        let mut stops = runs.clone();
+        for round in 0..=rounds {
+            for index in order(round, stage.targets.len()) {
+                let (pod, ran) = run(stage, &stage.targets[index], spec("bench")).await?;
+                let begun = Instant::now();
+                pod.stop().await?;
+                let stopped = begun.elapsed();
+                pod.remove().await?;
+                if round > 0 {
+                    runs[index].push(ran);
+                    stops[index].push(stopped);
+                }
+            }
+        }
+        for (index, target) in stage.targets.iter().enumerate() {
+            report.median(format!("run_{network}_{}_ms", target.name), runs[index].median_ms());
+            report.median(format!("stop_{network}_{}_ms", target.name), stops[index].median_ms());
+        }
+    }
+    report.ratio(
+        "run_hostnet_builtin_over_ours",
+        &format!("run_hostnet_{BUILTIN}_ms"),
+        &format!("run_hostnet_{OURS}_ms"),
+    );
+    report.ratio("run_cni_ours_over_floor", &format!("run_cni_{OURS}_ms"), &format!("run_cni_{FLOOR}_ms"));
+    Ok(())
+}
+
+/// The calls of a pod's life with one container.
+const CALLS: [&str; 7] =
+    ["run_pod", "create_container", "start_container", "stop_container", "remove_container", "stop_pod", "remove_pod"];
+
+pub(crate) async fn cycles(stage: &mut Stage, plan: &Plan, report: &mut Report) -> Result<()> {
+    let targets: Vec<Target> = stage.targets.iter().filter(|target| target.runs_containers).cloned().collect();
+    let mut cycles = vec![Samples::default(); targets.len()];
+    let mut calls = vec![vec![Samples::default(); CALLS.len()]; targets.len()];
+    for round in 0..=plan.pods {
+        for index in order(round, targets.len()) {
+            let (pod, ran) = run(stage, &targets[index], PodSpec::new("bench")).await?;
+            let cri = stage.node.cri();
+            let mut laps = vec![ran];
+            let mut begun = Instant::now();
+            let mut lap = || {
+                laps.push(begun.elapsed());
+                begun = Instant::now();
+            };
+            let container = pod.create(ContainerSpec::sleeping("main")).await?;
+            lap();
+            cri.start_container(container.id()).await?;
+            lap();
+            cri.stop_container(container.id(), Duration::ZERO).await?;
+            lap();
+            cri.remove_container(container.id()).await?;
+            lap();
+            pod.stop().await?;
+            lap();
+            cri.remove_pod_sandbox(pod.id()).await?;
+            lap();
+            pod.clear().await?;
+            if round > 0 {
+                cycles[index].push(laps.iter().sum());
+                calls[index].iter_mut().zip(laps).for_each(|(samples, lap)| samples.push(lap));
+            }
+        }
+    }
+    for (index, target) in targets.iter().enumerate() {
+        report.median(format!("cycle_{}_ms", target.name), cycles[index].median_ms());
+        for (call, samples) in CALLS.iter().zip(&calls[index]) {
+            report.median(format!("cycle_{call}_{}_ms", target.name), samples.median_ms());
+        }
+    }
+    let of = |what: &str, who: &str| format!("cycle_{what}_{who}_ms");
+    report.ratio("cycle_builtin_over_ours", &format!("cycle_{BUILTIN}_ms"), &format!("cycle_{OURS}_ms"));
+    for (key, call) in [("start_container_ours_over_builtin", CALLS[2]), ("stop_container_ours_over_builtin", CALLS[3])]
+    {
+        report.ratio(key, &of(call, OURS), &of(call, BUILTIN));
+    }
+    Ok(())
+}

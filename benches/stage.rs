@@ -1,0 +1,169 @@
+//! What is compared and where: one containerd that knows every target, and their daemons.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use anyhow::{Context, Result};
+use kit::controller::{CONFIG_TYPE, Controller, any, api};
+use kit::{Node, Options, PodSpec};
+use protobuf::Message;
+use serde_json::json;
+
+use crate::account::Account;
+use crate::daemon::Daemon;
+use crate::{Plan, netns};
+
+/// containerd's own controller.
+pub(crate) const BUILTIN: &str = "builtin";
+/// This project's with its native driver.
+pub(crate) const OURS: &str = "ours";
+/// One that does nothing.
+pub(crate) const FLOOR: &str = "floor";
+
+/// This project's daemons: name, lines of config, and the setting that must exist.
+const DAEMONS: [(&str, &str, Option<&str>); 2] =
+    [(OURS, "", None), ("ours_shim_driver", "driver = \"shim\"\n", Some("driver"))];
+
+/// Type of the extension in which CRI describes the pod (containerd `sandboxstore.Metadata`).
+const METADATA_TYPE: &str = "github.com/containerd/cri/pkg/store/sandbox/Metadata";
+
+/// One sandboxer under measurement.
+#[derive(Clone, Debug)]
+pub(crate) struct Target {
+    pub(crate) name: &'static str,
+    /// Whether containers run in its pods.
+    pub(crate) runs_containers: bool,
+}
+
+impl Target {
+    /// The CRI runtime handler that has it.
+    pub(crate) fn handler(&self) -> String {
+        if self.name == BUILTIN { "runc".to_owned() } else { format!("runc-{}", self.name) }
+    }
+
+    /// The name of the controller in containerd.
+    fn sandboxer(&self) -> &'static str {
+        if self.name == BUILTIN { "podsandbox" } else { self.name }
+    }
+}
+
+/// The node with all of it.
+#[derive(Debug)]
+pub(crate) struct Stage {
+    pub(crate) node: Arc<Node>,
+    pub(crate) targets: Vec<Target>,
+    pub(crate) daemons: BTreeMap<&'static str, Daemon>,
+    pub(crate) accounts: BTreeMap<&'static str, Account>,
+    pub(crate) networks: Vec<PathBuf>,
+    ids: AtomicU64,
+}
+
+impl Stage {
+    /// Starts containerd and all daemons.
+    pub(crate) async fn set(_: &Plan) -> Result<Self> {
+        let ours = DAEMONS.iter().filter(|(.., needs)| needs.is_none_or(is_setting));
+        let names: Vec<&'static str> = ours.clone().map(|(name, ..)| *name).chain([FLOOR]).collect();
+        let containerd_config = names.iter().map(|name| handler(name)).collect();
+        let node = Node::start(Options { containerd_config, lean: true, ..Options::default() }).await?;
+        let mut daemons = BTreeMap::from([(FLOOR, Daemon::floor(&node)?)]);
+        for (name, settings, _) in ours {
+            daemons.insert(name, Daemon::ours(&node, name, settings)?);
+        }
+        let mut accounts = BTreeMap::new();
+        for name in names.iter().copied().chain([BUILTIN, "pods"]) {
+            let below = if name == "pods" { String::new() } else { format!("/bench-{name}") };
+            accounts.insert(name, Account::at(&format!("{}{below}", node.layout().cgroup()))?);
+        }
+        accounts[BUILTIN].take(node.containerd_pid()?)?;
+        for (name, daemon) in &mut daemons {
+            daemon.start().await.with_context(|| format!("start {name}"))?;
+            accounts[name].take(daemon.pid()?)?;
+        }
+        let networks = netns::make(&node.layout().state().join("bench-netns"), 16)?;
+        let targets = [BUILTIN].iter().chain(&names).map(|name| Target { name, runs_containers: *name != FLOOR });
+        let targets = targets.collect();
+        Ok(Self { node, targets, daemons, accounts, networks, ids: AtomicU64::new(0) })
+    }
+
+    /// The target of this name.
+    pub(crate) fn target(&self, name: &str) -> &Target {
+        self.targets.iter().find(|target| target.name == name).expect("a target of the stage")
+    }
+
+    /// Its controller, through containerd.
+    pub(crate) fn controller(&self, target: &Target) -> Controller {
+        Controller::new(self.node.layout().containerd_socket(), target.sandboxer())
+    }
+
+    /// An id as containerd makes them up.
+    pub(crate) fn id(&self) -> String {
+        format!("be{:062x}", self.ids.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Some network namespace for it.
+    pub(crate) fn network(&self, id: &str) -> String {
+        let number = id.bytes().map(usize::from).sum::<usize>() % self.networks.len();
+        self.networks[number].to_string_lossy().into_owned()
+    }
+
+    /// The request by which CRI creates a pod's sandbox.
+    pub(crate) fn request(
+        &self,
+        controller: &Controller,
+        target: &Target,
+        id: &str,
+        config: &kit::cri::api::PodSandboxConfig,
+    ) -> Result<api::ControllerCreateRequest> {
+        let network = self.network(id);
+        let mut request = controller.create_request(id);
+        request.options = Some(any(CONFIG_TYPE, config.write_to_bytes()?)).into();
+        request.netns_path = network.clone();
+        // The built-in takes the pod from here and not from the options.
+        let pod = json!({
+            "metadata": { "name": config.metadata.name, "uid": config.metadata.uid, "namespace": config.metadata.namespace },
+            "hostname": config.hostname,
+            "log_directory": config.log_directory,
+            "linux": {
+                "cgroup_parent": config.linux.cgroup_parent,
+                "security_context": { "namespace_options": { "pid": 1 } },
+            },
+        });
+        let metadata = json!({ "Version": "v1", "Metadata": {
+            "ID": id, "Name": id, "Config": pod, "NetNSPath": network, "RuntimeHandler": target.handler(),
+        }});
+        let extension = any(METADATA_TYPE, serde_json::to_vec(&metadata)?);
+        request.sandbox.mut_or_insert_default().extensions.insert("metadata".to_owned(), extension);
+        Ok(request)
+    }
+
+    /// Makes the cgroup and the log directory of a pod that is started again and again.
+    pub(crate) fn home(&self, name: &str) -> Result<kit::PodHome> {
+        self.node.prepare(PodSpec::new(name))
+    }
+}
+
+fn is_setting(name: &str) -> bool {
+    pause_sandboxer::config::SETTINGS.iter().any(|setting| setting.name == name)
+}
+
+/// containerd's config of one more handler and its sandboxer.
+fn handler(name: &str) -> String {
+    let table = format!(r#"plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc-{name}"#);
+    format!(
+        r#"
+[proxy_plugins.{name}]
+type = "sandbox"
+address = "{{top}}/{name}.sock"
+
+[{table}]
+runtime_type = "io.containerd.runc.v2"
+sandboxer = "{name}"
+cni_conf_dir = "{{top}}/cni/conf"
+
+[{table}.options]
+Root = "{{top}}/runc"
+"#
+    )
+}
