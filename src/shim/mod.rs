@@ -8,6 +8,7 @@ mod bundle;
 mod command;
 mod containers;
 mod fifo;
+mod group;
 pub mod on_demand;
 mod owned;
 mod placement;
@@ -29,6 +30,7 @@ use crate::error::{IoContext as _, Step};
 use crate::pause::launch::Launcher;
 
 use bundle::{Bundle, gone};
+use group::Group;
 use owned::Owned;
 
 /// Whose a pod's shim is. Recorded with the pod, as containerd is told the endpoint once.
@@ -167,12 +169,12 @@ impl Shims {
                 address: self.settings.on_demand_address.clone(),
                 id: id.to_owned(),
             },
-            Owner::Sandboxer => Endpoint::Owned(Arc::new(Owned::new(
-                self.clone(),
-                Bundle::new(dir.join("shim")),
-                id.to_owned(),
+            Owner::Sandboxer => Endpoint::Owned(Arc::new(Owned::new(Group {
+                shims: self.clone(),
+                bundle: Bundle::new(dir.join("shim")),
+                id: id.to_owned(),
                 runtime,
-            ))),
+            }))),
         }
     }
 }

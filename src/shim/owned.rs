@@ -22,12 +22,12 @@ use std::{fs, io};
 use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
-use super::bundle::{Bundle, NEW, Recorded, gone};
-use super::containers::{self, Container};
-use super::{Pod, Runtime, Shims, command, fifo, placement, task};
+use super::bundle::{NEW, Recorded, gone};
+use super::group::Group;
+use super::{Pod, command, fifo, placement, task};
 use crate::error::{IoContext as _, Step};
 use crate::pause::launch::{self, Launch};
-use crate::pause::{Adoption, Exit, Pause, UNKNOWN_EXIT};
+use crate::pause::{Adoption, Exit, Pause};
 
 /// How long a launched shim may take until it answers, and a shim that is told to end until it has.
 const WITHIN: Duration = Duration::from_secs(10);
@@ -41,11 +41,8 @@ const EXECUTED: Duration = Duration::from_millis(20);
 /// An endpoint whose shim is ours.
 #[derive(Debug)]
 pub struct Owned {
-    shims: Arc<Shims>,
-    bundle: Bundle,
+    group: Arc<Group>,
     socket: PathBuf,
-    id: String,
-    runtime: Runtime,
     now: Mutex<Now>,
     /// Something in `now` has changed that the serving task waits for.
     changed: Notify,
@@ -80,19 +77,10 @@ enum Next {
 }
 
 impl Owned {
-    /// The endpoint of sandbox `id`. Nothing is made yet.
-    pub(super) fn new(shims: Arc<Shims>, bundle: Bundle, id: String, runtime: Runtime) -> Self {
-        let socket = shims.settings.socket(&id);
-        Self {
-            shims,
-            bundle,
-            socket,
-            id,
-            runtime,
-            now: Mutex::default(),
-            changed: Notify::new(),
-            turn: Mutex::default(),
-        }
+    /// The endpoint of a pod. Nothing is made yet.
+    pub(super) fn new(group: Group) -> Self {
+        let socket = group.shims.settings.socket(&group.id);
+        Self { group: Arc::new(group), socket, now: Mutex::default(), changed: Notify::new(), turn: Mutex::default() }
     }
 
     /// The socket's path.
@@ -107,7 +95,7 @@ impl Owned {
 
     /// Why a shim died with containers in it, if one did.
     pub fn death(&self) -> Option<String> {
-        self.bundle.death()
+        self.group.bundle.death()
     }
 
     /// The name under which a socket waits until it listens.
@@ -144,14 +132,14 @@ impl Owned {
     pub(super) fn recover(&self) {
         if let Err(step) = self.try_recover() {
             // Not listening: should a shim live, containerd still reaches it, and its containers.
-            log::error!(sandbox = self.id.as_str(); "recovery: its shim: {step}");
+            log::error!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}");
         }
     }
 
     fn try_recover(&self) -> Result<(), Step> {
-        let found = match self.bundle.recorded()? {
+        let found = match self.group.bundle.recorded()? {
             None => None,
-            Some(Recorded::Running { identity }) => match self.shims.launcher.adopt(&identity) {
+            Some(Recorded::Running { identity }) => match self.group.shims.launcher.adopt(&identity) {
                 Adoption::Alive(shim) => Some(Arc::from(shim)),
                 Adoption::Dead(exit) => {
                     self.now().missed = Some(exit);
@@ -160,23 +148,23 @@ impl Owned {
                 Adoption::Unknown(step) => return Err(step),
             },
             Some(Recorded::Launching) => {
-                let arguments = command::server_arguments(&self.shims.settings, &self.id);
-                let mut found = self.shims.launcher.find(self.bundle.dir(), &arguments)?;
+                let arguments = command::server_arguments(&self.group.shims.settings, &self.group.id);
+                let mut found = self.group.shims.launcher.find(self.group.bundle.dir(), &arguments)?;
                 if found.is_none() {
                     // One that has just been executed shows its arguments an instant later.
                     std::thread::sleep(EXECUTED);
-                    found = self.shims.launcher.find(self.bundle.dir(), &arguments)?;
+                    found = self.group.shims.launcher.find(self.group.bundle.dir(), &arguments)?;
                 }
                 if let Some(shim) = &found {
-                    self.bundle.record(Some(&Recorded::Running { identity: shim.identity().clone() }))?;
+                    self.group.bundle.record(Some(&Recorded::Running { identity: shim.identity().clone() }))?;
                     self.settle_in(shim.identity().pid)?;
                 }
                 found
             }
         };
         let Some(shim) = found else { return self.listen() };
-        log::info!(sandbox = self.id.as_str(), pid = shim.identity().pid; "its shim is taken over");
-        let log = fifo::read(&self.bundle.log(), &self.id)?;
+        log::info!(sandbox = self.group.id.as_str(), pid = shim.identity().pid; "its shim is taken over");
+        let log = fifo::read(&self.group.bundle.log(), &self.group.id)?;
         let mut now = self.now();
         (now.open, now.shim, now.log) = (true, Some(shim), Some(log));
         Ok(())
@@ -215,7 +203,7 @@ impl Owned {
                 },
                 Next::Listen => {
                     if let Some(Err(step)) = self.blocking(Self::listen).await {
-                        log::error!(sandbox = self.id.as_str(); "its endpoint: {step}");
+                        log::error!(sandbox = self.group.id.as_str(); "its endpoint: {step}");
                         sleep(AGAIN).await;
                     }
                 }
@@ -224,7 +212,7 @@ impl Owned {
                     called = launch::called(listener) => match called {
                         Ok(()) => self.now().wanted = true,
                         Err(e) => {
-                            log::error!(sandbox = self.id.as_str(); "watch its endpoint: {e}");
+                            log::error!(sandbox = self.group.id.as_str(); "watch its endpoint: {e}");
                             sleep(AGAIN).await;
                         }
                     },
@@ -263,17 +251,17 @@ impl Owned {
                 _ => return Ok(None),
             }
         };
-        let settings = &self.shims.settings;
-        let binary = settings.binary(&self.runtime.name)?;
-        self.bundle.make(&self.id)?;
-        let log = fifo::read(&self.bundle.log(), &self.id)?;
-        let errors = fifo::writer(&self.bundle.log())?;
-        self.bundle.record(Some(&Recorded::Launching))?;
-        let launched = self.shims.launcher.launch(&Launch {
+        let settings = &self.group.shims.settings;
+        let binary = settings.binary(&self.group.runtime.name)?;
+        self.group.bundle.make(&self.group.id)?;
+        let log = fifo::read(&self.group.bundle.log(), &self.group.id)?;
+        let errors = fifo::writer(&self.group.bundle.log())?;
+        self.group.bundle.record(Some(&Recorded::Launching))?;
+        let launched = self.group.shims.launcher.launch(&Launch {
             program: &binary,
-            arguments: &command::server_arguments(settings, &self.id),
-            environment: &command::server_environment(settings, &self.id),
-            directory: self.bundle.dir(),
+            arguments: &command::server_arguments(settings, &self.group.id),
+            environment: &command::server_environment(settings, &self.group.id),
+            directory: self.group.bundle.dir(),
             socket: listener.as_fd(),
             errors: Some(errors.as_fd()),
         });
@@ -284,12 +272,13 @@ impl Owned {
         let shim = launched.map_err(undo)?;
         let identity = shim.identity().clone();
         let pid = identity.pid;
-        let settled = self.bundle.record(Some(&Recorded::Running { identity })).and_then(|()| self.settle_in(pid));
+        let settled =
+            self.group.bundle.record(Some(&Recorded::Running { identity })).and_then(|()| self.settle_in(pid));
         if let Err(step) = settled {
             shim.kill().map_err(undo)?;
             return Err(undo(step));
         }
-        log::debug!(sandbox = self.id.as_str(), pid = pid; "its shim is launched: {}", binary.display());
+        log::debug!(sandbox = self.group.id.as_str(), pid = pid; "its shim is launched: {}", binary.display());
         let mut now = self.now();
         (now.shim, now.log) = (Some(shim.clone()), Some(log));
         Ok(Some(shim))
@@ -298,14 +287,14 @@ impl Owned {
     /// What containerd's own shims do for themselves in their `start`.
     fn settle_in(&self, pid: u32) -> Result<(), Step> {
         placement::raise_oom_score(pid)?;
-        placement::join_cgroup(pid, &self.runtime)
+        placement::join_cgroup(pid, &self.group.runtime)
     }
 
     /// From the launch of a shim to its end.
     async fn attend(self: &Arc<Self>, shim: Arc<dyn Pause>, pod: &Arc<dyn Pod>) {
         let answered = tokio::select! {
             exit = shim.exited() => Err(exit),
-            answer = task::answers(&self.socket, &self.id, WITHIN) => Ok(answer),
+            answer = task::answers(&self.socket, &self.group.id, WITHIN) => Ok(answer),
         };
         match answered {
             Ok(Ok(())) => {
@@ -316,7 +305,7 @@ impl Owned {
             // Whoever calls must not wait for ever.
             Ok(Err(step)) => {
                 if let Err(step) = shim.kill() {
-                    log::error!(sandbox = self.id.as_str(); "its shim: {step}");
+                    log::error!(sandbox = self.group.id.as_str(); "its shim: {step}");
                 }
                 shim.exited().await;
                 self.gone();
@@ -342,14 +331,14 @@ impl Owned {
     }
 
     fn unrecord(&self) {
-        if let Err(step) = self.bundle.record(None) {
-            log::warn!(sandbox = self.id.as_str(); "its shim: {step}");
+        if let Err(step) = self.group.bundle.record(None) {
+            log::warn!(sandbox = self.group.id.as_str(); "its shim: {step}");
         }
     }
 
     /// No shim comes: those who have called are hung up on, as containerd would wait for ever.
     async fn refuse(&self, reason: &str) {
-        log::error!(sandbox = self.id.as_str(), runtime = self.runtime.name.as_str(); "its shim: {reason}");
+        log::error!(sandbox = self.group.id.as_str(), runtime = self.group.runtime.name.as_str(); "its shim: {reason}");
         let listener = self.now().listener.clone();
         if let Some(listener) = listener.and_then(|listener| listener.try_clone().ok()).map(UnixListener::from) {
             while listener.accept().is_ok() {}
@@ -357,71 +346,11 @@ impl Owned {
         sleep(AGAIN / 10).await;
     }
 
-    /// After the end of a shim that has served: an empty one may end, but with containers in it the sandbox ends with it.
-    async fn after(self: &Arc<Self>, exit: Exit, pod: &Arc<dyn Pod>) {
-        if self.now().ended {
-            return;
+    /// After the end of a shim that has served.
+    async fn after(&self, exit: Exit, pod: &Arc<dyn Pod>) {
+        if !self.now().ended {
+            self.group.bereave(exit, pod).await;
         }
-        let asked = pod.clone();
-        let Some(looked) = self.blocking(move |owned| owned.bereaved(exit, &*asked)).await else { return };
-        let left = match looked {
-            Ok(left) if left.is_empty() => {
-                log::debug!(sandbox = self.id.as_str(), status = exit.status; "its shim has ended, empty");
-                return;
-            }
-            Ok(left) => left,
-            Err(step) => {
-                log::error!(sandbox = self.id.as_str(); "its shim has ended, and its containers: {step}");
-                return;
-            }
-        };
-        let names: Vec<&str> = left.iter().map(|container| container.id.as_str()).collect();
-        let reason = format!("the shim ended with status {} and left containers: {}", exit.status, names.join(", "));
-        log::error!(sandbox = self.id.as_str(); "{reason}; the sandbox ends");
-        let told = reason.clone();
-        if let Some(Err(step)) = self.blocking(move |owned| owned.bundle.record_death(&told)).await {
-            log::error!(sandbox = self.id.as_str(); "its shim: {step}");
-        }
-        pod.bereaved();
-        for step in self.clean_up(left).await {
-            log::error!(sandbox = self.id.as_str(); "its containers: {step}");
-        }
-    }
-
-    /// The containers that the end of the shim has left without one.
-    fn bereaved(&self, exit: Exit, pod: &dyn Pod) -> Result<Vec<Container>, Step> {
-        let tasks = self.shims.settings.tasks();
-        let mut left = containers::inside(&pod.namespaces(), &tasks, &self.id)?;
-        let bundles = containers::of(&tasks, &self.id)?;
-        // Of a shim that ended well a bundle may be left: of a container that is being removed, or being made for the next shim. Where
-        // nobody can tell how it ended, the containers' processes must.
-        let well = matches!(exit.status, 0 | UNKNOWN_EXIT);
-        if !well || !containers::processes(&self.shims.launcher, &bundles)?.is_empty() {
-            left.extend(bundles.into_iter().filter(|bundle| !left.contains(bundle)).collect::<Vec<_>>());
-        }
-        Ok(left)
-    }
-
-    /// Ends what is left of containers whose shim is dead.
-    async fn clean_up(self: &Arc<Self>, left: Vec<Container>) -> Vec<Step> {
-        let mut failed = Vec::new();
-        let containers = left.clone();
-        let killed = self.blocking(move |owned| containers::kill(&owned.shims.launcher, &containers)).await;
-        failed.extend(killed.and_then(Result::err));
-        match self.shims.settings.binary(&self.runtime.name) {
-            Ok(binary) => {
-                let options = self.runtime.runc_options().ok().flatten();
-                for Container { id, .. } in &left {
-                    let ended = match self.bundle.last(id, options.as_ref()) {
-                        Ok(bundle) => command::delete(&self.shims.settings, &binary, id, &bundle).await,
-                        Err(step) => Err(step),
-                    };
-                    failed.extend(ended.err());
-                }
-            }
-            Err(step) => failed.push(step),
-        }
-        failed
     }
 
     /// Ends shim, socket and bundle.
@@ -440,7 +369,7 @@ impl Owned {
         for socket in [self.socket.clone(), self.new_socket()] {
             failed.extend(gone(fs::remove_file(&socket)).step_at("remove socket", socket).err());
         }
-        failed.extend(self.bundle.remove().err());
+        failed.extend(self.group.bundle.remove().err());
         self.now().listener = None;
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
@@ -449,20 +378,16 @@ impl Owned {
     async fn end_shim(self: &Arc<Self>, shim: &Arc<dyn Pause>) -> Result<(), Step> {
         let told = tokio::select! {
             _ = shim.exited() => return Ok(()),
-            told = task::shut_down(&self.socket, &self.id, WITHIN) => told,
+            told = task::shut_down(&self.socket, &self.group.id, WITHIN) => told,
         };
         if told.is_ok() && timeout(WITHIN / 2, shim.exited()).await.is_ok() {
             return Ok(());
         }
         let why = told.err().map_or_else(|| "it was told to end and goes on".to_owned(), |step| step.to_string());
-        log::warn!(sandbox = self.id.as_str(); "its shim is killed: {why}");
+        log::warn!(sandbox = self.group.id.as_str(); "its shim is killed: {why}");
         shim.kill()?;
         timeout(WITHIN, shim.exited()).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut)).step("kill shim")?;
-        let left = containers::of(&self.shims.settings.tasks(), &self.id)?;
-        match self.clean_up(left).await.into_iter().next() {
-            Some(step) => Err(step),
-            None => Ok(()),
-        }
+        self.group.clean_up_all().await
     }
 
     /// Runs what blocks off the runtime's workers; `None` after a panic in it.
