@@ -13,7 +13,7 @@ mod pattern;
 mod value;
 
 pub use pattern::Pattern;
-pub use value::{Categories, CgroupDriver, LogFormat, Metrics, ShimOwner, Shims};
+pub use value::{Categories, CgroupDriver, DriverName, Drivers, LogFormat, Metrics, ShimOwner, Shims};
 
 use value::{Input, Value};
 
@@ -116,8 +116,13 @@ settings! {
     /// How the pods' cgroups are made: as directories (`cgroupfs`), or as scopes that systemd makes (`systemd`), which takes
     /// slices only. `auto` goes by the parent cgroup that kubelet names: `systemd` for a slice (`….slice`), else `cgroupfs`.
     cgroup_driver: CgroupDriver = CgroupDriver::Auto;
-    /// Who starts a pod's shim. `sandboxer`: the sandboxer, when a container is coming; it is watched, and ended with the pod.
-    /// `containerd`: containerd, with the pod's first container. Holds for pods that are made from then on.
+    /// Who runs a pod's pause: `native`, this program, or `shim`, the runtime, whose shim then lives as long as the pod. By runtime name, as
+    /// `drivers = { "io.containerd.runc.v2" = "shim" }`; others have `native` where the runtime's containers are processes of the node
+    /// (runc, crun, youki), else `shim`. Holds for pods that are made from then on.
+    drivers: Drivers = Drivers::default();
+    /// Who starts a pod's shim, where it does not run the pause. `sandboxer`: the sandboxer, when a container is coming; it is watched, and ended
+    /// with the pod. `started`: the same, but by the shim's own `start` with the pod, for shims that take no socket from who starts
+    /// them. `containerd`: containerd, with the pod's first container. Holds for pods that are made from then on.
     shim: ShimOwner = ShimOwner::Sandboxer;
     /// Shims to use instead of those that containerd would find, by runtime name, as
     /// `shims = { "io.containerd.runc.v2" = "/usr/local/bin/containerd-shim-other-v2" }`.

@@ -1,4 +1,4 @@
-//! The one question that is asked of containerd: whether it still knows a sandbox.
+//! What is asked of containerd: whether it still knows a sandbox, and of which release it is.
 //!
 //! Unary gRPC over a unix socket, on a connection of its own: asked rarely, so nothing is kept open.
 
@@ -6,18 +6,28 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use bytes::{BufMut as _, BytesMut};
+use bytes::{BufMut as _, Bytes, BytesMut};
 use http::{HeaderMap, Request};
 use protobuf::Message as _;
 use tokio::net::UnixStream;
 
 use crate::error::{IoContext as _, Step};
 use crate::protos::store::StoreGetRequest;
+use crate::protos::version::VersionResponse;
+use protobuf::well_known_types::empty::Empty;
 
 const GET: &str = "http://localhost/containerd.services.sandbox.v1.Store/Get";
 
+const VERSION: &str = "http://localhost/containerd.services.version.v1.Version/Version";
+
 /// How long containerd may take to answer.
 const WITHIN: Duration = Duration::from_secs(10);
+
+/// What stands before a message of gRPC: a flag and its length; bytes.
+const HEAD: usize = 5;
+
+/// The largest answer that is read, bytes.
+const LARGEST: usize = 4 << 20;
 
 /// gRPC's OK and NOT_FOUND.
 const OK: &str = "0";
@@ -39,20 +49,46 @@ impl Store {
     /// When containerd cannot be asked, or answers with anything but yes and no.
     pub async fn knows(&self, id: &str) -> Result<bool, Step> {
         let what = "ask containerd for the sandbox";
-        let asked = tokio::time::timeout(WITHIN, self.ask(id)).await;
-        let status = asked.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())).step_at(what, &self.address)?;
-        match status.as_str() {
+        let request = StoreGetRequest { sandbox_id: id.to_owned(), ..Default::default() };
+        match self.within(what, GET, &request).await?.0.as_str() {
             OK => Ok(true),
             NOT_FOUND => Ok(false),
-            other => Err(Step::at(what, &self.address, io::Error::other(format!("gRPC status {other}")))),
+            other => Err(self.refused(what, other)),
         }
     }
 
-    /// The call's gRPC status.
-    async fn ask(&self, id: &str) -> io::Result<String> {
-        let message = StoreGetRequest { sandbox_id: id.to_owned(), ..Default::default() };
+    /// containerd's version, such as `v2.3.4`.
+    ///
+    /// # Errors
+    /// When containerd cannot be asked, or does not say.
+    pub async fn version(&self) -> Result<String, Step> {
+        let what = "ask containerd for its version";
+        let (status, message) = self.within(what, VERSION, &Empty::new()).await?;
+        if status != OK {
+            return Err(self.refused(what, &status));
+        }
+        let answer = VersionResponse::parse_from_bytes(&message).map_err(io::Error::other);
+        Ok(answer.step_at(what, &self.address)?.version)
+    }
+
+    fn refused(&self, what: &'static str, status: &str) -> Step {
+        Step::at(what, &self.address, io::Error::other(format!("gRPC status {status}")))
+    }
+
+    async fn within(
+        &self,
+        what: &'static str,
+        method: &str,
+        message: &impl protobuf::Message,
+    ) -> Result<(String, Bytes), Step> {
+        let asked = tokio::time::timeout(WITHIN, self.ask(method, message)).await;
+        asked.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())).step_at(what, &self.address)
+    }
+
+    /// The call's gRPC status, and its answer.
+    async fn ask(&self, method: &str, message: &impl protobuf::Message) -> io::Result<(String, Bytes)> {
         let message = message.write_to_bytes().map_err(io::Error::other)?;
-        let mut frame = BytesMut::with_capacity(message.len() + 5);
+        let mut frame = BytesMut::with_capacity(message.len() + HEAD);
         frame.put_u8(0);
         frame.put_u32(u32::try_from(message.len()).map_err(io::Error::other)?);
         frame.put_slice(&message);
@@ -62,7 +98,7 @@ impl Store {
         // Ends with the last handle on it.
         tokio::spawn(async move { drop(connection.await) });
         let mut requests = requests.ready().await.map_err(io::Error::other)?;
-        let request = Request::post(GET)
+        let request = Request::post(method)
             .header("content-type", "application/grpc")
             .header("te", "trailers")
             .header("containerd-namespace", &self.namespace)
@@ -74,14 +110,21 @@ impl Store {
         let (head, mut body) = response.await.map_err(io::Error::other)?.into_parts();
         // An answer without a message carries its status in front.
         if let Some(status) = status(&head.headers) {
-            return Ok(status);
+            return Ok((status, Bytes::new()));
         }
+        let mut answer = BytesMut::new();
         while let Some(data) = body.data().await {
             let data = data.map_err(io::Error::other)?;
             body.flow_control().release_capacity(data.len()).map_err(io::Error::other)?;
+            if answer.len() + data.len() > LARGEST {
+                return Err(io::Error::other(format!("an answer of more than {LARGEST} bytes")));
+            }
+            answer.extend_from_slice(&data);
         }
         let trailers = body.trailers().await.map_err(io::Error::other)?.unwrap_or_default();
-        status(&trailers).ok_or_else(|| io::Error::other("an answer without a gRPC status"))
+        let status = status(&trailers).ok_or_else(|| io::Error::other("an answer without a gRPC status"))?;
+        let message = answer.get(HEAD..).map(Bytes::copy_from_slice).unwrap_or_default();
+        Ok((status, message))
     }
 }
 

@@ -6,7 +6,7 @@
 //! | [`shim_sandbox`], [`shim_sandbox_ttrpc`] | `containerd.runtime.sandbox.v1` |
 //! | [`types`] | `containerd.types` |
 //! | [`cri`] | `runtime.v1` |
-//! | [`task_v2`], [`task_v2_ttrpc`], [`task_types`] | `containerd.task.v2`, `containerd.v1.types` |
+//! | [`version`] | `containerd.services.version.v1` |
 //! | [`inspect`], [`inspect_ttrpc`] | `pause_sandboxer.v1` |
 
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::unwrap_used, clippy::expect_used, clippy::panic)]

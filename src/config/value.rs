@@ -152,26 +152,11 @@ impl Value for Shims {
     const KIND: &'static str = "a table of absolute paths by runtime name";
 
     fn read(input: Input<'_>) -> Result<Self, String> {
-        let parsed;
-        let value = match &input {
-            Input::Toml(value) => *value,
-            Input::Text(text) => {
-                parsed = DeValue::parse(text).map_err(|e| format!("must be {}: {}", Self::KIND, e.message()))?;
-                parsed.get_ref()
-            }
-        };
-        let DeValue::Table(table) = value else { return Err(input.refused(Self::KIND)) };
-        let paths = table.iter().map(|(runtime, path)| {
-            let path = PathBuf::read(Input::Toml(path.get_ref())).map_err(|e| format!("{}: {e}", runtime.get_ref()))?;
-            Ok((runtime.get_ref().to_string(), path))
-        });
-        paths.collect::<Result<_, String>>().map(Self)
+        table(input).map(Self)
     }
 
     fn to_toml(&self) -> String {
-        let entries = self.0.iter().map(|(runtime, path)| format!("{} = {}", quoted(runtime), path.to_toml()));
-        let entries: Vec<String> = entries.collect();
-        if entries.is_empty() { "{}".to_owned() } else { format!("{{ {} }}", entries.join(", ")) }
+        table_to_toml(&self.0)
     }
 }
 
@@ -251,6 +236,46 @@ impl Value for Metrics {
     }
 }
 
+/// Drivers by runtime name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Drivers(pub BTreeMap<String, DriverName>);
+
+impl Value for Drivers {
+    const KIND: &'static str = "a table of `native` or `shim` by runtime name";
+
+    fn read(input: Input<'_>) -> Result<Self, String> {
+        table(input).map(Self)
+    }
+
+    fn to_toml(&self) -> String {
+        table_to_toml(&self.0)
+    }
+}
+
+/// A table of values by name.
+fn table<T: Value>(input: Input<'_>) -> Result<BTreeMap<String, T>, String> {
+    let parsed;
+    let value = match &input {
+        Input::Toml(value) => *value,
+        Input::Text(text) => {
+            parsed = DeValue::parse(text).map_err(|e| format!("must be a table: {}", e.message()))?;
+            parsed.get_ref()
+        }
+    };
+    let DeValue::Table(table) = value else { return Err(input.refused("a table")) };
+    let entries = table.iter().map(|(name, value)| {
+        let value = T::read(Input::Toml(value.get_ref())).map_err(|e| format!("{}: {e}", name.get_ref()))?;
+        Ok((name.get_ref().to_string(), value))
+    });
+    entries.collect()
+}
+
+fn table_to_toml<T: Value>(table: &BTreeMap<String, T>) -> String {
+    let entries: Vec<String> =
+        table.iter().map(|(name, value)| format!("{} = {}", quoted(name), value.to_toml())).collect();
+    if entries.is_empty() { "{}".to_owned() } else { format!("{{ {} }}", entries.join(", ")) }
+}
+
 impl Value for Duration {
     const KIND: &'static str = "a whole number of seconds, at least 1";
 
@@ -327,11 +352,23 @@ choice! {
 }
 
 choice! {
+    /// Who runs a pod's pause.
+    DriverName {
+        /// This program.
+        Native = "native",
+        /// The runtime.
+        Shim = "shim",
+    } kind "`native` or `shim`"
+}
+
+choice! {
     /// Who starts a pod's shim.
     ShimOwner {
         /// The sandboxer.
         Sandboxer = "sandboxer",
+        /// The sandboxer, with the pod, by the shim's `start`.
+        Started = "started",
         /// containerd.
         Containerd = "containerd",
-    } kind "`sandboxer` or `containerd`"
+    } kind "one of sandboxer, started, containerd"
 }

@@ -13,7 +13,7 @@ use super::record::{self, Blob, Record};
 use super::selinux::{Level, Selinux};
 use super::spec::slice;
 use super::{CreateRequest, Error, Payload};
-use crate::config::{CgroupDriver, Config, ShimOwner};
+use crate::config::{CgroupDriver, Config, DriverName, ShimOwner};
 use crate::pause::{IdMapping, Namespace, Plan, UserNamespace, cgroup, native};
 use crate::protos::cri::{
     IDMapping, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption, PodSandboxConfig,
@@ -62,7 +62,7 @@ pub fn check_id(id: &str) -> Result<(), Error> {
 pub fn check(
     request: &CreateRequest,
     config: &Config,
-    driver: &str,
+    native: &str,
     selinux: &Selinux,
 ) -> Result<(Record, Option<Level>), Error> {
     let id = request.id.as_str();
@@ -70,6 +70,7 @@ pub fn check(
     let options = request.options.as_ref().ok_or_else(|| invalid(id, "options", "is missing".to_owned()))?;
     let pod = decode_config(id, options)?;
     let info = request.sandbox.clone().unwrap_or_default();
+    let driver = if is_native(&info.runtime_name, config) { native } else { shim::driver::NAME };
 
     let security = pod.linux.security_context.get_or_default();
     let namespaces = security.namespace_options.get_or_default();
@@ -112,12 +113,23 @@ pub fn check(
         netns_path: request.netns_path.clone(),
         info: (&info).into(),
         shim: match config.shim {
+            _ if driver == shim::driver::NAME => shim::Owner::Driver,
             ShimOwner::Sandboxer => shim::Owner::Sandboxer,
+            ShimOwner::Started => shim::Owner::Started,
             ShimOwner::Containerd => shim::Owner::Containerd,
         },
         labels,
     };
     Ok((record, level))
+}
+
+/// Whether this program runs the pause of a pod of that runtime.
+fn is_native(runtime: &str, config: &Config) -> bool {
+    match config.drivers.0.get(runtime) {
+        Some(driver) => *driver == DriverName::Native,
+        // Without a name there is nothing to run it.
+        None => runtime.is_empty() || shim::driver::is_of_host_processes(runtime),
+    }
 }
 
 /// Decodes the CRI config of a request or a record.

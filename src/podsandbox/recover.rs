@@ -105,7 +105,7 @@ async fn end_strays(environment: &Arc<Environment>) {
                 Err(_) => true,
             }
         };
-        environment.driver.end_strays(&recorded)
+        environment.native.end_strays(&recorded)
     });
     match ended.await {
         Ok(Ok(())) => {}
@@ -183,7 +183,7 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
     };
     let (id, job) = (id.as_str(), work.clone());
     let mut abandoned = None;
-    if stage != Stage::Created {
+    if stage != Stage::Created || begun {
         let of = work.clone();
         if let Err(reason) = within(move || of.shim.recover()).await {
             log::error!(sandbox = id; "recovery: look for its shim: {reason}");

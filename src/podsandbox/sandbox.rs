@@ -24,6 +24,7 @@ use crate::config::Config;
 use crate::error::Step;
 use crate::pause::{Driver, Namespace};
 use crate::shim;
+use crate::shim::driver::ShimDriver;
 use crate::telemetry::Telemetry;
 use crate::trace::{self, Subject};
 
@@ -45,8 +46,10 @@ const _: () =
 pub struct Environment {
     /// Settings.
     pub config: Config,
-    /// Makes the pauses.
-    pub driver: Arc<dyn Driver>,
+    /// Makes the pauses that this program runs.
+    pub native: Arc<dyn Driver>,
+    /// Makes those that a runtime runs.
+    pub shim_driver: Arc<dyn Driver>,
     /// Makes the pods' Task endpoints.
     pub shims: Arc<shim::Shims>,
     /// Gives the pods their labels.
@@ -61,11 +64,11 @@ impl Environment {
         self.config.state_dir.join("sandboxes")
     }
 
-    /// Settings and driver with the endpoints that go with them. `open_files` is the soft limit that shims get.
+    /// Settings and native driver with the endpoints that go with them. `open_files` is the soft limit that shims get.
     ///
     /// # Errors
     /// The boot id cannot be read.
-    pub fn new(config: Config, driver: Arc<dyn Driver>, open_files: Option<u64>) -> Result<Self, Step> {
+    pub fn new(config: Config, native: Arc<dyn Driver>, open_files: Option<u64>) -> Result<Self, Step> {
         let settings = shim::Settings {
             containerd_address: config.containerd_address.clone(),
             containerd_namespace: config.containerd_namespace.clone(),
@@ -75,14 +78,15 @@ impl Environment {
             binaries: config.shims.0.clone(),
         };
         let shims = Arc::new(shim::Shims::new(settings, open_files)?);
-        Ok(Self { config, driver, shims, selinux: Selinux::default(), telemetry: Arc::default() })
+        let shim_driver = Arc::new(ShimDriver::new(shims.clone()));
+        Ok(Self { config, native, shim_driver, shims, selinux: Selinux::default(), telemetry: Arc::default() })
     }
 
     /// What the jobs of that sandbox work on; `level` is the one that it holds.
     pub(super) fn work(&self, record: &Record, level: Option<Level>) -> Work {
         let store = Store::new(&self.sandboxes(), &record.id);
         Work {
-            driver: self.driver.clone(),
+            driver: if record.driver == shim::driver::NAME { &self.shim_driver } else { &self.native }.clone(),
             places: Places::new(&self.config, &record.id, store.dir()),
             shim: self.shims.endpoint(record.shim, &record.id, store.dir(), runtime(record)),
             plan: record.plan.clone(),
@@ -155,10 +159,17 @@ impl Sandbox {
         on_gone: impl FnOnce() + Send + 'static,
     ) -> Result<Self, Error> {
         let config = &environment.config;
-        let (record, level) = check(request, config, environment.driver.name(), &environment.selinux)?;
+        let (record, level) = check(request, config, environment.native.name(), &environment.selinux)?;
         let spec = spec::describe(&record, config)?;
         let work = environment.work(&record, level);
         work.store.create(&record).map_err(|step| Error::Step { id: record.id.clone(), verb: "create", step })?;
+        let owner = record.plan.userns.map(|userns| (userns.uid.host_id, userns.gid.host_id));
+        if let Err(step) = work.shim.describe(&spec, owner) {
+            for left in work.remove().err().unwrap_or_default() {
+                log::warn!(sandbox = record.id.as_str(); "create: undo: {left}");
+            }
+            return Err(Error::Step { id: record.id.clone(), verb: "create", step });
+        }
         let abandoned = abandoned_at(record.created_at, config.abandoned_after);
         let sandbox = Self::enter(environment, Arc::new(work), Entry::Created, Some(abandoned), on_gone);
         *sandbox.spec.lock().unwrap_or_else(PoisonError::into_inner) = Some(spec);
@@ -347,7 +358,7 @@ impl Sandbox {
     pub fn is_unasked(&self) -> bool {
         matches!(self.phase(), Phase::Created | Phase::Ready)
             && !self.asked.load(Ordering::Relaxed)
-            && !self.work.shim.has_shim()
+            && !self.work.shim.had_container()
     }
 
     /// Answers when nothing of the sandbox is under way.

@@ -105,8 +105,9 @@ impl Work {
     /// Every step that failed.
     pub fn remove(&self) -> Result<(), Vec<Step>> {
         let mut errors = Vec::new();
-        errors.extend(self.shim.end().err().unwrap_or_default());
+        // A shim that runs the pause as well must be rid of it before it ends.
         errors.extend(self.driver.cleanup(&self.plan).err().unwrap_or_default());
+        errors.extend(self.shim.end().err().unwrap_or_default());
         errors.extend(self.places.remove().err().unwrap_or_default());
         if errors.is_empty() {
             errors.extend(self.store.remove().err());

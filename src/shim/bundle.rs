@@ -53,21 +53,24 @@ impl Bundle {
         self.dir.join("log")
     }
 
-    /// Makes the directory with all that a shim of sandbox `id` looks for.
+    /// Makes the directory with all that a shim of sandbox `id` looks for; `config` without a spec to run, unless there is one.
     ///
     /// # Errors
     /// The failed step.
-    pub fn make(&self, id: &str) -> Result<(), Step> {
+    pub fn make(&self, id: &str, config: bool) -> Result<(), Step> {
         match fs::DirBuilder::new().mode(0o700).create(&self.dir) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
             other => other.step_at("make directory", &self.dir)?,
         }
+        if !config {
+            return fifo::make(&self.log());
+        }
         // Shims look for the group that they serve; the containers' own bundles tell the rest.
-        let config = serde_json::json!({
+        let spec = serde_json::json!({
             "ociVersion": "1.2.0",
             "annotations": { "io.kubernetes.cri.container-type": "sandbox", "io.kubernetes.cri.sandbox-id": id },
         });
-        self.replace("config.json", config.to_string().as_bytes())?;
+        self.replace("config.json", spec.to_string().as_bytes())?;
         fifo::make(&self.log())
     }
 
@@ -124,6 +127,15 @@ impl Bundle {
     pub fn last(&self, id: &str, options: Option<&Options>) -> Result<PathBuf, Step> {
         let dir = self.dir.join("dead").join(id);
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir).step_at("make directory", &dir)?;
+        Self::write_runtime(&dir, options)?;
+        Ok(dir)
+    }
+
+    /// Writes the files by which runc's shim finds its runtime into a bundle.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn write_runtime(dir: &Path, options: Option<&Options>) -> Result<(), Step> {
         if let Some(options) = options {
             let json = serde_json::json!({
                 "binary_name": options.binary_name,
@@ -135,7 +147,7 @@ impl Bundle {
                 fs::write(&path, content).step_at("write file", path)?;
             }
         }
-        Ok(dir)
+        Ok(())
     }
 
     /// Removes the directory. Gone already is success.

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
-use tokio::io::AsyncReadExt as _;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::process::Command;
 
 use super::Settings;
@@ -104,16 +104,40 @@ pub async fn delete(settings: &Settings, binary: &Path, id: &str, bundle: &Path)
         .current_dir(bundle)
         .env_clear()
         .envs(environment(settings, "2"));
-    call("delete container of dead shim", bundle, command).await.map(drop)
+    call("delete container of dead shim", bundle, command, Vec::new()).await.map(drop)
+}
+
+/// Has the shim start a server for group `id` in `bundle`: `start`, with what it is given on standard input. What it says is read by
+/// [`super::bootstrap::Bootstrap::parse`].
+///
+/// # Errors
+/// It cannot be run, fails, says too much, or does not end in time.
+pub async fn start(
+    settings: &Settings,
+    binary: &Path,
+    id: &str,
+    bundle: &Path,
+    given: Vec<u8>,
+) -> Result<Vec<u8>, Step> {
+    let mut command = Command::new(binary);
+    command
+        .args(["-namespace", &settings.containerd_namespace, "-address"])
+        .arg(&settings.containerd_address)
+        .args(["-publish-binary", "containerd", "-id", id, "start"])
+        .current_dir(bundle)
+        .env_clear()
+        .envs(environment(settings, "2"));
+    call("start shim", binary, command, given).await
 }
 
 /// Runs a command to its end; what it wrote to standard output.
-async fn call(what: &'static str, subject: &Path, mut command: Command) -> Result<Vec<u8>, Step> {
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0).kill_on_drop(true);
+async fn call(what: &'static str, subject: &Path, mut command: Command, given: Vec<u8>) -> Result<Vec<u8>, Step> {
+    let input = if given.is_empty() { Stdio::null() } else { Stdio::piped() };
+    command.stdin(input).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0).kill_on_drop(true);
     let mut child = command.spawn().step_at(what, subject)?;
-    let (output, errors) = (child.stdout.take(), child.stderr.take());
+    let (input, output, errors) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
     let all = async {
-        let (output, errors) = tokio::try_join!(read(output), read(errors))?;
+        let ((), output, errors) = tokio::try_join!(write(input, given), read(output), read(errors))?;
         Ok((child.wait().await?, output, errors))
     };
     let ended: io::Result<_> = tokio::time::timeout(WITHIN, all).await.unwrap_or_else(|_| {
@@ -125,6 +149,16 @@ async fn call(what: &'static str, subject: &Path, mut command: Command) -> Resul
     }
     let said = String::from_utf8_lossy(&errors);
     Err(Step::at(what, subject, io::Error::other(format!("{status}: {}", said.trim()))))
+}
+
+/// Gives all to a pipe, or as much as its reader takes.
+async fn write(pipe: Option<impl tokio::io::AsyncWrite + Unpin>, bytes: Vec<u8>) -> io::Result<()> {
+    let Some(mut pipe) = pipe else { return Ok(()) };
+    match pipe.write_all(&bytes).await {
+        // A program need not read what it has no use for.
+        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        other => other,
+    }
 }
 
 /// All that a pipe gives, if that is not more than it may.
@@ -146,12 +180,13 @@ mod tests {
     async fn shell(script: &str) -> Result<Vec<u8>, String> {
         let mut command = Command::new("/bin/sh");
         command.args(["-c", script]);
-        call("call", Path::new("/bundle"), command).await.map_err(|e| e.to_string())
+        call("call", Path::new("/bundle"), command, b"given".to_vec()).await.map_err(|e| e.to_string())
     }
 
     #[tokio::test]
     async fn a_call_ends_whatever_the_program_does() {
         assert_eq!(shell("printf out").await, Ok(b"out".to_vec()));
+        assert_eq!(shell("cat").await, Ok(b"given".to_vec()));
         let error = shell("echo why >&2; exit 7").await.unwrap_err();
         assert_eq!(error, "call /bundle: exit status: 7: why");
         let error = shell("yes").await.unwrap_err();

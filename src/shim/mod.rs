@@ -1,25 +1,29 @@
 //! The pod's shim: the Task endpoint of its containers, and what serves there.
 //!
-//! An *owned* endpoint is a socket of ours; the shim's server gets it when somebody calls and is ours to watch and to end. An *on-demand*
+//! An *owned* endpoint is a socket of ours; the shim's server gets it when somebody calls and is ours to watch and to end. A *started* one
+//! belongs to a shim that makes its socket itself, and that may run the pause as well: [`driver`]. An *on-demand*
 //! one is containerd's: it starts the shim itself with the pod's first container, and we know no more than where its socket is.
 
 pub mod binary;
+mod bootstrap;
 mod bundle;
 mod command;
 mod containers;
+pub mod driver;
 mod fifo;
 mod group;
 pub mod on_demand;
 mod owned;
 mod placement;
+mod started;
 mod task;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
 use std::io;
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use containerd_shim_protos::shim::oci::Options;
 use protobuf::Message as _;
@@ -32,6 +36,7 @@ use crate::pause::launch::Launcher;
 use bundle::{Bundle, gone};
 use group::Group;
 use owned::Owned;
+use started::Started;
 
 /// Whose a pod's shim is. Recorded with the pod, as containerd is told the endpoint once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,8 +45,12 @@ pub enum Owner {
     /// containerd's, started with the first container.
     #[default]
     Containerd,
-    /// The sandboxer's.
+    /// The sandboxer's, which hands it its socket when a container is coming.
     Sandboxer,
+    /// The sandboxer's, started by the shim's own `start` with the pod.
+    Started,
+    /// The same, and it runs the pause too.
+    Driver,
 }
 
 /// What all shims of a daemon share.
@@ -102,6 +111,8 @@ pub const SOCKET_SUFFIX: usize = 1 + SOCKETS.len() + 1 + SOCKET_NAME + bundle::N
 pub struct Shims {
     settings: Settings,
     launcher: Launcher,
+    /// The endpoints whose shims run the pause, by sandbox id, for the driver.
+    runs_pause: Mutex<HashMap<String, Weak<Started>>>,
 }
 
 /// What a pod's shim is of: the runtime handler.
@@ -131,7 +142,7 @@ impl Shims {
     /// # Errors
     /// The boot id cannot be read.
     pub fn new(settings: Settings, open_files: Option<u64>) -> Result<Self, Step> {
-        Ok(Self { settings, launcher: Launcher::new(open_files)? })
+        Ok(Self { settings, launcher: Launcher::new(open_files)?, runs_pause: Mutex::default() })
     }
 
     /// Removes the sockets of all but these sandboxes: those whose records are gone. Blocks. For recovery, before anything is started.
@@ -169,13 +180,25 @@ impl Shims {
                 address: self.settings.on_demand_address.clone(),
                 id: id.to_owned(),
             },
-            Owner::Sandboxer => Endpoint::Owned(Arc::new(Owned::new(Group {
-                shims: self.clone(),
-                bundle: Bundle::new(dir.join("shim")),
-                id: id.to_owned(),
-                runtime,
-            }))),
+            Owner::Sandboxer => Endpoint::Owned(Arc::new(Owned::new(self.group(id, dir, runtime)))),
+            Owner::Started => Endpoint::Started(Arc::new(Started::new(self.group(id, dir, runtime), false))),
+            Owner::Driver => {
+                let started = Arc::new(Started::new(self.group(id, dir, runtime), true));
+                let mut known = self.runs_pause.lock().unwrap_or_else(PoisonError::into_inner);
+                known.retain(|_, endpoint| endpoint.strong_count() > 0);
+                known.insert(id.to_owned(), Arc::downgrade(&started));
+                Endpoint::Started(started)
+            }
         }
+    }
+
+    fn group(self: &Arc<Self>, id: &str, dir: &Path, runtime: Runtime) -> Group {
+        Group { shims: self.clone(), bundle: Bundle::new(dir.join("shim")), id: id.to_owned(), runtime }
+    }
+
+    /// The endpoint of a sandbox whose shim runs the pause.
+    fn that_runs_pause(&self, id: &str) -> Option<Arc<Started>> {
+        self.runs_pause.lock().unwrap_or_else(PoisonError::into_inner).get(id)?.upgrade()
     }
 }
 
@@ -200,8 +223,10 @@ pub enum Endpoint {
         /// The sandbox id.
         id: String,
     },
-    /// The shim is ours.
+    /// The shim is ours and gets its socket from us.
     Owned(Arc<Owned>),
+    /// The shim is ours and makes its socket itself.
+    Started(Arc<Started>),
 }
 
 impl Endpoint {
@@ -210,6 +235,7 @@ impl Endpoint {
         match self {
             Self::OnDemand { address, .. } => address.clone(),
             Self::Owned(owned) => format!("ttrpc+unix://{}", owned.socket().display()),
+            Self::Started(started) => started.bootstrap().map(|shim| shim.endpoint()).unwrap_or_default(),
         }
     }
 
@@ -218,6 +244,18 @@ impl Endpoint {
         match self {
             Self::OnDemand { .. } => 2,
             Self::Owned(_) => 3,
+            Self::Started(started) => started.bootstrap().map_or(3, |shim| shim.version),
+        }
+    }
+
+    /// Takes the spec of the sandbox, for a shim that runs the pause; `owner` is the root of the pod's user namespace, if it has one. Blocks.
+    ///
+    /// # Errors
+    /// The failed step; call [`Endpoint::end`] then.
+    pub fn describe(&self, spec: &[u8], owner: Option<(u32, u32)>) -> Result<(), Step> {
+        match self {
+            Self::OnDemand { .. } | Self::Owned(_) => Ok(()),
+            Self::Started(started) => started.describe(spec, owner),
         }
     }
 
@@ -229,20 +267,25 @@ impl Endpoint {
         match self {
             Self::OnDemand { .. } => Ok(()),
             Self::Owned(owned) => owned.listen(),
+            Self::Started(started) => started.start(),
         }
     }
 
     /// Takes over what an earlier daemon left: its shim, or else its socket. Blocks. What cannot be taken over is logged and tried again.
     pub fn recover(&self) {
-        if let Self::Owned(owned) = self {
-            owned.recover();
+        match self {
+            Self::OnDemand { .. } => {}
+            Self::Owned(owned) => owned.recover(),
+            Self::Started(started) => started.recover(),
         }
     }
 
     /// Serves the endpoint until its end, in a task of its own.
     pub fn serve(&self, pod: Arc<dyn Pod>) {
-        if let Self::Owned(owned) = self {
-            tokio::spawn(owned.clone().serve(pod));
+        match self {
+            Self::OnDemand { .. } => {}
+            Self::Owned(owned) => drop(tokio::spawn(owned.clone().serve(pod))),
+            Self::Started(started) => drop(tokio::spawn(started.clone().serve(pod))),
         }
     }
 
@@ -258,7 +301,13 @@ impl Endpoint {
         match self {
             Self::OnDemand { socket, .. } => socket.path().exists(),
             Self::Owned(owned) => owned.has_shim(),
+            Self::Started(started) => started.shim().is_some(),
         }
+    }
+
+    /// The pod has a shim that came with its first container.
+    pub fn had_container(&self) -> bool {
+        !matches!(self, Self::Started(_)) && self.has_shim()
     }
 
     /// Why the shim died with containers in it, if it did.
@@ -266,6 +315,7 @@ impl Endpoint {
         match self {
             Self::OnDemand { .. } => None,
             Self::Owned(owned) => owned.death(),
+            Self::Started(started) => started.death(),
         }
     }
 
@@ -277,6 +327,7 @@ impl Endpoint {
         match self {
             Self::OnDemand { socket, id, .. } => socket.end(id).map_err(|step| vec![step]),
             Self::Owned(owned) => owned.end(),
+            Self::Started(started) => started.end(),
         }
     }
 }

@@ -253,7 +253,7 @@ impl Owned {
         };
         let settings = &self.group.shims.settings;
         let binary = settings.binary(&self.group.runtime.name)?;
-        self.group.bundle.make(&self.group.id)?;
+        self.group.bundle.make(&self.group.id, true)?;
         let log = fifo::read(&self.group.bundle.log(), &self.group.id)?;
         let errors = fifo::writer(&self.group.bundle.log())?;
         self.group.bundle.record(Some(&Recorded::Launching))?;

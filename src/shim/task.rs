@@ -1,15 +1,129 @@
-//! Calls of the Task API of a shim, version 3 or, where the shim does not know it, version 2.
+//! Calls of the Task API of a shim, version 3 or 2, which have the same messages.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use containerd_shim_protos::api::{ConnectRequest, ShutdownRequest};
-use containerd_shim_protos::shim_async::{Client, TaskClient};
+use containerd_shim_protos::api::{ConnectRequest, ConnectResponse, Empty, ShutdownRequest};
+use protobuf::Message;
+use ttrpc::asynchronous::Client;
+use ttrpc::proto::Request;
 use ttrpc::{Code, Error};
 
+use super::bootstrap::Bootstrap;
 use crate::error::Step;
-use crate::protos::{task_v2, task_v2_ttrpc};
+
+/// The services of the two versions.
+const VERSION_3: &str = "containerd.task.v3.Task";
+const VERSION_2: &str = "containerd.task.v2.Task";
+
+/// Why a call has no answer.
+#[derive(Debug)]
+pub enum Failure {
+    /// The shim has answered that there is no such task, or that it has ended.
+    NotFound(Step),
+    /// The shim has refused.
+    Refused(Step),
+    /// There was no answer: the connection is gone, or it took too long. What the shim has done nobody knows.
+    Lost(Step),
+}
+
+impl Failure {
+    /// The failed step.
+    pub fn step(self) -> Step {
+        match self {
+            Self::NotFound(step) | Self::Refused(step) | Self::Lost(step) => step,
+        }
+    }
+}
+
+/// A connection to a shim.
+#[derive(Clone)]
+pub struct Tasks {
+    client: Client,
+    service: &'static str,
+    socket: PathBuf,
+}
+
+impl Tasks {
+    /// Connects to a shim that was started.
+    ///
+    /// # Errors
+    /// Nobody accepts.
+    pub async fn connect(shim: &Bootstrap, within: Duration) -> Result<Self, Failure> {
+        let service = if shim.version < 3 { VERSION_2 } else { VERSION_3 };
+        let socket = shim.socket();
+        match tokio::time::timeout(within, connect(&socket)).await {
+            Ok(Ok(client)) => Ok(Self { client, service, socket }),
+            Ok(Err(e)) => Err(Failure::Lost(Step::at("connect to shim", socket, io::Error::other(e.to_string())))),
+            Err(_) => Err(Failure::Lost(Step::at("connect to shim", socket, io::ErrorKind::TimedOut.into()))),
+        }
+    }
+
+    /// Calls the shim; `what` names the step. Without `within` it may take for ever.
+    ///
+    /// # Errors
+    /// The shim refuses, or does not answer.
+    pub async fn call<A: Message, B: Message>(
+        &self,
+        what: &'static str,
+        method: &str,
+        request: &A,
+        within: Option<Duration>,
+    ) -> Result<B, Failure> {
+        let answer = self.ask(self.service, method, request, within).await;
+        answer.map_err(|e| failure(what, &self.socket, &e))
+    }
+
+    async fn ask<A: Message, B: Message>(
+        &self,
+        service: &str,
+        method: &str,
+        request: &A,
+        within: Option<Duration>,
+    ) -> Result<B, Error> {
+        let broken = |e: protobuf::Error| Error::Others(e.to_string());
+        let call = Request {
+            service: service.to_owned(),
+            method: method.to_owned(),
+            payload: request.write_to_bytes().map_err(broken)?,
+            timeout_nano: within.map_or(0, |within| i64::try_from(within.as_nanos()).unwrap_or(i64::MAX)),
+            ..Default::default()
+        };
+        let answer = self.client.request(call).await?;
+        B::parse_from_bytes(&answer.payload).map_err(broken)
+    }
+
+    /// The shim's process id, as it says.
+    ///
+    /// # Errors
+    /// It does not say.
+    pub async fn shim_pid(&self, id: &str, within: Duration) -> Result<u32, Failure> {
+        let request = ConnectRequest { id: id.to_owned(), ..Default::default() };
+        let answer: ConnectResponse = self.call("ask shim", "Connect", &request, Some(within)).await?;
+        Ok(answer.shim_pid)
+    }
+}
+
+impl std::fmt::Debug for Tasks {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tasks").field("service", &self.service).field("socket", &self.socket).finish_non_exhaustive()
+    }
+}
+
+fn failure(what: &'static str, socket: &Path, e: &Error) -> Failure {
+    match e {
+        Error::RpcStatus(status) => {
+            let step = Step::at(what, socket, io::Error::other(status.message.clone()));
+            match status.code() {
+                Code::NOT_FOUND => Failure::NotFound(step),
+                Code::DEADLINE_EXCEEDED => Failure::Lost(step),
+                _ => Failure::Refused(step),
+            }
+        }
+        other => Failure::Lost(Step::at(what, socket, io::Error::other(other.to_string()))),
+    }
+}
 
 /// Tells the shim to end, which it does when it serves no container.
 ///
@@ -18,11 +132,11 @@ use crate::protos::{task_v2, task_v2_ttrpc};
 pub async fn shut_down(socket: &Path, id: &str, within: Duration) -> Result<(), Step> {
     let call = async {
         let client = connect(socket).await?;
+        let tasks = Tasks { client, service: VERSION_3, socket: socket.to_owned() };
         let request = ShutdownRequest { id: id.to_owned(), now: true, ..Default::default() };
-        match TaskClient::new(client.clone()).shutdown(context(within), &request).await {
-            Err(e) if unimplemented(&e) => {
-                let request = task_v2::ShutdownRequest { id: id.to_owned(), now: true, ..Default::default() };
-                task_v2_ttrpc::TaskClient::new(client).shutdown(context(within), &request).await.map(drop)
+        match tasks.ask::<_, Empty>(VERSION_3, "Shutdown", &request, Some(within)).await {
+            Err(Error::RpcStatus(status)) if status.code() == Code::UNIMPLEMENTED => {
+                tasks.ask::<_, Empty>(VERSION_2, "Shutdown", &request, Some(within)).await.map(drop)
             }
             other => other.map(drop),
         }
@@ -37,8 +151,9 @@ pub async fn shut_down(socket: &Path, id: &str, within: Duration) -> Result<(), 
 pub async fn answers(socket: &Path, id: &str, within: Duration) -> Result<(), Step> {
     let call = async {
         let client = connect(socket).await?;
+        let tasks = Tasks { client, service: VERSION_3, socket: socket.to_owned() };
         let request = ConnectRequest { id: id.to_owned(), ..Default::default() };
-        match TaskClient::new(client).connect(context(within), &request).await {
+        match tasks.ask::<_, ConnectResponse>(VERSION_3, "Connect", &request, Some(within)).await {
             Err(Error::RpcStatus(_)) | Ok(_) => Ok(()),
             Err(e) => Err(e),
         }
@@ -48,14 +163,6 @@ pub async fn answers(socket: &Path, id: &str, within: Duration) -> Result<(), St
 
 async fn connect(socket: &Path) -> Result<Client, Error> {
     Client::connect(&format!("unix://{}", socket.display())).await
-}
-
-fn context(within: Duration) -> ttrpc::context::Context {
-    ttrpc::context::with_timeout(i64::try_from(within.as_nanos()).unwrap_or(i64::MAX))
-}
-
-fn unimplemented(e: &Error) -> bool {
-    matches!(e, Error::RpcStatus(status) if status.code() == Code::UNIMPLEMENTED)
 }
 
 /// Also connecting takes its time where nobody accepts.

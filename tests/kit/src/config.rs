@@ -202,9 +202,16 @@ Root = "{top}/runc"
     text
 }
 
+/// The driver that runs the pauses of every node, instead of the sandboxer's own choice: the environment variable `KIT_DRIVER`, `native` or `shim`.
+pub fn driver() -> Option<String> {
+    std::env::var("KIT_DRIVER").ok().filter(|driver| !driver.is_empty())
+}
+
 fn sandboxer(layout: &Layout) -> String {
-    format!(
-        r#"socket = "{socket}"
+    let driver = driver().map(|driver| format!("drivers = {{ \"io.containerd.runc.v2\" = \"{driver}\" }}\n"));
+    driver.unwrap_or_default()
+        + &format!(
+            r#"socket = "{socket}"
 state_dir = "{state_dir}"
 containerd_root = "{root}"
 containerd_state = "{state}"
@@ -213,12 +220,12 @@ containerd_namespace = "{NAMESPACE}"
 restrict_oom_score_adj = true
 log_level = "debug"
 "#,
-        socket = layout.sandboxer_socket().display(),
-        state_dir = layout.sandboxer_state().display(),
-        root = layout.root().display(),
-        state = layout.state().display(),
-        address = layout.containerd_socket().display(),
-    )
+            socket = layout.sandboxer_socket().display(),
+            state_dir = layout.sandboxer_state().display(),
+            root = layout.root().display(),
+            state = layout.state().display(),
+            address = layout.containerd_socket().display(),
+        )
 }
 
 /// The pod network, and a second one that spoils the netns that it is given.

@@ -39,6 +39,7 @@ mod scrap;
 mod snapshot;
 mod wait;
 
+pub use config::driver;
 pub use cri::Cri;
 pub use events::Events;
 pub use forward::port_forward;

@@ -1,0 +1,130 @@
+//! What a shim's `start` says of the server that it has started: where it listens and what it speaks.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use containerd_shim_protos::bootstrap_api::BootstrapResult;
+use protobuf::Message as _;
+use serde::{Deserialize, Serialize};
+
+/// The newest version of the Task API that is spoken here.
+const NEWEST: u32 = 3;
+
+/// The oldest, which is that of a shim that says nothing of it.
+const OLDEST: u32 = 2;
+
+/// Where a shim's server listens. Also the form in which it is recorded.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Bootstrap {
+    /// Version of the Task API.
+    pub version: u32,
+    /// `unix://PATH`, or `unix:PATH`.
+    pub address: String,
+    /// `ttrpc`; another cannot be spoken here.
+    pub protocol: String,
+}
+
+impl Bootstrap {
+    /// Reads what `start` wrote to its standard output, in any of the forms that containerd takes (`parseStartResponse`): the protobuf
+    /// message of containerd 2.3, the JSON of 2.0, or an address alone, which means version 2.
+    ///
+    /// # Errors
+    /// It is none of them, or a version, protocol or address that is not spoken here.
+    pub fn parse(said: &[u8]) -> io::Result<Self> {
+        let read = Self::message(said).or_else(|| Self::json(said)).or_else(|| Self::address(said));
+        let refuse = |reason: String| Err(io::Error::new(io::ErrorKind::InvalidData, reason));
+        let Some(read) = read else {
+            return refuse(format!("it is no address: {:?}", shorten(&String::from_utf8_lossy(said))));
+        };
+        if !(OLDEST..=NEWEST).contains(&read.version) {
+            return refuse(format!("version {} of the Task API is not spoken here", read.version));
+        }
+        if !read.protocol.eq_ignore_ascii_case("ttrpc") {
+            return refuse(format!("protocol {:?} is not spoken here", shorten(&read.protocol)));
+        }
+        if !read.socket().is_absolute() {
+            return refuse(format!("{:?} is no address of a unix socket", shorten(&read.address)));
+        }
+        Ok(read)
+    }
+
+    fn message(said: &[u8]) -> Option<Self> {
+        let result = BootstrapResult::parse_from_bytes(said).ok()?;
+        let version = u32::try_from(result.version).ok()?;
+        // Most texts are no message, and what is read from one by chance has no address.
+        (!result.address.is_empty()).then_some(Self { version, address: result.address, protocol: result.protocol })
+    }
+
+    fn json(said: &[u8]) -> Option<Self> {
+        let read: Self = serde_json::from_slice(said.trim_ascii()).ok()?;
+        (read.version >= OLDEST).then_some(read)
+    }
+
+    fn address(said: &[u8]) -> Option<Self> {
+        let address = std::str::from_utf8(said).ok()?.trim();
+        let one = !address.is_empty() && !address.contains(char::is_whitespace) && !address.contains(char::is_control);
+        one.then(|| Self { version: OLDEST, address: address.to_owned(), protocol: "ttrpc".to_owned() })
+    }
+
+    /// The path of the socket.
+    pub fn socket(&self) -> PathBuf {
+        let path = self.address.strip_prefix("unix:").unwrap_or(&self.address);
+        // Of `//` and a path as of a path alone.
+        Path::new(path.strip_prefix("//").unwrap_or(path)).to_owned()
+    }
+
+    /// The address as Start answers it, `PROTOCOL+URL`.
+    pub fn endpoint(&self) -> String {
+        format!("ttrpc+unix://{}", self.socket().display())
+    }
+}
+
+fn shorten(text: &str) -> String {
+    text.chars().take(100).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bootstrap(version: u32, address: &str) -> Bootstrap {
+        Bootstrap { version, address: address.to_owned(), protocol: "ttrpc".to_owned() }
+    }
+
+    #[test]
+    fn every_form_that_containerd_takes() {
+        let address = "unix:///run/containerd/s/0123";
+        assert_eq!(Bootstrap::parse(format!("{address}\n").as_bytes()).unwrap(), bootstrap(2, address));
+        let json = format!(r#"{{"version":3,"address":"{address}","protocol":"ttrpc"}}"#);
+        assert_eq!(Bootstrap::parse(json.as_bytes()).unwrap(), bootstrap(3, address));
+        let message = BootstrapResult {
+            version: 3,
+            address: address.to_owned(),
+            protocol: "ttrpc".to_owned(),
+            ..Default::default()
+        };
+        let read = Bootstrap::parse(&message.write_to_bytes().unwrap()).unwrap();
+        assert_eq!(read, bootstrap(3, address));
+        assert_eq!(read.socket(), Path::new("/run/containerd/s/0123"));
+        assert_eq!(read.endpoint(), "ttrpc+unix:///run/containerd/s/0123");
+        assert_eq!(bootstrap(2, "/run/s/1").socket(), Path::new("/run/s/1"));
+    }
+
+    #[test]
+    fn what_cannot_be_used_is_told() {
+        for (said, reason) in [
+            (&b""[..], "is no address"),
+            (b"\n", "is no address"),
+            (b"panic: no such thing\ngoroutine 1", "is no address"),
+            (b"\xff\xfe\x00", "is no address"),
+            (b"relative/path", "is no address of a unix socket"),
+            (b"vsock://2:1024", "is no address of a unix socket"),
+            (br#"{"version":4,"address":"unix:///s","protocol":"ttrpc"}"#, "version 4"),
+            (br#"{"version":3,"address":"unix:///s","protocol":"grpc"}"#, "\"grpc\" is not spoken"),
+            (br#"{"version":1,"address":"unix:///s","protocol":"ttrpc"}"#, "is no address of a unix socket"),
+        ] {
+            let error = Bootstrap::parse(said).unwrap_err().to_string();
+            assert!(error.contains(reason), "{said:?}: {error}");
+        }
+    }
+}

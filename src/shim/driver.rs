@@ -1,0 +1,341 @@
+//! The driver that has the pod's shim run the pause: for runtimes that must own the sandbox, such as gVisor and Kata, and for whoever wants the
+//! OCI runtime to run it.
+//!
+//! The shim's endpoint ([`super::started`]) is there before the pause and after it; here is the pause's own life as a task of it, by
+//! the same calls as of containerd's built-in controller.
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use containerd_shim_protos::api::{
+    CreateTaskRequest, CreateTaskResponse, DeleteRequest, DeleteResponse, Empty, KillRequest, StartRequest,
+    StartResponse, StateRequest, StateResponse, Status, WaitRequest, WaitResponse,
+};
+use protobuf::MessageField;
+use protobuf::well_known_types::any::Any;
+use protobuf::well_known_types::timestamp::Timestamp;
+use tokio::runtime::Handle;
+use tokio::sync::{Notify, watch};
+use tokio::time::sleep;
+
+use super::Shims;
+use super::started::Started;
+use super::task::{Failure, Tasks};
+use crate::error::{IoContext as _, Step};
+use crate::pause::{Adoption, BoxFuture, Driver, Exit, Identity, Pause, Plan, UNKNOWN_EXIT};
+
+/// The driver's name in settings, records and metrics.
+pub const NAME: &str = "shim";
+
+/// How long a call may take that the built-in controller bounds (`handleEventTimeout`, `loadContainerTimeout`).
+const WITHIN: Duration = Duration::from_secs(10);
+
+/// How long the runtime may take to make or start the pause: less than kubelet waits for a pod.
+const START_WITHIN: Duration = Duration::from_secs(120);
+
+/// Between two tries of what must work in the end.
+const AGAIN: Duration = Duration::from_millis(500);
+
+/// Runtimes whose containers are plain processes of the node, by the part of the name that says which: `io.containerd.NAME.VERSION`.
+const HOST_PROCESSES: [&str; 3] = ["runc", "crun", "youki"];
+
+/// Whether the runtime of that name, or the shim at that path, runs plain processes of the node, so that the native driver's
+/// namespaces are of use to its containers.
+pub fn is_of_host_processes(runtime: &str) -> bool {
+    let file = runtime.rsplit('/').next().unwrap_or_default();
+    let mut parts = match file.strip_prefix("containerd-shim-") {
+        Some(name) => name.rsplit('-').skip(1).collect::<Vec<_>>(),
+        None => file.rsplit('.').skip(1).collect(),
+    };
+    parts.truncate(1);
+    parts.first().is_some_and(|kind| HOST_PROCESSES.contains(kind))
+}
+
+/// Runs pauses as tasks of their pods' shims.
+#[derive(Debug)]
+pub struct ShimDriver {
+    shims: Arc<Shims>,
+}
+
+impl ShimDriver {
+    /// The driver of these endpoints.
+    pub fn new(shims: Arc<Shims>) -> Self {
+        Self { shims }
+    }
+
+    fn endpoint(&self, plan: &Plan) -> Result<Arc<Started>, Step> {
+        let none = || io::Error::new(io::ErrorKind::NotFound, "it has no endpoint");
+        self.shims.that_runs_pause(&plan.id).ok_or_else(none).step("find the shim of the sandbox")
+    }
+
+    async fn create(&self, endpoint: &Arc<Started>) -> Result<(Tasks, u32), Step> {
+        let group = &endpoint.group;
+        let tasks = endpoint.tasks().await.map_err(Failure::step)?;
+        let options = group.runtime.options.as_ref().map(|(type_url, value)| Any {
+            type_url: type_url.clone(),
+            value: value.clone(),
+            ..Default::default()
+        });
+        let request = CreateTaskRequest {
+            id: group.id.clone(),
+            bundle: group.bundle.dir().display().to_string(),
+            options: MessageField(options.map(Box::new)),
+            ..Default::default()
+        };
+        let created: CreateTaskResponse =
+            tasks.call("create pause", "Create", &request, Some(START_WITHIN)).await.map_err(Failure::step)?;
+        Ok((tasks, created.pid))
+    }
+
+    /// Makes and starts the pause.
+    async fn run(&self, endpoint: &Arc<Started>) -> Result<Task, Step> {
+        let (tasks, created) = self.create(endpoint).await?;
+        let id = &endpoint.group.id;
+        let task = async {
+            let launcher = &endpoint.group.shims.launcher;
+            let nobody = || io::Error::other(format!("it is to be process {created}, which does not live"));
+            let process = launcher.open(created)?.ok_or_else(nobody).step("find pause")?;
+            // The wait is armed before the start.
+            let task = Task::watch(endpoint.clone(), process.identity().clone());
+            let request = StartRequest { id: id.clone(), ..Default::default() };
+            let started: StartResponse =
+                tasks.call("start pause", "Start", &request, Some(START_WITHIN)).await.map_err(Failure::step)?;
+            if started.pid != created {
+                let other = io::Error::other(format!("it was made as process {created}, and is {}", started.pid));
+                return Err(other).step("start pause");
+            }
+            Ok(task)
+        };
+        match task.await {
+            Ok(task) => Ok(task),
+            Err(step) => {
+                if let Err(left) = delete(endpoint, &tasks).await {
+                    log::warn!(sandbox = id.as_str(); "undo a start that failed: {left}");
+                }
+                Err(step)
+            }
+        }
+    }
+
+    /// What containerd makes of a task after its restart (`RecoverContainer`).
+    async fn look(&self, endpoint: &Arc<Started>, identity: &Identity) -> Result<Adoption, Step> {
+        let dead = |status| Adoption::Dead(Exit { status, at: SystemTime::now() });
+        if endpoint.shim().is_none() {
+            // Of the task of a dead shim only its runtime's leftovers are there.
+            return endpoint.delete_pause().await.map(|()| dead(UNKNOWN_EXIT));
+        }
+        let tasks = endpoint.tasks().await.map_err(Failure::step)?;
+        let request = StateRequest { id: endpoint.group.id.clone(), ..Default::default() };
+        let state: StateResponse = match tasks.call("ask for pause", "State", &request, Some(WITHIN)).await {
+            Ok(state) => state,
+            Err(Failure::NotFound(_)) => return Ok(dead(UNKNOWN_EXIT)),
+            Err(failure) => return Err(failure.step()),
+        };
+        match state.status.enum_value() {
+            Ok(Status::RUNNING) => Ok(Adoption::Alive(Box::new(Task::watch(endpoint.clone(), identity.clone())))),
+            Ok(Status::STOPPED | Status::CREATED) => {
+                let deleted = delete(endpoint, &tasks).await?;
+                Ok(Adoption::Dead(deleted.unwrap_or(Exit { status: UNKNOWN_EXIT, at: SystemTime::now() })))
+            }
+            _ => {
+                let other = io::Error::other(format!("it is in state {}", state.status.value()));
+                Err(other).step("ask for pause")
+            }
+        }
+    }
+}
+
+impl Driver for ShimDriver {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn start(&self, plan: &Plan) -> Result<Box<dyn Pause>, Step> {
+        let endpoint = self.endpoint(plan)?;
+        let task = Handle::current().block_on(self.run(&endpoint))?;
+        Ok(Box::new(task))
+    }
+
+    fn adopt(&self, plan: &Plan, identity: &Identity) -> Adoption {
+        let looked =
+            self.endpoint(plan).and_then(|endpoint| Handle::current().block_on(self.look(&endpoint, identity)));
+        looked.unwrap_or_else(Adoption::Unknown)
+    }
+
+    fn cleanup(&self, plan: &Plan) -> Result<(), Vec<Step>> {
+        let Ok(endpoint) = self.endpoint(plan) else { return Ok(()) };
+        if endpoint.shim().is_none() {
+            return Ok(());
+        }
+        let deleted = Handle::current().block_on(async {
+            match endpoint.tasks().await {
+                Ok(tasks) => delete(&endpoint, &tasks).await.map(drop),
+                Err(failure) => Err(failure.step()),
+            }
+        });
+        deleted.map_err(|step| vec![step])
+    }
+}
+
+/// Ends the task, if it runs, and deletes it; how it ended, unless it was gone already.
+async fn delete(endpoint: &Arc<Started>, tasks: &Tasks) -> Result<Option<Exit>, Step> {
+    let id = &endpoint.group.id;
+    let request = KillRequest { id: id.clone(), signal: libc::SIGKILL.unsigned_abs(), all: true, ..Default::default() };
+    match tasks.call::<_, Empty>("kill pause", "Kill", &request, Some(WITHIN)).await {
+        Ok(_) => {
+            let request = WaitRequest { id: id.clone(), ..Default::default() };
+            let waited = tasks.call::<_, WaitResponse>("wait for pause", "Wait", &request, Some(WITHIN)).await;
+            if let Err(Failure::Lost(step)) = waited {
+                return Err(step);
+            }
+        }
+        Err(Failure::NotFound(_)) => {}
+        // One that was never started may not be killed, only deleted.
+        Err(Failure::Refused(step)) => log::debug!(sandbox = id.as_str(); "{step}"),
+        Err(Failure::Lost(step)) => return Err(step),
+    }
+    let request = DeleteRequest { id: id.clone(), ..Default::default() };
+    match tasks.call::<_, DeleteResponse>("delete pause", "Delete", &request, Some(WITHIN)).await {
+        Ok(deleted) => Ok(Some(exit(deleted.exit_status, deleted.exited_at.as_ref()))),
+        Err(Failure::NotFound(_)) => Ok(None),
+        Err(failure) => Err(failure.step()),
+    }
+}
+
+fn exit(status: u32, at: Option<&Timestamp>) -> Exit {
+    let told = at.and_then(|at| {
+        let since = Duration::new(u64::try_from(at.seconds).ok()?, u32::try_from(at.nanos).ok()?);
+        (!since.is_zero()).then(|| SystemTime::UNIX_EPOCH.checked_add(since)).flatten()
+    });
+    Exit { status, at: told.unwrap_or_else(SystemTime::now) }
+}
+
+/// A pause that a shim runs.
+#[derive(Debug)]
+struct Task {
+    identity: Identity,
+    exit: watch::Receiver<Option<Exit>>,
+    /// Tells the task that watches it to kill it.
+    kill: Arc<Notify>,
+}
+
+impl Task {
+    /// Begins to wait for its end, in a task that ends with it.
+    fn watch(endpoint: Arc<Started>, identity: Identity) -> Self {
+        let (tell, exit) = watch::channel(None);
+        let kill = Arc::new(Notify::new());
+        let killed = kill.clone();
+        tokio::spawn(async move {
+            let ended = tokio::select! {
+                ended = wait(&endpoint) => ended,
+                ended = kill_when_told(&endpoint, &killed) => ended,
+            };
+            // Whoever has asked is gone only if the sandbox is.
+            let _ = tell.send(Some(ended));
+        });
+        Self { identity, exit, kill }
+    }
+}
+
+/// The one `Wait` of a sandbox: ends with the pause, or with its shim. A connection that is lost is none of both.
+async fn wait(endpoint: &Arc<Started>) -> Exit {
+    let unknown = || Exit { status: UNKNOWN_EXIT, at: SystemTime::now() };
+    let id = endpoint.group.id.as_str();
+    loop {
+        let Some(shim) = endpoint.shim() else {
+            if let Err(step) = endpoint.delete_pause().await {
+                log::error!(sandbox = id; "its pause, whose shim has ended: {step}");
+            }
+            return unknown();
+        };
+        let ask = async {
+            let request = WaitRequest { id: id.to_owned(), ..Default::default() };
+            let tasks = endpoint.tasks().await?;
+            tasks.call::<_, WaitResponse>("wait for pause", "Wait", &request, None).await
+        };
+        let answer = tokio::select! {
+            answer = ask => answer,
+            _ = shim.exited() => {
+                // Until the endpoint has seen it, too.
+                while endpoint.shim().is_some() {
+                    tokio::task::yield_now().await;
+                }
+                continue;
+            }
+        };
+        match answer {
+            Ok(ended) => return exit(ended.exit_status, ended.exited_at.as_ref()),
+            Err(Failure::NotFound(_)) => return unknown(),
+            Err(failure) => {
+                log::warn!(sandbox = id; "{}; asked again", failure.step());
+                sleep(AGAIN).await;
+            }
+        }
+    }
+}
+
+/// Kills the pause as often as told, until the shim has answered.
+async fn kill_when_told(endpoint: &Arc<Started>, told: &Notify) -> Exit {
+    let id = endpoint.group.id.as_str();
+    let request = KillRequest { id: id.to_owned(), signal: libc::SIGKILL.unsigned_abs(), ..Default::default() };
+    loop {
+        told.notified().await;
+        loop {
+            let killed =
+                async { endpoint.tasks().await?.call::<_, Empty>("kill pause", "Kill", &request, Some(WITHIN)).await };
+            match killed.await {
+                // Its end is told by the wait.
+                Ok(_) | Err(Failure::NotFound(_)) => break,
+                Err(failure) => {
+                    log::warn!(sandbox = id; "{}; tried again", failure.step());
+                    sleep(AGAIN).await;
+                }
+            }
+        }
+    }
+}
+
+impl Pause for Task {
+    fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    fn kill(&self) -> Result<(), Step> {
+        self.kill.notify_one();
+        Ok(())
+    }
+
+    fn exited(&self) -> BoxFuture<'_, Exit> {
+        let mut exit = self.exit.clone();
+        Box::pin(async move {
+            let told = exit.wait_for(Option::is_some).await.ok().and_then(|exit| *exit);
+            told.unwrap_or_else(|| Exit { status: UNKNOWN_EXIT, at: SystemTime::now() })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runtimes_of_host_processes() {
+        for native in ["io.containerd.runc.v2", "io.containerd.crun.v2", "/usr/bin/containerd-shim-runc-v2", "runc.v1"]
+        {
+            assert!(is_of_host_processes(native), "{native}");
+        }
+        for other in
+            ["io.containerd.runsc.v1", "io.containerd.kata.v2", "/opt/containerd-shim-kata-v2", "", "runc", "/opt/shim"]
+        {
+            assert!(!is_of_host_processes(other), "{other}");
+        }
+    }
+
+    #[test]
+    fn exits_have_the_time_that_the_shim_tells() {
+        let at = Timestamp { seconds: 1_000_000_000, nanos: 5, ..Default::default() };
+        assert_eq!(exit(137, Some(&at)).at, SystemTime::UNIX_EPOCH + Duration::new(1_000_000_000, 5));
+        assert!(exit(1, None).at > SystemTime::UNIX_EPOCH + Duration::new(1_000_000_000, 5));
+    }
+}
