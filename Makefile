@@ -46,6 +46,7 @@ $(DENY):
 
 parts: ## what the tests run on: Debian's containerd, and packages that the machine lacks
 	tests/kit/fetch-parts
+	packaging/prometheus/fetch-promtool target/tools/bin
 
 unit:
 	$(CARGO) test --locked --workspace

@@ -130,8 +130,8 @@ pub(crate) fn write(layout: &Layout, parts: &Parts, snapshotter: &str, options: 
     }
     network(layout, parts)?;
     let extra = options.containerd_config.replace("{top}", &layout.top.to_string_lossy());
-    fs::write(layout.containerd_config(), containerd(layout, snapshotter, options) + &extra)
-        .context("write containerd's config")?;
+    let containerd = options.containerd_config_head.clone() + &containerd(layout, snapshotter, options) + &extra;
+    fs::write(layout.containerd_config(), containerd).context("write containerd's config")?;
     fs::write(layout.sandboxer_config(), sandboxer(layout)).context("write the sandboxer's config")
 }
 

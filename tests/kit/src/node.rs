@@ -70,6 +70,8 @@ pub struct Options {
     pub sandboxer: Option<PathBuf>,
     /// Other programs than the fetched ones.
     pub parts: Option<Parts>,
+    /// Text at the head of containerd's config file, such as `imports`, whose files go before it.
+    pub containerd_config_head: String,
     /// Text that is appended to containerd's config file; `{top}` stands for the node's directory.
     pub containerd_config: String,
     /// Settings of CRI's runtime plugin in containerd's config file, beside the kit's own.

@@ -1,0 +1,98 @@
+//! The documents follow the program: every line of the log and every setting has its place in them, and their links lead somewhere.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn file(path: &str) -> String {
+    fs::read_to_string(root().join(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
+}
+
+/// All files below a directory with this ending.
+fn files(dir: &str, ending: &str) -> Vec<PathBuf> {
+    let (mut dirs, mut found) = (vec![root().join(dir)], Vec::new());
+    while let Some(dir) = dirs.pop() {
+        for entry in fs::read_dir(dir).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                dirs.push(path);
+            } else if path.extension().is_some_and(|e| e == ending) {
+                found.push(path);
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
+/// The message of a call of a log macro, given what follows its opening bracket: the first string behind the fields, which end in a semicolon.
+fn message(call: &str) -> String {
+    let (mut depth, mut chars, mut first) = (0, call.chars(), None);
+    while let Some(c) = chars.next() {
+        match c {
+            '(' | '{' | '[' => depth += 1,
+            ')' | '}' | ']' if depth == 0 => break,
+            ')' | '}' | ']' => depth -= 1,
+            ';' if depth == 0 => first = None,
+            '"' => {
+                let mut text = String::new();
+                while let Some(c) = chars.next().filter(|c| *c != '"') {
+                    text.extend((c == '\\').then(|| chars.next()).flatten().or(Some(c)));
+                }
+                if depth == 0 && first.is_none() {
+                    first = Some(text);
+                }
+            }
+            _ => {}
+        }
+    }
+    first.unwrap_or_default()
+}
+
+/// What lines of the log at info and above begin with, up to what differs; with where they are.
+fn lines_of_the_log() -> Vec<(String, String)> {
+    let mut lines = Vec::new();
+    for path in files("src", "rs") {
+        let text = fs::read_to_string(&path).unwrap();
+        let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
+        for level in ["log::info!(", "log::warn!(", "log::error!("] {
+            for (at, _) in code.match_indices(level) {
+                let line_start = code[..at].rfind('\n').map_or(0, |at| at + 1);
+                if code[line_start..at].trim_start().starts_with("//") {
+                    continue;
+                }
+                let begins = message(&code[at + level.len()..]).chars().take_while(|c| *c != '{').collect();
+                let number = code[..at].matches('\n').count() + 1;
+                lines.push((format!("{}:{number}", path.strip_prefix(root()).unwrap().display()), begins));
+            }
+        }
+    }
+    lines
+}
+
+#[test]
+fn every_line_of_the_log_is_explained() {
+    let operate = file("docs/operate.md");
+    let section = operate.split("## Lines of the log").nth(1).unwrap().split("\n## ").next().unwrap();
+    let cells = section.lines().filter(|line| line.starts_with("| `")).map(|line| line.split(" | ").next().unwrap());
+    let known: Vec<&str> =
+        cells.flat_map(|cell| cell.split('`').skip(1).step_by(2)).map(|text| text.trim_end_matches('…')).collect();
+    let lines = lines_of_the_log();
+    assert!(lines.len() > 50, "only {} lines were seen", lines.len());
+    let unexplained: Vec<String> = lines
+        .iter()
+        .filter(|(_, begins)| !begins.trim().is_empty() && !known.iter().any(|known| begins.starts_with(known)))
+        .map(|(place, begins)| format!("{place}: {begins:?}"))
+        .collect();
+    assert!(unexplained.is_empty(), "not in docs/operate.md:\n{}", unexplained.join("\n"));
+    for known in known {
+        let there = lines.iter().any(|(_, begins)| begins.starts_with(known))
+            // Their first word is a verb's.
+            || ["start: ", "kill: ", "cleanup: "].contains(&known);
+        assert!(there, "docs/operate.md explains {known:?}, which is nowhere logged");
+    }
+}

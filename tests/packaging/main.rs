@@ -1,0 +1,10 @@
+//! What is handed out beside the binary fits the binary: metrics that are named exist, manifests name files and handlers that there are.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
+mod prometheus;
+
+/// The text of a file of the repository.
+fn file(path: &str) -> String {
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
+    std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}

@@ -1,0 +1,164 @@
+//! Alert rules and dashboard: every metric and label that they name is one that the daemon has.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use pause_sandboxer::telemetry::{Census, Telemetry};
+use serde_json::Value;
+
+use super::file;
+
+/// Labels that Prometheus gives to all that it scrapes.
+const OF_THE_SCRAPE: [&str; 2] = ["instance", "job"];
+
+/// Metrics of Prometheus' own making.
+const OF_PROMETHEUS: [&str; 1] = ["up"];
+
+/// What a daemon tells that has seen everything once: every series, with its labels.
+fn exported() -> BTreeMap<String, BTreeSet<String>> {
+    let telemetry = Telemetry::default();
+    telemetry.call("Start").ended("OK");
+    telemetry.pause_ended();
+    telemetry.cleanup_failed();
+    telemetry.files_healed();
+    telemetry.recovered(Duration::from_secs(1), 1, 1);
+    let census = Census { sandboxes: vec![("ready", "native".to_owned())], states: vec!["ready"], cleanups_pending: 1 };
+    let mut series: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for line in telemetry.text(&census).lines().filter(|line| !line.starts_with('#')) {
+        let name = line.split(['{', ' ']).next().unwrap();
+        let labels = line.split_once('{').map_or("", |(_, rest)| rest.split_once('}').unwrap().0);
+        let labels = labels
+            .split(',')
+            .filter(|label| !label.is_empty())
+            .map(|label| label.split('=').next().unwrap().to_owned());
+        series.entry(name.to_owned()).or_default().extend(labels);
+    }
+    series
+}
+
+/// Names of metrics in an expression, each with the labels that are selected by.
+fn named(expression: &str) -> Vec<(String, Vec<String>)> {
+    let word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let mut found = Vec::new();
+    let mut rest = expression;
+    while let Some(at) = rest.find(|c: char| c.is_ascii_alphabetic()) {
+        let name: String = rest[at..].chars().take_while(|c| word(*c)).collect();
+        rest = &rest[at + name.len()..];
+        let ours =
+            name.starts_with("pause_sandboxer_") || name.starts_with("process_") || OF_PROMETHEUS.contains(&&*name);
+        if !ours {
+            // What a string holds is no name.
+            if let Some(text) =
+                rest.strip_prefix("=\"").or_else(|| rest.strip_prefix("=~\"")).or_else(|| rest.strip_prefix("!=\""))
+            {
+                rest = text.split_once('"').unwrap().1;
+            }
+            continue;
+        }
+        let labels = rest.strip_prefix('{').map_or("", |rest| rest.split_once('}').unwrap().0);
+        let labels = labels.split(',').filter(|label| !label.is_empty());
+        found.push((name, labels.map(|label| label.split(['=', '!']).next().unwrap().trim().to_owned()).collect()));
+    }
+    found
+}
+
+/// Checks an expression against what is exported; how many metrics it names.
+fn check(place: &str, expression: &str, exported: &BTreeMap<String, BTreeSet<String>>) -> usize {
+    let pairs = [('(', ')'), ('{', '}'), ('[', ']')];
+    for (open, close) in pairs {
+        assert_eq!(expression.matches(open).count(), expression.matches(close).count(), "{place}: {expression}");
+    }
+    let named = named(expression);
+    for (name, labels) in &named {
+        if OF_PROMETHEUS.contains(&&**name) {
+            continue;
+        }
+        let known = exported.get(name).unwrap_or_else(|| panic!("{place}: the daemon has no {name}"));
+        for label in labels {
+            assert!(known.contains(label) || OF_THE_SCRAPE.contains(&&**label), "{place}: {name} has no label {label}");
+        }
+    }
+    named.len()
+}
+
+#[test]
+fn alerts_name_metrics_that_there_are() {
+    let (exported, rules) = (exported(), file("packaging/prometheus/alerts.yaml"));
+    let rules: Value = serde_yaml_ng::from_str(&rules).unwrap();
+    let operate = file("docs/operate.md");
+    let mut names = BTreeSet::new();
+    for group in rules["groups"].as_array().unwrap() {
+        for rule in group["rules"].as_array().unwrap() {
+            let name = rule["alert"].as_str().unwrap();
+            assert!(names.insert(name.to_owned()), "{name} twice");
+            assert!(check(name, rule["expr"].as_str().unwrap(), &exported) > 0, "{name} names no metric");
+            assert!(["critical", "warning", "info"].contains(&rule["labels"]["severity"].as_str().unwrap()), "{name}");
+            for text in ["summary", "description"] {
+                assert!(rule["annotations"][text].is_string(), "{name} has no {text}");
+            }
+            assert!(operate.contains(&format!("`{name}`")), "docs/operate.md does not say what to do about {name}");
+        }
+    }
+}
+
+#[test]
+fn the_dashboard_names_metrics_that_there_are() {
+    let (exported, dashboard) = (exported(), file("packaging/prometheus/dashboard.json"));
+    let dashboard: Value = serde_json::from_str(&dashboard).unwrap();
+    let mut ids = BTreeSet::new();
+    for panel in dashboard["panels"].as_array().unwrap() {
+        let title = panel["title"].as_str().unwrap();
+        assert!(ids.insert(panel["id"].as_u64().unwrap()), "{title}: its id is another's");
+        for target in panel["targets"].as_array().unwrap() {
+            assert!(check(title, target["expr"].as_str().unwrap(), &exported) > 0, "{title} names no metric");
+        }
+    }
+    for annotation in dashboard["annotations"]["list"].as_array().unwrap() {
+        check("annotation", annotation["expr"].as_str().unwrap(), &exported);
+    }
+}
+
+#[test]
+fn every_metric_is_described() {
+    let operate = file("docs/operate.md");
+    for name in exported().keys() {
+        let name = ["_bucket", "_count", "_sum"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(name);
+        assert!(operate.contains(&format!("`{name}`")), "docs/operate.md does not describe {name}");
+    }
+}
+
+/// Prometheus' own judgement, where its tool is there.
+#[test]
+fn promtool_takes_the_rules() {
+    let fetched = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/tools/bin/promtool");
+    let promtool = if fetched.exists() { fetched.into_os_string() } else { "promtool".into() };
+    let rules = Path::new(env!("CARGO_MANIFEST_DIR")).join("packaging/prometheus/alerts.yaml");
+    match Command::new(promtool).args(["check", "rules"]).arg(rules).output() {
+        Ok(output) => {
+            let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+            assert!(output.status.success(), "{text}");
+        }
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+            println!(
+                "skipped, 1: promtool is not here (`make promtool` fetches it); expressions were read by the other tests alone"
+            );
+        }
+        Err(e) => panic!("promtool: {e}"),
+    }
+}
+
+#[test]
+fn the_reading_of_expressions() {
+    let seen = |text: &str| {
+        named(text).into_iter().map(|(name, labels)| format!("{name}[{}]", labels.join(","))).collect::<Vec<_>>()
+    };
+    assert_eq!(
+        seen(
+            "sum by (le) (rate(pause_sandboxer_x_bucket{method=\"Start\",instance=~\"$node\"}[5m])) > 0 and up{job=\"a\"} == 0"
+        ),
+        ["pause_sandboxer_x_bucket[method,instance]", "up[job]"]
+    );
+    assert_eq!(seen("process_x / process_y"), ["process_x[]", "process_y[]"]);
+}
