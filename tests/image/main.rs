@@ -73,7 +73,11 @@ async fn the_built_in_controller_runs_on_it() -> Result<()> {
     ensure!(status.lines().any(|line| line == "Uid:\t65535\t65535\t65535\t65535"), "{status}");
     // As PID 1 it ends when it is told to, and the built-in sees that.
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid.cast_signed()), nix::sys::signal::Signal::SIGTERM)?;
-    until("the pod is not ready", SOON, async || Ok(ensure!(!pod.is_ready().await?, "it is"))).await?;
+    until("the pod is not ready", SOON, async || {
+        ensure!(!pod.is_ready().await?, "it is");
+        Ok(())
+    })
+    .await?;
     pod.remove().await
 }
 
