@@ -9,9 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nix::sys::resource::{Resource, UsageWho, getrusage, setrlimit};
-use pause_sandboxer::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Overview, Platform, SandboxInfo, Started, StatusReport,
-};
+use pause_sandboxer::podsandbox::{CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, Started, StatusReport};
 use pause_sandboxer::protos::shim_sandbox::PlatformRequest;
 use pause_sandboxer::protos::shim_sandbox_ttrpc::SandboxClient;
 use pause_sandboxer::wire::{self, Verbs};
@@ -51,12 +49,6 @@ impl Verbs for Node {
         unknown(id)
     }
     async fn update(&self, id: &str, _: SandboxInfo, _: Vec<String>) -> Result<(), Error> {
-        unknown(id)
-    }
-    async fn list(&self, _: &str, _: usize, _: bool) -> Result<(Vec<Overview>, bool), Error> {
-        unknown("")
-    }
-    async fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {
         unknown(id)
     }
 }
