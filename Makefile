@@ -2,12 +2,16 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build install demo parity test check fmt lint doc deny parts unit soak test-vm bench bench-quick flame clean
+.PHONY: help build install deb package-files demo parity test check fmt lint doc deny parts unit soak test-vm bench bench-quick flame clean
 
 CARGO ?= cargo
 PREFIX ?= /usr/local
 DENY_VERSION := 0.20.2
 DENY := target/tools/bin/cargo-deny
+DEB_VERSION := 3.8.0
+DEB := target/tools/bin/cargo-deb
+DEB_BINARY ?= target/release/pause-sandboxer
+DEB_REVISION ?= 1
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,6 +21,16 @@ build: ## the daemon, optimised: target/release/pause-sandboxer
 
 install: build ## copies it to PREFIX/bin (default /usr/local)
 	install -D -m 0755 target/release/pause-sandboxer $(DESTDIR)$(PREFIX)/bin/pause-sandboxer
+
+deb: build $(DEB) package-files ## the Debian package: target/debian/pause-sandboxer_VERSION_ARCH.deb
+	$(DEB) --no-build --locked --deb-revision $(DEB_REVISION) $(DEB_FLAGS)
+
+# What the binary writes about itself, for the package.
+package-files:
+	packaging/debian/generate $(DEB_BINARY) target/package
+
+$(DEB):
+	$(CARGO) install --debug --locked --root target/tools --version $(DEB_VERSION) cargo-deb
 
 demo: parts build ## a pod from its start to its end on a real containerd; needs root
 	$(CARGO) run --quiet --locked --example demo -- target/release/pause-sandboxer

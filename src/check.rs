@@ -12,8 +12,11 @@ mod cgroup;
 mod containerd;
 mod daemon;
 mod kernel;
+mod kubelet;
 mod privilege;
+mod sandboxes;
 mod trial;
+mod units;
 
 /// How bad a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -104,6 +107,8 @@ pub fn run(subject: &Subject) -> Vec<Finding> {
     findings.extend(cgroup::look());
     findings.extend(trial::look(&subject.config));
     findings.extend(daemon::look(&subject.config));
+    findings.extend(units::look());
+    findings.extend(sandboxes::look(&subject.config));
     findings.extend(containerd::look(subject));
     findings
 }

@@ -360,6 +360,8 @@ mod tests {
             restrict_oom_score_adj = true
             enable_unprivileged_ports = false
             enable_unprivileged_icmp = false
+            enable_selinux = true
+            selinux_category_range = 7
             pod_annotations = ["a.example/*", "b"]
             abandoned_after = 5
             forgotten_interval = 6

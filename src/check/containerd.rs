@@ -7,10 +7,12 @@ use std::process::Command;
 
 use toml::{Table, Value};
 
-use super::{Finding, Subject};
+use super::{Finding, Subject, kubelet};
 use crate::config::Config;
+use crate::shim;
 
 mod config;
+mod files;
 
 const SUBJECT: &str = "containerd";
 const CONFIG: &str = "containerd config";
@@ -23,9 +25,13 @@ pub(super) fn look(subject: &Subject) -> Vec<Finding> {
     let mut findings = vec![program(&subject.containerd_program), socket(&subject.config.containerd_address)];
     match config::load(&subject.containerd_config) {
         Ok(loaded) => {
-            let files: Vec<_> = loaded.files.iter().map(|path| path.display().to_string()).collect();
+            let files: Vec<_> = loaded.files.iter().map(|(path, _)| path.display().to_string()).collect();
             findings.push(Finding::ok(CONFIG, files.join(", ")));
+            findings.extend(files::judge(&loaded.files, files::drop_in()));
+            findings.extend(files::stale(&loaded.files, &subject.config.containerd_address));
             findings.extend(judge(&loaded.table, &subject.config));
+            findings.extend(shims(&loaded.table, &subject.config));
+            findings.extend(kubelet::look(&ours(&loaded.table, &subject.config)));
         }
         Err(e) => {
             let advice = if e.missing {
@@ -152,15 +158,54 @@ fn proxy(table: &Table, config: &Config) -> Result<String, Finding> {
     }
 }
 
+/// The runtime handlers of containerd's config as it takes them: of a config of version 2 those under the newer name go first, if there are any.
+fn runtimes(table: &Table, version: i64) -> impl Iterator<Item = (&String, &Value)> {
+    let of = move |version| {
+        let plugin = table.get("plugins").and_then(|plugins| plugins.get(runtime_plugin(version)));
+        plugin.and_then(|plugin| plugin.get("containerd")?.get("runtimes")?.as_table())
+    };
+    of(3).or_else(|| if version < 3 { of(version) } else { None }).into_iter().flatten()
+}
+
+/// The runtime handlers that name this sandboxer, by name.
+fn ours(table: &Table, config: &Config) -> Vec<(String, Table)> {
+    let version = table.get("version").and_then(Value::as_integer).unwrap_or(1);
+    let Ok(sandboxer) = proxy(table, config) else { return Vec::new() };
+    let named = runtimes(table, version)
+        .filter(|(_, handler)| handler.get("sandboxer").and_then(Value::as_str) == Some(&sandboxer));
+    named.filter_map(|(name, handler)| Some((name.clone(), handler.as_table()?.clone()))).collect()
+}
+
+/// Whether the shims of the handlers that name a sandboxer of ours are there.
+fn shims(table: &Table, config: &Config) -> Vec<Finding> {
+    let ours = ours(table, config);
+    let mut kinds: Vec<&str> = ours.iter().filter_map(|(_, handler)| handler.get("runtime_type")?.as_str()).collect();
+    kinds.sort_unstable();
+    kinds.dedup();
+    let path = std::env::var("PATH").unwrap_or_default();
+    let look = |kind: &str| match config.shims.0.get(kind) {
+        Some(set) => shim::binary::check(set),
+        None => shim::binary::find(kind, &path, &config.containerd_address),
+    };
+    kinds
+        .into_iter()
+        .filter(|kind| !kind.is_empty())
+        .map(|kind| match look(kind) {
+            Ok(found) => Finding::ok("shim", format!("of {kind}: {}", found.display())),
+            Err(step) => Finding::fail(
+                "shim",
+                format!("{step}, so no container of {kind} will start"),
+                "install containerd whole, or name the shim by `shims` in this sandboxer's config",
+            ),
+        })
+        .collect()
+}
+
 /// The runtime handlers that name `sandboxer`.
 fn handlers(table: &Table, version: i64, sandboxer: &str) -> Vec<Finding> {
-    let runtimes = |version| {
-        let plugin = table.get("plugins").and_then(|plugins| plugins.get(runtime_plugin(version)));
-        plugin.and_then(|plugin| plugin.get("containerd")?.get("runtimes")?.as_table()).into_iter().flatten()
-    };
     let names = |(_, handler): &(&String, &Value)| handler.get("sandboxer").and_then(Value::as_str) == Some(sandboxer);
     let (mut named, mut findings) = (Vec::new(), Vec::new());
-    for (name, handler) in runtimes(version).filter(names) {
+    for (name, handler) in runtimes(table, version).filter(names) {
         named.push(format!("{name:?}"));
         if handler.get("runtime_type").and_then(Value::as_str).unwrap_or_default().is_empty() {
             let advice = "set its runtime_type, such as \"io.containerd.runc.v2\"";
@@ -172,13 +217,14 @@ fn handlers(table: &Table, version: i64, sandboxer: &str) -> Vec<Finding> {
         return findings;
     }
     let here = format!("plugins.\"{}\".containerd.runtimes", runtime_plugin(version));
-    let elsewhere = if version >= 3 { 2 } else { 3 };
-    findings.push(if runtimes(elsewhere).any(|entry| names(&entry)) {
+    let old = table.get("plugins").and_then(|plugins| plugins.get(runtime_plugin(2)));
+    let old = old.and_then(|plugin| plugin.get("containerd")?.get("runtimes")?.as_table()).into_iter().flatten();
+    findings.push(if version >= 3 && old.into_iter().any(|entry| names(&entry)) {
         Finding::fail(
             CONFIG,
             format!(
                 "the runtime handler that names it stands under {:?}, which version {version} does not read",
-                runtime_plugin(elsewhere)
+                runtime_plugin(2)
             ),
             format!("move it to {here}"),
         )
@@ -279,6 +325,7 @@ sandboxer = "mine"
             .replace("version = 3", "version = 2")
             .replace("io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri");
         assert_eq!(worst(&of(&version2)), Level::Ok);
+        assert_eq!(worst(&of(&GOOD.replace("version = 3", "version = 2"))), Level::Ok, "a drop-in's section");
         assert_eq!(worst(&of(&GOOD.replace("\"/run/pause", "\"unix:///run/pause"))), Level::Ok);
     }
 
@@ -286,7 +333,12 @@ sandboxer = "mine"
     fn each_fault_is_one_finding_with_advice() {
         for (from, to, fact, advice) in [
             ("version = 3", "version = 1", "version 1 knows no", "containerd config migrate"),
-            ("version = 3", "version = 2", "which version 2 does not read", "io.containerd.grpc.v1.cri"),
+            (
+                "io.containerd.cri.v1.runtime",
+                "io.containerd.grpc.v1.cri",
+                "which version 3 does not read",
+                "io.containerd.cri.v1.runtime",
+            ),
             ("\"sandbox\"", "\"snapshot\"", "but type \"snapshot\"", "set its type"),
             ("pause-sandboxer.sock", "x.sock", "but \"mine\" at /run/pause-sandboxer/x.sock", "set its address"),
             ("[proxy_plugins.mine]", "[other]", "no proxy plugin of type", "[proxy_plugins.pause-sandboxer]"),

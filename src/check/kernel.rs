@@ -4,8 +4,8 @@ use super::{Finding, read};
 
 const SUBJECT: &str = "kernel";
 
-/// clone3 with CLONE_INTO_CGROUP, the newest call that a Start cannot do without (clone(2)).
-const LEAST: (u32, u32) = (5, 7);
+/// close_range, the newest call that a Start cannot do without (close_range(2)); clone3 with CLONE_INTO_CGROUP is of 5.7.
+const LEAST: (u32, u32) = (5, 9);
 
 /// PIDFD_GET_INFO with PIDFD_INFO_EXIT: the exit status of a process that is not our child (linux/pidfd.h).
 const EXIT_INFO: (u32, u32) = (6, 15);
@@ -33,8 +33,10 @@ fn version(release: &str) -> Finding {
     };
     let fact = format!("Linux {release}");
     if (major, minor) < LEAST {
-        let advice =
-            format!("upgrade to {}.{} or newer: starting a process inside its cgroup needs it", LEAST.0, LEAST.1);
+        let advice = format!(
+            "boot a kernel of {}.{} or newer: a pause cannot be started safely without close_range",
+            LEAST.0, LEAST.1
+        );
         return Finding::fail(SUBJECT, fact, advice);
     }
     if (major, minor) < EXIT_INFO {
@@ -62,9 +64,9 @@ mod tests {
     fn versions() {
         for (release, level) in [
             ("6.18.0-1-cloud-amd64", Level::Ok),
-            ("5.7.0", Level::Ok),
+            ("5.9.0", Level::Ok),
             ("5.10", Level::Ok),
-            ("5.6.19", Level::Fail),
+            ("5.8.18", Level::Fail),
             ("4.19.0-27-amd64", Level::Fail),
             ("odd", Level::Warn),
         ] {

@@ -4,7 +4,7 @@
 use std::fs;
 use std::io::BufRead as _;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Command, Output};
@@ -101,7 +101,13 @@ sandboxer = "{sandboxer}"
 
 fn check(scratch: &Scratch, sandboxer: &str) -> Output {
     let config = containerd_config(scratch, sandboxer);
-    program().arg("check").args(scratch.flags()).args(["--containerd-config", &config]).output().unwrap()
+    // A node has a shim, and this machine may have none.
+    let shim = scratch.write("containerd-shim-runc-v2", "");
+    fs::set_permissions(shim, fs::Permissions::from_mode(0o755)).unwrap();
+    let path = format!("{}:{}", scratch.dir.path().display(), std::env::var("PATH").unwrap());
+    let mut command = program();
+    command.arg("check").args(scratch.flags()).args(["--containerd-config", &config]).env("PATH", path);
+    command.output().unwrap()
 }
 
 #[test]
@@ -127,8 +133,10 @@ fn check_tells_what_is_wrong_and_exits_accordingly() {
 
 #[test]
 fn the_packaged_drop_in_names_the_default_sandboxer() {
+    let scratch = Scratch::new();
     let drop_in = concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/containerd/pause-sandboxer.toml");
-    let output = run(&["check", "--containerd-config", drop_in]);
+    let main = scratch.write("containerd.toml", &format!("version = 3\nimports = [\"{drop_in}\"]\n"));
+    let output = run(&["check", "--containerd-config", &main]);
     let named = "ok    containerd config: named by runtime handler \"runc-pause\"";
     assert!(stdout(&output).contains(named), "{}", stdout(&output));
     assert!(!stdout(&output).contains("FAIL  containerd config"), "{}", stdout(&output));

@@ -14,8 +14,8 @@ const FILES_MAX: usize = 256;
 pub(super) struct Loaded {
     /// The merged content.
     pub(super) table: Table,
-    /// The files, in the order in which they were merged.
-    pub(super) files: Vec<PathBuf>,
+    /// The files, in the order in which they were merged, each with what is in it.
+    pub(super) files: Vec<(PathBuf, Table)>,
 }
 
 /// A config file that cannot be taken.
@@ -50,8 +50,8 @@ pub(super) fn load(path: &Path) -> Result<Loaded, Unreadable> {
         for import in read.get("imports").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str) {
             pending.extend(expand(&absolute(&path, import)));
         }
-        merge(&mut table, read);
-        files.push(path);
+        merge(&mut table, read.clone());
+        files.push((path, read));
     }
     Ok(Loaded { table, files })
 }

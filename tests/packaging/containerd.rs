@@ -1,0 +1,74 @@
+//! The drop-in, merged by containerd itself into what nodes have for a config.
+
+use std::process::Command;
+
+use toml::{Table, Value};
+
+const DROP_IN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/containerd/pause-sandboxer.toml");
+
+/// What containerd makes of `main` with the drop-in, as `containerd config dump` tells.
+fn merged(main: &str) -> Table {
+    let parts = kit::Parts::get().unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("config.toml");
+    std::fs::write(&path, format!("imports = [\"{DROP_IN}\"]\n{main}")).unwrap();
+    let dump =
+        Command::new(parts.program("containerd")).arg("--config").arg(&path).args(["config", "dump"]).output().unwrap();
+    assert!(dump.status.success(), "{}", String::from_utf8_lossy(&dump.stderr));
+    toml::from_str(std::str::from_utf8(&dump.stdout).unwrap()).unwrap()
+}
+
+fn runtime(merged: &Table) -> &Value {
+    &merged["plugins"]["io.containerd.cri.v1.runtime"]
+}
+
+fn has_our_handler(merged: &Table) {
+    let handler = &runtime(merged)["containerd"]["runtimes"]["runc-pause"];
+    assert_eq!(handler["sandboxer"].as_str(), Some("pause-sandboxer"));
+    assert_eq!(handler["runtime_type"].as_str(), Some("io.containerd.runc.v2"));
+    let proxy = &merged["proxy_plugins"]["pause-sandboxer"];
+    assert_eq!(proxy["type"].as_str(), Some("sandbox"));
+    assert_eq!(proxy["address"].as_str(), pause_sandboxer::config::Config::default().socket.to_str());
+}
+
+#[test]
+fn into_a_config_of_version_3() {
+    let cri = "[plugins.\"io.containerd.cri.v1.runtime\"";
+    let merged = merged(&format!(
+        "version = 3\n{cri}.cni]\nconf_dir = \"/x\"\n{cri}.containerd.runtimes.runc]\nruntime_type = \"io.containerd.runc.v2\"\n{cri}.containerd.runtimes.runc.options]\nSystemdCgroup = true\n"
+    ));
+    has_our_handler(&merged);
+    assert_eq!(runtime(&merged)["cni"]["conf_dir"].as_str(), Some("/x"));
+    // The default handler is as it was.
+    assert_eq!(runtime(&merged)["containerd"]["default_runtime_name"].as_str(), Some("runc"));
+    let runc = &runtime(&merged)["containerd"]["runtimes"]["runc"];
+    assert_eq!(runc["options"]["SystemdCgroup"].as_bool(), Some(true));
+    assert_ne!(runc["sandboxer"].as_str(), Some("pause-sandboxer"));
+}
+
+/// As Debian's package has it.
+#[test]
+fn into_a_config_of_version_2_without_handlers() {
+    let merged = merged(
+        "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\".cni]\nbin_dir = \"/usr/lib/cni\"\nconf_dir = \"/etc/cni/net.d\"\n",
+    );
+    has_our_handler(&merged);
+    assert_eq!(runtime(&merged)["cni"]["bin_dirs"][0].as_str(), Some("/usr/lib/cni"));
+    assert!(runtime(&merged)["containerd"]["runtimes"].get("runc").is_some());
+}
+
+/// What `check` warns of: if containerd one day merges this as well, the warning can go.
+#[test]
+fn into_a_config_of_version_2_with_handlers_it_would_hide_them() {
+    let merged = merged(
+        "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.other]\nruntime_type = \"io.containerd.runc.v2\"\n",
+    );
+    has_our_handler(&merged);
+    let hidden = runtime(&merged)["containerd"]["runtimes"].get("other").is_none();
+    let version = Command::new(kit::Parts::get().unwrap().program("containerd")).arg("--version").output().unwrap();
+    let version = String::from_utf8(version.stdout).unwrap();
+    let old = ["2.0.", "2.1.", "2.2."]
+        .iter()
+        .any(|of| version.split(' ').nth(2).unwrap().trim_start_matches('v').starts_with(of));
+    assert_eq!(hidden, old, "{version}");
+}
