@@ -86,8 +86,8 @@ impl Controller {
         let (environment, register) = (self.environment.clone(), self.sandboxes.clone());
         // A task of its own: the reservation must end however the caller does.
         let created = tokio::task::spawn_blocking(move || {
-            let (free, name) = (register.clone(), request.id.clone());
-            let created = Sandbox::create(environment, &request, move || free.free(&name));
+            let free = register.clone();
+            let created = Sandbox::create(environment, &request, move |id| free.free(id));
             let mut slots = register.turn();
             match created {
                 Ok(sandbox) => {

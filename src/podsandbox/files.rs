@@ -9,12 +9,12 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use serde::{Deserialize, Serialize};
 
-use super::record::gone;
+use super::record::{SANDBOXES, gone};
 use crate::config::Config;
 use crate::error::{IoContext as _, Step};
 
@@ -72,49 +72,78 @@ impl Dns {
     }
 }
 
-/// Where the files of one sandbox are. Those who change them take turns.
+/// Where the files of all sandboxes are: directories of which each has one of its own, named by its id.
+#[derive(Debug)]
+pub struct Roots {
+    /// Of hostname, hosts, resolv.conf.
+    root: PathBuf,
+    /// Of the shared memory that CRI mounts.
+    volatile: PathBuf,
+    /// Of the mounts that hold the shared memory: the records.
+    records: PathBuf,
+}
+
+impl Roots {
+    /// Those of a daemon.
+    pub fn new(config: &Config) -> Self {
+        Self {
+            root: config.containerd_root.join(CRI_SANDBOXES),
+            volatile: config.containerd_state.join(CRI_SANDBOXES),
+            records: config.state_dir.join(SANDBOXES),
+        }
+    }
+}
+
+/// Where the files of one sandbox are. Those who change them take turns. The paths are made when they are needed: thousands of
+/// sandboxes would keep them for nothing.
 #[derive(Debug)]
 pub struct Places {
-    /// hostname, hosts, resolv.conf.
-    root: PathBuf,
-    /// Parent of the shared memory that CRI mounts.
-    volatile: PathBuf,
-    /// The mount that holds the tmpfs, in the sandbox's record directory.
-    held_shm: PathBuf,
+    roots: Arc<Roots>,
+    id: Box<str>,
     /// Set once the shared memory was released: nothing is mended any more.
     released: Mutex<bool>,
 }
 
 impl Places {
-    /// The places of `id`; `record_dir` is the sandbox's own directory.
-    pub fn new(config: &Config, id: &str, record_dir: &Path) -> Self {
-        Self {
-            root: config.containerd_root.join(CRI_SANDBOXES).join(id),
-            volatile: config.containerd_state.join(CRI_SANDBOXES).join(id),
-            held_shm: record_dir.join("shm"),
-            released: Mutex::new(false),
-        }
+    /// The places of `id`.
+    pub fn new(roots: &Arc<Roots>, id: &str) -> Self {
+        Self { roots: Arc::clone(roots), id: id.into(), released: Mutex::new(false) }
+    }
+
+    /// hostname, hosts, resolv.conf.
+    fn root(&self) -> PathBuf {
+        self.roots.root.join(&*self.id)
+    }
+
+    /// Parent of the shared memory that CRI mounts.
+    fn volatile(&self) -> PathBuf {
+        self.roots.volatile.join(&*self.id)
+    }
+
+    /// The mount that holds the tmpfs, in the sandbox's record directory.
+    fn held_shm(&self) -> PathBuf {
+        self.roots.records.join(&*self.id).join("shm")
     }
 
     /// Where CRI takes /dev/shm of the pod's containers from.
     pub fn shm(&self) -> PathBuf {
-        self.volatile.join("shm")
+        self.volatile().join("shm")
     }
 
     /// Where CRI takes resolv.conf from.
     pub fn resolv_conf(&self) -> PathBuf {
-        self.root.join("resolv.conf")
+        self.root().join("resolv.conf")
     }
 
     /// Every file and directory by CRI's name for it.
     pub fn all(&self) -> [(&'static str, PathBuf); 4] {
-        let at = |name: &'static str| (name, self.root.join(name));
+        let at = |name: &'static str| (name, self.root().join(name));
         [at("hostname"), at("hosts"), at("resolv.conf"), ("shm", self.shm())]
     }
 
     /// A start job has been here: it makes the directory of the held shared memory first of all.
     pub fn begun(&self) -> bool {
-        self.held_shm.exists()
+        self.held_shm().exists()
     }
 
     /// Makes everything; the shared memory gets that SELinux label, unless it is empty.
@@ -138,7 +167,8 @@ impl Places {
             return Ok(false);
         }
         let mut mended = false;
-        if ["hostname", "hosts", "resolv.conf"].iter().any(|name| !self.root.join(name).exists()) {
+        let root = self.root();
+        if ["hostname", "hosts", "resolv.conf"].iter().any(|name| !root.join(name).exists()) {
             self.write_all(files)?;
             mended = true;
         }
@@ -156,7 +186,7 @@ impl Places {
     pub fn release_shm(&self) -> Result<(), Vec<Step>> {
         let mut released = self.turn();
         *released = true;
-        let errors: Vec<Step> = [self.shm(), self.held_shm.clone()].iter().filter_map(|p| unmount(p).err()).collect();
+        let errors: Vec<Step> = [self.shm(), self.held_shm()].iter().filter_map(|p| unmount(p).err()).collect();
         if errors.is_empty() { Ok(()) } else { Err(errors) }
     }
 
@@ -168,10 +198,11 @@ impl Places {
         // Nothing below may be a mount when directories are removed with their contents.
         self.release_shm()?;
         let mut errors = Vec::new();
-        for dir in [&self.volatile, &self.root] {
-            errors.extend(gone(fs::remove_dir_all(dir)).step_at("remove directory", dir).err());
+        for dir in [self.volatile(), self.root()] {
+            errors.extend(gone(fs::remove_dir_all(&dir)).step_at("remove directory", dir).err());
         }
-        errors.extend(gone(fs::remove_dir(&self.held_shm)).step_at("remove directory", &self.held_shm).err());
+        let held = self.held_shm();
+        errors.extend(gone(fs::remove_dir(&held)).step_at("remove directory", held).err());
         if errors.is_empty() { Ok(()) } else { Err(errors) }
     }
 
@@ -181,32 +212,34 @@ impl Places {
 
     fn make_shm(&self, files: &Files, label: &str) -> Result<(), Step> {
         // First of all, also without shared memory: recovery sees by it that a start job had begun.
-        match fs::DirBuilder::new().mode(0o700).create(&self.held_shm) {
+        let held = self.held_shm();
+        match fs::DirBuilder::new().mode(0o700).create(&held) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-            other => other.step_at("make directory", &self.held_shm)?,
+            other => other.step_at("make directory", &held)?,
         }
         if !files.shm {
             return fs::metadata("/dev/shm").map(drop).step_at("find the node's shared memory", "/dev/shm");
         }
         let flags = MsFlags::MS_NOEXEC | MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
-        mount(Some("shm"), &self.held_shm, Some("tmpfs"), flags, Some(shm_options(label).as_ref()))
-            .step_at("mount shared memory", &self.held_shm)?;
+        mount(Some("shm"), &held, Some("tmpfs"), flags, Some(shm_options(label).as_ref()))
+            .step_at("mount shared memory", &held)?;
         self.bind_shm()
     }
 
     fn bind_shm(&self) -> Result<(), Step> {
         let shm = self.shm();
-        make_dirs(&self.volatile, 0o755)?;
+        make_dirs(&self.volatile(), 0o755)?;
         match fs::DirBuilder::new().mode(0o700).create(&shm) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
             other => other.step_at("make directory", &shm)?,
         }
-        mount(Some(&self.held_shm), &shm, None::<&str>, MsFlags::MS_BIND, None::<&str>)
+        mount(Some(&self.held_shm()), &shm, None::<&str>, MsFlags::MS_BIND, None::<&str>)
             .step_at("bind shared memory", &shm)
     }
 
     fn shm_in_place(&self) -> Result<bool, Step> {
-        let held = fs::metadata(&self.held_shm).step_at("find shared memory", &self.held_shm)?;
+        let held = self.held_shm();
+        let held = fs::metadata(&held).step_at("find shared memory", held)?;
         match fs::metadata(self.shm()) {
             Ok(seen) => Ok(seen.dev() == held.dev()),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
@@ -215,7 +248,7 @@ impl Places {
     }
 
     fn write_all(&self, files: &Files) -> Result<(), Step> {
-        make_dirs(&self.root, 0o755)?;
+        make_dirs(&self.root(), 0o755)?;
         let hostname = if files.hostname.is_empty() { node_hostname()? } else { files.hostname.clone() };
         self.write("hostname", format!("{hostname}\n").as_bytes())?;
         self.write("hosts", &fs::read("/etc/hosts").step_at("read the node's hosts", "/etc/hosts")?)?;
@@ -229,7 +262,7 @@ impl Places {
     }
 
     fn write(&self, name: &str, content: &[u8]) -> Result<(), Step> {
-        let path = self.root.join(name);
+        let path = self.root().join(name);
         fs::write(&path, content).step_at("write file", path)
     }
 }

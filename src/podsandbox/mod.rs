@@ -7,9 +7,11 @@ use bytes::Bytes;
 
 pub use crate::pause::Exit;
 
+mod board;
 mod checked;
 mod error;
 mod files;
+mod inbox;
 mod metrics;
 mod overview;
 mod owner;

@@ -7,10 +7,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::Error;
+use super::board::{Publisher, Reader, board};
+use super::inbox::{Inbox, Sender, inbox};
 use super::state::{Action, Event, Job, Machine, Phase, Verb};
 use super::work::{StartFailure, Work};
 use crate::error::Step;
@@ -87,9 +89,9 @@ pub enum Entry {
 pub struct Owner {
     work: Arc<Work>,
     machine: Machine,
-    inbox: mpsc::UnboundedReceiver<Message>,
-    to_self: mpsc::UnboundedSender<Message>,
-    published: watch::Sender<Published>,
+    inbox: Inbox<Message>,
+    to_self: Sender<Message>,
+    published: Publisher<Published>,
     pause: Option<Arc<dyn Pause>>,
     replies: Vec<(Verb, Reply)>,
     at_rest: Vec<oneshot::Sender<()>>,
@@ -97,7 +99,7 @@ pub struct Owner {
     failure: Vec<Step>,
     /// When the next retry is due, or a sandbox that was never started is given up.
     alarm: Option<Instant>,
-    on_gone: Option<Box<dyn FnOnce() + Send>>,
+    on_gone: Option<Box<dyn FnOnce(&str) + Send>>,
     retired: bool,
 }
 
@@ -105,19 +107,19 @@ pub struct Owner {
 #[derive(Clone, Debug)]
 pub struct Handle {
     /// Into the inbox.
-    pub inbox: mpsc::UnboundedSender<Message>,
+    pub inbox: Sender<Message>,
     /// What is published.
-    pub published: watch::Receiver<Published>,
+    pub published: Reader<Published>,
 }
 
 impl Owner {
     /// Starts the owner's task. `abandoned` is when a sandbox that was not started until then is removed;
-    /// `on_gone` frees the id.
+    /// `on_gone` frees the id that it is told.
     pub fn spawn(
         work: Arc<Work>,
         entry: Entry,
         abandoned: Option<Instant>,
-        on_gone: impl FnOnce() + Send + 'static,
+        on_gone: impl FnOnce(&str) + Send + 'static,
     ) -> Handle {
         let cut_off = matches!(entry, Entry::CutOff);
         let (phase, pid, exit, pause) = match entry {
@@ -131,8 +133,8 @@ impl Owner {
             }
             Entry::Unknown { pid } => (Phase::Unknown, pid, None, None),
         };
-        let (to_self, inbox) = mpsc::unbounded_channel();
-        let (published, seen) = watch::channel(Published { phase, pid, exit, failures: 0 });
+        let (to_self, inbox) = inbox();
+        let (published, seen) = board(Published { phase, pid, exit, failures: 0 });
         let handle = Handle { inbox: to_self.clone(), published: seen };
         let mut owner = Self {
             work,
@@ -165,7 +167,8 @@ impl Owner {
         while !self.retired {
             let message = match self.alarm {
                 None => self.inbox.recv().await,
-                Some(at) => match tokio::time::timeout_at(at, self.inbox.recv()).await {
+                // Few sandboxes wait for an alarm, and its future is larger than all the rest.
+                Some(at) => match Box::pin(tokio::time::timeout_at(at, self.inbox.recv())).await {
                     Ok(message) => message,
                     Err(_) => {
                         self.alarm = None;
@@ -175,8 +178,6 @@ impl Owner {
                     }
                 },
             };
-            // The owner holds a sender itself, so the inbox never closes.
-            let Some(message) = message else { break };
             self.take(message);
             if self.machine.at_rest() {
                 self.work.subject.follow(None);
@@ -225,7 +226,7 @@ impl Owner {
                 self.feed(Event::AdoptFailed);
             }
             Message::Done(Outcome::Rest(Ok(()))) => {
-                self.published.send_if_modified(|published| std::mem::take(&mut published.failures) != 0);
+                self.published.change(|published| published.failures = 0);
                 self.feed(Event::JobDone);
             }
             Message::Done(Outcome::Rest(Err(steps))) => {
@@ -238,10 +239,10 @@ impl Owner {
     }
 
     fn exited(&mut self, exit: Exit) {
-        if self.published.borrow().exit.is_none() {
+        if self.published.get().exit.is_none() {
             log::info!(sandbox = self.id(), status = exit.status; "the pause has ended");
             self.work.telemetry.pause_ended();
-            self.published.send_modify(|published| published.exit = Some(exit));
+            self.published.change(|published| published.exit = Some(exit));
         }
         self.pause = None;
         self.feed(Event::Exited);
@@ -264,7 +265,7 @@ impl Owner {
             Action::Publish => {
                 let pid = self.pause.as_ref().map(|pause| pause.identity().pid);
                 let phase = self.machine.phase();
-                self.published.send_modify(|published| {
+                self.published.change(|published| {
                     published.phase = phase;
                     published.pid = pid.unwrap_or(published.pid);
                 });
@@ -301,13 +302,13 @@ impl Owner {
                 let delay = exit::CLEANUP.delay(failures);
                 log::warn!(sandbox = self.id(), failures = failures; "cleanup is tried again in {} s", delay.as_secs());
                 self.work.telemetry.cleanup_failed();
-                self.published.send_modify(|published| published.failures = failures);
+                self.published.change(|published| published.failures = failures);
                 self.alarm = Some(Instant::now() + delay);
             }
             Action::Retire => {
                 self.retired = true;
                 if let Some(on_gone) = self.on_gone.take() {
-                    on_gone();
+                    on_gone(self.id());
                 }
             }
         }
@@ -324,7 +325,7 @@ impl Owner {
     /// Runs a job on a blocking thread. A panic in it is a failed job, not the end of the sandbox.
     fn run_job(&mut self, job: Job) {
         let (work, to_self) = (self.work.clone(), self.to_self.clone());
-        let Published { pid, exit, .. } = *self.published.borrow();
+        let Published { pid, exit, .. } = self.published.get();
         tokio::task::spawn_blocking(move || {
             let outcome = match job {
                 Job::Start => Outcome::Start(

@@ -155,6 +155,9 @@ impl From<Unreadable> for Step {
     }
 }
 
+/// Directory of all records in the daemon's own.
+pub(super) const SANDBOXES: &str = "sandboxes";
+
 const RECORD: &str = "record.json";
 const STAGE: &str = "stage.json";
 

@@ -57,7 +57,6 @@ where
     let all = stream::iter(ids).map(|id| {
         let (environment, on_gone) = (environment.clone(), on_gone.clone());
         async move {
-            let name = id.clone();
             let (work, entry, abandoned) = match one(&environment, id.clone()).await {
                 Ok(Some(found)) => found,
                 Ok(None) => return None,
@@ -66,7 +65,7 @@ where
                     return Some(Recovered::Aside { id, reason });
                 }
             };
-            let sandbox = Sandbox::enter(environment, work, entry, abandoned, move || on_gone(&name));
+            let sandbox = Sandbox::enter(environment, work, entry, abandoned, on_gone);
             Some(Recovered::Sandbox(sandbox))
         }
     });
@@ -235,7 +234,7 @@ fn look(environment: &Environment, id: &str) -> Result<Found, String> {
         // has removed the record.
         Err(Unreadable::Missing(_)) => {
             let text = |steps: Vec<Step>| steps.iter().map(Step::to_string).collect::<Vec<_>>().join("; ");
-            let removed = Places::new(&environment.config, id, store.dir()).remove().map_err(text);
+            let removed = Places::new(&environment.roots, id).remove().map_err(text);
             let removed = removed.and_then(|()| store.remove().map_err(|step| step.to_string()));
             return removed.map(|()| Found::Nothing).map_err(|e| format!("a directory without a record: {e}"));
         }

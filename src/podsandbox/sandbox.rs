@@ -10,9 +10,9 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 
 use super::checked::check;
-use super::files::Places;
+use super::files::{Places, Roots};
 use super::owner::{Entry, Handle, Message, Owner, Published, abandoned_at};
-use super::record::{Blob, Record, Store};
+use super::record::{Blob, Record, SANDBOXES, Store};
 use super::selinux::{Level, Selinux};
 use super::state::{Phase, Verb};
 use super::work::Work;
@@ -52,6 +52,8 @@ pub struct Environment {
     pub shim_driver: Arc<dyn Driver>,
     /// Makes the pods' Task endpoints.
     pub shims: Arc<shim::Shims>,
+    /// Where the sandboxes' files are.
+    pub(super) roots: Arc<Roots>,
     /// Gives the pods their labels.
     pub selinux: Selinux,
     /// Counts what happens.
@@ -61,7 +63,7 @@ pub struct Environment {
 impl Environment {
     /// Directory of all records.
     pub fn sandboxes(&self) -> PathBuf {
-        self.config.state_dir.join("sandboxes")
+        self.config.state_dir.join(SANDBOXES)
     }
 
     /// Settings and native driver with the endpoints that go with them. `open_files` is the soft limit that shims get.
@@ -79,7 +81,8 @@ impl Environment {
         };
         let shims = Arc::new(shim::Shims::new(settings, open_files)?);
         let shim_driver = Arc::new(ShimDriver::new(shims.clone()));
-        Ok(Self { config, native, shim_driver, shims, selinux: Selinux::default(), telemetry: Arc::default() })
+        let roots = Arc::new(Roots::new(&config));
+        Ok(Self { config, native, shim_driver, shims, roots, selinux: Selinux::default(), telemetry: Arc::default() })
     }
 
     /// What the jobs of that sandbox work on; `level` is the one that it holds.
@@ -87,7 +90,7 @@ impl Environment {
         let store = Store::new(&self.sandboxes(), &record.id);
         Work {
             driver: if record.driver == shim::driver::NAME { &self.shim_driver } else { &self.native }.clone(),
-            places: Places::new(&self.config, &record.id, store.dir()),
+            places: Places::new(&self.roots, &record.id),
             shim: self.shims.endpoint(record.shim, &record.id, store.dir(), runtime(record)),
             plan: record.plan.clone(),
             files: record.files.clone(),
@@ -118,14 +121,14 @@ struct Pod {
 
 impl shim::Pod for Pod {
     fn namespaces(&self) -> Vec<(&'static str, u64)> {
-        let (plan, pid) = (&self.work.plan, self.owner.published.borrow().pid);
+        let (plan, pid) = (&self.work.plan, self.owner.published.get().pid);
         let own = [
             ("net", plan.netns.is_some()),
             ("ipc", plan.ipc == Namespace::Private),
             ("uts", plan.uts == Namespace::Private),
         ];
         let inode = |kind| std::fs::metadata(format!("/proc/{pid}/ns/{kind}")).map(|meta| meta.ino()).ok();
-        let live = self.owner.published.borrow().phase == Phase::Ready;
+        let live = self.owner.published.get().phase == Phase::Ready;
         let own = own.into_iter().filter(|(_, own)| live && *own);
         own.filter_map(|(kind, _)| Some((kind, inode(kind)?))).collect()
     }
@@ -149,14 +152,14 @@ pub struct Sandbox {
 }
 
 impl Sandbox {
-    /// Checks a request and records the sandbox. Blocks. `on_gone` frees the id when the sandbox is removed.
+    /// Checks a request and records the sandbox. Blocks. `on_gone` frees the id that it is told, when the sandbox is removed.
     ///
     /// # Errors
     /// [`Error::Invalid`], or the failed step; nothing is left then.
     pub fn create(
         environment: Arc<Environment>,
         request: &CreateRequest,
-        on_gone: impl FnOnce() + Send + 'static,
+        on_gone: impl FnOnce(&str) + Send + 'static,
     ) -> Result<Self, Error> {
         let config = &environment.config;
         let (record, level) = check(request, config, environment.native.name(), &environment.selinux)?;
@@ -181,7 +184,7 @@ impl Sandbox {
         work: Arc<Work>,
         entry: Entry,
         abandoned: Option<tokio::time::Instant>,
-        on_gone: impl FnOnce() + Send + 'static,
+        on_gone: impl FnOnce(&str) + Send + 'static,
     ) -> Self {
         let owner = Owner::spawn(work.clone(), entry, abandoned, on_gone);
         work.shim.serve(Arc::new(Pod { work: work.clone(), owner: owner.clone() }));
@@ -247,8 +250,7 @@ impl Sandbox {
     /// [`Error::NotFound`] when the sandbox was removed without ever having had a pause.
     pub async fn wait(&self) -> Result<Exit, Error> {
         self.asked.store(true, Ordering::Relaxed);
-        let mut published = self.owner.published.clone();
-        let exit = published.wait_for(|published| published.exit.is_some()).await.ok().and_then(|seen| seen.exit);
+        let exit = self.owner.published.wait_for(|published| published.exit).await;
         exit.ok_or_else(|| Error::NotFound { id: self.id().to_owned() })
     }
 
@@ -401,7 +403,7 @@ impl Sandbox {
     }
 
     fn published(&self) -> Published {
-        *self.owner.published.borrow()
+        self.owner.published.get()
     }
 
     fn read_record(&self, verb: &'static str) -> Result<Record, Error> {

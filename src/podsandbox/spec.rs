@@ -22,6 +22,7 @@ mod annotations;
 
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
 
 use oci_spec::OciSpecError;
 use oci_spec::runtime::{
@@ -30,7 +31,7 @@ use oci_spec::runtime::{
 };
 
 use super::checked::decode_config;
-use super::files::Places;
+use super::files::{Places, Roots};
 use super::record::Record;
 use super::{Error, Payload};
 use crate::config::{CgroupDriver, Config};
@@ -127,7 +128,7 @@ fn process(plan: &Plan) -> Process {
 
 fn mounts(record: &Record, pod: &PodSandboxConfig, config: &Config) -> Vec<Mount> {
     let plan = &record.plan;
-    let places = Places::new(config, &record.id, &config.state_dir.join("sandboxes").join(&record.id));
+    let places = Places::new(&Arc::new(Roots::new(config)), &record.id);
     let bind = ["rbind", "ro", "nosuid", "nodev", "noexec"];
     let shm = if record.files.shm { places.shm() } else { SHM.into() };
     let sys_mode = if privileged(pod) { "rw" } else { "ro" };
