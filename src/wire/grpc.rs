@@ -4,6 +4,7 @@ use std::future::poll_fn;
 use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
+use futures::future::BoxFuture;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream};
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, header};
@@ -59,7 +60,7 @@ pub(super) async fn serve<V: Verbs>(stream: UnixStream, handler: Handler<V>) -> 
             next = connection.accept() => match next {
                 Some(call) => {
                     let (request, respond) = call?;
-                    calls.spawn(serve_call(handler.clone(), request, respond));
+                    calls.spawn(serve_call(handler.clone(), Asked::from(request), respond));
                 }
                 None => return Ok(()),
             },
@@ -72,30 +73,46 @@ pub(super) async fn serve<V: Verbs>(stream: UnixStream, handler: Handler<V>) -> 
     }
 }
 
-async fn serve_call<V: Verbs>(handler: Handler<V>, request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
-    let (head, body) = request.into_parts();
-    let grpc =
-        head.headers.get(header::CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(CONTENT_TYPE.as_bytes()));
+/// What of a request its call needs: a Wait is pending for as long as its pod lives, and the headers would be with it.
+struct Asked {
+    grpc: bool,
+    path: Box<str>,
+    deadline: Result<Option<Duration>, Status>,
+    trace: Option<TraceId>,
+    message: BoxFuture<'static, Result<Bytes, Status>>,
+}
+
+impl From<Request<RecvStream>> for Asked {
+    fn from(request: Request<RecvStream>) -> Self {
+        let (head, body) = request.into_parts();
+        let kind = head.headers.get(header::CONTENT_TYPE);
+        Self {
+            grpc: kind.is_some_and(|kind| kind.as_bytes().starts_with(CONTENT_TYPE.as_bytes())),
+            path: head.uri.path().into(),
+            deadline: timeout(&head.headers),
+            trace: head.headers.get(TRACEPARENT).and_then(|value| TraceId::of_traceparent(value.to_str().ok()?)),
+            message: Box::pin(message(body)),
+        }
+    }
+}
+
+async fn serve_call<V: Verbs>(handler: Handler<V>, asked: Asked, mut respond: SendResponse<Bytes>) {
+    let Asked { grpc, path, deadline, trace, message } = asked;
     let sent = if !grpc {
         refuse(&mut respond)
     } else {
+        let (service, method) = path.strip_prefix('/').and_then(|path| path.split_once('/')).unwrap_or_default();
+        let call = Call { service, method, deadline, trace, operators: false };
         let answer = tokio::select! {
-            answer = call(&handler, &head, body) => answer,
+            answer = Box::pin(handler.answer(call, message)) => answer,
             // The caller gave up; the call is dropped.
             _ = poll_fn(|cx| respond.poll_reset(cx)) => return,
         };
         send(&mut respond, answer)
     };
     if let Err(e) = sent {
-        log::debug!("gRPC answer to {}: {e}", head.uri.path());
+        log::debug!("gRPC answer to {path}: {e}");
     }
-}
-
-async fn call<V: Verbs>(handler: &Handler<V>, head: &http::request::Parts, body: RecvStream) -> Answer {
-    let (service, method) = head.uri.path().strip_prefix('/').and_then(|path| path.split_once('/')).unwrap_or_default();
-    let trace = head.headers.get(TRACEPARENT).and_then(|value| TraceId::of_traceparent(value.to_str().ok()?));
-    let call = Call { service, method, deadline: timeout(&head.headers)?, trace, operators: false };
-    handler.answer(call, message(body)).await
 }
 
 /// Reads the one message of a unary call.

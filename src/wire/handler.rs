@@ -1,12 +1,12 @@
 //! The one handler behind both protocols: decode, call the verb, encode.
 
 use std::any::Any;
-use std::future::Future;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures::FutureExt;
+use futures::future::BoxFuture;
 use protobuf::{Message, MessageField};
 use tokio::sync::watch;
 
@@ -46,12 +46,12 @@ const MAX_ANSWER: usize = MAX_MESSAGE - (64 << 10);
 pub(super) type Answer = Result<Vec<u8>, Status>;
 
 /// A call as its skin understood it.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Call<'a> {
     pub(super) service: &'a str,
     pub(super) method: &'a str,
     /// The time that its caller gives it.
-    pub(super) deadline: Option<Duration>,
+    pub(super) deadline: Result<Option<Duration>, Status>,
     /// The trace that it belongs to, if its caller says so.
     pub(super) trace: Option<TraceId>,
     /// It came where operators ask, not only containerd.
@@ -103,10 +103,10 @@ impl<V: Verbs> Handler<V> {
     /// Answers one call whatever happens to it: it panics, its deadline passes, the daemon goes down.
     ///
     /// `request` reads the request's bytes, so that a caller who never sends the rest of them is bounded as well.
-    pub(super) async fn answer<B: AsRef<[u8]>>(
+    pub(super) async fn answer<B: AsRef<[u8]> + Send>(
         &self,
         of: Call<'_>,
-        request: impl Future<Output = Result<B, Status>>,
+        request: BoxFuture<'_, Result<B, Status>>,
     ) -> Answer {
         let running = self.telemetry.call(of.counted());
         let answer = trace::within(of.trace, self.bounded(of, request)).await;
@@ -114,13 +114,15 @@ impl<V: Verbs> Handler<V> {
         answer
     }
 
-    async fn bounded<B: AsRef<[u8]>>(&self, of: Call<'_>, request: impl Future<Output = Result<B, Status>>) -> Answer {
+    async fn bounded<B: AsRef<[u8]> + Send>(&self, of: Call<'_>, request: BoxFuture<'_, Result<B, Status>>) -> Answer {
         if self.is_stopping() {
             return Err(Status::stopping());
         }
-        let Call { method, deadline, .. } = of;
-        let call = async { self.dispatch(of, request.await?.as_ref()).await };
-        let call = AssertUnwindSafe(call).catch_unwind();
+        let Call { service, method, deadline, operators, .. } = of;
+        let deadline = deadline?;
+        // Boxed, as is the request: what is handed on by value is in the future once for each hand, for as long as a Wait is pending.
+        let call = async { self.dispatch(service, method, operators, request.await?).await };
+        let call = Box::pin(AssertUnwindSafe(call).catch_unwind());
         let answer = tokio::select! {
             biased;
             answer = call => answer.unwrap_or_else(|panic| {
@@ -142,11 +144,23 @@ impl<V: Verbs> Handler<V> {
         }
     }
 
-    async fn dispatch(&self, Call { service, method, operators, .. }: Call<'_>, bytes: &[u8]) -> Answer {
-        match service {
-            CONTROLLER => self.controller(method, bytes).await,
-            SANDBOX => self.sandbox(method, bytes).await,
-            inspect::SERVICE if operators => inspect::answer(&*self.verbs, method, bytes).await,
+    /// A Wait is pending for as long as its pod lives, so it keeps no request and has a future of its own: that of all other verbs is as
+    /// large as the largest of them needs it.
+    async fn dispatch<B: AsRef<[u8]>>(&self, service: &str, method: &str, operators: bool, bytes: B) -> Answer {
+        match (service, method) {
+            (CONTROLLER, "Wait") => {
+                let id = decode::<c::ControllerWaitRequest>(bytes.as_ref())?.sandbox_id;
+                drop(bytes);
+                encode(method, self.verbs.wait(&id).await.map(convert::exit))
+            }
+            (SANDBOX, "WaitSandbox") => {
+                let id = decode::<s::WaitSandboxRequest>(bytes.as_ref())?.sandbox_id;
+                drop(bytes);
+                encode(method, self.verbs.wait(&id).await.map(convert::sandbox_exit))
+            }
+            (CONTROLLER, _) => Box::pin(self.controller(method, bytes.as_ref())).await,
+            (SANDBOX, _) => Box::pin(self.sandbox(method, bytes.as_ref())).await,
+            (inspect::SERVICE, _) if operators => Box::pin(inspect::answer(&*self.verbs, method, bytes.as_ref())).await,
             _ => Err(not_served(service, method)),
         }
     }
@@ -178,10 +192,6 @@ impl<V: Verbs> Handler<V> {
                 // timeout_secs is for sandboxes that are asked to end; a pause is killed.
                 let id = decode::<c::ControllerStopRequest>(bytes)?.sandbox_id;
                 encode(method, verbs.stop(&id).await.map(|()| c::ControllerStopResponse::default()))
-            }
-            "Wait" => {
-                let id = decode::<c::ControllerWaitRequest>(bytes)?.sandbox_id;
-                encode(method, verbs.wait(&id).await.map(convert::exit))
             }
             "Status" => {
                 let c::ControllerStatusRequest { sandbox_id: id, verbose, .. } = decode(bytes)?;
@@ -239,10 +249,6 @@ impl<V: Verbs> Handler<V> {
                 let id = decode::<s::StopSandboxRequest>(bytes)?.sandbox_id;
                 encode(method, verbs.stop(&id).await.map(|()| s::StopSandboxResponse::default()))
             }
-            "WaitSandbox" => {
-                let id = decode::<s::WaitSandboxRequest>(bytes)?.sandbox_id;
-                encode(method, verbs.wait(&id).await.map(convert::sandbox_exit))
-            }
             "SandboxStatus" => {
                 let s::SandboxStatusRequest { sandbox_id: id, verbose, .. } = decode(bytes)?;
                 encode(method, verbs.status(&id, verbose).await.map(|report| convert::sandbox_status(id, report)))
@@ -277,7 +283,7 @@ impl<V: Verbs> Handler<V> {
 
 async fn expired(deadline: Option<Duration>) {
     match deadline {
-        Some(deadline) => tokio::time::sleep(deadline).await,
+        Some(deadline) => Box::pin(tokio::time::sleep(deadline)).await,
         None => std::future::pending().await,
     }
 }
