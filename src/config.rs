@@ -355,6 +355,7 @@ mod tests {
             containerd_address = "/a/c.sock"
             containerd_namespace = "other"
             cgroup_driver = "cgroupfs"
+            drivers = { "io.x.v2" = "native" }
             shim = "containerd"
             shims = { "io.x.v2" = "/a/shim", "y.v1" = "/b" }
             restrict_oom_score_adj = true

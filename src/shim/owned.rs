@@ -180,31 +180,26 @@ impl Owned {
         }
     }
 
-    /// Serves the endpoint until its end.
+    /// Serves the endpoint until its end. What is done only for a pod with containers has futures of its own: an idle pod's is small.
     pub(super) async fn serve(self: Arc<Self>, pod: Arc<dyn Pod>) {
-        if self.blocking(|owned| owned.death()).await.flatten().is_some() {
+        if Box::pin(self.blocking(|owned| owned.death())).await.flatten().is_some() {
             // The daemon may have been killed between the record of it and what follows from it.
             pod.bereaved();
         }
         loop {
             match self.next() {
                 Next::Ended => return,
-                Next::Missed(exit) => self.after(exit, &pod).await,
+                Next::Missed(exit) => Box::pin(self.after(exit, &pod)).await,
                 Next::Watch(shim) => {
                     let exit = shim.exited().await;
                     self.gone();
-                    self.after(exit, &pod).await;
+                    Box::pin(self.after(exit, &pod)).await;
                 }
-                Next::Launch => match self.blocking(Self::launch).await {
-                    Some(Ok(Some(shim))) => self.attend(shim, &pod).await,
-                    Some(Ok(None)) => {}
-                    Some(Err(step)) => self.refuse(&step.to_string()).await,
-                    None => sleep(AGAIN).await,
-                },
+                Next::Launch => Box::pin(self.launch_and_attend(&pod)).await,
                 Next::Listen => {
-                    if let Some(Err(step)) = self.blocking(Self::listen).await {
+                    if let Some(Err(step)) = Box::pin(self.blocking(Self::listen)).await {
                         log::error!(sandbox = self.group.id.as_str(); "its endpoint: {step}");
-                        sleep(AGAIN).await;
+                        Box::pin(sleep(AGAIN)).await;
                     }
                 }
                 Next::Wait(None) => self.changed.notified().await,
@@ -213,12 +208,21 @@ impl Owned {
                         Ok(()) => self.now().wanted = true,
                         Err(e) => {
                             log::error!(sandbox = self.group.id.as_str(); "watch its endpoint: {e}");
-                            sleep(AGAIN).await;
+                            Box::pin(sleep(AGAIN)).await;
                         }
                     },
                     () = self.changed.notified() => {}
                 },
             }
+        }
+    }
+
+    async fn launch_and_attend(self: &Arc<Self>, pod: &Arc<dyn Pod>) {
+        match self.blocking(Self::launch).await {
+            Some(Ok(Some(shim))) => self.attend(shim, pod).await,
+            Some(Ok(None)) => {}
+            Some(Err(step)) => self.refuse(&step.to_string()).await,
+            None => sleep(AGAIN).await,
         }
     }
 
