@@ -119,6 +119,11 @@ const SHARES: Weight = (c"cpu.shares", b"2");
 /// What runc makes of these shares for version 2.
 const WEIGHT: Weight = (c"cpu.weight", b"1");
 
+/// The same for a scope: without it systemd gives its cgroup what every unit has.
+const SCOPE_SHARES: (&str, u64) = ("CPUShares", 2);
+/// The same with version 2.
+const SCOPE_WEIGHT: (&str, u64) = ("CPUWeight", 1);
+
 /// The node's cgroup file systems.
 #[derive(Debug)]
 pub(super) struct Cgroups {
@@ -193,7 +198,7 @@ impl Cgroups {
     pub(super) fn make(&self, placement: &Placement) -> Result<Option<Made<'_>>, Step> {
         match placement {
             Placement::Inherit => Ok(None),
-            Placement::Directory(path) => self.make_directory(path).map(Some),
+            Placement::Directory(path) => self.make_directory(path, self.unified).map(Some),
             Placement::Scope(scope) => {
                 // Left over from a Start of the same sandbox that was cut short.
                 if self.exists(&scope.path)
@@ -206,7 +211,8 @@ impl Cgroups {
                 if self.unified && !self.exists(&scope.parent()) {
                     self.systemd.start_slice(&scope.slice)?;
                 }
-                self.make_directory(&scope.path).map(Some)
+                // What its slice hands down is systemd's affair.
+                self.make_directory(&scope.path, false).map(Some)
             }
         }
     }
@@ -219,7 +225,8 @@ impl Cgroups {
         match placement {
             Placement::Inherit | Placement::Directory(_) => Ok(()),
             Placement::Scope(scope) => {
-                self.systemd.start_scope(scope, pid)?;
+                let weight = if self.unified { SCOPE_WEIGHT } else { SCOPE_SHARES };
+                self.systemd.start_scope(scope, pid, weight)?;
                 if self.unified { Ok(()) } else { self.bring_back(&scope.path, pid) }
             }
         }
@@ -236,7 +243,7 @@ impl Cgroups {
                     // It may have ended already: its exit will be seen.
                     Ok(()) | Err(Errno(libc::ESRCH)) => break,
                     // Removed with the process's move out of it.
-                    Err(Errno(libc::ENOENT)) if tries > 1 => self.make_directory(cgroup)?.keep(),
+                    Err(Errno(libc::ENOENT)) if tries > 1 => self.make_directory(cgroup, false)?.keep(),
                     Err(e) => return Err(Step::at("move the pause into cgroup", self.path(index, cgroup), e.into())),
                 }
                 tries -= 1;
@@ -262,14 +269,14 @@ impl Cgroups {
         }
     }
 
-    /// Makes the cgroup in every hierarchy, missing parents too.
-    fn make_directory<'a>(&'a self, cgroup: &CStr) -> Result<Made<'a>, Step> {
+    /// Makes the cgroup in every hierarchy, missing parents too. With `hand_down` the parents let it have what gives it its weight.
+    fn make_directory<'a>(&'a self, cgroup: &CStr, hand_down: bool) -> Result<Made<'a>, Step> {
         const MAKE: &str = "make cgroup";
         if self.hierarchies.is_empty() {
             let e = io::Error::new(io::ErrorKind::NotFound, "no cgroup file system is mounted");
             return Err(Step::at(MAKE, cgroup.to_string_lossy().as_ref(), e));
         }
-        let mut made = Made { cgroups: self, directories: Vec::new(), leaf: None };
+        let mut made = Made { cgroups: self, hand_down, directories: Vec::new(), leaf: None };
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
             made.leaf(index, hierarchy, cgroup)
                 .map_err(|(path, e)| Step::at(MAKE, self.path(index, &path), e.into()))?;
@@ -323,6 +330,7 @@ impl Cgroups {
 #[derive(Debug)]
 pub(super) struct Made<'a> {
     cgroups: &'a Cgroups,
+    hand_down: bool,
     /// Hierarchy and path, parents first.
     directories: Vec<(usize, CString)>,
     leaf: Option<OwnedFd>,
@@ -354,7 +362,16 @@ impl Made<'_> {
             }
         }
         if let Some((file, value)) = hierarchy.weight {
-            match sys::write_file(hierarchy.root.as_fd(), &below(cgroup, file), value) {
+            let write = || sys::write_file(hierarchy.root.as_fd(), &below(cgroup, file), value);
+            let written = match write() {
+                Err(Errno(libc::ENOENT)) if self.hand_down => {
+                    hand_down_cpu(hierarchy, cgroup);
+                    write()
+                }
+                written => written,
+            };
+            match written {
+                // Its parents have no such controller to hand down.
                 Ok(()) | Err(Errno(libc::ENOENT)) => {}
                 Err(e) => return Err(fail(e)),
             }
@@ -394,6 +411,23 @@ fn ancestors(cgroup: &CStr) -> Vec<CString> {
     let bytes = cgroup.to_bytes();
     let slashes = bytes.iter().enumerate().filter(|(_, byte)| **byte == b'/');
     slashes.filter_map(|(at, _)| CString::new(&bytes[..at]).ok()).collect()
+}
+
+/// Lets every parent of a cgroup of version 2 hand the cpu controller down, as runc does it for the pod's containers. One that has
+/// processes of its own cannot; what is below it has no weights then.
+fn hand_down_cpu(hierarchy: &Hierarchy, cgroup: &CStr) {
+    const CONTROL: &CStr = c"cgroup.subtree_control";
+    let parents = ancestors(cgroup).into_iter().map(|parent| below(&parent, CONTROL));
+    for control in [CONTROL.to_owned()].into_iter().chain(parents) {
+        if let Err(e) = sys::write_file(hierarchy.root.as_fd(), &control, b"+cpu") {
+            log::debug!(
+                "write +cpu to {} of {}: {}",
+                control.to_string_lossy(),
+                hierarchy.mount.display(),
+                io::Error::from(e)
+            );
+        }
+    }
 }
 
 /// Gives a cgroup the CPUs and memory nodes of its parent, and the parent those of its own where it has none.
@@ -522,7 +556,7 @@ mod tests {
     #[test]
     fn nothing_mounted() {
         let cgroups = Cgroups::open(parse(b"1 0 0:1 / / rw - ext4 /dev/vda rw\n")).unwrap();
-        let e = cgroups.make_directory(c"a/id").unwrap_err();
+        let e = cgroups.make_directory(c"a/id", true).unwrap_err();
         assert_eq!(e.to_string(), "make cgroup a/id: no cgroup file system is mounted");
         assert!(cgroups.remove(&placement("a", "id").unwrap()).is_empty());
     }

@@ -187,9 +187,10 @@ async fn checked(
     let before = node.snapshot()?;
     let known = Arc::new(Mutex::new(None));
     let bench = Bench { case, handler, node: Arc::clone(node), suite: Arc::clone(suite), known: Arc::clone(&known) };
-    match tokio::time::timeout(LIMIT, body(bench)).await {
+    let limit = kit::patient(LIMIT);
+    match tokio::time::timeout(limit, body(bench)).await {
         Ok(done) => done?,
-        Err(_) => anyhow::bail!("not done after {LIMIT:?}"),
+        Err(_) => anyhow::bail!("not done after {limit:?}"),
     }
     let known = lock(&known).take();
     match known {

@@ -52,7 +52,7 @@ async fn killed(bench: &Bench, with_container: bool) -> Result<()> {
         Ok(())
     })
     .await?;
-    let waited = tokio::time::timeout(SOON, waiting).await.context("a Wait from before the end")???;
+    let waited = tokio::time::timeout(kit::patient(SOON), waiting).await.context("a Wait from before the end")???;
     ensure!(waited.exit_status == KILLED, "exit status {} for a Wait from before the end", waited.exit_status);
     let again = bench.node.controller(bench.handler).wait(pod.id()).await.context("a Wait after the end")?;
     ensure!(again.exit_status == KILLED, "exit status {} for a Wait after the end", again.exit_status);

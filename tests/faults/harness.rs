@@ -122,6 +122,7 @@ async fn one(suite: &Suite, case: &Case) -> Result<()> {
 }
 
 async fn limited(limit: Duration, running: Running) -> Result<()> {
+    let limit = kit::patient(limit);
     match tokio::time::timeout(limit, running).await {
         Ok(done) => done,
         Err(_) => bail!("not done after {limit:?}"),

@@ -1,5 +1,9 @@
 //! The differences that there are, each with its reason. One that is not seen any more must go.
 
+use anyhow::Result;
+use kit::machine::cgroup;
+use kit::machine::keeper::Keeper;
+
 /// A difference. In each text `*` stands for anything.
 pub(crate) struct Known {
     /// The case.
@@ -12,6 +16,48 @@ pub(crate) struct Known {
     pub(crate) ours: &'static str,
     /// Why.
     pub(crate) why: &'static str,
+    /// The nodes that it is seen on.
+    on: On,
+}
+
+/// Nodes, by what keeps their cgroups.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum On {
+    Any,
+    /// Version 1, or both.
+    V1,
+    /// Version 2 alone.
+    V2,
+    /// Where systemd keeps the cgroups, of either version.
+    Slices,
+    /// Where nobody does but runc and the sandboxer.
+    Directories,
+}
+
+impl Known {
+    const fn on(mut self, on: On) -> Self {
+        self.on = on;
+        self
+    }
+
+    fn is_here(&self, unified: bool) -> bool {
+        match self.on {
+            On::Any => true,
+            On::V1 => !unified,
+            On::V2 => unified,
+            On::Slices => Keeper::chosen() == Keeper::Systemd,
+            On::Directories => Keeper::chosen() == Keeper::Cgroupfs,
+        }
+    }
+}
+
+/// The differences that there are on this node.
+///
+/// # Errors
+/// The machine does not tell what it is.
+pub(crate) fn here() -> Result<Vec<&'static Known>> {
+    let unified = cgroup::unified()?;
+    Ok(KNOWN.iter().filter(|known| known.is_here(unified)).collect())
 }
 
 const fn known(
@@ -21,7 +67,7 @@ const fn known(
     ours: &'static str,
     why: &'static str,
 ) -> Known {
-    Known { case, field, builtin, ours, why }
+    Known { case, field, builtin, ours, why, on: On::Any }
 }
 
 const NO_IMAGE: &str = "the pause program is inside the sandboxer; there is no image";
@@ -40,7 +86,7 @@ const UPDATE: &str = "containerd tells the controller of a resize from 2.3 on";
 const SECCOMP: &str = "the spec tells what is true: our pause does not run under the pod's profile";
 
 /// All of them. The first that fits counts.
-pub(crate) const KNOWN: &[Known] = &[
+const KNOWN: &[Known] = &[
     // ---- whether it runs ----
     known(
         "userns POD, network NODE",
@@ -116,8 +162,10 @@ pub(crate) const KNOWN: &[Known] = &[
         "*/<id>",
         "/",
         "beside version 1 it has no controllers, and our pause stays in the daemon's",
-    ),
-    known("without a *", "pause: cpu.shares of its cgroup", "2", "1024", CGROUP_NONE),
+    )
+    .on(On::V1),
+    known("without a *", "pause: cpu.shares of its cgroup", "2", "1024", CGROUP_NONE).on(On::V1),
+    known("without a *", "pause: cpu.weight of its cgroup", "1", "100", CGROUP_NONE).on(On::V2),
     // ---- what is told of it ----
     known("*", "info.image", "localhost/kit/pause:1", "", NO_IMAGE),
     known("*", "info.snapshotKey", "<id>", "", NO_IMAGE),
@@ -126,7 +174,8 @@ pub(crate) const KNOWN: &[Known] = &[
     known("*without a slash in front", "stats.linux.memory.*", "-", "*", RELATIVE),
     known("without a *", "Metrics", "refused with code 12", "refused with code 13", METRICS),
     known("*", "Metrics", "refused with code 12", "told", METRICS),
-    known("*", "Metrics: *", "-", "io.containerd.cgroups.v1.Metrics", METRICS),
+    known("*", "Metrics: *", "-", "io.containerd.cgroups.v1.Metrics", METRICS).on(On::V1),
+    known("*", "Metrics: *", "-", "io.containerd.cgroups.v2.Metrics", METRICS).on(On::V2),
     known("*", "Metrics: id", "-", "<id>", METRICS),
     known("*", "Metrics: *", "-", "as the kernel's", METRICS),
     known("*", "after Update: info.resources.linux.cpu_shares", "-", "512", UPDATE),

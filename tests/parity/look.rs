@@ -95,6 +95,13 @@ pub(crate) async fn pause(pid: u32, facts: &mut Facts) -> Result<()> {
         let shares = shares.filter_map(|file| fs::read_to_string(file).ok()).next();
         facts.add("pause: cpu.shares of its cgroup", shares.unwrap_or_default().trim());
     }
+    if cgroup::unified()?
+        && let [hierarchy] = &cgroup::hierarchies()?[..]
+    {
+        let path = cgroups.trim_start_matches("0::/");
+        let weight = fs::read_to_string(hierarchy.join(path).join("cpu.weight")).unwrap_or_default();
+        facts.add("pause: cpu.weight of its cgroup", weight.trim());
+    }
     Ok(())
 }
 

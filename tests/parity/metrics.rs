@@ -1,9 +1,10 @@
 //! `Metrics` of the controller, against the files of the kernel and against CRI's own statistics.
 
 use std::fs;
+use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use containerd_shim_protos::cgroups::metrics::Metrics;
+use containerd_shim_protos::{cgroups, cgroups_v2};
 use kit::Pod;
 use kit::machine::cgroup;
 use protobuf::Message as _;
@@ -24,20 +25,42 @@ pub(crate) async fn look(pod: &Pod, facts: &mut Facts) -> Result<()> {
     facts.add("Metrics", "told");
     facts.add("Metrics: type", &metric.data.type_url);
     facts.add("Metrics: id", &metric.id);
-    let told = Metrics::parse_from_bytes(&metric.data.value).context("decode the metrics")?;
-    let between = |low: Option<u64>, value: u64, high: Option<u64>| match (low, high) {
-        (Some(low), Some(high)) if (low..=high).contains(&value) => "as the kernel's".to_owned(),
-        other => format!("{value}, the kernel's {other:?}"),
+    let told = decode(&metric.data.type_url, &metric.data.value).context("decode the metrics")?;
+    let between = |low: Option<u64>, told: Option<u64>, high: Option<u64>| match (low, told, high) {
+        (Some(low), Some(told), Some(high)) if (low..=high).contains(&told) => "as the kernel's".to_owned(),
+        other => format!("between the kernel's: {other:?}"),
     };
-    facts.add("Metrics: cpu", between(before.cpu, told.cpu.usage.total, after.cpu));
-    facts.add("Metrics: processes", between(before.processes, told.pids.current, after.processes));
+    facts.add("Metrics: cpu", between(before.cpu, told.cpu, after.cpu));
+    facts.add("Metrics: processes", between(before.processes, told.processes, after.processes));
     let (low, high) = (before.memory.min(after.memory), before.memory.max(after.memory));
-    facts.add("Metrics: memory", between(low, told.memory.usage.usage, high));
-    facts.add("Metrics: limit of memory", between(before.limit, told.memory.usage.limit, after.limit));
+    facts.add("Metrics: memory", between(low, told.memory, high));
+    facts.add("Metrics: limit of memory", between(before.limit, told.limit, after.limit));
     Ok(())
 }
 
-/// What the kernel tells of the pod's parent cgroup.
+/// What metrics of this type tell.
+fn decode(type_url: &str, value: &[u8]) -> Result<Used> {
+    if type_url == "io.containerd.cgroups.v2.Metrics" {
+        let told = cgroups_v2::metrics::Metrics::parse_from_bytes(value)?;
+        return Ok(Used {
+            // Microseconds.
+            cpu: told.cpu.as_ref().map(|cpu| cpu.usage_usec),
+            memory: told.memory.as_ref().map(|memory| memory.usage),
+            limit: told.memory.as_ref().map(|memory| memory.usage_limit),
+            processes: told.pids.as_ref().map(|pids| pids.current),
+        });
+    }
+    let told = cgroups::metrics::Metrics::parse_from_bytes(value)?;
+    Ok(Used {
+        // Nanoseconds.
+        cpu: told.cpu.as_ref().map(|cpu| cpu.usage.total),
+        memory: told.memory.as_ref().map(|memory| memory.usage.usage),
+        limit: told.memory.as_ref().map(|memory| memory.usage.limit),
+        processes: told.pids.as_ref().map(|pids| pids.current),
+    })
+}
+
+/// What is used of the pod's parent cgroup, in the units of its version.
 #[derive(Clone, Copy, Debug)]
 struct Used {
     cpu: Option<u64>,
@@ -51,12 +74,29 @@ fn used(pod: &Pod) -> Result<Used> {
     let hierarchies = cgroup::hierarchies()?;
     let read = |file: &str| {
         let files = hierarchies.iter().map(|hierarchy| hierarchy.join(&parent).join(file));
-        files.filter_map(|path| fs::read_to_string(path).ok()).find_map(|text| text.trim().parse().ok())
+        files.filter_map(|path| fs::read_to_string(path).ok()).find_map(|text| number(text.trim()))
     };
+    if cgroup::unified()? {
+        let stat =
+            fs::read_to_string(hierarchies.iter().map(|h| h.join(&parent)).collect::<PathBuf>().join("cpu.stat"));
+        let usage =
+            stat.ok().and_then(|text| text.lines().find_map(|line| line.strip_prefix("usage_usec ")?.parse().ok()));
+        return Ok(Used {
+            cpu: usage,
+            memory: read("memory.current"),
+            limit: read("memory.max"),
+            processes: read("pids.current"),
+        });
+    }
     Ok(Used {
         cpu: read("cpuacct.usage"),
         memory: read("memory.usage_in_bytes"),
         limit: read("memory.limit_in_bytes"),
         processes: read("pids.current"),
     })
+}
+
+/// A number of the kernel's; `max` is the greatest there is.
+fn number(text: &str) -> Option<u64> {
+    if text == "max" { Some(u64::MAX) } else { text.parse().ok() }
 }

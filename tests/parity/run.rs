@@ -36,7 +36,7 @@ pub(crate) async fn all(word: Option<&str>) -> Result<bool> {
     with_new_runc(&node).await.context("give the node a newer runc")?;
     node.start_sandboxer().await?;
     let cases = cases::all(&node.layout().cgroup());
-    let mut table = Table::default();
+    let mut table = Table::new()?;
     let mut settings = Settings::Usual;
     warm_up(&node).await?;
     for (index, case) in cases.iter().enumerate() {
@@ -118,7 +118,7 @@ fn base_spec(node: &Node) -> Result<serde_json::Value> {
 async fn both(node: &Arc<Node>, case: &Case) -> Result<(Facts, Facts)> {
     let mut observed = Vec::new();
     for handler in Handler::ALL {
-        let facts = tokio::time::timeout(LIMIT, one(node, handler, case)).await;
+        let facts = tokio::time::timeout(kit::patient(LIMIT), one(node, handler, case)).await;
         let facts = facts.with_context(|| format!("not done after {LIMIT:?}")).and_then(|facts| facts);
         let swept = sweep(node).await;
         observed.push(facts.with_context(|| format!("by {handler:?}"))?);

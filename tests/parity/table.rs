@@ -2,8 +2,10 @@
 
 use std::collections::BTreeMap;
 
+use anyhow::Result;
+
 use crate::fact::{ABSENT, Facts};
-use crate::known::{KNOWN, Known};
+use crate::known::{self, Known};
 
 /// Longest value that a line shows whole, characters; of an unexplained difference everything is shown.
 const WIDTH: usize = 44;
@@ -12,8 +14,8 @@ const WIDTH: usize = 44;
 type Pair = (String, String);
 
 /// The lines so far.
-#[derive(Default)]
 pub(crate) struct Table {
+    known: Vec<&'static Known>,
     /// What the two make of each field of a pod of which nothing special is asked.
     plain: BTreeMap<String, Pair>,
     used: Vec<bool>,
@@ -24,10 +26,19 @@ pub(crate) struct Table {
 }
 
 impl Table {
+    /// An empty one.
+    ///
+    /// # Errors
+    /// The machine does not tell what is known of it.
+    pub(crate) fn new() -> Result<Self> {
+        let known = known::here()?;
+        let used = vec![false; known.len()];
+        Ok(Self { known, plain: BTreeMap::new(), used, same: 0, explained: 0, unexplained: 0, failed: 0 })
+    }
+
     /// Compares what the two made of a case, and prints it. The first case is the plain pod; of every other one are shown the
     /// fields that are another than there.
     pub(crate) fn compare(&mut self, case: &str, builtin: &Facts, ours: &Facts) {
-        self.used.resize(KNOWN.len(), false);
         let first = self.plain.is_empty();
         println!("\n== {case}");
         let mut unshown = 0;
@@ -51,16 +62,16 @@ impl Table {
     }
 
     /// `Ok` with the reason, or empty where the two are the same.
-    fn verdict(&mut self, case: &str, field: &str, (builtin, ours): &Pair) -> Result<&'static str, ()> {
+    fn verdict(&mut self, case: &str, field: &str, (builtin, ours): &Pair) -> std::result::Result<&'static str, ()> {
         if builtin == ours {
             self.same += 1;
             return Ok("");
         }
-        let found = KNOWN.iter().position(|known| {
+        let found = self.known.iter().position(|known| {
             let Known { case: c, field: f, builtin: b, ours: o, .. } = known;
             like(c, case) && like(f, field) && like(b, builtin) && like(o, ours)
         });
-        match found.and_then(|index| Some((index, KNOWN.get(index)?))) {
+        match found.and_then(|index| Some((index, *self.known.get(index)?))) {
             Some((index, known)) => {
                 self.explained += 1;
                 if let Some(used) = self.used.get_mut(index) {
@@ -83,12 +94,12 @@ impl Table {
 
     /// Prints the sums; `all`: every case was run. True: the two differ in nothing that is not explained, and all that is explained was seen.
     pub(crate) fn end(self, all: bool) -> bool {
-        let Self { same, explained, unexplained, failed, .. } = self;
+        let Self { known, used, same, explained, unexplained, failed, .. } = self;
         println!(
             "\n{same} the same, {explained} explained differences, {unexplained} unexplained, {failed} cases failed"
         );
         let unseen: Vec<&Known> =
-            KNOWN.iter().enumerate().filter(|(i, _)| self.used.get(*i) != Some(&true)).map(|(_, k)| k).collect();
+            known.into_iter().zip(used).filter(|(_, used)| !used).map(|(known, _)| known).collect();
         for Known { case, field, why, .. } in unseen.iter().filter(|_| all) {
             println!("explained, but not seen any more: {case}: {field}: {why}");
         }
@@ -129,7 +140,7 @@ fn fields(builtin: &Facts, ours: &Facts) -> Vec<String> {
     fields
 }
 
-fn line(field: &str, (builtin, ours): &Pair, verdict: &Result<&'static str, ()>) {
+fn line(field: &str, (builtin, ours): &Pair, verdict: &std::result::Result<&'static str, ()>) {
     match verdict {
         Ok("") => println!("  {field} | {} | same", short(builtin)),
         Ok(why) => println!("  {field} | {} | {} | {why}", short(builtin), short(ours)),

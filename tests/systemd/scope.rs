@@ -100,8 +100,15 @@ fn a_scope_lives_as_long_as_its_pause() {
         if unified() {
             // What the slice has, its pods have.
             let controllers = fs::read_to_string(format!("/sys/fs/cgroup/{}/cgroup.controllers", path(&plan))).unwrap();
-            assert!(controllers.contains("memory") && controllers.contains("cpu"), "{controllers}");
+            for controller in ["memory", "cpu"] {
+                assert!(controllers.split_whitespace().any(|name| name == controller), "{controllers}");
+            }
         }
+        // The least CPU time of all that want some.
+        let (file, value) = if unified() { ("cpu.weight", "1\n") } else { ("cpu.shares", "2\n") };
+        let weights: Vec<_> =
+            cgroup(&path(&plan)).iter().filter_map(|directory| fs::read_to_string(directory.join(file)).ok()).collect();
+        assert_eq!(weights, [value], "{file}");
         assert_eq!(end(&*pause).status, 137);
         DRIVER.cleanup(&plan).unwrap();
         nothing_left(&plan);

@@ -50,10 +50,10 @@ fn controller() -> Controller {
     Controller::new(PATH, "pause-sandboxer")
 }
 
-fn config(name: &str, cgroup_parent: &str) -> PodSandboxConfig {
+fn config(cgroup_parent: &str) -> PodSandboxConfig {
     let options = NamespaceOption { network: NamespaceMode::NODE.into(), ..Default::default() };
     let security = LinuxSandboxSecurityContext { namespace_options: Some(options).into(), ..Default::default() };
-    let mut config = PodSandboxConfig { hostname: name.to_owned(), ..Default::default() };
+    let mut config = PodSandboxConfig::default();
     config.linux = Some(LinuxPodSandboxConfig {
         cgroup_parent: cgroup_parent.to_owned(),
         security_context: Some(security).into(),
@@ -70,7 +70,7 @@ fn block_on<T>(future: impl Future<Output = T>) -> T {
 /// A pod of the daemon; its pause's pid.
 async fn pod(id: &str, cgroup_parent: &str) -> u32 {
     let controller = controller();
-    controller.create(id, &config(id, cgroup_parent), "").await.unwrap();
+    controller.create(id, &config(cgroup_parent), "").await.unwrap();
     controller.start(id).await.unwrap().pid
 }
 

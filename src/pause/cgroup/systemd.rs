@@ -84,11 +84,12 @@ impl From<Fault> for io::Error {
 }
 
 impl Systemd {
-    /// Makes a scope around process `pid` and waits until it is there. The process may already be in the scope's cgroup.
+    /// Makes a scope around process `pid` and waits until it is there. The process may already be in the scope's cgroup. `weight`
+    /// is the property, and its value, that gives the scope its share of CPU time.
     ///
     /// # Errors
     /// The bus cannot be reached, or what systemd answers.
-    pub(super) fn start_scope(&self, scope: &Scope, pid: u32) -> Result<(), Step> {
+    pub(super) fn start_scope(&self, scope: &Scope, pid: u32, weight: (&str, u64)) -> Result<(), Step> {
         let description = format!("pause of pod sandbox {}", scope.unit);
         // As runc sets them, so that the scope is what a pod's containers have.
         let properties: Vec<(&str, Variant<'_>)> = vec![
@@ -98,6 +99,7 @@ impl Systemd {
             ("Delegate", true.into()),
             ("DefaultDependencies", false.into()),
             ("CPUAccounting", true.into()),
+            (weight.0, weight.1.into()),
             ("MemoryAccounting", true.into()),
             ("IOAccounting", true.into()),
             ("TasksAccounting", true.into()),

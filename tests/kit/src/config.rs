@@ -9,8 +9,10 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use crate::image::PAUSE_IMAGE;
+use crate::machine::keeper::Keeper;
 use crate::node::{Handler, Options};
 use crate::parts::Parts;
+use crate::scrap;
 
 /// containerd's namespace of everything that CRI makes.
 pub(crate) const NAMESPACE: &str = "k8s.io";
@@ -74,7 +76,19 @@ impl Layout {
 
     /// The cgroup that is the parent of all pods' cgroups, as a path in each hierarchy.
     pub fn cgroup(&self) -> String {
-        format!("/{}", self.name)
+        match Keeper::chosen() {
+            Keeper::Cgroupfs => format!("/{}", self.name),
+            // systemd puts a slice into those whose names it begins with.
+            Keeper::Systemd => format!("/{}.slice/{}.slice", scrap::PREFIX.trim_end_matches('-'), self.name),
+        }
+    }
+
+    /// The cgroup of a pod, by what tells it from others: the parent of its pause's and its containers'.
+    pub(crate) fn pod_cgroup(&self, uid: &str) -> String {
+        match Keeper::chosen() {
+            Keeper::Cgroupfs => format!("{}/pod{uid}", self.cgroup()),
+            Keeper::Systemd => format!("{}/{}-pod{}.slice", self.cgroup(), self.name, uid.replace('-', "_")),
+        }
     }
 
     /// The bind-mounted network namespaces of the pods.
@@ -164,7 +178,7 @@ snapshotter = "{snapshotter}"
 sandbox = "{PAUSE_IMAGE}"
 
 [plugins."io.containerd.cri.v1.runtime"]
-restrict_oom_score_adj = true
+restrict_oom_score_adj = {restricted}
 netns_mounts_under_state_dir = true
 {cri}
 [plugins."io.containerd.cri.v1.runtime".cni]
@@ -180,8 +194,10 @@ address = "{sandboxer}"
 "#,
         socket = layout.containerd_socket().display(),
         sandboxer = layout.sandboxer_socket().display(),
+        restricted = oom_restricted(),
         default = Handler::Builtin.name(),
     );
+    let systemd = Keeper::chosen() == Keeper::Systemd;
     for handler in Handler::ALL {
         for (name, cni) in [(handler.name(), "conf"), (handler.with_bad_netns(), "badnet")] {
             let table = format!(r#"[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.{name}"#);
@@ -194,6 +210,7 @@ cni_conf_dir = "{top}/cni/{cni}"
 
 {table}.options]
 Root = "{top}/runc"
+SystemdCgroup = {systemd}
 "#,
                 sandboxer = handler.sandboxer(),
             );
@@ -217,7 +234,7 @@ containerd_root = "{root}"
 containerd_state = "{state}"
 containerd_address = "{address}"
 containerd_namespace = "{NAMESPACE}"
-restrict_oom_score_adj = true
+restrict_oom_score_adj = {restricted}
 log_level = "debug"
 "#,
             socket = layout.sandboxer_socket().display(),
@@ -225,7 +242,16 @@ log_level = "debug"
             root = layout.root().display(),
             state = layout.state().display(),
             address = layout.containerd_socket().display(),
+            restricted = oom_restricted(),
         )
+}
+
+/// Whether this machine lets nobody lower `oom_score_adj`: a test machine may lack CAP_SYS_RESOURCE, a node has it.
+fn oom_restricted() -> bool {
+    const CAP_SYS_RESOURCE: u64 = 1 << 24;
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    effective.and_then(|set| u64::from_str_radix(set.trim(), 16).ok()).is_none_or(|set| set & CAP_SYS_RESOURCE == 0)
 }
 
 /// The pod network, and a second one that spoils the netns that it is given.

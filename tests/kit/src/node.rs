@@ -20,7 +20,7 @@ use crate::pod::{Pod, PodHome, PodSpec};
 use crate::process::{Process, tail};
 use crate::scrap::{self, Owner};
 use crate::snapshot::{Snapshot, Thing};
-use crate::until;
+use crate::{patient, until};
 
 /// How long a daemon may take to answer after its start, and to end after SIGTERM.
 const DAEMON: Duration = Duration::from_secs(30);
@@ -401,12 +401,12 @@ impl Node {
         Ok(())
     }
 
-    /// What is on the machine, and in containerd's list of pods, that was not there `before` and does not go within `limit`.
+    /// What is on the machine, and in containerd's list of pods, that was not there `before` and does not go within `limit`, made [`patient`].
     ///
     /// # Errors
     /// The machine or containerd does not tell.
     pub async fn left_since(&self, before: &Snapshot, limit: Duration) -> Result<Vec<Thing>> {
-        let begun = Instant::now();
+        let (begun, limit) = (Instant::now(), patient(limit));
         loop {
             let mut left = self.snapshot()?.beyond(before);
             for pod in self.cri.list_pod_sandbox(api::PodSandboxFilter::new()).await? {
@@ -482,7 +482,7 @@ fn take(slot: &Slot, name: &str) -> Result<Process> {
 
 async fn end(slot: &Slot, name: &str) -> Result<()> {
     let mut process = take(slot, name)?;
-    let status = process.stop(DAEMON).await?;
+    let status = process.stop(patient(DAEMON)).await?;
     ensure!(status.success(), "{name} ended with {status} after SIGTERM\n{}", tail(process.log(), 20));
     Ok(())
 }

@@ -161,7 +161,7 @@ impl PodHome {
             config.linux.clear();
         } else {
             let parent = cgroup_parent.unwrap_or_else(|| {
-                let parent = format!("{}/pod{uid}", layout.cgroup());
+                let parent = layout.pod_cgroup(&uid);
                 cgroup = Some(parent.clone());
                 parent
             });

@@ -16,6 +16,7 @@ use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
 
 use crate::config::Layout;
+use crate::machine::keeper::{self, Keeper};
 use crate::machine::{cgroup, mounts, processes};
 use crate::snapshot::{self, Thing};
 
@@ -212,6 +213,7 @@ fn remove_one(thing: &Thing) -> Result<()> {
                 }
             }
         }
+        Thing::Unit(name) => keeper::stop(name),
         Thing::Interface(name) => ip_link_delete(name),
         Thing::Segment(id, _) => run(Command::new("ipcrm").args(["-m", id])),
         Thing::Pod(..) => Ok(()),
@@ -236,6 +238,10 @@ fn run(command: &mut Command) -> Result<()> {
 }
 
 fn remove_cgroups(layout: &Layout) -> Result<()> {
+    if Keeper::chosen() == Keeper::Systemd {
+        // With all slices and scopes in it.
+        return keeper::slice(&layout.cgroup()).map_or(Ok(()), keeper::stop);
+    }
     let mut directories = cgroup::below(&layout.cgroup())?;
     // Children before parents.
     directories.sort_by_key(|directory| std::cmp::Reverse(directory.components().count()));

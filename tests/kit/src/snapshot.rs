@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use crate::config::Layout;
+use crate::machine::keeper::{self, Keeper};
 use crate::machine::{cgroup, mounts, processes};
 use crate::scrap;
 
@@ -41,6 +42,8 @@ pub enum Thing {
     ShimSocket(PathBuf),
     /// A cgroup's directory.
     Cgroup(PathBuf),
+    /// A slice or scope of systemd, where it keeps the cgroups.
+    Unit(String),
     /// An interface on the node's bridge.
     Interface(String),
     /// What libcni remembers of a pod's network.
@@ -60,6 +63,7 @@ impl Thing {
             Self::File(_, kind) => kind,
             Self::ShimSocket(_) => "shim socket",
             Self::Cgroup(_) => "cgroup",
+            Self::Unit(_) => "unit",
             Self::Interface(_) => "interface",
             Self::CniResult(_) => "CNI result",
             Self::Segment(..) => "segment",
@@ -77,7 +81,7 @@ impl fmt::Display for Thing {
             Self::File(path, _) | Self::ShimSocket(path) | Self::Cgroup(path) | Self::CniResult(path) => {
                 write!(f, "{}", path.display())
             }
-            Self::Interface(name) => f.write_str(name),
+            Self::Unit(name) | Self::Interface(name) => f.write_str(name),
             Self::Segment(id, key) => write!(f, "{id} with key {key}"),
             Self::Pod(id, state) => write!(f, "{id}, which is {state}"),
         }
@@ -99,6 +103,10 @@ impl Snapshot {
         mount_points(layout, daemons, &mut things)?;
         files(layout, &layout.top, &mut things)?;
         things.extend(cgroup::below(&layout.cgroup())?.into_iter().map(Thing::Cgroup));
+        if Keeper::chosen() == Keeper::Systemd {
+            let units = keeper::units(&["cri-containerd-*.scope", &format!("{}*.slice", layout.name)])?;
+            things.extend(units.into_iter().map(Thing::Unit));
+        }
         let ports = names(&Path::new("/sys/class/net").join(&layout.name).join("brif"));
         things.extend(ports.into_iter().map(Thing::Interface));
         things.extend(cni_results(layout).into_iter().map(Thing::CniResult));

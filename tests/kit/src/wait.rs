@@ -7,7 +7,15 @@ use anyhow::{Result, bail};
 /// How often a condition is looked at.
 const PACE: Duration = Duration::from_millis(10);
 
-/// Asks `probe` until it answers `Ok`, and gives up after `limit` with the last reason that it gave.
+/// How many times longer than usual everything may take, which a slow machine such as an emulated one says of itself.
+const VARIABLE: &str = "KIT_PATIENCE";
+
+/// A limit of time for a machine of usual speed, as this one needs it: [`until`] knows.
+pub fn patient(limit: Duration) -> Duration {
+    limit * std::env::var(VARIABLE).ok().and_then(|times| times.parse().ok()).unwrap_or(1)
+}
+
+/// Asks `probe` until it answers `Ok`, and gives up after `limit`, made [`patient`], with the last reason that it gave.
 ///
 /// # Errors
 /// Names `what` and the last reason.
@@ -15,7 +23,7 @@ pub async fn until<T, F>(what: &str, limit: Duration, mut probe: impl FnMut() ->
 where
     F: Future<Output = Result<T>>,
 {
-    let begun = Instant::now();
+    let (begun, limit) = (Instant::now(), patient(limit));
     loop {
         match probe().await {
             Ok(found) => return Ok(found),

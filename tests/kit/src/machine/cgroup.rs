@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use super::mounts;
+use super::{keeper, mounts};
 
 /// The mount points of all cgroup hierarchies, of both versions.
 ///
@@ -24,15 +24,19 @@ pub fn hierarchies() -> Result<Vec<PathBuf>> {
 }
 
 /// Makes a cgroup, and its parents, in every hierarchy, as kubelet does for a pod before it asks for its sandbox. `path` begins
-/// with a slash.
+/// with a slash. One whose name ends in `.slice` is a slice, which systemd is asked for.
 ///
 /// # Errors
 /// Names the directory that could not be made.
 pub fn make(path: &str) -> Result<()> {
+    if let Some(slice) = keeper::slice(path) {
+        return keeper::start(slice);
+    }
     for hierarchy in hierarchies()? {
         let mut directory = hierarchy;
         for part in path.split('/').filter(|part| !part.is_empty()) {
             let parent = directory.clone();
+            hand_down(&parent)?;
             directory.push(part);
             match fs::create_dir(&directory) {
                 Err(e) if e.kind() == ErrorKind::AlreadyExists => continue,
@@ -52,11 +56,37 @@ pub fn make(path: &str) -> Result<()> {
     Ok(())
 }
 
+/// Lets the children of a cgroup of version 2 have every controller that it has itself, but for those that are taken by version 1.
+fn hand_down(cgroup: &Path) -> Result<()> {
+    let Ok(controllers) = fs::read_to_string(cgroup.join("cgroup.controllers")) else { return Ok(()) };
+    let all: Vec<String> = controllers.split_whitespace().map(|name| format!("+{name}")).collect();
+    if all.is_empty() {
+        return Ok(());
+    }
+    fs::write(cgroup.join("cgroup.subtree_control"), all.join(" "))
+        .with_context(|| format!("hand down the controllers of {}", cgroup.display()))
+}
+
+/// Whether the machine's cgroups are version 2 alone.
+///
+/// # Errors
+/// The mounts cannot be read.
+pub fn unified() -> Result<bool> {
+    let found = mounts::of("self")?;
+    let has = |kind: &str| found.iter().any(|mount| mount.kind == kind);
+    Ok(has("cgroup2") && !has("cgroup"))
+}
+
 /// Removes a cgroup from every hierarchy. Gone already is success; one that still has children or processes is not.
 ///
 /// # Errors
 /// Names the directories that could not be removed.
 pub fn remove(path: &str) -> Result<()> {
+    if let Some(slice) = keeper::slice(path) {
+        let within: Vec<PathBuf> = below(path)?.into_iter().filter(|found| !found.ends_with(slice)).collect();
+        anyhow::ensure!(within.is_empty(), "remove {slice}: it has {within:?} still");
+        return keeper::stop(slice);
+    }
     let mut failed = Vec::new();
     for hierarchy in hierarchies()? {
         let directory = hierarchy.join(path.trim_start_matches('/'));
