@@ -38,7 +38,7 @@ demo: parts build ## a pod from its start to its end on a real containerd; needs
 parity: parts ## the same pods by containerd's built-in controller and by this one, field by field; needs root
 	$(CARGO) test --locked --test parity
 
-test: parts check unit ## everything that CI runs; needs root and fetches what it runs on
+test: parts check unit test-vm ## everything that CI runs; needs root and fetches what it runs on
 
 check: fmt lint doc deny ## format, lints, documentation, dependencies
 
@@ -69,7 +69,7 @@ unit:
 soak: parts ## 10 minutes of random churn; SOAK_SECONDS sets another length
 	SOAK_SECONDS=$${SOAK_SECONDS:-600} $(CARGO) test --locked --test faults -- node_soak
 
-test-vm: ## the containerd suite on a Debian node with systemd and cgroup v2, emulated; slow
+test-vm: parts ## pods, fields, restarts and units on a Debian node with systemd and cgroup v2, emulated; slow
 	tests/vm/test
 
 bench: parts ## what pods cost, beside the built-in controller, a floor and the kernel; target/bench/report.json; 12 minutes; needs root

@@ -5,6 +5,7 @@ use kit::cri::api::{
     NamespaceMode, PodSandboxConfig, PortMapping, SELinuxOption, SecurityProfile, UserNamespace,
     security_profile::ProfileType,
 };
+use kit::machine::keeper::Keeper;
 use kit::{ContainerSpec, PodSpec};
 
 /// How the node is configured.
@@ -164,6 +165,30 @@ fn resolver() -> Vec<Case> {
 }
 
 fn cgroups(node: &str) -> Vec<Case> {
+    match Keeper::chosen() {
+        Keeper::Cgroupfs => directories(node),
+        Keeper::Systemd => slices(node),
+    }
+}
+
+/// `node` is a slice.
+fn slices(node: &str) -> Vec<Case> {
+    let name = node.rsplit('/').next().unwrap_or_default().trim_end_matches(".slice");
+    let case = |what: &str, parent: String| Case::new(what, pod().cgroup_parent(&parent));
+    vec![
+        case("cgroup_parent, a slice that does not exist", format!("{node}/{name}-new.slice")),
+        case("cgroup_parent, nested new slices", format!("{node}/{name}-burstable.slice/{name}-burstable-pod1.slice")),
+        case("cgroup_parent, a slice by its bare name", format!("{name}-bare.slice")),
+        case("cgroup_parent, a slice at another path", format!("/elsewhere/{name}-other.slice")),
+        case("cgroup_parent, the node's own slice", node.to_owned()),
+        case("cgroup_parent, what no slice is named", format!("{node}/{name}--pod.slice")),
+        case("cgroup_parent, no slice", format!("{node}/plain")),
+        case("cgroup_parent with ..", format!("{node}/../{name}-up.slice")),
+        case("without a cgroup_parent", String::new()),
+    ]
+}
+
+fn directories(node: &str) -> Vec<Case> {
     let under = |parent: &str| pod().cgroup_parent(&format!("{node}{parent}"));
     vec![
         Case::new("cgroup_parent that does not exist", under("/new")),

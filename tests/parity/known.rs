@@ -1,5 +1,7 @@
 //! The differences that there are, each with its reason. One that is not seen any more must go.
 
+use std::process::Command;
+
 use anyhow::Result;
 use kit::machine::cgroup;
 use kit::machine::keeper::Keeper;
@@ -16,14 +18,13 @@ pub(crate) struct Known {
     pub(crate) ours: &'static str,
     /// Why.
     pub(crate) why: &'static str,
-    /// The nodes that it is seen on.
-    on: On,
+    /// The nodes that it is seen on: all that are each of these.
+    on: &'static [On],
 }
 
-/// Nodes, by what keeps their cgroups.
+/// Nodes, by what keeps their cgroups and by their kernel.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum On {
-    Any,
     /// Version 1, or both.
     V1,
     /// Version 2 alone.
@@ -32,22 +33,38 @@ enum On {
     Slices,
     /// Where nobody does but runc and the sandboxer.
     Directories,
+    /// With a kernel, such as 6.1, that lets no user namespace set the sysctls of its IPC namespace.
+    IpcClosed,
+}
+
+/// What a node is.
+struct Here {
+    unified: bool,
+    ipc_closed: bool,
+}
+
+impl Here {
+    fn look() -> Result<Self> {
+        const SET: &str = "cat /proc/sys/kernel/msgmax > /proc/sys/kernel/msgmax";
+        let tried = Command::new("unshare").args(["--user", "--map-root-user", "--ipc", "sh", "-c", SET]).output()?;
+        Ok(Self { unified: cgroup::unified()?, ipc_closed: !tried.status.success() })
+    }
 }
 
 impl Known {
-    const fn on(mut self, on: On) -> Self {
+    const fn on(mut self, on: &'static [On]) -> Self {
         self.on = on;
         self
     }
 
-    fn is_here(&self, unified: bool) -> bool {
-        match self.on {
-            On::Any => true,
-            On::V1 => !unified,
-            On::V2 => unified,
+    fn is_on(&self, here: &Here) -> bool {
+        self.on.iter().all(|on| match on {
+            On::V1 => !here.unified,
+            On::V2 => here.unified,
+            On::IpcClosed => here.ipc_closed,
             On::Slices => Keeper::chosen() == Keeper::Systemd,
             On::Directories => Keeper::chosen() == Keeper::Cgroupfs,
-        }
+        })
     }
 }
 
@@ -56,8 +73,8 @@ impl Known {
 /// # Errors
 /// The machine does not tell what it is.
 pub(crate) fn here() -> Result<Vec<&'static Known>> {
-    let unified = cgroup::unified()?;
-    Ok(KNOWN.iter().filter(|known| known.is_here(unified)).collect())
+    let here = Here::look()?;
+    Ok(KNOWN.iter().filter(|known| known.is_on(&here)).collect())
 }
 
 const fn known(
@@ -67,7 +84,7 @@ const fn known(
     ours: &'static str,
     why: &'static str,
 ) -> Known {
-    Known { case, field, builtin, ours, why, on: On::Any }
+    Known { case, field, builtin, ours, why, on: &[] }
 }
 
 const NO_IMAGE: &str = "the pause program is inside the sandboxer; there is no image";
@@ -78,6 +95,7 @@ const OWN_FILTER: &str =
 const CLASS: &str = "the built-in gives its errors no class; the text says the same";
 const CONFIG: &str = "the built-in adds its defaults to the config that it was given, where that has sysctls already";
 const CGROUP_NONE: &str = "nobody asked for a cgroup: our pause stays in the daemon's";
+const NO_SLICE: &str = "runc with the systemd driver takes nothing but a slice; ours goes by what it is given, and needs no cgroup of its own";
 const RELATIVE: &str =
     "runc takes it from the cgroup of the shim, where CRI's own statistics do not find it; ours is where CRI looks";
 const METRICS: &str = "the built-in has none; containerd asks for them from 2.4 on";
@@ -114,8 +132,26 @@ const KNOWN: &[Known] = &[
         "it leads out of the cgroup that kubelet accounts and limits",
     ),
     known("cgroup_parent with ..", "RunPodSandbox: code", "-", "INVALID_ARGUMENT", "as above"),
-    known("cgroup_parent with ..", "left behind", "cgroup", "nothing", "runc has made the parents"),
+    known("cgroup_parent with ..", "left behind", "cgroup", "nothing", "runc has made the parents")
+        .on(&[On::Directories]),
+    known("cgroup_parent with ..", "left behind", "cgroup, unit", "nothing", "systemd has made the slice")
+        .on(&[On::Slices]),
     known("cgroup_parent with ..", "*", "*", "-", "shown because ours has none to compare with"),
+    known("without a *", "RunPodSandbox", "refused", "runs", NO_SLICE).on(&[On::Slices]),
+    known("without a *", "RunPodSandbox: code", "UNKNOWN", "-", "as above").on(&[On::Slices]),
+    known("without a *", "*", "-", "*", "shown because the built-in has none to compare with").on(&[On::Slices]),
+    known(
+        "cgroup_parent, no slice",
+        "left behind",
+        "nothing",
+        "cgroup",
+        "ours runs, and the parent of a pod's cgroup is kubelet's to remove",
+    )
+    .on(&[On::Slices]),
+    known("cgroup_parent, no slice", "RunPodSandbox", "refused", "runs", NO_SLICE).on(&[On::Slices]),
+    known("cgroup_parent, no slice", "RunPodSandbox: code", "UNKNOWN", "-", "as above").on(&[On::Slices]),
+    known("cgroup_parent, no slice", "*", "-", "*", "shown because the built-in has none to compare with")
+        .on(&[On::Slices]),
     known(
         "seccomp Localhost of a file that is none",
         "RunPodSandbox",
@@ -133,6 +169,7 @@ const KNOWN: &[Known] = &[
     ),
     known("*", "RunPodSandbox: code", "UNKNOWN", "INVALID_ARGUMENT", CLASS),
     known("sysctls net.core.*", "RunPodSandbox: code", "UNKNOWN", "13", CLASS),
+    known("userns POD, a sysctl of each kind", "RunPodSandbox: code", "UNKNOWN", "13", CLASS).on(&[On::IpcClosed]),
     // ---- the pause ----
     known("*", "pause: CapBnd", "00000000a80425fb", "0000000000000000", NO_RIGHTS),
     known("*", "pause: Seccomp", "0", "2", OWN_FILTER),
@@ -154,8 +191,9 @@ const KNOWN: &[Known] = &[
         "empty",
         "the root of the built-in's pause is its image, which shows in a shared PID namespace",
     ),
-    known("without a *", "pause: cgroup of *", "/k8s.io/<id>", "*", CGROUP_NONE),
-    known("*without a slash in front", "pause: cgroup of *", "*/<node>/relative/<id>", "*", RELATIVE),
+    known("without a *", "pause: cgroup of *", "/k8s.io/<id>", "*", CGROUP_NONE).on(&[On::Directories]),
+    known("*without a slash in front", "pause: cgroup of *", "*/<node>/relative/<id>", "*", RELATIVE)
+        .on(&[On::Directories]),
     known(
         "*",
         "pause: cgroup of version 2",
@@ -163,19 +201,20 @@ const KNOWN: &[Known] = &[
         "/",
         "beside version 1 it has no controllers, and our pause stays in the daemon's",
     )
-    .on(On::V1),
-    known("without a *", "pause: cpu.shares of its cgroup", "2", "1024", CGROUP_NONE).on(On::V1),
-    known("without a *", "pause: cpu.weight of its cgroup", "1", "100", CGROUP_NONE).on(On::V2),
+    .on(&[On::V1]),
+    known("without a *", "pause: cpu.shares of its cgroup", "2", "1024", CGROUP_NONE).on(&[On::V1, On::Directories]),
+    known("without a *", "pause: cpu.weight of its cgroup", "1", "100", CGROUP_NONE).on(&[On::V2, On::Directories]),
     // ---- what is told of it ----
     known("*", "info.image", "localhost/kit/pause:1", "", NO_IMAGE),
     known("*", "info.snapshotKey", "<id>", "", NO_IMAGE),
     known("*", "info.snapshotter", "*", "", NO_IMAGE),
     known("*sysctl*", "info.*.sysctls.net.ipv4.*", "*", "-", CONFIG),
-    known("*without a slash in front", "stats.linux.memory.*", "-", "*", RELATIVE),
-    known("without a *", "Metrics", "refused with code 12", "refused with code 13", METRICS),
+    known("*without a slash in front", "stats.linux.memory.*", "-", "*", RELATIVE).on(&[On::V1, On::Directories]),
+    known("*without a slash in front", "left behind", "nothing", "cgroup", RELATIVE).on(&[On::V2, On::Directories]),
+    known("without a *", "Metrics", "refused with code 12", "refused with code 13", METRICS).on(&[On::Directories]),
     known("*", "Metrics", "refused with code 12", "told", METRICS),
-    known("*", "Metrics: *", "-", "io.containerd.cgroups.v1.Metrics", METRICS).on(On::V1),
-    known("*", "Metrics: *", "-", "io.containerd.cgroups.v2.Metrics", METRICS).on(On::V2),
+    known("*", "Metrics: *", "-", "io.containerd.cgroups.v1.Metrics", METRICS).on(&[On::V1]),
+    known("*", "Metrics: *", "-", "io.containerd.cgroups.v2.Metrics", METRICS).on(&[On::V2]),
     known("*", "Metrics: id", "-", "<id>", METRICS),
     known("*", "Metrics: *", "-", "as the kernel's", METRICS),
     known("*", "after Update: info.resources.linux.cpu_shares", "-", "512", UPDATE),
@@ -196,7 +235,7 @@ const KNOWN: &[Known] = &[
         "-",
         "our pause joins the namespace that owns the pod's netns, which has no path of its own",
     ),
-    known("without a *", "spec.linux.cgroupsPath", "/k8s.io/<id>", "-", CGROUP_NONE),
+    known("without a *", "spec.linux.cgroupsPath", "/k8s.io/<id>", "-", CGROUP_NONE).on(&[On::Directories]),
     known(
         "sysctls net/core/*",
         "spec.linux.sysctl.net/core/somaxconn",

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use containerd_shim_protos::{cgroups, cgroups_v2};
 use kit::Pod;
-use kit::machine::cgroup;
+use kit::machine::{cgroup, keeper};
 use protobuf::Message as _;
 
 use crate::fact::Facts;
@@ -70,15 +70,17 @@ struct Used {
 }
 
 fn used(pod: &Pod) -> Result<Used> {
-    let parent = pod.config().linux.cgroup_parent.trim_start_matches('/').to_owned();
+    let given = &pod.config().linux.cgroup_parent;
+    // Of a slice the name counts, wherever it is said to be.
+    let parent = keeper::slice(given).map_or_else(|| given.clone(), keeper::path);
+    let parent = parent.trim_start_matches('/');
     let hierarchies = cgroup::hierarchies()?;
     let read = |file: &str| {
-        let files = hierarchies.iter().map(|hierarchy| hierarchy.join(&parent).join(file));
+        let files = hierarchies.iter().map(|hierarchy| hierarchy.join(parent).join(file));
         files.filter_map(|path| fs::read_to_string(path).ok()).find_map(|text| number(text.trim()))
     };
     if cgroup::unified()? {
-        let stat =
-            fs::read_to_string(hierarchies.iter().map(|h| h.join(&parent)).collect::<PathBuf>().join("cpu.stat"));
+        let stat = fs::read_to_string(hierarchies.iter().map(|h| h.join(parent)).collect::<PathBuf>().join("cpu.stat"));
         let usage =
             stat.ok().and_then(|text| text.lines().find_map(|line| line.strip_prefix("usage_usec ")?.parse().ok()));
         return Ok(Used {

@@ -28,8 +28,15 @@ impl Keeper {
 }
 
 /// The slice that a cgroup's path means, if it does.
-pub(crate) fn slice(path: &str) -> Option<&str> {
+pub fn slice(path: &str) -> Option<&str> {
     path.rsplit('/').next().filter(|name| name.ends_with(".slice"))
+}
+
+/// Where systemd puts a slice: below those whose names its own begins with.
+pub fn path(slice: &str) -> String {
+    let name = slice.trim_end_matches(".slice");
+    let ends = name.match_indices('-').map(|(at, _)| at).chain([name.len()]);
+    ends.map(|end| format!("/{}.slice", &name[..end])).collect()
 }
 
 /// Makes a slice and those that it is within.
