@@ -166,8 +166,7 @@ impl Sandbox {
         let spec = spec::describe(&record, config)?;
         let work = environment.work(&record, level);
         work.store.create(&record).map_err(|step| Error::Step { id: record.id.clone(), verb: "create", step })?;
-        let owner = record.plan.userns.map(|userns| (userns.uid.host_id, userns.gid.host_id));
-        if let Err(step) = work.shim.describe(&spec, owner) {
+        if let Err(step) = work.shim.describe(&spec, &record.plan) {
             for left in work.remove().err().unwrap_or_default() {
                 log::warn!(sandbox = record.id.as_str(); "create: undo: {left}");
             }

@@ -15,6 +15,9 @@
 //! | `ociVersion` | that of the containerd | 1.2.0, since there is nothing in it that containerd 2.0 would not know |
 //! | annotation `podsandbox.image-name` | the pause image | empty: there is no image |
 //!
+//! Where a runtime runs the pause (`drivers`), it gets the built-in's spec: user, capabilities, cgroup and the pin of the user namespace as well. What
+//! stays different is said of the image, the version, and the pod's seccomp profile, which is for its containers.
+//!
 //! The mounts are listed as the built-in has them, since that is what a runtime would be given; our pause itself sees
 //! an empty root.
 
@@ -26,23 +29,42 @@ use std::sync::Arc;
 
 use oci_spec::OciSpecError;
 use oci_spec::runtime::{
-    Linux, LinuxCapabilities, LinuxCpu, LinuxDeviceCgroup, LinuxIdMapping, LinuxIdMappingBuilder, LinuxNamespace,
-    LinuxNamespaceType, LinuxResources, Mount, Process, Root, Spec, User,
+    Capability, Linux, LinuxCapabilities, LinuxCpu, LinuxDeviceCgroup, LinuxIdMapping, LinuxIdMappingBuilder,
+    LinuxNamespace, LinuxNamespaceType, LinuxResources, Mount, Process, Root, Spec, User,
 };
 
 use super::checked::decode_config;
 use super::files::{Places, Roots};
-use super::record::Record;
+use super::record::{Record, SANDBOXES, Store};
 use super::{Error, Payload};
 use crate::config::{CgroupDriver, Config};
-use crate::pause::{IdMapping, Namespace, Plan};
-use crate::protos::cri::PodSandboxConfig;
+use crate::pause::{IdMapping, Namespace};
+use crate::protos::cri::{Int64Value, PodSandboxConfig};
+use crate::shim::driver;
 
 /// What containerd 2.0 writes; nothing newer is used.
 const OCI_VERSION: &str = "1.2.0";
 
 /// User and group of the pause; also those of the usual pause image.
 const USER: u32 = 65535;
+
+/// Of containerd's default spec (`defaultUnixCaps`).
+const CAPABILITIES: [Capability; 14] = [
+    Capability::Chown,
+    Capability::DacOverride,
+    Capability::Fsetid,
+    Capability::Fowner,
+    Capability::Mknod,
+    Capability::NetRaw,
+    Capability::Setgid,
+    Capability::Setuid,
+    Capability::Setfcap,
+    Capability::Setpcap,
+    Capability::NetBindService,
+    Capability::SysChroot,
+    Capability::Kill,
+    Capability::AuditWrite,
+];
 
 /// CPU shares of a sandbox (containerd `DefaultSandboxCPUshares`): the least there is.
 const CPU_SHARES: u64 = 2;
@@ -92,7 +114,7 @@ fn spec(record: &Record, pod: &PodSandboxConfig, config: &Config) -> Result<Spec
     let mut spec = Spec::default();
     spec.set_version(OCI_VERSION.to_owned())
         .set_root(Some(root))
-        .set_process(Some(process(plan)))
+        .set_process(Some(process(record, pod)))
         .set_hostname(Some(plan.hostname.clone()).filter(|name| plan.uts == Namespace::Private && !name.is_empty()))
         .set_mounts(Some(mounts(record, pod, config)))
         .set_annotations(Some(annotations::of(&record.id, pod, &config.pod_annotations)))
@@ -104,11 +126,27 @@ fn privileged(pod: &PodSandboxConfig) -> bool {
     pod.linux.security_context.privileged
 }
 
-fn process(plan: &Plan) -> Process {
+/// What the pause is, where this program runs it; a runtime that runs it is told what the built-in controller tells it.
+fn process(record: &Record, pod: &PodSandboxConfig) -> Process {
+    let plan = &record.plan;
+    let by_runtime = record.driver == driver::NAME;
     let mut user = User::default();
     user.set_uid(USER).set_gid(USER);
     let mut capabilities = LinuxCapabilities::default();
     capabilities.set_bounding(None).set_effective(None).set_inheritable(None).set_permitted(None).set_ambient(None);
+    if by_runtime {
+        let security = pod.linux.security_context.get_or_default();
+        let id = |of: &protobuf::MessageField<Int64Value>| of.as_ref().and_then(|id| u32::try_from(id.value).ok());
+        let (uid, gid) = match id(&security.run_as_user) {
+            // A user without a group is in the node's first.
+            Some(uid) => (uid, id(&security.run_as_group).unwrap_or(0)),
+            None => (USER, USER),
+        };
+        let groups = security.supplemental_groups.iter().filter_map(|group| u32::try_from(*group).ok());
+        user.set_uid(uid).set_gid(gid).set_additional_gids(Some([gid].into_iter().chain(groups).collect()));
+        let all = || Some(CAPABILITIES.into_iter().collect());
+        capabilities.set_bounding(all()).set_effective(all()).set_permitted(all());
+    }
     let label = Some(plan.selinux_label.clone()).filter(|label| !label.is_empty());
 
     let mut process = Process::default();
@@ -183,8 +221,8 @@ fn linux(record: &Record, config: &Config) -> Result<Linux, OciSpecError> {
         .set_gid_mappings(plan.userns.map(|userns| id_mappings(userns.gid)).transpose()?)
         .set_sysctl(Some(sysctl).filter(|sysctl| !sysctl.is_empty()))
         .set_resources(Some(resources))
-        .set_cgroups_path(cgroups_path(plan, config).map(Into::into))
-        .set_namespaces(Some(namespaces(plan)))
+        .set_cgroups_path(cgroups_path(record, config).map(Into::into))
+        .set_namespaces(Some(namespaces(record, config)))
         .set_masked_paths(Some(strings(&MASKED)))
         .set_readonly_paths(Some(strings(&READONLY)))
         .set_mount_label(Some(record.labels.mount.clone()).filter(|label| !label.is_empty()));
@@ -199,7 +237,13 @@ fn id_mappings(mapping: IdMapping) -> Result<Vec<LinuxIdMapping>, OciSpecError> 
 }
 
 /// In containerd's order. Those that are the node's are left out.
-fn namespaces(plan: &Plan) -> Vec<LinuxNamespace> {
+fn namespaces(record: &Record, config: &Config) -> Vec<LinuxNamespace> {
+    let plan = &record.plan;
+    // A runtime can join the user namespace that owns the network namespace only by a path.
+    let pinned = record.driver == driver::NAME && plan.netns.is_some();
+    let pinned = pinned.then(|| {
+        driver::user_namespace(&Store::new(&config.state_dir.join(SANDBOXES), &record.id).dir().join(&record.id))
+    });
     let private = |kind, namespace| (namespace == Namespace::Private).then_some((kind, None));
     let all = [
         private(LinuxNamespaceType::Pid, plan.pid),
@@ -207,7 +251,7 @@ fn namespaces(plan: &Plan) -> Vec<LinuxNamespace> {
         private(LinuxNamespaceType::Uts, plan.uts),
         Some((LinuxNamespaceType::Mount, None)),
         plan.netns.as_ref().map(|path| (LinuxNamespaceType::Network, Some(path.clone()))),
-        plan.userns.map(|_| (LinuxNamespaceType::User, None)),
+        plan.userns.map(|_| (LinuxNamespaceType::User, pinned)),
     ];
     let described = |(kind, path)| {
         let mut namespace = LinuxNamespace::default();
@@ -218,10 +262,13 @@ fn namespaces(plan: &Plan) -> Vec<LinuxNamespace> {
 }
 
 /// The pause's cgroup: a path below the hierarchies' roots, or `slice:prefix:name` as runc and NRI write a systemd scope.
-fn cgroups_path(plan: &Plan, config: &Config) -> Option<String> {
+fn cgroups_path(record: &Record, config: &Config) -> Option<String> {
+    let plan = &record.plan;
     let parent = plan.cgroup_parent.as_str();
     if parent.is_empty() {
-        return None;
+        // Of a pause that a runtime runs, as of the built-in controller's.
+        let by_runtime = record.driver == driver::NAME;
+        return by_runtime.then(|| format!("/{}/{}", config.containerd_namespace, plan.id));
     }
     if let Some(slice) = slice(parent, config) {
         return Some(format!("{slice}:cri-containerd:{}", plan.id));

@@ -5,6 +5,7 @@
 //! the same calls as of containerd's built-in controller.
 
 use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -32,7 +33,7 @@ pub const NAME: &str = "shim";
 const WITHIN: Duration = Duration::from_secs(10);
 
 /// How long the runtime may take to make or start the pause: less than kubelet waits for a pod.
-const START_WITHIN: Duration = Duration::from_secs(120);
+const START_WITHIN: Duration = Duration::from_secs(30);
 
 /// Between two tries of what must work in the end.
 const AGAIN: Duration = Duration::from_millis(500);
@@ -50,6 +51,11 @@ pub fn is_of_host_processes(runtime: &str) -> bool {
     };
     parts.truncate(1);
     parts.first().is_some_and(|kind| HOST_PROCESSES.contains(kind))
+}
+
+/// Where the pod's user namespace is pinned, below its bundle.
+pub fn user_namespace(bundle: &Path) -> PathBuf {
+    bundle.join("user")
 }
 
 /// Runs pauses as tasks of their pods' shims.

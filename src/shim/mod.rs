@@ -31,6 +31,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
 use crate::error::{IoContext as _, Step};
+use crate::pause::Plan;
 use crate::pause::launch::Launcher;
 
 use bundle::{Bundle, gone};
@@ -180,10 +181,11 @@ impl Shims {
                 address: self.settings.on_demand_address.clone(),
                 id: id.to_owned(),
             },
-            Owner::Sandboxer => Endpoint::Owned(Arc::new(Owned::new(self.group(id, dir, runtime)))),
-            Owner::Started => Endpoint::Started(Arc::new(Started::new(self.group(id, dir, runtime), false))),
+            Owner::Sandboxer => Endpoint::Owned(Arc::new(Owned::new(self.group(id, dir.join("shim"), runtime)))),
+            // A shim's `delete` looks for the bundle of a container by the container's name beside its own.
+            Owner::Started => Endpoint::Started(Arc::new(Started::new(self.group(id, dir.join(id), runtime), false))),
             Owner::Driver => {
-                let started = Arc::new(Started::new(self.group(id, dir, runtime), true));
+                let started = Arc::new(Started::new(self.group(id, dir.join(id), runtime), true));
                 let mut known = self.runs_pause.lock().unwrap_or_else(PoisonError::into_inner);
                 known.retain(|_, endpoint| endpoint.strong_count() > 0);
                 known.insert(id.to_owned(), Arc::downgrade(&started));
@@ -192,8 +194,8 @@ impl Shims {
         }
     }
 
-    fn group(self: &Arc<Self>, id: &str, dir: &Path, runtime: Runtime) -> Group {
-        Group { shims: self.clone(), bundle: Bundle::new(dir.join("shim")), id: id.to_owned(), runtime }
+    fn group(self: &Arc<Self>, id: &str, bundle: PathBuf, runtime: Runtime) -> Group {
+        Group { shims: self.clone(), bundle: Bundle::new(bundle), id: id.to_owned(), runtime }
     }
 
     /// The endpoint of a sandbox whose shim runs the pause.
@@ -248,14 +250,14 @@ impl Endpoint {
         }
     }
 
-    /// Takes the spec of the sandbox, for a shim that runs the pause; `owner` is the root of the pod's user namespace, if it has one. Blocks.
+    /// Takes the spec of the sandbox and what it was made of, for a shim that runs the pause. Blocks.
     ///
     /// # Errors
     /// The failed step; call [`Endpoint::end`] then.
-    pub fn describe(&self, spec: &[u8], owner: Option<(u32, u32)>) -> Result<(), Step> {
+    pub fn describe(&self, spec: &[u8], plan: &Plan) -> Result<(), Step> {
         match self {
             Self::OnDemand { .. } | Self::Owned(_) => Ok(()),
-            Self::Started(started) => started.describe(spec, owner),
+            Self::Started(started) => started.describe(spec, plan),
         }
     }
 

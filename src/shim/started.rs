@@ -21,10 +21,10 @@ use super::bootstrap::Bootstrap;
 use super::bundle::{Bundle, Recorded, gone};
 use super::group::Group;
 use super::task::{self, Failure, Tasks};
-use super::{Pod, Settings, command, fifo};
+use super::{Pod, Settings, command, driver, fifo};
 use crate::containerd::Store;
 use crate::error::{IoContext as _, Step};
-use crate::pause::{Adoption, Exit, Pause, image};
+use crate::pause::{Adoption, Exit, Pause, Plan, image, native};
 
 /// How long a shim may take to answer, and one that is told to end until it has.
 const WITHIN: Duration = Duration::from_secs(10);
@@ -106,11 +106,12 @@ impl Started {
         self.group.bundle.death()
     }
 
-    /// Puts the spec that the shim is to run into its bundle, with a root that holds the pause program and is `owner`'s (uid and gid). Blocks.
+    /// Puts the spec that the shim is to run into its bundle, with a root that holds the pause program and belongs to the root of the pod's user
+    /// namespace, and a pin of that. Blocks.
     ///
     /// # Errors
     /// The failed step; call [`Started::end`] then.
-    pub fn describe(&self, spec: &[u8], owner: Option<(u32, u32)>) -> Result<(), Step> {
+    pub fn describe(&self, spec: &[u8], plan: &Plan) -> Result<(), Step> {
         if !self.runs_pause {
             return Ok(());
         }
@@ -127,7 +128,11 @@ impl Started {
         fs::write(&program, image::PROGRAM).step_at("write pause program", &program)?;
         let executable = fs::Permissions::from_mode(0o555);
         fs::set_permissions(&program, executable).step_at("write pause program", &program)?;
-        let Some((uid, gid)) = owner else { return Ok(()) };
+        let Some(userns) = plan.userns else { return Ok(()) };
+        if let Some(netns) = &plan.netns {
+            native::pin_owner(netns, &driver::user_namespace(dir))?;
+        }
+        let (uid, gid) = (userns.uid.host_id, userns.gid.host_id);
         // The root of a user namespace makes what is mounted on, and must get here first.
         chown(&root, Some(uid), Some(gid)).step_at("give root to the user namespace", &root)?;
         self.group.shims.settings.let_pass(dir)
@@ -399,20 +404,14 @@ impl Started {
             let socket = bootstrap.socket();
             failed.extend(gone(fs::remove_file(&socket)).step_at("remove socket", socket).err());
         }
-        failed.extend(self.unmount_root().err());
+        // The first the shim takes off itself when it deletes the pause.
+        for mounted in [self.root(), driver::user_namespace(bundle.dir())] {
+            failed.extend(unmount(&mounted).err());
+        }
         if failed.is_empty() {
             failed.extend(bundle.remove().err());
         }
         if failed.is_empty() { Ok(()) } else { Err(failed) }
-    }
-
-    /// The shim takes it off itself when it deletes the pause.
-    fn unmount_root(&self) -> Result<(), Step> {
-        let root = self.root();
-        match umount2(&root, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
-            Ok(()) | Err(nix::Error::EINVAL | nix::Error::ENOENT) => Ok(()),
-            Err(e) => Err(Step::at("unmount root", root, e.into())),
-        }
     }
 
     /// An empty shim ends when it is told to; one that does not is killed, as are its containers.
@@ -481,6 +480,14 @@ impl Settings {
 fn since(version: &str) -> (u32, u32) {
     let mut numbers = version.trim_start_matches('v').split(['.', '-', '+', '~']).map(|part| part.parse().ok());
     numbers.next().flatten().zip(numbers.next().flatten()).unwrap_or((u32::MAX, 0))
+}
+
+/// "Gone already" is success.
+fn unmount(path: &Path) -> Result<(), Step> {
+    match umount2(path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
+        Ok(()) | Err(nix::Error::EINVAL | nix::Error::ENOENT) => Ok(()),
+        Err(e) => Err(Step::at("unmount", path, e.into())),
+    }
 }
 
 /// "There already" is success.

@@ -1,13 +1,27 @@
 #!/bin/sh
-# A shim that misbehaves on order: ORDER_FILE holds one word, REAL_SHIM is the shim that it wraps. Calls other than the server's are
-# passed on.
+# A shim that misbehaves on order: ORDER_FILE holds one word, REAL_SHIM is the shim that it wraps. With the order `proxy` the calls of its
+# Task API pass through THIS_TEST, which has orders for each of them.
+order=$(cat ORDER_FILE)
 case " $* " in
-*" start "* | *" delete "*) exec REAL_SHIM "$@" ;;
+*" delete "*) exec REAL_SHIM "$@" ;;
+*" start "*)
+    case $order in
+    exit) echo "cannot go on" >&2; exit 7 ;;
+    end) exit 0 ;;
+    hang) exec sleep 1000 ;;
+    chatter) exec yes "much too much" ;;
+    rubbish) echo "no address at all"; exit 0 ;;
+    elsewhere) echo "unix://ORDER_FILE.nobody"; exit 0 ;;
+    proxy) exec THIS_TEST wrap-start REAL_SHIM ORDER_FILE "$@" ;;
+    *) exec REAL_SHIM "$@" ;;
+    esac
+    ;;
 esac
-case $(cat ORDER_FILE) in
+case $order in
 exit) echo "cannot go on" >&2; exit 7 ;;
 end) exit 0 ;;
 hang) exec sleep 1000 ;;
 chatter) yes "much too much" >&2 ;;
+proxy) exec THIS_TEST wrap-server REAL_SHIM ORDER_FILE "$@" ;;
 *) exec REAL_SHIM "$@" ;;
 esac

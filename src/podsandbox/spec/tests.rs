@@ -212,7 +212,7 @@ fn paths_of_cgroups() {
     let path = |parent: &str, cgroup_driver| {
         let mut record = record(&kubelet_pod());
         record.plan.cgroup_parent = parent.to_owned();
-        cgroups_path(&record.plan, &Config { cgroup_driver, ..Config::default() })
+        cgroups_path(&record, &Config { cgroup_driver, ..Config::default() })
     };
     let auto = |parent: &str| path(parent, CgroupDriver::Auto).unwrap();
     assert_eq!(path("", CgroupDriver::Auto), None);

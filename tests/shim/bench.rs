@@ -1,0 +1,176 @@
+//! What the cases stand on: a node whose shims misbehave on order, and the list of them.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use kit::machine::processes::{self, Proc};
+use kit::{ContainerSpec, Handler, Node, Options, Pod, PodSpec, until};
+
+/// What happens at once on an idle machine may take a while on a busy one.
+pub(crate) const SOON: Duration = Duration::from_secs(20);
+
+/// Who starts the pods' shims.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// The sandboxer, which hands them their socket.
+    Owned,
+    /// Their own `start`, with native pods.
+    Started,
+    /// Their own `start`, and they run the pause.
+    Driver,
+}
+
+/// A node whose sandboxer uses the wrapped shim.
+pub(crate) struct Bench {
+    pub(crate) node: Arc<Node>,
+    order: PathBuf,
+    _dir: tempfile::TempDir,
+}
+
+impl Bench {
+    pub(crate) async fn start(kind: Kind) -> Result<Self> {
+        let dir = tempfile::tempdir()?;
+        let (order, shim) = (dir.path().join("order"), dir.path().join("shim"));
+        let real = kit::Parts::get()?.program("containerd-shim-runc-v2");
+        let script = include_str!("wrapper.sh")
+            .replace("REAL_SHIM", &real.display().to_string())
+            .replace("ORDER_FILE", &order.display().to_string())
+            .replace("THIS_TEST", &std::env::current_exe()?.display().to_string());
+        fs::write(&shim, script)?;
+        fs::set_permissions(&shim, fs::Permissions::from_mode(0o755))?;
+        fs::write(&order, "good")?;
+        let node = Node::start(Options {
+            sandboxer: Some(env!("CARGO_BIN_EXE_pause-sandboxer").into()),
+            sandboxer_config: format!(
+                "shims = {{ \"io.containerd.runc.v2\" = \"{}\" }}\n{}",
+                shim.display(),
+                kind.setting()
+            ),
+            ..Options::default()
+        })
+        .await?;
+        node.start_sandboxer().await?;
+        let bench = Self { node, order, _dir: dir };
+        // containerd makes directories of its own with the first container.
+        let pod = bench.pod("first").await?;
+        pod.run(ContainerSpec::sleeping("a")).await?;
+        pod.remove().await?;
+        Ok(bench)
+    }
+
+    /// How the next shim is to come.
+    pub(crate) fn order(&self, word: &str) -> Result<()> {
+        Ok(fs::write(&self.order, word)?)
+    }
+
+    /// What is to happen to the next calls of a method, of shims that came by the order `proxy`: `fail N`, `lose N`, `hang N`, `late SECONDS`.
+    pub(crate) fn misbehave(&self, method: &str, how: &str) -> Result<()> {
+        Ok(fs::write(crate::proxy::calls(&self.order), format!("{method} {how}"))?)
+    }
+
+    /// Calls are passed on as they are.
+    pub(crate) fn behave(&self) -> Result<()> {
+        Ok(fs::write(crate::proxy::calls(&self.order), "")?)
+    }
+
+    pub(crate) async fn pod(&self, name: &str) -> Result<Pod> {
+        self.node.run(Handler::Ours, PodSpec::new(name).host_network()).await
+    }
+
+    pub(crate) async fn restart(&self) -> Result<()> {
+        self.node.kill_sandboxer()?;
+        self.node.start_sandboxer().await
+    }
+}
+
+/// The shims of a pod, whatever their program.
+pub(crate) fn shims(pod: &Pod) -> Result<Vec<Proc>> {
+    let named = format!("-id {} ", pod.id());
+    let all = processes::all()?.into_iter();
+    Ok(all.filter(|process| process.state != 'Z' && process.command.contains(&named)).collect())
+}
+
+pub(crate) async fn one_shim(pod: &Pod) -> Result<Proc> {
+    until("one shim", SOON, async || match shims(pod)?.as_slice() {
+        [one] => Ok(one.clone()),
+        other => bail!("shims: {other:?}"),
+    })
+    .await
+}
+
+pub(crate) async fn no_shim(pod: &Pod) -> Result<()> {
+    until("no shim", SOON, async || none(&shims(pod)?)).await
+}
+
+pub(crate) fn none(processes: &[Proc]) -> Result<()> {
+    ensure!(processes.is_empty(), "{processes:?}");
+    Ok(())
+}
+
+pub(crate) async fn not_ready(pod: &Pod) -> Result<()> {
+    ensure!(!pod.is_ready().await?, "it is ready");
+    Ok(())
+}
+
+pub(crate) fn signal(pid: u32, signal: nix::sys::signal::Signal) -> Result<()> {
+    let pid = nix::unistd::Pid::from_raw(i32::try_from(pid)?);
+    nix::sys::signal::kill(pid, signal).context("kill")
+}
+
+/// Removes a pod as kubelet does, again and again: CRI takes a container whose shim is gone for running until it has handled its exit.
+pub(crate) async fn removed(pod: &Pod) -> Result<()> {
+    until("removed", SOON, async || {
+        pod.stop().await?;
+        pod.node().cri().remove_pod_sandbox(pod.id()).await.context("RemovePodSandbox")
+    })
+    .await?;
+    pod.clear().await
+}
+
+/// The processes in the cgroup of a container.
+pub(crate) fn inside(id: &str) -> Result<Vec<Proc>> {
+    Ok(processes::all()?.into_iter().filter(|process| process.cgroups.contains(id) && process.state != 'Z').collect())
+}
+
+/// The answer is an error that says so.
+pub(crate) fn refused(answer: Result<Pod>, reason: &str) -> Result<()> {
+    match answer {
+        Ok(pod) => bail!("pod {} runs", pod.id()),
+        Err(e) => {
+            let text = format!("{e:#}");
+            ensure!(text.contains(reason), "{text:?} does not say {reason:?}");
+            Ok(())
+        }
+    }
+}
+
+impl Kind {
+    fn setting(self) -> &'static str {
+        match self {
+            Self::Owned => "drivers = { \"io.containerd.runc.v2\" = \"native\" }\n",
+            Self::Started => "shim = \"started\"\n",
+            Self::Driver => "drivers = { \"io.containerd.runc.v2\" = \"shim\" }\n",
+        }
+    }
+}
+
+type Run = fn(Arc<Bench>) -> Pin<Box<dyn Future<Output = Result<()>>>>;
+
+/// One case.
+pub(crate) struct Case {
+    pub(crate) name: &'static str,
+    pub(crate) kind: Kind,
+    pub(crate) run: Run,
+}
+
+macro_rules! cases {
+    ($kind:expr => $($case:ident),* $(,)?) => {
+        vec![$(crate::bench::Case { name: stringify!($case), kind: $kind, run: |bench| Box::pin($case(bench)) }),*]
+    };
+}
+pub(crate) use cases;

@@ -1,0 +1,230 @@
+//! Pods whose pause is run by their shim.
+
+use std::fs;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use kit::machine::processes;
+use kit::{ContainerSpec, Handler, PodSpec, until};
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+use crate::bench::{
+    Bench, Case, Kind, SOON, cases, no_shim, none, not_ready, one_shim, refused, removed, shims, signal,
+};
+use crate::started::{a_shim_that_dies_with_containers_ends_the_pod_too, a_start_that_fails_is_an_error};
+
+pub(crate) fn cases() -> Vec<Case> {
+    cases![Kind::Driver =>
+        the_bundle_is_the_builtins,
+        a_start_that_fails_is_an_error,
+        a_shim_that_dies_with_containers_ends_the_pod_too,
+        a_create_that_hangs_is_an_error,
+        a_create_that_fails_is_an_error,
+        deletes_that_fail_are_late_or_lost_are_tried_again,
+        a_lost_wait_is_no_exit,
+        recovery_as_containerds,
+        an_unreachable_shim_is_unknown_and_can_be_ended,
+        fifty_pods_of_the_driver_leave_nothing,
+    ]
+}
+
+/// The spec as a list of paths and values, without what differs from pod to pod.
+fn facts(spec: &Value, of: &[(&str, &str)]) -> Vec<String> {
+    fn walk(value: &Value, path: &str, into: &mut Vec<String>) {
+        match value {
+            Value::Object(map) => map.iter().for_each(|(key, value)| walk(value, &format!("{path}/{key}"), into)),
+            Value::Array(items) => {
+                items.iter().enumerate().for_each(|(at, item)| walk(item, &format!("{path}/{at}"), into))
+            }
+            // Nothing said.
+            Value::Null => {}
+            other => into.push(format!("{path} = {other}")),
+        }
+    }
+    let mut facts = Vec::new();
+    walk(spec, "", &mut facts);
+    for fact in &mut facts {
+        for (text, name) in of {
+            *fact = fact.replace(text, name);
+        }
+    }
+    facts.sort();
+    facts
+}
+
+/// The spec that the runtime gets, beside the one that it gets of the built-in controller for the same pod.
+async fn the_bundle_is_the_builtins(bench: Arc<Bench>) -> Result<()> {
+    let layout = bench.node.layout();
+    for (name, spec) in [
+        ("plain", PodSpec::new("same").label("a", "b").sysctl("net.ipv4.ip_unprivileged_port_start", "80")),
+        ("host network", PodSpec::new("same").host_network()),
+    ] {
+        let mut seen = Vec::new();
+        for handler in [Handler::Builtin, Handler::Ours] {
+            let pod = bench.node.run(handler, spec.clone()).await?;
+            let (id, cgroup) = (pod.id().to_owned(), pod.home().cgroup().context("a cgroup")?.to_owned());
+            let bundle = match handler {
+                Handler::Builtin => layout.state().join("io.containerd.runtime.v2.task/k8s.io").join(&id),
+                Handler::Ours => layout.sandboxer_state().join("sandboxes").join(&id).join(&id),
+            };
+            let config: Value = serde_json::from_slice(&fs::read(bundle.join("config.json"))?)?;
+            let pause = processes::one(pod.pause_pid().await?)?;
+            if handler == Handler::Ours {
+                ensure!(pause.parent == one_shim(&pod).await?.pid, "the pause is no child of the shim: {pause:?}");
+            }
+            let netns = config.pointer("/linux/namespaces").and_then(Value::as_array).into_iter().flatten();
+            let netns: Vec<String> = netns.filter_map(|one| one["path"].as_str().map(str::to_owned)).collect();
+            let uid = pod.config().metadata.uid.clone();
+            let mut of = vec![(id.as_str(), "ID"), (cgroup.as_str(), "CGROUP"), (uid.as_str(), "UID")];
+            of.extend(netns.iter().map(|path| (path.as_str(), "NETNS")));
+            let log = pod.config().log_directory.clone();
+            of.push((log.as_str(), "LOG"));
+            seen.push(facts(&config, &of));
+            pod.remove().await?;
+        }
+        let [theirs, ours] = &seen[..] else { unreachable!("two handlers") };
+        let differ: Vec<String> = theirs
+            .iter()
+            .filter(|fact| !ours.contains(fact))
+            .map(|fact| format!("- {fact}"))
+            .chain(ours.iter().filter(|fact| !theirs.contains(fact)).map(|fact| format!("+ {fact}")))
+            // There is no image, which has a name and an environment; the version is containerd's own.
+            .filter(|fact| {
+                !["podsandbox.image-name", "/process/env/", "/ociVersion"].iter().any(|of| fact.contains(of))
+            })
+            .collect();
+        ensure!(differ.is_empty(), "{name}:\n{}", differ.join("\n"));
+        ensure!(ours.len() > 60, "{name}: {ours:?}");
+    }
+    Ok(())
+}
+
+async fn a_create_that_hangs_is_an_error(bench: Arc<Bench>) -> Result<()> {
+    let before = bench.node.snapshot()?;
+    bench.order("proxy")?;
+    bench.misbehave("Create", "hang 1")?;
+    let begun = Instant::now();
+    refused(bench.pod("hanging").await, "create pause")?;
+    ensure!(begun.elapsed() < Duration::from_secs(60), "took {:?}", begun.elapsed());
+    bench.node.settles_to(&before).await
+}
+
+async fn a_create_that_fails_is_an_error(bench: Arc<Bench>) -> Result<()> {
+    bench.order("proxy")?;
+    for method in ["Create", "Start", "Connect"] {
+        let before = bench.node.snapshot()?;
+        for how in ["fail 1", "lose 1"] {
+            bench.misbehave(method, how)?;
+            let expected = match (how, method) {
+                ("fail 1", _) => "ordered to fail",
+                (_, "Connect") => "ask shim",
+                (_, "Create") => "create pause",
+                _ => "start pause",
+            };
+            refused(bench.pod("failing").await, expected).with_context(|| format!("{method} {how}"))?;
+            bench.node.settles_to(&before).await.with_context(|| format!("{method} {how}"))?;
+        }
+    }
+    bench.behave()?;
+    bench.pod("good").await.context("after the bad ones")?.remove().await
+}
+
+async fn deletes_that_fail_are_late_or_lost_are_tried_again(bench: Arc<Bench>) -> Result<()> {
+    bench.order("proxy")?;
+    for how in ["fail 2", "lose 1", "late 12"] {
+        let before = bench.node.snapshot()?;
+        let pod = bench.pod("deleted").await?;
+        let container = pod.run(ContainerSpec::sleeping("a")).await?;
+        container.stop().await?;
+        container.remove().await?;
+        bench.misbehave("Delete", how)?;
+        removed(&pod).await.context(how)?;
+        no_shim(&pod).await.context(how)?;
+        bench.node.settles_to(&before).await.context(how)?;
+    }
+    Ok(())
+}
+
+async fn a_lost_wait_is_no_exit(bench: Arc<Bench>) -> Result<()> {
+    bench.order("proxy")?;
+    bench.misbehave("Wait", "lose 2")?;
+    let pod = bench.pod("waited").await?;
+    let log = bench.node.layout().sandboxer_log();
+    until("asked again twice", SOON, async || {
+        let text = fs::read_to_string(&log)?;
+        let lines = text.lines().filter(|line| line.contains(pod.id()) && line.contains("asked again")).count();
+        ensure!(lines == 2, "{lines} lines");
+        Ok(())
+    })
+    .await?;
+    ensure!(pod.is_ready().await?, "the pod ended with a connection");
+    pod.run(ContainerSpec::sleeping("a")).await?;
+    signal(pod.pause_pid().await?, Signal::SIGKILL)?;
+    until("not ready", SOON, async || not_ready(&pod).await).await?;
+    let exit = bench.node.sandboxer().wait(pod.id()).await?;
+    ensure!(exit.exit_status == 137, "{exit:?}");
+    removed(&pod).await?;
+    no_shim(&pod).await
+}
+
+/// Running: adopted. Ended, or without its shim: not ready, with what can be told of it.
+async fn recovery_as_containerds(bench: Arc<Bench>) -> Result<()> {
+    let (lives, ended, orphaned) = (bench.pod("lives").await?, bench.pod("ended").await?, bench.pod("orphaned").await?);
+    let container = lives.run(ContainerSpec::sleeping("a")).await?;
+    let (pause, shim) = (lives.pause_pid().await?, one_shim(&lives).await?.pid);
+    let dead = ended.pause_pid().await?;
+    let orphan = orphaned.pause_pid().await?;
+    bench.node.kill_sandboxer()?;
+    signal(dead, Signal::SIGKILL)?;
+    signal(one_shim(&orphaned).await?.pid, Signal::SIGKILL)?;
+    bench.node.start_sandboxer().await?;
+    let status = bench.node.sandboxer().status(lives.id(), false).await?;
+    ensure!((status.pid, status.state.as_str()) == (pause, "SANDBOX_READY"), "{status:?}");
+    ensure!(one_shim(&lives).await?.pid == shim, "another shim");
+    ensure!(container.sh("echo hello").await?.trim() == "hello", "exec");
+    lives.run(ContainerSpec::sleeping("b")).await?;
+    let exit = bench.node.sandboxer().wait(ended.id()).await?;
+    ensure!(exit.exit_status == 137, "{exit:?}");
+    until("the orphan is gone", SOON, async || {
+        none(&processes::all()?.into_iter().filter(|p| p.pid == orphan && p.state != 'Z').collect::<Vec<_>>())
+    })
+    .await?;
+    for pod in [&ended, &orphaned] {
+        until("not ready", SOON, async || not_ready(pod).await).await?;
+    }
+    for pod in [lives, ended, orphaned] {
+        removed(&pod).await?;
+        no_shim(&pod).await?;
+    }
+    Ok(())
+}
+
+async fn an_unreachable_shim_is_unknown_and_can_be_ended(bench: Arc<Bench>) -> Result<()> {
+    bench.order("proxy")?;
+    let pod = bench.pod("unreachable").await?;
+    bench.node.kill_sandboxer()?;
+    bench.misbehave("State", "hang 1")?;
+    bench.node.start_sandboxer().await?;
+    let status = bench.node.sandboxer().status(pod.id(), false).await?;
+    ensure!(status.state == "SANDBOX_NOTREADY" || status.state == "SANDBOX_UNKNOWN", "{status:?}");
+    bench.behave()?;
+    removed(&pod).await?;
+    no_shim(&pod).await
+}
+
+async fn fifty_pods_of_the_driver_leave_nothing(bench: Arc<Bench>) -> Result<()> {
+    for round in 0..10 {
+        let names: Vec<String> = (0..5).map(|n| format!("many-{round}-{n}")).collect();
+        let cycles = names.iter().map(|name| async {
+            let pod = bench.pod(name).await?;
+            pod.run(ContainerSpec::sleeping("a")).await?;
+            pod.remove().await?;
+            ensure!(shims(&pod)?.is_empty(), "a shim is left");
+            Ok(())
+        });
+        futures::future::try_join_all(cycles).await?;
+    }
+    Ok(())
+}

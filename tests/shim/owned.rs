@@ -1,0 +1,203 @@
+//! Shims that get their socket from the sandboxer: the pods of the native driver.
+
+use std::fs;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use kit::ContainerSpec;
+use kit::machine::processes::{self, Proc};
+use nix::sys::signal::Signal;
+
+use crate::bench::{
+    Bench, Case, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, removed, shims, signal,
+};
+use kit::until;
+
+pub(crate) fn cases() -> Vec<Case> {
+    cases![Kind::Owned =>
+        an_idle_pod_has_no_shim_and_a_container_one,
+        platform_brings_the_shim,
+        an_empty_shim_that_ends_is_followed_by_another,
+        a_shim_that_dies_with_containers_ends_the_pod,
+        a_shim_that_does_not_come_is_an_error,
+        a_killed_daemon_finds_the_shim_again,
+        a_shim_that_dies_without_a_daemon_ends_the_pod,
+        calls_that_fail_are_late_or_lost_leave_nothing,
+        fifty_pods_leave_no_shim,
+    ]
+}
+
+async fn an_idle_pod_has_no_shim_and_a_container_one(bench: Arc<Bench>) -> Result<()> {
+    let pod = bench.pod("idle").await?;
+    ensure!(shims(&pod)?.is_empty(), "an idle pod has a shim");
+    let first = pod.run(ContainerSpec::sleeping("a")).await?;
+    let shim = one_shim(&pod).await?;
+    let second = pod.run(ContainerSpec::sleeping("b")).await?;
+    ensure!(first.sh("echo hello").await?.trim() == "hello", "exec");
+    ensure!(one_shim(&pod).await?.pid == shim.pid, "the second container has another shim");
+    let own: i32 = fs::read_to_string("/proc/self/oom_score_adj")?.trim().parse()?;
+    let score: i32 = fs::read_to_string(format!("/proc/{}/oom_score_adj", shim.pid))?.trim().parse()?;
+    ensure!(score == own + 1, "oom_score_adj {score}, the daemon's is {own}");
+    for container in [first, second] {
+        container.stop().await?;
+        container.remove().await?;
+    }
+    pod.remove().await?;
+    no_shim(&pod).await
+}
+
+async fn platform_brings_the_shim(bench: Arc<Bench>) -> Result<()> {
+    let pod = bench.pod("platform").await?;
+    let begun = Instant::now();
+    bench.node.sandboxer().platform(pod.id()).await?;
+    let took = begun.elapsed();
+    one_shim(&pod).await?;
+    ensure!(took < Duration::from_secs(1), "Platform took {took:?}");
+    pod.remove().await?;
+    no_shim(&pod).await
+}
+
+/// What containerd does from 2.4 on; here the shim is told by a signal, which it takes for the same.
+async fn an_empty_shim_that_ends_is_followed_by_another(bench: Arc<Bench>) -> Result<()> {
+    let pod = bench.pod("again").await?;
+    let first = pod.run(ContainerSpec::sleeping("a")).await?;
+    first.stop().await?;
+    first.remove().await?;
+    let shim = one_shim(&pod).await?;
+    signal(shim.pid, Signal::SIGTERM)?;
+    no_shim(&pod).await?;
+    ensure!(pod.is_ready().await?, "the pod ended with its empty shim");
+    pod.run(ContainerSpec::sleeping("b")).await?;
+    ensure!(one_shim(&pod).await?.pid != shim.pid, "the same shim");
+    pod.remove().await
+}
+
+async fn a_shim_that_dies_with_containers_ends_the_pod(bench: Arc<Bench>) -> Result<()> {
+    for (name, kill) in [("killed", Signal::SIGKILL), ("told", Signal::SIGTERM)] {
+        let pod = bench.pod(name).await?;
+        let container = pod.run(ContainerSpec::sh("a", "sleep 1000 & sleep 1000")).await?;
+        ensure!(!inside(container.id())?.is_empty(), "no process in the container's cgroup");
+        let shim = one_shim(&pod).await?;
+        signal(shim.pid, kill)?;
+        until("not ready", SOON, async || not_ready(&pod).await).await?;
+        until("no process of the container", SOON, async || none(&inside(container.id())?)).await?;
+        let status = bench.node.sandboxer().status(pod.id(), true).await?;
+        let reason = status.info.get("reason").context("no reason in the verbose status")?;
+        ensure!(reason.contains("shim") && reason.contains(container.id()), "reason: {reason}");
+        removed(&pod).await?;
+        no_shim(&pod).await?;
+        let bundle = bench.node.layout().state().join("io.containerd.runtime.v2.task/k8s.io").join(container.id());
+        ensure!(!bundle.exists(), "{} is left", bundle.display());
+    }
+    Ok(())
+}
+
+async fn a_shim_that_does_not_come_is_an_error(bench: Arc<Bench>) -> Result<()> {
+    let pod = bench.pod("misbehaving").await?;
+    for (word, limit) in [("exit", 8), ("end", 8), ("hang", 20), ("chatter", 20)] {
+        bench.order(word)?;
+        let begun = Instant::now();
+        let answer = pod.run(ContainerSpec::sleeping(word)).await;
+        bench.order("good")?;
+        ensure!(answer.is_err(), "{word}: the container runs");
+        let took = begun.elapsed();
+        ensure!(took < Duration::from_secs(limit), "{word}: took {took:?}");
+        no_shim(&pod).await.context(word)?;
+        ensure!(pod.is_ready().await?, "{word}: the pod is not ready");
+    }
+    let log = fs::read_to_string(bench.node.layout().sandboxer_log())?;
+    for expected in ["cannot go on", "ended with status 7", "did not answer", "the next are dropped"] {
+        ensure!(log.contains(expected), "the log does not say {expected:?}");
+    }
+    pod.run(ContainerSpec::sleeping("good")).await.context("after the bad ones")?;
+    pod.remove().await
+}
+
+async fn a_killed_daemon_finds_the_shim_again(bench: Arc<Bench>) -> Result<()> {
+    let (idle, busy) = (bench.pod("idle").await?, bench.pod("busy").await?);
+    let first = busy.run(ContainerSpec::sleeping("a")).await?;
+    let shim = one_shim(&busy).await?;
+    bench.restart().await?;
+    ensure!(one_shim(&busy).await?.pid == shim.pid, "another shim");
+    ensure!(first.sh("echo hello").await?.trim() == "hello", "exec");
+    let second = busy.run(ContainerSpec::sleeping("b")).await?;
+    ensure!(one_shim(&busy).await?.pid == shim.pid, "another shim for the second container");
+    ensure!(shims(&idle)?.is_empty(), "the idle pod has a shim");
+    idle.run(ContainerSpec::sleeping("a")).await.context("in the idle pod")?;
+    one_shim(&idle).await?;
+    // As if the daemon had been killed between the launch and its record.
+    bench.node.kill_sandboxer()?;
+    let record = bench.node.layout().sandboxer_state().join("sandboxes").join(busy.id()).join("shim/shim.json");
+    fs::write(&record, "\"launching\"")?;
+    bench.node.start_sandboxer().await?;
+    let recorded = fs::read_to_string(&record)?;
+    ensure!(recorded.contains(&format!("\"pid\":{}", shim.pid)), "the record is {recorded}");
+    for container in [first, second] {
+        container.stop().await?;
+        container.remove().await?;
+    }
+    signal(shim.pid, Signal::SIGTERM)?;
+    no_shim(&busy).await?;
+    busy.run(ContainerSpec::sleeping("c")).await.context("after the shim that was taken over")?;
+    for pod in [idle, busy] {
+        pod.remove().await?;
+        no_shim(&pod).await?;
+    }
+    Ok(())
+}
+
+async fn a_shim_that_dies_without_a_daemon_ends_the_pod(bench: Arc<Bench>) -> Result<()> {
+    let pod = bench.pod("unseen").await?;
+    let container = pod.run(ContainerSpec::sleeping("a")).await?;
+    let shim = one_shim(&pod).await?;
+    bench.node.kill_sandboxer()?;
+    signal(shim.pid, Signal::SIGKILL)?;
+    bench.node.start_sandboxer().await?;
+    until("not ready", SOON, async || not_ready(&pod).await).await?;
+    until("no process of the container", SOON, async || none(&inside(container.id())?)).await?;
+    removed(&pod).await
+}
+
+async fn fifty_pods_leave_no_shim(bench: Arc<Bench>) -> Result<()> {
+    for round in 0..10 {
+        let names: Vec<String> = (0..5).map(|n| format!("many-{round}-{n}")).collect();
+        let cycles = names.iter().map(|name| async {
+            let pod = bench.pod(name).await?;
+            pod.run(ContainerSpec::sleeping("a")).await?;
+            pod.remove().await
+        });
+        futures::future::try_join_all(cycles).await?;
+    }
+    let sockets = fs::read_dir(bench.node.layout().sandboxer_state().join("shims"))?.count();
+    ensure!(sockets == 0, "{sockets} sockets are left");
+    let named = bench.node.layout().containerd_socket().display().to_string();
+    let left: Vec<Proc> =
+        processes::all()?.into_iter().filter(|p| p.command.contains("shim") && p.command.contains(&named)).collect();
+    ensure!(left.is_empty(), "shims are left: {left:?}");
+    Ok(())
+}
+
+/// What containerd asks of the shim goes wrong on its way; the pod is removed all the same, as kubelet does, and nothing of it stays.
+async fn calls_that_fail_are_late_or_lost_leave_nothing(bench: Arc<Bench>) -> Result<()> {
+    bench.order("proxy")?;
+    for (method, how) in
+        [("Delete", "fail 2"), ("Delete", "late 12"), ("Delete", "lose 1"), ("Wait", "lose 1"), ("Create", "fail 1")]
+    {
+        let named = format!("{method} {how}");
+        let pod = bench.pod("astray").await?;
+        bench.misbehave(method, how)?;
+        let other = bench.pod("other").await?;
+        match pod.run(ContainerSpec::sleeping("a")).await {
+            Ok(container) => drop(container.stop().await),
+            Err(e) => ensure!(method == "Create", "{named}: {e:#}"),
+        }
+        other.run(ContainerSpec::sleeping("b")).await.with_context(|| format!("{named}: another pod"))?;
+        for pod in [pod, other] {
+            removed(&pod).await.with_context(|| named.clone())?;
+            no_shim(&pod).await.with_context(|| named.clone())?;
+        }
+        bench.behave()?;
+    }
+    Ok(())
+}

@@ -1,0 +1,223 @@
+//! A shim through which the calls of a real one pass, and are refused, late or lost on order.
+//!
+//! `wrap-server SHIM ORDER ARGUMENT...` serves at the socket that it has as descriptor 3, as a shim does, and hands a socket of its own to the
+//! real one. `wrap-start SHIM ORDER ARGUMENT...` calls the real one's `start` and answers with a socket of its own.
+
+use std::fs;
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use protobuf::Message as _;
+use ttrpc::proto::{Code, Request, Response, Status};
+
+/// Length of a ttrpc message's head: length of the rest, stream, type, flags.
+const HEAD: usize = 10;
+const REQUEST: u8 = 1;
+const RESPONSE: u8 = 2;
+
+/// Where the orders for calls are, beside the order for the shim itself.
+pub(crate) fn calls(order: &Path) -> PathBuf {
+    order.with_extension("calls")
+}
+
+/// Runs as the shim if the arguments say so.
+pub(crate) fn main() -> Option<ExitCode> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [role, shim, order, rest @ ..] = arguments.as_slice() else { return None };
+    let done = match role.as_str() {
+        "wrap-server" => server(shim, Path::new(order), rest),
+        "wrap-start" => start(shim, Path::new(order), rest),
+        "wrap-socket" => socket(Path::new(shim), Path::new(order), rest),
+        _ => return None,
+    };
+    Some(done.unwrap_or_else(|e| {
+        eprintln!("{role}: {e:#}");
+        ExitCode::FAILURE
+    }))
+}
+
+/// The server's role: ends as the real one does, which ends with this.
+fn server(shim: &str, order: &Path, arguments: &[String]) -> Result<ExitCode> {
+    let listener = UnixListener::from(pause_sandboxer::pause::inherited(3)?);
+    listener.set_nonblocking(false)?;
+    let inner = order.with_extension(format!("i{}", std::process::id()));
+    let inner_listener: OwnedFd = UnixListener::bind(&inner)?.into();
+    let script = "exec setpriv --pdeathsig KILL \"$@\" 3<&0 0</dev/null";
+    let mut real = Command::new("sh")
+        .args(["-c", script, "sh", shim])
+        .args(arguments)
+        .stdin(Stdio::from(inner_listener))
+        .spawn()
+        .context("run the real shim")?;
+    let (to, calls) = (inner.clone(), calls(order));
+    thread::spawn(move || pass(&listener, &to, &calls));
+    let status = real.wait()?;
+    fs::remove_file(inner)?;
+    Ok(ExitCode::from(u8::try_from(status.code().unwrap_or(1))?))
+}
+
+/// The role of `start`.
+fn start(shim: &str, order: &Path, arguments: &[String]) -> Result<ExitCode> {
+    let output = Command::new(shim).args(arguments).stdin(Stdio::inherit()).output()?;
+    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let from = said.find("unix://").context("no address")?;
+    let address: String = said[from..].chars().take_while(|c| !c.is_control() && !"\"\\ ".contains(*c)).collect();
+    let inner = address.trim_start_matches("unix://").to_owned();
+    let outer = order.with_extension(format!("o{}", std::process::id()));
+    Command::new(std::env::current_exe()?)
+        .arg("wrap-socket")
+        .args([&inner, &order.display().to_string(), &outer.display().to_string()])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()?;
+    while !outer.exists() {
+        thread::sleep(Duration::from_millis(1));
+    }
+    // The shim's own version and form of answer, with another address.
+    println!(r#"{{"version":3,"address":"unix://{}","protocol":"ttrpc"}}"#, outer.display());
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Passes calls on from a socket of its own to a shim's, until that ends.
+fn socket(inner: &Path, order: &Path, outer: &[String]) -> Result<ExitCode> {
+    let outer = PathBuf::from(outer.first().context("no socket")?);
+    let mut watched = UnixStream::connect(inner)?;
+    let new = outer.with_extension("n");
+    let listener = UnixListener::bind(&new)?;
+    fs::rename(&new, &outer)?;
+    let (to, calls) = (inner.to_owned(), calls(order));
+    thread::spawn(move || pass(&listener, &to, &calls));
+    let _ = watched.read(&mut [0]);
+    let _ = fs::remove_file(&outer);
+    // Whose end it was that the sandboxer removes when it knows no better.
+    let _ = fs::remove_file(inner);
+    Ok(ExitCode::SUCCESS)
+}
+
+fn pass(listener: &UnixListener, to: &Path, calls: &Path) {
+    while let Ok((client, _)) = listener.accept() {
+        let (to, calls) = (to.to_owned(), calls.to_owned());
+        thread::spawn(move || {
+            if let Ok(shim) = UnixStream::connect(to) {
+                let _ = connection(client, shim, &calls);
+            }
+        });
+    }
+}
+
+type Writer = Arc<Mutex<UnixStream>>;
+
+/// One connection, until either end is gone.
+fn connection(client: UnixStream, shim: UnixStream, calls: &Path) -> Result<()> {
+    let to_client: Writer = Arc::new(Mutex::new(client.try_clone()?));
+    let to_shim: Writer = Arc::new(Mutex::new(shim.try_clone()?));
+    let (mut answers, back) = (shim.try_clone()?, to_client.clone());
+    let ends = (client.try_clone()?, shim.try_clone()?);
+    thread::spawn(move || {
+        while let Ok(frame) = frame(&mut answers) {
+            if write(&back, &frame).is_err() {
+                break;
+            }
+        }
+        hang_up(&ends.0, &ends.1);
+    });
+    let mut requests = client.try_clone()?;
+    while let Ok(frame) = frame(&mut requests) {
+        match ordered(&frame, calls)? {
+            Order::Pass => write(&to_shim, &frame)?,
+            Order::Hang => {}
+            Order::Fail => write(&to_client, &refusal(&frame)?)?,
+            Order::Late(by) => {
+                let to_shim = to_shim.clone();
+                thread::spawn(move || {
+                    thread::sleep(by);
+                    let _ = write(&to_shim, &frame);
+                });
+            }
+            Order::Lose => {
+                // The shim gets the call, and its caller no answer.
+                hang_up_client(&client);
+                write(&to_shim, &frame)?;
+            }
+        }
+    }
+    hang_up(&client, &shim);
+    Ok(())
+}
+
+fn hang_up(client: &UnixStream, shim: &UnixStream) {
+    hang_up_client(client);
+    let _ = shim.shutdown(Shutdown::Both);
+}
+
+fn hang_up_client(client: &UnixStream) {
+    let _ = client.shutdown(Shutdown::Both);
+}
+
+fn frame(from: &mut UnixStream) -> io::Result<Vec<u8>> {
+    let mut frame = vec![0; HEAD];
+    from.read_exact(&mut frame)?;
+    let length = u32::from_be_bytes([frame[0], frame[1], frame[2], frame[3]]);
+    frame.resize(HEAD + length as usize, 0);
+    from.read_exact(&mut frame[HEAD..])?;
+    Ok(frame)
+}
+
+fn write(to: &Writer, frame: &[u8]) -> io::Result<()> {
+    to.lock().unwrap_or_else(PoisonError::into_inner).write_all(frame)
+}
+
+/// An answer of the shim's that it has failed.
+fn refusal(request: &[u8]) -> Result<Vec<u8>> {
+    let status = Status { code: Code::INTERNAL.into(), message: "ordered to fail".to_owned(), ..Default::default() };
+    let payload = Response { status: Some(status).into(), ..Default::default() }.write_to_bytes()?;
+    let mut frame = u32::try_from(payload.len())?.to_be_bytes().to_vec();
+    frame.extend(&request[4..8]);
+    frame.extend([RESPONSE, 0]);
+    frame.extend(payload);
+    Ok(frame)
+}
+
+enum Order {
+    Pass,
+    Fail,
+    Hang,
+    Lose,
+    Late(Duration),
+}
+
+/// What is to become of a call; an order for a number of calls is used up by them.
+fn ordered(frame: &[u8], calls: &Path) -> Result<Order> {
+    static TURN: Mutex<()> = Mutex::new(());
+    if frame[8] != REQUEST {
+        return Ok(Order::Pass);
+    }
+    let method = Request::parse_from_bytes(&frame[HEAD..])?.method;
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let text = fs::read_to_string(calls).unwrap_or_default();
+    let words: Vec<&str> = text.split_whitespace().collect();
+    let [of, how, number] = words.as_slice() else { return Ok(Order::Pass) };
+    let number: u64 = number.parse()?;
+    if *of != method || number == 0 {
+        return Ok(Order::Pass);
+    }
+    let left = if *how == "late" { 0 } else { number - 1 };
+    fs::write(calls, format!("{of} {how} {left}"))?;
+    Ok(match *how {
+        "fail" => Order::Fail,
+        "hang" => Order::Hang,
+        "lose" => Order::Lose,
+        "late" => Order::Late(Duration::from_secs(number)),
+        other => anyhow::bail!("no such order: {other}"),
+    })
+}

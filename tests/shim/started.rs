@@ -1,0 +1,92 @@
+//! Shims that are started by their own `start`, with pods of the native driver.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use kit::{ContainerSpec, until};
+use nix::sys::signal::Signal;
+
+use crate::bench::{
+    Bench, Case, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, refused, removed, shims, signal,
+};
+
+pub(crate) fn cases() -> Vec<Case> {
+    cases![Kind::Started =>
+        a_pod_has_its_shim_from_start_to_shutdown,
+        a_start_that_fails_is_an_error,
+        a_shim_that_dies_with_containers_ends_the_pod_too,
+        a_killed_daemon_finds_the_started_shim_again,
+    ]
+}
+
+async fn a_pod_has_its_shim_from_start_to_shutdown(bench: Arc<Bench>) -> Result<()> {
+    let pod = bench.pod("with").await?;
+    let shim = one_shim(&pod).await?;
+    let first = pod.run(ContainerSpec::sleeping("a")).await?;
+    ensure!(first.sh("echo hello").await?.trim() == "hello", "exec");
+    ensure!(one_shim(&pod).await?.pid == shim.pid, "the container has another shim");
+    first.stop().await?;
+    first.remove().await?;
+    // As containerd tells an empty one from 2.4 on.
+    signal(shim.pid, Signal::SIGTERM)?;
+    until("another shim", SOON, async || {
+        let now = shims(&pod)?;
+        ensure!(now.len() == 1 && now.iter().all(|now| now.pid != shim.pid), "{now:?}");
+        Ok(())
+    })
+    .await?;
+    ensure!(pod.is_ready().await?, "the pod ended with its empty shim");
+    pod.run(ContainerSpec::sleeping("b")).await?;
+    pod.remove().await?;
+    no_shim(&pod).await
+}
+
+/// Whatever goes wrong before there is a shim is an error in time that names it, and leaves nothing.
+pub(crate) async fn a_start_that_fails_is_an_error(bench: Arc<Bench>) -> Result<()> {
+    for (word, limit, reason) in [
+        ("exit", 8, "cannot go on"),
+        ("end", 8, "it is no address"),
+        ("hang", 20, "not done after 10 s"),
+        ("chatter", 20, "wrote more than"),
+        ("rubbish", 8, "it is no address"),
+        ("elsewhere", 20, "connect to shim"),
+    ] {
+        bench.order(word)?;
+        let before = bench.node.snapshot()?;
+        let begun = Instant::now();
+        let answer = bench.pod(word).await;
+        let took = begun.elapsed();
+        bench.order("good")?;
+        refused(answer, reason).context(word)?;
+        ensure!(took < Duration::from_secs(limit), "{word}: took {took:?}");
+        bench.node.settles_to(&before).await.context(word)?;
+    }
+    bench.pod("good").await.context("after the bad ones")?.remove().await
+}
+
+pub(crate) async fn a_shim_that_dies_with_containers_ends_the_pod_too(bench: Arc<Bench>) -> Result<()> {
+    let pod = bench.pod("bereaved").await?;
+    let container = pod.run(ContainerSpec::sh("a", "sleep 1000 & sleep 1000")).await?;
+    let shim = one_shim(&pod).await?;
+    signal(shim.pid, Signal::SIGKILL)?;
+    until("not ready", SOON, async || not_ready(&pod).await).await?;
+    until("no process of the container", SOON, async || none(&inside(container.id())?)).await?;
+    let status = bench.node.sandboxer().status(pod.id(), true).await?;
+    let reason = status.info.get("reason").context("no reason in the verbose status")?;
+    ensure!(reason.contains("shim"), "reason: {reason}");
+    removed(&pod).await?;
+    no_shim(&pod).await
+}
+
+async fn a_killed_daemon_finds_the_started_shim_again(bench: Arc<Bench>) -> Result<()> {
+    let pod = bench.pod("found").await?;
+    let container = pod.run(ContainerSpec::sleeping("a")).await?;
+    let shim = one_shim(&pod).await?;
+    bench.restart().await?;
+    ensure!(one_shim(&pod).await?.pid == shim.pid, "another shim");
+    ensure!(container.sh("echo hello").await?.trim() == "hello", "exec");
+    pod.run(ContainerSpec::sleeping("b")).await?;
+    pod.remove().await?;
+    no_shim(&pod).await
+}
