@@ -85,6 +85,9 @@ pub enum Entry {
     },
 }
 
+/// Frees the id that it is told.
+type OnGone = Box<dyn FnOnce(&str) + Send>;
+
 /// The owner of one sandbox.
 pub struct Owner {
     work: Arc<Work>,
@@ -99,7 +102,7 @@ pub struct Owner {
     failure: Vec<Step>,
     /// When the next retry is due, or a sandbox that was never started is given up.
     alarm: Option<Instant>,
-    on_gone: Option<Box<dyn FnOnce(&str) + Send>>,
+    on_gone: Option<OnGone>,
     retired: bool,
 }
 

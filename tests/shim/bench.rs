@@ -56,8 +56,8 @@ impl Bench {
         .await?;
         node.start_sandboxer().await?;
         let bench = Self { node, order, _dir: dir };
-        // containerd makes directories of its own with the first container.
-        let pod = bench.pod("first").await?;
+        // containerd makes directories of its own with the first container, and the pod network with the first pod.
+        let pod = bench.node.run(Handler::Ours, PodSpec::new("first")).await?;
         pod.run(ContainerSpec::sleeping("a")).await?;
         pod.remove().await?;
         Ok(bench)
@@ -68,7 +68,7 @@ impl Bench {
         Ok(fs::write(&self.order, word)?)
     }
 
-    /// What is to happen to the next calls of a method, of shims that came by the order `proxy`: `fail N`, `lose N`, `hang N`, `late SECONDS`.
+    /// What is to happen to the next calls of a method, of shims that came by the order `proxy`: `fail N`, `lose N`, `cut N`, `hang N`, `late SECONDS`.
     pub(crate) fn misbehave(&self, method: &str, how: &str) -> Result<()> {
         Ok(fs::write(crate::proxy::calls(&self.order), format!("{method} {how}"))?)
     }

@@ -40,6 +40,11 @@ fn facts(spec: &Value, of: &[(&str, &str)]) -> Vec<String> {
             }
             // Nothing said.
             Value::Null => {}
+            // A set.
+            other if path.contains("/capabilities/") => {
+                let set = path.rsplit_once('/').map_or(path, |(set, _)| set);
+                into.push(format!("{set} has {other}"));
+            }
             other => into.push(format!("{path} = {other}")),
         }
     }
@@ -133,7 +138,7 @@ async fn a_create_that_fails_is_an_error(bench: Arc<Bench>) -> Result<()> {
 
 async fn deletes_that_fail_are_late_or_lost_are_tried_again(bench: Arc<Bench>) -> Result<()> {
     bench.order("proxy")?;
-    for how in ["fail 2", "lose 1", "late 12"] {
+    for how in ["fail 2", "lose 1", "cut 1", "late 12"] {
         let before = bench.node.snapshot()?;
         let pod = bench.pod("deleted").await?;
         let container = pod.run(ContainerSpec::sleeping("a")).await?;
@@ -149,7 +154,7 @@ async fn deletes_that_fail_are_late_or_lost_are_tried_again(bench: Arc<Bench>) -
 
 async fn a_lost_wait_is_no_exit(bench: Arc<Bench>) -> Result<()> {
     bench.order("proxy")?;
-    bench.misbehave("Wait", "lose 2")?;
+    bench.misbehave("Wait", "cut 2")?;
     let pod = bench.pod("waited").await?;
     let log = bench.node.layout().sandboxer_log();
     until("asked again twice", SOON, async || {

@@ -123,8 +123,14 @@ fn connection(client: UnixStream, shim: UnixStream, calls: &Path) -> Result<()> 
     let to_shim: Writer = Arc::new(Mutex::new(shim.try_clone()?));
     let (mut answers, back) = (shim.try_clone()?, to_client.clone());
     let ends = (client.try_clone()?, shim.try_clone()?);
+    // The stream of the call whose answer is to be lost.
+    let lost: Arc<Mutex<Option<Vec<u8>>>> = Arc::default();
+    let losing = lost.clone();
     thread::spawn(move || {
         while let Ok(frame) = frame(&mut answers) {
+            if losing.lock().unwrap_or_else(PoisonError::into_inner).as_deref() == Some(&frame[4..8]) {
+                break;
+            }
             if write(&back, &frame).is_err() {
                 break;
             }
@@ -145,9 +151,12 @@ fn connection(client: UnixStream, shim: UnixStream, calls: &Path) -> Result<()> 
                 });
             }
             Order::Lose => {
-                // The shim gets the call, and its caller no answer.
-                hang_up_client(&client);
+                *lost.lock().unwrap_or_else(PoisonError::into_inner) = Some(frame[4..8].to_vec());
                 write(&to_shim, &frame)?;
+            }
+            Order::Cut => {
+                write(&to_shim, &frame)?;
+                break;
             }
         }
     }
@@ -156,12 +165,8 @@ fn connection(client: UnixStream, shim: UnixStream, calls: &Path) -> Result<()> 
 }
 
 fn hang_up(client: &UnixStream, shim: &UnixStream) {
-    hang_up_client(client);
-    let _ = shim.shutdown(Shutdown::Both);
-}
-
-fn hang_up_client(client: &UnixStream) {
     let _ = client.shutdown(Shutdown::Both);
+    let _ = shim.shutdown(Shutdown::Both);
 }
 
 fn frame(from: &mut UnixStream) -> io::Result<Vec<u8>> {
@@ -192,7 +197,10 @@ enum Order {
     Pass,
     Fail,
     Hang,
+    /// The connection ends when the answer comes.
     Lose,
+    /// The connection ends with the call.
+    Cut,
     Late(Duration),
 }
 
@@ -217,6 +225,7 @@ fn ordered(frame: &[u8], calls: &Path) -> Result<Order> {
         "fail" => Order::Fail,
         "hang" => Order::Hang,
         "lose" => Order::Lose,
+        "cut" => Order::Cut,
         "late" => Order::Late(Duration::from_secs(number)),
         other => anyhow::bail!("no such order: {other}"),
     })

@@ -6,7 +6,7 @@ use protobuf::{EnumOrUnknown, Message as _, MessageField};
 use serde_json::{Value, json};
 
 use super::*;
-use crate::pause::UserNamespace;
+use crate::pause::{Plan, UserNamespace};
 use crate::podsandbox::files::Files;
 use crate::podsandbox::record::{Blob, Info};
 use crate::protos::cri::{
