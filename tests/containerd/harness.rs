@@ -16,8 +16,9 @@ use tokio::runtime::Runtime;
 
 /// What a case may take at most; a hang is a failure that says where.
 const LIMIT: Duration = Duration::from_secs(90);
-/// Settings of the sandboxer: what containerd never asks to remove is looked for every second, not every minute.
-const SANDBOXER_CONFIG: &str = "forgotten_interval = 1\n";
+/// How often the sandboxer looks for what containerd never asks to remove; its own choice is every minute. Some cases ask it in containerd's place,
+/// and are done sooner.
+const FORGOTTEN_INTERVAL: Duration = Duration::from_secs(1);
 /// How long is waited for what is known not to go.
 const KNOWN_LEFT: Duration = Duration::from_secs(2);
 /// Lines of each daemon's log that a failed case shows.
@@ -220,7 +221,8 @@ async fn shared_node(suite: &Suite) -> Result<Arc<Node>> {
         return known.clone().map_err(|reason| anyhow::anyhow!("the node did not start: {reason}"));
     }
     let sandboxer = Some(PathBuf::from(env!("CARGO_BIN_EXE_pause-sandboxer")));
-    let options = Options { sandboxer, sandboxer_config: SANDBOXER_CONFIG.to_owned(), ..Options::default() };
+    let sandboxer_config = format!("forgotten_interval = {}\n", kit::patient(FORGOTTEN_INTERVAL).as_secs());
+    let options = Options { sandboxer, sandboxer_config, ..Options::default() };
     let started = Node::start(options).await;
     let known = started.as_ref().map(Arc::clone).map_err(|e| e.to_string());
     *lock(&suite.node) = Some(known);
