@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build install deb package-files demo parity test check fmt lint doc deny parts unit soak test-vm bench bench-quick flame clean
+.PHONY: help build install deb package-files demo parity test check fmt lint doc deny parts unit soak test-deb test-vm bench bench-quick flame clean
 
 CARGO ?= cargo
 PREFIX ?= /usr/local
@@ -68,6 +68,9 @@ unit:
 # Pods, restarts and deaths at random; SOAK_SEED repeats a run.
 soak: parts ## 10 minutes of random churn; SOAK_SECONDS sets another length
 	SOAK_SECONDS=$${SOAK_SECONDS:-600} $(CARGO) test --locked --test faults -- node_soak
+
+test-deb: $(DEB) ## the Debian package on that node: install, pods, restarts, upgrade, reboot, removal
+	tests/deb/run-in-vm
 
 test-vm: parts ## pods, fields, restarts and units on a Debian node with systemd and cgroup v2, emulated; slow
 	tests/vm/test

@@ -2,6 +2,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod containerd;
+mod debian;
+mod kubernetes;
 mod prometheus;
 
 /// The text of a file of the repository.

@@ -23,7 +23,7 @@ const PROBE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/probe"));
 ///
 /// # Errors
 /// busybox does not run, or the archive cannot be written.
-pub(crate) fn write_archive(path: &Path) -> Result<()> {
+pub fn write_archive(path: &Path) -> Result<()> {
     let images = [
         image(TEST_IMAGE, &busybox_layer()?, &["/bin/sh"], "")?,
         // The user and the command of the image that most nodes have.

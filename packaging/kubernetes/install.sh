@@ -1,0 +1,104 @@
+#!/bin/sh
+# Installs the sandboxer on the node that this container runs on, or takes it off again. Run by the DaemonSet of installer/ and uninstaller/.
+#
+# usage: install.sh install | uninstall | ready
+#
+# install     puts program, units and drop-in in place, starts the daemon, lets containerd know, labels the node, and sleeps
+# uninstall   takes the label away, waits until no pod has its sandbox from here, removes what install put in place, and sleeps
+# ready       succeeds if the node's sandboxer answers
+#
+# HOST is where the node's root is mounted, DIST holds what is installed, ON_HOST runs a command on the node.
+set -eu
+
+host=${HOST-/host}
+dist=${DIST:-/dist}
+on_host=${ON_HOST-nsenter --target 1 --mount --uts --ipc --net --pid --}
+edit=${EDIT_CONTAINERD_CONFIG:-true}
+label=pause-sandboxer/ready
+
+program=/usr/local/bin/pause-sandboxer
+units=/etc/systemd/system
+drop_in=/etc/containerd/conf.d/pause-sandboxer.toml
+config=/etc/containerd/config.toml
+
+say() { echo "install.sh: $*"; }
+die() { say "$*" >&2; exit 1; }
+# shellcheck disable=SC2086 # a list of words
+node() { $on_host "$@"; }
+forever() { [ -n "${ONCE-}" ] || while :; do sleep 3600 & wait $!; done; }
+
+# place FILE PATH MODE: by rename, since the old one may be running. Says whether it was changed.
+place() {
+    cmp -s "$dist/$1" "$host$2" && return 1
+    mkdir -p "$(dirname "$host$2")"
+    install -m "$3" "$dist/$1" "$host$2.new" || die "cannot write $2: a node with a read-only $(dirname "$2") needs an image that holds the sandboxer"
+    mv "$host$2.new" "$host$2"
+    say "placed $2"
+}
+
+# mark VALUE: labels the node; null takes the label away.
+mark() {
+    [ -n "${KUBERNETES_SERVICE_HOST-}" ] || return 0
+    account=/var/run/secrets/kubernetes.io/serviceaccount
+    curl --silent --show-error --fail --max-time 30 --cacert $account/ca.crt \
+        -H "Authorization: Bearer $(cat $account/token)" -H 'Content-Type: application/merge-patch+json' \
+        -X PATCH "https://$KUBERNETES_SERVICE_HOST:${KUBERNETES_SERVICE_PORT-443}/api/v1/nodes/$NODE_NAME" \
+        -d "{\"metadata\":{\"labels\":{\"$label\":$1}}}" >/dev/null || die "cannot label node $NODE_NAME"
+}
+
+install_all() {
+    [ ! -e "$host/usr/bin/pause-sandboxer" ] || die "the Debian package is installed on this node: upgrade that instead"
+    changed='' containerd=''
+    place pause-sandboxer $program 0755 && changed=1
+    for unit in pause-sandboxer.service pause-sandboxer.socket; do
+        place $unit $units/$unit 0644 && changed=1
+    done
+    place pause-sandboxer.toml $drop_in 0644 && containerd=1
+    if [ -n "$changed" ]; then
+        node systemctl daemon-reload
+        node systemctl enable --now pause-sandboxer.socket
+        node systemctl enable pause-sandboxer.service
+        # Pods outlive it, and callers wait on the socket.
+        node systemctl restart pause-sandboxer.service
+    fi
+    if ! grep -qs '^imports' "$host$config"; then
+        if [ "$edit" = true ]; then
+            [ -e "$host$config" ] || echo 'version = 3' >"$host$config"
+            cp -p "$host$config" "$host$config.before-pause-sandboxer"
+            sed '1i imports = ["/etc/containerd/conf.d/*.toml"]' "$host$config.before-pause-sandboxer" >"$host$config.new"
+            mv "$host$config.new" "$host$config"
+            say "$config imports /etc/containerd/conf.d now; as it was it is in $config.before-pause-sandboxer"
+            containerd=1
+        else
+            say "$config imports nothing: add imports = [\"/etc/containerd/conf.d/*.toml\"] and restart containerd"
+        fi
+    fi
+    if [ -n "$containerd" ] && [ "$edit" = true ]; then
+        node systemctl restart containerd
+    fi
+    node $program check || die "see above; the node is not labelled"
+    mark '"true"'
+    say "done"
+}
+
+uninstall_all() {
+    mark null
+    # Without the daemon nobody could end them.
+    while alive=$(node $program list 2>/dev/null | tail -n +2) && [ -n "$alive" ]; do
+        say "waiting for these pods to go (delete or drain them):"
+        echo "$alive"
+        sleep 30
+    done
+    node systemctl disable --now pause-sandboxer.socket pause-sandboxer.service || :
+    rm -f "$host$drop_in" "$host$units/pause-sandboxer.service" "$host$units/pause-sandboxer.socket" "$host$program"
+    node systemctl daemon-reload
+    [ "$edit" != true ] || node systemctl restart containerd
+    say "done; $config still imports /etc/containerd/conf.d, which does no harm"
+}
+
+case ${1-} in
+install) install_all && forever ;;
+uninstall) uninstall_all && forever ;;
+ready) node $program list >/dev/null ;;
+*) sed -n 's/^# usage: /usage: /p' "$0" >&2; exit 2 ;;
+esac

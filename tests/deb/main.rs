@@ -1,0 +1,340 @@
+//! The Debian package on a node: installed, used, restarted, upgraded, rebooted, removed, with pods alive all the while.
+//!
+//! For a node that may be messed up, with systemd, containerd and dpkg; `tests/deb/run-in-vm` runs it on the machine of `tests/vm`. What it does and what
+//! the node answers is printed as at a terminal; `pod` stands for kubelet.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use kit::Cri;
+use kit::cri::api::{
+    ContainerConfig, ContainerMetadata, ImageSpec, LinuxContainerConfig, LinuxContainerSecurityContext,
+    LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption, PodSandboxConfig,
+    PodSandboxFilter, PodSandboxMetadata, PodSandboxState,
+};
+
+/// The package, and the one that is upgraded to.
+const FIRST: &str = "pause-sandboxer_0.1.0-1_amd64.deb";
+const SECOND: &str = "pause-sandboxer_0.1.0-2_amd64.deb";
+
+const HANDLER: &str = "runc-pause";
+const DROP_IN: &str = "/etc/containerd/conf.d/pause-sandboxer.toml";
+const SERVICE: &str = "pause-sandboxer.service";
+
+/// The machine may be an emulated one.
+const SOON: Duration = Duration::from_secs(120);
+
+fn main() {
+    match std::env::var("VM_BOOT").as_deref() {
+        Ok("2") => after_the_reboot(),
+        _ => before_the_reboot(),
+    }
+}
+
+/// Runs a line of shell as if typed, shows it and its output, and answers exit code and output.
+fn typed(line: &str) -> (i32, String) {
+    println!("# {line}");
+    let output = Command::new("sh").args(["-c", &format!("exec 2>&1; {line}")]).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    print!("{text}");
+    (output.status.code().unwrap_or(-1), text)
+}
+
+/// A line that must succeed; its output.
+fn run(line: &str) -> String {
+    let (code, text) = typed(line);
+    assert_eq!(code, 0, "`{line}` ended with {code}");
+    text.trim().to_owned()
+}
+
+/// Output of what is asked behind the scene.
+fn quiet(line: &str) -> String {
+    let output = Command::new("sh").args(["-c", line]).output().unwrap();
+    String::from_utf8_lossy(&output.stdout).trim().to_owned()
+}
+
+fn says(text: &str) {
+    println!("\n## {text}");
+}
+
+/// Waits for what will be so soon.
+fn eventually<T>(what: &str, mut so: impl FnMut() -> Result<T, String>) -> T {
+    let begun = Instant::now();
+    loop {
+        match so() {
+            Ok(value) => return value,
+            Err(why) => assert!(begun.elapsed() < SOON, "not in time: {what}: {why}"),
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// kubelet's part.
+struct Pods {
+    runtime: tokio::runtime::Runtime,
+    cri: Cri,
+}
+
+fn node_namespaces() -> NamespaceOption {
+    NamespaceOption { network: NamespaceMode::NODE.into(), pid: NamespaceMode::CONTAINER.into(), ..Default::default() }
+}
+
+impl Pods {
+    fn new() -> Self {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        Self { runtime, cri: Cri::new("/run/containerd/containerd.sock") }
+    }
+
+    fn config(name: &str) -> PodSandboxConfig {
+        let security =
+            LinuxSandboxSecurityContext { namespace_options: Some(node_namespaces()).into(), ..Default::default() };
+        PodSandboxConfig {
+            metadata: Some(PodSandboxMetadata {
+                name: name.to_owned(),
+                namespace: "default".to_owned(),
+                uid: format!("uid-{name}"),
+                ..Default::default()
+            })
+            .into(),
+            linux: Some(LinuxPodSandboxConfig {
+                cgroup_parent: format!("/kubepods/{name}"),
+                security_context: Some(security).into(),
+                ..Default::default()
+            })
+            .into(),
+            ..Default::default()
+        }
+    }
+
+    fn run(&self, name: &str, handler: &str) -> Result<String, String> {
+        println!("# pod run --handler {handler:?} {name}");
+        let ran = self.runtime.block_on(self.cri.run_pod_sandbox(&Self::config(name), handler));
+        match ran {
+            Ok(id) => {
+                println!("{id}");
+                Ok(id)
+            }
+            Err(e) => {
+                println!("{e}");
+                Err(e.to_string())
+            }
+        }
+    }
+
+    /// A container that sleeps.
+    fn container(&self, pod: &str, id: &str, name: &str) -> String {
+        println!("# pod container {pod} {name}");
+        let security =
+            LinuxContainerSecurityContext { namespace_options: Some(node_namespaces()).into(), ..Default::default() };
+        let config = ContainerConfig {
+            metadata: Some(ContainerMetadata { name: name.to_owned(), ..Default::default() }).into(),
+            image: Some(ImageSpec { image: kit::TEST_IMAGE.to_owned(), ..Default::default() }).into(),
+            command: ["sleep", "1000000"].map(str::to_owned).to_vec(),
+            linux: Some(LinuxContainerConfig { security_context: Some(security).into(), ..Default::default() }).into(),
+            ..Default::default()
+        };
+        let made = self.runtime.block_on(async {
+            let made = self.cri.create_container(id, &config, &Self::config(pod)).await?;
+            self.cri.start_container(&made).await.map(|()| made)
+        });
+        let made = made.unwrap_or_else(|e| panic!("container {name} of {pod}: {e}"));
+        println!("{made}");
+        made
+    }
+
+    fn exec(&self, container: &str, command: &[&str]) -> String {
+        let answer = self.runtime.block_on(self.cri.exec_sync(container, command)).unwrap();
+        String::from_utf8_lossy(&answer.stdout).trim().to_owned()
+    }
+
+    /// Names and states of all pods.
+    fn list(&self) -> Vec<(String, bool)> {
+        println!("# pod list");
+        let all = self.runtime.block_on(self.cri.list_pod_sandbox(PodSandboxFilter::default())).unwrap();
+        let mut all: Vec<_> = all
+            .into_iter()
+            .map(|pod| {
+                let ready = pod.state.enum_value() == Ok(PodSandboxState::SANDBOX_READY);
+                (pod.metadata.unwrap_or_default().name, ready)
+            })
+            .collect();
+        all.sort();
+        for (name, ready) in &all {
+            println!("{name}  {}", if *ready { "Ready" } else { "NotReady" });
+        }
+        all
+    }
+
+    fn ready(&self, name: &str) {
+        eventually(&format!("{name} is ready"), || {
+            let all = self.runtime.block_on(self.cri.list_pod_sandbox(PodSandboxFilter::default()));
+            let all = all.map_err(|e| e.to_string())?;
+            let of = all.iter().find(|pod| pod.metadata.name == name).ok_or("no such pod")?;
+            (of.state.enum_value() == Ok(PodSandboxState::SANDBOX_READY))
+                .then_some(())
+                .ok_or_else(|| "not ready".to_owned())
+        });
+    }
+
+    fn remove(&self, name: &str, id: &str) {
+        println!("# pod remove {name}");
+        self.runtime
+            .block_on(async {
+                self.cri.stop_pod_sandbox(id).await?;
+                self.cri.remove_pod_sandbox(id).await
+            })
+            .unwrap_or_else(|e| panic!("remove {name}: {e}"));
+    }
+
+    /// containerd answers.
+    fn up(&self) {
+        eventually("containerd answers", || {
+            self.runtime.block_on(self.cri.version()).map(drop).map_err(|e| e.to_string())
+        });
+    }
+}
+
+fn pause_of(name: &str) -> u32 {
+    let all: serde_json::Value = serde_json::from_str(&quiet("pause-sandboxer list -o json")).unwrap();
+    let of = all.as_array().unwrap().iter().find(|of| of["pod"] == name).unwrap_or_else(|| panic!("{name} in {all}"));
+    assert_eq!(of["state"], "ready", "{of}");
+    u32::try_from(of["pid"].as_u64().unwrap()).unwrap()
+}
+
+fn main_pid() -> String {
+    quiet(&format!("systemctl show --value --property MainPID {SERVICE}"))
+}
+
+fn before_the_reboot() {
+    let pods = Pods::new();
+    pods.up();
+    // What a node gets from a registry otherwise.
+    kit::write_images(Path::new("/tmp/images.tar")).unwrap();
+    quiet("ctr -n k8s.io images import --local /tmp/images.tar");
+    let config = fs::read_to_string("/etc/containerd/config.toml").unwrap();
+
+    says("Installed in a minute");
+    run(&format!("dpkg -i {FIRST}"));
+    assert_eq!(
+        fs::read_to_string("/etc/containerd/config.toml").unwrap(),
+        config,
+        "containerd's own config is containerd's"
+    );
+    for unit in ["pause-sandboxer.socket", SERVICE] {
+        assert_eq!(quiet(&format!("systemctl is-enabled {unit}")), "enabled");
+        assert_eq!(quiet(&format!("systemctl is-active {unit}")), "active", "{unit}");
+    }
+    let (code, findings) = typed("pause-sandboxer check");
+    assert_eq!(code, 1, "containerd knows nothing of it yet");
+    let advice =
+        findings.lines().find_map(|line| line.trim().strip_prefix("-> sed ")).expect("a command that mends it");
+
+    says("What it tells to do");
+    run(&format!("sed {}", advice.split(" && ").next().unwrap()));
+    // The node has no registry: the pause comes from the binary.
+    run("pause-sandboxer image | ctr -n k8s.io images import -");
+    run(&format!("sed -i -e 's/^#\\(.plugins.*pinned_images\\)/\\1/' -e 's/^#\\(sandbox = \\)/\\1/' {DROP_IN}"));
+    run("systemctl restart containerd");
+    pods.up();
+    assert_eq!(typed("pause-sandboxer check").0, 0);
+
+    says("A pod");
+    let web = eventually("the first pod", || pods.run("web", HANDLER));
+    let plain = pods.run("plain", "").expect("the default handler runs on the same image");
+    let first = pods.container("web", &web, "main");
+    pods.list();
+    let list = run("pause-sandboxer list");
+    assert!(list.contains("web") && !list.contains("plain"), "the default handler is still containerd's: {list}");
+    run("pause-sandboxer inspect default/web | head -n 12");
+    run("pause-sandboxer stats");
+    let pause = pause_of("web");
+    let limits = |pid: &str| {
+        let text = fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
+        let line = |name: &str| {
+            text.lines().find(|line| line.starts_with(name)).unwrap().split_whitespace().collect::<Vec<_>>().join(" ")
+        };
+        ["Max processes", "Max core file size", "Max open files"].map(line)
+    };
+    let shim = |id: &str| quiet(&format!("pgrep -f 'containerd-shim-runc-v2.* -id {id}' | head -n 1"));
+    let ours = shim(&web);
+    let theirs = shim(&plain);
+    assert_eq!(limits(&ours), limits(&theirs), "a shim has the limits that containerd gives one");
+
+    says("Restarts");
+    for unit in [SERVICE, "containerd"] {
+        run(&format!("systemctl restart {unit}"));
+        pods.up();
+        pods.ready("web");
+        assert_eq!(pause_of("web"), pause);
+        assert_eq!(pods.exec(&first, &["echo", "still here"]), "still here");
+    }
+    let second = pods.container("web", &web, "second");
+    assert!(pods.exec(&second, &["cat", "/etc/hosts"]).contains("localhost"), "its files are back");
+
+    says("Upgraded");
+    let daemon = main_pid();
+    run(&format!("dpkg -i {SECOND}"));
+    assert_ne!(main_pid(), daemon, "the new one runs");
+    assert!(quiet("dpkg-query -W -f '${Version}' pause-sandboxer").ends_with("-2"));
+    pods.ready("web");
+    assert_eq!(pause_of("web"), pause, "the same pause");
+    assert_eq!(pods.exec(&first, &["echo", "still here"]), "still here");
+    assert!(
+        fs::read_to_string(DROP_IN).unwrap().contains("\n[plugins.\"io.containerd.cri.v1.images\".pinned_images]"),
+        "what was edited stays"
+    );
+    run("pause-sandboxer list");
+
+    says("Removed with a pod alive, and installed again");
+    let text = run("dpkg -r pause-sandboxer");
+    assert!(text.contains("these pods still have their sandbox from it:\n    default/web\n"), "{text}");
+    assert!(text.contains("kubectl drain NODE"), "{text}");
+    assert!(Path::new(&format!("/proc/{pause}/ns")).exists(), "the pause lives on");
+    assert!(!Path::new("/usr/bin/pause-sandboxer").exists());
+    assert!(Path::new(DROP_IN).exists(), "a removal keeps what was configured");
+    run(&format!("dpkg -i {SECOND}"));
+    assert_eq!(pause_of("web"), pause);
+    pods.ready("web");
+    pods.remove("plain", &plain);
+
+    says("Rebooted");
+    fs::write("/root/web", &web).unwrap();
+    run("systemctl reboot");
+    std::thread::sleep(Duration::from_secs(600));
+    panic!("the node did not reboot");
+}
+
+fn after_the_reboot() {
+    let pods = Pods::new();
+    pods.up();
+    for unit in ["pause-sandboxer.socket", SERVICE] {
+        assert_eq!(quiet(&format!("systemctl is-active {unit}")), "active", "{unit}");
+    }
+    let pod = pods.list();
+    assert_eq!(pod, [("web".to_owned(), false)], "it ended with the boot");
+    run("pause-sandboxer list");
+    // As kubelet does: the old sandbox goes, a new one comes.
+    pods.remove("web", &fs::read_to_string("/root/web").unwrap());
+    let web = pods.run("web", HANDLER).unwrap();
+    pods.container("web", &web, "main");
+    run("pause-sandboxer list");
+    assert_eq!(typed("pause-sandboxer check").0, 0);
+
+    says("Removed for good");
+    pods.remove("web", &web);
+    let text = run("dpkg -P pause-sandboxer");
+    assert!(!text.contains("these pods"), "{text}");
+    run("systemctl restart containerd");
+    pods.up();
+    for path in [DROP_IN, "/etc/pause-sandboxer", "/usr/bin/pause-sandboxer", "/run/pause-sandboxer"] {
+        assert!(!Path::new(path).exists(), "{path} is left");
+    }
+    assert_eq!(quiet("systemctl list-unit-files --no-legend 'pause-sandboxer*'"), "");
+    assert_eq!(quiet("ps -eo args | grep -c '[p]ause'"), "0");
+    assert!(pods.run("web", HANDLER).is_err(), "containerd has forgotten the handler");
+    println!("\nthe package has come and gone");
+}

@@ -1,0 +1,214 @@
+//! The manifests, and the script that they run: every name leads somewhere, and what is installed is removed.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde::Deserialize as _;
+use serde_json::Value;
+
+use super::file;
+
+const DIR: &str = "packaging/kubernetes";
+
+/// The documents of a manifest.
+fn documents(path: &str) -> Vec<Value> {
+    let text = file(&format!("{DIR}/{path}"));
+    serde_yaml_ng::Deserializer::from_str(&text)
+        .map(|document| Value::deserialize(document).unwrap_or_else(|e| panic!("{path}: {e}")))
+        .collect()
+}
+
+fn one(path: &str) -> Value {
+    let mut documents = documents(path);
+    assert_eq!(documents.len(), 1, "{path}");
+    documents.remove(0)
+}
+
+fn drop_in() -> toml::Table {
+    toml::from_str(&file("packaging/containerd/pause-sandboxer.toml")).unwrap()
+}
+
+#[test]
+fn the_runtime_class_names_the_handler_and_the_label() {
+    let class = one("runtimeclass.yaml");
+    let handler = class["handler"].as_str().unwrap();
+    assert!(drop_in()["plugins"]["io.containerd.cri.v1.runtime"]["containerd"]["runtimes"].get(handler).is_some());
+    let labels = class["scheduling"]["nodeSelector"].as_object().unwrap();
+    let script = file(&format!("{DIR}/install.sh"));
+    for label in labels.keys() {
+        assert!(script.contains(&format!("\nlabel={label}\n")), "nobody sets {label}");
+    }
+    let default: toml::Table = toml::from_str(&file(&format!("{DIR}/default-handler.toml"))).unwrap();
+    let default = &default["plugins"]["io.containerd.cri.v1.runtime"]["containerd"]["default_runtime_name"];
+    assert_eq!(default.as_str(), Some(handler));
+}
+
+#[test]
+fn kustomizations_name_files_that_there_are() {
+    for dir in ["", "installer/", "uninstaller/"] {
+        let kustomization = one(&format!("{dir}kustomization.yaml"));
+        for resource in kustomization["resources"].as_array().unwrap() {
+            let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(DIR).join(dir).join(resource.as_str().unwrap());
+            let path = if path.is_dir() { path.join("kustomization.yaml") } else { path };
+            assert!(path.is_file(), "{}", path.display());
+        }
+    }
+}
+
+#[test]
+fn the_installer_is_one_piece() {
+    let set = one("installer/daemonset.yaml");
+    let (name, spec) = (&set["metadata"]["name"], &set["spec"]["template"]["spec"]);
+    assert_eq!(set["spec"]["selector"]["matchLabels"], set["spec"]["template"]["metadata"]["labels"]);
+    let container = &spec["containers"][0];
+    let images = one("installer/kustomization.yaml");
+    assert_eq!(container["image"], images["images"][0]["name"]);
+    assert_eq!(images["images"][0]["newTag"], env!("CARGO_PKG_VERSION"));
+    assert_eq!((&spec["hostPID"], &container["securityContext"]["privileged"]), (&true.into(), &true.into()));
+    assert_eq!(container["volumeMounts"][0]["name"], spec["volumes"][0]["name"]);
+    // The account that it runs as is made, and may do what the script does.
+    let rbac = documents("installer/rbac.yaml");
+    let account = &spec["serviceAccountName"];
+    assert!(rbac.iter().any(|of| of["kind"] == "ServiceAccount" && of["metadata"]["name"] == *account));
+    assert!(rbac.iter().any(|of| of["kind"] == "ClusterRoleBinding" && of["subjects"][0]["name"] == *account));
+    assert!(rbac.iter().any(|of| of["kind"] == "ClusterRole" && of["rules"][0]["resources"][0] == "nodes"));
+    // What the patch of the uninstaller replaces is there.
+    let patch = &one("uninstaller/kustomization.yaml")["patches"][0];
+    assert_eq!(patch["target"]["name"], *name);
+    let operations: Vec<Value> = serde_yaml_ng::from_str(patch["patch"].as_str().unwrap()).unwrap();
+    for operation in operations {
+        let path = operation["path"].as_str().unwrap();
+        assert!(set.pointer(path).is_some(), "{path}");
+    }
+}
+
+#[test]
+fn the_image_holds_what_the_script_installs() {
+    let (image, script) = (file(&format!("{DIR}/Dockerfile")), file(&format!("{DIR}/install.sh")));
+    let copied: BTreeSet<&str> = image
+        .lines()
+        .filter_map(|line| line.strip_prefix("COPY "))
+        .flat_map(|line| line.split(' ').rev().skip(1))
+        .inspect(|source| {
+            let built = source.starts_with("target/");
+            assert!(built || Path::new(env!("CARGO_MANIFEST_DIR")).join(source).is_file(), "{source}");
+        })
+        .map(|source| source.rsplit('/').next().unwrap())
+        .collect();
+    for name in
+        ["pause-sandboxer", "pause-sandboxer.service", "pause-sandboxer.socket", "pause-sandboxer.toml", "install.sh"]
+    {
+        assert!(copied.contains(name) && script.contains(name), "{name}");
+    }
+}
+
+/// A node's root and what is done on it: commands are written down, `list` answers what `alive` holds.
+struct Node(tempfile::TempDir);
+
+impl Node {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let node = Self(dir);
+        for path in ["host/etc/containerd", "dist"] {
+            fs::create_dir_all(node.path(path)).unwrap();
+        }
+        for source in
+            ["systemd/pause-sandboxer.service", "systemd/pause-sandboxer.socket", "containerd/pause-sandboxer.toml"]
+        {
+            let name = source.split('/').nth(1).unwrap();
+            fs::write(node.path(&format!("dist/{name}")), file(&format!("packaging/{source}"))).unwrap();
+        }
+        fs::write(node.path("dist/pause-sandboxer"), "program").unwrap();
+        fs::write(node.path("alive"), "SANDBOX\n").unwrap();
+        let stub = format!(
+            "#!/bin/sh\necho \"$*\" >>{0}/asked\ncase $* in *list) cat {0}/alive; printf 'SANDBOX\\n' >{0}/alive ;; esac\n",
+            node.0.path().display()
+        );
+        fs::write(node.path("on-host"), stub).unwrap();
+        fs::set_permissions(node.path("on-host"), fs::Permissions::from_mode(0o755)).unwrap();
+        node
+    }
+
+    fn path(&self, name: &str) -> std::path::PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn script(&self, command: &str) -> Output {
+        Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join(DIR).join("install.sh"))
+            .arg(command)
+            .env("HOST", self.path("host"))
+            .env("DIST", self.path("dist"))
+            .env("ON_HOST", self.path("on-host"))
+            .env("ONCE", "1")
+            .env_remove("KUBERNETES_SERVICE_HOST")
+            .output()
+            .unwrap()
+    }
+
+    fn asked(&self) -> String {
+        let text = fs::read_to_string(self.path("asked")).unwrap_or_default();
+        let _ = fs::remove_file(self.path("asked"));
+        text
+    }
+
+    /// All files of the node.
+    fn files(&self) -> BTreeSet<String> {
+        let output =
+            Command::new("find").arg(self.path("host")).args(["-type", "f", "-printf", "%P\n"]).output().unwrap();
+        String::from_utf8(output.stdout).unwrap().lines().map(str::to_owned).collect()
+    }
+}
+
+#[test]
+fn what_is_installed_is_removed() {
+    let node = Node::new();
+    fs::write(node.path("host/etc/containerd/config.toml"), "version = 2\n[plugins]\n").unwrap();
+    let before = node.files();
+    let output = node.script("install");
+    assert!(output.status.success(), "{output:?}");
+    let config = fs::read_to_string(node.path("host/etc/containerd/config.toml")).unwrap();
+    assert_eq!(config, "imports = [\"/etc/containerd/conf.d/*.toml\"]\nversion = 2\n[plugins]\n");
+    for path in [
+        "usr/local/bin/pause-sandboxer",
+        "etc/systemd/system/pause-sandboxer.service",
+        "etc/systemd/system/pause-sandboxer.socket",
+        "etc/containerd/conf.d/pause-sandboxer.toml",
+    ] {
+        assert!(node.files().contains(path), "{path}");
+    }
+    let asked = node.asked();
+    for command in
+        ["systemctl enable --now pause-sandboxer.socket", "systemctl restart containerd", "pause-sandboxer check"]
+    {
+        assert!(asked.contains(command), "{asked}");
+    }
+    // The same again changes nothing, and restarts nobody.
+    assert!(node.script("install").status.success());
+    assert_eq!(node.asked(), "/usr/local/bin/pause-sandboxer check\n");
+    // A new version restarts the daemon and leaves containerd alone.
+    fs::write(node.path("dist/pause-sandboxer"), "newer").unwrap();
+    assert!(node.script("install").status.success());
+    let asked = node.asked();
+    assert!(asked.contains("restart pause-sandboxer.service") && !asked.contains("restart containerd"), "{asked}");
+    assert!(node.script("ready").status.success());
+
+    let output = node.script("uninstall");
+    assert!(output.status.success(), "{output:?}");
+    let left: Vec<String> = node.files().difference(&before).cloned().collect();
+    assert_eq!(left, ["etc/containerd/config.toml.before-pause-sandboxer"]);
+    assert!(node.asked().contains("systemctl disable --now pause-sandboxer.socket pause-sandboxer.service"));
+}
+
+#[test]
+fn a_node_with_the_package_is_left_alone() {
+    let node = Node::new();
+    fs::create_dir_all(node.path("host/usr/bin")).unwrap();
+    fs::write(node.path("host/usr/bin/pause-sandboxer"), "").unwrap();
+    let output = node.script("install");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("the Debian package is installed"), "{output:?}");
+    assert_eq!(node.asked(), "");
+}
