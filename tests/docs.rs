@@ -4,6 +4,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use pause_sandboxer::config::{Config, SETTINGS};
+
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
@@ -95,4 +97,93 @@ fn every_line_of_the_log_is_explained() {
             || ["start: ", "kill: ", "cleanup: "].contains(&known);
         assert!(there, "docs/operate.md explains {known:?}, which is nowhere logged");
     }
+}
+
+/// `docs/configure.md` as the table of settings has it.
+fn configure() -> String {
+    let default = Config::default();
+    let mut text = "\
+# Configure
+
+No setting needs to be set. They are keys of `/etc/pause-sandboxer/config.toml`, which need not exist, and options of `pause-sandboxer serve` and of the commands
+that ask the daemon, which go before the file. `pause-sandboxer config default` prints a file with all of them, `pause-sandboxer config show` those in effect. An
+unknown setting or a bad value is an error that names file, line and setting.
+
+A change takes a restart, which costs no pod: `systemctl restart pause-sandboxer`. `log_level` alone is read again by `systemctl reload pause-sandboxer` (SIGHUP).
+
+Settings that are containerd's too must be the same there; `pause-sandboxer check` compares them.
+
+<!-- From here on this page is made of the table of settings in src/config.rs: UPDATE_DOCS=1 cargo test --test docs -->
+"
+    .to_owned();
+    for setting in SETTINGS {
+        let meaning: Vec<&str> = setting.meaning.iter().map(|line| line.trim()).collect();
+        text += &format!(
+            "\n## `{}`\n{}\n\n- must be {}\n- default: `{}`\n- option: `{}`\n",
+            setting.name,
+            meaning.join("\n"),
+            setting.kind,
+            setting.show(&default),
+            setting.flag(),
+        );
+    }
+    text += "
+## The environment
+`PAUSE_SANDBOXER_LOG` overrides `log_level`: a level, or `LEVEL,TARGET=LEVEL,…`, where a target is a crate or a module path, such as `h2` or
+`pause_sandboxer::wire`.
+";
+    text
+}
+
+#[test]
+fn the_page_of_settings_is_up_to_date() {
+    let path = root().join("docs/configure.md");
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        fs::write(&path, configure()).unwrap();
+    }
+    assert_eq!(file("docs/configure.md"), configure(), "UPDATE_DOCS=1 cargo test --test docs writes it anew");
+}
+
+#[test]
+fn links_lead_somewhere() {
+    let pages = files("docs", "md").into_iter().chain(["README.md", "ARCHITECTURE.md"].map(|page| root().join(page)));
+    let mut seen = 0;
+    for page in pages {
+        let text = fs::read_to_string(&page).unwrap();
+        for (at, _) in text.match_indices("](") {
+            let target = text[at + 2..].split(')').next().unwrap();
+            if target.starts_with("https://") {
+                continue;
+            }
+            let target = page.parent().unwrap().join(target.split('#').next().unwrap());
+            assert!(target.exists(), "{}: {}", page.display(), target.display());
+            seen += 1;
+        }
+    }
+    assert!(seen > 5, "only {seen} links were seen");
+}
+
+/// Commands that the pages tell somebody to type are ones that there are.
+#[test]
+fn commands_that_are_told_exist() {
+    let help = std::process::Command::new(env!("CARGO_BIN_EXE_pause-sandboxer")).arg("help").output().unwrap();
+    let help = String::from_utf8(help.stdout).unwrap();
+    let mut seen = 0;
+    for page in files("docs", "md").into_iter().chain([root().join("README.md")]) {
+        let text = fs::read_to_string(&page).unwrap();
+        for (at, _) in text.match_indices("pause-sandboxer ") {
+            let before = &text[..at];
+            if !(before.ends_with('`') || before.ends_with("    ") || before.ends_with("# ")) {
+                continue;
+            }
+            let word: String =
+                text[at + "pause-sandboxer ".len()..].chars().take_while(|c| c.is_ascii_lowercase()).collect();
+            if word.is_empty() {
+                continue;
+            }
+            assert!(help.contains(&format!("  pause-sandboxer {word}")), "{}: {word}", page.display());
+            seen += 1;
+        }
+    }
+    assert!(seen > 10, "only {seen} commands were seen");
 }
