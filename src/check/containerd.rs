@@ -27,7 +27,15 @@ pub(super) fn look(subject: &Subject) -> Vec<Finding> {
         Ok(loaded) => {
             let files: Vec<_> = loaded.files.iter().map(|(path, _)| path.display().to_string()).collect();
             findings.push(Finding::ok(CONFIG, files.join(", ")));
-            findings.extend(files::judge(&loaded.files, files::drop_in()));
+            // Who names the sandboxer without the drop-in does not need it.
+            let needed = proxy(&loaded.table, &subject.config).is_err();
+            let drop_in = files::drop_in().filter(|drop_in| needed && !files::imports(&loaded.files, drop_in));
+            findings.extend(files::judge(&loaded.files));
+            if let Some(drop_in) = drop_in {
+                // All else is in it.
+                findings.extend(files::not_imported(&loaded.files, drop_in));
+                return findings;
+            }
             findings.extend(files::stale(&loaded.files, &subject.config.containerd_address));
             findings.extend(judge(&loaded.table, &subject.config));
             findings.extend(shims(&loaded.table, &subject.config));

@@ -49,7 +49,7 @@ fn judge(all: &[Sandbox]) -> Vec<Finding> {
     }
     if findings.is_empty() {
         let ready = of(|of| of.state == "ready").len();
-        findings.push(Finding::ok(SUBJECT, format!("{} sandboxes, {ready} ready", all.len())));
+        findings.push(Finding::ok(SUBJECT, format!("{ready} of {} are ready", all.len())));
     }
     findings
 }
@@ -67,7 +67,7 @@ mod tests {
             failed_cleanups,
             ..Default::default()
         };
-        assert_eq!(judge(&[of("ready", 0), of("not ready", 0)])[0].fact, "2 sandboxes, 1 ready");
+        assert_eq!(judge(&[of("ready", 0), of("not ready", 0)])[0].fact, "1 of 2 are ready");
         let findings = judge(&[of("kept aside", 0), of("unknown", 0), of("not ready", 3), of("ready", 0)]);
         assert_eq!(findings.iter().map(|finding| finding.level).collect::<Vec<_>>(), [Level::Warn; 3]);
         assert!(findings[2].fact.contains("id-not ready"), "{findings:?}");

@@ -81,7 +81,7 @@ impl Stats {
         self.0 = seen;
         let ready = sandboxes.iter().filter(|of| of.state == "ready").count();
         format!(
-            "{} sandboxes, {ready} ready; {} of memory, {tasks} tasks\n{}",
+            "sandboxes: {}, ready: {ready}; memory: {}, tasks: {tasks}\n{}",
             sandboxes.len(),
             bytes(memory),
             aligned(&rows)
@@ -89,11 +89,36 @@ impl Stats {
     }
 }
 
+/// The keys of a report that stand at its head.
+const FIRST: [&str; 16] = [
+    "id",
+    "pod",
+    "state",
+    "reason",
+    "exit",
+    "failed_cleanups",
+    "pid",
+    "created_at",
+    "age_seconds",
+    "driver",
+    "runtime",
+    "usage",
+    "task",
+    "files",
+    "namespaces",
+    "cgroups",
+];
+
 /// All that is known of a sandbox, one fact a line, what belongs to another indented below it.
 pub fn report(report: &Value) -> String {
     let mut text = String::new();
     if let Value::Object(map) = report {
-        lines(map, 0, &mut text);
+        // What is asked for first stands first.
+        for key in FIRST.iter().filter(|key| map.contains_key(**key)) {
+            lines(&Map::from_iter([((*key).to_owned(), map[*key].clone())]), 0, &mut text);
+        }
+        let rest = map.iter().filter(|(key, _)| !FIRST.contains(&key.as_str()));
+        lines(&rest.map(|(key, value)| (key.clone(), value.clone())).collect(), 0, &mut text);
     }
     text
 }
@@ -225,7 +250,7 @@ b?[2J          -    -          kept aside  -     -      -       -
     fn stats_tell_the_share_since_the_last_time() {
         let mut stats = Stats::default();
         let first = stats.next(&[sandbox()], at(10));
-        assert!(first.starts_with("1 sandboxes, 1 ready; 3.0MiB of memory, 2 tasks\n"), "{first}");
+        assert!(first.starts_with("sandboxes: 1, ready: 1; memory: 3.0MiB, tasks: 2\n"), "{first}");
         assert!(first.ends_with("web  default    ready  -    1.5s      3.0MiB  2\n"), "{first}");
         let mut later = sandbox();
         later.usage.mut_or_insert_default().cpu_usec += 500_000;
@@ -235,6 +260,8 @@ b?[2J          -    -          kept aside  -     -      -       -
 
     #[test]
     fn a_report_shows_what_there_is() {
+        let order = json!({ "config": 1, "pid": 2, "id": 3 });
+        assert_eq!(report(&order), "id: 3\npid: 2\nconfig: 1\n");
         let value = json!({ "a": 1, "b": { "c": "x", "d": null, "e": {} }, "f": ["g", "h\ni"], "k": "" });
         assert_eq!(report(&value), "a: 1\nb:\n  c: x\nf:\n  - g\n  - \"h\\ni\"\nk: \"\"\n");
     }

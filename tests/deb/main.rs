@@ -125,7 +125,7 @@ impl Pods {
         }
     }
 
-    /// A container that sleeps.
+    /// A container that does nothing.
     fn container(&self, pod: &str, id: &str, name: &str) -> String {
         println!("# pod container {pod} {name}");
         let security =
@@ -133,7 +133,8 @@ impl Pods {
         let config = ContainerConfig {
             metadata: Some(ContainerMetadata { name: name.to_owned(), ..Default::default() }).into(),
             image: Some(ImageSpec { image: kit::TEST_IMAGE.to_owned(), ..Default::default() }).into(),
-            command: ["sleep", "1000000"].map(str::to_owned).to_vec(),
+            // Ends when the node goes down, as kubelet has containers end: a sleep that is process 1 would hold the reboot up.
+            command: ["sh", "-c", "trap 'exit 0' TERM; while :; do sleep 1; done"].map(str::to_owned).to_vec(),
             linux: Some(LinuxContainerConfig { security_context: Some(security).into(), ..Default::default() }).into(),
             ..Default::default()
         };

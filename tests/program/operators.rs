@@ -127,7 +127,7 @@ fn a_sandbox_is_listed_inspected_and_measured() {
         "{text}"
     );
     let stats = told(&scratch, &["stats", "--once"]);
-    assert!(stats.starts_with("1 sandboxes, 1 ready; "), "{stats}");
+    assert!(stats.starts_with("sandboxes: 1, ready: 1; "), "{stats}");
     assert!(stats.lines().any(|line| line.starts_with("web-0  prod")), "{stats}");
 
     let unknown = asked(&scratch, &["inspect", "f"]);

@@ -30,24 +30,33 @@ fn has_handlers(table: &Table, of: i64) -> bool {
     plugin.and_then(|plugin| plugin.get("containerd")?.get("runtimes")).is_some()
 }
 
-/// Looks at the files of a config, the first of which imports the others. `drop_in` is one that should be among them.
-pub(super) fn judge(files: &[(PathBuf, Table)], drop_in: Option<&Path>) -> Vec<Finding> {
+/// Whether `drop_in` is among the files of a config.
+pub(super) fn imports(files: &[(PathBuf, Table)], drop_in: &Path) -> bool {
+    files.iter().any(|(path, _)| path == drop_in)
+}
+
+/// A drop-in that is there, and that the first file does not import.
+pub(super) fn not_imported(files: &[(PathBuf, Table)], drop_in: &Path) -> Option<Finding> {
+    let (main, root) = files.first()?;
+    let main = main.display();
+    let pattern = format!("{}/*.toml", drop_in.parent().unwrap_or(drop_in).display());
+    Some(Finding::fail(
+        CONFIG,
+        format!("{main} does not import {}, so containerd does not know this sandboxer", drop_in.display()),
+        match root.get("imports") {
+            None => format!("sed -i '1i imports = [\"{pattern}\"]' {main} && systemctl restart containerd"),
+            Some(_) => {
+                format!("add \"{pattern}\" to the list `imports` in {main}, then systemctl restart containerd")
+            }
+        },
+    ))
+}
+
+/// Looks at the files of a config, the first of which imports the others.
+pub(super) fn judge(files: &[(PathBuf, Table)]) -> Vec<Finding> {
     let Some(((main, root), imported)) = files.split_first() else { return Vec::new() };
     let (main, of) = (main.display(), version(root).unwrap_or(1));
     let mut findings = Vec::new();
-    if let Some(drop_in) = drop_in.filter(|drop_in| files.iter().all(|(path, _)| path != drop_in)) {
-        let pattern = format!("{}/*.toml", drop_in.parent().unwrap_or(drop_in).display());
-        findings.push(Finding::fail(
-            CONFIG,
-            format!("{main} does not import {}, so containerd does not know this sandboxer", drop_in.display()),
-            match root.get("imports") {
-                None => format!("sed -i '1i imports = [\"{pattern}\"]' {main} && systemctl restart containerd"),
-                Some(_) => {
-                    format!("add \"{pattern}\" to the list `imports` in {main}, then systemctl restart containerd")
-                }
-            },
-        ));
-    }
     let migrate = format!(
         "containerd --config {main} config migrate >/tmp/migrated.toml && mv /tmp/migrated.toml {main}, then add `imports` again"
     );
@@ -108,7 +117,7 @@ mod tests {
     fn of(main: &str, imported: &str) -> Vec<String> {
         let file = |path: &str, text: &str| (PathBuf::from(path), toml::from_str(text).unwrap());
         let files = [file("/c.toml", main), file("/d.toml", imported)];
-        judge(&files, None).iter().map(|finding| finding.fact.clone()).collect()
+        judge(&files).iter().map(|finding| finding.fact.clone()).collect()
     }
 
     const OLD: &str = "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc]\n";
@@ -130,14 +139,14 @@ mod tests {
     fn a_drop_in_that_is_not_imported() {
         let drop_in = Path::new("/etc/conf.d/x.toml");
         let finding =
-            |text: &str| judge(&[(PathBuf::from("/c.toml"), toml::from_str(text).unwrap())], Some(drop_in)).remove(0);
+            |text: &str| not_imported(&[(PathBuf::from("/c.toml"), toml::from_str(text).unwrap())], drop_in).unwrap();
         assert_eq!(
             finding("version = 2").advice,
             "sed -i '1i imports = [\"/etc/conf.d/*.toml\"]' /c.toml && systemctl restart containerd"
         );
         assert!(finding("imports = [\"/x\"]").advice.starts_with("add \"/etc/conf.d/*.toml\" to the list"));
         let files = [(PathBuf::from("/c.toml"), Table::new()), (drop_in.to_owned(), Table::new())];
-        assert!(judge(&files, Some(drop_in)).is_empty());
+        assert!(imports(&files, drop_in) && !imports(&files[..1], drop_in));
     }
 
     #[test]
