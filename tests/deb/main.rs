@@ -273,6 +273,8 @@ fn before_the_reboot() {
         assert_eq!(pause_of("web"), pause);
         assert_eq!(pods.exec(&first, &["echo", "still here"]), "still here");
     }
+    pods.list();
+    run("pause-sandboxer list");
     let second = pods.container("web", &web, "second");
     assert!(pods.exec(&second, &["cat", "/etc/hosts"]).contains("localhost"), "its files are back");
 
