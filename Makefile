@@ -38,7 +38,7 @@ demo: parts build ## a pod from its start to its end on a real containerd; needs
 parity: parts ## the same pods by containerd's built-in controller and by this one, field by field; needs root
 	$(CARGO) test --locked --test parity
 
-test: parts check unit test-vm ## everything that CI runs; needs root and fetches what it runs on
+test: parts check unit test-vm test-deb ## everything that CI runs; needs root and fetches what it runs on
 
 check: fmt lint doc deny ## format, lints, documentation, dependencies
 
