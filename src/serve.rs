@@ -49,6 +49,7 @@ pub(crate) fn serve(config: Config, file: Option<PathBuf>, flags: Vec<(String, S
     // What pods read is made by its mode, whatever the daemon was started with.
     umask(Mode::from_bits_truncate(0o022));
     let open_files = raise_open_files();
+    pause::share_heaps();
     make_dir(&config.state_dir)?;
     let _lock = lock(&config.state_dir)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()

@@ -34,6 +34,13 @@ pub fn inherited(descriptor: std::os::fd::RawFd) -> std::io::Result<std::os::fd:
     sys::inherited(descriptor).map_err(Into::into)
 }
 
+/// Lets all threads allocate from few heaps: what threads that come and go leave free in heaps of their own is of use to nobody. For the
+/// daemon's beginning, before there are other threads.
+pub fn share_heaps() {
+    const HEAPS: std::ffi::c_int = 2;
+    sys::limit_arenas(HEAPS);
+}
+
 /// A future that a trait object hands out.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
@@ -150,6 +157,15 @@ pub enum Adoption {
 pub trait Driver: Send + Sync + fmt::Debug {
     /// The driver's name in config, record and metrics.
     fn name(&self) -> &'static str;
+
+    /// Whether [`Driver::start`] needs neither the pod's files nor its Task endpoint, which may then be made at the same time.
+    fn stands_alone(&self) -> bool {
+        false
+    }
+
+    /// Makes ready what [`Driver::start`] will need and [`Driver::cleanup`] removes, as far as that can be done. The sandbox may never be
+    /// started.
+    fn prepare(&self, _plan: &Plan) {}
 
     /// Makes the cgroup and the process of a sandbox.
     ///

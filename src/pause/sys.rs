@@ -19,9 +19,11 @@ use libc::c_long;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
+mod memory;
 mod mount;
 mod program;
 
+pub(super) use memory::limit_arenas;
 pub(super) use mount::{attach_mount, detach_here, enter_directory, make_mounts_private, new_tmpfs, pivot_here};
 pub(super) use program::{
     Pointers, change_directory, close_on_exec_from, default_signals, duplicate_to, execute_path, limit_open_files,

@@ -141,18 +141,30 @@ impl Places {
         [at("hostname"), at("hosts"), at("resolv.conf"), ("shm", self.shm())]
     }
 
-    /// A start job has been here: it makes the directory of the held shared memory first of all.
+    /// A start job has been here: see [`Places::begin`].
     pub fn begun(&self) -> bool {
         self.held_shm().exists()
     }
 
-    /// Makes everything; the shared memory gets that SELinux label, unless it is empty.
+    /// Leaves a sign, first of all, that a start job has been here: recovery looks for it.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn begin(&self) -> Result<(), Step> {
+        *self.turn() = false;
+        let held = self.held_shm();
+        match fs::DirBuilder::new().mode(0o700).create(&held) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            other => other.step_at("make directory", held),
+        }
+    }
+
+    /// Makes everything, after [`Places::begin`]; the shared memory gets that SELinux label, unless it is empty.
     ///
     /// # Errors
     /// The failed step; call [`Places::remove`] then.
     pub fn make(&self, files: &Files, label: &str) -> Result<(), Step> {
-        let mut released = self.turn();
-        *released = false;
+        let _turn = self.turn();
         self.make_shm(files, label)?;
         self.write_all(files)
     }
@@ -211,16 +223,10 @@ impl Places {
     }
 
     fn make_shm(&self, files: &Files, label: &str) -> Result<(), Step> {
-        // First of all, also without shared memory: recovery sees by it that a start job had begun.
-        let held = self.held_shm();
-        match fs::DirBuilder::new().mode(0o700).create(&held) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-            other => other.step_at("make directory", &held)?,
-        }
         if !files.shm {
             return fs::metadata("/dev/shm").map(drop).step_at("find the node's shared memory", "/dev/shm");
         }
-        let flags = MsFlags::MS_NOEXEC | MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
+        let (held, flags) = (self.held_shm(), MsFlags::MS_NOEXEC | MsFlags::MS_NOSUID | MsFlags::MS_NODEV);
         mount(Some("shm"), &held, Some("tmpfs"), flags, Some(shm_options(label).as_ref()))
             .step_at("mount shared memory", &held)?;
         self.bind_shm()

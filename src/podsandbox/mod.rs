@@ -7,6 +7,7 @@ use bytes::Bytes;
 
 pub use crate::pause::Exit;
 
+mod beside;
 mod board;
 mod checked;
 mod error;

@@ -100,6 +100,7 @@ impl Environment {
             runtime_name: record.info.runtime_name.clone(),
             subject: Subject::new(&record.id, overview::pod(record)),
             telemetry: self.telemetry.clone(),
+            preparing: Mutex::new(true),
             store,
         }
     }
@@ -173,7 +174,11 @@ impl Sandbox {
             return Err(Error::Step { id: record.id.clone(), verb: "create", step });
         }
         let abandoned = abandoned_at(record.created_at, config.abandoned_after);
-        let sandbox = Self::enter(environment, Arc::new(work), Entry::Created, Some(abandoned), on_gone);
+        let work = Arc::new(work);
+        // Between Create and Start containerd looks for the pause image and writes to its store: time enough.
+        let prepared = work.clone();
+        tokio::task::spawn_blocking(move || prepared.prepare());
+        let sandbox = Self::enter(environment, work, Entry::Created, Some(abandoned), on_gone);
         *sandbox.spec.lock().unwrap_or_else(PoisonError::into_inner) = Some(spec);
         Ok(sandbox)
     }

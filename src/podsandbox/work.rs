@@ -1,8 +1,9 @@
 //! The blocking work of one sandbox: what its jobs do to the system, step by step.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
+use super::beside::Beside;
 use super::files::{Files, Places};
 use super::record::{Stage, Store};
 use super::selinux::{Labels, Level};
@@ -39,6 +40,8 @@ pub struct Work {
     pub subject: Subject,
     /// Counts what happens.
     pub telemetry: Arc<Telemetry>,
+    /// Held while something is prepared; whether that may still be done.
+    pub preparing: Mutex<bool>,
 }
 
 /// A start that failed.
@@ -51,20 +54,46 @@ pub struct StartFailure {
 }
 
 impl Work {
+    /// Makes ready what a start will need and nobody sees. What cannot be made now is made then.
+    pub fn prepare(&self) {
+        let open = self.preparing.lock().unwrap_or_else(PoisonError::into_inner);
+        if *open {
+            self.driver.prepare(&self.plan);
+        }
+    }
+
+    /// From now on nothing is prepared any more.
+    fn end_preparing(&self) {
+        *self.preparing.lock().unwrap_or_else(PoisonError::into_inner) = false;
+    }
+
     /// Makes files and pause and records them.
     ///
     /// # Errors
     /// The failed step. All is undone then, the record included.
-    pub fn start(&self) -> Result<Arc<dyn Pause>, StartFailure> {
+    pub fn start(self: &Arc<Self>) -> Result<Arc<dyn Pause>, StartFailure> {
+        self.end_preparing();
         self.try_start().map_err(|step| StartFailure { step, left: self.remove().err().unwrap_or_default() })
     }
 
-    fn try_start(&self) -> Result<Arc<dyn Pause>, Step> {
-        self.places.make(&self.files, &self.labels.mount)?;
-        self.shim.listen()?;
-        let pause: Arc<dyn Pause> = Arc::from(self.driver.start(&self.plan)?);
+    fn try_start(self: &Arc<Self>) -> Result<Arc<dyn Pause>, Step> {
+        self.places.begin()?;
+        let work = Arc::clone(self);
+        let make = move || {
+            work.places.make(&work.files, &work.labels.mount)?;
+            work.shim.listen()
+        };
+        let (started, made) = if self.driver.stands_alone() {
+            // On a disk the files take about as long as the pause.
+            let files = Beside::offer(make);
+            (self.driver.start(&self.plan), files.finish())
+        } else {
+            make()?;
+            (self.driver.start(&self.plan), Ok(()))
+        };
+        let pause: Arc<dyn Pause> = Arc::from(started?);
         let stage = Stage::Started { identity: pause.identity().clone() };
-        if let Err(step) = self.store.set_stage(&stage) {
+        if let Err(step) = made.and_then(|()| self.store.set_stage(&stage)) {
             // A pause without a record would outlive everybody who knows of it.
             match pause.kill() {
                 Ok(()) => drop(tokio::runtime::Handle::current().block_on(pause.exited())),
@@ -104,6 +133,7 @@ impl Work {
     /// # Errors
     /// Every step that failed.
     pub fn remove(&self) -> Result<(), Vec<Step>> {
+        self.end_preparing();
         let mut errors = Vec::new();
         // A shim that runs the pause as well must be rid of it before it ends.
         errors.extend(self.driver.cleanup(&self.plan).err().unwrap_or_default());
