@@ -334,7 +334,10 @@ async fn a_restart_takes_over_the_living_the_dead_and_the_undecided() {
     // It dies while nobody looks.
     node.fake.pauses.lock().unwrap().remove(&dead.pid);
 
-    let controller = node.controller().await;
+    // On a runtime of its own: it ends as a killed daemon does, and its owners do not race with their successors.
+    let daemon = tokio::runtime::Runtime::new().unwrap();
+    let environment = Arc::new(Environment::new(node.config(), node.fake.clone(), None).unwrap());
+    let controller = daemon.spawn(Controller::open(environment)).await.unwrap().unwrap();
     let status = controller.status("alive", false).await.unwrap();
     assert_eq!((status.pid, status.state, status.created_at), (alive.pid, "SANDBOX_READY", alive.created_at));
     assert_eq!(controller.wait("dead").await.unwrap().status, 255);
@@ -343,6 +346,7 @@ async fn a_restart_takes_over_the_living_the_dead_and_the_undecided() {
     node.fake.end(alive.pid, 9);
     assert_eq!(controller.wait("alive").await.unwrap().status, 9, "its exit is watched again");
     drop(controller);
+    daemon.shutdown_background();
 
     node.fake.orders.lock().unwrap().cannot_tell = true;
     let controller = node.controller().await;

@@ -199,6 +199,9 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
             Entry::CutOff
         }
         Stage::Created => {
+            if let Err(reason) = within(move || job.unprepare()).await {
+                log::error!(sandbox = id; "recovery: {reason}");
+            }
             abandoned = Some(abandoned_at(record.created_at, environment.config.abandoned_after));
             Entry::Created
         }

@@ -32,6 +32,9 @@ use crate::trace::{self, Subject};
 /// go on without it.
 const END_WITHIN: Duration = Duration::from_secs(60);
 
+/// How long what was prepared for a start waits for it: longer than containerd takes where it need not pull the pause image.
+const PREPARED_FOR: Duration = Duration::from_secs(5);
+
 /// `type_url` of the OCI runtime spec in Start's answer (containerd `typeurl` of `specs.Spec`).
 const SPEC_TYPE: &str = "types.containerd.io/opencontainers/runtime-spec/1/Spec";
 
@@ -114,6 +117,18 @@ fn runtime(record: &Record) -> shim::Runtime {
     }
 }
 
+/// Prepares the start while containerd looks for the pause image and writes to its store. If no Start comes, all is taken back.
+fn prepare(work: &Arc<Work>) {
+    let (prepared, forgotten) = (work.clone(), Arc::downgrade(work));
+    tokio::task::spawn_blocking(move || prepared.prepare());
+    tokio::spawn(async move {
+        tokio::time::sleep(PREPARED_FOR).await;
+        if let Some(work) = forgotten.upgrade() {
+            tokio::task::spawn_blocking(move || work.unprepare());
+        }
+    });
+}
+
 /// The sandbox as its Task endpoint sees it.
 struct Pod {
     work: Arc<Work>,
@@ -175,9 +190,7 @@ impl Sandbox {
         }
         let abandoned = abandoned_at(record.created_at, config.abandoned_after);
         let work = Arc::new(work);
-        // Between Create and Start containerd looks for the pause image and writes to its store: time enough.
-        let prepared = work.clone();
-        tokio::task::spawn_blocking(move || prepared.prepare());
+        prepare(&work);
         let sandbox = Self::enter(environment, work, Entry::Created, Some(abandoned), on_gone);
         *sandbox.spec.lock().unwrap_or_else(PoisonError::into_inner) = Some(spec);
         Ok(sandbox)

@@ -62,6 +62,14 @@ impl Work {
         }
     }
 
+    /// Takes back what was prepared while nothing was started: an empty cgroup keeps its parent, the pod's, from being removed.
+    pub fn unprepare(&self) {
+        let open = self.preparing.lock().unwrap_or_else(PoisonError::into_inner);
+        if *open && let Err(left) = self.driver.cleanup(&self.plan) {
+            left.iter().for_each(|step| log::warn!(sandbox = self.plan.id.as_str(); "not started for long: {step}"));
+        }
+    }
+
     /// From now on nothing is prepared any more.
     fn end_preparing(&self) {
         *self.preparing.lock().unwrap_or_else(PoisonError::into_inner) = false;
