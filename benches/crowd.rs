@@ -84,7 +84,7 @@ async fn rates(stage: &Stage, plan: &Plan, report: &mut Report) -> Result<()> {
         for index in order(round, stage.targets.len()) {
             let target = &stage.targets[index];
             // Enough of each that it takes a second or more.
-            let count = if target.name == BUILTIN { 32 } else { 160 };
+            let count = if target.is_fast() { 160 } else { 32 };
             let (pods, took) = run(stage, target, specs(count)).await?;
             rates[index].push(pods.len() as f64 / took.as_secs_f64());
             remove(pods).await?;
@@ -100,7 +100,7 @@ async fn rates(stage: &Stage, plan: &Plan, report: &mut Report) -> Result<()> {
 
 /// Those that can be asked often enough for a 99th percentile.
 fn fast(stage: &Stage) -> Vec<Target> {
-    stage.targets.iter().filter(|target| target.name != BUILTIN).cloned().collect()
+    stage.targets.iter().filter(|target| target.is_fast()).cloned().collect()
 }
 
 async fn starts(stage: &Stage, plan: &Plan, report: &mut Report) -> Result<()> {

@@ -22,9 +22,9 @@ pub(crate) const OURS: &str = "ours";
 /// One that does nothing.
 pub(crate) const FLOOR: &str = "floor";
 
-/// This project's daemons: name, lines of config, and the setting that must exist.
-const DAEMONS: [(&str, &str, Option<&str>); 2] =
-    [(OURS, "", None), ("ours_shim_driver", "driver = \"shim\"\n", Some("driver"))];
+/// This project's daemons: name and lines of config.
+const DAEMONS: [(&str, &str); 2] =
+    [(OURS, ""), ("ours_shim_driver", "drivers = { \"io.containerd.runc.v2\" = \"shim\" }\n")];
 
 /// Type of the extension in which CRI describes the pod (containerd `sandboxstore.Metadata`).
 const METADATA_TYPE: &str = "github.com/containerd/cri/pkg/store/sandbox/Metadata";
@@ -41,6 +41,11 @@ impl Target {
     /// The CRI runtime handler that has it.
     pub(crate) fn handler(&self) -> String {
         if self.name == BUILTIN { "runc".to_owned() } else { format!("runc-{}", self.name) }
+    }
+
+    /// Whether it starts no program for a pod, so that it can be asked hundreds of times in a second.
+    pub(crate) fn is_fast(&self) -> bool {
+        matches!(self.name, OURS | FLOOR)
     }
 
     /// The name of the controller in containerd.
@@ -63,12 +68,11 @@ pub(crate) struct Stage {
 impl Stage {
     /// Starts containerd and all daemons.
     pub(crate) async fn set(_: &Plan) -> Result<Self> {
-        let ours = DAEMONS.iter().filter(|(.., needs)| needs.is_none_or(is_setting));
-        let names: Vec<&'static str> = ours.clone().map(|(name, ..)| *name).chain([FLOOR]).collect();
+        let names: Vec<&'static str> = DAEMONS.iter().map(|(name, _)| *name).chain([FLOOR]).collect();
         let containerd_config = names.iter().map(|name| handler(name)).collect();
         let node = Node::start(Options { containerd_config, lean: true, ..Options::default() }).await?;
         let mut daemons = BTreeMap::from([(FLOOR, Daemon::floor(&node)?)]);
-        for (name, settings, _) in ours {
+        for (name, settings) in DAEMONS {
             daemons.insert(name, Daemon::ours(&node, name, settings)?);
         }
         let mut accounts = BTreeMap::new();
@@ -142,10 +146,6 @@ impl Stage {
     pub(crate) fn home(&self, name: &str) -> Result<kit::PodHome> {
         self.node.prepare(PodSpec::new(name))
     }
-}
-
-fn is_setting(name: &str) -> bool {
-    pause_sandboxer::config::SETTINGS.iter().any(|setting| setting.name == name)
 }
 
 /// containerd's config of one more handler and its sandboxer.
