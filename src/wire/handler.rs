@@ -109,7 +109,9 @@ impl<V: Verbs> Handler<V> {
         request: BoxFuture<'_, Result<B, Status>>,
     ) -> Answer {
         let running = self.telemetry.call(of.counted());
-        let answer = trace::within(of.trace, self.bounded(of, request)).await;
+        // Boxed, as are call and request below: what is handed on by value is in the future once for each hand, for as long as a Wait is
+        // pending.
+        let answer = trace::within(of.trace, Box::pin(self.bounded(of, request))).await;
         running.ended(answer.as_ref().err().map_or("OK", |status| code::name(status.code)));
         answer
     }
@@ -120,7 +122,6 @@ impl<V: Verbs> Handler<V> {
         }
         let Call { service, method, deadline, operators, .. } = of;
         let deadline = deadline?;
-        // Boxed, as is the request: what is handed on by value is in the future once for each hand, for as long as a Wait is pending.
         let call = async { self.dispatch(service, method, operators, request.await?).await };
         let call = Box::pin(AssertUnwindSafe(call).catch_unwind());
         let answer = tokio::select! {
