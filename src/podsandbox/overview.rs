@@ -61,7 +61,7 @@ impl Overview {
         }
     }
 
-    /// As JSON; the keys that follow in [`report`] are added to these.
+    /// As JSON; a report of one sandbox adds to these keys.
     pub fn to_json(&self) -> Value {
         json!({
             "id": self.id,

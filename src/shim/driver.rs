@@ -1,7 +1,7 @@
 //! The driver that has the pod's shim run the pause: for runtimes that must own the sandbox, such as gVisor and Kata, and for whoever wants the
 //! OCI runtime to run it.
 //!
-//! The shim's endpoint ([`super::started`]) is there before the pause and after it; here is the pause's own life as a task of it, by
+//! The shim's endpoint (`started.rs`) is there before the pause and after it; here is the pause's own life as a task of it, by
 //! the same calls as of containerd's built-in controller.
 
 use std::io;
