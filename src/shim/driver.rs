@@ -18,7 +18,7 @@ use protobuf::well_known_types::any::Any;
 use protobuf::well_known_types::timestamp::Timestamp;
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, watch};
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 use super::Shims;
 use super::started::Started;
@@ -32,11 +32,17 @@ pub const NAME: &str = "shim";
 /// How long a call may take that the built-in controller bounds (`handleEventTimeout`, `loadContainerTimeout`).
 const WITHIN: Duration = Duration::from_secs(10);
 
+/// How long recovery may look for a pause: less than it gives a record in all.
+const LOOK_WITHIN: Duration = Duration::from_secs(8);
+
 /// How long the runtime may take to make or start the pause: less than kubelet waits for a pod.
 const START_WITHIN: Duration = Duration::from_secs(30);
 
 /// Between two tries of what must work in the end.
 const AGAIN: Duration = Duration::from_millis(500);
+
+/// Calls of the kill that a shim may leave without an answer.
+const PATIENCE: u32 = 2;
 
 /// Runtimes whose containers are plain processes of the node, by the part of the name that says which: `io.containerd.NAME.VERSION`.
 const HOST_PROCESSES: [&str; 3] = ["runc", "crun", "youki"];
@@ -164,21 +170,25 @@ impl Driver for ShimDriver {
     }
 
     fn adopt(&self, plan: &Plan, identity: &Identity) -> Adoption {
-        let looked =
-            self.endpoint(plan).and_then(|endpoint| Handle::current().block_on(self.look(&endpoint, identity)));
+        let looked = self.endpoint(plan).and_then(|endpoint| {
+            let look = async { timeout(LOOK_WITHIN, self.look(&endpoint, identity)).await };
+            let late = |_| Err(io::Error::from(io::ErrorKind::TimedOut)).step("ask for pause");
+            Handle::current().block_on(look).unwrap_or_else(late)
+        });
         looked.unwrap_or_else(Adoption::Unknown)
     }
 
     fn cleanup(&self, plan: &Plan) -> Result<(), Vec<Step>> {
         let Ok(endpoint) = self.endpoint(plan) else { return Ok(()) };
-        if endpoint.shim().is_none() {
-            return Ok(());
-        }
         let deleted = Handle::current().block_on(async {
-            match endpoint.tasks().await {
-                Ok(tasks) => delete(&endpoint, &tasks).await.map(drop),
-                Err(failure) => Err(failure.step()),
+            if endpoint.shim().is_none() {
+                return endpoint.delete_orphan().await;
             }
+            let tasks = endpoint.tasks().await.map_err(Failure::step)?;
+            if delete(&endpoint, &tasks).await?.is_some() {
+                endpoint.pause_is_deleted();
+            }
+            Ok(())
         });
         deleted.map_err(|step| vec![step])
     }
@@ -248,13 +258,15 @@ impl Task {
 async fn wait(endpoint: &Arc<Started>) -> Exit {
     let unknown = || Exit { status: UNKNOWN_EXIT, at: SystemTime::now() };
     let id = endpoint.group.id.as_str();
+    // What fails of it is done again by the cleanup.
+    let orphaned = async || {
+        if let Err(step) = endpoint.delete_pause().await {
+            log::error!(sandbox = id; "its pause, whose shim has ended: {step}");
+        }
+        unknown()
+    };
     loop {
-        let Some(shim) = endpoint.shim() else {
-            if let Err(step) = endpoint.delete_pause().await {
-                log::error!(sandbox = id; "its pause, whose shim has ended: {step}");
-            }
-            return unknown();
-        };
+        let Some(shim) = endpoint.shim() else { return orphaned().await };
         let ask = async {
             let request = WaitRequest { id: id.to_owned(), ..Default::default() };
             let tasks = endpoint.tasks().await?;
@@ -262,13 +274,7 @@ async fn wait(endpoint: &Arc<Started>) -> Exit {
         };
         let answer = tokio::select! {
             answer = ask => answer,
-            _ = shim.exited() => {
-                // Until the endpoint has seen it, too.
-                while endpoint.shim().is_some() {
-                    tokio::task::yield_now().await;
-                }
-                continue;
-            }
+            _ = shim.exited() => return orphaned().await,
         };
         match answer {
             Ok(ended) => return exit(ended.exit_status, ended.exited_at.as_ref()),
@@ -281,12 +287,14 @@ async fn wait(endpoint: &Arc<Started>) -> Exit {
     }
 }
 
-/// Kills the pause as often as told, until the shim has answered.
+/// Kills the pause as often as told, until the shim has answered. One that does not is killed itself, and the pause with it: who asks for the
+/// end of a sandbox is not to wait for a shim that hangs.
 async fn kill_when_told(endpoint: &Arc<Started>, told: &Notify) -> Exit {
     let id = endpoint.group.id.as_str();
     let request = KillRequest { id: id.to_owned(), signal: libc::SIGKILL.unsigned_abs(), ..Default::default() };
     loop {
         told.notified().await;
+        let mut unanswered = 0;
         loop {
             let killed =
                 async { endpoint.tasks().await?.call::<_, Empty>("kill pause", "Kill", &request, Some(WITHIN)).await };
@@ -294,8 +302,17 @@ async fn kill_when_told(endpoint: &Arc<Started>, told: &Notify) -> Exit {
                 // Its end is told by the wait.
                 Ok(_) | Err(Failure::NotFound(_)) => break,
                 Err(failure) => {
+                    unanswered += u32::from(matches!(failure, Failure::Lost(_)));
                     log::warn!(sandbox = id; "{}; tried again", failure.step());
                     sleep(AGAIN).await;
+                }
+            }
+            if unanswered == PATIENCE
+                && let Some(shim) = endpoint.shim()
+            {
+                log::warn!(sandbox = id, pid = shim.identity().pid; "its shim does not answer and is killed");
+                if let Err(step) = shim.kill() {
+                    log::error!(sandbox = id; "its shim: {step}");
                 }
             }
         }

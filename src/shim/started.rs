@@ -21,7 +21,7 @@ use super::bootstrap::Bootstrap;
 use super::bundle::{Bundle, Recorded, gone};
 use super::group::Group;
 use super::task::{self, Failure, Tasks};
-use super::{Pod, Settings, command, driver, fifo};
+use super::{Pod, Settings, command, driver, fifo, on_demand};
 use crate::containerd::Store;
 use crate::error::{IoContext as _, Step};
 use crate::pause::{Adoption, Exit, Pause, Plan, image, native};
@@ -67,6 +67,8 @@ struct Now {
     log: Option<fifo::Reader>,
     /// The shim ended while there was no daemon; how it ended.
     missed: Option<Exit>,
+    /// The pause was there and is deleted.
+    pause_deleted: bool,
     ended: bool,
 }
 
@@ -374,7 +376,25 @@ impl Started {
         let Group { shims, bundle, id, runtime } = &*self.group;
         let binary = shims.settings.binary(&runtime.name)?;
         Bundle::write_runtime(bundle.dir(), runtime.runc_options()?.as_ref())?;
-        command::delete(&shims.settings, &binary, id, bundle.dir()).await
+        command::delete(&shims.settings, &binary, id, bundle.dir()).await?;
+        self.pause_is_deleted();
+        Ok(())
+    }
+
+    /// The same, unless the pause is known to be deleted, or never was.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub(super) async fn delete_orphan(&self) -> Result<(), Step> {
+        if !self.runs_pause || self.now().pause_deleted || self.group.bundle.recorded()?.is_none() {
+            return Ok(());
+        }
+        self.delete_pause().await
+    }
+
+    /// The runtime has nothing of the pause any more.
+    pub(super) fn pause_is_deleted(&self) {
+        self.now().pause_deleted = true;
     }
 
     /// Ends shim, socket and bundle. Gone already is success.
@@ -399,9 +419,10 @@ impl Started {
             runtime.block_on(self.end_shim(&shim)).map_err(|step| vec![step])?;
             self.forget();
         }
+        // One that was told to end in the middle of making the pause has left what it had made.
+        runtime.block_on(self.delete_orphan()).map_err(|step| vec![step])?;
         let mut failed = Vec::new();
-        if let Some(bootstrap) = self.bootstrap().or_else(|| self.recorded_bootstrap().ok().flatten()) {
-            let socket = bootstrap.socket();
+        for socket in self.sockets() {
             failed.extend(gone(fs::remove_file(&socket)).step_at("remove socket", socket).err());
         }
         // The first the shim takes off itself when it deletes the pause.
@@ -412,6 +433,16 @@ impl Started {
             failed.extend(bundle.remove().err());
         }
         if failed.is_empty() { Ok(()) } else { Err(failed) }
+    }
+
+    /// Where its shim may have listened: what it said, and what containerd's own shims make of the sandbox id, should nobody have heard it.
+    fn sockets(&self) -> Vec<PathBuf> {
+        let Group { shims, id, .. } = &*self.group;
+        let Settings { containerd_address, containerd_namespace, .. } = &shims.settings;
+        let usual = on_demand::Socket::new(containerd_address, containerd_namespace, id).path().to_owned();
+        let said = self.bootstrap().or_else(|| self.recorded_bootstrap().ok().flatten());
+        let said = said.map(|shim| shim.socket()).filter(|socket| *socket != usual);
+        said.into_iter().chain([usual]).collect()
     }
 
     /// An empty shim ends when it is told to; one that does not is killed, as are its containers.
@@ -432,9 +463,7 @@ impl Started {
     async fn kill(&self, shim: &Arc<dyn Pause>) -> Result<(), Step> {
         shim.kill()?;
         timeout(WITHIN, shim.exited()).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut)).step("kill shim")?;
-        if self.runs_pause {
-            self.delete_pause().await?;
-        }
+        self.delete_orphan().await?;
         self.group.clean_up_all().await
     }
 
@@ -451,10 +480,10 @@ impl Started {
         if let Err(step) = command::delete(&shims.settings, binary, id, bundle.dir()).await {
             log::warn!(sandbox = id.as_str(); "its shim: {step}");
         }
-        if let Some(bootstrap) = self.now().bootstrap.take() {
-            let socket = bootstrap.socket();
+        for socket in self.sockets() {
             failed.extend(gone(fs::remove_file(&socket)).step_at("remove socket", socket).err());
         }
+        self.now().bootstrap = None;
         failed.extend(bundle.record(None).err());
         failed
     }
