@@ -33,25 +33,21 @@ enum On {
     Slices,
     /// Where nobody does but runc and the sandboxer.
     Directories,
-    /// With a kernel, such as 6.1, that lets no user namespace set the sysctls of its IPC namespace.
-    IpcClosed,
+    /// With a kernel, such as 6.1, that has no net.core.somaxconn in the network of a user namespace.
+    NoSomaxconn,
 }
 
 /// What a node is.
 struct Here {
     unified: bool,
-    ipc_closed: bool,
+    no_somaxconn: bool,
 }
 
 impl Here {
     fn look() -> Result<Self> {
-        const SET: &str = "cat /proc/sys/kernel/msgmax > /proc/sys/kernel/msgmax";
-        // Not as root, which may set them wherever it is.
-        const NOBODY: [&str; 3] = ["--reuid=65534", "--regid=65534", "--clear-groups"];
-        let mut command = Command::new("setpriv");
-        command.args(NOBODY).args(["unshare", "--user", "--map-root-user", "--ipc", "sh", "-c", SET]);
-        let tried = command.output().context("run setpriv")?;
-        Ok(Self { unified: cgroup::unified()?, ipc_closed: !tried.status.success() })
+        const LOOK: [&str; 6] = ["--user", "--map-root-user", "--net", "test", "-e", "/proc/sys/net/core/somaxconn"];
+        let looked = Command::new("unshare").args(LOOK).output().context("run unshare")?;
+        Ok(Self { unified: cgroup::unified()?, no_somaxconn: !looked.status.success() })
     }
 }
 
@@ -65,7 +61,7 @@ impl Known {
         self.on.iter().all(|on| match on {
             On::V1 => !here.unified,
             On::V2 => here.unified,
-            On::IpcClosed => here.ipc_closed,
+            On::NoSomaxconn => here.no_somaxconn,
             On::Slices => Keeper::chosen() == Keeper::Systemd,
             On::Directories => Keeper::chosen() == Keeper::Cgroupfs,
         })
@@ -173,7 +169,7 @@ const KNOWN: &[Known] = &[
     ),
     known("*", "RunPodSandbox: code", "UNKNOWN", "INVALID_ARGUMENT", CLASS),
     known("sysctls net.core.*", "RunPodSandbox: code", "UNKNOWN", "13", CLASS),
-    known("userns POD, a sysctl of each kind", "RunPodSandbox: code", "UNKNOWN", "13", CLASS).on(&[On::IpcClosed]),
+    known("userns POD, a sysctl of each kind", "RunPodSandbox: code", "UNKNOWN", "13", CLASS).on(&[On::NoSomaxconn]),
     // ---- the pause ----
     known("*", "pause: CapBnd", "00000000a80425fb", "0000000000000000", NO_RIGHTS),
     known("*", "pause: Seccomp", "0", "2", OWN_FILTER),

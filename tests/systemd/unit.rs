@@ -117,7 +117,11 @@ fn comes_up_ready() {
     let mounts = |process: &str| fs::read_link(format!("{process}/ns/mnt")).unwrap();
     assert_eq!(mounts(&process), mounts("/proc/1"), "the pods' mounts would not be the node's");
     assert_eq!(fs::read_to_string(format!("{process}/oom_score_adj")).unwrap(), "-999\n");
-    let checked = run("/usr/local/bin/pause-sandboxer", &["check", "--containerd-config", &drop_in()]);
+    // A drop-in is read by a config.
+    let config = "/run/unit-test-containerd.toml";
+    fs::write(config, format!("version = 3\nimports = [\"{}\"]\n", drop_in())).unwrap();
+    let checked = run("/usr/local/bin/pause-sandboxer", &["check", "--containerd-config", config]);
+    fs::remove_file(config).unwrap();
     assert!(!checked.contains("FAIL"), "{checked}");
     assert!(checked.contains("named by runtime handler \"runc-pause\""), "{checked}");
 }
