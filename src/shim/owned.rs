@@ -156,8 +156,8 @@ impl Owned {
                     found = self.group.shims.launcher.find(self.group.bundle.dir(), &arguments)?;
                 }
                 if let Some(shim) = &found {
-                    self.group.bundle.record(Some(&Recorded::Running { identity: shim.identity().clone() }))?;
                     self.settle_in(shim.identity().pid)?;
+                    self.group.bundle.record(Some(&Recorded::Running { identity: shim.identity().clone() }))?;
                 }
                 found
             }
@@ -276,8 +276,9 @@ impl Owned {
         let shim = launched.map_err(undo)?;
         let identity = shim.identity().clone();
         let pid = identity.pid;
+        // Recorded last: what a killed daemon has not done is done for a shim that is still on record as being launched.
         let settled =
-            self.group.bundle.record(Some(&Recorded::Running { identity })).and_then(|()| self.settle_in(pid));
+            self.settle_in(pid).and_then(|()| self.group.bundle.record(Some(&Recorded::Running { identity })));
         if let Err(step) = settled {
             shim.kill().map_err(undo)?;
             return Err(undo(step));
