@@ -188,6 +188,7 @@ impl Bare {
     /// Everything on the machine that sandboxes of this daemon have left.
     pub(crate) fn left(&self) -> Result<Vec<String>> {
         let mut left: Vec<String> = self.pauses()?.iter().map(|p| format!("process {} {}", p.pid, p.command)).collect();
+        left.extend(crate::endpoint::shims(self)?.iter().map(|p| format!("shim {} {}", p.pid, p.command)));
         if let Ok(daemon) = self.pid() {
             let zombies = processes::all()?.into_iter().filter(|p| p.parent == daemon && p.state == 'Z');
             left.extend(zombies.map(|p| format!("zombie {} {}", p.pid, p.comm)));

@@ -10,6 +10,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::bare::Bare;
+use crate::endpoint::{self, Caller};
 use crate::harness::{Case, alone};
 use crate::pods::{Netns, Shape, is_whole, remove};
 use crate::tracer::{Seen, Tracer};
@@ -25,6 +26,8 @@ pub(crate) fn cases() -> Vec<Case> {
         killed_in_stop,
         killed_in_shutdown,
         killed_in_the_cleanup_after_an_exit,
+        killed_in_the_launch_of_a_shim,
+        killed_in_the_end_of_a_shim,
     ];
     cases.into_iter().map(|case| case.within(LIMIT)).collect()
 }
@@ -36,6 +39,10 @@ enum Part {
     Stop,
     Shutdown,
     ExitCleanup,
+    /// A first caller at the endpoint, until its shim has all that it is to have.
+    Launch,
+    /// Shutdown of a sandbox with a shim.
+    ShimEnd,
 }
 
 async fn killed_in_create_and_start() -> Result<()> {
@@ -98,45 +105,82 @@ async fn killed_in_the_cleanup_after_an_exit() -> Result<()> {
     Ok(())
 }
 
+async fn killed_in_the_launch_of_a_shim() -> Result<()> {
+    let bare = Bare::new(&endpoint::settings()?)?;
+    bare.start().await?;
+    let calls = at_every_call(&bare, &Shape::plain(&bare), Part::Launch).await?;
+    for needed in ["config.json", "/log", "shim.json", "clone", "child: setsid", "child: execve", "oom_score_adj"] {
+        ensure!(calls.iter().any(|call| call.contains(needed)), "nothing of {needed} among {calls:#?}");
+    }
+    ensure!(bare.logged().contains("its shim is taken over"), "no shim was ever found again");
+    Ok(())
+}
+
+async fn killed_in_the_end_of_a_shim() -> Result<()> {
+    let bare = Bare::new(&endpoint::settings()?)?;
+    bare.start().await?;
+    let calls = at_every_call(&bare, &Shape::plain(&bare), Part::ShimEnd).await?;
+    for needed in ["waitid", "/shims/", "shim.json", "record.json"] {
+        ensure!(calls.iter().any(|call| call.contains(needed)), "nothing of {needed} among {calls:#?}");
+    }
+    Ok(())
+}
+
 /// Kills at the first call, the second, and so on until the part is done before the next comes. Answers the calls of the last,
 /// whole run.
 async fn at_every_call(bare: &Bare, shape: &Shape, part: Part) -> Result<Vec<String>> {
     let id = bare.id("killed");
     let begun = Instant::now();
     for nth in 1.. {
-        let seen = one(bare, shape, part, &id, nth).await.with_context(|| format!("{part:?}, killed at call {nth}"))?;
+        let (seen, answered) =
+            one(bare, shape, part, &id, nth).await.with_context(|| format!("{part:?}, killed at call {nth}"))?;
         if !seen.killed {
             eprintln!("{part:?}: killed at each of {} calls, {:.1} s", nth - 1, begun.elapsed().as_secs_f32());
             return Ok(seen.calls);
         }
         bare.kill()?;
         let at = seen.calls.last().cloned().unwrap_or_default();
-        settles(bare, shape, part, &id)
+        settles(bare, shape, part, &id, answered)
             .await
             .with_context(|| format!("{part:?}, killed at call {nth}: {at}\nlog ends:\n{}", log_end(bare)))?;
     }
     bail!("unreachable: there are not that many calls")
 }
 
-/// One life of the sandbox, of which `part` is traced.
-async fn one(bare: &Bare, shape: &Shape, part: Part, id: &str, nth: usize) -> Result<Seen> {
+/// One life of the sandbox, of which `part` is traced; with a caller whom a shim has answered, if any was.
+async fn one(bare: &Bare, shape: &Shape, part: Part, id: &str, nth: usize) -> Result<(Seen, Option<Caller>)> {
     let controller = bare.controller();
     let mut pid = 0;
     if part != Part::CreateStart {
         pid = shape.run(&controller, id).await.context("run before")?;
     }
+    let mut answered = None;
+    if part == Part::ShimEnd {
+        Caller::connect(bare).await?.ask(id).await?;
+        endpoint::settled_in(bare, id).await?;
+    }
     let tracer = Tracer::attach(bare.pid()?, nth)?;
     // Any of these may fail with the daemon; what counts is what is found afterwards.
-    let done = match part {
-        Part::CreateStart => shape.run(&controller, id).await.map(drop),
-        Part::Stop => controller.stop(id).await,
-        Part::Shutdown => controller.shutdown(id).await,
+    let done: Result<()> = match part {
+        Part::CreateStart => shape.run(&controller, id).await.map(drop).map_err(Into::into),
+        Part::Stop => controller.stop(id).await.map_err(Into::into),
+        Part::Shutdown | Part::ShimEnd => controller.shutdown(id).await.map_err(Into::into),
+        Part::Launch => {
+            let caller = Caller::connect(bare).await?;
+            match caller.ask(id).await {
+                Ok(()) => {
+                    answered = Some(caller);
+                    endpoint::settled_in(bare, id).await
+                }
+                Err(e) => Err(e),
+            }
+        }
         Part::ExitCleanup => {
             kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
             // Answered when the cleanup is done.
             match controller.wait(id).await {
-                Ok(_) => cleaned(bare, &controller, id).await,
-                Err(e) => Err(e),
+                Ok(_) => cleaned(bare, &controller, id).await.map_err(Into::into),
+                Err(e) => Err(e.into()),
             }
         }
     };
@@ -146,7 +190,7 @@ async fn one(bare: &Bare, shape: &Shape, part: Part, id: &str, nth: usize) -> Re
         remove_whatever(&controller, id).await?;
         bare.nothing_left().await?;
     }
-    Ok(seen)
+    Ok((seen, answered))
 }
 
 /// Waits until the cleanup after the exit is done: nothing but the record and files is left.
@@ -162,9 +206,21 @@ async fn cleaned(bare: &Bare, controller: &Controller, id: &str) -> Result<(), g
 }
 
 /// Starts the daemon again and looks at what there is.
-async fn settles(bare: &Bare, shape: &Shape, part: Part, id: &str) -> Result<()> {
+async fn settles(bare: &Bare, shape: &Shape, part: Part, id: &str, answered: Option<Caller>) -> Result<()> {
+    let launched = endpoint::shims(bare)?;
     bare.start().await?;
     let controller = bare.controller();
+    if part == Part::Launch {
+        // Who called a shim that was executed has its answer; who called none was hung up on, and calls again.
+        ensure!(launched.len() == usize::from(answered.is_some()), "answered: {}, {launched:?}", answered.is_some());
+        if let Some(caller) = answered {
+            caller.ask(id).await.context("the connection from before")?;
+        }
+        Caller::connect(bare).await?.ask(id).await.context("a new connection")?;
+        endpoint::settled_in(bare, id).await?;
+        let shim = endpoint::one(bare)?;
+        ensure!(launched.iter().all(|before| before.pid == shim.pid), "another shim: {launched:?}, {shim:?}");
+    }
     match controller.status(id, false).await {
         Err(status) if status.code == grpc::NOT_FOUND => {
             // Gone: without a trace, and at once, since it answers only after recovery.

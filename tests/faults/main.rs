@@ -6,6 +6,7 @@
 //! named `node_…` run it under a real containerd. One case runs after another.
 
 mod bare;
+mod endpoint;
 mod harness;
 mod pods;
 mod strace;

@@ -2,7 +2,8 @@
 //!
 //! `strace` can kill at the n-th call of one thread; the daemon's work wanders between threads, so the calls are counted here, over
 //! all of them. A call is counted when it is entered, before the kernel does anything for it. A child that is on its way
-//! to become a pause is followed too; it goes on when the daemon is killed at one of its calls, as it would without a tracer.
+//! to become a pause or a shim is followed until it is executed; it goes on when the daemon is killed at one of its calls, as it would
+//! without a tracer.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -72,7 +73,8 @@ fn seize_all(daemon: u32) -> Result<()> {
     let options = Options::PTRACE_O_TRACESYSGOOD
         | Options::PTRACE_O_TRACECLONE
         | Options::PTRACE_O_TRACEFORK
-        | Options::PTRACE_O_TRACEVFORK;
+        | Options::PTRACE_O_TRACEVFORK
+        | Options::PTRACE_O_TRACEEXEC;
     let mut seized = BTreeSet::new();
     loop {
         let before = seized.len();
@@ -118,6 +120,10 @@ fn follow(daemon: u32, nth: usize, stop: &AtomicBool) -> Result<Seen> {
                 }
                 (tid, None)
             }
+            Ok(WaitStatus::PtraceEvent(tid, _, libc::PTRACE_EVENT_EXEC)) => match ptrace::detach(tid, None) {
+                Ok(()) | Err(Errno::ESRCH) => continue,
+                Err(e) => return Err(e).context("let an executed child go"),
+            },
             Ok(WaitStatus::PtraceEvent(tid, _, _)) => (tid, None),
             Ok(WaitStatus::Stopped(tid, signal)) => (tid, Some(signal)),
             Ok(_) => continue,
@@ -213,6 +219,9 @@ fn change(tid: Pid) -> Option<String> {
         libc::SYS_setsid => Some("setsid".to_owned()),
         libc::SYS_setresuid => Some("setresuid".to_owned()),
         libc::SYS_execveat => Some("execveat".to_owned()),
+        libc::SYS_execve => name("execve", 0),
+        libc::SYS_bind => Some("bind".to_owned()),
+        libc::SYS_mknodat => name("mknodat", 1),
         libc::SYS_pidfd_send_signal => Some("pidfd_send_signal".to_owned()),
         libc::SYS_waitid => Some("waitid".to_owned()),
         number => older(&call, number),
@@ -228,6 +237,7 @@ fn older(call: &Call, number: i64) -> Option<String> {
         libc::SYS_rmdir => name("rmdir", 0),
         libc::SYS_unlink => name("unlink", 0),
         libc::SYS_rename => name("rename", 1),
+        libc::SYS_mknod => name("mknod", 0),
         _ => None,
     }
 }
