@@ -56,14 +56,22 @@ pub fn of(tasks: &Path, sandbox: &str) -> Result<Vec<Container>, Step> {
     Ok(containers)
 }
 
-/// The processes of the containers. CRI names a container's cgroup by the container's id.
+/// The process has ended and waits for its parent, which may be slow to look. One whose first thread has ended, and another has not, lives.
+fn is_zombie(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name is in parentheses and may hold anything.
+    let ended = stat.rsplit_once(") ").is_some_and(|(_, fields)| fields.starts_with(['Z', 'X']));
+    ended && fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|threads| threads.count() <= 1)
+}
+
+/// The living processes of the containers. CRI names a container's cgroup by the container's id.
 ///
 /// # Errors
 /// `/proc` cannot be read.
 pub fn processes(launcher: &Launcher, containers: &[Container]) -> Result<Vec<Arc<dyn Pause>>, Step> {
     let belongs = |pid: u32| {
         let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-        containers.iter().any(|container| in_cgroup_of(&cgroups, &container.id))
+        containers.iter().any(|container| in_cgroup_of(&cgroups, &container.id)) && !is_zombie(pid)
     };
     let mut found = Vec::new();
     for pid in pids()?.into_iter().filter(|pid| belongs(*pid)) {
@@ -157,6 +165,18 @@ mod tests {
         for no in ["0::/", "0::/kubepods/0123abcd1", "0::/kubepods/x0123abcd", "0::/a/cri-0123abcd.slice", ""] {
             assert!(!in_cgroup_of(no, id), "{no}");
         }
+    }
+
+    #[test]
+    fn an_ended_process_is_a_zombie_until_its_parent_looks() {
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        assert!(!is_zombie(child.id()));
+        child.kill().unwrap();
+        while !is_zombie(child.id()) {
+            thread::sleep(Duration::from_millis(1));
+        }
+        child.wait().unwrap();
+        assert!(!is_zombie(child.id()));
     }
 
     #[test]
