@@ -78,6 +78,16 @@ impl Bench {
         Ok(fs::write(crate::proxy::calls(&self.order), "")?)
     }
 
+    /// Waits until the order for calls has been used up.
+    pub(crate) async fn used_up(&self) -> Result<()> {
+        until("the order for calls is used up", SOON, async || {
+            let order = fs::read_to_string(crate::proxy::calls(&self.order))?;
+            ensure!(order.ends_with(" 0"), "{order:?}");
+            Ok(())
+        })
+        .await
+    }
+
     pub(crate) async fn pod(&self, name: &str) -> Result<Pod> {
         self.node.run(Handler::Ours, PodSpec::new(name).host_network()).await
     }

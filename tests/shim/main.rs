@@ -4,6 +4,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod amid;
 mod bench;
 mod driver;
 mod owned;
@@ -57,7 +58,7 @@ fn main() -> ExitCode {
     arguments.test_threads = Some(1);
     let runtime = Arc::new(Runtime::new().expect("a runtime"));
     let current = Arc::<Current>::default();
-    let cases = [owned::cases(), started::cases(), driver::cases()].into_iter().flatten();
+    let cases = [owned::cases(), amid::cases(), started::cases(), driver::cases()].into_iter().flatten();
     let trials = cases.map(|case| {
         let (runtime, current) = (runtime.clone(), current.clone());
         let name = format!("{:?}::{}", case.kind, case.name).to_lowercase();

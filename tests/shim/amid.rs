@@ -1,0 +1,126 @@
+//! Owned shims, and what goes wrong in the middle of a call: the shim, either daemon, or the call itself.
+
+use std::sync::Arc;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use kit::{Container, ContainerSpec, Pod, until};
+use nix::sys::signal::Signal;
+use tokio::time::timeout;
+
+use crate::bench::{Bench, Case, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, removed, signal};
+
+pub(crate) fn cases() -> Vec<Case> {
+    cases![Kind::Owned =>
+        a_shim_that_dies_under_an_exec_and_a_stop_ends_both,
+        a_create_that_hangs_slows_no_other_pod,
+        a_start_that_is_refused_leaves_nothing,
+        a_daemon_killed_in_the_creation_of_a_container_is_not_missed,
+        containerd_killed_in_the_creation_of_a_container_leaves_nothing,
+    ]
+}
+
+/// Waits until a process with these arguments runs in the container.
+async fn runs(container: &Container, arguments: &str) -> Result<()> {
+    until("a process of the container", SOON, async || {
+        let all = inside(container.id())?;
+        ensure!(all.iter().any(|process| process.command.trim() == arguments), "no {arguments:?} in {all:?}");
+        Ok(())
+    })
+    .await
+}
+
+async fn gone(pod: &Pod) -> Result<()> {
+    removed(pod).await?;
+    no_shim(pod).await
+}
+
+async fn a_shim_that_dies_under_an_exec_and_a_stop_ends_both(bench: Arc<Bench>) -> Result<()> {
+    let pod = bench.pod("amid").await?;
+    // Does not end when it is told to, and shows that it was told.
+    let container = pod.run(ContainerSpec::sh("a", "trap 'sleep 1002 &' TERM; while true; do sleep 1; done")).await?;
+    let shim = one_shim(&pod).await?;
+    let cri = pod.node().cri();
+    let (exec, stop) = (container.sh("sleep 1001"), cri.stop_container(container.id(), SOON * 3));
+    let kill = async {
+        runs(&container, "sleep 1001").await?;
+        runs(&container, "sleep 1002").await?;
+        signal(shim.pid, Signal::SIGKILL)
+    };
+    // Each must end, whether well or not: the container's end is what the one waits for, and the other's command is killed.
+    let (exec, _, killed) = timeout(SOON * 2, futures::future::join3(exec, stop, kill)).await.context("they hang")?;
+    killed?;
+    ensure!(exec.is_err(), "the exec has succeeded: {exec:?}");
+    until("not ready", SOON, async || not_ready(&pod).await).await?;
+    until("no process of the container", SOON, async || none(&inside(container.id())?)).await?;
+    let status = bench.node.sandboxer().status(pod.id(), true).await?;
+    let reason = status.info.get("reason").context("no reason in the verbose status")?;
+    ensure!(reason.contains("shim") && reason.contains(container.id()), "reason: {reason}");
+    gone(&pod).await?;
+    // Whoever has to reap the exec's process takes its time; what has ended is not waited for.
+    let log = std::fs::read_to_string(bench.node.layout().sandboxer_log())?;
+    ensure!(!log.contains("its containers: kill"), "the sandboxer could not end the container's processes");
+    Ok(())
+}
+
+async fn a_create_that_hangs_slows_no_other_pod(bench: Arc<Bench>) -> Result<()> {
+    bench.order("proxy")?;
+    bench.misbehave("Create", "hang 1")?;
+    let (pod, other) = (bench.pod("hangs").await?, bench.pod("other").await?);
+    let others = async {
+        bench.used_up().await?;
+        let container = other.run(ContainerSpec::sleeping("b")).await?;
+        ensure!(container.sh("echo runs").await? == "runs\n", "it does not run");
+        gone(&other).await
+    };
+    // The caller gives up when the other pod has come and gone.
+    tokio::select! {
+        biased;
+        hung = pod.run(ContainerSpec::sleeping("a")) => bail!("it does not hang: {:?}", hung.err()),
+        done = others => done.context("another pod")?,
+    }
+    ensure!(pod.is_ready().await?, "the pod ended with its caller's patience");
+    gone(&pod).await
+}
+
+async fn a_start_that_is_refused_leaves_nothing(bench: Arc<Bench>) -> Result<()> {
+    bench.order("proxy")?;
+    bench.misbehave("Start", "fail 1")?;
+    let pod = bench.pod("refused").await?;
+    ensure!(pod.run(ContainerSpec::sleeping("a")).await.is_err(), "the container runs");
+    pod.run(ContainerSpec::sleeping("b")).await.context("the next container")?;
+    gone(&pod).await
+}
+
+/// The shim and containerd go on without it.
+async fn a_daemon_killed_in_the_creation_of_a_container_is_not_missed(bench: Arc<Bench>) -> Result<()> {
+    bench.order("proxy")?;
+    bench.misbehave("Create", "late 2")?;
+    let pod = bench.pod("creation").await?;
+    let restart = async {
+        bench.used_up().await?;
+        bench.restart().await
+    };
+    let (container, restarted) = futures::future::join(pod.run(ContainerSpec::sleeping("a")), restart).await;
+    restarted?;
+    ensure!(container?.sh("echo runs").await? == "runs\n", "it does not run");
+    ensure!(pod.is_ready().await?, "the pod is not ready");
+    gone(&pod).await
+}
+
+async fn containerd_killed_in_the_creation_of_a_container_leaves_nothing(bench: Arc<Bench>) -> Result<()> {
+    bench.order("proxy")?;
+    bench.misbehave("Create", "late 2")?;
+    let pod = bench.pod("creation").await?;
+    let restart = async {
+        bench.used_up().await?;
+        bench.node.kill_containerd()?;
+        bench.node.start_containerd().await
+    };
+    let (container, restarted) = futures::future::join(pod.run(ContainerSpec::sleeping("a")), restart).await;
+    restarted?;
+    ensure!(container.is_err(), "the container runs, and its creator was killed");
+    ensure!(pod.is_ready().await?, "the pod is not ready");
+    let next = pod.run(ContainerSpec::sleeping("b")).await.context("the next container")?;
+    ensure!(next.sh("echo runs").await? == "runs\n", "it does not run");
+    gone(&pod).await
+}
