@@ -142,8 +142,8 @@ fn process(record: &Record, pod: &PodSandboxConfig) -> Process {
             Some(uid) => (uid, id(&security.run_as_group).unwrap_or(0)),
             None => (USER, USER),
         };
-        let groups = security.supplemental_groups.iter().filter_map(|group| u32::try_from(*group).ok());
-        user.set_uid(uid).set_gid(gid).set_additional_gids(Some([gid].into_iter().chain(groups).collect()));
+        // The user's groups take the place of the supplemental ones, which are for containers.
+        user.set_uid(uid).set_gid(gid).set_additional_gids(Some(vec![gid]));
         let all = || Some(CAPABILITIES.into_iter().collect());
         capabilities.set_bounding(all()).set_effective(all()).set_permitted(all());
     }

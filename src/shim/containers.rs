@@ -56,11 +56,20 @@ pub fn of(tasks: &Path, sandbox: &str) -> Result<Vec<Container>, Step> {
     Ok(containers)
 }
 
-/// The process has ended and waits for its parent, which may be slow to look. One whose first thread has ended, and another has not, lives.
-fn is_zombie(pid: u32) -> bool {
+/// Where the kernel's flags of a process are in `/proc/PID/stat`, counted from the state (proc_pid_stat(5)), and the one that says that it is ending.
+const FLAGS: usize = 6;
+const PF_EXITING: u64 = 0x4;
+
+/// The process is ending, or has ended and waits for its parent, which may be slow to look. One whose first thread has ended, and another has
+/// not, lives.
+fn is_ending(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The name is in parentheses and may hold anything.
-    let ended = stat.rsplit_once(") ").is_some_and(|(_, fields)| fields.starts_with(['Z', 'X']));
+    let ended = stat.rsplit_once(") ").is_some_and(|(_, fields)| {
+        // The first process of a PID namespace is no zombie until all others of it are reaped, by whoever has to.
+        let flags: u64 = fields.split(' ').nth(FLAGS).and_then(|flags| flags.parse().ok()).unwrap_or(0);
+        fields.starts_with(['Z', 'X']) || flags & PF_EXITING != 0
+    });
     ended && fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|threads| threads.count() <= 1)
 }
 
@@ -71,7 +80,7 @@ fn is_zombie(pid: u32) -> bool {
 pub fn processes(launcher: &Launcher, containers: &[Container]) -> Result<Vec<Arc<dyn Pause>>, Step> {
     let belongs = |pid: u32| {
         let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-        containers.iter().any(|container| in_cgroup_of(&cgroups, &container.id)) && !is_zombie(pid)
+        containers.iter().any(|container| in_cgroup_of(&cgroups, &container.id)) && !is_ending(pid)
     };
     let mut found = Vec::new();
     for pid in pids()?.into_iter().filter(|pid| belongs(*pid)) {
@@ -170,13 +179,13 @@ mod tests {
     #[test]
     fn an_ended_process_is_a_zombie_until_its_parent_looks() {
         let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
-        assert!(!is_zombie(child.id()));
+        assert!(!is_ending(child.id()));
         child.kill().unwrap();
-        while !is_zombie(child.id()) {
+        while !is_ending(child.id()) {
             thread::sleep(Duration::from_millis(1));
         }
         child.wait().unwrap();
-        assert!(!is_zombie(child.id()));
+        assert!(!is_ending(child.id()));
     }
 
     #[test]

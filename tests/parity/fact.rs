@@ -36,6 +36,12 @@ impl Facts {
     pub(crate) fn add_json(&mut self, field: &str, value: &Value) {
         for (path, leaf) in leaves(field, value) {
             match leaf {
+                // A set, in whatever order.
+                Value::Array(set) if path.contains(".capabilities.") => {
+                    let mut set: Vec<String> = set.iter().map(Value::to_string).collect();
+                    set.sort();
+                    self.add(path, format!("[{}]", set.join(",")));
+                }
                 // A text that looks like a number is told from the number.
                 Value::String(text) if serde_json::from_str::<Value>(text).is_err() => self.add(path, text),
                 leaf => self.add(path, leaf),

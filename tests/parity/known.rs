@@ -33,6 +33,10 @@ enum On {
     Slices,
     /// Where nobody does but runc and the sandboxer.
     Directories,
+    /// Where this program runs the pauses.
+    Native,
+    /// Where the runtime does.
+    Shim,
     /// With a kernel, such as 6.1, that has no net.core.somaxconn in the network of a user namespace.
     NoSomaxconn,
 }
@@ -62,6 +66,8 @@ impl Known {
             On::V1 => !here.unified,
             On::V2 => here.unified,
             On::NoSomaxconn => here.no_somaxconn,
+            On::Native => kit::driver().as_deref() != Some("shim"),
+            On::Shim => kit::driver().as_deref() == Some("shim"),
             On::Slices => Keeper::chosen() == Keeper::Systemd,
             On::Directories => Keeper::chosen() == Keeper::Cgroupfs,
         })
@@ -101,6 +107,8 @@ const RELATIVE: &str =
 const METRICS: &str = "the built-in has none; containerd asks for them from 2.4 on";
 const UPDATE: &str = "containerd tells the controller of a resize from 2.3 on";
 
+const NO_PROFILE: &str =
+    "containerd's default profile is its own and for containers; the pause makes four system calls";
 const SECCOMP: &str = "the spec tells what is true: our pause does not run under the pod's profile";
 
 /// All of them. The first that fits counts.
@@ -121,9 +129,11 @@ const KNOWN: &[Known] = &[
         "refused",
         "runs",
         "the user of the pause image is not mapped; our pause takes the last id that is",
-    ),
-    known("userns POD of few ids", "RunPodSandbox: code", "UNKNOWN", "-", "as above"),
-    known("userns POD of few ids", "*", "-", "*", "shown because the built-in has none to compare with"),
+    )
+    .on(&[On::Native]),
+    known("userns POD of few ids", "RunPodSandbox: code", "UNKNOWN", "-", "as above").on(&[On::Native]),
+    known("userns POD of few ids", "*", "-", "*", "shown because the built-in has none to compare with")
+        .on(&[On::Native]),
     known(
         "cgroup_parent with ..",
         "RunPodSandbox",
@@ -171,29 +181,31 @@ const KNOWN: &[Known] = &[
     known("sysctls net.core.*", "RunPodSandbox: code", "UNKNOWN", "13", CLASS),
     known("userns POD, a sysctl of each kind", "RunPodSandbox: code", "UNKNOWN", "13", CLASS).on(&[On::NoSomaxconn]),
     // ---- the pause ----
-    known("*", "pause: CapBnd", "00000000a80425fb", "0000000000000000", NO_RIGHTS),
-    known("*", "pause: Seccomp", "0", "2", OWN_FILTER),
-    known("*", "pause: Groups", "*", "", NOBODY),
-    known("run_as_user*", "pause: Uid", "1000 1000 1000 1000", "65535 65535 65535 65535", NOBODY),
-    known("run_as_user*", "pause: Gid", "* * * *", "65535 65535 65535 65535", NOBODY),
+    known("*", "pause: CapBnd", "00000000a80425fb", "0000000000000000", NO_RIGHTS).on(&[On::Native]),
+    known("*", "pause: Seccomp", "0", "2", OWN_FILTER).on(&[On::Native]),
+    known("*", "pause: Groups", "*", "", NOBODY).on(&[On::Native]),
+    known("run_as_user*", "pause: Uid", "1000 1000 1000 1000", "65535 65535 65535 65535", NOBODY).on(&[On::Native]),
+    known("run_as_user*", "pause: Gid", "* * * *", "65535 65535 65535 65535", NOBODY).on(&[On::Native]),
     known(
         "*",
         "pause: environment",
         "PATH=/bin HOME=/",
         "PAUSE_SANDBOXER_STATE=*",
         "there is no image; a daemon finds its own pauses by the mark",
-    ),
-    known("*", "pause: open files", "3", "0", "our pause reads and writes nothing"),
+    )
+    .on(&[On::Native]),
+    known("*", "pause: open files", "3", "0", "our pause reads and writes nothing").on(&[On::Native]),
     known(
         "*",
         "pause: its root",
         "has files",
         "empty",
         "the root of the built-in's pause is its image, which shows in a shared PID namespace",
-    ),
-    known("without a *", "pause: cgroup of *", "/k8s.io/<id>", "*", CGROUP_NONE).on(&[On::Directories]),
+    )
+    .on(&[On::Native]),
+    known("without a *", "pause: cgroup of *", "/k8s.io/<id>", "*", CGROUP_NONE).on(&[On::Directories, On::Native]),
     known("*without a slash in front", "pause: cgroup of *", "*/<node>/relative/<id>", "*", RELATIVE)
-        .on(&[On::Directories]),
+        .on(&[On::Directories, On::Native]),
     known(
         "*",
         "pause: cgroup of version 2",
@@ -201,15 +213,27 @@ const KNOWN: &[Known] = &[
         "/",
         "beside version 1 it has no controllers, and our pause stays in the daemon's",
     )
-    .on(&[On::V1]),
-    known("without a *", "pause: cpu.shares of its cgroup", "2", "1024", CGROUP_NONE).on(&[On::V1, On::Directories]),
-    known("without a *", "pause: cpu.weight of its cgroup", "1", "100", CGROUP_NONE).on(&[On::V2, On::Directories]),
+    .on(&[On::V1, On::Native]),
+    known("without a *", "pause: cpu.shares of its cgroup", "2", "1024", CGROUP_NONE).on(&[
+        On::V1,
+        On::Directories,
+        On::Native,
+    ]),
+    known("without a *", "pause: cpu.weight of its cgroup", "1", "100", CGROUP_NONE).on(&[
+        On::V2,
+        On::Directories,
+        On::Native,
+    ]),
     // ---- what is told of it ----
     known("*", "info.image", "localhost/kit/pause:1", "", NO_IMAGE),
     known("*", "info.snapshotKey", "<id>", "", NO_IMAGE),
     known("*", "info.snapshotter", "*", "", NO_IMAGE),
     known("*sysctl*", "info.*.sysctls.net.ipv4.*", "*", "-", CONFIG),
-    known("*without a slash in front", "stats.linux.memory.*", "-", "*", RELATIVE).on(&[On::V1, On::Directories]),
+    known("*without a slash in front", "stats.linux.memory.*", "-", "*", RELATIVE).on(&[
+        On::V1,
+        On::Directories,
+        On::Native,
+    ]),
     known("*without a slash in front", "left behind", "nothing", "cgroup", RELATIVE).on(&[On::V2, On::Directories]),
     known("without a *", "Metrics", "refused with code 12", "refused with code 13", METRICS).on(&[On::Directories]),
     known("*", "Metrics", "refused with code 12", "told", METRICS),
@@ -223,19 +247,20 @@ const KNOWN: &[Known] = &[
     // ---- the spec ----
     known("*", "spec.annotations.io.kubernetes.cri.podsandbox.image-name", "localhost/kit/pause:1", "", NO_IMAGE),
     known("*", "spec.ociVersion", "1.2.1", "1.2.0", "it has nothing that containerd 2.0 would not know"),
-    known("*", "spec.process.capabilities*", "[\"CAP_CHOWN\",*]", "-", NO_RIGHTS),
-    known("*", "spec.process.capabilities", "-", "{}", NO_RIGHTS),
+    known("*", "spec.process.capabilities*", "[\"CAP_*]", "-", NO_RIGHTS).on(&[On::Native]),
+    known("*", "spec.process.capabilities", "-", "{}", NO_RIGHTS).on(&[On::Native]),
     known("*", "spec.process.env", "[\"PATH=/bin\"]", "-", NO_IMAGE),
-    known("*", "spec.process.user.additionalGids", "[*]", "-", NOBODY),
-    known("run_as_user*", "spec.process.user.*id", "*", "65535", NOBODY),
+    known("*", "spec.process.user.additionalGids", "[*]", "-", NOBODY).on(&[On::Native]),
+    known("run_as_user*", "spec.process.user.*id", "*", "65535", NOBODY).on(&[On::Native]),
     known(
         "userns POD*",
         "spec.linux.namespaces[user].path",
         "*/pinned-namespaces/user",
         "-",
         "our pause joins the namespace that owns the pod's netns, which has no path of its own",
-    ),
-    known("without a *", "spec.linux.cgroupsPath", "/k8s.io/<id>", "-", CGROUP_NONE).on(&[On::Directories]),
+    )
+    .on(&[On::Native]),
+    known("without a *", "spec.linux.cgroupsPath", "/k8s.io/<id>", "-", CGROUP_NONE).on(&[On::Directories, On::Native]),
     known(
         "sysctls net/core/*",
         "spec.linux.sysctl.net/core/somaxconn",
@@ -250,6 +275,23 @@ const KNOWN: &[Known] = &[
         "\"1235\"",
         "it is told with dots, as sysctls are named",
     ),
+    // ---- where the runtime runs the pause ----
+    known("userns POD of few ids", "RunPodSandbox: code", "UNKNOWN", "13", CLASS).on(&[On::Shim]),
+    known("*", "pause: environment", "PATH=/bin HOME=/", "", NO_IMAGE).on(&[On::Shim]),
+    known("seccomp*ntime*efault", "pause: Seccomp", "2", "0", NO_PROFILE).on(&[On::Shim]),
+    known(
+        "userns POD*",
+        "spec.linux.namespaces[user].path",
+        "*/pinned-namespaces/user",
+        "*/<id>/user",
+        "each keeps its pins with what it keeps of the pod",
+    )
+    .on(&[On::Shim]),
+    known("*without a slash in front", "Metrics: *", "-", "between the kernel's: (None, None, None)", RELATIVE).on(&[
+        On::V1,
+        On::Directories,
+        On::Shim,
+    ]),
     known("seccomp*runtime/default", "spec.linux.seccomp.*", "*", "-", SECCOMP),
     known("seccomp RuntimeDefault", "spec.linux.seccomp.*", "*", "-", SECCOMP),
 ];
