@@ -146,7 +146,7 @@ async fn node_sandboxer_restarts_with_many_pods(node: Arc<Node>) -> Result<()> {
                 other => bail!("{how}: a Wait ended in {other:?}"),
             }
         }
-        let victim = pods.swap_remove(round * 7);
+        let victim = pods.swap_remove(round * pods.len() / 3);
         kill(Pid::from_raw(before[victim.id()].cast_signed()), Signal::SIGKILL)?;
         if how == "a newer binary" {
             let old = node.sandboxer_command()?;
