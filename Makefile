@@ -62,8 +62,12 @@ parts: ## what the tests run on: Debian's containerd, and packages that the mach
 	tests/kit/fetch-parts
 	packaging/prometheus/fetch-promtool target/tools/bin
 
+# The second time with the runtime as the one that runs the pauses.
 unit:
 	$(CARGO) test --locked --workspace
+	KIT_DRIVER=shim $(CARGO) test --locked --test containerd -- ::ours
+	KIT_DRIVER=shim $(CARGO) test --locked --test parity
+	KIT_DRIVER=shim SOAK_SECONDS=10 $(CARGO) test --locked --test faults -- node_
 
 # Pods, restarts and deaths at random; SOAK_SEED repeats a run.
 soak: parts ## 10 minutes of random churn; SOAK_SECONDS sets another length
@@ -74,6 +78,7 @@ test-deb: $(DEB) ## the Debian package on that node: install, pods, restarts, up
 
 test-vm: parts ## pods, fields, restarts and units on a Debian node with systemd and cgroup v2, emulated; slow
 	tests/vm/test
+	tests/selinux/run-in-vm
 
 bench: parts ## what pods cost, beside the built-in controller, a floor and the kernel; target/bench/report.json; 12 minutes; needs root
 	$(CARGO) bench --locked --bench bench
