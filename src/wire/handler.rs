@@ -305,8 +305,10 @@ pub(super) fn encode<M: Message>(method: &str, result: Result<M, Error>) -> Answ
             .map_err(|e| Status::new(Code::INTERNAL, format!("encode the answer to {method}: {e}"))),
         Err(error) => {
             let status = Status::from(&error);
-            // A caller's mistake is the caller's to report; what this node could not do is ours.
+            // A caller's mistake is the caller's to report; what this node could not do is ours. Metrics are asked for every second, of pods
+            // without any too.
             let level = match status.code {
+                _ if method == "Metrics" => log::Level::Debug,
                 Code::INTERNAL | Code::RESOURCE_EXHAUSTED | Code::DEADLINE_EXCEEDED => log::Level::Warn,
                 _ => log::Level::Debug,
             };
