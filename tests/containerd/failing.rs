@@ -68,8 +68,9 @@ async fn caller_gives_up_on_a_host_network_pod(bench: Bench) -> Result<()> {
 async fn give_up(bench: &Bench, spec: fn(&str) -> PodSpec) -> Result<()> {
     /// Moments, evenly over the time.
     const MOMENTS: u32 = 12;
-    /// A busy machine may be faster the next time, and the pod be there before the moment.
-    const TRIES: u32 = 5 * MOMENTS;
+    let moments = kit::fewer("moments", MOMENTS);
+    // A busy machine may be faster the next time, and the pod be there before the moment.
+    let tries = 5 * moments;
     bench.builtin_leaves(
         &["process", "shim socket", "cgroup", "mount", "directory", "file", "fifo", "interface", "CNI result"],
         "containerd kills runc, or the start of a shim, when its caller gives up; what they have made so far stays",
@@ -80,9 +81,9 @@ async fn give_up(bench: &Bench, spec: fn(&str) -> PodSpec) -> Result<()> {
     pod.remove().await?;
 
     let (mut given_up, mut pods) = (0, Vec::new());
-    for attempt in 0..TRIES {
+    for attempt in 0..tries {
         let home = bench.node.prepare(spec(&format!("given-up-{attempt}")))?;
-        let deadline = fastest * (attempt % MOMENTS + 1) / (MOMENTS + 1);
+        let deadline = fastest * (attempt % moments + 1) / (moments + 1);
         let begun = Instant::now();
         match bench.node.cri().run_pod_sandbox_within(home.config(), bench.handler.name(), deadline).await {
             Err(status) if [grpc::DEADLINE_EXCEEDED, grpc::CANCELLED].contains(&status.code) => given_up += 1,
@@ -97,7 +98,7 @@ async fn give_up(bench: &Bench, spec: fn(&str) -> PodSpec) -> Result<()> {
         pod.stop().await?;
         bench.node.cri().remove_pod_sandbox(pod.id()).await?;
         pods.push(pod);
-        if given_up == MOMENTS {
+        if given_up == moments {
             break;
         }
     }
@@ -108,7 +109,7 @@ async fn give_up(bench: &Bench, spec: fn(&str) -> PodSpec) -> Result<()> {
             Handler::Builtin => drop(pod.home().clear()),
         }
     }
-    ensure!(given_up == MOMENTS, "given up only {given_up} times in {TRIES} tries");
+    ensure!(given_up == moments, "given up only {given_up} times in {tries} tries");
     Ok(())
 }
 

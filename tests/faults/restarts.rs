@@ -28,11 +28,8 @@ pub(crate) fn cases() -> Vec<Case> {
     cases.into_iter().map(|case| case.within(LIMIT)).collect()
 }
 
-/// As many pods as a node has, or what `FAULTS_PODS` says: a slow machine cannot run so many within its time.
-fn how_many() -> usize {
-    std::env::var("FAULTS_PODS").ok().and_then(|pods| pods.parse().ok()).unwrap_or(100)
-}
-
+/// As many pods as a node has.
+const PODS: u32 = 100;
 const CLIENTS: usize = 8;
 
 /// Runs `work` on every pod, some side by side.
@@ -98,13 +95,14 @@ fn exits(node: &Node) -> Result<BTreeSet<String>> {
 
 /// By SIGTERM, by SIGKILL and into another binary, with a Wait pending on every pod, each time with a pause that dies meanwhile.
 async fn node_sandboxer_restarts_with_many_pods(node: Arc<Node>) -> Result<()> {
+    let how_many = kit::fewer("pods", PODS) as usize;
     let mut clients = JoinSet::new();
     for client in 0..CLIENTS {
         let node = Arc::clone(&node);
         clients.spawn(async move {
             let cri = Cri::new(node.layout().containerd_socket());
             let mut pods = Vec::new();
-            for number in (client..how_many()).step_by(CLIENTS) {
+            for number in (client..how_many).step_by(CLIENTS) {
                 let home = node.prepare(PodSpec::new(&format!("pod-{number}")).host_network())?;
                 let id = cri.run_pod_sandbox(home.config(), Handler::Ours.name()).await?;
                 pods.push(Pod::new(&node, Handler::Ours, home, id));

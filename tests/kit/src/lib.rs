@@ -49,7 +49,7 @@ pub use parts::Parts;
 pub use pod::{Container, ContainerSpec, Pod, PodHome, PodSpec};
 pub use process::Process;
 pub use snapshot::{Snapshot, Thing};
-pub use wait::{patient, until};
+pub use wait::{fewer, patient, until};
 
 /// The messages of CRI, of the sandbox controller and of NRI.
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
