@@ -125,7 +125,7 @@ const BOUNDS: [Bound; 16] = [
     },
 ];
 
-/// What is not of the ratios but has a bound.
+/// What is none of the ratios but has a bound.
 const BESIDE: [&str; 1] = ["daemon_at_rest_mb"];
 
 /// All that was measured.
