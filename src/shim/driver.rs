@@ -260,7 +260,7 @@ async fn wait(endpoint: &Arc<Started>) -> Exit {
     let id = endpoint.group.id.as_str();
     // What fails of it is done again by the cleanup.
     let orphaned = async || {
-        if let Err(step) = endpoint.delete_pause().await {
+        if let Err(step) = endpoint.delete_bereaved_pause().await {
             log::error!(sandbox = id; "its pause, whose shim has ended: {step}");
         }
         unknown()

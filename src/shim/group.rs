@@ -90,6 +90,40 @@ impl Group {
         failed
     }
 
+    /// All containers of the pod, to be asked while the pause still tells its namespaces: containerd removes the bundles of containers that it
+    /// takes for dead. `None` after a panic.
+    pub(super) async fn look_around(self: &Arc<Self>, pod: &Arc<dyn Pod>) -> Option<Result<Vec<Container>, Step>> {
+        let asked = pod.clone();
+        self.blocking(move |group| group.all(&*asked)).await
+    }
+
+    /// After the end of a shim that ran the pause: the sandbox ends with it, and so do all containers.
+    pub(super) async fn bereave_with_pause(
+        self: &Arc<Self>,
+        left: Option<Result<Vec<Container>, Step>>,
+        exit: Exit,
+        pod: &Arc<dyn Pod>,
+    ) {
+        self.mourn(format!("the shim, which ran the pause, ended with status {}", exit.status), pod).await;
+        let left = match left {
+            Some(Ok(left)) => left,
+            Some(Err(step)) => return log::error!(sandbox = self.id.as_str(); "its containers: {step}"),
+            None => return,
+        };
+        for step in self.clean_up(left).await {
+            log::error!(sandbox = self.id.as_str(); "its containers: {step}");
+        }
+    }
+
+    /// All containers of the pod: those that have processes in its namespaces, and those that have a bundle.
+    fn all(&self, pod: &dyn Pod) -> Result<Vec<Container>, Step> {
+        let tasks = self.shims.settings.tasks();
+        let mut all = containers::inside(&pod.namespaces(), &tasks, &self.id)?;
+        let bundles = containers::of(&tasks, &self.id)?;
+        all.extend(bundles.into_iter().filter(|bundle| !all.contains(bundle)).collect::<Vec<_>>());
+        Ok(all)
+    }
+
     /// Ends what is left of all containers of the pod, whose shim is dead.
     pub(super) async fn clean_up_all(self: &Arc<Self>) -> Result<(), Step> {
         let left = containers::of(&self.shims.settings.tasks(), &self.id)?;

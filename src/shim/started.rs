@@ -14,7 +14,7 @@ use containerd_shim_protos::bootstrap_api::{BootstrapParams, Extension};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use protobuf::well_known_types::any::Any;
 use protobuf::{Message as _, MessageField};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 use tokio::time::{sleep, timeout};
 
 use super::bootstrap::Bootstrap;
@@ -53,6 +53,8 @@ pub struct Started {
     now: Mutex<Now>,
     /// Something in `now` has changed that the serving task waits for.
     changed: Notify,
+    /// What a shim that died has left is known, and the pause is needed no longer to find it.
+    looked_around: watch::Sender<bool>,
     /// Held while a shim is started, and by the end.
     turn: Mutex<()>,
 }
@@ -89,6 +91,7 @@ impl Started {
             runs_pause,
             now: Mutex::default(),
             changed: Notify::new(),
+            looked_around: watch::channel(false).0,
             turn: Mutex::default(),
         }
     }
@@ -346,11 +349,9 @@ impl Started {
             return;
         }
         if self.runs_pause {
-            let reason = format!("the shim, which ran the pause, ended with status {}", exit.status);
-            self.group.mourn(reason, pod).await;
-            if let Err(step) = self.group.clean_up_all().await {
-                log::error!(sandbox = self.group.id.as_str(); "its containers: {step}");
-            }
+            let left = self.group.look_around(pod).await;
+            self.looked_around.send_replace(true);
+            self.group.bereave_with_pause(left, exit, pod).await;
         } else {
             self.group.bereave(exit, pod).await;
         }
@@ -379,6 +380,17 @@ impl Started {
         command::delete(&shims.settings, &binary, id, bundle.dir()).await?;
         self.pause_is_deleted();
         Ok(())
+    }
+
+    /// The same, as soon as the pause is no longer needed to find the containers that its shim has left.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub(super) async fn delete_bereaved_pause(&self) -> Result<(), Step> {
+        let mut looked = self.looked_around.subscribe();
+        // Nobody looks any more where the endpoint is being ended.
+        let _ = timeout(AGAIN, looked.wait_for(|looked| *looked)).await;
+        self.delete_pause().await
     }
 
     /// The same, unless the pause is known to be deleted, or never was.
