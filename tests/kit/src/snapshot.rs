@@ -242,8 +242,8 @@ fn names(directory: &Path) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{BufRead, BufReader};
     use std::os::unix::net::UnixListener;
-    use std::os::unix::process::CommandExt;
     use std::process::{Command, Stdio};
 
     use nix::mount::{MsFlags, mount};
@@ -270,7 +270,16 @@ mod tests {
         mount(Some("tmpfs"), &point, Some("tmpfs"), MsFlags::empty(), Some("size=4k")).unwrap();
         let leaf = format!("{}/pod", layout.cgroup());
         cgroup::make(&leaf).unwrap();
-        let mut process = Command::new("sleep").arg0(file.as_os_str()).arg("60").stdout(Stdio::null()).spawn().unwrap();
+        let mut process = Command::new("sh")
+            .args(["-c", "echo begun; read never"])
+            .arg(&file)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        // Its command line can be read only a moment after `spawn` returns: the kernel lets go of the parent before it has written it.
+        let mut begun = String::new();
+        BufReader::new(process.stdout.take().unwrap()).read_line(&mut begun).unwrap();
         fs::create_dir_all(layout.shim_socket(&id).parent().unwrap()).unwrap();
         let _socket = UnixListener::bind(layout.shim_socket(&id)).unwrap();
         fs::create_dir_all(CNI_RESULTS).unwrap();
@@ -286,16 +295,18 @@ mod tests {
             Thing::CniResult(loopback_result(&id)),
             Thing::CniResult(bridged),
         ];
-        for thing in expected.into_iter().chain(cgroup::below(&leaf).unwrap().into_iter().map(Thing::Cgroup)) {
-            assert!(left.contains(&thing), "{thing} is not among {left:#?}");
-        }
-        assert!(left.iter().any(|thing| matches!(thing, Thing::Mount(at, _) if *at == point)), "{left:#?}");
-        assert!(left.iter().any(|thing| matches!(thing, Thing::Process(pid, _) if *pid == process.id())), "{left:#?}");
+        let expected = expected.into_iter().chain(cgroup::below(&leaf).unwrap().into_iter().map(Thing::Cgroup));
+        let missing: Vec<Thing> = expected.filter(|thing| !left.contains(thing)).collect();
+        let mounted = left.iter().any(|thing| matches!(thing, Thing::Mount(at, _) if *at == point));
+        let running = left.iter().any(|thing| matches!(thing, Thing::Process(pid, _) if *pid == process.id()));
 
+        // Before anything is asserted: a test that fails leaves nothing either.
         scrap::remove(&left).unwrap();
         process.wait().unwrap();
-        let left = Snapshot::take(&layout, &[]).unwrap().beyond(&before);
-        assert_eq!(left, [], "after the removal");
+        let after = Snapshot::take(&layout, &[]).unwrap().beyond(&before);
         cgroup::remove(&layout.cgroup()).unwrap();
+        assert_eq!(missing, [], "not among {left:#?}");
+        assert!(mounted && running, "mount: {mounted}, process: {running}, of {left:#?}");
+        assert_eq!(after, [], "after the removal");
     }
 }
