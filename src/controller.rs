@@ -245,6 +245,11 @@ impl Controller {
         self.stopping.store(true, Ordering::Release);
         let live: Vec<Arc<Sandbox>> = self.live();
         futures::future::join_all(live.iter().map(|sandbox| sandbox.at_rest())).await;
+        // No later daemon may come to do it.
+        let taken_back = tokio::task::spawn_blocking(move || live.iter().for_each(|sandbox| sandbox.take_back())).await;
+        if let Err(panic) = taken_back {
+            log::error!("take back what was made ahead: {panic}");
+        }
         recover::let_go(&self.environment);
     }
 

@@ -26,6 +26,8 @@ struct Orders {
     fail_cleanups: u32,
     panic_in_cleanup: bool,
     cannot_tell: bool,
+    /// Pauses may be made ahead of Start.
+    ahead: bool,
 }
 
 /// Makes pauses out of nothing. Lives longer than the controllers that use it, as the kernel does.
@@ -33,6 +35,8 @@ struct Orders {
 struct Fake {
     orders: Mutex<Orders>,
     pauses: Mutex<HashMap<u32, watch::Sender<Option<Exit>>>>,
+    /// Whose they are.
+    ids: Mutex<HashMap<u32, String>>,
     next: AtomicU32,
     cleanups: AtomicU32,
 }
@@ -68,7 +72,11 @@ impl Driver for Fake {
         "fake"
     }
 
-    fn start(&self, _plan: &Plan) -> Result<Box<dyn Pause>, Step> {
+    fn stands_alone(&self) -> bool {
+        self.orders.lock().unwrap().ahead
+    }
+
+    fn start(&self, plan: &Plan) -> Result<Box<dyn Pause>, Step> {
         let orders = self.orders.lock().unwrap();
         std::thread::sleep(orders.start_takes);
         if orders.fail_start {
@@ -76,6 +84,7 @@ impl Driver for Fake {
         }
         let pid = 1000 + self.next.fetch_add(1, Ordering::SeqCst);
         self.pauses.lock().unwrap().insert(pid, watch::channel(None).0);
+        self.ids.lock().unwrap().insert(pid, plan.id.clone());
         Ok(Box::new(self.pause(pid).unwrap()))
     }
 
@@ -101,6 +110,13 @@ impl Driver for Fake {
             orders.fail_cleanups -= 1;
             return Err(vec![Step::at("remove cgroup", "/a/b", std::io::Error::from_raw_os_error(libc::EBUSY))]);
         }
+        Ok(())
+    }
+
+    fn end_strays(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<Step>> {
+        let ids = self.ids.lock().unwrap();
+        let strays: Vec<u32> = ids.iter().filter(|(_, id)| !recorded(id)).map(|(pid, _)| *pid).collect();
+        strays.iter().filter_map(|pid| self.pause(*pid)).for_each(|pause| pause.kill().unwrap());
         Ok(())
     }
 }
@@ -395,6 +411,92 @@ async fn a_start_that_was_cut_off_is_undone_by_recovery() {
     let controller = node.controller().await;
     assert!(matches!(controller.status("cut", false).await, Err(Error::NotFound { .. })));
     assert_eq!(node.leftovers(), Vec::<String>::new());
+}
+
+/// A node whose sandbox `a` is created and its pause made ahead.
+async fn gone_ahead() -> (Node, Arc<Controller>) {
+    let node = Node::new();
+    node.fake.orders.lock().unwrap().ahead = true;
+    let controller = node.controller().await;
+    controller.create(request("a")).await.unwrap();
+    soon("the pause", async || (node.fake.alive() == 1).then_some(())).await;
+    let status = controller.status("a", false).await.unwrap();
+    assert_eq!((status.pid, status.state), (0, "SANDBOX_NOTREADY"), "nobody sees it before Start");
+    (node, controller)
+}
+
+/// What is left of the sandbox when it is shut down.
+async fn shut_down(node: &Node, controller: &Controller) {
+    controller.shutdown("a").await.unwrap();
+    assert_eq!((node.leftovers(), node.fake.alive()), (Vec::new(), 0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_start_takes_what_was_made_ahead() {
+    let (node, controller) = gone_ahead().await;
+    assert_eq!(controller.start("a").await.unwrap().pid, 1000);
+    assert!(!node.dir.path().join("state/sandboxes/a/ahead").exists());
+    assert_eq!(node.fake.next.load(Ordering::SeqCst), 1);
+    shut_down(&node, &controller).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_made_ahead_goes_with_a_sandbox_that_is_not_started() {
+    let (node, controller) = gone_ahead().await;
+    shut_down(&node, &controller).await;
+}
+
+/// After five seconds.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_made_ahead_is_taken_back_where_no_start_comes() {
+    let (node, controller) = gone_ahead().await;
+    soon("the taking back", async || (node.fake.alive() == 0).then_some(())).await;
+    let shm = node.dir.path().join("state/sandboxes/a/shm");
+    soon("the removal of its files", async || (!shm.exists()).then_some(())).await;
+    assert_eq!(controller.start("a").await.unwrap().pid, 1001);
+    shut_down(&node, &controller).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_pause_made_ahead_that_was_killed_is_made_again() {
+    let (node, controller) = gone_ahead().await;
+    node.fake.end(1000, 137);
+    assert_eq!(controller.start("a").await.unwrap().pid, 1001);
+    assert_eq!(controller.status("a", false).await.unwrap().state, "SANDBOX_READY");
+    shut_down(&node, &controller).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sandbox_with_a_pause_made_ahead_can_be_started_after_a_restart() {
+    let (node, killed) = gone_ahead().await;
+    let controller = node.controller().await;
+    assert_eq!(node.fake.alive(), 0, "the killed daemon's");
+    assert_eq!(controller.start("a").await.unwrap().pid, 1001);
+    shut_down(&node, &controller).await;
+    drop(killed);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_daemon_that_ends_takes_back_what_it_made_ahead() {
+    let (node, controller) = gone_ahead().await;
+    controller.drain().await;
+    assert_eq!(node.fake.alive(), 0);
+    let controller = node.controller().await;
+    assert_eq!(controller.start("a").await.unwrap().pid, 1001);
+    shut_down(&node, &controller).await;
+}
+
+/// Whoever fails ahead is heard at Start.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_failure_ahead_is_tried_again_by_start() {
+    let node = Node::new();
+    *node.fake.orders.lock().unwrap() = Orders { ahead: true, fail_start: true, ..Orders::default() };
+    let controller = node.controller().await;
+    controller.create(request("a")).await.unwrap();
+    soon("the undoing", async || (node.fake.cleanups.load(Ordering::SeqCst) > 0).then_some(())).await;
+    node.fake.orders.lock().unwrap().fail_start = false;
+    assert_eq!(controller.start("a").await.unwrap().pid, 1000);
+    shut_down(&node, &controller).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

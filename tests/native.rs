@@ -313,29 +313,6 @@ fn it_is_in_its_cgroup_everywhere_and_leaves_it() {
 }
 
 #[test]
-fn its_cgroup_is_made_ahead_where_the_parent_is_there() {
-    let _among = among_others();
-    let parent = Parent::new();
-    let ahead = Plan { cgroup_parent: parent.0.clone(), ..plan() };
-    let leaves = parent.everywhere(&ahead.id);
-    DRIVER.prepare(&ahead);
-    // kubelet makes the pod's cgroup; what has none is left to the start, which makes it or says what is wrong.
-    assert!(leaves.iter().all(|leaf| !leaf.exists()));
-    for leaf in &leaves {
-        fs::create_dir_all(leaf.parent().unwrap()).unwrap();
-    }
-    DRIVER.prepare(&ahead);
-    assert!(leaves.iter().all(|leaf| leaf.exists()));
-    let running = Running::start(ahead);
-    for leaf in &leaves {
-        assert_eq!(fs::read_to_string(leaf.join("cgroup.procs")).unwrap(), format!("{}\n", running.pid()), "{leaf:?}");
-    }
-    running.end();
-    DRIVER.cleanup(&running.plan).unwrap();
-    assert!(leaves.iter().all(|leaf| !leaf.exists()));
-}
-
-#[test]
 fn cleanup_ends_what_a_start_cut_short_has_left() {
     let _among = among_others();
     let parent = Parent::new();

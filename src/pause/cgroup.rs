@@ -191,19 +191,6 @@ impl Cgroups {
         mount.join(std::ffi::OsStr::from_bytes(cgroup.to_bytes()))
     }
 
-    /// Makes the directories of a pause's cgroup ahead of its birth, where their parents are there. What is not made here is made by
-    /// [`Cgroups::make`], which says what is wrong.
-    pub(super) fn prepare(&self, placement: &Placement) {
-        if let Placement::Directory(path) = placement {
-            for hierarchy in &self.hierarchies {
-                // One that is there already is another's, or of an earlier daemon, and its settings are made at the birth as well.
-                if sys::mkdir(hierarchy.root.as_fd(), path, 0o755).is_err() {
-                    return;
-                }
-            }
-        }
-    }
-
     /// Makes the cgroup of a pause, in which it is born.
     ///
     /// # Errors

@@ -158,14 +158,11 @@ pub trait Driver: Send + Sync + fmt::Debug {
     /// The driver's name in config, record and metrics.
     fn name(&self) -> &'static str;
 
-    /// Whether [`Driver::start`] needs neither the pod's files nor its Task endpoint, which may then be made at the same time.
+    /// Whether [`Driver::start`] needs neither the pod's files nor its Task endpoint, which may then be made at the same time, and leaves
+    /// nothing that [`Driver::cleanup`] and the end of the pause do not take back, so that it may be done ahead of Start.
     fn stands_alone(&self) -> bool {
         false
     }
-
-    /// Makes ready what [`Driver::start`] will need and [`Driver::cleanup`] removes, as far as that can be done. The sandbox may never be
-    /// started.
-    fn prepare(&self, _plan: &Plan) {}
 
     /// Makes the cgroup and the process of a sandbox.
     ///

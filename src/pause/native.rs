@@ -156,12 +156,6 @@ impl Driver for Native {
         true
     }
 
-    fn prepare(&self, plan: &Plan) {
-        if let Ok(placement) = cgroup::placement(&plan.cgroup_parent, &plan.id) {
-            self.cgroups.prepare(&placement);
-        }
-    }
-
     fn start(&self, plan: &Plan) -> Result<Box<dyn Pause>, Step> {
         self.orphans.sweep();
         let placement = cgroup::placement(&plan.cgroup_parent, &plan.id)?;

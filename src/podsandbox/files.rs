@@ -141,9 +141,37 @@ impl Places {
         [at("hostname"), at("hosts"), at("resolv.conf"), ("shm", self.shm())]
     }
 
+    /// The sign that what is here was made ahead of Start.
+    fn ahead(&self) -> PathBuf {
+        self.roots.records.join(&*self.id).join("ahead")
+    }
+
     /// A start job has been here: see [`Places::begin`].
     pub fn begun(&self) -> bool {
         self.held_shm().exists()
+    }
+
+    /// What is here was made ahead, and no Start has come.
+    pub fn is_ahead(&self) -> bool {
+        self.ahead().exists()
+    }
+
+    /// [`Places::begin`] ahead of Start: leaves a sign of that as well.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn begin_ahead(&self) -> Result<(), Step> {
+        make_dir(&self.ahead(), 0o700)?;
+        self.begin()
+    }
+
+    /// From now on this is a start like any other.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn end_ahead(&self) -> Result<(), Step> {
+        let ahead = self.ahead();
+        gone(fs::remove_dir(&ahead)).step_at("remove directory", ahead)
     }
 
     /// Leaves a sign, first of all, that a start job has been here: recovery looks for it.
@@ -152,11 +180,7 @@ impl Places {
     /// The failed step.
     pub fn begin(&self) -> Result<(), Step> {
         *self.turn() = false;
-        let held = self.held_shm();
-        match fs::DirBuilder::new().mode(0o700).create(&held) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-            other => other.step_at("make directory", held),
-        }
+        make_dir(&self.held_shm(), 0o700)
     }
 
     /// Makes everything, after [`Places::begin`]; the shared memory gets that SELinux label, unless it is empty.
@@ -213,8 +237,10 @@ impl Places {
         for dir in [self.volatile(), self.root()] {
             errors.extend(gone(fs::remove_dir_all(&dir)).step_at("remove directory", dir).err());
         }
-        let held = self.held_shm();
-        errors.extend(gone(fs::remove_dir(&held)).step_at("remove directory", held).err());
+        // The sign that it was ahead goes last: what is left would be taken for a start that was cut off.
+        for dir in [self.held_shm(), self.ahead()] {
+            errors.extend(gone(fs::remove_dir(&dir)).step_at("remove directory", dir).err());
+        }
         if errors.is_empty() { Ok(()) } else { Err(errors) }
     }
 
@@ -235,10 +261,7 @@ impl Places {
     fn bind_shm(&self) -> Result<(), Step> {
         let shm = self.shm();
         make_dirs(&self.volatile(), 0o755)?;
-        match fs::DirBuilder::new().mode(0o700).create(&shm) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-            other => other.step_at("make directory", &shm)?,
-        }
+        make_dir(&shm, 0o700)?;
         mount(Some(&self.held_shm()), &shm, None::<&str>, MsFlags::MS_BIND, None::<&str>)
             .step_at("bind shared memory", &shm)
     }
@@ -284,6 +307,14 @@ fn shm_options(label: &str) -> Cow<'static, str> {
 
 fn make_dirs(dir: &Path, mode: u32) -> Result<(), Step> {
     fs::DirBuilder::new().recursive(true).mode(mode).create(dir).step_at("make directory", dir)
+}
+
+/// Makes one directory, unless it is there.
+fn make_dir(dir: &Path, mode: u32) -> Result<(), Step> {
+    match fs::DirBuilder::new().mode(mode).create(dir) {
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        other => other.step_at("make directory", dir),
+    }
 }
 
 fn node_hostname() -> Result<String, Step> {

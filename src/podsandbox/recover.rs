@@ -161,7 +161,7 @@ fn ids(sandboxes: &Path) -> Result<Vec<String>, Step> {
 
 /// What a record says.
 enum Found {
-    /// A sandbox, how far it came, and whether a start job has been there.
+    /// A sandbox, how far it came, and whether a Start has been there.
     Record(Box<Record>, Stage, Arc<Work>, bool),
     /// There was no record, and what else there was is removed.
     Nothing,
@@ -199,7 +199,7 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
             Entry::CutOff
         }
         Stage::Created => {
-            if let Err(reason) = within(move || job.unprepare()).await {
+            if let Err(reason) = within(move || job.clear()).await {
                 log::error!(sandbox = id; "recovery: {reason}");
             }
             abandoned = Some(abandoned_at(record.created_at, environment.config.abandoned_after));
@@ -245,6 +245,6 @@ fn look(environment: &Environment, id: &str) -> Result<Found, String> {
     };
     let stage = store.stage().map_err(|e| e.to_string())?;
     let work = environment.work(&record, environment.selinux.hold(&record.labels));
-    let begun = work.places.begun();
+    let begun = work.places.begun() && !work.places.is_ahead();
     Ok(Found::Record(Box::new(record), stage, Arc::new(work), begun))
 }

@@ -32,8 +32,8 @@ use crate::trace::{self, Subject};
 /// go on without it.
 const END_WITHIN: Duration = Duration::from_secs(60);
 
-/// How long what was prepared for a start waits for it: longer than containerd takes where it need not pull the pause image.
-const PREPARED_FOR: Duration = Duration::from_secs(5);
+/// How long what was made ahead of a start waits for it: longer than containerd takes where it need not pull the pause image.
+const AHEAD_FOR: Duration = Duration::from_secs(5);
 
 /// `type_url` of the OCI runtime spec in Start's answer (containerd `typeurl` of `specs.Spec`).
 const SPEC_TYPE: &str = "types.containerd.io/opencontainers/runtime-spec/1/Spec";
@@ -103,7 +103,7 @@ impl Environment {
             runtime_name: record.info.runtime_name.clone(),
             subject: Subject::new(&record.id, overview::pod(record)),
             telemetry: self.telemetry.clone(),
-            preparing: Mutex::new(true),
+            ahead: Mutex::default(),
             store,
         }
     }
@@ -117,14 +117,14 @@ fn runtime(record: &Record) -> shim::Runtime {
     }
 }
 
-/// Prepares the start while containerd looks for the pause image and writes to its store. If no Start comes, all is taken back.
-fn prepare(work: &Arc<Work>) {
-    let (prepared, forgotten) = (work.clone(), Arc::downgrade(work));
-    tokio::task::spawn_blocking(move || prepared.prepare());
+/// Goes ahead of the start while containerd takes Create's answer and looks for the pause image. If no Start comes, all is taken back.
+fn go_ahead(work: &Arc<Work>) {
+    let (going, forgotten) = (work.clone(), Arc::downgrade(work));
+    tokio::task::spawn_blocking(move || going.go_ahead());
     tokio::spawn(async move {
-        tokio::time::sleep(PREPARED_FOR).await;
+        tokio::time::sleep(AHEAD_FOR).await;
         if let Some(work) = forgotten.upgrade() {
-            tokio::task::spawn_blocking(move || work.unprepare());
+            tokio::task::spawn_blocking(move || work.take_back());
         }
     });
 }
@@ -190,7 +190,7 @@ impl Sandbox {
         }
         let abandoned = abandoned_at(record.created_at, config.abandoned_after);
         let work = Arc::new(work);
-        prepare(&work);
+        go_ahead(&work);
         let sandbox = Self::enter(environment, work, Entry::Created, Some(abandoned), on_gone);
         *sandbox.spec.lock().unwrap_or_else(PoisonError::into_inner) = Some(spec);
         Ok(sandbox)
@@ -387,6 +387,11 @@ impl Sandbox {
             // An owner that ended drops the sender: that is rest as well.
             let _ = rest.await;
         }
+    }
+
+    /// Takes back what was made ahead of a Start that has not come. Blocks.
+    pub fn take_back(&self) {
+        self.work.take_back();
     }
 
     /// A container of the pod is coming. Returns at once.

@@ -1,7 +1,9 @@
 //! The blocking work of one sandbox: what its jobs do to the system, step by step.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
+
+use futures::FutureExt as _;
 
 use super::beside::Beside;
 use super::files::{Files, Places};
@@ -40,8 +42,20 @@ pub struct Work {
     pub subject: Subject,
     /// Counts what happens.
     pub telemetry: Arc<Telemetry>,
-    /// Held while something is prepared; whether that may still be done.
-    pub preparing: Mutex<bool>,
+    /// What was made ahead of Start. Held while it is made or taken back.
+    pub ahead: Mutex<Ahead>,
+}
+
+/// What of a start was done ahead of it.
+#[derive(Debug, Default)]
+pub enum Ahead {
+    /// Nothing yet.
+    #[default]
+    Open,
+    /// Files and pause.
+    Made(Arc<dyn Pause>),
+    /// Nothing, and nothing will be.
+    Closed,
 }
 
 /// A start that failed.
@@ -54,38 +68,64 @@ pub struct StartFailure {
 }
 
 impl Work {
-    /// Makes ready what a start will need and nobody sees. What cannot be made now is made then.
-    pub fn prepare(&self) {
-        let open = self.preparing.lock().unwrap_or_else(PoisonError::into_inner);
-        if *open {
-            self.driver.prepare(&self.plan);
+    /// Makes files and pause ahead of Start, which containerd calls when it has taken Create's answer and looked for the pause image.
+    /// Nobody sees them before. What fails is undone, and Start tries again and says what is wrong.
+    pub fn go_ahead(self: &Arc<Self>) {
+        let mut ahead = self.ahead();
+        if !matches!(*ahead, Ahead::Open) || !self.driver.stands_alone() || !self.shim.listens_only() {
+            return;
+        }
+        *ahead = match self.places.begin_ahead().and_then(|()| self.make()) {
+            Ok(pause) => Ahead::Made(pause),
+            Err(step) => {
+                log::debug!(sandbox = self.plan.id.as_str(); "ahead of start: {step}");
+                self.clear();
+                Ahead::Closed
+            }
+        };
+    }
+
+    /// Takes back what was made ahead, where no Start has come: also an empty cgroup keeps its parent, the pod's, from being removed.
+    pub fn take_back(&self) {
+        let mut ahead = self.ahead();
+        if let Ahead::Made(pause) = std::mem::replace(&mut *ahead, Ahead::Closed) {
+            self.end(&*pause);
+            self.clear();
         }
     }
 
-    /// Takes back what was prepared while nothing was started: an empty cgroup keeps its parent, the pod's, from being removed.
-    pub fn unprepare(&self) {
-        let open = self.preparing.lock().unwrap_or_else(PoisonError::into_inner);
-        if *open && let Err(left) = self.driver.cleanup(&self.plan) {
-            left.iter().for_each(|step| log::warn!(sandbox = self.plan.id.as_str(); "not started for long: {step}"));
-        }
-    }
-
-    /// From now on nothing is prepared any more.
-    fn end_preparing(&self) {
-        *self.preparing.lock().unwrap_or_else(PoisonError::into_inner) = false;
-    }
-
-    /// Makes files and pause and records them.
+    /// Makes files and pause, unless that was done ahead, and records them.
     ///
     /// # Errors
     /// The failed step. All is undone then, the record included.
     pub fn start(self: &Arc<Self>) -> Result<Arc<dyn Pause>, StartFailure> {
-        self.end_preparing();
         self.try_start().map_err(|step| StartFailure { step, left: self.remove().err().unwrap_or_default() })
     }
 
     fn try_start(self: &Arc<Self>) -> Result<Arc<dyn Pause>, Step> {
-        self.places.begin()?;
+        let ahead = std::mem::replace(&mut *self.ahead(), Ahead::Closed);
+        let pause = match ahead {
+            Ahead::Made(pause) if pause.exited().now_or_never().is_none() => pause,
+            made => {
+                // Somebody has killed it.
+                if let Ahead::Made(_) = made {
+                    self.clear();
+                }
+                self.places.begin()?;
+                self.make()?
+            }
+        };
+        let stage = Stage::Started { identity: pause.identity().clone() };
+        if let Err(step) = self.places.end_ahead().and_then(|()| self.store.set_stage(&stage)) {
+            // A pause without a record would outlive everybody who knows of it.
+            self.end(&*pause);
+            return Err(step);
+        }
+        Ok(pause)
+    }
+
+    /// Makes files, Task endpoint and pause. What is left of a failure is to be removed.
+    fn make(self: &Arc<Self>) -> Result<Arc<dyn Pause>, Step> {
         let work = Arc::clone(self);
         let make = move || {
             work.places.make(&work.files, &work.labels.mount)?;
@@ -100,16 +140,32 @@ impl Work {
             (self.driver.start(&self.plan), Ok(()))
         };
         let pause: Arc<dyn Pause> = Arc::from(started?);
-        let stage = Stage::Started { identity: pause.identity().clone() };
-        if let Err(step) = made.and_then(|()| self.store.set_stage(&stage)) {
-            // A pause without a record would outlive everybody who knows of it.
-            match pause.kill() {
-                Ok(()) => drop(tokio::runtime::Handle::current().block_on(pause.exited())),
-                Err(kill) => log::error!(sandbox = self.plan.id.as_str(); "start: undo: {kill}"),
-            }
+        if let Err(step) = made {
+            self.end(&*pause);
             return Err(step);
         }
         Ok(pause)
+    }
+
+    /// Kills a pause that nobody has heard of and waits for its end.
+    fn end(&self, pause: &dyn Pause) {
+        match pause.kill() {
+            Ok(()) => drop(tokio::runtime::Handle::current().block_on(pause.exited())),
+            Err(kill) => log::error!(sandbox = self.plan.id.as_str(); "start: undo: {kill}"),
+        }
+    }
+
+    /// Removes the cgroup and the files of a sandbox that stays created. The socket of its endpoint goes on to listen.
+    pub fn clear(&self) {
+        let cgroup = self.driver.cleanup(&self.plan).err().unwrap_or_default();
+        let files = self.places.remove().err().unwrap_or_default();
+        for left in cgroup.iter().chain(&files) {
+            log::warn!(sandbox = self.plan.id.as_str(); "not started for long: {left}");
+        }
+    }
+
+    fn ahead(&self) -> MutexGuard<'_, Ahead> {
+        self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Asks the driver for the process that the record names.
@@ -141,7 +197,9 @@ impl Work {
     /// # Errors
     /// Every step that failed.
     pub fn remove(&self) -> Result<(), Vec<Step>> {
-        self.end_preparing();
+        if let Ahead::Made(pause) = std::mem::replace(&mut *self.ahead(), Ahead::Closed) {
+            self.end(&*pause);
+        }
         let mut errors = Vec::new();
         // A shim that runs the pause as well must be rid of it before it ends.
         errors.extend(self.driver.cleanup(&self.plan).err().unwrap_or_default());

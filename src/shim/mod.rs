@@ -261,6 +261,11 @@ impl Endpoint {
         }
     }
 
+    /// [`Endpoint::listen`] starts nothing, and may be done again.
+    pub fn listens_only(&self) -> bool {
+        !matches!(self, Self::Started(_))
+    }
+
     /// Begins to listen. Blocks.
     ///
     /// # Errors
