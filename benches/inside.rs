@@ -63,7 +63,7 @@ impl Inside {
         cycle.await?.context("a sandbox of the controller in this process")
     }
 
-    /// The same, with Start between two marks in some file.
+    /// The same, with Create and Start between two marks in some file.
     pub(crate) async fn marked(
         &self,
         id: String,
@@ -73,8 +73,8 @@ impl Inside {
         let request = self.request(&id, netns_path);
         let controller = Arc::clone(&self.controller);
         let cycle = tokio::spawn(async move {
-            controller.create(request).await?;
             marks[0].0.write_all(marks[0].1.as_bytes())?;
+            controller.create(request).await?;
             controller.start(&id).await?;
             marks[1].0.write_all(marks[1].1.as_bytes())?;
             controller.stop(&id).await?;

@@ -4,6 +4,8 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use tokio::sync::oneshot;
+
 use crate::error::Step;
 use crate::podsandbox::recover::{self, Recovered};
 use crate::podsandbox::{
@@ -84,27 +86,29 @@ impl Controller {
             slots.insert(id.clone(), Slot::Reserved);
         }
         let (environment, register) = (self.environment.clone(), self.sandboxes.clone());
+        let (reply, created) = oneshot::channel();
         // A task of its own: the reservation must end however the caller does.
-        let created = tokio::task::spawn_blocking(move || {
+        let job = tokio::task::spawn_blocking(move || {
             let free = register.clone();
-            let created = Sandbox::create(environment, &request, move |id| free.free(id));
-            let mut slots = register.turn();
-            match created {
-                Ok(sandbox) => {
-                    slots.insert(request.id, Slot::Live(Arc::new(sandbox)));
-                    Ok(())
-                }
-                Err(e) => {
-                    slots.remove(&request.id);
-                    Err(e)
-                }
+            let created = Sandbox::create(environment, &request, move |id| free.free(id)).map(Arc::new);
+            let slot = created.as_ref().ok().cloned().map(Slot::Live);
+            match slot {
+                Some(slot) => register.turn().insert(request.id, slot),
+                None => register.turn().remove(&request.id),
+            };
+            let sandbox = created.as_ref().ok().cloned();
+            let _ = reply.send(created.map(drop));
+            // Behind the answer, on this thread: another one would be woken before it and take the answer's processor.
+            if let Some(sandbox) = sandbox {
+                sandbox.go_ahead();
             }
         });
         match created.await {
             Ok(result) => result,
-            Err(panic) => {
+            Err(_) => {
                 self.sandboxes.free(&id);
-                Err(Error::Fault { id, verb: "create", reason: panic.to_string() })
+                let reason = job.await.err().map_or_else(|| "no answer".to_owned(), |panic| panic.to_string());
+                Err(Error::Fault { id, verb: "create", reason })
             }
         }
     }

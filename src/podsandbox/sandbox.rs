@@ -117,18 +117,6 @@ fn runtime(record: &Record) -> shim::Runtime {
     }
 }
 
-/// Goes ahead of the start while containerd takes Create's answer and looks for the pause image. If no Start comes, all is taken back.
-fn go_ahead(work: &Arc<Work>) {
-    let (going, forgotten) = (work.clone(), Arc::downgrade(work));
-    tokio::task::spawn_blocking(move || going.go_ahead());
-    tokio::spawn(async move {
-        tokio::time::sleep(AHEAD_FOR).await;
-        if let Some(work) = forgotten.upgrade() {
-            tokio::task::spawn_blocking(move || work.take_back());
-        }
-    });
-}
-
 /// The sandbox as its Task endpoint sees it.
 struct Pod {
     work: Arc<Work>,
@@ -190,7 +178,6 @@ impl Sandbox {
         }
         let abandoned = abandoned_at(record.created_at, config.abandoned_after);
         let work = Arc::new(work);
-        go_ahead(&work);
         let sandbox = Self::enter(environment, work, Entry::Created, Some(abandoned), on_gone);
         *sandbox.spec.lock().unwrap_or_else(PoisonError::into_inner) = Some(spec);
         Ok(sandbox)
@@ -387,6 +374,19 @@ impl Sandbox {
             // An owner that ended drops the sender: that is rest as well.
             let _ = rest.await;
         }
+    }
+
+    /// Makes what Start will need while containerd takes Create's answer and looks for the pause image. If no Start comes, all is taken
+    /// back. Blocks.
+    pub fn go_ahead(&self) {
+        let forgotten = Arc::downgrade(&self.work);
+        tokio::spawn(async move {
+            tokio::time::sleep(AHEAD_FOR).await;
+            if let Some(work) = forgotten.upgrade() {
+                tokio::task::spawn_blocking(move || work.take_back());
+            }
+        });
+        self.work.go_ahead();
     }
 
     /// Takes back what was made ahead of a Start that has not come. Blocks.
