@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
@@ -34,6 +34,10 @@ const END_WITHIN: Duration = Duration::from_secs(60);
 
 /// How long what was made ahead of a start waits for it: longer than containerd takes where it need not pull the pause image.
 const AHEAD_FOR: Duration = Duration::from_secs(5);
+
+/// How long after its start a sandbox is not looked at for files that containerd has deleted, which it does when it comes up: CRI asks
+/// twice for the status before it answers RunPodSandbox, and no containerd ends, comes up and asks in that time.
+const FRESH: Duration = Duration::from_millis(100);
 
 /// `type_url` of the OCI runtime spec in Start's answer (containerd `typeurl` of `specs.Spec`).
 const SPEC_TYPE: &str = "types.containerd.io/opencontainers/runtime-spec/1/Spec";
@@ -153,6 +157,8 @@ pub struct Sandbox {
     spec: Mutex<Option<Vec<u8>>>,
     /// Somebody asked for status or exit, as CRI does right after Start.
     asked: AtomicBool,
+    /// When this daemon started it.
+    started: OnceLock<Instant>,
 }
 
 impl Sandbox {
@@ -192,7 +198,7 @@ impl Sandbox {
     ) -> Self {
         let owner = Owner::spawn(work.clone(), entry, abandoned, on_gone);
         work.shim.serve(Arc::new(Pod { work: work.clone(), owner: owner.clone() }));
-        Self { environment, work, owner, spec: Mutex::new(None), asked: AtomicBool::new(false) }
+        Self { environment, work, owner, spec: Mutex::new(None), asked: AtomicBool::new(false), started: OnceLock::new() }
     }
 
     /// The sandbox id.
@@ -212,6 +218,7 @@ impl Sandbox {
     /// [`Error::State`] unless it was just created; else the failed step.
     pub async fn start(&self) -> Result<Started, Error> {
         self.ask(Verb::Start, None).await?;
+        let _ = self.started.set(Instant::now());
         let published = self.published();
         let spec = self.spec.lock().unwrap_or_else(PoisonError::into_inner).take();
         let spec = match spec {
@@ -265,7 +272,8 @@ impl Sandbox {
     pub async fn status(self: &Arc<Self>, verbose: bool) -> Result<StatusReport, Error> {
         self.asked.store(true, Ordering::Relaxed);
         let mut published = self.published();
-        if published.phase == Phase::Ready || verbose {
+        let fresh = self.started.get().is_some_and(|at| at.elapsed() < FRESH);
+        if published.phase == Phase::Ready && !fresh || verbose {
             let sandbox = self.clone();
             let info = tokio::task::spawn_blocking(move || sandbox.look(verbose)).await;
             let info = info.map_err(|e| self.fault("status", e.to_string()))??;
