@@ -19,7 +19,7 @@ use crate::telemetry::{Census, Telemetry};
 pub struct Controller {
     environment: Arc<Environment>,
     sandboxes: Arc<Register>,
-    stopping: AtomicBool,
+    stopping: Arc<AtomicBool>,
 }
 
 /// What an id stands for.
@@ -46,6 +46,21 @@ impl Register {
     }
 }
 
+/// The id of a Create that is under way. Frees it when dropped, unless it stands for a sandbox by then.
+struct Reserved {
+    register: Arc<Register>,
+    id: String,
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        let mut slots = self.register.turn();
+        if matches!(slots.get(&self.id), Some(Slot::Reserved)) {
+            slots.remove(&self.id);
+        }
+    }
+}
+
 impl Controller {
     /// Takes over what an earlier daemon left. To be done before anybody can ask.
     ///
@@ -62,13 +77,15 @@ impl Controller {
             let mut slots = sandboxes.turn();
             for one in recovered {
                 let (id, slot) = match one {
+                    // Its time was over; whoever frees its id waits for the lock or came too early.
+                    Recovered::Sandbox(sandbox) if sandbox.phase() == Phase::Gone => continue,
                     Recovered::Sandbox(sandbox) => (sandbox.id().to_owned(), Slot::Live(Arc::new(sandbox))),
                     Recovered::Aside { id, reason } => (id, Slot::Aside(reason.into())),
                 };
                 slots.insert(id, slot);
             }
         }
-        Ok(Arc::new(Self { environment, sandboxes, stopping: AtomicBool::new(false) }))
+        Ok(Arc::new(Self { environment, sandboxes, stopping: Arc::default() }))
     }
 
     /// Checks the request and records the sandbox. Runs to its end when the future is dropped.
@@ -85,28 +102,29 @@ impl Controller {
             }
             slots.insert(id.clone(), Slot::Reserved);
         }
-        let (environment, register) = (self.environment.clone(), self.sandboxes.clone());
+        let (environment, stopping) = (self.environment.clone(), self.stopping.clone());
+        let reserved = Reserved { register: self.sandboxes.clone(), id: id.clone() };
         let (reply, created) = oneshot::channel();
         // A task of its own: the reservation must end however the caller does.
         let job = tokio::task::spawn_blocking(move || {
+            let register = reserved.register.clone();
             let free = register.clone();
             let created = Sandbox::create(environment, &request, move |id| free.free(id)).map(Arc::new);
-            let slot = created.as_ref().ok().cloned().map(Slot::Live);
-            match slot {
-                Some(slot) => register.turn().insert(request.id, slot),
-                None => register.turn().remove(&request.id),
-            };
             let sandbox = created.as_ref().ok().cloned();
+            if let Some(sandbox) = &sandbox {
+                register.turn().insert(request.id, Slot::Live(sandbox.clone()));
+            }
+            drop(reserved);
             let _ = reply.send(created.map(drop));
-            // Behind the answer, on this thread: another one would be woken before it and take the answer's processor.
-            if let Some(sandbox) = sandbox {
+            // Behind the answer, on this thread: another one would be woken before it and take the answer's processor. A daemon that
+            // stops finds the sandbox among the live ones, or is seen here.
+            if let Some(sandbox) = sandbox.filter(|_| !stopping.load(Ordering::Acquire)) {
                 sandbox.go_ahead();
             }
         });
         match created.await {
             Ok(result) => result,
             Err(_) => {
-                self.sandboxes.free(&id);
                 let reason = job.await.err().map_or_else(|| "no answer".to_owned(), |panic| panic.to_string());
                 Err(Error::Fault { id, verb: "create", reason })
             }
@@ -248,12 +266,13 @@ impl Controller {
     pub async fn drain(&self) {
         self.stopping.store(true, Ordering::Release);
         let live: Vec<Arc<Sandbox>> = self.live();
-        futures::future::join_all(live.iter().map(|sandbox| sandbox.at_rest())).await;
-        // No later daemon may come to do it.
-        let taken_back = tokio::task::spawn_blocking(move || live.iter().for_each(|sandbox| sandbox.take_back())).await;
-        if let Err(panic) = taken_back {
+        // First, as the rest may take longer than there is time, and no later daemon may come to do it.
+        let ahead = live.clone();
+        let taken_back = tokio::task::spawn_blocking(move || ahead.iter().for_each(|sandbox| sandbox.take_back()));
+        if let Err(panic) = taken_back.await {
             log::error!("take back what was made ahead: {panic}");
         }
+        futures::future::join_all(live.iter().map(|sandbox| sandbox.at_rest())).await;
         recover::let_go(&self.environment);
     }
 

@@ -73,6 +73,10 @@ impl Driver for Fake {
     }
 
     fn stands_alone(&self) -> bool {
+        true
+    }
+
+    fn may_go_ahead(&self, _plan: &Plan) -> bool {
         self.orders.lock().unwrap().ahead
     }
 

@@ -191,6 +191,19 @@ impl Cgroups {
         mount.join(std::ffi::OsStr::from_bytes(cgroup.to_bytes()))
     }
 
+    /// Whether all that is above a pause's cgroup is there already: [`Cgroups::remove`] leaves parents alone, also those that were made
+    /// for it.
+    pub(super) fn has_parent(&self, placement: &Placement) -> bool {
+        match placement {
+            Placement::Inherit => true,
+            Placement::Scope(scope) => self.exists(&scope.parent()),
+            Placement::Directory(path) => {
+                let there = |parent: CString| self.hierarchies.iter().all(|h| open_directory(h, &parent).is_ok());
+                ancestors(path).pop().is_none_or(there)
+            }
+        }
+    }
+
     /// Makes the cgroup of a pause, in which it is born.
     ///
     /// # Errors
@@ -284,7 +297,7 @@ impl Cgroups {
         if self.unified
             && let Some(hierarchy) = self.hierarchies.first()
         {
-            let leaf = sys::open(Some(hierarchy.root.as_fd()), cgroup, libc::O_PATH | libc::O_DIRECTORY, 0);
+            let leaf = open_directory(hierarchy, cgroup);
             made.leaf = Some(leaf.step_at("open cgroup", self.path(0, cgroup))?);
         }
         Ok(made)
@@ -309,9 +322,8 @@ impl Cgroups {
 
     /// Whether the cgroup is there in any hierarchy.
     fn exists(&self, cgroup: &CStr) -> bool {
-        let flags = libc::O_PATH | libc::O_DIRECTORY;
         // An empty path is the root.
-        cgroup.is_empty() || self.hierarchies.iter().any(|h| sys::open(Some(h.root.as_fd()), cgroup, flags, 0).is_ok())
+        cgroup.is_empty() || self.hierarchies.iter().any(|hierarchy| open_directory(hierarchy, cgroup).is_ok())
     }
 
     /// Removes the cgroup from every hierarchy with what is in it; parents stay, they are kubelet's.
@@ -324,6 +336,10 @@ impl Cgroups {
         }
         failed
     }
+}
+
+fn open_directory(hierarchy: &Hierarchy, cgroup: &CStr) -> Result<OwnedFd, Errno> {
+    sys::open(Some(hierarchy.root.as_fd()), cgroup, libc::O_PATH | libc::O_DIRECTORY, 0)
 }
 
 /// Directories that a Start has made; removed when dropped, unless kept.

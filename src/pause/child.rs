@@ -158,7 +158,7 @@ pub(super) struct Work<'a> {
 }
 
 /// The first child.
-pub(super) fn first(work: &Work<'_>) -> ! {
+pub(super) extern "C" fn first(work: &Work<'_>) -> ! {
     let done = enter(work).and_then(|()| match &work.user {
         None => become_pause(work),
         Some(user) => clone_second(work, user),
@@ -167,7 +167,7 @@ pub(super) fn first(work: &Work<'_>) -> ! {
 }
 
 /// The second child: is in the pod's user namespace and made the others.
-fn second(work: &Work<'_>) -> ! {
+extern "C" fn second(work: &Work<'_>) -> ! {
     finish(work, become_pause(work))
 }
 
@@ -222,7 +222,7 @@ fn clone_second(work: &Work<'_>, user: &User<'_>) -> Result<(), Errno> {
         // Not this child's: that is the daemon's, which would go on if this child were killed now.
         stack: Some(&user.stack),
     };
-    sys::clone_child(&clone, work, second).map(drop)
+    sys::clone_child(&clone, work, second).map(|(_, pidfd)| sys::close(pidfd))
 }
 
 /// The rest, up to the program.

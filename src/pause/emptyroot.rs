@@ -59,7 +59,7 @@ pub(super) fn make() -> Result<OwnedFd, Step> {
     }
 }
 
-fn child(work: &Work<'_>) -> ! {
+extern "C" fn child(work: &Work<'_>) -> ! {
     if let Err(errno) = steps(work) {
         work.errno.store(errno.0, Relaxed);
         sys::exit(1)

@@ -193,7 +193,7 @@ struct Work<'a> {
     open_files: Option<u64>,
 }
 
-fn child(work: &Work<'_>) -> ! {
+extern "C" fn child(work: &Work<'_>) -> ! {
     let errno = match become_program(work) {
         Ok(()) => sys::execute_path(work.program, &work.arguments, &work.environment),
         Err(errno) => errno,

@@ -10,6 +10,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use nix::mount::{MsFlags, mount};
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{WaitPidFlag, waitpid};
+use nix::unistd::Pid;
 
 use super::cgroup::{self, Cgroups};
 use super::child::{self, At, User, Work};
@@ -119,9 +122,19 @@ impl Native {
     /// The second child, which is the pause, when the first has ended.
     fn second(&self, first: OwnedFd, work: &Work<'_>) -> io::Result<(c_int, OwnedFd)> {
         let end = sys::reap(first.as_fd(), true)?;
+        // At the limit of descriptors the next one needs its place.
+        drop(first);
         let Some(pid) = work.report.second() else { return Err(io::ErrorKind::Interrupted.into()) };
         // A child of this process, so the pid is its own until it is reaped.
-        let pidfd = sys::pidfd_open(pid)?;
+        let pidfd = match sys::pidfd_open(pid) {
+            Ok(pidfd) => pidfd,
+            Err(e) => {
+                let child = Pid::from_raw(pid);
+                kill(child, Signal::SIGKILL)?;
+                waitpid(child, Some(WaitPidFlag::__WALL))?;
+                return Err(e.into());
+            }
+        };
         if end != Some(sys::End::Code(0)) {
             // The first was killed: the second may still be running on the stack that is about to be freed.
             let _ = sys::pidfd_send_signal(pidfd.as_fd(), libc::SIGKILL);
@@ -154,6 +167,10 @@ impl Driver for Native {
 
     fn stands_alone(&self) -> bool {
         true
+    }
+
+    fn may_go_ahead(&self, plan: &Plan) -> bool {
+        cgroup::placement(&plan.cgroup_parent, &plan.id).is_ok_and(|placement| self.cgroups.has_parent(&placement))
     }
 
     fn start(&self, plan: &Plan) -> Result<Box<dyn Pause>, Step> {

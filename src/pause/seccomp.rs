@@ -85,7 +85,7 @@ mod tests {
     use super::super::sys::{self, Errno};
     use super::FILTER;
 
-    fn confined(_: &()) -> ! {
+    extern "C" fn confined(_: &()) -> ! {
         let installed = sys::no_new_privs().and_then(|()| sys::install_filter(&FILTER));
         let refused = [
             sys::setsid(),

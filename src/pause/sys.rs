@@ -10,7 +10,7 @@ use std::ffi::{CStr, c_int, c_uint};
 use std::io;
 use std::marker::PhantomData;
 use std::mem::{MaybeUninit, size_of};
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::AtomicI32;
@@ -111,25 +111,16 @@ impl Stack {
     }
 }
 
-/// What the child runs, with its argument.
-struct Entry<'a, T> {
-    run: fn(&T) -> !,
-    argument: &'a T,
-}
-
-extern "C" fn enter<T>(entry: *const Entry<'_, T>) -> ! {
-    // SAFETY: `clone_child` passes a valid pointer, and its frame stands still until the child has ended or executed.
-    let entry = unsafe { &*entry };
-    (entry.run)(entry.argument)
-}
-
 /// Clones a child that shares the caller's memory, as vfork(2) does, and runs `child(argument)`; answers pid and pidfd. The calling
 /// thread stands still until the child has ended or executed another program, so the child is for all that is kept
 /// per thread the calling thread itself. Costs the same however large the process is.
 ///
+/// `argument` must stay where it is until the child has ended or executed, also where the caller, a child itself, is killed meanwhile: with
+/// a [`Stack`] of its own the child goes on then.
+///
 /// The child should make system calls only: what it locks stays locked when it ends. Signals are blocked in the child,
 /// and during the call in the caller.
-pub(super) fn clone_child<T>(how: &Clone<'_>, argument: &T, child: fn(&T) -> !) -> Result<(c_int, OwnedFd)> {
+pub(super) fn clone_child<T>(how: &Clone<'_>, argument: &T, child: extern "C" fn(&T) -> !) -> Result<(c_int, OwnedFd)> {
     let mut pidfd: RawFd = -1;
     let mut args: libc::clone_args = zeroed();
     args.flags = how.flags | (libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD) as u64;
@@ -148,13 +139,12 @@ pub(super) fn clone_child<T>(how: &Clone<'_>, argument: &T, child: fn(&T) -> !) 
         args.stack = memory.as_ptr() as u64;
         args.stack_size = size_of_val::<[_]>(memory) as u64;
     }
-    let entry = Entry { run: child, argument };
     let blocked = BlockedSignals::new()?;
     let answer: isize;
     // SAFETY: the child continues on the caller's stack below all that the caller uses (no `nostack`: the compiler keeps
-    // nothing there), or on a stack of its own, and `enter` never returns, so the caller's frame is as it was when the
-    // caller goes on. That is only after the child has left this memory (CLONE_VFORK), so `entry` and what it borrows
-    // live long enough; a `pid` outlives the call as it is borrowed. The kernel keeps all registers that are not named as outputs.
+    // nothing there), or on a stack of its own, and `child` never returns, so the caller's frame is as it was when the
+    // caller goes on. That is only after the child has left this memory (CLONE_VFORK), so `argument` lives long enough, unless the caller
+    // is killed, of which the documentation speaks; a `pid` outlives the call as it is borrowed. The kernel keeps all registers that are not named as outputs.
     #[cfg(target_arch = "x86_64")]
     unsafe {
         asm!(
@@ -169,8 +159,8 @@ pub(super) fn clone_child<T>(how: &Clone<'_>, argument: &T, child: fn(&T) -> !) 
             inlateout("rax") libc::SYS_clone3 as isize => answer,
             in("rdi") &raw const args,
             in("rsi") size_of::<libc::clone_args>(),
-            in("r12") &raw const entry,
-            in("r13") enter::<T> as extern "C" fn(*const Entry<'_, T>) -> !,
+            in("r12") ptr::from_ref(argument),
+            in("r13") child,
             out("rcx") _,
             out("r11") _,
         );
@@ -189,8 +179,8 @@ pub(super) fn clone_child<T>(how: &Clone<'_>, argument: &T, child: fn(&T) -> !) 
             in("x8") libc::SYS_clone3,
             inlateout("x0") &raw const args => answer,
             in("x1") size_of::<libc::clone_args>(),
-            in("x20") &raw const entry,
-            in("x21") enter::<T> as extern "C" fn(*const Entry<'_, T>) -> !,
+            in("x20") ptr::from_ref(argument),
+            in("x21") child,
         );
     }
     drop(blocked);
@@ -526,12 +516,23 @@ pub(super) fn open(directory: Option<BorrowedFd<'_>>, path: &CStr, flags: c_int,
 pub(super) fn write_file(directory: BorrowedFd<'_>, path: &CStr, content: &[u8]) -> Result<()> {
     let file = open(Some(directory), path, libc::O_WRONLY, 0)?;
     // SAFETY: pointer and length are a slice's.
-    unsafe { syscall(libc::SYS_write, [arg(fd(&file)), content.as_ptr() as usize, content.len(), 0, 0, 0]) }.map(drop)
+    let written = unsafe {
+        let number = file.as_raw_fd() as usize;
+        syscall(libc::SYS_write, [number, content.as_ptr() as usize, content.len(), 0, 0, 0])
+    };
+    close(file);
+    written.map(drop)
 }
 
 fn fd(file: &OwnedFd) -> BorrowedFd<'_> {
     use std::os::fd::AsFd;
     file.as_fd()
+}
+
+/// close(2), for a child: what closes a dropped descriptor is libc's.
+pub(super) fn close(file: OwnedFd) {
+    // SAFETY: the descriptor was owned, and is nobody's from here on. It is closed whatever the call answers.
+    let _ = unsafe { syscall(libc::SYS_close, [file.into_raw_fd() as usize, 0, 0, 0, 0, 0]) };
 }
 
 /// mkdirat(2).

@@ -16,10 +16,15 @@ use crate::error::{IoContext, Step};
 /// The failed step.
 pub(super) fn make(user: &UserNamespace) -> Result<OwnedFd, Step> {
     let how = sys::Clone { flags: libc::CLONE_NEWUSER as u64, cgroup: None, pid: None, stack: None };
-    let (pid, pidfd) = sys::clone_child(&how, &(), |()| sys::exit(0)).step("make a user namespace")?;
+    let (pid, pidfd) = sys::clone_child(&how, &(), end).step("make a user namespace")?;
     let namespace = map(pid, user);
     sys::reap(pidfd.as_fd(), true).step("reap the maker of a user namespace")?;
     namespace
+}
+
+/// The maker: its namespace is all that it is for.
+extern "C" fn end(_: &()) -> ! {
+    sys::exit(0)
 }
 
 fn map(pid: libc::c_int, user: &UserNamespace) -> Result<OwnedFd, Step> {

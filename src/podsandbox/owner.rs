@@ -254,7 +254,11 @@ impl Owner {
         if self.published.get().exit.is_none() {
             log::info!(sandbox = self.id(), status = exit.status; "the pause has ended");
             self.work.telemetry.pause_ended();
-            self.published.change(|published| published.exit = Some(exit));
+            // Both at once: nobody is to see an exit and a sandbox that is ready.
+            self.published.change(|published| {
+                published.exit = Some(exit);
+                published.phase = Phase::NotReady;
+            });
         }
         self.pause = None;
         self.feed(Event::Exited);

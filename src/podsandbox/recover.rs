@@ -32,7 +32,7 @@ const WITHIN: Duration = Duration::from_secs(10);
 pub enum Recovered {
     /// A sandbox again.
     Sandbox(Sandbox),
-    /// It could not be taken over; nothing of it was touched.
+    /// It could not be taken over. Nothing of a record that cannot be read was touched.
     Aside {
         /// The id: the name of its directory.
         id: String,
@@ -199,7 +199,7 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
             Entry::CutOff
         }
         Stage::Created => {
-            if let Err(reason) = within(move || job.clear()).await {
+            if let Err(reason) = within(move || job.recover_created()).await {
                 log::error!(sandbox = id; "recovery: {reason}");
             }
             abandoned = Some(abandoned_at(record.created_at, environment.config.abandoned_after));

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
@@ -37,7 +37,7 @@ const AHEAD_FOR: Duration = Duration::from_secs(5);
 
 /// How long after its start a sandbox is not looked at for files that containerd has deleted, which it does when it comes up: CRI asks
 /// twice for the status before it answers RunPodSandbox, and no containerd ends, comes up and asks in that time.
-const FRESH: Duration = Duration::from_millis(100);
+const FRESH: Duration = Duration::from_millis(20);
 
 /// `type_url` of the OCI runtime spec in Start's answer (containerd `typeurl` of `specs.Spec`).
 const SPEC_TYPE: &str = "types.containerd.io/opencontainers/runtime-spec/1/Spec";
@@ -185,7 +185,7 @@ impl Sandbox {
         let abandoned = abandoned_at(record.created_at, config.abandoned_after);
         let work = Arc::new(work);
         let sandbox = Self::enter(environment, work, Entry::Created, Some(abandoned), on_gone);
-        *sandbox.spec.lock().unwrap_or_else(PoisonError::into_inner) = Some(spec);
+        *sandbox.spec() = Some(spec);
         Ok(sandbox)
     }
 
@@ -223,15 +223,28 @@ impl Sandbox {
     ///
     /// # Errors
     /// [`Error::State`] unless it was just created; else the failed step.
-    pub async fn start(&self) -> Result<Started, Error> {
-        self.ask(Verb::Start, None).await?;
+    pub async fn start(self: &Arc<Self>) -> Result<Started, Error> {
+        let made = self.spec().take();
+        let spec = match made {
+            Some(spec) => spec,
+            // The daemon has been restarted since Create. What fails here must fail before there is a pause.
+            None => {
+                let sandbox = self.clone();
+                let described = move || {
+                    let record = sandbox.read_record("start")?;
+                    spec::describe(&record, &sandbox.environment.config)
+                };
+                let described = tokio::task::spawn_blocking(described).await;
+                described.map_err(|e| self.fault("start", e.to_string()))??
+            }
+        };
+        if let Err(e) = self.ask(Verb::Start, None).await {
+            // Of use to one that was refused beside another.
+            self.spec().get_or_insert(spec);
+            return Err(e);
+        }
         let _ = self.started.set(Instant::now());
         let published = self.published();
-        let spec = self.spec.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let spec = match spec {
-            Some(spec) => spec,
-            None => self.read_record("start").and_then(|record| spec::describe(&record, &self.environment.config))?,
-        };
         let labels = [
             ("oci_runtime_type".to_owned(), self.work.runtime_name.clone()),
             ("selinux_label".to_owned(), self.work.labels.process.clone()),
@@ -437,6 +450,10 @@ impl Sandbox {
             },
         };
         answered.unwrap_or_else(|_| gone())
+    }
+
+    fn spec(&self) -> MutexGuard<'_, Option<Vec<u8>>> {
+        self.spec.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn published(&self) -> Published {

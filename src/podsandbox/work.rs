@@ -86,7 +86,7 @@ impl Work {
     /// Nobody sees them before. What fails is undone, and Start tries again and says what is wrong.
     pub fn go_ahead(self: &Arc<Self>) {
         let mut ahead = self.ahead();
-        if !matches!(*ahead, Ahead::Open) || !self.driver.stands_alone() || !self.shim.listens_only() {
+        if !matches!(*ahead, Ahead::Open) || !self.shim.listens_only() || !self.driver.may_go_ahead(&self.plan) {
             return;
         }
         *ahead = match self.places.begin_ahead().and_then(|()| self.make()) {
@@ -117,8 +117,8 @@ impl Work {
     }
 
     fn try_start(self: &Arc<Self>) -> Result<Arc<dyn Pause>, Step> {
-        let ahead = std::mem::replace(&mut *self.ahead(), Ahead::Closed);
-        let pause = match ahead {
+        let mut ahead = self.ahead();
+        let pause = match std::mem::replace(&mut *ahead, Ahead::Closed) {
             Ahead::Made(pause) if pause.exited().now_or_never().is_none() => pause,
             made => {
                 // Somebody has killed it.
@@ -129,6 +129,7 @@ impl Work {
                 self.make()?
             }
         };
+        drop(ahead);
         let stage = Stage::Started { identity: pause.identity().clone() };
         if let Err(step) = self.places.end_ahead().and_then(|()| self.store.set_stage(&stage)) {
             // A pause without a record would outlive everybody who knows of it.
@@ -169,12 +170,18 @@ impl Work {
         }
     }
 
-    /// Removes the cgroup and the files of a sandbox that stays created. The socket of its endpoint goes on to listen.
-    pub fn clear(&self) {
+    /// Removes what an earlier daemon has made ahead. A Start that comes meanwhile waits for it.
+    pub fn recover_created(&self) {
+        let _ahead = self.ahead();
+        self.clear();
+    }
+
+    /// Removes the cgroup and the files of a sandbox that stays created. Its endpoint stays. Called with `ahead` locked.
+    fn clear(&self) {
         let cgroup = self.driver.cleanup(&self.plan).err().unwrap_or_default();
         let files = self.places.remove().err().unwrap_or_default();
         for left in cgroup.iter().chain(&files) {
-            log::warn!(sandbox = self.plan.id.as_str(); "not started for long: {left}");
+            log::warn!(sandbox = self.plan.id.as_str(); "undo what was made ahead: {left}");
         }
     }
 
