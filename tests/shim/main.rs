@@ -1,6 +1,7 @@
 //! The pods' shims under a real containerd: started, lost, found again and ended, with a shim that misbehaves on order.
 //!
-//! Cases of a kind share one node and run one after another; after each the machine must be as it was before.
+//! Cases of a kind share one node and run one after another; after each the machine must be as it was before. After one that fails the next gets
+//! another node.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -45,7 +46,14 @@ async fn one(current: &Current, case: &Case) -> Result<()> {
         tokio::time::timeout(Duration::from_secs(120), (case.run)(bench.clone())).await.context("hangs")??;
         bench.node.settles_to(&before).await
     };
-    result.await.map_err(|e| e.context(bench.node.log_tails(60)))
+    let failed = match result.await {
+        Ok(()) => return Ok(()),
+        Err(e) => e.context(bench.node.log_tails(60)),
+    };
+    // What it has left would be taken for the next one's.
+    drop(current.lock().await.take());
+    drop(bench);
+    Err(failed)
 }
 
 fn main() -> ExitCode {
