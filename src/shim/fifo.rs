@@ -1,7 +1,8 @@
 //! What a shim writes, into the daemon's log: read from the fifo `log` in its bundle, bounded.
 
+use std::fs::File;
 use std::fs::OpenOptions;
-use std::io;
+use std::io::{self, Read as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
@@ -11,7 +12,7 @@ use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 use tokio::io::AsyncReadExt as _;
 use tokio::net::unix::pipe;
-use tokio::task::JoinHandle;
+use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use crate::error::{IoContext as _, Step};
@@ -23,14 +24,14 @@ const LONGEST: usize = 2048;
 const MOST: u32 = 100;
 const WINDOW: Duration = Duration::from_secs(10);
 
-/// Reads the fifo until dropped.
-#[derive(Debug)]
-pub struct Reader(JoinHandle<()>);
+/// What a pipe holds; bytes.
+const HELD: u64 = 64 << 10;
 
-impl Drop for Reader {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
+/// Reads the fifo until dropped, and then what is still in it.
+#[derive(Debug)]
+pub struct Reader {
+    /// Never sent: its end is the signal.
+    _ended: oneshot::Sender<()>,
 }
 
 /// Makes the fifo unless there is one.
@@ -60,24 +61,38 @@ pub fn writer(fifo: &Path) -> Result<OwnedFd, Step> {
 pub fn read(fifo: &Path, sandbox: &str) -> Result<Reader, Step> {
     // Read and write: no end of file comes when the shim's end closes, and the shim need not wait for us to open it.
     let receiver = pipe::OpenOptions::new().read_write(true).open_receiver(fifo).step_at("open fifo", fifo)?;
+    let (ended, end) = oneshot::channel();
     let sandbox = sandbox.to_owned();
-    Ok(Reader(tokio::spawn(async move {
-        if let Err(e) = drain(receiver, &sandbox).await {
+    tokio::spawn(async move {
+        if let Err(e) = drain(receiver, end, |line| tell(&sandbox, line)).await {
             log::warn!(sandbox = sandbox.as_str(); "the log of its shim cannot be read any more: {e}");
         }
-    })))
+    });
+    Ok(Reader { _ended: ended })
 }
 
-async fn drain(mut from: impl tokio::io::AsyncRead + Unpin, sandbox: &str) -> io::Result<()> {
+async fn drain(mut from: pipe::Receiver, mut end: oneshot::Receiver<()>, mut tell: impl FnMut(&str)) -> io::Result<()> {
     let mut lines = Lines::new();
     let mut buffer = [0; LONGEST];
     loop {
-        let read = from.read(&mut buffer).await?;
+        let read = tokio::select! {
+            read = from.read(&mut buffer) => read?,
+            _ = &mut end => break,
+        };
         if read == 0 {
             return Ok(());
         }
-        lines.take(buffer.get(..read).unwrap_or_default(), |line| tell(sandbox, line));
+        lines.take(buffer.get(..read).unwrap_or_default(), &mut tell);
     }
+    // The shim's last words, such as a panic, come with its end. Read past the runtime, which may not have noticed them yet.
+    let mut last = Vec::new();
+    match File::from(from.into_nonblocking_fd()?).take(HELD).read_to_end(&mut last) {
+        Err(e) if e.kind() != io::ErrorKind::WouldBlock => return Err(e),
+        _ => {}
+    }
+    lines.take(&last, &mut tell);
+    lines.rest(tell);
+    Ok(())
 }
 
 /// Cuts a stream into lines, and their number to what a log may take.
@@ -92,6 +107,13 @@ struct Lines {
 impl Lines {
     fn new() -> Self {
         Self { line: Vec::new(), since: Instant::now(), told: 0, dropped: 0 }
+    }
+
+    /// A line that has no end.
+    fn rest(&mut self, tell: impl FnMut(&str)) {
+        if !self.line.is_empty() {
+            self.take(b"\n", tell);
+        }
     }
 
     fn take(&mut self, bytes: &[u8], mut tell: impl FnMut(&str)) {
@@ -157,6 +179,22 @@ mod tests {
         lines.take(b"z\n", |line| told.push(line.to_owned()));
         assert!(told.iter().any(|line| line.contains("103 more lines")), "{told:?}");
         assert_eq!(told.last().map(String::as_str), Some("z"));
+    }
+
+    #[tokio::test]
+    async fn the_last_words_are_told() {
+        use std::io::Write as _;
+        let dir = tempfile::tempdir().unwrap();
+        let fifo = dir.path().join("log");
+        make(&fifo).unwrap();
+        let (ended, end) = oneshot::channel();
+        let receiver = pipe::OpenOptions::new().read_write(true).open_receiver(&fifo).unwrap();
+        let mut writer = File::from(writer(&fifo).unwrap());
+        writer.write_all(b"panic: no such thing\ngoroutine 1").unwrap();
+        drop(ended);
+        let mut told = Vec::new();
+        drain(receiver, end, |line| told.push(line.to_owned())).await.unwrap();
+        assert_eq!(told, ["panic: no such thing", "goroutine 1"]);
     }
 
     #[tokio::test]
