@@ -3,6 +3,7 @@
 //! | module | package |
 //! |---|---|
 //! | [`controller`], [`controller_ttrpc`] | `containerd.services.sandbox.v1` |
+//! | [`store`] | `containerd.services.sandbox.v1` |
 //! | [`shim_sandbox`], [`shim_sandbox_ttrpc`] | `containerd.runtime.sandbox.v1` |
 //! | [`types`] | `containerd.types` |
 //! | [`cri`] | `runtime.v1` |
