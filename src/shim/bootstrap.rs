@@ -1,11 +1,19 @@
-//! What a shim's `start` says of the server that it has started: where it listens and what it speaks.
+//! What a shim's `start` is given, and what it says of the server that it has started: where it listens and what it speaks.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-use containerd_shim_protos::bootstrap_api::BootstrapResult;
-use protobuf::Message as _;
+use containerd_shim_protos::bootstrap_api::{BootstrapParams, BootstrapResult, Extension};
+use protobuf::well_known_types::any::Any;
+use protobuf::{Message as _, MessageField};
 use serde::{Deserialize, Serialize};
+
+use super::{Runtime, Settings};
+use crate::containerd::Store;
+use crate::error::{IoContext as _, Step};
+
+/// The first containerd that gives shims its parameters as a message of their own; before, the runtime's options alone.
+const BOOTSTRAP_SINCE: (u32, u32) = (2, 3);
 
 /// The newest version of the Task API that is spoken here.
 const NEWEST: u32 = 3;
@@ -79,6 +87,44 @@ impl Bootstrap {
     }
 }
 
+/// What `start` is given on standard input for group `id`: what the node's containerd gives to shims of its own.
+///
+/// # Errors
+/// containerd does not say of which release it is.
+pub async fn given(settings: &Settings, id: &str, runtime: &Runtime) -> Result<Vec<u8>, Step> {
+    let options = runtime.options.as_ref().map(|(type_url, value)| Any {
+        type_url: type_url.clone(),
+        value: value.clone(),
+        ..Default::default()
+    });
+    let containerd =
+        Store { address: settings.containerd_address.clone(), namespace: settings.containerd_namespace.clone() };
+    let version = containerd.version().await?;
+    let encoded = if since(&version) < BOOTSTRAP_SINCE {
+        options.map_or(Ok(Vec::new()), |options| options.write_to_bytes())
+    } else {
+        let extension = |options| Extension { value: MessageField::some(options), ..Default::default() };
+        let parameters = BootstrapParams {
+            instance_id: id.to_owned(),
+            namespace: settings.containerd_namespace.clone(),
+            containerd_version: version,
+            containerd_ttrpc_address: settings.containerd_ttrpc(),
+            containerd_grpc_address: settings.containerd_address.display().to_string(),
+            containerd_binary: "containerd".to_owned(),
+            extensions: options.map(extension).into_iter().collect(),
+            ..Default::default()
+        };
+        parameters.write_to_bytes()
+    };
+    encoded.map_err(io::Error::other).step("encode what the shim is given")
+}
+
+/// The release of a version such as `v2.3.4`; an unknown one is new.
+fn since(version: &str) -> (u32, u32) {
+    let mut numbers = version.trim_start_matches('v').split(['.', '-', '+', '~']).map(|part| part.parse().ok());
+    numbers.next().flatten().zip(numbers.next().flatten()).unwrap_or((u32::MAX, 0))
+}
+
 fn shorten(text: &str) -> String {
     text.chars().take(100).collect()
 }
@@ -126,5 +172,13 @@ mod tests {
             let error = Bootstrap::parse(said).unwrap_err().to_string();
             assert!(error.contains(reason), "{said:?}: {error}");
         }
+    }
+
+    #[test]
+    fn releases() {
+        assert_eq!(since("v2.3.4"), (2, 3));
+        assert_eq!(since("2.1.9~ds1"), (2, 1));
+        assert_eq!(since("v2.4.0-beta.0"), (2, 4));
+        assert!(since("unknown") > BOOTSTRAP_SINCE);
     }
 }

@@ -1,4 +1,4 @@
-//! The directory of an owned shim: what the shim reads there, and our record of it.
+//! The directory of a shim that is ours, owned or started: what the shim reads there, and our record of it.
 
 use std::fs;
 use std::io;
@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use containerd_shim_protos::shim::oci::Options;
 use serde::{Deserialize, Serialize};
 
+use super::bootstrap::Bootstrap;
 use super::fifo;
 use crate::error::{IoContext as _, Step};
 use crate::pause::Identity;
@@ -16,6 +17,7 @@ use crate::pause::Identity;
 pub const NEW: &str = ".new";
 
 const RECORD: &str = "shim.json";
+const BOOTSTRAP: &str = "bootstrap.json";
 const DEATH: &str = "death";
 
 /// What is on record of the shim.
@@ -74,7 +76,7 @@ impl Bundle {
         fifo::make(&self.log())
     }
 
-    /// What is on record; `None`: there is no shim.
+    /// What is on record; `None`: there is no shim. Of one whose record makes no sense no more is known than of a launch that was cut off.
     ///
     /// # Errors
     /// It cannot be read.
@@ -83,9 +85,10 @@ impl Bundle {
         match fs::read(&path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(Step::at("read record of shim", path, e)),
-            Ok(text) => {
-                serde_json::from_slice(&text).map(Some).map_err(io::Error::other).step_at("read record of shim", path)
-            }
+            Ok(text) => Ok(Some(serde_json::from_slice(&text).unwrap_or_else(|e| {
+                log::warn!("record of shim {}: {e}; it is looked for", path.display());
+                Recorded::Launching
+            }))),
         }
     }
 
@@ -104,6 +107,30 @@ impl Bundle {
                 gone(fs::remove_file(&path)).step_at("remove record of shim", path)
             }
         }
+    }
+
+    /// Where the shim listens, as its `start` said; `None`: there was none.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn bootstrap(&self) -> Result<Option<Bootstrap>, Step> {
+        let path = self.dir.join(BOOTSTRAP);
+        match fs::read(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(Step::at("read address of shim", path, e)),
+            Ok(text) => {
+                serde_json::from_slice(&text).map(Some).map_err(io::Error::other).step_at("read address of shim", path)
+            }
+        }
+    }
+
+    /// Records where the shim listens.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn record_bootstrap(&self, bootstrap: &Bootstrap) -> Result<(), Step> {
+        let text = serde_json::to_vec(bootstrap).map_err(io::Error::other).step("encode address of shim")?;
+        self.replace(BOOTSTRAP, &text)
     }
 
     /// Records why the shim died with containers in it.
@@ -170,5 +197,31 @@ pub fn gone(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_are_read_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let bundle = Bundle::new(dir.path().join("b"));
+        assert_eq!((bundle.recorded().unwrap(), bundle.bootstrap().unwrap()), (None, None));
+        bundle.make("pod", true).unwrap();
+        let told = Bootstrap::parse(b"unix:///run/s/1").unwrap();
+        bundle.record_bootstrap(&told).unwrap();
+        bundle.record(Some(&Recorded::Launching)).unwrap();
+        assert_eq!(bundle.bootstrap().unwrap(), Some(told));
+        assert_eq!(bundle.recorded().unwrap(), Some(Recorded::Launching));
+        // A file is there as a whole or not at all.
+        let names = fs::read_dir(bundle.dir()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let unfinished: Vec<String> = names.filter(|name| name.ends_with(NEW)).collect();
+        assert!(unfinished.is_empty(), "{unfinished:?}");
+        fs::write(bundle.dir().join(RECORD), "").unwrap();
+        assert_eq!(bundle.recorded().unwrap(), Some(Recorded::Launching), "a record without sense");
+        fs::write(bundle.dir().join(BOOTSTRAP), "").unwrap();
+        assert!(bundle.bootstrap().is_err());
     }
 }

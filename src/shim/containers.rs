@@ -13,6 +13,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use containerd_shim_protos::shim::oci::Options;
+
 use crate::error::{IoContext as _, Step};
 use crate::pause::Pause;
 use crate::pause::launch::{Launcher, pids};
@@ -54,6 +56,55 @@ pub fn of(tasks: &Path, sandbox: &str) -> Result<Vec<Container>, Step> {
         }
     }
     Ok(containers)
+}
+
+/// Where runc's shim keeps the state of its containers unless its options say otherwise (`process.RuncRoot`).
+const RUNC: &str = "/run/containerd/runc";
+
+/// What names a container's sandbox in its state: CRI's annotation, which runtimes keep.
+const ANNOTATION: &str = "io.kubernetes.cri.sandbox-id";
+
+/// Where the annotations are in a container's state: of runc and youki, and of crun.
+const STATES: [&str; 2] = ["state.json", "config.json"];
+
+/// The directory in which runtimes with runc's options keep the states of the containers of a namespace.
+pub fn root(options: Option<&Options>, namespace: &str) -> PathBuf {
+    let root = options.map(|options| options.root.as_str()).filter(|root| !root.is_empty());
+    Path::new(root.unwrap_or(RUNC)).join(namespace)
+}
+
+/// The containers of `sandbox` of which the runtime has a state below `root`, and `tasks` no bundle; `sandbox` itself is none. A container's bundle
+/// is made before its state and removed after it, so these are known to nobody else: the call that was to delete them was cut off.
+///
+/// # Errors
+/// The directory cannot be read; there is none: no containers.
+pub fn forgotten(root: &Path, tasks: &Path, sandbox: &str) -> Result<Vec<Container>, Step> {
+    let entries = match fs::read_dir(root) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        other => other.step_at("read directory", root)?,
+    };
+    let mut containers = Vec::new();
+    for entry in entries.flatten() {
+        let Ok(id) = entry.file_name().into_string() else { continue };
+        let bundle = tasks.join(&id);
+        if id == sandbox || bundle.symlink_metadata().is_ok() {
+            continue;
+        }
+        let of_sandbox = |file| fs::read_to_string(entry.path().join(file)).is_ok_and(|text| names(&text, sandbox));
+        if STATES.into_iter().any(of_sandbox) {
+            containers.push(Container { id, bundle });
+        }
+    }
+    Ok(containers)
+}
+
+/// A state says that its container is of `sandbox`: `"KEY":"ID"`, or `"KEY=ID"` of runc's.
+fn names(state: &str, sandbox: &str) -> bool {
+    let of = |rest: &str| {
+        let id = rest.trim_start_matches(|c: char| c.is_whitespace() || "\":=".contains(c));
+        id.strip_prefix(sandbox).is_some_and(|after| after.starts_with('"'))
+    };
+    state.match_indices(ANNOTATION).any(|(at, key)| state.get(at + key.len()..).is_some_and(of))
 }
 
 /// Where the kernel's flags of a process are in `/proc/PID/stat`, counted from the state (proc_pid_stat(5)), and the one that says that it is ending.
@@ -210,5 +261,40 @@ mod tests {
         let found = of(tasks.path(), "pod").unwrap();
         assert_eq!(found, [Container { id: "a".to_owned(), bundle: tasks.path().join("a") }]);
         assert_eq!(of(&tasks.path().join("none"), "pod").unwrap(), []);
+    }
+
+    #[test]
+    fn forgotten_are_those_of_the_sandbox_that_have_a_state_and_no_bundle() {
+        let dir = tempfile::tempdir().unwrap();
+        let (root, tasks) = (dir.path().join("runc"), dir.path().join("tasks"));
+        let runc = |of: &str| format!(r#"{{"config":{{"labels":["a=b","{ANNOTATION}={of}","bundle=/x"]}}}}"#);
+        let crun = |of: &str| format!(r#"{{ "annotations": {{ "{ANNOTATION}": "{of}" }} }}"#);
+        for (id, file, state) in [
+            ("runc", "state.json", runc("pod")),
+            ("crun", "config.json", crun("pod")),
+            ("has-bundle", "state.json", runc("pod")),
+            ("longer", "state.json", runc("pod2")),
+            ("other", "config.json", crun("other")),
+            ("mentions", "state.json", runc("other").replace("/x", "/sandboxes/pod")),
+            ("pod", "state.json", runc("pod")),
+            ("being-made", "state.jso", runc("pod")),
+        ] {
+            fs::create_dir_all(root.join(id)).unwrap();
+            fs::write(root.join(id).join(file), state).unwrap();
+        }
+        fs::create_dir_all(tasks.join("has-bundle")).unwrap();
+        let mut found = forgotten(&root, &tasks, "pod").unwrap();
+        found.sort_by(|a, b| a.id.cmp(&b.id));
+        let expected = ["crun", "runc"].map(|id| Container { id: id.to_owned(), bundle: tasks.join(id) });
+        assert_eq!(found, expected);
+        assert_eq!(forgotten(&dir.path().join("none"), &tasks, "pod").unwrap(), []);
+    }
+
+    #[test]
+    fn the_root_is_that_of_the_options_or_the_shims_own() {
+        let options = Options { root: "/r".to_owned(), ..Default::default() };
+        assert_eq!(root(Some(&options), "k8s.io"), Path::new("/r/k8s.io"));
+        assert_eq!(root(Some(&Options::default()), "k8s.io"), Path::new("/run/containerd/runc/k8s.io"));
+        assert_eq!(root(None, "k8s.io"), Path::new("/run/containerd/runc/k8s.io"));
     }
 }

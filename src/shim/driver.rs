@@ -44,6 +44,9 @@ const AGAIN: Duration = Duration::from_millis(500);
 /// Calls of the kill that a shim may leave without an answer.
 const PATIENCE: u32 = 2;
 
+/// Calls of the kill that a shim may refuse: more, as it does answer.
+const REFUSALS: u32 = 20;
+
 /// Runtimes whose containers are plain processes of the node, by the part of the name that says which: `io.containerd.NAME.VERSION`.
 const HOST_PROCESSES: [&str; 3] = ["runc", "crun", "youki"];
 
@@ -133,6 +136,7 @@ impl ShimDriver {
     /// What containerd makes of a task after its restart (`RecoverContainer`).
     async fn look(&self, endpoint: &Arc<Started>, identity: &Identity) -> Result<Adoption, Step> {
         let dead = |status| Adoption::Dead(Exit { status, at: SystemTime::now() });
+        endpoint.find_again_beside().await?;
         if endpoint.shim().is_none() {
             // Of the task of a dead shim only its runtime's leftovers are there.
             return endpoint.delete_pause().await.map(|()| dead(UNKNOWN_EXIT));
@@ -181,6 +185,7 @@ impl Driver for ShimDriver {
     fn cleanup(&self, plan: &Plan) -> Result<(), Vec<Step>> {
         let Ok(endpoint) = self.endpoint(plan) else { return Ok(()) };
         let deleted = Handle::current().block_on(async {
+            endpoint.find_again_beside().await?;
             if endpoint.shim().is_none() {
                 return endpoint.delete_orphan().await;
             }
@@ -287,14 +292,14 @@ async fn wait(endpoint: &Arc<Started>) -> Exit {
     }
 }
 
-/// Kills the pause as often as told, until the shim has answered. One that does not is killed itself, and the pause with it: who asks for the
-/// end of a sandbox is not to wait for a shim that hangs.
+/// Kills the pause as often as told, until the shim has answered. One that does not, or refuses again and again, is killed itself, and the pause
+/// with it: who asks for the end of a sandbox is not to wait for a shim that hangs.
 async fn kill_when_told(endpoint: &Arc<Started>, told: &Notify) -> Exit {
     let id = endpoint.group.id.as_str();
     let request = KillRequest { id: id.to_owned(), signal: libc::SIGKILL.unsigned_abs(), ..Default::default() };
     loop {
         told.notified().await;
-        let mut unanswered = 0;
+        let (mut unanswered, mut refused) = (0, 0);
         loop {
             let killed =
                 async { endpoint.tasks().await?.call::<_, Empty>("kill pause", "Kill", &request, Some(WITHIN)).await };
@@ -302,15 +307,22 @@ async fn kill_when_told(endpoint: &Arc<Started>, told: &Notify) -> Exit {
                 // Its end is told by the wait.
                 Ok(_) | Err(Failure::NotFound(_)) => break,
                 Err(failure) => {
-                    unanswered += u32::from(matches!(failure, Failure::Lost(_)));
+                    let lost = matches!(failure, Failure::Lost(_));
+                    *(if lost { &mut unanswered } else { &mut refused }) += 1;
                     log::warn!(sandbox = id; "{}; tried again", failure.step());
                     sleep(AGAIN).await;
                 }
             }
-            if unanswered == PATIENCE
+            if (unanswered >= PATIENCE || refused >= REFUSALS)
                 && let Some(shim) = endpoint.shim()
             {
-                log::warn!(sandbox = id, pid = shim.identity().pid; "its shim does not answer and is killed");
+                let pid = shim.identity().pid;
+                if unanswered >= PATIENCE {
+                    log::warn!(sandbox = id, pid = pid; "its shim does not answer and is killed");
+                } else {
+                    log::warn!(sandbox = id, pid = pid; "its shim refuses to kill the pause and is killed");
+                }
+                (unanswered, refused) = (0, 0);
                 if let Err(step) = shim.kill() {
                     log::error!(sandbox = id; "its shim: {step}");
                 }

@@ -1,12 +1,26 @@
-//! The containers of one pod, which share a shim, and what becomes of them when it dies.
+//! The containers of one pod, which share a shim: how the shim is found again and ended, and what becomes of them when it dies.
 
+use std::io;
+use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
-use super::bundle::Bundle;
+use tokio::time::timeout;
+
+use super::bundle::{Bundle, Recorded};
 use super::containers::{self, Container};
-use super::{Pod, Runtime, Shims, command};
-use crate::error::Step;
-use crate::pause::{Exit, UNKNOWN_EXIT};
+use super::{Pod, Runtime, Shims, command, fifo, task};
+use crate::error::{IoContext as _, Step};
+use crate::pause::{Adoption, Exit, Pause, UNKNOWN_EXIT};
+
+/// How long a shim may take until it answers, and one that is told to end until it has.
+pub(super) const WITHIN: Duration = Duration::from_secs(10);
+
+/// Between two tries of what must work in the end.
+pub(super) const AGAIN: Duration = Duration::from_secs(1);
+
+/// More than the kernel takes from the end of a vfork to the new program's arguments.
+const EXECUTED: Duration = Duration::from_millis(20);
 
 /// The containers of one pod.
 #[derive(Debug)]
@@ -19,19 +33,130 @@ pub(super) struct Group {
     pub(super) id: String,
     /// What the shim is of.
     pub(super) runtime: Runtime,
+    /// Held by whoever cleans up after a shim that died, and by the end before it removes what that needs.
+    pub(super) cleaning: tokio::sync::Mutex<()>,
+}
+
+/// A shim that is on record.
+#[derive(Debug)]
+pub(super) enum Found {
+    /// It lives.
+    Alive {
+        /// The shim.
+        shim: Arc<dyn Pause>,
+        /// Its launch was cut off before it was on record as running.
+        cut_off: bool,
+    },
+    /// It has ended.
+    Dead(Exit),
+}
+
+/// What a shim that ended has left.
+struct Left {
+    /// Containers that are lost with it: the sandbox ends.
+    lost: Vec<Container>,
+    /// What the runtime still has of containers that are known to nobody else.
+    forgotten: Vec<Container>,
 }
 
 impl Group {
+    /// The shim that is on record, looked for on the machine. Blocks.
+    ///
+    /// # Errors
+    /// Nobody can tell whether it lives.
+    pub(super) fn recorded_shim(&self) -> Result<Option<Found>, Step> {
+        match self.bundle.recorded()? {
+            None => Ok(None),
+            Some(Recorded::Running { identity }) => match self.shims.launcher.adopt(&identity) {
+                Adoption::Alive(shim) => Ok(Some(Found::Alive { shim: Arc::from(shim), cut_off: false })),
+                Adoption::Dead(exit) => Ok(Some(Found::Dead(exit))),
+                Adoption::Unknown(step) => Err(step),
+            },
+            Some(Recorded::Launching) => Ok(self.find()?.map(|shim| Found::Alive { shim, cut_off: true })),
+        }
+    }
+
+    /// The shim that is on record and lives, for the end of an endpoint that knows none. Blocks.
+    ///
+    /// # Errors
+    /// Nobody can tell whether it lives.
+    pub(super) fn living_shim(&self) -> Result<Option<Arc<dyn Pause>>, Step> {
+        match self.recorded_shim()? {
+            Some(Found::Alive { shim, .. }) => Ok(Some(shim)),
+            Some(Found::Dead(_)) | None => Ok(None),
+        }
+    }
+
+    /// There has been a shim, which may have left containers.
+    pub(super) fn had_shim(&self) -> bool {
+        self.bundle.dir().exists()
+    }
+
+    /// The server of a launch of which no more is known: it works in the bundle, with the arguments that containerd's shims have. Blocks.
+    ///
+    /// # Errors
+    /// `/proc` cannot be read.
+    pub(super) fn find(&self) -> Result<Option<Arc<dyn Pause>>, Step> {
+        let arguments = command::server_arguments(&self.shims.settings, &self.id);
+        let found = self.shims.launcher.find(self.bundle.dir(), &arguments)?;
+        if found.is_some() {
+            return Ok(found);
+        }
+        // One that has just been executed shows its arguments an instant later.
+        std::thread::sleep(EXECUTED);
+        self.shims.launcher.find(self.bundle.dir(), &arguments)
+    }
+
+    /// Begins to read what a shim writes that an earlier daemon has launched. That it cannot be read is no reason to lose the shim.
+    pub(super) fn read_again(&self, shim: &Arc<dyn Pause>) -> Option<fifo::Reader> {
+        log::info!(sandbox = self.id.as_str(), pid = shim.identity().pid; "its shim is taken over");
+        let read = fifo::read(&self.bundle.log(), &self.id);
+        read.map_err(|step| log::warn!(sandbox = self.id.as_str(); "its shim: {step}")).ok()
+    }
+
+    /// An empty shim ends when it is told to, at its socket; one that does not, or has none, is killed. What is left of its containers is
+    /// for [`Group::clean_up_all`].
+    ///
+    /// # Errors
+    /// It goes on.
+    pub(super) async fn end_shim(&self, shim: &Arc<dyn Pause>, socket: Option<&Path>) -> Result<(), Step> {
+        let Some(socket) = socket else { return Self::kill(shim).await };
+        let told = tokio::select! {
+            _ = shim.exited() => return Ok(()),
+            told = task::shut_down(socket, &self.id, WITHIN) => told,
+        };
+        if told.is_ok() && timeout(WITHIN / 2, shim.exited()).await.is_ok() {
+            return Ok(());
+        }
+        let why = told.err().map_or_else(|| "it was told to end and goes on".to_owned(), |step| step.to_string());
+        log::warn!(sandbox = self.id.as_str(); "its shim is killed: {why}");
+        Self::kill(shim).await
+    }
+
+    /// Kills a shim and waits for its end.
+    ///
+    /// # Errors
+    /// It goes on.
+    pub(super) async fn kill(shim: &Arc<dyn Pause>) -> Result<(), Step> {
+        shim.kill()?;
+        let late = |_| io::Error::from(io::ErrorKind::TimedOut);
+        timeout(WITHIN, shim.exited()).await.map_err(late).step("kill shim").map(drop)
+    }
+
     /// After the end of a shim that has served: an empty one may end, but with containers in it the sandbox ends with it.
     pub(super) async fn bereave(self: &Arc<Self>, exit: Exit, pod: &Arc<dyn Pod>) {
         let asked = pod.clone();
         let Some(looked) = self.blocking(move |group| group.left(exit, &*asked)).await else { return };
         let left = match looked {
-            Ok(left) if left.is_empty() => {
-                log::debug!(sandbox = self.id.as_str(), status = exit.status; "its shim has ended, empty");
-                return;
+            Ok(Left { lost, forgotten }) if lost.is_empty() => {
+                if matches!(exit.status, 0 | UNKNOWN_EXIT) {
+                    log::debug!(sandbox = self.id.as_str(), status = exit.status; "its shim has ended, empty");
+                } else {
+                    log::warn!(sandbox = self.id.as_str(), status = exit.status; "its shim has ended, empty");
+                }
+                return self.clean_up_and_tell(forgotten).await;
             }
-            Ok(left) => left,
+            Ok(Left { lost, forgotten }) => [lost, forgotten].concat(),
             Err(step) => {
                 log::error!(sandbox = self.id.as_str(); "its shim has ended, and its containers: {step}");
                 return;
@@ -40,6 +165,10 @@ impl Group {
         let names: Vec<&str> = left.iter().map(|container| container.id.as_str()).collect();
         let reason = format!("the shim ended with status {} and left containers: {}", exit.status, names.join(", "));
         self.mourn(reason, pod).await;
+        self.clean_up_and_tell(left).await;
+    }
+
+    async fn clean_up_and_tell(self: &Arc<Self>, left: Vec<Container>) {
         for step in self.clean_up(left).await {
             log::error!(sandbox = self.id.as_str(); "its containers: {step}");
         }
@@ -54,23 +183,39 @@ impl Group {
         pod.bereaved();
     }
 
-    /// The containers that the end of the shim has left without one.
-    fn left(&self, exit: Exit, pod: &dyn Pod) -> Result<Vec<Container>, Step> {
+    /// What the end of the shim has left.
+    fn left(&self, exit: Exit, pod: &dyn Pod) -> Result<Left, Step> {
         let tasks = self.shims.settings.tasks();
-        let mut left = containers::inside(&pod.namespaces(), &tasks, &self.id)?;
+        let mut lost = containers::inside(&pod.namespaces(), &tasks, &self.id)?;
+        // A bundle that goes between the two is forgotten.
         let bundles = containers::of(&tasks, &self.id)?;
+        let mut forgotten = self.forgotten()?;
+        forgotten.retain(|container| !lost.contains(container) && !bundles.contains(container));
         // Of a shim that ended well a bundle may be left: of a container that is being removed, or being made for the next shim. Where
         // nobody can tell how it ended, the containers' processes must.
         let well = matches!(exit.status, 0 | UNKNOWN_EXIT);
-        if !well || !containers::processes(&self.shims.launcher, &bundles)?.is_empty() {
-            left.extend(bundles.into_iter().filter(|bundle| !left.contains(bundle)).collect::<Vec<_>>());
+        let without: Vec<Container> = bundles.iter().chain(&forgotten).cloned().collect();
+        if !well || !containers::processes(&self.shims.launcher, &without)?.is_empty() {
+            lost.extend(bundles.into_iter().filter(|bundle| !lost.contains(bundle)).collect::<Vec<_>>());
+            lost.append(&mut forgotten);
         }
-        Ok(left)
+        Ok(Left { lost, forgotten })
+    }
+
+    /// Containers of which the runtime has a state, and containerd no bundle: their deletion was cut off.
+    fn forgotten(&self) -> Result<Vec<Container>, Step> {
+        let settings = &self.shims.settings;
+        let options = self.runtime.runc_options()?;
+        let root = containers::root(options.as_ref(), &settings.containerd_namespace);
+        containers::forgotten(&root, &settings.tasks(), &self.id)
     }
 
     /// Ends what is left of containers whose shim is dead.
     pub(super) async fn clean_up(self: &Arc<Self>, left: Vec<Container>) -> Vec<Step> {
         let mut failed = Vec::new();
+        if left.is_empty() {
+            return failed;
+        }
         let containers = left.clone();
         let killed = self.blocking(move |group| containers::kill(&group.shims.launcher, &containers)).await;
         failed.extend(killed.and_then(Result::err));
@@ -110,24 +255,36 @@ impl Group {
             Some(Err(step)) => return log::error!(sandbox = self.id.as_str(); "its containers: {step}"),
             None => return,
         };
-        for step in self.clean_up(left).await {
-            log::error!(sandbox = self.id.as_str(); "its containers: {step}");
-        }
+        self.clean_up_and_tell(left).await;
     }
 
-    /// All containers of the pod: those that have processes in its namespaces, and those that have a bundle.
+    /// All containers of the pod: those that have processes in its namespaces, a bundle, or a state of the runtime's.
     fn all(&self, pod: &dyn Pod) -> Result<Vec<Container>, Step> {
         let tasks = self.shims.settings.tasks();
         let mut all = containers::inside(&pod.namespaces(), &tasks, &self.id)?;
-        let bundles = containers::of(&tasks, &self.id)?;
-        all.extend(bundles.into_iter().filter(|bundle| !all.contains(bundle)).collect::<Vec<_>>());
+        for container in self.known()? {
+            if !all.contains(&container) {
+                all.push(container);
+            }
+        }
         Ok(all)
     }
 
-    /// Ends what is left of all containers of the pod, whose shim is dead.
+    /// The containers that containerd has a bundle of, or only the runtime a state.
+    fn known(&self) -> Result<Vec<Container>, Step> {
+        // In this order: a bundle that goes between the two is forgotten.
+        let mut known = containers::of(&self.shims.settings.tasks(), &self.id)?;
+        let forgotten = self.forgotten()?;
+        known.extend(forgotten.into_iter().filter(|container| !known.contains(container)).collect::<Vec<_>>());
+        Ok(known)
+    }
+
+    /// Ends what is left of all containers of the pod, whose shim is dead. Blocks before it waits.
+    ///
+    /// # Errors
+    /// The first step that failed.
     pub(super) async fn clean_up_all(self: &Arc<Self>) -> Result<(), Step> {
-        let left = containers::of(&self.shims.settings.tasks(), &self.id)?;
-        match self.clean_up(left).await.into_iter().next() {
+        match self.clean_up(self.known()?).await.into_iter().next() {
             Some(step) => Err(step),
             None => Ok(()),
         }

@@ -15,6 +15,7 @@ mod group;
 pub mod on_demand;
 mod owned;
 mod placement;
+mod root;
 mod started;
 mod task;
 
@@ -146,7 +147,8 @@ impl Shims {
         Ok(Self { settings, launcher: Launcher::new(open_files)?, runs_pause: Mutex::default() })
     }
 
-    /// Removes the sockets of all but these sandboxes: those whose records are gone. Blocks. For recovery, before anything is started.
+    /// Removes the sockets of all but these sandboxes: those whose records are gone. Blocks. For recovery, before a sandbox can be created, whose
+    /// socket would be taken for one of them.
     ///
     /// # Errors
     /// Every step that failed; the others were done all the same.
@@ -195,7 +197,8 @@ impl Shims {
     }
 
     fn group(self: &Arc<Self>, id: &str, bundle: PathBuf, runtime: Runtime) -> Group {
-        Group { shims: self.clone(), bundle: Bundle::new(bundle), id: id.to_owned(), runtime }
+        let bundle = Bundle::new(bundle);
+        Group { shims: self.clone(), bundle, id: id.to_owned(), runtime, cleaning: tokio::sync::Mutex::default() }
     }
 
     /// The endpoint of a sandbox whose shim runs the pause.
@@ -278,7 +281,8 @@ impl Endpoint {
         }
     }
 
-    /// Takes over what an earlier daemon left: its shim, or else its socket. Blocks. What cannot be taken over is logged and tried again.
+    /// Takes over what an earlier daemon left: its shim, or else its socket. Blocks. Where nobody can tell what it left, that is logged, and
+    /// tried again by what [`Endpoint::serve`] has begun, and by [`Endpoint::end`].
     pub fn recover(&self) {
         match self {
             Self::OnDemand { .. } => {}

@@ -11,32 +11,22 @@
 //! launched. Nobody but a shim accepts there. One task serves an endpoint, so that no two shims are launched; [`Owned::end`] and a
 //! launch take turns, so that no shim is launched behind the end.
 
+use std::fs;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
-use std::{fs, io};
 
 use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
 use super::bundle::{NEW, Recorded, gone};
-use super::group::Group;
+use super::group::{AGAIN, Found, Group, WITHIN};
 use super::{Pod, command, fifo, placement, task};
 use crate::error::{IoContext as _, Step};
 use crate::pause::launch::{self, Launch};
-use crate::pause::{Adoption, Exit, Pause};
-
-/// How long a launched shim may take until it answers, and a shim that is told to end until it has.
-const WITHIN: Duration = Duration::from_secs(10);
-
-/// Between two tries of what must work in the end.
-const AGAIN: Duration = Duration::from_secs(1);
-
-/// More than the kernel takes from the end of a vfork to the new program's arguments.
-const EXECUTED: Duration = Duration::from_millis(20);
+use crate::pause::{Exit, Pause};
 
 /// An endpoint whose shim is ours.
 #[derive(Debug)]
@@ -46,7 +36,7 @@ pub struct Owned {
     now: Mutex<Now>,
     /// Something in `now` has changed that the serving task waits for.
     changed: Notify,
-    /// Held while a shim is launched, and by the end.
+    /// Held while a socket is made, a shim is looked for or launched, and by the end.
     turn: Mutex<()>,
 }
 
@@ -55,6 +45,8 @@ pub struct Owned {
 struct Now {
     /// There shall be a socket.
     open: bool,
+    /// What an earlier daemon has left is not known yet: a shim may live.
+    unsure: bool,
     /// The socket; `None` also while a shim serves that an earlier daemon has launched.
     listener: Option<Arc<OwnedFd>>,
     shim: Option<Arc<dyn Pause>>,
@@ -69,6 +61,7 @@ struct Now {
 /// What the serving task does next.
 enum Next {
     Ended,
+    Recover,
     Missed(Exit),
     Watch(Arc<dyn Pause>),
     Launch,
@@ -105,8 +98,14 @@ impl Owned {
         new.into()
     }
 
-    /// Begins to listen, or listens again at the same path.
+    /// Begins to listen, or listens again at the same path; not after the end.
     pub(super) fn listen(&self) -> Result<(), Step> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.now().ended { Ok(()) } else { self.bind() }
+    }
+
+    /// To be called with the turn held.
+    fn bind(&self) -> Result<(), Step> {
         if let Some(dir) = self.socket.parent() {
             let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
             made.step_at("make directory", dir)?;
@@ -128,46 +127,57 @@ impl Owned {
         Ok(())
     }
 
-    /// Finds the shim that an earlier daemon has launched; without one, listens again.
+    /// Finds the shim that an earlier daemon has launched; without one, listens again. The serving task does again what fails.
     pub(super) fn recover(&self) {
+        self.now().unsure = true;
         if let Err(step) = self.try_recover() {
             // Not listening: should a shim live, containerd still reaches it, and its containers.
-            log::error!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}");
+            log::error!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}; tried again");
         }
     }
 
     fn try_recover(&self) -> Result<(), Step> {
-        let found = match self.group.bundle.recorded()? {
-            None => None,
-            Some(Recorded::Running { identity }) => match self.group.shims.launcher.adopt(&identity) {
-                Adoption::Alive(shim) => Some(Arc::from(shim)),
-                Adoption::Dead(exit) => {
-                    self.now().missed = Some(exit);
-                    None
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = self.now();
+        if now.ended || !now.unsure {
+            return Ok(());
+        }
+        drop(now);
+        match self.group.recorded_shim()? {
+            Some(Found::Alive { shim, cut_off }) => {
+                if cut_off {
+                    self.finish_launch(&shim);
                 }
-                Adoption::Unknown(step) => return Err(step),
-            },
-            Some(Recorded::Launching) => {
-                let arguments = command::server_arguments(&self.group.shims.settings, &self.group.id);
-                let mut found = self.group.shims.launcher.find(self.group.bundle.dir(), &arguments)?;
-                if found.is_none() {
-                    // One that has just been executed shows its arguments an instant later.
-                    std::thread::sleep(EXECUTED);
-                    found = self.group.shims.launcher.find(self.group.bundle.dir(), &arguments)?;
-                }
-                if let Some(shim) = &found {
-                    self.settle_in(shim.identity().pid)?;
-                    self.group.bundle.record(Some(&Recorded::Running { identity: shim.identity().clone() }))?;
-                }
-                found
+                let log = self.group.read_again(&shim);
+                let mut now = self.now();
+                (now.open, now.unsure, now.shim, now.log) = (true, false, Some(shim), log);
+                drop(now);
+                self.changed.notify_one();
+                Ok(())
             }
-        };
-        let Some(shim) = found else { return self.listen() };
-        log::info!(sandbox = self.group.id.as_str(), pid = shim.identity().pid; "its shim is taken over");
-        let log = fifo::read(&self.group.bundle.log(), &self.group.id)?;
-        let mut now = self.now();
-        (now.open, now.shim, now.log) = (true, Some(shim), Some(log));
-        Ok(())
+            ended => {
+                // Last, as all of it is done again if it fails.
+                self.bind()?;
+                let mut now = self.now();
+                now.unsure = false;
+                if let Some(Found::Dead(exit)) = ended {
+                    now.missed = Some(exit);
+                }
+                drop(now);
+                self.changed.notify_one();
+                Ok(())
+            }
+        }
+    }
+
+    /// Does what a launch that was cut off has not done. The shim has served since: it is kept, whatever fails.
+    fn finish_launch(&self, shim: &Arc<dyn Pause>) {
+        let identity = shim.identity().clone();
+        let settled = self.settle_in(identity.pid);
+        let recorded = self.group.bundle.record(Some(&Recorded::Running { identity }));
+        for step in [settled, recorded].into_iter().filter_map(Result::err) {
+            log::error!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}");
+        }
     }
 
     /// A container is coming.
@@ -189,6 +199,13 @@ impl Owned {
         loop {
             match self.next() {
                 Next::Ended => return,
+                Next::Recover => {
+                    // The end need not wait for it.
+                    let _ = Box::pin(timeout(AGAIN, self.changed.notified())).await;
+                    if let Some(Err(step)) = Box::pin(self.blocking(Self::try_recover)).await {
+                        log::debug!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}; tried again");
+                    }
+                }
                 Next::Missed(exit) => Box::pin(self.after(exit, &pod)).await,
                 Next::Watch(shim) => {
                     let exit = shim.exited().await;
@@ -230,6 +247,9 @@ impl Owned {
         let mut now = self.now();
         if now.ended {
             return Next::Ended;
+        }
+        if now.unsure {
+            return Next::Recover;
         }
         if let Some(exit) = now.missed.take() {
             return Next::Missed(exit);
@@ -285,7 +305,8 @@ impl Owned {
         }
         log::debug!(sandbox = self.group.id.as_str(), pid = pid; "its shim is launched: {}", binary.display());
         let mut now = self.now();
-        (now.shim, now.log) = (Some(shim.clone()), Some(log));
+        // It is there for whoever has asked meanwhile too.
+        (now.shim, now.log, now.wanted) = (Some(shim.clone()), Some(log), false);
         Ok(Some(shim))
     }
 
@@ -353,6 +374,8 @@ impl Owned {
 
     /// After the end of a shim that has served.
     async fn after(&self, exit: Exit, pod: &Arc<dyn Pod>) {
+        let _cleaning = self.group.cleaning.lock().await;
+        // The end cleans up itself.
         if !self.now().ended {
             self.group.bereave(exit, pod).await;
         }
@@ -363,13 +386,23 @@ impl Owned {
         self.now().ended = true;
         self.changed.notify_one();
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let shim = self.now().shim.clone();
-        let mut failed = Vec::new();
+        let runtime = tokio::runtime::Handle::current();
+        let known = self.now().shim.clone();
+        let shim = match known {
+            Some(shim) => Some(shim),
+            None => self.group.living_shim().map_err(|step| vec![step])?,
+        };
         if let Some(shim) = shim {
-            tokio::runtime::Handle::current().block_on(self.end_shim(&shim)).map_err(|step| vec![step])?;
+            runtime.block_on(self.group.end_shim(&shim, Some(&self.socket))).map_err(|step| vec![step])?;
             let mut now = self.now();
             (now.shim, now.log) = (None, None);
         }
+        // Whoever cleans up works in the bundle.
+        let _cleaning = runtime.block_on(self.group.cleaning.lock());
+        if self.group.had_shim() {
+            runtime.block_on(self.group.clean_up_all()).map_err(|step| vec![step])?;
+        }
+        let mut failed = Vec::new();
         // The second is there when a daemon was killed in the middle of making the first.
         for socket in [self.socket.clone(), self.new_socket()] {
             failed.extend(gone(fs::remove_file(&socket)).step_at("remove socket", socket).err());
@@ -377,22 +410,6 @@ impl Owned {
         failed.extend(self.group.bundle.remove().err());
         self.now().listener = None;
         if failed.is_empty() { Ok(()) } else { Err(failed) }
-    }
-
-    /// An empty shim ends when it is told to; one that does not is killed, as are its containers.
-    async fn end_shim(self: &Arc<Self>, shim: &Arc<dyn Pause>) -> Result<(), Step> {
-        let told = tokio::select! {
-            _ = shim.exited() => return Ok(()),
-            told = task::shut_down(&self.socket, &self.group.id, WITHIN) => told,
-        };
-        if told.is_ok() && timeout(WITHIN / 2, shim.exited()).await.is_ok() {
-            return Ok(());
-        }
-        let why = told.err().map_or_else(|| "it was told to end and goes on".to_owned(), |step| step.to_string());
-        log::warn!(sandbox = self.group.id.as_str(); "its shim is killed: {why}");
-        shim.kill()?;
-        timeout(WITHIN, shim.exited()).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut)).step("kill shim")?;
-        self.group.clean_up_all().await
     }
 
     /// Runs what blocks off the runtime's workers; `None` after a panic in it.
@@ -408,3 +425,6 @@ impl Owned {
         self.now.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -4,45 +4,21 @@
 //! has been started, and containerd is told the address once: so it runs from the pod's Start to its Shutdown, and one that ended empty
 //! is started again, at the same address.
 
-use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 use std::{fs, io};
 
-use containerd_shim_protos::bootstrap_api::{BootstrapParams, Extension};
-use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use protobuf::well_known_types::any::Any;
-use protobuf::{Message as _, MessageField};
 use tokio::sync::{Notify, watch};
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
-use super::bootstrap::Bootstrap;
+use super::bootstrap::{self, Bootstrap};
 use super::bundle::{Bundle, Recorded, gone};
-use super::group::Group;
-use super::task::{self, Failure, Tasks};
-use super::{Pod, Settings, command, driver, fifo, on_demand};
-use crate::containerd::Store;
+use super::group::{AGAIN, Found, Group, WITHIN};
+use super::root::Root;
+use super::task::{Failure, Tasks};
+use super::{Pod, Settings, command, fifo, on_demand};
 use crate::error::{IoContext as _, Step};
-use crate::pause::{Adoption, Exit, Pause, Plan, image, native};
-
-/// How long a shim may take to answer, and one that is told to end until it has.
-const WITHIN: Duration = Duration::from_secs(10);
-
-/// Between two tries of what must work in the end.
-const AGAIN: Duration = Duration::from_secs(1);
-
-/// More than the kernel takes from the end of a vfork to the new program's arguments.
-const EXECUTED: Duration = Duration::from_millis(20);
-
-/// The first containerd that gives shims its parameters as a message of their own; before, the runtime's options alone.
-const BOOTSTRAP_SINCE: (u32, u32) = (2, 3);
-
-/// Name of the pause program in the root of a sandbox.
-const PAUSE: &str = "pause";
-
-/// Where the record of what `start` said is in the bundle.
-const BOOTSTRAP: &str = "bootstrap.json";
+use crate::pause::{Exit, Pause, Plan};
 
 /// An endpoint whose shim is started by its `start`.
 #[derive(Debug)]
@@ -55,7 +31,7 @@ pub struct Started {
     changed: Notify,
     /// What a shim that died has left is known, and the pause is needed no longer to find it.
     looked_around: watch::Sender<bool>,
-    /// Held while a shim is started, and by the end.
+    /// Held while a shim is looked for or started, and by the end.
     turn: Mutex<()>,
 }
 
@@ -64,6 +40,8 @@ pub struct Started {
 struct Now {
     /// There shall be a shim.
     open: bool,
+    /// What an earlier daemon has left is not known yet: a shim may live.
+    unsure: bool,
     shim: Option<Arc<dyn Pause>>,
     bootstrap: Option<Bootstrap>,
     log: Option<fifo::Reader>,
@@ -77,6 +55,7 @@ struct Now {
 /// What the serving task does next.
 enum Next {
     Ended,
+    Recover,
     Missed(Exit),
     Watch(Arc<dyn Pause>),
     Start,
@@ -120,31 +99,11 @@ impl Started {
         if !self.runs_pause {
             return Ok(());
         }
-        let dir = self.group.bundle.dir();
-        made(fs::DirBuilder::new().mode(0o700).create(dir)).step_at("make directory", dir)?;
-        let config = dir.join("config.json");
-        fs::write(&config, spec).step_at("write file", config)?;
-        let root = self.root();
-        made(fs::DirBuilder::new().mode(0o755).create(&root)).step_at("make directory", &root)?;
-        // A file system of its own, for what is below /run may not be executed on many nodes.
-        let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
-        mount(Some("pause"), &root, Some("tmpfs"), flags, Some("mode=755,size=65536")).step_at("mount root", &root)?;
-        let program = root.join(PAUSE);
-        fs::write(&program, image::PROGRAM).step_at("write pause program", &program)?;
-        let executable = fs::Permissions::from_mode(0o555);
-        fs::set_permissions(&program, executable).step_at("write pause program", &program)?;
-        let Some(userns) = plan.userns else { return Ok(()) };
-        if let Some(netns) = &plan.netns {
-            native::pin_owner(netns, &driver::user_namespace(dir))?;
-        }
-        let (uid, gid) = (userns.uid.host_id, userns.gid.host_id);
-        // The root of a user namespace makes what is mounted on, and must get here first.
-        chown(&root, Some(uid), Some(gid)).step_at("give root to the user namespace", &root)?;
-        self.group.shims.settings.let_pass(dir)
+        self.root().make(spec, plan, &self.group.shims.settings.state_dir)
     }
 
-    fn root(&self) -> PathBuf {
-        self.group.bundle.dir().join("rootfs")
+    fn root(&self) -> Root<'_> {
+        Root::new(self.group.bundle.dir())
     }
 
     /// Starts the shim. Blocks; to be called on a thread of the runtime.
@@ -161,6 +120,7 @@ impl Started {
         group.bundle.make(&group.id, !self.runs_pause)?;
         let log = fifo::read(&group.bundle.log(), &group.id)?;
         group.bundle.record(Some(&Recorded::Launching))?;
+        let told = self.bootstrap();
         let runtime = tokio::runtime::Handle::current();
         match runtime.block_on(self.bring_up(&binary)) {
             Ok((bootstrap, shim)) => {
@@ -176,6 +136,8 @@ impl Started {
                 for left in runtime.block_on(self.end_cut_off(&binary)) {
                     log::warn!(sandbox = group.id.as_str(); "undo the start of its shim: {left}");
                 }
+                // containerd knows the pod by it, also while there is no shim.
+                self.now().bootstrap = told;
                 Err(step)
             }
         }
@@ -184,7 +146,7 @@ impl Started {
     /// From the call of `start` to a shim that is known.
     async fn bring_up(&self, binary: &Path) -> Result<(Bootstrap, Arc<dyn Pause>), Step> {
         let Group { shims, bundle, id, .. } = &*self.group;
-        let given = self.given().await?;
+        let given = bootstrap::given(&shims.settings, id, &self.group.runtime).await?;
         let said = command::start(&shims.settings, binary, id, bundle.dir(), given).await?;
         let bootstrap = Bootstrap::parse(&said).step_at("read what the shim's start said", binary)?;
         let told = self.bootstrap();
@@ -194,9 +156,7 @@ impl Started {
             return Err(Step::at("start shim", binary, io::Error::other(moved)));
         }
         self.now().bootstrap = Some(bootstrap.clone());
-        let text = serde_json::to_vec(&bootstrap).map_err(io::Error::other).step("encode address of shim")?;
-        let file = bundle.dir().join(BOOTSTRAP);
-        fs::write(&file, text).step_at("write file", file)?;
+        bundle.record_bootstrap(&bootstrap)?;
         let tasks = Tasks::connect(&bootstrap, WITHIN).await.map_err(Failure::step)?;
         let pid = tasks.shim_pid(id, WITHIN).await.map_err(Failure::step)?;
         let nobody = || io::Error::other(format!("it says that it is process {pid}, which does not live"));
@@ -205,93 +165,51 @@ impl Started {
         Ok((bootstrap, shim))
     }
 
-    /// What `start` is given on standard input: what the node's containerd gives to shims of its own.
-    async fn given(&self) -> Result<Vec<u8>, Step> {
-        let Group { shims, id, runtime, .. } = &*self.group;
-        let settings = &shims.settings;
-        let options = runtime.options.as_ref().map(|(type_url, value)| Any {
-            type_url: type_url.clone(),
-            value: value.clone(),
-            ..Default::default()
-        });
-        let containerd =
-            Store { address: settings.containerd_address.clone(), namespace: settings.containerd_namespace.clone() };
-        let version = containerd.version().await?;
-        let encoded = if since(&version) < BOOTSTRAP_SINCE {
-            options.map_or(Ok(Vec::new()), |options| options.write_to_bytes())
-        } else {
-            let extension = |options| Extension { value: MessageField::some(options), ..Default::default() };
-            let parameters = BootstrapParams {
-                instance_id: id.clone(),
-                namespace: settings.containerd_namespace.clone(),
-                containerd_version: version,
-                containerd_ttrpc_address: settings.containerd_ttrpc(),
-                containerd_grpc_address: settings.containerd_address.display().to_string(),
-                containerd_binary: "containerd".to_owned(),
-                extensions: options.map(extension).into_iter().collect(),
-                ..Default::default()
-            };
-            parameters.write_to_bytes()
-        };
-        encoded.map_err(io::Error::other).step("encode what the shim is given")
-    }
-
-    /// Finds the shim that an earlier daemon has started.
+    /// Finds the shim that an earlier daemon has started. The serving task does again what fails.
     pub(super) fn recover(&self) {
-        if let Err(step) = self.try_recover() {
-            log::error!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}");
+        self.now().unsure = true;
+        if let Err(step) = self.find_again() {
+            log::error!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}; tried again");
         }
     }
 
-    fn try_recover(&self) -> Result<(), Step> {
-        let Group { shims, bundle, id, .. } = &*self.group;
-        let bootstrap = self.recorded_bootstrap()?;
-        let found = match bundle.recorded()? {
-            None => None,
-            Some(Recorded::Running { identity }) => match shims.launcher.adopt(&identity) {
-                Adoption::Alive(shim) => Some(Arc::from(shim)),
-                Adoption::Dead(exit) => {
-                    self.now().missed = Some(exit);
-                    None
-                }
-                Adoption::Unknown(step) => return Err(step),
-            },
-            Some(Recorded::Launching) => self.find()?,
+    /// Finds the shim that an earlier daemon has started, unless that is done. Blocks.
+    ///
+    /// # Errors
+    /// Nobody can tell whether a shim lives, or where it listens.
+    pub(super) fn find_again(&self) -> Result<(), Step> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = self.now();
+        if now.ended || !now.unsure {
+            return Ok(());
+        }
+        drop(now);
+        let bootstrap = self.group.bundle.bootstrap()?;
+        let (shim, missed) = match self.group.recorded_shim()? {
+            Some(Found::Alive { shim, .. }) => (Some(shim), None),
+            Some(Found::Dead(exit)) => (None, Some(exit)),
+            None => (None, None),
         };
-        let log = match &found {
-            Some(shim) => {
-                log::info!(sandbox = id.as_str(), pid = shim.identity().pid; "its shim is taken over");
-                Some(fifo::read(&bundle.log(), id)?)
-            }
-            None => None,
-        };
+        let log = shim.as_ref().and_then(|shim| self.group.read_again(shim));
         let mut now = self.now();
-        (now.open, now.shim, now.bootstrap, now.log) = (bootstrap.is_some(), found, bootstrap, log);
+        (now.open, now.unsure, now.missed) = (bootstrap.is_some(), false, missed);
+        (now.shim, now.bootstrap, now.log) = (shim, bootstrap, log);
+        drop(now);
+        self.changed.notify_one();
         Ok(())
     }
 
-    fn recorded_bootstrap(&self) -> Result<Option<Bootstrap>, Step> {
-        let path = self.group.bundle.dir().join(BOOTSTRAP);
-        match fs::read(&path) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(Step::at("read address of shim", path, e)),
-            Ok(text) => {
-                serde_json::from_slice(&text).map(Some).map_err(io::Error::other).step_at("read address of shim", path)
-            }
+    /// [`Started::find_again`] off the runtime's workers.
+    ///
+    /// # Errors
+    /// As of that.
+    pub(super) async fn find_again_beside(self: &Arc<Self>) -> Result<(), Step> {
+        if !self.now().unsure {
+            return Ok(());
         }
-    }
-
-    /// The server of a `start` of which no more is known: it works in the bundle, with the arguments that containerd's shims have.
-    fn find(&self) -> Result<Option<Arc<dyn Pause>>, Step> {
-        let Group { shims, bundle, id, .. } = &*self.group;
-        let arguments = command::server_arguments(&shims.settings, id);
-        let found = shims.launcher.find(bundle.dir(), &arguments)?;
-        if found.is_some() {
-            return Ok(found);
-        }
-        // One that has just been executed shows its arguments an instant later.
-        std::thread::sleep(EXECUTED);
-        shims.launcher.find(bundle.dir(), &arguments)
+        let of = self.clone();
+        let found = tokio::task::spawn_blocking(move || of.find_again()).await;
+        found.unwrap_or_else(|e| Err(io::Error::other(e.to_string())).step("look for shim"))
     }
 
     /// Serves the endpoint until its end.
@@ -304,11 +222,20 @@ impl Started {
         loop {
             match self.next() {
                 Next::Ended => return,
+                Next::Recover => {
+                    // The end need not wait for it.
+                    let _ = timeout(AGAIN, self.changed.notified()).await;
+                    if let Err(step) = self.find_again_beside().await {
+                        log::debug!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}; tried again");
+                    }
+                }
                 Next::Missed(exit) => self.after(exit, &pod).await,
                 Next::Watch(shim) => {
+                    let begun = Instant::now();
                     let exit = shim.exited().await;
                     self.forget();
                     self.after(exit, &pod).await;
+                    self.spare(begun).await;
                 }
                 Next::Start => {
                     let of = self.clone();
@@ -319,6 +246,15 @@ impl Started {
                 }
                 Next::Wait => self.changed.notified().await,
             }
+        }
+    }
+
+    /// A shim that ends as soon as it is started is not started again as soon as it has ended.
+    async fn spare(&self, begun: Instant) {
+        let lived = begun.elapsed();
+        if lived < AGAIN && !self.runs_pause && !self.now().ended {
+            log::warn!(sandbox = self.group.id.as_str(); "its shim has ended too soon: {} ms after its start", lived.as_millis());
+            sleep(AGAIN).await;
         }
     }
 
@@ -333,6 +269,9 @@ impl Started {
         if now.ended {
             return Next::Ended;
         }
+        if now.unsure {
+            return Next::Recover;
+        }
         if let Some(exit) = now.missed.take() {
             return Next::Missed(exit);
         }
@@ -345,6 +284,8 @@ impl Started {
     }
 
     async fn after(&self, exit: Exit, pod: &Arc<dyn Pod>) {
+        let _cleaning = self.group.cleaning.lock().await;
+        // The end cleans up itself.
         if self.now().ended {
             return;
         }
@@ -374,7 +315,7 @@ impl Started {
     /// # Errors
     /// The failed step.
     pub(super) async fn delete_pause(&self) -> Result<(), Step> {
-        let Group { shims, bundle, id, runtime } = &*self.group;
+        let Group { shims, bundle, id, runtime, .. } = &*self.group;
         let binary = shims.settings.binary(&runtime.name)?;
         Bundle::write_runtime(bundle.dir(), runtime.runc_options()?.as_ref())?;
         command::delete(&shims.settings, &binary, id, bundle.dir()).await?;
@@ -420,27 +361,34 @@ impl Started {
         let runtime = tokio::runtime::Handle::current();
         let bundle = &self.group.bundle;
         let known = self.shim();
-        if known.is_none() && matches!(bundle.recorded(), Ok(Some(Recorded::Launching))) {
+        if known.is_none() && matches!(bundle.recorded().map_err(|step| vec![step])?, Some(Recorded::Launching)) {
             let binary = self.group.shims.settings.binary(&self.group.runtime.name).map_err(|step| vec![step])?;
             let failed = runtime.block_on(self.end_cut_off(&binary));
             if !failed.is_empty() {
                 return Err(failed);
             }
         }
-        if let Some(shim) = known {
-            runtime.block_on(self.end_shim(&shim)).map_err(|step| vec![step])?;
+        let shim = match known {
+            Some(shim) => Some(shim),
+            None => self.group.living_shim().map_err(|step| vec![step])?,
+        };
+        if let Some(shim) = shim {
+            let socket = self.said().map(|said| said.socket());
+            runtime.block_on(self.group.end_shim(&shim, socket.as_deref())).map_err(|step| vec![step])?;
             self.forget();
         }
+        // Whoever cleans up works in the bundle.
+        let _cleaning = runtime.block_on(self.group.cleaning.lock());
         // One that was told to end in the middle of making the pause has left what it had made.
         runtime.block_on(self.delete_orphan()).map_err(|step| vec![step])?;
+        if self.group.had_shim() {
+            runtime.block_on(self.group.clean_up_all()).map_err(|step| vec![step])?;
+        }
         let mut failed = Vec::new();
         for socket in self.sockets() {
             failed.extend(gone(fs::remove_file(&socket)).step_at("remove socket", socket).err());
         }
-        // The first the shim takes off itself when it deletes the pause.
-        for mounted in [self.root(), driver::user_namespace(bundle.dir())] {
-            failed.extend(unmount(&mounted).err());
-        }
+        failed.extend(self.root().unmount().err().unwrap_or_default());
         if failed.is_empty() {
             failed.extend(bundle.remove().err());
         }
@@ -452,42 +400,26 @@ impl Started {
         let Group { shims, id, .. } = &*self.group;
         let Settings { containerd_address, containerd_namespace, .. } = &shims.settings;
         let usual = on_demand::Socket::new(containerd_address, containerd_namespace, id).path().to_owned();
-        let said = self.bootstrap().or_else(|| self.recorded_bootstrap().ok().flatten());
-        let said = said.map(|shim| shim.socket()).filter(|socket| *socket != usual);
+        let said = self.said().map(|shim| shim.socket()).filter(|socket| *socket != usual);
         said.into_iter().chain([usual]).collect()
     }
 
-    /// An empty shim ends when it is told to; one that does not is killed, as are its containers.
-    async fn end_shim(&self, shim: &Arc<dyn Pause>) -> Result<(), Step> {
-        let Some(socket) = self.bootstrap().map(|shim| shim.socket()) else { return self.kill(shim).await };
-        let told = tokio::select! {
-            _ = shim.exited() => return Ok(()),
-            told = task::shut_down(&socket, &self.group.id, WITHIN) => told,
-        };
-        if told.is_ok() && timeout(WITHIN / 2, shim.exited()).await.is_ok() {
-            return Ok(());
-        }
-        let why = told.err().map_or_else(|| "it was told to end and goes on".to_owned(), |step| step.to_string());
-        log::warn!(sandbox = self.group.id.as_str(); "its shim is killed: {why}");
-        self.kill(shim).await
-    }
-
-    async fn kill(&self, shim: &Arc<dyn Pause>) -> Result<(), Step> {
-        shim.kill()?;
-        timeout(WITHIN, shim.exited()).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut)).step("kill shim")?;
-        self.delete_orphan().await?;
-        self.group.clean_up_all().await
+    /// What its `start` said, to this daemon or an earlier one.
+    fn said(&self) -> Option<Bootstrap> {
+        self.bootstrap().or_else(|| self.group.bundle.bootstrap().ok().flatten())
     }
 
     /// Ends what a start that was cut off, or has failed, may have left: the server, and what it holds.
     async fn end_cut_off(&self, binary: &Path) -> Vec<Step> {
         let Group { shims, bundle, id, .. } = &*self.group;
         let mut failed = Vec::new();
-        match self.find() {
-            Ok(None) => {}
-            Ok(Some(shim)) => failed.extend(self.kill(&shim).await.err()),
-            Err(step) => failed.push(step),
-        }
+        let killed = async {
+            let Some(shim) = self.group.find()? else { return Ok(()) };
+            Group::kill(&shim).await?;
+            self.delete_orphan().await?;
+            self.group.clean_up_all().await
+        };
+        failed.extend(killed.await.err());
         // Also a shim that is nothing like containerd's own knows how to clean up after itself, if it works at all.
         if let Err(step) = command::delete(&shims.settings, binary, id, bundle.dir()).await {
             log::warn!(sandbox = id.as_str(); "its shim: {step}");
@@ -495,59 +427,11 @@ impl Started {
         for socket in self.sockets() {
             failed.extend(gone(fs::remove_file(&socket)).step_at("remove socket", socket).err());
         }
-        self.now().bootstrap = None;
         failed.extend(bundle.record(None).err());
         failed
     }
 
     fn now(&self) -> MutexGuard<'_, Now> {
         self.now.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Settings {
-    /// Lets everybody through to `bundle`, as the root of a user namespace must get to the root below it; nobody may look around.
-    fn let_pass(&self, bundle: &Path) -> Result<(), Step> {
-        for dir in bundle.ancestors().take_while(|dir| dir.starts_with(&self.state_dir)) {
-            let mode = fs::metadata(dir).step_at("look at directory", dir)?.permissions().mode();
-            let passed = fs::set_permissions(dir, fs::Permissions::from_mode(mode & 0o7777 | 0o011));
-            passed.step_at("let the user namespace pass", dir)?;
-        }
-        Ok(())
-    }
-}
-
-/// The release of a version such as `v2.3.4`; an unknown one is new.
-fn since(version: &str) -> (u32, u32) {
-    let mut numbers = version.trim_start_matches('v').split(['.', '-', '+', '~']).map(|part| part.parse().ok());
-    numbers.next().flatten().zip(numbers.next().flatten()).unwrap_or((u32::MAX, 0))
-}
-
-/// "Gone already" is success.
-fn unmount(path: &Path) -> Result<(), Step> {
-    match umount2(path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
-        Ok(()) | Err(nix::Error::EINVAL | nix::Error::ENOENT) => Ok(()),
-        Err(e) => Err(Step::at("unmount", path, e.into())),
-    }
-}
-
-/// "There already" is success.
-fn made(result: io::Result<()>) -> io::Result<()> {
-    match result {
-        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-        other => other,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn releases() {
-        assert_eq!(since("v2.3.4"), (2, 3));
-        assert_eq!(since("2.1.9~ds1"), (2, 1));
-        assert_eq!(since("v2.4.0-beta.0"), (2, 4));
-        assert!(since("unknown") > BOOTSTRAP_SINCE);
     }
 }

@@ -28,6 +28,7 @@ pub(crate) enum Kind {
 /// A node whose sandboxer uses the wrapped shim.
 pub(crate) struct Bench {
     pub(crate) node: Arc<Node>,
+    kind: Kind,
     order: PathBuf,
     _dir: tempfile::TempDir,
 }
@@ -55,7 +56,7 @@ impl Bench {
         })
         .await?;
         node.start_sandboxer().await?;
-        let bench = Self { node, order, _dir: dir };
+        let bench = Self { node, kind, order, _dir: dir };
         // containerd makes directories of its own with the first container, and the pod network with the first pod.
         let pod = bench.node.run(Handler::Ours, PodSpec::new("first")).await?;
         pod.run(ContainerSpec::sleeping("a")).await?;
@@ -68,7 +69,7 @@ impl Bench {
         Ok(fs::write(&self.order, word)?)
     }
 
-    /// What is to happen to the next calls of a method, of shims that came by the order `proxy`: `fail N`, `lose N`, `cut N`, `hang N`, `late SECONDS`.
+    /// What is to happen to the next calls of a method, of shims that came by the order `proxy`: `fail N`, `lose N`, `cut N`, `die N`, `hang N`, `late SECONDS`.
     pub(crate) fn misbehave(&self, method: &str, how: &str) -> Result<()> {
         Ok(fs::write(crate::proxy::calls(&self.order), format!("{method} {how}"))?)
     }
@@ -90,6 +91,12 @@ impl Bench {
 
     pub(crate) async fn pod(&self, name: &str) -> Result<Pod> {
         self.node.run(Handler::Ours, PodSpec::new(name).host_network()).await
+    }
+
+    /// Where a pod's shim is on record.
+    pub(crate) fn record(&self, pod: &Pod) -> PathBuf {
+        let dir = self.node.layout().sandboxer_state().join("sandboxes").join(pod.id());
+        dir.join(if self.kind == Kind::Owned { "shim" } else { pod.id() }).join("shim.json")
     }
 
     pub(crate) async fn restart(&self) -> Result<()> {

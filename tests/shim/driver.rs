@@ -13,6 +13,7 @@ use serde_json::Value;
 use crate::bench::{
     Bench, Case, Kind, SOON, cases, no_shim, none, not_ready, one_shim, refused, removed, shims, signal,
 };
+use crate::owned::a_shim_that_cannot_be_looked_for_is_found_later;
 use crate::started::{a_shim_that_dies_with_containers_ends_the_pod_too, a_start_that_fails_is_an_error};
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -26,6 +27,8 @@ pub(crate) fn cases() -> Vec<Case> {
         a_lost_wait_is_no_exit,
         recovery_as_containerds,
         an_unreachable_shim_is_unknown_and_can_be_ended,
+        a_shim_that_cannot_be_looked_for_is_found_later,
+        a_shim_that_refuses_to_kill_is_killed,
         fifty_pods_of_the_driver_leave_nothing,
     ]
 }
@@ -217,6 +220,17 @@ async fn an_unreachable_shim_is_unknown_and_can_be_ended(bench: Arc<Bench>) -> R
     bench.behave()?;
     removed(&pod).await?;
     no_shim(&pod).await
+}
+
+async fn a_shim_that_refuses_to_kill_is_killed(bench: Arc<Bench>) -> Result<()> {
+    bench.order("proxy")?;
+    let pod = bench.pod("refusing").await?;
+    bench.misbehave("Kill", "fail 1000")?;
+    removed(&pod).await?;
+    no_shim(&pod).await?;
+    let log = fs::read_to_string(bench.node.layout().sandboxer_log())?;
+    ensure!(log.contains("its shim refuses to kill the pause and is killed"), "the log does not say so");
+    Ok(())
 }
 
 async fn fifty_pods_of_the_driver_leave_nothing(bench: Arc<Bench>) -> Result<()> {

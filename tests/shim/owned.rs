@@ -23,6 +23,8 @@ pub(crate) fn cases() -> Vec<Case> {
         a_shim_that_does_not_come_is_an_error,
         a_killed_daemon_finds_the_shim_again,
         a_shim_that_dies_without_a_daemon_ends_the_pod,
+        a_shim_that_cannot_be_looked_for_is_found_later,
+        a_pod_that_is_removed_while_its_dead_shim_is_cleaned_up_leaves_nothing,
         calls_that_fail_are_late_or_lost_leave_nothing,
         fifty_pods_leave_no_shim,
     ]
@@ -128,7 +130,7 @@ async fn a_killed_daemon_finds_the_shim_again(bench: Arc<Bench>) -> Result<()> {
     one_shim(&idle).await?;
     // As if the daemon had been killed between the launch and its record.
     bench.node.kill_sandboxer()?;
-    let record = bench.node.layout().sandboxer_state().join("sandboxes").join(busy.id()).join("shim/shim.json");
+    let record = bench.record(&busy);
     fs::write(&record, "\"launching\"")?;
     bench.node.start_sandboxer().await?;
     let recorded = fs::read_to_string(&record)?;
@@ -159,6 +161,50 @@ async fn a_shim_that_dies_without_a_daemon_ends_the_pod(bench: Arc<Bench>) -> Re
     removed(&pod).await
 }
 
+/// The daemon that is started cannot read the record, as when the node is out of descriptors. Neither pod nor shim suffers, and both can be ended
+/// when it can be read again.
+pub(crate) async fn a_shim_that_cannot_be_looked_for_is_found_later(bench: Arc<Bench>) -> Result<()> {
+    let pod = bench.pod("unread").await?;
+    let container = pod.run(ContainerSpec::sleeping("a")).await?;
+    let (shim, pause) = (one_shim(&pod).await?, pod.pause_pid().await?);
+    let (record, aside) = (bench.record(&pod), bench.record(&pod).with_extension("aside"));
+    bench.node.kill_sandboxer()?;
+    fs::rename(&record, &aside)?;
+    fs::create_dir(&record)?;
+    bench.node.start_sandboxer().await?;
+    let log = fs::read_to_string(bench.node.layout().sandboxer_log())?;
+    ensure!(log.contains("read record of shim"), "the record could be read");
+    ensure!(one_shim(&pod).await?.pid == shim.pid, "another shim");
+    ensure!(processes::one(pause)?.state != 'Z', "the pause has ended");
+    ensure!(container.sh("echo hello").await?.trim() == "hello", "exec");
+    container.stop().await?;
+    container.remove().await?;
+    // An end of the sandbox that does not know of the shim would leave it.
+    let unknown = bench.node.sandboxer().shutdown(pod.id()).await;
+    ensure!(unknown.is_err(), "the sandbox is gone");
+    ensure!(one_shim(&pod).await?.pid == shim.pid, "the shim is gone");
+    fs::remove_dir(&record)?;
+    fs::rename(&aside, &record)?;
+    removed(&pod).await?;
+    no_shim(&pod).await
+}
+
+/// The shim's `delete` takes its time, and the pod's end does not wait for anybody.
+async fn a_pod_that_is_removed_while_its_dead_shim_is_cleaned_up_leaves_nothing(bench: Arc<Bench>) -> Result<()> {
+    let pod = bench.pod("tardy").await?;
+    for name in ["a", "b"] {
+        pod.run(ContainerSpec::sleeping(name)).await?;
+    }
+    bench.order("tardy")?;
+    signal(one_shim(&pod).await?.pid, Signal::SIGKILL)?;
+    until("not ready", SOON, async || not_ready(&pod).await).await?;
+    removed(&pod).await?;
+    let log = fs::read_to_string(bench.node.layout().sandboxer_log())?;
+    let failed = log.lines().find(|line| line.contains(pod.id()) && line.contains("its containers: "));
+    ensure!(failed.is_none(), "{failed:?}");
+    Ok(())
+}
+
 async fn fifty_pods_leave_no_shim(bench: Arc<Bench>) -> Result<()> {
     for round in 0..10 {
         let names: Vec<String> = (0..5).map(|n| format!("many-{round}-{n}")).collect();
@@ -181,8 +227,16 @@ async fn fifty_pods_leave_no_shim(bench: Arc<Bench>) -> Result<()> {
 /// What containerd asks of the shim goes wrong on its way; the pod is removed all the same, as kubelet does, and nothing of it stays.
 async fn calls_that_fail_are_late_or_lost_leave_nothing(bench: Arc<Bench>) -> Result<()> {
     bench.order("proxy")?;
-    for (method, how) in [("Delete", "fail 2"), ("Delete", "late 12"), ("Delete", "lose 1"), ("Create", "fail 1")] {
+    for (method, how) in [
+        ("Delete", "fail 2"),
+        ("Delete", "late 12"),
+        ("Delete", "lose 1"),
+        ("Delete", "cut 1"),
+        ("Delete", "die 1"),
+        ("Create", "fail 1"),
+    ] {
         let named = format!("{method} {how}");
+        let before = bench.node.snapshot()?;
         let pod = bench.pod("astray").await?;
         bench.misbehave(method, how)?;
         let other = bench.pod("other").await?;
@@ -195,6 +249,8 @@ async fn calls_that_fail_are_late_or_lost_leave_nothing(bench: Arc<Bench>) -> Re
             removed(&pod).await.with_context(|| named.clone())?;
             no_shim(&pod).await.with_context(|| named.clone())?;
         }
+        // Neither a cgroup nor a state of the runtime's is left.
+        bench.node.settles_to(&before).await.with_context(|| named.clone())?;
         bench.behave()?;
     }
     Ok(())

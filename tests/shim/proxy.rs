@@ -158,6 +158,11 @@ fn connection(client: UnixStream, shim: UnixStream, calls: &Path) -> Result<()> 
                 write(&to_shim, &frame)?;
                 break;
             }
+            Order::Die => {
+                write(&to_shim, &frame)?;
+                // The real one, and what it runs, are told to go with it.
+                nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL)?;
+            }
         }
     }
     hang_up(&client, &shim);
@@ -201,6 +206,8 @@ enum Order {
     Lose,
     /// The connection ends with the call.
     Cut,
+    /// The shim ends with the call.
+    Die,
     Late(Duration),
 }
 
@@ -226,6 +233,7 @@ fn ordered(frame: &[u8], calls: &Path) -> Result<Order> {
         "hang" => Order::Hang,
         "lose" => Order::Lose,
         "cut" => Order::Cut,
+        "die" => Order::Die,
         "late" => Order::Late(Duration::from_secs(number)),
         other => anyhow::bail!("no such order: {other}"),
     })

@@ -10,6 +10,7 @@ use nix::sys::signal::Signal;
 use crate::bench::{
     Bench, Case, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, refused, removed, shims, signal,
 };
+use crate::owned::a_shim_that_cannot_be_looked_for_is_found_later;
 
 pub(crate) fn cases() -> Vec<Case> {
     cases![Kind::Started =>
@@ -17,6 +18,8 @@ pub(crate) fn cases() -> Vec<Case> {
         a_start_that_fails_is_an_error,
         a_shim_that_dies_with_containers_ends_the_pod_too,
         a_killed_daemon_finds_the_started_shim_again,
+        a_shim_that_cannot_be_looked_for_is_found_later,
+        an_address_outlives_starts_that_fail,
     ]
 }
 
@@ -88,5 +91,30 @@ async fn a_killed_daemon_finds_the_started_shim_again(bench: Arc<Bench>) -> Resu
     ensure!(container.sh("echo hello").await?.trim() == "hello", "exec");
     pod.run(ContainerSpec::sleeping("b")).await?;
     pod.remove().await?;
+    no_shim(&pod).await
+}
+
+/// containerd takes the address over from Status when it is started, also while there is no shim.
+async fn an_address_outlives_starts_that_fail(bench: Arc<Bench>) -> Result<()> {
+    let pod = bench.pod("addressed").await?;
+    let sandboxer = bench.node.sandboxer();
+    let told = sandboxer.status(pod.id(), false).await?.address;
+    ensure!(!told.is_empty(), "no address");
+    let log = bench.node.layout().sandboxer_log();
+    bench.order("exit")?;
+    signal(one_shim(&pod).await?.pid, Signal::SIGTERM)?;
+    until("two starts that failed", SOON, async || {
+        let text = std::fs::read_to_string(&log)?;
+        let failed = text.lines().filter(|line| line.contains(pod.id()) && line.contains("cannot go on")).count();
+        ensure!(failed >= 2, "{failed}");
+        Ok(())
+    })
+    .await?;
+    let status = sandboxer.status(pod.id(), false).await?;
+    ensure!((status.address.as_str(), status.state.as_str()) == (told.as_str(), "SANDBOX_READY"), "{status:?}");
+    bench.order("good")?;
+    one_shim(&pod).await?;
+    pod.run(ContainerSpec::sleeping("a")).await?;
+    removed(&pod).await?;
     no_shim(&pod).await
 }

@@ -3,7 +3,10 @@
 # Task API pass through THIS_TEST, which has orders for each of them.
 order=$(cat ORDER_FILE)
 case " $* " in
-*" delete "*) exec REAL_SHIM "$@" ;;
+*" delete "*)
+    [ "$order" = tardy ] && sleep 2
+    exec REAL_SHIM "$@"
+    ;;
 *" start "*)
     case $order in
     exit) echo "cannot go on" >&2; exit 7 ;;

@@ -1,0 +1,81 @@
+//! An endpoint without a node.
+
+use std::process::{Child, Command};
+
+use super::*;
+use crate::shim::{Endpoint, Owner, Runtime, Settings, Shims};
+
+/// The endpoint of a sandbox below `dir`, and what all share.
+fn endpoint(dir: &Path) -> (Arc<Shims>, Arc<Owned>) {
+    let settings = Settings {
+        containerd_address: dir.join("containerd.sock"),
+        containerd_namespace: "k8s.io".to_owned(),
+        containerd_state: dir.join("state"),
+        state_dir: dir.to_owned(),
+        on_demand_address: String::new(),
+        binaries: Default::default(),
+    };
+    let shims = Arc::new(Shims::new(settings, None).unwrap());
+    let Endpoint::Owned(owned) = shims.endpoint(Owner::Sandboxer, "pod", &dir.join("pod"), Runtime::default()) else {
+        unreachable!("its owner is the sandboxer")
+    };
+    std::fs::create_dir(dir.join("pod")).unwrap();
+    (shims, owned)
+}
+
+/// A process that is on record as the shim.
+fn recorded(shims: &Shims, owned: &Owned) -> Child {
+    let child = Command::new("sleep").arg("1000").spawn().unwrap();
+    let identity = shims.launcher.open(child.id()).unwrap().unwrap().identity().clone();
+    owned.group.bundle.make("pod", true).unwrap();
+    owned.group.bundle.record(Some(&Recorded::Running { identity })).unwrap();
+    child
+}
+
+async fn ended(owned: &Arc<Owned>) -> Result<(), Vec<Step>> {
+    let owned = owned.clone();
+    tokio::task::spawn_blocking(move || owned.end()).await.unwrap()
+}
+
+#[tokio::test]
+async fn nobody_listens_behind_the_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_shims, owned) = endpoint(dir.path());
+    owned.listen().unwrap();
+    assert!(owned.socket().exists());
+    ended(&owned).await.unwrap();
+    owned.listen().unwrap();
+    owned.recover();
+    assert!(!owned.socket().exists());
+}
+
+#[tokio::test]
+async fn the_end_looks_for_the_shim_that_is_on_record() {
+    let dir = tempfile::tempdir().unwrap();
+    let (shims, owned) = endpoint(dir.path());
+    let mut child = recorded(&shims, &owned);
+    ended(&owned).await.unwrap();
+    // Its end was seen, which takes a child away.
+    assert!(child.try_wait().is_err(), "the shim lives");
+    assert!(!owned.group.bundle.dir().exists());
+}
+
+#[tokio::test]
+async fn what_cannot_be_told_is_looked_for_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let (shims, owned) = endpoint(dir.path());
+    let mut child = recorded(&shims, &owned);
+    let (record, aside) = (dir.path().join("pod/shim/shim.json"), dir.path().join("aside"));
+    fs::rename(&record, &aside).unwrap();
+    fs::create_dir(&record).unwrap();
+    owned.recover();
+    assert!(matches!(owned.next(), Next::Recover));
+    assert!(!owned.socket().exists(), "it listens, though a shim may serve");
+    fs::remove_dir(&record).unwrap();
+    fs::rename(&aside, &record).unwrap();
+    owned.try_recover().unwrap();
+    assert!(matches!(owned.next(), Next::Watch(shim) if shim.identity().pid == child.id()));
+    ended(&owned).await.unwrap();
+    // Its end was seen, which takes a child away.
+    assert!(child.try_wait().is_err(), "the shim lives");
+}

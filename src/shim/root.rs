@@ -1,0 +1,96 @@
+//! The root of a pause that a shim runs, and what else of it is mounted in the bundle.
+
+use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _, chown};
+use std::path::{Path, PathBuf};
+use std::{fs, io};
+
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+
+use super::driver;
+use crate::error::{IoContext as _, Step};
+use crate::pause::{Plan, image, native};
+
+/// Name of the pause program in the root of a sandbox.
+const PAUSE: &str = "pause";
+
+/// The root in a bundle.
+pub struct Root<'a> {
+    bundle: &'a Path,
+}
+
+impl<'a> Root<'a> {
+    /// The root in `bundle`. Nothing is made yet.
+    pub fn new(bundle: &'a Path) -> Self {
+        Self { bundle }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.bundle.join("rootfs")
+    }
+
+    /// Makes the bundle with `spec` in it, a root that holds the pause program and belongs to the root of the pod's user namespace, and a pin of
+    /// that. Who goes there passes the directories from `state_dir` on. Blocks.
+    ///
+    /// # Errors
+    /// The failed step; call [`Root::unmount`] then.
+    pub fn make(&self, spec: &[u8], plan: &Plan, state_dir: &Path) -> Result<(), Step> {
+        let dir = self.bundle;
+        made(fs::DirBuilder::new().mode(0o700).create(dir)).step_at("make directory", dir)?;
+        let config = dir.join("config.json");
+        fs::write(&config, spec).step_at("write file", config)?;
+        let root = self.path();
+        made(fs::DirBuilder::new().mode(0o755).create(&root)).step_at("make directory", &root)?;
+        // A file system of its own, for what is below /run may not be executed on many nodes.
+        let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
+        mount(Some("pause"), &root, Some("tmpfs"), flags, Some("mode=755,size=65536")).step_at("mount root", &root)?;
+        let program = root.join(PAUSE);
+        fs::write(&program, image::PROGRAM).step_at("write pause program", &program)?;
+        let executable = fs::Permissions::from_mode(0o555);
+        fs::set_permissions(&program, executable).step_at("write pause program", &program)?;
+        let Some(userns) = plan.userns else { return Ok(()) };
+        if let Some(netns) = &plan.netns {
+            native::pin_owner(netns, &driver::user_namespace(dir))?;
+        }
+        let (uid, gid) = (userns.uid.host_id, userns.gid.host_id);
+        // The root of a user namespace makes what is mounted on, and must get here first.
+        chown(&root, Some(uid), Some(gid)).step_at("give root to the user namespace", &root)?;
+        let_pass(dir, state_dir)
+    }
+
+    /// Unmounts what is mounted in the bundle. Gone already is success.
+    ///
+    /// # Errors
+    /// Every step that failed.
+    pub fn unmount(&self) -> Result<(), Vec<Step>> {
+        // The first the shim takes off itself when it deletes the pause.
+        let mounted = [self.path(), driver::user_namespace(self.bundle)];
+        let failed: Vec<Step> = mounted.iter().filter_map(|path| unmount(path).err()).collect();
+        if failed.is_empty() { Ok(()) } else { Err(failed) }
+    }
+}
+
+/// Lets everybody through to `bundle`, as the root of a user namespace must get to the root below it; nobody may look around.
+fn let_pass(bundle: &Path, state_dir: &Path) -> Result<(), Step> {
+    for dir in bundle.ancestors().take_while(|dir| dir.starts_with(state_dir)) {
+        let mode = fs::metadata(dir).step_at("look at directory", dir)?.permissions().mode();
+        let passed = fs::set_permissions(dir, fs::Permissions::from_mode(mode & 0o7777 | 0o011));
+        passed.step_at("let the user namespace pass", dir)?;
+    }
+    Ok(())
+}
+
+/// "Gone already" is success.
+fn unmount(path: &Path) -> Result<(), Step> {
+    match umount2(path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
+        Ok(()) | Err(nix::Error::EINVAL | nix::Error::ENOENT) => Ok(()),
+        Err(e) => Err(Step::at("unmount", path, e.into())),
+    }
+}
+
+/// "There already" is success.
+fn made(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        other => other,
+    }
+}
