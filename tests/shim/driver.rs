@@ -14,7 +14,10 @@ use crate::bench::{
     Bench, Case, Kind, SOON, cases, no_shim, none, not_ready, one_shim, refused, removed, shims, signal,
 };
 use crate::owned::a_shim_that_cannot_be_looked_for_is_found_later;
-use crate::started::{a_shim_that_dies_with_containers_ends_the_pod_too, a_start_that_fails_is_an_error};
+use crate::started::{
+    a_deletion_that_is_cut_off_leaves_nothing, a_shim_that_dies_with_containers_ends_the_pod_too,
+    a_start_that_fails_is_an_error,
+};
 
 pub(crate) fn cases() -> Vec<Case> {
     cases![Kind::Driver =>
@@ -24,6 +27,7 @@ pub(crate) fn cases() -> Vec<Case> {
         a_create_that_hangs_is_an_error,
         a_create_that_fails_is_an_error,
         deletes_that_fail_are_late_or_lost_are_tried_again,
+        a_deletion_that_is_cut_off_leaves_nothing,
         a_lost_wait_is_no_exit,
         recovery_as_containerds,
         an_unreachable_shim_is_unknown_and_can_be_ended,

@@ -20,6 +20,7 @@ pub(crate) fn cases() -> Vec<Case> {
         a_killed_daemon_finds_the_started_shim_again,
         a_shim_that_cannot_be_looked_for_is_found_later,
         an_address_outlives_starts_that_fail,
+        a_deletion_that_is_cut_off_leaves_nothing,
     ]
 }
 
@@ -91,6 +92,19 @@ async fn a_killed_daemon_finds_the_started_shim_again(bench: Arc<Bench>) -> Resu
     ensure!(container.sh("echo hello").await?.trim() == "hello", "exec");
     pod.run(ContainerSpec::sleeping("b")).await?;
     pod.remove().await?;
+    no_shim(&pod).await
+}
+
+/// containerd takes a lost connection for the end of the container, and the shim's runtime is killed with the call.
+pub(crate) async fn a_deletion_that_is_cut_off_leaves_nothing(bench: Arc<Bench>) -> Result<()> {
+    bench.order("proxy")?;
+    let pod = bench.pod("cut").await?;
+    let container = pod.run(ContainerSpec::sleeping("a")).await?;
+    bench.misbehave("Delete", "cut 1")?;
+    // Well or not.
+    drop(container.stop().await);
+    bench.used_up().await?;
+    removed(&pod).await?;
     no_shim(&pod).await
 }
 
