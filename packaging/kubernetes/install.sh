@@ -7,19 +7,22 @@
 # uninstall   takes the label away, waits until no pod has its sandbox from here, removes what install put in place, and sleeps
 # ready       succeeds if the node's sandboxer answers
 #
-# HOST is where the node's root is mounted, DIST holds what is installed, ON_HOST runs a command on the node.
+# HOST is where the node's root is mounted, DIST holds what is installed, ON_HOST runs a command on the node, EVERY is how many seconds there are
+# between two looks at what is waited for.
 set -eu
 
 host=${HOST-/host}
 dist=${DIST:-/dist}
 on_host=${ON_HOST-nsenter --target 1 --mount --uts --ipc --net --pid --}
 edit=${EDIT_CONTAINERD_CONFIG:-true}
+every=${EVERY:-30}
 label=pause-sandboxer/ready
 
 program=/usr/local/bin/pause-sandboxer
 units=/etc/systemd/system
 drop_in=/etc/containerd/conf.d/pause-sandboxer.toml
 config=/etc/containerd/config.toml
+records=/run/pause-sandboxer/sandboxes
 
 say() { echo "install.sh: $*"; }
 die() { say "$*" >&2; exit 1; }
@@ -81,13 +84,23 @@ install_all() {
     say "done"
 }
 
+# The pods that have their sandbox from here. A daemon that is down, or does not answer as it takes over its pods, has not said that there are none:
+# then its records tell.
+pods() {
+    if listed=$(node $program list); then
+        echo "$listed" | tail -n +2
+    elif [ -d "$host$records" ]; then
+        find "$host$records" -mindepth 1 -maxdepth 1 -printf '%f, of which the daemon does not answer\n'
+    fi
+}
+
 uninstall_all() {
     mark null
     # Without the daemon nobody could end them.
-    while alive=$(node $program list 2>/dev/null | tail -n +2) && [ -n "$alive" ]; do
+    while alive=$(pods) || die "cannot read $records"; [ -n "$alive" ]; do
         say "waiting for these pods to go (delete or drain them):"
         echo "$alive"
-        sleep 30
+        sleep "$every"
     done
     node systemctl disable --now pause-sandboxer.socket pause-sandboxer.service || :
     rm -f "$host$drop_in" "$host$units/pause-sandboxer.service" "$host$units/pause-sandboxer.socket" "$host$program"
@@ -97,8 +110,9 @@ uninstall_all() {
 }
 
 case ${1-} in
-install) install_all && forever ;;
-uninstall) uninstall_all && forever ;;
+# Not with `&&`, within which nothing that fails ends the script.
+install) install_all; forever ;;
+uninstall) uninstall_all; forever ;;
 ready) node $program list >/dev/null ;;
 *) sed -n 's/^# usage: /usage: /p' "$0" >&2; exit 2 ;;
 esac

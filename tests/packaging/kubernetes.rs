@@ -2,9 +2,10 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::io::{BufRead as _, BufReader};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
 
 use serde::Deserialize as _;
 use serde_json::Value;
@@ -105,7 +106,7 @@ fn the_image_holds_what_the_script_installs() {
     }
 }
 
-/// A node's root and what is done on it: commands are written down, `list` answers what `alive` holds.
+/// A node's root and what is done on it: commands are written down, `list` answers what `alive` holds, or as a daemon that is down where there is `down`.
 struct Node(tempfile::TempDir);
 
 impl Node {
@@ -124,7 +125,7 @@ impl Node {
         fs::write(node.path("dist/pause-sandboxer"), "program").unwrap();
         fs::write(node.path("alive"), "SANDBOX\n").unwrap();
         let stub = format!(
-            "#!/bin/sh\necho \"$*\" >>{0}/asked\ncase $* in *list) cat {0}/alive; printf 'SANDBOX\\n' >{0}/alive ;; esac\n",
+            "#!/bin/sh\necho \"$*\" >>{0}/asked\ncase $* in *list) [ ! -e {0}/down ] || exit 3; cat {0}/alive ;; esac\n",
             node.0.path().display()
         );
         fs::write(node.path("on-host"), stub).unwrap();
@@ -137,15 +138,30 @@ impl Node {
     }
 
     fn script(&self, command: &str) -> Output {
-        Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join(DIR).join("install.sh"))
-            .arg(command)
+        self.command(command).output().unwrap()
+    }
+
+    fn command(&self, word: &str) -> Command {
+        let mut command = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join(DIR).join("install.sh"));
+        command
+            .arg(word)
             .env("HOST", self.path("host"))
             .env("DIST", self.path("dist"))
             .env("ON_HOST", self.path("on-host"))
             .env("ONCE", "1")
-            .env_remove("KUBERNETES_SERVICE_HOST")
-            .output()
-            .unwrap()
+            .env("EVERY", "0.05")
+            .env_remove("KUBERNETES_SERVICE_HOST");
+        command
+    }
+
+    /// Starts an uninstallation, which must wait; it does so with everything in place, as what it says names `why`.
+    fn waiting(&self, why: &str) -> Child {
+        let mut child = self.command("uninstall").stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        let said = BufReader::new(child.stdout.as_mut().unwrap()).lines().map(Result::unwrap);
+        assert!(said.take(20).any(|line| line.contains(why)), "it waits for {why}");
+        assert!(self.path("host/usr/local/bin/pause-sandboxer").exists());
+        assert!(!self.asked().contains("disable"));
+        child
     }
 
     fn asked(&self) -> String {
@@ -200,6 +216,39 @@ fn what_is_installed_is_removed() {
     let left: Vec<String> = node.files().difference(&before).cloned().collect();
     assert_eq!(left, ["etc/containerd/config.toml.before-pause-sandboxer"]);
     assert!(node.asked().contains("systemctl disable --now pause-sandboxer.socket pause-sandboxer.service"));
+}
+
+/// An uninstallation that waited ends well.
+fn ends(mut child: Child) {
+    // What it says while nobody reads must not hold it up.
+    drop(child.stdout.take().map(|mut said| std::io::copy(&mut said, &mut std::io::sink())));
+    assert!(child.wait().unwrap().success());
+}
+
+#[test]
+fn an_uninstallation_waits_for_pods() {
+    let node = Node::new();
+    assert!(node.script("install").status.success());
+    let _ = node.asked();
+    fs::write(node.path("alive"), "SANDBOX\nabc web\n").unwrap();
+    let child = node.waiting("abc web");
+    fs::write(node.path("alive"), "SANDBOX\n").unwrap();
+    ends(child);
+    assert!(!node.path("host/usr/local/bin/pause-sandboxer").exists());
+}
+
+#[test]
+fn a_daemon_that_does_not_answer_has_not_said_that_there_are_no_pods() {
+    let node = Node::new();
+    assert!(node.script("install").status.success());
+    let _ = node.asked();
+    let record = node.path("host/run/pause-sandboxer/sandboxes/abc");
+    fs::create_dir_all(&record).unwrap();
+    fs::write(node.path("down"), "").unwrap();
+    let child = node.waiting("abc, of which the daemon does not answer");
+    fs::remove_dir(&record).unwrap();
+    ends(child);
+    assert!(!node.path("host/usr/local/bin/pause-sandboxer").exists());
 }
 
 #[test]
