@@ -7,6 +7,8 @@
 # uninstall   takes the label away, waits until no pod has its sandbox from here, removes what install put in place, and sleeps
 # ready       succeeds if the node's sandboxer answers
 #
+# A node with the Debian package is left as it is.
+#
 # HOST is where the node's root is mounted, DIST holds what is installed, ON_HOST runs a command on the node, EVERY is how many seconds there are
 # between two looks at what is waited for.
 set -eu
@@ -19,6 +21,7 @@ every=${EVERY:-30}
 label=pause-sandboxer/ready
 
 program=/usr/local/bin/pause-sandboxer
+packaged=/usr/bin/pause-sandboxer
 units=/etc/systemd/system
 drop_in=/etc/containerd/conf.d/pause-sandboxer.toml
 config=/etc/containerd/config.toml
@@ -49,8 +52,14 @@ mark() {
         -d "{\"metadata\":{\"labels\":{\"$label\":$1}}}" >/dev/null || die "cannot label node $NODE_NAME"
 }
 
+# Whether the node's sandboxer is the Debian package's. No failure: a DaemonSet's update does not go beyond a node whose pod fails.
+is_packaged() {
+    [ -e "$host$packaged" ] || return 1
+    say "the Debian package is installed on this node, which is left as it is: upgrade or remove the package instead"
+}
+
 install_all() {
-    [ ! -e "$host/usr/bin/pause-sandboxer" ] || die "the Debian package is installed on this node: upgrade that instead"
+    ! is_packaged || return 0
     changed='' containerd=''
     place pause-sandboxer $program 0755 && changed=1
     for unit in pause-sandboxer.service pause-sandboxer.socket; do
@@ -95,6 +104,7 @@ pods() {
 }
 
 uninstall_all() {
+    ! is_packaged || return 0
     mark null
     # Without the daemon nobody could end them.
     while alive=$(pods) || die "cannot read $records"; [ -n "$alive" ]; do
@@ -113,6 +123,9 @@ case ${1-} in
 # Not with `&&`, within which nothing that fails ends the script.
 install) install_all; forever ;;
 uninstall) uninstall_all; forever ;;
-ready) node $program list >/dev/null ;;
+ready)
+    [ ! -e "$host$packaged" ] || program=$packaged
+    node $program list >/dev/null
+    ;;
 *) sed -n 's/^# usage: /usage: /p' "$0" >&2; exit 2 ;;
 esac
