@@ -25,6 +25,7 @@ packaged=/usr/bin/pause-sandboxer
 units=/etc/systemd/system
 drop_in=/etc/containerd/conf.d/pause-sandboxer.toml
 config=/etc/containerd/config.toml
+kubelet=/var/lib/kubelet/config.yaml
 records=/run/pause-sandboxer/sandboxes
 
 say() { echo "install.sh: $*"; }
@@ -35,11 +36,20 @@ forever() { [ -n "${ONCE-}" ] || while :; do sleep 3600 & wait $!; done; }
 
 # place FILE PATH MODE: by rename, since the old one may be running. Says whether it was changed.
 place() {
-    cmp -s "$dist/$1" "$host$2" && return 1
+    cmp -s "$1" "$host$2" && return 1
     mkdir -p "$(dirname "$host$2")"
-    install -m "$3" "$dist/$1" "$host$2.new" || die "cannot write $2: a node with a read-only $(dirname "$2") needs an image that holds the sandboxer"
-    mv "$host$2.new" "$host$2"
+    install -m "$3" "$1" "$host$2.new" || die "cannot write $2: a node with a read-only $(dirname "$2") needs an image that holds the sandboxer"
+    mv "$host$2.new" "$host$2" || die "cannot rename $2.new to $2"
     say "placed $2"
+}
+
+# The drop-in for this node: with kubelet's `cgroupDriver: systemd`, which is kubeadm's default, the handler has SystemdCgroup.
+drop_in_of_node() {
+    if grep -Eqs "^cgroupDriver:[[:space:]]*[\"']?systemd[\"']?[[:space:]]*(#.*)?\$" "$host$kubelet"; then
+        sed -e 's/^#\(\[plugins.*\.runc-pause\.options\]\)$/\1/' -e 's/^#\(SystemdCgroup = true\)$/\1/' "$dist/pause-sandboxer.toml"
+    else
+        cat "$dist/pause-sandboxer.toml"
+    fi
 }
 
 # mark VALUE: labels the node; null takes the label away.
@@ -61,11 +71,14 @@ is_packaged() {
 install_all() {
     ! is_packaged || return 0
     changed='' containerd=''
-    place pause-sandboxer $program 0755 && changed=1
+    place "$dist/pause-sandboxer" $program 0755 && changed=1
     for unit in pause-sandboxer.service pause-sandboxer.socket; do
-        place $unit $units/$unit 0644 && changed=1
+        place "$dist/$unit" $units/$unit 0644 && changed=1
     done
-    place pause-sandboxer.toml $drop_in 0644 && containerd=1
+    made=$(mktemp)
+    drop_in_of_node >"$made"
+    place "$made" $drop_in 0644 && containerd=1
+    rm "$made"
     if [ -n "$changed" ]; then
         node systemctl daemon-reload
         node systemctl enable --now pause-sandboxer.socket

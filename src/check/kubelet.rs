@@ -22,6 +22,7 @@ pub(super) fn look(handlers: &[(String, Table)]) -> Vec<Finding> {
 /// `text` is kubelet's config; of its keys one of the outermost level is looked for.
 fn judge(text: &str, handlers: &[(String, Table)]) -> Vec<Finding> {
     let value = text.lines().find_map(|line| line.strip_prefix("cgroupDriver:"));
+    let value = value.map(|value| value.split_once(" #").map_or(value, |(value, _)| value));
     // kubelet's own default.
     let driver = value.map_or("cgroupfs", |value| value.trim().trim_matches(['"', '\'']));
     let systemd = driver == "systemd";
@@ -57,6 +58,7 @@ mod tests {
         for (text, handlers, level) in [
             ("a: 1\ncgroupDriver: systemd\n", &on, Level::Ok),
             ("cgroupDriver: \"systemd\"", &handler(""), Level::Fail),
+            ("cgroupDriver: systemd # as containerd", &on, Level::Ok),
             ("cgroupDriver: cgroupfs", &on, Level::Fail),
             ("a: 1", &handler("options = { SystemdCgroup = false }"), Level::Ok),
         ] {

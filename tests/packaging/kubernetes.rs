@@ -218,6 +218,35 @@ fn what_is_installed_is_removed() {
     assert!(node.asked().contains("systemctl disable --now pause-sandboxer.socket pause-sandboxer.service"));
 }
 
+/// kubeadm's default of kubelet; without it runc and kubelet disagree, and `check` keeps the node from its label.
+#[test]
+fn the_handler_makes_cgroups_as_kubelet_does() {
+    let node = Node::new();
+    fs::create_dir_all(node.path("host/var/lib/kubelet")).unwrap();
+    for (line, systemd) in [
+        ("cgroupDriver: systemd", true),
+        ("# cgroupDriver: systemd", false),
+        ("cgroupDriver: \"systemd\" # kubeadm", true),
+        ("cgroupDriver: cgroupfs", false),
+    ] {
+        fs::write(node.path("host/var/lib/kubelet/config.yaml"), format!("a: 1\n{line}\nb: 2\n")).unwrap();
+        let output = node.script("install");
+        assert!(output.status.success(), "{output:?}");
+        let placed = fs::read_to_string(node.path("host/etc/containerd/conf.d/pause-sandboxer.toml")).unwrap();
+        let mut expected = drop_in();
+        if systemd {
+            let options = toml::Table::from_iter([("SystemdCgroup".to_owned(), true.into())]);
+            let runtimes = &mut expected["plugins"]["io.containerd.cri.v1.runtime"]["containerd"]["runtimes"];
+            runtimes["runc-pause"].as_table_mut().unwrap().insert("options".to_owned(), options.into());
+        }
+        assert_eq!(placed.parse::<toml::Table>().unwrap(), expected, "{line}");
+        assert!(node.asked().contains("restart containerd"), "{line}");
+        // It stays so, without another restart.
+        assert!(node.script("install").status.success());
+        assert_eq!(node.asked(), "/usr/local/bin/pause-sandboxer check\n", "{line}");
+    }
+}
+
 /// An uninstallation that waited ends well.
 fn ends(mut child: Child) {
     // What it says while nobody reads must not hold it up.
