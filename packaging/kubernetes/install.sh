@@ -26,6 +26,8 @@ units=/etc/systemd/system
 drop_in=/etc/containerd/conf.d/pause-sandboxer.toml
 config=/etc/containerd/config.toml
 kubelet=/var/lib/kubelet/config.yaml
+# There from the first change of a file until all who read them have been restarted: what an interrupted installation leaves to the next.
+unfinished=/var/lib/pause-sandboxer.unfinished
 records=/run/pause-sandboxer/sandboxes
 
 say() { echo "install.sh: $*"; }
@@ -34,9 +36,15 @@ die() { say "$*" >&2; exit 1; }
 node() { $on_host "$@"; }
 forever() { [ -n "${ONCE-}" ] || while :; do sleep 3600 & wait $!; done; }
 
+begin() {
+    mkdir -p "$(dirname "$host$unfinished")"
+    : >"$host$unfinished" || die "cannot write $unfinished"
+}
+
 # place FILE PATH MODE: by rename, since the old one may be running. Says whether it was changed.
 place() {
     cmp -s "$1" "$host$2" && return 1
+    begin
     mkdir -p "$(dirname "$host$2")"
     install -m "$3" "$1" "$host$2.new" || die "cannot write $2: a node with a read-only $(dirname "$2") needs an image that holds the sandboxer"
     mv "$host$2.new" "$host$2" || die "cannot rename $2.new to $2"
@@ -71,6 +79,11 @@ is_packaged() {
 install_all() {
     ! is_packaged || return 0
     changed='' containerd=''
+    # It cannot be told how far it came.
+    if [ -e "$host$unfinished" ]; then
+        say "finishing what was begun"
+        changed=1 containerd=1
+    fi
     place "$dist/pause-sandboxer" $program 0755 && changed=1
     for unit in pause-sandboxer.service pause-sandboxer.socket; do
         place "$dist/$unit" $units/$unit 0644 && changed=1
@@ -88,6 +101,7 @@ install_all() {
     fi
     if ! grep -qs '^imports' "$host$config"; then
         if [ "$edit" = true ]; then
+            begin
             [ -e "$host$config" ] || echo 'version = 3' >"$host$config"
             cp -p "$host$config" "$host$config.before-pause-sandboxer"
             sed '1i imports = ["/etc/containerd/conf.d/*.toml"]' "$host$config.before-pause-sandboxer" >"$host$config.new"
@@ -101,6 +115,7 @@ install_all() {
     if [ -n "$containerd" ] && [ "$edit" = true ]; then
         node systemctl restart containerd
     fi
+    rm -f "$host$unfinished"
     node $program check || die "see above; the node is not labelled"
     mark '"true"'
     say "done"
@@ -126,7 +141,7 @@ uninstall_all() {
         sleep "$every"
     done
     node systemctl disable --now pause-sandboxer.socket pause-sandboxer.service || :
-    rm -f "$host$drop_in" "$host$units/pause-sandboxer.service" "$host$units/pause-sandboxer.socket" "$host$program"
+    rm -f "$host$drop_in" "$host$units/pause-sandboxer.service" "$host$units/pause-sandboxer.socket" "$host$program" "$host$unfinished"
     node systemctl daemon-reload
     [ "$edit" != true ] || node systemctl restart containerd
     say "done; $config still imports /etc/containerd/conf.d, which does no harm"

@@ -106,7 +106,8 @@ fn the_image_holds_what_the_script_installs() {
     }
 }
 
-/// A node's root and what is done on it: commands are written down, `list` answers what `alive` holds, or as a daemon that is down where there is `down`.
+/// A node's root and what is done on it: commands are written down, `list` answers what `alive` holds, or as a daemon that is down
+/// where there is `down`; the command that `fails` holds fails.
 struct Node(tempfile::TempDir);
 
 impl Node {
@@ -124,8 +125,9 @@ impl Node {
         }
         fs::write(node.path("dist/pause-sandboxer"), "program").unwrap();
         fs::write(node.path("alive"), "SANDBOX\n").unwrap();
+        fs::write(node.path("fails"), "nothing").unwrap();
         let stub = format!(
-            "#!/bin/sh\necho \"$*\" >>{0}/asked\ncase $* in *list) [ ! -e {0}/down ] || exit 3; cat {0}/alive ;; esac\n",
+            "#!/bin/sh\necho \"$*\" >>{0}/asked\ncase $* in \"$(cat {0}/fails)\") exit 1 ;; *list) [ ! -e {0}/down ] || exit 3; cat {0}/alive ;; esac\n",
             node.0.path().display()
         );
         fs::write(node.path("on-host"), stub).unwrap();
@@ -244,6 +246,31 @@ fn the_handler_makes_cgroups_as_kubelet_does() {
         // It stays so, without another restart.
         assert!(node.script("install").status.success());
         assert_eq!(node.asked(), "/usr/local/bin/pause-sandboxer check\n", "{line}");
+    }
+}
+
+#[test]
+fn an_interrupted_installation_is_finished_by_the_next() {
+    let steps = [
+        "daemon-reload",
+        "enable --now pause-sandboxer.socket",
+        "restart pause-sandboxer.service",
+        "restart containerd",
+    ];
+    for step in steps {
+        let node = Node::new();
+        fs::write(node.path("fails"), format!("systemctl {step}")).unwrap();
+        assert!(!node.script("install").status.success(), "{step}");
+        assert!(!node.asked().contains("check"), "{step}: not labelled");
+        fs::write(node.path("fails"), "nothing").unwrap();
+        let output = node.script("install");
+        assert!(output.status.success(), "{output:?}");
+        let asked = node.asked();
+        for step in steps {
+            assert!(asked.contains(step), "{step} is left out: {asked}");
+        }
+        assert!(node.script("install").status.success());
+        assert_eq!(node.asked(), "/usr/local/bin/pause-sandboxer check\n");
     }
 }
 
