@@ -131,9 +131,23 @@ pods() {
     fi
 }
 
+# The files that make the handler the node's default. containerd runs no CRI at all with a default handler that it does not know.
+defaults() {
+    for file in "$host$config" "$host${drop_in%/*}"/*.toml; do
+        if grep -Eqs "^[^#]*default_runtime_name[\"']?[[:space:]]*=[[:space:]]*[\"']runc-pause[\"']" "$file"; then
+            echo "${file#"$host"}"
+        fi
+    done
+}
+
 uninstall_all() {
     ! is_packaged || return 0
     mark null
+    while made_default=$(defaults); [ -n "$made_default" ]; do
+        say "waiting until runc-pause is not the node's default handler: take default_runtime_name from these files and restart containerd:"
+        echo "$made_default"
+        sleep "$every"
+    done
     # Without the daemon nobody could end them.
     while alive=$(pods) || die "cannot read $records"; [ -n "$alive" ]; do
         say "waiting for these pods to go (delete or drain them):"

@@ -1,7 +1,9 @@
 //! The package's own description in Cargo.toml: what it names is there.
 
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Output};
 
 use toml::Table;
 
@@ -30,6 +32,53 @@ fn what_it_holds_is_there() {
     for script in ["postinst", "prerm", "postrm"] {
         let path = root.join(deb["maintainer-scripts"].as_str().unwrap()).join(script);
         assert!(Command::new("sh").arg("-n").arg(&path).status().unwrap().success(), "{}", path.display());
+    }
+}
+
+/// The script before a removal, on a node below `root` whose `pause-sandboxer list` does what the shell makes of `list`.
+fn removal(root: &Path, list: &str) -> Output {
+    let sandboxer = root.join("pause-sandboxer");
+    fs::write(&sandboxer, format!("#!/bin/sh\n{list}\n")).unwrap();
+    fs::set_permissions(&sandboxer, fs::Permissions::from_mode(0o755)).unwrap();
+    let root = root.display();
+    let script = file("packaging/debian/scripts/prerm")
+        .replace("/etc/containerd", &format!("{root}/etc/containerd"))
+        .replace("/run/", &format!("{root}/run/"));
+    let path = format!("{root}:/usr/bin:/bin");
+    Command::new("sh").args(["-c", &script, "prerm", "remove"]).env("PATH", path).output().unwrap()
+}
+
+#[test]
+fn a_removal_is_refused_where_new_pods_need_it() {
+    let root = tempfile::tempdir().unwrap();
+    let (conf, main) = (root.path().join("etc/containerd/conf.d"), root.path().join("etc/containerd/config.toml"));
+    fs::create_dir_all(&conf).unwrap();
+    assert!(removal(root.path(), "exit 3").status.success(), "there is no containerd");
+    for (path, text) in [
+        (conf.join("pause-sandboxer-default.toml"), &*file("packaging/kubernetes/default-handler.toml")),
+        (main.clone(), "[plugins.x.containerd]\n  default_runtime_name = 'runc-pause'\n"),
+    ] {
+        fs::write(&path, text).unwrap();
+        let output = removal(root.path(), "exit 3");
+        let said = String::from_utf8(output.stdout).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains(&format!("{} makes runc-pause", path.display())), "{said}");
+        fs::remove_file(&path).unwrap();
+    }
+    fs::write(&main, "default_runtime_name = \"runc\"\n#default_runtime_name = \"runc-pause\"\n").unwrap();
+    assert!(removal(root.path(), "exit 3").status.success());
+}
+
+#[test]
+fn a_removal_names_the_pods_that_are_left() {
+    let root = tempfile::tempdir().unwrap();
+    fs::create_dir_all(root.path().join("run/pause-sandboxer/sandboxes/abc")).unwrap();
+    // A daemon that is down has not said that there are none.
+    for (list, pod) in [("exit 3", "abc"), ("printf 'SANDBOX POD NAMESPACE\\nabc web default\\n'", "default/web")] {
+        let output = removal(root.path(), list);
+        let said = String::from_utf8(output.stdout).unwrap();
+        assert!(output.status.success(), "{said}");
+        assert!(said.contains(&format!("still have their sandbox from it:\n    {pod}\n")), "{said}");
     }
 }
 

@@ -294,6 +294,19 @@ fn an_uninstallation_waits_for_pods() {
 }
 
 #[test]
+fn an_uninstallation_waits_while_the_handler_is_the_default() {
+    let node = Node::new();
+    assert!(node.script("install").status.success());
+    let _ = node.asked();
+    let file_of_default = node.path("host/etc/containerd/conf.d/pause-sandboxer-default.toml");
+    fs::write(&file_of_default, file(&format!("{DIR}/default-handler.toml"))).unwrap();
+    let child = node.waiting("/etc/containerd/conf.d/pause-sandboxer-default.toml");
+    fs::write(&file_of_default, "# default_runtime_name = \"runc-pause\"\ndefault_runtime_name = \"runc\"\n").unwrap();
+    ends(child);
+    assert!(!node.path("host/usr/local/bin/pause-sandboxer").exists());
+}
+
+#[test]
 fn a_daemon_that_does_not_answer_has_not_said_that_there_are_no_pods() {
     let node = Node::new();
     assert!(node.script("install").status.success());
