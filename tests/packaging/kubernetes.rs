@@ -41,6 +41,11 @@ fn the_runtime_class_names_the_handler_and_the_label() {
     let script = file(&format!("{DIR}/install.sh"));
     for label in labels.keys() {
         assert!(script.contains(&format!("\nlabel={label}\n")), "nobody sets {label}");
+        // On nodes with the package an administrator does, and is told so.
+        let by_hand = format!("kubectl label node NODE {label}={}", labels[label].as_str().unwrap());
+        for told in ["README.md", "docs/install.md", "docs/kubernetes.md", "packaging/debian/scripts/postinst"] {
+            assert!(file(told).contains(&by_hand), "{told} does not tell {by_hand}");
+        }
     }
     let default: toml::Table = toml::from_str(&file(&format!("{DIR}/default-handler.toml"))).unwrap();
     let default = &default["plugins"]["io.containerd.cri.v1.runtime"]["containerd"]["default_runtime_name"];
