@@ -21,6 +21,9 @@ pub use crate::protos::inspect::{Sandbox, Usage};
 /// How long an answer may take. A daemon that still takes over its pods answers when it has them all.
 const PATIENCE: Duration = Duration::from_secs(15);
 
+/// What the protocol is told of it: more, since its own error for a deadline looks like that of a connection which is lost.
+const DEADLINE: Duration = Duration::from_secs(2 * PATIENCE.as_secs());
+
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -76,8 +79,7 @@ impl Client {
         loop {
             let after = all.last().map(|last| last.id.clone()).unwrap_or_default();
             let request = ListRequest { after, usage, ..Default::default() };
-            let page = self.runtime.block_on(self.inspect.list(context::with_duration(PATIENCE), &request));
-            let page = page.map_err(|e| self.failed(e))?;
+            let page = self.answer(self.inspect.list(context::with_duration(DEADLINE), &request))?;
             let empty = page.sandboxes.is_empty();
             all.extend(page.sandboxes);
             if !page.more || empty {
@@ -94,22 +96,28 @@ impl Client {
         let all = self.list(false)?;
         let id = resolve(id, &all)?.id.clone();
         let request = InspectRequest { id, ..Default::default() };
-        let answer = self.runtime.block_on(self.inspect.inspect(context::with_duration(PATIENCE), &request));
-        let json = answer.map_err(|e| self.failed(e))?.json;
+        let json = self.answer(self.inspect.inspect(context::with_duration(DEADLINE), &request))?.json;
         serde_json::from_str(&json).map_err(|e| Error::Refused(format!("the daemon's answer is no JSON: {e}")))
+    }
+
+    /// Waits for what a call answers.
+    fn answer<T>(&self, call: impl Future<Output = ttrpc::Result<T>>) -> Result<T, Error> {
+        let answer = self.runtime.block_on(async { tokio::time::timeout(PATIENCE, call).await });
+        answer.map_err(|_| self.late())?.map_err(|e| self.failed(e))
+    }
+
+    fn late(&self) -> Error {
+        Error::Down {
+            socket: self.socket.clone(),
+            reason: format!("nothing within {} s", PATIENCE.as_secs()),
+            advice: "it may still take over its pods: see its log, journalctl -u pause-sandboxer",
+        }
     }
 
     fn failed(&self, error: ttrpc::Error) -> Error {
         match error {
             ttrpc::Error::RpcStatus(status) => match status.code() {
-                Code::DEADLINE_EXCEEDED => {
-                    let reason = format!("nothing within {} s", PATIENCE.as_secs());
-                    Error::Down {
-                        socket: self.socket.clone(),
-                        reason,
-                        advice: "it may still take over its pods: see its log, journalctl -u pause-sandboxer",
-                    }
-                }
+                Code::DEADLINE_EXCEEDED => self.late(),
                 Code::UNIMPLEMENTED => Error::Refused("the daemon that runs is older than this program".to_owned()),
                 _ => Error::Refused(status.message),
             },
@@ -153,6 +161,21 @@ fn resolve<'a>(name: &str, all: &'a [Sandbox]) -> Result<&'a Sandbox, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_daemon_that_is_slow_to_answer_is_not_taken_for_one_that_has_ended() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("s.sock");
+        // As systemd holds it while the daemon recovers: it takes connections and says nothing.
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+        let address = format!("unix://{}", socket.display());
+        let inspect = InspectClient::new(runtime.block_on(Connection::connect(&address)).unwrap());
+        let client = Client { runtime, inspect, socket };
+        for reason in [client.list(false).unwrap_err().to_string(), client.inspect("x").unwrap_err().to_string()] {
+            assert!(reason.contains("nothing within 15 s -> it may still take over its pods"), "{reason}");
+        }
+    }
 
     #[test]
     fn a_name_means_one_sandbox() {
