@@ -146,7 +146,8 @@ pub(crate) fn zsh() -> String {
         if !command.operands.is_empty() {
             arguments.push(format!("'1:{}:({})'", command.operand, command.operands.join(" ")));
         } else if command.operand == "ID" {
-            arguments.push(format!("\"1:{}:($({}))\"", command.operand, IDS.replace('$', "\\$")));
+            // Within $( ) quoting begins anew.
+            arguments.push(format!("\"1:{}:($({IDS}))\"", command.operand));
         }
         if !arguments.is_empty() {
             let words = command.name.split(' ').count();
@@ -213,6 +214,28 @@ mod tests {
                     assert!(script.contains(&long), "{shell}: {}: {long}", command.name);
                 }
             }
+        }
+    }
+    /// What is in the script's `( )` that asks for ids puts out, run by `sh`, with a `list` that shows two.
+    fn ids(script: &str) -> String {
+        let (begin, end) = ("(pause-sandboxer list", "}')");
+        let from = script.find(begin).unwrap() + 1;
+        let command = &script[from..from + script[from..].find(end).unwrap() + end.len() - 1];
+        let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join("pause-sandboxer");
+        std::fs::write(&program, "#!/bin/sh\nprintf 'SANDBOX POD\\nabc web\\ndef db\\n'\n").unwrap();
+        std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        let path = format!("{}:/usr/bin:/bin", dir.path().display());
+        let output = std::process::Command::new("sh").args(["-c", command]).env("PATH", path).output().unwrap();
+        assert!(output.status.success() && output.stderr.is_empty(), "{command}: {output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    #[test]
+    fn ids_are_those_that_list_prints() {
+        // Of fish the whole is a string in quotes.
+        for (shell, script) in [("bash", bash()), ("zsh", zsh()), ("fish", fish().replace("\\'", "'"))] {
+            assert_eq!(ids(&script), "abc\ndef\n", "{shell}");
         }
     }
 }
