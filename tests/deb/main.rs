@@ -295,7 +295,7 @@ fn before_the_reboot() {
     says("Removed with a pod alive, and installed again");
     let text = run("dpkg -r pause-sandboxer");
     assert!(text.contains("these pods still have their sandbox from it:\n    default/web\n"), "{text}");
-    assert!(text.contains("kubectl drain NODE"), "{text}");
+    assert!(text.contains("kubectl drain --ignore-daemonsets NODE"), "{text}");
     assert!(Path::new(&format!("/proc/{pause}/ns")).exists(), "the pause lives on");
     assert!(!Path::new("/usr/bin/pause-sandboxer").exists());
     assert!(Path::new(DROP_IN).exists(), "a removal keeps what was configured");

@@ -82,6 +82,17 @@ fn a_removal_names_the_pods_that_are_left() {
     }
 }
 
+/// As it is told it must run where there are pods of DaemonSets, as there are on every node that has the installer.
+#[test]
+fn a_drain_runs_as_it_is_told() {
+    for told in ["docs/install.md", "docs/kubernetes.md", "docs/session.md", "packaging/debian/scripts/prerm"] {
+        let text = file(told);
+        let drains: Vec<&str> = text.split("kubectl drain").skip(1).collect();
+        assert!(!drains.is_empty(), "{told}");
+        assert!(drains.iter().all(|rest| rest.starts_with(" --ignore-daemonsets NODE")), "{told}");
+    }
+}
+
 /// The units are found where the package puts the program.
 #[test]
 fn the_units_fit_the_package() {
