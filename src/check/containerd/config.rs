@@ -50,7 +50,7 @@ pub(super) fn load(path: &Path) -> Result<Loaded, Unreadable> {
         for import in read.get("imports").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str) {
             pending.extend(expand(&absolute(&path, import)));
         }
-        merge(&mut table, read.clone());
+        merge_files(&mut table, read.clone());
         files.push((path, read));
     }
     Ok(Loaded { table, files })
@@ -61,13 +61,32 @@ fn absolute(file: &Path, import: &str) -> PathBuf {
     file.parent().unwrap_or(Path::new("/")).join(import).components().collect()
 }
 
-/// Lets `from` override `to`; entries of `proxy_plugins` are replaced as a whole.
-fn merge(to: &mut Table, from: Table) {
+/// Lets `from` override `to`; of the outermost level, lists are united and entries of `proxy_plugins` replaced as a whole (`mergeConfig`).
+fn merge_files(to: &mut Table, from: Table) {
     for (key, value) in from {
         match (key.as_str(), to.get_mut(&key), value) {
             ("proxy_plugins", Some(Value::Table(to)), Value::Table(from)) => to.extend(from),
             (_, Some(Value::Table(to)), Value::Table(from)) => merge(to, from),
+            (_, Some(Value::Array(to)), Value::Array(from)) => {
+                for value in from {
+                    if !to.contains(&value) {
+                        to.push(value);
+                    }
+                }
+            }
             (_, _, value) => {
+                to.insert(key, value);
+            }
+        }
+    }
+}
+
+/// Lets `from` override `to`, table by table.
+fn merge(to: &mut Table, from: Table) {
+    for (key, value) in from {
+        match (to.get_mut(&key), value) {
+            (Some(Value::Table(to)), Value::Table(from)) => merge(to, from),
+            (_, value) => {
                 to.insert(key, value);
             }
         }
@@ -151,6 +170,21 @@ mod tests {
         let mut table = loaded.table;
         table.remove("imports");
         assert_eq!(table, expected);
+    }
+
+    #[test]
+    fn lists_are_united_but_not_those_of_plugins() {
+        let dir = tempfile::tempdir().unwrap();
+        let (main, other) = (dir.path().join("main.toml"), dir.path().join("other.toml"));
+        std::fs::write(
+            &main,
+            "imports = [\"other.toml\"]\ndisabled_plugins = [\"cri\", \"a\"]\n[plugins.x]\nlist = [1]",
+        )
+        .unwrap();
+        std::fs::write(&other, "disabled_plugins = [\"a\", \"b\"]\n[plugins.x]\nlist = [2]").unwrap();
+        let table = load(&main).unwrap().table;
+        assert_eq!(table["disabled_plugins"], Value::from(vec!["cri", "a", "b"]));
+        assert_eq!(table["plugins"]["x"]["list"], Value::from(vec![2]));
     }
 
     #[test]
