@@ -190,7 +190,7 @@ fn shims(table: &Table, config: &Config) -> Vec<Finding> {
     let mut kinds: Vec<&str> = ours.iter().filter_map(|(_, handler)| handler.get("runtime_type")?.as_str()).collect();
     kinds.sort_unstable();
     kinds.dedup();
-    let path = std::env::var("PATH").unwrap_or_default();
+    let path = shim::path();
     let look = |kind: &str| match config.shims.0.get(kind) {
         Some(set) => shim::binary::check(set),
         None => shim::binary::find(kind, &path, &config.containerd_address),

@@ -40,6 +40,8 @@ use group::Group;
 use owned::Owned;
 use started::Started;
 
+pub use command::path;
+
 /// Whose a pod's shim is. Recorded with the pod, as containerd is told the endpoint once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -131,6 +131,20 @@ fn check_tells_what_is_wrong_and_exits_accordingly() {
     );
 }
 
+/// A service manager names the daemon fewer directories than a shell names who checks, or the other way about.
+#[test]
+fn check_looks_for_shims_where_the_daemon_does() {
+    let scratch = Scratch::new();
+    let config = containerd_config(&scratch, "mine");
+    let text = fs::read_to_string(&config).unwrap().replace("io.containerd.runc.v2", "io.containerd.nowhere.v1");
+    fs::write(&config, text).unwrap();
+    let mut command = program();
+    command.arg("check").args(scratch.flags()).args(["--containerd-config", &config]).env("PATH", "/only");
+    let output = command.output().unwrap();
+    let places = "neither in PATH (/only:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin) nor beside";
+    assert!(stdout(&output).contains(places), "{}", stdout(&output));
+}
+
 #[test]
 fn the_packaged_drop_in_names_the_default_sandboxer() {
     let scratch = Scratch::new();
