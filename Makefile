@@ -22,7 +22,11 @@ build: ## the daemon, optimised: target/release/pause-sandboxer
 install: build ## copies it to PREFIX/bin (default /usr/local)
 	install -D -m 0755 target/release/pause-sandboxer $(DESTDIR)$(PREFIX)/bin/pause-sandboxer
 
-deb: build $(DEB) package-files ## the Debian package: target/debian/pause-sandboxer_VERSION_ARCH.deb
+# Without dpkg-shlibdeps cargo-deb only warns, and the package depends on no libc.
+deb: ## the Debian package: target/debian/pause-sandboxer_VERSION_ARCH.deb
+	@command -v dpkg-shlibdeps >/dev/null || { echo "make deb: there is no dpkg-shlibdeps: apt install dpkg-dev" >&2; exit 1; }
+	@command -v cc >/dev/null || { echo "make deb: there is no C compiler to link with: apt install gcc" >&2; exit 1; }
+	$(MAKE) build $(DEB) package-files
 	$(DEB) --no-build --locked --deb-revision $(DEB_REVISION) $(DEB_FLAGS)
 
 # What the binary writes about itself, for the package.
