@@ -7,7 +7,7 @@ use std::fmt;
 use std::future::Future;
 use std::path::PathBuf;
 use std::pin::Pin;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
@@ -140,11 +140,6 @@ pub trait Pause: Send + Sync + fmt::Debug {
 
     /// Ends when the process has ended; may be asked any number of times and then answers the same.
     fn exited(&self) -> BoxFuture<'_, Exit>;
-
-    /// The same, waited for on one of the runtime's blocking threads; `None`: it lives longer than that.
-    fn exited_within(&self, time: Duration) -> Option<Exit> {
-        tokio::runtime::Handle::current().block_on(async { tokio::time::timeout(time, self.exited()).await.ok() })
-    }
 }
 
 /// What [`Driver::adopt`] found of a recorded process.

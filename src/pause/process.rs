@@ -77,12 +77,6 @@ impl Pause for Process {
         }
     }
 
-    /// Asks the kernel and nobody on the way.
-    fn exited_within(&self, time: Duration) -> Option<Exit> {
-        sys::ended_within(self.pidfd.as_fd(), time);
-        self.collect()
-    }
-
     fn exited(&self) -> BoxFuture<'_, Exit> {
         Box::pin(async move {
             loop {

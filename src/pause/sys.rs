@@ -14,7 +14,6 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::AtomicI32;
-use std::time::Duration;
 
 use libc::c_long;
 use tokio::io::Interest;
@@ -324,31 +323,23 @@ pub(super) fn watch(file: Arc<OwnedFd>) -> io::Result<AsyncFd<Arc<OwnedFd>>> {
     Ok(unsafe { AsyncFd::register_with_interest(file, Interest::READABLE) }?)
 }
 
-/// ppoll(2) of a pidfd: whether the process has ended; waits for that so long, or for ever.
-fn poll_ended(pidfd: BorrowedFd<'_>, within: Option<Duration>) -> Result<bool> {
+/// ppoll(2) of a pidfd: whether the process has ended; waits for it with `block`.
+fn poll_ended(pidfd: BorrowedFd<'_>, block: bool) -> Result<bool> {
     let mut poll = libc::pollfd { fd: pidfd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-    let within = within.map(|time| libc::timespec {
-        tv_sec: time.as_secs().try_into().unwrap_or(libc::time_t::MAX),
-        tv_nsec: time.subsec_nanos().into(),
-    });
-    let timeout = within.as_ref().map_or(0, |time| &raw const *time as usize);
+    let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    let timeout = if block { 0 } else { &raw const now as usize };
     // SAFETY: one pollfd, a timespec or null, no signal set.
     unsafe { syscall(libc::SYS_ppoll, [&raw mut poll as usize, 1, timeout, 0, 0, 0]) }.map(|ready| ready > 0)
 }
 
 /// Whether the process has ended, whoever's child it is.
 pub(super) fn ended(pidfd: BorrowedFd<'_>) -> bool {
-    ended_within(pidfd, Duration::ZERO)
-}
-
-/// The same, after so long at most.
-pub(super) fn ended_within(pidfd: BorrowedFd<'_>, time: Duration) -> bool {
-    poll_ended(pidfd, Some(time)).unwrap_or(false)
+    poll_ended(pidfd, false).unwrap_or(false)
 }
 
 /// Waits until the process has ended.
 pub(super) fn wait_ended(pidfd: BorrowedFd<'_>) {
-    while let Ok(false) | Err(Errno(libc::EINTR)) = poll_ended(pidfd, None) {}
+    while let Ok(false) | Err(Errno(libc::EINTR)) = poll_ended(pidfd, true) {}
 }
 
 /// `struct pidfd_info` of Linux 6.13 (`<linux/pidfd.h>`), its first published size.

@@ -14,7 +14,7 @@ use super::Error;
 use super::board::{Publisher, Reader, board};
 use super::inbox::{Inbox, Sender, inbox};
 use super::state::{Action, Event, Job, Machine, Phase, Verb};
-use super::work::{Ended, StartFailure, Work};
+use super::work::{StartFailure, Work};
 use crate::error::Step;
 use crate::exit;
 use crate::pause::{Adoption, Exit, Pause, UNKNOWN_EXIT};
@@ -58,8 +58,6 @@ pub enum Outcome {
     Start(Result<Arc<dyn Pause>, StartFailure>),
     /// The adoption.
     Adopt(Adoption),
-    /// The end; [`Message::Exited`] has come before where the pause has ended.
-    End(Ended),
     /// Cleanup or removal.
     Rest(Result<(), Vec<Step>>),
 }
@@ -230,13 +228,6 @@ impl Owner {
                 self.failure = vec![step];
                 self.feed(Event::AdoptFailed);
             }
-            Message::Done(Outcome::End(Ended::NotKilled(step))) => {
-                self.failure = vec![step];
-                self.log_failure("kill");
-                self.feed(Event::KillFailed);
-            }
-            Message::Done(Outcome::End(Ended::NotYet)) => self.feed(Event::NotEnded),
-            Message::Done(Outcome::End(Ended::Cleaned(done))) => self.take(Message::Done(Outcome::Rest(done))),
             Message::Done(Outcome::Rest(Ok(()))) => {
                 self.published.change(|published| published.failures = 0);
                 self.feed(Event::JobDone);
@@ -285,6 +276,13 @@ impl Owner {
                     published.phase = phase;
                     published.pid = pid.unwrap_or(published.pid);
                 });
+            }
+            Action::Kill => {
+                if let Some(Err(step)) = self.pause.as_ref().map(|pause| pause.kill()) {
+                    self.failure = vec![step];
+                    self.log_failure("kill");
+                    return Some(Event::KillFailed);
+                }
             }
             Action::Watch => self.watch(),
             Action::Succeed(verb) => {
@@ -335,21 +333,12 @@ impl Owner {
     fn run_job(&mut self, job: Job) {
         let (work, to_self) = (self.work.clone(), self.to_self.clone());
         let Published { pid, exit, .. } = self.published.get();
-        let pause = self.pause.clone();
         tokio::task::spawn_blocking(move || {
             let outcome = match job {
                 Job::Start => Outcome::Start(
                     guard(|| work.start()).unwrap_or_else(|step| Err(StartFailure { left: vec![step.clone()], step })),
                 ),
                 Job::Adopt => Outcome::Adopt(guard(|| work.adopt()).unwrap_or_else(Adoption::Unknown)),
-                Job::End => Outcome::End(
-                    guard(|| match pause {
-                        Some(pause) => work.end(&*pause, |exit| drop(to_self.send(Message::Exited(exit)))),
-                        // Its exit is on its way.
-                        None => Ended::NotYet,
-                    })
-                    .unwrap_or_else(Ended::NotKilled),
-                ),
                 Job::Cleanup => Outcome::Rest(guard(|| work.cleanup(pid, exit)).unwrap_or_else(|s| Err(vec![s]))),
                 Job::Remove => Outcome::Rest(guard(|| work.remove()).unwrap_or_else(|s| Err(vec![s]))),
             };

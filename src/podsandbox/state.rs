@@ -53,8 +53,6 @@ pub enum Job {
     Start,
     /// Asks the driver again about a process that recovery could not judge.
     Adopt,
-    /// Kills the pause, waits a moment for its end and does the cleanup behind it.
-    End,
     /// After the exit: cgroup and shared memory.
     Cleanup,
     /// All that is left: the pod's shim, files, record.
@@ -92,13 +90,11 @@ pub enum Event {
     AdoptFailed,
     /// The pause has ended (or the driver found it dead).
     Exited,
-    /// The end job could not send SIGKILL.
+    /// SIGKILL could not be sent.
     KillFailed,
-    /// The end job has sent it, and the pause has not ended yet.
-    NotEnded,
-    /// The cleanup or removal job is done, or the end job, after [`Event::Exited`].
+    /// The cleanup or removal job is done.
     JobDone,
-    /// The same failed.
+    /// The cleanup or removal job failed.
     JobFailed,
     /// The time of the next try has come.
     RetryDue,
@@ -113,6 +109,8 @@ pub enum Action {
     Run(Job),
     /// Tell readers the phase and the exit.
     Publish,
+    /// Send SIGKILL to the pause.
+    Kill,
     /// Watch the pause's exit.
     Watch,
     /// Answer every waiting caller of the verb: success.
@@ -182,7 +180,8 @@ impl Machine {
                 match self.phase {
                     Phase::Created | Phase::Gone => self.settle(Verb::Stop, true, &mut out),
                     Phase::Starting => {}
-                    Phase::Ready | Phase::NotReady | Phase::Unknown => self.proceed(&mut out),
+                    Phase::Ready => out.push(Action::Kill),
+                    Phase::NotReady | Phase::Unknown => self.proceed(&mut out),
                 }
             }
             Event::Asked(Verb::Shutdown) => {
@@ -191,18 +190,19 @@ impl Machine {
                 match self.phase {
                     Phase::Gone => self.settle(Verb::Shutdown, true, &mut out),
                     Phase::Starting => {}
-                    _ => self.proceed(&mut out),
+                    Phase::Ready => out.push(Action::Kill),
+                    Phase::Created | Phase::NotReady | Phase::Unknown => self.proceed(&mut out),
                 }
             }
             Event::Started => {
                 self.job = None;
                 self.alive(&mut out);
                 out.push(Action::Succeed(Verb::Start));
-                self.proceed(&mut out);
+                self.end_if_wanted(&mut out);
             }
             Event::StartUnheard => {
                 self.doomed = true;
-                self.proceed(&mut out);
+                self.end_if_wanted(&mut out);
             }
             Event::StartFailed { clean } => {
                 self.job = None;
@@ -220,7 +220,7 @@ impl Machine {
             Event::AdoptedAlive => {
                 self.job = None;
                 self.alive(&mut out);
-                self.proceed(&mut out);
+                self.end_if_wanted(&mut out);
             }
             Event::AdoptFailed => {
                 self.job = None;
@@ -238,23 +238,9 @@ impl Machine {
                     self.proceed(&mut out);
                 }
             }
-            Event::KillFailed => {
-                self.job = None;
-                if self.phase == Phase::Ready {
-                    self.not_ended(&mut out);
-                } else {
-                    self.proceed(&mut out);
-                }
-            }
-            Event::NotEnded => {
-                self.job = None;
-                // It may have ended since. Else its exit will be told.
-                if self.phase != Phase::Ready {
-                    self.proceed(&mut out);
-                }
-            }
+            Event::KillFailed => self.not_ended(&mut out),
             Event::JobDone => match self.job.take() {
-                Some(Job::Cleanup | Job::End) => {
+                Some(Job::Cleanup) => {
                     self.dirty = false;
                     self.failures = 0;
                     self.settle(Verb::Stop, true, &mut out);
@@ -264,7 +250,7 @@ impl Machine {
                 job => self.job = job,
             },
             Event::JobFailed => match self.job.take() {
-                Some(Job::Cleanup | Job::End | Job::Remove) => self.failed(&mut out),
+                Some(Job::Cleanup | Job::Remove) => self.failed(&mut out),
                 job => self.job = job,
             },
             Event::RetryDue => self.proceed(&mut out),
@@ -283,13 +269,19 @@ impl Machine {
         out.extend([Action::Publish, Action::Watch]);
     }
 
+    fn end_if_wanted(&self, out: &mut Vec<Action>) {
+        if self.phase == Phase::Ready && (self.doomed || self.stop_waits) {
+            out.push(Action::Kill);
+        }
+    }
+
     /// Starts the next job that is due, unless one runs.
     fn proceed(&mut self, out: &mut Vec<Action>) {
         if self.job.is_some() {
             return;
         }
         match self.phase {
-            Phase::Ready if self.doomed || self.stop_waits => self.run(Job::End, out),
+            Phase::Ready => self.end_if_wanted(out),
             Phase::Unknown if self.doomed || self.stop_waits => self.run(Job::Adopt, out),
             Phase::NotReady if self.dirty => self.run(Job::Cleanup, out),
             Phase::NotReady if !self.doomed => self.settle(Verb::Stop, true, out),

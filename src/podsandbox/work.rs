@@ -1,7 +1,7 @@
 //! The blocking work of one sandbox: what its jobs do to the system, step by step.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use futures::FutureExt as _;
 
@@ -58,20 +58,6 @@ pub enum Ahead {
     Closed,
 }
 
-/// How long a killed pause is waited for by the thread that has killed it. The kernel takes a fraction of a millisecond.
-const ENDS: Duration = Duration::from_millis(100);
-
-/// What became of a pause that was to be ended.
-#[derive(Debug)]
-pub enum Ended {
-    /// It could not be killed.
-    NotKilled(Step),
-    /// It is killed and has not ended.
-    NotYet,
-    /// It has ended; every step of the cleanup that failed.
-    Cleaned(Result<(), Vec<Step>>),
-}
-
 /// A start that failed.
 #[derive(Debug)]
 pub struct StartFailure {
@@ -103,7 +89,7 @@ impl Work {
     pub fn take_back(&self) {
         let mut ahead = self.ahead();
         if let Ahead::Made(pause) = std::mem::replace(&mut *ahead, Ahead::Closed) {
-            self.undo(&*pause);
+            self.end(&*pause);
             self.clear();
         }
     }
@@ -133,7 +119,7 @@ impl Work {
         let stage = Stage::Started { identity: pause.identity().clone() };
         if let Err(step) = self.places.end_ahead().and_then(|()| self.store.set_stage(&stage)) {
             // A pause without a record would outlive everybody who knows of it.
-            self.undo(&*pause);
+            self.end(&*pause);
             return Err(step);
         }
         Ok(pause)
@@ -156,14 +142,14 @@ impl Work {
         };
         let pause: Arc<dyn Pause> = Arc::from(started?);
         if let Err(step) = made {
-            self.undo(&*pause);
+            self.end(&*pause);
             return Err(step);
         }
         Ok(pause)
     }
 
     /// Kills a pause that nobody has heard of and waits for its end.
-    fn undo(&self, pause: &dyn Pause) {
+    fn end(&self, pause: &dyn Pause) {
         match pause.kill() {
             Ok(()) => drop(tokio::runtime::Handle::current().block_on(pause.exited())),
             Err(kill) => log::error!(sandbox = self.plan.id.as_str(); "start: undo: {kill}"),
@@ -199,18 +185,6 @@ impl Work {
         }
     }
 
-    /// Kills the pause and, when it has ended, tells its exit and cleans up. What takes longer than a moment is left to who watches it.
-    pub fn end(&self, pause: &dyn Pause, exited: impl FnOnce(Exit)) -> Ended {
-        if let Err(step) = pause.kill() {
-            return Ended::NotKilled(step);
-        }
-        // While the kernel takes the process down. What fails here is done again by the cleanup, which says why.
-        let _ = self.places.release_shm();
-        let Some(exit) = pause.exited_within(ENDS) else { return Ended::NotYet };
-        exited(exit);
-        Ended::Cleaned(self.cleanup(pause.identity().pid, Some(exit)))
-    }
-
     /// After the exit: records it, removes the cgroup, unmounts the shared memory.
     ///
     /// # Errors
@@ -231,7 +205,7 @@ impl Work {
     /// Every step that failed.
     pub fn remove(&self) -> Result<(), Vec<Step>> {
         if let Ahead::Made(pause) = std::mem::replace(&mut *self.ahead(), Ahead::Closed) {
-            self.undo(&*pause);
+            self.end(&*pause);
         }
         let mut errors = Vec::new();
         // A shim that runs the pause as well must be rid of it before it ends.

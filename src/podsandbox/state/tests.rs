@@ -89,15 +89,6 @@ impl World {
                 Some(Job::Adopt) if !well => self.feed(Event::AdoptFailed),
                 Some(Job::Adopt) if self.alive => self.feed(Event::AdoptedAlive),
                 Some(Job::Adopt) => self.exit(),
-                // It ends with the pause, or before.
-                Some(Job::End) if self.alive && !self.killed => self.feed(Event::KillFailed),
-                Some(Job::End) if self.alive && !well => self.feed(Event::NotEnded),
-                Some(job @ Job::End) => {
-                    self.job = Some(job);
-                    self.die();
-                    self.job = None;
-                    self.feed(if well { Event::JobDone } else { Event::JobFailed });
-                }
                 Some(Job::Cleanup | Job::Remove) if !well => self.feed(Event::JobFailed),
                 Some(Job::Cleanup) => self.feed(Event::JobDone),
                 Some(Job::Remove) => {
@@ -207,16 +198,19 @@ impl World {
                         self.phase = Phase::Starting;
                     }
                     Job::Adopt => assert_eq!(self.phase, Phase::Unknown),
-                    Job::End => {
-                        assert_eq!(self.machine.phase(), Phase::Ready, "a kill without a pause");
-                        self.killed = !self.kills_fail;
-                    }
                     Job::Cleanup => assert!(!self.alive, "cleanup of a living pause"),
                     Job::Remove => assert!(!self.alive, "removal of a living pause"),
                 }
                 self.job = Some(job);
             }
             Action::Publish => self.phase = self.machine.phase(),
+            Action::Kill => {
+                assert_eq!(self.machine.phase(), Phase::Ready, "a kill without a pause");
+                if self.kills_fail {
+                    return Some(Event::KillFailed);
+                }
+                self.killed = true;
+            }
             Action::Watch => {
                 if !self.alive {
                     // It died before it was watched; the pidfd tells at once.
@@ -308,8 +302,8 @@ fn the_plain_life() {
     let mut machine = Machine::new(Phase::Created);
     assert_eq!(machine.on(Event::Asked(Verb::Start)), [Action::Run(Job::Start)]);
     assert_eq!(machine.on(Event::Started), [Action::Publish, Action::Watch, Action::Succeed(Verb::Start)]);
-    assert_eq!(machine.on(Event::Asked(Verb::Stop)), [Action::Run(Job::End)]);
-    assert_eq!(machine.on(Event::Exited), [Action::Publish]);
+    assert_eq!(machine.on(Event::Asked(Verb::Stop)), [Action::Kill]);
+    assert_eq!(machine.on(Event::Exited), [Action::Publish, Action::Run(Job::Cleanup)]);
     assert_eq!(machine.on(Event::JobDone), [Action::Succeed(Verb::Stop)]);
     assert_eq!(machine.on(Event::Asked(Verb::Stop)), [Action::Succeed(Verb::Stop)]);
     assert_eq!(machine.on(Event::Asked(Verb::Shutdown)), [Action::Run(Job::Remove)]);
@@ -322,8 +316,7 @@ fn an_unheard_start_is_undone() {
     let mut machine = Machine::new(Phase::Created);
     machine.on(Event::Asked(Verb::Start));
     machine.on(Event::Started);
-    assert_eq!(machine.on(Event::StartUnheard), [Action::Run(Job::End)]);
-    assert_eq!(machine.on(Event::NotEnded), []);
+    assert_eq!(machine.on(Event::StartUnheard), [Action::Kill]);
     assert_eq!(machine.on(Event::Exited), [Action::Publish, Action::Run(Job::Cleanup)]);
     assert_eq!(machine.on(Event::JobDone), [Action::Run(Job::Remove)]);
     assert_eq!(machine.on(Event::JobDone), [Action::Publish, Action::Retire]);
