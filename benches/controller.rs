@@ -1,4 +1,4 @@
-//! The controller's Start and Stop through containerd: a real network namespace, no CNI.
+//! The controller's Create, Start and Stop through containerd: a real network namespace, no CNI.
 
 use std::time::Instant;
 
@@ -17,17 +17,17 @@ pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report)
     }
     let mut starts = vec![Samples::default(); targets.len()];
     let mut stops = starts.clone();
+    let mut both = starts.clone();
     for round in 0..=plan.calls {
         for index in order(round, targets.len()) {
             let (target, (controller, home)) = (&targets[index], &homes[index]);
             let id = stage.id();
-            controller
-                .create_raw(&stage.request(controller, target, &id, home.config())?)
-                .await
-                .context(target.name)?;
+            let request = stage.request(controller, target, &id, home.config())?;
+            let created = Instant::now();
+            controller.create_raw(&request).await.context(target.name)?;
             let begun = Instant::now();
             controller.start(&id).await.with_context(|| format!("{}: Start", target.name))?;
-            let started = begun.elapsed();
+            let (started, with_create) = (begun.elapsed(), created.elapsed());
             let begun = Instant::now();
             controller.stop(&id).await.with_context(|| format!("{}: Stop", target.name))?;
             let stopped = begun.elapsed();
@@ -35,12 +35,14 @@ pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report)
             // The first round warms up.
             if round > 0 {
                 starts[index].push(started);
+                both[index].push(with_create);
                 stops[index].push(stopped);
             }
         }
     }
     for (index, target) in targets.iter().enumerate() {
         report.median(format!("start_{}_ms", target.name), starts[index].median_ms());
+        report.median(format!("create_and_start_{}_ms", target.name), both[index].median_ms());
         report.median(format!("stop_{}_ms", target.name), stops[index].median_ms());
         homes[index].1.clear()?;
     }

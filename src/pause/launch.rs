@@ -54,8 +54,8 @@ impl Launcher {
     }
 
     /// Launches a process in a session of its own: no other descriptor, standard input and output on `/dev/null`, signals as after
-    /// boot. It has been executed when this returns; a kill of the daemon leaves either no process or an executed one. Blocks; the cost does not grow
-    /// with the daemon.
+    /// boot. It has been executed when this returns; a kill of the daemon leaves either no process or an executed one. Blocks; the cost grows
+    /// with the daemon's descriptors, not with its memory.
     ///
     /// # Errors
     /// The failed step; nothing is left of the process then.

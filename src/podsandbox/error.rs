@@ -37,7 +37,7 @@ pub enum Error {
         /// The state, lower case.
         state: &'static str,
     },
-    /// A step of the work failed; what it had made has been undone.
+    /// A step of the work failed. What a Create or Start had made has been undone.
     #[error("sandbox {id}: {verb}: {step}")]
     Step {
         /// The sandbox id.

@@ -89,7 +89,8 @@ pub struct Started {
 pub struct StatusReport {
     /// Process id of the pause on the node; 0 when there is none.
     pub pid: u32,
-    /// `SANDBOX_READY` or `SANDBOX_NOTREADY` (CRI `PodSandboxState`).
+    /// `SANDBOX_READY` or `SANDBOX_NOTREADY` (CRI `PodSandboxState`); `SANDBOX_UNKNOWN` where recovery could not tell, which CRI takes for not
+    /// ready and may stop.
     pub state: &'static str,
     /// Verbose information by key; empty unless asked for.
     pub info: BTreeMap<String, String>,

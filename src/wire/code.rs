@@ -44,8 +44,8 @@ impl From<&Error> for Status {
 
 /// The RPC code of an error.
 ///
-/// Only a daemon that is going down is UNAVAILABLE, since containerd asks again for ever then; and a pending Wait that
-/// ends in any other code is taken as the exit of the sandbox.
+/// Only a daemon that is going down is UNAVAILABLE, since containerd asks again for ever then, and the Wait of a sandbox whose record is
+/// kept aside: a pending Wait that ends in any other code is taken as the exit of the sandbox.
 pub fn code(error: &Error) -> Code {
     match error {
         Error::Invalid { .. } => Code::INVALID_ARGUMENT,
