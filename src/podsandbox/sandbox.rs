@@ -198,7 +198,14 @@ impl Sandbox {
     ) -> Self {
         let owner = Owner::spawn(work.clone(), entry, abandoned, on_gone);
         work.shim.serve(Arc::new(Pod { work: work.clone(), owner: owner.clone() }));
-        Self { environment, work, owner, spec: Mutex::new(None), asked: AtomicBool::new(false), started: OnceLock::new() }
+        Self {
+            environment,
+            work,
+            owner,
+            spec: Mutex::new(None),
+            asked: AtomicBool::new(false),
+            started: OnceLock::new(),
+        }
     }
 
     /// The sandbox id.

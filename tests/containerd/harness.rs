@@ -9,7 +9,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use kit::cri::api;
 use kit::{ContainerSpec, Handler, Node, Options, PodSpec, Snapshot};
 use libtest_mimic::{Arguments, Failed, Trial};
 use tokio::runtime::Runtime;
@@ -171,7 +170,9 @@ async fn one(suite: &Arc<Suite>, case: &'static str, handler: Handler, body: fn(
     let done = checked(suite, &node, case, handler, body).await;
     if done.is_err() {
         let logs = node.log_tails(LOG_LINES);
-        sweep(&node).await;
+        // What it has left would be taken for the next one's, and a daemon that it has ended would be missed.
+        lock(&suite.warm).clear();
+        drop(lock(&suite.node).take());
         return done.context(logs);
     }
     done
@@ -241,17 +242,6 @@ async fn warm_up(suite: &Suite, node: &Arc<Node>, handler: Handler) -> Result<()
         lock(&suite.warm).push(handler);
     }
     Ok(())
-}
-
-/// Removes what a failed case has left, so that the next begins on a clean node. What cannot be removed is not this case's failure any more.
-async fn sweep(node: &Node) {
-    for pod in node.cri().list_pod_sandbox(api::PodSandboxFilter::new()).await.unwrap_or_default() {
-        let stopped = node.cri().stop_pod_sandbox(&pod.id).await;
-        let removed = node.cri().remove_pod_sandbox(&pod.id).await;
-        if let Err(e) = stopped.and(removed) {
-            eprintln!("sweep: pod {}: {e}", pod.id);
-        }
-    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {

@@ -15,7 +15,7 @@ use kit::{Container, ContainerSpec, Handler, Node, Options, Pod, PodSpec, Thing,
 use crate::cases::{self, Case, Settings};
 use crate::fact::Facts;
 use crate::table::Table;
-use crate::{coverage, look, metrics};
+use crate::{Wanted, coverage, look, metrics};
 
 /// What one pod may take at most.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -26,11 +26,11 @@ const WITHOUT_PARENT: &str = "/k8s.io";
 /// containerd's table of CRI's runtime service.
 const RUNTIME_TABLE: &str = "[plugins.\"io.containerd.cri.v1.runtime\"]\n";
 
-/// Runs all cases, or the plain pod and those whose names have one of `words`. True: nothing differs without a reason.
+/// Runs the plain pod and the cases that are wanted. True: nothing differs without a reason.
 ///
 /// # Errors
 /// There is no node to run them on.
-pub(crate) async fn all(words: &[String]) -> Result<bool> {
+pub(crate) async fn all(wanted: &Wanted) -> Result<bool> {
     let sandboxer = Some(PathBuf::from(env!("CARGO_BIN_EXE_pause-sandboxer")));
     let node = Node::start(Options { sandboxer, ..Options::default() }).await?;
     with_new_runc(&node).await.context("give the node a newer runc")?;
@@ -41,8 +41,7 @@ pub(crate) async fn all(words: &[String]) -> Result<bool> {
     let mut left_out = 0;
     warm_up(&node).await?;
     for (index, case) in cases.iter().enumerate() {
-        let wanted = words.is_empty() || words.iter().any(|word| case.name.contains(word));
-        if index > 0 && !wanted {
+        if index > 0 && !wanted.has(index, &case.name) {
             left_out += 1;
             continue;
         }

@@ -51,11 +51,8 @@ async fn an_idle_pod_has_no_shim_and_a_container_one(bench: Arc<Bench>) -> Resul
 
 async fn platform_brings_the_shim(bench: Arc<Bench>) -> Result<()> {
     let pod = bench.pod("platform").await?;
-    let begun = Instant::now();
     bench.node.sandboxer().platform(pod.id()).await?;
-    let took = begun.elapsed();
     one_shim(&pod).await?;
-    ensure!(took < Duration::from_secs(1), "Platform took {took:?}");
     pod.remove().await?;
     no_shim(&pod).await
 }
