@@ -187,9 +187,10 @@ impl Bare {
 
     /// Waits for the pause that is made ahead of a sandbox's Start; its process id.
     pub(crate) async fn made_ahead(&self, id: &str) -> Result<u32> {
-        let command = format!("/pause {id}");
+        let (command, daemon) = (format!("/pause {id}"), self.pid()?);
         until("the pause made ahead", Duration::from_secs(5), async || {
-            self.pauses()?.iter().find(|p| p.command == command).map(|p| p.pid).context("none yet")
+            let own = |p: &&processes::Proc| p.command == command && p.parent == daemon;
+            self.pauses()?.iter().find(own).map(|p| p.pid).context("none yet")
         })
         .await
     }
