@@ -1,10 +1,7 @@
 # The few commands of this repository. `make` alone lists them.
 
 .DEFAULT_GOAL := help
-# In order, but for what is made side by side on purpose.
-ifndef BESIDE
 .NOTPARALLEL:
-endif
 .PHONY: help build install deb package-files demo parity test check fmt lint doc deny parts unit soak test-deb test-vm bench bench-quick flame clean
 
 CARGO ?= cargo
@@ -45,11 +42,7 @@ demo: parts build ## a pod from its start to its end on a real containerd; needs
 parity: parts ## the same pods by containerd's built-in controller and by this one, field by field; needs root
 	$(CARGO) test --locked --test parity
 
-# Cases mostly wait, and the emulated node never does: side by side they take little more than one of them. What each command of the two says
-# comes when it is done.
-test: parts check ## everything that CI runs; needs root and fetches what it runs on
-	$(MAKE) --jobs=2 --output-sync=line BESIDE=yes unit test-vm
-	$(MAKE) test-deb
+test: parts check unit test-vm test-deb ## everything that CI runs; needs root and fetches what it runs on
 
 check: fmt lint doc deny ## format, lints, documentation, dependencies
 

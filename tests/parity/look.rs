@@ -31,12 +31,19 @@ pub(crate) async fn name(pod: &Pod, facts: &mut Facts) -> Result<u32> {
 
 /// The pause process.
 pub(crate) async fn pause(pid: u32, facts: &mut Facts) -> Result<()> {
-    /// A Start may return a little before the process has taken the pause's name: the built-in's is runc until then.
+    /// A Start may return a little before the process has taken the pause's name, and its environment after that: the built-in's is runc
+    /// until then.
     const SOON: Duration = Duration::from_secs(10);
+    /// Of what follows the name in `/proc/PID/stat`: where the environment ends in the process's memory, 0 until it has one (proc(5)).
+    const ENV_END: usize = 48;
     let proc = Path::new("/proc").join(pid.to_string());
     kit::until("the pause runs", SOON, async || {
         let name = fs::read_to_string(proc.join("comm"))?;
         anyhow::ensure!(name == "pause\n", "it is {name}");
+        let stat = fs::read_to_string(proc.join("stat"))?;
+        let rest = stat.rsplit_once(") ").context("no name in stat")?.1;
+        let env_end = rest.split(' ').nth(ENV_END).context("no end of the environment in stat")?;
+        anyhow::ensure!(env_end != "0", "it has no environment yet");
         Ok(())
     })
     .await?;
