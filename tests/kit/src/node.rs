@@ -419,7 +419,7 @@ impl Node {
                 return Ok(left);
             }
             // A look reads the whole machine: what stays is not to keep it busy.
-            tokio::time::sleep(patient(pace)).await;
+            tokio::time::sleep(pace).await;
             pace = (pace * 2).min(SELDOM);
         }
     }

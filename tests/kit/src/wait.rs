@@ -43,7 +43,7 @@ where
             Err(reason) if begun.elapsed() >= limit => {
                 bail!("{what}: not so after {:.1} s: {reason:#}", begun.elapsed().as_secs_f32())
             }
-            Err(_) => tokio::time::sleep(patient(PACE)).await,
+            Err(_) => tokio::time::sleep(PACE).await,
         }
     }
 }
