@@ -67,10 +67,10 @@ impl Verbs for Floor {
         Ok(())
     }
 
-    async fn wait(&self, id: &str) -> Result<Exit, Error> {
-        let mut exit = self.find(id)?.exit.subscribe();
+    async fn wait(&self, id: String) -> Result<Exit, Error> {
+        let mut exit = self.find(&id)?.exit.subscribe();
         let exit = exit.wait_for(Option::is_some).await.ok().and_then(|exit| *exit);
-        exit.ok_or_else(|| Error::NotFound { id: id.to_owned() })
+        exit.ok_or(Error::NotFound { id })
     }
 
     async fn status(&self, id: &str, _: bool) -> Result<StatusReport, Error> {

@@ -160,12 +160,18 @@ impl Controller {
     ///
     /// # Errors
     /// [`Error::NotFound`].
-    pub async fn wait(&self, id: &str) -> Result<Exit, Error> {
-        match self.find(id) {
+    pub fn wait(&self, id: &str) -> impl Future<Output = Result<Exit, Error>> + Send + use<> {
+        // Boxed, as it would be in the future of every Wait that is pending.
+        let found = self.find(id).map_err(|e| match e {
             // Any other code would be taken for the sandbox's exit.
-            Err(Error::Fault { id, .. }) => Err(Error::Stopping { id }),
-            Err(e) => Err(e),
-            Ok(sandbox) => sandbox.wait().await,
+            Error::Fault { id, .. } => Box::new(Error::Stopping { id }),
+            e => Box::new(e),
+        });
+        async move {
+            match found {
+                Ok(sandbox) => sandbox.wait().await,
+                Err(e) => Err(*e),
+            }
         }
     }
 

@@ -1,20 +1,20 @@
-//! The end of a sandbox's pause: the waiter that reports it, and the back-off of cleanups that failed.
+//! The end of a sandbox's pause, which its owner waits for, and the back-off of cleanups that failed.
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::future::BoxFuture;
+
 use crate::pause::{Exit, Pause};
 
-/// Waits for the end of `pause` in a task of its own and hands it to `report`, once.
-///
-/// The watch is armed when this returns: a pidfd is level-triggered, so an end before that is seen as well.
-pub fn watch(pause: Arc<dyn Pause>, report: impl FnOnce(Exit) + Send + 'static) {
-    tokio::spawn(async move {
+/// The end of `pause`, seen also when it is before the first look: a pidfd is level-triggered.
+pub fn end_of(pause: Arc<dyn Pause>) -> BoxFuture<'static, Exit> {
+    Box::pin(async move {
         let exit = pause.exited().await;
         // The process is reaped; its descriptors go before its end is known, so that nobody counts them.
         drop(pause);
-        report(exit);
-    });
+        exit
+    })
 }
 
 /// Delays between tries: `first`, doubling, at most `longest`.

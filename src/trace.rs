@@ -45,8 +45,8 @@ tokio::task_local! {
 }
 
 /// Answers a call that belongs to `trace`.
-pub async fn within<F: Future>(trace: Option<TraceId>, call: F) -> F::Output {
-    CALL.scope(trace, call).await
+pub fn within<F: Future>(trace: Option<TraceId>, call: F) -> impl Future<Output = F::Output> {
+    CALL.scope(trace, call)
 }
 
 /// The trace of the call that this task answers.

@@ -36,8 +36,8 @@ impl Verbs for Node {
     async fn stop(&self, id: &str) -> Result<(), Error> {
         unknown(id)
     }
-    async fn wait(&self, id: &str) -> Result<Exit, Error> {
-        unknown(id)
+    async fn wait(&self, id: String) -> Result<Exit, Error> {
+        unknown(&id)
     }
     async fn status(&self, id: &str, _: bool) -> Result<StatusReport, Error> {
         unknown(id)

@@ -3,6 +3,7 @@
 
 use std::ffi::{CStr, CString, OsString};
 use std::fs::OpenOptions;
+use std::future::{Future, poll_fn};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -164,10 +165,12 @@ pub fn pids() -> Result<Vec<u32>, Step> {
 /// Returns when somebody calls at a listening socket and nobody has answered yet.
 ///
 /// # Errors
-/// The runtime cannot watch it.
-pub async fn called(listener: Arc<OwnedFd>) -> io::Result<()> {
-    // A registration of its own, as the socket may have been readable before.
-    sys::watch(listener)?.readable().await.map(drop)
+/// The runtime cannot watch it, now or later.
+pub fn called(listener: Arc<OwnedFd>) -> io::Result<impl Future<Output = io::Result<()>> + Send> {
+    // A registration of its own, as the socket may have been readable before. So nobody else waits for it, and the future can be the
+    // small one, which is for one.
+    let watched = sys::watch(listener)?;
+    Ok(poll_fn(move |cx| watched.poll_read_ready(cx).map_ok(drop)))
 }
 
 fn string(text: OsString) -> Result<CString, Step> {

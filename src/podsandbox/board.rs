@@ -2,6 +2,7 @@
 //! would be half a kilobyte in every sandbox.
 
 use std::fmt;
+use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
@@ -53,8 +54,7 @@ impl<T: Copy> Reader<T> {
     /// Waits until `look` finds something in what is published; `None` when it never will.
     pub async fn wait_for<F>(&self, look: impl Fn(T) -> Option<F>) -> Option<F> {
         loop {
-            let changed = self.0.changed.notified();
-            tokio::pin!(changed);
+            let mut changed = pin!(self.0.changed.notified());
             // From here on no change is missed.
             changed.as_mut().enable();
             let (value, closed) = *self.0.now();

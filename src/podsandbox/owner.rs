@@ -1,12 +1,13 @@
 //! The one task that owns a sandbox: it feeds the machine and carries out its actions.
 //!
-//! Verbs come from callers, facts from jobs and from the exit waiter, all through one inbox. The owner
-//! never blocks: jobs run on the runtime's blocking threads, one at a time, and report back.
+//! Verbs come from callers and facts from jobs through one inbox; the end of the pause it waits for itself. The
+//! owner never blocks: jobs run on the runtime's blocking threads, one at a time, and report back.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use futures::future::BoxFuture;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
@@ -41,7 +42,7 @@ pub struct Published {
 pub enum Message {
     /// A caller asks for a verb; the trace that the call belongs to.
     Ask(Verb, Option<TraceId>, Reply),
-    /// The exit waiter saw the end of the pause.
+    /// The pause has ended.
     Exited(Exit),
     /// The pod's shim has died with containers in it.
     ShimDied,
@@ -96,6 +97,8 @@ pub struct Owner {
     to_self: Sender<Message>,
     published: Publisher<Published>,
     pause: Option<Arc<dyn Pause>>,
+    /// The end of the pause, as long as it is waited for.
+    ending: Option<BoxFuture<'static, Exit>>,
     replies: Vec<(Verb, Reply)>,
     at_rest: Vec<oneshot::Sender<()>>,
     /// The steps that failed last.
@@ -146,6 +149,7 @@ impl Owner {
             to_self,
             published,
             pause,
+            ending: None,
             replies: Vec::new(),
             at_rest: Vec::new(),
             failure: Vec::new(),
@@ -169,9 +173,9 @@ impl Owner {
     async fn run(&mut self) {
         while !self.retired {
             let message = match self.alarm {
-                None => self.inbox.recv().await,
+                None => self.next().await,
                 // Few sandboxes wait for an alarm, and its future is larger than all the rest.
-                Some(at) => match Box::pin(tokio::time::timeout_at(at, self.inbox.recv())).await {
+                Some(at) => match Box::pin(tokio::time::timeout_at(at, self.next())).await {
                     Ok(message) => message,
                     Err(_) => {
                         self.alarm = None;
@@ -188,6 +192,19 @@ impl Owner {
                     let _ = waiting.send(());
                 }
             }
+        }
+    }
+
+    /// The next message, or the end of the pause. Nothing is lost when the future is dropped.
+    async fn next(&mut self) -> Message {
+        let Some(ending) = &mut self.ending else { return self.inbox.recv().await };
+        tokio::select! {
+            biased;
+            exit = ending => {
+                self.ending = None;
+                Message::Exited(exit)
+            }
+            message = self.inbox.recv() => message,
         }
     }
 
@@ -322,11 +339,8 @@ impl Owner {
         None
     }
 
-    fn watch(&self) {
-        if let Some(pause) = &self.pause {
-            let to_self = self.to_self.clone();
-            exit::watch(pause.clone(), move |exit| drop(to_self.send(Message::Exited(exit))));
-        }
+    fn watch(&mut self) {
+        self.ending = self.pause.clone().map(exit::end_of);
     }
 
     /// Runs a job on a blocking thread. A panic in it is a failed job, not the end of the sandbox.

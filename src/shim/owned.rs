@@ -220,16 +220,22 @@ impl Owned {
                     }
                 }
                 Next::Wait(None) => self.changed.notified().await,
-                Next::Wait(Some(listener)) => tokio::select! {
-                    called = launch::called(listener) => match called {
+                Next::Wait(Some(listener)) => {
+                    let called = match launch::called(listener) {
+                        Ok(called) => tokio::select! {
+                            called = called => called,
+                            () = self.changed.notified() => continue,
+                        },
+                        Err(e) => Err(e),
+                    };
+                    match called {
                         Ok(()) => self.now().wanted = true,
                         Err(e) => {
                             log::error!(sandbox = self.group.id.as_str(); "watch its endpoint: {e}");
                             Box::pin(sleep(AGAIN)).await;
                         }
-                    },
-                    () = self.changed.notified() => {}
-                },
+                    }
+                }
             }
         }
     }

@@ -1,6 +1,6 @@
 //! The gRPC skin: unary calls over HTTP/2 (gRPC over HTTP2, the protocol document of the gRPC project).
 
-use std::future::poll_fn;
+use std::future::{Future, poll_fn};
 use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
@@ -76,9 +76,7 @@ pub(super) async fn serve<V: Verbs>(stream: UnixStream, handler: Handler<V>) -> 
 /// What of a request its call needs: a Wait is pending for as long as its pod lives, and the headers would be with it.
 struct Asked {
     grpc: bool,
-    path: Box<str>,
-    deadline: Result<Option<Duration>, Status>,
-    trace: Option<TraceId>,
+    call: Call,
     message: BoxFuture<'static, Result<Bytes, Status>>,
 }
 
@@ -86,32 +84,41 @@ impl From<Request<RecvStream>> for Asked {
     fn from(request: Request<RecvStream>) -> Self {
         let (head, body) = request.into_parts();
         let kind = head.headers.get(header::CONTENT_TYPE);
+        let path = head.uri.path();
+        let trace = head.headers.get(TRACEPARENT).and_then(|value| TraceId::of_traceparent(value.to_str().ok()?));
         Self {
             grpc: kind.is_some_and(|kind| kind.as_bytes().starts_with(CONTENT_TYPE.as_bytes())),
-            path: head.uri.path().into(),
-            deadline: timeout(&head.headers),
-            trace: head.headers.get(TRACEPARENT).and_then(|value| TraceId::of_traceparent(value.to_str().ok()?)),
+            call: Call {
+                path: path.strip_prefix('/').unwrap_or_default().into(),
+                deadline: timeout(&head.headers),
+                trace,
+                operators: false,
+            },
             message: Box::pin(message(body)),
         }
     }
 }
 
-async fn serve_call<V: Verbs>(handler: Handler<V>, asked: Asked, mut respond: SendResponse<Bytes>) {
-    let Asked { grpc, path, deadline, trace, message } = asked;
-    let sent = if !grpc {
-        refuse(&mut respond)
-    } else {
-        let (service, method) = path.strip_prefix('/').and_then(|path| path.split_once('/')).unwrap_or_default();
-        let call = Call { service, method, deadline, trace, operators: false };
-        let answer = tokio::select! {
-            answer = Box::pin(handler.answer(call, message)) => answer,
-            // The caller gave up; the call is dropped.
-            _ = poll_fn(|cx| respond.poll_reset(cx)) => return,
+#[expect(clippy::manual_async_fn, reason = "the arguments of an async fn are in its future twice")]
+fn serve_call<V: Verbs>(
+    handler: Handler<V>,
+    asked: Asked,
+    mut respond: SendResponse<Bytes>,
+) -> impl Future<Output = ()> + Send {
+    async move {
+        let sent = if !asked.grpc {
+            refuse(&mut respond)
+        } else {
+            let answer = tokio::select! {
+                answer = handler.answer(&asked.call, asked.message) => answer,
+                // The caller gave up; the call is dropped.
+                _ = poll_fn(|cx| respond.poll_reset(cx)) => return,
+            };
+            send(&mut respond, answer)
         };
-        send(&mut respond, answer)
-    };
-    if let Err(e) = sent {
-        log::debug!("gRPC answer to {path}: {e}");
+        if let Err(e) = sent {
+            log::debug!("gRPC answer to {}: {e}", asked.call.path);
+        }
     }
 }
 

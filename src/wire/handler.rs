@@ -1,6 +1,7 @@
 //! The one handler behind both protocols: decode, call the verb, encode.
 
 use std::any::Any;
+use std::future::{Future, ready};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,11 +46,12 @@ const MAX_ANSWER: usize = MAX_MESSAGE - (64 << 10);
 /// A call's answer as bytes.
 pub(super) type Answer = Result<Vec<u8>, Status>;
 
-/// A call as its skin understood it.
+/// A call as its skin understood it. It is there for as long as the call is, and handed on by reference: what is handed on by value is in
+/// a future once for each hand.
 #[derive(Debug)]
-pub(super) struct Call<'a> {
-    pub(super) service: &'a str,
-    pub(super) method: &'a str,
+pub(super) struct Call {
+    /// Service and method, with a slash between them.
+    pub(super) path: Box<str>,
     /// The time that its caller gives it.
     pub(super) deadline: Result<Option<Duration>, Status>,
     /// The trace that it belongs to, if its caller says so.
@@ -58,16 +60,22 @@ pub(super) struct Call<'a> {
     pub(super) operators: bool,
 }
 
-impl Call<'_> {
+impl Call {
+    /// Service and method; both empty where the path is none.
+    fn target(&self) -> (&str, &str) {
+        self.path.split_once('/').unwrap_or_default()
+    }
+
     /// The method's name for counters: one of those that are served, or `other`, so that no caller makes names up.
     fn counted(&self) -> &'static str {
-        let served = match self.service {
+        let (service, method) = self.target();
+        let served = match service {
             CONTROLLER => CONTROLLER_METHODS,
             SANDBOX => SANDBOX_METHODS,
             inspect::SERVICE => inspect::METHODS,
             _ => &[],
         };
-        served.iter().find(|method| **method == self.method).copied().unwrap_or("other")
+        served.iter().find(|served| **served == method).copied().unwrap_or("other")
     }
 }
 
@@ -103,66 +111,82 @@ impl<V: Verbs> Handler<V> {
     /// Answers one call whatever happens to it: it panics, its deadline passes, the daemon goes down.
     ///
     /// `request` reads the request's bytes, so that a caller who never sends the rest of them is bounded as well.
-    pub(super) async fn answer<B: AsRef<[u8]> + Send>(
-        &self,
-        of: Call<'_>,
-        request: BoxFuture<'_, Result<B, Status>>,
-    ) -> Answer {
-        let running = self.telemetry.call(of.counted());
-        // Boxed, as are call and request below: what is handed on by value is in the future once for each hand, for as long as a Wait is
-        // pending.
-        let answer = trace::within(of.trace, Box::pin(self.bounded(of, request))).await;
-        running.ended(answer.as_ref().err().map_or("OK", |status| code::name(status.code)));
-        answer
+    pub(super) fn answer<'a, B: AsRef<[u8]> + Send + 'a>(
+        &'a self,
+        of: &'a Call,
+        request: BoxFuture<'a, Result<B, Status>>,
+    ) -> BoxFuture<'a, Answer> {
+        Box::pin(trace::within(of.trace, async move {
+            let running = self.telemetry.call(of.counted());
+            let answer = self.bounded(of, request).await;
+            running.ended(answer.as_ref().err().map_or("OK", |status| code::name(status.code)));
+            answer
+        }))
     }
 
-    async fn bounded<B: AsRef<[u8]> + Send>(&self, of: Call<'_>, request: BoxFuture<'_, Result<B, Status>>) -> Answer {
-        if self.is_stopping() {
-            return Err(Status::stopping());
-        }
-        let Call { service, method, deadline, operators, .. } = of;
-        let deadline = deadline?;
-        let call = async { self.dispatch(service, method, operators, request.await?).await };
-        let call = Box::pin(AssertUnwindSafe(call).catch_unwind());
-        let answer = tokio::select! {
-            biased;
-            answer = call => answer.unwrap_or_else(|panic| {
-                let reason = panic_text(panic.as_ref());
-                log::error!(call = method; "the handler of {method} panicked: {reason}");
-                Err(Status::new(Code::INTERNAL, format!("internal fault in {method}: {reason}")))
-            }),
-            () = self.stopping() => Err(Status::stopping()),
-            () = expired(deadline) => Err(Status::new(Code::DEADLINE_EXCEEDED, format!("{method}: the caller's deadline passed"))),
-        };
-        match answer {
-            // What fails while all goes down says nothing of the sandbox; in a Wait it would be taken for its exit.
-            Err(_) if self.is_stopping() => Err(Status::stopping()),
-            Ok(bytes) if bytes.len() > MAX_ANSWER => Err(Status::new(
-                Code::RESOURCE_EXHAUSTED,
-                format!("the answer to {method} has {} bytes, at most {MAX_ANSWER} fit", bytes.len()),
-            )),
-            answer => answer,
+    #[expect(clippy::manual_async_fn, reason = "the arguments of an async fn are in its future twice")]
+    fn bounded<'a, B: AsRef<[u8]> + Send + 'a>(
+        &'a self,
+        of: &'a Call,
+        request: BoxFuture<'a, Result<B, Status>>,
+    ) -> impl Future<Output = Answer> + Send + 'a {
+        async move {
+            if self.is_stopping() {
+                return Err(Status::stopping());
+            }
+            let deadline = of.deadline.clone()?;
+            let method = of.target().1;
+            let call = async move { self.dispatch(of, request.await?).await };
+            let call = Box::pin(AssertUnwindSafe(call).catch_unwind());
+            let answer = tokio::select! {
+                biased;
+                answer = call => answer.unwrap_or_else(|panic| {
+                    let reason = panic_text(panic.as_ref());
+                    log::error!(call = method; "the handler of {method} panicked: {reason}");
+                    Err(Status::new(Code::INTERNAL, format!("internal fault in {method}: {reason}")))
+                }),
+                () = self.stopping() => Err(Status::stopping()),
+                () = expired(deadline) => {
+                    Err(Status::new(Code::DEADLINE_EXCEEDED, format!("{method}: the caller's deadline passed")))
+                }
+            };
+            match answer {
+                // What fails while all goes down says nothing of the sandbox; in a Wait it would be taken for its exit.
+                Err(_) if self.is_stopping() => Err(Status::stopping()),
+                Ok(bytes) if bytes.len() > MAX_ANSWER => Err(Status::new(
+                    Code::RESOURCE_EXHAUSTED,
+                    format!("the answer to {method} has {} bytes, at most {MAX_ANSWER} fit", bytes.len()),
+                )),
+                answer => answer,
+            }
         }
     }
 
     /// A Wait is pending for as long as its pod lives, so it keeps no request and has a future of its own: that of all other verbs is as
     /// large as the largest of them needs it.
-    async fn dispatch<B: AsRef<[u8]>>(&self, service: &str, method: &str, operators: bool, bytes: B) -> Answer {
+    fn dispatch<'a, B: AsRef<[u8]> + Send + 'a>(&'a self, of: &'a Call, bytes: B) -> BoxFuture<'a, Answer> {
+        let (service, method) = of.target();
         match (service, method) {
-            (CONTROLLER, "Wait") => {
-                let id = decode::<c::ControllerWaitRequest>(bytes.as_ref())?.sandbox_id;
-                drop(bytes);
-                encode(method, self.verbs.wait(&id).await.map(convert::exit))
+            (CONTROLLER, "Wait") => match decode::<c::ControllerWaitRequest>(bytes.as_ref()) {
+                Ok(request) => {
+                    let exit = self.verbs.wait(request.sandbox_id);
+                    Box::pin(exit.map(|exit| encode("Wait", exit.map(convert::exit))))
+                }
+                Err(status) => Box::pin(ready(Err(status))),
+            },
+            (SANDBOX, "WaitSandbox") => match decode::<s::WaitSandboxRequest>(bytes.as_ref()) {
+                Ok(request) => {
+                    let exit = self.verbs.wait(request.sandbox_id);
+                    Box::pin(exit.map(|exit| encode("WaitSandbox", exit.map(convert::sandbox_exit))))
+                }
+                Err(status) => Box::pin(ready(Err(status))),
+            },
+            (CONTROLLER, _) => Box::pin(async move { self.controller(method, bytes.as_ref()).await }),
+            (SANDBOX, _) => Box::pin(async move { self.sandbox(method, bytes.as_ref()).await }),
+            (inspect::SERVICE, _) if of.operators => {
+                Box::pin(async move { inspect::answer(&*self.verbs, method, bytes.as_ref()).await })
             }
-            (SANDBOX, "WaitSandbox") => {
-                let id = decode::<s::WaitSandboxRequest>(bytes.as_ref())?.sandbox_id;
-                drop(bytes);
-                encode(method, self.verbs.wait(&id).await.map(convert::sandbox_exit))
-            }
-            (CONTROLLER, _) => Box::pin(self.controller(method, bytes.as_ref())).await,
-            (SANDBOX, _) => Box::pin(self.sandbox(method, bytes.as_ref())).await,
-            (inspect::SERVICE, _) if operators => Box::pin(inspect::answer(&*self.verbs, method, bytes.as_ref())).await,
-            _ => Err(not_served(service, method)),
+            _ => Box::pin(ready(Err(not_served(service, method)))),
         }
     }
 

@@ -110,8 +110,9 @@ async fn call<V: Verbs>(handler: &Handler<V>, request: Request) -> Answer {
     let parent = request.metadata.iter().find(|pair| pair.key == TRACEPARENT);
     let trace = parent.and_then(|pair| TraceId::of_traceparent(&pair.value));
     let Request { service, method, payload, .. } = request;
-    let call = handler::Call { service: &service, method: &method, deadline: Ok(deadline), trace, operators: true };
-    handler.answer(call, Box::pin(std::future::ready(Ok(payload)))).await
+    let path = format!("{service}/{method}").into();
+    let call = handler::Call { path, deadline: Ok(deadline), trace, operators: true };
+    handler.answer(&call, Box::pin(std::future::ready(Ok(payload)))).await
 }
 
 fn response(stream: u32, answer: Answer) -> GenMessage {

@@ -17,8 +17,8 @@ pub trait Verbs: Send + Sync + 'static {
     fn platform(&self, id: &str) -> impl Future<Output = Result<Platform, Error>> + Send;
     /// See [`Controller::stop`].
     fn stop(&self, id: &str) -> impl Future<Output = Result<(), Error>> + Send;
-    /// See [`Controller::wait`].
-    fn wait(&self, id: &str) -> impl Future<Output = Result<Exit, Error>> + Send;
+    /// See [`Controller::wait`]. It keeps no id for as long as it is pending.
+    fn wait(&self, id: String) -> impl Future<Output = Result<Exit, Error>> + Send;
     /// See [`Controller::status`].
     fn status(&self, id: &str, verbose: bool) -> impl Future<Output = Result<StatusReport, Error>> + Send;
     /// See [`Controller::shutdown`].
@@ -64,8 +64,8 @@ impl Verbs for Controller {
         self.stop(id).await
     }
 
-    async fn wait(&self, id: &str) -> Result<Exit, Error> {
-        self.wait(id).await
+    fn wait(&self, id: String) -> impl Future<Output = Result<Exit, Error>> + Send {
+        self.wait(&id)
     }
 
     async fn status(&self, id: &str, verbose: bool) -> Result<StatusReport, Error> {

@@ -101,8 +101,8 @@ impl Verbs for Fake {
         outcome(id)
     }
 
-    async fn wait(&self, id: &str) -> Result<Exit, Error> {
-        outcome(id)?;
+    async fn wait(&self, id: String) -> Result<Exit, Error> {
+        outcome(&id)?;
         if id == "ended" {
             return Ok(Exit { status: 137, at: time(3) });
         }
