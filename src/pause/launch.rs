@@ -3,16 +3,17 @@
 
 use std::ffi::{CStr, CString, OsString};
 use std::fs::OpenOptions;
-use std::future::{Future, poll_fn};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU32, Ordering::Relaxed};
+use std::task::Waker;
 
-use super::process::{self, Orphans, Process};
+use super::process::{self, Common, Process};
 use super::sys::{self, Errno};
+use super::watch::Watched;
 use super::{Adoption, Identity, Pause, identity};
 use crate::error::{IoContext, Step};
 
@@ -41,7 +42,7 @@ pub struct Launch<'a> {
 pub struct Launcher {
     boot_id: String,
     open_files: Option<u64>,
-    orphans: Arc<Orphans>,
+    common: Arc<Common>,
 }
 
 impl Launcher {
@@ -51,7 +52,7 @@ impl Launcher {
     /// # Errors
     /// The boot id cannot be read.
     pub fn new(open_files: Option<u64>) -> Result<Self, Step> {
-        Ok(Self { boot_id: identity::boot_id()?, open_files, orphans: Arc::default() })
+        Ok(Self { boot_id: identity::boot_id()?, open_files, common: Common::new()? })
     }
 
     /// Launches a process in a session of its own: no other descriptor, standard input and output on `/dev/null`, signals as after
@@ -61,7 +62,7 @@ impl Launcher {
     /// # Errors
     /// The failed step; nothing is left of the process then.
     pub fn launch(&self, launch: &Launch<'_>) -> Result<Arc<dyn Pause>, Step> {
-        self.orphans.sweep();
+        self.common.sweep();
         let null = OpenOptions::new().read(true).write(true).open("/dev/null").step_at("open", "/dev/null")?;
         let program = string(launch.program.as_os_str().to_owned())?;
         let mut arguments = vec![program.clone()];
@@ -95,7 +96,7 @@ impl Launcher {
             return Err(Step::at(what, path, Errno(errno).into()));
         }
         match identity::of(pid.unsigned_abs(), &self.boot_id) {
-            Ok(identity) => Ok(Arc::new(Process::new(pidfd, identity, Arc::clone(&self.orphans)))),
+            Ok(identity) => Ok(Arc::new(Process::new(pidfd, identity, Arc::clone(&self.common)))),
             Err(e) => {
                 let _ = sys::pidfd_send_signal(pidfd.as_fd(), libc::SIGKILL);
                 sys::reap(pidfd.as_fd(), true).step("reap process")?;
@@ -106,8 +107,8 @@ impl Launcher {
 
     /// Finds a recorded process again.
     pub fn adopt(&self, identity: &Identity) -> Adoption {
-        self.orphans.sweep();
-        process::adopt(identity, &self.boot_id, &self.orphans)
+        self.common.sweep();
+        process::adopt(identity, &self.boot_id, &self.common)
     }
 
     /// The process that has a pid now; `None`: nobody.
@@ -151,6 +152,15 @@ impl Launcher {
         }
         Ok(None)
     }
+
+    /// Wakes `waker` if somebody has called at a listening socket and nobody has answered yet, and each time that somebody calls, until the
+    /// answer is dropped. To be called on the runtime.
+    ///
+    /// # Errors
+    /// The socket cannot be watched.
+    pub fn called(&self, listener: Arc<OwnedFd>, waker: Waker) -> io::Result<Watched> {
+        self.common.watch.readable(listener, waker)
+    }
 }
 
 /// All processes of the node, as far as this one sees them.
@@ -160,17 +170,6 @@ impl Launcher {
 pub fn pids() -> Result<Vec<u32>, Step> {
     let entries = std::fs::read_dir("/proc").step_at("read directory", "/proc")?;
     Ok(entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect())
-}
-
-/// Returns when somebody calls at a listening socket and nobody has answered yet.
-///
-/// # Errors
-/// The runtime cannot watch it, now or later.
-pub fn called(listener: Arc<OwnedFd>) -> io::Result<impl Future<Output = io::Result<()>> + Send> {
-    // A registration of its own, as the socket may have been readable before. So nobody else waits for it, and the future can be the
-    // small one, which is for one.
-    let watched = sys::watch(listener)?;
-    Ok(poll_fn(move |cx| watched.poll_read_ready(cx).map_ok(drop)))
 }
 
 fn string(text: OsString) -> Result<CString, Step> {

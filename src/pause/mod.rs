@@ -25,6 +25,9 @@ mod seccomp;
 mod strays;
 mod sys;
 mod userns;
+mod watch;
+
+pub use watch::Watched;
 
 /// A descriptor of our own for one that the service manager passed. The passed one stays open as long as the process.
 ///

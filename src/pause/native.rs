@@ -16,7 +16,7 @@ use nix::unistd::Pid;
 
 use super::cgroup::{self, Cgroups};
 use super::child::{self, At, User, Work};
-use super::process::{self, Orphans, Process};
+use super::process::{self, Common, Process};
 use super::sys::{self, Errno};
 use super::{Adoption, Driver, IdMapping, Identity, Namespace, Pause, Plan};
 use super::{emptyroot, identity, image, strays, userns};
@@ -36,7 +36,7 @@ pub struct Native {
     cgroups: Cgroups,
     boot_id: String,
     last_capability: u32,
-    orphans: Arc<Orphans>,
+    common: Arc<Common>,
     /// Environment of the pauses: whose they are.
     mark: Option<CString>,
 }
@@ -65,7 +65,7 @@ impl Native {
             cgroups,
             boot_id: identity::boot_id()?,
             last_capability: last.trim().parse().map_err(invalid).step_at("read", LAST_CAPABILITY)?,
-            orphans: Arc::default(),
+            common: Common::new()?,
             mark: None,
         })
     }
@@ -174,7 +174,7 @@ impl Driver for Native {
     }
 
     fn start(&self, plan: &Plan) -> Result<Box<dyn Pause>, Step> {
-        self.orphans.sweep();
+        self.common.sweep();
         let placement = cgroup::placement(&plan.cgroup_parent, &plan.id)?;
         let network = plan.netns.as_deref().map(open_network_namespace).transpose()?;
         let user = plan.userns.as_ref().map(|user| match &network {
@@ -235,16 +235,16 @@ impl Driver for Native {
         if let Some(made) = made {
             made.keep();
         }
-        Ok(Box::new(Process::new(pidfd, identity, Arc::clone(&self.orphans))))
+        Ok(Box::new(Process::new(pidfd, identity, Arc::clone(&self.common))))
     }
 
     fn adopt(&self, _plan: &Plan, identity: &Identity) -> Adoption {
-        self.orphans.sweep();
-        process::adopt(identity, &self.boot_id, &self.orphans)
+        self.common.sweep();
+        process::adopt(identity, &self.boot_id, &self.common)
     }
 
     fn cleanup(&self, plan: &Plan) -> Result<(), Vec<Step>> {
-        self.orphans.sweep();
+        self.common.sweep();
         let placement = cgroup::placement(&plan.cgroup_parent, &plan.id).map_err(|e| vec![e])?;
         let failed = self.cgroups.remove(&placement);
         if failed.is_empty() { Ok(()) } else { Err(failed) }

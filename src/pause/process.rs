@@ -2,15 +2,18 @@
 
 use std::ffi::c_int;
 use std::os::fd::{AsFd, OwnedFd};
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Wake;
 use std::thread;
 use std::time::{Duration, SystemTime};
 
-use tokio::io::unix::AsyncFd;
+use tokio::sync::Notify;
 
 use super::identity::{self, Stat};
 use super::sys::{self, End, Errno};
+use super::watch::{Watch, Watched};
 use super::{Adoption, BoxFuture, Exit, Identity, Pause, UNKNOWN_EXIT};
 use crate::error::{IoContext, Step};
 
@@ -24,21 +27,23 @@ pub(super) struct Process {
     identity: Identity,
     exit: Mutex<Option<Exit>>,
     /// Made when first asked for, as there may be no runtime before.
-    watch: Mutex<Option<Arc<AsyncFd<Arc<OwnedFd>>>>>,
+    watched: Mutex<Option<Watched>>,
+    ended: Arc<Ended>,
     killed: AtomicBool,
-    orphans: Arc<Orphans>,
+    common: Arc<Common>,
 }
 
 impl Process {
     /// Takes over a process, which is the one that `identity` names.
-    pub(super) fn new(pidfd: OwnedFd, identity: Identity, orphans: Arc<Orphans>) -> Self {
+    pub(super) fn new(pidfd: OwnedFd, identity: Identity, common: Arc<Common>) -> Self {
         Self {
             pidfd: Arc::new(pidfd),
             identity,
             exit: Mutex::new(None),
-            watch: Mutex::new(None),
+            watched: Mutex::new(None),
+            ended: Arc::default(),
             killed: AtomicBool::new(false),
-            orphans,
+            common,
         }
     }
 
@@ -52,15 +57,23 @@ impl Process {
         *exit
     }
 
-    fn watched(&self) -> std::io::Result<Arc<AsyncFd<Arc<OwnedFd>>>> {
-        let mut watch = lock(&self.watch);
-        match &*watch {
-            Some(watch) => Ok(Arc::clone(watch)),
-            None => {
-                let new = Arc::new(sys::watch(Arc::clone(&self.pidfd))?);
-                Ok(Arc::clone(watch.insert(new)))
-            }
+    /// From now on its end wakes those who wait for `ended`.
+    fn watch(&self) -> std::io::Result<()> {
+        let mut watched = lock(&self.watched);
+        if watched.is_none() {
+            *watched = Some(self.common.watch.readable(self.pidfd.clone(), Arc::clone(&self.ended).into())?);
         }
+        Ok(())
+    }
+}
+
+/// Wakes those who wait for the end of a process.
+#[derive(Debug, Default)]
+struct Ended(Notify);
+
+impl Wake for Ended {
+    fn wake(self: Arc<Self>) {
+        self.0.notify_waiters();
     }
 }
 
@@ -80,20 +93,16 @@ impl Pause for Process {
     fn exited(&self) -> BoxFuture<'_, Exit> {
         Box::pin(async move {
             loop {
+                let mut ended = pin!(self.ended.0.notified());
+                // From here on its end is not missed.
+                ended.as_mut().enable();
+                let watched = self.watch();
                 if let Some(exit) = self.collect() {
                     return exit;
                 }
-                let Ok(watch) = self.watched() else {
-                    tokio::time::sleep(POLL).await;
-                    continue;
-                };
-                match watch.readable().await {
-                    Ok(mut ready) => match self.collect() {
-                        Some(exit) => return exit,
-                        None => ready.clear_ready(),
-                    },
-                    // The runtime is going down.
-                    Err(_) => tokio::time::sleep(POLL).await,
+                match watched {
+                    Ok(()) => ended.await,
+                    Err(_) => Box::pin(tokio::time::sleep(POLL)).await,
                 }
             }
         })
@@ -103,13 +112,13 @@ impl Pause for Process {
 impl Drop for Process {
     fn drop(&mut self) {
         if self.collect().is_none() {
-            self.orphans.take(Arc::clone(&self.pidfd), self.killed.load(Relaxed));
+            self.common.take(Arc::clone(&self.pidfd), self.killed.load(Relaxed));
         }
     }
 }
 
 /// Finds a recorded process of this or an earlier daemon's making again.
-pub(super) fn adopt(identity: &Identity, boot_id: &str, orphans: &Arc<Orphans>) -> Adoption {
+pub(super) fn adopt(identity: &Identity, boot_id: &str, common: &Arc<Common>) -> Adoption {
     let dead = Adoption::Dead(Exit { status: UNKNOWN_EXIT, at: SystemTime::now() });
     if identity.boot_id != boot_id {
         return dead;
@@ -124,7 +133,7 @@ pub(super) fn adopt(identity: &Identity, boot_id: &str, orphans: &Arc<Orphans>) 
     };
     match identity::matches(identity) {
         Ok(true) => {
-            let process = Process::new(pidfd, identity.clone(), Arc::clone(orphans));
+            let process = Process::new(pidfd, identity.clone(), Arc::clone(common));
             process.collect().map_or_else(|| Adoption::Alive(Box::new(process)), Adoption::Dead)
         }
         Ok(false) => dead,
@@ -162,30 +171,43 @@ fn status(end: End) -> u32 {
     }
 }
 
-/// Children that nobody waits for any more: reaped when the driver is next used, so that none stays a zombie.
-#[derive(Debug, Default)]
-pub(super) struct Orphans(Mutex<Vec<Arc<OwnedFd>>>);
+/// What the processes of a driver share.
+#[derive(Debug)]
+pub(super) struct Common {
+    /// Of their pidfds.
+    pub(super) watch: Arc<Watch>,
+    /// Children that nobody waits for any more: reaped when the driver is next used, so that none stays a zombie.
+    orphans: Mutex<Vec<Arc<OwnedFd>>>,
+}
 
-impl Orphans {
+impl Common {
+    /// Nothing yet.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub(super) fn new() -> Result<Arc<Self>, Step> {
+        Ok(Arc::new(Self { watch: Watch::new()?, orphans: Mutex::default() }))
+    }
+
     fn take(self: &Arc<Self>, pidfd: Arc<OwnedFd>, killed: bool) {
-        lock(&self.0).push(Arc::clone(&pidfd));
+        lock(&self.orphans).push(Arc::clone(&pidfd));
         if !killed {
             return;
         }
         // It ends at once, but not yet: wait for it where nobody else is kept.
-        let orphans = Arc::clone(self);
+        let common = Arc::clone(self);
         let reaper = thread::Builder::new().name("reaper".to_owned()).stack_size(64 * 1024).spawn(move || {
             sys::wait_ended(pidfd.as_fd());
-            orphans.sweep();
+            common.sweep();
         });
         if let Err(e) = reaper {
             log::warn!("start a thread to reap a pause: {e}; it is reaped later");
         }
     }
 
-    /// Reaps those that have ended.
+    /// Reaps the orphans that have ended.
     pub(super) fn sweep(&self) {
-        lock(&self.0).retain(|pidfd| matches!(sys::reap(pidfd.as_fd(), false), Ok(None)));
+        lock(&self.orphans).retain(|pidfd| matches!(sys::reap(pidfd.as_fd(), false), Ok(None)));
     }
 }
 

@@ -293,11 +293,11 @@ impl Endpoint {
         }
     }
 
-    /// Serves the endpoint until its end, in a task of its own.
+    /// Serves the endpoint until its end. Returns at once.
     pub fn serve(&self, pod: Arc<dyn Pod>) {
         match self {
             Self::OnDemand { .. } => {}
-            Self::Owned(owned) => drop(tokio::spawn(owned.clone().serve(pod))),
+            Self::Owned(owned) => owned.serve(pod),
             Self::Started(started) => drop(tokio::spawn(started.clone().serve(pod))),
         }
     }

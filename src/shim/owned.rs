@@ -8,15 +8,19 @@
 //! ```
 //!
 //! The socket outlives the shims: a caller waits in its queue until a shim takes it over, also while one ends and the next is
-//! launched. Nobody but a shim accepts there. One task serves an endpoint, so that no two shims are launched; [`Owned::end`] and a
-//! launch take turns, so that no shim is launched behind the end.
+//! launched. Nobody but a shim accepts there. At most one task serves an endpoint, so that no two shims are launched; [`Owned::end`] and a
+//! launch take turns, so that no shim is launched behind the end. An idle endpoint rests: it has no task, and whoever changes what is true
+//! begins one.
 
+use std::fmt;
 use std::fs;
+use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Wake, Waker};
 
 use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
@@ -25,8 +29,8 @@ use super::bundle::{NEW, Recorded, gone};
 use super::group::{AGAIN, Found, Group, WITHIN};
 use super::{Pod, command, fifo, placement, task};
 use crate::error::{IoContext as _, Step};
-use crate::pause::launch::{self, Launch};
-use crate::pause::{Exit, Pause};
+use crate::pause::launch::Launch;
+use crate::pause::{Exit, Pause, Watched};
 
 /// An endpoint whose shim is ours.
 #[derive(Debug)]
@@ -34,7 +38,7 @@ pub struct Owned {
     group: Arc<Group>,
     socket: PathBuf,
     now: Mutex<Now>,
-    /// Something in `now` has changed that the serving task waits for.
+    /// The end has begun, for a serving task that waits until it looks for a shim again.
     changed: Notify,
     /// Held while a socket is made, a shim is looked for or launched, and by the end.
     turn: Mutex<()>,
@@ -53,20 +57,42 @@ struct Now {
     log: Option<fifo::Reader>,
     /// A shim ended while there was no daemon; how it ended.
     missed: Option<Exit>,
-    /// A shim shall be launched though nobody has called.
+    /// A shim shall be launched: somebody has called or is about to.
     wanted: bool,
+    /// A shim died with containers in it, and the daemon may have been killed before the sandbox ended.
+    bereaved: bool,
     ended: bool,
+    /// Nobody serves, as there is nothing to do.
+    rest: Option<Rest>,
+}
+
+/// An endpoint at rest.
+struct Rest {
+    /// Whose it is.
+    pod: Arc<dyn Pod>,
+    /// Ends the rest when somebody calls; `None` where nobody can.
+    called: Option<Watched>,
+}
+
+/// The pod holds the endpoint in turn.
+impl fmt::Debug for Rest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Rest")
+    }
 }
 
 /// What the serving task does next.
 enum Next {
-    Ended,
+    /// Nothing: it has ended, or rests.
+    Nothing,
     Recover,
+    Bereaved,
     Missed(Exit),
     Watch(Arc<dyn Pause>),
     Launch,
     Listen,
-    Wait(Option<Arc<OwnedFd>>),
+    /// It cannot rest: the socket cannot be watched.
+    Unwatched(io::Error),
 }
 
 impl Owned {
@@ -99,13 +125,13 @@ impl Owned {
     }
 
     /// Begins to listen, or listens again at the same path; not after the end.
-    pub(super) fn listen(&self) -> Result<(), Step> {
+    pub(super) fn listen(self: &Arc<Self>) -> Result<(), Step> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         if self.now().ended { Ok(()) } else { self.bind() }
     }
 
     /// To be called with the turn held.
-    fn bind(&self) -> Result<(), Step> {
+    fn bind(self: &Arc<Self>) -> Result<(), Step> {
         if let Some(dir) = self.socket.parent() {
             let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
             made.step_at("make directory", dir)?;
@@ -122,21 +148,23 @@ impl Owned {
         let mut now = self.now();
         now.open = true;
         now.listener = Some(Arc::new(listener.into()));
-        drop(now);
-        self.changed.notify_one();
+        self.stir(now);
         Ok(())
     }
 
     /// Finds the shim that an earlier daemon has launched; without one, listens again. The serving task does again what fails.
-    pub(super) fn recover(&self) {
-        self.now().unsure = true;
+    pub(super) fn recover(self: &Arc<Self>) {
+        let bereaved = self.death().is_some();
+        let mut now = self.now();
+        (now.unsure, now.bereaved) = (true, bereaved);
+        drop(now);
         if let Err(step) = self.try_recover() {
             // Not listening: should a shim live, containerd still reaches it, and its containers.
             log::error!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}; tried again");
         }
     }
 
-    fn try_recover(&self) -> Result<(), Step> {
+    fn try_recover(self: &Arc<Self>) -> Result<(), Step> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let now = self.now();
         if now.ended || !now.unsure {
@@ -151,8 +179,7 @@ impl Owned {
                 let log = self.group.read_again(&shim);
                 let mut now = self.now();
                 (now.open, now.unsure, now.shim, now.log) = (true, false, Some(shim), log);
-                drop(now);
-                self.changed.notify_one();
+                self.stir(now);
                 Ok(())
             }
             ended => {
@@ -163,8 +190,7 @@ impl Owned {
                 if let Some(Found::Dead(exit)) = ended {
                     now.missed = Some(exit);
                 }
-                drop(now);
-                self.changed.notify_one();
+                self.stir(now);
                 Ok(())
             }
         }
@@ -181,32 +207,50 @@ impl Owned {
     }
 
     /// A container is coming.
-    pub(super) fn prepare(&self) {
+    pub(super) fn prepare(self: &Arc<Self>) {
         let mut now = self.now();
         if now.listener.is_some() && now.shim.is_none() && !now.ended {
             now.wanted = true;
-            drop(now);
-            self.changed.notify_one();
+            self.stir(now);
         }
     }
 
-    /// Serves the endpoint until its end. What is done only for a pod with containers has futures of its own: an idle pod's is small.
-    pub(super) async fn serve(self: Arc<Self>, pod: Arc<dyn Pod>) {
-        if Box::pin(self.blocking(|owned| owned.death())).await.flatten().is_some() {
-            // The daemon may have been killed between the record of it and what follows from it.
-            pod.bereaved();
+    /// To be called when something is true that was not before: ends the rest, if there is something to do now.
+    fn stir(self: &Arc<Self>, mut now: MutexGuard<'_, Now>) {
+        let rest = now.rest.take();
+        drop(now);
+        match rest {
+            Some(Rest { pod, called }) => {
+                drop(called);
+                self.serve(pod);
+            }
+            None => self.changed.notify_one(),
         }
+    }
+
+    /// Serves the endpoint until its end: in a task, unless there is nothing to do.
+    pub(super) fn serve(self: &Arc<Self>, pod: Arc<dyn Pod>) {
+        match self.next(&pod) {
+            Next::Nothing => {}
+            next => drop(tokio::spawn(self.clone().work(next, pod))),
+        }
+    }
+
+    /// Does what there is to do. It is the only one to do so: it was begun when a rest ended, or at the beginning, and ends with the next rest.
+    async fn work(self: Arc<Self>, mut next: Next, pod: Arc<dyn Pod>) {
         loop {
-            match self.next() {
-                Next::Ended => return,
+            match next {
+                Next::Nothing => return,
                 Next::Recover => {
                     // The end need not wait for it.
-                    let _ = Box::pin(timeout(AGAIN, self.changed.notified())).await;
-                    if let Some(Err(step)) = Box::pin(self.blocking(Self::try_recover)).await {
+                    let _ = timeout(AGAIN, self.changed.notified()).await;
+                    if let Some(Err(step)) = self.blocking(Self::try_recover).await {
                         log::debug!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}; tried again");
                     }
                 }
-                Next::Missed(exit) => Box::pin(self.after(exit, &pod)).await,
+                Next::Bereaved => pod.bereaved(),
+                Next::Missed(exit) => self.after(exit, &pod).await,
+                // Such a pod has containers, and as many of these futures as there are shims: what is not awaited now is boxed.
                 Next::Watch(shim) => {
                     let exit = shim.exited().await;
                     self.gone();
@@ -214,29 +258,17 @@ impl Owned {
                 }
                 Next::Launch => Box::pin(self.launch_and_attend(&pod)).await,
                 Next::Listen => {
-                    if let Some(Err(step)) = Box::pin(self.blocking(Self::listen)).await {
+                    if let Some(Err(step)) = self.blocking(Self::listen).await {
                         log::error!(sandbox = self.group.id.as_str(); "its endpoint: {step}");
-                        Box::pin(sleep(AGAIN)).await;
+                        sleep(AGAIN).await;
                     }
                 }
-                Next::Wait(None) => self.changed.notified().await,
-                Next::Wait(Some(listener)) => {
-                    let called = match launch::called(listener) {
-                        Ok(called) => tokio::select! {
-                            called = called => called,
-                            () = self.changed.notified() => continue,
-                        },
-                        Err(e) => Err(e),
-                    };
-                    match called {
-                        Ok(()) => self.now().wanted = true,
-                        Err(e) => {
-                            log::error!(sandbox = self.group.id.as_str(); "watch its endpoint: {e}");
-                            Box::pin(sleep(AGAIN)).await;
-                        }
-                    }
+                Next::Unwatched(e) => {
+                    log::error!(sandbox = self.group.id.as_str(); "watch its endpoint: {e}");
+                    sleep(AGAIN).await;
                 }
             }
+            next = self.next(&pod);
         }
     }
 
@@ -249,13 +281,17 @@ impl Owned {
         }
     }
 
-    fn next(&self) -> Next {
+    /// What there is to do. Without anything the endpoint rests from now on, and whoever has asked no longer serves.
+    fn next(self: &Arc<Self>, pod: &Arc<dyn Pod>) -> Next {
         let mut now = self.now();
         if now.ended {
-            return Next::Ended;
+            return Next::Nothing;
         }
         if now.unsure {
             return Next::Recover;
+        }
+        if std::mem::take(&mut now.bereaved) {
+            return Next::Bereaved;
         }
         if let Some(exit) = now.missed.take() {
             return Next::Missed(exit);
@@ -263,15 +299,21 @@ impl Owned {
         if let Some(shim) = &now.shim {
             return Next::Watch(shim.clone());
         }
-        match (&now.listener, now.open, now.wanted) {
-            (Some(_), _, true) => Next::Launch,
-            (None, true, _) => Next::Listen,
-            (listener, ..) => Next::Wait(listener.clone()),
-        }
+        let called = match &now.listener {
+            Some(_) if now.wanted => return Next::Launch,
+            None if now.open => return Next::Listen,
+            None => None,
+            Some(listener) => match self.group.shims.launcher.called(listener.clone(), Waker::from(self.clone())) {
+                Ok(called) => Some(called),
+                Err(e) => return Next::Unwatched(e),
+            },
+        };
+        now.rest = Some(Rest { pod: pod.clone(), called });
+        Next::Nothing
     }
 
     /// Launches the shim. `None`: the endpoint has been ended.
-    fn launch(&self) -> Result<Option<Arc<dyn Pause>>, Step> {
+    fn launch(self: &Arc<Self>) -> Result<Option<Arc<dyn Pause>>, Step> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let listener = {
             let mut now = self.now();
@@ -389,8 +431,9 @@ impl Owned {
 
     /// Ends shim, socket and bundle.
     pub(super) fn end(self: &Arc<Self>) -> Result<(), Vec<Step>> {
-        self.now().ended = true;
-        self.changed.notify_one();
+        let mut now = self.now();
+        now.ended = true;
+        self.stir(now);
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let runtime = tokio::runtime::Handle::current();
         let known = self.now().shim.clone();
@@ -421,7 +464,7 @@ impl Owned {
     /// Runs what blocks off the runtime's workers; `None` after a panic in it.
     async fn blocking<T: Send + 'static>(
         self: &Arc<Self>,
-        work: impl FnOnce(&Self) -> T + Send + 'static,
+        work: impl FnOnce(&Arc<Self>) -> T + Send + 'static,
     ) -> Option<T> {
         let owned = self.clone();
         tokio::task::spawn_blocking(move || work(&owned)).await.ok()
@@ -429,6 +472,18 @@ impl Owned {
 
     fn now(&self) -> MutexGuard<'_, Now> {
         self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Somebody calls.
+impl Wake for Owned {
+    fn wake(self: Arc<Self>) {
+        let mut now = self.now();
+        // Else somebody serves already, and finds the caller.
+        if now.rest.is_some() {
+            now.wanted = true;
+            self.stir(now);
+        }
     }
 }
 

@@ -23,6 +23,21 @@ fn endpoint(dir: &Path) -> (Arc<Shims>, Arc<Owned>) {
     (shims, owned)
 }
 
+struct NoPod;
+
+impl Pod for NoPod {
+    fn namespaces(&self) -> Vec<(&'static str, u64)> {
+        Vec::new()
+    }
+
+    fn bereaved(&self) {}
+}
+
+fn next(owned: &Arc<Owned>) -> Next {
+    let pod: Arc<dyn Pod> = Arc::new(NoPod);
+    owned.next(&pod)
+}
+
 /// A process that is on record as the shim.
 fn recorded(shims: &Shims, owned: &Owned) -> Child {
     let child = Command::new("sleep").arg("1000").spawn().unwrap();
@@ -69,13 +84,46 @@ async fn what_cannot_be_told_is_looked_for_again() {
     fs::rename(&record, &aside).unwrap();
     fs::create_dir(&record).unwrap();
     owned.recover();
-    assert!(matches!(owned.next(), Next::Recover));
+    assert!(matches!(next(&owned), Next::Recover));
     assert!(!owned.socket().exists(), "it listens, though a shim may serve");
     fs::remove_dir(&record).unwrap();
     fs::rename(&aside, &record).unwrap();
     owned.try_recover().unwrap();
-    assert!(matches!(owned.next(), Next::Watch(shim) if shim.identity().pid == child.id()));
+    assert!(matches!(next(&owned), Next::Watch(shim) if shim.identity().pid == child.id()));
     ended(&owned).await.unwrap();
     // Its end was seen, which takes a child away.
     assert!(child.try_wait().is_err(), "the shim lives");
+}
+
+#[tokio::test]
+async fn an_idle_endpoint_rests_until_somebody_wants_something() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_shims, owned) = endpoint(dir.path());
+    let pod: Arc<dyn Pod> = Arc::new(NoPod);
+    owned.serve(pod.clone());
+    assert!(owned.now().rest.as_ref().is_some_and(|rest| rest.called.is_none()));
+    owned.listen().unwrap();
+    assert!(owned.now().rest.as_ref().is_some_and(|rest| rest.called.is_some()));
+    // Held by this test and by the rest, and by no task.
+    assert_eq!(Arc::strong_count(&pod), 2);
+    owned.prepare();
+    assert!(owned.now().rest.is_none());
+    ended(&owned).await.unwrap();
+    while Arc::strong_count(&pod) > 1 {
+        tokio::task::yield_now().await;
+    }
+    assert!(owned.now().rest.is_none(), "an endpoint that has ended holds its pod");
+}
+
+#[tokio::test]
+async fn a_call_ends_the_rest() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_shims, owned) = endpoint(dir.path());
+    owned.listen().unwrap();
+    owned.serve(Arc::new(NoPod));
+    let _called = std::os::unix::net::UnixStream::connect(owned.socket()).unwrap();
+    while owned.now().rest.is_some() {
+        tokio::task::yield_now().await;
+    }
+    ended(&owned).await.unwrap();
 }
