@@ -4,8 +4,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-use tokio::sync::Notify;
+use std::task::{Context, Poll, Waker};
 
 /// The end that takes messages out. When it is dropped nobody can send any more, and what was not taken is dropped.
 pub struct Inbox<T>(Arc<Shared<T>>);
@@ -13,28 +12,24 @@ pub struct Inbox<T>(Arc<Shared<T>>);
 /// An end that puts messages in.
 pub struct Sender<T>(Arc<Shared<T>>);
 
-struct Shared<T> {
-    queue: Mutex<Queue<T>>,
-    filled: Notify,
-}
+type Shared<T> = Mutex<Queue<T>>;
 
 struct Queue<T> {
     messages: VecDeque<T>,
+    /// Who takes messages out waits for one.
+    taker: Option<Waker>,
     closed: bool,
 }
 
 /// An empty inbox.
 pub fn inbox<T>() -> (Sender<T>, Inbox<T>) {
-    let queue = Mutex::new(Queue { messages: VecDeque::new(), closed: false });
-    let shared = Arc::new(Shared { queue, filled: Notify::new() });
+    let shared = Arc::new(Mutex::new(Queue { messages: VecDeque::new(), taker: None, closed: false }));
     (Sender(Arc::clone(&shared)), Inbox(shared))
 }
 
-impl<T> Shared<T> {
-    /// A panic elsewhere leaves the queue whole.
-    fn turn(&self) -> MutexGuard<'_, Queue<T>> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+/// A panic elsewhere leaves the queue whole.
+fn turn<T>(shared: &Shared<T>) -> MutexGuard<'_, Queue<T>> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<T> Sender<T> {
@@ -43,42 +38,41 @@ impl<T> Sender<T> {
     /// # Errors
     /// The message, when nobody takes messages out any more.
     pub fn send(&self, message: T) -> Result<(), T> {
-        let mut queue = self.0.turn();
+        let mut queue = turn(&self.0);
         if queue.closed {
             return Err(message);
         }
         queue.messages.push_back(message);
+        let taker = queue.taker.take();
         drop(queue);
-        self.0.filled.notify_one();
+        if let Some(taker) = taker {
+            taker.wake();
+        }
         Ok(())
     }
 }
 
 impl<T> Inbox<T> {
-    /// Takes the oldest message; waits for one. Nothing is lost when the future is dropped.
-    pub async fn recv(&mut self) -> T {
-        loop {
-            if let Some(message) = self.take() {
-                return message;
+    /// Takes the oldest message; without one, wakes the caller when there is one.
+    pub fn poll_recv(&mut self, cx: &mut Context<'_>) -> Poll<T> {
+        let mut queue = turn(&self.0);
+        let Some(message) = queue.messages.pop_front() else {
+            match &mut queue.taker {
+                Some(taker) => taker.clone_from(cx.waker()),
+                taker => *taker = Some(cx.waker().clone()),
             }
-            // One that was put in since then has left a permit.
-            self.0.filled.notified().await;
-        }
-    }
-
-    fn take(&self) -> Option<T> {
-        let mut queue = self.0.turn();
-        let message = queue.messages.pop_front();
+            return Poll::Pending;
+        };
         if queue.messages.is_empty() {
             queue.messages = VecDeque::new();
         }
-        message
+        Poll::Ready(message)
     }
 }
 
 impl<T> Drop for Inbox<T> {
     fn drop(&mut self) {
-        let mut queue = self.0.turn();
+        let mut queue = turn(&self.0);
         queue.closed = true;
         let left = std::mem::take(&mut queue.messages);
         drop(queue);
@@ -101,16 +95,22 @@ impl<T> fmt::Debug for Sender<T> {
 
 #[cfg(test)]
 mod tests {
+    use std::future::poll_fn;
+
     use super::*;
+
+    async fn recv<T>(inbox: &mut Inbox<T>) -> T {
+        poll_fn(|cx| inbox.poll_recv(cx)).await
+    }
 
     #[tokio::test]
     async fn messages_come_in_their_order_also_from_before_and_while_waiting() {
         let (sender, mut inbox) = inbox();
         sender.send(1).unwrap();
         sender.send(2).unwrap();
-        assert_eq!((inbox.recv().await, inbox.recv().await), (1, 2));
-        assert_eq!(inbox.0.turn().messages.capacity(), 0);
-        let waiting = tokio::spawn(async move { (inbox.recv().await, inbox.recv().await) });
+        assert_eq!((recv(&mut inbox).await, recv(&mut inbox).await), (1, 2));
+        assert_eq!(turn(&inbox.0).messages.capacity(), 0);
+        let waiting = tokio::spawn(async move { (recv(&mut inbox).await, recv(&mut inbox).await) });
         tokio::task::yield_now().await;
         sender.send(3).unwrap();
         tokio::task::yield_now().await;
@@ -123,9 +123,9 @@ mod tests {
     async fn a_receiver_that_gave_up_loses_nothing() {
         let (sender, mut inbox) = inbox();
         let short = std::time::Duration::from_millis(1);
-        assert!(tokio::time::timeout(short, inbox.recv()).await.is_err());
+        assert!(tokio::time::timeout(short, recv(&mut inbox)).await.is_err());
         sender.send(1).unwrap();
-        assert_eq!(inbox.recv().await, 1);
+        assert_eq!(recv(&mut inbox).await, 1);
     }
 
     #[test]

@@ -3,10 +3,13 @@
 //! Verbs come from callers and facts from jobs through one inbox; the end of the pause it waits for itself. The
 //! owner never blocks: jobs run on the runtime's blocking threads, one at a time, and report back.
 
+use std::future::{Future, poll_fn};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::SystemTime;
 
+use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
@@ -195,17 +198,16 @@ impl Owner {
         }
     }
 
-    /// The next message, or the end of the pause. Nothing is lost when the future is dropped.
-    async fn next(&mut self) -> Message {
-        let Some(ending) = &mut self.ending else { return self.inbox.recv().await };
-        tokio::select! {
-            biased;
-            exit = ending => {
+    /// The next message, or the end of the pause. Nothing is lost when the future is dropped, and there is hardly anything in it, as it is
+    /// what every sandbox waits in.
+    fn next(&mut self) -> impl Future<Output = Message> {
+        poll_fn(|cx| {
+            if let Some(Poll::Ready(exit)) = self.ending.as_mut().map(|ending| ending.poll_unpin(cx)) {
                 self.ending = None;
-                Message::Exited(exit)
+                return Poll::Ready(Message::Exited(exit));
             }
-            message = self.inbox.recv() => message,
-        }
+            self.inbox.poll_recv(cx)
+        })
     }
 
     fn take(&mut self, message: Message) {
