@@ -67,7 +67,7 @@ impl Verbs for Floor {
         Ok(())
     }
 
-    async fn wait(&self, id: String) -> Result<Exit, Error> {
+    async fn wait(self: Arc<Self>, id: String) -> Result<Exit, Error> {
         let mut exit = self.find(&id)?.exit.subscribe();
         let exit = exit.wait_for(Option::is_some).await.ok().and_then(|exit| *exit);
         exit.ok_or(Error::NotFound { id })

@@ -1,9 +1,11 @@
 //! The nine verbs of `sandbox.Controller`: sandbox id to sandbox. No wire types, no system calls.
 
 use std::collections::HashMap;
+use std::future::ready;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use futures::future::Either;
 use tokio::sync::oneshot;
 
 use crate::error::Step;
@@ -161,17 +163,11 @@ impl Controller {
     /// # Errors
     /// [`Error::NotFound`].
     pub fn wait(&self, id: &str) -> impl Future<Output = Result<Exit, Error>> + Send + use<> {
-        // Boxed, as it would be in the future of every Wait that is pending.
-        let found = self.find(id).map_err(|e| match e {
+        match self.find(id) {
+            Ok(sandbox) => Either::Left(sandbox.wait()),
             // Any other code would be taken for the sandbox's exit.
-            Error::Fault { id, .. } => Box::new(Error::Stopping { id }),
-            e => Box::new(e),
-        });
-        async move {
-            match found {
-                Ok(sandbox) => sandbox.wait().await,
-                Err(e) => Err(*e),
-            }
+            Err(Error::Fault { id, .. }) => Either::Right(ready(Err(Error::Stopping { id }))),
+            Err(e) => Either::Right(ready(Err(e))),
         }
     }
 

@@ -3,7 +3,7 @@
 //! Whoever does something counts it here; nothing here waits, and counting costs an atomic addition. What is so rather than what
 //! happened, such as how many sandboxes there are, is looked at when somebody asks for the text.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use prometheus_client::encoding::{EncodeLabelSet, text};
@@ -130,9 +130,9 @@ impl Default for Telemetry {
 
 impl Telemetry {
     /// A call of `method` begins. It counts as CANCELLED if what is answered is dropped before its end.
-    pub fn call(&self, method: &'static str) -> Running<'_> {
+    pub fn call(self: &Arc<Self>, method: &'static str) -> Running {
         self.in_flight.get_or_create(&Method { method }).inc();
-        Running { of: self, method, code: "CANCELLED", begun: Instant::now() }
+        Running { of: Arc::clone(self), method, code: "CANCELLED", begun: Instant::now() }
     }
 
     /// A pause has ended.
@@ -180,21 +180,26 @@ impl Telemetry {
 
 /// A call that is being answered.
 #[derive(Debug)]
-pub struct Running<'a> {
-    of: &'a Telemetry,
+pub struct Running {
+    of: Arc<Telemetry>,
     method: &'static str,
     code: &'static str,
     begun: Instant,
 }
 
-impl Running<'_> {
-    /// It was answered with this code.
-    pub fn ended(mut self, code: &'static str) {
+impl Running {
+    /// The method's name.
+    pub fn method(&self) -> &'static str {
+        self.method
+    }
+
+    /// It is answered with this code.
+    pub fn ended(&mut self, code: &'static str) {
         self.code = code;
     }
 }
 
-impl Drop for Running<'_> {
+impl Drop for Running {
     fn drop(&mut self) {
         let Self { of, method, code, begun } = self;
         of.calls.get_or_create(&Call { method, code }).inc();
@@ -211,12 +216,12 @@ mod tests {
 
     #[test]
     fn what_happened_is_counted() {
-        let telemetry = Telemetry::default();
+        let telemetry = Arc::new(Telemetry::default());
         telemetry.call("Start").ended("OK");
         telemetry.call("Start").ended("INTERNAL");
         drop(telemetry.call("Start"));
         telemetry.call("Wait").ended("OK");
-        let running = telemetry.call("Stop");
+        let mut running = telemetry.call("Stop");
         telemetry.cleanup_failed();
         telemetry.recovered(Duration::from_millis(250), 3, 1);
         let census = Census {
@@ -246,6 +251,7 @@ mod tests {
         assert!(memory.parse::<u64>().unwrap() > 4096);
         // What is no more is not shown as it was.
         running.ended("OK");
+        drop(running);
         assert!(!telemetry.text(&Census::default()).contains("pause_sandboxer_sandboxes{"));
     }
 }

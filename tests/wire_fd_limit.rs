@@ -36,7 +36,7 @@ impl Verbs for Node {
     async fn stop(&self, id: &str) -> Result<(), Error> {
         unknown(id)
     }
-    async fn wait(&self, id: String) -> Result<Exit, Error> {
+    async fn wait(self: Arc<Self>, id: String) -> Result<Exit, Error> {
         unknown(&id)
     }
     async fn status(&self, id: &str, _: bool) -> Result<StatusReport, Error> {

@@ -4,6 +4,7 @@
 use std::fmt;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Poll;
 
 use tokio::sync::Notify;
 
@@ -53,16 +54,23 @@ impl<T: Copy> Reader<T> {
 
     /// Waits until `look` finds something in what is published; `None` when it never will.
     pub async fn wait_for<F>(&self, look: impl Fn(T) -> Option<F>) -> Option<F> {
+        let mut changed = pin!(self.0.changed.notified());
         loop {
-            let mut changed = pin!(self.0.changed.notified());
             // From here on no change is missed.
             changed.as_mut().enable();
-            let (value, closed) = *self.0.now();
-            let found = look(value);
-            if found.is_some() || closed {
+            if let Poll::Ready(found) = self.look(&look) {
                 return found;
             }
-            changed.await;
+            changed.as_mut().await;
+            changed.set(self.0.changed.notified());
+        }
+    }
+
+    fn look<F>(&self, look: impl Fn(T) -> Option<F>) -> Poll<Option<F>> {
+        let (value, closed) = *self.0.now();
+        match look(value) {
+            None if !closed => Poll::Pending,
+            found => Poll::Ready(found),
         }
     }
 }

@@ -279,10 +279,12 @@ impl Sandbox {
     ///
     /// # Errors
     /// [`Error::NotFound`] when the sandbox was removed without ever having had a pause.
-    pub async fn wait(&self) -> Result<Exit, Error> {
+    pub fn wait(self: Arc<Self>) -> impl Future<Output = Result<Exit, Error>> + Send {
         self.asked.store(true, Ordering::Relaxed);
-        let exit = self.owner.published.wait_for(|published| published.exit).await;
-        exit.ok_or_else(|| Error::NotFound { id: self.id().to_owned() })
+        async move {
+            let exit = self.owner.published.wait_for(|published| published.exit).await;
+            exit.ok_or_else(|| Error::NotFound { id: self.id().to_owned() })
+        }
     }
 
     /// What is published. Puts files back that containerd has deleted, because CRI asks this before every container.

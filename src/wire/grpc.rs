@@ -1,10 +1,15 @@
 //! The gRPC skin: unary calls over HTTP/2 (gRPC over HTTP2, the protocol document of the gRPC project).
 
 use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
+use futures::StreamExt;
 use futures::future::BoxFuture;
+use futures::stream::FuturesUnordered;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream};
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, header};
@@ -13,7 +18,7 @@ use tokio::task::JoinSet;
 
 use super::MAX_CALLS;
 use super::code::{Code, Status};
-use super::handler::{Answer, Call, Handler, MAX_MESSAGE};
+use super::handler::{Answer, Begun, Call, Handler, MAX_MESSAGE, Wait};
 use super::verbs::Verbs;
 use crate::trace::{TRACEPARENT, TraceId};
 
@@ -52,6 +57,9 @@ pub(super) async fn serve<V: Verbs>(stream: UnixStream, handler: Handler<V>) -> 
     };
     // Dropped with the connection, and the calls with it: their caller is gone.
     let mut calls = JoinSet::new();
+    // The Waits of every pod are here for as long as the pod lives; as tasks they would be several times as large.
+    let mut waits = FuturesUnordered::new();
+    let handler = Arc::new(handler);
     let stopping = handler.stopping();
     tokio::pin!(stopping);
     let mut draining = false;
@@ -60,20 +68,27 @@ pub(super) async fn serve<V: Verbs>(stream: UnixStream, handler: Handler<V>) -> 
             next = connection.accept() => match next {
                 Some(call) => {
                     let (request, respond) = call?;
-                    calls.spawn(serve_call(handler.clone(), Asked::from(request), respond));
+                    calls.spawn(serve_call(Arc::clone(&handler), Asked::from(request), respond));
                 }
                 None => return Ok(()),
             },
-            Some(_) = calls.join_next() => {}
+            Some(ended) = calls.join_next() => match ended {
+                Ok(Some(pending)) if draining => pending.stop(),
+                Ok(Some(pending)) => waits.push(pending),
+                // Answered, or nobody is left to answer.
+                Ok(None) | Err(_) => {}
+            },
+            Some(()) = waits.next() => {}
             () = &mut stopping, if !draining => {
                 draining = true;
+                std::mem::take(&mut waits).into_iter().for_each(Pending::stop);
                 connection.graceful_shutdown();
             }
         }
     }
 }
 
-/// What of a request its call needs: a Wait is pending for as long as its pod lives, and the headers would be with it.
+/// What of a request its call needs.
 struct Asked {
     grpc: bool,
     call: Call,
@@ -99,26 +114,65 @@ impl From<Request<RecvStream>> for Asked {
     }
 }
 
-#[expect(clippy::manual_async_fn, reason = "the arguments of an async fn are in its future twice")]
-fn serve_call<V: Verbs>(
-    handler: Handler<V>,
+/// Answers a call, or gives back the Wait that it is.
+async fn serve_call<V: Verbs>(
+    handler: Arc<Handler<V>>,
     asked: Asked,
     mut respond: SendResponse<Bytes>,
-) -> impl Future<Output = ()> + Send {
-    async move {
-        let sent = if !asked.grpc {
-            refuse(&mut respond)
-        } else {
-            let answer = tokio::select! {
-                answer = handler.answer(&asked.call, asked.message) => answer,
-                // The caller gave up; the call is dropped.
-                _ = poll_fn(|cx| respond.poll_reset(cx)) => return,
-            };
-            send(&mut respond, answer)
+) -> Option<Pending<V>> {
+    let Asked { grpc, call, message } = asked;
+    let sent = if !grpc {
+        refuse(&mut respond)
+    } else {
+        let begun = tokio::select! {
+            begun = handler.begin(&call, message) => begun,
+            // The caller gave up; the call is dropped.
+            _ = poll_fn(|cx| respond.poll_reset(cx)) => return None,
         };
-        if let Err(e) = sent {
-            log::debug!("gRPC answer to {}: {e}", asked.call.path);
+        match begun {
+            Begun::Answered(answer) => send(&mut respond, answer),
+            Begun::Waits(wait) => return Some(Pending { handler, wait, respond }),
         }
+    };
+    if let Err(e) = sent {
+        log::debug!("gRPC answer to {}: {e}", call.path);
+    }
+    None
+}
+
+/// A Wait that is pending.
+struct Pending<V> {
+    handler: Arc<Handler<V>>,
+    wait: Wait,
+    respond: SendResponse<Bytes>,
+}
+
+impl<V: Verbs> Pending<V> {
+    /// Answers it because the daemon goes down.
+    fn stop(mut self) {
+        let answer = self.handler.stopped(&mut self.wait);
+        self.send(answer);
+    }
+
+    fn send(&mut self, answer: Answer) {
+        if let Err(e) = send(&mut self.respond, answer) {
+            log::debug!("gRPC answer to a Wait: {e}");
+        }
+    }
+}
+
+impl<V: Verbs> Future for Pending<V> {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let this = &mut *self;
+        // The caller gave up; the call is dropped.
+        if this.respond.poll_reset(cx).is_ready() {
+            return Poll::Ready(());
+        }
+        let answer = ready!(this.handler.poll(&mut this.wait, cx));
+        this.send(answer);
+        Poll::Ready(())
     }
 }
 

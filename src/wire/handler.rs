@@ -2,8 +2,9 @@
 
 use std::any::Any;
 use std::future::{Future, ready};
-use std::panic::AssertUnwindSafe;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::task::{self, Context, Poll, Waker};
 use std::time::Duration;
 
 use futures::FutureExt;
@@ -16,7 +17,7 @@ use super::verbs::Verbs;
 use super::{convert, inspect};
 use crate::podsandbox::Error;
 use crate::protos::{controller as c, shim_sandbox as s};
-use crate::telemetry::Telemetry;
+use crate::telemetry::{Running, Telemetry};
 use crate::trace::{self, TraceId};
 
 /// The service that containerd calls.
@@ -46,8 +47,7 @@ const MAX_ANSWER: usize = MAX_MESSAGE - (64 << 10);
 /// A call's answer as bytes.
 pub(super) type Answer = Result<Vec<u8>, Status>;
 
-/// A call as its skin understood it. It is there for as long as the call is, and handed on by reference: what is handed on by value is in
-/// a future once for each hand.
+/// A call as its skin understood it.
 #[derive(Debug)]
 pub(super) struct Call {
     /// Service and method, with a slash between them.
@@ -66,6 +66,11 @@ impl Call {
         self.path.split_once('/').unwrap_or_default()
     }
 
+    /// It is a Wait, and may last as long as its pod.
+    fn lasts(&self) -> bool {
+        matches!(self.target(), (CONTROLLER, "Wait") | (SANDBOX, "WaitSandbox")) && matches!(self.deadline, Ok(None))
+    }
+
     /// The method's name for counters: one of those that are served, or `other`, so that no caller makes names up.
     fn counted(&self) -> &'static str {
         let (service, method) = self.target();
@@ -77,6 +82,20 @@ impl Call {
         };
         served.iter().find(|served| **served == method).copied().unwrap_or("other")
     }
+}
+
+/// What comes of a call that is begun.
+pub(super) enum Begun {
+    /// It is answered.
+    Answered(Answer),
+    /// It is a Wait, and what it waits for has not come.
+    Waits(Wait),
+}
+
+/// A Wait that is pending: one for every pod, for as long as it lives. What only the beginning of a call needs is not in it.
+pub(super) struct Wait {
+    exit: BoxFuture<'static, Answer>,
+    running: Running,
 }
 
 /// Answers calls by their path.
@@ -117,68 +136,93 @@ impl<V: Verbs> Handler<V> {
         request: BoxFuture<'a, Result<B, Status>>,
     ) -> BoxFuture<'a, Answer> {
         Box::pin(trace::within(of.trace, async move {
-            let running = self.telemetry.call(of.counted());
-            let answer = self.bounded(of, request).await;
-            running.ended(answer.as_ref().err().map_or("OK", |status| code::name(status.code)));
+            let mut running = self.telemetry.call(of.counted());
+            let answer = self.bounded(of, async { self.dispatch(of, request.await?).await }).await;
+            running.ended(code_of(&answer));
             answer
         }))
     }
 
-    #[expect(clippy::manual_async_fn, reason = "the arguments of an async fn are in its future twice")]
-    fn bounded<'a, B: AsRef<[u8]> + Send + 'a>(
+    /// Answers one call as [`Self::answer`] does, but a Wait that may last is given back as soon as it is pending, for
+    /// [`Self::poll`] and [`Self::stopped`].
+    pub(super) fn begin<'a, B: AsRef<[u8]> + Send + 'a>(
         &'a self,
         of: &'a Call,
         request: BoxFuture<'a, Result<B, Status>>,
-    ) -> impl Future<Output = Answer> + Send + 'a {
-        async move {
-            if self.is_stopping() {
-                return Err(Status::stopping());
-            }
-            let deadline = of.deadline.clone()?;
-            let method = of.target().1;
-            let call = async move { self.dispatch(of, request.await?).await };
-            let call = Box::pin(AssertUnwindSafe(call).catch_unwind());
-            let answer = tokio::select! {
-                biased;
-                answer = call => answer.unwrap_or_else(|panic| {
-                    let reason = panic_text(panic.as_ref());
-                    log::error!(call = method; "the handler of {method} panicked: {reason}");
-                    Err(Status::new(Code::INTERNAL, format!("internal fault in {method}: {reason}")))
-                }),
-                () = self.stopping() => Err(Status::stopping()),
-                () = expired(deadline) => {
-                    Err(Status::new(Code::DEADLINE_EXCEEDED, format!("{method}: the caller's deadline passed")))
-                }
+    ) -> BoxFuture<'a, Begun> {
+        if !of.lasts() {
+            return Box::pin(self.answer(of, request).map(Begun::Answered));
+        }
+        Box::pin(trace::within(of.trace, async move {
+            let mut running = self.telemetry.call(of.counted());
+            let begun = self.bounded(of, async {
+                let mut exit = self.exit(of, request.await?.as_ref())?;
+                Ok((exit.as_mut().now_or_never(), exit))
+            });
+            let answer = match begun.await {
+                Ok((None, exit)) => return Begun::Waits(Wait { exit, running }),
+                Ok((Some(answer), _)) => self.unless_stopping(answer),
+                Err(status) => Err(status),
             };
-            match answer {
-                // What fails while all goes down says nothing of the sandbox; in a Wait it would be taken for its exit.
-                Err(_) if self.is_stopping() => Err(Status::stopping()),
-                Ok(bytes) if bytes.len() > MAX_ANSWER => Err(Status::new(
-                    Code::RESOURCE_EXHAUSTED,
-                    format!("the answer to {method} has {} bytes, at most {MAX_ANSWER} fit", bytes.len()),
-                )),
-                answer => answer,
+            running.ended(code_of(&answer));
+            Begun::Answered(answer)
+        }))
+    }
+
+    /// Looks whether a Wait has its answer.
+    pub(super) fn poll(&self, wait: &mut Wait, cx: &mut Context<'_>) -> Poll<Answer> {
+        let polled = catch_unwind(AssertUnwindSafe(|| wait.exit.poll_unpin(cx)));
+        let answer =
+            task::ready!(polled.unwrap_or_else(|panic| Poll::Ready(Err(panicked(wait.running.method(), &*panic)))));
+        let answer = self.unless_stopping(answer);
+        wait.running.ended(code_of(&answer));
+        Poll::Ready(answer)
+    }
+
+    /// The answer to a Wait when the daemon goes down.
+    pub(super) fn stopped(&self, wait: &mut Wait) -> Answer {
+        match self.poll(wait, &mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(answer) => answer,
+            Poll::Pending => {
+                wait.running.ended(code::name(Code::UNAVAILABLE));
+                Err(Status::stopping())
             }
         }
     }
 
-    /// A Wait is pending for as long as its pod lives, so it keeps no request and has a future of its own: that of all other verbs is as
-    /// large as the largest of them needs it.
+    /// Does what a call asks for, whatever happens to it.
+    async fn bounded<T>(&self, of: &Call, work: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
+        if self.is_stopping() {
+            return Err(Status::stopping());
+        }
+        let deadline = of.deadline.clone()?;
+        let method = of.target().1;
+        let result = tokio::select! {
+            biased;
+            result = AssertUnwindSafe(work).catch_unwind() => {
+                result.unwrap_or_else(|panic| Err(panicked(method, &*panic)))
+            }
+            () = self.stopping() => Err(Status::stopping()),
+            () = expired(deadline) => {
+                Err(Status::new(Code::DEADLINE_EXCEEDED, format!("{method}: the caller's deadline passed")))
+            }
+        };
+        self.unless_stopping(result)
+    }
+
+    /// What fails while all goes down says nothing of the sandbox; in a Wait it would be taken for its exit.
+    fn unless_stopping<T>(&self, result: Result<T, Status>) -> Result<T, Status> {
+        match result {
+            Err(_) if self.is_stopping() => Err(Status::stopping()),
+            result => result,
+        }
+    }
+
     fn dispatch<'a, B: AsRef<[u8]> + Send + 'a>(&'a self, of: &'a Call, bytes: B) -> BoxFuture<'a, Answer> {
         let (service, method) = of.target();
         match (service, method) {
-            (CONTROLLER, "Wait") => match decode::<c::ControllerWaitRequest>(bytes.as_ref()) {
-                Ok(request) => {
-                    let exit = self.verbs.wait(request.sandbox_id);
-                    Box::pin(exit.map(|exit| encode("Wait", exit.map(convert::exit))))
-                }
-                Err(status) => Box::pin(ready(Err(status))),
-            },
-            (SANDBOX, "WaitSandbox") => match decode::<s::WaitSandboxRequest>(bytes.as_ref()) {
-                Ok(request) => {
-                    let exit = self.verbs.wait(request.sandbox_id);
-                    Box::pin(exit.map(|exit| encode("WaitSandbox", exit.map(convert::sandbox_exit))))
-                }
+            (CONTROLLER, "Wait") | (SANDBOX, "WaitSandbox") => match self.exit(of, bytes.as_ref()) {
+                Ok(exit) => exit,
                 Err(status) => Box::pin(ready(Err(status))),
             },
             (CONTROLLER, _) => Box::pin(async move { self.controller(method, bytes.as_ref()).await }),
@@ -187,6 +231,18 @@ impl<V: Verbs> Handler<V> {
                 Box::pin(async move { inspect::answer(&*self.verbs, method, bytes.as_ref()).await })
             }
             _ => Box::pin(ready(Err(not_served(service, method)))),
+        }
+    }
+
+    /// The answer to a Wait; nothing of its request is kept until then.
+    fn exit(&self, of: &Call, bytes: &[u8]) -> Result<BoxFuture<'static, Answer>, Status> {
+        let verbs = Arc::clone(&self.verbs);
+        if of.target().0 == CONTROLLER {
+            let exit = verbs.wait(decode::<c::ControllerWaitRequest>(bytes)?.sandbox_id);
+            Ok(Box::pin(exit.map(|exit| encode("Wait", exit.map(convert::exit)))))
+        } else {
+            let exit = verbs.wait(decode::<s::WaitSandboxRequest>(bytes)?.sandbox_id);
+            Ok(Box::pin(exit.map(|exit| encode("WaitSandbox", exit.map(convert::sandbox_exit)))))
         }
     }
 
@@ -324,9 +380,13 @@ pub(super) fn decode<M: Message>(bytes: &[u8]) -> Result<M, Status> {
 /// Turns a verb's result into bytes, and logs why it failed.
 pub(super) fn encode<M: Message>(method: &str, result: Result<M, Error>) -> Answer {
     match result {
-        Ok(message) => message
-            .write_to_bytes()
-            .map_err(|e| Status::new(Code::INTERNAL, format!("encode the answer to {method}: {e}"))),
+        Ok(message) => match message.write_to_bytes() {
+            Ok(bytes) if bytes.len() > MAX_ANSWER => Err(Status::new(
+                Code::RESOURCE_EXHAUSTED,
+                format!("the answer to {method} has {} bytes, at most {MAX_ANSWER} fit", bytes.len()),
+            )),
+            encoded => encoded.map_err(|e| Status::new(Code::INTERNAL, format!("encode the answer to {method}: {e}"))),
+        },
         Err(error) => {
             let status = Status::from(&error);
             // A caller's mistake is the caller's to report; what this node could not do is ours. Metrics are asked for every second, of pods
@@ -340,6 +400,18 @@ pub(super) fn encode<M: Message>(method: &str, result: Result<M, Error>) -> Answ
             Err(status)
         }
     }
+}
+
+/// The name of an answer's code, for counters.
+fn code_of(answer: &Answer) -> &'static str {
+    answer.as_ref().err().map_or("OK", |status| code::name(status.code))
+}
+
+/// What the caller of a handler that panicked is told.
+fn panicked(method: &str, panic: &(dyn Any + Send)) -> Status {
+    let reason = panic_text(panic);
+    log::error!(call = method; "the handler of {method} panicked: {reason}");
+    Status::new(Code::INTERNAL, format!("internal fault in {method}: {reason}"))
 }
 
 fn panic_text(panic: &(dyn Any + Send)) -> &str {

@@ -1,6 +1,7 @@
 //! What the wire calls: the verbs of a controller.
 
 use std::future::Future;
+use std::sync::Arc;
 
 use crate::controller::Controller;
 use crate::podsandbox::{CreateRequest, Error, Exit, Metric, Overview, Platform, SandboxInfo, Started, StatusReport};
@@ -17,8 +18,8 @@ pub trait Verbs: Send + Sync + 'static {
     fn platform(&self, id: &str) -> impl Future<Output = Result<Platform, Error>> + Send;
     /// See [`Controller::stop`].
     fn stop(&self, id: &str) -> impl Future<Output = Result<(), Error>> + Send;
-    /// See [`Controller::wait`]. It keeps no id for as long as it is pending.
-    fn wait(&self, id: String) -> impl Future<Output = Result<Exit, Error>> + Send;
+    /// See [`Controller::wait`]. It borrows nothing and keeps no id, because it is pending for as long as its sandbox lives.
+    fn wait(self: Arc<Self>, id: String) -> impl Future<Output = Result<Exit, Error>> + Send;
     /// See [`Controller::status`].
     fn status(&self, id: &str, verbose: bool) -> impl Future<Output = Result<StatusReport, Error>> + Send;
     /// See [`Controller::shutdown`].
@@ -64,8 +65,8 @@ impl Verbs for Controller {
         self.stop(id).await
     }
 
-    fn wait(&self, id: String) -> impl Future<Output = Result<Exit, Error>> + Send {
-        self.wait(&id)
+    fn wait(self: Arc<Self>, id: String) -> impl Future<Output = Result<Exit, Error>> + Send {
+        Controller::wait(&self, &id)
     }
 
     async fn status(&self, id: &str, verbose: bool) -> Result<StatusReport, Error> {

@@ -101,7 +101,7 @@ impl Verbs for Fake {
         outcome(id)
     }
 
-    async fn wait(&self, id: String) -> Result<Exit, Error> {
+    async fn wait(self: Arc<Self>, id: String) -> Result<Exit, Error> {
         outcome(&id)?;
         if id == "ended" {
             return Ok(Exit { status: 137, at: time(3) });
