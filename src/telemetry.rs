@@ -132,7 +132,15 @@ impl Telemetry {
     /// A call of `method` begins. It counts as CANCELLED if what is answered is dropped before its end.
     pub fn call(self: &Arc<Self>, method: &'static str) -> Running {
         self.in_flight.get_or_create(&Method { method }).inc();
-        Running { of: Arc::clone(self), method, code: "CANCELLED", begun: Instant::now() }
+        Running { of: Some(Arc::clone(self)), method, begun: Instant::now() }
+    }
+
+    fn called(&self, method: &'static str, code: &'static str, took: Duration) {
+        self.calls.get_or_create(&Call { method, code }).inc();
+        self.in_flight.get_or_create(&Method { method }).dec();
+        if !method.starts_with("Wait") {
+            self.durations.get_or_create(&Method { method }).observe(took.as_secs_f64());
+        }
     }
 
     /// A pause has ended.
@@ -181,9 +189,9 @@ impl Telemetry {
 /// A call that is being answered.
 #[derive(Debug)]
 pub struct Running {
-    of: Arc<Telemetry>,
+    /// Until it is counted.
+    of: Option<Arc<Telemetry>>,
     method: &'static str,
-    code: &'static str,
     begun: Instant,
 }
 
@@ -193,20 +201,17 @@ impl Running {
         self.method
     }
 
-    /// It is answered with this code.
+    /// It was answered with this code.
     pub fn ended(&mut self, code: &'static str) {
-        self.code = code;
+        if let Some(of) = self.of.take() {
+            of.called(self.method, code, self.begun.elapsed());
+        }
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        let Self { of, method, code, begun } = self;
-        of.calls.get_or_create(&Call { method, code }).inc();
-        of.in_flight.get_or_create(&Method { method }).dec();
-        if !method.starts_with("Wait") {
-            of.durations.get_or_create(&Method { method }).observe(begun.elapsed().as_secs_f64());
-        }
+        self.ended("CANCELLED");
     }
 }
 
@@ -251,7 +256,6 @@ mod tests {
         assert!(memory.parse::<u64>().unwrap() > 4096);
         // What is no more is not shown as it was.
         running.ended("OK");
-        drop(running);
         assert!(!telemetry.text(&Census::default()).contains("pause_sandboxer_sandboxes{"));
     }
 }

@@ -53,16 +53,21 @@ impl<T: Copy> Reader<T> {
     }
 
     /// Waits until `look` finds something in what is published; `None` when it never will.
-    pub async fn wait_for<F>(&self, look: impl Fn(T) -> Option<F>) -> Option<F> {
-        let mut changed = pin!(self.0.changed.notified());
-        loop {
-            // From here on no change is missed.
-            changed.as_mut().enable();
-            if let Poll::Ready(found) = self.look(&look) {
-                return found;
+    #[expect(
+        clippy::manual_async_fn,
+        reason = "the arguments of an async fn are in its future twice, and this one is in every Wait"
+    )]
+    pub fn wait_for<F>(&self, look: impl Fn(T) -> Option<F>) -> impl Future<Output = Option<F>> {
+        async move {
+            loop {
+                let mut changed = pin!(self.0.changed.notified());
+                // From here on no change is missed.
+                changed.as_mut().enable();
+                if let Poll::Ready(found) = self.look(&look) {
+                    return found;
+                }
+                changed.await;
             }
-            changed.as_mut().await;
-            changed.set(self.0.changed.notified());
         }
     }
 

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 use pause_sandboxer::telemetry::{Census, Telemetry};
@@ -18,7 +19,7 @@ const OF_PROMETHEUS: [&str; 1] = ["up"];
 
 /// What a daemon tells that has seen everything once: every series, with its labels.
 fn exported() -> BTreeMap<String, BTreeSet<String>> {
-    let telemetry = Telemetry::default();
+    let telemetry = Arc::new(Telemetry::default());
     telemetry.call("Start").ended("OK");
     telemetry.pause_ended();
     telemetry.cleanup_failed();

@@ -103,6 +103,8 @@ impl Verbs for Fake {
 
     async fn wait(self: Arc<Self>, id: String) -> Result<Exit, Error> {
         outcome(&id)?;
+        // What it fails with in the end.
+        let end = id.strip_prefix("then-").unwrap_or_default();
         if id == "ended" {
             return Ok(Exit { status: 137, at: time(3) });
         }
@@ -112,6 +114,7 @@ impl Verbs for Fake {
         self.waiting.fetch_add(1, Ordering::SeqCst);
         let _pending = Pending(Arc::clone(&self.waiting));
         ended.await;
+        outcome(end)?;
         Ok(Exit { status: 137, at: time(3) })
     }
 

@@ -26,6 +26,7 @@ mod fake;
 mod inspect;
 mod odd;
 mod stop;
+mod waits;
 
 use client::{CONTROLLER, Client, SANDBOX};
 use fake::{FAILURES, Fake};
