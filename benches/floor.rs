@@ -39,7 +39,7 @@ impl Floor {
 impl Verbs for Floor {
     async fn create(&self, request: CreateRequest) -> Result<(), Error> {
         let known = Known { created_at: SystemTime::now(), exit: watch::channel(None).0 };
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(request.id, known);
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(request.id.to_string(), known);
         Ok(())
     }
 

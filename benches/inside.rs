@@ -86,7 +86,7 @@ impl Inside {
 
     fn request(&self, id: &str, netns_path: String) -> CreateRequest {
         CreateRequest {
-            id: id.to_owned(),
+            id: id.into(),
             options: Some(Payload { type_url: CONFIG_TYPE.into(), value: self.config.clone().into() }),
             netns_path,
             sandbox: Some(SandboxInfo { runtime_name: "io.containerd.runc.v2".into(), ..SandboxInfo::default() }),

@@ -15,6 +15,7 @@ use crate::podsandbox::{
     StatusReport,
 };
 use crate::telemetry::{Census, Telemetry};
+use crate::text::Text;
 
 /// All sandboxes of the daemon.
 #[derive(Debug)]
@@ -36,10 +37,10 @@ enum Slot {
 }
 
 #[derive(Debug, Default)]
-struct Register(Mutex<HashMap<String, Slot>>);
+struct Register(Mutex<HashMap<Text, Slot>>);
 
 impl Register {
-    fn turn(&self) -> MutexGuard<'_, HashMap<String, Slot>> {
+    fn turn(&self) -> MutexGuard<'_, HashMap<Text, Slot>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -51,14 +52,14 @@ impl Register {
 /// The id of a Create that is under way. Frees it when dropped, unless it stands for a sandbox by then.
 struct Reserved {
     register: Arc<Register>,
-    id: String,
+    id: Text,
 }
 
 impl Drop for Reserved {
     fn drop(&mut self) {
         let mut slots = self.register.turn();
-        if matches!(slots.get(&self.id), Some(Slot::Reserved)) {
-            slots.remove(&self.id);
+        if matches!(slots.get(self.id.as_str()), Some(Slot::Reserved)) {
+            slots.remove(self.id.as_str());
         }
     }
 }
@@ -81,8 +82,8 @@ impl Controller {
                 let (id, slot) = match one {
                     // Its time was over; whoever frees its id waits for the lock or came too early.
                     Recovered::Sandbox(sandbox) if sandbox.phase() == Phase::Gone => continue,
-                    Recovered::Sandbox(sandbox) => (sandbox.id().to_owned(), Slot::Live(Arc::new(sandbox))),
-                    Recovered::Aside { id, reason } => (id, Slot::Aside(reason.into())),
+                    Recovered::Sandbox(sandbox) => (sandbox.shared_id().clone(), Slot::Live(Arc::new(sandbox))),
+                    Recovered::Aside { id, reason } => (id.into(), Slot::Aside(reason.into())),
                 };
                 slots.insert(id, slot);
             }
@@ -99,8 +100,8 @@ impl Controller {
         let id = request.id.clone();
         {
             let mut slots = self.sandboxes.turn();
-            if slots.contains_key(&id) {
-                return Err(Error::AlreadyExists { id });
+            if slots.contains_key(id.as_str()) {
+                return Err(Error::AlreadyExists { id: id.to_string() });
             }
             slots.insert(id.clone(), Slot::Reserved);
         }
@@ -128,7 +129,7 @@ impl Controller {
             Ok(result) => result,
             Err(_) => {
                 let reason = job.await.err().map_or_else(|| "no answer".to_owned(), |panic| panic.to_string());
-                Err(Error::Fault { id, verb: "create", reason })
+                Err(Error::Fault { id: id.to_string(), verb: "create", reason })
             }
         }
     }
@@ -212,7 +213,7 @@ impl Controller {
     /// # Errors
     /// [`Error::Fault`].
     pub async fn list(&self, after: &str, most: usize, usage: bool) -> Result<(Vec<Overview>, bool), Error> {
-        let mut slots: Vec<(String, Slot)> = {
+        let mut slots: Vec<(Text, Slot)> = {
             let slots = self.sandboxes.turn();
             let behind = slots.iter().filter(|(id, slot)| id.as_str() > after && !matches!(slot, Slot::Reserved));
             behind.map(|(id, slot)| (id.clone(), slot.clone())).collect()
@@ -221,7 +222,7 @@ impl Controller {
         let more = slots.len() > most;
         slots.truncate(most);
         let lines = move || {
-            let line = |(id, slot): &(String, Slot)| match slot {
+            let line = |(id, slot): &(Text, Slot)| match slot {
                 Slot::Live(sandbox) => Some(sandbox.overview(usage)),
                 Slot::Aside(reason) => Some(Overview::aside(id, reason)),
                 Slot::Reserved => None,

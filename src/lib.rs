@@ -18,6 +18,7 @@ pub mod podsandbox;
 pub mod protos;
 pub mod shim;
 pub mod telemetry;
+pub mod text;
 pub mod time;
 pub mod trace;
 pub mod wire;

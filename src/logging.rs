@@ -243,7 +243,7 @@ mod tests {
     #[tokio::test]
     async fn a_line_of_a_sandbox_names_pod_and_trace() {
         let pod = trace::Pod { name: "web 0".to_owned(), namespace: "prod".to_owned(), ..Default::default() };
-        let subject = trace::Subject::new("logging-test", pod);
+        let subject = trace::Subject::new("logging-test".into(), pod);
         let trace =
             |digit: &str| trace::TraceId::of_traceparent(&format!("00-{}-00f067aa0ba902b7-01", digit.repeat(32)));
         subject.follow(trace("1"));

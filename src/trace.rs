@@ -8,6 +8,8 @@ use std::fmt;
 use std::future::Future;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::text::Text;
+
 /// The key, in the metadata of gRPC and ttrpc, of the trace that a call belongs to (W3C Trace Context).
 pub const TRACEPARENT: &str = "traceparent";
 
@@ -71,21 +73,21 @@ struct Known {
     trace: Mutex<Option<TraceId>>,
 }
 
-static KNOWN: Mutex<Option<HashMap<String, Arc<Known>>>> = Mutex::new(None);
+static KNOWN: Mutex<Option<HashMap<Text, Arc<Known>>>> = Mutex::new(None);
 
 /// A sandbox that lines of the log may be about; it is forgotten when this is dropped.
 #[derive(Debug)]
 pub struct Subject {
-    id: String,
+    id: Text,
     known: Arc<Known>,
 }
 
 impl Subject {
     /// Makes it known that the sandbox of this id is the pod's.
-    pub fn new(id: &str, pod: Pod) -> Self {
+    pub fn new(id: Text, pod: Pod) -> Self {
         let known = Arc::new(Known { pod, trace: Mutex::new(None) });
-        lock(&KNOWN).get_or_insert_default().insert(id.to_owned(), Arc::clone(&known));
-        Self { id: id.to_owned(), known }
+        lock(&KNOWN).get_or_insert_default().insert(id.clone(), Arc::clone(&known));
+        Self { id, known }
     }
 
     /// The pod.
@@ -104,9 +106,9 @@ impl Drop for Subject {
         let mut known = lock(&KNOWN);
         // Another sandbox may have the id by now.
         if let Some(known) = known.as_mut()
-            && known.get(&self.id).is_some_and(|of| Arc::ptr_eq(of, &self.known))
+            && known.get(self.id.as_str()).is_some_and(|of| Arc::ptr_eq(of, &self.known))
         {
-            known.remove(&self.id);
+            known.remove(self.id.as_str());
         }
     }
 }
@@ -154,10 +156,10 @@ mod tests {
     #[test]
     fn a_subject_is_known_as_long_as_it_lives() {
         let pod = |name: &str| Pod { name: name.to_owned(), ..Pod::default() };
-        let first = Subject::new("trace-test", pod("first"));
+        let first = Subject::new("trace-test".into(), pod("first"));
         first.follow(TraceId::of_traceparent(PARENT));
         assert_eq!(of("trace-test"), Some((pod("first"), TraceId::of_traceparent(PARENT))));
-        let second = Subject::new("trace-test", pod("second"));
+        let second = Subject::new("trace-test".into(), pod("second"));
         drop(first);
         assert_eq!(of("trace-test"), Some((pod("second"), None)));
         drop(second);

@@ -64,7 +64,7 @@ impl Fake {
 }
 
 fn identity(pid: u32) -> Identity {
-    Identity { pid, start_time: u64::from(pid) * 7, pid_namespace: 4_026_531_836, boot_id: "boot".to_owned() }
+    Identity { pid, start_time: u64::from(pid) * 7, pid_namespace: 4_026_531_836, boot_id: "boot".into() }
 }
 
 impl Driver for Fake {
@@ -88,7 +88,7 @@ impl Driver for Fake {
         }
         let pid = 1000 + self.next.fetch_add(1, Ordering::SeqCst);
         self.pauses.lock().unwrap().insert(pid, watch::channel(None).0);
-        self.ids.lock().unwrap().insert(pid, plan.id.clone());
+        self.ids.lock().unwrap().insert(pid, plan.id.to_string());
         Ok(Box::new(self.pause(pid).unwrap()))
     }
 
@@ -200,7 +200,7 @@ fn request(id: &str) -> CreateRequest {
     let linux = LinuxPodSandboxConfig { security_context: Some(security).into(), ..Default::default() };
     let config = PodSandboxConfig { linux: Some(linux).into(), ..Default::default() };
     CreateRequest {
-        id: id.to_owned(),
+        id: id.into(),
         options: Some(Payload {
             type_url: "runtime.v1.PodSandboxConfig".to_owned(),
             value: config.write_to_bytes().unwrap().into(),
@@ -530,8 +530,8 @@ async fn bad_requests_name_the_field_and_leave_nothing() {
         request
     };
     let cases: [(&str, CreateRequest); 6] = [
-        ("sandbox_id", with(|r| r.id = "../a".to_owned())),
-        ("sandbox_id", with(|r| r.id = "x".repeat(4096))),
+        ("sandbox_id", with(|r| r.id = "../a".into())),
+        ("sandbox_id", with(|r| r.id = "x".repeat(4096).into())),
         ("options", with(|r| r.options = None)),
         ("options", with(|r| r.options.as_mut().unwrap().type_url = "google.protobuf.Empty".to_owned())),
         ("options", with(|r| r.options.as_mut().unwrap().value = vec![0xff, 0xff].into())),

@@ -38,7 +38,7 @@ fn plan() -> Plan {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     Plan {
-        id: format!("test-{}-{number}", std::process::id()),
+        id: format!("test-{}-{number}", std::process::id()).into(),
         netns: None,
         pid: Namespace::Private,
         ipc: Namespace::Private,
@@ -509,7 +509,7 @@ fn starts_from_many_threads_at_once() {
             scope.spawn(|| {
                 for _ in 0..25 {
                     let plan = Plan { cgroup_parent: parent.0.clone(), uts: Namespace::Private, ..plan() };
-                    let running = Running::start(Plan { hostname: plan.id.clone(), ..plan });
+                    let running = Running::start(Plan { hostname: plan.id.to_string(), ..plan });
                     assert_eq!(running.status("NSpid").split(' ').next_back(), Some("1"));
                     assert_eq!(running.end().status, 137);
                 }
@@ -544,7 +544,7 @@ fn what_is_not_the_recorded_process_is_dead_and_untouched() {
     let mut others = vec![own.clone(); 3];
     others[0].start_time += 1;
     others[1].pid_namespace += 1;
-    others[2].boot_id = "another".to_owned();
+    others[2].boot_id = "another".into();
     for pid in [0, 1 << 30, u32::MAX] {
         others.push(pause_sandboxer::pause::Identity { pid, ..own.clone() });
     }

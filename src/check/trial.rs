@@ -34,7 +34,7 @@ fn own_score() -> i32 {
 
 fn plan(own_score: i32, restricted: bool) -> Plan {
     Plan {
-        id: format!("pause-sandboxer-check-{}", std::process::id()),
+        id: format!("pause-sandboxer-check-{}", std::process::id()).into(),
         netns: None,
         pid: Namespace::Private,
         ipc: Namespace::Private,

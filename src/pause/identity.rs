@@ -6,6 +6,7 @@ use std::os::unix::fs::MetadataExt;
 
 use super::{Identity, sys};
 use crate::error::{IoContext, Step};
+use crate::text::Text;
 
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
@@ -13,8 +14,8 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 ///
 /// # Errors
 /// The file cannot be read.
-pub(super) fn boot_id() -> Result<String, Step> {
-    Ok(fs::read_to_string(BOOT_ID).step_at("read", BOOT_ID)?.trim().to_owned())
+pub(super) fn boot_id() -> Result<Text, Step> {
+    Ok(fs::read_to_string(BOOT_ID).step_at("read", BOOT_ID)?.trim().into())
 }
 
 /// The fields of `/proc/PID/stat` that matter here (proc_pid_stat(5)).
@@ -77,10 +78,10 @@ pub(super) fn pid_namespace(pid: u32) -> io::Result<u64> {
 ///
 /// # Errors
 /// The failed step.
-pub(super) fn of(pid: u32, boot_id: &str) -> Result<Identity, Step> {
+pub(super) fn of(pid: u32, boot_id: &Text) -> Result<Identity, Step> {
     let start_time = Stat::read(pid).map(|stat| stat.start_time).step_at("read", format!("/proc/{pid}/stat"))?;
     let pid_namespace = pid_namespace(pid).step_at("look at", format!("/proc/{pid}/ns/pid"))?;
-    Ok(Identity { pid, start_time, pid_namespace, boot_id: boot_id.to_owned() })
+    Ok(Identity { pid, start_time, pid_namespace, boot_id: boot_id.clone() })
 }
 
 /// Whether the process that has the recorded pid now is the recorded one.

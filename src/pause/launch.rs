@@ -16,6 +16,7 @@ use super::sys::{self, Errno};
 use super::watch::Watched;
 use super::{Adoption, Identity, Pause, identity};
 use crate::error::{IoContext, Step};
+use crate::text::Text;
 
 /// Number of the first descriptor behind the standard ones, where a program expects a socket that it is handed.
 const SOCKET: i32 = 3;
@@ -40,7 +41,7 @@ pub struct Launch<'a> {
 /// Launches processes and finds them again.
 #[derive(Debug)]
 pub struct Launcher {
-    boot_id: String,
+    boot_id: Text,
     open_files: Option<u64>,
     common: Arc<Common>,
 }

@@ -12,6 +12,7 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Step;
+use crate::text::Text;
 
 pub mod cgroup;
 mod child;
@@ -81,7 +82,7 @@ pub struct UserNamespace {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
     /// The sandbox id; a valid containerd identifier, so safe as one path component.
-    pub id: String,
+    pub id: Text,
     /// Bind-mounted network namespace; `None`: the node's network.
     pub netns: Option<PathBuf>,
     /// PID namespace.
@@ -115,7 +116,7 @@ pub struct Identity {
     /// Inode of `/proc/PID/ns/pid`.
     pub pid_namespace: u64,
     /// `/proc/sys/kernel/random/boot_id`.
-    pub boot_id: String,
+    pub boot_id: Text,
 }
 
 /// The end of a pause process.

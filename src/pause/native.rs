@@ -21,6 +21,7 @@ use super::sys::{self, Errno};
 use super::{Adoption, Driver, IdMapping, Identity, Namespace, Pause, Plan};
 use super::{emptyroot, identity, image, strays, userns};
 use crate::error::{IoContext, Step};
+use crate::text::Text;
 
 /// uid and gid of a pause.
 const NOBODY: u32 = 65535;
@@ -34,7 +35,7 @@ pub struct Native {
     image: OwnedFd,
     root: OwnedFd,
     cgroups: Cgroups,
-    boot_id: String,
+    boot_id: Text,
     last_capability: u32,
     common: Arc<Common>,
     /// Environment of the pauses: whose they are.
@@ -336,7 +337,7 @@ mod tests {
     fn plan(id: &str, cgroup_parent: &str) -> Plan {
         let score = fs::read_to_string("/proc/self/oom_score_adj").unwrap();
         Plan {
-            id: format!("{id}-{}", std::process::id()),
+            id: format!("{id}-{}", std::process::id()).into(),
             netns: None,
             pid: Namespace::Private,
             ipc: Namespace::Private,

@@ -16,6 +16,7 @@ use super::sys::{self, End, Errno};
 use super::watch::{Watch, Watched};
 use super::{Adoption, BoxFuture, Exit, Identity, Pause, UNKNOWN_EXIT};
 use crate::error::{IoContext, Step};
+use crate::text::Text;
 
 /// How often an end is looked for when the runtime cannot watch the process (out of descriptors or memory).
 const POLL: Duration = Duration::from_millis(500);
@@ -118,9 +119,9 @@ impl Drop for Process {
 }
 
 /// Finds a recorded process of this or an earlier daemon's making again.
-pub(super) fn adopt(identity: &Identity, boot_id: &str, common: &Arc<Common>) -> Adoption {
+pub(super) fn adopt(identity: &Identity, boot_id: &Text, common: &Arc<Common>) -> Adoption {
     let dead = Adoption::Dead(Exit { status: UNKNOWN_EXIT, at: SystemTime::now() });
-    if identity.boot_id != boot_id {
+    if identity.boot_id != *boot_id {
         return dead;
     }
     let pid = c_int::try_from(identity.pid).unwrap_or(0);
@@ -133,7 +134,8 @@ pub(super) fn adopt(identity: &Identity, boot_id: &str, common: &Arc<Common>) ->
     };
     match identity::matches(identity) {
         Ok(true) => {
-            let process = Process::new(pidfd, identity.clone(), Arc::clone(common));
+            let process =
+                Process::new(pidfd, Identity { boot_id: boot_id.clone(), ..identity.clone() }, Arc::clone(common));
             process.collect().map_or_else(|| Adoption::Alive(Box::new(process)), Adoption::Dead)
         }
         Ok(false) => dead,

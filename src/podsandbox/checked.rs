@@ -83,7 +83,7 @@ pub fn check(
         step,
     })?;
     let plan = Plan {
-        id: id.to_owned(),
+        id: request.id.clone(),
         netns: netns(id, host_network, &request.netns_path)?,
         pid: pid_mode(id, namespaces)?,
         ipc,
@@ -104,7 +104,7 @@ pub fn check(
     check_dns(id, dns.as_ref())?;
     let record = Record {
         version: record::VERSION,
-        id: id.to_owned(),
+        id: plan.id.clone(),
         created_at: SystemTime::now(),
         driver: driver.to_owned(),
         files: Files { hostname: plan.hostname.clone(), dns, shm: ipc == Namespace::Private },

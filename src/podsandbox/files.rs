@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use super::record::{SANDBOXES, gone};
 use crate::config::Config;
 use crate::error::{IoContext as _, Step};
+use crate::text::Text;
 
 /// Directory of CRI's sandboxes below containerd's `root` and `state` (containerd `criservice`).
 const CRI_SANDBOXES: &str = "io.containerd.grpc.v1.cri/sandboxes";
@@ -99,30 +100,30 @@ impl Roots {
 #[derive(Debug)]
 pub struct Places {
     roots: Arc<Roots>,
-    id: Box<str>,
+    id: Text,
     /// Set once the shared memory was released: nothing is mended any more.
     released: Mutex<bool>,
 }
 
 impl Places {
     /// The places of `id`.
-    pub fn new(roots: &Arc<Roots>, id: &str) -> Self {
-        Self { roots: Arc::clone(roots), id: id.into(), released: Mutex::new(false) }
+    pub fn new(roots: &Arc<Roots>, id: &Text) -> Self {
+        Self { roots: Arc::clone(roots), id: id.clone(), released: Mutex::new(false) }
     }
 
     /// hostname, hosts, resolv.conf.
     fn root(&self) -> PathBuf {
-        self.roots.root.join(&*self.id)
+        self.roots.root.join(self.id.as_str())
     }
 
     /// Parent of the shared memory that CRI mounts.
     fn volatile(&self) -> PathBuf {
-        self.roots.volatile.join(&*self.id)
+        self.roots.volatile.join(self.id.as_str())
     }
 
     /// The mount that holds the tmpfs, in the sandbox's record directory.
     fn held_shm(&self) -> PathBuf {
-        self.roots.records.join(&*self.id).join("shm")
+        self.roots.records.join(self.id.as_str()).join("shm")
     }
 
     /// Where CRI takes /dev/shm of the pod's containers from.
@@ -143,7 +144,7 @@ impl Places {
 
     /// The sign that what is here was made ahead of Start.
     fn ahead(&self) -> PathBuf {
-        self.roots.records.join(&*self.id).join("ahead")
+        self.roots.records.join(self.id.as_str()).join("ahead")
     }
 
     /// A start job has been here: see [`Places::begin`].

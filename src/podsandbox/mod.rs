@@ -6,6 +6,7 @@ use std::time::SystemTime;
 use bytes::Bytes;
 
 pub use crate::pause::Exit;
+use crate::text::Text;
 
 mod beside;
 mod board;
@@ -58,7 +59,7 @@ pub struct SandboxInfo {
 #[derive(Clone, Debug, Default)]
 pub struct CreateRequest {
     /// The sandbox id, unchecked.
-    pub id: String,
+    pub id: Text,
     /// The CRI `PodSandboxConfig`.
     pub options: Option<Payload>,
     /// Bind-mounted network namespace; empty with host network.

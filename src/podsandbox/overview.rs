@@ -84,7 +84,7 @@ impl Overview {
 /// The line of a sandbox. `usage` is what its pod uses.
 pub(super) fn line(work: &Work, published: Published, usage: Option<Usage>) -> Overview {
     Overview {
-        id: work.plan.id.clone(),
+        id: work.plan.id.to_string(),
         pod: work.subject.pod().clone(),
         state: published.phase.name(),
         pid: living(published),

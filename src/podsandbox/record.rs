@@ -20,6 +20,7 @@ use super::{Payload, SandboxInfo};
 use crate::error::{IoContext as _, Step};
 use crate::pause::{Exit, Identity, Plan};
 use crate::shim;
+use crate::text::Text;
 
 /// The version that this daemon writes.
 pub const VERSION: u32 = 1;
@@ -33,7 +34,7 @@ pub struct Record {
     /// Form of the record.
     pub version: u32,
     /// The sandbox id.
-    pub id: String,
+    pub id: Text,
     /// When Create was called.
     pub created_at: SystemTime,
     /// Name of the driver that made the pause.

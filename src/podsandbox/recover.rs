@@ -237,7 +237,7 @@ fn look(environment: &Environment, id: &str) -> Result<Found, String> {
         // has removed the record.
         Err(Unreadable::Missing(_)) => {
             let text = |steps: Vec<Step>| steps.iter().map(Step::to_string).collect::<Vec<_>>().join("; ");
-            let removed = Places::new(&environment.roots, id).remove().map_err(text);
+            let removed = Places::new(&environment.roots, &id.into()).remove().map_err(text);
             let removed = removed.and_then(|()| store.remove().map_err(|step| step.to_string()));
             return removed.map(|()| Found::Nothing).map_err(|e| format!("a directory without a record: {e}"));
         }

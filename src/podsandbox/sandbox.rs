@@ -26,6 +26,7 @@ use crate::pause::{Driver, Namespace};
 use crate::shim;
 use crate::shim::driver::ShimDriver;
 use crate::telemetry::Telemetry;
+use crate::text::Text;
 use crate::trace::{self, Subject};
 
 /// How long a caller of Stop or Shutdown waits for the end of a pause and its cleanup before it is told that they
@@ -105,7 +106,7 @@ impl Environment {
             _level: level,
             created_at: record.created_at,
             runtime_name: record.info.runtime_name.clone(),
-            subject: Subject::new(&record.id, overview::pod(record)),
+            subject: Subject::new(record.id.clone(), overview::pod(record)),
             telemetry: self.telemetry.clone(),
             ahead: Mutex::default(),
             store,
@@ -175,12 +176,12 @@ impl Sandbox {
         let (record, level) = check(request, config, environment.native.name(), &environment.selinux)?;
         let spec = spec::describe(&record, config)?;
         let work = environment.work(&record, level);
-        work.store.create(&record).map_err(|step| Error::Step { id: record.id.clone(), verb: "create", step })?;
+        work.store.create(&record).map_err(|step| Error::Step { id: record.id.to_string(), verb: "create", step })?;
         if let Err(step) = work.shim.describe(&spec, &record.plan) {
             for left in work.remove().err().unwrap_or_default() {
                 log::warn!(sandbox = record.id.as_str(); "create: undo: {left}");
             }
-            return Err(Error::Step { id: record.id.clone(), verb: "create", step });
+            return Err(Error::Step { id: record.id.to_string(), verb: "create", step });
         }
         let abandoned = abandoned_at(record.created_at, config.abandoned_after);
         let work = Arc::new(work);
@@ -210,6 +211,11 @@ impl Sandbox {
 
     /// The sandbox id.
     pub fn id(&self) -> &str {
+        self.shared_id()
+    }
+
+    /// The same, for who keeps it.
+    pub fn shared_id(&self) -> &Text {
         &self.work.plan.id
     }
 

@@ -100,7 +100,7 @@ pub fn describe(record: &Record, config: &Config) -> Result<Vec<u8>, Error> {
         value: bytes::Bytes::copy_from_slice(&record.config.value),
     };
     let pod = decode_config(&record.id, &payload)?;
-    let fault = |reason: String| Error::Fault { id: record.id.clone(), verb: "describe", reason };
+    let fault = |reason: String| Error::Fault { id: record.id.to_string(), verb: "describe", reason };
     let spec = spec(record, &pod, config).map_err(|e| fault(e.to_string()))?;
     serde_json::to_vec(&spec).map_err(|e| fault(e.to_string()))
 }
@@ -242,7 +242,9 @@ fn namespaces(record: &Record, config: &Config) -> Vec<LinuxNamespace> {
     // A runtime can join the user namespace that owns the network namespace only by a path.
     let pinned = record.driver == driver::NAME && plan.netns.is_some();
     let pinned = pinned.then(|| {
-        driver::user_namespace(&Store::new(&config.state_dir.join(SANDBOXES), &record.id).dir().join(&record.id))
+        driver::user_namespace(
+            &Store::new(&config.state_dir.join(SANDBOXES), &record.id).dir().join(record.id.as_str()),
+        )
     });
     let private = |kind, namespace| (namespace == Namespace::Private).then_some((kind, None));
     let all = [

@@ -93,7 +93,7 @@ impl ShimDriver {
             ..Default::default()
         });
         let request = CreateTaskRequest {
-            id: group.id.clone(),
+            id: group.id.to_string(),
             bundle: group.bundle.dir().display().to_string(),
             options: MessageField(options.map(Box::new)),
             ..Default::default()
@@ -113,7 +113,7 @@ impl ShimDriver {
             let process = launcher.open(created)?.ok_or_else(nobody).step("find pause")?;
             // The wait is armed before the start.
             let task = Task::watch(endpoint.clone(), process.identity().clone());
-            let request = StartRequest { id: id.clone(), ..Default::default() };
+            let request = StartRequest { id: id.to_string(), ..Default::default() };
             let started: StartResponse =
                 tasks.call("start pause", "Start", &request, Some(START_WITHIN)).await.map_err(Failure::step)?;
             if started.pid != created {
@@ -142,7 +142,7 @@ impl ShimDriver {
             return endpoint.delete_pause().await.map(|()| dead(UNKNOWN_EXIT));
         }
         let tasks = endpoint.tasks().await.map_err(Failure::step)?;
-        let request = StateRequest { id: endpoint.group.id.clone(), ..Default::default() };
+        let request = StateRequest { id: endpoint.group.id.to_string(), ..Default::default() };
         let state: StateResponse = match tasks.call("ask for pause", "State", &request, Some(WITHIN)).await {
             Ok(state) => state,
             Err(Failure::NotFound(_)) => return Ok(dead(UNKNOWN_EXIT)),
@@ -202,10 +202,11 @@ impl Driver for ShimDriver {
 /// Ends the task, if it runs, and deletes it; how it ended, unless it was gone already.
 async fn delete(endpoint: &Arc<Started>, tasks: &Tasks) -> Result<Option<Exit>, Step> {
     let id = &endpoint.group.id;
-    let request = KillRequest { id: id.clone(), signal: libc::SIGKILL.unsigned_abs(), all: true, ..Default::default() };
+    let request =
+        KillRequest { id: id.to_string(), signal: libc::SIGKILL.unsigned_abs(), all: true, ..Default::default() };
     match tasks.call::<_, Empty>("kill pause", "Kill", &request, Some(WITHIN)).await {
         Ok(_) => {
-            let request = WaitRequest { id: id.clone(), ..Default::default() };
+            let request = WaitRequest { id: id.to_string(), ..Default::default() };
             let waited = tasks.call::<_, WaitResponse>("wait for pause", "Wait", &request, Some(WITHIN)).await;
             if let Err(Failure::Lost(step)) = waited {
                 return Err(step);
@@ -216,7 +217,7 @@ async fn delete(endpoint: &Arc<Started>, tasks: &Tasks) -> Result<Option<Exit>, 
         Err(Failure::Refused(step)) => log::debug!(sandbox = id.as_str(); "{step}"),
         Err(Failure::Lost(step)) => return Err(step),
     }
-    let request = DeleteRequest { id: id.clone(), ..Default::default() };
+    let request = DeleteRequest { id: id.to_string(), ..Default::default() };
     match tasks.call::<_, DeleteResponse>("delete pause", "Delete", &request, Some(WITHIN)).await {
         Ok(deleted) => Ok(Some(exit(deleted.exit_status, deleted.exited_at.as_ref()))),
         Err(Failure::NotFound(_)) => Ok(None),

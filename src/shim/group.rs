@@ -12,6 +12,7 @@ use super::containers::{self, Container};
 use super::{Pod, Runtime, Shims, command, fifo, task};
 use crate::error::{IoContext as _, Step};
 use crate::pause::{Adoption, Exit, Pause, UNKNOWN_EXIT};
+use crate::text::Text;
 
 /// How long a shim may take until it answers, and one that is told to end until it has.
 pub(super) const WITHIN: Duration = Duration::from_secs(10);
@@ -30,7 +31,7 @@ pub(super) struct Group {
     /// The shim's own directory.
     pub(super) bundle: Bundle,
     /// The sandbox id.
-    pub(super) id: String,
+    pub(super) id: Text,
     /// What the shim is of.
     pub(super) runtime: Runtime,
     /// Held by whoever cleans up after a shim that died, and by the end before it removes what that needs.

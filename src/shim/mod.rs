@@ -34,6 +34,7 @@ use sha2::{Digest as _, Sha256};
 use crate::error::{IoContext as _, Step};
 use crate::pause::Plan;
 use crate::pause::launch::Launcher;
+use crate::text::Text;
 
 use bundle::{Bundle, gone};
 use group::Group;
@@ -116,7 +117,7 @@ pub struct Shims {
     settings: Settings,
     launcher: Launcher,
     /// The endpoints whose shims run the pause, by sandbox id, for the driver.
-    runs_pause: Mutex<HashMap<String, Weak<Started>>>,
+    runs_pause: Mutex<HashMap<Text, Weak<Started>>>,
 }
 
 /// What a pod's shim is of: the runtime handler.
@@ -174,7 +175,7 @@ impl Shims {
     }
 
     /// The endpoint of sandbox `id`, which keeps its files in `dir`, the sandbox's own directory. Nothing is made yet.
-    pub fn endpoint(self: &Arc<Self>, owner: Owner, id: &str, dir: &Path, runtime: Runtime) -> Endpoint {
+    pub fn endpoint(self: &Arc<Self>, owner: Owner, id: &Text, dir: &Path, runtime: Runtime) -> Endpoint {
         match owner {
             Owner::Containerd => Endpoint::OnDemand {
                 socket: on_demand::Socket::new(
@@ -183,24 +184,26 @@ impl Shims {
                     id,
                 ),
                 address: self.settings.on_demand_address.clone(),
-                id: id.to_owned(),
+                id: id.clone(),
             },
             Owner::Sandboxer => Endpoint::Owned(Arc::new(Owned::new(self.group(id, dir.join("shim"), runtime)))),
             // A shim's `delete` looks for the bundle of a container by the container's name beside its own.
-            Owner::Started => Endpoint::Started(Arc::new(Started::new(self.group(id, dir.join(id), runtime), false))),
+            Owner::Started => {
+                Endpoint::Started(Arc::new(Started::new(self.group(id, dir.join(id.as_str()), runtime), false)))
+            }
             Owner::Driver => {
-                let started = Arc::new(Started::new(self.group(id, dir.join(id), runtime), true));
+                let started = Arc::new(Started::new(self.group(id, dir.join(id.as_str()), runtime), true));
                 let mut known = self.runs_pause.lock().unwrap_or_else(PoisonError::into_inner);
                 known.retain(|_, endpoint| endpoint.strong_count() > 0);
-                known.insert(id.to_owned(), Arc::downgrade(&started));
+                known.insert(id.clone(), Arc::downgrade(&started));
                 Endpoint::Started(started)
             }
         }
     }
 
-    fn group(self: &Arc<Self>, id: &str, bundle: PathBuf, runtime: Runtime) -> Group {
+    fn group(self: &Arc<Self>, id: &Text, bundle: PathBuf, runtime: Runtime) -> Group {
         let bundle = Bundle::new(bundle);
-        Group { shims: self.clone(), bundle, id: id.to_owned(), runtime, cleaning: tokio::sync::Mutex::default() }
+        Group { shims: self.clone(), bundle, id: id.clone(), runtime, cleaning: tokio::sync::Mutex::default() }
     }
 
     /// The endpoint of a sandbox whose shim runs the pause.
@@ -228,7 +231,7 @@ pub enum Endpoint {
         /// What Start answers.
         address: String,
         /// The sandbox id.
-        id: String,
+        id: Text,
     },
     /// The shim is ours and gets its socket from us.
     Owned(Arc<Owned>),

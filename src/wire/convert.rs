@@ -56,7 +56,7 @@ pub(super) fn sandbox_info(sandbox: types::Sandbox) -> SandboxInfo {
 /// `rootfs` and `annotations` are for sandboxes with a root of their own; CRI leaves them empty.
 pub(super) fn create(request: ControllerCreateRequest) -> CreateRequest {
     CreateRequest {
-        id: request.sandbox_id,
+        id: request.sandbox_id.into(),
         options: request.options.into_option().map(payload),
         netns_path: request.netns_path,
         sandbox: request.sandbox.into_option().map(sandbox_info),
@@ -66,7 +66,7 @@ pub(super) fn create(request: ControllerCreateRequest) -> CreateRequest {
 /// The shim form says nothing of containerd's store, and its bundle is not ours.
 pub(super) fn create_sandbox(request: CreateSandboxRequest) -> CreateRequest {
     CreateRequest {
-        id: request.sandbox_id,
+        id: request.sandbox_id.into(),
         options: request.options.into_option().map(payload),
         netns_path: request.netns_path,
         sandbox: None,

@@ -13,7 +13,7 @@ use crate::pause::Namespace;
 
 fn plan(cgroup_parent: &str) -> Plan {
     Plan {
-        id: "id".to_owned(),
+        id: "id".into(),
         netns: None,
         pid: Namespace::Private,
         ipc: Namespace::Private,

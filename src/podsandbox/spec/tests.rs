@@ -56,11 +56,11 @@ fn record(pod: &PodSandboxConfig) -> Record {
     let netns = "/var/run/netns/cni-0f5b2c3d-1111-2222-3333-444455556666";
     Record {
         version: 1,
-        id: ID.to_owned(),
+        id: ID.into(),
         created_at: SystemTime::UNIX_EPOCH,
         driver: "native".to_owned(),
         plan: Plan {
-            id: ID.to_owned(),
+            id: ID.into(),
             netns: Some(netns.into()),
             pid: Namespace::Private,
             ipc: Namespace::Private,

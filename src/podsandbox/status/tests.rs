@@ -65,11 +65,11 @@ fn record(pod: &PodSandboxConfig) -> Record {
     let options = Options { binary_name: "/usr/sbin/runc".to_owned(), systemd_cgroup: true, ..Default::default() };
     Record {
         version: 1,
-        id: ID.to_owned(),
+        id: ID.into(),
         created_at: SystemTime::UNIX_EPOCH,
         driver: "native".to_owned(),
         plan: Plan {
-            id: ID.to_owned(),
+            id: ID.into(),
             netns: Some("/proc/self/ns/net".into()),
             pid: Namespace::Private,
             ipc: Namespace::Private,

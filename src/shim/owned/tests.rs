@@ -16,7 +16,8 @@ fn endpoint(dir: &Path) -> (Arc<Shims>, Arc<Owned>) {
         binaries: Default::default(),
     };
     let shims = Arc::new(Shims::new(settings, None).unwrap());
-    let Endpoint::Owned(owned) = shims.endpoint(Owner::Sandboxer, "pod", &dir.join("pod"), Runtime::default()) else {
+    let Endpoint::Owned(owned) = shims.endpoint(Owner::Sandboxer, &"pod".into(), &dir.join("pod"), Runtime::default())
+    else {
         unreachable!("its owner is the sandboxer")
     };
     std::fs::create_dir(dir.join("pod")).unwrap();
