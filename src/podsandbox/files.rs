@@ -80,7 +80,7 @@ pub struct Roots {
     root: PathBuf,
     /// Of the shared memory that CRI mounts.
     volatile: PathBuf,
-    /// Of the mounts that hold the shared memory: the records.
+    /// Of the records, and of the mounts that hold the shared memory.
     records: PathBuf,
 }
 
@@ -92,6 +92,11 @@ impl Roots {
             volatile: config.containerd_state.join(CRI_SANDBOXES),
             records: config.state_dir.join(SANDBOXES),
         }
+    }
+
+    /// A sandbox's own directory.
+    pub fn of(&self, id: &str) -> PathBuf {
+        self.records.join(id)
     }
 }
 
@@ -123,7 +128,7 @@ impl Places {
 
     /// The mount that holds the tmpfs, in the sandbox's record directory.
     fn held_shm(&self) -> PathBuf {
-        self.roots.records.join(self.id.as_str()).join("shm")
+        self.roots.of(&self.id).join("shm")
     }
 
     /// Where CRI takes /dev/shm of the pod's containers from.
@@ -144,7 +149,7 @@ impl Places {
 
     /// The sign that what is here was made ahead of Start.
     fn ahead(&self) -> PathBuf {
-        self.roots.records.join(self.id.as_str()).join("ahead")
+        self.roots.of(&self.id).join("ahead")
     }
 
     /// A start job has been here: see [`Places::begin`].

@@ -9,12 +9,12 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
-use super::files::Files;
+use super::files::{Files, Roots};
 use super::selinux::Labels;
 use super::{Payload, SandboxInfo};
 use crate::error::{IoContext as _, Step};
@@ -162,22 +162,23 @@ pub(super) const SANDBOXES: &str = "sandboxes";
 const RECORD: &str = "record.json";
 const STAGE: &str = "stage.json";
 
-/// The place of one sandbox's record. Writers take turns.
+/// The place of one sandbox's record. Writers take turns. The paths are made when they are needed.
 #[derive(Debug)]
 pub struct Store {
-    dir: PathBuf,
+    roots: Arc<Roots>,
+    id: Text,
     turn: Mutex<()>,
 }
 
 impl Store {
-    /// The place of `id` below `sandboxes`, the directory of all records.
-    pub fn new(sandboxes: &Path, id: &str) -> Self {
-        Self { dir: sandboxes.join(id), turn: Mutex::new(()) }
+    /// The place of the record of `id`.
+    pub fn new(roots: &Arc<Roots>, id: &Text) -> Self {
+        Self { roots: Arc::clone(roots), id: id.clone(), turn: Mutex::new(()) }
     }
 
     /// The sandbox's own directory.
-    pub fn dir(&self) -> &Path {
-        &self.dir
+    pub fn dir(&self) -> PathBuf {
+        self.roots.of(&self.id)
     }
 
     /// Makes the directory and writes the first record.
@@ -185,10 +186,10 @@ impl Store {
     /// # Errors
     /// The failed step; what was made is gone again.
     pub fn create(&self, record: &Record) -> Result<(), Step> {
-        match fs::create_dir(&self.dir) {
+        match fs::create_dir(self.dir()) {
             // Left by a daemon that ended between making the directory and writing the record.
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists && !self.dir.join(RECORD).exists() => {}
-            other => other.step_at("make record directory", &self.dir)?,
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists && !self.dir().join(RECORD).exists() => {}
+            other => other.step_at("make record directory", self.dir())?,
         }
         let written = {
             let _turn = self.turn();
@@ -204,7 +205,7 @@ impl Store {
     /// # Errors
     /// Why it could not be read.
     pub fn stage(&self) -> Result<Stage, Unreadable> {
-        let path = self.dir.join(STAGE);
+        let path = self.dir().join(STAGE);
         match slurp(&path) {
             Err(Unreadable::Missing(_)) => Ok(Stage::Created),
             Err(e) => Err(e),
@@ -228,7 +229,7 @@ impl Store {
     /// # Errors
     /// Why it could not be read.
     pub fn read(&self) -> Result<Record, Unreadable> {
-        let path = self.dir.join(RECORD);
+        let path = self.dir().join(RECORD);
         let text = slurp(&path)?;
         #[derive(Deserialize)]
         struct Version {
@@ -240,7 +241,7 @@ impl Store {
             return Err(Unreadable::Newer { path, version });
         }
         let record: Record = serde_json::from_slice(&text).map_err(malformed)?;
-        if self.dir.file_name().is_none_or(|name| name != record.id.as_str()) {
+        if self.id != record.id {
             return Err(Unreadable::Malformed { path, reason: format!("it is of sandbox {:?}", record.id) });
         }
         Ok(record)
@@ -264,10 +265,11 @@ impl Store {
     pub fn remove(&self) -> Result<(), Step> {
         let _turn = self.turn();
         // The stage goes last: a record without its stage would look like a sandbox that was never started.
-        for path in [self.temporary(RECORD), self.dir.join(RECORD), self.temporary(STAGE), self.dir.join(STAGE)] {
+        let dir = self.dir();
+        for path in [self.temporary(RECORD), dir.join(RECORD), self.temporary(STAGE), dir.join(STAGE)] {
             gone(fs::remove_file(&path)).step_at("remove record", path)?;
         }
-        gone(fs::remove_dir(&self.dir)).step_at("remove record directory", &self.dir)
+        gone(fs::remove_dir(&dir)).step_at("remove record directory", dir)
     }
 
     fn turn(&self) -> MutexGuard<'_, ()> {
@@ -275,11 +277,11 @@ impl Store {
     }
 
     fn temporary(&self, name: &str) -> PathBuf {
-        self.dir.join(format!("{name}.new"))
+        self.dir().join(format!("{name}.new"))
     }
 
     fn replace<T: Serialize>(&self, name: &str, value: &T) -> Result<(), Step> {
-        let (path, temporary) = (self.dir.join(name), self.temporary(name));
+        let (path, temporary) = (self.dir().join(name), self.temporary(name));
         let text = serde_json::to_vec(value).map_err(io::Error::other).step("encode record")?;
         let written = fs::File::create(&temporary).and_then(|mut file| file.write_all(&text));
         if let Err(e) = written.step_at("write record", &temporary) {

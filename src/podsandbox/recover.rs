@@ -20,6 +20,7 @@ use super::sandbox::{Environment, Sandbox};
 use super::work::Work;
 use crate::error::{IoContext as _, Step};
 use crate::pause::Adoption;
+use crate::text::Text;
 
 /// Records that are looked at side by side.
 const AT_ONCE: usize = 32;
@@ -93,9 +94,8 @@ impl Recovered {
 async fn end_strays(environment: &Arc<Environment>) {
     let environment = environment.clone();
     let ended = within(move || {
-        let sandboxes = environment.sandboxes();
         let recorded = |id: &str| {
-            let store = Store::new(&sandboxes, id);
+            let store = Store::new(&environment.roots, &id.into());
             match store.stage() {
                 Ok(Stage::Created | Stage::Exited { .. }) => {
                     !matches!(store.read(), Ok(_) | Err(Unreadable::Missing(_)))
@@ -230,14 +230,15 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
 
 /// Reads one record.
 fn look(environment: &Environment, id: &str) -> Result<Found, String> {
-    let store = Store::new(&environment.sandboxes(), id);
+    let id = Text::from(id);
+    let store = Store::new(&environment.roots, &id);
     let record = match store.read() {
         Ok(record) => record,
         // A daemon ended between making the directory and writing the record, or between removing the two; or somebody else
         // has removed the record.
         Err(Unreadable::Missing(_)) => {
             let text = |steps: Vec<Step>| steps.iter().map(Step::to_string).collect::<Vec<_>>().join("; ");
-            let removed = Places::new(&environment.roots, &id.into()).remove().map_err(text);
+            let removed = Places::new(&environment.roots, &id).remove().map_err(text);
             let removed = removed.and_then(|()| store.remove().map_err(|step| step.to_string()));
             return removed.map(|()| Found::Nothing).map_err(|e| format!("a directory without a record: {e}"));
         }

@@ -84,6 +84,7 @@ impl Environment {
             containerd_namespace: config.containerd_namespace.clone(),
             containerd_state: config.containerd_state.clone(),
             state_dir: config.state_dir.clone(),
+            sandboxes: config.state_dir.join(SANDBOXES),
             on_demand_address: format!("ttrpc+unix://{}", config.ttrpc_socket().display()),
             binaries: config.shims.0.clone(),
         };
@@ -95,11 +96,10 @@ impl Environment {
 
     /// What the jobs of that sandbox work on; `level` is the one that it holds.
     pub(super) fn work(&self, record: &Record, level: Option<Level>) -> Work {
-        let store = Store::new(&self.sandboxes(), &record.id);
         Work {
             driver: if record.driver == shim::driver::NAME { &self.shim_driver } else { &self.native }.clone(),
             places: Places::new(&self.roots, &record.id),
-            shim: self.shims.endpoint(record.shim, &record.id, store.dir(), runtime(record)),
+            shim: self.shims.endpoint(record.shim, &record.id, runtime(record)),
             plan: record.plan.clone(),
             files: record.files.clone(),
             labels: record.labels.clone(),
@@ -109,7 +109,7 @@ impl Environment {
             subject: Subject::new(record.id.clone(), overview::pod(record)),
             telemetry: self.telemetry.clone(),
             ahead: Mutex::default(),
-            store,
+            store: Store::new(&self.roots, &record.id),
         }
     }
 }

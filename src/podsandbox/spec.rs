@@ -35,7 +35,7 @@ use oci_spec::runtime::{
 
 use super::checked::decode_config;
 use super::files::{Places, Roots};
-use super::record::{Record, SANDBOXES, Store};
+use super::record::Record;
 use super::{Error, Payload};
 use crate::config::{CgroupDriver, Config};
 use crate::pause::{IdMapping, Namespace};
@@ -242,9 +242,8 @@ fn namespaces(record: &Record, config: &Config) -> Vec<LinuxNamespace> {
     // A runtime can join the user namespace that owns the network namespace only by a path.
     let pinned = record.driver == driver::NAME && plan.netns.is_some();
     let pinned = pinned.then(|| {
-        driver::user_namespace(
-            &Store::new(&config.state_dir.join(SANDBOXES), &record.id).dir().join(record.id.as_str()),
-        )
+        let roots = Roots::new(config);
+        driver::user_namespace(&roots.of(&record.id).join(record.id.as_str()))
     });
     let private = |kind, namespace| (namespace == Namespace::Private).then_some((kind, None));
     let all = [

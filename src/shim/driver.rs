@@ -94,7 +94,7 @@ impl ShimDriver {
         });
         let request = CreateTaskRequest {
             id: group.id.to_string(),
-            bundle: group.bundle.dir().display().to_string(),
+            bundle: group.bundle().dir().display().to_string(),
             options: MessageField(options.map(Box::new)),
             ..Default::default()
         };

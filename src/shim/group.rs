@@ -28,10 +28,10 @@ const EXECUTED: Duration = Duration::from_millis(20);
 pub(super) struct Group {
     /// What all shims share.
     pub(super) shims: Arc<Shims>,
-    /// The shim's own directory.
-    pub(super) bundle: Bundle,
     /// The sandbox id.
     pub(super) id: Text,
+    /// The shim is started by its own `start`.
+    pub(super) started: bool,
     /// What the shim is of.
     pub(super) runtime: Runtime,
     /// Held by whoever cleans up after a shim that died, and by the end before it removes what that needs.
@@ -61,12 +61,19 @@ struct Left {
 }
 
 impl Group {
+    /// The shim's own directory, in the sandbox's. Its path is made when it is needed: thousands of idle pods would keep it for nothing.
+    pub(super) fn bundle(&self) -> Bundle {
+        // The `delete` of a shim that is started looks for the bundle of a container by the container's name beside its own.
+        let name = if self.started { self.id.as_str() } else { "shim" };
+        Bundle::new(self.shims.settings.sandboxes.join(self.id.as_str()).join(name))
+    }
+
     /// The shim that is on record, looked for on the machine. Blocks.
     ///
     /// # Errors
     /// Nobody can tell whether it lives.
     pub(super) fn recorded_shim(&self) -> Result<Option<Found>, Step> {
-        match self.bundle.recorded()? {
+        match self.bundle().recorded()? {
             None => Ok(None),
             Some(Recorded::Running { identity }) => match self.shims.launcher.adopt(&identity) {
                 Adoption::Alive(shim) => Ok(Some(Found::Alive { shim: Arc::from(shim), cut_off: false })),
@@ -90,7 +97,7 @@ impl Group {
 
     /// There has been a shim, which may have left containers.
     pub(super) fn had_shim(&self) -> bool {
-        self.bundle.dir().exists()
+        self.bundle().dir().exists()
     }
 
     /// The server of a launch of which no more is known: it works in the bundle, with the arguments that containerd's shims have. Blocks.
@@ -99,19 +106,20 @@ impl Group {
     /// `/proc` cannot be read.
     pub(super) fn find(&self) -> Result<Option<Arc<dyn Pause>>, Step> {
         let arguments = command::server_arguments(&self.shims.settings, &self.id);
-        let found = self.shims.launcher.find(self.bundle.dir(), &arguments)?;
+        let bundle = self.bundle();
+        let found = self.shims.launcher.find(bundle.dir(), &arguments)?;
         if found.is_some() {
             return Ok(found);
         }
         // One that has just been executed shows its arguments an instant later.
         std::thread::sleep(EXECUTED);
-        self.shims.launcher.find(self.bundle.dir(), &arguments)
+        self.shims.launcher.find(bundle.dir(), &arguments)
     }
 
     /// Begins to read what a shim writes that an earlier daemon has launched. That it cannot be read is no reason to lose the shim.
     pub(super) fn read_again(&self, shim: &Arc<dyn Pause>) -> Option<fifo::Reader> {
         log::info!(sandbox = self.id.as_str(), pid = shim.identity().pid; "its shim is taken over");
-        let read = fifo::read(&self.bundle.log(), &self.id);
+        let read = fifo::read(&self.bundle().log(), &self.id);
         read.map_err(|step| log::warn!(sandbox = self.id.as_str(); "its shim: {step}")).ok()
     }
 
@@ -178,7 +186,7 @@ impl Group {
     /// The sandbox ends for that reason.
     pub(super) async fn mourn(self: &Arc<Self>, reason: String, pod: &Arc<dyn Pod>) {
         log::error!(sandbox = self.id.as_str(); "{reason}; the sandbox ends");
-        if let Some(Err(step)) = self.blocking(move |group| group.bundle.record_death(&reason)).await {
+        if let Some(Err(step)) = self.blocking(move |group| group.bundle().record_death(&reason)).await {
             log::error!(sandbox = self.id.as_str(); "its shim: {step}");
         }
         pod.bereaved();
@@ -224,7 +232,7 @@ impl Group {
             Ok(binary) => {
                 let options = self.runtime.runc_options().ok().flatten();
                 for Container { id, .. } in &left {
-                    let ended = match self.bundle.last(id, options.as_ref()) {
+                    let ended = match self.bundle().last(id, options.as_ref()) {
                         Ok(bundle) => command::delete(&self.shims.settings, &binary, id, &bundle).await,
                         Err(step) => Err(step),
                     };

@@ -23,7 +23,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
 use std::io;
 use std::os::unix::fs::FileTypeExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use containerd_shim_protos::shim::oci::Options;
@@ -36,7 +36,7 @@ use crate::pause::Plan;
 use crate::pause::launch::Launcher;
 use crate::text::Text;
 
-use bundle::{Bundle, gone};
+use bundle::gone;
 use group::Group;
 use owned::Owned;
 use started::Started;
@@ -69,6 +69,8 @@ pub struct Settings {
     pub containerd_state: PathBuf,
     /// The daemon's own directory.
     pub state_dir: PathBuf,
+    /// Directory of the sandboxes' own directories.
+    pub sandboxes: PathBuf,
     /// What Start answers where containerd starts the shim; anything that containerd can parse.
     pub on_demand_address: String,
     /// Shims that an operator has set, by runtime name.
@@ -174,8 +176,8 @@ impl Shims {
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
 
-    /// The endpoint of sandbox `id`, which keeps its files in `dir`, the sandbox's own directory. Nothing is made yet.
-    pub fn endpoint(self: &Arc<Self>, owner: Owner, id: &Text, dir: &Path, runtime: Runtime) -> Endpoint {
+    /// The endpoint of sandbox `id`, which keeps its files in the sandbox's own directory. Nothing is made yet.
+    pub fn endpoint(self: &Arc<Self>, owner: Owner, id: &Text, runtime: Runtime) -> Endpoint {
         match owner {
             Owner::Containerd => Endpoint::OnDemand {
                 socket: on_demand::Socket::new(
@@ -186,13 +188,10 @@ impl Shims {
                 address: self.settings.on_demand_address.clone(),
                 id: id.clone(),
             },
-            Owner::Sandboxer => Endpoint::Owned(Arc::new(Owned::new(self.group(id, dir.join("shim"), runtime)))),
-            // A shim's `delete` looks for the bundle of a container by the container's name beside its own.
-            Owner::Started => {
-                Endpoint::Started(Arc::new(Started::new(self.group(id, dir.join(id.as_str()), runtime), false)))
-            }
+            Owner::Sandboxer => Endpoint::Owned(Arc::new(Owned::new(self.group(id, false, runtime)))),
+            Owner::Started => Endpoint::Started(Arc::new(Started::new(self.group(id, true, runtime), false))),
             Owner::Driver => {
-                let started = Arc::new(Started::new(self.group(id, dir.join(id.as_str()), runtime), true));
+                let started = Arc::new(Started::new(self.group(id, true, runtime), true));
                 let mut known = self.runs_pause.lock().unwrap_or_else(PoisonError::into_inner);
                 known.retain(|_, endpoint| endpoint.strong_count() > 0);
                 known.insert(id.clone(), Arc::downgrade(&started));
@@ -201,9 +200,8 @@ impl Shims {
         }
     }
 
-    fn group(self: &Arc<Self>, id: &Text, bundle: PathBuf, runtime: Runtime) -> Group {
-        let bundle = Bundle::new(bundle);
-        Group { shims: self.clone(), bundle, id: id.clone(), runtime, cleaning: tokio::sync::Mutex::default() }
+    fn group(self: &Arc<Self>, id: &Text, started: bool, runtime: Runtime) -> Group {
+        Group { shims: self.clone(), id: id.clone(), started, runtime, cleaning: tokio::sync::Mutex::default() }
     }
 
     /// The endpoint of a sandbox whose shim runs the pause.

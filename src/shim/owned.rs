@@ -18,7 +18,7 @@ use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Wake, Waker};
 
@@ -36,7 +36,6 @@ use crate::pause::{Exit, Pause, Watched};
 #[derive(Debug)]
 pub struct Owned {
     group: Arc<Group>,
-    socket: PathBuf,
     now: Mutex<Now>,
     /// The end has begun, for a serving task that waits until it looks for a shim again.
     changed: Notify,
@@ -98,13 +97,12 @@ enum Next {
 impl Owned {
     /// The endpoint of a pod. Nothing is made yet.
     pub(super) fn new(group: Group) -> Self {
-        let socket = group.shims.settings.socket(&group.id);
-        Self { group: Arc::new(group), socket, now: Mutex::default(), changed: Notify::new(), turn: Mutex::default() }
+        Self { group: Arc::new(group), now: Mutex::default(), changed: Notify::new(), turn: Mutex::default() }
     }
 
     /// The socket's path.
-    pub fn socket(&self) -> &Path {
-        &self.socket
+    pub fn socket(&self) -> PathBuf {
+        self.group.shims.settings.socket(&self.group.id)
     }
 
     /// There is a shim now.
@@ -114,12 +112,12 @@ impl Owned {
 
     /// Why a shim died with containers in it, if one did.
     pub fn death(&self) -> Option<String> {
-        self.group.bundle.death()
+        self.group.bundle().death()
     }
 
     /// The name under which a socket waits until it listens.
     fn new_socket(&self) -> PathBuf {
-        let mut new = self.socket.clone().into_os_string();
+        let mut new = self.socket().into_os_string();
         new.push(NEW);
         new.into()
     }
@@ -132,7 +130,8 @@ impl Owned {
 
     /// To be called with the turn held.
     fn bind(self: &Arc<Self>) -> Result<(), Step> {
-        if let Some(dir) = self.socket.parent() {
+        let socket = self.socket();
+        if let Some(dir) = socket.parent() {
             let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
             made.step_at("make directory", dir)?;
         }
@@ -141,9 +140,9 @@ impl Owned {
         gone(fs::remove_file(&new)).step_at("remove socket", &new)?;
         let listener = UnixListener::bind(&new).step_at("bind socket", &new)?;
         listener.set_nonblocking(true).step_at("bind socket", &new)?;
-        if let Err(e) = fs::rename(&new, &self.socket) {
+        if let Err(e) = fs::rename(&new, &socket) {
             let _ = fs::remove_file(&new);
-            return Err(Step::at("name socket", &self.socket, e));
+            return Err(Step::at("name socket", socket, e));
         }
         let mut now = self.now();
         now.open = true;
@@ -200,7 +199,7 @@ impl Owned {
     fn finish_launch(&self, shim: &Arc<dyn Pause>) {
         let identity = shim.identity().clone();
         let settled = self.settle_in(identity.pid);
-        let recorded = self.group.bundle.record(Some(&Recorded::Running { identity }));
+        let recorded = self.group.bundle().record(Some(&Recorded::Running { identity }));
         for step in [settled, recorded].into_iter().filter_map(Result::err) {
             log::error!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}");
         }
@@ -325,15 +324,15 @@ impl Owned {
         };
         let settings = &self.group.shims.settings;
         let binary = settings.binary(&self.group.runtime.name)?;
-        self.group.bundle.make(&self.group.id, true)?;
-        let log = fifo::read(&self.group.bundle.log(), &self.group.id)?;
-        let errors = fifo::writer(&self.group.bundle.log())?;
-        self.group.bundle.record(Some(&Recorded::Launching))?;
+        self.group.bundle().make(&self.group.id, true)?;
+        let log = fifo::read(&self.group.bundle().log(), &self.group.id)?;
+        let errors = fifo::writer(&self.group.bundle().log())?;
+        self.group.bundle().record(Some(&Recorded::Launching))?;
         let launched = self.group.shims.launcher.launch(&Launch {
             program: &binary,
             arguments: &command::server_arguments(settings, &self.group.id),
             environment: &command::server_environment(settings, &self.group.id),
-            directory: self.group.bundle.dir(),
+            directory: self.group.bundle().dir(),
             socket: listener.as_fd(),
             errors: Some(errors.as_fd()),
         });
@@ -346,7 +345,7 @@ impl Owned {
         let pid = identity.pid;
         // Recorded last: what a killed daemon has not done is done for a shim that is still on record as being launched.
         let settled =
-            self.settle_in(pid).and_then(|()| self.group.bundle.record(Some(&Recorded::Running { identity })));
+            self.settle_in(pid).and_then(|()| self.group.bundle().record(Some(&Recorded::Running { identity })));
         if let Err(step) = settled {
             shim.kill().map_err(undo)?;
             return Err(undo(step));
@@ -366,9 +365,10 @@ impl Owned {
 
     /// From the launch of a shim to its end.
     async fn attend(self: &Arc<Self>, shim: Arc<dyn Pause>, pod: &Arc<dyn Pod>) {
+        let socket = self.socket();
         let answered = tokio::select! {
             exit = shim.exited() => Err(exit),
-            answer = task::answers(&self.socket, &self.group.id, WITHIN) => Ok(answer),
+            answer = task::answers(&socket, &self.group.id, WITHIN) => Ok(answer),
         };
         match answered {
             Ok(Ok(())) => {
@@ -405,7 +405,7 @@ impl Owned {
     }
 
     fn unrecord(&self) {
-        if let Err(step) = self.group.bundle.record(None) {
+        if let Err(step) = self.group.bundle().record(None) {
             log::warn!(sandbox = self.group.id.as_str(); "its shim: {step}");
         }
     }
@@ -442,7 +442,7 @@ impl Owned {
             None => self.group.living_shim().map_err(|step| vec![step])?,
         };
         if let Some(shim) = shim {
-            runtime.block_on(self.group.end_shim(&shim, Some(&self.socket))).map_err(|step| vec![step])?;
+            runtime.block_on(self.group.end_shim(&shim, Some(&self.socket()))).map_err(|step| vec![step])?;
             let mut now = self.now();
             (now.shim, now.log) = (None, None);
         }
@@ -453,10 +453,10 @@ impl Owned {
         }
         let mut failed = Vec::new();
         // The second is there when a daemon was killed in the middle of making the first.
-        for socket in [self.socket.clone(), self.new_socket()] {
+        for socket in [self.socket(), self.new_socket()] {
             failed.extend(gone(fs::remove_file(&socket)).step_at("remove socket", socket).err());
         }
-        failed.extend(self.group.bundle.remove().err());
+        failed.extend(self.group.bundle().remove().err());
         self.now().listener = None;
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }

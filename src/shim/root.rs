@@ -6,6 +6,7 @@ use std::{fs, io};
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
+use super::bundle::Bundle;
 use super::driver;
 use crate::error::{IoContext as _, Step};
 use crate::pause::{Plan, image, native};
@@ -14,18 +15,18 @@ use crate::pause::{Plan, image, native};
 const PAUSE: &str = "pause";
 
 /// The root in a bundle.
-pub struct Root<'a> {
-    bundle: &'a Path,
+pub struct Root {
+    bundle: Bundle,
 }
 
-impl<'a> Root<'a> {
+impl Root {
     /// The root in `bundle`. Nothing is made yet.
-    pub fn new(bundle: &'a Path) -> Self {
+    pub fn new(bundle: Bundle) -> Self {
         Self { bundle }
     }
 
     fn path(&self) -> PathBuf {
-        self.bundle.join("rootfs")
+        self.bundle.dir().join("rootfs")
     }
 
     /// Makes the bundle with `spec` in it, a root that holds the pause program and belongs to the root of the pod's user namespace, and a pin of
@@ -34,7 +35,7 @@ impl<'a> Root<'a> {
     /// # Errors
     /// The failed step; call [`Root::unmount`] then.
     pub fn make(&self, spec: &[u8], plan: &Plan, state_dir: &Path) -> Result<(), Step> {
-        let dir = self.bundle;
+        let dir = self.bundle.dir();
         made(fs::DirBuilder::new().mode(0o700).create(dir)).step_at("make directory", dir)?;
         let config = dir.join("config.json");
         fs::write(&config, spec).step_at("write file", config)?;
@@ -63,7 +64,7 @@ impl<'a> Root<'a> {
     /// Every step that failed.
     pub fn unmount(&self) -> Result<(), Vec<Step>> {
         // The first the shim takes off itself when it deletes the pause.
-        let mounted = [self.path(), driver::user_namespace(self.bundle)];
+        let mounted = [self.path(), driver::user_namespace(self.bundle.dir())];
         let failed: Vec<Step> = mounted.iter().filter_map(|path| unmount(path).err()).collect();
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }

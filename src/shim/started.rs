@@ -87,7 +87,7 @@ impl Started {
 
     /// Why the shim died with containers in it, if it did.
     pub fn death(&self) -> Option<String> {
-        self.group.bundle.death()
+        self.group.bundle().death()
     }
 
     /// Puts the spec that the shim is to run into its bundle, with a root that holds the pause program and belongs to the root of the pod's user
@@ -102,8 +102,8 @@ impl Started {
         self.root().make(spec, plan, &self.group.shims.settings.state_dir)
     }
 
-    fn root(&self) -> Root<'_> {
-        Root::new(self.group.bundle.dir())
+    fn root(&self) -> Root {
+        Root::new(self.group.bundle())
     }
 
     /// Starts the shim. Blocks; to be called on a thread of the runtime.
@@ -117,9 +117,10 @@ impl Started {
         }
         let group = &self.group;
         let binary = group.shims.settings.binary(&group.runtime.name)?;
-        group.bundle.make(&group.id, !self.runs_pause)?;
-        let log = fifo::read(&group.bundle.log(), &group.id)?;
-        group.bundle.record(Some(&Recorded::Launching))?;
+        let bundle = group.bundle();
+        bundle.make(&group.id, !self.runs_pause)?;
+        let log = fifo::read(&bundle.log(), &group.id)?;
+        bundle.record(Some(&Recorded::Launching))?;
         let told = self.bootstrap();
         let runtime = tokio::runtime::Handle::current();
         match runtime.block_on(self.bring_up(&binary)) {
@@ -145,7 +146,8 @@ impl Started {
 
     /// From the call of `start` to a shim that is known.
     async fn bring_up(&self, binary: &Path) -> Result<(Bootstrap, Arc<dyn Pause>), Step> {
-        let Group { shims, bundle, id, .. } = &*self.group;
+        let Group { shims, id, .. } = &*self.group;
+        let bundle = self.group.bundle();
         let given = bootstrap::given(&shims.settings, id, &self.group.runtime).await?;
         let said = command::start(&shims.settings, binary, id, bundle.dir(), given).await?;
         let bootstrap = Bootstrap::parse(&said).step_at("read what the shim's start said", binary)?;
@@ -184,7 +186,7 @@ impl Started {
             return Ok(());
         }
         drop(now);
-        let bootstrap = self.group.bundle.bootstrap()?;
+        let bootstrap = self.group.bundle().bootstrap()?;
         let (shim, missed) = match self.group.recorded_shim()? {
             Some(Found::Alive { shim, .. }) => (Some(shim), None),
             Some(Found::Dead(exit)) => (None, Some(exit)),
@@ -315,7 +317,8 @@ impl Started {
     /// # Errors
     /// The failed step.
     pub(super) async fn delete_pause(&self) -> Result<(), Step> {
-        let Group { shims, bundle, id, runtime, .. } = &*self.group;
+        let Group { shims, id, runtime, .. } = &*self.group;
+        let bundle = self.group.bundle();
         let binary = shims.settings.binary(&runtime.name)?;
         Bundle::write_runtime(bundle.dir(), runtime.runc_options()?.as_ref())?;
         command::delete(&shims.settings, &binary, id, bundle.dir()).await?;
@@ -339,7 +342,7 @@ impl Started {
     /// # Errors
     /// The failed step.
     pub(super) async fn delete_orphan(&self) -> Result<(), Step> {
-        if !self.runs_pause || self.now().pause_deleted || self.group.bundle.recorded()?.is_none() {
+        if !self.runs_pause || self.now().pause_deleted || self.group.bundle().recorded()?.is_none() {
             return Ok(());
         }
         self.delete_pause().await
@@ -359,7 +362,7 @@ impl Started {
         self.changed.notify_one();
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let runtime = tokio::runtime::Handle::current();
-        let bundle = &self.group.bundle;
+        let bundle = self.group.bundle();
         let known = self.shim();
         if known.is_none() && matches!(bundle.recorded().map_err(|step| vec![step])?, Some(Recorded::Launching)) {
             let binary = self.group.shims.settings.binary(&self.group.runtime.name).map_err(|step| vec![step])?;
@@ -406,12 +409,13 @@ impl Started {
 
     /// What its `start` said, to this daemon or an earlier one.
     fn said(&self) -> Option<Bootstrap> {
-        self.bootstrap().or_else(|| self.group.bundle.bootstrap().ok().flatten())
+        self.bootstrap().or_else(|| self.group.bundle().bootstrap().ok().flatten())
     }
 
     /// Ends what a start that was cut off, or has failed, may have left: the server, and what it holds.
     async fn end_cut_off(&self, binary: &Path) -> Vec<Step> {
-        let Group { shims, bundle, id, .. } = &*self.group;
+        let Group { shims, id, .. } = &*self.group;
+        let bundle = self.group.bundle();
         let mut failed = Vec::new();
         let killed = async {
             let Some(shim) = self.group.find()? else { return Ok(()) };

@@ -1,5 +1,6 @@
 //! An endpoint without a node.
 
+use std::path::Path;
 use std::process::{Child, Command};
 
 use super::*;
@@ -12,12 +13,12 @@ fn endpoint(dir: &Path) -> (Arc<Shims>, Arc<Owned>) {
         containerd_namespace: "k8s.io".to_owned(),
         containerd_state: dir.join("state"),
         state_dir: dir.to_owned(),
+        sandboxes: dir.to_owned(),
         on_demand_address: String::new(),
         binaries: Default::default(),
     };
     let shims = Arc::new(Shims::new(settings, None).unwrap());
-    let Endpoint::Owned(owned) = shims.endpoint(Owner::Sandboxer, &"pod".into(), &dir.join("pod"), Runtime::default())
-    else {
+    let Endpoint::Owned(owned) = shims.endpoint(Owner::Sandboxer, &"pod".into(), Runtime::default()) else {
         unreachable!("its owner is the sandboxer")
     };
     std::fs::create_dir(dir.join("pod")).unwrap();
@@ -43,8 +44,8 @@ fn next(owned: &Arc<Owned>) -> Next {
 fn recorded(shims: &Shims, owned: &Owned) -> Child {
     let child = Command::new("sleep").arg("1000").spawn().unwrap();
     let identity = shims.launcher.open(child.id()).unwrap().unwrap().identity().clone();
-    owned.group.bundle.make("pod", true).unwrap();
-    owned.group.bundle.record(Some(&Recorded::Running { identity })).unwrap();
+    owned.group.bundle().make("pod", true).unwrap();
+    owned.group.bundle().record(Some(&Recorded::Running { identity })).unwrap();
     child
 }
 
@@ -73,7 +74,7 @@ async fn the_end_looks_for_the_shim_that_is_on_record() {
     ended(&owned).await.unwrap();
     // Its end was seen, which takes a child away.
     assert!(child.try_wait().is_err(), "the shim lives");
-    assert!(!owned.group.bundle.dir().exists());
+    assert!(!owned.group.bundle().dir().exists());
 }
 
 #[tokio::test]
