@@ -90,7 +90,7 @@ pub(super) fn line(work: &Work, published: Published, usage: Option<Usage>) -> O
         pid: living(published),
         created_at: Some(work.created_at),
         driver: work.driver.name().to_owned(),
-        runtime: work.runtime_name.clone(),
+        runtime: work.runtime.name.clone(),
         failed_cleanups: published.failures,
         reason: work.shim.death(),
         usage,

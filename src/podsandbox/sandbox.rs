@@ -96,16 +96,17 @@ impl Environment {
 
     /// What the jobs of that sandbox work on; `level` is the one that it holds.
     pub(super) fn work(&self, record: &Record, level: Option<Level>) -> Work {
+        let runtime = self.shims.runtime(runtime(record));
         Work {
             driver: if record.driver == shim::driver::NAME { &self.shim_driver } else { &self.native }.clone(),
             places: Places::new(&self.roots, &record.id),
-            shim: self.shims.endpoint(record.shim, &record.id, runtime(record)),
+            shim: self.shims.endpoint(record.shim, &record.id, &runtime),
             plan: record.plan.clone(),
             files: record.files.clone(),
             labels: record.labels.clone(),
             _level: level,
             created_at: record.created_at,
-            runtime_name: record.info.runtime_name.clone(),
+            runtime,
             subject: Subject::new(record.id.clone(), overview::pod(record)),
             telemetry: self.telemetry.clone(),
             ahead: Mutex::default(),
@@ -252,7 +253,7 @@ impl Sandbox {
         let _ = self.started.set(Instant::now());
         let published = self.published();
         let labels = [
-            ("oci_runtime_type".to_owned(), self.work.runtime_name.clone()),
+            ("oci_runtime_type".to_owned(), self.work.runtime.name.clone()),
             ("selinux_label".to_owned(), self.work.labels.process.clone()),
         ];
         Ok(Started {

@@ -36,8 +36,8 @@ pub struct Work {
     pub shim: shim::Endpoint,
     /// When Create was called.
     pub created_at: SystemTime,
-    /// Runtime name, such as `io.containerd.runc.v2`.
-    pub runtime_name: String,
+    /// What its shim is of.
+    pub runtime: Arc<shim::Runtime>,
     /// What lines of the log say of the sandbox.
     pub subject: Subject,
     /// Counts what happens.

@@ -33,7 +33,7 @@ pub(super) struct Group {
     /// The shim is started by its own `start`.
     pub(super) started: bool,
     /// What the shim is of.
-    pub(super) runtime: Runtime,
+    pub(super) runtime: Arc<Runtime>,
     /// Held by whoever cleans up after a shim that died, and by the end before it removes what that needs.
     pub(super) cleaning: tokio::sync::Mutex<()>,
 }

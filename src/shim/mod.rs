@@ -16,6 +16,7 @@ pub mod on_demand;
 mod owned;
 mod placement;
 mod root;
+mod runtime;
 mod started;
 mod task;
 
@@ -26,8 +27,6 @@ use std::os::unix::fs::FileTypeExt as _;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use containerd_shim_protos::shim::oci::Options;
-use protobuf::Message as _;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
@@ -38,10 +37,13 @@ use crate::text::Text;
 
 use bundle::gone;
 use group::Group;
+use on_demand::OnDemand;
 use owned::Owned;
+use runtime::Runtimes;
 use started::Started;
 
 pub use command::path;
+pub use runtime::Runtime;
 
 /// Whose a pod's shim is. Recorded with the pod, as containerd is told the endpoint once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -120,27 +122,7 @@ pub struct Shims {
     launcher: Launcher,
     /// The endpoints whose shims run the pause, by sandbox id, for the driver.
     runs_pause: Mutex<HashMap<Text, Weak<Started>>>,
-}
-
-/// What a pod's shim is of: the runtime handler.
-#[derive(Clone, Debug, Default)]
-pub struct Runtime {
-    /// Runtime name, such as `io.containerd.runc.v2`, or an absolute path of a shim.
-    pub name: String,
-    /// The handler's options: type and value.
-    pub options: Option<(String, Vec<u8>)>,
-}
-
-impl Runtime {
-    /// The options, if they are runc's.
-    fn runc_options(&self) -> Result<Option<Options>, Step> {
-        match &self.options {
-            Some((kind, value)) if kind.ends_with("containerd.runc.v1.Options") => {
-                Options::parse_from_bytes(value).map(Some).map_err(io::Error::other).step("decode runtime options")
-            }
-            _ => Ok(None),
-        }
-    }
+    runtimes: Runtimes,
 }
 
 impl Shims {
@@ -149,7 +131,12 @@ impl Shims {
     /// # Errors
     /// The boot id cannot be read.
     pub fn new(settings: Settings, open_files: Option<u64>) -> Result<Self, Step> {
-        Ok(Self { settings, launcher: Launcher::new(open_files)?, runs_pause: Mutex::default() })
+        Ok(Self {
+            settings,
+            launcher: Launcher::new(open_files)?,
+            runs_pause: Mutex::default(),
+            runtimes: Runtimes::default(),
+        })
     }
 
     /// Removes the sockets of all but these sandboxes: those whose records are gone. Blocks. For recovery, before a sandbox can be created, whose
@@ -176,18 +163,15 @@ impl Shims {
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
 
+    /// That runtime, shared by all pods that have it.
+    pub fn runtime(&self, runtime: Runtime) -> Arc<Runtime> {
+        self.runtimes.share(runtime)
+    }
+
     /// The endpoint of sandbox `id`, which keeps its files in the sandbox's own directory. Nothing is made yet.
-    pub fn endpoint(self: &Arc<Self>, owner: Owner, id: &Text, runtime: Runtime) -> Endpoint {
+    pub fn endpoint(self: &Arc<Self>, owner: Owner, id: &Text, runtime: &Arc<Runtime>) -> Endpoint {
         match owner {
-            Owner::Containerd => Endpoint::OnDemand {
-                socket: on_demand::Socket::new(
-                    &self.settings.containerd_address,
-                    &self.settings.containerd_namespace,
-                    id,
-                ),
-                address: self.settings.on_demand_address.clone(),
-                id: id.clone(),
-            },
+            Owner::Containerd => Endpoint::OnDemand(Box::new(OnDemand::new(self.clone(), id.clone()))),
             Owner::Sandboxer => Endpoint::Owned(Arc::new(Owned::new(self.group(id, false, runtime)))),
             Owner::Started => Endpoint::Started(Arc::new(Started::new(self.group(id, true, runtime), false))),
             Owner::Driver => {
@@ -200,8 +184,14 @@ impl Shims {
         }
     }
 
-    fn group(self: &Arc<Self>, id: &Text, started: bool, runtime: Runtime) -> Group {
-        Group { shims: self.clone(), id: id.clone(), started, runtime, cleaning: tokio::sync::Mutex::default() }
+    fn group(self: &Arc<Self>, id: &Text, started: bool, runtime: &Arc<Runtime>) -> Group {
+        Group {
+            shims: self.clone(),
+            id: id.clone(),
+            started,
+            runtime: runtime.clone(),
+            cleaning: tokio::sync::Mutex::default(),
+        }
     }
 
     /// The endpoint of a sandbox whose shim runs the pause.
@@ -223,14 +213,7 @@ pub trait Pod: Send + Sync {
 #[derive(Debug)]
 pub enum Endpoint {
     /// containerd starts the shim.
-    OnDemand {
-        /// Where the shim will listen.
-        socket: on_demand::Socket,
-        /// What Start answers.
-        address: String,
-        /// The sandbox id.
-        id: Text,
-    },
+    OnDemand(Box<OnDemand>),
     /// The shim is ours and gets its socket from us.
     Owned(Arc<Owned>),
     /// The shim is ours and makes its socket itself.
@@ -241,7 +224,7 @@ impl Endpoint {
     /// What Start answers: where containerd finds the Task API, `PROTOCOL+URL`.
     pub fn address(&self) -> String {
         match self {
-            Self::OnDemand { address, .. } => address.clone(),
+            Self::OnDemand(on_demand) => on_demand.address(),
             Self::Owned(owned) => format!("ttrpc+unix://{}", owned.socket().display()),
             Self::Started(started) => started.bootstrap().map(|shim| shim.endpoint()).unwrap_or_default(),
         }
@@ -250,7 +233,7 @@ impl Endpoint {
     /// Version of the Task API there. containerd starts the shim itself below 3.
     pub fn version(&self) -> u32 {
         match self {
-            Self::OnDemand { .. } => 2,
+            Self::OnDemand(_) => 2,
             Self::Owned(_) => 3,
             Self::Started(started) => started.bootstrap().map_or(3, |shim| shim.version),
         }
@@ -262,7 +245,7 @@ impl Endpoint {
     /// The failed step; call [`Endpoint::end`] then.
     pub fn describe(&self, spec: &[u8], plan: &Plan) -> Result<(), Step> {
         match self {
-            Self::OnDemand { .. } | Self::Owned(_) => Ok(()),
+            Self::OnDemand(_) | Self::Owned(_) => Ok(()),
             Self::Started(started) => started.describe(spec, plan),
         }
     }
@@ -278,7 +261,7 @@ impl Endpoint {
     /// The failed step.
     pub fn listen(&self) -> Result<(), Step> {
         match self {
-            Self::OnDemand { .. } => Ok(()),
+            Self::OnDemand(_) => Ok(()),
             Self::Owned(owned) => owned.listen(),
             Self::Started(started) => started.start(),
         }
@@ -288,7 +271,7 @@ impl Endpoint {
     /// tried again by what [`Endpoint::serve`] has begun, and by [`Endpoint::end`].
     pub fn recover(&self) {
         match self {
-            Self::OnDemand { .. } => {}
+            Self::OnDemand(_) => {}
             Self::Owned(owned) => owned.recover(),
             Self::Started(started) => started.recover(),
         }
@@ -297,7 +280,7 @@ impl Endpoint {
     /// Serves the endpoint until its end. Returns at once.
     pub fn serve(&self, pod: Arc<dyn Pod>) {
         match self {
-            Self::OnDemand { .. } => {}
+            Self::OnDemand(_) => {}
             Self::Owned(owned) => owned.serve(pod),
             Self::Started(started) => drop(tokio::spawn(started.clone().serve(pod))),
         }
@@ -313,7 +296,7 @@ impl Endpoint {
     /// The pod has a shim now.
     pub fn has_shim(&self) -> bool {
         match self {
-            Self::OnDemand { socket, .. } => socket.path().exists(),
+            Self::OnDemand(on_demand) => on_demand.socket().path().exists(),
             Self::Owned(owned) => owned.has_shim(),
             Self::Started(started) => started.shim().is_some(),
         }
@@ -327,7 +310,7 @@ impl Endpoint {
     /// Why the shim died with containers in it, if it did.
     pub fn death(&self) -> Option<String> {
         match self {
-            Self::OnDemand { .. } => None,
+            Self::OnDemand(_) => None,
             Self::Owned(owned) => owned.death(),
             Self::Started(started) => started.death(),
         }
@@ -339,7 +322,7 @@ impl Endpoint {
     /// Every step that failed.
     pub fn end(&self) -> Result<(), Vec<Step>> {
         match self {
-            Self::OnDemand { socket, id, .. } => socket.end(id).map_err(|step| vec![step]),
+            Self::OnDemand(on_demand) => on_demand.end().map_err(|step| vec![step]),
             Self::Owned(owned) => owned.end(),
             Self::Started(started) => started.end(),
         }

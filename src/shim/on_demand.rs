@@ -6,18 +6,53 @@ use std::fs;
 use std::io::{self, Read as _};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use sha2::{Digest as _, Sha256};
 
-use super::task;
+use super::{Shims, task};
 use crate::error::{IoContext as _, Step};
+use crate::text::Text;
 
 /// Where every shim built on containerd's Go library puts its socket, whatever containerd's `state` is.
 const SOCKETS: &str = "/run/containerd/s";
 
 /// How long an empty shim may take to end after it was told to.
 const END_WITHIN: Duration = Duration::from_secs(5);
+
+/// An endpoint whose shim containerd starts.
+#[derive(Debug)]
+pub struct OnDemand {
+    shims: Arc<Shims>,
+    id: Text,
+}
+
+impl OnDemand {
+    /// The endpoint of sandbox `id`.
+    pub(super) fn new(shims: Arc<Shims>, id: Text) -> Self {
+        Self { shims, id }
+    }
+
+    /// What Start answers.
+    pub(super) fn address(&self) -> String {
+        self.shims.settings.on_demand_address.clone()
+    }
+
+    /// Where the shim will listen.
+    pub(super) fn socket(&self) -> Socket {
+        let settings = &self.shims.settings;
+        Socket::new(&settings.containerd_address, &settings.containerd_namespace, &self.id)
+    }
+
+    /// [`Socket::end`].
+    ///
+    /// # Errors
+    /// As of that.
+    pub(super) fn end(&self) -> Result<(), Step> {
+        self.socket().end(&self.id)
+    }
+}
 
 /// The socket that containerd and the pod's shim agree on by name.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::{Child, Command};
 
 use super::*;
-use crate::shim::{Endpoint, Owner, Runtime, Settings, Shims};
+use crate::shim::{Endpoint, Owner, Settings, Shims};
 
 /// The endpoint of a sandbox below `dir`, and what all share.
 fn endpoint(dir: &Path) -> (Arc<Shims>, Arc<Owned>) {
@@ -18,7 +18,7 @@ fn endpoint(dir: &Path) -> (Arc<Shims>, Arc<Owned>) {
         binaries: Default::default(),
     };
     let shims = Arc::new(Shims::new(settings, None).unwrap());
-    let Endpoint::Owned(owned) = shims.endpoint(Owner::Sandboxer, &"pod".into(), Runtime::default()) else {
+    let Endpoint::Owned(owned) = shims.endpoint(Owner::Sandboxer, &"pod".into(), &Arc::default()) else {
         unreachable!("its owner is the sandboxer")
     };
     std::fs::create_dir(dir.join("pod")).unwrap();

@@ -1,0 +1,71 @@
+//! What pods' shims are of: runtime handlers, of which a node has few.
+
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use containerd_shim_protos::shim::oci::Options;
+use protobuf::Message as _;
+
+use crate::error::{IoContext as _, Step};
+
+/// What a pod's shim is of: the runtime handler.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Runtime {
+    /// Runtime name, such as `io.containerd.runc.v2`, or an absolute path of a shim.
+    pub name: String,
+    /// The handler's options: type and value.
+    pub options: Option<(String, Vec<u8>)>,
+}
+
+impl Runtime {
+    /// The options, if they are runc's.
+    ///
+    /// # Errors
+    /// They are malformed.
+    pub(super) fn runc_options(&self) -> Result<Option<Options>, Step> {
+        match &self.options {
+            Some((kind, value)) if kind.ends_with("containerd.runc.v1.Options") => {
+                Options::parse_from_bytes(value).map(Some).map_err(io::Error::other).step("decode runtime options")
+            }
+            _ => Ok(None),
+        }
+    }
+}
+
+/// The runtimes of all pods, each once however many pods have it.
+#[derive(Debug, Default)]
+pub(super) struct Runtimes(Mutex<Vec<Weak<Runtime>>>);
+
+impl Runtimes {
+    /// The one that is the same as `runtime`.
+    pub(super) fn share(&self, runtime: Runtime) -> Arc<Runtime> {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        known.retain(|one| one.strong_count() > 0);
+        if let Some(same) = known.iter().filter_map(Weak::upgrade).find(|one| **one == runtime) {
+            return same;
+        }
+        let runtime = Arc::new(runtime);
+        known.push(Arc::downgrade(&runtime));
+        runtime
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_runtime_is_kept_once_and_as_long_as_a_pod_has_it() {
+        let runtimes = Runtimes::default();
+        let of = |name: &str, value: &[u8]| {
+            runtimes.share(Runtime { name: name.to_owned(), options: Some(("type".to_owned(), value.to_vec())) })
+        };
+        let first = of("runc", b"1");
+        assert!(Arc::ptr_eq(&first, &of("runc", b"1")));
+        let others = [of("runc", b"2"), of("kata", b"1")];
+        assert!(others.iter().all(|other| **other != *first));
+        drop((first, others));
+        assert_eq!(*of("runc", b"1"), Runtime { name: "runc".into(), options: Some(("type".into(), b"1".to_vec())) });
+        assert_eq!(runtimes.0.lock().unwrap().len(), 1);
+    }
+}
