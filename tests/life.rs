@@ -11,7 +11,7 @@ use nix::mount::{MntFlags, umount2};
 use pause_sandboxer::config::Config;
 use pause_sandboxer::controller::Controller;
 use pause_sandboxer::error::Step;
-use pause_sandboxer::pause::{Adoption, BoxFuture, Driver, Exit, Identity, Pause, Plan};
+use pause_sandboxer::pause::{Adoption, BoxFuture, Driver, Exit, Identity, Pause, Plan, Site};
 use pause_sandboxer::podsandbox::{CreateRequest, Environment, Error, Payload, SandboxInfo};
 use pause_sandboxer::protos::cri::{
     LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption, PodSandboxConfig,
@@ -76,7 +76,7 @@ impl Driver for Fake {
         true
     }
 
-    fn may_go_ahead(&self, _plan: &Plan) -> bool {
+    fn may_go_ahead(&self, _site: &Site) -> bool {
         self.orders.lock().unwrap().ahead
     }
 
@@ -92,7 +92,7 @@ impl Driver for Fake {
         Ok(Box::new(self.pause(pid).unwrap()))
     }
 
-    fn adopt(&self, _plan: &Plan, identity: &Identity) -> Adoption {
+    fn adopt(&self, _site: &Site, identity: &Identity) -> Adoption {
         if self.orders.lock().unwrap().cannot_tell {
             return Adoption::Unknown(Step::new("look", std::io::Error::from_raw_os_error(libc::EMFILE)));
         }
@@ -102,7 +102,7 @@ impl Driver for Fake {
         }
     }
 
-    fn cleanup(&self, _plan: &Plan) -> Result<(), Vec<Step>> {
+    fn cleanup(&self, _site: &Site) -> Result<(), Vec<Step>> {
         self.cleanups.fetch_add(1, Ordering::SeqCst);
         let mut orders = self.orders.lock().unwrap();
         if orders.panic_in_cleanup {

@@ -106,7 +106,7 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.end();
-        if let Err(e) = DRIVER.cleanup(&self.plan)
+        if let Err(e) = DRIVER.cleanup(&self.plan.site())
             && !thread::panicking()
         {
             panic!("{e:?}");
@@ -305,11 +305,11 @@ fn it_is_in_its_cgroup_everywhere_and_leaves_it() {
         assert_eq!(members, format!("{}\n", running.pid()), "{leaf:?}");
     }
     running.end();
-    DRIVER.cleanup(&running.plan).unwrap();
+    DRIVER.cleanup(&running.plan.site()).unwrap();
     for leaf in leaves {
         assert!(!leaf.exists() && leaf.parent().unwrap().exists(), "{leaf:?}");
     }
-    DRIVER.cleanup(&running.plan).unwrap();
+    DRIVER.cleanup(&running.plan.site()).unwrap();
 }
 
 #[test]
@@ -317,7 +317,7 @@ fn cleanup_ends_what_a_start_cut_short_has_left() {
     let _among = among_others();
     let parent = Parent::new();
     let running = Running::start(Plan { cgroup_parent: parent.0.clone(), ..plan() });
-    DRIVER.cleanup(&running.plan).unwrap();
+    DRIVER.cleanup(&running.plan.site()).unwrap();
     assert_eq!(exit_of(&*running.pause).status, 137);
     assert!(parent.everywhere(&running.plan.id).iter().all(|leaf| !leaf.exists()));
 }
@@ -493,7 +493,7 @@ fn a_dropped_pause_leaves_no_zombie() {
     drop(pause);
     kill(pid, Signal::SIGTERM).unwrap();
     eventually("it is reaped when the driver is next used", || {
-        DRIVER.cleanup(&plan()).unwrap();
+        DRIVER.cleanup(&plan().site()).unwrap();
         children() == before
     });
     eventually("the descriptors are closed", || descriptors() == descriptors_before);
@@ -521,7 +521,7 @@ fn starts_from_many_threads_at_once() {
 }
 
 fn adopted(running: &Running) -> Adoption {
-    DRIVER.adopt(&running.plan, running.pause.identity())
+    DRIVER.adopt(&running.plan.site(), running.pause.identity())
 }
 
 #[test]
@@ -549,7 +549,7 @@ fn what_is_not_the_recorded_process_is_dead_and_untouched() {
         others.push(pause_sandboxer::pause::Identity { pid, ..own.clone() });
     }
     for identity in others {
-        let adoption = DRIVER.adopt(&running.plan, &identity);
+        let adoption = DRIVER.adopt(&running.plan.site(), &identity);
         assert!(matches!(adoption, Adoption::Dead(exit) if exit.status == 255), "{identity:?} {adoption:?}");
     }
     // A child of ours that has ended is not reaped for a stranger's sake.
@@ -558,7 +558,7 @@ fn what_is_not_the_recorded_process_is_dead_and_untouched() {
         fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap().contains(") Z ")
     });
     let stranger = pause_sandboxer::pause::Identity { pid: child.id(), ..own };
-    assert!(matches!(DRIVER.adopt(&running.plan, &stranger), Adoption::Dead(exit) if exit.status == 255));
+    assert!(matches!(DRIVER.adopt(&running.plan.site(), &stranger), Adoption::Dead(exit) if exit.status == 255));
     assert_eq!(child.wait().unwrap().code(), Some(3));
     eventually("the pause sleeps on", || running.status("State").starts_with('S'));
 }
@@ -586,7 +586,7 @@ fn a_stranger_tells_its_exit_too() {
             .find_map(|line| Some(line.unwrap().split_once("IDENTITY ")?.1.to_owned()))
             .unwrap();
         let identity = serde_json::from_str(&identity).unwrap();
-        let Adoption::Alive(pause) = DRIVER.adopt(&plan(), &identity) else { panic!("not alive") };
+        let Adoption::Alive(pause) = DRIVER.adopt(&plan().site(), &identity) else { panic!("not alive") };
         kill(Pid::from_raw(identity.pid.cast_signed()), signal).unwrap();
         assert_eq!(exit_of(&*pause).status, status);
         maker.wait().unwrap();

@@ -106,6 +106,22 @@ pub struct Plan {
     pub selinux_label: String,
 }
 
+impl Plan {
+    /// Its site.
+    pub fn site(&self) -> Site {
+        Site { id: self.id.clone(), cgroup_parent: self.cgroup_parent.as_str().into() }
+    }
+}
+
+/// What a driver must know of a plan to look for its pause and to clean up after it: all of it that is kept while the pause lives.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Site {
+    /// The sandbox id.
+    pub id: Text,
+    /// As in [`Plan::cgroup_parent`].
+    pub cgroup_parent: Box<str>,
+}
+
 /// What names a pause process across a restart of the daemon; never a bare pid.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
@@ -168,7 +184,7 @@ pub trait Driver: Send + Sync + fmt::Debug {
     }
 
     /// Whether [`Driver::start`] may be done before anybody asks for it: the end of the pause and [`Driver::cleanup`] take all of it back. Blocks.
-    fn may_go_ahead(&self, _plan: &Plan) -> bool {
+    fn may_go_ahead(&self, _site: &Site) -> bool {
         false
     }
 
@@ -179,13 +195,13 @@ pub trait Driver: Send + Sync + fmt::Debug {
     fn start(&self, plan: &Plan) -> Result<Box<dyn Pause>, Step>;
 
     /// Finds a recorded process again after a restart of the daemon.
-    fn adopt(&self, plan: &Plan, identity: &Identity) -> Adoption;
+    fn adopt(&self, site: &Site, identity: &Identity) -> Adoption;
 
     /// Removes what outlives the process: its cgroup and whatever the driver keeps for it. Gone already is success.
     ///
     /// # Errors
     /// Every step that failed; the others were done all the same.
-    fn cleanup(&self, plan: &Plan) -> Result<(), Vec<Step>>;
+    fn cleanup(&self, site: &Site) -> Result<(), Vec<Step>>;
 
     /// Ends the pauses that an earlier daemon of the same state directory has made and whose sandboxes are not `recorded` as
     /// started, and removes their cgroups. For recovery, before anything is started.

@@ -18,7 +18,7 @@ use super::cgroup::{self, Cgroups};
 use super::child::{self, At, User, Work};
 use super::process::{self, Common, Process};
 use super::sys::{self, Errno};
-use super::{Adoption, Driver, IdMapping, Identity, Namespace, Pause, Plan};
+use super::{Adoption, Driver, IdMapping, Identity, Namespace, Pause, Plan, Site};
 use super::{emptyroot, identity, image, strays, userns};
 use crate::error::{IoContext, Step};
 use crate::text::Text;
@@ -170,8 +170,8 @@ impl Driver for Native {
         true
     }
 
-    fn may_go_ahead(&self, plan: &Plan) -> bool {
-        cgroup::placement(&plan.cgroup_parent, &plan.id).is_ok_and(|placement| self.cgroups.has_parent(&placement))
+    fn may_go_ahead(&self, site: &Site) -> bool {
+        cgroup::placement(&site.cgroup_parent, &site.id).is_ok_and(|placement| self.cgroups.has_parent(&placement))
     }
 
     fn start(&self, plan: &Plan) -> Result<Box<dyn Pause>, Step> {
@@ -239,14 +239,14 @@ impl Driver for Native {
         Ok(Box::new(Process::new(pidfd, identity, Arc::clone(&self.common))))
     }
 
-    fn adopt(&self, _plan: &Plan, identity: &Identity) -> Adoption {
+    fn adopt(&self, _site: &Site, identity: &Identity) -> Adoption {
         self.common.sweep();
         process::adopt(identity, &self.boot_id, &self.common)
     }
 
-    fn cleanup(&self, plan: &Plan) -> Result<(), Vec<Step>> {
+    fn cleanup(&self, site: &Site) -> Result<(), Vec<Step>> {
         self.common.sweep();
-        let placement = cgroup::placement(&plan.cgroup_parent, &plan.id).map_err(|e| vec![e])?;
+        let placement = cgroup::placement(&site.cgroup_parent, &site.id).map_err(|e| vec![e])?;
         let failed = self.cgroups.remove(&placement);
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
@@ -367,7 +367,7 @@ mod tests {
             let cgroups = fs::read_to_string(format!("/proc/{}/cgroup", pause.identity().pid)).unwrap();
             assert!(cgroups.lines().any(|line| line == format!("0::{path}")), "{cgroups}");
             // Also ends what is in it.
-            driver.cleanup(&plan).unwrap();
+            driver.cleanup(&plan.site()).unwrap();
             assert!(!root.join(&path[1..]).exists());
         }
         let failing = Plan { hostname: "h".repeat(65), ..plan };

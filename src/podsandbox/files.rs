@@ -199,11 +199,12 @@ impl Places {
         self.write_all(files)
     }
 
-    /// Puts back what is gone while the sandbox lives; true when something was. Asks the system only a few questions when all is there.
+    /// Puts back what is gone while the sandbox lives; true when something was. Asks the system only a few questions when all is there, and
+    /// `files` only where one is to be written. `shm`: the pod has shared memory of its own.
     ///
     /// # Errors
     /// The failed step.
-    pub fn mend(&self, files: &Files) -> Result<bool, Step> {
+    pub fn mend(&self, shm: bool, files: impl FnOnce() -> Result<Files, Step>) -> Result<bool, Step> {
         let released = self.turn();
         if *released {
             return Ok(false);
@@ -211,10 +212,10 @@ impl Places {
         let mut mended = false;
         let root = self.root();
         if ["hostname", "hosts", "resolv.conf"].iter().any(|name| !root.join(name).exists()) {
-            self.write_all(files)?;
+            self.write_all(&files()?)?;
             mended = true;
         }
-        if files.shm && !self.shm_in_place()? {
+        if shm && !self.shm_in_place()? {
             self.bind_shm()?;
             mended = true;
         }

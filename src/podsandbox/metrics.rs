@@ -20,20 +20,20 @@ use super::spec::slice;
 use super::{Metric, Payload};
 use crate::config::Config;
 use crate::error::{IoContext as _, Step};
-use crate::pause::{Plan, cgroup};
+use crate::pause::cgroup;
 
 /// Mount point of the one hierarchy of version 2, or directory of those of version 1 (also on a "hybrid" node).
 const CGROUPS: &str = "/sys/fs/cgroup";
 
 const READ: &str = "read metrics of cgroup";
 
-/// Reads the metrics. Blocks.
+/// Reads the metrics of a pod whose parent cgroup that is, as a plan names it. Blocks.
 ///
 /// # Errors
 /// The failed step: the pod has no parent cgroup, or it is gone, or one of its files cannot be read. A file that the kernel
 /// does not have is no error.
-pub fn read(plan: &Plan, config: &Config) -> Result<Metric, Step> {
-    let parent = parent(plan, config)?;
+pub fn read(cgroup_parent: &str, config: &Config) -> Result<Metric, Step> {
+    let parent = parent(cgroup_parent, config)?;
     let root = Path::new(CGROUPS);
     let unified = statfs(root).step_at("look at", root)?.filesystem_type() == CGROUP2_SUPER_MAGIC;
     let timestamp = SystemTime::now();
@@ -51,18 +51,18 @@ fn payload(name: &str, message: &impl Message) -> Result<Payload, Step> {
 }
 
 /// The parent cgroup's path below the root of a hierarchy.
-fn parent(plan: &Plan, config: &Config) -> Result<PathBuf, Step> {
-    if plan.cgroup_parent.is_empty() {
+fn parent(cgroup_parent: &str, config: &Config) -> Result<PathBuf, Step> {
+    if cgroup_parent.is_empty() {
         // So answers the built-in controller.
         return Err(Step::new(READ, io::Error::new(io::ErrorKind::NotFound, "the pod has no cgroup_parent")));
     }
-    if let Some(slice) = slice(&plan.cgroup_parent, config) {
+    if let Some(slice) = slice(cgroup_parent, config) {
         let refused = |fault| Step::at(READ, slice, io::Error::new(io::ErrorKind::InvalidInput, fault));
         return cgroup::slice::path(slice).map_err(refused);
     }
     // Create has refused everything else; nothing but this leads out of the hierarchy.
     let plain = |part| matches!(part, Component::Normal(_));
-    Ok(Path::new(&plan.cgroup_parent).components().filter(|part| plain(*part)).collect())
+    Ok(Path::new(cgroup_parent).components().filter(|part| plain(*part)).collect())
 }
 
 fn missing(root: &Path, parent: &Path) -> Step {

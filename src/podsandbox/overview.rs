@@ -84,7 +84,7 @@ impl Overview {
 /// The line of a sandbox. `usage` is what its pod uses.
 pub(super) fn line(work: &Work, published: Published, usage: Option<Usage>) -> Overview {
     Overview {
-        id: work.plan.id.to_string(),
+        id: work.site.id.to_string(),
         pod: work.subject.pod().clone(),
         state: published.phase.name(),
         pid: living(published),
@@ -114,7 +114,7 @@ pub(super) fn report(
     let pid = living(published);
     let add = [
         ("exit", published.exit.map_or(Value::Null, exit)),
-        ("plan", or_error(serde_json::to_value(&work.plan))),
+        ("plan", record.as_ref().map_or(Value::Null, |record| or_error(serde_json::to_value(&record.plan)))),
         ("namespaces", namespaces(pid)),
         ("cgroups", cgroups(pid)),
         ("files", files(work)),

@@ -392,7 +392,7 @@ impl Owner {
     }
 
     fn id(&self) -> &str {
-        &self.work.plan.id
+        &self.work.site.id
     }
 }
 

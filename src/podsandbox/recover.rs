@@ -208,7 +208,7 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
         Stage::Exited { pid, exit } => Entry::NotReady { pid, exit },
         Stage::Started { identity } => {
             let pid = identity.pid;
-            match within(move || job.driver.adopt(&job.plan, &identity)).await {
+            match within(move || job.driver.adopt(&job.site, &identity)).await {
                 Ok(Adoption::Alive(pause)) => Entry::Ready(Arc::from(pause)),
                 Ok(Adoption::Dead(exit)) => {
                     log::warn!(sandbox = id, status = exit.status; "recovery: the pause has ended");

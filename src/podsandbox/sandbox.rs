@@ -15,14 +15,14 @@ use super::owner::{Entry, Handle, Message, Owner, Published, abandoned_at};
 use super::record::{Blob, Record, SANDBOXES, Store};
 use super::selinux::{Level, Selinux};
 use super::state::{Phase, Verb};
-use super::work::Work;
+use super::work::{Own, Work};
 use super::{
     CreateRequest, Error, Exit, Metric, Overview, Payload, SandboxInfo, Started, StatusReport, metrics, overview, spec,
     status,
 };
 use crate::config::Config;
 use crate::error::Step;
-use crate::pause::{Driver, Namespace};
+use crate::pause::{Driver, Site};
 use crate::shim;
 use crate::shim::driver::ShimDriver;
 use crate::telemetry::Telemetry;
@@ -101,9 +101,11 @@ impl Environment {
             driver: if record.driver == shim::driver::NAME { &self.shim_driver } else { &self.native }.clone(),
             places: Places::new(&self.roots, &record.id),
             shim: self.shims.endpoint(record.shim, &record.id, &runtime),
-            plan: record.plan.clone(),
-            files: record.files.clone(),
-            labels: record.labels.clone(),
+            site: Site { id: record.id.clone(), ..record.plan.site() },
+            own: Own::of(&record.plan),
+            shm: record.files.shm,
+            label: record.labels.process.as_str().into(),
+            to_make: Mutex::default(),
             _level: level,
             created_at: record.created_at,
             runtime,
@@ -131,12 +133,8 @@ struct Pod {
 
 impl shim::Pod for Pod {
     fn namespaces(&self) -> Vec<(&'static str, u64)> {
-        let (plan, pid) = (&self.work.plan, self.owner.published.get().pid);
-        let own = [
-            ("net", plan.netns.is_some()),
-            ("ipc", plan.ipc == Namespace::Private),
-            ("uts", plan.uts == Namespace::Private),
-        ];
+        let (own, pid) = (self.work.own, self.owner.published.get().pid);
+        let own = [("net", own.net), ("ipc", own.ipc), ("uts", own.uts)];
         let inode = |kind| std::fs::metadata(format!("/proc/{pid}/ns/{kind}")).map(|meta| meta.ino()).ok();
         let live = self.owner.published.get().phase == Phase::Ready;
         let own = own.into_iter().filter(|(_, own)| live && *own);
@@ -176,7 +174,7 @@ impl Sandbox {
         let config = &environment.config;
         let (record, level) = check(request, config, environment.native.name(), &environment.selinux)?;
         let spec = spec::describe(&record, config)?;
-        let work = environment.work(&record, level);
+        let mut work = environment.work(&record, level);
         work.store.create(&record).map_err(|step| Error::Step { id: record.id.to_string(), verb: "create", step })?;
         if let Err(step) = work.shim.describe(&spec, &record.plan) {
             for left in work.remove().err().unwrap_or_default() {
@@ -185,6 +183,7 @@ impl Sandbox {
             return Err(Error::Step { id: record.id.to_string(), verb: "create", step });
         }
         let abandoned = abandoned_at(record.created_at, config.abandoned_after);
+        work.to_make = Mutex::new(Some(Arc::new(record)));
         let work = Arc::new(work);
         let sandbox = Self::enter(environment, work, Entry::Created, Some(abandoned), on_gone);
         *sandbox.spec() = Some(spec);
@@ -217,7 +216,7 @@ impl Sandbox {
 
     /// The same, for who keeps it.
     pub fn shared_id(&self) -> &Text {
-        &self.work.plan.id
+        &self.work.site.id
     }
 
     /// Where it stands.
@@ -254,7 +253,7 @@ impl Sandbox {
         let published = self.published();
         let labels = [
             ("oci_runtime_type".to_owned(), self.work.runtime.name.clone()),
-            ("selinux_label".to_owned(), self.work.labels.process.clone()),
+            ("selinux_label".to_owned(), self.work.label.to_string()),
         ];
         Ok(Started {
             pid: published.pid,
@@ -314,9 +313,7 @@ impl Sandbox {
     }
 
     fn look(&self, verbose: bool) -> Result<BTreeMap<String, String>, Error> {
-        if self.phase() == Phase::Ready
-            && self.work.places.mend(&self.work.files).map_err(|s| self.failed("status", s))?
-        {
+        if self.phase() == Phase::Ready && self.work.mend().map_err(|s| self.failed("status", s))? {
             self.environment.telemetry.files_healed();
             log::info!(sandbox = self.id(); "files that were gone are back");
         }
@@ -374,8 +371,10 @@ impl Sandbox {
     /// The failed step.
     pub async fn metrics(self: &Arc<Self>) -> Result<Metric, Error> {
         let sandbox = self.clone();
-        let read =
-            tokio::task::spawn_blocking(move || metrics::read(&sandbox.work.plan, &sandbox.environment.config)).await;
+        let read = tokio::task::spawn_blocking(move || {
+            metrics::read(&sandbox.work.site.cgroup_parent, &sandbox.environment.config)
+        })
+        .await;
         read.map_err(|e| self.fault("metrics", e.to_string()))?.map_err(|step| self.failed("metrics", step))
     }
 
@@ -393,7 +392,7 @@ impl Sandbox {
     }
 
     fn usage(&self) -> Option<metrics::usage::Usage> {
-        let read = metrics::usage::read(&self.work.plan, &self.environment.config);
+        let read = metrics::usage::read(&self.work.site.cgroup_parent, &self.environment.config);
         read.inspect_err(|step| log::debug!(sandbox = self.id(); "{step}")).ok().flatten()
     }
 

@@ -6,11 +6,11 @@ use std::time::SystemTime;
 use futures::FutureExt as _;
 
 use super::beside::Beside;
-use super::files::{Files, Places};
-use super::record::{Stage, Store};
-use super::selinux::{Labels, Level};
+use super::files::Places;
+use super::record::{Record, Stage, Store};
+use super::selinux::Level;
 use crate::error::Step;
-use crate::pause::{Adoption, Driver, Exit, Pause, Plan};
+use crate::pause::{Adoption, Driver, Exit, Namespace, Pause, Plan, Site};
 use crate::shim;
 use crate::telemetry::Telemetry;
 use crate::trace::Subject;
@@ -20,12 +20,16 @@ use crate::trace::Subject;
 pub struct Work {
     /// Makes and cleans up the pause.
     pub driver: Arc<dyn Driver>,
-    /// What the driver makes.
-    pub plan: Plan,
-    /// What the files say.
-    pub files: Files,
-    /// The pod's SELinux labels.
-    pub labels: Labels,
+    /// What the driver must know to look for the pause and to clean up after it.
+    pub site: Site,
+    /// The namespaces that the pod has for itself.
+    pub own: Own,
+    /// It has shared memory of its own.
+    pub shm: bool,
+    /// SELinux label of its processes; empty where there is none.
+    pub label: Box<str>,
+    /// What is to be made; away as soon as it is made, as it is needed no longer then and is on disk.
+    pub to_make: Mutex<Option<Arc<Record>>>,
     /// Keeps other pods from the level of these.
     pub _level: Option<Level>,
     /// Where the files are.
@@ -44,6 +48,25 @@ pub struct Work {
     pub telemetry: Arc<Telemetry>,
     /// What was made ahead of Start. Held while it is made or taken back.
     pub ahead: Mutex<Ahead>,
+}
+
+/// Which namespaces a pod has for itself.
+#[derive(Clone, Copy, Debug)]
+pub struct Own {
+    /// Network namespace.
+    pub net: bool,
+    /// IPC namespace.
+    pub ipc: bool,
+    /// UTS namespace.
+    pub uts: bool,
+}
+
+impl Own {
+    /// Those of a plan.
+    pub fn of(plan: &Plan) -> Self {
+        let private = |namespace| namespace == Namespace::Private;
+        Self { net: plan.netns.is_some(), ipc: private(plan.ipc), uts: private(plan.uts) }
+    }
 }
 
 /// What of a start was done ahead of it.
@@ -72,13 +95,13 @@ impl Work {
     /// Nobody sees them before. What fails is undone, and Start tries again and says what is wrong.
     pub fn go_ahead(self: &Arc<Self>) {
         let mut ahead = self.ahead();
-        if !matches!(*ahead, Ahead::Open) || !self.shim.listens_only() || !self.driver.may_go_ahead(&self.plan) {
+        if !matches!(*ahead, Ahead::Open) || !self.shim.listens_only() || !self.driver.may_go_ahead(&self.site) {
             return;
         }
         *ahead = match self.places.begin_ahead().and_then(|()| self.make()) {
             Ok(pause) => Ahead::Made(pause),
             Err(step) => {
-                log::debug!(sandbox = self.plan.id.as_str(); "ahead of start: {step}");
+                log::debug!(sandbox = self.site.id.as_str(); "ahead of start: {step}");
                 self.clear();
                 Ahead::Closed
             }
@@ -127,32 +150,44 @@ impl Work {
 
     /// Makes files, Task endpoint and pause. What is left of a failure is to be removed.
     fn make(self: &Arc<Self>) -> Result<Arc<dyn Pause>, Step> {
-        let work = Arc::clone(self);
+        let record = self.to_make()?;
+        let (work, of) = (Arc::clone(self), Arc::clone(&record));
         let make = move || {
-            work.places.make(&work.files, &work.labels.mount)?;
+            work.places.make(&of.files, &of.labels.mount)?;
             work.shim.listen()
         };
         let (started, made) = if self.driver.stands_alone() {
             // On a disk the files take about as long as the pause.
             let files = Beside::offer(make);
-            (self.driver.start(&self.plan), files.finish())
+            (self.driver.start(&record.plan), files.finish())
         } else {
             make()?;
-            (self.driver.start(&self.plan), Ok(()))
+            (self.driver.start(&record.plan), Ok(()))
         };
         let pause: Arc<dyn Pause> = Arc::from(started?);
         if let Err(step) = made {
             self.end(&*pause);
             return Err(step);
         }
+        *self.record() = None;
         Ok(pause)
+    }
+
+    /// What is to be made: what was created, or where that is away already the record.
+    fn to_make(&self) -> Result<Arc<Record>, Step> {
+        let created = self.record().clone();
+        created.map_or_else(|| Ok(Arc::new(self.store.read()?)), Ok)
+    }
+
+    fn record(&self) -> MutexGuard<'_, Option<Arc<Record>>> {
+        self.to_make.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Kills a pause that nobody has heard of and waits for its end.
     fn end(&self, pause: &dyn Pause) {
         match pause.kill() {
             Ok(()) => drop(tokio::runtime::Handle::current().block_on(pause.exited())),
-            Err(kill) => log::error!(sandbox = self.plan.id.as_str(); "start: undo: {kill}"),
+            Err(kill) => log::error!(sandbox = self.site.id.as_str(); "start: undo: {kill}"),
         }
     }
 
@@ -164,10 +199,10 @@ impl Work {
 
     /// Removes the cgroup and the files of a sandbox that stays created. Its endpoint stays. Called with `ahead` locked.
     fn clear(&self) {
-        let cgroup = self.driver.cleanup(&self.plan).err().unwrap_or_default();
+        let cgroup = self.driver.cleanup(&self.site).err().unwrap_or_default();
         let files = self.places.remove().err().unwrap_or_default();
         for left in cgroup.iter().chain(&files) {
-            log::warn!(sandbox = self.plan.id.as_str(); "undo what was made ahead: {left}");
+            log::warn!(sandbox = self.site.id.as_str(); "undo what was made ahead: {left}");
         }
     }
 
@@ -175,10 +210,18 @@ impl Work {
         self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Puts files back that are gone; true when some were.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn mend(&self) -> Result<bool, Step> {
+        self.places.mend(self.shm, || Ok(self.store.read()?.files))
+    }
+
     /// Asks the driver for the process that the record names.
     pub fn adopt(&self) -> Adoption {
         match self.store.stage() {
-            Ok(Stage::Started { identity }) => self.driver.adopt(&self.plan, &identity),
+            Ok(Stage::Started { identity }) => self.driver.adopt(&self.site, &identity),
             Ok(Stage::Exited { exit, .. }) => Adoption::Dead(exit),
             Ok(Stage::Created) => Adoption::Dead(Exit { status: crate::pause::UNKNOWN_EXIT, at: SystemTime::now() }),
             Err(e) => Adoption::Unknown(e.into()),
@@ -194,7 +237,7 @@ impl Work {
         if let Some(exit) = exit {
             errors.extend(self.store.set_stage(&Stage::Exited { pid, exit }).err());
         }
-        errors.extend(self.driver.cleanup(&self.plan).err().unwrap_or_default());
+        errors.extend(self.driver.cleanup(&self.site).err().unwrap_or_default());
         errors.extend(self.places.release_shm().err().unwrap_or_default());
         if errors.is_empty() { Ok(()) } else { Err(errors) }
     }
@@ -209,7 +252,7 @@ impl Work {
         }
         let mut errors = Vec::new();
         // A shim that runs the pause as well must be rid of it before it ends.
-        errors.extend(self.driver.cleanup(&self.plan).err().unwrap_or_default());
+        errors.extend(self.driver.cleanup(&self.site).err().unwrap_or_default());
         errors.extend(self.shim.end().err().unwrap_or_default());
         errors.extend(self.places.remove().err().unwrap_or_default());
         if errors.is_empty() {

@@ -24,7 +24,7 @@ use super::Shims;
 use super::started::Started;
 use super::task::{Failure, Tasks};
 use crate::error::{IoContext as _, Step};
-use crate::pause::{Adoption, BoxFuture, Driver, Exit, Identity, Pause, Plan, UNKNOWN_EXIT};
+use crate::pause::{Adoption, BoxFuture, Driver, Exit, Identity, Pause, Plan, Site, UNKNOWN_EXIT};
 
 /// The driver's name in settings, records and metrics.
 pub const NAME: &str = "shim";
@@ -79,9 +79,9 @@ impl ShimDriver {
         Self { shims }
     }
 
-    fn endpoint(&self, plan: &Plan) -> Result<Arc<Started>, Step> {
+    fn endpoint(&self, id: &str) -> Result<Arc<Started>, Step> {
         let none = || io::Error::new(io::ErrorKind::NotFound, "it has no endpoint");
-        self.shims.that_runs_pause(&plan.id).ok_or_else(none).step("find the shim of the sandbox")
+        self.shims.that_runs_pause(id).ok_or_else(none).step("find the shim of the sandbox")
     }
 
     async fn create(&self, endpoint: &Arc<Started>) -> Result<(Tasks, u32), Step> {
@@ -168,13 +168,13 @@ impl Driver for ShimDriver {
     }
 
     fn start(&self, plan: &Plan) -> Result<Box<dyn Pause>, Step> {
-        let endpoint = self.endpoint(plan)?;
+        let endpoint = self.endpoint(&plan.id)?;
         let task = Handle::current().block_on(self.run(&endpoint))?;
         Ok(Box::new(task))
     }
 
-    fn adopt(&self, plan: &Plan, identity: &Identity) -> Adoption {
-        let looked = self.endpoint(plan).and_then(|endpoint| {
+    fn adopt(&self, site: &Site, identity: &Identity) -> Adoption {
+        let looked = self.endpoint(&site.id).and_then(|endpoint| {
             let look = async { timeout(LOOK_WITHIN, self.look(&endpoint, identity)).await };
             let late = |_| Err(io::Error::from(io::ErrorKind::TimedOut)).step("ask for pause");
             Handle::current().block_on(look).unwrap_or_else(late)
@@ -182,8 +182,8 @@ impl Driver for ShimDriver {
         looked.unwrap_or_else(Adoption::Unknown)
     }
 
-    fn cleanup(&self, plan: &Plan) -> Result<(), Vec<Step>> {
-        let Ok(endpoint) = self.endpoint(plan) else { return Ok(()) };
+    fn cleanup(&self, site: &Site) -> Result<(), Vec<Step>> {
+        let Ok(endpoint) = self.endpoint(&site.id) else { return Ok(()) };
         let deleted = Handle::current().block_on(async {
             endpoint.find_again_beside().await?;
             if endpoint.shim().is_none() {

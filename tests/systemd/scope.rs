@@ -110,9 +110,9 @@ fn a_scope_lives_as_long_as_its_pause() {
             cgroup(&path(&plan)).iter().filter_map(|directory| fs::read_to_string(directory.join(file)).ok()).collect();
         assert_eq!(weights, [value], "{file}");
         assert_eq!(end(&*pause).status, 137);
-        DRIVER.cleanup(&plan).unwrap();
+        DRIVER.cleanup(&plan.site()).unwrap();
         nothing_left(&plan);
-        DRIVER.cleanup(&plan).unwrap();
+        DRIVER.cleanup(&plan.site()).unwrap();
     }
 }
 
@@ -124,7 +124,7 @@ fn a_scope_goes_with_its_pause() {
     kill(Pid::from_raw(pause.identity().pid.cast_signed()), Signal::SIGTERM).unwrap();
     eventually("the scope is forgotten", || !known(&unit(&plan)));
     drop(pause);
-    DRIVER.cleanup(&plan).unwrap();
+    DRIVER.cleanup(&plan.site()).unwrap();
     nothing_left(&plan);
 }
 
@@ -135,7 +135,7 @@ fn stopping_a_scope_ends_its_pause() {
     let pause = start(&plan);
     run("systemctl", &["stop", &unit(&plan)]);
     assert!(!alive(&*pause));
-    DRIVER.cleanup(&plan).unwrap();
+    DRIVER.cleanup(&plan.site()).unwrap();
     nothing_left(&plan);
 }
 
@@ -182,7 +182,7 @@ fn a_scope_that_was_left_over_gives_way() {
     assert!(alive(&*pause));
     in_scope(&*pause, &plan);
     end(&*pause);
-    DRIVER.cleanup(&plan).unwrap();
+    DRIVER.cleanup(&plan.site()).unwrap();
     nothing_left(&plan);
 }
 
@@ -201,12 +201,12 @@ fn cleanup_ends_what_a_start_that_was_cut_short_has_left() {
     }
     // Collected meanwhile, as init would: a zombie stays in its cgroup.
     let reaper = thread::spawn(move || child.wait().unwrap());
-    DRIVER.cleanup(&plan).unwrap();
+    DRIVER.cleanup(&plan.site()).unwrap();
     assert!(!reaper.join().unwrap().success());
     nothing_left(&plan);
     // After.
     let pause = start(&plan);
-    DRIVER.cleanup(&plan).unwrap();
+    DRIVER.cleanup(&plan.site()).unwrap();
     assert!(!alive(&*pause));
     nothing_left(&plan);
 }
@@ -217,11 +217,11 @@ fn another_daemon_adopts() {
     let plan = plan();
     let pause = start(&plan);
     let second = Native::new().unwrap();
-    let Adoption::Alive(adopted) = second.adopt(&plan, pause.identity()) else { panic!("not adopted") };
+    let Adoption::Alive(adopted) = second.adopt(&plan.site(), pause.identity()) else { panic!("not adopted") };
     in_scope(&*adopted, &plan);
     // Its own connection.
     end(&*adopted);
-    second.cleanup(&plan).unwrap();
+    second.cleanup(&plan.site()).unwrap();
     nothing_left(&plan);
 }
 
@@ -241,7 +241,7 @@ fn many_at_once() {
                 let begun = Instant::now();
                 let plan = Plan { cgroup_parent: parent.to_owned(), ..plan() };
                 end(&*start(&plan));
-                DRIVER.cleanup(&plan).unwrap();
+                DRIVER.cleanup(&plan.site()).unwrap();
                 begun.elapsed()
             })
             .collect();
@@ -258,7 +258,7 @@ fn there_and_back(plan: Plan) -> Duration {
     in_scope(&*pause, &plan);
     let begun = Instant::now();
     end(&*pause);
-    DRIVER.cleanup(&plan).unwrap();
+    DRIVER.cleanup(&plan.site()).unwrap();
     let took = started + begun.elapsed();
     nothing_left(&plan);
     took
@@ -269,7 +269,7 @@ fn the_bus_may_be_restarted() {
     let _alone = alone();
     let first = plan();
     end(&*start(&first));
-    DRIVER.cleanup(&first).unwrap();
+    DRIVER.cleanup(&first.site()).unwrap();
     run("systemctl", &["restart", "dbus.service"]);
     let plan = plan();
     // systemd itself takes a moment to be back on the bus.
@@ -281,6 +281,6 @@ fn the_bus_may_be_restarted() {
     let pause = started.unwrap();
     in_scope(&*pause, &plan);
     end(&*pause);
-    DRIVER.cleanup(&plan).unwrap();
+    DRIVER.cleanup(&plan.site()).unwrap();
     nothing_left(&plan);
 }

@@ -9,23 +9,6 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::config::CgroupDriver;
-use crate::pause::Namespace;
-
-fn plan(cgroup_parent: &str) -> Plan {
-    Plan {
-        id: "id".into(),
-        netns: None,
-        pid: Namespace::Private,
-        ipc: Namespace::Private,
-        uts: Namespace::Private,
-        hostname: String::new(),
-        userns: None,
-        sysctls: Vec::new(),
-        cgroup_parent: cgroup_parent.to_owned(),
-        oom_score_adj: 0,
-        selinux_label: String::new(),
-    }
-}
 
 fn tree(files: &[(&str, &str)]) -> TempDir {
     let root = tempfile::tempdir().unwrap();
@@ -39,7 +22,7 @@ fn tree(files: &[(&str, &str)]) -> TempDir {
 
 #[test]
 fn where_the_parent_is() {
-    let parent = |path: &str| parent(&plan(path), &Config::default());
+    let parent = |path: &str| parent(path, &Config::default());
     for (given, expected) in [
         ("/kubepods/burstable/pod1", "kubepods/burstable/pod1"),
         ("kubepods//pod1/", "kubepods/pod1"),
@@ -56,8 +39,8 @@ fn where_the_parent_is() {
         assert_eq!(parent(given).unwrap(), Path::new(expected), "{given}");
     }
     let cgroupfs = Config { cgroup_driver: CgroupDriver::Cgroupfs, ..Config::default() };
-    assert_eq!(super::parent(&plan("/x/a-b.slice"), &cgroupfs).unwrap(), Path::new("x/a-b.slice"));
-    let error = read(&plan(""), &Config::default()).unwrap_err();
+    assert_eq!(super::parent("/x/a-b.slice", &cgroupfs).unwrap(), Path::new("x/a-b.slice"));
+    let error = read("", &Config::default()).unwrap_err();
     assert_eq!(error.to_string(), "read metrics of cgroup: the pod has no cgroup_parent");
 }
 
@@ -269,7 +252,7 @@ fn the_machine_s_own_cgroups() {
 
     let faults = || if unified { 0 } else { busy.kernel("memory", "memory.stat", "pgfault") };
     let before = (cpu(), faults());
-    let metric = read(&plan(&format!("/{}", busy.name)), &Config::default()).unwrap();
+    let metric = read(&format!("/{}", busy.name), &Config::default()).unwrap();
     let after = (cpu(), faults());
 
     assert!(metric.timestamp.elapsed().unwrap() < Duration::from_secs(30));
@@ -297,6 +280,6 @@ fn the_machine_s_own_cgroups() {
 
     let name = busy.name.clone();
     drop(busy);
-    let error = read(&plan(&name), &Config::default()).unwrap_err().to_string();
+    let error = read(&name, &Config::default()).unwrap_err().to_string();
     assert!(error.contains(&name) && error.contains("os error 2"), "{error}");
 }

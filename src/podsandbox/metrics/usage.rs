@@ -8,7 +8,6 @@ use super::directory::{Directory, of_controller};
 use super::{CGROUPS, parent};
 use crate::config::Config;
 use crate::error::{IoContext as _, Step};
-use crate::pause::Plan;
 
 /// What a pod's cgroup is charged for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -25,11 +24,11 @@ pub struct Usage {
 ///
 /// # Errors
 /// The failed step.
-pub fn read(plan: &Plan, config: &Config) -> Result<Option<Usage>, Step> {
-    if plan.cgroup_parent.is_empty() {
+pub fn read(cgroup_parent: &str, config: &Config) -> Result<Option<Usage>, Step> {
+    if cgroup_parent.is_empty() {
         return Ok(None);
     }
-    let (root, parent) = (Path::new(CGROUPS), parent(plan, config)?);
+    let (root, parent) = (Path::new(CGROUPS), parent(cgroup_parent, config)?);
     if statfs(root).step_at("look at", root)?.filesystem_type() == CGROUP2_SUPER_MAGIC {
         let Some(directory) = Directory::open(root.join(&parent))? else { return Ok(None) };
         return Ok(Some(Usage {
