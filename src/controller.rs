@@ -1,7 +1,8 @@
 //! The nine verbs of `sandbox.Controller`: sandbox id to sandbox. No wire types, no system calls.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::future::ready;
+use std::ops::Bound;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -33,14 +34,14 @@ enum Slot {
     /// A sandbox.
     Live(Arc<Sandbox>),
     /// A record that recovery could not take over; the reason.
-    Aside(Arc<str>),
+    Aside(Arc<String>),
 }
 
 #[derive(Debug, Default)]
-struct Register(Mutex<HashMap<Text, Slot>>);
+struct Register(Mutex<BTreeMap<Text, Slot>>);
 
 impl Register {
-    fn turn(&self) -> MutexGuard<'_, HashMap<Text, Slot>> {
+    fn turn(&self) -> MutexGuard<'_, BTreeMap<Text, Slot>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -215,10 +216,10 @@ impl Controller {
     pub async fn list(&self, after: &str, most: usize, usage: bool) -> Result<(Vec<Overview>, bool), Error> {
         let mut slots: Vec<(Text, Slot)> = {
             let slots = self.sandboxes.turn();
-            let behind = slots.iter().filter(|(id, slot)| id.as_str() > after && !matches!(slot, Slot::Reserved));
+            let behind = slots.range::<str, _>((Bound::Excluded(after), Bound::Unbounded));
+            let behind = behind.filter(|(_, slot)| !matches!(slot, Slot::Reserved)).take(most.saturating_add(1));
             behind.map(|(id, slot)| (id.clone(), slot.clone())).collect()
         };
-        slots.sort_by(|(one, _), (other, _)| one.cmp(other));
         let more = slots.len() > most;
         slots.truncate(most);
         let lines = move || {

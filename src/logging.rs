@@ -136,8 +136,8 @@ impl Fields {
         let sandbox = self.0.iter().find(|(key, _)| key == "sandbox").and_then(|(_, id)| id.as_str());
         let (pod, followed) = sandbox.and_then(trace::of).unzip();
         if let Some(pod) = pod.filter(|pod| !pod.name.is_empty()) {
-            self.0.push(("pod".to_owned(), pod.name.into()));
-            self.0.push(("namespace".to_owned(), pod.namespace.into()));
+            self.0.push(("pod".to_owned(), pod.name.into_string().into()));
+            self.0.push(("namespace".to_owned(), pod.namespace.into_string().into()));
         }
         if let Some(trace) = trace::current().or(followed.flatten()) {
             self.0.push(("trace".to_owned(), trace.to_string().into()));
@@ -242,7 +242,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_line_of_a_sandbox_names_pod_and_trace() {
-        let pod = trace::Pod { name: "web 0".to_owned(), namespace: "prod".to_owned(), ..Default::default() };
+        let pod = trace::Pod { name: "web 0".into(), namespace: "prod".into(), ..Default::default() };
         let subject = trace::Subject::new("logging-test".into(), pod);
         let trace =
             |digit: &str| trace::TraceId::of_traceparent(&format!("00-{}-00f067aa0ba902b7-01", digit.repeat(32)));

@@ -3,9 +3,10 @@
 //! Every [`Subject`] that lives is known here by its id, so that a line which names a sandbox names its pod as well, whoever writes it. A
 //! call has its trace in the task that answers it; what the call sets off in other tasks is found by the sandbox.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::future::Future;
+use std::num::NonZeroU128;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::text::Text;
@@ -15,7 +16,7 @@ pub const TRACEPARENT: &str = "traceparent";
 
 /// The id of a trace; never 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TraceId(u128);
+pub struct TraceId(NonZeroU128);
 
 impl TraceId {
     /// Reads a `traceparent`: version, trace id, parent id and flags, and what a later version adds. `None`: it is none.
@@ -31,7 +32,7 @@ impl TraceId {
         if version == "ff" || version == "00" && parts.next().is_some() || parent.bytes().all(|digit| digit == b'0') {
             return None;
         }
-        u128::from_str_radix(trace, 16).ok().filter(|trace| *trace != 0).map(Self)
+        u128::from_str_radix(trace, 16).ok().and_then(NonZeroU128::new).map(Self)
     }
 }
 
@@ -60,11 +61,11 @@ pub fn current() -> Option<TraceId> {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pod {
     /// Name of the pod.
-    pub name: String,
+    pub name: Box<str>,
     /// Kubernetes' namespace of the pod.
-    pub namespace: String,
+    pub namespace: Box<str>,
     /// Kubernetes' uid of the pod.
-    pub uid: String,
+    pub uid: Box<str>,
 }
 
 #[derive(Debug)]
@@ -73,7 +74,7 @@ struct Known {
     trace: Mutex<Option<TraceId>>,
 }
 
-static KNOWN: Mutex<Option<HashMap<Text, Arc<Known>>>> = Mutex::new(None);
+static KNOWN: Mutex<BTreeMap<Text, Arc<Known>>> = Mutex::new(BTreeMap::new());
 
 /// A sandbox that lines of the log may be about; it is forgotten when this is dropped.
 #[derive(Debug)]
@@ -86,7 +87,7 @@ impl Subject {
     /// Makes it known that the sandbox of this id is the pod's.
     pub fn new(id: Text, pod: Pod) -> Self {
         let known = Arc::new(Known { pod, trace: Mutex::new(None) });
-        lock(&KNOWN).get_or_insert_default().insert(id.clone(), Arc::clone(&known));
+        lock(&KNOWN).insert(id.clone(), Arc::clone(&known));
         Self { id, known }
     }
 
@@ -105,9 +106,7 @@ impl Drop for Subject {
     fn drop(&mut self) {
         let mut known = lock(&KNOWN);
         // Another sandbox may have the id by now.
-        if let Some(known) = known.as_mut()
-            && known.get(self.id.as_str()).is_some_and(|of| Arc::ptr_eq(of, &self.known))
-        {
+        if known.get(self.id.as_str()).is_some_and(|of| Arc::ptr_eq(of, &self.known)) {
             known.remove(self.id.as_str());
         }
     }
@@ -115,7 +114,7 @@ impl Drop for Subject {
 
 /// The pod of a sandbox, and the trace that is followed for it.
 pub fn of(sandbox: &str) -> Option<(Pod, Option<TraceId>)> {
-    let known = lock(&KNOWN).as_ref()?.get(sandbox).cloned()?;
+    let known = lock(&KNOWN).get(sandbox).cloned()?;
     let trace = *lock(&known.trace);
     Some((known.pod.clone(), trace))
 }
@@ -155,7 +154,7 @@ mod tests {
 
     #[test]
     fn a_subject_is_known_as_long_as_it_lives() {
-        let pod = |name: &str| Pod { name: name.to_owned(), ..Pod::default() };
+        let pod = |name: &str| Pod { name: name.into(), ..Pod::default() };
         let first = Subject::new("trace-test".into(), pod("first"));
         first.follow(TraceId::of_traceparent(PARENT));
         assert_eq!(of("trace-test"), Some((pod("first"), TraceId::of_traceparent(PARENT))));

@@ -185,5 +185,5 @@ pub(super) fn pod(record: &Record) -> Pod {
     let options = Payload { type_url: record.config.type_url.clone(), value: record.config.value.clone().into() };
     let Ok(config) = super::checked::decode_config(&record.id, &options) else { return Pod::default() };
     let metadata = config.metadata.unwrap_or_default();
-    Pod { name: metadata.name, namespace: metadata.namespace, uid: metadata.uid }
+    Pod { name: metadata.name.into(), namespace: metadata.namespace.into(), uid: metadata.uid.into() }
 }

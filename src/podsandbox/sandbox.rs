@@ -106,7 +106,7 @@ impl Environment {
             shm: record.files.shm,
             label: record.labels.process.as_str().into(),
             to_make: Mutex::default(),
-            _level: level,
+            _level: level.map(Box::new),
             created_at: record.created_at,
             runtime,
             subject: Subject::new(record.id.clone(), overview::pod(record)),
@@ -154,7 +154,7 @@ pub struct Sandbox {
     work: Arc<Work>,
     owner: Handle,
     /// The spec that Start answers; made at Create, so that Start does not wait for it, and given away.
-    spec: Mutex<Option<Vec<u8>>>,
+    spec: Mutex<Option<Box<[u8]>>>,
     /// Somebody asked for status or exit, as CRI does right after Start.
     asked: AtomicBool,
     /// When this daemon started it.
@@ -186,7 +186,7 @@ impl Sandbox {
         work.to_make = Mutex::new(Some(Arc::new(record)));
         let work = Arc::new(work);
         let sandbox = Self::enter(environment, work, Entry::Created, Some(abandoned), on_gone);
-        *sandbox.spec() = Some(spec);
+        *sandbox.spec() = Some(spec.into());
         Ok(sandbox)
     }
 
@@ -241,7 +241,7 @@ impl Sandbox {
                     spec::describe(&record, &sandbox.environment.config)
                 };
                 let described = tokio::task::spawn_blocking(described).await;
-                described.map_err(|e| self.fault("start", e.to_string()))??
+                described.map_err(|e| self.fault("start", e.to_string()))??.into()
             }
         };
         if let Err(e) = self.ask(Verb::Start, None).await {
@@ -460,7 +460,7 @@ impl Sandbox {
         answered.unwrap_or_else(|_| gone())
     }
 
-    fn spec(&self) -> MutexGuard<'_, Option<Vec<u8>>> {
+    fn spec(&self) -> MutexGuard<'_, Option<Box<[u8]>>> {
         self.spec.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

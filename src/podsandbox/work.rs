@@ -31,7 +31,7 @@ pub struct Work {
     /// What is to be made; away as soon as it is made, as it is needed no longer then and is on disk.
     pub to_make: Mutex<Option<Arc<Record>>>,
     /// Keeps other pods from the level of these.
-    pub _level: Option<Level>,
+    pub _level: Option<Box<Level>>,
     /// Where the files are.
     pub places: Places,
     /// Where the record is.

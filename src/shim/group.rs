@@ -2,7 +2,7 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use tokio::time::timeout;
@@ -34,8 +34,8 @@ pub(super) struct Group {
     pub(super) started: bool,
     /// What the shim is of.
     pub(super) runtime: Arc<Runtime>,
-    /// Held by whoever cleans up after a shim that died, and by the end before it removes what that needs.
-    pub(super) cleaning: tokio::sync::Mutex<()>,
+    /// Made when somebody first cleans up, which hardly any idle pod sees.
+    cleaning: OnceLock<Box<tokio::sync::Mutex<()>>>,
 }
 
 /// A shim that is on record.
@@ -61,6 +61,16 @@ struct Left {
 }
 
 impl Group {
+    /// The containers of one pod. Nothing is made yet.
+    pub(super) fn new(shims: Arc<Shims>, id: Text, started: bool, runtime: Arc<Runtime>) -> Self {
+        Self { shims, id, started, runtime, cleaning: OnceLock::new() }
+    }
+
+    /// Held by whoever cleans up after a shim that died, and by the end before it removes what that needs.
+    pub(super) fn cleaning(&self) -> &tokio::sync::Mutex<()> {
+        self.cleaning.get_or_init(Box::default)
+    }
+
     /// The shim's own directory, in the sandbox's. Its path is made when it is needed: thousands of idle pods would keep it for nothing.
     pub(super) fn bundle(&self) -> Bundle {
         // The `delete` of a shim that is started looks for the bundle of a container by the container's name beside its own.

@@ -185,13 +185,7 @@ impl Shims {
     }
 
     fn group(self: &Arc<Self>, id: &Text, started: bool, runtime: &Arc<Runtime>) -> Group {
-        Group {
-            shims: self.clone(),
-            id: id.clone(),
-            started,
-            runtime: runtime.clone(),
-            cleaning: tokio::sync::Mutex::default(),
-        }
+        Group::new(self.clone(), id.clone(), started, runtime.clone())
     }
 
     /// The endpoint of a sandbox whose shim runs the pause.

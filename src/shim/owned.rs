@@ -422,7 +422,7 @@ impl Owned {
 
     /// After the end of a shim that has served.
     async fn after(&self, exit: Exit, pod: &Arc<dyn Pod>) {
-        let _cleaning = self.group.cleaning.lock().await;
+        let _cleaning = self.group.cleaning().lock().await;
         // The end cleans up itself.
         if !self.now().ended {
             self.group.bereave(exit, pod).await;
@@ -447,7 +447,7 @@ impl Owned {
             (now.shim, now.log) = (None, None);
         }
         // Whoever cleans up works in the bundle.
-        let _cleaning = runtime.block_on(self.group.cleaning.lock());
+        let _cleaning = runtime.block_on(self.group.cleaning().lock());
         if self.group.had_shim() {
             runtime.block_on(self.group.clean_up_all()).map_err(|step| vec![step])?;
         }

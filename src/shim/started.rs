@@ -286,7 +286,7 @@ impl Started {
     }
 
     async fn after(&self, exit: Exit, pod: &Arc<dyn Pod>) {
-        let _cleaning = self.group.cleaning.lock().await;
+        let _cleaning = self.group.cleaning().lock().await;
         // The end cleans up itself.
         if self.now().ended {
             return;
@@ -381,7 +381,7 @@ impl Started {
             self.forget();
         }
         // Whoever cleans up works in the bundle.
-        let _cleaning = runtime.block_on(self.group.cleaning.lock());
+        let _cleaning = runtime.block_on(self.group.cleaning().lock());
         // One that was told to end in the middle of making the pause has left what it had made.
         runtime.block_on(self.delete_orphan()).map_err(|step| vec![step])?;
         if self.group.had_shim() {

@@ -47,9 +47,9 @@ pub(super) async fn answer<V: Verbs>(verbs: &V, method: &str, bytes: &[u8]) -> A
 fn sandbox(line: Overview) -> i::Sandbox {
     i::Sandbox {
         id: line.id,
-        pod: line.pod.name,
-        namespace: line.pod.namespace,
-        uid: line.pod.uid,
+        pod: line.pod.name.into(),
+        namespace: line.pod.namespace.into(),
+        uid: line.pod.uid.into(),
         state: line.state.to_owned(),
         pid: line.pid,
         created_at: line.created_at.map(convert::timestamp).map_or_else(MessageField::none, MessageField::some),
