@@ -111,8 +111,7 @@ const BOUNDS: [Bound; 16] = [
         key: "daemon_kb_per_sandbox",
         what: "growth of the daemon's memory from 0 to 2000 sandboxes, per sandbox",
         hold: AtMost(6.0),
-        held_back_by: "the pending Wait and the socket of each sandbox: their tasks and streams; done already: inbox and board that hold nothing \
-            while empty, boxed futures of what is rare, two heaps for all threads",
+        held_back_by: "each piece of docs/performance.md, Memory of a sandbox, of which the owner's task and the HTTP/2 stream are the largest",
     },
     Bound {
         key: "recover_us_per_sandbox_over_kernel_start",
