@@ -104,5 +104,30 @@ pub(crate) async fn cycles(stage: &mut Stage, plan: &Plan, report: &mut Report) 
     {
         report.ratio(key, &of(call, OURS), &of(call, BUILTIN));
     }
+    second(stage, &targets, plan, report).await
+}
+
+/// StartContainer of a pod's second container, whose shim has had one: what of the first one's time is the shim's own beginning.
+async fn second(stage: &mut Stage, targets: &[Target], plan: &Plan, report: &mut Report) -> Result<()> {
+    let mut starts = vec![Samples::default(); targets.len()];
+    for round in 0..=plan.pods / 2 {
+        for index in order(round, targets.len()) {
+            let (pod, _) = run(stage, &targets[index], PodSpec::new("bench")).await?;
+            let cri = stage.node.cri();
+            let first = pod.create(ContainerSpec::sleeping("first")).await?;
+            cri.start_container(first.id()).await?;
+            let second = pod.create(ContainerSpec::sleeping("second")).await?;
+            let begun = Instant::now();
+            cri.start_container(second.id()).await?;
+            if round > 0 {
+                starts[index].push(begun.elapsed());
+            }
+            pod.stop().await?;
+            pod.remove().await?;
+        }
+    }
+    for (target, starts) in targets.iter().zip(&starts) {
+        report.median(format!("start_second_container_{}_ms", target.name), starts.median_ms());
+    }
     Ok(())
 }
