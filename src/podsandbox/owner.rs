@@ -261,9 +261,8 @@ impl Owner {
     }
 
     fn exited(&mut self, exit: Exit) {
-        if self.published.get().exit.is_none() {
-            log::info!(sandbox = self.id(), status = exit.status; "the pause has ended");
-            self.work.telemetry.pause_ended();
+        let seen = self.published.get().exit.is_none();
+        if seen {
             // Both at once: nobody is to see an exit and a sandbox that is ready.
             self.published.change(|published| {
                 published.exit = Some(exit);
@@ -272,6 +271,11 @@ impl Owner {
         }
         self.pause = None;
         self.feed(Event::Exited);
+        // Behind the beginning of the cleanup, which somebody may wait for.
+        if seen {
+            log::info!(sandbox = self.id(), status = exit.status; "the pause has ended");
+            self.work.telemetry.pause_ended();
+        }
     }
 
     fn feed(&mut self, event: Event) {

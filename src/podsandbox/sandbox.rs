@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
@@ -17,7 +17,7 @@ use super::selinux::{Level, Selinux};
 use super::state::{Phase, Verb};
 use super::work::{Own, Work};
 use super::{
-    CreateRequest, Error, Exit, Metric, Overview, Payload, SandboxInfo, Started, StatusReport, metrics, overview, spec,
+    CreateRequest, Error, Exit, Metric, Overview, Payload, SandboxInfo, Started, StatusReport, metrics, overview,
     status,
 };
 use crate::config::Config;
@@ -53,7 +53,7 @@ const _: () =
 #[derive(Debug)]
 pub struct Environment {
     /// Settings.
-    pub config: Config,
+    pub config: Arc<Config>,
     /// Makes the pauses that this program runs.
     pub native: Arc<dyn Driver>,
     /// Makes those that a runtime runs.
@@ -91,6 +91,7 @@ impl Environment {
         let shims = Arc::new(shim::Shims::new(settings, open_files)?);
         let shim_driver = Arc::new(ShimDriver::new(shims.clone()));
         let roots = Arc::new(Roots::new(&config));
+        let config = Arc::new(config);
         Ok(Self { config, native, shim_driver, shims, roots, selinux: Selinux::default(), telemetry: Arc::default() })
     }
 
@@ -109,6 +110,8 @@ impl Environment {
             _level: level.map(Box::new),
             created_at: record.created_at,
             runtime,
+            config: self.config.clone(),
+            spec: Mutex::default(),
             subject: Subject::new(record.id.clone(), overview::pod(record)),
             telemetry: self.telemetry.clone(),
             ahead: Mutex::default(),
@@ -153,8 +156,6 @@ pub struct Sandbox {
     environment: Arc<Environment>,
     work: Arc<Work>,
     owner: Handle,
-    /// The spec that Start answers; made at Create, so that Start does not wait for it, and given away.
-    spec: Mutex<Option<Box<[u8]>>>,
     /// Somebody asked for status or exit, as CRI does right after Start.
     asked: AtomicBool,
     /// When this daemon started it.
@@ -173,10 +174,9 @@ impl Sandbox {
     ) -> Result<Self, Error> {
         let config = &environment.config;
         let (record, level) = check(request, config, environment.native.name(), &environment.selinux)?;
-        let spec = spec::describe(&record, config)?;
         let mut work = environment.work(&record, level);
         work.store.create(&record).map_err(|step| Error::Step { id: record.id.to_string(), verb: "create", step })?;
-        if let Err(step) = work.shim.describe(&spec, &record.plan) {
+        if let Err(step) = work.describe_to_shim(&record) {
             for left in work.remove().err().unwrap_or_default() {
                 log::warn!(sandbox = record.id.as_str(); "create: undo: {left}");
             }
@@ -185,9 +185,7 @@ impl Sandbox {
         let abandoned = abandoned_at(record.created_at, config.abandoned_after);
         work.to_make = Mutex::new(Some(Arc::new(record)));
         let work = Arc::new(work);
-        let sandbox = Self::enter(environment, work, Entry::Created, Some(abandoned), on_gone);
-        *sandbox.spec() = Some(spec.into());
-        Ok(sandbox)
+        Ok(Self::enter(environment, work, Entry::Created, Some(abandoned), on_gone))
     }
 
     pub(super) fn enter(
@@ -199,14 +197,7 @@ impl Sandbox {
     ) -> Self {
         let owner = Owner::spawn(work.clone(), entry, abandoned, on_gone);
         work.shim.serve(Arc::new(Pod { work: work.clone(), owner: owner.clone() }));
-        Self {
-            environment,
-            work,
-            owner,
-            spec: Mutex::new(None),
-            asked: AtomicBool::new(false),
-            started: OnceLock::new(),
-        }
+        Self { environment, work, owner, asked: AtomicBool::new(false), started: OnceLock::new() }
     }
 
     /// The sandbox id.
@@ -230,25 +221,7 @@ impl Sandbox {
     /// # Errors
     /// [`Error::State`] unless it was just created; else the failed step.
     pub async fn start(self: &Arc<Self>) -> Result<Started, Error> {
-        let made = self.spec().take();
-        let spec = match made {
-            Some(spec) => spec,
-            // The daemon has been restarted since Create. What fails here must fail before there is a pause.
-            None => {
-                let sandbox = self.clone();
-                let described = move || {
-                    let record = sandbox.read_record("start")?;
-                    spec::describe(&record, &sandbox.environment.config)
-                };
-                let described = tokio::task::spawn_blocking(described).await;
-                described.map_err(|e| self.fault("start", e.to_string()))??.into()
-            }
-        };
-        if let Err(e) = self.ask(Verb::Start, None).await {
-            // Of use to one that was refused beside another.
-            self.spec().get_or_insert(spec);
-            return Err(e);
-        }
+        self.ask(Verb::Start, None).await?;
         let _ = self.started.set(Instant::now());
         let published = self.published();
         let labels = [
@@ -261,7 +234,7 @@ impl Sandbox {
             labels: labels.into(),
             address: self.work.shim.address(),
             version: self.work.shim.version(),
-            spec: Some(Payload { type_url: SPEC_TYPE.to_owned(), value: spec.into() }),
+            spec: self.work.give_spec().map(|spec| Payload { type_url: SPEC_TYPE.to_owned(), value: spec.into() }),
         })
     }
 
@@ -458,10 +431,6 @@ impl Sandbox {
             },
         };
         answered.unwrap_or_else(|_| gone())
-    }
-
-    fn spec(&self) -> MutexGuard<'_, Option<Box<[u8]>>> {
-        self.spec.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn published(&self) -> Published {

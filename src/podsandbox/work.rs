@@ -1,5 +1,6 @@
 //! The blocking work of one sandbox: what its jobs do to the system, step by step.
 
+use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
@@ -9,7 +10,9 @@ use super::beside::Beside;
 use super::files::Places;
 use super::record::{Record, Stage, Store};
 use super::selinux::Level;
-use crate::error::Step;
+use super::spec;
+use crate::config::Config;
+use crate::error::{IoContext as _, Step};
 use crate::pause::{Adoption, Driver, Exit, Namespace, Pause, Plan, Site};
 use crate::shim;
 use crate::telemetry::Telemetry;
@@ -30,6 +33,10 @@ pub struct Work {
     pub label: Box<str>,
     /// What is to be made; away as soon as it is made, as it is needed no longer then and is on disk.
     pub to_make: Mutex<Option<Arc<Record>>>,
+    /// Settings, for the spec.
+    pub config: Arc<Config>,
+    /// The OCI spec that Start answers, from when the pause is made until it is given away.
+    pub spec: Mutex<Option<Box<[u8]>>>,
     /// Keeps other pods from the level of these.
     pub _level: Option<Box<Level>>,
     /// Where the files are.
@@ -148,13 +155,14 @@ impl Work {
         Ok(pause)
     }
 
-    /// Makes files, Task endpoint and pause. What is left of a failure is to be removed.
+    /// Makes files, Task endpoint, spec and pause. What is left of a failure is to be removed.
     fn make(self: &Arc<Self>) -> Result<Arc<dyn Pause>, Step> {
         let record = self.to_make()?;
         let (work, of) = (Arc::clone(self), Arc::clone(&record));
         let make = move || {
             work.places.make(&of.files, &of.labels.mount)?;
-            work.shim.listen()
+            work.shim.listen()?;
+            work.describe(&of)
         };
         let (started, made) = if self.driver.stands_alone() {
             // On a disk the files take about as long as the pause.
@@ -171,6 +179,36 @@ impl Work {
         }
         *self.record() = None;
         Ok(pause)
+    }
+
+    /// Makes the spec, unless it is there.
+    fn describe(&self, record: &Record) -> Result<(), Step> {
+        let mut spec = self.spec();
+        if spec.is_none() {
+            *spec = Some(spec::describe(record, &self.config).map_err(io::Error::other).step("make the spec")?.into());
+        }
+        Ok(())
+    }
+
+    /// Tells a shim that will run the pause what it is. Of others nothing is told.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn describe_to_shim(&self, record: &Record) -> Result<(), Step> {
+        if self.shim.listens_only() {
+            return Ok(());
+        }
+        self.describe(record)?;
+        self.shim.describe(self.spec().as_deref().unwrap_or_default(), &record.plan)
+    }
+
+    /// The spec, once, after a start.
+    pub fn give_spec(&self) -> Option<Box<[u8]>> {
+        self.spec().take()
+    }
+
+    fn spec(&self) -> MutexGuard<'_, Option<Box<[u8]>>> {
+        self.spec.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What is to be made: what was created, or where that is away already the record.
