@@ -11,7 +11,6 @@ use protobuf::Message as _;
 use super::files::{Dns, Files};
 use super::record::{self, Blob, Record};
 use super::selinux::{Level, Selinux};
-use super::spec::slice;
 use super::{CreateRequest, Error, Payload};
 use crate::config::{CgroupDriver, Config, DriverName, ShimOwner};
 use crate::pause::{IdMapping, Namespace, Plan, UserNamespace, cgroup, native};
@@ -245,6 +244,12 @@ fn cgroup_parent(id: &str, parent: &str, config: &Config) -> Result<String, Erro
     };
     cgroup::check_parent(&parent).map_err(|reason| invalid(id, field, reason))?;
     Ok(parent)
+}
+
+/// The systemd slice that a `cgroup_parent` names; `None` where it is a path of the cgroup file system.
+pub(super) fn slice<'a>(parent: &'a str, config: &Config) -> Option<&'a str> {
+    let last = parent.rsplit('/').find(|part| !part.is_empty())?;
+    (last.ends_with(".slice") && config.cgroup_driver != CgroupDriver::Cgroupfs).then_some(last)
 }
 
 fn userns(id: &str, options: &protobuf::MessageField<CriUserns>) -> Result<Option<UserNamespace>, Error> {

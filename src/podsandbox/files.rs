@@ -14,13 +14,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use serde::{Deserialize, Serialize};
 
-use super::record::{SANDBOXES, gone};
-use crate::config::Config;
+use super::roots::{Roots, gone};
 use crate::error::{IoContext as _, Step};
 use crate::text::Text;
-
-/// Directory of CRI's sandboxes below containerd's `root` and `state` (containerd `criservice`).
-const CRI_SANDBOXES: &str = "io.containerd.grpc.v1.cri/sandboxes";
 
 /// Size and mode of a pod's /dev/shm, as containerd's built-in controller makes it (`defaultShmSize`).
 const SHM_OPTIONS: &str = "mode=1777,size=67108864";
@@ -70,33 +66,6 @@ impl Dns {
             line("options", &self.options.join(" "));
         }
         text
-    }
-}
-
-/// Where the files of all sandboxes are: directories of which each has one of its own, named by its id.
-#[derive(Debug)]
-pub struct Roots {
-    /// Of hostname, hosts, resolv.conf.
-    root: PathBuf,
-    /// Of the shared memory that CRI mounts.
-    volatile: PathBuf,
-    /// Of the records, and of the mounts that hold the shared memory.
-    records: PathBuf,
-}
-
-impl Roots {
-    /// Those of a daemon.
-    pub fn new(config: &Config) -> Self {
-        Self {
-            root: config.containerd_root.join(CRI_SANDBOXES),
-            volatile: config.containerd_state.join(CRI_SANDBOXES),
-            records: config.state_dir.join(SANDBOXES),
-        }
-    }
-
-    /// A sandbox's own directory.
-    pub fn of(&self, id: &str) -> PathBuf {
-        self.records.join(id)
     }
 }
 

@@ -16,7 +16,7 @@ use std::time::SystemTime;
 use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
 use protobuf::Message;
 
-use super::spec::slice;
+use super::checked::slice;
 use super::{Metric, Payload};
 use crate::config::Config;
 use crate::error::{IoContext as _, Step};

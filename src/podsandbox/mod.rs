@@ -19,6 +19,7 @@ mod overview;
 mod owner;
 mod record;
 pub mod recover;
+mod roots;
 mod sandbox;
 pub mod selinux;
 mod spec;

@@ -14,7 +14,8 @@ use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
-use super::files::{Files, Roots};
+use super::files::Files;
+use super::roots::{Roots, gone};
 use super::selinux::Labels;
 use super::{Payload, SandboxInfo};
 use crate::error::{IoContext as _, Step};
@@ -155,9 +156,6 @@ impl From<Unreadable> for Step {
         }
     }
 }
-
-/// Directory of all records in the daemon's own.
-pub(super) const SANDBOXES: &str = "sandboxes";
 
 const RECORD: &str = "record.json";
 const STAGE: &str = "stage.json";
@@ -301,14 +299,6 @@ fn slurp(path: &Path) -> Result<Vec<u8>, Unreadable> {
         return Err(Step::at("read record", path, io::Error::from_raw_os_error(libc::EFBIG)).into());
     }
     Ok(fs::read(path).step_at("read record", path)?)
-}
-
-/// "Already gone" is success.
-pub(super) fn gone(result: io::Result<()>) -> io::Result<()> {
-    match result {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other,
-    }
 }
 
 mod base64_bytes {

@@ -10,9 +10,10 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
 use super::checked::check;
-use super::files::{Places, Roots};
+use super::files::Places;
 use super::owner::{Entry, Handle, Message, Owner, Published, abandoned_at};
-use super::record::{Blob, Record, SANDBOXES, Store};
+use super::record::{Blob, Record, Store};
+use super::roots::{Roots, SANDBOXES};
 use super::selinux::{Level, Selinux};
 use super::state::{Phase, Verb};
 use super::work::{Own, Work};

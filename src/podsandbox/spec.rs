@@ -33,11 +33,12 @@ use oci_spec::runtime::{
     LinuxNamespace, LinuxNamespaceType, LinuxResources, Mount, Process, Root, Spec, User,
 };
 
-use super::checked::decode_config;
-use super::files::{Places, Roots};
+use super::checked::{decode_config, slice};
+use super::files::Places;
 use super::record::Record;
+use super::roots::Roots;
 use super::{Error, Payload};
-use crate::config::{CgroupDriver, Config};
+use crate::config::Config;
 use crate::pause::{IdMapping, Namespace};
 use crate::protos::cri::{Int64Value, PodSandboxConfig};
 use crate::shim::driver;
@@ -277,12 +278,6 @@ fn cgroups_path(record: &Record, config: &Config) -> Option<String> {
     let parts = parent.split('/').filter(|part| !part.is_empty()).chain([plan.id.as_str()]);
     let path = parts.collect::<Vec<_>>().join("/");
     Some(if parent.starts_with('/') { format!("/{path}") } else { path })
-}
-
-/// The systemd slice that a `cgroup_parent` names; `None` where it is a path of the cgroup file system.
-pub(super) fn slice<'a>(parent: &'a str, config: &Config) -> Option<&'a str> {
-    let last = parent.rsplit('/').find(|part| !part.is_empty())?;
-    (last.ends_with(".slice") && config.cgroup_driver != CgroupDriver::Cgroupfs).then_some(last)
 }
 
 fn strings(texts: &[&str]) -> Vec<String> {

@@ -6,6 +6,7 @@ use protobuf::{EnumOrUnknown, Message as _, MessageField};
 use serde_json::{Value, json};
 
 use super::*;
+use crate::config::CgroupDriver;
 use crate::pause::{Plan, UserNamespace};
 use crate::podsandbox::files::Files;
 use crate::podsandbox::record::{Blob, Info};

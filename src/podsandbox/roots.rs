@@ -1,0 +1,47 @@
+//! Where the sandboxes are: their records, and their files as CRI looks for them.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::config::Config;
+
+/// Directory of CRI's sandboxes below containerd's `root` and `state` (containerd `criservice`).
+const CRI_SANDBOXES: &str = "io.containerd.grpc.v1.cri/sandboxes";
+
+/// Directory of all records in the daemon's own.
+pub const SANDBOXES: &str = "sandboxes";
+
+/// Where the files of all sandboxes are: directories of which each has one of its own, named by its id.
+#[derive(Debug)]
+pub struct Roots {
+    /// Of hostname, hosts, resolv.conf.
+    pub root: PathBuf,
+    /// Of the shared memory that CRI mounts.
+    pub volatile: PathBuf,
+    /// Of the records, and of the mounts that hold the shared memory.
+    pub records: PathBuf,
+}
+
+impl Roots {
+    /// Those of a daemon.
+    pub fn new(config: &Config) -> Self {
+        Self {
+            root: config.containerd_root.join(CRI_SANDBOXES),
+            volatile: config.containerd_state.join(CRI_SANDBOXES),
+            records: config.state_dir.join(SANDBOXES),
+        }
+    }
+
+    /// A sandbox's own directory.
+    pub fn of(&self, id: &str) -> PathBuf {
+        self.records.join(id)
+    }
+}
+
+/// "Already gone" is success.
+pub fn gone(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
