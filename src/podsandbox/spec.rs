@@ -41,7 +41,7 @@ use super::{Error, Payload};
 use crate::config::Config;
 use crate::pause::{IdMapping, Namespace};
 use crate::protos::cri::{Int64Value, PodSandboxConfig};
-use crate::shim::driver;
+use crate::shim::{self, driver};
 
 /// What containerd 2.0 writes; nothing newer is used.
 const OCI_VERSION: &str = "1.2.0";
@@ -244,7 +244,7 @@ fn namespaces(record: &Record, config: &Config) -> Vec<LinuxNamespace> {
     let pinned = record.driver == driver::NAME && plan.netns.is_some();
     let pinned = pinned.then(|| {
         let roots = Roots::new(config);
-        driver::user_namespace(&roots.of(&record.id).join(record.id.as_str()))
+        shim::user_namespace(&roots.of(&record.id).join(record.id.as_str()))
     });
     let private = |kind, namespace| (namespace == Namespace::Private).then_some((kind, None));
     let all = [

@@ -5,7 +5,6 @@
 //! the same calls as of containerd's built-in controller.
 
 use std::io;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -60,11 +59,6 @@ pub fn is_of_host_processes(runtime: &str) -> bool {
     };
     parts.truncate(1);
     parts.first().is_some_and(|kind| HOST_PROCESSES.contains(kind))
-}
-
-/// Where the pod's user namespace is pinned, below its bundle.
-pub fn user_namespace(bundle: &Path) -> PathBuf {
-    bundle.join("user")
 }
 
 /// Runs pauses as tasks of their pods' shims.

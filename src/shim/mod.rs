@@ -43,6 +43,7 @@ use runtime::Runtimes;
 use started::Started;
 
 pub use command::path;
+pub use root::user_namespace;
 pub use runtime::Runtime;
 
 /// Whose a pod's shim is. Recorded with the pod, as containerd is told the endpoint once.

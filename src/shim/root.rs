@@ -7,12 +7,16 @@ use std::{fs, io};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
 use super::bundle::Bundle;
-use super::driver;
 use crate::error::{IoContext as _, Step};
 use crate::pause::{Plan, image, native};
 
 /// Name of the pause program in the root of a sandbox.
 const PAUSE: &str = "pause";
+
+/// Where the pod's user namespace is pinned, below its bundle.
+pub fn user_namespace(bundle: &Path) -> PathBuf {
+    bundle.join("user")
+}
 
 /// The root in a bundle.
 pub struct Root {
@@ -50,7 +54,7 @@ impl Root {
         fs::set_permissions(&program, executable).step_at("write pause program", &program)?;
         let Some(userns) = plan.userns else { return Ok(()) };
         if let Some(netns) = &plan.netns {
-            native::pin_owner(netns, &driver::user_namespace(dir))?;
+            native::pin_owner(netns, &user_namespace(dir))?;
         }
         let (uid, gid) = (userns.uid.host_id, userns.gid.host_id);
         // The root of a user namespace makes what is mounted on, and must get here first.
@@ -64,7 +68,7 @@ impl Root {
     /// Every step that failed.
     pub fn unmount(&self) -> Result<(), Vec<Step>> {
         // The first the shim takes off itself when it deletes the pause.
-        let mounted = [self.path(), driver::user_namespace(self.bundle.dir())];
+        let mounted = [self.path(), user_namespace(self.bundle.dir())];
         let failed: Vec<Step> = mounted.iter().filter_map(|path| unmount(path).err()).collect();
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }

@@ -17,8 +17,9 @@ use tokio::net::UnixStream;
 use tokio::task::JoinSet;
 
 use super::MAX_CALLS;
+use super::answer::{Answer, MAX_MESSAGE};
 use super::code::{Code, Status};
-use super::handler::{Answer, Begun, Call, Handler, MAX_MESSAGE, Wait};
+use super::handler::{Begun, Call, Handler, Wait};
 use super::verbs::Verbs;
 use crate::trace::{TRACEPARENT, TraceId};
 

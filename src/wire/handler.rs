@@ -1,6 +1,5 @@
 //! The one handler behind both protocols: decode, call the verb, encode.
 
-use std::any::Any;
 use std::future::{Future, ready};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -9,9 +8,10 @@ use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use protobuf::{Message, MessageField};
+use protobuf::MessageField;
 use tokio::sync::watch;
 
+use super::answer::{Answer, code_of, decode, encode, not_served, panicked};
 use super::code::{self, Code, Status};
 use super::verbs::Verbs;
 use super::{convert, inspect};
@@ -38,14 +38,6 @@ const SANDBOX_METHODS: &[&str] = &[
     "ShutdownSandbox",
     "SandboxMetrics",
 ];
-
-/// The largest message that is read, bytes: gRPC's usual limit and the ttrpc protocol's own.
-pub(super) const MAX_MESSAGE: usize = 4 << 20;
-/// The largest answer, bytes: one that every client reads, ttrpc's wrapping included.
-const MAX_ANSWER: usize = MAX_MESSAGE - (64 << 10);
-
-/// A call's answer as bytes.
-pub(super) type Answer = Result<Vec<u8>, Status>;
 
 /// A call as its skin understood it.
 #[derive(Debug)]
@@ -367,54 +359,4 @@ async fn expired(deadline: Option<Duration>) {
         Some(deadline) => Box::pin(tokio::time::sleep(deadline)).await,
         None => std::future::pending().await,
     }
-}
-
-pub(super) fn not_served(service: &str, method: &str) -> Status {
-    Status::new(Code::UNIMPLEMENTED, format!("/{service}/{method} is not served here"))
-}
-
-pub(super) fn decode<M: Message>(bytes: &[u8]) -> Result<M, Status> {
-    M::parse_from_bytes(bytes).map_err(|e| Status::new(Code::INVALID_ARGUMENT, format!("malformed {}: {e}", M::NAME)))
-}
-
-/// Turns a verb's result into bytes, and logs why it failed.
-pub(super) fn encode<M: Message>(method: &str, result: Result<M, Error>) -> Answer {
-    match result {
-        Ok(message) => match message.write_to_bytes() {
-            Ok(bytes) if bytes.len() > MAX_ANSWER => Err(Status::new(
-                Code::RESOURCE_EXHAUSTED,
-                format!("the answer to {method} has {} bytes, at most {MAX_ANSWER} fit", bytes.len()),
-            )),
-            encoded => encoded.map_err(|e| Status::new(Code::INTERNAL, format!("encode the answer to {method}: {e}"))),
-        },
-        Err(error) => {
-            let status = Status::from(&error);
-            // A caller's mistake is the caller's to report; what this node could not do is ours. Metrics are asked for every second, of pods
-            // without any too.
-            let level = match status.code {
-                _ if method == "Metrics" => log::Level::Debug,
-                Code::INTERNAL | Code::RESOURCE_EXHAUSTED | Code::DEADLINE_EXCEEDED => log::Level::Warn,
-                _ => log::Level::Debug,
-            };
-            log::log!(level, sandbox = code::sandbox(&error), call = method; "{method} failed: {error}");
-            Err(status)
-        }
-    }
-}
-
-/// The name of an answer's code, for counters.
-fn code_of(answer: &Answer) -> &'static str {
-    answer.as_ref().err().map_or("OK", |status| code::name(status.code))
-}
-
-/// What the caller of a handler that panicked is told.
-fn panicked(method: &str, panic: &(dyn Any + Send)) -> Status {
-    let reason = panic_text(panic);
-    log::error!(call = method; "the handler of {method} panicked: {reason}");
-    Status::new(Code::INTERNAL, format!("internal fault in {method}: {reason}"))
-}
-
-fn panic_text(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }

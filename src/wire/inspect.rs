@@ -2,8 +2,8 @@
 
 use protobuf::MessageField;
 
+use super::answer::{Answer, decode, encode, not_served};
 use super::convert;
-use super::handler::{Answer, decode, encode, not_served};
 use super::verbs::Verbs;
 use crate::podsandbox::{Overview, Usage};
 use crate::protos::inspect as i;

@@ -21,6 +21,7 @@ use crate::error::Step;
 use crate::telemetry::Telemetry;
 
 mod accept;
+mod answer;
 mod code;
 mod convert;
 mod grpc;

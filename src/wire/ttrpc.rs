@@ -14,8 +14,9 @@ use tokio::task::JoinSet;
 use ttrpc::proto::{GenMessage, GenMessageError, MESSAGE_TYPE_REQUEST, MessageHeader, Request, Response};
 
 use super::MAX_CALLS;
+use super::answer::{Answer, MAX_MESSAGE};
 use super::code::{Code, Status};
-use super::handler::{self, Answer, Handler, MAX_MESSAGE};
+use super::handler::{self, Handler};
 use super::verbs::Verbs;
 use crate::trace::{TRACEPARENT, TraceId};
 

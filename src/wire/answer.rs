@@ -1,0 +1,67 @@
+//! The answer to a call: its bytes or why there are none, the same for both protocols.
+
+use std::any::Any;
+
+use protobuf::Message;
+
+use super::code::{self, Code, Status};
+use crate::podsandbox::Error;
+
+/// The largest message that is read, bytes: gRPC's usual limit and the ttrpc protocol's own.
+pub(super) const MAX_MESSAGE: usize = 4 << 20;
+
+/// The largest answer, bytes: one that every client reads, ttrpc's wrapping included.
+const MAX_ANSWER: usize = MAX_MESSAGE - (64 << 10);
+
+/// A call's answer as bytes.
+pub(super) type Answer = Result<Vec<u8>, Status>;
+
+pub(super) fn not_served(service: &str, method: &str) -> Status {
+    Status::new(Code::UNIMPLEMENTED, format!("/{service}/{method} is not served here"))
+}
+
+pub(super) fn decode<M: Message>(bytes: &[u8]) -> Result<M, Status> {
+    M::parse_from_bytes(bytes).map_err(|e| Status::new(Code::INVALID_ARGUMENT, format!("malformed {}: {e}", M::NAME)))
+}
+
+/// Turns a verb's result into bytes, and logs why it failed.
+pub(super) fn encode<M: Message>(method: &str, result: Result<M, Error>) -> Answer {
+    match result {
+        Ok(message) => match message.write_to_bytes() {
+            Ok(bytes) if bytes.len() > MAX_ANSWER => Err(Status::new(
+                Code::RESOURCE_EXHAUSTED,
+                format!("the answer to {method} has {} bytes, at most {MAX_ANSWER} fit", bytes.len()),
+            )),
+            encoded => encoded.map_err(|e| Status::new(Code::INTERNAL, format!("encode the answer to {method}: {e}"))),
+        },
+        Err(error) => {
+            let status = Status::from(&error);
+            // A caller's mistake is the caller's to report; what this node could not do is ours. Metrics are asked for every second, of pods
+            // without any too.
+            let level = match status.code {
+                _ if method == "Metrics" => log::Level::Debug,
+                Code::INTERNAL | Code::RESOURCE_EXHAUSTED | Code::DEADLINE_EXCEEDED => log::Level::Warn,
+                _ => log::Level::Debug,
+            };
+            log::log!(level, sandbox = code::sandbox(&error), call = method; "{method} failed: {error}");
+            Err(status)
+        }
+    }
+}
+
+/// The name of an answer's code, for counters.
+pub(super) fn code_of(answer: &Answer) -> &'static str {
+    answer.as_ref().err().map_or("OK", |status| code::name(status.code))
+}
+
+/// What the caller of a handler that panicked is told.
+pub(super) fn panicked(method: &str, panic: &(dyn Any + Send)) -> Status {
+    let reason = panic_text(panic);
+    log::error!(call = method; "the handler of {method} panicked: {reason}");
+    Status::new(Code::INTERNAL, format!("internal fault in {method}: {reason}"))
+}
+
+fn panic_text(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
+}
