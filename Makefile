@@ -49,8 +49,10 @@ check: fmt lint doc deny ## format, lints, documentation, dependencies
 fmt:
 	$(CARGO) fmt --all --check
 
+# Those that run on another node are no targets by themselves.
 lint:
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+	$(CARGO) clippy --locked --test deb --test systemd --test selinux -- -D warnings
 
 doc:
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace --no-deps --document-private-items

@@ -20,7 +20,7 @@ fn plan() -> Plan {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     Plan {
-        id: format!("{}-{number}", std::process::id()),
+        id: format!("{}-{number}", std::process::id()).into(),
         netns: None,
         pid: Namespace::Private,
         ipc: Namespace::Private,

@@ -53,14 +53,12 @@ fn controller() -> Controller {
 fn config(cgroup_parent: &str) -> PodSandboxConfig {
     let options = NamespaceOption { network: NamespaceMode::NODE.into(), ..Default::default() };
     let security = LinuxSandboxSecurityContext { namespace_options: Some(options).into(), ..Default::default() };
-    let mut config = PodSandboxConfig::default();
-    config.linux = Some(LinuxPodSandboxConfig {
+    let linux = LinuxPodSandboxConfig {
         cgroup_parent: cgroup_parent.to_owned(),
         security_context: Some(security).into(),
         ..Default::default()
-    })
-    .into();
-    config
+    };
+    PodSandboxConfig { linux: Some(linux).into(), ..Default::default() }
 }
 
 fn block_on<T>(future: impl Future<Output = T>) -> T {
