@@ -86,6 +86,17 @@ impl<T, E: Into<io::Error>> IoContext<T> for Result<T, E> {
     }
 }
 
+/// A removal of what is gone already is success.
+///
+/// # Errors
+/// Any other error of the removal.
+pub fn gone(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -14,8 +14,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use serde::{Deserialize, Serialize};
 
-use super::roots::{Roots, gone};
-use crate::error::{IoContext as _, Step};
+use super::roots::Roots;
+use crate::error::{IoContext as _, Step, gone};
 use crate::text::Text;
 
 /// Size and mode of a pod's /dev/shm, as containerd's built-in controller makes it (`defaultShmSize`).

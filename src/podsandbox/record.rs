@@ -15,10 +15,10 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 
 use super::files::Files;
-use super::roots::{Roots, gone};
+use super::roots::Roots;
 use super::selinux::Labels;
 use super::{Payload, SandboxInfo};
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, Step, gone};
 use crate::pause::{Exit, Identity, Plan};
 use crate::shim;
 use crate::text::Text;

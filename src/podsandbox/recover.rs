@@ -51,9 +51,9 @@ where
     F: Fn(&str) + Clone + Send + Sync + 'static,
 {
     let sandboxes = environment.sandboxes();
-    fs::DirBuilder::new().recursive(true).mode(0o700).create(&sandboxes).step_at("make directory", &sandboxes)?;
-    keep_private(&sandboxes)?;
-    let ids = ids(&sandboxes)?;
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(sandboxes).step_at("make directory", sandboxes)?;
+    keep_private(sandboxes)?;
+    let ids = ids(sandboxes)?;
     end_strays(environment).await;
     let all = stream::iter(ids).map(|id| {
         let (environment, on_gone) = (environment.clone(), on_gone.clone());
@@ -140,8 +140,8 @@ fn keep_private(sandboxes: &Path) -> Result<(), Step> {
 /// Takes back what [`recover`] mounted, when no sandbox is left; with sandboxes it stays for the next daemon.
 pub fn let_go(environment: &Environment) {
     let sandboxes = environment.sandboxes();
-    if ids(&sandboxes).is_ok_and(|ids| ids.is_empty())
-        && let Err(e) = umount2(&sandboxes, MntFlags::UMOUNT_NOFOLLOW)
+    if ids(sandboxes).is_ok_and(|ids| ids.is_empty())
+        && let Err(e) = umount2(sandboxes, MntFlags::UMOUNT_NOFOLLOW)
     {
         log::warn!("unmount {}: {e}", sandboxes.display());
     }

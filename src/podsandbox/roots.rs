@@ -1,6 +1,5 @@
 //! Where the sandboxes are: their records, and their files as CRI looks for them.
 
-use std::io;
 use std::path::PathBuf;
 
 use crate::config::Config;
@@ -9,7 +8,7 @@ use crate::config::Config;
 const CRI_SANDBOXES: &str = "io.containerd.grpc.v1.cri/sandboxes";
 
 /// Directory of all records in the daemon's own.
-pub const SANDBOXES: &str = "sandboxes";
+const SANDBOXES: &str = "sandboxes";
 
 /// Where the files of all sandboxes are: directories of which each has one of its own, named by its id.
 #[derive(Debug)]
@@ -35,13 +34,5 @@ impl Roots {
     /// A sandbox's own directory.
     pub fn of(&self, id: &str) -> PathBuf {
         self.records.join(id)
-    }
-}
-
-/// "Already gone" is success.
-pub fn gone(result: io::Result<()>) -> io::Result<()> {
-    match result {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other,
     }
 }

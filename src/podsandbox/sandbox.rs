@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt as _;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use super::checked::check;
 use super::files::Places;
 use super::owner::{Entry, Handle, Message, Owner, Published, abandoned_at};
 use super::record::{Blob, Record, Store};
-use super::roots::{Roots, SANDBOXES};
+use super::roots::Roots;
 use super::selinux::{Level, Selinux};
 use super::state::{Phase, Verb};
 use super::work::{Own, Work};
@@ -71,8 +71,8 @@ pub struct Environment {
 
 impl Environment {
     /// Directory of all records.
-    pub fn sandboxes(&self) -> PathBuf {
-        self.config.state_dir.join(SANDBOXES)
+    pub fn sandboxes(&self) -> &Path {
+        &self.roots.records
     }
 
     /// Settings and native driver with the endpoints that go with them. `open_files` is the soft limit that shims get.
@@ -80,18 +80,18 @@ impl Environment {
     /// # Errors
     /// The boot id cannot be read.
     pub fn new(config: Config, native: Arc<dyn Driver>, open_files: Option<u64>) -> Result<Self, Step> {
+        let roots = Arc::new(Roots::new(&config));
         let settings = shim::Settings {
             containerd_address: config.containerd_address.clone(),
             containerd_namespace: config.containerd_namespace.clone(),
             containerd_state: config.containerd_state.clone(),
             state_dir: config.state_dir.clone(),
-            sandboxes: config.state_dir.join(SANDBOXES),
+            sandboxes: roots.records.clone(),
             on_demand_address: format!("ttrpc+unix://{}", config.ttrpc_socket().display()),
             binaries: config.shims.0.clone(),
         };
         let shims = Arc::new(shim::Shims::new(settings, open_files)?);
         let shim_driver = Arc::new(ShimDriver::new(shims.clone()));
-        let roots = Arc::new(Roots::new(&config));
         let config = Arc::new(config);
         Ok(Self { config, native, shim_driver, shims, roots, selinux: Selinux::default(), telemetry: Arc::default() })
     }
@@ -103,6 +103,7 @@ impl Environment {
             driver: if record.driver == shim::driver::NAME { &self.shim_driver } else { &self.native }.clone(),
             places: Places::new(&self.roots, &record.id),
             shim: self.shims.endpoint(record.shim, &record.id, &runtime),
+            // The id of the record, which all that is here shares, not its equal in the plan.
             site: Site { id: record.id.clone(), ..record.plan.site() },
             own: Own::of(&record.plan),
             shm: record.files.shm,

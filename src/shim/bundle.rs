@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::bootstrap::Bootstrap;
 use super::fifo;
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, Step, gone};
 use crate::pause::Identity;
 
 /// What a file has at the end of its name until it is complete.
@@ -189,14 +189,6 @@ impl Bundle {
         let (path, new) = (self.dir.join(name), self.dir.join(format!("{name}{NEW}")));
         fs::write(&new, content).step_at("write file", &new)?;
         fs::rename(&new, &path).step_at("replace file", path)
-    }
-}
-
-/// "Already gone" is success.
-pub fn gone(result: io::Result<()>) -> io::Result<()> {
-    match result {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other,
     }
 }
 

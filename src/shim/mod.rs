@@ -30,12 +30,11 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, Step, gone};
 use crate::pause::Plan;
 use crate::pause::launch::Launcher;
 use crate::text::Text;
 
-use bundle::gone;
 use group::Group;
 use on_demand::OnDemand;
 use owned::Owned;

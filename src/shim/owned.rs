@@ -25,10 +25,10 @@ use std::task::{Wake, Waker};
 use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
-use super::bundle::{NEW, Recorded, gone};
+use super::bundle::{NEW, Recorded};
 use super::group::{AGAIN, Found, Group, WITHIN};
 use super::{Pod, command, fifo, placement, task};
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, Step, gone};
 use crate::pause::launch::Launch;
 use crate::pause::{Exit, Pause, Watched};
 

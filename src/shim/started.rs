@@ -12,12 +12,12 @@ use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::bootstrap::{self, Bootstrap};
-use super::bundle::{Bundle, Recorded, gone};
+use super::bundle::{Bundle, Recorded};
 use super::group::{AGAIN, Found, Group, WITHIN};
 use super::root::Root;
 use super::task::{Failure, Tasks};
 use super::{Pod, Settings, command, fifo, on_demand};
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, Step, gone};
 use crate::pause::{Exit, Pause, Plan};
 
 /// An endpoint whose shim is started by its `start`.
