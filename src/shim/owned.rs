@@ -286,11 +286,12 @@ impl Owned {
         if now.ended {
             return Next::Nothing;
         }
-        if now.unsure {
-            return Next::Recover;
-        }
+        // Known whatever becomes of the shim.
         if std::mem::take(&mut now.bereaved) {
             return Next::Bereaved;
+        }
+        if now.unsure {
+            return Next::Recover;
         }
         if let Some(exit) = now.missed.take() {
             return Next::Missed(exit);

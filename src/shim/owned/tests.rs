@@ -129,3 +129,15 @@ async fn a_call_ends_the_rest() {
     }
     ended(&owned).await.unwrap();
 }
+
+#[tokio::test]
+async fn a_pod_that_lost_its_shim_hears_of_it_though_no_more_can_be_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_shims, owned) = endpoint(dir.path());
+    owned.group.bundle().make("pod", true).unwrap();
+    owned.group.bundle().record_death("on order").unwrap();
+    fs::create_dir(dir.path().join("pod/shim/shim.json")).unwrap();
+    owned.recover();
+    assert!(matches!(next(&owned), Next::Bereaved));
+    assert!(matches!(next(&owned), Next::Recover));
+}
