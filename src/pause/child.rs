@@ -260,21 +260,11 @@ fn become_pause(work: &Work<'_>) -> Result<(), Errno> {
     report.enter(At::CloseDescriptors);
     // At the exec and not before: the lock of the state directory is among them, and until the exec nobody would know this process
     // for a pause. So whoever has the lock next finds it.
-    close_at_execute(descriptor(work.image))?;
+    sys::close_at_execute(0, Some(work.image))?;
     report.enter(At::Filter);
     sys::install_filter(&seccomp::FILTER)?;
     report.enter(At::Execute);
     Err(sys::execute(work.image, [c"/pause", &work.id], work.mark))
-}
-
-/// Makes the exec close all descriptors. Linux before 5.11 cannot and closes all but `program`, which is above 0, at once.
-fn close_at_execute(program: c_uint) -> Result<(), Errno> {
-    match sys::close_range(0, c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) {
-        Err(Errno(libc::EINVAL)) => {}
-        done => return done,
-    }
-    sys::close_range(0, program.saturating_sub(1), 0)?;
-    sys::close_range(program + 1, c_uint::MAX, 0)
 }
 
 /// A descriptor's number, as close_range(2) takes it.

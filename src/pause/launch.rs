@@ -7,6 +7,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU32, Ordering::Relaxed};
 use std::task::Waker;
@@ -164,6 +165,14 @@ impl Launcher {
     }
 }
 
+/// Gives the program of a command the soft limit of open files that the daemon was started with, where it has raised its own:
+/// containers inherit it from whatever starts them.
+pub fn limit_open_files(command: &mut Command, soft: Option<u64>) {
+    if let Some(soft) = soft {
+        sys::limit_open_files_of(command, soft);
+    }
+}
+
 /// All processes of the node, as far as this one sees them.
 ///
 /// # Errors
@@ -215,7 +224,7 @@ fn become_program(work: &Work<'_>) -> Result<(), Errno> {
     sys::duplicate_to(work.socket, SOCKET)?;
     // Not closed before: until the exec the daemon's lock of its directory is held here too, so that the next daemon finds
     // an executed process or none.
-    sys::close_on_exec_from(4)?;
+    sys::close_at_execute(4, None)?;
     work.step.store(2, Relaxed);
     sys::change_directory(work.directory)?;
     work.step.store(3, Relaxed);
@@ -230,6 +239,7 @@ fn become_program(work: &Work<'_>) -> Result<(), Errno> {
 mod tests {
     use std::os::unix::net::UnixListener;
 
+    use super::super::seccomp;
     use super::*;
 
     fn arguments(script: &str) -> Vec<OsString> {
@@ -276,6 +286,42 @@ mod tests {
         assert_eq!(ignored & (1 << (libc::SIGPIPE - 1)), 0, "{ignored:x}");
         let limit = out.lines().find(|line| line.starts_with("Max open files")).unwrap();
         assert_eq!(limit.split_whitespace().nth(3), Some("77"), "{limit}");
+    }
+
+    #[tokio::test]
+    async fn has_nothing_else_of_the_daemon_where_the_kernel_cannot_close_at_the_exec() {
+        for errno in [libc::EINVAL, libc::ENOSYS] {
+            let directory = tempfile::tempdir().unwrap();
+            let path = directory.path().to_owned();
+            // As every descriptor of a parent that does not mark its own.
+            let inherited = std::fs::File::open("/etc/passwd").unwrap();
+            nix::fcntl::fcntl(&inherited, nix::fcntl::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
+            // The filter is the thread's and its children's.
+            let launched = std::thread::spawn(move || {
+                seccomp::without_close_at_execute(errno);
+                let script = "ls -l /proc/$$/fd >out; exit 3";
+                launch(&Launcher::new(None).unwrap(), &path, "/bin/sh", &arguments(script))
+            });
+            let process = launched.join().unwrap().unwrap();
+            assert_eq!(process.exited().await.status, 3);
+            let out = std::fs::read_to_string(directory.path().join("out")).unwrap();
+            assert!(out.contains("socket:") && !out.contains("passwd"), "{out}");
+        }
+    }
+
+    #[test]
+    fn a_command_has_the_limit_of_open_files_that_it_is_given() {
+        let limit = |soft| {
+            let mut command = Command::new("/bin/sh");
+            limit_open_files(command.args(["-c", "ulimit -Sn; ulimit -Hn"]), soft);
+            String::from_utf8(command.output().unwrap().stdout).unwrap()
+        };
+        let own = limit(None);
+        let hard = own.lines().nth(1).unwrap();
+        assert_eq!(limit(Some(77)), format!("77\n{hard}\n"));
+        if hard != "unlimited" {
+            assert_eq!(limit(Some(u64::MAX)), format!("{hard}\n{hard}\n"));
+        }
     }
 
     #[tokio::test]

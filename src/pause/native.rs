@@ -351,6 +351,13 @@ mod tests {
         }
     }
 
+    /// The kernel lets the parent go on a moment before execve(2) is finished.
+    fn await_program(process: &str) {
+        while fs::read(format!("{process}/cmdline")).unwrap().is_empty() {
+            std::thread::yield_now();
+        }
+    }
+
     #[test]
     fn is_born_in_its_cgroup_of_version_2() {
         let directory = tempfile::tempdir().unwrap();
@@ -386,15 +393,26 @@ mod tests {
         let driver = Native::with(Cgroups::find().unwrap(), image::unlinked().unwrap()).unwrap();
         let pause = driver.start(&plan("file", "")).unwrap();
         let process = format!("/proc/{}", pause.identity().pid);
-        // The kernel lets the parent go on a moment before execve(2) is finished.
-        while fs::read(format!("{process}/cmdline")).unwrap().is_empty() {
-            std::thread::yield_now();
-        }
+        await_program(&process);
         let status = fs::read_to_string(format!("{process}/status")).unwrap();
         assert!(status.contains("CapPrm:\t0000000000000000\n") && status.contains("Seccomp:\t2\n"), "{status}");
         assert_eq!(fs::read_dir(format!("{process}/fd")).unwrap().count(), 0);
         let exe = fs::read_link(format!("{process}/exe")).unwrap();
         assert!(exe.ends_with("pause"), "{exe:?}");
+        pause.kill().unwrap();
+    }
+
+    #[test]
+    fn starts_where_the_kernel_cannot_close_at_the_exec() {
+        let started = std::thread::spawn(|| {
+            super::super::seccomp::without_close_at_execute(libc::EINVAL);
+            let driver = Native::with(Cgroups::find().unwrap(), image::open().unwrap()).unwrap();
+            driver.start(&plan("old", "")).unwrap()
+        });
+        let pause = started.join().unwrap();
+        let process = format!("/proc/{}", pause.identity().pid);
+        await_program(&process);
+        assert_eq!(fs::read_dir(format!("{process}/fd")).unwrap().count(), 0);
         pause.kill().unwrap();
     }
 

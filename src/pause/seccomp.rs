@@ -78,6 +78,21 @@ const fn filter() -> [sock_filter; LENGTH] {
     program
 }
 
+/// Has this thread and its children answered `errno` where they ask for descriptors to be closed at the exec, as by Linux before 5.11.
+#[cfg(test)]
+pub(super) fn without_close_at_execute(errno: i32) {
+    const ARGUMENT_2: u32 = ARGUMENT_0 + 2 * 8;
+    let filter = [
+        load(NUMBER),
+        equal(1, libc::SYS_close_range as u32, 2, 4),
+        load(ARGUMENT_2),
+        equal(3, libc::CLOSE_RANGE_CLOEXEC, 5, 4),
+        answer(ALLOW),
+        answer(libc::SECCOMP_RET_ERRNO | errno.unsigned_abs()),
+    ];
+    super::sys::no_new_privs().and_then(|()| super::sys::install_filter(&filter)).unwrap();
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsFd;

@@ -26,8 +26,8 @@ mod program;
 pub(super) use memory::limit_arenas;
 pub(super) use mount::{attach_mount, detach_here, enter_directory, make_mounts_private, new_tmpfs, pivot_here};
 pub(super) use program::{
-    Pointers, change_directory, close_on_exec_from, default_signals, duplicate_to, execute_path, limit_open_files,
-    pointers,
+    Pointers, change_directory, close_at_execute, default_signals, duplicate_to, execute_path, limit_open_files,
+    limit_open_files_of, pointers,
 };
 
 /// A system call's error number (errno(3)).
@@ -545,7 +545,7 @@ pub(super) fn unshare_descriptors(highest: c_uint) -> Result<()> {
 }
 
 /// close_range(2) by a child; `flags` are `CLOSE_RANGE_…`.
-pub(super) fn close_range(first: c_uint, last: c_uint, flags: c_uint) -> Result<()> {
+fn close_range(first: c_uint, last: c_uint, flags: c_uint) -> Result<()> {
     // SAFETY: the table is the child's own, or becomes it: no owner loses a descriptor.
     unsafe { syscall(libc::SYS_close_range, [first as usize, last as usize, flags as usize, 0, 0, 0]) }.map(drop)
 }

@@ -4,9 +4,11 @@ use std::ffi::{CStr, CString, c_uint};
 use std::marker::PhantomData;
 use std::mem::size_of;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::os::unix::process::CommandExt as _;
+use std::process::Command;
 use std::ptr;
 
-use super::{Errno, Result, arg, sigmask, syscall};
+use super::{Errno, Result, arg, close_range, sigmask, syscall};
 
 /// execve(2) of the program at `path`. `arguments` and `environment` end in a null pointer; see [`pointers`].
 pub(in crate::pause) fn execute_path(path: &CStr, arguments: &Pointers<'_>, environment: &Pointers<'_>) -> Errno {
@@ -37,11 +39,21 @@ pub(in crate::pause) fn duplicate_to(file: BorrowedFd<'_>, number: RawFd) -> Res
     unsafe { syscall(libc::SYS_dup3, [arg(file), number as usize, 0, 0, 0, 0]) }.map(drop)
 }
 
-/// close_range(2) CLOSE_RANGE_CLOEXEC: descriptors from `first` on close at the exec, not before.
-pub(in crate::pause) fn close_on_exec_from(first: c_uint) -> Result<()> {
-    let (last, flags) = (c_uint::MAX as usize, libc::CLOSE_RANGE_CLOEXEC as usize);
-    // SAFETY: no descriptor is closed before the exec, after which nobody owns any.
-    unsafe { syscall(libc::SYS_close_range, [first as usize, last, flags, 0, 0, 0]) }.map(drop)
+/// Makes the exec close all descriptors from `first` on: until then nothing of the daemon's is let go. Linux before 5.11 cannot
+/// (close_range(2) CLOSE_RANGE_CLOEXEC); there all but `kept`, which the exec itself needs, are closed at once. For a child with a
+/// table of its own.
+pub(in crate::pause) fn close_at_execute(first: c_uint, kept: Option<BorrowedFd<'_>>) -> Result<()> {
+    match close_range(first, c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) {
+        Err(Errno(libc::EINVAL | libc::ENOSYS)) => {}
+        done => return done,
+    }
+    let kept = kept.map(|kept| kept.as_raw_fd().unsigned_abs()).filter(|kept| *kept >= first);
+    if let Some(kept) = kept
+        && kept > first
+    {
+        close_range(first, kept - 1, 0)?;
+    }
+    close_range(kept.map_or(first, |kept| kept + 1), c_uint::MAX, 0)
 }
 
 /// chdir(2).
@@ -70,4 +82,10 @@ pub(in crate::pause) fn limit_open_files(soft: u64) -> Result<()> {
     limit[0] = soft.min(limit[1]);
     // SAFETY: as above.
     unsafe { syscall(libc::SYS_prlimit64, [0, resource, limit.as_ptr() as usize, 0, 0, 0]) }.map(drop)
+}
+
+/// Has the child of a command limit its open files as [`limit_open_files`] does, before it executes the program.
+pub(in crate::pause) fn limit_open_files_of(command: &mut Command, soft: u64) {
+    // SAFETY: after the fork the closure makes two system calls on its own stack; it neither allocates nor locks.
+    unsafe { command.pre_exec(move || limit_open_files(soft).map_err(Into::into)) };
 }
