@@ -28,7 +28,7 @@ use Hold::{AtLeast, AtMost};
 const BOUNDS: [Bound; 16] = [
     Bound {
         key: "start_builtin_over_ours",
-        what: "controller Start through containerd, real netns, no CNI; part of ours is done behind Create's answer",
+        what: "controller Start through containerd, real netns, no CNI",
         hold: AtLeast(50.0),
         held_back_by: "containerd's own share of the call, which is the floor's",
     },
@@ -40,7 +40,7 @@ const BOUNDS: [Bound; 16] = [
     },
     Bound {
         key: "start_ours_over_kernel",
-        what: "the daemon's own time for Start right after Create, against the kernel's steps",
+        what: "the daemon's own time for Start, against the kernel's steps",
         hold: AtMost(1.5),
         held_back_by: "what a Start makes beyond those steps: a second mount that outlives containerd's restart, the shim's socket, the \
             process's identity, and two handovers between threads",
@@ -56,8 +56,7 @@ const BOUNDS: [Bound; 16] = [
         key: "run_hostnet_builtin_over_ours",
         what: "RunPodSandbox, host network",
         hold: AtLeast(15.0),
-        held_back_by: "CRI's own work, run_hostnet_floor_ms, is two thirds of ours, and the kernel's steps, kernel_start_us, most of the rest; done \
-            already: files, spec and pause are made ahead of Start",
+        held_back_by: "CRI's own work, run_hostnet_floor_ms, is two thirds of ours, and the kernel's steps, kernel_start_us, most of the rest",
     },
     Bound {
         key: "run_cni_ours_over_floor",

@@ -23,7 +23,7 @@ use crate::text::Text;
 pub struct Controller {
     environment: Arc<Environment>,
     sandboxes: Arc<Register>,
-    stopping: Arc<AtomicBool>,
+    stopping: AtomicBool,
 }
 
 /// What an id stands for.
@@ -89,7 +89,7 @@ impl Controller {
                 slots.insert(id, slot);
             }
         }
-        Ok(Arc::new(Self { environment, sandboxes, stopping: Arc::default() }))
+        Ok(Arc::new(Self { environment, sandboxes, stopping: AtomicBool::new(false) }))
     }
 
     /// Checks the request and records the sandbox. Runs to its end when the future is dropped.
@@ -106,7 +106,7 @@ impl Controller {
             }
             slots.insert(id.clone(), Slot::Reserved);
         }
-        let (environment, stopping) = (self.environment.clone(), self.stopping.clone());
+        let environment = self.environment.clone();
         let reserved = Reserved { register: self.sandboxes.clone(), id: id.clone() };
         let (reply, created) = oneshot::channel();
         // A task of its own: the reservation must end however the caller does.
@@ -114,17 +114,11 @@ impl Controller {
             let register = reserved.register.clone();
             let free = register.clone();
             let created = Sandbox::create(environment, &request, move |id| free.free(id)).map(Arc::new);
-            let sandbox = created.as_ref().ok().cloned();
-            if let Some(sandbox) = &sandbox {
+            if let Ok(sandbox) = &created {
                 register.turn().insert(request.id, Slot::Live(sandbox.clone()));
             }
             drop(reserved);
             let _ = reply.send(created.map(drop));
-            // Behind the answer, on this thread: another one would be woken before it and take the answer's processor. A daemon that
-            // stops finds the sandbox among the live ones, or is seen here.
-            if let Some(sandbox) = sandbox.filter(|_| !stopping.load(Ordering::Acquire)) {
-                sandbox.go_ahead();
-            }
         });
         match created.await {
             Ok(result) => result,
@@ -270,12 +264,6 @@ impl Controller {
     pub async fn drain(&self) {
         self.stopping.store(true, Ordering::Release);
         let live: Vec<Arc<Sandbox>> = self.live();
-        // First, as the rest may take longer than there is time, and no later daemon may come to do it.
-        let ahead = live.clone();
-        let taken_back = tokio::task::spawn_blocking(move || ahead.iter().for_each(|sandbox| sandbox.take_back()));
-        if let Err(panic) = taken_back.await {
-            log::error!("take back what was made ahead: {panic}");
-        }
         futures::future::join_all(live.iter().map(|sandbox| sandbox.at_rest())).await;
         recover::let_go(&self.environment);
     }

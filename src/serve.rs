@@ -61,7 +61,7 @@ pub(crate) fn serve(config: Config, file: Option<PathBuf>, flags: Vec<(String, S
         .step("make the runtime")?;
     let result =
         runtime.block_on(run(&config, open_files, || Config::load(file.as_deref(), &flags).map_err(|e| e.to_string())));
-    // What still blocks is the retry of a cleanup, or what is made ahead of a Start: the next daemon takes up the one and takes back the other.
+    // What still blocks is the retry of a cleanup: the next daemon takes it up.
     runtime.shutdown_timeout(Duration::from_secs(1));
     result
 }

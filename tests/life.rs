@@ -26,8 +26,6 @@ struct Orders {
     fail_cleanups: u32,
     panic_in_cleanup: bool,
     cannot_tell: bool,
-    /// Pauses may be made ahead of Start.
-    ahead: bool,
 }
 
 /// Makes pauses out of nothing. Lives longer than the controllers that use it, as the kernel does.
@@ -48,6 +46,14 @@ struct FakePause {
 }
 
 impl Fake {
+    /// Makes a pause; its process id.
+    fn make(&self, id: &str) -> u32 {
+        let pid = 1000 + self.next.fetch_add(1, Ordering::SeqCst);
+        self.pauses.lock().unwrap().insert(pid, watch::channel(None).0);
+        self.ids.lock().unwrap().insert(pid, id.to_owned());
+        pid
+    }
+
     fn pause(&self, pid: u32) -> Option<FakePause> {
         let end = self.pauses.lock().unwrap().get(&pid)?.clone();
         Some(FakePause { identity: identity(pid), end })
@@ -72,24 +78,14 @@ impl Driver for Fake {
         "fake"
     }
 
-    fn stands_alone(&self) -> bool {
-        true
-    }
-
-    fn may_go_ahead(&self, _site: &Site) -> bool {
-        self.orders.lock().unwrap().ahead
-    }
-
     fn start(&self, plan: &Plan) -> Result<Box<dyn Pause>, Step> {
         let orders = self.orders.lock().unwrap();
         std::thread::sleep(orders.start_takes);
         if orders.fail_start {
             return Err(Step::at("clone", "/on/order", std::io::Error::from_raw_os_error(libc::EAGAIN)));
         }
-        let pid = 1000 + self.next.fetch_add(1, Ordering::SeqCst);
-        self.pauses.lock().unwrap().insert(pid, watch::channel(None).0);
-        self.ids.lock().unwrap().insert(pid, plan.id.to_string());
-        Ok(Box::new(self.pause(pid).unwrap()))
+        drop(orders);
+        Ok(Box::new(self.pause(self.make(&plan.id)).unwrap()))
     }
 
     fn adopt(&self, _site: &Site, identity: &Identity) -> Adoption {
@@ -421,90 +417,28 @@ async fn a_start_that_was_cut_off_is_undone_by_recovery() {
     assert_eq!(node.leftovers(), Vec::<String>::new());
 }
 
-/// A node whose sandbox `a` is created and its pause made ahead.
-async fn gone_ahead() -> (Node, Arc<Controller>) {
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_an_older_daemon_made_ahead_is_removed_and_the_sandbox_can_be_started() {
     let node = Node::new();
-    node.fake.orders.lock().unwrap().ahead = true;
+    let killed = node.controller().await;
+    killed.create(request("a")).await.unwrap();
+    let record = node.dir.path().join("state/sandboxes/a");
+    // As it left them: its sign, the held shared memory, a file and a pause.
+    for dir in ["ahead", "shm"] {
+        std::fs::create_dir(record.join(dir)).unwrap();
+    }
+    let files = node.dir.path().join("root/io.containerd.grpc.v1.cri/sandboxes/a");
+    std::fs::create_dir_all(&files).unwrap();
+    std::fs::write(files.join("hostname"), "old").unwrap();
+    let made = node.fake.make("a");
     let controller = node.controller().await;
-    controller.create(request("a")).await.unwrap();
-    soon("the pause", async || (node.fake.alive() == 1).then_some(())).await;
-    let status = controller.status("a", false).await.unwrap();
-    assert_eq!((status.pid, status.state), (0, "SANDBOX_NOTREADY"), "nobody sees it before Start");
-    (node, controller)
-}
-
-/// What is left of the sandbox when it is shut down.
-async fn shut_down(node: &Node, controller: &Controller) {
+    assert!(!record.join("ahead").exists() && !record.join("shm").exists() && !files.exists());
+    assert!(node.fake.cleanups.load(Ordering::SeqCst) > 0, "its cgroup");
+    assert_eq!(node.fake.alive(), 0, "its pause");
+    assert_ne!(controller.start("a").await.unwrap().pid, made);
     controller.shutdown("a").await.unwrap();
     assert_eq!((node.leftovers(), node.fake.alive()), (Vec::new(), 0));
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_start_takes_what_was_made_ahead() {
-    let (node, controller) = gone_ahead().await;
-    assert_eq!(controller.start("a").await.unwrap().pid, 1000);
-    assert!(!node.dir.path().join("state/sandboxes/a/ahead").exists());
-    assert_eq!(node.fake.next.load(Ordering::SeqCst), 1);
-    shut_down(&node, &controller).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_was_made_ahead_goes_with_a_sandbox_that_is_not_started() {
-    let (node, controller) = gone_ahead().await;
-    shut_down(&node, &controller).await;
-}
-
-/// After five seconds.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_was_made_ahead_is_taken_back_where_no_start_comes() {
-    let (node, controller) = gone_ahead().await;
-    soon("the taking back", async || (node.fake.alive() == 0).then_some(())).await;
-    let shm = node.dir.path().join("state/sandboxes/a/shm");
-    soon("the removal of its files", async || (!shm.exists()).then_some(())).await;
-    assert_eq!(controller.start("a").await.unwrap().pid, 1001);
-    shut_down(&node, &controller).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_pause_made_ahead_that_was_killed_is_made_again() {
-    let (node, controller) = gone_ahead().await;
-    node.fake.end(1000, 137);
-    assert_eq!(controller.start("a").await.unwrap().pid, 1001);
-    assert_eq!(controller.status("a", false).await.unwrap().state, "SANDBOX_READY");
-    shut_down(&node, &controller).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_sandbox_with_a_pause_made_ahead_can_be_started_after_a_restart() {
-    let (node, killed) = gone_ahead().await;
-    let controller = node.controller().await;
-    assert_eq!(node.fake.alive(), 0, "the killed daemon's");
-    assert_eq!(controller.start("a").await.unwrap().pid, 1001);
-    shut_down(&node, &controller).await;
     drop(killed);
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_daemon_that_ends_takes_back_what_it_made_ahead() {
-    let (node, controller) = gone_ahead().await;
-    controller.drain().await;
-    assert_eq!(node.fake.alive(), 0);
-    let controller = node.controller().await;
-    assert_eq!(controller.start("a").await.unwrap().pid, 1001);
-    shut_down(&node, &controller).await;
-}
-
-/// Whoever fails ahead is heard at Start.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_failure_ahead_is_tried_again_by_start() {
-    let node = Node::new();
-    *node.fake.orders.lock().unwrap() = Orders { ahead: true, fail_start: true, ..Orders::default() };
-    let controller = node.controller().await;
-    controller.create(request("a")).await.unwrap();
-    soon("the undoing", async || (node.fake.cleanups.load(Ordering::SeqCst) > 0).then_some(())).await;
-    node.fake.orders.lock().unwrap().fail_start = false;
-    assert_eq!(controller.start("a").await.unwrap().pid, 1000);
-    shut_down(&node, &controller).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -191,19 +191,6 @@ impl Cgroups {
         mount.join(std::ffi::OsStr::from_bytes(cgroup.to_bytes()))
     }
 
-    /// Whether all that is above a pause's cgroup is there already: [`Cgroups::remove`] leaves parents alone, also those that were made
-    /// for it.
-    pub(super) fn has_parent(&self, placement: &Placement) -> bool {
-        match placement {
-            Placement::Inherit => true,
-            Placement::Scope(scope) => self.exists(&scope.parent()),
-            Placement::Directory(path) => {
-                let there = |parent: CString| self.hierarchies.iter().all(|h| open_directory(h, &parent).is_ok());
-                ancestors(path).pop().is_none_or(there)
-            }
-        }
-    }
-
     /// Makes the cgroup of a pause, in which it is born.
     ///
     /// # Errors

@@ -178,16 +178,6 @@ pub trait Driver: Send + Sync + fmt::Debug {
     /// The driver's name in config, record and metrics.
     fn name(&self) -> &'static str;
 
-    /// Whether [`Driver::start`] needs neither the pod's files nor its Task endpoint, which may then be made at the same time.
-    fn stands_alone(&self) -> bool {
-        false
-    }
-
-    /// Whether [`Driver::start`] may be done before anybody asks for it: the end of the pause and [`Driver::cleanup`] take all of it back. Blocks.
-    fn may_go_ahead(&self, _site: &Site) -> bool {
-        false
-    }
-
     /// Makes the cgroup and the process of a sandbox.
     ///
     /// # Errors

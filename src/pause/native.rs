@@ -166,14 +166,6 @@ impl Driver for Native {
         "native"
     }
 
-    fn stands_alone(&self) -> bool {
-        true
-    }
-
-    fn may_go_ahead(&self, site: &Site) -> bool {
-        cgroup::placement(&site.cgroup_parent, &site.id).is_ok_and(|placement| self.cgroups.has_parent(&placement))
-    }
-
     fn start(&self, plan: &Plan) -> Result<Box<dyn Pause>, Step> {
         self.common.sweep();
         let placement = cgroup::placement(&plan.cgroup_parent, &plan.id)?;

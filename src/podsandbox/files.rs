@@ -116,7 +116,7 @@ impl Places {
         [at("hostname"), at("hosts"), at("resolv.conf"), ("shm", self.shm())]
     }
 
-    /// The sign that what is here was made ahead of Start.
+    /// The sign of an older daemon that it made what is here ahead of Start.
     fn ahead(&self) -> PathBuf {
         self.roots.of(&self.id).join("ahead")
     }
@@ -126,27 +126,9 @@ impl Places {
         self.held_shm().exists()
     }
 
-    /// What is here was made ahead, and no Start has come.
+    /// What is here was made ahead by an older daemon, and no Start has come.
     pub fn is_ahead(&self) -> bool {
         self.ahead().exists()
-    }
-
-    /// [`Places::begin`] ahead of Start: leaves a sign of that as well.
-    ///
-    /// # Errors
-    /// The failed step.
-    pub fn begin_ahead(&self) -> Result<(), Step> {
-        make_dir(&self.ahead(), 0o700)?;
-        self.begin()
-    }
-
-    /// From now on this is a start like any other.
-    ///
-    /// # Errors
-    /// The failed step.
-    pub fn end_ahead(&self) -> Result<(), Step> {
-        let ahead = self.ahead();
-        gone(fs::remove_dir(&ahead)).step_at("remove directory", ahead)
     }
 
     /// Leaves a sign, first of all, that a start job has been here: recovery looks for it.
@@ -213,7 +195,7 @@ impl Places {
         for dir in [self.volatile(), self.root()] {
             errors.extend(gone(fs::remove_dir_all(&dir)).step_at("remove directory", dir).err());
         }
-        // The sign that it was ahead goes last: what is left would be taken for a start that was cut off.
+        // The sign that it was made ahead goes last: what is left would be taken for a start that was cut off.
         for dir in [self.held_shm(), self.ahead()] {
             errors.extend(gone(fs::remove_dir(&dir)).step_at("remove directory", dir).err());
         }

@@ -8,7 +8,6 @@ use bytes::Bytes;
 pub use crate::pause::Exit;
 use crate::text::Text;
 
-mod beside;
 mod board;
 mod checked;
 mod error;

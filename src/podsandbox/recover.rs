@@ -161,10 +161,21 @@ fn ids(sandboxes: &Path) -> Result<Vec<String>, Step> {
 
 /// What a record says.
 enum Found {
-    /// A sandbox, how far it came, and whether a Start has been there.
-    Record(Box<Record>, Stage, Arc<Work>, bool),
+    /// A sandbox, how far it came, and what a Start has left.
+    Record(Box<Record>, Stage, Arc<Work>, Begun),
     /// There was no record, and what else there was is removed.
     Nothing,
+}
+
+/// What a Start has left of which nothing is recorded.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Begun {
+    /// Nothing.
+    No,
+    /// It was cut off.
+    CutOff,
+    /// An older daemon did its work ahead of it, and it never came.
+    Ahead,
 }
 
 /// How a sandbox comes back, and when it is given up if it is never started.
@@ -182,14 +193,14 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
     };
     let (id, job) = (id.as_str(), work.clone());
     let mut abandoned = None;
-    if stage != Stage::Created || begun {
+    if stage != Stage::Created || begun == Begun::CutOff {
         let of = work.clone();
         if let Err(reason) = within(move || of.shim.recover()).await {
             log::error!(sandbox = id; "recovery: look for its shim: {reason}");
         }
     }
     let entry = match stage {
-        Stage::Created if begun => {
+        Stage::Created if begun == Begun::CutOff => {
             log::warn!(sandbox = id; "recovery: its start was cut off, it is removed");
             match within(move || job.remove()).await {
                 Ok(Ok(())) => return Ok(None),
@@ -199,8 +210,12 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
             Entry::CutOff
         }
         Stage::Created => {
-            if let Err(reason) = within(move || job.recover_created()).await {
-                log::error!(sandbox = id; "recovery: {reason}");
+            if begun == Begun::Ahead {
+                match within(move || job.clear()).await {
+                    Ok(Ok(())) => {}
+                    Ok(Err(steps)) => steps.iter().for_each(|step| log::error!(sandbox = id; "recovery: {step}")),
+                    Err(reason) => log::error!(sandbox = id; "recovery: {reason}"),
+                }
             }
             abandoned = Some(abandoned_at(record.created_at, environment.config.abandoned_after));
             Entry::Created
@@ -246,6 +261,10 @@ fn look(environment: &Environment, id: &str) -> Result<Found, String> {
     };
     let stage = store.stage().map_err(|e| e.to_string())?;
     let work = environment.work(&record, environment.selinux.hold(&record.labels));
-    let begun = work.places.begun() && !work.places.is_ahead();
+    let begun = match (work.places.is_ahead(), work.places.begun()) {
+        (true, _) => Begun::Ahead,
+        (false, true) => Begun::CutOff,
+        (false, false) => Begun::No,
+    };
     Ok(Found::Record(Box::new(record), stage, Arc::new(work), begun))
 }

@@ -34,9 +34,6 @@ use crate::trace::{self, Subject};
 /// go on without it.
 const END_WITHIN: Duration = Duration::from_secs(60);
 
-/// How long what was made ahead of a start waits for it: longer than containerd takes where it need not pull the pause image.
-const AHEAD_FOR: Duration = Duration::from_secs(5);
-
 /// How long after its start a sandbox is not looked at for files that containerd has deleted, which it does when it comes up: CRI asks
 /// twice for the status before it answers RunPodSandbox, and no containerd ends, comes up and asks in that time.
 const FRESH: Duration = Duration::from_millis(20);
@@ -116,7 +113,6 @@ impl Environment {
             spec: Mutex::default(),
             subject: Subject::new(record.id.clone(), overview::pod(record)),
             telemetry: self.telemetry.clone(),
-            ahead: Mutex::default(),
             store: Store::new(&self.roots, &record.id),
         }
     }
@@ -385,24 +381,6 @@ impl Sandbox {
             // An owner that ended drops the sender: that is rest as well.
             let _ = rest.await;
         }
-    }
-
-    /// Makes what Start will need while containerd takes Create's answer and looks for the pause image. If no Start comes, all is taken
-    /// back. Blocks.
-    pub fn go_ahead(&self) {
-        let forgotten = Arc::downgrade(&self.work);
-        tokio::spawn(async move {
-            tokio::time::sleep(AHEAD_FOR).await;
-            if let Some(work) = forgotten.upgrade() {
-                tokio::task::spawn_blocking(move || work.take_back());
-            }
-        });
-        self.work.go_ahead();
-    }
-
-    /// Takes back what was made ahead of a Start that has not come. Blocks.
-    pub fn take_back(&self) {
-        self.work.take_back();
     }
 
     /// A container of the pod is coming. Returns at once.

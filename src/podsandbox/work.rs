@@ -4,9 +4,6 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
-use futures::FutureExt as _;
-
-use super::beside::Beside;
 use super::files::Places;
 use super::record::{Record, Stage, Store};
 use super::selinux::Level;
@@ -53,8 +50,6 @@ pub struct Work {
     pub subject: Subject,
     /// Counts what happens.
     pub telemetry: Arc<Telemetry>,
-    /// What was made ahead of Start. Held while it is made or taken back.
-    pub ahead: Mutex<Ahead>,
 }
 
 /// Which namespaces a pod has for itself.
@@ -76,18 +71,6 @@ impl Own {
     }
 }
 
-/// What of a start was done ahead of it.
-#[derive(Debug, Default)]
-pub enum Ahead {
-    /// Nothing yet.
-    #[default]
-    Open,
-    /// Files and pause.
-    Made(Arc<dyn Pause>),
-    /// Nothing, and nothing will be.
-    Closed,
-}
-
 /// A start that failed.
 #[derive(Debug)]
 pub struct StartFailure {
@@ -98,82 +81,23 @@ pub struct StartFailure {
 }
 
 impl Work {
-    /// Makes files and pause ahead of Start, which containerd calls when it has taken Create's answer and looked for the pause image.
-    /// Nobody sees them before. What fails is undone, and Start tries again and says what is wrong.
-    pub fn go_ahead(self: &Arc<Self>) {
-        let mut ahead = self.ahead();
-        if !matches!(*ahead, Ahead::Open) || !self.shim.listens_only() || !self.driver.may_go_ahead(&self.site) {
-            return;
-        }
-        *ahead = match self.places.begin_ahead().and_then(|()| self.make()) {
-            Ok(pause) => Ahead::Made(pause),
-            Err(step) => {
-                log::debug!(sandbox = self.site.id.as_str(); "ahead of start: {step}");
-                self.clear();
-                Ahead::Closed
-            }
-        };
-    }
-
-    /// Takes back what was made ahead, where no Start has come: also an empty cgroup keeps its parent, the pod's, from being removed.
-    pub fn take_back(&self) {
-        let mut ahead = self.ahead();
-        if let Ahead::Made(pause) = std::mem::replace(&mut *ahead, Ahead::Closed) {
-            self.end(&*pause);
-            self.clear();
-        }
-    }
-
-    /// Makes files and pause, unless that was done ahead, and records them.
+    /// Makes files and pause and records them.
     ///
     /// # Errors
     /// The failed step. All is undone then, the record included.
-    pub fn start(self: &Arc<Self>) -> Result<Arc<dyn Pause>, StartFailure> {
+    pub fn start(&self) -> Result<Arc<dyn Pause>, StartFailure> {
         self.try_start().map_err(|step| StartFailure { step, left: self.remove().err().unwrap_or_default() })
     }
 
-    fn try_start(self: &Arc<Self>) -> Result<Arc<dyn Pause>, Step> {
-        let mut ahead = self.ahead();
-        let pause = match std::mem::replace(&mut *ahead, Ahead::Closed) {
-            Ahead::Made(pause) if pause.exited().now_or_never().is_none() => pause,
-            made => {
-                // Somebody has killed it.
-                if let Ahead::Made(_) = made {
-                    self.clear();
-                }
-                self.places.begin()?;
-                self.make()?
-            }
-        };
-        drop(ahead);
-        let stage = Stage::Started { identity: pause.identity().clone() };
-        if let Err(step) = self.places.end_ahead().and_then(|()| self.store.set_stage(&stage)) {
-            // A pause without a record would outlive everybody who knows of it.
-            self.end(&*pause);
-            return Err(step);
-        }
-        Ok(pause)
-    }
-
-    /// Makes files, Task endpoint, spec and pause. What is left of a failure is to be removed.
-    fn make(self: &Arc<Self>) -> Result<Arc<dyn Pause>, Step> {
+    fn try_start(&self) -> Result<Arc<dyn Pause>, Step> {
+        self.places.begin()?;
         let record = self.to_make()?;
-        let (work, of) = (Arc::clone(self), Arc::clone(&record));
-        let make = move || {
-            work.places.make(&of.files, &of.labels.mount)?;
-            work.shim.listen()?;
-            work.describe(&of)
-        };
-        let (started, made) = if self.driver.stands_alone() {
-            // On a disk the files take about as long as the pause.
-            let files = Beside::offer(make);
-            (self.driver.start(&record.plan), files.finish())
-        } else {
-            make()?;
-            (self.driver.start(&record.plan), Ok(()))
-        };
-        let pause: Arc<dyn Pause> = Arc::from(started?);
-        if let Err(step) = made {
+        self.places.make(&record.files, &record.labels.mount)?;
+        self.shim.listen()?;
+        self.describe(&record)?;
+        let pause: Arc<dyn Pause> = Arc::from(self.driver.start(&record.plan)?);
+        if let Err(step) = self.store.set_stage(&Stage::Started { identity: pause.identity().clone() }) {
+            // A pause without a record would outlive everybody who knows of it.
             self.end(&*pause);
             return Err(step);
         }
@@ -229,23 +153,14 @@ impl Work {
         }
     }
 
-    /// Removes what an earlier daemon has made ahead. A Start that comes meanwhile waits for it.
-    pub fn recover_created(&self) {
-        let _ahead = self.ahead();
-        self.clear();
-    }
-
-    /// Removes the cgroup and the files of a sandbox that stays created. Its endpoint stays. Called with `ahead` locked.
-    fn clear(&self) {
-        let cgroup = self.driver.cleanup(&self.site).err().unwrap_or_default();
-        let files = self.places.remove().err().unwrap_or_default();
-        for left in cgroup.iter().chain(&files) {
-            log::warn!(sandbox = self.site.id.as_str(); "undo what was made ahead: {left}");
-        }
-    }
-
-    fn ahead(&self) -> MutexGuard<'_, Ahead> {
-        self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Removes what an older daemon has made ahead of a Start that never came. The sandbox stays created.
+    ///
+    /// # Errors
+    /// Every step that failed; the removal of the sandbox does them again.
+    pub fn clear(&self) -> Result<(), Vec<Step>> {
+        let mut errors = self.driver.cleanup(&self.site).err().unwrap_or_default();
+        errors.extend(self.places.remove().err().unwrap_or_default());
+        if errors.is_empty() { Ok(()) } else { Err(errors) }
     }
 
     /// Puts files back that are gone; true when some were.
@@ -285,9 +200,6 @@ impl Work {
     /// # Errors
     /// Every step that failed.
     pub fn remove(&self) -> Result<(), Vec<Step>> {
-        if let Ahead::Made(pause) = std::mem::replace(&mut *self.ahead(), Ahead::Closed) {
-            self.end(&*pause);
-        }
         let mut errors = Vec::new();
         // A shim that runs the pause as well must be rid of it before it ends.
         errors.extend(self.driver.cleanup(&self.site).err().unwrap_or_default());

@@ -185,16 +185,6 @@ impl Bare {
         Ok(processes::all()?.into_iter().filter(|p| p.command.starts_with(&begin)).collect())
     }
 
-    /// Waits for the pause that is made ahead of a sandbox's Start; its process id.
-    pub(crate) async fn made_ahead(&self, id: &str) -> Result<u32> {
-        let (command, daemon) = (format!("/pause {id}"), self.pid()?);
-        until("the pause made ahead", Duration::from_secs(5), async || {
-            let own = |p: &&processes::Proc| p.command == command && p.parent == daemon;
-            self.pauses()?.iter().find(own).map(|p| p.pid).context("none yet")
-        })
-        .await
-    }
-
     /// Everything on the machine that sandboxes of this daemon have left.
     pub(crate) fn left(&self) -> Result<Vec<String>> {
         let mut left: Vec<String> = self.pauses()?.iter().map(|p| format!("process {} {}", p.pid, p.command)).collect();

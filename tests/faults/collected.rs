@@ -123,9 +123,8 @@ async fn pauses_of_other_daemons_stay() -> Result<()> {
     let mut imitation = imitation(&ours.path(""), &id)?;
     // To this daemon the id is one whose start was cut off.
     shape.create(&ours.controller(), &id).await?;
-    ours.made_ahead(&id).await?;
     ours.kill()?;
-    fs::remove_dir(ours.record(&id).join("ahead"))?;
+    fs::create_dir(ours.record(&id).join("shm"))?;
     ours.start().await?;
     let status = ours.controller().status(&id, false).await;
     ensure!(status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{status:?}");

@@ -235,30 +235,15 @@ async fn a_netns_that_is_gone() -> Result<()> {
     let id = bare.id("gone");
     let path = netns.path().display().to_string();
     shape.create(&controller, &id).await?;
-    // A pause that was made ahead has its namespace; Start makes another when it was killed.
-    let ahead = bare.made_ahead(&id).await?;
     nix::mount::umount2(netns.path(), nix::mount::MntFlags::MNT_DETACH)?;
-    end(ahead).await?;
     let error = controller.start(&id).await.err().context("started in what is no namespace")?;
     names(&error, &[&id, "join network namespace", &path, "os error 22"])?;
     bare.nothing_left().await?;
     fs::remove_file(netns.path())?;
     let again = Netns::new(bare.path("netns"))?;
     shape.create(&controller, &id).await?;
-    let ahead = bare.made_ahead(&id).await?;
     again.remove()?;
-    end(ahead).await?;
     let error = controller.start(&id).await.err().context("started without its namespace")?;
     names(&error, &[&id, "open network namespace", &path, "os error 2"])?;
     bare.nothing_left().await
-}
-
-/// Kills a process and waits for its end.
-async fn end(pid: u32) -> Result<()> {
-    kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
-    until("its end", Duration::from_secs(5), async || {
-        ensure!(!processes::one(pid).is_ok_and(|p| p.state != 'Z'), "it lives");
-        Ok(())
-    })
-    .await
 }

@@ -297,10 +297,10 @@ async fn while_the_last_child_executes() -> Result<()> {
     bare.start().await?;
     ensure!(!processes::one(child).is_ok_and(|p| p.state != 'Z'), "the child lives on");
     ensure!(bare.logged().contains("a pause that no record names is ended"), "it was not found:\n{}", bare.logged());
-    // Start was waiting for what was made ahead of it, and had left no sign of its own.
-    let created = controller.status(&id, false).await?;
-    ensure!(created.state == "SANDBOX_NOTREADY" && created.pid == 0, "{created:?}");
-    controller.start(&id).await?;
+    // A start that was cut off is undone.
+    let status = controller.status(&id, false).await;
+    ensure!(status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{status:?}");
+    shape.run(&controller, &id).await?;
     is_whole(&bare, &controller, &id).await?;
     remove(&controller, &id).await?;
     bare.nothing_left().await
