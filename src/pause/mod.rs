@@ -17,6 +17,7 @@ use crate::text::Text;
 pub mod cgroup;
 mod child;
 mod emptyroot;
+pub mod held;
 mod identity;
 pub mod image;
 pub mod launch;

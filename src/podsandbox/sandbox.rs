@@ -1,7 +1,6 @@
 //! One sandbox as the verbs see it.
 
 use std::collections::BTreeMap;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -12,7 +11,7 @@ use tokio::sync::oneshot;
 use super::checked::check;
 use super::files::Places;
 use super::owner::{Entry, Handle, Message, Owner, Published, abandoned_at};
-use super::record::{Blob, Record, Store};
+use super::record::{Blob, Record, Stage, Store};
 use super::roots::Roots;
 use super::selinux::{Level, Selinux};
 use super::state::{Phase, Verb};
@@ -23,6 +22,7 @@ use super::{
 };
 use crate::config::Config;
 use crate::error::Step;
+use crate::pause::held::{self, Namespace};
 use crate::pause::{Driver, Site};
 use crate::shim;
 use crate::shim::driver::ShimDriver;
@@ -133,13 +133,18 @@ struct Pod {
 }
 
 impl shim::Pod for Pod {
-    fn namespaces(&self) -> Vec<(&'static str, u64)> {
-        let (own, pid) = (self.work.own, self.owner.published.get().pid);
+    fn namespaces(&self) -> Result<Vec<Namespace>, Step> {
+        let own = self.work.own;
         let own = [("net", own.net), ("ipc", own.ipc), ("uts", own.uts)];
-        let inode = |kind| std::fs::metadata(format!("/proc/{pid}/ns/{kind}")).map(|meta| meta.ino()).ok();
-        let live = self.owner.published.get().phase == Phase::Ready;
-        let own = own.into_iter().filter(|(_, own)| live && *own);
-        own.filter_map(|(kind, _)| Some((kind, inode(kind)?))).collect()
+        let kinds: Vec<&'static str> = own.into_iter().filter_map(|(kind, own)| own.then_some(kind)).collect();
+        if self.owner.published.get().phase != Phase::Ready {
+            return Ok(Vec::new());
+        }
+        // Those of the process on record, not of whoever has its pid.
+        match self.work.store.stage()? {
+            Stage::Started { identity } => held::namespaces(&identity, &kinds),
+            Stage::Created | Stage::Exited { .. } => Ok(Vec::new()),
+        }
     }
 
     fn bereaved(&self) {

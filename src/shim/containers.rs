@@ -4,23 +4,19 @@
 //! milliseconds; but for a shim of version 3 in a sandbox nobody ends their processes. So a container is known by its bundle, while there is
 //! one, and by its processes: they are in the pod's namespaces and in a cgroup that is named by the container's id.
 
-use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
 use containerd_shim_protos::shim::oci::Options;
 
+use super::origin::{self, Origin, SANDBOX};
 use crate::error::{IoContext as _, Step};
-use crate::pause::Pause;
-use crate::pause::launch::{Launcher, pids};
-
-/// Names the sandbox in the bundle of a task that runs at the sandbox's endpoint (`ShimManager.Start`).
-const SANDBOX: &str = "sandbox";
+use crate::pause::held::{Held, Namespace};
+use crate::pause::launch::pids;
 
 /// How often processes are looked for and killed, as what is killed may just have made another.
 const ROUNDS: u32 = 20;
@@ -61,12 +57,6 @@ pub fn of(tasks: &Path, sandbox: &str) -> Result<Vec<Container>, Step> {
 /// Where runc's shim keeps the state of its containers unless its options say otherwise (`process.RuncRoot`).
 const RUNC: &str = "/run/containerd/runc";
 
-/// What names a container's sandbox in its state: CRI's annotation, which runtimes keep.
-const ANNOTATION: &str = "io.kubernetes.cri.sandbox-id";
-
-/// Where the annotations are in a container's state: of runc and youki, and of crun.
-const STATES: [&str; 2] = ["state.json", "config.json"];
-
 /// The directory in which runtimes with runc's options keep the states of the containers of a namespace.
 pub fn root(options: Option<&Options>, namespace: &str) -> PathBuf {
     let root = options.map(|options| options.root.as_str()).filter(|root| !root.is_empty());
@@ -90,21 +80,11 @@ pub fn forgotten(root: &Path, tasks: &Path, sandbox: &str) -> Result<Vec<Contain
         if id == sandbox || bundle.symlink_metadata().is_ok() {
             continue;
         }
-        let of_sandbox = |file| fs::read_to_string(entry.path().join(file)).is_ok_and(|text| names(&text, sandbox));
-        if STATES.into_iter().any(of_sandbox) {
+        if origin::state_names(&entry.path(), sandbox) {
             containers.push(Container { id, bundle });
         }
     }
     Ok(containers)
-}
-
-/// A state says that its container is of `sandbox`: `"KEY":"ID"`, or `"KEY=ID"` of runc's.
-fn names(state: &str, sandbox: &str) -> bool {
-    let of = |rest: &str| {
-        let id = rest.trim_start_matches(|c: char| c.is_whitespace() || "\":=".contains(c));
-        id.strip_prefix(sandbox).is_some_and(|after| after.starts_with('"'))
-    };
-    state.match_indices(ANNOTATION).any(|(at, key)| state.get(at + key.len()..).is_some_and(of))
 }
 
 /// Where the kernel's flags of a process are in `/proc/PID/stat`, counted from the state (proc_pid_stat(5)), and the one that says that it is ending.
@@ -124,39 +104,38 @@ fn is_ending(pid: u32) -> bool {
     ended && fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|threads| threads.count() <= 1)
 }
 
-/// The living processes of the containers. CRI names a container's cgroup by the container's id.
+/// The process lives, and is in the cgroup of one of the containers. CRI names a container's cgroup by the container's id.
+fn belongs(pid: u32, containers: &[Container]) -> bool {
+    let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+    containers.iter().any(|container| in_cgroup_of(&cgroups, &container.id)) && !is_ending(pid)
+}
+
+/// Some process of the containers lives.
 ///
 /// # Errors
 /// `/proc` cannot be read.
-pub fn processes(launcher: &Launcher, containers: &[Container]) -> Result<Vec<Arc<dyn Pause>>, Step> {
-    let belongs = |pid: u32| {
-        let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-        containers.iter().any(|container| in_cgroup_of(&cgroups, &container.id)) && !is_ending(pid)
-    };
-    let mut found = Vec::new();
-    for pid in pids()?.into_iter().filter(|pid| belongs(*pid)) {
-        // Asked again when the process is held: the pid may have gone to another.
-        if let Some(process) = launcher.open(pid)?
-            && belongs(pid)
-        {
-            found.push(process);
-        }
-    }
-    Ok(found)
+pub fn alive(containers: &[Container]) -> Result<bool, Step> {
+    Ok(!containers.is_empty() && pids()?.into_iter().any(|pid| belongs(pid, containers)))
 }
 
 /// Kills all processes of the containers.
 ///
 /// # Errors
 /// What could not be killed.
-pub fn kill(launcher: &Launcher, containers: &[Container]) -> Result<(), Step> {
+pub fn kill(containers: &[Container]) -> Result<(), Step> {
     for _ in 0..ROUNDS {
-        let alive = processes(launcher, containers)?;
-        if alive.is_empty() {
-            return Ok(());
+        let mut found = false;
+        for pid in pids()?.into_iter().filter(|pid| belongs(*pid, containers)) {
+            // Asked again when the process is held: the pid may have gone to another.
+            if let Some(process) = Held::open(pid)?
+                && belongs(pid, containers)
+            {
+                found = true;
+                process.kill()?;
+            }
         }
-        for process in &alive {
-            process.kill()?;
+        if !found {
+            return Ok(());
         }
         // They are not our children: their end cannot be waited for but by looking again.
         thread::sleep(PAUSE);
@@ -164,38 +143,96 @@ pub fn kill(launcher: &Launcher, containers: &[Container]) -> Result<(), Step> {
     Err(Step::new("kill containers", io::Error::other("there are processes again and again")))
 }
 
-/// A namespace: its name in `/proc/PID/ns` and its inode.
-pub type Namespace = (&'static str, u64);
+/// What is found in the namespaces of a pod.
+#[derive(Debug, Default)]
+pub struct Inside {
+    /// The pod's containers that have processes there. Without a bundle where there is none.
+    pub containers: Vec<Container>,
+    /// Processes of containers of which nothing tells whose they are: perhaps the pod's, with a runtime that keeps its state elsewhere, perhaps
+    /// somebody's who looks at the pod from outside.
+    pub unknown: Vec<Held>,
+}
 
-/// The containers that have processes in any of these namespaces, which are the pod's own; `sandbox` itself is none. Without a bundle where
-/// `tasks` has none.
+/// What has processes in any of these namespaces, which are the pod's own. Containers of others, which somebody has moved there, are left
+/// out, and so is `sandbox` itself. `tasks` is containerd's directory of bundles, `root` the runtime's of states.
 ///
 /// # Errors
 /// `/proc` cannot be read.
-pub fn inside(namespaces: &[Namespace], tasks: &Path, sandbox: &str) -> Result<Vec<Container>, Step> {
-    let mut ids: BTreeSet<String> = BTreeSet::new();
-    if namespaces.is_empty() {
-        return Ok(Vec::new());
+pub fn inside(namespaces: &[Namespace], tasks: &Path, root: &Path, sandbox: &str) -> Result<Inside, Step> {
+    let mut found = Inside::default();
+    let own: Vec<(&str, u64)> =
+        namespaces.iter().filter_map(inode).filter(|(kind, own)| !is_nodes(kind, *own)).collect();
+    if own.is_empty() {
+        return Ok(found);
     }
-    for pid in pids()? {
-        let inode = |kind| fs::metadata(format!("/proc/{pid}/ns/{kind}")).map(|meta| meta.ino()).ok();
-        if namespaces.iter().any(|(kind, own)| inode(kind) == Some(*own)) {
-            let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-            ids.extend(container_of(&cgroups).map(str::to_owned));
+    let is_inside = |pid: u32| own.iter().any(|(kind, own)| namespace(&pid.to_string(), kind) == Some(*own));
+    for pid in pids()?.into_iter().filter(|pid| is_inside(*pid)) {
+        let Some(process) = Held::open(pid)? else { continue };
+        let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+        // Asked again when the process is held: the pid may have gone to another.
+        if !is_inside(pid) {
+            continue;
+        }
+        match judge(&cgroups, tasks, root, sandbox) {
+            Inmate::Own(container) if !found.containers.contains(&container) => found.containers.push(container),
+            Inmate::Own(_) | Inmate::Other => {}
+            Inmate::Unknown => found.unknown.push(process),
         }
     }
-    ids.remove(sandbox);
-    Ok(ids.into_iter().map(|id| Container { bundle: tasks.join(&id), id }).collect())
+    Ok(found)
 }
 
-/// The container whose cgroup a process is in, by the content of its `/proc/PID/cgroup`: ids of CRI are 64 hex digits.
-fn container_of(cgroups: &str) -> Option<&str> {
+/// Who a process in a pod is.
+#[derive(Debug, PartialEq, Eq)]
+enum Inmate {
+    /// Of a container of the pod's.
+    Own(Container),
+    /// The pause, or of a container of another, or of none.
+    Other,
+    /// Of a container of which nothing tells whose it is.
+    Unknown,
+}
+
+/// Who a process in pod `sandbox` is, by the content of its `/proc/PID/cgroup`.
+fn judge(cgroups: &str, tasks: &Path, root: &Path, sandbox: &str) -> Inmate {
+    let ids: Vec<&str> = containers_of(cgroups).collect();
+    if ids.is_empty() || ids.contains(&sandbox) {
+        return Inmate::Other;
+    }
+    let mut judged = Inmate::Unknown;
+    for id in ids {
+        match origin::of(tasks, root, id, sandbox) {
+            Origin::Own => return Inmate::Own(Container { bundle: tasks.join(id), id: id.to_owned() }),
+            Origin::Foreign => judged = Inmate::Other,
+            Origin::Unknown => {}
+        }
+    }
+    judged
+}
+
+fn inode((kind, file): &Namespace) -> Option<(&'static str, u64)> {
+    Some((kind, file.metadata().ok()?.ino()))
+}
+
+/// The inode of a namespace of a process; `of` is its pid, or `self`.
+fn namespace(of: &str, kind: &str) -> Option<u64> {
+    fs::metadata(format!("/proc/{of}/ns/{kind}")).map(|meta| meta.ino()).ok()
+}
+
+/// The namespace is no pod's own: the daemon is in it, or the node's first process.
+fn is_nodes(kind: &str, inode: u64) -> bool {
+    ["self", "1"].into_iter().any(|of| namespace(of, kind) == Some(inode))
+}
+
+/// The containers by whose ids the cgroups of a process are named, by the content of its `/proc/PID/cgroup`: ids of CRI are 64 hex digits. More
+/// than one where containers make cgroups for others inside their own.
+fn containers_of(cgroups: &str) -> impl Iterator<Item = &str> {
     let id = |part| {
         let part: &str = str::strip_suffix(part, ".scope").unwrap_or(part);
         let id = part.rsplit('-').next().unwrap_or(part);
         (id.len() == 64 && id.bytes().all(|byte| byte.is_ascii_hexdigit())).then_some(id)
     };
-    cgroups.lines().filter_map(|line| line.splitn(3, ':').nth(2)).flat_map(|path| path.split('/')).find_map(id)
+    cgroups.lines().filter_map(|line| line.splitn(3, ':').nth(2)).flat_map(|path| path.split('/')).filter_map(id)
 }
 
 /// Whether a process with this content of `/proc/PID/cgroup` is in the cgroup that is named by the container's id: `ID`, or
@@ -210,7 +247,11 @@ fn in_cgroup_of(cgroups: &str, id: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+    use std::process::Command;
+
     use super::*;
+    use crate::shim::origin::ANNOTATION;
 
     #[test]
     fn a_container_is_known_by_its_cgroup() {
@@ -229,7 +270,7 @@ mod tests {
 
     #[test]
     fn an_ended_process_is_a_zombie_until_its_parent_looks() {
-        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
         assert!(!is_ending(child.id()));
         child.kill().unwrap();
         while !is_ending(child.id()) {
@@ -243,11 +284,42 @@ mod tests {
     fn a_cgroup_tells_the_container() {
         let id = "0123456789abcdef".repeat(4);
         for yes in [format!("2:cpu:/\n1:name=systemd:/a/{id}/b"), format!("0::/a.slice/cri-containerd-{id}.scope")] {
-            assert_eq!(container_of(&yes), Some(id.as_str()), "{yes}");
+            assert_eq!(containers_of(&yes).next(), Some(id.as_str()), "{yes}");
         }
         for no in ["0::/user.slice/session-3.scope".to_owned(), format!("0::/x{id}"), String::new()] {
-            assert_eq!(container_of(&no), None, "{no}");
+            assert_eq!(containers_of(&no).next(), None, "{no}");
         }
+    }
+
+    #[test]
+    fn who_is_inside_is_the_sandboxs_only_if_root_has_written_so() {
+        let dir = tempfile::tempdir().unwrap();
+        let (tasks, root) = (dir.path().join("tasks"), dir.path().join("runc"));
+        let [own, foreign, unknown, pod] = ["a", "b", "c", "d"].map(|digit| digit.repeat(64));
+        for (id, sandbox) in [(&own, &pod), (&foreign, &"e".repeat(64))] {
+            fs::create_dir_all(tasks.join(id)).unwrap();
+            fs::write(tasks.join(id).join(SANDBOX), sandbox).unwrap();
+        }
+        let judged = |cgroups: String| judge(&cgroups, &tasks, &root, &pod);
+        let container = Container { bundle: tasks.join(&own), id: own.clone() };
+        assert_eq!(judged(format!("0::/kubepods/pod1/{own}")), Inmate::Own(container.clone()));
+        // A container may make cgroups inside its own, and name them as it likes.
+        assert_eq!(judged(format!("0::/kubepods/pod1/{own}/{unknown}")), Inmate::Own(container));
+        assert_eq!(judged(format!("0::/kubepods/pod1/{foreign}")), Inmate::Other);
+        assert_eq!(judged(format!("0::/kubepods/pod1/{foreign}/{unknown}")), Inmate::Other);
+        assert_eq!(judged(format!("0::/docker/{unknown}")), Inmate::Unknown);
+        // The pause itself, and who is in no container.
+        assert_eq!(judged(format!("0::/kubepods/pod1/{pod}")), Inmate::Other);
+        assert_eq!(judged("0::/user.slice/session-3.scope".to_owned()), Inmate::Other);
+    }
+
+    #[test]
+    fn the_nodes_own_namespaces_are_no_pods() {
+        assert!(is_nodes("net", namespace("self", "net").unwrap()));
+        assert!(!is_nodes("net", 1));
+        let own = vec![("net", File::open("/proc/self/ns/net").unwrap())];
+        let found = inside(&own, Path::new("/none"), Path::new("/none"), "pod").unwrap();
+        assert!(found.containers.is_empty() && found.unknown.is_empty());
     }
 
     #[test]

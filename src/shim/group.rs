@@ -1,16 +1,17 @@
 //! The containers of one pod, which share a shim: how the shim is found again and ended, and what becomes of them when it dies.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use tokio::time::timeout;
 
 use super::bundle::{Bundle, Recorded};
-use super::containers::{self, Container};
+use super::containers::{self, Container, Inside};
 use super::{Pod, Runtime, Shims, command, fifo, task};
 use crate::error::{IoContext as _, Step};
+use crate::pause::held::Held;
 use crate::pause::{Adoption, Exit, Pause, UNKNOWN_EXIT};
 use crate::text::Text;
 
@@ -53,11 +54,13 @@ pub(super) enum Found {
 }
 
 /// What a shim that ended has left.
-struct Left {
+pub(super) struct Left {
     /// Containers that are lost with it: the sandbox ends.
     lost: Vec<Container>,
     /// What the runtime still has of containers that are known to nobody else.
     forgotten: Vec<Container>,
+    /// Processes in the pod of which nothing tells whose they are: ended with the sandbox, and no reason to end it.
+    unknown: Vec<Held>,
 }
 
 impl Group {
@@ -166,16 +169,17 @@ impl Group {
     pub(super) async fn bereave(self: &Arc<Self>, exit: Exit, pod: &Arc<dyn Pod>) {
         let asked = pod.clone();
         let Some(looked) = self.blocking(move |group| group.left(exit, &*asked)).await else { return };
-        let left = match looked {
-            Ok(Left { lost, forgotten }) if lost.is_empty() => {
+        let (left, unknown) = match looked {
+            Ok(Left { lost, forgotten, unknown }) if lost.is_empty() => {
                 if matches!(exit.status, 0 | UNKNOWN_EXIT) {
                     log::debug!(sandbox = self.id.as_str(), status = exit.status; "its shim has ended, empty");
                 } else {
                     log::warn!(sandbox = self.id.as_str(), status = exit.status; "its shim has ended, empty");
+                    self.end_unknown(&unknown);
                 }
                 return self.clean_up_and_tell(forgotten).await;
             }
-            Ok(Left { lost, forgotten }) => [lost, forgotten].concat(),
+            Ok(Left { lost, forgotten, unknown }) => ([lost, forgotten].concat(), unknown),
             Err(step) => {
                 log::error!(sandbox = self.id.as_str(); "its shim has ended, and its containers: {step}");
                 return;
@@ -184,7 +188,17 @@ impl Group {
         let names: Vec<&str> = left.iter().map(|container| container.id.as_str()).collect();
         let reason = format!("the shim ended with status {} and left containers: {}", exit.status, names.join(", "));
         self.mourn(reason, pod).await;
+        self.end_unknown(&unknown);
         self.clean_up_and_tell(left).await;
+    }
+
+    /// Ends processes in the pod that the shim may have left: them alone, as the containers that they are of may be anybody's.
+    fn end_unknown(&self, unknown: &[Held]) {
+        for process in unknown {
+            if let Err(step) = process.kill() {
+                log::error!(sandbox = self.id.as_str(), pid = process.pid(); "its containers: {step}");
+            }
+        }
     }
 
     async fn clean_up_and_tell(self: &Arc<Self>, left: Vec<Container>) {
@@ -205,7 +219,7 @@ impl Group {
     /// What the end of the shim has left.
     fn left(&self, exit: Exit, pod: &dyn Pod) -> Result<Left, Step> {
         let tasks = self.shims.settings.tasks();
-        let mut lost = containers::inside(&pod.namespaces(), &tasks, &self.id)?;
+        let Inside { containers: mut lost, unknown } = self.inside(pod)?;
         // A bundle that goes between the two is forgotten.
         let bundles = containers::of(&tasks, &self.id)?;
         let mut forgotten = self.forgotten()?;
@@ -214,19 +228,27 @@ impl Group {
         // nobody can tell how it ended, the containers' processes must.
         let well = matches!(exit.status, 0 | UNKNOWN_EXIT);
         let without: Vec<Container> = bundles.iter().chain(&forgotten).cloned().collect();
-        if !well || !containers::processes(&self.shims.launcher, &without)?.is_empty() {
+        if !well || containers::alive(&without)? {
             lost.extend(bundles.into_iter().filter(|bundle| !lost.contains(bundle)).collect::<Vec<_>>());
             lost.append(&mut forgotten);
         }
-        Ok(Left { lost, forgotten })
+        Ok(Left { lost, forgotten, unknown })
+    }
+
+    /// What has processes in the pod's own namespaces.
+    fn inside(&self, pod: &dyn Pod) -> Result<Inside, Step> {
+        containers::inside(&pod.namespaces()?, &self.shims.settings.tasks(), &self.states()?, &self.id)
+    }
+
+    /// Where the runtime keeps the states of its containers.
+    fn states(&self) -> Result<PathBuf, Step> {
+        let options = self.runtime.runc_options()?;
+        Ok(containers::root(options.as_ref(), &self.shims.settings.containerd_namespace))
     }
 
     /// Containers of which the runtime has a state, and containerd no bundle: their deletion was cut off.
     fn forgotten(&self) -> Result<Vec<Container>, Step> {
-        let settings = &self.shims.settings;
-        let options = self.runtime.runc_options()?;
-        let root = containers::root(options.as_ref(), &settings.containerd_namespace);
-        containers::forgotten(&root, &settings.tasks(), &self.id)
+        containers::forgotten(&self.states()?, &self.shims.settings.tasks(), &self.id)
     }
 
     /// Ends what is left of containers whose shim is dead.
@@ -236,7 +258,7 @@ impl Group {
             return failed;
         }
         let containers = left.clone();
-        let killed = self.blocking(move |group| containers::kill(&group.shims.launcher, &containers)).await;
+        let killed = self.blocking(move |_| containers::kill(&containers)).await;
         failed.extend(killed.and_then(Result::err));
         match self.shims.settings.binary(&self.runtime.name) {
             Ok(binary) => {
@@ -256,7 +278,7 @@ impl Group {
 
     /// All containers of the pod, to be asked while the pause still tells its namespaces: containerd removes the bundles of containers that it
     /// takes for dead. `None` after a panic.
-    pub(super) async fn look_around(self: &Arc<Self>, pod: &Arc<dyn Pod>) -> Option<Result<Vec<Container>, Step>> {
+    pub(super) async fn look_around(self: &Arc<Self>, pod: &Arc<dyn Pod>) -> Option<Result<Left, Step>> {
         let asked = pod.clone();
         self.blocking(move |group| group.all(&*asked)).await
     }
@@ -264,7 +286,7 @@ impl Group {
     /// After the end of a shim that ran the pause: the sandbox ends with it, and so do all containers.
     pub(super) async fn bereave_with_pause(
         self: &Arc<Self>,
-        left: Option<Result<Vec<Container>, Step>>,
+        left: Option<Result<Left, Step>>,
         exit: Exit,
         pod: &Arc<dyn Pod>,
     ) {
@@ -274,19 +296,19 @@ impl Group {
             Some(Err(step)) => return log::error!(sandbox = self.id.as_str(); "its containers: {step}"),
             None => return,
         };
-        self.clean_up_and_tell(left).await;
+        self.end_unknown(&left.unknown);
+        self.clean_up_and_tell(left.lost).await;
     }
 
     /// All containers of the pod: those that have processes in its namespaces, a bundle, or a state of the runtime's.
-    fn all(&self, pod: &dyn Pod) -> Result<Vec<Container>, Step> {
-        let tasks = self.shims.settings.tasks();
-        let mut all = containers::inside(&pod.namespaces(), &tasks, &self.id)?;
+    fn all(&self, pod: &dyn Pod) -> Result<Left, Step> {
+        let Inside { containers: mut all, unknown } = self.inside(pod)?;
         for container in self.known()? {
             if !all.contains(&container) {
                 all.push(container);
             }
         }
-        Ok(all)
+        Ok(Left { lost: all, forgotten: Vec::new(), unknown })
     }
 
     /// The containers that containerd has a bundle of, or only the runtime a state.

@@ -13,6 +13,7 @@ pub mod driver;
 mod fifo;
 mod group;
 pub mod on_demand;
+mod origin;
 mod owned;
 mod placement;
 mod root;
@@ -32,6 +33,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::error::{IoContext as _, Step, gone};
 use crate::pause::Plan;
+use crate::pause::held::Namespace;
 use crate::pause::launch::Launcher;
 use crate::text::Text;
 
@@ -196,8 +198,11 @@ impl Shims {
 
 /// What an endpoint must know of its pod.
 pub trait Pod: Send + Sync {
-    /// The namespaces that are the pod's own: name in `/proc/PID/ns` and inode. None while there is no pause. Blocks.
-    fn namespaces(&self) -> Vec<(&'static str, u64)>;
+    /// The namespaces that are the pod's own. None while there is no pause. Blocks.
+    ///
+    /// # Errors
+    /// They cannot be looked at.
+    fn namespaces(&self) -> Result<Vec<Namespace>, Step>;
 
     /// The shim has died with containers in it.
     fn bereaved(&self);

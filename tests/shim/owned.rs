@@ -1,10 +1,11 @@
 //! Shims that get their socket from the sandboxer: the pods of the native driver.
 
 use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use kit::ContainerSpec;
 use kit::machine::processes::{self, Proc};
 use nix::sys::signal::Signal;
@@ -20,6 +21,7 @@ pub(crate) fn cases() -> Vec<Case> {
         platform_brings_the_shim,
         an_empty_shim_that_ends_is_followed_by_another,
         a_shim_that_dies_with_containers_ends_the_pod,
+        the_end_of_a_shim_touches_no_container_of_another_pod,
         a_shim_that_does_not_come_is_an_error,
         a_killed_daemon_finds_the_shim_again,
         a_shim_that_dies_without_a_daemon_ends_the_pod,
@@ -90,6 +92,104 @@ async fn a_shim_that_dies_with_containers_ends_the_pod(bench: Arc<Bench>) -> Res
         ensure!(!bundle.exists(), "{} is left", bundle.display());
     }
     Ok(())
+}
+
+/// A process in the IPC namespace of a pod, and in the cgroups of `member`, or in one that is named by `stranger`, which is on nobody's record.
+struct Visitor {
+    process: std::process::Child,
+    made: Option<PathBuf>,
+}
+
+impl Visitor {
+    fn new(pause: u32, member: Option<u32>, stranger: &str) -> Result<Self> {
+        let mut command = std::process::Command::new("nsenter");
+        let process = command.args(["-t", &pause.to_string(), "--ipc", "sleep", "1003"]).spawn().context("nsenter")?;
+        let made = member.is_none().then(|| Path::new("/sys/fs/cgroup/pids").join(stranger));
+        let dirs = match (member, &made) {
+            (Some(member), _) => {
+                let cgroups = fs::read_to_string(format!("/proc/{member}/cgroup")).context("cgroups of the member")?;
+                let joined = cgroups.lines().filter_map(|line| {
+                    let mut fields = line.splitn(3, ':').skip(1);
+                    let (controllers, path) = (fields.next()?, fields.next()?.trim_start_matches('/'));
+                    Some(Path::new("/sys/fs/cgroup").join(controllers).join(path))
+                });
+                joined.filter(|dir| dir.join("cgroup.procs").exists()).collect()
+            }
+            (None, Some(made)) => {
+                fs::create_dir_all(made).context("make a cgroup")?;
+                vec![made.clone()]
+            }
+            (None, None) => Vec::new(),
+        };
+        ensure!(!dirs.is_empty(), "no cgroup to join");
+        for dir in dirs {
+            fs::write(dir.join("cgroup.procs"), process.id().to_string())
+                .with_context(|| format!("{}", dir.display()))?;
+        }
+        Ok(Self { process, made })
+    }
+
+    async fn arrived(&self, pause: u32) -> Result<()> {
+        let ipc = |pid: u32| fs::read_link(format!("/proc/{pid}/ns/ipc"));
+        until("a visitor", SOON, async || {
+            ensure!(ipc(self.process.id())? == ipc(pause)?, "it is not inside");
+            Ok(())
+        })
+        .await
+    }
+
+    fn lives(&mut self) -> Result<bool> {
+        Ok(self.process.try_wait()?.is_none())
+    }
+}
+
+impl Drop for Visitor {
+    fn drop(&mut self) {
+        let _ = (self.process.kill(), self.process.wait());
+        if let Some(made) = &self.made {
+            let _ = fs::remove_dir(made);
+        }
+    }
+}
+
+async fn the_end_of_a_shim_touches_no_container_of_another_pod(bench: Arc<Bench>) -> Result<()> {
+    let (pod, other) = (bench.pod("visited").await?, bench.pod("visiting").await?);
+    let foreign = other.run(ContainerSpec::sleeping("agent")).await?;
+    let member = until("one process of the foreign container", SOON, async || match inside(foreign.id())?.as_slice() {
+        [one] if one.command.contains("sleep 3600") => Ok(one.pid),
+        others => bail!("{others:?}"),
+    })
+    .await?;
+    let pause = pod.pause_pid().await?;
+    let stranger = "5".repeat(64);
+    let mut agent = Visitor::new(pause, Some(member), &stranger)?;
+    let mut unknown = Visitor::new(pause, None, &stranger)?;
+    agent.arrived(pause).await?;
+    unknown.arrived(pause).await?;
+    ensure!(inside(foreign.id())?.len() == 2, "the agent is not in the foreign container");
+    ensure!(inside(&stranger)?.len() == 1, "the unknown one is in no container");
+    // An empty shim that ends, as with containerd 2.4 after each container.
+    for name in ["a", "b"] {
+        let container = pod.run(ContainerSpec::sleeping(name)).await?;
+        container.stop().await?;
+        container.remove().await?;
+        let shim = one_shim(&pod).await?;
+        signal(shim.pid, Signal::SIGTERM)?;
+        no_shim(&pod).await?;
+    }
+    pod.run(ContainerSpec::sleeping("c")).await.context("after the shims that ended")?;
+    ensure!(pod.is_ready().await?, "the pod ended with its visitors");
+    ensure!(agent.lives()? && unknown.lives()?, "a visitor was killed");
+    ensure!(other.is_ready().await? && inside(foreign.id())?.len() == 2, "the foreign container was touched");
+    // A shim that dies takes the pod with it, and those inside of which nothing tells whose they are; not who is known to be another's.
+    signal(one_shim(&pod).await?.pid, Signal::SIGKILL)?;
+    until("not ready", SOON, async || not_ready(&pod).await).await?;
+    removed(&pod).await?;
+    ensure!(!unknown.lives()?, "the unknown one lives on in a pod that is gone");
+    ensure!(agent.lives()?, "the agent was killed");
+    ensure!(foreign.sh("echo lives").await?.trim() == "lives", "the foreign container was touched");
+    drop((agent, unknown));
+    removed(&other).await
 }
 
 async fn a_shim_that_does_not_come_is_an_error(bench: Arc<Bench>) -> Result<()> {

@@ -1,0 +1,110 @@
+//! A process that somebody else made, held so that its pid cannot go to another: to look at it, and to kill it.
+//!
+//! Nothing waits for its end and nothing is kept of it: many may be held one after the other, and none of them need ever end.
+
+use std::ffi::c_int;
+use std::fs::File;
+use std::os::fd::{AsFd as _, OwnedFd};
+
+use super::sys::{self, Errno};
+use super::{Identity, identity};
+use crate::error::{IoContext as _, Step};
+
+/// A process by its pidfd.
+#[derive(Debug)]
+pub struct Held {
+    pid: u32,
+    pidfd: OwnedFd,
+}
+
+impl Held {
+    /// The process that has a pid now; `None`: there is none.
+    ///
+    /// # Errors
+    /// It cannot be held.
+    pub fn open(pid: u32) -> Result<Option<Self>, Step> {
+        match sys::pidfd_open(c_int::try_from(pid).unwrap_or(0)) {
+            Ok(pidfd) => Ok(Some(Self { pid, pidfd })),
+            // No process, or by now the number of a thread, or no number that a process can have.
+            Err(Errno(libc::ESRCH | libc::EINVAL | libc::ENOENT)) => Ok(None),
+            Err(e) => Err(e).step("open a pidfd of a process"),
+        }
+    }
+
+    /// Its pid, which no other process has while this one lives.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Kills it. Gone already is success.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn kill(&self) -> Result<(), Step> {
+        match sys::pidfd_send_signal(self.pidfd.as_fd(), libc::SIGKILL) {
+            Ok(()) | Err(Errno(libc::ESRCH)) => Ok(()),
+            Err(e) => Err(e).step("kill a process"),
+        }
+    }
+}
+
+/// A namespace: its name in `/proc/PID/ns`, and the namespace itself, which lasts as long as the file is open, so that no other gets its inode.
+pub type Namespace = (&'static str, File);
+
+/// These namespaces of the process that `identity` names; none if it has ended.
+///
+/// # Errors
+/// They cannot be looked at.
+pub fn namespaces(identity: &Identity, kinds: &[&'static str]) -> Result<Vec<Namespace>, Step> {
+    let mut opened = Vec::new();
+    for kind in kinds {
+        let path = format!("/proc/{}/ns/{kind}", identity.pid);
+        match File::open(&path) {
+            Ok(file) => opened.push((*kind, file)),
+            Err(e) if identity::gone(&e) => return Ok(Vec::new()),
+            Err(e) => return Err(Step::at("open namespace", path, e)),
+        }
+    }
+    // Afterwards: the recorded process is older than the record, so whoever is it now was it before too.
+    match identity::matches(identity) {
+        Ok(true) => Ok(opened),
+        Ok(false) => Ok(Vec::new()),
+        Err(e) if identity::gone(e.io()) => Ok(Vec::new()),
+        Err(e) => Err(e),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt as _;
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn a_held_process_is_killed_once_and_for_all() {
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let held = Held::open(child.id()).unwrap().unwrap();
+        assert_eq!(held.pid(), child.id());
+        held.kill().unwrap();
+        assert!(!child.wait().unwrap().success());
+        // Its number is anybody's now, and the pidfd is not.
+        held.kill().unwrap();
+        assert!(Held::open(u32::MAX).unwrap().is_none());
+        assert!(Held::open(0).unwrap().is_none());
+    }
+
+    #[test]
+    fn only_the_recorded_process_shows_its_namespaces() {
+        let boot = identity::boot_id().unwrap();
+        let own = identity::of(std::process::id(), &boot).unwrap();
+        let found = namespaces(&own, &["net", "ipc"]).unwrap();
+        let inode = |file: &File| file.metadata().unwrap().ino();
+        let expected = ["net", "ipc"].map(|kind| std::fs::metadata(format!("/proc/self/ns/{kind}")).unwrap().ino());
+        assert_eq!(found.iter().map(|(_, file)| inode(file)).collect::<Vec<_>>(), expected);
+        // As if the pid had gone to another.
+        let other = Identity { start_time: own.start_time + 1, ..own };
+        assert!(namespaces(&other, &["net"]).unwrap().is_empty());
+        assert!(namespaces(&Identity { pid: u32::MAX, ..other }, &["net"]).unwrap().is_empty());
+    }
+}

@@ -1,0 +1,143 @@
+//! Whose a container is: what containerd and the runtime have written down of it, root's files both. The cgroup of a process and the namespaces
+//! that it is in are no proof: whoever may, moves a process of his own into a pod.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
+
+use serde::Deserialize;
+
+/// Names the sandbox in the bundle of a task that runs at the sandbox's endpoint (`ShimManager.Start`, containerd 2.0 and later, for shims
+/// of version 3).
+pub const SANDBOX: &str = "sandbox";
+
+/// The container's spec in its bundle (`NewBundle`).
+const SPEC: &str = "config.json";
+
+/// What names a container's sandbox in its spec and its state: CRI's annotation, which runtimes keep.
+pub const ANNOTATION: &str = "io.kubernetes.cri.sandbox-id";
+
+/// Where the annotations are in a container's state: of runc and youki, and of crun.
+const STATES: [&str; 2] = ["state.json", "config.json"];
+
+/// Whose a container is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// The sandbox's that is asked for.
+    Own,
+    /// Another's: another sandbox's, or no sandbox's at all.
+    Foreign,
+    /// Neither a bundle of containerd's nor a state of the runtime's tells.
+    Unknown,
+}
+
+/// Whose container `id` is, asked for `sandbox`: by its bundle below `tasks`, or else by the runtime's state of it below `root`.
+pub fn of(tasks: &Path, root: &Path, id: &str, sandbox: &str) -> Origin {
+    let origin = |named: Option<&str>| if named == Some(sandbox) { Origin::Own } else { Origin::Foreign };
+    let bundle = tasks.join(id);
+    if let Ok(named) = fs::read_to_string(bundle.join(SANDBOX)) {
+        return origin(Some(&named));
+    }
+    // A task that has a shim of its own, or one that is older than the sandbox API.
+    if let Some(named) = Named::read(&bundle.join(SPEC)) {
+        return origin(named.sandbox());
+    }
+    Named::of_state(&root.join(id)).map_or(Origin::Unknown, |named| origin(named.sandbox()))
+}
+
+/// The runtime's state of a container says that it is of `sandbox`.
+pub fn state_names(state: &Path, sandbox: &str) -> bool {
+    Named::of_state(state).is_some_and(|named| named.sandbox() == Some(sandbox))
+}
+
+/// Annotations, as specs and states have them.
+#[derive(Debug, Default, Deserialize)]
+struct Named {
+    /// In a spec, and in the state of most runtimes.
+    #[serde(default)]
+    annotations: Option<HashMap<String, serde_json::Value>>,
+    /// In runc's state.
+    #[serde(default)]
+    config: Option<Config>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct Config {
+    /// `KEY=VALUE`.
+    #[serde(default)]
+    labels: Option<Vec<String>>,
+}
+
+impl Named {
+    /// `None`: there is no such file, or it makes no sense.
+    fn read(path: &Path) -> Option<Self> {
+        serde_json::from_slice(&fs::read(path).ok()?).ok()
+    }
+
+    fn of_state(dir: &Path) -> Option<Self> {
+        STATES.into_iter().find_map(|file| Self::read(&dir.join(file)))
+    }
+
+    fn sandbox(&self) -> Option<&str> {
+        let annotated = self.annotations.as_ref().and_then(|all| all.get(ANNOTATION)?.as_str());
+        annotated.or_else(|| {
+            let labels = self.config.as_ref()?.labels.as_ref()?;
+            labels
+                .iter()
+                .find_map(|label| label.split_once('=').filter(|(key, _)| *key == ANNOTATION))
+                .map(|(_, id)| id)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_container_is_the_sandboxs_only_if_root_has_written_so() {
+        let dir = tempfile::tempdir().unwrap();
+        let (tasks, root) = (dir.path().join("tasks"), dir.path().join("runc"));
+        let spec = |of: &str| format!(r#"{{"ociVersion":"1.2.0","annotations":{{"{ANNOTATION}":"{of}"}}}}"#);
+        let runc = |of: &str| format!(r#"{{"config":{{"labels":["a=b","{ANNOTATION}={of}"]}}}}"#);
+        for (path, content) in [
+            ("tasks/own/sandbox", "pod".to_owned()),
+            ("tasks/longer/sandbox", "pod2".to_owned()),
+            // What the bundle names counts, whatever the rest does.
+            ("tasks/foreign/sandbox", "other".to_owned()),
+            ("tasks/foreign/config.json", spec("pod")),
+            ("runc/foreign/state.json", runc("pod")),
+            ("tasks/own-shim/config.json", spec("pod")),
+            ("tasks/of-no-pod/config.json", "{}".to_owned()),
+            ("runc/of-no-pod/state.json", runc("pod")),
+            ("tasks/unfinished/config.json", "{".to_owned()),
+            ("runc/forgotten/state.json", runc("pod")),
+            ("runc/crun/config.json", spec("pod")),
+            ("runc/others/state.json", runc("other")),
+            ("runc/no-ones/state.json", r#"{"config":{"labels":null}}"#.to_owned()),
+            // Text that holds the name says nothing.
+            ("runc/mentions/state.json", r#"{"config":{"labels":["x=io.kubernetes.cri.sandbox-id=pod"]}}"#.to_owned()),
+        ] {
+            let path = dir.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, content).unwrap();
+        }
+        for (id, expected) in [
+            ("own", Origin::Own),
+            ("longer", Origin::Foreign),
+            ("foreign", Origin::Foreign),
+            ("own-shim", Origin::Own),
+            ("of-no-pod", Origin::Foreign),
+            ("unfinished", Origin::Unknown),
+            ("forgotten", Origin::Own),
+            ("crun", Origin::Own),
+            ("others", Origin::Foreign),
+            ("no-ones", Origin::Foreign),
+            ("mentions", Origin::Foreign),
+            ("none", Origin::Unknown),
+        ] {
+            assert_eq!(of(&tasks, &root, id, "pod"), expected, "{id}");
+        }
+        assert!(state_names(&root.join("crun"), "pod") && !state_names(&root.join("others"), "pod"));
+    }
+}
