@@ -111,7 +111,7 @@ settings! {
     containerd_state: PathBuf = "/run/containerd".into();
     /// containerd's gRPC socket (`address` under `grpc`); part of the name of a pod's shim socket.
     containerd_address: PathBuf = "/run/containerd/containerd.sock".into();
-    /// containerd's namespace of CRI.
+    /// containerd's namespace of CRI. Calls of another one are refused.
     containerd_namespace: String = "k8s.io".to_owned();
     /// How the pods' cgroups are made: as directories (`cgroupfs`), or as scopes that systemd makes (`systemd`), which takes
     /// slices only. `auto` goes by the parent cgroup that kubelet names: `systemd` for a slice (`….slice`), else `cgroupfs`.

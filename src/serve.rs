@@ -100,6 +100,7 @@ async fn run(
     let mut serving = tokio::spawn(
         wire::Server::new(Arc::clone(&controller), grpc, ttrpc)
             .counted(Arc::clone(controller.telemetry()))
+            .of_namespace(&config.containerd_namespace)
             .run(stopped),
     );
     let store = Store { address: config.containerd_address.clone(), namespace: config.containerd_namespace.clone() };

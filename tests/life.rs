@@ -454,6 +454,22 @@ async fn a_sandbox_that_is_never_started_is_removed() {
     assert_eq!(node.leftovers(), Vec::<String>::new());
 }
 
+/// containerd is asked in the namespace of the settings alone, and would say that it does not know the sandbox.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sandbox_of_another_namespace_is_never_taken_for_forgotten() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    controller.create(request("a")).await.unwrap();
+    controller.start("a").await.unwrap();
+    for (namespace, unasked) in [("other", false), ("k8s.io", true)] {
+        let config = Config { containerd_namespace: namespace.to_owned(), ..node.config() };
+        let environment = Environment::new(config, node.fake.clone(), None).unwrap();
+        let controller = Controller::open(Arc::new(environment)).await.unwrap();
+        let live = controller.live();
+        assert_eq!(live.iter().map(|of| (of.id(), of.is_unasked())).collect::<Vec<_>>(), [("a", unasked)], "{namespace}");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bad_requests_name_the_field_and_leave_nothing() {
     let node = Node::new();

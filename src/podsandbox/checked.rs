@@ -118,6 +118,7 @@ pub fn check(
             ShimOwner::Containerd => shim::Owner::Containerd,
         },
         labels,
+        containerd_namespace: config.containerd_namespace.clone(),
     };
     Ok((record, level))
 }

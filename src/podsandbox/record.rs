@@ -56,6 +56,9 @@ pub struct Record {
     /// The pod's SELinux labels.
     #[serde(default, skip_serializing_if = "Labels::is_empty")]
     pub labels: Labels,
+    /// containerd's namespace that the sandbox is of; empty in records that do not tell.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub containerd_namespace: String,
 }
 
 /// How far a sandbox came.

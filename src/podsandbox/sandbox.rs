@@ -104,6 +104,7 @@ impl Environment {
             site: Site { id: record.id.clone(), ..record.plan.site() },
             own: Own::of(&record.plan),
             shm: record.files.shm,
+            in_namespace: in_namespace(record, &self.config),
             label: record.labels.process.as_str().into(),
             to_make: Mutex::default(),
             _level: level.map(Box::new),
@@ -116,6 +117,11 @@ impl Environment {
             store: Store::new(&self.roots, &record.id),
         }
     }
+}
+
+/// Whether containerd can be asked for the sandbox. It cannot where the setting has changed since, as ids are unique in a namespace alone.
+fn in_namespace(record: &Record, config: &Config) -> bool {
+    ["", &config.containerd_namespace].contains(&record.containerd_namespace.as_str())
 }
 
 fn runtime(record: &Record) -> shim::Runtime {
@@ -372,9 +378,11 @@ impl Sandbox {
         read.inspect_err(|step| log::debug!(sandbox = self.id(); "{step}")).ok().flatten()
     }
 
-    /// It is created or runs, its pod has no shim, and nobody has asked for its status or exit in this daemon's life.
+    /// It is created or runs, its pod has no shim, and nobody has asked for its status or exit in this daemon's life; and containerd can be
+    /// asked for it.
     pub fn is_unasked(&self) -> bool {
-        matches!(self.phase(), Phase::Created | Phase::Ready)
+        self.work.in_namespace
+            && matches!(self.phase(), Phase::Created | Phase::Ready)
             && !self.asked.load(Ordering::Relaxed)
             && !self.work.shim.had_container()
     }

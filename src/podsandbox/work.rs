@@ -26,6 +26,8 @@ pub struct Work {
     pub own: Own,
     /// It has shared memory of its own.
     pub shm: bool,
+    /// It is of the containerd namespace that is served.
+    pub in_namespace: bool,
     /// SELinux label of its processes; empty where there is none.
     pub label: Box<str>,
     /// What is to be made; away as soon as it is made, as it is needed no longer then and is on disk.

@@ -20,6 +20,7 @@ use super::MAX_CALLS;
 use super::answer::{Answer, MAX_MESSAGE};
 use super::code::{Code, Status};
 use super::handler::{Begun, Call, Handler, Wait};
+use super::namespace;
 use super::verbs::Verbs;
 use crate::trace::{TRACEPARENT, TraceId};
 
@@ -108,6 +109,7 @@ impl From<Request<RecvStream>> for Asked {
                 path: path.strip_prefix('/').unwrap_or_default().into(),
                 deadline: timeout(&head.headers),
                 trace,
+                namespace: namespace(&head.headers),
                 operators: false,
             },
             message: Box::pin(message(body)),
@@ -239,6 +241,11 @@ fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, Status> {
         Some(timeout) => Ok(Some(timeout)),
         None => Err(Status::new(Code::INVALID_ARGUMENT, format!("malformed {TIMEOUT}: {value:?}"))),
     }
+}
+
+/// The namespace of a call: the first that it names, as containerd reads it.
+fn namespace(headers: &HeaderMap) -> Option<Box<str>> {
+    headers.get(namespace::GRPC_KEY).map(|value| String::from_utf8_lossy(value.as_bytes()).into())
 }
 
 fn send(respond: &mut SendResponse<Bytes>, answer: Answer) -> Result<(), h2::Error> {

@@ -13,6 +13,7 @@ use tokio::sync::watch;
 
 use super::answer::{Answer, code_of, decode, encode, not_served, panicked};
 use super::code::{self, Code, Status};
+use super::namespace::Namespace;
 use super::verbs::Verbs;
 use super::{convert, inspect};
 use crate::podsandbox::Error;
@@ -48,6 +49,8 @@ pub(super) struct Call {
     pub(super) deadline: Result<Option<Duration>, Status>,
     /// The trace that it belongs to, if its caller says so.
     pub(super) trace: Option<TraceId>,
+    /// containerd's namespace that it is of, if its caller says so.
+    pub(super) namespace: Option<Box<str>>,
     /// It came where operators ask, not only containerd.
     pub(super) operators: bool,
 }
@@ -58,9 +61,13 @@ impl Call {
         self.path.split_once('/').unwrap_or_default()
     }
 
+    fn is_wait(&self) -> bool {
+        matches!(self.target(), (CONTROLLER, "Wait") | (SANDBOX, "WaitSandbox"))
+    }
+
     /// It is a Wait, and may last as long as its pod.
     fn lasts(&self) -> bool {
-        matches!(self.target(), (CONTROLLER, "Wait") | (SANDBOX, "WaitSandbox")) && matches!(self.deadline, Ok(None))
+        self.is_wait() && matches!(self.deadline, Ok(None))
     }
 
     /// The method's name for counters: one of those that are served, or `other`, so that no caller makes names up.
@@ -95,18 +102,29 @@ pub(super) struct Handler<V> {
     verbs: Arc<V>,
     stop: watch::Receiver<bool>,
     telemetry: Arc<Telemetry>,
+    namespace: Arc<Namespace>,
 }
 
 impl<V> Clone for Handler<V> {
     fn clone(&self) -> Self {
-        Self { verbs: Arc::clone(&self.verbs), stop: self.stop.clone(), telemetry: Arc::clone(&self.telemetry) }
+        Self {
+            verbs: Arc::clone(&self.verbs),
+            stop: self.stop.clone(),
+            telemetry: Arc::clone(&self.telemetry),
+            namespace: Arc::clone(&self.namespace),
+        }
     }
 }
 
 impl<V: Verbs> Handler<V> {
     /// A handler whose calls all end once `stop` says true or its sender is gone.
-    pub(super) fn new(verbs: Arc<V>, stop: watch::Receiver<bool>, telemetry: Arc<Telemetry>) -> Self {
-        Self { verbs, stop, telemetry }
+    pub(super) fn new(
+        verbs: Arc<V>,
+        stop: watch::Receiver<bool>,
+        telemetry: Arc<Telemetry>,
+        namespace: Arc<Namespace>,
+    ) -> Self {
+        Self { verbs, stop, telemetry, namespace }
     }
 
     /// Ends when the daemon goes down.
@@ -186,6 +204,9 @@ impl<V: Verbs> Handler<V> {
     async fn bounded<T>(&self, of: &Call, work: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
         if self.is_stopping() {
             return Err(Status::stopping());
+        }
+        if of.target().0 != inspect::SERVICE {
+            self.namespace.admits(of.namespace.as_deref(), of.is_wait())?;
         }
         let deadline = of.deadline.clone()?;
         let method = of.target().1;

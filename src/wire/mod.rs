@@ -27,6 +27,7 @@ mod convert;
 mod grpc;
 mod handler;
 mod inspect;
+mod namespace;
 mod ttrpc;
 mod verbs;
 
@@ -36,6 +37,7 @@ pub use verbs::Verbs;
 
 use accept::Acceptor;
 use handler::Handler;
+use namespace::Namespace;
 
 /// Calls that may be pending on one connection: a Wait for every pod of a node, and room.
 const MAX_CALLS: usize = 16 << 10;
@@ -53,18 +55,26 @@ pub struct Server<V> {
     grpc: UnixListener,
     ttrpc: UnixListener,
     telemetry: Arc<Telemetry>,
+    namespace: Arc<Namespace>,
 }
 
 impl<V: Verbs> Server<V> {
     /// Serves `verbs` on two bound and listening sockets, made by [`bind`] or inherited.
     pub fn new(verbs: Arc<V>, grpc: UnixListener, ttrpc: UnixListener) -> Self {
-        Self { verbs, grpc, ttrpc, telemetry: Arc::default() }
+        Self { verbs, grpc, ttrpc, telemetry: Arc::default(), namespace: Arc::default() }
     }
 
     /// Counts calls in `telemetry`.
     #[must_use]
     pub fn counted(mut self, telemetry: Arc<Telemetry>) -> Self {
         self.telemetry = telemetry;
+        self
+    }
+
+    /// Serves the calls of this containerd namespace alone; without it, those of all.
+    #[must_use]
+    pub fn of_namespace(mut self, name: &str) -> Self {
+        self.namespace = Arc::new(Namespace::only(name));
         self
     }
 
@@ -77,7 +87,7 @@ impl<V: Verbs> Server<V> {
     /// # Panics
     /// Outside a tokio runtime with I/O and time.
     pub async fn run(self, stop: watch::Receiver<bool>) -> Result<(), Step> {
-        let handler = Handler::new(self.verbs, stop, self.telemetry);
+        let handler = Handler::new(self.verbs, stop, self.telemetry, self.namespace);
         let grpc = Acceptor::new(self.grpc, ROOT)?;
         let ttrpc = Acceptor::new(self.ttrpc, ROOT)?;
         tokio::join!(

@@ -17,6 +17,7 @@ use super::MAX_CALLS;
 use super::answer::{Answer, MAX_MESSAGE};
 use super::code::{Code, Status};
 use super::handler::{self, Handler};
+use super::namespace;
 use super::verbs::Verbs;
 use crate::trace::{TRACEPARENT, TraceId};
 
@@ -110,9 +111,11 @@ async fn call<V: Verbs>(handler: &Handler<V>, request: Request) -> Answer {
     };
     let parent = request.metadata.iter().find(|pair| pair.key == TRACEPARENT);
     let trace = parent.and_then(|pair| TraceId::of_traceparent(&pair.value));
+    let namespace = request.metadata.iter().find(|pair| pair.key == namespace::TTRPC_KEY);
+    let namespace = namespace.map(|pair| pair.value.as_str().into());
     let Request { service, method, payload, .. } = request;
     let path = format!("{service}/{method}").into();
-    let call = handler::Call { path, deadline: Ok(deadline), trace, operators: true };
+    let call = handler::Call { path, deadline: Ok(deadline), trace, namespace, operators: true };
     handler.answer(&call, Box::pin(std::future::ready(Ok(payload)))).await
 }
 

@@ -16,7 +16,7 @@ pub(crate) fn cases() -> Vec<Case> {
     let mut cases = cases![both: many_waits];
     cases.extend(cases![
         ours, "it has no socket of its own that anybody could ask": many_waits_on_one_connection, bad_requests, unknown_ids, twice,
-        sockets
+        sockets, another_namespace_of_containerd
     ]);
     cases
 }
@@ -179,6 +179,40 @@ async fn twice(bench: Bench) -> Result<()> {
         other => bail!("status after Shutdown: {other:?}"),
     }
     home.clear()
+}
+
+/// Another client of containerd's, in a namespace of its own, asks for the id of a live pod.
+async fn another_namespace_of_containerd(bench: Bench) -> Result<()> {
+    let pod = bench.run(PodSpec::new("namespace").host_network()).await?;
+    let (layout, id) = (bench.node.layout(), pod.id());
+    let through = Controller::of_namespace(layout.containerd_socket(), bench.handler.sandboxer(), "moby");
+    let direct = Controller::of_namespace(layout.sandboxer_socket(), "", "moby");
+    let pid = bench.node.sandboxer().status(id, false).await?.pid;
+    for other in [&through, &direct] {
+        let home = bench.node.prepare(PodSpec::new("other").host_network())?;
+        let answers = [
+            ("Create", other.create(ID, home.config(), "").await),
+            ("Start", other.start(id).await.map(drop)),
+            ("Status", other.status(id, false).await.map(drop)),
+            ("Stop", other.stop(id).await),
+            ("Shutdown", other.shutdown(id).await),
+        ];
+        home.clear()?;
+        for (method, answer) in answers {
+            match answer {
+                Err(status)
+                    if status.code == grpc::FAILED_PRECONDITION && status.message.contains("containerd_namespace") => {}
+                answer => bail!("{method} in another namespace: {answer:?}"),
+            }
+        }
+    }
+    match direct.wait(id).await {
+        Err(status) if status.code == grpc::UNAVAILABLE && status.message.contains("containerd_namespace") => {}
+        answer => bail!("Wait in another namespace: {answer:?}"),
+    }
+    let status = bench.node.sandboxer().status(id, false).await?;
+    ensure!(status.state == "SANDBOX_READY" && status.pid == pid, "the pod has changed: {status:?}");
+    pod.remove().await
 }
 
 /// Only root may call.

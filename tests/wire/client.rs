@@ -45,6 +45,33 @@ impl Client {
         Ok(A::parse_from_bytes(&bytes).unwrap())
     }
 
+    /// Calls any method with a sandbox's id, in a namespace of containerd's.
+    pub(crate) async fn in_namespace(
+        &self,
+        namespace: &str,
+        (service, method): (&str, &str),
+        message: Vec<u8>,
+    ) -> Result<Vec<u8>, Failure> {
+        match self {
+            Self::Grpc(client) => {
+                let request = Request::post(format!("http://localhost/{service}/{method}"))
+                    .header("content-type", "application/grpc")
+                    .header("containerd-namespace", namespace)
+                    .body(())
+                    .unwrap();
+                grpc(client.clone(), request, framed(&message)).await
+            }
+            Self::Ttrpc(client) => {
+                let mut request = ttrpc::Request::new();
+                (request.service, request.method, request.payload) = (service.into(), method.into(), message);
+                let mut pair = ttrpc::proto::KeyValue::new();
+                (pair.key, pair.value) = ("containerd-namespace-ttrpc".into(), namespace.into());
+                request.metadata.push(pair);
+                ttrpc(client, request).await
+            }
+        }
+    }
+
     /// Calls any method with any bytes. A connection that breaks is code 14, as in grpc-go.
     pub(crate) async fn raw(
         &self,
@@ -55,10 +82,6 @@ impl Client {
     ) -> Result<Vec<u8>, Failure> {
         match self {
             Self::Grpc(client) => {
-                let mut body = BytesMut::new();
-                body.put_u8(0);
-                body.put_u32(payload.len() as u32);
-                body.put_slice(&payload);
                 let mut request = Request::post(format!("http://localhost/{service}/{method}"))
                     .header("content-type", "application/grpc")
                     .body(())
@@ -67,7 +90,7 @@ impl Client {
                     let value = format!("{}m", timeout.as_millis()).parse().unwrap();
                     request.headers_mut().insert("grpc-timeout", value);
                 }
-                grpc(client.clone(), request, body.freeze()).await
+                grpc(client.clone(), request, framed(&payload)).await
             }
             Self::Ttrpc(client) => {
                 let mut request = ttrpc::Request::new();
@@ -75,13 +98,26 @@ impl Client {
                 request.method = method.to_owned();
                 request.payload = payload;
                 request.timeout_nano = timeout.map_or(0, |timeout| timeout.as_nanos() as i64);
-                match client.request(request).await {
-                    Ok(response) => Ok(response.payload),
-                    Err(ttrpc::Error::RpcStatus(status)) => Err((status.code.value(), status.message)),
-                    Err(e) => Err((14, format!("connection: {e}"))),
-                }
+                ttrpc(client, request).await
             }
         }
+    }
+}
+
+/// A message as gRPC sends it.
+pub(crate) fn framed(message: &[u8]) -> Bytes {
+    let mut body = BytesMut::new();
+    body.put_u8(0);
+    body.put_u32(message.len() as u32);
+    body.put_slice(message);
+    body.freeze()
+}
+
+async fn ttrpc(client: &TtrpcClient, request: ttrpc::Request) -> Result<Vec<u8>, Failure> {
+    match client.request(request).await {
+        Ok(response) => Ok(response.payload),
+        Err(ttrpc::Error::RpcStatus(status)) => Err((status.code.value(), status.message)),
+        Err(e) => Err((14, format!("connection: {e}"))),
     }
 }
 

@@ -24,6 +24,7 @@ use tokio::time::timeout;
 mod client;
 mod fake;
 mod inspect;
+mod namespaces;
 mod odd;
 mod stop;
 mod waits;
@@ -50,7 +51,7 @@ impl Node {
         let bind = |name: &str| wire::bind(&dir.path().join(name)).unwrap();
         let telemetry = Arc::new(Telemetry::default());
         let server = wire::Server::new(Arc::clone(&verbs), bind("a.sock"), bind("a.sock.ttrpc"));
-        let server = server.counted(Arc::clone(&telemetry));
+        let server = server.counted(Arc::clone(&telemetry)).of_namespace("k8s.io");
         let (stop, stopped) = watch::channel(false);
         let running = tokio::spawn(server.run(stopped));
         Self { dir, verbs, telemetry, stop, running }

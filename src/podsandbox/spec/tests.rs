@@ -79,6 +79,7 @@ fn record(pod: &PodSandboxConfig) -> Record {
         info: Info::default(),
         shim: Default::default(),
         labels: Default::default(),
+        containerd_namespace: String::new(),
     }
 }
 

@@ -92,6 +92,7 @@ fn record(pod: &PodSandboxConfig) -> Record {
         },
         shim: Default::default(),
         labels: Default::default(),
+        containerd_namespace: String::new(),
     }
 }
 

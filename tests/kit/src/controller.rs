@@ -27,7 +27,12 @@ pub struct Controller {
 impl Controller {
     /// The controller at `socket`. `sandboxer` names it in the requests, which only containerd's own socket looks at.
     pub fn new(socket: impl Into<PathBuf>, sandboxer: &str) -> Self {
-        let client = Client::new(socket).header("containerd-namespace", "k8s.io");
+        Self::of_namespace(socket, sandboxer, "k8s.io")
+    }
+
+    /// The same, asked in this namespace of containerd's.
+    pub fn of_namespace(socket: impl Into<PathBuf>, sandboxer: &str, namespace: &str) -> Self {
+        let client = Client::new(socket).header("containerd-namespace", namespace);
         Self { client, sandboxer: sandboxer.to_owned() }
     }
 

@@ -24,6 +24,8 @@ pub const DEADLINE_EXCEEDED: i32 = 4;
 pub const NOT_FOUND: i32 = 5;
 /// gRPC status code ALREADY_EXISTS.
 pub const ALREADY_EXISTS: i32 = 6;
+/// gRPC status code FAILED_PRECONDITION.
+pub const FAILED_PRECONDITION: i32 = 9;
 /// gRPC status code INTERNAL.
 pub const INTERNAL: i32 = 13;
 /// gRPC status code UNAVAILABLE.

@@ -1,0 +1,65 @@
+//! containerd's namespaces: one containerd may keep sandboxes of several, and ids are unique in each alone.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::code::{Code, Status};
+
+/// The key of a call's namespace in the metadata of gRPC.
+pub(super) const GRPC_KEY: &str = "containerd-namespace";
+/// The same in that of ttrpc.
+pub(super) const TTRPC_KEY: &str = "containerd-namespace-ttrpc";
+
+/// The namespace whose calls are served.
+#[derive(Debug, Default)]
+pub(super) struct Namespace {
+    /// Its name; `None` where all are served.
+    own: Option<Box<str>>,
+    /// A call of another one has been logged.
+    warned: AtomicBool,
+}
+
+impl Namespace {
+    /// Serves the calls of this namespace alone.
+    pub(super) fn only(own: &str) -> Self {
+        Self { own: Some(own.into()), warned: AtomicBool::default() }
+    }
+
+    /// Refuses a call of another namespace. CRI sets the namespace of each of its calls and containerd passes on what its callers set, so
+    /// who sets none (or an empty one, which means the same there) is another client of ours, and asks for what is here.
+    ///
+    /// A Wait is UNAVAILABLE: containerd takes any other end for the exit of the sandbox, and the setting may be wrong while pods live.
+    pub(super) fn admits(&self, asked: Option<&str>, wait: bool) -> Result<(), Status> {
+        let (Some(own), Some(asked)) = (self.own.as_deref(), asked.filter(|asked| !asked.is_empty())) else {
+            return Ok(());
+        };
+        if own == asked {
+            return Ok(());
+        }
+        // Once: the Wait of a sandbox is repeated for ever.
+        if !self.warned.swap(true, Ordering::Relaxed) {
+            log::warn!(asked = asked, served = own; "a call of another containerd namespace is refused");
+        }
+        let code = if wait { Code::UNAVAILABLE } else { Code::FAILED_PRECONDITION };
+        let text = format!("the call is of containerd's namespace {asked:?}, served is {own:?} (setting containerd_namespace)");
+        Err(Status::new(code, text))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_namespace_is_refused_and_no_wait_is_ended_by_it() {
+        let namespace = Namespace::only("k8s.io");
+        for asked in [None, Some(""), Some("k8s.io")] {
+            assert_eq!(namespace.admits(asked, false), Ok(()));
+            assert_eq!(namespace.admits(asked, true), Ok(()));
+        }
+        let refused = namespace.admits(Some("moby"), false).unwrap_err();
+        assert_eq!(refused.code, Code::FAILED_PRECONDITION);
+        assert!(refused.message.contains("containerd_namespace"), "{}", refused.message);
+        assert_eq!(namespace.admits(Some("moby"), true).unwrap_err().code, Code::UNAVAILABLE);
+        assert_eq!(Namespace::default().admits(Some("moby"), false), Ok(()));
+    }
+}
