@@ -448,6 +448,26 @@ mod tests {
     }
 
     #[test]
+    fn patterns_are_plain_words_in_a_flag() {
+        let shown = |text: &str| {
+            load("", &[("pod_annotations", text)]).map(|config| {
+                config.pod_annotations.iter().map(|pattern| pattern.as_str().to_owned()).collect::<Vec<_>>()
+            })
+        };
+        for (text, patterns) in [
+            ("io.x.*", &["io.x.*"][..]),
+            ("io.x.*, b/?", &["io.x.*", "b/?"]),
+            ("[ab]*", &["[ab]*"]),
+            ("[\"a\", \"b*\"]", &["a", "b*"]),
+            ("[]", &[]),
+            ("", &[]),
+        ] {
+            assert_eq!(shown(text).unwrap(), patterns, "{text}");
+        }
+        assert!(shown("a,[b").unwrap_err().ends_with("\"[b\" is no pattern"));
+    }
+
+    #[test]
     fn metrics_are_for_the_node_alone() {
         for good in ["off", "unix:///a/b", "127.0.0.1:9477", "127.8.9.1:1", "[::1]:9477"] {
             let config = load("", &[("metrics", good)]).unwrap();

@@ -173,14 +173,14 @@ fn line(format: LogFormat, now: SystemTime, record: &Record<'_>) -> String {
             object.insert("level".to_owned(), level_name(record.level()).into());
             object.insert("target".to_owned(), record.target().into());
             object.insert("message".to_owned(), message.into());
-            format!("{}\n", Value::Object(object))
+            format!("{}\n", visible(&Value::Object(object)))
         }
         LogFormat::Text => {
             let mut line = format!("{time} {:5} {}", level_name(record.level()), one_line(&message));
             for (key, value) in fields.0 {
                 let text = match &value {
                     Value::String(text) if plain(text) => text.clone(),
-                    other => other.to_string(),
+                    other => visible(other),
                 };
                 // Writing to a String cannot fail.
                 let _ = write!(line, " {key}={text}");
@@ -206,10 +206,37 @@ fn plain(text: &str) -> bool {
     !text.is_empty() && text.chars().all(|c| c.is_ascii_graphic() && !matches!(c, '"' | '=' | '\\'))
 }
 
-/// The text with its control characters escaped, so that no caller's bytes forge a second line.
+/// A character that a terminal or a viewer of logs may obey instead of showing it: a control character, an end of a line as Unicode has
+/// more of them, one that turns the direction of the text, or one that takes no room.
+fn is_obeyed(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
+            | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
+}
+
+/// A value as JSON, in which everything is shown and nothing obeyed. Such characters are in strings alone.
+fn visible(value: &Value) -> String {
+    let json = value.to_string();
+    if !json.contains(is_obeyed) {
+        return json;
+    }
+    json.chars().fold(String::with_capacity(json.len()), |mut shown, c| {
+        if is_obeyed(c) {
+            for unit in c.encode_utf16(&mut [0; 2]) {
+                // Writing to a String cannot fail.
+                let _ = write!(shown, "\\u{unit:04x}");
+            }
+        } else {
+            shown.push(c);
+        }
+        shown
+    })
+}
+
+/// The text with what would be obeyed escaped, so that no caller's bytes forge a second line.
 fn one_line(text: &str) -> String {
     text.chars().fold(String::with_capacity(text.len()), |mut line, c| {
-        if c.is_control() {
+        if is_obeyed(c) {
             line.extend(c.escape_default())
         } else {
             line.push(c)
@@ -267,6 +294,22 @@ mod tests {
         assert_eq!(text.matches('\n').count(), 1, "{text}");
         assert!(!text.contains('\u{1b}'));
         assert_eq!(shown(LogFormat::Json, "x\ny", &fields).matches('\n').count(), 1);
+    }
+
+    #[test]
+    fn what_a_viewer_would_obey_is_escaped() {
+        let hostile = "a\u{7f}\u{85}\u{9b}31m\u{2028}x\u{2029}y\u{202e}z\u{2066}\u{200b}\u{feff}\u{e0041}é";
+        for format in [LogFormat::Text, LogFormat::Json] {
+            let line = shown(format, hostile, &[("reason", hostile.into())]);
+            let obeyed: Vec<char> = line.trim_end_matches('\n').chars().filter(|c| is_obeyed(*c)).collect();
+            assert!(obeyed.is_empty(), "{obeyed:?} in {line}");
+            assert_eq!(line.matches('é').count(), 2, "what is harmless stays readable: {line}");
+        }
+        let json: Value =
+            serde_json::from_str(&shown(LogFormat::Json, hostile, &[("reason", hostile.into())])).unwrap();
+        assert_eq!((&json["message"], &json["reason"]), (&hostile.into(), &hostile.into()), "and can be read back");
+        let text = shown(LogFormat::Text, "a\u{2028}b", &[("reason", "c\u{9b}d".into())]);
+        assert!(text.contains(r"a\u{2028}b reason=") && text.contains(r#""c\u009bd""#), "{text}");
     }
 
     #[test]

@@ -125,10 +125,14 @@ fn take_long(command: &'static Command, long: &str, parser: &mut Parser, asked: 
     let Some(setting) = SETTINGS.iter().find(|setting| setting.flag() == format!("--{long}")) else {
         return Err(format!("unknown option --{long}"));
     };
-    // A switch may stand alone; its value, if any, follows an equals sign.
+    // A switch may stand alone; its value, if any, follows an equals sign or is the next word.
     let value = match parser.optional_value() {
         Some(value) => value,
-        None if setting.is_switch() => "true".into(),
+        None if setting.is_switch() => {
+            let mut words = parser.try_raw_args();
+            let given = words.as_mut().and_then(|words| words.next_if(|word| word == "true" || word == "false"));
+            given.unwrap_or_else(|| "true".into())
+        }
         None => parser.value().map_err(text)?,
     };
     asked.settings.flags.push((setting.name.to_owned(), value.string().map_err(text)?));
@@ -240,6 +244,10 @@ mod tests {
             ("enable_unprivileged_icmp", "false"),
         ]);
         assert_eq!(parsed(line).unwrap().settings, Settings { file: Some("/c".into()), flags });
+        let parsed =
+            parsed("serve --restrict-oom-score-adj true --enable-unprivileged-icmp false --socket /s").unwrap();
+        let pairs = [("restrict_oom_score_adj", "true"), ("enable_unprivileged_icmp", "false"), ("socket", "/s")];
+        assert_eq!(parsed.settings.flags, self::flags(&pairs));
     }
 
     #[test]

@@ -466,7 +466,11 @@ async fn a_sandbox_of_another_namespace_is_never_taken_for_forgotten() {
         let environment = Environment::new(config, node.fake.clone(), None).unwrap();
         let controller = Controller::open(Arc::new(environment)).await.unwrap();
         let live = controller.live();
-        assert_eq!(live.iter().map(|of| (of.id(), of.is_unasked())).collect::<Vec<_>>(), [("a", unasked)], "{namespace}");
+        assert_eq!(
+            live.iter().map(|of| (of.id(), of.is_unasked())).collect::<Vec<_>>(),
+            [("a", unasked)],
+            "{namespace}"
+        );
     }
 }
 

@@ -113,10 +113,14 @@ impl Value for Vec<Pattern> {
         let parsed;
         let value = match &input {
             Input::Toml(value) => *value,
-            Input::Text(text) => {
-                parsed = DeValue::parse(text).map_err(|e| format!("must be {}: {}", Self::KIND, e.message()))?;
-                parsed.get_ref()
-            }
+            // A pattern may begin with a bracket too; a list has its strings quoted.
+            Input::Text(text) => match DeValue::parse(text) {
+                Ok(list) if matches!(list.get_ref(), DeValue::Array(_)) => {
+                    parsed = list;
+                    parsed.get_ref()
+                }
+                _ => return words(text),
+            },
         };
         let DeValue::Array(array) = value else { return Err(input.refused(Self::KIND)) };
         let patterns = array.iter().map(|one| match one.get_ref() {
@@ -130,6 +134,12 @@ impl Value for Vec<Pattern> {
         let texts: Vec<String> = self.iter().map(|pattern| quoted(pattern.as_str())).collect();
         format!("[{}]", texts.join(", "))
     }
+}
+
+/// Patterns as plain words with commas between them.
+fn words(text: &str) -> Result<Vec<Pattern>, String> {
+    let words = text.split(',').map(str::trim).filter(|word| !word.is_empty());
+    words.map(|word| word.parse().map_err(|()| format!("{word:?} is no pattern"))).collect()
 }
 
 impl Value for bool {

@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use futures::StreamExt;
-use futures::future::BoxFuture;
 use futures::stream::FuturesUnordered;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream};
@@ -32,6 +31,8 @@ const MAX_HEADERS: u32 = 16 << 10;
 const SMALL_FRAME: usize = 256;
 /// How long a caller may take to speak HTTP/2.
 const HANDSHAKE: Duration = Duration::from_secs(10);
+/// How long the rest of a request that is already answered is read.
+const REST: Duration = Duration::from_secs(5);
 const STATUS: &str = "grpc-status";
 const MESSAGE: &str = "grpc-message";
 const TIMEOUT: &str = "grpc-timeout";
@@ -49,7 +50,9 @@ pub(super) async fn serve<V: Verbs>(stream: UnixStream, handler: Handler<V>) -> 
         .initial_window_size(1 << 20)
         .initial_connection_window_size(4 << 20)
         // One caller's cancelled calls must not cost all others their connection: the Waits of every pod are on it.
-        .max_pending_accept_reset_streams(1024)
+        .max_pending_accept_reset_streams(MAX_CALLS)
+        // Nor must calls that break the rules of HTTP/2, however many in the life of a connection.
+        .max_local_error_reset_streams(None)
         // Nor must many small requests that come at once.
         .data_frame_budget(MAX_CALLS * SMALL_FRAME);
     let mut connection = tokio::select! {
@@ -94,7 +97,7 @@ pub(super) async fn serve<V: Verbs>(stream: UnixStream, handler: Handler<V>) -> 
 struct Asked {
     grpc: bool,
     call: Call,
-    message: BoxFuture<'static, Result<Bytes, Status>>,
+    body: RecvStream,
 }
 
 impl From<Request<RecvStream>> for Asked {
@@ -112,7 +115,7 @@ impl From<Request<RecvStream>> for Asked {
                 namespace: namespace(&head.headers),
                 operators: false,
             },
-            message: Box::pin(message(body)),
+            body,
         }
     }
 }
@@ -123,12 +126,12 @@ async fn serve_call<V: Verbs>(
     asked: Asked,
     mut respond: SendResponse<Bytes>,
 ) -> Option<Pending<V>> {
-    let Asked { grpc, call, message } = asked;
+    let Asked { grpc, call, mut body } = asked;
     let sent = if !grpc {
         refuse(&mut respond)
     } else {
         let begun = tokio::select! {
-            begun = handler.begin(&call, message) => begun,
+            begun = handler.begin(&call, Box::pin(message(&mut body))) => begun,
             // The caller gave up; the call is dropped.
             _ = poll_fn(|cx| respond.poll_reset(cx)) => return None,
         };
@@ -139,8 +142,25 @@ async fn serve_call<V: Verbs>(
     };
     if let Err(e) = sent {
         log::debug!("gRPC answer to {}: {e}", call.path);
+    } else if !body.is_end_stream() {
+        // May be late, and is bounded.
+        let _ = tokio::time::timeout(REST, Box::pin(discard(body))).await;
     }
     None
+}
+
+/// Reads what still comes of a request that is answered, as its stream would be reset otherwise, and each late frame be an error of HTTP/2.
+async fn discard(mut body: RecvStream) -> Result<(), h2::Error> {
+    let mut rest = MAX_MESSAGE;
+    while let Some(chunk) = body.data().await {
+        let size = chunk?.len();
+        body.flow_control().release_capacity(size)?;
+        match rest.checked_sub(size) {
+            Some(less) => rest = less,
+            None => break,
+        }
+    }
+    Ok(())
 }
 
 /// A Wait that is pending.
@@ -180,7 +200,7 @@ impl<V: Verbs> Future for Pending<V> {
 }
 
 /// Reads the one message of a unary call.
-async fn message(mut body: RecvStream) -> Result<Bytes, Status> {
+async fn message(body: &mut RecvStream) -> Result<Bytes, Status> {
     let mut bytes = BytesMut::new();
     while let Some(chunk) = body.data().await {
         // A broken stream: nobody is left to read this answer.

@@ -40,7 +40,9 @@ impl Namespace {
             log::warn!(asked = asked, served = own; "a call of another containerd namespace is refused");
         }
         let code = if wait { Code::UNAVAILABLE } else { Code::FAILED_PRECONDITION };
-        let text = format!("the call is of containerd's namespace {asked:?}, served is {own:?} (setting containerd_namespace)");
+        let text = format!(
+            "the call is of containerd's namespace {asked:?}, served is {own:?} (setting containerd_namespace)"
+        );
         Err(Status::new(code, text))
     }
 }

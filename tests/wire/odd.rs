@@ -7,7 +7,7 @@ use tokio::net::UnixStream;
 use tokio::time::timeout;
 
 use crate::client::{self, CONTROLLER, Client, SANDBOX};
-use crate::{Node, SOON, methods, only_id, status};
+use crate::{Node, SOON, begin_waits, methods, only_id, status, until_waiting};
 
 #[tokio::test]
 async fn malformed_bytes_name_the_message() {
@@ -147,4 +147,68 @@ async fn odd_grpc_requests_are_answered() {
     assert_eq!(response.await.unwrap().status(), 415);
     let (response, _) = client.send_request(request("x", &"y".repeat(20 << 10)), true).unwrap();
     assert_eq!(response.await.unwrap().status(), 431);
+}
+
+/// Bad calls of one caller on the connection that all share: the Wait of a pod on it stays pending, and the next call is answered.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn thousands_of_bad_calls_cost_no_connection() {
+    /// Of each kind; h2 takes 1024 by itself.
+    const CALLS: usize = 1250;
+    /// Sent before the answers are read.
+    const AT_ONCE: usize = 250;
+    let node = Node::start();
+    let stream = UnixStream::connect(node.grpc_socket()).await.unwrap();
+    // The caller itself must not give up for the answers that it gets.
+    let mut builder = h2::client::Builder::new();
+    builder.max_local_error_reset_streams(None).data_frame_budget(1 << 24);
+    let (h2, connection) = builder.handshake::<_, bytes::Bytes>(stream).await.unwrap();
+    let connection = tokio::spawn(connection);
+    let mut waits = begin_waits(&Client::Grpc(h2.clone()), 1);
+    until_waiting(&node.verbs, 1).await;
+    let uri = format!("http://localhost/{CONTROLLER}/Status");
+    let request = |kind: &str| {
+        let mut request = http::Request::post(&uri).body(()).unwrap();
+        let (name, value) = match kind {
+            "headers that are too large" => ("x", "y".repeat(20 << 10)),
+            "a body that is not as long as it says" => ("content-length", "3".to_owned()),
+            "no gRPC" => ("content-type", "text/html".to_owned()),
+            _ => ("x", "y".to_owned()),
+        };
+        request.headers_mut().insert("content-type", "application/grpc".parse().unwrap());
+        request.headers_mut().insert(http::HeaderName::try_from(name).unwrap(), value.parse().unwrap());
+        request
+    };
+    for kind in [
+        "headers that are too large",
+        "a body that is not as long as it says",
+        "no gRPC",
+        "no message",
+        "given up at once",
+    ] {
+        for _ in 0..CALLS / AT_ONCE {
+            let mut answers = Vec::new();
+            for _ in 0..AT_ONCE {
+                let mut client = h2.clone().ready().await.unwrap_or_else(|e| panic!("{kind}: {e}"));
+                let (answer, mut body) = client.send_request(request(kind), false).unwrap();
+                // It may be answered, and its stream be closed, by now.
+                let _ = body.send_data(vec![0xff; 64].into(), kind != "given up at once");
+                if kind != "given up at once" {
+                    answers.push(answer);
+                }
+            }
+            for answer in answers {
+                // An answer, or the end of this one call.
+                if let Err(e) = timeout(SOON, answer).await.unwrap() {
+                    assert!(e.is_reset(), "{kind}: {e}");
+                }
+            }
+        }
+        let client = Client::Grpc(h2.clone());
+        let answered = client.call::<c::ControllerStatusResponse>("Status", status("a", false)).await;
+        assert!(answered.is_ok(), "{kind}: {answered:?}");
+        assert!(waits.try_join_next().is_none(), "{kind}: the Wait has ended");
+    }
+    node.verbs.end.notify_waiters();
+    assert_eq!(waits.join_next().await.unwrap().unwrap().unwrap().exit_status, 137);
+    connection.abort();
 }
