@@ -13,6 +13,7 @@ mod containerd;
 mod daemon;
 mod kernel;
 mod kubelet;
+mod mounts;
 mod privilege;
 mod sandboxes;
 mod trial;
@@ -107,6 +108,7 @@ pub fn run(subject: &Subject) -> Vec<Finding> {
     findings.extend(cgroup::look());
     findings.extend(trial::look(&subject.config));
     findings.extend(daemon::look(&subject.config));
+    findings.extend(mounts::look(&subject.config));
     findings.extend(units::look());
     findings.extend(sandboxes::look(&subject.config));
     findings.extend(containerd::look(subject));

@@ -12,6 +12,7 @@ pub mod exit;
 pub mod exposition;
 pub mod image;
 pub mod logging;
+pub mod mounts;
 pub mod orphan;
 pub mod pause;
 pub mod podsandbox;

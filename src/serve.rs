@@ -81,6 +81,8 @@ async fn run(
     let labelled = selinux::executable(config).and_then(|label| label.map_or(Ok(()), |label| driver.label(&label)));
     labelled.unwrap_or_else(|step| log::error!("pods with SELinux labels may not start: {step}"));
     let environment = Arc::new(Environment::new(config.clone(), driver, open_files)?);
+    // It logs what it finds. Where containerd is not up yet, the first Create finds it.
+    let _ = environment.mounts.admit();
     let controller = tokio::select! {
         controller = Controller::open(environment) => controller?,
         () = end.told() => {

@@ -22,6 +22,7 @@ use super::{
 };
 use crate::config::Config;
 use crate::error::Step;
+use crate::mounts::Mounts;
 use crate::pause::held::{self, Namespace};
 use crate::pause::{Driver, Site};
 use crate::shim;
@@ -60,6 +61,8 @@ pub struct Environment {
     pub shims: Arc<shim::Shims>,
     /// Where the sandboxes' files are.
     pub(super) roots: Arc<Roots>,
+    /// Whether containerd sees what is mounted here.
+    pub mounts: Arc<Mounts>,
     /// Gives the pods their labels.
     pub selinux: Selinux,
     /// Counts what happens.
@@ -89,8 +92,10 @@ impl Environment {
         };
         let shims = Arc::new(shim::Shims::new(settings, open_files)?);
         let shim_driver = Arc::new(ShimDriver::new(shims.clone()));
+        let mounts = Arc::new(Mounts::new(config.containerd_address.clone(), config.containerd_state.clone()));
         let config = Arc::new(config);
-        Ok(Self { config, native, shim_driver, shims, roots, selinux: Selinux::default(), telemetry: Arc::default() })
+        let (selinux, telemetry) = (Selinux::default(), Arc::default());
+        Ok(Self { config, native, shim_driver, shims, roots, mounts, selinux, telemetry })
     }
 
     /// What the jobs of that sandbox work on; `level` is the one that it holds.
@@ -99,6 +104,7 @@ impl Environment {
         Work {
             driver: if record.driver == shim::driver::NAME { &self.shim_driver } else { &self.native }.clone(),
             places: Places::new(&self.roots, &record.id),
+            mounts: self.mounts.clone(),
             shim: self.shims.endpoint(record.shim, &record.id, &runtime),
             // The id of the record, which all that is here shares, not its equal in the plan.
             site: Site { id: record.id.clone(), ..record.plan.site() },
@@ -182,6 +188,8 @@ impl Sandbox {
         on_gone: impl FnOnce(&str) + Send + 'static,
     ) -> Result<Self, Error> {
         let config = &environment.config;
+        let refused = |step| Error::Step { id: request.id.to_string(), verb: "create", step };
+        environment.mounts.admit().map_err(refused)?;
         let (record, level) = check(request, config, environment.native.name(), &environment.selinux)?;
         let mut work = environment.work(&record, level);
         work.store.create(&record).map_err(|step| Error::Step { id: record.id.to_string(), verb: "create", step })?;

@@ -10,6 +10,7 @@ use super::selinux::Level;
 use super::spec;
 use crate::config::Config;
 use crate::error::{IoContext as _, Step};
+use crate::mounts::Mounts;
 use crate::pause::{Adoption, Driver, Exit, Namespace, Pause, Plan, Site};
 use crate::shim;
 use crate::telemetry::Telemetry;
@@ -40,6 +41,8 @@ pub struct Work {
     pub _level: Option<Box<Level>>,
     /// Where the files are.
     pub places: Places,
+    /// Whether containerd sees what is mounted there.
+    pub mounts: Arc<Mounts>,
     /// Where the record is.
     pub store: Store,
     /// The Task endpoint of the pod's containers.
@@ -92,6 +95,7 @@ impl Work {
     }
 
     fn try_start(&self) -> Result<Arc<dyn Pause>, Step> {
+        self.mounts.admit()?;
         self.places.begin()?;
         let record = self.to_make()?;
         self.places.make(&record.files, &record.labels.mount)?;

@@ -96,6 +96,8 @@ fn step_code(step: &Step) -> Code {
         None if matches!(step.io().kind(), io::ErrorKind::OutOfMemory | io::ErrorKind::StorageFull) => {
             Code::RESOURCE_EXHAUSTED
         }
+        // The node is not as it must be; its operator is asked for, not another try.
+        None if step.io().kind() == io::ErrorKind::Unsupported => Code::FAILED_PRECONDITION,
         _ => Code::INTERNAL,
     }
 }
@@ -184,6 +186,13 @@ mod tests {
         assert_eq!(many(&[libc::ENOSPC, libc::EMFILE]), Code::RESOURCE_EXHAUSTED);
         assert_eq!(many(&[libc::ENOSPC, libc::EBUSY]), Code::INTERNAL);
         assert_eq!(many(&[]), Code::INTERNAL);
+    }
+
+    #[test]
+    fn a_node_that_is_not_as_it_must_be_is_told_from_one_that_lacks_a_system_call() {
+        let of = |e: io::Error| code(&Error::Step { id: String::new(), verb: "create", step: Step::new("x", e) });
+        assert_eq!(of(io::Error::new(io::ErrorKind::Unsupported, "apart")), Code::FAILED_PRECONDITION);
+        assert_eq!(of(io::Error::from_raw_os_error(libc::ENOSYS)), Code::INTERNAL);
     }
 
     #[test]

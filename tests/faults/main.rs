@@ -12,6 +12,7 @@ mod pods;
 mod strace;
 mod tracer;
 
+mod apart;
 mod collected;
 mod directories;
 mod killed;
@@ -30,6 +31,7 @@ fn main() -> std::process::ExitCode {
         directories::cases(),
         limits::cases(),
         restarts::cases(),
+        apart::cases(),
         soak::cases(),
     ];
     harness::run(cases.into_iter().flatten().collect())

@@ -104,3 +104,39 @@ fn the_units_fit_the_package() {
         assert!(socket.contains(&format!("\nListenStream={}\n", path.display())));
     }
 }
+
+/// The pods' shared memory is mounted where containerd must see it, and what else systemd can do to a unit its pods inherit.
+#[test]
+fn the_unit_stays_in_the_mount_namespace_of_the_node() {
+    let service = file("packaging/systemd/pause-sandboxer.service");
+    let settings = service.lines().filter_map(|line| line.split_once('=')).map(|(key, _)| key);
+    for key in settings.filter(|key| !key.starts_with('#')) {
+        // systemd.exec(5): each of these gives the unit a mount namespace, or lets pods inherit a restriction.
+        let namespaces = [
+            "Private",
+            "Protect",
+            "ReadOnly",
+            "ReadWrite",
+            "Inaccessible",
+            "NoExecPaths",
+            "ExecPaths",
+            "TemporaryFileSystem",
+            "Bind",
+            "Mount",
+            "Root",
+            "DynamicUser",
+            "LogNamespace",
+            "ExtensionImages",
+            "ExtensionDirectories",
+            "Restrict",
+            "NoNewPrivileges",
+            "SystemCall",
+            "CapabilityBoundingSet",
+            "AmbientCapabilities",
+            "LockPersonality",
+            "Memory",
+            "UMask",
+        ];
+        assert!(!namespaces.iter().any(|prefix| key.starts_with(prefix)), "{key}=");
+    }
+}

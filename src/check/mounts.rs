@@ -1,0 +1,57 @@
+//! Whether containerd sees what the daemon mounts.
+
+use std::io;
+use std::path::Path;
+
+use super::Finding;
+use crate::client::Client;
+use crate::config::Config;
+use crate::mounts::{View, view};
+
+const SUBJECT: &str = "mounts";
+
+/// Compares the mount namespaces of the daemon that runs and of containerd. Silent where one of the two is not there, which is another
+/// look's finding.
+pub(super) fn look(config: &Config) -> Vec<Finding> {
+    // Who answers has the lock, with its process id in it.
+    let answers = Client::connect(config).and_then(|client| client.list(false)).is_ok();
+    let holder = answers.then(|| std::fs::read_to_string(config.state_dir.join("lock"))).and_then(Result::ok);
+    let Some(pid) = holder.and_then(|text| text.trim().parse::<u32>().ok()) else { return Vec::new() };
+    judge(view(&pid.to_string(), &config.containerd_address, &config.containerd_state), &config.containerd_state)
+}
+
+fn judge(seen: io::Result<View>, state: &Path) -> Vec<Finding> {
+    let advice = "systemctl cat pause-sandboxer shows the drop-in that sets it: remove the option, then \
+                  systemctl daemon-reload && systemctl restart pause-sandboxer";
+    match seen {
+        Ok(view) => vec![match (view.admit(state), view) {
+            (Err(step), _) => Finding::fail(SUBJECT, step.to_string(), advice),
+            (Ok(()), View::Propagated) => Finding::warn(
+                SUBJECT,
+                format!(
+                    "the daemon and containerd are in two mount namespaces; mounts below {} reach both",
+                    state.display()
+                ),
+                "run both in one: see PrivateTmp= and the like in their units",
+            ),
+            (Ok(()), _) => Finding::ok(SUBJECT, "the daemon and containerd are in one mount namespace"),
+        }],
+        Err(_) => Vec::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Level;
+    use super::*;
+
+    #[test]
+    fn each_view_is_a_finding() {
+        let apart = View::Apart { pid: 1, theirs: "mnt:[1]".to_owned(), ours: "mnt:[2]".to_owned() };
+        for (seen, level) in [(View::Same, Level::Ok), (View::Propagated, Level::Warn), (apart, Level::Fail)] {
+            let findings = judge(Ok(seen), Path::new("/run/containerd"));
+            assert_eq!((findings.len(), findings[0].level), (1, level), "{findings:?}");
+        }
+        assert!(judge(Err(io::ErrorKind::NotFound.into()), Path::new("/")).is_empty());
+    }
+}
