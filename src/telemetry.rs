@@ -61,6 +61,7 @@ pub struct Telemetry {
     cleanup_failures: Counter,
     cleanups_pending: Gauge,
     healed: Counter,
+    healing_failures: Counter,
     recovery: Gauge<f64, std::sync::atomic::AtomicU64>,
     recovered: Gauge,
     aside: Gauge,
@@ -87,6 +88,7 @@ impl Default for Telemetry {
             cleanup_failures: Counter::default(),
             cleanups_pending: Gauge::default(),
             healed: Counter::default(),
+            healing_failures: Counter::default(),
             recovery: Gauge::default(),
             recovered: Gauge::default(),
             aside: Gauge::default(),
@@ -116,6 +118,11 @@ impl Default for Telemetry {
         );
         own.register("cleanups_pending", "Sandboxes whose last cleanup has failed", this.cleanups_pending.clone());
         own.register("healed_files", "Times that a pod's deleted files were put back", this.healed.clone());
+        own.register(
+            "healing_failures",
+            "Tries to put a pod's deleted files back that have failed and are repeated",
+            this.healing_failures.clone(),
+        );
         own.register_with_unit(
             "recovery_duration",
             "Time that it took to take over the sandboxes of the daemon before",
@@ -156,6 +163,11 @@ impl Telemetry {
     /// A pod's deleted files were put back.
     pub fn files_healed(&self) {
         self.healed.inc();
+    }
+
+    /// A pod's deleted files could not be put back, which is tried again.
+    pub fn healing_failed(&self) {
+        self.healing_failures.inc();
     }
 
     /// Recovery took this long, took over so many sandboxes and kept so many records aside.

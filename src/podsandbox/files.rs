@@ -6,10 +6,11 @@
 
 use std::borrow::Cow;
 use std::fs;
-use std::io;
+use std::io::{self, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use serde::{Deserialize, Serialize};
@@ -23,6 +24,12 @@ const SHM_OPTIONS: &str = "mode=1777,size=67108864";
 
 /// Mounts stacked on one place beyond this are not ours to loop over.
 const MOST_STACKED: usize = 16;
+
+/// The files by CRI's names.
+const NAMES: [&str; 3] = ["hostname", "hosts", "resolv.conf"];
+
+/// A file whose last change is that much younger than the file was changed by a container, not by the one who made it.
+const MADE_WITHIN: Duration = Duration::from_secs(1);
 
 /// What the files of a sandbox say; from the CRI config.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -154,23 +161,55 @@ impl Places {
     /// `files` only where one is to be written. `shm`: the pod has shared memory of its own.
     ///
     /// # Errors
-    /// The failed step.
-    pub fn mend(&self, shm: bool, files: impl FnOnce() -> Result<Files, Step>) -> Result<bool, Step> {
+    /// Every step that failed; what did not need it is back.
+    pub fn mend(&self, shm: bool, files: impl FnOnce() -> Result<Files, Step>) -> Result<bool, Vec<Step>> {
         let released = self.turn();
         if *released {
             return Ok(false);
         }
-        let mut mended = false;
+        let mut errors = Vec::new();
+        let mut mended = self.mend_files(files, &mut errors);
+        if shm {
+            match self.shm_in_place() {
+                Ok(true) => {}
+                Ok(false) => match self.bind_shm() {
+                    Ok(()) => mended = true,
+                    Err(step) => errors.push(step),
+                },
+                Err(step) => errors.push(step),
+            }
+        }
+        if errors.is_empty() { Ok(mended) } else { Err(errors) }
+    }
+
+    /// Containers have the files mounted and may change them: only one that is missing, or was never written to its end, gets another inode.
+    fn mend_files(&self, files: impl FnOnce() -> Result<Files, Step>, errors: &mut Vec<Step>) -> bool {
         let root = self.root();
-        if ["hostname", "hosts", "resolv.conf"].iter().any(|name| !root.join(name).exists()) {
-            self.write_all(&files()?)?;
-            mended = true;
+        let gone: Vec<&str> = NAMES.into_iter().filter(|name| !is_written(&root.join(name))).collect();
+        if gone.is_empty() {
+            return false;
         }
-        if shm && !self.shm_in_place()? {
-            self.bind_shm()?;
-            mended = true;
+        let files = match make_dirs(&root, 0o755).and_then(|()| files()) {
+            Ok(files) => files,
+            Err(step) => {
+                errors.push(step);
+                return false;
+            }
+        };
+        let mut mended = false;
+        for name in gone {
+            let path = root.join(name);
+            match content(&files, name) {
+                // It is empty, as it is to be.
+                Ok(content) if content.is_empty() && path.exists() => {}
+                Ok(content) => match replace(&path, &content) {
+                    Ok(()) => mended = true,
+                    Err(step) => errors.push(step),
+                },
+                Err(step) => errors.push(step),
+            }
         }
-        Ok(mended)
+        mended
     }
 
     /// Unmounts the shared memory. Gone already is success.
@@ -234,24 +273,51 @@ impl Places {
         }
     }
 
+    /// Writes in place: a start that is cut off is removed altogether.
     fn write_all(&self, files: &Files) -> Result<(), Step> {
         make_dirs(&self.root(), 0o755)?;
-        let hostname = if files.hostname.is_empty() { node_hostname()? } else { files.hostname.clone() };
-        self.write("hostname", format!("{hostname}\n").as_bytes())?;
-        self.write("hosts", &fs::read("/etc/hosts").step_at("read the node's hosts", "/etc/hosts")?)?;
-        match &files.dns {
-            Some(dns) => self.write("resolv.conf", dns.resolv_conf().as_bytes()),
-            None => {
-                let node = fs::read("/etc/resolv.conf").step_at("read the node's resolv.conf", "/etc/resolv.conf")?;
-                self.write("resolv.conf", &node)
-            }
+        for name in NAMES {
+            let path = self.root().join(name);
+            fs::write(&path, content(files, name)?).step_at("write file", path)?;
         }
+        Ok(())
     }
+}
 
-    fn write(&self, name: &str, content: &[u8]) -> Result<(), Step> {
-        let path = self.root().join(name);
-        fs::write(&path, content).step_at("write file", path)
+/// What the file of that name is to say.
+fn content(files: &Files, name: &str) -> Result<Vec<u8>, Step> {
+    match name {
+        "hostname" => {
+            let hostname = if files.hostname.is_empty() { node_hostname()? } else { files.hostname.clone() };
+            Ok(format!("{hostname}\n").into())
+        }
+        "hosts" => fs::read("/etc/hosts").step_at("read the node's hosts", "/etc/hosts"),
+        _ => match &files.dns {
+            Some(dns) => Ok(dns.resolv_conf().into()),
+            None => fs::read("/etc/resolv.conf").step_at("read the node's resolv.conf", "/etc/resolv.conf"),
+        },
     }
+}
+
+/// Whether a file is there and was written to its end. A daemon that wrote in place may have left an empty one, on a full disk or because it was
+/// killed; one that is empty because a container emptied it was changed later than it was made.
+fn is_written(path: &Path) -> bool {
+    let Ok(file) = fs::metadata(path) else { return false };
+    let changed = || Some(file.modified().ok()?.duration_since(file.created().ok()?).ok()? > MADE_WITHIN);
+    file.len() > 0 || changed().unwrap_or(false)
+}
+
+/// Writes a file beside its place and moves it there: at its place there is never less than all of it.
+fn replace(path: &Path, content: &[u8]) -> Result<(), Step> {
+    let temporary = path.with_added_extension("new");
+    let written = fs::File::create(&temporary).and_then(|mut file| file.write_all(content));
+    let replaced = match written.step_at("write file", &temporary) {
+        Ok(()) => fs::rename(&temporary, path).step_at("replace file", path),
+        failed => failed,
+    };
+    replaced.inspect_err(|_| {
+        let _ = fs::remove_file(&temporary);
+    })
 }
 
 /// `rootcontext`, not `context`: containerd sets the label of what it mounts into each container once more, which the latter would refuse.

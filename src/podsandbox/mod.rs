@@ -12,6 +12,7 @@ mod board;
 mod checked;
 mod error;
 mod files;
+mod heal;
 mod inbox;
 mod metrics;
 mod overview;

@@ -10,6 +10,7 @@ use tokio::sync::oneshot;
 
 use super::checked::check;
 use super::files::Places;
+use super::heal::Healing;
 use super::owner::{Entry, Handle, Message, Owner, Published, abandoned_at};
 use super::record::{Blob, Record, Stage, Store};
 use super::roots::Roots;
@@ -169,12 +170,14 @@ impl shim::Pod for Pod {
 #[derive(Debug)]
 pub struct Sandbox {
     environment: Arc<Environment>,
-    work: Arc<Work>,
+    pub(super) work: Arc<Work>,
     owner: Handle,
     /// Somebody asked for status or exit, as CRI does right after Start.
     asked: AtomicBool,
     /// When this daemon started it.
     started: OnceLock<Instant>,
+    /// Files of it that cannot be put back.
+    pub(super) healing: Healing,
 }
 
 impl Sandbox {
@@ -214,7 +217,14 @@ impl Sandbox {
     ) -> Self {
         let owner = Owner::spawn(work.clone(), entry, abandoned, on_gone);
         work.shim.serve(Arc::new(Pod { work: work.clone(), owner: owner.clone() }));
-        Self { environment, work, owner, asked: AtomicBool::new(false), started: OnceLock::new() }
+        Self {
+            environment,
+            work,
+            owner,
+            asked: AtomicBool::new(false),
+            started: OnceLock::new(),
+            healing: Healing::default(),
+        }
     }
 
     /// The sandbox id.
@@ -283,10 +293,11 @@ impl Sandbox {
         }
     }
 
-    /// What is published. Puts files back that containerd has deleted, because CRI asks this before every container.
+    /// What is published. Puts files back that containerd has deleted, because CRI asks this before every container; where they cannot be put back
+    /// now the answer is the same, and it is tried again.
     ///
     /// # Errors
-    /// The failed step of the mending, or of the record's reading.
+    /// Verbose: the record cannot be read.
     pub async fn status(self: &Arc<Self>, verbose: bool) -> Result<StatusReport, Error> {
         self.asked.store(true, Ordering::Relaxed);
         let mut published = self.published();
@@ -302,10 +313,9 @@ impl Sandbox {
         Ok(self.report(published, Default::default()))
     }
 
-    fn look(&self, verbose: bool) -> Result<BTreeMap<String, String>, Error> {
-        if self.phase() == Phase::Ready && self.work.mend().map_err(|s| self.failed("status", s))? {
-            self.environment.telemetry.files_healed();
-            log::info!(sandbox = self.id(); "files that were gone are back");
+    fn look(self: &Arc<Self>, verbose: bool) -> Result<BTreeMap<String, String>, Error> {
+        if self.phase() == Phase::Ready {
+            self.heal();
         }
         if !verbose {
             return Ok(Default::default());

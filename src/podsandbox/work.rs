@@ -172,8 +172,8 @@ impl Work {
     /// Puts files back that are gone; true when some were.
     ///
     /// # Errors
-    /// The failed step.
-    pub fn mend(&self) -> Result<bool, Step> {
+    /// Every step that failed.
+    pub fn mend(&self) -> Result<bool, Vec<Step>> {
         self.places.mend(self.shm, || Ok(self.store.read()?.files))
     }
 

@@ -1,38 +1,66 @@
 //! Each directory that the daemon uses is full, or read-only.
 
 use std::fs;
+use std::io::{Read as _, Write as _};
+use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, bail, ensure};
-use kit::{grpc, until};
-use nix::mount::{MsFlags, mount};
+use kit::{ContainerSpec, Node, PodSpec, grpc, until};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
 use crate::bare::Bare;
-use crate::harness::{Case, alone};
+use crate::harness::{Case, alone, on_node};
 use crate::pods::{Shape, is_whole, remove};
 
+/// What is logged when the files of a pod cannot be put back.
+const FAILED: &str = "put back files that are gone";
+/// How long the daemon may take to try again by itself.
+const AGAIN: Duration = Duration::from_secs(60);
+
 pub(crate) fn cases() -> Vec<Case> {
-    alone![full_directories, read_only_directories]
+    let mut cases = alone![
+        full_directories,
+        read_only_directories,
+        files_that_cannot_be_put_back_are_put_back_later,
+        a_file_that_was_cut_off_is_put_back
+    ];
+    cases.extend(on_node![node_containerd_restarts_on_a_full_disk]);
+    cases
 }
 
 /// A daemon with a small file system of its own in place of one of its directories.
 async fn with_small(directory: &str) -> Result<Bare> {
     let bare = Bare::new("")?;
-    mount(
-        Some("small"),
-        &bare.path(directory),
-        Some("tmpfs"),
-        MsFlags::empty(),
-        Some("size=256k,nr_inodes=200,mode=755"),
-    )?;
+    mount_small(&bare.path(directory))?;
     bare.start().await?;
     Ok(bare)
 }
 
+fn mount_small(point: &Path) -> Result<()> {
+    let size = Some("size=256k,nr_inodes=200,mode=755");
+    Ok(mount(Some("small"), point, Some("tmpfs"), MsFlags::empty(), size)?)
+}
+
 /// Takes all space and all inodes.
 fn fill(directory: &Path) -> Result<()> {
-    use std::io::{ErrorKind, Write as _};
+    fill_space(directory)?;
+    for number in 0.. {
+        match fs::File::create(directory.join("filler").join(number.to_string())) {
+            Ok(_) => {}
+            Err(e) if e.kind() == std::io::ErrorKind::StorageFull => break,
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(())
+}
+
+/// Takes all space: files can be made, and nothing can be written to them.
+fn fill_space(directory: &Path) -> Result<()> {
+    use std::io::ErrorKind;
     let filler = directory.join("filler");
     fs::create_dir(&filler)?;
     let mut file = fs::File::create(filler.join("space"))?;
@@ -42,11 +70,6 @@ fn fill(directory: &Path) -> Result<()> {
         Err(e) => Err(e),
     };
     while !full(file.write_all(&[0; 4096]))? {}
-    for number in 0.. {
-        if full(fs::File::create(filler.join(number.to_string())).map(drop))? {
-            break;
-        }
-    }
     Ok(())
 }
 
@@ -128,4 +151,145 @@ async fn read_only_directories() -> Result<()> {
         bare.nothing_left_but(&[bare.path(directory)]).await?;
     }
     Ok(())
+}
+
+/// What the daemon counts under that name.
+fn counted(bare: &Bare, name: &str) -> Result<u64> {
+    let mut stream = UnixStream::connect(bare.path("m.sock"))?;
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: node\r\n\r\n")?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text)?;
+    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    Ok(value.with_context(|| format!("no {name} in {text}"))?.parse()?)
+}
+
+/// Deletes what a restarted containerd deletes.
+fn delete(files: &Path, shm: &Path) -> Result<()> {
+    umount2(shm, MntFlags::MNT_DETACH)?;
+    fs::remove_dir_all(shm.parent().context("no parent")?)?;
+    Ok(fs::remove_dir_all(files)?)
+}
+
+/// Status answers as if nothing were wrong; what fails is logged once, counted, and tried again without anybody asking. Once with a disk on which no
+/// file can be made, and once with one on which none can be written.
+async fn files_that_cannot_be_put_back_are_put_back_later() -> Result<()> {
+    for (what, fill) in [("full", fill as fn(&Path) -> Result<()>), ("without space", fill_space)] {
+        let bare = Bare::new("")?;
+        fs::write(
+            bare.path("config.toml"),
+            fs::read_to_string(bare.path("config.toml"))?
+                + &format!("metrics = \"unix://{}\"\n", bare.path("m.sock").display()),
+        )?;
+        mount_small(&bare.path("root"))?;
+        bare.start().await?;
+        let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("living"));
+        let pid = shape.run(&controller, &id).await?;
+        let whole: Vec<_> = ["hostname", "hosts", "resolv.conf"]
+            .iter()
+            .map(|name| fs::read(bare.files(&id).join(name)).map(|content| (*name, content)))
+            .collect::<Result<_, _>>()?;
+        delete(&bare.files(&id), &bare.shm(&id))?;
+        fill(&bare.path("root"))?;
+        // Nothing is looked for in the first moments of a sandbox.
+        until("it looks for the files", AGAIN, async || {
+            controller.status(&id, false).await.with_context(|| format!("status on a disk that is {what}"))?;
+            ensure!(bare.logged().contains(FAILED), "not logged");
+            Ok(())
+        })
+        .await?;
+        let asked = 3;
+        for _ in 0..asked {
+            let status =
+                controller.status(&id, false).await.with_context(|| format!("status on a disk that is {what}"))?;
+            ensure!(status.state == "SANDBOX_READY" && status.pid == pid, "{what}: {status:?}");
+        }
+        for (name, _) in &whole {
+            ensure!(!bare.files(&id).join(name).exists(), "{what}: there is less than all of {name}");
+        }
+        ensure!(bare.shm(&id).exists(), "{what}: the shared memory needs nothing of that disk");
+        let times = bare.logged().matches(FAILED).count();
+        ensure!((1..=whole.len()).contains(&times), "{what}: logged {times} times in one episode");
+        ensure!(counted(&bare, "pause_sandboxer_healing_failures_total")? >= asked, "{what}: not counted");
+
+        fs::remove_dir_all(bare.path("root/filler"))?;
+        until("the files are back", AGAIN, async || {
+            for (name, content) in &whole {
+                ensure!(fs::read(bare.files(&id).join(name))? == *content, "{name} is another");
+            }
+            Ok(())
+        })
+        .await?;
+        until("that is logged", AGAIN, async || {
+            ensure!(bare.logged().contains("files that were gone are back"), "not yet");
+            Ok(())
+        })
+        .await?;
+        is_whole(&bare, &controller, &id).await?;
+        ensure!(bare.logged().matches(FAILED).count() == times, "{what}: logged again");
+        ensure!(counted(&bare, "pause_sandboxer_healed_files_total")? >= 1, "{what}: not counted as healed");
+        remove(&controller, &id).await?;
+        bare.nothing_left_but(&[bare.path("root")]).await?;
+    }
+    Ok(())
+}
+
+/// A daemon that wrote in place has left an empty file. One that a container has emptied, through its mount, is left as it is.
+async fn a_file_that_was_cut_off_is_put_back() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("cut"));
+    shape.run(&controller, &id).await?;
+    is_whole(&bare, &controller, &id).await?;
+    let file = |name: &str| bare.files(&id).join(name);
+    let (hosts, other) = (fs::read(file("hosts"))?, fs::metadata(file("hostname"))?.ino());
+    ensure!(!hosts.is_empty(), "the node's hosts is empty");
+    fs::remove_file(file("hosts"))?;
+    fs::File::create(file("hosts"))?;
+    until("it is put back", AGAIN, async || {
+        is_whole(&bare, &controller, &id).await?;
+        ensure!(fs::read(file("hosts"))? == hosts, "it is as it was cut off");
+        Ok(())
+    })
+    .await?;
+    ensure!(fs::metadata(file("hostname"))?.ino() == other, "a file that was whole was replaced");
+
+    let emptied = fs::OpenOptions::new().write(true).truncate(true).open(file("hosts"))?;
+    emptied.set_modified(SystemTime::now() + Duration::from_secs(60))?;
+    is_whole(&bare, &controller, &id).await?;
+    ensure!(fs::read(file("hosts"))?.is_empty(), "what a container wrote was replaced");
+    remove(&controller, &id).await?;
+    bare.nothing_left().await
+}
+
+/// containerd deletes the files of the pods as it comes up, and asks for their status; an error then would leave them not ready for good.
+async fn node_containerd_restarts_on_a_full_disk(node: Arc<Node>) -> Result<()> {
+    // The directory of what CRI keeps: in that of the sandboxes containerd would remove what fills it.
+    let disk = node.layout().sandbox_files("").join("..").canonicalize()?;
+    mount_small(&disk)?;
+    let done = restarted_on_a_full_disk(&node, &disk).await;
+    umount2(&disk, MntFlags::MNT_DETACH)?;
+    done
+}
+
+async fn restarted_on_a_full_disk(node: &Arc<Node>, disk: &Path) -> Result<()> {
+    let pod = node.run(kit::Handler::Ours, PodSpec::new("full").dns(&["10.0.0.10"], &[], &[])).await?;
+    let pause = pod.pause_pid().await?;
+    node.stop_containerd().await?;
+    // Before containerd does it, so that nothing is free when it asks.
+    delete(&node.layout().sandbox_files(pod.id()), &node.layout().sandbox_shm(pod.id()))?;
+    fill(disk)?;
+    node.start_containerd().await?;
+    ensure!(pod.is_ready().await?, "not ready after the restart");
+    ensure!(pod.pause_pid().await? == pause, "another pause");
+    ensure!(!node.layout().sandbox_files(pod.id()).exists(), "the disk was not full");
+
+    fs::remove_dir_all(disk.join("filler"))?;
+    until("the files are back", AGAIN, async || {
+        let text = fs::read_to_string(node.layout().sandbox_files(pod.id()).join("resolv.conf"))?;
+        ensure!(text == "nameserver 10.0.0.10\n", "{text:?}");
+        Ok(())
+    })
+    .await?;
+    let container = pod.run(ContainerSpec::sleeping("after")).await?;
+    ensure!(container.sh("cat /etc/resolv.conf").await? == "nameserver 10.0.0.10\n", "the container has another");
+    pod.remove().await
 }

@@ -24,6 +24,7 @@ fn exported() -> BTreeMap<String, BTreeSet<String>> {
     telemetry.pause_ended();
     telemetry.cleanup_failed();
     telemetry.files_healed();
+    telemetry.healing_failed();
     telemetry.recovered(Duration::from_secs(1), 1, 1);
     let census = Census { sandboxes: vec![("ready", "native".to_owned())], states: vec!["ready"], cleanups_pending: 1 };
     let mut series: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();

@@ -1,0 +1,77 @@
+//! Puts the files of a living sandbox back, and keeps trying where that fails.
+//!
+//! A failure is for the log and the metrics: CRI takes any error of Status for a pod whose state it cannot know, and keeps that until
+//! containerd is restarted.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+
+use super::sandbox::Sandbox;
+use super::state::Phase;
+use crate::exit::CLEANUP;
+
+/// Where the healing of one sandbox stands.
+#[derive(Debug, Default)]
+pub struct Healing {
+    /// The last try has failed.
+    failing: AtomicBool,
+    /// A task tries again until a try does not fail.
+    retrying: AtomicBool,
+}
+
+impl Sandbox {
+    /// Puts back files that are gone. Blocks. What fails is logged once until a try does not fail, and tried again.
+    pub(super) fn heal(self: &Arc<Self>) {
+        match self.work.mend() {
+            Ok(mended) => {
+                let failed = self.healing.failing.swap(false, SeqCst);
+                if mended {
+                    self.work.telemetry.files_healed();
+                }
+                if mended || failed {
+                    log::info!(sandbox = self.id(); "files that were gone are back");
+                }
+            }
+            Err(steps) => {
+                self.work.telemetry.healing_failed();
+                if !self.healing.failing.swap(true, SeqCst) {
+                    for step in steps {
+                        log::error!(sandbox = self.id(); "put back files that are gone: {step}");
+                    }
+                }
+                self.heal_later();
+            }
+        }
+    }
+
+    /// Tries again with a growing delay, as long as the sandbox is ready.
+    fn heal_later(self: &Arc<Self>) {
+        if self.healing.retrying.swap(true, SeqCst) {
+            return;
+        }
+        let sandbox = Arc::downgrade(self);
+        tokio::spawn(async move {
+            for failures in 1.. {
+                tokio::time::sleep(CLEANUP.delay(failures)).await;
+                let Some(sandbox) = sandbox.upgrade() else { return };
+                let tried = tokio::task::spawn_blocking(move || sandbox.heal_again());
+                if tried.await.unwrap_or(true) {
+                    return;
+                }
+            }
+        });
+    }
+
+    /// True when there is no more to try.
+    fn heal_again(self: &Arc<Self>) -> bool {
+        if self.phase() == Phase::Ready {
+            self.heal();
+            if self.healing.failing.load(SeqCst) {
+                return false;
+            }
+        }
+        self.healing.retrying.store(false, SeqCst);
+        // Where another try has failed meanwhile it has seen this one: it goes on, unless a new one has begun.
+        !(self.phase() == Phase::Ready && self.healing.failing.load(SeqCst)) || self.healing.retrying.swap(true, SeqCst)
+    }
+}
