@@ -1,8 +1,7 @@
 //! The pause's cgroup: where it goes, how it is made and removed.
 //!
 //! The node's cgroup file systems are found once. With version 1 a cgroup is a directory in every mounted hierarchy, which the
-//! child joins itself; with version 2 it is one directory, which the child is born in. A node with both ("hybrid")
-//! counts as version 1, as for runc and containerd.
+//! child joins itself; with version 2 it is one directory, which the child is born in. Which of them it is, [`mounted`] tells.
 //!
 //! Below a systemd slice the cgroup is a transient scope. Its directory is made here all the same, before systemd is asked for
 //! the scope: the pause is then in its place from its first instruction on, and a Start that is cut short at any
@@ -21,11 +20,11 @@ use super::child;
 use super::sys::{self, Errno};
 use crate::error::{IoContext, Step};
 
-mod mounted;
+pub mod mounted;
 pub mod slice;
 mod systemd;
 
-use mounted::{Found, parse};
+use mounted::Mounted;
 pub(super) use slice::Scope;
 use systemd::Systemd;
 
@@ -142,37 +141,38 @@ pub(super) const TRIES: u32 = 3;
 const RETRIES: u32 = 9;
 
 impl Cgroups {
-    /// Finds what is mounted.
+    /// Opens what is mounted.
     ///
     /// # Errors
     /// A file of `/proc` or a mount point cannot be opened.
     pub(super) fn find() -> Result<Self, Step> {
-        const MOUNTS: &str = "/proc/self/mountinfo";
-        let mounts = std::fs::read(MOUNTS).step_at("read", MOUNTS)?;
-        Self::open(parse(&mounts))
+        Self::open(Mounted::find()?)
     }
 
-    fn open(found: Found) -> Result<Self, Step> {
+    fn open(mounted: Mounted) -> Result<Self, Step> {
+        let unified = matches!(mounted, Mounted::V2(_));
         let open = |mount: PathBuf, cpuset| {
             let root = c_path(&mount)
                 .and_then(|path| sys::open(None, &path, libc::O_PATH | libc::O_DIRECTORY, 0).step_at("open", &mount))?;
             // Of version 1's hierarchies one has it, its root too. With version 2 it depends on the parent cgroup.
-            let has_shares = found.unified || sys::open(Some(root.as_fd()), SHARES.0, libc::O_PATH, 0).is_ok();
-            let weight = has_shares.then_some(if found.unified { WEIGHT } else { SHARES });
+            let has_shares = unified || sys::open(Some(root.as_fd()), SHARES.0, libc::O_PATH, 0).is_ok();
+            let weight = has_shares.then_some(if unified { WEIGHT } else { SHARES });
             Ok(Hierarchy { mount, root, cpuset, weight })
         };
-        let hierarchies = if found.v1.is_empty() {
-            found.v2.into_iter().map(|mount| open(mount, false)).collect::<Result<_, Step>>()?
-        } else {
-            found.v1.into_iter().map(|(mount, cpuset)| open(mount, cpuset)).collect::<Result<_, Step>>()?
+        let hierarchies = match mounted {
+            Mounted::V2(point) => vec![open(point, false)?],
+            Mounted::V1(found) => {
+                let cpuset = |h: &mounted::Hierarchy| h.controllers.iter().any(|name| name == "cpuset");
+                found.into_iter().map(|h| open(h.point.clone(), cpuset(&h))).collect::<Result<_, Step>>()?
+            }
         };
-        Ok(Self { hierarchies, unified: found.unified, systemd: Systemd::default() })
+        Ok(Self { hierarchies, unified, systemd: Systemd::default() })
     }
 
     /// The cgroup2 file system at `mount`, whatever else there is.
     #[cfg(test)]
     pub(super) fn unified_at(mount: &Path) -> Result<Self, Step> {
-        Self::open(Found { v1: Vec::new(), v2: Some(mount.to_owned()), unified: true })
+        Self::open(Mounted::V2(mount.to_owned()))
     }
 
     /// Roots of the version 1 hierarchies, which the child joins.
@@ -558,7 +558,7 @@ mod tests {
 
     #[test]
     fn nothing_mounted() {
-        let cgroups = Cgroups::open(parse(b"1 0 0:1 / / rw - ext4 /dev/vda rw\n")).unwrap();
+        let cgroups = Cgroups::open(Mounted::V1(Vec::new())).unwrap();
         let e = cgroups.make_directory(c"a/id", true).unwrap_err();
         assert_eq!(e.to_string(), "make cgroup a/id: no cgroup file system is mounted");
         assert!(cgroups.remove(&placement("a", "id").unwrap()).is_empty());

@@ -380,6 +380,30 @@ mod tests {
         umount2(root, MntFlags::MNT_DETACH).unwrap();
     }
 
+    /// In a mount namespace of its own, so that the node is of version 2 for nobody else.
+    #[test]
+    fn a_controller_of_version_1_elsewhere_leaves_a_node_of_version_2_as_it_is() {
+        let placed = std::thread::spawn(|| {
+            let (elsewhere, none) = (tempfile::tempdir().unwrap(), None::<&str>);
+            sys::unshare(libc::CLONE_NEWNS).unwrap();
+            sys::make_mounts_private().unwrap();
+            mount(none, "/sys/fs/cgroup", Some("cgroup2"), MsFlags::empty(), none).unwrap();
+            mount(none, elsewhere.path(), Some("cgroup"), MsFlags::empty(), Some("pids")).unwrap();
+            let driver = Native::with(Cgroups::find().unwrap(), image::open().unwrap()).unwrap();
+            let parent = format!("pause-sandboxer-beside-{}", std::process::id());
+            let plan = plan("beside", &format!("/{parent}"));
+            let pause = driver.start(&plan).unwrap();
+            let cgroups = fs::read_to_string(format!("/proc/{}/cgroup", pause.identity().pid)).unwrap();
+            driver.cleanup(&plan.site()).unwrap();
+            fs::remove_dir(Path::new("/sys/fs/cgroup").join(&parent)).unwrap();
+            umount2(elsewhere.path(), MntFlags::MNT_DETACH).unwrap();
+            (format!("/{parent}/{}", plan.id), cgroups)
+        });
+        let (path, cgroups) = placed.join().unwrap();
+        let within: Vec<&str> = cgroups.lines().filter(|line| line.ends_with(&path)).collect();
+        assert_eq!(within, [format!("0::{path}")], "{cgroups}");
+    }
+
     #[test]
     fn starts_from_a_file_where_memfds_cannot_be_executed() {
         let driver = Native::with(Cgroups::find().unwrap(), image::unlinked().unwrap()).unwrap();

@@ -13,7 +13,6 @@ use std::io;
 use std::path::{Component, Path, PathBuf};
 use std::time::SystemTime;
 
-use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
 use protobuf::Message;
 
 use super::checked::slice;
@@ -21,9 +20,7 @@ use super::{Metric, Payload};
 use crate::config::Config;
 use crate::error::{IoContext as _, Step};
 use crate::pause::cgroup;
-
-/// Mount point of the one hierarchy of version 2, or directory of those of version 1 (also on a "hybrid" node).
-const CGROUPS: &str = "/sys/fs/cgroup";
+use crate::pause::cgroup::mounted::{ROOT, unified};
 
 const READ: &str = "read metrics of cgroup";
 
@@ -34,8 +31,8 @@ const READ: &str = "read metrics of cgroup";
 /// does not have is no error.
 pub fn read(cgroup_parent: &str, config: &Config) -> Result<Metric, Step> {
     let parent = parent(cgroup_parent, config)?;
-    let root = Path::new(CGROUPS);
-    let unified = statfs(root).step_at("look at", root)?.filesystem_type() == CGROUP2_SUPER_MAGIC;
+    let root = Path::new(ROOT);
+    let unified = unified(root)?;
     let timestamp = SystemTime::now();
     let data = if unified {
         payload("io.containerd.cgroups.v2.Metrics", &v2::read(root, &parent)?)

@@ -6,11 +6,10 @@ use std::path::{Path, PathBuf};
 
 use super::Runtime;
 use crate::error::{IoContext as _, Step};
+use crate::pause::cgroup::mounted::Mounted;
 
 /// Highest `oom_score_adj` (proc_pid_oom_score_adj(5)).
 const HIGHEST: i32 = 1000;
-
-const CGROUPS: &str = "/sys/fs/cgroup";
 
 /// Makes the kernel prefer the shim to the daemon, by one (containerd `pkg/shim.AdjustOOMScore`).
 ///
@@ -33,7 +32,7 @@ pub fn join_cgroup(pid: u32, runtime: &Runtime) -> Result<(), Step> {
     if options.shim_cgroup.is_empty() {
         return Ok(());
     }
-    for procs in members(Path::new(CGROUPS), Path::new(&options.shim_cgroup)).step("find cgroup of shim")? {
+    for procs in members(&Mounted::find()?, Path::new(&options.shim_cgroup)).step("find cgroup of shim")? {
         ended(fs::write(&procs, pid.to_string())).step_at("join cgroup", procs)?;
     }
     Ok(())
@@ -48,16 +47,12 @@ fn ended(result: io::Result<()>) -> io::Result<()> {
 }
 
 /// `cgroup.procs` of the cgroup in every hierarchy that has it.
-fn members(mount: &Path, cgroup: &Path) -> io::Result<Vec<PathBuf>> {
+fn members(mounted: &Mounted, cgroup: &Path) -> io::Result<Vec<PathBuf>> {
     let below = cgroup.strip_prefix("/").unwrap_or(cgroup);
     if below.components().any(|part| !matches!(part, std::path::Component::Normal(_))) {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{} is no cgroup", cgroup.display())));
     }
-    let mut roots = vec![mount.to_owned()];
-    if !mount.join("cgroup.controllers").exists() {
-        roots = fs::read_dir(mount)?.flatten().map(|entry| entry.path()).collect();
-    }
-    let procs = roots.into_iter().map(|root| root.join(below).join("cgroup.procs"));
+    let procs = mounted.points().into_iter().map(|root| root.join(below).join("cgroup.procs"));
     let found: Vec<PathBuf> = procs.filter(|procs| procs.exists()).collect();
     if found.is_empty() {
         return Err(io::Error::new(io::ErrorKind::NotFound, format!("no cgroup {}", cgroup.display())));
@@ -68,6 +63,7 @@ fn members(mount: &Path, cgroup: &Path) -> io::Result<Vec<PathBuf>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pause::cgroup::mounted::Hierarchy;
 
     #[test]
     fn a_cgroup_is_found_in_both_versions() {
@@ -78,14 +74,15 @@ mod tests {
         for file in ["cpu/shims/cgroup.procs", "memory/shims/cgroup.procs"] {
             fs::write(mount.path().join(file), "").unwrap();
         }
-        let mut found = members(mount.path(), Path::new("/shims")).unwrap();
-        found.sort();
+        let hierarchy = |name| Hierarchy { point: mount.path().join(name), controllers: Vec::new() };
+        let v1 = Mounted::V1(["cpu", "memory", "pids"].map(hierarchy).into());
+        let found = members(&v1, Path::new("/shims")).unwrap();
         assert_eq!(found, ["cpu/shims", "memory/shims"].map(|dir| mount.path().join(dir).join("cgroup.procs")));
-        assert!(members(mount.path(), Path::new("/none")).is_err());
-        assert!(members(mount.path(), Path::new("/shims/../..")).is_err());
-        fs::write(mount.path().join("cgroup.controllers"), "").unwrap();
+        assert!(members(&v1, Path::new("/none")).is_err());
+        assert!(members(&v1, Path::new("/shims/../..")).is_err());
         fs::create_dir(mount.path().join("shims")).unwrap();
         fs::write(mount.path().join("shims/cgroup.procs"), "").unwrap();
-        assert_eq!(members(mount.path(), Path::new("shims")).unwrap(), [mount.path().join("shims/cgroup.procs")]);
+        let v2 = Mounted::V2(mount.path().to_owned());
+        assert_eq!(members(&v2, Path::new("shims")).unwrap(), [mount.path().join("shims/cgroup.procs")]);
     }
 }

@@ -1,48 +1,106 @@
-//! Which cgroup file systems are mounted where.
+//! The node's cgroup file systems: one answer for all who make, read or judge cgroups.
+//!
+//! The version is that of the file system on `/sys/fs/cgroup`, as for runc and containerd. What else is mounted does not
+//! change it: programs mount single controllers of version 1 for themselves, also on a node of version 2.
 
-use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-/// Mount points by version.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Found {
-    /// With whether it has the cpuset controller.
-    pub(super) v1: Vec<(PathBuf, bool)>,
-    pub(super) v2: Option<PathBuf>,
-    pub(super) unified: bool,
+use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
+
+use crate::error::{IoContext as _, Step};
+
+/// Mount point of the one hierarchy of version 2, or directory of those of version 1 (also on a "hybrid" node).
+pub const ROOT: &str = "/sys/fs/cgroup";
+
+/// Of the thread, which may have a mount namespace of its own.
+const MOUNTS: &str = "/proc/thread-self/mountinfo";
+
+/// Mount options of version 1 that are no controllers (kernel `cgroup1_fs_parameters`, and those of every file system).
+const OPTIONS: [&[u8]; 7] =
+    [b"rw", b"ro", b"xattr", b"clone_children", b"noprefix", b"cpuset_v2_mode", b"favordynmods"];
+
+/// What is mounted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Mounted {
+    /// One hierarchy per controller, or per group of controllers; none of them where no cgroup file system is mounted.
+    V1(Vec<Hierarchy>),
+    /// The unified hierarchy, at its mount point.
+    V2(PathBuf),
 }
 
-/// Reads proc_pid_mountinfo(5). A hierarchy that is mounted twice counts once, at its first mount point.
-pub(super) fn parse(mountinfo: &[u8]) -> Found {
-    let mut found = Found::default();
-    let mut seen = BTreeSet::new();
-    let mut controllers = false;
+/// A hierarchy of version 1.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hierarchy {
+    /// Where it is mounted.
+    pub point: PathBuf,
+    /// Its controllers; none in a named one, which is bookkeeping, mostly systemd's.
+    pub controllers: Vec<String>,
+}
+
+impl Mounted {
+    /// Looks at the node.
+    ///
+    /// # Errors
+    /// `/sys/fs/cgroup` or the table of mounts cannot be read.
+    pub fn find() -> Result<Self, Step> {
+        Self::at(Path::new(ROOT))
+    }
+
+    fn at(root: &Path) -> Result<Self, Step> {
+        if unified(root)? {
+            return Ok(Self::V2(root.to_owned()));
+        }
+        let mounts = std::fs::read(MOUNTS).step_at("read", MOUNTS)?;
+        Ok(Self::V1(parse(&mounts, root)))
+    }
+
+    /// The mount points of all hierarchies.
+    pub fn points(&self) -> Vec<&Path> {
+        match self {
+            Self::V1(hierarchies) => hierarchies.iter().map(|hierarchy| hierarchy.point.as_path()).collect(),
+            Self::V2(point) => vec![point],
+        }
+    }
+}
+
+/// Whether `root`, which is [`ROOT`] but for tests, is of version 2. One system call: cheap enough for every reading of metrics.
+///
+/// # Errors
+/// It cannot be looked at.
+pub fn unified(root: &Path) -> Result<bool, Step> {
+    match statfs(root) {
+        Ok(found) => Ok(found.filesystem_type() == CGROUP2_SUPER_MAGIC),
+        Err(nix::Error::ENOENT) => Ok(false),
+        Err(e) => Err(Step::at("look at", root, e.into())),
+    }
+}
+
+/// Reads the hierarchies of version 1 from proc_pid_mountinfo(5). One that is mounted twice counts once, at its mount point
+/// below `root`, else at the first. Without any controller there is nothing to put a process in.
+fn parse(mountinfo: &[u8], root: &Path) -> Vec<Hierarchy> {
+    let mut found: Vec<(&[u8], Hierarchy)> = Vec::new();
     for line in mountinfo.split(|byte| *byte == b'\n') {
         let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
         let Some(dash) = fields.iter().position(|field| *field == b"-") else { continue };
-        let (Some(device), Some(mount), Some(kind)) = (fields.get(2), fields.get(4), fields.get(dash + 1)) else {
+        let (Some(device), Some(point), Some(&b"cgroup")) = (fields.get(2), fields.get(4), fields.get(dash + 1)) else {
             continue;
         };
-        let mount = PathBuf::from(OsStr::from_bytes(&unescape(mount)));
-        match *kind {
-            b"cgroup" if seen.insert(device.to_vec()) => {
-                let options = fields.get(dash + 3).copied().unwrap_or_default();
-                let has = |name: &[u8]| options.split(|byte| *byte == b',').any(|option| option == name);
-                controllers |= !options.split(|byte| *byte == b',').any(|option| option.starts_with(b"name="));
-                found.v1.push((mount, has(b"cpuset")));
-            }
-            b"cgroup2" if found.v2.is_none() => found.v2 = Some(mount),
-            _ => {}
+        let point = PathBuf::from(OsStr::from_bytes(&unescape(point)));
+        let options = fields.get(dash + 3).copied().unwrap_or_default().split(|byte| *byte == b',');
+        let controllers = options.filter(|option| !OPTIONS.contains(option) && !option.contains(&b'='));
+        let controllers = controllers.map(|name| String::from_utf8_lossy(name).into_owned()).collect();
+        match found.iter_mut().find(|(seen, _)| seen == device) {
+            None => found.push((device, Hierarchy { point, controllers })),
+            Some((_, earlier)) if point.starts_with(root) && !earlier.point.starts_with(root) => earlier.point = point,
+            Some(_) => {}
         }
     }
-    // A named hierarchy alone is only systemd's bookkeeping.
-    if !controllers && found.v2.is_some() {
-        found.v1.clear();
+    if found.iter().all(|(_, hierarchy)| hierarchy.controllers.is_empty()) {
+        found.clear();
     }
-    found.unified = found.v1.is_empty();
-    found
+    found.into_iter().map(|(_, hierarchy)| hierarchy).collect()
 }
 
 /// Replaces `\040` and the like.
@@ -60,30 +118,56 @@ fn unescape(field: &[u8]) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
+    use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
     use super::*;
 
-    #[test]
-    fn hybrid_counts_as_version_1() {
-        let text = b"32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n\
-            33 31 0:31 / /sys/fs/cgroup/cpuset rw shared:9 - cgroup cgroup rw,cpuset\n\
-            34 31 0:31 / /mnt/again rw - cgroup cgroup rw,cpuset\n\
-            35 31 0:37 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,xattr,name=systemd\n\
-            36 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n";
-        let found = parse(text);
-        let v1 = [("cpu,cpuacct", false), ("cpuset", true), ("systemd", false)];
-        assert_eq!(found.v1, v1.map(|(name, cpuset)| (Path::new("/sys/fs/cgroup").join(name), cpuset)));
-        assert!(!found.unified);
+    fn hierarchies(of: &[(&str, &[&str])]) -> Vec<Hierarchy> {
+        let one = |(point, controllers): &(&str, &[&str])| Hierarchy {
+            point: point.into(),
+            controllers: controllers.iter().map(|name| (*name).to_owned()).collect(),
+        };
+        of.iter().map(one).collect()
     }
 
     #[test]
-    fn version_2_alone_or_with_a_named_hierarchy() {
-        let v2 = "36 31 0:38 / /sys/fs/c\\040group rw - cgroup2 cgroup2 rw\n";
-        let named = "35 31 0:37 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,xattr,name=systemd\n";
-        for text in [v2.to_owned(), format!("{named}{v2}")] {
-            let found = parse(text.as_bytes());
-            assert_eq!(found, Found { v1: vec![], v2: Some("/sys/fs/c group".into()), unified: true });
+    fn hierarchies_of_version_1() {
+        let text = b"32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n\
+            33 31 0:31 /part /mnt/again rw - cgroup cgroup rw,cpuset\n\
+            34 31 0:31 / /sys/fs/cgroup/cpuset rw shared:9 - cgroup cgroup rw,cpuset,clone_children\n\
+            34 31 0:31 / /sys/fs/cgroup/third rw - cgroup cgroup rw,cpuset\n\
+            35 31 0:37 / /sys/fs/c\\040group rw - cgroup cgroup rw,xattr,name=systemd\n\
+            36 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n";
+        let expected: [(&str, &[&str]); 3] = [
+            ("/sys/fs/cgroup/cpu,cpuacct", &["cpu", "cpuacct"]),
+            ("/sys/fs/cgroup/cpuset", &["cpuset"]),
+            ("/sys/fs/c group", &[]),
+        ];
+        assert_eq!(parse(text, Path::new(ROOT)), hierarchies(&expected));
+    }
+
+    #[test]
+    fn a_named_hierarchy_alone_is_none() {
+        let named = b"35 31 0:37 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,xattr,name=systemd\n";
+        assert_eq!(parse(named, Path::new(ROOT)), []);
+        assert_eq!(parse(b"1 0 0:1 / / rw - ext4 /dev/vda rw\n", Path::new(ROOT)), []);
+        assert!(!unified(Path::new("/no/such/directory")).unwrap());
+    }
+
+    #[test]
+    fn the_version_is_that_of_the_root_whatever_else_is_mounted() {
+        let directory = tempfile::tempdir().unwrap();
+        let (root, elsewhere) = (directory.path().join("cgroup"), directory.path().join("vpn"));
+        for (point, kind, options) in [(&elsewhere, "cgroup", Some("pids")), (&root, "cgroup2", None)] {
+            std::fs::create_dir(point).unwrap();
+            mount(Some("none"), point, Some(kind), MsFlags::empty(), options).unwrap();
         }
+        let listed = std::fs::read_to_string(MOUNTS).unwrap();
+        assert!(listed.contains(elsewhere.to_str().unwrap()), "{listed}");
+        assert_eq!(Mounted::at(&root).unwrap(), Mounted::V2(root.clone()));
+        umount2(&root, MntFlags::MNT_DETACH).unwrap();
+        let Mounted::V1(found) = Mounted::at(&root).unwrap() else { panic!("version 2 without its file system") };
+        assert!(found.iter().any(|hierarchy| hierarchy.controllers == ["pids"]), "{found:?}");
+        umount2(&elsewhere, MntFlags::MNT_DETACH).unwrap();
     }
 }

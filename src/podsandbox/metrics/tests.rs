@@ -192,9 +192,9 @@ impl Busy {
     fn new(unified: bool) -> Self {
         let name = format!("pause-sandboxer-metrics-{}", std::process::id());
         let roots = match unified {
-            true => vec![PathBuf::from(CGROUPS)],
+            true => vec![PathBuf::from(ROOT)],
             // Without cpuset, whose new cgroups take no process.
-            false => ["cpu", "cpuacct", "memory", "pids", "blkio"].map(|c| Path::new(CGROUPS).join(c)).to_vec(),
+            false => ["cpu", "cpuacct", "memory", "pids", "blkio"].map(|c| Path::new(ROOT).join(c)).to_vec(),
         };
         let mut directories: Vec<PathBuf> = roots.iter().map(|root| root.join(&name)).collect();
         // cpu and cpuacct may be one hierarchy with two names.
@@ -212,7 +212,7 @@ impl Busy {
 
     /// A number as the kernel shows it, with awk's eyes: line `key`, or the whole file.
     fn kernel(&self, controller: &str, file: &str, key: &str) -> u64 {
-        let path = Path::new(CGROUPS).join(controller).join(&self.name).join(file);
+        let path = Path::new(ROOT).join(controller).join(&self.name).join(file);
         let script = if key.is_empty() { "{print $1}".to_owned() } else { format!("$1 == \"{key}\" {{print $2}}") };
         let output = Command::new("awk").arg(script).arg(&path).output().unwrap();
         let text = String::from_utf8(output.stdout).unwrap();
@@ -233,7 +233,7 @@ impl Drop for Busy {
 /// Counters only grow, so a reading lies between what the kernel showed before and after it.
 #[test]
 fn the_machine_s_own_cgroups() {
-    let unified = statfs(CGROUPS).unwrap().filesystem_type() == CGROUP2_SUPER_MAGIC;
+    let unified = unified(Path::new(ROOT)).unwrap();
     let busy = Busy::new(unified);
     let (usage, total) = if unified { ("cpu.stat", "usage_usec") } else { ("cpuacct.usage", "") };
     let cpu = || busy.kernel(if unified { "" } else { "cpuacct" }, usage, total);
@@ -245,9 +245,8 @@ fn the_machine_s_own_cgroups() {
         std::thread::yield_now();
     }
     if !unified {
-        fs::write(Path::new(CGROUPS).join("pids").join(&busy.name).join("pids.max"), "7").unwrap();
-        fs::write(Path::new(CGROUPS).join("memory").join(&busy.name).join("memory.limit_in_bytes"), "67108864")
-            .unwrap();
+        fs::write(Path::new(ROOT).join("pids").join(&busy.name).join("pids.max"), "7").unwrap();
+        fs::write(Path::new(ROOT).join("memory").join(&busy.name).join("memory.limit_in_bytes"), "67108864").unwrap();
     }
 
     let faults = || if unified { 0 } else { busy.kernel("memory", "memory.stat", "pgfault") };

@@ -2,12 +2,11 @@
 
 use std::path::Path;
 
-use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
-
 use super::directory::{Directory, of_controller};
-use super::{CGROUPS, parent};
+use super::parent;
 use crate::config::Config;
-use crate::error::{IoContext as _, Step};
+use crate::error::Step;
+use crate::pause::cgroup::mounted::{ROOT, unified};
 
 /// What a pod's cgroup is charged for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,8 +27,8 @@ pub fn read(cgroup_parent: &str, config: &Config) -> Result<Option<Usage>, Step>
     if cgroup_parent.is_empty() {
         return Ok(None);
     }
-    let (root, parent) = (Path::new(CGROUPS), parent(cgroup_parent, config)?);
-    if statfs(root).step_at("look at", root)?.filesystem_type() == CGROUP2_SUPER_MAGIC {
+    let (root, parent) = (Path::new(ROOT), parent(cgroup_parent, config)?);
+    if unified(root)? {
         let Some(directory) = Directory::open(root.join(&parent))? else { return Ok(None) };
         return Ok(Some(Usage {
             memory: directory.number("memory.current", u64::MAX)?.unwrap_or_default(),

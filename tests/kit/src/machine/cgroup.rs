@@ -67,14 +67,12 @@ fn hand_down(cgroup: &Path) -> Result<()> {
         .with_context(|| format!("hand down the controllers of {}", cgroup.display()))
 }
 
-/// Whether the machine's cgroups are version 2 alone.
+/// Whether the machine's cgroups are version 2 alone: the root of a hierarchy of version 2, and no other, has this file.
 ///
 /// # Errors
-/// The mounts cannot be read.
+/// It cannot be looked for.
 pub fn unified() -> Result<bool> {
-    let found = mounts::of("self")?;
-    let has = |kind: &str| found.iter().any(|mount| mount.kind == kind);
-    Ok(has("cgroup2") && !has("cgroup"))
+    Path::new("/sys/fs/cgroup/cgroup.controllers").try_exists().context("look for cgroup.controllers")
 }
 
 /// Removes a cgroup from every hierarchy. Gone already is success; one that still has children or processes is not.
