@@ -328,22 +328,24 @@ mod tests {
     async fn is_found_again_without_a_record_and_with_one() {
         let directory = tempfile::tempdir().unwrap();
         let launcher = Launcher::new(None).unwrap();
-        let process = launch(&launcher, directory.path(), "/bin/sleep", &["1000".into()]).unwrap();
+        // Others on this machine may sleep as long.
+        let seconds: &[OsString] = &[format!("1000.{}", std::process::id()).into()];
+        let process = launch(&launcher, directory.path(), "/bin/sleep", seconds).unwrap();
         let found = loop {
             // An executed program has its arguments an instant later.
-            match launcher.find(directory.path(), &["1000".into()]).unwrap() {
+            match launcher.find(directory.path(), seconds).unwrap() {
                 Some(found) => break found,
                 None => tokio::task::yield_now().await,
             }
         };
         assert_eq!(found.identity(), process.identity());
         assert!(launcher.find(directory.path(), &["100".into()]).unwrap().is_none());
-        assert!(launcher.find(Path::new("/"), &["1000".into()]).unwrap().is_none());
+        assert!(launcher.find(Path::new("/"), seconds).unwrap().is_none());
         assert!(matches!(launcher.adopt(process.identity()), Adoption::Alive(_)));
         found.kill().unwrap();
         assert_eq!(process.exited().await.status, 137);
         assert!(matches!(launcher.adopt(process.identity()), Adoption::Dead(_)));
-        assert!(launcher.find(directory.path(), &["1000".into()]).unwrap().is_none());
+        assert!(launcher.find(directory.path(), seconds).unwrap().is_none());
     }
 
     #[tokio::test]
