@@ -1,5 +1,6 @@
 //! A live pause process by its pidfd: how it is killed, watched and reaped.
 
+use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::os::fd::{AsFd, OwnedFd};
 use std::pin::pin;
@@ -20,6 +21,9 @@ use crate::text::Text;
 
 /// How often an end is looked for when the runtime cannot watch the process (out of descriptors or memory).
 const POLL: Duration = Duration::from_millis(500);
+
+/// Between two looks for orphans to reap: at first, and at last.
+const REAP: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(250));
 
 /// A pause process of this daemon's or of an earlier daemon's making.
 #[derive(Debug)]
@@ -113,7 +117,7 @@ impl Pause for Process {
 impl Drop for Process {
     fn drop(&mut self) {
         if self.collect().is_none() {
-            self.common.take(Arc::clone(&self.pidfd), self.killed.load(Relaxed));
+            self.common.take(self.identity.pid, Arc::clone(&self.pidfd), self.killed.load(Relaxed));
         }
     }
 }
@@ -178,8 +182,22 @@ fn status(end: End) -> u32 {
 pub(super) struct Common {
     /// Of their pidfds.
     pub(super) watch: Arc<Watch>,
-    /// Children that nobody waits for any more: reaped when the driver is next used, so that none stays a zombie.
-    orphans: Mutex<Vec<Arc<OwnedFd>>>,
+    orphans: Mutex<Orphans>,
+}
+
+/// Children that nobody waits for any more: reaped when the driver is next used, so that none stays a zombie.
+#[derive(Debug, Default)]
+struct Orphans {
+    /// By their pids, which no other process gets before they are reaped.
+    children: BTreeMap<u32, Orphan>,
+    /// A thread reaps those that are killed.
+    reaped: bool,
+}
+
+#[derive(Debug)]
+struct Orphan {
+    pidfd: Arc<OwnedFd>,
+    killed: bool,
 }
 
 impl Common {
@@ -191,29 +209,109 @@ impl Common {
         Ok(Arc::new(Self { watch: Watch::new()?, orphans: Mutex::default() }))
     }
 
-    fn take(self: &Arc<Self>, pidfd: Arc<OwnedFd>, killed: bool) {
-        lock(&self.orphans).push(Arc::clone(&pidfd));
-        if !killed {
+    fn take(self: &Arc<Self>, pid: u32, pidfd: Arc<OwnedFd>, killed: bool) {
+        // Another's child is another's to reap: of it nothing is kept.
+        if !matches!(sys::reap(pidfd.as_fd(), false), Ok(None)) {
             return;
         }
-        // It ends at once, but not yet: wait for it where nobody else is kept.
+        let mut orphans = lock(&self.orphans);
+        // One child, however often it was held.
+        let orphan = orphans.children.entry(pid).or_insert(Orphan { pidfd, killed });
+        orphan.killed |= killed;
+        if !killed || orphans.reaped {
+            return;
+        }
+        // It ends at once, but not yet, or never, if the kernel keeps it: wait for all of them where nobody else is kept.
         let common = Arc::clone(self);
-        let reaper = thread::Builder::new().name("reaper".to_owned()).stack_size(64 * 1024).spawn(move || {
-            sys::wait_ended(pidfd.as_fd());
-            common.sweep();
-        });
-        if let Err(e) = reaper {
-            log::warn!("start a thread to reap a pause: {e}; it is reaped later");
+        let reaper =
+            thread::Builder::new().name("reaper".to_owned()).stack_size(64 * 1024).spawn(move || common.reap());
+        match reaper {
+            Ok(_) => orphans.reaped = true,
+            Err(e) => log::warn!("start a thread to reap a pause: {e}; it is reaped later"),
+        }
+    }
+
+    /// Reaps until there is no orphan that was killed.
+    fn reap(&self) {
+        let mut pause = REAP.0;
+        loop {
+            thread::sleep(pause);
+            pause = (pause * 2).min(REAP.1);
+            let mut orphans = lock(&self.orphans);
+            orphans.sweep();
+            if !orphans.children.values().any(|orphan| orphan.killed) {
+                orphans.reaped = false;
+                return;
+            }
         }
     }
 
     /// Reaps the orphans that have ended.
     pub(super) fn sweep(&self) {
-        lock(&self.orphans).retain(|pidfd| matches!(sys::reap(pidfd.as_fd(), false), Ok(None)));
+        lock(&self.orphans).sweep();
+    }
+}
+
+impl Orphans {
+    fn sweep(&mut self) {
+        self.children.retain(|_, orphan| matches!(sys::reap(orphan.pidfd.as_fd(), false), Ok(None)));
     }
 }
 
 /// A panic elsewhere leaves these values whole.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    fn process(pid: u32, common: &Arc<Common>) -> Process {
+        let pidfd = sys::pidfd_open(c_int::try_from(pid).unwrap()).unwrap();
+        let boot = identity::boot_id().unwrap();
+        Process::new(pidfd, identity::of(pid, &boot).unwrap(), Arc::clone(common))
+    }
+
+    #[test]
+    fn of_anothers_child_nothing_is_kept() {
+        let common = Common::new().unwrap();
+        // Its parent ends, so it is nobody's here.
+        let out = Command::new("sh").args(["-c", "sleep 1000 >/dev/null 2>&1 & echo $!"]).output().unwrap();
+        let pid: u32 = String::from_utf8(out.stdout).unwrap().trim().parse().unwrap();
+        let held = process(pid, &common);
+        drop(process(pid, &common));
+        let killed = process(pid, &common);
+        killed.killed.store(true, Relaxed);
+        drop(killed);
+        let orphans = lock(&common.orphans);
+        assert!(orphans.children.is_empty() && !orphans.reaped);
+        drop(orphans);
+        held.kill().unwrap();
+    }
+
+    #[test]
+    #[expect(clippy::zombie_processes, reason = "it is reaped by what is tested")]
+    fn a_child_that_does_not_end_is_kept_once_and_reaped_in_the_end() {
+        let common = Common::new().unwrap();
+        let child = Command::new("sleep").arg("1000").spawn().unwrap();
+        // As if it had been killed, and the kernel kept it.
+        for _ in 0..20 {
+            let held = process(child.id(), &common);
+            held.killed.store(true, Relaxed);
+        }
+        let orphans = lock(&common.orphans);
+        assert_eq!((orphans.children.len(), orphans.reaped), (1, true));
+        drop(orphans);
+        // One thread looks for all of them, and ends with the last.
+        assert_eq!(Arc::strong_count(&common), 2);
+        process(child.id(), &common).kill().unwrap();
+        while lock(&common.orphans).reaped {
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert!(lock(&common.orphans).children.is_empty());
+        assert_eq!(sys::pidfd_open(c_int::try_from(child.id()).unwrap()).unwrap_err(), Errno(libc::ESRCH));
+    }
 }

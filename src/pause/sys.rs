@@ -323,23 +323,13 @@ pub(super) fn watch(file: Arc<OwnedFd>) -> io::Result<AsyncFd<Arc<OwnedFd>>> {
     Ok(unsafe { AsyncFd::register_with_interest(file, Interest::READABLE) }?)
 }
 
-/// ppoll(2) of a pidfd: whether the process has ended; waits for it with `block`.
-fn poll_ended(pidfd: BorrowedFd<'_>, block: bool) -> Result<bool> {
+/// ppoll(2) of a pidfd: whether the process has ended, whoever's child it is.
+pub(super) fn ended(pidfd: BorrowedFd<'_>) -> bool {
     let mut poll = libc::pollfd { fd: pidfd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    let timeout = if block { 0 } else { &raw const now as usize };
-    // SAFETY: one pollfd, a timespec or null, no signal set.
-    unsafe { syscall(libc::SYS_ppoll, [&raw mut poll as usize, 1, timeout, 0, 0, 0]) }.map(|ready| ready > 0)
-}
-
-/// Whether the process has ended, whoever's child it is.
-pub(super) fn ended(pidfd: BorrowedFd<'_>) -> bool {
-    poll_ended(pidfd, false).unwrap_or(false)
-}
-
-/// Waits until the process has ended.
-pub(super) fn wait_ended(pidfd: BorrowedFd<'_>) {
-    while let Ok(false) | Err(Errno(libc::EINTR)) = poll_ended(pidfd, true) {}
+    // SAFETY: one pollfd, a timespec, no signal set.
+    unsafe { syscall(libc::SYS_ppoll, [&raw mut poll as usize, 1, &raw const now as usize, 0, 0, 0]) }
+        .is_ok_and(|ready| ready > 0)
 }
 
 /// `struct pidfd_info` of Linux 6.13 (`<linux/pidfd.h>`), its first published size.

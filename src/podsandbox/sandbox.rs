@@ -90,8 +90,9 @@ impl Environment {
             sandboxes: roots.records.clone(),
             on_demand_address: format!("ttrpc+unix://{}", config.ttrpc_socket().display()),
             binaries: config.shims.0.clone(),
+            open_files,
         };
-        let shims = Arc::new(shim::Shims::new(settings, open_files)?);
+        let shims = Arc::new(shim::Shims::new(settings)?);
         let shim_driver = Arc::new(ShimDriver::new(shims.clone()));
         let mounts = Arc::new(Mounts::new(config.containerd_address.clone(), config.containerd_state.clone()));
         let config = Arc::new(config);

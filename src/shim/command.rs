@@ -6,11 +6,15 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
+use nix::errno::Errno;
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::process::Command;
+use tokio::process::{Child, Command};
 
 use super::Settings;
 use crate::error::{IoContext as _, Step};
+use crate::pause::launch::limit_open_files;
 
 /// How long a call may take.
 const WITHIN: Duration = Duration::from_secs(10);
@@ -104,7 +108,7 @@ pub async fn delete(settings: &Settings, binary: &Path, id: &str, bundle: &Path)
         .current_dir(bundle)
         .env_clear()
         .envs(environment(settings, "2"));
-    call("delete container of dead shim", bundle, command, Vec::new()).await.map(drop)
+    call("delete container of dead shim", bundle, command, settings.open_files, Vec::new()).await.map(drop)
 }
 
 /// Has the shim start a server for group `id` in `bundle`: `start`, with what it is given on standard input. What it says is read by
@@ -127,18 +131,25 @@ pub async fn start(
         .current_dir(bundle)
         .env_clear()
         .envs(environment(settings, "2"));
-    call("start shim", binary, command, given).await
+    call("start shim", binary, command, settings.open_files, given).await
 }
 
-/// Runs a command to its end; what it wrote to standard output.
-async fn call(what: &'static str, subject: &Path, mut command: Command, given: Vec<u8>) -> Result<Vec<u8>, Step> {
+/// Runs a command to its end, with the soft limit of open files that shims get; what it wrote to standard output.
+async fn call(
+    what: &'static str,
+    subject: &Path,
+    mut command: Command,
+    open_files: Option<u64>,
+    given: Vec<u8>,
+) -> Result<Vec<u8>, Step> {
     let input = if given.is_empty() { Stdio::null() } else { Stdio::piped() };
-    command.stdin(input).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0).kill_on_drop(true);
-    let mut child = command.spawn().step_at(what, subject)?;
-    let (input, output, errors) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+    command.stdin(input).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+    limit_open_files(command.as_std_mut(), open_files);
+    let mut child = Called(command.spawn().step_at(what, subject)?);
+    let (input, output, errors) = (child.0.stdin.take(), child.0.stdout.take(), child.0.stderr.take());
     let all = async {
         let ((), output, errors) = tokio::try_join!(write(input, given), read(output), read(errors))?;
-        Ok((child.wait().await?, output, errors))
+        Ok((child.0.wait().await?, output, errors))
     };
     let ended: io::Result<_> = tokio::time::timeout(WITHIN, all).await.unwrap_or_else(|_| {
         Err(io::Error::new(io::ErrorKind::TimedOut, format!("not done after {} s", WITHIN.as_secs())))
@@ -149,6 +160,22 @@ async fn call(what: &'static str, subject: &Path, mut command: Command, given: V
     }
     let said = String::from_utf8_lossy(&errors);
     Err(Step::at(what, subject, io::Error::other(format!("{status}: {}", said.trim()))))
+}
+
+/// A program that was called, at the head of a process group of its own. One that is given up is killed with all that it has called itself, such
+/// as the runtime, which would work on behind whoever tries again.
+struct Called(Child);
+
+impl Drop for Called {
+    fn drop(&mut self) {
+        // `None`: it was reaped, and what it has left in its group, such as a server, is wanted. Until then the number is its own.
+        if let Some(group) = self.0.id().and_then(|pid| i32::try_from(pid).ok())
+            && let Err(e) = killpg(Pid::from_raw(group), Signal::SIGKILL)
+            && e != Errno::ESRCH
+        {
+            log::warn!("kill process group {group} of a call that was given up: {e}");
+        }
+    }
 }
 
 /// Gives all to a pipe, or as much as its reader takes.
@@ -180,7 +207,7 @@ mod tests {
     async fn shell(script: &str) -> Result<Vec<u8>, String> {
         let mut command = Command::new("/bin/sh");
         command.args(["-c", script]);
-        call("call", Path::new("/bundle"), command, b"given".to_vec()).await.map_err(|e| e.to_string())
+        call("call", Path::new("/bundle"), command, Some(77), b"given".to_vec()).await.map_err(|e| e.to_string())
     }
 
     #[tokio::test]
@@ -193,10 +220,35 @@ mod tests {
         assert!(error.contains("wrote more than"), "{error}");
     }
 
+    #[tokio::test]
+    async fn a_call_has_the_limit_of_open_files_that_the_daemon_was_started_with() {
+        assert_eq!(shell("ulimit -Sn").await, Ok(b"77\n".to_vec()));
+    }
+
     #[tokio::test(start_paused = true)]
     async fn a_call_that_hangs_is_given_up() {
         let error = shell("exec sleep 1000").await.unwrap_err();
         assert!(error.contains("not done after 10 s"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_call_that_is_given_up_ends_with_all_that_it_has_called() {
+        let mut command = Command::new("/bin/sh");
+        command
+            .args(["-c", "sleep 1000 >/dev/null & echo $! $$; exec >&-; wait"])
+            .stdout(Stdio::piped())
+            .process_group(0);
+        let mut called = Called(command.spawn().unwrap());
+        let pids = String::from_utf8(read(called.0.stdout.take()).await.unwrap()).unwrap();
+        drop(called);
+        let gone = |pid: &str| {
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));
+            stat.map_or(true, |stat| stat.contains(") Z ") || stat.contains(") X "))
+        };
+        assert_eq!(pids.split_whitespace().count(), 2, "{pids}");
+        while !pids.split_whitespace().all(gone) {
+            tokio::task::yield_now().await;
+        }
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! milliseconds; but for a shim of version 3 in a sandbox nobody ends their processes. So a container is known by its bundle, while there is
 //! one, and by its processes: they are in the pod's namespaces and in a cgroup that is named by the container's id.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
@@ -13,6 +14,7 @@ use std::time::Duration;
 
 use containerd_shim_protos::shim::oci::Options;
 
+use super::cgroup;
 use super::origin::{self, Origin, SANDBOX};
 use crate::error::{IoContext as _, Step};
 use crate::pause::held::{Held, Namespace};
@@ -104,10 +106,15 @@ fn is_ending(pid: u32) -> bool {
     ended && fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|threads| threads.count() <= 1)
 }
 
-/// The process lives, and is in the cgroup of one of the containers. CRI names a container's cgroup by the container's id.
-fn belongs(pid: u32, containers: &[Container]) -> bool {
+/// The containers by whose ids the cgroups of a process are named, with the content of its `/proc/PID/cgroup`; none if it does not live. CRI names
+/// a container's cgroup by the container's id.
+fn living_of(pid: u32, containers: &[Container]) -> Vec<(&Container, String)> {
     let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-    containers.iter().any(|container| in_cgroup_of(&cgroups, &container.id)) && !is_ending(pid)
+    let mut of: Vec<_> = containers.iter().filter(|container| cgroup::names(&cgroups, &container.id)).collect();
+    if is_ending(pid) {
+        of.clear();
+    }
+    of.into_iter().map(|container| (container, cgroups.clone())).collect()
 }
 
 /// Some process of the containers lives.
@@ -115,32 +122,43 @@ fn belongs(pid: u32, containers: &[Container]) -> bool {
 /// # Errors
 /// `/proc` cannot be read.
 pub fn alive(containers: &[Container]) -> Result<bool, Step> {
-    Ok(!containers.is_empty() && pids()?.into_iter().any(|pid| belongs(pid, containers)))
+    Ok(!containers.is_empty() && pids()?.into_iter().any(|pid| !living_of(pid, containers).is_empty()))
 }
 
-/// Kills all processes of the containers.
+/// Kills all processes of the containers. They are not our children, and one that the kernel keeps may never end: none is waited for but by
+/// looking again, and nothing is kept of any.
 ///
 /// # Errors
 /// What could not be killed.
 pub fn kill(containers: &[Container]) -> Result<(), Step> {
+    let mut left = 0;
     for _ in 0..ROUNDS {
-        let mut found = false;
-        for pid in pids()?.into_iter().filter(|pid| belongs(*pid, containers)) {
-            // Asked again when the process is held: the pid may have gone to another.
-            if let Some(process) = Held::open(pid)?
-                && belongs(pid, containers)
-            {
-                found = true;
-                process.kill()?;
+        left = 0;
+        let mut cgroups: BTreeSet<(String, String)> = BTreeSet::new();
+        for pid in pids()? {
+            if living_of(pid, containers).is_empty() {
+                continue;
             }
+            // Asked again when the process is held: the pid may have gone to another.
+            let Some(process) = Held::open(pid)? else { continue };
+            let of = living_of(pid, containers);
+            if of.is_empty() {
+                continue;
+            }
+            left += 1;
+            process.kill()?;
+            cgroups.extend(of.into_iter().map(|(container, cgroups)| (container.id.clone(), cgroups)));
         }
-        if !found {
+        if left == 0 {
             return Ok(());
         }
-        // They are not our children: their end cannot be waited for but by looking again.
+        for (id, cgroups) in &cgroups {
+            cgroup::end(Path::new(cgroup::MOUNT), cgroups, id)?;
+        }
         thread::sleep(PAUSE);
     }
-    Err(Step::new("kill containers", io::Error::other("there are processes again and again")))
+    let reason = format!("{left} processes do not end, or others come again and again");
+    Err(Step::new("kill containers", io::Error::other(reason)))
 }
 
 /// What is found in the namespaces of a pod.
@@ -195,7 +213,7 @@ enum Inmate {
 
 /// Who a process in pod `sandbox` is, by the content of its `/proc/PID/cgroup`.
 fn judge(cgroups: &str, tasks: &Path, root: &Path, sandbox: &str) -> Inmate {
-    let ids: Vec<&str> = containers_of(cgroups).collect();
+    let ids: Vec<&str> = cgroup::containers(cgroups).collect();
     if ids.is_empty() || ids.contains(&sandbox) {
         return Inmate::Other;
     }
@@ -224,27 +242,6 @@ fn is_nodes(kind: &str, inode: u64) -> bool {
     ["self", "1"].into_iter().any(|of| namespace(of, kind) == Some(inode))
 }
 
-/// The containers by whose ids the cgroups of a process are named, by the content of its `/proc/PID/cgroup`: ids of CRI are 64 hex digits. More
-/// than one where containers make cgroups for others inside their own.
-fn containers_of(cgroups: &str) -> impl Iterator<Item = &str> {
-    let id = |part| {
-        let part: &str = str::strip_suffix(part, ".scope").unwrap_or(part);
-        let id = part.rsplit('-').next().unwrap_or(part);
-        (id.len() == 64 && id.bytes().all(|byte| byte.is_ascii_hexdigit())).then_some(id)
-    };
-    cgroups.lines().filter_map(|line| line.splitn(3, ':').nth(2)).flat_map(|path| path.split('/')).filter_map(id)
-}
-
-/// Whether a process with this content of `/proc/PID/cgroup` is in the cgroup that is named by the container's id: `ID`, or
-/// `PREFIX-ID.scope` with systemd.
-fn in_cgroup_of(cgroups: &str, id: &str) -> bool {
-    let named = |part: &str| {
-        let part = part.strip_suffix(".scope").unwrap_or(part);
-        part == id || part.strip_suffix(id).is_some_and(|prefix| prefix.ends_with('-'))
-    };
-    cgroups.lines().filter_map(|line| line.splitn(3, ':').nth(2)).any(|path| path.split('/').any(named))
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs::File;
@@ -252,21 +249,6 @@ mod tests {
 
     use super::*;
     use crate::shim::origin::ANNOTATION;
-
-    #[test]
-    fn a_container_is_known_by_its_cgroup() {
-        let id = "0123abcd";
-        for yes in [
-            "0::/kubepods/pod1/0123abcd",
-            "3:memory:/kubepods/pod1/0123abcd/init.scope",
-            "1:name=systemd:/\n0::/kubepods.slice/cri-containerd-0123abcd.scope",
-        ] {
-            assert!(in_cgroup_of(yes, id), "{yes}");
-        }
-        for no in ["0::/", "0::/kubepods/0123abcd1", "0::/kubepods/x0123abcd", "0::/a/cri-0123abcd.slice", ""] {
-            assert!(!in_cgroup_of(no, id), "{no}");
-        }
-    }
 
     #[test]
     fn an_ended_process_is_a_zombie_until_its_parent_looks() {
@@ -278,17 +260,6 @@ mod tests {
         }
         child.wait().unwrap();
         assert!(!is_ending(child.id()));
-    }
-
-    #[test]
-    fn a_cgroup_tells_the_container() {
-        let id = "0123456789abcdef".repeat(4);
-        for yes in [format!("2:cpu:/\n1:name=systemd:/a/{id}/b"), format!("0::/a.slice/cri-containerd-{id}.scope")] {
-            assert_eq!(containers_of(&yes).next(), Some(id.as_str()), "{yes}");
-        }
-        for no in ["0::/user.slice/session-3.scope".to_owned(), format!("0::/x{id}"), String::new()] {
-            assert_eq!(containers_of(&no).next(), None, "{no}");
-        }
     }
 
     #[test]

@@ -7,6 +7,7 @@
 pub mod binary;
 mod bootstrap;
 mod bundle;
+mod cgroup;
 mod command;
 mod containers;
 pub mod driver;
@@ -79,6 +80,8 @@ pub struct Settings {
     pub on_demand_address: String,
     /// Shims that an operator has set, by runtime name.
     pub binaries: BTreeMap<String, PathBuf>,
+    /// The soft limit of open files that shims get, and containers from them; without, the daemon's.
+    pub open_files: Option<u64>,
 }
 
 impl Settings {
@@ -128,14 +131,14 @@ pub struct Shims {
 }
 
 impl Shims {
-    /// `open_files` is the soft limit that shims get, and containers from them.
+    /// Of a daemon with these settings.
     ///
     /// # Errors
     /// The boot id cannot be read.
-    pub fn new(settings: Settings, open_files: Option<u64>) -> Result<Self, Step> {
+    pub fn new(settings: Settings) -> Result<Self, Step> {
         Ok(Self {
+            launcher: Launcher::new(settings.open_files)?,
             settings,
-            launcher: Launcher::new(open_files)?,
             runs_pause: Mutex::default(),
             runtimes: Runtimes::default(),
         })

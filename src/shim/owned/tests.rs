@@ -17,8 +17,9 @@ fn endpoint(dir: &Path) -> (Arc<Shims>, Arc<Owned>) {
         sandboxes: dir.to_owned(),
         on_demand_address: String::new(),
         binaries: Default::default(),
+        open_files: None,
     };
-    let shims = Arc::new(Shims::new(settings, None).unwrap());
+    let shims = Arc::new(Shims::new(settings).unwrap());
     let Endpoint::Owned(owned) = shims.endpoint(Owner::Sandboxer, &"pod".into(), &Arc::default()) else {
         unreachable!("its owner is the sandboxer")
     };
