@@ -37,7 +37,7 @@ impl Inside {
             ..Config::default()
         };
         std::fs::create_dir_all(&config.state_dir)?;
-        let driver = Arc::new(Native::new()?.of(&config.state_dir)?);
+        let driver = Arc::new(Native::new()?.of(&config.state_dir));
         let environment = Arc::new(Environment::new(config, driver, None)?);
         Ok(Self { controller: Controller::open(environment).await?, config: home.config().write_to_bytes()? })
     }

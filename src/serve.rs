@@ -76,7 +76,7 @@ async fn run(
     let mut hangup = watch_signal(SignalKind::hangup())?;
     log::info!(version = env!("CARGO_PKG_VERSION"), state_dir = config.state_dir.display().to_string(); "starting");
     notify(&[NotifyState::Status("recovering")]);
-    let driver = Arc::new(Native::new()?.of(&config.state_dir)?);
+    let driver = Arc::new(Native::new()?.of(&config.state_dir));
     // New pods may depend on it; those that live must be taken over all the same.
     let labelled = selinux::executable(config).and_then(|label| label.map_or(Ok(()), |label| driver.label(&label)));
     labelled.unwrap_or_else(|step| log::error!("pods with SELinux labels may not start: {step}"));

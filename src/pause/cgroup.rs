@@ -14,10 +14,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::child;
 use super::sys::{self, Errno};
+use super::{child, strays};
 use crate::error::{IoContext, Step};
 
 pub mod mounted;
@@ -313,8 +313,26 @@ impl Cgroups {
         cgroup.is_empty() || self.hierarchies.iter().any(|hierarchy| open_directory(hierarchy, cgroup).is_ok())
     }
 
+    /// Removes the cgroup from every hierarchy where it is empty by then. What is in it stays.
+    pub(super) fn remove_empty(&self, cgroup: &CStr, until: Instant) -> Vec<Step> {
+        let mut failed = Vec::new();
+        for (index, hierarchy) in self.hierarchies.iter().enumerate() {
+            let mut done = Ok(());
+            let _ = strays::wait(until, || {
+                done = sys::rmdir(hierarchy.root.as_fd(), cgroup);
+                done != Err(Errno(libc::EBUSY))
+            });
+            match done {
+                // Below what is no directory there is nothing; another cgroup below it is another's.
+                Ok(()) | Err(Errno(libc::ENOENT | libc::ENOTDIR | libc::ENOTEMPTY)) => {}
+                Err(e) => failed.push(Step::at("remove cgroup", self.path(index, cgroup), e.into())),
+            }
+        }
+        failed
+    }
+
     /// Removes the cgroup from every hierarchy with what is in it; parents stay, they are kubelet's.
-    pub(super) fn remove_directory(&self, cgroup: &CStr) -> Vec<Step> {
+    fn remove_directory(&self, cgroup: &CStr) -> Vec<Step> {
         let mut failed = Vec::new();
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
             if let Err(e) = remove(hierarchy, cgroup) {

@@ -7,7 +7,7 @@
 //! already, while cgroup, OOM score and mount namespace take the node's privileges: a first child does those, joins the
 //! user namespace and clones the second, a child of the daemon too, which does the rest.
 
-use std::ffi::{CStr, CString, c_int, c_uint};
+use std::ffi::{CString, c_int, c_uint};
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicI32, AtomicU32, Ordering::Relaxed};
 
@@ -153,8 +153,6 @@ pub(super) struct Work<'a> {
     pub(super) gid: u32,
     /// Second argument of the program: tells `ps` whose pause it is.
     pub(super) id: CString,
-    /// The program's environment.
-    pub(super) mark: Option<&'a CStr>,
 }
 
 /// The first child.
@@ -264,7 +262,7 @@ fn become_pause(work: &Work<'_>) -> Result<(), Errno> {
     report.enter(At::Filter);
     sys::install_filter(&seccomp::FILTER)?;
     report.enter(At::Execute);
-    Err(sys::execute(work.image, [c"/pause", &work.id], work.mark))
+    Err(sys::execute(work.image, [c"/pause", &work.id]))
 }
 
 /// A descriptor's number, as close_range(2) takes it.

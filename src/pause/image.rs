@@ -6,7 +6,9 @@
 use std::fs::{self, File, Permissions};
 use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 
 use super::sys;
 use crate::error::{IoContext, Step};
@@ -16,6 +18,26 @@ pub static PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/pause"));
 
 /// Owner (root) reads, all execute.
 const MODE: u32 = 0o511;
+
+/// How the program is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kept {
+    /// In a memfd.
+    Memfd,
+    /// In a tmpfs of its own.
+    Tmpfs,
+}
+
+impl Kept {
+    /// How it is kept, by the name that a process which executes it shows for it. Other programs may have that name too.
+    pub(super) fn of(exe: &Path) -> Option<Self> {
+        match exe.as_os_str().as_bytes() {
+            b"/memfd:pause (deleted)" => Some(Self::Memfd),
+            b"/pause" => Some(Self::Tmpfs),
+            _ => None,
+        }
+    }
+}
 
 /// Opens the program: a sealed memfd, or where those may not be executed (`vm.memfd_noexec`) a file on a tmpfs that is
 /// mounted nowhere. (Not a file in the state directory: /run is mounted noexec on many nodes.)

@@ -8,6 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Instant;
 
 use nix::mount::{MsFlags, mount};
 use nix::sys::signal::{Signal, kill};
@@ -17,6 +18,7 @@ use nix::unistd::Pid;
 use super::cgroup::{self, Cgroups};
 use super::child::{self, At, User, Work};
 use super::process::{self, Common, Process};
+use super::strays::Mark;
 use super::sys::{self, Errno};
 use super::{Adoption, Driver, IdMapping, Identity, Namespace, Pause, Plan, Site};
 use super::{emptyroot, identity, image, strays, userns};
@@ -38,8 +40,8 @@ pub struct Native {
     boot_id: Text,
     last_capability: u32,
     common: Arc<Common>,
-    /// Environment of the pauses: whose they are.
-    mark: Option<CString>,
+    /// What the pauses of one state directory are known by.
+    mark: Option<Mark>,
 }
 
 impl Native {
@@ -71,13 +73,13 @@ impl Native {
         })
     }
 
-    /// The same, with pauses that tell which state directory they belong to, so that one without a record is found.
-    ///
-    /// # Errors
-    /// The directory cannot be looked at.
-    pub fn of(mut self, state_dir: &Path) -> Result<Self, Step> {
-        self.mark = Some(strays::mark(state_dir)?);
-        Ok(self)
+    /// The same, with pauses that are known to be of this state directory, so that one without a record is found.
+    pub fn of(mut self, state_dir: &Path) -> Self {
+        match Mark::set(self.image.as_fd(), state_dir) {
+            Ok(mark) => self.mark = Some(mark),
+            Err(step) => log::error!("pauses without a record will not be found: {step}"),
+        }
+        self
     }
 
     /// Gives the pause program an SELinux label, so that the policy can let a pod's process execute it.
@@ -203,7 +205,6 @@ impl Driver for Native {
             uid: ids.map_or(NOBODY, |(uid, _)| nobody(uid)),
             gid: ids.map_or(NOBODY, |(_, gid)| nobody(gid)),
             id: CString::new(plan.id.as_bytes()).step("name the pause process")?,
-            mark: self.mark.as_deref(),
         };
         let mut tries = cgroup::TRIES;
         let (made, (pid, pidfd)) = loop {
@@ -245,13 +246,19 @@ impl Driver for Native {
 
     fn end_strays(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<Step>> {
         let Some(mark) = &self.mark else { return Ok(()) };
-        let mut failed = Vec::new();
-        for stray in strays::find(mark).map_err(|step| vec![step])?.into_iter().filter(|stray| !recorded(&stray.id)) {
+        let (found, cut_short) = strays::find(mark);
+        let mut failed = Vec::from_iter(cut_short);
+        let strays: Vec<_> = found.into_iter().filter(|stray| !recorded(&stray.id)).collect();
+        let cgroups: Vec<CString> = strays.iter().flat_map(strays::Marked::cgroups).collect();
+        for stray in &strays {
             log::warn!(sandbox = stray.id.as_str(); "a pause that no record names is ended");
-            let cgroups = stray.cgroups();
-            failed.extend(stray.end().err());
-            failed.extend(cgroups.iter().flat_map(|path| self.cgroups.remove_directory(path)));
+            failed.extend(stray.kill().err());
         }
+        let ends = Instant::now() + strays::ENDS;
+        failed.extend(strays.iter().filter_map(|stray| stray.ended(ends).err()));
+        // By the kernel's word, and only where it is empty: what else is in there is no pause.
+        let free = Instant::now() + strays::BUSY;
+        failed.extend(cgroups.iter().flat_map(|path| self.cgroups.remove_empty(path, free)));
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
 }

@@ -1,93 +1,170 @@
 //! Pauses that no record names: a daemon was killed between their clone and the record's write.
 //!
-//! Such a pause tells of itself: its command line has the sandbox id, and its environment names the state directory by device and
-//! inode, which no two daemons of a machine share, whatever root they see it from.
+//! What a process says of itself, anybody can say: its name, its command line, its environment. So a pause is known by the program that
+//! it executes: that file bears an attribute that only root of the node can set (`trusted.`, xattr(7)), and the attribute names the
+//! state directory by device and inode, which no two daemons of a machine share, whatever root they see it from.
+//!
+//! Nothing is read from the memory of a process before that is certain, and no file system of a stranger is asked: whoever serves them
+//! could let the daemon wait.
 
-use std::ffi::CString;
-use std::fs;
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::ffi::{CStr, CString};
+use std::fs::{self, File};
+use std::io::{self, Read as _};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Component, Path, PathBuf};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::image::Kept;
 use super::sys::{self, Errno};
 use crate::error::{IoContext, Step};
 
-/// First word of a pause's command line.
-const NAME: &[u8] = b"/pause";
+/// The attribute of the pause program.
+const ATTRIBUTE: &CStr = c"trusted.pause-sandboxer";
 
-/// How long a process may be in the middle of its execve(2).
+/// How long the search may take.
+const SEARCH: Duration = Duration::from_secs(4);
+
+/// How long processes may be in the middle of their execve(2), all together.
 const EXECUTES: Duration = Duration::from_millis(200);
 
-/// How long a killed pause may take to end.
-const ENDS: Duration = Duration::from_secs(5);
+/// How long killed pauses may take to end, all together.
+pub(super) const ENDS: Duration = Duration::from_secs(4);
 
-/// The environment of the pauses that belong to a state directory.
-///
-/// # Errors
-/// The directory cannot be looked at.
-pub(super) fn mark(state_dir: &Path) -> Result<CString, Step> {
-    let about = fs::metadata(state_dir).step_at("look at the state directory", state_dir)?;
-    CString::new(format!("PAUSE_SANDBOXER_STATE={}:{}", about.dev(), about.ino()))
-        .step_at("look at the state directory", state_dir)
+/// How long their cgroups may stay busy then, all together.
+pub(super) const BUSY: Duration = Duration::from_millis(500);
+
+/// What is read of a command line: a pause's is its name and an id.
+const COMMAND_LINE: u64 = 4096;
+
+/// What tells the pauses of a state directory from all other processes.
+#[derive(Clone, Debug)]
+pub(super) struct Mark {
+    value: Vec<u8>,
+    /// Device of all memfds.
+    memfds: Option<u64>,
+}
+
+impl Mark {
+    /// Marks the pause program.
+    ///
+    /// # Errors
+    /// The failed step: the directory cannot be looked at, or the kernel keeps no such attributes.
+    pub(super) fn set(program: BorrowedFd<'_>, state_dir: &Path) -> Result<Self, Step> {
+        let about = fs::metadata(state_dir).step_at("look at the state directory", state_dir)?;
+        let value = CString::new(format!("{}:{}", about.dev(), about.ino())).step("mark the pause program")?;
+        sys::set_attribute(program, ATTRIBUTE, &value).step("mark the pause program")?;
+        // Without memfds no process executes one.
+        let memfds = sys::memfd(c"device", false).ok().and_then(|memfd| File::from(memfd).metadata().ok());
+        Ok(Self { value: value.into_bytes_with_nul(), memfds: memfds.map(|about| about.dev()) })
+    }
+
+    /// Whether the process executes a program with this mark.
+    fn is_of(&self, pid: u32) -> bool {
+        let path = format!("/proc/{pid}/exe");
+        let Some(kept) = fs::read_link(&path).ok().and_then(|name| Kept::of(&name)) else { return false };
+        let Ok(path) = CString::new(path) else { return false };
+        // The name is anybody's choice, also on a file system that answers when it likes.
+        let known = match kept {
+            Kept::Memfd => sys::device_and_inode(&path).is_ok_and(|(device, _)| Some(device) == self.memfds),
+            Kept::Tmpfs => is_confined(pid),
+        };
+        let mut value = [0; 64];
+        let length = if known { sys::attribute(&path, ATTRIBUTE, &mut value).unwrap_or(0) } else { 0 };
+        value.get(..length) == Some(self.value.as_slice())
+    }
+}
+
+/// Whether the process has no more rights than a pause: the containers that may execute a program of that name have more, but for those that
+/// took trouble to have none.
+fn is_confined(pid: u32) -> bool {
+    let Ok(status) = fs::read_to_string(format!("/proc/{pid}/status")) else { return false };
+    let has = |key: &str, value: &str| {
+        status.lines().any(|line| line.strip_prefix(key).is_some_and(|rest| rest.trim() == value))
+    };
+    has("CapBnd:", "0000000000000000") && has("NoNewPrivs:", "1") && has("Seccomp:", "2")
 }
 
 /// A pause that bears our mark.
 #[derive(Debug)]
 pub(super) struct Marked {
-    /// The sandbox id.
+    /// What its command line has for the sandbox id. Not checked.
     pub(super) id: String,
     pid: u32,
     pidfd: OwnedFd,
 }
 
-/// All pauses that bear `mark`.
-///
-/// # Errors
-/// `/proc` cannot be read.
-pub(super) fn find(mark: &CString) -> Result<Vec<Marked>, Step> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir("/proc").step_at("read directory", "/proc")? {
-        let name = entry.step_at("read directory", "/proc")?.file_name();
-        let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else { continue };
-        found.extend(look(pid, mark));
+/// All pauses that bear `mark`, and what kept the search from its end.
+pub(super) fn find(mark: &Mark) -> (Vec<Marked>, Option<Step>) {
+    const STEP: &str = "search processes";
+    let (tell, told) = mpsc::channel();
+    let begun = Instant::now();
+    let mark = mark.clone();
+    // A thread of its own, to be left behind should a process hold it up.
+    if let Err(e) = thread::Builder::new().name("strays".to_owned()).spawn(move || search(&mark, &tell)) {
+        return (Vec::new(), Some(Step::at(STEP, "/proc", e)));
     }
-    Ok(found)
+    let mut found = Vec::new();
+    loop {
+        match told.recv_timeout(SEARCH.saturating_sub(begun.elapsed())) {
+            Ok(Ok(marked)) => found.push(marked),
+            Ok(Err(e)) => return (found, Some(Step::at(STEP, "/proc", e))),
+            Err(RecvTimeoutError::Disconnected) => return (found, None),
+            Err(RecvTimeoutError::Timeout) => {
+                let late = io::Error::new(io::ErrorKind::TimedOut, format!("not done after {} s", SEARCH.as_secs()));
+                return (found, Some(Step::at(STEP, "/proc", late)));
+            }
+        }
+    }
+}
+
+/// Nobody listens any more when it took too long.
+fn search(mark: &Mark, tell: &Sender<io::Result<Marked>>) {
+    let entries = match fs::read_dir("/proc") {
+        Ok(entries) => entries,
+        Err(e) => return drop(tell.send(Err(e))),
+    };
+    let mut patience = EXECUTES;
+    let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    for marked in pids.filter_map(|pid| look(pid, mark, &mut patience)) {
+        if tell.send(Ok(marked)).is_err() {
+            return;
+        }
+    }
 }
 
 /// One that ends meanwhile is none.
-fn look(pid: u32, mark: &CString) -> Option<Marked> {
-    if !is_pause(pid) {
+fn look(pid: u32, mark: &Mark, patience: &mut Duration) -> Option<Marked> {
+    if !mark.is_of(pid) {
         return None;
     }
-    // Read again when the process is held: it may be another by now.
+    // Looked at again when the process is held: it may be another by now.
     let pidfd = sys::pidfd_open(pid.cast_signed()).ok()?;
-    let command = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
-    let id = command.split(|byte| *byte == 0).nth(1).map(|id| String::from_utf8_lossy(id).into_owned())?;
-    let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
-    let ours = is_pause(pid) && environment.split(|byte| *byte == 0).any(|word| word == mark.as_bytes());
-    (ours && !sys::ended(pidfd.as_fd())).then_some(Marked { id, pid, pidfd })
-}
-
-fn is_pause(pid: u32) -> bool {
-    let begun = Instant::now();
-    loop {
-        let Ok(command) = fs::read(format!("/proc/{pid}/cmdline")) else { return false };
-        if !command.is_empty() {
-            return command.strip_prefix(NAME).is_some_and(|rest| rest.first() == Some(&0));
-        }
-        // A thread of the kernel, a zombie, or the program is there and its arguments are not yet.
-        let executes = fs::read_link(format!("/proc/{pid}/exe")).is_ok_and(|exe| names_the_program(&exe));
-        if !executes || begun.elapsed() > EXECUTES {
-            return false;
-        }
-        thread::sleep(Duration::from_millis(1));
+    if !mark.is_of(pid) {
+        return None;
     }
+    let id = id(pid, patience)?;
+    (!sys::ended(pidfd.as_fd())).then_some(Marked { id, pid, pidfd })
 }
 
-fn names_the_program(exe: &Path) -> bool {
-    [Path::new("/memfd:pause (deleted)"), Path::new("/pause"), Path::new("/pause (deleted)")].contains(&exe)
+/// The second word of the command line. Empty where there is none.
+fn id(pid: u32, patience: &mut Duration) -> Option<String> {
+    const PAUSE: Duration = Duration::from_millis(1);
+    loop {
+        let mut line = Vec::new();
+        File::open(format!("/proc/{pid}/cmdline")).ok()?.take(COMMAND_LINE).read_to_end(&mut line).ok()?;
+        // The program is there before its arguments are.
+        if line.is_empty() && !patience.is_zero() {
+            *patience = patience.saturating_sub(PAUSE);
+            thread::sleep(PAUSE);
+            continue;
+        }
+        let id = line.split(|byte| *byte == 0).nth(1).unwrap_or_default();
+        return Some(String::from_utf8_lossy(id).into_owned());
+    }
 }
 
 impl Marked {
@@ -96,31 +173,46 @@ impl Marked {
         let text = fs::read_to_string(format!("/proc/{}/cgroup", self.pid)).unwrap_or_default();
         let paths = text.lines().filter_map(|line| line.splitn(3, ':').nth(2)).map(PathBuf::from);
         let own = paths.filter(|path| path.file_name().is_some_and(|name| name == self.id.as_str()));
-        let mut own: Vec<CString> =
-            own.filter_map(|path| CString::new(path.to_string_lossy().trim_start_matches('/')).ok()).collect();
+        let here = own.filter(|path| !path.components().any(|part| part == Component::ParentDir));
+        let mut own: Vec<CString> = here
+            .filter_map(|path| CString::new(path.strip_prefix("/").unwrap_or(&path).as_os_str().as_bytes()).ok())
+            .collect();
         own.sort();
         own.dedup();
         own
     }
 
-    /// Kills it and waits for its end.
+    /// Kills it.
     ///
     /// # Errors
-    /// It cannot be killed, or does not end.
-    pub(super) fn end(&self) -> Result<(), Step> {
-        let process = || format!("/proc/{}", self.pid);
+    /// The failed step.
+    pub(super) fn kill(&self) -> Result<(), Step> {
         match sys::pidfd_send_signal(self.pidfd.as_fd(), libc::SIGKILL) {
-            Ok(()) | Err(Errno(libc::ESRCH)) => {}
-            Err(e) => return Err(e).step_at("kill a pause that no record names", process()),
+            Ok(()) | Err(Errno(libc::ESRCH)) => Ok(()),
+            Err(e) => Err(e).step_at("kill a pause that no record names", format!("/proc/{}", self.pid)),
         }
-        let begun = Instant::now();
-        while !sys::ended(self.pidfd.as_fd()) {
-            if begun.elapsed() > ENDS {
-                let late = std::io::ErrorKind::TimedOut.into();
-                return Err(Step::at("wait for the end of a pause that no record names", process(), late));
-            }
-            thread::sleep(Duration::from_millis(1));
-        }
-        Ok(())
     }
+
+    /// Waits for its end.
+    ///
+    /// # Errors
+    /// It does not end in time.
+    pub(super) fn ended(&self, until: Instant) -> Result<(), Step> {
+        wait(until, || sys::ended(self.pidfd.as_fd()))
+            .map_err(|e| Step::at("wait for the end of a pause that no record names", format!("/proc/{}", self.pid), e))
+    }
+}
+
+/// Asks again and again.
+///
+/// # Errors
+/// The time is over.
+pub(super) fn wait(until: Instant, mut done: impl FnMut() -> bool) -> io::Result<()> {
+    while !done() {
+        if Instant::now() > until {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
 }

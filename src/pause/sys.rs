@@ -19,10 +19,12 @@ use libc::c_long;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
+mod look;
 mod memory;
 mod mount;
 mod program;
 
+pub(super) use look::{attribute, device_and_inode};
 pub(super) use memory::limit_arenas;
 pub(super) use mount::{attach_mount, detach_here, enter_directory, make_mounts_private, new_tmpfs, pivot_here};
 pub(super) use program::{
@@ -234,10 +236,10 @@ pub(super) fn exit(status: c_int) -> ! {
     }
 }
 
-/// execveat(2) of an open program, with at most one word of environment.
-pub(super) fn execute(program: BorrowedFd<'_>, arguments: [&CStr; 2], environment: Option<&CStr>) -> Errno {
+/// execveat(2) of an open program, without environment.
+pub(super) fn execute(program: BorrowedFd<'_>, arguments: [&CStr; 2]) -> Errno {
     let argv = [arguments[0].as_ptr(), arguments[1].as_ptr(), ptr::null()];
-    let environment = [environment.map_or(ptr::null(), CStr::as_ptr), ptr::null()];
+    let environment = [ptr::null::<libc::c_char>()];
     let (argv, environment) = (argv.as_ptr() as usize, environment.as_ptr() as usize);
     let empty = c"".as_ptr() as usize;
     // SAFETY: strings end in NUL, both lists in null, and all live until the call has copied them.

@@ -7,7 +7,8 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{self, Write as _};
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
@@ -28,6 +29,9 @@ pub const VERSION: u32 = 1;
 
 /// Records above this size are not ours; bytes. A CRI config is bounded by the wire's message limit.
 const LARGEST: u64 = 32 << 20;
+
+/// The same of stages.
+const LARGEST_STAGE: u64 = 64 << 10;
 
 /// What is known of a sandbox across restarts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -207,7 +211,7 @@ impl Store {
     /// Why it could not be read.
     pub fn stage(&self) -> Result<Stage, Unreadable> {
         let path = self.dir().join(STAGE);
-        match slurp(&path) {
+        match slurp(&path, LARGEST_STAGE) {
             Err(Unreadable::Missing(_)) => Ok(Stage::Created),
             Err(e) => Err(e),
             Ok(text) => {
@@ -231,7 +235,7 @@ impl Store {
     /// Why it could not be read.
     pub fn read(&self) -> Result<Record, Unreadable> {
         let path = self.dir().join(RECORD);
-        let text = slurp(&path)?;
+        let text = slurp(&path, LARGEST)?;
         #[derive(Deserialize)]
         struct Version {
             version: u32,
@@ -293,15 +297,29 @@ impl Store {
     }
 }
 
-fn slurp(path: &Path) -> Result<Vec<u8>, Unreadable> {
-    let size = match fs::metadata(path) {
+/// Reads a file of ours: a regular one of root's, of no more than `largest` bytes. Whatever else has its place is neither waited for nor
+/// followed.
+fn slurp(path: &Path, largest: u64) -> Result<Vec<u8>, Unreadable> {
+    const READ: &str = "read record";
+    let refuse = |reason| Unreadable::Malformed { path: path.to_owned(), reason };
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let file = match fs::File::options().read(true).custom_flags(flags).open(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(Unreadable::Missing(path.to_owned())),
-        other => other.step_at("read record", path)?.len(),
+        other => other.step_at(READ, path)?,
     };
-    if size > LARGEST {
-        return Err(Step::at("read record", path, io::Error::from_raw_os_error(libc::EFBIG)).into());
+    let about = file.metadata().step_at(READ, path)?;
+    if !about.is_file() {
+        return Err(refuse("it is no regular file".to_owned()));
     }
-    Ok(fs::read(path).step_at("read record", path)?)
+    if about.uid() != 0 {
+        return Err(refuse(format!("it belongs to user {}, not to root", about.uid())));
+    }
+    let mut content = Vec::with_capacity(about.len().min(largest) as usize + 1);
+    file.take(largest + 1).read_to_end(&mut content).step_at(READ, path)?;
+    if content.len() as u64 > largest {
+        return Err(Step::at(READ, path, io::Error::from_raw_os_error(libc::EFBIG)).into());
+    }
+    Ok(content)
 }
 
 mod base64_bytes {
@@ -314,5 +332,35 @@ mod base64_bytes {
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<u8>, D::Error> {
         STANDARD.decode(String::deserialize(from)?).map_err(de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{chown, symlink};
+
+    use nix::sys::stat::Mode;
+    use nix::unistd::mkfifo;
+
+    use super::*;
+
+    #[test]
+    fn only_a_regular_file_of_roots_is_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        fs::write(path("good"), "0123456789").unwrap();
+        assert_eq!(slurp(&path("good"), 10).unwrap(), b"0123456789");
+        assert!(slurp(&path("good"), 9).unwrap_err().to_string().contains("os error 27"));
+        assert!(matches!(slurp(&path("none"), 10), Err(Unreadable::Missing(_))));
+        symlink("good", path("link")).unwrap();
+        assert!(slurp(&path("link"), 10).unwrap_err().to_string().contains("os error 40"));
+        mkfifo(&path("fifo"), Mode::S_IRUSR).unwrap();
+        symlink("/dev", path("dev")).unwrap();
+        for odd in [path("fifo"), path("dev/zero"), directory.path().to_owned()] {
+            let e = slurp(&odd, 10).unwrap_err().to_string();
+            assert!(e.contains("it is no regular file"), "{e}");
+        }
+        chown(path("good"), Some(65534), None).unwrap();
+        assert!(slurp(&path("good"), 10).unwrap_err().to_string().contains("it belongs to user 65534"));
     }
 }

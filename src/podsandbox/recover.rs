@@ -13,6 +13,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use std::os::unix::fs::DirBuilderExt as _;
 use tokio::time::Instant;
 
+use super::checked::check_id;
 use super::files::Places;
 use super::owner::{Entry, abandoned_at};
 use super::record::{Record, Stage, Store, Unreadable};
@@ -95,6 +96,10 @@ async fn end_strays(environment: &Arc<Environment>) {
     let environment = environment.clone();
     let ended = within(move || {
         let recorded = |id: &str| {
+            if let Err(e) = check_id(id) {
+                log::error!("recovery: a pause without a valid id is left alone: {e}");
+                return true;
+            }
             let store = Store::new(&environment.roots, &id.into());
             match store.stage() {
                 Ok(Stage::Created | Stage::Exited { .. }) => {

@@ -21,12 +21,14 @@ mod outside;
 mod recovery;
 mod restarts;
 mod soak;
+mod strangers;
 
 fn main() -> std::process::ExitCode {
     let cases = [
         recovery::cases(),
         collected::cases(),
         killed::cases(),
+        strangers::cases(),
         outside::cases(),
         directories::cases(),
         limits::cases(),

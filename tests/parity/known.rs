@@ -186,14 +186,7 @@ const KNOWN: &[Known] = &[
     known("*", "pause: Groups", "*", "", NOBODY).on(&[On::Native]),
     known("run_as_user*", "pause: Uid", "1000 1000 1000 1000", "65535 65535 65535 65535", NOBODY).on(&[On::Native]),
     known("run_as_user*", "pause: Gid", "* * * *", "65535 65535 65535 65535", NOBODY).on(&[On::Native]),
-    known(
-        "*",
-        "pause: environment",
-        "PATH=/bin HOME=/",
-        "PAUSE_SANDBOXER_STATE=*",
-        "there is no image; a daemon finds its own pauses by the mark",
-    )
-    .on(&[On::Native]),
+    known("*", "pause: environment", "PATH=/bin HOME=/", "", NO_IMAGE),
     known("*", "pause: open files", "3", "0", "our pause reads and writes nothing").on(&[On::Native]),
     known(
         "*",
@@ -277,7 +270,6 @@ const KNOWN: &[Known] = &[
     ),
     // ---- where the runtime runs the pause ----
     known("userns POD of few ids", "RunPodSandbox: code", "UNKNOWN", "13", CLASS).on(&[On::Shim]),
-    known("*", "pause: environment", "PATH=/bin HOME=/", "", NO_IMAGE).on(&[On::Shim]),
     known("seccomp*ntime*efault", "pause: Seccomp", "2", "0", NO_PROFILE).on(&[On::Shim]),
     known(
         "userns POD*",

@@ -3,6 +3,9 @@
 //! - `pause`: waits for ever and reaps; the pause image of the built-in controller.
 //! - `shm-make KEY TEXT`, `shm-read KEY`, `shm-remove KEY`: a System V shared memory segment.
 //! - `serve PORT NAME`: answers every line of every connection with `NAME: LINE`.
+//!
+//! With `PROBE_AS=stranger` in its environment it waits for ever, whatever its arguments are, and with `PROBE_AS=hidden` it takes the memory of
+//! its arguments away before.
 
 use std::ffi::{c_int, c_ulong, c_void};
 use std::io::{self, BufRead, BufReader, Write};
@@ -17,6 +20,7 @@ unsafe extern "C" {
     fn shmat(id: c_int, address: *const c_void, flags: c_int) -> *mut c_void;
     fn shmctl(id: c_int, command: c_int, buffer: *mut c_void) -> c_int;
     fn alarm(seconds: u32) -> u32;
+    fn munmap(address: *mut c_void, length: usize) -> c_int;
 }
 
 const SIGCHLD: c_int = 17;
@@ -31,6 +35,8 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = env::args().skip(1).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let done = match words.as_slice() {
+        _ if env::var("PROBE_AS").is_ok_and(|kind| kind == "stranger") => wait_for_ever(),
+        _ if env::var("PROBE_AS").is_ok_and(|kind| kind == "hidden") => hide(),
         [] | ["pause"] => wait_for_ever(),
         ["shm-make", key, text] => parse(key).and_then(|key| shm_make(key, text)),
         ["shm-read", key] => parse(key).and_then(shm_read),
@@ -58,6 +64,28 @@ fn wait_for_ever() -> io::Result<()> {
         // SAFETY: takes nothing and only waits.
         unsafe { pause() };
     }
+}
+
+/// Takes away the memory of arguments and environment.
+fn hide() -> io::Result<()> {
+    /// Of what follows the name in `/proc/PID/stat`: where the arguments begin and the environment ends (proc(5)).
+    const ARG_START: usize = 48 - 3;
+    const ENV_END: usize = 51 - 3;
+    const PAGE: usize = 4096;
+    let stat = std::fs::read_to_string("/proc/self/stat")?;
+    let fields: Vec<&str> = stat.rsplit_once(") ").map_or(Vec::new(), |(_, rest)| rest.split(' ').collect());
+    let field = |at: usize| parse::<usize>(fields.get(at).copied().unwrap_or_default());
+    // To the stack's end: the kernel would let a part that is left above grow down again.
+    let (begin, end) = (field(ARG_START)? & !(PAGE - 1), (field(ENV_END)? | (PAGE - 1)) + 1);
+    // By a thread with a stack of its own: the page may be in use as this one's.
+    let thread = thread::spawn(move || {
+        // SAFETY: the pages are the kernel's for arguments and environment, and the stack of a thread that never goes on.
+        if unsafe { munmap(begin as *mut c_void, end - begin) } < 0 {
+            eprintln!("hide: {}", io::Error::last_os_error());
+        }
+        wait_for_ever()
+    });
+    thread.join().unwrap_or(Ok(()))
 }
 
 /// The id of the segment of `key`.

@@ -17,7 +17,7 @@ pub const PAUSE_IMAGE: &str = "localhost/kit/pause:1";
 /// The static busybox of the machine.
 const BUSYBOX: &str = "/bin/busybox";
 /// The program that the kit's build makes of `probe/main.rs`.
-const PROBE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/probe"));
+pub const PROBE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/probe"));
 
 /// Writes an OCI image archive with both images, for `ctr images import`.
 ///

@@ -43,7 +43,7 @@ pub use config::driver;
 pub use cri::Cri;
 pub use events::Events;
 pub use forward::port_forward;
-pub use image::{PAUSE_IMAGE, TEST_IMAGE, write_archive as write_images};
+pub use image::{PAUSE_IMAGE, PROBE, TEST_IMAGE, write_archive as write_images};
 pub use node::{Handler, Node, Options};
 pub use parts::Parts;
 pub use pod::{Container, ContainerSpec, Pod, PodHome, PodSpec};

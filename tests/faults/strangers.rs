@@ -1,0 +1,194 @@
+//! Processes and files of others that look like what a daemon has left.
+
+use std::fs::{self, File};
+use std::io::Write as _;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
+use std::os::unix::process::CommandExt as _;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use kit::machine::{cgroup, processes};
+use kit::{PROBE, until};
+use nix::mount::{MntFlags, umount2};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::stat::Mode;
+use nix::unistd::mkfifo;
+
+use crate::bare::Bare;
+use crate::harness::{Case, alone};
+use crate::pods::{Shape, is_whole, remove};
+
+/// An unprivileged user.
+const NOBODY: u32 = 65534;
+
+/// How many processes hide their command lines.
+const HIDDEN: usize = 80;
+
+pub(crate) fn cases() -> Vec<Case> {
+    alone![a_process_that_says_it_is_a_pause_is_none, a_visitor_of_a_lost_pauses_cgroup_stays]
+}
+
+/// Processes that are ended with the test.
+struct Strangers {
+    program: File,
+    guesses: Vec<(String, String)>,
+    alive: Vec<Child>,
+}
+
+impl Strangers {
+    /// `guesses` are what their environment says.
+    fn new(guesses: Vec<(String, String)>) -> Result<Self> {
+        // Executed from memory, as a pause is, under the name that a pause has.
+        let mut memfd = File::from(memfd_create(c"pause", MFdFlags::empty())?);
+        memfd.write_all(PROBE)?;
+        memfd.set_permissions(fs::Permissions::from_mode(0o755))?;
+        let program = File::open(format!("/proc/self/fd/{}", memfd.as_raw_fd()))?;
+        Ok(Self { program, guesses, alive: Vec::new() })
+    }
+
+    /// A process of nobody's whose command line is `/pause ID`.
+    fn start(&mut self, kind: &str, id: &str) -> Result<u32> {
+        let child = Command::new(format!("/proc/self/fd/{}", self.program.as_raw_fd()))
+            .arg0("/pause")
+            .arg(id)
+            .env_clear()
+            .env("PROBE_AS", kind)
+            .envs(self.guesses.iter().cloned())
+            .uid(NOBODY)
+            .gid(NOBODY)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()
+            .context("start a stranger")?;
+        let pid = child.id();
+        self.alive.push(child);
+        Ok(pid)
+    }
+
+    fn all_live(&mut self) -> Result<()> {
+        for child in &mut self.alive {
+            let ended = child.try_wait()?;
+            ensure!(ended.is_none(), "a stranger was ended: {ended:?}");
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Strangers {
+    fn drop(&mut self) {
+        for child in &mut self.alive {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// Moves a process into a cgroup in every hierarchy.
+fn enter(cgroup: &str, pid: u32) -> Result<()> {
+    for hierarchy in cgroup::hierarchies()? {
+        let file = hierarchy.join(cgroup.trim_start_matches('/')).join("cgroup.procs");
+        // A hierarchy that has no pauses.
+        if !file.exists() {
+            continue;
+        }
+        fs::write(&file, pid.to_string()).with_context(|| format!("write {}", file.display()))?;
+    }
+    Ok(())
+}
+
+/// A directory that looks like a record of the given kind.
+fn bait(bare: &Bare, name: &str, stage: impl FnOnce(PathBuf) -> Result<()>) -> Result<String> {
+    let directory = bare.path(name);
+    fs::create_dir(&directory)?;
+    fs::write(directory.join("record.json"), "{}")?;
+    stage(directory.join("stage.json"))?;
+    Ok(directory.display().to_string())
+}
+
+/// Unprivileged processes that say what a pause says, of paths and cgroups of their own choice: nothing is read, killed or removed for them, and
+/// the daemon answers as soon as without them.
+async fn a_process_that_says_it_is_a_pause_is_none() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("living"));
+    let pause = shape.run(&controller, &id).await?;
+    bare.kill()?;
+
+    let state = fs::metadata(bare.path("state"))?;
+    let mut guesses: Vec<(String, String)> = (0..1000).map(|n| (format!("GUESS_{n}"), format!("0:{n}"))).collect();
+    guesses.push(("PAUSE_SANDBOXER_STATE".to_owned(), format!("{}:{}", state.dev(), state.ino())));
+    let mut strangers = Strangers::new(guesses)?;
+    let endless = bait(&bare, "endless", |stage| Ok(symlink("/dev/zero", stage)?))?;
+    let waiting = bait(&bare, "waiting", |stage| Ok(mkfifo(&stage, Mode::from_bits_truncate(0o666))?))?;
+    for id in [endless.as_str(), &waiting, "../../x", "", ".."] {
+        strangers.start("stranger", id)?;
+    }
+    for _ in 0..HIDDEN {
+        strangers.start("hidden", &id)?;
+    }
+    // In the cgroup that its command line names there is a process of root's too.
+    let shared = format!("{}/shared", bare.cgroup());
+    cgroup::make(&shared)?;
+    let mut bystander = Command::new("sleep").arg("600").spawn()?;
+    enter(&shared, bystander.id())?;
+    enter(&shared, strangers.start("stranger", "shared")?)?;
+    until("the strangers are there", Duration::from_secs(20), async || {
+        let hidden = strangers.alive.iter().filter(|child| {
+            let line = fs::read(format!("/proc/{}/cmdline", child.id()));
+            line.is_ok_and(|line| line.is_empty())
+        });
+        ensure!(hidden.count() == HIDDEN, "not all have hidden themselves");
+        Ok(())
+    })
+    .await?;
+
+    // Should it read without end: the machine is others' too.
+    let (mut command, own) = (Command::new("prlimit"), bare.command());
+    command.arg("--as=3000000000").arg(own.get_program()).args(own.get_args());
+    let begun = Instant::now();
+    bare.start_as(command).await?;
+    eprintln!("up after {:?} beside {} strangers", begun.elapsed(), strangers.alive.len());
+    ensure!(!bare.logged().contains("not done after"), "recovery was held up:\n{}", bare.logged());
+    ensure!(!bare.logged().contains("a pause that no record names"), "a stranger was believed:\n{}", bare.logged());
+    let status = fs::read_to_string(format!("/proc/{}/status", bare.pid()?))?;
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB"));
+    let peak: u64 = peak.context("no VmHWM")?.parse()?;
+    ensure!(peak < 100_000, "the daemon took {peak} kB");
+    strangers.all_live()?;
+    ensure!(bystander.try_wait()?.is_none(), "the process that shares a cgroup with a stranger was killed");
+    ensure!(!cgroup::below(&shared)?.is_empty(), "a cgroup that a stranger named was removed");
+    ensure!(is_whole(&bare, &controller, &id).await? == pause, "another pause");
+
+    drop(strangers);
+    bystander.kill()?;
+    bystander.wait()?;
+    until("the cgroup is empty", Duration::from_secs(5), async || cgroup::remove(&shared)).await?;
+    remove(&controller, &id).await?;
+    bare.nothing_left().await
+}
+
+/// A pause whose record is removed by hand is ended; what else is in its cgroup stays there.
+async fn a_visitor_of_a_lost_pauses_cgroup_stays() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("visited"));
+    let pid = shape.run(&controller, &id).await?;
+    let cgroup = format!("{}/{id}", bare.cgroup());
+    let mut visitor = Command::new("sleep").arg("600").spawn()?;
+    enter(&cgroup, visitor.id())?;
+    bare.kill()?;
+    for shm in [bare.record(&id).join("shm"), bare.shm(&id)] {
+        umount2(&shm, MntFlags::MNT_DETACH)?;
+    }
+    for directory in [&bare.record(&id), bare.shm(&id).parent().context("no parent")?, &bare.files(&id)] {
+        fs::remove_dir_all(directory)?;
+    }
+    bare.start().await?;
+    ensure!(!processes::one(pid).is_ok_and(|p| p.state != 'Z'), "the pause lives on:\n{}", bare.logged());
+    ensure!(visitor.try_wait()?.is_none(), "a process in its cgroup was killed");
+    visitor.kill()?;
+    visitor.wait()?;
+    until("the cgroup is empty", Duration::from_secs(5), async || cgroup::remove(&cgroup)).await?;
+    bare.nothing_left().await
+}
