@@ -440,6 +440,23 @@ mod tests {
     }
 
     #[test]
+    fn strays_are_ended_by_the_daemon_of_their_state_directory_alone() {
+        let (own, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        for make in [image::sealed, image::unlinked] {
+            let driver = || Native::with(Cgroups::find().unwrap(), make().unwrap()).unwrap();
+            let plan = plan("stray", "");
+            let pause = driver().of(own.path()).start(&plan).unwrap();
+            let lives = || fs::read_link(format!("/proc/{}/exe", pause.identity().pid)).is_ok();
+            let stray = |id: &str| id != plan.id.as_str();
+            driver().of(other.path()).end_strays(&|_| false).unwrap();
+            driver().of(own.path()).end_strays(&|id| !stray(id)).unwrap();
+            assert!(lives());
+            driver().of(own.path()).end_strays(&stray).unwrap();
+            assert!(!lives());
+        }
+    }
+
+    #[test]
     fn id_of_a_pause_in_a_user_namespace() {
         let mapping = |container_id, length| IdMapping { container_id, host_id: 1, length };
         assert_eq!(nobody(mapping(0, 65536)), 65535);
