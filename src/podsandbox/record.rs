@@ -27,8 +27,9 @@ use crate::text::Text;
 /// The version that this daemon writes.
 pub const VERSION: u32 = 1;
 
-/// Records above this size are not ours; bytes. A CRI config is bounded by the wire's message limit.
-const LARGEST: u64 = 32 << 20;
+/// Records above this size are not ours; bytes. CRI's config and what containerd's store holds of it are bounded by the wire's message limit
+/// each, and are longer by a third here.
+const LARGEST: u64 = 64 << 20;
 
 /// The same of stages.
 const LARGEST_STAGE: u64 = 64 << 10;

@@ -7,11 +7,14 @@ use protobuf::Message;
 use super::code::{self, Code, Status};
 use crate::podsandbox::Error;
 
-/// The largest message that is read, bytes: gRPC's usual limit and the ttrpc protocol's own.
-pub(super) const MAX_MESSAGE: usize = 4 << 20;
+/// The largest message that is read, bytes: what containerd itself reads and sends.
+pub(super) const MAX_MESSAGE: usize = 16 << 20;
 
-/// The largest answer, bytes: one that every client reads, ttrpc's wrapping included.
-const MAX_ANSWER: usize = MAX_MESSAGE - (64 << 10);
+/// The largest answer over gRPC, bytes: one that containerd reads.
+pub(super) const GRPC_ANSWER: usize = MAX_MESSAGE - (64 << 10);
+
+/// The largest answer over ttrpc, bytes: the protocol's clients read 4 MiB, its wrapping included.
+pub(super) const TTRPC_ANSWER: usize = (4 << 20) - (64 << 10);
 
 /// A call's answer as bytes.
 pub(super) type Answer = Result<Vec<u8>, Status>;
@@ -27,13 +30,9 @@ pub(super) fn decode<M: Message>(bytes: &[u8]) -> Result<M, Status> {
 /// Turns a verb's result into bytes, and logs why it failed.
 pub(super) fn encode<M: Message>(method: &str, result: Result<M, Error>) -> Answer {
     match result {
-        Ok(message) => match message.write_to_bytes() {
-            Ok(bytes) if bytes.len() > MAX_ANSWER => Err(Status::new(
-                Code::RESOURCE_EXHAUSTED,
-                format!("the answer to {method} has {} bytes, at most {MAX_ANSWER} fit", bytes.len()),
-            )),
-            encoded => encoded.map_err(|e| Status::new(Code::INTERNAL, format!("encode the answer to {method}: {e}"))),
-        },
+        Ok(message) => message
+            .write_to_bytes()
+            .map_err(|e| Status::new(Code::INTERNAL, format!("encode the answer to {method}: {e}"))),
         Err(error) => {
             let status = Status::from(&error);
             // A caller's mistake is the caller's to report; what this node could not do is ours. Metrics are asked for every second, of pods
@@ -47,6 +46,17 @@ pub(super) fn encode<M: Message>(method: &str, result: Result<M, Error>) -> Answ
             Err(status)
         }
     }
+}
+
+/// The answer, unless its caller would not read that much.
+pub(super) fn fits(method: &str, answer: Answer, most: usize) -> Answer {
+    answer.and_then(|bytes| match bytes.len() {
+        size if size > most => {
+            let text = format!("the answer to {method} has {size} bytes, at most {most} fit");
+            Err(Status::new(Code::RESOURCE_EXHAUSTED, text))
+        }
+        _ => Ok(bytes),
+    })
 }
 
 /// The name of an answer's code, for counters.

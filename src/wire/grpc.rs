@@ -16,10 +16,11 @@ use tokio::net::UnixStream;
 use tokio::task::JoinSet;
 
 use super::MAX_CALLS;
-use super::answer::{Answer, MAX_MESSAGE};
+use super::answer::{Answer, GRPC_ANSWER, MAX_MESSAGE};
 use super::code::{Code, Status};
 use super::handler::{Begun, Call, Handler, Wait};
 use super::namespace;
+use super::room::{self, Message, Room};
 use super::verbs::Verbs;
 use crate::trace::{TRACEPARENT, TraceId};
 
@@ -47,7 +48,8 @@ pub(super) async fn serve<V: Verbs>(stream: UnixStream, handler: Handler<V>) -> 
     builder
         .max_concurrent_streams(MAX_CALLS as u32)
         .max_header_list_size(MAX_HEADERS)
-        .initial_window_size(1 << 20)
+        // A request that waits for room must leave others some of the connection's window.
+        .initial_window_size(1 << 18)
         .initial_connection_window_size(4 << 20)
         // One caller's cancelled calls must not cost all others their connection: the Waits of every pod are on it.
         .max_pending_accept_reset_streams(MAX_CALLS)
@@ -113,6 +115,7 @@ impl From<Request<RecvStream>> for Asked {
                 deadline: timeout(&head.headers),
                 trace,
                 namespace: namespace(&head.headers),
+                most: GRPC_ANSWER,
                 operators: false,
             },
             body,
@@ -131,7 +134,7 @@ async fn serve_call<V: Verbs>(
         refuse(&mut respond)
     } else {
         let begun = tokio::select! {
-            begun = handler.begin(&call, Box::pin(message(&mut body))) => begun,
+            begun = handler.begin(&call, Box::pin(message(&mut body, handler.room()))) => begun,
             // The caller gave up; the call is dropped.
             _ = poll_fn(|cx| respond.poll_reset(cx)) => return None,
         };
@@ -200,21 +203,45 @@ impl<V: Verbs> Future for Pending<V> {
 }
 
 /// Reads the one message of a unary call.
-async fn message(body: &mut RecvStream) -> Result<Bytes, Status> {
+async fn message(body: &mut RecvStream, room: &Room) -> Result<Message<Bytes>, Status> {
     let mut bytes = BytesMut::new();
-    while let Some(chunk) = body.data().await {
-        // A broken stream: nobody is left to read this answer.
-        let chunk = chunk.map_err(|e| Status::new(Code::INVALID_ARGUMENT, format!("read the request: {e}")))?;
-        bytes.extend_from_slice(&chunk);
-        check(&bytes)?;
-        body.flow_control()
-            .release_capacity(chunk.len())
-            .map_err(|e| Status::new(Code::INTERNAL, format!("flow control: {e}")))?;
+    while bytes.len() < PREFIX && read(body, &mut bytes).await? {}
+    check(&bytes)?;
+    let held = room.of(length(&bytes)).await?;
+    let rest = async {
+        while read(body, &mut bytes).await? {
+            check(&bytes)?;
+        }
+        Ok(())
+    };
+    match &held {
+        None => rest.await?,
+        // It keeps others from being read.
+        Some(_) => tokio::time::timeout(room::WITHIN, Box::pin(rest)).await.unwrap_or_else(|_| {
+            let text = format!("the request has not come whole within {} s", room::WITHIN.as_secs());
+            Err(Status::new(Code::DEADLINE_EXCEEDED, text))
+        })?,
     }
     if bytes.len() < PREFIX || bytes.len() - PREFIX != length(&bytes) {
-        return Err(Status::new(Code::INVALID_ARGUMENT, "the request is not one whole gRPC message"));
+        return Err(not_one());
     }
-    Ok(bytes.freeze().slice(PREFIX..))
+    Ok(Message::new(bytes.freeze().slice(PREFIX..), held))
+}
+
+/// Reads what has come of a request; false at its end.
+async fn read(body: &mut RecvStream, bytes: &mut BytesMut) -> Result<bool, Status> {
+    let Some(chunk) = body.data().await else { return Ok(false) };
+    // A broken stream: nobody is left to read this answer.
+    let chunk = chunk.map_err(|e| Status::new(Code::INVALID_ARGUMENT, format!("read the request: {e}")))?;
+    bytes.extend_from_slice(&chunk);
+    body.flow_control()
+        .release_capacity(chunk.len())
+        .map_err(|e| Status::new(Code::INTERNAL, format!("flow control: {e}")))?;
+    Ok(true)
+}
+
+fn not_one() -> Status {
+    Status::new(Code::INVALID_ARGUMENT, "the request is not one whole gRPC message")
 }
 
 /// Refuses a message by what has come of it so far.
@@ -222,10 +249,8 @@ fn check(bytes: &[u8]) -> Result<(), Status> {
     if bytes.first().is_some_and(|compressed| *compressed != 0) {
         return Err(Status::new(Code::UNIMPLEMENTED, "compressed messages are not served"));
     }
-    let size = length(bytes).max(bytes.len().saturating_sub(PREFIX));
-    if size > MAX_MESSAGE {
-        let text = format!("the message has {size} bytes, at most {MAX_MESSAGE} are read");
-        return Err(Status::new(Code::RESOURCE_EXHAUSTED, text));
+    if bytes.len() > PREFIX + length(bytes) && bytes.len() > PREFIX {
+        return Err(not_one());
     }
     Ok(())
 }
@@ -342,8 +367,9 @@ mod tests {
     fn a_message_is_refused_before_it_has_come_whole() {
         assert!(check(&[]).is_ok());
         assert!(check(&[0, 0xff]).is_ok());
+        assert!(check(&[0, 0, 0, 0, 1, 7]).is_ok());
         assert_eq!(check(&[1]).unwrap_err().code, Code::UNIMPLEMENTED);
-        assert_eq!(check(&[0, 0xff, 0, 0, 0]).unwrap_err().code, Code::RESOURCE_EXHAUSTED);
+        assert_eq!(check(&[0, 0, 0, 0, 1, 7, 7]).unwrap_err().code, Code::INVALID_ARGUMENT);
     }
 
     #[test]

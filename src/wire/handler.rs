@@ -11,9 +11,10 @@ use futures::future::BoxFuture;
 use protobuf::MessageField;
 use tokio::sync::watch;
 
-use super::answer::{Answer, code_of, decode, encode, not_served, panicked};
+use super::answer::{Answer, code_of, decode, encode, fits, not_served, panicked};
 use super::code::{self, Code, Status};
 use super::namespace::Namespace;
+use super::room::Room;
 use super::verbs::Verbs;
 use super::{convert, inspect};
 use crate::podsandbox::Error;
@@ -51,6 +52,8 @@ pub(super) struct Call {
     pub(super) trace: Option<TraceId>,
     /// containerd's namespace that it is of, if its caller says so.
     pub(super) namespace: Option<Box<str>>,
+    /// The largest answer that its caller reads, bytes.
+    pub(super) most: usize,
     /// It came where operators ask, not only containerd.
     pub(super) operators: bool,
 }
@@ -103,6 +106,7 @@ pub(super) struct Handler<V> {
     stop: watch::Receiver<bool>,
     telemetry: Arc<Telemetry>,
     namespace: Arc<Namespace>,
+    room: Room,
 }
 
 impl<V> Clone for Handler<V> {
@@ -112,6 +116,7 @@ impl<V> Clone for Handler<V> {
             stop: self.stop.clone(),
             telemetry: Arc::clone(&self.telemetry),
             namespace: Arc::clone(&self.namespace),
+            room: self.room.clone(),
         }
     }
 }
@@ -124,7 +129,12 @@ impl<V: Verbs> Handler<V> {
         telemetry: Arc<Telemetry>,
         namespace: Arc<Namespace>,
     ) -> Self {
-        Self { verbs, stop, telemetry, namespace }
+        Self { verbs, stop, telemetry, namespace, room: Room::default() }
+    }
+
+    /// Room for the requests of all connections.
+    pub(super) fn room(&self) -> &Room {
+        &self.room
     }
 
     /// Ends when the daemon goes down.
@@ -147,7 +157,8 @@ impl<V: Verbs> Handler<V> {
     ) -> BoxFuture<'a, Answer> {
         Box::pin(trace::within(of.trace, async move {
             let mut running = self.telemetry.call(of.counted());
-            let answer = self.bounded(of, async { self.dispatch(of, request.await?).await }).await;
+            let answer =
+                self.bounded(of, async { fits(of.target().1, self.dispatch(of, request.await?).await, of.most) }).await;
             running.ended(code_of(&answer));
             answer
         }))

@@ -28,6 +28,7 @@ mod grpc;
 mod handler;
 mod inspect;
 mod namespace;
+mod room;
 mod ttrpc;
 mod verbs;
 

@@ -1,23 +1,25 @@
 //! The ttrpc skin: unary calls framed as containerd's ttrpc frames them.
 //!
 //! The frames and their messages are the `ttrpc` crate's. The loop is our own, because that crate's server leaves a
-//! caller without an answer when a handler panics, takes any number of calls, and ends only after a wait of its own.
+//! caller without an answer when a handler panics, takes any number of calls, and ends only after a wait of its own; and so is
+//! the reading of a frame, as that crate's takes 4 MiB and no more.
 
 use std::time::Duration;
 
 use protobuf::{Message, MessageField};
-use tokio::io::{AsyncWriteExt, BufReader, BufWriter};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader, BufWriter};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use ttrpc::proto::{GenMessage, GenMessageError, MESSAGE_TYPE_REQUEST, MessageHeader, Request, Response};
+use ttrpc::proto::{GenMessage, MESSAGE_TYPE_REQUEST, MessageHeader, Request, Response};
 
 use super::MAX_CALLS;
-use super::answer::{Answer, MAX_MESSAGE};
+use super::answer::{Answer, TTRPC_ANSWER};
 use super::code::{Code, Status};
 use super::handler::{self, Handler};
 use super::namespace;
+use super::room::{self, Held};
 use super::verbs::Verbs;
 use crate::trace::{TRACEPARENT, TraceId};
 
@@ -60,26 +62,30 @@ async fn read<V: Verbs>(
     answers: &mpsc::Sender<GenMessage>,
 ) -> Result<(), ttrpc::Error> {
     loop {
-        let (stream, asked) = match GenMessage::read_from(&mut *reader).await {
-            // Only calls of one message are served; what belongs to a stream has nobody to go to.
-            Ok(frame) if frame.header.type_ != MESSAGE_TYPE_REQUEST => continue,
-            Ok(frame) => {
-                while calls.try_join_next().is_some() {}
-                (frame.header.stream_id, request(&frame, calls.len()))
+        let header = MessageHeader::read_from(&mut *reader).await.map_err(|e| broken(&e))?;
+        let (stream, length) = (header.stream_id, header.length as usize);
+        // Only calls of one message are served; what belongs to a stream has nobody to go to.
+        if header.type_ != MESSAGE_TYPE_REQUEST {
+            skip(reader, length).await?;
+            continue;
+        }
+        while calls.try_join_next().is_some() {}
+        let asked = match handler.room().of(length).await {
+            Ok(held) => {
+                let payload = payload(reader, length, held.is_some()).await?;
+                request(stream, &payload, calls.len()).map(|request| (request, held))
             }
-            Err(GenMessageError::ReturnError(header, _)) => {
-                let text = format!("the message has {} bytes, at most {MAX_MESSAGE} are read", header.length);
-                (header.stream_id, Err(Status::new(Code::RESOURCE_EXHAUSTED, text)))
+            Err(refused) => {
+                skip(reader, length).await?;
+                Err(refused)
             }
-            // Also how a caller who closes the connection is seen.
-            Err(GenMessageError::InternalError(e)) => return Err(e),
         };
         // An answer that cannot be sent has nobody who waits for it: the connection is gone.
         match asked {
-            Ok(request) => {
+            Ok((request, held)) => {
                 let (handler, answers) = (handler.clone(), answers.clone());
                 calls.spawn(async move {
-                    let answer = call(&handler, request).await;
+                    let answer = call(&handler, request, held).await;
                     let _ = answers.send(response(stream, answer)).await;
                 });
             }
@@ -90,9 +96,40 @@ async fn read<V: Verbs>(
     }
 }
 
+fn broken(e: &std::io::Error) -> ttrpc::Error {
+    ttrpc::Error::Socket(e.to_string())
+}
+
+/// Reads the rest of a frame. One that holds room keeps others from being read, and so must come in time.
+async fn payload(
+    reader: &mut BufReader<OwnedReadHalf>,
+    length: usize,
+    holds_room: bool,
+) -> Result<Vec<u8>, ttrpc::Error> {
+    let mut payload = vec![0; length];
+    let whole = reader.read_exact(&mut payload);
+    let read = if holds_room {
+        let late = |_| Err(std::io::ErrorKind::TimedOut.into());
+        tokio::time::timeout(room::WITHIN, whole).await.unwrap_or_else(late)
+    } else {
+        whole.await
+    };
+    read.map_err(|e| broken(&e))?;
+    Ok(payload)
+}
+
+/// Reads over the rest of a frame.
+async fn skip(reader: &mut BufReader<OwnedReadHalf>, length: usize) -> Result<(), ttrpc::Error> {
+    let mut rest = reader.take(length as u64);
+    let skipped = tokio::io::copy(&mut rest, &mut tokio::io::sink()).await.map_err(|e| broken(&e))?;
+    if skipped < length as u64 {
+        return Err(broken(&std::io::ErrorKind::UnexpectedEof.into()));
+    }
+    Ok(())
+}
+
 /// The call that a frame asks for, or why it is refused.
-fn request(frame: &GenMessage, pending: usize) -> Result<Request, Status> {
-    let stream = frame.header.stream_id;
+fn request(stream: u32, payload: &[u8], pending: usize) -> Result<Request, Status> {
     if stream % 2 != 1 {
         return Err(Status::new(Code::INVALID_ARGUMENT, format!("stream id {stream} is not odd")));
     }
@@ -100,11 +137,11 @@ fn request(frame: &GenMessage, pending: usize) -> Result<Request, Status> {
         let text = format!("{MAX_CALLS} calls are pending on this connection");
         return Err(Status::new(Code::RESOURCE_EXHAUSTED, text));
     }
-    Request::parse_from_bytes(&frame.payload)
+    Request::parse_from_bytes(payload)
         .map_err(|e| Status::new(Code::INVALID_ARGUMENT, format!("malformed {}: {e}", Request::NAME)))
 }
 
-async fn call<V: Verbs>(handler: &Handler<V>, request: Request) -> Answer {
+async fn call<V: Verbs>(handler: &Handler<V>, request: Request, held: Held) -> Answer {
     let deadline = match request.timeout_nano {
         0 => None,
         nanos => Some(Duration::from_nanos(u64::try_from(nanos).unwrap_or(0))),
@@ -115,8 +152,8 @@ async fn call<V: Verbs>(handler: &Handler<V>, request: Request) -> Answer {
     let namespace = namespace.map(|pair| pair.value.as_str().into());
     let Request { service, method, payload, .. } = request;
     let path = format!("{service}/{method}").into();
-    let call = handler::Call { path, deadline: Ok(deadline), trace, namespace, operators: true };
-    handler.answer(&call, Box::pin(std::future::ready(Ok(payload)))).await
+    let call = handler::Call { path, deadline: Ok(deadline), trace, namespace, most: TTRPC_ANSWER, operators: true };
+    handler.answer(&call, Box::pin(std::future::ready(Ok(room::Message::new(payload, held))))).await
 }
 
 fn response(stream: u32, answer: Answer) -> GenMessage {

@@ -13,7 +13,7 @@ use tokio::task::JoinSet;
 use crate::harness::{Bench, Case, cases};
 
 pub(crate) fn cases() -> Vec<Case> {
-    let mut cases = cases![both: many_waits];
+    let mut cases = cases![both: many_waits, large_annotation];
     cases.extend(cases![
         ours, "it has no socket of its own that anybody could ask": many_waits_on_one_connection, bad_requests, unknown_ids, twice,
         sockets, another_namespace_of_containerd
@@ -65,6 +65,25 @@ async fn status_time(controller: &Controller, id: &str) -> Result<Duration> {
     }
     times.sort_unstable();
     Ok(times.get(times.len() / 2).copied().unwrap_or_default())
+}
+
+/// Larger than gRPC's usual messages: containerd sends the pod's config twice in a Create.
+async fn large_annotation(bench: Bench) -> Result<()> {
+    const NAME: &str = "example.org/large";
+    let value = "x".repeat(7 << 20);
+    let spec = PodSpec::new("large").host_network().with(|config| {
+        config.annotations.insert(NAME.to_owned(), value.clone());
+    });
+    let pod = bench.run(spec).await?;
+    let status = bench.node.cri().pod_sandbox_status(pod.id(), false).await?;
+    let kept = status.status.annotations.get(NAME).is_some_and(|kept| *kept == value);
+    ensure!(kept, "the annotation is not what it was");
+    if bench.handler == Handler::Ours {
+        let status = bench.node.sandboxer().status(pod.id(), true).await?;
+        ensure!(status.info.values().any(|info| info.contains(&value)), "the verbose status has it not");
+    }
+    pod.stop().await?;
+    pod.remove().await
 }
 
 /// A sandbox id as containerd makes them up.

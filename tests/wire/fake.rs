@@ -120,8 +120,12 @@ impl Verbs for Fake {
 
     async fn status(&self, id: &str, verbose: bool) -> Result<StatusReport, Error> {
         outcome(id)?;
-        // "huge" has an answer that no client would read.
-        let text = if id == "huge" { "x".repeat(4 << 20) } else { "{}".to_owned() };
+        // Answers that no client of ttrpc would read, and no client at all.
+        let text = match id {
+            "huge" => "x".repeat(4 << 20),
+            "vast" => "x".repeat(16 << 20),
+            _ => "{}".to_owned(),
+        };
         let ended = id == "ended";
         Ok(StatusReport {
             pid: if ended { 0 } else { 4711 },

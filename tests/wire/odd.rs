@@ -1,5 +1,7 @@
 //! Callers who send what no caller should.
 
+use std::time::Duration;
+
 use pause_sandboxer::protos::controller as c;
 use protobuf::Message;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -51,16 +53,23 @@ async fn a_panic_is_an_answer_and_the_connection_goes_on() {
 async fn what_is_too_large_is_refused_and_the_connection_goes_on() {
     let node = Node::start();
     for client in node.clients().await {
-        let large = c::ControllerStatusRequest { sandbox_id: "x".repeat(5 << 20), ..Default::default() };
+        let large = c::ControllerStatusRequest { sandbox_id: "x".repeat(17 << 20), ..Default::default() };
         let bytes = large.write_to_bytes().unwrap();
-        // ttrpc's own client refuses to send that much: see the raw frame below.
+        // ttrpc's own client refuses to send and to read as much as containerd does: see the raw frames below.
+        let mut answers = vec!["vast"];
         if matches!(client, Client::Grpc(_)) {
             let (code, text) = client.raw(CONTROLLER, "Status", bytes, None).await.unwrap_err();
             assert_eq!(code, 8, "{text}");
+            client.raw(CONTROLLER, "Status", only_id(&"x".repeat(15 << 20)), None).await.unwrap();
+            client.raw(CONTROLLER, "Status", status("huge", true).write_to_bytes().unwrap(), None).await.unwrap();
+        } else {
+            answers.push("huge");
         }
-        let (code, text) =
-            client.raw(CONTROLLER, "Status", status("huge", true).write_to_bytes().unwrap(), None).await.unwrap_err();
-        assert_eq!(code, 8, "{text}");
+        for answer in answers {
+            let asked = status(answer, true).write_to_bytes().unwrap();
+            let (code, text) = client.raw(CONTROLLER, "Status", asked, None).await.unwrap_err();
+            assert_eq!(code, 8, "{text}");
+        }
         // An id of 1 MiB in an error must not become a header of 1 MiB.
         let ping = only_id(&"x".repeat(1 << 20));
         let (code, text) = client.raw(SANDBOX, "Nothing", ping.clone(), None).await.unwrap_err();
@@ -82,13 +91,18 @@ async fn odd_ttrpc_frames_are_answered() {
         frame.extend(payload);
         frame
     };
-    send.extend(frame(1, 1, &vec![0; 5 << 20]));
+    send.extend(frame(1, 1, &vec![0; 17 << 20]));
     send.extend(frame(3, 1, &[0xff]));
     send.extend(frame(4, 1, &[]));
     // Data of a stream that was never opened, and a kind that does not exist: nobody waits for an answer.
     send.extend(frame(5, 3, &[1, 2, 3]));
     send.extend(frame(7, 9, &[]));
     send.extend(frame(9, 1, &[]));
+    // As large as containerd sends them.
+    let mut large = ttrpc::Request::new();
+    (large.service, large.method) = (CONTROLLER.into(), "Stop".into());
+    large.payload = only_id(&"x".repeat(15 << 20));
+    send.extend(frame(15, 1, &large.write_to_bytes().unwrap()));
     // A deadline that passes, and one that has passed.
     for (stream, timeout_nano) in [(11, 1_000_000), (13, -1)] {
         let mut request = ttrpc::Request::new();
@@ -102,7 +116,7 @@ async fn odd_ttrpc_frames_are_answered() {
     let write = async { writer.write_all(&send).await.unwrap() };
     let read = async {
         let mut answers = Vec::new();
-        for _ in 0..6 {
+        for _ in 0..7 {
             let header = ttrpc::proto::MessageHeader::read_from(&mut reader).await.unwrap();
             let mut payload = vec![0; header.length as usize];
             reader.read_exact(&mut payload).await.unwrap();
@@ -113,7 +127,7 @@ async fn odd_ttrpc_frames_are_answered() {
         answers
     };
     let (_, answers) = timeout(SOON, async { tokio::join!(write, read) }).await.unwrap();
-    assert_eq!(answers, [(1, 8), (3, 3), (4, 3), (9, 12), (11, 4), (13, 4)]);
+    assert_eq!(answers, [(1, 8), (3, 3), (4, 3), (9, 12), (11, 4), (13, 4), (15, 0)]);
 }
 
 #[tokio::test]
@@ -129,6 +143,7 @@ async fn odd_grpc_requests_are_answered() {
     };
     for (body, code) in [
         (&b""[..], 3),
+        (b"\0\0\0\0\x01ab", 3),
         (b"\0\0\0", 3),
         (b"\0\0\0\0\x05abc", 3),
         (b"\0\0\0\0\0\0\0\0\0\0", 3),
@@ -211,4 +226,34 @@ async fn thousands_of_bad_calls_cost_no_connection() {
     node.verbs.end.notify_waiters();
     assert_eq!(waits.join_next().await.unwrap().unwrap().unwrap().exit_status, 137);
     connection.abort();
+}
+
+/// Callers who announce much and do not send it leave room for all other calls, and in time for each other.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn callers_who_do_not_send_what_they_announce_hold_up_no_small_call() {
+    let node = Node::start();
+    let Client::Grpc(h2) = Client::grpc(&node.grpc_socket()).await else { unreachable!() };
+    let mut unfinished = Vec::new();
+    for _ in 0..6 {
+        let mut client = h2.clone().ready().await.unwrap();
+        let uri = format!("http://localhost/{CONTROLLER}/Status");
+        let request = http::Request::post(uri).header("content-type", "application/grpc").body(()).unwrap();
+        let (answer, mut body) = client.send_request(request, false).unwrap();
+        let mut begun = vec![0, 1, 0, 0, 0];
+        begun.extend([0; 1 << 10]);
+        body.send_data(begun.into(), false).unwrap();
+        unfinished.push((answer, body));
+    }
+    for client in [Client::Grpc(h2), Client::ttrpc(&node.ttrpc_socket()).await] {
+        let call = client.call::<c::ControllerStatusResponse>("Status", status("a", false));
+        // Sooner than the others are given up.
+        timeout(Duration::from_secs(5), call).await.unwrap().unwrap();
+    }
+    for (answer, _body) in unfinished {
+        let answer = timeout(SOON * 2, answer).await.unwrap().unwrap();
+        let code = answer.headers().get("grpc-status").unwrap().to_str().unwrap().to_owned();
+        assert!(["4", "8"].contains(&code.as_str()), "{code}");
+    }
+    let large = Client::grpc(&node.grpc_socket()).await;
+    timeout(SOON, large.raw(CONTROLLER, "Status", only_id(&"x".repeat(15 << 20)), None)).await.unwrap().unwrap();
 }
