@@ -4,7 +4,7 @@
 # usage: install.sh install | uninstall | ready
 #
 # install     puts program, units and drop-in in place, starts the daemon, lets containerd know, labels the node, and sleeps
-# uninstall   takes the label away, waits until no pod has its sandbox from here, removes what install put in place, and sleeps
+# uninstall   waits until no pod has its sandbox from here, takes the label away, removes what install put in place, and sleeps
 # ready       succeeds if the node's sandboxer answers
 #
 # A node with the Debian package is left as it is.
@@ -28,7 +28,8 @@ config=/etc/containerd/config.toml
 kubelet=/var/lib/kubelet/config.yaml
 # There from the first change of a file until all who read them have been restarted: what an interrupted installation leaves to the next.
 unfinished=/var/lib/pause-sandboxer.unfinished
-records=/run/pause-sandboxer/sandboxes
+state=/run/pause-sandboxer
+records=$state/sandboxes
 
 say() { echo "install.sh: $*"; }
 die() { say "$*" >&2; exit 1; }
@@ -51,16 +52,36 @@ place() {
     say "placed $2"
 }
 
-# The drop-in for this node: with kubelet's `cgroupDriver: systemd`, which is kubeadm's default, the handler has SystemdCgroup.
+# SystemdCgroup of the node's default handler, by which containerd tells kubelet how to make cgroups; where that handler is this one, of runc.
+# Nothing where containerd does not show its config.
+default_driver() {
+    node containerd --config $config config dump 2>/dev/null | awk '
+        { gsub(/[ \t"\047]/, "") }
+        /^\[/ { section = $0; sub(/\].*/, "", section); sub(/^\[plugins\.io\.containerd\.cri\.v1\.runtime\.containerd/, "", section) }
+        section == "" && /^default_runtime_name=/ { sub(/^[^=]*=/, ""); default_name = $0 }
+        /^SystemdCgroup=/ { sub(/^[^=]*=/, ""); set[section] = $0 }
+        END {
+            if (default_name == "" || default_name == "runc-pause") default_name = "runc"
+            print set[".runtimes." default_name ".options"]
+        }'
+}
+
+# The drop-in for this node: its handler makes cgroups as the default handler does, or else as kubelet's own config says; `systemd` with kubeadm.
 drop_in_of_node() {
-    if grep -Eqs "^cgroupDriver:[[:space:]]*[\"']?systemd[\"']?[[:space:]]*(#.*)?\$" "$host$kubelet"; then
+    driver=$(default_driver)
+    if [ -z "$driver" ] &&
+        grep -Eqs "^cgroupDriver:[[:space:]]*[\"']?systemd[\"']?[[:space:]]*(#.*)?\$" "$host$kubelet"; then
+        driver=true
+    fi
+    if [ "$driver" = true ]; then
         sed -e 's/^#\(\[plugins.*\.runc-pause\.options\]\)$/\1/' -e 's/^#\(SystemdCgroup = true\)$/\1/' "$dist/pause-sandboxer.toml"
     else
         cat "$dist/pause-sandboxer.toml"
     fi
 }
 
-# mark VALUE: labels the node; null takes the label away.
+# mark VALUE: labels the node; null takes the label away. kubelet goes by the label too: when it is restarted on a node without it, it ends the pods
+# of the RuntimeClass that run there. So the label is not taken from a node that has any.
 mark() {
     [ -n "${KUBERNETES_SERVICE_HOST-}" ] || return 0
     account=/var/run/secrets/kubernetes.io/serviceaccount
@@ -116,7 +137,13 @@ install_all() {
         node systemctl restart containerd
     fi
     rm -f "$host$unfinished"
-    node $program check || die "see above; the node is not labelled"
+    if ! node $program check; then
+        if running=$(pods) && [ -z "$running" ]; then
+            mark '"false"'
+            die "see above; the node is labelled $label=false, and gets no pods"
+        fi
+        die "see above; the label of the node is left as it was, since a kubelet that is restarted without it ends the pods that run: cordon the node"
+    fi
     mark '"true"'
     say "done"
 }
@@ -140,22 +167,35 @@ defaults() {
     done
 }
 
+wait_for_pods() {
+    while alive=$(pods) || die "cannot read $records"; [ -n "$alive" ]; do
+        say "waiting for these pods to go (delete or drain them; a cordon, or the removal of the RuntimeClass, keeps new ones away):"
+        echo "$alive"
+        sleep "$every"
+    done
+}
+
 uninstall_all() {
     ! is_packaged || return 0
-    mark null
     while made_default=$(defaults); [ -n "$made_default" ]; do
         say "waiting until runc-pause is not the node's default handler: take default_runtime_name from these files and restart containerd:"
         echo "$made_default"
         sleep "$every"
     done
     # Without the daemon nobody could end them.
-    while alive=$(pods) || die "cannot read $records"; [ -n "$alive" ]; do
-        say "waiting for these pods to go (delete or drain them):"
-        echo "$alive"
-        sleep "$every"
+    while
+        wait_for_pods
+        mark null
+        # One may have come before the label was gone.
+        alive=$(pods) || die "cannot read $records"
+        [ -n "$alive" ]
+    do
+        mark '"true"'
     done
     node systemctl disable --now pause-sandboxer.socket pause-sandboxer.service || :
     rm -f "$host$drop_in" "$host$units/pause-sandboxer.service" "$host$units/pause-sandboxer.socket" "$host$program" "$host$unfinished"
+    # No records are in it, so nothing is mounted there.
+    rm -rf --one-file-system "${host:?}$state"
     node systemctl daemon-reload
     [ "$edit" != true ] || node systemctl restart containerd
     say "done; $config still imports /etc/containerd/conf.d, which does no harm"

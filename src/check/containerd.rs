@@ -1,6 +1,9 @@
 //! containerd: its version, its socket, and whether its config names this sandboxer.
 
+use std::collections::BTreeSet;
+use std::fmt::Display;
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
@@ -8,7 +11,7 @@ use std::process::Command;
 use toml::{Table, Value};
 
 use super::{Finding, Subject, kubelet};
-use crate::config::Config;
+use crate::config::{Config, Pattern, ShimOwner};
 use crate::shim;
 
 mod config;
@@ -39,7 +42,7 @@ pub(super) fn look(subject: &Subject) -> Vec<Finding> {
             findings.extend(files::stale(&loaded.files, &subject.config.containerd_address));
             findings.extend(judge(&loaded.table, &subject.config));
             findings.extend(shims(&loaded.table, &subject.config));
-            findings.extend(kubelet::look(&ours(&loaded.table, &subject.config)));
+            findings.extend(kubelet::look(&all(&loaded.table, &subject.config)));
         }
         Err(e) => {
             let advice = if e.missing {
@@ -98,13 +101,15 @@ fn runtime_plugin(version: i64) -> &'static str {
     if version >= 3 { "io.containerd.cri.v1.runtime" } else { "io.containerd.grpc.v1.cri" }
 }
 
+/// The version of a config as containerd 2.x reads it: without one, or of version 1, it is read as it is, so sections that have the names of
+/// today are taken.
+fn version_of(table: &Table) -> i64 {
+    table.get("version").and_then(Value::as_integer).filter(|version| *version > 1).unwrap_or(3)
+}
+
 /// Looks at containerd's merged config.
 fn judge(table: &Table, config: &Config) -> Vec<Finding> {
-    let version = table.get("version").and_then(Value::as_integer).unwrap_or(1);
-    if !(2..=4).contains(&version) {
-        let advice = "bring it to version 3: `containerd config migrate` prints it";
-        return vec![Finding::fail(CONFIG, format!("version {version} knows no external sandboxer"), advice)];
-    }
+    let version = version_of(table);
     let mut findings = disabled(table);
     match proxy(table, config) {
         Ok(name) => {
@@ -133,14 +138,27 @@ fn disabled(table: &Table) -> Vec<Finding> {
         .collect()
 }
 
+/// Whether two paths lead to one file, as they do over a link such as `/var/run`. What is not there yet counts by its directory.
+fn one_place(a: &Path, b: &Path) -> bool {
+    let id = |path: &Path| path.metadata().ok().map(|meta| (meta.dev(), meta.ino()));
+    let place = |path: &Path| Some((id(path.parent()?)?, path.file_name()?.to_owned()));
+    a == b
+        || match (id(a), id(b)) {
+            (Some(a), Some(b)) => a == b,
+            (None, None) => place(a).is_some_and(|a| Some(a) == place(b)),
+            _ => false,
+        }
+}
+
 /// The name of the proxy plugin that is this sandboxer.
 fn proxy(table: &Table, config: &Config) -> Result<String, Finding> {
     let socket = config.socket.display().to_string();
+    let dialled = |address: &str| Path::new(address.strip_prefix("unix://").unwrap_or(address)).to_owned();
     let (mut ours, mut others) = (Vec::new(), Vec::new());
     for (name, plugin) in table.get("proxy_plugins").and_then(Value::as_table).into_iter().flatten() {
         let text = |key| plugin.get(key).and_then(Value::as_str).unwrap_or_default();
         let address = text("address");
-        let (same, sandbox) = (address.strip_prefix("unix://").unwrap_or(address) == socket, text("type") == "sandbox");
+        let (same, sandbox) = (one_place(&dialled(address), &config.socket), text("type") == "sandbox");
         match (same, sandbox) {
             (true, true) => ours.push(name.clone()),
             (true, false) => {
@@ -177,11 +195,26 @@ fn runtimes(table: &Table, version: i64) -> impl Iterator<Item = (&String, &Valu
 
 /// The runtime handlers that name this sandboxer, by name.
 fn ours(table: &Table, config: &Config) -> Vec<(String, Table)> {
-    let version = table.get("version").and_then(Value::as_integer).unwrap_or(1);
     let Ok(sandboxer) = proxy(table, config) else { return Vec::new() };
-    let named = runtimes(table, version)
+    let named = runtimes(table, version_of(table))
         .filter(|(_, handler)| handler.get("sandboxer").and_then(Value::as_str) == Some(&sandboxer));
     named.filter_map(|(name, handler)| Some((name.clone(), handler.as_table()?.clone()))).collect()
+}
+
+/// All runtime handlers, with which of them name this sandboxer and which is the default.
+fn all(table: &Table, config: &Config) -> kubelet::Handlers {
+    let version = version_of(table);
+    let default = |version| {
+        let plugin = table.get("plugins")?.get(runtime_plugin(version))?;
+        plugin.get("containerd")?.get("default_runtime_name")?.as_str()
+    };
+    let default = default(3).or_else(|| if version < 3 { default(version) } else { None });
+    let all = runtimes(table, version).filter_map(|(name, handler)| Some((name.clone(), handler.as_table()?.clone())));
+    kubelet::Handlers {
+        default: default.unwrap_or_default().to_owned(),
+        all: all.collect(),
+        ours: ours(table, config).into_iter().map(|(name, _)| name).collect(),
+    }
 }
 
 /// Whether the shims of the handlers that name a sandboxer of ours are there.
@@ -266,36 +299,69 @@ fn places(table: &Table, config: &Config) -> Vec<Finding> {
     .filter_map(|(key, theirs, default, setting, ours)| {
         let theirs =
             theirs.and_then(Value::as_str).filter(|text| !text.is_empty()).map_or(default.as_path(), Path::new);
-        (theirs != ours).then(|| {
-            let fact = format!("its {key} is {}, but {setting} is {}", theirs.display(), ours.display());
-            Finding::fail(CONFIG, fact, format!("set {setting} = \"{}\"", theirs.display()))
-        })
+        let fact = format!("its {key} is {}, but {setting} is {}", theirs.display(), ours.display());
+        let advice = format!("set {setting} = \"{}\"", theirs.display());
+        if !one_place(theirs, ours) {
+            return Some(Finding::fail(CONFIG, fact, advice));
+        }
+        // containerd makes the names of its shims' sockets from the path as it is written.
+        let named = setting == "containerd_address" && theirs != ours && config.shim == ShimOwner::Containerd;
+        named.then(|| Finding::fail(CONFIG, format!("{fact}, by which pods' shims are looked for"), advice))
     })
     .collect()
 }
 
 /// Settings that both have and that should be the same.
 fn switches(table: &Table, version: i64, config: &Config) -> Vec<Finding> {
-    let plugin = table.get("plugins").and_then(|plugins| plugins.get(runtime_plugin(version)));
-    [
+    let set = |key: &str| {
+        let of = |version| table.get("plugins")?.get(runtime_plugin(version))?.get(key);
+        of(3).or_else(|| if version < 3 { of(version) } else { None })
+    };
+    let mut findings = labels(&set, config);
+    findings.extend(annotations(&ours(table, config), config));
+    let switches = [
         // containerd 2's own defaults (internal/cri/config/config_unix.go).
         ("restrict_oom_score_adj", false, config.restrict_oom_score_adj),
         ("enable_unprivileged_ports", true, config.enable_unprivileged_ports),
         ("enable_unprivileged_icmp", true, config.enable_unprivileged_icmp),
         ("enable_selinux", false, config.enable_selinux),
-    ]
-    .into_iter()
-    .filter_map(|(key, default, ours)| {
-        let theirs = plugin.and_then(|plugin| plugin.get(key)?.as_bool()).unwrap_or(default);
-        (theirs != ours).then(|| {
-            Finding::warn(
-                CONFIG,
-                format!("its {key} is {theirs}, but this sandboxer's is {ours}"),
-                format!("set {key} the same in both"),
-            )
-        })
-    })
-    .collect()
+    ];
+    findings.extend(switches.into_iter().filter_map(|(key, default, ours)| {
+        let theirs = set(key).and_then(Value::as_bool).unwrap_or(default);
+        (theirs != ours).then(|| differs(key, &theirs, &ours))
+    }));
+    findings
+}
+
+fn differs(key: &str, theirs: &dyn Display, ours: &dyn Display) -> Finding {
+    let fact = format!("its {key} is {theirs}, but this sandboxer's is {ours}");
+    Finding::warn(CONFIG, fact, format!("set {key} the same in both"))
+}
+
+/// The levels of pods must be of the same range, or two pods of two sandboxers may get one level. It counts where pods get labels.
+fn labels<'a>(set: &impl Fn(&str) -> Option<&'a Value>, config: &Config) -> Vec<Finding> {
+    const KEY: &str = "selinux_category_range";
+    let labelled = config.enable_selinux || set("enable_selinux").and_then(Value::as_bool).unwrap_or(false);
+    let ours = i64::from(config.selinux_category_range.get());
+    // containerd takes 0 and below for its library's own.
+    let theirs = set(KEY).and_then(Value::as_integer).filter(|range| *range > 0).unwrap_or(1024);
+    (labelled && theirs != ours).then(|| differs(KEY, &theirs, &ours)).into_iter().collect()
+}
+
+/// The annotations that the spec of a sandbox has are set here, those of its containers in containerd's handler.
+fn annotations(handlers: &[(String, Table)], config: &Config) -> Vec<Finding> {
+    let ours: BTreeSet<&str> = config.pod_annotations.iter().map(Pattern::as_str).collect();
+    let differing = handlers.iter().filter_map(|(name, handler)| {
+        let theirs = handler.get("pod_annotations").and_then(Value::as_array).into_iter().flatten();
+        let theirs: BTreeSet<&str> = theirs.filter_map(Value::as_str).collect();
+        (theirs != ours)
+            .then(|| differs(&format!("pod_annotations of runtime handler {name:?}"), &shown(&theirs), &shown(&ours)))
+    });
+    differing.collect()
+}
+
+fn shown(names: &BTreeSet<&str>) -> String {
+    format!("{:?}", names.iter().collect::<Vec<_>>())
 }
 
 #[cfg(test)]
@@ -337,10 +403,62 @@ sandboxer = "mine"
         assert_eq!(worst(&of(&GOOD.replace("\"/run/pause", "\"unix:///run/pause"))), Level::Ok);
     }
 
+    /// containerd 2.0 to 2.4 take both.
+    #[test]
+    fn a_config_without_a_version_and_one_of_version_1_are_taken() {
+        for (version, level) in [("", Level::Ok), ("version = 1", Level::Ok)] {
+            assert_eq!(worst(&of(&GOOD.replace("version = 3", version))), level, "{version:?}");
+        }
+        let old = GOOD.replace("version = 3", "").replace("io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri");
+        assert_eq!(worst(&of(&old)), Level::Fail, "containerd 2.1 passes this section over");
+    }
+
+    #[test]
+    fn category_ranges_differ_where_pods_have_labels() {
+        let labelled = "plugins.\"io.containerd.cri.v1.runtime\".enable_selinux = true\nplugins.\"io.containerd.cri.v1.runtime\".selinux_category_range = 512\n[proxy_plugins.mine]";
+        let table: Table = toml::from_str(&GOOD.replace("[proxy_plugins.mine]", labelled)).unwrap();
+        let config = Config { enable_selinux: true, ..Config::default() };
+        let findings: Vec<_> = judge(&table, &config).into_iter().filter(|f| f.level != Level::Ok).collect();
+        assert_eq!(findings.len(), 1, "{findings:?}");
+        assert_eq!(findings[0].fact, "its selinux_category_range is 512, but this sandboxer's is 1024");
+        let unlabelled: Table =
+            toml::from_str(&GOOD.replace("[proxy_plugins.mine]", &labelled.replace("true", "false"))).unwrap();
+        assert_eq!(worst(&judge(&unlabelled, &Config::default())), Level::Ok);
+    }
+
+    #[test]
+    fn a_path_over_a_link_is_the_same() {
+        let dir = tempfile::tempdir().unwrap();
+        let (real, link) = (dir.path().join("real"), dir.path().join("link"));
+        std::fs::create_dir_all(real.join("containerd")).unwrap();
+        std::os::unix::fs::symlink(&real, &link).unwrap();
+        let config = Config {
+            socket: real.join("s.sock"),
+            containerd_state: real.join("containerd"),
+            containerd_address: real.join("c.sock"),
+            ..Config::default()
+        };
+        let text = |at: &Path| {
+            GOOD.replace("/run/pause-sandboxer/pause-sandboxer.sock", &at.join("s.sock").display().to_string()).replace(
+                "version = 3",
+                &format!(
+                    "version = 3\nstate = \"{0}/containerd\"\ngrpc = {{ address = \"{0}/c.sock\" }}",
+                    at.display()
+                ),
+            )
+        };
+        let of = |at: &Path, config: &Config| worst(&judge(&toml::from_str(&text(at)).unwrap(), config));
+        assert_eq!(of(&real, &config), Level::Ok);
+        assert_eq!(of(&link, &config), Level::Ok, "a link");
+        assert_eq!(of(&dir.path().join("other"), &config), Level::Fail);
+        let by_containerd = Config { shim: ShimOwner::Containerd, ..config };
+        assert_eq!(of(&link, &by_containerd), Level::Fail, "the name of the shim's socket is made from the text");
+        assert_eq!(of(&real, &by_containerd), Level::Ok);
+    }
+
     #[test]
     fn each_fault_is_one_finding_with_advice() {
         for (from, to, fact, advice) in [
-            ("version = 3", "version = 1", "version 1 knows no", "containerd config migrate"),
             (
                 "io.containerd.cri.v1.runtime",
                 "io.containerd.grpc.v1.cri",
@@ -376,6 +494,12 @@ sandboxer = "mine"
                 "[proxy_plugins.mine]",
                 "plugins.\"io.containerd.cri.v1.runtime\".restrict_oom_score_adj = true\n[proxy_plugins.mine]",
                 "restrict_oom_score_adj is true",
+                "the same in both",
+            ),
+            (
+                "sandboxer = \"mine\"",
+                "sandboxer = \"mine\"\npod_annotations = [\"io.x.*\"]",
+                "pod_annotations of runtime handler \"fast\" is [\"io.x.*\"], but this sandboxer's is []",
                 "the same in both",
             ),
         ] {

@@ -1,5 +1,9 @@
-//! kubelet and containerd must make cgroups in the same way.
+//! kubelet and the handlers of this sandboxer must make cgroups in the same way.
+//!
+//! kubelet asks containerd how (CRI `RuntimeConfig`; by default since Kubernetes 1.31) and takes the answer over its own `cgroupDriver`.
+//! containerd answers as its default handler is set, so that is what a handler is compared with.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use toml::{Table, Value};
@@ -8,39 +12,88 @@ use super::Finding;
 
 const SUBJECT: &str = "kubelet";
 
-/// Where kubeadm and most distributions keep kubelet's config.
-const FILE: &str = "/var/lib/kubelet/config.yaml";
+/// The runtime whose options say how it makes cgroups.
+const RUNC: &str = "io.containerd.runc.v2";
 
-/// Looks at kubelet's config, if it is where it mostly is, beside the handlers that name `sandboxer`.
-pub(super) fn look(handlers: &[(String, Table)]) -> Vec<Finding> {
-    match std::fs::read_to_string(Path::new(FILE)) {
-        Ok(text) => judge(&text, handlers),
-        Err(_) => Vec::new(),
-    }
+/// The default handler, and what its options say, where a config does not name them (containerd `internal/cri/config`).
+const DEFAULT: &str = "runc";
+
+/// What is known of the handlers of containerd's merged config.
+#[derive(Debug, Default)]
+pub(super) struct Handlers {
+    /// `default_runtime_name`; empty where the config does not name one.
+    pub(super) default: String,
+    /// All, by name.
+    pub(super) all: BTreeMap<String, Table>,
+    /// The names of those that name this sandboxer.
+    pub(super) ours: Vec<String>,
 }
 
-/// `text` is kubelet's config; of its keys one of the outermost level is looked for.
-fn judge(text: &str, handlers: &[(String, Table)]) -> Vec<Finding> {
-    let value = text.lines().find_map(|line| line.strip_prefix("cgroupDriver:"));
-    let value = value.map(|value| value.split_once(" #").map_or(value, |(value, _)| value));
-    // kubelet's own default.
-    let driver = value.map_or("cgroupfs", |value| value.trim().trim_matches(['"', '\'']));
-    let systemd = driver == "systemd";
+/// Compares the handlers of this sandboxer with what containerd tells kubelet.
+pub(super) fn look(handlers: &Handlers) -> Vec<Finding> {
+    judge(handlers, Path::new("/run/systemd/system").exists())
+}
+
+fn judge(handlers: &Handlers, systemd_runs: bool) -> Vec<Finding> {
+    let (by, told) = told(handlers, systemd_runs);
+    let driver = name(told);
     handlers
+        .ours
         .iter()
-        .filter(|(_, handler)| handler.get("runtime_type").and_then(Value::as_str) == Some("io.containerd.runc.v2"))
+        .filter_map(|name| Some((name, handlers.all.get(name)?)))
+        .filter(|(_, handler)| of_runc(handler))
         .map(|(name, handler)| {
-            let set = handler.get("options").and_then(|options| options.get("SystemdCgroup")?.as_bool()).unwrap_or(false);
-            if set == systemd {
-                return Finding::ok(SUBJECT, format!("cgroupDriver is {driver}, as of runtime handler {name:?}"));
+            // Without options runc is not asked for systemd's.
+            let own = systemd(handler).unwrap_or(false);
+            if own == told {
+                return Finding::ok(SUBJECT, format!("cgroups of runtime handler {name:?} by {driver}, as containerd tells kubelet"));
             }
             Finding::fail(
                 SUBJECT,
-                format!("cgroupDriver is {driver}, but SystemdCgroup of runtime handler {name:?} is {set}: its containers will not start"),
-                format!("set SystemdCgroup = {systemd} under [….containerd.runtimes.{name}.options], then systemctl restart containerd"),
+                format!("SystemdCgroup of runtime handler {name:?} is {own}, but containerd tells kubelet {driver}, by {by}: its containers will not start"),
+                format!("set SystemdCgroup = {told} under [….containerd.runtimes.{name}.options], then systemctl restart containerd"),
             )
         })
         .collect()
+}
+
+fn name(systemd: bool) -> &'static str {
+    if systemd { "systemd" } else { "cgroupfs" }
+}
+
+fn of_runc(handler: &Table) -> bool {
+    handler.get("runtime_type").and_then(Value::as_str) == Some(RUNC)
+}
+
+/// `SystemdCgroup` of a handler's options; without the key it is false, without options it is not said.
+fn systemd(handler: &Table) -> Option<bool> {
+    let options = handler.get("options")?;
+    Some(options.get("SystemdCgroup").and_then(Value::as_bool).unwrap_or(false))
+}
+
+/// What containerd answers kubelet, and by what: the default handler goes first, then the others by name; those that do not say are passed over, and
+/// where none says the node's init does.
+fn told(handlers: &Handlers, systemd_runs: bool) -> (String, bool) {
+    let default = if handlers.default.is_empty() { DEFAULT } else { &handlers.default };
+    let rest = handlers.all.keys().map(String::as_str).chain([DEFAULT]).filter(|name| *name != default);
+    let mut rest: Vec<&str> = rest.collect();
+    rest.sort_unstable();
+    rest.dedup();
+    for name in [default].into_iter().chain(rest) {
+        let set = handlers.all.get(name);
+        let said = match set {
+            Some(handler) if of_runc(handler) || name == DEFAULT && !handler.contains_key("runtime_type") => {
+                systemd(handler)
+            }
+            Some(_) => continue,
+            None => None,
+        };
+        // The handler of that name has options by default, which a config adds to.
+        if let Some(said) = said.or((name == DEFAULT).then_some(false)) {
+            return (format!("its runtime handler {name:?}"), said);
+        }
+    }
+    ("the node's init".to_owned(), systemd_runs)
 }
 
 #[cfg(test)]
@@ -48,21 +101,50 @@ mod tests {
     use super::super::Level;
     use super::*;
 
+    fn handlers(text: &str) -> Handlers {
+        let all: BTreeMap<String, Table> = toml::from_str(text).unwrap();
+        Handlers { default: String::new(), ours: vec!["ours".to_owned()], all }
+    }
+
+    const ON: &str = "options = { SystemdCgroup = true }\n";
+    const OFF: &str = "options = { SystemdCgroup = false }\n";
+
+    /// A handler of runc's.
+    fn of(name: &str, options: &str) -> String {
+        format!("[{name}]\nruntime_type = \"io.containerd.runc.v2\"\n{options}")
+    }
+
     #[test]
-    fn drivers_must_agree() {
-        let handler = |systemd: &str| {
-            let text = format!("runtime_type = \"io.containerd.runc.v2\"\n{systemd}");
-            [("x".to_owned(), toml::from_str(&text).unwrap())]
-        };
-        let on = handler("options = { SystemdCgroup = true }");
-        for (text, handlers, level) in [
-            ("a: 1\ncgroupDriver: systemd\n", &on, Level::Ok),
-            ("cgroupDriver: \"systemd\"", &handler(""), Level::Fail),
-            ("cgroupDriver: systemd # as containerd", &on, Level::Ok),
-            ("cgroupDriver: cgroupfs", &on, Level::Fail),
-            ("a: 1", &handler("options = { SystemdCgroup = false }"), Level::Ok),
+    fn a_handler_makes_cgroups_as_the_default_one() {
+        for (ours, default, level) in [
+            ("", "", Level::Ok),
+            (OFF, OFF, Level::Ok),
+            (ON, ON, Level::Ok),
+            (ON, "", Level::Fail),
+            ("", ON, Level::Fail),
+            (OFF, ON, Level::Fail),
         ] {
-            assert_eq!(judge(text, handlers)[0].level, level, "{text}");
+            let findings = judge(&handlers(&(of("ours", ours) + &of("runc", default))), true);
+            assert_eq!((findings.len(), findings[0].level), (1, level), "{ours} {default}");
         }
+        let alone = judge(&handlers(&of("ours", "")), true);
+        assert_eq!(alone[0].level, Level::Ok, "the default handler is runc, with cgroupfs: {alone:?}");
+    }
+
+    #[test]
+    fn containerd_tells_by_the_default_handler_then_by_name_then_by_init() {
+        let told = |default: &str, text: &str, init| {
+            let handlers = Handlers { default: default.to_owned(), ..handlers(text) };
+            super::told(&handlers, init)
+        };
+        let text = of("a", ON) + &of("b", OFF) + &of("ours", "");
+        assert_eq!(told("b", &text, true), ("its runtime handler \"b\"".to_owned(), false));
+        assert_eq!(told("ours", &text, false), ("its runtime handler \"a\"".to_owned(), true));
+        let other = "[kata]\nruntime_type = \"io.containerd.kata.v2\"\noptions = { SystemdCgroup = true }\n";
+        assert!(!told("kata", other, true).1, "runc is there by default");
+        let none = format!("{other}[runc]\nruntime_type = \"io.containerd.kata.v2\"\n");
+        assert_eq!(told("kata", &none, true), ("the node's init".to_owned(), true));
+        // A config need not repeat the type of the handler that there is by default.
+        assert!(told("", "[runc]\noptions = { SystemdCgroup = true }\n", false).1);
     }
 }

@@ -82,6 +82,27 @@ fn a_removal_names_the_pods_that_are_left() {
     }
 }
 
+/// Sockets, lock and mark are of no use without the daemon; records are, to the next one.
+#[test]
+fn what_is_in_run_goes_unless_pods_have_their_records_there() {
+    let root = tempfile::tempdir().unwrap();
+    let run = root.path().join("run/pause-sandboxer");
+    let script = file("packaging/debian/scripts/postrm")
+        .replace("/run/", &format!("{}/run/", root.path().display()))
+        .replace("/usr/bin/deb-systemd-helper", "/nowhere");
+    for (word, record, left) in
+        [("remove", true, true), ("upgrade", false, true), ("remove", false, false), ("purge", false, false)]
+    {
+        let sandboxes = run.join("sandboxes");
+        let _ = fs::remove_dir_all(&run);
+        fs::create_dir_all(if record { sandboxes.join("abc") } else { sandboxes }).unwrap();
+        fs::write(run.join("lock"), "1").unwrap();
+        let output = Command::new("sh").args(["-c", &script, "postrm", word]).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        assert_eq!(run.exists(), left, "{word}");
+    }
+}
+
 /// As it is told it must run where there are pods of DaemonSets, as there are on every node that has the installer.
 #[test]
 fn a_drain_runs_as_it_is_told() {

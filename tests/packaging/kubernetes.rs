@@ -111,8 +111,12 @@ fn the_image_holds_what_the_script_installs() {
     }
 }
 
+/// What an installation that has nothing to change asks for.
+const CHECKED: &str =
+    "/usr/local/bin/pause-sandboxer check\nlabel {\"metadata\":{\"labels\":{\"pause-sandboxer/ready\":\"true\"}}}\n";
+
 /// A node's root and what is done on it: commands are written down, `list` answers what `alive` holds, or as a daemon that is down
-/// where there is `down`; the command that `fails` holds fails.
+/// where there is `down`, `config dump` what `dump` holds; the command that `fails` holds fails. Labels are written down as well.
 struct Node(tempfile::TempDir);
 
 impl Node {
@@ -131,8 +135,13 @@ impl Node {
         fs::write(node.path("dist/pause-sandboxer"), "program").unwrap();
         fs::write(node.path("alive"), "SANDBOX\n").unwrap();
         fs::write(node.path("fails"), "nothing").unwrap();
+        fs::write(node.path("dump"), "").unwrap();
+        let curl = "#!/bin/sh\nwhile [ \"$1\" != -d ]; do shift; done\necho \"label $2\" >>\"${0%/*}/../asked\"\n";
+        fs::create_dir(node.path("bin")).unwrap();
+        fs::write(node.path("bin/curl"), curl).unwrap();
+        fs::set_permissions(node.path("bin/curl"), fs::Permissions::from_mode(0o755)).unwrap();
         let stub = format!(
-            "#!/bin/sh\necho \"$*\" >>{0}/asked\ncase $* in \"$(cat {0}/fails)\") exit 1 ;; *list) [ ! -e {0}/down ] || exit 3; cat {0}/alive ;; esac\n",
+            "#!/bin/sh\necho \"$*\" >>{0}/asked\ncase $* in \"$(cat {0}/fails)\") exit 1 ;; *list) [ ! -e {0}/down ] || exit 3; cat {0}/alive ;; *dump) cat {0}/dump ;; esac\n",
             node.0.path().display()
         );
         fs::write(node.path("on-host"), stub).unwrap();
@@ -157,7 +166,10 @@ impl Node {
             .env("ON_HOST", self.path("on-host"))
             .env("ONCE", "1")
             .env("EVERY", "0.05")
-            .env_remove("KUBERNETES_SERVICE_HOST");
+            .env("PATH", format!("{}:{}", self.path("bin").display(), std::env::var("PATH").unwrap()))
+            .env("KUBERNETES_SERVICE_HOST", "api")
+            .env("NODE_NAME", "node")
+            .stderr(Stdio::null());
         command
     }
 
@@ -167,14 +179,16 @@ impl Node {
         let said = BufReader::new(child.stdout.as_mut().unwrap()).lines().map(Result::unwrap);
         assert!(said.take(20).any(|line| line.contains(why)), "it waits for {why}");
         assert!(self.path("host/usr/local/bin/pause-sandboxer").exists());
-        assert!(!self.asked().contains("disable"));
+        let asked = fs::read_to_string(self.path("asked")).unwrap_or_default();
+        assert!(!asked.contains("disable"), "{asked}");
         child
     }
 
+    /// What was asked, without how containerd is set.
     fn asked(&self) -> String {
         let text = fs::read_to_string(self.path("asked")).unwrap_or_default();
         let _ = fs::remove_file(self.path("asked"));
-        text
+        text.lines().filter(|line| !line.ends_with("config dump")).fold(String::new(), |text, line| text + line + "\n")
     }
 
     /// All files of the node.
@@ -210,7 +224,7 @@ fn what_is_installed_is_removed() {
     }
     // The same again changes nothing, and restarts nobody.
     assert!(node.script("install").status.success());
-    assert_eq!(node.asked(), "/usr/local/bin/pause-sandboxer check\n");
+    assert_eq!(node.asked(), CHECKED);
     // A new version restarts the daemon and leaves containerd alone.
     fs::write(node.path("dist/pause-sandboxer"), "newer").unwrap();
     assert!(node.script("install").status.success());
@@ -218,8 +232,11 @@ fn what_is_installed_is_removed() {
     assert!(asked.contains("restart pause-sandboxer.service") && !asked.contains("restart containerd"), "{asked}");
     assert!(node.script("ready").status.success());
 
+    fs::create_dir_all(node.path("host/run/pause-sandboxer/shims")).unwrap();
+    fs::write(node.path("host/run/pause-sandboxer/lock"), "1").unwrap();
     let output = node.script("uninstall");
     assert!(output.status.success(), "{output:?}");
+    assert!(!node.path("host/run/pause-sandboxer").exists());
     let left: Vec<String> = node.files().difference(&before).cloned().collect();
     assert_eq!(left, ["etc/containerd/config.toml.before-pause-sandboxer"]);
     assert!(node.asked().contains("systemctl disable --now pause-sandboxer.socket pause-sandboxer.service"));
@@ -250,7 +267,35 @@ fn the_handler_makes_cgroups_as_kubelet_does() {
         assert!(node.asked().contains("restart containerd"), "{line}");
         // It stays so, without another restart.
         assert!(node.script("install").status.success());
-        assert_eq!(node.asked(), "/usr/local/bin/pause-sandboxer check\n", "{line}");
+        assert_eq!(node.asked(), CHECKED, "{line}");
+    }
+}
+
+/// containerd tells kubelet as its default handler is set, whatever kubelet's own config says.
+#[test]
+fn the_handler_makes_cgroups_as_the_default_handler_does() {
+    let node = Node::new();
+    fs::create_dir_all(node.path("host/var/lib/kubelet")).unwrap();
+    let dump = |default: &str, runc: bool, other: bool| {
+        let runtimes = "[plugins.'io.containerd.cri.v1.runtime'.containerd";
+        format!(
+            "version = 3\n[plugins]\n  {runtimes}]\n    default_runtime_name = '{default}'\n    {runtimes}.runtimes]\n\
+             {runtimes}.runtimes.runc.options]\n  BinaryName = ''\n  SystemdCgroup = {runc}\n{runtimes}.runtimes.other.options]\n  SystemdCgroup = {other}\n"
+        )
+    };
+    for (kubelet, dump, systemd) in [
+        ("cgroupfs", dump("runc", true, false), true),
+        ("systemd", dump("runc", false, true), false),
+        ("cgroupfs", dump("other", false, true), true),
+        ("cgroupfs", dump("runc-pause", true, false), true),
+        ("systemd", String::new(), true),
+    ] {
+        fs::write(node.path("host/var/lib/kubelet/config.yaml"), format!("cgroupDriver: {kubelet}\n")).unwrap();
+        fs::write(node.path("dump"), &dump).unwrap();
+        let output = node.script("install");
+        assert!(output.status.success(), "{output:?}");
+        let placed = fs::read_to_string(node.path("host/etc/containerd/conf.d/pause-sandboxer.toml")).unwrap();
+        assert_eq!(placed.contains("\nSystemdCgroup = true\n"), systemd, "{kubelet}\n{dump}");
     }
 }
 
@@ -275,7 +320,7 @@ fn an_interrupted_installation_is_finished_by_the_next() {
             assert!(asked.contains(step), "{step} is left out: {asked}");
         }
         assert!(node.script("install").status.success());
-        assert_eq!(node.asked(), "/usr/local/bin/pause-sandboxer check\n");
+        assert_eq!(node.asked(), CHECKED);
     }
 }
 
@@ -296,6 +341,67 @@ fn an_uninstallation_waits_for_pods() {
     fs::write(node.path("alive"), "SANDBOX\n").unwrap();
     ends(child);
     assert!(!node.path("host/usr/local/bin/pause-sandboxer").exists());
+    // A kubelet that is restarted without the label would have ended the pod: it went after the last look, and before the daemon.
+    let asked = node.asked();
+    let at = |part: &str| asked.find(part).unwrap_or_else(|| panic!("{part} is not in\n{asked}"));
+    assert!(
+        at("ready\":null") < asked.rfind("pause-sandboxer list").unwrap() && at("list") < at("ready\":null"),
+        "{asked}"
+    );
+    assert!(asked.rfind("pause-sandboxer list").unwrap() < at("systemctl disable"), "{asked}");
+}
+
+/// A pod that comes between the last look and the removal of the label has its label back while it is waited for.
+#[test]
+fn a_pod_that_comes_while_the_label_goes_has_it_back() {
+    let node = Node::new();
+    assert!(node.script("install").status.success());
+    let _ = node.asked();
+    let curl = node.path("bin/curl");
+    let script = fs::read_to_string(&curl).unwrap();
+    let pod = "\ncase $2 in *null*) [ -e \"$0.come\" ] || printf 'SANDBOX\\nabc web\\n' >\"${0%/*}/../alive\"; : >\"$0.come\" ;; esac\n";
+    fs::write(&curl, script + pod).unwrap();
+    let child = node.waiting("abc web");
+    let asked = node.asked();
+    assert!(asked.find("ready\":null").unwrap() < asked.find("ready\":\"true\"").unwrap(), "{asked}");
+    fs::write(node.path("alive"), "SANDBOX\n").unwrap();
+    ends(child);
+    assert!(node.asked().contains("ready\":null"));
+}
+
+/// What a node that is broken says of itself is true, and no pod is lost for it.
+#[test]
+fn a_failed_check_takes_no_label_from_a_node_with_pods() {
+    for (alive, label) in [("SANDBOX\n", true), ("SANDBOX\nabc web\n", false)] {
+        let node = Node::new();
+        fs::write(node.path("alive"), alive).unwrap();
+        fs::write(node.path("fails"), "/usr/local/bin/pause-sandboxer check").unwrap();
+        let output = node.command("install").stderr(Stdio::piped()).output().unwrap();
+        assert!(!output.status.success(), "{output:?}");
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(node.asked().contains("\"pause-sandboxer/ready\":\"false\""), label, "{said}");
+        assert!(
+            said.contains(if label { "is labelled pause-sandboxer/ready=false" } else { "is left as it was" }),
+            "{said}"
+        );
+    }
+}
+
+/// kustomize refuses absolute paths, also in overlays.
+#[test]
+fn the_page_names_resources_by_relative_paths() {
+    let page = file("docs/kubernetes.md");
+    let named: Vec<&str> = page.lines().filter_map(|line| line.trim().strip_prefix("resources: [")).collect();
+    assert!(!named.is_empty());
+    assert!(named.iter().all(|rest| rest.starts_with("../")), "{named:?}");
+}
+
+#[test]
+fn what_takes_the_label_away_is_told_of_kubelet() {
+    for told in ["docs/install.md", "docs/kubernetes.md"] {
+        let text = file(told);
+        assert!(text.contains("ends the pods of the class that run there** (reason `NodeAffinity`)"), "{told}");
+    }
 }
 
 #[test]

@@ -55,20 +55,23 @@ pub(super) fn not_imported(files: &[(PathBuf, Table)], drop_in: &Path) -> Option
 /// Looks at the files of a config, the first of which imports the others.
 pub(super) fn judge(files: &[(PathBuf, Table)]) -> Vec<Finding> {
     let Some(((main, root), imported)) = files.split_first() else { return Vec::new() };
-    let (main, of) = (main.display(), version(root).unwrap_or(1));
+    // Without a version, or of version 1, a config takes what is imported as it is.
+    let (main, of) = (main.display(), version(root).filter(|version| *version > 1));
     let mut findings = Vec::new();
     let migrate = format!(
         "containerd --config {main} config migrate >/tmp/migrated.toml && mv /tmp/migrated.toml {main}, then add `imports` again"
     );
     for (path, table) in imported {
-        if let Some(higher) = version(table).filter(|version| *version > of) {
+        if let (Some(of), Some(higher)) = (of, version(table))
+            && higher > of
+        {
             let fact = format!(
                 "{} has version {higher} and {main} version {of}: containerd 2.3 does not start so, older ones forget CRI's settings of {main}",
                 path.display()
             );
             findings.push(Finding::fail(CONFIG, fact, migrate.clone()));
         }
-        if of == 2 && has_handlers(root, 2) && has_handlers(table, 3) {
+        if of == Some(2) && has_handlers(root, 2) && has_handlers(table, 3) {
             let fact = format!(
                 "{} names runtime handlers as of version 3, which hide those of {main} from containerd 2.0 to 2.2, as it has version 2",
                 path.display()
@@ -126,6 +129,7 @@ mod tests {
     #[test]
     fn versions_that_do_not_fit() {
         assert!(of("version = 3", NEW).is_empty());
+        assert!(of("", &format!("version = 3\n{NEW}")).is_empty());
         assert!(of("version = 4", &format!("version = 3\n{NEW}")).is_empty());
         assert!(of("version = 2", NEW).is_empty(), "no handlers of its own");
         let higher = of("version = 2", &format!("version = 3\n{NEW}"));
