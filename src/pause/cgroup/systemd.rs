@@ -220,15 +220,24 @@ async fn job(
         .arg(2, unit)
         .build()?;
     let mut removed = MessageStream::for_match_rule(rule, connection, None).await?;
-    let queued: OwnedObjectPath = call(connection, method, body).await?.body().deserialize()?;
+    let answer = call(connection, method, body).await?;
+    let queued: OwnedObjectPath = answer.body().deserialize()?;
     while let Some(signal) = removed.next().await {
-        let signal = signal?;
-        let (_, job, _, result): (u32, OwnedObjectPath, String, String) = signal.body().deserialize()?;
-        if job == queued {
+        if let Some(result) = end_of(&queued, &answer, &signal?)? {
             return if result == "done" { Ok(()) } else { Err(Fault::Job(result)) };
         }
     }
     Err(Fault::Lost)
+}
+
+/// The result of a job that systemd has queued, if a signal tells of its end. Any connection of the bus can send such a signal to ours, and the
+/// match rule cannot tell whose name its `sender` is; but the bus itself writes down who sent a message.
+fn end_of(queued: &OwnedObjectPath, answer: &zbus::Message, signal: &zbus::Message) -> Result<Option<String>, Fault> {
+    if signal.header().sender() != answer.header().sender() {
+        return Ok(None);
+    }
+    let (_, job, _, result): (u32, OwnedObjectPath, String, String) = signal.body().deserialize()?;
+    Ok((job == *queued).then_some(result))
 }
 
 #[cfg(test)]
@@ -247,6 +256,23 @@ mod tests {
         assert_eq!(fail(Fault::Lost), "stop scope x.scope: the connection to D-Bus was lost");
         let refused = zbus::Error::InputOutput(io::Error::from_raw_os_error(libc::ECONNREFUSED).into());
         assert_eq!(fail(refused.into()), "stop scope x.scope: Connection refused (os error 111)");
+    }
+
+    #[test]
+    fn a_forged_end_of_a_job_is_passed_over() {
+        let path = |number: u32| OwnedObjectPath::try_from(format!("{OBJECT}/job/{number}")).unwrap();
+        let asked = zbus::Message::method_call(OBJECT, "StopUnit").build(&()).unwrap();
+        let answer = zbus::Message::method_return(&asked.header()).sender(":1.1").build(&path(7)).unwrap();
+        let told = |sender: &'static str, number: u32| {
+            let signal = zbus::Message::signal(OBJECT, MANAGER, "JobRemoved").sender(sender);
+            let signal = signal.build(&(number, path(number), "x.scope", "failed")).unwrap();
+            end_of(&path(7), &answer, &signal).map_err(io::Error::from).unwrap()
+        };
+        assert_eq!(told(":1.66", 7), None, "another connection's");
+        assert_eq!(told(":1.1", 8), None, "another job's");
+        assert_eq!(told(":1.1", 7).as_deref(), Some("failed"));
+        let rubbish = zbus::Message::signal(OBJECT, MANAGER, "JobRemoved").sender(":1.66").build(&("x",)).unwrap();
+        assert!(end_of(&path(7), &answer, &rubbish).is_ok_and(|end| end.is_none()), "nor does it end the call");
     }
 
     #[tokio::test]
