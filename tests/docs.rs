@@ -146,7 +146,8 @@ fn the_page_of_settings_is_up_to_date() {
 
 #[test]
 fn links_lead_somewhere() {
-    let pages = files("docs", "md").into_iter().chain(["README.md", "ARCHITECTURE.md"].map(|page| root().join(page)));
+    let others = ["README.md", "ARCHITECTURE.md", "SECURITY.md"].map(|page| root().join(page));
+    let pages = files("docs", "md").into_iter().chain(others);
     let mut seen = 0;
     for page in pages {
         let text = fs::read_to_string(&page).unwrap();
@@ -186,4 +187,72 @@ fn commands_that_are_told_exist() {
         }
     }
     assert!(seen > 10, "only {seen} commands were seen");
+}
+
+/// The names in backticks in the last cells of a page's tables of that heading.
+fn shown_by(page: &str) -> Vec<String> {
+    let (mut named, mut inside) = (Vec::new(), false);
+    for line in file(page).lines() {
+        let Some(row) = line.strip_prefix('|') else {
+            inside = false;
+            continue;
+        };
+        let last = row.trim_end().trim_end_matches('|').rsplit('|').next().unwrap();
+        inside |= last.trim() == "shown by";
+        if inside {
+            named.extend(last.split('`').skip(1).step_by(2).map(str::to_owned));
+        }
+    }
+    named
+}
+
+/// What a page names as the proof of a promise is there: a test, a module of tests, a file, a stage of the emulated node, or a command of the
+/// Makefile.
+#[test]
+fn tests_that_are_named_exist() {
+    let sources: String = ["src", "tests"]
+        .iter()
+        .flat_map(|dir| files(dir, "rs"))
+        .map(|path| fs::read_to_string(path).unwrap())
+        .collect();
+    let (stages, makefile) = (file("tests/vm/stages"), file("Makefile"));
+    let exists = |name: &str| {
+        if let Some(target) = name.strip_prefix("make ") {
+            return makefile.contains(&format!("\n{target}:"));
+        }
+        let is_setting = name.contains('=') || name.chars().all(|c| c.is_ascii_uppercase() || c == '_');
+        if name.starts_with("cargo ") || name.starts_with("--") || is_setting {
+            return true;
+        }
+        if name.contains('/') || name.ends_with(".rs") {
+            return root().join(name).exists();
+        }
+        let (module, test) = name.rsplit_once("::").map_or((None, name), |(module, test)| (Some(module), test));
+        let module = module.is_none_or(|module| sources.contains(&format!("mod {module};")));
+        let case = test == "…" || sources.contains(&format!("fn {test}("));
+        module && case || stages.split(|c: char| !(c.is_ascii_alphanumeric() || c == '-')).any(|stage| stage == name)
+    };
+    for page in ["SPECIFICATION.md", "docs/security.md"] {
+        let named = shown_by(page);
+        assert!(named.len() > 30, "{page}: only {} names were seen", named.len());
+        let missing: Vec<&String> = named.iter().filter(|name| !exists(name)).collect();
+        assert!(missing.is_empty(), "{page} names what there is not: {missing:?}");
+    }
+    assert!(!exists("no_such_test") && !exists("tests/nowhere.rs") && !exists("make nothing"));
+}
+
+/// A row of the table of what an enemy could do that has a defence has a test.
+#[test]
+fn every_defence_names_its_test() {
+    let page = file("docs/security.md");
+    let rows = page.lines().filter(|line| line.starts_with("| ") && !line.ends_with("| shown by |"));
+    let mut seen = 0;
+    for row in rows {
+        let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
+        // Where nothing stops it, or nothing comes of it, the row says so.
+        let open = cells.iter().any(|cell| cell.starts_with("nothing"));
+        assert!(open || cells.last().unwrap().contains('`'), "{row}");
+        seen += 1;
+    }
+    assert!(seen > 20, "only {seen} rows were seen");
 }
