@@ -1,7 +1,7 @@
 //! What pods cost with this sandboxer, with containerd's built-in one, with one that does nothing, and what the kernel alone takes for
 //! them, side by side in one run: `make bench`, `make bench-quick`. `docs/performance.md` says how to read it.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing, clippy::disallowed_methods)]
 
 use std::ffi::OsString;
 use std::path::PathBuf;

@@ -6,17 +6,16 @@ use std::ops::Bound;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use futures::future::Either;
-use tokio::sync::oneshot;
-
 use crate::error::Step;
 use crate::podsandbox::recover::{self, Recovered};
 use crate::podsandbox::{
     self, CreateRequest, Environment, Error, Exit, Metric, Overview, Phase, Platform, Sandbox, SandboxInfo, Started,
     StatusReport,
 };
+use crate::pool::{self, Class};
 use crate::telemetry::{Census, Telemetry};
 use crate::text::Text;
+use futures::future::Either;
 
 /// All sandboxes of the daemon.
 #[derive(Debug)]
@@ -108,25 +107,18 @@ impl Controller {
         }
         let environment = self.environment.clone();
         let reserved = Reserved { register: self.sandboxes.clone(), id: id.clone() };
-        let (reply, created) = oneshot::channel();
         // A task of its own: the reservation must end however the caller does.
-        let job = tokio::task::spawn_blocking(move || {
+        let job = tokio::spawn(async move {
             let register = reserved.register.clone();
-            let free = register.clone();
-            let created = Sandbox::create(environment, &request, move |id| free.free(id)).map(Arc::new);
-            if let Ok(sandbox) = &created {
-                register.turn().insert(request.id, Slot::Live(sandbox.clone()));
-            }
+            let (free, id) = (register.clone(), request.id.clone());
+            let sandbox = Sandbox::create(environment, request, move |id| free.free(id)).await?;
+            register.turn().insert(id, Slot::Live(Arc::new(sandbox)));
             drop(reserved);
-            let _ = reply.send(created.map(drop));
+            Ok(())
         });
-        match created.await {
-            Ok(result) => result,
-            Err(_) => {
-                let reason = job.await.err().map_or_else(|| "no answer".to_owned(), |panic| panic.to_string());
-                Err(Error::Fault { id: id.to_string(), verb: "create", reason })
-            }
-        }
+        let fault =
+            |e: tokio::task::JoinError| Err(Error::Fault { id: id.to_string(), verb: "create", reason: e.to_string() });
+        job.await.unwrap_or_else(fault)
     }
 
     /// Starts a created sandbox. Runs to its end when the future is dropped; the sandbox is removed then.
@@ -224,8 +216,8 @@ impl Controller {
             };
             slots.iter().filter_map(line).collect()
         };
-        let lines = tokio::task::spawn_blocking(lines).await;
-        let fault = |e: tokio::task::JoinError| Error::Fault { id: String::new(), verb: "list", reason: e.to_string() };
+        let lines = pool::run(Class::Query, lines).await;
+        let fault = |e: Step| Error::Fault { id: String::new(), verb: "list", reason: e.to_string() };
         Ok((lines.map_err(fault)?, more))
     }
 
@@ -237,7 +229,7 @@ impl Controller {
         self.check(id)?;
         let slot = self.sandboxes.turn().get(id).cloned();
         match slot {
-            Some(Slot::Live(sandbox)) => tokio::task::spawn_blocking(move || sandbox.inspect())
+            Some(Slot::Live(sandbox)) => pool::run(Class::Query, move || sandbox.inspect())
                 .await
                 .map_err(|e| Error::Fault { id: id.to_owned(), verb: "inspect", reason: e.to_string() }),
             Some(Slot::Aside(reason)) => Ok(Overview::aside(id, &reason).to_json()),

@@ -16,6 +16,7 @@ use tokio::sync::Semaphore;
 use crate::config::Metrics;
 use crate::controller::Controller;
 use crate::error::{IoContext as _, Step};
+use crate::pool::{self, Class};
 use crate::telemetry::CONTENT_TYPE;
 use crate::wire;
 
@@ -120,7 +121,7 @@ impl Source {
             return Ok(Arc::clone(text));
         }
         let controller = Arc::clone(&self.controller);
-        let text = tokio::task::spawn_blocking(move || controller.telemetry().text(&controller.census()));
+        let text = pool::run(Class::Query, move || controller.telemetry().text(&controller.census()));
         let text: Arc<str> = text.await.map_err(io::Error::other)?.into();
         *last = Some((Instant::now(), Arc::clone(&text)));
         Ok(text)

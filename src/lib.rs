@@ -16,6 +16,7 @@ pub mod mounts;
 pub mod orphan;
 pub mod pause;
 pub mod podsandbox;
+pub mod pool;
 pub mod protos;
 pub mod shim;
 pub mod telemetry;

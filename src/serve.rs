@@ -18,7 +18,7 @@ use pause_sandboxer::controller::Controller;
 use pause_sandboxer::error::{IoContext as _, Step};
 use pause_sandboxer::pause::{self, native::Native};
 use pause_sandboxer::podsandbox::{Environment, selinux};
-use pause_sandboxer::{exposition, logging, orphan, wire};
+use pause_sandboxer::{exposition, logging, orphan, pool, wire};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
@@ -26,9 +26,6 @@ use tokio::time::Interval;
 
 /// Threads that run the daemon's tasks: its work is waiting, not computing, and it shares the node with pods.
 const WORKERS: usize = 2;
-
-/// Threads that may block at once, in Start, Stop and recovery; further work queues for them.
-const BLOCKING: usize = 64;
 
 /// Within it a stopped daemon has answered its callers; systemd would wait 90 s before it kills.
 const DRAIN: Duration = Duration::from_secs(20);
@@ -54,7 +51,7 @@ pub(crate) fn serve(config: Config, file: Option<PathBuf>, flags: Vec<(String, S
     let _lock = lock(&config.state_dir)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(WORKERS)
-        .max_blocking_threads(BLOCKING)
+        .max_blocking_threads(pool::THREADS)
         .thread_name("sandboxer")
         .enable_all()
         .build()

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use super::sandbox::Sandbox;
 use super::state::Phase;
 use crate::exit::CLEANUP;
+use crate::pool::{self, Class};
 
 /// Where the healing of one sandbox stands.
 #[derive(Debug, Default)]
@@ -54,7 +55,7 @@ impl Sandbox {
             for failures in 1.. {
                 tokio::time::sleep(CLEANUP.delay(failures)).await;
                 let Some(sandbox) = sandbox.upgrade() else { return };
-                let tried = tokio::task::spawn_blocking(move || sandbox.heal_again());
+                let tried = pool::run(Class::Query, move || sandbox.heal_again());
                 if tried.await.unwrap_or(true) {
                     return;
                 }

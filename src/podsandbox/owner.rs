@@ -1,10 +1,10 @@
 //! The one task that owns a sandbox: it feeds the machine and carries out its actions.
 //!
 //! Verbs come from callers and facts from jobs through one inbox; the end of the pause it waits for itself. The
-//! owner never blocks: jobs run on the runtime's blocking threads, one at a time, and report back.
+//! owner never blocks: jobs are tasks of their own, one at a time, and report back.
 
 use std::future::{Future, poll_fn};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::SystemTime;
@@ -22,6 +22,7 @@ use super::work::{StartFailure, Work};
 use crate::error::Step;
 use crate::exit;
 use crate::pause::{Adoption, Exit, Pause, UNKNOWN_EXIT};
+use crate::pool;
 use crate::trace::TraceId;
 
 /// The answer that a caller waits for.
@@ -349,18 +350,19 @@ impl Owner {
         self.ending = self.pause.clone().map(exit::end_of);
     }
 
-    /// Runs a job on a blocking thread. A panic in it is a failed job, not the end of the sandbox.
+    /// Runs a job, a task of its own. A panic in it is a failed job, not the end of the sandbox.
     fn run_job(&mut self, job: Job) {
         let (work, to_self) = (self.work.clone(), self.to_self.clone());
         let Published { pid, exit, .. } = self.published.get();
-        tokio::task::spawn_blocking(move || {
+        tokio::spawn(async move {
             let outcome = match job {
-                Job::Start => Outcome::Start(
-                    guard(|| work.start()).unwrap_or_else(|step| Err(StartFailure { left: vec![step.clone()], step })),
-                ),
-                Job::Adopt => Outcome::Adopt(guard(|| work.adopt()).unwrap_or_else(Adoption::Unknown)),
-                Job::Cleanup => Outcome::Rest(guard(|| work.cleanup(pid, exit)).unwrap_or_else(|s| Err(vec![s]))),
-                Job::Remove => Outcome::Rest(guard(|| work.remove()).unwrap_or_else(|s| Err(vec![s]))),
+                Job::Start => {
+                    let failed = |step: Step| Err(StartFailure { left: vec![step.clone()], step });
+                    Outcome::Start(guard(work.start()).await.unwrap_or_else(failed))
+                }
+                Job::Adopt => Outcome::Adopt(guard(work.adopt()).await.unwrap_or_else(Adoption::Unknown)),
+                Job::Cleanup => Outcome::Rest(guard(work.cleanup(pid, exit)).await.unwrap_or_else(|s| Err(vec![s]))),
+                Job::Remove => Outcome::Rest(guard(work.remove()).await.unwrap_or_else(|s| Err(vec![s]))),
             };
             let _ = to_self.send(Message::Done(outcome));
         });
@@ -408,12 +410,8 @@ fn name(verb: Verb) -> &'static str {
     }
 }
 
-fn guard<T>(job: impl FnOnce() -> T) -> Result<T, Step> {
-    catch_unwind(AssertUnwindSafe(job)).map_err(|panic| {
-        let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned());
-        let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
-        Step::new("run job", std::io::Error::other(format!("panicked: {text}")))
-    })
+async fn guard<T>(job: impl Future<Output = T>) -> Result<T, Step> {
+    AssertUnwindSafe(job).catch_unwind().await.map_err(|panic| pool::panicked(&*panic))
 }
 
 /// When a sandbox that was created at `created_at` and never started is given up.

@@ -21,6 +21,7 @@ use super::sandbox::{Environment, Sandbox};
 use super::work::Work;
 use crate::error::{IoContext as _, Step};
 use crate::pause::Adoption;
+use crate::pool::{self, Class};
 use crate::text::Text;
 
 /// Records that are looked at side by side.
@@ -74,7 +75,7 @@ where
     let recovered: Vec<Recovered> = all.buffer_unordered(AT_ONCE).filter_map(|r| async { r }).collect().await;
     let left: Vec<String> = recovered.iter().map(|one| one.id().to_owned()).collect();
     let shims = environment.shims.clone();
-    match within(move || shims.remove_strays(&left.iter().map(String::as_str).collect::<Vec<_>>())).await {
+    match piece(move || shims.remove_strays(&left.iter().map(String::as_str).collect::<Vec<_>>())).await {
         Ok(Ok(())) => {}
         Ok(Err(steps)) => steps.iter().for_each(|step| log::error!("recovery: {step}")),
         Err(reason) => log::error!("recovery: search for sockets without a record: {reason}"),
@@ -94,7 +95,7 @@ impl Recovered {
 /// Ends pauses of ours that no record tells of: of a start that was cut off before it wrote one, or whose record is gone.
 async fn end_strays(environment: &Arc<Environment>) {
     let environment = environment.clone();
-    let ended = within(move || {
+    let ended = piece(move || {
         let recorded = |id: &str| {
             if let Err(e) = check_id(id) {
                 log::error!("recovery: a pause without a valid id is left alone: {e}");
@@ -118,9 +119,14 @@ async fn end_strays(environment: &Arc<Environment>) {
     }
 }
 
-/// Runs blocking work for as long as one record may take; what takes longer goes on unheard.
-async fn within<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
-    match tokio::time::timeout(WITHIN, tokio::task::spawn_blocking(work)).await {
+/// Runs what blocks for as long as one record may take; what takes longer goes on unheard.
+async fn piece<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
+    within(pool::run(Class::Recovery, work)).await?.map_err(|step| step.to_string())
+}
+
+/// Does some work for as long as one record may take; what takes longer goes on unheard.
+async fn within<T: Send + 'static>(work: impl Future<Output = T> + Send + 'static) -> Result<T, String> {
+    match tokio::time::timeout(WITHIN, tokio::spawn(work)).await {
         Ok(Ok(done)) => Ok(done),
         Ok(Err(panic)) => Err(panic.to_string()),
         Err(_) => Err(format!("not done after {} s", WITHIN.as_secs())),
@@ -192,7 +198,7 @@ type Return = (Arc<Work>, Entry, Option<Instant>);
 /// Why it must be kept aside.
 async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return>, String> {
     let of = (environment.clone(), id.clone());
-    let (record, stage, work, begun) = match within(move || look(&of.0, &of.1)).await?? {
+    let (record, stage, work, begun) = match piece(move || look(&of.0, &of.1)).await?? {
         Found::Nothing => return Ok(None),
         Found::Record(record, stage, work, begun) => (record, stage, work, begun),
     };
@@ -200,14 +206,14 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
     let mut abandoned = None;
     if stage != Stage::Created || begun == Begun::CutOff {
         let of = work.clone();
-        if let Err(reason) = within(move || of.shim.recover()).await {
+        if let Err(reason) = within(async move { of.shim.recover().await }).await {
             log::error!(sandbox = id; "recovery: look for its shim: {reason}");
         }
     }
     let entry = match stage {
         Stage::Created if begun == Begun::CutOff => {
             log::warn!(sandbox = id; "recovery: its start was cut off, it is removed");
-            match within(move || job.remove()).await {
+            match within(async move { job.remove().await }).await {
                 Ok(Ok(())) => return Ok(None),
                 Ok(Err(steps)) => steps.iter().for_each(|step| log::error!(sandbox = id; "recovery: {step}")),
                 Err(reason) => log::error!(sandbox = id; "recovery: {reason}"),
@@ -216,7 +222,7 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
         }
         Stage::Created => {
             if begun == Begun::Ahead {
-                match within(move || job.clear()).await {
+                match within(async move { job.clear().await }).await {
                     Ok(Ok(())) => {}
                     Ok(Err(steps)) => steps.iter().for_each(|step| log::error!(sandbox = id; "recovery: {step}")),
                     Err(reason) => log::error!(sandbox = id; "recovery: {reason}"),
@@ -228,7 +234,7 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
         Stage::Exited { pid, exit } => Entry::NotReady { pid, exit },
         Stage::Started { identity } => {
             let pid = identity.pid;
-            match within(move || job.driver.adopt(&job.site, &identity)).await {
+            match within(async move { job.find(identity).await }).await {
                 Ok(Adoption::Alive(pause)) => Entry::Ready(Arc::from(pause)),
                 Ok(Adoption::Dead(exit)) => {
                     log::warn!(sandbox = id, status = exit.status; "recovery: the pause has ended");

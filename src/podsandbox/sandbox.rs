@@ -16,7 +16,7 @@ use super::record::{Blob, Record, Stage, Store};
 use super::roots::Roots;
 use super::selinux::{Level, Selinux};
 use super::state::{Phase, Verb};
-use super::work::{Own, Work};
+use super::work::{Maker, Own, Work};
 use super::{
     CreateRequest, Error, Exit, Metric, Overview, Payload, SandboxInfo, Started, StatusReport, metrics, overview,
     status,
@@ -26,6 +26,7 @@ use crate::error::Step;
 use crate::mounts::Mounts;
 use crate::pause::held::{self, Namespace};
 use crate::pause::{Driver, Site};
+use crate::pool::{self, Class};
 use crate::shim;
 use crate::shim::driver::ShimDriver;
 use crate::telemetry::Telemetry;
@@ -57,7 +58,7 @@ pub struct Environment {
     /// Makes the pauses that this program runs.
     pub native: Arc<dyn Driver>,
     /// Makes those that a runtime runs.
-    pub shim_driver: Arc<dyn Driver>,
+    pub shim_driver: Arc<ShimDriver>,
     /// Makes the pods' Task endpoints.
     pub shims: Arc<shim::Shims>,
     /// Where the sandboxes' files are.
@@ -104,7 +105,10 @@ impl Environment {
     pub(super) fn work(&self, record: &Record, level: Option<Level>) -> Work {
         let runtime = self.shims.runtime(runtime(record));
         Work {
-            driver: if record.driver == shim::driver::NAME { &self.shim_driver } else { &self.native }.clone(),
+            driver: match &*record.driver {
+                shim::driver::NAME => Maker::Shim(self.shim_driver.clone()),
+                _ => Maker::Native(self.native.clone()),
+            },
             places: Places::new(&self.roots, &record.id),
             mounts: self.mounts.clone(),
             shim: self.shims.endpoint(record.shim, &record.id, &runtime),
@@ -182,31 +186,39 @@ pub struct Sandbox {
 }
 
 impl Sandbox {
-    /// Checks a request and records the sandbox. Blocks. `on_gone` frees the id that it is told, when the sandbox is removed.
+    /// Checks a request and records the sandbox. `on_gone` frees the id that it is told, when the sandbox is removed.
     ///
     /// # Errors
     /// [`Error::Invalid`], or the failed step; nothing is left then.
-    pub fn create(
+    pub async fn create(
         environment: Arc<Environment>,
-        request: &CreateRequest,
+        request: CreateRequest,
         on_gone: impl FnOnce(&str) + Send + 'static,
     ) -> Result<Self, Error> {
-        let config = &environment.config;
+        let (of, id) = (environment.clone(), request.id.clone());
+        let failed = |step| Error::Step { id: id.to_string(), verb: "create", step };
+        let recorded = pool::run(Class::Start, move || Self::record(&of, &request)).await;
+        let (work, described) = recorded.map_err(failed)??;
+        if let Err(step) = described {
+            for left in work.remove().await.err().unwrap_or_default() {
+                log::warn!(sandbox = id.as_str(); "create: undo: {left}");
+            }
+            return Err(failed(step));
+        }
+        let abandoned = abandoned_at(work.created_at, environment.config.abandoned_after);
+        Ok(Self::enter(environment, work, Entry::Created, Some(abandoned), on_gone))
+    }
+
+    /// Checks a request and records the sandbox; also whether its shim has been told of it. Blocks.
+    fn record(environment: &Environment, request: &CreateRequest) -> Result<(Arc<Work>, Result<(), Step>), Error> {
         let refused = |step| Error::Step { id: request.id.to_string(), verb: "create", step };
         environment.mounts.admit().map_err(refused)?;
-        let (record, level) = check(request, config, environment.native.name(), &environment.selinux)?;
+        let (record, level) = check(request, &environment.config, environment.native.name(), &environment.selinux)?;
         let mut work = environment.work(&record, level);
         work.store.create(&record).map_err(|step| Error::Step { id: record.id.to_string(), verb: "create", step })?;
-        if let Err(step) = work.describe_to_shim(&record) {
-            for left in work.remove().err().unwrap_or_default() {
-                log::warn!(sandbox = record.id.as_str(); "create: undo: {left}");
-            }
-            return Err(Error::Step { id: record.id.to_string(), verb: "create", step });
-        }
-        let abandoned = abandoned_at(record.created_at, config.abandoned_after);
+        let described = work.describe_to_shim(&record);
         work.to_make = Mutex::new(Some(Arc::new(record)));
-        let work = Arc::new(work);
-        Ok(Self::enter(environment, work, Entry::Created, Some(abandoned), on_gone))
+        Ok((Arc::new(work), described))
     }
 
     pub(super) fn enter(
@@ -305,7 +317,7 @@ impl Sandbox {
         let fresh = self.started.get().is_some_and(|at| at.elapsed() < FRESH);
         if published.phase == Phase::Ready && !fresh || verbose {
             let sandbox = self.clone();
-            let info = tokio::task::spawn_blocking(move || sandbox.look(verbose)).await;
+            let info = pool::run(Class::Query, move || sandbox.look(verbose)).await;
             let info = info.map_err(|e| self.fault("status", e.to_string()))??;
             // It may have ended meanwhile.
             published = self.published();
@@ -362,7 +374,7 @@ impl Sandbox {
                 }
             })
         };
-        let changed = tokio::task::spawn_blocking(change).await;
+        let changed = pool::run(Class::Query, change).await;
         changed.map_err(|e| self.fault("update", e.to_string()))?.map_err(|step| self.failed("update", step))
     }
 
@@ -372,7 +384,7 @@ impl Sandbox {
     /// The failed step.
     pub async fn metrics(self: &Arc<Self>) -> Result<Metric, Error> {
         let sandbox = self.clone();
-        let read = tokio::task::spawn_blocking(move || {
+        let read = pool::run(Class::Query, move || {
             metrics::read(&sandbox.work.site.cgroup_parent, &sandbox.environment.config)
         })
         .await;

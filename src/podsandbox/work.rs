@@ -1,8 +1,10 @@
-//! The blocking work of one sandbox: what its jobs do to the system, step by step.
+//! The work of one sandbox: what its jobs do to the system, step by step.
+//!
+//! Jobs are tasks. What of them blocks runs as pieces, as few as can be: each change of threads costs as much as a step.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use super::files::Places;
 use super::record::{Record, Stage, Store};
@@ -11,16 +13,21 @@ use super::spec;
 use crate::config::Config;
 use crate::error::{IoContext as _, Step};
 use crate::mounts::Mounts;
-use crate::pause::{Adoption, Driver, Exit, Namespace, Pause, Plan, Site};
+use crate::pause::{Adoption, Driver, Exit, Identity, Namespace, Pause, Plan, Site};
+use crate::pool::{self, Class};
 use crate::shim;
+use crate::shim::driver::ShimDriver;
 use crate::telemetry::Telemetry;
 use crate::trace::Subject;
 
-/// What the jobs of one sandbox work on. Its methods block.
+/// How long a killed pause may take to end before a start that has failed answers without it.
+const ENDS_WITHIN: Duration = Duration::from_secs(10);
+
+/// What the jobs of one sandbox work on. Its methods that are no tasks block.
 #[derive(Debug)]
 pub struct Work {
     /// Makes and cleans up the pause.
-    pub driver: Arc<dyn Driver>,
+    pub driver: Maker,
     /// What the driver must know to look for the pause and to clean up after it.
     pub site: Site,
     /// The namespaces that the pod has for itself.
@@ -57,6 +64,28 @@ pub struct Work {
     pub telemetry: Arc<Telemetry>,
 }
 
+/// Who makes the pauses.
+#[derive(Clone, Debug)]
+pub enum Maker {
+    /// This program; its calls block.
+    Native(Arc<dyn Driver>),
+    /// The pods' shims, which answer when they like.
+    Shim(Arc<ShimDriver>),
+}
+
+impl Maker {
+    /// The driver's name in config, record and metrics.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Native(driver) => driver.name(),
+            Self::Shim(_) => shim::driver::NAME,
+        }
+    }
+}
+
+/// A pause, and whether it is on record.
+type Made = (Arc<dyn Pause>, Result<(), Step>);
+
 /// Which namespaces a pod has for itself.
 #[derive(Clone, Copy, Debug)]
 pub struct Own {
@@ -90,25 +119,81 @@ impl Work {
     ///
     /// # Errors
     /// The failed step. All is undone then, the record included.
-    pub fn start(&self) -> Result<Arc<dyn Pause>, StartFailure> {
-        self.try_start().map_err(|step| StartFailure { step, left: self.remove().err().unwrap_or_default() })
+    pub async fn start(self: &Arc<Self>) -> Result<Arc<dyn Pause>, StartFailure> {
+        match self.try_start().await {
+            Ok(pause) => Ok(pause),
+            Err(step) => Err(StartFailure { step, left: self.remove().await.err().unwrap_or_default() }),
+        }
     }
 
-    fn try_start(&self) -> Result<Arc<dyn Pause>, Step> {
-        self.mounts.admit()?;
-        self.places.begin()?;
-        let record = self.to_make()?;
-        self.places.make(&record.files, &record.labels.mount)?;
-        self.shim.listen()?;
-        self.describe(&record)?;
-        let pause: Arc<dyn Pause> = Arc::from(self.driver.start(&record.plan)?);
-        if let Err(step) = self.store.set_stage(&Stage::Started { identity: pause.identity().clone() }) {
+    async fn try_start(self: &Arc<Self>) -> Result<Arc<dyn Pause>, Step> {
+        let (pause, recorded) = match &self.driver {
+            Maker::Native(driver) if self.shim.listens_only() => {
+                let (_turn, driver) = (self.shim.turn().await, driver.clone());
+                let make = move |work: &Self| {
+                    let record = work.make_files()?;
+                    work.shim.bind()?;
+                    work.describe(&record)?;
+                    Ok(work.recorded(driver.start(&record.plan)?))
+                };
+                self.piece(Class::Start, make).await.flatten()?
+            }
+            driver => self.start_behind_shim(driver.clone()).await?,
+        };
+        if let Err(step) = recorded {
             // A pause without a record would outlive everybody who knows of it.
-            self.end(&*pause);
+            self.end(&*pause).await;
             return Err(step);
         }
         *self.record() = None;
         Ok(pause)
+    }
+
+    /// Makes files and pause where a shim is started first.
+    async fn start_behind_shim(self: &Arc<Self>, driver: Maker) -> Result<Made, Step> {
+        let record = self.piece(Class::Start, Self::make_files).await.flatten()?;
+        self.shim.listen().await?;
+        let of = record.clone();
+        self.piece(Class::Start, move |work| work.describe(&of)).await.flatten()?;
+        let pause = match driver {
+            Maker::Native(driver) => self.piece(Class::Start, move |_| driver.start(&record.plan)).await.flatten()?,
+            Maker::Shim(driver) => driver.start(&record.plan).await?,
+        };
+        self.piece(Class::Start, move |work| work.recorded(pause)).await
+    }
+
+    /// Makes the files, and a sign of that before them; what is to be made.
+    fn make_files(&self) -> Result<Arc<Record>, Step> {
+        self.mounts.admit()?;
+        self.places.begin()?;
+        let record = self.to_make()?;
+        self.places.make(&record.files, &record.labels.mount)?;
+        Ok(record)
+    }
+
+    /// Records a pause.
+    fn recorded(&self, pause: Box<dyn Pause>) -> Made {
+        let recorded = self.store.set_stage(&Stage::Started { identity: pause.identity().clone() });
+        (Arc::from(pause), recorded)
+    }
+
+    /// Runs what blocks on a thread for it.
+    async fn piece<T: Send + 'static>(
+        self: &Arc<Self>,
+        class: Class,
+        piece: impl FnOnce(&Self) -> T + Send + 'static,
+    ) -> Result<T, Step> {
+        let work = self.clone();
+        pool::run(class, move || piece(&work)).await
+    }
+
+    /// The same, of steps that can fail each.
+    async fn steps(
+        self: &Arc<Self>,
+        class: Class,
+        piece: impl FnOnce(&Self) -> Vec<Step> + Send + 'static,
+    ) -> Vec<Step> {
+        self.piece(class, piece).await.unwrap_or_else(|panicked| vec![panicked])
     }
 
     /// Makes the spec, unless it is there.
@@ -152,10 +237,16 @@ impl Work {
     }
 
     /// Kills a pause that nobody has heard of and waits for its end.
-    fn end(&self, pause: &dyn Pause) {
-        match pause.kill() {
-            Ok(()) => drop(tokio::runtime::Handle::current().block_on(pause.exited())),
-            Err(kill) => log::error!(sandbox = self.site.id.as_str(); "start: undo: {kill}"),
+    async fn end(&self, pause: &dyn Pause) {
+        let ended = match pause.kill() {
+            Ok(()) => {
+                let late = |_| io::Error::from(io::ErrorKind::TimedOut);
+                tokio::time::timeout(ENDS_WITHIN, pause.exited()).await.map_err(late).step("wait for its end")
+            }
+            Err(kill) => Err(kill),
+        };
+        if let Err(step) = ended {
+            log::error!(sandbox = self.site.id.as_str(); "start: undo: {step}");
         }
     }
 
@@ -163,10 +254,34 @@ impl Work {
     ///
     /// # Errors
     /// Every step that failed; the removal of the sandbox does them again.
-    pub fn clear(&self) -> Result<(), Vec<Step>> {
-        let mut errors = self.driver.cleanup(&self.site).err().unwrap_or_default();
-        errors.extend(self.places.remove().err().unwrap_or_default());
-        if errors.is_empty() { Ok(()) } else { Err(errors) }
+    pub async fn clear(self: &Arc<Self>) -> Result<(), Vec<Step>> {
+        let release = |work: &Self| work.places.remove().err().unwrap_or_default();
+        result(self.driver_cleanup_and(|_| Vec::new(), release).await)
+    }
+
+    /// What `before` does, what the driver cleans up, and what `after` does: in one piece, if that waits for nothing.
+    async fn driver_cleanup_and(
+        self: &Arc<Self>,
+        before: impl FnOnce(&Self) -> Vec<Step> + Send + 'static,
+        after: impl FnOnce(&Self) -> Vec<Step> + Send + 'static,
+    ) -> Vec<Step> {
+        match self.driver.clone() {
+            Maker::Native(driver) => {
+                let all = move |work: &Self| {
+                    let mut errors = before(work);
+                    errors.extend(driver.cleanup(&work.site).err().unwrap_or_default());
+                    errors.extend(after(work));
+                    errors
+                };
+                self.steps(Class::End, all).await
+            }
+            Maker::Shim(driver) => {
+                let mut errors = self.steps(Class::End, before).await;
+                errors.extend(driver.cleanup(&self.site).await.err().unwrap_or_default());
+                errors.extend(self.steps(Class::End, after).await);
+                errors
+            }
+        }
     }
 
     /// Puts files back that are gone; true when some were.
@@ -178,12 +293,26 @@ impl Work {
     }
 
     /// Asks the driver for the process that the record names.
-    pub fn adopt(&self) -> Adoption {
-        match self.store.stage() {
-            Ok(Stage::Started { identity }) => self.driver.adopt(&self.site, &identity),
-            Ok(Stage::Exited { exit, .. }) => Adoption::Dead(exit),
-            Ok(Stage::Created) => Adoption::Dead(Exit { status: crate::pause::UNKNOWN_EXIT, at: SystemTime::now() }),
-            Err(e) => Adoption::Unknown(e.into()),
+    pub async fn adopt(self: &Arc<Self>) -> Adoption {
+        match self.piece(Class::Recovery, |work| work.store.stage()).await {
+            Ok(Ok(Stage::Started { identity })) => self.find(identity).await,
+            Ok(Ok(Stage::Exited { exit, .. })) => Adoption::Dead(exit),
+            Ok(Ok(Stage::Created)) => {
+                Adoption::Dead(Exit { status: crate::pause::UNKNOWN_EXIT, at: SystemTime::now() })
+            }
+            Ok(Err(e)) => Adoption::Unknown(e.into()),
+            Err(panicked) => Adoption::Unknown(panicked),
+        }
+    }
+
+    /// Asks the driver for a process.
+    pub async fn find(self: &Arc<Self>, identity: Identity) -> Adoption {
+        match self.driver.clone() {
+            Maker::Native(driver) => {
+                let found = self.piece(Class::Recovery, move |work| driver.adopt(&work.site, &identity)).await;
+                found.unwrap_or_else(Adoption::Unknown)
+            }
+            Maker::Shim(driver) => driver.adopt(&self.site, &identity).await,
         }
     }
 
@@ -191,29 +320,34 @@ impl Work {
     ///
     /// # Errors
     /// Every step that failed.
-    pub fn cleanup(&self, pid: u32, exit: Option<Exit>) -> Result<(), Vec<Step>> {
-        let mut errors = Vec::new();
-        if let Some(exit) = exit {
-            errors.extend(self.store.set_stage(&Stage::Exited { pid, exit }).err());
-        }
-        errors.extend(self.driver.cleanup(&self.site).err().unwrap_or_default());
-        errors.extend(self.places.release_shm().err().unwrap_or_default());
-        if errors.is_empty() { Ok(()) } else { Err(errors) }
+    pub async fn cleanup(self: &Arc<Self>, pid: u32, exit: Option<Exit>) -> Result<(), Vec<Step>> {
+        let record = move |work: &Self| {
+            let recorded = exit.map(|exit| work.store.set_stage(&Stage::Exited { pid, exit }));
+            recorded.and_then(Result::err).into_iter().collect()
+        };
+        let release = |work: &Self| work.places.release_shm().err().unwrap_or_default();
+        result(self.driver_cleanup_and(record, release).await)
     }
 
     /// Removes all that is left: the pod's shim, cgroup, files and, when nothing else is left, the record.
     ///
     /// # Errors
     /// Every step that failed.
-    pub fn remove(&self) -> Result<(), Vec<Step>> {
-        let mut errors = Vec::new();
+    pub async fn remove(self: &Arc<Self>) -> Result<(), Vec<Step>> {
         // A shim that runs the pause as well must be rid of it before it ends.
-        errors.extend(self.driver.cleanup(&self.site).err().unwrap_or_default());
-        errors.extend(self.shim.end().err().unwrap_or_default());
-        errors.extend(self.places.remove().err().unwrap_or_default());
-        if errors.is_empty() {
-            errors.extend(self.store.remove().err());
-        }
-        if errors.is_empty() { Ok(()) } else { Err(errors) }
+        let mut errors = self.driver_cleanup_and(|_| Vec::new(), |_| Vec::new()).await;
+        errors.extend(self.shim.end().await.err().unwrap_or_default());
+        let rest = move |work: &Self| {
+            errors.extend(work.places.remove().err().unwrap_or_default());
+            if errors.is_empty() {
+                errors.extend(work.store.remove().err());
+            }
+            errors
+        };
+        result(self.steps(Class::End, rest).await)
     }
+}
+
+fn result(errors: Vec<Step>) -> Result<(), Vec<Step>> {
+    if errors.is_empty() { Ok(()) } else { Err(errors) }
 }

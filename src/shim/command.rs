@@ -11,6 +11,7 @@ use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::process::{Child, Command};
+use tokio::sync::Semaphore;
 
 use super::Settings;
 use crate::error::{IoContext as _, Step};
@@ -18,6 +19,12 @@ use crate::pause::launch::limit_open_files;
 
 /// How long a call may take.
 const WITHIN: Duration = Duration::from_secs(10);
+
+/// Calls of one kind at once, more wait for their turn before their time begins: each is a process, and a hundred deletions at once would take
+/// longer than that on a small node.
+const AT_ONCE: usize = 32;
+static STARTS: Semaphore = Semaphore::const_new(AT_ONCE);
+static DELETIONS: Semaphore = Semaphore::const_new(AT_ONCE);
 
 /// How much a call may write; bytes.
 const MOST: u64 = 64 << 10;
@@ -108,6 +115,8 @@ pub async fn delete(settings: &Settings, binary: &Path, id: &str, bundle: &Path)
         .current_dir(bundle)
         .env_clear()
         .envs(environment(settings, "2"));
+    // Never closed.
+    let _turn = DELETIONS.acquire().await;
     call("delete container of dead shim", bundle, command, settings.open_files, Vec::new()).await.map(drop)
 }
 
@@ -131,6 +140,7 @@ pub async fn start(
         .current_dir(bundle)
         .env_clear()
         .envs(environment(settings, "2"));
+    let _turn = STARTS.acquire().await;
     call("start shim", binary, command, settings.open_files, given).await
 }
 

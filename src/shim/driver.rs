@@ -15,7 +15,6 @@ use containerd_shim_protos::api::{
 use protobuf::MessageField;
 use protobuf::well_known_types::any::Any;
 use protobuf::well_known_types::timestamp::Timestamp;
-use tokio::runtime::Handle;
 use tokio::sync::{Notify, watch};
 use tokio::time::{sleep, timeout};
 
@@ -23,7 +22,7 @@ use super::Shims;
 use super::started::Started;
 use super::task::{Failure, Tasks};
 use crate::error::{IoContext as _, Step};
-use crate::pause::{Adoption, BoxFuture, Driver, Exit, Identity, Pause, Plan, Site, UNKNOWN_EXIT};
+use crate::pause::{Adoption, BoxFuture, Exit, Identity, Pause, Plan, Site, UNKNOWN_EXIT};
 
 /// The driver's name in settings, records and metrics.
 pub const NAME: &str = "shim";
@@ -130,7 +129,7 @@ impl ShimDriver {
     /// What containerd makes of a task after its restart (`RecoverContainer`).
     async fn look(&self, endpoint: &Arc<Started>, identity: &Identity) -> Result<Adoption, Step> {
         let dead = |status| Adoption::Dead(Exit { status, at: SystemTime::now() });
-        endpoint.find_again_beside().await?;
+        endpoint.find_again().await?;
         if endpoint.shim().is_none() {
             // Of the task of a dead shim only its runtime's leftovers are there.
             return endpoint.delete_pause().await.map(|()| dead(UNKNOWN_EXIT));
@@ -156,30 +155,35 @@ impl ShimDriver {
     }
 }
 
-impl Driver for ShimDriver {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn start(&self, plan: &Plan) -> Result<Box<dyn Pause>, Step> {
+/// What [`crate::pause::Driver`] does, as tasks: a shim answers when it likes, and whoever waits for it has no thread.
+impl ShimDriver {
+    /// Makes the pause of a sandbox.
+    ///
+    /// # Errors
+    /// The failed step; what was made has been undone then.
+    pub async fn start(&self, plan: &Plan) -> Result<Box<dyn Pause>, Step> {
         let endpoint = self.endpoint(&plan.id)?;
-        let task = Handle::current().block_on(self.run(&endpoint))?;
-        Ok(Box::new(task))
+        Ok(Box::new(self.run(&endpoint).await?))
     }
 
-    fn adopt(&self, site: &Site, identity: &Identity) -> Adoption {
-        let looked = self.endpoint(&site.id).and_then(|endpoint| {
-            let look = async { timeout(LOOK_WITHIN, self.look(&endpoint, identity)).await };
+    /// Finds a recorded pause again after a restart of the daemon.
+    pub async fn adopt(&self, site: &Site, identity: &Identity) -> Adoption {
+        let looked = async {
+            let endpoint = self.endpoint(&site.id)?;
             let late = |_| Err(io::Error::from(io::ErrorKind::TimedOut)).step("ask for pause");
-            Handle::current().block_on(look).unwrap_or_else(late)
-        });
-        looked.unwrap_or_else(Adoption::Unknown)
+            timeout(LOOK_WITHIN, self.look(&endpoint, identity)).await.unwrap_or_else(late)
+        };
+        looked.await.unwrap_or_else(Adoption::Unknown)
     }
 
-    fn cleanup(&self, site: &Site) -> Result<(), Vec<Step>> {
+    /// Ends and deletes the pause. Gone already is success.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub async fn cleanup(&self, site: &Site) -> Result<(), Vec<Step>> {
         let Ok(endpoint) = self.endpoint(&site.id) else { return Ok(()) };
-        let deleted = Handle::current().block_on(async {
-            endpoint.find_again_beside().await?;
+        let deleted = async {
+            endpoint.find_again().await?;
             if endpoint.shim().is_none() {
                 return endpoint.delete_orphan().await;
             }
@@ -188,8 +192,8 @@ impl Driver for ShimDriver {
                 endpoint.pause_is_deleted();
             }
             Ok(())
-        });
-        deleted.map_err(|step| vec![step])
+        };
+        deleted.await.map_err(|step| vec![step])
     }
 }
 

@@ -13,6 +13,7 @@ use super::{Pod, Runtime, Shims, command, fifo, task};
 use crate::error::{IoContext as _, Step};
 use crate::pause::held::Held;
 use crate::pause::{Adoption, Exit, Pause, UNKNOWN_EXIT};
+use crate::pool::{self, Class};
 use crate::text::Text;
 
 /// How long a shim may take until it answers, and one that is told to end until it has.
@@ -320,23 +321,32 @@ impl Group {
         Ok(known)
     }
 
-    /// Ends what is left of all containers of the pod, whose shim is dead. Blocks before it waits.
+    /// Ends what is left of all containers of the pod, whose shim is dead.
     ///
     /// # Errors
     /// The first step that failed.
     pub(super) async fn clean_up_all(self: &Arc<Self>) -> Result<(), Step> {
-        match self.clean_up(self.known()?).await.into_iter().next() {
+        let known = self.piece(|group| group.known()).await.flatten()?;
+        match self.clean_up(known).await.into_iter().next() {
             Some(step) => Err(step),
             None => Ok(()),
         }
     }
 
-    /// Runs what blocks off the runtime's workers; `None` after a panic in it.
+    /// Runs what blocks on a thread for it; `None` after a panic in it.
     async fn blocking<T: Send + 'static>(
         self: &Arc<Self>,
         work: impl FnOnce(&Self) -> T + Send + 'static,
     ) -> Option<T> {
+        self.piece(work).await.ok()
+    }
+
+    /// The same, with the panic.
+    pub(super) async fn piece<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Self) -> T + Send + 'static,
+    ) -> Result<T, Step> {
         let group = self.clone();
-        tokio::task::spawn_blocking(move || work(&group)).await.ok()
+        pool::run(Class::Shim, move || work(&group)).await
     }
 }

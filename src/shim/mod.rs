@@ -257,25 +257,45 @@ impl Endpoint {
         !matches!(self, Self::Started(_))
     }
 
-    /// Begins to listen. Blocks.
+    /// Begins to listen.
     ///
     /// # Errors
     /// The failed step.
-    pub fn listen(&self) -> Result<(), Step> {
+    pub async fn listen(&self) -> Result<(), Step> {
         match self {
             Self::OnDemand(_) => Ok(()),
-            Self::Owned(owned) => owned.listen(),
-            Self::Started(started) => started.start(),
+            Self::Owned(owned) => owned.listen().await,
+            Self::Started(started) => started.start().await,
         }
     }
 
-    /// Takes over what an earlier daemon left: its shim, or else its socket. Blocks. Where nobody can tell what it left, that is logged, and
+    /// Waits for the turn that [`Endpoint::bind`] needs, where it needs one.
+    pub async fn turn(&self) -> Option<tokio::sync::MutexGuard<'_, ()>> {
+        match self {
+            Self::OnDemand(_) | Self::Started(_) => None,
+            Self::Owned(owned) => Some(owned.turn().await),
+        }
+    }
+
+    /// [`Endpoint::listen`] of one that listens only, on this thread, which saves a change of threads. To be called with the turn held. Blocks.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn bind(&self) -> Result<(), Step> {
+        match self {
+            Self::OnDemand(_) => Ok(()),
+            Self::Owned(owned) => owned.bind(),
+            Self::Started(_) => Err(Step::new("listen", io::ErrorKind::Unsupported.into())),
+        }
+    }
+
+    /// Takes over what an earlier daemon left: its shim, or else its socket. Where nobody can tell what it left, that is logged, and
     /// tried again by what [`Endpoint::serve`] has begun, and by [`Endpoint::end`].
-    pub fn recover(&self) {
+    pub async fn recover(&self) {
         match self {
             Self::OnDemand(_) => {}
-            Self::Owned(owned) => owned.recover(),
-            Self::Started(started) => started.recover(),
+            Self::Owned(owned) => owned.recover().await,
+            Self::Started(started) => started.recover().await,
         }
     }
 
@@ -318,15 +338,15 @@ impl Endpoint {
         }
     }
 
-    /// Ends the shim and removes socket and bundle. Blocks. Gone already is success.
+    /// Ends the shim and removes socket and bundle. Gone already is success.
     ///
     /// # Errors
     /// Every step that failed.
-    pub fn end(&self) -> Result<(), Vec<Step>> {
+    pub async fn end(&self) -> Result<(), Vec<Step>> {
         match self {
-            Self::OnDemand(on_demand) => on_demand.end().map_err(|step| vec![step]),
-            Self::Owned(owned) => owned.end(),
-            Self::Started(started) => started.end(),
+            Self::OnDemand(on_demand) => on_demand.end().await.map_err(|step| vec![step]),
+            Self::Owned(owned) => owned.end().await,
+            Self::Started(started) => started.end().await,
         }
     }
 }

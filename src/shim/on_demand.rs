@@ -3,13 +3,15 @@
 //! containerd up to 2.3 never shuts down the shim of a sandboxed pod, it leaves that to the controller.
 
 use std::fs;
-use std::io::{self, Read as _};
-use std::os::unix::net::UnixStream;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use sha2::{Digest as _, Sha256};
+use tokio::io::AsyncReadExt as _;
+use tokio::net::UnixStream;
+use tokio::time::timeout;
 
 use super::{Shims, task};
 use crate::error::{IoContext as _, Step};
@@ -49,8 +51,8 @@ impl OnDemand {
     ///
     /// # Errors
     /// As of that.
-    pub(super) fn end(&self) -> Result<(), Step> {
-        self.socket().end(&self.id)
+    pub(super) async fn end(&self) -> Result<(), Step> {
+        self.socket().end(&self.id).await
     }
 }
 
@@ -74,13 +76,14 @@ impl Socket {
         &self.path
     }
 
-    /// Ends the shim and removes its socket. Blocks; call it off the runtime's workers. No shim is success.
+    /// Ends the shim and removes its socket. No shim is success.
     ///
     /// # Errors
     /// The failed step; a shim that still serves containers does not end.
-    pub fn end(&self, id: &str) -> Result<(), Step> {
-        match UnixStream::connect(&self.path) {
-            Ok(watched) => self.shut_down(id, watched)?,
+    pub async fn end(&self, id: &str) -> Result<(), Step> {
+        let late = || Err(io::ErrorKind::TimedOut.into());
+        match timeout(END_WITHIN, UnixStream::connect(&self.path)).await.unwrap_or_else(|_| late()) {
+            Ok(watched) => self.shut_down(id, watched).await?,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
             // The file outlived its server.
             Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {}
@@ -93,10 +96,11 @@ impl Socket {
     }
 
     /// Tells the shim to end and waits until `watched`, a second connection to it, is closed.
-    fn shut_down(&self, id: &str, mut watched: UnixStream) -> Result<(), Step> {
-        let told = tokio::runtime::Handle::current().block_on(task::shut_down(&self.path, id, END_WITHIN));
-        watched.set_read_timeout(Some(END_WITHIN)).step_at("watch shim", &self.path)?;
-        match (watched.read(&mut [0]), told) {
+    async fn shut_down(&self, id: &str, mut watched: UnixStream) -> Result<(), Step> {
+        let told = task::shut_down(&self.path, id, END_WITHIN).await;
+        let late = || Err(io::ErrorKind::TimedOut.into());
+        let ended = timeout(END_WITHIN, watched.read(&mut [0])).await.unwrap_or_else(|_| late());
+        match (ended, told) {
             // Whether the answer was lost or not: the shim has ended.
             (Ok(0), _) => Ok(()),
             (Err(e), _) if e.kind() == io::ErrorKind::ConnectionReset => Ok(()),
@@ -122,9 +126,9 @@ mod tests {
         assert_eq!(name.as_deref(), Some("a99a1752d3a0fadfb1f869026f16760475df03a572e20f4ccea9e6c1e5470b72"));
     }
 
-    #[test]
-    fn a_socket_that_nobody_made_is_gone_already() {
+    #[tokio::test]
+    async fn a_socket_that_nobody_made_is_gone_already() {
         let socket = Socket::new(Path::new("/nowhere"), "k8s.io", "no-such-sandbox");
-        assert!(socket.end("no-such-sandbox").is_ok());
+        assert!(socket.end("no-such-sandbox").await.is_ok());
     }
 }

@@ -31,6 +31,7 @@ use super::{Pod, command, fifo, placement, task};
 use crate::error::{IoContext as _, Step, gone};
 use crate::pause::launch::Launch;
 use crate::pause::{Exit, Pause, Watched};
+use crate::pool::{self, Class};
 
 /// An endpoint whose shim is ours.
 #[derive(Debug)]
@@ -39,8 +40,8 @@ pub struct Owned {
     now: Mutex<Now>,
     /// The end has begun, for a serving task that waits until it looks for a shim again.
     changed: Notify,
-    /// Held while a socket is made, a shim is looked for or launched, and by the end.
-    turn: Mutex<()>,
+    /// Held while a socket is made, a shim is looked for or launched, and by the end. Whoever waits for it has no thread.
+    turn: tokio::sync::Mutex<()>,
 }
 
 /// What is true now.
@@ -97,7 +98,7 @@ enum Next {
 impl Owned {
     /// The endpoint of a pod. Nothing is made yet.
     pub(super) fn new(group: Group) -> Self {
-        Self { group: Arc::new(group), now: Mutex::default(), changed: Notify::new(), turn: Mutex::default() }
+        Self { group: Arc::new(group), now: Mutex::default(), changed: Notify::new(), turn: Default::default() }
     }
 
     /// The socket's path.
@@ -123,13 +124,21 @@ impl Owned {
     }
 
     /// Begins to listen, or listens again at the same path; not after the end.
-    pub(super) fn listen(self: &Arc<Self>) -> Result<(), Step> {
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.now().ended { Ok(()) } else { self.bind() }
+    pub(super) async fn listen(self: &Arc<Self>) -> Result<(), Step> {
+        let _turn = self.turn.lock().await;
+        self.blocking(Self::bind).await.flatten()
     }
 
-    /// To be called with the turn held.
-    fn bind(self: &Arc<Self>) -> Result<(), Step> {
+    /// Waits for the turn.
+    pub(super) async fn turn(&self) -> tokio::sync::MutexGuard<'_, ()> {
+        self.turn.lock().await
+    }
+
+    /// [`Owned::listen`] on this thread. To be called with the turn held.
+    pub(super) fn bind(self: &Arc<Self>) -> Result<(), Step> {
+        if self.now().ended {
+            return Ok(());
+        }
         let socket = self.socket();
         if let Some(dir) = socket.parent() {
             let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
@@ -152,19 +161,25 @@ impl Owned {
     }
 
     /// Finds the shim that an earlier daemon has launched; without one, listens again. The serving task does again what fails.
-    pub(super) fn recover(self: &Arc<Self>) {
-        let bereaved = self.death().is_some();
-        let mut now = self.now();
-        (now.unsure, now.bereaved) = (true, bereaved);
-        drop(now);
-        if let Err(step) = self.try_recover() {
+    pub(super) async fn recover(self: &Arc<Self>) {
+        let bereaved = matches!(self.blocking(|owned| owned.death()).await, Ok(Some(_)));
+        {
+            let mut now = self.now();
+            (now.unsure, now.bereaved) = (true, bereaved);
+        }
+        if let Err(step) = self.try_recover().await {
             // Not listening: should a shim live, containerd still reaches it, and its containers.
             log::error!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}; tried again");
         }
     }
 
-    fn try_recover(self: &Arc<Self>) -> Result<(), Step> {
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+    async fn try_recover(self: &Arc<Self>) -> Result<(), Step> {
+        let _turn = self.turn.lock().await;
+        self.blocking(Self::look_again).await.flatten()
+    }
+
+    /// To be called with the turn held.
+    fn look_again(self: &Arc<Self>) -> Result<(), Step> {
         let now = self.now();
         if now.ended || !now.unsure {
             return Ok(());
@@ -243,7 +258,7 @@ impl Owned {
                 Next::Recover => {
                     // The end need not wait for it.
                     let _ = timeout(AGAIN, self.changed.notified()).await;
-                    if let Some(Err(step)) = self.blocking(Self::try_recover).await {
+                    if let Err(step) = Box::pin(self.try_recover()).await {
                         log::debug!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}; tried again");
                     }
                 }
@@ -257,7 +272,7 @@ impl Owned {
                 }
                 Next::Launch => Box::pin(self.launch_and_attend(&pod)).await,
                 Next::Listen => {
-                    if let Some(Err(step)) = self.blocking(Self::listen).await {
+                    if let Err(step) = Box::pin(self.listen()).await {
                         log::error!(sandbox = self.group.id.as_str(); "its endpoint: {step}");
                         sleep(AGAIN).await;
                     }
@@ -272,11 +287,14 @@ impl Owned {
     }
 
     async fn launch_and_attend(self: &Arc<Self>, pod: &Arc<dyn Pod>) {
-        match self.blocking(Self::launch).await {
-            Some(Ok(Some(shim))) => self.attend(shim, pod).await,
-            Some(Ok(None)) => {}
-            Some(Err(step)) => self.refuse(&step.to_string()).await,
-            None => sleep(AGAIN).await,
+        let launched = {
+            let _turn = self.turn.lock().await;
+            self.blocking(Self::launch).await.flatten()
+        };
+        match launched {
+            Ok(Some(shim)) => self.attend(shim, pod).await,
+            Ok(None) => {}
+            Err(step) => self.refuse(&step.to_string()).await,
         }
     }
 
@@ -312,9 +330,8 @@ impl Owned {
         Next::Nothing
     }
 
-    /// Launches the shim. `None`: the endpoint has been ended.
+    /// Launches the shim. `None`: the endpoint has been ended. To be called with the turn held.
     fn launch(self: &Arc<Self>) -> Result<Option<Arc<dyn Pause>>, Step> {
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let listener = {
             let mut now = self.now();
             now.wanted = false;
@@ -431,27 +448,41 @@ impl Owned {
     }
 
     /// Ends shim, socket and bundle.
-    pub(super) fn end(self: &Arc<Self>) -> Result<(), Vec<Step>> {
-        let mut now = self.now();
-        now.ended = true;
-        self.stir(now);
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let runtime = tokio::runtime::Handle::current();
+    pub(super) async fn end(self: &Arc<Self>) -> Result<(), Vec<Step>> {
+        self.finish();
+        let _turn = self.turn.lock().await;
         let known = self.now().shim.clone();
         let shim = match known {
             Some(shim) => Some(shim),
-            None => self.group.living_shim().map_err(|step| vec![step])?,
+            None => self.blocking(|owned| owned.group.living_shim()).await.flatten().map_err(|step| vec![step])?,
         };
         if let Some(shim) = shim {
-            runtime.block_on(self.group.end_shim(&shim, Some(&self.socket()))).map_err(|step| vec![step])?;
-            let mut now = self.now();
-            (now.shim, now.log) = (None, None);
+            self.group.end_shim(&shim, Some(&self.socket())).await.map_err(|step| vec![step])?;
+            self.forget();
         }
         // Whoever cleans up works in the bundle.
-        let _cleaning = runtime.block_on(self.group.cleaning().lock());
-        if self.group.had_shim() {
-            runtime.block_on(self.group.clean_up_all()).map_err(|step| vec![step])?;
+        let _cleaning = self.group.cleaning().lock().await;
+        if self.blocking(|owned| owned.group.had_shim()).await.map_err(|step| vec![step])? {
+            self.group.clean_up_all().await.map_err(|step| vec![step])?;
         }
+        self.blocking(|owned| owned.remove()).await.unwrap_or_else(|step| Err(vec![step]))
+    }
+
+    /// Nothing is launched any more, and whoever serves looks again.
+    fn finish(self: &Arc<Self>) {
+        let mut now = self.now();
+        now.ended = true;
+        self.stir(now);
+    }
+
+    /// There is no shim.
+    fn forget(&self) {
+        let mut now = self.now();
+        (now.shim, now.log) = (None, None);
+    }
+
+    /// Removes socket and bundle.
+    fn remove(&self) -> Result<(), Vec<Step>> {
         let mut failed = Vec::new();
         // The second is there when a daemon was killed in the middle of making the first.
         for socket in [self.socket(), self.new_socket()] {
@@ -462,13 +493,13 @@ impl Owned {
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
 
-    /// Runs what blocks off the runtime's workers; `None` after a panic in it.
+    /// Runs what blocks on a thread for it.
     async fn blocking<T: Send + 'static>(
         self: &Arc<Self>,
         work: impl FnOnce(&Arc<Self>) -> T + Send + 'static,
-    ) -> Option<T> {
+    ) -> Result<T, Step> {
         let owned = self.clone();
-        tokio::task::spawn_blocking(move || work(&owned)).await.ok()
+        pool::run(Class::Shim, move || work(&owned)).await
     }
 
     fn now(&self) -> MutexGuard<'_, Now> {

@@ -19,6 +19,7 @@ use super::task::{Failure, Tasks};
 use super::{Pod, Settings, command, fifo, on_demand};
 use crate::error::{IoContext as _, Step, gone};
 use crate::pause::{Exit, Pause, Plan};
+use crate::pool::{self, Class};
 
 /// An endpoint whose shim is started by its `start`.
 #[derive(Debug)]
@@ -31,8 +32,8 @@ pub struct Started {
     changed: Notify,
     /// What a shim that died has left is known, and the pause is needed no longer to find it.
     looked_around: watch::Sender<bool>,
-    /// Held while a shim is looked for or started, and by the end.
-    turn: Mutex<()>,
+    /// Held while a shim is looked for or started, and by the end. Whoever waits for it has no thread.
+    turn: tokio::sync::Mutex<()>,
 }
 
 /// What is true now.
@@ -71,7 +72,7 @@ impl Started {
             now: Mutex::default(),
             changed: Notify::new(),
             looked_around: watch::channel(false).0,
-            turn: Mutex::default(),
+            turn: Default::default(),
         }
     }
 
@@ -106,24 +107,19 @@ impl Started {
         Root::new(self.group.bundle())
     }
 
-    /// Starts the shim. Blocks; to be called on a thread of the runtime.
+    /// Starts the shim.
     ///
     /// # Errors
     /// The failed step; nothing of the shim is left then.
-    pub(super) fn start(self: &Arc<Self>) -> Result<(), Step> {
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+    pub(super) async fn start(self: &Arc<Self>) -> Result<(), Step> {
+        let _turn = self.turn.lock().await;
         if self.now().ended {
             return Ok(());
         }
         let group = &self.group;
-        let binary = group.shims.settings.binary(&group.runtime.name)?;
-        let bundle = group.bundle();
-        bundle.make(&group.id, !self.runs_pause)?;
-        let log = fifo::read(&bundle.log(), &group.id)?;
-        bundle.record(Some(&Recorded::Launching))?;
+        let (binary, log) = self.blocking(|started| started.prepare()).await.flatten()?;
         let told = self.bootstrap();
-        let runtime = tokio::runtime::Handle::current();
-        match runtime.block_on(self.bring_up(&binary)) {
+        match self.bring_up(&binary).await {
             Ok((bootstrap, shim)) => {
                 let (pid, id) = (shim.identity().pid, group.id.as_str());
                 log::debug!(sandbox = id, pid = pid; "its shim is started: {}", binary.display());
@@ -134,7 +130,7 @@ impl Started {
                 Ok(())
             }
             Err(step) => {
-                for left in runtime.block_on(self.end_cut_off(&binary)) {
+                for left in self.end_cut_off(&binary).await {
                     log::warn!(sandbox = group.id.as_str(); "undo the start of its shim: {left}");
                 }
                 // containerd knows the pod by it, also while there is no shim.
@@ -142,6 +138,17 @@ impl Started {
                 Err(step)
             }
         }
+    }
+
+    /// Makes what the shim needs: its binary, and who reads its log.
+    fn prepare(&self) -> Result<(PathBuf, fifo::Reader), Step> {
+        let Group { shims, id, runtime, .. } = &*self.group;
+        let binary = shims.settings.binary(&runtime.name)?;
+        let bundle = self.group.bundle();
+        bundle.make(id, !self.runs_pause)?;
+        let log = fifo::read(&bundle.log(), id)?;
+        bundle.record(Some(&Recorded::Launching))?;
+        Ok((binary, log))
     }
 
     /// From the call of `start` to a shim that is known.
@@ -168,19 +175,27 @@ impl Started {
     }
 
     /// Finds the shim that an earlier daemon has started. The serving task does again what fails.
-    pub(super) fn recover(&self) {
+    pub(super) async fn recover(self: &Arc<Self>) {
         self.now().unsure = true;
-        if let Err(step) = self.find_again() {
+        if let Err(step) = self.find_again().await {
             log::error!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}; tried again");
         }
     }
 
-    /// Finds the shim that an earlier daemon has started, unless that is done. Blocks.
+    /// Finds the shim that an earlier daemon has started, unless that is done.
     ///
     /// # Errors
     /// Nobody can tell whether a shim lives, or where it listens.
-    pub(super) fn find_again(&self) -> Result<(), Step> {
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+    pub(super) async fn find_again(self: &Arc<Self>) -> Result<(), Step> {
+        if !self.now().unsure {
+            return Ok(());
+        }
+        let _turn = self.turn.lock().await;
+        self.blocking(|started| started.look_again()).await.flatten()
+    }
+
+    /// To be called with the turn held.
+    fn look_again(&self) -> Result<(), Step> {
         let now = self.now();
         if now.ended || !now.unsure {
             return Ok(());
@@ -201,23 +216,9 @@ impl Started {
         Ok(())
     }
 
-    /// [`Started::find_again`] off the runtime's workers.
-    ///
-    /// # Errors
-    /// As of that.
-    pub(super) async fn find_again_beside(self: &Arc<Self>) -> Result<(), Step> {
-        if !self.now().unsure {
-            return Ok(());
-        }
-        let of = self.clone();
-        let found = tokio::task::spawn_blocking(move || of.find_again()).await;
-        found.unwrap_or_else(|e| Err(io::Error::other(e.to_string())).step("look for shim"))
-    }
-
     /// Serves the endpoint until its end.
     pub(super) async fn serve(self: Arc<Self>, pod: Arc<dyn Pod>) {
-        let of = self.clone();
-        if tokio::task::spawn_blocking(move || of.death()).await.ok().flatten().is_some() {
+        if matches!(self.blocking(|started| started.death()).await, Ok(Some(_))) {
             // The daemon may have been killed between the record of it and what follows from it.
             pod.bereaved();
         }
@@ -227,7 +228,7 @@ impl Started {
                 Next::Recover => {
                     // The end need not wait for it.
                     let _ = timeout(AGAIN, self.changed.notified()).await;
-                    if let Err(step) = self.find_again_beside().await {
+                    if let Err(step) = self.find_again().await {
                         log::debug!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}; tried again");
                     }
                 }
@@ -240,8 +241,7 @@ impl Started {
                     self.spare(begun).await;
                 }
                 Next::Start => {
-                    let of = self.clone();
-                    if let Ok(Err(step)) = tokio::task::spawn_blocking(move || of.start()).await {
+                    if let Err(step) = self.start().await {
                         log::error!(sandbox = self.group.id.as_str(); "its shim: {step}");
                         sleep(AGAIN).await;
                     }
@@ -357,45 +357,76 @@ impl Started {
     ///
     /// # Errors
     /// Every step that failed.
-    pub(super) fn end(self: &Arc<Self>) -> Result<(), Vec<Step>> {
+    pub(super) async fn end(self: &Arc<Self>) -> Result<(), Vec<Step>> {
         self.now().ended = true;
         self.changed.notify_one();
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let runtime = tokio::runtime::Handle::current();
-        let bundle = self.group.bundle();
+        let _turn = self.turn.lock().await;
+        self.end_what_runs().await?;
+        self.blocking(|started| started.remove()).await.unwrap_or_else(|step| Err(vec![step]))
+    }
+
+    /// Ends the shim, and what it has left. To be called with the turn held.
+    async fn end_what_runs(self: &Arc<Self>) -> Result<(), Vec<Step>> {
+        let one = |step| vec![step];
         let known = self.shim();
-        if known.is_none() && matches!(bundle.recorded().map_err(|step| vec![step])?, Some(Recorded::Launching)) {
-            let binary = self.group.shims.settings.binary(&self.group.runtime.name).map_err(|step| vec![step])?;
-            let failed = runtime.block_on(self.end_cut_off(&binary));
+        if known.is_none() {
+            let cut_off = self.blocking(|started| started.cut_off()).await.flatten().map_err(one)?;
+            let failed = match cut_off {
+                Some(binary) => self.end_cut_off(&binary).await,
+                None => Vec::new(),
+            };
             if !failed.is_empty() {
                 return Err(failed);
             }
         }
         let shim = match known {
             Some(shim) => Some(shim),
-            None => self.group.living_shim().map_err(|step| vec![step])?,
+            None => self.group.piece(|group| group.living_shim()).await.flatten().map_err(one)?,
         };
         if let Some(shim) = shim {
             let socket = self.said().map(|said| said.socket());
-            runtime.block_on(self.group.end_shim(&shim, socket.as_deref())).map_err(|step| vec![step])?;
+            self.group.end_shim(&shim, socket.as_deref()).await.map_err(one)?;
             self.forget();
         }
         // Whoever cleans up works in the bundle.
-        let _cleaning = runtime.block_on(self.group.cleaning().lock());
+        let _cleaning = self.group.cleaning().lock().await;
         // One that was told to end in the middle of making the pause has left what it had made.
-        runtime.block_on(self.delete_orphan()).map_err(|step| vec![step])?;
-        if self.group.had_shim() {
-            runtime.block_on(self.group.clean_up_all()).map_err(|step| vec![step])?;
+        self.delete_orphan().await.map_err(one)?;
+        if self.group.piece(|group| group.had_shim()).await.map_err(one)? {
+            self.group.clean_up_all().await.map_err(one)?;
         }
+        Ok(())
+    }
+
+    /// The shim's binary, where a start of it was cut off.
+    fn cut_off(&self) -> Result<Option<PathBuf>, Step> {
+        let Group { shims, runtime, .. } = &*self.group;
+        match self.group.bundle().recorded()? {
+            Some(Recorded::Launching) => shims.settings.binary(&runtime.name).map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    /// Removes sockets, root and bundle.
+    fn remove(&self) -> Result<(), Vec<Step>> {
         let mut failed = Vec::new();
         for socket in self.sockets() {
             failed.extend(gone(fs::remove_file(&socket)).step_at("remove socket", socket).err());
         }
         failed.extend(self.root().unmount().err().unwrap_or_default());
         if failed.is_empty() {
-            failed.extend(bundle.remove().err());
+            failed.extend(self.group.bundle().remove().err());
         }
         if failed.is_empty() { Ok(()) } else { Err(failed) }
+    }
+
+    /// Runs what blocks on a thread for it.
+    async fn blocking<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Arc<Self>) -> T + Send + 'static,
+    ) -> Result<T, Step> {
+        let started = self.clone();
+        pool::run(Class::Shim, move || work(&started)).await
     }
 
     /// Where its shim may have listened: what it said, and what containerd's own shims make of the sandbox id, should nobody have heard it.
@@ -418,7 +449,7 @@ impl Started {
         let bundle = self.group.bundle();
         let mut failed = Vec::new();
         let killed = async {
-            let Some(shim) = self.group.find()? else { return Ok(()) };
+            let Some(shim) = self.group.piece(|group| group.find()).await.flatten()? else { return Ok(()) };
             Group::kill(&shim).await?;
             self.delete_orphan().await?;
             self.group.clean_up_all().await

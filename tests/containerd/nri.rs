@@ -44,6 +44,7 @@ async fn nri_plugin_on_a_host_network_pod(bench: Bench) -> Result<()> {
 
 async fn told(bench: Bench, wanted: PodSpec) -> Result<()> {
     let socket = bench.node.layout().nri_socket();
+    #[allow(clippy::disallowed_methods, reason = "a test's own thread")]
     let plugin = tokio::task::spawn_blocking(move || Plugin::attach(&socket)).await??;
     let pod = bench.run(wanted).await?;
     pod.run(ContainerSpec::sleeping("main")).await?;

@@ -14,6 +14,7 @@ mod tracer;
 
 mod apart;
 mod collected;
+mod crowd;
 mod directories;
 mod killed;
 mod limits;
@@ -32,6 +33,7 @@ fn main() -> std::process::ExitCode {
         outside::cases(),
         directories::cases(),
         limits::cases(),
+        crowd::cases(),
         restarts::cases(),
         apart::cases(),
         soak::cases(),

@@ -149,6 +149,10 @@ impl Systemd {
     }
 
     /// Runs one exchange within bounds.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "its runtime is its own, and needs none of the threads that wait here"
+    )]
     fn ask(
         &self,
         what: &'static str,

@@ -51,20 +51,15 @@ fn recorded(shims: &Shims, owned: &Owned) -> Child {
     child
 }
 
-async fn ended(owned: &Arc<Owned>) -> Result<(), Vec<Step>> {
-    let owned = owned.clone();
-    tokio::task::spawn_blocking(move || owned.end()).await.unwrap()
-}
-
 #[tokio::test]
 async fn nobody_listens_behind_the_end() {
     let dir = tempfile::tempdir().unwrap();
     let (_shims, owned) = endpoint(dir.path());
-    owned.listen().unwrap();
+    owned.listen().await.unwrap();
     assert!(owned.socket().exists());
-    ended(&owned).await.unwrap();
-    owned.listen().unwrap();
-    owned.recover();
+    owned.end().await.unwrap();
+    owned.listen().await.unwrap();
+    owned.recover().await;
     assert!(!owned.socket().exists());
 }
 
@@ -73,7 +68,7 @@ async fn the_end_looks_for_the_shim_that_is_on_record() {
     let dir = tempfile::tempdir().unwrap();
     let (shims, owned) = endpoint(dir.path());
     let mut child = recorded(&shims, &owned);
-    ended(&owned).await.unwrap();
+    owned.end().await.unwrap();
     // Its end was seen, which takes a child away.
     assert!(child.try_wait().is_err(), "the shim lives");
     assert!(!owned.group.bundle().dir().exists());
@@ -87,14 +82,14 @@ async fn what_cannot_be_told_is_looked_for_again() {
     let (record, aside) = (dir.path().join("pod/shim/shim.json"), dir.path().join("aside"));
     fs::rename(&record, &aside).unwrap();
     fs::create_dir(&record).unwrap();
-    owned.recover();
+    owned.recover().await;
     assert!(matches!(next(&owned), Next::Recover));
     assert!(!owned.socket().exists(), "it listens, though a shim may serve");
     fs::remove_dir(&record).unwrap();
     fs::rename(&aside, &record).unwrap();
-    owned.try_recover().unwrap();
+    owned.try_recover().await.unwrap();
     assert!(matches!(next(&owned), Next::Watch(shim) if shim.identity().pid == child.id()));
-    ended(&owned).await.unwrap();
+    owned.end().await.unwrap();
     // Its end was seen, which takes a child away.
     assert!(child.try_wait().is_err(), "the shim lives");
 }
@@ -106,13 +101,13 @@ async fn an_idle_endpoint_rests_until_somebody_wants_something() {
     let pod: Arc<dyn Pod> = Arc::new(NoPod);
     owned.serve(pod.clone());
     assert!(owned.now().rest.as_ref().is_some_and(|rest| rest.called.is_none()));
-    owned.listen().unwrap();
+    owned.listen().await.unwrap();
     assert!(owned.now().rest.as_ref().is_some_and(|rest| rest.called.is_some()));
     // Held by this test and by the rest, and by no task.
     assert_eq!(Arc::strong_count(&pod), 2);
     owned.prepare();
     assert!(owned.now().rest.is_none());
-    ended(&owned).await.unwrap();
+    owned.end().await.unwrap();
     while Arc::strong_count(&pod) > 1 {
         tokio::task::yield_now().await;
     }
@@ -123,13 +118,13 @@ async fn an_idle_endpoint_rests_until_somebody_wants_something() {
 async fn a_call_ends_the_rest() {
     let dir = tempfile::tempdir().unwrap();
     let (_shims, owned) = endpoint(dir.path());
-    owned.listen().unwrap();
+    owned.listen().await.unwrap();
     owned.serve(Arc::new(NoPod));
     let _called = std::os::unix::net::UnixStream::connect(owned.socket()).unwrap();
     while owned.now().rest.is_some() {
         tokio::task::yield_now().await;
     }
-    ended(&owned).await.unwrap();
+    owned.end().await.unwrap();
 }
 
 #[tokio::test]
@@ -139,7 +134,7 @@ async fn a_pod_that_lost_its_shim_hears_of_it_though_no_more_can_be_told() {
     owned.group.bundle().make("pod", true).unwrap();
     owned.group.bundle().record_death("on order").unwrap();
     fs::create_dir(dir.path().join("pod/shim/shim.json")).unwrap();
-    owned.recover();
+    owned.recover().await;
     assert!(matches!(next(&owned), Next::Bereaved));
     assert!(matches!(next(&owned), Next::Recover));
 }

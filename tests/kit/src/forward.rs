@@ -21,6 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 ///
 /// # Errors
 /// The stream cannot be opened, or its error channel said so, or nothing came back.
+#[allow(clippy::disallowed_methods, reason = "a test's own thread")]
 pub async fn port_forward(url: &str, line: &str) -> Result<String> {
     let (url, line) = (url.to_owned(), line.to_owned());
     tokio::task::spawn_blocking(move || exchange(&url, &line)).await?

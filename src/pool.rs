@@ -1,0 +1,173 @@
+//! Threads for work that blocks.
+//!
+//! Long work is a task, which waits without a thread; only its blocking pieces get one, by [`run`]. A piece is short, and never waits for
+//! another piece, nor for a lock that is held across one. Each class of pieces has threads of its own: pieces of one class that hang keep
+//! no other class from its work. This is the only module that hands work to the runtime's blocking threads (`clippy.toml`).
+
+use std::any::Any;
+use std::io;
+use std::time::Duration;
+
+use tokio::sync::Semaphore;
+
+use crate::error::Step;
+
+/// What a piece belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Class {
+    /// Create and Start.
+    Start,
+    /// Stop and Shutdown, and what follows the end of a pause.
+    End,
+    /// The pods' shims: looked for, launched, cleaned up after.
+    Shim,
+    /// Status, and what operators ask.
+    Query,
+    /// What recovery looks at. It gives a piece up that takes too long, and the piece keeps its thread.
+    Recovery,
+}
+
+static START: Semaphore = Semaphore::const_new(Class::Start.threads());
+static END: Semaphore = Semaphore::const_new(Class::End.threads());
+static SHIM: Semaphore = Semaphore::const_new(Class::Shim.threads());
+static QUERY: Semaphore = Semaphore::const_new(Class::Query.threads());
+static RECOVERY: Semaphore = Semaphore::const_new(Class::Recovery.threads());
+
+/// For what the libraries do on such threads.
+const OTHERS: usize = 8;
+
+/// Threads that the runtime must have for this: all of all classes.
+pub const THREADS: usize = Class::Start.threads()
+    + Class::End.threads()
+    + Class::Shim.threads()
+    + Class::Query.threads()
+    + Class::Recovery.threads()
+    + OTHERS;
+
+impl Class {
+    /// The classes that living pods need.
+    pub const VITAL: [Self; 4] = [Self::Start, Self::End, Self::Shim, Self::Query];
+
+    /// How many pieces run at once; more wait for their turn, in their order, without a thread.
+    pub const fn threads(self) -> usize {
+        match self {
+            Self::Start | Self::Query => 16,
+            Self::End | Self::Shim => 24,
+            Self::Recovery => 32,
+        }
+    }
+
+    /// Its name in messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Start => "start",
+            Self::End => "end",
+            Self::Shim => "shim",
+            Self::Query => "query",
+            Self::Recovery => "recovery",
+        }
+    }
+
+    fn turns(self) -> &'static Semaphore {
+        match self {
+            Self::Start => &START,
+            Self::End => &END,
+            Self::Shim => &SHIM,
+            Self::Query => &QUERY,
+            Self::Recovery => &RECOVERY,
+        }
+    }
+}
+
+/// Runs a piece on a thread of its class. When the future is dropped, a piece that has begun goes on, and one that has not is dropped.
+///
+/// # Errors
+/// The piece has panicked, or the runtime is going down.
+#[expect(clippy::disallowed_methods, reason = "the one place that does")]
+pub async fn run<T: Send + 'static>(class: Class, piece: impl FnOnce() -> T + Send + 'static) -> Result<T, Step> {
+    let failed = |e: String| Step::new("run job", io::Error::other(e));
+    let turn = class.turns().acquire().await.map_err(|e| failed(e.to_string()))?;
+    let ran = tokio::task::spawn_blocking(move || {
+        // Held for as long as the thread is, whoever waits.
+        let _turn = turn;
+        piece()
+    });
+    ran.await.map_err(|e| match e.try_into_panic() {
+        Ok(panic) => panicked(&*panic),
+        Err(e) => failed(e.to_string()),
+    })
+}
+
+/// A panic as a failed step.
+pub fn panicked(panic: &(dyn Any + Send)) -> Step {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+    Step::new("run job", io::Error::other(format!("panicked: {text}")))
+}
+
+/// The classes that living pods need and that did not run an empty piece in time.
+pub async fn stuck(within: Duration) -> Vec<Class> {
+    let probes = Class::VITAL.map(|class| async move {
+        let ran = tokio::time::timeout(within, run(class, || ())).await;
+        (!matches!(ran, Ok(Ok(())))).then_some(class)
+    });
+    futures::future::join_all(probes).await.into_iter().flatten().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_panic_is_a_failed_step() {
+        let failed = run::<()>(Class::Recovery, || panic!("on order")).await.unwrap_err();
+        assert_eq!(failed.to_string(), "run job: panicked: on order");
+    }
+
+    /// Pieces of one class hang, more of it than there are threads: the others run, and the probe says which hangs.
+    #[test]
+    fn pieces_that_hang_keep_no_other_class_from_its_work() {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .max_blocking_threads(THREADS)
+            .enable_all()
+            .build()
+            .unwrap();
+        runtime.block_on(async {
+            let mut ends = Vec::new();
+            let hanging: Vec<_> = (0..2 * Class::Shim.threads())
+                .map(|_| {
+                    let (end, ended) = mpsc::channel::<()>();
+                    ends.push(end);
+                    tokio::spawn(run(Class::Shim, move || assert!(ended.recv().is_err())))
+                })
+                .collect();
+            while SHIM.available_permits() > 0 {
+                tokio::task::yield_now().await;
+            }
+            assert_eq!(stuck(Duration::from_millis(200)).await, [Class::Shim]);
+            drop(ends);
+            for hung in hanging {
+                hung.await.unwrap().unwrap();
+            }
+            assert_eq!(stuck(Duration::from_secs(10)).await, []);
+        });
+    }
+
+    #[tokio::test]
+    async fn a_piece_that_is_given_up_keeps_its_turn() {
+        let (end, ended) = mpsc::channel::<()>();
+        let given_up = tokio::time::timeout(
+            Duration::from_millis(10),
+            run(Class::Recovery, move || assert!(ended.recv().is_err())),
+        );
+        assert!(given_up.await.is_err());
+        assert!(RECOVERY.available_permits() < Class::Recovery.threads());
+        drop(end);
+        while RECOVERY.available_permits() < Class::Recovery.threads() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! A hundred of everything at once, at a daemon whose threads are bounded.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use kit::controller::Controller;
+use kit::grpc::{self, Status};
+use kit::until;
+use tokio::task::JoinSet;
+
+use crate::bare::Bare;
+use crate::harness::{Case, alone};
+use crate::pods::{Shape, is_whole, remove};
+
+/// More than the daemon has threads of any kind.
+const CROWD: usize = 100;
+
+/// Removals that hang: twice as many as shims are called at once.
+const HANGING: usize = 64;
+
+/// Waits that are pending on them.
+const WAITS: usize = 500;
+
+/// What a caller of the daemon may wait for one verb, with all restarts in it.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// A pod that has nothing to do with the crowd is not to notice it.
+const OTHER: Duration = Duration::from_secs(10);
+
+pub(crate) fn cases() -> Vec<Case> {
+    alone![removals_with_left_overs_at_once, removals_that_hang, a_crowd_and_a_restart]
+}
+
+/// A daemon whose shim's `delete` takes its time.
+async fn with_slow_deletions(seconds: u32) -> Result<Bare> {
+    let bare = Bare::new("")?;
+    let shim = bare.path("shim");
+    fs::write(&shim, format!("#!/bin/sh\nexec sleep {seconds}\n"))?;
+    fs::set_permissions(&shim, fs::Permissions::from_mode(0o755))?;
+    let config = bare.path("config.toml");
+    let settings = fs::read_to_string(&config)?;
+    fs::write(&config, format!("{settings}shims = {{ \"io.containerd.runc.v2\" = \"{}\" }}\n", shim.display()))?;
+    bare.start().await?;
+    Ok(bare)
+}
+
+/// Sandboxes that run, each with what a shim that is gone has left: its bundle, and that of a container.
+async fn with_left_overs(bare: &Bare, count: usize) -> Result<Vec<String>> {
+    let (controller, shape) = (bare.controller(), Shape::plain(bare));
+    let mut ids = Vec::new();
+    for number in 0..count {
+        let id = bare.id(&format!("left-{number}"));
+        shape.run(&controller, &id).await?;
+        fs::create_dir(bare.record(&id).join("shim"))?;
+        let bundle = bare.path("run/io.containerd.runtime.v2.task/k8s.io").join(format!("{number:064x}"));
+        fs::create_dir_all(&bundle)?;
+        fs::write(bundle.join("sandbox"), &id)?;
+        ids.push(id);
+    }
+    Ok(ids)
+}
+
+/// Another pod runs, is looked at and is removed.
+async fn another_pod(bare: &Bare, word: &str) -> Result<()> {
+    let (controller, shape, id) = (bare.controller(), Shape::plain(bare), bare.id(word));
+    let whole = async {
+        shape.run(&controller, &id).await?;
+        is_whole(bare, &controller, &id).await?;
+        controller.metrics(&id).await?;
+        remove(&controller, &id).await?;
+        anyhow::Ok(())
+    };
+    tokio::time::timeout(OTHER, whole).await.context("another pod was held up")?
+}
+
+async fn ended(mut under_way: JoinSet<Result<()>>) -> Result<()> {
+    while let Some(ended) = under_way.join_next().await {
+        ended??;
+    }
+    Ok(())
+}
+
+/// All are stopped and shut down at once.
+async fn removals_with_left_overs_at_once() -> Result<()> {
+    let bare = with_slow_deletions(1).await?;
+    let ids = with_left_overs(&bare, CROWD).await?;
+    let controller = Arc::new(bare.controller());
+    let mut removals = JoinSet::new();
+    for id in ids {
+        let controller = controller.clone();
+        removals.spawn(async move { Ok(remove(&controller, &id).await?) });
+    }
+    until("a removal is under way", OTHER, async || {
+        let called = kit::machine::processes::all()?.iter().any(|p| p.command.starts_with("sleep 1"));
+        ensure!(called, "no shim was called");
+        Ok(())
+    })
+    .await?;
+    another_pod(&bare, "other").await?;
+    tokio::time::timeout(DEADLINE, ended(removals)).await.context("removals hang")??;
+    bare.nothing_left().await
+}
+
+/// None of them ends while the other pod does all that pods do.
+async fn removals_that_hang() -> Result<()> {
+    let bare = with_slow_deletions(9).await?;
+    let ids = with_left_overs(&bare, HANGING).await?;
+    let controller = Arc::new(bare.controller());
+    let mut removals = JoinSet::new();
+    for id in ids {
+        let controller = controller.clone();
+        removals.spawn(async move { Ok(remove(&controller, &id).await?) });
+    }
+    until("the removals hang", OTHER, async || {
+        let called = kit::machine::processes::all()?.iter().filter(|p| p.command.starts_with("sleep 9")).count();
+        ensure!(called >= 32, "{called} shims are called");
+        Ok(())
+    })
+    .await?;
+    let begun = std::time::Instant::now();
+    another_pod(&bare, "other").await?;
+    ensure!(begun.elapsed() < Duration::from_secs(5), "another pod took {:?}", begun.elapsed());
+    tokio::time::timeout(DEADLINE, ended(removals)).await.context("removals hang")??;
+    bare.nothing_left().await
+}
+
+/// Asks until the daemon has an answer, across its restart.
+async fn asked<T, F: Future<Output = Result<T, Status>>>(ask: impl Fn() -> F) -> Result<T> {
+    let answered = async {
+        loop {
+            match ask().await {
+                Err(status) if status.code == grpc::UNAVAILABLE => tokio::time::sleep(Duration::from_millis(50)).await,
+                answered => return answered,
+            }
+        }
+    };
+    Ok(tokio::time::timeout(DEADLINE, answered).await.context("no answer in time")??)
+}
+
+/// Runs a sandbox as kubelet does: one whose start was cut off by the restart is made anew.
+async fn run(controller: &Controller, shape: &Shape, id: &str) -> Result<()> {
+    for _ in 0..5 {
+        match asked(|| shape.create(controller, id)).await {
+            Ok(()) => {}
+            // The answer was lost, not the sandbox.
+            Err(e) if code(&e) == Some(grpc::ALREADY_EXISTS) => {}
+            Err(e) => return Err(e),
+        }
+        match asked(|| controller.start(id)).await {
+            Ok(_) => return Ok(()),
+            Err(e) => {
+                // Started, and the answer was lost; or cut off and removed.
+                if controller.status(id, false).await.is_ok_and(|status| status.state == "SANDBOX_READY") {
+                    return Ok(());
+                }
+                ensure!(code(&e) == Some(grpc::NOT_FOUND), "{id}: {e:#}");
+            }
+        }
+    }
+    bail!("{id}: not started")
+}
+
+fn code(e: &anyhow::Error) -> Option<i32> {
+    e.downcast_ref::<Status>().map(|status| status.code)
+}
+
+/// Removals, starts, Waits and a restart of the daemon by SIGKILL in the middle of them.
+async fn a_crowd_and_a_restart() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape) = (Arc::new(bare.controller()), Shape::plain(&bare));
+    let old: Vec<String> = (0..CROWD).map(|number| bare.id(&format!("old-{number}"))).collect();
+    for id in &old {
+        shape.run(&controller, id).await?;
+    }
+    let mut waits = JoinSet::new();
+    for number in 0..WAITS {
+        let (controller, id) = (controller.clone(), old[number % CROWD].clone());
+        waits.spawn(async move {
+            match asked(|| controller.wait(&id)).await {
+                Ok(_) => Ok(()),
+                // Removed before it could be asked again.
+                Err(e) if code(&e) == Some(grpc::NOT_FOUND) => Ok(()),
+                Err(e) => Err(e),
+            }
+        });
+    }
+    let mut crowd = JoinSet::new();
+    for id in old {
+        let controller = controller.clone();
+        crowd.spawn(async move {
+            // Once removed it is not found, which containerd takes for success.
+            match asked(|| controller.stop(&id)).await {
+                Err(e) if code(&e) != Some(grpc::NOT_FOUND) => return Err(e.context(format!("stop {id}"))),
+                _ => {}
+            }
+            asked(|| controller.shutdown(&id)).await.with_context(|| format!("shut down {id}"))
+        });
+    }
+    let new: Vec<String> = (0..CROWD).map(|number| bare.id(&format!("new-{number}"))).collect();
+    for id in new.clone() {
+        let (controller, shape) = (controller.clone(), shape.clone());
+        crowd.spawn(async move { run(&controller, &shape, &id).await });
+    }
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    bare.kill()?;
+    bare.start().await?;
+    ended(crowd).await?;
+    ended(waits).await?;
+    for id in &new {
+        is_whole(&bare, &controller, id).await?;
+    }
+    for id in &new {
+        remove(&controller, id).await?;
+    }
+    bare.nothing_left().await
+}
