@@ -21,6 +21,7 @@ use super::code::{Code, Status};
 use super::handler::{Begun, Call, Handler, Wait};
 use super::namespace;
 use super::room::{self, Message, Room};
+use super::traffic;
 use super::verbs::Verbs;
 use crate::trace::{TRACEPARENT, TraceId};
 
@@ -32,6 +33,8 @@ const MAX_HEADERS: u32 = 16 << 10;
 const SMALL_FRAME: usize = 256;
 /// How long a caller may take to speak HTTP/2.
 const HANDSHAKE: Duration = Duration::from_secs(10);
+/// How long a caller who must make room may take to read that.
+const GOODBYE: Duration = Duration::from_millis(100);
 /// How long the rest of a request that is already answered is read.
 const REST: Duration = Duration::from_secs(5);
 const STATUS: &str = "grpc-status";
@@ -43,7 +46,11 @@ const CONTENT_TYPE: &str = "application/grpc";
 ///
 /// # Errors
 /// Why the connection broke.
-pub(super) async fn serve<V: Verbs>(stream: UnixStream, handler: Handler<V>) -> Result<(), h2::Error> {
+pub(super) async fn serve<V: Verbs>(
+    stream: UnixStream,
+    handler: Handler<V>,
+    of: Arc<traffic::Connection>,
+) -> Result<(), h2::Error> {
     let mut builder = h2::server::Builder::new();
     builder
         .max_concurrent_streams(MAX_CALLS as u32)
@@ -61,6 +68,7 @@ pub(super) async fn serve<V: Verbs>(stream: UnixStream, handler: Handler<V>) -> 
         connection = builder.handshake::<_, Bytes>(stream) => connection?,
         () = tokio::time::sleep(HANDSHAKE) => return Err(Reason::SETTINGS_TIMEOUT.into()),
         () = handler.stopping() => return Ok(()),
+        () = of.evicted() => return Ok(()),
     };
     // Dropped with the connection, and the calls with it: their caller is gone.
     let mut calls = JoinSet::new();
@@ -75,7 +83,8 @@ pub(super) async fn serve<V: Verbs>(stream: UnixStream, handler: Handler<V>) -> 
             next = connection.accept() => match next {
                 Some(call) => {
                     let (request, respond) = call?;
-                    calls.spawn(serve_call(Arc::clone(&handler), Asked::from(request), respond));
+                    let pending = of.begin();
+                    calls.spawn(serve_call(Arc::clone(&handler), Asked::from(request), respond, pending));
                 }
                 None => return Ok(()),
             },
@@ -86,6 +95,12 @@ pub(super) async fn serve<V: Verbs>(stream: UnixStream, handler: Handler<V>) -> 
                 Ok(None) | Err(_) => {}
             },
             Some(()) = waits.next() => {}
+            // What has come meanwhile is asked again by its caller, who is told that it was not begun.
+            () = of.evicted(), if !draining => {
+                connection.abrupt_shutdown(Reason::NO_ERROR);
+                let _ = tokio::time::timeout(GOODBYE, connection.accept()).await;
+                return Ok(());
+            }
             () = &mut stopping, if !draining => {
                 draining = true;
                 std::mem::take(&mut waits).into_iter().for_each(Pending::stop);
@@ -128,6 +143,7 @@ async fn serve_call<V: Verbs>(
     handler: Arc<Handler<V>>,
     asked: Asked,
     mut respond: SendResponse<Bytes>,
+    pending: traffic::Pending,
 ) -> Option<Pending<V>> {
     let Asked { grpc, call, mut body } = asked;
     let sent = if !grpc {
@@ -140,7 +156,7 @@ async fn serve_call<V: Verbs>(
         };
         match begun {
             Begun::Answered(answer) => send(&mut respond, answer),
-            Begun::Waits(wait) => return Some(Pending { handler, wait, respond }),
+            Begun::Waits(wait) => return Some(Pending { handler, wait, respond, _of: pending }),
         }
     };
     if let Err(e) = sent {
@@ -171,6 +187,8 @@ struct Pending<V> {
     handler: Arc<Handler<V>>,
     wait: Wait,
     respond: SendResponse<Bytes>,
+    /// Keeps its connection.
+    _of: traffic::Pending,
 }
 
 impl<V: Verbs> Pending<V> {

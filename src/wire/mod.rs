@@ -29,6 +29,7 @@ mod handler;
 mod inspect;
 mod namespace;
 mod room;
+mod traffic;
 mod ttrpc;
 mod verbs;
 
@@ -39,10 +40,11 @@ pub use verbs::Verbs;
 use accept::Acceptor;
 use handler::Handler;
 use namespace::Namespace;
+use traffic::{Connection, Traffic};
 
 /// Calls that may be pending on one connection: a Wait for every pod of a node, and room.
 const MAX_CALLS: usize = 16 << 10;
-/// Connections that a socket serves at a time; more wait in its backlog.
+/// Connections that a socket serves at a time. For one more an idle one is ended; where none is idle, it waits.
 const MAX_CONNECTIONS: usize = 256;
 /// How long the answers that end everything may take to be read by their callers.
 const DRAIN: Duration = Duration::from_secs(2);
@@ -92,34 +94,54 @@ impl<V: Verbs> Server<V> {
         let grpc = Acceptor::new(self.grpc, ROOT)?;
         let ttrpc = Acceptor::new(self.ttrpc, ROOT)?;
         tokio::join!(
-            serve("gRPC", grpc, &handler, |stream| grpc::serve(stream, handler.clone())),
-            serve("ttrpc", ttrpc, &handler, |stream| ttrpc::serve(stream, handler.clone())),
+            serve("gRPC", grpc, &handler, |stream, of| grpc::serve(stream, handler.clone(), of)),
+            serve("ttrpc", ttrpc, &handler, |stream, of| ttrpc::serve(stream, handler.clone(), of)),
         );
         Ok(())
     }
 }
 
 /// Serves the connections of one socket.
-async fn serve<V, E, F>(name: &str, mut acceptor: Acceptor, handler: &Handler<V>, connection: impl Fn(UnixStream) -> F)
-where
+async fn serve<V, E, F>(
+    name: &str,
+    mut acceptor: Acceptor,
+    handler: &Handler<V>,
+    connection: impl Fn(UnixStream, Arc<Connection>) -> F,
+) where
     V: Verbs,
     E: Display + Send + 'static,
     F: Future<Output = Result<(), E>> + Send + 'static,
 {
     let mut connections = JoinSet::new();
+    let traffic = Arc::new(Traffic::default());
+    // The next connection, where there are too many.
+    let mut next = None;
     let stopping = handler.stopping();
     tokio::pin!(stopping);
     loop {
         tokio::select! {
             biased;
             () = &mut stopping => break,
-            Some(ended) = connections.join_next() => match ended {
-                Ok(Ok(())) => {}
-                Ok(Err(e)) => log::debug!("{name} connection ended: {e}"),
-                Err(e) => log::error!("{name} connection: {e}"),
-            },
-            stream = acceptor.next(), if connections.len() < MAX_CONNECTIONS => {
-                connections.spawn(connection(stream));
+            Some(ended) = connections.join_next() => {
+                match ended {
+                    Ok(Ok(())) => {}
+                    Ok(Err(e)) => log::debug!("{name} connection ended: {e}"),
+                    Err(e) => log::error!("{name} connection: {e}"),
+                }
+                if let Some(stream) = next.take() {
+                    connections.spawn(connection(stream, traffic.connection()));
+                }
+            }
+            stream = acceptor.next(), if next.is_none() => {
+                if connections.len() < MAX_CONNECTIONS {
+                    connections.spawn(connection(stream, traffic.connection()));
+                } else {
+                    next = Some(stream);
+                    traffic.evict();
+                }
+            }
+            () = traffic.idle(), if next.is_some() => {
+                traffic.evict();
             }
         }
     }

@@ -4,6 +4,7 @@
 //! caller without an answer when a handler panics, takes any number of calls, and ends only after a wait of its own; and so is
 //! the reading of a frame, as that crate's takes 4 MiB and no more.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use protobuf::{Message, MessageField};
@@ -20,6 +21,7 @@ use super::code::{Code, Status};
 use super::handler::{self, Handler};
 use super::namespace;
 use super::room::{self, Held};
+use super::traffic::Connection;
 use super::verbs::Verbs;
 use crate::trace::{TRACEPARENT, TraceId};
 
@@ -32,7 +34,11 @@ const QUEUE: usize = 64;
 ///
 /// # Errors
 /// Why the connection broke.
-pub(super) async fn serve<V: Verbs>(stream: UnixStream, handler: Handler<V>) -> Result<(), ttrpc::Error> {
+pub(super) async fn serve<V: Verbs>(
+    stream: UnixStream,
+    handler: Handler<V>,
+    of: Arc<Connection>,
+) -> Result<(), ttrpc::Error> {
     let (reader, writer) = stream.into_split();
     let mut reader = BufReader::new(reader);
     let (answers, queue) = mpsc::channel(QUEUE);
@@ -41,7 +47,8 @@ pub(super) async fn serve<V: Verbs>(stream: UnixStream, handler: Handler<V>) -> 
     tokio::pin!(writing);
     tokio::select! {
         // Nobody is left to answer: what still runs is dropped with `calls`.
-        ended = read(&mut reader, &handler, &mut calls, &answers) => return ended,
+        ended = read(&mut reader, &handler, &mut calls, &answers, &of) => return ended,
+        () = of.evicted() => return Ok(()),
         ended = &mut writing => return ended,
         () = linger(&handler) => {}
     }
@@ -60,6 +67,7 @@ async fn read<V: Verbs>(
     handler: &Handler<V>,
     calls: &mut JoinSet<()>,
     answers: &mpsc::Sender<GenMessage>,
+    of: &Arc<Connection>,
 ) -> Result<(), ttrpc::Error> {
     loop {
         let header = MessageHeader::read_from(&mut *reader).await.map_err(|e| broken(&e))?;
@@ -83,8 +91,9 @@ async fn read<V: Verbs>(
         // An answer that cannot be sent has nobody who waits for it: the connection is gone.
         match asked {
             Ok((request, held)) => {
-                let (handler, answers) = (handler.clone(), answers.clone());
+                let (handler, answers, pending) = (handler.clone(), answers.clone(), of.begin());
                 calls.spawn(async move {
+                    let _pending = pending;
                     let answer = call(&handler, request, held).await;
                     let _ = answers.send(response(stream, answer)).await;
                 });

@@ -22,6 +22,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::timeout;
 
 mod client;
+mod crowd;
 mod fake;
 mod inspect;
 mod namespaces;
