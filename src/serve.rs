@@ -1,4 +1,4 @@
-//! `pause-sandboxer serve`: prepare, recover, listen, ready, serve, drain.
+//! `pause-sandboxer serve`: prepare, listen, recover, ready, serve, drain.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read as _, Seek as _, Write as _};
@@ -78,30 +78,35 @@ async fn run(
     let labelled = selinux::executable(config).and_then(|label| label.map_or(Ok(()), |label| driver.label(&label)));
     labelled.unwrap_or_else(|step| log::error!("pods with SELinux labels may not start: {step}"));
     let environment = Arc::new(Environment::new(config.clone(), driver, open_files)?);
-    // It logs what it finds. Where containerd is not up yet, the first Create finds it.
-    let _ = environment.mounts.admit();
-    let controller = tokio::select! {
-        controller = Controller::open(environment) => controller?,
-        () = end.told() => {
-            log::info!("told to end during recovery");
-            return Ok(());
-        }
-    };
-    let (grpc, ttrpc) = match listen(config) {
-        Ok(sockets) => sockets,
-        Err(step) => {
-            // Without sandboxes nothing of this daemon stays mounted.
-            controller.drain().await;
-            return Err(step);
-        }
-    };
+    // Before the pods are taken over, as containerd gives its first connection a second; calls wait.
+    let (grpc, ttrpc) = listen(config)?;
     let (stop, stopped) = watch::channel(false);
+    let (answering, verbs) = watch::channel(None);
     let mut serving = tokio::spawn(
-        wire::Server::new(Arc::clone(&controller), grpc, ttrpc)
-            .counted(Arc::clone(controller.telemetry()))
+        wire::Server::ahead(verbs, grpc, ttrpc)
+            .counted(Arc::clone(&environment.telemetry))
             .of_namespace(&config.containerd_namespace)
             .run(stopped),
     );
+    // It logs what it finds. Where containerd is not up yet, the first Create finds it.
+    let _ = environment.mounts.admit();
+    let opened = tokio::select! {
+        opened = Controller::open(environment) => opened.map(Some),
+        () = end.told() => {
+            log::info!("told to end during recovery");
+            Ok(None)
+        }
+    };
+    let controller = match opened {
+        Ok(Some(controller)) => controller,
+        ended => {
+            // Whoever waits is to ask again. The receiver is gone only if the server is.
+            let _ = stop.send(true);
+            let _ = serving.await;
+            return ended.map(drop);
+        }
+    };
+    answering.send_replace(Some(Arc::clone(&controller)));
     let store = Store { address: config.containerd_address.clone(), namespace: config.containerd_namespace.clone() };
     let collecting = tokio::spawn(orphan::collect(Arc::clone(&controller), store, config.forgotten_interval));
     let exposing = tokio::spawn(exposition::serve(Arc::clone(&controller), config.metrics.clone()));

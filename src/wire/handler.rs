@@ -100,9 +100,12 @@ pub(super) struct Wait {
     running: Running,
 }
 
+/// What is to answer: `None` as long as the sandboxes are not known.
+pub(super) type Ahead<V> = watch::Receiver<Option<Arc<V>>>;
+
 /// Answers calls by their path.
 pub(super) struct Handler<V> {
-    verbs: Arc<V>,
+    verbs: Ahead<V>,
     stop: watch::Receiver<bool>,
     telemetry: Arc<Telemetry>,
     namespace: Arc<Namespace>,
@@ -112,7 +115,7 @@ pub(super) struct Handler<V> {
 impl<V> Clone for Handler<V> {
     fn clone(&self) -> Self {
         Self {
-            verbs: Arc::clone(&self.verbs),
+            verbs: self.verbs.clone(),
             stop: self.stop.clone(),
             telemetry: Arc::clone(&self.telemetry),
             namespace: Arc::clone(&self.namespace),
@@ -124,7 +127,7 @@ impl<V> Clone for Handler<V> {
 impl<V: Verbs> Handler<V> {
     /// A handler whose calls all end once `stop` says true or its sender is gone.
     pub(super) fn new(
-        verbs: Arc<V>,
+        verbs: Ahead<V>,
         stop: watch::Receiver<bool>,
         telemetry: Arc<Telemetry>,
         namespace: Arc<Namespace>,
@@ -147,6 +150,20 @@ impl<V: Verbs> Handler<V> {
         *self.stop.borrow() || self.stop.has_changed().is_err()
     }
 
+    fn known(&self) -> Option<Arc<V>> {
+        self.verbs.borrow().clone()
+    }
+
+    /// What answers, as soon as the sandboxes are known. Nothing of a call is read before, but for what came in one piece.
+    async fn verbs(&self) -> Result<Arc<V>, Status> {
+        if let Some(known) = self.known() {
+            return Ok(known);
+        }
+        // A sender that is gone has found none, and the daemon ends.
+        let _ = self.verbs.clone().wait_for(Option::is_some).await;
+        self.known().ok_or_else(Status::stopping)
+    }
+
     /// Answers one call whatever happens to it: it panics, its deadline passes, the daemon goes down.
     ///
     /// `request` reads the request's bytes, so that a caller who never sends the rest of them is bounded as well.
@@ -157,8 +174,11 @@ impl<V: Verbs> Handler<V> {
     ) -> BoxFuture<'a, Answer> {
         Box::pin(trace::within(of.trace, async move {
             let mut running = self.telemetry.call(of.counted());
-            let answer =
-                self.bounded(of, async { fits(of.target().1, self.dispatch(of, request.await?).await, of.most) }).await;
+            let work = async {
+                let verbs = self.verbs().await?;
+                fits(of.target().1, self.dispatch(&verbs, of, request.await?).await, of.most)
+            };
+            let answer = self.bounded(of, work).await;
             running.ended(code_of(&answer));
             answer
         }))
@@ -177,7 +197,8 @@ impl<V: Verbs> Handler<V> {
         Box::pin(trace::within(of.trace, async move {
             let mut running = self.telemetry.call(of.counted());
             let begun = self.bounded(of, async {
-                let mut exit = self.exit(of, request.await?.as_ref())?;
+                let verbs = self.verbs().await?;
+                let mut exit = exit(verbs, of, request.await?.as_ref())?;
                 Ok((exit.as_mut().now_or_never(), exit))
             });
             let answer = match begun.await {
@@ -242,36 +263,28 @@ impl<V: Verbs> Handler<V> {
         }
     }
 
-    fn dispatch<'a, B: AsRef<[u8]> + Send + 'a>(&'a self, of: &'a Call, bytes: B) -> BoxFuture<'a, Answer> {
+    fn dispatch<'a, B: AsRef<[u8]> + Send + 'a>(
+        &'a self,
+        verbs: &'a Arc<V>,
+        of: &'a Call,
+        bytes: B,
+    ) -> BoxFuture<'a, Answer> {
         let (service, method) = of.target();
         match (service, method) {
-            (CONTROLLER, "Wait") | (SANDBOX, "WaitSandbox") => match self.exit(of, bytes.as_ref()) {
+            (CONTROLLER, "Wait") | (SANDBOX, "WaitSandbox") => match exit(Arc::clone(verbs), of, bytes.as_ref()) {
                 Ok(exit) => exit,
                 Err(status) => Box::pin(ready(Err(status))),
             },
-            (CONTROLLER, _) => Box::pin(async move { self.controller(method, bytes.as_ref()).await }),
-            (SANDBOX, _) => Box::pin(async move { self.sandbox(method, bytes.as_ref()).await }),
+            (CONTROLLER, _) => Box::pin(async move { self.controller(verbs, method, bytes.as_ref()).await }),
+            (SANDBOX, _) => Box::pin(async move { self.sandbox(verbs, method, bytes.as_ref()).await }),
             (inspect::SERVICE, _) if of.operators => {
-                Box::pin(async move { inspect::answer(&*self.verbs, method, bytes.as_ref()).await })
+                Box::pin(async move { inspect::answer(&**verbs, method, bytes.as_ref()).await })
             }
             _ => Box::pin(ready(Err(not_served(service, method)))),
         }
     }
 
-    /// The answer to a Wait; nothing of its request is kept until then.
-    fn exit(&self, of: &Call, bytes: &[u8]) -> Result<BoxFuture<'static, Answer>, Status> {
-        let verbs = Arc::clone(&self.verbs);
-        if of.target().0 == CONTROLLER {
-            let exit = verbs.wait(decode::<c::ControllerWaitRequest>(bytes)?.sandbox_id);
-            Ok(Box::pin(exit.map(|exit| encode("Wait", exit.map(convert::exit)))))
-        } else {
-            let exit = verbs.wait(decode::<s::WaitSandboxRequest>(bytes)?.sandbox_id);
-            Ok(Box::pin(exit.map(|exit| encode("WaitSandbox", exit.map(convert::sandbox_exit)))))
-        }
-    }
-
-    async fn controller(&self, method: &str, bytes: &[u8]) -> Answer {
-        let verbs = &*self.verbs;
+    async fn controller(&self, verbs: &V, method: &str, bytes: &[u8]) -> Answer {
         match method {
             "Create" => {
                 let request = decode::<c::ControllerCreateRequest>(bytes)?;
@@ -329,8 +342,7 @@ impl<V: Verbs> Handler<V> {
         }
     }
 
-    async fn sandbox(&self, method: &str, bytes: &[u8]) -> Answer {
-        let verbs = &*self.verbs;
+    async fn sandbox(&self, verbs: &V, method: &str, bytes: &[u8]) -> Answer {
         match method {
             "CreateSandbox" => {
                 let request = convert::create_sandbox(decode(bytes)?);
@@ -383,6 +395,17 @@ impl<V: Verbs> Handler<V> {
             }
             _ => Err(not_served(SANDBOX, method)),
         }
+    }
+}
+
+/// The answer to a Wait; nothing of its request is kept until then.
+fn exit<V: Verbs>(verbs: Arc<V>, of: &Call, bytes: &[u8]) -> Result<BoxFuture<'static, Answer>, Status> {
+    if of.target().0 == CONTROLLER {
+        let exit = verbs.wait(decode::<c::ControllerWaitRequest>(bytes)?.sandbox_id);
+        Ok(Box::pin(exit.map(|exit| encode("Wait", exit.map(convert::exit)))))
+    } else {
+        let exit = verbs.wait(decode::<s::WaitSandboxRequest>(bytes)?.sandbox_id);
+        Ok(Box::pin(exit.map(|exit| encode("WaitSandbox", exit.map(convert::sandbox_exit)))))
     }
 }
 

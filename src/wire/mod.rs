@@ -54,7 +54,7 @@ const ROOT: libc::uid_t = 0;
 /// The two sockets of a daemon and what answers on them.
 #[derive(Debug)]
 pub struct Server<V> {
-    verbs: Arc<V>,
+    verbs: watch::Receiver<Option<Arc<V>>>,
     grpc: UnixListener,
     ttrpc: UnixListener,
     telemetry: Arc<Telemetry>,
@@ -64,6 +64,12 @@ pub struct Server<V> {
 impl<V: Verbs> Server<V> {
     /// Serves `verbs` on two bound and listening sockets, made by [`bind`] or inherited.
     pub fn new(verbs: Arc<V>, grpc: UnixListener, ttrpc: UnixListener) -> Self {
+        Self::ahead(watch::channel(Some(verbs)).1, grpc, ttrpc)
+    }
+
+    /// The same, before the verbs are there: connections are taken and spoken on, and calls wait. If they will never be there, their
+    /// sender goes away.
+    pub fn ahead(verbs: watch::Receiver<Option<Arc<V>>>, grpc: UnixListener, ttrpc: UnixListener) -> Self {
         Self { verbs, grpc, ttrpc, telemetry: Arc::default(), namespace: Arc::default() }
     }
 

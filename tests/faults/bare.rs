@@ -153,9 +153,15 @@ impl Bare {
 
     /// Starts it with faults from its first call on. The daemon stays this process's child.
     pub(crate) async fn start_with(&self, injections: &[&str]) -> Result<()> {
+        self.spawn_with(injections)?;
+        self.answers().await
+    }
+
+    /// The same, without waiting.
+    pub(crate) fn spawn_with(&self, injections: &[&str]) -> Result<()> {
         let (mut command, own) = (crate::strace::strace(injections), self.command());
         command.arg("-D").arg(own.get_program()).args(own.get_args());
-        self.start_as(command).await
+        self.spawn(command)
     }
 
     /// Ends the faults of [`Bare::start_with`].

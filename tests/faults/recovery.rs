@@ -11,8 +11,9 @@ use nix::mount::{MntFlags, umount2};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
-use crate::bare::Bare;
+use crate::bare::{Bare, DAEMON};
 use crate::harness::{Case, alone};
 use crate::pods::{Shape, is_whole, remove, state};
 
@@ -20,6 +21,7 @@ pub(crate) fn cases() -> Vec<Case> {
     alone![
         the_living_the_dead_and_the_reused,
         a_death_during_the_restart_is_told,
+        calls_wait_for_the_recovery,
         not_decidable_in_time,
         not_decidable_and_then_decidable,
         unreadable_and_newer_records_stay,
@@ -138,6 +140,59 @@ async fn not_decidable_in_time() -> Result<()> {
         remove(&controller, id).await.with_context(|| format!("end {id}, of the unknown {unknown:?}"))?;
     }
     bare.nothing_left().await
+}
+
+/// containerd gives its first connection a second; what a recovery takes is no matter then.
+async fn calls_wait_for_the_recovery() -> Result<()> {
+    /// The recovery of one pod takes this; less than a record may take.
+    const SLOW: &str = "pidfd_open:delay_enter=6s:when=1";
+    let bare = Bare::started().await?;
+    let shape = Shape::plain(&bare);
+    let id = bare.id("slow");
+    let pid = shape.run(&bare.controller(), &id).await?;
+    let ready = || bare.logged().matches(" ready socket=").count();
+    let begin = async || {
+        bare.kill()?;
+        let before = ready();
+        bare.spawn_with(&[SLOW])?;
+        until("HTTP/2 is spoken", DAEMON, async || speaks_http2(&bare.path("s.sock")).await).await?;
+        ensure!(ready() == before, "the recovery is over before the connection was taken");
+        let call = |wait: bool| {
+            let (controller, id) = (bare.controller(), id.clone());
+            tokio::spawn(async move {
+                if wait { controller.wait(&id).await.map(drop) } else { controller.status(&id, false).await.map(drop) }
+            })
+        };
+        anyhow::Ok((before, call(false), call(true)))
+    };
+
+    let (before, status, wait) = begin().await?;
+    status.await?.context("a Status that came amid the recovery")?;
+    ensure!(ready() == before + 1, "answered before the recovery was over");
+    ensure!(bare.controller().status(&id, false).await?.pid == pid, "another pause");
+    ensure!(!wait.is_finished(), "the Wait of a live pod has ended");
+    bare.end_faults().await?;
+
+    let (before, status, wait) = begin().await?;
+    bare.stop().await?;
+    for (call, ended) in [("Status", status.await?), ("Wait", wait.await?)] {
+        ensure!(ended.as_ref().is_err_and(|status| status.code == grpc::UNAVAILABLE), "{call}: {ended:?}");
+    }
+    ensure!(ready() == before, "it was ended after its recovery, not in it");
+    bare.start().await?;
+    is_whole(&bare, &bare.controller(), &id).await?;
+    remove(&bare.controller(), &id).await?;
+    bare.nothing_left().await
+}
+
+/// Whether the other end answers the preface of HTTP/2 by its own: a frame of settings.
+async fn speaks_http2(socket: &Path) -> Result<()> {
+    let mut stream = tokio::net::UnixStream::connect(socket).await?;
+    stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await?;
+    let mut head = [0; 9];
+    tokio::time::timeout(Duration::from_secs(1), stream.read_exact(&mut head)).await??;
+    ensure!(head[3] == 4, "a frame of type {}", head[3]);
+    Ok(())
 }
 
 /// The kernel refuses to tell, and then tells.
