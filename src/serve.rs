@@ -2,8 +2,7 @@
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read as _, Seek as _, Write as _};
-use std::os::unix::fs::DirBuilderExt as _;
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -48,6 +47,7 @@ pub(crate) fn serve(config: Config, file: Option<PathBuf>, flags: Vec<(String, S
     let open_files = raise_open_files();
     pause::share_heaps();
     make_dir(&config.state_dir)?;
+    only_roots(&config.state_dir)?;
     let _lock = lock(&config.state_dir)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(WORKERS)
@@ -212,6 +212,22 @@ fn raise_open_files() -> Option<u64> {
 
 fn make_dir(path: &Path) -> Result<(), Step> {
     DirBuilder::new().recursive(true).mode(0o700).create(path).step_at("make directory", path)
+}
+
+/// Makes sure that nobody but root has a say in what the records are: the daemon kills, mounts and removes by them.
+fn only_roots(state_dir: &Path) -> Result<(), Step> {
+    const STEP: &str = "use state directory";
+    let about = std::fs::metadata(state_dir).step_at(STEP, state_dir)?;
+    let (user, mode) = (about.uid(), about.mode() & 0o7777);
+    if user == 0 && mode & 0o022 == 0 {
+        return Ok(());
+    }
+    let path = state_dir.display();
+    let reason = format!(
+        "it belongs to user {user} with mode {mode:04o}, so others than root may write it; see what is in it, then: \
+         chown root:root {path} && chmod 0700 {path}"
+    );
+    Err(Step::at(STEP, state_dir, io::Error::new(io::ErrorKind::PermissionDenied, reason)))
 }
 
 /// Makes sure that no other daemon has this state directory. The lock ends with the process.

@@ -1,11 +1,12 @@
 //! Processes of the node beside the pauses, shims, that outlive the daemon: launched with nothing of the daemon's but one socket, and
 //! found again by what names them.
 
-use std::ffi::{CStr, CString, OsString};
-use std::fs::OpenOptions;
-use std::io;
+use std::ffi::{CStr, CString, OsStr, OsString};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read as _};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -132,24 +133,24 @@ impl Launcher {
     /// Finds the process that works in `directory` and was launched with these arguments, whatever became of its record.
     ///
     /// # Errors
-    /// `/proc` cannot be read.
+    /// `/proc` cannot be read, or the directory cannot be looked at.
     pub fn find(&self, directory: &Path, arguments: &[OsString]) -> Result<Option<Arc<dyn Pause>>, Step> {
         let mut expected: Vec<u8> = Vec::new();
         for argument in arguments {
             expected.extend(argument.as_bytes());
             expected.push(0);
         }
-        for pid in pids()? {
-            // Whoever is gone meanwhile is not the one.
-            let Ok(cwd) = std::fs::read_link(format!("/proc/{pid}/cwd")) else { continue };
-            let Ok(line) = std::fs::read(format!("/proc/{pid}/cmdline")) else { continue };
-            let name = line.iter().position(|byte| *byte == 0).map_or(line.len(), |end| end + 1);
-            if cwd != directory || line.get(name..) != Some(expected.as_slice()) {
-                continue;
-            }
-            let found = self.open(pid)?;
-            if found.is_some() {
-                return Ok(found);
+        let about = match std::fs::metadata(directory) {
+            // In what is not there nothing works.
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            other => other.step_at("look at", directory)?,
+        };
+        let (name, place) = (directory.file_name(), (about.dev(), about.ino()));
+        let wanted = |pid| works_in(pid, name, place) && has_arguments(pid, &expected);
+        for pid in pids()?.into_iter().filter(|pid| wanted(*pid)) {
+            // Looked at again when the process is held: it may be another by now.
+            if let Some(found) = self.open(pid)?.filter(|_| wanted(pid)) {
+                return Ok(Some(found));
             }
         }
         Ok(None)
@@ -171,6 +172,25 @@ pub fn limit_open_files(command: &mut Command, soft: Option<u64>) {
     if let Some(soft) = soft {
         sys::limit_open_files_of(command, soft);
     }
+}
+
+/// Whether the process works in the directory that has this name and this device and inode: its path may lead through links. Whoever is gone
+/// meanwhile does not.
+fn works_in(pid: u32, name: Option<&OsStr>, place: (u64, u64)) -> bool {
+    let link = format!("/proc/{pid}/cwd");
+    // The name first: it needs no question to a file system of a stranger.
+    std::fs::read_link(&link).is_ok_and(|cwd| cwd.file_name() == name)
+        && CString::new(link).is_ok_and(|link| sys::device_and_inode(&link) == Ok(place))
+}
+
+/// Whether the process has these arguments behind its name. For one that is known as far that its memory can be read.
+fn has_arguments(pid: u32, expected: &[u8]) -> bool {
+    const LONGEST_NAME: u64 = libc::PATH_MAX as u64;
+    let mut line = Vec::new();
+    let read = File::open(format!("/proc/{pid}/cmdline"))
+        .and_then(|file| file.take(LONGEST_NAME + expected.len() as u64 + 1).read_to_end(&mut line));
+    let name = line.iter().position(|byte| *byte == 0).map_or(line.len(), |end| end + 1);
+    read.is_ok() && line.get(name..) == Some(expected)
 }
 
 /// All processes of the node, as far as this one sees them.
@@ -346,6 +366,26 @@ mod tests {
         assert_eq!(process.exited().await.status, 137);
         assert!(matches!(launcher.adopt(process.identity()), Adoption::Dead(_)));
         assert!(launcher.find(directory.path(), seconds).unwrap().is_none());
+    }
+
+    #[tokio::test]
+    async fn is_found_behind_a_link() {
+        let directory = tempfile::tempdir().unwrap();
+        let (real, link) = (directory.path().join("real"), directory.path().join("link"));
+        std::fs::create_dir_all(real.join("same")).unwrap();
+        std::fs::create_dir_all(directory.path().join("other/same")).unwrap();
+        std::os::unix::fs::symlink(&real, &link).unwrap();
+        let launcher = Launcher::new(None).unwrap();
+        let process = launch(&launcher, &link.join("same"), "/bin/sleep", &["1001".into()]).unwrap();
+        let find = |at: &Path| launcher.find(&at.join("same"), &["1001".into()]).unwrap();
+        while find(&real).is_none() {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(find(&link).unwrap().identity(), process.identity());
+        assert!(find(&directory.path().join("other")).is_none(), "the name is not all");
+        assert!(find(&directory.path().join("none")).is_none());
+        process.kill().unwrap();
+        process.exited().await;
     }
 
     #[tokio::test]

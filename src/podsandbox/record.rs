@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
@@ -168,6 +168,9 @@ impl From<Unreadable> for Step {
 const RECORD: &str = "record.json";
 const STAGE: &str = "stage.json";
 
+/// Mode of both: root's alone. The config may hold what others must not know.
+const PRIVATE: u32 = 0o600;
+
 /// The place of one sandbox's record. Writers take turns. The paths are made when they are needed.
 #[derive(Debug)]
 pub struct Store {
@@ -192,7 +195,7 @@ impl Store {
     /// # Errors
     /// The failed step; what was made is gone again.
     pub fn create(&self, record: &Record) -> Result<(), Step> {
-        match fs::create_dir(self.dir()) {
+        match fs::DirBuilder::new().mode(0o700).create(self.dir()) {
             // Left by a daemon that ended between making the directory and writing the record.
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists && !self.dir().join(RECORD).exists() => {}
             other => other.step_at("make record directory", self.dir())?,
@@ -204,6 +207,27 @@ impl Store {
         written.inspect_err(|_| {
             let _ = self.remove();
         })
+    }
+
+    /// Takes from all but root the right to read what an older daemon has left readable.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn keep_private(&self) -> Result<(), Step> {
+        const STEP: &str = "make the record private";
+        let dir = self.dir();
+        let files = [dir.join(RECORD), dir.join(STAGE), self.temporary(RECORD), self.temporary(STAGE)];
+        for (path, mode) in files.into_iter().map(|file| (file, PRIVATE)).chain([(dir, 0o700)]) {
+            // Of links and whatever else is in the way the reader tells.
+            match fs::symlink_metadata(&path) {
+                Ok(about) if !about.is_symlink() && about.mode() & 0o077 != 0 => {
+                    fs::set_permissions(&path, fs::Permissions::from_mode(mode)).step_at(STEP, path)?;
+                }
+                Ok(_) => {}
+                Err(e) => gone(Err(e)).step_at(STEP, path)?,
+            }
+        }
+        Ok(())
     }
 
     /// Reads how far the sandbox came; [`Stage::Created`] where that was never written.
@@ -289,7 +313,9 @@ impl Store {
     fn replace<T: Serialize>(&self, name: &str, value: &T) -> Result<(), Step> {
         let (path, temporary) = (self.dir().join(name), self.temporary(name));
         let text = serde_json::to_vec(value).map_err(io::Error::other).step("encode record")?;
-        let written = fs::File::create(&temporary).and_then(|mut file| file.write_all(&text));
+        let mut options = fs::File::options();
+        options.write(true).create(true).truncate(true).mode(PRIVATE).custom_flags(libc::O_NOFOLLOW);
+        let written = options.open(&temporary).and_then(|mut file| file.write_all(&text));
         if let Err(e) = written.step_at("write record", &temporary) {
             let _ = fs::remove_file(&temporary);
             return Err(e);

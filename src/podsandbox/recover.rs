@@ -258,6 +258,10 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
 fn look(environment: &Environment, id: &str) -> Result<Found, String> {
     let id = Text::from(id);
     let store = Store::new(&environment.roots, &id);
+    // Its pod lives with it or without.
+    if let Err(step) = store.keep_private() {
+        log::error!(sandbox = id.as_str(); "recovery: {step}");
+    }
     let record = match store.read() {
         Ok(record) => record,
         // A daemon ended between making the directory and writing the record, or between removing the two; or somebody else

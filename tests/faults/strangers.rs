@@ -28,7 +28,7 @@ const NOBODY: u32 = 65534;
 const HIDDEN: usize = 80;
 
 pub(crate) fn cases() -> Vec<Case> {
-    alone![a_process_that_says_it_is_a_pause_is_none, a_visitor_of_a_lost_pauses_cgroup_stays]
+    alone![a_process_that_says_it_is_a_pause_is_none, a_visitor_of_a_lost_pauses_cgroup_stays, records_are_roots_alone]
 }
 
 /// Processes that are ended with the test.
@@ -190,5 +190,27 @@ async fn a_visitor_of_a_lost_pauses_cgroup_stays() -> Result<()> {
     visitor.kill()?;
     visitor.wait()?;
     until("the cgroup is empty", Duration::from_secs(5), async || cgroup::remove(&cgroup)).await?;
+    bare.nothing_left().await
+}
+
+/// New records and those that an older daemon has left readable.
+async fn records_are_roots_alone() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("private"));
+    shape.run(&controller, &id).await?;
+    let modes = || -> Result<Vec<u32>> {
+        let all = [bare.record(&id), bare.record(&id).join("record.json"), bare.record(&id).join("stage.json")];
+        all.iter().map(|path| Ok(fs::metadata(path)?.mode() & 0o7777)).collect()
+    };
+    ensure!(modes()? == [0o700, 0o600, 0o600], "made with modes {:?}", modes()?);
+    bare.kill()?;
+    fs::set_permissions(bare.record(&id), fs::Permissions::from_mode(0o755))?;
+    for file in ["record.json", "stage.json"] {
+        fs::set_permissions(bare.record(&id).join(file), fs::Permissions::from_mode(0o644))?;
+    }
+    bare.start().await?;
+    ensure!(modes()? == [0o700, 0o600, 0o600], "taken over with modes {:?}", modes()?);
+    is_whole(&bare, &controller, &id).await?;
+    remove(&controller, &id).await?;
     bare.nothing_left().await
 }

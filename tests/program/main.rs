@@ -234,6 +234,31 @@ fn a_state_directory_and_a_socket_have_one_daemon() {
 }
 
 #[test]
+fn a_state_directory_that_others_may_write_is_refused() {
+    use std::os::unix::fs::{PermissionsExt as _, chown};
+    let scratch = Scratch::new();
+    let state = scratch.path("state");
+    std::fs::create_dir(&state).unwrap();
+    let refused = || {
+        let output = program().arg("serve").args(scratch.flags()).output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        let path = state.display();
+        let remedy = format!("chown root:root {path} && chmod 0700 {path}");
+        assert!(stderr(&output).contains(&remedy), "{}", stderr(&output));
+        assert!(std::fs::read_dir(&state).unwrap().next().is_none(), "something was made in it");
+    };
+    for mode in [0o777, 0o1777, 0o770] {
+        std::fs::set_permissions(&state, std::fs::Permissions::from_mode(mode)).unwrap();
+        refused();
+    }
+    std::fs::set_permissions(&state, std::fs::Permissions::from_mode(0o755)).unwrap();
+    chown(&state, Some(65534), None).unwrap();
+    refused();
+    chown(&state, Some(0), None).unwrap();
+    Daemon::start(&scratch, &scratch.flags()).noticed("READY=1");
+}
+
+#[test]
 fn sighup_reads_the_log_level_again() {
     let scratch = Scratch::new();
     let flags = scratch.flags();
