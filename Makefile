@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build install deb package-files demo parity test check fmt lint doc deny parts unit soak test-deb test-vm bench bench-quick flame clean
+.PHONY: help build install deb package-files demo parity test check fmt lint doc deny parts unit fuzz fuzz-short soak test-deb test-vm bench bench-quick flame clean
 
 CARGO ?= cargo
 PREFIX ?= /usr/local
@@ -42,17 +42,19 @@ demo: parts build ## a pod from its start to its end on a real containerd; needs
 parity: parts ## the same pods by containerd's built-in controller and by this one, field by field; needs root
 	$(CARGO) test --locked --test parity
 
-test: parts check unit test-vm test-deb ## everything that CI runs; needs root and fetches what it runs on
+test: parts check unit fuzz-short test-vm test-deb ## everything that CI runs; needs root and fetches what it runs on
 
 check: fmt lint doc deny ## format, lints, documentation, dependencies
 
 fmt:
 	$(CARGO) fmt --all --check
+	$(CARGO) fmt --manifest-path fuzz/Cargo.toml --check
 
 # Those that run on another node are no targets by themselves.
 lint:
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 	$(CARGO) clippy --locked --test deb --test systemd --test selinux -- -D warnings
+	fuzz/run lint
 
 doc:
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace --no-deps --document-private-items
@@ -74,6 +76,12 @@ unit:
 	KIT_DRIVER=shim $(CARGO) test --locked --test containerd -- ::ours
 	KIT_DRIVER=shim $(CARGO) test --locked --test parity
 	KIT_DRIVER=shim SOAK_SECONDS=10 $(CARGO) test --locked --test faults -- node_
+
+fuzz-short: ## fuzzes all that the daemon decodes for 30 s; FUZZ_SECONDS sets another length
+	fuzz/run short
+
+fuzz: ## the same optimised, each target for 10 minutes; fuzz/README.md has more
+	FUZZ_PROFILE=release FUZZ_EACH=$${FUZZ_EACH:-600} fuzz/run short
 
 # Pods, restarts and deaths at random; SOAK_SEED repeats a run.
 soak: parts ## 10 minutes of random churn; SOAK_SECONDS sets another length

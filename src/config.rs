@@ -223,13 +223,21 @@ impl Config {
     /// # Errors
     /// A file that cannot be read or is not TOML; the first setting that is unknown or wrong.
     pub fn load(file: Option<&Path>, flags: &[(String, String)]) -> Result<Self, Error> {
-        let mut gathered = Gathered { config: Self::default(), origins: Vec::new() };
         let (path, optional) = (file.unwrap_or(Path::new(DEFAULT_FILE)), file.is_none());
         match std::fs::read_to_string(path) {
-            Ok(text) => file::read(path, &text, &mut gathered)?,
-            Err(e) if optional && e.kind() == std::io::ErrorKind::NotFound => {}
-            Err(e) => return Err(Error::Read { file: path.to_owned(), reason: e.to_string() }),
+            Ok(text) => Self::parse(path, &text, flags),
+            Err(e) if optional && e.kind() == std::io::ErrorKind::NotFound => Self::parse(path, "", flags),
+            Err(e) => Err(Error::Read { file: path.to_owned(), reason: e.to_string() }),
         }
+    }
+
+    /// As [`Config::load`] with the content of the file at `path`.
+    ///
+    /// # Errors
+    /// The text is not TOML; the first setting that is unknown or wrong.
+    pub fn parse(path: &Path, text: &str, flags: &[(String, String)]) -> Result<Self, Error> {
+        let mut gathered = Gathered { config: Self::default(), origins: Vec::new() };
+        file::read(path, text, &mut gathered)?;
         for (name, text) in flags {
             gathered.set(name, Input::Text(text), format!("flag --{}", name.replace('_', "-")))?;
         }

@@ -42,7 +42,7 @@ impl Stat {
             .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "not the format of proc_pid_stat(5)"))
     }
 
-    fn parse(content: &[u8]) -> Option<Self> {
+    pub(super) fn parse(content: &[u8]) -> Option<Self> {
         // Field 2, the name, may hold anything, also brackets and blanks.
         let end_of_name = content.iter().rposition(|byte| *byte == b')')?;
         let text = std::str::from_utf8(content.get(end_of_name + 1..)?).ok()?;

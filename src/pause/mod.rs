@@ -17,6 +17,9 @@ use crate::text::Text;
 pub mod cgroup;
 mod child;
 mod emptyroot;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod held;
 mod identity;
 pub mod image;

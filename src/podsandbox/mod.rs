@@ -12,6 +12,9 @@ mod board;
 mod checked;
 mod error;
 mod files;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod heal;
 mod inbox;
 mod metrics;

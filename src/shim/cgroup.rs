@@ -65,7 +65,7 @@ pub fn end(mount: &Path, cgroups: &str, id: &str) -> Result<(), Step> {
 }
 
 /// The container's cgroup and those below it on the way to `path`, which a process is in.
-fn below(root: &Path, path: &str, id: &str) -> Vec<PathBuf> {
+pub fn below(root: &Path, path: &str, id: &str) -> Vec<PathBuf> {
     let mut dir = root.to_owned();
     let mut found = Vec::new();
     for part in Path::new(path.trim_start_matches('/')).components() {

@@ -12,6 +12,9 @@ mod command;
 mod containers;
 pub mod driver;
 mod fifo;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod group;
 pub mod on_demand;
 mod origin;

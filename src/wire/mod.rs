@@ -24,6 +24,9 @@ mod accept;
 mod answer;
 mod code;
 mod convert;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod grpc;
 mod handler;
 mod inspect;

@@ -79,7 +79,7 @@ pub fn unified(root: &Path) -> Result<bool, Step> {
 
 /// Reads the hierarchies of version 1 from proc_pid_mountinfo(5). One that is mounted twice counts once, at its mount point
 /// below `root`, else at the first. Without any controller there is nothing to put a process in.
-fn parse(mountinfo: &[u8], root: &Path) -> Vec<Hierarchy> {
+pub fn parse(mountinfo: &[u8], root: &Path) -> Vec<Hierarchy> {
     let mut found: Vec<(&[u8], Hierarchy)> = Vec::new();
     for line in mountinfo.split(|byte| *byte == b'\n') {
         let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();

@@ -1,0 +1,194 @@
+//! Every call that is served, without the frames around it: the first byte chooses the method, the rest is the message.
+
+use std::sync::{Arc, LazyLock};
+
+use pause_sandboxer::podsandbox::Payload;
+use pause_sandboxer::protos::{controller as c, inspect as i, shim_sandbox as s, types};
+use pause_sandboxer::wire::{Code, Status, fuzzing};
+use protobuf::well_known_types::any::Any;
+use protobuf::{Message, MessageField};
+use tokio::runtime::Runtime;
+
+use super::{Seeds, assert_told};
+use crate::verbs::{Asked, Fake};
+
+static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| {
+    let builder = &mut tokio::runtime::Builder::new_current_thread();
+    builder.enable_time().start_paused(true).build().expect("a runtime")
+});
+
+/// One method: its path, and how a message of its request is tried.
+struct Method {
+    path: &'static str,
+    run: fn(&str, &[u8]),
+}
+
+/// A service's methods by request, answer and what of the request names the sandbox.
+macro_rules! methods {
+    ($($service:literal { $($method:literal $request:ty => $answer:ty: $id:ident $check:expr;)+ })+) => {
+        const METHODS: &[Method] = &[$($(Method {
+            path: concat!($service, "/", $method),
+            run: |path, message| {
+                let check: fn(&$request, &Asked) = $check;
+                one::<$request, $answer>(path, message, |request| &request.$id, check);
+            },
+        },)+)+];
+    };
+}
+
+methods! {
+    "containerd.services.sandbox.v1.Controller" {
+        "Create" c::ControllerCreateRequest => c::ControllerCreateResponse: sandbox_id created;
+        "Start" c::ControllerStartRequest => c::ControllerStartResponse: sandbox_id |_, _| {};
+        "Platform" c::ControllerPlatformRequest => c::ControllerPlatformResponse: sandbox_id |_, _| {};
+        "Stop" c::ControllerStopRequest => c::ControllerStopResponse: sandbox_id |_, _| {};
+        "Wait" c::ControllerWaitRequest => c::ControllerWaitResponse: sandbox_id |_, _| {};
+        "Status" c::ControllerStatusRequest => c::ControllerStatusResponse: sandbox_id |_, _| {};
+        "Shutdown" c::ControllerShutdownRequest => c::ControllerShutdownResponse: sandbox_id |_, _| {};
+        "Metrics" c::ControllerMetricsRequest => c::ControllerMetricsResponse: sandbox_id |_, _| {};
+        "Update" c::ControllerUpdateRequest => c::ControllerUpdateResponse: sandbox_id updated;
+    }
+    "containerd.runtime.sandbox.v1.Sandbox" {
+        "CreateSandbox" s::CreateSandboxRequest => s::CreateSandboxResponse: sandbox_id |_, _| {};
+        "StartSandbox" s::StartSandboxRequest => s::StartSandboxResponse: sandbox_id |_, _| {};
+        "Platform" s::PlatformRequest => s::PlatformResponse: sandbox_id |_, _| {};
+        "StopSandbox" s::StopSandboxRequest => s::StopSandboxResponse: sandbox_id |_, _| {};
+        "WaitSandbox" s::WaitSandboxRequest => s::WaitSandboxResponse: sandbox_id |_, _| {};
+        "SandboxStatus" s::SandboxStatusRequest => s::SandboxStatusResponse: sandbox_id |_, _| {};
+        "PingSandbox" s::PingRequest => s::PingResponse: sandbox_id |_, _| {};
+        "ShutdownSandbox" s::ShutdownSandboxRequest => s::ShutdownSandboxResponse: sandbox_id |_, _| {};
+        "SandboxMetrics" s::SandboxMetricsRequest => s::SandboxMetricsResponse: sandbox_id |_, _| {};
+    }
+    "pause_sandboxer.v1.Inspect" {
+        "List" i::ListRequest => i::ListResponse: after |_, _| {};
+        "Inspect" i::InspectRequest => i::InspectResponse: id |_, _| {};
+    }
+}
+
+pub fn run(input: &[u8]) {
+    let Some((method, message)) = input.split_first() else { return };
+    let method = &METHODS[usize::from(*method) % METHODS.len()];
+    (method.run)(method.path, message);
+}
+
+fn one<Q: Message, A: Message>(path: &str, message: &[u8], id: fn(&Q) -> &String, check: fn(&Q, &Asked)) {
+    let verbs = Arc::new(Fake::default());
+    let answer = RUNTIME.block_on(fuzzing::answer(Arc::clone(&verbs), path, message));
+    let asked = verbs.take();
+    if let Err(Status { code, message }) = &answer {
+        assert_ne!(*code, Code::OK);
+        assert_told(message);
+    }
+    let Ok(request) = Q::parse_from_bytes(message) else {
+        assert_eq!(answer.expect_err("it is malformed").code, Code::INVALID_ARGUMENT);
+        return assert_eq!(asked.calls, 0, "a malformed message has reached a verb");
+    };
+    let again = Q::parse_from_bytes(&request.write_to_bytes().expect("it is encoded")).expect("it is decoded again");
+    // Not the bytes: maps have no order, and a NaN is no equal of itself; these messages have no numbers that could be one.
+    assert!(again == request, "{path}: it became another by encoding and decoding");
+    match answer {
+        Ok(bytes) => drop(A::parse_from_bytes(&bytes).expect("the answer is of its type")),
+        // Refused before a verb.
+        Err(Status { code: Code::INVALID_ARGUMENT, .. }) if asked.calls == 0 => return,
+        Err(_) => {}
+    }
+    assert_eq!((asked.calls, &asked.id), (1, id(&request)), "{path}");
+    check(&request, &asked);
+}
+
+fn same(payload: Option<&Payload>, any: Option<&Any>) {
+    let (payload, any) = (payload.map(|p| (&p.type_url, &p.value[..])), any.map(|a| (&a.type_url, &a.value[..])));
+    assert_eq!(payload, any);
+}
+
+fn created(request: &c::ControllerCreateRequest, asked: &Asked) {
+    let create = asked.create.as_ref().expect("Create was called");
+    same(create.options.as_ref(), request.options.as_ref());
+    assert_eq!(create.netns_path, request.netns_path);
+    assert_eq!(create.sandbox.is_some(), request.sandbox.is_some());
+}
+
+fn updated(request: &c::ControllerUpdateRequest, asked: &Asked) {
+    let (info, fields) = asked.update.as_ref().expect("Update was called");
+    assert_eq!(*fields, request.fields);
+    assert_eq!(info.labels.len(), request.sandbox.labels.len());
+    for (key, extension) in &request.sandbox.extensions {
+        same(info.extensions.get(key), Some(extension));
+    }
+}
+
+/// A message of a method, as an input of this target.
+fn call(method: &str, message: &impl Message) -> (String, Vec<u8>) {
+    let index = METHODS.iter().position(|known| known.path.ends_with(method)).expect("a method");
+    let mut bytes = vec![index as u8];
+    message.write_to_vec(&mut bytes).expect("it is encoded");
+    (method.replace('/', "-"), bytes)
+}
+
+fn any(type_url: &str, value: &[u8]) -> MessageField<Any> {
+    MessageField::some(Any { type_url: type_url.into(), value: value.into(), ..Default::default() })
+}
+
+pub fn seeds() -> Seeds {
+    let id = || "6f1c2a9be0d4".to_owned();
+    let sandbox = || types::Sandbox {
+        sandbox_id: id(),
+        runtime: MessageField::some(types::sandbox::Runtime {
+            name: "io.containerd.runc.v2".into(),
+            options: any("containerd.runc.v1.Options", b"\x48\x01"),
+            ..Default::default()
+        }),
+        labels: [("io.cri-containerd.kind".into(), "sandbox".into())].into(),
+        extensions: [("metadata".into(), any("m", b"{\"Version\":\"v1\"}").unwrap())].into(),
+        ..Default::default()
+    };
+    let mut seeds = vec![
+        call(
+            "Controller/Create",
+            &c::ControllerCreateRequest {
+                sandbox_id: id(),
+                options: any("runtime.v1.PodSandboxConfig", b"\x12\x05web-0"),
+                netns_path: "/run/netns/cni-1".into(),
+                sandbox: MessageField::some(sandbox()),
+                ..Default::default()
+            },
+        ),
+        call(
+            "Controller/Update",
+            &c::ControllerUpdateRequest {
+                sandbox_id: id(),
+                sandbox: MessageField::some(sandbox()),
+                fields: vec!["extensions.metadata".into(), "labels".into()],
+                ..Default::default()
+            },
+        ),
+        call(
+            "Controller/Status",
+            &c::ControllerStatusRequest { sandbox_id: id(), verbose: true, ..Default::default() },
+        ),
+        call("Controller/Wait", &c::ControllerWaitRequest { sandbox_id: "wait".into(), ..Default::default() }),
+        call("Controller/Stop", &c::ControllerStopRequest { sandbox_id: id(), timeout_secs: 9, ..Default::default() }),
+        call(
+            "Sandbox/CreateSandbox",
+            &s::CreateSandboxRequest {
+                sandbox_id: id(),
+                bundle_path: "/run/b".into(),
+                options: any("runtime.v1.PodSandboxConfig", b""),
+                netns_path: "/run/netns/cni-1".into(),
+                annotations: [("a".into(), "b".into())].into(),
+                ..Default::default()
+            },
+        ),
+        call("Sandbox/PingSandbox", &s::PingRequest { sandbox_id: "ended".into(), ..Default::default() }),
+        call("Inspect/List", &i::ListRequest { after: id(), usage: true, ..Default::default() }),
+        call("Inspect/Inspect", &i::InspectRequest { id: id(), ..Default::default() }),
+    ];
+    // The others have an id alone; each fails in a way of its own.
+    for (index, method) in METHODS.iter().enumerate() {
+        let mut bytes = vec![index as u8, 0x0a, 4];
+        bytes.extend(format!("{}abc", index % 10).bytes());
+        let (service, method) = method.path.rsplit_once('/').expect("a path");
+        seeds.push((format!("id-{}-{method}", service.rsplit('.').next().unwrap_or_default()), bytes));
+    }
+    seeds
+}

@@ -1,0 +1,136 @@
+//! A controller of sandboxes that never were: it keeps what it is asked, and the id chooses what it answers.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use pause_sandboxer::error::Step;
+use pause_sandboxer::podsandbox::{
+    CreateRequest, Error, Exit, Metric, Overview, Payload, Platform, SandboxInfo, Started, StatusReport,
+};
+use pause_sandboxer::wire::Verbs;
+
+/// How long the Wait of an id that begins with `w` is pending.
+const WAIT: Duration = Duration::from_secs(60);
+
+/// What was asked last.
+#[derive(Debug, Default)]
+pub struct Asked {
+    pub calls: usize,
+    pub id: String,
+    pub create: Option<CreateRequest>,
+    pub update: Option<(SandboxInfo, Vec<String>)>,
+}
+
+#[derive(Debug, Default)]
+pub struct Fake(Mutex<Asked>);
+
+impl Fake {
+    /// What was asked since this was last taken.
+    pub fn take(&self) -> Asked {
+        std::mem::take(&mut *self.0.lock().expect("no panic"))
+    }
+
+    fn asked(&self, id: &str) -> Result<(), Error> {
+        let mut asked = self.0.lock().expect("no panic");
+        asked.calls += 1;
+        id.clone_into(&mut asked.id);
+        drop(asked);
+        let step = |errno| Step::at("mount", "/run/x/shm", io::Error::from_raw_os_error(errno));
+        let (verb, id) = ("start", id.to_owned());
+        match id.as_bytes().first() {
+            Some(b'1') => Err(Error::Invalid { id, field: "options".into(), reason: "missing".into() }),
+            Some(b'2') => Err(Error::NotFound { id }),
+            Some(b'3') => Err(Error::AlreadyExists { id }),
+            Some(b'4') => Err(Error::State { id, verb, state: "ready" }),
+            Some(b'5') => Err(Error::Step { id, verb, step: step(28) }),
+            Some(b'6') => Err(Error::Steps { id, verb, steps: vec![step(16), step(5)] }),
+            Some(b'7') => Err(Error::Timeout { id, verb, seconds: 10 }),
+            Some(b'8') => Err(Error::Stopping { id }),
+            Some(b'9') => Err(Error::Fault { id, verb, reason: "a task panicked".into() }),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn time() -> SystemTime {
+    UNIX_EPOCH + Duration::new(1_700_000_000, 5)
+}
+
+impl Verbs for Fake {
+    async fn create(&self, request: CreateRequest) -> Result<(), Error> {
+        let result = self.asked(&request.id);
+        self.0.lock().expect("no panic").create = Some(request);
+        result
+    }
+
+    async fn start(&self, id: &str) -> Result<Started, Error> {
+        self.asked(id)?;
+        Ok(Started {
+            pid: 4711,
+            created_at: time(),
+            labels: BTreeMap::from([("id".into(), id.into())]),
+            address: "ttrpc+unix:///run/x.sock".into(),
+            version: 3,
+            spec: Some(Payload { type_url: "spec".into(), value: "{}".into() }),
+        })
+    }
+
+    async fn platform(&self, id: &str) -> Result<Platform, Error> {
+        self.asked(id)?;
+        Ok(Platform::node())
+    }
+
+    async fn stop(&self, id: &str) -> Result<(), Error> {
+        self.asked(id)
+    }
+
+    async fn wait(self: Arc<Self>, id: String) -> Result<Exit, Error> {
+        self.asked(&id)?;
+        if id.starts_with('w') {
+            tokio::time::sleep(WAIT).await;
+        }
+        Ok(Exit { status: 137, at: time() })
+    }
+
+    async fn status(&self, id: &str, verbose: bool) -> Result<StatusReport, Error> {
+        self.asked(id)?;
+        Ok(StatusReport {
+            pid: 4711,
+            state: "SANDBOX_READY",
+            info: if verbose { BTreeMap::from([("id".into(), id.into())]) } else { BTreeMap::new() },
+            created_at: time(),
+            exited_at: id.starts_with('e').then(time),
+            address: "ttrpc+unix:///run/x.sock".into(),
+            version: 3,
+        })
+    }
+
+    async fn shutdown(&self, id: &str) -> Result<(), Error> {
+        self.asked(id)
+    }
+
+    async fn metrics(&self, id: &str) -> Result<Metric, Error> {
+        self.asked(id)?;
+        let data = Payload { type_url: "io.containerd.cgroups.v2.Metrics".into(), value: vec![1, 2].into() };
+        Ok(Metric { timestamp: time(), data })
+    }
+
+    async fn update(&self, id: &str, info: SandboxInfo, fields: Vec<String>) -> Result<(), Error> {
+        let result = self.asked(id);
+        self.0.lock().expect("no panic").update = Some((info, fields));
+        result
+    }
+
+    async fn list(&self, after: &str, most: usize, _: bool) -> Result<(Vec<Overview>, bool), Error> {
+        self.asked(after)?;
+        assert!(most > 0);
+        Ok((vec![Overview::aside(after, "never was")], true))
+    }
+
+    async fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {
+        self.asked(id)?;
+        Ok(serde_json::json!({ "id": id }))
+    }
+}

@@ -1,0 +1,49 @@
+//! Where the fuzzer of `fuzz/` comes in: each skin at one end of a socket pair, and the handler behind both.
+
+use std::future::ready;
+use std::sync::Arc;
+
+use tokio::net::UnixStream;
+use tokio::sync::watch;
+
+use super::code::Status;
+use super::handler::{Call, Handler};
+use super::namespace::Namespace;
+use super::verbs::Verbs;
+use super::{grpc, ttrpc};
+
+/// The one namespace whose calls are answered.
+pub const NAMESPACE: &str = "k8s.io";
+
+/// Serves one gRPC connection until it ends.
+///
+/// # Errors
+/// Why it broke.
+pub async fn serve_grpc<V: Verbs>(verbs: Arc<V>, stream: UnixStream) -> Result<(), String> {
+    let (_running, stop) = watch::channel(false);
+    grpc::serve(stream, handler(verbs, stop)).await.map_err(|e| e.to_string())
+}
+
+/// Serves one ttrpc connection until it ends.
+///
+/// # Errors
+/// Why it broke.
+pub async fn serve_ttrpc<V: Verbs>(verbs: Arc<V>, stream: UnixStream) -> Result<(), String> {
+    let (_running, stop) = watch::channel(false);
+    ttrpc::serve(stream, handler(verbs, stop)).await.map_err(|e| e.to_string())
+}
+
+/// Answers one call of `path`, which is service and method with a slash between them.
+///
+/// # Errors
+/// What its caller is answered.
+pub async fn answer<V: Verbs>(verbs: Arc<V>, path: &str, message: &[u8]) -> Result<Vec<u8>, Status> {
+    let (_running, stop) = watch::channel(false);
+    let call =
+        Call { path: path.into(), deadline: Ok(None), trace: None, namespace: Some(NAMESPACE.into()), operators: true };
+    handler(verbs, stop).answer(&call, Box::pin(ready(Ok(message)))).await
+}
+
+fn handler<V: Verbs>(verbs: Arc<V>, stop: watch::Receiver<bool>) -> Handler<V> {
+    Handler::new(verbs, stop, Arc::default(), Arc::new(Namespace::only(NAMESPACE)))
+}
