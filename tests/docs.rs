@@ -146,7 +146,7 @@ fn the_page_of_settings_is_up_to_date() {
 
 #[test]
 fn links_lead_somewhere() {
-    let others = ["README.md", "ARCHITECTURE.md", "SECURITY.md"].map(|page| root().join(page));
+    let others = ["README.md", "ARCHITECTURE.md", "SECURITY.md", "CONTRIBUTING.md"].map(|page| root().join(page));
     let pages = files("docs", "md").into_iter().chain(others);
     let mut seen = 0;
     for page in pages {
@@ -189,8 +189,8 @@ fn commands_that_are_told_exist() {
     assert!(seen > 10, "only {seen} commands were seen");
 }
 
-/// The names in backticks in the last cells of a page's tables of that heading.
-fn shown_by(page: &str) -> Vec<String> {
+/// What the last cells of a page's tables of that heading name in backticks, each with the file or directory that goes before it with a colon.
+fn shown_by(page: &str) -> Vec<(String, Option<String>)> {
     let (mut named, mut inside) = (Vec::new(), false);
     for line in file(page).lines() {
         let Some(row) = line.strip_prefix('|') else {
@@ -199,8 +199,20 @@ fn shown_by(page: &str) -> Vec<String> {
         };
         let last = row.trim_end().trim_end_matches('|').rsplit('|').next().unwrap();
         inside |= last.trim() == "shown by";
-        if inside {
-            named.extend(last.split('`').skip(1).step_by(2).map(str::to_owned));
+        if !inside {
+            continue;
+        }
+        let mut place = None;
+        let parts: Vec<&str> = last.split('`').collect();
+        for name in (1..parts.len()).step_by(2) {
+            if parts[name - 1].contains(';') {
+                place = None;
+            }
+            named.push((parts[name].to_owned(), place.clone()));
+            let is_path = parts[name].contains('/') || parts[name].ends_with(".rs");
+            if is_path && parts.get(name + 1).is_some_and(|after| after.starts_with(':')) {
+                place = Some(parts[name].to_owned());
+            }
         }
     }
     named
@@ -210,13 +222,16 @@ fn shown_by(page: &str) -> Vec<String> {
 /// Makefile.
 #[test]
 fn tests_that_are_named_exist() {
-    let sources: String = ["src", "tests"]
-        .iter()
-        .flat_map(|dir| files(dir, "rs"))
-        .map(|path| fs::read_to_string(path).unwrap())
-        .collect();
+    let below =
+        |dir: &str| -> String { files(dir, "rs").iter().map(|path| fs::read_to_string(path).unwrap()).collect() };
+    let everything = below("src") + &below("tests");
     let (stages, makefile) = (file("tests/vm/stages"), file("Makefile"));
-    let exists = |name: &str| {
+    let exists = |name: &str, place: Option<&str>| {
+        let sources = match place.map(|place| (root().join(place), place)) {
+            None => everything.clone(),
+            Some((path, place)) if path.is_dir() => below(place),
+            Some((_, place)) => file(place),
+        };
         if let Some(target) = name.strip_prefix("make ") {
             return makefile.contains(&format!("\n{target}:"));
         }
@@ -228,17 +243,18 @@ fn tests_that_are_named_exist() {
             return root().join(name).exists();
         }
         let (module, test) = name.rsplit_once("::").map_or((None, name), |(module, test)| (Some(module), test));
-        let module = module.is_none_or(|module| sources.contains(&format!("mod {module};")));
+        let module = module.is_none_or(|module| everything.contains(&format!("mod {module};")));
         let case = test == "…" || sources.contains(&format!("fn {test}("));
         module && case || stages.split(|c: char| !(c.is_ascii_alphanumeric() || c == '-')).any(|stage| stage == name)
     };
     for page in ["SPECIFICATION.md", "docs/security.md"] {
         let named = shown_by(page);
         assert!(named.len() > 30, "{page}: only {} names were seen", named.len());
-        let missing: Vec<&String> = named.iter().filter(|name| !exists(name)).collect();
+        let missing: Vec<_> = named.iter().filter(|(name, place)| !exists(name, place.as_deref())).collect();
         assert!(missing.is_empty(), "{page} names what there is not: {missing:?}");
     }
-    assert!(!exists("no_such_test") && !exists("tests/nowhere.rs") && !exists("make nothing"));
+    let nowhere = ["no_such_test", "tests/nowhere.rs", "make nothing"].iter().all(|name| !exists(name, None));
+    assert!(nowhere && !exists("tests_that_are_named_exist", Some("tests/life.rs")));
 }
 
 /// A row of the table of what an enemy could do that has a defence has a test.
