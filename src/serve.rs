@@ -21,10 +21,13 @@ use pause_sandboxer::{exposition, logging, orphan, pool, wire};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
-use tokio::time::Interval;
+use tokio::time::{Interval, MissedTickBehavior};
 
 /// Threads that run the daemon's tasks: its work is waiting, not computing, and it shares the node with pods.
 const WORKERS: usize = 2;
+
+/// Within it the threads are looked at, twice at least, where no service manager watches.
+const UNWATCHED: Duration = Duration::from_secs(60);
 
 /// Within it a stopped daemon has answered its callers; systemd would wait 90 s before it kills.
 const DRAIN: Duration = Duration::from_secs(20);
@@ -112,8 +115,7 @@ async fn run(
     let exposing = tokio::spawn(exposition::serve(Arc::clone(&controller), config.metrics.clone()));
     log::info!(socket = config.socket.display().to_string(); "ready");
     notify(&[NotifyState::Ready, NotifyState::Status("serving")]);
-    // Twice within the time after which the service manager takes the daemon for hung.
-    let mut watchdog = sd_notify::watchdog_enabled().map(|within| tokio::time::interval(within / 2));
+    let mut watchdog = Watchdog::new(sd_notify::watchdog_enabled().unwrap_or(UNWATCHED));
     loop {
         tokio::select! {
             ended = &mut serving => {
@@ -123,7 +125,7 @@ async fn run(
             }
             () = end.told() => break,
             _ = hangup.recv() => reread(&reload),
-            () = due(&mut watchdog) => notify(&[NotifyState::Watchdog]),
+            stuck = watchdog.looks() => watchdog.tells(&stuck),
         }
     }
     log::info!("draining");
@@ -167,13 +169,35 @@ impl End {
     }
 }
 
-/// Returns when the service manager's watchdog is to be told again; never where there is none.
-async fn due(watchdog: &mut Option<Interval>) {
-    match watchdog {
-        Some(interval) => {
-            interval.tick().await;
+/// What the service manager's watchdog is told: that the daemon does what pods need. The tasks alone say little, as what blocks is done by
+/// threads.
+struct Watchdog {
+    ticks: Interval,
+    /// Less than the time after which the service manager takes the daemon for hung, with the wait for the next tick.
+    patience: Duration,
+}
+
+impl Watchdog {
+    /// One that is to be told within that time.
+    fn new(within: Duration) -> Self {
+        let patience = within / 4;
+        let mut ticks = tokio::time::interval(patience.max(Duration::from_millis(1)));
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        Self { ticks, patience }
+    }
+
+    /// Returns at the next tick, with the classes of threads that have done nothing in time.
+    async fn looks(&mut self) -> Vec<pool::Class> {
+        self.ticks.tick().await;
+        pool::stuck(self.patience).await
+    }
+
+    fn tells(&self, stuck: &[pool::Class]) {
+        if stuck.is_empty() {
+            return notify(&[NotifyState::Watchdog]);
         }
-        None => std::future::pending().await,
+        let names: Vec<&str> = stuck.iter().map(|class| class.name()).collect();
+        log::error!(threads = names.join(", "); "all threads of a kind hang, the watchdog is not told that all is well");
     }
 }
 

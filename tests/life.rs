@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::path::Path;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
@@ -37,12 +37,14 @@ struct Fake {
     ids: Mutex<HashMap<u32, String>>,
     next: AtomicU32,
     cleanups: AtomicU32,
+    panic_in_kill: Arc<AtomicBool>,
 }
 
 #[derive(Debug)]
 struct FakePause {
     identity: Identity,
     end: watch::Sender<Option<Exit>>,
+    panic_in_kill: Arc<AtomicBool>,
 }
 
 impl Fake {
@@ -56,7 +58,8 @@ impl Fake {
 
     fn pause(&self, pid: u32) -> Option<FakePause> {
         let end = self.pauses.lock().unwrap().get(&pid)?.clone();
-        Some(FakePause { identity: identity(pid), end })
+        let panic_in_kill = self.panic_in_kill.clone();
+        Some(FakePause { identity: identity(pid), end, panic_in_kill })
     }
 
     fn end(&self, pid: u32, status: u32) {
@@ -127,6 +130,7 @@ impl Pause for FakePause {
     }
 
     fn kill(&self) -> Result<(), Step> {
+        assert!(!self.panic_in_kill.swap(false, Ordering::SeqCst), "on order");
         self.end.send_replace(Some(Exit { status: 137, at: SystemTime::now() }));
         Ok(())
     }
@@ -295,6 +299,34 @@ async fn an_exit_is_published_before_a_cleanup_that_fails_and_is_retried() {
     controller.stop("a").await.unwrap();
     controller.shutdown("a").await.unwrap();
     assert_eq!(node.leftovers(), Vec::<String>::new());
+}
+
+/// The owner itself kills, so what panics there is the owner.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_panic_of_an_owner_loses_no_sandbox() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    controller.create(request("a")).await.unwrap();
+    let pid = controller.start("a").await.unwrap().pid;
+    let wait = tokio::spawn(controller.wait("a"));
+    node.fake.panic_in_kill.store(true, Ordering::SeqCst);
+    let stop = {
+        let controller = controller.clone();
+        tokio::spawn(async move { controller.stop("a").await })
+    };
+    soon("the fault", async || (!node.fake.panic_in_kill.load(Ordering::SeqCst)).then_some(())).await;
+    // Whatever comes while the owner is at fault, too.
+    let shutdown = controller.shutdown("a").await;
+    for answer in [stop.await.unwrap(), shutdown] {
+        assert!(matches!(&answer, Err(Error::Fault { reason, .. }) if reason.contains("on order")), "{answer:?}");
+    }
+    assert_eq!((node.fake.alive(), wait.is_finished()), (1, false));
+    let status = controller.status("a", false).await.unwrap();
+    assert_eq!((status.state, status.pid), ("SANDBOX_READY", pid));
+    controller.stop("a").await.unwrap();
+    assert_eq!(wait.await.unwrap().unwrap().status, 137);
+    controller.shutdown("a").await.unwrap();
+    assert_eq!((node.leftovers(), node.fake.alive()), (Vec::new(), 0));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

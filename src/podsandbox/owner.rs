@@ -12,6 +12,7 @@ use std::time::SystemTime;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::Error;
@@ -111,6 +112,10 @@ pub struct Owner {
     alarm: Option<Instant>,
     on_gone: Option<OnGone>,
     retired: bool,
+    /// Its shim has died with containers in it, and whether there is a pause is not known.
+    bereaved: bool,
+    /// The job that was begun last.
+    job: Option<JoinHandle<()>>,
 }
 
 /// How others reach an owner.
@@ -160,6 +165,8 @@ impl Owner {
             alarm: abandoned.filter(|_| phase == Phase::Created),
             on_gone: Some(Box::new(on_gone)),
             retired: false,
+            bereaved: false,
+            job: None,
         };
         tokio::spawn(async move {
             match phase {
@@ -169,9 +176,44 @@ impl Owner {
                 Phase::NotReady => owner.feed(Event::RetryDue),
                 _ => {}
             }
-            owner.run().await;
+            let mut faults = 0;
+            while let Err(panic) = AssertUnwindSafe(owner.run()).catch_unwind().await {
+                faults += 1;
+                Box::pin(owner.begin_again(&pool::panicked(&*panic), faults)).await;
+            }
         });
         handle
+    }
+
+    /// After a panic of its own, whatever it was in the middle of: those who wait hear of the fault, and the pause is looked for as recovery
+    /// does. Nobody may take a sandbox for gone whose pause lives.
+    async fn begin_again(&mut self, fault: &Step, faults: u32) {
+        log::error!(sandbox = self.id(); "a fault of its owner, it is looked for again: {fault}");
+        if self.retired {
+            return self.retire();
+        }
+        (self.pause, self.ending, self.alarm) = (None, None, None);
+        tokio::time::sleep(exit::CLEANUP.delay(faults)).await;
+        // One job at a time; what it has done is found again.
+        if let Some(job) = self.job.take() {
+            let _ = job.await;
+        }
+        let mut asked = std::mem::take(&mut self.replies);
+        while let Some(message) = poll_fn(|cx| Poll::Ready(self.inbox.poll_recv(cx))).map(ready).await {
+            match message {
+                Message::Ask(verb, _, reply) => asked.push((verb, reply)),
+                Message::ShimDied => self.bereaved = true,
+                Message::WhenAtRest(waiting) => self.at_rest.push(waiting),
+                Message::Exited(_) | Message::Done(_) => {}
+            }
+        }
+        for (verb, reply) in asked {
+            let (id, reason) = (self.id().to_owned(), fault.to_string());
+            let _ = reply.send(Err(Error::Fault { id, verb: name(verb), reason }));
+        }
+        for action in self.machine.look_again() {
+            self.act(action);
+        }
     }
 
     async fn run(&mut self) {
@@ -221,9 +263,9 @@ impl Owner {
             Message::Exited(exit) => self.exited(exit),
             // The pause's end is the sandbox's, as with any other; without a pause it has ended already.
             Message::ShimDied => {
-                if let Some(Err(step)) = self.pause.as_ref().map(|pause| pause.kill()) {
-                    log::error!(sandbox = self.id(); "end it with its shim: {step}");
-                }
+                // Nobody knows yet whether there is a pause.
+                self.bereaved = self.machine.phase() == Phase::Unknown;
+                self.end_with_shim();
             }
             Message::Done(Outcome::Start(Ok(pause))) => {
                 self.pause = Some(pause);
@@ -242,10 +284,14 @@ impl Owner {
             Message::Done(Outcome::Adopt(Adoption::Alive(pause))) => {
                 self.pause = Some(Arc::from(pause));
                 self.feed(Event::AdoptedAlive);
+                if std::mem::take(&mut self.bereaved) {
+                    self.end_with_shim();
+                }
             }
             Message::Done(Outcome::Adopt(Adoption::Dead(exit))) => self.exited(exit),
             Message::Done(Outcome::Adopt(Adoption::Unknown(step))) => {
                 self.failure = vec![step];
+                self.act(Action::Publish);
                 self.feed(Event::AdoptFailed);
             }
             Message::Done(Outcome::Rest(Ok(()))) => {
@@ -258,6 +304,19 @@ impl Owner {
                 self.feed(Event::JobFailed);
             }
             Message::WhenAtRest(waiting) => self.at_rest.push(waiting),
+        }
+    }
+
+    fn end_with_shim(&self) {
+        if let Some(Err(step)) = self.pause.as_ref().map(|pause| pause.kill()) {
+            log::error!(sandbox = self.id(); "end it with its shim: {step}");
+        }
+    }
+
+    fn retire(&mut self) {
+        self.retired = true;
+        if let Some(on_gone) = self.on_gone.take() {
+            on_gone(self.id());
         }
     }
 
@@ -336,12 +395,7 @@ impl Owner {
                 self.published.change(|published| published.failures = failures);
                 self.alarm = Some(Instant::now() + delay);
             }
-            Action::Retire => {
-                self.retired = true;
-                if let Some(on_gone) = self.on_gone.take() {
-                    on_gone(self.id());
-                }
-            }
+            Action::Retire => self.retire(),
         }
         None
     }
@@ -354,7 +408,7 @@ impl Owner {
     fn run_job(&mut self, job: Job) {
         let (work, to_self) = (self.work.clone(), self.to_self.clone());
         let Published { pid, exit, .. } = self.published.get();
-        tokio::spawn(async move {
+        self.job = Some(tokio::spawn(async move {
             let outcome = match job {
                 Job::Start => {
                     let failed = |step: Step| Err(StartFailure { left: vec![step.clone()], step });
@@ -365,7 +419,7 @@ impl Owner {
                 Job::Remove => Outcome::Rest(guard(work.remove()).await.unwrap_or_else(|s| Err(vec![s]))),
             };
             let _ = to_self.send(Message::Done(outcome));
-        });
+        }));
     }
 
     /// Answers all who wait for `verb`; true when one of them heard it.
@@ -402,7 +456,15 @@ impl Owner {
     }
 }
 
-fn name(verb: Verb) -> &'static str {
+fn ready<T>(poll: Poll<T>) -> Option<T> {
+    match poll {
+        Poll::Ready(value) => Some(value),
+        Poll::Pending => None,
+    }
+}
+
+/// The verb in messages.
+pub fn name(verb: Verb) -> &'static str {
     match verb {
         Verb::Start => "start",
         Verb::Stop => "stop",

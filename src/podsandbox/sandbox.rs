@@ -302,7 +302,11 @@ impl Sandbox {
         self.asked.store(true, Ordering::Relaxed);
         async move {
             let exit = self.owner.published.wait_for(|published| published.exit).await;
-            exit.ok_or_else(|| Error::NotFound { id: self.id().to_owned() })
+            exit.ok_or_else(|| match self.phase() {
+                Phase::Gone => Error::NotFound { id: self.id().to_owned() },
+                // Its owner has ended before it did; any other code would be taken for its exit.
+                _ => Error::Stopping { id: self.id().to_owned() },
+            })
         }
     }
 
@@ -437,9 +441,11 @@ impl Sandbox {
     async fn ask(&self, verb: Verb, within: Option<Duration>) -> Result<(), Error> {
         let (reply, answer) = oneshot::channel();
         // Whoever comes while the owner ends finds a sandbox that is gone.
-        let gone = || match verb {
-            Verb::Start => Err(Error::NotFound { id: self.id().to_owned() }),
-            Verb::Stop | Verb::Shutdown => Ok(()),
+        let gone = || match (self.phase(), verb) {
+            (Phase::Gone, Verb::Start) => Err(Error::NotFound { id: self.id().to_owned() }),
+            (Phase::Gone, Verb::Stop | Verb::Shutdown) => Ok(()),
+            // It ended before its sandbox did: the pause may live.
+            _ => Err(self.fault(super::owner::name(verb), "nobody owns it".to_owned())),
         };
         if self.owner.inbox.send(Message::Ask(verb, trace::current(), reply)).is_err() {
             return gone();
@@ -449,7 +455,7 @@ impl Sandbox {
             Some(limit) => match tokio::time::timeout(limit, answer).await {
                 Ok(answered) => answered,
                 Err(_) => {
-                    let verb = if verb == Verb::Stop { "stop" } else { "shutdown" };
+                    let verb = super::owner::name(verb);
                     return Err(Error::Timeout { id: self.id().to_owned(), verb, seconds: limit.as_secs() });
                 }
             },

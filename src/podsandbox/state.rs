@@ -153,6 +153,14 @@ impl Machine {
         }
     }
 
+    /// Nothing is known of it any more, not even what was under way: its pause is looked for. Readers see the old phase until it is found.
+    pub fn look_again(&mut self) -> Vec<Action> {
+        *self = Self::new(Phase::Unknown);
+        let mut out = Vec::new();
+        self.run(Job::Adopt, &mut out);
+        out
+    }
+
     /// Where the sandbox stands.
     pub fn phase(&self) -> Phase {
         self.phase

@@ -316,14 +316,18 @@ impl Work {
         }
     }
 
-    /// After the exit: records it, removes the cgroup, unmounts the shared memory.
+    /// After the exit: records it, removes the cgroup, unmounts the shared memory. An exit that cannot be recorded keeps nothing from being
+    /// removed: a later daemon finds no such pause, and says that it has ended.
     ///
     /// # Errors
     /// Every step that failed.
     pub async fn cleanup(self: &Arc<Self>, pid: u32, exit: Option<Exit>) -> Result<(), Vec<Step>> {
         let record = move |work: &Self| {
             let recorded = exit.map(|exit| work.store.set_stage(&Stage::Exited { pid, exit }));
-            recorded.and_then(Result::err).into_iter().collect()
+            if let Some(Err(step)) = recorded {
+                log::warn!(sandbox = work.site.id.as_str(); "its exit is not recorded: {step}");
+            }
+            Vec::new()
         };
         let release = |work: &Self| work.places.release_shm().err().unwrap_or_default();
         result(self.driver_cleanup_and(record, release).await)

@@ -14,6 +14,7 @@ use tokio::task::JoinSet;
 use crate::bare::Bare;
 use crate::harness::{Case, alone};
 use crate::pods::{Shape, is_whole, remove};
+use crate::strace::Fault;
 
 /// More than the daemon has threads of any kind.
 const CROWD: usize = 100;
@@ -31,7 +32,7 @@ const DEADLINE: Duration = Duration::from_secs(60);
 const OTHER: Duration = Duration::from_secs(10);
 
 pub(crate) fn cases() -> Vec<Case> {
-    alone![removals_with_left_overs_at_once, removals_that_hang, a_crowd_and_a_restart]
+    alone![removals_with_left_overs_at_once, removals_that_hang, a_crowd_and_a_restart, a_watchdog_that_is_not_fed]
 }
 
 /// A daemon whose shim's `delete` takes its time.
@@ -216,4 +217,72 @@ async fn a_crowd_and_a_restart() -> Result<()> {
         remove(&controller, id).await?;
     }
     bare.nothing_left().await
+}
+
+/// After which a service manager would take the daemon for hung.
+const WATCHDOG: Duration = Duration::from_secs(2);
+
+/// More removals hang in the kernel than there are threads for them. Other pods go on, and the watchdog hears nothing until it is over.
+async fn a_watchdog_that_is_not_fed() -> Result<()> {
+    let bare = Bare::new("")?;
+    let watchdog = std::os::unix::net::UnixDatagram::bind(bare.path("notify"))?;
+    watchdog.set_nonblocking(true)?;
+    let mut command = bare.command();
+    command.env("NOTIFY_SOCKET", bare.path("notify")).env("WATCHDOG_USEC", WATCHDOG.as_micros().to_string());
+    bare.start_as(command).await?;
+    let (controller, shape) = (Arc::new(bare.controller()), Shape::plain(&bare));
+    let fed = || -> Result<usize> {
+        let (mut count, mut text) = (0, [0; 4096]);
+        while let Ok(length) = watchdog.recv(&mut text) {
+            count += usize::from(text[..length].windows(10).any(|word| word == b"WATCHDOG=1"));
+        }
+        Ok(count)
+    };
+    let is_fed = async || {
+        until("the watchdog is fed", DEADLINE, async || {
+            ensure!(fed()? > 0, "it is not");
+            Ok(())
+        })
+        .await
+    };
+    let ids: Vec<String> = (0..HANGING).map(|number| bare.id(&format!("hanging-{number}"))).collect();
+    for id in &ids {
+        shape.run(&controller, id).await?;
+    }
+    is_fed().await?;
+    let fault = Fault::begin(bare.pid()?, &["umount2:delay_enter=8s"]).await?;
+    let mut removals = JoinSet::new();
+    for id in ids {
+        let controller = controller.clone();
+        removals.spawn(async move {
+            // Only later ones wait for their turn, longer than a caller may.
+            let _ = controller.stop(&id).await;
+            asked(|| controller.shutdown(&id)).await
+        });
+    }
+    until("the watchdog is not fed", DEADLINE, async || {
+        let log = bare.logged();
+        ensure!(log.contains("all threads of a kind hang") && log.contains("end"), "{log}");
+        Ok(())
+    })
+    .await?;
+    fed()?;
+    another_start(&bare).await?;
+    tokio::time::sleep(WATCHDOG).await;
+    ensure!(fed()? == 0, "it was fed while removals hung");
+    fault.end().await?;
+    ended(removals).await?;
+    is_fed().await?;
+    remove(&controller, &bare.id("started")).await?;
+    bare.nothing_left().await
+}
+
+/// Another pod starts and is looked at.
+async fn another_start(bare: &Bare) -> Result<()> {
+    let (controller, shape, id) = (bare.controller(), Shape::plain(bare), bare.id("started"));
+    let started = async {
+        shape.run(&controller, &id).await?;
+        is_whole(bare, &controller, &id).await.map(drop)
+    };
+    tokio::time::timeout(OTHER, started).await.context("another pod was held up")?
 }
