@@ -7,12 +7,13 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use kit::controller::Controller;
+use kit::cri::api;
 use kit::grpc::{self, Status};
-use kit::until;
+use kit::{Handler, Node, Pod, PodSpec, until};
 use tokio::task::JoinSet;
 
 use crate::bare::Bare;
-use crate::harness::{Case, alone};
+use crate::harness::{Case, alone, on_node};
 use crate::pods::{Shape, is_whole, remove};
 use crate::strace::Fault;
 
@@ -32,7 +33,10 @@ const DEADLINE: Duration = Duration::from_secs(60);
 const OTHER: Duration = Duration::from_secs(10);
 
 pub(crate) fn cases() -> Vec<Case> {
-    alone![removals_with_left_overs_at_once, removals_that_hang, a_crowd_and_a_restart, a_watchdog_that_is_not_fed]
+    let mut cases =
+        alone![removals_with_left_overs_at_once, removals_that_hang, a_crowd_and_a_restart, a_watchdog_that_is_not_fed];
+    cases.extend(on_node![node_a_crowd_and_a_restart_of_containerd]);
+    cases
 }
 
 /// A daemon whose shim's `delete` takes its time.
@@ -285,4 +289,71 @@ async fn another_start(bare: &Bare) -> Result<()> {
         is_whole(bare, &controller, &id).await.map(drop)
     };
     tokio::time::timeout(OTHER, started).await.context("another pod was held up")?
+}
+
+/// Pods under containerd: as many as a restart of it bears on a small machine.
+const PODS: usize = 40;
+
+/// Removes a pod as kubelet does: until it is done.
+async fn remove_pod(pod: &Pod) -> Result<()> {
+    until("the pod is removed", DEADLINE, async || pod.remove().await).await
+}
+
+/// Runs a pod as kubelet does: what is left of a try that failed is removed before the next.
+async fn run_pod(node: &Arc<Node>, name: &str) -> Result<Pod> {
+    let home = node.prepare(PodSpec::new(name).host_network())?;
+    let id = until("the pod runs", DEADLINE, async || {
+        for pod in node.cri().list_pod_sandbox(api::PodSandboxFilter::new()).await? {
+            if pod.metadata.name == name {
+                if pod.state.enum_value() == Ok(api::PodSandboxState::SANDBOX_READY) {
+                    return Ok(pod.id);
+                }
+                node.cri().stop_pod_sandbox(&pod.id).await?;
+                node.cri().remove_pod_sandbox(&pod.id).await?;
+            }
+        }
+        Ok(node.cri().run_pod_sandbox(home.config(), Handler::Ours.name()).await?)
+    })
+    .await?;
+    Ok(Pod::new(node, Handler::Ours, home, id))
+}
+
+/// Removals, starts and Waits, and containerd is killed in the middle of them and comes again.
+async fn node_a_crowd_and_a_restart_of_containerd(node: Arc<Node>) -> Result<()> {
+    let controller = Arc::new(node.sandboxer());
+    let mut old = Vec::new();
+    for number in 0..PODS {
+        old.push(run_pod(&node, &format!("old-{number}")).await?);
+    }
+    let mut waits = JoinSet::new();
+    for number in 0..WAITS {
+        let (controller, id) = (controller.clone(), old[number % PODS].id().to_owned());
+        waits.spawn(async move {
+            let exit = asked(|| controller.wait(&id)).await?;
+            ensure!(exit.exit_status == 137, "{id}: exit status {}", exit.exit_status);
+            Ok(())
+        });
+    }
+    let (mut removals, mut starts) = (JoinSet::new(), JoinSet::new());
+    for pod in old {
+        removals.spawn(async move { remove_pod(&pod).await });
+    }
+    for number in 0..PODS {
+        let node = node.clone();
+        starts.spawn(async move { run_pod(&node, &format!("new-{number}")).await });
+    }
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    node.kill_containerd()?;
+    node.start_containerd().await?;
+    ended(removals).await?;
+    ended(waits).await?;
+    let mut new = Vec::new();
+    while let Some(started) = starts.join_next().await {
+        new.push(started??);
+    }
+    for pod in &new {
+        ensure!(pod.is_ready().await?, "{} is not ready", pod.id());
+        pod.remove().await?;
+    }
+    Ok(())
 }
