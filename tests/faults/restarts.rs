@@ -17,6 +17,7 @@ use nix::unistd::Pid;
 use tokio::task::JoinSet;
 
 use crate::harness::{Case, on_node};
+use crate::strace::strace;
 use crate::tracer::Tracer;
 
 /// Hundreds of pods and containers on a small machine.
@@ -184,12 +185,13 @@ async fn node_sandboxer_restarts_with_many_pods(node: Arc<Node>) -> Result<()> {
     node.start_sandboxer().await
 }
 
-/// containerd alone, both at once, and the sandboxer late: behind a socket that a service manager holds.
+/// containerd alone, both at once, the sandboxer slow to take over its pods, and late: behind a socket that a service manager holds.
 ///
 /// containerd waits about a second for the first answer of a socket. What it could not ask about by then is Unknown to it: the pod
-/// is told to be ready and its containers run, but it starts no further one until containerd is restarted once more.
+/// is listed as not ready although its own status is ready and its containers run, but it starts no further one until containerd is
+/// restarted once more.
 async fn node_containerd_restarts(node: Arc<Node>) -> Result<()> {
-    for how in ["alone", "killed alone", "both", "late", "too late"] {
+    for how in ["alone", "killed alone", "both", "slow", "late", "too late"] {
         let pods = [
             node.run(Handler::Ours, PodSpec::new("network").dns(&["10.0.0.10"], &[], &[])).await?,
             node.run(Handler::Ours, PodSpec::new("host").host_network().dns(&["10.0.0.10"], &[], &[])).await?,
@@ -203,6 +205,7 @@ async fn node_containerd_restarts(node: Arc<Node>) -> Result<()> {
         }
         restart(&node, how).await.context(how)?;
         if how == "too late" {
+            ensure!(ready(&node).await?.is_empty(), "too late: listed as ready");
             for (pod, (old, _, pause, _)) in pods.iter().zip(&before) {
                 ensure!(pod.is_ready().await? && pod.pause_pid().await? == *pause, "too late: not ready");
                 ensure!(old.sh("cat /dev/shm/file").await? == "kept\n", "too late: its container");
@@ -244,11 +247,18 @@ async fn restart(node: &Arc<Node>, how: &str) -> Result<()> {
             node.kill_containerd()?;
             node.start_containerd().await
         }
-        "both" => {
+        "both" | "slow" => {
             node.kill_containerd()?;
             node.kill_sandboxer()?;
             // The order of their units: the sandboxer is there first.
-            let command = node.sandboxer_command()?;
+            let plain = node.sandboxer_command()?;
+            let command = if how == "slow" {
+                let mut traced = strace(&["pidfd_open:delay_enter=4s:when=1"]);
+                traced.arg("-D").arg(plain.get_program()).args(plain.get_args());
+                traced
+            } else {
+                plain
+            };
             let starting = Arc::clone(node);
             let sandboxer = tokio::spawn(async move { starting.start_sandboxer_as(command).await });
             until("the sandboxer's socket", Duration::from_secs(10), async || {
