@@ -19,7 +19,16 @@ use crate::trace::Pod;
 /// The namespaces of a process, as `/proc/PID/ns` names them.
 const NAMESPACES: [&str; 7] = ["cgroup", "ipc", "mnt", "net", "pid", "user", "uts"];
 
-/// A line of the list of sandboxes.
+/// Longest name that is kept of a pod and its like, bytes; no name of Kubernetes is longer.
+const LONGEST_NAME: usize = 253;
+
+/// Longest reason in a line, bytes.
+const LONGEST_REASON: usize = 1024;
+
+/// Most bytes of a report: an answer of 4 MiB is the largest that ttrpc carries.
+const LARGEST_REPORT: usize = 3 << 20;
+
+/// A line of the list of sandboxes. Callers choose what it is made of: each text in it has a bound, so that a page of lines fits an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Overview {
     /// The sandbox id.
@@ -56,7 +65,7 @@ impl Overview {
             driver: String::new(),
             runtime: String::new(),
             failed_cleanups: 0,
-            reason: Some(reason.to_owned()),
+            reason: Some(bounded(reason, LONGEST_REASON)),
             usage: None,
         }
     }
@@ -90,9 +99,9 @@ pub(super) fn line(work: &Work, published: Published, usage: Option<Usage>) -> O
         pid: living(published),
         created_at: Some(work.created_at),
         driver: work.driver.name().to_owned(),
-        runtime: work.runtime.name.clone(),
+        runtime: bounded(&work.runtime.name, LONGEST_NAME),
         failed_cleanups: published.failures,
-        reason: work.shim.death(),
+        reason: work.shim.death().map(|reason| bounded(&reason, LONGEST_REASON)),
         usage,
     }
 }
@@ -137,9 +146,28 @@ pub(super) fn report(
         ("config", record.as_ref().map_or(Value::Null, |record| or_error(status::config_json(record)))),
     ];
     if let Value::Object(all) = &mut all {
-        all.extend(add.map(|(key, value)| (key.to_owned(), value)));
+        all.extend(fitting(add, LARGEST_REPORT));
     }
     all
+}
+
+/// The values with their keys; in place of one that does not fit into what is left of so many bytes, how long it is.
+fn fitting<const N: usize>(values: [(&str, Value); N], mut left: usize) -> [(String, Value); N] {
+    values.map(|(key, value)| {
+        let length = value.to_string().len();
+        match left.checked_sub(length) {
+            Some(rest) => {
+                left = rest;
+                (key.to_owned(), value)
+            }
+            None => (key.to_owned(), json!({ "error": format!("{length} bytes are too many to show") })),
+        }
+    })
+}
+
+/// The beginning of a text that is longer than `most` bytes, or all of it.
+fn bounded(text: &str, most: usize) -> String {
+    if text.len() <= most { text.to_owned() } else { format!("{}…", &text[..text.floor_char_boundary(most)]) }
 }
 
 fn or_error<E: std::fmt::Display>(value: Result<Value, E>) -> Value {
@@ -185,5 +213,26 @@ pub(super) fn pod(record: &Record) -> Pod {
     let options = Payload { type_url: record.config.type_url.clone(), value: record.config.value.clone().into() };
     let Ok(config) = super::checked::decode_config(&record.id, &options) else { return Pod::default() };
     let metadata = config.metadata.unwrap_or_default();
-    Pod { name: metadata.name.into(), namespace: metadata.namespace.into(), uid: metadata.uid.into() }
+    let name = |text: &str| bounded(text, LONGEST_NAME).into();
+    Pod { name: name(&metadata.name), namespace: name(&metadata.namespace), uid: name(&metadata.uid) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_has_what_fits() {
+        let [short, long, last] =
+            fitting([("short", json!("12345678")), ("long", json!("123456789")), ("last", json!(0))], 20);
+        assert_eq!((short.1, last.1), (json!("12345678"), json!(0)));
+        assert_eq!(long.1["error"], "11 bytes are too many to show");
+    }
+
+    #[test]
+    fn a_text_that_is_cut_ends_between_characters() {
+        assert_eq!(bounded("abc", 3), "abc");
+        assert_eq!(bounded("abcd", 3), "abc…");
+        assert_eq!(bounded("abä", 3), "ab…");
+    }
 }

@@ -190,6 +190,29 @@ fn http(stream: &mut (impl std::io::Read + Write), request: &str) -> String {
     answer
 }
 
+#[test]
+fn pods_with_names_beyond_all_measure_are_listed_and_inspected() {
+    let scratch = Scratch::new();
+    let daemon = Daemon::start(&scratch, &scratch.flags());
+    daemon.noticed("READY=1");
+    let controller = Controller::of(&scratch);
+    // Together more than an answer can carry.
+    let ids = ["a", "b", "c"].map(|letter| letter.repeat(20));
+    for id in &ids {
+        controller.run(id, &"n".repeat(2 << 20));
+    }
+    let ask = |words: &[&str]| serde_json::from_str::<serde_json::Value>(&told(&scratch, words)).unwrap();
+    let list = ask(&["list", "-o", "json"]);
+    let listed: Vec<&str> = list.as_array().unwrap().iter().map(|line| line["id"].as_str().unwrap()).collect();
+    assert_eq!(listed, ids);
+    let report = ask(&["inspect", &ids[0], "-o", "json"]);
+    assert_eq!(report["state"], "ready");
+    assert_eq!(report["config"]["metadata"]["name"].as_str().unwrap().len(), 2 << 20);
+    for id in &ids {
+        controller.shut_down(id);
+    }
+}
+
 const GET: &str = "GET /metrics HTTP/1.1\r\nHost: node\r\n\r\n";
 
 /// Asks until somebody listens: metrics are no condition for being ready.
