@@ -114,7 +114,8 @@ settings! {
     /// containerd's namespace of CRI. Calls of another one are refused.
     containerd_namespace: String = "k8s.io".to_owned();
     /// How the pods' cgroups are made: as directories (`cgroupfs`), or as scopes that systemd makes (`systemd`), which takes
-    /// slices only. `auto` goes by the parent cgroup that kubelet names: `systemd` for a slice (`….slice`), else `cgroupfs`.
+    /// slices only. `auto` goes by the parent cgroup that kubelet names: `systemd` for a slice (`….slice`) where systemd runs the node, else
+    /// `cgroupfs`.
     cgroup_driver: CgroupDriver = CgroupDriver::Auto;
     /// Who runs a pod's pause: `native`, this program, or `shim`, the runtime, whose shim then lives as long as the pod. By runtime name, as
     /// `drivers = { "io.containerd.runc.v2" = "shim" }`; others have `native` where the runtime's containers are processes of the node

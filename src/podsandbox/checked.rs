@@ -10,14 +10,11 @@ use protobuf::Message as _;
 
 use super::files::{Dns, Files};
 use super::record::{self, Blob, Record};
-use super::selinux::{Level, Selinux};
+use super::selinux::{self, Level, Selinux};
 use super::{CreateRequest, Error, Payload};
 use crate::config::{CgroupDriver, Config, DriverName, ShimOwner};
 use crate::pause::{IdMapping, Namespace, Plan, UserNamespace, cgroup, native};
-use crate::protos::cri::{
-    IDMapping, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption, PodSandboxConfig,
-    UserNamespace as CriUserns,
-};
+use crate::protos::cri::{IDMapping, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption, PodSandboxConfig};
 use crate::shim;
 
 /// Type of the CRI config in Create's options.
@@ -28,6 +25,9 @@ const LONGEST_ID: usize = 76;
 
 /// Longest host name of Linux (sethostname(2)), bytes.
 const LONGEST_HOSTNAME: usize = 64;
+
+/// Longest label of containerd, key and value together (`pkg/labels`), bytes.
+const LONGEST_LABEL: usize = 4096;
 
 /// Longest path that is taken from a caller, bytes (`PATH_MAX`).
 const LONGEST_PATH: usize = 4095;
@@ -74,6 +74,7 @@ pub fn check(
     let security = pod.linux.security_context.get_or_default();
     let namespaces = security.namespace_options.get_or_default();
     security::check(id, security)?;
+    check_labels(id, &pod)?;
     let host_network = mode(id, "network", namespaces.network)? == Namespace::Node;
     let ipc = mode(id, "ipc", namespaces.ipc)?;
     let (labels, level) = selinux.label(config, security.selinux_options.as_ref()).map_err(|step| Error::Step {
@@ -81,19 +82,24 @@ pub fn check(
         verb: "create",
         step,
     })?;
+    let pause_label = selinux::of_pause(&labels.process, &info.runtime_name).map_err(|step| Error::Step {
+        id: id.to_owned(),
+        verb: "create",
+        step,
+    })?;
     let plan = Plan {
         id: request.id.clone(),
         netns: netns(id, host_network, &request.netns_path)?,
-        pid: pid_mode(id, namespaces)?,
+        pid: mode(id, "pid", namespaces.pid)?,
         ipc,
         uts: if host_network { Namespace::Node } else { Namespace::Private },
         hostname: hostname(id, &pod.hostname, host_network)?,
-        userns: userns(id, &namespaces.userns_options)?,
+        userns: userns(id, namespaces)?,
         sysctls: sysctls(id, &pod, config, host_network, ipc, security)?,
-        cgroup_parent: cgroup_parent(id, &pod.linux.cgroup_parent, config)?,
+        cgroup_parent: cgroup_parent(id, &pod.linux.cgroup_parent, config.cgroup_driver, systemd_runs())?,
         oom_score_adj: oom_score_adj(config),
         // As the built-in controller: the containers of a privileged pod have a label, its pause has none of its own.
-        selinux_label: if security.privileged { String::new() } else { labels.process.clone() },
+        selinux_label: if security.privileged { String::new() } else { pause_label },
     };
     let dns = pod.dns_config.as_ref().map(|dns| Dns {
         servers: dns.servers.clone(),
@@ -161,22 +167,15 @@ fn shorten(text: &str) -> String {
 
 fn mode(id: &str, kind: &str, mode: protobuf::EnumOrUnknown<NamespaceMode>) -> Result<Namespace, Error> {
     match mode.enum_value() {
-        // CONTAINER differs from POD for containers only; their sandbox has a namespace of its own in both.
-        Ok(NamespaceMode::POD | NamespaceMode::CONTAINER) => Ok(Namespace::Private),
+        // CONTAINER and TARGET differ from POD for containers only; their sandbox has a namespace of its own in all three, as with the
+        // built-in controller.
+        Ok(NamespaceMode::POD | NamespaceMode::CONTAINER | NamespaceMode::TARGET) => Ok(Namespace::Private),
         Ok(NamespaceMode::NODE) => Ok(Namespace::Node),
         _ => Err(invalid(
             id,
             &format!("linux.security_context.namespace_options.{kind}"),
             format!("mode {} is none of a sandbox", mode.value()),
         )),
-    }
-}
-
-fn pid_mode(id: &str, namespaces: &NamespaceOption) -> Result<Namespace, Error> {
-    // TARGET concerns a container alone: the sandbox keeps a namespace of its own, as with the built-in controller.
-    match namespaces.pid.enum_value() {
-        Ok(NamespaceMode::TARGET) => Ok(Namespace::Private),
-        _ => mode(id, "pid", namespaces.pid),
     }
 }
 
@@ -220,22 +219,29 @@ fn hostname(id: &str, name: &str, host_network: bool) -> Result<String, Error> {
     if name.len() > LONGEST_HOSTNAME {
         return Err(invalid(id, "hostname", format!("has {} bytes, more than {LONGEST_HOSTNAME}", name.len())));
     }
-    if name.contains(['\0', '\n']) {
-        return Err(invalid(id, "hostname", "has a line break or a zero byte".to_owned()));
+    if name.contains('\0') {
+        return Err(invalid(id, "hostname", "has a zero byte".to_owned()));
     }
     Ok(name.to_owned())
 }
 
-/// The parent in the form of [`Plan::cgroup_parent`].
-fn cgroup_parent(id: &str, parent: &str, config: &Config) -> Result<String, Error> {
+/// Whether systemd is the node's service manager (sd_booted(3)).
+fn systemd_runs() -> bool {
+    Path::new("/run/systemd/system").is_dir()
+}
+
+/// The parent in the form of [`Plan::cgroup_parent`]. `systemd`: it runs.
+fn cgroup_parent(id: &str, parent: &str, driver: CgroupDriver, systemd: bool) -> Result<String, Error> {
     let field = "linux.cgroup_parent";
     let plain = |c| matches!(c, Component::RootDir | Component::Normal(_));
     if parent.len() > LONGEST_PATH || parent.contains('\0') || !Path::new(parent).components().all(plain) {
         return Err(invalid(id, field, format!("{:?} is no plain path", shorten(parent))));
     }
-    let parent = match slice(parent, config) {
+    let slices = driver == CgroupDriver::Systemd || driver == CgroupDriver::Auto && systemd;
+    let last = parent.rsplit('/').find(|part| !part.is_empty()).unwrap_or_default();
+    let parent = match Some(last).filter(|last| slices && last.ends_with(".slice")) {
         Some(slice) => slice.to_owned(),
-        None if config.cgroup_driver == CgroupDriver::Systemd && !parent.is_empty() => {
+        None if driver == CgroupDriver::Systemd && !parent.is_empty() => {
             let reason = format!("{:?} is no systemd slice, as cgroup_driver \"systemd\" needs it", shorten(parent));
             return Err(invalid(id, field, reason));
         }
@@ -247,15 +253,17 @@ fn cgroup_parent(id: &str, parent: &str, config: &Config) -> Result<String, Erro
     Ok(parent)
 }
 
-/// The systemd slice that a `cgroup_parent` names; `None` where it is a path of the cgroup file system.
-pub(super) fn slice<'a>(parent: &'a str, config: &Config) -> Option<&'a str> {
-    let last = parent.rsplit('/').find(|part| !part.is_empty())?;
-    (last.ends_with(".slice") && config.cgroup_driver != CgroupDriver::Cgroupfs).then_some(last)
-}
-
-fn userns(id: &str, options: &protobuf::MessageField<CriUserns>) -> Result<Option<UserNamespace>, Error> {
+fn userns(id: &str, namespaces: &NamespaceOption) -> Result<Option<UserNamespace>, Error> {
     let field = "linux.security_context.namespace_options.userns_options";
-    let Some(options) = options.as_ref() else { return Ok(None) };
+    let Some(options) = namespaces.userns_options.as_ref() else { return Ok(None) };
+    let users = options.mode.enum_value() == Ok(NamespaceMode::POD);
+    for (kind, of_node) in [("pid", namespaces.pid), ("ipc", namespaces.ipc)] {
+        // The kernel lets nobody mount /proc or mqueue of a namespace that another user namespace owns.
+        if users && of_node.enum_value() == Ok(NamespaceMode::NODE) {
+            let reason = "mode NODE does not go with a user namespace of the pod's own".to_owned();
+            return Err(invalid(id, &format!("linux.security_context.namespace_options.{kind}"), reason));
+        }
+    }
     match options.mode.enum_value() {
         Ok(NamespaceMode::NODE) if options.uids.is_empty() && options.gids.is_empty() => Ok(None),
         Ok(NamespaceMode::NODE) => Err(invalid(id, field, "mode NODE goes with no mappings".to_owned())),
@@ -274,6 +282,13 @@ fn one_mapping(id: &str, field: &str, mappings: &[IDMapping]) -> Result<IdMappin
     let fits = |first: u32| first.checked_add(one.length).is_some();
     if one.length == 0 || !fits(one.host_id) || !fits(one.container_id) {
         return Err(invalid(id, field, "is empty or goes beyond the last id".to_owned()));
+    }
+    if one.container_id != 0 {
+        let reason = format!("begins at id {}: no mapping found for id 0, which containers have", one.container_id);
+        return Err(invalid(id, field, reason));
+    }
+    if one.length == 1 {
+        return Err(invalid(id, field, "maps id 0 alone, and the pause has another".to_owned()));
     }
     Ok(IdMapping { container_id: one.container_id, host_id: one.host_id, length: one.length })
 }
@@ -355,12 +370,21 @@ fn namespace_of(name: &str) -> Option<Sysctl> {
 fn check_dns(id: &str, dns: Option<&Dns>) -> Result<(), Error> {
     let Some(dns) = dns else { return Ok(()) };
     for (field, values) in [("servers", &dns.servers), ("searches", &dns.searches), ("options", &dns.options)] {
-        // One of them with a line break would write lines of its own into resolv.conf.
-        if values.iter().any(|value| value.contains(['\n', '\0'])) {
-            return Err(invalid(id, &format!("dns_config.{field}"), "has a line break or a zero byte".to_owned()));
+        // A line break is a line of its own in resolv.conf, as with the built-in controller: who gives the config may give any line.
+        if values.iter().any(|value| value.contains('\0')) {
+            return Err(invalid(id, &format!("dns_config.{field}"), "has a zero byte".to_owned()));
         }
     }
     Ok(())
+}
+
+/// As containerd takes labels (`pkg/labels`): the built-in controller has them on its pause container, ours answers them to Start.
+fn check_labels(id: &str, pod: &PodSandboxConfig) -> Result<(), Error> {
+    let too_long = pod.labels.iter().find(|(key, value)| key.len() + value.len() > LONGEST_LABEL);
+    let Some((key, value)) = too_long else { return Ok(()) };
+    let length = key.len() + value.len();
+    let reason = format!("has {length} bytes, key and value together, more than {LONGEST_LABEL}");
+    Err(invalid(id, &format!("labels[{:?}]", shorten(key)), reason))
 }
 
 #[cfg(test)]
@@ -396,9 +420,7 @@ mod tests {
 
     #[test]
     fn cgroup_parents_by_driver() {
-        let checked = |parent: &str, cgroup_driver| {
-            cgroup_parent("id", parent, &Config { cgroup_driver, ..Config::default() }).map_err(|e| e.to_string())
-        };
+        let checked = |parent: &str, driver| cgroup_parent("id", parent, driver, true).map_err(|e| e.to_string());
         let kubelet = "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-podX.slice";
         let bare = "kubepods-burstable-podX.slice";
         for driver in [CgroupDriver::Auto, CgroupDriver::Systemd] {
@@ -410,8 +432,11 @@ mod tests {
             }
             assert_eq!(checked("", driver).unwrap(), "");
         }
-        assert_eq!(checked(kubelet, CgroupDriver::Cgroupfs).unwrap(), kubelet);
-        assert_eq!(checked("a.slice", CgroupDriver::Cgroupfs).unwrap(), "/a.slice");
+        for (driver, systemd) in [(CgroupDriver::Cgroupfs, true), (CgroupDriver::Auto, false)] {
+            let checked = |parent: &str| cgroup_parent("id", parent, driver, systemd).unwrap();
+            assert_eq!(checked(kubelet), kubelet);
+            assert_eq!(checked("a.slice"), "/a.slice");
+        }
         for path in ["/kubepods/podX", "kubepods", "/a.slice/b"] {
             assert_eq!(checked(path, CgroupDriver::Auto).unwrap(), path);
             assert!(checked(path, CgroupDriver::Systemd).unwrap_err().contains("is no systemd slice"), "{path}");
@@ -427,5 +452,49 @@ mod tests {
         for node in ["vm.swappiness", "kernel.pid_max", "kernel.shmmaxx", "fs.file-max", "kernel.hostname", "netx.a"] {
             assert_eq!(namespace_of(node), None, "{node}");
         }
+    }
+
+    #[test]
+    fn users_that_no_container_could_have_are_refused() {
+        let mapping = |container_id, length| IDMapping { container_id, host_id: 100_000, length, ..Default::default() };
+        let checked = |uids: IDMapping, gids: IDMapping, pid: NamespaceMode, ipc: NamespaceMode| {
+            let users = crate::protos::cri::UserNamespace {
+                mode: NamespaceMode::POD.into(),
+                uids: vec![uids],
+                gids: vec![gids],
+                ..Default::default()
+            };
+            let options = NamespaceOption {
+                pid: pid.into(),
+                ipc: ipc.into(),
+                userns_options: Some(users).into(),
+                ..Default::default()
+            };
+            userns("id", &options).map(drop).map_err(|e| e.to_string())
+        };
+        let (whole, pod, node) = (|| mapping(0, 65536), NamespaceMode::POD, NamespaceMode::NODE);
+        assert_eq!(checked(whole(), whole(), pod, pod), Ok(()));
+        for (refused, word) in [
+            (checked(mapping(1, 65536), whole(), pod, pod), "uids: begins at id 1: no mapping found for id 0"),
+            (checked(whole(), mapping(1, 65536), pod, pod), "gids: begins at id 1: no mapping found for id 0"),
+            (checked(mapping(0, 1), whole(), pod, pod), "uids: maps id 0 alone"),
+            (checked(whole(), mapping(0, 1), pod, pod), "gids: maps id 0 alone"),
+            (checked(whole(), whole(), node, pod), "namespace_options.pid: mode NODE"),
+            (checked(whole(), whole(), pod, node), "namespace_options.ipc: mode NODE"),
+        ] {
+            assert!(refused.as_ref().is_err_and(|e| e.contains(word)), "{word:?} is not in {refused:?}");
+        }
+    }
+
+    #[test]
+    fn labels_are_as_long_as_containerd_takes_them() {
+        let of = |length: usize| {
+            let mut pod = PodSandboxConfig::new();
+            pod.labels.insert("k".repeat(96), "v".repeat(length));
+            check_labels("id", &pod).map_err(|e| e.to_string())
+        };
+        assert_eq!(of(4000), Ok(()));
+        let error = of(4001).unwrap_err();
+        assert!(error.contains("has 4097 bytes, key and value together, more than 4096"), "{error}");
     }
 }

@@ -15,9 +15,7 @@ use std::time::SystemTime;
 
 use protobuf::Message;
 
-use super::checked::slice;
 use super::{Metric, Payload};
-use crate::config::Config;
 use crate::error::{IoContext as _, Step};
 use crate::pause::cgroup;
 use crate::pause::cgroup::mounted::{ROOT, unified};
@@ -29,8 +27,8 @@ const READ: &str = "read metrics of cgroup";
 /// # Errors
 /// The failed step: the pod has no parent cgroup, or it is gone, or one of its files cannot be read. A file that the kernel
 /// does not have is no error.
-pub fn read(cgroup_parent: &str, config: &Config) -> Result<Metric, Step> {
-    let parent = parent(cgroup_parent, config)?;
+pub fn read(cgroup_parent: &str) -> Result<Metric, Step> {
+    let parent = parent(cgroup_parent)?;
     let root = Path::new(ROOT);
     let unified = unified(root)?;
     let timestamp = SystemTime::now();
@@ -48,14 +46,14 @@ fn payload(name: &str, message: &impl Message) -> Result<Payload, Step> {
 }
 
 /// The parent cgroup's path below the root of a hierarchy.
-fn parent(cgroup_parent: &str, config: &Config) -> Result<PathBuf, Step> {
+fn parent(cgroup_parent: &str) -> Result<PathBuf, Step> {
     if cgroup_parent.is_empty() {
         // So answers the built-in controller.
         return Err(Step::new(READ, io::Error::new(io::ErrorKind::NotFound, "the pod has no cgroup_parent")));
     }
-    if let Some(slice) = slice(cgroup_parent, config) {
-        let refused = |fault| Step::at(READ, slice, io::Error::new(io::ErrorKind::InvalidInput, fault));
-        return cgroup::slice::path(slice).map_err(refused);
+    if cgroup::slice::is_slice(cgroup_parent) {
+        let refused = |fault| Step::at(READ, cgroup_parent, io::Error::new(io::ErrorKind::InvalidInput, fault));
+        return cgroup::slice::path(cgroup_parent).map_err(refused);
     }
     // Create has refused everything else; nothing but this leads out of the hierarchy.
     let plain = |part| matches!(part, Component::Normal(_));

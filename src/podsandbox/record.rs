@@ -129,6 +129,25 @@ impl From<&SandboxInfo> for Info {
     }
 }
 
+impl Info {
+    /// Takes over a field as containerd's own store does (`core/metadata`): `extensions`, `labels`, or a single one of them as `extensions.KEY`.
+    pub fn update(&mut self, given: &SandboxInfo, field: &str) {
+        fn put<V>(all: &mut BTreeMap<String, V>, key: &str, value: Option<V>) {
+            match value {
+                Some(value) => drop(all.insert(key.to_owned(), value)),
+                None => drop(all.remove(key)),
+            }
+        }
+        match field.split_once('.') {
+            None if field == "extensions" => self.extensions = Self::from(given).extensions,
+            None if field == "labels" => self.labels.clone_from(&given.labels),
+            Some(("extensions", key)) => put(&mut self.extensions, key, given.extensions.get(key).map(Blob::from)),
+            Some(("labels", key)) => put(&mut self.labels, key, given.labels.get(key).cloned()),
+            _ => {}
+        }
+    }
+}
+
 /// Why a record could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum Unreadable {
@@ -313,6 +332,10 @@ impl Store {
     fn replace<T: Serialize>(&self, name: &str, value: &T) -> Result<(), Step> {
         let (path, temporary) = (self.dir().join(name), self.temporary(name));
         let text = serde_json::to_vec(value).map_err(io::Error::other).step("encode record")?;
+        // What the next daemon would refuse to read is not to be written: a sandbox would be kept aside.
+        if text.len() as u64 > LARGEST {
+            return Err(Step::at("write record", path, io::Error::from_raw_os_error(libc::EFBIG)));
+        }
         let mut options = fs::File::options();
         options.write(true).create(true).truncate(true).mode(PRIVATE).custom_flags(libc::O_NOFOLLOW);
         let written = options.open(&temporary).and_then(|mut file| file.write_all(&text));
@@ -389,5 +412,49 @@ mod tests {
         }
         chown(path("good"), Some(65534), None).unwrap();
         assert!(slurp(&path("good"), 10).unwrap_err().to_string().contains("it belongs to user 65534"));
+    }
+
+    #[test]
+    fn an_update_changes_what_it_names() {
+        let payload = |value: &str| super::super::Payload { type_url: "t".to_owned(), value: value.to_owned().into() };
+        let given = SandboxInfo {
+            labels: [("a".to_owned(), "2".to_owned())].into(),
+            extensions: [("new".to_owned(), payload("2")), ("old".to_owned(), payload("2"))].into(),
+            ..Default::default()
+        };
+        let before = Info {
+            labels: [("a".to_owned(), "1".to_owned()), ("b".to_owned(), "1".to_owned())].into(),
+            extensions: ["metadata", "old"].map(|key| (key.to_owned(), Blob::from(&payload("1")))).into(),
+            ..Default::default()
+        };
+        let after = |field: &str| {
+            let mut info = before.clone();
+            info.update(&given, field);
+            let extensions = info.extensions.iter().map(|(key, blob)| format!("{key}={}", blob.value.escape_ascii()));
+            let labels = info.labels.iter().map(|(key, value)| format!("{key}={value}"));
+            (extensions.collect::<Vec<_>>().join(" "), labels.collect::<Vec<_>>().join(" "))
+        };
+        for (field, extensions, labels) in [
+            ("extensions.new", "metadata=1 new=2 old=1", "a=1 b=1"),
+            ("extensions.old", "metadata=1 old=2", "a=1 b=1"),
+            ("extensions.metadata", "old=1", "a=1 b=1"),
+            ("extensions", "new=2 old=2", "a=1 b=1"),
+            ("labels.a", "metadata=1 old=1", "a=2 b=1"),
+            ("labels", "metadata=1 old=1", "a=2"),
+            ("runtime", "metadata=1 old=1", "a=1 b=1"),
+        ] {
+            assert_eq!(after(field), (extensions.to_owned(), labels.to_owned()), "{field}");
+        }
+    }
+
+    #[test]
+    fn a_record_that_could_not_be_read_again_is_not_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let roots = Arc::new(Roots { root: "/".into(), volatile: "/".into(), records: dir.path().to_owned() });
+        let store = Store::new(&roots, &"id".into());
+        fs::create_dir(store.dir()).unwrap();
+        let error = store.replace(RECORD, &"x".repeat(64 << 20)).unwrap_err().to_string();
+        assert!(error.contains("os error 27") && error.contains(RECORD), "{error}");
+        assert_eq!(fs::read_dir(store.dir()).unwrap().count(), 0, "something is left of it");
     }
 }

@@ -12,7 +12,7 @@ use super::checked::check;
 use super::files::Places;
 use super::heal::Healing;
 use super::owner::{Entry, Handle, Message, Owner, Published, abandoned_at};
-use super::record::{Blob, Record, Stage, Store};
+use super::record::{Record, Stage, Store};
 use super::roots::Roots;
 use super::selinux::{Level, Selinux};
 use super::state::{Phase, Verb};
@@ -123,7 +123,7 @@ impl Environment {
             created_at: record.created_at,
             runtime,
             config: self.config.clone(),
-            spec: Mutex::default(),
+            description: Mutex::default(),
             subject: Subject::new(record.id.clone(), overview::pod(record)),
             telemetry: self.telemetry.clone(),
             store: Store::new(&self.roots, &record.id),
@@ -264,17 +264,19 @@ impl Sandbox {
         self.ask(Verb::Start, None).await?;
         let _ = self.started.set(Instant::now());
         let published = self.published();
-        let labels = [
+        let (spec, mut labels) = self.work.give_description().map(|made| (made.spec, made.labels)).unzip();
+        // Ours, whatever labels the pod has: containerd gives the second to the pod's containers.
+        labels.get_or_insert_default().extend([
             ("oci_runtime_type".to_owned(), self.work.runtime.name.clone()),
             ("selinux_label".to_owned(), self.work.label.to_string()),
-        ];
+        ]);
         Ok(Started {
             pid: published.pid,
             created_at: self.work.created_at,
-            labels: labels.into(),
+            labels: labels.unwrap_or_default(),
             address: self.work.shim.address(),
             version: self.work.shim.version(),
-            spec: self.work.give_spec().map(|spec| Payload { type_url: SPEC_TYPE.to_owned(), value: spec.into() }),
+            spec: spec.map(|spec| Payload { type_url: SPEC_TYPE.to_owned(), value: spec.into() }),
         })
     }
 
@@ -355,7 +357,8 @@ impl Sandbox {
         }
     }
 
-    /// Stores what containerd changed: of `fields` only `extensions` and `labels` exist here; without fields, both.
+    /// Stores what containerd changed: of `fields` only `extensions` and `labels` exist here, or a single one of them as `extensions.KEY`; without
+    /// fields, both.
     ///
     /// # Errors
     /// [`Error::Invalid`] for any other field, or the failed step.
@@ -367,16 +370,9 @@ impl Sandbox {
             }
         }
         let sandbox = self.clone();
+        let fields = if fields.is_empty() { vec!["extensions".to_owned(), "labels".to_owned()] } else { fields };
         let change = move || {
-            let named = |name: &str| fields.is_empty() || fields.iter().any(|f| f.split('.').next() == Some(name));
-            sandbox.work.store.change(|record| {
-                if named("extensions") {
-                    record.info.extensions = info.extensions.iter().map(|(k, v)| (k.clone(), Blob::from(v))).collect();
-                }
-                if named("labels") {
-                    record.info.labels = info.labels.clone();
-                }
-            })
+            sandbox.work.store.change(|record| fields.iter().for_each(|field| record.info.update(&info, field)))
         };
         let changed = pool::run(Class::Query, change).await;
         changed.map_err(|e| self.fault("update", e.to_string()))?.map_err(|step| self.failed("update", step))
@@ -388,10 +384,7 @@ impl Sandbox {
     /// The failed step.
     pub async fn metrics(self: &Arc<Self>) -> Result<Metric, Error> {
         let sandbox = self.clone();
-        let read = pool::run(Class::Query, move || {
-            metrics::read(&sandbox.work.site.cgroup_parent, &sandbox.environment.config)
-        })
-        .await;
+        let read = pool::run(Class::Query, move || metrics::read(&sandbox.work.site.cgroup_parent)).await;
         read.map_err(|e| self.fault("metrics", e.to_string()))?.map_err(|step| self.failed("metrics", step))
     }
 
@@ -409,15 +402,15 @@ impl Sandbox {
     }
 
     fn usage(&self) -> Option<metrics::usage::Usage> {
-        let read = metrics::usage::read(&self.work.site.cgroup_parent, &self.environment.config);
+        let read = metrics::usage::read(&self.work.site.cgroup_parent);
         read.inspect_err(|step| log::debug!(sandbox = self.id(); "{step}")).ok().flatten()
     }
 
-    /// It is created or runs, its pod has no shim, and nobody has asked for its status or exit in this daemon's life; and containerd can be
+    /// It is created, runs or has ended, its pod has no shim, and nobody has asked for its status or exit in this daemon's life; and containerd can be
     /// asked for it.
     pub fn is_unasked(&self) -> bool {
         self.work.in_namespace
-            && matches!(self.phase(), Phase::Created | Phase::Ready)
+            && matches!(self.phase(), Phase::Created | Phase::Ready | Phase::NotReady)
             && !self.asked.load(Ordering::Relaxed)
             && !self.work.shim.had_container()
     }

@@ -31,6 +31,9 @@ const SHARED_CONTEXTS: &str = "/usr/share/containers/selinux/contexts";
 const CONFIG_FILE: &str = "/etc/selinux/config";
 const POLICIES: &str = "/etc/selinux";
 
+/// What the names of the runtimes contain that run containers in virtual machines (containerd `vmbasedRuntimes`).
+const OF_VIRTUAL_MACHINES: &str = "io.containerd.kata";
+
 /// The labels of one pod; empty where there are none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Labels {
@@ -77,6 +80,8 @@ impl Context {
 struct Contexts {
     process: Context,
     file: Context,
+    /// Of what runs a virtual machine.
+    kvm: Option<Context>,
 }
 
 impl Contexts {
@@ -92,13 +97,20 @@ impl Contexts {
         Ok(None)
     }
 
+    /// `label` with the type of virtual machines; `None`: it is no label.
+    fn of_virtual_machine(&self, label: &str) -> Option<String> {
+        let kind = self.kvm.as_ref().unwrap_or(&self.process).kind.clone();
+        Some(Context { kind, ..Context::parse(label)? }.text())
+    }
+
     fn parse(text: &str) -> io::Result<Option<Self>> {
         let of = |key: &str| {
             let Some(text) = assigned(text, key).filter(|text| !text.is_empty()) else { return Ok(None) };
             let malformed = || io::Error::other(format!("{key} = {text:?} is no context USER:ROLE:TYPE[:LEVEL]"));
             Context::parse(&text).map(Some).ok_or_else(malformed)
         };
-        Ok(of("process")?.zip(of("file")?).map(|(process, file)| Self { process, file }))
+        let kvm = of("kvm_process")?;
+        Ok(of("process")?.zip(of("file")?).map(|(process, file)| Self { process, file, kvm }))
     }
 }
 
@@ -132,6 +144,18 @@ pub fn executable(config: &Config) -> Result<Option<String>, Step> {
         return Ok(None);
     }
     Ok(Contexts::read()?.map(|contexts| contexts.file.text()))
+}
+
+/// The label of the pause of a pod whose containers have `label`: the same, but for a runtime of virtual machines with the type that the policy has
+/// for those. So does containerd (`modifyProcessLabel`); it does it for the containers itself.
+///
+/// # Errors
+/// The policy's file cannot be read.
+pub fn of_pause(label: &str, runtime: &str) -> Result<String, Step> {
+    if label.is_empty() || !runtime.contains(OF_VIRTUAL_MACHINES) {
+        return Ok(label.to_owned());
+    }
+    Ok(Contexts::read()?.and_then(|contexts| contexts.of_virtual_machine(label)).unwrap_or_default())
 }
 
 /// A level that is taken as long as this lives.
@@ -274,6 +298,19 @@ mod tests {
         let error = Contexts::parse("process = \"a:b\"\nfile = \"a:b:c\"").unwrap_err().to_string();
         assert!(error.contains("process = \"a:b\" is no context"), "{error}");
         assert_eq!(assigned("SELINUXTYPE=targeted\n", "SELINUXTYPE").as_deref(), Some("targeted"));
+    }
+
+    #[test]
+    fn the_pause_of_a_virtual_machine_has_its_type() {
+        let given = "u:r:spc_t:s0:c1,c2";
+        let of_vm = |text: &str| Contexts::parse(text).unwrap().unwrap().of_virtual_machine(given).unwrap();
+        let with = format!("kvm_process = \"system_u:system_r:container_kvm_t:s0\"\n{FILE}");
+        assert_eq!(of_vm(&with), "u:r:container_kvm_t:s0:c1,c2", "the type alone is another");
+        assert_eq!(of_vm(FILE), "u:r:container_t:s0:c1,c2", "a policy without it has that of containers");
+        for runtime in ["io.containerd.runc.v2", "io.containerd.runsc.v1", ""] {
+            assert_eq!(of_pause(given, runtime).unwrap(), given);
+        }
+        assert_eq!(of_pause("", "io.containerd.kata.v2").unwrap(), "", "there are none without SELinux");
     }
 
     #[test]

@@ -23,7 +23,7 @@
 
 mod annotations;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -33,12 +33,13 @@ use oci_spec::runtime::{
     LinuxNamespace, LinuxNamespaceType, LinuxResources, Mount, Process, Root, Spec, User,
 };
 
-use super::checked::{decode_config, slice};
+use super::checked::decode_config;
 use super::files::Places;
 use super::record::Record;
 use super::roots::Roots;
 use super::{Error, Payload};
 use crate::config::Config;
+use crate::pause::cgroup::slice::is_slice;
 use crate::pause::{IdMapping, Namespace};
 use crate::protos::cri::{Int64Value, PodSandboxConfig};
 use crate::shim::{self, driver};
@@ -70,6 +71,9 @@ const CAPABILITIES: [Capability; 14] = [
 /// CPU shares of a sandbox (containerd `DefaultSandboxCPUshares`): the least there is.
 const CPU_SHARES: u64 = 2;
 
+/// Label of a container of CRI's that says what it is (containerd `ContainerKindLabel`).
+const KIND: &str = "io.cri-containerd.kind";
+
 const SHM: &str = "/dev/shm";
 const RESOLV_CONF: &str = "/etc/resolv.conf";
 
@@ -96,6 +100,23 @@ const READONLY: [&str; 5] = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", 
 /// # Errors
 /// Where the recorded config cannot be decoded.
 pub fn describe(record: &Record, config: &Config) -> Result<Vec<u8>, Error> {
+    Ok(description(record, config)?.spec.into())
+}
+
+/// What Start answers of a sandbox beside what it has become.
+#[derive(Debug, Default)]
+pub struct Description {
+    /// As [`describe`] makes it.
+    pub spec: Box<[u8]>,
+    /// As the built-in controller has them on its pause container and answers them: the pod's, and what kind of container it is.
+    pub labels: BTreeMap<String, String>,
+}
+
+/// Describes the sandbox.
+///
+/// # Errors
+/// Where the recorded config cannot be decoded.
+pub fn description(record: &Record, config: &Config) -> Result<Description, Error> {
     let payload = Payload {
         type_url: record.config.type_url.clone(),
         value: bytes::Bytes::copy_from_slice(&record.config.value),
@@ -103,7 +124,10 @@ pub fn describe(record: &Record, config: &Config) -> Result<Vec<u8>, Error> {
     let pod = decode_config(&record.id, &payload)?;
     let fault = |reason: String| Error::Fault { id: record.id.to_string(), verb: "describe", reason };
     let spec = spec(record, &pod, config).map_err(|e| fault(e.to_string()))?;
-    serde_json::to_vec(&spec).map_err(|e| fault(e.to_string()))
+    let spec = serde_json::to_vec(&spec).map_err(|e| fault(e.to_string()))?.into();
+    let mut labels: BTreeMap<String, String> = pod.labels.into_iter().collect();
+    labels.insert(KIND.to_owned(), "sandbox".to_owned());
+    Ok(Description { spec, labels })
 }
 
 fn spec(record: &Record, pod: &PodSandboxConfig, config: &Config) -> Result<Spec, OciSpecError> {
@@ -272,8 +296,8 @@ fn cgroups_path(record: &Record, config: &Config) -> Option<String> {
         let by_runtime = record.driver == driver::NAME;
         return by_runtime.then(|| format!("/{}/{}", config.containerd_namespace, plan.id));
     }
-    if let Some(slice) = slice(parent, config) {
-        return Some(format!("{slice}:cri-containerd:{}", plan.id));
+    if is_slice(parent) {
+        return Some(format!("{parent}:cri-containerd:{}", plan.id));
     }
     let parts = parent.split('/').filter(|part| !part.is_empty()).chain([plan.id.as_str()]);
     let path = parts.collect::<Vec<_>>().join("/");

@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime};
 use super::files::Places;
 use super::record::{Record, Stage, Store};
 use super::selinux::Level;
-use super::spec;
+use super::spec::{self, Description};
 use crate::config::Config;
 use crate::error::{IoContext as _, Step};
 use crate::mounts::Mounts;
@@ -42,8 +42,8 @@ pub struct Work {
     pub to_make: Mutex<Option<Arc<Record>>>,
     /// Settings, for the spec.
     pub config: Arc<Config>,
-    /// The OCI spec that Start answers, from when the pause is made until it is given away.
-    pub spec: Mutex<Option<Box<[u8]>>>,
+    /// What Start answers beside, from when the pause is made until it is given away.
+    pub description: Mutex<Option<Description>>,
     /// Keeps other pods from the level of these.
     pub _level: Option<Box<Level>>,
     /// Where the files are.
@@ -198,9 +198,10 @@ impl Work {
 
     /// Makes the spec, unless it is there.
     fn describe(&self, record: &Record) -> Result<(), Step> {
-        let mut spec = self.spec();
-        if spec.is_none() {
-            *spec = Some(spec::describe(record, &self.config).map_err(io::Error::other).step("make the spec")?.into());
+        let mut description = self.description();
+        if description.is_none() {
+            let made = spec::description(record, &self.config).map_err(io::Error::other).step("make the spec")?;
+            *description = Some(made);
         }
         Ok(())
     }
@@ -214,16 +215,16 @@ impl Work {
             return Ok(());
         }
         self.describe(record)?;
-        self.shim.describe(self.spec().as_deref().unwrap_or_default(), &record.plan)
+        self.shim.describe(self.description().as_ref().map_or(&[], |made| &made.spec), &record.plan)
     }
 
-    /// The spec, once, after a start.
-    pub fn give_spec(&self) -> Option<Box<[u8]>> {
-        self.spec().take()
+    /// Spec and labels, once, after a start.
+    pub fn give_description(&self) -> Option<Description> {
+        self.description().take()
     }
 
-    fn spec(&self) -> MutexGuard<'_, Option<Box<[u8]>>> {
-        self.spec.lock().unwrap_or_else(PoisonError::into_inner)
+    fn description(&self) -> MutexGuard<'_, Option<Description>> {
+        self.description.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What is to be made: what was created, or where that is away already the record.

@@ -4,23 +4,64 @@ use std::fs;
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use kit::{grpc, until};
+use kit::{Handler, Node, PodSpec, grpc, until};
 use nix::mount::{MsFlags, mount};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use crate::bare::Bare;
-use crate::harness::{Case, alone};
+use crate::harness::{Case, alone, on_node};
 use crate::pods::{Shape, is_whole, remove};
 
 pub(crate) fn cases() -> Vec<Case> {
-    alone![
+    let mut cases = alone![
         created_and_never_started,
         directories_and_mounts_without_a_record,
         pauses_without_a_record,
         pauses_of_other_daemons_stay
-    ]
+    ];
+    cases.extend(on_node![node_forgotten_sandboxes_are_collected]);
+    cases
+}
+
+/// Sandboxes that containerd does not know, one of which has ended: both go, and one that containerd knows stays though it has ended and nobody
+/// asks for it.
+async fn node_forgotten_sandboxes_are_collected(node: Arc<Node>) -> Result<()> {
+    let controller = node.sandboxer();
+    let kept = node.run(Handler::Ours, PodSpec::new("kept").host_network()).await?;
+    let pause = kept.pause_pid().await?;
+    let (home, ids) = (node.prepare(PodSpec::new("forgotten").host_network())?, ["0a".repeat(32), "0b".repeat(32)]);
+    let mut pids = Vec::new();
+    for id in &ids {
+        controller.create(id, home.config(), "").await?;
+        pids.push(controller.start(id).await?.pid);
+    }
+    for pid in [pause, pids[0]] {
+        kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
+    }
+    until("containerd hears of the end", Duration::from_secs(20), async || {
+        ensure!(!kept.is_ready().await?, "it is ready");
+        Ok(())
+    })
+    .await?;
+    // By the next daemon nobody is asked for the status of a pod that has ended.
+    node.stop_sandboxer().await?;
+    node.start_sandboxer().await?;
+    let record = |id: &str| node.layout().sandboxer_state().join("sandboxes").join(id);
+    until("the forgotten are removed", Duration::from_secs(30), async || {
+        for id in &ids {
+            ensure!(!record(id).exists(), "{id} is there");
+        }
+        Ok(())
+    })
+    .await?;
+    ensure!(record(kept.id()).exists(), "a pod that containerd knows was removed");
+    home.clear()?;
+    kept.remove().await
 }
 
 /// Also when the daemon is restarted meanwhile.

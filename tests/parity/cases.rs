@@ -8,6 +8,8 @@ use kit::cri::api::{
 use kit::machine::keeper::Keeper;
 use kit::{ContainerSpec, PodSpec};
 
+use crate::known::systemd_runs;
+
 /// How the node is configured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Settings {
@@ -90,6 +92,13 @@ fn namespaces() -> Vec<Case> {
             }),
         ),
         Case::new("ipc NODE", pod().ipc(NamespaceMode::NODE)),
+        Case::new("ipc TARGET, as only a container may", pod().ipc(NamespaceMode::TARGET)),
+        Case::new(
+            "network TARGET, as only a container may",
+            secure(|security| {
+                security.namespace_options.mut_or_insert_default().network = NamespaceMode::TARGET.into();
+            }),
+        ),
         Case::new("ipc CONTAINER", pod().ipc(NamespaceMode::CONTAINER)),
         Case::new("network, pid and ipc NODE", pod().host_network().pid(NamespaceMode::NODE).ipc(NamespaceMode::NODE)),
         Case::new("without a linux section", pod().bare()),
@@ -115,6 +124,7 @@ fn users() -> Vec<Case> {
     let (uids, gids) = ([mapping(1_000_000, 65_536)], [mapping(2_000_000, 65_536)]);
     let two = |first: &[IDMapping; 1]| [first[0].clone(), mapping(3_000_000, 1)];
     let one = || user(POD, &uids, &gids);
+    let from_one = || IDMapping { container_id: 1, ..mapping(1_000_000, 65_536) };
     vec![
         Case::new("userns POD", pod().with(one())),
         Case::new("userns POD, pid POD", pod().pid(POD).with(one())),
@@ -133,6 +143,12 @@ fn users() -> Vec<Case> {
             "userns POD, network NODE, of two mappings",
             pod().host_network().with(user(POD, &uids, &two(&gids))),
         ),
+        Case::new("userns POD without uid 0", pod().with(user(POD, &[from_one()], &gids))),
+        Case::new("userns POD without gid 0", pod().with(user(POD, &uids, &[from_one()]))),
+        Case::new("userns POD without id 0", pod().with(user(POD, &[from_one()], &[from_one()]))),
+        Case::new("userns POD of one id", pod().with(user(POD, &[mapping(1_000_000, 1)], &[mapping(2_000_000, 1)]))),
+        Case::new("userns POD, pid NODE", pod().pid(NODE).with(one())),
+        Case::new("userns POD, ipc NODE", pod().ipc(NODE).with(one())),
         Case::new("userns POD without mappings", pod().with(user(POD, &[], &[]))),
         Case::new(
             "userns POD, network NODE, of an empty mapping",
@@ -151,6 +167,7 @@ fn names() -> Vec<Case> {
         Case::new("hostname of 64 bytes", pod().hostname(&of(64))),
         Case::new("hostname of 65 bytes", pod().hostname(&of(65))),
         Case::new("hostname with a domain", pod().hostname("pod.example.org")),
+        Case::new("hostname with a line break", pod().hostname("one\ntwo")),
     ]
 }
 
@@ -160,6 +177,7 @@ fn resolver() -> Vec<Case> {
         Case::new("dns_config with options alone", pod().dns(&[], &[], &["ndots:5", "rotate"])),
         Case::new("dns_config with searches alone", pod().dns(&[], &["one.example", "two.example"], &[])),
         Case::new("dns_config with all", pod().dns(&["10.0.0.10", "fd00::10"], &["one.example"], &["ndots:5"])),
+        Case::new("dns_config with line breaks", pod().dns(&["10.0.0.10\n10.0.0.11"], &["one\ntwo"], &["a\nb"])),
         Case::new("dns_config, network NODE", pod().host_network().dns(&["10.0.0.10"], &[], &[])),
     ]
 }
@@ -190,7 +208,7 @@ fn slices(node: &str) -> Vec<Case> {
 
 fn directories(node: &str) -> Vec<Case> {
     let under = |parent: &str| pod().cgroup_parent(&format!("{node}{parent}"));
-    vec![
+    let mut cases = vec![
         Case::new("cgroup_parent that does not exist", under("/new")),
         Case::new("cgroup_parent nested and new", under("/burstable/pod-1/below")),
         Case::new("cgroup_parent with slashes too many", under("//doubled//parent/")),
@@ -200,7 +218,11 @@ fn directories(node: &str) -> Vec<Case> {
         ),
         Case::new("without a cgroup_parent", pod().cgroup_parent("")),
         Case::new("cgroup_parent with ..", under("/a/../b")),
-    ]
+    ];
+    if !systemd_runs() {
+        cases.push(Case::new("cgroup_parent, a slice without systemd", under("/new.slice")));
+    }
+    cases
 }
 
 fn sysctls() -> Vec<Case> {
@@ -305,6 +327,15 @@ fn security() -> Vec<Case> {
                 s.supplemental_groups_policy = api::SupplementalGroupsPolicy::Strict.into();
             }),
         ),
+        Case::new("run_as_user below 0", secure(|s| s.run_as_user = number(-1))),
+        Case::new("run_as_user beyond all ids", secure(|s| s.run_as_user = number(1 << 31))),
+        Case::new(
+            "run_as_group below 0",
+            secure(|s| {
+                s.run_as_user = number(1000);
+                s.run_as_group = number(-1);
+            }),
+        ),
         Case::new("readonly_rootfs", secure(|s| s.readonly_rootfs = true)),
         Case::new("seccomp RuntimeDefault", secure(|s| s.seccomp = profile(ProfileType::RuntimeDefault, ""))),
         Case::new(
@@ -318,6 +349,18 @@ fn security() -> Vec<Case> {
         Case::new(
             "seccomp Localhost of a file that is none",
             secure(|s| s.seccomp = profile(ProfileType::Localhost, "/no/such/profile")),
+        ),
+        Case::new(
+            "seccomp Localhost of a file without a profile",
+            secure(|s| s.seccomp = profile(ProfileType::Localhost, "/etc/hosts")),
+        ),
+        Case::new(
+            "seccomp Localhost of a directory",
+            secure(|s| s.seccomp = profile(ProfileType::Localhost, "localhost//etc")),
+        ),
+        Case::new(
+            "seccomp_profile_path of a file that is none",
+            secure(|s| s.seccomp_profile_path = "localhost//no/such/profile".to_owned()),
         ),
         Case::new(
             "seccomp RuntimeDefault with a file",
@@ -356,6 +399,8 @@ fn others() -> Vec<Case> {
         Case::new("overhead", linux(|linux| linux.overhead = Some(resources(2)).into())),
         Case::new("metadata.attempt", pod().with(|config| config.metadata.mut_or_insert_default().attempt = 3)),
         Case::new("labels", pod().label("app", "web").label("io.kubernetes.pod.name", "web-0")),
+        Case::new("a label of 4096 bytes", pod().label("app", &"v".repeat(4093))),
+        Case::new("a label of 4097 bytes", pod().label("app", &"v".repeat(4094))),
         Case::new("annotations", pod().with(annotations)),
         Case::new(
             "port_mappings",

@@ -1,5 +1,6 @@
 //! The differences that there are, each with its reason. One that is not seen any more must go.
 
+use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result};
@@ -33,12 +34,19 @@ enum On {
     Slices,
     /// Where nobody does but runc and the sandboxer.
     Directories,
+    /// Where systemd does not run.
+    NoSystemd,
     /// Where this program runs the pauses.
     Native,
     /// Where the runtime does.
     Shim,
     /// With a kernel, such as 6.1, that has no net.core.somaxconn in the network of a user namespace.
     NoSomaxconn,
+}
+
+/// Whether systemd runs the node (sd_booted(3)).
+pub(crate) fn systemd_runs() -> bool {
+    Path::new("/run/systemd/system").is_dir()
 }
 
 /// What a node is.
@@ -70,6 +78,7 @@ impl Known {
             On::Shim => kit::driver().as_deref() == Some("shim"),
             On::Slices => Keeper::chosen() == Keeper::Systemd,
             On::Directories => Keeper::chosen() == Keeper::Cgroupfs,
+            On::NoSystemd => !systemd_runs(),
         })
     }
 }
@@ -104,6 +113,7 @@ const CGROUP_NONE: &str = "nobody asked for a cgroup: our pause stays in the dae
 const NO_SLICE: &str = "runc with the systemd driver takes nothing but a slice; ours goes by what it is given, and needs no cgroup of its own";
 const RELATIVE: &str =
     "runc takes it from the cgroup of the shim, where CRI's own statistics do not find it; ours is where CRI looks";
+const PLAIN_SLICE: &str = "runc makes one directory of slice, prefix and name, outside of the parent; ours is below it, where CRI and kubelet look";
 const METRICS: &str = "the built-in has none; containerd asks for them from 2.4 on";
 const UPDATE: &str = "containerd tells the controller of a resize from 2.3 on";
 
@@ -162,22 +172,15 @@ const KNOWN: &[Known] = &[
     known("cgroup_parent, no slice", "RunPodSandbox: code", "UNKNOWN", "-", "as above").on(&[On::Slices]),
     known("cgroup_parent, no slice", "*", "-", "*", "shown because the built-in has none to compare with")
         .on(&[On::Slices]),
-    known(
-        "seccomp Localhost of a file that is none",
-        "RunPodSandbox",
-        "refused",
-        "runs",
-        "ours does not use it; the containers that do are refused",
-    ),
-    known("seccomp Localhost of a file that is none", "RunPodSandbox: code", "UNKNOWN", "-", "as above"),
-    known(
-        "seccomp Localhost of a file that is none",
-        "*",
-        "-",
-        "*",
-        "shown because the built-in has none to compare with",
-    ),
     known("*", "RunPodSandbox: code", "UNKNOWN", "INVALID_ARGUMENT", CLASS),
+    known("*a slice without systemd", "pause: cgroup of *", "/new.slice:cri-containerd:<id>", "*", PLAIN_SLICE)
+        .on(&[On::NoSystemd, On::Directories]),
+    known("*a slice without systemd", "spec.linux.cgroupsPath", "new.slice:*", "/<node>/new.slice/<id>", PLAIN_SLICE)
+        .on(&[On::NoSystemd, On::Directories]),
+    known("*a slice without systemd", "*stats*", "*", "*", PLAIN_SLICE).on(&[On::NoSystemd, On::Directories]),
+    known("*a slice without systemd", "left behind", "nothing", "cgroup", PLAIN_SLICE)
+        .on(&[On::NoSystemd, On::Directories]),
+    known("*a slice without systemd", "Metrics: *", "-", "*", PLAIN_SLICE).on(&[On::NoSystemd, On::Directories]),
     known("sysctls net.core.*", "RunPodSandbox: code", "UNKNOWN", "13", CLASS),
     known("userns POD, a sysctl of each kind", "RunPodSandbox: code", "UNKNOWN", "13", CLASS).on(&[On::NoSomaxconn]),
     // ---- the pause ----

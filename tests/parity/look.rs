@@ -3,6 +3,7 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -188,7 +189,20 @@ pub(crate) async fn told(pod: &Pod, facts: &mut Facts) -> Result<()> {
         |all| all.iter().map(|stats| json(stats)["attributes"]["id"].as_str().unwrap_or_default().to_owned()).collect(),
     );
     facts.add("list of stats", listed);
+    for label in ["\"io.cri-containerd.kind\"==sandbox".to_owned(), "\"app\"==web".to_owned()] {
+        let found = in_store(pod, &format!("labels.{label}"))?;
+        facts.add(format!("found in containerd's store by {label}"), found);
+    }
     Ok(())
+}
+
+/// Whether containerd's store of sandboxes has the pod, given a filter.
+fn in_store(pod: &Pod, filter: &str) -> Result<bool> {
+    let mut ctr = Command::new(pod.node().parts().program("ctr"));
+    ctr.arg("--address").arg(pod.node().layout().containerd_socket());
+    let output = ctr.args(["--namespace", "k8s.io", "sandboxes", "list", "--filters", filter]).output()?;
+    anyhow::ensure!(output.status.success(), "ctr: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(String::from_utf8_lossy(&output.stdout).contains(pod.id()))
 }
 
 /// What the verbose status tells of a pod that was given other resources. Only CRI of containerd 2.3 and later tells its controller, so

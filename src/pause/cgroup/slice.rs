@@ -64,7 +64,7 @@ pub fn path(slice: &str) -> Result<PathBuf, String> {
 }
 
 /// Whether a `cgroup_parent` of a [`crate::pause::Plan`] means a slice, by its bare name.
-pub(super) fn is_slice(parent: &str) -> bool {
+pub fn is_slice(parent: &str) -> bool {
     parent.ends_with(SUFFIX) && !parent.contains('/')
 }
 

@@ -1,11 +1,24 @@
 //! The fields of the security context that our pause makes no use of. What containerd's built-in controller refuses in them is
 //! refused here too: a pod that names a profile which cannot be is not to run as if it had named none.
 
-use super::invalid;
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::Read as _;
+use std::os::unix::fs::OpenOptionsExt as _;
+
+use serde::de::IgnoredAny;
+
+use super::{invalid, shorten};
 use crate::podsandbox::Error;
 use crate::protos::cri::{LinuxSandboxSecurityContext, security_profile::ProfileType};
 
 const FIELD: &str = "linux.security_context";
+
+/// Largest seccomp profile that is read, bytes.
+const LARGEST_PROFILE: u64 = 16 << 20;
+
+/// What a path of a profile may begin with.
+const LOCALHOST: &str = "localhost/";
 
 /// Checks them as containerd does (`podsandbox/sandbox_run_linux.go`, `podsandbox/helpers_linux.go`, `sputil/seccomp_linux.go`).
 ///
@@ -16,6 +29,12 @@ pub(super) fn check(id: &str, security: &LinuxSandboxSecurityContext) -> Result<
     if security.run_as_group.is_some() && security.run_as_user.is_none() {
         return refuse("run_as_group", "is given without run_as_user");
     }
+    for (field, given) in [("run_as_user", &security.run_as_user), ("run_as_group", &security.run_as_group)] {
+        // Any other number is the name of a user to containerd, which the pause image does not have.
+        if given.as_ref().is_some_and(|given| i32::try_from(given.value).map_or(true, i32::is_negative)) {
+            return refuse(field, "is below 0 or above 2147483647");
+        }
+    }
     if let Some(selinux) = security.selinux_options.as_ref()
         && !is_level(&selinux.level)
     {
@@ -23,8 +42,11 @@ pub(super) fn check(id: &str, security: &LinuxSandboxSecurityContext) -> Result<
     }
     let Some(seccomp) = security.seccomp.as_ref() else {
         let path = security.seccomp_profile_path.as_str();
+        if path.starts_with(LOCALHOST) && !security.privileged {
+            return check_profile(path).or_else(|reason| refuse("seccomp_profile_path", &reason));
+        }
         let known = ["", "runtime/default", "docker/default", "unconfined"].contains(&path);
-        if !known && !path.starts_with("localhost/") {
+        if !known && !path.starts_with(LOCALHOST) {
             return refuse(
                 "seccomp_profile_path",
                 "is none of runtime/default, docker/default, unconfined, localhost/PATH",
@@ -36,11 +58,29 @@ pub(super) fn check(id: &str, security: &LinuxSandboxSecurityContext) -> Result<
         return Ok(());
     }
     match seccomp.profile_type.enum_value() {
-        Ok(ProfileType::Localhost) => Ok(()),
+        Ok(ProfileType::Localhost) => {
+            check_profile(&seccomp.localhost_ref).or_else(|reason| refuse("seccomp.localhost_ref", &reason))
+        }
         Ok(_) if seccomp.localhost_ref.is_empty() => Ok(()),
         Ok(_) => refuse("seccomp.localhost_ref", "goes with the type Localhost alone"),
         Err(_) => refuse("seccomp.profile_type", "is none of RuntimeDefault, Unconfined, Localhost"),
     }
+}
+
+/// Looks for a profile where containerd does: a file that holds a JSON object. What is in it concerns the containers alone.
+fn check_profile(reference: &str) -> Result<(), String> {
+    let path = reference.strip_prefix(LOCALHOST).unwrap_or(reference);
+    let refuse = |reason: &dyn std::fmt::Display| format!("names the profile {:?}: {reason}", shorten(path));
+    // A fifo must hold up nothing.
+    let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(|e| refuse(&e))?;
+    let about = file.metadata().map_err(|e| refuse(&e))?;
+    if !about.is_file() || about.len() > LARGEST_PROFILE {
+        return Err(refuse(&format_args!("is no file of at most {LARGEST_PROFILE} bytes")));
+    }
+    let mut text = Vec::new();
+    file.take(LARGEST_PROFILE).read_to_end(&mut text).map_err(|e| refuse(&e))?;
+    let profile = serde_json::from_slice::<HashMap<String, IgnoredAny>>(&text);
+    profile.map(drop).map_err(|e| refuse(&format_args!("is no seccomp profile: {e}")))
 }
 
 /// Whether containerd takes it for an SELinux level: `sN[-sN][:CATEGORIES]`, categories `cN[.cN]`, separated by commas, each with at
@@ -66,6 +106,65 @@ fn is_level(level: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::protos::cri::{Int64Value, SecurityProfile};
+
+    #[test]
+    fn profiles_are_files_with_an_object() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = |name: &str, text: &str| {
+            let path = dir.path().join(name);
+            std::fs::write(&path, text).unwrap();
+            path.to_str().unwrap().to_owned()
+        };
+        let good = file("good", r#"{"defaultAction": "SCMP_ACT_ALLOW", "of a later runtime": [1]}"#);
+        let checked = |path: &str, privileged| {
+            let seccomp = SecurityProfile {
+                profile_type: ProfileType::Localhost.into(),
+                localhost_ref: path.to_owned(),
+                ..Default::default()
+            };
+            let of_now =
+                LinuxSandboxSecurityContext { seccomp: Some(seccomp).into(), privileged, ..Default::default() };
+            let of_old = LinuxSandboxSecurityContext {
+                seccomp_profile_path: format!("localhost/{path}"),
+                privileged,
+                ..Default::default()
+            };
+            [of_now, of_old].map(|security| check("id", &security).map_err(|e| e.to_string()))
+        };
+        assert_eq!(checked(&good, false), [Ok(()), Ok(())]);
+        let fifo = dir.path().join("fifo");
+        nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        for (bad, reason) in [
+            ("/no/such/profile".to_owned(), "os error 2"),
+            ("/".to_owned(), "is no file"),
+            (fifo.to_str().unwrap().to_owned(), "is no file"),
+            (file("text", "allow"), "is no seccomp profile"),
+        ] {
+            for refused in checked(&bad, false) {
+                assert!(
+                    refused.as_ref().is_err_and(|e| e.contains(reason) && e.contains("seccomp")),
+                    "{bad}: {refused:?}"
+                );
+            }
+            assert_eq!(checked(&bad, true), [Ok(()), Ok(())], "a privileged pod has no profile");
+        }
+    }
+
+    #[test]
+    fn users_are_numbers_that_there_are() {
+        let id = |value: i64| Some(Int64Value { value, ..Default::default() }).into();
+        let checked = |user: i64, group: i64| {
+            let security =
+                LinuxSandboxSecurityContext { run_as_user: id(user), run_as_group: id(group), ..Default::default() };
+            check("id", &security).map_err(|e| e.to_string())
+        };
+        assert_eq!(checked(0, i64::from(i32::MAX)), Ok(()));
+        for bad in [-1, i64::MIN, 1 << 31, i64::MAX] {
+            assert!(checked(bad, 0).is_err_and(|e| e.contains("run_as_user")), "{bad}");
+            assert!(checked(0, bad).is_err_and(|e| e.contains("run_as_group")), "{bad}");
+        }
+    }
 
     #[test]
     fn levels() {

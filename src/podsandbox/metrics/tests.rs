@@ -8,7 +8,6 @@ use containerd_shim_protos::{cgroups, cgroups_v2};
 use tempfile::TempDir;
 
 use super::*;
-use crate::config::CgroupDriver;
 
 fn tree(files: &[(&str, &str)]) -> TempDir {
     let root = tempfile::tempdir().unwrap();
@@ -22,7 +21,6 @@ fn tree(files: &[(&str, &str)]) -> TempDir {
 
 #[test]
 fn where_the_parent_is() {
-    let parent = |path: &str| parent(path, &Config::default());
     for (given, expected) in [
         ("/kubepods/burstable/pod1", "kubepods/burstable/pod1"),
         ("kubepods//pod1/", "kubepods/pod1"),
@@ -31,16 +29,14 @@ fn where_the_parent_is() {
             "kubepods-besteffort-pod1_2.slice",
             "kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod1_2.slice",
         ),
-        ("/kubepods.slice/kubepods-pod1.slice", "kubepods.slice/kubepods-pod1.slice"),
+        ("/x/kubepods-pod1.slice", "x/kubepods-pod1.slice"),
         ("system.slice", "system.slice"),
         ("-.slice", ""),
         ("/../..", ""),
     ] {
         assert_eq!(parent(given).unwrap(), Path::new(expected), "{given}");
     }
-    let cgroupfs = Config { cgroup_driver: CgroupDriver::Cgroupfs, ..Config::default() };
-    assert_eq!(super::parent("/x/a-b.slice", &cgroupfs).unwrap(), Path::new("x/a-b.slice"));
-    let error = read("", &Config::default()).unwrap_err();
+    let error = read("").unwrap_err();
     assert_eq!(error.to_string(), "read metrics of cgroup: the pod has no cgroup_parent");
 }
 
@@ -251,7 +247,7 @@ fn the_machine_s_own_cgroups() {
 
     let faults = || if unified { 0 } else { busy.kernel("memory", "memory.stat", "pgfault") };
     let before = (cpu(), faults());
-    let metric = read(&format!("/{}", busy.name), &Config::default()).unwrap();
+    let metric = read(&format!("/{}", busy.name)).unwrap();
     let after = (cpu(), faults());
 
     assert!(metric.timestamp.elapsed().unwrap() < Duration::from_secs(30));
@@ -279,6 +275,6 @@ fn the_machine_s_own_cgroups() {
 
     let name = busy.name.clone();
     drop(busy);
-    let error = read(&name, &Config::default()).unwrap_err().to_string();
+    let error = read(&name).unwrap_err().to_string();
     assert!(error.contains(&name) && error.contains("os error 2"), "{error}");
 }

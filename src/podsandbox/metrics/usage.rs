@@ -4,7 +4,6 @@ use std::path::Path;
 
 use super::directory::{Directory, of_controller};
 use super::parent;
-use crate::config::Config;
 use crate::error::Step;
 use crate::pause::cgroup::mounted::{ROOT, unified};
 
@@ -23,11 +22,11 @@ pub struct Usage {
 ///
 /// # Errors
 /// The failed step.
-pub fn read(cgroup_parent: &str, config: &Config) -> Result<Option<Usage>, Step> {
+pub fn read(cgroup_parent: &str) -> Result<Option<Usage>, Step> {
     if cgroup_parent.is_empty() {
         return Ok(None);
     }
-    let (root, parent) = (Path::new(ROOT), parent(cgroup_parent, config)?);
+    let (root, parent) = (Path::new(ROOT), parent(cgroup_parent)?);
     if unified(root)? {
         let Some(directory) = Directory::open(root.join(&parent))? else { return Ok(None) };
         return Ok(Some(Usage {

@@ -6,7 +6,6 @@ use protobuf::{EnumOrUnknown, Message as _, MessageField};
 use serde_json::{Value, json};
 
 use super::*;
-use crate::config::CgroupDriver;
 use crate::pause::{Plan, UserNamespace};
 use crate::podsandbox::files::Files;
 use crate::podsandbox::record::{Blob, Info};
@@ -69,7 +68,7 @@ fn record(pod: &PodSandboxConfig) -> Record {
             hostname: pod.hostname.clone(),
             userns: None,
             sysctls: Vec::new(),
-            cgroup_parent: pod.linux.cgroup_parent.clone(),
+            cgroup_parent: pod.linux.cgroup_parent.rsplit('/').next().unwrap_or_default().to_owned(),
             oom_score_adj: -998,
             selinux_label: String::new(),
         },
@@ -211,21 +210,30 @@ fn labels_and_privileged_pods() {
 
 #[test]
 fn paths_of_cgroups() {
-    let path = |parent: &str, cgroup_driver| {
+    let path = |parent: &str| {
         let mut record = record(&kubelet_pod());
         record.plan.cgroup_parent = parent.to_owned();
-        cgroups_path(&record, &Config { cgroup_driver, ..Config::default() })
+        cgroups_path(&record, &Config::default())
     };
-    let auto = |parent: &str| path(parent, CgroupDriver::Auto).unwrap();
-    assert_eq!(path("", CgroupDriver::Auto), None);
+    let auto = |parent: &str| path(parent).unwrap();
+    assert_eq!(path(""), None);
     assert_eq!(auto("/kubepods/besteffort/pod1"), format!("/kubepods/besteffort/pod1/{ID}"));
     assert_eq!(auto("/a//b/"), format!("/a/b/{ID}"));
     assert_eq!(auto("a/b"), format!("a/b/{ID}"));
     assert_eq!(auto("/"), format!("/{ID}"));
-    assert_eq!(auto("/a.slice/a-b.slice/"), format!("a-b.slice:cri-containerd:{ID}"));
+    assert_eq!(auto("/a.slice/a-b.slice/"), format!("/a.slice/a-b.slice/{ID}"));
     assert_eq!(auto("a-b.slice"), format!("a-b.slice:cri-containerd:{ID}"));
     assert_eq!(auto("/a.slice/b"), format!("/a.slice/b/{ID}"));
-    assert_eq!(path("/x/a.slice", CgroupDriver::Cgroupfs).unwrap(), format!("/x/a.slice/{ID}"));
+}
+
+#[test]
+fn labels_are_those_of_the_pod_and_the_kind() {
+    let mut pod = kubelet_pod();
+    pod.labels.insert("app".to_owned(), "web".to_owned());
+    pod.labels.insert("io.cri-containerd.kind".to_owned(), "container".to_owned());
+    let labels = description(&record(&pod), &Config::default()).unwrap().labels;
+    let expected = [("app", "web"), ("io.cri-containerd.kind", "sandbox")];
+    assert_eq!(labels, expected.map(|(key, value)| (key.to_owned(), value.to_owned())).into());
 }
 
 #[test]
