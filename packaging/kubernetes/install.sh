@@ -194,8 +194,9 @@ uninstall_all() {
     done
     node systemctl disable --now pause-sandboxer.socket pause-sandboxer.service || :
     rm -f "$host$drop_in" "$host$units/pause-sandboxer.service" "$host$units/pause-sandboxer.socket" "$host$program" "$host$unfinished"
-    # No records are in it, so nothing is mounted there.
-    rm -rf --one-file-system "${host:?}$state"
+    # No records are in it, so nothing is mounted there but their directory itself, where a daemon was killed.
+    node umount $records 2>/dev/null || :
+    rm -rf --one-file-system "${host:?}$state" || say "$state is left"
     node systemctl daemon-reload
     [ "$edit" != true ] || node systemctl restart containerd
     say "done; $config still imports /etc/containerd/conf.d, which does no harm"

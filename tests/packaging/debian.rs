@@ -101,6 +101,12 @@ fn what_is_in_run_goes_unless_pods_have_their_records_there() {
         assert!(output.status.success(), "{output:?}");
         assert_eq!(run.exists(), left, "{word}");
     }
+    // A daemon that was killed leaves the directory of its records mounted.
+    fs::create_dir_all(run.join("sandboxes")).unwrap();
+    let mounted = format!("mount -t tmpfs x '{}' && sh -c \"$1\" postrm remove", run.join("sandboxes").display());
+    let mut command = Command::new("unshare");
+    let output = command.args(["--mount", "sh", "-c", &mounted, "sh", &script]).output().unwrap();
+    assert!(output.status.success() && !run.exists(), "{output:?}");
 }
 
 /// As it is told it must run where there are pods of DaemonSets, as there are on every node that has the installer.
