@@ -272,3 +272,13 @@ fn every_defence_names_its_test() {
     }
     assert!(seen > 20, "only {seen} rows were seen");
 }
+
+/// With a newer toolchain something newer than what is promised would be used unseen.
+#[test]
+fn the_toolchain_is_the_promised_one() {
+    let table = |path: &str| file(path).parse::<toml::Table>().unwrap();
+    let (manifest, toolchain) = (table("Cargo.toml"), table("rust-toolchain.toml"));
+    let promised = manifest["package"]["rust-version"].as_str().unwrap();
+    let channel = toolchain["toolchain"]["channel"].as_str().unwrap();
+    assert!(channel == promised || channel == format!("{promised}.0"), "{channel} is not {promised}");
+}
