@@ -47,6 +47,7 @@ pub(crate) fn serve(config: Config, file: Option<PathBuf>, flags: Vec<(String, S
     }
     // What pods read is made by its mode, whatever the daemon was started with.
     umask(Mode::from_bits_truncate(0o022));
+    pause::take_signals().step("take back signals")?;
     let open_files = raise_open_files();
     pause::share_heaps();
     make_dir(&config.state_dir)?;

@@ -13,6 +13,7 @@ use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -103,7 +104,9 @@ pub(super) fn placement(parent: &str, id: &str) -> Result<Placement, Step> {
 #[derive(Debug)]
 struct Hierarchy {
     mount: PathBuf,
-    root: OwnedFd,
+    root: Arc<OwnedFd>,
+    /// Version 1 with the freezer controller.
+    freezer: bool,
     /// Version 1 with the cpuset controller: a new cgroup has no CPUs and takes no process until it is given some.
     cpuset: bool,
     /// File and value that give a pause the least CPU time of all that want some.
@@ -134,6 +137,11 @@ pub(super) struct Cgroups {
 /// Files of version 1's cpuset controller that are empty in a new cgroup.
 const CPUSET: [&CStr; 2] = [c"cpuset.cpus", c"cpuset.mems"];
 
+/// File of version 1's freezer, and what it says of a cgroup in which processes run: it counts those above in.
+const THAWED: (&CStr, &[u8]) = (c"freezer.state", b"THAWED");
+/// The same for version 2.
+const UNFROZEN: (&CStr, &[u8]) = (c"cgroup.events", b"frozen 0");
+
 /// How often a cgroup is made when it goes before there is a process in it.
 pub(super) const TRIES: u32 = 3;
 
@@ -151,19 +159,19 @@ impl Cgroups {
 
     fn open(mounted: Mounted) -> Result<Self, Step> {
         let unified = matches!(mounted, Mounted::V2(_));
-        let open = |mount: PathBuf, cpuset| {
+        let open = |mount: PathBuf, controllers: &[String]| {
             let root = c_path(&mount)
                 .and_then(|path| sys::open(None, &path, libc::O_PATH | libc::O_DIRECTORY, 0).step_at("open", &mount))?;
             // Of version 1's hierarchies one has it, its root too. With version 2 it depends on the parent cgroup.
             let has_shares = unified || sys::open(Some(root.as_fd()), SHARES.0, libc::O_PATH, 0).is_ok();
             let weight = has_shares.then_some(if unified { WEIGHT } else { SHARES });
-            Ok(Hierarchy { mount, root, cpuset, weight })
+            let has = |controller: &str| controllers.iter().any(|name| name == controller);
+            Ok(Hierarchy { mount, root: Arc::new(root), freezer: has("freezer"), cpuset: has("cpuset"), weight })
         };
         let hierarchies = match mounted {
-            Mounted::V2(point) => vec![open(point, false)?],
+            Mounted::V2(point) => vec![open(point, &[])?],
             Mounted::V1(found) => {
-                let cpuset = |h: &mounted::Hierarchy| h.controllers.iter().any(|name| name == "cpuset");
-                found.into_iter().map(|h| open(h.point.clone(), cpuset(&h))).collect::<Result<_, Step>>()?
+                found.into_iter().map(|h| open(h.point, &h.controllers)).collect::<Result<_, Step>>()?
             }
         };
         Ok(Self { hierarchies, unified, systemd: Systemd::default() })
@@ -178,6 +186,11 @@ impl Cgroups {
     /// Roots of the version 1 hierarchies, which the child joins.
     pub(super) fn v1_roots(&self) -> Vec<BorrowedFd<'_>> {
         if self.unified { Vec::new() } else { self.hierarchies.iter().map(|h| h.root.as_fd()).collect() }
+    }
+
+    /// Root of version 1's freezer hierarchy.
+    pub(super) fn freezer(&self) -> Option<Arc<OwnedFd>> {
+        self.hierarchies.iter().find(|h| h.freezer).map(|h| Arc::clone(&h.root))
     }
 
     /// All descriptors that are kept.
@@ -281,6 +294,7 @@ impl Cgroups {
             made.leaf(index, hierarchy, cgroup)
                 .map_err(|(path, e)| Step::at(MAKE, self.path(index, &path), e.into()))?;
         }
+        self.refuse_frozen(cgroup)?;
         if self.unified
             && let Some(hierarchy) = self.hierarchies.first()
         {
@@ -288,6 +302,27 @@ impl Cgroups {
             made.leaf = Some(leaf.step_at("open cgroup", self.path(0, cgroup))?);
         }
         Ok(made)
+    }
+
+    /// A process in a frozen cgroup does not run, and with version 1 it does not end either.
+    fn refuse_frozen(&self, cgroup: &CStr) -> Result<(), Step> {
+        for (index, hierarchy) in self.hierarchies.iter().enumerate() {
+            let thawed = if self.unified { UNFROZEN } else { THAWED };
+            if !(hierarchy.freezer || self.unified) {
+                continue;
+            }
+            let what = "place the pause in cgroup";
+            let state = match read(hierarchy, &below(cgroup, thawed.0)) {
+                // Gone meanwhile: the child finds the same.
+                Err(Errno(libc::ENOENT | libc::ENODEV)) => continue,
+                state => state.step_at(what, self.path(index, cgroup))?,
+            };
+            if !state.split(|byte| *byte == b'\n').any(|line| line == thawed.1) {
+                let e = io::Error::new(io::ErrorKind::ResourceBusy, "it is frozen, or one above it is");
+                return Err(Step::at(what, self.path(index, cgroup), e));
+            }
+        }
+        Ok(())
     }
 
     /// Removes a scope. It goes by itself with its last process, unless systemd was never asked for it.

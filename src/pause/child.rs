@@ -25,6 +25,7 @@ pub(super) enum At {
     JoinCgroup,
     OomScore,
     ClearGroups,
+    Processes,
     JoinUser,
     BecomeRoot,
     Clone,
@@ -36,6 +37,7 @@ pub(super) enum At {
     Bounding,
     Capabilities,
     Ids,
+    Undumpable,
     CloseDescriptors,
     Filter,
     Execute,
@@ -45,7 +47,7 @@ pub(super) enum At {
 pub(super) const JOIN_CGROUP: &str = "join cgroup";
 
 /// All steps, by number.
-const STEPS: [(At, &str); 21] = [
+const STEPS: [(At, &str); 23] = [
     (At::Begin, "begin the pause process"),
     (At::JoinNetwork, "join network namespace"),
     (At::JoinRoot, "join the empty mount namespace"),
@@ -53,6 +55,7 @@ const STEPS: [(At, &str); 21] = [
     (At::JoinCgroup, JOIN_CGROUP),
     (At::OomScore, "write oom score"),
     (At::ClearGroups, "drop supplementary groups"),
+    (At::Processes, "lift the limit of processes"),
     (At::JoinUser, "join user namespace"),
     (At::BecomeRoot, "become root of the user namespace"),
     (At::Clone, "clone the pause process in its user namespace"),
@@ -64,6 +67,7 @@ const STEPS: [(At, &str); 21] = [
     (At::Bounding, "drop the capability bounding set"),
     (At::Capabilities, "drop capabilities"),
     (At::Ids, "set uid and gid"),
+    (At::Undumpable, "keep the daemon undumpable"),
     (At::CloseDescriptors, "close descriptors"),
     (At::Filter, "install the seccomp filter"),
     (At::Execute, "execute the pause program"),
@@ -76,8 +80,8 @@ pub(super) struct Report {
     /// Which cgroup hierarchy, sysctl or capability.
     index: AtomicU32,
     errno: AtomicI32,
-    /// Pid of the second child; 0: none. Written by the kernel.
-    second: AtomicI32,
+    /// The second child.
+    second: sys::Born,
 }
 
 impl Report {
@@ -86,7 +90,7 @@ impl Report {
         self.enter(At::Begin);
         self.item(0);
         self.errno.store(0, Relaxed);
-        self.second.store(0, Relaxed);
+        self.second.forget();
     }
 
     fn enter(&self, step: At) {
@@ -111,7 +115,7 @@ impl Report {
 
     /// Pid of the second child.
     pub(super) fn second(&self) -> Option<c_int> {
-        Some(self.second.load(Relaxed)).filter(|pid| *pid > 0)
+        self.second.pid()
     }
 }
 
@@ -202,7 +206,10 @@ fn enter(work: &Work<'_>) -> Result<(), Errno> {
     // The kernel spreads it to all processes that share the memory, but not from a vfork child.
     sys::write_file(work.proc, c"self/oom_score_adj", work.oom_score.as_bytes())?;
     report.enter(At::ClearGroups);
-    sys::clear_groups()
+    sys::clear_groups()?;
+    // It counts all processes of a user, and the pause's user has more on most nodes: those of containers with the same id.
+    report.enter(At::Processes);
+    sys::lift_process_limit()
 }
 
 /// Joins the user namespace and clones the pause in it.
@@ -212,11 +219,13 @@ fn clone_second(work: &Work<'_>, user: &User<'_>) -> Result<(), Errno> {
     sys::setns(user.namespace, libc::CLONE_NEWUSER)?;
     report.enter(At::BecomeRoot);
     sys::set_ids(user.root.0, user.root.1)?;
+    report.enter(At::Undumpable);
+    sys::set_dumpable(false)?;
     report.enter(At::Clone);
     let clone = sys::Clone {
         flags: work.namespaces | libc::CLONE_PARENT as u64,
         cgroup: None,
-        pid: Some(&report.second),
+        born: Some(&report.second),
         // Not this child's: that is the daemon's, which would go on if this child were killed now.
         stack: Some(&user.stack),
     };
@@ -255,6 +264,9 @@ fn become_pause(work: &Work<'_>) -> Result<(), Errno> {
     sys::clear_inheritable()?;
     report.enter(At::Ids);
     sys::set_ids(work.uid, work.gid)?;
+    // Other ids make the memory, which is the daemon's still, as dumpable as fs.suid_dumpable says.
+    report.enter(At::Undumpable);
+    sys::set_dumpable(false)?;
     report.enter(At::CloseDescriptors);
     // At the exec and not before: the lock of the state directory is among them, and until the exec nobody would know this process
     // for a pause. So whoever has the lock next finds it.

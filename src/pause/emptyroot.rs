@@ -46,7 +46,7 @@ pub(super) fn make() -> Result<OwnedFd, Step> {
         errno: AtomicI32::new(0),
         namespace: AtomicI32::new(-1),
     };
-    let how = sys::Clone { flags: libc::CLONE_FILES as u64, cgroup: None, pid: None, stack: None };
+    let how = sys::Clone { flags: libc::CLONE_FILES as u64, cgroup: None, born: None, stack: None };
     let (_, pidfd) = sys::clone_child(&how, &work, child).step("clone the maker of the empty root")?;
     let namespace = Some(work.namespace.load(Relaxed)).filter(|fd| *fd >= 0).map(sys::take_descriptor);
     sys::reap(pidfd.as_fd(), true).step("reap the maker of the empty root")?;

@@ -1,7 +1,7 @@
 //! Processes of the node beside the pauses, shims, that outlive the daemon: launched with nothing of the daemon's but one socket, and
 //! found again by what names them.
 
-use std::ffi::{CStr, CString, OsStr, OsString};
+use std::ffi::{CStr, CString, OsStr, OsString, c_int};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU32, Ordering::Relaxed};
 use std::task::Waker;
 
+use super::deadline::{Cloned, Deadline};
 use super::process::{self, Common, Process};
 use super::sys::{self, Errno};
 use super::watch::Watched;
@@ -46,6 +47,7 @@ pub struct Launcher {
     boot_id: Text,
     open_files: Option<u64>,
     common: Arc<Common>,
+    deadline: Deadline,
 }
 
 impl Launcher {
@@ -55,7 +57,7 @@ impl Launcher {
     /// # Errors
     /// The boot id cannot be read.
     pub fn new(open_files: Option<u64>) -> Result<Self, Step> {
-        Ok(Self { boot_id: identity::boot_id()?, open_files, common: Common::new()? })
+        Ok(Self { boot_id: identity::boot_id()?, open_files, common: Common::new()?, deadline: Deadline::new(None) })
     }
 
     /// Launches a process in a session of its own: no other descriptor, standard input and output on `/dev/null`, signals as after
@@ -86,17 +88,18 @@ impl Launcher {
             errors: launch.errors.unwrap_or(null.as_fd()),
             open_files: self.open_files,
         };
-        let how = sys::Clone { flags: sys::CLONE_CLEAR_SIGHAND, cgroup: None, pid: None, stack: None };
-        let (pid, pidfd) = sys::clone_child(&how, &work, child).step("clone process")?;
+        let how = sys::Clone { flags: sys::CLONE_CLEAR_SIGHAND, cgroup: None, born: None, stack: None };
+        let Cloned { pid, pidfd, late } = self.deadline.clone_child(how, &work, child).step("clone process")?;
         let errno = work.errno.load(Relaxed);
-        if errno != 0 {
-            // It has ended itself.
+        if errno != 0 || late {
+            // It has ended itself, or is killed.
             sys::reap(pidfd.as_fd(), true).step("reap process")?;
             let (what, path) = match STEPS.get(work.step.load(Relaxed) as usize) {
                 Some(&EXECUTE) | None => (EXECUTE, launch.program),
                 Some(what) => (*what, launch.directory),
             };
-            return Err(Step::at(what, path, Errno(errno).into()));
+            let e = if errno != 0 { Errno(errno).into() } else { self.deadline.error() };
+            return Err(Step::at(what, path, e));
         }
         match identity::of(pid.unsigned_abs(), &self.boot_id) {
             Ok(identity) => Ok(Arc::new(Process::new(pidfd, identity, Arc::clone(&self.common)))),
@@ -125,7 +128,11 @@ impl Launcher {
                 Adoption::Dead(_) => Ok(None),
                 Adoption::Unknown(e) => Err(e),
             },
-            Err(e) if identity::gone(e.io()) => Ok(None),
+            Err(e) if identity::gone(e.io()) => match c_int::try_from(pid).map(sys::pidfd_open) {
+                // Hidden from the daemon (proc(5) hidepid), but there. One whose first thread has ended has a directory still.
+                Ok(Ok(pidfd)) if !sys::ended(pidfd.as_fd()) && !Path::new(&format!("/proc/{pid}")).exists() => Err(e),
+                _ => Ok(None),
+            },
             Err(e) => Err(e),
         }
     }
@@ -366,6 +373,38 @@ mod tests {
         assert_eq!(process.exited().await.status, 137);
         assert!(matches!(launcher.adopt(process.identity()), Adoption::Dead(_)));
         assert!(launcher.find(directory.path(), seconds).unwrap().is_none());
+    }
+
+    /// Looks from a mount namespace of its own, where `/proc` shows nothing.
+    fn hidden<T: Send + 'static>(look: impl FnOnce() -> T + Send + 'static) -> T {
+        use nix::mount::{MsFlags, mount};
+
+        let thread = std::thread::spawn(move || {
+            sys::unshare(libc::CLONE_NEWNS).unwrap();
+            sys::make_mounts_private().unwrap();
+            mount(Some("none"), "/proc", Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+            look()
+        });
+        thread.join().unwrap()
+    }
+
+    #[tokio::test]
+    async fn one_that_is_hidden_is_not_taken_for_dead() {
+        let directory = tempfile::tempdir().unwrap();
+        let launcher = Arc::new(Launcher::new(None).unwrap());
+        let process = launch(&launcher, directory.path(), "/bin/sleep", &["1000".into()]).unwrap();
+        let look = || {
+            let (launcher, identity) = (Arc::clone(&launcher), process.identity().clone());
+            hidden(move || (launcher.adopt(&identity), launcher.open(identity.pid)))
+        };
+        let (adopted, opened) = look();
+        assert!(matches!(adopted, Adoption::Unknown(_)), "{adopted:?}");
+        assert!(opened.unwrap_err().to_string().contains("/stat"));
+        process.kill().unwrap();
+        process.exited().await;
+        let (adopted, opened) = look();
+        assert!(matches!(adopted, Adoption::Dead(_)), "{adopted:?}");
+        assert!(opened.unwrap().is_none());
     }
 
     #[tokio::test]

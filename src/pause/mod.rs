@@ -16,6 +16,7 @@ use crate::text::Text;
 
 pub mod cgroup;
 mod child;
+mod deadline;
 mod emptyroot;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
@@ -47,6 +48,15 @@ pub fn inherited(descriptor: std::os::fd::RawFd) -> std::io::Result<std::os::fd:
 pub fn share_heaps() {
     const HEAPS: std::ffi::c_int = 2;
     sys::limit_arenas(HEAPS);
+}
+
+/// Takes back the signals that the daemon was started with blocked, and SIGCHLD if it was ignored. For the daemon's beginning, before there
+/// are other threads.
+///
+/// # Errors
+/// The system's.
+pub fn take_signals() -> std::io::Result<()> {
+    sys::own_signals().map_err(Into::into)
 }
 
 /// A future that a trait object hands out.

@@ -17,6 +17,7 @@ use nix::unistd::Pid;
 
 use super::cgroup::{self, Cgroups};
 use super::child::{self, At, User, Work};
+use super::deadline::{self, Cloned, Deadline};
 use super::process::{self, Common, Process};
 use super::strays::Mark;
 use super::sys::{self, Errno};
@@ -40,6 +41,7 @@ pub struct Native {
     boot_id: Text,
     last_capability: u32,
     common: Arc<Common>,
+    deadline: Deadline,
     /// What the pauses of one state directory are known by.
     mark: Option<Mark>,
 }
@@ -65,6 +67,7 @@ impl Native {
             proc: sys::open(None, c"/proc", libc::O_PATH | libc::O_DIRECTORY, 0).step_at("open", "/proc")?,
             image,
             root: emptyroot::make()?,
+            deadline: Deadline::new(cgroups.freezer()),
             cgroups,
             boot_id: identity::boot_id()?,
             last_capability: last.trim().parse().map_err(invalid).step_at("read", LAST_CAPABILITY)?,
@@ -98,23 +101,25 @@ impl Native {
             // The child unshares the descriptor table when it has closed what it does not need: that is cheaper than a copy.
             flags: namespaces | (libc::CLONE_FILES as u64) | sys::CLONE_CLEAR_SIGHAND,
             cgroup: cgroup.and_then(cgroup::Made::v2),
-            pid: None,
+            born: None,
             stack: None,
         };
         work.report.begin();
-        let first = sys::clone_child(&how, work, child::first).step("clone the pause process")?;
-        let pause = if work.user.is_some() { self.second(first.1, work) } else { Ok(first) };
+        let first = self.deadline.clone_child(how, work, child::first).step("clone the pause process")?;
+        let Cloned { pid, pidfd, late } = first;
+        let pause = if work.user.is_some() { self.second(pidfd, work) } else { Ok((pid, pidfd)) };
         let (at, name, index) = work.report.step();
         let failed = match (&pause, work.report.errno()) {
             (_, Some(errno)) => Some(io::Error::from(errno)),
+            _ if late => Some(self.deadline.error()),
             (Err(e), None) => Some(io::Error::new(e.kind(), e.to_string())),
             (Ok(_), None) if at != At::Execute => Some(io::ErrorKind::Interrupted.into()),
             (Ok(_), None) => None,
         };
         let Some(e) = failed else { return pause.step(name) };
-        if let Ok((_, pidfd)) = pause {
+        if let Ok((pid, pidfd)) = pause {
             // It ended itself, or was killed on its way.
-            end(&pidfd)?;
+            self.end(pid, &pidfd)?;
         }
         Err(match self.subject(plan, work, at, index) {
             Some(path) => Step::at(name, path, e),
@@ -140,11 +145,25 @@ impl Native {
         };
         if end != Some(sys::End::Code(0)) {
             // The first was killed: the second may still be running on the stack that is about to be freed.
-            let _ = sys::pidfd_send_signal(pidfd.as_fd(), libc::SIGKILL);
-            sys::reap(pidfd.as_fd(), true)?;
+            self.end(pid, &pidfd).map_err(|e| io::Error::new(e.io().kind(), e.to_string()))?;
             return Err(io::ErrorKind::Interrupted.into());
         }
         Ok((pid, pidfd))
+    }
+
+    /// Kills and reaps a child, which no other thread reaps.
+    fn end(&self, pid: c_int, pidfd: &OwnedFd) -> Result<(), Step> {
+        match sys::pidfd_send_signal(pidfd.as_fd(), libc::SIGKILL) {
+            Ok(()) | Err(Errno(libc::ESRCH)) => {}
+            Err(e) => return Err(e).step("kill the pause process"),
+        }
+        // Its cgroup may have been frozen since it was found not to be.
+        if let Some(freezer) = self.cgroups.freezer()
+            && let Err(e) = deadline::thaw(&freezer, pid)
+        {
+            log::debug!(pid = pid; "thaw a child: {}", io::Error::from(e));
+        }
+        sys::reap(pidfd.as_fd(), true).map(drop).step("reap the pause process")
     }
 
     /// The path that a step of the child worked on.
@@ -219,7 +238,7 @@ impl Driver for Native {
         let identity = match settled.and_then(|()| identity::of(pid.unsigned_abs(), &self.boot_id)) {
             Ok(identity) => identity,
             Err(e) => {
-                end(&pidfd)?;
+                self.end(pid, &pidfd)?;
                 for left in self.cgroups.remove(&placement) {
                     log::warn!(sandbox = plan.id.as_str(); "undo a start that failed: {left}");
                 }
@@ -293,15 +312,6 @@ pub fn pin_owner(netns: &Path, pin: &Path) -> Result<(), Step> {
     File::create(pin).step_at("make file", pin)?;
     let opened = format!("/proc/self/fd/{}", owner.as_raw_fd());
     mount(Some(opened.as_str()), pin, None::<&str>, MsFlags::MS_BIND, None::<&str>).step_at("pin user namespace", pin)
-}
-
-/// Kills and reaps a child.
-fn end(pidfd: &OwnedFd) -> Result<(), Step> {
-    match sys::pidfd_send_signal(pidfd.as_fd(), libc::SIGKILL) {
-        Ok(()) | Err(Errno(libc::ESRCH)) => {}
-        Err(e) => return Err(e).step("kill the pause process"),
-    }
-    sys::reap(pidfd.as_fd(), true).map(drop).step("reap the pause process")
 }
 
 /// `CLONE_NEW…` of the namespaces that the pod has for itself.
@@ -385,6 +395,93 @@ mod tests {
         assert_eq!(driver.start(&failing).unwrap_err().what(), "set hostname");
         assert!(!root.join(&parent).exists(), "parents that a failed start has made");
         umount2(root, MntFlags::MNT_DETACH).unwrap();
+    }
+
+    /// What a Start is refused in a cgroup below `parent`, a directory of its own in the freezer's hierarchy at `root`.
+    fn refused_below(driver: &Native, root: &Path, parent: &str) -> String {
+        let plan = plan("frozen", &format!("/{parent}/below"));
+        let refused = driver.start(&plan).unwrap_err().to_string();
+        let below = root.join(parent);
+        assert!(fs::read_dir(&below).unwrap().all(|entry| !entry.unwrap().path().is_dir()), "{refused}");
+        assert!(driver.cleanup(&plan.site()).is_ok());
+        refused.replace(below.to_str().unwrap(), "")
+    }
+
+    #[test]
+    fn no_pause_is_put_into_a_frozen_cgroup_of_version_2() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        mount(Some("none"), root, Some("cgroup2"), MsFlags::empty(), None::<&str>).unwrap();
+        let parent = format!("pause-sandboxer-frozen-v2-{}", std::process::id());
+        fs::create_dir(root.join(&parent)).unwrap();
+        fs::write(root.join(&parent).join("cgroup.freeze"), "1").unwrap();
+        let driver = Native::with(Cgroups::unified_at(root).unwrap(), image::open().unwrap()).unwrap();
+        let refused = refused_below(&driver, root, &parent);
+        let id = format!("frozen-{}", std::process::id());
+        assert_eq!(refused, format!("place the pause in cgroup /below/{id}: it is frozen, or one above it is"));
+        fs::remove_dir(root.join(&parent)).unwrap();
+        umount2(root, MntFlags::MNT_DETACH).unwrap();
+    }
+
+    #[test]
+    fn no_pause_is_put_into_a_frozen_cgroup_of_version_1() {
+        let root = Path::new("/sys/fs/cgroup/freezer");
+        if !root.exists() {
+            eprintln!("skipped: no freezer of version 1 on this machine");
+            return;
+        }
+        let parent = format!("pause-sandboxer-frozen-v1-{}", std::process::id());
+        let cgroup = root.join(&parent);
+        fs::create_dir(&cgroup).unwrap();
+        fs::write(cgroup.join("freezer.state"), "FROZEN").unwrap();
+        let driver = Native::with(Cgroups::find().unwrap(), image::open().unwrap()).unwrap();
+        let refused = refused_below(&driver, root, &parent);
+        assert!(refused.ends_with(": it is frozen, or one above it is"), "{refused}");
+        // Parents that the failed start has made.
+        for hierarchy in ["cpu", "memory", "pids"] {
+            assert!(!root.with_file_name(hierarchy).join(&parent).exists(), "{hierarchy}");
+        }
+        fs::write(cgroup.join("freezer.state"), "THAWED").unwrap();
+        let plan = plan("thawed", &format!("/{parent}"));
+        driver.start(&plan).unwrap().kill().unwrap();
+        driver.cleanup(&plan.site()).unwrap();
+        for hierarchy in driver.cgroups.v1_roots() {
+            let path = CString::new(parent.as_str()).unwrap();
+            let _ = sys::rmdir(hierarchy, &path);
+        }
+        assert!(!cgroup.exists());
+    }
+
+    #[test]
+    fn the_users_other_processes_count_for_nothing() {
+        use nix::sys::resource::{Resource, getrlimit, setrlimit};
+
+        let driver = Native::with(Cgroups::find().unwrap(), image::open().unwrap()).unwrap();
+        let (soft, hard) = getrlimit(Resource::RLIMIT_NPROC).unwrap();
+        // No limit for root, as which all else here runs.
+        setrlimit(Resource::RLIMIT_NPROC, 1, hard).unwrap();
+        let started = ["first", "second", "third"].map(|id| driver.start(&plan(id, "")));
+        setrlimit(Resource::RLIMIT_NPROC, soft, hard).unwrap();
+        for pause in started {
+            pause.unwrap().kill().unwrap();
+        }
+    }
+
+    #[test]
+    fn the_daemon_is_not_dumpable_after_a_start() {
+        const SETTING: &str = "/proc/sys/fs/suid_dumpable";
+        let before = fs::read_to_string(SETTING).unwrap();
+        let driver = Native::with(Cgroups::find().unwrap(), image::open().unwrap()).unwrap();
+        let mapping = IdMapping { container_id: 0, host_id: 1_000_000, length: 65536 };
+        let plans = [None, Some(super::super::UserNamespace { uid: mapping, gid: mapping })]
+            .map(|userns| Plan { userns, ..plan("dumpable", "") });
+        fs::write(SETTING, "1").unwrap();
+        let started = plans.map(|plan| (driver.start(&plan), nix::sys::prctl::get_dumpable().unwrap()));
+        fs::write(SETTING, before).unwrap();
+        for (pause, dumpable) in started {
+            pause.unwrap().kill().unwrap();
+            assert!(!dumpable);
+        }
     }
 
     /// In a mount namespace of its own, so that the node is of version 2 for nobody else.

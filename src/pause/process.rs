@@ -144,7 +144,8 @@ pub(super) fn adopt(identity: &Identity, boot_id: &Text, common: &Arc<Common>) -
         }
         Ok(false) => dead,
         // Ended in between: the pidfd may tell how it ended, but nothing any more whether it was the recorded one.
-        Err(e) if identity::gone(e.io()) => dead,
+        // One that lives is hidden (proc(5) hidepid), and may be the recorded one.
+        Err(e) if identity::gone(e.io()) && sys::ended(pidfd.as_fd()) => dead,
         Err(e) => Adoption::Unknown(e),
     }
 }

@@ -121,7 +121,7 @@ mod tests {
 
     #[test]
     fn only_the_programs_calls_are_allowed() {
-        let how = sys::Clone { flags: 0, cgroup: None, pid: None, stack: None };
+        let how = sys::Clone { flags: 0, cgroup: None, born: None, stack: None };
         let (_, pidfd) = sys::clone_child(&how, &(), confined).unwrap();
         assert_eq!(sys::reap(pidfd.as_fd(), true), Ok(Some(sys::End::Code(0))));
     }

@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 use std::arch::asm;
+use std::cell::UnsafeCell;
 use std::ffi::{CStr, c_int, c_uint};
 use std::io;
 use std::marker::PhantomData;
@@ -14,6 +15,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::AtomicI32;
+use std::sync::atomic::Ordering::{Acquire, Release};
 
 use libc::c_long;
 use tokio::io::Interest;
@@ -28,8 +30,8 @@ pub(super) use look::{attribute, device_and_inode};
 pub(super) use memory::limit_arenas;
 pub(super) use mount::{attach_mount, detach_here, enter_directory, make_mounts_private, new_tmpfs, pivot_here};
 pub(super) use program::{
-    Pointers, change_directory, close_at_execute, default_signals, duplicate_to, execute_path, limit_open_files,
-    limit_open_files_of, pointers,
+    Pointers, change_directory, close_at_execute, default_signals, duplicate_to, execute_path, lift_process_limit,
+    limit_open_files, limit_open_files_of, own_signals, pointers,
 };
 
 /// A system call's error number (errno(3)).
@@ -96,19 +98,58 @@ pub(super) struct Clone<'a> {
     pub(super) flags: u64,
     /// cgroup (v2) that the child is born in; adds `CLONE_INTO_CGROUP`.
     pub(super) cgroup: Option<BorrowedFd<'a>>,
-    /// Where the kernel writes the child's pid before the child runs; adds `CLONE_PARENT_SETTID`.
-    pub(super) pid: Option<&'a AtomicI32>,
+    /// Where the kernel writes which child it is before the child runs; adds `CLONE_PARENT_SETTID`.
+    pub(super) born: Option<&'a Born>,
     /// The child's stack; without one it runs on the caller's, below what the caller uses.
     pub(super) stack: Option<&'a Stack>,
 }
 
-/// Memory for the stack of a child that may outlive its caller's frame.
-pub(super) struct Stack(Box<[MaybeUninit<u128>]>);
+/// A child that is born, for who must know of it while its caller stands still.
+#[derive(Debug, Default)]
+pub(super) struct Born {
+    /// 0: not yet.
+    pid: AtomicI32,
+    /// In the table of the clone's caller.
+    pidfd: AtomicI32,
+}
+
+impl Born {
+    /// The child's pid, once there is a child.
+    pub(super) fn pid(&self) -> Option<c_int> {
+        Some(self.pid.load(Acquire)).filter(|pid| *pid > 0)
+    }
+
+    /// Forgets the child.
+    pub(super) fn forget(&self) {
+        self.pid.store(0, Release);
+    }
+
+    /// pidfd_send_signal(2) to the child. For a thread that shares the descriptors of the clone's caller, as long as that one has not
+    /// closed the child's.
+    pub(super) fn signal(&self, signal: c_int) -> Result<()> {
+        // A clone that fails may have written the number of a descriptor that it then did not make; of the pid it has written nothing.
+        if self.pid().is_none() {
+            return Err(Errno(libc::ESRCH));
+        }
+        let pidfd = self.pidfd.load(Acquire) as usize;
+        // SAFETY: a null siginfo is allowed.
+        unsafe { syscall(libc::SYS_pidfd_send_signal, [pidfd, signal as usize, 0, 0, 0, 0]) }.map(drop)
+    }
+}
+
+/// Memory for the stack of a child that may outlive its caller's frame. The child writes to it.
+pub(super) struct Stack(Box<[UnsafeCell<MaybeUninit<u128>>]>);
 
 impl Stack {
     /// A stack of 64 KiB.
     pub(super) fn new() -> Self {
-        Self(Box::new_uninit_slice(64 * 1024 / size_of::<u128>()))
+        let words = 64 * 1024 / size_of::<u128>();
+        Self((0..words).map(|_| UnsafeCell::new(MaybeUninit::uninit())).collect())
+    }
+
+    /// Its lowest address and its length in bytes.
+    fn memory(&self) -> (u64, u64) {
+        (UnsafeCell::raw_get(self.0.as_ptr()) as u64, size_of_val::<[_]>(&self.0) as u64)
     }
 }
 
@@ -122,30 +163,30 @@ impl Stack {
 /// The child should make system calls only: what it locks stays locked when it ends. Signals are blocked in the child,
 /// and during the call in the caller.
 pub(super) fn clone_child<T>(how: &Clone<'_>, argument: &T, child: extern "C" fn(&T) -> !) -> Result<(c_int, OwnedFd)> {
-    let mut pidfd: RawFd = -1;
+    let own = Born::default();
+    let born = how.born.unwrap_or(&own);
     let mut args: libc::clone_args = zeroed();
     args.flags = how.flags | (libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD) as u64;
-    args.pidfd = &raw mut pidfd as u64;
+    args.pidfd = born.pidfd.as_ptr() as u64;
     // A child of another parent's making takes that one's exit signal.
     args.exit_signal = if how.flags & libc::CLONE_PARENT as u64 == 0 { libc::SIGCHLD as u64 } else { 0 };
     if let Some(cgroup) = how.cgroup {
         args.flags |= CLONE_INTO_CGROUP;
         args.cgroup = cgroup.as_raw_fd() as u64;
     }
-    if let Some(pid) = how.pid {
+    if how.born.is_some() {
         args.flags |= libc::CLONE_PARENT_SETTID as u64;
-        args.parent_tid = pid.as_ptr() as u64;
+        args.parent_tid = born.pid.as_ptr() as u64;
     }
-    if let Some(Stack(memory)) = how.stack {
-        args.stack = memory.as_ptr() as u64;
-        args.stack_size = size_of_val::<[_]>(memory) as u64;
+    if let Some(stack) = how.stack {
+        (args.stack, args.stack_size) = stack.memory();
     }
     let blocked = BlockedSignals::new()?;
     let answer: isize;
     // SAFETY: the child continues on the caller's stack below all that the caller uses (no `nostack`: the compiler keeps
     // nothing there), or on a stack of its own, and `child` never returns, so the caller's frame is as it was when the
     // caller goes on. That is only after the child has left this memory (CLONE_VFORK), so `argument` lives long enough, unless the caller
-    // is killed, of which the documentation speaks; a `pid` outlives the call as it is borrowed. The kernel keeps all registers that are not named as outputs.
+    // is killed, of which the documentation speaks; a `born` outlives the call as it is borrowed. The kernel keeps all registers that are not named as outputs.
     #[cfg(target_arch = "x86_64")]
     unsafe {
         asm!(
@@ -185,7 +226,7 @@ pub(super) fn clone_child<T>(how: &Clone<'_>, argument: &T, child: extern "C" fn
         );
     }
     drop(blocked);
-    check(answer).map(|pid| (pid as c_int, owned(pidfd as usize)))
+    check(answer).map(|pid| (pid as c_int, owned(born.pidfd.load(Acquire) as usize)))
 }
 
 /// The owner of a descriptor that a child opened in the table that it shares with this process.

@@ -15,7 +15,7 @@ use crate::error::{IoContext, Step};
 /// # Errors
 /// The failed step.
 pub(super) fn make(user: &UserNamespace) -> Result<OwnedFd, Step> {
-    let how = sys::Clone { flags: libc::CLONE_NEWUSER as u64, cgroup: None, pid: None, stack: None };
+    let how = sys::Clone { flags: libc::CLONE_NEWUSER as u64, cgroup: None, born: None, stack: None };
     let (pid, pidfd) = sys::clone_child(&how, &(), end).step("make a user namespace")?;
     let namespace = map(pid, user);
     sys::reap(pidfd.as_fd(), true).step("reap the maker of a user namespace")?;

@@ -173,6 +173,20 @@ fn serve_comes_up_answers_and_ends() {
 }
 
 #[test]
+fn signals_that_were_ignored_when_it_was_started_keep_it_from_nothing() {
+    let scratch = Scratch::new();
+    let mut command = Command::new("/bin/sh");
+    command.args(["-c", "trap '' CHLD TERM; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_pause-sandboxer"), "serve"]);
+    let mut daemon = Daemon::spawn(&scratch, {
+        command.args(scratch.flags());
+        command
+    });
+    daemon.noticed("READY=1");
+    daemon.signal(Signal::SIGTERM);
+    assert_eq!(daemon.ended().code(), Some(0));
+}
+
+#[test]
 fn a_socket_of_the_service_manager_is_taken_over() {
     let scratch = Scratch::new();
     fs::create_dir(scratch.path("run")).unwrap();

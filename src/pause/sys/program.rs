@@ -1,6 +1,6 @@
 //! What turns a cloned child into another program.
 
-use std::ffi::{CStr, CString, c_uint};
+use std::ffi::{CStr, CString, c_int, c_uint};
 use std::marker::PhantomData;
 use std::mem::size_of;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
@@ -65,23 +65,49 @@ pub(in crate::pause) fn change_directory(path: &CStr) -> Result<()> {
 /// Gives a program back the signals that this process blocks (all, in a child of [`super::clone_child`]) and ignores (SIGPIPE, as every
 /// Rust program does). For a child with handlers of its own.
 pub(in crate::pause) fn default_signals() -> Result<()> {
+    default_action(libc::SIGPIPE)?;
+    sigmask(libc::SIG_SETMASK, 0, None)
+}
+
+/// The same for this process, which has one thread: what it was started with may block any signal. Where SIGCHLD is ignored the kernel
+/// reaps children before they are asked how they ended.
+pub(in crate::pause) fn own_signals() -> Result<()> {
+    default_action(libc::SIGCHLD)?;
+    sigmask(libc::SIG_SETMASK, 0, None)
+}
+
+/// rt_sigaction(2) SIG_DFL.
+fn default_action(signal: c_int) -> Result<()> {
     /// `struct kernel_sigaction`: handler, flags, restorer, mask; all zero is SIG_DFL.
     const DEFAULT: [usize; 4] = [0; 4];
     let action = DEFAULT.as_ptr() as usize;
     // SAFETY: the action is longer than or as long as the kernel's structure; null is allowed for the old one.
-    unsafe { syscall(libc::SYS_rt_sigaction, [libc::SIGPIPE as usize, action, 0, size_of::<u64>(), 0, 0]) }?;
-    sigmask(libc::SIG_SETMASK, 0, None)
+    unsafe { syscall(libc::SYS_rt_sigaction, [signal as usize, action, 0, size_of::<u64>(), 0, 0]) }.map(drop)
 }
 
-/// prlimit64(2) of this process: the soft limit of open files, which the hard limit bounds.
+/// prlimit64(2) of this process: soft and hard limit as they were, and as they are from now on if there is a `new` one.
+fn limit(resource: c_uint, new: Option<&[u64; 2]>) -> Result<[u64; 2]> {
+    let mut old = [0_u64; 2];
+    let (resource, new) = (resource as usize, new.map_or(ptr::null(), |new| new.as_ptr()) as usize);
+    // SAFETY: two words are what the kernel's structure has, to read and to write; null is allowed for the new one.
+    unsafe { syscall(libc::SYS_prlimit64, [0, resource, new, old.as_mut_ptr() as usize, 0, 0]) }?;
+    Ok(old)
+}
+
+/// The soft limit of open files, which the hard limit bounds.
 pub(in crate::pause) fn limit_open_files(soft: u64) -> Result<()> {
-    let mut limit = [0_u64; 2];
-    let resource = libc::RLIMIT_NOFILE as usize;
-    // SAFETY: two words are what the kernel's structure has, to read and to write.
-    unsafe { syscall(libc::SYS_prlimit64, [0, resource, 0, limit.as_mut_ptr() as usize, 0, 0]) }?;
-    limit[0] = soft.min(limit[1]);
-    // SAFETY: as above.
-    unsafe { syscall(libc::SYS_prlimit64, [0, resource, limit.as_ptr() as usize, 0, 0, 0]) }.map(drop)
+    let [_, hard] = limit(libc::RLIMIT_NOFILE, None)?;
+    limit(libc::RLIMIT_NOFILE, Some(&[soft.min(hard), hard])).map(drop)
+}
+
+/// No limit of the user's processes, or the highest that this process may set.
+pub(in crate::pause) fn lift_process_limit() -> Result<()> {
+    match limit(libc::RLIMIT_NPROC, Some(&[libc::RLIM_INFINITY; 2])) {
+        Err(Errno(libc::EPERM)) => {}
+        done => return done.map(drop),
+    }
+    let [_, hard] = limit(libc::RLIMIT_NPROC, None)?;
+    limit(libc::RLIMIT_NPROC, Some(&[hard; 2])).map(drop)
 }
 
 /// Has the child of a command limit its open files as [`limit_open_files`] does, before it executes the program.

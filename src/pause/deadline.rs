@@ -1,0 +1,268 @@
+//! Bounds how long a child may take to execute its program. The thread that has cloned it stands still until then, and what
+//! keeps the child may last for ever: a cgroup that is frozen meanwhile, a file system that does not answer.
+//!
+//! A thread kills what is late. It comes with a child and ends when there has been none for a while; between looks it
+//! sleeps, so that a child in time costs no system call and wakes no thread.
+
+use std::ffi::c_int;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::sys::{self, Born};
+
+/// How long a child may take.
+const WITHIN: Duration = Duration::from_secs(10);
+
+/// How often late children are looked for within that time.
+const LOOKS: u32 = 10;
+
+/// After how many looks without a child the thread ends.
+const QUIET: u32 = 2 * LOOKS;
+
+/// The deadline of a driver's children.
+#[derive(Debug)]
+pub(super) struct Deadline(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    within: Duration,
+    /// Root of version 1's freezer hierarchy: a frozen process does not end before it is moved out of its cgroup.
+    freezer: Option<Arc<OwnedFd>>,
+    children: Mutex<Children>,
+}
+
+#[derive(Debug, Default)]
+struct Children {
+    under_way: Vec<Arc<Child>>,
+    /// There is a thread that looks for late ones.
+    watched: bool,
+}
+
+#[derive(Debug)]
+struct Child {
+    begun: Instant,
+    born: Born,
+    fate: Mutex<Fate>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fate {
+    UnderWay,
+    Killed,
+    /// It has executed or ended, and may be reaped: its pid may be another's.
+    Past,
+}
+
+/// A child that has executed its program or ended.
+pub(super) struct Cloned {
+    pub(super) pid: c_int,
+    pub(super) pidfd: OwnedFd,
+    /// It was killed, as its time was over.
+    pub(super) late: bool,
+}
+
+impl Deadline {
+    /// Children may be in cgroups of this freezer hierarchy of version 1, which is named by its root.
+    pub(super) fn new(freezer: Option<Arc<OwnedFd>>) -> Self {
+        Self::of(WITHIN, freezer)
+    }
+
+    fn of(within: Duration, freezer: Option<Arc<OwnedFd>>) -> Self {
+        Self(Arc::new(Shared { within, freezer, children: Mutex::default() }))
+    }
+
+    /// As [`sys::clone_child`], within bounds.
+    ///
+    /// # Errors
+    /// The system's, of the clone or of the start of a thread.
+    pub(super) fn clone_child<T>(
+        &self,
+        how: sys::Clone<'_>,
+        argument: &T,
+        child: extern "C" fn(&T) -> !,
+    ) -> io::Result<Cloned> {
+        let entry = self.begin()?;
+        let cloned = sys::clone_child(&sys::Clone { born: Some(&entry.born), ..how }, argument, child);
+        let late = self.finish(&entry);
+        let (pid, pidfd) = cloned?;
+        Ok(Cloned { pid, pidfd, late })
+    }
+
+    /// What is said of a late child.
+    pub(super) fn error(&self) -> io::Error {
+        let reason = format!("not done within {} s", self.0.within.as_secs());
+        io::Error::new(io::ErrorKind::TimedOut, reason)
+    }
+
+    fn begin(&self) -> io::Result<Arc<Child>> {
+        let (begun, born) = (Instant::now(), Born::default());
+        let child = Arc::new(Child { begun, born, fate: Mutex::new(Fate::UnderWay) });
+        let mut children = lock(&self.0.children);
+        if !children.watched {
+            let (shared, every) = (Arc::downgrade(&self.0), self.0.within / LOOKS);
+            let thread = thread::Builder::new().name("deadline".to_owned()).stack_size(64 * 1024);
+            thread.spawn(move || watch(&shared, every))?;
+            children.watched = true;
+        }
+        children.under_way.push(Arc::clone(&child));
+        Ok(child)
+    }
+
+    /// Whether it was killed. Waits for a kill that is under way, so that the child can be reaped afterwards.
+    fn finish(&self, child: &Arc<Child>) -> bool {
+        lock(&self.0.children).under_way.retain(|other| !Arc::ptr_eq(other, child));
+        std::mem::replace(&mut *lock(&child.fate), Fate::Past) == Fate::Killed
+    }
+}
+
+/// The thread.
+fn watch(shared: &Weak<Shared>, every: Duration) {
+    let mut quiet = 0;
+    loop {
+        thread::sleep(every);
+        let Some(shared) = shared.upgrade() else { return };
+        let late: Vec<Arc<Child>> = {
+            let mut children = lock(&shared.children);
+            quiet = if children.under_way.is_empty() { quiet + 1 } else { 0 };
+            if quiet == QUIET {
+                children.watched = false;
+                return;
+            }
+            let late = children.under_way.iter().filter(|child| child.begun.elapsed() >= shared.within);
+            late.map(Arc::clone).collect()
+        };
+        // Again at each look: a cgroup may be frozen between a child's end and its move out of it.
+        for child in late {
+            shared.kill(&child);
+        }
+    }
+}
+
+impl Shared {
+    fn kill(&self, child: &Child) {
+        let mut fate = lock(&child.fate);
+        // Not reaped before this is past, so the pid is the child's.
+        let Some(pid) = child.born.pid().filter(|_| *fate != Fate::Past) else { return };
+        let killed = child.born.signal(libc::SIGKILL);
+        if *fate == Fate::UnderWay {
+            log::warn!(pid = pid; "a child that has not executed its program in time is killed");
+            *fate = Fate::Killed;
+        }
+        let thawed = self.freezer.as_ref().map_or(Ok(()), |root| thaw(root, pid));
+        if let Err(e) = killed.and(thawed) {
+            log::debug!(pid = pid; "kill a late child: {}", io::Error::from(e));
+        }
+    }
+}
+
+/// Moves a process to the root of the freezer hierarchy, which is never frozen.
+pub(super) fn thaw(freezer: &OwnedFd, pid: c_int) -> sys::Result<()> {
+    sys::write_file(freezer.as_fd(), c"cgroup.procs", pid.to_string().as_bytes())
+}
+
+/// A panic elsewhere leaves these values whole.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::CString;
+    use std::fs;
+    use std::os::fd::BorrowedFd;
+    use std::os::unix::ffi::OsStrExt as _;
+    use std::path::Path;
+
+    use super::*;
+
+    const SHORT: Duration = Duration::from_millis(100);
+    const FREEZER: &str = "/sys/fs/cgroup/freezer";
+
+    struct Joiner<'a> {
+        freezer: BorrowedFd<'a>,
+        tasks: CString,
+    }
+
+    fn how() -> sys::Clone<'static> {
+        sys::Clone { flags: sys::CLONE_CLEAR_SIGHAND, cgroup: None, born: None, stack: None }
+    }
+
+    fn threads() -> usize {
+        let names = fs::read_dir("/proc/self/task").unwrap().flatten();
+        let name = |entry: fs::DirEntry| fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
+        names.map(name).filter(|name| name.trim() == "deadline").count()
+    }
+
+    extern "C" fn join_and_end(joiner: &Joiner<'_>) -> ! {
+        let joined = sys::write_file(joiner.freezer, &joiner.tasks, b"0");
+        sys::exit(joined.map_or(1, |()| 0))
+    }
+
+    extern "C" fn hang(fifo: &CString) -> ! {
+        // Until there is a writer.
+        let _ = sys::open(None, fifo, libc::O_RDONLY, 0);
+        sys::exit(0)
+    }
+
+    extern "C" fn end(_: &()) -> ! {
+        sys::exit(7)
+    }
+
+    #[test]
+    fn a_child_in_time_is_let_be_and_the_thread_goes() {
+        let deadline = Deadline::of(SHORT, None);
+        for _ in 0..3 {
+            let cloned = deadline.clone_child(how(), &(), end).unwrap();
+            assert!(!cloned.late);
+            assert_eq!(sys::reap(cloned.pidfd.as_fd(), true), Ok(Some(sys::End::Code(7))));
+        }
+        assert!(lock(&deadline.0.children).watched);
+        let begun = Instant::now();
+        while lock(&deadline.0.children).watched {
+            assert!(begun.elapsed() < Duration::from_secs(30));
+            thread::sleep(SHORT / LOOKS);
+        }
+        assert!(lock(&deadline.0.children).under_way.is_empty());
+    }
+
+    #[test]
+    fn a_child_that_hangs_is_killed() {
+        let directory = tempfile::tempdir().unwrap();
+        let fifo = directory.path().join("fifo");
+        nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRUSR).unwrap();
+        let fifo = CString::new(fifo.as_os_str().as_bytes()).unwrap();
+        let deadline = Deadline::of(SHORT, None);
+        let cloned = deadline.clone_child(how(), &fifo, hang).unwrap();
+        assert!(cloned.late);
+        assert_eq!(sys::reap(cloned.pidfd.as_fd(), true), Ok(Some(sys::End::Signal(libc::SIGKILL))));
+    }
+
+    #[test]
+    fn a_child_in_a_cgroup_that_is_frozen_meanwhile_is_killed() {
+        if !Path::new(FREEZER).exists() {
+            eprintln!("skipped: no freezer of version 1 on this machine");
+            return;
+        }
+        let name = format!("pause-sandboxer-frozen-{}", std::process::id());
+        let cgroup = Path::new(FREEZER).join(&name);
+        fs::create_dir(&cgroup).unwrap();
+        fs::write(cgroup.join("freezer.state"), "FROZEN").unwrap();
+        let root = Arc::new(OwnedFd::from(fs::File::open(FREEZER).unwrap()));
+        let tasks = CString::new(Path::new(&name).join("tasks").as_os_str().as_bytes()).unwrap();
+        let deadline = Deadline::of(SHORT, Some(Arc::clone(&root)));
+        let cloned = deadline.clone_child(how(), &Joiner { freezer: root.as_fd(), tasks }, join_and_end).unwrap();
+        assert!(cloned.late);
+        assert_eq!(sys::reap(cloned.pidfd.as_fd(), true), Ok(Some(sys::End::Signal(libc::SIGKILL))));
+        assert_eq!(fs::read_to_string(cgroup.join("cgroup.procs")).unwrap(), "");
+        fs::remove_dir(&cgroup).unwrap();
+        drop(deadline);
+        let begun = Instant::now();
+        while threads() > 0 {
+            assert!(begun.elapsed() < Duration::from_secs(30));
+            thread::sleep(SHORT / LOOKS);
+        }
+    }
+}
