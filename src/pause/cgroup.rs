@@ -18,7 +18,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::sys::{self, Errno};
-use super::{child, strays};
+use super::{deadline, strays};
 use crate::error::{IoContext, Step};
 
 pub mod mounted;
@@ -265,11 +265,10 @@ impl Cgroups {
         Ok(())
     }
 
-    /// Whether a child has failed because its cgroup was gone: with version 1 systemd removes empty cgroups below a slice, of
-    /// controllers that it does not use there, whenever it looks at the slice.
-    pub(super) fn tidied_up(&self, placement: &Placement, e: &Step) -> bool {
-        let gone = matches!(e.io().raw_os_error(), Some(libc::ENOENT | libc::ENODEV));
-        !self.unified && matches!(placement, Placement::Scope(_)) && gone && e.what() == child::JOIN_CGROUP
+    /// Whether a child that could not join its cgroup for this reason shall try again: with version 1 systemd removes empty cgroups
+    /// below a slice, of controllers that it does not use there, whenever it looks at the slice.
+    pub(super) fn tidied_up(&self, placement: &Placement, e: Errno) -> bool {
+        !self.unified && matches!(placement, Placement::Scope(_)) && matches!(e, Errno(libc::ENOENT | libc::ENODEV))
     }
 
     /// Removes the cgroup of a pause. Processes that are in it are killed: those of a Start that was cut short. Gone already is
@@ -333,7 +332,7 @@ impl Cgroups {
         }
         let mut failed = Vec::new();
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
-            if let Err(e) = kill_members(hierarchy, &scope.path) {
+            if let Err(e) = self.kill_members(hierarchy, &scope.path) {
                 failed.push(Step::at("kill what is in cgroup", self.path(index, &scope.path), e.into()));
             }
         }
@@ -370,11 +369,59 @@ impl Cgroups {
     fn remove_directory(&self, cgroup: &CStr) -> Vec<Step> {
         let mut failed = Vec::new();
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
-            if let Err(e) = remove(hierarchy, cgroup) {
+            if let Err(e) = self.remove_from(hierarchy, cgroup) {
                 failed.push(Step::at("remove cgroup", self.path(index, cgroup), e.into()));
             }
         }
         failed
+    }
+
+    fn remove_from(&self, hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), Errno> {
+        for attempt in 0.. {
+            match sys::rmdir(hierarchy.root.as_fd(), cgroup) {
+                // Below what is no directory there is nothing.
+                Ok(()) | Err(Errno(libc::ENOENT | libc::ENOTDIR)) => return Ok(()),
+                Err(Errno(libc::EBUSY | libc::ENOTEMPTY)) if attempt < RETRIES => {}
+                Err(e) => return Err(e),
+            }
+            self.kill_members(hierarchy, cgroup)?;
+            thread::sleep(Duration::from_millis(1 << attempt));
+        }
+        Ok(())
+    }
+
+    /// Kills what is in a cgroup of ours.
+    fn kill_members(&self, hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), Errno> {
+        let members = match read(hierarchy, &below(cgroup, c"cgroup.procs")) {
+            Err(Errno(libc::ENOENT | libc::ENOTDIR | libc::ENODEV)) => return Ok(()),
+            members => members?,
+        };
+        for pid in String::from_utf8_lossy(&members).lines().filter_map(|line| line.parse().ok()) {
+            // Not to kill a stranger who got the pid meanwhile: only what is still a member once it is held.
+            let Ok(pidfd) = sys::pidfd_open(pid) else { continue };
+            let still = read(hierarchy, &below(cgroup, c"cgroup.procs")).unwrap_or_default();
+            if String::from_utf8_lossy(&still).lines().any(|line| line.parse() == Ok(pid)) {
+                match sys::pidfd_send_signal(pidfd.as_fd(), libc::SIGKILL) {
+                    Ok(()) | Err(Errno(libc::ESRCH)) => {}
+                    Err(e) => return Err(e),
+                }
+                self.let_end(cgroup, pid);
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets a killed process of the cgroup end where version 1 holds it frozen: such a one keeps its pid.
+    fn let_end(&self, cgroup: &CStr, pid: libc::c_int) {
+        for hierarchy in self.hierarchies.iter().filter(|h| h.freezer) {
+            let state = read(hierarchy, &below(cgroup, THAWED.0)).unwrap_or_default();
+            if state.trim_ascii() != THAWED.1
+                && !state.is_empty()
+                && let Err(e) = deadline::thaw(&hierarchy.root, pid)
+            {
+                log::debug!(pid = pid; "thaw what is killed: {}", io::Error::from(e));
+            }
+        }
     }
 }
 
@@ -532,40 +579,6 @@ fn read(hierarchy: &Hierarchy, path: &CStr) -> Result<Vec<u8>, Errno> {
             length => content.extend_from_slice(buffer.get(..length).unwrap_or_default()),
         }
     }
-}
-
-fn remove(hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), Errno> {
-    for attempt in 0.. {
-        match sys::rmdir(hierarchy.root.as_fd(), cgroup) {
-            // Below what is no directory there is nothing.
-            Ok(()) | Err(Errno(libc::ENOENT | libc::ENOTDIR)) => return Ok(()),
-            Err(Errno(libc::EBUSY | libc::ENOTEMPTY)) if attempt < RETRIES => {}
-            Err(e) => return Err(e),
-        }
-        kill_members(hierarchy, cgroup)?;
-        thread::sleep(Duration::from_millis(1 << attempt));
-    }
-    Ok(())
-}
-
-/// Kills what is in a cgroup of ours.
-fn kill_members(hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), Errno> {
-    let members = match read(hierarchy, &below(cgroup, c"cgroup.procs")) {
-        Err(Errno(libc::ENOENT | libc::ENOTDIR | libc::ENODEV)) => return Ok(()),
-        members => members?,
-    };
-    for pid in String::from_utf8_lossy(&members).lines().filter_map(|line| line.parse().ok()) {
-        // Not to kill a stranger who got the pid meanwhile: only what is still a member once it is held.
-        let Ok(pidfd) = sys::pidfd_open(pid) else { continue };
-        let still = read(hierarchy, &below(cgroup, c"cgroup.procs")).unwrap_or_default();
-        if String::from_utf8_lossy(&still).lines().any(|line| line.parse() == Ok(pid)) {
-            match sys::pidfd_send_signal(pidfd.as_fd(), libc::SIGKILL) {
-                Ok(()) | Err(Errno(libc::ESRCH)) => {}
-                Err(e) => return Err(e),
-            }
-        }
-    }
-    Ok(())
 }
 
 fn c_path(path: &Path) -> Result<CString, Step> {

@@ -43,16 +43,13 @@ pub(super) enum At {
     Execute,
 }
 
-/// Name of the step that joins the cgroup.
-pub(super) const JOIN_CGROUP: &str = "join cgroup";
-
 /// All steps, by number.
 const STEPS: [(At, &str); 23] = [
     (At::Begin, "begin the pause process"),
     (At::JoinNetwork, "join network namespace"),
     (At::JoinRoot, "join the empty mount namespace"),
     (At::UnshareDescriptors, "unshare the descriptor table"),
-    (At::JoinCgroup, JOIN_CGROUP),
+    (At::JoinCgroup, "join cgroup"),
     (At::OomScore, "write oom score"),
     (At::ClearGroups, "drop supplementary groups"),
     (At::Processes, "lift the limit of processes"),

@@ -46,6 +46,19 @@ pub struct Native {
     mark: Option<Mark>,
 }
 
+/// Why there is no pause.
+struct Failed {
+    step: Step,
+    /// Why its child could not join its cgroup, if it was that.
+    left_out: Option<Errno>,
+}
+
+impl From<Step> for Failed {
+    fn from(step: Step) -> Self {
+        Self { step, left_out: None }
+    }
+}
+
 impl Native {
     /// Prepares the program, the empty root and the cgroup file systems. To be called early in the daemon's life: the
     /// descriptors that are opened here should have low numbers, as every child copies the table up to them.
@@ -95,7 +108,12 @@ impl Native {
     }
 
     /// Clones the child and looks at how it fared.
-    fn spawn(&self, work: &Work<'_>, plan: &Plan, cgroup: Option<&cgroup::Made<'_>>) -> Result<(c_int, OwnedFd), Step> {
+    fn spawn(
+        &self,
+        work: &Work<'_>,
+        plan: &Plan,
+        cgroup: Option<&cgroup::Made<'_>>,
+    ) -> Result<(c_int, OwnedFd), Failed> {
         let namespaces = if work.user.is_some() { 0 } else { work.namespaces };
         let how = sys::Clone {
             // The child unshares the descriptor table when it has closed what it does not need: that is cheaper than a copy.
@@ -116,15 +134,17 @@ impl Native {
             (Ok(_), None) if at != At::Execute => Some(io::ErrorKind::Interrupted.into()),
             (Ok(_), None) => None,
         };
-        let Some(e) = failed else { return pause.step(name) };
+        let Some(e) = failed else { return Ok(pause.step(name)?) };
         if let Ok((pid, pidfd)) = pause {
             // It ended itself, or was killed on its way.
             self.end(pid, &pidfd)?;
         }
-        Err(match self.subject(plan, work, at, index) {
+        let left_out = work.report.errno().filter(|_| at == At::JoinCgroup);
+        let step = match self.subject(plan, work, at, index) {
             Some(path) => Step::at(name, path, e),
             None => Step::new(name, e),
-        })
+        };
+        Err(Failed { step, left_out })
     }
 
     /// The second child, which is the pause, when the first has ended.
@@ -230,8 +250,10 @@ impl Driver for Native {
             let made = self.cgroups.make(&placement)?;
             match self.spawn(&work, plan, made.as_ref()) {
                 Ok(spawned) => break (made, spawned),
-                Err(e) if tries > 1 && self.cgroups.tidied_up(&placement, &e) => tries -= 1,
-                Err(e) => return Err(e),
+                Err(Failed { left_out: Some(e), .. }) if tries > 1 && self.cgroups.tidied_up(&placement, e) => {
+                    tries -= 1;
+                }
+                Err(e) => return Err(e.step),
             }
         };
         let settled = self.cgroups.settle(&placement, pid.unsigned_abs());
@@ -449,6 +471,23 @@ mod tests {
             let path = CString::new(parent.as_str()).unwrap();
             let _ = sys::rmdir(hierarchy, &path);
         }
+        assert!(!cgroup.exists());
+    }
+
+    #[test]
+    fn a_cleanup_ends_what_is_frozen() {
+        let root = Path::new("/sys/fs/cgroup/freezer");
+        if !root.exists() {
+            eprintln!("skipped: no freezer of version 1 on this machine");
+            return;
+        }
+        let driver = Native::with(Cgroups::find().unwrap(), image::open().unwrap()).unwrap();
+        let plan = plan("held", "/");
+        let pause = driver.start(&plan).unwrap();
+        let cgroup = root.join(&*plan.id);
+        fs::write(cgroup.join("freezer.state"), "FROZEN").unwrap();
+        pause.kill().unwrap();
+        driver.cleanup(&plan.site()).unwrap();
         assert!(!cgroup.exists());
     }
 
