@@ -5,11 +5,14 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use kit::controller::{CONFIG_TYPE, any};
+use kit::cri::api::DNSConfig;
 use kit::machine::processes;
 use kit::{grpc, until};
 use nix::mount::{MntFlags, umount2};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use protobuf::Message as _;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
@@ -26,6 +29,7 @@ pub(crate) fn cases() -> Vec<Case> {
         not_decidable_and_then_decidable,
         unreadable_and_newer_records_stay,
         records_of_earlier_versions_load,
+        a_record_of_many_megabytes_is_read_again,
         after_a_reboot,
         while_the_last_child_executes,
     ]
@@ -43,6 +47,37 @@ fn change(bare: &Bare, id: &str, key: &str, value: Value) -> Result<()> {
     let field = stage.pointer_mut(&format!("/started/identity/{key}")).context("no such field")?;
     *field = value;
     Ok(fs::write(path, stage.to_string())?)
+}
+
+/// containerd sends the config twice, in requests of up to 16 MiB. What would make a record beyond what a daemon reads is refused before anything is
+/// made.
+async fn a_record_of_many_megabytes_is_read_again() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
+    let (large, vast) = (bare.id("large"), bare.id("vast"));
+    let mut config = shape.config();
+    config.annotations.insert("example.org/large".to_owned(), "x".repeat(7 << 20));
+    let bytes = config.write_to_bytes()?;
+    let mut request = controller.create_request(&large);
+    request.options = Some(any(CONFIG_TYPE, bytes.clone())).into();
+    request.sandbox.mut_or_insert_default().extensions.insert("metadata".to_owned(), any("metadata", bytes));
+    controller.create_raw(&request).await?;
+    let pid = controller.start(&large).await?.pid;
+
+    let mut config = shape.config();
+    // Six bytes each as JSON.
+    let dns = DNSConfig { servers: vec!["\u{1}".repeat(12 << 20)], ..Default::default() };
+    config.dns_config = Some(dns).into();
+    let error =
+        controller.create(&vast, &config, "").await.err().context("a record that cannot be read was written")?;
+    ensure!(error.message.contains("os error 27") && error.message.contains("record.json"), "{error}");
+    ensure!(!bare.record(&vast).exists(), "something is left of the refused");
+
+    bare.kill()?;
+    bare.start().await?;
+    ensure!(is_whole(&bare, &controller, &large).await? == pid, "another pause");
+    remove(&controller, &large).await?;
+    bare.nothing_left().await
 }
 
 /// Ready with the same pid and time of creation; or not ready when pid, start time, namespace or boot are another's, who stays alive.
