@@ -1,8 +1,9 @@
 //! Whether containerd sees what is mounted here.
 //!
-//! The daemon mounts a pod's shared memory below containerd's state directory, and its shims mount the root file systems of containers.
-//! In a mount namespace of its own, which options such as `PrivateTmp=` give to a unit, all of that stays out of containerd's sight,
-//! and no call fails for it: the pods' containers just have other files than they should.
+//! The daemon mounts a pod's shared memory below containerd's state directory, and its shims mount
+//! the root file systems of containers. In a mount namespace of its own, which options such as
+//! `PrivateTmp=` give to a unit, all of that stays out of containerd's sight, and no call fails for
+//! it: the pods' containers just have other files than they should.
 
 use std::ffi::OsString;
 use std::fs;
@@ -25,7 +26,8 @@ const NAMESPACE: &str = "ns/mnt";
 pub enum View {
     /// Both are in one mount namespace.
     Same,
-    /// Each has a mount namespace of its own, but mounts below containerd's state directory are propagated to containerd's.
+    /// Each has a mount namespace of its own, but mounts below containerd's state directory are
+    /// propagated to containerd's.
     Propagated,
     /// It does not see them.
     Apart {
@@ -53,8 +55,8 @@ impl View {
     }
 }
 
-/// How the containerd that listens on `address`, and whose state directory is `state`, sees the mounts of process `of` (a process id, or
-/// `self`).
+/// How the containerd that listens on `address`, and whose state directory is `state`, sees the
+/// mounts of process `of` (a process id, or `self`).
 ///
 /// # Errors
 /// containerd cannot be reached, or `/proc` does not show one of the two.
@@ -116,7 +118,8 @@ fn ended(stream: &OwnedFd) -> bool {
     }
 }
 
-/// Whether a mount below `path` in the first namespace appears in the second; both as proc_pid_mountinfo(5).
+/// Whether a mount below `path` in the first namespace appears in the second; both as
+/// proc_pid_mountinfo(5).
 fn propagates(from: &str, to: &str, path: &Path) -> bool {
     let tagged = |fields: &[&str], tags: &[&str]| -> Vec<String> {
         fields
@@ -132,7 +135,8 @@ fn propagates(from: &str, to: &str, path: &Path) -> bool {
     sent.iter().any(|group| received.contains(group))
 }
 
-/// The optional fields of the mount that `path` is on: that of the longest mount point, and of those at one place the last.
+/// The optional fields of the mount that `path` is on: that of the longest mount point, and of
+/// those at one place the last.
 fn above<'a>(mountinfo: &'a str, path: &Path) -> Vec<&'a str> {
     let (mut deepest, mut fields) = (0, Vec::new());
     for line in mountinfo.lines() {
@@ -162,8 +166,8 @@ impl Mounts {
         Self { address, state, found: Mutex::default() }
     }
 
-    /// Asks again only when containerd is another process than the last time, or in another namespace. Where containerd cannot be
-    /// asked, nothing is refused.
+    /// Asks again only when containerd is another process than the last time, or in another
+    /// namespace. Where containerd cannot be asked, nothing is refused.
     ///
     /// # Errors
     /// containerd does not see what is mounted here.
@@ -227,7 +231,8 @@ mod tests {
         ] {
             assert_eq!(propagates(NODE, &other, path), reached, "{other}");
         }
-        // As with PrivateTmp=: what is mounted on the node is seen in the unit, and not the other way about.
+        // As with PrivateTmp=: what is mounted on the node is seen in the unit, and not the other
+        // way about.
         let unit = NODE.replace("shared:5 master:9", "shared:15 master:5");
         assert!(propagates(NODE, &unit, path) && !propagates(&unit, NODE, path));
     }

@@ -101,8 +101,8 @@ fn runtime_plugin(version: i64) -> &'static str {
     if version >= 3 { "io.containerd.cri.v1.runtime" } else { "io.containerd.grpc.v1.cri" }
 }
 
-/// The version of a config as containerd 2.x reads it: without one, or of version 1, it is read as it is, so sections that have the names of
-/// today are taken.
+/// The version of a config as containerd 2.x reads it: without one, or of version 1, it is read as
+/// it is, so sections that have the names of today are taken.
 fn version_of(table: &Table) -> i64 {
     table.get("version").and_then(Value::as_integer).filter(|version| *version > 1).unwrap_or(3)
 }
@@ -138,7 +138,8 @@ fn disabled(table: &Table) -> Vec<Finding> {
         .collect()
 }
 
-/// Whether two paths lead to one file, as they do over a link such as `/var/run`. What is not there yet counts by its directory.
+/// Whether two paths lead to one file, as they do over a link such as `/var/run`. What is not there
+/// yet counts by its directory.
 fn one_place(a: &Path, b: &Path) -> bool {
     let id = |path: &Path| path.metadata().ok().map(|meta| (meta.dev(), meta.ino()));
     let place = |path: &Path| Some((id(path.parent()?)?, path.file_name()?.to_owned()));
@@ -184,7 +185,8 @@ fn proxy(table: &Table, config: &Config) -> Result<String, Finding> {
     }
 }
 
-/// The runtime handlers of containerd's config as it takes them: of a config of version 2 those under the newer name go first, if there are any.
+/// The runtime handlers of containerd's config as it takes them: of a config of version 2 those
+/// under the newer name go first, if there are any.
 fn runtimes(table: &Table, version: i64) -> impl Iterator<Item = (&String, &Value)> {
     let of = move |version| {
         let plugin = table.get("plugins").and_then(|plugins| plugins.get(runtime_plugin(version)));
@@ -338,7 +340,8 @@ fn differs(key: &str, theirs: &dyn Display, ours: &dyn Display) -> Finding {
     Finding::warn(CONFIG, fact, format!("set {key} the same in both"))
 }
 
-/// The levels of pods must be of the same range, or two pods of two sandboxers may get one level. It counts where pods get labels.
+/// The levels of pods must be of the same range, or two pods of two sandboxers may get one level.
+/// It counts where pods get labels.
 fn labels<'a>(set: &impl Fn(&str) -> Option<&'a Value>, config: &Config) -> Vec<Finding> {
     const KEY: &str = "selinux_category_range";
     let labelled = config.enable_selinux || set("enable_selinux").and_then(Value::as_bool).unwrap_or(false);

@@ -1,7 +1,8 @@
 //! kubelet and the handlers of this sandboxer must make cgroups in the same way.
 //!
-//! kubelet asks containerd how (CRI `RuntimeConfig`; by default since Kubernetes 1.31) and takes the answer over its own `cgroupDriver`.
-//! containerd answers as its default handler is set, so that is what a handler is compared with.
+//! kubelet asks containerd how (CRI `RuntimeConfig`; by default since Kubernetes 1.31) and takes
+//! the answer over its own `cgroupDriver`. containerd answers as its default handler is set, so
+//! that is what a handler is compared with.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,7 +16,8 @@ const SUBJECT: &str = "kubelet";
 /// The runtime whose options say how it makes cgroups.
 const RUNC: &str = "io.containerd.runc.v2";
 
-/// The default handler, and what its options say, where a config does not name them (containerd `internal/cri/config`).
+/// The default handler, and what its options say, where a config does not name them (containerd
+/// `internal/cri/config`).
 const DEFAULT: &str = "runc";
 
 /// What is known of the handlers of containerd's merged config.
@@ -65,14 +67,15 @@ fn of_runc(handler: &Table) -> bool {
     handler.get("runtime_type").and_then(Value::as_str) == Some(RUNC)
 }
 
-/// `SystemdCgroup` of a handler's options; without the key it is false, without options it is not said.
+/// `SystemdCgroup` of a handler's options; without the key it is false, without options it is not
+/// said.
 fn systemd(handler: &Table) -> Option<bool> {
     let options = handler.get("options")?;
     Some(options.get("SystemdCgroup").and_then(Value::as_bool).unwrap_or(false))
 }
 
-/// What containerd answers kubelet, and by what: the default handler goes first, then the others by name; those that do not say are passed over, and
-/// where none says the node's init does.
+/// What containerd answers kubelet, and by what: the default handler goes first, then the others by
+/// name; those that do not say are passed over, and where none says the node's init does.
 fn told(handlers: &Handlers, systemd_runs: bool) -> (String, bool) {
     let default = if handlers.default.is_empty() { DEFAULT } else { &handlers.default };
     let rest = handlers.all.keys().map(String::as_str).chain([DEFAULT]).filter(|name| *name != default);

@@ -10,8 +10,8 @@ use crate::mounts::{View, view};
 
 const SUBJECT: &str = "mounts";
 
-/// Compares the mount namespaces of the daemon that runs and of containerd. Silent where one of the two is not there, which is another
-/// look's finding.
+/// Compares the mount namespaces of the daemon that runs and of containerd. Silent where one of the
+/// two is not there, which is another look's finding.
 pub(super) fn look(config: &Config) -> Vec<Finding> {
     // Who answers has the lock, with its process id in it.
     let answers = Client::connect(config).and_then(|client| client.list(false)).is_ok();

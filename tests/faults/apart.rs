@@ -20,7 +20,8 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// What is said of a process's mounts is what becomes of one: this process is containerd, and others mount below its state directory.
+/// What is said of a process's mounts is what becomes of one: this process is containerd, and
+/// others mount below its state directory.
 async fn mounts_are_seen_where_they_are_propagated() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let state = dir.path().join("state");
