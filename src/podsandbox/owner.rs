@@ -254,6 +254,10 @@ impl Owner {
     }
 
     fn take(&mut self, message: Message) {
+        if matches!(message, Message::Done(_)) {
+            // The handle of a task that has ended keeps the task's memory, for as long as the pod lives.
+            self.job = None;
+        }
         match message {
             Message::Ask(verb, trace, reply) => {
                 self.work.subject.follow(trace);

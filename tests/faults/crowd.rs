@@ -88,15 +88,18 @@ async fn ended(mut under_way: JoinSet<Result<()>>) -> Result<()> {
     Ok(())
 }
 
-/// All are stopped and shut down at once.
+/// All are stopped, and then shut down at once: each has work for a thread within its removal.
 async fn removals_with_left_overs_at_once() -> Result<()> {
     let bare = with_slow_deletions(1).await?;
     let ids = with_left_overs(&bare, CROWD).await?;
     let controller = Arc::new(bare.controller());
+    for id in &ids {
+        controller.stop(id).await?;
+    }
     let mut removals = JoinSet::new();
     for id in ids {
         let controller = controller.clone();
-        removals.spawn(async move { Ok(remove(&controller, &id).await?) });
+        removals.spawn(async move { Ok(controller.shutdown(&id).await?) });
     }
     until("a removal is under way", OTHER, async || {
         let called = kit::machine::processes::all()?.iter().any(|p| p.command.starts_with("sleep 1"));
