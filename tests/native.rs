@@ -19,6 +19,7 @@ use nix::unistd::Pid;
 use pause_sandboxer::error::Step;
 use pause_sandboxer::pause::native::{Native, is_network_namespace};
 use pause_sandboxer::pause::{Adoption, Driver, Exit, IdMapping, Namespace, Pause, Plan, UserNamespace};
+use tokio::runtime::{Builder, Runtime};
 
 static DRIVER: LazyLock<Native> = LazyLock::new(|| Native::new().unwrap());
 
@@ -30,7 +31,10 @@ fn among_others() -> RwLockReadGuard<'static, ()> {
 }
 
 fn alone() -> RwLockWriteGuard<'static, ()> {
-    COUNTED.write().unwrap_or_else(|e| e.into_inner())
+    let guard = COUNTED.write().unwrap_or_else(|e| e.into_inner());
+    // What is opened once is open before anything is counted.
+    drop(Running::start(plan()));
+    guard
 }
 
 /// A plan with host network and all else private.
@@ -114,9 +118,12 @@ impl Drop for Running {
     }
 }
 
+/// One for all tests, as a daemon has: the driver's watch is attended on the runtime that first asks for it.
+static RUNTIME: LazyLock<Runtime> =
+    LazyLock::new(|| Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap());
+
 fn exit_of(pause: &dyn Pause) -> Exit {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async { tokio::time::timeout(Duration::from_secs(10), pause.exited()).await.unwrap() })
+    RUNTIME.block_on(async { tokio::time::timeout(Duration::from_secs(10), pause.exited()).await.unwrap() })
 }
 
 fn own_namespace(kind: &str) -> PathBuf {
@@ -342,8 +349,7 @@ fn signals() {
 fn exit_is_told_to_all_who_wait() {
     let _among = among_others();
     let running = Running::start(plan());
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    runtime.block_on(async {
+    RUNTIME.block_on(async {
         // Dropped in the middle, as when a caller gives up.
         tokio::time::timeout(Duration::from_millis(20), running.pause.exited()).await.unwrap_err();
         let waiting = futures::future::join_all((0..10).map(|_| running.pause.exited()));
