@@ -392,6 +392,13 @@ mod tests {
     }
 
     #[test]
+    fn what_is_shown_parses_back_whatever_characters_it_has() {
+        let odd: String = (1..0xa1).filter_map(char::from_u32).filter(|c| !"[]*?\\".contains(*c)).collect();
+        let config = Config { pod_annotations: vec![odd.parse().unwrap()], ..Config::default() };
+        assert_eq!(load(&config.to_toml(), &[]), Ok(config));
+    }
+
+    #[test]
     fn flags_override_the_file() {
         let config = load("socket = \"/a/b\"\nabandoned_after = 7", &[("socket", "/c/d")]).unwrap();
         assert_eq!((config.socket, config.abandoned_after), ("/c/d".into(), Duration::from_secs(7)));

@@ -68,9 +68,9 @@ pub(super) trait Value: Sized {
     fn to_toml(&self) -> String;
 }
 
-/// A TOML basic string; JSON's escapes are a subset of TOML's.
+/// A TOML basic string. JSON's escapes are a subset of TOML's, but JSON has DEL as it is.
 fn quoted(text: &str) -> String {
-    serde_json::Value::from(text).to_string()
+    serde_json::Value::from(text).to_string().replace('\u{7f}', "\\u007F")
 }
 
 impl Value for PathBuf {
