@@ -3,9 +3,14 @@
 mod bootstrap;
 mod calls;
 mod config;
+mod connection;
 mod create;
+mod grpc;
 mod proc;
 mod record;
+mod status;
+mod ttrpc;
+mod words;
 
 /// Inputs to begin with, by name.
 pub type Seeds = Vec<(String, Vec<u8>)>;
@@ -20,16 +25,25 @@ pub struct Target {
     pub seeds: fn() -> Seeds,
     /// The bytes of memory that a byte of input may take.
     pub memory: usize,
+    /// Those that it may take beside them.
+    pub frame: usize,
 }
+
+/// What a frame of ttrpc may say that its message has, which is reserved before it has come, bytes.
+const FRAME: usize = 16 << 20;
 
 /// All of them.
 pub const TARGETS: &[Target] = &[
-    Target { name: "bootstrap", run: bootstrap::run, seeds: bootstrap::seeds, memory: 64 },
-    Target { name: "calls", run: calls::run, seeds: calls::seeds, memory: 256 },
-    Target { name: "config", run: config::run, seeds: config::seeds, memory: 1024 },
-    Target { name: "create", run: create::run, seeds: create::seeds, memory: 1024 },
-    Target { name: "proc", run: proc::run, seeds: proc::seeds, memory: 256 },
-    Target { name: "record", run: record::run, seeds: record::seeds, memory: 256 },
+    Target { name: "bootstrap", run: bootstrap::run, seeds: bootstrap::seeds, memory: 64, frame: 0 },
+    Target { name: "calls", run: calls::run, seeds: calls::seeds, memory: 256, frame: 0 },
+    Target { name: "config", run: config::run, seeds: config::seeds, memory: 1024, frame: 0 },
+    Target { name: "create", run: create::run, seeds: create::seeds, memory: 1024, frame: 0 },
+    Target { name: "grpc", run: grpc::run, seeds: grpc::seeds, memory: 1024, frame: 0 },
+    Target { name: "proc", run: proc::run, seeds: proc::seeds, memory: 256, frame: 0 },
+    Target { name: "record", run: record::run, seeds: record::seeds, memory: 256, frame: 0 },
+    Target { name: "status", run: status::run, seeds: status::seeds, memory: 256, frame: 0 },
+    Target { name: "ttrpc", run: ttrpc::run, seeds: ttrpc::seeds, memory: 1024, frame: FRAME },
+    Target { name: "words", run: words::run, seeds: words::seeds, memory: 256, frame: 0 },
 ];
 
 /// An error's text: there is one, it fits a line of the log, and a caller's bytes are not in it as they came.

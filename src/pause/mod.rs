@@ -18,7 +18,7 @@ pub mod cgroup;
 mod child;
 mod deadline;
 mod emptyroot;
-#[cfg(feature = "fuzzing")]
+#[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
 pub mod fuzzing;
 pub mod held;

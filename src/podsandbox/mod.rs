@@ -12,7 +12,7 @@ mod board;
 mod checked;
 mod error;
 mod files;
-#[cfg(feature = "fuzzing")]
+#[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
 pub mod fuzzing;
 mod heal;

@@ -12,7 +12,7 @@ mod command;
 mod containers;
 pub mod driver;
 mod fifo;
-#[cfg(feature = "fuzzing")]
+#[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
 pub mod fuzzing;
 mod group;

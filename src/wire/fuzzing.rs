@@ -6,9 +6,11 @@ use std::sync::Arc;
 use tokio::net::UnixStream;
 use tokio::sync::watch;
 
+use super::answer::MAX_MESSAGE;
 use super::code::Status;
 use super::handler::{Call, Handler};
 use super::namespace::Namespace;
+use super::traffic::Traffic;
 use super::verbs::Verbs;
 use super::{grpc, ttrpc};
 
@@ -21,7 +23,9 @@ pub const NAMESPACE: &str = "k8s.io";
 /// Why it broke.
 pub async fn serve_grpc<V: Verbs>(verbs: Arc<V>, stream: UnixStream) -> Result<(), String> {
     let (_running, stop) = watch::channel(false);
-    grpc::serve(stream, handler(verbs, stop)).await.map_err(|e| e.to_string())
+    grpc::serve(stream, handler(verbs, stop), Arc::new(Traffic::default()).connection())
+        .await
+        .map_err(|e| e.to_string())
 }
 
 /// Serves one ttrpc connection until it ends.
@@ -30,7 +34,9 @@ pub async fn serve_grpc<V: Verbs>(verbs: Arc<V>, stream: UnixStream) -> Result<(
 /// Why it broke.
 pub async fn serve_ttrpc<V: Verbs>(verbs: Arc<V>, stream: UnixStream) -> Result<(), String> {
     let (_running, stop) = watch::channel(false);
-    ttrpc::serve(stream, handler(verbs, stop)).await.map_err(|e| e.to_string())
+    ttrpc::serve(stream, handler(verbs, stop), Arc::new(Traffic::default()).connection())
+        .await
+        .map_err(|e| e.to_string())
 }
 
 /// Answers one call of `path`, which is service and method with a slash between them.
@@ -39,11 +45,18 @@ pub async fn serve_ttrpc<V: Verbs>(verbs: Arc<V>, stream: UnixStream) -> Result<
 /// What its caller is answered.
 pub async fn answer<V: Verbs>(verbs: Arc<V>, path: &str, message: &[u8]) -> Result<Vec<u8>, Status> {
     let (_running, stop) = watch::channel(false);
-    let call =
-        Call { path: path.into(), deadline: Ok(None), trace: None, namespace: Some(NAMESPACE.into()), operators: true };
+    let call = Call {
+        path: path.into(),
+        deadline: Ok(None),
+        trace: None,
+        namespace: Some(NAMESPACE.into()),
+        most: MAX_MESSAGE,
+        operators: true,
+    };
     handler(verbs, stop).answer(&call, Box::pin(ready(Ok(message)))).await
 }
 
 fn handler<V: Verbs>(verbs: Arc<V>, stop: watch::Receiver<bool>) -> Handler<V> {
+    let (_, verbs) = watch::channel(Some(verbs));
     Handler::new(verbs, stop, Arc::default(), Arc::new(Namespace::only(NAMESPACE)))
 }

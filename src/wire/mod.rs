@@ -24,7 +24,7 @@ mod accept;
 mod answer;
 mod code;
 mod convert;
-#[cfg(feature = "fuzzing")]
+#[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
 pub mod fuzzing;
 mod grpc;

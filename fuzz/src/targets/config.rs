@@ -66,6 +66,7 @@ log_format = "json"
         ("flags".into(), format!("# none\n{flags}").into()),
         ("both".into(), format!("shim = 'started'\nabandoned_after = 1{flags}").into()),
         ("tcp".into(), "metrics = \"127.0.0.1:9477\"\nselinux_category_range = 1024\n".into()),
+        ("characters".into(), "# none\0pod_annotations=a\u{7f}\u{1}\"\\é".into()),
         ("unknown".into(), "\n\nsocet = 1".into()),
         ("no-toml".into(), "socket = \n[".into()),
     ];

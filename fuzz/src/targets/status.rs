@@ -1,0 +1,45 @@
+//! What is told of a sandbox by what came with it: the first byte says which part, the rest is the part.
+
+use pause_sandboxer::config::Config;
+use pause_sandboxer::podsandbox::fuzzing::{Blob, info};
+
+use super::{Seeds, record};
+
+/// The parts: extensions of containerd's store by name, or the type of the runtime's options.
+const PARTS: [&str; 4] = ["metadata", "updated-resources", "containerd.runc.v1.Options", "runtimeoptions.v1.Options"];
+
+pub fn run(input: &[u8]) {
+    let Some((part, content)) = input.split_first() else { return };
+    let mut record = record::whole();
+    record.netns_path = "/proc/self/ns/net".into();
+    record.plan.netns = Some("/proc/self/ns/net".into());
+    let name = PARTS[usize::from(*part) % PARTS.len()];
+    let blob = Blob { type_url: name.into(), value: content.into() };
+    if name.contains('.') {
+        record.info.runtime_options = Some(blob);
+    } else {
+        record.info.extensions.insert(name.into(), blob);
+    }
+    let info = info(&record, &Config::default()).expect("whatever is malformed, the rest is told");
+    let text = info.get("info").expect("it is told");
+    let shown: serde_json::Value = serde_json::from_str(text).expect("it is JSON");
+    assert_eq!(shown["pid"], 4711);
+    assert!(shown["runtimeSpec"].is_object(), "the spec is told");
+}
+
+pub fn seeds() -> Seeds {
+    let of = |part: u8, content: &[u8]| [&[part], content].concat();
+    let metadata = br#"{"Version":"v1","Metadata":{"ID":"x","Name":"n","Config":{"metadata":{"name":"web-0"},
+"linux":{"overhead":{"cpu_period":1}}},"NetNSPath":"/run/netns/x","IP":"10.0.0.1","RuntimeHandler":"r","CNIResult":{"Interfaces":{}}}}"#;
+    vec![
+        ("metadata".into(), of(0, metadata)),
+        ("metadata-odd".into(), of(0, br#"{"Metadata":[1e999,{"a":null}]}"#)),
+        (
+            "resources".into(),
+            of(1, br#"{"overhead":{"cpu_period":100000},"resources":{"cpu_shares":2,"unified":{"a":"b"}}}"#),
+        ),
+        ("runc".into(), of(2, b"\x08\x01\x2a\x0e/usr/sbin/runc\x32\x02/r\x48\x01")),
+        ("generic".into(), of(3, b"\x0a\x01t\x12\x05/a/b.\x1a\x03x=1")),
+        ("generic-odd".into(), of(3, b"\x08\x01\x0a\x02\xff\xfe")),
+    ]
+}
