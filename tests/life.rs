@@ -25,6 +25,8 @@ struct Orders {
     start_takes: Duration,
     fail_cleanups: u32,
     panic_in_cleanup: bool,
+    /// The next cleanup lasts until the other end is dropped.
+    hold_cleanup: Option<std::sync::mpsc::Receiver<()>>,
     cannot_tell: bool,
 }
 
@@ -103,6 +105,10 @@ impl Driver for Fake {
 
     fn cleanup(&self, _site: &Site) -> Result<(), Vec<Step>> {
         self.cleanups.fetch_add(1, Ordering::SeqCst);
+        let held = self.orders.lock().unwrap().hold_cleanup.take();
+        if let Some(held) = held {
+            let _ = held.recv();
+        }
         let mut orders = self.orders.lock().unwrap();
         if orders.panic_in_cleanup {
             orders.panic_in_cleanup = false;
@@ -447,6 +453,33 @@ async fn a_start_that_was_cut_off_is_undone_by_recovery() {
     let controller = node.controller().await;
     assert!(matches!(controller.status("cut", false).await, Err(Error::NotFound { .. })));
     assert_eq!(node.leftovers(), Vec::<String>::new());
+}
+
+/// Recovery's removal of a cut-off start hangs beyond the record's time: the id stays taken until it has ended, and nothing is done for the
+/// sandbox beside it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sandbox_waits_for_what_recovery_left_under_way() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    controller.create(request("cut")).await.unwrap();
+    drop(controller);
+    std::fs::create_dir(node.dir.path().join("state/sandboxes/cut/shm")).unwrap();
+    let (release, held) = std::sync::mpsc::channel();
+    node.fake.orders.lock().unwrap().hold_cleanup = Some(held);
+    let controller = node.controller().await;
+    let mut removal = Box::pin(controller.shutdown("cut"));
+    assert!(
+        tokio::time::timeout(Duration::from_secs(1), &mut removal).await.is_err(),
+        "removed beside the first removal"
+    );
+    assert_eq!(node.fake.cleanups.load(Ordering::SeqCst), 1);
+    assert!(matches!(controller.create(request("cut")).await, Err(Error::AlreadyExists { .. })));
+    drop(release);
+    removal.await.unwrap();
+    controller.create(request("cut")).await.unwrap();
+    controller.start("cut").await.unwrap();
+    controller.shutdown("cut").await.unwrap();
+    assert_eq!((node.leftovers(), node.fake.alive()), (Vec::new(), 0));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

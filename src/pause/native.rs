@@ -287,9 +287,15 @@ impl Driver for Native {
 
     fn end_strays(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<Step>> {
         let Some(mark) = &self.mark else { return Ok(()) };
+        let decided = Instant::now() + strays::DECIDED;
         let (found, cut_short) = strays::find(mark);
         let mut failed = Vec::from_iter(cut_short);
         let strays: Vec<_> = found.into_iter().filter(|stray| !recorded(&stray.id)).collect();
+        if Instant::now() > decided {
+            // By now new sandboxes may have what these had.
+            failed.push(Step::new("read the records of pauses that are left", io::ErrorKind::TimedOut.into()));
+            return Err(failed);
+        }
         let cgroups: Vec<CString> = strays.iter().flat_map(strays::Marked::cgroups).collect();
         for stray in &strays {
             log::warn!(sandbox = stray.id.as_str(); "a pause that no record names is ended");

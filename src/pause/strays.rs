@@ -28,6 +28,9 @@ const ATTRIBUTE: &CStr = c"trusted.pause-sandboxer";
 /// How long the search may take.
 const SEARCH: Duration = Duration::from_secs(4);
 
+/// How long it may take to find out which pauses have no record, the search included. What follows is done within recovery's time.
+pub(super) const DECIDED: Duration = Duration::from_secs(5);
+
 /// How long processes may be in the middle of their execve(2), all together.
 const EXECUTES: Duration = Duration::from_millis(200);
 

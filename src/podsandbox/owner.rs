@@ -413,6 +413,7 @@ impl Owner {
         let (work, to_self) = (self.work.clone(), self.to_self.clone());
         let Published { pid, exit, .. } = self.published.get();
         self.job = Some(tokio::spawn(async move {
+            work.begin().await;
             let outcome = match job {
                 Job::Start => {
                     let failed = |step: Step| Err(StartFailure { left: vec![step.clone()], step });

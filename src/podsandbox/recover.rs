@@ -8,9 +8,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::FutureExt as _;
+use futures::future::{BoxFuture, join_all};
 use futures::stream::{self, StreamExt as _};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use std::os::unix::fs::DirBuilderExt as _;
+use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::checked::check_id;
@@ -75,7 +78,9 @@ where
     let recovered: Vec<Recovered> = all.buffer_unordered(AT_ONCE).filter_map(|r| async { r }).collect().await;
     let left: Vec<String> = recovered.iter().map(|one| one.id().to_owned()).collect();
     let shims = environment.shims.clone();
-    match piece(move || shims.remove_strays(&left.iter().map(String::as_str).collect::<Vec<_>>())).await {
+    let until = std::time::Instant::now() + WITHIN;
+    let remove = move || shims.remove_strays(&left.iter().map(String::as_str).collect::<Vec<_>>(), until);
+    match Patience::new(WITHIN).piece(remove).await {
         Ok(Ok(())) => {}
         Ok(Err(steps)) => steps.iter().for_each(|step| log::error!("recovery: {step}")),
         Err(reason) => log::error!("recovery: search for sockets without a record: {reason}"),
@@ -95,7 +100,8 @@ impl Recovered {
 /// Ends pauses of ours that no record tells of: of a start that was cut off before it wrote one, or whose record is gone.
 async fn end_strays(environment: &Arc<Environment>) {
     let environment = environment.clone();
-    let ended = piece(move || {
+    let mut patience = Patience::new(WITHIN);
+    let ended = patience.piece(move || {
         let recorded = |id: &str| {
             if let Err(e) = check_id(id) {
                 log::error!("recovery: a pause without a valid id is left alone: {e}");
@@ -119,17 +125,59 @@ async fn end_strays(environment: &Arc<Environment>) {
     }
 }
 
-/// Runs what blocks for as long as one record may take; what takes longer goes on unheard.
-async fn piece<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
-    within(pool::run(Class::Recovery, work)).await?.map_err(|step| step.to_string())
+/// The time that one record has, all its steps together, and what was still under way when it was over.
+struct Patience {
+    until: Instant,
+    late: Vec<BoxFuture<'static, ()>>,
 }
 
-/// Does some work for as long as one record may take; what takes longer goes on unheard.
-async fn within<T: Send + 'static>(work: impl Future<Output = T> + Send + 'static) -> Result<T, String> {
-    match tokio::time::timeout(WITHIN, tokio::spawn(work)).await {
-        Ok(Ok(done)) => Ok(done),
-        Ok(Err(panic)) => Err(panic.to_string()),
-        Err(_) => Err(format!("not done after {} s", WITHIN.as_secs())),
+impl Patience {
+    fn new(within: Duration) -> Self {
+        Self { until: Instant::now() + within, late: Vec::new() }
+    }
+
+    /// Does some work that changes what the sandbox has.
+    ///
+    /// # Errors
+    /// It has panicked, is not done in time, or was not even begun in time.
+    async fn act<T: Send + 'static>(&mut self, work: impl Future<Output = T> + Send + 'static) -> Result<T, String> {
+        let late = || format!("not done after {} s", WITHIN.as_secs());
+        if Instant::now() >= self.until {
+            return Err(late());
+        }
+        let mut running = tokio::spawn(work);
+        match tokio::time::timeout_at(self.until, &mut running).await {
+            Ok(done) => done.map_err(|panic| panic.to_string()),
+            Err(_) => {
+                self.late.push(running.map(drop).boxed());
+                Err(late())
+            }
+        }
+    }
+
+    /// The same of work that changes nothing: if it is late, its answer is of no use any more.
+    ///
+    /// # Errors
+    /// As above.
+    async fn ask<T: Send + 'static>(&mut self, work: impl Future<Output = T> + Send + 'static) -> Result<T, String> {
+        let before = self.late.len();
+        let answer = self.act(work).await;
+        self.late.truncate(before);
+        answer
+    }
+
+    /// The same as [`Patience::act`], of what blocks.
+    ///
+    /// # Errors
+    /// As above.
+    async fn piece<T: Send + 'static>(&mut self, work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
+        self.act(pool::run(Class::Recovery, work)).await?.map_err(|step| step.to_string())
+    }
+
+    /// Ends with what is still under way; `None` where nothing is.
+    fn late(self) -> Option<JoinHandle<()>> {
+        let late = (!self.late.is_empty()).then(|| join_all(self.late))?;
+        Some(tokio::spawn(late.map(drop)))
     }
 }
 
@@ -162,9 +210,11 @@ fn ids(sandboxes: &Path) -> Result<Vec<String>, Step> {
     let mut ids = Vec::new();
     for entry in fs::read_dir(sandboxes).step_at("read directory", sandboxes)? {
         let entry = entry.step_at("read directory", sandboxes)?;
+        // Not followed: what a link leads to is not ours.
+        let directory = entry.file_type().is_ok_and(|kind| kind.is_dir());
         match entry.file_name().into_string() {
-            Ok(name) => ids.push(name),
-            Err(name) => log::error!("recovery: {} is no sandbox", sandboxes.join(name).display()),
+            Ok(name) if directory && check_id(&name).is_ok() => ids.push(name),
+            _ => log::error!("recovery: {} is no sandbox", entry.path().display()),
         }
     }
     Ok(ids)
@@ -198,7 +248,9 @@ type Return = (Arc<Work>, Entry, Option<Instant>);
 /// Why it must be kept aside.
 async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return>, String> {
     let of = (environment.clone(), id.clone());
-    let (record, stage, work, begun) = match piece(move || look(&of.0, &of.1)).await?? {
+    let mut patience = Patience::new(WITHIN);
+    // If it is late, the id stays taken.
+    let (record, stage, work, begun) = match patience.piece(move || look(&of.0, &of.1)).await?? {
         Found::Nothing => return Ok(None),
         Found::Record(record, stage, work, begun) => (record, stage, work, begun),
     };
@@ -206,14 +258,14 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
     let mut abandoned = None;
     if stage != Stage::Created || begun == Begun::CutOff {
         let of = work.clone();
-        if let Err(reason) = within(async move { of.shim.recover().await }).await {
+        if let Err(reason) = patience.act(async move { of.shim.recover().await }).await {
             log::error!(sandbox = id; "recovery: look for its shim: {reason}");
         }
     }
     let entry = match stage {
         Stage::Created if begun == Begun::CutOff => {
             log::warn!(sandbox = id; "recovery: its start was cut off, it is removed");
-            match within(async move { job.remove().await }).await {
+            match patience.act(async move { job.remove().await }).await {
                 Ok(Ok(())) => return Ok(None),
                 Ok(Err(steps)) => steps.iter().for_each(|step| log::error!(sandbox = id; "recovery: {step}")),
                 Err(reason) => log::error!(sandbox = id; "recovery: {reason}"),
@@ -222,7 +274,7 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
         }
         Stage::Created => {
             if begun == Begun::Ahead {
-                match within(async move { job.clear().await }).await {
+                match patience.act(async move { job.clear().await }).await {
                     Ok(Ok(())) => {}
                     Ok(Err(steps)) => steps.iter().for_each(|step| log::error!(sandbox = id; "recovery: {step}")),
                     Err(reason) => log::error!(sandbox = id; "recovery: {reason}"),
@@ -234,7 +286,7 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
         Stage::Exited { pid, exit } => Entry::NotReady { pid, exit },
         Stage::Started { identity } => {
             let pid = identity.pid;
-            match within(async move { job.find(identity).await }).await {
+            match patience.ask(async move { job.find(identity).await }).await {
                 Ok(Adoption::Alive(pause)) => Entry::Ready(Arc::from(pause)),
                 Ok(Adoption::Dead(exit)) => {
                     log::warn!(sandbox = id, status = exit.status; "recovery: the pause has ended");
@@ -251,6 +303,7 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
             }
         }
     };
+    work.wait_for(patience.late());
     Ok(Some((work, entry, abandoned)))
 }
 
@@ -282,4 +335,37 @@ fn look(environment: &Environment, id: &str) -> Result<Found, String> {
         (false, false) => Begun::No,
     };
     Ok(Found::Record(Box::new(record), stage, Arc::new(work), begun))
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::oneshot;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_record_has_its_time_once_and_what_is_late_is_waited_for() {
+        let mut patience = Patience::new(WITHIN);
+        assert_eq!(patience.act(async { 1 }).await, Ok(1));
+        assert!(patience.ask(tokio::time::sleep(WITHIN / 2)).await.is_ok());
+        let (end, ended) = oneshot::channel::<()>();
+        let begun = Instant::now();
+        assert!(patience.act(ended).await.unwrap_err().starts_with("not done after"));
+        assert_eq!(begun.elapsed().as_secs(), WITHIN.as_secs() / 2);
+        let (tell, told) = oneshot::channel::<()>();
+        assert!(patience.act(async { tell.send(()) }).await.is_err());
+        assert!(told.await.is_err(), "a step was begun after the time was over");
+        let mut late = patience.late().unwrap();
+        assert!(tokio::time::timeout(WITHIN, &mut late).await.is_err(), "it is under way");
+        drop(end);
+        late.await.unwrap();
+        assert!(Patience::new(WITHIN).late().is_none());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_late_answer_is_waited_for_by_no_one() {
+        let mut patience = Patience::new(WITHIN);
+        assert!(patience.ask(std::future::pending::<()>()).await.is_err());
+        assert!(patience.late().is_none());
+    }
 }

@@ -126,6 +126,7 @@ impl Environment {
             description: Mutex::default(),
             subject: Subject::new(record.id.clone(), overview::pod(record)),
             telemetry: self.telemetry.clone(),
+            late: Mutex::default(),
             store: Store::new(&self.roots, &record.id),
         }
     }

@@ -6,6 +6,8 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
+use tokio::task::JoinHandle;
+
 use super::files::Places;
 use super::record::{Record, Stage, Store};
 use super::selinux::Level;
@@ -62,6 +64,8 @@ pub struct Work {
     pub subject: Subject,
     /// Counts what happens.
     pub telemetry: Arc<Telemetry>,
+    /// What recovery has begun for this sandbox and could not wait for. No job begins before it has ended.
+    pub late: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// Who makes the pauses.
@@ -216,6 +220,20 @@ impl Work {
         }
         self.describe(record)?;
         self.shim.describe(self.description().as_ref().map_or(&[], |made| &made.spec), &record.plan)
+    }
+
+    /// Lets the next job wait for what is still under way.
+    pub fn wait_for(&self, late: Option<JoinHandle<()>>) {
+        *self.late.lock().unwrap_or_else(PoisonError::into_inner) = late;
+    }
+
+    /// Waits for that.
+    pub async fn begin(&self) {
+        let late = self.late.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(late) = late {
+            let _ = late.await;
+            log::info!(sandbox = self.site.id.as_str(); "what recovery had left under way has ended");
+        }
     }
 
     /// Spec and labels, once, after a start.

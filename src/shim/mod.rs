@@ -31,6 +31,7 @@ use std::io;
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
@@ -148,11 +149,11 @@ impl Shims {
     }
 
     /// Removes the sockets of all but these sandboxes: those whose records are gone. Blocks. For recovery, before a sandbox can be created, whose
-    /// socket would be taken for one of them.
+    /// socket would be taken for one of them: nothing is removed after `until`.
     ///
     /// # Errors
     /// Every step that failed; the others were done all the same.
-    pub fn remove_strays(&self, sandboxes: &[&str]) -> Result<(), Vec<Step>> {
+    pub fn remove_strays(&self, sandboxes: &[&str], until: Instant) -> Result<(), Vec<Step>> {
         let dir = self.settings.state_dir.join(SOCKETS);
         let entries = match fs::read_dir(&dir) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -164,6 +165,10 @@ impl Shims {
             let path = entry.path();
             // The second name of one that begins to listen.
             let of = if path.extension().is_some() { path.with_extension("") } else { path.clone() };
+            if Instant::now() > until {
+                failed.push(Step::at("remove sockets in", dir, io::ErrorKind::TimedOut.into()));
+                break;
+            }
             if !known.contains(&of) {
                 failed.extend(gone(fs::remove_file(&path)).step_at("remove socket", path).err());
             }

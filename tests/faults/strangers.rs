@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use kit::machine::{cgroup, processes};
-use kit::{PROBE, until};
+use kit::{PROBE, grpc, until};
 use nix::mount::{MntFlags, umount2};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::Mode;
@@ -28,7 +28,12 @@ const NOBODY: u32 = 65534;
 const HIDDEN: usize = 80;
 
 pub(crate) fn cases() -> Vec<Case> {
-    alone![a_process_that_says_it_is_a_pause_is_none, a_visitor_of_a_lost_pauses_cgroup_stays, records_are_roots_alone]
+    alone![
+        a_process_that_says_it_is_a_pause_is_none,
+        a_visitor_of_a_lost_pauses_cgroup_stays,
+        records_are_roots_alone,
+        only_directories_are_records
+    ]
 }
 
 /// Processes that are ended with the test.
@@ -190,6 +195,35 @@ async fn a_visitor_of_a_lost_pauses_cgroup_stays() -> Result<()> {
     visitor.kill()?;
     visitor.wait()?;
     until("the cgroup is empty", Duration::from_secs(5), async || cgroup::remove(&cgroup)).await?;
+    bare.nothing_left().await
+}
+
+/// Files, links and fifos among the records are neither sandboxes nor touched.
+async fn only_directories_are_records() -> Result<()> {
+    let bare = Bare::started().await?;
+    let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("living"));
+    shape.run(&controller, &id).await?;
+    bare.kill()?;
+    let others = ["file", "link", "fifo", "no-id-"].map(|name| bare.id(name));
+    let [file, link, fifo, directory] = others.each_ref().map(|name| bare.record(name));
+    fs::write(&file, "")?;
+    symlink(bare.record(&id), &link)?;
+    mkfifo(&fifo, Mode::from_bits_truncate(0o600))?;
+    fs::create_dir(&directory)?;
+    bare.start().await?;
+    is_whole(&bare, &controller, &id).await?;
+    for name in &others {
+        let path = bare.record(name);
+        ensure!(bare.logged().contains(&format!("{} is no sandbox", path.display())), "not reported: {name}");
+        let status = controller.status(name, false).await.err().context("it has a status")?;
+        ensure!([grpc::NOT_FOUND, grpc::INVALID_ARGUMENT].contains(&status.code), "{name}: {status}");
+        ensure!(fs::symlink_metadata(&path).is_ok(), "{name} is gone");
+    }
+    for path in [file, link, fifo] {
+        fs::remove_file(path)?;
+    }
+    fs::remove_dir(directory)?;
+    remove(&controller, &id).await?;
     bare.nothing_left().await
 }
 
