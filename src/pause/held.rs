@@ -3,11 +3,13 @@
 //! Nothing waits for its end and nothing is kept of it: many may be held one after the other, and none of them need ever end.
 
 use std::ffi::c_int;
-use std::fs::File;
+use std::fs::{self, File};
+use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 
+use super::Identity;
+use super::identity::{self, Stat};
 use super::sys::{self, Errno};
-use super::{Identity, identity};
 use crate::error::{IoContext as _, Step};
 
 /// A process by its pidfd.
@@ -48,6 +50,42 @@ impl Held {
     }
 }
 
+/// When a process was started, in clock ticks after boot; of one that cannot be reaped meanwhile.
+///
+/// # Errors
+/// It cannot be looked at.
+pub fn started_at(pid: u32) -> Result<u64, Step> {
+    Stat::read(pid).map(|stat| stat.start_time).step_at("read", format!("/proc/{pid}/stat"))
+}
+
+/// Checks that a process, of which somebody says that it is what a call has just started, can be that: it runs as the daemon's own user, root, and
+/// is no older than `since`, which is [`started_at`] of the call. Whoever acts on a pid that was said to him may hit anybody.
+///
+/// # Errors
+/// Why it cannot be, or that it cannot be looked at.
+pub fn vouch(identity: &Identity, since: u64) -> Result<(), Step> {
+    const WHAT: &str = "check process";
+    let path = format!("/proc/{}", identity.pid);
+    let refused = |reason: &str| Err(Step::at(WHAT, &path, io::Error::new(io::ErrorKind::PermissionDenied, reason)));
+    if identity.start_time < since {
+        return refused("it is older than the call that is to have started it");
+    }
+    let own = is_own_users(identity.pid).step_at(WHAT, &path)?;
+    // Only now it is known of whom that was read.
+    if !identity::matches(identity)? {
+        return refused("it has ended");
+    }
+    if own { Ok(()) } else { refused("it runs as another user") }
+}
+
+/// All user ids of the process that has a pid now are the daemon's.
+pub(super) fn is_own_users(pid: u32) -> io::Result<bool> {
+    let own = nix::unistd::geteuid().to_string();
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let ids = status.lines().find_map(|line| line.strip_prefix("Uid:")).unwrap_or_default();
+    Ok(!ids.trim().is_empty() && ids.split_whitespace().all(|id| id == own))
+}
+
 /// A namespace: its name in `/proc/PID/ns`, and the namespace itself, which lasts as long as the file is open, so that no other gets its inode.
 pub type Namespace = (&'static str, File);
 
@@ -77,6 +115,7 @@ pub fn namespaces(identity: &Identity, kinds: &[&'static str]) -> Result<Vec<Nam
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::MetadataExt as _;
+    use std::os::unix::process::CommandExt as _;
     use std::process::Command;
 
     use super::*;
@@ -92,6 +131,31 @@ mod tests {
         held.kill().unwrap();
         assert!(Held::open(u32::MAX).unwrap().is_none());
         assert!(Held::open(0).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_process_that_the_call_cannot_have_started_is_refused() {
+        let mut call = Command::new("sleep").arg("1000").spawn().unwrap();
+        let since = started_at(call.id()).unwrap();
+        let boot = identity::boot_id().unwrap();
+        let of = |pid| identity::of(pid, &boot).unwrap();
+        let refused = |identity: &Identity| vouch(identity, since).map_err(|step| step.to_string());
+        refused(&of(call.id())).unwrap();
+        if nix::unistd::geteuid().is_root() {
+            let mut other = Command::new("sleep").arg("1000").uid(65534).spawn().unwrap();
+            assert!(refused(&of(other.id())).unwrap_err().contains("another user"));
+            other.kill().unwrap();
+            other.wait().unwrap();
+        } else {
+            eprintln!("skipped: only root can start a process of another user");
+        }
+        let older = vouch(&of(call.id()), since + 1).unwrap_err().to_string();
+        assert!(older.contains("older than the call"), "{older}");
+        // As if the pid had gone to another.
+        let gone = Identity { start_time: since + 1, ..of(call.id()) };
+        assert!(refused(&gone).unwrap_err().contains("has ended"));
+        call.kill().unwrap();
+        call.wait().unwrap();
     }
 
     #[test]

@@ -17,7 +17,7 @@ use super::deadline::{Cloned, Deadline};
 use super::process::{self, Common, Process};
 use super::sys::{self, Errno};
 use super::watch::Watched;
-use super::{Adoption, Identity, Pause, identity};
+use super::{Adoption, Identity, Pause, held, identity};
 use crate::error::{IoContext, Step};
 use crate::text::Text;
 
@@ -153,7 +153,9 @@ impl Launcher {
             other => other.step_at("look at", directory)?,
         };
         let (name, place) = (directory.file_name(), (about.dev(), about.ino()));
-        let wanted = |pid| works_in(pid, name, place) && has_arguments(pid, &expected);
+        // Whoever may enter the directory can give himself these arguments.
+        let is_own = |pid| held::is_own_users(pid).unwrap_or(false);
+        let wanted = |pid| works_in(pid, name, place) && has_arguments(pid, &expected) && is_own(pid);
         for pid in pids()?.into_iter().filter(|pid| wanted(*pid)) {
             // Looked at again when the process is held: it may be another by now.
             if let Some(found) = self.open(pid)?.filter(|_| wanted(pid)) {

@@ -15,6 +15,7 @@ use tokio::sync::Semaphore;
 
 use super::Settings;
 use crate::error::{IoContext as _, Step};
+use crate::pause::held;
 use crate::pause::launch::limit_open_files;
 
 /// How long a call may take.
@@ -120,18 +121,21 @@ pub async fn delete(settings: &Settings, binary: &Path, id: &str, bundle: &Path)
     call("delete container of dead shim", bundle, command, settings.open_files, Vec::new()).await.map(drop)
 }
 
+/// What a call has said on its standard output, and when it was started, in clock ticks after boot.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Said {
+    /// Its standard output.
+    pub output: Vec<u8>,
+    /// What it has started is no older.
+    pub since: u64,
+}
+
 /// Has the shim start a server for group `id` in `bundle`: `start`, with what it is given on standard input. What it says is read by
 /// [`super::bootstrap::Bootstrap::parse`].
 ///
 /// # Errors
 /// It cannot be run, fails, says too much, or does not end in time.
-pub async fn start(
-    settings: &Settings,
-    binary: &Path,
-    id: &str,
-    bundle: &Path,
-    given: Vec<u8>,
-) -> Result<Vec<u8>, Step> {
+pub async fn start(settings: &Settings, binary: &Path, id: &str, bundle: &Path, given: Vec<u8>) -> Result<Said, Step> {
     let mut command = Command::new(binary);
     command
         .args(["-namespace", &settings.containerd_namespace, "-address"])
@@ -144,18 +148,20 @@ pub async fn start(
     call("start shim", binary, command, settings.open_files, given).await
 }
 
-/// Runs a command to its end, with the soft limit of open files that shims get; what it wrote to standard output.
+/// Runs a command to its end, with the soft limit of open files that shims get; what it has said.
 async fn call(
     what: &'static str,
     subject: &Path,
     mut command: Command,
     open_files: Option<u64>,
     given: Vec<u8>,
-) -> Result<Vec<u8>, Step> {
+) -> Result<Said, Step> {
     let input = if given.is_empty() { Stdio::null() } else { Stdio::piped() };
     command.stdin(input).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     limit_open_files(command.as_std_mut(), open_files);
     let mut child = Called(command.spawn().step_at(what, subject)?);
+    // It is not reaped before it is waited for.
+    let since = child.0.id().map_or(Ok(0), held::started_at)?;
     let (input, output, errors) = (child.0.stdin.take(), child.0.stdout.take(), child.0.stderr.take());
     let all = async {
         let ((), output, errors) = tokio::try_join!(write(input, given), read(output), read(errors))?;
@@ -166,7 +172,7 @@ async fn call(
     });
     let (status, output, errors) = ended.step_at(what, subject)?;
     if status.success() {
-        return Ok(output);
+        return Ok(Said { output, since });
     }
     let said = String::from_utf8_lossy(&errors);
     Err(Step::at(what, subject, io::Error::other(format!("{status}: {}", said.trim()))))
@@ -217,7 +223,10 @@ mod tests {
     async fn shell(script: &str) -> Result<Vec<u8>, String> {
         let mut command = Command::new("/bin/sh");
         command.args(["-c", script]);
-        call("call", Path::new("/bundle"), command, Some(77), b"given".to_vec()).await.map_err(|e| e.to_string())
+        call("call", Path::new("/bundle"), command, Some(77), b"given".to_vec())
+            .await
+            .map(|said| said.output)
+            .map_err(|e| e.to_string())
     }
 
     #[tokio::test]

@@ -18,7 +18,7 @@ use super::root::Root;
 use super::task::{Failure, Tasks};
 use super::{Pod, Settings, command, fifo, on_demand};
 use crate::error::{IoContext as _, Step, gone};
-use crate::pause::{Exit, Pause, Plan};
+use crate::pause::{Exit, Pause, Plan, held};
 use crate::pool::{self, Class};
 
 /// An endpoint whose shim is started by its `start`.
@@ -157,7 +157,7 @@ impl Started {
         let bundle = self.group.bundle();
         let given = bootstrap::given(&shims.settings, id, &self.group.runtime).await?;
         let said = command::start(&shims.settings, binary, id, bundle.dir(), given).await?;
-        let bootstrap = Bootstrap::parse(&said).step_at("read what the shim's start said", binary)?;
+        let bootstrap = Bootstrap::parse(&said.output).step_at("read what the shim's start said", binary)?;
         let told = self.bootstrap();
         if let Some(told) = told.filter(|told| told.socket() != bootstrap.socket()) {
             // containerd knows the pod by the first.
@@ -170,6 +170,8 @@ impl Started {
         let pid = tasks.shim_pid(id, WITHIN).await.map_err(Failure::step)?;
         let nobody = || io::Error::other(format!("it says that it is process {pid}, which does not live"));
         let shim = shims.launcher.open(pid)?.ok_or_else(nobody).step_at("find shim", binary)?;
+        // From here on it may be killed.
+        held::vouch(shim.identity(), said.since)?;
         bundle.record(Some(&Recorded::Running { identity: shim.identity().clone() }))?;
         Ok((bootstrap, shim))
     }

@@ -69,7 +69,7 @@ impl Bench {
         Ok(fs::write(&self.order, word)?)
     }
 
-    /// What is to happen to the next calls of a method, of shims that came by the order `proxy`: `fail N`, `lose N`, `cut N`, `die N`, `hang N`, `late SECONDS`.
+    /// What is to happen to the next calls of a method, of shims that came by the order `proxy`: `fail N`, `lose N`, `cut N`, `die N`, `hang N`, `late SECONDS`, `lie PID`.
     pub(crate) fn misbehave(&self, method: &str, how: &str) -> Result<()> {
         Ok(fs::write(crate::proxy::calls(&self.order), format!("{method} {how}"))?)
     }

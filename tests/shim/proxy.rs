@@ -15,6 +15,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
+use containerd_shim_protos::api::ConnectResponse;
 use protobuf::Message as _;
 use ttrpc::proto::{Code, Request, Response, Status};
 
@@ -143,6 +144,7 @@ fn connection(client: UnixStream, shim: UnixStream, calls: &Path) -> Result<()> 
             Order::Pass => write(&to_shim, &frame)?,
             Order::Hang => {}
             Order::Fail => write(&to_client, &refusal(&frame)?)?,
+            Order::Lie(pid) => write(&to_client, &lie(&frame, pid)?)?,
             Order::Late(by) => {
                 let to_shim = to_shim.clone();
                 thread::spawn(move || {
@@ -190,7 +192,17 @@ fn write(to: &Writer, frame: &[u8]) -> io::Result<()> {
 /// An answer of the shim's that it has failed.
 fn refusal(request: &[u8]) -> Result<Vec<u8>> {
     let status = Status { code: Code::INTERNAL.into(), message: "ordered to fail".to_owned(), ..Default::default() };
-    let payload = Response { status: Some(status).into(), ..Default::default() }.write_to_bytes()?;
+    answer(request, &Response { status: Some(status).into(), ..Default::default() })
+}
+
+/// The answer to Connect of a shim that says it is another process.
+fn lie(request: &[u8], pid: u32) -> Result<Vec<u8>> {
+    let payload = ConnectResponse { shim_pid: pid, version: "3".to_owned(), ..Default::default() }.write_to_bytes()?;
+    answer(request, &Response { payload, ..Default::default() })
+}
+
+fn answer(request: &[u8], response: &Response) -> Result<Vec<u8>> {
+    let payload = response.write_to_bytes()?;
     let mut frame = u32::try_from(payload.len())?.to_be_bytes().to_vec();
     frame.extend(&request[4..8]);
     frame.extend([RESPONSE, 0]);
@@ -209,6 +221,8 @@ enum Order {
     /// The shim ends with the call.
     Die,
     Late(Duration),
+    /// The shim says that it is this process.
+    Lie(u32),
 }
 
 /// What is to become of a call; an order for a number of calls is used up by them.
@@ -226,7 +240,7 @@ fn ordered(frame: &[u8], calls: &Path) -> Result<Order> {
     if *of != method || number == 0 {
         return Ok(Order::Pass);
     }
-    let left = if *how == "late" { 0 } else { number - 1 };
+    let left = if ["late", "lie"].contains(how) { 0 } else { number - 1 };
     fs::write(calls, format!("{of} {how} {left}"))?;
     Ok(match *how {
         "fail" => Order::Fail,
@@ -234,6 +248,7 @@ fn ordered(frame: &[u8], calls: &Path) -> Result<Order> {
         "lose" => Order::Lose,
         "cut" => Order::Cut,
         "die" => Order::Die,
+        "lie" => Order::Lie(u32::try_from(number)?),
         "late" => Order::Late(Duration::from_secs(number)),
         other => anyhow::bail!("no such order: {other}"),
     })

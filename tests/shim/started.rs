@@ -16,6 +16,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases![Kind::Started =>
         a_pod_has_its_shim_from_start_to_shutdown,
         a_start_that_fails_is_an_error,
+        a_process_that_a_shim_takes_itself_for_is_not_killed,
         a_shim_that_dies_with_containers_ends_the_pod_too,
         a_killed_daemon_finds_the_started_shim_again,
         a_shim_that_cannot_be_looked_for_is_found_later,
@@ -67,6 +68,21 @@ pub(crate) async fn a_start_that_fails_is_an_error(bench: Arc<Bench>) -> Result<
         bench.node.settles_to(&before).await.context(word)?;
     }
     bench.pod("good").await.context("after the bad ones")?.remove().await
+}
+
+async fn a_process_that_a_shim_takes_itself_for_is_not_killed(bench: Arc<Bench>) -> Result<()> {
+    let mut other = std::process::Command::new("sleep").arg("1004").spawn()?;
+    bench.order("proxy")?;
+    bench.misbehave("Connect", &format!("lie {}", other.id()))?;
+    let answer = bench.pod("liar").await;
+    bench.order("good")?;
+    bench.behave()?;
+    let lives = other.try_wait()?.is_none();
+    other.kill()?;
+    other.wait()?;
+    refused(answer, "it is older than the call that is to have started it")?;
+    ensure!(lives, "a process that is none of the sandboxer's was killed");
+    Ok(())
 }
 
 pub(crate) async fn a_shim_that_dies_with_containers_ends_the_pod_too(bench: Arc<Bench>) -> Result<()> {
