@@ -166,6 +166,10 @@ impl shim::Pod for Pod {
         }
     }
 
+    fn lives(&self) -> bool {
+        !matches!(self.owner.published.get().phase, Phase::NotReady | Phase::Gone)
+    }
+
     fn bereaved(&self) {
         // Nobody to tell where the owner has ended.
         let _ = self.owner.inbox.send(Message::ShimDied);
@@ -286,7 +290,9 @@ impl Sandbox {
     /// # Errors
     /// The failed step, or [`Error::Timeout`]; what is left goes on in the background.
     pub async fn stop(&self) -> Result<(), Error> {
-        self.ask(Verb::Stop, Some(END_WITHIN)).await
+        self.ask(Verb::Stop, Some(END_WITHIN)).await?;
+        self.work.shim.dismiss();
+        Ok(())
     }
 
     /// Ends and removes the sandbox.

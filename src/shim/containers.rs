@@ -56,6 +56,21 @@ pub fn of(tasks: &Path, sandbox: &str) -> Result<Vec<Container>, Step> {
     Ok(containers)
 }
 
+/// `sandbox` has no container below `tasks`, whatever the version of its shim.
+///
+/// # Errors
+/// The directory cannot be read.
+pub fn none(tasks: &Path, sandbox: &str) -> Result<bool, Step> {
+    let entries = match fs::read_dir(tasks) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(true),
+        other => other.step_at("read directory", tasks)?,
+    };
+    let mut ids = entries.flatten().filter_map(|entry| entry.file_name().into_string().ok());
+    let own = |id: &String| origin::of_bundle(&tasks.join(id), sandbox) == Origin::Own;
+    // A hidden one is being deleted, and `sandbox` itself is none.
+    Ok(!ids.any(|id| id != sandbox && !id.starts_with('.') && own(&id)))
+}
+
 /// Where runc's shim keeps the state of its containers unless its options say otherwise (`process.RuncRoot`).
 const RUNC: &str = "/run/containerd/runc";
 

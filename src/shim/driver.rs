@@ -16,7 +16,7 @@ use protobuf::MessageField;
 use protobuf::well_known_types::any::Any;
 use protobuf::well_known_types::timestamp::Timestamp;
 use tokio::sync::{Notify, watch};
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::Shims;
 use super::started::Started;
@@ -38,6 +38,18 @@ const START_WITHIN: Duration = Duration::from_secs(30);
 
 /// Between two tries of what must work in the end.
 const AGAIN: Duration = Duration::from_millis(500);
+
+/// Between two tries of a deletion that a shim refuses: Stop answers with what is left of the sandbox, and is not asked again soon.
+const DELETIONS: [Duration; 5] = [
+    Duration::from_millis(100),
+    Duration::from_millis(300),
+    Duration::from_secs(1),
+    Duration::from_secs(2),
+    Duration::from_secs(4),
+];
+
+/// The longest pause between two questions for the end of the pause.
+const LONGEST: Duration = Duration::from_secs(30);
 
 /// Calls of the kill that a shim may leave without an answer.
 const PATIENCE: u32 = 2;
@@ -104,6 +116,10 @@ impl ShimDriver {
             let launcher = &endpoint.group.shims.launcher;
             let nobody = || io::Error::other(format!("it is to be process {created}, which does not live"));
             let process = launcher.open(created)?.ok_or_else(nobody).step("find pause")?;
+            if endpoint.shim().is_some_and(|shim| process.identity().start_time < shim.identity().start_time) {
+                let older = format!("it is to be process {created}, which is older than the shim");
+                return Err(io::Error::other(older)).step("find pause");
+            }
             // The wait is armed before the start.
             let task = Task::watch(endpoint.clone(), process.identity().clone());
             let request = StartRequest { id: id.to_string(), ..Default::default() };
@@ -183,17 +199,36 @@ impl ShimDriver {
     pub async fn cleanup(&self, site: &Site) -> Result<(), Vec<Step>> {
         let Ok(endpoint) = self.endpoint(&site.id) else { return Ok(()) };
         let deleted = async {
+            // Its shim may be ending, or have ended.
+            if endpoint.pause_was_deleted() {
+                return Ok(());
+            }
             endpoint.find_again().await?;
             if endpoint.shim().is_none() {
                 return endpoint.delete_orphan().await;
             }
-            let tasks = endpoint.tasks().await.map_err(Failure::step)?;
-            if delete(&endpoint, &tasks).await?.is_some() {
+            if delete_in_the_end(&endpoint).await?.is_some() {
                 endpoint.pause_is_deleted();
             }
             Ok(())
         };
         deleted.await.map_err(|step| vec![step])
+    }
+}
+
+/// [`delete`], again and again where the shim refuses: one that says nothing is not asked again here.
+async fn delete_in_the_end(endpoint: &Arc<Started>) -> Result<Option<Exit>, Step> {
+    let mut tries = DELETIONS.into_iter();
+    loop {
+        let begun = Instant::now();
+        let tasks = endpoint.tasks().await.map_err(Failure::step)?;
+        let step = match delete(endpoint, &tasks).await {
+            Err(step) if begun.elapsed() < WITHIN => step,
+            done => return done,
+        };
+        let Some(pause) = tries.next() else { return Err(step) };
+        log::debug!(sandbox = endpoint.group.id.as_str(); "{step}; tried again");
+        sleep(pause).await;
     }
 }
 
@@ -269,6 +304,7 @@ async fn wait(endpoint: &Arc<Started>) -> Exit {
         }
         unknown()
     };
+    let mut pause = AGAIN;
     loop {
         let Some(shim) = endpoint.shim() else { return orphaned().await };
         let ask = async {
@@ -285,7 +321,11 @@ async fn wait(endpoint: &Arc<Started>) -> Exit {
             Err(Failure::NotFound(_)) => return unknown(),
             Err(failure) => {
                 log::warn!(sandbox = id; "{}; asked again", failure.step());
-                sleep(AGAIN).await;
+                tokio::select! {
+                    () = sleep(pause) => {}
+                    _ = shim.exited() => {}
+                }
+                pause = (pause * 2).min(LONGEST);
             }
         }
     }
@@ -300,9 +340,13 @@ async fn kill_when_told(endpoint: &Arc<Started>, told: &Notify) -> Exit {
         told.notified().await;
         let (mut unanswered, mut refused) = (0, 0);
         loop {
-            let killed =
-                async { endpoint.tasks().await?.call::<_, Empty>("kill pause", "Kill", &request, Some(WITHIN)).await };
-            match killed.await {
+            // A task of its own, which hears the answer out: the pause ends before the shim has given it, and with the pause this.
+            let (of, request) = (endpoint.clone(), request.clone());
+            let killed = tokio::spawn(async move {
+                of.tasks().await?.call::<_, Empty>("kill pause", "Kill", &request, Some(WITHIN)).await
+            });
+            let panicked = |e: tokio::task::JoinError| Err(Failure::Lost(Step::new("kill pause", io::Error::other(e))));
+            match killed.await.unwrap_or_else(panicked) {
                 // Its end is told by the wait.
                 Ok(_) | Err(Failure::NotFound(_)) => break,
                 Err(failure) => {

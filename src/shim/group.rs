@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use super::bundle::{Bundle, Recorded};
 use super::containers::{self, Container, Inside};
+use super::task::Failure;
 use super::{Pod, Runtime, Shims, command, fifo, task};
 use crate::error::{IoContext as _, Step};
 use crate::pause::held::Held;
@@ -21,6 +22,13 @@ pub(super) const WITHIN: Duration = Duration::from_secs(10);
 
 /// Between two tries of what must work in the end.
 pub(super) const AGAIN: Duration = Duration::from_secs(1);
+
+/// When an empty shim of a pod that was stopped is told to end: containerd may still be deleting the last container.
+pub(super) const DISMISSALS: [Duration; 4] =
+    [Duration::ZERO, Duration::from_secs(1), Duration::from_secs(10), Duration::from_secs(60)];
+
+/// Between two looks at what a shim that has ended has left, if it cannot be seen.
+pub(super) const LOOKS: [Duration; 6] = [AGAIN, AGAIN, AGAIN, AGAIN, Duration::from_secs(5), Duration::from_secs(10)];
 
 /// More than the kernel takes from the end of a vfork to the new program's arguments.
 const EXECUTED: Duration = Duration::from_millis(20);
@@ -148,12 +156,40 @@ impl Group {
             _ = shim.exited() => return Ok(()),
             told = task::shut_down(socket, &self.id, WITHIN) => told,
         };
-        if told.is_ok() && timeout(WITHIN / 2, shim.exited()).await.is_ok() {
+        let ends_within = match told {
+            Ok(()) => WITHIN / 2,
+            // One that hangs up is ending, and has not refused.
+            Err(Failure::Lost(_)) => WITHIN / 10,
+            Err(_) => Duration::ZERO,
+        };
+        if timeout(ends_within, shim.exited()).await.is_ok() {
             return Ok(());
         }
-        let why = told.err().map_or_else(|| "it was told to end and goes on".to_owned(), |step| step.to_string());
+        let goes_on = || "it was told to end and goes on".to_owned();
+        let why = told.err().map_or_else(goes_on, |failure| failure.step().to_string());
         log::warn!(sandbox = self.id.as_str(); "its shim is killed: {why}");
         Self::kill(shim).await
+    }
+
+    /// Tells the shim of a pod that was stopped to end, if nothing is written down of a container in it. True: it has ended.
+    ///
+    /// # Errors
+    /// Nobody can tell what is in it.
+    pub(super) async fn dismiss(self: &Arc<Self>, shim: &Arc<dyn Pause>, socket: &Path) -> Result<bool, Step> {
+        if !self.piece(Self::is_empty).await.flatten()? {
+            return Ok(false);
+        }
+        tokio::select! {
+            _ = shim.exited() => return Ok(true),
+            // Whether it has answered or not, it may end.
+            _ = task::shut_down(socket, &self.id, WITHIN) => {}
+        }
+        Ok(timeout(WITHIN / 2, shim.exited()).await.is_ok())
+    }
+
+    /// Neither containerd nor the runtime has a container of the pod.
+    fn is_empty(&self) -> Result<bool, Step> {
+        Ok(containers::none(&self.shims.settings.tasks(), &self.id)? && self.forgotten()?.is_empty())
     }
 
     /// Kills a shim and waits for its end.
@@ -167,30 +203,56 @@ impl Group {
     }
 
     /// After the end of a shim that has served: an empty one may end, but with containers in it the sandbox ends with it.
-    pub(super) async fn bereave(self: &Arc<Self>, exit: Exit, pod: &Arc<dyn Pod>) {
+    ///
+    /// # Errors
+    /// What it has left cannot be seen. Nothing was done.
+    pub(super) async fn bereave(self: &Arc<Self>, exit: Exit, pod: &Arc<dyn Pod>) -> Result<(), Step> {
         let asked = pod.clone();
-        let Some(looked) = self.blocking(move |group| group.left(exit, &*asked)).await else { return };
-        let (left, unknown) = match looked {
-            Ok(Left { lost, forgotten, unknown }) if lost.is_empty() => {
+        let (left, unknown) = match self.piece(move |group| group.left(exit, &*asked)).await.flatten()? {
+            Left { lost, forgotten, unknown } if lost.is_empty() => {
                 if matches!(exit.status, 0 | UNKNOWN_EXIT) {
                     log::debug!(sandbox = self.id.as_str(), status = exit.status; "its shim has ended, empty");
                 } else {
                     log::warn!(sandbox = self.id.as_str(), status = exit.status; "its shim has ended, empty");
                     self.end_unknown(&unknown);
                 }
-                return self.clean_up_and_tell(forgotten).await;
+                self.clean_up_and_tell(forgotten).await;
+                return Ok(());
             }
-            Ok(Left { lost, forgotten, unknown }) => ([lost, forgotten].concat(), unknown),
-            Err(step) => {
-                log::error!(sandbox = self.id.as_str(); "its shim has ended, and its containers: {step}");
-                return;
-            }
+            Left { lost, forgotten, unknown } => ([lost, forgotten].concat(), unknown),
         };
         let names: Vec<&str> = left.iter().map(|container| container.id.as_str()).collect();
         let reason = format!("the shim ended with status {} and left containers: {}", exit.status, names.join(", "));
         self.mourn(reason, pod).await;
         self.end_unknown(&unknown);
         self.clean_up_and_tell(left).await;
+        Ok(())
+    }
+
+    /// [`Group::bereave`], again and again if it fails, unless the endpoint `has_ended` meanwhile, which cleans up itself. No shim comes
+    /// before it is known what the last has left, or nobody can tell for long.
+    pub(super) async fn bereave_in_the_end(
+        self: &Arc<Self>,
+        exit: Exit,
+        pod: &Arc<dyn Pod>,
+        has_ended: impl Fn() -> bool,
+    ) {
+        let mut looks = LOOKS.into_iter();
+        loop {
+            let failed = {
+                let _cleaning = self.cleaning().lock().await;
+                if has_ended() {
+                    return;
+                }
+                self.bereave(exit, pod).await
+            };
+            let Err(step) = failed else { return };
+            let Some(pause) = looks.next() else {
+                return log::error!(sandbox = self.id.as_str(); "its shim has ended, and its containers: {step}");
+            };
+            log::warn!(sandbox = self.id.as_str(); "its shim has ended, and its containers: {step}; tried again");
+            sleep(pause).await;
+        }
     }
 
     /// Ends processes in the pod that the shim may have left: them alone, as the containers that they are of may be anybody's.

@@ -215,6 +215,9 @@ pub trait Pod: Send + Sync {
     /// They cannot be looked at.
     fn namespaces(&self) -> Result<Vec<Namespace>, Step>;
 
+    /// It has not ended, as far as is known: it may get containers.
+    fn lives(&self) -> bool;
+
     /// The shim has died with containers in it.
     fn bereaved(&self);
 }
@@ -335,6 +338,16 @@ impl Endpoint {
     /// The pod has a shim that came with its first container.
     pub fn had_container(&self) -> bool {
         !matches!(self, Self::Started(_)) && self.has_shim()
+    }
+
+    /// The pod was stopped and gets no more containers: its shim ends when it is empty. Returns at once.
+    pub fn dismiss(&self) {
+        match self {
+            Self::OnDemand(on_demand) => drop(tokio::spawn(on_demand.clone().dismiss())),
+            Self::Owned(owned) if owned.has_shim() => drop(tokio::spawn(owned.clone().dismiss())),
+            Self::Started(started) if started.shim().is_some() => drop(tokio::spawn(started.clone().dismiss())),
+            Self::Owned(_) | Self::Started(_) => {}
+        }
     }
 
     /// Why the shim died with containers in it, if it did.

@@ -13,8 +13,9 @@ use tokio::io::AsyncReadExt as _;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-use super::{Shims, task};
+use super::{Shims, containers, task};
 use crate::error::{IoContext as _, Step};
+use crate::pool::{self, Class};
 use crate::text::Text;
 
 /// Where every shim built on containerd's Go library puts its socket, whatever containerd's `state` is.
@@ -24,7 +25,7 @@ const SOCKETS: &str = "/run/containerd/s";
 const END_WITHIN: Duration = Duration::from_secs(5);
 
 /// An endpoint whose shim containerd starts.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct OnDemand {
     shims: Arc<Shims>,
     id: Text,
@@ -45,6 +46,21 @@ impl OnDemand {
     pub(super) fn socket(&self) -> Socket {
         let settings = &self.shims.settings;
         Socket::new(&settings.containerd_address, &settings.containerd_namespace, &self.id)
+    }
+
+    /// Tells the shim to end, if containerd has no container in it. Its socket is removed by the end.
+    pub(super) async fn dismiss(self: Box<Self>) {
+        if !self.socket().path().exists() {
+            return;
+        }
+        let tasks = self.shims.settings.tasks();
+        let id = self.id.clone();
+        let empty = pool::run(Class::Shim, move || containers::none(&tasks, &id)).await.flatten();
+        if matches!(empty, Ok(true))
+            && let Err(failure) = task::shut_down(self.socket().path(), &self.id, END_WITHIN).await
+        {
+            log::debug!(sandbox = self.id.as_str(); "its shim: {}", failure.step());
+        }
     }
 
     /// [`Socket::end`].
@@ -104,7 +120,7 @@ impl Socket {
             // Whether the answer was lost or not: the shim has ended.
             (Ok(0), _) => Ok(()),
             (Err(e), _) if e.kind() == io::ErrorKind::ConnectionReset => Ok(()),
-            (_, Err(step)) => Err(step),
+            (_, Err(failure)) => Err(failure.step()),
             (_, Ok(_)) => Err(Step::at(
                 "shut down shim",
                 &self.path,

@@ -33,16 +33,29 @@ pub enum Origin {
 
 /// Whose container `id` is, asked for `sandbox`: by its bundle below `tasks`, or else by the runtime's state of it below `root`.
 pub fn of(tasks: &Path, root: &Path, id: &str, sandbox: &str) -> Origin {
-    let origin = |named: Option<&str>| if named == Some(sandbox) { Origin::Own } else { Origin::Foreign };
-    let bundle = tasks.join(id);
+    match of_bundle(&tasks.join(id), sandbox) {
+        Origin::Unknown => {
+            let named = Named::of_state(&root.join(id));
+            named.map_or(Origin::Unknown, |named| Origin::by_name(named.sandbox(), sandbox))
+        }
+        known => known,
+    }
+}
+
+/// Whose container a bundle of containerd's is of, asked for `sandbox`.
+pub fn of_bundle(bundle: &Path, sandbox: &str) -> Origin {
     if let Ok(named) = fs::read_to_string(bundle.join(SANDBOX)) {
-        return origin(Some(&named));
+        return Origin::by_name(Some(&named), sandbox);
     }
     // A task that has a shim of its own, or one that is older than the sandbox API.
-    if let Some(named) = Named::read(&bundle.join(SPEC)) {
-        return origin(named.sandbox());
+    let named = Named::read(&bundle.join(SPEC));
+    named.map_or(Origin::Unknown, |named| Origin::by_name(named.sandbox(), sandbox))
+}
+
+impl Origin {
+    fn by_name(named: Option<&str>, sandbox: &str) -> Self {
+        if named == Some(sandbox) { Self::Own } else { Self::Foreign }
     }
-    Named::of_state(&root.join(id)).map_or(Origin::Unknown, |named| origin(named.sandbox()))
 }
 
 /// The runtime's state of a container says that it is of `sandbox`.

@@ -26,7 +26,7 @@ use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
 use super::bundle::{NEW, Recorded};
-use super::group::{AGAIN, Found, Group, WITHIN};
+use super::group::{AGAIN, DISMISSALS, Found, Group, WITHIN};
 use super::{Pod, command, fifo, placement, task};
 use crate::error::{IoContext as _, Step, gone};
 use crate::pause::launch::Launch;
@@ -440,10 +440,20 @@ impl Owned {
 
     /// After the end of a shim that has served.
     async fn after(&self, exit: Exit, pod: &Arc<dyn Pod>) {
-        let _cleaning = self.group.cleaning().lock().await;
-        // The end cleans up itself.
-        if !self.now().ended {
-            self.group.bereave(exit, pod).await;
+        self.group.bereave_in_the_end(exit, pod, || self.now().ended).await;
+    }
+
+    /// The pod was stopped: its shim ends when it is empty. The endpoint stays, for whoever still asks for a container that has exited.
+    pub(super) async fn dismiss(self: Arc<Self>) {
+        for pause in DISMISSALS {
+            sleep(pause).await;
+            let shim = self.now().shim.clone();
+            let Some(shim) = shim.filter(|_| !self.now().ended) else { return };
+            match self.group.dismiss(&shim, &self.socket()).await {
+                Ok(true) => return,
+                Ok(false) => {}
+                Err(step) => log::debug!(sandbox = self.group.id.as_str(); "its shim: {step}"),
+            }
         }
     }
 

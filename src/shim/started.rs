@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::bootstrap::{self, Bootstrap};
 use super::bundle::{Bundle, Recorded};
-use super::group::{AGAIN, Found, Group, WITHIN};
+use super::group::{AGAIN, DISMISSALS, Found, Group, WITHIN};
 use super::root::Root;
 use super::task::{Failure, Tasks};
 use super::{Pod, Settings, command, fifo, on_demand};
@@ -50,6 +50,8 @@ struct Now {
     missed: Option<Exit>,
     /// The pause was there and is deleted.
     pause_deleted: bool,
+    /// The pod was stopped, and its shim told to end.
+    dismissed: bool,
     ended: bool,
 }
 
@@ -225,7 +227,7 @@ impl Started {
             pod.bereaved();
         }
         loop {
-            match self.next() {
+            match self.next(&*pod) {
                 Next::Ended => return,
                 Next::Recover => {
                     // The end need not wait for it.
@@ -240,7 +242,7 @@ impl Started {
                     let exit = shim.exited().await;
                     self.forget();
                     self.after(exit, &pod).await;
-                    self.spare(begun).await;
+                    self.spare(begun, &*pod).await;
                 }
                 Next::Start => {
                     if let Err(step) = self.start().await {
@@ -254,9 +256,9 @@ impl Started {
     }
 
     /// A shim that ends as soon as it is started is not started again as soon as it has ended.
-    async fn spare(&self, begun: Instant) {
+    async fn spare(&self, begun: Instant, pod: &dyn Pod) {
         let lived = begun.elapsed();
-        if lived < AGAIN && !self.runs_pause && !self.now().ended {
+        if lived < AGAIN && !self.runs_pause && pod.lives() && !self.now().ended {
             log::warn!(sandbox = self.group.id.as_str(); "its shim has ended too soon: {} ms after its start", lived.as_millis());
             sleep(AGAIN).await;
         }
@@ -268,7 +270,7 @@ impl Started {
         (now.shim, now.log) = (None, None);
     }
 
-    fn next(&self) -> Next {
+    fn next(&self, pod: &dyn Pod) -> Next {
         let mut now = self.now();
         if now.ended {
             return Next::Ended;
@@ -281,24 +283,51 @@ impl Started {
         }
         match &now.shim {
             Some(shim) => Next::Watch(shim.clone()),
-            // A shim that ran the pause has taken the sandbox with it.
-            None if now.open && !self.runs_pause => Next::Start,
+            // A shim that ran the pause has taken the sandbox with it, and a pod that has ended gets no container.
+            None if now.open && !self.runs_pause && pod.lives() => Next::Start,
             None => Next::Wait,
         }
     }
 
-    async fn after(&self, exit: Exit, pod: &Arc<dyn Pod>) {
+    async fn after(self: &Arc<Self>, exit: Exit, pod: &Arc<dyn Pod>) {
+        let dismissed = self.now().dismissed;
+        if dismissed {
+            // It is none that died, for the next daemon either.
+            if let Err(step) = self.blocking(|started| started.group.bundle().record(None)).await.flatten() {
+                log::warn!(sandbox = self.group.id.as_str(); "its shim: {step}");
+            }
+        }
+        if dismissed || !self.runs_pause {
+            return self.group.bereave_in_the_end(exit, pod, || self.now().ended).await;
+        }
         let _cleaning = self.group.cleaning().lock().await;
         // The end cleans up itself.
         if self.now().ended {
             return;
         }
-        if self.runs_pause {
-            let left = self.group.look_around(pod).await;
-            self.looked_around.send_replace(true);
-            self.group.bereave_with_pause(left, exit, pod).await;
-        } else {
-            self.group.bereave(exit, pod).await;
+        let left = self.group.look_around(pod).await;
+        self.looked_around.send_replace(true);
+        self.group.bereave_with_pause(left, exit, pod).await;
+    }
+
+    /// The pod was stopped: its shim ends when it is empty, and no other comes.
+    pub(super) async fn dismiss(self: Arc<Self>) {
+        for pause in DISMISSALS {
+            sleep(pause).await;
+            let (Some(shim), Some(said)) = (self.shim(), self.bootstrap()) else { return };
+            {
+                let mut now = self.now();
+                if now.ended || self.runs_pause && !now.pause_deleted {
+                    return;
+                }
+                now.dismissed = true;
+            }
+            match self.group.dismiss(&shim, &said.socket()).await {
+                Ok(true) => return,
+                Ok(false) => {}
+                Err(step) => log::debug!(sandbox = self.group.id.as_str(); "its shim: {step}"),
+            }
+            self.now().dismissed = false;
         }
     }
 
@@ -336,7 +365,12 @@ impl Started {
         let mut looked = self.looked_around.subscribe();
         // Nobody looks any more where the endpoint is being ended.
         let _ = timeout(AGAIN, looked.wait_for(|looked| *looked)).await;
-        self.delete_pause().await
+        if self.has_no_pause() {
+            return Ok(());
+        }
+        let deleted = self.delete_pause().await;
+        // What the end has removed meanwhile is not missed.
+        if self.has_no_pause() { Ok(()) } else { deleted }
     }
 
     /// The same, unless the pause is known to be deleted, or never was.
@@ -348,6 +382,17 @@ impl Started {
             return Ok(());
         }
         self.delete_pause().await
+    }
+
+    /// The pause is deleted, or is by the end of the endpoint.
+    fn has_no_pause(&self) -> bool {
+        let now = self.now();
+        now.pause_deleted || now.ended
+    }
+
+    /// The pause is deleted.
+    pub(super) fn pause_was_deleted(&self) -> bool {
+        self.now().pause_deleted
     }
 
     /// The runtime has nothing of the pause any more.

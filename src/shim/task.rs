@@ -128,8 +128,8 @@ fn failure(what: &'static str, socket: &Path, e: &Error) -> Failure {
 /// Tells the shim to end, which it does when it serves no container.
 ///
 /// # Errors
-/// It cannot be reached, or refuses.
-pub async fn shut_down(socket: &Path, id: &str, within: Duration) -> Result<(), Step> {
+/// It cannot be reached, refuses, or hangs up, as one does that ends: [`Failure::Lost`].
+pub async fn shut_down(socket: &Path, id: &str, within: Duration) -> Result<(), Failure> {
     let call = async {
         let client = connect(socket).await?;
         let tasks = Tasks { client, service: VERSION_3, socket: socket.to_owned() };
@@ -141,7 +141,7 @@ pub async fn shut_down(socket: &Path, id: &str, within: Duration) -> Result<(), 
             other => other.map(drop),
         }
     };
-    bounded("shut down shim", socket, within, call).await
+    within_time("shut down shim", socket, within, call).await
 }
 
 /// Asks the shim for a task that it need not have: returns when it answers anything at all.
@@ -158,7 +158,7 @@ pub async fn answers(socket: &Path, id: &str, within: Duration) -> Result<(), St
             Err(e) => Err(e),
         }
     };
-    bounded("ask shim", socket, within, call).await
+    within_time("ask shim", socket, within, call).await.map_err(Failure::step)
 }
 
 async fn connect(socket: &Path) -> Result<Client, Error> {
@@ -166,14 +166,14 @@ async fn connect(socket: &Path) -> Result<Client, Error> {
 }
 
 /// Also connecting takes its time where nobody accepts.
-async fn bounded<T>(
+async fn within_time<T>(
     what: &'static str,
     socket: &Path,
     within: Duration,
     call: impl Future<Output = Result<T, Error>>,
-) -> Result<T, Step> {
+) -> Result<T, Failure> {
     match tokio::time::timeout(within, call).await {
-        Ok(answer) => answer.map_err(|e| Step::at(what, socket, io::Error::other(e.to_string()))),
-        Err(_) => Err(Step::at(what, socket, io::ErrorKind::TimedOut.into())),
+        Ok(answer) => answer.map_err(|e| failure(what, socket, &e)),
+        Err(_) => Err(Failure::Lost(Step::at(what, socket, io::ErrorKind::TimedOut.into()))),
     }
 }

@@ -27,6 +27,8 @@ pub(crate) fn cases() -> Vec<Case> {
         a_create_that_hangs_is_an_error,
         a_create_that_fails_is_an_error,
         deletes_that_fail_are_late_or_lost_are_tried_again,
+        a_stop_tries_a_deletion_that_fails_again,
+        a_kill_that_is_refused_leaves_no_error_behind,
         a_deletion_that_is_cut_off_leaves_nothing,
         a_lost_wait_is_no_exit,
         recovery_as_containerds,
@@ -156,6 +158,32 @@ async fn deletes_that_fail_are_late_or_lost_are_tried_again(bench: Arc<Bench>) -
         no_shim(&pod).await.context(how)?;
         bench.node.settles_to(&before).await.context(how)?;
     }
+    Ok(())
+}
+
+async fn a_stop_tries_a_deletion_that_fails_again(bench: Arc<Bench>) -> Result<()> {
+    bench.order("proxy")?;
+    let pod = bench.pod("stopped").await?;
+    bench.misbehave("Delete", "fail 2")?;
+    pod.stop().await.context("with two deletions that fail")?;
+    bench.used_up().await?;
+    removed(&pod).await?;
+    no_shim(&pod).await
+}
+
+async fn a_kill_that_is_refused_leaves_no_error_behind(bench: Arc<Bench>) -> Result<()> {
+    bench.order("proxy")?;
+    let pod = bench.pod("refused").await?;
+    bench.misbehave("Kill", "fail 1")?;
+    pod.stop().await?;
+    removed(&pod).await?;
+    no_shim(&pod).await?;
+    let log = fs::read_to_string(bench.node.layout().sandboxer_log())?;
+    // A caller that hangs up, as its pause has ended, is what the shim tells by the second.
+    let told = log
+        .lines()
+        .find(|line| line.contains(pod.id()) && (line.contains(" error ") || line.contains("failed sending message")));
+    ensure!(told.is_none(), "{told:?}");
     Ok(())
 }
 

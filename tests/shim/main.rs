@@ -11,6 +11,7 @@ mod driver;
 mod owned;
 mod proxy;
 mod started;
+mod stopped;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -66,7 +67,8 @@ fn main() -> ExitCode {
     arguments.test_threads = Some(1);
     let runtime = Arc::new(Runtime::new().expect("a runtime"));
     let current = Arc::<Current>::default();
-    let cases = [owned::cases(), amid::cases(), started::cases(), driver::cases()].into_iter().flatten();
+    let cases =
+        [owned::cases(), amid::cases(), started::cases(), driver::cases(), stopped::cases()].into_iter().flatten();
     let trials = cases.map(|case| {
         let (runtime, current) = (runtime.clone(), current.clone());
         let name = format!("{:?}::{}", case.kind, case.name).to_lowercase();

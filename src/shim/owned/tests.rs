@@ -34,6 +34,10 @@ impl Pod for NoPod {
         Ok(Vec::new())
     }
 
+    fn lives(&self) -> bool {
+        true
+    }
+
     fn bereaved(&self) {}
 }
 
@@ -137,4 +141,56 @@ async fn a_pod_that_lost_its_shim_hears_of_it_though_no_more_can_be_told() {
     owned.recover().await;
     assert!(matches!(next(&owned), Next::Bereaved));
     assert!(matches!(next(&owned), Next::Recover));
+}
+
+/// A shim that hangs up on whoever tells it to end, and ends a moment later.
+#[tokio::test]
+async fn a_shim_that_hangs_up_is_not_killed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (shims, owned) = endpoint(dir.path());
+    let socket = dir.path().join("shim.sock");
+    let listener = tokio::net::UnixListener::bind(&socket).unwrap();
+    let mut command = Command::new("sh");
+    command.args(["-c", "read line; sleep 0.2; exit 5"]).stdin(std::process::Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let shim = shims.launcher.open(child.id()).unwrap().unwrap();
+    let told = child.stdin.take().unwrap();
+    let hangs_up = tokio::spawn(async move {
+        drop(listener.accept().await.unwrap());
+        drop(told);
+    });
+    owned.group.end_shim(&shim, Some(&socket)).await.unwrap();
+    assert_eq!(shim.exited().await.status, 5);
+    hangs_up.await.unwrap();
+    // Its end was seen, which takes a child away.
+    assert!(child.try_wait().is_err());
+}
+
+/// A pod of which nobody can tell the namespaces at first.
+#[derive(Default)]
+struct Unseen(std::sync::atomic::AtomicU32);
+
+impl Pod for Unseen {
+    fn namespaces(&self) -> Result<Vec<Namespace>, Step> {
+        match self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
+            0 | 1 => Err(Step::new("open namespace", io::Error::from_raw_os_error(libc::EMFILE))),
+            _ => Ok(Vec::new()),
+        }
+    }
+
+    fn lives(&self) -> bool {
+        true
+    }
+
+    fn bereaved(&self) {}
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_shim_has_left_is_looked_for_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_shims, owned) = endpoint(dir.path());
+    let pod = Arc::new(Unseen::default());
+    let exit = Exit { status: 0, at: std::time::SystemTime::now() };
+    owned.after(exit, &(pod.clone() as Arc<dyn Pod>)).await;
+    assert_eq!(pod.0.load(std::sync::atomic::Ordering::Relaxed), 3);
 }

@@ -1,0 +1,66 @@
+//! Pods that are stopped and not removed, as completed ones are for as long as their objects exist: of any kind, they keep no shim.
+
+use std::fs;
+use std::sync::Arc;
+
+use anyhow::{Context as _, Result, ensure};
+use kit::{Container, ContainerSpec, Pod};
+
+use crate::bench::{Bench, Case, Kind, SOON, cases, no_shim, none, one_shim, removed, shims};
+
+pub(crate) fn cases() -> Vec<Case> {
+    [
+        cases![Kind::Owned => a_stopped_pod_keeps_no_shim],
+        cases![Kind::Started => a_stopped_pod_keeps_no_shim],
+        cases![Kind::Driver => a_stopped_pod_keeps_no_shim],
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
+}
+
+/// The pod is stopped and has no shim, and its containers are still what they were.
+async fn rests(pod: &Pod, containers: &[(&Container, i32)]) -> Result<()> {
+    none(&shims(pod)?).context("it has a shim")?;
+    ensure!(!pod.is_ready().await?, "it is ready");
+    for (container, code) in containers {
+        let status = container.status().await?;
+        ensure!(status.exit_code == *code, "{}: {status:?}", container.id());
+    }
+    Ok(())
+}
+
+async fn a_stopped_pod_keeps_no_shim(bench: Arc<Bench>) -> Result<()> {
+    let (pod, other) = (bench.pod("completed").await?, bench.pod("other").await?);
+    let neighbour = other.run(ContainerSpec::sleeping("n")).await?;
+    let completed = pod.run(ContainerSpec::sh("a", "exit 3")).await?;
+    ensure!(completed.exited(SOON).await? == 3, "its exit code");
+    let stopped = pod.run(ContainerSpec::sh("b", "trap 'exit 4' TERM; while true; do sleep 0.1; done")).await?;
+    one_shim(&pod).await.context("with a container that runs")?;
+    stopped.stop().await?;
+    pod.stop().await?;
+    no_shim(&pod).await.context("after the stop")?;
+    let code = stopped.status().await?.exit_code;
+    let containers = [(&completed, 3), (&stopped, code)];
+    rests(&pod, &containers).await?;
+    bench.restart().await?;
+    rests(&pod, &containers).await.context("after a restart of the sandboxer")?;
+    bench.node.kill_containerd()?;
+    bench.node.start_containerd().await?;
+    rests(&pod, &containers).await.context("after a restart of containerd")?;
+    // kubelet stops a pod more than once, and a container that has exited.
+    pod.stop().await?;
+    stopped.stop().await?;
+    completed.remove().await?;
+    rests(&pod, &[(&stopped, code)]).await?;
+    removed(&pod).await?;
+    ensure!(neighbour.sh("echo hello").await?.trim() == "hello", "the other pod's container");
+    removed(&other).await?;
+    let log = fs::read_to_string(bench.node.layout().sandboxer_log())?;
+    let told = log.lines().find(|line| {
+        line.contains(pod.id())
+            && (line.contains(" error ") || line.contains("its shim is killed") || line.contains("too soon"))
+    });
+    ensure!(told.is_none(), "{told:?}");
+    Ok(())
+}
