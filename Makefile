@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build install deb package-files demo parity test check fmt lint doc deny parts unit fuzz fuzz-short soak test-deb test-vm bench bench-quick flame clean
+.PHONY: help build install deb package-files demo parity test test-node check fmt lint doc deny parts unit releases fuzz fuzz-short soak test-deb test-vm bench bench-quick flame clean
 
 CARGO ?= cargo
 PREFIX ?= /usr/local
@@ -42,7 +42,9 @@ demo: parts build ## a pod from its start to its end on a real containerd; needs
 parity: parts ## the same pods by containerd's built-in controller and by this one, field by field; needs root
 	$(CARGO) test --locked --test parity
 
-test: parts check unit fuzz-short test-vm test-deb ## everything that CI runs; needs root and fetches what it runs on
+test: parts check unit fuzz-short ## lints, unit tests, and pods under a real containerd; needs root and fetches what it runs on
+
+test-node: test-vm test-deb ## the same pods, the units and the package on an emulated node with systemd and cgroup v2
 
 check: fmt lint doc deny ## format, lints, documentation, dependencies
 
