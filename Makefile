@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build install deb package-files demo parity test test-node check fmt lint doc deny parts unit releases fuzz fuzz-short soak test-deb test-vm bench bench-quick flame clean
+.PHONY: help build install deb package-files demo parity test test-node check fmt lint doc deny parts unit lts releases fuzz fuzz-short soak test-deb test-vm bench bench-quick flame clean
 
 CARGO ?= cargo
 PREFIX ?= /usr/local
@@ -10,6 +10,9 @@ DENY_VERSION := 0.20.2
 DENY := target/tools/bin/cargo-deny
 DEB_VERSION := 3.8.0
 DEB := target/tools/bin/cargo-deb
+# containerd's long-term release, and the other supported ones beside Debian's 2.1.
+LTS := 2.3.7
+RELEASES := 2.0.14 2.4.2
 DEB_BINARY ?= target/release/pause-sandboxer
 DEB_REVISION ?= 1
 
@@ -42,7 +45,7 @@ demo: parts build ## a pod from its start to its end on a real containerd; needs
 parity: parts ## the same pods by containerd's built-in controller and by this one, field by field; needs root
 	$(CARGO) test --locked --test parity
 
-test: parts check unit fuzz-short ## lints, unit tests, and pods under a real containerd; needs root and fetches what it runs on
+test: parts check unit lts fuzz-short ## lints, unit tests, and pods under a real containerd; needs root and fetches what it runs on
 
 test-node: test-vm test-deb ## the same pods, the units and the package on an emulated node with systemd and cgroup v2
 
@@ -78,6 +81,18 @@ unit:
 	KIT_DRIVER=shim $(CARGO) test --locked --test containerd -- ::ours
 	KIT_DRIVER=shim $(CARGO) test --locked --test parity
 	KIT_DRIVER=shim SOAK_SECONDS=10 $(CARGO) test --locked --test faults -- node_
+
+lts: ## the containerd suite with both controllers, and restarts, on containerd's long-term release, built with Go
+	parts=$$(tests/kit/fetch-release $(LTS)) && export PARTS_DIR="$$parts" && \
+	$(CARGO) test --locked --test containerd && \
+	SOAK_SECONDS=10 $(CARGO) test --locked --test faults -- node_
+
+releases: ## the containerd suite and restarts on the other releases, built with Go; not part of CI
+	for release in $(RELEASES); do \
+		parts=$$(tests/kit/fetch-release $$release) && export PARTS_DIR="$$parts" && \
+		$(CARGO) test --locked --test containerd -- ::ours && \
+		$(CARGO) test --locked --test faults -- node_containerd_restarts || exit 1; \
+	done
 
 fuzz-short: ## fuzzes all that the daemon decodes for 30 s; FUZZ_SECONDS sets another length
 	fuzz/run short
