@@ -135,7 +135,12 @@ impl<V: Verbs> Handler<V> {
         Self { verbs, stop, telemetry, namespace, room: Room::default() }
     }
 
-    /// Room for the requests of all connections.
+    /// The same for another socket, with room of its own: requests that come slowly there take none from those here.
+    pub(super) fn beside(&self) -> Self {
+        Self { room: Room::default(), ..self.clone() }
+    }
+
+    /// Room for the requests of all connections of a socket.
     pub(super) fn room(&self) -> &Room {
         &self.room
     }

@@ -100,11 +100,12 @@ impl<V: Verbs> Server<V> {
     /// Outside a tokio runtime with I/O and time.
     pub async fn run(self, stop: watch::Receiver<bool>) -> Result<(), Step> {
         let handler = Handler::new(self.verbs, stop, self.telemetry, self.namespace);
+        let beside = handler.beside();
         let grpc = Acceptor::new(self.grpc, ROOT)?;
         let ttrpc = Acceptor::new(self.ttrpc, ROOT)?;
         tokio::join!(
             serve("gRPC", grpc, &handler, |stream, of| grpc::serve(stream, handler.clone(), of)),
-            serve("ttrpc", ttrpc, &handler, |stream, of| ttrpc::serve(stream, handler.clone(), of)),
+            serve("ttrpc", ttrpc, &beside, |stream, of| ttrpc::serve(stream, beside.clone(), of)),
         );
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Room for requests: how much of all callers' requests is held at a time.
+//! Room for requests: how much of the requests of a socket's callers is held at a time.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +16,7 @@ const SMALL: usize = 4 << 10;
 /// How long a request waits for room, and how long one that has it may take to come.
 pub(super) const WITHIN: Duration = Duration::from_secs(10);
 
-/// Room for the requests of all connections.
+/// Room for the requests of all connections of a socket.
 #[derive(Clone, Debug)]
 pub(super) struct Room(Arc<Semaphore>);
 

@@ -257,3 +257,24 @@ async fn callers_who_do_not_send_what_they_announce_hold_up_no_small_call() {
     let large = Client::grpc(&node.grpc_socket()).await;
     timeout(SOON, large.raw(CONTROLLER, "Status", only_id(&"x".repeat(15 << 20)), None)).await.unwrap().unwrap();
 }
+
+/// Those of one socket take no room from those of the other: what operators ask holds up nothing that containerd asks.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn slow_callers_of_one_socket_take_no_room_from_the_other() {
+    let node = Node::start();
+    let mut slow = Vec::new();
+    for _ in 0..6 {
+        let mut stream = UnixStream::connect(node.ttrpc_socket()).await.unwrap();
+        // A request of 16 MiB of which only the beginning comes.
+        stream.write_all(&[1, 0, 0, 0, 0, 0, 0, 1, 1, 0, 7]).await.unwrap();
+        slow.push(stream);
+    }
+    // A seventh is served when the six have been read.
+    let ttrpc = Client::ttrpc(&node.ttrpc_socket()).await;
+    ttrpc.call::<c::ControllerStatusResponse>("Status", status("a", false)).await.unwrap();
+    let grpc = Client::grpc(&node.grpc_socket()).await;
+    let asked = grpc.raw(CONTROLLER, "Status", only_id(&"x".repeat(8 << 10)), None);
+    // Sooner than the slow ones are given up.
+    timeout(Duration::from_secs(6), asked).await.unwrap().unwrap();
+    drop(slow);
+}
