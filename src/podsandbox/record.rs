@@ -228,7 +228,8 @@ impl Store {
         })
     }
 
-    /// Takes from all but root the right to read what an older daemon has left readable.
+    /// Takes from all but root the right to read what an older daemon has left readable. Who may only pass the directory, as the root of the
+    /// pod's user namespace must where a shim runs the pause, still may.
     ///
     /// # Errors
     /// The failed step.
@@ -236,10 +237,11 @@ impl Store {
         const STEP: &str = "make the record private";
         let dir = self.dir();
         let files = [dir.join(RECORD), dir.join(STAGE), self.temporary(RECORD), self.temporary(STAGE)];
-        for (path, mode) in files.into_iter().map(|file| (file, PRIVATE)).chain([(dir, 0o700)]) {
+        let files = files.into_iter().map(|file| (file, PRIVATE, 0o077));
+        for (path, mode, too_much) in files.chain([(dir, 0o700, 0o066)]) {
             // Of links and whatever else is in the way the reader tells.
             match fs::symlink_metadata(&path) {
-                Ok(about) if !about.is_symlink() && about.mode() & 0o077 != 0 => {
+                Ok(about) if !about.is_symlink() && about.mode() & too_much != 0 => {
                     fs::set_permissions(&path, fs::Permissions::from_mode(mode)).step_at(STEP, path)?;
                 }
                 Ok(_) => {}
@@ -412,6 +414,24 @@ mod tests {
         }
         chown(path("good"), Some(65534), None).unwrap();
         assert!(slurp(&path("good"), 10).unwrap_err().to_string().contains("it belongs to user 65534"));
+    }
+
+    #[test]
+    fn what_others_may_read_is_made_private_and_whom_it_lets_pass_still_passes() {
+        let dir = tempfile::tempdir().unwrap();
+        let roots = Arc::new(Roots { root: "/".into(), volatile: "/".into(), records: dir.path().to_owned() });
+        let store = Store::new(&roots, &"id".into());
+        fs::create_dir(store.dir()).unwrap();
+        let record = store.dir().join(RECORD);
+        fs::write(&record, "{}").unwrap();
+        let set = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+        let mode = |path: &Path| fs::metadata(path).unwrap().mode() & 0o7777;
+        for (before, after) in [(0o755, 0o700), (0o750, 0o700), (0o733, 0o700), (0o711, 0o711), (0o700, 0o700)] {
+            set(&store.dir(), before);
+            set(&record, 0o644);
+            store.keep_private().unwrap();
+            assert_eq!((mode(&store.dir()), mode(&record)), (after, 0o600), "{before:o}");
+        }
     }
 
     #[test]
