@@ -104,7 +104,7 @@ async fn run(
     let controller = match opened {
         Ok(Some(controller)) => controller,
         ended => {
-            // Whoever waits is to ask again. The receiver is gone only if the server is.
+            // Calls that wait end in UNAVAILABLE, and are repeated. The receiver is gone only if the server is.
             let _ = stop.send(true);
             let _ = serving.await;
             return ended.map(drop);
@@ -170,8 +170,8 @@ impl End {
     }
 }
 
-/// What the service manager's watchdog is told: that the daemon does what pods need. The tasks alone say little, as what blocks is done by
-/// threads.
+/// Keep-alives for the service manager's watchdog, while the daemon does what pods need. That tasks run says little, as blocking work is
+/// done by threads.
 struct Watchdog {
     ticks: Interval,
     /// Less than the time after which the service manager takes the daemon for hung, with the wait for the next tick.
@@ -179,7 +179,7 @@ struct Watchdog {
 }
 
 impl Watchdog {
-    /// One that is to be told within that time.
+    /// One that needs a keep-alive within that time.
     fn new(within: Duration) -> Self {
         let patience = within / 4;
         let mut ticks = tokio::time::interval(patience.max(Duration::from_millis(1)));
@@ -198,7 +198,7 @@ impl Watchdog {
             return notify(&[NotifyState::Watchdog]);
         }
         let names: Vec<&str> = stuck.iter().map(|class| class.name()).collect();
-        log::error!(threads = names.join(", "); "all threads of a kind hang, the watchdog is not told that all is well");
+        log::error!(threads = names.join(", "); "all threads of a kind hang; the watchdog gets no keep-alive");
     }
 }
 
@@ -239,7 +239,7 @@ fn make_dir(path: &Path) -> Result<(), Step> {
     DirBuilder::new().recursive(true).mode(0o700).create(path).step_at("make directory", path)
 }
 
-/// Makes sure that nobody but root has a say in what the records are: the daemon kills, mounts and removes by them.
+/// Makes sure that root alone can write records: the daemon kills, mounts and removes by them.
 fn only_roots(state_dir: &Path) -> Result<(), Step> {
     const STEP: &str = "use state directory";
     let about = std::fs::metadata(state_dir).step_at(STEP, state_dir)?;

@@ -52,7 +52,7 @@ place() {
     say "placed $2"
 }
 
-# SystemdCgroup of the node's default handler, by which containerd tells kubelet how to make cgroups; where that handler is this one, of runc.
+# SystemdCgroup of the node's default handler, from which kubelet takes its cgroup driver; where that handler is this one, of runc.
 # Nothing where containerd does not show its config.
 default_driver() {
     node containerd --config $config config dump 2>/dev/null | awk '

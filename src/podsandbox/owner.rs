@@ -185,10 +185,10 @@ impl Owner {
         handle
     }
 
-    /// After a panic of its own, whatever it was in the middle of: those who wait hear of the fault, and the pause is looked for as recovery
-    /// does. Nobody may take a sandbox for gone whose pause lives.
+    /// After a panic of its own, whatever it was in the middle of: calls that wait fail with the fault, and the pause is looked for as
+    /// recovery does. A sandbox whose pause lives must never look gone.
     async fn begin_again(&mut self, fault: &Step, faults: u32) {
-        log::error!(sandbox = self.id(); "a fault of its owner, it is looked for again: {fault}");
+        log::error!(sandbox = self.id(); "a fault of its owner; its pause is looked for again: {fault}");
         if self.retired {
             return self.retire();
         }
@@ -267,7 +267,7 @@ impl Owner {
             Message::Exited(exit) => self.exited(exit),
             // The pause's end is the sandbox's, as with any other; without a pause it has ended already.
             Message::ShimDied => {
-                // Nobody knows yet whether there is a pause.
+                // It is not known yet whether there is a pause.
                 self.bereaved = self.machine.phase() == Phase::Unknown;
                 self.end_with_shim();
             }
@@ -468,7 +468,7 @@ fn ready<T>(poll: Poll<T>) -> Option<T> {
     }
 }
 
-/// The verb in messages.
+/// The name of the RPC in messages.
 pub fn name(verb: Verb) -> &'static str {
     match verb {
         Verb::Start => "start",

@@ -159,7 +159,7 @@ impl shim::Pod for Pod {
         if self.owner.published.get().phase != Phase::Ready {
             return Ok(Vec::new());
         }
-        // Those of the process on record, not of whoever has its pid.
+        // Those of the process on record, not of another that has its pid now.
         match self.work.store.stage()? {
             Stage::Started { identity } => held::namespaces(&identity, &kinds),
             Stage::Created | Stage::Exited { .. } => Ok(Vec::new()),
@@ -191,7 +191,7 @@ pub struct Sandbox {
 }
 
 impl Sandbox {
-    /// Checks a request and records the sandbox. `on_gone` frees the id that it is told, when the sandbox is removed.
+    /// Checks a request and records the sandbox. `on_gone` is called with the id, to free it, when the sandbox is removed.
     ///
     /// # Errors
     /// [`Error::Invalid`], or the failed step; nothing is left then.
@@ -214,7 +214,7 @@ impl Sandbox {
         Ok(Self::enter(environment, work, Entry::Created, Some(abandoned), on_gone))
     }
 
-    /// Checks a request and records the sandbox; also whether its shim has been told of it. Blocks.
+    /// Checks a request and records the sandbox; the inner result is that of the description for its shim. Blocks.
     fn record(environment: &Environment, request: &CreateRequest) -> Result<(Arc<Work>, Result<(), Step>), Error> {
         let refused = |step| Error::Step { id: request.id.to_string(), verb: "create", step };
         environment.mounts.admit().map_err(refused)?;
@@ -413,8 +413,7 @@ impl Sandbox {
         read.inspect_err(|step| log::debug!(sandbox = self.id(); "{step}")).ok().flatten()
     }
 
-    /// It is created, runs or has ended, its pod has no shim, and nobody has asked for its status or exit in this daemon's life; and containerd can be
-    /// asked for it.
+    /// It is created, runs or has ended, its pod has no shim, no call has asked this daemon for its status or exit, and containerd can be asked for it.
     pub fn is_unasked(&self) -> bool {
         self.work.in_namespace
             && matches!(self.phase(), Phase::Created | Phase::Ready | Phase::NotReady)
@@ -445,7 +444,7 @@ impl Sandbox {
             (Phase::Gone, Verb::Start) => Err(Error::NotFound { id: self.id().to_owned() }),
             (Phase::Gone, Verb::Stop | Verb::Shutdown) => Ok(()),
             // It ended before its sandbox did: the pause may live.
-            _ => Err(self.fault(super::owner::name(verb), "nobody owns it".to_owned())),
+            _ => Err(self.fault(super::owner::name(verb), "it has no owner any more".to_owned())),
         };
         if self.owner.inbox.send(Message::Ask(verb, trace::current(), reply)).is_err() {
             return gone();

@@ -232,7 +232,7 @@ impl Work {
         let late = self.late.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(late) = late {
             let _ = late.await;
-            log::info!(sandbox = self.site.id.as_str(); "what recovery had left under way has ended");
+            log::info!(sandbox = self.site.id.as_str(); "a late step of recovery has ended");
         }
     }
 

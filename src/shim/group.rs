@@ -23,7 +23,7 @@ pub(super) const WITHIN: Duration = Duration::from_secs(10);
 /// Between two tries of what must work in the end.
 pub(super) const AGAIN: Duration = Duration::from_secs(1);
 
-/// When an empty shim of a pod that was stopped is told to end: containerd may still be deleting the last container.
+/// When an empty shim of a pod that was stopped gets Shutdown: containerd may still be deleting the last container.
 pub(super) const DISMISSALS: [Duration; 4] =
     [Duration::ZERO, Duration::from_secs(1), Duration::from_secs(10), Duration::from_secs(60)];
 
@@ -66,9 +66,9 @@ pub(super) enum Found {
 pub(super) struct Left {
     /// Containers that are lost with it: the sandbox ends.
     lost: Vec<Container>,
-    /// What the runtime still has of containers that are known to nobody else.
+    /// What the runtime still has of containers that only the runtime knows.
     forgotten: Vec<Container>,
-    /// Processes in the pod of which nothing tells whose they are: ended with the sandbox, and no reason to end it.
+    /// Processes in the pod that are of unknown containers: ended with the sandbox, and no reason to end it.
     unknown: Vec<Held>,
 }
 
@@ -165,16 +165,16 @@ impl Group {
         if timeout(ends_within, shim.exited()).await.is_ok() {
             return Ok(());
         }
-        let goes_on = || "it was told to end and goes on".to_owned();
-        let why = told.err().map_or_else(goes_on, |failure| failure.step().to_string());
+        let still_runs = || "it has answered Shutdown and still runs".to_owned();
+        let why = told.err().map_or_else(still_runs, |failure| failure.step().to_string());
         log::warn!(sandbox = self.id.as_str(); "its shim is killed: {why}");
         Self::kill(shim).await
     }
 
-    /// Tells the shim of a pod that was stopped to end, if nothing is written down of a container in it. True: it has ended.
+    /// Shuts down the shim of a pod that was stopped, if neither bundle nor state names a container in it. True: it has ended.
     ///
     /// # Errors
-    /// Nobody can tell what is in it.
+    /// What is in it cannot be seen.
     pub(super) async fn dismiss(self: &Arc<Self>, shim: &Arc<dyn Pause>, socket: &Path) -> Result<bool, Step> {
         if !self.piece(Self::is_empty).await.flatten()? {
             return Ok(false);
@@ -229,8 +229,8 @@ impl Group {
         Ok(())
     }
 
-    /// [`Group::bereave`], again and again if it fails, unless the endpoint `has_ended` meanwhile, which cleans up itself. No shim comes
-    /// before it is known what the last has left, or nobody can tell for long.
+    /// [`Group::bereave`], repeated if it fails, unless the endpoint `has_ended` meanwhile, which cleans up itself. No shim comes
+    /// before it is known what the last has left, or all looks have failed.
     pub(super) async fn bereave_in_the_end(
         self: &Arc<Self>,
         exit: Exit,
@@ -255,7 +255,7 @@ impl Group {
         }
     }
 
-    /// Ends processes in the pod that the shim may have left: them alone, as the containers that they are of may be anybody's.
+    /// Ends processes in the pod that the shim may have left: them alone, as their containers may be of another pod or of none.
     fn end_unknown(&self, unknown: &[Held]) {
         for process in unknown {
             if let Err(step) = process.kill() {
@@ -272,7 +272,7 @@ impl Group {
 
     /// The sandbox ends for that reason.
     pub(super) async fn mourn(self: &Arc<Self>, reason: String, pod: &Arc<dyn Pod>) {
-        log::error!(sandbox = self.id.as_str(); "{reason}; the sandbox ends");
+        log::error!(sandbox = self.id.as_str(); "the sandbox ends: {reason}");
         if let Some(Err(step)) = self.blocking(move |group| group.bundle().record_death(&reason)).await {
             log::error!(sandbox = self.id.as_str(); "its shim: {step}");
         }

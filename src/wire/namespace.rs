@@ -25,7 +25,7 @@ impl Namespace {
     }
 
     /// Refuses a call of another namespace. CRI sets the namespace of each of its calls and containerd passes on what its callers set, so
-    /// who sets none (or an empty one, which means the same there) is another client of ours, and asks for what is here.
+    /// a call with none (or an empty one, which means the same there) is of another client of this daemon, and is served.
     ///
     /// A Wait is UNAVAILABLE: containerd takes any other end for the exit of the sandbox, and the setting may be wrong while pods live.
     pub(super) fn admits(&self, asked: Option<&str>, wait: bool) -> Result<(), Status> {
@@ -35,13 +35,13 @@ impl Namespace {
         if own == asked {
             return Ok(());
         }
-        // Once: the Wait of a sandbox is repeated for ever.
+        // Once: containerd repeats the Wait of a sandbox for ever.
         if !self.warned.swap(true, Ordering::Relaxed) {
             log::warn!(asked = asked, served = own; "a call of another containerd namespace is refused");
         }
         let code = if wait { Code::UNAVAILABLE } else { Code::FAILED_PRECONDITION };
         let text = format!(
-            "the call is of containerd's namespace {asked:?}, served is {own:?} (setting containerd_namespace)"
+            "the call is of containerd's namespace {asked:?}; this sandboxer serves {own:?} (setting containerd_namespace)"
         );
         Err(Status::new(code, text))
     }

@@ -47,7 +47,7 @@ impl Room {
             Ok(Ok(held)) => Ok(Some(held)),
             _ => {
                 let text =
-                    format!("no room for a message of {size} bytes beside others' within {} s", WITHIN.as_secs());
+                    format!("other requests left no room for a message of {size} bytes for {} s", WITHIN.as_secs());
                 Err(Status::new(Code::RESOURCE_EXHAUSTED, text))
             }
         }
@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn large_requests_wait_for_each_other_and_small_ones_for_nobody() {
+    async fn large_requests_wait_for_each_other_and_small_ones_do_not_wait() {
         let room = Room::default();
         let mut held = Vec::new();
         for _ in 0..ROOM / MAX_MESSAGE {

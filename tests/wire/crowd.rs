@@ -8,9 +8,9 @@ use tokio::time::timeout;
 use crate::client::Client;
 use crate::{Node, SOON, begin_waits, status, until_waiting};
 
-/// The connection with a pending Wait stays, and whoever comes later is served.
+/// The connection with a pending Wait stays, and later callers are served.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn idle_connections_shut_nobody_out() {
+async fn idle_connections_make_room() {
     const CROWD: usize = 2000;
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
