@@ -65,7 +65,7 @@ impl Drop for Reserved {
 }
 
 impl Controller {
-    /// Takes over what an earlier daemon left. To be done before anybody is answered.
+    /// Takes over what an earlier daemon left. To be done before any call is answered.
     ///
     /// # Errors
     /// When the directory of the records cannot be made or read.

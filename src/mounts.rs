@@ -166,7 +166,7 @@ impl Mounts {
         Self { address, state, found: Mutex::default() }
     }
 
-    /// Asks again only when containerd is another process than the last time, or in another
+    /// Looks again only when containerd is another process than the last time, or in another
     /// namespace. Where containerd cannot be asked, nothing is refused.
     ///
     /// # Errors
@@ -231,8 +231,8 @@ mod tests {
         ] {
             assert_eq!(propagates(NODE, &other, path), reached, "{other}");
         }
-        // As with PrivateTmp=: what is mounted on the node is seen in the unit, and not the other
-        // way about.
+        // As with PrivateTmp=: what is mounted on the node is seen in the unit, and not the
+        // reverse.
         let unit = NODE.replace("shared:5 master:9", "shared:15 master:5");
         assert!(propagates(NODE, &unit, path) && !propagates(&unit, NODE, path));
     }

@@ -79,7 +79,7 @@ impl Class {
     }
 }
 
-/// Runs a piece on a thread of its class. When the future is dropped, a piece that has begun goes on, and one that has not is dropped.
+/// Runs a piece on a thread of its class. When the future is dropped, a piece that has begun runs to its end, and one that has not is dropped.
 ///
 /// # Errors
 /// The piece has panicked, or the runtime is going down.
@@ -88,7 +88,7 @@ pub async fn run<T: Send + 'static>(class: Class, piece: impl FnOnce() -> T + Se
     let failed = |e: String| Step::new("run job", io::Error::other(e));
     let turn = class.turns().acquire().await.map_err(|e| failed(e.to_string()))?;
     let ran = tokio::task::spawn_blocking(move || {
-        // Held for as long as the thread is, whoever waits.
+        // Held for as long as the thread is, also when the future is dropped.
         let _turn = turn;
         piece()
     });

@@ -257,7 +257,7 @@ fn tests_that_are_named_exist() {
     assert!(nowhere && !exists("tests_that_are_named_exist", Some("tests/life.rs")));
 }
 
-/// A row of the table of what an enemy could do that has a defence has a test.
+/// Each row of the tables of what an attacker could do names a test, if it names a defence.
 #[test]
 fn every_defence_names_its_test() {
     let page = file("docs/security.md");

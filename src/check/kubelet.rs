@@ -31,7 +31,7 @@ pub(super) struct Handlers {
     pub(super) ours: Vec<String>,
 }
 
-/// Compares the handlers of this sandboxer with what containerd tells kubelet.
+/// Compares the handlers of this sandboxer with the cgroup driver that containerd reports to kubelet.
 pub(super) fn look(handlers: &Handlers) -> Vec<Finding> {
     judge(handlers, Path::new("/run/systemd/system").exists())
 }

@@ -1,7 +1,7 @@
 //! The pause's cgroup: where it goes, how it is made and removed.
 //!
 //! The node's cgroup file systems are found once. With version 1 a cgroup is a directory in every mounted hierarchy, which the
-//! child joins itself; with version 2 it is one directory, which the child is born in. Which of them it is, [`mounted`] tells.
+//! child joins itself; with version 2 it is one directory, which the child is born in. [`mounted`] finds out which version it is.
 //!
 //! Below a systemd slice the cgroup is a transient scope. Its directory is made here all the same, before systemd is asked for
 //! the scope: the pause is then in its place from its first instruction on, and a Start that is cut short at any

@@ -1,4 +1,4 @@
-//! Where the fuzzer of `fuzz/` comes in: what is read from `/proc`.
+//! Entry points of the fuzzer in `fuzz/`: what is read from `/proc`.
 
 use super::identity::Stat;
 

@@ -1,4 +1,4 @@
-//! A process that somebody else made, held so that its pid cannot go to another: to look at it, and to kill it.
+//! A process that another process made, held so that its pid cannot be reused: to look at it, and to kill it.
 //!
 //! Nothing waits for its end and nothing is kept of it: many may be held one after the other, and none of them need ever end.
 
@@ -58,8 +58,8 @@ pub fn started_at(pid: u32) -> Result<u64, Step> {
     Stat::read(pid).map(|stat| stat.start_time).step_at("read", format!("/proc/{pid}/stat"))
 }
 
-/// Checks that a process, of which somebody says that it is what a call has just started, can be that: it runs as the daemon's own user, root, and
-/// is no older than `since`, which is [`started_at`] of the call. Whoever acts on a pid that was said to him may hit anybody.
+/// Checks that a process which a call reports as started by it can be that: it runs as the daemon's own user, root, and is no older than `since`,
+/// which is [`started_at`] of the call. A reported pid that is not checked may be any process.
 ///
 /// # Errors
 /// Why it cannot be, or that it cannot be looked at.
@@ -103,7 +103,7 @@ pub fn namespaces(identity: &Identity, kinds: &[&'static str]) -> Result<Vec<Nam
             Err(e) => return Err(Step::at("open namespace", path, e)),
         }
     }
-    // Afterwards: the recorded process is older than the record, so whoever is it now was it before too.
+    // Afterwards: the recorded process is older than the record, so a process that matches now matched before too.
     match identity::matches(identity) {
         Ok(true) => Ok(opened),
         Ok(false) => Ok(Vec::new()),
@@ -127,7 +127,7 @@ mod tests {
         assert_eq!(held.pid(), child.id());
         held.kill().unwrap();
         assert!(!child.wait().unwrap().success());
-        // Its number is anybody's now, and the pidfd is not.
+        // Its number may be another process's now; the pidfd is still of the first.
         held.kill().unwrap();
         assert!(Held::open(u32::MAX).unwrap().is_none());
         assert!(Held::open(0).unwrap().is_none());

@@ -153,7 +153,7 @@ impl Launcher {
             other => other.step_at("look at", directory)?,
         };
         let (name, place) = (directory.file_name(), (about.dev(), about.ino()));
-        // Whoever may enter the directory can give himself these arguments.
+        // Any process that may enter the directory can have these arguments.
         let is_own = |pid| held::is_own_users(pid).unwrap_or(false);
         let wanted = |pid| works_in(pid, name, place) && has_arguments(pid, &expected) && is_own(pid);
         for pid in pids()?.into_iter().filter(|pid| wanted(*pid)) {
@@ -183,16 +183,16 @@ pub fn limit_open_files(command: &mut Command, soft: Option<u64>) {
     }
 }
 
-/// Whether the process works in the directory that has this name and this device and inode: its path may lead through links. Whoever is gone
-/// meanwhile does not.
+/// Whether the process works in the directory that has this name and this device and inode: its path may lead through links. A process that
+/// has ended meanwhile does not.
 fn works_in(pid: u32, name: Option<&OsStr>, place: (u64, u64)) -> bool {
     let link = format!("/proc/{pid}/cwd");
-    // The name first: it needs no question to a file system of a stranger.
+    // The name first: that asks no file system of another user.
     std::fs::read_link(&link).is_ok_and(|cwd| cwd.file_name() == name)
         && CString::new(link).is_ok_and(|link| sys::device_and_inode(&link) == Ok(place))
 }
 
-/// Whether the process has these arguments behind its name. For one that is known as far that its memory can be read.
+/// Whether the process has these arguments behind its name. Reads the process's memory, so it is for one that is known already.
 fn has_arguments(pid: u32, expected: &[u8]) -> bool {
     const LONGEST_NAME: u64 = libc::PATH_MAX as u64;
     let mut line = Vec::new();

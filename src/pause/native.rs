@@ -388,7 +388,7 @@ mod tests {
         }
     }
 
-    /// The kernel lets the parent go on a moment before execve(2) is finished.
+    /// The kernel resumes the parent a moment before execve(2) is finished.
     fn await_program(process: &str) {
         while fs::read(format!("{process}/cmdline")).unwrap().is_empty() {
             std::thread::yield_now();
@@ -529,7 +529,7 @@ mod tests {
         }
     }
 
-    /// In a mount namespace of its own, so that the node is of version 2 for nobody else.
+    /// In a mount namespace of its own, so that the node is of version 2 for this thread alone.
     #[test]
     fn a_controller_of_version_1_elsewhere_leaves_a_node_of_version_2_as_it_is() {
         let placed = std::thread::spawn(|| {

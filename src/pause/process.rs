@@ -186,7 +186,7 @@ pub(super) struct Common {
     orphans: Mutex<Orphans>,
 }
 
-/// Children that nobody waits for any more: reaped when the driver is next used, so that none stays a zombie.
+/// Children that no task waits for any more: reaped when the driver is next used, so that none stays a zombie.
 #[derive(Debug, Default)]
 struct Orphans {
     /// By their pids, which no other process gets before they are reaped.
@@ -222,7 +222,7 @@ impl Common {
         if !killed || orphans.reaped {
             return;
         }
-        // It ends at once, but not yet, or never, if the kernel keeps it: wait for all of them where nobody else is kept.
+        // It ends at once, but not yet, or never, if the kernel keeps it: wait for all of them where that holds up nothing else.
         let common = Arc::clone(self);
         let reaper =
             thread::Builder::new().name("reaper".to_owned()).stack_size(64 * 1024).spawn(move || common.reap());
@@ -279,7 +279,7 @@ mod tests {
     #[test]
     fn of_anothers_child_nothing_is_kept() {
         let common = Common::new().unwrap();
-        // Its parent ends, so it is nobody's here.
+        // Its parent ends, so it is no child of this process.
         let out = Command::new("sh").args(["-c", "sleep 1000 >/dev/null 2>&1 & echo $!"]).output().unwrap();
         let pid: u32 = String::from_utf8(out.stdout).unwrap().trim().parse().unwrap();
         let held = process(pid, &common);

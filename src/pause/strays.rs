@@ -1,10 +1,10 @@
 //! Pauses that no record names: a daemon was killed between their clone and the record's write.
 //!
-//! What a process says of itself, anybody can say: its name, its command line, its environment. So a pause is known by the program that
-//! it executes: that file bears an attribute that only root of the node can set (`trusted.`, xattr(7)), and the attribute names the
+//! Any process can choose its name, its command line and its environment. So a pause is known by the program that
+//! it executes: that file has an attribute that only root of the node can set (`trusted.`, xattr(7)), and the attribute names the
 //! state directory by device and inode, which no two daemons of a machine share, whatever root they see it from.
 //!
-//! Nothing is read from the memory of a process before that is certain, and no file system of a stranger is asked: whoever serves them
+//! Nothing is read from the memory of a process before that is certain, and no file system of another user is asked: its server
 //! could let the daemon wait.
 
 use std::ffi::{CStr, CString};
@@ -43,7 +43,7 @@ pub(super) const BUSY: Duration = Duration::from_millis(500);
 /// What is read of a command line: a pause's is its name and an id.
 const COMMAND_LINE: u64 = 4096;
 
-/// What tells the pauses of a state directory from all other processes.
+/// What distinguishes the pauses of a state directory from all other processes.
 #[derive(Clone, Debug)]
 pub(super) struct Mark {
     value: Vec<u8>,
@@ -70,7 +70,7 @@ impl Mark {
         let path = format!("/proc/{pid}/exe");
         let Some(kept) = fs::read_link(&path).ok().and_then(|name| Kept::of(&name)) else { return false };
         let Ok(path) = CString::new(path) else { return false };
-        // The name is anybody's choice, also on a file system that answers when it likes.
+        // Any process can choose the name, also on a file system that answers when it likes.
         let known = match kept {
             Kept::Memfd => sys::device_and_inode(&path).is_ok_and(|(device, _)| Some(device) == self.memfds),
             Kept::Tmpfs => is_confined(pid),
@@ -81,8 +81,8 @@ impl Mark {
     }
 }
 
-/// Whether the process has no more rights than a pause: the containers that may execute a program of that name have more, but for those that
-/// took trouble to have none.
+/// Whether the process has no more rights than a pause. A container that executes a program of that name has more, unless it gives them up
+/// on purpose.
 fn is_confined(pid: u32) -> bool {
     let Ok(status) = fs::read_to_string(format!("/proc/{pid}/status")) else { return false };
     let has = |key: &str, value: &str| {
@@ -124,7 +124,7 @@ pub(super) fn find(mark: &Mark) -> (Vec<Marked>, Option<Step>) {
     }
 }
 
-/// Nobody listens any more when it took too long.
+/// The receiver is gone when the search took too long.
 fn search(mark: &Mark, tell: &Sender<io::Result<Marked>>) {
     let entries = match fs::read_dir("/proc") {
         Ok(entries) => entries,
@@ -206,7 +206,7 @@ impl Marked {
     }
 }
 
-/// Asks again and again.
+/// Polls until it is done.
 ///
 /// # Errors
 /// The time is over.

@@ -366,7 +366,7 @@ pub(super) fn watch(file: Arc<OwnedFd>) -> io::Result<AsyncFd<Arc<OwnedFd>>> {
     Ok(unsafe { AsyncFd::register_with_interest(file, Interest::READABLE) }?)
 }
 
-/// ppoll(2) of a pidfd: whether the process has ended, whoever's child it is.
+/// ppoll(2) of a pidfd: whether the process has ended, also one that is no child.
 pub(super) fn ended(pidfd: BorrowedFd<'_>) -> bool {
     let mut poll = libc::pollfd { fd: pidfd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };

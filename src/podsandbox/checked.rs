@@ -258,7 +258,7 @@ fn userns(id: &str, namespaces: &NamespaceOption) -> Result<Option<UserNamespace
     let Some(options) = namespaces.userns_options.as_ref() else { return Ok(None) };
     let users = options.mode.enum_value() == Ok(NamespaceMode::POD);
     for (kind, of_node) in [("pid", namespaces.pid), ("ipc", namespaces.ipc)] {
-        // The kernel lets nobody mount /proc or mqueue of a namespace that another user namespace owns.
+        // The kernel refuses mounts of /proc or mqueue of a namespace that another user namespace owns.
         if users && of_node.enum_value() == Ok(NamespaceMode::NODE) {
             let reason = "mode NODE does not go with a user namespace of the pod's own".to_owned();
             return Err(invalid(id, &format!("linux.security_context.namespace_options.{kind}"), reason));
@@ -370,7 +370,7 @@ fn namespace_of(name: &str) -> Option<Sysctl> {
 fn check_dns(id: &str, dns: Option<&Dns>) -> Result<(), Error> {
     let Some(dns) = dns else { return Ok(()) };
     for (field, values) in [("servers", &dns.servers), ("searches", &dns.searches), ("options", &dns.options)] {
-        // A line break is a line of its own in resolv.conf, as with the built-in controller: who gives the config may give any line.
+        // A line break is a line of its own in resolv.conf, as with the built-in controller: the caller may give any line.
         if values.iter().any(|value| value.contains('\0')) {
             return Err(invalid(id, &format!("dns_config.{field}"), "has a zero byte".to_owned()));
         }

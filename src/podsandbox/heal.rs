@@ -72,7 +72,7 @@ impl Sandbox {
             }
         }
         self.healing.retrying.store(false, SeqCst);
-        // Where another try has failed meanwhile it has seen this one: it goes on, unless a new one has begun.
+        // A try that failed meanwhile saw this task and began none: this one continues, unless a later try has begun a new one.
         !(self.phase() == Phase::Ready && self.healing.failing.load(SeqCst)) || self.healing.retrying.swap(true, SeqCst)
     }
 }

@@ -239,7 +239,7 @@ impl Store {
         let files = [dir.join(RECORD), dir.join(STAGE), self.temporary(RECORD), self.temporary(STAGE)];
         let files = files.into_iter().map(|file| (file, PRIVATE, 0o077));
         for (path, mode, too_much) in files.chain([(dir, 0o700, 0o066)]) {
-            // Of links and whatever else is in the way the reader tells.
+            // The reader reports links and other files that are no records.
             match fs::symlink_metadata(&path) {
                 Ok(about) if !about.is_symlink() && about.mode() & too_much != 0 => {
                     fs::set_permissions(&path, fs::Permissions::from_mode(mode)).step_at(STEP, path)?;

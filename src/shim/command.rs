@@ -179,7 +179,7 @@ async fn call(
 }
 
 /// A program that was called, at the head of a process group of its own. One that is given up is killed with all that it has called itself, such
-/// as the runtime, which would work on behind whoever tries again.
+/// as the runtime, which would otherwise still run beside the next try.
 struct Called(Child);
 
 impl Drop for Called {

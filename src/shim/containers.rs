@@ -181,12 +181,12 @@ pub fn kill(containers: &[Container]) -> Result<(), Step> {
 pub struct Inside {
     /// The pod's containers that have processes there. Without a bundle where there is none.
     pub containers: Vec<Container>,
-    /// Processes of containers of which nothing tells whose they are: perhaps the pod's, with a runtime that keeps its state elsewhere, perhaps
-    /// somebody's who looks at the pod from outside.
+    /// Processes of containers whose pod is not known: perhaps this one, with a runtime that keeps its state elsewhere, perhaps
+    /// none, such as a debugger's container that has entered the pod's namespaces.
     pub unknown: Vec<Held>,
 }
 
-/// What has processes in any of these namespaces, which are the pod's own. Containers of others, which somebody has moved there, are left
+/// What has processes in any of these namespaces, which are the pod's own. Containers of other pods that have entered them are left
 /// out, and so is `sandbox` itself. `tasks` is containerd's directory of bundles, `root` the runtime's of states.
 ///
 /// # Errors
@@ -222,7 +222,7 @@ enum Inmate {
     Own(Container),
     /// The pause, or of a container of another, or of none.
     Other,
-    /// Of a container of which nothing tells whose it is.
+    /// Of a container whose pod is not known.
     Unknown,
 }
 

@@ -39,7 +39,7 @@ const START_WITHIN: Duration = Duration::from_secs(30);
 /// Between two tries of what must work in the end.
 const AGAIN: Duration = Duration::from_millis(500);
 
-/// Between two tries of a deletion that a shim refuses: Stop answers with what is left of the sandbox, and is not asked again soon.
+/// Between two tries of a deletion that a shim refuses: Stop answers with what is left of the sandbox, and is not repeated soon.
 const DELETIONS: [Duration; 5] = [
     Duration::from_millis(100),
     Duration::from_millis(300),
@@ -171,7 +171,7 @@ impl ShimDriver {
     }
 }
 
-/// What [`crate::pause::Driver`] does, as tasks: a shim answers when it likes, and whoever waits for it has no thread.
+/// What [`crate::pause::Driver`] does, as tasks: a shim answers when it likes, and a wait for it takes no thread.
 impl ShimDriver {
     /// Makes the pause of a sandbox.
     ///
@@ -216,7 +216,7 @@ impl ShimDriver {
     }
 }
 
-/// [`delete`], again and again where the shim refuses: one that says nothing is not asked again here.
+/// [`delete`], repeated where the shim refuses; not where it does not answer.
 async fn delete_in_the_end(endpoint: &Arc<Started>) -> Result<Option<Exit>, Step> {
     let mut tries = DELETIONS.into_iter();
     loop {
@@ -340,7 +340,7 @@ async fn kill_when_told(endpoint: &Arc<Started>, told: &Notify) -> Exit {
         told.notified().await;
         let (mut unanswered, mut refused) = (0, 0);
         loop {
-            // A task of its own, which hears the answer out: the pause ends before the shim has given it, and with the pause this.
+            // A task of its own, which waits for the answer: the pause ends before the shim has given it, and this call with the pause.
             let (of, request) = (endpoint.clone(), request.clone());
             let killed = tokio::spawn(async move {
                 of.tasks().await?.call::<_, Empty>("kill pause", "Kill", &request, Some(WITHIN)).await

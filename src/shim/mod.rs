@@ -300,7 +300,7 @@ impl Endpoint {
         }
     }
 
-    /// Takes over what an earlier daemon left: its shim, or else its socket. Where nobody can tell what it left, that is logged, and
+    /// Takes over what an earlier daemon left: its shim, or else its socket. Where that cannot be found out, it is logged, and
     /// tried again by what [`Endpoint::serve`] has begun, and by [`Endpoint::end`].
     pub async fn recover(&self) {
         match self {

@@ -48,7 +48,7 @@ impl OnDemand {
         Socket::new(&settings.containerd_address, &settings.containerd_namespace, &self.id)
     }
 
-    /// Tells the shim to end, if containerd has no container in it. Its socket is removed by the end.
+    /// Shuts the shim down, if containerd has no container in it. Its socket is removed by the end.
     pub(super) async fn dismiss(self: Box<Self>) {
         if !self.socket().path().exists() {
             return;

@@ -1,5 +1,5 @@
-//! Whose a container is: what containerd and the runtime have written down of it, root's files both. The cgroup of a process and the namespaces
-//! that it is in are no proof: whoever may, moves a process of his own into a pod.
+//! Which sandbox a container belongs to, by what containerd and the runtime have written of it: files of root. The cgroup of a process and
+//! the namespaces that it is in are no proof: a privileged process can enter any of them.
 
 use std::collections::HashMap;
 use std::fs;
@@ -27,7 +27,7 @@ pub enum Origin {
     Own,
     /// Another's: another sandbox's, or no sandbox's at all.
     Foreign,
-    /// Neither a bundle of containerd's nor a state of the runtime's tells.
+    /// Neither a bundle of containerd's nor a state of the runtime's names a sandbox.
     Unknown,
 }
 

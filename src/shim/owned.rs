@@ -40,7 +40,7 @@ pub struct Owned {
     now: Mutex<Now>,
     /// The end has begun, for a serving task that waits until it looks for a shim again.
     changed: Notify,
-    /// Held while a socket is made, a shim is looked for or launched, and by the end. Whoever waits for it has no thread.
+    /// Held while a socket is made, a shim is looked for or launched, and by the end. A wait for it takes no thread.
     turn: tokio::sync::Mutex<()>,
 }
 
@@ -443,7 +443,7 @@ impl Owned {
         self.group.bereave_in_the_end(exit, pod, || self.now().ended).await;
     }
 
-    /// The pod was stopped: its shim ends when it is empty. The endpoint stays, for whoever still asks for a container that has exited.
+    /// The pod was stopped: its shim ends when it is empty. The endpoint stays, for calls about containers that have exited.
     pub(super) async fn dismiss(self: Arc<Self>) {
         for pause in DISMISSALS {
             sleep(pause).await;
@@ -478,7 +478,7 @@ impl Owned {
         self.blocking(|owned| owned.remove()).await.unwrap_or_else(|step| Err(vec![step]))
     }
 
-    /// Nothing is launched any more, and whoever serves looks again.
+    /// Nothing is launched any more, and the serving task looks again.
     fn finish(self: &Arc<Self>) {
         let mut now = self.now();
         now.ended = true;

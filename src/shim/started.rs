@@ -32,7 +32,7 @@ pub struct Started {
     changed: Notify,
     /// What a shim that died has left is known, and the pause is needed no longer to find it.
     looked_around: watch::Sender<bool>,
-    /// Held while a shim is looked for or started, and by the end. Whoever waits for it has no thread.
+    /// Held while a shim is looked for or started, and by the end. A wait for it takes no thread.
     turn: tokio::sync::Mutex<()>,
 }
 
@@ -50,7 +50,7 @@ struct Now {
     missed: Option<Exit>,
     /// The pause was there and is deleted.
     pause_deleted: bool,
-    /// The pod was stopped, and its shim told to end.
+    /// The pod was stopped, and its shim got Shutdown.
     dismissed: bool,
     ended: bool,
 }
@@ -292,7 +292,7 @@ impl Started {
     async fn after(self: &Arc<Self>, exit: Exit, pod: &Arc<dyn Pod>) {
         let dismissed = self.now().dismissed;
         if dismissed {
-            // It is none that died, for the next daemon either.
+            // The next daemon must not take it for one that died either.
             if let Err(step) = self.blocking(|started| started.group.bundle().record(None)).await.flatten() {
                 log::warn!(sandbox = self.group.id.as_str(); "its shim: {step}");
             }

@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_is_not_as_it_must_be_is_told_from_one_that_lacks_a_system_call() {
+    fn a_node_in_the_wrong_state_and_one_without_a_system_call_have_different_codes() {
         let of = |e: io::Error| code(&Error::Step { id: String::new(), verb: "create", step: Step::new("x", e) });
         assert_eq!(of(io::Error::new(io::ErrorKind::Unsupported, "apart")), Code::FAILED_PRECONDITION);
         assert_eq!(of(io::Error::from_raw_os_error(libc::ENOSYS)), Code::INTERNAL);

@@ -1,4 +1,4 @@
-//! Where the fuzzer of `fuzz/` comes in: each skin at one end of a socket pair, and the handler behind both.
+//! Entry points of the fuzzer in `fuzz/`: each skin at one end of a socket pair, and the handler behind both.
 
 use std::future::ready;
 use std::sync::Arc;

@@ -95,7 +95,7 @@ pub(super) async fn serve<V: Verbs>(
                 Ok(None) | Err(_) => {}
             },
             Some(()) = waits.next() => {}
-            // What has come meanwhile is asked again by its caller, who is told that it was not begun.
+            // GOAWAY names the last call that was begun; a caller repeats those after it.
             () = of.evicted(), if !draining => {
                 connection.abrupt_shutdown(Reason::NO_ERROR);
                 let _ = tokio::time::timeout(GOODBYE, connection.accept()).await;
@@ -249,7 +249,7 @@ async fn message(body: &mut RecvStream, room: &Room) -> Result<Message<Bytes>, S
 /// Reads what has come of a request; false at its end.
 async fn read(body: &mut RecvStream, bytes: &mut BytesMut) -> Result<bool, Status> {
     let Some(chunk) = body.data().await else { return Ok(false) };
-    // A broken stream: nobody is left to read this answer.
+    // A broken stream: no caller is left to read this answer.
     let chunk = chunk.map_err(|e| Status::new(Code::INVALID_ARGUMENT, format!("read the request: {e}")))?;
     bytes.extend_from_slice(&chunk);
     body.flow_control()

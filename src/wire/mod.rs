@@ -70,8 +70,8 @@ impl<V: Verbs> Server<V> {
         Self::ahead(watch::channel(Some(verbs)).1, grpc, ttrpc)
     }
 
-    /// The same, before the verbs are there: connections are taken and spoken on, and calls wait. If they will never be there, their
-    /// sender goes away.
+    /// The same, before there is a controller: connections are taken, HTTP/2 is spoken, and calls wait. If there will never be one, its
+    /// sender is dropped.
     pub fn ahead(verbs: watch::Receiver<Option<Arc<V>>>, grpc: UnixListener, ttrpc: UnixListener) -> Self {
         Self { verbs, grpc, ttrpc, telemetry: Arc::default(), namespace: Arc::default() }
     }

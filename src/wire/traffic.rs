@@ -9,7 +9,7 @@ use tokio::sync::Notify;
 #[derive(Debug, Default)]
 pub(super) struct Traffic {
     connections: Mutex<Vec<Weak<Connection>>>,
-    /// Counts what happens, so that what was used before is told from what was used after.
+    /// Counts events, as the order in which connections were used.
     clock: AtomicU64,
     /// A connection has become idle.
     idle: Notify,

@@ -72,7 +72,7 @@ async fn read<V: Verbs>(
     loop {
         let header = MessageHeader::read_from(&mut *reader).await.map_err(|e| broken(&e))?;
         let (stream, length) = (header.stream_id, header.length as usize);
-        // Only calls of one message are served; what belongs to a stream has nobody to go to.
+        // Only calls of one message are served; frames of a stream belong to no call here.
         if header.type_ != MESSAGE_TYPE_REQUEST {
             skip(reader, length).await?;
             continue;

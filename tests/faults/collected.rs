@@ -28,7 +28,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// Sandboxes that containerd does not know, one of which has ended: both go, and one that containerd knows stays though it has ended and nobody
+/// Sandboxes that containerd does not know, one of which has ended: both go, and one that containerd knows stays though it has ended and no call
 /// asks for it.
 async fn node_forgotten_sandboxes_are_collected(node: Arc<Node>) -> Result<()> {
     let controller = node.sandboxer();
@@ -48,7 +48,7 @@ async fn node_forgotten_sandboxes_are_collected(node: Arc<Node>) -> Result<()> {
         Ok(())
     })
     .await?;
-    // By the next daemon nobody is asked for the status of a pod that has ended.
+    // No call asks the next daemon for the status of a pod that has ended.
     node.stop_sandboxer().await?;
     node.start_sandboxer().await?;
     let record = |id: &str| node.layout().sandboxer_state().join("sandboxes").join(id);

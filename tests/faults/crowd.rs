@@ -26,7 +26,7 @@ const HANGING: usize = 64;
 /// Waits that are pending on them.
 const WAITS: usize = 500;
 
-/// What a caller of the daemon may wait for one verb, with all restarts in it.
+/// How long a caller of the daemon may wait for one RPC, with all restarts in it.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 /// A pod that has nothing to do with the crowd is not to notice it.
@@ -189,7 +189,7 @@ async fn a_crowd_and_a_restart() -> Result<()> {
         waits.spawn(async move {
             match asked(|| controller.wait(&id)).await {
                 Ok(_) => Ok(()),
-                // Removed before it could be asked again.
+                // Removed before the call was repeated.
                 Err(e) if code(&e) == Some(grpc::NOT_FOUND) => Ok(()),
                 Err(e) => Err(e),
             }
@@ -229,7 +229,7 @@ async fn a_crowd_and_a_restart() -> Result<()> {
 /// After which a service manager would take the daemon for hung.
 const WATCHDOG: Duration = Duration::from_secs(2);
 
-/// More removals hang in the kernel than there are threads for them. Other pods go on, and the watchdog hears nothing until it is over.
+/// More removals hang in the kernel than there are threads for them. Other pods are served, and the watchdog gets no keep-alive until it is over.
 async fn a_watchdog_that_is_not_fed() -> Result<()> {
     let bare = Bare::new("")?;
     let watchdog = std::os::unix::net::UnixDatagram::bind(bare.path("notify"))?;

@@ -167,7 +167,7 @@ fn delete(files: &Path, shm: &Path) -> Result<()> {
     Ok(fs::remove_dir_all(files)?)
 }
 
-/// Status answers as if nothing were wrong; what fails is logged once, counted, and tried again without anybody asking. Once with a disk on which no
+/// Status answers as if nothing were wrong; what fails is logged once, counted, and tried again without any call. Once with a disk on which no
 /// file can be made, and once with one on which none can be written.
 async fn files_that_cannot_be_put_back_are_put_back_later() -> Result<()> {
     for (what, fill) in [("full", fill as fn(&Path) -> Result<()>), ("without space", fill_space)] {
@@ -291,7 +291,7 @@ async fn restarted_on_a_full_disk(node: &Arc<Node>, disk: &Path) -> Result<()> {
     pod.remove().await
 }
 
-/// Somebody has removed the record of a sandbox that runs: it can be stopped and removed, and its exit is told.
+/// The record of a sandbox that runs was removed: the sandbox can be stopped and removed, and its exit is reported.
 async fn a_record_directory_that_is_gone() -> Result<()> {
     let bare = Bare::started().await?;
     let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("bereft"));

@@ -202,7 +202,7 @@ async fn calls_wait_for_the_recovery() -> Result<()> {
     };
 
     let (before, status, wait) = begin().await?;
-    status.await?.context("a Status that came amid the recovery")?;
+    status.await?.context("a Status that came during the recovery")?;
     ensure!(ready() == before + 1, "answered before the recovery was over");
     ensure!(bare.controller().status(&id, false).await?.pid == pid, "another pause");
     ensure!(!wait.is_finished(), "the Wait of a live pod has ended");

@@ -54,7 +54,7 @@ impl Strangers {
         Ok(Self { program, guesses, alive: Vec::new() })
     }
 
-    /// A process of nobody's whose command line is `/pause ID`.
+    /// A process of user `nobody` whose command line is `/pause ID`.
     fn start(&mut self, kind: &str, id: &str) -> Result<u32> {
         let child = Command::new(format!("/proc/self/fd/{}", self.program.as_raw_fd()))
             .arg0("/pause")

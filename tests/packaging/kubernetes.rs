@@ -271,7 +271,7 @@ fn the_handler_makes_cgroups_as_kubelet_does() {
     }
 }
 
-/// containerd tells kubelet as its default handler is set, whatever kubelet's own config says.
+/// containerd reports its default handler's cgroup driver to kubelet, whatever kubelet's own config says.
 #[test]
 fn the_handler_makes_cgroups_as_the_default_handler_does() {
     let node = Node::new();
@@ -397,10 +397,10 @@ fn the_page_names_resources_by_relative_paths() {
 }
 
 #[test]
-fn what_takes_the_label_away_is_told_of_kubelet() {
-    for told in ["docs/install.md", "docs/kubernetes.md"] {
-        let text = file(told);
-        assert!(text.contains("ends the pods of the class that run there** (reason `NodeAffinity`)"), "{told}");
+fn the_pages_warn_of_kubelet_on_a_node_without_the_label() {
+    for page in ["docs/install.md", "docs/kubernetes.md"] {
+        let text = file(page);
+        assert!(text.contains("ends the pods of the class that run there** (reason `NodeAffinity`)"), "{page}");
     }
 }
 

@@ -179,7 +179,7 @@ async fn a_kill_that_is_refused_leaves_no_error_behind(bench: Arc<Bench>) -> Res
     removed(&pod).await?;
     no_shim(&pod).await?;
     let log = fs::read_to_string(bench.node.layout().sandboxer_log())?;
-    // A caller that hangs up, as its pause has ended, is what the shim tells by the second.
+    // The second is what the shim logs when a caller hangs up because its pause has ended.
     let told = log
         .lines()
         .find(|line| line.contains(pod.id()) && (line.contains(" error ") || line.contains("failed sending message")));

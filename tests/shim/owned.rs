@@ -95,7 +95,7 @@ async fn a_shim_that_dies_with_containers_ends_the_pod(bench: Arc<Bench>) -> Res
     Ok(())
 }
 
-/// A process in the IPC namespace of a pod, and in the cgroups of `member`, or in one that is named by `stranger`, which is on nobody's record.
+/// A process in the IPC namespace of a pod, and in the cgroups of `member`, or in one that is named by `stranger`, which neither containerd nor the runtime knows.
 struct Visitor {
     process: std::process::Child,
     made: Option<PathBuf>,
@@ -182,7 +182,7 @@ async fn the_end_of_a_shim_touches_no_container_of_another_pod(bench: Arc<Bench>
     ensure!(pod.is_ready().await?, "the pod ended with its visitors");
     ensure!(agent.lives()? && unknown.lives()?, "a visitor was killed");
     ensure!(other.is_ready().await? && inside(foreign.id())?.len() == 2, "the foreign container was touched");
-    // A shim that dies takes the pod with it, and those inside of which nothing tells whose they are; not who is known to be another's.
+    // A shim that dies ends the pod, and processes inside whose container is unknown; not those of a container that is known to be another pod's.
     signal(one_shim(&pod).await?.pid, Signal::SIGKILL)?;
     until("not ready", SOON, async || not_ready(&pod).await).await?;
     removed(&pod).await?;
@@ -233,7 +233,7 @@ fn kept(daemon: u32) -> Result<(usize, usize)> {
 async fn processes_that_do_not_end_cost_the_daemon_nothing(bench: Arc<Bench>) -> Result<()> {
     const MANY: &str = "for n in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do sleep 1000 & done; wait";
     let daemon = bench.node.sandboxer_pid()?;
-    // Frozen by somebody else, as whoever pauses a container does: thawed, as a frozen process does not die.
+    // Frozen by another program, as by a pause of the container: thawed, as a frozen process does not die.
     let pod = bench.pod("paused").await?;
     let container = pod.run(ContainerSpec::sh("a", MANY)).await?;
     let dir = freezer(inside(container.id())?.first().context("no process")?.pid)?;

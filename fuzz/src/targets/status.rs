@@ -1,4 +1,4 @@
-//! What is told of a sandbox by what came with it: the first byte says which part, the rest is the part.
+//! What is reported of a sandbox by what came with it: the first byte says which part, the rest is the part.
 
 use pause_sandboxer::config::Config;
 use pause_sandboxer::podsandbox::fuzzing::{Blob, info};
@@ -20,11 +20,11 @@ pub fn run(input: &[u8]) {
     } else {
         record.info.extensions.insert(name.into(), blob);
     }
-    let info = info(&record, &Config::default()).expect("whatever is malformed, the rest is told");
-    let text = info.get("info").expect("it is told");
+    let info = info(&record, &Config::default()).expect("whatever is malformed, the rest is reported");
+    let text = info.get("info").expect("it is reported");
     let shown: serde_json::Value = serde_json::from_str(text).expect("it is JSON");
     assert_eq!(shown["pid"], 4711);
-    assert!(shown["runtimeSpec"].is_object(), "the spec is told");
+    assert!(shown["runtimeSpec"].is_object(), "the spec is reported");
 }
 
 pub fn seeds() -> Seeds {

@@ -234,7 +234,7 @@ async fn job(
     Err(Fault::Lost)
 }
 
-/// The result of a job that systemd has queued, if a signal tells of its end. Any connection of the bus can send such a signal to ours, and the
+/// The result of a job that systemd has queued, if a signal reports its end. Any connection of the bus can send such a signal to ours, and the
 /// match rule cannot tell whose name its `sender` is; but the bus itself writes down who sent a message.
 fn end_of(queued: &OwnedObjectPath, answer: &zbus::Message, signal: &zbus::Message) -> Result<Option<String>, Fault> {
     if signal.header().sender() != answer.header().sender() {

@@ -1,4 +1,4 @@
-//! System calls that look at files of others without waiting for whoever serves them.
+//! System calls that look at files of other users without waiting for the servers of their file systems.
 
 use std::ffi::{CStr, c_uint};
 use std::mem::size_of;

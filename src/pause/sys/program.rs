@@ -39,7 +39,7 @@ pub(in crate::pause) fn duplicate_to(file: BorrowedFd<'_>, number: RawFd) -> Res
     unsafe { syscall(libc::SYS_dup3, [arg(file), number as usize, 0, 0, 0, 0]) }.map(drop)
 }
 
-/// Makes the exec close all descriptors from `first` on: until then nothing of the daemon's is let go. Linux before 5.11 cannot
+/// Makes the exec close all descriptors from `first` on: until then all of the daemon's stay open. Linux before 5.11 cannot
 /// (close_range(2) CLOSE_RANGE_CLOEXEC); there all but `kept`, which the exec itself needs, are closed at once. For a child with a
 /// table of its own.
 pub(in crate::pause) fn close_at_execute(first: c_uint, kept: Option<BorrowedFd<'_>>) -> Result<()> {

@@ -143,7 +143,7 @@ async fn a_pod_that_lost_its_shim_hears_of_it_though_no_more_can_be_told() {
     assert!(matches!(next(&owned), Next::Recover));
 }
 
-/// A shim that hangs up on whoever tells it to end, and ends a moment later.
+/// A shim that hangs up on a caller of Shutdown, and ends a moment later.
 #[tokio::test]
 async fn a_shim_that_hangs_up_is_not_killed() {
     let dir = tempfile::tempdir().unwrap();
@@ -166,7 +166,7 @@ async fn a_shim_that_hangs_up_is_not_killed() {
     assert!(child.try_wait().is_err());
 }
 
-/// A pod of which nobody can tell the namespaces at first.
+/// A pod whose namespaces cannot be opened at first.
 #[derive(Default)]
 struct Unseen(std::sync::atomic::AtomicU32);
 

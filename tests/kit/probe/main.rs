@@ -79,7 +79,7 @@ fn hide() -> io::Result<()> {
     let (begin, end) = (field(ARG_START)? & !(PAGE - 1), (field(ENV_END)? | (PAGE - 1)) + 1);
     // By a thread with a stack of its own: the page may be in use as this one's.
     let thread = thread::spawn(move || {
-        // SAFETY: the pages are the kernel's for arguments and environment, and the stack of a thread that never goes on.
+        // SAFETY: the pages are the kernel's for arguments and environment, and the stack of a thread that never runs again.
         if unsafe { munmap(begin as *mut c_void, end - begin) } < 0 {
             eprintln!("hide: {}", io::Error::last_os_error());
         }
