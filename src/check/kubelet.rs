@@ -48,11 +48,17 @@ fn judge(handlers: &Handlers, systemd_runs: bool) -> Vec<Finding> {
             // Without options runc is not asked for systemd's.
             let own = systemd(handler).unwrap_or(false);
             if own == told {
-                return Finding::ok(SUBJECT, format!("cgroups of runtime handler {name:?} by {driver}, as containerd tells kubelet"));
+                return Finding::ok(
+                    SUBJECT,
+                    format!("cgroups of runtime handler {name:?} by {driver}, as containerd reports to kubelet"),
+                );
             }
             Finding::fail(
                 SUBJECT,
-                format!("SystemdCgroup of runtime handler {name:?} is {own}, but containerd tells kubelet {driver}, by {by}: its containers will not start"),
+                format!(
+                    "SystemdCgroup of runtime handler {name:?} is {own}, but containerd reports {driver} to kubelet, \
+                     by {by}: its containers will not start"
+                ),
                 format!("set SystemdCgroup = {told} under [….containerd.runtimes.{name}.options], then systemctl restart containerd"),
             )
         })
