@@ -3,6 +3,7 @@
 //! `wrap-server SHIM ORDER ARGUMENT...` serves at the socket that it has as descriptor 3, as a shim does, and hands a socket of its own to the
 //! real one. `wrap-start SHIM ORDER ARGUMENT...` calls the real one's `start` and answers with a socket of its own.
 
+use std::collections::HashMap;
 use std::fs;
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
@@ -10,7 +11,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -118,18 +119,58 @@ fn pass(listener: &UnixListener, to: &Path, calls: &Path) {
 
 type Writer = Arc<Mutex<UnixStream>>;
 
+/// The calls of a connection as the shim gets them: numbered anew in the order in which they are passed on. A shim takes no number that is lower
+/// than an earlier one, as that of a late call would be.
+struct Streams {
+    shim: UnixStream,
+    last: u32,
+    /// The caller's number of each stream of the shim's.
+    callers: HashMap<[u8; 4], [u8; 4]>,
+}
+
+impl Streams {
+    fn new(shim: UnixStream) -> Self {
+        Self { shim, last: 0, callers: HashMap::new() }
+    }
+
+    /// Passes a frame of the caller's on.
+    fn pass(&mut self, frame: &[u8]) -> io::Result<()> {
+        let caller = [frame[4], frame[5], frame[6], frame[7]];
+        let stream = if frame[8] == REQUEST {
+            // A client's are odd.
+            self.last = if self.last == 0 { 1 } else { self.last + 2 };
+            self.callers.insert(self.last.to_be_bytes(), caller);
+            self.last.to_be_bytes()
+        } else {
+            let known = self.callers.iter().find(|(_, of)| **of == caller).map(|(stream, _)| *stream);
+            known.ok_or_else(|| io::Error::other("data of no call"))?
+        };
+        let mut frame = frame.to_vec();
+        frame[4..8].copy_from_slice(&stream);
+        self.shim.write_all(&frame)
+    }
+
+    /// Gives a frame of the shim's the caller's number.
+    fn name(&self, frame: &mut [u8]) {
+        if let Some(caller) = self.callers.get(&frame[4..8]) {
+            frame[4..8].copy_from_slice(caller);
+        }
+    }
+}
+
 /// One connection, until either end is gone.
 fn connection(client: UnixStream, shim: UnixStream, calls: &Path) -> Result<()> {
     let to_client: Writer = Arc::new(Mutex::new(client.try_clone()?));
-    let to_shim: Writer = Arc::new(Mutex::new(shim.try_clone()?));
-    let (mut answers, back) = (shim.try_clone()?, to_client.clone());
+    let to_shim = Arc::new(Mutex::new(Streams::new(shim.try_clone()?)));
+    let (mut answers, back, answered) = (shim.try_clone()?, to_client.clone(), to_shim.clone());
     let ends = (client.try_clone()?, shim.try_clone()?);
     // The stream of the call whose answer is to be lost.
     let lost: Arc<Mutex<Option<Vec<u8>>>> = Arc::default();
     let losing = lost.clone();
     thread::spawn(move || {
-        while let Ok(frame) = frame(&mut answers) {
-            if losing.lock().unwrap_or_else(PoisonError::into_inner).as_deref() == Some(&frame[4..8]) {
+        while let Ok(mut frame) = frame(&mut answers) {
+            locked(&answered).name(&mut frame);
+            if locked(&losing).as_deref() == Some(&frame[4..8]) {
                 break;
             }
             if write(&back, &frame).is_err() {
@@ -141,7 +182,7 @@ fn connection(client: UnixStream, shim: UnixStream, calls: &Path) -> Result<()> 
     let mut requests = client.try_clone()?;
     while let Ok(frame) = frame(&mut requests) {
         match ordered(&frame, calls)? {
-            Order::Pass => write(&to_shim, &frame)?,
+            Order::Pass => locked(&to_shim).pass(&frame)?,
             Order::Hang => {}
             Order::Fail => write(&to_client, &refusal(&frame)?)?,
             Order::Lie(pid) => write(&to_client, &lie(&frame, pid)?)?,
@@ -149,19 +190,19 @@ fn connection(client: UnixStream, shim: UnixStream, calls: &Path) -> Result<()> 
                 let to_shim = to_shim.clone();
                 thread::spawn(move || {
                     thread::sleep(by);
-                    let _ = write(&to_shim, &frame);
+                    let _ = locked(&to_shim).pass(&frame);
                 });
             }
             Order::Lose => {
-                *lost.lock().unwrap_or_else(PoisonError::into_inner) = Some(frame[4..8].to_vec());
-                write(&to_shim, &frame)?;
+                *locked(&lost) = Some(frame[4..8].to_vec());
+                locked(&to_shim).pass(&frame)?;
             }
             Order::Cut => {
-                write(&to_shim, &frame)?;
+                locked(&to_shim).pass(&frame)?;
                 break;
             }
             Order::Die => {
-                write(&to_shim, &frame)?;
+                locked(&to_shim).pass(&frame)?;
                 // The real one, and what it runs, are told to go with it.
                 nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL)?;
             }
@@ -186,7 +227,11 @@ fn frame(from: &mut UnixStream) -> io::Result<Vec<u8>> {
 }
 
 fn write(to: &Writer, frame: &[u8]) -> io::Result<()> {
-    to.lock().unwrap_or_else(PoisonError::into_inner).write_all(frame)
+    locked(to).write_all(frame)
+}
+
+fn locked<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// An answer of the shim's that it has failed.
@@ -232,7 +277,7 @@ fn ordered(frame: &[u8], calls: &Path) -> Result<Order> {
         return Ok(Order::Pass);
     }
     let method = Request::parse_from_bytes(&frame[HEAD..])?.method;
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let _turn = locked(&TURN);
     let text = fs::read_to_string(calls).unwrap_or_default();
     let words: Vec<&str> = text.split_whitespace().collect();
     let [of, how, number] = words.as_slice() else { return Ok(Order::Pass) };
