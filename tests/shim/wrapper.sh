@@ -13,6 +13,7 @@ case " $* " in
     end) exit 0 ;;
     hang) exec sleep 1000 ;;
     chatter) exec yes "much too much" ;;
+    slow) sleep 1; exec REAL_SHIM "$@" ;;
     rubbish) echo "no address at all"; exit 0 ;;
     elsewhere) echo "unix://ORDER_FILE.nobody"; exit 0 ;;
     proxy) exec THIS_TEST wrap-start REAL_SHIM ORDER_FILE "$@" ;;
