@@ -77,10 +77,12 @@ const KIND: &str = "io.cri-containerd.kind";
 const SHM: &str = "/dev/shm";
 const RESOLV_CONF: &str = "/etc/resolv.conf";
 
-/// As in containerd's default spec (`populateDefaultUnixSpec`).
-const MASKED: [&str; 11] = [
+/// As in containerd's default spec (`populateDefaultUnixSpec`), whose releases before September 2026 have no `/proc/interrupts`.
+/// Later ones also mask the CPUs' `thermal_throttle`, by the node that they run on: it is nothing to a pause.
+const MASKED: [&str; 12] = [
     "/proc/acpi",
     "/proc/asound",
+    "/proc/interrupts",
     "/proc/kcore",
     "/proc/keys",
     "/proc/latency_stats",

@@ -243,6 +243,13 @@ const KNOWN: &[Known] = &[
     // ---- the spec ----
     known("*", "spec.annotations.io.kubernetes.cri.podsandbox.image-name", "localhost/kit/pause:1", "", NO_IMAGE),
     known("*", "spec.ociVersion", "1.2.1", "1.2.0", "it has nothing that containerd 2.0 would not know"),
+    known(
+        "*",
+        "spec.linux.maskedPaths",
+        r#"["/proc/acpi","/proc/asound","/proc/kcore",*]"#,
+        r#"["/proc/acpi","/proc/asound","/proc/interrupts","/proc/kcore",*]"#,
+        "as newer releases of containerd have it",
+    ),
     known("*", "spec.process.capabilities*", "[\"CAP_*]", "-", NO_RIGHTS).on(&[On::Native]),
     known("*", "spec.process.capabilities", "-", "{}", NO_RIGHTS).on(&[On::Native]),
     known("*", "spec.process.env", "[\"PATH=/bin\"]", "-", NO_IMAGE),
