@@ -6,9 +6,11 @@
 
 use std::any::Any;
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, oneshot};
 
 use crate::error::Step;
 
@@ -79,23 +81,34 @@ impl Class {
     }
 }
 
-/// Runs a piece on a thread of its class. When the future is dropped, a piece that has begun runs to its end, and one that has not is dropped.
+/// Runs a piece on a thread of its class. When the future is dropped, a piece that has begun goes on, and one that has not is dropped.
 ///
 /// # Errors
-/// The piece has panicked, or the runtime is going down.
+/// The piece has panicked, no thread can be started, or the runtime is going down.
 #[expect(clippy::disallowed_methods, reason = "the one place that does")]
 pub async fn run<T: Send + 'static>(class: Class, piece: impl FnOnce() -> T + Send + 'static) -> Result<T, Step> {
-    let failed = |e: String| Step::new("run job", io::Error::other(e));
-    let turn = class.turns().acquire().await.map_err(|e| failed(e.to_string()))?;
-    let ran = tokio::task::spawn_blocking(move || {
-        // Held for as long as the thread is, also when the future is dropped.
-        let _turn = turn;
-        piece()
-    });
-    ran.await.map_err(|e| match e.try_into_panic() {
-        Ok(panic) => panicked(&*panic),
-        Err(e) => failed(e.to_string()),
-    })
+    let ending = || Step::new("run job", io::Error::other("the runtime is going down"));
+    let turn = class.turns().acquire().await.map_err(|_| ending())?;
+    let (tell, told) = oneshot::channel();
+    let job = Arc::new(Mutex::new(Some((turn, piece, tell))));
+    let queued = Arc::clone(&job);
+    let work = move || {
+        let Some((turn, piece, tell)) = take(&queued) else { return };
+        let done = catch_unwind(AssertUnwindSafe(piece)).map_err(|panic| panicked(&*panic));
+        // Held for as long as the thread is, whoever waits.
+        drop(turn);
+        let _ = tell.send(done);
+    };
+    // The runtime panics where it has no thread and can start none, and keeps the job: a later thread must find nothing in it.
+    if catch_unwind(|| drop(tokio::task::spawn_blocking(work))).is_err() && take(&job).is_some() {
+        return Err(Step::new("start a thread", io::Error::from_raw_os_error(libc::EAGAIN)));
+    }
+    told.await.unwrap_or_else(|_| Err(ending()))
+}
+
+/// A panic elsewhere leaves the value whole.
+fn take<T>(slot: &Mutex<Option<T>>) -> Option<T> {
+    slot.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
 /// A panic as a failed step.
@@ -124,6 +137,18 @@ mod tests {
     async fn a_panic_is_a_failed_step() {
         let failed = run::<()>(Class::Recovery, || panic!("on order")).await.unwrap_err();
         assert_eq!(failed.to_string(), "run job: panicked: on order");
+    }
+
+    /// As on a node that has no process ids left: the runtime's threads are to have more stack than there is memory.
+    #[test]
+    fn where_no_thread_can_be_started_a_piece_fails_and_never_runs() {
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().thread_stack_size(1 << 60).enable_all().build().unwrap();
+        runtime.block_on(async {
+            let failed = run(Class::Recovery, || unreachable!()).await.unwrap_err();
+            assert_eq!(failed.to_string(), "start a thread: Resource temporarily unavailable (os error 11)");
+            assert_eq!(stuck(Duration::from_secs(10)).await, Class::VITAL);
+        });
     }
 
     /// Pieces of one class hang, more of it than there are threads: the others run, and the probe says which hangs.

@@ -53,24 +53,30 @@ pub(crate) fn serve(config: Config, file: Option<PathBuf>, flags: Vec<(String, S
     make_dir(&config.state_dir)?;
     only_roots(&config.state_dir)?;
     let _lock = lock(&config.state_dir)?;
+    let watched = sd_notify::watchdog_enabled().unwrap_or(UNWATCHED);
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(WORKERS)
         .max_blocking_threads(pool::THREADS)
+        // Longer than between two looks of the watchdog, so that there is always a thread: where pods have taken all process ids, no other can
+        // be started.
+        .thread_keep_alive(watched)
         .thread_name("sandboxer")
         .enable_all()
         .build()
         .step("make the runtime")?;
-    let result =
-        runtime.block_on(run(&config, open_files, || Config::load(file.as_deref(), &flags).map_err(|e| e.to_string())));
+    let result = runtime.block_on(run(&config, open_files, watched, || {
+        Config::load(file.as_deref(), &flags).map_err(|e| e.to_string())
+    }));
     // What still blocks is the retry of a cleanup: the next daemon takes it up.
     runtime.shutdown_timeout(Duration::from_secs(1));
     result
 }
 
-/// The daemon's life on the runtime. `open_files` is for shims; `reload` reads the settings again.
+/// The daemon's life on the runtime. `open_files` is for shims; within `watched` the threads are looked at; `reload` reads the settings again.
 async fn run(
     config: &Config,
     open_files: Option<u64>,
+    watched: Duration,
     reload: impl Fn() -> Result<Config, String>,
 ) -> Result<(), Step> {
     let mut end = End::watch()?;
@@ -116,7 +122,7 @@ async fn run(
     let exposing = tokio::spawn(exposition::serve(Arc::clone(&controller), config.metrics.clone()));
     log::info!(socket = config.socket.display().to_string(); "ready");
     notify(&[NotifyState::Ready, NotifyState::Status("serving")]);
-    let mut watchdog = Watchdog::new(sd_notify::watchdog_enabled().unwrap_or(UNWATCHED));
+    let mut watchdog = Watchdog::new(watched);
     loop {
         tokio::select! {
             ended = &mut serving => {

@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use kit::machine::cgroup;
@@ -14,7 +15,7 @@ use crate::harness::{Case, alone};
 use crate::pods::{Shape, is_whole, remove};
 
 pub(crate) fn cases() -> Vec<Case> {
-    alone![no_descriptors, no_processes]
+    alone![no_descriptors, no_processes, no_processes_for_long]
 }
 
 /// Sets the soft limit; the hard one stays, as raising it takes a privilege.
@@ -78,6 +79,29 @@ async fn no_processes() -> Result<()> {
     shape.run(&controller, &id).await.context("with processes again")?;
     remove(&controller, &id).await?;
     controller.shutdown(&other).await?;
+    fs::remove_dir(&full)?;
+    bare.nothing_left().await
+}
+
+/// Pods have taken all process ids of the node, and the daemon has been idle for so long that its threads would have ended: it looks after itself
+/// and answers all the same.
+async fn no_processes_for_long() -> Result<()> {
+    /// Longer than the runtime keeps idle threads by itself (10 s), and than the daemon goes without a look at them (15 s).
+    const LONG: Duration = Duration::from_secs(17);
+    let bare = Bare::started().await?;
+    let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("living"));
+    shape.run(&controller, &id).await?;
+    let (daemon, pids) = (bare.pid()?, pids_controller()?);
+    let full = pids.join(bare.cgroup().trim_start_matches('/')).join("daemon");
+    fs::create_dir(&full)?;
+    fs::write(full.join("cgroup.procs"), daemon.to_string())?;
+    fs::write(full.join("pids.max"), "1")?;
+    tokio::time::sleep(LONG).await;
+    is_whole(&bare, &controller, &id).await?;
+    ensure!(!bare.logged().contains("panic"), "{}", bare.logged());
+    remove(&controller, &id).await.context("removed without a further process")?;
+    fs::write(full.join("pids.max"), "max")?;
+    fs::write(pids.join("cgroup.procs"), daemon.to_string())?;
     fs::remove_dir(&full)?;
     bare.nothing_left().await
 }
