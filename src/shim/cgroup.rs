@@ -6,9 +6,6 @@ use std::path::{Component, Path, PathBuf};
 
 use crate::error::{IoContext as _, Step};
 
-/// Where the cgroup file systems of a node are.
-pub const MOUNT: &str = "/sys/fs/cgroup";
-
 /// Whether a process with this content of `/proc/PID/cgroup` is in the cgroup that is named by the container's id: `ID`, or
 /// `PREFIX-ID.scope` with systemd.
 pub fn names(cgroups: &str, id: &str) -> bool {
@@ -40,7 +37,7 @@ fn lines(cgroups: &str) -> impl Iterator<Item = (&str, &str)> {
 }
 
 /// Ends what is in the container's cgroups, of which a process has this content of `/proc/PID/cgroup`, with version 2, and lets it end, with
-/// version 1: what is killed there and frozen dies when it is thawed. `mount` is [`MOUNT`]. Gone already is success.
+/// version 1: what is killed there and frozen dies when it is thawed. `mount` is where the cgroup file systems are. Gone already is success.
 ///
 /// # Errors
 /// The failed step.

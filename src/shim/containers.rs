@@ -17,6 +17,7 @@ use containerd_shim_protos::shim::oci::Options;
 use super::cgroup;
 use super::origin::{self, Origin, SANDBOX};
 use crate::error::{IoContext as _, Step};
+use crate::pause::cgroup::mounted::ROOT;
 use crate::pause::held::{Held, Namespace};
 use crate::pause::launch::pids;
 
@@ -168,7 +169,7 @@ pub fn kill(containers: &[Container]) -> Result<(), Step> {
             return Ok(());
         }
         for (id, cgroups) in &cgroups {
-            cgroup::end(Path::new(cgroup::MOUNT), cgroups, id)?;
+            cgroup::end(Path::new(ROOT), cgroups, id)?;
         }
         thread::sleep(PAUSE);
     }

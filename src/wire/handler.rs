@@ -1,4 +1,4 @@
-//! The one handler behind both protocols: decode, call the verb, encode.
+//! The one handler behind both protocols: decode, call the method, encode.
 
 use std::future::{Future, ready};
 use std::panic::{AssertUnwindSafe, catch_unwind};

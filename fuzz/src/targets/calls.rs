@@ -81,14 +81,14 @@ fn one<Q: Message, A: Message>(path: &str, message: &[u8], id: fn(&Q) -> &String
     }
     let Ok(request) = Q::parse_from_bytes(message) else {
         assert_eq!(answer.expect_err("it is malformed").code, Code::INVALID_ARGUMENT);
-        return assert_eq!(asked.calls, 0, "a malformed message has reached a verb");
+        return assert_eq!(asked.calls, 0, "a malformed message has reached a handler");
     };
     let again = Q::parse_from_bytes(&request.write_to_bytes().expect("it is encoded")).expect("it is decoded again");
     // Not the bytes: maps have no order, and a NaN is no equal of itself; these messages have no numbers that could be one.
     assert!(again == request, "{path}: it became another by encoding and decoding");
     match answer {
         Ok(bytes) => drop(A::parse_from_bytes(&bytes).expect("the answer is of its type")),
-        // Refused before a verb.
+        // Refused before any handler.
         Err(Status { code: Code::INVALID_ARGUMENT, .. }) if asked.calls == 0 => return,
         Err(_) => {}
     }
