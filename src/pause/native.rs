@@ -493,7 +493,11 @@ mod tests {
         let cgroup = root.join(&*plan.id);
         fs::write(cgroup.join("freezer.state"), "FROZEN").unwrap();
         pause.kill().unwrap();
-        driver.cleanup(&plan.site()).unwrap();
+        // Tried again, as by a sandbox's owner: a pause has the least CPU weight, and so ends late on a busy machine.
+        let begun = Instant::now();
+        while let Err(left) = driver.cleanup(&plan.site()) {
+            assert!(begun.elapsed().as_secs() < 30, "{left:?}");
+        }
         assert!(!cgroup.exists());
     }
 
