@@ -8,10 +8,12 @@ use std::time::Duration;
 
 use log::LevelFilter;
 
+mod environment;
 mod file;
 mod pattern;
 mod value;
 
+pub use environment::Variables;
 pub use pattern::Pattern;
 pub use value::{Categories, CgroupDriver, DriverName, Drivers, LogFormat, Metrics, ShimOwner, Shims};
 
@@ -128,6 +130,10 @@ settings! {
     /// Shims to use instead of those that containerd would find, by runtime name, as
     /// `shims = { "io.containerd.runc.v2" = "/usr/local/bin/containerd-shim-other-v2" }`.
     shims: Shims = Shims::default();
+    /// Variables that shims get beside the daemon's own, as `shim_env = ["SCHED_CORE=1"]`; as containerd's `env` under
+    /// `plugins."io.containerd.shim.v1.manager"`, for the shims that the sandboxer starts. With SCHED_CORE set a shim and its containers get a
+    /// core scheduling domain of their own; no shim starts where the kernel has none.
+    shim_env: Variables = Variables::default();
     /// Never ask for an `oom_score_adj` below the daemon's own. As containerd's setting of this name, and needed where
     /// the daemon lacks CAP_SYS_RESOURCE.
     restrict_oom_score_adj: bool = false;
@@ -320,216 +326,4 @@ fn identifier_fault(text: &str) -> Option<String> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn load(text: &str, flags: &[(&str, &str)]) -> Result<Config, String> {
-        let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("c.toml");
-        std::fs::write(&file, text).unwrap();
-        let flags: Vec<_> = flags.iter().map(|(n, v)| ((*n).to_owned(), (*v).to_owned())).collect();
-        let prefix = format!("{}/", dir.path().display());
-        Config::load(Some(&file), &flags).map_err(|e| e.to_string().replace(&prefix, ""))
-    }
-
-    fn error(text: &str) -> String {
-        load(text, &[]).unwrap_err()
-    }
-
-    #[test]
-    fn default_file_parses_back_to_the_defaults() {
-        assert_eq!(load(&Config::default().to_toml(), &[]), Ok(Config::default()));
-        assert_eq!(load("", &[]), Ok(Config::default()));
-    }
-
-    #[test]
-    fn every_setting_is_described_and_shown() {
-        let text = Config::default().to_toml();
-        for setting in SETTINGS {
-            assert!(setting.meaning.iter().all(|line| !line.trim().is_empty()), "{}", setting.name);
-            assert!(text.contains(&format!("\n{} = ", setting.name)), "{}", setting.name);
-            for line in setting.meaning {
-                assert!(text.contains(&format!("#{line}")), "{}: {line}", setting.name);
-            }
-        }
-    }
-
-    #[test]
-    fn every_setting_takes_effect_from_file_and_flag() {
-        let text = r#"
-            socket = "/a/s.sock"
-            state_dir = "/a/state"
-            containerd_root = "/a/root"
-            containerd_state = "/a/run"
-            containerd_address = "/a/c.sock"
-            containerd_namespace = "other"
-            cgroup_driver = "cgroupfs"
-            drivers = { "io.x.v2" = "native" }
-            shim = "containerd"
-            shims = { "io.x.v2" = "/a/shim", "y.v1" = "/b" }
-            restrict_oom_score_adj = true
-            enable_unprivileged_ports = false
-            enable_unprivileged_icmp = false
-            enable_selinux = true
-            selinux_category_range = 7
-            pod_annotations = ["a.example/*", "b"]
-            abandoned_after = 5
-            forgotten_interval = 6
-            metrics = "unix:///a/m.sock"
-            log_level = "trace"
-            log_format = "json"
-        "#;
-        let changed = load(text, &[]).unwrap();
-        let (default, mut flags) = (Config::default(), Vec::new());
-        for setting in SETTINGS {
-            let (was, is) = (setting.show(&default), setting.show(&changed));
-            assert_ne!(was, is, "{} is not in this test", setting.name);
-            flags.push((setting.name, is.trim_matches('"').to_owned()));
-        }
-        let flags: Vec<_> = flags.iter().map(|(n, v)| (*n, v.as_str())).collect();
-        assert_eq!(load("", &flags), Ok(changed.clone()));
-        assert_eq!(load(&changed.to_toml(), &[]), Ok(changed));
-    }
-
-    #[test]
-    fn what_is_shown_parses_back_whatever_characters_it_has() {
-        let odd: String = (1..0xa1).filter_map(char::from_u32).filter(|c| !"[]*?\\".contains(*c)).collect();
-        let config = Config { pod_annotations: vec![odd.parse().unwrap()], ..Config::default() };
-        assert_eq!(load(&config.to_toml(), &[]), Ok(config));
-    }
-
-    #[test]
-    fn flags_override_the_file() {
-        let config = load("socket = \"/a/b\"\nabandoned_after = 7", &[("socket", "/c/d")]).unwrap();
-        assert_eq!((config.socket, config.abandoned_after), ("/c/d".into(), Duration::from_secs(7)));
-    }
-
-    #[test]
-    fn errors_name_file_line_and_setting() {
-        assert_eq!(
-            error("\nsocet = 1"),
-            "c.toml:2: socet: unknown setting (`pause-sandboxer config default` prints all)"
-        );
-        assert_eq!(error("socket = 1"), "c.toml:1: socket: must be an absolute path, is 1");
-        assert_eq!(
-            error("\n\nlog_level = \"loud\""),
-            "c.toml:3: log_level: must be one of off, error, warn, info, debug, trace, is \"loud\""
-        );
-        assert_eq!(
-            error("abandoned_after = -1"),
-            "c.toml:1: abandoned_after: must be a whole number of seconds, at least 1, is -1"
-        );
-        assert_eq!(
-            error("abandoned_after = 0"),
-            "c.toml:1: abandoned_after: must be a whole number of seconds, at least 1, is 0"
-        );
-        assert_eq!(error("pod_annotations = \"a\""), "c.toml:1: pod_annotations: must be a list of patterns, is \"a\"");
-        assert_eq!(error("pod_annotations = [\"a\", \"[b\"]"), "c.toml:1: pod_annotations: \"[b\" is no pattern");
-        assert_eq!(
-            error("restrict_oom_score_adj = \"yes\""),
-            "c.toml:1: restrict_oom_score_adj: must be true or false, is \"yes\""
-        );
-        assert_eq!(error("state_dir = \"run\""), "c.toml:1: state_dir: must be an absolute path, is \"run\"");
-        assert_eq!(
-            error("state_dir = \"/a/../b\""),
-            "c.toml:1: state_dir: must be an absolute path without \"..\", is \"/a/../b\""
-        );
-        assert_eq!(
-            error("[log]\nlevel = 1"),
-            "c.toml:1: log: unknown setting (`pause-sandboxer config default` prints all)"
-        );
-        assert!(error("a = 1\nsocket =").starts_with("c.toml:2: "), "{}", error("a = 1\nsocket ="));
-        assert!(error("log_level = \"info\"\nlog_level = \"info\"").starts_with("c.toml:2: "));
-        assert_eq!(
-            load("", &[("state_dir", "x")]).unwrap_err(),
-            "flag --state-dir: state_dir: must be an absolute path, is \"x\""
-        );
-        assert_eq!(
-            load("", &[("x", "x")]).unwrap_err(),
-            "flag --x: x: unknown setting (`pause-sandboxer config default` prints all)"
-        );
-    }
-
-    #[test]
-    fn settings_that_do_not_fit_together_are_named_where_they_were_set() {
-        assert_eq!(
-            error("state_dir = \"/run/containerd/io.containerd.grpc.v1.cri/x\""),
-            "c.toml:1: state_dir: must not be containerd_state nor below /run/containerd/io.containerd.grpc.v1.cri: that is containerd's own"
-        );
-        assert!(error("state_dir = \"/x\"\ncontainerd_root = \"/x/\"").starts_with("c.toml:1: state_dir: "));
-        assert!(error("socket = \"/run/containerd/containerd.sock\"").starts_with("c.toml:1: socket: "));
-        assert!(error("socket = \"/sock\"").starts_with("c.toml:1: socket: "));
-        assert!(error("socket = \"/a/s\"\nmetrics = \"unix:///a/s.ttrpc\"").starts_with("c.toml:2: metrics: "));
-        assert!(error("containerd_namespace = \"a/b\"").starts_with("c.toml:1: containerd_namespace: "));
-    }
-
-    #[test]
-    fn patterns_are_plain_words_in_a_flag() {
-        let shown = |text: &str| {
-            load("", &[("pod_annotations", text)]).map(|config| {
-                config.pod_annotations.iter().map(|pattern| pattern.as_str().to_owned()).collect::<Vec<_>>()
-            })
-        };
-        for (text, patterns) in [
-            ("io.x.*", &["io.x.*"][..]),
-            ("io.x.*, b/?", &["io.x.*", "b/?"]),
-            ("[ab]*", &["[ab]*"]),
-            ("[\"a\", \"b*\"]", &["a", "b*"]),
-            ("[]", &[]),
-            ("", &[]),
-        ] {
-            assert_eq!(shown(text).unwrap(), patterns, "{text}");
-        }
-        assert!(shown("a,[b").unwrap_err().ends_with("\"[b\" is no pattern"));
-    }
-
-    #[test]
-    fn metrics_are_for_the_node_alone() {
-        for good in ["off", "unix:///a/b", "127.0.0.1:9477", "127.8.9.1:1", "[::1]:9477"] {
-            let config = load("", &[("metrics", good)]).unwrap();
-            assert_eq!(config.metrics.to_string(), good);
-        }
-        for bad in [
-            "",
-            "on",
-            "0.0.0.0:9477",
-            "10.0.0.1:9477",
-            "[::]:9477",
-            "localhost:9477",
-            "127.0.0.1",
-            "127.0.0.1:0",
-            "unix://a/b",
-            "/a/b",
-        ] {
-            let e = load("", &[("metrics", bad)]).unwrap_err();
-            assert!(e.starts_with("flag --metrics: metrics: must be off, unix:///PATH or "), "{bad}: {e}");
-        }
-    }
-
-    #[test]
-    fn the_longest_socket_path_fits() {
-        let path = |length: usize| format!("/d/{}", "a".repeat(length - 3));
-        assert!(load("", &[("socket", &path(97))]).is_ok());
-        let e = load("", &[("socket", &path(98))]).unwrap_err();
-        assert_eq!(
-            e,
-            "flag --socket: socket: must be at most 97 bytes long, to leave room for the ttrpc socket's name; has 98"
-        );
-    }
-
-    #[test]
-    fn a_named_file_must_exist() {
-        let e = Config::load(Some(Path::new("/nowhere/c.toml")), &[]).unwrap_err().to_string();
-        assert_eq!(e, "read config file /nowhere/c.toml: No such file or directory (os error 2)");
-    }
-
-    #[test]
-    fn identifiers() {
-        for good in ["k8s.io", "a", "A-b_c.9"] {
-            assert_eq!(identifier_fault(good), None, "{good}");
-        }
-        for bad in ["", "a..b", "-a", "a/b", "a b", "é", &"a".repeat(77)] {
-            assert!(identifier_fault(bad).is_some(), "{bad}");
-        }
-    }
-}
+mod tests;

@@ -15,6 +15,7 @@ use crate::config::{Config, Pattern, ShimOwner};
 use crate::shim;
 
 mod config;
+mod environment;
 mod files;
 
 const SUBJECT: &str = "containerd";
@@ -321,6 +322,7 @@ fn switches(table: &Table, version: i64, config: &Config) -> Vec<Finding> {
     };
     let mut findings = labels(&set, config);
     findings.extend(annotations(&ours(table, config), config));
+    findings.extend(environment::judge(table, config));
     let switches = [
         // containerd 2's own defaults (internal/cri/config/config_unix.go).
         ("restrict_oom_score_adj", false, config.restrict_oom_score_adj),

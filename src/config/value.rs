@@ -41,7 +41,7 @@ impl Input<'_> {
     }
 
     /// Says what the value is instead of what it must be.
-    fn refused(&self, must_be: &str) -> String {
+    pub(super) fn refused(&self, must_be: &str) -> String {
         let is = match self {
             Self::Text(text) => format!("{text:?}"),
             Self::Toml(DeValue::String(text)) => format!("{text:?}"),
@@ -69,7 +69,7 @@ pub(super) trait Value: Sized {
 }
 
 /// A TOML basic string. JSON's escapes are a subset of TOML's, but JSON has DEL as it is.
-fn quoted(text: &str) -> String {
+pub(super) fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string().replace('\u{7f}', "\\u007F")
 }
 

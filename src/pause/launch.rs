@@ -33,6 +33,8 @@ pub struct Launch<'a> {
     pub arguments: &'a [OsString],
     /// Its environment, `NAME=value`; nothing is added.
     pub environment: &'a [OsString],
+    /// It gets a core scheduling domain of its own, which those that it starts inherit.
+    pub core_domain: bool,
     /// Its working directory.
     pub directory: &'a Path,
     /// Its descriptor 3.
@@ -87,6 +89,7 @@ impl Launcher {
             null: null.as_fd(),
             errors: launch.errors.unwrap_or(null.as_fd()),
             open_files: self.open_files,
+            core_domain: launch.core_domain,
         };
         let how = sys::Clone { flags: sys::CLONE_CLEAR_SIGHAND, cgroup: None, born: None, stack: None };
         let Cloned { pid, pidfd, late } = self.deadline.clone_child(how, &work, child).step("clone process")?;
@@ -216,8 +219,14 @@ fn string(text: OsString) -> Result<CString, Step> {
 }
 
 /// The steps of the child.
-const STEPS: [&str; 5] =
-    ["prepare process", "hand over the socket", "enter working directory", "limit open files", EXECUTE];
+const STEPS: [&str; 6] = [
+    "prepare process",
+    "hand over the socket",
+    "enter working directory",
+    "limit open files",
+    "make core scheduling domain",
+    EXECUTE,
+];
 const EXECUTE: &str = "execute";
 
 /// All that the child works on; prepared by the parent, whose memory it shares (see [`sys::clone_child`]).
@@ -232,6 +241,7 @@ struct Work<'a> {
     null: BorrowedFd<'a>,
     errors: BorrowedFd<'a>,
     open_files: Option<u64>,
+    core_domain: bool,
 }
 
 extern "C" fn child(work: &Work<'_>) -> ! {
@@ -261,6 +271,10 @@ fn become_program(work: &Work<'_>) -> Result<(), Errno> {
         sys::limit_open_files(soft)?;
     }
     work.step.store(4, Relaxed);
+    if work.core_domain {
+        sys::core_domain()?;
+    }
+    work.step.store(5, Relaxed);
     sys::default_signals()
 }
 
@@ -286,6 +300,7 @@ mod tests {
             program: Path::new(program),
             arguments,
             environment: &["A=b".into()],
+            core_domain: false,
             directory,
             socket: socket.as_fd(),
             errors: None,
@@ -427,6 +442,40 @@ mod tests {
         assert!(find(&directory.path().join("none")).is_none());
         process.kill().unwrap();
         process.exited().await;
+    }
+
+    /// Or none is launched, where the kernel has no such domains.
+    #[tokio::test]
+    async fn has_a_core_scheduling_domain_if_asked() {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = UnixListener::bind(directory.path().join("s")).unwrap();
+        let launched = Launcher::new(None).unwrap().launch(&Launch {
+            program: Path::new("/bin/sleep"),
+            arguments: &["1000".into()],
+            environment: &[],
+            core_domain: true,
+            directory: directory.path(),
+            socket: socket.as_fd(),
+            errors: None,
+        });
+        // What the kernel says to another process.
+        let script = "import ctypes; c = ctypes.CDLL(None, use_errno=True); \
+                      print(0 if c.prctl(62, 1, 0, 1, 0) == 0 else ctypes.get_errno())";
+        let said = Command::new("python3").args(["-c", script]).output().unwrap();
+        let errno: i32 = String::from_utf8(said.stdout).unwrap().trim().parse().unwrap();
+        match launched {
+            Ok(process) => {
+                let cookie = sys::core_cookie(process.identity().pid).unwrap();
+                process.kill().unwrap();
+                assert_eq!(errno, 0);
+                assert!(cookie != 0 && cookie != sys::core_cookie(0).unwrap(), "{cookie}");
+            }
+            Err(step) => {
+                let error = io::Error::from_raw_os_error(errno);
+                let expected = format!("make core scheduling domain {}: {error}", directory.path().display());
+                assert_eq!(step.to_string(), expected);
+            }
+        }
     }
 
     #[tokio::test]

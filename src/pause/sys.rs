@@ -29,9 +29,11 @@ mod program;
 pub(super) use look::{attribute, device_and_inode};
 pub(super) use memory::limit_arenas;
 pub(super) use mount::{attach_mount, detach_here, enter_directory, make_mounts_private, new_tmpfs, pivot_here};
+#[cfg(test)]
+pub(super) use program::core_cookie;
 pub(super) use program::{
-    Pointers, change_directory, close_at_execute, default_signals, duplicate_to, execute_path, lift_process_limit,
-    limit_open_files, limit_open_files_of, own_signals, pointers,
+    Pointers, change_directory, close_at_execute, core_domain, default_signals, duplicate_to, execute_path,
+    lift_process_limit, limit_open_files, limit_open_files_of, own_signals, pointers,
 };
 
 /// A system call's error number (errno(3)).

@@ -92,6 +92,7 @@ impl Environment {
             on_demand_address: format!("ttrpc+unix://{}", config.ttrpc_socket().display()),
             binaries: config.shims.0.clone(),
             open_files,
+            environment: config.shim_env.0.clone(),
         };
         let shims = Arc::new(shim::Shims::new(settings)?);
         let shim_driver = Arc::new(ShimDriver::new(shims.clone()));

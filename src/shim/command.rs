@@ -1,5 +1,6 @@
 //! How a shim's binary is called: arguments and environment of the runtime-v2 protocol, and calls that must end.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::io;
 use std::path::Path;
@@ -60,8 +61,11 @@ pub fn path() -> String {
     path
 }
 
-/// The environment of a shim, `NAME` and value: the daemon's, and what containerd adds (`pkg/shim.Command`).
-fn environment(settings: &Settings, threads: &str) -> Vec<(OsString, OsString)> {
+/// What asks for a core scheduling domain, if it is not empty (containerd's `SCHED_CORE`).
+const CORE_DOMAIN: &str = "SCHED_CORE";
+
+/// The environment of a shim: the daemon's, what containerd adds (`pkg/shim.Command`), and what an operator has set.
+fn environment(settings: &Settings, threads: &str) -> BTreeMap<OsString, OsString> {
     let protocol = [
         ("PATH", path()),
         ("TTRPC_ADDRESS", settings.containerd_ttrpc()),
@@ -70,10 +74,20 @@ fn environment(settings: &Settings, threads: &str) -> Vec<(OsString, OsString)> 
         ("MAX_SHIM_VERSION", "2".to_owned()),
         ("GOMAXPROCS", threads.to_owned()),
     ];
-    let set = |name: &OsString| protocol.iter().any(|(known, _)| name == known) || OWN.iter().any(|own| name == own);
-    let mut environment: Vec<(OsString, OsString)> = std::env::vars_os().filter(|(name, _)| !set(name)).collect();
+    let mut environment: BTreeMap<OsString, OsString> = std::env::vars_os().collect();
+    environment.retain(|name, _| OWN.iter().all(|own| name != own));
     environment.extend(protocol.map(|(name, value)| (name.into(), value.into())));
+    environment.extend(settings.environment.iter().map(|(name, value)| (name.into(), value.into())));
     environment
+}
+
+/// Whether the server gets a core scheduling domain of its own. containerd's shim makes it in its `start`, which a server of ours has not had.
+pub fn has_core_domain(environment: &[OsString]) -> bool {
+    let value = |variable: &OsString| {
+        let value = variable.to_str()?.strip_prefix(CORE_DOMAIN)?.strip_prefix('=')?;
+        Some(!value.is_empty())
+    };
+    environment.iter().find_map(value).unwrap_or(false)
 }
 
 /// The arguments of a shim's server for group `id`.
@@ -91,8 +105,11 @@ pub fn server_arguments(settings: &Settings, id: &str) -> Vec<OsString> {
 
 /// The environment of a shim's server, `NAME=value`.
 pub fn server_environment(settings: &Settings, id: &str) -> Vec<OsString> {
+    const SERVICE: &str = "OTEL_SERVICE_NAME";
     let mut environment = environment(settings, "4");
-    environment.push(("OTEL_SERVICE_NAME".into(), format!("containerd-shim-{id}").into()));
+    if !settings.environment.contains_key(SERVICE) {
+        environment.insert(SERVICE.into(), format!("containerd-shim-{id}").into());
+    }
     let join = |(mut name, value): (OsString, OsString)| {
         name.push("=");
         name.push(value);
@@ -219,6 +236,34 @@ async fn read(pipe: Option<impl tokio::io::AsyncRead + Unpin>) -> io::Result<Vec
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_an_operator_sets_goes_before_all_else_and_is_there_once() {
+        let set = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+        let settings = |variables: &[(String, String)]| Settings {
+            containerd_address: "/c.sock".into(),
+            containerd_namespace: "k8s.io".to_owned(),
+            containerd_state: "/state".into(),
+            state_dir: "/own".into(),
+            sandboxes: "/own/sandboxes".into(),
+            on_demand_address: String::new(),
+            binaries: Default::default(),
+            open_files: None,
+            environment: variables.iter().cloned().collect(),
+        };
+        let own = server_environment(&settings(&[]), "pod");
+        assert!(!has_core_domain(&own), "{own:?}");
+        let changed =
+            server_environment(&settings(&[set("SCHED_CORE", "1"), set("GOMAXPROCS", "9"), set("X", "y=z")]), "pod");
+        assert!(has_core_domain(&changed), "{changed:?}");
+        for expected in ["SCHED_CORE=1", "GOMAXPROCS=9", "X=y=z", "NAMESPACE=k8s.io"] {
+            assert_eq!(changed.iter().filter(|variable| *variable == expected).count(), 1, "{expected}: {changed:?}");
+        }
+        assert_eq!(changed.len(), own.len() + 2, "{changed:?}");
+        let named = server_environment(&settings(&[set("OTEL_SERVICE_NAME", "own")]), "pod");
+        assert!(named.contains(&"OTEL_SERVICE_NAME=own".into()) && named.len() == own.len(), "{named:?}");
+        assert!(!has_core_domain(&server_environment(&settings(&[set("SCHED_CORE", "")]), "pod")));
+    }
 
     async fn shell(script: &str) -> Result<Vec<u8>, String> {
         let mut command = Command::new("/bin/sh");

@@ -86,6 +86,8 @@ pub struct Settings {
     pub binaries: BTreeMap<String, PathBuf>,
     /// The soft limit of open files that shims get, and containers from them; without, the daemon's.
     pub open_files: Option<u64>,
+    /// Variables that an operator has set for shims.
+    pub environment: BTreeMap<String, String>,
 }
 
 impl Settings {

@@ -346,10 +346,12 @@ impl Owned {
         let log = fifo::read(&self.group.bundle().log(), &self.group.id)?;
         let errors = fifo::writer(&self.group.bundle().log())?;
         self.group.bundle().record(Some(&Recorded::Launching))?;
+        let environment = command::server_environment(settings, &self.group.id);
         let launched = self.group.shims.launcher.launch(&Launch {
             program: &binary,
             arguments: &command::server_arguments(settings, &self.group.id),
-            environment: &command::server_environment(settings, &self.group.id),
+            environment: &environment,
+            core_domain: command::has_core_domain(&environment),
             directory: self.group.bundle().dir(),
             socket: listener.as_fd(),
             errors: Some(errors.as_fd()),

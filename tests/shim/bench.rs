@@ -48,7 +48,7 @@ impl Bench {
         let node = Node::start(Options {
             sandboxer: Some(env!("CARGO_BIN_EXE_pause-sandboxer").into()),
             sandboxer_config: format!(
-                "shims = {{ \"io.containerd.runc.v2\" = \"{}\" }}\n{}",
+                "shims = {{ \"io.containerd.runc.v2\" = \"{}\" }}\nshim_env = [\"KIT_SHIM=set\"]\n{}",
                 shim.display(),
                 kind.setting()
             ),
@@ -72,6 +72,11 @@ impl Bench {
     /// What is to happen to the next calls of a method, of shims that came by the order `proxy`: `fail N`, `lose N`, `cut N`, `die N`, `hang N`, `late SECONDS`, `lie PID`.
     pub(crate) fn misbehave(&self, method: &str, how: &str) -> Result<()> {
         Ok(fs::write(crate::proxy::calls(&self.order), format!("{method} {how}"))?)
+    }
+
+    /// What the last call that cleans up after a shim had for the variable that is set for shims.
+    pub(crate) fn deleted(&self) -> Result<String> {
+        Ok(fs::read_to_string(self.order.with_extension("deleted"))?)
     }
 
     /// Calls are passed on as they are.

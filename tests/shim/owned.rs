@@ -13,6 +13,7 @@ use nix::sys::signal::Signal;
 use crate::bench::{
     Bench, Case, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, removed, shims, signal,
 };
+use crate::started::a_shim_has_the_variables_that_are_set;
 use kit::until;
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -30,6 +31,7 @@ pub(crate) fn cases() -> Vec<Case> {
         a_pod_that_is_removed_while_its_dead_shim_is_cleaned_up_leaves_nothing,
         calls_that_fail_are_late_or_lost_leave_nothing,
         fifty_pods_leave_no_shim,
+        a_shim_has_the_variables_that_are_set,
     ]
 }
 

@@ -22,6 +22,7 @@ pub(crate) fn cases() -> Vec<Case> {
         a_shim_that_cannot_be_looked_for_is_found_later,
         an_address_outlives_starts_that_fail,
         a_deletion_that_is_cut_off_leaves_nothing,
+        a_shim_has_the_variables_that_are_set,
     ]
 }
 
@@ -146,6 +147,24 @@ async fn an_address_outlives_starts_that_fail(bench: Arc<Bench>) -> Result<()> {
     bench.order("slow")?;
     one_shim(&pod).await?;
     pod.run(ContainerSpec::sleeping("a")).await?;
+    removed(&pod).await?;
+    no_shim(&pod).await
+}
+
+/// Its server, and whoever cleans up after it.
+pub(crate) async fn a_shim_has_the_variables_that_are_set(bench: Arc<Bench>) -> Result<()> {
+    let pod = bench.pod("told").await?;
+    pod.run(ContainerSpec::sleeping("a")).await?;
+    let shim = one_shim(&pod).await?;
+    let environment = std::fs::read_to_string(format!("/proc/{}/environ", shim.pid))?;
+    let told = environment.split('\0').filter(|variable| *variable == "KIT_SHIM=set").count();
+    ensure!(told == 1, "{environment:?}");
+    signal(shim.pid, Signal::SIGKILL)?;
+    until("a call that cleans up", SOON, async || {
+        ensure!(bench.deleted()? == "set\n");
+        Ok(())
+    })
+    .await?;
     removed(&pod).await?;
     no_shim(&pod).await
 }

@@ -4,6 +4,7 @@
 order=$(cat ORDER_FILE)
 case " $* " in
 *" delete "*)
+    echo "$KIT_SHIM" >ORDER_FILE.deleted
     [ "$order" = tardy ] && sleep 2
     exec REAL_SHIM "$@"
     ;;

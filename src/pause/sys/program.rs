@@ -100,6 +100,25 @@ pub(in crate::pause) fn limit_open_files(soft: u64) -> Result<()> {
     limit(libc::RLIMIT_NOFILE, Some(&[soft.min(hard), hard])).map(drop)
 }
 
+/// prctl(2) PR_SCHED_CORE: a core scheduling domain of its own for this process.
+pub(in crate::pause) fn core_domain() -> Result<()> {
+    sched_core(libc::PR_SCHED_CORE_CREATE, 0, libc::PR_SCHED_CORE_SCOPE_THREAD_GROUP, 0)
+}
+
+fn sched_core(what: c_int, pid: usize, scope: c_int, cookie: usize) -> Result<()> {
+    let (option, scope) = (libc::PR_SCHED_CORE as usize, scope as usize);
+    // SAFETY: all arguments are numbers, but `cookie`, which is null or the address of a word to write.
+    unsafe { syscall(libc::SYS_prctl, [option, what as usize, pid, scope, cookie, 0]) }.map(drop)
+}
+
+/// The core scheduling domain of a process; 0: that of all.
+#[cfg(test)]
+pub(in crate::pause) fn core_cookie(pid: u32) -> Result<u64> {
+    let mut cookie = 0_u64;
+    sched_core(libc::PR_SCHED_CORE_GET, pid as usize, libc::PR_SCHED_CORE_SCOPE_THREAD, &raw mut cookie as usize)?;
+    Ok(cookie)
+}
+
 /// No limit of the user's processes, or the highest that this process may set.
 pub(in crate::pause) fn lift_process_limit() -> Result<()> {
     match limit(libc::RLIMIT_NPROC, Some(&[libc::RLIM_INFINITY; 2])) {

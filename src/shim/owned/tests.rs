@@ -18,6 +18,7 @@ fn endpoint(dir: &Path) -> (Arc<Shims>, Arc<Owned>) {
         on_demand_address: String::new(),
         binaries: Default::default(),
         open_files: None,
+        environment: Default::default(),
     };
     let shims = Arc::new(Shims::new(settings).unwrap());
     let Endpoint::Owned(owned) = shims.endpoint(Owner::Sandboxer, &"pod".into(), &Arc::default()) else {
