@@ -81,7 +81,7 @@ impl Class {
     }
 }
 
-/// Runs a piece on a thread of its class. When the future is dropped, a piece that has begun goes on, and one that has not is dropped.
+/// Runs a piece on a thread of its class. When the future is dropped, a piece that has begun runs to its end, and one that has not is dropped.
 ///
 /// # Errors
 /// The piece has panicked, no thread can be started, or the runtime is going down.
@@ -95,7 +95,7 @@ pub async fn run<T: Send + 'static>(class: Class, piece: impl FnOnce() -> T + Se
     let work = move || {
         let Some((turn, piece, tell)) = take(&queued) else { return };
         let done = catch_unwind(AssertUnwindSafe(piece)).map_err(|panic| panicked(&*panic));
-        // Held for as long as the thread is, whoever waits.
+        // Held for as long as the thread is, also when the future is dropped.
         drop(turn);
         let _ = tell.send(done);
     };

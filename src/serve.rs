@@ -67,7 +67,7 @@ pub(crate) fn serve(config: Config, file: Option<PathBuf>, flags: Vec<(String, S
     let result = runtime.block_on(run(&config, open_files, watched, || {
         Config::load(file.as_deref(), &flags).map_err(|e| e.to_string())
     }));
-    // What still blocks is the retry of a cleanup: the next daemon takes it up.
+    // What still blocks, such as the retry of a cleanup, the next daemon takes up.
     runtime.shutdown_timeout(Duration::from_secs(1));
     result
 }

@@ -83,7 +83,7 @@ async fn no_processes() -> Result<()> {
     bare.nothing_left().await
 }
 
-/// Pods have taken all process ids of the node, and the daemon has been idle for so long that its threads would have ended: it looks after itself
+/// Pods have taken all process ids of the node, and the daemon has been idle for so long that its threads would have ended: it feeds its watchdog
 /// and answers all the same.
 async fn no_processes_for_long() -> Result<()> {
     /// Longer than the runtime keeps idle threads by itself (10 s), and than the daemon goes without a look at them (15 s).
