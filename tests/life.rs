@@ -17,6 +17,7 @@ use pause_sandboxer::protos::cri::{
     LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption, PodSandboxConfig,
 };
 use protobuf::Message as _;
+use tokio::runtime::Builder;
 use tokio::sync::watch;
 
 #[derive(Debug, Default)]
@@ -416,6 +417,24 @@ async fn a_restart_takes_over_the_living_the_dead_and_the_undecided() {
     for id in ["alive", "dead", "stopped", "created"] {
         controller.shutdown(id).await.unwrap();
     }
+    assert_eq!(node.leftovers(), Vec::<String>::new());
+}
+
+/// As on a node that has no process ids left: the threads of the first runtime are to have more stack than there is memory.
+#[test]
+fn a_recovery_that_can_start_no_thread_keeps_no_pod_aside() {
+    let without_threads = Builder::new_current_thread().thread_stack_size(1 << 60).enable_all().build().unwrap();
+    let with_threads = Builder::new_current_thread().enable_all().build().unwrap();
+    let node = Node::new();
+    with_threads.block_on(async { node.controller().await.create(request("created")).await.unwrap() });
+    let environment = || Arc::new(Environment::new(node.config(), node.fake.clone(), None).unwrap());
+    let failed = without_threads.block_on(Controller::open(environment())).unwrap_err();
+    assert_eq!(failed.to_string(), "start a thread: Resource temporarily unavailable (os error 11)");
+    with_threads.block_on(async {
+        let controller = node.controller().await;
+        controller.start("created").await.unwrap();
+        controller.shutdown("created").await.unwrap();
+    });
     assert_eq!(node.leftovers(), Vec::<String>::new());
 }
 

@@ -50,7 +50,7 @@ pub enum Recovered {
 /// Takes over all records. `on_gone` frees an id when its sandbox is removed later.
 ///
 /// # Errors
-/// When the directory of the records can be neither made nor read; never because of a single record.
+/// When the directory of the records can be neither made nor read, or no thread be started; never because of a single record.
 pub async fn recover<F>(environment: &Arc<Environment>, on_gone: F) -> Result<Vec<Recovered>, Step>
 where
     F: Fn(&str) + Clone + Send + Sync + 'static,
@@ -59,6 +59,9 @@ where
     fs::DirBuilder::new().recursive(true).mode(0o700).create(sandboxes).step_at("make directory", sandboxes)?;
     keep_private(sandboxes)?;
     let ids = ids(sandboxes)?;
+    // Where no thread can be started no record can be looked at, and a pod that is kept aside stays so: the next start may have one. From here
+    // on there is one.
+    pool::run(Class::Recovery, || ()).await?;
     end_strays(environment).await;
     let all = stream::iter(ids).map(|id| {
         let (environment, on_gone) = (environment.clone(), on_gone.clone());
