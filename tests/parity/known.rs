@@ -173,7 +173,7 @@ const KNOWN: &[Known] = &[
     known("cgroup_parent, no slice", "*", "-", "*", "shown because the built-in has none to compare with")
         .on(&[On::Slices]),
     known("*", "RunPodSandbox: code", "UNKNOWN", "INVALID_ARGUMENT", CLASS),
-    known("*a slice without systemd", "pause: cgroup of *", "/new.slice:cri-containerd:<id>", "*", PLAIN_SLICE)
+    known("*a slice without systemd", "pause: cgroup of *", "*/new.slice:cri-containerd:<id>", "*", PLAIN_SLICE)
         .on(&[On::NoSystemd, On::Directories]),
     known("*a slice without systemd", "spec.linux.cgroupsPath", "new.slice:*", "/<node>/new.slice/<id>", PLAIN_SLICE)
         .on(&[On::NoSystemd, On::Directories]),
