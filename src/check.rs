@@ -101,7 +101,7 @@ pub struct Subject {
     pub containerd_program: PathBuf,
 }
 
-/// Looks at everything, in the order in which things must be mended.
+/// Looks at everything, in the order in which things must be fixed.
 pub fn run(subject: &Subject) -> Vec<Finding> {
     let mut findings = kernel::look();
     findings.extend(privilege::look(&subject.config));

@@ -6,7 +6,7 @@ use toml::de::DeValue;
 
 use super::value::{Input, Value, quoted};
 
-/// What a shim is told of its node by variables (runtime-v2 protocol): set by the sandboxer alone.
+/// Variables of the runtime-v2 protocol, which describe the node to a shim: the sandboxer alone sets them.
 const PROTOCOL: [&str; 4] = ["TTRPC_ADDRESS", "GRPC_ADDRESS", "NAMESPACE", "MAX_SHIM_VERSION"];
 
 /// Variables by name.

@@ -2,7 +2,7 @@
 //!
 //! CRI bind-mounts them into containers and never makes them. When containerd restarts it deletes them,
 //! unmounting the shared memory first, because it knows no pause container of that id. So the tmpfs is
-//! held by a mount of our own, and [`Places::mend`] puts all of it back, the same tmpfs included.
+//! held by a mount of our own, and [`Places::restore`] puts all of it back, the same tmpfs included.
 
 use std::borrow::Cow;
 use std::fs;
@@ -82,7 +82,7 @@ impl Dns {
 pub struct Places {
     roots: Arc<Roots>,
     id: Text,
-    /// Set once the shared memory was released: nothing is mended any more.
+    /// Set once the shared memory was released: nothing is restored any more.
     released: Mutex<bool>,
 }
 
@@ -162,28 +162,28 @@ impl Places {
     ///
     /// # Errors
     /// Every step that failed; what did not need it is back.
-    pub fn mend(&self, shm: bool, files: impl FnOnce() -> Result<Files, Step>) -> Result<bool, Vec<Step>> {
+    pub fn restore(&self, shm: bool, files: impl FnOnce() -> Result<Files, Step>) -> Result<bool, Vec<Step>> {
         let released = self.turn();
         if *released {
             return Ok(false);
         }
         let mut errors = Vec::new();
-        let mut mended = self.mend_files(files, &mut errors);
+        let mut restored = self.restore_files(files, &mut errors);
         if shm {
             match self.shm_in_place() {
                 Ok(true) => {}
                 Ok(false) => match self.bind_shm() {
-                    Ok(()) => mended = true,
+                    Ok(()) => restored = true,
                     Err(step) => errors.push(step),
                 },
                 Err(step) => errors.push(step),
             }
         }
-        if errors.is_empty() { Ok(mended) } else { Err(errors) }
+        if errors.is_empty() { Ok(restored) } else { Err(errors) }
     }
 
     /// Containers have the files mounted and may change them: only one that is missing, or was never written to its end, gets another inode.
-    fn mend_files(&self, files: impl FnOnce() -> Result<Files, Step>, errors: &mut Vec<Step>) -> bool {
+    fn restore_files(&self, files: impl FnOnce() -> Result<Files, Step>, errors: &mut Vec<Step>) -> bool {
         let root = self.root();
         let gone: Vec<&str> = NAMES.into_iter().filter(|name| !is_written(&root.join(name))).collect();
         if gone.is_empty() {
@@ -196,20 +196,20 @@ impl Places {
                 return false;
             }
         };
-        let mut mended = false;
+        let mut restored = false;
         for name in gone {
             let path = root.join(name);
             match content(&files, name) {
                 // It is empty, as it is to be.
                 Ok(content) if content.is_empty() && path.exists() => {}
                 Ok(content) => match replace(&path, &content) {
-                    Ok(()) => mended = true,
+                    Ok(()) => restored = true,
                     Err(step) => errors.push(step),
                 },
                 Err(step) => errors.push(step),
             }
         }
-        mended
+        restored
     }
 
     /// Unmounts the shared memory. Gone already is success.

@@ -23,13 +23,13 @@ pub struct Healing {
 impl Sandbox {
     /// Puts back files that are gone. Blocks. What fails is logged once until a try does not fail, and tried again.
     pub(super) fn heal(self: &Arc<Self>) {
-        match self.work.mend() {
-            Ok(mended) => {
+        match self.work.restore() {
+            Ok(restored) => {
                 let failed = self.healing.failing.swap(false, SeqCst);
-                if mended {
+                if restored {
                     self.work.telemetry.files_healed();
                 }
-                if mended || failed {
+                if restored || failed {
                     log::info!(sandbox = self.id(); "files that were gone are back");
                 }
             }

@@ -307,8 +307,8 @@ impl Work {
     ///
     /// # Errors
     /// Every step that failed.
-    pub fn mend(&self) -> Result<bool, Vec<Step>> {
-        self.places.mend(self.shm, || Ok(self.store.read()?.files))
+    pub fn restore(&self) -> Result<bool, Vec<Step>> {
+        self.places.restore(self.shm, || Ok(self.store.read()?.files))
     }
 
     /// Asks the driver for the process that the record names.

@@ -1,0 +1,157 @@
+use super::super::{Level, worst};
+use super::*;
+
+const GOOD: &str = r#"
+version = 3
+[proxy_plugins.mine]
+type = "sandbox"
+address = "/run/pause-sandboxer/pause-sandboxer.sock"
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.fast]
+runtime_type = "io.containerd.runc.v2"
+sandboxer = "mine"
+"#;
+
+fn of(text: &str) -> Vec<Finding> {
+    judge(&toml::from_str(text).unwrap(), &Config::default())
+}
+
+/// The one finding that is not ok.
+fn fault(text: &str) -> Finding {
+    let mut faults: Vec<_> = of(text).into_iter().filter(|f| f.level != Level::Ok).collect();
+    assert_eq!(faults.len(), 1, "{faults:?}");
+    faults.remove(0)
+}
+
+#[test]
+fn a_good_config() {
+    let findings = of(GOOD);
+    assert_eq!(worst(&findings), Level::Ok, "{findings:?}");
+    assert!(findings.iter().any(|f| f.fact == "named by runtime handler \"fast\""), "{findings:?}");
+    let version2 =
+        GOOD.replace("version = 3", "version = 2").replace("io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri");
+    assert_eq!(worst(&of(&version2)), Level::Ok);
+    assert_eq!(worst(&of(&GOOD.replace("version = 3", "version = 2"))), Level::Ok, "a drop-in's section");
+    assert_eq!(worst(&of(&GOOD.replace("\"/run/pause", "\"unix:///run/pause"))), Level::Ok);
+}
+
+/// containerd 2.0 to 2.4 take both.
+#[test]
+fn a_config_without_a_version_and_one_of_version_1_are_taken() {
+    for (version, level) in [("", Level::Ok), ("version = 1", Level::Ok)] {
+        assert_eq!(worst(&of(&GOOD.replace("version = 3", version))), level, "{version:?}");
+    }
+    let old = GOOD.replace("version = 3", "").replace("io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri");
+    assert_eq!(worst(&of(&old)), Level::Fail, "containerd 2.1 passes this section over");
+}
+
+#[test]
+fn category_ranges_differ_where_pods_have_labels() {
+    let labelled = "plugins.\"io.containerd.cri.v1.runtime\".enable_selinux = true\nplugins.\"io.containerd.cri.v1.runtime\".selinux_category_range = 512\n[proxy_plugins.mine]";
+    let table: Table = toml::from_str(&GOOD.replace("[proxy_plugins.mine]", labelled)).unwrap();
+    let config = Config { enable_selinux: true, ..Config::default() };
+    let findings: Vec<_> = judge(&table, &config).into_iter().filter(|f| f.level != Level::Ok).collect();
+    assert_eq!(findings.len(), 1, "{findings:?}");
+    assert_eq!(findings[0].fact, "its selinux_category_range is 512, but this sandboxer's is 1024");
+    let unlabelled: Table =
+        toml::from_str(&GOOD.replace("[proxy_plugins.mine]", &labelled.replace("true", "false"))).unwrap();
+    assert_eq!(worst(&judge(&unlabelled, &Config::default())), Level::Ok);
+}
+
+#[test]
+fn a_path_over_a_link_is_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    let (real, link) = (dir.path().join("real"), dir.path().join("link"));
+    std::fs::create_dir_all(real.join("containerd")).unwrap();
+    std::os::unix::fs::symlink(&real, &link).unwrap();
+    let config = Config {
+        socket: real.join("s.sock"),
+        containerd_state: real.join("containerd"),
+        containerd_address: real.join("c.sock"),
+        ..Config::default()
+    };
+    let text = |at: &Path| {
+        GOOD.replace("/run/pause-sandboxer/pause-sandboxer.sock", &at.join("s.sock").display().to_string()).replace(
+            "version = 3",
+            &format!("version = 3\nstate = \"{0}/containerd\"\ngrpc = {{ address = \"{0}/c.sock\" }}", at.display()),
+        )
+    };
+    let of = |at: &Path, config: &Config| worst(&judge(&toml::from_str(&text(at)).unwrap(), config));
+    assert_eq!(of(&real, &config), Level::Ok);
+    assert_eq!(of(&link, &config), Level::Ok, "a link");
+    assert_eq!(of(&dir.path().join("other"), &config), Level::Fail);
+    let by_containerd = Config { shim: ShimOwner::Containerd, ..config };
+    assert_eq!(of(&link, &by_containerd), Level::Fail, "the name of the shim's socket is made from the text");
+    assert_eq!(of(&real, &by_containerd), Level::Ok);
+}
+
+#[test]
+fn each_fault_is_one_finding_with_advice() {
+    for (from, to, fact, advice) in [
+        (
+            "io.containerd.cri.v1.runtime",
+            "io.containerd.grpc.v1.cri",
+            "which version 3 does not read",
+            "io.containerd.cri.v1.runtime",
+        ),
+        ("\"sandbox\"", "\"snapshot\"", "but type \"snapshot\"", "set its type"),
+        ("pause-sandboxer.sock", "x.sock", "but \"mine\" at /run/pause-sandboxer/x.sock", "set its address"),
+        ("[proxy_plugins.mine]", "[other]", "no proxy plugin of type", "[proxy_plugins.pause-sandboxer]"),
+        (
+            "sandboxer = \"mine\"",
+            "sandboxer = \"podsandbox\"",
+            "no runtime handler has sandboxer = \"mine\"",
+            "runtimes.pause-sandboxer]",
+        ),
+        ("runtime_type = \"io.containerd.runc.v2\"", "", "\"fast\" has no runtime_type", "io.containerd.runc.v2"),
+        ("version = 3", "version = 3\nroot = \"/x\"", "its root is /x", "containerd_root = \"/x\""),
+        ("version = 3", "version = 3\nstate = \"/x\"", "its state is /x", "containerd_state = \"/x\""),
+        (
+            "version = 3",
+            "version = 3\ngrpc = { address = \"/x\" }",
+            "its grpc.address is /x",
+            "containerd_address = \"/x\"",
+        ),
+        (
+            "[proxy_plugins.mine]",
+            "plugins.\"io.containerd.server.v1.grpc\".address = \"/x\"\n[proxy_plugins.mine]",
+            "its grpc.address is /x",
+            "containerd_address = \"/x\"",
+        ),
+        ("version = 3", "version = 3\ndisabled_plugins = [\"cri\"]", "cri is disabled", "disabled_plugins"),
+        (
+            "[proxy_plugins.mine]",
+            "plugins.\"io.containerd.cri.v1.runtime\".restrict_oom_score_adj = true\n[proxy_plugins.mine]",
+            "restrict_oom_score_adj is true",
+            "the same in both",
+        ),
+        (
+            "sandboxer = \"mine\"",
+            "sandboxer = \"mine\"\npod_annotations = [\"io.x.*\"]",
+            "pod_annotations of runtime handler \"fast\" is [\"io.x.*\"], but this sandboxer's is []",
+            "the same in both",
+        ),
+    ] {
+        let finding = fault(&GOOD.replace(from, to));
+        assert!(finding.fact.contains(fact), "{finding} lacks {fact}");
+        assert!(finding.advice.contains(advice), "{finding} lacks {advice}");
+    }
+}
+
+#[test]
+fn versions() {
+    let of = |version: &str| {
+        super::version(&format!("containerd github.com/containerd/containerd/v2 {version} abc\n")).level
+    };
+    assert_eq!(of("2.1.9"), Level::Ok);
+    assert_eq!(of("v2.4.0-beta.0"), Level::Ok);
+    assert_eq!(of("1.7.27"), Level::Fail);
+    assert_eq!(of("9.0"), Level::Warn);
+    assert_eq!(super::version("").level, Level::Warn);
+}
+
+#[test]
+fn a_program_that_is_not_there_is_told() {
+    let finding = program(Path::new("/nowhere/containerd"));
+    assert_eq!(finding.level, Level::Warn);
+    assert!(finding.fact.contains("/nowhere/containerd"), "{finding}");
+}
