@@ -351,7 +351,11 @@ async fn after_a_reboot() -> Result<()> {
     }
     fs::remove_dir_all(bare.path("state"))?;
     fs::remove_dir_all(bare.path("run"))?;
-    kit::machine::cgroup::remove(&format!("{}/{id}", bare.cgroup()))?;
+    // A killed process keeps its cgroups until it has ended, and a pause has the least share of the processors.
+    until("its cgroups", Duration::from_secs(10), async || {
+        kit::machine::cgroup::remove(&format!("{}/{id}", bare.cgroup()))
+    })
+    .await?;
     bare.start().await?;
     for code in [controller.status(&id, false).await.map(drop), controller.wait(&id).await.map(drop)] {
         ensure!(code.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{code:?}");
