@@ -118,13 +118,19 @@ pub fn panicked(panic: &(dyn Any + Send)) -> Step {
     Step::new("run job", io::Error::other(format!("panicked: {text}")))
 }
 
-/// The classes that living pods need and that did not run an empty piece in time.
+/// The classes that living pods need and that have no free thread in time; all of them where the runtime runs no piece at all.
+///
+/// One empty piece answers for the threads of all classes, as there are as many as turns. One for each class would keep that many threads
+/// from ending, on a node where nothing happens.
 pub async fn stuck(within: Duration) -> Vec<Class> {
-    let probes = Class::VITAL.map(|class| async move {
-        let ran = tokio::time::timeout(within, run(class, || ())).await;
-        (!matches!(ran, Ok(Ok(())))).then_some(class)
+    let turns = Class::VITAL.map(|class| async move {
+        let turn = tokio::time::timeout(within, class.turns().acquire()).await;
+        (!matches!(turn, Ok(Ok(_)))).then_some(class)
     });
-    futures::future::join_all(probes).await.into_iter().flatten().collect()
+    let stuck: Vec<Class> = futures::future::join_all(turns).await.into_iter().flatten().collect();
+    let Some(free) = Class::VITAL.into_iter().find(|class| !stuck.contains(class)) else { return stuck };
+    let ran = tokio::time::timeout(within, run(free, || ())).await;
+    if matches!(ran, Ok(Ok(()))) { stuck } else { Class::VITAL.to_vec() }
 }
 
 #[cfg(test)]

@@ -57,9 +57,9 @@ pub(crate) fn serve(config: Config, file: Option<PathBuf>, flags: Vec<(String, S
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(WORKERS)
         .max_blocking_threads(pool::THREADS)
-        // Longer than between two looks of the watchdog, so that there is always a thread: where pods have taken all process ids, no other can
-        // be started.
-        .thread_keep_alive(watched)
+        // Twice as long as between two looks of the watchdog, so that there is always a thread: where
+        // pods have taken all process ids, no other can be started.
+        .thread_keep_alive(watched / 2)
         .thread_name("sandboxer")
         .enable_all()
         .build()

@@ -95,7 +95,8 @@ async fn soak(node: &Arc<Node>, seed: u64) -> Result<()> {
     Ok(())
 }
 
-/// Containers' streams and blocking threads end a little after the last pod.
+/// Containers' streams end a little after the last pod, blocking threads after half a minute: but
+/// for those that the watchdog's looks, two in that time, keep for a node without free process ids.
 async fn settled(node: &Node) -> Result<()> {
     until("no pod is listed", Duration::from_secs(20), async || {
         let listed = node.cri().list_pod_sandbox(api::PodSandboxFilter::new()).await?;
@@ -104,9 +105,9 @@ async fn settled(node: &Node) -> Result<()> {
     })
     .await?;
     let pid = node.sandboxer_pid()?;
-    until("the daemon is idle", Duration::from_secs(30), async || {
+    until("the daemon is idle", Duration::from_secs(90), async || {
         let threads = fs::read_dir(format!("/proc/{pid}/task"))?.count();
-        ensure!(threads <= 4, "{threads} threads");
+        ensure!(threads <= 6, "{threads} threads");
         Ok(())
     })
     .await
