@@ -233,6 +233,11 @@ async fn node_containerd_restarts(node: Arc<Node>) -> Result<()> {
         for pod in pods {
             pod.remove().await?;
         }
+        if how == "slow" {
+            // Not traced any more, as the shims that it launches would be too.
+            node.kill_sandboxer()?;
+            node.start_sandboxer().await?;
+        }
     }
     Ok(())
 }
