@@ -8,14 +8,17 @@ use anyhow::{Context, Result};
 use kit::machine::cgroup::hierarchies;
 use kit::machine::processes;
 
-/// A cgroup that counts the processor time of all that ran in it, children that have ended included.
+/// A cgroup that counts the processor time of all that ran in it, children that have ended
+/// included.
 #[derive(Clone, Debug)]
 pub(crate) struct Account(PathBuf);
 
 impl Account {
     /// The one at `path` in the hierarchy that counts; made if it is not there.
     pub(crate) fn at(path: &str) -> Result<Self> {
-        let counts = |root: &PathBuf| root.join("cpuacct.usage").exists() || root.join("cgroup.controllers").exists();
+        let counts = |root: &PathBuf| {
+            root.join("cpuacct.usage").exists() || root.join("cgroup.controllers").exists()
+        };
         let mut roots: Vec<PathBuf> = hierarchies()?.into_iter().filter(counts).collect();
         // Version 1 where it is mounted, as for the sandboxer.
         roots.sort_by_key(|root| !root.join("cpuacct.usage").exists());
@@ -33,13 +36,18 @@ impl Account {
 
     /// Processor time so far.
     pub(crate) fn used(&self) -> Result<Duration> {
-        let read = |file: &Path| fs::read_to_string(file).with_context(|| format!("read {}", file.display()));
+        let read = |file: &Path| {
+            fs::read_to_string(file).with_context(|| format!("read {}", file.display()))
+        };
         let usage = self.0.join("cpuacct.usage");
         if usage.exists() {
             return Ok(Duration::from_nanos(read(&usage)?.trim().parse()?));
         }
         let stat = read(&self.0.join("cpu.stat"))?;
-        let micros = stat.lines().find_map(|line| line.strip_prefix("usage_usec ")).context("cpu.stat has no usage")?;
+        let micros = stat
+            .lines()
+            .find_map(|line| line.strip_prefix("usage_usec "))
+            .context("cpu.stat has no usage")?;
         Ok(Duration::from_micros(micros.trim().parse()?))
     }
 }
@@ -48,15 +56,21 @@ impl Account {
 pub(crate) fn pss(pid: u32) -> Result<f64> {
     let path = format!("/proc/{pid}/smaps_rollup");
     let text = fs::read_to_string(&path).with_context(|| format!("read {path}"))?;
-    let line = text.lines().find_map(|line| line.strip_prefix("Pss:")).with_context(|| format!("{path}: no Pss"))?;
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("Pss:"))
+        .with_context(|| format!("{path}: no Pss"))?;
     Ok(line.trim().trim_end_matches(" kB").trim().parse()?)
 }
 
 /// Ids of the shims and pauses of a node.
 pub(crate) fn of_pods(node: &kit::Node) -> Result<Vec<u32>> {
-    let (top, inside) = (node.layout().top.to_string_lossy().into_owned(), format!(":{}/", node.layout().cgroup()));
+    let (top, inside) =
+        (node.layout().top.to_string_lossy().into_owned(), format!(":{}/", node.layout().cgroup()));
     let all = processes::all()?;
-    let shim = |p: &processes::Proc| p.comm.starts_with("containerd-shim") && p.command.contains(&top);
-    let pause = |p: &processes::Proc| p.command.starts_with("/pause") && p.cgroups.contains(&inside);
+    let shim =
+        |p: &processes::Proc| p.comm.starts_with("containerd-shim") && p.command.contains(&top);
+    let pause =
+        |p: &processes::Proc| p.command.starts_with("/pause") && p.cgroups.contains(&inside);
     Ok(all.iter().filter(|p| shim(p) || pause(p)).map(|p| p.pid).collect())
 }

@@ -46,8 +46,20 @@ pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report)
         report.median(format!("stop_{}_ms", target.name), stops[index].median_ms());
         homes[index].1.clear()?;
     }
-    report.ratio("start_builtin_over_ours", &format!("start_{BUILTIN}_ms"), &format!("start_{OURS}_ms"));
-    report.ratio("start_ours_over_floor", &format!("start_{OURS}_ms"), &format!("start_{FLOOR}_ms"));
-    report.ratio("stop_builtin_over_ours", &format!("stop_{BUILTIN}_ms"), &format!("stop_{OURS}_ms"));
+    report.ratio(
+        "start_builtin_over_ours",
+        &format!("start_{BUILTIN}_ms"),
+        &format!("start_{OURS}_ms"),
+    );
+    report.ratio(
+        "start_ours_over_floor",
+        &format!("start_{OURS}_ms"),
+        &format!("start_{FLOOR}_ms"),
+    );
+    report.ratio(
+        "stop_builtin_over_ours",
+        &format!("stop_{BUILTIN}_ms"),
+        &format!("stop_{OURS}_ms"),
+    );
     Ok(())
 }

@@ -17,9 +17,13 @@ const CLIENTS: usize = 8;
 /// Pods that start while Status is asked.
 const STARTING: usize = 50;
 
-/// Runs pods with the node's network from eight clients, each with a connection of its own and one pod after another; how long until all
-/// ran.
-pub(crate) async fn run(stage: &Stage, target: &Target, specs: Vec<PodSpec>) -> Result<(Vec<Pod>, Duration)> {
+/// Runs pods with the node's network from eight clients, each with a connection of its own and one
+/// pod after another; how long until all ran.
+pub(crate) async fn run(
+    stage: &Stage,
+    target: &Target,
+    specs: Vec<PodSpec>,
+) -> Result<(Vec<Pod>, Duration)> {
     let handler = target.handler();
     let mut shares = vec![Vec::new(); CLIENTS];
     for (number, spec) in specs.into_iter().enumerate() {
@@ -133,7 +137,8 @@ async fn starts(stage: &Stage, plan: &Plan, report: &mut Report) -> Result<()> {
                 });
             }
             while let Some(ended) = clients.join_next().await {
-                all[index].extend(ended?.with_context(|| format!("{}: eight clients", target.name))?);
+                all[index]
+                    .extend(ended?.with_context(|| format!("{}: eight clients", target.name))?);
             }
         }
     }
@@ -141,7 +146,11 @@ async fn starts(stage: &Stage, plan: &Plan, report: &mut Report) -> Result<()> {
         report.p99(format!("start_at_8_clients_{}_us", target.name), samples.p99_us());
         report.median(format!("start_at_8_clients_{}_us", target.name), samples.median_us());
     }
-    report.p99_ratio("start_at_8_clients_ours_over_floor", "start_at_8_clients_ours_us", "start_at_8_clients_floor_us");
+    report.p99_ratio(
+        "start_at_8_clients_ours_over_floor",
+        "start_at_8_clients_ours_us",
+        "start_at_8_clients_floor_us",
+    );
     Ok(())
 }
 
@@ -154,7 +163,8 @@ async fn statuses(stage: &Stage, plan: &Plan, report: &mut Report) -> Result<()>
             let (asked, _) = pods::run(stage, target, PodSpec::new("asked").host_network()).await?;
             let done = Arc::new(AtomicBool::new(false));
             let asking = tokio::spawn({
-                let (done, controller, id) = (Arc::clone(&done), stage.controller(target), asked.id().to_owned());
+                let (done, controller, id) =
+                    (Arc::clone(&done), stage.controller(target), asked.id().to_owned());
                 async move {
                     let mut samples = Samples::default();
                     while !done.load(Ordering::Relaxed) {

@@ -62,7 +62,8 @@ impl Daemon {
         command.args(&self.words);
         let begun = Instant::now();
         self.process = Some(Process::spawn(command, &self.log)?);
-        // The file of a killed predecessor's socket refuses; the socket listens when it takes the path.
+        // The file of a killed predecessor's socket refuses; the socket listens when it takes the
+        // path.
         while std::os::unix::net::UnixStream::connect(&self.socket).is_err() {
             self.process.as_mut().context("started above")?.check()?;
             anyhow::ensure!(begun.elapsed() < UP, "{} does not listen", self.log.display());

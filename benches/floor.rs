@@ -1,4 +1,5 @@
-//! A sandboxer that does nothing but answer, over this project's own wire: what containerd and the wire cost around any external one.
+//! A sandboxer that does nothing but answer, over this project's own wire: what containerd and the
+//! wire cost around any external one.
 
 use std::collections::HashMap;
 use std::path::PathBuf;

@@ -1,4 +1,5 @@
-//! What an idle pod costs: processor time from its run to its removal, and memory while it does nothing.
+//! What an idle pod costs: processor time from its run to its removal, and memory while it does
+//! nothing.
 
 use std::time::Duration;
 
@@ -17,7 +18,8 @@ const SETTLES: Duration = Duration::from_millis(500);
 
 #[derive(Clone, Debug, Default)]
 struct Cost {
-    /// Milliseconds of processor time per pod, of containerd and the built-in's shims, of the sandboxer, and of all.
+    /// Milliseconds of processor time per pod, of containerd and the built-in's shims, of the
+    /// sandboxer, and of all.
     containerd: Vec<f64>,
     sandboxer: Vec<f64>,
     all: Vec<f64>,
@@ -48,7 +50,11 @@ pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report)
         report.median(format!("idle_pod_processes_{name}_kb"), median(cost.processes));
         report.median(format!("idle_pod_{count}_in_containerd_{name}_kb"), median(cost.growth));
     }
-    report.ratio("cpu_builtin_over_ours", &format!("cpu_per_pod_{BUILTIN}_ms"), &format!("cpu_per_pod_{OURS}_ms"));
+    report.ratio(
+        "cpu_builtin_over_ours",
+        &format!("cpu_per_pod_{BUILTIN}_ms"),
+        &format!("cpu_per_pod_{OURS}_ms"),
+    );
     Ok(())
 }
 
@@ -71,15 +77,22 @@ async fn batch(stage: &Stage, index: usize, count: usize) -> Result<Cost> {
     let before = (used(BUILTIN)?, used(target.name)?, used("pods")?, pss(containerd)?);
     let mut pods = Vec::new();
     for number in 0..count {
-        pods.push(pods::run(stage, target, PodSpec::new(&format!("idle-{number}")).host_network()).await?.0);
+        pods.push(
+            pods::run(stage, target, PodSpec::new(&format!("idle-{number}")).host_network())
+                .await?
+                .0,
+        );
     }
     tokio::time::sleep(SETTLES).await;
-    let processes: f64 = of_pods(&stage.node)?.into_iter().map(|pid| pss(pid).unwrap_or_default()).sum();
+    let processes: f64 =
+        of_pods(&stage.node)?.into_iter().map(|pid| pss(pid).unwrap_or_default()).sum();
     let growth = pss(containerd)? - before.3;
     for pod in pods {
         pod.remove().await?;
     }
-    let each = |after: Duration, before: Duration| vec![(after - before).as_secs_f64() * 1e3 / count as f64];
+    let each = |after: Duration, before: Duration| {
+        vec![(after - before).as_secs_f64() * 1e3 / count as f64]
+    };
     let (builtin, own) = (each(used(BUILTIN)?, before.0), each(used(target.name)?, before.1));
     // Those of the daemons are below that of all, and the others had nothing to do.
     let all = each(used("pods")?, before.2);

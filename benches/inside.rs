@@ -1,4 +1,5 @@
-//! The daemon's own time for Start and Stop, without any socket: its controller in this process, beside the kernel's steps.
+//! The daemon's own time for Start and Stop, without any socket: its controller in this process,
+//! beside the kernel's steps.
 
 use std::fs::File;
 use std::io::Write;
@@ -39,7 +40,10 @@ impl Inside {
         std::fs::create_dir_all(&config.state_dir)?;
         let driver = Arc::new(Native::new()?.of(&config.state_dir));
         let environment = Arc::new(Environment::new(config, driver, None)?);
-        Ok(Self { controller: Controller::open(environment).await?, config: home.config().write_to_bytes()? })
+        Ok(Self {
+            controller: Controller::open(environment).await?,
+            config: home.config().write_to_bytes()?,
+        })
     }
 
     /// One sandbox from Create to Shutdown; how long Create, Start and Stop took.
@@ -87,9 +91,15 @@ impl Inside {
     fn request(&self, id: &str, netns_path: String) -> CreateRequest {
         CreateRequest {
             id: id.into(),
-            options: Some(Payload { type_url: CONFIG_TYPE.into(), value: self.config.clone().into() }),
+            options: Some(Payload {
+                type_url: CONFIG_TYPE.into(),
+                value: self.config.clone().into(),
+            }),
             netns_path,
-            sandbox: Some(SandboxInfo { runtime_name: "io.containerd.runc.v2".into(), ..SandboxInfo::default() }),
+            sandbox: Some(SandboxInfo {
+                runtime_name: "io.containerd.runc.v2".into(),
+                ..SandboxInfo::default()
+            }),
         }
     }
 

@@ -1,8 +1,9 @@
-//! What the kernel takes for a native Start and Stop: the same steps as straight-line code in one thread, without a daemon, a call,
-//! or anything that is kept for later.
+//! What the kernel takes for a native Start and Stop: the same steps as straight-line code in one
+//! thread, without a daemon, a call, or anything that is kept for later.
 //!
-//! The steps: shared memory mounted, three files, the pod's cgroup in every hierarchy, a clone with the namespaces that joins the pod's network,
-//! the empty root and the cgroups, sets what a pause is confined by and executes the pause program, and a record replaced by rename.
+//! The steps: shared memory mounted, three files, the pod's cgroup in every hierarchy, a clone with
+//! the namespaces that joins the pod's network, the empty root and the cgroups, sets what a pause
+//! is confined by and executes the pause program, and a record replaced by rename.
 
 // A bench needs what the daemon has in `src/pause/sys.rs`; each block says why it is sound.
 #![allow(unsafe_code)]
@@ -26,7 +27,8 @@ use pause_sandboxer::pause::image;
 use crate::stage::Stage;
 
 /// The parts of a Start, in their order.
-pub(crate) const PARTS: [&str; 6] = ["shm", "files", "cgroup", "network_open", "clone_to_exec", "record"];
+pub(crate) const PARTS: [&str; 6] =
+    ["shm", "files", "cgroup", "network_open", "clone_to_exec", "record"];
 
 /// How long each part took, and Stop.
 #[derive(Clone, Copy, Debug)]
@@ -50,7 +52,8 @@ struct Shared {
     base: PathBuf,
     /// Where the pods' files go: on the file system of containerd's root, as CRI wants them.
     files: PathBuf,
-    /// The pod's cgroup in every hierarchy, and whether that takes CPUs before it takes a process, or a weight.
+    /// The pod's cgroup in every hierarchy, and whether that takes CPUs before it takes a process,
+    /// or a weight.
     cgroups: Vec<Hierarchy>,
     image: OwnedFd,
     root: OwnedFd,
@@ -93,7 +96,8 @@ impl Steps {
         if roots.iter().any(version_1) {
             roots.retain(version_1);
         }
-        let cgroups = roots.into_iter().map(|root| Hierarchy::of(root.join(&pod))).collect::<Result<_>>()?;
+        let cgroups =
+            roots.into_iter().map(|root| Hierarchy::of(root.join(&pod))).collect::<Result<_>>()?;
         let own = fs::read_to_string("/proc/self/oom_score_adj")?;
         let last = fs::read_to_string("/proc/sys/kernel/cap_last_cap")?;
         Ok(Self(Arc::new(Shared {
@@ -117,8 +121,10 @@ impl Steps {
 impl Hierarchy {
     fn of(parent: PathBuf) -> Result<Self> {
         let cpuset = parent.join("cpuset.cpus").exists() && parent.join("tasks").exists();
-        let read =
-            |file: &str| fs::read(parent.join(file)).with_context(|| format!("read {file} of {}", parent.display()));
+        let read = |file: &str| {
+            fs::read(parent.join(file))
+                .with_context(|| format!("read {file} of {}", parent.display()))
+        };
         Ok(Self {
             cpuset: if cpuset { Some([read("cpuset.cpus")?, read("cpuset.mems")?]) } else { None },
             shares: parent.join("cpu.shares").exists(),
@@ -177,7 +183,11 @@ impl Shared {
         let members: Vec<CString> = self
             .cgroups
             .iter()
-            .map(|h| CString::new(h.parent.join(&name).join(h.members).into_os_string().into_encoded_bytes()))
+            .map(|h| {
+                CString::new(
+                    h.parent.join(&name).join(h.members).into_os_string().into_encoded_bytes(),
+                )
+            })
             .collect::<Result<_, _>>()?;
         let work = Work {
             network: network.as_raw_fd(),
@@ -190,9 +200,17 @@ impl Shared {
         };
         let (pid, pidfd) = clone(&work)?;
         let failed = work.failed.load(Relaxed);
-        ensure!(failed == 0, "step {} of the child: {}", failed >> 16, io::Error::from_raw_os_error(failed & 0xffff));
+        ensure!(
+            failed == 0,
+            "step {} of the child: {}",
+            failed >> 16,
+            io::Error::from_raw_os_error(failed & 0xffff)
+        );
         lap(4);
-        let record = format!("{{\"id\":\"{name}\",\"pid\":{pid},\"start_time\":123456,\"boot_id\":\"{:036}\"}}", 0);
+        let record = format!(
+            "{{\"id\":\"{name}\",\"pid\":{pid},\"start_time\":123456,\"boot_id\":\"{:036}\"}}",
+            0
+        );
         fs::write(dir.join("stage.json.new"), record)?;
         fs::rename(dir.join("stage.json.new"), dir.join("stage.json"))?;
         lap(5);
@@ -210,11 +228,18 @@ impl Shared {
     /// Kills and reaps the pause and unmounts the shared memory.
     fn end(&self, dir: &Path, pidfd: &OwnedFd) -> Result<()> {
         let mut info = [0_u64; 16];
-        // SAFETY: a null siginfo is allowed; waitid(2) writes a siginfo_t of 128 bytes, as `info` has.
+        // SAFETY: a null siginfo is allowed; waitid(2) writes a siginfo_t of 128 bytes, as `info`
+        // has.
         let (killed, reaped) = unsafe {
             let null = std::ptr::null::<c_void>();
             (
-                libc::syscall(libc::SYS_pidfd_send_signal, pidfd.as_raw_fd(), libc::SIGKILL, null, 0),
+                libc::syscall(
+                    libc::SYS_pidfd_send_signal,
+                    pidfd.as_raw_fd(),
+                    libc::SIGKILL,
+                    null,
+                    0,
+                ),
                 libc::syscall(
                     libc::SYS_waitid,
                     libc::P_PIDFD,
@@ -225,15 +250,21 @@ impl Shared {
                 ),
             )
         };
-        ensure!(killed == 0 && reaped == 0, "kill and reap a pause: {}", io::Error::last_os_error());
+        ensure!(
+            killed == 0 && reaped == 0,
+            "kill and reap a pause: {}",
+            io::Error::last_os_error()
+        );
         Ok(umount2(&dir.join("shm"), MntFlags::MNT_DETACH)?)
     }
 }
 
-/// The pause program in a memfd that is open for reading alone: what is open for writing cannot be executed.
+/// The pause program in a memfd that is open for reading alone: what is open for writing cannot be
+/// executed.
 fn program() -> Result<OwnedFd> {
     // SAFETY: the name ends in NUL; the descriptor is new.
-    let mut file = unsafe { File::from_raw_fd(libc::memfd_create(c"pause".as_ptr(), libc::MFD_CLOEXEC)) };
+    let mut file =
+        unsafe { File::from_raw_fd(libc::memfd_create(c"pause".as_ptr(), libc::MFD_CLOEXEC)) };
     file.write_all(image::PROGRAM)?;
     file.set_permissions(fs::Permissions::from_mode(0o511))?;
     Ok(File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?.into())
@@ -269,11 +300,17 @@ fn clone(work: &Work<'_>) -> Result<(c_int, OwnedFd)> {
         | libc::CLONE_NEWUTS
         | libc::SIGCHLD;
     let mut pidfd: RawFd = -1;
-    // SAFETY: the stack grows down from its end and lives, as `work` does, until the child has left this memory (CLONE_VFORK).
-    // The child makes system calls only.
+    // SAFETY: the stack grows down from its end and lives, as `work` does, until the child has left
+    // this memory (CLONE_VFORK). The child makes system calls only.
     let pid = unsafe {
         let top = stack.as_mut_ptr().add(STACK / size_of::<u128>());
-        libc::clone(child, top.cast(), flags, std::ptr::from_ref(work).cast_mut().cast(), &raw mut pidfd)
+        libc::clone(
+            child,
+            top.cast(),
+            flags,
+            std::ptr::from_ref(work).cast_mut().cast(),
+            &raw mut pidfd,
+        )
     };
     ensure!(pid > 0, "clone: {}", io::Error::last_os_error());
     // SAFETY: the kernel has just made it.
@@ -294,8 +331,9 @@ extern "C" fn child(work: *mut c_void) -> c_int {
 /// Confines itself and executes the program; the number of the step that failed.
 ///
 /// # Safety
-/// For a child of [`clone`] alone, which shares the parent's memory: nothing here allocates, and ids are set by bare system calls, as the C
-/// library's would set them for all of the parent's threads.
+/// For a child of [`clone`] alone, which shares the parent's memory: nothing here allocates, and
+/// ids are set by bare system calls, as the C library's would set them for all of the parent's
+/// threads.
 unsafe fn steps(work: &Work<'_>) -> c_int {
     /// A classic BPF filter: the few calls of a pause, all else kills.
     const CALLS: [libc::c_long; 6] = [
@@ -313,15 +351,19 @@ unsafe fn steps(work: &Work<'_>) -> c_int {
             file >= 0 && libc::write(file, value.as_ptr().cast(), value.len()) >= 0
         }
     };
-    let instruction = |code: u32, jt: u8, jf: u8, k: u32| libc::sock_filter { code: code as u16, jt, jf, k };
+    let instruction =
+        |code: u32, jt: u8, jf: u8, k: u32| libc::sock_filter { code: code as u16, jt, jf, k };
     let mut filter = [instruction(0, 0, 0, 0); 2 + CALLS.len() + 1];
     filter[0] = instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0);
     for (index, call) in CALLS.iter().enumerate() {
         let jump = (CALLS.len() - index) as u8;
-        filter[1 + index] = instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, jump, 0, *call as u32);
+        filter[1 + index] =
+            instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, jump, 0, *call as u32);
     }
-    filter[1 + CALLS.len()] = instruction(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_KILL_PROCESS);
-    filter[2 + CALLS.len()] = instruction(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW);
+    filter[1 + CALLS.len()] =
+        instruction(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_KILL_PROCESS);
+    filter[2 + CALLS.len()] =
+        instruction(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW);
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
     let arguments = [c"/pause".as_ptr(), std::ptr::null()];
     let environment = [std::ptr::null::<libc::c_char>()];
@@ -330,7 +372,8 @@ unsafe fn steps(work: &Work<'_>) -> c_int {
         if libc::setns(work.network, libc::CLONE_NEWNET) != 0 {
             return 1;
         }
-        let oom = libc::open(c"/proc/self/oom_score_adj".as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
+        let oom =
+            libc::open(c"/proc/self/oom_score_adj".as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
         if libc::write(oom, work.oom_score.as_ptr().cast(), work.oom_score.len()) < 0 {
             return 2;
         }
@@ -367,11 +410,20 @@ unsafe fn steps(work: &Work<'_>) -> c_int {
         {
             return 9;
         }
-        if libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, &raw const program) != 0 {
+        if libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, &raw const program)
+            != 0
+        {
             return 10;
         }
         let (arguments, environment) = (arguments.as_ptr(), environment.as_ptr());
-        libc::syscall(libc::SYS_execveat, work.image, c"".as_ptr(), arguments, environment, libc::AT_EMPTY_PATH);
+        libc::syscall(
+            libc::SYS_execveat,
+            work.image,
+            c"".as_ptr(),
+            arguments,
+            environment,
+            libc::AT_EMPTY_PATH,
+        );
         11
     }
 }

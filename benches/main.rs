@@ -1,7 +1,14 @@
-//! What pods cost with this sandboxer, with containerd's built-in one, with one that does nothing, and what the kernel alone takes for
-//! them, side by side in one run: `make bench`, `make bench-quick`. `docs/performance.md` says how to read it.
+//! What pods cost with this sandboxer, with containerd's built-in one, with one that does nothing,
+//! and what the kernel alone takes for them, side by side in one run: `make bench`, `make
+//! bench-quick`. `docs/performance.md` says how to read it.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing, clippy::disallowed_methods)]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::disallowed_methods
+)]
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -32,7 +39,8 @@ use stage::Stage;
 /// How much is measured.
 #[derive(Clone, Copy, Debug)]
 struct Plan {
-    /// Rounds of what takes a millisecond with a fast sandboxer and a tenth of a second with the built-in one.
+    /// Rounds of what takes a millisecond with a fast sandboxer and a tenth of a second with the
+    /// built-in one.
     calls: usize,
     /// Rounds of whole pods.
     pods: usize,
@@ -47,9 +55,11 @@ const QUICK: Plan = Plan { calls: 30, pods: 10, fast: 150, most: 2000 };
 
 fn main() -> Result<()> {
     // cargo adds `--bench`.
-    let words: Vec<OsString> = std::env::args_os().skip(1).filter(|word| word != "--bench").collect();
+    let words: Vec<OsString> =
+        std::env::args_os().skip(1).filter(|word| word != "--bench").collect();
     let words: Vec<&str> = words.iter().filter_map(|word| word.to_str()).collect();
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     match words.as_slice() {
         ["floor", socket] => runtime.block_on(floor::serve(PathBuf::from(socket))),
         ["profile"] => runtime.block_on(profile::run()),
@@ -66,7 +76,9 @@ async fn measure(plan: Plan) -> Result<()> {
     let mut report = Report::new();
     let mut stage = Stage::set(&plan).await?;
     for part in PARTS {
-        run_part(part, &mut stage, &plan, &mut report).await.with_context(|| format!("measure {part}"))?;
+        run_part(part, &mut stage, &plan, &mut report)
+            .await
+            .with_context(|| format!("measure {part}"))?;
         eprintln!("{:4} s: {part} is measured", begun.elapsed().as_secs());
     }
     drop(stage);
@@ -83,7 +95,8 @@ async fn only(part: &str) -> Result<()> {
     Ok(())
 }
 
-const PARTS: [&str; 8] = ["binary", "inside", "controller", "pods", "containers", "crowd", "idle", "scale"];
+const PARTS: [&str; 8] =
+    ["binary", "inside", "controller", "pods", "containers", "crowd", "idle", "scale"];
 
 async fn run_part(part: &str, stage: &mut Stage, plan: &Plan, report: &mut Report) -> Result<()> {
     match part {

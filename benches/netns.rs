@@ -20,7 +20,8 @@ fn one(path: PathBuf) -> Result<PathBuf> {
     let made = std::thread::spawn(move || -> Result<()> {
         unshare(CloneFlags::CLONE_NEWNET).context("make a network namespace")?;
         let none = None::<&str>;
-        mount(Some("/proc/thread-self/ns/net"), &target, none, MsFlags::MS_BIND, none).context("bind it")
+        mount(Some("/proc/thread-self/ns/net"), &target, none, MsFlags::MS_BIND, none)
+            .context("bind it")
     });
     made.join().map_err(|_| anyhow::anyhow!("the thread panicked"))??;
     Ok(path)

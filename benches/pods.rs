@@ -1,4 +1,5 @@
-//! Pods as CRI runs them: with the node's network, with a bridge, and with a container from its creation to its removal.
+//! Pods as CRI runs them: with the node's network, with a bridge, and with a container from its
+//! creation to its removal.
 
 use std::time::{Duration, Instant};
 
@@ -51,16 +52,28 @@ pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report)
         &format!("run_hostnet_{BUILTIN}_ms"),
         &format!("run_hostnet_{OURS}_ms"),
     );
-    report.ratio("run_cni_ours_over_floor", &format!("run_cni_{OURS}_ms"), &format!("run_cni_{FLOOR}_ms"));
+    report.ratio(
+        "run_cni_ours_over_floor",
+        &format!("run_cni_{OURS}_ms"),
+        &format!("run_cni_{FLOOR}_ms"),
+    );
     Ok(())
 }
 
 /// The calls of a pod's life with one container.
-const CALLS: [&str; 7] =
-    ["run_pod", "create_container", "start_container", "stop_container", "remove_container", "stop_pod", "remove_pod"];
+const CALLS: [&str; 7] = [
+    "run_pod",
+    "create_container",
+    "start_container",
+    "stop_container",
+    "remove_container",
+    "stop_pod",
+    "remove_pod",
+];
 
 pub(crate) async fn cycles(stage: &mut Stage, plan: &Plan, report: &mut Report) -> Result<()> {
-    let targets: Vec<Target> = stage.targets.iter().filter(|target| target.runs_containers).cloned().collect();
+    let targets: Vec<Target> =
+        stage.targets.iter().filter(|target| target.runs_containers).cloned().collect();
     let mut cycles = vec![Samples::default(); targets.len()];
     let mut calls = vec![vec![Samples::default(); CALLS.len()]; targets.len()];
     for round in 0..=plan.pods {
@@ -99,16 +112,28 @@ pub(crate) async fn cycles(stage: &mut Stage, plan: &Plan, report: &mut Report) 
         }
     }
     let of = |what: &str, who: &str| format!("cycle_{what}_{who}_ms");
-    report.ratio("cycle_builtin_over_ours", &format!("cycle_{BUILTIN}_ms"), &format!("cycle_{OURS}_ms"));
-    for (key, call) in [("start_container_ours_over_builtin", CALLS[2]), ("stop_container_ours_over_builtin", CALLS[3])]
-    {
+    report.ratio(
+        "cycle_builtin_over_ours",
+        &format!("cycle_{BUILTIN}_ms"),
+        &format!("cycle_{OURS}_ms"),
+    );
+    for (key, call) in [
+        ("start_container_ours_over_builtin", CALLS[2]),
+        ("stop_container_ours_over_builtin", CALLS[3]),
+    ] {
         report.ratio(key, &of(call, OURS), &of(call, BUILTIN));
     }
     second(stage, &targets, plan, report).await
 }
 
-/// StartContainer of a pod's second container, whose shim has had one: what of the first one's time is the shim's own beginning.
-async fn second(stage: &mut Stage, targets: &[Target], plan: &Plan, report: &mut Report) -> Result<()> {
+/// StartContainer of a pod's second container, whose shim has had one: what of the first one's time
+/// is the shim's own beginning.
+async fn second(
+    stage: &mut Stage,
+    targets: &[Target],
+    plan: &Plan,
+    report: &mut Report,
+) -> Result<()> {
     let mut starts = vec![Samples::default(); targets.len()];
     for round in 0..=plan.pods / 2 {
         for index in order(round, targets.len()) {

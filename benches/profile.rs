@@ -1,5 +1,6 @@
-//! Where a microsecond of Start goes: every system call of a Start inside the daemon, in its order and with its time, as the kernel's own
-//! tracing sees it (tracefs, `raw_syscalls`). The daemon is not changed for it; a call costs some tenths of a microsecond more.
+//! Where a microsecond of Start goes: every system call of a Start inside the daemon, in its order
+//! and with its time, as the kernel's own tracing sees it (tracefs, `raw_syscalls`). The daemon is
+//! not changed for it; a call costs some tenths of a microsecond more.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -29,9 +30,11 @@ impl Trace {
         let root = Path::new(TRACEFS);
         if !root.join("events").exists() {
             let none = None::<&str>;
-            mount(Some("tracefs"), root, Some("tracefs"), MsFlags::empty(), none).context("mount tracefs")?;
+            mount(Some("tracefs"), root, Some("tracefs"), MsFlags::empty(), none)
+                .context("mount tracefs")?;
         }
-        let trace = Self(root.join("instances").join(format!("pause-sandboxer-{}", std::process::id())));
+        let trace =
+            Self(root.join("instances").join(format!("pause-sandboxer-{}", std::process::id())));
         fs::create_dir(&trace.0).context("make an instance of the kernel's tracing")?;
         trace.set("buffer_size_kb", BUFFER)?;
         trace.set("trace_clock", "mono")?;
@@ -127,7 +130,9 @@ fn starts(text: &str) -> Vec<(f64, f64, Vec<Call>)> {
     for line in text.lines().filter(|line| !line.starts_with('#')) {
         let Some((task, time, event, rest)) = parse(line) else { continue };
         match event {
-            "tracing_mark_write" if rest.trim() == BEGIN => (begun, calls) = (Some(time), Vec::new()),
+            "tracing_mark_write" if rest.trim() == BEGIN => {
+                (begun, calls) = (Some(time), Vec::new())
+            }
             "tracing_mark_write" if rest.trim() == END => {
                 if let Some(begun) = begun.take() {
                     found.push((begun, time, std::mem::take(&mut calls)));
@@ -180,7 +185,9 @@ fn print(starts: &[(f64, f64, Vec<Call>)], threads: &BTreeSet<u32>) -> Result<()
         for call in calls.iter().filter(|call| threads.contains(&call.task)) {
             *count.entry(call.task).or_insert(0) += 1;
         }
-        let Some(job) = count.iter().max_by_key(|(_, count)| **count).map(|(task, _)| *task) else { continue };
+        let Some(job) = count.iter().max_by_key(|(_, count)| **count).map(|(task, _)| *task) else {
+            continue;
+        };
         let mut mine: Vec<&Call> = calls
             .iter()
             .filter(|call| call.task == job || !threads.contains(&call.task))
@@ -189,16 +196,20 @@ fn print(starts: &[(f64, f64, Vec<Call>)], threads: &BTreeSet<u32>) -> Result<()
         mine.sort_by(|a, b| a.enter.total_cmp(&b.enter));
         let shape = mine.iter().map(|call| (call.task == job, call.number)).collect();
         // Begin and end of each, after the Start's begin, and the Start's end.
-        let mut times: Vec<f64> = mine.iter().flat_map(|call| [call.enter - begun, call.exit - begun]).collect();
+        let mut times: Vec<f64> =
+            mine.iter().flat_map(|call| [call.enter - begun, call.exit - begun]).collect();
         times.push(ended - begun);
         shapes.entry(shape).or_default().push(times);
     }
-    let (shape, runs) = shapes.into_iter().max_by_key(|(_, runs)| runs.len()).context("no Start has a shape")?;
+    let (shape, runs) =
+        shapes.into_iter().max_by_key(|(_, runs)| runs.len()).context("no Start has a shape")?;
     let at = |index: usize| median(runs.iter().map(|times| times[index]).collect());
     let took = |index: usize| {
-        let mut times: Vec<f64> = runs.iter().map(|times| times[2 * index + 1] - times[2 * index]).collect();
+        let mut times: Vec<f64> =
+            runs.iter().map(|times| times[2 * index + 1] - times[2 * index]).collect();
         times.sort_by(f64::total_cmp);
-        // Without the slowest tenth: the trace tells whole microseconds, of which a mean tells more than a median.
+        // Without the slowest tenth: the trace tells whole microseconds, of which a mean tells more
+        // than a median.
         let kept = &times[..times.len() - times.len() / 10];
         kept.iter().sum::<f64>() / kept.len() as f64
     };
@@ -209,7 +220,11 @@ fn print(starts: &[(f64, f64, Vec<Call>)], threads: &BTreeSet<u32>) -> Result<()
     let mut folded = String::new();
     while let Some((job, number)) = shape.get(index) {
         // Dropping the capabilities is one call for each.
-        let same = shape[index..].iter().take_while(|next| *next == &(*job, libc::SYS_prctl)).count().max(1);
+        let same = shape[index..]
+            .iter()
+            .take_while(|next| *next == &(*job, libc::SYS_prctl))
+            .count()
+            .max(1);
         let enter = at(2 * index);
         let takes: f64 = (index..index + same).map(took).sum();
         if enter - before > 3.0 {
@@ -230,7 +245,10 @@ fn print(starts: &[(f64, f64, Vec<Call>)], threads: &BTreeSet<u32>) -> Result<()
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/bench/start.folded");
     fs::create_dir_all(path.parent().context("a directory")?)?;
     fs::write(&path, folded)?;
-    println!("\nfolded stacks in nanoseconds, as flame graph programs read them: {}", path.display());
+    println!(
+        "\nfolded stacks in nanoseconds, as flame graph programs read them: {}",
+        path.display()
+    );
     Ok(())
 }
 

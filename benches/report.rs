@@ -201,7 +201,12 @@ impl Report {
         for bound in &BOUNDS {
             let Some(value) = self.ratios.get(bound.key) else { continue };
             let verdict = if bound.holds(*value) { "" } else { "  MISSED" };
-            println!("{:44} {value:9.3} {:>9}{verdict}   {}", bound.key, bound.hold.text(), bound.what);
+            println!(
+                "{:44} {value:9.3} {:>9}{verdict}   {}",
+                bound.key,
+                bound.hold.text(),
+                bound.what
+            );
             if !bound.holds(*value) {
                 println!("{:44} held back by: {}", "", bound.held_back_by);
             }
@@ -213,8 +218,11 @@ impl Report {
         self.print();
         let mut holds = Map::new();
         for bound in &BOUNDS {
-            let value =
-                self.ratios.get(bound.key).copied().with_context(|| format!("{} is not measured", bound.key))?;
+            let value = self
+                .ratios
+                .get(bound.key)
+                .copied()
+                .with_context(|| format!("{} is not measured", bound.key))?;
             let mut verdict = json!({ "value": value, "to_hold": bound.hold.text(), "holds": bound.holds(value) });
             if !bound.holds(value) {
                 verdict["held_back_by"] = bound.held_back_by.into();
@@ -268,8 +276,16 @@ fn numbers(report: &Value) -> String {
     for bound in &BOUNDS {
         let verdict = &report["holds"][bound.key];
         let value = verdict["value"].as_f64().unwrap_or(f64::NAN);
-        let missed = verdict["held_back_by"].as_str().map(|why| format!(", missed: {why}")).unwrap_or_default();
-        text += &format!("| `{}` | {} | {} | {value:.2}{missed} |\n", bound.key, bound.what, bound.hold.text());
+        let missed = verdict["held_back_by"]
+            .as_str()
+            .map(|why| format!(", missed: {why}"))
+            .unwrap_or_default();
+        text += &format!(
+            "| `{}` | {} | {} | {value:.2}{missed} |\n",
+            bound.key,
+            bound.what,
+            bound.hold.text()
+        );
     }
     text
 }
@@ -287,5 +303,7 @@ fn machine() -> Value {
 
 fn shell(script: &str) -> String {
     let output = Command::new("sh").args(["-c", script]).output();
-    output.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned()).unwrap_or_default()
+    output
+        .map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+        .unwrap_or_default()
 }

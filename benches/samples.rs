@@ -42,8 +42,8 @@ pub(crate) fn median(mut numbers: Vec<f64>) -> f64 {
     numbers.get(numbers.len() / 2).copied().unwrap_or_default()
 }
 
-/// The order of `count` targets in a round: each begins in its turn, and every other round runs backwards, so that none always comes
-/// after the same other.
+/// The order of `count` targets in a round: each begins in its turn, and every other round runs
+/// backwards, so that none always comes after the same other.
 pub(crate) fn order(round: usize, count: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..count).map(|index| (round / 2 + index) % count).collect();
     if round % 2 == 1 {

@@ -25,7 +25,8 @@ struct Level {
 }
 
 pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report) -> Result<()> {
-    // A daemon that has done nothing yet but what every daemon has: memory that it once had is not growth.
+    // A daemon that has done nothing yet but what every daemon has: memory that it once had is not
+    // growth.
     restart(stage).await?;
     let parent = format!("{}/crowd", stage.node.layout().cgroup());
     cgroup::make(&parent)?;
@@ -51,7 +52,8 @@ pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report)
     report.median("containerd_kb_per_pod".into(), each(first.containerd, last.containerd));
     let pauses = of_pods(&stage.node)?;
     ensure!(pauses.len() >= last.live, "{} pauses of {} pods", pauses.len(), last.live);
-    let pause = median(pauses.into_iter().take(100).map(|pid| pss(pid).unwrap_or_default()).collect());
+    let pause =
+        median(pauses.into_iter().take(100).map(|pid| pss(pid).unwrap_or_default()).collect());
     report.median("pause_kb".into(), pause);
     let idle = pause + each(first.daemon, last.daemon);
     report.median("idle_pod_ours_without_containerd_kb".into(), idle);
@@ -66,7 +68,9 @@ pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report)
 }
 
 fn specs(from: usize, to: usize, parent: &str) -> Vec<PodSpec> {
-    (from..to).map(|number| PodSpec::new(&format!("scale-{number}")).cgroup_parent(parent)).collect()
+    (from..to)
+        .map(|number| PodSpec::new(&format!("scale-{number}")).cgroup_parent(parent))
+        .collect()
 }
 
 async fn restart(stage: &mut Stage) -> Result<std::time::Duration> {
@@ -79,7 +83,8 @@ async fn restart(stage: &mut Stage) -> Result<std::time::Duration> {
 
 async fn level(stage: &Stage, plan: &Plan, live: usize) -> Result<Level> {
     let daemon = &stage.daemons[OURS];
-    // What the pods' making has left to do is done: memory is taken first, before the Starts that are measured add to it.
+    // What the pods' making has left to do is done: memory is taken first, before the Starts that
+    // are measured add to it.
     tokio::time::sleep(std::time::Duration::from_secs(2)).await;
     let (own, containerd) = (pss(daemon.pid()?)?, pss(stage.node.containerd_pid()?)?);
     let direct = daemon.client();
@@ -142,6 +147,10 @@ async fn recovery(stage: &mut Stage, live: usize, pods: &[Pod], report: &mut Rep
     let each = (median(full.clone()) - median(empty)) / live as f64;
     report.median(format!("recovery_of_{live}_ms"), median(full) / 1e3);
     report.median("recover_us_per_sandbox".into(), each);
-    report.ratio("recover_us_per_sandbox_over_kernel_start", "recover_us_per_sandbox", "kernel_start_us");
+    report.ratio(
+        "recover_us_per_sandbox_over_kernel_start",
+        "recover_us_per_sandbox",
+        "kernel_start_us",
+    );
     Ok(())
 }

@@ -43,7 +43,8 @@ impl Target {
         if self.name == BUILTIN { "runc".to_owned() } else { format!("runc-{}", self.name) }
     }
 
-    /// Whether it starts no program for a pod, so that it can be asked hundreds of times in a second.
+    /// Whether it starts no program for a pod, so that it can be asked hundreds of times in a
+    /// second.
     pub(crate) fn is_fast(&self) -> bool {
         matches!(self.name, OURS | FLOOR)
     }
@@ -68,9 +69,11 @@ pub(crate) struct Stage {
 impl Stage {
     /// Starts containerd and all daemons.
     pub(crate) async fn set(_: &Plan) -> Result<Self> {
-        let names: Vec<&'static str> = DAEMONS.iter().map(|(name, _)| *name).chain([FLOOR]).collect();
+        let names: Vec<&'static str> =
+            DAEMONS.iter().map(|(name, _)| *name).chain([FLOOR]).collect();
         let containerd_config = names.iter().map(|name| handler(name)).collect();
-        let node = Node::start(Options { containerd_config, lean: true, ..Options::default() }).await?;
+        let node =
+            Node::start(Options { containerd_config, lean: true, ..Options::default() }).await?;
         let mut daemons = BTreeMap::from([(FLOOR, Daemon::floor(&node)?)]);
         for (name, settings) in DAEMONS {
             daemons.insert(name, Daemon::ours(&node, name, settings)?);
@@ -86,7 +89,10 @@ impl Stage {
             accounts[name].take(daemon.pid()?)?;
         }
         let networks = netns::make(&node.layout().state().join("bench-netns"), 16)?;
-        let targets = [BUILTIN].iter().chain(&names).map(|name| Target { name, runs_containers: *name != FLOOR });
+        let targets = [BUILTIN]
+            .iter()
+            .chain(&names)
+            .map(|name| Target { name, runs_containers: *name != FLOOR });
         let targets = targets.collect();
         Ok(Self { node, targets, daemons, accounts, networks, ids: AtomicU64::new(0) })
     }
@@ -150,7 +156,8 @@ impl Stage {
 
 /// containerd's config of one more handler and its sandboxer.
 fn handler(name: &str) -> String {
-    let table = format!(r#"plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc-{name}"#);
+    let table =
+        format!(r#"plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc-{name}"#);
     format!(
         r#"
 [proxy_plugins.{name}]

@@ -7,7 +7,8 @@ use std::process::{Command, exit};
 
 const SOURCE: &str = "src/pause/program/main.rs";
 
-/// How the program is laid out: one segment that is read and executed and nothing writable but the stack.
+/// How the program is laid out: one segment that is read and executed and nothing writable but the
+/// stack.
 const LAYOUT: [&str; 7] = [
     "--build-id=none",
     "--no-eh-frame-hdr",
@@ -18,8 +19,8 @@ const LAYOUT: [&str; 7] = [
     "-zmax-page-size=4096",
 ];
 
-/// Compiles the pause program for cargo's target. Links with the toolchain's own rust-lld where there is one, so that a
-/// cross build needs no C toolchain; else with the C compiler driver.
+/// Compiles the pause program for cargo's target. Links with the toolchain's own rust-lld where
+/// there is one, so that a cross build needs no C toolchain; else with the C compiler driver.
 pub(crate) fn compile() {
     println!("cargo:rerun-if-changed={SOURCE}");
     println!("cargo:rerun-if-changed=build/pause.rs");
@@ -28,7 +29,10 @@ pub(crate) fn compile() {
     let out = PathBuf::from(variable("OUT_DIR")).join("pause");
     let arch = variable("CARGO_CFG_TARGET_ARCH");
     if !["x86_64", "aarch64"].iter().any(|known| arch == *known) {
-        fail(&format!("the pause program is written for x86_64 and aarch64, not for {}", arch.display()));
+        fail(&format!(
+            "the pause program is written for x86_64 and aarch64, not for {}",
+            arch.display()
+        ));
     }
     let mut command = Command::new(&rustc);
     command
@@ -41,7 +45,11 @@ pub(crate) fn compile() {
         .arg(&out);
     if let Some(lld) = rust_lld(&rustc, &variable("HOST")) {
         command.arg(joined("-Clinker=", lld.as_os_str())).arg("-Clinker-flavor=ld.lld");
-        command.args(["-Clink-self-contained=no", "-Clink-arg=-static", "-Clink-arg=--no-rosegment"]);
+        command.args([
+            "-Clink-self-contained=no",
+            "-Clink-arg=-static",
+            "-Clink-arg=--no-rosegment",
+        ]);
         command.args(LAYOUT.iter().map(|arg| format!("-Clink-arg={arg}")));
     } else {
         if let Some(linker) = env::var_os("RUSTC_LINKER") {

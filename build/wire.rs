@@ -1,4 +1,5 @@
-//! Generates the wire types from `protos/`: messages of every file, and ttrpc services where a file has one.
+//! Generates the wire types from `protos/`: messages of every file, and ttrpc services where a file
+//! has one.
 
 // Panicking is how a build script fails.
 #![allow(clippy::expect_used, clippy::panic)]
@@ -8,9 +9,11 @@ use std::{env, fs};
 
 use ttrpc_codegen::{Codegen, Customize, ProtobufCustomize};
 
-/// The files of `protos/` without their ending. The generated modules have these names, so no two may be equal, and a
-/// file holds at most one service: the generator names handlers by method alone.
-const FILES: [&str; 7] = ["types", "controller", "store", "shim_sandbox", "cri", "inspect", "version"];
+/// The files of `protos/` without their ending. The generated modules have these names, so no two
+/// may be equal, and a file holds at most one service: the generator names handlers by method
+/// alone.
+const FILES: [&str; 7] =
+    ["types", "controller", "store", "shim_sandbox", "cri", "inspect", "version"];
 
 /// Generates one module per file and a `mod.rs` that names them all into `OUT_DIR/protos`.
 pub(crate) fn generate() {

@@ -1,4 +1,5 @@
-//! `make demo`: a pod with two containers on a real containerd, from its start to its end, and what its start costs.
+//! `make demo`: a pod with two containers on a real containerd, from its start to its end, and what
+//! its start costs.
 //!
 //! usage: demo PAUSE-SANDBOXER-BINARY
 
@@ -18,10 +19,16 @@ const ROUNDS: usize = 11;
 async fn main() -> Result<()> {
     let sandboxer = std::env::args_os().nth(1).context("usage: demo PAUSE-SANDBOXER-BINARY")?;
     title("A node: a real containerd with root, state and sockets of its own, and this sandboxer");
-    let node = Node::start(Options { sandboxer: Some(sandboxer.into()), ..Options::default() }).await?;
+    let node =
+        Node::start(Options { sandboxer: Some(sandboxer.into()), ..Options::default() }).await?;
     node.start_sandboxer().await?;
     let version = node.cri().version().await?;
-    say(&format!("{} {} in {}", version.runtime_name, version.runtime_version, node.layout().top.display()));
+    say(&format!(
+        "{} {} in {}",
+        version.runtime_name,
+        version.runtime_version,
+        node.layout().top.display()
+    ));
     // containerd and CNI make some directories with the first pod and keep them.
     let first = node.run(Handler::Ours, PodSpec::new("first")).await?;
     first.run(ContainerSpec::sleeping("main")).await?;
@@ -31,7 +38,9 @@ async fn main() -> Result<()> {
     show_processes("its processes", &of_node(&before, &node));
 
     title("A pod with two containers, run through CRI");
-    let pod = node.run(Handler::Ours, PodSpec::new("demo").hostname("demo-pod").pid(NamespaceMode::POD)).await?;
+    let pod = node
+        .run(Handler::Ours, PodSpec::new("demo").hostname("demo-pod").pid(NamespaceMode::POD))
+        .await?;
     show_processes("new with the idle pod: its pause, and no shim", &new_since(&before, &node)?);
     let web = pod.run(ContainerSpec::sleeping("web")).await?;
     let log = pod.run(ContainerSpec::sleeping("log")).await?;
@@ -64,10 +73,14 @@ async fn main() -> Result<()> {
     title("All is removed");
     pod.remove().await?;
     node.settles_to(&clean).await.context("something is left of the pod")?;
-    say("no process, shim, mount, network namespace, cgroup, socket or directory of the pod is left");
+    say(
+        "no process, shim, mount, network namespace, cgroup, socket or directory of the pod is left",
+    );
 
     title("What RunPodSandbox takes");
-    say(&format!("median of {ROUNDS} pods each, built-in and this sandboxer in turn, in milliseconds:"));
+    say(&format!(
+        "median of {ROUNDS} pods each, built-in and this sandboxer in turn, in milliseconds:"
+    ));
     say(&format!("    {:<14} {:>9} {:>15} {:>7}", "", "built-in", "pause-sandboxer", "ratio"));
     let host = timed(&node, || PodSpec::new("host").host_network()).await?;
     row("host network", host);
@@ -101,12 +114,19 @@ async fn timed(node: &std::sync::Arc<Node>, spec: impl Fn() -> PodSpec) -> Resul
 
 fn row(name: &str, [builtin, ours]: [Duration; 2]) {
     let ms = |time: Duration| time.as_secs_f64() * 1e3;
-    say(&format!("    {name:<14} {:>9.1} {:>15.1} {:>6.1}x", ms(builtin), ms(ours), ms(builtin) / ms(ours)));
+    say(&format!(
+        "    {name:<14} {:>9.1} {:>15.1} {:>6.1}x",
+        ms(builtin),
+        ms(ours),
+        ms(builtin) / ms(ours)
+    ));
 }
 
 /// The node's processes that were not there before.
 fn new_since(before: &[Proc], node: &Node) -> Result<Vec<Proc>> {
-    let is_new = |process: &Proc| !before.iter().any(|p| (p.pid, p.start_time) == (process.pid, process.start_time));
+    let is_new = |process: &Proc| {
+        !before.iter().any(|p| (p.pid, p.start_time) == (process.pid, process.start_time))
+    };
     Ok(of_node(&processes::all()?, node).into_iter().filter(is_new).collect())
 }
 
@@ -114,7 +134,10 @@ fn new_since(before: &[Proc], node: &Node) -> Result<Vec<Proc>> {
 fn of_node(all: &[Proc], node: &Node) -> Vec<Proc> {
     let top = node.layout().top.display().to_string();
     let cgroup = node.layout().cgroup();
-    all.iter().filter(|p| p.command.contains(&top) || p.cgroups.contains(&cgroup)).cloned().collect()
+    all.iter()
+        .filter(|p| p.command.contains(&top) || p.cgroups.contains(&cgroup))
+        .cloned()
+        .collect()
 }
 
 fn show_processes(what: &str, processes: &[Proc]) {

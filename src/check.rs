@@ -1,7 +1,8 @@
 //! `pause-sandboxer check`: looks at the node and says what is wrong and what to do.
 //!
-//! Each look is a function that reads a little of the node and hands it to a pure one, which makes the [`Finding`]s.
-//! Nothing is changed, except that one pause is started and ended again, for what the kernel allows shows only then.
+//! Each look is a function that reads a little of the node and hands it to a pure one, which makes
+//! the [`Finding`]s. Nothing is changed, except that one pause is started and ended again, for what
+//! the kernel allows shows only then.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -122,8 +123,9 @@ pub fn worst(findings: &[Finding]) -> Level {
 
 /// A file's text for a look, or the finding that it cannot be read.
 fn read(subject: &'static str, path: &str) -> Result<String, Finding> {
-    std::fs::read_to_string(path)
-        .map_err(|e| Finding::fail(subject, format!("read {path}: {e}"), "mount /proc and /sys as usual"))
+    std::fs::read_to_string(path).map_err(|e| {
+        Finding::fail(subject, format!("read {path}: {e}"), "mount /proc and /sys as usual")
+    })
 }
 
 #[cfg(test)]
@@ -139,7 +141,8 @@ mod tests {
 
     #[test]
     fn the_worst_level_counts() {
-        let (ok, warn, fail) = (Finding::ok("a", ""), Finding::warn("a", "", ""), Finding::fail("a", "", ""));
+        let (ok, warn, fail) =
+            (Finding::ok("a", ""), Finding::warn("a", "", ""), Finding::fail("a", "", ""));
         assert_eq!(worst(&[]), Level::Ok);
         assert_eq!(worst(&[warn.clone(), ok.clone()]), Level::Warn);
         assert_eq!(worst(&[ok, fail, warn]), Level::Fail);

@@ -18,10 +18,12 @@ pub mod table;
 
 pub use crate::protos::inspect::{Sandbox, Usage};
 
-/// How long an answer may take. A daemon that still takes over its pods answers when it has them all.
+/// How long an answer may take. A daemon that still takes over its pods answers when it has them
+/// all.
 const PATIENCE: Duration = Duration::from_secs(15);
 
-/// What the protocol is told of it: more, since its own error for a deadline looks like that of a connection which is lost.
+/// What the protocol is told of it: more, since its own error for a deadline looks like that of a
+/// connection which is lost.
 const DEADLINE: Duration = Duration::from_secs(2 * PATIENCE.as_secs());
 
 /// Why there is no answer.
@@ -62,10 +64,14 @@ impl Client {
     /// [`Error::Down`].
     pub fn connect(config: &Config) -> Result<Self, Error> {
         let socket = config.ttrpc_socket();
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().step("make the runtime")?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .step("make the runtime")?;
         // A plain connection first: it says in the system's own words why there is none.
         std::os::unix::net::UnixStream::connect(&socket).map_err(|e| down(&socket, &e))?;
-        let connected = runtime.block_on(Connection::connect(&format!("unix://{}", socket.display())));
+        let connected =
+            runtime.block_on(Connection::connect(&format!("unix://{}", socket.display())));
         let connection = connected.map_err(|e| down(&socket, &io::Error::other(e.to_string())))?;
         Ok(Self { runtime, inspect: InspectClient::new(connection), socket })
     }
@@ -79,7 +85,8 @@ impl Client {
         loop {
             let after = all.last().map(|last| last.id.clone()).unwrap_or_default();
             let request = ListRequest { after, usage, ..Default::default() };
-            let page = self.answer(self.inspect.list(context::with_duration(DEADLINE), &request))?;
+            let page =
+                self.answer(self.inspect.list(context::with_duration(DEADLINE), &request))?;
             let empty = page.sandboxes.is_empty();
             all.extend(page.sandboxes);
             if !page.more || empty {
@@ -88,7 +95,8 @@ impl Client {
         }
     }
 
-    /// All that is known of the one sandbox whose id begins with `id`, or whose pod is `NAMESPACE/POD`: a JSON object.
+    /// All that is known of the one sandbox whose id begins with `id`, or whose pod is
+    /// `NAMESPACE/POD`: a JSON object.
     ///
     /// # Errors
     /// [`Error::NoSuch`], [`Error::Down`], or what the daemon answers.
@@ -96,8 +104,10 @@ impl Client {
         let all = self.list(false)?;
         let id = resolve(id, &all)?.id.clone();
         let request = InspectRequest { id, ..Default::default() };
-        let json = self.answer(self.inspect.inspect(context::with_duration(DEADLINE), &request))?.json;
-        serde_json::from_str(&json).map_err(|e| Error::Refused(format!("the daemon's answer is no JSON: {e}")))
+        let json =
+            self.answer(self.inspect.inspect(context::with_duration(DEADLINE), &request))?.json;
+        serde_json::from_str(&json)
+            .map_err(|e| Error::Refused(format!("the daemon's answer is no JSON: {e}")))
     }
 
     /// Waits for what a call answers.
@@ -118,7 +128,9 @@ impl Client {
         match error {
             ttrpc::Error::RpcStatus(status) => match status.code() {
                 Code::DEADLINE_EXCEEDED => self.late(),
-                Code::UNIMPLEMENTED => Error::Refused("the daemon that runs is older than this program".to_owned()),
+                Code::UNIMPLEMENTED => {
+                    Error::Refused("the daemon that runs is older than this program".to_owned())
+                }
                 _ => Error::Refused(status.message),
             },
             other => Error::Down {
@@ -141,8 +153,13 @@ fn down(socket: &Path, e: &io::Error) -> Error {
 /// The one sandbox that `name` means: its id or the beginning of it, or `NAMESPACE/POD`.
 fn resolve<'a>(name: &str, all: &'a [Sandbox]) -> Result<&'a Sandbox, Error> {
     let mut found: Vec<&Sandbox> = match name.split_once('/') {
-        Some((namespace, pod)) => all.iter().filter(|of| of.namespace == namespace && of.pod == pod).collect(),
-        None => all.iter().filter(|of| of.id == name || !name.is_empty() && of.id.starts_with(name)).collect(),
+        Some((namespace, pod)) => {
+            all.iter().filter(|of| of.namespace == namespace && of.pod == pod).collect()
+        }
+        None => all
+            .iter()
+            .filter(|of| of.id == name || !name.is_empty() && of.id.starts_with(name))
+            .collect(),
     };
     if let Some(exact) = found.iter().position(|of| of.id == name) {
         found = vec![found.swap_remove(exact)];
@@ -168,12 +185,22 @@ mod tests {
         let socket = dir.path().join("s.sock");
         // As systemd holds it while the daemon recovers: it takes connections and says nothing.
         let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .start_paused(true)
+            .build()
+            .unwrap();
         let address = format!("unix://{}", socket.display());
         let inspect = InspectClient::new(runtime.block_on(Connection::connect(&address)).unwrap());
         let client = Client { runtime, inspect, socket };
-        for reason in [client.list(false).unwrap_err().to_string(), client.inspect("x").unwrap_err().to_string()] {
-            assert!(reason.contains("nothing within 15 s -> it may still take over its pods"), "{reason}");
+        for reason in [
+            client.list(false).unwrap_err().to_string(),
+            client.inspect("x").unwrap_err().to_string(),
+        ] {
+            assert!(
+                reason.contains("nothing within 15 s -> it may still take over its pods"),
+                "{reason}"
+            );
         }
     }
 

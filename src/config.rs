@@ -1,7 +1,8 @@
 //! Settings of the daemon: one checked [`Config`] from the config file and the flags.
 //!
-//! Every setting is written once, in the table below: its name (also that of its flag, with dashes), its
-//! meaning, its type and its default. The struct, the file, the flags and `config default` come from that table.
+//! Every setting is written once, in the table below: its name (also that of its flag, with
+//! dashes), its meaning, its type and its default. The struct, the file, the flags and `config
+//! default` come from that table.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -15,7 +16,9 @@ mod value;
 
 pub use environment::Variables;
 pub use pattern::Pattern;
-pub use value::{Categories, CgroupDriver, DriverName, Drivers, LogFormat, Metrics, ShimOwner, Shims};
+pub use value::{
+    Categories, CgroupDriver, DriverName, Drivers, LogFormat, Metrics, ShimOwner, Shims,
+};
 
 use value::{Input, Value};
 
@@ -31,13 +34,15 @@ const SOCKET_PATH_MAX: usize = 107;
 /// What our sockets have at the end of their path until they listen, bytes (`.new`).
 const SOCKET_PATH_SPARE: usize = 4;
 
-/// What the path of a shim's socket has behind the state directory, bytes; held equal to `crate::shim::SOCKET_SUFFIX`.
+/// What the path of a shim's socket has behind the state directory, bytes; held equal to
+/// `crate::shim::SOCKET_SUFFIX`.
 pub const SHIM_SOCKET_SUFFIX: usize = 43;
 
 /// Longest containerd identifier, bytes (containerd `pkg/identifiers`).
 const IDENTIFIER_MAX: usize = 76;
 
-/// Where CRI keeps its pods' files below containerd's `root` and `state`. When containerd restarts it deletes what it does not know there.
+/// Where CRI keeps its pods' files below containerd's `root` and `state`. When containerd restarts
+/// it deletes what it does not know there.
 const CRI_PLUGIN_DIR: &str = "io.containerd.grpc.v1.cri";
 
 /// One setting: its name, its meaning and how it is set and shown.
@@ -103,9 +108,11 @@ macro_rules! settings {
 }
 
 settings! {
-    /// gRPC socket that containerd dials (`address` under `proxy_plugins`); the ttrpc socket has `.ttrpc` appended.
+    /// gRPC socket that containerd dials (`address` under `proxy_plugins`); the ttrpc socket has
+    /// `.ttrpc` appended.
     socket: PathBuf = "/run/pause-sandboxer/pause-sandboxer.sock".into();
-    /// Directory of the records and private mounts; made with mode 0700. One daemon per directory. It must not survive a reboot.
+    /// Directory of the records and private mounts; made with mode 0700. One daemon per directory.
+    /// It must not survive a reboot.
     state_dir: PathBuf = "/run/pause-sandboxer".into();
     /// containerd's `root`, where CRI looks for a pod's hostname, hosts and resolv.conf.
     containerd_root: PathBuf = "/var/lib/containerd".into();
@@ -115,48 +122,59 @@ settings! {
     containerd_address: PathBuf = "/run/containerd/containerd.sock".into();
     /// containerd's namespace of CRI. Calls of another one are refused.
     containerd_namespace: String = "k8s.io".to_owned();
-    /// How the pods' cgroups are made: as directories (`cgroupfs`), or as scopes that systemd makes (`systemd`), which takes
-    /// slices only. `auto` goes by the parent cgroup that kubelet names: `systemd` for a slice (`….slice`) where systemd runs the node, else
-    /// `cgroupfs`.
+    /// How the pods' cgroups are made: as directories (`cgroupfs`), or as scopes that systemd makes
+    /// (`systemd`), which takes slices only. `auto` goes by the parent cgroup that kubelet names:
+    /// `systemd` for a slice (`….slice`) where systemd runs the node, else `cgroupfs`.
     cgroup_driver: CgroupDriver = CgroupDriver::Auto;
-    /// Who runs a pod's pause: `native`, this program, or `shim`, the runtime, whose shim then lives as long as the pod. By runtime name, as
-    /// `drivers = { "io.containerd.runc.v2" = "shim" }`; others have `native` where the runtime's containers are processes of the node
-    /// (runc, crun, youki), else `shim`. Holds for pods that are made from then on.
+    /// Who runs a pod's pause: `native`, this program, or `shim`, the runtime, whose shim then
+    /// lives as long as the pod. By runtime name, as `drivers = { "io.containerd.runc.v2" = "shim"
+    /// }`; others have `native` where the runtime's containers are processes of the node (runc,
+    /// crun, youki), else `shim`. Holds for pods that are made from then on.
     drivers: Drivers = Drivers::default();
-    /// Who starts a pod's shim, where it does not run the pause. `sandboxer`: the sandboxer, when a container is coming; it is watched, and ended
-    /// with the pod. `started`: the same, but by the shim's own `start` with the pod, for shims that take no socket from who starts
-    /// them. `containerd`: containerd, with the pod's first container. Holds for pods that are made from then on.
+    /// Who starts a pod's shim, where it does not run the pause. `sandboxer`: the sandboxer, when a
+    /// container is coming; it is watched, and ended with the pod. `started`: the same, but by the
+    /// shim's own `start` with the pod, for shims that take no socket from who starts them.
+    /// `containerd`: containerd, with the pod's first container. Holds for pods that are made from
+    /// then on.
     shim: ShimOwner = ShimOwner::Sandboxer;
     /// Shims to use instead of those that containerd would find, by runtime name, as
     /// `shims = { "io.containerd.runc.v2" = "/usr/local/bin/containerd-shim-other-v2" }`.
     shims: Shims = Shims::default();
-    /// Variables that shims get beside the daemon's own, as `shim_env = ["SCHED_CORE=1"]`; as containerd's `env` under
-    /// `plugins."io.containerd.shim.v1.manager"`, for the shims that the sandboxer starts. With SCHED_CORE set a shim and its containers get a
-    /// core scheduling domain of their own; no shim starts where the kernel has none.
+    /// Variables that shims get beside the daemon's own, as `shim_env = ["SCHED_CORE=1"]`; as
+    /// containerd's `env` under `plugins."io.containerd.shim.v1.manager"`, for the shims that the
+    /// sandboxer starts. With SCHED_CORE set a shim and its containers get a core scheduling domain
+    /// of their own; no shim starts where the kernel has none.
     shim_env: Variables = Variables::default();
-    /// Never ask for an `oom_score_adj` below the daemon's own. As containerd's setting of this name, and needed where
-    /// the daemon lacks CAP_SYS_RESOURCE.
+    /// Never ask for an `oom_score_adj` below the daemon's own. As containerd's setting of this
+    /// name, and needed where the daemon lacks CAP_SYS_RESOURCE.
     restrict_oom_score_adj: bool = false;
-    /// Pods with a network of their own may bind ports below 1024 without a capability. As containerd's setting of this name.
+    /// Pods with a network of their own may bind ports below 1024 without a capability. As
+    /// containerd's setting of this name.
     enable_unprivileged_ports: bool = true;
-    /// Pods with a network of their own may send ICMP echo without a capability. As containerd's setting of this name.
+    /// Pods with a network of their own may send ICMP echo without a capability. As containerd's
+    /// setting of this name.
     enable_unprivileged_icmp: bool = true;
     /// Pods get SELinux labels, where SELinux is on. As containerd's setting of this name.
     enable_selinux: bool = false;
-    /// The MCS levels of pods are of categories below this number. As containerd's setting of this name.
+    /// The MCS levels of pods are of categories below this number. As containerd's setting of this
+    /// name.
     selinux_category_range: Categories = Categories::default();
-    /// Patterns of the pod annotations that go into the spec of the sandbox, as containerd's setting of this name: the pod's
-    /// containers get theirs from containerd's. `*` stands for anything but a slash.
+    /// Patterns of the pod annotations that go into the spec of the sandbox, as containerd's
+    /// setting of this name: the pod's containers get theirs from containerd's. `*` stands for
+    /// anything but a slash.
     pod_annotations: Vec<Pattern> = Vec::new();
-    /// Seconds after which a sandbox that was created but never started is removed (containerd forgets one
-    /// whose image pull failed).
+    /// Seconds after which a sandbox that was created but never started is removed (containerd
+    /// forgets one whose image pull failed).
     abandoned_after: Duration = Duration::from_secs(3600);
-    /// Seconds between two searches for sandboxes that nobody has asked about; containerd is asked whether it still knows them.
+    /// Seconds between two searches for sandboxes that nobody has asked about; containerd is asked
+    /// whether it still knows them.
     forgotten_interval: Duration = Duration::from_secs(60);
-    /// Where Prometheus finds the daemon's metrics: a unix socket for root, as `unix:///run/pause-sandboxer/metrics.sock`, or a port of
-    /// the node's own, as `127.0.0.1:9477` or `[::1]:9477`.
+    /// Where Prometheus finds the daemon's metrics: a unix socket for root, as
+    /// `unix:///run/pause-sandboxer/metrics.sock`, or a port of the node's own, as `127.0.0.1:9477`
+    /// or `[::1]:9477`.
     metrics: Metrics = Metrics::Off;
-    /// Least severe messages that are logged. The environment variable PAUSE_SANDBOXER_LOG overrides it.
+    /// Least severe messages that are logged. The environment variable PAUSE_SANDBOXER_LOG
+    /// overrides it.
     log_level: LevelFilter = LevelFilter::Info;
     /// Form of a logged line, on standard error.
     log_format: LogFormat = LogFormat::Text;
@@ -203,9 +221,12 @@ struct Gathered {
 
 impl Gathered {
     fn set(&mut self, name: &str, input: Input<'_>, origin: String) -> Result<(), Error> {
-        let error = |reason| Error::Setting { origin: origin.clone(), name: name.to_owned(), reason };
+        let error =
+            |reason| Error::Setting { origin: origin.clone(), name: name.to_owned(), reason };
         let Some(setting) = Setting::named(name) else {
-            return Err(error("unknown setting (`pause-sandboxer config default` prints all)".to_owned()));
+            return Err(error(
+                "unknown setting (`pause-sandboxer config default` prints all)".to_owned(),
+            ));
         };
         (setting.set)(&mut self.config, input).map_err(error)?;
         self.origins.push((setting.name, origin));
@@ -216,7 +237,12 @@ impl Gathered {
         match self.config.fault() {
             None => Ok(self.config),
             Some((name, reason)) => {
-                let origin = self.origins.iter().rev().find(|(n, _)| *n == name).map_or("default", |(_, o)| o);
+                let origin = self
+                    .origins
+                    .iter()
+                    .rev()
+                    .find(|(n, _)| *n == name)
+                    .map_or("default", |(_, o)| o);
                 Err(Error::Setting { origin: origin.to_owned(), name: name.to_owned(), reason })
             }
         }
@@ -224,8 +250,8 @@ impl Gathered {
 }
 
 impl Config {
-    /// Reads `file`, lets `flags` (setting name and value) override it, and checks the whole. Without a `file`
-    /// [`DEFAULT_FILE`] is read if it exists.
+    /// Reads `file`, lets `flags` (setting name and value) override it, and checks the whole.
+    /// Without a `file` [`DEFAULT_FILE`] is read if it exists.
     ///
     /// # Errors
     /// A file that cannot be read or is not TOML; the first setting that is unknown or wrong.
@@ -233,7 +259,9 @@ impl Config {
         let (path, optional) = (file.unwrap_or(Path::new(DEFAULT_FILE)), file.is_none());
         match std::fs::read_to_string(path) {
             Ok(text) => Self::parse(path, &text, flags),
-            Err(e) if optional && e.kind() == std::io::ErrorKind::NotFound => Self::parse(path, "", flags),
+            Err(e) if optional && e.kind() == std::io::ErrorKind::NotFound => {
+                Self::parse(path, "", flags)
+            }
             Err(e) => Err(Error::Read { file: path.to_owned(), reason: e.to_string() }),
         }
     }
@@ -270,11 +298,16 @@ impl Config {
         if length > most {
             return Some((
                 "socket",
-                format!("must be at most {most} bytes long, to leave room for the ttrpc socket's name; has {length}"),
+                format!(
+                    "must be at most {most} bytes long, to leave room for the ttrpc socket's name; has {length}"
+                ),
             ));
         }
         if self.containerd_address.as_os_str().len() > SOCKET_PATH_MAX {
-            return Some(("containerd_address", format!("must be at most {SOCKET_PATH_MAX} bytes long")));
+            return Some((
+                "containerd_address",
+                format!("must be at most {SOCKET_PATH_MAX} bytes long"),
+            ));
         }
         let most = SOCKET_PATH_MAX - SHIM_SOCKET_SUFFIX;
         if self.state_dir.as_os_str().len() > most {
@@ -286,12 +319,18 @@ impl Config {
         if self.socket.parent() == Some(Path::new("/")) {
             return Some(("socket", "must be in a directory below /".to_owned()));
         }
-        for (name, dir) in [("containerd_root", &self.containerd_root), ("containerd_state", &self.containerd_state)] {
+        for (name, dir) in [
+            ("containerd_root", &self.containerd_root),
+            ("containerd_state", &self.containerd_state),
+        ] {
             let cri = dir.join(CRI_PLUGIN_DIR);
             if self.state_dir == *dir || self.state_dir.starts_with(&cri) {
                 return Some((
                     "state_dir",
-                    format!("must not be {name} nor below {}: that is containerd's own", cri.display()),
+                    format!(
+                        "must not be {name} nor below {}: that is containerd's own",
+                        cri.display()
+                    ),
                 ));
             }
         }
@@ -314,7 +353,8 @@ impl Config {
     }
 }
 
-/// What keeps `text` from being a containerd identifier: runs of letters and digits, joined by single `.`, `_` or `-`.
+/// What keeps `text` from being a containerd identifier: runs of letters and digits, joined by
+/// single `.`, `_` or `-`.
 fn identifier_fault(text: &str) -> Option<String> {
     let joined = |part: &str| !part.is_empty() && part.chars().all(|c| c.is_ascii_alphanumeric());
     if text.len() <= IDENTIFIER_MAX && text.split(['.', '_', '-']).all(joined) {

@@ -1,6 +1,7 @@
 //! What is asked of containerd: whether it still knows a sandbox, and of which release it is.
 //!
-//! Unary gRPC over a unix socket, on a connection of its own: asked rarely, so nothing is kept open.
+//! Unary gRPC over a unix socket, on a connection of its own: asked rarely, so nothing is kept
+//! open.
 
 use std::io;
 use std::path::PathBuf;
@@ -86,7 +87,11 @@ impl Store {
     }
 
     /// The call's gRPC status, and its answer.
-    async fn ask(&self, method: &str, message: &impl protobuf::Message) -> io::Result<(String, Bytes)> {
+    async fn ask(
+        &self,
+        method: &str,
+        message: &impl protobuf::Message,
+    ) -> io::Result<(String, Bytes)> {
         let message = message.write_to_bytes().map_err(io::Error::other)?;
         let mut frame = BytesMut::with_capacity(message.len() + HEAD);
         frame.put_u8(0);
@@ -94,7 +99,8 @@ impl Store {
         frame.put_slice(&message);
 
         let stream = UnixStream::connect(&self.address).await?;
-        let (requests, connection) = h2::client::handshake(stream).await.map_err(io::Error::other)?;
+        let (requests, connection) =
+            h2::client::handshake(stream).await.map_err(io::Error::other)?;
         // Ends with the last handle on it.
         tokio::spawn(async move { drop(connection.await) });
         let mut requests = requests.ready().await.map_err(io::Error::other)?;
@@ -104,7 +110,8 @@ impl Store {
             .header("containerd-namespace", &self.namespace)
             .body(())
             .map_err(io::Error::other)?;
-        let (response, mut body) = requests.send_request(request, false).map_err(io::Error::other)?;
+        let (response, mut body) =
+            requests.send_request(request, false).map_err(io::Error::other)?;
         body.send_data(frame.freeze(), true).map_err(io::Error::other)?;
 
         let (head, mut body) = response.await.map_err(io::Error::other)?.into_parts();
@@ -122,7 +129,8 @@ impl Store {
             answer.extend_from_slice(&data);
         }
         let trailers = body.trailers().await.map_err(io::Error::other)?.unwrap_or_default();
-        let status = status(&trailers).ok_or_else(|| io::Error::other("an answer without a gRPC status"))?;
+        let status =
+            status(&trailers).ok_or_else(|| io::Error::other("an answer without a gRPC status"))?;
         let message = answer.get(HEAD..).map(Bytes::copy_from_slice).unwrap_or_default();
         Ok((status, message))
     }

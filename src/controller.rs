@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::error::Step;
 use crate::podsandbox::recover::{self, Recovered};
 use crate::podsandbox::{
-    self, CreateRequest, Environment, Error, Exit, Metric, Overview, Phase, Platform, Sandbox, SandboxInfo, Started,
-    StatusReport,
+    self, CreateRequest, Environment, Error, Exit, Metric, Overview, Phase, Platform, Sandbox,
+    SandboxInfo, Started, StatusReport,
 };
 use crate::pool::{self, Class};
 use crate::telemetry::{Census, Telemetry};
@@ -49,7 +49,8 @@ impl Register {
     }
 }
 
-/// The id of a Create that is under way. Frees it when dropped, unless it stands for a sandbox by then.
+/// The id of a Create that is under way. Frees it when dropped, unless it stands for a sandbox by
+/// then.
 struct Reserved {
     register: Arc<Register>,
     id: Text,
@@ -82,7 +83,9 @@ impl Controller {
                 let (id, slot) = match one {
                     // Its time was over; whoever frees its id waits for the lock or came too early.
                     Recovered::Sandbox(sandbox) if sandbox.phase() == Phase::Gone => continue,
-                    Recovered::Sandbox(sandbox) => (sandbox.shared_id().clone(), Slot::Live(Arc::new(sandbox))),
+                    Recovered::Sandbox(sandbox) => {
+                        (sandbox.shared_id().clone(), Slot::Live(Arc::new(sandbox)))
+                    }
                     Recovered::Aside { id, reason } => (id.into(), Slot::Aside(reason.into())),
                 };
                 slots.insert(id, slot);
@@ -116,12 +119,14 @@ impl Controller {
             drop(reserved);
             Ok(())
         });
-        let fault =
-            |e: tokio::task::JoinError| Err(Error::Fault { id: id.to_string(), verb: "create", reason: e.to_string() });
+        let fault = |e: tokio::task::JoinError| {
+            Err(Error::Fault { id: id.to_string(), verb: "create", reason: e.to_string() })
+        };
         job.await.unwrap_or_else(fault)
     }
 
-    /// Starts a created sandbox. Runs to its end when the future is dropped; the sandbox is removed then.
+    /// Starts a created sandbox. Runs to its end when the future is dropped; the sandbox is removed
+    /// then.
     ///
     /// # Errors
     /// [`Error::State`] unless it was just created; else the failed step, and nothing is left.
@@ -129,7 +134,8 @@ impl Controller {
         self.find(id)?.start().await
     }
 
-    /// The node's own platform. CRI asks this before every container, so the sandbox gets ready for one.
+    /// The node's own platform. CRI asks this before every container, so the sandbox gets ready for
+    /// one.
     ///
     /// # Errors
     /// [`Error::NotFound`].
@@ -190,20 +196,34 @@ impl Controller {
     /// Stores what `fields` name of `info`; without fields all of it.
     ///
     /// # Errors
-    /// [`Error::NotFound`], [`Error::Invalid`] for a field that cannot be updated, or the failed step.
-    pub async fn update(&self, id: &str, info: SandboxInfo, fields: Vec<String>) -> Result<(), Error> {
+    /// [`Error::NotFound`], [`Error::Invalid`] for a field that cannot be updated, or the failed
+    /// step.
+    pub async fn update(
+        &self,
+        id: &str,
+        info: SandboxInfo,
+        fields: Vec<String>,
+    ) -> Result<(), Error> {
         self.find(id)?.update(info, fields).await
     }
 
-    /// At most `most` lines of the list of sandboxes, by id, of those behind `after`; and whether there are more.
+    /// At most `most` lines of the list of sandboxes, by id, of those behind `after`; and whether
+    /// there are more.
     ///
     /// # Errors
     /// [`Error::Fault`].
-    pub async fn list(&self, after: &str, most: usize, usage: bool) -> Result<(Vec<Overview>, bool), Error> {
+    pub async fn list(
+        &self,
+        after: &str,
+        most: usize,
+        usage: bool,
+    ) -> Result<(Vec<Overview>, bool), Error> {
         let mut slots: Vec<(Text, Slot)> = {
             let slots = self.sandboxes.turn();
             let behind = slots.range::<str, _>((Bound::Excluded(after), Bound::Unbounded));
-            let behind = behind.filter(|(_, slot)| !matches!(slot, Slot::Reserved)).take(most.saturating_add(1));
+            let behind = behind
+                .filter(|(_, slot)| !matches!(slot, Slot::Reserved))
+                .take(most.saturating_add(1));
             behind.map(|(id, slot)| (id.clone(), slot.clone())).collect()
         };
         let more = slots.len() > most;
@@ -217,7 +237,8 @@ impl Controller {
             slots.iter().filter_map(line).collect()
         };
         let lines = pool::run(Class::Query, lines).await;
-        let fault = |e: Step| Error::Fault { id: String::new(), verb: "list", reason: e.to_string() };
+        let fault =
+            |e: Step| Error::Fault { id: String::new(), verb: "list", reason: e.to_string() };
         Ok((lines.map_err(fault)?, more))
     }
 
@@ -229,9 +250,13 @@ impl Controller {
         self.check(id)?;
         let slot = self.sandboxes.turn().get(id).cloned();
         match slot {
-            Some(Slot::Live(sandbox)) => pool::run(Class::Query, move || sandbox.inspect())
-                .await
-                .map_err(|e| Error::Fault { id: id.to_owned(), verb: "inspect", reason: e.to_string() }),
+            Some(Slot::Live(sandbox)) => {
+                pool::run(Class::Query, move || sandbox.inspect()).await.map_err(|e| Error::Fault {
+                    id: id.to_owned(),
+                    verb: "inspect",
+                    reason: e.to_string(),
+                })
+            }
             Some(Slot::Aside(reason)) => Ok(Overview::aside(id, &reason).to_json()),
             Some(Slot::Reserved) | None => Err(Error::NotFound { id: id.to_owned() }),
         }
@@ -244,7 +269,8 @@ impl Controller {
 
     /// How many sandboxes there are of which kind.
     pub fn census(&self) -> Census {
-        let lines: Vec<Overview> = self.live().iter().map(|sandbox| sandbox.overview(false)).collect();
+        let lines: Vec<Overview> =
+            self.live().iter().map(|sandbox| sandbox.overview(false)).collect();
         Census {
             cleanups_pending: lines.iter().filter(|line| line.failed_cleanups > 0).count(),
             sandboxes: lines.into_iter().map(|line| (line.state, line.driver)).collect(),
@@ -265,7 +291,9 @@ impl Controller {
         let slots = self.sandboxes.turn();
         slots
             .values()
-            .filter_map(|slot| if let Slot::Live(sandbox) = slot { Some(sandbox.clone()) } else { None })
+            .filter_map(
+                |slot| if let Slot::Live(sandbox) = slot { Some(sandbox.clone()) } else { None },
+            )
             .collect()
     }
 
@@ -281,9 +309,11 @@ impl Controller {
         self.check(id)?;
         match self.sandboxes.turn().get(id) {
             Some(Slot::Live(sandbox)) => Ok(sandbox.clone()),
-            Some(Slot::Aside(reason)) => {
-                Err(Error::Fault { id: id.to_owned(), verb: "recovery", reason: format!("kept aside: {reason}") })
-            }
+            Some(Slot::Aside(reason)) => Err(Error::Fault {
+                id: id.to_owned(),
+                verb: "recovery",
+                reason: format!("kept aside: {reason}"),
+            }),
             Some(Slot::Reserved) | None => Err(Error::NotFound { id: id.to_owned() }),
         }
     }

@@ -1,4 +1,5 @@
-//! The end of a sandbox's pause, which its owner waits for, and the back-off of cleanups that failed.
+//! The end of a sandbox's pause, which its owner waits for, and the back-off of cleanups that
+//! failed.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +12,8 @@ use crate::pause::{Exit, Pause};
 pub fn end_of(pause: Arc<dyn Pause>) -> BoxFuture<'static, Exit> {
     Box::pin(async move {
         let exit = pause.exited().await;
-        // The process is reaped; its descriptors go before its end is known, so that nobody counts them.
+        // The process is reaped; its descriptors go before its end is known, so that nobody counts
+        // them.
         drop(pause);
         exit
     })
@@ -25,12 +27,17 @@ pub struct Backoff {
 }
 
 /// Of cleanups after an exit, and of removals.
-pub const CLEANUP: Backoff = Backoff { first: Duration::from_secs(1), longest: Duration::from_secs(300) };
+pub const CLEANUP: Backoff =
+    Backoff { first: Duration::from_secs(1), longest: Duration::from_secs(300) };
 
 impl Backoff {
     /// Delays from `first` to `longest`; `None` when `first` is zero or above `longest`.
     pub const fn new(first: Duration, longest: Duration) -> Option<Self> {
-        if first.is_zero() || first.as_nanos() > longest.as_nanos() { None } else { Some(Self { first, longest }) }
+        if first.is_zero() || first.as_nanos() > longest.as_nanos() {
+            None
+        } else {
+            Some(Self { first, longest })
+        }
     }
 
     /// How long to wait after `failures` failures in a row; the first failure is 1.

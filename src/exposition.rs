@@ -1,7 +1,7 @@
 //! The daemon's metrics over HTTP, on a unix socket or a port of the node's own.
 //!
-//! Whoever asks can hold up nobody but himself: connections are few, each has one question, and a time for it. What cannot be served is
-//! told in the log; the pods do not wait for it.
+//! Whoever asks can hold up nobody but himself: connections are few, each has one question, and a
+//! time for it. What cannot be served is told in the log; the pods do not wait for it.
 
 use std::fs;
 use std::io;
@@ -51,9 +51,9 @@ impl Listener {
                 let listener = wire::bind(path)?;
                 Some(Self::Unix(UnixListener::from_std(listener).step_at("watch", path)?))
             }
-            Metrics::Tcp(address) => {
-                Some(Self::Tcp(TcpListener::bind(address).await.step_at("bind", address.to_string())?))
-            }
+            Metrics::Tcp(address) => Some(Self::Tcp(
+                TcpListener::bind(address).await.step_at("bind", address.to_string())?,
+            )),
         })
     }
 
@@ -121,7 +121,8 @@ impl Source {
             return Ok(Arc::clone(text));
         }
         let controller = Arc::clone(&self.controller);
-        let text = pool::run(Class::Query, move || controller.telemetry().text(&controller.census()));
+        let text =
+            pool::run(Class::Query, move || controller.telemetry().text(&controller.census()));
         let text: Arc<str> = text.await.map_err(io::Error::other)?.into();
         *last = Some((Instant::now(), Arc::clone(&text)));
         Ok(text)
@@ -133,7 +134,14 @@ async fn answer(mut stream: Box<dyn Stream>, source: &Source) -> io::Result<()> 
     let mut head = Vec::with_capacity(512);
     while !head.windows(4).any(|end| end == b"\r\n\r\n") {
         if head.len() > LONGEST_HEAD {
-            return reply(&mut stream, "431 Request Header Fields Too Large", "text/plain", "", true).await;
+            return reply(
+                &mut stream,
+                "431 Request Header Fields Too Large",
+                "text/plain",
+                "",
+                true,
+            )
+            .await;
         }
         if stream.read_buf(&mut head).await? == 0 {
             return Ok(());
@@ -145,7 +153,8 @@ async fn answer(mut stream: Box<dyn Stream>, source: &Source) -> io::Result<()> 
             reply(&mut stream, "200 OK", CONTENT_TYPE, &source.text().await?, method == "GET").await
         }
         ("GET" | "HEAD", _) => {
-            reply(&mut stream, "404 Not Found", "text/plain", "ask for /metrics\n", method == "GET").await
+            reply(&mut stream, "404 Not Found", "text/plain", "ask for /metrics\n", method == "GET")
+                .await
         }
         _ => reply(&mut stream, "405 Method Not Allowed", "text/plain", "ask by GET\n", true).await,
     }
@@ -159,7 +168,13 @@ fn request(head: &[u8]) -> (&str, &str) {
     (method, target.split('?').next().unwrap_or_default())
 }
 
-async fn reply(stream: &mut Box<dyn Stream>, status: &str, kind: &str, body: &str, whole: bool) -> io::Result<()> {
+async fn reply(
+    stream: &mut Box<dyn Stream>,
+    status: &str,
+    kind: &str,
+    body: &str,
+    whole: bool,
+) -> io::Result<()> {
     let head = format!(
         "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
         body.len()

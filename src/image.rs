@@ -1,7 +1,8 @@
-//! The pause program as an OCI image, for containerd's built-in controller and for nodes without a registry.
+//! The pause program as an OCI image, for containerd's built-in controller and for nodes without a
+//! registry.
 //!
-//! An archive of one image with one layer that holds one file. It is the same, byte for byte, whoever writes it when: a tool that compares
-//! digests sees an image that it has.
+//! An archive of one image with one layer that holds one file. It is the same, byte for byte,
+//! whoever writes it when: a tool that compares digests sees an image that it has.
 
 use std::io::{self, Write};
 
@@ -12,7 +13,8 @@ use tar::{Builder, EntryType, Header};
 use crate::pause::image::PROGRAM;
 use crate::podsandbox::Platform;
 
-/// The image's name, for `pinned_images.sandbox` of containerd's CRI. Its tag counts the pause program's changes that matter to whoever runs it.
+/// The image's name, for `pinned_images.sandbox` of containerd's CRI. Its tag counts the pause
+/// program's changes that matter to whoever runs it.
 pub const NAME: &str = "localhost/pause-sandboxer/pause:1";
 
 /// User and group that the program runs as, as from most pause images.
@@ -60,7 +62,8 @@ pub fn write(to: impl Write) -> io::Result<()> {
     let layer = Blob::new(layer.into_inner()?);
     let mut config = platform.clone();
     config["config"] = json!({ "Entrypoint": ["/pause"], "User": USER, "WorkingDir": "/" });
-    config["rootfs"] = json!({ "type": "layers", "diff_ids": [format!("sha256:{}", layer.digest)] });
+    config["rootfs"] =
+        json!({ "type": "layers", "diff_ids": [format!("sha256:{}", layer.digest)] });
     let config = Blob::json(&config);
     let manifest = Blob::json(&json!({
         "schemaVersion": 2,
@@ -146,7 +149,10 @@ mod tests {
         let manifest = json(blob(entry));
         let config = json(blob(&manifest["config"]));
         let layer = blob(&manifest["layers"][0]);
-        assert_eq!(config["rootfs"]["diff_ids"][0], manifest["layers"][0]["digest"], "an uncompressed layer");
+        assert_eq!(
+            config["rootfs"]["diff_ids"][0], manifest["layers"][0]["digest"],
+            "an uncompressed layer"
+        );
         assert_eq!(config["config"]["User"], USER);
         let inside = self::files(layer);
         assert_eq!(inside.keys().collect::<Vec<_>>(), ["pause"]);

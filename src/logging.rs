@@ -1,8 +1,9 @@
-//! Log lines on standard error, text or JSON, with the sandbox id and other facts as fields. A line that names a sandbox has its pod as well, and
-//! one that a call has set off the call's trace (`crate::trace`).
+//! Log lines on standard error, text or JSON, with the sandbox id and other facts as fields. A line
+//! that names a sandbox has its pod as well, and one that a call has set off the call's trace
+//! (`crate::trace`).
 //!
-//! Modules log by the `log` crate: `log::info!(sandbox = id; "ready")`. Messages of other crates are shown from
-//! `warn` on, since theirs at `info` are about connections, not pods.
+//! Modules log by the `log` crate: `log::info!(sandbox = id; "ready")`. Messages of other crates
+//! are shown from `warn` on, since theirs at `info` are about connections, not pods.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -18,8 +19,8 @@ use crate::config::{Config, LogFormat};
 use crate::time::rfc3339;
 use crate::trace;
 
-/// Environment variable that overrides the configured level: `LEVEL`, or `LEVEL,TARGET=LEVEL,…`, where a target
-/// is a crate or module path such as `ttrpc` or `pause_sandboxer::wire`.
+/// Environment variable that overrides the configured level: `LEVEL`, or `LEVEL,TARGET=LEVEL,…`,
+/// where a target is a crate or module path such as `ttrpc` or `pause_sandboxer::wire`.
 pub const LEVEL_VARIABLE: &str = "PAUSE_SANDBOXER_LOG";
 
 /// The target of this crate's own messages, library and program.
@@ -36,10 +37,16 @@ static LOGGER: OnceLock<Logger> = OnceLock::new();
 /// The environment variable holds no level, or logging has begun already.
 pub fn init(config: &Config) -> Result<(), String> {
     let directives = match std::env::var(LEVEL_VARIABLE) {
-        Ok(text) => Directives::parse(&text).map_err(|reason| format!("{LEVEL_VARIABLE}: {reason}"))?,
+        Ok(text) => {
+            Directives::parse(&text).map_err(|reason| format!("{LEVEL_VARIABLE}: {reason}"))?
+        }
         Err(_) => Directives::default(),
     };
-    let logger = LOGGER.get_or_init(|| Logger { format: config.log_format, directives, level: AtomicU8::new(0) });
+    let logger = LOGGER.get_or_init(|| Logger {
+        format: config.log_format,
+        directives,
+        level: AtomicU8::new(0),
+    });
     log::set_logger(logger).map_err(|e| e.to_string())?;
     set_level(config.log_level);
     Ok(())
@@ -65,9 +72,11 @@ impl Directives {
     fn parse(text: &str) -> Result<Self, String> {
         let mut directives = Self::default();
         for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
-            let (target, level) = part.split_once('=').map_or((None, part), |(target, level)| (Some(target), level));
-            let level =
-                level.parse().map_err(|_| format!("{level:?} is no level (off, error, warn, info, debug, trace)"))?;
+            let (target, level) =
+                part.split_once('=').map_or((None, part), |(target, level)| (Some(target), level));
+            let level = level.parse().map_err(|_| {
+                format!("{level:?} is no level (off, error, warn, info, debug, trace)")
+            })?;
             match target {
                 None => directives.default = Some(level),
                 Some(target) => directives.targets.push((target.to_owned(), level)),
@@ -82,12 +91,21 @@ impl Directives {
         if let Some((_, level)) = self.targets.iter().find(|(of, _)| within(target, of)) {
             return *level;
         }
-        self.default.unwrap_or(if within(target, OWN_TARGET) { own } else { FOREIGN_LEVEL.min(own) })
+        self.default.unwrap_or(if within(target, OWN_TARGET) {
+            own
+        } else {
+            FOREIGN_LEVEL.min(own)
+        })
     }
 
     /// The most verbose level of any target when `own` is the configured one.
     fn most(&self, own: LevelFilter) -> LevelFilter {
-        self.targets.iter().map(|(_, level)| *level).chain([self.default.unwrap_or(own)]).max().unwrap_or(own)
+        self.targets
+            .iter()
+            .map(|(_, level)| *level)
+            .chain([self.default.unwrap_or(own)])
+            .max()
+            .unwrap_or(own)
     }
 }
 
@@ -133,7 +151,8 @@ struct Fields(Vec<(String, Value)>);
 impl Fields {
     /// Adds the pod of the sandbox that the line is about, and the trace of what is at work.
     fn complete(&mut self) {
-        let sandbox = self.0.iter().find(|(key, _)| key == "sandbox").and_then(|(_, id)| id.as_str());
+        let sandbox =
+            self.0.iter().find(|(key, _)| key == "sandbox").and_then(|(_, id)| id.as_str());
         let (pod, followed) = sandbox.and_then(trace::of).unzip();
         if let Some(pod) = pod.filter(|pod| !pod.name.is_empty()) {
             self.0.push(("pod".to_owned(), pod.name.into_string().into()));
@@ -146,9 +165,15 @@ impl Fields {
 }
 
 impl<'kvs> VisitSource<'kvs> for Fields {
-    fn visit_pair(&mut self, key: Key<'kvs>, value: log::kv::Value<'kvs>) -> Result<(), log::kv::Error> {
+    fn visit_pair(
+        &mut self,
+        key: Key<'kvs>,
+        value: log::kv::Value<'kvs>,
+    ) -> Result<(), log::kv::Error> {
         let json = value.to_bool().map(Value::from);
-        let json = json.or_else(|| value.to_u64().map(Value::from)).or_else(|| value.to_i64().map(Value::from));
+        let json = json
+            .or_else(|| value.to_u64().map(Value::from))
+            .or_else(|| value.to_i64().map(Value::from));
         let json = json.or_else(|| value.to_f64().map(Value::from));
         self.0.push((key.as_str().to_owned(), json.unwrap_or_else(|| value.to_string().into())));
         Ok(())
@@ -176,7 +201,8 @@ fn line(format: LogFormat, now: SystemTime, record: &Record<'_>) -> String {
             format!("{}\n", visible(&Value::Object(object)))
         }
         LogFormat::Text => {
-            let mut line = format!("{time} {:5} {}", level_name(record.level()), one_line(&message));
+            let mut line =
+                format!("{time} {:5} {}", level_name(record.level()), one_line(&message));
             for (key, value) in fields.0 {
                 let text = match &value {
                     Value::String(text) if plain(text) => text.clone(),
@@ -206,15 +232,17 @@ fn plain(text: &str) -> bool {
     !text.is_empty() && text.chars().all(|c| c.is_ascii_graphic() && !matches!(c, '"' | '=' | '\\'))
 }
 
-/// A character that a terminal or a viewer of logs may obey instead of showing it: a control character, an end of a line as Unicode has
-/// more of them, one that turns the direction of the text, or one that takes no room.
+/// A character that a terminal or a viewer of logs may obey instead of showing it: a control
+/// character, an end of a line as Unicode has more of them, one that turns the direction of the
+/// text, or one that takes no room.
 fn is_obeyed(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
             | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
-/// A value as JSON, in which everything is shown and nothing obeyed. Such characters are in strings alone.
+/// A value as JSON, in which everything is shown and nothing obeyed. Such characters are in strings
+/// alone.
 fn visible(value: &Value) -> String {
     let json = value.to_string();
     if !json.contains(is_obeyed) {
@@ -254,13 +282,19 @@ mod tests {
     fn shown(format: LogFormat, message: &str, fields: &[(&str, log::kv::Value<'_>)]) -> String {
         let time = SystemTime::UNIX_EPOCH + Duration::from_micros(1_795_226_716_000_042);
         let args = format_args!("{message}");
-        let record = Record::builder().args(args).level(Level::Warn).target("t").key_values(&fields).build();
+        let record =
+            Record::builder().args(args).level(Level::Warn).target("t").key_values(&fields).build();
         line(format, time, &record)
     }
 
     #[test]
     fn text_line_shows_time_level_message_and_fields() {
-        let fields = [("sandbox", "abc".into()), ("n", 3.into()), ("reason", "a \"b\"".into()), ("empty", "".into())];
+        let fields = [
+            ("sandbox", "abc".into()),
+            ("n", 3.into()),
+            ("reason", "a \"b\"".into()),
+            ("empty", "".into()),
+        ];
         assert_eq!(
             shown(LogFormat::Text, "gone", &fields),
             "2026-11-21T02:05:16.000042Z warn  gone sandbox=abc n=3 reason=\"a \\\"b\\\"\" empty=\"\"\n"
@@ -269,10 +303,12 @@ mod tests {
 
     #[tokio::test]
     async fn a_line_of_a_sandbox_names_pod_and_trace() {
-        let pod = trace::Pod { name: "web 0".into(), namespace: "prod".into(), ..Default::default() };
+        let pod =
+            trace::Pod { name: "web 0".into(), namespace: "prod".into(), ..Default::default() };
         let subject = trace::Subject::new("logging-test".into(), pod);
-        let trace =
-            |digit: &str| trace::TraceId::of_traceparent(&format!("00-{}-00f067aa0ba902b7-01", digit.repeat(32)));
+        let trace = |digit: &str| {
+            trace::TraceId::of_traceparent(&format!("00-{}-00f067aa0ba902b7-01", digit.repeat(32)))
+        };
         subject.follow(trace("1"));
         let fields = [("sandbox", "logging-test".into())];
         let end = |line: String| line.split_once(" sandbox=logging-test ").unwrap().1.to_owned();
@@ -282,7 +318,10 @@ mod tests {
         assert_eq!(end(line), of.replace('1', "2"), "the call's own goes first");
         subject.follow(None);
         let json: Value = serde_json::from_str(&shown(LogFormat::Json, "x", &fields)).unwrap();
-        assert_eq!((&json["pod"], &json["namespace"], &json["trace"]), (&"web 0".into(), &"prod".into(), &Value::Null));
+        assert_eq!(
+            (&json["pod"], &json["namespace"], &json["trace"]),
+            (&"web 0".into(), &"prod".into(), &Value::Null)
+        );
         drop(subject);
         assert!(shown(LogFormat::Text, "x", &fields).ends_with(" sandbox=logging-test\n"));
     }
@@ -298,24 +337,37 @@ mod tests {
 
     #[test]
     fn what_a_viewer_would_obey_is_escaped() {
-        let hostile = "a\u{7f}\u{85}\u{9b}31m\u{2028}x\u{2029}y\u{202e}z\u{2066}\u{200b}\u{feff}\u{e0041}é";
+        let hostile =
+            "a\u{7f}\u{85}\u{9b}31m\u{2028}x\u{2029}y\u{202e}z\u{2066}\u{200b}\u{feff}\u{e0041}é";
         for format in [LogFormat::Text, LogFormat::Json] {
             let line = shown(format, hostile, &[("reason", hostile.into())]);
-            let obeyed: Vec<char> = line.trim_end_matches('\n').chars().filter(|c| is_obeyed(*c)).collect();
+            let obeyed: Vec<char> =
+                line.trim_end_matches('\n').chars().filter(|c| is_obeyed(*c)).collect();
             assert!(obeyed.is_empty(), "{obeyed:?} in {line}");
             assert_eq!(line.matches('é').count(), 2, "what is harmless stays readable: {line}");
         }
         let json: Value =
-            serde_json::from_str(&shown(LogFormat::Json, hostile, &[("reason", hostile.into())])).unwrap();
-        assert_eq!((&json["message"], &json["reason"]), (&hostile.into(), &hostile.into()), "and can be read back");
+            serde_json::from_str(&shown(LogFormat::Json, hostile, &[("reason", hostile.into())]))
+                .unwrap();
+        assert_eq!(
+            (&json["message"], &json["reason"]),
+            (&hostile.into(), &hostile.into()),
+            "and can be read back"
+        );
         let text = shown(LogFormat::Text, "a\u{2028}b", &[("reason", "c\u{9b}d".into())]);
         assert!(text.contains(r"a\u{2028}b reason=") && text.contains(r#""c\u009bd""#), "{text}");
     }
 
     #[test]
     fn json_line_keeps_types_and_its_own_keys() {
-        let fields = [("sandbox", "abc".into()), ("n", 3.into()), ("yes", true.into()), ("level", "forged".into())];
-        let json: Value = serde_json::from_str(&shown(LogFormat::Json, "gone \"x\"", &fields)).unwrap();
+        let fields = [
+            ("sandbox", "abc".into()),
+            ("n", 3.into()),
+            ("yes", true.into()),
+            ("level", "forged".into()),
+        ];
+        let json: Value =
+            serde_json::from_str(&shown(LogFormat::Json, "gone \"x\"", &fields)).unwrap();
         assert_eq!(
             json,
             serde_json::json!({

@@ -54,11 +54,16 @@ fn run(asked: &Asked) -> Result<ExitCode, Failure> {
         What::Serve => {
             let config = asked.settings.load()?;
             let Asked { settings, .. } = asked;
-            serve::serve(config, settings.file.clone(), settings.flags.clone()).map_err(|e| e.to_string())?;
+            serve::serve(config, settings.file.clone(), settings.flags.clone())
+                .map_err(|e| e.to_string())?;
         }
         What::List => {
             let all = Client::connect(&asked.settings.load()?)?.list(true)?;
-            print(&if json { pretty(&table::list_json(&all)) } else { table::list(&all, SystemTime::now()) })?;
+            print(&if json {
+                pretty(&table::list_json(&all))
+            } else {
+                table::list(&all, SystemTime::now())
+            })?;
         }
         What::Inspect => {
             let report = Client::connect(&asked.settings.load()?)?.inspect(&asked.operand)?;
@@ -105,9 +110,13 @@ fn check(asked: &Asked, json: bool) -> Result<ExitCode, Failure> {
 /// Shows what pods use until it is interrupted, or once.
 fn stats(asked: &Asked) -> Result<(), Failure> {
     let seconds = asked.option("interval").map_or(Ok(2), str::parse::<u32>);
-    let interval = seconds.ok().filter(|seconds| *seconds > 0).map(|seconds| Duration::from_secs(seconds.into()));
-    let interval =
-        interval.ok_or_else(|| "stats --interval: must be a whole number of seconds, at least 1".to_owned())?;
+    let interval = seconds
+        .ok()
+        .filter(|seconds| *seconds > 0)
+        .map(|seconds| Duration::from_secs(seconds.into()));
+    let interval = interval.ok_or_else(|| {
+        "stats --interval: must be a whole number of seconds, at least 1".to_owned()
+    })?;
     let once = asked.option("once").is_some() || !io::stdout().is_terminal();
     let client = Client::connect(&asked.settings.load()?)?;
     let mut stats = table::Stats::default();
@@ -117,7 +126,8 @@ fn stats(asked: &Asked) -> Result<(), Failure> {
             print(&shown)?;
             return Ok(());
         }
-        // To the upper left corner; what stood there is erased line by line, so that nothing flickers (ECMA-48 CUP, EL, ED).
+        // To the upper left corner; what stood there is erased line by line, so that nothing
+        // flickers (ECMA-48 CUP, EL, ED).
         print(&format!("\x1b[H{}\x1b[J", shown.replace('\n', "\x1b[K\n")))?;
         std::thread::sleep(interval);
     }
@@ -130,11 +140,11 @@ fn write_image(file: Option<&str>) -> Result<(), Failure> {
             written.map_err(|e| format!("write {path}: {e}"))?;
         }
         None if io::stdout().is_terminal() => {
-            let reason =
-                "image: an archive is nothing for a terminal; name a file by -o, or | ctr -n k8s.io images import -";
+            let reason = "image: an archive is nothing for a terminal; name a file by -o, or | ctr -n k8s.io images import -";
             return Err(reason.to_owned().into());
         }
-        None => image::write(io::stdout().lock()).map_err(|e| format!("write to standard output: {e}"))?,
+        None => image::write(io::stdout().lock())
+            .map_err(|e| format!("write to standard output: {e}"))?,
     }
     Ok(())
 }
@@ -143,10 +153,13 @@ fn pretty(value: &serde_json::Value) -> String {
     format!("{value:#}\n")
 }
 
-/// Writes to standard output; a reader that has gone away, such as `head`, is no error worth a panic.
+/// Writes to standard output; a reader that has gone away, such as `head`, is no error worth a
+/// panic.
 fn print(text: &str) -> Result<(), String> {
     let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(|e| format!("write to standard output: {e}"))
+    out.write_all(text.as_bytes())
+        .and_then(|()| out.flush())
+        .map_err(|e| format!("write to standard output: {e}"))
 }
 
 fn complain(reason: &str) {

@@ -51,7 +51,11 @@ impl View {
             "containerd (process {pid}) is in mount namespace {theirs}, this sandboxer in {ours}: run both in one; \
              a unit must not have PrivateTmp=, ProtectSystem= or other options that give it a mount namespace"
         );
-        Err(Step::at("mount where containerd sees it", state, io::Error::new(ErrorKind::Unsupported, reason)))
+        Err(Step::at(
+            "mount where containerd sees it",
+            state,
+            io::Error::new(ErrorKind::Unsupported, reason),
+        ))
     }
 }
 
@@ -82,7 +86,9 @@ fn look(of: &str, address: &Path, state: &Path) -> io::Result<Found> {
     connect(stream.as_raw_fd(), &UnixAddr::new(address)?)?;
     let pid = getsockopt(&stream, PeerCredentials)?.pid();
     if pid <= 0 {
-        return Err(io::Error::other("containerd is in a PID namespace that is not seen from here"));
+        return Err(io::Error::other(
+            "containerd is in a PID namespace that is not seen from here",
+        ));
     }
     let directory = PathBuf::from(format!("/proc/{pid}"));
     let process = open(&directory, OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())?;
@@ -141,7 +147,10 @@ fn above<'a>(mountinfo: &'a str, path: &Path) -> Vec<&'a str> {
     let (mut deepest, mut fields) = (0, Vec::new());
     for line in mountinfo.lines() {
         let parts: Vec<&str> = line.split(' ').collect();
-        let (Some(point), Some(dash)) = (parts.get(4), parts.iter().position(|part| *part == "-")) else { continue };
+        let (Some(point), Some(dash)) = (parts.get(4), parts.iter().position(|part| *part == "-"))
+        else {
+            continue;
+        };
         let point = point.replace("\\040", " ");
         let depth = Path::new(&point).components().count();
         if depth >= deepest && path.starts_with(&point) {
@@ -173,9 +182,9 @@ impl Mounts {
     /// containerd does not see what is mounted here.
     pub fn admit(&self) -> Result<(), Step> {
         let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = found
-            .as_ref()
-            .filter(|known| readlinkat(&known.process, NAMESPACE).is_ok_and(|name| name == known.namespace));
+        let known = found.as_ref().filter(|known| {
+            readlinkat(&known.process, NAMESPACE).is_ok_and(|name| name == known.namespace)
+        });
         if let Some(known) = known {
             return known.view.admit(&self.state);
         }
@@ -195,7 +204,10 @@ impl Mounts {
             }
             Err(e) => {
                 *found = None;
-                log::debug!("{}", Step::at("compare mount namespaces with containerd's", &self.address, e));
+                log::debug!(
+                    "{}",
+                    Step::at("compare mount namespaces with containerd's", &self.address, e)
+                );
                 Ok(())
             }
         }

@@ -1,8 +1,9 @@
 //! Sandboxes that containerd has forgotten.
 //!
-//! When RunPodSandbox is given up before Start, or right after Start was answered, CRI drops its record of the sandbox
-//! and asks for neither Stop nor Shutdown. Such a sandbox is one that nobody has ever asked about. It is removed when
-//! containerd itself says, twice, that it does not know the id, and the pod has no shim, so no container either.
+//! When RunPodSandbox is given up before Start, or right after Start was answered, CRI drops its
+//! record of the sandbox and asks for neither Stop nor Shutdown. Such a sandbox is one that nobody
+//! has ever asked about. It is removed when containerd itself says, twice, that it does not know
+//! the id, and the pod has no shim, so no container either.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -23,7 +24,8 @@ pub async fn collect(controller: Arc<Controller>, store: Store, interval: Durati
     loop {
         ticks.tick().await;
         // Only those that nobody has asked about for a whole interval.
-        let unasked: Vec<Arc<Sandbox>> = controller.live().into_iter().filter(|s| s.is_unasked()).collect();
+        let unasked: Vec<Arc<Sandbox>> =
+            controller.live().into_iter().filter(|s| s.is_unasked()).collect();
         let ids = unasked.iter().map(|sandbox| sandbox.id().to_owned()).collect();
         for sandbox in unasked.into_iter().filter(|sandbox| seen.contains(sandbox.id())) {
             match store.knows(sandbox.id()).await {

@@ -1,8 +1,10 @@
 //! Threads for work that blocks.
 //!
-//! Long work is a task, which waits without a thread; only its blocking pieces get one, by [`run`]. A piece is short, and never waits for
-//! another piece, nor for a lock that is held across one. Each class of pieces has threads of its own: pieces of one class that hang keep
-//! no other class from its work. This is the only module that hands work to the runtime's blocking threads (`clippy.toml`).
+//! Long work is a task, which waits without a thread; only its blocking pieces get one, by [`run`].
+//! A piece is short, and never waits for another piece, nor for a lock that is held across one.
+//! Each class of pieces has threads of its own: pieces of one class that hang keep no other class
+//! from its work. This is the only module that hands work to the runtime's blocking threads
+//! (`clippy.toml`).
 
 use std::any::Any;
 use std::io;
@@ -25,7 +27,8 @@ pub enum Class {
     Shim,
     /// Status, and what operators ask.
     Query,
-    /// What recovery looks at. It gives a piece up that takes too long, and the piece keeps its thread.
+    /// What recovery looks at. It gives a piece up that takes too long, and the piece keeps its
+    /// thread.
     Recovery,
 }
 
@@ -81,12 +84,16 @@ impl Class {
     }
 }
 
-/// Runs a piece on a thread of its class. When the future is dropped, a piece that has begun runs to its end, and one that has not is dropped.
+/// Runs a piece on a thread of its class. When the future is dropped, a piece that has begun runs
+/// to its end, and one that has not is dropped.
 ///
 /// # Errors
 /// The piece has panicked, no thread can be started, or the runtime is going down.
 #[expect(clippy::disallowed_methods, reason = "the one place that does")]
-pub async fn run<T: Send + 'static>(class: Class, piece: impl FnOnce() -> T + Send + 'static) -> Result<T, Step> {
+pub async fn run<T: Send + 'static>(
+    class: Class,
+    piece: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, Step> {
     let ending = || Step::new("run job", io::Error::other("the runtime is going down"));
     let turn = class.turns().acquire().await.map_err(|_| ending())?;
     let (tell, told) = oneshot::channel();
@@ -99,7 +106,8 @@ pub async fn run<T: Send + 'static>(class: Class, piece: impl FnOnce() -> T + Se
         drop(turn);
         let _ = tell.send(done);
     };
-    // The runtime panics where it has no thread and can start none, and keeps the job: a later thread must find nothing in it.
+    // The runtime panics where it has no thread and can start none, and keeps the job: a later
+    // thread must find nothing in it.
     if catch_unwind(|| drop(tokio::task::spawn_blocking(work))).is_err() && take(&job).is_some() {
         return Err(Step::new("start a thread", io::Error::from_raw_os_error(libc::EAGAIN)));
     }
@@ -118,17 +126,20 @@ pub fn panicked(panic: &(dyn Any + Send)) -> Step {
     Step::new("run job", io::Error::other(format!("panicked: {text}")))
 }
 
-/// The classes that living pods need and that have no free thread in time; all of them where the runtime runs no piece at all.
+/// The classes that living pods need and that have no free thread in time; all of them where the
+/// runtime runs no piece at all.
 ///
-/// One empty piece answers for the threads of all classes, as there are as many as turns. One for each class would keep that many threads
-/// from ending, on a node where nothing happens.
+/// One empty piece answers for the threads of all classes, as there are as many as turns. One for
+/// each class would keep that many threads from ending, on a node where nothing happens.
 pub async fn stuck(within: Duration) -> Vec<Class> {
     let turns = Class::VITAL.map(|class| async move {
         let turn = tokio::time::timeout(within, class.turns().acquire()).await;
         (!matches!(turn, Ok(Ok(_)))).then_some(class)
     });
     let stuck: Vec<Class> = futures::future::join_all(turns).await.into_iter().flatten().collect();
-    let Some(free) = Class::VITAL.into_iter().find(|class| !stuck.contains(class)) else { return stuck };
+    let Some(free) = Class::VITAL.into_iter().find(|class| !stuck.contains(class)) else {
+        return stuck;
+    };
     let ran = tokio::time::timeout(within, run(free, || ())).await;
     if matches!(ran, Ok(Ok(()))) { stuck } else { Class::VITAL.to_vec() }
 }
@@ -145,19 +156,27 @@ mod tests {
         assert_eq!(failed.to_string(), "run job: panicked: on order");
     }
 
-    /// As on a node that has no process ids left: the runtime's threads are to have more stack than there is memory.
+    /// As on a node that has no process ids left: the runtime's threads are to have more stack than
+    /// there is memory.
     #[test]
     fn where_no_thread_can_be_started_a_piece_fails_and_never_runs() {
-        let runtime =
-            tokio::runtime::Builder::new_current_thread().thread_stack_size(1 << 60).enable_all().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .thread_stack_size(1 << 60)
+            .enable_all()
+            .build()
+            .unwrap();
         runtime.block_on(async {
             let failed = run(Class::Recovery, || unreachable!()).await.unwrap_err();
-            assert_eq!(failed.to_string(), "start a thread: Resource temporarily unavailable (os error 11)");
+            assert_eq!(
+                failed.to_string(),
+                "start a thread: Resource temporarily unavailable (os error 11)"
+            );
             assert_eq!(stuck(Duration::from_secs(10)).await, Class::VITAL);
         });
     }
 
-    /// Pieces of one class hang, more of it than there are threads: the others run, and the probe says which hangs.
+    /// Pieces of one class hang, more of it than there are threads: the others run, and the probe
+    /// says which hangs.
     #[test]
     fn pieces_that_hang_keep_no_other_class_from_its_work() {
         let runtime = tokio::runtime::Builder::new_multi_thread()

@@ -10,7 +10,14 @@
 //! | [`version`] | `containerd.services.version.v1` |
 //! | [`inspect`], [`inspect_ttrpc`] | `pause_sandboxer.v1` |
 
-#[allow(missing_docs, unreachable_pub, clippy::all, clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+#[allow(
+    missing_docs,
+    unreachable_pub,
+    clippy::all,
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic
+)]
 mod generated {
     include!(concat!(env!("OUT_DIR"), "/protos/mod.rs"));
 }

@@ -23,7 +23,8 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tokio::time::{Interval, MissedTickBehavior};
 
-/// Threads that run the daemon's tasks: its work is waiting, not computing, and it shares the node with pods.
+/// Threads that run the daemon's tasks: its work is waiting, not computing, and it shares the node
+/// with pods.
 const WORKERS: usize = 2;
 
 /// Within it the threads are looked at, twice at least, where no service manager watches.
@@ -35,15 +36,23 @@ const DRAIN: Duration = Duration::from_secs(20);
 /// How long the last child of a killed daemon may take to execute its program.
 const LAST_CHILD: Duration = Duration::from_secs(10);
 
-/// Runs the daemon until SIGTERM or SIGINT. `file` and `flags` are where `config` came from, for SIGHUP.
+/// Runs the daemon until SIGTERM or SIGINT. `file` and `flags` are where `config` came from, for
+/// SIGHUP.
 ///
 /// # Errors
 /// The step that kept the daemon from serving.
-pub(crate) fn serve(config: Config, file: Option<PathBuf>, flags: Vec<(String, String)>) -> Result<(), Step> {
+pub(crate) fn serve(
+    config: Config,
+    file: Option<PathBuf>,
+    flags: Vec<(String, String)>,
+) -> Result<(), Step> {
     logging::init(&config).map_err(|reason| Step::new("begin to log", io::Error::other(reason)))?;
     log_panics();
     if !nix::unistd::geteuid().is_root() {
-        return Err(Step::new("serve", io::Error::new(io::ErrorKind::PermissionDenied, "needs root")));
+        return Err(Step::new(
+            "serve",
+            io::Error::new(io::ErrorKind::PermissionDenied, "needs root"),
+        ));
     }
     // What pods read is made by its mode, whatever the daemon was started with.
     umask(Mode::from_bits_truncate(0o022));
@@ -57,8 +66,8 @@ pub(crate) fn serve(config: Config, file: Option<PathBuf>, flags: Vec<(String, S
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(WORKERS)
         .max_blocking_threads(pool::THREADS)
-        // Twice as long as between two looks of the watchdog, so that there is always a thread: where
-        // pods have taken all process ids, no other can be started.
+        // Twice as long as between two looks of the watchdog, so that there is always a thread:
+        // where pods have taken all process ids, no other can be started.
         .thread_keep_alive(watched / 2)
         .thread_name("sandboxer")
         .enable_all()
@@ -72,7 +81,8 @@ pub(crate) fn serve(config: Config, file: Option<PathBuf>, flags: Vec<(String, S
     result
 }
 
-/// The daemon's life on the runtime. `open_files` is for shims; within `watched` the threads are looked at; `reload` reads the settings again.
+/// The daemon's life on the runtime. `open_files` is for shims; within `watched` the threads are
+/// looked at; `reload` reads the settings again.
 async fn run(
     config: &Config,
     open_files: Option<u64>,
@@ -85,10 +95,12 @@ async fn run(
     notify(&[NotifyState::Status("recovering")]);
     let driver = Arc::new(Native::new()?.of(&config.state_dir));
     // New pods may depend on it; those that live must be taken over all the same.
-    let labelled = selinux::executable(config).and_then(|label| label.map_or(Ok(()), |label| driver.label(&label)));
+    let labelled = selinux::executable(config)
+        .and_then(|label| label.map_or(Ok(()), |label| driver.label(&label)));
     labelled.unwrap_or_else(|step| log::error!("pods with SELinux labels may not start: {step}"));
     let environment = Arc::new(Environment::new(config.clone(), driver, open_files)?);
-    // Before the pods are taken over, as containerd gives its first connection a second; calls wait.
+    // Before the pods are taken over, as containerd gives its first connection a second; calls
+    // wait.
     let (grpc, ttrpc) = listen(config)?;
     let (stop, stopped) = watch::channel(false);
     let (answering, verbs) = watch::channel(None);
@@ -110,15 +122,20 @@ async fn run(
     let controller = match opened {
         Ok(Some(controller)) => controller,
         ended => {
-            // Calls that wait end in UNAVAILABLE, and are repeated. The receiver is gone only if the server is.
+            // Calls that wait end in UNAVAILABLE, and are repeated. The receiver is gone only if
+            // the server is.
             let _ = stop.send(true);
             let _ = serving.await;
             return ended.map(drop);
         }
     };
     answering.send_replace(Some(Arc::clone(&controller)));
-    let store = Store { address: config.containerd_address.clone(), namespace: config.containerd_namespace.clone() };
-    let collecting = tokio::spawn(orphan::collect(Arc::clone(&controller), store, config.forgotten_interval));
+    let store = Store {
+        address: config.containerd_address.clone(),
+        namespace: config.containerd_namespace.clone(),
+    };
+    let collecting =
+        tokio::spawn(orphan::collect(Arc::clone(&controller), store, config.forgotten_interval));
     let exposing = tokio::spawn(exposition::serve(Arc::clone(&controller), config.metrics.clone()));
     log::info!(socket = config.socket.display().to_string(); "ready");
     notify(&[NotifyState::Ready, NotifyState::Status("serving")]);
@@ -176,11 +193,12 @@ impl End {
     }
 }
 
-/// Keep-alives for the service manager's watchdog, while the daemon does what pods need. That tasks run says little, as blocking work is
-/// done by threads.
+/// Keep-alives for the service manager's watchdog, while the daemon does what pods need. That tasks
+/// run says little, as blocking work is done by threads.
 struct Watchdog {
     ticks: Interval,
-    /// Less than the time after which the service manager takes the daemon for hung, with the wait for the next tick.
+    /// Less than the time after which the service manager takes the daemon for hung, with the wait
+    /// for the next tick.
     patience: Duration,
 }
 
@@ -223,7 +241,8 @@ fn reread(reload: &impl Fn() -> Result<Config, String>) {
     }
 }
 
-/// Logs a panic as one line instead of several on standard error; the task that panicked ends, the daemon does not.
+/// Logs a panic as one line instead of several on standard error; the task that panicked ends, the
+/// daemon does not.
 fn log_panics() {
     std::panic::set_hook(Box::new(|panic| {
         let message = panic.payload_as_str().unwrap_or("no message");
@@ -232,7 +251,8 @@ fn log_panics() {
     }));
 }
 
-/// Raises the limit of open files to the hard limit: each sandbox holds a pidfd and each caller a socket. Answers what it was.
+/// Raises the limit of open files to the hard limit: each sandbox holds a pidfd and each caller a
+/// socket. Answers what it was.
 fn raise_open_files() -> Option<u64> {
     let limits = getrlimit(Resource::RLIMIT_NOFILE);
     if let Err(e) = limits.and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard)) {
@@ -284,10 +304,13 @@ fn lock(state_dir: &Path) -> Result<Flock<File>, Step> {
             }
         };
         let mut holder = String::new();
-        if e != nix::Error::EWOULDBLOCK || file.rewind().and_then(|()| file.read_to_string(&mut holder)).is_err() {
+        if e != nix::Error::EWOULDBLOCK
+            || file.rewind().and_then(|()| file.read_to_string(&mut holder)).is_err()
+        {
             return Err(Step::at(STEP, &path, e.into()));
         }
-        // A pause that a killed daemon was making has the lock until it executes its program, when recovery can find it.
+        // A pause that a killed daemon was making has the lock until it executes its program, when
+        // recovery can find it.
         let ended = !Path::new("/proc").join(holder.trim()).join("exe").exists();
         if !ended || begun.elapsed() > LAST_CHILD {
             let reason = io::Error::other(format!("in use by process {}", holder.trim()));
@@ -302,7 +325,8 @@ fn lock(state_dir: &Path) -> Result<Flock<File>, Step> {
     Ok(lock)
 }
 
-/// The gRPC and the ttrpc socket: those that the service manager passed, told apart by their paths, else our own.
+/// The gRPC and the ttrpc socket: those that the service manager passed, told apart by their paths,
+/// else our own.
 fn listen(config: &Config) -> Result<(UnixListener, UnixListener), Step> {
     const STEP: &str = "take over the service manager's socket";
     let (grpc, ttrpc) = (config.socket.clone(), config.ttrpc_socket());

@@ -1,7 +1,8 @@
 //! The daemon's own numbers, in the text that Prometheus reads (OpenMetrics 1.0).
 //!
-//! Whoever does something counts it here; nothing here waits, and counting costs an atomic addition. What is so rather than what
-//! happened, such as how many sandboxes there are, is looked at when somebody asks for the text.
+//! Whoever does something counts it here; nothing here waits, and counting costs an atomic
+//! addition. What is so rather than what happened, such as how many sandboxes there are, is looked
+//! at when somebody asks for the text.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -110,14 +111,26 @@ impl Default for Telemetry {
         );
         own.register("calls_in_flight", "Calls that are being answered", this.in_flight.clone());
         own.register("sandboxes", "Sandboxes by state and driver", this.sandboxes.clone());
-        own.register("pause_exits", "Pauses that have ended, for whatever reason", this.ended.clone());
+        own.register(
+            "pause_exits",
+            "Pauses that have ended, for whatever reason",
+            this.ended.clone(),
+        );
         own.register(
             "cleanup_failures",
             "Cleanups that have failed and are tried again",
             this.cleanup_failures.clone(),
         );
-        own.register("cleanups_pending", "Sandboxes whose last cleanup has failed", this.cleanups_pending.clone());
-        own.register("healed_files", "Times that a pod's deleted files were put back", this.healed.clone());
+        own.register(
+            "cleanups_pending",
+            "Sandboxes whose last cleanup has failed",
+            this.cleanups_pending.clone(),
+        );
+        own.register(
+            "healed_files",
+            "Times that a pod's deleted files were put back",
+            this.healed.clone(),
+        );
         own.register(
             "healing_failures",
             "Tries to put a pod's deleted files back that have failed and are repeated",
@@ -129,14 +142,23 @@ impl Default for Telemetry {
             Unit::Seconds,
             this.recovery.clone(),
         );
-        own.register("recovered_sandboxes", "Sandboxes that were taken over at the start", this.recovered.clone());
-        own.register("records_kept_aside", "Records that could not be taken over at the start", this.aside.clone());
+        own.register(
+            "recovered_sandboxes",
+            "Sandboxes that were taken over at the start",
+            this.recovered.clone(),
+        );
+        own.register(
+            "records_kept_aside",
+            "Records that could not be taken over at the start",
+            this.aside.clone(),
+        );
         Self { registry, ..this }
     }
 }
 
 impl Telemetry {
-    /// A call of `method` begins. It counts as CANCELLED if what is answered is dropped before its end.
+    /// A call of `method` begins. It counts as CANCELLED if what is answered is dropped before its
+    /// end.
     pub fn call(self: &Arc<Self>, method: &'static str) -> Running {
         self.in_flight.get_or_create(&Method { method }).inc();
         Running { of: Some(Arc::clone(self)), method, begun: Instant::now() }
@@ -264,7 +286,10 @@ mod tests {
         }
         assert!(!text.contains("call_duration_seconds_count{method=\"Wait\"}"), "{text}");
         assert!(text.ends_with("# EOF\n"));
-        let memory = text.lines().find_map(|line| line.strip_prefix("process_resident_memory_bytes ")).unwrap();
+        let memory = text
+            .lines()
+            .find_map(|line| line.strip_prefix("process_resident_memory_bytes "))
+            .unwrap();
         assert!(memory.parse::<u64>().unwrap() > 4096);
         // What is no more is not shown as it was.
         running.ended("OK");

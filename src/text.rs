@@ -1,4 +1,5 @@
-//! Text that never changes and that many keep: in memory once, however many do. Thousands of sandboxes would have each its id in many places.
+//! Text that never changes and that many keep: in memory once, however many do. Thousands of
+//! sandboxes would have each its id in many places.
 
 use std::borrow::Borrow;
 use std::fmt;
@@ -7,7 +8,8 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// A shared text; its clones are the same text. As a key it is looked up by `str`, and a record has it as a plain string.
+/// A shared text; its clones are the same text. As a key it is looked up by `str`, and a record has
+/// it as a plain string.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Text(Arc<str>);
 

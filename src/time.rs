@@ -7,13 +7,16 @@ pub fn rfc3339(time: SystemTime) -> String {
     let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or(Duration::ZERO);
     let (days, second) = (since.as_secs() / 86_400, since.as_secs() % 86_400);
     let (year, month, day) = civil(days);
-    let (hour, minute, second, micros) = (second / 3600, second / 60 % 60, second % 60, since.subsec_micros());
+    let (hour, minute, second, micros) =
+        (second / 3600, second / 60 % 60, second % 60, since.subsec_micros());
     format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micros:06}Z")
 }
 
 /// Year, month and day of the day that lies `days` after 1970-01-01.
 fn civil(mut days: u64) -> (u64, u64, u64) {
-    let leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+    let leap = |year: u64| {
+        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
+    };
     let mut year = 1970;
     loop {
         let length = if leap(year) { 366 } else { 365 };
@@ -53,7 +56,12 @@ mod tests {
 
     #[test]
     fn dates() {
-        for (days, date) in [(0, (1970, 1, 1)), (58, (1970, 2, 28)), (11_016, (2000, 2, 29)), (11_017, (2000, 3, 1))] {
+        for (days, date) in [
+            (0, (1970, 1, 1)),
+            (58, (1970, 2, 28)),
+            (11_016, (2000, 2, 29)),
+            (11_017, (2000, 3, 1)),
+        ] {
             assert_eq!(civil(days), date);
         }
         assert_eq!(civil(20_818), (2026, 12, 31));
@@ -64,14 +72,22 @@ mod tests {
     fn moments() {
         let time = SystemTime::UNIX_EPOCH + Duration::from_micros(1_795_226_716_000_042);
         assert_eq!(rfc3339(time), "2026-11-21T02:05:16.000042Z");
-        assert_eq!(rfc3339(SystemTime::UNIX_EPOCH - Duration::from_secs(1)), "1970-01-01T00:00:00.000000Z");
+        assert_eq!(
+            rfc3339(SystemTime::UNIX_EPOCH - Duration::from_secs(1)),
+            "1970-01-01T00:00:00.000000Z"
+        );
     }
 
     #[test]
     fn spans() {
-        for (seconds, text) in
-            [(0, "0s"), (59, "59s"), (61, "1m1s"), (3599, "59m59s"), (7260, "2h1m"), (90_000, "1d1h")]
-        {
+        for (seconds, text) in [
+            (0, "0s"),
+            (59, "59s"),
+            (61, "1m1s"),
+            (3599, "59m59s"),
+            (7260, "2h1m"),
+            (90_000, "1d1h"),
+        ] {
             assert_eq!(span(Duration::from_secs(seconds)), text);
         }
     }

@@ -1,7 +1,9 @@
-//! What a line of the log is about beyond what it says itself: the pod of a sandbox, and the trace of the call that is at work.
+//! What a line of the log is about beyond what it says itself: the pod of a sandbox, and the trace
+//! of the call that is at work.
 //!
-//! Every [`Subject`] that lives is known here by its id, so that a line which names a sandbox names its pod as well, whoever writes it. A
-//! call has its trace in the task that answers it; what the call sets off in other tasks is found by the sandbox.
+//! Every [`Subject`] that lives is known here by its id, so that a line which names a sandbox names
+//! its pod as well, whoever writes it. A call has its trace in the task that answers it; what the
+//! call sets off in other tasks is found by the sandbox.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,7 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::text::Text;
 
-/// The key, in the metadata of gRPC and ttrpc, of the trace that a call belongs to (W3C Trace Context).
+/// The key, in the metadata of gRPC and ttrpc, of the trace that a call belongs to (W3C Trace
+/// Context).
 pub const TRACEPARENT: &str = "traceparent";
 
 /// The id of a trace; never 0.
@@ -19,17 +22,22 @@ pub const TRACEPARENT: &str = "traceparent";
 pub struct TraceId(NonZeroU128);
 
 impl TraceId {
-    /// Reads a `traceparent`: version, trace id, parent id and flags, and what a later version adds. `None`: it is none.
+    /// Reads a `traceparent`: version, trace id, parent id and flags, and what a later version
+    /// adds. `None`: it is none.
     pub fn of_traceparent(value: &str) -> Option<Self> {
         let mut parts = value.split('-');
         let mut hex = |length| {
             let digits = |part: &&str| {
-                part.len() == length && part.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'))
+                part.len() == length
+                    && part.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'))
             };
             parts.next().filter(digits)
         };
         let (version, trace, parent, _flags) = (hex(2)?, hex(32)?, hex(16)?, hex(2)?);
-        if version == "ff" || version == "00" && parts.next().is_some() || parent.bytes().all(|digit| digit == b'0') {
+        if version == "ff"
+            || version == "00" && parts.next().is_some()
+            || parent.bytes().all(|digit| digit == b'0')
+        {
             return None;
         }
         u128::from_str_radix(trace, 16).ok().and_then(NonZeroU128::new).map(Self)
@@ -134,8 +142,15 @@ mod tests {
     fn traceparents() {
         let id = TraceId::of_traceparent(PARENT).unwrap();
         assert_eq!(id.to_string(), "4bf92f3577b34da6a3ce929d0e0e4736");
-        assert_eq!(TraceId::of_traceparent(&PARENT.replace("00-4", "cc-4")), Some(id), "a later version");
-        assert_eq!(TraceId::of_traceparent(&format!("{}-more", PARENT.replace("00-4", "cc-4"))), Some(id));
+        assert_eq!(
+            TraceId::of_traceparent(&PARENT.replace("00-4", "cc-4")),
+            Some(id),
+            "a later version"
+        );
+        assert_eq!(
+            TraceId::of_traceparent(&format!("{}-more", PARENT.replace("00-4", "cc-4"))),
+            Some(id)
+        );
         for bad in [
             "",
             "4bf92f3577b34da6a3ce929d0e0e4736",

@@ -54,7 +54,9 @@ impl Asked {
 /// What was not understood.
 pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Asked, String> {
     let mut parser = Parser::from_args(args);
-    let Some(first) = parser.next().map_err(text)? else { return Err("a command is missing".to_owned()) };
+    let Some(first) = parser.next().map_err(text)? else {
+        return Err("a command is missing".to_owned());
+    };
     let word = match first {
         Arg::Short('h') | Arg::Long("help") => return Ok(Asked::nothing_but(What::Help)),
         Arg::Short('V') | Arg::Long("version") => return Ok(Asked::nothing_but(What::Version)),
@@ -70,10 +72,12 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Asked, S
                 let long = long.to_owned();
                 take_long(command, &long, &mut parser, &mut asked)?;
             }
-            Arg::Short(short) => match command.options.iter().find(|option| option.short == Some(short)) {
-                Some(option) => take(command, option, &mut parser, &mut asked)?,
-                None => return Err(Arg::Short(short).unexpected().to_string()),
-            },
+            Arg::Short(short) => {
+                match command.options.iter().find(|option| option.short == Some(short)) {
+                    Some(option) => take(command, option, &mut parser, &mut asked)?,
+                    None => return Err(Arg::Short(short).unexpected().to_string()),
+                }
+            }
             Arg::Value(word) if !command.operand.is_empty() && asked.operand.is_empty() => {
                 asked.operand = word.string().map_err(text)?;
                 among(command.operand, &asked.operand, command.operands)?;
@@ -92,8 +96,9 @@ fn find(word: &str, parser: &mut Parser) -> Result<&'static Command, String> {
     if let Some(command) = COMMANDS.iter().find(|command| command.name == word) {
         return Ok(command);
     }
-    let second =
-        |command: &'static Command| command.name.strip_prefix(word)?.strip_prefix(' ').map(|second| (second, command));
+    let second = |command: &'static Command| {
+        command.name.strip_prefix(word)?.strip_prefix(' ').map(|second| (second, command))
+    };
     let pairs: Vec<_> = COMMANDS.iter().filter_map(second).collect();
     if pairs.is_empty() {
         return Err(format!("unknown command {word:?}"));
@@ -111,7 +116,12 @@ fn find(word: &str, parser: &mut Parser) -> Result<&'static Command, String> {
     }
 }
 
-fn take_long(command: &'static Command, long: &str, parser: &mut Parser, asked: &mut Asked) -> Result<(), String> {
+fn take_long(
+    command: &'static Command,
+    long: &str,
+    parser: &mut Parser,
+    asked: &mut Asked,
+) -> Result<(), String> {
     if let Some(option) = command.options.iter().find(|option| option.long == long) {
         return take(command, option, parser, asked);
     }
@@ -122,7 +132,8 @@ fn take_long(command: &'static Command, long: &str, parser: &mut Parser, asked: 
         asked.settings.file = Some(parser.value().map_err(text)?.into());
         return Ok(());
     }
-    let Some(setting) = SETTINGS.iter().find(|setting| setting.flag() == format!("--{long}")) else {
+    let Some(setting) = SETTINGS.iter().find(|setting| setting.flag() == format!("--{long}"))
+    else {
         return Err(format!("unknown option --{long}"));
     };
     // A switch may stand alone; its value, if any, follows an equals sign or is the next word.
@@ -130,7 +141,9 @@ fn take_long(command: &'static Command, long: &str, parser: &mut Parser, asked: 
         Some(value) => value,
         None if setting.is_switch() => {
             let mut words = parser.try_raw_args();
-            let given = words.as_mut().and_then(|words| words.next_if(|word| word == "true" || word == "false"));
+            let given = words
+                .as_mut()
+                .and_then(|words| words.next_if(|word| word == "true" || word == "false"));
             given.unwrap_or_else(|| "true".into())
         }
         None => parser.value().map_err(text)?,
@@ -139,9 +152,17 @@ fn take_long(command: &'static Command, long: &str, parser: &mut Parser, asked: 
     Ok(())
 }
 
-fn take(command: &Command, option: &'static Opt, parser: &mut Parser, asked: &mut Asked) -> Result<(), String> {
-    let value =
-        if option.value.is_empty() { String::new() } else { parser.value().map_err(text)?.string().map_err(text)? };
+fn take(
+    command: &Command,
+    option: &'static Opt,
+    parser: &mut Parser,
+    asked: &mut Asked,
+) -> Result<(), String> {
+    let value = if option.value.is_empty() {
+        String::new()
+    } else {
+        parser.value().map_err(text)?.string().map_err(text)?
+    };
     among(&format!("{} --{}", command.name, option.long), &value, option.values)?;
     asked.options.push((option.long, value));
     Ok(())
@@ -162,7 +183,8 @@ fn text(error: lexopt::Error) -> String {
 pub(crate) fn synopsis(command: &Command) -> String {
     let mut line = command.name.to_owned();
     for option in command.options {
-        let name = option.short.map_or_else(|| format!("--{}", option.long), |short| format!("-{short}"));
+        let name =
+            option.short.map_or_else(|| format!("--{}", option.long), |short| format!("-{short}"));
         line += &match option.value {
             "" => format!(" [{name}]"),
             value => format!(" [{name} {value}]"),
@@ -179,7 +201,10 @@ pub(crate) fn synopsis(command: &Command) -> String {
 
 /// What `help` prints.
 pub(crate) fn help() -> String {
-    let mut help = format!("pause-sandboxer {}: an external sandboxer for containerd 2.x\n", env!("CARGO_PKG_VERSION"));
+    let mut help = format!(
+        "pause-sandboxer {}: an external sandboxer for containerd 2.x\n",
+        env!("CARGO_PKG_VERSION")
+    );
     for command in COMMANDS {
         help += &format!("\n  pause-sandboxer {}\n", synopsis(command));
         for line in command.meaning {
@@ -244,9 +269,15 @@ mod tests {
             ("enable_unprivileged_icmp", "false"),
         ]);
         assert_eq!(parsed(line).unwrap().settings, Settings { file: Some("/c".into()), flags });
-        let parsed =
-            parsed("serve --restrict-oom-score-adj true --enable-unprivileged-icmp false --socket /s").unwrap();
-        let pairs = [("restrict_oom_score_adj", "true"), ("enable_unprivileged_icmp", "false"), ("socket", "/s")];
+        let parsed = parsed(
+            "serve --restrict-oom-score-adj true --enable-unprivileged-icmp false --socket /s",
+        )
+        .unwrap();
+        let pairs = [
+            ("restrict_oom_score_adj", "true"),
+            ("enable_unprivileged_icmp", "false"),
+            ("socket", "/s"),
+        ];
         assert_eq!(parsed.settings.flags, self::flags(&pairs));
     }
 
@@ -254,7 +285,10 @@ mod tests {
     fn options_of_a_command_and_its_operand() {
         let asked = parsed("check --containerd-config /x --state-dir /s -o json").unwrap();
         assert_eq!(asked.settings, Settings { file: None, flags: flags(&[("state_dir", "/s")]) });
-        assert_eq!((asked.option("containerd-config"), asked.option("containerd")), (Some("/x"), None));
+        assert_eq!(
+            (asked.option("containerd-config"), asked.option("containerd")),
+            (Some("/x"), None)
+        );
         assert_eq!(asked.option("output"), Some("json"));
         let asked = parsed("inspect -ojson abc --socket /s").unwrap();
         assert_eq!((asked.operand.as_str(), asked.option("output")), ("abc", Some("json")));
@@ -291,9 +325,17 @@ mod tests {
     fn help_shows_every_command_option_and_flag() {
         let help = help();
         for command in COMMANDS {
-            assert!(help.contains(&format!("\n  pause-sandboxer {}\n", synopsis(command))), "{}", command.name);
+            assert!(
+                help.contains(&format!("\n  pause-sandboxer {}\n", synopsis(command))),
+                "{}",
+                command.name
+            );
             for option in command.options {
-                assert!(help.contains(&format!("      {} ", option_names(option))), "{}", option.long);
+                assert!(
+                    help.contains(&format!("      {} ", option_names(option))),
+                    "{}",
+                    option.long
+                );
             }
         }
         for setting in SETTINGS {
@@ -305,7 +347,9 @@ mod tests {
     fn no_option_hides_a_setting() {
         for command in COMMANDS.iter().filter(|command| command.settings) {
             for option in command.options {
-                assert!(SETTINGS.iter().all(|setting| setting.flag() != format!("--{}", option.long)));
+                assert!(
+                    SETTINGS.iter().all(|setting| setting.flag() != format!("--{}", option.long))
+                );
             }
         }
     }

@@ -1,5 +1,11 @@
-//! Holds the sources to `ARCHITECTURE.md`: who may import whom, where unsafe code may be, how long a file may be.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+//! Holds the sources to `ARCHITECTURE.md`: who may import whom, where unsafe code may be, how long
+//! a file may be.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -25,7 +31,8 @@ fn sources() -> Vec<(String, String)> {
                 dirs.push(path);
             } else if path.extension().is_some_and(|e| e == "rs") {
                 let text = fs::read_to_string(&path).unwrap();
-                sources.push((path.strip_prefix(root()).unwrap().to_str().unwrap().to_owned(), text));
+                sources
+                    .push((path.strip_prefix(root()).unwrap().to_str().unwrap().to_owned(), text));
             }
         }
     }
@@ -96,8 +103,15 @@ fn uses(path: &str, text: &str, of: &BTreeSet<String>) -> BTreeSet<String> {
 /// The table of `ARCHITECTURE.md`: module to what it may use; `None`: everything.
 fn table() -> BTreeMap<String, Option<BTreeSet<String>>> {
     let text = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
-    let section = text.split("## Who may import whom").nth(1).expect("the section").split("\n## ").next().unwrap();
-    let ticked = |cell: &str| cell.split('`').skip(1).step_by(2).map(str::to_owned).collect::<Vec<_>>();
+    let section = text
+        .split("## Who may import whom")
+        .nth(1)
+        .expect("the section")
+        .split("\n## ")
+        .next()
+        .unwrap();
+    let ticked =
+        |cell: &str| cell.split('`').skip(1).step_by(2).map(str::to_owned).collect::<Vec<_>>();
     let rows = section.lines().filter(|line| line.starts_with("| `"));
     rows.map(|row| {
         let cells: Vec<&str> = row.split('|').map(str::trim).collect();
@@ -108,7 +122,10 @@ fn table() -> BTreeMap<String, Option<BTreeSet<String>>> {
             "nothing" => Some(BTreeSet::new()),
             _ => Some(allowed.into_iter().collect()),
         };
-        assert!(allowed.as_ref().is_none_or(|set| !set.is_empty() || cells[2] == "nothing"), "says nothing: {row}");
+        assert!(
+            allowed.as_ref().is_none_or(|set| !set.is_empty() || cells[2] == "nothing"),
+            "says nothing: {row}"
+        );
         (name[0].clone(), allowed)
     })
     .collect()
@@ -116,7 +133,8 @@ fn table() -> BTreeMap<String, Option<BTreeSet<String>>> {
 
 #[test]
 fn every_module_has_its_row() {
-    let modules: BTreeSet<String> = sources().iter().map(|(path, _)| module(path)).filter(|m| m != "lib").collect();
+    let modules: BTreeSet<String> =
+        sources().iter().map(|(path, _)| module(path)).filter(|m| m != "lib").collect();
     let rows: BTreeSet<String> = table().into_keys().collect();
     assert_eq!(modules, rows, "src/ (left) and the table of ARCHITECTURE.md (right)");
     for (name, allowed) in table() {
@@ -133,7 +151,11 @@ fn nobody_imports_what_it_may_not() {
     let mut faults = Vec::new();
     for (path, text) in sources() {
         let Some(Some(allowed)) = table.get(&module(&path)) else { continue };
-        faults.extend(uses(&path, &text, &modules).difference(allowed).map(|other| format!("{path} uses {other}")));
+        faults.extend(
+            uses(&path, &text, &modules)
+                .difference(allowed)
+                .map(|other| format!("{path} uses {other}")),
+        );
     }
     assert!(faults.is_empty(), "not allowed by ARCHITECTURE.md:\n{}", faults.join("\n"));
 }
@@ -143,7 +165,9 @@ fn the_table_has_no_circle() {
     let mut left = table();
     loop {
         let (before, names) = (left.len(), left.keys().cloned().collect::<BTreeSet<_>>());
-        left.retain(|_, allowed| allowed.as_ref().is_some_and(|set| set.iter().any(|other| names.contains(other))));
+        left.retain(|_, allowed| {
+            allowed.as_ref().is_some_and(|set| set.iter().any(|other| names.contains(other)))
+        });
         if left.len() == before {
             break;
         }
@@ -160,7 +184,8 @@ fn unsafe_code_stays_in_its_two_places() {
         }
         let code = code(&text);
         assert!(!code.split(|c| !word(c)).any(|token| token == "unsafe"), "{path} has unsafe code");
-        let lifted = code.lines().find(|line| line.contains("(unsafe_code") && !line.contains("deny"));
+        let lifted =
+            code.lines().find(|line| line.contains("(unsafe_code") && !line.contains("deny"));
         assert_eq!(lifted, None, "{path} lets itself have unsafe code");
     }
 }
@@ -180,7 +205,13 @@ fn the_scan_sees_every_form_of_import() {
     assert_eq!(seen("src/own.rs", "use crate::a::X;\nlet x = crate::b::f(crate::c::Y);"), "abc");
     assert_eq!(seen("src/own.rs", "use crate::{a, b::{self, d}, c as x};"), "abc");
     assert_eq!(seen("src/own.rs", "use crate::{\n    a::X,\n    b,\n};"), "ab");
-    assert_eq!(seen("src/own/x.rs", "pub use crate::own::Y;\nuse super::super::d;\nuse super::e;"), "d");
+    assert_eq!(
+        seen("src/own/x.rs", "pub use crate::own::Y;\nuse super::super::d;\nuse super::e;"),
+        "d"
+    );
     assert_eq!(seen("src/own/mod.rs", "use super::e::Z;"), "e");
-    assert_eq!(seen("src/own.rs", "//! See [`crate::a`].\n    // crate::b\nuse other_crate::c;"), "");
+    assert_eq!(
+        seen("src/own.rs", "//! See [`crate::a`].\n    // crate::b\nuse other_crate::c;"),
+        ""
+    );
 }

@@ -1,5 +1,11 @@
-//! The documents follow the program: every line of the log and every setting has its place in them, and their links lead somewhere.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+//! The documents follow the program: every line of the log and every setting has its place in them,
+//! and their links lead somewhere.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -31,7 +37,8 @@ fn files(dir: &str, ending: &str) -> Vec<PathBuf> {
     found
 }
 
-/// The message of a call of a log macro, given what follows its opening bracket: the first string behind the fields, which end in a semicolon.
+/// The message of a call of a log macro, given what follows its opening bracket: the first string
+/// behind the fields, which end in a semicolon.
 fn message(call: &str) -> String {
     let (mut depth, mut chars, mut first) = (0, call.chars(), None);
     while let Some(c) = chars.next() {
@@ -67,9 +74,13 @@ fn lines_of_the_log() -> Vec<(String, String)> {
                 if code[line_start..at].trim_start().starts_with("//") {
                     continue;
                 }
-                let begins = message(&code[at + level.len()..]).chars().take_while(|c| *c != '{').collect();
+                let begins =
+                    message(&code[at + level.len()..]).chars().take_while(|c| *c != '{').collect();
                 let number = code[..at].matches('\n').count() + 1;
-                lines.push((format!("{}:{number}", path.strip_prefix(root()).unwrap().display()), begins));
+                lines.push((
+                    format!("{}:{number}", path.strip_prefix(root()).unwrap().display()),
+                    begins,
+                ));
             }
         }
     }
@@ -79,15 +90,23 @@ fn lines_of_the_log() -> Vec<(String, String)> {
 #[test]
 fn every_line_of_the_log_is_explained() {
     let operate = file("docs/operate.md");
-    let section = operate.split("## Lines of the log").nth(1).unwrap().split("\n## ").next().unwrap();
-    let cells = section.lines().filter(|line| line.starts_with("| `")).map(|line| line.split(" | ").next().unwrap());
-    let known: Vec<&str> =
-        cells.flat_map(|cell| cell.split('`').skip(1).step_by(2)).map(|text| text.trim_end_matches('…')).collect();
+    let section =
+        operate.split("## Lines of the log").nth(1).unwrap().split("\n## ").next().unwrap();
+    let cells = section
+        .lines()
+        .filter(|line| line.starts_with("| `"))
+        .map(|line| line.split(" | ").next().unwrap());
+    let known: Vec<&str> = cells
+        .flat_map(|cell| cell.split('`').skip(1).step_by(2))
+        .map(|text| text.trim_end_matches('…'))
+        .collect();
     let lines = lines_of_the_log();
     assert!(lines.len() > 50, "only {} lines were seen", lines.len());
     let unexplained: Vec<String> = lines
         .iter()
-        .filter(|(_, begins)| !begins.trim().is_empty() && !known.iter().any(|known| begins.starts_with(known)))
+        .filter(|(_, begins)| {
+            !begins.trim().is_empty() && !known.iter().any(|known| begins.starts_with(known))
+        })
         .map(|(place, begins)| format!("{place}: {begins:?}"))
         .collect();
     assert!(unexplained.is_empty(), "not in docs/operate.md:\n{}", unexplained.join("\n"));
@@ -141,12 +160,17 @@ fn the_page_of_settings_is_up_to_date() {
     if std::env::var_os("UPDATE_DOCS").is_some() {
         fs::write(&path, configure()).unwrap();
     }
-    assert_eq!(file("docs/configure.md"), configure(), "UPDATE_DOCS=1 cargo test --test docs writes it anew");
+    assert_eq!(
+        file("docs/configure.md"),
+        configure(),
+        "UPDATE_DOCS=1 cargo test --test docs writes it anew"
+    );
 }
 
 #[test]
 fn links_lead_somewhere() {
-    let others = ["README.md", "ARCHITECTURE.md", "SECURITY.md", "CONTRIBUTING.md"].map(|page| root().join(page));
+    let others = ["README.md", "ARCHITECTURE.md", "SECURITY.md", "CONTRIBUTING.md"]
+        .map(|page| root().join(page));
     let pages = files("docs", "md").into_iter().chain(others);
     let mut seen = 0;
     for page in pages {
@@ -167,7 +191,10 @@ fn links_lead_somewhere() {
 /// Commands that the pages tell somebody to type are ones that there are.
 #[test]
 fn commands_that_are_told_exist() {
-    let help = std::process::Command::new(env!("CARGO_BIN_EXE_pause-sandboxer")).arg("help").output().unwrap();
+    let help = std::process::Command::new(env!("CARGO_BIN_EXE_pause-sandboxer"))
+        .arg("help")
+        .output()
+        .unwrap();
     let help = String::from_utf8(help.stdout).unwrap();
     let mut seen = 0;
     for page in files("docs", "md").into_iter().chain([root().join("README.md")]) {
@@ -177,19 +204,26 @@ fn commands_that_are_told_exist() {
             if !(before.ends_with('`') || before.ends_with("    ") || before.ends_with("# ")) {
                 continue;
             }
-            let word: String =
-                text[at + "pause-sandboxer ".len()..].chars().take_while(|c| c.is_ascii_lowercase()).collect();
+            let word: String = text[at + "pause-sandboxer ".len()..]
+                .chars()
+                .take_while(|c| c.is_ascii_lowercase())
+                .collect();
             if word.is_empty() {
                 continue;
             }
-            assert!(help.contains(&format!("  pause-sandboxer {word}")), "{}: {word}", page.display());
+            assert!(
+                help.contains(&format!("  pause-sandboxer {word}")),
+                "{}: {word}",
+                page.display()
+            );
             seen += 1;
         }
     }
     assert!(seen > 10, "only {seen} commands were seen");
 }
 
-/// What the last cells of a page's tables of that heading name in backticks, each with the file or directory that goes before it with a colon.
+/// What the last cells of a page's tables of that heading name in backticks, each with the file or
+/// directory that goes before it with a colon.
 fn shown_by(page: &str) -> Vec<(String, Option<String>)> {
     let (mut named, mut inside) = (Vec::new(), false);
     for line in file(page).lines() {
@@ -218,12 +252,13 @@ fn shown_by(page: &str) -> Vec<(String, Option<String>)> {
     named
 }
 
-/// What a page names as the proof of a promise is there: a test, a module of tests, a file, a stage of the emulated node, or a command of the
-/// Makefile.
+/// What a page names as the proof of a promise is there: a test, a module of tests, a file, a stage
+/// of the emulated node, or a command of the Makefile.
 #[test]
 fn tests_that_are_named_exist() {
-    let below =
-        |dir: &str| -> String { files(dir, "rs").iter().map(|path| fs::read_to_string(path).unwrap()).collect() };
+    let below = |dir: &str| -> String {
+        files(dir, "rs").iter().map(|path| fs::read_to_string(path).unwrap()).collect()
+    };
     let everything = below("src") + &below("tests");
     let (stages, makefile) = (file("tests/vm/stages"), file("Makefile"));
     let exists = |name: &str, place: Option<&str>| {
@@ -235,25 +270,32 @@ fn tests_that_are_named_exist() {
         if let Some(target) = name.strip_prefix("make ") {
             return makefile.contains(&format!("\n{target}:"));
         }
-        let is_setting = name.contains('=') || name.chars().all(|c| c.is_ascii_uppercase() || c == '_');
+        let is_setting =
+            name.contains('=') || name.chars().all(|c| c.is_ascii_uppercase() || c == '_');
         if name.starts_with("cargo ") || name.starts_with("--") || is_setting {
             return true;
         }
         if name.contains('/') || name.ends_with(".rs") {
             return root().join(name).exists();
         }
-        let (module, test) = name.rsplit_once("::").map_or((None, name), |(module, test)| (Some(module), test));
+        let (module, test) =
+            name.rsplit_once("::").map_or((None, name), |(module, test)| (Some(module), test));
         let module = module.is_none_or(|module| everything.contains(&format!("mod {module};")));
         let case = test == "…" || sources.contains(&format!("fn {test}("));
-        module && case || stages.split(|c: char| !(c.is_ascii_alphanumeric() || c == '-')).any(|stage| stage == name)
+        module && case
+            || stages
+                .split(|c: char| !(c.is_ascii_alphanumeric() || c == '-'))
+                .any(|stage| stage == name)
     };
     for page in ["SPECIFICATION.md", "docs/security.md"] {
         let named = shown_by(page);
         assert!(named.len() > 30, "{page}: only {} names were seen", named.len());
-        let missing: Vec<_> = named.iter().filter(|(name, place)| !exists(name, place.as_deref())).collect();
+        let missing: Vec<_> =
+            named.iter().filter(|(name, place)| !exists(name, place.as_deref())).collect();
         assert!(missing.is_empty(), "{page} names what there is not: {missing:?}");
     }
-    let nowhere = ["no_such_test", "tests/nowhere.rs", "make nothing"].iter().all(|name| !exists(name, None));
+    let nowhere =
+        ["no_such_test", "tests/nowhere.rs", "make nothing"].iter().all(|name| !exists(name, None));
     assert!(nowhere && !exists("tests_that_are_named_exist", Some("tests/life.rs")));
 }
 
@@ -261,7 +303,8 @@ fn tests_that_are_named_exist() {
 #[test]
 fn every_defence_names_its_test() {
     let page = file("docs/security.md");
-    let rows = page.lines().filter(|line| line.starts_with("| ") && !line.ends_with("| shown by |"));
+    let rows =
+        page.lines().filter(|line| line.starts_with("| ") && !line.ends_with("| shown by |"));
     let mut seen = 0;
     for row in rows {
         let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
@@ -280,5 +323,8 @@ fn the_toolchain_is_the_promised_one() {
     let (manifest, toolchain) = (table("Cargo.toml"), table("rust-toolchain.toml"));
     let promised = manifest["package"]["rust-version"].as_str().unwrap();
     let channel = toolchain["toolchain"]["channel"].as_str().unwrap();
-    assert!(channel == promised || channel == format!("{promised}.0"), "{channel} is not {promised}");
+    assert!(
+        channel == promised || channel == format!("{promised}.0"),
+        "{channel} is not {promised}"
+    );
 }

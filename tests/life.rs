@@ -1,5 +1,11 @@
-//! The life of a sandbox on a fake driver: real files, real mounts, a pause that lives and dies on order.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+//! The life of a sandbox on a fake driver: real files, real mounts, a pause that lives and dies on
+//! order.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -14,7 +20,8 @@ use pause_sandboxer::error::Step;
 use pause_sandboxer::pause::{Adoption, BoxFuture, Driver, Exit, Identity, Pause, Plan, Site};
 use pause_sandboxer::podsandbox::{CreateRequest, Environment, Error, Payload, SandboxInfo};
 use pause_sandboxer::protos::cri::{
-    LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption, PodSandboxConfig,
+    LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption,
+    PodSandboxConfig,
 };
 use protobuf::Message as _;
 use tokio::runtime::Builder;
@@ -76,7 +83,12 @@ impl Fake {
 }
 
 fn identity(pid: u32) -> Identity {
-    Identity { pid, start_time: u64::from(pid) * 7, pid_namespace: 4_026_531_836, boot_id: "boot".into() }
+    Identity {
+        pid,
+        start_time: u64::from(pid) * 7,
+        pid_namespace: 4_026_531_836,
+        boot_id: "boot".into(),
+    }
 }
 
 impl Driver for Fake {
@@ -88,7 +100,11 @@ impl Driver for Fake {
         let orders = self.orders.lock().unwrap();
         std::thread::sleep(orders.start_takes);
         if orders.fail_start {
-            return Err(Step::at("clone", "/on/order", std::io::Error::from_raw_os_error(libc::EAGAIN)));
+            return Err(Step::at(
+                "clone",
+                "/on/order",
+                std::io::Error::from_raw_os_error(libc::EAGAIN),
+            ));
         }
         drop(orders);
         Ok(Box::new(self.pause(self.make(&plan.id)).unwrap()))
@@ -96,7 +112,10 @@ impl Driver for Fake {
 
     fn adopt(&self, _site: &Site, identity: &Identity) -> Adoption {
         if self.orders.lock().unwrap().cannot_tell {
-            return Adoption::Unknown(Step::new("look", std::io::Error::from_raw_os_error(libc::EMFILE)));
+            return Adoption::Unknown(Step::new(
+                "look",
+                std::io::Error::from_raw_os_error(libc::EMFILE),
+            ));
         }
         match self.pause(identity.pid) {
             Some(pause) => Adoption::Alive(Box::new(pause)),
@@ -118,14 +137,19 @@ impl Driver for Fake {
         }
         if orders.fail_cleanups > 0 {
             orders.fail_cleanups -= 1;
-            return Err(vec![Step::at("remove cgroup", "/a/b", std::io::Error::from_raw_os_error(libc::EBUSY))]);
+            return Err(vec![Step::at(
+                "remove cgroup",
+                "/a/b",
+                std::io::Error::from_raw_os_error(libc::EBUSY),
+            )]);
         }
         Ok(())
     }
 
     fn end_strays(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<Step>> {
         let ids = self.ids.lock().unwrap();
-        let strays: Vec<u32> = ids.iter().filter(|(_, id)| !recorded(id)).map(|(pid, _)| *pid).collect();
+        let strays: Vec<u32> =
+            ids.iter().filter(|(_, id)| !recorded(id)).map(|(pid, _)| *pid).collect();
         strays.iter().filter_map(|pid| self.pause(*pid)).for_each(|pause| pause.kill().unwrap());
         Ok(())
     }
@@ -184,7 +208,9 @@ impl Node {
             left.extend(entries.map(|e| e.unwrap().path().display().to_string()));
         }
         let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
-        let shm = |line: &&str| line.contains(&*self.dir.path().to_string_lossy()) && line.contains("tmpfs shm");
+        let shm = |line: &&str| {
+            line.contains(&*self.dir.path().to_string_lossy()) && line.contains("tmpfs shm")
+        };
         left.extend(mounts.lines().filter(shm).map(str::to_owned));
         left
     }
@@ -195,7 +221,14 @@ impl Drop for Node {
         let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
         let at = |line: &str| line.split(' ').nth(4).unwrap().to_owned();
         let dir = self.dir.path().to_path_buf();
-        for path in mounts.lines().map(at).filter(|p| Path::new(p).starts_with(&dir)).collect::<Vec<_>>().iter().rev() {
+        for path in mounts
+            .lines()
+            .map(at)
+            .filter(|p| Path::new(p).starts_with(&dir))
+            .collect::<Vec<_>>()
+            .iter()
+            .rev()
+        {
             let _ = umount2(path.as_str(), MntFlags::MNT_DETACH);
         }
     }
@@ -203,8 +236,12 @@ impl Drop for Node {
 
 fn request(id: &str) -> CreateRequest {
     let namespaces = NamespaceOption { network: NamespaceMode::NODE.into(), ..Default::default() };
-    let security = LinuxSandboxSecurityContext { namespace_options: Some(namespaces).into(), ..Default::default() };
-    let linux = LinuxPodSandboxConfig { security_context: Some(security).into(), ..Default::default() };
+    let security = LinuxSandboxSecurityContext {
+        namespace_options: Some(namespaces).into(),
+        ..Default::default()
+    };
+    let linux =
+        LinuxPodSandboxConfig { security_context: Some(security).into(), ..Default::default() };
     let config = PodSandboxConfig { linux: Some(linux).into(), ..Default::default() };
     CreateRequest {
         id: id.into(),
@@ -213,7 +250,10 @@ fn request(id: &str) -> CreateRequest {
             value: config.write_to_bytes().unwrap().into(),
         }),
         netns_path: String::new(),
-        sandbox: Some(SandboxInfo { runtime_name: "io.containerd.runc.v2".to_owned(), ..Default::default() }),
+        sandbox: Some(SandboxInfo {
+            runtime_name: "io.containerd.runc.v2".to_owned(),
+            ..Default::default()
+        }),
     }
 }
 
@@ -250,7 +290,11 @@ async fn run_stop_remove() {
     });
     controller.stop("a").await.unwrap();
     assert_eq!(waiting.await.unwrap().unwrap().status, 137);
-    assert_eq!(controller.wait("a").await.unwrap().status, 137, "Wait after the exit answers as well");
+    assert_eq!(
+        controller.wait("a").await.unwrap().status,
+        137,
+        "Wait after the exit answers as well"
+    );
     let status = controller.status("a", false).await.unwrap();
     assert_eq!((status.state, status.exited_at.is_some()), ("SANDBOX_NOTREADY", true));
     controller.stop("a").await.unwrap();
@@ -302,7 +346,8 @@ async fn an_exit_is_published_before_a_cleanup_that_fails_and_is_retried() {
     node.fake.end(pid, 3);
     assert_eq!(controller.wait("a").await.unwrap().status, 3);
     // One panic, one EBUSY, then success: all by themselves.
-    soon("three tries", async || (node.fake.cleanups.load(Ordering::SeqCst) >= 3).then_some(())).await;
+    soon("three tries", async || (node.fake.cleanups.load(Ordering::SeqCst) >= 3).then_some(()))
+        .await;
     controller.stop("a").await.unwrap();
     controller.shutdown("a").await.unwrap();
     assert_eq!(node.leftovers(), Vec::<String>::new());
@@ -321,11 +366,15 @@ async fn a_panic_of_an_owner_loses_no_sandbox() {
         let controller = controller.clone();
         tokio::spawn(async move { controller.stop("a").await })
     };
-    soon("the fault", async || (!node.fake.panic_in_kill.load(Ordering::SeqCst)).then_some(())).await;
+    soon("the fault", async || (!node.fake.panic_in_kill.load(Ordering::SeqCst)).then_some(()))
+        .await;
     // Whatever comes while the owner is at fault, too.
     let shutdown = controller.shutdown("a").await;
     for answer in [stop.await.unwrap(), shutdown] {
-        assert!(matches!(&answer, Err(Error::Fault { reason, .. }) if reason.contains("on order")), "{answer:?}");
+        assert!(
+            matches!(&answer, Err(Error::Fault { reason, .. }) if reason.contains("on order")),
+            "{answer:?}"
+        );
     }
     assert_eq!((node.fake.alive(), wait.is_finished()), (1, false));
     let status = controller.status("a", false).await.unwrap();
@@ -356,7 +405,8 @@ async fn files_come_back_with_the_same_shared_memory() {
     controller.create(request("a")).await.unwrap();
     controller.start("a").await.unwrap();
     let cri = "io.containerd.grpc.v1.cri/sandboxes/a";
-    let (root, run) = (node.dir.path().join("root").join(cri), node.dir.path().join("run").join(cri));
+    let (root, run) =
+        (node.dir.path().join("root").join(cri), node.dir.path().join("run").join(cri));
     std::fs::write(run.join("shm/word"), "kept").unwrap();
     // As containerd does at its start with what it does not know.
     umount2(&run.join("shm"), MntFlags::MNT_DETACH).unwrap();
@@ -393,12 +443,16 @@ async fn a_restart_takes_over_the_living_the_dead_and_the_undecided() {
     // It dies while nobody looks.
     node.fake.pauses.lock().unwrap().remove(&dead.pid);
 
-    // On a runtime of its own: it ends as a killed daemon does, and its owners do not race with their successors.
+    // On a runtime of its own: it ends as a killed daemon does, and its owners do not race with
+    // their successors.
     let daemon = tokio::runtime::Runtime::new().unwrap();
     let environment = Arc::new(Environment::new(node.config(), node.fake.clone(), None).unwrap());
     let controller = daemon.spawn(Controller::open(environment)).await.unwrap().unwrap();
     let status = controller.status("alive", false).await.unwrap();
-    assert_eq!((status.pid, status.state, status.created_at), (alive.pid, "SANDBOX_READY", alive.created_at));
+    assert_eq!(
+        (status.pid, status.state, status.created_at),
+        (alive.pid, "SANDBOX_READY", alive.created_at)
+    );
     assert_eq!(controller.wait("dead").await.unwrap().status, 255);
     assert_eq!(controller.wait("stopped").await.unwrap().status, 137, "the exit is on record");
     controller.start("created").await.unwrap();
@@ -420,16 +474,23 @@ async fn a_restart_takes_over_the_living_the_dead_and_the_undecided() {
     assert_eq!(node.leftovers(), Vec::<String>::new());
 }
 
-/// As on a node that has no process ids left: the threads of the first runtime are to have more stack than there is memory.
+/// As on a node that has no process ids left: the threads of the first runtime are to have more
+/// stack than there is memory.
 #[test]
 fn a_recovery_that_can_start_no_thread_keeps_no_pod_aside() {
-    let without_threads = Builder::new_current_thread().thread_stack_size(1 << 60).enable_all().build().unwrap();
+    let without_threads =
+        Builder::new_current_thread().thread_stack_size(1 << 60).enable_all().build().unwrap();
     let with_threads = Builder::new_current_thread().enable_all().build().unwrap();
     let node = Node::new();
-    with_threads.block_on(async { node.controller().await.create(request("created")).await.unwrap() });
-    let environment = || Arc::new(Environment::new(node.config(), node.fake.clone(), None).unwrap());
+    with_threads
+        .block_on(async { node.controller().await.create(request("created")).await.unwrap() });
+    let environment =
+        || Arc::new(Environment::new(node.config(), node.fake.clone(), None).unwrap());
     let failed = without_threads.block_on(Controller::open(environment())).unwrap_err();
-    assert_eq!(failed.to_string(), "start a thread: Resource temporarily unavailable (os error 11)");
+    assert_eq!(
+        failed.to_string(),
+        "start a thread: Resource temporarily unavailable (os error 11)"
+    );
     with_threads.block_on(async {
         let controller = node.controller().await;
         controller.start("created").await.unwrap();
@@ -445,7 +506,8 @@ async fn a_record_that_cannot_be_read_is_kept_and_its_id_stays_taken() {
     controller.create(request("newer")).await.unwrap();
     drop(controller);
     let record = node.dir.path().join("state/sandboxes/newer/record.json");
-    let text = std::fs::read_to_string(&record).unwrap().replacen("\"version\":1", "\"version\":99", 1);
+    let text =
+        std::fs::read_to_string(&record).unwrap().replacen("\"version\":1", "\"version\":99", 1);
     std::fs::write(&record, &text).unwrap();
     std::fs::create_dir(node.dir.path().join("state/sandboxes/broken")).unwrap();
     std::fs::write(node.dir.path().join("state/sandboxes/broken/record.json"), "{").unwrap();
@@ -455,7 +517,10 @@ async fn a_record_that_cannot_be_read_is_kept_and_its_id_stays_taken() {
     assert!(matches!(controller.create(request("newer")).await, Err(Error::AlreadyExists { .. })));
     let error = controller.status("newer", false).await.unwrap_err().to_string();
     assert!(error.contains("version 99"), "{error}");
-    assert!(matches!(controller.wait("newer").await, Err(Error::Stopping { .. })), "Wait must be asked again later");
+    assert!(
+        matches!(controller.wait("newer").await, Err(Error::Stopping { .. })),
+        "Wait must be asked again later"
+    );
     assert!(controller.status("broken", false).await.is_err());
     assert!(matches!(controller.status("empty", false).await, Err(Error::NotFound { .. })));
     assert_eq!(std::fs::read_to_string(&record).unwrap(), text);
@@ -474,8 +539,8 @@ async fn a_start_that_was_cut_off_is_undone_by_recovery() {
     assert_eq!(node.leftovers(), Vec::<String>::new());
 }
 
-/// Recovery's removal of a cut-off start hangs beyond the record's time: the id stays taken until it has ended, and nothing is done for the
-/// sandbox beside it.
+/// Recovery's removal of a cut-off start hangs beyond the record's time: the id stays taken until
+/// it has ended, and nothing is done for the sandbox beside it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_sandbox_waits_for_what_recovery_left_under_way() {
     let node = Node::new();
@@ -538,7 +603,8 @@ async fn a_sandbox_that_is_never_started_is_removed() {
     assert_eq!(node.leftovers(), Vec::<String>::new());
 }
 
-/// containerd is asked in the namespace of the settings alone, and would say that it does not know the sandbox.
+/// containerd is asked in the namespace of the settings alone, and would say that it does not know
+/// the sandbox.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_sandbox_of_another_namespace_is_never_taken_for_forgotten() {
     let node = Node::new();
@@ -571,7 +637,10 @@ async fn bad_requests_name_the_field_and_leave_nothing() {
         ("sandbox_id", with(|r| r.id = "../a".into())),
         ("sandbox_id", with(|r| r.id = "x".repeat(4096).into())),
         ("options", with(|r| r.options = None)),
-        ("options", with(|r| r.options.as_mut().unwrap().type_url = "google.protobuf.Empty".to_owned())),
+        (
+            "options",
+            with(|r| r.options.as_mut().unwrap().type_url = "google.protobuf.Empty".to_owned()),
+        ),
         ("options", with(|r| r.options.as_mut().unwrap().value = vec![0xff, 0xff].into())),
         (
             "netns_path",

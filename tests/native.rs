@@ -18,7 +18,9 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pause_sandboxer::error::Step;
 use pause_sandboxer::pause::native::{Native, is_network_namespace};
-use pause_sandboxer::pause::{Adoption, Driver, Exit, IdMapping, Namespace, Pause, Plan, UserNamespace};
+use pause_sandboxer::pause::{
+    Adoption, Driver, Exit, IdMapping, Namespace, Pause, Plan, UserNamespace,
+};
 use tokio::runtime::{Builder, Runtime};
 
 static DRIVER: LazyLock<Native> = LazyLock::new(|| Native::new().unwrap());
@@ -73,9 +75,12 @@ impl Running {
         Self { plan, pause }
     }
 
-    /// Waits until the kernel has finished its execve(2), which lets the parent go on a moment before.
+    /// Waits until the kernel has finished its execve(2), which lets the parent go on a moment
+    /// before.
     fn settled(self) -> Self {
-        eventually("the program is executed", || !fs::read(self.proc("cmdline")).unwrap().is_empty());
+        eventually("the program is executed", || {
+            !fs::read(self.proc("cmdline")).unwrap().is_empty()
+        });
         self
     }
 
@@ -89,7 +94,8 @@ impl Running {
 
     fn status(&self, key: &str) -> String {
         let status = fs::read_to_string(self.proc("status")).unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':')).unwrap();
+        let line =
+            status.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':')).unwrap();
         line.split_whitespace().collect::<Vec<_>>().join(" ")
     }
 
@@ -118,12 +124,15 @@ impl Drop for Running {
     }
 }
 
-/// One for all tests, as a daemon has: the driver's watch is attended on the runtime that first asks for it.
+/// One for all tests, as a daemon has: the driver's watch is attended on the runtime that first
+/// asks for it.
 static RUNTIME: LazyLock<Runtime> =
     LazyLock::new(|| Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap());
 
 fn exit_of(pause: &dyn Pause) -> Exit {
-    RUNTIME.block_on(async { tokio::time::timeout(Duration::from_secs(10), pause.exited()).await.unwrap() })
+    RUNTIME.block_on(async {
+        tokio::time::timeout(Duration::from_secs(10), pause.exited()).await.unwrap()
+    })
 }
 
 fn own_namespace(kind: &str) -> PathBuf {
@@ -149,7 +158,11 @@ impl Netns {
     fn new() -> Self {
         Self::of(|| {
             unshare(CloneFlags::CLONE_NEWNET).unwrap();
-            PathBuf::from(format!("/proc/{}/task/{}/ns/net", std::process::id(), nix::unistd::gettid()))
+            PathBuf::from(format!(
+                "/proc/{}/task/{}/ns/net",
+                std::process::id(),
+                nix::unistd::gettid()
+            ))
         })
     }
 
@@ -160,7 +173,8 @@ impl Netns {
         thread::scope(|scope| {
             scope.spawn(|| {
                 let namespace = make();
-                mount(Some(&namespace), &path, None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
+                mount(Some(&namespace), &path, None::<&str>, MsFlags::MS_BIND, None::<&str>)
+                    .unwrap();
             });
         });
         Self { path, _directory: directory }
@@ -227,7 +241,9 @@ fn it_is_confined() {
     let arguments = format!("/pause\0{}\0", running.plan.id);
     assert_eq!(fs::read_to_string(running.proc("cmdline")).unwrap(), arguments);
     assert_eq!(running.status("NSsid"), running.status("NSpid"));
-    eventually("the program names itself", || fs::read_to_string(running.proc("comm")).unwrap() == "pause\n");
+    eventually("the program names itself", || {
+        fs::read_to_string(running.proc("comm")).unwrap() == "pause\n"
+    });
 }
 
 #[test]
@@ -251,7 +267,8 @@ fn its_root_is_empty_and_read_only() {
 fn namespaces_are_as_planned() {
     let _among = among_others();
     let netns = Netns::new();
-    let private = Running::start(Plan { netns: Some(netns.path.clone()), uts: Namespace::Private, ..plan() });
+    let private =
+        Running::start(Plan { netns: Some(netns.path.clone()), uts: Namespace::Private, ..plan() });
     for kind in ["pid", "ipc", "uts", "net"] {
         assert_ne!(private.namespace(kind), own_namespace(kind), "{kind}");
     }
@@ -268,7 +285,12 @@ fn hostname_and_sysctls_are_set_in_the_pod_alone() {
     let _among = among_others();
     let netns = Netns::new();
     let sysctl = |name: &str, value: &str| (name.to_owned(), value.to_owned());
-    let node = ["kernel/hostname", "kernel/shmmni", "net/ipv4/ip_unprivileged_port_start", "fs/mqueue/msg_max"];
+    let node = [
+        "kernel/hostname",
+        "kernel/shmmni",
+        "net/ipv4/ip_unprivileged_port_start",
+        "fs/mqueue/msg_max",
+    ];
     let values = || node.map(|name| fs::read_to_string(Path::new("/proc/sys").join(name)).unwrap());
     let before = values();
     let running = Running::start(Plan {
@@ -288,7 +310,10 @@ fn hostname_and_sysctls_are_set_in_the_pod_alone() {
         .args(node.map(|name| format!("/proc/sys/{name}")))
         .output()
         .unwrap();
-    assert_eq!(String::from_utf8_lossy(&inside.stdout), format!("{}\n1234\n77\n55\n", "h".repeat(64)));
+    assert_eq!(
+        String::from_utf8_lossy(&inside.stdout),
+        format!("{}\n1234\n77\n55\n", "h".repeat(64))
+    );
 }
 
 #[test]
@@ -296,7 +321,10 @@ fn oom_score_is_the_pauses_alone() {
     let _among = among_others();
     let score = own_oom_score();
     let running = Running::start(Plan { oom_score_adj: score + 7, ..plan() });
-    assert_eq!(fs::read_to_string(running.proc("oom_score_adj")).unwrap(), format!("{}\n", score + 7));
+    assert_eq!(
+        fs::read_to_string(running.proc("oom_score_adj")).unwrap(),
+        format!("{}\n", score + 7)
+    );
     assert_eq!(own_oom_score(), score);
 }
 
@@ -333,9 +361,12 @@ fn cleanup_ends_what_a_start_cut_short_has_left() {
 fn signals() {
     let _among = among_others();
     for pid in [Namespace::Private, Namespace::Node] {
-        for (signal, status) in [(Signal::SIGTERM, 0), (Signal::SIGINT, 0), (Signal::SIGKILL, 137)] {
+        for (signal, status) in [(Signal::SIGTERM, 0), (Signal::SIGINT, 0), (Signal::SIGKILL, 137)]
+        {
             let running = Running::start(Plan { pid, ..plan() });
-            for ignored in [Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGQUIT, Signal::SIGALRM, Signal::SIGPIPE] {
+            for ignored in
+                [Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGQUIT, Signal::SIGALRM, Signal::SIGPIPE]
+            {
                 running.signal(ignored);
             }
             running.signal(signal);
@@ -353,7 +384,8 @@ fn exit_is_told_to_all_who_wait() {
         // Dropped in the middle, as when a caller gives up.
         tokio::time::timeout(Duration::from_millis(20), running.pause.exited()).await.unwrap_err();
         let waiting = futures::future::join_all((0..10).map(|_| running.pause.exited()));
-        let (exits, ()) = futures::future::join(waiting, async { running.signal(Signal::SIGTERM) }).await;
+        let (exits, ()) =
+            futures::future::join(waiting, async { running.signal(Signal::SIGTERM) }).await;
         assert_eq!(exits, vec![exits[0]; 10]);
         assert_eq!(exits[0].status, 0);
     });
@@ -365,13 +397,20 @@ fn it_reaps_the_orphans_of_its_pid_namespace() {
     let running = Running::start(plan());
     let namespace = running.namespace("pid");
     let members = || -> BTreeSet<u32> {
-        let pids = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.unwrap().file_name().to_str()?.parse().ok());
-        pids.filter(|pid| fs::read_link(format!("/proc/{pid}/ns/pid")).is_ok_and(|link| link == namespace)).collect()
+        let pids = fs::read_dir("/proc")
+            .unwrap()
+            .filter_map(|entry| entry.unwrap().file_name().to_str()?.parse().ok());
+        pids.filter(|pid| {
+            fs::read_link(format!("/proc/{pid}/ns/pid")).is_ok_and(|link| link == namespace)
+        })
+        .collect()
     };
     // The shell leaves a child behind that ends after it.
     let left = "sleep 100 >&- 2>&- <&- & echo $!";
-    let shell =
-        Command::new("nsenter").args(["-t", &running.pid().to_string(), "-p", "sh", "-c", left]).output().unwrap();
+    let shell = Command::new("nsenter")
+        .args(["-t", &running.pid().to_string(), "-p", "sh", "-c", left])
+        .output()
+        .unwrap();
     assert!(shell.status.success(), "{shell:?}");
     let orphan: Vec<u32> = members().into_iter().filter(|pid| *pid != running.pid()).collect();
     assert_eq!(orphan.len(), 1);
@@ -388,7 +427,8 @@ fn descriptors() -> usize {
 /// Children of this process, zombies too.
 fn children() -> usize {
     let tasks = fs::read_dir("/proc/self/task").unwrap();
-    let lists = tasks.map(|task| fs::read_to_string(task.unwrap().path().join("children")).unwrap_or_default());
+    let lists = tasks
+        .map(|task| fs::read_to_string(task.unwrap().path().join("children")).unwrap_or_default());
     lists.map(|list| list.split_whitespace().count()).sum()
 }
 
@@ -425,7 +465,11 @@ fn a_failed_start_names_the_step_and_leaves_nothing() {
             "open network namespace /nowhere/netns".to_owned(),
             libc::ENOENT,
         ),
-        (Plan { hostname: "h".repeat(65), ..good.clone() }, format!("set hostname {}", "h".repeat(65)), libc::EINVAL),
+        (
+            Plan { hostname: "h".repeat(65), ..good.clone() },
+            format!("set hostname {}", "h".repeat(65)),
+            libc::EINVAL,
+        ),
         (
             Plan { sysctls: sysctl("kernel.no_such", "1"), ..good.clone() },
             "write sysctl /proc/sys/kernel/no_such".to_owned(),
@@ -461,7 +505,9 @@ fn a_failed_start_names_the_step_and_leaves_nothing() {
 #[test]
 fn cgroup_that_cannot_be_made() {
     let _among = among_others();
-    for (parent, errno) in [("/cgroup.procs", Some(libc::ENOTDIR)), ("/a/../b", None), ("kubepods-.slice", None)] {
+    for (parent, errno) in
+        [("/cgroup.procs", Some(libc::ENOTDIR)), ("/a/../b", None), ("kubepods-.slice", None)]
+    {
         let e = DRIVER.start(&Plan { cgroup_parent: parent.to_owned(), ..plan() }).unwrap_err();
         assert!(e.path().unwrap().to_string_lossy().contains(parent), "{e}");
         assert_eq!(e.io().raw_os_error(), errno, "{e}");
@@ -476,12 +522,18 @@ fn many_starts_leak_nothing() {
     let parent = Parent::new();
     let (descriptors_before, children_before) = (descriptors(), children());
     for _ in 0..200 {
-        let plan = Plan { netns: Some(netns.path.clone()), cgroup_parent: parent.0.clone(), ..plan() };
+        let plan =
+            Plan { netns: Some(netns.path.clone()), cgroup_parent: parent.0.clone(), ..plan() };
         Running::start(plan);
     }
     assert_eq!(children(), children_before);
     assert_eq!(descriptors(), descriptors_before);
-    assert!(parent.everywhere("").iter().all(|path| fs::read_dir(path).unwrap().all(|e| !e.unwrap().path().is_dir())));
+    assert!(
+        parent
+            .everywhere("")
+            .iter()
+            .all(|path| fs::read_dir(path).unwrap().all(|e| !e.unwrap().path().is_dir()))
+    );
 }
 
 #[test]
@@ -514,7 +566,8 @@ fn starts_from_many_threads_at_once() {
         for _ in 0..8 {
             scope.spawn(|| {
                 for _ in 0..25 {
-                    let plan = Plan { cgroup_parent: parent.0.clone(), uts: Namespace::Private, ..plan() };
+                    let plan =
+                        Plan { cgroup_parent: parent.0.clone(), uts: Namespace::Private, ..plan() };
                     let running = Running::start(Plan { hostname: plan.id.to_string(), ..plan });
                     assert_eq!(running.status("NSpid").split(' ').next_back(), Some("1"));
                     assert_eq!(running.end().status, 137);
@@ -556,7 +609,10 @@ fn what_is_not_the_recorded_process_is_dead_and_untouched() {
     }
     for identity in others {
         let adoption = DRIVER.adopt(&running.plan.site(), &identity);
-        assert!(matches!(adoption, Adoption::Dead(exit) if exit.status == 255), "{identity:?} {adoption:?}");
+        assert!(
+            matches!(adoption, Adoption::Dead(exit) if exit.status == 255),
+            "{identity:?} {adoption:?}"
+        );
     }
     // A child of ours that has ended is not reaped for a stranger's sake.
     let mut child = Command::new("sh").args(["-c", "exit 3"]).spawn().unwrap();
@@ -564,12 +620,15 @@ fn what_is_not_the_recorded_process_is_dead_and_untouched() {
         fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap().contains(") Z ")
     });
     let stranger = pause_sandboxer::pause::Identity { pid: child.id(), ..own };
-    assert!(matches!(DRIVER.adopt(&running.plan.site(), &stranger), Adoption::Dead(exit) if exit.status == 255));
+    assert!(
+        matches!(DRIVER.adopt(&running.plan.site(), &stranger), Adoption::Dead(exit) if exit.status == 255)
+    );
     assert_eq!(child.wait().unwrap().code(), Some(3));
     eventually("the pause sleeps on", || running.status("State").starts_with('S'));
 }
 
-/// What a daemon sees that has not made the process: the maker is another process, which is this program again.
+/// What a daemon sees that has not made the process: the maker is another process, which is this
+/// program again.
 #[test]
 fn a_stranger_tells_its_exit_too() {
     const MAKER: &str = "PAUSE_SANDBOXER_TEST_MAKER";
@@ -592,7 +651,9 @@ fn a_stranger_tells_its_exit_too() {
             .find_map(|line| Some(line.unwrap().split_once("IDENTITY ")?.1.to_owned()))
             .unwrap();
         let identity = serde_json::from_str(&identity).unwrap();
-        let Adoption::Alive(pause) = DRIVER.adopt(&plan().site(), &identity) else { panic!("not alive") };
+        let Adoption::Alive(pause) = DRIVER.adopt(&plan().site(), &identity) else {
+            panic!("not alive")
+        };
         kill(Pid::from_raw(identity.pid.cast_signed()), signal).unwrap();
         assert_eq!(exit_of(&*pause).status, status);
         maker.wait().unwrap();
@@ -631,10 +692,28 @@ fn check_user_namespace(running: &Running) {
     assert_eq!(fs::metadata(running.proc("status")).unwrap().uid(), 0);
     assert_eq!(fs::read_dir(running.proc("fd")).unwrap().count(), 0);
     assert_eq!(fs::read_dir(running.proc("root")).unwrap().count(), 0);
-    assert!(fs::read_to_string(running.proc("uid_map")).unwrap().split_whitespace().eq(["0", "1000000", "65536"]));
+    assert!(
+        fs::read_to_string(running.proc("uid_map"))
+            .unwrap()
+            .split_whitespace()
+            .eq(["0", "1000000", "65536"])
+    );
     // Root of the user namespace owns the pod's namespaces.
     let inside = Command::new("nsenter")
-        .args(["-t", &running.pid().to_string(), "-U", "-u", "-i", "-p", "-S", "0", "-G", "0", "sh", "-c"])
+        .args([
+            "-t",
+            &running.pid().to_string(),
+            "-U",
+            "-u",
+            "-i",
+            "-p",
+            "-S",
+            "0",
+            "-G",
+            "0",
+            "sh",
+            "-c",
+        ])
         .arg("hostname changed && hostname && id -u")
         .output()
         .unwrap();
@@ -648,12 +727,20 @@ fn user_namespace_with_host_network() {
     let _among = among_others();
     let parent = Parent::new();
     let score = own_oom_score() + 3;
-    let plan = Plan { userns: Some(mapped()), cgroup_parent: parent.0.clone(), oom_score_adj: score, ..plan() };
+    let plan = Plan {
+        userns: Some(mapped()),
+        cgroup_parent: parent.0.clone(),
+        oom_score_adj: score,
+        ..plan()
+    };
     let running = Running::start(plan).settled();
     check_user_namespace(&running);
     assert_eq!(fs::read_to_string(running.proc("oom_score_adj")).unwrap(), format!("{score}\n"));
     for leaf in parent.everywhere(&running.plan.id) {
-        assert_eq!(fs::read_to_string(leaf.join("cgroup.procs")).unwrap(), format!("{}\n", running.pid()));
+        assert_eq!(
+            fs::read_to_string(leaf.join("cgroup.procs")).unwrap(),
+            format!("{}\n", running.pid())
+        );
     }
     running.signal(Signal::SIGTERM);
     assert_eq!(exit_of(&*running.pause).status, 0);
@@ -662,7 +749,8 @@ fn user_namespace_with_host_network() {
 #[test]
 fn user_namespace_that_owns_the_network() {
     let _among = among_others();
-    // CRI does it this way: a process in a new user and network namespace, whose network is bind-mounted.
+    // CRI does it this way: a process in a new user and network namespace, whose network is
+    // bind-mounted.
     let mut maker = Command::new("unshare").args(["-U", "-n", "sleep", "1000"]).spawn().unwrap();
     let file = |name: &str| format!("/proc/{}/{name}", maker.id());
     eventually("the user namespace is made", || {
@@ -681,14 +769,25 @@ fn user_namespace_that_owns_the_network() {
         userns: Some(mapped()),
         uts: Namespace::Private,
         hostname: "pod".to_owned(),
-        sysctls: vec![sysctl("net.ipv4.ip_unprivileged_port_start", "78"), sysctl("kernel.shmmni", "321")],
+        sysctls: vec![
+            sysctl("net.ipv4.ip_unprivileged_port_start", "78"),
+            sysctl("kernel.shmmni", "321"),
+        ],
         ..plan()
     })
     .settled();
     assert_eq!(running.namespace("user"), owner);
     assert_eq!(running.namespace("net"), Path::new(&netns.link()));
     let inside = Command::new("nsenter")
-        .args(["-t", &running.pid().to_string(), "-u", "-i", "-n", "cat", "/proc/sys/kernel/hostname"])
+        .args([
+            "-t",
+            &running.pid().to_string(),
+            "-u",
+            "-i",
+            "-n",
+            "cat",
+            "/proc/sys/kernel/hostname",
+        ])
         .args(["/proc/sys/net/ipv4/ip_unprivileged_port_start", "/proc/sys/kernel/shmmni"])
         .output()
         .unwrap();

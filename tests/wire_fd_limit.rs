@@ -1,5 +1,5 @@
-//! A daemon without file descriptors waits for some, without spinning, and goes on. A process of its own: the limit is
-//! the process's.
+//! A daemon without file descriptors waits for some, without spinning, and goes on. A process of
+//! its own: the limit is the process's.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -9,7 +9,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nix::sys::resource::{Resource, UsageWho, getrusage, setrlimit};
-use pause_sandboxer::podsandbox::{CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, Started, StatusReport};
+use pause_sandboxer::podsandbox::{
+    CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, Started, StatusReport,
+};
 use pause_sandboxer::protos::shim_sandbox::PlatformRequest;
 use pause_sandboxer::protos::shim_sandbox_ttrpc::SandboxClient;
 use pause_sandboxer::wire::{self, Verbs};
@@ -56,7 +58,9 @@ impl Verbs for Node {
 /// CPU time of this process.
 fn cpu() -> Duration {
     let usage = getrusage(UsageWho::RUSAGE_SELF).unwrap();
-    let part = |time: nix::sys::time::TimeVal| Duration::new(time.tv_sec() as u64, time.tv_usec() as u32 * 1000);
+    let part = |time: nix::sys::time::TimeVal| {
+        Duration::new(time.tv_sec() as u64, time.tv_usec() as u32 * 1000)
+    };
     part(usage.user_time()) + part(usage.system_time())
 }
 
@@ -66,7 +70,8 @@ async fn connect(socket: &Path) -> Client {
 
 async fn ask(client: Client) {
     let context = ttrpc::context::with_duration(Duration::from_secs(20));
-    let answer = SandboxClient::new(client).platform(context, &PlatformRequest::default()).await.unwrap();
+    let answer =
+        SandboxClient::new(client).platform(context, &PlatformRequest::default()).await.unwrap();
     assert_eq!(answer.platform.os, "linux");
 }
 
@@ -74,7 +79,8 @@ async fn ask(client: Client) {
 async fn without_descriptors_the_server_waits_and_goes_on() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("a.sock.ttrpc");
-    let (grpc, ttrpc) = (wire::bind(&dir.path().join("a.sock")).unwrap(), wire::bind(&socket).unwrap());
+    let (grpc, ttrpc) =
+        (wire::bind(&dir.path().join("a.sock")).unwrap(), wire::bind(&socket).unwrap());
     let (stop, stopped) = watch::channel(false);
     let running = tokio::spawn(wire::Server::new(Arc::new(Node), grpc, ttrpc).run(stopped));
     // Kept, so that its end does not free a descriptor in the middle.
@@ -86,7 +92,8 @@ async fn without_descriptors_the_server_waits_and_goes_on() {
     while let Ok(file) = File::open("/dev/null") {
         hoard.push(file);
     }
-    // One descriptor for the caller; its connection waits in the backlog, and the listener stays readable.
+    // One descriptor for the caller; its connection waits in the backlog, and the listener stays
+    // readable.
     hoard.pop();
     let client = connect(&socket).await;
     let before = cpu();

@@ -1,6 +1,8 @@
-//! One fuzzer of all that the daemon decodes: libFuzzer's loop around the target that `FUZZ_TARGET` names.
+//! One fuzzer of all that the daemon decodes: libFuzzer's loop around the target that `FUZZ_TARGET`
+//! names.
 //!
-//! With `FUZZ_SEEDS` it writes the seeds of all targets to that directory instead, and prints the targets' names. Files are made in `FUZZ_SCRATCH`.
+//! With `FUZZ_SEEDS` it writes the seeds of all targets to that directory instead, and prints the
+//! targets' names. Files are made in `FUZZ_SCRATCH`.
 #![no_main]
 
 mod memory;
@@ -16,8 +18,9 @@ use targets::{TARGETS, Target};
 
 static TARGET: OnceLock<&'static Target> = OnceLock::new();
 
-/// What an input may take of memory whatever its length, bytes. Most of it is the `protobuf` crate's: for a field whose length is a lie it
-/// reserves up to 10 MB, which are given back, untouched, when the input ends before.
+/// What an input may take of memory whatever its length, bytes. Most of it is the `protobuf`
+/// crate's: for a field whose length is a lie it reserves up to 10 MB, which are given back,
+/// untouched, when the input ends before.
 const BESIDE: usize = 12 << 20;
 
 fuzz_target!(init: begin(), |input: &[u8]| {
@@ -33,7 +36,8 @@ fn begin() {
         std::process::exit(0);
     }
     let name = std::env::var("FUZZ_TARGET").expect("FUZZ_TARGET names a target");
-    let target = TARGETS.iter().find(|target| target.name == name).expect("FUZZ_TARGET names a target");
+    let target =
+        TARGETS.iter().find(|target| target.name == name).expect("FUZZ_TARGET names a target");
     TARGET.set(target).ok().expect("it begins once");
 }
 

@@ -1,4 +1,5 @@
-//! The targets: each decodes one kind of input and asserts what must hold of it, not only that nothing panics.
+//! The targets: each decodes one kind of input and asserts what must hold of it, not only that
+//! nothing panics.
 
 mod bootstrap;
 mod calls;
@@ -34,7 +35,13 @@ const FRAME: usize = 16 << 20;
 
 /// All of them.
 pub const TARGETS: &[Target] = &[
-    Target { name: "bootstrap", run: bootstrap::run, seeds: bootstrap::seeds, memory: 64, frame: 0 },
+    Target {
+        name: "bootstrap",
+        run: bootstrap::run,
+        seeds: bootstrap::seeds,
+        memory: 64,
+        frame: 0,
+    },
     Target { name: "calls", run: calls::run, seeds: calls::seeds, memory: 256, frame: 0 },
     Target { name: "config", run: config::run, seeds: config::seeds, memory: 1024, frame: 0 },
     Target { name: "create", run: create::run, seeds: create::seeds, memory: 1024, frame: 0 },
@@ -46,7 +53,8 @@ pub const TARGETS: &[Target] = &[
     Target { name: "words", run: words::run, seeds: words::seeds, memory: 256, frame: 0 },
 ];
 
-/// An error's text: there is one, it fits a line of the log, and a caller's bytes are not in it as they came.
+/// An error's text: there is one, it fits a line of the log, and a caller's bytes are not in it as
+/// they came.
 pub fn assert_told(error: &str) {
     assert!(!error.trim().is_empty(), "an error says nothing");
     assert!(error.len() <= 8 << 10, "an error has {} bytes: {:.200}", error.len(), error);

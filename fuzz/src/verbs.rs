@@ -1,4 +1,5 @@
-//! A controller of sandboxes that never were: it keeps what it is asked, and the id chooses what it answers.
+//! A controller of sandboxes that never were: it keeps what it is asked, and the id chooses what it
+//! answers.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -7,7 +8,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use pause_sandboxer::error::Step;
 use pause_sandboxer::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Overview, Payload, Platform, SandboxInfo, Started, StatusReport,
+    CreateRequest, Error, Exit, Metric, Overview, Payload, Platform, SandboxInfo, Started,
+    StatusReport,
 };
 use pause_sandboxer::wire::Verbs;
 
@@ -40,7 +42,9 @@ impl Fake {
         let step = |errno| Step::at("mount", "/run/x/shm", io::Error::from_raw_os_error(errno));
         let (verb, id) = ("start", id.to_owned());
         match id.as_bytes().first() {
-            Some(b'1') => Err(Error::Invalid { id, field: "options".into(), reason: "missing".into() }),
+            Some(b'1') => {
+                Err(Error::Invalid { id, field: "options".into(), reason: "missing".into() })
+            }
             Some(b'2') => Err(Error::NotFound { id }),
             Some(b'3') => Err(Error::AlreadyExists { id }),
             Some(b'4') => Err(Error::State { id, verb, state: "ready" }),
@@ -99,7 +103,11 @@ impl Verbs for Fake {
         Ok(StatusReport {
             pid: 4711,
             state: "SANDBOX_READY",
-            info: if verbose { BTreeMap::from([("id".into(), id.into())]) } else { BTreeMap::new() },
+            info: if verbose {
+                BTreeMap::from([("id".into(), id.into())])
+            } else {
+                BTreeMap::new()
+            },
             created_at: time(),
             exited_at: id.starts_with('e').then(time),
             address: "ttrpc+unix:///run/x.sock".into(),
@@ -113,7 +121,10 @@ impl Verbs for Fake {
 
     async fn metrics(&self, id: &str) -> Result<Metric, Error> {
         self.asked(id)?;
-        let data = Payload { type_url: "io.containerd.cgroups.v2.Metrics".into(), value: vec![1, 2].into() };
+        let data = Payload {
+            type_url: "io.containerd.cgroups.v2.Metrics".into(),
+            value: vec![1, 2].into(),
+        };
         Ok(Metric { timestamp: time(), data })
     }
 
@@ -123,7 +134,12 @@ impl Verbs for Fake {
         result
     }
 
-    async fn list(&self, after: &str, most: usize, _: bool) -> Result<(Vec<Overview>, bool), Error> {
+    async fn list(
+        &self,
+        after: &str,
+        most: usize,
+        _: bool,
+    ) -> Result<(Vec<Overview>, bool), Error> {
         self.asked(after)?;
         assert!(most > 0);
         Ok((vec![Overview::aside(after, "never was")], true))

@@ -34,19 +34,26 @@ impl Init {
 pub(super) fn look() -> Vec<Finding> {
     match Mounted::find() {
         Ok(mounted) => judge(&mounted, &Init::find()),
-        Err(step) => vec![Finding::fail(SUBJECT, step.to_string(), "mount /proc and /sys as usual")],
+        Err(step) => {
+            vec![Finding::fail(SUBJECT, step.to_string(), "mount /proc and /sys as usual")]
+        }
     }
 }
 
 fn judge(mounted: &Mounted, init: &Init) -> Vec<Finding> {
     let found = match mounted {
         Mounted::V2(_) => Finding::ok(SUBJECT, "version 2"),
-        Mounted::V1(hierarchies) if hierarchies.is_empty() => {
-            Finding::fail(SUBJECT, "no cgroup file system is mounted", format!("mount cgroup2 on {ROOT}"))
-        }
+        Mounted::V1(hierarchies) if hierarchies.is_empty() => Finding::fail(
+            SUBJECT,
+            "no cgroup file system is mounted",
+            format!("mount cgroup2 on {ROOT}"),
+        ),
         Mounted::V1(hierarchies) => {
-            let mut controllers: Vec<&str> =
-                hierarchies.iter().flat_map(|hierarchy| &hierarchy.controllers).map(String::as_str).collect();
+            let mut controllers: Vec<&str> = hierarchies
+                .iter()
+                .flat_map(|hierarchy| &hierarchy.controllers)
+                .map(String::as_str)
+                .collect();
             controllers.sort_unstable();
             let names = controllers.join(", ");
             if controllers.contains(&"memory") {
@@ -66,7 +73,9 @@ fn judge(mounted: &Mounted, init: &Init) -> Vec<Finding> {
 /// Whether the pods' cgroup parents will be ones that can be made here.
 fn fits(init: &Init) -> Finding {
     match init {
-        Init::Other => Finding::ok(SUBJECT, "no systemd here; pods get directories of the cgroup file system"),
+        Init::Other => {
+            Finding::ok(SUBJECT, "no systemd here; pods get directories of the cgroup file system")
+        }
         Init::Systemd { bus: true } => Finding::ok(
             SUBJECT,
             "systemd runs here; pods below a slice get scopes, others directories of the cgroup file system",
@@ -88,7 +97,10 @@ mod tests {
     use crate::pause::cgroup::mounted::Hierarchy;
 
     fn version_1(controllers: &[&str]) -> Mounted {
-        let one = |name: &&str| Hierarchy { point: Path::new(ROOT).join(name), controllers: vec![(*name).to_owned()] };
+        let one = |name: &&str| Hierarchy {
+            point: Path::new(ROOT).join(name),
+            controllers: vec![(*name).to_owned()],
+        };
         Mounted::V1(controllers.iter().map(one).collect())
     }
 
@@ -96,12 +108,17 @@ mod tests {
     fn what_is_mounted_and_who_manages_it() {
         let v2 = Mounted::V2(ROOT.into());
         let (systemd, deaf) = (Init::Systemd { bus: true }, Init::Systemd { bus: false });
-        let levels = |mounted: &Mounted, init| judge(mounted, &init).iter().map(|f| f.level).collect::<Vec<_>>();
+        let levels = |mounted: &Mounted, init| {
+            judge(mounted, &init).iter().map(|f| f.level).collect::<Vec<_>>()
+        };
         assert_eq!(levels(&v2, systemd), [Level::Ok, Level::Ok]);
         assert_eq!(levels(&v2, Init::Other), [Level::Ok, Level::Ok]);
         assert_eq!(levels(&version_1(&["memory"]), Init::Other), [Level::Ok, Level::Ok]);
         assert_eq!(levels(&version_1(&["cpu"]), deaf), [Level::Fail, Level::Warn]);
         assert_eq!(levels(&version_1(&[]), Init::Other), [Level::Fail, Level::Ok]);
-        assert_eq!(judge(&version_1(&["pids", "memory"]), &systemd)[0].fact, "version 1: memory, pids");
+        assert_eq!(
+            judge(&version_1(&["pids", "memory"]), &systemd)[0].fact,
+            "version 1: memory, pids"
+        );
     }
 }

@@ -26,14 +26,17 @@ const NAME: &str = "pause-sandboxer";
 
 /// Looks at containerd's program, socket and config.
 pub(super) fn look(subject: &Subject) -> Vec<Finding> {
-    let mut findings = vec![program(&subject.containerd_program), socket(&subject.config.containerd_address)];
+    let mut findings =
+        vec![program(&subject.containerd_program), socket(&subject.config.containerd_address)];
     match config::load(&subject.containerd_config) {
         Ok(loaded) => {
-            let files: Vec<_> = loaded.files.iter().map(|(path, _)| path.display().to_string()).collect();
+            let files: Vec<_> =
+                loaded.files.iter().map(|(path, _)| path.display().to_string()).collect();
             findings.push(Finding::ok(CONFIG, files.join(", ")));
             // Who names the sandboxer without the drop-in does not need it.
             let needed = proxy(&loaded.table, &subject.config).is_err();
-            let drop_in = files::drop_in().filter(|drop_in| needed && !files::imports(&loaded.files, drop_in));
+            let drop_in = files::drop_in()
+                .filter(|drop_in| needed && !files::imports(&loaded.files, drop_in));
             findings.extend(files::judge(&loaded.files));
             if let Some(drop_in) = drop_in {
                 // All else is in it.
@@ -51,7 +54,11 @@ pub(super) fn look(subject: &Subject) -> Vec<Finding> {
             } else {
                 "fix it: containerd does not start with it"
             };
-            findings.push(Finding::fail(CONFIG, format!("{}: {}", e.path.display(), e.reason), advice));
+            findings.push(Finding::fail(
+                CONFIG,
+                format!("{}: {}", e.path.display(), e.reason),
+                advice,
+            ));
         }
     }
     findings
@@ -72,7 +79,11 @@ fn program(path: &Path) -> Finding {
 /// `printed` is what `containerd --version` prints: name, module, version, revision.
 fn version(printed: &str) -> Finding {
     let version = printed.split_whitespace().nth(2).unwrap_or_default();
-    let major = version.trim_start_matches('v').split('.').next().and_then(|number| number.parse::<u32>().ok());
+    let major = version
+        .trim_start_matches('v')
+        .split('.')
+        .next()
+        .and_then(|number| number.parse::<u32>().ok());
     match major {
         Some(2) => Finding::ok(SUBJECT, format!("version {version}")),
         Some(0 | 1) => Finding::fail(
@@ -80,7 +91,11 @@ fn version(printed: &str) -> Finding {
             format!("version {version}"),
             "upgrade to 2.0 or newer: older ones take no external sandboxer",
         ),
-        _ => Finding::warn(SUBJECT, format!("prints an unknown version: {:?}", printed.trim()), "see that it is 2.x"),
+        _ => Finding::warn(
+            SUBJECT,
+            format!("prints an unknown version: {:?}", printed.trim()),
+            "see that it is 2.x",
+        ),
     }
 }
 
@@ -88,12 +103,20 @@ fn socket(path: &Path) -> Finding {
     let shown = path.display();
     match UnixStream::connect(path) {
         Ok(_) => Finding::ok(SUBJECT, format!("listens on {shown}")),
-        Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => Finding::warn(
+        Err(e)
+            if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) =>
+        {
+            Finding::warn(
+                SUBJECT,
+                format!("does not listen on {shown}: {e}"),
+                "start it, or set containerd_address to its gRPC socket",
+            )
+        }
+        Err(e) => Finding::fail(
             SUBJECT,
-            format!("does not listen on {shown}: {e}"),
-            "start it, or set containerd_address to its gRPC socket",
+            format!("{shown}: {e}"),
+            "set containerd_address to containerd's gRPC socket",
         ),
-        Err(e) => Finding::fail(SUBJECT, format!("{shown}: {e}"), "set containerd_address to containerd's gRPC socket"),
     }
 }
 
@@ -126,9 +149,16 @@ fn judge(table: &Table, config: &Config) -> Vec<Finding> {
 
 /// CRI must not be disabled, as the config of some distributions has it.
 fn disabled(table: &Table) -> Vec<Finding> {
-    let names = table.get("disabled_plugins").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str);
+    let names = table
+        .get("disabled_plugins")
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten()
+        .filter_map(Value::as_str);
     names
-        .filter(|name| matches!(*name, "cri" | "io.containerd.grpc.v1.cri" | "io.containerd.cri.v1.runtime"))
+        .filter(|name| {
+            matches!(*name, "cri" | "io.containerd.grpc.v1.cri" | "io.containerd.cri.v1.runtime")
+        })
         .map(|name| {
             Finding::fail(
                 CONFIG,
@@ -155,16 +185,22 @@ fn one_place(a: &Path, b: &Path) -> bool {
 /// The name of the proxy plugin that is this sandboxer.
 fn proxy(table: &Table, config: &Config) -> Result<String, Finding> {
     let socket = config.socket.display().to_string();
-    let dialled = |address: &str| Path::new(address.strip_prefix("unix://").unwrap_or(address)).to_owned();
+    let dialled =
+        |address: &str| Path::new(address.strip_prefix("unix://").unwrap_or(address)).to_owned();
     let (mut ours, mut others) = (Vec::new(), Vec::new());
-    for (name, plugin) in table.get("proxy_plugins").and_then(Value::as_table).into_iter().flatten() {
+    for (name, plugin) in table.get("proxy_plugins").and_then(Value::as_table).into_iter().flatten()
+    {
         let text = |key| plugin.get(key).and_then(Value::as_str).unwrap_or_default();
         let address = text("address");
-        let (same, sandbox) = (one_place(&dialled(address), &config.socket), text("type") == "sandbox");
+        let (same, sandbox) =
+            (one_place(&dialled(address), &config.socket), text("type") == "sandbox");
         match (same, sandbox) {
             (true, true) => ours.push(name.clone()),
             (true, false) => {
-                let fact = format!("proxy plugin {name:?} has this sandboxer's address, but type {:?}", text("type"));
+                let fact = format!(
+                    "proxy plugin {name:?} has this sandboxer's address, but type {:?}",
+                    text("type")
+                );
                 return Err(Finding::fail(CONFIG, fact, "set its type to \"sandbox\""));
             }
             (false, true) => others.push(format!("{name:?} at {address}")),
@@ -176,7 +212,9 @@ fn proxy(table: &Table, config: &Config) -> Result<String, Finding> {
         (None, true) => Err(Finding::fail(
             CONFIG,
             "no proxy plugin of type \"sandbox\"",
-            format!("add: [proxy_plugins.{NAME}] with type = \"sandbox\" and address = \"{socket}\""),
+            format!(
+                "add: [proxy_plugins.{NAME}] with type = \"sandbox\" and address = \"{socket}\""
+            ),
         )),
         (None, false) => Err(Finding::fail(
             CONFIG,
@@ -199,8 +237,9 @@ fn runtimes(table: &Table, version: i64) -> impl Iterator<Item = (&String, &Valu
 /// The runtime handlers that name this sandboxer, by name.
 fn ours(table: &Table, config: &Config) -> Vec<(String, Table)> {
     let Ok(sandboxer) = proxy(table, config) else { return Vec::new() };
-    let named = runtimes(table, version_of(table))
-        .filter(|(_, handler)| handler.get("sandboxer").and_then(Value::as_str) == Some(&sandboxer));
+    let named = runtimes(table, version_of(table)).filter(|(_, handler)| {
+        handler.get("sandboxer").and_then(Value::as_str) == Some(&sandboxer)
+    });
     named.filter_map(|(name, handler)| Some((name.clone(), handler.as_table()?.clone()))).collect()
 }
 
@@ -212,7 +251,8 @@ fn all(table: &Table, config: &Config) -> kubelet::Handlers {
         plugin.get("containerd")?.get("default_runtime_name")?.as_str()
     };
     let default = default(3).or_else(|| if version < 3 { default(version) } else { None });
-    let all = runtimes(table, version).filter_map(|(name, handler)| Some((name.clone(), handler.as_table()?.clone())));
+    let all = runtimes(table, version)
+        .filter_map(|(name, handler)| Some((name.clone(), handler.as_table()?.clone())));
     kubelet::Handlers {
         default: default.unwrap_or_default().to_owned(),
         all: all.collect(),
@@ -223,7 +263,8 @@ fn all(table: &Table, config: &Config) -> kubelet::Handlers {
 /// Whether the shims of the handlers that name a sandboxer of ours are there.
 fn shims(table: &Table, config: &Config) -> Vec<Finding> {
     let ours = ours(table, config);
-    let mut kinds: Vec<&str> = ours.iter().filter_map(|(_, handler)| handler.get("runtime_type")?.as_str()).collect();
+    let mut kinds: Vec<&str> =
+        ours.iter().filter_map(|(_, handler)| handler.get("runtime_type")?.as_str()).collect();
     kinds.sort_unstable();
     kinds.dedup();
     let path = shim::path();
@@ -247,22 +288,34 @@ fn shims(table: &Table, config: &Config) -> Vec<Finding> {
 
 /// The runtime handlers that name `sandboxer`.
 fn handlers(table: &Table, version: i64, sandboxer: &str) -> Vec<Finding> {
-    let names = |(_, handler): &(&String, &Value)| handler.get("sandboxer").and_then(Value::as_str) == Some(sandboxer);
+    let names = |(_, handler): &(&String, &Value)| {
+        handler.get("sandboxer").and_then(Value::as_str) == Some(sandboxer)
+    };
     let (mut named, mut findings) = (Vec::new(), Vec::new());
     for (name, handler) in runtimes(table, version).filter(names) {
         named.push(format!("{name:?}"));
         if handler.get("runtime_type").and_then(Value::as_str).unwrap_or_default().is_empty() {
             let advice = "set its runtime_type, such as \"io.containerd.runc.v2\"";
-            findings.push(Finding::fail(CONFIG, format!("runtime handler {name:?} has no runtime_type"), advice));
+            findings.push(Finding::fail(
+                CONFIG,
+                format!("runtime handler {name:?} has no runtime_type"),
+                advice,
+            ));
         }
     }
     if !named.is_empty() {
-        findings.insert(0, Finding::ok(CONFIG, format!("named by runtime handler {}", named.join(", "))));
+        findings.insert(
+            0,
+            Finding::ok(CONFIG, format!("named by runtime handler {}", named.join(", "))),
+        );
         return findings;
     }
     let here = format!("plugins.\"{}\".containerd.runtimes", runtime_plugin(version));
     let old = table.get("plugins").and_then(|plugins| plugins.get(runtime_plugin(2)));
-    let old = old.and_then(|plugin| plugin.get("containerd")?.get("runtimes")?.as_table()).into_iter().flatten();
+    let old = old
+        .and_then(|plugin| plugin.get("containerd")?.get("runtimes")?.as_table())
+        .into_iter()
+        .flatten();
     findings.push(if version >= 3 && old.into_iter().any(|entry| names(&entry)) {
         Finding::fail(
             CONFIG,
@@ -285,11 +338,24 @@ fn handlers(table: &Table, version: i64, sandboxer: &str) -> Vec<Finding> {
 fn places(table: &Table, config: &Config) -> Vec<Finding> {
     let default = Config::default();
     // From config version 4 on (containerd 2.3) the server is a plugin; the old key is still taken.
-    let server = table.get("plugins").and_then(|plugins| plugins.get("io.containerd.server.v1.grpc"));
+    let server =
+        table.get("plugins").and_then(|plugins| plugins.get("io.containerd.server.v1.grpc"));
     let grpc = server.or_else(|| table.get("grpc"));
     [
-        ("root", table.get("root"), &default.containerd_root, "containerd_root", &config.containerd_root),
-        ("state", table.get("state"), &default.containerd_state, "containerd_state", &config.containerd_state),
+        (
+            "root",
+            table.get("root"),
+            &default.containerd_root,
+            "containerd_root",
+            &config.containerd_root,
+        ),
+        (
+            "state",
+            table.get("state"),
+            &default.containerd_state,
+            "containerd_state",
+            &config.containerd_state,
+        ),
         (
             "grpc.address",
             grpc.and_then(|grpc| grpc.get("address")),
@@ -300,16 +366,23 @@ fn places(table: &Table, config: &Config) -> Vec<Finding> {
     ]
     .into_iter()
     .filter_map(|(key, theirs, default, setting, ours)| {
-        let theirs =
-            theirs.and_then(Value::as_str).filter(|text| !text.is_empty()).map_or(default.as_path(), Path::new);
-        let fact = format!("its {key} is {}, but {setting} is {}", theirs.display(), ours.display());
+        let theirs = theirs
+            .and_then(Value::as_str)
+            .filter(|text| !text.is_empty())
+            .map_or(default.as_path(), Path::new);
+        let fact =
+            format!("its {key} is {}, but {setting} is {}", theirs.display(), ours.display());
         let advice = format!("set {setting} = \"{}\"", theirs.display());
         if !one_place(theirs, ours) {
             return Some(Finding::fail(CONFIG, fact, advice));
         }
         // containerd makes the names of its shims' sockets from the path as it is written.
-        let named = setting == "containerd_address" && theirs != ours && config.shim == ShimOwner::Containerd;
-        named.then(|| Finding::fail(CONFIG, format!("{fact}, by which pods' shims are looked for"), advice))
+        let named = setting == "containerd_address"
+            && theirs != ours
+            && config.shim == ShimOwner::Containerd;
+        named.then(|| {
+            Finding::fail(CONFIG, format!("{fact}, by which pods' shims are looked for"), advice)
+        })
     })
     .collect()
 }
@@ -346,21 +419,28 @@ fn differs(key: &str, theirs: &dyn Display, ours: &dyn Display) -> Finding {
 /// It counts where pods get labels.
 fn labels<'a>(set: &impl Fn(&str) -> Option<&'a Value>, config: &Config) -> Vec<Finding> {
     const KEY: &str = "selinux_category_range";
-    let labelled = config.enable_selinux || set("enable_selinux").and_then(Value::as_bool).unwrap_or(false);
+    let labelled =
+        config.enable_selinux || set("enable_selinux").and_then(Value::as_bool).unwrap_or(false);
     let ours = i64::from(config.selinux_category_range.get());
     // containerd takes 0 and below for its library's own.
     let theirs = set(KEY).and_then(Value::as_integer).filter(|range| *range > 0).unwrap_or(1024);
     (labelled && theirs != ours).then(|| differs(KEY, &theirs, &ours)).into_iter().collect()
 }
 
-/// The annotations that the spec of a sandbox has are set here, those of its containers in containerd's handler.
+/// The annotations that the spec of a sandbox has are set here, those of its containers in
+/// containerd's handler.
 fn annotations(handlers: &[(String, Table)], config: &Config) -> Vec<Finding> {
     let ours: BTreeSet<&str> = config.pod_annotations.iter().map(Pattern::as_str).collect();
     let differing = handlers.iter().filter_map(|(name, handler)| {
         let theirs = handler.get("pod_annotations").and_then(Value::as_array).into_iter().flatten();
         let theirs: BTreeSet<&str> = theirs.filter_map(Value::as_str).collect();
-        (theirs != ours)
-            .then(|| differs(&format!("pod_annotations of runtime handler {name:?}"), &shown(&theirs), &shown(&ours)))
+        (theirs != ours).then(|| {
+            differs(
+                &format!("pod_annotations of runtime handler {name:?}"),
+                &shown(&theirs),
+                &shown(&ours),
+            )
+        })
     });
     differing.collect()
 }

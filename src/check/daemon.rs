@@ -31,7 +31,11 @@ fn state(path: &Path) -> Finding {
             return Finding::ok(SUBJECT, format!("{shown} will be made by the daemon"));
         }
         Err(e) => {
-            return Finding::fail(SUBJECT, format!("{shown}: {e}"), "set state_dir to a directory that root can make");
+            return Finding::fail(
+                SUBJECT,
+                format!("{shown}: {e}"),
+                "set state_dir to a directory that root can make",
+            );
         }
     };
     if !meta.is_dir() {
@@ -47,7 +51,11 @@ fn state(path: &Path) -> Finding {
             meta.uid(),
             meta.mode() & 0o7777
         );
-        return Finding::fail(SUBJECT, fact, format!("chown root:root {shown} && chmod 0700 {shown}"));
+        return Finding::fail(
+            SUBJECT,
+            fact,
+            format!("chown root:root {shown} && chmod 0700 {shown}"),
+        );
     }
     match statfs::statfs(path) {
         Ok(fs) if lasting(fs.filesystem_type()) => Finding::warn(
@@ -56,7 +64,11 @@ fn state(path: &Path) -> Finding {
             "set state_dir to a directory on a tmpfs such as /run",
         ),
         Ok(_) => Finding::ok(SUBJECT, shown.to_string()),
-        Err(e) => Finding::warn(SUBJECT, format!("statfs {shown}: {e}"), "see that it is on a tmpfs such as /run"),
+        Err(e) => Finding::warn(
+            SUBJECT,
+            format!("statfs {shown}: {e}"),
+            "see that it is on a tmpfs such as /run",
+        ),
     }
 }
 
@@ -79,7 +91,9 @@ fn socket(path: &Path) -> Finding {
             "set socket to a path of the daemon's own",
         ),
         Err(e) => match e.kind() {
-            io::ErrorKind::NotFound => Finding::warn(SUBJECT, format!("does not run: no {shown}"), start),
+            io::ErrorKind::NotFound => {
+                Finding::warn(SUBJECT, format!("does not run: no {shown}"), start)
+            }
             io::ErrorKind::ConnectionRefused => {
                 Finding::warn(SUBJECT, format!("does not run: nobody listens on {shown}"), start)
             }
@@ -93,7 +107,8 @@ fn socket(path: &Path) -> Finding {
     }
 }
 
-/// Whether the server on the socket at `path` begins an HTTP/2 connection as it must, with a SETTINGS frame.
+/// Whether the server on the socket at `path` begins an HTTP/2 connection as it must, with a
+/// SETTINGS frame.
 fn settings_frame(path: &Path) -> io::Result<bool> {
     let mut stream = UnixStream::connect(path)?;
     stream.set_read_timeout(Some(PATIENCE))?;

@@ -4,10 +4,12 @@ use super::{Finding, read};
 
 const SUBJECT: &str = "kernel";
 
-/// close_range, the newest call that a Start cannot do without (close_range(2)); clone3 with CLONE_INTO_CGROUP is of 5.7.
+/// close_range, the newest call that a Start cannot do without (close_range(2)); clone3 with
+/// CLONE_INTO_CGROUP is of 5.7.
 const LEAST: (u32, u32) = (5, 9);
 
-/// PIDFD_GET_INFO with PIDFD_INFO_EXIT: the exit status of a process that is not our child (linux/pidfd.h).
+/// PIDFD_GET_INFO with PIDFD_INFO_EXIT: the exit status of a process that is not our child
+/// (linux/pidfd.h).
 const EXIT_INFO: (u32, u32) = (6, 15);
 
 /// Looks at the running kernel.
@@ -22,7 +24,9 @@ pub(super) fn look() -> Vec<Finding> {
 }
 
 fn version(release: &str) -> Finding {
-    let number = |text: &str| text.chars().take_while(char::is_ascii_digit).collect::<String>().parse::<u32>().ok();
+    let number = |text: &str| {
+        text.chars().take_while(char::is_ascii_digit).collect::<String>().parse::<u32>().ok()
+    };
     let mut parts = release.split('.').map(number);
     let (Some(Some(major)), Some(Some(minor))) = (parts.next(), parts.next()) else {
         return Finding::warn(
@@ -50,8 +54,11 @@ fn version(release: &str) -> Finding {
 }
 
 fn memfd(setting: &str) -> Finding {
-    let place =
-        if setting == "2" { "so the pause program is kept in a tmpfs of its own" } else { "a memfd can be executed" };
+    let place = if setting == "2" {
+        "so the pause program is kept in a tmpfs of its own"
+    } else {
+        "a memfd can be executed"
+    };
     Finding::ok(SUBJECT, format!("vm.memfd_noexec is {setting}, {place}"))
 }
 

@@ -31,7 +31,8 @@ pub(super) struct Handlers {
     pub(super) ours: Vec<String>,
 }
 
-/// Compares the handlers of this sandboxer with the cgroup driver that containerd reports to kubelet.
+/// Compares the handlers of this sandboxer with the cgroup driver that containerd reports to
+/// kubelet.
 pub(super) fn look(handlers: &Handlers) -> Vec<Finding> {
     judge(handlers, Path::new("/run/systemd/system").exists())
 }
@@ -84,14 +85,17 @@ fn systemd(handler: &Table) -> Option<bool> {
 /// name; those that do not say are passed over, and where none says the node's init does.
 fn told(handlers: &Handlers, systemd_runs: bool) -> (String, bool) {
     let default = if handlers.default.is_empty() { DEFAULT } else { &handlers.default };
-    let rest = handlers.all.keys().map(String::as_str).chain([DEFAULT]).filter(|name| *name != default);
+    let rest =
+        handlers.all.keys().map(String::as_str).chain([DEFAULT]).filter(|name| *name != default);
     let mut rest: Vec<&str> = rest.collect();
     rest.sort_unstable();
     rest.dedup();
     for name in [default].into_iter().chain(rest) {
         let set = handlers.all.get(name);
         let said = match set {
-            Some(handler) if of_runc(handler) || name == DEFAULT && !handler.contains_key("runtime_type") => {
+            Some(handler)
+                if of_runc(handler) || name == DEFAULT && !handler.contains_key("runtime_type") =>
+            {
                 systemd(handler)
             }
             Some(_) => continue,
@@ -137,7 +141,11 @@ mod tests {
             assert_eq!((findings.len(), findings[0].level), (1, level), "{ours} {default}");
         }
         let alone = judge(&handlers(&of("ours", "")), true);
-        assert_eq!(alone[0].level, Level::Ok, "the default handler is runc, with cgroupfs: {alone:?}");
+        assert_eq!(
+            alone[0].level,
+            Level::Ok,
+            "the default handler is runc, with cgroupfs: {alone:?}"
+        );
     }
 
     #[test]

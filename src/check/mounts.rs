@@ -15,9 +15,16 @@ const SUBJECT: &str = "mounts";
 pub(super) fn look(config: &Config) -> Vec<Finding> {
     // Who answers has the lock, with its process id in it.
     let answers = Client::connect(config).and_then(|client| client.list(false)).is_ok();
-    let holder = answers.then(|| std::fs::read_to_string(config.state_dir.join("lock"))).and_then(Result::ok);
-    let Some(pid) = holder.and_then(|text| text.trim().parse::<u32>().ok()) else { return Vec::new() };
-    judge(view(&pid.to_string(), &config.containerd_address, &config.containerd_state), &config.containerd_state)
+    let holder = answers
+        .then(|| std::fs::read_to_string(config.state_dir.join("lock")))
+        .and_then(Result::ok);
+    let Some(pid) = holder.and_then(|text| text.trim().parse::<u32>().ok()) else {
+        return Vec::new();
+    };
+    judge(
+        view(&pid.to_string(), &config.containerd_address, &config.containerd_state),
+        &config.containerd_state,
+    )
 }
 
 fn judge(seen: io::Result<View>, state: &Path) -> Vec<Finding> {
@@ -34,7 +41,9 @@ fn judge(seen: io::Result<View>, state: &Path) -> Vec<Finding> {
                 ),
                 "run both in one: see PrivateTmp= and the like in their units",
             ),
-            (Ok(()), _) => Finding::ok(SUBJECT, "the daemon and containerd are in one mount namespace"),
+            (Ok(()), _) => {
+                Finding::ok(SUBJECT, "the daemon and containerd are in one mount namespace")
+            }
         }],
         Err(_) => Vec::new(),
     }
@@ -47,8 +56,11 @@ mod tests {
 
     #[test]
     fn each_view_is_a_finding() {
-        let apart = View::Apart { pid: 1, theirs: "mnt:[1]".to_owned(), ours: "mnt:[2]".to_owned() };
-        for (seen, level) in [(View::Same, Level::Ok), (View::Propagated, Level::Warn), (apart, Level::Fail)] {
+        let apart =
+            View::Apart { pid: 1, theirs: "mnt:[1]".to_owned(), ours: "mnt:[2]".to_owned() };
+        for (seen, level) in
+            [(View::Same, Level::Ok), (View::Propagated, Level::Warn), (apart, Level::Fail)]
+        {
             let findings = judge(Ok(seen), Path::new("/run/containerd"));
             assert_eq!((findings.len(), findings[0].level), (1, level), "{findings:?}");
         }

@@ -35,21 +35,33 @@ fn user(euid: u32) -> Finding {
     if euid == 0 {
         return Finding::ok(SUBJECT, "root");
     }
-    Finding::fail(SUBJECT, format!("user {euid} is not root"), "run the check and the daemon as root")
+    Finding::fail(
+        SUBJECT,
+        format!("user {euid} is not root"),
+        "run the check and the daemon as root",
+    )
 }
 
 /// `status` is the text of `/proc/PID/status`.
 fn capabilities(status: &str, restricted: bool) -> Vec<Finding> {
     let field = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
     let Some(held) = field.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()) else {
-        return vec![Finding::fail(SUBJECT, "/proc/self/status shows no CapEff", "mount /proc as usual")];
+        return vec![Finding::fail(
+            SUBJECT,
+            "/proc/self/status shows no CapEff",
+            "mount /proc as usual",
+        )];
     };
     let holds = |number: u32| held & (1 << number) != 0;
     let mut findings: Vec<_> = NEEDED
         .iter()
         .filter(|(number, _, _)| !holds(*number))
         .map(|(_, name, reason)| {
-            Finding::fail(SUBJECT, format!("{name} is missing, needed {reason}"), format!("grant {name} to the daemon"))
+            Finding::fail(
+                SUBJECT,
+                format!("{name} is missing, needed {reason}"),
+                format!("grant {name} to the daemon"),
+            )
         })
         .collect();
     if findings.is_empty() {

@@ -20,14 +20,19 @@ pub(super) fn look(config: &Config) -> Vec<Finding> {
 }
 
 fn judge(all: &[Sandbox]) -> Vec<Finding> {
-    let of =
-        |wanted: fn(&Sandbox) -> bool| all.iter().filter(|of| wanted(of)).map(|of| of.id.as_str()).collect::<Vec<_>>();
+    let of = |wanted: fn(&Sandbox) -> bool| {
+        all.iter().filter(|of| wanted(of)).map(|of| of.id.as_str()).collect::<Vec<_>>()
+    };
     let mut findings = Vec::new();
     let aside = of(|of| of.state == "kept aside");
     if !aside.is_empty() {
         findings.push(Finding::warn(
             SUBJECT,
-            format!("{} records could not be read, and nobody can end their pods: {}", aside.len(), aside.join(", ")),
+            format!(
+                "{} records could not be read, and nobody can end their pods: {}",
+                aside.len(),
+                aside.join(", ")
+            ),
             format!("pause-sandboxer inspect {} tells why", aside[0]),
         ));
     }
@@ -35,7 +40,11 @@ fn judge(all: &[Sandbox]) -> Vec<Finding> {
     if !unknown.is_empty() {
         findings.push(Finding::warn(
             SUBJECT,
-            format!("of {} nobody could tell whether they live: {}", unknown.len(), unknown.join(", ")),
+            format!(
+                "of {} nobody could tell whether they live: {}",
+                unknown.len(),
+                unknown.join(", ")
+            ),
             "delete their pods, which makes the daemon look again",
         ));
     }
@@ -43,7 +52,11 @@ fn judge(all: &[Sandbox]) -> Vec<Finding> {
     if !failing.is_empty() {
         findings.push(Finding::warn(
             SUBJECT,
-            format!("{} cannot be cleaned up, and are tried again: {}", failing.len(), failing.join(", ")),
+            format!(
+                "{} cannot be cleaned up, and are tried again: {}",
+                failing.len(),
+                failing.join(", ")
+            ),
             format!("journalctl -u pause-sandboxer | grep {} names the step", failing[0]),
         ));
     }
@@ -68,8 +81,12 @@ mod tests {
             ..Default::default()
         };
         assert_eq!(judge(&[of("ready", 0), of("not ready", 0)])[0].fact, "1 of 2 are ready");
-        let findings = judge(&[of("kept aside", 0), of("unknown", 0), of("not ready", 3), of("ready", 0)]);
-        assert_eq!(findings.iter().map(|finding| finding.level).collect::<Vec<_>>(), [Level::Warn; 3]);
+        let findings =
+            judge(&[of("kept aside", 0), of("unknown", 0), of("not ready", 3), of("ready", 0)]);
+        assert_eq!(
+            findings.iter().map(|finding| finding.level).collect::<Vec<_>>(),
+            [Level::Warn; 3]
+        );
         assert!(findings[2].fact.contains("id-not ready"), "{findings:?}");
     }
 }

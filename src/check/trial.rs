@@ -16,14 +16,19 @@ const OOM_SCORE: i32 = -998;
 /// A killed process that has not ended by then hangs in the kernel.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Starts a pause with namespaces of its own and a cgroup in the root of every hierarchy, and ends it again.
+/// Starts a pause with namespaces of its own and a cgroup in the root of every hierarchy, and ends
+/// it again.
 pub(super) fn look(config: &Config) -> Vec<Finding> {
-    let advice =
-        "the step tells what is forbidden: see the privileges above, and security modules or filters around the daemon";
-    let tried = Native::new().and_then(|driver| attempt(&driver, &plan(own_score(), config.restrict_oom_score_adj)));
+    let advice = "the step tells what is forbidden: see the privileges above, and security modules or filters around the daemon";
+    let tried = Native::new()
+        .and_then(|driver| attempt(&driver, &plan(own_score(), config.restrict_oom_score_adj)));
     vec![match tried {
         Ok(()) => Finding::ok(SUBJECT, "a pause was started and ended"),
-        Err(step) => Finding::fail(SUBJECT, format!("a pause could not be started and ended: {step}"), advice),
+        Err(step) => Finding::fail(
+            SUBJECT,
+            format!("a pause could not be started and ended: {step}"),
+            advice,
+        ),
     }]
 }
 
@@ -49,7 +54,10 @@ fn plan(own_score: i32, restricted: bool) -> Plan {
 }
 
 fn attempt(driver: &dyn Driver, plan: &Plan) -> Result<(), Step> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().step("make a runtime")?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .step("make a runtime")?;
     runtime.block_on(async {
         let pause = driver.start(plan)?;
         pause.kill()?;

@@ -15,13 +15,18 @@ pub(super) fn look() -> Vec<Finding> {
     if !Path::new("/run/systemd/system").exists() {
         return Vec::new();
     }
-    UNITS.iter().flat_map(|unit| judge(unit, &ask("is-enabled", unit), &ask("is-active", unit))).collect()
+    UNITS
+        .iter()
+        .flat_map(|unit| judge(unit, &ask("is-enabled", unit), &ask("is-active", unit)))
+        .collect()
 }
 
 /// The one word that systemctl says.
 fn ask(question: &str, unit: &str) -> String {
     let output = Command::new("systemctl").args([question, unit]).output();
-    output.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned()).unwrap_or_default()
+    output
+        .map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+        .unwrap_or_default()
 }
 
 fn judge(unit: &str, enabled: &str, active: &str) -> Vec<Finding> {
@@ -33,18 +38,26 @@ fn judge(unit: &str, enabled: &str, active: &str) -> Vec<Finding> {
             "install the package, or the units of packaging/systemd/",
         )],
         ("masked", _) => {
-            vec![Finding::fail(SUBJECT, format!("{unit} is masked"), format!("systemctl unmask {unit} && {start}"))]
+            vec![Finding::fail(
+                SUBJECT,
+                format!("{unit} is masked"),
+                format!("systemctl unmask {unit} && {start}"),
+            )]
         }
         (_, "failed") => vec![Finding::fail(
             SUBJECT,
             format!("{unit} has failed"),
             format!("journalctl -u {unit} tells why; then systemctl restart {unit}"),
         )],
-        ("enabled", "active") => vec![Finding::ok(SUBJECT, format!("{unit} is enabled and active"))],
+        ("enabled", "active") => {
+            vec![Finding::ok(SUBJECT, format!("{unit} is enabled and active"))]
+        }
         ("enabled", _) => vec![Finding::warn(SUBJECT, format!("{unit} is {active}"), start)],
         _ => vec![Finding::warn(
             SUBJECT,
-            format!("{unit} is {enabled}: after a reboot containerd finds no sandboxer, and leaves its pods unknown"),
+            format!(
+                "{unit} is {enabled}: after a reboot containerd finds no sandboxer, and leaves its pods unknown"
+            ),
             start,
         )],
     }

@@ -13,7 +13,10 @@ const SHORT: usize = 13;
 
 /// The list of sandboxes.
 pub fn list(sandboxes: &[Sandbox], now: SystemTime) -> String {
-    let mut rows = vec![["SANDBOX", "POD", "NAMESPACE", "STATE", "PID", "AGE", "DRIVER", "MEMORY"].map(str::to_owned)];
+    let mut rows = vec![
+        ["SANDBOX", "POD", "NAMESPACE", "STATE", "PID", "AGE", "DRIVER", "MEMORY"]
+            .map(str::to_owned),
+    ];
     for of in sandboxes {
         let age = created(of).map(|at| span(now.duration_since(at).unwrap_or_default()));
         rows.push([
@@ -50,9 +53,12 @@ pub fn list_json(sandboxes: &[Sandbox]) -> Value {
 pub struct Stats(HashMap<String, (SystemTime, u64)>);
 
 impl Stats {
-    /// What the pods use now. The share of a processor is that since the last time; `-` the first time.
+    /// What the pods use now. The share of a processor is that since the last time; `-` the first
+    /// time.
     pub fn next(&mut self, sandboxes: &[Sandbox], now: SystemTime) -> String {
-        let mut rows = vec![["POD", "NAMESPACE", "STATE", "CPU", "CPU TIME", "MEMORY", "TASKS"].map(str::to_owned)];
+        let mut rows = vec![
+            ["POD", "NAMESPACE", "STATE", "CPU", "CPU TIME", "MEMORY", "TASKS"].map(str::to_owned),
+        ];
         let mut seen = HashMap::new();
         let (mut memory, mut tasks) = (0, 0);
         for of in sandboxes {
@@ -61,7 +67,10 @@ impl Stats {
             let share = usage.and_then(|usage| {
                 let (at, before) = self.0.get(&of.id)?;
                 let micros = now.duration_since(*at).ok()?.as_micros().max(1);
-                Some(format!("{:.1}%", usage.cpu_usec.saturating_sub(*before) as f64 * 100.0 / micros as f64))
+                Some(format!(
+                    "{:.1}%",
+                    usage.cpu_usec.saturating_sub(*before) as f64 * 100.0 / micros as f64
+                ))
             });
             if let Some(usage) = usage {
                 seen.insert(of.id.clone(), (now, usage.cpu_usec));
@@ -148,7 +157,9 @@ fn lines(map: &Map<String, Value>, depth: usize, text: &mut String) {
 /// A value on one line; control characters of a caller's are escaped.
 fn plain(value: &Value) -> String {
     match value {
-        Value::String(text) if !text.is_empty() && !text.chars().any(char::is_control) => text.clone(),
+        Value::String(text) if !text.is_empty() && !text.chars().any(char::is_control) => {
+            text.clone()
+        }
         other => other.to_string(),
     }
 }
@@ -196,11 +207,14 @@ pub fn bytes(bytes: u64) -> String {
 
 /// Rows below each other, columns two blanks apart.
 fn aligned<const N: usize>(rows: &[[String; N]]) -> String {
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or_default();
+    let width = |column: usize| {
+        rows.iter().map(|row| row[column].chars().count()).max().unwrap_or_default()
+    };
     let widths: [usize; N] = std::array::from_fn(width);
     let mut text = String::new();
     for row in rows {
-        let cells: String = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}  ")).collect();
+        let cells: String =
+            row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}  ")).collect();
         text.push_str(cells.trim_end());
         text.push('\n');
     }
@@ -223,7 +237,12 @@ mod tests {
             pid: 4711,
             created_at: MessageField::some(Timestamp { seconds: 100, ..Default::default() }),
             driver: "native".to_owned(),
-            usage: MessageField::some(Usage { memory: 3 << 20, cpu_usec: 1_500_000, tasks: 2, ..Default::default() }),
+            usage: MessageField::some(Usage {
+                memory: 3 << 20,
+                cpu_usec: 1_500_000,
+                tasks: 2,
+                ..Default::default()
+            }),
             ..Default::default()
         }
     }
@@ -234,7 +253,11 @@ mod tests {
 
     #[test]
     fn a_list() {
-        let aside = Sandbox { id: "b\x1b[2J".to_owned(), state: "kept aside".to_owned(), ..Default::default() };
+        let aside = Sandbox {
+            id: "b\x1b[2J".to_owned(),
+            state: "kept aside".to_owned(),
+            ..Default::default()
+        };
         assert_eq!(
             list(&[sandbox(), aside], at(190)),
             "\
@@ -255,22 +278,30 @@ b?[2J          -    -          kept aside  -     -      -       -
         let mut later = sandbox();
         later.usage.mut_or_insert_default().cpu_usec += 500_000;
         let second = stats.next(&[later], at(12));
-        assert!(second.ends_with("web  default    ready  25.0%  2.0s      3.0MiB  2\n"), "{second}");
+        assert!(
+            second.ends_with("web  default    ready  25.0%  2.0s      3.0MiB  2\n"),
+            "{second}"
+        );
     }
 
     #[test]
     fn a_report_shows_what_there_is() {
         let order = json!({ "config": 1, "pid": 2, "id": 3 });
         assert_eq!(report(&order), "id: 3\npid: 2\nconfig: 1\n");
-        let value = json!({ "a": 1, "b": { "c": "x", "d": null, "e": {} }, "f": ["g", "h\ni"], "k": "" });
+        let value =
+            json!({ "a": 1, "b": { "c": "x", "d": null, "e": {} }, "f": ["g", "h\ni"], "k": "" });
         assert_eq!(report(&value), "a: 1\nb:\n  c: x\nf:\n  - g\n  - \"h\\ni\"\nk: \"\"\n");
     }
 
     #[test]
     fn sizes() {
-        for (number, text) in
-            [(0, "0B"), (1023, "1023B"), (1536, "1.5KiB"), (5 << 30, "5.0GiB"), (u64::MAX, "16777216.0TiB")]
-        {
+        for (number, text) in [
+            (0, "0B"),
+            (1023, "1023B"),
+            (1536, "1.5KiB"),
+            (5 << 30, "5.0GiB"),
+            (u64::MAX, "16777216.0TiB"),
+        ] {
             assert_eq!(bytes(number), text);
         }
     }

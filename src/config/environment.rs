@@ -6,7 +6,8 @@ use toml::de::DeValue;
 
 use super::value::{Input, Value, quoted};
 
-/// Variables of the runtime-v2 protocol, which describe the node to a shim: the sandboxer alone sets them.
+/// Variables of the runtime-v2 protocol, which describe the node to a shim: the sandboxer alone
+/// sets them.
 const PROTOCOL: [&str; 4] = ["TTRPC_ADDRESS", "GRPC_ADDRESS", "NAMESPACE", "MAX_SHIM_VERSION"];
 
 /// Variables by name.
@@ -21,7 +22,8 @@ impl Variables {
 
     fn add(&mut self, text: &str) -> Result<(), String> {
         let word = |c: char| c.is_ascii_alphanumeric() || c == '_';
-        let is_name = |name: &str| name.chars().all(word) && name.starts_with(|c: char| !c.is_ascii_digit());
+        let is_name =
+            |name: &str| name.chars().all(word) && name.starts_with(|c: char| !c.is_ascii_digit());
         let Some((name, value)) = text.split_once('=').filter(|(name, _)| is_name(name)) else {
             return Err(format!("{text:?} is no NAME=value"));
         };
@@ -38,7 +40,9 @@ impl Variables {
     }
 
     fn listed(value: &DeValue<'_>) -> Result<Self, String> {
-        let DeValue::Array(array) = value else { return Err(Input::Toml(value).refused(Self::KIND)) };
+        let DeValue::Array(array) = value else {
+            return Err(Input::Toml(value).refused(Self::KIND));
+        };
         let mut variables = Self::default();
         for one in array {
             match one.get_ref() {
@@ -57,7 +61,8 @@ impl Value for Variables {
         match input {
             Input::Toml(value) => Self::listed(value),
             Input::Text(text) if text.starts_with('[') => {
-                let parsed = DeValue::parse(text).map_err(|e| format!("must be {}: {}", Self::KIND, e.message()))?;
+                let parsed = DeValue::parse(text)
+                    .map_err(|e| format!("must be {}: {}", Self::KIND, e.message()))?;
                 Self::listed(parsed.get_ref())
             }
             Input::Text("") => Ok(Self::default()),
@@ -96,7 +101,11 @@ mod tests {
         ] {
             let variables = flag(text).unwrap();
             assert_eq!(variables, lines, "{text}");
-            assert_eq!(flag(&Variables::read(Input::Text(text)).unwrap().to_toml()), Ok(variables), "{text}");
+            assert_eq!(
+                flag(&Variables::read(Input::Text(text)).unwrap().to_toml()),
+                Ok(variables),
+                "{text}"
+            );
         }
         for (text, fault) in [
             ("A", "\"A\" is no NAME=value"),

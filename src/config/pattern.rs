@@ -1,9 +1,11 @@
-//! Patterns of annotation names, as containerd's `pod_annotations` takes them: those of Go's `path.Match`.
+//! Patterns of annotation names, as containerd's `pod_annotations` takes them: those of Go's
+//! `path.Match`.
 
 use std::str::FromStr;
 
-/// One pattern: `*` stands for any run of characters without a slash, `?` for one that is no slash, `[a-c]` and `[^a-c]` for one
-/// that is in the ranges, or not; a backslash takes the next character as it is. It must fit the whole name.
+/// One pattern: `*` stands for any run of characters without a slash, `?` for one that is no slash,
+/// `[a-c]` and `[^a-c]` for one that is in the ranges, or not; a backslash takes the next character
+/// as it is. It must fit the whole name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pattern {
     text: String,
@@ -21,7 +23,8 @@ enum Part {
 impl Pattern {
     /// Whether it fits.
     pub fn fits(&self, name: &str) -> bool {
-        // The parts that may come next: all ways of dividing the name at once, however many stars there are.
+        // The parts that may come next: all ways of dividing the name at once, however many stars
+        // there are.
         let mut next = vec![false; self.parts.len() + 1];
         if let Some(first) = next.first_mut() {
             *first = true;
@@ -29,13 +32,16 @@ impl Pattern {
         self.skip_stars(&mut next);
         for c in name.chars() {
             let mut after = vec![false; next.len()];
-            for (index, part) in self.parts.iter().enumerate().filter(|(index, _)| next.get(*index) == Some(&true)) {
+            for (index, part) in
+                self.parts.iter().enumerate().filter(|(index, _)| next.get(*index) == Some(&true))
+            {
                 let (fits, at) = match part {
                     Part::Any => (c != '/', index),
                     Part::One => (c != '/', index + 1),
-                    Part::In { ranges, not } => {
-                        (ranges.iter().any(|(low, high)| (*low..=*high).contains(&c)) != *not, index + 1)
-                    }
+                    Part::In { ranges, not } => (
+                        ranges.iter().any(|(low, high)| (*low..=*high).contains(&c)) != *not,
+                        index + 1,
+                    ),
                     Part::Char(own) => (*own == c, index + 1),
                 };
                 if let Some(reached) = after.get_mut(at) {

@@ -73,7 +73,8 @@ fn every_setting_takes_effect_from_file_and_flag() {
 
 #[test]
 fn what_is_shown_parses_back_whatever_characters_it_has() {
-    let odd: String = (1..0xa1).filter_map(char::from_u32).filter(|c| !"[]*?\\".contains(*c)).collect();
+    let odd: String =
+        (1..0xa1).filter_map(char::from_u32).filter(|c| !"[]*?\\".contains(*c)).collect();
     let config = Config { pod_annotations: vec![odd.parse().unwrap()], ..Config::default() };
     assert_eq!(load(&config.to_toml(), &[]), Ok(config));
 }
@@ -86,7 +87,10 @@ fn flags_override_the_file() {
 
 #[test]
 fn errors_name_file_line_and_setting() {
-    assert_eq!(error("\nsocet = 1"), "c.toml:2: socet: unknown setting (`pause-sandboxer config default` prints all)");
+    assert_eq!(
+        error("\nsocet = 1"),
+        "c.toml:2: socet: unknown setting (`pause-sandboxer config default` prints all)"
+    );
     assert_eq!(error("socket = 1"), "c.toml:1: socket: must be an absolute path, is 1");
     assert_eq!(
         error("\n\nlog_level = \"loud\""),
@@ -100,13 +104,22 @@ fn errors_name_file_line_and_setting() {
         error("abandoned_after = 0"),
         "c.toml:1: abandoned_after: must be a whole number of seconds, at least 1, is 0"
     );
-    assert_eq!(error("pod_annotations = \"a\""), "c.toml:1: pod_annotations: must be a list of patterns, is \"a\"");
-    assert_eq!(error("pod_annotations = [\"a\", \"[b\"]"), "c.toml:1: pod_annotations: \"[b\" is no pattern");
+    assert_eq!(
+        error("pod_annotations = \"a\""),
+        "c.toml:1: pod_annotations: must be a list of patterns, is \"a\""
+    );
+    assert_eq!(
+        error("pod_annotations = [\"a\", \"[b\"]"),
+        "c.toml:1: pod_annotations: \"[b\" is no pattern"
+    );
     assert_eq!(
         error("restrict_oom_score_adj = \"yes\""),
         "c.toml:1: restrict_oom_score_adj: must be true or false, is \"yes\""
     );
-    assert_eq!(error("state_dir = \"run\""), "c.toml:1: state_dir: must be an absolute path, is \"run\"");
+    assert_eq!(
+        error("state_dir = \"run\""),
+        "c.toml:1: state_dir: must be an absolute path, is \"run\""
+    );
     assert_eq!(
         error("state_dir = \"/a/../b\""),
         "c.toml:1: state_dir: must be an absolute path without \"..\", is \"/a/../b\""
@@ -133,18 +146,32 @@ fn settings_that_do_not_fit_together_are_named_where_they_were_set() {
         error("state_dir = \"/run/containerd/io.containerd.grpc.v1.cri/x\""),
         "c.toml:1: state_dir: must not be containerd_state nor below /run/containerd/io.containerd.grpc.v1.cri: that is containerd's own"
     );
-    assert!(error("state_dir = \"/x\"\ncontainerd_root = \"/x/\"").starts_with("c.toml:1: state_dir: "));
-    assert!(error("socket = \"/run/containerd/containerd.sock\"").starts_with("c.toml:1: socket: "));
+    assert!(
+        error("state_dir = \"/x\"\ncontainerd_root = \"/x/\"").starts_with("c.toml:1: state_dir: ")
+    );
+    assert!(
+        error("socket = \"/run/containerd/containerd.sock\"").starts_with("c.toml:1: socket: ")
+    );
     assert!(error("socket = \"/sock\"").starts_with("c.toml:1: socket: "));
-    assert!(error("socket = \"/a/s\"\nmetrics = \"unix:///a/s.ttrpc\"").starts_with("c.toml:2: metrics: "));
-    assert!(error("containerd_namespace = \"a/b\"").starts_with("c.toml:1: containerd_namespace: "));
+    assert!(
+        error("socket = \"/a/s\"\nmetrics = \"unix:///a/s.ttrpc\"")
+            .starts_with("c.toml:2: metrics: ")
+    );
+    assert!(
+        error("containerd_namespace = \"a/b\"").starts_with("c.toml:1: containerd_namespace: ")
+    );
 }
 
 #[test]
 fn patterns_are_plain_words_in_a_flag() {
     let shown = |text: &str| {
-        load("", &[("pod_annotations", text)])
-            .map(|config| config.pod_annotations.iter().map(|pattern| pattern.as_str().to_owned()).collect::<Vec<_>>())
+        load("", &[("pod_annotations", text)]).map(|config| {
+            config
+                .pod_annotations
+                .iter()
+                .map(|pattern| pattern.as_str().to_owned())
+                .collect::<Vec<_>>()
+        })
     };
     for (text, patterns) in [
         ("io.x.*", &["io.x.*"][..]),
@@ -178,7 +205,10 @@ fn metrics_are_for_the_node_alone() {
         "/a/b",
     ] {
         let e = load("", &[("metrics", bad)]).unwrap_err();
-        assert!(e.starts_with("flag --metrics: metrics: must be off, unix:///PATH or "), "{bad}: {e}");
+        assert!(
+            e.starts_with("flag --metrics: metrics: must be off, unix:///PATH or "),
+            "{bad}: {e}"
+        );
     }
 }
 

@@ -35,7 +35,9 @@ impl Input<'_> {
         match self {
             Self::Text(text) => Some(Cow::Borrowed(text)),
             Self::Toml(DeValue::Boolean(value)) => Some(value.to_string().into()),
-            Self::Toml(DeValue::Integer(value)) if value.radix() == 10 => Some(Cow::Borrowed(value.as_str())),
+            Self::Toml(DeValue::Integer(value)) if value.radix() == 10 => {
+                Some(Cow::Borrowed(value.as_str()))
+            }
             Self::Toml(_) => None,
         }
     }
@@ -194,7 +196,10 @@ impl Value for Categories {
     const KIND: &'static str = "a number from 2 to 1024";
 
     fn read(input: Input<'_>) -> Result<Self, String> {
-        let number = input.bare().and_then(|text| text.parse().ok()).filter(|number| (2..=Self::MOST).contains(number));
+        let number = input
+            .bare()
+            .and_then(|text| text.parse().ok())
+            .filter(|number| (2..=Self::MOST).contains(number));
         number.map(Self).ok_or_else(|| input.refused(Self::KIND))
     }
 
@@ -233,10 +238,14 @@ impl Value for Metrics {
             return Ok(Self::Off);
         }
         if let Some(path) = text.strip_prefix("unix://") {
-            return PathBuf::read(Input::Text(path)).map(Self::Unix).map_err(|_| input.refused(Self::KIND));
+            return PathBuf::read(Input::Text(path))
+                .map(Self::Unix)
+                .map_err(|_| input.refused(Self::KIND));
         }
         match text.parse::<SocketAddr>() {
-            Ok(address) if address.ip().is_loopback() && address.port() != 0 => Ok(Self::Tcp(address)),
+            Ok(address) if address.ip().is_loopback() && address.port() != 0 => {
+                Ok(Self::Tcp(address))
+            }
             _ => Err(input.refused(Self::KIND)),
         }
     }
@@ -268,21 +277,25 @@ fn table<T: Value>(input: Input<'_>) -> Result<BTreeMap<String, T>, String> {
     let value = match &input {
         Input::Toml(value) => *value,
         Input::Text(text) => {
-            parsed = DeValue::parse(text).map_err(|e| format!("must be a table: {}", e.message()))?;
+            parsed =
+                DeValue::parse(text).map_err(|e| format!("must be a table: {}", e.message()))?;
             parsed.get_ref()
         }
     };
     let DeValue::Table(table) = value else { return Err(input.refused("a table")) };
     let entries = table.iter().map(|(name, value)| {
-        let value = T::read(Input::Toml(value.get_ref())).map_err(|e| format!("{}: {e}", name.get_ref()))?;
+        let value = T::read(Input::Toml(value.get_ref()))
+            .map_err(|e| format!("{}: {e}", name.get_ref()))?;
         Ok((name.get_ref().to_string(), value))
     });
     entries.collect()
 }
 
 fn table_to_toml<T: Value>(table: &BTreeMap<String, T>) -> String {
-    let entries: Vec<String> =
-        table.iter().map(|(name, value)| format!("{} = {}", quoted(name), value.to_toml())).collect();
+    let entries: Vec<String> = table
+        .iter()
+        .map(|(name, value)| format!("{} = {}", quoted(name), value.to_toml()))
+        .collect();
     if entries.is_empty() { "{}".to_owned() } else { format!("{{ {} }}", entries.join(", ")) }
 }
 
@@ -290,8 +303,11 @@ impl Value for Duration {
     const KIND: &'static str = "a whole number of seconds, at least 1";
 
     fn read(input: Input<'_>) -> Result<Self, String> {
-        let seconds: Option<u32> = input.bare().and_then(|text| text.parse().ok()).filter(|seconds| *seconds > 0);
-        seconds.map(|seconds| Self::from_secs(seconds.into())).ok_or_else(|| input.refused(Self::KIND))
+        let seconds: Option<u32> =
+            input.bare().and_then(|text| text.parse().ok()).filter(|seconds| *seconds > 0);
+        seconds
+            .map(|seconds| Self::from_secs(seconds.into()))
+            .ok_or_else(|| input.refused(Self::KIND))
     }
 
     fn to_toml(&self) -> String {

@@ -1,11 +1,13 @@
 //! The pause's cgroup: where it goes, how it is made and removed.
 //!
-//! The node's cgroup file systems are found once. With version 1 a cgroup is a directory in every mounted hierarchy, which the
-//! child joins itself; with version 2 it is one directory, which the child is born in. [`mounted`] finds out which version it is.
+//! The node's cgroup file systems are found once. With version 1 a cgroup is a directory in every
+//! mounted hierarchy, which the child joins itself; with version 2 it is one directory, which the
+//! child is born in. [`mounted`] finds out which version it is.
 //!
-//! Below a systemd slice the cgroup is a transient scope. Its directory is made here all the same, before systemd is asked for
-//! the scope: the pause is then in its place from its first instruction on, and a Start that is cut short at any
-//! point leaves it where the cleanup looks. systemd takes over a cgroup that it finds.
+//! Below a systemd slice the cgroup is a transient scope. Its directory is made here all the same,
+//! before systemd is asked for the scope: the pause is then in its place from its first instruction
+//! on, and a Start that is cut short at any point leaves it where the cleanup looks. systemd takes
+//! over a cgroup that it finds.
 
 use std::ffi::{CStr, CString};
 use std::fs::File;
@@ -84,7 +86,8 @@ fn parent_fault(parent: &str) -> Option<&'static str> {
 /// The parent is not usable.
 pub(super) fn placement(parent: &str, id: &str) -> Result<Placement, Step> {
     const WHAT: &str = "place the pause in a cgroup below";
-    let refuse = |reason: &str| Step::at(WHAT, parent, io::Error::new(io::ErrorKind::InvalidInput, reason));
+    let refuse =
+        |reason: &str| Step::at(WHAT, parent, io::Error::new(io::ErrorKind::InvalidInput, reason));
     if parent.is_empty() {
         return Ok(Placement::Inherit);
     }
@@ -107,7 +110,8 @@ struct Hierarchy {
     root: Arc<OwnedFd>,
     /// Version 1 with the freezer controller.
     freezer: bool,
-    /// Version 1 with the cpuset controller: a new cgroup has no CPUs and takes no process until it is given some.
+    /// Version 1 with the cpuset controller: a new cgroup has no CPUs and takes no process until it
+    /// is given some.
     cpuset: bool,
     /// File and value that give a pause the least CPU time of all that want some.
     weight: Option<Weight>,
@@ -137,7 +141,8 @@ pub(super) struct Cgroups {
 /// Files of version 1's cpuset controller that are empty in a new cgroup.
 const CPUSET: [&CStr; 2] = [c"cpuset.cpus", c"cpuset.mems"];
 
-/// File of version 1's freezer, and what it says of a cgroup in which processes run: it counts those above in.
+/// File of version 1's freezer, and what it says of a cgroup in which processes run: it counts
+/// those above in.
 const THAWED: (&CStr, &[u8]) = (c"freezer.state", b"THAWED");
 /// The same for version 2.
 const UNFROZEN: (&CStr, &[u8]) = (c"cgroup.events", b"frozen 0");
@@ -160,19 +165,29 @@ impl Cgroups {
     fn open(mounted: Mounted) -> Result<Self, Step> {
         let unified = matches!(mounted, Mounted::V2(_));
         let open = |mount: PathBuf, controllers: &[String]| {
-            let root = c_path(&mount)
-                .and_then(|path| sys::open(None, &path, libc::O_PATH | libc::O_DIRECTORY, 0).step_at("open", &mount))?;
-            // Of version 1's hierarchies one has it, its root too. With version 2 it depends on the parent cgroup.
-            let has_shares = unified || sys::open(Some(root.as_fd()), SHARES.0, libc::O_PATH, 0).is_ok();
+            let root = c_path(&mount).and_then(|path| {
+                sys::open(None, &path, libc::O_PATH | libc::O_DIRECTORY, 0).step_at("open", &mount)
+            })?;
+            // Of version 1's hierarchies one has it, its root too. With version 2 it depends on the
+            // parent cgroup.
+            let has_shares =
+                unified || sys::open(Some(root.as_fd()), SHARES.0, libc::O_PATH, 0).is_ok();
             let weight = has_shares.then_some(if unified { WEIGHT } else { SHARES });
             let has = |controller: &str| controllers.iter().any(|name| name == controller);
-            Ok(Hierarchy { mount, root: Arc::new(root), freezer: has("freezer"), cpuset: has("cpuset"), weight })
+            Ok(Hierarchy {
+                mount,
+                root: Arc::new(root),
+                freezer: has("freezer"),
+                cpuset: has("cpuset"),
+                weight,
+            })
         };
         let hierarchies = match mounted {
             Mounted::V2(point) => vec![open(point, &[])?],
-            Mounted::V1(found) => {
-                found.into_iter().map(|h| open(h.point, &h.controllers)).collect::<Result<_, Step>>()?
-            }
+            Mounted::V1(found) => found
+                .into_iter()
+                .map(|h| open(h.point, &h.controllers))
+                .collect::<Result<_, Step>>()?,
         };
         Ok(Self { hierarchies, unified, systemd: Systemd::default() })
     }
@@ -185,7 +200,11 @@ impl Cgroups {
 
     /// Roots of the version 1 hierarchies, which the child joins.
     pub(super) fn v1_roots(&self) -> Vec<BorrowedFd<'_>> {
-        if self.unified { Vec::new() } else { self.hierarchies.iter().map(|h| h.root.as_fd()).collect() }
+        if self.unified {
+            Vec::new()
+        } else {
+            self.hierarchies.iter().map(|h| h.root.as_fd()).collect()
+        }
     }
 
     /// Root of version 1's freezer hierarchy.
@@ -219,8 +238,8 @@ impl Cgroups {
                 {
                     return Err(e);
                 }
-                // Version 2 needs systemd's hand in the slice: it hands the controllers down. With version 1 it does nothing
-                // for a slice without limits.
+                // Version 2 needs systemd's hand in the slice: it hands the controllers down. With
+                // version 1 it does nothing for a slice without limits.
                 if self.unified && !self.exists(&scope.parent()) {
                     self.systemd.start_slice(&scope.slice)?;
                 }
@@ -245,8 +264,9 @@ impl Cgroups {
         }
     }
 
-    /// Moves a process into its cgroup again in every hierarchy of version 1: where systemd keeps no cgroup for a scope it puts
-    /// the processes into the nearest that it keeps, which is that of some slice.
+    /// Moves a process into its cgroup again in every hierarchy of version 1: where systemd keeps
+    /// no cgroup for a scope it puts the processes into the nearest that it keeps, which is that of
+    /// some slice.
     fn bring_back(&self, cgroup: &CStr, pid: u32) -> Result<(), Step> {
         let (procs, pid) = (below(cgroup, c"cgroup.procs"), pid.to_string());
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
@@ -256,8 +276,16 @@ impl Cgroups {
                     // It may have ended already: its exit will be seen.
                     Ok(()) | Err(Errno(libc::ESRCH)) => break,
                     // Removed with the process's move out of it.
-                    Err(Errno(libc::ENOENT)) if tries > 1 => self.make_directory(cgroup, false)?.keep(),
-                    Err(e) => return Err(Step::at("move the pause into cgroup", self.path(index, cgroup), e.into())),
+                    Err(Errno(libc::ENOENT)) if tries > 1 => {
+                        self.make_directory(cgroup, false)?.keep()
+                    }
+                    Err(e) => {
+                        return Err(Step::at(
+                            "move the pause into cgroup",
+                            self.path(index, cgroup),
+                            e.into(),
+                        ));
+                    }
                 }
                 tries -= 1;
             }
@@ -265,14 +293,17 @@ impl Cgroups {
         Ok(())
     }
 
-    /// Whether a child that could not join its cgroup for this reason shall try again: with version 1 systemd removes empty cgroups
-    /// below a slice, of controllers that it does not use there, whenever it looks at the slice.
+    /// Whether a child that could not join its cgroup for this reason shall try again: with version
+    /// 1 systemd removes empty cgroups below a slice, of controllers that it does not use there,
+    /// whenever it looks at the slice.
     pub(super) fn tidied_up(&self, placement: &Placement, e: Errno) -> bool {
-        !self.unified && matches!(placement, Placement::Scope(_)) && matches!(e, Errno(libc::ENOENT | libc::ENODEV))
+        !self.unified
+            && matches!(placement, Placement::Scope(_))
+            && matches!(e, Errno(libc::ENOENT | libc::ENODEV))
     }
 
-    /// Removes the cgroup of a pause. Processes that are in it are killed: those of a Start that was cut short. Gone already is
-    /// success.
+    /// Removes the cgroup of a pause. Processes that are in it are killed: those of a Start that
+    /// was cut short. Gone already is success.
     pub(super) fn remove(&self, placement: &Placement) -> Vec<Step> {
         match placement {
             Placement::Inherit => Vec::new(),
@@ -281,7 +312,8 @@ impl Cgroups {
         }
     }
 
-    /// Makes the cgroup in every hierarchy, missing parents too. With `hand_down` the parents let it have what gives it its weight.
+    /// Makes the cgroup in every hierarchy, missing parents too. With `hand_down` the parents let
+    /// it have what gives it its weight.
     fn make_directory<'a>(&'a self, cgroup: &CStr, hand_down: bool) -> Result<Made<'a>, Step> {
         const MAKE: &str = "make cgroup";
         if self.hierarchies.is_empty() {
@@ -317,14 +349,16 @@ impl Cgroups {
                 state => state.step_at(what, self.path(index, cgroup))?,
             };
             if !state.split(|byte| *byte == b'\n').any(|line| line == thawed.1) {
-                let e = io::Error::new(io::ErrorKind::ResourceBusy, "it is frozen, or one above it is");
+                let e =
+                    io::Error::new(io::ErrorKind::ResourceBusy, "it is frozen, or one above it is");
                 return Err(Step::at(what, self.path(index, cgroup), e));
             }
         }
         Ok(())
     }
 
-    /// Removes a scope. It goes by itself with its last process, unless systemd was never asked for it.
+    /// Removes a scope. It goes by itself with its last process, unless systemd was never asked for
+    /// it.
     fn remove_scope(&self, scope: &Scope) -> Vec<Step> {
         // A scope lives no longer than its cgroup, so this needs no systemd to be sure.
         if !self.exists(&scope.path) {
@@ -333,7 +367,11 @@ impl Cgroups {
         let mut failed = Vec::new();
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
             if let Err(e) = self.kill_members(hierarchy, &scope.path) {
-                failed.push(Step::at("kill what is in cgroup", self.path(index, &scope.path), e.into()));
+                failed.push(Step::at(
+                    "kill what is in cgroup",
+                    self.path(index, &scope.path),
+                    e.into(),
+                ));
             }
         }
         failed.extend(self.systemd.stop(&scope.unit).err());
@@ -344,7 +382,8 @@ impl Cgroups {
     /// Whether the cgroup is there in any hierarchy.
     fn exists(&self, cgroup: &CStr) -> bool {
         // An empty path is the root.
-        cgroup.is_empty() || self.hierarchies.iter().any(|hierarchy| open_directory(hierarchy, cgroup).is_ok())
+        cgroup.is_empty()
+            || self.hierarchies.iter().any(|hierarchy| open_directory(hierarchy, cgroup).is_ok())
     }
 
     /// Removes the cgroup from every hierarchy where it is empty by then. What is in it stays.
@@ -357,15 +396,19 @@ impl Cgroups {
                 done != Err(Errno(libc::EBUSY))
             });
             match done {
-                // Below what is no directory there is nothing; another cgroup below it is another's.
+                // Below what is no directory there is nothing; another cgroup below it is
+                // another's.
                 Ok(()) | Err(Errno(libc::ENOENT | libc::ENOTDIR | libc::ENOTEMPTY)) => {}
-                Err(e) => failed.push(Step::at("remove cgroup", self.path(index, cgroup), e.into())),
+                Err(e) => {
+                    failed.push(Step::at("remove cgroup", self.path(index, cgroup), e.into()))
+                }
             }
         }
         failed
     }
 
-    /// Removes the cgroup from every hierarchy with what is in it; parents stay, they are kubelet's.
+    /// Removes the cgroup from every hierarchy with what is in it; parents stay, they are
+    /// kubelet's.
     fn remove_directory(&self, cgroup: &CStr) -> Vec<Step> {
         let mut failed = Vec::new();
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
@@ -397,7 +440,8 @@ impl Cgroups {
             members => members?,
         };
         for pid in String::from_utf8_lossy(&members).lines().filter_map(|line| line.parse().ok()) {
-            // Not to kill a stranger who got the pid meanwhile: only what is still a member once it is held.
+            // Not to kill a stranger who got the pid meanwhile: only what is still a member once it
+            // is held.
             let Ok(pidfd) = sys::pidfd_open(pid) else { continue };
             let still = read(hierarchy, &below(cgroup, c"cgroup.procs")).unwrap_or_default();
             if String::from_utf8_lossy(&still).lines().any(|line| line.parse() == Ok(pid)) {
@@ -411,7 +455,8 @@ impl Cgroups {
         Ok(())
     }
 
-    /// Lets a killed process of the cgroup end where version 1 holds it frozen: such a one keeps its pid.
+    /// Lets a killed process of the cgroup end where version 1 holds it frozen: such a one keeps
+    /// its pid.
     fn let_end(&self, cgroup: &CStr, pid: libc::c_int) {
         for hierarchy in self.hierarchies.iter().filter(|h| h.freezer) {
             let state = read(hierarchy, &below(cgroup, THAWED.0)).unwrap_or_default();
@@ -450,7 +495,12 @@ impl Made<'_> {
         self.directories.clear();
     }
 
-    fn leaf(&mut self, index: usize, hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), (CString, Errno)> {
+    fn leaf(
+        &mut self,
+        index: usize,
+        hierarchy: &Hierarchy,
+        cgroup: &CStr,
+    ) -> Result<(), (CString, Errno)> {
         let fail = |e| (cgroup.to_owned(), e);
         // A parent that another Start had made may go between its making and its use.
         let mut attempts = 3;
@@ -459,8 +509,12 @@ impl Made<'_> {
             match sys::mkdir(hierarchy.root.as_fd(), cgroup, 0o755) {
                 Ok(()) => break self.directories.push((index, cgroup.to_owned())),
                 // Left over from a Start of the same sandbox that was cut short.
-                Err(Errno(libc::EEXIST)) => break self.directories.push((index, cgroup.to_owned())),
-                Err(Errno(libc::ENOENT)) if attempts > 0 => self.parents(index, hierarchy, cgroup)?,
+                Err(Errno(libc::EEXIST)) => {
+                    break self.directories.push((index, cgroup.to_owned()));
+                }
+                Err(Errno(libc::ENOENT)) if attempts > 0 => {
+                    self.parents(index, hierarchy, cgroup)?
+                }
                 Err(e) => return Err(fail(e)),
             }
         }
@@ -482,7 +536,12 @@ impl Made<'_> {
         if hierarchy.cpuset { fill_cpuset(hierarchy, cgroup).map_err(fail) } else { Ok(()) }
     }
 
-    fn parents(&mut self, index: usize, hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), (CString, Errno)> {
+    fn parents(
+        &mut self,
+        index: usize,
+        hierarchy: &Hierarchy,
+        cgroup: &CStr,
+    ) -> Result<(), (CString, Errno)> {
         for parent in ancestors(cgroup) {
             match sys::mkdir(hierarchy.root.as_fd(), &parent, 0o755) {
                 Ok(()) => self.directories.push((index, parent)),
@@ -498,11 +557,16 @@ impl Drop for Made<'_> {
     fn drop(&mut self) {
         for (index, path) in self.directories.drain(..).rev() {
             let Some(hierarchy) = self.cgroups.hierarchies.get(index) else { continue };
-            // A parent that is in use by now stays; what else fails is found by the cleanup, or by nobody's harm.
+            // A parent that is in use by now stays; what else fails is found by the cleanup, or by
+            // nobody's harm.
             match sys::rmdir(hierarchy.root.as_fd(), &path) {
                 Ok(()) | Err(Errno(libc::ENOENT | libc::ENOTEMPTY | libc::EBUSY)) => {}
                 Err(e) => {
-                    log::warn!("remove cgroup {}: {}", self.cgroups.path(index, &path).display(), io::Error::from(e))
+                    log::warn!(
+                        "remove cgroup {}: {}",
+                        self.cgroups.path(index, &path).display(),
+                        io::Error::from(e)
+                    )
                 }
             }
         }
@@ -516,8 +580,9 @@ fn ancestors(cgroup: &CStr) -> Vec<CString> {
     slashes.filter_map(|(at, _)| CString::new(&bytes[..at]).ok()).collect()
 }
 
-/// Lets every parent of a cgroup of version 2 hand the cpu controller down, as runc does it for the pod's containers. One that has
-/// processes of its own cannot; what is below it has no weights then.
+/// Lets every parent of a cgroup of version 2 hand the cpu controller down, as runc does it for the
+/// pod's containers. One that has processes of its own cannot; what is below it has no weights
+/// then.
 fn hand_down_cpu(hierarchy: &Hierarchy, cgroup: &CStr) {
     const CONTROL: &CStr = c"cgroup.subtree_control";
     let parents = ancestors(cgroup).into_iter().map(|parent| below(&parent, CONTROL));
@@ -533,7 +598,8 @@ fn hand_down_cpu(hierarchy: &Hierarchy, cgroup: &CStr) {
     }
 }
 
-/// Gives a cgroup the CPUs and memory nodes of its parent, and the parent those of its own where it has none.
+/// Gives a cgroup the CPUs and memory nodes of its parent, and the parent those of its own where it
+/// has none.
 fn fill_cpuset(hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), Errno> {
     for file in CPUSET {
         let mut chain = ancestors(cgroup);
@@ -571,7 +637,8 @@ fn read(hierarchy: &Hierarchy, path: &CStr) -> Result<Vec<u8>, Errno> {
     let errno = |e: io::Error| Errno(e.raw_os_error().unwrap_or(libc::EIO));
     let mut file = File::from(sys::open(Some(hierarchy.root.as_fd()), path, libc::O_RDONLY, 0)?);
     let mut content = Vec::new();
-    // Not read_to_end: it begins with tiny reads, and asks for the size, which these files do not tell.
+    // Not read_to_end: it begins with tiny reads, and asks for the size, which these files do not
+    // tell.
     let mut buffer = [0; 4096];
     loop {
         match file.read(&mut buffer).map_err(errno)? {

@@ -1,11 +1,13 @@
 //! What happens between the clone and the pause program, in the child.
 //!
-//! The child shares the daemon's memory and its thread's stack (see [`sys::clone_child`]): it makes system calls on what was
-//! prepared for it, allocates nothing, and reports through [`Report`] which step it is in and how it failed.
+//! The child shares the daemon's memory and its thread's stack (see [`sys::clone_child`]): it makes
+//! system calls on what was prepared for it, allocates nothing, and reports through [`Report`]
+//! which step it is in and how it failed.
 //!
-//! In the node's user namespace one child does all. In the pod's, the namespaces must be made by a process that is in it
-//! already, while cgroup, OOM score and mount namespace take the node's privileges: a first child does those, joins the
-//! user namespace and clones the second, a child of the daemon too, which does the rest.
+//! In the node's user namespace one child does all. In the pod's, the namespaces must be made by a
+//! process that is in it already, while cgroup, OOM score and mount namespace take the node's
+//! privileges: a first child does those, joins the user namespace and clones the second, a child of
+//! the daemon too, which does the rest.
 
 use std::ffi::{CString, c_int, c_uint};
 use std::os::fd::BorrowedFd;
@@ -195,8 +197,9 @@ fn enter(work: &Work<'_>) -> Result<(), Errno> {
     report.enter(At::JoinCgroup);
     for (index, hierarchy) in work.hierarchies.iter().enumerate() {
         report.item(index);
-        // A thread that moves itself by `tasks` does not wait for the kernel's lock around all forks and exits, as one does
-        // that is moved by `cgroup.procs`; and this process has no other thread.
+        // A thread that moves itself by `tasks` does not wait for the kernel's lock around all
+        // forks and exits, as one does that is moved by `cgroup.procs`; and this process has no
+        // other thread.
         sys::write_file(*hierarchy, &work.tasks, b"0")?;
     }
     report.enter(At::OomScore);
@@ -204,7 +207,8 @@ fn enter(work: &Work<'_>) -> Result<(), Errno> {
     sys::write_file(work.proc, c"self/oom_score_adj", work.oom_score.as_bytes())?;
     report.enter(At::ClearGroups);
     sys::clear_groups()?;
-    // It counts all processes of a user, and the pause's user has more on most nodes: those of containers with the same id.
+    // It counts all processes of a user, and the pause's user has more on most nodes: those of
+    // containers with the same id.
     report.enter(At::Processes);
     sys::lift_process_limit()
 }
@@ -254,8 +258,9 @@ fn become_pause(work: &Work<'_>) -> Result<(), Errno> {
         report.item(capability as usize);
         sys::drop_bounding(capability)?;
     }
-    // The permitted set is kept up to the exec, which empties it, as the uid is not 0: a process without capabilities and
-    // with the uid of some container may be traced by that container, and this one still shares the daemon's memory.
+    // The permitted set is kept up to the exec, which empties it, as the uid is not 0: a process
+    // without capabilities and with the uid of some container may be traced by that container, and
+    // this one still shares the daemon's memory.
     report.enter(At::Capabilities);
     sys::keep_capabilities()?;
     sys::clear_inheritable()?;
@@ -265,8 +270,8 @@ fn become_pause(work: &Work<'_>) -> Result<(), Errno> {
     report.enter(At::Undumpable);
     sys::set_dumpable(false)?;
     report.enter(At::CloseDescriptors);
-    // At the exec and not before: the lock of the state directory is among them, and until the exec nobody would know this process
-    // for a pause. So whoever has the lock next finds it.
+    // At the exec and not before: the lock of the state directory is among them, and until the exec
+    // nobody would know this process for a pause. So whoever has the lock next finds it.
     sys::close_at_execute(0, Some(work.image))?;
     report.enter(At::Filter);
     sys::install_filter(&seccomp::FILTER)?;

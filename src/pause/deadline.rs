@@ -1,8 +1,10 @@
-//! Bounds how long a child may take to execute its program. The thread that has cloned it stands still until then, and what
-//! keeps the child may last for ever: a cgroup that is frozen meanwhile, a file system that does not answer.
+//! Bounds how long a child may take to execute its program. The thread that has cloned it stands
+//! still until then, and what keeps the child may last for ever: a cgroup that is frozen meanwhile,
+//! a file system that does not answer.
 //!
-//! A thread kills what is late. It comes with a child and ends when there has been none for a while; between looks it
-//! sleeps, so that a child in time costs no system call and wakes no thread.
+//! A thread kills what is late. It comes with a child and ends when there has been none for a
+//! while; between looks it sleeps, so that a child in time costs no system call and wakes no
+//! thread.
 
 use std::ffi::c_int;
 use std::io;
@@ -29,7 +31,8 @@ pub(super) struct Deadline(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     within: Duration,
-    /// Root of version 1's freezer hierarchy: a frozen process does not end before it is moved out of its cgroup.
+    /// Root of version 1's freezer hierarchy: a frozen process does not end before it is moved out
+    /// of its cgroup.
     freezer: Option<Arc<OwnedFd>>,
     children: Mutex<Children>,
 }
@@ -65,7 +68,8 @@ pub(super) struct Cloned {
 }
 
 impl Deadline {
-    /// Children may be in cgroups of this freezer hierarchy of version 1, which is named by its root.
+    /// Children may be in cgroups of this freezer hierarchy of version 1, which is named by its
+    /// root.
     pub(super) fn new(freezer: Option<Arc<OwnedFd>>) -> Self {
         Self::of(WITHIN, freezer)
     }
@@ -85,7 +89,8 @@ impl Deadline {
         child: extern "C" fn(&T) -> !,
     ) -> io::Result<Cloned> {
         let entry = self.begin()?;
-        let cloned = sys::clone_child(&sys::Clone { born: Some(&entry.born), ..how }, argument, child);
+        let cloned =
+            sys::clone_child(&sys::Clone { born: Some(&entry.born), ..how }, argument, child);
         let late = self.finish(&entry);
         let (pid, pidfd) = cloned?;
         Ok(Cloned { pid, pidfd, late })
@@ -111,7 +116,8 @@ impl Deadline {
         Ok(child)
     }
 
-    /// Whether it was killed. Waits for a kill that is under way, so that the child can be reaped afterwards.
+    /// Whether it was killed. Waits for a kill that is under way, so that the child can be reaped
+    /// afterwards.
     fn finish(&self, child: &Arc<Child>) -> bool {
         lock(&self.0.children).under_way.retain(|other| !Arc::ptr_eq(other, child));
         std::mem::replace(&mut *lock(&child.fate), Fate::Past) == Fate::Killed
@@ -131,7 +137,8 @@ fn watch(shared: &Weak<Shared>, every: Duration) {
                 children.watched = false;
                 return;
             }
-            let late = children.under_way.iter().filter(|child| child.begun.elapsed() >= shared.within);
+            let late =
+                children.under_way.iter().filter(|child| child.begun.elapsed() >= shared.within);
             late.map(Arc::clone).collect()
         };
         // Again at each look: a cgroup may be frozen between a child's end and its move out of it.
@@ -192,7 +199,8 @@ mod tests {
 
     fn threads() -> usize {
         let names = fs::read_dir("/proc/self/task").unwrap().flatten();
-        let name = |entry: fs::DirEntry| fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
+        let name =
+            |entry: fs::DirEntry| fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
         names.map(name).filter(|name| name.trim() == "deadline").count()
     }
 
@@ -237,7 +245,10 @@ mod tests {
         let deadline = Deadline::of(SHORT, None);
         let cloned = deadline.clone_child(how(), &fifo, hang).unwrap();
         assert!(cloned.late);
-        assert_eq!(sys::reap(cloned.pidfd.as_fd(), true), Ok(Some(sys::End::Signal(libc::SIGKILL))));
+        assert_eq!(
+            sys::reap(cloned.pidfd.as_fd(), true),
+            Ok(Some(sys::End::Signal(libc::SIGKILL)))
+        );
     }
 
     #[test]
@@ -253,9 +264,14 @@ mod tests {
         let root = Arc::new(OwnedFd::from(fs::File::open(FREEZER).unwrap()));
         let tasks = CString::new(Path::new(&name).join("tasks").as_os_str().as_bytes()).unwrap();
         let deadline = Deadline::of(SHORT, Some(Arc::clone(&root)));
-        let cloned = deadline.clone_child(how(), &Joiner { freezer: root.as_fd(), tasks }, join_and_end).unwrap();
+        let cloned = deadline
+            .clone_child(how(), &Joiner { freezer: root.as_fd(), tasks }, join_and_end)
+            .unwrap();
         assert!(cloned.late);
-        assert_eq!(sys::reap(cloned.pidfd.as_fd(), true), Ok(Some(sys::End::Signal(libc::SIGKILL))));
+        assert_eq!(
+            sys::reap(cloned.pidfd.as_fd(), true),
+            Ok(Some(sys::End::Signal(libc::SIGKILL)))
+        );
         assert_eq!(fs::read_to_string(cgroup.join("cgroup.procs")).unwrap(), "");
         fs::remove_dir(&cgroup).unwrap();
         drop(deadline);

@@ -1,7 +1,7 @@
 //! The empty root of all pauses: one mount namespace with one empty read-only tmpfs, made once.
 //!
-//! A process that shares the pod's PID namespace finds nothing behind `/proc/1/root`, and no pod pays for a copy of the node's
-//! mount table.
+//! A process that shares the pod's PID namespace finds nothing behind `/proc/1/root`, and no pod
+//! pays for a copy of the node's mount table.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
@@ -38,7 +38,8 @@ struct Work<'a> {
 /// The failed step.
 pub(super) fn make() -> Result<OwnedFd, Step> {
     // One page and one inode: the root's own.
-    let options = [(c"size", c"4k"), (c"nr_inodes", c"1"), (c"mode", c"555"), (c"source", c"empty")];
+    let options =
+        [(c"size", c"4k"), (c"nr_inodes", c"1"), (c"mode", c"555"), (c"source", c"empty")];
     let tmpfs = sys::new_tmpfs(&options, ATTRIBUTES).step("make the tmpfs of the empty root")?;
     let work = Work {
         tmpfs: tmpfs.as_fd(),
@@ -47,8 +48,10 @@ pub(super) fn make() -> Result<OwnedFd, Step> {
         namespace: AtomicI32::new(-1),
     };
     let how = sys::Clone { flags: libc::CLONE_FILES as u64, cgroup: None, born: None, stack: None };
-    let (_, pidfd) = sys::clone_child(&how, &work, child).step("clone the maker of the empty root")?;
-    let namespace = Some(work.namespace.load(Relaxed)).filter(|fd| *fd >= 0).map(sys::take_descriptor);
+    let (_, pidfd) =
+        sys::clone_child(&how, &work, child).step("clone the maker of the empty root")?;
+    let namespace =
+        Some(work.namespace.load(Relaxed)).filter(|fd| *fd >= 0).map(sys::take_descriptor);
     sys::reap(pidfd.as_fd(), true).step("reap the maker of the empty root")?;
     let step = STEPS.get(work.step.load(Relaxed)).copied().unwrap_or(STEPS[0]);
     match (work.errno.load(Relaxed), namespace) {

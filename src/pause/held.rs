@@ -1,6 +1,8 @@
-//! A process that another process made, held so that its pid cannot be reused: to look at it, and to kill it.
+//! A process that another process made, held so that its pid cannot be reused: to look at it, and
+//! to kill it.
 //!
-//! Nothing waits for its end and nothing is kept of it: many may be held one after the other, and none of them need ever end.
+//! Nothing waits for its end and nothing is kept of it: many may be held one after the other, and
+//! none of them need ever end.
 
 use std::ffi::c_int;
 use std::fs::{self, File};
@@ -58,15 +60,18 @@ pub fn started_at(pid: u32) -> Result<u64, Step> {
     Stat::read(pid).map(|stat| stat.start_time).step_at("read", format!("/proc/{pid}/stat"))
 }
 
-/// Checks that a process which a call reports as started by it can be that: it runs as the daemon's own user, root, and is no older than `since`,
-/// which is [`started_at`] of the call. A reported pid that is not checked may be any process.
+/// Checks that a process which a call reports as started by it can be that: it runs as the daemon's
+/// own user, root, and is no older than `since`, which is [`started_at`] of the call. A reported
+/// pid that is not checked may be any process.
 ///
 /// # Errors
 /// Why it cannot be, or that it cannot be looked at.
 pub fn vouch(identity: &Identity, since: u64) -> Result<(), Step> {
     const WHAT: &str = "check process";
     let path = format!("/proc/{}", identity.pid);
-    let refused = |reason: &str| Err(Step::at(WHAT, &path, io::Error::new(io::ErrorKind::PermissionDenied, reason)));
+    let refused = |reason: &str| {
+        Err(Step::at(WHAT, &path, io::Error::new(io::ErrorKind::PermissionDenied, reason)))
+    };
     if identity.start_time < since {
         return refused("it is older than the call that is to have started it");
     }
@@ -86,7 +91,8 @@ pub(super) fn is_own_users(pid: u32) -> io::Result<bool> {
     Ok(!ids.trim().is_empty() && ids.split_whitespace().all(|id| id == own))
 }
 
-/// A namespace: its name in `/proc/PID/ns`, and the namespace itself, which lasts as long as the file is open, so that no other gets its inode.
+/// A namespace: its name in `/proc/PID/ns`, and the namespace itself, which lasts as long as the
+/// file is open, so that no other gets its inode.
 pub type Namespace = (&'static str, File);
 
 /// These namespaces of the process that `identity` names; none if it has ended.
@@ -103,7 +109,8 @@ pub fn namespaces(identity: &Identity, kinds: &[&'static str]) -> Result<Vec<Nam
             Err(e) => return Err(Step::at("open namespace", path, e)),
         }
     }
-    // Afterwards: the recorded process is older than the record, so a process that matches now matched before too.
+    // Afterwards: the recorded process is older than the record, so a process that matches now
+    // matched before too.
     match identity::matches(identity) {
         Ok(true) => Ok(opened),
         Ok(false) => Ok(Vec::new()),
@@ -164,7 +171,8 @@ mod tests {
         let own = identity::of(std::process::id(), &boot).unwrap();
         let found = namespaces(&own, &["net", "ipc"]).unwrap();
         let inode = |file: &File| file.metadata().unwrap().ino();
-        let expected = ["net", "ipc"].map(|kind| std::fs::metadata(format!("/proc/self/ns/{kind}")).unwrap().ino());
+        let expected = ["net", "ipc"]
+            .map(|kind| std::fs::metadata(format!("/proc/self/ns/{kind}")).unwrap().ino());
         assert_eq!(found.iter().map(|(_, file)| inode(file)).collect::<Vec<_>>(), expected);
         // As if the pid had gone to another.
         let other = Identity { start_time: own.start_time + 1, ..own };

@@ -38,8 +38,9 @@ impl Stat {
         // The kernel gives the whole line, some 300 bytes, to one read.
         let mut line = [0; 2048];
         let length = File::open(format!("/proc/{pid}/stat"))?.read(&mut line)?;
-        Self::parse(line.get(..length).unwrap_or_default())
-            .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "not the format of proc_pid_stat(5)"))
+        Self::parse(line.get(..length).unwrap_or_default()).ok_or_else(|| {
+            io::Error::new(io::ErrorKind::InvalidData, "not the format of proc_pid_stat(5)")
+        })
     }
 
     pub(super) fn parse(content: &[u8]) -> Option<Self> {
@@ -79,7 +80,8 @@ pub(super) fn pid_namespace(pid: u32) -> io::Result<u64> {
 /// # Errors
 /// The failed step.
 pub(super) fn of(pid: u32, boot_id: &Text) -> Result<Identity, Step> {
-    let start_time = Stat::read(pid).map(|stat| stat.start_time).step_at("read", format!("/proc/{pid}/stat"))?;
+    let start_time =
+        Stat::read(pid).map(|stat| stat.start_time).step_at("read", format!("/proc/{pid}/stat"))?;
     let pid_namespace = pid_namespace(pid).step_at("look at", format!("/proc/{pid}/ns/pid"))?;
     Ok(Identity { pid, start_time, pid_namespace, boot_id: boot_id.clone() })
 }

@@ -1,7 +1,8 @@
-//! The pause program as an open file that is executed by descriptor and that nobody can change or read.
+//! The pause program as an open file that is executed by descriptor and that nobody can change or
+//! read.
 //!
-//! Mode 0511: the kernel makes a process undumpable that executes what it may not read, and keeps whoever is root in the
-//! pod's user namespace from tracing it.
+//! Mode 0511: the kernel makes a process undumpable that executes what it may not read, and keeps
+//! whoever is root in the pod's user namespace from tracing it.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, Write};
@@ -29,7 +30,8 @@ pub(super) enum Kept {
 }
 
 impl Kept {
-    /// How it is kept, by the name that a process which executes it shows for it. Other programs may have that name too.
+    /// How it is kept, by the name that a process which executes it shows for it. Other programs
+    /// may have that name too.
     pub(super) fn of(exe: &Path) -> Option<Self> {
         match exe.as_os_str().as_bytes() {
             b"/memfd:pause (deleted)" => Some(Self::Memfd),
@@ -39,8 +41,9 @@ impl Kept {
     }
 }
 
-/// Opens the program: a sealed memfd, or where those may not be executed (`vm.memfd_noexec`) a file on a tmpfs that is
-/// mounted nowhere. (Not a file in the state directory: /run is mounted noexec on many nodes.)
+/// Opens the program: a sealed memfd, or where those may not be executed (`vm.memfd_noexec`) a file
+/// on a tmpfs that is mounted nowhere. (Not a file in the state directory: /run is mounted noexec
+/// on many nodes.)
 ///
 /// # Errors
 /// The failed step of the second way, if both fail.
@@ -64,7 +67,10 @@ pub(super) fn sealed() -> Result<OwnedFd, Step> {
         .or_else(|e| if e.0 == libc::EINVAL { sys::seal(file.as_fd(), seals) } else { Err(e) })
         .step("seal the pause program")?;
     if file.metadata().step("look at the pause program")?.permissions().mode() & 0o777 != MODE {
-        return Err(Step::new("set the mode of the pause program", io::ErrorKind::PermissionDenied.into()));
+        return Err(Step::new(
+            "set the mode of the pause program",
+            io::ErrorKind::PermissionDenied.into(),
+        ));
     }
     // What is open for writing cannot be executed.
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
@@ -76,7 +82,8 @@ pub(super) fn unlinked() -> Result<OwnedFd, Step> {
     let options = [(c"size", c"64k"), (c"mode", c"700"), (c"source", c"pause")];
     let tmpfs = sys::new_tmpfs(&options, 2 | 4).step("make a tmpfs for the pause program")?;
     let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL;
-    let file = sys::open(Some(tmpfs.as_fd()), c"pause", flags, MODE).step("make a file for the pause program")?;
+    let file = sys::open(Some(tmpfs.as_fd()), c"pause", flags, MODE)
+        .step("make a file for the pause program")?;
     let mut file = File::from(file);
     file.write_all(PROGRAM).step("write the pause program to a file")?;
     file.set_permissions(Permissions::from_mode(MODE)).step("set the mode of the pause program")?;
@@ -98,7 +105,8 @@ mod tests {
     #[test]
     fn the_program_is_small_and_has_no_writable_segment() {
         assert!(PROGRAM.len() <= 2048, "{} bytes", PROGRAM.len());
-        let (offset, size, count) = (field(PROGRAM, 32, 8), field(PROGRAM, 54, 2), field(PROGRAM, 56, 2));
+        let (offset, size, count) =
+            (field(PROGRAM, 32, 8), field(PROGRAM, 54, 2), field(PROGRAM, 56, 2));
         let mut loaded = 0;
         for index in 0..count {
             let header = &PROGRAM[usize::try_from(offset + index * size).unwrap()..];
@@ -131,6 +139,9 @@ mod tests {
             assert_eq!(file.write_at(b"x", 0).unwrap_err().raw_os_error(), Some(libc::EPERM));
             assert_eq!(file.set_len(0).unwrap_err().raw_os_error(), Some(libc::EPERM));
         }
-        assert!(fs::set_permissions(&path, Permissions::from_mode(0o600)).is_err(), "sealed as executable");
+        assert!(
+            fs::set_permissions(&path, Permissions::from_mode(0o600)).is_err(),
+            "sealed as executable"
+        );
     }
 }

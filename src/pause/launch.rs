@@ -1,5 +1,5 @@
-//! Processes of the node beside the pauses, shims, that outlive the daemon: launched with nothing of the daemon's but one socket, and
-//! found again by what names them.
+//! Processes of the node beside the pauses, shims, that outlive the daemon: launched with nothing
+//! of the daemon's but one socket, and found again by what names them.
 
 use std::ffi::{CStr, CString, OsStr, OsString, c_int};
 use std::fs::{File, OpenOptions};
@@ -21,7 +21,8 @@ use super::{Adoption, Identity, Pause, held, identity};
 use crate::error::{IoContext, Step};
 use crate::text::Text;
 
-/// Number of the first descriptor behind the standard ones, where a program expects a socket that it is handed.
+/// Number of the first descriptor behind the standard ones, where a program expects a socket that
+/// it is handed.
 const SOCKET: i32 = 3;
 
 /// What is launched.
@@ -53,30 +54,41 @@ pub struct Launcher {
 }
 
 impl Launcher {
-    /// `open_files` is the soft limit that launched processes get, for a daemon that has raised its own; containers inherit it from
-    /// their shim. Without, they get the daemon's.
+    /// `open_files` is the soft limit that launched processes get, for a daemon that has raised its
+    /// own; containers inherit it from their shim. Without, they get the daemon's.
     ///
     /// # Errors
     /// The boot id cannot be read.
     pub fn new(open_files: Option<u64>) -> Result<Self, Step> {
-        Ok(Self { boot_id: identity::boot_id()?, open_files, common: Common::new()?, deadline: Deadline::new(None) })
+        Ok(Self {
+            boot_id: identity::boot_id()?,
+            open_files,
+            common: Common::new()?,
+            deadline: Deadline::new(None),
+        })
     }
 
-    /// Launches a process in a session of its own: no other descriptor, standard input and output on `/dev/null`, signals as after
-    /// boot. It has been executed when this returns; a kill of the daemon leaves either no process or an executed one. Blocks; the cost grows
-    /// with the daemon's descriptors, not with its memory.
+    /// Launches a process in a session of its own: no other descriptor, standard input and output
+    /// on `/dev/null`, signals as after boot. It has been executed when this returns; a kill of the
+    /// daemon leaves either no process or an executed one. Blocks; the cost grows with the daemon's
+    /// descriptors, not with its memory.
     ///
     /// # Errors
     /// The failed step; nothing is left of the process then.
     pub fn launch(&self, launch: &Launch<'_>) -> Result<Arc<dyn Pause>, Step> {
         self.common.sweep();
-        let null = OpenOptions::new().read(true).write(true).open("/dev/null").step_at("open", "/dev/null")?;
+        let null = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open("/dev/null")
+            .step_at("open", "/dev/null")?;
         let program = string(launch.program.as_os_str().to_owned())?;
         let mut arguments = vec![program.clone()];
         for argument in launch.arguments {
             arguments.push(string(argument.clone())?);
         }
-        let environment = launch.environment.iter().cloned().map(string).collect::<Result<Vec<_>, _>>()?;
+        let environment =
+            launch.environment.iter().cloned().map(string).collect::<Result<Vec<_>, _>>()?;
         let directory = string(launch.directory.as_os_str().to_owned())?;
         let work = Work {
             step: AtomicU32::new(0),
@@ -91,8 +103,10 @@ impl Launcher {
             open_files: self.open_files,
             core_domain: launch.core_domain,
         };
-        let how = sys::Clone { flags: sys::CLONE_CLEAR_SIGHAND, cgroup: None, born: None, stack: None };
-        let Cloned { pid, pidfd, late } = self.deadline.clone_child(how, &work, child).step("clone process")?;
+        let how =
+            sys::Clone { flags: sys::CLONE_CLEAR_SIGHAND, cgroup: None, born: None, stack: None };
+        let Cloned { pid, pidfd, late } =
+            self.deadline.clone_child(how, &work, child).step("clone process")?;
         let errno = work.errno.load(Relaxed);
         if errno != 0 || late {
             // It has ended itself, or is killed.
@@ -132,19 +146,30 @@ impl Launcher {
                 Adoption::Unknown(e) => Err(e),
             },
             Err(e) if identity::gone(e.io()) => match c_int::try_from(pid).map(sys::pidfd_open) {
-                // Hidden from the daemon (proc(5) hidepid), but there. One whose first thread has ended has a directory still.
-                Ok(Ok(pidfd)) if !sys::ended(pidfd.as_fd()) && !Path::new(&format!("/proc/{pid}")).exists() => Err(e),
+                // Hidden from the daemon (proc(5) hidepid), but there. One whose first thread has
+                // ended has a directory still.
+                Ok(Ok(pidfd))
+                    if !sys::ended(pidfd.as_fd())
+                        && !Path::new(&format!("/proc/{pid}")).exists() =>
+                {
+                    Err(e)
+                }
                 _ => Ok(None),
             },
             Err(e) => Err(e),
         }
     }
 
-    /// Finds the process that works in `directory` and was launched with these arguments, whatever became of its record.
+    /// Finds the process that works in `directory` and was launched with these arguments, whatever
+    /// became of its record.
     ///
     /// # Errors
     /// `/proc` cannot be read, or the directory cannot be looked at.
-    pub fn find(&self, directory: &Path, arguments: &[OsString]) -> Result<Option<Arc<dyn Pause>>, Step> {
+    pub fn find(
+        &self,
+        directory: &Path,
+        arguments: &[OsString],
+    ) -> Result<Option<Arc<dyn Pause>>, Step> {
         let mut expected: Vec<u8> = Vec::new();
         for argument in arguments {
             expected.extend(argument.as_bytes());
@@ -158,7 +183,8 @@ impl Launcher {
         let (name, place) = (directory.file_name(), (about.dev(), about.ino()));
         // Any process that may enter the directory can have these arguments.
         let is_own = |pid| held::is_own_users(pid).unwrap_or(false);
-        let wanted = |pid| works_in(pid, name, place) && has_arguments(pid, &expected) && is_own(pid);
+        let wanted =
+            |pid| works_in(pid, name, place) && has_arguments(pid, &expected) && is_own(pid);
         for pid in pids()?.into_iter().filter(|pid| wanted(*pid)) {
             // Looked at again when the process is held: it may be another by now.
             if let Some(found) = self.open(pid)?.filter(|_| wanted(pid)) {
@@ -168,8 +194,8 @@ impl Launcher {
         Ok(None)
     }
 
-    /// Wakes `waker` if somebody has called at a listening socket and nobody has answered yet, and each time that somebody calls, until the
-    /// answer is dropped. To be called on the runtime.
+    /// Wakes `waker` if somebody has called at a listening socket and nobody has answered yet, and
+    /// each time that somebody calls, until the answer is dropped. To be called on the runtime.
     ///
     /// # Errors
     /// The socket cannot be watched.
@@ -178,16 +204,16 @@ impl Launcher {
     }
 }
 
-/// Gives the program of a command the soft limit of open files that the daemon was started with, where it has raised its own:
-/// containers inherit it from whatever starts them.
+/// Gives the program of a command the soft limit of open files that the daemon was started with,
+/// where it has raised its own: containers inherit it from whatever starts them.
 pub fn limit_open_files(command: &mut Command, soft: Option<u64>) {
     if let Some(soft) = soft {
         sys::limit_open_files_of(command, soft);
     }
 }
 
-/// Whether the process works in the directory that has this name and this device and inode: its path may lead through links. A process that
-/// has ended meanwhile does not.
+/// Whether the process works in the directory that has this name and this device and inode: its
+/// path may lead through links. A process that has ended meanwhile does not.
 fn works_in(pid: u32, name: Option<&OsStr>, place: (u64, u64)) -> bool {
     let link = format!("/proc/{pid}/cwd");
     // The name first: that asks no file system of another user.
@@ -195,12 +221,14 @@ fn works_in(pid: u32, name: Option<&OsStr>, place: (u64, u64)) -> bool {
         && CString::new(link).is_ok_and(|link| sys::device_and_inode(&link) == Ok(place))
 }
 
-/// Whether the process has these arguments behind its name. Reads the process's memory, so it is for one that is known already.
+/// Whether the process has these arguments behind its name. Reads the process's memory, so it is
+/// for one that is known already.
 fn has_arguments(pid: u32, expected: &[u8]) -> bool {
     const LONGEST_NAME: u64 = libc::PATH_MAX as u64;
     let mut line = Vec::new();
-    let read = File::open(format!("/proc/{pid}/cmdline"))
-        .and_then(|file| file.take(LONGEST_NAME + expected.len() as u64 + 1).read_to_end(&mut line));
+    let read = File::open(format!("/proc/{pid}/cmdline")).and_then(|file| {
+        file.take(LONGEST_NAME + expected.len() as u64 + 1).read_to_end(&mut line)
+    });
     let name = line.iter().position(|byte| *byte == 0).map_or(line.len(), |end| end + 1);
     read.is_ok() && line.get(name..) == Some(expected)
 }
@@ -229,7 +257,8 @@ const STEPS: [&str; 6] = [
 ];
 const EXECUTE: &str = "execute";
 
-/// All that the child works on; prepared by the parent, whose memory it shares (see [`sys::clone_child`]).
+/// All that the child works on; prepared by the parent, whose memory it shares (see
+/// [`sys::clone_child`]).
 struct Work<'a> {
     step: AtomicU32,
     errno: AtomicI32,
@@ -261,8 +290,8 @@ fn become_program(work: &Work<'_>) -> Result<(), Errno> {
     sys::duplicate_to(work.null, 1)?;
     sys::duplicate_to(work.errors, 2)?;
     sys::duplicate_to(work.socket, SOCKET)?;
-    // Not closed before: until the exec the daemon's lock of its directory is held here too, so that the next daemon finds
-    // an executed process or none.
+    // Not closed before: until the exec the daemon's lock of its directory is held here too, so
+    // that the next daemon finds an executed process or none.
     sys::close_at_execute(4, None)?;
     work.step.store(2, Relaxed);
     sys::change_directory(work.directory)?;
@@ -311,17 +340,20 @@ mod tests {
     async fn has_its_socket_and_nothing_else_of_the_daemon() {
         let directory = tempfile::tempdir().unwrap();
         let launcher = Launcher::new(Some(77)).unwrap();
-        // The shell blocks signals of its own while it starts a program, so its status is read before and by itself.
+        // The shell blocks signals of its own while it starts a program, so its status is read
+        // before and by itself.
         let script = "exec >out; while read -r line; do echo \"$line\"; done </proc/$$/status; \
                       ls -l /proc/$$/fd; cat /proc/$$/limits /proc/$$/environ; exit 3";
         let process = launch(&launcher, directory.path(), "/bin/sh", &arguments(script)).unwrap();
         assert_eq!(process.exited().await.status, 3);
-        let out = String::from_utf8_lossy(&std::fs::read(directory.path().join("out")).unwrap()).into_owned();
+        let out = String::from_utf8_lossy(&std::fs::read(directory.path().join("out")).unwrap())
+            .into_owned();
         let links: Vec<&str> = out.lines().filter_map(|line| line.split(" -> ").nth(1)).collect();
         // The shell itself keeps a copy of what it redirects at 10 or above, if at all.
         assert!(links.iter().filter(|to| to.starts_with("socket:")).count() == 1, "{out}");
         assert!(
-            links.iter().all(|to| ["/dev/null", "socket:"].iter().any(|p| to.starts_with(p)) || to.ends_with("/out")),
+            links.iter().all(|to| ["/dev/null", "socket:"].iter().any(|p| to.starts_with(p))
+                || to.ends_with("/out")),
             "{out}"
         );
         assert!(out.contains("SigBlk:\t0000000000000000") && out.contains("A=b"), "{out}");
@@ -339,7 +371,8 @@ mod tests {
             let path = directory.path().to_owned();
             // As every descriptor of a parent that does not mark its own.
             let inherited = std::fs::File::open("/etc/passwd").unwrap();
-            nix::fcntl::fcntl(&inherited, nix::fcntl::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
+            nix::fcntl::fcntl(&inherited, nix::fcntl::F_SETFD(nix::fcntl::FdFlag::empty()))
+                .unwrap();
             // The filter is the thread's and its children's.
             let launched = std::thread::spawn(move || {
                 seccomp::without_close_at_execute(errno);
@@ -432,7 +465,8 @@ mod tests {
         std::fs::create_dir_all(directory.path().join("other/same")).unwrap();
         std::os::unix::fs::symlink(&real, &link).unwrap();
         let launcher = Launcher::new(None).unwrap();
-        let process = launch(&launcher, &link.join("same"), "/bin/sleep", &["1001".into()]).unwrap();
+        let process =
+            launch(&launcher, &link.join("same"), "/bin/sleep", &["1001".into()]).unwrap();
         let find = |at: &Path| launcher.find(&at.join("same"), &["1001".into()]).unwrap();
         while find(&real).is_none() {
             tokio::task::yield_now().await;
@@ -472,7 +506,8 @@ mod tests {
             }
             Err(step) => {
                 let error = io::Error::from_raw_os_error(errno);
-                let expected = format!("make core scheduling domain {}: {error}", directory.path().display());
+                let expected =
+                    format!("make core scheduling domain {}: {error}", directory.path().display());
                 assert_eq!(step.to_string(), expected);
             }
         }
@@ -482,7 +517,8 @@ mod tests {
     async fn a_program_that_is_not_there_is_named() {
         let directory = tempfile::tempdir().unwrap();
         let launcher = Launcher::new(None).unwrap();
-        let error = launch(&launcher, directory.path(), "/no/such/shim", &[]).unwrap_err().to_string();
+        let error =
+            launch(&launcher, directory.path(), "/no/such/shim", &[]).unwrap_err().to_string();
         assert_eq!(error, "execute /no/such/shim: No such file or directory (os error 2)");
     }
 }

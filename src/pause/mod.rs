@@ -1,7 +1,7 @@
 //! The pause process of a sandbox and the drivers that make it.
 //!
-//! A [`Driver`] turns a checked [`Plan`] into a running [`Pause`]; what it learns of the process comes
-//! back as an [`Exit`]. Drivers know nothing of verbs, states or wire types.
+//! A [`Driver`] turns a checked [`Plan`] into a running [`Pause`]; what it learns of the process
+//! comes back as an [`Exit`]. Drivers know nothing of verbs, states or wire types.
 
 use std::fmt;
 use std::future::Future;
@@ -35,7 +35,8 @@ mod watch;
 
 pub use watch::Watched;
 
-/// A descriptor of our own for one that the service manager passed. The passed one stays open as long as the process.
+/// A descriptor of our own for one that the service manager passed. The passed one stays open as
+/// long as the process.
 ///
 /// # Errors
 /// It is not open.
@@ -43,15 +44,15 @@ pub fn inherited(descriptor: std::os::fd::RawFd) -> std::io::Result<std::os::fd:
     sys::inherited(descriptor).map_err(Into::into)
 }
 
-/// Lets all threads allocate from few heaps: what threads that come and go leave free in heaps of their own is of use to nobody. For the
-/// daemon's beginning, before there are other threads.
+/// Lets all threads allocate from few heaps: what threads that come and go leave free in heaps of
+/// their own is of use to nobody. For the daemon's beginning, before there are other threads.
 pub fn share_heaps() {
     const HEAPS: std::ffi::c_int = 2;
     sys::limit_arenas(HEAPS);
 }
 
-/// Takes back the signals that the daemon was started with blocked, and SIGCHLD if it was ignored. For the daemon's beginning, before there
-/// are other threads.
+/// Takes back the signals that the daemon was started with blocked, and SIGCHLD if it was ignored.
+/// For the daemon's beginning, before there are other threads.
 ///
 /// # Errors
 /// The system's.
@@ -92,7 +93,8 @@ pub struct UserNamespace {
     pub gid: IdMapping,
 }
 
-/// All that a driver must know to make one pause process. Made from the CRI config and checked at Create.
+/// All that a driver must know to make one pause process. Made from the CRI config and checked at
+/// Create.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
     /// The sandbox id; a valid containerd identifier, so safe as one path component.
@@ -105,18 +107,21 @@ pub struct Plan {
     pub ipc: Namespace,
     /// UTS namespace; the node's with host network.
     pub uts: Namespace,
-    /// Set in a private UTS namespace; at most 64 bytes (sethostname(2)). Empty: left as the node's.
+    /// Set in a private UTS namespace; at most 64 bytes (sethostname(2)). Empty: left as the
+    /// node's.
     pub hostname: String,
-    /// `None`: the node's user namespace. With `netns`, the namespace that owns it is joined; without, a new one is made.
+    /// `None`: the node's user namespace. With `netns`, the namespace that owns it is joined;
+    /// without, a new one is made.
     pub userns: Option<UserNamespace>,
     /// Namespaced sysctls as dotted name and value, in order; set before the program runs.
     pub sysctls: Vec<(String, String)>,
-    /// Where the pause's cgroup is: in a path of the cgroup file system, or in the systemd slice of this bare name (`….slice`
-    /// without a slash). Empty: the daemon's own cgroup is kept.
+    /// Where the pause's cgroup is: in a path of the cgroup file system, or in the systemd slice of
+    /// this bare name (`….slice` without a slash). Empty: the daemon's own cgroup is kept.
     pub cgroup_parent: String,
     /// For `/proc/PID/oom_score_adj`; already raised to the daemon's own value when restricted.
     pub oom_score_adj: i32,
-    /// SELinux label of the process; empty where it has none of its own: SELinux is off, or the pod is privileged.
+    /// SELinux label of the process; empty where it has none of its own: SELinux is off, or the pod
+    /// is privileged.
     pub selinux_label: String,
 }
 
@@ -127,7 +132,8 @@ impl Plan {
     }
 }
 
-/// What a driver must know of a plan to look for its pause and to clean up after it: all of it that is kept while the pause lives.
+/// What a driver must know of a plan to look for its pause and to clean up after it: all of it that
+/// is kept while the pause lives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Site {
     /// The sandbox id.
@@ -187,7 +193,8 @@ pub enum Adoption {
     Unknown(Step),
 }
 
-/// Makes, adopts and cleans up pause processes. Its methods block and are called off the runtime's workers.
+/// Makes, adopts and cleans up pause processes. Its methods block and are called off the runtime's
+/// workers.
 pub trait Driver: Send + Sync + fmt::Debug {
     /// The driver's name in config, record and metrics.
     fn name(&self) -> &'static str;
@@ -201,14 +208,16 @@ pub trait Driver: Send + Sync + fmt::Debug {
     /// Finds a recorded process again after a restart of the daemon.
     fn adopt(&self, site: &Site, identity: &Identity) -> Adoption;
 
-    /// Removes what outlives the process: its cgroup and whatever the driver keeps for it. Gone already is success.
+    /// Removes what outlives the process: its cgroup and whatever the driver keeps for it. Gone
+    /// already is success.
     ///
     /// # Errors
     /// Every step that failed; the others were done all the same.
     fn cleanup(&self, site: &Site) -> Result<(), Vec<Step>>;
 
-    /// Ends the pauses that an earlier daemon of the same state directory has made and whose sandboxes are not `recorded` as
-    /// started, and removes their cgroups. For recovery, before anything is started.
+    /// Ends the pauses that an earlier daemon of the same state directory has made and whose
+    /// sandboxes are not `recorded` as started, and removes their cgroups. For recovery, before
+    /// anything is started.
     ///
     /// # Errors
     /// Every step that failed; the others were done all the same.

@@ -60,10 +60,12 @@ impl From<Step> for Failed {
 }
 
 impl Native {
-    /// Prepares the program, the empty root and the cgroup file systems. To be called early in the daemon's life: the
-    /// descriptors that are opened here should have low numbers, as every child copies the table up to them.
+    /// Prepares the program, the empty root and the cgroup file systems. To be called early in the
+    /// daemon's life: the descriptors that are opened here should have low numbers, as every child
+    /// copies the table up to them.
     ///
-    /// Makes the process undumpable: its children share its memory for an instant, and none of them may be traced.
+    /// Makes the process undumpable: its children share its memory for an instant, and none of them
+    /// may be traced.
     ///
     /// # Errors
     /// The failed step; the node lacks something that the driver needs.
@@ -77,19 +79,25 @@ impl Native {
         let last = std::fs::read_to_string(LAST_CAPABILITY).step_at("read", LAST_CAPABILITY)?;
         let invalid = |e| io::Error::new(io::ErrorKind::InvalidData, e);
         Ok(Self {
-            proc: sys::open(None, c"/proc", libc::O_PATH | libc::O_DIRECTORY, 0).step_at("open", "/proc")?,
+            proc: sys::open(None, c"/proc", libc::O_PATH | libc::O_DIRECTORY, 0)
+                .step_at("open", "/proc")?,
             image,
             root: emptyroot::make()?,
             deadline: Deadline::new(cgroups.freezer()),
             cgroups,
             boot_id: identity::boot_id()?,
-            last_capability: last.trim().parse().map_err(invalid).step_at("read", LAST_CAPABILITY)?,
+            last_capability: last
+                .trim()
+                .parse()
+                .map_err(invalid)
+                .step_at("read", LAST_CAPABILITY)?,
             common: Common::new()?,
             mark: None,
         })
     }
 
-    /// The same, with pauses that are known to be of this state directory, so that one without a record is found.
+    /// The same, with pauses that are known to be of this state directory, so that one without a
+    /// record is found.
     pub fn of(mut self, state_dir: &Path) -> Self {
         match Mark::set(self.image.as_fd(), state_dir) {
             Ok(mark) => self.mark = Some(mark),
@@ -98,13 +106,15 @@ impl Native {
         self
     }
 
-    /// Gives the pause program an SELinux label, so that the policy can let a pod's process execute it.
+    /// Gives the pause program an SELinux label, so that the policy can let a pod's process execute
+    /// it.
     ///
     /// # Errors
     /// The label is none of the policy's, or may not be set.
     pub fn label(&self, label: &str) -> Result<(), Step> {
         let text = CString::new(label).step("label the pause program")?;
-        sys::set_attribute(self.image.as_fd(), c"security.selinux", &text).step("label the pause program")
+        sys::set_attribute(self.image.as_fd(), c"security.selinux", &text)
+            .step("label the pause program")
     }
 
     /// Clones the child and looks at how it fared.
@@ -116,14 +126,16 @@ impl Native {
     ) -> Result<(c_int, OwnedFd), Failed> {
         let namespaces = if work.user.is_some() { 0 } else { work.namespaces };
         let how = sys::Clone {
-            // The child unshares the descriptor table when it has closed what it does not need: that is cheaper than a copy.
+            // The child unshares the descriptor table when it has closed what it does not need:
+            // that is cheaper than a copy.
             flags: namespaces | (libc::CLONE_FILES as u64) | sys::CLONE_CLEAR_SIGHAND,
             cgroup: cgroup.and_then(cgroup::Made::v2),
             born: None,
             stack: None,
         };
         work.report.begin();
-        let first = self.deadline.clone_child(how, work, child::first).step("clone the pause process")?;
+        let first =
+            self.deadline.clone_child(how, work, child::first).step("clone the pause process")?;
         let Cloned { pid, pidfd, late } = first;
         let pause = if work.user.is_some() { self.second(pidfd, work) } else { Ok((pid, pidfd)) };
         let (at, name, index) = work.report.step();
@@ -164,7 +176,8 @@ impl Native {
             }
         };
         if end != Some(sys::End::Code(0)) {
-            // The first was killed: the second may still be running on the stack that is about to be freed.
+            // The first was killed: the second may still be running on the stack that is about to
+            // be freed.
             self.end(pid, &pidfd).map_err(|e| io::Error::new(e.io().kind(), e.to_string()))?;
             return Err(io::ErrorKind::Interrupted.into());
         }
@@ -191,9 +204,10 @@ impl Native {
         match at {
             At::JoinNetwork | At::JoinUser => plan.netns.clone(),
             At::JoinCgroup => Some(self.cgroups.path(index, &work.tasks)),
-            At::Sysctl => {
-                work.sysctls.get(index).map(|(path, _)| Path::new("/proc").join(path.to_string_lossy().as_ref()))
-            }
+            At::Sysctl => work
+                .sysctls
+                .get(index)
+                .map(|(path, _)| Path::new("/proc").join(path.to_string_lossy().as_ref())),
             At::OomScore => Some("/proc/self/oom_score_adj".into()),
             At::Label => Some("/proc/self/attr/exec".into()),
             At::Hostname => Some(plan.hostname.clone().into()),
@@ -218,7 +232,8 @@ impl Driver for Native {
         });
         let user = user.transpose()?;
         let leaf = placement.path();
-        let needed = [&self.proc, &self.image, &self.root].into_iter().chain(&user).map(AsFd::as_fd);
+        let needed =
+            [&self.proc, &self.image, &self.root].into_iter().chain(&user).map(AsFd::as_fd);
         let highest = needed.chain(self.cgroups.roots()).map(child::descriptor).max().unwrap_or(0);
         let ids = plan.userns.map(|user| (user.uid, user.gid));
         let work = Work {
@@ -250,14 +265,17 @@ impl Driver for Native {
             let made = self.cgroups.make(&placement)?;
             match self.spawn(&work, plan, made.as_ref()) {
                 Ok(spawned) => break (made, spawned),
-                Err(Failed { left_out: Some(e), .. }) if tries > 1 && self.cgroups.tidied_up(&placement, e) => {
+                Err(Failed { left_out: Some(e), .. })
+                    if tries > 1 && self.cgroups.tidied_up(&placement, e) =>
+                {
                     tries -= 1;
                 }
                 Err(e) => return Err(e.step),
             }
         };
         let settled = self.cgroups.settle(&placement, pid.unsigned_abs());
-        let identity = match settled.and_then(|()| identity::of(pid.unsigned_abs(), &self.boot_id)) {
+        let identity = match settled.and_then(|()| identity::of(pid.unsigned_abs(), &self.boot_id))
+        {
             Ok(identity) => identity,
             Err(e) => {
                 self.end(pid, &pidfd)?;
@@ -293,7 +311,10 @@ impl Driver for Native {
         let strays: Vec<_> = found.into_iter().filter(|stray| !recorded(&stray.id)).collect();
         if Instant::now() > decided {
             // By now new sandboxes may have what these had.
-            failed.push(Step::new("read the records of pauses that are left", io::ErrorKind::TimedOut.into()));
+            failed.push(Step::new(
+                "read the records of pauses that are left",
+                io::ErrorKind::TimedOut.into(),
+            ));
             return Err(failed);
         }
         let cgroups: Vec<CString> = strays.iter().flat_map(strays::Marked::cgroups).collect();
@@ -321,31 +342,43 @@ pub fn is_network_namespace(path: &Path) -> io::Result<bool> {
         return Ok(false);
     }
     let namespace = sys::open(None, &look, libc::O_RDONLY | libc::O_NONBLOCK, 0)?;
-    Ok(sys::file_system(namespace.as_fd())? == NSFS && sys::namespace_kind(namespace.as_fd())? == libc::CLONE_NEWNET)
+    Ok(sys::file_system(namespace.as_fd())? == NSFS
+        && sys::namespace_kind(namespace.as_fd())? == libc::CLONE_NEWNET)
 }
 
-/// Opens the pod's network namespace; that it is one is found by setns(2). Does not wait should it be a fifo.
+/// Opens the pod's network namespace; that it is one is found by setns(2). Does not wait should it
+/// be a fifo.
 fn open_network_namespace(path: &Path) -> Result<OwnedFd, Step> {
     let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path);
     file.map(Into::into).step_at("open network namespace", path)
 }
 
-/// Gives the user namespace that owns a network namespace a path: binds it to a file at `pin`, which is made.
+/// Gives the user namespace that owns a network namespace a path: binds it to a file at `pin`,
+/// which is made.
 ///
 /// # Errors
 /// The failed step.
 pub fn pin_owner(netns: &Path, pin: &Path) -> Result<(), Step> {
     let network = open_network_namespace(netns)?;
-    let owner = sys::namespace_owner(network.as_fd()).step_at("find the user namespace of", netns)?;
+    let owner =
+        sys::namespace_owner(network.as_fd()).step_at("find the user namespace of", netns)?;
     File::create(pin).step_at("make file", pin)?;
     let opened = format!("/proc/self/fd/{}", owner.as_raw_fd());
-    mount(Some(opened.as_str()), pin, None::<&str>, MsFlags::MS_BIND, None::<&str>).step_at("pin user namespace", pin)
+    mount(Some(opened.as_str()), pin, None::<&str>, MsFlags::MS_BIND, None::<&str>)
+        .step_at("pin user namespace", pin)
 }
 
 /// `CLONE_NEW…` of the namespaces that the pod has for itself.
 fn namespaces(plan: &Plan) -> u64 {
-    let kinds = [(plan.pid, libc::CLONE_NEWPID), (plan.ipc, libc::CLONE_NEWIPC), (plan.uts, libc::CLONE_NEWUTS)];
-    kinds.iter().filter(|(kind, _)| *kind == Namespace::Private).fold(0, |flags, (_, flag)| flags | *flag as u64)
+    let kinds = [
+        (plan.pid, libc::CLONE_NEWPID),
+        (plan.ipc, libc::CLONE_NEWIPC),
+        (plan.uts, libc::CLONE_NEWUTS),
+    ];
+    kinds
+        .iter()
+        .filter(|(kind, _)| *kind == Namespace::Private)
+        .fold(0, |flags, (_, flag)| flags | *flag as u64)
 }
 
 /// The pause's id as its user namespace numbers it: the usual one, or the last that is mapped.
@@ -358,7 +391,8 @@ fn sysctls(plan: &Plan) -> Result<Vec<(CString, &[u8])>, Step> {
     let mut sysctls = Vec::with_capacity(plan.sysctls.len());
     for (name, value) in &plan.sysctls {
         let path = child::sysctl_path(name);
-        sysctls.push((CString::new(path.as_bytes()).step_at("write sysctl", path)?, value.as_bytes()));
+        sysctls
+            .push((CString::new(path.as_bytes()).step_at("write sysctl", path)?, value.as_bytes()));
     }
     Ok(sysctls)
 }

@@ -19,7 +19,8 @@ use super::{Adoption, BoxFuture, Exit, Identity, Pause, UNKNOWN_EXIT};
 use crate::error::{IoContext, Step};
 use crate::text::Text;
 
-/// How often an end is looked for when the runtime cannot watch the process (out of descriptors or memory).
+/// How often an end is looked for when the runtime cannot watch the process (out of descriptors or
+/// memory).
 const POLL: Duration = Duration::from_millis(500);
 
 /// Between two looks for orphans to reap: at first, and at last.
@@ -66,7 +67,9 @@ impl Process {
     fn watch(&self) -> std::io::Result<()> {
         let mut watched = lock(&self.watched);
         if watched.is_none() {
-            *watched = Some(self.common.watch.readable(self.pidfd.clone(), Arc::clone(&self.ended).into())?);
+            *watched = Some(
+                self.common.watch.readable(self.pidfd.clone(), Arc::clone(&self.ended).into())?,
+            );
         }
         Ok(())
     }
@@ -129,22 +132,29 @@ pub(super) fn adopt(identity: &Identity, boot_id: &Text, common: &Arc<Common>) -
         return dead;
     }
     let pid = c_int::try_from(identity.pid).unwrap_or(0);
-    // Everything is read after the pidfd is open: if it agrees then, the pidfd is the recorded process's.
+    // Everything is read after the pidfd is open: if it agrees then, the pidfd is the recorded
+    // process's.
     let pidfd = match sys::pidfd_open(pid) {
         Ok(pidfd) => pidfd,
         // Nobody, or by now the number of a thread, or no number that a process can have.
         Err(Errno(libc::ESRCH | libc::EINVAL | libc::ENOENT)) => return dead,
-        Err(e) => return Adoption::Unknown(Step::new("open a pidfd of the recorded process", e.into())),
+        Err(e) => {
+            return Adoption::Unknown(Step::new("open a pidfd of the recorded process", e.into()));
+        }
     };
     match identity::matches(identity) {
         Ok(true) => {
-            let process =
-                Process::new(pidfd, Identity { boot_id: boot_id.clone(), ..identity.clone() }, Arc::clone(common));
+            let process = Process::new(
+                pidfd,
+                Identity { boot_id: boot_id.clone(), ..identity.clone() },
+                Arc::clone(common),
+            );
             process.collect().map_or_else(|| Adoption::Alive(Box::new(process)), Adoption::Dead)
         }
         Ok(false) => dead,
-        // Ended in between: the pidfd may tell how it ended, but nothing any more whether it was the recorded one.
-        // One that lives is hidden (proc(5) hidepid), and may be the recorded one.
+        // Ended in between: the pidfd may tell how it ended, but nothing any more whether it was
+        // the recorded one. One that lives is hidden (proc(5) hidepid), and may be the recorded
+        // one.
         Err(e) if identity::gone(e.io()) && sys::ended(pidfd.as_fd()) => dead,
         Err(e) => Adoption::Unknown(e),
     }
@@ -162,7 +172,8 @@ fn end(pidfd: std::os::fd::BorrowedFd<'_>, identity: &Identity) -> Option<u32> {
         return None;
     }
     // The pidfd tells after the reap, /proc before; the reap may come between the two questions.
-    let end = sys::pidfd_exit(pidfd).or_else(|| zombie(identity)).or_else(|| sys::pidfd_exit(pidfd));
+    let end =
+        sys::pidfd_exit(pidfd).or_else(|| zombie(identity)).or_else(|| sys::pidfd_exit(pidfd));
     Some(end.map_or(UNKNOWN_EXIT, status))
 }
 
@@ -186,7 +197,8 @@ pub(super) struct Common {
     orphans: Mutex<Orphans>,
 }
 
-/// Children that no task waits for any more: reaped when the driver is next used, so that none stays a zombie.
+/// Children that no task waits for any more: reaped when the driver is next used, so that none
+/// stays a zombie.
 #[derive(Debug, Default)]
 struct Orphans {
     /// By their pids, which no other process gets before they are reaped.
@@ -222,10 +234,13 @@ impl Common {
         if !killed || orphans.reaped {
             return;
         }
-        // It ends at once, but not yet, or never, if the kernel keeps it: wait for all of them where that holds up nothing else.
+        // It ends at once, but not yet, or never, if the kernel keeps it: wait for all of them
+        // where that holds up nothing else.
         let common = Arc::clone(self);
-        let reaper =
-            thread::Builder::new().name("reaper".to_owned()).stack_size(64 * 1024).spawn(move || common.reap());
+        let reaper = thread::Builder::new()
+            .name("reaper".to_owned())
+            .stack_size(64 * 1024)
+            .spawn(move || common.reap());
         match reaper {
             Ok(_) => orphans.reaped = true,
             Err(e) => log::warn!("start a thread to reap a pause: {e}; it is reaped later"),
@@ -255,7 +270,8 @@ impl Common {
 
 impl Orphans {
     fn sweep(&mut self) {
-        self.children.retain(|_, orphan| matches!(sys::reap(orphan.pidfd.as_fd(), false), Ok(None)));
+        self.children
+            .retain(|_, orphan| matches!(sys::reap(orphan.pidfd.as_fd(), false), Ok(None)));
     }
 }
 
@@ -280,7 +296,10 @@ mod tests {
     fn of_anothers_child_nothing_is_kept() {
         let common = Common::new().unwrap();
         // Its parent ends, so it is no child of this process.
-        let out = Command::new("sh").args(["-c", "sleep 1000 >/dev/null 2>&1 & echo $!"]).output().unwrap();
+        let out = Command::new("sh")
+            .args(["-c", "sleep 1000 >/dev/null 2>&1 & echo $!"])
+            .output()
+            .unwrap();
         let pid: u32 = String::from_utf8(out.stdout).unwrap().trim().parse().unwrap();
         let held = process(pid, &common);
         drop(process(pid, &common));
@@ -313,6 +332,9 @@ mod tests {
             thread::sleep(Duration::from_millis(1));
         }
         assert!(lock(&common.orphans).children.is_empty());
-        assert_eq!(sys::pidfd_open(c_int::try_from(child.id()).unwrap()).unwrap_err(), Errno(libc::ESRCH));
+        assert_eq!(
+            sys::pidfd_open(c_int::try_from(child.id()).unwrap()).unwrap_err(),
+            Errno(libc::ESRCH)
+        );
     }
 }

@@ -1,7 +1,8 @@
 //! The system calls that a pause may make.
 //!
-//! The filter is installed by the child just before it executes the program, so that a pause is never without it and a
-//! failure is Start's. It therefore allows execveat(2) too, by descriptor only: a pause has none and can open none.
+//! The filter is installed by the child just before it executes the program, so that a pause is
+//! never without it and a failure is Start's. It therefore allows execveat(2) too, by descriptor
+//! only: a pause has none and can open none.
 
 use libc::sock_filter;
 
@@ -10,7 +11,8 @@ const ARCHITECTURE: u32 = 0xc000_003e; // AUDIT_ARCH_X86_64
 #[cfg(target_arch = "aarch64")]
 const ARCHITECTURE: u32 = 0xc000_00b7; // AUDIT_ARCH_AARCH64
 
-/// Allowed with any arguments: what the program calls, and restart_syscall(2), which the kernel makes it call after a stop.
+/// Allowed with any arguments: what the program calls, and restart_syscall(2), which the kernel
+/// makes it call after a stop.
 const ALLOWED: [i64; 6] = [
     libc::SYS_rt_sigtimedwait,
     libc::SYS_wait4,
@@ -20,7 +22,8 @@ const ALLOWED: [i64; 6] = [
     libc::SYS_restart_syscall,
 ];
 
-/// Where the parts of the filter begin: the refusal behind the list, then what looks at arguments, then the two answers.
+/// Where the parts of the filter begin: the refusal behind the list, then what looks at arguments,
+/// then the two answers.
 const REFUSED: usize = 6 + ALLOWED.len();
 const EXECVEAT: usize = REFUSED + 1;
 const PRCTL: usize = EXECVEAT + 2;
@@ -42,10 +45,16 @@ const ARGUMENT_0: u32 = 16;
 const ARGUMENT_4: u32 = 16 + 4 * 8;
 
 const fn load(offset: u32) -> sock_filter {
-    sock_filter { code: (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16, jt: 0, jf: 0, k: offset }
+    sock_filter {
+        code: (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16,
+        jt: 0,
+        jf: 0,
+        k: offset,
+    }
 }
 
-/// Jumps from instruction `here` to `yes` if the loaded word equals `k`, else to `no`; forwards only.
+/// Jumps from instruction `here` to `yes` if the loaded word equals `k`, else to `no`; forwards
+/// only.
 const fn equal(here: usize, k: u32, yes: usize, no: usize) -> sock_filter {
     let code = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
     sock_filter { code, jt: (yes - here - 1) as u8, jf: (no - here - 1) as u8, k }
@@ -70,7 +79,8 @@ const fn filter() -> [sock_filter; LENGTH] {
         i += 1;
     }
     program[EXECVEAT] = load(ARGUMENT_4);
-    program[EXECVEAT + 1] = equal(EXECVEAT + 1, libc::AT_EMPTY_PATH as u32, GRANTED, ARGUMENT_REFUSED);
+    program[EXECVEAT + 1] =
+        equal(EXECVEAT + 1, libc::AT_EMPTY_PATH as u32, GRANTED, ARGUMENT_REFUSED);
     program[PRCTL] = load(ARGUMENT_0);
     program[PRCTL + 1] = equal(PRCTL + 1, libc::PR_SET_NAME as u32, GRANTED, PRCTL + 2);
     program[PRCTL + 2] = equal(PRCTL + 2, libc::PR_SET_DUMPABLE as u32, GRANTED, ARGUMENT_REFUSED);
@@ -78,7 +88,8 @@ const fn filter() -> [sock_filter; LENGTH] {
     program
 }
 
-/// Has this thread and its children answered `errno` where they ask for descriptors to be closed at the exec, as by Linux before 5.11.
+/// Has this thread and its children answered `errno` where they ask for descriptors to be closed at
+/// the exec, as by Linux before 5.11.
 #[cfg(test)]
 pub(super) fn without_close_at_execute(errno: i32) {
     const ARGUMENT_2: u32 = ARGUMENT_0 + 2 * 8;

@@ -1,11 +1,12 @@
 //! Pauses that no record names: a daemon was killed between their clone and the record's write.
 //!
-//! Any process can choose its name, its command line and its environment. So a pause is known by the program that
-//! it executes: that file has an attribute that only root of the node can set (`trusted.`, xattr(7)), and the attribute names the
-//! state directory by device and inode, which no two daemons of a machine share, whatever root they see it from.
+//! Any process can choose its name, its command line and its environment. So a pause is known by
+//! the program that it executes: that file has an attribute that only root of the node can set
+//! (`trusted.`, xattr(7)), and the attribute names the state directory by device and inode, which
+//! no two daemons of a machine share, whatever root they see it from.
 //!
-//! Nothing is read from the memory of a process before that is certain, and no file system of another user is asked: its server
-//! could let the daemon wait.
+//! Nothing is read from the memory of a process before that is certain, and no file system of
+//! another user is asked: its server could let the daemon wait.
 
 use std::ffi::{CStr, CString};
 use std::fs::{self, File};
@@ -28,7 +29,8 @@ const ATTRIBUTE: &CStr = c"trusted.pause-sandboxer";
 /// How long the search may take.
 const SEARCH: Duration = Duration::from_secs(4);
 
-/// How long it may take to find out which pauses have no record, the search included. What follows is done within recovery's time.
+/// How long it may take to find out which pauses have no record, the search included. What follows
+/// is done within recovery's time.
 pub(super) const DECIDED: Duration = Duration::from_secs(5);
 
 /// How long processes may be in the middle of their execve(2), all together.
@@ -58,31 +60,38 @@ impl Mark {
     /// The failed step: the directory cannot be looked at, or the kernel keeps no such attributes.
     pub(super) fn set(program: BorrowedFd<'_>, state_dir: &Path) -> Result<Self, Step> {
         let about = fs::metadata(state_dir).step_at("look at the state directory", state_dir)?;
-        let value = CString::new(format!("{}:{}", about.dev(), about.ino())).step("mark the pause program")?;
+        let value = CString::new(format!("{}:{}", about.dev(), about.ino()))
+            .step("mark the pause program")?;
         sys::set_attribute(program, ATTRIBUTE, &value).step("mark the pause program")?;
         // Without memfds no process executes one.
-        let memfds = sys::memfd(c"device", false).ok().and_then(|memfd| File::from(memfd).metadata().ok());
+        let memfds =
+            sys::memfd(c"device", false).ok().and_then(|memfd| File::from(memfd).metadata().ok());
         Ok(Self { value: value.into_bytes_with_nul(), memfds: memfds.map(|about| about.dev()) })
     }
 
     /// Whether the process executes a program with this mark.
     fn is_of(&self, pid: u32) -> bool {
         let path = format!("/proc/{pid}/exe");
-        let Some(kept) = fs::read_link(&path).ok().and_then(|name| Kept::of(&name)) else { return false };
+        let Some(kept) = fs::read_link(&path).ok().and_then(|name| Kept::of(&name)) else {
+            return false;
+        };
         let Ok(path) = CString::new(path) else { return false };
         // Any process can choose the name, also on a file system that answers when it likes.
         let known = match kept {
-            Kept::Memfd => sys::device_and_inode(&path).is_ok_and(|(device, _)| Some(device) == self.memfds),
+            Kept::Memfd => {
+                sys::device_and_inode(&path).is_ok_and(|(device, _)| Some(device) == self.memfds)
+            }
             Kept::Tmpfs => is_confined(pid),
         };
         let mut value = [0; 64];
-        let length = if known { sys::attribute(&path, ATTRIBUTE, &mut value).unwrap_or(0) } else { 0 };
+        let length =
+            if known { sys::attribute(&path, ATTRIBUTE, &mut value).unwrap_or(0) } else { 0 };
         value.get(..length) == Some(self.value.as_slice())
     }
 }
 
-/// Whether the process has no more rights than a pause. A container that executes a program of that name has more, unless it gives them up
-/// on purpose.
+/// Whether the process has no more rights than a pause. A container that executes a program of that
+/// name has more, unless it gives them up on purpose.
 fn is_confined(pid: u32) -> bool {
     let Ok(status) = fs::read_to_string(format!("/proc/{pid}/status")) else { return false };
     let has = |key: &str, value: &str| {
@@ -107,7 +116,9 @@ pub(super) fn find(mark: &Mark) -> (Vec<Marked>, Option<Step>) {
     let begun = Instant::now();
     let mark = mark.clone();
     // A thread of its own, to be left behind should a process hold it up.
-    if let Err(e) = thread::Builder::new().name("strays".to_owned()).spawn(move || search(&mark, &tell)) {
+    if let Err(e) =
+        thread::Builder::new().name("strays".to_owned()).spawn(move || search(&mark, &tell))
+    {
         return (Vec::new(), Some(Step::at(STEP, "/proc", e)));
     }
     let mut found = Vec::new();
@@ -117,7 +128,10 @@ pub(super) fn find(mark: &Mark) -> (Vec<Marked>, Option<Step>) {
             Ok(Err(e)) => return (found, Some(Step::at(STEP, "/proc", e))),
             Err(RecvTimeoutError::Disconnected) => return (found, None),
             Err(RecvTimeoutError::Timeout) => {
-                let late = io::Error::new(io::ErrorKind::TimedOut, format!("not done after {} s", SEARCH.as_secs()));
+                let late = io::Error::new(
+                    io::ErrorKind::TimedOut,
+                    format!("not done after {} s", SEARCH.as_secs()),
+                );
                 return (found, Some(Step::at(STEP, "/proc", late)));
             }
         }
@@ -158,7 +172,11 @@ fn id(pid: u32, patience: &mut Duration) -> Option<String> {
     const PAUSE: Duration = Duration::from_millis(1);
     loop {
         let mut line = Vec::new();
-        File::open(format!("/proc/{pid}/cmdline")).ok()?.take(COMMAND_LINE).read_to_end(&mut line).ok()?;
+        File::open(format!("/proc/{pid}/cmdline"))
+            .ok()?
+            .take(COMMAND_LINE)
+            .read_to_end(&mut line)
+            .ok()?;
         // The program is there before its arguments are.
         if line.is_empty() && !patience.is_zero() {
             *patience = patience.saturating_sub(PAUSE);
@@ -175,10 +193,13 @@ impl Marked {
     pub(super) fn cgroups(&self) -> Vec<CString> {
         let text = fs::read_to_string(format!("/proc/{}/cgroup", self.pid)).unwrap_or_default();
         let paths = text.lines().filter_map(|line| line.splitn(3, ':').nth(2)).map(PathBuf::from);
-        let own = paths.filter(|path| path.file_name().is_some_and(|name| name == self.id.as_str()));
+        let own =
+            paths.filter(|path| path.file_name().is_some_and(|name| name == self.id.as_str()));
         let here = own.filter(|path| !path.components().any(|part| part == Component::ParentDir));
         let mut own: Vec<CString> = here
-            .filter_map(|path| CString::new(path.strip_prefix("/").unwrap_or(&path).as_os_str().as_bytes()).ok())
+            .filter_map(|path| {
+                CString::new(path.strip_prefix("/").unwrap_or(&path).as_os_str().as_bytes()).ok()
+            })
             .collect();
         own.sort();
         own.dedup();
@@ -192,7 +213,9 @@ impl Marked {
     pub(super) fn kill(&self) -> Result<(), Step> {
         match sys::pidfd_send_signal(self.pidfd.as_fd(), libc::SIGKILL) {
             Ok(()) | Err(Errno(libc::ESRCH)) => Ok(()),
-            Err(e) => Err(e).step_at("kill a pause that no record names", format!("/proc/{}", self.pid)),
+            Err(e) => {
+                Err(e).step_at("kill a pause that no record names", format!("/proc/{}", self.pid))
+            }
         }
     }
 
@@ -201,8 +224,13 @@ impl Marked {
     /// # Errors
     /// It does not end in time.
     pub(super) fn ended(&self, until: Instant) -> Result<(), Step> {
-        wait(until, || sys::ended(self.pidfd.as_fd()))
-            .map_err(|e| Step::at("wait for the end of a pause that no record names", format!("/proc/{}", self.pid), e))
+        wait(until, || sys::ended(self.pidfd.as_fd())).map_err(|e| {
+            Step::at(
+                "wait for the end of a pause that no record names",
+                format!("/proc/{}", self.pid),
+                e,
+            )
+        })
     }
 }
 

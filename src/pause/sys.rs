@@ -1,7 +1,8 @@
 //! The system calls of the drivers, one function each; all of the daemon's unsafe code.
 //!
-//! They are made directly, not through libc: the same functions serve the daemon and the child of [`clone_child`], which
-//! shares the daemon's memory and must touch neither `errno` nor anything that libc keeps per thread.
+//! They are made directly, not through libc: the same functions serve the daemon and the child of
+//! [`clone_child`], which shares the daemon's memory and must touch neither `errno` nor anything
+//! that libc keeps per thread.
 
 #![allow(unsafe_code)]
 
@@ -28,12 +29,14 @@ mod program;
 
 pub(super) use look::{attribute, device_and_inode};
 pub(super) use memory::limit_arenas;
-pub(super) use mount::{attach_mount, detach_here, enter_directory, make_mounts_private, new_tmpfs, pivot_here};
+pub(super) use mount::{
+    attach_mount, detach_here, enter_directory, make_mounts_private, new_tmpfs, pivot_here,
+};
 #[cfg(test)]
 pub(super) use program::core_cookie;
 pub(super) use program::{
-    Pointers, change_directory, close_at_execute, core_domain, default_signals, duplicate_to, execute_path,
-    lift_process_limit, limit_open_files, limit_open_files_of, own_signals, pointers,
+    Pointers, change_directory, close_at_execute, core_domain, default_signals, duplicate_to,
+    execute_path, lift_process_limit, limit_open_files, limit_open_files_of, own_signals, pointers,
 };
 
 /// A system call's error number (errno(3)).
@@ -52,18 +55,21 @@ pub(super) type Result<T> = std::result::Result<T, Errno>;
 /// Makes a system call; unused arguments are 0.
 ///
 /// # Safety
-/// The arguments must be what the call `number` expects; memory that they point to must be valid for what it does with it.
+/// The arguments must be what the call `number` expects; memory that they point to must be valid
+/// for what it does with it.
 #[inline(always)]
 unsafe fn syscall(number: c_long, a: [usize; 6]) -> Result<usize> {
     let answer: isize;
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: the kernel keeps all registers but rax, rcx and r11 and uses no user stack; the rest is the caller's promise.
+    // SAFETY: the kernel keeps all registers but rax, rcx and r11 and uses no user stack; the rest
+    // is the caller's promise.
     unsafe {
         asm!("syscall", inlateout("rax") number as isize => answer, in("rdi") a[0], in("rsi") a[1], in("rdx") a[2],
             in("r10") a[3], in("r8") a[4], in("r9") a[5], out("rcx") _, out("r11") _, options(nostack));
     }
     #[cfg(target_arch = "aarch64")]
-    // SAFETY: the kernel keeps all registers but x0 and uses no user stack; the rest is the caller's promise.
+    // SAFETY: the kernel keeps all registers but x0 and uses no user stack; the rest is the
+    // caller's promise.
     unsafe {
         asm!("svc #0", in("x8") number, inlateout("x0") a[0] as isize => answer, in("x1") a[1], in("x2") a[2],
             in("x3") a[3], in("x4") a[4], in("x5") a[5], options(nostack));
@@ -82,7 +88,8 @@ fn arg(fd: BorrowedFd<'_>) -> usize {
 
 /// Takes a new descriptor from an answer of the kernel.
 fn owned(answer: usize) -> OwnedFd {
-    // SAFETY: only called on a descriptor that the kernel has just made, which nobody else owns yet.
+    // SAFETY: only called on a descriptor that the kernel has just made, which nobody else owns
+    // yet.
     unsafe { OwnedFd::from_raw_fd(answer as RawFd) }
 }
 
@@ -95,8 +102,8 @@ const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 
 /// Arguments of [`clone_child`].
 pub(super) struct Clone<'a> {
-    /// `CLONE_NEW…`, `CLONE_FILES`, `CLONE_PARENT`, `CLONE_CLEAR_SIGHAND`. `CLONE_VM`, `CLONE_VFORK` and `CLONE_PIDFD` are
-    /// always added.
+    /// `CLONE_NEW…`, `CLONE_FILES`, `CLONE_PARENT`, `CLONE_CLEAR_SIGHAND`. `CLONE_VM`,
+    /// `CLONE_VFORK` and `CLONE_PIDFD` are always added.
     pub(super) flags: u64,
     /// cgroup (v2) that the child is born in; adds `CLONE_INTO_CGROUP`.
     pub(super) cgroup: Option<BorrowedFd<'a>>,
@@ -126,16 +133,18 @@ impl Born {
         self.pid.store(0, Release);
     }
 
-    /// pidfd_send_signal(2) to the child. For a thread that shares the descriptors of the clone's caller, as long as that one has not
-    /// closed the child's.
+    /// pidfd_send_signal(2) to the child. For a thread that shares the descriptors of the clone's
+    /// caller, as long as that one has not closed the child's.
     pub(super) fn signal(&self, signal: c_int) -> Result<()> {
-        // A clone that fails may have written the number of a descriptor that it then did not make; of the pid it has written nothing.
+        // A clone that fails may have written the number of a descriptor that it then did not make;
+        // of the pid it has written nothing.
         if self.pid().is_none() {
             return Err(Errno(libc::ESRCH));
         }
         let pidfd = self.pidfd.load(Acquire) as usize;
         // SAFETY: a null siginfo is allowed.
-        unsafe { syscall(libc::SYS_pidfd_send_signal, [pidfd, signal as usize, 0, 0, 0, 0]) }.map(drop)
+        unsafe { syscall(libc::SYS_pidfd_send_signal, [pidfd, signal as usize, 0, 0, 0, 0]) }
+            .map(drop)
     }
 }
 
@@ -155,23 +164,29 @@ impl Stack {
     }
 }
 
-/// Clones a child that shares the caller's memory, as vfork(2) does, and runs `child(argument)`; answers pid and pidfd. The calling
-/// thread stands still until the child has ended or executed another program, so the child is for all that is kept
-/// per thread the calling thread itself. Costs the same however large the process is.
+/// Clones a child that shares the caller's memory, as vfork(2) does, and runs `child(argument)`;
+/// answers pid and pidfd. The calling thread stands still until the child has ended or executed
+/// another program, so the child is for all that is kept per thread the calling thread itself.
+/// Costs the same however large the process is.
 ///
-/// `argument` must stay where it is until the child has ended or executed, also where the caller, a child itself, is killed meanwhile: with
-/// a [`Stack`] of its own the child goes on then.
+/// `argument` must stay where it is until the child has ended or executed, also where the caller, a
+/// child itself, is killed meanwhile: with a [`Stack`] of its own the child goes on then.
 ///
-/// The child should make system calls only: what it locks stays locked when it ends. Signals are blocked in the child,
-/// and during the call in the caller.
-pub(super) fn clone_child<T>(how: &Clone<'_>, argument: &T, child: extern "C" fn(&T) -> !) -> Result<(c_int, OwnedFd)> {
+/// The child should make system calls only: what it locks stays locked when it ends. Signals are
+/// blocked in the child, and during the call in the caller.
+pub(super) fn clone_child<T>(
+    how: &Clone<'_>,
+    argument: &T,
+    child: extern "C" fn(&T) -> !,
+) -> Result<(c_int, OwnedFd)> {
     let own = Born::default();
     let born = how.born.unwrap_or(&own);
     let mut args: libc::clone_args = zeroed();
     args.flags = how.flags | (libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD) as u64;
     args.pidfd = born.pidfd.as_ptr() as u64;
     // A child of another parent's making takes that one's exit signal.
-    args.exit_signal = if how.flags & libc::CLONE_PARENT as u64 == 0 { libc::SIGCHLD as u64 } else { 0 };
+    args.exit_signal =
+        if how.flags & libc::CLONE_PARENT as u64 == 0 { libc::SIGCHLD as u64 } else { 0 };
     if let Some(cgroup) = how.cgroup {
         args.flags |= CLONE_INTO_CGROUP;
         args.cgroup = cgroup.as_raw_fd() as u64;
@@ -185,10 +200,12 @@ pub(super) fn clone_child<T>(how: &Clone<'_>, argument: &T, child: extern "C" fn
     }
     let blocked = BlockedSignals::new()?;
     let answer: isize;
-    // SAFETY: the child continues on the caller's stack below all that the caller uses (no `nostack`: the compiler keeps
-    // nothing there), or on a stack of its own, and `child` never returns, so the caller's frame is as it was when the
-    // caller goes on. That is only after the child has left this memory (CLONE_VFORK), so `argument` lives long enough, unless the caller
-    // is killed, of which the documentation speaks; a `born` outlives the call as it is borrowed. The kernel keeps all registers that are not named as outputs.
+    // SAFETY: the child continues on the caller's stack below all that the caller uses (no
+    // `nostack`: the compiler keeps nothing there), or on a stack of its own, and `child` never
+    // returns, so the caller's frame is as it was when the caller goes on. That is only after the
+    // child has left this memory (CLONE_VFORK), so `argument` lives long enough, unless the caller
+    // is killed, of which the documentation speaks; a `born` outlives the call as it is borrowed.
+    // The kernel keeps all registers that are not named as outputs.
     #[cfg(target_arch = "x86_64")]
     unsafe {
         asm!(
@@ -287,7 +304,10 @@ pub(super) fn execute(program: BorrowedFd<'_>, arguments: [&CStr; 2]) -> Errno {
     let empty = c"".as_ptr() as usize;
     // SAFETY: strings end in NUL, both lists in null, and all live until the call has copied them.
     match unsafe {
-        syscall(libc::SYS_execveat, [arg(program), empty, argv, environment, libc::AT_EMPTY_PATH as usize, 0])
+        syscall(
+            libc::SYS_execveat,
+            [arg(program), empty, argv, environment, libc::AT_EMPTY_PATH as usize, 0],
+        )
     } {
         Err(errno) => errno,
         Ok(_) => Errno(0),
@@ -309,7 +329,8 @@ pub(super) fn pidfd_open(pid: c_int) -> Result<OwnedFd> {
 /// pidfd_send_signal(2) without further information.
 pub(super) fn pidfd_send_signal(pidfd: BorrowedFd<'_>, signal: c_int) -> Result<()> {
     // SAFETY: a null siginfo is allowed.
-    unsafe { syscall(libc::SYS_pidfd_send_signal, [arg(pidfd), signal as usize, 0, 0, 0, 0]) }.map(drop)
+    unsafe { syscall(libc::SYS_pidfd_send_signal, [arg(pidfd), signal as usize, 0, 0, 0, 0]) }
+        .map(drop)
 }
 
 /// How a process ended.
@@ -343,7 +364,10 @@ pub(super) fn reap(pidfd: BorrowedFd<'_>, block: bool) -> Result<Option<End>> {
         // SAFETY: `info` is a siginfo_t that the kernel may write; a null rusage is allowed.
         let answer = unsafe {
             let info = &raw mut info as usize;
-            syscall(libc::SYS_waitid, [libc::P_PIDFD as usize, arg(pidfd), info, options as usize, 0, 0])
+            syscall(
+                libc::SYS_waitid,
+                [libc::P_PIDFD as usize, arg(pidfd), info, options as usize, 0, 0],
+            )
         };
         match answer {
             Err(Errno(libc::EINTR)) => {}
@@ -351,7 +375,8 @@ pub(super) fn reap(pidfd: BorrowedFd<'_>, block: bool) -> Result<Option<End>> {
             Ok(_) => break,
         }
     }
-    // SAFETY: all fields of the structure are plain numbers and were zero before; waitid fills in those of SIGCHLD.
+    // SAFETY: all fields of the structure are plain numbers and were zero before; waitid fills in
+    // those of SIGCHLD.
     let (pid, status) = unsafe { (info.si_pid(), info.si_status()) };
     if pid == 0 {
         return Ok(None);
@@ -359,12 +384,14 @@ pub(super) fn reap(pidfd: BorrowedFd<'_>, block: bool) -> Result<Option<End>> {
     Ok(Some(if info.si_code == libc::CLD_EXITED { End::Code(status) } else { End::Signal(status) }))
 }
 
-/// Puts a descriptor under the runtime's watch; of a pidfd, readable means ended, of a listening socket, that somebody calls.
+/// Puts a descriptor under the runtime's watch; of a pidfd, readable means ended, of a listening
+/// socket, that somebody calls.
 ///
 /// # Errors
 /// No runtime, or epoll_ctl(2)'s.
 pub(super) fn watch(file: Arc<OwnedFd>) -> io::Result<AsyncFd<Arc<OwnedFd>>> {
-    // SAFETY: the AsyncFd shares the descriptor's ownership, and an OwnedFd behind an Arc can be neither closed nor replaced.
+    // SAFETY: the AsyncFd shares the descriptor's ownership, and an OwnedFd behind an Arc can be
+    // neither closed nor replaced.
     Ok(unsafe { AsyncFd::register_with_interest(file, Interest::READABLE) }?)
 }
 
@@ -373,8 +400,10 @@ pub(super) fn ended(pidfd: BorrowedFd<'_>) -> bool {
     let mut poll = libc::pollfd { fd: pidfd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: one pollfd, a timespec, no signal set.
-    unsafe { syscall(libc::SYS_ppoll, [&raw mut poll as usize, 1, &raw const now as usize, 0, 0, 0]) }
-        .is_ok_and(|ready| ready > 0)
+    unsafe {
+        syscall(libc::SYS_ppoll, [&raw mut poll as usize, 1, &raw const now as usize, 0, 0, 0])
+    }
+    .is_ok_and(|ready| ready > 0)
 }
 
 /// `struct pidfd_info` of Linux 6.13 (`<linux/pidfd.h>`), its first published size.
@@ -390,15 +419,19 @@ struct PidfdInfo {
     exit_code: i32,
 }
 
-/// ioctl(2) PIDFD_GET_INFO: how a process ended that somebody has reaped (Linux 6.15). `None`: not reaped yet, or the kernel
-/// cannot tell.
+/// ioctl(2) PIDFD_GET_INFO: how a process ended that somebody has reaped (Linux 6.15). `None`: not
+/// reaped yet, or the kernel cannot tell.
 pub(super) fn pidfd_exit(pidfd: BorrowedFd<'_>) -> Option<End> {
     const PIDFD_INFO_EXIT: u64 = 1 << 3;
     /// `_IOWR(0xff, 11, struct pidfd_info)`.
     const PIDFD_GET_INFO: usize = (3 << 30) | (size_of::<PidfdInfo>() << 16) | (0xff << 8) | 11;
     let mut info = PidfdInfo { mask: PIDFD_INFO_EXIT, ..PidfdInfo::default() };
-    // SAFETY: the request's number carries the structure's size, which is all that the kernel writes.
-    unsafe { syscall(libc::SYS_ioctl, [arg(pidfd), PIDFD_GET_INFO, &raw mut info as usize, 0, 0, 0]) }.ok()?;
+    // SAFETY: the request's number carries the structure's size, which is all that the kernel
+    // writes.
+    unsafe {
+        syscall(libc::SYS_ioctl, [arg(pidfd), PIDFD_GET_INFO, &raw mut info as usize, 0, 0, 0])
+    }
+    .ok()?;
     (info.mask & PIDFD_INFO_EXIT != 0).then(|| End::from_status(info.exit_code))
 }
 
@@ -416,7 +449,8 @@ pub(super) fn unshare(flags: c_int) -> Result<()> {
     unsafe { syscall(libc::SYS_unshare, [flags as usize, 0, 0, 0, 0, 0]) }.map(drop)
 }
 
-/// ioctl(2) NS_GET_NSTYPE: the `CLONE_NEW…` of a namespace. Only for a file that is known to be a namespace.
+/// ioctl(2) NS_GET_NSTYPE: the `CLONE_NEW…` of a namespace. Only for a file that is known to be a
+/// namespace.
 pub(super) fn namespace_kind(namespace: BorrowedFd<'_>) -> Result<c_int> {
     // SAFETY: no pointers.
     unsafe { syscall(libc::SYS_ioctl, [arg(namespace), libc::NS_GET_NSTYPE as usize, 0, 0, 0, 0]) }
@@ -426,7 +460,8 @@ pub(super) fn namespace_kind(namespace: BorrowedFd<'_>) -> Result<c_int> {
 /// ioctl(2) NS_GET_USERNS: the user namespace that owns a namespace.
 pub(super) fn namespace_owner(namespace: BorrowedFd<'_>) -> Result<OwnedFd> {
     // SAFETY: no pointers.
-    unsafe { syscall(libc::SYS_ioctl, [arg(namespace), libc::NS_GET_USERNS as usize, 0, 0, 0, 0]) }.map(owned)
+    unsafe { syscall(libc::SYS_ioctl, [arg(namespace), libc::NS_GET_USERNS as usize, 0, 0, 0, 0]) }
+        .map(owned)
 }
 
 /// fstatfs(2): the magic number of the file system that a file is on.
@@ -441,7 +476,8 @@ pub(super) fn file_system(file: BorrowedFd<'_>) -> Result<i64> {
 /// sethostname(2).
 pub(super) fn sethostname(name: &[u8]) -> Result<()> {
     // SAFETY: pointer and length are a slice's.
-    unsafe { syscall(libc::SYS_sethostname, [name.as_ptr() as usize, name.len(), 0, 0, 0, 0]) }.map(drop)
+    unsafe { syscall(libc::SYS_sethostname, [name.as_ptr() as usize, name.len(), 0, 0, 0, 0]) }
+        .map(drop)
 }
 
 // ---- privileges ----
@@ -523,7 +559,10 @@ pub(super) fn install_filter(filter: &[libc::sock_filter]) -> Result<()> {
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
     // SAFETY: pointer and length are a slice's; the kernel copies it and writes nothing.
     unsafe {
-        syscall(libc::SYS_seccomp, [libc::SECCOMP_SET_MODE_FILTER as usize, 0, &raw const program as usize, 0, 0, 0])
+        syscall(
+            libc::SYS_seccomp,
+            [libc::SECCOMP_SET_MODE_FILTER as usize, 0, &raw const program as usize, 0, 0, 0],
+        )
     }
     .map(drop)
 }
@@ -531,14 +570,23 @@ pub(super) fn install_filter(filter: &[libc::sock_filter]) -> Result<()> {
 // ---- files ----
 
 /// openat(2), close-on-exec; `mode` is for new files.
-pub(super) fn open(directory: Option<BorrowedFd<'_>>, path: &CStr, flags: c_int, mode: u32) -> Result<OwnedFd> {
+pub(super) fn open(
+    directory: Option<BorrowedFd<'_>>,
+    path: &CStr,
+    flags: c_int,
+    mode: u32,
+) -> Result<OwnedFd> {
     let directory = directory.map_or(libc::AT_FDCWD as usize, arg);
     let flags = (flags | libc::O_CLOEXEC) as usize;
     // SAFETY: the path ends in NUL.
-    unsafe { syscall(libc::SYS_openat, [directory, path.as_ptr() as usize, flags, mode as usize, 0, 0]) }.map(owned)
+    unsafe {
+        syscall(libc::SYS_openat, [directory, path.as_ptr() as usize, flags, mode as usize, 0, 0])
+    }
+    .map(owned)
 }
 
-/// openat(2) and one write(2) of `content` to a file that exists, as the kernel's own files want it.
+/// openat(2) and one write(2) of `content` to a file that exists, as the kernel's own files want
+/// it.
 pub(super) fn write_file(directory: BorrowedFd<'_>, path: &CStr, content: &[u8]) -> Result<()> {
     let file = open(Some(directory), path, libc::O_WRONLY, 0)?;
     // SAFETY: pointer and length are a slice's.
@@ -557,21 +605,26 @@ fn fd(file: &OwnedFd) -> BorrowedFd<'_> {
 
 /// close(2), for a child: what closes a dropped descriptor is libc's.
 pub(super) fn close(file: OwnedFd) {
-    // SAFETY: the descriptor was owned, and is nobody's from here on. It is closed whatever the call answers.
+    // SAFETY: the descriptor was owned, and is nobody's from here on. It is closed whatever the
+    // call answers.
     let _ = unsafe { syscall(libc::SYS_close, [file.into_raw_fd() as usize, 0, 0, 0, 0, 0]) };
 }
 
 /// mkdirat(2).
 pub(super) fn mkdir(directory: BorrowedFd<'_>, path: &CStr, mode: u32) -> Result<()> {
     // SAFETY: the path ends in NUL.
-    unsafe { syscall(libc::SYS_mkdirat, [arg(directory), path.as_ptr() as usize, mode as usize, 0, 0, 0]) }.map(drop)
+    unsafe {
+        syscall(libc::SYS_mkdirat, [arg(directory), path.as_ptr() as usize, mode as usize, 0, 0, 0])
+    }
+    .map(drop)
 }
 
 /// unlinkat(2) of an empty directory.
 pub(super) fn rmdir(directory: BorrowedFd<'_>, path: &CStr) -> Result<()> {
     let flags = libc::AT_REMOVEDIR as usize;
     // SAFETY: the path ends in NUL.
-    unsafe { syscall(libc::SYS_unlinkat, [arg(directory), path.as_ptr() as usize, flags, 0, 0, 0]) }.map(drop)
+    unsafe { syscall(libc::SYS_unlinkat, [arg(directory), path.as_ptr() as usize, flags, 0, 0, 0]) }
+        .map(drop)
 }
 
 /// Gives the thread a descriptor table of its own, without ever copying what is above `highest`.
@@ -582,20 +635,28 @@ pub(super) fn unshare_descriptors(highest: c_uint) -> Result<()> {
 /// close_range(2) by a child; `flags` are `CLOSE_RANGE_…`.
 fn close_range(first: c_uint, last: c_uint, flags: c_uint) -> Result<()> {
     // SAFETY: the table is the child's own, or becomes it: no owner loses a descriptor.
-    unsafe { syscall(libc::SYS_close_range, [first as usize, last as usize, flags as usize, 0, 0, 0]) }.map(drop)
+    unsafe {
+        syscall(libc::SYS_close_range, [first as usize, last as usize, flags as usize, 0, 0, 0])
+    }
+    .map(drop)
 }
 
 /// memfd_create(2), close-on-exec and sealable; `executable` asks for MFD_EXEC (Linux 6.3).
 pub(super) fn memfd(name: &CStr, executable: bool) -> Result<OwnedFd> {
-    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING | if executable { libc::MFD_EXEC } else { 0 };
+    let flags =
+        libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING | if executable { libc::MFD_EXEC } else { 0 };
     // SAFETY: the name ends in NUL.
-    unsafe { syscall(libc::SYS_memfd_create, [name.as_ptr() as usize, flags as usize, 0, 0, 0, 0]) }.map(owned)
+    unsafe { syscall(libc::SYS_memfd_create, [name.as_ptr() as usize, flags as usize, 0, 0, 0, 0]) }
+        .map(owned)
 }
 
 /// fcntl(2) F_ADD_SEALS.
 pub(super) fn seal(file: BorrowedFd<'_>, seals: c_int) -> Result<()> {
     // SAFETY: no pointers.
-    unsafe { syscall(libc::SYS_fcntl, [arg(file), libc::F_ADD_SEALS as usize, seals as usize, 0, 0, 0]) }.map(drop)
+    unsafe {
+        syscall(libc::SYS_fcntl, [arg(file), libc::F_ADD_SEALS as usize, seals as usize, 0, 0, 0])
+    }
+    .map(drop)
 }
 
 /// fsetxattr(2).
@@ -603,7 +664,10 @@ pub(super) fn set_attribute(file: BorrowedFd<'_>, name: &CStr, value: &CStr) -> 
     let bytes = value.to_bytes_with_nul();
     // SAFETY: the name ends in NUL; pointer and length are a slice's.
     unsafe {
-        syscall(libc::SYS_fsetxattr, [arg(file), name.as_ptr() as usize, bytes.as_ptr() as usize, bytes.len(), 0, 0])
+        syscall(
+            libc::SYS_fsetxattr,
+            [arg(file), name.as_ptr() as usize, bytes.as_ptr() as usize, bytes.len(), 0, 0],
+        )
     }
     .map(drop)
 }
@@ -613,7 +677,8 @@ pub(super) fn inherited(descriptor: RawFd) -> Result<OwnedFd> {
     let least = 3;
     let number = usize::try_from(descriptor).map_err(|_| Errno(libc::EBADF))?;
     // SAFETY: no pointers; a number that is no open descriptor is answered by EBADF.
-    unsafe { syscall(libc::SYS_fcntl, [number, libc::F_DUPFD_CLOEXEC as usize, least, 0, 0, 0]) }.map(owned)
+    unsafe { syscall(libc::SYS_fcntl, [number, libc::F_DUPFD_CLOEXEC as usize, least, 0, 0, 0]) }
+        .map(owned)
 }
 
 /// A structure of the kernel's with every byte 0.

@@ -1,7 +1,8 @@
 //! A new user namespace for a pod with host network.
 //!
-//! Its maps must be written from outside, by the node's root. A vfork child is of no use for that while it runs, but
-//! its user namespace can be had from it when it has ended and is not reaped yet.
+//! Its maps must be written from outside, by the node's root. A vfork child is of no use for that
+//! while it runs, but its user namespace can be had from it when it has ended and is not reaped
+//! yet.
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -15,7 +16,8 @@ use crate::error::{IoContext, Step};
 /// # Errors
 /// The failed step.
 pub(super) fn make(user: &UserNamespace) -> Result<OwnedFd, Step> {
-    let how = sys::Clone { flags: libc::CLONE_NEWUSER as u64, cgroup: None, born: None, stack: None };
+    let how =
+        sys::Clone { flags: libc::CLONE_NEWUSER as u64, cgroup: None, born: None, stack: None };
     let (pid, pidfd) = sys::clone_child(&how, &(), end).step("make a user namespace")?;
     let namespace = map(pid, user);
     sys::reap(pidfd.as_fd(), true).step("reap the maker of a user namespace")?;

@@ -1,5 +1,6 @@
-//! Descriptors of all sandboxes under one watch of the runtime's: an epoll instance of our own, which the runtime watches. A descriptor that
-//! the runtime watches itself takes 256 bytes and whoever waits for it hundreds more, and every sandbox has two.
+//! Descriptors of all sandboxes under one watch of the runtime's: an epoll instance of our own,
+//! which the runtime watches. A descriptor that the runtime watches itself takes 256 bytes and
+//! whoever waits for it hundreds more, and every sandbox has two.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -46,11 +47,16 @@ impl Watch {
         Ok(Arc::new(Self { epoll, wakers: Mutex::default() }))
     }
 
-    /// Wakes `waker` if `file` is readable, and each time that it becomes so, until the answer is dropped. To be called on the runtime.
+    /// Wakes `waker` if `file` is readable, and each time that it becomes so, until the answer is
+    /// dropped. To be called on the runtime.
     ///
     /// # Errors
     /// epoll_ctl(2)'s.
-    pub(super) fn readable(self: &Arc<Self>, file: Arc<OwnedFd>, waker: Waker) -> io::Result<Watched> {
+    pub(super) fn readable(
+        self: &Arc<Self>,
+        file: Arc<OwnedFd>,
+        waker: Waker,
+    ) -> io::Result<Watched> {
         let mut wakers = self.wakers();
         if !wakers.attended {
             // Another number for the same instance: it is the runtime's until its task ends.
@@ -61,7 +67,8 @@ impl Watch {
         wakers.given += 1;
         let number = wakers.given;
         // By edge: nobody takes from a descriptor what makes it readable.
-        self.epoll.add(&*file, EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, number))?;
+        self.epoll
+            .add(&*file, EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, number))?;
         wakers.of.insert(number, waker);
         Ok(Watched { watch: Arc::clone(self), file, number })
     }
@@ -216,9 +223,14 @@ mod tests {
         let watch = Watch::new().unwrap();
         let pairs: Vec<_> = (0..2 * AT_ONCE).map(|_| pair()).collect();
         let bell = Arc::new(Bell::default());
-        let waker = |number: usize| if number.is_multiple_of(2) { Arc::new(Fall).into() } else { bell.clone().into() };
-        let _watched: Vec<_> =
-            pairs.iter().enumerate().map(|(n, (_, far))| watch.readable(far.clone(), waker(n)).unwrap()).collect();
+        let waker = |number: usize| {
+            if number.is_multiple_of(2) { Arc::new(Fall).into() } else { bell.clone().into() }
+        };
+        let _watched: Vec<_> = pairs
+            .iter()
+            .enumerate()
+            .map(|(n, (_, far))| watch.readable(far.clone(), waker(n)).unwrap())
+            .collect();
         for (near, _) in &pairs {
             let mut near = near;
             near.write_all(b"1").unwrap();
@@ -234,7 +246,8 @@ mod tests {
         let watch = Watch::new().unwrap();
         let (mut near, far) = pair();
         for _ in 0..2 {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            let runtime =
+                tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async {
                 let bell = Arc::new(Bell::default());
                 let _watched = watch.readable(far.clone(), bell.clone().into()).unwrap();

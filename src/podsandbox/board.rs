@@ -1,5 +1,5 @@
-//! Where an owner publishes and everybody reads: a value, and whoever waits for it to change. Of the runtime's own channel for this there
-//! would be half a kilobyte in every sandbox.
+//! Where an owner publishes and everybody reads: a value, and whoever waits for it to change. Of
+//! the runtime's own channel for this there would be half a kilobyte in every sandbox.
 
 use std::fmt;
 use std::pin::pin;

@@ -1,4 +1,5 @@
-//! A Create request, checked: everything that can be refused is refused here, before anything is made.
+//! A Create request, checked: everything that can be refused is refused here, before anything is
+//! made.
 
 mod security;
 
@@ -14,7 +15,9 @@ use super::selinux::{self, Level, Selinux};
 use super::{CreateRequest, Error, Payload};
 use crate::config::{CgroupDriver, Config, DriverName, ShimOwner};
 use crate::pause::{IdMapping, Namespace, Plan, UserNamespace, cgroup, native};
-use crate::protos::cri::{IDMapping, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption, PodSandboxConfig};
+use crate::protos::cri::{
+    IDMapping, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption, PodSandboxConfig,
+};
 use crate::shim;
 
 /// Type of the CRI config in Create's options.
@@ -57,7 +60,8 @@ pub fn check_id(id: &str) -> Result<(), Error> {
 /// Checks a request and makes the first record of it, with the SELinux level that it holds.
 ///
 /// # Errors
-/// [`Error::Invalid`] names the field of the request; [`Error::Step`] where no SELinux label could be had. Blocks: the netns path is looked at.
+/// [`Error::Invalid`] names the field of the request; [`Error::Step`] where no SELinux label could
+/// be had. Blocks: the netns path is looked at.
 pub fn check(
     request: &CreateRequest,
     config: &Config,
@@ -66,7 +70,8 @@ pub fn check(
 ) -> Result<(Record, Option<Level>), Error> {
     let id = request.id.as_str();
     check_id(id)?;
-    let options = request.options.as_ref().ok_or_else(|| invalid(id, "options", "is missing".to_owned()))?;
+    let options =
+        request.options.as_ref().ok_or_else(|| invalid(id, "options", "is missing".to_owned()))?;
     let pod = decode_config(id, options)?;
     let info = request.sandbox.clone().unwrap_or_default();
     let driver = if is_native(&info.runtime_name, config) { native } else { shim::driver::NAME };
@@ -77,16 +82,11 @@ pub fn check(
     check_labels(id, &pod)?;
     let host_network = mode(id, "network", namespaces.network)? == Namespace::Node;
     let ipc = mode(id, "ipc", namespaces.ipc)?;
-    let (labels, level) = selinux.label(config, security.selinux_options.as_ref()).map_err(|step| Error::Step {
-        id: id.to_owned(),
-        verb: "create",
-        step,
-    })?;
-    let pause_label = selinux::of_pause(&labels.process, &info.runtime_name).map_err(|step| Error::Step {
-        id: id.to_owned(),
-        verb: "create",
-        step,
-    })?;
+    let (labels, level) = selinux
+        .label(config, security.selinux_options.as_ref())
+        .map_err(|step| Error::Step { id: id.to_owned(), verb: "create", step })?;
+    let pause_label = selinux::of_pause(&labels.process, &info.runtime_name)
+        .map_err(|step| Error::Step { id: id.to_owned(), verb: "create", step })?;
     let plan = Plan {
         id: request.id.clone(),
         netns: netns(id, host_network, &request.netns_path)?,
@@ -96,9 +96,15 @@ pub fn check(
         hostname: hostname(id, &pod.hostname, host_network)?,
         userns: userns(id, namespaces)?,
         sysctls: sysctls(id, &pod, config, host_network, ipc, security)?,
-        cgroup_parent: cgroup_parent(id, &pod.linux.cgroup_parent, config.cgroup_driver, systemd_runs())?,
+        cgroup_parent: cgroup_parent(
+            id,
+            &pod.linux.cgroup_parent,
+            config.cgroup_driver,
+            systemd_runs(),
+        )?,
         oom_score_adj: oom_score_adj(config),
-        // As the built-in controller: the containers of a privileged pod have a label, its pause has none of its own.
+        // As the built-in controller: the containers of a privileged pod have a label, its pause
+        // has none of its own.
         selinux_label: if security.privileged { String::new() } else { pause_label },
     };
     let dns = pod.dns_config.as_ref().map(|dns| Dns {
@@ -146,7 +152,11 @@ pub fn decode_config(id: &str, options: &Payload) -> Result<PodSandboxConfig, Er
     // Any's own convention puts a host before the name; containerd does not.
     let name = options.type_url.rsplit('/').next().unwrap_or_default();
     if name != CONFIG_TYPE {
-        return Err(invalid(id, "options", format!("is of type {:?}, not {CONFIG_TYPE}", shorten(&options.type_url))));
+        return Err(invalid(
+            id,
+            "options",
+            format!("is of type {:?}, not {CONFIG_TYPE}", shorten(&options.type_url)),
+        ));
     }
     PodSandboxConfig::parse_from_bytes(&options.value)
         .map_err(|e| invalid(id, "options", format!("is no {CONFIG_TYPE}: {e}")))
@@ -165,11 +175,17 @@ fn shorten(text: &str) -> String {
     }
 }
 
-fn mode(id: &str, kind: &str, mode: protobuf::EnumOrUnknown<NamespaceMode>) -> Result<Namespace, Error> {
+fn mode(
+    id: &str,
+    kind: &str,
+    mode: protobuf::EnumOrUnknown<NamespaceMode>,
+) -> Result<Namespace, Error> {
     match mode.enum_value() {
-        // CONTAINER and TARGET differ from POD for containers only; their sandbox has a namespace of its own in all three, as with the
-        // built-in controller.
-        Ok(NamespaceMode::POD | NamespaceMode::CONTAINER | NamespaceMode::TARGET) => Ok(Namespace::Private),
+        // CONTAINER and TARGET differ from POD for containers only; their sandbox has a namespace
+        // of its own in all three, as with the built-in controller.
+        Ok(NamespaceMode::POD | NamespaceMode::CONTAINER | NamespaceMode::TARGET) => {
+            Ok(Namespace::Private)
+        }
         Ok(NamespaceMode::NODE) => Ok(Namespace::Node),
         _ => Err(invalid(
             id,
@@ -197,13 +213,15 @@ fn netns(id: &str, host_network: bool, path: &str) -> Result<Option<PathBuf>, Er
     }
 }
 
-/// What the built-in controller asks for, or the daemon's own where a lower one may not be asked for
-/// (containerd `WithPodOOMScoreAdj`).
+/// What the built-in controller asks for, or the daemon's own where a lower one may not be asked
+/// for (containerd `WithPodOOMScoreAdj`).
 fn oom_score_adj(config: &Config) -> i32 {
     if !config.restrict_oom_score_adj {
         return OOM_SCORE_ADJ;
     }
-    let own = std::fs::read_to_string("/proc/self/oom_score_adj").ok().and_then(|text| text.trim().parse().ok());
+    let own = std::fs::read_to_string("/proc/self/oom_score_adj")
+        .ok()
+        .and_then(|text| text.trim().parse().ok());
     own.unwrap_or(0).max(OOM_SCORE_ADJ)
 }
 
@@ -217,7 +235,11 @@ fn hostname(id: &str, name: &str, host_network: bool) -> Result<String, Error> {
         ));
     }
     if name.len() > LONGEST_HOSTNAME {
-        return Err(invalid(id, "hostname", format!("has {} bytes, more than {LONGEST_HOSTNAME}", name.len())));
+        return Err(invalid(
+            id,
+            "hostname",
+            format!("has {} bytes, more than {LONGEST_HOSTNAME}", name.len()),
+        ));
     }
     if name.contains('\0') {
         return Err(invalid(id, "hostname", "has a zero byte".to_owned()));
@@ -231,10 +253,18 @@ fn systemd_runs() -> bool {
 }
 
 /// The parent in the form of [`Plan::cgroup_parent`]. `systemd`: it runs.
-fn cgroup_parent(id: &str, parent: &str, driver: CgroupDriver, systemd: bool) -> Result<String, Error> {
+fn cgroup_parent(
+    id: &str,
+    parent: &str,
+    driver: CgroupDriver,
+    systemd: bool,
+) -> Result<String, Error> {
     let field = "linux.cgroup_parent";
     let plain = |c| matches!(c, Component::RootDir | Component::Normal(_));
-    if parent.len() > LONGEST_PATH || parent.contains('\0') || !Path::new(parent).components().all(plain) {
+    if parent.len() > LONGEST_PATH
+        || parent.contains('\0')
+        || !Path::new(parent).components().all(plain)
+    {
         return Err(invalid(id, field, format!("{:?} is no plain path", shorten(parent))));
     }
     let slices = driver == CgroupDriver::Systemd || driver == CgroupDriver::Auto && systemd;
@@ -242,7 +272,10 @@ fn cgroup_parent(id: &str, parent: &str, driver: CgroupDriver, systemd: bool) ->
     let parent = match Some(last).filter(|last| slices && last.ends_with(".slice")) {
         Some(slice) => slice.to_owned(),
         None if driver == CgroupDriver::Systemd && !parent.is_empty() => {
-            let reason = format!("{:?} is no systemd slice, as cgroup_driver \"systemd\" needs it", shorten(parent));
+            let reason = format!(
+                "{:?} is no systemd slice, as cgroup_driver \"systemd\" needs it",
+                shorten(parent)
+            );
             return Err(invalid(id, field, reason));
         }
         // So that it cannot be taken for the bare name of a slice.
@@ -258,15 +291,22 @@ fn userns(id: &str, namespaces: &NamespaceOption) -> Result<Option<UserNamespace
     let Some(options) = namespaces.userns_options.as_ref() else { return Ok(None) };
     let users = options.mode.enum_value() == Ok(NamespaceMode::POD);
     for (kind, of_node) in [("pid", namespaces.pid), ("ipc", namespaces.ipc)] {
-        // The kernel refuses mounts of /proc or mqueue of a namespace that another user namespace owns.
+        // The kernel refuses mounts of /proc or mqueue of a namespace that another user namespace
+        // owns.
         if users && of_node.enum_value() == Ok(NamespaceMode::NODE) {
             let reason = "mode NODE does not go with a user namespace of the pod's own".to_owned();
-            return Err(invalid(id, &format!("linux.security_context.namespace_options.{kind}"), reason));
+            return Err(invalid(
+                id,
+                &format!("linux.security_context.namespace_options.{kind}"),
+                reason,
+            ));
         }
     }
     match options.mode.enum_value() {
         Ok(NamespaceMode::NODE) if options.uids.is_empty() && options.gids.is_empty() => Ok(None),
-        Ok(NamespaceMode::NODE) => Err(invalid(id, field, "mode NODE goes with no mappings".to_owned())),
+        Ok(NamespaceMode::NODE) => {
+            Err(invalid(id, field, "mode NODE goes with no mappings".to_owned()))
+        }
         Ok(NamespaceMode::POD) => Ok(Some(UserNamespace {
             uid: one_mapping(id, &format!("{field}.uids"), &options.uids)?,
             gid: one_mapping(id, &format!("{field}.gids"), &options.gids)?,
@@ -284,7 +324,10 @@ fn one_mapping(id: &str, field: &str, mappings: &[IDMapping]) -> Result<IdMappin
         return Err(invalid(id, field, "is empty or goes beyond the last id".to_owned()));
     }
     if one.container_id != 0 {
-        let reason = format!("begins at id {}: no mapping found for id 0, which containers have", one.container_id);
+        let reason = format!(
+            "begins at id {}: no mapping found for id 0, which containers have",
+            one.container_id
+        );
         return Err(invalid(id, field, reason));
     }
     if one.length == 1 {
@@ -305,14 +348,20 @@ fn sysctls(
         pod.linux.sysctls.iter().map(|(k, v)| (k.replace('/', "."), v.clone())).collect();
     wanted.sort();
     for (name, value) in &wanted {
-        let refuse = |reason: &str| Err(invalid(id, &format!("linux.sysctls[{:?}]", shorten(name)), reason.to_owned()));
+        let refuse = |reason: &str| {
+            Err(invalid(id, &format!("linux.sysctls[{:?}]", shorten(name)), reason.to_owned()))
+        };
         let plain = name.split('.').all(|part| !part.is_empty() && !part.contains(['/', '\0']));
         if !plain || value.contains('\0') {
             return refuse("is no sysctl name, or its value has a zero byte");
         }
         match namespace_of(name) {
-            Some(Sysctl::Network) if host_network => return refuse("the pod uses the node's network"),
-            Some(Sysctl::Ipc) if ipc == Namespace::Node => return refuse("the pod uses the node's IPC"),
+            Some(Sysctl::Network) if host_network => {
+                return refuse("the pod uses the node's network");
+            }
+            Some(Sysctl::Ipc) if ipc == Namespace::Node => {
+                return refuse("the pod uses the node's IPC");
+            }
             Some(Sysctl::Uts) if host_network => {
                 return refuse("the pod uses the node's network and so its UTS namespace");
             }
@@ -369,8 +418,11 @@ fn namespace_of(name: &str) -> Option<Sysctl> {
 
 fn check_dns(id: &str, dns: Option<&Dns>) -> Result<(), Error> {
     let Some(dns) = dns else { return Ok(()) };
-    for (field, values) in [("servers", &dns.servers), ("searches", &dns.searches), ("options", &dns.options)] {
-        // A line break is a line of its own in resolv.conf, as with the built-in controller: the caller may give any line.
+    for (field, values) in
+        [("servers", &dns.servers), ("searches", &dns.searches), ("options", &dns.options)]
+    {
+        // A line break is a line of its own in resolv.conf, as with the built-in controller: the
+        // caller may give any line.
         if values.iter().any(|value| value.contains('\0')) {
             return Err(invalid(id, &format!("dns_config.{field}"), "has a zero byte".to_owned()));
         }
@@ -378,7 +430,8 @@ fn check_dns(id: &str, dns: Option<&Dns>) -> Result<(), Error> {
     Ok(())
 }
 
-/// As containerd takes labels (`pkg/labels`): the built-in controller has them on its pause container, ours answers them to Start.
+/// As containerd takes labels (`pkg/labels`): the built-in controller has them on its pause
+/// container, ours answers them to Start.
 fn check_labels(id: &str, pod: &PodSandboxConfig) -> Result<(), Error> {
     let too_long = pod.labels.iter().find(|(key, value)| key.len() + value.len() > LONGEST_LABEL);
     let Some((key, value)) = too_long else { return Ok(()) };
@@ -420,7 +473,9 @@ mod tests {
 
     #[test]
     fn cgroup_parents_by_driver() {
-        let checked = |parent: &str, driver| cgroup_parent("id", parent, driver, true).map_err(|e| e.to_string());
+        let checked = |parent: &str, driver| {
+            cgroup_parent("id", parent, driver, true).map_err(|e| e.to_string())
+        };
         let kubelet = "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-podX.slice";
         let bare = "kubepods-burstable-podX.slice";
         for driver in [CgroupDriver::Auto, CgroupDriver::Systemd] {
@@ -439,7 +494,10 @@ mod tests {
         }
         for path in ["/kubepods/podX", "kubepods", "/a.slice/b"] {
             assert_eq!(checked(path, CgroupDriver::Auto).unwrap(), path);
-            assert!(checked(path, CgroupDriver::Systemd).unwrap_err().contains("is no systemd slice"), "{path}");
+            assert!(
+                checked(path, CgroupDriver::Systemd).unwrap_err().contains("is no systemd slice"),
+                "{path}"
+            );
         }
     }
 
@@ -449,14 +507,26 @@ mod tests {
         assert_eq!(namespace_of("kernel.shmmax"), Some(Sysctl::Ipc));
         assert_eq!(namespace_of("fs.mqueue.msg_max"), Some(Sysctl::Ipc));
         assert_eq!(namespace_of("kernel.domainname"), Some(Sysctl::Uts));
-        for node in ["vm.swappiness", "kernel.pid_max", "kernel.shmmaxx", "fs.file-max", "kernel.hostname", "netx.a"] {
+        for node in [
+            "vm.swappiness",
+            "kernel.pid_max",
+            "kernel.shmmaxx",
+            "fs.file-max",
+            "kernel.hostname",
+            "netx.a",
+        ] {
             assert_eq!(namespace_of(node), None, "{node}");
         }
     }
 
     #[test]
     fn users_that_no_container_could_have_are_refused() {
-        let mapping = |container_id, length| IDMapping { container_id, host_id: 100_000, length, ..Default::default() };
+        let mapping = |container_id, length| IDMapping {
+            container_id,
+            host_id: 100_000,
+            length,
+            ..Default::default()
+        };
         let checked = |uids: IDMapping, gids: IDMapping, pid: NamespaceMode, ipc: NamespaceMode| {
             let users = crate::protos::cri::UserNamespace {
                 mode: NamespaceMode::POD.into(),
@@ -475,14 +545,23 @@ mod tests {
         let (whole, pod, node) = (|| mapping(0, 65536), NamespaceMode::POD, NamespaceMode::NODE);
         assert_eq!(checked(whole(), whole(), pod, pod), Ok(()));
         for (refused, word) in [
-            (checked(mapping(1, 65536), whole(), pod, pod), "uids: begins at id 1: no mapping found for id 0"),
-            (checked(whole(), mapping(1, 65536), pod, pod), "gids: begins at id 1: no mapping found for id 0"),
+            (
+                checked(mapping(1, 65536), whole(), pod, pod),
+                "uids: begins at id 1: no mapping found for id 0",
+            ),
+            (
+                checked(whole(), mapping(1, 65536), pod, pod),
+                "gids: begins at id 1: no mapping found for id 0",
+            ),
             (checked(mapping(0, 1), whole(), pod, pod), "uids: maps id 0 alone"),
             (checked(whole(), mapping(0, 1), pod, pod), "gids: maps id 0 alone"),
             (checked(whole(), whole(), node, pod), "namespace_options.pid: mode NODE"),
             (checked(whole(), whole(), pod, node), "namespace_options.ipc: mode NODE"),
         ] {
-            assert!(refused.as_ref().is_err_and(|e| e.contains(word)), "{word:?} is not in {refused:?}");
+            assert!(
+                refused.as_ref().is_err_and(|e| e.contains(word)),
+                "{word:?} is not in {refused:?}"
+            );
         }
     }
 
@@ -495,6 +574,9 @@ mod tests {
         };
         assert_eq!(of(4000), Ok(()));
         let error = of(4001).unwrap_err();
-        assert!(error.contains("has 4097 bytes, key and value together, more than 4096"), "{error}");
+        assert!(
+            error.contains("has 4097 bytes, key and value together, more than 4096"),
+            "{error}"
+        );
     }
 }

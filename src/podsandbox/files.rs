@@ -1,8 +1,9 @@
 //! hostname, hosts, resolv.conf and shared memory of a sandbox, where CRI looks for them.
 //!
-//! CRI bind-mounts them into containers and never makes them. When containerd restarts it deletes them,
-//! unmounting the shared memory first, because it knows no pause container of that id. So the tmpfs is
-//! held by a mount of our own, and [`Places::restore`] puts all of it back, the same tmpfs included.
+//! CRI bind-mounts them into containers and never makes them. When containerd restarts it deletes
+//! them, unmounting the shared memory first, because it knows no pause container of that id. So the
+//! tmpfs is held by a mount of our own, and [`Places::restore`] puts all of it back, the same tmpfs
+//! included.
 
 use std::borrow::Cow;
 use std::fs;
@@ -19,7 +20,8 @@ use super::roots::Roots;
 use crate::error::{IoContext as _, Step, gone};
 use crate::text::Text;
 
-/// Size and mode of a pod's /dev/shm, as containerd's built-in controller makes it (`defaultShmSize`).
+/// Size and mode of a pod's /dev/shm, as containerd's built-in controller makes it
+/// (`defaultShmSize`).
 const SHM_OPTIONS: &str = "mode=1777,size=67108864";
 
 /// Mounts stacked on one place beyond this are not ours to loop over.
@@ -28,7 +30,8 @@ const MOST_STACKED: usize = 16;
 /// The files by CRI's names.
 const NAMES: [&str; 3] = ["hostname", "hosts", "resolv.conf"];
 
-/// A file whose last change is that much younger than the file was changed by a container, not by the one who made it.
+/// A file whose last change is that much younger than the file was changed by a container, not by
+/// the one who made it.
 const MADE_WITHIN: Duration = Duration::from_secs(1);
 
 /// What the files of a sandbox say; from the CRI config.
@@ -76,8 +79,8 @@ impl Dns {
     }
 }
 
-/// Where the files of one sandbox are. Those who change them take turns. The paths are made when they are needed: thousands of
-/// sandboxes would keep them for nothing.
+/// Where the files of one sandbox are. Those who change them take turns. The paths are made when
+/// they are needed: thousands of sandboxes would keep them for nothing.
 #[derive(Debug)]
 pub struct Places {
     roots: Arc<Roots>,
@@ -147,7 +150,8 @@ impl Places {
         make_dir(&self.held_shm(), 0o700)
     }
 
-    /// Makes everything, after [`Places::begin`]; the shared memory gets that SELinux label, unless it is empty.
+    /// Makes everything, after [`Places::begin`]; the shared memory gets that SELinux label, unless
+    /// it is empty.
     ///
     /// # Errors
     /// The failed step; call [`Places::remove`] then.
@@ -157,12 +161,17 @@ impl Places {
         self.write_all(files)
     }
 
-    /// Puts back what is gone while the sandbox lives; true when something was. Asks the system only a few questions when all is there, and
-    /// `files` only where one is to be written. `shm`: the pod has shared memory of its own.
+    /// Puts back what is gone while the sandbox lives; true when something was. Asks the system
+    /// only a few questions when all is there, and `files` only where one is to be written. `shm`:
+    /// the pod has shared memory of its own.
     ///
     /// # Errors
     /// Every step that failed; what did not need it is back.
-    pub fn restore(&self, shm: bool, files: impl FnOnce() -> Result<Files, Step>) -> Result<bool, Vec<Step>> {
+    pub fn restore(
+        &self,
+        shm: bool,
+        files: impl FnOnce() -> Result<Files, Step>,
+    ) -> Result<bool, Vec<Step>> {
         let released = self.turn();
         if *released {
             return Ok(false);
@@ -182,10 +191,16 @@ impl Places {
         if errors.is_empty() { Ok(restored) } else { Err(errors) }
     }
 
-    /// Containers have the files mounted and may change them: only one that is missing, or was never written to its end, gets another inode.
-    fn restore_files(&self, files: impl FnOnce() -> Result<Files, Step>, errors: &mut Vec<Step>) -> bool {
+    /// Containers have the files mounted and may change them: only one that is missing, or was
+    /// never written to its end, gets another inode.
+    fn restore_files(
+        &self,
+        files: impl FnOnce() -> Result<Files, Step>,
+        errors: &mut Vec<Step>,
+    ) -> bool {
         let root = self.root();
-        let gone: Vec<&str> = NAMES.into_iter().filter(|name| !is_written(&root.join(name))).collect();
+        let gone: Vec<&str> =
+            NAMES.into_iter().filter(|name| !is_written(&root.join(name))).collect();
         if gone.is_empty() {
             return false;
         }
@@ -219,7 +234,8 @@ impl Places {
     pub fn release_shm(&self) -> Result<(), Vec<Step>> {
         let mut released = self.turn();
         *released = true;
-        let errors: Vec<Step> = [self.shm(), self.held_shm()].iter().filter_map(|p| unmount(p).err()).collect();
+        let errors: Vec<Step> =
+            [self.shm(), self.held_shm()].iter().filter_map(|p| unmount(p).err()).collect();
         if errors.is_empty() { Ok(()) } else { Err(errors) }
     }
 
@@ -234,7 +250,8 @@ impl Places {
         for dir in [self.volatile(), self.root()] {
             errors.extend(gone(fs::remove_dir_all(&dir)).step_at("remove directory", dir).err());
         }
-        // The sign that it was made ahead goes last: what is left would be taken for a start that was cut off.
+        // The sign that it was made ahead goes last: what is left would be taken for a start that
+        // was cut off.
         for dir in [self.held_shm(), self.ahead()] {
             errors.extend(gone(fs::remove_dir(&dir)).step_at("remove directory", dir).err());
         }
@@ -247,9 +264,12 @@ impl Places {
 
     fn make_shm(&self, files: &Files, label: &str) -> Result<(), Step> {
         if !files.shm {
-            return fs::metadata("/dev/shm").map(drop).step_at("find the node's shared memory", "/dev/shm");
+            return fs::metadata("/dev/shm")
+                .map(drop)
+                .step_at("find the node's shared memory", "/dev/shm");
         }
-        let (held, flags) = (self.held_shm(), MsFlags::MS_NOEXEC | MsFlags::MS_NOSUID | MsFlags::MS_NODEV);
+        let (held, flags) =
+            (self.held_shm(), MsFlags::MS_NOEXEC | MsFlags::MS_NOSUID | MsFlags::MS_NODEV);
         mount(Some("shm"), &held, Some("tmpfs"), flags, Some(shm_options(label).as_ref()))
             .step_at("mount shared memory", &held)?;
         self.bind_shm()
@@ -288,26 +308,31 @@ impl Places {
 fn content(files: &Files, name: &str) -> Result<Vec<u8>, Step> {
     match name {
         "hostname" => {
-            let hostname = if files.hostname.is_empty() { node_hostname()? } else { files.hostname.clone() };
+            let hostname =
+                if files.hostname.is_empty() { node_hostname()? } else { files.hostname.clone() };
             Ok(format!("{hostname}\n").into())
         }
         "hosts" => fs::read("/etc/hosts").step_at("read the node's hosts", "/etc/hosts"),
         _ => match &files.dns {
             Some(dns) => Ok(dns.resolv_conf().into()),
-            None => fs::read("/etc/resolv.conf").step_at("read the node's resolv.conf", "/etc/resolv.conf"),
+            None => fs::read("/etc/resolv.conf")
+                .step_at("read the node's resolv.conf", "/etc/resolv.conf"),
         },
     }
 }
 
-/// Whether a file is there and was written to its end. A daemon that wrote in place may have left an empty one, on a full disk or because it was
-/// killed; one that is empty because a container emptied it was changed later than it was made.
+/// Whether a file is there and was written to its end. A daemon that wrote in place may have left
+/// an empty one, on a full disk or because it was killed; one that is empty because a container
+/// emptied it was changed later than it was made.
 fn is_written(path: &Path) -> bool {
     let Ok(file) = fs::metadata(path) else { return false };
-    let changed = || Some(file.modified().ok()?.duration_since(file.created().ok()?).ok()? > MADE_WITHIN);
+    let changed =
+        || Some(file.modified().ok()?.duration_since(file.created().ok()?).ok()? > MADE_WITHIN);
     file.len() > 0 || changed().unwrap_or(false)
 }
 
-/// Writes a file beside its place and moves it there: at its place there is never less than all of it.
+/// Writes a file beside its place and moves it there: at its place there is never less than all of
+/// it.
 fn replace(path: &Path, content: &[u8]) -> Result<(), Step> {
     let temporary = path.with_added_extension("new");
     let written = fs::File::create(&temporary).and_then(|mut file| file.write_all(content));
@@ -320,7 +345,8 @@ fn replace(path: &Path, content: &[u8]) -> Result<(), Step> {
     })
 }
 
-/// `rootcontext`, not `context`: containerd sets the label of what it mounts into each container once more, which the latter would refuse.
+/// `rootcontext`, not `context`: containerd sets the label of what it mounts into each container
+/// once more, which the latter would refuse.
 fn shm_options(label: &str) -> Cow<'static, str> {
     match label {
         "" => SHM_OPTIONS.into(),
@@ -356,7 +382,11 @@ fn unmount(path: &Path) -> Result<(), Step> {
             Err(e) => return Err(Step::at("unmount shared memory", path, e.into())),
         }
     }
-    Err(Step::at("unmount shared memory", path, io::Error::other("something mounts on it again and again")))
+    Err(Step::at(
+        "unmount shared memory",
+        path,
+        io::Error::other("something mounts on it again and again"),
+    ))
 }
 
 #[cfg(test)]
@@ -374,6 +404,9 @@ mod tests {
         let text = "search ns.svc.cluster.local cluster.local\nnameserver 10.0.0.10\nnameserver fd00::10\noptions ndots:5 edns0\n";
         assert_eq!(dns.resolv_conf(), text);
         assert_eq!(Dns::default().resolv_conf(), "");
-        assert_eq!(Dns { options: strings(&["ndots:1"]), ..Dns::default() }.resolv_conf(), "options ndots:1\n");
+        assert_eq!(
+            Dns { options: strings(&["ndots:1"]), ..Dns::default() }.resolv_conf(),
+            "options ndots:1\n"
+        );
     }
 }

@@ -1,4 +1,5 @@
-//! Entry points of the fuzzer in `fuzz/`: the check of a Create, what is reported of a sandbox, and the record on disk.
+//! Entry points of the fuzzer in `fuzz/`: the check of a Create, what is reported of a sandbox, and
+//! the record on disk.
 
 use std::collections::BTreeMap;
 

@@ -1,7 +1,7 @@
 //! Puts the files of a living sandbox back, and keeps trying where that fails.
 //!
-//! A failure is for the log and the metrics: CRI takes any error of Status for a pod whose state it cannot know, and keeps that until
-//! containerd is restarted.
+//! A failure is for the log and the metrics: CRI takes any error of Status for a pod whose state it
+//! cannot know, and keeps that until containerd is restarted.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -21,7 +21,8 @@ pub struct Healing {
 }
 
 impl Sandbox {
-    /// Puts back files that are gone. Blocks. What fails is logged once until a try does not fail, and tried again.
+    /// Puts back files that are gone. Blocks. What fails is logged once until a try does not fail,
+    /// and tried again.
     pub(super) fn heal(self: &Arc<Self>) {
         match self.work.restore() {
             Ok(restored) => {
@@ -72,7 +73,9 @@ impl Sandbox {
             }
         }
         self.healing.retrying.store(false, SeqCst);
-        // A try that failed meanwhile saw this task and began none: this one continues, unless a later try has begun a new one.
-        !(self.phase() == Phase::Ready && self.healing.failing.load(SeqCst)) || self.healing.retrying.swap(true, SeqCst)
+        // A try that failed meanwhile saw this task and began none: this one continues, unless a
+        // later try has begun a new one.
+        !(self.phase() == Phase::Ready && self.healing.failing.load(SeqCst))
+            || self.healing.retrying.swap(true, SeqCst)
     }
 }

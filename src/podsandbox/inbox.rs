@@ -1,12 +1,13 @@
-//! An inbox that holds no memory while it is empty, as it is with nearly every sandbox at nearly every time. The channels of the
-//! runtime make room for 32 messages at once and keep it.
+//! An inbox that holds no memory while it is empty, as it is with nearly every sandbox at nearly
+//! every time. The channels of the runtime make room for 32 messages at once and keep it.
 
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-/// The end that takes messages out. When it is dropped nobody can send any more, and what was not taken is dropped.
+/// The end that takes messages out. When it is dropped nobody can send any more, and what was not
+/// taken is dropped.
 pub struct Inbox<T>(Arc<Shared<T>>);
 
 /// An end that puts messages in.
@@ -23,7 +24,8 @@ struct Queue<T> {
 
 /// An empty inbox.
 pub fn inbox<T>() -> (Sender<T>, Inbox<T>) {
-    let shared = Arc::new(Mutex::new(Queue { messages: VecDeque::new(), taker: None, closed: false }));
+    let shared =
+        Arc::new(Mutex::new(Queue { messages: VecDeque::new(), taker: None, closed: false }));
     (Sender(Arc::clone(&shared)), Inbox(shared))
 }
 

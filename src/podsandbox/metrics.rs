@@ -1,8 +1,8 @@
 //! Metrics of a pod's parent cgroup, in containerd's form.
 //!
-//! CRI asks for them from containerd 2.4 on, every second for every pod. So nothing is looked for: the hierarchies are
-//! taken where every node has them, as containerd itself takes them, and no table of mounts is read, which grows
-//! with the number of pods.
+//! CRI asks for them from containerd 2.4 on, every second for every pod. So nothing is looked for:
+//! the hierarchies are taken where every node has them, as containerd itself takes them, and no
+//! table of mounts is read, which grows with the number of pods.
 
 mod directory;
 pub mod usage;
@@ -25,8 +25,8 @@ const READ: &str = "read metrics of cgroup";
 /// Reads the metrics of a pod whose parent cgroup that is, as a plan names it. Blocks.
 ///
 /// # Errors
-/// The failed step: the pod has no parent cgroup, or it is gone, or one of its files cannot be read. A file that the kernel
-/// does not have is no error.
+/// The failed step: the pod has no parent cgroup, or it is gone, or one of its files cannot be
+/// read. A file that the kernel does not have is no error.
 pub fn read(cgroup_parent: &str) -> Result<Metric, Step> {
     let parent = parent(cgroup_parent)?;
     let root = Path::new(ROOT);
@@ -49,10 +49,15 @@ fn payload(name: &str, message: &impl Message) -> Result<Payload, Step> {
 fn parent(cgroup_parent: &str) -> Result<PathBuf, Step> {
     if cgroup_parent.is_empty() {
         // So answers the built-in controller.
-        return Err(Step::new(READ, io::Error::new(io::ErrorKind::NotFound, "the pod has no cgroup_parent")));
+        return Err(Step::new(
+            READ,
+            io::Error::new(io::ErrorKind::NotFound, "the pod has no cgroup_parent"),
+        ));
     }
     if cgroup::slice::is_slice(cgroup_parent) {
-        let refused = |fault| Step::at(READ, cgroup_parent, io::Error::new(io::ErrorKind::InvalidInput, fault));
+        let refused = |fault| {
+            Step::at(READ, cgroup_parent, io::Error::new(io::ErrorKind::InvalidInput, fault))
+        };
         return cgroup::slice::path(cgroup_parent).map_err(refused);
     }
     // Create has refused everything else; nothing but this leads out of the hierarchy.
@@ -64,12 +69,14 @@ fn missing(root: &Path, parent: &Path) -> Step {
     Step::at(READ, root.join(parent), io::Error::from_raw_os_error(libc::ENOENT))
 }
 
-/// Names of the node's huge page sizes in cgroup files, such as `2MB` (kernel `mm/hugetlb_cgroup.c`).
+/// Names of the node's huge page sizes in cgroup files, such as `2MB` (kernel
+/// `mm/hugetlb_cgroup.c`).
 fn huge_page_sizes() -> Vec<String> {
     let Ok(entries) = std::fs::read_dir("/sys/kernel/mm/hugepages") else { return Vec::new() };
     let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-    let mut sizes: Vec<u64> =
-        names.filter_map(|name| name.strip_prefix("hugepages-")?.strip_suffix("kB")?.parse().ok()).collect();
+    let mut sizes: Vec<u64> = names
+        .filter_map(|name| name.strip_prefix("hugepages-")?.strip_suffix("kB")?.parse().ok())
+        .collect();
     sizes.sort_unstable();
     let name = |kib| match kib {
         kib if kib >= 1 << 20 => format!("{}GB", kib >> 20),

@@ -94,8 +94,8 @@ pub struct Started {
 pub struct StatusReport {
     /// Process id of the pause on the node; 0 when there is none.
     pub pid: u32,
-    /// `SANDBOX_READY` or `SANDBOX_NOTREADY` (CRI `PodSandboxState`); `SANDBOX_UNKNOWN` where recovery could not tell, which CRI takes for not
-    /// ready and may stop.
+    /// `SANDBOX_READY` or `SANDBOX_NOTREADY` (CRI `PodSandboxState`); `SANDBOX_UNKNOWN` where
+    /// recovery could not tell, which CRI takes for not ready and may stop.
     pub state: &'static str,
     /// Verbose information by key; empty unless asked for.
     pub info: BTreeMap<String, String>,
@@ -123,7 +123,8 @@ pub struct Platform {
 impl Platform {
     /// The node's own.
     pub const fn node() -> Self {
-        let (architecture, variant) = if cfg!(target_arch = "aarch64") { ("arm64", "v8") } else { ("amd64", "") };
+        let (architecture, variant) =
+            if cfg!(target_arch = "aarch64") { ("arm64", "v8") } else { ("amd64", "") };
         Self { os: "linux", architecture, variant }
     }
 }

@@ -28,7 +28,8 @@ const LONGEST_REASON: usize = 1024;
 /// Most bytes of a report: an answer of 4 MiB is the largest that ttrpc carries.
 const LARGEST_REPORT: usize = 3 << 20;
 
-/// A line of the list of sandboxes. Callers choose what it is made of: each text in it has a bound, so that a page of lines fits an answer.
+/// A line of the list of sandboxes. Callers choose what it is made of: each text in it has a bound,
+/// so that a page of lines fits an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Overview {
     /// The sandbox id.
@@ -106,12 +107,18 @@ pub(super) fn line(work: &Work, published: Published, usage: Option<Usage>) -> O
     }
 }
 
-/// Process id of the pause; 0 where none lives, for who asks may take it for a process of this pod's.
+/// Process id of the pause; 0 where none lives, for who asks may take it for a process of this
+/// pod's.
 fn living(published: Published) -> u32 {
-    if matches!(published.phase, Phase::Ready | Phase::Unknown) && published.exit.is_none() { published.pid } else { 0 }
+    if matches!(published.phase, Phase::Ready | Phase::Unknown) && published.exit.is_none() {
+        published.pid
+    } else {
+        0
+    }
 }
 
-/// All that is known of a sandbox. `record` and `stage` as they are on disk, or why they cannot be read. Blocks.
+/// All that is known of a sandbox. `record` and `stage` as they are on disk, or why they cannot be
+/// read. Blocks.
 pub(super) fn report(
     work: &Work,
     published: Published,
@@ -123,7 +130,12 @@ pub(super) fn report(
     let pid = living(published);
     let add = [
         ("exit", published.exit.map_or(Value::Null, exit)),
-        ("plan", record.as_ref().map_or(Value::Null, |record| or_error(serde_json::to_value(&record.plan)))),
+        (
+            "plan",
+            record
+                .as_ref()
+                .map_or(Value::Null, |record| or_error(serde_json::to_value(&record.plan))),
+        ),
         ("namespaces", namespaces(pid)),
         ("cgroups", cgroups(pid)),
         ("files", files(work)),
@@ -143,7 +155,10 @@ pub(super) fn report(
             }),
         ),
         ("containerd", record.as_ref().map_or(Value::Null, known_to_containerd)),
-        ("config", record.as_ref().map_or(Value::Null, |record| or_error(status::config_json(record)))),
+        (
+            "config",
+            record.as_ref().map_or(Value::Null, |record| or_error(status::config_json(record))),
+        ),
     ];
     if let Value::Object(all) = &mut all {
         all.extend(fitting(add, LARGEST_REPORT));
@@ -151,7 +166,8 @@ pub(super) fn report(
     all
 }
 
-/// The values with their keys; in place of one that does not fit into what is left of so many bytes, how long it is.
+/// The values with their keys; in place of one that does not fit into what is left of so many
+/// bytes, how long it is.
 fn fitting<const N: usize>(values: [(&str, Value); N], mut left: usize) -> [(String, Value); N] {
     values.map(|(key, value)| {
         let length = value.to_string().len();
@@ -160,14 +176,20 @@ fn fitting<const N: usize>(values: [(&str, Value); N], mut left: usize) -> [(Str
                 left = rest;
                 (key.to_owned(), value)
             }
-            None => (key.to_owned(), json!({ "error": format!("{length} bytes are too many to show") })),
+            None => {
+                (key.to_owned(), json!({ "error": format!("{length} bytes are too many to show") }))
+            }
         }
     })
 }
 
 /// The beginning of a text that is longer than `most` bytes, or all of it.
 fn bounded(text: &str, most: usize) -> String {
-    if text.len() <= most { text.to_owned() } else { format!("{}…", &text[..text.floor_char_boundary(most)]) }
+    if text.len() <= most {
+        text.to_owned()
+    } else {
+        format!("{}…", &text[..text.floor_char_boundary(most)])
+    }
 }
 
 fn or_error<E: std::fmt::Display>(value: Result<Value, E>) -> Value {
@@ -180,8 +202,12 @@ fn exit(exit: Exit) -> Value {
 
 /// Inodes of the pause's namespaces, by name.
 fn namespaces(pid: u32) -> Value {
-    let inode = |name: &&str| fs::metadata(format!("/proc/{pid}/ns/{name}")).map(|meta| meta.ino()).ok();
-    NAMESPACES.iter().filter_map(|name| Some(((*name).to_owned(), Value::from(inode(name)?)))).collect()
+    let inode =
+        |name: &&str| fs::metadata(format!("/proc/{pid}/ns/{name}")).map(|meta| meta.ino()).ok();
+    NAMESPACES
+        .iter()
+        .filter_map(|name| Some(((*name).to_owned(), Value::from(inode(name)?))))
+        .collect()
 }
 
 /// Where the pause is in each hierarchy, as `/proc/PID/cgroup` tells.
@@ -208,13 +234,23 @@ fn known_to_containerd(record: &Record) -> Value {
     })
 }
 
-/// The pod's names in its CRI config; empty where the config cannot be read, which is then told elsewhere.
+/// The pod's names in its CRI config; empty where the config cannot be read, which is then told
+/// elsewhere.
 pub(super) fn pod(record: &Record) -> Pod {
-    let options = Payload { type_url: record.config.type_url.clone(), value: record.config.value.clone().into() };
-    let Ok(config) = super::checked::decode_config(&record.id, &options) else { return Pod::default() };
+    let options = Payload {
+        type_url: record.config.type_url.clone(),
+        value: record.config.value.clone().into(),
+    };
+    let Ok(config) = super::checked::decode_config(&record.id, &options) else {
+        return Pod::default();
+    };
     let metadata = config.metadata.unwrap_or_default();
     let name = |text: &str| bounded(text, LONGEST_NAME).into();
-    Pod { name: name(&metadata.name), namespace: name(&metadata.namespace), uid: name(&metadata.uid) }
+    Pod {
+        name: name(&metadata.name),
+        namespace: name(&metadata.namespace),
+        uid: name(&metadata.uid),
+    }
 }
 
 #[cfg(test)]
@@ -223,8 +259,10 @@ mod tests {
 
     #[test]
     fn a_report_has_what_fits() {
-        let [short, long, last] =
-            fitting([("short", json!("12345678")), ("long", json!("123456789")), ("last", json!(0))], 20);
+        let [short, long, last] = fitting(
+            [("short", json!("12345678")), ("long", json!("123456789")), ("last", json!(0))],
+            20,
+        );
         assert_eq!((short.1, last.1), (json!("12345678"), json!(0)));
         assert_eq!(long.1["error"], "11 bytes are too many to show");
     }

@@ -1,7 +1,7 @@
 //! The one task that owns a sandbox: it feeds the machine and carries out its actions.
 //!
-//! Verbs come from callers and facts from jobs through one inbox; the end of the pause it waits for itself. The
-//! owner never blocks: jobs are tasks of their own, one at a time, and report back.
+//! Verbs come from callers and facts from jobs through one inbox; the end of the pause it waits for
+//! itself. The owner never blocks: jobs are tasks of their own, one at a time, and report back.
 
 use std::future::{Future, poll_fn};
 use std::panic::AssertUnwindSafe;
@@ -128,8 +128,8 @@ pub struct Handle {
 }
 
 impl Owner {
-    /// Starts the owner's task. `abandoned` is when a sandbox that was not started until then is removed;
-    /// `on_gone` frees the id that it is told.
+    /// Starts the owner's task. `abandoned` is when a sandbox that was not started until then is
+    /// removed; `on_gone` frees the id that it is told.
     pub fn spawn(
         work: Arc<Work>,
         entry: Entry,
@@ -185,8 +185,9 @@ impl Owner {
         handle
     }
 
-    /// After a panic of its own, whatever it was in the middle of: calls that wait fail with the fault, and the pause is looked for as
-    /// recovery does. A sandbox whose pause lives must never look gone.
+    /// After a panic of its own, whatever it was in the middle of: calls that wait fail with the
+    /// fault, and the pause is looked for as recovery does. A sandbox whose pause lives must never
+    /// look gone.
     async fn begin_again(&mut self, fault: &Step, faults: u32) {
         log::error!(sandbox = self.id(); "a fault of its owner; its pause is looked for again: {fault}");
         if self.retired {
@@ -199,7 +200,9 @@ impl Owner {
             let _ = job.await;
         }
         let mut asked = std::mem::take(&mut self.replies);
-        while let Some(message) = poll_fn(|cx| Poll::Ready(self.inbox.poll_recv(cx))).map(ready).await {
+        while let Some(message) =
+            poll_fn(|cx| Poll::Ready(self.inbox.poll_recv(cx))).map(ready).await
+        {
             match message {
                 Message::Ask(verb, _, reply) => asked.push((verb, reply)),
                 Message::ShimDied => self.bereaved = true,
@@ -241,11 +244,13 @@ impl Owner {
         }
     }
 
-    /// The next message, or the end of the pause. Nothing is lost when the future is dropped, and there is hardly anything in it, as it is
-    /// what every sandbox waits in.
+    /// The next message, or the end of the pause. Nothing is lost when the future is dropped, and
+    /// there is hardly anything in it, as it is what every sandbox waits in.
     fn next(&mut self) -> impl Future<Output = Message> {
         poll_fn(|cx| {
-            if let Some(Poll::Ready(exit)) = self.ending.as_mut().map(|ending| ending.poll_unpin(cx)) {
+            if let Some(Poll::Ready(exit)) =
+                self.ending.as_mut().map(|ending| ending.poll_unpin(cx))
+            {
                 self.ending = None;
                 return Poll::Ready(Message::Exited(exit));
             }
@@ -255,7 +260,8 @@ impl Owner {
 
     fn take(&mut self, message: Message) {
         if matches!(message, Message::Done(_)) {
-            // The handle of a task that has ended keeps the task's memory, for as long as the pod lives.
+            // The handle of a task that has ended keeps the task's memory, for as long as the pod
+            // lives.
             self.job = None;
         }
         match message {
@@ -265,7 +271,8 @@ impl Owner {
                 self.feed(Event::Asked(verb));
             }
             Message::Exited(exit) => self.exited(exit),
-            // The pause's end is the sandbox's, as with any other; without a pause it has ended already.
+            // The pause's end is the sandbox's, as with any other; without a pause it has ended
+            // already.
             Message::ShimDied => {
                 // It is not known yet whether there is a pause.
                 self.bereaved = self.machine.phase() == Phase::Unknown;
@@ -419,9 +426,15 @@ impl Owner {
                     let failed = |step: Step| Err(StartFailure { left: vec![step.clone()], step });
                     Outcome::Start(guard(work.start()).await.unwrap_or_else(failed))
                 }
-                Job::Adopt => Outcome::Adopt(guard(work.adopt()).await.unwrap_or_else(Adoption::Unknown)),
-                Job::Cleanup => Outcome::Rest(guard(work.cleanup(pid, exit)).await.unwrap_or_else(|s| Err(vec![s]))),
-                Job::Remove => Outcome::Rest(guard(work.remove()).await.unwrap_or_else(|s| Err(vec![s]))),
+                Job::Adopt => {
+                    Outcome::Adopt(guard(work.adopt()).await.unwrap_or_else(Adoption::Unknown))
+                }
+                Job::Cleanup => Outcome::Rest(
+                    guard(work.cleanup(pid, exit)).await.unwrap_or_else(|s| Err(vec![s])),
+                ),
+                Job::Remove => {
+                    Outcome::Rest(guard(work.remove()).await.unwrap_or_else(|s| Err(vec![s])))
+                }
             };
             let _ = to_self.send(Message::Done(outcome));
         }));

@@ -1,14 +1,16 @@
 //! The record of a sandbox on disk: what a later daemon must know to take the sandbox over.
 //!
-//! One directory per sandbox below `<state_dir>/sandboxes`, named by the id, holds `record.json`, what the
-//! sandbox is, and `stage.json`, how far it came: the second is small, because Start and exit write it. Both
-//! are replaced by rename, so a reader sees the old one or the new one. A newer daemon reads every older
-//! version; an older one refuses a newer record and leaves it alone.
+//! One directory per sandbox below `<state_dir>/sandboxes`, named by the id, holds `record.json`,
+//! what the sandbox is, and `stage.json`, how far it came: the second is small, because Start and
+//! exit write it. Both are replaced by rename, so a reader sees the old one or the new one. A newer
+//! daemon reads every older version; an older one refuses a newer record and leaves it alone.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::os::unix::fs::{
+    DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _,
+};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
@@ -27,8 +29,8 @@ use crate::text::Text;
 /// The version that this daemon writes.
 pub const VERSION: u32 = 1;
 
-/// Records above this size are not ours; bytes. CRI's config and what containerd's store holds of it are bounded by the wire's message limit
-/// each, and are longer by a third here.
+/// Records above this size are not ours; bytes. CRI's config and what containerd's store holds of
+/// it are bounded by the wire's message limit each, and are longer by a third here.
 const LARGEST: u64 = 64 << 20;
 
 /// The same of stages.
@@ -130,7 +132,8 @@ impl From<&SandboxInfo> for Info {
 }
 
 impl Info {
-    /// Takes over a field as containerd's own store does (`core/metadata`): `extensions`, `labels`, or a single one of them as `extensions.KEY`.
+    /// Takes over a field as containerd's own store does (`core/metadata`): `extensions`, `labels`,
+    /// or a single one of them as `extensions.KEY`.
     pub fn update(&mut self, given: &SandboxInfo, field: &str) {
         fn put<V>(all: &mut BTreeMap<String, V>, key: &str, value: Option<V>) {
             match value {
@@ -141,7 +144,9 @@ impl Info {
         match field.split_once('.') {
             None if field == "extensions" => self.extensions = Self::from(given).extensions,
             None if field == "labels" => self.labels.clone_from(&given.labels),
-            Some(("extensions", key)) => put(&mut self.extensions, key, given.extensions.get(key).map(Blob::from)),
+            Some(("extensions", key)) => {
+                put(&mut self.extensions, key, given.extensions.get(key).map(Blob::from))
+            }
             Some(("labels", key)) => put(&mut self.labels, key, given.labels.get(key).cloned()),
             _ => {}
         }
@@ -216,7 +221,9 @@ impl Store {
     pub fn create(&self, record: &Record) -> Result<(), Step> {
         match fs::DirBuilder::new().mode(0o700).create(self.dir()) {
             // Left by a daemon that ended between making the directory and writing the record.
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists && !self.dir().join(RECORD).exists() => {}
+            Err(e)
+                if e.kind() == io::ErrorKind::AlreadyExists
+                    && !self.dir().join(RECORD).exists() => {}
             other => other.step_at("make record directory", self.dir())?,
         }
         let written = {
@@ -228,21 +235,24 @@ impl Store {
         })
     }
 
-    /// Takes from all but root the right to read what an older daemon has left readable. Who may only pass the directory, as the root of the
-    /// pod's user namespace must where a shim runs the pause, still may.
+    /// Takes from all but root the right to read what an older daemon has left readable. Who may
+    /// only pass the directory, as the root of the pod's user namespace must where a shim runs the
+    /// pause, still may.
     ///
     /// # Errors
     /// The failed step.
     pub fn keep_private(&self) -> Result<(), Step> {
         const STEP: &str = "make the record private";
         let dir = self.dir();
-        let files = [dir.join(RECORD), dir.join(STAGE), self.temporary(RECORD), self.temporary(STAGE)];
+        let files =
+            [dir.join(RECORD), dir.join(STAGE), self.temporary(RECORD), self.temporary(STAGE)];
         let files = files.into_iter().map(|file| (file, PRIVATE, 0o077));
         for (path, mode, too_much) in files.chain([(dir, 0o700, 0o066)]) {
             // The reader reports links and other files that are no records.
             match fs::symlink_metadata(&path) {
                 Ok(about) if !about.is_symlink() && about.mode() & too_much != 0 => {
-                    fs::set_permissions(&path, fs::Permissions::from_mode(mode)).step_at(STEP, path)?;
+                    fs::set_permissions(&path, fs::Permissions::from_mode(mode))
+                        .step_at(STEP, path)?;
                 }
                 Ok(_) => {}
                 Err(e) => gone(Err(e)).step_at(STEP, path)?,
@@ -260,9 +270,8 @@ impl Store {
         match slurp(&path, LARGEST_STAGE) {
             Err(Unreadable::Missing(_)) => Ok(Stage::Created),
             Err(e) => Err(e),
-            Ok(text) => {
-                serde_json::from_slice(&text).map_err(|e| Unreadable::Malformed { path, reason: e.to_string() })
-            }
+            Ok(text) => serde_json::from_slice(&text)
+                .map_err(|e| Unreadable::Malformed { path, reason: e.to_string() }),
         }
     }
 
@@ -286,14 +295,20 @@ impl Store {
         struct Version {
             version: u32,
         }
-        let malformed = |e: serde_json::Error| Unreadable::Malformed { path: path.clone(), reason: e.to_string() };
+        let malformed = |e: serde_json::Error| Unreadable::Malformed {
+            path: path.clone(),
+            reason: e.to_string(),
+        };
         let Version { version } = serde_json::from_slice(&text).map_err(malformed)?;
         if version > VERSION {
             return Err(Unreadable::Newer { path, version });
         }
         let record: Record = serde_json::from_slice(&text).map_err(malformed)?;
         if self.id != record.id {
-            return Err(Unreadable::Malformed { path, reason: format!("it is of sandbox {:?}", record.id) });
+            return Err(Unreadable::Malformed {
+                path,
+                reason: format!("it is of sandbox {:?}", record.id),
+            });
         }
         Ok(record)
     }
@@ -315,9 +330,12 @@ impl Store {
     /// The failed step.
     pub fn remove(&self) -> Result<(), Step> {
         let _turn = self.turn();
-        // The stage goes last: a record without its stage would look like a sandbox that was never started.
+        // The stage goes last: a record without its stage would look like a sandbox that was never
+        // started.
         let dir = self.dir();
-        for path in [self.temporary(RECORD), dir.join(RECORD), self.temporary(STAGE), dir.join(STAGE)] {
+        for path in
+            [self.temporary(RECORD), dir.join(RECORD), self.temporary(STAGE), dir.join(STAGE)]
+        {
             gone(fs::remove_file(&path)).step_at("remove record", path)?;
         }
         gone(fs::remove_dir(&dir)).step_at("remove record directory", dir)
@@ -334,12 +352,18 @@ impl Store {
     fn replace<T: Serialize>(&self, name: &str, value: &T) -> Result<(), Step> {
         let (path, temporary) = (self.dir().join(name), self.temporary(name));
         let text = serde_json::to_vec(value).map_err(io::Error::other).step("encode record")?;
-        // What the next daemon would refuse to read is not to be written: a sandbox would be kept aside.
+        // What the next daemon would refuse to read is not to be written: a sandbox would be kept
+        // aside.
         if text.len() as u64 > LARGEST {
             return Err(Step::at("write record", path, io::Error::from_raw_os_error(libc::EFBIG)));
         }
         let mut options = fs::File::options();
-        options.write(true).create(true).truncate(true).mode(PRIVATE).custom_flags(libc::O_NOFOLLOW);
+        options
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(PRIVATE)
+            .custom_flags(libc::O_NOFOLLOW);
         let written = options.open(&temporary).and_then(|mut file| file.write_all(&text));
         if let Err(e) = written.step_at("write record", &temporary) {
             let _ = fs::remove_file(&temporary);
@@ -349,14 +373,16 @@ impl Store {
     }
 }
 
-/// Reads a file of ours: a regular one of root's, of no more than `largest` bytes. Whatever else has its place is neither waited for nor
-/// followed.
+/// Reads a file of ours: a regular one of root's, of no more than `largest` bytes. Whatever else
+/// has its place is neither waited for nor followed.
 fn slurp(path: &Path, largest: u64) -> Result<Vec<u8>, Unreadable> {
     const READ: &str = "read record";
     let refuse = |reason| Unreadable::Malformed { path: path.to_owned(), reason };
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file = match fs::File::options().read(true).custom_flags(flags).open(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(Unreadable::Missing(path.to_owned())),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            return Err(Unreadable::Missing(path.to_owned()));
+        }
         other => other.step_at(READ, path)?,
     };
     let about = file.metadata().step_at(READ, path)?;
@@ -413,20 +439,30 @@ mod tests {
             assert!(e.contains("it is no regular file"), "{e}");
         }
         chown(path("good"), Some(65534), None).unwrap();
-        assert!(slurp(&path("good"), 10).unwrap_err().to_string().contains("it belongs to user 65534"));
+        assert!(
+            slurp(&path("good"), 10).unwrap_err().to_string().contains("it belongs to user 65534")
+        );
     }
 
     #[test]
     fn what_others_may_read_is_made_private_and_whom_it_lets_pass_still_passes() {
         let dir = tempfile::tempdir().unwrap();
-        let roots = Arc::new(Roots { root: "/".into(), volatile: "/".into(), records: dir.path().to_owned() });
+        let roots = Arc::new(Roots {
+            root: "/".into(),
+            volatile: "/".into(),
+            records: dir.path().to_owned(),
+        });
         let store = Store::new(&roots, &"id".into());
         fs::create_dir(store.dir()).unwrap();
         let record = store.dir().join(RECORD);
         fs::write(&record, "{}").unwrap();
-        let set = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+        let set = |path: &Path, mode| {
+            fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap()
+        };
         let mode = |path: &Path| fs::metadata(path).unwrap().mode() & 0o7777;
-        for (before, after) in [(0o755, 0o700), (0o750, 0o700), (0o733, 0o700), (0o711, 0o711), (0o700, 0o700)] {
+        for (before, after) in
+            [(0o755, 0o700), (0o750, 0o700), (0o733, 0o700), (0o711, 0o711), (0o700, 0o700)]
+        {
             set(&store.dir(), before);
             set(&record, 0o644);
             store.keep_private().unwrap();
@@ -436,7 +472,10 @@ mod tests {
 
     #[test]
     fn an_update_changes_what_it_names() {
-        let payload = |value: &str| super::super::Payload { type_url: "t".to_owned(), value: value.to_owned().into() };
+        let payload = |value: &str| super::super::Payload {
+            type_url: "t".to_owned(),
+            value: value.to_owned().into(),
+        };
         let given = SandboxInfo {
             labels: [("a".to_owned(), "2".to_owned())].into(),
             extensions: [("new".to_owned(), payload("2")), ("old".to_owned(), payload("2"))].into(),
@@ -444,13 +483,18 @@ mod tests {
         };
         let before = Info {
             labels: [("a".to_owned(), "1".to_owned()), ("b".to_owned(), "1".to_owned())].into(),
-            extensions: ["metadata", "old"].map(|key| (key.to_owned(), Blob::from(&payload("1")))).into(),
+            extensions: ["metadata", "old"]
+                .map(|key| (key.to_owned(), Blob::from(&payload("1"))))
+                .into(),
             ..Default::default()
         };
         let after = |field: &str| {
             let mut info = before.clone();
             info.update(&given, field);
-            let extensions = info.extensions.iter().map(|(key, blob)| format!("{key}={}", blob.value.escape_ascii()));
+            let extensions = info
+                .extensions
+                .iter()
+                .map(|(key, blob)| format!("{key}={}", blob.value.escape_ascii()));
             let labels = info.labels.iter().map(|(key, value)| format!("{key}={value}"));
             (extensions.collect::<Vec<_>>().join(" "), labels.collect::<Vec<_>>().join(" "))
         };
@@ -470,7 +514,11 @@ mod tests {
     #[test]
     fn a_record_that_could_not_be_read_again_is_not_written() {
         let dir = tempfile::tempdir().unwrap();
-        let roots = Arc::new(Roots { root: "/".into(), volatile: "/".into(), records: dir.path().to_owned() });
+        let roots = Arc::new(Roots {
+            root: "/".into(),
+            volatile: "/".into(),
+            records: dir.path().to_owned(),
+        });
         let store = Store::new(&roots, &"id".into());
         fs::create_dir(store.dir()).unwrap();
         let error = store.replace(RECORD, &"x".repeat(64 << 20)).unwrap_err().to_string();

@@ -1,7 +1,7 @@
 //! Takes over what an earlier daemon left: every record becomes a sandbox again, or is kept aside.
 //!
-//! Nothing here deletes what it does not understand. A record that cannot be read is reported and its id stays
-//! taken, so that no caller is told that its pod does not exist.
+//! Nothing here deletes what it does not understand. A record that cannot be read is reported and
+//! its id stays taken, so that no caller is told that its pod does not exist.
 
 use std::fs;
 use std::path::Path;
@@ -50,17 +50,22 @@ pub enum Recovered {
 /// Takes over all records. `on_gone` frees an id when its sandbox is removed later.
 ///
 /// # Errors
-/// When the directory of the records can be neither made nor read, or no thread be started; never because of a single record.
+/// When the directory of the records can be neither made nor read, or no thread be started; never
+/// because of a single record.
 pub async fn recover<F>(environment: &Arc<Environment>, on_gone: F) -> Result<Vec<Recovered>, Step>
 where
     F: Fn(&str) + Clone + Send + Sync + 'static,
 {
     let sandboxes = environment.sandboxes();
-    fs::DirBuilder::new().recursive(true).mode(0o700).create(sandboxes).step_at("make directory", sandboxes)?;
+    fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(sandboxes)
+        .step_at("make directory", sandboxes)?;
     keep_private(sandboxes)?;
     let ids = ids(sandboxes)?;
-    // Where no thread can be started no record can be looked at, and a pod that is kept aside stays so: the next start may have one. From here
-    // on there is one.
+    // Where no thread can be started no record can be looked at, and a pod that is kept aside stays
+    // so: the next start may have one. From here on there is one.
     pool::run(Class::Recovery, || ()).await?;
     end_strays(environment).await;
     let all = stream::iter(ids).map(|id| {
@@ -78,11 +83,13 @@ where
             Some(Recovered::Sandbox(sandbox))
         }
     });
-    let recovered: Vec<Recovered> = all.buffer_unordered(AT_ONCE).filter_map(|r| async { r }).collect().await;
+    let recovered: Vec<Recovered> =
+        all.buffer_unordered(AT_ONCE).filter_map(|r| async { r }).collect().await;
     let left: Vec<String> = recovered.iter().map(|one| one.id().to_owned()).collect();
     let shims = environment.shims.clone();
     let until = std::time::Instant::now() + WITHIN;
-    let remove = move || shims.remove_strays(&left.iter().map(String::as_str).collect::<Vec<_>>(), until);
+    let remove =
+        move || shims.remove_strays(&left.iter().map(String::as_str).collect::<Vec<_>>(), until);
     match Patience::new(WITHIN).piece(remove).await {
         Ok(Ok(())) => {}
         Ok(Err(steps)) => steps.iter().for_each(|step| log::error!("recovery: {step}")),
@@ -100,7 +107,8 @@ impl Recovered {
     }
 }
 
-/// Ends pauses of ours that no record tells of: of a start that was cut off before it wrote one, or whose record is gone.
+/// Ends pauses of ours that no record tells of: of a start that was cut off before it wrote one, or
+/// whose record is gone.
 async fn end_strays(environment: &Arc<Environment>) {
     let environment = environment.clone();
     let mut patience = Patience::new(WITHIN);
@@ -128,7 +136,8 @@ async fn end_strays(environment: &Arc<Environment>) {
     }
 }
 
-/// The time that one record has, all its steps together, and what was still under way when it was over.
+/// The time that one record has, all its steps together, and what was still under way when it was
+/// over.
 struct Patience {
     until: Instant,
     late: Vec<BoxFuture<'static, ()>>,
@@ -143,7 +152,10 @@ impl Patience {
     ///
     /// # Errors
     /// It has panicked, is not done in time, or was not even begun in time.
-    async fn act<T: Send + 'static>(&mut self, work: impl Future<Output = T> + Send + 'static) -> Result<T, String> {
+    async fn act<T: Send + 'static>(
+        &mut self,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> Result<T, String> {
         let late = || format!("not done after {} s", WITHIN.as_secs());
         if Instant::now() >= self.until {
             return Err(late());
@@ -162,7 +174,10 @@ impl Patience {
     ///
     /// # Errors
     /// As above.
-    async fn ask<T: Send + 'static>(&mut self, work: impl Future<Output = T> + Send + 'static) -> Result<T, String> {
+    async fn ask<T: Send + 'static>(
+        &mut self,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> Result<T, String> {
         let before = self.late.len();
         let answer = self.act(work).await;
         self.late.truncate(before);
@@ -173,7 +188,10 @@ impl Patience {
     ///
     /// # Errors
     /// As above.
-    async fn piece<T: Send + 'static>(&mut self, work: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
+    async fn piece<T: Send + 'static>(
+        &mut self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, String> {
         self.act(pool::run(Class::Recovery, work)).await?.map_err(|step| step.to_string())
     }
 
@@ -184,10 +202,12 @@ impl Patience {
     }
 }
 
-/// Makes the directory of the records a mount of its own that gives nothing to other mount namespaces: a mount below
-/// would be repeated in each of them, which costs the more the more containers there are.
+/// Makes the directory of the records a mount of its own that gives nothing to other mount
+/// namespaces: a mount below would be repeated in each of them, which costs the more the more
+/// containers there are.
 fn keep_private(sandboxes: &Path) -> Result<(), Step> {
-    let private = || mount(None::<&str>, sandboxes, None::<&str>, MsFlags::MS_PRIVATE, None::<&str>);
+    let private =
+        || mount(None::<&str>, sandboxes, None::<&str>, MsFlags::MS_PRIVATE, None::<&str>);
     match private() {
         // Not a mount yet.
         Err(nix::Error::EINVAL) => {
@@ -199,7 +219,8 @@ fn keep_private(sandboxes: &Path) -> Result<(), Step> {
     }
 }
 
-/// Takes back what [`recover`] mounted, when no sandbox is left; with sandboxes it stays for the next daemon.
+/// Takes back what [`recover`] mounted, when no sandbox is left; with sandboxes it stays for the
+/// next daemon.
 pub fn let_go(environment: &Environment) {
     let sandboxes = environment.sandboxes();
     if ids(sandboxes).is_ok_and(|ids| ids.is_empty())
@@ -270,7 +291,9 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
             log::warn!(sandbox = id; "recovery: its start was cut off, it is removed");
             match patience.act(async move { job.remove().await }).await {
                 Ok(Ok(())) => return Ok(None),
-                Ok(Err(steps)) => steps.iter().for_each(|step| log::error!(sandbox = id; "recovery: {step}")),
+                Ok(Err(steps)) => {
+                    steps.iter().for_each(|step| log::error!(sandbox = id; "recovery: {step}"))
+                }
                 Err(reason) => log::error!(sandbox = id; "recovery: {reason}"),
             }
             Entry::CutOff
@@ -279,7 +302,9 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
             if begun == Begun::Ahead {
                 match patience.act(async move { job.clear().await }).await {
                     Ok(Ok(())) => {}
-                    Ok(Err(steps)) => steps.iter().for_each(|step| log::error!(sandbox = id; "recovery: {step}")),
+                    Ok(Err(steps)) => {
+                        steps.iter().for_each(|step| log::error!(sandbox = id; "recovery: {step}"))
+                    }
                     Err(reason) => log::error!(sandbox = id; "recovery: {reason}"),
                 }
             }
@@ -320,13 +345,16 @@ fn look(environment: &Environment, id: &str) -> Result<Found, String> {
     }
     let record = match store.read() {
         Ok(record) => record,
-        // A daemon ended between making the directory and writing the record, or between removing the two; or somebody else
-        // has removed the record.
+        // A daemon ended between making the directory and writing the record, or between removing
+        // the two; or somebody else has removed the record.
         Err(Unreadable::Missing(_)) => {
-            let text = |steps: Vec<Step>| steps.iter().map(Step::to_string).collect::<Vec<_>>().join("; ");
+            let text =
+                |steps: Vec<Step>| steps.iter().map(Step::to_string).collect::<Vec<_>>().join("; ");
             let removed = Places::new(&environment.roots, &id).remove().map_err(text);
             let removed = removed.and_then(|()| store.remove().map_err(|step| step.to_string()));
-            return removed.map(|()| Found::Nothing).map_err(|e| format!("a directory without a record: {e}"));
+            return removed
+                .map(|()| Found::Nothing)
+                .map_err(|e| format!("a directory without a record: {e}"));
         }
         Err(e) => return Err(e.to_string()),
     };

@@ -10,7 +10,8 @@ const CRI_SANDBOXES: &str = "io.containerd.grpc.v1.cri/sandboxes";
 /// Directory of all records in the daemon's own.
 const SANDBOXES: &str = "sandboxes";
 
-/// Where the files of all sandboxes are: directories of which each has one of its own, named by its id.
+/// Where the files of all sandboxes are: directories of which each has one of its own, named by its
+/// id.
 #[derive(Debug)]
 pub struct Roots {
     /// Of hostname, hosts, resolv.conf.

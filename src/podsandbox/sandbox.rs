@@ -18,8 +18,8 @@ use super::selinux::{Level, Selinux};
 use super::state::{Phase, Verb};
 use super::work::{Maker, Own, Work};
 use super::{
-    CreateRequest, Error, Exit, Metric, Overview, Payload, SandboxInfo, Started, StatusReport, metrics, overview,
-    status,
+    CreateRequest, Error, Exit, Metric, Overview, Payload, SandboxInfo, Started, StatusReport,
+    metrics, overview, status,
 };
 use crate::config::Config;
 use crate::error::Step;
@@ -33,22 +33,26 @@ use crate::telemetry::Telemetry;
 use crate::text::Text;
 use crate::trace::{self, Subject};
 
-/// How long a caller of Stop or Shutdown waits for the end of a pause and its cleanup before it is told that they
-/// go on without it.
+/// How long a caller of Stop or Shutdown waits for the end of a pause and its cleanup before it is
+/// told that they go on without it.
 const END_WITHIN: Duration = Duration::from_secs(60);
 
-/// How long after its start a sandbox is not looked at for files that containerd has deleted, which it does when it comes up: CRI asks
-/// twice for the status before it answers RunPodSandbox, and no containerd ends, comes up and asks in that time.
+/// How long after its start a sandbox is not looked at for files that containerd has deleted, which
+/// it does when it comes up: CRI asks twice for the status before it answers RunPodSandbox, and no
+/// containerd ends, comes up and asks in that time.
 const FRESH: Duration = Duration::from_millis(20);
 
 /// `type_url` of the OCI runtime spec in Start's answer (containerd `typeurl` of `specs.Spec`).
 const SPEC_TYPE: &str = "types.containerd.io/opencontainers/runtime-spec/1/Spec";
 
-/// Key of the verbose information that says why the sandbox ended, where we know more than that its pause did.
+/// Key of the verbose information that says why the sandbox ended, where we know more than that its
+/// pause did.
 const REASON: &str = "reason";
 
-const _: () =
-    assert!(crate::config::SHIM_SOCKET_SUFFIX == shim::SOCKET_SUFFIX, "the state directory's length is checked by it");
+const _: () = assert!(
+    crate::config::SHIM_SOCKET_SUFFIX == shim::SOCKET_SUFFIX,
+    "the state directory's length is checked by it"
+);
 
 /// What all sandboxes of a daemon share.
 #[derive(Debug)]
@@ -77,11 +81,16 @@ impl Environment {
         &self.roots.records
     }
 
-    /// Settings and native driver with the endpoints that go with them. `open_files` is the soft limit that shims get.
+    /// Settings and native driver with the endpoints that go with them. `open_files` is the soft
+    /// limit that shims get.
     ///
     /// # Errors
     /// The boot id cannot be read.
-    pub fn new(config: Config, native: Arc<dyn Driver>, open_files: Option<u64>) -> Result<Self, Step> {
+    pub fn new(
+        config: Config,
+        native: Arc<dyn Driver>,
+        open_files: Option<u64>,
+    ) -> Result<Self, Step> {
         let roots = Arc::new(Roots::new(&config));
         let settings = shim::Settings {
             containerd_address: config.containerd_address.clone(),
@@ -96,7 +105,10 @@ impl Environment {
         };
         let shims = Arc::new(shim::Shims::new(settings)?);
         let shim_driver = Arc::new(ShimDriver::new(shims.clone()));
-        let mounts = Arc::new(Mounts::new(config.containerd_address.clone(), config.containerd_state.clone()));
+        let mounts = Arc::new(Mounts::new(
+            config.containerd_address.clone(),
+            config.containerd_state.clone(),
+        ));
         let config = Arc::new(config);
         let (selinux, telemetry) = (Selinux::default(), Arc::default());
         Ok(Self { config, native, shim_driver, shims, roots, mounts, selinux, telemetry })
@@ -133,7 +145,8 @@ impl Environment {
     }
 }
 
-/// Whether containerd can be asked for the sandbox. It cannot where the setting has changed since, as ids are unique in a namespace alone.
+/// Whether containerd can be asked for the sandbox. It cannot where the setting has changed since,
+/// as ids are unique in a namespace alone.
 fn in_namespace(record: &Record, config: &Config) -> bool {
     ["", &config.containerd_namespace].contains(&record.containerd_namespace.as_str())
 }
@@ -156,7 +169,8 @@ impl shim::Pod for Pod {
     fn namespaces(&self) -> Result<Vec<Namespace>, Step> {
         let own = self.work.own;
         let own = [("net", own.net), ("ipc", own.ipc), ("uts", own.uts)];
-        let kinds: Vec<&'static str> = own.into_iter().filter_map(|(kind, own)| own.then_some(kind)).collect();
+        let kinds: Vec<&'static str> =
+            own.into_iter().filter_map(|(kind, own)| own.then_some(kind)).collect();
         if self.owner.published.get().phase != Phase::Ready {
             return Ok(Vec::new());
         }
@@ -192,7 +206,8 @@ pub struct Sandbox {
 }
 
 impl Sandbox {
-    /// Checks a request and records the sandbox. `on_gone` is called with the id, to free it, when the sandbox is removed.
+    /// Checks a request and records the sandbox. `on_gone` is called with the id, to free it, when
+    /// the sandbox is removed.
     ///
     /// # Errors
     /// [`Error::Invalid`], or the failed step; nothing is left then.
@@ -215,13 +230,22 @@ impl Sandbox {
         Ok(Self::enter(environment, work, Entry::Created, Some(abandoned), on_gone))
     }
 
-    /// Checks a request and records the sandbox; the inner result is that of the description for its shim. Blocks.
-    fn record(environment: &Environment, request: &CreateRequest) -> Result<(Arc<Work>, Result<(), Step>), Error> {
+    /// Checks a request and records the sandbox; the inner result is that of the description for
+    /// its shim. Blocks.
+    fn record(
+        environment: &Environment,
+        request: &CreateRequest,
+    ) -> Result<(Arc<Work>, Result<(), Step>), Error> {
         let refused = |step| Error::Step { id: request.id.to_string(), verb: "create", step };
         environment.mounts.admit().map_err(refused)?;
-        let (record, level) = check(request, &environment.config, environment.native.name(), &environment.selinux)?;
+        let (record, level) =
+            check(request, &environment.config, environment.native.name(), &environment.selinux)?;
         let mut work = environment.work(&record, level);
-        work.store.create(&record).map_err(|step| Error::Step { id: record.id.to_string(), verb: "create", step })?;
+        work.store.create(&record).map_err(|step| Error::Step {
+            id: record.id.to_string(),
+            verb: "create",
+            step,
+        })?;
         let described = work.describe_to_shim(&record);
         work.to_make = Mutex::new(Some(Arc::new(record)));
         Ok((Arc::new(work), described))
@@ -261,8 +285,8 @@ impl Sandbox {
         self.published().phase
     }
 
-    /// Makes files and pause. Goes on to its end when the future is dropped; the sandbox is removed then, since its
-    /// caller takes it for failed.
+    /// Makes files and pause. Goes on to its end when the future is dropped; the sandbox is removed
+    /// then, since its caller takes it for failed.
     ///
     /// # Errors
     /// [`Error::State`] unless it was just created; else the failed step.
@@ -270,7 +294,8 @@ impl Sandbox {
         self.ask(Verb::Start, None).await?;
         let _ = self.started.set(Instant::now());
         let published = self.published();
-        let (spec, mut labels) = self.work.give_description().map(|made| (made.spec, made.labels)).unzip();
+        let (spec, mut labels) =
+            self.work.give_description().map(|made| (made.spec, made.labels)).unzip();
         // Ours, whatever labels the pod has: containerd gives the second to the pod's containers.
         labels.get_or_insert_default().extend([
             ("oci_runtime_type".to_owned(), self.work.runtime.name.clone()),
@@ -320,8 +345,9 @@ impl Sandbox {
         }
     }
 
-    /// What is published. Puts files back that containerd has deleted, because CRI asks this before every container; where they cannot be put back
-    /// now the answer is the same, and it is tried again.
+    /// What is published. Puts files back that containerd has deleted, because CRI asks this before
+    /// every container; where they cannot be put back now the answer is the same, and it is tried
+    /// again.
     ///
     /// # Errors
     /// Verbose: the record cannot be read.
@@ -347,7 +373,11 @@ impl Sandbox {
         if !verbose {
             return Ok(Default::default());
         }
-        let mut info = status::info(&self.read_record("status")?, &self.published(), &self.environment.config)?;
+        let mut info = status::info(
+            &self.read_record("status")?,
+            &self.published(),
+            &self.environment.config,
+        )?;
         info.extend(self.work.shim.death().map(|reason| (REASON.to_owned(), reason)));
         Ok(info)
     }
@@ -365,12 +395,16 @@ impl Sandbox {
         }
     }
 
-    /// Stores what containerd changed: of `fields` only `extensions` and `labels` exist here, or a single one of them as `extensions.KEY`; without
-    /// fields, both.
+    /// Stores what containerd changed: of `fields` only `extensions` and `labels` exist here, or a
+    /// single one of them as `extensions.KEY`; without fields, both.
     ///
     /// # Errors
     /// [`Error::Invalid`] for any other field, or the failed step.
-    pub async fn update(self: &Arc<Self>, info: SandboxInfo, fields: Vec<String>) -> Result<(), Error> {
+    pub async fn update(
+        self: &Arc<Self>,
+        info: SandboxInfo,
+        fields: Vec<String>,
+    ) -> Result<(), Error> {
         for field in &fields {
             if !matches!(field.split('.').next(), Some("extensions" | "labels")) {
                 let (id, reason) = (self.id().to_owned(), format!("{field:?} cannot be updated"));
@@ -378,12 +412,21 @@ impl Sandbox {
             }
         }
         let sandbox = self.clone();
-        let fields = if fields.is_empty() { vec!["extensions".to_owned(), "labels".to_owned()] } else { fields };
+        let fields = if fields.is_empty() {
+            vec!["extensions".to_owned(), "labels".to_owned()]
+        } else {
+            fields
+        };
         let change = move || {
-            sandbox.work.store.change(|record| fields.iter().for_each(|field| record.info.update(&info, field)))
+            sandbox
+                .work
+                .store
+                .change(|record| fields.iter().for_each(|field| record.info.update(&info, field)))
         };
         let changed = pool::run(Class::Query, change).await;
-        changed.map_err(|e| self.fault("update", e.to_string()))?.map_err(|step| self.failed("update", step))
+        changed
+            .map_err(|e| self.fault("update", e.to_string()))?
+            .map_err(|step| self.failed("update", step))
     }
 
     /// Metrics of the pod's parent cgroup.
@@ -392,11 +435,14 @@ impl Sandbox {
     /// The failed step.
     pub async fn metrics(self: &Arc<Self>) -> Result<Metric, Error> {
         let sandbox = self.clone();
-        let read = pool::run(Class::Query, move || metrics::read(&sandbox.work.site.cgroup_parent)).await;
-        read.map_err(|e| self.fault("metrics", e.to_string()))?.map_err(|step| self.failed("metrics", step))
+        let read =
+            pool::run(Class::Query, move || metrics::read(&sandbox.work.site.cgroup_parent)).await;
+        read.map_err(|e| self.fault("metrics", e.to_string()))?
+            .map_err(|step| self.failed("metrics", step))
     }
 
-    /// A line for the list of sandboxes, with what the pod uses if `usage` is asked for. Blocks then.
+    /// A line for the list of sandboxes, with what the pod uses if `usage` is asked for. Blocks
+    /// then.
     pub fn overview(&self, usage: bool) -> Overview {
         let usage = if usage { self.usage() } else { None };
         overview::line(&self.work, self.published(), usage)
@@ -414,7 +460,8 @@ impl Sandbox {
         read.inspect_err(|step| log::debug!(sandbox = self.id(); "{step}")).ok().flatten()
     }
 
-    /// It is created, runs or has ended, its pod has no shim, no call has asked this daemon for its status or exit, and containerd can be asked for it.
+    /// It is created, runs or has ended, its pod has no shim, no call has asked this daemon for its
+    /// status or exit, and containerd can be asked for it.
     pub fn is_unasked(&self) -> bool {
         self.work.in_namespace
             && matches!(self.phase(), Phase::Created | Phase::Ready | Phase::NotReady)
@@ -456,7 +503,11 @@ impl Sandbox {
                 Ok(answered) => answered,
                 Err(_) => {
                     let verb = super::owner::name(verb);
-                    return Err(Error::Timeout { id: self.id().to_owned(), verb, seconds: limit.as_secs() });
+                    return Err(Error::Timeout {
+                        id: self.id().to_owned(),
+                        verb,
+                        seconds: limit.as_secs(),
+                    });
                 }
             },
         };

@@ -1,8 +1,9 @@
 //! The SELinux labels of a pod, where SELinux is on.
 //!
-//! A pod gets the policy's labels for containers (`lxc_contexts(5)`) with an MCS level of two categories that no other pod of this daemon
-//! has, and what the pod's `selinux_options` say instead. That is what containerd does with the library go-selinux
-//! (`label.InitLabels`); the pod's containers take over the process label that Start answers.
+//! A pod gets the policy's labels for containers (`lxc_contexts(5)`) with an MCS level of two
+//! categories that no other pod of this daemon has, and what the pod's `selinux_options` say
+//! instead. That is what containerd does with the library go-selinux (`label.InitLabels`); the
+//! pod's containers take over the process label that Start answers.
 
 use std::collections::HashMap;
 use std::fs;
@@ -31,7 +32,8 @@ const SHARED_CONTEXTS: &str = "/usr/share/containers/selinux/contexts";
 const CONFIG_FILE: &str = "/etc/selinux/config";
 const POLICIES: &str = "/etc/selinux";
 
-/// What the names of the runtimes contain that run containers in virtual machines (containerd `vmbasedRuntimes`).
+/// What the names of the runtimes contain that run containers in virtual machines (containerd
+/// `vmbasedRuntimes`).
 const OF_VIRTUAL_MACHINES: &str = "io.containerd.kata";
 
 /// The labels of one pod; empty where there are none.
@@ -105,8 +107,12 @@ impl Contexts {
 
     fn parse(text: &str) -> io::Result<Option<Self>> {
         let of = |key: &str| {
-            let Some(text) = assigned(text, key).filter(|text| !text.is_empty()) else { return Ok(None) };
-            let malformed = || io::Error::other(format!("{key} = {text:?} is no context USER:ROLE:TYPE[:LEVEL]"));
+            let Some(text) = assigned(text, key).filter(|text| !text.is_empty()) else {
+                return Ok(None);
+            };
+            let malformed = || {
+                io::Error::other(format!("{key} = {text:?} is no context USER:ROLE:TYPE[:LEVEL]"))
+            };
             Context::parse(&text).map(Some).ok_or_else(malformed)
         };
         let kvm = of("kvm_process")?;
@@ -114,10 +120,12 @@ impl Contexts {
     }
 }
 
-/// The last value that `key = value` lines give a key; comments begin with `#` or `;`, values may be quoted.
+/// The last value that `key = value` lines give a key; comments begin with `#` or `;`, values may
+/// be quoted.
 fn assigned(text: &str, key: &str) -> Option<String> {
     let lines = text.lines().map(str::trim).filter(|line| !line.starts_with(['#', ';']));
-    let mut values = lines.filter_map(|line| line.split_once('=')).filter(|(name, _)| name.trim() == key);
+    let mut values =
+        lines.filter_map(|line| line.split_once('=')).filter(|(name, _)| name.trim() == key);
     values.next_back().map(|(_, value)| value.trim().trim_matches('"').to_owned())
 }
 
@@ -132,10 +140,12 @@ fn is_on() -> bool {
     let mounted = statfs(FILE_SYSTEM).is_ok_and(|fs| fs.filesystem_type() == MAGIC);
     // Before a policy is loaded everything is "kernel".
     mounted
-        && fs::read("/proc/self/attr/current").is_ok_and(|label| !label.starts_with(b"kernel\0") && label != b"kernel")
+        && fs::read("/proc/self/attr/current")
+            .is_ok_and(|label| !label.starts_with(b"kernel\0") && label != b"kernel")
 }
 
-/// The label under which a pod's process may execute a file of ours; `None` where SELinux is off or the policy has no labels for containers.
+/// The label under which a pod's process may execute a file of ours; `None` where SELinux is off or
+/// the policy has no labels for containers.
 ///
 /// # Errors
 /// The policy's file cannot be read.
@@ -146,8 +156,9 @@ pub fn executable(config: &Config) -> Result<Option<String>, Step> {
     Ok(Contexts::read()?.map(|contexts| contexts.file.text()))
 }
 
-/// The label of the pause of a pod whose containers have `label`: the same, but for a runtime of virtual machines with the type that the policy has
-/// for those. So does containerd (`modifyProcessLabel`); it does it for the containers itself.
+/// The label of the pause of a pod whose containers have `label`: the same, but for a runtime of
+/// virtual machines with the type that the policy has for those. So does containerd
+/// (`modifyProcessLabel`); it does it for the containers itself.
 ///
 /// # Errors
 /// The policy's file cannot be read.
@@ -155,7 +166,9 @@ pub fn of_pause(label: &str, runtime: &str) -> Result<String, Step> {
     if label.is_empty() || !runtime.contains(OF_VIRTUAL_MACHINES) {
         return Ok(label.to_owned());
     }
-    Ok(Contexts::read()?.and_then(|contexts| contexts.of_virtual_machine(label)).unwrap_or_default())
+    Ok(Contexts::read()?
+        .and_then(|contexts| contexts.of_virtual_machine(label))
+        .unwrap_or_default())
 }
 
 /// A level that is taken as long as this lives.
@@ -191,7 +204,11 @@ impl Selinux {
     ///
     /// # Errors
     /// The policy's file cannot be read, or no level is free.
-    pub fn label(&self, config: &Config, wanted: Option<&SELinuxOption>) -> Result<(Labels, Option<Level>), Step> {
+    pub fn label(
+        &self,
+        config: &Config,
+        wanted: Option<&SELinuxOption>,
+    ) -> Result<(Labels, Option<Level>), Step> {
         if !config.enable_selinux || !is_on() {
             return Ok(Default::default());
         }
@@ -208,7 +225,9 @@ impl Selinux {
         wanted: Option<&SELinuxOption>,
     ) -> Result<(Labels, Option<Level>), Step> {
         let (mut process, mut file) = (contexts.process.clone(), contexts.file.clone());
-        let given = |of: fn(&SELinuxOption) -> &str| wanted.map(of).filter(|text| !text.is_empty()).map(str::to_owned);
+        let given = |of: fn(&SELinuxOption) -> &str| {
+            wanted.map(of).filter(|text| !text.is_empty()).map(str::to_owned)
+        };
         let level = match given(|wanted| &wanted.level) {
             Some(level) => Some(self.take(level)),
             // A policy without levels has none to give.
@@ -240,8 +259,9 @@ impl Selinux {
         Level { level, taken: self.taken.clone() }
     }
 
-    /// Takes a level of two of so many categories: the first free one after a random one, so that who shares the node with us
-    /// and chooses by himself, as containerd does for its own pods, hardly ever chooses the same.
+    /// Takes a level of two of so many categories: the first free one after a random one, so that
+    /// who shares the node with us and chooses by himself, as containerd does for its own pods,
+    /// hardly ever chooses the same.
     fn take_free(&self, categories: u32) -> Result<Level, Step> {
         let pairs = u64::from(categories) * u64::from(categories - 1) / 2;
         let first = random()? % pairs;
@@ -255,7 +275,8 @@ impl Selinux {
                 return Ok(Level { level, taken: self.taken.clone() });
             }
         }
-        let all = io::Error::other(format!("all {pairs} levels of {categories} categories are taken"));
+        let all =
+            io::Error::other(format!("all {pairs} levels of {categories} categories are taken"));
         Err(Step::new("find a free SELinux level", all))
     }
 }
@@ -272,7 +293,9 @@ fn pair(number: u64) -> (u64, u64) {
 
 fn random() -> Result<u64, Step> {
     let (source, mut bytes) = ("/dev/urandom", [0; 8]);
-    fs::File::open(source).and_then(|mut file| file.read_exact(&mut bytes)).step_at("read", source)?;
+    fs::File::open(source)
+        .and_then(|mut file| file.read_exact(&mut bytes))
+        .step_at("read", source)?;
     Ok(u64::from_ne_bytes(bytes))
 }
 
@@ -303,14 +326,23 @@ mod tests {
     #[test]
     fn the_pause_of_a_virtual_machine_has_its_type() {
         let given = "u:r:spc_t:s0:c1,c2";
-        let of_vm = |text: &str| Contexts::parse(text).unwrap().unwrap().of_virtual_machine(given).unwrap();
+        let of_vm =
+            |text: &str| Contexts::parse(text).unwrap().unwrap().of_virtual_machine(given).unwrap();
         let with = format!("kvm_process = \"system_u:system_r:container_kvm_t:s0\"\n{FILE}");
         assert_eq!(of_vm(&with), "u:r:container_kvm_t:s0:c1,c2", "the type alone is another");
-        assert_eq!(of_vm(FILE), "u:r:container_t:s0:c1,c2", "a policy without it has that of containers");
+        assert_eq!(
+            of_vm(FILE),
+            "u:r:container_t:s0:c1,c2",
+            "a policy without it has that of containers"
+        );
         for runtime in ["io.containerd.runc.v2", "io.containerd.runsc.v1", ""] {
             assert_eq!(of_pause(given, runtime).unwrap(), given);
         }
-        assert_eq!(of_pause("", "io.containerd.kata.v2").unwrap(), "", "there are none without SELinux");
+        assert_eq!(
+            of_pause("", "io.containerd.kata.v2").unwrap(),
+            "",
+            "there are none without SELinux"
+        );
     }
 
     #[test]
@@ -319,7 +351,10 @@ mod tests {
         let mut held = Vec::new();
         for _ in 0..6 {
             let (labels, level) = selinux.of(&contexts(), 4, None).unwrap();
-            assert_eq!(Context::parse(&labels.process).unwrap().level, Context::parse(&labels.mount).unwrap().level);
+            assert_eq!(
+                Context::parse(&labels.process).unwrap().level,
+                Context::parse(&labels.mount).unwrap().level
+            );
             held.push((labels.process, level.unwrap()));
         }
         let levels: HashSet<&str> = held.iter().map(|(label, _)| label.as_str()).collect();
@@ -350,7 +385,8 @@ mod tests {
             level: level.to_owned(),
             ..Default::default()
         };
-        let (labels, first) = selinux.of(&contexts(), 1024, Some(&options("u", "r", "t", "s0:c1,c2"))).unwrap();
+        let (labels, first) =
+            selinux.of(&contexts(), 1024, Some(&options("u", "r", "t", "s0:c1,c2"))).unwrap();
         assert_eq!(labels.process, "u:r:t:s0:c1,c2");
         // A role and a type of processes are none of files.
         assert_eq!(labels.mount, "u:object_r:container_file_t:s0:c1,c2");
@@ -360,7 +396,8 @@ mod tests {
         assert_eq!(selinux.taken.lock().unwrap().get("s0:c1,c2"), Some(&1));
         drop(held);
         assert!(selinux.taken.lock().unwrap().is_empty());
-        let (labels, _level) = selinux.of(&contexts(), 1024, Some(&options("", "", "spc_t", ""))).unwrap();
+        let (labels, _level) =
+            selinux.of(&contexts(), 1024, Some(&options("", "", "spc_t", ""))).unwrap();
         assert!(labels.process.starts_with("system_u:system_r:spc_t:s0:c"), "{labels:?}");
     }
 

@@ -1,8 +1,8 @@
 //! The OCI runtime spec that describes a sandbox.
 //!
-//! It has the form of the spec that containerd's built-in controller gives its pause container, so that whoever reads
-//! it (NRI, through containerd's sandbox store) finds each field where it is used to. Where our pause is another, the spec
-//! tells what is true of ours:
+//! It has the form of the spec that containerd's built-in controller gives its pause container, so
+//! that whoever reads it (NRI, through containerd's sandbox store) finds each field where it is
+//! used to. Where our pause is another, the spec tells what is true of ours:
 //!
 //! | field | built-in | here |
 //! |---|---|---|
@@ -15,11 +15,12 @@
 //! | `ociVersion` | that of the containerd | 1.2.0, since there is nothing in it that containerd 2.0 would not know |
 //! | annotation `podsandbox.image-name` | the pause image | empty: there is no image |
 //!
-//! Where a runtime runs the pause (`drivers`), it gets the built-in's spec: user, capabilities, cgroup and the pin of the user namespace as well. What
-//! stays different is said of the image, the version, and the pod's seccomp profile, which is for its containers.
+//! Where a runtime runs the pause (`drivers`), it gets the built-in's spec: user, capabilities,
+//! cgroup and the pin of the user namespace as well. What stays different is said of the image, the
+//! version, and the pod's seccomp profile, which is for its containers.
 //!
-//! The mounts are listed as the built-in has them, since that is what a runtime would be given; our pause itself sees
-//! an empty root.
+//! The mounts are listed as the built-in has them, since that is what a runtime would be given; our
+//! pause itself sees an empty root.
 
 mod annotations;
 
@@ -29,8 +30,9 @@ use std::sync::Arc;
 
 use oci_spec::OciSpecError;
 use oci_spec::runtime::{
-    Capability, Linux, LinuxCapabilities, LinuxCpu, LinuxDeviceCgroup, LinuxIdMapping, LinuxIdMappingBuilder,
-    LinuxNamespace, LinuxNamespaceType, LinuxResources, Mount, Process, Root, Spec, User,
+    Capability, Linux, LinuxCapabilities, LinuxCpu, LinuxDeviceCgroup, LinuxIdMapping,
+    LinuxIdMappingBuilder, LinuxNamespace, LinuxNamespaceType, LinuxResources, Mount, Process,
+    Root, Spec, User,
 };
 
 use super::checked::decode_config;
@@ -77,8 +79,9 @@ const KIND: &str = "io.cri-containerd.kind";
 const SHM: &str = "/dev/shm";
 const RESOLV_CONF: &str = "/etc/resolv.conf";
 
-/// As in containerd's default spec (`populateDefaultUnixSpec`), whose releases before September 2026 have no `/proc/interrupts`.
-/// Later ones also mask the CPUs' `thermal_throttle`, by the node that they run on: it is nothing to a pause.
+/// As in containerd's default spec (`populateDefaultUnixSpec`), whose releases before September
+/// 2026 have no `/proc/interrupts`. Later ones also mask the CPUs' `thermal_throttle`, by the node
+/// that they run on: it is nothing to a pause.
 const MASKED: [&str; 12] = [
     "/proc/acpi",
     "/proc/asound",
@@ -95,7 +98,8 @@ const MASKED: [&str; 12] = [
 ];
 
 /// As in containerd's default spec (`populateDefaultUnixSpec`).
-const READONLY: [&str; 5] = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
+const READONLY: [&str; 5] =
+    ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 
 /// The spec of the sandbox as JSON (`opencontainers/runtime-spec` `Spec`).
 ///
@@ -110,7 +114,8 @@ pub fn describe(record: &Record, config: &Config) -> Result<Vec<u8>, Error> {
 pub struct Description {
     /// As [`describe`] makes it.
     pub spec: Box<[u8]>,
-    /// As the built-in controller has them on its pause container and answers them: the pod's, and what kind of container it is.
+    /// As the built-in controller has them on its pause container and answers them: the pod's, and
+    /// what kind of container it is.
     pub labels: BTreeMap<String, String>,
 }
 
@@ -124,7 +129,8 @@ pub fn description(record: &Record, config: &Config) -> Result<Description, Erro
         value: bytes::Bytes::copy_from_slice(&record.config.value),
     };
     let pod = decode_config(&record.id, &payload)?;
-    let fault = |reason: String| Error::Fault { id: record.id.to_string(), verb: "describe", reason };
+    let fault =
+        |reason: String| Error::Fault { id: record.id.to_string(), verb: "describe", reason };
     let spec = spec(record, &pod, config).map_err(|e| fault(e.to_string()))?;
     let spec = serde_json::to_vec(&spec).map_err(|e| fault(e.to_string()))?.into();
     let mut labels: BTreeMap<String, String> = pod.labels.into_iter().collect();
@@ -142,7 +148,10 @@ fn spec(record: &Record, pod: &PodSandboxConfig, config: &Config) -> Result<Spec
     spec.set_version(OCI_VERSION.to_owned())
         .set_root(Some(root))
         .set_process(Some(process(record, pod)))
-        .set_hostname(Some(plan.hostname.clone()).filter(|name| plan.uts == Namespace::Private && !name.is_empty()))
+        .set_hostname(
+            Some(plan.hostname.clone())
+                .filter(|name| plan.uts == Namespace::Private && !name.is_empty()),
+        )
         .set_mounts(Some(mounts(record, pod, config)))
         .set_annotations(Some(annotations::of(&record.id, pod, &config.pod_annotations)))
         .set_linux(Some(linux(record, config)?));
@@ -153,17 +162,25 @@ fn privileged(pod: &PodSandboxConfig) -> bool {
     pod.linux.security_context.privileged
 }
 
-/// What the pause is, where this program runs it; a runtime that runs it is told what the built-in controller tells it.
+/// What the pause is, where this program runs it; a runtime that runs it is told what the built-in
+/// controller tells it.
 fn process(record: &Record, pod: &PodSandboxConfig) -> Process {
     let plan = &record.plan;
     let by_runtime = record.driver == driver::NAME;
     let mut user = User::default();
     user.set_uid(USER).set_gid(USER);
     let mut capabilities = LinuxCapabilities::default();
-    capabilities.set_bounding(None).set_effective(None).set_inheritable(None).set_permitted(None).set_ambient(None);
+    capabilities
+        .set_bounding(None)
+        .set_effective(None)
+        .set_inheritable(None)
+        .set_permitted(None)
+        .set_ambient(None);
     if by_runtime {
         let security = pod.linux.security_context.get_or_default();
-        let id = |of: &protobuf::MessageField<Int64Value>| of.as_ref().and_then(|id| u32::try_from(id.value).ok());
+        let id = |of: &protobuf::MessageField<Int64Value>| {
+            of.as_ref().and_then(|id| u32::try_from(id.value).ok())
+        };
         let (uid, gid) = match id(&security.run_as_user) {
             // A user without a group is in the node's first.
             Some(uid) => (uid, id(&security.run_as_group).unwrap_or(0)),
@@ -258,8 +275,11 @@ fn linux(record: &Record, config: &Config) -> Result<Linux, OciSpecError> {
 
 fn id_mappings(mapping: IdMapping) -> Result<Vec<LinuxIdMapping>, OciSpecError> {
     let IdMapping { container_id, host_id, length } = mapping;
-    let described =
-        LinuxIdMappingBuilder::default().container_id(container_id).host_id(host_id).size(length).build()?;
+    let described = LinuxIdMappingBuilder::default()
+        .container_id(container_id)
+        .host_id(host_id)
+        .size(length)
+        .build()?;
     Ok(vec![described])
 }
 
@@ -289,7 +309,8 @@ fn namespaces(record: &Record, config: &Config) -> Vec<LinuxNamespace> {
     all.into_iter().flatten().map(described).collect()
 }
 
-/// The pause's cgroup: a path below the hierarchies' roots, or `slice:prefix:name` as runc and NRI write a systemd scope.
+/// The pause's cgroup: a path below the hierarchies' roots, or `slice:prefix:name` as runc and NRI
+/// write a systemd scope.
 fn cgroups_path(record: &Record, config: &Config) -> Option<String> {
     let plan = &record.plan;
     let parent = plan.cgroup_parent.as_str();

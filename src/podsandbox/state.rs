@@ -10,7 +10,8 @@
 //! ```
 //!
 //! At most one job (start, cleanup, removal) runs at a time. Whoever owns a machine carries out the
-//! actions in order and feeds their outcome back; nothing here waits, reads a clock or touches the system.
+//! actions in order and feeds their outcome back; nothing here waits, reads a clock or touches the
+//! system.
 
 /// Where a sandbox stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +32,8 @@ pub enum Phase {
 
 impl Phase {
     /// Every phase that a sandbox of the list can be in.
-    pub const ALL: [Self; 5] = [Self::Created, Self::Starting, Self::Ready, Self::NotReady, Self::Unknown];
+    pub const ALL: [Self; 5] =
+        [Self::Created, Self::Starting, Self::Ready, Self::NotReady, Self::Unknown];
 
     /// The phase in messages.
     pub fn name(self) -> &'static str {
@@ -77,7 +79,8 @@ pub enum Event {
     Asked(Verb),
     /// The start job made a pause.
     Started,
-    /// The answer of a successful Start found nobody: the caller takes the sandbox for failed and will never end it.
+    /// The answer of a successful Start found nobody: the caller takes the sandbox for failed and
+    /// will never end it.
     StartUnheard,
     /// The start job failed; `clean` when all that it made is gone again.
     StartFailed {
@@ -140,7 +143,8 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// A sandbox that was created now, or recovered in `phase`. One recovered as [`Phase::NotReady`] is taken for dirty.
+    /// A sandbox that was created now, or recovered in `phase`. One recovered as
+    /// [`Phase::NotReady`] is taken for dirty.
     pub fn new(phase: Phase) -> Self {
         Self {
             phase,
@@ -153,7 +157,8 @@ impl Machine {
         }
     }
 
-    /// Nothing is known of it any more, not even what was under way: its pause is looked for. Readers see the old phase until it is found.
+    /// Nothing is known of it any more, not even what was under way: its pause is looked for.
+    /// Readers see the old phase until it is found.
     pub fn look_again(&mut self) -> Vec<Action> {
         *self = Self::new(Phase::Unknown);
         let mut out = Vec::new();

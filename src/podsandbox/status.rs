@@ -22,7 +22,8 @@ use crate::pause::native;
 /// Extension with CRI's own view of the sandbox (containerd `podsandbox.MetadataKey`).
 const METADATA: &str = "metadata";
 
-/// Extension with the resources of a resized pod (containerd `podsandbox.UpdatedResourcesKey`, from 2.3 on).
+/// Extension with the resources of a resized pod (containerd `podsandbox.UpdatedResourcesKey`, from
+/// 2.3 on).
 const UPDATED_RESOURCES: &str = "updated-resources";
 
 /// The state's name as CRI reads it.
@@ -36,16 +37,23 @@ pub fn state(phase: Phase) -> &'static str {
 
 /// The verbose information: the one key `info`, whose value CRI parses as its `SandboxInfo`.
 ///
-/// From containerd 2.3 on a value of a wrong JSON type fails the whole `PodSandboxStatus`, so whatever is malformed
-/// becomes null here, with a line in the log. Blocks: the netns path is looked at.
+/// From containerd 2.3 on a value of a wrong JSON type fails the whole `PodSandboxStatus`, so
+/// whatever is malformed becomes null here, with a line in the log. Blocks: the netns path is
+/// looked at.
 ///
 /// # Errors
 /// [`Error::Fault`] where the information cannot be written as JSON.
-pub fn info(record: &Record, published: &Published, config: &Config) -> Result<BTreeMap<String, String>, Error> {
+pub fn info(
+    record: &Record,
+    published: &Published,
+    config: &Config,
+) -> Result<BTreeMap<String, String>, Error> {
     let id = record.id.as_str();
     let extension = |name: &str| record.info.extensions.get(name).map(|blob| blob.value.as_slice());
-    let metadata = extension(METADATA).and_then(|json| or_null(id, "sandboxMetadata", Metadata::parse(json)));
-    let updated = extension(UPDATED_RESOURCES).and_then(|json| or_null(id, "resources", Updated::parse(json)));
+    let metadata =
+        extension(METADATA).and_then(|json| or_null(id, "sandboxMetadata", Metadata::parse(json)));
+    let updated = extension(UPDATED_RESOURCES)
+        .and_then(|json| or_null(id, "resources", Updated::parse(json)));
     let options = record.info.runtime_options.as_ref();
     let spec = spec::describe(record, config).map_err(|e| e.to_string()).and_then(raw_json);
     let config = match metadata.as_ref().and_then(|metadata| metadata.config) {
@@ -57,7 +65,11 @@ pub fn info(record: &Record, published: &Published, config: &Config) -> Result<B
     let info = SandboxInfo {
         pid: if published.phase == Phase::Ready { published.pid } else { 0 },
         process_status: process_status(published.phase),
-        net_namespace_closed: record.plan.netns.as_deref().is_some_and(|netns| is_closed(id, netns)),
+        net_namespace_closed: record
+            .plan
+            .netns
+            .as_deref()
+            .is_some_and(|netns| is_closed(id, netns)),
         image: "",
         snapshot_key: "",
         snapshotter: "",
@@ -69,10 +81,20 @@ pub fn info(record: &Record, published: &Published, config: &Config) -> Result<B
         runtime_spec: or_null(id, "runtimeSpec", spec),
         cni_result: metadata.as_ref().and_then(|metadata| metadata.cni_result),
         sandbox_metadata: metadata.as_ref().map(|metadata| metadata.whole),
-        overhead: updated.as_ref().and_then(|updated| updated.overhead).map(|linux| Resources { linux }),
-        resources: updated.as_ref().and_then(|updated| updated.resources).map(|linux| Resources { linux }),
+        overhead: updated
+            .as_ref()
+            .and_then(|updated| updated.overhead)
+            .map(|linux| Resources { linux }),
+        resources: updated
+            .as_ref()
+            .and_then(|updated| updated.resources)
+            .map(|linux| Resources { linux }),
     };
-    let fault = |e: serde_json::Error| Error::Fault { id: id.to_owned(), verb: "status", reason: e.to_string() };
+    let fault = |e: serde_json::Error| Error::Fault {
+        id: id.to_owned(),
+        verb: "status",
+        reason: e.to_string(),
+    };
     Ok([("info".to_owned(), serde_json::to_string(&info).map_err(fault)?)].into())
 }
 
@@ -109,7 +131,8 @@ struct Resources<'a> {
     linux: &'a RawValue,
 }
 
-/// A `containerd.ProcessStatus`, or "deleted" where there is no process any more, as with the built-in.
+/// A `containerd.ProcessStatus`, or "deleted" where there is no process any more, as with the
+/// built-in.
 fn process_status(phase: Phase) -> &'static str {
     match phase {
         Phase::Created | Phase::Starting => "created",
@@ -145,11 +168,16 @@ impl<'a> Metadata<'a> {
             cni_result: Option<&'a RawValue>,
         }
         let whole: &RawValue = serde_json::from_slice(json).map_err(|e| e.to_string())?;
-        let Versioned { version, metadata } = serde_json::from_str(whole.get()).map_err(|e| e.to_string())?;
+        let Versioned { version, metadata } =
+            serde_json::from_str(whole.get()).map_err(|e| e.to_string())?;
         if version != "v1" {
             return Err(format!("version {version:?} is unknown"));
         }
-        Ok(Self { whole, config: object(metadata.config)?, cni_result: object(metadata.cni_result)? })
+        Ok(Self {
+            whole,
+            config: object(metadata.config)?,
+            cni_result: object(metadata.cni_result)?,
+        })
     }
 }
 
@@ -165,14 +193,17 @@ struct Updated<'a> {
 
 impl<'a> Updated<'a> {
     fn parse(json: &'a [u8]) -> Result<Self, String> {
-        let Self { overhead, resources } = serde_json::from_slice(json).map_err(|e| e.to_string())?;
+        let Self { overhead, resources } =
+            serde_json::from_slice(json).map_err(|e| e.to_string())?;
         Ok(Self { overhead: object(overhead)?, resources: object(resources)? })
     }
 }
 
 fn object(value: Option<&RawValue>) -> Result<Option<&RawValue>, String> {
     match value {
-        Some(value) if !value.get().starts_with('{') => Err("a field that must be an object is none".to_owned()),
+        Some(value) if !value.get().starts_with('{') => {
+            Err("a field that must be an object is none".to_owned())
+        }
         value => Ok(value),
     }
 }

@@ -1,6 +1,7 @@
 //! The work of one sandbox: what its jobs do to the system, step by step.
 //!
-//! Jobs are tasks. What of them blocks runs as pieces, as few as can be: each change of threads costs as much as a step.
+//! Jobs are tasks. What of them blocks runs as pieces, as few as can be: each change of threads
+//! costs as much as a step.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -40,7 +41,8 @@ pub struct Work {
     pub in_namespace: bool,
     /// SELinux label of its processes; empty where there is none.
     pub label: Box<str>,
-    /// What is to be made; away as soon as it is made, as it is needed no longer then and is on disk.
+    /// What is to be made; away as soon as it is made, as it is needed no longer then and is on
+    /// disk.
     pub to_make: Mutex<Option<Arc<Record>>>,
     /// Settings, for the spec.
     pub config: Arc<Config>,
@@ -64,7 +66,8 @@ pub struct Work {
     pub subject: Subject,
     /// Counts what happens.
     pub telemetry: Arc<Telemetry>,
-    /// What recovery has begun for this sandbox and could not wait for. No job begins before it has ended.
+    /// What recovery has begun for this sandbox and could not wait for. No job begins before it has
+    /// ended.
     pub late: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -126,7 +129,9 @@ impl Work {
     pub async fn start(self: &Arc<Self>) -> Result<Arc<dyn Pause>, StartFailure> {
         match self.try_start().await {
             Ok(pause) => Ok(pause),
-            Err(step) => Err(StartFailure { step, left: self.remove().await.err().unwrap_or_default() }),
+            Err(step) => {
+                Err(StartFailure { step, left: self.remove().await.err().unwrap_or_default() })
+            }
         }
     }
 
@@ -160,7 +165,9 @@ impl Work {
         let of = record.clone();
         self.piece(Class::Start, move |work| work.describe(&of)).await.flatten()?;
         let pause = match driver {
-            Maker::Native(driver) => self.piece(Class::Start, move |_| driver.start(&record.plan)).await.flatten()?,
+            Maker::Native(driver) => {
+                self.piece(Class::Start, move |_| driver.start(&record.plan)).await.flatten()?
+            }
             Maker::Shim(driver) => driver.start(&record.plan).await?,
         };
         self.piece(Class::Start, move |work| work.recorded(pause)).await
@@ -204,7 +211,9 @@ impl Work {
     fn describe(&self, record: &Record) -> Result<(), Step> {
         let mut description = self.description();
         if description.is_none() {
-            let made = spec::description(record, &self.config).map_err(io::Error::other).step("make the spec")?;
+            let made = spec::description(record, &self.config)
+                .map_err(io::Error::other)
+                .step("make the spec")?;
             *description = Some(made);
         }
         Ok(())
@@ -260,7 +269,10 @@ impl Work {
         let ended = match pause.kill() {
             Ok(()) => {
                 let late = |_| io::Error::from(io::ErrorKind::TimedOut);
-                tokio::time::timeout(ENDS_WITHIN, pause.exited()).await.map_err(late).step("wait for its end")
+                tokio::time::timeout(ENDS_WITHIN, pause.exited())
+                    .await
+                    .map_err(late)
+                    .step("wait for its end")
             }
             Err(kill) => Err(kill),
         };
@@ -269,7 +281,8 @@ impl Work {
         }
     }
 
-    /// Removes what an older daemon has made ahead of a Start that never came. The sandbox stays created.
+    /// Removes what an older daemon has made ahead of a Start that never came. The sandbox stays
+    /// created.
     ///
     /// # Errors
     /// Every step that failed; the removal of the sandbox does them again.
@@ -278,7 +291,8 @@ impl Work {
         result(self.driver_cleanup_and(|_| Vec::new(), release).await)
     }
 
-    /// What `before` does, what the driver cleans up, and what `after` does: in one piece, if that waits for nothing.
+    /// What `before` does, what the driver cleans up, and what `after` does: in one piece, if that
+    /// waits for nothing.
     async fn driver_cleanup_and(
         self: &Arc<Self>,
         before: impl FnOnce(&Self) -> Vec<Step> + Send + 'static,
@@ -328,15 +342,18 @@ impl Work {
     pub async fn find(self: &Arc<Self>, identity: Identity) -> Adoption {
         match self.driver.clone() {
             Maker::Native(driver) => {
-                let found = self.piece(Class::Recovery, move |work| driver.adopt(&work.site, &identity)).await;
+                let found = self
+                    .piece(Class::Recovery, move |work| driver.adopt(&work.site, &identity))
+                    .await;
                 found.unwrap_or_else(Adoption::Unknown)
             }
             Maker::Shim(driver) => driver.adopt(&self.site, &identity).await,
         }
     }
 
-    /// After the exit: records it, removes the cgroup, unmounts the shared memory. An exit that cannot be recorded keeps nothing from being
-    /// removed: a later daemon finds no such pause, and says that it has ended.
+    /// After the exit: records it, removes the cgroup, unmounts the shared memory. An exit that
+    /// cannot be recorded keeps nothing from being removed: a later daemon finds no such pause, and
+    /// says that it has ended.
     ///
     /// # Errors
     /// Every step that failed.
@@ -352,7 +369,8 @@ impl Work {
         result(self.driver_cleanup_and(record, release).await)
     }
 
-    /// Removes all that is left: the pod's shim, cgroup, files and, when nothing else is left, the record.
+    /// Removes all that is left: the pod's shim, cgroup, files and, when nothing else is left, the
+    /// record.
     ///
     /// # Errors
     /// Every step that failed.

@@ -11,8 +11,9 @@ use crate::error::{IoContext as _, Step};
 
 const FIND: &str = "find the shim of runtime";
 
-/// Finds the shim of `runtime` as containerd does (`ShimManager.resolveRuntimePath`): an absolute path is the shim itself; the name
-/// `….NAME.VERSION` means `containerd-shim-NAME-VERSION`, in `path` or beside containerd, which listens at `containerd`.
+/// Finds the shim of `runtime` as containerd does (`ShimManager.resolveRuntimePath`): an absolute
+/// path is the shim itself; the name `….NAME.VERSION` means `containerd-shim-NAME-VERSION`, in
+/// `path` or beside containerd, which listens at `containerd`.
 ///
 /// # Errors
 /// There is none, or `runtime` is no name of one.
@@ -77,7 +78,15 @@ mod tests {
     fn names_are_containerds() {
         assert_eq!(name("io.containerd.runc.v2").unwrap(), "containerd-shim-runc-v2");
         assert_eq!(name("kata.v2").unwrap(), "containerd-shim-kata-v2");
-        for bad in ["", "runc", ".runc.v2", "io.containerd..v2", "a/b.c", "../x.y.z", "io.containerd.runc."] {
+        for bad in [
+            "",
+            "runc",
+            ".runc.v2",
+            "io.containerd..v2",
+            "a/b.c",
+            "../x.y.z",
+            "io.containerd.runc.",
+        ] {
             assert!(name(bad).is_err(), "{bad}");
         }
     }
@@ -96,7 +105,10 @@ mod tests {
         let runtime = "x.besidetest.v1";
         let path = dir.path().to_str().unwrap();
         let error = find(runtime, path, &socket).unwrap_err().to_string();
-        assert!(error.contains(runtime) && error.contains("containerd-shim-besidetest-v1 is neither"), "{error}");
+        assert!(
+            error.contains(runtime) && error.contains("containerd-shim-besidetest-v1 is neither"),
+            "{error}"
+        );
         put(&beside, 0o755);
         let found = find(runtime, path, &socket);
         let listed = dir.path().join("containerd-shim-besidetest-v1");

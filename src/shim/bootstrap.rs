@@ -1,4 +1,5 @@
-//! What a shim's `start` is given, and what it says of the server that it has started: where it listens and what it speaks.
+//! What a shim's `start` is given, and what it says of the server that it has started: where it
+//! listens and what it speaks.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,8 @@ use super::{Runtime, Settings};
 use crate::containerd::Store;
 use crate::error::{IoContext as _, Step};
 
-/// The first containerd that gives shims its parameters as a message of their own; before, the runtime's options alone.
+/// The first containerd that gives shims its parameters as a message of their own; before, the
+/// runtime's options alone.
 const BOOTSTRAP_SINCE: (u32, u32) = (2, 3);
 
 /// The newest version of the Task API that is spoken here.
@@ -33,8 +35,9 @@ pub struct Bootstrap {
 }
 
 impl Bootstrap {
-    /// Reads what `start` wrote to its standard output, in any of the forms that containerd takes (`parseStartResponse`): the protobuf
-    /// message of containerd 2.3, the JSON of 2.0, or an address alone, which means version 2.
+    /// Reads what `start` wrote to its standard output, in any of the forms that containerd takes
+    /// (`parseStartResponse`): the protobuf message of containerd 2.3, the JSON of 2.0, or an
+    /// address alone, which means version 2.
     ///
     /// # Errors
     /// It is none of them, or a version, protocol or address that is not spoken here.
@@ -42,7 +45,10 @@ impl Bootstrap {
         let read = Self::message(said).or_else(|| Self::json(said)).or_else(|| Self::address(said));
         let refuse = |reason: String| Err(io::Error::new(io::ErrorKind::InvalidData, reason));
         let Some(read) = read else {
-            return refuse(format!("it is no address: {:?}", shorten(&String::from_utf8_lossy(said))));
+            return refuse(format!(
+                "it is no address: {:?}",
+                shorten(&String::from_utf8_lossy(said))
+            ));
         };
         if !(OLDEST..=NEWEST).contains(&read.version) {
             return refuse(format!("version {} of the Task API is not spoken here", read.version));
@@ -60,7 +66,11 @@ impl Bootstrap {
         let result = BootstrapResult::parse_from_bytes(said).ok()?;
         let version = u32::try_from(result.version).ok()?;
         // Most texts are no message, and what is read from one by chance has no address.
-        (!result.address.is_empty()).then_some(Self { version, address: result.address, protocol: result.protocol })
+        (!result.address.is_empty()).then_some(Self {
+            version,
+            address: result.address,
+            protocol: result.protocol,
+        })
     }
 
     fn json(said: &[u8]) -> Option<Self> {
@@ -70,8 +80,14 @@ impl Bootstrap {
 
     fn address(said: &[u8]) -> Option<Self> {
         let address = std::str::from_utf8(said).ok()?.trim();
-        let one = !address.is_empty() && !address.contains(char::is_whitespace) && !address.contains(char::is_control);
-        one.then(|| Self { version: OLDEST, address: address.to_owned(), protocol: "ttrpc".to_owned() })
+        let one = !address.is_empty()
+            && !address.contains(char::is_whitespace)
+            && !address.contains(char::is_control);
+        one.then(|| Self {
+            version: OLDEST,
+            address: address.to_owned(),
+            protocol: "ttrpc".to_owned(),
+        })
     }
 
     /// The path of the socket.
@@ -87,7 +103,8 @@ impl Bootstrap {
     }
 }
 
-/// What `start` is given on standard input for group `id`: what the node's containerd gives to shims of its own.
+/// What `start` is given on standard input for group `id`: what the node's containerd gives to
+/// shims of its own.
 ///
 /// # Errors
 /// containerd does not say of which release it is.
@@ -97,13 +114,16 @@ pub async fn given(settings: &Settings, id: &str, runtime: &Runtime) -> Result<V
         value: value.clone(),
         ..Default::default()
     });
-    let containerd =
-        Store { address: settings.containerd_address.clone(), namespace: settings.containerd_namespace.clone() };
+    let containerd = Store {
+        address: settings.containerd_address.clone(),
+        namespace: settings.containerd_namespace.clone(),
+    };
     let version = containerd.version().await?;
     let encoded = if since(&version) < BOOTSTRAP_SINCE {
         options.map_or(Ok(Vec::new()), |options| options.write_to_bytes())
     } else {
-        let extension = |options| Extension { value: MessageField::some(options), ..Default::default() };
+        let extension =
+            |options| Extension { value: MessageField::some(options), ..Default::default() };
         let parameters = BootstrapParams {
             instance_id: id.to_owned(),
             namespace: settings.containerd_namespace.clone(),
@@ -121,7 +141,8 @@ pub async fn given(settings: &Settings, id: &str, runtime: &Runtime) -> Result<V
 
 /// The release of a version such as `v2.3.4`; an unknown one is new.
 fn since(version: &str) -> (u32, u32) {
-    let mut numbers = version.trim_start_matches('v').split(['.', '-', '+', '~']).map(|part| part.parse().ok());
+    let mut numbers =
+        version.trim_start_matches('v').split(['.', '-', '+', '~']).map(|part| part.parse().ok());
     numbers.next().flatten().zip(numbers.next().flatten()).unwrap_or((u32::MAX, 0))
 }
 
@@ -140,7 +161,10 @@ mod tests {
     #[test]
     fn every_form_that_containerd_takes() {
         let address = "unix:///run/containerd/s/0123";
-        assert_eq!(Bootstrap::parse(format!("{address}\n").as_bytes()).unwrap(), bootstrap(2, address));
+        assert_eq!(
+            Bootstrap::parse(format!("{address}\n").as_bytes()).unwrap(),
+            bootstrap(2, address)
+        );
         let json = format!(r#"{{"version":3,"address":"{address}","protocol":"ttrpc"}}"#);
         assert_eq!(Bootstrap::parse(json.as_bytes()).unwrap(), bootstrap(3, address));
         let message = BootstrapResult {
@@ -167,7 +191,10 @@ mod tests {
             (b"vsock://2:1024", "is no address of a unix socket"),
             (br#"{"version":4,"address":"unix:///s","protocol":"ttrpc"}"#, "version 4"),
             (br#"{"version":3,"address":"unix:///s","protocol":"grpc"}"#, "\"grpc\" is not spoken"),
-            (br#"{"version":1,"address":"unix:///s","protocol":"ttrpc"}"#, "is no address of a unix socket"),
+            (
+                br#"{"version":1,"address":"unix:///s","protocol":"ttrpc"}"#,
+                "is no address of a unix socket",
+            ),
         ] {
             let error = Bootstrap::parse(said).unwrap_err().to_string();
             assert!(error.contains(reason), "{said:?}: {error}");

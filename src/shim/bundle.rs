@@ -1,4 +1,5 @@
-//! The directory of a shim that is ours, owned or started: what the shim reads there, and our record of it.
+//! The directory of a shim that is ours, owned or started: what the shim reads there, and our
+//! record of it.
 
 use std::fs;
 use std::io;
@@ -55,7 +56,8 @@ impl Bundle {
         self.dir.join("log")
     }
 
-    /// Makes the directory with all that a shim of sandbox `id` looks for; `config` without a spec to run, unless there is one.
+    /// Makes the directory with all that a shim of sandbox `id` looks for; `config` without a spec
+    /// to run, unless there is one.
     ///
     /// # Errors
     /// The failed step.
@@ -76,7 +78,8 @@ impl Bundle {
         fifo::make(&self.log())
     }
 
-    /// What is on record; `None`: there is no shim. Of one whose record makes no sense no more is known than of a launch that was cut off.
+    /// What is on record; `None`: there is no shim. Of one whose record makes no sense no more is
+    /// known than of a launch that was cut off.
     ///
     /// # Errors
     /// It cannot be read.
@@ -99,7 +102,9 @@ impl Bundle {
     pub fn record(&self, recorded: Option<&Recorded>) -> Result<(), Step> {
         match recorded {
             Some(recorded) => {
-                let text = serde_json::to_vec(recorded).map_err(io::Error::other).step("encode record of shim")?;
+                let text = serde_json::to_vec(recorded)
+                    .map_err(io::Error::other)
+                    .step("encode record of shim")?;
                 self.replace(RECORD, &text)
             }
             None => {
@@ -118,9 +123,10 @@ impl Bundle {
         match fs::read(&path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(Step::at("read address of shim", path, e)),
-            Ok(text) => {
-                serde_json::from_slice(&text).map(Some).map_err(io::Error::other).step_at("read address of shim", path)
-            }
+            Ok(text) => serde_json::from_slice(&text)
+                .map(Some)
+                .map_err(io::Error::other)
+                .step_at("read address of shim", path),
         }
     }
 
@@ -129,7 +135,9 @@ impl Bundle {
     /// # Errors
     /// The failed step.
     pub fn record_bootstrap(&self, bootstrap: &Bootstrap) -> Result<(), Step> {
-        let text = serde_json::to_vec(bootstrap).map_err(io::Error::other).step("encode address of shim")?;
+        let text = serde_json::to_vec(bootstrap)
+            .map_err(io::Error::other)
+            .step("encode address of shim")?;
         self.replace(BOOTSTRAP, &text)
     }
 
@@ -146,14 +154,19 @@ impl Bundle {
         fs::read_to_string(self.dir.join(DEATH)).ok()
     }
 
-    /// Makes a bundle in which the shim's `delete` finds what it needs to end container `id`: the container's own is containerd's, which removes
-    /// it at any moment. runc's shim looks for runc's options in two files (`runc.ReadOptions`, `runc.ReadRuntime`).
+    /// Makes a bundle in which the shim's `delete` finds what it needs to end container `id`: the
+    /// container's own is containerd's, which removes it at any moment. runc's shim looks for
+    /// runc's options in two files (`runc.ReadOptions`, `runc.ReadRuntime`).
     ///
     /// # Errors
     /// The failed step.
     pub fn last(&self, id: &str, options: Option<&Options>) -> Result<PathBuf, Step> {
         let dir = self.dir.join("dead").join(id);
-        fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir).step_at("make directory", &dir)?;
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&dir)
+            .step_at("make directory", &dir)?;
         Self::write_runtime(&dir, options)?;
         Ok(dir)
     }
@@ -169,7 +182,9 @@ impl Bundle {
                 "root": options.root,
                 "systemd_cgroup": options.systemd_cgroup,
             });
-            for (name, content) in [("options.json", json.to_string()), ("runtime", options.binary_name.clone())] {
+            for (name, content) in
+                [("options.json", json.to_string()), ("runtime", options.binary_name.clone())]
+            {
                 let path = dir.join(name);
                 fs::write(&path, content).step_at("write file", path)?;
             }
@@ -208,7 +223,9 @@ mod tests {
         assert_eq!(bundle.bootstrap().unwrap(), Some(told));
         assert_eq!(bundle.recorded().unwrap(), Some(Recorded::Launching));
         // A file is there as a whole or not at all.
-        let names = fs::read_dir(bundle.dir()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let names = fs::read_dir(bundle.dir())
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap());
         let unfinished: Vec<String> = names.filter(|name| name.ends_with(NEW)).collect();
         assert!(unfinished.is_empty(), "{unfinished:?}");
         fs::write(bundle.dir().join(RECORD), "").unwrap();

@@ -1,4 +1,5 @@
-//! The cgroups of a container at its end: killed as a whole, or thawed, as what is frozen does not die.
+//! The cgroups of a container at its end: killed as a whole, or thawed, as what is frozen does not
+//! die.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write as _};
@@ -6,8 +7,8 @@ use std::path::{Component, Path, PathBuf};
 
 use crate::error::{IoContext as _, Step};
 
-/// Whether a process with this content of `/proc/PID/cgroup` is in the cgroup that is named by the container's id: `ID`, or
-/// `PREFIX-ID.scope` with systemd.
+/// Whether a process with this content of `/proc/PID/cgroup` is in the cgroup that is named by the
+/// container's id: `ID`, or `PREFIX-ID.scope` with systemd.
 pub fn names(cgroups: &str, id: &str) -> bool {
     lines(cgroups).any(|(_, path)| path.split('/').any(|part| is_named(part, id)))
 }
@@ -17,8 +18,9 @@ fn is_named(part: &str, id: &str) -> bool {
     part == id || part.strip_suffix(id).is_some_and(|prefix| prefix.ends_with('-'))
 }
 
-/// The containers by whose ids the cgroups of a process are named, by the content of its `/proc/PID/cgroup`: ids of CRI are 64 hex digits. More
-/// than one where containers make cgroups for others inside their own.
+/// The containers by whose ids the cgroups of a process are named, by the content of its
+/// `/proc/PID/cgroup`: ids of CRI are 64 hex digits. More than one where containers make cgroups
+/// for others inside their own.
 pub fn containers(cgroups: &str) -> impl Iterator<Item = &str> {
     let id = |part| {
         let part: &str = str::strip_suffix(part, ".scope").unwrap_or(part);
@@ -36,8 +38,10 @@ fn lines(cgroups: &str) -> impl Iterator<Item = (&str, &str)> {
     })
 }
 
-/// Ends what is in the container's cgroups, of which a process has this content of `/proc/PID/cgroup`, with version 2, and lets it end, with
-/// version 1: what is killed there and frozen dies when it is thawed. `mount` is where the cgroup file systems are. Gone already is success.
+/// Ends what is in the container's cgroups, of which a process has this content of
+/// `/proc/PID/cgroup`, with version 2, and lets it end, with version 1: what is killed there and
+/// frozen dies when it is thawed. `mount` is where the cgroup file systems are. Gone already is
+/// success.
 ///
 /// # Errors
 /// The failed step.
@@ -45,7 +49,9 @@ pub fn end(mount: &Path, cgroups: &str, id: &str) -> Result<(), Step> {
     for (controllers, path) in lines(cgroups) {
         if controllers.is_empty() {
             let unified = [mount.to_owned(), mount.join("unified")];
-            let Some(unified) = unified.into_iter().find(|dir| dir.join("cgroup.controllers").exists()) else {
+            let Some(unified) =
+                unified.into_iter().find(|dir| dir.join("cgroup.controllers").exists())
+            else {
                 continue;
             };
             // All below it too.
@@ -76,9 +82,13 @@ pub fn below(root: &Path, path: &str, id: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Writes to a file of the kernel's, if there is one; Linux has `cgroup.kill` since 5.14, and not for cgroups of threads.
+/// Writes to a file of the kernel's, if there is one; Linux has `cgroup.kill` since 5.14, and not
+/// for cgroups of threads.
 fn put(file: &Path, word: &str) -> Result<(), Step> {
-    let written = OpenOptions::new().write(true).open(file).and_then(|mut file| file.write_all(word.as_bytes()));
+    let written = OpenOptions::new()
+        .write(true)
+        .open(file)
+        .and_then(|mut file| file.write_all(word.as_bytes()));
     match written {
         Err(e)
             if e.kind() == io::ErrorKind::NotFound
@@ -106,7 +116,13 @@ mod tests {
         ] {
             assert!(names(yes, id), "{yes}");
         }
-        for no in ["0::/", "0::/kubepods/0123abcd1", "0::/kubepods/x0123abcd", "0::/a/cri-0123abcd.slice", ""] {
+        for no in [
+            "0::/",
+            "0::/kubepods/0123abcd1",
+            "0::/kubepods/x0123abcd",
+            "0::/a/cri-0123abcd.slice",
+            "",
+        ] {
             assert!(!names(no, id), "{no}");
         }
     }
@@ -114,10 +130,14 @@ mod tests {
     #[test]
     fn a_cgroup_tells_the_container() {
         let id = "0123456789abcdef".repeat(4);
-        for yes in [format!("2:cpu:/\n1:name=systemd:/a/{id}/b"), format!("0::/a.slice/cri-containerd-{id}.scope")] {
+        for yes in [
+            format!("2:cpu:/\n1:name=systemd:/a/{id}/b"),
+            format!("0::/a.slice/cri-containerd-{id}.scope"),
+        ] {
             assert_eq!(containers(&yes).next(), Some(id.as_str()), "{yes}");
         }
-        for no in ["0::/user.slice/session-3.scope".to_owned(), format!("0::/x{id}"), String::new()] {
+        for no in ["0::/user.slice/session-3.scope".to_owned(), format!("0::/x{id}"), String::new()]
+        {
             assert_eq!(containers(&no).next(), None, "{no}");
         }
     }
@@ -148,8 +168,14 @@ mod tests {
         let cgroups = "0::/a.slice/cri-containerd-0123abcd.scope";
         assert_eq!(after_end(&["cgroup.controllers"], cgroups, &[scope]), ["1"]);
         // What is not seen from here, and what is not there.
-        for cgroups in ["0::/../kubepods/pod1/0123abcd", "0::/elsewhere/0123abcd", "0::/kubepods/pod1/other"] {
-            assert_eq!(after_end(&["cgroup.controllers"], cgroups, &looked_at), ["", "", "", ""], "{cgroups}");
+        for cgroups in
+            ["0::/../kubepods/pod1/0123abcd", "0::/elsewhere/0123abcd", "0::/kubepods/pod1/other"]
+        {
+            assert_eq!(
+                after_end(&["cgroup.controllers"], cgroups, &looked_at),
+                ["", "", "", ""],
+                "{cgroups}"
+            );
         }
     }
 

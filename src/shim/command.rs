@@ -1,4 +1,5 @@
-//! How a shim's binary is called: arguments and environment of the runtime-v2 protocol, and calls that must end.
+//! How a shim's binary is called: arguments and environment of the runtime-v2 protocol, and calls
+//! that must end.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -22,8 +23,8 @@ use crate::pause::launch::limit_open_files;
 /// How long a call may take.
 const WITHIN: Duration = Duration::from_secs(10);
 
-/// Calls of one kind at once, more wait for their turn before their time begins: each is a process, and a hundred deletions at once would take
-/// longer than that on a small node.
+/// Calls of one kind at once, more wait for their turn before their time begins: each is a process,
+/// and a hundred deletions at once would take longer than that on a small node.
 const AT_ONCE: usize = 32;
 static STARTS: Semaphore = Semaphore::const_new(AT_ONCE);
 static DELETIONS: Semaphore = Semaphore::const_new(AT_ONCE);
@@ -47,7 +48,8 @@ const OWN: [&str; 9] = [
     "PATH",
 ];
 
-/// Where shims and the runtimes that they call are looked for: the daemon's PATH, and what usually belongs there.
+/// Where shims and the runtimes that they call are looked for: the daemon's PATH, and what usually
+/// belongs there.
 pub fn path() -> String {
     let mut path = std::env::var("PATH").unwrap_or_default();
     for dir in PATH.split(':') {
@@ -64,7 +66,8 @@ pub fn path() -> String {
 /// What asks for a core scheduling domain, if it is not empty (containerd's `SCHED_CORE`).
 const CORE_DOMAIN: &str = "SCHED_CORE";
 
-/// The environment of a shim: the daemon's, what containerd adds (`pkg/shim.Command`), and what an operator has set.
+/// The environment of a shim: the daemon's, what containerd adds (`pkg/shim.Command`), and what an
+/// operator has set.
 fn environment(settings: &Settings, threads: &str) -> BTreeMap<OsString, OsString> {
     let protocol = [
         ("PATH", path()),
@@ -77,11 +80,13 @@ fn environment(settings: &Settings, threads: &str) -> BTreeMap<OsString, OsStrin
     let mut environment: BTreeMap<OsString, OsString> = std::env::vars_os().collect();
     environment.retain(|name, _| OWN.iter().all(|own| name != own));
     environment.extend(protocol.map(|(name, value)| (name.into(), value.into())));
-    environment.extend(settings.environment.iter().map(|(name, value)| (name.into(), value.into())));
+    environment
+        .extend(settings.environment.iter().map(|(name, value)| (name.into(), value.into())));
     environment
 }
 
-/// Whether the server gets a core scheduling domain of its own. containerd's shim makes it in its `start`, which a server of ours has not had.
+/// Whether the server gets a core scheduling domain of its own. containerd's shim makes it in its
+/// `start`, which a server of ours has not had.
 pub fn has_core_domain(environment: &[OsString]) -> bool {
     let value = |variable: &OsString| {
         let value = variable.to_str()?.strip_prefix(CORE_DOMAIN)?.strip_prefix('=')?;
@@ -122,7 +127,12 @@ pub fn server_environment(settings: &Settings, id: &str) -> Vec<OsString> {
 ///
 /// # Errors
 /// It cannot be run, fails, or does not end in time.
-pub async fn delete(settings: &Settings, binary: &Path, id: &str, bundle: &Path) -> Result<(), Step> {
+pub async fn delete(
+    settings: &Settings,
+    binary: &Path,
+    id: &str,
+    bundle: &Path,
+) -> Result<(), Step> {
     let mut command = Command::new(binary);
     command
         .args(["-namespace", &settings.containerd_namespace, "-address"])
@@ -135,7 +145,9 @@ pub async fn delete(settings: &Settings, binary: &Path, id: &str, bundle: &Path)
         .envs(environment(settings, "2"));
     // Never closed.
     let _turn = DELETIONS.acquire().await;
-    call("delete container of dead shim", bundle, command, settings.open_files, Vec::new()).await.map(drop)
+    call("delete container of dead shim", bundle, command, settings.open_files, Vec::new())
+        .await
+        .map(drop)
 }
 
 /// What a call has said on its standard output, and when it was started, in clock ticks after boot.
@@ -147,12 +159,18 @@ pub struct Said {
     pub since: u64,
 }
 
-/// Has the shim start a server for group `id` in `bundle`: `start`, with what it is given on standard input. What it says is read by
-/// [`super::bootstrap::Bootstrap::parse`].
+/// Has the shim start a server for group `id` in `bundle`: `start`, with what it is given on
+/// standard input. What it says is read by [`super::bootstrap::Bootstrap::parse`].
 ///
 /// # Errors
 /// It cannot be run, fails, says too much, or does not end in time.
-pub async fn start(settings: &Settings, binary: &Path, id: &str, bundle: &Path, given: Vec<u8>) -> Result<Said, Step> {
+pub async fn start(
+    settings: &Settings,
+    binary: &Path,
+    id: &str,
+    bundle: &Path,
+    given: Vec<u8>,
+) -> Result<Said, Step> {
     let mut command = Command::new(binary);
     command
         .args(["-namespace", &settings.containerd_namespace, "-address"])
@@ -179,13 +197,18 @@ async fn call(
     let mut child = Called(command.spawn().step_at(what, subject)?);
     // It is not reaped before it is waited for.
     let since = child.0.id().map_or(Ok(0), held::started_at)?;
-    let (input, output, errors) = (child.0.stdin.take(), child.0.stdout.take(), child.0.stderr.take());
+    let (input, output, errors) =
+        (child.0.stdin.take(), child.0.stdout.take(), child.0.stderr.take());
     let all = async {
-        let ((), output, errors) = tokio::try_join!(write(input, given), read(output), read(errors))?;
+        let ((), output, errors) =
+            tokio::try_join!(write(input, given), read(output), read(errors))?;
         Ok((child.0.wait().await?, output, errors))
     };
     let ended: io::Result<_> = tokio::time::timeout(WITHIN, all).await.unwrap_or_else(|_| {
-        Err(io::Error::new(io::ErrorKind::TimedOut, format!("not done after {} s", WITHIN.as_secs())))
+        Err(io::Error::new(
+            io::ErrorKind::TimedOut,
+            format!("not done after {} s", WITHIN.as_secs()),
+        ))
     });
     let (status, output, errors) = ended.step_at(what, subject)?;
     if status.success() {
@@ -195,13 +218,15 @@ async fn call(
     Err(Step::at(what, subject, io::Error::other(format!("{status}: {}", said.trim()))))
 }
 
-/// A program that was called, at the head of a process group of its own. One that is given up is killed with all that it has called itself, such
-/// as the runtime, which would otherwise still run beside the next try.
+/// A program that was called, at the head of a process group of its own. One that is given up is
+/// killed with all that it has called itself, such as the runtime, which would otherwise still run
+/// beside the next try.
 struct Called(Child);
 
 impl Drop for Called {
     fn drop(&mut self) {
-        // `None`: it was reaped, and what it has left in its group, such as a server, is wanted. Until then the number is its own.
+        // `None`: it was reaped, and what it has left in its group, such as a server, is wanted.
+        // Until then the number is its own.
         if let Some(group) = self.0.id().and_then(|pid| i32::try_from(pid).ok())
             && let Err(e) = killpg(Pid::from_raw(group), Signal::SIGKILL)
             && e != Errno::ESRCH
@@ -228,7 +253,10 @@ async fn read(pipe: Option<impl tokio::io::AsyncRead + Unpin>) -> io::Result<Vec
         pipe.take(MOST + 1).read_to_end(&mut bytes).await?;
     }
     if bytes.len() as u64 > MOST {
-        return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("wrote more than {MOST} bytes")));
+        return Err(io::Error::new(
+            io::ErrorKind::FileTooLarge,
+            format!("wrote more than {MOST} bytes"),
+        ));
     }
     Ok(bytes)
 }
@@ -253,15 +281,24 @@ mod tests {
         };
         let own = server_environment(&settings(&[]), "pod");
         assert!(!has_core_domain(&own), "{own:?}");
-        let changed =
-            server_environment(&settings(&[set("SCHED_CORE", "1"), set("GOMAXPROCS", "9"), set("X", "y=z")]), "pod");
+        let changed = server_environment(
+            &settings(&[set("SCHED_CORE", "1"), set("GOMAXPROCS", "9"), set("X", "y=z")]),
+            "pod",
+        );
         assert!(has_core_domain(&changed), "{changed:?}");
         for expected in ["SCHED_CORE=1", "GOMAXPROCS=9", "X=y=z", "NAMESPACE=k8s.io"] {
-            assert_eq!(changed.iter().filter(|variable| *variable == expected).count(), 1, "{expected}: {changed:?}");
+            assert_eq!(
+                changed.iter().filter(|variable| *variable == expected).count(),
+                1,
+                "{expected}: {changed:?}"
+            );
         }
         assert_eq!(changed.len(), own.len() + 2, "{changed:?}");
         let named = server_environment(&settings(&[set("OTEL_SERVICE_NAME", "own")]), "pod");
-        assert!(named.contains(&"OTEL_SERVICE_NAME=own".into()) && named.len() == own.len(), "{named:?}");
+        assert!(
+            named.contains(&"OTEL_SERVICE_NAME=own".into()) && named.len() == own.len(),
+            "{named:?}"
+        );
         assert!(!has_core_domain(&server_environment(&settings(&[set("SCHED_CORE", "")]), "pod")));
     }
 

@@ -1,8 +1,11 @@
-//! The containers that a shim serves, as containerd's task bundles tell them: what is left of them when the shim dies.
+//! The containers that a shim serves, as containerd's task bundles tell them: what is left of them
+//! when the shim dies.
 //!
-//! When the connection to a shim closes, CRI takes the containers for exited, with status 255, and containerd removes their bundles within
-//! milliseconds; but for a shim of version 3 in a sandbox nobody ends their processes. So a container is known by its bundle, while there is
-//! one, and by its processes: they are in the pod's namespaces and in a cgroup that is named by the container's id.
+//! When the connection to a shim closes, CRI takes the containers for exited, with status 255, and
+//! containerd removes their bundles within milliseconds; but for a shim of version 3 in a sandbox
+//! nobody ends their processes. So a container is known by its bundle, while there is one, and by
+//! its processes: they are in the pod's namespaces and in a cgroup that is named by the container's
+//! id.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -50,7 +53,9 @@ pub fn of(tasks: &Path, sandbox: &str) -> Result<Vec<Container>, Step> {
         let bundle = entry.path();
         let Ok(id) = entry.file_name().into_string() else { continue };
         // Hidden ones are being deleted.
-        if !id.starts_with('.') && fs::read(bundle.join(SANDBOX)).is_ok_and(|name| name == sandbox.as_bytes()) {
+        if !id.starts_with('.')
+            && fs::read(bundle.join(SANDBOX)).is_ok_and(|name| name == sandbox.as_bytes())
+        {
             containers.push(Container { id, bundle });
         }
     }
@@ -72,17 +77,20 @@ pub fn none(tasks: &Path, sandbox: &str) -> Result<bool, Step> {
     Ok(!ids.any(|id| id != sandbox && !id.starts_with('.') && own(&id)))
 }
 
-/// Where runc's shim keeps the state of its containers unless its options say otherwise (`process.RuncRoot`).
+/// Where runc's shim keeps the state of its containers unless its options say otherwise
+/// (`process.RuncRoot`).
 const RUNC: &str = "/run/containerd/runc";
 
-/// The directory in which runtimes with runc's options keep the states of the containers of a namespace.
+/// The directory in which runtimes with runc's options keep the states of the containers of a
+/// namespace.
 pub fn root(options: Option<&Options>, namespace: &str) -> PathBuf {
     let root = options.map(|options| options.root.as_str()).filter(|root| !root.is_empty());
     Path::new(root.unwrap_or(RUNC)).join(namespace)
 }
 
-/// The containers of `sandbox` of which the runtime has a state below `root`, and `tasks` no bundle; `sandbox` itself is none. A container's bundle
-/// is made before its state and removed after it, so these are known to nobody else: the call that was to delete them was cut off.
+/// The containers of `sandbox` of which the runtime has a state below `root`, and `tasks` no
+/// bundle; `sandbox` itself is none. A container's bundle is made before its state and removed
+/// after it, so these are known to nobody else: the call that was to delete them was cut off.
 ///
 /// # Errors
 /// The directory cannot be read; there is none: no containers.
@@ -105,28 +113,33 @@ pub fn forgotten(root: &Path, tasks: &Path, sandbox: &str) -> Result<Vec<Contain
     Ok(containers)
 }
 
-/// Where the kernel's flags of a process are in `/proc/PID/stat`, counted from the state (proc_pid_stat(5)), and the one that says that it is ending.
+/// Where the kernel's flags of a process are in `/proc/PID/stat`, counted from the state
+/// (proc_pid_stat(5)), and the one that says that it is ending.
 const FLAGS: usize = 6;
 const PF_EXITING: u64 = 0x4;
 
-/// The process is ending, or has ended and waits for its parent, which may be slow to look. One whose first thread has ended, and another has
-/// not, lives.
+/// The process is ending, or has ended and waits for its parent, which may be slow to look. One
+/// whose first thread has ended, and another has not, lives.
 fn is_ending(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The name is in parentheses and may hold anything.
     let ended = stat.rsplit_once(") ").is_some_and(|(_, fields)| {
-        // The first process of a PID namespace is no zombie until all others of it are reaped, by whoever has to.
-        let flags: u64 = fields.split(' ').nth(FLAGS).and_then(|flags| flags.parse().ok()).unwrap_or(0);
+        // The first process of a PID namespace is no zombie until all others of it are reaped, by
+        // whoever has to.
+        let flags: u64 =
+            fields.split(' ').nth(FLAGS).and_then(|flags| flags.parse().ok()).unwrap_or(0);
         fields.starts_with(['Z', 'X']) || flags & PF_EXITING != 0
     });
     ended && fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|threads| threads.count() <= 1)
 }
 
-/// The containers by whose ids the cgroups of a process are named, with the content of its `/proc/PID/cgroup`; none if it does not live. CRI names
-/// a container's cgroup by the container's id.
+/// The containers by whose ids the cgroups of a process are named, with the content of its
+/// `/proc/PID/cgroup`; none if it does not live. CRI names a container's cgroup by the container's
+/// id.
 fn living_of(pid: u32, containers: &[Container]) -> Vec<(&Container, String)> {
     let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-    let mut of: Vec<_> = containers.iter().filter(|container| cgroup::names(&cgroups, &container.id)).collect();
+    let mut of: Vec<_> =
+        containers.iter().filter(|container| cgroup::names(&cgroups, &container.id)).collect();
     if is_ending(pid) {
         of.clear();
     }
@@ -138,11 +151,12 @@ fn living_of(pid: u32, containers: &[Container]) -> Vec<(&Container, String)> {
 /// # Errors
 /// `/proc` cannot be read.
 pub fn alive(containers: &[Container]) -> Result<bool, Step> {
-    Ok(!containers.is_empty() && pids()?.into_iter().any(|pid| !living_of(pid, containers).is_empty()))
+    Ok(!containers.is_empty()
+        && pids()?.into_iter().any(|pid| !living_of(pid, containers).is_empty()))
 }
 
-/// Kills all processes of the containers. They are not our children, and one that the kernel keeps may never end: none is waited for but by
-/// looking again, and nothing is kept of any.
+/// Kills all processes of the containers. They are not our children, and one that the kernel keeps
+/// may never end: none is waited for but by looking again, and nothing is kept of any.
 ///
 /// # Errors
 /// What could not be killed.
@@ -163,7 +177,8 @@ pub fn kill(containers: &[Container]) -> Result<(), Step> {
             }
             left += 1;
             process.kill()?;
-            cgroups.extend(of.into_iter().map(|(container, cgroups)| (container.id.clone(), cgroups)));
+            cgroups
+                .extend(of.into_iter().map(|(container, cgroups)| (container.id.clone(), cgroups)));
         }
         if left == 0 {
             return Ok(());
@@ -182,24 +197,32 @@ pub fn kill(containers: &[Container]) -> Result<(), Step> {
 pub struct Inside {
     /// The pod's containers that have processes there. Without a bundle where there is none.
     pub containers: Vec<Container>,
-    /// Processes of containers whose pod is not known: perhaps this one, with a runtime that keeps its state elsewhere, perhaps
-    /// none, such as a debugger's container that has entered the pod's namespaces.
+    /// Processes of containers whose pod is not known: perhaps this one, with a runtime that keeps
+    /// its state elsewhere, perhaps none, such as a debugger's container that has entered the pod's
+    /// namespaces.
     pub unknown: Vec<Held>,
 }
 
-/// What has processes in any of these namespaces, which are the pod's own. Containers of other pods that have entered them are left
-/// out, and so is `sandbox` itself. `tasks` is containerd's directory of bundles, `root` the runtime's of states.
+/// What has processes in any of these namespaces, which are the pod's own. Containers of other pods
+/// that have entered them are left out, and so is `sandbox` itself. `tasks` is containerd's
+/// directory of bundles, `root` the runtime's of states.
 ///
 /// # Errors
 /// `/proc` cannot be read.
-pub fn inside(namespaces: &[Namespace], tasks: &Path, root: &Path, sandbox: &str) -> Result<Inside, Step> {
+pub fn inside(
+    namespaces: &[Namespace],
+    tasks: &Path,
+    root: &Path,
+    sandbox: &str,
+) -> Result<Inside, Step> {
     let mut found = Inside::default();
     let own: Vec<(&str, u64)> =
         namespaces.iter().filter_map(inode).filter(|(kind, own)| !is_nodes(kind, *own)).collect();
     if own.is_empty() {
         return Ok(found);
     }
-    let is_inside = |pid: u32| own.iter().any(|(kind, own)| namespace(&pid.to_string(), kind) == Some(*own));
+    let is_inside =
+        |pid: u32| own.iter().any(|(kind, own)| namespace(&pid.to_string(), kind) == Some(*own));
     for pid in pids()?.into_iter().filter(|pid| is_inside(*pid)) {
         let Some(process) = Held::open(pid)? else { continue };
         let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
@@ -208,7 +231,9 @@ pub fn inside(namespaces: &[Namespace], tasks: &Path, root: &Path, sandbox: &str
             continue;
         }
         match judge(&cgroups, tasks, root, sandbox) {
-            Inmate::Own(container) if !found.containers.contains(&container) => found.containers.push(container),
+            Inmate::Own(container) if !found.containers.contains(&container) => {
+                found.containers.push(container)
+            }
             Inmate::Own(_) | Inmate::Other => {}
             Inmate::Unknown => found.unknown.push(process),
         }
@@ -236,7 +261,9 @@ fn judge(cgroups: &str, tasks: &Path, root: &Path, sandbox: &str) -> Inmate {
     let mut judged = Inmate::Unknown;
     for id in ids {
         match origin::of(tasks, root, id, sandbox) {
-            Origin::Own => return Inmate::Own(Container { bundle: tasks.join(id), id: id.to_owned() }),
+            Origin::Own => {
+                return Inmate::Own(Container { bundle: tasks.join(id), id: id.to_owned() });
+            }
             Origin::Foreign => judged = Inmate::Other,
             Origin::Unknown => {}
         }
@@ -326,7 +353,9 @@ mod tests {
     fn forgotten_are_those_of_the_sandbox_that_have_a_state_and_no_bundle() {
         let dir = tempfile::tempdir().unwrap();
         let (root, tasks) = (dir.path().join("runc"), dir.path().join("tasks"));
-        let runc = |of: &str| format!(r#"{{"config":{{"labels":["a=b","{ANNOTATION}={of}","bundle=/x"]}}}}"#);
+        let runc = |of: &str| {
+            format!(r#"{{"config":{{"labels":["a=b","{ANNOTATION}={of}","bundle=/x"]}}}}"#)
+        };
         let crun = |of: &str| format!(r#"{{ "annotations": {{ "{ANNOTATION}": "{of}" }} }}"#);
         for (id, file, state) in [
             ("runc", "state.json", runc("pod")),
@@ -344,7 +373,8 @@ mod tests {
         fs::create_dir_all(tasks.join("has-bundle")).unwrap();
         let mut found = forgotten(&root, &tasks, "pod").unwrap();
         found.sort_by(|a, b| a.id.cmp(&b.id));
-        let expected = ["crun", "runc"].map(|id| Container { id: id.to_owned(), bundle: tasks.join(id) });
+        let expected =
+            ["crun", "runc"].map(|id| Container { id: id.to_owned(), bundle: tasks.join(id) });
         assert_eq!(found, expected);
         assert_eq!(forgotten(&dir.path().join("none"), &tasks, "pod").unwrap(), []);
     }
@@ -353,7 +383,10 @@ mod tests {
     fn the_root_is_that_of_the_options_or_the_shims_own() {
         let options = Options { root: "/r".to_owned(), ..Default::default() };
         assert_eq!(root(Some(&options), "k8s.io"), Path::new("/r/k8s.io"));
-        assert_eq!(root(Some(&Options::default()), "k8s.io"), Path::new("/run/containerd/runc/k8s.io"));
+        assert_eq!(
+            root(Some(&Options::default()), "k8s.io"),
+            Path::new("/run/containerd/runc/k8s.io")
+        );
         assert_eq!(root(None, "k8s.io"), Path::new("/run/containerd/runc/k8s.io"));
     }
 }

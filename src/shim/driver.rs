@@ -1,16 +1,16 @@
-//! The driver that has the pod's shim run the pause: for runtimes that must own the sandbox, such as gVisor and Kata, and for whoever wants the
-//! OCI runtime to run it.
+//! The driver that has the pod's shim run the pause: for runtimes that must own the sandbox, such
+//! as gVisor and Kata, and for whoever wants the OCI runtime to run it.
 //!
-//! The shim's endpoint (`started.rs`) is there before the pause and after it; here is the pause's own life as a task of it, by
-//! the same calls as of containerd's built-in controller.
+//! The shim's endpoint (`started.rs`) is there before the pause and after it; here is the pause's
+//! own life as a task of it, by the same calls as of containerd's built-in controller.
 
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use containerd_shim_protos::api::{
-    CreateTaskRequest, CreateTaskResponse, DeleteRequest, DeleteResponse, Empty, KillRequest, StartRequest,
-    StartResponse, StateRequest, StateResponse, Status, WaitRequest, WaitResponse,
+    CreateTaskRequest, CreateTaskResponse, DeleteRequest, DeleteResponse, Empty, KillRequest,
+    StartRequest, StartResponse, StateRequest, StateResponse, Status, WaitRequest, WaitResponse,
 };
 use protobuf::MessageField;
 use protobuf::well_known_types::any::Any;
@@ -27,7 +27,8 @@ use crate::pause::{Adoption, BoxFuture, Exit, Identity, Pause, Plan, Site, UNKNO
 /// The driver's name in settings, records and metrics.
 pub const NAME: &str = "shim";
 
-/// How long a call may take that the built-in controller bounds (`handleEventTimeout`, `loadContainerTimeout`).
+/// How long a call may take that the built-in controller bounds (`handleEventTimeout`,
+/// `loadContainerTimeout`).
 const WITHIN: Duration = Duration::from_secs(10);
 
 /// How long recovery may look for a pause: less than it gives a record in all.
@@ -39,7 +40,8 @@ const START_WITHIN: Duration = Duration::from_secs(30);
 /// Between two tries of what must work in the end.
 const AGAIN: Duration = Duration::from_millis(500);
 
-/// Between two tries of a deletion that a shim refuses: Stop answers with what is left of the sandbox, and is not repeated soon.
+/// Between two tries of a deletion that a shim refuses: Stop answers with what is left of the
+/// sandbox, and is not repeated soon.
 const DELETIONS: [Duration; 5] = [
     Duration::from_millis(100),
     Duration::from_millis(300),
@@ -57,11 +59,12 @@ const PATIENCE: u32 = 2;
 /// Calls of the kill that a shim may refuse: more, as it does answer.
 const REFUSALS: u32 = 20;
 
-/// Runtimes whose containers are plain processes of the node, by the part of the name that says which: `io.containerd.NAME.VERSION`.
+/// Runtimes whose containers are plain processes of the node, by the part of the name that says
+/// which: `io.containerd.NAME.VERSION`.
 const HOST_PROCESSES: [&str; 3] = ["runc", "crun", "youki"];
 
-/// Whether the runtime of that name, or the shim at that path, runs plain processes of the node, so that the native driver's
-/// namespaces are of use to its containers.
+/// Whether the runtime of that name, or the shim at that path, runs plain processes of the node, so
+/// that the native driver's namespaces are of use to its containers.
 pub fn is_of_host_processes(runtime: &str) -> bool {
     let file = runtime.rsplit('/').next().unwrap_or_default();
     let mut parts = match file.strip_prefix("containerd-shim-") {
@@ -103,8 +106,10 @@ impl ShimDriver {
             options: MessageField(options.map(Box::new)),
             ..Default::default()
         };
-        let created: CreateTaskResponse =
-            tasks.call("create pause", "Create", &request, Some(START_WITHIN)).await.map_err(Failure::step)?;
+        let created: CreateTaskResponse = tasks
+            .call("create pause", "Create", &request, Some(START_WITHIN))
+            .await
+            .map_err(Failure::step)?;
         Ok((tasks, created.pid))
     }
 
@@ -114,19 +119,28 @@ impl ShimDriver {
         let id = &endpoint.group.id;
         let task = async {
             let launcher = &endpoint.group.shims.launcher;
-            let nobody = || io::Error::other(format!("it is to be process {created}, which does not live"));
+            let nobody =
+                || io::Error::other(format!("it is to be process {created}, which does not live"));
             let process = launcher.open(created)?.ok_or_else(nobody).step("find pause")?;
-            if endpoint.shim().is_some_and(|shim| process.identity().start_time < shim.identity().start_time) {
+            if endpoint
+                .shim()
+                .is_some_and(|shim| process.identity().start_time < shim.identity().start_time)
+            {
                 let older = format!("it is to be process {created}, which is older than the shim");
                 return Err(io::Error::other(older)).step("find pause");
             }
             // The wait is armed before the start.
             let task = Task::watch(endpoint.clone(), process.identity().clone());
             let request = StartRequest { id: id.to_string(), ..Default::default() };
-            let started: StartResponse =
-                tasks.call("start pause", "Start", &request, Some(START_WITHIN)).await.map_err(Failure::step)?;
+            let started: StartResponse = tasks
+                .call("start pause", "Start", &request, Some(START_WITHIN))
+                .await
+                .map_err(Failure::step)?;
             if started.pid != created {
-                let other = io::Error::other(format!("it was made as process {created}, and is {}", started.pid));
+                let other = io::Error::other(format!(
+                    "it was made as process {created}, and is {}",
+                    started.pid
+                ));
                 return Err(other).step("start pause");
             }
             Ok(task)
@@ -152,16 +166,21 @@ impl ShimDriver {
         }
         let tasks = endpoint.tasks().await.map_err(Failure::step)?;
         let request = StateRequest { id: endpoint.group.id.to_string(), ..Default::default() };
-        let state: StateResponse = match tasks.call("ask for pause", "State", &request, Some(WITHIN)).await {
-            Ok(state) => state,
-            Err(Failure::NotFound(_)) => return Ok(dead(UNKNOWN_EXIT)),
-            Err(failure) => return Err(failure.step()),
-        };
+        let state: StateResponse =
+            match tasks.call("ask for pause", "State", &request, Some(WITHIN)).await {
+                Ok(state) => state,
+                Err(Failure::NotFound(_)) => return Ok(dead(UNKNOWN_EXIT)),
+                Err(failure) => return Err(failure.step()),
+            };
         match state.status.enum_value() {
-            Ok(Status::RUNNING) => Ok(Adoption::Alive(Box::new(Task::watch(endpoint.clone(), identity.clone())))),
+            Ok(Status::RUNNING) => {
+                Ok(Adoption::Alive(Box::new(Task::watch(endpoint.clone(), identity.clone()))))
+            }
             Ok(Status::STOPPED | Status::CREATED) => {
                 let deleted = delete(endpoint, &tasks).await?;
-                Ok(Adoption::Dead(deleted.unwrap_or(Exit { status: UNKNOWN_EXIT, at: SystemTime::now() })))
+                Ok(Adoption::Dead(
+                    deleted.unwrap_or(Exit { status: UNKNOWN_EXIT, at: SystemTime::now() }),
+                ))
             }
             _ => {
                 let other = io::Error::other(format!("it is in state {}", state.status.value()));
@@ -171,7 +190,8 @@ impl ShimDriver {
     }
 }
 
-/// What [`crate::pause::Driver`] does, as tasks: a shim answers when it likes, and a wait for it takes no thread.
+/// What [`crate::pause::Driver`] does, as tasks: a shim answers when it likes, and a wait for it
+/// takes no thread.
 impl ShimDriver {
     /// Makes the pause of a sandbox.
     ///
@@ -235,12 +255,18 @@ async fn delete_in_the_end(endpoint: &Arc<Started>) -> Result<Option<Exit>, Step
 /// Ends the task, if it runs, and deletes it; how it ended, unless it was gone already.
 async fn delete(endpoint: &Arc<Started>, tasks: &Tasks) -> Result<Option<Exit>, Step> {
     let id = &endpoint.group.id;
-    let request =
-        KillRequest { id: id.to_string(), signal: libc::SIGKILL.unsigned_abs(), all: true, ..Default::default() };
+    let request = KillRequest {
+        id: id.to_string(),
+        signal: libc::SIGKILL.unsigned_abs(),
+        all: true,
+        ..Default::default()
+    };
     match tasks.call::<_, Empty>("kill pause", "Kill", &request, Some(WITHIN)).await {
         Ok(_) => {
             let request = WaitRequest { id: id.to_string(), ..Default::default() };
-            let waited = tasks.call::<_, WaitResponse>("wait for pause", "Wait", &request, Some(WITHIN)).await;
+            let waited = tasks
+                .call::<_, WaitResponse>("wait for pause", "Wait", &request, Some(WITHIN))
+                .await;
             if let Err(Failure::Lost(step)) = waited {
                 return Err(step);
             }
@@ -293,7 +319,8 @@ impl Task {
     }
 }
 
-/// The one `Wait` of a sandbox: ends with the pause, or with its shim. A connection that is lost is none of both.
+/// The one `Wait` of a sandbox: ends with the pause, or with its shim. A connection that is lost is
+/// none of both.
 async fn wait(endpoint: &Arc<Started>) -> Exit {
     let unknown = || Exit { status: UNKNOWN_EXIT, at: SystemTime::now() };
     let id = endpoint.group.id.as_str();
@@ -331,21 +358,32 @@ async fn wait(endpoint: &Arc<Started>) -> Exit {
     }
 }
 
-/// Kills the pause as often as told, until the shim has answered. One that does not, or refuses again and again, is killed itself, and the pause
-/// with it: who asks for the end of a sandbox is not to wait for a shim that hangs.
+/// Kills the pause as often as told, until the shim has answered. One that does not, or refuses
+/// again and again, is killed itself, and the pause with it: who asks for the end of a sandbox is
+/// not to wait for a shim that hangs.
 async fn kill_when_told(endpoint: &Arc<Started>, told: &Notify) -> Exit {
     let id = endpoint.group.id.as_str();
-    let request = KillRequest { id: id.to_owned(), signal: libc::SIGKILL.unsigned_abs(), ..Default::default() };
+    let request = KillRequest {
+        id: id.to_owned(),
+        signal: libc::SIGKILL.unsigned_abs(),
+        ..Default::default()
+    };
     loop {
         told.notified().await;
         let (mut unanswered, mut refused) = (0, 0);
         loop {
-            // A task of its own, which waits for the answer: the pause ends before the shim has given it, and this call with the pause.
+            // A task of its own, which waits for the answer: the pause ends before the shim has
+            // given it, and this call with the pause.
             let (of, request) = (endpoint.clone(), request.clone());
             let killed = tokio::spawn(async move {
-                of.tasks().await?.call::<_, Empty>("kill pause", "Kill", &request, Some(WITHIN)).await
+                of.tasks()
+                    .await?
+                    .call::<_, Empty>("kill pause", "Kill", &request, Some(WITHIN))
+                    .await
             });
-            let panicked = |e: tokio::task::JoinError| Err(Failure::Lost(Step::new("kill pause", io::Error::other(e))));
+            let panicked = |e: tokio::task::JoinError| {
+                Err(Failure::Lost(Step::new("kill pause", io::Error::other(e))))
+            };
             match killed.await.unwrap_or_else(panicked) {
                 // Its end is told by the wait.
                 Ok(_) | Err(Failure::NotFound(_)) => break,
@@ -399,13 +437,22 @@ mod tests {
 
     #[test]
     fn runtimes_of_host_processes() {
-        for native in ["io.containerd.runc.v2", "io.containerd.crun.v2", "/usr/bin/containerd-shim-runc-v2", "runc.v1"]
-        {
+        for native in [
+            "io.containerd.runc.v2",
+            "io.containerd.crun.v2",
+            "/usr/bin/containerd-shim-runc-v2",
+            "runc.v1",
+        ] {
             assert!(is_of_host_processes(native), "{native}");
         }
-        for other in
-            ["io.containerd.runsc.v1", "io.containerd.kata.v2", "/opt/containerd-shim-kata-v2", "", "runc", "/opt/shim"]
-        {
+        for other in [
+            "io.containerd.runsc.v1",
+            "io.containerd.kata.v2",
+            "/opt/containerd-shim-kata-v2",
+            "",
+            "runc",
+            "/opt/shim",
+        ] {
             assert!(!is_of_host_processes(other), "{other}");
         }
     }
@@ -413,7 +460,10 @@ mod tests {
     #[test]
     fn exits_have_the_time_that_the_shim_tells() {
         let at = Timestamp { seconds: 1_000_000_000, nanos: 5, ..Default::default() };
-        assert_eq!(exit(137, Some(&at)).at, SystemTime::UNIX_EPOCH + Duration::new(1_000_000_000, 5));
+        assert_eq!(
+            exit(137, Some(&at)).at,
+            SystemTime::UNIX_EPOCH + Duration::new(1_000_000_000, 5)
+        );
         assert!(exit(1, None).at > SystemTime::UNIX_EPOCH + Duration::new(1_000_000_000, 5));
     }
 }

@@ -50,7 +50,8 @@ pub fn make(fifo: &Path) -> Result<(), Step> {
 /// # Errors
 /// The failed step.
 pub fn writer(fifo: &Path) -> Result<OwnedFd, Step> {
-    let opened = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(fifo);
+    let opened =
+        OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(fifo);
     opened.map(Into::into).step_at("open fifo", fifo)
 }
 
@@ -59,8 +60,10 @@ pub fn writer(fifo: &Path) -> Result<OwnedFd, Step> {
 /// # Errors
 /// The failed step.
 pub fn read(fifo: &Path, sandbox: &str) -> Result<Reader, Step> {
-    // Read and write: no end of file comes when the shim's end closes, and the shim need not wait for us to open it.
-    let receiver = pipe::OpenOptions::new().read_write(true).open_receiver(fifo).step_at("open fifo", fifo)?;
+    // Read and write: no end of file comes when the shim's end closes, and the shim need not wait
+    // for us to open it.
+    let receiver =
+        pipe::OpenOptions::new().read_write(true).open_receiver(fifo).step_at("open fifo", fifo)?;
     let (ended, end) = oneshot::channel();
     let sandbox = sandbox.to_owned();
     tokio::spawn(async move {
@@ -71,7 +74,11 @@ pub fn read(fifo: &Path, sandbox: &str) -> Result<Reader, Step> {
     Ok(Reader { _ended: ended })
 }
 
-async fn drain(mut from: pipe::Receiver, mut end: oneshot::Receiver<()>, mut tell: impl FnMut(&str)) -> io::Result<()> {
+async fn drain(
+    mut from: pipe::Receiver,
+    mut end: oneshot::Receiver<()>,
+    mut tell: impl FnMut(&str),
+) -> io::Result<()> {
     let mut lines = Lines::new();
     let mut buffer = [0; LONGEST];
     loop {
@@ -84,7 +91,8 @@ async fn drain(mut from: pipe::Receiver, mut end: oneshot::Receiver<()>, mut tel
         }
         lines.take(buffer.get(..read).unwrap_or_default(), &mut tell);
     }
-    // The shim's last words, such as a panic, come with its end. Read past the runtime, which may not have noticed them yet.
+    // The shim's last words, such as a panic, come with its end. Read past the runtime, which may
+    // not have noticed them yet.
     let mut last = Vec::new();
     match File::from(from.into_nonblocking_fd()?).take(HELD).read_to_end(&mut last) {
         Err(e) if e.kind() != io::ErrorKind::WouldBlock => return Err(e),
@@ -126,7 +134,10 @@ impl Lines {
             }
             if self.since.elapsed() >= WINDOW {
                 if self.dropped > 0 {
-                    tell(&format!("level=warning msg=\"{} more lines were dropped\"", self.dropped));
+                    tell(&format!(
+                        "level=warning msg=\"{} more lines were dropped\"",
+                        self.dropped
+                    ));
                 }
                 (self.since, self.told, self.dropped) = (Instant::now(), 0, 0);
             }
@@ -144,7 +155,8 @@ impl Lines {
     }
 }
 
-/// containerd's shims write logrus lines, with their level in them; all else, such as a panic, is worth a warning.
+/// containerd's shims write logrus lines, with their level in them; all else, such as a panic, is
+/// worth a warning.
 fn tell(sandbox: &str, line: &str) {
     let line = line.trim_end();
     if line.is_empty() {

@@ -1,4 +1,5 @@
-//! The containers of one pod, which share a shim: how the shim is found again and ended, and what becomes of them when it dies.
+//! The containers of one pod, which share a shim: how the shim is found again and ended, and what
+//! becomes of them when it dies.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -23,12 +24,14 @@ pub(super) const WITHIN: Duration = Duration::from_secs(10);
 /// Between two tries of what must work in the end.
 pub(super) const AGAIN: Duration = Duration::from_secs(1);
 
-/// When an empty shim of a pod that was stopped gets Shutdown: containerd may still be deleting the last container.
+/// When an empty shim of a pod that was stopped gets Shutdown: containerd may still be deleting the
+/// last container.
 pub(super) const DISMISSALS: [Duration; 4] =
     [Duration::ZERO, Duration::from_secs(1), Duration::from_secs(10), Duration::from_secs(60)];
 
 /// Between two looks at what a shim that has ended has left, if it cannot be seen.
-pub(super) const LOOKS: [Duration; 6] = [AGAIN, AGAIN, AGAIN, AGAIN, Duration::from_secs(5), Duration::from_secs(10)];
+pub(super) const LOOKS: [Duration; 6] =
+    [AGAIN, AGAIN, AGAIN, AGAIN, Duration::from_secs(5), Duration::from_secs(10)];
 
 /// More than the kernel takes from the end of a vfork to the new program's arguments.
 const EXECUTED: Duration = Duration::from_millis(20);
@@ -68,7 +71,8 @@ pub(super) struct Left {
     lost: Vec<Container>,
     /// What the runtime still has of containers that only the runtime knows.
     forgotten: Vec<Container>,
-    /// Processes in the pod that are of unknown containers: ended with the sandbox, and no reason to end it.
+    /// Processes in the pod that are of unknown containers: ended with the sandbox, and no reason
+    /// to end it.
     unknown: Vec<Held>,
 }
 
@@ -78,14 +82,17 @@ impl Group {
         Self { shims, id, started, runtime, cleaning: OnceLock::new() }
     }
 
-    /// Held by whoever cleans up after a shim that died, and by the end before it removes what that needs.
+    /// Held by whoever cleans up after a shim that died, and by the end before it removes what that
+    /// needs.
     pub(super) fn cleaning(&self) -> &tokio::sync::Mutex<()> {
         self.cleaning.get_or_init(Box::default)
     }
 
-    /// The shim's own directory, in the sandbox's. Its path is made when it is needed: thousands of idle pods would keep it for nothing.
+    /// The shim's own directory, in the sandbox's. Its path is made when it is needed: thousands of
+    /// idle pods would keep it for nothing.
     pub(super) fn bundle(&self) -> Bundle {
-        // The `delete` of a shim that is started looks for the bundle of a container by the container's name beside its own.
+        // The `delete` of a shim that is started looks for the bundle of a container by the
+        // container's name beside its own.
         let name = if self.started { self.id.as_str() } else { "shim" };
         Bundle::new(self.shims.settings.sandboxes.join(self.id.as_str()).join(name))
     }
@@ -98,11 +105,15 @@ impl Group {
         match self.bundle().recorded()? {
             None => Ok(None),
             Some(Recorded::Running { identity }) => match self.shims.launcher.adopt(&identity) {
-                Adoption::Alive(shim) => Ok(Some(Found::Alive { shim: Arc::from(shim), cut_off: false })),
+                Adoption::Alive(shim) => {
+                    Ok(Some(Found::Alive { shim: Arc::from(shim), cut_off: false }))
+                }
                 Adoption::Dead(exit) => Ok(Some(Found::Dead(exit))),
                 Adoption::Unknown(step) => Err(step),
             },
-            Some(Recorded::Launching) => Ok(self.find()?.map(|shim| Found::Alive { shim, cut_off: true })),
+            Some(Recorded::Launching) => {
+                Ok(self.find()?.map(|shim| Found::Alive { shim, cut_off: true }))
+            }
         }
     }
 
@@ -122,7 +133,8 @@ impl Group {
         self.bundle().dir().exists()
     }
 
-    /// The server of a launch of which no more is known: it works in the bundle, with the arguments that containerd's shims have. Blocks.
+    /// The server of a launch of which no more is known: it works in the bundle, with the arguments
+    /// that containerd's shims have. Blocks.
     ///
     /// # Errors
     /// `/proc` cannot be read.
@@ -138,19 +150,24 @@ impl Group {
         self.shims.launcher.find(bundle.dir(), &arguments)
     }
 
-    /// Begins to read what a shim writes that an earlier daemon has launched. That it cannot be read is no reason to lose the shim.
+    /// Begins to read what a shim writes that an earlier daemon has launched. That it cannot be
+    /// read is no reason to lose the shim.
     pub(super) fn read_again(&self, shim: &Arc<dyn Pause>) -> Option<fifo::Reader> {
         log::info!(sandbox = self.id.as_str(), pid = shim.identity().pid; "its shim is taken over");
         let read = fifo::read(&self.bundle().log(), &self.id);
         read.map_err(|step| log::warn!(sandbox = self.id.as_str(); "its shim: {step}")).ok()
     }
 
-    /// An empty shim ends when it is told to, at its socket; one that does not, or has none, is killed. What is left of its containers is
-    /// for [`Group::clean_up_all`].
+    /// An empty shim ends when it is told to, at its socket; one that does not, or has none, is
+    /// killed. What is left of its containers is for [`Group::clean_up_all`].
     ///
     /// # Errors
     /// It goes on.
-    pub(super) async fn end_shim(&self, shim: &Arc<dyn Pause>, socket: Option<&Path>) -> Result<(), Step> {
+    pub(super) async fn end_shim(
+        &self,
+        shim: &Arc<dyn Pause>,
+        socket: Option<&Path>,
+    ) -> Result<(), Step> {
         let Some(socket) = socket else { return Self::kill(shim).await };
         let told = tokio::select! {
             _ = shim.exited() => return Ok(()),
@@ -171,11 +188,16 @@ impl Group {
         Self::kill(shim).await
     }
 
-    /// Shuts down the shim of a pod that was stopped, if neither bundle nor state names a container in it. True: it has ended.
+    /// Shuts down the shim of a pod that was stopped, if neither bundle nor state names a container
+    /// in it. True: it has ended.
     ///
     /// # Errors
     /// What is in it cannot be seen.
-    pub(super) async fn dismiss(self: &Arc<Self>, shim: &Arc<dyn Pause>, socket: &Path) -> Result<bool, Step> {
+    pub(super) async fn dismiss(
+        self: &Arc<Self>,
+        shim: &Arc<dyn Pause>,
+        socket: &Path,
+    ) -> Result<bool, Step> {
         if !self.piece(Self::is_empty).await.flatten()? {
             return Ok(false);
         }
@@ -189,7 +211,8 @@ impl Group {
 
     /// Neither containerd nor the runtime has a container of the pod.
     fn is_empty(&self) -> Result<bool, Step> {
-        Ok(containers::none(&self.shims.settings.tasks(), &self.id)? && self.forgotten()?.is_empty())
+        Ok(containers::none(&self.shims.settings.tasks(), &self.id)?
+            && self.forgotten()?.is_empty())
     }
 
     /// Kills a shim and waits for its end.
@@ -202,13 +225,22 @@ impl Group {
         timeout(WITHIN, shim.exited()).await.map_err(late).step("kill shim").map(drop)
     }
 
-    /// After the end of a shim that has served: an empty one may end, but with containers in it the sandbox ends with it.
+    /// After the end of a shim that has served: an empty one may end, but with containers in it the
+    /// sandbox ends with it.
     ///
     /// # Errors
     /// What it has left cannot be seen. Nothing was done.
-    pub(super) async fn bereave(self: &Arc<Self>, exit: Exit, pod: &Arc<dyn Pod>) -> Result<(), Step> {
+    pub(super) async fn bereave(
+        self: &Arc<Self>,
+        exit: Exit,
+        pod: &Arc<dyn Pod>,
+    ) -> Result<(), Step> {
         let asked = pod.clone();
-        let (left, unknown) = match self.piece(move |group| group.left(exit, &*asked)).await.flatten()? {
+        let (left, unknown) = match self
+            .piece(move |group| group.left(exit, &*asked))
+            .await
+            .flatten()?
+        {
             Left { lost, forgotten, unknown } if lost.is_empty() => {
                 if matches!(exit.status, 0 | UNKNOWN_EXIT) {
                     log::debug!(sandbox = self.id.as_str(), status = exit.status; "its shim has ended, empty");
@@ -222,15 +254,20 @@ impl Group {
             Left { lost, forgotten, unknown } => ([lost, forgotten].concat(), unknown),
         };
         let names: Vec<&str> = left.iter().map(|container| container.id.as_str()).collect();
-        let reason = format!("the shim ended with status {} and left containers: {}", exit.status, names.join(", "));
+        let reason = format!(
+            "the shim ended with status {} and left containers: {}",
+            exit.status,
+            names.join(", ")
+        );
         self.mourn(reason, pod).await;
         self.end_unknown(&unknown);
         self.clean_up_and_tell(left).await;
         Ok(())
     }
 
-    /// [`Group::bereave`], repeated if it fails, unless the endpoint `has_ended` meanwhile, which cleans up itself. No shim comes
-    /// before it is known what the last has left, or all looks have failed.
+    /// [`Group::bereave`], repeated if it fails, unless the endpoint `has_ended` meanwhile, which
+    /// cleans up itself. No shim comes before it is known what the last has left, or all looks have
+    /// failed.
     pub(super) async fn bereave_in_the_end(
         self: &Arc<Self>,
         exit: Exit,
@@ -255,7 +292,8 @@ impl Group {
         }
     }
 
-    /// Ends processes in the pod that the shim may have left: them alone, as their containers may be of another pod or of none.
+    /// Ends processes in the pod that the shim may have left: them alone, as their containers may
+    /// be of another pod or of none.
     fn end_unknown(&self, unknown: &[Held]) {
         for process in unknown {
             if let Err(step) = process.kill() {
@@ -273,7 +311,9 @@ impl Group {
     /// The sandbox ends for that reason.
     pub(super) async fn mourn(self: &Arc<Self>, reason: String, pod: &Arc<dyn Pod>) {
         log::error!(sandbox = self.id.as_str(); "the sandbox ends: {reason}");
-        if let Some(Err(step)) = self.blocking(move |group| group.bundle().record_death(&reason)).await {
+        if let Some(Err(step)) =
+            self.blocking(move |group| group.bundle().record_death(&reason)).await
+        {
             log::error!(sandbox = self.id.as_str(); "its shim: {step}");
         }
         pod.bereaved();
@@ -287,12 +327,15 @@ impl Group {
         let bundles = containers::of(&tasks, &self.id)?;
         let mut forgotten = self.forgotten()?;
         forgotten.retain(|container| !lost.contains(container) && !bundles.contains(container));
-        // Of a shim that ended well a bundle may be left: of a container that is being removed, or being made for the next shim. Where
-        // nobody can tell how it ended, the containers' processes must.
+        // Of a shim that ended well a bundle may be left: of a container that is being removed, or
+        // being made for the next shim. Where nobody can tell how it ended, the containers'
+        // processes must.
         let well = matches!(exit.status, 0 | UNKNOWN_EXIT);
         let without: Vec<Container> = bundles.iter().chain(&forgotten).cloned().collect();
         if !well || containers::alive(&without)? {
-            lost.extend(bundles.into_iter().filter(|bundle| !lost.contains(bundle)).collect::<Vec<_>>());
+            lost.extend(
+                bundles.into_iter().filter(|bundle| !lost.contains(bundle)).collect::<Vec<_>>(),
+            );
             lost.append(&mut forgotten);
         }
         Ok(Left { lost, forgotten, unknown })
@@ -300,7 +343,12 @@ impl Group {
 
     /// What has processes in the pod's own namespaces.
     fn inside(&self, pod: &dyn Pod) -> Result<Inside, Step> {
-        containers::inside(&pod.namespaces()?, &self.shims.settings.tasks(), &self.states()?, &self.id)
+        containers::inside(
+            &pod.namespaces()?,
+            &self.shims.settings.tasks(),
+            &self.states()?,
+            &self.id,
+        )
     }
 
     /// Where the runtime keeps the states of its containers.
@@ -309,7 +357,8 @@ impl Group {
         Ok(containers::root(options.as_ref(), &self.shims.settings.containerd_namespace))
     }
 
-    /// Containers of which the runtime has a state, and containerd no bundle: their deletion was cut off.
+    /// Containers of which the runtime has a state, and containerd no bundle: their deletion was
+    /// cut off.
     fn forgotten(&self) -> Result<Vec<Container>, Step> {
         containers::forgotten(&self.states()?, &self.shims.settings.tasks(), &self.id)
     }
@@ -328,7 +377,9 @@ impl Group {
                 let options = self.runtime.runc_options().ok().flatten();
                 for Container { id, .. } in &left {
                     let ended = match self.bundle().last(id, options.as_ref()) {
-                        Ok(bundle) => command::delete(&self.shims.settings, &binary, id, &bundle).await,
+                        Ok(bundle) => {
+                            command::delete(&self.shims.settings, &binary, id, &bundle).await
+                        }
                         Err(step) => Err(step),
                     };
                     failed.extend(ended.err());
@@ -339,31 +390,42 @@ impl Group {
         failed
     }
 
-    /// All containers of the pod, to be asked while the pause still tells its namespaces: containerd removes the bundles of containers that it
-    /// takes for dead. `None` after a panic.
-    pub(super) async fn look_around(self: &Arc<Self>, pod: &Arc<dyn Pod>) -> Option<Result<Left, Step>> {
+    /// All containers of the pod, to be asked while the pause still tells its namespaces:
+    /// containerd removes the bundles of containers that it takes for dead. `None` after a panic.
+    pub(super) async fn look_around(
+        self: &Arc<Self>,
+        pod: &Arc<dyn Pod>,
+    ) -> Option<Result<Left, Step>> {
         let asked = pod.clone();
         self.blocking(move |group| group.all(&*asked)).await
     }
 
-    /// After the end of a shim that ran the pause: the sandbox ends with it, and so do all containers.
+    /// After the end of a shim that ran the pause: the sandbox ends with it, and so do all
+    /// containers.
     pub(super) async fn bereave_with_pause(
         self: &Arc<Self>,
         left: Option<Result<Left, Step>>,
         exit: Exit,
         pod: &Arc<dyn Pod>,
     ) {
-        self.mourn(format!("the shim, which ran the pause, ended with status {}", exit.status), pod).await;
+        self.mourn(
+            format!("the shim, which ran the pause, ended with status {}", exit.status),
+            pod,
+        )
+        .await;
         let left = match left {
             Some(Ok(left)) => left,
-            Some(Err(step)) => return log::error!(sandbox = self.id.as_str(); "its containers: {step}"),
+            Some(Err(step)) => {
+                return log::error!(sandbox = self.id.as_str(); "its containers: {step}");
+            }
             None => return,
         };
         self.end_unknown(&left.unknown);
         self.clean_up_and_tell(left.lost).await;
     }
 
-    /// All containers of the pod: those that have processes in its namespaces, a bundle, or a state of the runtime's.
+    /// All containers of the pod: those that have processes in its namespaces, a bundle, or a state
+    /// of the runtime's.
     fn all(&self, pod: &dyn Pod) -> Result<Left, Step> {
         let Inside { containers: mut all, unknown } = self.inside(pod)?;
         for container in self.known()? {
@@ -379,7 +441,12 @@ impl Group {
         // In this order: a bundle that goes between the two is forgotten.
         let mut known = containers::of(&self.shims.settings.tasks(), &self.id)?;
         let forgotten = self.forgotten()?;
-        known.extend(forgotten.into_iter().filter(|container| !known.contains(container)).collect::<Vec<_>>());
+        known.extend(
+            forgotten
+                .into_iter()
+                .filter(|container| !known.contains(container))
+                .collect::<Vec<_>>(),
+        );
         Ok(known)
     }
 

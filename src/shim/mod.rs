@@ -1,8 +1,9 @@
 //! The pod's shim: the Task endpoint of its containers, and what serves there.
 //!
-//! An *owned* endpoint is a socket of ours; the shim's server gets it when somebody calls and is ours to watch and to end. A *started* one
-//! belongs to a shim that makes its socket itself, and that may run the pause as well: [`driver`]. An *on-demand*
-//! one is containerd's: it starts the shim itself with the pod's first container, and we know no more than where its socket is.
+//! An *owned* endpoint is a socket of ours; the shim's server gets it when somebody calls and is
+//! ours to watch and to end. A *started* one belongs to a shim that makes its socket itself, and
+//! that may run the pause as well: [`driver`]. An *on-demand* one is containerd's: it starts the
+//! shim itself with the pod's first container, and we know no more than where its socket is.
 
 pub mod binary;
 mod bootstrap;
@@ -84,7 +85,8 @@ pub struct Settings {
     pub on_demand_address: String,
     /// Shims that an operator has set, by runtime name.
     pub binaries: BTreeMap<String, PathBuf>,
-    /// The soft limit of open files that shims get, and containers from them; without, the daemon's.
+    /// The soft limit of open files that shims get, and containers from them; without, the
+    /// daemon's.
     pub open_files: Option<u64>,
     /// Variables that an operator has set for shims.
     pub environment: BTreeMap<String, String>,
@@ -109,10 +111,12 @@ impl Settings {
         }
     }
 
-    /// The socket of a pod's endpoint. Its name is a hash: an id under a long directory would not fit into a socket's path.
+    /// The socket of a pod's endpoint. Its name is a hash: an id under a long directory would not
+    /// fit into a socket's path.
     fn socket(&self, id: &str) -> PathBuf {
         let digest = Sha256::digest(id.as_bytes());
-        let hex: String = digest.iter().take(SOCKET_NAME / 2).map(|byte| format!("{byte:02x}")).collect();
+        let hex: String =
+            digest.iter().take(SOCKET_NAME / 2).map(|byte| format!("{byte:02x}")).collect();
         self.state_dir.join(SOCKETS).join(hex)
     }
 }
@@ -123,7 +127,8 @@ const SOCKETS: &str = "shims";
 /// Length of a socket's name, bytes.
 const SOCKET_NAME: usize = 32;
 
-/// What an endpoint's socket adds to the path of the daemon's directory, with the name that it has until it listens; bytes.
+/// What an endpoint's socket adds to the path of the daemon's directory, with the name that it has
+/// until it listens; bytes.
 pub const SOCKET_SUFFIX: usize = 1 + SOCKETS.len() + 1 + SOCKET_NAME + bundle::NEW.len();
 
 /// Makes endpoints.
@@ -150,8 +155,9 @@ impl Shims {
         })
     }
 
-    /// Removes the sockets of all but these sandboxes: those whose records are gone. Blocks. For recovery, before a sandbox can be created, whose
-    /// socket would be taken for one of them: nothing is removed after `until`.
+    /// Removes the sockets of all but these sandboxes: those whose records are gone. Blocks. For
+    /// recovery, before a sandbox can be created, whose socket would be taken for one of them:
+    /// nothing is removed after `until`.
     ///
     /// # Errors
     /// Every step that failed; the others were done all the same.
@@ -163,10 +169,13 @@ impl Shims {
         };
         let known: HashSet<PathBuf> = sandboxes.iter().map(|id| self.settings.socket(id)).collect();
         let mut failed = Vec::new();
-        for entry in entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_socket())) {
+        for entry in
+            entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_socket()))
+        {
             let path = entry.path();
             // The second name of one that begins to listen.
-            let of = if path.extension().is_some() { path.with_extension("") } else { path.clone() };
+            let of =
+                if path.extension().is_some() { path.with_extension("") } else { path.clone() };
             if Instant::now() > until {
                 failed.push(Step::at("remove sockets in", dir, io::ErrorKind::TimedOut.into()));
                 break;
@@ -183,12 +192,19 @@ impl Shims {
         self.runtimes.share(runtime)
     }
 
-    /// The endpoint of sandbox `id`, which keeps its files in the sandbox's own directory. Nothing is made yet.
+    /// The endpoint of sandbox `id`, which keeps its files in the sandbox's own directory. Nothing
+    /// is made yet.
     pub fn endpoint(self: &Arc<Self>, owner: Owner, id: &Text, runtime: &Arc<Runtime>) -> Endpoint {
         match owner {
-            Owner::Containerd => Endpoint::OnDemand(Box::new(OnDemand::new(self.clone(), id.clone()))),
-            Owner::Sandboxer => Endpoint::Owned(Arc::new(Owned::new(self.group(id, false, runtime)))),
-            Owner::Started => Endpoint::Started(Arc::new(Started::new(self.group(id, true, runtime), false))),
+            Owner::Containerd => {
+                Endpoint::OnDemand(Box::new(OnDemand::new(self.clone(), id.clone())))
+            }
+            Owner::Sandboxer => {
+                Endpoint::Owned(Arc::new(Owned::new(self.group(id, false, runtime))))
+            }
+            Owner::Started => {
+                Endpoint::Started(Arc::new(Started::new(self.group(id, true, runtime), false)))
+            }
             Owner::Driver => {
                 let started = Arc::new(Started::new(self.group(id, true, runtime), true));
                 let mut known = self.runs_pause.lock().unwrap_or_else(PoisonError::into_inner);
@@ -241,7 +257,9 @@ impl Endpoint {
         match self {
             Self::OnDemand(on_demand) => on_demand.address(),
             Self::Owned(owned) => format!("ttrpc+unix://{}", owned.socket().display()),
-            Self::Started(started) => started.bootstrap().map(|shim| shim.endpoint()).unwrap_or_default(),
+            Self::Started(started) => {
+                started.bootstrap().map(|shim| shim.endpoint()).unwrap_or_default()
+            }
         }
     }
 
@@ -254,7 +272,8 @@ impl Endpoint {
         }
     }
 
-    /// Takes the spec of the sandbox and what it was made of, for a shim that runs the pause. Blocks.
+    /// Takes the spec of the sandbox and what it was made of, for a shim that runs the pause.
+    /// Blocks.
     ///
     /// # Errors
     /// The failed step; call [`Endpoint::end`] then.
@@ -290,7 +309,8 @@ impl Endpoint {
         }
     }
 
-    /// [`Endpoint::listen`] of one that listens only, on this thread, which saves a change of threads. To be called with the turn held. Blocks.
+    /// [`Endpoint::listen`] of one that listens only, on this thread, which saves a change of
+    /// threads. To be called with the turn held. Blocks.
     ///
     /// # Errors
     /// The failed step.
@@ -302,8 +322,9 @@ impl Endpoint {
         }
     }
 
-    /// Takes over what an earlier daemon left: its shim, or else its socket. Where that cannot be found out, it is logged, and
-    /// tried again by what [`Endpoint::serve`] has begun, and by [`Endpoint::end`].
+    /// Takes over what an earlier daemon left: its shim, or else its socket. Where that cannot be
+    /// found out, it is logged, and tried again by what [`Endpoint::serve`] has begun, and by
+    /// [`Endpoint::end`].
     pub async fn recover(&self) {
         match self {
             Self::OnDemand(_) => {}
@@ -321,7 +342,8 @@ impl Endpoint {
         }
     }
 
-    /// A container is coming: its shim is started now rather than when somebody calls. Returns at once.
+    /// A container is coming: its shim is started now rather than when somebody calls. Returns at
+    /// once.
     pub fn prepare(&self) {
         if let Self::Owned(owned) = self {
             owned.prepare();
@@ -342,12 +364,15 @@ impl Endpoint {
         !matches!(self, Self::Started(_)) && self.has_shim()
     }
 
-    /// The pod was stopped and gets no more containers: its shim ends when it is empty. Returns at once.
+    /// The pod was stopped and gets no more containers: its shim ends when it is empty. Returns at
+    /// once.
     pub fn dismiss(&self) {
         match self {
             Self::OnDemand(on_demand) => drop(tokio::spawn(on_demand.clone().dismiss())),
             Self::Owned(owned) if owned.has_shim() => drop(tokio::spawn(owned.clone().dismiss())),
-            Self::Started(started) if started.shim().is_some() => drop(tokio::spawn(started.clone().dismiss())),
+            Self::Started(started) if started.shim().is_some() => {
+                drop(tokio::spawn(started.clone().dismiss()))
+            }
             Self::Owned(_) | Self::Started(_) => {}
         }
     }

@@ -1,6 +1,8 @@
-//! The shim that containerd starts with the pod's first container: where its socket is and how it is ended.
+//! The shim that containerd starts with the pod's first container: where its socket is and how it
+//! is ended.
 //!
-//! containerd up to 2.3 never shuts down the shim of a sandboxed pod, it leaves that to the controller.
+//! containerd up to 2.3 never shuts down the shim of a sandboxed pod, it leaves that to the
+//! controller.
 
 use std::fs;
 use std::io;
@@ -18,7 +20,8 @@ use crate::error::{IoContext as _, Step};
 use crate::pool::{self, Class};
 use crate::text::Text;
 
-/// Where every shim built on containerd's Go library puts its socket, whatever containerd's `state` is.
+/// Where every shim built on containerd's Go library puts its socket, whatever containerd's `state`
+/// is.
 const SOCKETS: &str = "/run/containerd/s";
 
 /// How long an empty shim may take to end after it was told to.
@@ -98,7 +101,8 @@ impl Socket {
     /// The failed step; a shim that still serves containers does not end.
     pub async fn end(&self, id: &str) -> Result<(), Step> {
         let late = || Err(io::ErrorKind::TimedOut.into());
-        match timeout(END_WITHIN, UnixStream::connect(&self.path)).await.unwrap_or_else(|_| late()) {
+        match timeout(END_WITHIN, UnixStream::connect(&self.path)).await.unwrap_or_else(|_| late())
+        {
             Ok(watched) => self.shut_down(id, watched).await?,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
             // The file outlived its server.
@@ -139,7 +143,10 @@ mod tests {
         // printf %s /run/containerd/containerd.sock/k8s.io/abc | sha256sum
         let socket = Socket::new(Path::new("/run/containerd/containerd.sock"), "k8s.io", "abc");
         let name = socket.path().file_name().and_then(|n| n.to_str()).map(str::to_owned);
-        assert_eq!(name.as_deref(), Some("a99a1752d3a0fadfb1f869026f16760475df03a572e20f4ccea9e6c1e5470b72"));
+        assert_eq!(
+            name.as_deref(),
+            Some("a99a1752d3a0fadfb1f869026f16760475df03a572e20f4ccea9e6c1e5470b72")
+        );
     }
 
     #[tokio::test]

@@ -1,5 +1,6 @@
-//! Which sandbox a container belongs to, by what containerd and the runtime have written of it: files of root. The cgroup of a process and
-//! the namespaces that it is in are no proof: a privileged process can enter any of them.
+//! Which sandbox a container belongs to, by what containerd and the runtime have written of it:
+//! files of root. The cgroup of a process and the namespaces that it is in are no proof: a
+//! privileged process can enter any of them.
 
 use std::collections::HashMap;
 use std::fs;
@@ -7,14 +8,15 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-/// Names the sandbox in the bundle of a task that runs at the sandbox's endpoint (`ShimManager.Start`, containerd 2.0 and later, for shims
-/// of version 3).
+/// Names the sandbox in the bundle of a task that runs at the sandbox's endpoint
+/// (`ShimManager.Start`, containerd 2.0 and later, for shims of version 3).
 pub const SANDBOX: &str = "sandbox";
 
 /// The container's spec in its bundle (`NewBundle`).
 const SPEC: &str = "config.json";
 
-/// What names a container's sandbox in its spec and its state: CRI's annotation, which runtimes keep.
+/// What names a container's sandbox in its spec and its state: CRI's annotation, which runtimes
+/// keep.
 pub const ANNOTATION: &str = "io.kubernetes.cri.sandbox-id";
 
 /// Where the annotations are in a container's state: of runc and youki, and of crun.
@@ -31,7 +33,8 @@ pub enum Origin {
     Unknown,
 }
 
-/// Whose container `id` is, asked for `sandbox`: by its bundle below `tasks`, or else by the runtime's state of it below `root`.
+/// Whose container `id` is, asked for `sandbox`: by its bundle below `tasks`, or else by the
+/// runtime's state of it below `root`.
 pub fn of(tasks: &Path, root: &Path, id: &str, sandbox: &str) -> Origin {
     match of_bundle(&tasks.join(id), sandbox) {
         Origin::Unknown => {
@@ -111,7 +114,9 @@ mod tests {
     fn a_container_is_the_sandboxs_only_if_root_has_written_so() {
         let dir = tempfile::tempdir().unwrap();
         let (tasks, root) = (dir.path().join("tasks"), dir.path().join("runc"));
-        let spec = |of: &str| format!(r#"{{"ociVersion":"1.2.0","annotations":{{"{ANNOTATION}":"{of}"}}}}"#);
+        let spec = |of: &str| {
+            format!(r#"{{"ociVersion":"1.2.0","annotations":{{"{ANNOTATION}":"{of}"}}}}"#)
+        };
         let runc = |of: &str| format!(r#"{{"config":{{"labels":["a=b","{ANNOTATION}={of}"]}}}}"#);
         for (path, content) in [
             ("tasks/own/sandbox", "pod".to_owned()),
@@ -129,7 +134,10 @@ mod tests {
             ("runc/others/state.json", runc("other")),
             ("runc/no-ones/state.json", r#"{"config":{"labels":null}}"#.to_owned()),
             // Text that holds the name says nothing.
-            ("runc/mentions/state.json", r#"{"config":{"labels":["x=io.kubernetes.cri.sandbox-id=pod"]}}"#.to_owned()),
+            (
+                "runc/mentions/state.json",
+                r#"{"config":{"labels":["x=io.kubernetes.cri.sandbox-id=pod"]}}"#.to_owned(),
+            ),
         ] {
             let path = dir.path().join(path);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -151,6 +159,8 @@ mod tests {
         ] {
             assert_eq!(of(&tasks, &root, id, "pod"), expected, "{id}");
         }
-        assert!(state_names(&root.join("crun"), "pod") && !state_names(&root.join("others"), "pod"));
+        assert!(
+            state_names(&root.join("crun"), "pod") && !state_names(&root.join("others"), "pod")
+        );
     }
 }

@@ -7,10 +7,11 @@
 //!                       +----------------------------------+-----------------+
 //! ```
 //!
-//! The socket outlives the shims: a caller waits in its queue until a shim takes it over, also while one ends and the next is
-//! launched. Nobody but a shim accepts there. At most one task serves an endpoint, so that no two shims are launched; [`Owned::end`] and a
-//! launch take turns, so that no shim is launched behind the end. An idle endpoint rests: it has no task, and whoever changes what is true
-//! begins one.
+//! The socket outlives the shims: a caller waits in its queue until a shim takes it over, also
+//! while one ends and the next is launched. Nobody but a shim accepts there. At most one task
+//! serves an endpoint, so that no two shims are launched; [`Owned::end`] and a launch take turns,
+//! so that no shim is launched behind the end. An idle endpoint rests: it has no task, and whoever
+//! changes what is true begins one.
 
 use std::fmt;
 use std::fs;
@@ -40,7 +41,8 @@ pub struct Owned {
     now: Mutex<Now>,
     /// The end has begun, for a serving task that waits until it looks for a shim again.
     changed: Notify,
-    /// Held while a socket is made, a shim is looked for or launched, and by the end. A wait for it takes no thread.
+    /// Held while a socket is made, a shim is looked for or launched, and by the end. A wait for it
+    /// takes no thread.
     turn: tokio::sync::Mutex<()>,
 }
 
@@ -59,7 +61,8 @@ struct Now {
     missed: Option<Exit>,
     /// A shim shall be launched: somebody has called or is about to.
     wanted: bool,
-    /// A shim died with containers in it, and the daemon may have been killed before the sandbox ended.
+    /// A shim died with containers in it, and the daemon may have been killed before the sandbox
+    /// ended.
     bereaved: bool,
     ended: bool,
     /// Nobody serves, as there is nothing to do.
@@ -98,7 +101,12 @@ enum Next {
 impl Owned {
     /// The endpoint of a pod. Nothing is made yet.
     pub(super) fn new(group: Group) -> Self {
-        Self { group: Arc::new(group), now: Mutex::default(), changed: Notify::new(), turn: Default::default() }
+        Self {
+            group: Arc::new(group),
+            now: Mutex::default(),
+            changed: Notify::new(),
+            turn: Default::default(),
+        }
     }
 
     /// The socket's path.
@@ -160,7 +168,8 @@ impl Owned {
         Ok(())
     }
 
-    /// Finds the shim that an earlier daemon has launched; without one, listens again. The serving task does again what fails.
+    /// Finds the shim that an earlier daemon has launched; without one, listens again. The serving
+    /// task does again what fails.
     pub(super) async fn recover(self: &Arc<Self>) {
         let bereaved = matches!(self.blocking(|owned| owned.death()).await, Ok(Some(_)));
         {
@@ -210,7 +219,8 @@ impl Owned {
         }
     }
 
-    /// Does what a launch that was cut off has not done. The shim has served since: it is kept, whatever fails.
+    /// Does what a launch that was cut off has not done. The shim has served since: it is kept,
+    /// whatever fails.
     fn finish_launch(&self, shim: &Arc<dyn Pause>) {
         let identity = shim.identity().clone();
         let settled = self.settle_in(identity.pid);
@@ -229,7 +239,8 @@ impl Owned {
         }
     }
 
-    /// To be called when something is true that was not before: ends the rest, if there is something to do now.
+    /// To be called when something is true that was not before: ends the rest, if there is
+    /// something to do now.
     fn stir(self: &Arc<Self>, mut now: MutexGuard<'_, Now>) {
         let rest = now.rest.take();
         drop(now);
@@ -250,7 +261,8 @@ impl Owned {
         }
     }
 
-    /// Does what there is to do. It is the only one to do so: it was begun when a rest ended, or at the beginning, and ends with the next rest.
+    /// Does what there is to do. It is the only one to do so: it was begun when a rest ended, or at
+    /// the beginning, and ends with the next rest.
     async fn work(self: Arc<Self>, mut next: Next, pod: Arc<dyn Pod>) {
         loop {
             match next {
@@ -264,7 +276,8 @@ impl Owned {
                 }
                 Next::Bereaved => pod.bereaved(),
                 Next::Missed(exit) => self.after(exit, &pod).await,
-                // Such a pod has containers, and as many of these futures as there are shims: what is not awaited now is boxed.
+                // Such a pod has containers, and as many of these futures as there are shims: what
+                // is not awaited now is boxed.
                 Next::Watch(shim) => {
                     let exit = shim.exited().await;
                     self.gone();
@@ -298,7 +311,8 @@ impl Owned {
         }
     }
 
-    /// What there is to do. Without anything the endpoint rests from now on, and whoever has asked no longer serves.
+    /// What there is to do. Without anything the endpoint rests from now on, and whoever has asked
+    /// no longer serves.
     fn next(self: &Arc<Self>, pod: &Arc<dyn Pod>) -> Next {
         let mut now = self.now();
         if now.ended {
@@ -321,10 +335,13 @@ impl Owned {
             Some(_) if now.wanted => return Next::Launch,
             None if now.open => return Next::Listen,
             None => None,
-            Some(listener) => match self.group.shims.launcher.called(listener.clone(), Waker::from(self.clone())) {
-                Ok(called) => Some(called),
-                Err(e) => return Next::Unwatched(e),
-            },
+            Some(listener) => {
+                match self.group.shims.launcher.called(listener.clone(), Waker::from(self.clone()))
+                {
+                    Ok(called) => Some(called),
+                    Err(e) => return Next::Unwatched(e),
+                }
+            }
         };
         now.rest = Some(Rest { pod: pod.clone(), called });
         Next::Nothing
@@ -363,9 +380,11 @@ impl Owned {
         let shim = launched.map_err(undo)?;
         let identity = shim.identity().clone();
         let pid = identity.pid;
-        // Recorded last: what a killed daemon has not done is done for a shim that is still on record as being launched.
-        let settled =
-            self.settle_in(pid).and_then(|()| self.group.bundle().record(Some(&Recorded::Running { identity })));
+        // Recorded last: what a killed daemon has not done is done for a shim that is still on
+        // record as being launched.
+        let settled = self
+            .settle_in(pid)
+            .and_then(|()| self.group.bundle().record(Some(&Recorded::Running { identity })));
         if let Err(step) = settled {
             shim.kill().map_err(undo)?;
             return Err(undo(step));
@@ -407,7 +426,10 @@ impl Owned {
             }
             Err(exit) => {
                 self.gone();
-                let reason = format!("it was launched and ended with status {} before it answered", exit.status);
+                let reason = format!(
+                    "it was launched and ended with status {} before it answered",
+                    exit.status
+                );
                 self.refuse(&reason).await;
             }
         }
@@ -434,7 +456,9 @@ impl Owned {
     async fn refuse(&self, reason: &str) {
         log::error!(sandbox = self.group.id.as_str(), runtime = self.group.runtime.name.as_str(); "its shim: {reason}");
         let listener = self.now().listener.clone();
-        if let Some(listener) = listener.and_then(|listener| listener.try_clone().ok()).map(UnixListener::from) {
+        if let Some(listener) =
+            listener.and_then(|listener| listener.try_clone().ok()).map(UnixListener::from)
+        {
             while listener.accept().is_ok() {}
         }
         sleep(AGAIN / 10).await;
@@ -445,7 +469,8 @@ impl Owned {
         self.group.bereave_in_the_end(exit, pod, || self.now().ended).await;
     }
 
-    /// The pod was stopped: its shim ends when it is empty. The endpoint stays, for calls about containers that have exited.
+    /// The pod was stopped: its shim ends when it is empty. The endpoint stays, for calls about
+    /// containers that have exited.
     pub(super) async fn dismiss(self: Arc<Self>) {
         for pause in DISMISSALS {
             sleep(pause).await;
@@ -466,7 +491,11 @@ impl Owned {
         let known = self.now().shim.clone();
         let shim = match known {
             Some(shim) => Some(shim),
-            None => self.blocking(|owned| owned.group.living_shim()).await.flatten().map_err(|step| vec![step])?,
+            None => self
+                .blocking(|owned| owned.group.living_shim())
+                .await
+                .flatten()
+                .map_err(|step| vec![step])?,
         };
         if let Some(shim) = shim {
             self.group.end_shim(&shim, Some(&self.socket())).await.map_err(|step| vec![step])?;

@@ -32,7 +32,9 @@ pub fn join_cgroup(pid: u32, runtime: &Runtime) -> Result<(), Step> {
     if options.shim_cgroup.is_empty() {
         return Ok(());
     }
-    for procs in members(&Mounted::find()?, Path::new(&options.shim_cgroup)).step("find cgroup of shim")? {
+    for procs in
+        members(&Mounted::find()?, Path::new(&options.shim_cgroup)).step("find cgroup of shim")?
+    {
         ended(fs::write(&procs, pid.to_string())).step_at("join cgroup", procs)?;
     }
     Ok(())
@@ -41,7 +43,9 @@ pub fn join_cgroup(pid: u32, runtime: &Runtime) -> Result<(), Step> {
 /// A shim that has ended meanwhile is seen elsewhere.
 fn ended(result: io::Result<()>) -> io::Result<()> {
     match result {
-        Err(e) if e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ESRCH) => Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ESRCH) => {
+            Ok(())
+        }
         other => other,
     }
 }
@@ -50,12 +54,18 @@ fn ended(result: io::Result<()>) -> io::Result<()> {
 fn members(mounted: &Mounted, cgroup: &Path) -> io::Result<Vec<PathBuf>> {
     let below = cgroup.strip_prefix("/").unwrap_or(cgroup);
     if below.components().any(|part| !matches!(part, std::path::Component::Normal(_))) {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{} is no cgroup", cgroup.display())));
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("{} is no cgroup", cgroup.display()),
+        ));
     }
     let procs = mounted.points().into_iter().map(|root| root.join(below).join("cgroup.procs"));
     let found: Vec<PathBuf> = procs.filter(|procs| procs.exists()).collect();
     if found.is_empty() {
-        return Err(io::Error::new(io::ErrorKind::NotFound, format!("no cgroup {}", cgroup.display())));
+        return Err(io::Error::new(
+            io::ErrorKind::NotFound,
+            format!("no cgroup {}", cgroup.display()),
+        ));
     }
     Ok(found)
 }
@@ -74,15 +84,22 @@ mod tests {
         for file in ["cpu/shims/cgroup.procs", "memory/shims/cgroup.procs"] {
             fs::write(mount.path().join(file), "").unwrap();
         }
-        let hierarchy = |name| Hierarchy { point: mount.path().join(name), controllers: Vec::new() };
+        let hierarchy =
+            |name| Hierarchy { point: mount.path().join(name), controllers: Vec::new() };
         let v1 = Mounted::V1(["cpu", "memory", "pids"].map(hierarchy).into());
         let found = members(&v1, Path::new("/shims")).unwrap();
-        assert_eq!(found, ["cpu/shims", "memory/shims"].map(|dir| mount.path().join(dir).join("cgroup.procs")));
+        assert_eq!(
+            found,
+            ["cpu/shims", "memory/shims"].map(|dir| mount.path().join(dir).join("cgroup.procs"))
+        );
         assert!(members(&v1, Path::new("/none")).is_err());
         assert!(members(&v1, Path::new("/shims/../..")).is_err());
         fs::create_dir(mount.path().join("shims")).unwrap();
         fs::write(mount.path().join("shims/cgroup.procs"), "").unwrap();
         let v2 = Mounted::V2(mount.path().to_owned());
-        assert_eq!(members(&v2, Path::new("shims")).unwrap(), [mount.path().join("shims/cgroup.procs")]);
+        assert_eq!(
+            members(&v2, Path::new("shims")).unwrap(),
+            [mount.path().join("shims/cgroup.procs")]
+        );
     }
 }

@@ -33,8 +33,9 @@ impl Root {
         self.bundle.dir().join("rootfs")
     }
 
-    /// Makes the bundle with `spec` in it, a root that holds the pause program and belongs to the root of the pod's user namespace, and a pin of
-    /// that. Who goes there passes the directories from `state_dir` on. Blocks.
+    /// Makes the bundle with `spec` in it, a root that holds the pause program and belongs to the
+    /// root of the pod's user namespace, and a pin of that. Who goes there passes the directories
+    /// from `state_dir` on. Blocks.
     ///
     /// # Errors
     /// The failed step; call [`Root::unmount`] then.
@@ -47,7 +48,8 @@ impl Root {
         made(fs::DirBuilder::new().mode(0o755).create(&root)).step_at("make directory", &root)?;
         // A file system of its own, for what is below /run may not be executed on many nodes.
         let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
-        mount(Some("pause"), &root, Some("tmpfs"), flags, Some("mode=755,size=65536")).step_at("mount root", &root)?;
+        mount(Some("pause"), &root, Some("tmpfs"), flags, Some("mode=755,size=65536"))
+            .step_at("mount root", &root)?;
         let program = root.join(PAUSE);
         fs::write(&program, image::PROGRAM).step_at("write pause program", &program)?;
         let executable = fs::Permissions::from_mode(0o555);
@@ -74,7 +76,8 @@ impl Root {
     }
 }
 
-/// Lets everybody through to `bundle`, as the root of a user namespace must get to the root below it; nobody may look around.
+/// Lets everybody through to `bundle`, as the root of a user namespace must get to the root below
+/// it; nobody may look around.
 fn let_pass(bundle: &Path, state_dir: &Path) -> Result<(), Step> {
     for dir in bundle.ancestors().take_while(|dir| dir.starts_with(state_dir)) {
         let mode = fs::metadata(dir).step_at("look at directory", dir)?.permissions().mode();

@@ -25,7 +25,10 @@ impl Runtime {
     pub(super) fn runc_options(&self) -> Result<Option<Options>, Step> {
         match &self.options {
             Some((kind, value)) if kind.ends_with("containerd.runc.v1.Options") => {
-                Options::parse_from_bytes(value).map(Some).map_err(io::Error::other).step("decode runtime options")
+                Options::parse_from_bytes(value)
+                    .map(Some)
+                    .map_err(io::Error::other)
+                    .step("decode runtime options")
             }
             _ => Ok(None),
         }
@@ -58,14 +61,20 @@ mod tests {
     fn a_runtime_is_kept_once_and_as_long_as_a_pod_has_it() {
         let runtimes = Runtimes::default();
         let of = |name: &str, value: &[u8]| {
-            runtimes.share(Runtime { name: name.to_owned(), options: Some(("type".to_owned(), value.to_vec())) })
+            runtimes.share(Runtime {
+                name: name.to_owned(),
+                options: Some(("type".to_owned(), value.to_vec())),
+            })
         };
         let first = of("runc", b"1");
         assert!(Arc::ptr_eq(&first, &of("runc", b"1")));
         let others = [of("runc", b"2"), of("kata", b"1")];
         assert!(others.iter().all(|other| **other != *first));
         drop((first, others));
-        assert_eq!(*of("runc", b"1"), Runtime { name: "runc".into(), options: Some(("type".into(), b"1".to_vec())) });
+        assert_eq!(
+            *of("runc", b"1"),
+            Runtime { name: "runc".into(), options: Some(("type".into(), b"1".to_vec())) }
+        );
         assert_eq!(runtimes.0.lock().unwrap().len(), 1);
     }
 }

@@ -1,8 +1,9 @@
 //! The endpoint of a pod whose shim is started by the shim's own `start`.
 //!
-//! For shims that take no socket from who starts them, and for those that run the pause as well. Where the shim listens is known only when it
-//! has been started, and containerd is told the address once: so it runs from the pod's Start to its Shutdown, and one that ended empty
-//! is started again, at the same address.
+//! For shims that take no socket from who starts them, and for those that run the pause as well.
+//! Where the shim listens is known only when it has been started, and containerd is told the
+//! address once: so it runs from the pod's Start to its Shutdown, and one that ended empty is
+//! started again, at the same address.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -93,8 +94,8 @@ impl Started {
         self.group.bundle().death()
     }
 
-    /// Puts the spec that the shim is to run into its bundle, with a root that holds the pause program and belongs to the root of the pod's user
-    /// namespace, and a pin of that. Blocks.
+    /// Puts the spec that the shim is to run into its bundle, with a root that holds the pause
+    /// program and belongs to the root of the pod's user namespace, and a pin of that. Blocks.
     ///
     /// # Errors
     /// The failed step; call [`Started::end`] then.
@@ -126,7 +127,8 @@ impl Started {
                 let (pid, id) = (shim.identity().pid, group.id.as_str());
                 log::debug!(sandbox = id, pid = pid; "its shim is started: {}", binary.display());
                 let mut now = self.now();
-                (now.open, now.shim, now.bootstrap, now.log) = (true, Some(shim), Some(bootstrap), Some(log));
+                (now.open, now.shim, now.bootstrap, now.log) =
+                    (true, Some(shim), Some(bootstrap), Some(log));
                 drop(now);
                 self.changed.notify_one();
                 Ok(())
@@ -159,18 +161,21 @@ impl Started {
         let bundle = self.group.bundle();
         let given = bootstrap::given(&shims.settings, id, &self.group.runtime).await?;
         let said = command::start(&shims.settings, binary, id, bundle.dir(), given).await?;
-        let bootstrap = Bootstrap::parse(&said.output).step_at("read what the shim's start said", binary)?;
+        let bootstrap =
+            Bootstrap::parse(&said.output).step_at("read what the shim's start said", binary)?;
         let told = self.bootstrap();
         if let Some(told) = told.filter(|told| told.socket() != bootstrap.socket()) {
             // containerd knows the pod by the first.
-            let moved = format!("it listens at {}, not at {} as before", bootstrap.address, told.address);
+            let moved =
+                format!("it listens at {}, not at {} as before", bootstrap.address, told.address);
             return Err(Step::at("start shim", binary, io::Error::other(moved)));
         }
         self.now().bootstrap = Some(bootstrap.clone());
         bundle.record_bootstrap(&bootstrap)?;
         let tasks = Tasks::connect(&bootstrap, WITHIN).await.map_err(Failure::step)?;
         let pid = tasks.shim_pid(id, WITHIN).await.map_err(Failure::step)?;
-        let nobody = || io::Error::other(format!("it says that it is process {pid}, which does not live"));
+        let nobody =
+            || io::Error::other(format!("it says that it is process {pid}, which does not live"));
         let shim = shims.launcher.open(pid)?.ok_or_else(nobody).step_at("find shim", binary)?;
         // From here on it may be killed.
         held::vouch(shim.identity(), said.since)?;
@@ -283,7 +288,8 @@ impl Started {
         }
         match &now.shim {
             Some(shim) => Next::Watch(shim.clone()),
-            // A shim that ran the pause has taken the sandbox with it, and a pod that has ended gets no container.
+            // A shim that ran the pause has taken the sandbox with it, and a pod that has ended
+            // gets no container.
             None if now.open && !self.runs_pause && pod.lives() => Next::Start,
             None => Next::Wait,
         }
@@ -293,7 +299,9 @@ impl Started {
         let dismissed = self.now().dismissed;
         if dismissed {
             // The next daemon must not take it for one that died either.
-            if let Err(step) = self.blocking(|started| started.group.bundle().record(None)).await.flatten() {
+            if let Err(step) =
+                self.blocking(|started| started.group.bundle().record(None)).await.flatten()
+            {
                 log::warn!(sandbox = self.group.id.as_str(); "its shim: {step}");
             }
         }
@@ -357,7 +365,8 @@ impl Started {
         Ok(())
     }
 
-    /// The same, as soon as the pause is no longer needed to find the containers that its shim has left.
+    /// The same, as soon as the pause is no longer needed to find the containers that its shim has
+    /// left.
     ///
     /// # Errors
     /// The failed step.
@@ -378,7 +387,8 @@ impl Started {
     /// # Errors
     /// The failed step.
     pub(super) async fn delete_orphan(&self) -> Result<(), Step> {
-        if !self.runs_pause || self.now().pause_deleted || self.group.bundle().recorded()?.is_none() {
+        if !self.runs_pause || self.now().pause_deleted || self.group.bundle().recorded()?.is_none()
+        {
             return Ok(());
         }
         self.delete_pause().await
@@ -417,7 +427,8 @@ impl Started {
         let one = |step| vec![step];
         let known = self.shim();
         if known.is_none() {
-            let cut_off = self.blocking(|started| started.cut_off()).await.flatten().map_err(one)?;
+            let cut_off =
+                self.blocking(|started| started.cut_off()).await.flatten().map_err(one)?;
             let failed = match cut_off {
                 Some(binary) => self.end_cut_off(&binary).await,
                 None => Vec::new(),
@@ -476,11 +487,13 @@ impl Started {
         pool::run(Class::Shim, move || work(&started)).await
     }
 
-    /// Where its shim may have listened: what it said, and what containerd's own shims make of the sandbox id, should nobody have heard it.
+    /// Where its shim may have listened: what it said, and what containerd's own shims make of the
+    /// sandbox id, should nobody have heard it.
     fn sockets(&self) -> Vec<PathBuf> {
         let Group { shims, id, .. } = &*self.group;
         let Settings { containerd_address, containerd_namespace, .. } = &shims.settings;
-        let usual = on_demand::Socket::new(containerd_address, containerd_namespace, id).path().to_owned();
+        let usual =
+            on_demand::Socket::new(containerd_address, containerd_namespace, id).path().to_owned();
         let said = self.said().map(|shim| shim.socket()).filter(|socket| *socket != usual);
         said.into_iter().chain([usual]).collect()
     }
@@ -490,19 +503,23 @@ impl Started {
         self.bootstrap().or_else(|| self.group.bundle().bootstrap().ok().flatten())
     }
 
-    /// Ends what a start that was cut off, or has failed, may have left: the server, and what it holds.
+    /// Ends what a start that was cut off, or has failed, may have left: the server, and what it
+    /// holds.
     async fn end_cut_off(&self, binary: &Path) -> Vec<Step> {
         let Group { shims, id, .. } = &*self.group;
         let bundle = self.group.bundle();
         let mut failed = Vec::new();
         let killed = async {
-            let Some(shim) = self.group.piece(|group| group.find()).await.flatten()? else { return Ok(()) };
+            let Some(shim) = self.group.piece(|group| group.find()).await.flatten()? else {
+                return Ok(());
+            };
             Group::kill(&shim).await?;
             self.delete_orphan().await?;
             self.group.clean_up_all().await
         };
         failed.extend(killed.await.err());
-        // Also a shim that is nothing like containerd's own knows how to clean up after itself, if it works at all.
+        // Also a shim that is nothing like containerd's own knows how to clean up after itself, if
+        // it works at all.
         if let Err(step) = command::delete(&shims.settings, binary, id, bundle.dir()).await {
             log::warn!(sandbox = id.as_str(); "its shim: {step}");
         }

@@ -24,7 +24,8 @@ pub enum Failure {
     NotFound(Step),
     /// The shim has refused.
     Refused(Step),
-    /// There was no answer: the connection is gone, or it took too long. What the shim has done nobody knows.
+    /// There was no answer: the connection is gone, or it took too long. What the shim has done
+    /// nobody knows.
     Lost(Step),
 }
 
@@ -55,8 +56,16 @@ impl Tasks {
         let socket = shim.socket();
         match tokio::time::timeout(within, connect(&socket)).await {
             Ok(Ok(client)) => Ok(Self { client, service, socket }),
-            Ok(Err(e)) => Err(Failure::Lost(Step::at("connect to shim", socket, io::Error::other(e.to_string())))),
-            Err(_) => Err(Failure::Lost(Step::at("connect to shim", socket, io::ErrorKind::TimedOut.into()))),
+            Ok(Err(e)) => Err(Failure::Lost(Step::at(
+                "connect to shim",
+                socket,
+                io::Error::other(e.to_string()),
+            ))),
+            Err(_) => Err(Failure::Lost(Step::at(
+                "connect to shim",
+                socket,
+                io::ErrorKind::TimedOut.into(),
+            ))),
         }
     }
 
@@ -87,7 +96,8 @@ impl Tasks {
             service: service.to_owned(),
             method: method.to_owned(),
             payload: request.write_to_bytes().map_err(broken)?,
-            timeout_nano: within.map_or(0, |within| i64::try_from(within.as_nanos()).unwrap_or(i64::MAX)),
+            timeout_nano: within
+                .map_or(0, |within| i64::try_from(within.as_nanos()).unwrap_or(i64::MAX)),
             ..Default::default()
         };
         let answer = self.client.request(call).await?;
@@ -100,14 +110,18 @@ impl Tasks {
     /// It does not say.
     pub async fn shim_pid(&self, id: &str, within: Duration) -> Result<u32, Failure> {
         let request = ConnectRequest { id: id.to_owned(), ..Default::default() };
-        let answer: ConnectResponse = self.call("ask shim", "Connect", &request, Some(within)).await?;
+        let answer: ConnectResponse =
+            self.call("ask shim", "Connect", &request, Some(within)).await?;
         Ok(answer.shim_pid)
     }
 }
 
 impl std::fmt::Debug for Tasks {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Tasks").field("service", &self.service).field("socket", &self.socket).finish_non_exhaustive()
+        f.debug_struct("Tasks")
+            .field("service", &self.service)
+            .field("socket", &self.socket)
+            .finish_non_exhaustive()
     }
 }
 

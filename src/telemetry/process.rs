@@ -28,7 +28,12 @@ impl Numbers {
         process.register_with_unit("resident_memory", bytes, Unit::Bytes, this.resident.clone());
         process.register("open_fds", "Open file descriptors of the daemon", this.open.clone());
         process.register("max_fds", "File descriptors that the daemon may open", this.most.clone());
-        process.register_with_unit("cpu", "Processor time of the daemon", Unit::Seconds, this.cpu.clone());
+        process.register_with_unit(
+            "cpu",
+            "Processor time of the daemon",
+            Unit::Seconds,
+            this.cpu.clone(),
+        );
         process.register_with_unit(
             "start_time",
             "When the daemon was started, after the epoch",
@@ -36,7 +41,8 @@ impl Numbers {
             this.start.clone(),
         );
         // About now: it is one of the first things that a daemon does.
-        this.start.set(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64());
+        this.start
+            .set(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64());
         this
     }
 
@@ -57,7 +63,8 @@ impl Numbers {
         }
         if let Ok(usage) = getrusage(UsageWho::RUSAGE_SELF) {
             let (user, system) = (usage.user_time(), usage.system_time());
-            let micros = (user.tv_sec() + system.tv_sec()) * 1_000_000 + user.tv_usec() + system.tv_usec();
+            let micros =
+                (user.tv_sec() + system.tv_sec()) * 1_000_000 + user.tv_usec() + system.tv_usec();
             self.cpu.inner().store((micros as f64 / 1e6).to_bits(), Ordering::Relaxed);
         }
     }

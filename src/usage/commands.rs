@@ -1,4 +1,5 @@
-//! The one table of commands, their options and exit statuses. Arguments are understood by it; help, manual page and completions are made from it.
+//! The one table of commands, their options and exit statuses. Arguments are understood by it;
+//! help, manual page and completions are made from it.
 
 /// What a command does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,7 +81,9 @@ pub(crate) const COMMANDS: &[Command] = &[
         operands: &[],
         options: &[OUTPUT],
         settings: true,
-        meaning: &["Tells all that is known of a sandbox: by its id, the beginning of it, or NAMESPACE/POD."],
+        meaning: &[
+            "Tells all that is known of a sandbox: by its id, the beginning of it, or NAMESPACE/POD.",
+        ],
     },
     Command {
         what: What::Stats,
@@ -224,7 +227,8 @@ pub(crate) const STATUSES: &[(u8, &str)] = &[
     (WARNED, "check --strict: pods will run, but something should be looked at."),
 ];
 
-/// A command that could not be understood; sysexits are not used, 2 is what shells and getopt programs answer.
+/// A command that could not be understood; sysexits are not used, 2 is what shells and getopt
+/// programs answer.
 pub(crate) const USAGE_ERROR: u8 = 2;
 /// No daemon answers.
 pub(crate) const DOWN: u8 = 3;

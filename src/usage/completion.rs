@@ -1,4 +1,5 @@
-//! Completions for shells. Each knows commands, their options and the options' values; ids are asked of the daemon.
+//! Completions for shells. Each knows commands, their options and the options' values; ids are
+//! asked of the daemon.
 
 use pause_sandboxer::config::SETTINGS;
 
@@ -48,8 +49,10 @@ fn choices(kind: &'static str) -> Vec<&'static str> {
 fn words() -> Vec<(&'static str, Vec<&'static str>)> {
     let mut words: Vec<(&str, Vec<&str>)> = Vec::new();
     for command in COMMANDS {
-        let (first, second) =
-            command.name.split_once(' ').map_or((command.name, None), |(first, second)| (first, Some(second)));
+        let (first, second) = command
+            .name
+            .split_once(' ')
+            .map_or((command.name, None), |(first, second)| (first, Some(second)));
         match words.iter_mut().find(|(word, _)| *word == first) {
             Some((_, seconds)) => seconds.extend(second),
             None => words.push((first, second.into_iter().collect())),
@@ -90,10 +93,14 @@ _pause_sandboxer() {{
     for command in COMMANDS {
         for option in options(command) {
             let Some(values) = &option.value else { continue };
-            let short = option.short.map_or_else(String::new, |short| format!(" | '{}'/-{short}", command.name));
+            let short = option
+                .short
+                .map_or_else(String::new, |short| format!(" | '{}'/-{short}", command.name));
             let pattern = format!("'{}'/{}{short}", command.name, option.long);
             script += &if values.is_empty() {
-                format!("    {pattern}) mapfile -t COMPREPLY < <(compgen -f -- \"$word\") && return ;;\n")
+                format!(
+                    "    {pattern}) mapfile -t COMPREPLY < <(compgen -f -- \"$word\") && return ;;\n"
+                )
             } else {
                 format!(
                     "    {pattern}) mapfile -t COMPREPLY < <(compgen -W '{}' -- \"$word\") && return ;;\n",
@@ -120,7 +127,8 @@ _pause_sandboxer() {{
 
 /// For zsh.
 pub(crate) fn zsh() -> String {
-    let mut script = "#compdef pause-sandboxer\n# Completion of pause-sandboxer for zsh.\n".to_owned();
+    let mut script =
+        "#compdef pause-sandboxer\n# Completion of pause-sandboxer for zsh.\n".to_owned();
     script += "local command=${words[2]}\nif (( CURRENT == 2 )); then\n    compadd -- ";
     script += &firsts();
     script += "\n    return\nfi\ncase $command in\n";
@@ -138,7 +146,11 @@ pub(crate) fn zsh() -> String {
         for option in options(command) {
             let meaning = option.meaning.replace(['[', ']', '\'', ':'], "");
             let value = option.value.map_or_else(String::new, |values| {
-                if values.is_empty() { ":value:_files".to_owned() } else { format!(":value:({})", values.join(" ")) }
+                if values.is_empty() {
+                    ":value:_files".to_owned()
+                } else {
+                    format!(":value:({})", values.join(" "))
+                }
             });
             arguments.push(format!("'{}[{meaning}]{value}'", option.long));
             arguments.extend(option.short.map(|short| format!("'-{short}[{meaning}]{value}'")));
@@ -163,24 +175,34 @@ pub(crate) fn zsh() -> String {
 
 /// For fish.
 pub(crate) fn fish() -> String {
-    let mut script = "# Completion of pause-sandboxer for fish.\ncomplete -c pause-sandboxer -f\n".to_owned();
+    let mut script =
+        "# Completion of pause-sandboxer for fish.\ncomplete -c pause-sandboxer -f\n".to_owned();
     let quoted = |text: &str| format!("'{}'", text.replace('\\', "\\\\").replace('\'', "\\'"));
     for (first, seconds) in words() {
         script += &format!("complete -c pause-sandboxer -n __fish_use_subcommand -a {first}\n");
         for second in seconds {
-            let condition =
-                format!("__fish_seen_subcommand_from {first}; and not __fish_seen_subcommand_from {second}");
-            script += &format!("complete -c pause-sandboxer -n {} -a {second}\n", quoted(&condition));
+            let condition = format!(
+                "__fish_seen_subcommand_from {first}; and not __fish_seen_subcommand_from {second}"
+            );
+            script +=
+                &format!("complete -c pause-sandboxer -n {} -a {second}\n", quoted(&condition));
         }
     }
     for command in COMMANDS {
-        let condition: Vec<String> =
-            command.name.split(' ').map(|word| format!("__fish_seen_subcommand_from {word}")).collect();
+        let condition: Vec<String> = command
+            .name
+            .split(' ')
+            .map(|word| format!("__fish_seen_subcommand_from {word}"))
+            .collect();
         let of = format!("complete -c pause-sandboxer -n {}", quoted(&condition.join("; and ")));
         for option in options(command) {
             let short = option.short.map_or_else(String::new, |short| format!(" -s {short}"));
             let value = option.value.map_or_else(String::new, |values| {
-                if values.is_empty() { " -r -F".to_owned() } else { format!(" -x -a {}", quoted(&values.join(" "))) }
+                if values.is_empty() {
+                    " -r -F".to_owned()
+                } else {
+                    format!(" -x -a {}", quoted(&values.join(" ")))
+                }
             });
             let long = option.long.trim_start_matches('-');
             script += &format!("{of} -l {long}{short}{value} -d {}\n", quoted(&option.meaning));
@@ -216,17 +238,24 @@ mod tests {
             }
         }
     }
-    /// What is in the script's `( )` that asks for ids puts out, run by `sh`, with a `list` that shows two.
+    /// What is in the script's `( )` that asks for ids puts out, run by `sh`, with a `list` that
+    /// shows two.
     fn ids(script: &str) -> String {
         let (begin, end) = ("(pause-sandboxer list", "}')");
         let from = script.find(begin).unwrap() + 1;
         let command = &script[from..from + script[from..].find(end).unwrap() + end.len() - 1];
         let dir = tempfile::tempdir().unwrap();
         let program = dir.path().join("pause-sandboxer");
-        std::fs::write(&program, "#!/bin/sh\nprintf 'SANDBOX POD\\nabc web\\ndef db\\n'\n").unwrap();
-        std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        std::fs::write(&program, "#!/bin/sh\nprintf 'SANDBOX POD\\nabc web\\ndef db\\n'\n")
+            .unwrap();
+        std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755))
+            .unwrap();
         let path = format!("{}:/usr/bin:/bin", dir.path().display());
-        let output = std::process::Command::new("sh").args(["-c", command]).env("PATH", path).output().unwrap();
+        let output = std::process::Command::new("sh")
+            .args(["-c", command])
+            .env("PATH", path)
+            .output()
+            .unwrap();
         assert!(output.status.success() && output.stderr.is_empty(), "{command}: {output:?}");
         String::from_utf8(output.stdout).unwrap()
     }
@@ -234,7 +263,9 @@ mod tests {
     #[test]
     fn ids_are_those_that_list_prints() {
         // Of fish the whole is a string in quotes.
-        for (shell, script) in [("bash", bash()), ("zsh", zsh()), ("fish", fish().replace("\\'", "'"))] {
+        for (shell, script) in
+            [("bash", bash()), ("zsh", zsh()), ("fish", fish().replace("\\'", "'"))]
+        {
             assert_eq!(ids(&script), "abc\ndef\n", "{shell}");
         }
     }

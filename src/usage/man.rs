@@ -33,8 +33,9 @@ pub(crate) fn page() -> String {
         }
     }
     page += ".SH SETTINGS\n";
-    page +=
-        &paragraph(&["Each is a key of the config file and an option of the same name, which goes before the file."]);
+    page += &paragraph(&[
+        "Each is a key of the config file and an option of the same name, which goes before the file.",
+    ]);
     page += &format!(
         ".TP\n\\fB\\-\\-config\\fR \\fIFILE\\fR\nThe config file (default {}, which need not exist).\n",
         escaped(DEFAULT_FILE)
@@ -43,14 +44,20 @@ pub(crate) fn page() -> String {
     for setting in SETTINGS {
         page += &format!(".TP\n\\fB{}\\fR\n", escaped(&setting.flag()));
         page += &paragraph(setting.meaning);
-        page += &format!("Must be {}; default {}.\n", escaped(setting.kind), escaped(&setting.show(&default)));
+        page += &format!(
+            "Must be {}; default {}.\n",
+            escaped(setting.kind),
+            escaped(&setting.show(&default))
+        );
     }
     page += ".SH EXIT STATUS\n";
     for (status, meaning) in STATUSES {
         page += &format!(".TP\n.B {status}\n{}\n", escaped(meaning));
     }
     page += ".SH ENVIRONMENT\n.TP\n.B PAUSE_SANDBOXER_LOG\n";
-    page += &paragraph(&["Overrides log_level: LEVEL, or LEVEL,TARGET=LEVEL,… with crate or module paths as targets."]);
+    page += &paragraph(&[
+        "Overrides log_level: LEVEL, or LEVEL,TARGET=LEVEL,… with crate or module paths as targets.",
+    ]);
     page += ".SH FILES\n";
     for (path, meaning) in [
         (DEFAULT_FILE, "Settings."),
@@ -69,7 +76,8 @@ pub(crate) fn page() -> String {
 
 fn option_line(option: &Opt) -> String {
     let short = option.short.map_or_else(String::new, |short| format!("\\fB\\-{short}\\fR, "));
-    let value = if option.value.is_empty() { String::new() } else { format!(" \\fI{}\\fR", option.value) };
+    let value =
+        if option.value.is_empty() { String::new() } else { format!(" \\fI{}\\fR", option.value) };
     format!("{short}\\fB\\-\\-{}\\fR{value}", escaped(option.long))
 }
 
@@ -77,7 +85,8 @@ fn paragraph(lines: &[&str]) -> String {
     lines.iter().map(|line| format!("{}\n", escaped(line.trim()))).collect()
 }
 
-/// Text that stands for itself: no escapes, no requests at the beginning of a line, no hyphens that are typographic.
+/// Text that stands for itself: no escapes, no requests at the beginning of a line, no hyphens that
+/// are typographic.
 fn escaped(text: &str) -> String {
     let text = text.replace('\\', "\\e").replace('-', "\\-");
     if text.starts_with(['.', '\'']) { format!("\\&{text}") } else { text }
@@ -91,13 +100,21 @@ mod tests {
     fn it_has_every_command_option_and_setting() {
         let page = page();
         for command in COMMANDS {
-            assert!(page.contains(&format!("\n.B {}\n", escaped(&synopsis(command)))), "{}", command.name);
+            assert!(
+                page.contains(&format!("\n.B {}\n", escaped(&synopsis(command)))),
+                "{}",
+                command.name
+            );
             for option in command.options {
                 assert!(page.contains(&option_line(option)), "{}", option.long);
             }
         }
         for setting in SETTINGS {
-            assert!(page.contains(&format!("\n\\fB{}\\fR\n", escaped(&setting.flag()))), "{}", setting.name);
+            assert!(
+                page.contains(&format!("\n\\fB{}\\fR\n", escaped(&setting.flag()))),
+                "{}",
+                setting.name
+            );
         }
     }
 

@@ -1,4 +1,5 @@
-//! Listening sockets: bound so that only root can reach them, and accepted from without ever giving up.
+//! Listening sockets: bound so that only root can reach them, and accepted from without ever giving
+//! up.
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -8,7 +9,9 @@ use std::os::unix::net;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind as bind_address, listen, socket};
+use nix::sys::socket::{
+    AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind as bind_address, listen, socket,
+};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::time::{Instant, sleep_until};
 
@@ -19,13 +22,16 @@ const MIN_DELAY: Duration = Duration::from_millis(10);
 /// The longest pause after a failed accept.
 const MAX_DELAY: Duration = Duration::from_secs(1);
 
-/// Binds a listening unix socket at `path` with mode 0600, in place of one that nobody listens on any more.
+/// Binds a listening unix socket at `path` with mode 0600, in place of one that nobody listens on
+/// any more.
 ///
-/// The socket gets its mode and listens before it appears at `path`, and takes the path by rename: a caller finds either
-/// the old socket or the new one. Its file stays behind when the listener is gone, for the next one to replace.
+/// The socket gets its mode and listens before it appears at `path`, and takes the path by rename:
+/// a caller finds either the old socket or the new one. Its file stays behind when the listener is
+/// gone, for the next one to replace.
 ///
 /// # Errors
-/// The failed step; `EADDRINUSE` when somebody listens there, `EEXIST` when what is there is no socket.
+/// The failed step; `EADDRINUSE` when somebody listens there, `EEXIST` when what is there is no
+/// socket.
 pub fn bind(path: &Path) -> Result<net::UnixListener, Step> {
     refuse_taken(path)?;
     let new = beside(path);
@@ -34,7 +40,8 @@ pub fn bind(path: &Path) -> Result<net::UnixListener, Step> {
         _ => {}
     }
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    let fd = socket(AddressFamily::Unix, SockType::Stream, flags, None).step_at("make socket", path)?;
+    let fd =
+        socket(AddressFamily::Unix, SockType::Stream, flags, None).step_at("make socket", path)?;
     let address = UnixAddr::new(&new).step_at("bind", &new)?;
     bind_address(fd.as_raw_fd(), &address).step_at("bind", &new)?;
     let placed = fs::set_permissions(&new, Permissions::from_mode(0o600))
@@ -93,10 +100,12 @@ impl Acceptor {
         Ok(Self { listener, uid, delay: MIN_DELAY, not_before: None })
     }
 
-    /// The next connection of the user who may connect. May be dropped and called again at any time.
+    /// The next connection of the user who may connect. May be dropped and called again at any
+    /// time.
     ///
-    /// A failed accept, mostly for want of file descriptors, is tried again after a pause: the connection stays in the
-    /// backlog and the listener readable, so without a pause this would spin.
+    /// A failed accept, mostly for want of file descriptors, is tried again after a pause: the
+    /// connection stays in the backlog and the listener readable, so without a pause this would
+    /// spin.
     pub(super) async fn next(&mut self) -> UnixStream {
         loop {
             if let Some(time) = self.not_before {
@@ -123,7 +132,11 @@ impl Acceptor {
         match stream.peer_cred() {
             Ok(peer) if peer.uid() == self.uid => true,
             Ok(peer) => {
-                log::warn!("refused a connection of uid {}, pid {}", peer.uid(), peer.pid().unwrap_or(0));
+                log::warn!(
+                    "refused a connection of uid {}, pid {}",
+                    peer.uid(),
+                    peer.pid().unwrap_or(0)
+                );
                 false
             }
             Err(e) => {

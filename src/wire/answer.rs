@@ -24,22 +24,25 @@ pub(super) fn not_served(service: &str, method: &str) -> Status {
 }
 
 pub(super) fn decode<M: Message>(bytes: &[u8]) -> Result<M, Status> {
-    M::parse_from_bytes(bytes).map_err(|e| Status::new(Code::INVALID_ARGUMENT, format!("malformed {}: {e}", M::NAME)))
+    M::parse_from_bytes(bytes)
+        .map_err(|e| Status::new(Code::INVALID_ARGUMENT, format!("malformed {}: {e}", M::NAME)))
 }
 
 /// Turns a verb's result into bytes, and logs why it failed.
 pub(super) fn encode<M: Message>(method: &str, result: Result<M, Error>) -> Answer {
     match result {
-        Ok(message) => message
-            .write_to_bytes()
-            .map_err(|e| Status::new(Code::INTERNAL, format!("encode the answer to {method}: {e}"))),
+        Ok(message) => message.write_to_bytes().map_err(|e| {
+            Status::new(Code::INTERNAL, format!("encode the answer to {method}: {e}"))
+        }),
         Err(error) => {
             let status = Status::from(&error);
-            // A caller's mistake is the caller's to report; what this node could not do is ours. Metrics are asked for every second, of pods
-            // without any too.
+            // A caller's mistake is the caller's to report; what this node could not do is ours.
+            // Metrics are asked for every second, of pods without any too.
             let level = match status.code {
                 _ if method == "Metrics" => log::Level::Debug,
-                Code::INTERNAL | Code::RESOURCE_EXHAUSTED | Code::DEADLINE_EXCEEDED => log::Level::Warn,
+                Code::INTERNAL | Code::RESOURCE_EXHAUSTED | Code::DEADLINE_EXCEEDED => {
+                    log::Level::Warn
+                }
                 _ => log::Level::Debug,
             };
             log::log!(level, sandbox = code::sandbox(&error), call = method; "{method} failed: {error}");

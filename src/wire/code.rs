@@ -44,8 +44,9 @@ impl From<&Error> for Status {
 
 /// The RPC code of an error.
 ///
-/// Only a daemon that is going down is UNAVAILABLE, since containerd asks again for ever then, and the Wait of a sandbox whose record is
-/// kept aside: a pending Wait that ends in any other code is taken as the exit of the sandbox.
+/// Only a daemon that is going down is UNAVAILABLE, since containerd asks again for ever then, and
+/// the Wait of a sandbox whose record is kept aside: a pending Wait that ends in any other code is
+/// taken as the exit of the sandbox.
 pub fn code(error: &Error) -> Code {
     match error {
         Error::Invalid { .. } => Code::INVALID_ARGUMENT,
@@ -55,7 +56,8 @@ pub fn code(error: &Error) -> Code {
         Error::Step { step, .. } => step_code(step),
         Error::Steps { steps, .. } => {
             // Not scarcity alone: then more room would not help.
-            let scarce = !steps.is_empty() && steps.iter().all(|step| step_code(step) == Code::RESOURCE_EXHAUSTED);
+            let scarce = !steps.is_empty()
+                && steps.iter().all(|step| step_code(step) == Code::RESOURCE_EXHAUSTED);
             if scarce { Code::RESOURCE_EXHAUSTED } else { Code::INTERNAL }
         }
         Error::Timeout { .. } => Code::DEADLINE_EXCEEDED,
@@ -91,9 +93,19 @@ pub(super) fn name(code: Code) -> &'static str {
 fn step_code(step: &Step) -> Code {
     match step.io().raw_os_error() {
         Some(
-            libc::ENOSPC | libc::EDQUOT | libc::ENOMEM | libc::EMFILE | libc::ENFILE | libc::EAGAIN | libc::ENOBUFS,
+            libc::ENOSPC
+            | libc::EDQUOT
+            | libc::ENOMEM
+            | libc::EMFILE
+            | libc::ENFILE
+            | libc::EAGAIN
+            | libc::ENOBUFS,
         ) => Code::RESOURCE_EXHAUSTED,
-        None if matches!(step.io().kind(), io::ErrorKind::OutOfMemory | io::ErrorKind::StorageFull) => {
+        None if matches!(
+            step.io().kind(),
+            io::ErrorKind::OutOfMemory | io::ErrorKind::StorageFull
+        ) =>
+        {
             Code::RESOURCE_EXHAUSTED
         }
         // The node is not as it must be; its operator is asked for, not another try.
@@ -129,12 +141,18 @@ mod tests {
     fn every_error() -> Vec<(Error, Code)> {
         let id = || "a".to_owned();
         let all = vec![
-            (Error::Invalid { id: id(), field: "f".into(), reason: "r".into() }, Code::INVALID_ARGUMENT),
+            (
+                Error::Invalid { id: id(), field: "f".into(), reason: "r".into() },
+                Code::INVALID_ARGUMENT,
+            ),
             (Error::NotFound { id: id() }, Code::NOT_FOUND),
             (Error::AlreadyExists { id: id() }, Code::ALREADY_EXISTS),
             (Error::State { id: id(), verb: "start", state: "ready" }, Code::FAILED_PRECONDITION),
             (Error::Step { id: id(), verb: "start", step: step(libc::EPERM) }, Code::INTERNAL),
-            (Error::Steps { id: id(), verb: "stop", steps: vec![step(libc::EBUSY)] }, Code::INTERNAL),
+            (
+                Error::Steps { id: id(), verb: "stop", steps: vec![step(libc::EBUSY)] },
+                Code::INTERNAL,
+            ),
             (Error::Timeout { id: id(), verb: "stop", seconds: 10 }, Code::DEADLINE_EXCEEDED),
             (Error::Stopping { id: id() }, Code::UNAVAILABLE),
             (Error::Fault { id: id(), verb: "start", reason: "r".into() }, Code::INTERNAL),
@@ -150,7 +168,10 @@ mod tests {
             Error::Stopping { .. } => 7,
             Error::Fault { .. } => 8,
         };
-        assert_eq!(all.iter().map(|(error, _)| number(error)).collect::<Vec<_>>(), (0..9).collect::<Vec<_>>());
+        assert_eq!(
+            all.iter().map(|(error, _)| number(error)).collect::<Vec<_>>(),
+            (0..9).collect::<Vec<_>>()
+        );
         all
     }
 
@@ -169,14 +190,20 @@ mod tests {
     fn no_errno_is_unavailable_or_cancelled() {
         for errno in 1..134 {
             let code = code(&Error::Step { id: String::new(), verb: "start", step: step(errno) });
-            assert!(matches!(code, Code::INTERNAL | Code::RESOURCE_EXHAUSTED), "errno {errno}: {code:?}");
+            assert!(
+                matches!(code, Code::INTERNAL | Code::RESOURCE_EXHAUSTED),
+                "errno {errno}: {code:?}"
+            );
         }
     }
 
     #[test]
     fn scarcity_is_told_from_breakage() {
-        let one = |errno| code(&Error::Step { id: String::new(), verb: "start", step: step(errno) });
-        for errno in [libc::ENOSPC, libc::EDQUOT, libc::ENOMEM, libc::EMFILE, libc::ENFILE, libc::EAGAIN] {
+        let one =
+            |errno| code(&Error::Step { id: String::new(), verb: "start", step: step(errno) });
+        for errno in
+            [libc::ENOSPC, libc::EDQUOT, libc::ENOMEM, libc::EMFILE, libc::ENFILE, libc::EAGAIN]
+        {
             assert_eq!(one(errno), Code::RESOURCE_EXHAUSTED);
         }
         let many = |errnos: &[i32]| {
@@ -190,8 +217,13 @@ mod tests {
 
     #[test]
     fn a_node_in_the_wrong_state_and_one_without_a_system_call_have_different_codes() {
-        let of = |e: io::Error| code(&Error::Step { id: String::new(), verb: "create", step: Step::new("x", e) });
-        assert_eq!(of(io::Error::new(io::ErrorKind::Unsupported, "apart")), Code::FAILED_PRECONDITION);
+        let of = |e: io::Error| {
+            code(&Error::Step { id: String::new(), verb: "create", step: Step::new("x", e) })
+        };
+        assert_eq!(
+            of(io::Error::new(io::ErrorKind::Unsupported, "apart")),
+            Code::FAILED_PRECONDITION
+        );
         assert_eq!(of(io::Error::from_raw_os_error(libc::ENOSYS)), Code::INTERNAL);
     }
 

@@ -7,9 +7,12 @@ use protobuf::MessageField;
 use protobuf::well_known_types::any::Any;
 use protobuf::well_known_types::timestamp::Timestamp;
 
-use crate::podsandbox::{CreateRequest, Exit, Metric, Payload, Platform, SandboxInfo, Started, StatusReport};
+use crate::podsandbox::{
+    CreateRequest, Exit, Metric, Payload, Platform, SandboxInfo, Started, StatusReport,
+};
 use crate::protos::controller::{
-    ControllerCreateRequest, ControllerStartResponse, ControllerStatusResponse, ControllerWaitResponse,
+    ControllerCreateRequest, ControllerStartResponse, ControllerStatusResponse,
+    ControllerWaitResponse,
 };
 use crate::protos::shim_sandbox::{
     CreateSandboxRequest, SandboxStatusResponse, StartSandboxResponse, WaitSandboxResponse,
@@ -49,7 +52,11 @@ pub(super) fn sandbox_info(sandbox: types::Sandbox) -> SandboxInfo {
         runtime_name: runtime.name,
         runtime_options: runtime.options.into_option().map(payload),
         labels: sandbox.labels.into_iter().collect(),
-        extensions: sandbox.extensions.into_iter().map(|(key, value)| (key, payload(value))).collect(),
+        extensions: sandbox
+            .extensions
+            .into_iter()
+            .map(|(key, value)| (key, payload(value)))
+            .collect(),
     }
 }
 
@@ -164,7 +171,10 @@ mod tests {
     fn times_before_and_after_the_epoch() {
         let parts = |time| (timestamp(time).seconds, timestamp(time).nanos);
         assert_eq!(parts(UNIX_EPOCH), (0, 0));
-        assert_eq!(parts(UNIX_EPOCH + Duration::new(1_700_000_000, 999_999_999)), (1_700_000_000, 999_999_999));
+        assert_eq!(
+            parts(UNIX_EPOCH + Duration::new(1_700_000_000, 999_999_999)),
+            (1_700_000_000, 999_999_999)
+        );
         assert_eq!(parts(UNIX_EPOCH - Duration::from_secs(2)), (-2, 0));
         assert_eq!(parts(UNIX_EPOCH - Duration::from_millis(1500)), (-2, 500_000_000));
     }
@@ -172,7 +182,11 @@ mod tests {
     #[test]
     fn a_sandbox_keeps_runtime_labels_and_extensions() {
         let bytes = |text: &str| text.as_bytes().to_vec();
-        let blob = |url: &str, value: &str| Any { type_url: url.into(), value: bytes(value), ..Default::default() };
+        let blob = |url: &str, value: &str| Any {
+            type_url: url.into(),
+            value: bytes(value),
+            ..Default::default()
+        };
         let sandbox = types::Sandbox {
             runtime: MessageField::some(types::sandbox::Runtime {
                 name: "io.containerd.runc.v2".into(),
@@ -183,7 +197,8 @@ mod tests {
             extensions: HashMap::from([("metadata".into(), blob("m", "{}"))]),
             ..Default::default()
         };
-        let payload = |url: &str, value: &str| Payload { type_url: url.into(), value: bytes(value).into() };
+        let payload =
+            |url: &str, value: &str| Payload { type_url: url.into(), value: bytes(value).into() };
         assert_eq!(
             sandbox_info(sandbox),
             SandboxInfo {
@@ -198,7 +213,8 @@ mod tests {
 
     #[test]
     fn what_is_missing_stays_missing() {
-        let request = create(ControllerCreateRequest { sandbox_id: "../x".into(), ..Default::default() });
+        let request =
+            create(ControllerCreateRequest { sandbox_id: "../x".into(), ..Default::default() });
         assert_eq!((request.id.as_str(), request.options, request.sandbox), ("../x", None, None));
         let report = StatusReport {
             pid: 1,

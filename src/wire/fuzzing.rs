@@ -1,4 +1,5 @@
-//! Entry points of the fuzzer in `fuzz/`: each skin at one end of a socket pair, and the handler behind both.
+//! Entry points of the fuzzer in `fuzz/`: each skin at one end of a socket pair, and the handler
+//! behind both.
 
 use std::future::ready;
 use std::sync::Arc;
@@ -43,7 +44,11 @@ pub async fn serve_ttrpc<V: Verbs>(verbs: Arc<V>, stream: UnixStream) -> Result<
 ///
 /// # Errors
 /// What its caller is answered.
-pub async fn answer<V: Verbs>(verbs: Arc<V>, path: &str, message: &[u8]) -> Result<Vec<u8>, Status> {
+pub async fn answer<V: Verbs>(
+    verbs: Arc<V>,
+    path: &str,
+    message: &[u8],
+) -> Result<Vec<u8>, Status> {
     let (_running, stop) = watch::channel(false);
     let call = Call {
         path: path.into(),

@@ -1,4 +1,5 @@
-//! The gRPC skin: unary calls over HTTP/2 (gRPC over HTTP2, the protocol document of the gRPC project).
+//! The gRPC skin: unary calls over HTTP/2 (gRPC over HTTP2, the protocol document of the gRPC
+//! project).
 
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
@@ -58,7 +59,8 @@ pub(super) async fn serve<V: Verbs>(
         // A request that waits for room must leave others some of the connection's window.
         .initial_window_size(1 << 18)
         .initial_connection_window_size(4 << 20)
-        // One caller's cancelled calls must not cost all others their connection: the Waits of every pod are on it.
+        // One caller's cancelled calls must not cost all others their connection: the Waits of
+        // every pod are on it.
         .max_pending_accept_reset_streams(MAX_CALLS)
         // Nor must calls that break the rules of HTTP/2, however many in the life of a connection.
         .max_local_error_reset_streams(None)
@@ -72,7 +74,8 @@ pub(super) async fn serve<V: Verbs>(
     };
     // Dropped with the connection, and the calls with it: their caller is gone.
     let mut calls = JoinSet::new();
-    // The Waits of every pod are here for as long as the pod lives; as tasks they would be several times as large.
+    // The Waits of every pod are here for as long as the pod lives; as tasks they would be several
+    // times as large.
     let mut waits = FuturesUnordered::new();
     let handler = Arc::new(handler);
     let stopping = handler.stopping();
@@ -122,7 +125,10 @@ impl From<Request<RecvStream>> for Asked {
         let (head, body) = request.into_parts();
         let kind = head.headers.get(header::CONTENT_TYPE);
         let path = head.uri.path();
-        let trace = head.headers.get(TRACEPARENT).and_then(|value| TraceId::of_traceparent(value.to_str().ok()?));
+        let trace = head
+            .headers
+            .get(TRACEPARENT)
+            .and_then(|value| TraceId::of_traceparent(value.to_str().ok()?));
         Self {
             grpc: kind.is_some_and(|kind| kind.as_bytes().starts_with(CONTENT_TYPE.as_bytes())),
             call: Call {
@@ -168,7 +174,8 @@ async fn serve_call<V: Verbs>(
     None
 }
 
-/// Reads what still comes of a request that is answered, as its stream would be reset otherwise, and each late frame be an error of HTTP/2.
+/// Reads what still comes of a request that is answered, as its stream would be reset otherwise,
+/// and each late frame be an error of HTTP/2.
 async fn discard(mut body: RecvStream) -> Result<(), h2::Error> {
     let mut rest = MAX_MESSAGE;
     while let Some(chunk) = body.data().await {
@@ -235,10 +242,13 @@ async fn message(body: &mut RecvStream, room: &Room) -> Result<Message<Bytes>, S
     match &held {
         None => rest.await?,
         // It keeps others from being read.
-        Some(_) => tokio::time::timeout(room::WITHIN, Box::pin(rest)).await.unwrap_or_else(|_| {
-            let text = format!("the request has not come whole within {} s", room::WITHIN.as_secs());
-            Err(Status::new(Code::DEADLINE_EXCEEDED, text))
-        })?,
+        Some(_) => {
+            tokio::time::timeout(room::WITHIN, Box::pin(rest)).await.unwrap_or_else(|_| {
+                let text =
+                    format!("the request has not come whole within {} s", room::WITHIN.as_secs());
+                Err(Status::new(Code::DEADLINE_EXCEEDED, text))
+            })?
+        }
     }
     if bytes.len() < PREFIX || bytes.len() - PREFIX != length(&bytes) {
         return Err(not_one());
@@ -250,7 +260,8 @@ async fn message(body: &mut RecvStream, room: &Room) -> Result<Message<Bytes>, S
 async fn read(body: &mut RecvStream, bytes: &mut BytesMut) -> Result<bool, Status> {
     let Some(chunk) = body.data().await else { return Ok(false) };
     // A broken stream: no caller is left to read this answer.
-    let chunk = chunk.map_err(|e| Status::new(Code::INVALID_ARGUMENT, format!("read the request: {e}")))?;
+    let chunk =
+        chunk.map_err(|e| Status::new(Code::INVALID_ARGUMENT, format!("read the request: {e}")))?;
     bytes.extend_from_slice(&chunk);
     body.flow_control()
         .release_capacity(chunk.len())
@@ -286,7 +297,10 @@ fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, Status> {
     let Some(value) = headers.get(TIMEOUT) else { return Ok(None) };
     let parsed = value.to_str().ok().and_then(|text| {
         let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
-        if digits.is_empty() || digits.len() > 8 || !digits.bytes().all(|digit| digit.is_ascii_digit()) {
+        if digits.is_empty()
+            || digits.len() > 8
+            || !digits.bytes().all(|digit| digit.is_ascii_digit())
+        {
             return None;
         }
         let number: u64 = digits.parse().ok()?;
@@ -361,8 +375,10 @@ mod tests {
     use super::*;
 
     fn parse(value: &str) -> Result<Option<Duration>, Code> {
-        let headers =
-            HeaderMap::from_iter([(http::HeaderName::from_static(TIMEOUT), HeaderValue::from_str(value).unwrap())]);
+        let headers = HeaderMap::from_iter([(
+            http::HeaderName::from_static(TIMEOUT),
+            HeaderValue::from_str(value).unwrap(),
+        )]);
         timeout(&headers).map_err(|status| status.code)
     }
 

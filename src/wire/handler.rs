@@ -73,7 +73,8 @@ impl Call {
         self.is_wait() && matches!(self.deadline, Ok(None))
     }
 
-    /// The method's name for counters: one of those that are served, or `other`, so that no caller makes names up.
+    /// The method's name for counters: one of those that are served, or `other`, so that no caller
+    /// makes names up.
     fn counted(&self) -> &'static str {
         let (service, method) = self.target();
         let served = match service {
@@ -94,7 +95,8 @@ pub(super) enum Begun {
     Waits(Wait),
 }
 
-/// A Wait that is pending: one for every pod, for as long as it lives. What only the beginning of a call needs is not in it.
+/// A Wait that is pending: one for every pod, for as long as it lives. What only the beginning of a
+/// call needs is not in it.
 pub(super) struct Wait {
     exit: BoxFuture<'static, Answer>,
     running: Running,
@@ -135,7 +137,8 @@ impl<V: Verbs> Handler<V> {
         Self { verbs, stop, telemetry, namespace, room: Room::default() }
     }
 
-    /// The same for another socket, with room of its own: requests that come slowly there take none from those here.
+    /// The same for another socket, with room of its own: requests that come slowly there take none
+    /// from those here.
     pub(super) fn beside(&self) -> Self {
         Self { room: Room::default(), ..self.clone() }
     }
@@ -159,7 +162,8 @@ impl<V: Verbs> Handler<V> {
         self.verbs.borrow().clone()
     }
 
-    /// What answers, as soon as the sandboxes are known. Nothing of a call is read before, but for what came in one piece.
+    /// What answers, as soon as the sandboxes are known. Nothing of a call is read before, but for
+    /// what came in one piece.
     async fn verbs(&self) -> Result<Arc<V>, Status> {
         if let Some(known) = self.known() {
             return Ok(known);
@@ -169,9 +173,11 @@ impl<V: Verbs> Handler<V> {
         self.known().ok_or_else(Status::stopping)
     }
 
-    /// Answers one call whatever happens to it: it panics, its deadline passes, the daemon goes down.
+    /// Answers one call whatever happens to it: it panics, its deadline passes, the daemon goes
+    /// down.
     ///
-    /// `request` reads the request's bytes, so that a caller who never sends the rest of them is bounded as well.
+    /// `request` reads the request's bytes, so that a caller who never sends the rest of them is
+    /// bounded as well.
     pub(super) fn answer<'a, B: AsRef<[u8]> + Send + 'a>(
         &'a self,
         of: &'a Call,
@@ -189,8 +195,8 @@ impl<V: Verbs> Handler<V> {
         }))
     }
 
-    /// Answers one call as [`Self::answer`] does, but a Wait that may last is given back as soon as it is pending, for
-    /// [`Self::poll`] and [`Self::stopped`].
+    /// Answers one call as [`Self::answer`] does, but a Wait that may last is given back as soon as
+    /// it is pending, for [`Self::poll`] and [`Self::stopped`].
     pub(super) fn begin<'a, B: AsRef<[u8]> + Send + 'a>(
         &'a self,
         of: &'a Call,
@@ -219,8 +225,10 @@ impl<V: Verbs> Handler<V> {
     /// Looks whether a Wait has its answer.
     pub(super) fn poll(&self, wait: &mut Wait, cx: &mut Context<'_>) -> Poll<Answer> {
         let polled = catch_unwind(AssertUnwindSafe(|| wait.exit.poll_unpin(cx)));
-        let answer =
-            task::ready!(polled.unwrap_or_else(|panic| Poll::Ready(Err(panicked(wait.running.method(), &*panic)))));
+        let answer = task::ready!(
+            polled
+                .unwrap_or_else(|panic| Poll::Ready(Err(panicked(wait.running.method(), &*panic))))
+        );
         let answer = self.unless_stopping(answer);
         wait.running.ended(code_of(&answer));
         Poll::Ready(answer)
@@ -238,7 +246,11 @@ impl<V: Verbs> Handler<V> {
     }
 
     /// Does what a call asks for, whatever happens to it.
-    async fn bounded<T>(&self, of: &Call, work: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
+    async fn bounded<T>(
+        &self,
+        of: &Call,
+        work: impl Future<Output = Result<T, Status>>,
+    ) -> Result<T, Status> {
         if self.is_stopping() {
             return Err(Status::stopping());
         }
@@ -260,7 +272,8 @@ impl<V: Verbs> Handler<V> {
         self.unless_stopping(result)
     }
 
-    /// What fails while all goes down says nothing of the sandbox; in a Wait it would be taken for its exit.
+    /// What fails while all goes down says nothing of the sandbox; in a Wait it would be taken for
+    /// its exit.
     fn unless_stopping<T>(&self, result: Result<T, Status>) -> Result<T, Status> {
         match result {
             Err(_) if self.is_stopping() => Err(Status::stopping()),
@@ -276,12 +289,18 @@ impl<V: Verbs> Handler<V> {
     ) -> BoxFuture<'a, Answer> {
         let (service, method) = of.target();
         match (service, method) {
-            (CONTROLLER, "Wait") | (SANDBOX, "WaitSandbox") => match exit(Arc::clone(verbs), of, bytes.as_ref()) {
-                Ok(exit) => exit,
-                Err(status) => Box::pin(ready(Err(status))),
-            },
-            (CONTROLLER, _) => Box::pin(async move { self.controller(verbs, method, bytes.as_ref()).await }),
-            (SANDBOX, _) => Box::pin(async move { self.sandbox(verbs, method, bytes.as_ref()).await }),
+            (CONTROLLER, "Wait") | (SANDBOX, "WaitSandbox") => {
+                match exit(Arc::clone(verbs), of, bytes.as_ref()) {
+                    Ok(exit) => exit,
+                    Err(status) => Box::pin(ready(Err(status))),
+                }
+            }
+            (CONTROLLER, _) => {
+                Box::pin(async move { self.controller(verbs, method, bytes.as_ref()).await })
+            }
+            (SANDBOX, _) => {
+                Box::pin(async move { self.sandbox(verbs, method, bytes.as_ref()).await })
+            }
             (inspect::SERVICE, _) if of.operators => {
                 Box::pin(async move { inspect::answer(&**verbs, method, bytes.as_ref()).await })
             }
@@ -293,8 +312,10 @@ impl<V: Verbs> Handler<V> {
         match method {
             "Create" => {
                 let request = decode::<c::ControllerCreateRequest>(bytes)?;
-                let answer =
-                    c::ControllerCreateResponse { sandbox_id: request.sandbox_id.clone(), ..Default::default() };
+                let answer = c::ControllerCreateResponse {
+                    sandbox_id: request.sandbox_id.clone(),
+                    ..Default::default()
+                };
                 encode(method, verbs.create(convert::create(request)).await.map(|()| answer))
             }
             "Start" => {
@@ -318,11 +339,17 @@ impl<V: Verbs> Handler<V> {
             }
             "Status" => {
                 let c::ControllerStatusRequest { sandbox_id: id, verbose, .. } = decode(bytes)?;
-                encode(method, verbs.status(&id, verbose).await.map(|report| convert::status(id, report)))
+                encode(
+                    method,
+                    verbs.status(&id, verbose).await.map(|report| convert::status(id, report)),
+                )
             }
             "Shutdown" => {
                 let id = decode::<c::ControllerShutdownRequest>(bytes)?.sandbox_id;
-                encode(method, verbs.shutdown(&id).await.map(|()| c::ControllerShutdownResponse::default()))
+                encode(
+                    method,
+                    verbs.shutdown(&id).await.map(|()| c::ControllerShutdownResponse::default()),
+                )
             }
             "Metrics" => {
                 let id = decode::<c::ControllerMetricsRequest>(bytes)?.sandbox_id;
@@ -335,11 +362,18 @@ impl<V: Verbs> Handler<V> {
                 )
             }
             "Update" => {
-                let c::ControllerUpdateRequest { sandbox_id: id, sandbox, fields, .. } = decode(bytes)?;
+                let c::ControllerUpdateRequest { sandbox_id: id, sandbox, fields, .. } =
+                    decode(bytes)?;
                 // Taken as an empty sandbox it would wipe what the fields name.
                 let result = match sandbox.into_option() {
-                    Some(sandbox) => verbs.update(&id, convert::sandbox_info(sandbox), fields).await,
-                    None => Err(Error::Invalid { id, field: "sandbox".into(), reason: "missing".into() }),
+                    Some(sandbox) => {
+                        verbs.update(&id, convert::sandbox_info(sandbox), fields).await
+                    }
+                    None => Err(Error::Invalid {
+                        id,
+                        field: "sandbox".into(),
+                        reason: "missing".into(),
+                    }),
                 };
                 encode(method, result.map(|()| c::ControllerUpdateResponse::default()))
             }
@@ -351,7 +385,10 @@ impl<V: Verbs> Handler<V> {
         match method {
             "CreateSandbox" => {
                 let request = convert::create_sandbox(decode(bytes)?);
-                encode(method, verbs.create(request).await.map(|()| s::CreateSandboxResponse::default()))
+                encode(
+                    method,
+                    verbs.create(request).await.map(|()| s::CreateSandboxResponse::default()),
+                )
             }
             "StartSandbox" => {
                 let id = decode::<s::StartSandboxRequest>(bytes)?.sandbox_id;
@@ -373,20 +410,30 @@ impl<V: Verbs> Handler<V> {
             }
             "SandboxStatus" => {
                 let s::SandboxStatusRequest { sandbox_id: id, verbose, .. } = decode(bytes)?;
-                encode(method, verbs.status(&id, verbose).await.map(|report| convert::sandbox_status(id, report)))
+                encode(
+                    method,
+                    verbs
+                        .status(&id, verbose)
+                        .await
+                        .map(|report| convert::sandbox_status(id, report)),
+                )
             }
             "PingSandbox" => {
                 let id = decode::<s::PingRequest>(bytes)?.sandbox_id;
                 // Asks whether the sandbox is alive: one that has ended must not answer yes.
-                let alive = verbs.status(&id, false).await.and_then(|report| match report.exited_at {
-                    None => Ok(s::PingResponse::default()),
-                    Some(_) => Err(Error::State { id, verb: "ping", state: "not ready" }),
-                });
+                let alive =
+                    verbs.status(&id, false).await.and_then(|report| match report.exited_at {
+                        None => Ok(s::PingResponse::default()),
+                        Some(_) => Err(Error::State { id, verb: "ping", state: "not ready" }),
+                    });
                 encode(method, alive)
             }
             "ShutdownSandbox" => {
                 let id = decode::<s::ShutdownSandboxRequest>(bytes)?.sandbox_id;
-                encode(method, verbs.shutdown(&id).await.map(|()| s::ShutdownSandboxResponse::default()))
+                encode(
+                    method,
+                    verbs.shutdown(&id).await.map(|()| s::ShutdownSandboxResponse::default()),
+                )
             }
             "SandboxMetrics" => {
                 let id = decode::<s::SandboxMetricsRequest>(bytes)?.sandbox_id;
@@ -404,7 +451,11 @@ impl<V: Verbs> Handler<V> {
 }
 
 /// The answer to a Wait; nothing of its request is kept until then.
-fn exit<V: Verbs>(verbs: Arc<V>, of: &Call, bytes: &[u8]) -> Result<BoxFuture<'static, Answer>, Status> {
+fn exit<V: Verbs>(
+    verbs: Arc<V>,
+    of: &Call,
+    bytes: &[u8],
+) -> Result<BoxFuture<'static, Answer>, Status> {
     if of.target().0 == CONTROLLER {
         let exit = verbs.wait(decode::<c::ControllerWaitRequest>(bytes)?.sandbox_id);
         Ok(Box::pin(exit.map(|exit| encode("Wait", exit.map(convert::exit)))))

@@ -34,10 +34,10 @@ pub(super) async fn answer<V: Verbs>(verbs: &V, method: &str, bytes: &[u8]) -> A
             let id = decode::<i::InspectRequest>(bytes)?.id;
             encode(
                 method,
-                verbs
-                    .inspect(&id)
-                    .await
-                    .map(|report| i::InspectResponse { json: report.to_string(), ..Default::default() }),
+                verbs.inspect(&id).await.map(|report| i::InspectResponse {
+                    json: report.to_string(),
+                    ..Default::default()
+                }),
             )
         }
         _ => Err(not_served(SERVICE, method)),
@@ -52,7 +52,10 @@ fn sandbox(line: Overview) -> i::Sandbox {
         uid: line.pod.uid.into(),
         state: line.state.to_owned(),
         pid: line.pid,
-        created_at: line.created_at.map(convert::timestamp).map_or_else(MessageField::none, MessageField::some),
+        created_at: line
+            .created_at
+            .map(convert::timestamp)
+            .map_or_else(MessageField::none, MessageField::some),
         driver: line.driver,
         runtime: line.runtime,
         failed_cleanups: line.failed_cleanups,
@@ -63,5 +66,10 @@ fn sandbox(line: Overview) -> i::Sandbox {
 }
 
 fn usage(usage: Usage) -> i::Usage {
-    i::Usage { memory: usage.memory, cpu_usec: usage.cpu_usec, tasks: usage.tasks, ..Default::default() }
+    i::Usage {
+        memory: usage.memory,
+        cpu_usec: usage.cpu_usec,
+        tasks: usage.tasks,
+        ..Default::default()
+    }
 }

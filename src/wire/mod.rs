@@ -1,11 +1,13 @@
 //! The wire: gRPC and ttrpc skins over one handler.
 //!
-//! containerd dials the gRPC socket; the ttrpc socket beside it serves the same calls and those of operators (`inspect.rs`). What
-//! may be asked and how it is answered is in `handler.rs`, how errors become codes in `code.rs`; neither skin adds to it.
+//! containerd dials the gRPC socket; the ttrpc socket beside it serves the same calls and those of
+//! operators (`inspect.rs`). What may be asked and how it is answered is in `handler.rs`, how
+//! errors become codes in `code.rs`; neither skin adds to it.
 //!
-//! No caller and no verb can harm another: messages, headers, connections and calls are bounded, a panic is an answer, and
-//! a listener that cannot accept waits and goes on. Going down, the daemon ends every call with UNAVAILABLE and nothing
-//! else, because containerd takes any other end of a Wait for the exit of its sandbox.
+//! No caller and no verb can harm another: messages, headers, connections and calls are bounded, a
+//! panic is an answer, and a listener that cannot accept waits and goes on. Going down, the daemon
+//! ends every call with UNAVAILABLE and nothing else, because containerd takes any other end of a
+//! Wait for the exit of its sandbox.
 
 use std::fmt::Display;
 use std::future::Future;
@@ -47,7 +49,8 @@ use traffic::{Connection, Traffic};
 
 /// Calls that may be pending on one connection: a Wait for every pod of a node, and room.
 const MAX_CALLS: usize = 16 << 10;
-/// Connections that a socket serves at a time. For one more an idle one is ended; where none is idle, it waits.
+/// Connections that a socket serves at a time. For one more an idle one is ended; where none is
+/// idle, it waits.
 const MAX_CONNECTIONS: usize = 256;
 /// How long the answers that end everything may take to be read by their callers.
 const DRAIN: Duration = Duration::from_secs(2);
@@ -70,9 +73,13 @@ impl<V: Verbs> Server<V> {
         Self::ahead(watch::channel(Some(verbs)).1, grpc, ttrpc)
     }
 
-    /// The same, before there is a controller: connections are taken, HTTP/2 is spoken, and calls wait. If there will never be one, its
-    /// sender is dropped.
-    pub fn ahead(verbs: watch::Receiver<Option<Arc<V>>>, grpc: UnixListener, ttrpc: UnixListener) -> Self {
+    /// The same, before there is a controller: connections are taken, HTTP/2 is spoken, and calls
+    /// wait. If there will never be one, its sender is dropped.
+    pub fn ahead(
+        verbs: watch::Receiver<Option<Arc<V>>>,
+        grpc: UnixListener,
+        ttrpc: UnixListener,
+    ) -> Self {
         Self { verbs, grpc, ttrpc, telemetry: Arc::default(), namespace: Arc::default() }
     }
 
@@ -90,8 +97,8 @@ impl<V: Verbs> Server<V> {
         self
     }
 
-    /// Serves until `stop` says true or its sender is gone, then ends every call with UNAVAILABLE and returns within
-    /// 3 seconds, whatever the callers do.
+    /// Serves until `stop` says true or its sender is gone, then ends every call with UNAVAILABLE
+    /// and returns within 3 seconds, whatever the callers do.
     ///
     /// # Errors
     /// A listener that cannot be used.
@@ -159,7 +166,11 @@ async fn serve<V, E, F>(
     drop(acceptor);
     let done = async { while connections.join_next().await.is_some() {} };
     if tokio::time::timeout(DRAIN, done).await.is_err() {
-        log::warn!("{name}: cutting off {} connections that took over {} s to end", connections.len(), DRAIN.as_secs());
+        log::warn!(
+            "{name}: cutting off {} connections that took over {} s to end",
+            connections.len(),
+            DRAIN.as_secs()
+        );
         connections.shutdown().await;
     }
 }

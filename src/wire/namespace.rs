@@ -1,4 +1,5 @@
-//! containerd's namespaces: one containerd may keep sandboxes of several, and ids are unique in each alone.
+//! containerd's namespaces: one containerd may keep sandboxes of several, and ids are unique in
+//! each alone.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -24,12 +25,16 @@ impl Namespace {
         Self { own: Some(own.into()), warned: AtomicBool::default() }
     }
 
-    /// Refuses a call of another namespace. CRI sets the namespace of each of its calls and containerd passes on what its callers set, so
-    /// a call with none (or an empty one, which means the same there) is of another client of this daemon, and is served.
+    /// Refuses a call of another namespace. CRI sets the namespace of each of its calls and
+    /// containerd passes on what its callers set, so a call with none (or an empty one, which means
+    /// the same there) is of another client of this daemon, and is served.
     ///
-    /// A Wait is UNAVAILABLE: containerd takes any other end for the exit of the sandbox, and the setting may be wrong while pods live.
+    /// A Wait is UNAVAILABLE: containerd takes any other end for the exit of the sandbox, and the
+    /// setting may be wrong while pods live.
     pub(super) fn admits(&self, asked: Option<&str>, wait: bool) -> Result<(), Status> {
-        let (Some(own), Some(asked)) = (self.own.as_deref(), asked.filter(|asked| !asked.is_empty())) else {
+        let (Some(own), Some(asked)) =
+            (self.own.as_deref(), asked.filter(|asked| !asked.is_empty()))
+        else {
             return Ok(());
         };
         if own == asked {

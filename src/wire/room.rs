@@ -11,7 +11,8 @@ use super::code::{Code, Status};
 
 /// What all requests together may hold, bytes; those that are small not counted.
 const ROOM: usize = 4 * MAX_MESSAGE;
-/// Requests up to it need no room, bytes: all calls but Create and Update, which must be answered whatever others send.
+/// Requests up to it need no room, bytes: all calls but Create and Update, which must be answered
+/// whatever others send.
 const SMALL: usize = 4 << 10;
 /// How long a request waits for room, and how long one that has it may take to come.
 pub(super) const WITHIN: Duration = Duration::from_secs(10);
@@ -46,8 +47,10 @@ impl Room {
         match timeout(WITHIN, Arc::clone(&self.0).acquire_many_owned(size as u32)).await {
             Ok(Ok(held)) => Ok(Some(held)),
             _ => {
-                let text =
-                    format!("other requests left no room for a message of {size} bytes for {} s", WITHIN.as_secs());
+                let text = format!(
+                    "other requests left no room for a message of {size} bytes for {} s",
+                    WITHIN.as_secs()
+                );
                 Err(Status::new(Code::RESOURCE_EXHAUSTED, text))
             }
         }

@@ -51,12 +51,14 @@ impl Traffic {
         connection
     }
 
-    /// Ends the connection that is missed least: of those without a pending call one that never had any, then the one that is idle for
-    /// longest. A connection with the Wait of a pod is never ended. False: all are in use.
+    /// Ends the connection that is missed least: of those without a pending call one that never had
+    /// any, then the one that is idle for longest. A connection with the Wait of a pod is never
+    /// ended. False: all are in use.
     pub(super) fn evict(&self) -> bool {
         let connections = self.turn();
         let idle = connections.iter().filter_map(Weak::upgrade).filter(|of| of.is_idle());
-        let least = idle.min_by_key(|of| (of.used.load(Ordering::Relaxed), of.since.load(Ordering::Relaxed)));
+        let least = idle
+            .min_by_key(|of| (of.used.load(Ordering::Relaxed), of.since.load(Ordering::Relaxed)));
         if let Some(least) = &least {
             least.evicted.store(true, Ordering::Relaxed);
             least.end.notify_one();

@@ -1,8 +1,9 @@
 //! The ttrpc skin: unary calls framed as containerd's ttrpc frames them.
 //!
-//! The frames and their messages are the `ttrpc` crate's. The loop is our own, because that crate's server leaves a
-//! caller without an answer when a handler panics, takes any number of calls, and ends only after a wait of its own; and so is
-//! the reading of a frame, as that crate's takes 4 MiB and no more.
+//! The frames and their messages are the `ttrpc` crate's. The loop is our own, because that crate's
+//! server leaves a caller without an answer when a handler panics, takes any number of calls, and
+//! ends only after a wait of its own; and so is the reading of a frame, as that crate's takes 4 MiB
+//! and no more.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,7 +26,8 @@ use super::traffic::Connection;
 use super::verbs::Verbs;
 use crate::trace::{TRACEPARENT, TraceId};
 
-/// How long new calls are still answered, with UNAVAILABLE, when the daemon goes down: ttrpc cannot say goodbye.
+/// How long new calls are still answered, with UNAVAILABLE, when the daemon goes down: ttrpc cannot
+/// say goodbye.
 const LINGER: Duration = Duration::from_millis(200);
 /// Answers that wait for the writer; calls beyond wait with theirs.
 const QUEUE: usize = 64;
@@ -109,7 +111,8 @@ fn broken(e: &std::io::Error) -> ttrpc::Error {
     ttrpc::Error::Socket(e.to_string())
 }
 
-/// Reads the rest of a frame. One that holds room keeps others from being read, and so must come in time.
+/// Reads the rest of a frame. One that holds room keeps others from being read, and so must come in
+/// time.
 async fn payload(
     reader: &mut BufReader<OwnedReadHalf>,
     length: usize,
@@ -130,7 +133,8 @@ async fn payload(
 /// Reads over the rest of a frame.
 async fn skip(reader: &mut BufReader<OwnedReadHalf>, length: usize) -> Result<(), ttrpc::Error> {
     let mut rest = reader.take(length as u64);
-    let skipped = tokio::io::copy(&mut rest, &mut tokio::io::sink()).await.map_err(|e| broken(&e))?;
+    let skipped =
+        tokio::io::copy(&mut rest, &mut tokio::io::sink()).await.map_err(|e| broken(&e))?;
     if skipped < length as u64 {
         return Err(broken(&std::io::ErrorKind::UnexpectedEof.into()));
     }
@@ -146,8 +150,9 @@ fn request(stream: u32, payload: &[u8], pending: usize) -> Result<Request, Statu
         let text = format!("{MAX_CALLS} calls are pending on this connection");
         return Err(Status::new(Code::RESOURCE_EXHAUSTED, text));
     }
-    Request::parse_from_bytes(payload)
-        .map_err(|e| Status::new(Code::INVALID_ARGUMENT, format!("malformed {}: {e}", Request::NAME)))
+    Request::parse_from_bytes(payload).map_err(|e| {
+        Status::new(Code::INVALID_ARGUMENT, format!("malformed {}: {e}", Request::NAME))
+    })
 }
 
 async fn call<V: Verbs>(handler: &Handler<V>, request: Request, held: Held) -> Answer {
@@ -161,7 +166,14 @@ async fn call<V: Verbs>(handler: &Handler<V>, request: Request, held: Held) -> A
     let namespace = namespace.map(|pair| pair.value.as_str().into());
     let Request { service, method, payload, .. } = request;
     let path = format!("{service}/{method}").into();
-    let call = handler::Call { path, deadline: Ok(deadline), trace, namespace, most: TTRPC_ANSWER, operators: true };
+    let call = handler::Call {
+        path,
+        deadline: Ok(deadline),
+        trace,
+        namespace,
+        most: TTRPC_ANSWER,
+        operators: true,
+    };
     handler.answer(&call, Box::pin(std::future::ready(Ok(room::Message::new(payload, held))))).await
 }
 
@@ -180,7 +192,10 @@ fn response(stream: u32, answer: Answer) -> GenMessage {
     GenMessage { header: MessageHeader::new_response(stream, payload.len() as u32), payload }
 }
 
-async fn write(writer: OwnedWriteHalf, mut queue: mpsc::Receiver<GenMessage>) -> Result<(), ttrpc::Error> {
+async fn write(
+    writer: OwnedWriteHalf,
+    mut queue: mpsc::Receiver<GenMessage>,
+) -> Result<(), ttrpc::Error> {
     let mut writer = BufWriter::new(writer);
     while let Some(message) = queue.recv().await {
         message.write_to(&mut writer).await?;

@@ -4,11 +4,15 @@ use std::future::Future;
 use std::sync::Arc;
 
 use crate::controller::Controller;
-use crate::podsandbox::{CreateRequest, Error, Exit, Metric, Overview, Platform, SandboxInfo, Started, StatusReport};
+use crate::podsandbox::{
+    CreateRequest, Error, Exit, Metric, Overview, Platform, SandboxInfo, Started, StatusReport,
+};
 
-/// The nine verbs of `sandbox.Controller` and what operators ask, as [`Controller`] has them; tests put others in its place.
+/// The nine verbs of `sandbox.Controller` and what operators ask, as [`Controller`] has them; tests
+/// put others in its place.
 ///
-/// A future that is dropped is a caller who gave up: work that must finish runs in a task of its own.
+/// A future that is dropped is a caller who gave up: work that must finish runs in a task of its
+/// own.
 pub trait Verbs: Send + Sync + 'static {
     /// See [`Controller::create`].
     fn create(&self, request: CreateRequest) -> impl Future<Output = Result<(), Error>> + Send;
@@ -18,10 +22,15 @@ pub trait Verbs: Send + Sync + 'static {
     fn platform(&self, id: &str) -> impl Future<Output = Result<Platform, Error>> + Send;
     /// See [`Controller::stop`].
     fn stop(&self, id: &str) -> impl Future<Output = Result<(), Error>> + Send;
-    /// See [`Controller::wait`]. It borrows nothing and keeps no id, because it is pending for as long as its sandbox lives.
+    /// See [`Controller::wait`]. It borrows nothing and keeps no id, because it is pending for as
+    /// long as its sandbox lives.
     fn wait(self: Arc<Self>, id: String) -> impl Future<Output = Result<Exit, Error>> + Send;
     /// See [`Controller::status`].
-    fn status(&self, id: &str, verbose: bool) -> impl Future<Output = Result<StatusReport, Error>> + Send;
+    fn status(
+        &self,
+        id: &str,
+        verbose: bool,
+    ) -> impl Future<Output = Result<StatusReport, Error>> + Send;
     /// See [`Controller::shutdown`].
     fn shutdown(&self, id: &str) -> impl Future<Output = Result<(), Error>> + Send;
     /// See [`Controller::metrics`].
@@ -85,7 +94,12 @@ impl Verbs for Controller {
         self.update(id, info, fields).await
     }
 
-    async fn list(&self, after: &str, most: usize, usage: bool) -> Result<(Vec<Overview>, bool), Error> {
+    async fn list(
+        &self,
+        after: &str,
+        most: usize,
+        usage: bool,
+    ) -> Result<(Vec<Overview>, bool), Error> {
         self.list(after, most, usage).await
     }
 

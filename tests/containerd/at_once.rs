@@ -47,9 +47,15 @@ async fn fifty_pods(bench: Bench) -> Result<()> {
         .into(),
         ..Default::default()
     };
-    let listed: BTreeSet<String> = bench.node.cri().list_pod_sandbox(ready).await?.into_iter().map(|p| p.id).collect();
+    let listed: BTreeSet<String> =
+        bench.node.cri().list_pod_sandbox(ready).await?.into_iter().map(|p| p.id).collect();
     let ran: BTreeSet<String> = pods.iter().map(|pod| pod.id().to_owned()).collect();
-    ensure!(ran.len() == how_many && listed == ran, "{} ran, {} are listed as ready", ran.len(), listed.len());
+    ensure!(
+        ran.len() == how_many && listed == ran,
+        "{} ran, {} are listed as ready",
+        ran.len(),
+        listed.len()
+    );
     let (mut addresses, mut pauses) = (BTreeSet::new(), BTreeSet::new());
     for pod in &pods {
         addresses.insert(pod.ip().await?);

@@ -25,23 +25,33 @@ async fn exec(bench: Bench) -> Result<()> {
     ensure!(answer.stderr == b"err\n", "stderr is {:?}", String::from_utf8_lossy(&answer.stderr));
     ensure!(answer.exit_code == 7, "exit code is {}", answer.exit_code);
     let many = container.sh("seq 1 20000").await?;
-    ensure!(many.lines().count() == 20_000 && many.ends_with("20000\n"), "{} bytes of output", many.len());
-    ensure!(container.exec(&["/no/such/program"]).await.is_err(), "a program that does not exist ran");
+    ensure!(
+        many.lines().count() == 20_000 && many.ends_with("20000\n"),
+        "{} bytes of output",
+        many.len()
+    );
+    ensure!(
+        container.exec(&["/no/such/program"]).await.is_err(),
+        "a program that does not exist ran"
+    );
     pod.remove().await
 }
 
 async fn logs(bench: Bench) -> Result<()> {
     let pod = bench.run(PodSpec::new("logs")).await?;
-    let container = pod.run(ContainerSpec::sh("main", "echo to stdout; echo to stderr >&2; exit 3")).await?;
+    let container =
+        pod.run(ContainerSpec::sh("main", "echo to stdout; echo to stderr >&2; exit 3")).await?;
     ensure!(container.exited(SOON).await? == 3, "another exit code");
     let mut lines = container.log()?;
     lines.sort();
-    let expected = [("stderr", "to stderr"), ("stdout", "to stdout")].map(|(s, t)| (s.to_owned(), t.to_owned()));
+    let expected = [("stderr", "to stderr"), ("stdout", "to stdout")]
+        .map(|(s, t)| (s.to_owned(), t.to_owned()));
     ensure!(lines == expected, "the log is {lines:?}");
     pod.remove().await
 }
 
-/// What kubelet does about a container that ends: the next attempt, in the same pod. In between the pod may be without any container.
+/// What kubelet does about a container that ends: the next attempt, in the same pod. In between the
+/// pod may be without any container.
 async fn crash_and_recreate(bench: Bench) -> Result<()> {
     let pod = bench.run(PodSpec::new("crash").pid(api::NamespaceMode::POD)).await?;
     let pause = pod.pause_pid().await?;
@@ -69,8 +79,11 @@ async fn crash_and_recreate(bench: Bench) -> Result<()> {
 
 /// The node's id of the container's process.
 fn pid_of(container: &kit::Container) -> Result<i32> {
-    // In the pod's own PID namespace; the node's id is found by the cgroup, which containerd names after the container.
-    let found = kit::machine::processes::all()?.into_iter().find(|p| p.cgroups.contains(container.id()));
-    let process = found.ok_or_else(|| anyhow::anyhow!("no process in a cgroup of container {}", container.id()))?;
+    // In the pod's own PID namespace; the node's id is found by the cgroup, which containerd names
+    // after the container.
+    let found =
+        kit::machine::processes::all()?.into_iter().find(|p| p.cgroups.contains(container.id()));
+    let process = found
+        .ok_or_else(|| anyhow::anyhow!("no process in a cgroup of container {}", container.id()))?;
     Ok(i32::try_from(process.pid)?)
 }

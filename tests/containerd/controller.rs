@@ -1,4 +1,5 @@
-//! The controller asked without CRI between: many Waits, and requests that containerd would never send.
+//! The controller asked without CRI between: many Waits, and requests that containerd would never
+//! send.
 
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::sync::Arc;
@@ -35,7 +36,8 @@ async fn many_waits_on_one_connection(bench: Bench) -> Result<()> {
 }
 
 async fn waits(bench: &Bench, controller: Arc<Controller>) -> Result<()> {
-    /// Times that a Status may take beside the Waits, against one alone: noise, and far less than standing in line behind hundreds.
+    /// Times that a Status may take beside the Waits, against one alone: noise, and far less than
+    /// standing in line behind hundreds.
     const SLOWER: u32 = 20;
     let pod = bench.run(PodSpec::new("waits").host_network()).await?;
     let alone = status_time(&controller, pod.id()).await?;
@@ -45,7 +47,10 @@ async fn waits(bench: &Bench, controller: Arc<Controller>) -> Result<()> {
         waits.spawn(async move { controller.wait(&id).await });
     }
     let beside = status_time(&controller, pod.id()).await?;
-    ensure!(beside < alone * SLOWER, "a Status took {beside:?} beside {WAITS} Waits, {alone:?} alone");
+    ensure!(
+        beside < alone * SLOWER,
+        "a Status took {beside:?} beside {WAITS} Waits, {alone:?} alone"
+    );
     ensure!(waits.try_join_next().is_none(), "a Wait has ended before the pod");
     pod.stop().await?;
     while let Some(ended) = waits.join_next().await {
@@ -80,7 +85,10 @@ async fn large_annotation(bench: Bench) -> Result<()> {
     ensure!(kept, "the annotation is not what it was");
     if bench.handler == Handler::Ours {
         let status = bench.node.sandboxer().status(pod.id(), true).await?;
-        ensure!(status.info.values().any(|info| info.contains(&value)), "the verbose status has it not");
+        ensure!(
+            status.info.values().any(|info| info.contains(&value)),
+            "the verbose status has it not"
+        );
     }
     pod.stop().await?;
     pod.remove().await
@@ -100,7 +108,9 @@ async fn bad_requests(bench: Bench) -> Result<()> {
         request
     };
 
-    for method in ["Create", "Start", "Platform", "Stop", "Wait", "Status", "Shutdown", "Metrics", "Update"] {
+    for method in
+        ["Create", "Start", "Platform", "Stop", "Wait", "Status", "Shutdown", "Metrics", "Update"]
+    {
         let garbage = controller.raw(method, vec![0x0a, 0xff, 0xff, 0xff, 0xff, 0x7f]).await;
         refused(&format!("{method} of malformed bytes"), garbage.map(drop), "")?;
     }
@@ -108,7 +118,11 @@ async fn bad_requests(bench: Bench) -> Result<()> {
     let long = "x".repeat(4096);
     for id in ["", ".", "..", "a/b", "../../etc", "/etc", "a\0b", "a b", "ä", long.as_str()] {
         let shown: String = id.chars().take(20).collect();
-        refused(&format!("Create of id {shown:?}"), controller.create_raw(&good(id)).await, "sandbox_id")?;
+        refused(
+            &format!("Create of id {shown:?}"),
+            controller.create_raw(&good(id)).await,
+            "sandbox_id",
+        )?;
     }
 
     let mut request = good(ID);
@@ -123,7 +137,12 @@ async fn bad_requests(bench: Bench) -> Result<()> {
     let file = bench.node.layout().top.join("no-namespace");
     std::fs::write(&file, "")?;
     let missing = bench.node.layout().top.join("missing");
-    for path in [file.to_string_lossy(), missing.to_string_lossy(), "relative".into(), "/proc/self/ns/uts".into()] {
+    for path in [
+        file.to_string_lossy(),
+        missing.to_string_lossy(),
+        "relative".into(),
+        "/proc/self/ns/uts".into(),
+    ] {
         let answer = controller.create(ID, pods.config(), &path).await;
         refused(&format!("Create with netns path {path}"), answer, "netns_path")?;
     }
@@ -136,8 +155,12 @@ async fn bad_requests(bench: Bench) -> Result<()> {
 /// INVALID_ARGUMENT, with a message that names the field.
 fn refused(what: &str, answer: Result<(), grpc::Status>, field: &str) -> Result<()> {
     match answer {
-        Err(status) if status.code == grpc::INVALID_ARGUMENT && status.message.contains(field) => Ok(()),
-        Err(status) => bail!("{what}: {status}, not code {} that names {field:?}", grpc::INVALID_ARGUMENT),
+        Err(status) if status.code == grpc::INVALID_ARGUMENT && status.message.contains(field) => {
+            Ok(())
+        }
+        Err(status) => {
+            bail!("{what}: {status}, not code {} that names {field:?}", grpc::INVALID_ARGUMENT)
+        }
         Ok(()) => bail!("{what} was accepted"),
     }
 }
@@ -170,11 +193,18 @@ async fn twice(bench: Bench) -> Result<()> {
         other => bail!("the same id again: {other:?}"),
     }
     let started = controller.start(ID).await?;
-    ensure!(started.pid != 0 && kit::machine::processes::exists(started.pid), "no process {}", started.pid);
+    ensure!(
+        started.pid != 0 && kit::machine::processes::exists(started.pid),
+        "no process {}",
+        started.pid
+    );
     ensure!(started.spec.is_some(), "no spec in Start's answer");
     let status = controller.status(ID, false).await?;
     ensure!(status.state == "SANDBOX_READY" && status.pid == started.pid, "status is {status:?}");
-    ensure!(status.created_at == started.created_at, "Start and Status differ in the time of creation");
+    ensure!(
+        status.created_at == started.created_at,
+        "Start and Status differ in the time of creation"
+    );
     let platform = controller.platform(ID).await?;
     ensure!(platform.os == "linux", "platform is {platform:?}");
     let metrics = controller.metrics(ID).await?;
@@ -184,12 +214,18 @@ async fn twice(bench: Bench) -> Result<()> {
         metrics.data.type_url
     );
     ensure!(controller.start(ID).await.is_err(), "started twice");
-    ensure!(controller.status(ID, false).await?.pid == started.pid, "the second Start has changed the pod");
+    ensure!(
+        controller.status(ID, false).await?.pid == started.pid,
+        "the second Start has changed the pod"
+    );
     for _ in 0..2 {
         controller.stop(ID).await?;
     }
     let status = controller.status(ID, false).await?;
-    ensure!(status.state == "SANDBOX_NOTREADY" && status.exited_at.is_some(), "status is {status:?}");
+    ensure!(
+        status.state == "SANDBOX_NOTREADY" && status.exited_at.is_some(),
+        "status is {status:?}"
+    );
     for _ in 0..2 {
         controller.shutdown(ID).await?;
     }
@@ -204,7 +240,8 @@ async fn twice(bench: Bench) -> Result<()> {
 async fn another_namespace_of_containerd(bench: Bench) -> Result<()> {
     let pod = bench.run(PodSpec::new("namespace").host_network()).await?;
     let (layout, id) = (bench.node.layout(), pod.id());
-    let through = Controller::of_namespace(layout.containerd_socket(), bench.handler.sandboxer(), "moby");
+    let through =
+        Controller::of_namespace(layout.containerd_socket(), bench.handler.sandboxer(), "moby");
     let direct = Controller::of_namespace(layout.sandboxer_socket(), "", "moby");
     let pid = bench.node.sandboxer().status(id, false).await?.pid;
     for other in [&through, &direct] {
@@ -220,17 +257,23 @@ async fn another_namespace_of_containerd(bench: Bench) -> Result<()> {
         for (method, answer) in answers {
             match answer {
                 Err(status)
-                    if status.code == grpc::FAILED_PRECONDITION && status.message.contains("containerd_namespace") => {}
+                    if status.code == grpc::FAILED_PRECONDITION
+                        && status.message.contains("containerd_namespace") => {}
                 answer => bail!("{method} in another namespace: {answer:?}"),
             }
         }
     }
     match direct.wait(id).await {
-        Err(status) if status.code == grpc::UNAVAILABLE && status.message.contains("containerd_namespace") => {}
+        Err(status)
+            if status.code == grpc::UNAVAILABLE
+                && status.message.contains("containerd_namespace") => {}
         answer => bail!("Wait in another namespace: {answer:?}"),
     }
     let status = bench.node.sandboxer().status(id, false).await?;
-    ensure!(status.state == "SANDBOX_READY" && status.pid == pid, "the pod has changed: {status:?}");
+    ensure!(
+        status.state == "SANDBOX_READY" && status.pid == pid,
+        "the pod has changed: {status:?}"
+    );
     pod.remove().await
 }
 

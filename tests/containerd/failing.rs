@@ -15,14 +15,16 @@ pub(crate) fn cases() -> Vec<Case> {
 /// containerd hands over the path of a file that is no namespace: its pod network has unmounted it.
 async fn bad_netns(bench: Bench) -> Result<()> {
     let home = bench.node.prepare(PodSpec::new("bad-netns"))?;
-    let answer = bench.node.cri().run_pod_sandbox(home.config(), bench.handler.with_bad_netns()).await;
+    let answer =
+        bench.node.cri().run_pod_sandbox(home.config(), bench.handler.with_bad_netns()).await;
     let error = answer.err().context("it ran")?;
     if bench.handler == Handler::Ours {
         // The built-in passes on what runc says, which is not much.
         ensure!(error.message.contains("netns_path"), "the error does not name the field: {error}");
     }
     home.clear().context("after the error")?;
-    // The loopback plugin refuses to work on what is no namespace, at the clean-up too; containerd then keeps the pod for kubelet to remove.
+    // The loopback plugin refuses to work on what is no namespace, at the clean-up too; containerd
+    // then keeps the pod for kubelet to remove.
     remove_listed(bench.node.cri()).await?;
     then_a_good_one(&bench).await
 }
@@ -35,9 +37,11 @@ async fn impossible_cgroup(bench: Bench) -> Result<()> {
     then_a_good_one(&bench).await
 }
 
-/// A sysctl of the pod's own network that does not exist is found out in the middle of Start, inside the pod's namespaces.
+/// A sysctl of the pod's own network that does not exist is found out in the middle of Start,
+/// inside the pod's namespaces.
 async fn unknown_sysctl(bench: Bench) -> Result<()> {
-    let error = refused(&bench, PodSpec::new("no-sysctl").sysctl("net.ipv4.no_such_thing", "1")).await?;
+    let error =
+        refused(&bench, PodSpec::new("no-sysctl").sysctl("net.ipv4.no_such_thing", "1")).await?;
     ensure!(error.message.contains("no_such_thing"), "the error does not name the sysctl: {error}");
     then_a_good_one(&bench).await
 }
@@ -64,7 +68,8 @@ async fn caller_gives_up_on_a_host_network_pod(bench: Bench) -> Result<()> {
     give_up(&bench, |name| PodSpec::new(name).host_network()).await
 }
 
-/// A caller gives up at moments all over the time that a pod takes, and asks for the same pod again, as kubelet does.
+/// A caller gives up at moments all over the time that a pod takes, and asks for the same pod
+/// again, as kubelet does.
 async fn give_up(bench: &Bench, spec: fn(&str) -> PodSpec) -> Result<()> {
     /// Moments, evenly over the time.
     const MOMENTS: u32 = 12;
@@ -85,13 +90,21 @@ async fn give_up(bench: &Bench, spec: fn(&str) -> PodSpec) -> Result<()> {
         let home = bench.node.prepare(spec(&format!("given-up-{attempt}")))?;
         let deadline = fastest * (attempt % moments + 1) / (moments + 1);
         let begun = Instant::now();
-        match bench.node.cri().run_pod_sandbox_within(home.config(), bench.handler.name(), deadline).await {
-            Err(status) if [grpc::DEADLINE_EXCEEDED, grpc::CANCELLED].contains(&status.code) => given_up += 1,
+        match bench
+            .node
+            .cri()
+            .run_pod_sandbox_within(home.config(), bench.handler.name(), deadline)
+            .await
+        {
+            Err(status) if [grpc::DEADLINE_EXCEEDED, grpc::CANCELLED].contains(&status.code) => {
+                given_up += 1
+            }
             Err(status) => return Err(status).context(format!("given up after {deadline:?}")),
             Ok(_) => fastest = fastest.min(begun.elapsed()),
         }
-        let id =
-            again(bench, home.config()).await.with_context(|| format!("again, after giving up at {deadline:?}"))?;
+        let id = again(bench, home.config())
+            .await
+            .with_context(|| format!("again, after giving up at {deadline:?}"))?;
         let pod = kit::Pod::new(&bench.node, bench.handler, home, id);
         let container = pod.run(ContainerSpec::sleeping("main")).await?;
         ensure!(container.sh("echo runs").await? == "runs\n", "the container does not run");
@@ -113,7 +126,8 @@ async fn give_up(bench: &Bench, spec: fn(&str) -> PodSpec) -> Result<()> {
     Ok(())
 }
 
-/// The same pod again: what containerd lists of the abandoned one is stopped and removed first, as kubelet does.
+/// The same pod again: what containerd lists of the abandoned one is stopped and removed first, as
+/// kubelet does.
 async fn again(bench: &Bench, config: &api::PodSandboxConfig) -> Result<String> {
     let cri = bench.node.cri();
     until("the same pod again", Duration::from_secs(20), async || {

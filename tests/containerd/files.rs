@@ -15,7 +15,10 @@ async fn hostname(bench: Bench) -> Result<()> {
     for (given, expected) in [("web-0", "web-0\n"), ("", node.as_str())] {
         let pod = bench.run(PodSpec::new("named").hostname(given)).await?;
         let container = pod.run(ContainerSpec::sleeping("main")).await?;
-        ensure!(container.sh("cat /etc/hostname").await? == expected, "given {given:?}: /etc/hostname is another");
+        ensure!(
+            container.sh("cat /etc/hostname").await? == expected,
+            "given {given:?}: /etc/hostname is another"
+        );
         let seen = container.sh("hostname").await?;
         ensure!(seen == expected, "given {given:?}: hostname is {seen:?}, not {expected:?}");
         pod.remove().await?;
@@ -28,7 +31,8 @@ async fn hosts_and_resolv_conf(bench: Bench) -> Result<()> {
         let pod = bench.run(spec).await?;
         let container = pod.run(ContainerSpec::sleeping("main")).await?;
         for file in ["/etc/hosts", "/etc/resolv.conf"] {
-            let (inside, node) = (container.sh(&format!("cat {file}")).await?, std::fs::read_to_string(file)?);
+            let (inside, node) =
+                (container.sh(&format!("cat {file}")).await?, std::fs::read_to_string(file)?);
             ensure!(inside == node, "{file} is\n{inside}not the node's\n{node}");
         }
         pod.remove().await?;
@@ -58,7 +62,8 @@ async fn given_dns(bench: Bench) -> Result<()> {
     Ok(())
 }
 
-/// The files and the shared memory of a living pod are deleted, as a restarted containerd does to a pod whose sandboxer it does not know.
+/// The files and the shared memory of a living pod are deleted, as a restarted containerd does to a
+/// pod whose sandboxer it does not know.
 async fn deleted_files(bench: Bench) -> Result<()> {
     let pod = bench.run(PodSpec::new("deleted").dns(&["10.0.0.10"], &[], &[])).await?;
     let old = pod.run(ContainerSpec::sleeping("old")).await?;

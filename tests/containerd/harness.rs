@@ -15,8 +15,8 @@ use tokio::runtime::Runtime;
 
 /// What a case may take at most; a hang is a failure that says where.
 const LIMIT: Duration = Duration::from_secs(90);
-/// How often the sandboxer looks for what containerd never asks to remove; its own choice is every minute. Some cases ask it in containerd's place,
-/// and are done sooner.
+/// How often the sandboxer looks for what containerd never asks to remove; its own choice is every
+/// minute. Some cases ask it in containerd's place, and are done sooner.
 const FORGOTTEN_INTERVAL: Duration = Duration::from_secs(1);
 /// How long is waited for what is known not to go.
 const KNOWN_LEFT: Duration = Duration::from_secs(2);
@@ -41,12 +41,17 @@ impl Case {
     }
 
     /// A case of this sandboxer alone, and why.
-    pub(crate) const fn ours(name: &'static str, why: &'static str, run: fn(Bench) -> Running) -> Self {
+    pub(crate) const fn ours(
+        name: &'static str,
+        why: &'static str,
+        run: fn(Bench) -> Running,
+    ) -> Self {
         Self { name, handlers: &[Handler::Ours], why_ours_alone: Some(why), run }
     }
 }
 
-/// Names async functions as cases: `cases![both: a, b]`, `cases![ours, "the built-in has no such thing": c]`.
+/// Names async functions as cases: `cases![both: a, b]`, `cases![ours, "the built-in has no such
+/// thing": c]`.
 macro_rules! cases {
     (both: $($case:ident),* $(,)?) => {
         vec![$(crate::harness::Case::both(stringify!($case), |bench| Box::pin($case(bench)))),*]
@@ -68,7 +73,8 @@ pub(crate) struct Bench {
 }
 
 impl Bench {
-    /// Says what kinds of thing the built-in controller is known to leave after this case, and why. This sandboxer may leave nothing.
+    /// Says what kinds of thing the built-in controller is known to leave after this case, and why.
+    /// This sandboxer may leave nothing.
     pub(crate) fn builtin_leaves(&self, kinds: &'static [&'static str], why: &'static str) {
         *lock(&self.known) = Some(Known { kinds, why });
     }
@@ -78,7 +84,8 @@ impl Bench {
         self.node.run(self.handler, spec).await
     }
 
-    /// Says that the two sandboxers differ in `what`, why, and checks that this one does as is said of it.
+    /// Says that the two sandboxers differ in `what`, why, and checks that this one does as is said
+    /// of it.
     pub(crate) fn differs<T: PartialEq + Debug>(
         &self,
         what: &str,
@@ -92,7 +99,10 @@ impl Bench {
             Handler::Builtin => builtin,
             Handler::Ours => ours,
         };
-        ensure!(*observed == expected, "{what}: {observed:?}, but expected of this sandboxer is {expected:?}");
+        ensure!(
+            *observed == expected,
+            "{what}: {observed:?}, but expected of this sandboxer is {expected:?}"
+        );
         Ok(())
     }
 }
@@ -149,7 +159,10 @@ pub(crate) fn run(cases: Vec<Case>) -> ExitCode {
                     let line = format!("has no such case: {why}");
                     lock(&suite.differences).insert((name, "the built-in".to_owned()), line);
                 }
-                suite.runtime.block_on(one(&suite, name, handler, body)).map_err(|e| Failed::from(format!("{e:#}")))
+                suite
+                    .runtime
+                    .block_on(one(&suite, name, handler, body))
+                    .map_err(|e| Failed::from(format!("{e:#}")))
             }));
         }
     }
@@ -165,12 +178,18 @@ pub(crate) fn run(cases: Vec<Case>) -> ExitCode {
     conclusion.exit_code()
 }
 
-async fn one(suite: &Arc<Suite>, case: &'static str, handler: Handler, body: fn(Bench) -> Running) -> Result<()> {
+async fn one(
+    suite: &Arc<Suite>,
+    case: &'static str,
+    handler: Handler,
+    body: fn(Bench) -> Running,
+) -> Result<()> {
     let node = shared_node(suite).await?;
     let done = checked(suite, &node, case, handler, body).await;
     if done.is_err() {
         let logs = node.log_tails(LOG_LINES);
-        // What it has left would be taken for the next one's, and a daemon that it has ended would be missed.
+        // What it has left would be taken for the next one's, and a daemon that it has ended would
+        // be missed.
         lock(&suite.warm).clear();
         drop(lock(&suite.node).take());
         return done.context(logs);
@@ -188,7 +207,13 @@ async fn checked(
     warm_up(suite, node, handler).await?;
     let before = node.snapshot()?;
     let known = Arc::new(Mutex::new(None));
-    let bench = Bench { case, handler, node: Arc::clone(node), suite: Arc::clone(suite), known: Arc::clone(&known) };
+    let bench = Bench {
+        case,
+        handler,
+        node: Arc::clone(node),
+        suite: Arc::clone(suite),
+        known: Arc::clone(&known),
+    };
     let limit = kit::patient(LIMIT);
     match tokio::time::timeout(limit, body(bench)).await {
         Ok(done) => done?,
@@ -196,16 +221,28 @@ async fn checked(
     }
     let known = lock(&known).take();
     match known {
-        Some(known) if handler == Handler::Builtin => known_left(suite, node, case, &before, &known).await,
+        Some(known) if handler == Handler::Builtin => {
+            known_left(suite, node, case, &before, &known).await
+        }
         _ => node.settles_to(&before).await,
     }
 }
 
-/// Writes down what the built-in controller has left, which may be of the known kinds only, and removes it.
-async fn known_left(suite: &Suite, node: &Node, case: &'static str, before: &Snapshot, known: &Known) -> Result<()> {
+/// Writes down what the built-in controller has left, which may be of the known kinds only, and
+/// removes it.
+async fn known_left(
+    suite: &Suite,
+    node: &Node,
+    case: &'static str,
+    before: &Snapshot,
+    known: &Known,
+) -> Result<()> {
     let left = node.left_since(before, KNOWN_LEFT).await?;
-    let strange: Vec<String> =
-        left.iter().filter(|thing| !known.kinds.contains(&thing.kind())).map(ToString::to_string).collect();
+    let strange: Vec<String> = left
+        .iter()
+        .filter(|thing| !known.kinds.contains(&thing.kind()))
+        .map(ToString::to_string)
+        .collect();
     ensure!(strange.is_empty(), "left behind, and not known for it:\n  {}", strange.join("\n  "));
     let mut counts = BTreeMap::new();
     for thing in &left {
@@ -222,7 +259,8 @@ async fn shared_node(suite: &Suite) -> Result<Arc<Node>> {
         return known.clone().map_err(|reason| anyhow::anyhow!("the node did not start: {reason}"));
     }
     let sandboxer = Some(PathBuf::from(env!("CARGO_BIN_EXE_pause-sandboxer")));
-    let sandboxer_config = format!("forgotten_interval = {}\n", kit::patient(FORGOTTEN_INTERVAL).as_secs());
+    let sandboxer_config =
+        format!("forgotten_interval = {}\n", kit::patient(FORGOTTEN_INTERVAL).as_secs());
     let options = Options { sandboxer, sandboxer_config, ..Options::default() };
     let started = Node::start(options).await;
     let known = started.as_ref().map(Arc::clone).map_err(|e| e.to_string());

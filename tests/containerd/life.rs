@@ -22,21 +22,37 @@ async fn life(bench: Bench) -> Result<()> {
 
     let status = pod.status().await?;
     ensure!(status.id == pod.id(), "id is {}", status.id);
-    ensure!(status.state.enum_value() == Ok(api::PodSandboxState::SANDBOX_READY), "state is {:?}", status.state);
+    ensure!(
+        status.state.enum_value() == Ok(api::PodSandboxState::SANDBOX_READY),
+        "state is {:?}",
+        status.state
+    );
     ensure!(
         status.metadata.name == "life" && status.metadata.namespace == "default",
         "metadata is {:?}",
         status.metadata
     );
-    ensure!(status.labels.get("colour").is_some_and(|c| c == "green"), "labels are {:?}", status.labels);
-    ensure!(status.runtime_handler == bench.handler.name(), "handler is {}", status.runtime_handler);
+    ensure!(
+        status.labels.get("colour").is_some_and(|c| c == "green"),
+        "labels are {:?}",
+        status.labels
+    );
+    ensure!(
+        status.runtime_handler == bench.handler.name(),
+        "handler is {}",
+        status.runtime_handler
+    );
     ensure!(
         (before..=after).contains(&status.created_at),
         "created at {}, not in {before}..={after}",
         status.created_at
     );
     let modes = &status.linux.namespaces.options;
-    ensure!(modes.pid.enum_value() == Ok(api::NamespaceMode::CONTAINER), "PID mode is {:?}", modes.pid);
+    ensure!(
+        modes.pid.enum_value() == Ok(api::NamespaceMode::CONTAINER),
+        "PID mode is {:?}",
+        modes.pid
+    );
     ensure!(!status.network.ip.is_empty(), "no address");
 
     let container = pod.run(ContainerSpec::sleeping("main")).await?;
@@ -45,7 +61,10 @@ async fn life(bench: Bench) -> Result<()> {
     pod.stop().await?;
     ensure!(!pod.is_ready().await?, "ready after stop");
     let state = container.status().await?.state;
-    ensure!(state.enum_value() == Ok(api::ContainerState::CONTAINER_EXITED), "the container is {state:?} after stop");
+    ensure!(
+        state.enum_value() == Ok(api::ContainerState::CONTAINER_EXITED),
+        "the container is {state:?} after stop"
+    );
     pod.stop().await.context("stop again")?;
     ensure!(!pod.is_ready().await?, "ready after the second stop");
 
@@ -58,11 +77,17 @@ async fn life(bench: Bench) -> Result<()> {
     }
 
     use api::ContainerEventType::{
-        CONTAINER_CREATED_EVENT, CONTAINER_DELETED_EVENT, CONTAINER_STARTED_EVENT, CONTAINER_STOPPED_EVENT,
+        CONTAINER_CREATED_EVENT, CONTAINER_DELETED_EVENT, CONTAINER_STARTED_EVENT,
+        CONTAINER_STOPPED_EVENT,
     };
     events.until(pod.id(), CONTAINER_DELETED_EVENT, std::time::Duration::from_secs(5)).await?;
     let told = events.of(pod.id())?;
-    let expected = [CONTAINER_CREATED_EVENT, CONTAINER_STARTED_EVENT, CONTAINER_STOPPED_EVENT, CONTAINER_DELETED_EVENT];
+    let expected = [
+        CONTAINER_CREATED_EVENT,
+        CONTAINER_STARTED_EVENT,
+        CONTAINER_STOPPED_EVENT,
+        CONTAINER_DELETED_EVENT,
+    ];
     ensure!(told == expected, "events of the sandbox: {told:?}");
     pod.clear().await
 }
@@ -72,10 +97,21 @@ async fn verbose_status(bench: Bench) -> Result<()> {
     let info = pod.info().await?;
     let pid = pod.pause_pid().await?;
     let network = kit::machine::processes::namespace(&pid.to_string(), "net")?;
-    ensure!(network != kit::machine::processes::namespace("self", "net")?, "pid {pid} is not in the pod's network");
+    ensure!(
+        network != kit::machine::processes::namespace("self", "net")?,
+        "pid {pid} is not in the pod's network"
+    );
     ensure!(info["processStatus"] == "running", "processStatus is {}", info["processStatus"]);
-    ensure!(info["netNamespaceClosed"] == false, "netNamespaceClosed is {}", info["netNamespaceClosed"]);
-    ensure!(info["runtimeType"] == "io.containerd.runc.v2", "runtimeType is {}", info["runtimeType"]);
+    ensure!(
+        info["netNamespaceClosed"] == false,
+        "netNamespaceClosed is {}",
+        info["netNamespaceClosed"]
+    );
+    ensure!(
+        info["runtimeType"] == "io.containerd.runc.v2",
+        "runtimeType is {}",
+        info["runtimeType"]
+    );
     ensure!(info["config"]["metadata"]["name"] == "verbose", "config is {}", info["config"]);
     ensure!(
         info["config"]["linux"]["cgroup_parent"] == pod.config().linux.cgroup_parent,
@@ -83,8 +119,16 @@ async fn verbose_status(bench: Bench) -> Result<()> {
         info["config"]
     );
     ensure!(info["runtimeSpec"]["hostname"] == "verbose", "runtimeSpec is {}", info["runtimeSpec"]);
-    ensure!(info["cniResult"]["Interfaces"]["eth0"].is_object(), "cniResult is {}", info["cniResult"]);
-    ensure!(info["sandboxMetadata"]["Metadata"]["ID"] == pod.id(), "sandboxMetadata is {}", info["sandboxMetadata"]);
+    ensure!(
+        info["cniResult"]["Interfaces"]["eth0"].is_object(),
+        "cniResult is {}",
+        info["cniResult"]
+    );
+    ensure!(
+        info["sandboxMetadata"]["Metadata"]["ID"] == pod.id(),
+        "sandboxMetadata is {}",
+        info["sandboxMetadata"]
+    );
     bench.differs(
         "image of the verbose status",
         &info["image"].as_str().unwrap_or_default().to_owned(),
@@ -112,11 +156,14 @@ async fn list(bench: Bench) -> Result<()> {
 
     let filter = |state: Option<api::PodSandboxState>| api::PodSandboxFilter {
         label_selector: [("suite".to_owned(), "list".to_owned())].into(),
-        state: state.map(|s| api::PodSandboxStateValue { state: s.into(), ..Default::default() }).into(),
+        state: state
+            .map(|s| api::PodSandboxStateValue { state: s.into(), ..Default::default() })
+            .into(),
         ..Default::default()
     };
     let listed = async |state| -> Result<Vec<String>> {
-        let mut ids: Vec<String> = cri.list_pod_sandbox(filter(state)).await?.into_iter().map(|pod| pod.id).collect();
+        let mut ids: Vec<String> =
+            cri.list_pod_sandbox(filter(state)).await?.into_iter().map(|pod| pod.id).collect();
         ids.sort();
         Ok(ids)
     };
@@ -131,16 +178,19 @@ async fn list(bench: Bench) -> Result<()> {
     let by_id = api::PodSandboxFilter { id: ready.id().to_owned(), ..Default::default() };
     let found = cri.list_pod_sandbox(by_id).await?;
     let [pod] = found.as_slice() else { anyhow::bail!("by id: {found:?}") };
-    ensure!(pod.created_at == ready.status().await?.created_at, "list and status differ in the time of creation");
+    ensure!(
+        pod.created_at == ready.status().await?.created_at,
+        "list and status differ in the time of creation"
+    );
     ensure!(pod.metadata.name == "ready", "metadata: {:?}", pod.metadata);
 
     stopped.remove().await?;
     ready.remove().await
 }
 
-/// A config may have no `linux` section at all.
-/// Where systemd keeps the cgroups runc takes no container without a slice to put it in, and who would name it is the pod's config. The
-/// pause needs none.
+/// A config may have no `linux` section at all. Where systemd keeps the cgroups runc takes no
+/// container without a slice to put it in, and who would name it is the pod's config. The pause
+/// needs none.
 async fn without_linux_section(bench: Bench) -> Result<()> {
     const NO_SLICE: &str = "slice:prefix:name";
     let in_slices = Keeper::chosen() == Keeper::Systemd;
@@ -152,13 +202,20 @@ async fn without_linux_section(bench: Bench) -> Result<()> {
     let pod = bench.run(PodSpec::new("bare").bare()).await?;
     ensure!(pod.is_ready().await?, "not ready");
     if in_slices {
-        let refused =
-            pod.run(ContainerSpec::sleeping("main")).await.err().context("a container ran without a slice")?;
+        let refused = pod
+            .run(ContainerSpec::sleeping("main"))
+            .await
+            .err()
+            .context("a container ran without a slice")?;
         ensure!(format!("{refused:#}").contains(NO_SLICE), "{refused:#}");
         return pod.remove().await;
     }
     let container = pod.run(ContainerSpec::sleeping("main")).await?;
-    ensure!(container.sh("hostname").await? == "bare\n", "hostname is {}", container.sh("hostname").await?);
+    ensure!(
+        container.sh("hostname").await? == "bare\n",
+        "hostname is {}",
+        container.sh("hostname").await?
+    );
     pod.remove().await
 }
 
@@ -174,7 +231,10 @@ async fn restart_of_containerd(bench: Bench) -> Result<()> {
 
     ensure!(pod.is_ready().await?, "not ready after the restart");
     ensure!(pod.pause_pid().await? == pause, "another pause after the restart");
-    ensure!(pod.status().await?.created_at == created_at, "another time of creation after the restart");
+    ensure!(
+        pod.status().await?.created_at == created_at,
+        "another time of creation after the restart"
+    );
     let listed = bench.node.cri().list_pod_sandbox(api::PodSandboxFilter::new()).await?;
     bench.differs(
         "containerd's list of pods has the true time of creation after its restart",
@@ -185,9 +245,15 @@ async fn restart_of_containerd(bench: Bench) -> Result<()> {
             why: "containerd keeps it in memory alone for an external sandboxer, and takes the time of its restart instead",
         },
     )?;
-    ensure!(container.sh("cat /dev/shm/file").await? == "kept\n", "the old container has lost its shared memory");
+    ensure!(
+        container.sh("cat /dev/shm/file").await? == "kept\n",
+        "the old container has lost its shared memory"
+    );
     let new = pod.run(ContainerSpec::sleeping("new")).await?;
-    ensure!(new.sh("cat /dev/shm/file").await? == "kept\n", "the new container does not share the memory");
+    ensure!(
+        new.sh("cat /dev/shm/file").await? == "kept\n",
+        "the new container does not share the memory"
+    );
     ensure!(
         new.sh("cat /etc/hosts").await? == std::fs::read_to_string("/etc/hosts")?,
         "the new container has no hosts"

@@ -31,7 +31,10 @@ async fn inside(container: &Container, kind: &str) -> Result<String> {
 async fn shared_pid(bench: Bench) -> Result<()> {
     let (pod, one, other) = two(&bench, PodSpec::new("pids").pid(NamespaceMode::POD)).await?;
     let pause = processes::namespace(&pod.pause_pid().await?.to_string(), "pid")?;
-    ensure!(pause != processes::namespace("self", "pid")?, "the pause is in the node's PID namespace");
+    ensure!(
+        pause != processes::namespace("self", "pid")?,
+        "the pause is in the node's PID namespace"
+    );
     for container in [&one, &other] {
         let namespace = inside(container, "pid").await?;
         ensure!(namespace == pause, "a container is in {namespace}, the pause in {pause}");
@@ -58,12 +61,19 @@ async fn shared_pid(bench: Bench) -> Result<()> {
 }
 
 async fn private_pid(bench: Bench) -> Result<()> {
-    let (pod, one, other) = two(&bench, PodSpec::new("private").pid(NamespaceMode::CONTAINER)).await?;
+    let (pod, one, other) =
+        two(&bench, PodSpec::new("private").pid(NamespaceMode::CONTAINER)).await?;
     let pause = processes::namespace(&pod.pause_pid().await?.to_string(), "pid")?;
     let (first, second) = (inside(&one, "pid").await?, inside(&other, "pid").await?);
     let node = processes::namespace("self", "pid")?;
-    ensure!(first != second && first != pause && second != pause, "not private: {first} {second}, the pause {pause}");
-    ensure!(![&first, &second, &pause].contains(&&node), "the node's: {first} {second}, the pause {pause}");
+    ensure!(
+        first != second && first != pause && second != pause,
+        "not private: {first} {second}, the pause {pause}"
+    );
+    ensure!(
+        ![&first, &second, &pause].contains(&&node),
+        "the node's: {first} {second}, the pause {pause}"
+    );
     let command = one.sh("tr '\\0' ' ' < /proc/1/cmdline").await?;
     ensure!(command.trim() == "sleep 3601", "process 1 is {command}");
     ensure!(inside(&one, "ipc").await? == inside(&other, "ipc").await?, "they do not share IPC");
@@ -98,8 +108,12 @@ async fn host_pid(bench: Bench) -> Result<()> {
     let node = processes::namespace("self", "pid")?;
     let namespace = inside(&one, "pid").await?;
     ensure!(namespace == node, "the container is in {namespace}, the node's is {node}");
-    let seen = one.sh(&format!("tr '\\0' ' ' < /proc/{}/cmdline", bench.node.containerd_pid()?)).await?;
-    ensure!(seen.contains("containerd --config"), "the container sees {seen:?} instead of containerd");
+    let seen =
+        one.sh(&format!("tr '\\0' ' ' < /proc/{}/cmdline", bench.node.containerd_pid()?)).await?;
+    ensure!(
+        seen.contains("containerd --config"),
+        "the container sees {seen:?} instead of containerd"
+    );
     let pause = processes::namespace(&pod.pause_pid().await?.to_string(), "pid")?;
     ensure!(pause == node, "the pause is in {pause}, the node's is {node}");
     pod.remove().await
@@ -123,7 +137,8 @@ async fn host_ipc(bench: Bench) -> Result<()> {
     pod.remove().await
 }
 
-/// What a container that shares the pod's PID namespace finds behind `/proc/1`: nothing of the node.
+/// What a container that shares the pod's PID namespace finds behind `/proc/1`: nothing of the
+/// node.
 async fn root_of_the_pause(bench: Bench) -> Result<()> {
     let pod = bench.run(PodSpec::new("jail").pid(NamespaceMode::POD)).await?;
     let plain = pod.run(ContainerSpec::sleeping("plain")).await?;
@@ -132,18 +147,23 @@ async fn root_of_the_pause(bench: Bench) -> Result<()> {
     std::fs::write(&marker, "the node")?;
     for (who, container) in [("without CAP_SYS_PTRACE", &plain), ("with CAP_SYS_PTRACE", &tracer)] {
         for way in ["root", "cwd", "root/proc/1/root", "cwd/..", "root/../.."] {
-            let seen = container.exec(&["cat", &format!("/proc/1/{way}{}", marker.display())]).await?;
+            let seen =
+                container.exec(&["cat", &format!("/proc/1/{way}{}", marker.display())]).await?;
             ensure!(seen.exit_code != 0, "{who}: /proc/1/{way} leads to the node's files");
         }
         let descriptors = container.exec(&["sh", "-c", "ls -l /proc/1/fd/ 2>/dev/null"]).await?;
         let descriptors = String::from_utf8_lossy(&descriptors.stdout).into_owned();
-        ensure!(!descriptors.contains(&bench.node.layout().name), "{who}: descriptors of the pause:\n{descriptors}");
+        ensure!(
+            !descriptors.contains(&bench.node.layout().name),
+            "{who}: descriptors of the pause:\n{descriptors}"
+        );
     }
     std::fs::remove_file(&marker)?;
 
     let listed = async |container: &Container| -> Result<String> {
         let answer = container.exec(&["ls", "-A", "/proc/1/root/"]).await?;
-        let (out, err) = (String::from_utf8_lossy(&answer.stdout), String::from_utf8_lossy(&answer.stderr));
+        let (out, err) =
+            (String::from_utf8_lossy(&answer.stdout), String::from_utf8_lossy(&answer.stderr));
         Ok(if answer.exit_code == 0 {
             out.split_whitespace().collect::<Vec<_>>().join(" ")
         } else {
@@ -155,7 +175,10 @@ async fn root_of_the_pause(bench: Bench) -> Result<()> {
     let seen = listed(&tracer).await?;
     if kit::driver().is_some_and(|driver| driver == "shim") {
         // The runtime makes what it mounts on; of ours there is the pause program alone.
-        ensure!(seen == "dev etc pause proc sys", "ls /proc/1/root of a pause that the runtime runs: {seen}");
+        ensure!(
+            seen == "dev etc pause proc sys",
+            "ls /proc/1/root of a pause that the runtime runs: {seen}"
+        );
         return pod.remove().await;
     }
     bench.differs(
@@ -173,5 +196,7 @@ async fn root_of_the_pause(bench: Bench) -> Result<()> {
 /// Whether the node has a segment with our key.
 fn on_the_node() -> Result<bool> {
     let key = key().to_string();
-    Ok(std::fs::read_to_string("/proc/sysvipc/shm")?.lines().any(|l| l.split_whitespace().next() == Some(&key)))
+    Ok(std::fs::read_to_string("/proc/sysvipc/shm")?
+        .lines()
+        .any(|l| l.split_whitespace().next() == Some(&key)))
 }

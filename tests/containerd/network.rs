@@ -28,7 +28,11 @@ async fn host_network(bench: Bench) -> Result<()> {
     let inside = container.sh("readlink /proc/self/ns/net").await?;
     ensure!(inside.trim() == node, "the container is in {inside}, the node's is {node}");
     let hostname = std::fs::read_to_string("/proc/sys/kernel/hostname")?;
-    ensure!(container.sh("hostname").await? == hostname, "hostname is {}", container.sh("hostname").await?);
+    ensure!(
+        container.sh("hostname").await? == hostname,
+        "hostname is {}",
+        container.sh("hostname").await?
+    );
     pod.remove().await
 }
 
@@ -42,8 +46,14 @@ async fn pod_network(bench: Bench) -> Result<()> {
     let inside = container.sh("readlink /proc/self/ns/net").await?;
     ensure!(inside.trim() == pause, "the container is in {inside}, the pause in {pause}");
     let addresses = container.sh("ip -4 -o addr show dev eth0").await?;
-    ensure!(addresses.contains(&format!("inet {ip}/")), "status says {ip}, the pod has {addresses}");
-    ensure!(container.sh("ip -4 -o addr show dev lo").await?.contains("127.0.0.1/8"), "lo has no address");
+    ensure!(
+        addresses.contains(&format!("inet {ip}/")),
+        "status says {ip}, the pod has {addresses}"
+    );
+    ensure!(
+        container.sh("ip -4 -o addr show dev lo").await?.contains("127.0.0.1/8"),
+        "lo has no address"
+    );
     ensure!(ask(&ip, "from the node").await? == "bridged: from the node", "another answer");
 
     let other = bench.run(PodSpec::new("other")).await?;
@@ -72,7 +82,9 @@ async fn port_forward(bench: Bench) -> Result<()> {
 /// A container that serves at [`PORT`] under the pod's name.
 async fn serving(pod: &Pod) -> Result<kit::Container> {
     let name = pod.config().metadata.name.clone();
-    let container = pod.run(ContainerSpec::new("server", &["probe", "serve", &PORT.to_string(), &name])).await?;
+    let container = pod
+        .run(ContainerSpec::new("server", &["probe", "serve", &PORT.to_string(), &name]))
+        .await?;
     until("the server listens", Duration::from_secs(5), async || {
         let log = container.log()?;
         ensure!(log.iter().any(|(_, line)| line == "listening"), "its log: {log:?}");
@@ -83,7 +95,8 @@ async fn serving(pod: &Pod) -> Result<kit::Container> {
 }
 
 async fn ask(ip: &str, line: &str) -> Result<String> {
-    let mut stream = TcpStream::connect((ip, PORT)).await.with_context(|| format!("connect {ip}"))?;
+    let mut stream =
+        TcpStream::connect((ip, PORT)).await.with_context(|| format!("connect {ip}"))?;
     stream.write_all(format!("{line}\n").as_bytes()).await?;
     let mut answer = String::new();
     BufReader::new(stream).read_line(&mut answer).await?;

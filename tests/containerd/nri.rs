@@ -17,17 +17,22 @@ pub(crate) fn cases() -> Vec<Case> {
 type Spec = (String, Vec<(String, String)>);
 
 fn spec(pod: &PodSandbox) -> Spec {
-    let namespaces = pod.linux.namespaces.iter().map(|namespace| (namespace.type_.clone(), namespace.path.clone()));
+    let namespaces = pod
+        .linux
+        .namespaces
+        .iter()
+        .map(|namespace| (namespace.type_.clone(), namespace.path.clone()));
     let mut namespaces: Vec<_> = namespaces.collect();
     namespaces.sort();
     (pod.linux.cgroups_path.clone(), namespaces)
 }
 
-/// containerd tells its plugins of the spec that a sandboxer answers from 2.3 on. Before, it reads the spec of a containerd container, which no
-/// external sandboxer has.
+/// containerd tells its plugins of the spec that a sandboxer answers from 2.3 on. Before, it reads
+/// the spec of a containerd container, which no external sandboxer has.
 async fn tells_plugins(bench: &Bench) -> Result<bool> {
     let version = bench.node.cri().version().await?.runtime_version;
-    let mut numbers = version.trim_start_matches('v').split(['.', '-', '+', '~']).map(str::parse::<u32>);
+    let mut numbers =
+        version.trim_start_matches('v').split(['.', '-', '+', '~']).map(str::parse::<u32>);
     match (numbers.next(), numbers.next()) {
         (Some(Ok(major)), Some(Ok(minor))) => Ok((major, minor) >= (2, 3)),
         _ => anyhow::bail!("containerd's version is {version:?}"),
@@ -50,33 +55,52 @@ async fn told(bench: Bench, wanted: PodSpec) -> Result<()> {
     pod.run(ContainerSpec::sleeping("main")).await?;
     let (id, pid) = (pod.id().to_owned(), pod.pause_pid().await?);
     let parent = pod.home().cgroup().context("the pod has a cgroup")?.to_owned();
-    let netns = pod.info().await?["runtimeSpec"]["linux"]["namespaces"].as_array().and_then(|all| {
-        let network = all.iter().find(|namespace| namespace["type"] == "network")?;
-        network["path"].as_str().map(str::to_owned)
-    });
+    let netns =
+        pod.info().await?["runtimeSpec"]["linux"]["namespaces"].as_array().and_then(|all| {
+            let network = all.iter().find(|namespace| namespace["type"] == "network")?;
+            network["path"].as_str().map(str::to_owned)
+        });
     pod.remove().await?;
 
     let expected: Spec = {
         let private = ["ipc", "mount", "pid"].map(|kind| (kind.to_owned(), String::new()));
-        let network = netns.map(|path| [("network".to_owned(), path), ("uts".to_owned(), String::new())]);
-        let mut namespaces: Vec<_> = private.into_iter().chain(network.into_iter().flatten()).collect();
+        let network =
+            netns.map(|path| [("network".to_owned(), path), ("uts".to_owned(), String::new())]);
+        let mut namespaces: Vec<_> =
+            private.into_iter().chain(network.into_iter().flatten()).collect();
         namespaces.sort();
         (format!("{parent}/{id}"), namespaces)
     };
     let told_by_answer = tells_plugins(&bench).await?;
     let complete = bench.handler == Handler::Builtin || told_by_answer;
-    for event in [Event::RUN_POD_SANDBOX, Event::CREATE_CONTAINER, Event::STOP_POD_SANDBOX, Event::REMOVE_POD_SANDBOX] {
+    for event in [
+        Event::RUN_POD_SANDBOX,
+        Event::CREATE_CONTAINER,
+        Event::STOP_POD_SANDBOX,
+        Event::REMOVE_POD_SANDBOX,
+    ] {
         let seen = kit::until("the plugin is told", Duration::from_secs(10), async || {
             plugin.pod(event, &id).with_context(|| format!("{event:?} of pod {id}"))
         })
         .await?;
-        ensure!(seen.labels.get("of").is_some_and(|label| label == "the pod"), "{event:?}: {seen:?}");
+        ensure!(
+            seen.labels.get("of").is_some_and(|label| label == "the pod"),
+            "{event:?}: {seen:?}"
+        );
         ensure!(seen.linux.cgroup_parent == parent, "{event:?}: {seen:?}");
         if complete {
             // The spec is the same in all of them, and gone with the sandbox at the last.
             let gone = event == Event::REMOVE_POD_SANDBOX;
-            ensure!(gone || spec(&seen) == expected, "{event:?}: {:?}, not {expected:?}", spec(&seen));
-            ensure!(seen.pid == pid || event != Event::CREATE_CONTAINER, "{event:?}: {}, not {pid}", seen.pid);
+            ensure!(
+                gone || spec(&seen) == expected,
+                "{event:?}: {:?}, not {expected:?}",
+                spec(&seen)
+            );
+            ensure!(
+                seen.pid == pid || event != Event::CREATE_CONTAINER,
+                "{event:?}: {}, not {pid}",
+                seen.pid
+            );
         }
     }
     let seen = plugin.pod(Event::CREATE_CONTAINER, &id).map(|pod| spec(&pod) == expected);

@@ -52,17 +52,43 @@ async fn killed(bench: &Bench, with_container: bool) -> Result<()> {
         Ok(())
     })
     .await?;
-    let waited = tokio::time::timeout(kit::patient(SOON), waiting).await.context("a Wait from before the end")???;
-    ensure!(waited.exit_status == KILLED, "exit status {} for a Wait from before the end", waited.exit_status);
-    let again = bench.node.controller(bench.handler).wait(pod.id()).await.context("a Wait after the end")?;
-    ensure!(again.exit_status == KILLED, "exit status {} for a Wait after the end", again.exit_status);
-    ensure!(again.exited_at == waited.exited_at, "exited at {:?}, then at {:?}", waited.exited_at, again.exited_at);
+    let waited = tokio::time::timeout(kit::patient(SOON), waiting)
+        .await
+        .context("a Wait from before the end")???;
+    ensure!(
+        waited.exit_status == KILLED,
+        "exit status {} for a Wait from before the end",
+        waited.exit_status
+    );
+    let again = bench
+        .node
+        .controller(bench.handler)
+        .wait(pod.id())
+        .await
+        .context("a Wait after the end")?;
+    ensure!(
+        again.exit_status == KILLED,
+        "exit status {} for a Wait after the end",
+        again.exit_status
+    );
+    ensure!(
+        again.exited_at == waited.exited_at,
+        "exited at {:?}, then at {:?}",
+        waited.exited_at,
+        again.exited_at
+    );
     events.until(pod.id(), CONTAINER_STOPPED_EVENT, SOON).await?;
     if let Some(container) = container {
         // It shared the PID namespace, and so has gone with process 1.
-        ensure!(container.exited(SOON).await? == i32::try_from(KILLED)?, "another exit code of the container");
+        ensure!(
+            container.exited(SOON).await? == i32::try_from(KILLED)?,
+            "another exit code of the container"
+        );
     }
-    ensure!(pod.run(ContainerSpec::sleeping("late")).await.is_err(), "a container was started in a dead pod");
+    ensure!(
+        pod.run(ContainerSpec::sleeping("late")).await.is_err(),
+        "a container was started in a dead pod"
+    );
 
     pod.stop().await?;
     bench.node.cri().remove_pod_sandbox(pod.id()).await?;

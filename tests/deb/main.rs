@@ -1,9 +1,16 @@
-//! The Debian package on a node: installed, used, restarted, upgraded, rebooted, removed, with pods alive all the while.
+//! The Debian package on a node: installed, used, restarted, upgraded, rebooted, removed, with pods
+//! alive all the while.
 //!
-//! For a node that may be messed up, with systemd, containerd and dpkg; `tests/deb/run-in-vm` runs it on the machine of `tests/vm`. What it does and what
-//! the node answers is printed as at a terminal; `pod` stands for kubelet.
+//! For a node that may be messed up, with systemd, containerd and dpkg; `tests/deb/run-in-vm` runs
+//! it on the machine of `tests/vm`. What it does and what the node answers is printed as at a
+//! terminal; `pod` stands for kubelet.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 
 use std::fs;
 use std::path::Path;
@@ -12,9 +19,10 @@ use std::time::{Duration, Instant};
 
 use kit::Cri;
 use kit::cri::api::{
-    ContainerConfig, ContainerMetadata, ImageSpec, LinuxContainerConfig, LinuxContainerSecurityContext,
-    LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption, PodSandboxConfig,
-    PodSandboxFilter, PodSandboxMetadata, PodSandboxState,
+    ContainerConfig, ContainerMetadata, ImageSpec, LinuxContainerConfig,
+    LinuxContainerSecurityContext, LinuxPodSandboxConfig, LinuxSandboxSecurityContext,
+    NamespaceMode, NamespaceOption, PodSandboxConfig, PodSandboxFilter, PodSandboxMetadata,
+    PodSandboxState,
 };
 
 /// The package, and the one that is upgraded to.
@@ -80,18 +88,28 @@ struct Pods {
 }
 
 fn node_namespaces() -> NamespaceOption {
-    NamespaceOption { network: NamespaceMode::NODE.into(), pid: NamespaceMode::CONTAINER.into(), ..Default::default() }
+    NamespaceOption {
+        network: NamespaceMode::NODE.into(),
+        pid: NamespaceMode::CONTAINER.into(),
+        ..Default::default()
+    }
 }
 
 impl Pods {
     fn new() -> Self {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
         Self { runtime, cri: Cri::new("/run/containerd/containerd.sock") }
     }
 
     fn config(name: &str) -> PodSandboxConfig {
-        let security =
-            LinuxSandboxSecurityContext { namespace_options: Some(node_namespaces()).into(), ..Default::default() };
+        let security = LinuxSandboxSecurityContext {
+            namespace_options: Some(node_namespaces()).into(),
+            ..Default::default()
+        };
         PodSandboxConfig {
             metadata: Some(PodSandboxMetadata {
                 name: name.to_owned(),
@@ -128,14 +146,25 @@ impl Pods {
     /// A container that does nothing.
     fn container(&self, pod: &str, id: &str, name: &str) -> String {
         println!("# pod container {pod} {name}");
-        let security =
-            LinuxContainerSecurityContext { namespace_options: Some(node_namespaces()).into(), ..Default::default() };
+        let security = LinuxContainerSecurityContext {
+            namespace_options: Some(node_namespaces()).into(),
+            ..Default::default()
+        };
         let config = ContainerConfig {
-            metadata: Some(ContainerMetadata { name: name.to_owned(), ..Default::default() }).into(),
-            image: Some(ImageSpec { image: kit::TEST_IMAGE.to_owned(), ..Default::default() }).into(),
-            // Ends when the node goes down, as kubelet has containers end: a sleep that is process 1 would hold the reboot up.
-            command: ["sh", "-c", "trap 'exit 0' TERM; while :; do sleep 1; done"].map(str::to_owned).to_vec(),
-            linux: Some(LinuxContainerConfig { security_context: Some(security).into(), ..Default::default() }).into(),
+            metadata: Some(ContainerMetadata { name: name.to_owned(), ..Default::default() })
+                .into(),
+            image: Some(ImageSpec { image: kit::TEST_IMAGE.to_owned(), ..Default::default() })
+                .into(),
+            // Ends when the node goes down, as kubelet has containers end: a sleep that is process
+            // 1 would hold the reboot up.
+            command: ["sh", "-c", "trap 'exit 0' TERM; while :; do sleep 1; done"]
+                .map(str::to_owned)
+                .to_vec(),
+            linux: Some(LinuxContainerConfig {
+                security_context: Some(security).into(),
+                ..Default::default()
+            })
+            .into(),
             ..Default::default()
         };
         let made = self.runtime.block_on(async {
@@ -155,7 +184,8 @@ impl Pods {
     /// Names and states of all pods.
     fn list(&self) -> Vec<(String, bool)> {
         println!("# pod list");
-        let all = self.runtime.block_on(self.cri.list_pod_sandbox(PodSandboxFilter::default())).unwrap();
+        let all =
+            self.runtime.block_on(self.cri.list_pod_sandbox(PodSandboxFilter::default())).unwrap();
         let mut all: Vec<_> = all
             .into_iter()
             .map(|pod| {
@@ -200,8 +230,14 @@ impl Pods {
 }
 
 fn pause_of(name: &str) -> u32 {
-    let all: serde_json::Value = serde_json::from_str(&quiet("pause-sandboxer list -o json")).unwrap();
-    let of = all.as_array().unwrap().iter().find(|of| of["pod"] == name).unwrap_or_else(|| panic!("{name} in {all}"));
+    let all: serde_json::Value =
+        serde_json::from_str(&quiet("pause-sandboxer list -o json")).unwrap();
+    let of = all
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|of| of["pod"] == name)
+        .unwrap_or_else(|| panic!("{name} in {all}"));
     assert_eq!(of["state"], "ready", "{of}");
     u32::try_from(of["pid"].as_u64().unwrap()).unwrap()
 }
@@ -231,14 +267,18 @@ fn before_the_reboot() {
     }
     let (code, findings) = typed("pause-sandboxer check");
     assert_eq!(code, 1, "containerd knows nothing of it yet");
-    let advice =
-        findings.lines().find_map(|line| line.trim().strip_prefix("-> sed ")).expect("a command that mends it");
+    let advice = findings
+        .lines()
+        .find_map(|line| line.trim().strip_prefix("-> sed "))
+        .expect("a command that mends it");
 
     says("What it tells to do");
     run(&format!("sed {}", advice.split(" && ").next().unwrap()));
     // The node has no registry: the pause comes from the binary.
     run("pause-sandboxer image | ctr -n k8s.io images import -");
-    run(&format!("sed -i -e 's/^#\\(.plugins.*pinned_images\\)/\\1/' -e 's/^#\\(sandbox = \\)/\\1/' {DROP_IN}"));
+    run(&format!(
+        "sed -i -e 's/^#\\(.plugins.*pinned_images\\)/\\1/' -e 's/^#\\(sandbox = \\)/\\1/' {DROP_IN}"
+    ));
     run("systemctl restart containerd");
     pods.up();
     assert_eq!(typed("pause-sandboxer check").0, 0);
@@ -249,18 +289,27 @@ fn before_the_reboot() {
     let first = pods.container("web", &web, "main");
     pods.list();
     let list = run("pause-sandboxer list");
-    assert!(list.contains("web") && !list.contains("plain"), "the default handler is still containerd's: {list}");
+    assert!(
+        list.contains("web") && !list.contains("plain"),
+        "the default handler is still containerd's: {list}"
+    );
     run("pause-sandboxer inspect default/web | head -n 12");
     run("pause-sandboxer stats");
     let pause = pause_of("web");
     let limits = |pid: &str| {
         let text = fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
         let line = |name: &str| {
-            text.lines().find(|line| line.starts_with(name)).unwrap().split_whitespace().collect::<Vec<_>>().join(" ")
+            text.lines()
+                .find(|line| line.starts_with(name))
+                .unwrap()
+                .split_whitespace()
+                .collect::<Vec<_>>()
+                .join(" ")
         };
         ["Max processes", "Max core file size", "Max open files"].map(line)
     };
-    let shim = |id: &str| quiet(&format!("pgrep -f 'containerd-shim-runc-v2.* -id {id}' | head -n 1"));
+    let shim =
+        |id: &str| quiet(&format!("pgrep -f 'containerd-shim-runc-v2.* -id {id}' | head -n 1"));
     let ours = shim(&web);
     let theirs = shim(&plain);
     assert_eq!(limits(&ours), limits(&theirs), "a shim has the limits that containerd gives one");
@@ -287,14 +336,19 @@ fn before_the_reboot() {
     assert_eq!(pause_of("web"), pause, "the same pause");
     assert_eq!(pods.exec(&first, &["echo", "still here"]), "still here");
     assert!(
-        fs::read_to_string(DROP_IN).unwrap().contains("\n[plugins.\"io.containerd.cri.v1.images\".pinned_images]"),
+        fs::read_to_string(DROP_IN)
+            .unwrap()
+            .contains("\n[plugins.\"io.containerd.cri.v1.images\".pinned_images]"),
         "what was edited stays"
     );
     run("pause-sandboxer list");
 
     says("Removed with a pod alive, and installed again");
     let text = run("dpkg -r pause-sandboxer");
-    assert!(text.contains("these pods still have their sandbox from it:\n    default/web\n"), "{text}");
+    assert!(
+        text.contains("these pods still have their sandbox from it:\n    default/web\n"),
+        "{text}"
+    );
     assert!(text.contains("kubectl drain --ignore-daemonsets NODE"), "{text}");
     assert!(Path::new(&format!("/proc/{pause}/ns")).exists(), "the pause lives on");
     assert!(!Path::new("/usr/bin/pause-sandboxer").exists());
@@ -333,7 +387,9 @@ fn after_the_reboot() {
     assert!(!text.contains("these pods"), "{text}");
     run("systemctl restart containerd");
     pods.up();
-    for path in [DROP_IN, "/etc/pause-sandboxer", "/usr/bin/pause-sandboxer", "/run/pause-sandboxer"] {
+    for path in
+        [DROP_IN, "/etc/pause-sandboxer", "/usr/bin/pause-sandboxer", "/run/pause-sandboxer"]
+    {
         assert!(!Path::new(path).exists(), "{path} is left");
     }
     assert_eq!(quiet("systemctl list-unit-files --no-legend 'pause-sandboxer*'"), "");

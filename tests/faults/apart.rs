@@ -66,14 +66,22 @@ async fn mounts_are_seen_where_they_are_propagated() -> Result<()> {
 
 /// Without the refusal its pods run, and their containers have a /dev/shm that is not the pod's.
 async fn node_mount_namespace_of_its_own(node: Arc<Node>) -> Result<()> {
-    ensure!(found(&node)?.contains("ok    mounts: "), "in one namespace check says\n{}", found(&node)?);
+    ensure!(
+        found(&node)?.contains("ok    mounts: "),
+        "in one namespace check says\n{}",
+        found(&node)?
+    );
     node.stop_sandboxer().await?;
     let plain = node.sandboxer_command()?;
     let mut command = Command::new("unshare");
-    command.args(["--mount", "--propagation", "slave"]).arg(plain.get_program()).args(plain.get_args());
+    command
+        .args(["--mount", "--propagation", "slave"])
+        .arg(plain.get_program())
+        .args(plain.get_args());
     node.start_sandboxer_as(command).await?;
 
-    let failed = node.run(Handler::Ours, PodSpec::new("apart")).await.err().context("the pod was made")?;
+    let failed =
+        node.run(Handler::Ours, PodSpec::new("apart")).await.err().context("the pod was made")?;
     let said = format!("{failed:#}");
     for part in ["code 9: ", "mount where containerd sees it", "PrivateTmp="] {
         ensure!(said.contains(part), "{part} is not in {said}");
@@ -81,12 +89,18 @@ async fn node_mount_namespace_of_its_own(node: Arc<Node>) -> Result<()> {
     let log = fs::read_to_string(node.layout().sandboxer_log())?;
     ensure!(log.matches("pods are refused: ").count() == 1, "the log says it not once:\n{log}");
     let findings = found(&node)?;
-    ensure!(findings.contains("FAIL  mounts: mount where containerd sees it"), "check says\n{findings}");
+    ensure!(
+        findings.contains("FAIL  mounts: mount where containerd sees it"),
+        "check says\n{findings}"
+    );
 
     node.stop_sandboxer().await?;
     node.start_sandboxer().await?;
     let pod = node.run(Handler::Ours, PodSpec::new("together")).await?;
-    let containers = [pod.run(ContainerSpec::sleeping("a")).await?, pod.run(ContainerSpec::sleeping("b")).await?];
+    let containers = [
+        pod.run(ContainerSpec::sleeping("a")).await?,
+        pod.run(ContainerSpec::sleeping("b")).await?,
+    ];
     containers[0].sh("echo shared > /dev/shm/file").await?;
     ensure!(containers[1].sh("cat /dev/shm/file").await? == "shared\n", "no shared memory");
     pod.remove().await

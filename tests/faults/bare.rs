@@ -36,7 +36,8 @@ impl Bare {
     /// A daemon that is not started yet. `settings` are lines of its config file.
     pub(crate) fn new(settings: &str) -> Result<Self> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("{PREFIX}{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let name =
+            format!("{PREFIX}{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
         let dir = std::env::temp_dir().join(&name);
         for below in ["state", "root", "run"] {
             fs::create_dir_all(dir.join(below))?;
@@ -169,7 +170,10 @@ impl Bare {
         let status = format!("/proc/{}/status", self.pid()?);
         until("strace has ended", DAEMON, async || {
             let text = fs::read_to_string(&status)?;
-            let tracer = text.lines().find_map(|line| line.strip_prefix("TracerPid:")).context("no tracer's line")?;
+            let tracer = text
+                .lines()
+                .find_map(|line| line.strip_prefix("TracerPid:"))
+                .context("no tracer's line")?;
             let tracer = tracer.trim().parse::<i32>()?;
             if tracer == 0 {
                 return Ok(());
@@ -193,10 +197,14 @@ impl Bare {
 
     /// Everything on the machine that sandboxes of this daemon have left.
     pub(crate) fn left(&self) -> Result<Vec<String>> {
-        let mut left: Vec<String> = self.pauses()?.iter().map(|p| format!("process {} {}", p.pid, p.command)).collect();
-        left.extend(crate::endpoint::shims(self)?.iter().map(|p| format!("shim {} {}", p.pid, p.command)));
+        let mut left: Vec<String> =
+            self.pauses()?.iter().map(|p| format!("process {} {}", p.pid, p.command)).collect();
+        left.extend(
+            crate::endpoint::shims(self)?.iter().map(|p| format!("shim {} {}", p.pid, p.command)),
+        );
         if let Ok(daemon) = self.pid() {
-            let zombies = processes::all()?.into_iter().filter(|p| p.parent == daemon && p.state == 'Z');
+            let zombies =
+                processes::all()?.into_iter().filter(|p| p.parent == daemon && p.state == 'Z');
             left.extend(zombies.map(|p| format!("zombie {} {}", p.pid, p.comm)));
         }
         let dirs = [
@@ -207,16 +215,20 @@ impl Bare {
         ];
         for dir in dirs {
             let Ok(entries) = fs::read_dir(dir) else { continue };
-            left.extend(entries.flatten().map(|entry| format!("directory {}", entry.path().display())));
+            left.extend(
+                entries.flatten().map(|entry| format!("directory {}", entry.path().display())),
+            );
         }
         let own = self.path("state/sandboxes");
         let places = ["state", "root", "run"].map(|below| self.path(below));
-        let ours = |point: &Path| places.iter().any(|place| point.starts_with(place)) && point != own;
+        let ours =
+            |point: &Path| places.iter().any(|place| point.starts_with(place)) && point != own;
         for mount in mounts::of("self")?.into_iter().filter(|mount| ours(&mount.point)) {
             left.push(format!("mount {}", mount.point.display()));
         }
         let parent = self.cgroup();
-        let cgroups = cgroup::below(&parent)?.into_iter().filter(|path| !path.ends_with(&parent[1..]));
+        let cgroups =
+            cgroup::below(&parent)?.into_iter().filter(|path| !path.ends_with(&parent[1..]));
         left.extend(cgroups.map(|path| format!("cgroup {}", path.display())));
         Ok(left)
     }
@@ -228,9 +240,11 @@ impl Bare {
 
     /// The same, with mounts of the test's own.
     pub(crate) async fn nothing_left_but(&self, mounts: &[PathBuf]) -> Result<()> {
-        let known: Vec<String> = mounts.iter().map(|mount| format!("mount {}", mount.display())).collect();
+        let known: Vec<String> =
+            mounts.iter().map(|mount| format!("mount {}", mount.display())).collect();
         until("nothing is left", Duration::from_secs(10), async || {
-            let left: Vec<String> = self.left()?.into_iter().filter(|thing| !known.contains(thing)).collect();
+            let left: Vec<String> =
+                self.left()?.into_iter().filter(|thing| !known.contains(thing)).collect();
             ensure!(left.is_empty(), "left:\n  {}", left.join("\n  "));
             Ok(())
         })
@@ -280,7 +294,12 @@ fn remove(dir: &Path, name: &str) {
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    for mount in mounts::of("self").unwrap_or_default().iter().rev().filter(|mount| mount.point.starts_with(dir)) {
+    for mount in mounts::of("self")
+        .unwrap_or_default()
+        .iter()
+        .rev()
+        .filter(|mount| mount.point.starts_with(dir))
+    {
         let _ = umount2(&mount.point, MntFlags::MNT_DETACH);
     }
     let mut cgroups = cgroup::below(&format!("/{name}")).unwrap_or_default();

@@ -28,13 +28,16 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// Sandboxes that containerd does not know, one of which has ended: both go, and one that containerd knows stays though it has ended and no call
-/// asks for it.
+/// Sandboxes that containerd does not know, one of which has ended: both go, and one that
+/// containerd knows stays though it has ended and no call asks for it.
 async fn node_forgotten_sandboxes_are_collected(node: Arc<Node>) -> Result<()> {
     let controller = node.sandboxer();
     let kept = node.run(Handler::Ours, PodSpec::new("kept").host_network()).await?;
     let pause = kept.pause_pid().await?;
-    let (home, ids) = (node.prepare(PodSpec::new("forgotten").host_network())?, ["0a".repeat(32), "0b".repeat(32)]);
+    let (home, ids) = (
+        node.prepare(PodSpec::new("forgotten").host_network())?,
+        ["0a".repeat(32), "0b".repeat(32)],
+    );
     let mut pids = Vec::new();
     for id in &ids {
         controller.create(id, home.config(), "").await?;
@@ -75,7 +78,10 @@ async fn created_and_never_started() -> Result<()> {
     let gone = async |id: &str| {
         until("it is given up", Duration::from_secs(10), async || {
             let status = controller.status(id, false).await;
-            ensure!(status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{status:?}");
+            ensure!(
+                status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND),
+                "{status:?}"
+            );
             Ok(())
         })
         .await
@@ -90,7 +96,8 @@ async fn created_and_never_started() -> Result<()> {
     bare.nothing_left().await
 }
 
-/// Directories of sandboxes in which there is no record: empty, with a stage, with shared memory mounted twice.
+/// Directories of sandboxes in which there is no record: empty, with a stage, with shared memory
+/// mounted twice.
 async fn directories_and_mounts_without_a_record() -> Result<()> {
     let bare = Bare::started().await?;
     let (controller, shape) = (bare.controller(), Shape::plain(&bare));
@@ -109,7 +116,13 @@ async fn directories_and_mounts_without_a_record() -> Result<()> {
     fs::write(strange.join("somebody's"), "")?;
     // All of one is there but the record: pause, cgroup, both mounts, files.
     fs::remove_file(bare.record(&lost).join("record.json"))?;
-    mount(Some("more"), &bare.record(&lost).join("shm"), Some("tmpfs"), MsFlags::empty(), None::<&str>)?;
+    mount(
+        Some("more"),
+        &bare.record(&lost).join("shm"),
+        Some("tmpfs"),
+        MsFlags::empty(),
+        None::<&str>,
+    )?;
     bare.start().await?;
 
     let left = bare.left()?;
@@ -155,7 +168,8 @@ async fn pauses_without_a_record() -> Result<()> {
     bare.nothing_left().await
 }
 
-/// Two daemons of one machine with sandboxes of the same ids, and a process that only looks like a pause.
+/// Two daemons of one machine with sandboxes of the same ids, and a process that only looks like a
+/// pause.
 async fn pauses_of_other_daemons_stay() -> Result<()> {
     let (ours, theirs) = (Bare::started().await?, Bare::started().await?);
     let id = ours.id("same");
@@ -170,7 +184,10 @@ async fn pauses_of_other_daemons_stay() -> Result<()> {
     let status = ours.controller().status(&id, false).await;
     ensure!(status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{status:?}");
     let status = theirs.controller().status(&id, false).await?;
-    ensure!(status.state == "SANDBOX_READY" && status.pid == pid, "the other daemon's sandbox: {status:?}");
+    ensure!(
+        status.state == "SANDBOX_READY" && status.pid == pid,
+        "the other daemon's sandbox: {status:?}"
+    );
     ensure!(imitation.try_wait()?.is_none(), "the imitation was killed");
     imitation.kill()?;
     imitation.wait()?;

@@ -33,8 +33,12 @@ const DEADLINE: Duration = Duration::from_secs(60);
 const OTHER: Duration = Duration::from_secs(10);
 
 pub(crate) fn cases() -> Vec<Case> {
-    let mut cases =
-        alone![removals_with_left_overs_at_once, removals_that_hang, a_crowd_and_a_restart, a_watchdog_that_is_not_fed];
+    let mut cases = alone![
+        removals_with_left_overs_at_once,
+        removals_that_hang,
+        a_crowd_and_a_restart,
+        a_watchdog_that_is_not_fed
+    ];
     cases.extend(on_node![node_a_crowd_and_a_restart_of_containerd]);
     cases
 }
@@ -47,12 +51,16 @@ async fn with_slow_deletions(seconds: u32) -> Result<Bare> {
     fs::set_permissions(&shim, fs::Permissions::from_mode(0o755))?;
     let config = bare.path("config.toml");
     let settings = fs::read_to_string(&config)?;
-    fs::write(&config, format!("{settings}shims = {{ \"io.containerd.runc.v2\" = \"{}\" }}\n", shim.display()))?;
+    fs::write(
+        &config,
+        format!("{settings}shims = {{ \"io.containerd.runc.v2\" = \"{}\" }}\n", shim.display()),
+    )?;
     bare.start().await?;
     Ok(bare)
 }
 
-/// Sandboxes that run, each with what a shim that is gone has left: its bundle, and that of a container.
+/// Sandboxes that run, each with what a shim that is gone has left: its bundle, and that of a
+/// container.
 async fn with_left_overs(bare: &Bare, count: usize) -> Result<Vec<String>> {
     let (controller, shape) = (bare.controller(), Shape::plain(bare));
     let mut ids = Vec::new();
@@ -60,7 +68,8 @@ async fn with_left_overs(bare: &Bare, count: usize) -> Result<Vec<String>> {
         let id = bare.id(&format!("left-{number}"));
         shape.run(&controller, &id).await?;
         fs::create_dir(bare.record(&id).join("shim"))?;
-        let bundle = bare.path("run/io.containerd.runtime.v2.task/k8s.io").join(format!("{number:064x}"));
+        let bundle =
+            bare.path("run/io.containerd.runtime.v2.task/k8s.io").join(format!("{number:064x}"));
         fs::create_dir_all(&bundle)?;
         fs::write(bundle.join("sandbox"), &id)?;
         ids.push(id);
@@ -102,7 +111,8 @@ async fn removals_with_left_overs_at_once() -> Result<()> {
         removals.spawn(async move { Ok(controller.shutdown(&id).await?) });
     }
     until("a removal is under way", OTHER, async || {
-        let called = kit::machine::processes::all()?.iter().any(|p| p.command.starts_with("sleep 1"));
+        let called =
+            kit::machine::processes::all()?.iter().any(|p| p.command.starts_with("sleep 1"));
         ensure!(called, "no shim was called");
         Ok(())
     })
@@ -123,7 +133,10 @@ async fn removals_that_hang() -> Result<()> {
         removals.spawn(async move { Ok(remove(&controller, &id).await?) });
     }
     until("the removals hang", OTHER, async || {
-        let called = kit::machine::processes::all()?.iter().filter(|p| p.command.starts_with("sleep 9")).count();
+        let called = kit::machine::processes::all()?
+            .iter()
+            .filter(|p| p.command.starts_with("sleep 9"))
+            .count();
         ensure!(called >= 32, "{called} shims are called");
         Ok(())
     })
@@ -140,7 +153,9 @@ async fn asked<T, F: Future<Output = Result<T, Status>>>(ask: impl Fn() -> F) ->
     let answered = async {
         loop {
             match ask().await {
-                Err(status) if status.code == grpc::UNAVAILABLE => tokio::time::sleep(Duration::from_millis(50)).await,
+                Err(status) if status.code == grpc::UNAVAILABLE => {
+                    tokio::time::sleep(Duration::from_millis(50)).await
+                }
                 answered => return answered,
             }
         }
@@ -161,7 +176,11 @@ async fn run(controller: &Controller, shape: &Shape, id: &str) -> Result<()> {
             Ok(_) => return Ok(()),
             Err(e) => {
                 // Started, and the answer was lost; or cut off and removed.
-                if controller.status(id, false).await.is_ok_and(|status| status.state == "SANDBOX_READY") {
+                if controller
+                    .status(id, false)
+                    .await
+                    .is_ok_and(|status| status.state == "SANDBOX_READY")
+                {
                     return Ok(());
                 }
                 ensure!(code(&e) == Some(grpc::NOT_FOUND), "{id}: {e:#}");
@@ -201,7 +220,9 @@ async fn a_crowd_and_a_restart() -> Result<()> {
         crowd.spawn(async move {
             // Once removed it is not found, which containerd takes for success.
             match asked(|| controller.stop(&id)).await {
-                Err(e) if code(&e) != Some(grpc::NOT_FOUND) => return Err(e.context(format!("stop {id}"))),
+                Err(e) if code(&e) != Some(grpc::NOT_FOUND) => {
+                    return Err(e.context(format!("stop {id}")));
+                }
                 _ => {}
             }
             asked(|| controller.shutdown(&id)).await.with_context(|| format!("shut down {id}"))
@@ -229,13 +250,16 @@ async fn a_crowd_and_a_restart() -> Result<()> {
 /// After which a service manager would take the daemon for hung.
 const WATCHDOG: Duration = Duration::from_secs(2);
 
-/// More removals hang in the kernel than there are threads for them. Other pods are served, and the watchdog gets no keep-alive until it is over.
+/// More removals hang in the kernel than there are threads for them. Other pods are served, and the
+/// watchdog gets no keep-alive until it is over.
 async fn a_watchdog_that_is_not_fed() -> Result<()> {
     let bare = Bare::new("")?;
     let watchdog = std::os::unix::net::UnixDatagram::bind(bare.path("notify"))?;
     watchdog.set_nonblocking(true)?;
     let mut command = bare.command();
-    command.env("NOTIFY_SOCKET", bare.path("notify")).env("WATCHDOG_USEC", WATCHDOG.as_micros().to_string());
+    command
+        .env("NOTIFY_SOCKET", bare.path("notify"))
+        .env("WATCHDOG_USEC", WATCHDOG.as_micros().to_string());
     bare.start_as(command).await?;
     let (controller, shape) = (Arc::new(bare.controller()), Shape::plain(&bare));
     let fed = || -> Result<usize> {
@@ -252,7 +276,8 @@ async fn a_watchdog_that_is_not_fed() -> Result<()> {
         })
         .await
     };
-    let ids: Vec<String> = (0..HANGING).map(|number| bare.id(&format!("hanging-{number}"))).collect();
+    let ids: Vec<String> =
+        (0..HANGING).map(|number| bare.id(&format!("hanging-{number}"))).collect();
     for id in &ids {
         shape.run(&controller, id).await?;
     }

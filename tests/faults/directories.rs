@@ -108,7 +108,10 @@ async fn full_directories() -> Result<()> {
         let told = bare.logged().contains("its exit is not recorded");
         ensure!(told == (directory == "state"), "{directory} is full: {}", bare.logged());
         fs::remove_dir_all(bare.path(directory).join("filler"))?;
-        shape.run(&controller, &again).await.with_context(|| format!("{directory} is free again"))?;
+        shape
+            .run(&controller, &again)
+            .await
+            .with_context(|| format!("{directory} is free again"))?;
         remove(&controller, &again).await?;
         bare.nothing_left_but(&[bare.path(directory)]).await?;
     }
@@ -122,7 +125,8 @@ async fn read_only_directories() -> Result<()> {
         let (living, dying) = (bare.id("living"), bare.id("dying"));
         shape.run(&controller, &living).await?;
         let pid = shape.run(&controller, &dying).await?;
-        // The lock of the state directory is open for writing; the records have a mount of their own.
+        // The lock of the state directory is open for writing; the records have a mount of their
+        // own.
         let point = bare.path(if directory == "state" { "state/sandboxes" } else { directory });
         let remount = |flags| {
             let flags = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | flags;
@@ -131,16 +135,31 @@ async fn read_only_directories() -> Result<()> {
         remount(MsFlags::MS_RDONLY).context("make it read-only")?;
         refused(&bare, directory, 30).await.with_context(|| format!("{directory} is read-only"))?;
         is_whole(&bare, &controller, &living).await?;
-        nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid.cast_signed()), nix::sys::signal::Signal::SIGKILL)?;
-        let exit = tokio::time::timeout(Duration::from_secs(5), controller.wait(&dying)).await.context("Wait")??;
+        nix::sys::signal::kill(
+            nix::unistd::Pid::from_raw(pid.cast_signed()),
+            nix::sys::signal::Signal::SIGKILL,
+        )?;
+        let exit = tokio::time::timeout(Duration::from_secs(5), controller.wait(&dying))
+            .await
+            .context("Wait")??;
         ensure!(exit.exit_status == 137, "exit status {}", exit.exit_status);
-        let error = controller.shutdown(&dying).await.err().context("removed from a read-only directory")?;
-        ensure!(error.message.contains("os error 30"), "{directory} is read-only: shutdown: {error}");
+        let error = controller
+            .shutdown(&dying)
+            .await
+            .err()
+            .context("removed from a read-only directory")?;
+        ensure!(
+            error.message.contains("os error 30"),
+            "{directory} is read-only: shutdown: {error}"
+        );
         remount(MsFlags::empty()).context("make it writable")?;
         // The back-off finishes what was asked for.
         until("the removal", Duration::from_secs(30), async || {
             let status = controller.status(&dying, false).await;
-            ensure!(status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{status:?}");
+            ensure!(
+                status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND),
+                "{status:?}"
+            );
             Ok(())
         })
         .await?;
@@ -167,8 +186,9 @@ fn delete(files: &Path, shm: &Path) -> Result<()> {
     Ok(fs::remove_dir_all(files)?)
 }
 
-/// Status answers as if nothing were wrong; what fails is logged once, counted, and tried again without any call. Once with a disk on which no
-/// file can be made, and once with one on which none can be written.
+/// Status answers as if nothing were wrong; what fails is logged once, counted, and tried again
+/// without any call. Once with a disk on which no file can be made, and once with one on which none
+/// can be written.
 async fn files_that_cannot_be_put_back_are_put_back_later() -> Result<()> {
     for (what, fill) in [("full", fill as fn(&Path) -> Result<()>), ("without space", fill_space)] {
         let bare = Bare::new("")?;
@@ -189,24 +209,35 @@ async fn files_that_cannot_be_put_back_are_put_back_later() -> Result<()> {
         fill(&bare.path("root"))?;
         // Nothing is looked for in the first moments of a sandbox.
         until("it looks for the files", AGAIN, async || {
-            controller.status(&id, false).await.with_context(|| format!("status on a disk that is {what}"))?;
+            controller
+                .status(&id, false)
+                .await
+                .with_context(|| format!("status on a disk that is {what}"))?;
             ensure!(bare.logged().contains(FAILED), "not logged");
             Ok(())
         })
         .await?;
         let asked = 3;
         for _ in 0..asked {
-            let status =
-                controller.status(&id, false).await.with_context(|| format!("status on a disk that is {what}"))?;
+            let status = controller
+                .status(&id, false)
+                .await
+                .with_context(|| format!("status on a disk that is {what}"))?;
             ensure!(status.state == "SANDBOX_READY" && status.pid == pid, "{what}: {status:?}");
         }
         for (name, _) in &whole {
-            ensure!(!bare.files(&id).join(name).exists(), "{what}: there is less than all of {name}");
+            ensure!(
+                !bare.files(&id).join(name).exists(),
+                "{what}: there is less than all of {name}"
+            );
         }
         ensure!(bare.shm(&id).exists(), "{what}: the shared memory needs nothing of that disk");
         let times = bare.logged().matches(FAILED).count();
         ensure!((1..=whole.len()).contains(&times), "{what}: logged {times} times in one episode");
-        ensure!(counted(&bare, "pause_sandboxer_healing_failures_total")? >= asked, "{what}: not counted");
+        ensure!(
+            counted(&bare, "pause_sandboxer_healing_failures_total")? >= asked,
+            "{what}: not counted"
+        );
 
         fs::remove_dir_all(bare.path("root/filler"))?;
         until("the files are back", AGAIN, async || {
@@ -223,14 +254,18 @@ async fn files_that_cannot_be_put_back_are_put_back_later() -> Result<()> {
         .await?;
         is_whole(&bare, &controller, &id).await?;
         ensure!(bare.logged().matches(FAILED).count() == times, "{what}: logged again");
-        ensure!(counted(&bare, "pause_sandboxer_healed_files_total")? >= 1, "{what}: not counted as healed");
+        ensure!(
+            counted(&bare, "pause_sandboxer_healed_files_total")? >= 1,
+            "{what}: not counted as healed"
+        );
         remove(&controller, &id).await?;
         bare.nothing_left_but(&[bare.path("root")]).await?;
     }
     Ok(())
 }
 
-/// A daemon that wrote in place has left an empty file. One that a container has emptied, through its mount, is left as it is.
+/// A daemon that wrote in place has left an empty file. One that a container has emptied, through
+/// its mount, is left as it is.
 async fn a_file_that_was_cut_off_is_put_back() -> Result<()> {
     let bare = Bare::started().await?;
     let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("cut"));
@@ -257,9 +292,11 @@ async fn a_file_that_was_cut_off_is_put_back() -> Result<()> {
     bare.nothing_left().await
 }
 
-/// containerd deletes the files of the pods as it comes up, and asks for their status; an error then would leave them not ready for good.
+/// containerd deletes the files of the pods as it comes up, and asks for their status; an error
+/// then would leave them not ready for good.
 async fn node_containerd_restarts_on_a_full_disk(node: Arc<Node>) -> Result<()> {
-    // The directory of what CRI keeps: in that of the sandboxes containerd would remove what fills it.
+    // The directory of what CRI keeps: in that of the sandboxes containerd would remove what fills
+    // it.
     let disk = node.layout().sandbox_files("").join("..").canonicalize()?;
     mount_small(&disk)?;
     let done = restarted_on_a_full_disk(&node, &disk).await;
@@ -268,7 +305,8 @@ async fn node_containerd_restarts_on_a_full_disk(node: Arc<Node>) -> Result<()> 
 }
 
 async fn restarted_on_a_full_disk(node: &Arc<Node>, disk: &Path) -> Result<()> {
-    let pod = node.run(kit::Handler::Ours, PodSpec::new("full").dns(&["10.0.0.10"], &[], &[])).await?;
+    let pod =
+        node.run(kit::Handler::Ours, PodSpec::new("full").dns(&["10.0.0.10"], &[], &[])).await?;
     let pause = pod.pause_pid().await?;
     node.stop_containerd().await?;
     // Before containerd does it, so that nothing is free when it asks.
@@ -287,11 +325,15 @@ async fn restarted_on_a_full_disk(node: &Arc<Node>, disk: &Path) -> Result<()> {
     })
     .await?;
     let container = pod.run(ContainerSpec::sleeping("after")).await?;
-    ensure!(container.sh("cat /etc/resolv.conf").await? == "nameserver 10.0.0.10\n", "the container has another");
+    ensure!(
+        container.sh("cat /etc/resolv.conf").await? == "nameserver 10.0.0.10\n",
+        "the container has another"
+    );
     pod.remove().await
 }
 
-/// The record of a sandbox that runs was removed: the sandbox can be stopped and removed, and its exit is reported.
+/// The record of a sandbox that runs was removed: the sandbox can be stopped and removed, and its
+/// exit is reported.
 async fn a_record_directory_that_is_gone() -> Result<()> {
     let bare = Bare::started().await?;
     let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("bereft"));

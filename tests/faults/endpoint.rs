@@ -1,4 +1,5 @@
-//! The Task endpoint of a bare daemon's sandbox, as containerd calls it, and the shim that serves there.
+//! The Task endpoint of a bare daemon's sandbox, as containerd calls it, and the shim that serves
+//! there.
 
 use std::fs;
 use std::path::PathBuf;
@@ -64,11 +65,15 @@ impl Caller {
 
 /// Waits until the daemon has done all for its only shim, or is gone.
 pub(crate) async fn settled_in(bare: &Bare, id: &str) -> Result<()> {
-    let score = |pid| -> Result<i32> { Ok(fs::read_to_string(format!("/proc/{pid}/oom_score_adj"))?.trim().parse()?) };
+    let score = |pid| -> Result<i32> {
+        Ok(fs::read_to_string(format!("/proc/{pid}/oom_score_adj"))?.trim().parse()?)
+    };
     let daemon = bare.pid()?;
     let record = bare.record(id).join("shim/shim.json");
     until("the shim is on record", WITHIN, async || {
-        if !processes::exists(daemon) || processes::all()?.iter().any(|p| p.pid == daemon && p.state == 'Z') {
+        if !processes::exists(daemon)
+            || processes::all()?.iter().any(|p| p.pid == daemon && p.state == 'Z')
+        {
             return Ok(());
         }
         ensure!(fs::read_to_string(&record)?.contains("running"), "it is not");

@@ -133,10 +133,11 @@ async fn shared_node(suite: &Suite) -> Result<Arc<Node>> {
     if let Some(node) = lock(&suite.node).as_ref() {
         return Ok(Arc::clone(node));
     }
-    // A daemon that is killed between Create and Start leaves a sandbox that containerd forgets and its successor removes, by default within
-    // minutes.
+    // A daemon that is killed between Create and Start leaves a sandbox that containerd forgets and
+    // its successor removes, by default within minutes.
     let sandboxer_config = "forgotten_interval = 1\n".to_owned();
-    let options = Options { sandboxer: Some(binary().into()), sandboxer_config, ..Options::default() };
+    let options =
+        Options { sandboxer: Some(binary().into()), sandboxer_config, ..Options::default() };
     let node = Node::start(options).await?;
     node.start_sandboxer().await?;
     // Makes what is made once for all pods, such as the bridge.

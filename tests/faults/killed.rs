@@ -1,5 +1,6 @@
-//! The daemon is killed at every system call of a sandbox's life that changes the system, and started again. The sandbox is whole
-//! then, or it is gone without a trace, and the same one can be run.
+//! The daemon is killed at every system call of a sandbox's life that changes the system, and
+//! started again. The sandbox is whole then, or it is gone without a trace, and the same one can be
+//! run.
 
 use std::time::{Duration, Instant};
 
@@ -49,8 +50,20 @@ async fn killed_in_create_and_start() -> Result<()> {
     let bare = Bare::started().await?;
     let shape = Shape::plain(&bare);
     let calls = at_every_call(&bare, &shape, Part::CreateStart).await?;
-    for needed in ["record.json", "stage.json", "shm", "hosts", "clone", "child: write", "child: execveat", "mkdirat"] {
-        ensure!(calls.iter().any(|call| call.contains(needed)), "nothing of {needed} among {calls:#?}");
+    for needed in [
+        "record.json",
+        "stage.json",
+        "shm",
+        "hosts",
+        "clone",
+        "child: write",
+        "child: execveat",
+        "mkdirat",
+    ] {
+        ensure!(
+            calls.iter().any(|call| call.contains(needed)),
+            "nothing of {needed} among {calls:#?}"
+        );
     }
     Ok(())
 }
@@ -60,8 +73,14 @@ async fn killed_in_start_without_a_cgroup() -> Result<()> {
     let bare = Bare::started().await?;
     let shape = Shape { cgroup_parent: String::new(), ..Shape::plain(&bare) };
     let calls = at_every_call(&bare, &shape, Part::CreateStart).await?;
-    ensure!(calls.iter().any(|call| call.contains("child: execveat")), "no execveat among {calls:#?}");
-    ensure!(bare.logged().contains("a pause that no record names is ended"), "no pause was ever left alone");
+    ensure!(
+        calls.iter().any(|call| call.contains("child: execveat")),
+        "no execveat among {calls:#?}"
+    );
+    ensure!(
+        bare.logged().contains("a pause that no record names is ended"),
+        "no pause was ever left alone"
+    );
     Ok(())
 }
 
@@ -73,7 +92,10 @@ async fn killed_in_start_with_users_and_network() -> Result<()> {
         Shape { cgroup_parent: String::new(), userns: true, ..Shape::plain(&bare) },
     ] {
         let calls = at_every_call(&bare, &shape, Part::CreateStart).await?;
-        ensure!(calls.iter().any(|call| call.contains("child: setns")), "no setns among {calls:#?}");
+        ensure!(
+            calls.iter().any(|call| call.contains("child: setns")),
+            "no setns among {calls:#?}"
+        );
     }
     Ok(())
 }
@@ -109,8 +131,19 @@ async fn killed_in_the_launch_of_a_shim() -> Result<()> {
     let bare = Bare::new(&endpoint::settings()?)?;
     bare.start().await?;
     let calls = at_every_call(&bare, &Shape::plain(&bare), Part::Launch).await?;
-    for needed in ["config.json", "/log", "shim.json", "clone", "child: setsid", "child: execve", "oom_score_adj"] {
-        ensure!(calls.iter().any(|call| call.contains(needed)), "nothing of {needed} among {calls:#?}");
+    for needed in [
+        "config.json",
+        "/log",
+        "shim.json",
+        "clone",
+        "child: setsid",
+        "child: execve",
+        "oom_score_adj",
+    ] {
+        ensure!(
+            calls.iter().any(|call| call.contains(needed)),
+            "nothing of {needed} among {calls:#?}"
+        );
     }
     ensure!(bare.logged().contains("its shim is taken over"), "no shim was ever found again");
     Ok(())
@@ -121,34 +154,49 @@ async fn killed_in_the_end_of_a_shim() -> Result<()> {
     bare.start().await?;
     let calls = at_every_call(&bare, &Shape::plain(&bare), Part::ShimEnd).await?;
     for needed in ["waitid", "/shims/", "shim.json", "record.json"] {
-        ensure!(calls.iter().any(|call| call.contains(needed)), "nothing of {needed} among {calls:#?}");
+        ensure!(
+            calls.iter().any(|call| call.contains(needed)),
+            "nothing of {needed} among {calls:#?}"
+        );
     }
     Ok(())
 }
 
-/// Kills at the first call, the second, and so on until the part is done before the next comes. Answers the calls of the last,
-/// whole run.
+/// Kills at the first call, the second, and so on until the part is done before the next comes.
+/// Answers the calls of the last, whole run.
 async fn at_every_call(bare: &Bare, shape: &Shape, part: Part) -> Result<Vec<String>> {
     let id = bare.id("killed");
     let begun = Instant::now();
     for nth in 1.. {
-        let (seen, answered) =
-            one(bare, shape, part, &id, nth).await.with_context(|| format!("{part:?}, killed at call {nth}"))?;
+        let (seen, answered) = one(bare, shape, part, &id, nth)
+            .await
+            .with_context(|| format!("{part:?}, killed at call {nth}"))?;
         if !seen.killed {
-            eprintln!("{part:?}: killed at each of {} calls, {:.1} s", nth - 1, begun.elapsed().as_secs_f32());
+            eprintln!(
+                "{part:?}: killed at each of {} calls, {:.1} s",
+                nth - 1,
+                begun.elapsed().as_secs_f32()
+            );
             return Ok(seen.calls);
         }
         bare.kill()?;
         let at = seen.calls.last().cloned().unwrap_or_default();
-        settles(bare, shape, part, &id, answered)
-            .await
-            .with_context(|| format!("{part:?}, killed at call {nth}: {at}\nlog ends:\n{}", log_end(bare)))?;
+        settles(bare, shape, part, &id, answered).await.with_context(|| {
+            format!("{part:?}, killed at call {nth}: {at}\nlog ends:\n{}", log_end(bare))
+        })?;
     }
     bail!("unreachable: there are not that many calls")
 }
 
-/// One life of the sandbox, of which `part` is traced; with a caller whom a shim has answered, if any was.
-async fn one(bare: &Bare, shape: &Shape, part: Part, id: &str, nth: usize) -> Result<(Seen, Option<Caller>)> {
+/// One life of the sandbox, of which `part` is traced; with a caller whom a shim has answered, if
+/// any was.
+async fn one(
+    bare: &Bare,
+    shape: &Shape,
+    part: Part,
+    id: &str,
+    nth: usize,
+) -> Result<(Seen, Option<Caller>)> {
     let controller = bare.controller();
     let mut pid = 0;
     if part != Part::CreateStart {
@@ -206,20 +254,34 @@ async fn cleaned(bare: &Bare, controller: &Controller, id: &str) -> Result<(), g
 }
 
 /// Starts the daemon again and looks at what there is.
-async fn settles(bare: &Bare, shape: &Shape, part: Part, id: &str, answered: Option<Caller>) -> Result<()> {
+async fn settles(
+    bare: &Bare,
+    shape: &Shape,
+    part: Part,
+    id: &str,
+    answered: Option<Caller>,
+) -> Result<()> {
     let launched = endpoint::shims(bare)?;
     bare.start().await?;
     let controller = bare.controller();
     if part == Part::Launch {
-        // Who called a shim that was executed has its answer; who called none was hung up on, and calls again.
-        ensure!(launched.len() == usize::from(answered.is_some()), "answered: {}, {launched:?}", answered.is_some());
+        // Who called a shim that was executed has its answer; who called none was hung up on, and
+        // calls again.
+        ensure!(
+            launched.len() == usize::from(answered.is_some()),
+            "answered: {}, {launched:?}",
+            answered.is_some()
+        );
         if let Some(caller) = answered {
             caller.ask(id).await.context("the connection from before")?;
         }
         Caller::connect(bare).await?.ask(id).await.context("a new connection")?;
         endpoint::settled_in(bare, id).await?;
         let shim = endpoint::one(bare)?;
-        ensure!(launched.iter().all(|before| before.pid == shim.pid), "another shim: {launched:?}, {shim:?}");
+        ensure!(
+            launched.iter().all(|before| before.pid == shim.pid),
+            "another shim: {launched:?}, {shim:?}"
+        );
     }
     match controller.status(id, false).await {
         Err(status) if status.code == grpc::NOT_FOUND => {

@@ -20,7 +20,9 @@ pub(crate) fn cases() -> Vec<Case> {
 
 /// Sets the soft limit; the hard one stays, as raising it takes a privilege.
 fn limit(pid: u32, limit: &str) -> Result<()> {
-    let done = Command::new("prlimit").args(["--pid", &pid.to_string(), &format!("--nofile={limit}:")]).output()?;
+    let done = Command::new("prlimit")
+        .args(["--pid", &pid.to_string(), &format!("--nofile={limit}:")])
+        .output()?;
     ensure!(done.status.success(), "prlimit: {}", String::from_utf8_lossy(&done.stderr));
     Ok(())
 }
@@ -33,7 +35,8 @@ async fn no_descriptors() -> Result<()> {
     let pid = shape.run(&controller, &dying).await?;
     let (daemon, id) = (bare.pid()?, bare.id("refused"));
     let hard = fs::read_to_string(format!("/proc/{daemon}/limits"))?;
-    let hard = hard.lines().find_map(|line| line.strip_prefix("Max open files")).context("no limit")?;
+    let hard =
+        hard.lines().find_map(|line| line.strip_prefix("Max open files")).context("no limit")?;
     let hard = hard.split_whitespace().nth(1).context("no hard limit")?.to_owned();
     shape.create(&controller, &id).await?;
     // None is free below.
@@ -83,10 +86,11 @@ async fn no_processes() -> Result<()> {
     bare.nothing_left().await
 }
 
-/// Pods have taken all process ids of the node, and the daemon has been idle for so long that its threads would have ended: it feeds its watchdog
-/// and answers all the same.
+/// Pods have taken all process ids of the node, and the daemon has been idle for so long that its
+/// threads would have ended: it feeds its watchdog and answers all the same.
 async fn no_processes_for_long() -> Result<()> {
-    /// Longer than the runtime keeps idle threads by itself (10 s), and than the daemon goes without a look at them (15 s).
+    /// Longer than the runtime keeps idle threads by itself (10 s), and than the daemon goes
+    /// without a look at them (15 s).
     const LONG: Duration = Duration::from_secs(17);
     let bare = Bare::started().await?;
     let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("living"));

@@ -1,9 +1,10 @@
-//! The fault suite: no restart, crash or fault of any part makes a live pod look dead, a dead one look alive, or leaves
-//! anything behind.
+//! The fault suite: no restart, crash or fault of any part makes a live pod look dead, a dead one
+//! look alive, or leaves anything behind.
 //!
-//! Faults come from outside the product: signals, a tracer that kills the daemon at a chosen system call, `strace` that lets calls
-//! fail or wait, full and read-only file systems, limits. Most cases ask a daemon directly ([`bare::Bare`]), which is fast; those
-//! named `node_…` run it under a real containerd. One case runs after another.
+//! Faults come from outside the product: signals, a tracer that kills the daemon at a chosen system
+//! call, `strace` that lets calls fail or wait, full and read-only file systems, limits. Most cases
+//! ask a daemon directly ([`bare::Bare`]), which is fast; those named `node_…` run it under a real
+//! containerd. One case runs after another.
 
 mod bare;
 mod endpoint;

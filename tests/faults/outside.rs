@@ -1,5 +1,5 @@
-//! System calls of the daemon fail or hang, by injection: the error names step, path and errno, other pods are not slowed, and what could
-//! not be done is done once the fault is gone.
+//! System calls of the daemon fail or hang, by injection: the error names step, path and errno,
+//! other pods are not slowed, and what could not be done is done once the fault is gone.
 
 use std::fs;
 use std::sync::Arc;
@@ -18,14 +18,20 @@ use crate::pods::{Netns, Shape, is_whole, remove};
 use crate::strace::Fault;
 
 pub(crate) fn cases() -> Vec<Case> {
-    let mut cases = alone![a_start_that_fails, a_cleanup_that_fails, an_unmount_that_hangs, a_netns_that_is_gone];
+    let mut cases = alone![
+        a_start_that_fails,
+        a_cleanup_that_fails,
+        an_unmount_that_hangs,
+        a_netns_that_is_gone
+    ];
     cases.extend(on_node![node_shim_that_hangs]);
     cases
 }
 
 /// How often each of Status and Start is measured.
 const TIMES: usize = 15;
-/// Others may be this much slower during a fault than under the same tracer without one: far less than any of the hangs.
+/// Others may be this much slower during a fault than under the same tracer without one: far less
+/// than any of the hangs.
 const RATIO: u32 = 10;
 /// What is not worth a comparison on a busy machine.
 const NOISE: Duration = Duration::from_millis(50);
@@ -36,7 +42,10 @@ async fn medians(bare: &Bare, other: &str) -> Result<[Duration; 2]> {
     let (mut status, mut start) = (Vec::new(), Vec::new());
     for number in 0..TIMES {
         let begun = Instant::now();
-        ensure!(controller.status(other, false).await?.state == "SANDBOX_READY", "the other pod is not ready");
+        ensure!(
+            controller.status(other, false).await?.state == "SANDBOX_READY",
+            "the other pod is not ready"
+        );
         status.push(begun.elapsed());
         let id = bare.id(&format!("measured-{number}"));
         shape.create(&controller, &id).await?;
@@ -57,9 +66,14 @@ async fn remove_measured(bare: &Bare, controller: &Controller) -> Result<()> {
 }
 
 fn compare(what: &str, before: [Duration; 2], during: [Duration; 2]) -> Result<()> {
-    for (verb, (before, during)) in ["Status", "Start"].into_iter().zip(before.into_iter().zip(during)) {
+    for (verb, (before, during)) in
+        ["Status", "Start"].into_iter().zip(before.into_iter().zip(during))
+    {
         eprintln!("{what}: {verb} of others {before:?} before, {during:?} during");
-        ensure!(during < before * RATIO + NOISE, "{what}: {verb} of others took {during:?}, before {before:?}");
+        ensure!(
+            during < before * RATIO + NOISE,
+            "{what}: {verb} of others took {during:?}, before {before:?}"
+        );
     }
     Ok(())
 }
@@ -78,7 +92,8 @@ async fn a_start_that_fails() -> Result<()> {
     let other = bare.id("other");
     shape.run(&controller, &other).await?;
     let id = bare.id("failing");
-    let (held, seen) = (bare.record(&id).join("shm").display().to_string(), bare.shm(&id).display().to_string());
+    let (held, seen) =
+        (bare.record(&id).join("shm").display().to_string(), bare.shm(&id).display().to_string());
     let cgroup = format!("{}/{id}", bare.cgroup());
     let before = bare.left()?;
     for (fault, words) in [
@@ -91,7 +106,8 @@ async fn a_start_that_fails() -> Result<()> {
     ] {
         let fault_now = Fault::begin(bare.pid()?, &[fault]).await?;
         shape.create(&controller, &id).await.with_context(|| format!("{fault}: create"))?;
-        let error = controller.start(&id).await.err().with_context(|| format!("{fault}: it started"))?;
+        let error =
+            controller.start(&id).await.err().with_context(|| format!("{fault}: it started"))?;
         names(&error, &words).with_context(|| fault.to_owned())?;
         names(&error, &[&id]).with_context(|| fault.to_owned())?;
         ensure!(bare.left()? == before, "{fault}: left {:?}, before {before:?}", bare.left()?);
@@ -104,7 +120,8 @@ async fn a_start_that_fails() -> Result<()> {
     bare.nothing_left().await
 }
 
-/// EBUSY of unmount and of the cgroup's removal: told to who asks, and done by the back-off when nobody asks any more.
+/// EBUSY of unmount and of the cgroup's removal: told to who asks, and done by the back-off when
+/// nobody asks any more.
 async fn a_cleanup_that_fails() -> Result<()> {
     let bare = Bare::started().await?;
     let (controller, shape) = (bare.controller(), Shape::plain(&bare));
@@ -120,13 +137,23 @@ async fn a_cleanup_that_fails() -> Result<()> {
         shape.run(&controller, &stopped).await?;
         let pid = shape.run(&controller, &killed).await?;
         let fault = Fault::begin(bare.pid()?, &[&format!("{call}:error=EBUSY")]).await?;
-        let error = controller.stop(&stopped).await.err().with_context(|| format!("{call}: Stop succeeded"))?;
+        let error = controller
+            .stop(&stopped)
+            .await
+            .err()
+            .with_context(|| format!("{call}: Stop succeeded"))?;
         names(&error, &[&stopped, word, "os error 16"])?;
-        let path = if call == "umount2" { bare.shm(&stopped).display().to_string() } else { bare.cgroup() };
+        let path = if call == "umount2" {
+            bare.shm(&stopped).display().to_string()
+        } else {
+            bare.cgroup()
+        };
         names(&error, &[&path])?;
         // The exit is told although the cleanup fails.
         kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
-        let exit = tokio::time::timeout(Duration::from_secs(5), controller.wait(&killed)).await.context("Wait")??;
+        let exit = tokio::time::timeout(Duration::from_secs(5), controller.wait(&killed))
+            .await
+            .context("Wait")??;
         ensure!(exit.exit_status == 137, "exit status {}", exit.exit_status);
         let during = medians(&bare, &other).await?;
         compare(call, before, during)?;
@@ -136,7 +163,9 @@ async fn a_cleanup_that_fails() -> Result<()> {
         // Nobody asks for the killed one; the other was to be shut down, and is in time.
         until("the cleanup is done", Duration::from_secs(40), async || {
             let left: Vec<String> = bare.left()?;
-            let of = |id: &str, kind: &str| left.iter().filter(|l| l.starts_with(kind) && l.contains(id)).count();
+            let of = |id: &str, kind: &str| {
+                left.iter().filter(|l| l.starts_with(kind) && l.contains(id)).count()
+            };
             ensure!(
                 of(&killed, "mount") == 0 && of(&killed, "cgroup") == 0 && of(&stopped, "") == 0,
                 "left: {left:#?}"
@@ -166,14 +195,17 @@ async fn an_unmount_that_hangs() -> Result<()> {
 
     let fault = Fault::begin(bare.pid()?, &["umount2:delay_enter=12s:when=1"]).await?;
     kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
-    let exit = tokio::time::timeout(Duration::from_secs(5), controller.wait(&hanging)).await.context("Wait")??;
+    let exit = tokio::time::timeout(Duration::from_secs(5), controller.wait(&hanging))
+        .await
+        .context("Wait")??;
     ensure!(exit.exit_status == 137, "exit status {}", exit.exit_status);
     let status = controller.status(&hanging, false).await?;
     ensure!(status.state == "SANDBOX_NOTREADY", "it is {}", status.state);
     let during = medians(&bare, &other).await?;
     compare("unmount of 12 s", before, during)?;
     ensure!(bare.shm(&hanging).exists(), "it was unmounted: nothing was hanging");
-    let stopped = until("stop", Duration::from_secs(60), async || Ok(controller.stop(&hanging).await?)).await;
+    let stopped =
+        until("stop", Duration::from_secs(60), async || Ok(controller.stop(&hanging).await?)).await;
     stopped.context("Stop while the unmount hangs")?;
     fault.end().await?;
     remove(&controller, &hanging).await?;
@@ -187,10 +219,15 @@ async fn medians_on(node: &Arc<Node>, other: &Pod) -> Result<[Duration; 2]> {
     let (controller, mut status, mut start) = (node.sandboxer(), Vec::new(), Vec::new());
     for number in 0..TIMES {
         let begun = Instant::now();
-        ensure!(controller.status(other.id(), false).await?.state == "SANDBOX_READY", "the other pod is not ready");
+        ensure!(
+            controller.status(other.id(), false).await?.state == "SANDBOX_READY",
+            "the other pod is not ready"
+        );
         status.push(begun.elapsed());
         let begun = Instant::now();
-        let pod = node.run(Handler::Ours, PodSpec::new(&format!("measured-{number}")).host_network()).await?;
+        let pod = node
+            .run(Handler::Ours, PodSpec::new(&format!("measured-{number}")).host_network())
+            .await?;
         start.push(begun.elapsed());
         pod.remove().await?;
     }
@@ -207,8 +244,9 @@ async fn node_shim_that_hangs(node: Arc<Node>) -> Result<()> {
     let before = medians_on(&node, &other).await?;
     container.stop().await?;
     container.remove().await?;
-    let of_pod =
-        |p: &processes::Proc| p.command.contains("containerd-shim-runc-v2") && p.command.contains(hanging.id());
+    let of_pod = |p: &processes::Proc| {
+        p.command.contains("containerd-shim-runc-v2") && p.command.contains(hanging.id())
+    };
     let shim = processes::all()?.into_iter().find(of_pod).context("the pod has no shim")?;
     kill(Pid::from_raw(shim.pid.cast_signed()), Signal::SIGSTOP)?;
     let removing = tokio::spawn({

@@ -38,7 +38,12 @@ impl Shape {
         let mut namespaces = api::NamespaceOption { network: network.into(), ..Default::default() };
         namespaces.pid = NamespaceMode::CONTAINER.into();
         if self.userns {
-            let mapping = api::IDMapping { container_id: 0, host_id: 1_000_000, length: 65536, ..Default::default() };
+            let mapping = api::IDMapping {
+                container_id: 0,
+                host_id: 1_000_000,
+                length: 65536,
+                ..Default::default()
+            };
             namespaces.userns_options = Some(api::UserNamespace {
                 mode: NamespaceMode::POD.into(),
                 uids: vec![mapping.clone()],
@@ -47,8 +52,10 @@ impl Shape {
             })
             .into();
         }
-        let security =
-            api::LinuxSandboxSecurityContext { namespace_options: Some(namespaces).into(), ..Default::default() };
+        let security = api::LinuxSandboxSecurityContext {
+            namespace_options: Some(namespaces).into(),
+            ..Default::default()
+        };
         let linux = api::LinuxPodSandboxConfig {
             cgroup_parent: self.cgroup_parent.clone(),
             security_context: Some(security).into(),
@@ -60,7 +67,8 @@ impl Shape {
 
     /// Create.
     pub(crate) async fn create(&self, controller: &Controller, id: &str) -> Result<(), Status> {
-        let netns = self.netns.as_deref().map(|path| path.display().to_string()).unwrap_or_default();
+        let netns =
+            self.netns.as_deref().map(|path| path.display().to_string()).unwrap_or_default();
         controller.create(id, &self.config(), &netns).await
     }
 
@@ -88,10 +96,17 @@ pub(crate) async fn is_whole(bare: &Bare, controller: &Controller, id: &str) -> 
     ensure!(status.state == "SANDBOX_READY", "{id} is {}", status.state);
     // The kernel lets the daemon go on a moment before the program's command line is there.
     let pause = until("its pause", Duration::from_secs(5), async || {
-        bare.pauses()?.into_iter().find(|p| p.command.ends_with(id)).with_context(|| format!("{id}: no pause"))
+        bare.pauses()?
+            .into_iter()
+            .find(|p| p.command.ends_with(id))
+            .with_context(|| format!("{id}: no pause"))
     })
     .await?;
-    ensure!(pause.pid == status.pid && pause.state != 'Z', "{id}: status tells {}, its pause is {pause:?}", status.pid);
+    ensure!(
+        pause.pid == status.pid && pause.state != 'Z',
+        "{id}: status tells {}, its pause is {pause:?}",
+        status.pid
+    );
     for file in ["hostname", "hosts", "resolv.conf"] {
         ensure!(bare.files(id).join(file).exists(), "{id} has no {file}");
     }
@@ -109,7 +124,13 @@ impl Netns {
         let target = path.clone();
         let made = thread::spawn(move || {
             unshare(CloneFlags::CLONE_NEWNET)?;
-            mount(Some("/proc/thread-self/ns/net"), &target, None::<&str>, MsFlags::MS_BIND, None::<&str>)
+            mount(
+                Some("/proc/thread-self/ns/net"),
+                &target,
+                None::<&str>,
+                MsFlags::MS_BIND,
+                None::<&str>,
+            )
         });
         made.join().map_err(|_| anyhow!("panicked"))?.context("make a network namespace")?;
         Ok(Self(path))

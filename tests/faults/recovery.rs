@@ -49,8 +49,8 @@ fn change(bare: &Bare, id: &str, key: &str, value: Value) -> Result<()> {
     Ok(fs::write(path, stage.to_string())?)
 }
 
-/// containerd sends the config twice, in requests of up to 16 MiB. What would make a record beyond what a daemon reads is refused before anything is
-/// made.
+/// containerd sends the config twice, in requests of up to 16 MiB. What would make a record beyond
+/// what a daemon reads is refused before anything is made.
 async fn a_record_of_many_megabytes_is_read_again() -> Result<()> {
     let bare = Bare::started().await?;
     let (controller, shape) = (bare.controller(), Shape::plain(&bare));
@@ -60,7 +60,11 @@ async fn a_record_of_many_megabytes_is_read_again() -> Result<()> {
     let bytes = config.write_to_bytes()?;
     let mut request = controller.create_request(&large);
     request.options = Some(any(CONFIG_TYPE, bytes.clone())).into();
-    request.sandbox.mut_or_insert_default().extensions.insert("metadata".to_owned(), any("metadata", bytes));
+    request
+        .sandbox
+        .mut_or_insert_default()
+        .extensions
+        .insert("metadata".to_owned(), any("metadata", bytes));
     controller.create_raw(&request).await?;
     let pid = controller.start(&large).await?.pid;
 
@@ -68,9 +72,15 @@ async fn a_record_of_many_megabytes_is_read_again() -> Result<()> {
     // Six bytes each as JSON.
     let dns = DNSConfig { servers: vec!["\u{1}".repeat(12 << 20)], ..Default::default() };
     config.dns_config = Some(dns).into();
-    let error =
-        controller.create(&vast, &config, "").await.err().context("a record that cannot be read was written")?;
-    ensure!(error.message.contains("os error 27") && error.message.contains("record.json"), "{error}");
+    let error = controller
+        .create(&vast, &config, "")
+        .await
+        .err()
+        .context("a record that cannot be read was written")?;
+    ensure!(
+        error.message.contains("os error 27") && error.message.contains("record.json"),
+        "{error}"
+    );
     ensure!(!bare.record(&vast).exists(), "something is left of the refused");
 
     bare.kill()?;
@@ -80,7 +90,8 @@ async fn a_record_of_many_megabytes_is_read_again() -> Result<()> {
     bare.nothing_left().await
 }
 
-/// Ready with the same pid and time of creation; or not ready when pid, start time, namespace or boot are another's, who stays alive.
+/// Ready with the same pid and time of creation; or not ready when pid, start time, namespace or
+/// boot are another's, who stays alive.
 async fn the_living_the_dead_and_the_reused() -> Result<()> {
     let bare = Bare::started().await?;
     let (controller, shape) = (bare.controller(), Shape::plain(&bare));
@@ -106,10 +117,16 @@ async fn the_living_the_dead_and_the_reused() -> Result<()> {
     bare.start().await?;
 
     ensure!(is_whole(&bare, &controller, &alive).await? == pid, "another pause");
-    ensure!(controller.status(&alive, false).await?.created_at == created_at, "another time of creation");
+    ensure!(
+        controller.status(&alive, false).await?.created_at == created_at,
+        "another time of creation"
+    );
     for (key, _) in &others {
         let id = bare.id(key);
-        ensure!(state(&controller, &id).await? == "SANDBOX_NOTREADY", "{key} is another, but it is ready");
+        ensure!(
+            state(&controller, &id).await? == "SANDBOX_NOTREADY",
+            "{key} is another, but it is ready"
+        );
         ensure!(controller.wait(&id).await?.exit_status == 255, "nobody can tell its exit");
         remove(&controller, &id).await?;
     }
@@ -139,7 +156,9 @@ async fn a_death_during_the_restart_is_told() -> Result<()> {
         })
         .await?;
         bare.start().await?;
-        let exit = tokio::time::timeout(Duration::from_secs(5), controller.wait(&id)).await.context("Wait hangs")??;
+        let exit = tokio::time::timeout(Duration::from_secs(5), controller.wait(&id))
+            .await
+            .context("Wait hangs")??;
         ensure!([137, 255].contains(&exit.exit_status), "exit status {}", exit.exit_status);
         ensure!(state(&controller, &id).await? == "SANDBOX_NOTREADY", "not told");
         remove(&controller, &id).await?;
@@ -147,7 +166,8 @@ async fn a_death_during_the_restart_is_told() -> Result<()> {
     bare.nothing_left().await
 }
 
-/// The kernel does not answer about one pause: the daemon comes up all the same, with all other pods.
+/// The kernel does not answer about one pause: the daemon comes up all the same, with all other
+/// pods.
 async fn not_decidable_in_time() -> Result<()> {
     let bare = Bare::started().await?;
     let (controller, shape) = (bare.controller(), Shape::plain(&bare));
@@ -156,10 +176,15 @@ async fn not_decidable_in_time() -> Result<()> {
         shape.run(&controller, id).await?;
     }
     bare.kill()?;
-    // Of each thread the first look hangs beyond what a record may take; which records these are is left to chance.
+    // Of each thread the first look hangs beyond what a record may take; which records these are is
+    // left to chance.
     let begun = Instant::now();
     bare.start_with(&["pidfd_open:delay_enter=13s:when=1"]).await?;
-    ensure!(begun.elapsed() < kit::patient(Duration::from_secs(25)), "up only after {:?}", begun.elapsed());
+    ensure!(
+        begun.elapsed() < kit::patient(Duration::from_secs(25)),
+        "up only after {:?}",
+        begun.elapsed()
+    );
     let mut unknown = Vec::new();
     for id in &ids {
         match state(&controller, id).await?.as_str() {
@@ -172,7 +197,9 @@ async fn not_decidable_in_time() -> Result<()> {
     ensure!(bare.pauses()?.len() == ids.len(), "a pause was ended");
     bare.end_faults().await?;
     for id in &ids {
-        remove(&controller, id).await.with_context(|| format!("end {id}, of the unknown {unknown:?}"))?;
+        remove(&controller, id)
+            .await
+            .with_context(|| format!("end {id}, of the unknown {unknown:?}"))?;
     }
     bare.nothing_left().await
 }
@@ -190,12 +217,17 @@ async fn calls_wait_for_the_recovery() -> Result<()> {
         bare.kill()?;
         let before = ready();
         bare.spawn_with(&[SLOW])?;
-        until("HTTP/2 is spoken", DAEMON, async || speaks_http2(&bare.path("s.sock")).await).await?;
+        until("HTTP/2 is spoken", DAEMON, async || speaks_http2(&bare.path("s.sock")).await)
+            .await?;
         ensure!(ready() == before, "the recovery is over before the connection was taken");
         let call = |wait: bool| {
             let (controller, id) = (bare.controller(), id.clone());
             tokio::spawn(async move {
-                if wait { controller.wait(&id).await.map(drop) } else { controller.status(&id, false).await.map(drop) }
+                if wait {
+                    controller.wait(&id).await.map(drop)
+                } else {
+                    controller.status(&id, false).await.map(drop)
+                }
             })
         };
         anyhow::Ok((before, call(false), call(true)))
@@ -211,7 +243,10 @@ async fn calls_wait_for_the_recovery() -> Result<()> {
     let (before, status, wait) = begin().await?;
     bare.stop().await?;
     for (call, ended) in [("Status", status.await?), ("Wait", wait.await?)] {
-        ensure!(ended.as_ref().is_err_and(|status| status.code == grpc::UNAVAILABLE), "{call}: {ended:?}");
+        ensure!(
+            ended.as_ref().is_err_and(|status| status.code == grpc::UNAVAILABLE),
+            "{call}: {ended:?}"
+        );
     }
     ensure!(ready() == before, "it was ended after its recovery, not in it");
     bare.start().await?;
@@ -241,10 +276,17 @@ async fn not_decidable_and_then_decidable() -> Result<()> {
     bare.kill()?;
     bare.start_with(&["pidfd_open:error=EMFILE"]).await?;
     for id in [&stopped, &removed] {
-        ensure!(state(&controller, id).await? == "SANDBOX_UNKNOWN", "{id} is {}", state(&controller, id).await?);
+        ensure!(
+            state(&controller, id).await? == "SANDBOX_UNKNOWN",
+            "{id} is {}",
+            state(&controller, id).await?
+        );
     }
     let error = controller.stop(&stopped).await.err().context("stopped what nobody can find")?;
-    ensure!(error.message.contains("open a pidfd") && error.message.contains("os error 24"), "{error}");
+    ensure!(
+        error.message.contains("open a pidfd") && error.message.contains("os error 24"),
+        "{error}"
+    );
     ensure!(controller.shutdown(&removed).await.is_err(), "removed what nobody can find");
     ensure!(bare.pauses()?.len() == 2, "a pause was ended");
     bare.end_faults().await?;
@@ -277,9 +319,13 @@ async fn unreadable_and_newer_records_stay() -> Result<()> {
     bare.start().await?;
     is_whole(&bare, &controller, &good).await?;
     for id in [&newer, &broken] {
-        ensure!(bare.logged().contains(&format!("kept aside: {}", bare.record(id).display())), "{id} is not reported");
+        ensure!(
+            bare.logged().contains(&format!("kept aside: {}", bare.record(id).display())),
+            "{id} is not reported"
+        );
         // Neither gone nor dead: containerd asks again.
-        let status = controller.status(id, false).await.err().context("status of what cannot be read")?;
+        let status =
+            controller.status(id, false).await.err().context("status of what cannot be read")?;
         ensure!(status.code != grpc::NOT_FOUND, "{status}");
         let wait = controller.wait(id).await.err().context("Wait")?;
         ensure!(wait.code == grpc::UNAVAILABLE, "Wait: {wait}");
@@ -319,14 +365,26 @@ async fn records_of_earlier_versions_load() -> Result<()> {
         }
     }
     expected.sort();
-    ensure!(expected == ["created", "exited", "network", "started"], "the golden records are {expected:?}");
+    ensure!(
+        expected == ["created", "exited", "network", "started"],
+        "the golden records are {expected:?}"
+    );
     bare.start().await?;
     let controller = bare.controller();
     // Pauses of another boot have ended.
-    for (id, exit) in [("created", None), ("exited", Some(137)), ("network", None), ("started", Some(255))] {
-        let status = controller.status(id, true).await.with_context(|| format!("{id}: {}", bare.logged()))?;
+    for (id, exit) in
+        [("created", None), ("exited", Some(137)), ("network", None), ("started", Some(255))]
+    {
+        let status = controller
+            .status(id, true)
+            .await
+            .with_context(|| format!("{id}: {}", bare.logged()))?;
         ensure!(status.state == "SANDBOX_NOTREADY" && status.pid == 0, "{id}: {status:?}");
-        ensure!(status.created_at.seconds == 1_790_000_000, "{id}: created at {}", status.created_at.seconds);
+        ensure!(
+            status.created_at.seconds == 1_790_000_000,
+            "{id}: created at {}",
+            status.created_at.seconds
+        );
         let info: Value = serde_json::from_str(status.info.get("info").context("no info")?)?;
         ensure!(info["config"]["metadata"]["name"] == id, "{id}: config is {}", info["config"]);
         if let Some(exit) = exit {
@@ -351,17 +409,21 @@ async fn after_a_reboot() -> Result<()> {
     }
     fs::remove_dir_all(bare.path("state"))?;
     fs::remove_dir_all(bare.path("run"))?;
-    // A killed process keeps its cgroups until it has ended, and a pause has the least share of the processors.
+    // A killed process keeps its cgroups until it has ended, and a pause has the least share of the
+    // processors.
     until("its cgroups", Duration::from_secs(10), async || {
         kit::machine::cgroup::remove(&format!("{}/{id}", bare.cgroup()))
     })
     .await?;
     bare.start().await?;
-    for code in [controller.status(&id, false).await.map(drop), controller.wait(&id).await.map(drop)] {
+    for code in
+        [controller.status(&id, false).await.map(drop), controller.wait(&id).await.map(drop)]
+    {
         ensure!(code.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{code:?}");
     }
     controller.shutdown(&id).await?;
-    // containerd deletes its own directory of a pod that it finds gone; it is no mount and no process.
+    // containerd deletes its own directory of a pod that it finds gone; it is no mount and no
+    // process.
     fs::remove_dir_all(bare.files(&id))?;
     bare.nothing_left().await?;
     shape.run(&controller, &id).await.context("run it again")?;
@@ -369,7 +431,8 @@ async fn after_a_reboot() -> Result<()> {
     bare.nothing_left().await
 }
 
-/// The daemon is killed while the child that is to be a pause is held up before its exec: it has neither name nor cgroup.
+/// The daemon is killed while the child that is to be a pause is held up before its exec: it has
+/// neither name nor cgroup.
 async fn while_the_last_child_executes() -> Result<()> {
     let bare = Bare::new("")?;
     bare.start_with(&["execveat:delay_enter=2s"]).await?;
@@ -390,7 +453,11 @@ async fn while_the_last_child_executes() -> Result<()> {
     ensure!(starting.await?.is_err(), "started without a daemon");
     bare.start().await?;
     ensure!(!processes::one(child).is_ok_and(|p| p.state != 'Z'), "the child lives on");
-    ensure!(bare.logged().contains("a pause that no record names is ended"), "it was not found:\n{}", bare.logged());
+    ensure!(
+        bare.logged().contains("a pause that no record names is ended"),
+        "it was not found:\n{}",
+        bare.logged()
+    );
     // A start that was cut off is undone.
     let status = controller.status(&id, false).await;
     ensure!(status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{status:?}");

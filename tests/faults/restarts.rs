@@ -24,8 +24,11 @@ use crate::tracer::Tracer;
 const LIMIT: Duration = Duration::from_secs(400);
 
 pub(crate) fn cases() -> Vec<Case> {
-    let cases =
-        on_node![node_sandboxer_restarts_with_many_pods, node_containerd_restarts, node_killed_in_run_pod_sandbox];
+    let cases = on_node![
+        node_sandboxer_restarts_with_many_pods,
+        node_containerd_restarts,
+        node_killed_in_run_pod_sandbox
+    ];
     cases.into_iter().map(|case| case.within(LIMIT)).collect()
 }
 
@@ -90,11 +93,14 @@ fn exits(node: &Node) -> Result<BTreeSet<String>> {
     let log = fs::read(node.layout().containerd_log())?;
     let told = String::from_utf8_lossy(&log).into_owned();
     let lines = told.lines().filter(|line| line.contains("received sandbox container exit event"));
-    let word = |line: &str| line.split(|c: char| !c.is_ascii_hexdigit()).find(|w| w.len() == 64).map(str::to_owned);
+    let word = |line: &str| {
+        line.split(|c: char| !c.is_ascii_hexdigit()).find(|w| w.len() == 64).map(str::to_owned)
+    };
     Ok(lines.filter_map(word).collect())
 }
 
-/// By SIGTERM, by SIGKILL and into another binary, with a Wait pending on every pod, each time with a pause that dies meanwhile.
+/// By SIGTERM, by SIGKILL and into another binary, with a Wait pending on every pod, each time with
+/// a pause that dies meanwhile.
 async fn node_sandboxer_restarts_with_many_pods(node: Arc<Node>) -> Result<()> {
     let how_many = kit::fewer("pods", PODS) as usize;
     let mut clients = JoinSet::new();
@@ -175,7 +181,10 @@ async fn node_sandboxer_restarts_with_many_pods(node: Arc<Node>) -> Result<()> {
         ensure!(now.iter().all(|(id, pid)| before[id] == *pid), "{how}: a pause has another pid");
         let told: BTreeSet<String> = exits(&node)?.difference(&exits_before).cloned().collect();
         let died: BTreeSet<String> = dead.iter().map(|pod| pod.id().to_owned()).collect();
-        ensure!(told == died, "{how}: containerd has logged exits of {told:?}, but {died:?} have died");
+        ensure!(
+            told == died,
+            "{how}: containerd has logged exits of {told:?}, but {died:?} have died"
+        );
     }
     pods.extend(dead);
     on_all(&pods, |pod| async move { pod.remove().await }).await?;
@@ -185,16 +194,21 @@ async fn node_sandboxer_restarts_with_many_pods(node: Arc<Node>) -> Result<()> {
     node.start_sandboxer().await
 }
 
-/// containerd alone, both at once, the sandboxer slow to take over its pods, and late: behind a socket that a service manager holds.
+/// containerd alone, both at once, the sandboxer slow to take over its pods, and late: behind a
+/// socket that a service manager holds.
 ///
-/// containerd waits about a second for the first answer of a socket. What it could not ask about by then is Unknown to it: the pod
-/// is listed as not ready although its own status is ready and its containers run, but it starts no further one until containerd is
-/// restarted once more.
+/// containerd waits about a second for the first answer of a socket. What it could not ask about by
+/// then is Unknown to it: the pod is listed as not ready although its own status is ready and its
+/// containers run, but it starts no further one until containerd is restarted once more.
 async fn node_containerd_restarts(node: Arc<Node>) -> Result<()> {
     for how in ["alone", "killed alone", "both", "slow", "late", "too late"] {
         let pods = [
             node.run(Handler::Ours, PodSpec::new("network").dns(&["10.0.0.10"], &[], &[])).await?,
-            node.run(Handler::Ours, PodSpec::new("host").host_network().dns(&["10.0.0.10"], &[], &[])).await?,
+            node.run(
+                Handler::Ours,
+                PodSpec::new("host").host_network().dns(&["10.0.0.10"], &[], &[]),
+            )
+            .await?,
         ];
         let mut before = Vec::new();
         for pod in &pods {
@@ -207,7 +221,10 @@ async fn node_containerd_restarts(node: Arc<Node>) -> Result<()> {
         if how == "too late" {
             ensure!(ready(&node).await?.is_empty(), "too late: listed as ready");
             for (pod, (old, _, pause, _)) in pods.iter().zip(&before) {
-                ensure!(pod.is_ready().await? && pod.pause_pid().await? == *pause, "too late: not ready");
+                ensure!(
+                    pod.is_ready().await? && pod.pause_pid().await? == *pause,
+                    "too late: not ready"
+                );
                 ensure!(old.sh("cat /dev/shm/file").await? == "kept\n", "too late: its container");
             }
             restart(&node, "alone").await.context("once more")?;
@@ -220,15 +237,27 @@ async fn node_containerd_restarts(node: Arc<Node>) -> Result<()> {
             })
             .await?;
             ensure!(pod.pause_pid().await? == pause, "{how}: {name} has another pause");
-            ensure!(pod.status().await?.created_at == created_at, "{how}: {name} has another time of creation");
-            let new = pod.run(ContainerSpec::sleeping("new")).await.with_context(|| format!("{how}: {name}"))?;
+            ensure!(
+                pod.status().await?.created_at == created_at,
+                "{how}: {name} has another time of creation"
+            );
+            let new = pod
+                .run(ContainerSpec::sleeping("new"))
+                .await
+                .with_context(|| format!("{how}: {name}"))?;
             for container in [&old, &new] {
-                ensure!(container.sh("cat /dev/shm/file").await? == "kept\n", "{how}: {name}: shared memory");
+                ensure!(
+                    container.sh("cat /dev/shm/file").await? == "kept\n",
+                    "{how}: {name}: shared memory"
+                );
                 let now = container.sh("cat /etc/hosts /etc/resolv.conf /etc/hostname").await?;
                 ensure!(now == files, "{how}: {name}: files are\n{now}not\n{files}");
             }
             new.sh("echo more > /dev/shm/file").await?;
-            ensure!(old.sh("cat /dev/shm/file").await? == "more\n", "{how}: {name}: not the same shared memory");
+            ensure!(
+                old.sh("cat /dev/shm/file").await? == "more\n",
+                "{how}: {name}: not the same shared memory"
+            );
         }
         for pod in pods {
             pod.remove().await?;
@@ -267,7 +296,9 @@ async fn restart(node: &Arc<Node>, how: &str) -> Result<()> {
             let starting = Arc::clone(node);
             let sandboxer = tokio::spawn(async move { starting.start_sandboxer_as(command).await });
             until("the sandboxer's socket", Duration::from_secs(10), async || {
-                Ok(tokio::net::UnixStream::connect(node.layout().sandboxer_socket()).await.map(drop)?)
+                Ok(tokio::net::UnixStream::connect(node.layout().sandboxer_socket())
+                    .await
+                    .map(drop)?)
             })
             .await?;
             node.start_containerd().await?;
@@ -278,12 +309,14 @@ async fn restart(node: &Arc<Node>, how: &str) -> Result<()> {
             node.stop_sandboxer().await?;
             let path = node.layout().sandboxer_socket();
             let _ = fs::remove_file(&path);
-            // As a service manager does it: the socket is there, and the daemon gets it as descriptor 3.
+            // As a service manager does it: the socket is there, and the daemon gets it as
+            // descriptor 3.
             let listener = UnixListener::bind(&path)?;
             fcntl(&listener, FcntlArg::F_SETFD(FdFlag::empty()))?;
             let plain = node.sandboxer_command()?;
             let mut command = Command::new("/bin/bash");
-            let script = format!("LISTEN_PID=$$ LISTEN_FDS=1 exec \"$@\" 3<&{}", listener.as_raw_fd());
+            let script =
+                format!("LISTEN_PID=$$ LISTEN_FDS=1 exec \"$@\" 3<&{}", listener.as_raw_fd());
             command.args(["-c", &script, "bash"]).arg(plain.get_program()).args(plain.get_args());
             let starting = Arc::clone(node);
             let containerd = tokio::spawn(async move { starting.start_containerd().await });
@@ -296,7 +329,8 @@ async fn restart(node: &Arc<Node>, how: &str) -> Result<()> {
     }
 }
 
-/// Which of the calls of a RunPodSandbox: a sample of those at which the cases without containerd kill.
+/// Which of the calls of a RunPodSandbox: a sample of those at which the cases without containerd
+/// kill.
 const EVERY: usize = 6;
 
 async fn node_killed_in_run_pod_sandbox(node: Arc<Node>) -> Result<()> {
@@ -330,7 +364,10 @@ async fn node_killed_in_run_pod_sandbox(node: Arc<Node>) -> Result<()> {
         let pod = Pod::new(&node, Handler::Ours, home, id);
         ensure!(pod.is_ready().await?, "killed at call {nth}: {at}: not ready");
         let container = pod.run(ContainerSpec::sleeping("main")).await?;
-        ensure!(container.sh("echo runs").await? == "runs\n", "killed at call {nth}: {at}: the container does not run");
+        ensure!(
+            container.sh("echo runs").await? == "runs\n",
+            "killed at call {nth}: {at}: the container does not run"
+        );
         pod.remove().await.with_context(|| format!("killed at call {nth}: {at}"))?;
         node.settles_to(&before).await.with_context(|| format!("killed at call {nth}: {at}"))?;
         if !seen.killed {

@@ -1,4 +1,5 @@
-//! Random pods, restarts and deaths for a while; then nothing is left, and the daemon is as small as before.
+//! Random pods, restarts and deaths for a while; then nothing is left, and the daemon is as small
+//! as before.
 
 use std::fs;
 use std::sync::Arc;
@@ -43,7 +44,8 @@ impl Dice {
 /// Proportional memory that is no file's, in KiB, and open descriptors.
 fn weigh(pid: u32) -> Result<(u64, usize)> {
     let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
-    let pss = rollup.lines().find_map(|line| line.strip_prefix("Pss_Anon:")).context("no Pss_Anon")?;
+    let pss =
+        rollup.lines().find_map(|line| line.strip_prefix("Pss_Anon:")).context("no Pss_Anon")?;
     let kib = pss.split_whitespace().next().context("no Pss")?.parse()?;
     Ok((kib, fs::read_dir(format!("/proc/{pid}/fd"))?.count()))
 }
@@ -51,7 +53,9 @@ fn weigh(pid: u32) -> Result<(u64, usize)> {
 async fn node_soak(node: Arc<Node>) -> Result<()> {
     let seed = match std::env::var("SOAK_SEED") {
         Ok(text) => text.parse().context("SOAK_SEED")?,
-        Err(_) => std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH)?.as_millis() as u64,
+        Err(_) => {
+            std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH)?.as_millis() as u64
+        }
     };
     eprintln!("soak: {} s, SOAK_SEED={seed}", seconds());
     soak(&node, seed).await.with_context(|| format!("SOAK_SEED={seed}"))
@@ -67,7 +71,8 @@ struct Living {
 async fn soak(node: &Arc<Node>, seed: u64) -> Result<()> {
     let mut dice = Dice(seed | 1);
     let mut living: Vec<Living> = Vec::new();
-    // As it is after a while of the same, all pods gone: a daemon that was just started is smaller than one that has worked.
+    // As it is after a while of the same, all pods gone: a daemon that was just started is smaller
+    // than one that has worked.
     node.stop_sandboxer().await?;
     node.start_sandboxer().await?;
     churn(node, &mut dice, &mut living, Duration::from_secs(5), false).await?;
@@ -87,7 +92,10 @@ async fn soak(node: &Arc<Node>, seed: u64) -> Result<()> {
     settled(node).await?;
     let last = until("the daemon is as it was", Duration::from_secs(30), async || {
         let now = weigh(node.sandboxer_pid()?)?;
-        ensure!(now.0 <= before.0 + GROWN && now.1 <= before.1, "{before:?} KiB and descriptors before, {now:?} now");
+        ensure!(
+            now.0 <= before.0 + GROWN && now.1 <= before.1,
+            "{before:?} KiB and descriptors before, {now:?} now"
+        );
         Ok(now)
     })
     .await?;
@@ -140,8 +148,12 @@ async fn churn(
             (60..75, Some(at)) if !living[at].killed => {
                 let one = &mut living[at];
                 one.containers += 1;
-                let container = one.pod.run(ContainerSpec::sleeping("main").attempt(one.containers)).await?;
-                ensure!(container.sh("cat /etc/hosts >/dev/null && echo runs").await? == "runs\n", "it does not run");
+                let container =
+                    one.pod.run(ContainerSpec::sleeping("main").attempt(one.containers)).await?;
+                ensure!(
+                    container.sh("cat /etc/hosts >/dev/null && echo runs").await? == "runs\n",
+                    "it does not run"
+                );
                 done[2] += 1;
             }
             (75..85, Some(at)) if !living[at].killed => {
@@ -183,7 +195,11 @@ async fn churn(
     for one in living.iter() {
         if one.killed {
             until("its death is told", Duration::from_secs(20), async || {
-                ensure!(!one.pod.is_ready().await?, "{} is ready, and its pause is dead", one.pod.id());
+                ensure!(
+                    !one.pod.is_ready().await?,
+                    "{} is ready, and its pause is dead",
+                    one.pod.id()
+                );
                 Ok(())
             })
             .await?;

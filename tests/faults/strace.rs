@@ -22,7 +22,8 @@ pub(crate) fn strace(injections: &[&str]) -> Command {
     let mut command = Command::new("strace");
     // Interruptible, which it is not by itself with a command and a file.
     command.args(["-f", "-I", "2", "-o", "/dev/null"]);
-    let calls: Vec<&str> = injections.iter().filter_map(|injection| injection.split(':').next()).collect();
+    let calls: Vec<&str> =
+        injections.iter().filter_map(|injection| injection.split(':').next()).collect();
     command.arg("-e").arg(format!("trace={}", calls.join(",")));
     for injection in injections {
         command.arg("-e").arg(format!("inject={injection}"));
@@ -39,7 +40,8 @@ impl Fault {
     /// The same, for calls that name one of these paths only.
     pub(crate) async fn begin_at(pid: u32, injections: &[&str], paths: &[PathBuf]) -> Result<Self> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("strace-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let name =
+            format!("strace-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
         let output = std::env::temp_dir().join(name);
         let mut command = strace(injections);
         for path in paths {

@@ -113,8 +113,8 @@ fn bait(bare: &Bare, name: &str, stage: impl FnOnce(PathBuf) -> Result<()>) -> R
     Ok(directory.display().to_string())
 }
 
-/// Unprivileged processes that say what a pause says, of paths and cgroups of their own choice: nothing is read, killed or removed for them, and
-/// the daemon answers as soon as without them.
+/// Unprivileged processes that say what a pause says, of paths and cgroups of their own choice:
+/// nothing is read, killed or removed for them, and the daemon answers as soon as without them.
 async fn a_process_that_says_it_is_a_pause_is_none() -> Result<()> {
     let bare = Bare::started().await?;
     let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("living"));
@@ -122,11 +122,13 @@ async fn a_process_that_says_it_is_a_pause_is_none() -> Result<()> {
     bare.kill()?;
 
     let state = fs::metadata(bare.path("state"))?;
-    let mut guesses: Vec<(String, String)> = (0..1000).map(|n| (format!("GUESS_{n}"), format!("0:{n}"))).collect();
+    let mut guesses: Vec<(String, String)> =
+        (0..1000).map(|n| (format!("GUESS_{n}"), format!("0:{n}"))).collect();
     guesses.push(("PAUSE_SANDBOXER_STATE".to_owned(), format!("{}:{}", state.dev(), state.ino())));
     let mut strangers = Strangers::new(guesses)?;
     let endless = bait(&bare, "endless", |stage| Ok(symlink("/dev/zero", stage)?))?;
-    let waiting = bait(&bare, "waiting", |stage| Ok(mkfifo(&stage, Mode::from_bits_truncate(0o666))?))?;
+    let waiting =
+        bait(&bare, "waiting", |stage| Ok(mkfifo(&stage, Mode::from_bits_truncate(0o666))?))?;
     for id in [endless.as_str(), &waiting, "../../x", "", ".."] {
         strangers.start("stranger", id)?;
     }
@@ -156,13 +158,21 @@ async fn a_process_that_says_it_is_a_pause_is_none() -> Result<()> {
     bare.start_as(command).await?;
     eprintln!("up after {:?} beside {} strangers", begun.elapsed(), strangers.alive.len());
     ensure!(!bare.logged().contains("not done after"), "recovery was held up:\n{}", bare.logged());
-    ensure!(!bare.logged().contains("a pause that no record names"), "a stranger was believed:\n{}", bare.logged());
+    ensure!(
+        !bare.logged().contains("a pause that no record names"),
+        "a stranger was believed:\n{}",
+        bare.logged()
+    );
     let status = fs::read_to_string(format!("/proc/{}/status", bare.pid()?))?;
-    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB"));
+    let peak =
+        status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB"));
     let peak: u64 = peak.context("no VmHWM")?.parse()?;
     ensure!(peak < 100_000, "the daemon took {peak} kB");
     strangers.all_live()?;
-    ensure!(bystander.try_wait()?.is_none(), "the process that shares a cgroup with a stranger was killed");
+    ensure!(
+        bystander.try_wait()?.is_none(),
+        "the process that shares a cgroup with a stranger was killed"
+    );
     ensure!(!cgroup::below(&shared)?.is_empty(), "a cgroup that a stranger named was removed");
     ensure!(is_whole(&bare, &controller, &id).await? == pause, "another pause");
 
@@ -186,11 +196,17 @@ async fn a_visitor_of_a_lost_pauses_cgroup_stays() -> Result<()> {
     for shm in [bare.record(&id).join("shm"), bare.shm(&id)] {
         umount2(&shm, MntFlags::MNT_DETACH)?;
     }
-    for directory in [&bare.record(&id), bare.shm(&id).parent().context("no parent")?, &bare.files(&id)] {
+    for directory in
+        [&bare.record(&id), bare.shm(&id).parent().context("no parent")?, &bare.files(&id)]
+    {
         fs::remove_dir_all(directory)?;
     }
     bare.start().await?;
-    ensure!(!processes::one(pid).is_ok_and(|p| p.state != 'Z'), "the pause lives on:\n{}", bare.logged());
+    ensure!(
+        !processes::one(pid).is_ok_and(|p| p.state != 'Z'),
+        "the pause lives on:\n{}",
+        bare.logged()
+    );
     ensure!(visitor.try_wait()?.is_none(), "a process in its cgroup was killed");
     visitor.kill()?;
     visitor.wait()?;
@@ -214,9 +230,15 @@ async fn only_directories_are_records() -> Result<()> {
     is_whole(&bare, &controller, &id).await?;
     for name in &others {
         let path = bare.record(name);
-        ensure!(bare.logged().contains(&format!("{} is no sandbox", path.display())), "not reported: {name}");
+        ensure!(
+            bare.logged().contains(&format!("{} is no sandbox", path.display())),
+            "not reported: {name}"
+        );
         let status = controller.status(name, false).await.err().context("it has a status")?;
-        ensure!([grpc::NOT_FOUND, grpc::INVALID_ARGUMENT].contains(&status.code), "{name}: {status}");
+        ensure!(
+            [grpc::NOT_FOUND, grpc::INVALID_ARGUMENT].contains(&status.code),
+            "{name}: {status}"
+        );
         ensure!(fs::symlink_metadata(&path).is_ok(), "{name} is gone");
     }
     for path in [file, link, fifo] {
@@ -233,7 +255,11 @@ async fn records_are_roots_alone() -> Result<()> {
     let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("private"));
     shape.run(&controller, &id).await?;
     let modes = || -> Result<Vec<u32>> {
-        let all = [bare.record(&id), bare.record(&id).join("record.json"), bare.record(&id).join("stage.json")];
+        let all = [
+            bare.record(&id),
+            bare.record(&id).join("record.json"),
+            bare.record(&id).join("stage.json"),
+        ];
         all.iter().map(|path| Ok(fs::metadata(path)?.mode() & 0o7777)).collect()
     };
     ensure!(modes()? == [0o700, 0o600, 0o600], "made with modes {:?}", modes()?);

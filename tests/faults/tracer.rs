@@ -1,8 +1,9 @@
 //! Follows every thread and child of a daemon and kills the daemon at a chosen system call.
 //!
-//! `strace` can kill at the n-th call of one thread; the daemon's work wanders between threads, so the calls are counted here, over
-//! all of them. A call is counted when it is entered, before the kernel does anything for it. A child that is on its way
-//! to become a pause or a shim is followed until it is executed; it goes on when the daemon is killed at one of its calls, as it would
+//! `strace` can kill at the n-th call of one thread; the daemon's work wanders between threads, so
+//! the calls are counted here, over all of them. A call is counted when it is entered, before the
+//! kernel does anything for it. A child that is on its way to become a pause or a shim is followed
+//! until it is executed; it goes on when the daemon is killed at one of its calls, as it would
 //! without a tracer.
 
 use std::collections::BTreeSet;
@@ -29,7 +30,8 @@ const ENTRY: u8 = 1;
 /// What was seen.
 #[derive(Debug, Default)]
 pub(crate) struct Seen {
-    /// The calls that change the system, in their order; the last is the one at which the daemon was killed.
+    /// The calls that change the system, in their order; the last is the one at which the daemon
+    /// was killed.
     pub(crate) calls: Vec<String>,
     /// The daemon was killed.
     pub(crate) killed: bool,
@@ -43,14 +45,15 @@ pub(crate) struct Tracer {
 }
 
 impl Tracer {
-    /// Follows `daemon` from now on and kills it at its `nth` call (from 1) that changes the system; 0: never. Nobody may wait for the
-    /// daemon as for a child until [`Tracer::finish`].
+    /// Follows `daemon` from now on and kills it at its `nth` call (from 1) that changes the
+    /// system; 0: never. Nobody may wait for the daemon as for a child until [`Tracer::finish`].
     pub(crate) fn attach(daemon: u32, nth: usize) -> Result<Self> {
         let end = Arc::new(AtomicBool::new(false));
         let (ready, attached) = mpsc::channel();
         let stop = Arc::clone(&end);
         let thread = thread::spawn(move || {
-            // The system lets only the thread that attached go on with it. When it ends, all is let go.
+            // The system lets only the thread that attached go on with it. When it ends, all is let
+            // go.
             let seized = seize_all(daemon);
             let failed = seized.is_err();
             let _ = ready.send(seized);
@@ -78,8 +81,13 @@ fn seize_all(daemon: u32) -> Result<()> {
     let mut seized = BTreeSet::new();
     loop {
         let before = seized.len();
-        for entry in fs::read_dir(format!("/proc/{daemon}/task")).context("list the daemon's threads")? {
-            let Some(tid) = entry?.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
+        for entry in
+            fs::read_dir(format!("/proc/{daemon}/task")).context("list the daemon's threads")?
+        {
+            let Some(tid) = entry?.file_name().to_str().and_then(|name| name.parse::<i32>().ok())
+            else {
+                continue;
+            };
             if seized.contains(&tid) {
                 continue;
             }
@@ -120,10 +128,12 @@ fn follow(daemon: u32, nth: usize, stop: &AtomicBool) -> Result<Seen> {
                 }
                 (tid, None)
             }
-            Ok(WaitStatus::PtraceEvent(tid, _, libc::PTRACE_EVENT_EXEC)) => match ptrace::detach(tid, None) {
-                Ok(()) | Err(Errno::ESRCH) => continue,
-                Err(e) => return Err(e).context("let an executed child go"),
-            },
+            Ok(WaitStatus::PtraceEvent(tid, _, libc::PTRACE_EVENT_EXEC)) => {
+                match ptrace::detach(tid, None) {
+                    Ok(()) | Err(Errno::ESRCH) => continue,
+                    Err(e) => return Err(e).context("let an executed child go"),
+                }
+            }
             Ok(WaitStatus::PtraceEvent(tid, _, _)) => (tid, None),
             Ok(WaitStatus::Stopped(tid, signal)) => (tid, Some(signal)),
             Ok(_) => continue,
@@ -196,7 +206,8 @@ impl Call {
     }
 }
 
-/// Describes the call that a thread is about to make, if it changes the system: files, mounts, cgroups, namespaces, processes.
+/// Describes the call that a thread is about to make, if it changes the system: files, mounts,
+/// cgroups, namespaces, processes.
 fn change(tid: Pid) -> Option<String> {
     let call = Call::of(tid)?;
     let name = |name: &str, argument: usize| Some(format!("{name} {}", call.text(argument)));
@@ -206,12 +217,16 @@ fn change(tid: Pid) -> Option<String> {
         libc::SYS_renameat | libc::SYS_renameat2 => name("renameat", 3),
         libc::SYS_mount => name("mount", 1),
         libc::SYS_umount2 => name("umount2", 0),
-        libc::SYS_openat if call.arguments[2] & (libc::O_CREAT | libc::O_TRUNC) as u64 != 0 => name("openat", 1),
+        libc::SYS_openat if call.arguments[2] & (libc::O_CREAT | libc::O_TRUNC) as u64 != 0 => {
+            name("openat", 1)
+        }
         libc::SYS_write => {
             let file = call.file(0);
             (file.starts_with('/') && !file.ends_with("/log")).then(|| format!("write {file}"))
         }
-        libc::SYS_clone | libc::SYS_clone3 if call.clone_flags() & libc::CLONE_THREAD as u64 == 0 => {
+        libc::SYS_clone | libc::SYS_clone3
+            if call.clone_flags() & libc::CLONE_THREAD as u64 == 0 =>
+        {
             Some("clone".to_owned())
         }
         libc::SYS_setns => Some(format!("setns {}", call.file(0))),

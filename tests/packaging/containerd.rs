@@ -4,7 +4,8 @@ use std::process::Command;
 
 use toml::{Table, Value};
 
-const DROP_IN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/containerd/pause-sandboxer.toml");
+const DROP_IN: &str =
+    concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/containerd/pause-sandboxer.toml");
 
 /// What containerd makes of `main` with the drop-in, as `containerd config dump` tells.
 fn merged(main: &str) -> Table {
@@ -12,8 +13,12 @@ fn merged(main: &str) -> Table {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("config.toml");
     std::fs::write(&path, format!("imports = [\"{DROP_IN}\"]\n{main}")).unwrap();
-    let dump =
-        Command::new(parts.program("containerd")).arg("--config").arg(&path).args(["config", "dump"]).output().unwrap();
+    let dump = Command::new(parts.program("containerd"))
+        .arg("--config")
+        .arg(&path)
+        .args(["config", "dump"])
+        .output()
+        .unwrap();
     assert!(dump.status.success(), "{}", String::from_utf8_lossy(&dump.stderr));
     toml::from_str(std::str::from_utf8(&dump.stdout).unwrap()).unwrap()
 }
@@ -28,7 +33,10 @@ fn has_our_handler(merged: &Table) {
     assert_eq!(handler["runtime_type"].as_str(), Some("io.containerd.runc.v2"));
     let proxy = &merged["proxy_plugins"]["pause-sandboxer"];
     assert_eq!(proxy["type"].as_str(), Some("sandbox"));
-    assert_eq!(proxy["address"].as_str(), pause_sandboxer::config::Config::default().socket.to_str());
+    assert_eq!(
+        proxy["address"].as_str(),
+        pause_sandboxer::config::Config::default().socket.to_str()
+    );
 }
 
 #[test]
@@ -65,7 +73,10 @@ fn into_a_config_of_version_2_with_handlers_it_would_hide_them() {
     );
     has_our_handler(&merged);
     let hidden = runtime(&merged)["containerd"]["runtimes"].get("other").is_none();
-    let version = Command::new(kit::Parts::get().unwrap().program("containerd")).arg("--version").output().unwrap();
+    let version = Command::new(kit::Parts::get().unwrap().program("containerd"))
+        .arg("--version")
+        .output()
+        .unwrap();
     let version = String::from_utf8(version.stdout).unwrap();
     let old = ["2.0.", "2.1.", "2.2."]
         .iter()

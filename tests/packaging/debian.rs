@@ -13,29 +13,43 @@ use super::file;
 fn what_it_holds_is_there() {
     let manifest: Table = toml::from_str(&file("Cargo.toml")).unwrap();
     let deb = &manifest["package"]["metadata"]["deb"];
-    let (root, generate) = (Path::new(env!("CARGO_MANIFEST_DIR")), file("packaging/debian/generate"));
+    let (root, generate) =
+        (Path::new(env!("CARGO_MANIFEST_DIR")), file("packaging/debian/generate"));
     let mut places = Vec::new();
     for asset in deb["assets"].as_array().unwrap() {
         let [source, target] = [0, 1].map(|index| asset[index].as_str().unwrap());
         let name = source.rsplit('/').next().unwrap();
         match source.strip_prefix("target/package/") {
-            Some(written) => assert!(generate.contains(&format!(">{written}\n")), "nobody writes {written}"),
+            Some(written) => {
+                assert!(generate.contains(&format!(">{written}\n")), "nobody writes {written}")
+            }
             None if source == "target/release/pause-sandboxer" => {}
-            None if name.contains('*') => assert!(root.join(source).parent().unwrap().is_dir(), "{source}"),
+            None if name.contains('*') => {
+                assert!(root.join(source).parent().unwrap().is_dir(), "{source}")
+            }
             None => assert!(root.join(source).is_file(), "{source}"),
         }
-        places.push(if target.ends_with('/') { format!("/{target}{name}") } else { format!("/{target}") });
+        places.push(if target.ends_with('/') {
+            format!("/{target}{name}")
+        } else {
+            format!("/{target}")
+        });
     }
     for conf in deb["conf-files"].as_array().unwrap() {
         assert!(places.iter().any(|place| place == conf.as_str().unwrap()), "{conf}");
     }
     for script in ["postinst", "prerm", "postrm"] {
         let path = root.join(deb["maintainer-scripts"].as_str().unwrap()).join(script);
-        assert!(Command::new("sh").arg("-n").arg(&path).status().unwrap().success(), "{}", path.display());
+        assert!(
+            Command::new("sh").arg("-n").arg(&path).status().unwrap().success(),
+            "{}",
+            path.display()
+        );
     }
 }
 
-/// The script before a removal, on a node below `root` whose `pause-sandboxer list` does what the shell makes of `list`.
+/// The script before a removal, on a node below `root` whose `pause-sandboxer list` does what the
+/// shell makes of `list`.
 fn removal(root: &Path, list: &str) -> Output {
     let sandboxer = root.join("pause-sandboxer");
     fs::write(&sandboxer, format!("#!/bin/sh\n{list}\n")).unwrap();
@@ -51,11 +65,15 @@ fn removal(root: &Path, list: &str) -> Output {
 #[test]
 fn a_removal_is_refused_where_new_pods_need_it() {
     let root = tempfile::tempdir().unwrap();
-    let (conf, main) = (root.path().join("etc/containerd/conf.d"), root.path().join("etc/containerd/config.toml"));
+    let (conf, main) =
+        (root.path().join("etc/containerd/conf.d"), root.path().join("etc/containerd/config.toml"));
     fs::create_dir_all(&conf).unwrap();
     assert!(removal(root.path(), "exit 3").status.success(), "there is no containerd");
     for (path, text) in [
-        (conf.join("pause-sandboxer-default.toml"), &*file("packaging/kubernetes/default-handler.toml")),
+        (
+            conf.join("pause-sandboxer-default.toml"),
+            &*file("packaging/kubernetes/default-handler.toml"),
+        ),
         (main.clone(), "[plugins.x.containerd]\n  default_runtime_name = 'runc-pause'\n"),
     ] {
         fs::write(&path, text).unwrap();
@@ -65,7 +83,8 @@ fn a_removal_is_refused_where_new_pods_need_it() {
         assert!(said.contains(&format!("{} makes runc-pause", path.display())), "{said}");
         fs::remove_file(&path).unwrap();
     }
-    fs::write(&main, "default_runtime_name = \"runc\"\n#default_runtime_name = \"runc-pause\"\n").unwrap();
+    fs::write(&main, "default_runtime_name = \"runc\"\n#default_runtime_name = \"runc-pause\"\n")
+        .unwrap();
     assert!(removal(root.path(), "exit 3").status.success());
 }
 
@@ -74,11 +93,16 @@ fn a_removal_names_the_pods_that_are_left() {
     let root = tempfile::tempdir().unwrap();
     fs::create_dir_all(root.path().join("run/pause-sandboxer/sandboxes/abc")).unwrap();
     // A daemon that is down has not said that there are none.
-    for (list, pod) in [("exit 3", "abc"), ("printf 'SANDBOX POD NAMESPACE\\nabc web default\\n'", "default/web")] {
+    for (list, pod) in
+        [("exit 3", "abc"), ("printf 'SANDBOX POD NAMESPACE\\nabc web default\\n'", "default/web")]
+    {
         let output = removal(root.path(), list);
         let said = String::from_utf8(output.stdout).unwrap();
         assert!(output.status.success(), "{said}");
-        assert!(said.contains(&format!("still have their sandbox from it:\n    {pod}\n")), "{said}");
+        assert!(
+            said.contains(&format!("still have their sandbox from it:\n    {pod}\n")),
+            "{said}"
+        );
     }
 }
 
@@ -90,9 +114,12 @@ fn what_is_in_run_goes_unless_pods_have_their_records_there() {
     let script = file("packaging/debian/scripts/postrm")
         .replace("/run/", &format!("{}/run/", root.path().display()))
         .replace("/usr/bin/deb-systemd-helper", "/nowhere");
-    for (word, record, left) in
-        [("remove", true, true), ("upgrade", false, true), ("remove", false, false), ("purge", false, false)]
-    {
+    for (word, record, left) in [
+        ("remove", true, true),
+        ("upgrade", false, true),
+        ("remove", false, false),
+        ("purge", false, false),
+    ] {
         let sandboxes = run.join("sandboxes");
         let _ = fs::remove_dir_all(&run);
         fs::create_dir_all(if record { sandboxes.join("abc") } else { sandboxes }).unwrap();
@@ -103,16 +130,25 @@ fn what_is_in_run_goes_unless_pods_have_their_records_there() {
     }
     // A daemon that was killed leaves the directory of its records mounted.
     fs::create_dir_all(run.join("sandboxes")).unwrap();
-    let mounted = format!("mount -t tmpfs x '{}' && sh -c \"$1\" postrm remove", run.join("sandboxes").display());
+    let mounted = format!(
+        "mount -t tmpfs x '{}' && sh -c \"$1\" postrm remove",
+        run.join("sandboxes").display()
+    );
     let mut command = Command::new("unshare");
     let output = command.args(["--mount", "sh", "-c", &mounted, "sh", &script]).output().unwrap();
     assert!(output.status.success() && !run.exists(), "{output:?}");
 }
 
-/// As it is told it must run where there are pods of DaemonSets, as there are on every node that has the installer.
+/// As it is told it must run where there are pods of DaemonSets, as there are on every node that
+/// has the installer.
 #[test]
 fn a_drain_runs_as_it_is_told() {
-    for told in ["docs/install.md", "docs/kubernetes.md", "docs/session.md", "packaging/debian/scripts/prerm"] {
+    for told in [
+        "docs/install.md",
+        "docs/kubernetes.md",
+        "docs/session.md",
+        "packaging/debian/scripts/prerm",
+    ] {
         let text = file(told);
         let drains: Vec<&str> = text.split("kubectl drain").skip(1).collect();
         assert!(!drains.is_empty(), "{told}");
@@ -132,13 +168,15 @@ fn the_units_fit_the_package() {
     }
 }
 
-/// The pods' shared memory is mounted where containerd must see it, and what else systemd can do to a unit its pods inherit.
+/// The pods' shared memory is mounted where containerd must see it, and what else systemd can do to
+/// a unit its pods inherit.
 #[test]
 fn the_unit_stays_in_the_mount_namespace_of_the_node() {
     let service = file("packaging/systemd/pause-sandboxer.service");
     let settings = service.lines().filter_map(|line| line.split_once('=')).map(|(key, _)| key);
     for key in settings.filter(|key| !key.starts_with('#')) {
-        // systemd.exec(5): each of these gives the unit a mount namespace, or lets pods inherit a restriction.
+        // systemd.exec(5): each of these gives the unit a mount namespace, or lets pods inherit a
+        // restriction.
         let namespaces = [
             "Private",
             "Protect",

@@ -1,4 +1,5 @@
-//! The manifests, and the script that they run: every name leads somewhere, and what is installed is removed.
+//! The manifests, and the script that they run: every name leads somewhere, and what is installed
+//! is removed.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -36,19 +37,31 @@ fn drop_in() -> toml::Table {
 fn the_runtime_class_names_the_handler_and_the_label() {
     let class = one("runtimeclass.yaml");
     let handler = class["handler"].as_str().unwrap();
-    assert!(drop_in()["plugins"]["io.containerd.cri.v1.runtime"]["containerd"]["runtimes"].get(handler).is_some());
+    assert!(
+        drop_in()["plugins"]["io.containerd.cri.v1.runtime"]["containerd"]["runtimes"]
+            .get(handler)
+            .is_some()
+    );
     let labels = class["scheduling"]["nodeSelector"].as_object().unwrap();
     let script = file(&format!("{DIR}/install.sh"));
     for label in labels.keys() {
         assert!(script.contains(&format!("\nlabel={label}\n")), "nobody sets {label}");
         // On nodes with the package an administrator does, and is told so.
-        let by_hand = format!("kubectl label node NODE {label}={}", labels[label].as_str().unwrap());
-        for told in ["README.md", "docs/install.md", "docs/kubernetes.md", "packaging/debian/scripts/postinst"] {
+        let by_hand =
+            format!("kubectl label node NODE {label}={}", labels[label].as_str().unwrap());
+        for told in [
+            "README.md",
+            "docs/install.md",
+            "docs/kubernetes.md",
+            "packaging/debian/scripts/postinst",
+        ] {
             assert!(file(told).contains(&by_hand), "{told} does not tell {by_hand}");
         }
     }
-    let default: toml::Table = toml::from_str(&file(&format!("{DIR}/default-handler.toml"))).unwrap();
-    let default = &default["plugins"]["io.containerd.cri.v1.runtime"]["containerd"]["default_runtime_name"];
+    let default: toml::Table =
+        toml::from_str(&file(&format!("{DIR}/default-handler.toml"))).unwrap();
+    let default =
+        &default["plugins"]["io.containerd.cri.v1.runtime"]["containerd"]["default_runtime_name"];
     assert_eq!(default.as_str(), Some(handler));
 }
 
@@ -57,7 +70,10 @@ fn kustomizations_name_files_that_there_are() {
     for dir in ["", "installer/", "uninstaller/"] {
         let kustomization = one(&format!("{dir}kustomization.yaml"));
         for resource in kustomization["resources"].as_array().unwrap() {
-            let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(DIR).join(dir).join(resource.as_str().unwrap());
+            let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+                .join(DIR)
+                .join(dir)
+                .join(resource.as_str().unwrap());
             let path = if path.is_dir() { path.join("kustomization.yaml") } else { path };
             assert!(path.is_file(), "{}", path.display());
         }
@@ -68,19 +84,33 @@ fn kustomizations_name_files_that_there_are() {
 fn the_installer_is_one_piece() {
     let set = one("installer/daemonset.yaml");
     let (name, spec) = (&set["metadata"]["name"], &set["spec"]["template"]["spec"]);
-    assert_eq!(set["spec"]["selector"]["matchLabels"], set["spec"]["template"]["metadata"]["labels"]);
+    assert_eq!(
+        set["spec"]["selector"]["matchLabels"],
+        set["spec"]["template"]["metadata"]["labels"]
+    );
     let container = &spec["containers"][0];
     let images = one("installer/kustomization.yaml");
     assert_eq!(container["image"], images["images"][0]["name"]);
     assert_eq!(images["images"][0]["newTag"], env!("CARGO_PKG_VERSION"));
-    assert_eq!((&spec["hostPID"], &container["securityContext"]["privileged"]), (&true.into(), &true.into()));
+    assert_eq!(
+        (&spec["hostPID"], &container["securityContext"]["privileged"]),
+        (&true.into(), &true.into())
+    );
     assert_eq!(container["volumeMounts"][0]["name"], spec["volumes"][0]["name"]);
     // The account that it runs as is made, and may do what the script does.
     let rbac = documents("installer/rbac.yaml");
     let account = &spec["serviceAccountName"];
-    assert!(rbac.iter().any(|of| of["kind"] == "ServiceAccount" && of["metadata"]["name"] == *account));
-    assert!(rbac.iter().any(|of| of["kind"] == "ClusterRoleBinding" && of["subjects"][0]["name"] == *account));
-    assert!(rbac.iter().any(|of| of["kind"] == "ClusterRole" && of["rules"][0]["resources"][0] == "nodes"));
+    assert!(
+        rbac.iter().any(|of| of["kind"] == "ServiceAccount" && of["metadata"]["name"] == *account)
+    );
+    assert!(
+        rbac.iter()
+            .any(|of| of["kind"] == "ClusterRoleBinding" && of["subjects"][0]["name"] == *account)
+    );
+    assert!(
+        rbac.iter()
+            .any(|of| of["kind"] == "ClusterRole" && of["rules"][0]["resources"][0] == "nodes")
+    );
     // What the patch of the uninstaller replaces is there.
     let patch = &one("uninstaller/kustomization.yaml")["patches"][0];
     assert_eq!(patch["target"]["name"], *name);
@@ -100,23 +130,30 @@ fn the_image_holds_what_the_script_installs() {
         .flat_map(|line| line.split(' ').rev().skip(1))
         .inspect(|source| {
             let built = source.starts_with("target/");
-            assert!(built || Path::new(env!("CARGO_MANIFEST_DIR")).join(source).is_file(), "{source}");
+            assert!(
+                built || Path::new(env!("CARGO_MANIFEST_DIR")).join(source).is_file(),
+                "{source}"
+            );
         })
         .map(|source| source.rsplit('/').next().unwrap())
         .collect();
-    for name in
-        ["pause-sandboxer", "pause-sandboxer.service", "pause-sandboxer.socket", "pause-sandboxer.toml", "install.sh"]
-    {
+    for name in [
+        "pause-sandboxer",
+        "pause-sandboxer.service",
+        "pause-sandboxer.socket",
+        "pause-sandboxer.toml",
+        "install.sh",
+    ] {
         assert!(copied.contains(name) && script.contains(name), "{name}");
     }
 }
 
 /// What an installation that has nothing to change asks for.
-const CHECKED: &str =
-    "/usr/local/bin/pause-sandboxer check\nlabel {\"metadata\":{\"labels\":{\"pause-sandboxer/ready\":\"true\"}}}\n";
+const CHECKED: &str = "/usr/local/bin/pause-sandboxer check\nlabel {\"metadata\":{\"labels\":{\"pause-sandboxer/ready\":\"true\"}}}\n";
 
-/// A node's root and what is done on it: commands are written down, `list` answers what `alive` holds, or as a daemon that is down
-/// where there is `down`, `config dump` what `dump` holds; the command that `fails` holds fails. Labels are written down as well.
+/// A node's root and what is done on it: commands are written down, `list` answers what `alive`
+/// holds, or as a daemon that is down where there is `down`, `config dump` what `dump` holds; the
+/// command that `fails` holds fails. Labels are written down as well.
 struct Node(tempfile::TempDir);
 
 impl Node {
@@ -126,11 +163,14 @@ impl Node {
         for path in ["host/etc/containerd", "dist"] {
             fs::create_dir_all(node.path(path)).unwrap();
         }
-        for source in
-            ["systemd/pause-sandboxer.service", "systemd/pause-sandboxer.socket", "containerd/pause-sandboxer.toml"]
-        {
+        for source in [
+            "systemd/pause-sandboxer.service",
+            "systemd/pause-sandboxer.socket",
+            "containerd/pause-sandboxer.toml",
+        ] {
             let name = source.split('/').nth(1).unwrap();
-            fs::write(node.path(&format!("dist/{name}")), file(&format!("packaging/{source}"))).unwrap();
+            fs::write(node.path(&format!("dist/{name}")), file(&format!("packaging/{source}")))
+                .unwrap();
         }
         fs::write(node.path("dist/pause-sandboxer"), "program").unwrap();
         fs::write(node.path("alive"), "SANDBOX\n").unwrap();
@@ -158,7 +198,8 @@ impl Node {
     }
 
     fn command(&self, word: &str) -> Command {
-        let mut command = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join(DIR).join("install.sh"));
+        let mut command =
+            Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join(DIR).join("install.sh"));
         command
             .arg(word)
             .env("HOST", self.path("host"))
@@ -166,16 +207,21 @@ impl Node {
             .env("ON_HOST", self.path("on-host"))
             .env("ONCE", "1")
             .env("EVERY", "0.05")
-            .env("PATH", format!("{}:{}", self.path("bin").display(), std::env::var("PATH").unwrap()))
+            .env(
+                "PATH",
+                format!("{}:{}", self.path("bin").display(), std::env::var("PATH").unwrap()),
+            )
             .env("KUBERNETES_SERVICE_HOST", "api")
             .env("NODE_NAME", "node")
             .stderr(Stdio::null());
         command
     }
 
-    /// Starts an uninstallation, which must wait; it does so with everything in place, as what it says names `why`.
+    /// Starts an uninstallation, which must wait; it does so with everything in place, as what it
+    /// says names `why`.
     fn waiting(&self, why: &str) -> Child {
-        let mut child = self.command("uninstall").stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        let mut child =
+            self.command("uninstall").stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
         let said = BufReader::new(child.stdout.as_mut().unwrap()).lines().map(Result::unwrap);
         assert!(said.take(20).any(|line| line.contains(why)), "it waits for {why}");
         assert!(self.path("host/usr/local/bin/pause-sandboxer").exists());
@@ -188,13 +234,18 @@ impl Node {
     fn asked(&self) -> String {
         let text = fs::read_to_string(self.path("asked")).unwrap_or_default();
         let _ = fs::remove_file(self.path("asked"));
-        text.lines().filter(|line| !line.ends_with("config dump")).fold(String::new(), |text, line| text + line + "\n")
+        text.lines()
+            .filter(|line| !line.ends_with("config dump"))
+            .fold(String::new(), |text, line| text + line + "\n")
     }
 
     /// All files of the node.
     fn files(&self) -> BTreeSet<String> {
-        let output =
-            Command::new("find").arg(self.path("host")).args(["-type", "f", "-printf", "%P\n"]).output().unwrap();
+        let output = Command::new("find")
+            .arg(self.path("host"))
+            .args(["-type", "f", "-printf", "%P\n"])
+            .output()
+            .unwrap();
         String::from_utf8(output.stdout).unwrap().lines().map(str::to_owned).collect()
     }
 }
@@ -217,9 +268,11 @@ fn what_is_installed_is_removed() {
         assert!(node.files().contains(path), "{path}");
     }
     let asked = node.asked();
-    for command in
-        ["systemctl enable --now pause-sandboxer.socket", "systemctl restart containerd", "pause-sandboxer check"]
-    {
+    for command in [
+        "systemctl enable --now pause-sandboxer.socket",
+        "systemctl restart containerd",
+        "pause-sandboxer check",
+    ] {
         assert!(asked.contains(command), "{asked}");
     }
     // The same again changes nothing, and restarts nobody.
@@ -229,7 +282,10 @@ fn what_is_installed_is_removed() {
     fs::write(node.path("dist/pause-sandboxer"), "newer").unwrap();
     assert!(node.script("install").status.success());
     let asked = node.asked();
-    assert!(asked.contains("restart pause-sandboxer.service") && !asked.contains("restart containerd"), "{asked}");
+    assert!(
+        asked.contains("restart pause-sandboxer.service") && !asked.contains("restart containerd"),
+        "{asked}"
+    );
     assert!(node.script("ready").status.success());
 
     fs::create_dir_all(node.path("host/run/pause-sandboxer/shims")).unwrap();
@@ -239,10 +295,14 @@ fn what_is_installed_is_removed() {
     assert!(!node.path("host/run/pause-sandboxer").exists());
     let left: Vec<String> = node.files().difference(&before).cloned().collect();
     assert_eq!(left, ["etc/containerd/config.toml.before-pause-sandboxer"]);
-    assert!(node.asked().contains("systemctl disable --now pause-sandboxer.socket pause-sandboxer.service"));
+    assert!(
+        node.asked()
+            .contains("systemctl disable --now pause-sandboxer.socket pause-sandboxer.service")
+    );
 }
 
-/// kubeadm's default of kubelet; without it runc and kubelet disagree, and `check` keeps the node from its label.
+/// kubeadm's default of kubelet; without it runc and kubelet disagree, and `check` keeps the node
+/// from its label.
 #[test]
 fn the_handler_makes_cgroups_as_kubelet_does() {
     let node = Node::new();
@@ -253,15 +313,22 @@ fn the_handler_makes_cgroups_as_kubelet_does() {
         ("cgroupDriver: \"systemd\" # kubeadm", true),
         ("cgroupDriver: cgroupfs", false),
     ] {
-        fs::write(node.path("host/var/lib/kubelet/config.yaml"), format!("a: 1\n{line}\nb: 2\n")).unwrap();
+        fs::write(node.path("host/var/lib/kubelet/config.yaml"), format!("a: 1\n{line}\nb: 2\n"))
+            .unwrap();
         let output = node.script("install");
         assert!(output.status.success(), "{output:?}");
-        let placed = fs::read_to_string(node.path("host/etc/containerd/conf.d/pause-sandboxer.toml")).unwrap();
+        let placed =
+            fs::read_to_string(node.path("host/etc/containerd/conf.d/pause-sandboxer.toml"))
+                .unwrap();
         let mut expected = drop_in();
         if systemd {
             let options = toml::Table::from_iter([("SystemdCgroup".to_owned(), true.into())]);
-            let runtimes = &mut expected["plugins"]["io.containerd.cri.v1.runtime"]["containerd"]["runtimes"];
-            runtimes["runc-pause"].as_table_mut().unwrap().insert("options".to_owned(), options.into());
+            let runtimes =
+                &mut expected["plugins"]["io.containerd.cri.v1.runtime"]["containerd"]["runtimes"];
+            runtimes["runc-pause"]
+                .as_table_mut()
+                .unwrap()
+                .insert("options".to_owned(), options.into());
         }
         assert_eq!(placed.parse::<toml::Table>().unwrap(), expected, "{line}");
         assert!(node.asked().contains("restart containerd"), "{line}");
@@ -271,7 +338,8 @@ fn the_handler_makes_cgroups_as_kubelet_does() {
     }
 }
 
-/// containerd reports its default handler's cgroup driver to kubelet, whatever kubelet's own config says.
+/// containerd reports its default handler's cgroup driver to kubelet, whatever kubelet's own config
+/// says.
 #[test]
 fn the_handler_makes_cgroups_as_the_default_handler_does() {
     let node = Node::new();
@@ -290,11 +358,17 @@ fn the_handler_makes_cgroups_as_the_default_handler_does() {
         ("cgroupfs", dump("runc-pause", true, false), true),
         ("systemd", String::new(), true),
     ] {
-        fs::write(node.path("host/var/lib/kubelet/config.yaml"), format!("cgroupDriver: {kubelet}\n")).unwrap();
+        fs::write(
+            node.path("host/var/lib/kubelet/config.yaml"),
+            format!("cgroupDriver: {kubelet}\n"),
+        )
+        .unwrap();
         fs::write(node.path("dump"), &dump).unwrap();
         let output = node.script("install");
         assert!(output.status.success(), "{output:?}");
-        let placed = fs::read_to_string(node.path("host/etc/containerd/conf.d/pause-sandboxer.toml")).unwrap();
+        let placed =
+            fs::read_to_string(node.path("host/etc/containerd/conf.d/pause-sandboxer.toml"))
+                .unwrap();
         assert_eq!(placed.contains("\nSystemdCgroup = true\n"), systemd, "{kubelet}\n{dump}");
     }
 }
@@ -341,17 +415,20 @@ fn an_uninstallation_waits_for_pods() {
     fs::write(node.path("alive"), "SANDBOX\n").unwrap();
     ends(child);
     assert!(!node.path("host/usr/local/bin/pause-sandboxer").exists());
-    // A kubelet that is restarted without the label would have ended the pod: it went after the last look, and before the daemon.
+    // A kubelet that is restarted without the label would have ended the pod: it went after the
+    // last look, and before the daemon.
     let asked = node.asked();
     let at = |part: &str| asked.find(part).unwrap_or_else(|| panic!("{part} is not in\n{asked}"));
     assert!(
-        at("ready\":null") < asked.rfind("pause-sandboxer list").unwrap() && at("list") < at("ready\":null"),
+        at("ready\":null") < asked.rfind("pause-sandboxer list").unwrap()
+            && at("list") < at("ready\":null"),
         "{asked}"
     );
     assert!(asked.rfind("pause-sandboxer list").unwrap() < at("systemctl disable"), "{asked}");
 }
 
-/// A pod that comes between the last look and the removal of the label has its label back while it is waited for.
+/// A pod that comes between the last look and the removal of the label has its label back while it
+/// is waited for.
 #[test]
 fn a_pod_that_comes_while_the_label_goes_has_it_back() {
     let node = Node::new();
@@ -363,7 +440,10 @@ fn a_pod_that_comes_while_the_label_goes_has_it_back() {
     fs::write(&curl, script + pod).unwrap();
     let child = node.waiting("abc web");
     let asked = node.asked();
-    assert!(asked.find("ready\":null").unwrap() < asked.find("ready\":\"true\"").unwrap(), "{asked}");
+    assert!(
+        asked.find("ready\":null").unwrap() < asked.find("ready\":\"true\"").unwrap(),
+        "{asked}"
+    );
     fs::write(node.path("alive"), "SANDBOX\n").unwrap();
     ends(child);
     assert!(node.asked().contains("ready\":null"));
@@ -381,7 +461,11 @@ fn a_failed_check_takes_no_label_from_a_node_with_pods() {
         let said = String::from_utf8(output.stderr).unwrap();
         assert_eq!(node.asked().contains("\"pause-sandboxer/ready\":\"false\""), label, "{said}");
         assert!(
-            said.contains(if label { "is labelled pause-sandboxer/ready=false" } else { "is left as it was" }),
+            said.contains(if label {
+                "is labelled pause-sandboxer/ready=false"
+            } else {
+                "is left as it was"
+            }),
             "{said}"
         );
     }
@@ -391,7 +475,8 @@ fn a_failed_check_takes_no_label_from_a_node_with_pods() {
 #[test]
 fn the_page_names_resources_by_relative_paths() {
     let page = file("docs/kubernetes.md");
-    let named: Vec<&str> = page.lines().filter_map(|line| line.trim().strip_prefix("resources: [")).collect();
+    let named: Vec<&str> =
+        page.lines().filter_map(|line| line.trim().strip_prefix("resources: [")).collect();
     assert!(!named.is_empty());
     assert!(named.iter().all(|rest| rest.starts_with("../")), "{named:?}");
 }
@@ -400,7 +485,10 @@ fn the_page_names_resources_by_relative_paths() {
 fn the_pages_warn_of_kubelet_on_a_node_without_the_label() {
     for page in ["docs/install.md", "docs/kubernetes.md"] {
         let text = file(page);
-        assert!(text.contains("ends the pods of the class that run there** (reason `NodeAffinity`)"), "{page}");
+        assert!(
+            text.contains("ends the pods of the class that run there** (reason `NodeAffinity`)"),
+            "{page}"
+        );
     }
 }
 
@@ -412,7 +500,11 @@ fn an_uninstallation_waits_while_the_handler_is_the_default() {
     let file_of_default = node.path("host/etc/containerd/conf.d/pause-sandboxer-default.toml");
     fs::write(&file_of_default, file(&format!("{DIR}/default-handler.toml"))).unwrap();
     let child = node.waiting("/etc/containerd/conf.d/pause-sandboxer-default.toml");
-    fs::write(&file_of_default, "# default_runtime_name = \"runc-pause\"\ndefault_runtime_name = \"runc\"\n").unwrap();
+    fs::write(
+        &file_of_default,
+        "# default_runtime_name = \"runc-pause\"\ndefault_runtime_name = \"runc\"\n",
+    )
+    .unwrap();
     ends(child);
     assert!(!node.path("host/usr/local/bin/pause-sandboxer").exists());
 }
@@ -441,7 +533,10 @@ fn a_node_with_the_package_is_left_alone() {
         let output = node.script(word);
         // A pod that fails would hold up the other nodes.
         assert!(output.status.success(), "{output:?}");
-        assert!(String::from_utf8_lossy(&output.stdout).contains("the Debian package is installed"), "{output:?}");
+        assert!(
+            String::from_utf8_lossy(&output.stdout).contains("the Debian package is installed"),
+            "{output:?}"
+        );
         assert_eq!((node.asked().as_str(), node.files()), ("", before.clone()), "{word}");
     }
     assert!(node.script("ready").status.success());

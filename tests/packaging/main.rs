@@ -1,5 +1,11 @@
-//! What is handed out beside the binary fits the binary: metrics that are named exist, manifests name files and handlers that there are.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+//! What is handed out beside the binary fits the binary: metrics that are named exist, manifests
+//! name files and handlers that there are.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 
 mod containerd;
 mod debian;

@@ -26,7 +26,11 @@ fn exported() -> BTreeMap<String, BTreeSet<String>> {
     telemetry.files_healed();
     telemetry.healing_failed();
     telemetry.recovered(Duration::from_secs(1), 1, 1);
-    let census = Census { sandboxes: vec![("ready", "native".to_owned())], states: vec!["ready"], cleanups_pending: 1 };
+    let census = Census {
+        sandboxes: vec![("ready", "native".to_owned())],
+        states: vec!["ready"],
+        cleanups_pending: 1,
+    };
     let mut series: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for line in telemetry.text(&census).lines().filter(|line| !line.starts_with('#')) {
         let name = line.split(['{', ' ']).next().unwrap();
@@ -48,12 +52,15 @@ fn named(expression: &str) -> Vec<(String, Vec<String>)> {
     while let Some(at) = rest.find(|c: char| c.is_ascii_alphabetic()) {
         let name: String = rest[at..].chars().take_while(|c| word(*c)).collect();
         rest = &rest[at + name.len()..];
-        let ours =
-            name.starts_with("pause_sandboxer_") || name.starts_with("process_") || OF_PROMETHEUS.contains(&&*name);
+        let ours = name.starts_with("pause_sandboxer_")
+            || name.starts_with("process_")
+            || OF_PROMETHEUS.contains(&&*name);
         if !ours {
             // What a string holds is no name.
-            if let Some(text) =
-                rest.strip_prefix("=\"").or_else(|| rest.strip_prefix("=~\"")).or_else(|| rest.strip_prefix("!=\""))
+            if let Some(text) = rest
+                .strip_prefix("=\"")
+                .or_else(|| rest.strip_prefix("=~\""))
+                .or_else(|| rest.strip_prefix("!=\""))
             {
                 rest = text.split_once('"').unwrap().1;
             }
@@ -61,7 +68,10 @@ fn named(expression: &str) -> Vec<(String, Vec<String>)> {
         }
         let labels = rest.strip_prefix('{').map_or("", |rest| rest.split_once('}').unwrap().0);
         let labels = labels.split(',').filter(|label| !label.is_empty());
-        found.push((name, labels.map(|label| label.split(['=', '!']).next().unwrap().trim().to_owned()).collect()));
+        found.push((
+            name,
+            labels.map(|label| label.split(['=', '!']).next().unwrap().trim().to_owned()).collect(),
+        ));
     }
     found
 }
@@ -70,16 +80,24 @@ fn named(expression: &str) -> Vec<(String, Vec<String>)> {
 fn check(place: &str, expression: &str, exported: &BTreeMap<String, BTreeSet<String>>) -> usize {
     let pairs = [('(', ')'), ('{', '}'), ('[', ']')];
     for (open, close) in pairs {
-        assert_eq!(expression.matches(open).count(), expression.matches(close).count(), "{place}: {expression}");
+        assert_eq!(
+            expression.matches(open).count(),
+            expression.matches(close).count(),
+            "{place}: {expression}"
+        );
     }
     let named = named(expression);
     for (name, labels) in &named {
         if OF_PROMETHEUS.contains(&&**name) {
             continue;
         }
-        let known = exported.get(name).unwrap_or_else(|| panic!("{place}: the daemon has no {name}"));
+        let known =
+            exported.get(name).unwrap_or_else(|| panic!("{place}: the daemon has no {name}"));
         for label in labels {
-            assert!(known.contains(label) || OF_THE_SCRAPE.contains(&&**label), "{place}: {name} has no label {label}");
+            assert!(
+                known.contains(label) || OF_THE_SCRAPE.contains(&&**label),
+                "{place}: {name} has no label {label}"
+            );
         }
     }
     named.len()
@@ -95,12 +113,22 @@ fn alerts_name_metrics_that_there_are() {
         for rule in group["rules"].as_array().unwrap() {
             let name = rule["alert"].as_str().unwrap();
             assert!(names.insert(name.to_owned()), "{name} twice");
-            assert!(check(name, rule["expr"].as_str().unwrap(), &exported) > 0, "{name} names no metric");
-            assert!(["critical", "warning", "info"].contains(&rule["labels"]["severity"].as_str().unwrap()), "{name}");
+            assert!(
+                check(name, rule["expr"].as_str().unwrap(), &exported) > 0,
+                "{name} names no metric"
+            );
+            assert!(
+                ["critical", "warning", "info"]
+                    .contains(&rule["labels"]["severity"].as_str().unwrap()),
+                "{name}"
+            );
             for text in ["summary", "description"] {
                 assert!(rule["annotations"][text].is_string(), "{name} has no {text}");
             }
-            assert!(operate.contains(&format!("`{name}`")), "docs/operate.md does not say what to do about {name}");
+            assert!(
+                operate.contains(&format!("`{name}`")),
+                "docs/operate.md does not say what to do about {name}"
+            );
         }
     }
 }
@@ -114,7 +142,10 @@ fn the_dashboard_names_metrics_that_there_are() {
         let title = panel["title"].as_str().unwrap();
         assert!(ids.insert(panel["id"].as_u64().unwrap()), "{title}: its id is another's");
         for target in panel["targets"].as_array().unwrap() {
-            assert!(check(title, target["expr"].as_str().unwrap(), &exported) > 0, "{title} names no metric");
+            assert!(
+                check(title, target["expr"].as_str().unwrap(), &exported) > 0,
+                "{title} names no metric"
+            );
         }
     }
     for annotation in dashboard["annotations"]["list"].as_array().unwrap() {
@@ -126,7 +157,10 @@ fn the_dashboard_names_metrics_that_there_are() {
 fn every_metric_is_described() {
     let operate = file("docs/operate.md");
     for name in exported().keys() {
-        let name = ["_bucket", "_count", "_sum"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(name);
+        let name = ["_bucket", "_count", "_sum"]
+            .iter()
+            .find_map(|end| name.strip_suffix(end))
+            .unwrap_or(name);
         assert!(operate.contains(&format!("`{name}`")), "docs/operate.md does not describe {name}");
     }
 }
@@ -138,16 +172,21 @@ fn promtool_takes_the_rules() {
     let promtool = if fetched.exists() { fetched.into_os_string() } else { "promtool".into() };
     let rules = Path::new(env!("CARGO_MANIFEST_DIR")).join("packaging/prometheus/alerts.yaml");
     let output = Command::new(promtool).args(["check", "rules"]).arg(rules).output();
-    let output =
-        output.unwrap_or_else(|e| panic!("promtool: {e}; `make parts` fetches it from Debian's package prometheus"));
-    let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    let output = output.unwrap_or_else(|e| {
+        panic!("promtool: {e}; `make parts` fetches it from Debian's package prometheus")
+    });
+    let text = String::from_utf8_lossy(&output.stdout).into_owned()
+        + &String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{text}");
 }
 
 #[test]
 fn the_reading_of_expressions() {
     let seen = |text: &str| {
-        named(text).into_iter().map(|(name, labels)| format!("{name}[{}]", labels.join(","))).collect::<Vec<_>>()
+        named(text)
+            .into_iter()
+            .map(|(name, labels)| format!("{name}[{}]", labels.join(",")))
+            .collect::<Vec<_>>()
     };
     assert_eq!(
         seen(

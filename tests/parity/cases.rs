@@ -1,9 +1,9 @@
 //! The pods: each gives some fields of CRI's config, and is named after them.
 
 use kit::cri::api::{
-    self, HugepageLimit, IDMapping, LinuxContainerResources, LinuxPodSandboxConfig, LinuxSandboxSecurityContext,
-    NamespaceMode, PodSandboxConfig, PortMapping, SELinuxOption, SecurityProfile, UserNamespace,
-    security_profile::ProfileType,
+    self, HugepageLimit, IDMapping, LinuxContainerResources, LinuxPodSandboxConfig,
+    LinuxSandboxSecurityContext, NamespaceMode, PodSandboxConfig, PortMapping, SELinuxOption,
+    SecurityProfile, UserNamespace, security_profile::ProfileType,
 };
 use kit::machine::keeper::Keeper;
 use kit::{ContainerSpec, PodSpec};
@@ -96,11 +96,15 @@ fn namespaces() -> Vec<Case> {
         Case::new(
             "network TARGET, as only a container may",
             secure(|security| {
-                security.namespace_options.mut_or_insert_default().network = NamespaceMode::TARGET.into();
+                security.namespace_options.mut_or_insert_default().network =
+                    NamespaceMode::TARGET.into();
             }),
         ),
         Case::new("ipc CONTAINER", pod().ipc(NamespaceMode::CONTAINER)),
-        Case::new("network, pid and ipc NODE", pod().host_network().pid(NamespaceMode::NODE).ipc(NamespaceMode::NODE)),
+        Case::new(
+            "network, pid and ipc NODE",
+            pod().host_network().pid(NamespaceMode::NODE).ipc(NamespaceMode::NODE),
+        ),
         Case::new("without a linux section", pod().bare()),
     ]
 }
@@ -109,11 +113,16 @@ fn mapping(host_id: u32, length: u32) -> IDMapping {
     IDMapping { host_id, length, ..Default::default() }
 }
 
-fn user(mode: NamespaceMode, uids: &[IDMapping], gids: &[IDMapping]) -> impl FnOnce(&mut PodSandboxConfig) + use<> {
+fn user(
+    mode: NamespaceMode,
+    uids: &[IDMapping],
+    gids: &[IDMapping],
+) -> impl FnOnce(&mut PodSandboxConfig) + use<> {
     let (uids, gids) = (uids.to_vec(), gids.to_vec());
     let options = UserNamespace { mode: mode.into(), uids, gids, ..Default::default() };
     move |config| {
-        let security = config.linux.mut_or_insert_default().security_context.mut_or_insert_default();
+        let security =
+            config.linux.mut_or_insert_default().security_context.mut_or_insert_default();
         security.namespace_options.mut_or_insert_default().userns_options = Some(options).into();
     }
 }
@@ -146,7 +155,10 @@ fn users() -> Vec<Case> {
         Case::new("userns POD without uid 0", pod().with(user(POD, &[from_one()], &gids))),
         Case::new("userns POD without gid 0", pod().with(user(POD, &uids, &[from_one()]))),
         Case::new("userns POD without id 0", pod().with(user(POD, &[from_one()], &[from_one()]))),
-        Case::new("userns POD of one id", pod().with(user(POD, &[mapping(1_000_000, 1)], &[mapping(2_000_000, 1)]))),
+        Case::new(
+            "userns POD of one id",
+            pod().with(user(POD, &[mapping(1_000_000, 1)], &[mapping(2_000_000, 1)])),
+        ),
         Case::new("userns POD, pid NODE", pod().pid(NODE).with(one())),
         Case::new("userns POD, ipc NODE", pod().ipc(NODE).with(one())),
         Case::new("userns POD without mappings", pod().with(user(POD, &[], &[]))),
@@ -175,9 +187,18 @@ fn resolver() -> Vec<Case> {
     vec![
         Case::new("dns_config empty", pod().dns(&[], &[], &[])),
         Case::new("dns_config with options alone", pod().dns(&[], &[], &["ndots:5", "rotate"])),
-        Case::new("dns_config with searches alone", pod().dns(&[], &["one.example", "two.example"], &[])),
-        Case::new("dns_config with all", pod().dns(&["10.0.0.10", "fd00::10"], &["one.example"], &["ndots:5"])),
-        Case::new("dns_config with line breaks", pod().dns(&["10.0.0.10\n10.0.0.11"], &["one\ntwo"], &["a\nb"])),
+        Case::new(
+            "dns_config with searches alone",
+            pod().dns(&[], &["one.example", "two.example"], &[]),
+        ),
+        Case::new(
+            "dns_config with all",
+            pod().dns(&["10.0.0.10", "fd00::10"], &["one.example"], &["ndots:5"]),
+        ),
+        Case::new(
+            "dns_config with line breaks",
+            pod().dns(&["10.0.0.10\n10.0.0.11"], &["one\ntwo"], &["a\nb"]),
+        ),
         Case::new("dns_config, network NODE", pod().host_network().dns(&["10.0.0.10"], &[], &[])),
     ]
 }
@@ -195,7 +216,10 @@ fn slices(node: &str) -> Vec<Case> {
     let case = |what: &str, parent: String| Case::new(what, pod().cgroup_parent(&parent));
     vec![
         case("cgroup_parent, a slice that does not exist", format!("{node}/{name}-new.slice")),
-        case("cgroup_parent, nested new slices", format!("{node}/{name}-burstable.slice/{name}-burstable-pod1.slice")),
+        case(
+            "cgroup_parent, nested new slices",
+            format!("{node}/{name}-burstable.slice/{name}-burstable-pod1.slice"),
+        ),
         case("cgroup_parent, a slice by its bare name", format!("{name}-bare.slice")),
         case("cgroup_parent, a slice at another path", format!("/elsewhere/{name}-other.slice")),
         case("cgroup_parent, the node's own slice", node.to_owned()),
@@ -226,10 +250,13 @@ fn directories(node: &str) -> Vec<Case> {
 }
 
 fn sysctls() -> Vec<Case> {
-    let with = |given: &[(&str, &str)]| given.iter().fold(pod(), |pod, (name, value)| pod.sysctl(name, value));
+    let with = |given: &[(&str, &str)]| {
+        given.iter().fold(pod(), |pod, (name, value)| pod.sysctl(name, value))
+    };
     let case = |given: &[(&str, &str)]| {
         let names: Vec<&str> = given.iter().map(|(name, _)| *name).collect();
-        let text: Vec<String> = given.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        let text: Vec<String> =
+            given.iter().map(|(name, value)| format!("{name}={value}")).collect();
         Case::new(format!("sysctls {}", text.join(", ")), with(given)).reading(&names)
     };
     let mut cases = vec![
@@ -251,7 +278,10 @@ fn sysctls() -> Vec<Case> {
             ("kernel.sem", "100 3200 50 64"),
         ]),
         case(&[("fs.mqueue.msg_max", "11"), ("fs.mqueue.queues_max", "77")]),
-        case(&[("net.ipv4.ip_unprivileged_port_start", "1000"), ("net.ipv4.ping_group_range", "7 8")]),
+        case(&[
+            ("net.ipv4.ip_unprivileged_port_start", "1000"),
+            ("net.ipv4.ping_group_range", "7 8"),
+        ]),
         case(&[("kernel.domainname", "example.org")]),
         Case::new("sysctls net/core/somaxconn=1235", with(&[("net/core/somaxconn", "1235")]))
             .reading(&["net.core.somaxconn"]),
@@ -276,8 +306,11 @@ fn sysctls() -> Vec<Case> {
         .reading(&["net.core.somaxconn"]),
     );
     cases.push(
-        Case::new("sysctls kernel.msgmax, ipc NODE", pod().ipc(NamespaceMode::NODE).sysctl("kernel.msgmax", "8193"))
-            .reading(&["kernel.msgmax"]),
+        Case::new(
+            "sysctls kernel.msgmax, ipc NODE",
+            pod().ipc(NamespaceMode::NODE).sysctl("kernel.msgmax", "8193"),
+        )
+        .reading(&["kernel.msgmax"]),
     );
     cases.push(
         Case::new(
@@ -290,7 +323,12 @@ fn sysctls() -> Vec<Case> {
 }
 
 fn profile(kind: ProfileType, file: &str) -> protobuf::MessageField<SecurityProfile> {
-    Some(SecurityProfile { profile_type: kind.into(), localhost_ref: file.to_owned(), ..Default::default() }).into()
+    Some(SecurityProfile {
+        profile_type: kind.into(),
+        localhost_ref: file.to_owned(),
+        ..Default::default()
+    })
+    .into()
 }
 
 fn number(value: i64) -> protobuf::MessageField<api::Int64Value> {
@@ -337,7 +375,10 @@ fn security() -> Vec<Case> {
             }),
         ),
         Case::new("readonly_rootfs", secure(|s| s.readonly_rootfs = true)),
-        Case::new("seccomp RuntimeDefault", secure(|s| s.seccomp = profile(ProfileType::RuntimeDefault, ""))),
+        Case::new(
+            "seccomp RuntimeDefault",
+            secure(|s| s.seccomp = profile(ProfileType::RuntimeDefault, "")),
+        ),
         Case::new(
             "seccomp RuntimeDefault, privileged",
             secure(|s| {
@@ -345,7 +386,10 @@ fn security() -> Vec<Case> {
                 s.privileged = true;
             }),
         ),
-        Case::new("seccomp Unconfined", secure(|s| s.seccomp = profile(ProfileType::Unconfined, ""))),
+        Case::new(
+            "seccomp Unconfined",
+            secure(|s| s.seccomp = profile(ProfileType::Unconfined, "")),
+        ),
         Case::new(
             "seccomp Localhost of a file that is none",
             secure(|s| s.seccomp = profile(ProfileType::Localhost, "/no/such/profile")),
@@ -370,8 +414,14 @@ fn security() -> Vec<Case> {
             "seccomp_profile_path runtime/default",
             secure(|s| s.seccomp_profile_path = "runtime/default".to_owned()),
         ),
-        Case::new("seccomp_profile_path of no known form", secure(|s| s.seccomp_profile_path = "strict".to_owned())),
-        Case::new("apparmor", secure(|s| s.apparmor = profile(ProfileType::Localhost, "no-such-profile"))),
+        Case::new(
+            "seccomp_profile_path of no known form",
+            secure(|s| s.seccomp_profile_path = "strict".to_owned()),
+        ),
+        Case::new(
+            "apparmor",
+            secure(|s| s.apparmor = profile(ProfileType::Localhost, "no-such-profile")),
+        ),
         Case::new("selinux_options", labelled("s0:c1,c2")),
         Case::new("selinux_options with a level of no known form", labelled("high")),
     ]
@@ -386,7 +436,11 @@ fn resources(scale: i64) -> LinuxContainerResources {
         oom_score_adj: 900,
         cpuset_cpus: "0".to_owned(),
         cpuset_mems: "0".to_owned(),
-        hugepage_limits: vec![HugepageLimit { page_size: "2MB".to_owned(), limit: 2 << 20, ..Default::default() }],
+        hugepage_limits: vec![HugepageLimit {
+            page_size: "2MB".to_owned(),
+            limit: 2 << 20,
+            ..Default::default()
+        }],
         unified: [("memory.high".to_owned(), "1000000".to_owned())].into(),
         memory_swap_limit_in_bytes: scale << 28,
         ..Default::default()
@@ -397,7 +451,10 @@ fn others() -> Vec<Case> {
     vec![
         Case::new("resources", linux(|linux| linux.resources = Some(resources(1)).into())),
         Case::new("overhead", linux(|linux| linux.overhead = Some(resources(2)).into())),
-        Case::new("metadata.attempt", pod().with(|config| config.metadata.mut_or_insert_default().attempt = 3)),
+        Case::new(
+            "metadata.attempt",
+            pod().with(|config| config.metadata.mut_or_insert_default().attempt = 3),
+        ),
         Case::new("labels", pod().label("app", "web").label("io.kubernetes.pod.name", "web-0")),
         Case::new("a label of 4096 bytes", pod().label("app", &"v".repeat(4093))),
         Case::new("a label of 4097 bytes", pod().label("app", &"v".repeat(4094))),
@@ -437,18 +494,21 @@ fn settings() -> Vec<Case> {
         Case::new("pod_annotations", pod().with(annotations)).on(Settings::Other),
         Case::new("base_runtime_spec", pod()).on(Settings::Other),
         Case::new("enable_unprivileged_ports and _icmp false", pod()).on(Settings::Other),
-        Case::new("enable_unprivileged_ports and _icmp false, network NODE", pod().host_network()).on(Settings::Other),
+        Case::new("enable_unprivileged_ports and _icmp false, network NODE", pod().host_network())
+            .on(Settings::Other),
     ]
 }
 
-/// containerd's settings for [`Settings::Other`]: what is put into the table of CRI's runtime service, and into those of its handlers,
-/// together with the [`BASE_LIMIT`] of a `base_runtime_spec`.
+/// containerd's settings for [`Settings::Other`]: what is put into the table of CRI's runtime
+/// service, and into those of its handlers, together with the [`BASE_LIMIT`] of a
+/// `base_runtime_spec`.
 pub(crate) const CONTAINERD: (&str, &str) = (
     "enable_unprivileged_ports = false\nenable_unprivileged_icmp = false\n",
     "pod_annotations = [\"kit.example/*\", \"exact.example\", \"class-[a-c].*\", \"io.kubernetes.cri.*\"]\n",
 );
 
-/// How many files the `base_runtime_spec` lets a process open. It is the base of the containers' specs; that of a sandbox has none.
+/// How many files the `base_runtime_spec` lets a process open. It is the base of the containers'
+/// specs; that of a sandbox has none.
 pub(crate) const BASE_LIMIT: u32 = 777;
 
 /// The sandboxer's, the same.

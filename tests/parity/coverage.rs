@@ -29,7 +29,8 @@ pub(crate) fn missing<'a>(configs: impl Iterator<Item = &'a PodSandboxConfig>) -
     describe("", &PodSandboxConfig::descriptor(), &mut all);
     all.retain(|field| {
         let excused = NOT_GIVEN.iter().any(|(pattern, _)| crate::table::like(pattern, field));
-        !excused && !given.iter().any(|path| path == field || path.starts_with(&format!("{field}.")))
+        !excused
+            && !given.iter().any(|path| path == field || path.starts_with(&format!("{field}.")))
     });
     all
 }
@@ -40,7 +41,9 @@ fn join(path: &str, name: &str) -> String {
 
 fn collect(path: &str, value: &Value, given: &mut BTreeSet<String>) {
     match value {
-        Value::Object(object) => object.iter().for_each(|(key, value)| collect(&join(path, key), value, given)),
+        Value::Object(object) => {
+            object.iter().for_each(|(key, value)| collect(&join(path, key), value, given))
+        }
         Value::Array(array) => array.iter().for_each(|value| collect(path, value, given)),
         _ => {}
     }
@@ -53,7 +56,9 @@ fn describe(path: &str, message: &MessageDescriptor, all: &mut Vec<String>) {
         let path = join(path, field.name());
         match field.runtime_field_type() {
             RuntimeFieldType::Singular(RuntimeType::Message(inner))
-            | RuntimeFieldType::Repeated(RuntimeType::Message(inner)) => describe(&path, &inner, all),
+            | RuntimeFieldType::Repeated(RuntimeType::Message(inner)) => {
+                describe(&path, &inner, all)
+            }
             _ => all.push(path),
         }
     }

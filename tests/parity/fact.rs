@@ -43,7 +43,9 @@ impl Facts {
                     self.add(path, format!("[{}]", set.join(",")));
                 }
                 // A text that looks like a number is told from the number.
-                Value::String(text) if serde_json::from_str::<Value>(text).is_err() => self.add(path, text),
+                Value::String(text) if serde_json::from_str::<Value>(text).is_err() => {
+                    self.add(path, text)
+                }
                 leaf => self.add(path, leaf),
             }
         }
@@ -79,8 +81,8 @@ impl Facts {
     }
 }
 
-/// Every leaf of a JSON value with its path. A list of plain values is one leaf; the elements of a list of objects are told
-/// apart by what names them in an OCI spec, else by their number.
+/// Every leaf of a JSON value with its path. A list of plain values is one leaf; the elements of a
+/// list of objects are told apart by what names them in an OCI spec, else by their number.
 fn leaves<'a>(path: &str, value: &'a Value) -> Vec<(String, &'a Value)> {
     match value {
         Value::Object(object) if !object.is_empty() => {
@@ -131,9 +133,9 @@ fn scalar(value: ReflectValueRef<'_>) -> Value {
         }
         ReflectValueRef::String(text) => text.into(),
         ReflectValueRef::Bool(yes) => yes.into(),
-        ReflectValueRef::Enum(descriptor, number) => {
-            descriptor.value_by_number(number).map_or_else(|| number.into(), |value| value.name().into())
-        }
+        ReflectValueRef::Enum(descriptor, number) => descriptor
+            .value_by_number(number)
+            .map_or_else(|| number.into(), |value| value.name().into()),
         ReflectValueRef::U32(number) => number.into(),
         ReflectValueRef::U64(number) => number.into(),
         ReflectValueRef::I32(number) => number.into(),

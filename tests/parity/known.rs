@@ -40,7 +40,8 @@ enum On {
     Native,
     /// Where the runtime does.
     Shim,
-    /// With a kernel, such as 6.1, that has no net.core.somaxconn in the network of a user namespace.
+    /// With a kernel, such as 6.1, that has no net.core.somaxconn in the network of a user
+    /// namespace.
     NoSomaxconn,
 }
 
@@ -57,7 +58,8 @@ struct Here {
 
 impl Here {
     fn look() -> Result<Self> {
-        const LOOK: [&str; 6] = ["--user", "--map-root-user", "--net", "test", "-e", "/proc/sys/net/core/somaxconn"];
+        const LOOK: [&str; 6] =
+            ["--user", "--map-root-user", "--net", "test", "-e", "/proc/sys/net/core/somaxconn"];
         let looked = Command::new("unshare").args(LOOK).output().context("run unshare")?;
         Ok(Self { unified: cgroup::unified()?, no_somaxconn: !looked.status.success() })
     }
@@ -104,15 +106,14 @@ const fn known(
 
 const NO_IMAGE: &str = "the pause program is inside the sandboxer; there is no image";
 const NO_RIGHTS: &str = "our pause needs no capability, and has none in any set";
-const NOBODY: &str = "our pause is always 65535 without groups: what a pod asks for is for its containers";
-const OWN_FILTER: &str =
-    "our pause has a list of its own of the few calls that it makes; the pod's profile is for its containers";
+const NOBODY: &str =
+    "our pause is always 65535 without groups: what a pod asks for is for its containers";
+const OWN_FILTER: &str = "our pause has a list of its own of the few calls that it makes; the pod's profile is for its containers";
 const CLASS: &str = "the built-in gives its errors no class; the text says the same";
 const CONFIG: &str = "the built-in adds its defaults to the config that it was given, where that has sysctls already";
 const CGROUP_NONE: &str = "nobody asked for a cgroup: our pause stays in the daemon's";
 const NO_SLICE: &str = "runc with the systemd driver takes nothing but a slice; ours goes by what it is given, and needs no cgroup of its own";
-const RELATIVE: &str =
-    "runc takes it from the cgroup of the shim, where CRI's own statistics do not find it; ours is where CRI looks";
+const RELATIVE: &str = "runc takes it from the cgroup of the shim, where CRI's own statistics do not find it; ours is where CRI looks";
 const PLAIN_SLICE: &str = "runc makes one directory of slice, prefix and name, outside of the parent; ours is below it, where CRI and kubelet look";
 const METRICS: &str = "the built-in has none; containerd asks for them from 2.4 on";
 const UPDATE: &str = "containerd tells the controller of a resize from 2.3 on";
@@ -132,7 +133,13 @@ const KNOWN: &[Known] = &[
         "the built-in takes the user namespace from the pod's netns, and so knows none without one; ours makes it",
     ),
     known("userns POD, network NODE", "RunPodSandbox: code", "UNKNOWN", "-", "as above"),
-    known("userns POD, network NODE", "*", "-", "*", "shown because the built-in has none to compare with"),
+    known(
+        "userns POD, network NODE",
+        "*",
+        "-",
+        "*",
+        "shown because the built-in has none to compare with",
+    ),
     known(
         "userns POD of few ids",
         "RunPodSandbox",
@@ -141,9 +148,16 @@ const KNOWN: &[Known] = &[
         "the user of the pause image is not mapped; our pause takes the last id that is",
     )
     .on(&[On::Native]),
-    known("userns POD of few ids", "RunPodSandbox: code", "UNKNOWN", "-", "as above").on(&[On::Native]),
-    known("userns POD of few ids", "*", "-", "*", "shown because the built-in has none to compare with")
+    known("userns POD of few ids", "RunPodSandbox: code", "UNKNOWN", "-", "as above")
         .on(&[On::Native]),
+    known(
+        "userns POD of few ids",
+        "*",
+        "-",
+        "*",
+        "shown because the built-in has none to compare with",
+    )
+    .on(&[On::Native]),
     known(
         "cgroup_parent with ..",
         "RunPodSandbox",
@@ -154,12 +168,19 @@ const KNOWN: &[Known] = &[
     known("cgroup_parent with ..", "RunPodSandbox: code", "-", "INVALID_ARGUMENT", "as above"),
     known("cgroup_parent with ..", "left behind", "cgroup", "nothing", "runc has made the parents")
         .on(&[On::Directories]),
-    known("cgroup_parent with ..", "left behind", "cgroup, unit", "nothing", "systemd has made the slice")
-        .on(&[On::Slices]),
+    known(
+        "cgroup_parent with ..",
+        "left behind",
+        "cgroup, unit",
+        "nothing",
+        "systemd has made the slice",
+    )
+    .on(&[On::Slices]),
     known("cgroup_parent with ..", "*", "*", "-", "shown because ours has none to compare with"),
     known("without a *", "RunPodSandbox", "refused", "runs", NO_SLICE).on(&[On::Slices]),
     known("without a *", "RunPodSandbox: code", "UNKNOWN", "-", "as above").on(&[On::Slices]),
-    known("without a *", "*", "-", "*", "shown because the built-in has none to compare with").on(&[On::Slices]),
+    known("without a *", "*", "-", "*", "shown because the built-in has none to compare with")
+        .on(&[On::Slices]),
     known(
         "cgroup_parent, no slice",
         "left behind",
@@ -168,29 +189,56 @@ const KNOWN: &[Known] = &[
         "ours runs, and the parent of a pod's cgroup is kubelet's to remove",
     )
     .on(&[On::Slices]),
-    known("cgroup_parent, no slice", "RunPodSandbox", "refused", "runs", NO_SLICE).on(&[On::Slices]),
-    known("cgroup_parent, no slice", "RunPodSandbox: code", "UNKNOWN", "-", "as above").on(&[On::Slices]),
-    known("cgroup_parent, no slice", "*", "-", "*", "shown because the built-in has none to compare with")
+    known("cgroup_parent, no slice", "RunPodSandbox", "refused", "runs", NO_SLICE)
         .on(&[On::Slices]),
+    known("cgroup_parent, no slice", "RunPodSandbox: code", "UNKNOWN", "-", "as above")
+        .on(&[On::Slices]),
+    known(
+        "cgroup_parent, no slice",
+        "*",
+        "-",
+        "*",
+        "shown because the built-in has none to compare with",
+    )
+    .on(&[On::Slices]),
     known("*", "RunPodSandbox: code", "UNKNOWN", "INVALID_ARGUMENT", CLASS),
-    known("*a slice without systemd", "pause: cgroup of *", "*/new.slice:cri-containerd:<id>", "*", PLAIN_SLICE)
+    known(
+        "*a slice without systemd",
+        "pause: cgroup of *",
+        "*/new.slice:cri-containerd:<id>",
+        "*",
+        PLAIN_SLICE,
+    )
+    .on(&[On::NoSystemd, On::Directories]),
+    known(
+        "*a slice without systemd",
+        "spec.linux.cgroupsPath",
+        "new.slice:*",
+        "/<node>/new.slice/<id>",
+        PLAIN_SLICE,
+    )
+    .on(&[On::NoSystemd, On::Directories]),
+    known("*a slice without systemd", "*stats*", "*", "*", PLAIN_SLICE)
         .on(&[On::NoSystemd, On::Directories]),
-    known("*a slice without systemd", "spec.linux.cgroupsPath", "new.slice:*", "/<node>/new.slice/<id>", PLAIN_SLICE)
-        .on(&[On::NoSystemd, On::Directories]),
-    known("*a slice without systemd", "*stats*", "*", "*", PLAIN_SLICE).on(&[On::NoSystemd, On::Directories]),
     known("*a slice without systemd", "left behind", "nothing", "cgroup", PLAIN_SLICE)
         .on(&[On::NoSystemd, On::Directories]),
-    known("*a slice without systemd", "Metrics: *", "-", "*", PLAIN_SLICE).on(&[On::NoSystemd, On::Directories]),
+    known("*a slice without systemd", "Metrics: *", "-", "*", PLAIN_SLICE)
+        .on(&[On::NoSystemd, On::Directories]),
     known("sysctls net.core.*", "RunPodSandbox: code", "UNKNOWN", "13", CLASS),
-    known("userns POD, a sysctl of each kind", "RunPodSandbox: code", "UNKNOWN", "13", CLASS).on(&[On::NoSomaxconn]),
+    known("userns POD, a sysctl of each kind", "RunPodSandbox: code", "UNKNOWN", "13", CLASS)
+        .on(&[On::NoSomaxconn]),
     // ---- the pause ----
-    known("*", "pause: CapBnd", "00000000a80425fb", "0000000000000000", NO_RIGHTS).on(&[On::Native]),
+    known("*", "pause: CapBnd", "00000000a80425fb", "0000000000000000", NO_RIGHTS)
+        .on(&[On::Native]),
     known("*", "pause: Seccomp", "0", "2", OWN_FILTER).on(&[On::Native]),
     known("*", "pause: Groups", "*", "", NOBODY).on(&[On::Native]),
-    known("run_as_user*", "pause: Uid", "1000 1000 1000 1000", "65535 65535 65535 65535", NOBODY).on(&[On::Native]),
-    known("run_as_user*", "pause: Gid", "* * * *", "65535 65535 65535 65535", NOBODY).on(&[On::Native]),
+    known("run_as_user*", "pause: Uid", "1000 1000 1000 1000", "65535 65535 65535 65535", NOBODY)
+        .on(&[On::Native]),
+    known("run_as_user*", "pause: Gid", "* * * *", "65535 65535 65535 65535", NOBODY)
+        .on(&[On::Native]),
     known("*", "pause: environment", "PATH=/bin HOME=/", "", NO_IMAGE),
-    known("*", "pause: open files", "3", "0", "our pause reads and writes nothing").on(&[On::Native]),
+    known("*", "pause: open files", "3", "0", "our pause reads and writes nothing")
+        .on(&[On::Native]),
     known(
         "*",
         "pause: its root",
@@ -199,9 +247,16 @@ const KNOWN: &[Known] = &[
         "the root of the built-in's pause is its image, which shows in a shared PID namespace",
     )
     .on(&[On::Native]),
-    known("without a *", "pause: cgroup of *", "/k8s.io/<id>", "*", CGROUP_NONE).on(&[On::Directories, On::Native]),
-    known("*without a slash in front", "pause: cgroup of *", "*/<node>/relative/<id>", "*", RELATIVE)
+    known("without a *", "pause: cgroup of *", "/k8s.io/<id>", "*", CGROUP_NONE)
         .on(&[On::Directories, On::Native]),
+    known(
+        "*without a slash in front",
+        "pause: cgroup of *",
+        "*/<node>/relative/<id>",
+        "*",
+        RELATIVE,
+    )
+    .on(&[On::Directories, On::Native]),
     known(
         "*",
         "pause: cgroup of version 2",
@@ -230,8 +285,10 @@ const KNOWN: &[Known] = &[
         On::Directories,
         On::Native,
     ]),
-    known("*without a slash in front", "left behind", "nothing", "cgroup", RELATIVE).on(&[On::V2, On::Directories]),
-    known("without a *", "Metrics", "refused with code 12", "refused with code 13", METRICS).on(&[On::Directories]),
+    known("*without a slash in front", "left behind", "nothing", "cgroup", RELATIVE)
+        .on(&[On::V2, On::Directories]),
+    known("without a *", "Metrics", "refused with code 12", "refused with code 13", METRICS)
+        .on(&[On::Directories]),
     known("*", "Metrics", "refused with code 12", "told", METRICS),
     known("*", "Metrics: *", "-", "io.containerd.cgroups.v1.Metrics", METRICS).on(&[On::V1]),
     known("*", "Metrics: *", "-", "io.containerd.cgroups.v2.Metrics", METRICS).on(&[On::V2]),
@@ -241,8 +298,20 @@ const KNOWN: &[Known] = &[
     known("*", "after Update: info.overhead.linux.cpu_shares", "-", "2", UPDATE),
     known("*", "after Update: info.sandboxMetadata", "-", "as before", UPDATE),
     // ---- the spec ----
-    known("*", "spec.annotations.io.kubernetes.cri.podsandbox.image-name", "localhost/kit/pause:1", "", NO_IMAGE),
-    known("*", "spec.ociVersion", "1.2.1", "1.2.0", "it has nothing that containerd 2.0 would not know"),
+    known(
+        "*",
+        "spec.annotations.io.kubernetes.cri.podsandbox.image-name",
+        "localhost/kit/pause:1",
+        "",
+        NO_IMAGE,
+    ),
+    known(
+        "*",
+        "spec.ociVersion",
+        "1.2.1",
+        "1.2.0",
+        "it has nothing that containerd 2.0 would not know",
+    ),
     known(
         "*",
         "spec.linux.maskedPaths",
@@ -263,7 +332,8 @@ const KNOWN: &[Known] = &[
         "our pause joins the namespace that owns the pod's netns, which has no path of its own",
     )
     .on(&[On::Native]),
-    known("without a *", "spec.linux.cgroupsPath", "/k8s.io/<id>", "-", CGROUP_NONE).on(&[On::Directories, On::Native]),
+    known("without a *", "spec.linux.cgroupsPath", "/k8s.io/<id>", "-", CGROUP_NONE)
+        .on(&[On::Directories, On::Native]),
     known(
         "sysctls net/core/*",
         "spec.linux.sysctl.net/core/somaxconn",
@@ -289,11 +359,14 @@ const KNOWN: &[Known] = &[
         "each keeps its pins with what it keeps of the pod",
     )
     .on(&[On::Shim]),
-    known("*without a slash in front", "Metrics: *", "-", "between the kernel's: (None, None, None)", RELATIVE).on(&[
-        On::V1,
-        On::Directories,
-        On::Shim,
-    ]),
+    known(
+        "*without a slash in front",
+        "Metrics: *",
+        "-",
+        "between the kernel's: (None, None, None)",
+        RELATIVE,
+    )
+    .on(&[On::V1, On::Directories, On::Shim]),
     known("seccomp*runtime/default", "spec.linux.seccomp.*", "*", "-", SECCOMP),
     known("seccomp RuntimeDefault", "spec.linux.seccomp.*", "*", "-", SECCOMP),
 ];

@@ -1,4 +1,5 @@
-//! What can be seen of a pod from outside: its pause on the node, its containers from inside, and what it is told of by CRI.
+//! What can be seen of a pod from outside: its pause on the node, its containers from inside, and
+//! what it is told of by CRI.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -32,10 +33,11 @@ pub(crate) async fn name(pod: &Pod, facts: &mut Facts) -> Result<u32> {
 
 /// The pause process.
 pub(crate) async fn pause(pid: u32, facts: &mut Facts) -> Result<()> {
-    /// A Start may return a little before the process has taken the pause's name, and its environment after that: the built-in's is runc
-    /// until then.
+    /// A Start may return a little before the process has taken the pause's name, and its
+    /// environment after that: the built-in's is runc until then.
     const SOON: Duration = Duration::from_secs(10);
-    /// Of what follows the name in `/proc/PID/stat`: where the environment ends in the process's memory, 0 until it has one (proc(5)).
+    /// Of what follows the name in `/proc/PID/stat`: where the environment ends in the process's
+    /// memory, 0 until it has one (proc(5)).
     const ENV_END: usize = 48;
     let proc = Path::new("/proc").join(pid.to_string());
     kit::until("the pause runs", SOON, async || {
@@ -59,7 +61,18 @@ pub(crate) async fn pause(pid: u32, facts: &mut Facts) -> Result<()> {
         found.unwrap_or(crate::fact::ABSENT).split_whitespace().collect::<Vec<_>>().join(" ")
     };
     facts.add("pause: name", read("comm")?);
-    for field in ["Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp"] {
+    for field in [
+        "Uid",
+        "Gid",
+        "Groups",
+        "CapInh",
+        "CapPrm",
+        "CapEff",
+        "CapBnd",
+        "CapAmb",
+        "NoNewPrivs",
+        "Seccomp",
+    ] {
         facts.add(format!("pause: {field}"), line(field));
     }
     let inside = line("NSpid");
@@ -70,15 +83,18 @@ pub(crate) async fn pause(pid: u32, facts: &mut Facts) -> Result<()> {
     facts.add("pause: leads its session", line("NSsid") == inside);
     facts.add("pause: oom_score_adj", read("oom_score_adj")?);
     let files = read("limits")?;
-    let files = files.lines().find_map(|line| line.strip_prefix("Max open files")).unwrap_or_default();
+    let files =
+        files.lines().find_map(|line| line.strip_prefix("Max open files")).unwrap_or_default();
     facts.add("pause: limit of open files", files.split_whitespace().next().unwrap_or_default());
     facts.add("pause: environment", read("environ")?);
     facts.add("pause: uid_map", read("uid_map")?.split_whitespace().collect::<Vec<_>>().join(" "));
     facts.add("pause: gid_map", read("gid_map")?.split_whitespace().collect::<Vec<_>>().join(" "));
     facts.add("pause: open files", fs::read_dir(proc.join("fd"))?.count());
     for kind in NAMESPACES {
-        let (of_pause, of_node) =
-            (fs::metadata(proc.join("ns").join(kind))?, fs::metadata(format!("/proc/self/ns/{kind}"))?);
+        let (of_pause, of_node) = (
+            fs::metadata(proc.join("ns").join(kind))?,
+            fs::metadata(format!("/proc/self/ns/{kind}"))?,
+        );
         let whose = if of_pause.ino() == of_node.ino() { "the node's" } else { "its own" };
         facts.add(format!("pause: {kind} namespace"), whose);
     }
@@ -86,20 +102,29 @@ pub(crate) async fn pause(pid: u32, facts: &mut Facts) -> Result<()> {
     let entries = fs::read_dir(proc.join("root"))?.count();
     facts.add("pause: its root", if entries == 0 { "empty" } else { "has files" });
     let label = fs::read(proc.join("attr/current")).unwrap_or_default();
-    facts.add("pause: security label", String::from_utf8_lossy(&label).trim_end_matches(['\0', '\n']));
+    facts.add(
+        "pause: security label",
+        String::from_utf8_lossy(&label).trim_end_matches(['\0', '\n']),
+    );
     for line in read("cgroup")?.lines() {
         if let [_, controllers, path] = line.splitn(3, ':').collect::<Vec<_>>()[..] {
             facts.add(
-                format!("pause: cgroup of {}", if controllers.is_empty() { "version 2" } else { controllers }),
+                format!(
+                    "pause: cgroup of {}",
+                    if controllers.is_empty() { "version 2" } else { controllers }
+                ),
                 path,
             );
         }
     }
     let cgroups = read("cgroup")?;
-    let of_cpu = cgroups.lines().find(|line| line.split(':').nth(1).is_some_and(|c| c.split(',').any(|c| c == "cpu")));
+    let of_cpu = cgroups
+        .lines()
+        .find(|line| line.split(':').nth(1).is_some_and(|c| c.split(',').any(|c| c == "cpu")));
     if let Some(path) = of_cpu.and_then(|line| line.splitn(3, ':').nth(2)) {
-        let shares =
-            cgroup::hierarchies()?.into_iter().map(|h| h.join(path.trim_start_matches('/')).join("cpu.shares"));
+        let shares = cgroup::hierarchies()?
+            .into_iter()
+            .map(|h| h.join(path.trim_start_matches('/')).join("cpu.shares"));
         let shares = shares.filter_map(|file| fs::read_to_string(file).ok()).next();
         facts.add("pause: cpu.shares of its cgroup", shares.unwrap_or_default().trim());
     }
@@ -107,7 +132,8 @@ pub(crate) async fn pause(pid: u32, facts: &mut Facts) -> Result<()> {
         && let [hierarchy] = &cgroup::hierarchies()?[..]
     {
         let path = cgroups.trim_start_matches("0::/");
-        let weight = fs::read_to_string(hierarchy.join(path).join("cpu.weight")).unwrap_or_default();
+        let weight =
+            fs::read_to_string(hierarchy.join(path).join("cpu.weight")).unwrap_or_default();
         facts.add("pause: cpu.weight of its cgroup", weight.trim());
     }
     Ok(())
@@ -161,7 +187,8 @@ pub(crate) async fn told(pod: &Pod, facts: &mut Facts) -> Result<()> {
     keys.sort_unstable();
     facts.add("verbose status: keys", keys.join(" "));
 
-    let mut info: Value = serde_json::from_str(answer.info.get("info").context("the verbose status has no info")?)?;
+    let mut info: Value =
+        serde_json::from_str(answer.info.get("info").context("the verbose status has no info")?)?;
     let object = info.as_object_mut().context("the info is no object")?;
     let mut take = |key: &str| object.remove(key).unwrap_or(Value::Null);
     let (spec, config, pid) = (take("runtimeSpec"), take("config"), take("pid"));
@@ -169,7 +196,14 @@ pub(crate) async fn told(pod: &Pod, facts: &mut Facts) -> Result<()> {
     if let Some(netns) = metadata.pointer("/Metadata/NetNSPath").and_then(Value::as_str) {
         facts.call(netns, "<netns>");
     }
-    facts.add("info.pid", if pid.as_u64() == Some(pod.pause_pid().await?.into()) { "of the pause" } else { "another" });
+    facts.add(
+        "info.pid",
+        if pid.as_u64() == Some(pod.pause_pid().await?.into()) {
+            "of the pause"
+        } else {
+            "another"
+        },
+    );
     facts.add_json("info", &info);
     facts.add_json("info.config", &config);
     facts.add_types("info.sandboxMetadata", &without_devices(metadata));
@@ -186,7 +220,13 @@ pub(crate) async fn told(pod: &Pod, facts: &mut Facts) -> Result<()> {
     }
     let listed = cri.list_pod_sandbox_stats(pod.id()).await.map_or_else(
         |e| format!("refused with code {}", e.code),
-        |all| all.iter().map(|stats| json(stats)["attributes"]["id"].as_str().unwrap_or_default().to_owned()).collect(),
+        |all| {
+            all.iter()
+                .map(|stats| {
+                    json(stats)["attributes"]["id"].as_str().unwrap_or_default().to_owned()
+                })
+                .collect()
+        },
     );
     facts.add("list of stats", listed);
     for label in ["\"io.cri-containerd.kind\"==sandbox".to_owned(), "\"app\"==web".to_owned()] {
@@ -200,15 +240,17 @@ pub(crate) async fn told(pod: &Pod, facts: &mut Facts) -> Result<()> {
 fn in_store(pod: &Pod, filter: &str) -> Result<bool> {
     let mut ctr = Command::new(pod.node().parts().program("ctr"));
     ctr.arg("--address").arg(pod.node().layout().containerd_socket());
-    let output = ctr.args(["--namespace", "k8s.io", "sandboxes", "list", "--filters", filter]).output()?;
+    let output =
+        ctr.args(["--namespace", "k8s.io", "sandboxes", "list", "--filters", filter]).output()?;
     anyhow::ensure!(output.status.success(), "ctr: {}", String::from_utf8_lossy(&output.stderr));
     Ok(String::from_utf8_lossy(&output.stdout).contains(pod.id()))
 }
 
-/// What the verbose status tells of a pod that was given other resources. Only CRI of containerd 2.3 and later tells its controller, so
-/// only this sandboxer is asked, in CRI's place.
+/// What the verbose status tells of a pod that was given other resources. Only CRI of containerd
+/// 2.3 and later tells its controller, so only this sandboxer is asked, in CRI's place.
 pub(crate) async fn resized(pod: &Pod, facts: &mut Facts) -> Result<()> {
-    const RESOURCES: &str = r#"{"Version":"v1","Resources":{"cpu_shares":512},"Overhead":{"cpu_shares":2}}"#;
+    const RESOURCES: &str =
+        r#"{"Version":"v1","Resources":{"cpu_shares":512},"Overhead":{"cpu_shares":2}}"#;
     if pod.handler() == Handler::Builtin {
         return Ok(());
     }
@@ -232,7 +274,8 @@ pub(crate) async fn resized(pod: &Pod, facts: &mut Facts) -> Result<()> {
 fn without_devices(value: Value) -> Value {
     match value {
         Value::Object(object) => {
-            let name = |key: String| if key.starts_with("veth") { "<veth>".to_owned() } else { key };
+            let name =
+                |key: String| if key.starts_with("veth") { "<veth>".to_owned() } else { key };
             object.into_iter().map(|(key, value)| (name(key), without_devices(value))).collect()
         }
         Value::Array(array) => array.into_iter().map(without_devices).collect(),

@@ -1,9 +1,11 @@
-//! The same pod by both: for each field that CRI hands to a sandboxer a pod is run by containerd's built-in controller and by
-//! this sandboxer, on one real containerd, and all that can be observed from outside is compared.
+//! The same pod by both: for each field that CRI hands to a sandboxer a pod is run by containerd's
+//! built-in controller and by this sandboxer, on one real containerd, and all that can be observed
+//! from outside is compared.
 //!
-//! Prints a table, one line per field. An unexplained difference fails, and so does an explanation of what is none any more.
-//! `cargo test --test parity -- WORD...` runs the plain pod and the cases whose names have one of the words. `--part N/M` adds of all others the
-//! N-th, and every M-th behind it: two nodes share the work.
+//! Prints a table, one line per field. An unexplained difference fails, and so does an explanation
+//! of what is none any more. `cargo test --test parity -- WORD...` runs the plain pod and the cases
+//! whose names have one of the words. `--part N/M` adds of all others the N-th, and every M-th
+//! behind it: two nodes share the work.
 #![allow(clippy::print_stdout, reason = "the table is the product")]
 
 mod cases;
@@ -59,7 +61,10 @@ impl Wanted {
                 let value = arguments.next().context("--part N/M")?;
                 let (first, every) = value.split_once('/').context("--part N/M")?;
                 let (first, every): (usize, usize) = (first.parse()?, every.parse()?);
-                ensure!((1..=every).contains(&first), "--part {value}: the first is 1, the last {every}");
+                ensure!(
+                    (1..=every).contains(&first),
+                    "--part {value}: the first is 1, the last {every}"
+                );
                 part = Some((first - 1, every));
             } else if !argument.starts_with('-') {
                 words.push(argument);
@@ -70,7 +75,8 @@ impl Wanted {
 
     /// All, where nothing else is asked for.
     fn has(&self, index: usize, name: &str) -> bool {
-        let in_part = self.part.map_or(self.words.is_empty(), |(first, every)| index % every == first);
+        let in_part =
+            self.part.map_or(self.words.is_empty(), |(first, every)| index % every == first);
         in_part || self.words.iter().any(|word| name.contains(word))
     }
 }

@@ -27,7 +27,9 @@ pub(crate) async fn look(pod: &Pod, facts: &mut Facts) -> Result<()> {
     facts.add("Metrics: id", &metric.id);
     let told = decode(&metric.data.type_url, &metric.data.value).context("decode the metrics")?;
     let between = |low: Option<u64>, told: Option<u64>, high: Option<u64>| match (low, told, high) {
-        (Some(low), Some(told), Some(high)) if (low..=high).contains(&told) => "as the kernel's".to_owned(),
+        (Some(low), Some(told), Some(high)) if (low..=high).contains(&told) => {
+            "as the kernel's".to_owned()
+        }
         other => format!("between the kernel's: {other:?}"),
     };
     facts.add("Metrics: cpu", between(before.cpu, told.cpu, after.cpu));
@@ -80,9 +82,12 @@ fn used(pod: &Pod) -> Result<Used> {
         files.filter_map(|path| fs::read_to_string(path).ok()).find_map(|text| number(text.trim()))
     };
     if cgroup::unified()? {
-        let stat = fs::read_to_string(hierarchies.iter().map(|h| h.join(parent)).collect::<PathBuf>().join("cpu.stat"));
-        let usage =
-            stat.ok().and_then(|text| text.lines().find_map(|line| line.strip_prefix("usage_usec ")?.parse().ok()));
+        let stat = fs::read_to_string(
+            hierarchies.iter().map(|h| h.join(parent)).collect::<PathBuf>().join("cpu.stat"),
+        );
+        let usage = stat.ok().and_then(|text| {
+            text.lines().find_map(|line| line.strip_prefix("usage_usec ")?.parse().ok())
+        });
         return Ok(Used {
             cpu: usage,
             memory: read("memory.current"),

@@ -82,7 +82,8 @@ async fn with_new_runc(node: &Arc<Node>) -> Result<()> {
     let path = node.layout().containerd_config();
     let text = fs::read_to_string(&path)?;
     let root = format!("Root = \"{}/runc\"\n", node.layout().top.display());
-    let runc = format!("{root}BinaryName = \"{}\"\n", node.parts().runc().canonicalize()?.display());
+    let runc =
+        format!("{root}BinaryName = \"{}\"\n", node.parts().runc().canonicalize()?.display());
     fs::write(&path, text.replace(&root, &runc))?;
     node.start_containerd().await
 }
@@ -111,9 +112,12 @@ async fn change(node: &Arc<Node>) -> Result<()> {
 
 /// The spec that containerd begins with, with another limit.
 fn base_spec(node: &Node) -> Result<serde_json::Value> {
-    let printed =
-        Command::new(node.parts().program("ctr")).args(["oci", "spec"]).output().context("run ctr oci spec")?;
-    let mut spec: serde_json::Value = serde_json::from_slice(&printed.stdout).context("decode the spec")?;
+    let printed = Command::new(node.parts().program("ctr"))
+        .args(["oci", "spec"])
+        .output()
+        .context("run ctr oci spec")?;
+    let mut spec: serde_json::Value =
+        serde_json::from_slice(&printed.stdout).context("decode the spec")?;
     spec["process"]["rlimits"] = serde_json::json!([
         { "type": "RLIMIT_NOFILE", "hard": cases::BASE_LIMIT, "soft": cases::BASE_LIMIT },
     ]);
@@ -124,7 +128,8 @@ async fn both(node: &Arc<Node>, case: &Case) -> Result<(Facts, Facts)> {
     let mut observed = Vec::new();
     for handler in Handler::ALL {
         let facts = tokio::time::timeout(kit::patient(LIMIT), one(node, handler, case)).await;
-        let facts = facts.with_context(|| format!("not done after {LIMIT:?}")).and_then(|facts| facts);
+        let facts =
+            facts.with_context(|| format!("not done after {LIMIT:?}")).and_then(|facts| facts);
         let swept = sweep(node).await;
         observed.push(facts.with_context(|| format!("by {handler:?}"))?);
         swept?;
@@ -137,7 +142,8 @@ async fn both(node: &Arc<Node>, case: &Case) -> Result<(Facts, Facts)> {
 async fn one(node: &Arc<Node>, handler: Handler, case: &Case) -> Result<Facts> {
     let mut facts = Facts::default();
     let before = node.snapshot()?;
-    let of_node: BTreeMap<&String, String> = case.sysctls.iter().map(|name| (name, sysctl(name))).collect();
+    let of_node: BTreeMap<&String, String> =
+        case.sysctls.iter().map(|name| (name, sysctl(name))).collect();
     let events = node.events().await?;
 
     match node.run(handler, case.pod.clone()).await {
@@ -150,18 +156,23 @@ async fn one(node: &Arc<Node>, handler: Handler, case: &Case) -> Result<Facts> {
             facts.add("RunPodSandbox", "runs");
             living(&pod, case, &mut facts).await?;
             for name in &case.sysctls {
-                let kept = if of_node.get(name) == Some(&sysctl(name)) { "unchanged" } else { "CHANGED" };
+                let kept =
+                    if of_node.get(name) == Some(&sysctl(name)) { "unchanged" } else { "CHANGED" };
                 facts.add(format!("on the node: {name}"), kept);
             }
             stopped(&pod, &mut facts).await?;
             use api::ContainerEventType::CONTAINER_DELETED_EVENT;
             node.cri().remove_pod_sandbox(pod.id()).await.context("RemovePodSandbox")?;
             events.until(pod.id(), CONTAINER_DELETED_EVENT, LIMIT).await?;
-            let told: Vec<String> = events.of(pod.id())?.iter().map(|kind| format!("{kind:?}")).collect();
+            let told: Vec<String> =
+                events.of(pod.id())?.iter().map(|kind| format!("{kind:?}")).collect();
             facts.add("events", told.join(" "));
             pod.clear().await.context("after the removal")?;
             let levels = cgroup::below(WITHOUT_PARENT)?;
-            facts.add("left behind in k8s.io", levels.iter().filter(|path| path.ends_with(pod.id())).count());
+            facts.add(
+                "left behind in k8s.io",
+                levels.iter().filter(|path| path.ends_with(pod.id())).count(),
+            );
         }
     }
     for name in &case.sysctls {
@@ -178,7 +189,8 @@ async fn living(pod: &Pod, case: &Case, facts: &mut Facts) -> Result<()> {
     match pod.run(case.container.clone()).await {
         Err(e) => {
             facts.add("container", refusal(&e)?);
-            let filter = api::ContainerFilter { pod_sandbox_id: pod.id().to_owned(), ..Default::default() };
+            let filter =
+                api::ContainerFilter { pod_sandbox_id: pod.id().to_owned(), ..Default::default() };
             for container in pod.node().cri().list_containers(filter).await? {
                 pod.node().cri().remove_container(&container.id).await?;
             }
@@ -189,7 +201,10 @@ async fn living(pod: &Pod, case: &Case, facts: &mut Facts) -> Result<()> {
             for name in &case.sysctls {
                 let path = format!("/proc/sys/{}", name.replace('.', "/"));
                 let value = container.sh(&format!("cat {path}")).await?;
-                facts.add(format!("in the pod: {name}"), value.split_whitespace().collect::<Vec<_>>().join(" "));
+                facts.add(
+                    format!("in the pod: {name}"),
+                    value.split_whitespace().collect::<Vec<_>>().join(" "),
+                );
             }
             end(&container).await?;
         }
@@ -222,7 +237,8 @@ async fn left(node: &Arc<Node>, before: &kit::Snapshot, facts: &mut Facts) -> Re
     let mut kinds: Vec<&str> = left.iter().map(Thing::kind).collect();
     kinds.sort_unstable();
     kinds.dedup();
-    facts.add("left behind", if kinds.is_empty() { "nothing".to_owned() } else { kinds.join(", ") });
+    facts
+        .add("left behind", if kinds.is_empty() { "nothing".to_owned() } else { kinds.join(", ") });
     node.remove_left(&left).await?;
     Ok(())
 }
@@ -243,7 +259,9 @@ fn sysctl(name: &str) -> String {
 }
 
 fn refusal(e: &anyhow::Error) -> Result<String> {
-    let status = e.downcast_ref::<grpc::Status>().with_context(|| format!("not an answer of CRI's: {e:#}"))?;
+    let status = e
+        .downcast_ref::<grpc::Status>()
+        .with_context(|| format!("not an answer of CRI's: {e:#}"))?;
     Ok(format!("refused with {}", code(status.code)))
 }
 

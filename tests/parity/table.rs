@@ -7,7 +7,8 @@ use anyhow::Result;
 use crate::fact::{ABSENT, Facts};
 use crate::known::{self, Known};
 
-/// Longest value that a line shows whole, characters; of an unexplained difference everything is shown.
+/// Longest value that a line shows whole, characters; of an unexplained difference everything is
+/// shown.
 const WIDTH: usize = 44;
 
 /// What the two made of one field.
@@ -33,16 +34,26 @@ impl Table {
     pub(crate) fn new() -> Result<Self> {
         let known = known::here()?;
         let used = vec![false; known.len()];
-        Ok(Self { known, plain: BTreeMap::new(), used, same: 0, explained: 0, unexplained: 0, failed: 0 })
+        Ok(Self {
+            known,
+            plain: BTreeMap::new(),
+            used,
+            same: 0,
+            explained: 0,
+            unexplained: 0,
+            failed: 0,
+        })
     }
 
-    /// Compares what the two made of a case, and prints it. The first case is the plain pod; of every other one are shown the
-    /// fields that are another than there.
+    /// Compares what the two made of a case, and prints it. The first case is the plain pod; of
+    /// every other one are shown the fields that are another than there.
     pub(crate) fn compare(&mut self, case: &str, builtin: &Facts, ours: &Facts) {
         let first = self.plain.is_empty();
         println!("\n== {case}");
         let mut unshown = 0;
-        for field in fields(builtin, ours).into_iter().filter(|field| comparable(field, builtin, ours)) {
+        for field in
+            fields(builtin, ours).into_iter().filter(|field| comparable(field, builtin, ours))
+        {
             let value = |facts: &Facts| facts.get(&field).unwrap_or(ABSENT).to_owned();
             let pair = (value(builtin), value(ours));
             let show = first || self.plain.get(&field) != Some(&pair);
@@ -62,7 +73,12 @@ impl Table {
     }
 
     /// `Ok` with the reason, or empty where the two are the same.
-    fn verdict(&mut self, case: &str, field: &str, (builtin, ours): &Pair) -> std::result::Result<&'static str, ()> {
+    fn verdict(
+        &mut self,
+        case: &str,
+        field: &str,
+        (builtin, ours): &Pair,
+    ) -> std::result::Result<&'static str, ()> {
         if builtin == ours {
             self.same += 1;
             return Ok("");
@@ -92,7 +108,8 @@ impl Table {
         println!("\n== {case}\n  FAILED: {error:#}");
     }
 
-    /// Prints the sums; `all`: every case was run. True: the two differ in nothing that is not explained, and all that is explained was seen.
+    /// Prints the sums; `all`: every case was run. True: the two differ in nothing that is not
+    /// explained, and all that is explained was seen.
     pub(crate) fn end(self, all: bool) -> bool {
         let Self { known, used, same, explained, unexplained, failed, .. } = self;
         println!(

@@ -103,7 +103,10 @@ impl Daemon {
     pub(crate) fn noticed(&self, line: &str) {
         let mut buffer = [0; 4096];
         loop {
-            let length = self.notices.recv(&mut buffer).unwrap_or_else(|e| panic!("no notice {line:?}: {e}"));
+            let length = self
+                .notices
+                .recv(&mut buffer)
+                .unwrap_or_else(|e| panic!("no notice {line:?}: {e}"));
             if std::str::from_utf8(&buffer[..length]).unwrap().lines().any(|l| l == line) {
                 return;
             }

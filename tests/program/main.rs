@@ -1,5 +1,11 @@
-//! The real binary: its command line, and the daemon's life from the lock of its directory to its end.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+//! The real binary: its command line, and the daemon's life from the lock of its directory to its
+//! end.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 
 use std::fs;
 use std::io::BufRead as _;
@@ -28,7 +34,9 @@ fn version_and_help() {
 
 #[test]
 fn a_command_that_is_not_understood_is_a_usage_error() {
-    for (args, part) in [(&["dance"][..], "\"dance\""), (&["serve", "--sockt=/x"], "--sockt"), (&[], "missing")] {
+    for (args, part) in
+        [(&["dance"][..], "\"dance\""), (&["serve", "--sockt=/x"], "--sockt"), (&[], "missing")]
+    {
         let output = run(args);
         assert_eq!(output.status.code(), Some(2), "{args:?}");
         assert!(
@@ -63,12 +71,25 @@ fn a_wrong_setting_is_named_with_its_place() {
             stderr(&output)
         );
     }
-    let output = run(&["serve", "--config", &scratch.write("d.toml", "abandoned_after = \"soon\"")]);
-    assert!(stderr(&output).contains("d.toml:1: abandoned_after: must be a whole number"), "{}", stderr(&output));
+    let output =
+        run(&["serve", "--config", &scratch.write("d.toml", "abandoned_after = \"soon\"")]);
+    assert!(
+        stderr(&output).contains("d.toml:1: abandoned_after: must be a whole number"),
+        "{}",
+        stderr(&output)
+    );
     let output = run(&["serve", "--state-dir", "here"]);
-    assert!(stderr(&output).contains("flag --state-dir: state_dir: must be an absolute path"), "{}", stderr(&output));
+    assert!(
+        stderr(&output).contains("flag --state-dir: state_dir: must be an absolute path"),
+        "{}",
+        stderr(&output)
+    );
     let output = run(&["serve", "--config", "/nowhere/c.toml"]);
-    assert!(stderr(&output).contains("read config file /nowhere/c.toml: No such file"), "{}", stderr(&output));
+    assert!(
+        stderr(&output).contains("read config file /nowhere/c.toml: No such file"),
+        "{}",
+        stderr(&output)
+    );
 }
 
 /// A containerd config that names the sandboxer of `scratch` under `key`.
@@ -106,7 +127,11 @@ fn check(scratch: &Scratch, sandboxer: &str) -> Output {
     fs::set_permissions(shim, fs::Permissions::from_mode(0o755)).unwrap();
     let path = format!("{}:{}", scratch.dir.path().display(), std::env::var("PATH").unwrap());
     let mut command = program();
-    command.arg("check").args(scratch.flags()).args(["--containerd-config", &config]).env("PATH", path);
+    command
+        .arg("check")
+        .args(scratch.flags())
+        .args(["--containerd-config", &config])
+        .env("PATH", path);
     command.output().unwrap()
 }
 
@@ -115,9 +140,11 @@ fn check_tells_what_is_wrong_and_exits_accordingly() {
     let scratch = Scratch::new();
     let good = check(&scratch, "mine");
     assert!(good.status.success(), "{}", stdout(&good));
-    for part in
-        ["ok    kernel: Linux ", "ok    privileges: root", "ok    containerd config: named by runtime handler \"fast\""]
-    {
+    for part in [
+        "ok    kernel: Linux ",
+        "ok    privileges: root",
+        "ok    containerd config: named by runtime handler \"fast\"",
+    ] {
         assert!(stdout(&good).contains(part), "{part} is missing in\n{}", stdout(&good));
     }
     assert!(stdout(&good).contains("warn  daemon: does not run"), "{}", stdout(&good));
@@ -125,21 +152,30 @@ fn check_tells_what_is_wrong_and_exits_accordingly() {
     let bad = check(&scratch, "podsandbox");
     assert_eq!(bad.status.code(), Some(1));
     assert!(
-        stdout(&bad).contains("FAIL  containerd config: no runtime handler has sandboxer = \"mine\"\n      -> add: ["),
+        stdout(&bad).contains(
+            "FAIL  containerd config: no runtime handler has sandboxer = \"mine\"\n      -> add: ["
+        ),
         "{}",
         stdout(&bad)
     );
 }
 
-/// A service manager names the daemon fewer directories than a shell names who checks, or the other way about.
+/// A service manager names the daemon fewer directories than a shell names who checks, or the other
+/// way about.
 #[test]
 fn check_looks_for_shims_where_the_daemon_does() {
     let scratch = Scratch::new();
     let config = containerd_config(&scratch, "mine");
-    let text = fs::read_to_string(&config).unwrap().replace("io.containerd.runc.v2", "io.containerd.nowhere.v1");
+    let text = fs::read_to_string(&config)
+        .unwrap()
+        .replace("io.containerd.runc.v2", "io.containerd.nowhere.v1");
     fs::write(&config, text).unwrap();
     let mut command = program();
-    command.arg("check").args(scratch.flags()).args(["--containerd-config", &config]).env("PATH", "/only");
+    command
+        .arg("check")
+        .args(scratch.flags())
+        .args(["--containerd-config", &config])
+        .env("PATH", "/only");
     let output = command.output().unwrap();
     let places = "neither in PATH (/only:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin) nor beside";
     assert!(stdout(&output).contains(places), "{}", stdout(&output));
@@ -149,7 +185,8 @@ fn check_looks_for_shims_where_the_daemon_does() {
 fn the_packaged_drop_in_names_the_default_sandboxer() {
     let scratch = Scratch::new();
     let drop_in = concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/containerd/pause-sandboxer.toml");
-    let main = scratch.write("containerd.toml", &format!("version = 3\nimports = [\"{drop_in}\"]\n"));
+    let main =
+        scratch.write("containerd.toml", &format!("version = 3\nimports = [\"{drop_in}\"]\n"));
     let output = run(&["check", "--containerd-config", &main]);
     let named = "ok    containerd config: named by runtime handler \"runc-pause\"";
     assert!(stdout(&output).contains(named), "{}", stdout(&output));
@@ -176,7 +213,13 @@ fn serve_comes_up_answers_and_ends() {
 fn signals_that_were_ignored_when_it_was_started_keep_it_from_nothing() {
     let scratch = Scratch::new();
     let mut command = Command::new("/bin/sh");
-    command.args(["-c", "trap '' CHLD TERM; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_pause-sandboxer"), "serve"]);
+    command.args([
+        "-c",
+        "trap '' CHLD TERM; exec \"$@\"",
+        "sh",
+        env!("CARGO_BIN_EXE_pause-sandboxer"),
+        "serve",
+    ]);
     let mut daemon = Daemon::spawn(&scratch, {
         command.args(scratch.flags());
         command
@@ -227,7 +270,12 @@ fn a_state_directory_and_a_socket_have_one_daemon() {
     let scratch = Scratch::new();
     let mut first = Daemon::start(&scratch, &scratch.flags());
     first.noticed("READY=1");
-    let second = program().arg("serve").args(scratch.flags()).arg("--socket=/nowhere/s.sock").output().unwrap();
+    let second = program()
+        .arg("serve")
+        .args(scratch.flags())
+        .arg("--socket=/nowhere/s.sock")
+        .output()
+        .unwrap();
     assert_eq!(second.status.code(), Some(1));
     let reason = format!(
         "lock state directory {}: in use by process {}",
@@ -289,7 +337,8 @@ fn sighup_reads_the_log_level_again() {
 #[test]
 fn json_log_is_json_from_the_first_line_to_the_last() {
     let scratch = Scratch::new();
-    let mut daemon = Daemon::start(&scratch, &[scratch.flags(), vec!["--log-format=json".to_owned()]].concat());
+    let mut daemon =
+        Daemon::start(&scratch, &[scratch.flags(), vec!["--log-format=json".to_owned()]].concat());
     daemon.noticed("READY=1");
     daemon.signal(Signal::SIGINT);
     assert_eq!(daemon.ended().code(), Some(0));
@@ -297,16 +346,23 @@ fn json_log_is_json_from_the_first_line_to_the_last() {
     let messages: Vec<String> = lines
         .iter()
         .map(|line| {
-            let json: serde_json::Value = serde_json::from_str(line).unwrap_or_else(|e| panic!("{line:?}: {e}"));
+            let json: serde_json::Value =
+                serde_json::from_str(line).unwrap_or_else(|e| panic!("{line:?}: {e}"));
             json["message"].as_str().unwrap().to_owned()
         })
         .collect();
-    assert_eq!((messages.first().unwrap().as_str(), messages.last().unwrap().as_str()), ("starting", "drained"));
+    assert_eq!(
+        (messages.first().unwrap().as_str(), messages.last().unwrap().as_str()),
+        ("starting", "drained")
+    );
 }
 
 #[test]
 fn no_config_file_at_all_is_needed() {
-    assert!(!Path::new("/etc/pause-sandboxer/config.toml").exists(), "this machine has a config file of its own");
+    assert!(
+        !Path::new("/etc/pause-sandboxer/config.toml").exists(),
+        "this machine has a config file of its own"
+    );
     let scratch = Scratch::new();
     let daemon = Daemon::start(&scratch, &scratch.flags()[1..]);
     daemon.noticed("READY=1");

@@ -7,11 +7,13 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
-use pause_sandboxer::protos::controller::{ControllerCreateRequest, ControllerShutdownRequest, ControllerStartRequest};
+use pause_sandboxer::protos::controller::{
+    ControllerCreateRequest, ControllerShutdownRequest, ControllerStartRequest,
+};
 use pause_sandboxer::protos::controller_ttrpc::ControllerClient;
 use pause_sandboxer::protos::cri::{
-    LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption, PodSandboxConfig,
-    PodSandboxMetadata,
+    LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption,
+    PodSandboxConfig, PodSandboxMetadata,
 };
 use protobuf::well_known_types::any::Any;
 use protobuf::{Message as _, MessageField};
@@ -29,7 +31,11 @@ struct Controller {
 
 impl Controller {
     fn of(scratch: &Scratch) -> Self {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
         let address = format!("unix://{}", scratch.path("run/s.sock.ttrpc").display());
         let client = runtime.block_on(ttrpc::asynchronous::Client::connect(&address)).unwrap();
         Self { runtime, client: ControllerClient::new(client) }
@@ -44,8 +50,10 @@ impl Controller {
     /// Runs a sandbox in the node's network.
     fn run(&self, id: &str, pod: &str) -> u32 {
         let node = NamespaceOption { network: NamespaceMode::NODE.into(), ..Default::default() };
-        let security =
-            LinuxSandboxSecurityContext { namespace_options: MessageField::some(node), ..Default::default() };
+        let security = LinuxSandboxSecurityContext {
+            namespace_options: MessageField::some(node),
+            ..Default::default()
+        };
         let config = PodSandboxConfig {
             metadata: MessageField::some(PodSandboxMetadata {
                 name: pod.to_owned(),
@@ -103,10 +111,18 @@ fn a_sandbox_is_listed_inspected_and_measured() {
     let pid = controller.run(ID, "web-0");
     let list = told(&scratch, &["list"]);
     let line: Vec<&str> = list.lines().nth(1).unwrap().split_whitespace().collect();
-    assert_eq!(line[..5], ["0123456789abc", "web-0", "prod", "ready", pid.to_string().as_str()], "{list}");
+    assert_eq!(
+        line[..5],
+        ["0123456789abc", "web-0", "prod", "ready", pid.to_string().as_str()],
+        "{list}"
+    );
     assert_eq!(line[6], "native", "{list}");
-    let json: serde_json::Value = serde_json::from_str(&told(&scratch, &["list", "-o", "json"])).unwrap();
-    assert_eq!((&json[0]["id"], &json[0]["pid"], &json[0]["uid"]), (&ID.into(), &pid.into(), &"u-1".into()));
+    let json: serde_json::Value =
+        serde_json::from_str(&told(&scratch, &["list", "-o", "json"])).unwrap();
+    assert_eq!(
+        (&json[0]["id"], &json[0]["pid"], &json[0]["uid"]),
+        (&ID.into(), &pid.into(), &"u-1".into())
+    );
 
     for name in ["0123", ID, "prod/web-0"] {
         let json = told(&scratch, &["inspect", name, "-o", "json"]);
@@ -123,7 +139,8 @@ fn a_sandbox_is_listed_inspected_and_measured() {
     }
     let text = told(&scratch, &["inspect", "0123"]);
     assert!(
-        text.contains("\npod:\n  name: web-0\n  namespace: prod\n") || text.contains("pod:\n  name: web-0"),
+        text.contains("\npod:\n  name: web-0\n  namespace: prod\n")
+            || text.contains("pod:\n  name: web-0"),
         "{text}"
     );
     let stats = told(&scratch, &["stats", "--once"]);
@@ -131,7 +148,10 @@ fn a_sandbox_is_listed_inspected_and_measured() {
     assert!(stats.lines().any(|line| line.starts_with("web-0  prod")), "{stats}");
 
     let unknown = asked(&scratch, &["inspect", "f"]);
-    assert_eq!((unknown.status.code(), stderr(&unknown)), (Some(1), "pause-sandboxer: there is no sandbox \"f\"\n"));
+    assert_eq!(
+        (unknown.status.code(), stderr(&unknown)),
+        (Some(1), "pause-sandboxer: there is no sandbox \"f\"\n")
+    );
     controller.shut_down(ID);
     assert_eq!(told(&scratch, &["list"]).lines().count(), 1);
 }
@@ -158,7 +178,10 @@ fn a_record_that_was_kept_aside_is_shown_with_the_reason() {
     let daemon = Daemon::start(&scratch, &scratch.flags());
     daemon.noticed("READY=1");
     let list = told(&scratch, &["list"]);
-    assert!(list.lines().nth(1).unwrap().starts_with("odd      -    -          kept aside"), "{list}");
+    assert!(
+        list.lines().nth(1).unwrap().starts_with("odd      -    -          kept aside"),
+        "{list}"
+    );
     let report = told(&scratch, &["inspect", "odd"]);
     assert!(report.contains("reason: ") && report.contains("not a record"), "{report}");
 }
@@ -172,7 +195,10 @@ fn lines_of_a_sandbox_name_its_pod_and_the_trace_of_the_call() {
     let pid = controller.run(ID, "web-0");
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid.cast_signed()), Signal::SIGKILL).unwrap();
     let line = daemon.logged("the pause has ended");
-    assert!(line.contains(&format!(" sandbox={ID} status=137 pod=web-0 namespace=prod\n")[..]), "{line}");
+    assert!(
+        line.contains(&format!(" sandbox={ID} status=137 pod=web-0 namespace=prod\n")[..]),
+        "{line}"
+    );
     controller.shut_down(ID);
     // Ended by a call, which has a trace; that of the first was over by then.
     controller.run(ID, "web-1");
@@ -201,9 +227,11 @@ fn pods_with_names_beyond_all_measure_are_listed_and_inspected() {
     for id in &ids {
         controller.run(id, &"n".repeat(2 << 20));
     }
-    let ask = |words: &[&str]| serde_json::from_str::<serde_json::Value>(&told(&scratch, words)).unwrap();
+    let ask =
+        |words: &[&str]| serde_json::from_str::<serde_json::Value>(&told(&scratch, words)).unwrap();
     let list = ask(&["list", "-o", "json"]);
-    let listed: Vec<&str> = list.as_array().unwrap().iter().map(|line| line["id"].as_str().unwrap()).collect();
+    let listed: Vec<&str> =
+        list.as_array().unwrap().iter().map(|line| line["id"].as_str().unwrap()).collect();
     assert_eq!(listed, ids);
     let report = ask(&["inspect", &ids[0], "-o", "json"]);
     assert_eq!(report["state"], "ready");
@@ -240,7 +268,9 @@ fn metrics_on_a_unix_socket() {
     let (head, body) = answer.split_once("\r\n\r\n").unwrap();
     assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{head}");
     assert!(
-        head.contains("\r\nContent-Type: application/openmetrics-text; version=1.0.0; charset=utf-8\r\n"),
+        head.contains(
+            "\r\nContent-Type: application/openmetrics-text; version=1.0.0; charset=utf-8\r\n"
+        ),
         "{head}"
     );
     assert!(head.contains(&format!("\r\nContent-Length: {}\r\n", body.len())), "{head}");
@@ -287,7 +317,10 @@ fn those_who_ask_for_metrics_and_do_not_read_hold_up_nobody() {
     assert!(told(&scratch, &["list"]).contains("web-0"));
     drop(idle);
     let answer = http(&mut TcpStream::connect(address).unwrap(), GET);
-    assert!(answer.contains("pause_sandboxer_sandboxes{state=\"ready\",driver=\"native\"} 1\n"), "{answer}");
+    assert!(
+        answer.contains("pause_sandboxer_sandboxes{state=\"ready\",driver=\"native\"} 1\n"),
+        "{answer}"
+    );
     controller.shut_down(ID);
     // Nor does one hold up its end.
     let _idle = TcpStream::connect(address).unwrap();
@@ -299,7 +332,8 @@ fn those_who_ask_for_metrics_and_do_not_read_hold_up_nobody() {
 fn metrics_that_cannot_be_served_keep_no_pod_from_its_sandbox() {
     let scratch = Scratch::new();
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
-    let flags = [scratch.flags(), vec![format!("--metrics={}", taken.local_addr().unwrap())]].concat();
+    let flags =
+        [scratch.flags(), vec![format!("--metrics={}", taken.local_addr().unwrap())]].concat();
     let mut daemon = Daemon::start(&scratch, &flags);
     daemon.noticed("READY=1");
     daemon.logged("no metrics yet, it is tried again: bind 127.0.0.1:");

@@ -1,9 +1,14 @@
 //! The labels of pods under a kernel with SELinux: beside the built-in controller's, and enforced.
 //!
-//! For a node that may be messed up: it loads the policy beside it, `policy.bin` in the working directory, and enforces it.
-//! `tests/selinux/run-in-vm` runs it on the machine of `tests/vm`.
+//! For a node that may be messed up: it loads the policy beside it, `policy.bin` in the working
+//! directory, and enforces it. `tests/selinux/run-in-vm` runs it on the machine of `tests/vm`.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 
 use std::collections::HashSet;
 use std::fs;
@@ -61,7 +66,8 @@ fn options(user: &str, role: &str, kind: &str, level: &str) -> SELinuxOption {
 
 fn with(spec: PodSpec, options: SELinuxOption) -> PodSpec {
     spec.with(|config| {
-        let security = config.linux.mut_or_insert_default().security_context.mut_or_insert_default();
+        let security =
+            config.linux.mut_or_insert_default().security_context.mut_or_insert_default();
         security.selinux_options = Some(options).into();
     })
 }
@@ -93,7 +99,8 @@ async fn sleeping(pod: &Pod, name: &str) -> Container {
     pod.run(ContainerSpec::sleeping(name)).await.unwrap()
 }
 
-/// What can be seen of a pod's labels, with its own level written as `LEVEL`; its second container is privileged, if the pod is.
+/// What can be seen of a pod's labels, with its own level written as `LEVEL`; its second container
+/// is privileged, if the pod is.
 async fn seen(node: &Arc<Node>, handler: Handler, spec: PodSpec) -> Vec<(&'static str, String)> {
     let pod = node.run(handler, spec).await.unwrap();
     let shm = node.layout().sandbox_shm(pod.id());
@@ -108,7 +115,9 @@ async fn seen(node: &Arc<Node>, handler: Handler, spec: PodSpec) -> Vec<(&'stati
         ("second container", inside(&other).await),
     ];
     let info = pod.info().await.unwrap();
-    let told = |pointer: &str| info.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
+    let told = |pointer: &str| {
+        info.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned()
+    };
     facts.push(("spec: process", told("/runtimeSpec/process/selinuxLabel")));
     facts.push(("spec: mounts", told("/runtimeSpec/linux/mountLabel")));
     if shm.exists() {
@@ -131,11 +140,19 @@ async fn the_labels_are_those_of_the_builtin() {
     let specs = [
         ("plain", PodSpec::new("plain")),
         ("type given", with(PodSpec::new("type"), options("", "", "other_t", ""))),
-        ("all given", with(PodSpec::new("all"), options("other_u", "other_r", "other_t", "s0:c1.c3,c5"))),
+        (
+            "all given",
+            with(PodSpec::new("all"), options("other_u", "other_r", "other_t", "s0:c1.c3,c5")),
+        ),
         (
             "privileged",
             PodSpec::new("privileged").with(|config| {
-                config.linux.mut_or_insert_default().security_context.mut_or_insert_default().privileged = true;
+                config
+                    .linux
+                    .mut_or_insert_default()
+                    .security_context
+                    .mut_or_insert_default()
+                    .privileged = true;
             }),
         ),
     ];
@@ -144,7 +161,10 @@ async fn the_labels_are_those_of_the_builtin() {
         let ours = seen(&node, Handler::Ours, spec).await;
         println!("{name}: {ours:#?}");
         assert_eq!(ours, theirs, "{name}: ours beside the built-in's");
-        assert!(ours.iter().any(|(fact, label)| *fact == "container" && label.ends_with(":LEVEL")), "{name}: {ours:?}");
+        assert!(
+            ours.iter().any(|(fact, label)| *fact == "container" && label.ends_with(":LEVEL")),
+            "{name}: {ours:?}"
+        );
     }
 }
 
@@ -194,15 +214,21 @@ async fn an_enforced_policy_lets_pods_run_and_refuses_what_it_has_not() {
     let before = node.snapshot().unwrap();
     enforce(true);
     let pod = node.run(Handler::Ours, PodSpec::new("enforced")).await;
-    let refused = node.run(Handler::Ours, with(PodSpec::new("locked"), options("", "", "locked_t", ""))).await;
-    let unknown = node.run(Handler::Ours, with(PodSpec::new("unknown"), options("", "", "nobodys_t", ""))).await;
+    let refused = node
+        .run(Handler::Ours, with(PodSpec::new("locked"), options("", "", "locked_t", "")))
+        .await;
+    let unknown = node
+        .run(Handler::Ours, with(PodSpec::new("unknown"), options("", "", "nobodys_t", "")))
+        .await;
     let pod = pod.unwrap();
     let pause = label(&pod.pause_pid().await.unwrap().to_string());
     assert!(pause.starts_with(PROCESS), "{pause}");
     assert_eq!(inside(&sleeping(&pod, "one").await).await, pause);
     pod.remove().await.unwrap();
     enforce(false);
-    for (failed, step) in [(refused, "execute the pause program"), (unknown, "set the SELinux label")] {
+    for (failed, step) in
+        [(refused, "execute the pause program"), (unknown, "set the SELinux label")]
+    {
         let error = failed.unwrap_err();
         let status: &grpc::Status = error.downcast_ref().unwrap();
         assert!(status.message.contains(step), "{status:?}");

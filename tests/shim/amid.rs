@@ -1,4 +1,5 @@
-//! Owned shims, and what goes wrong in the middle of a call: the shim, either daemon, or the call itself.
+//! Owned shims, and what goes wrong in the middle of a call: the shim, either daemon, or the call
+//! itself.
 
 use std::sync::Arc;
 
@@ -7,7 +8,9 @@ use kit::{Container, ContainerSpec, Pod, until};
 use nix::sys::signal::Signal;
 use tokio::time::timeout;
 
-use crate::bench::{Bench, Case, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, removed, signal};
+use crate::bench::{
+    Bench, Case, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, removed, signal,
+};
 
 pub(crate) fn cases() -> Vec<Case> {
     cases![Kind::Owned =>
@@ -23,7 +26,10 @@ pub(crate) fn cases() -> Vec<Case> {
 async fn runs(container: &Container, arguments: &str) -> Result<()> {
     until("a process of the container", SOON, async || {
         let all = inside(container.id())?;
-        ensure!(all.iter().any(|process| process.command.trim() == arguments), "no {arguments:?} in {all:?}");
+        ensure!(
+            all.iter().any(|process| process.command.trim() == arguments),
+            "no {arguments:?} in {all:?}"
+        );
         Ok(())
     })
     .await
@@ -37,7 +43,9 @@ async fn gone(pod: &Pod) -> Result<()> {
 async fn a_shim_that_dies_under_an_exec_and_a_stop_ends_both(bench: Arc<Bench>) -> Result<()> {
     let pod = bench.pod("amid").await?;
     // Does not end when it is told to, and shows that it was told.
-    let container = pod.run(ContainerSpec::sh("a", "trap 'sleep 1002 &' TERM; while true; do sleep 1; done")).await?;
+    let container = pod
+        .run(ContainerSpec::sh("a", "trap 'sleep 1002 &' TERM; while true; do sleep 1; done"))
+        .await?;
     let shim = one_shim(&pod).await?;
     let cri = pod.node().cri();
     let (exec, stop) = (container.sh("sleep 1001"), cri.stop_container(container.id(), SOON * 3));
@@ -46,8 +54,10 @@ async fn a_shim_that_dies_under_an_exec_and_a_stop_ends_both(bench: Arc<Bench>) 
         runs(&container, "sleep 1002").await?;
         signal(shim.pid, Signal::SIGKILL)
     };
-    // Each must end, whether well or not: the container's end is what the one waits for, and the other's command is killed.
-    let (exec, _, killed) = timeout(SOON * 2, futures::future::join3(exec, stop, kill)).await.context("they hang")?;
+    // Each must end, whether well or not: the container's end is what the one waits for, and the
+    // other's command is killed.
+    let (exec, _, killed) =
+        timeout(SOON * 2, futures::future::join3(exec, stop, kill)).await.context("they hang")?;
     killed?;
     ensure!(exec.is_err(), "the exec has succeeded: {exec:?}");
     until("not ready", SOON, async || not_ready(&pod).await).await?;
@@ -58,7 +68,8 @@ async fn a_shim_that_dies_under_an_exec_and_a_stop_ends_both(bench: Arc<Bench>) 
     gone(&pod).await?;
     // Whoever has to reap the exec's process takes its time; what has ended is not waited for.
     let log = std::fs::read_to_string(bench.node.layout().sandboxer_log())?;
-    let failed = log.lines().find(|line| line.contains(pod.id()) && line.contains("its containers: kill"));
+    let failed =
+        log.lines().find(|line| line.contains(pod.id()) && line.contains("its containers: kill"));
     ensure!(failed.is_none(), "{failed:?}");
     Ok(())
 }
@@ -93,7 +104,9 @@ async fn a_start_that_is_refused_leaves_nothing(bench: Arc<Bench>) -> Result<()>
 }
 
 /// The shim and containerd go on without it.
-async fn a_daemon_killed_in_the_creation_of_a_container_is_not_missed(bench: Arc<Bench>) -> Result<()> {
+async fn a_daemon_killed_in_the_creation_of_a_container_is_not_missed(
+    bench: Arc<Bench>,
+) -> Result<()> {
     bench.order("proxy")?;
     bench.misbehave("Create", "late 2")?;
     let pod = bench.pod("creation").await?;
@@ -101,14 +114,17 @@ async fn a_daemon_killed_in_the_creation_of_a_container_is_not_missed(bench: Arc
         bench.used_up().await?;
         bench.restart().await
     };
-    let (container, restarted) = futures::future::join(pod.run(ContainerSpec::sleeping("a")), restart).await;
+    let (container, restarted) =
+        futures::future::join(pod.run(ContainerSpec::sleeping("a")), restart).await;
     restarted?;
     ensure!(container?.sh("echo runs").await? == "runs\n", "it does not run");
     ensure!(pod.is_ready().await?, "the pod is not ready");
     gone(&pod).await
 }
 
-async fn containerd_killed_in_the_creation_of_a_container_leaves_nothing(bench: Arc<Bench>) -> Result<()> {
+async fn containerd_killed_in_the_creation_of_a_container_leaves_nothing(
+    bench: Arc<Bench>,
+) -> Result<()> {
     bench.order("proxy")?;
     bench.misbehave("Create", "late 2")?;
     let pod = bench.pod("creation").await?;
@@ -117,7 +133,8 @@ async fn containerd_killed_in_the_creation_of_a_container_leaves_nothing(bench: 
         bench.node.kill_containerd()?;
         bench.node.start_containerd().await
     };
-    let (container, restarted) = futures::future::join(pod.run(ContainerSpec::sleeping("a")), restart).await;
+    let (container, restarted) =
+        futures::future::join(pod.run(ContainerSpec::sleeping("a")), restart).await;
     restarted?;
     ensure!(container.is_err(), "the container runs, and its creator was killed");
     ensure!(pod.is_ready().await?, "the pod is not ready");

@@ -57,7 +57,8 @@ impl Bench {
         .await?;
         node.start_sandboxer().await?;
         let bench = Self { node, kind, order, _dir: dir };
-        // containerd makes directories of its own with the first container, and the pod network with the first pod.
+        // containerd makes directories of its own with the first container, and the pod network
+        // with the first pod.
         let pod = bench.node.run(Handler::Ours, PodSpec::new("first")).await?;
         pod.run(ContainerSpec::sleeping("a")).await?;
         pod.remove().await?;
@@ -69,7 +70,8 @@ impl Bench {
         Ok(fs::write(&self.order, word)?)
     }
 
-    /// What is to happen to the next calls of a method, of shims that came by the order `proxy`: `fail N`, `lose N`, `cut N`, `die N`, `hang N`, `late SECONDS`, `lie PID`.
+    /// What is to happen to the next calls of a method, of shims that came by the order `proxy`:
+    /// `fail N`, `lose N`, `cut N`, `die N`, `hang N`, `late SECONDS`, `lie PID`.
     pub(crate) fn misbehave(&self, method: &str, how: &str) -> Result<()> {
         Ok(fs::write(crate::proxy::calls(&self.order), format!("{method} {how}"))?)
     }
@@ -110,10 +112,12 @@ impl Bench {
     }
 }
 
-/// The shims of a pod, whatever their program. One that is called to start or to clean up is none: it has no socket.
+/// The shims of a pod, whatever their program. One that is called to start or to clean up is none:
+/// it has no socket.
 pub(crate) fn shims(pod: &Pod) -> Result<Vec<Proc>> {
-    let called =
-        |process: &Proc| ["start", "delete"].contains(&process.command.split_whitespace().last().unwrap_or(""));
+    let called = |process: &Proc| {
+        ["start", "delete"].contains(&process.command.split_whitespace().last().unwrap_or(""))
+    };
     Ok(shims_and_calls(pod)?.into_iter().filter(|process| !called(process)).collect())
 }
 
@@ -150,7 +154,8 @@ pub(crate) fn signal(pid: u32, signal: nix::sys::signal::Signal) -> Result<()> {
     nix::sys::signal::kill(pid, signal).context("kill")
 }
 
-/// Removes a pod as kubelet does, again and again: CRI takes a container whose shim is gone for running until it has handled its exit.
+/// Removes a pod as kubelet does, again and again: CRI takes a container whose shim is gone for
+/// running until it has handled its exit.
 pub(crate) async fn removed(pod: &Pod) -> Result<()> {
     until("removed", SOON, async || {
         pod.stop().await?;
@@ -162,7 +167,10 @@ pub(crate) async fn removed(pod: &Pod) -> Result<()> {
 
 /// The processes in the cgroup of a container.
 pub(crate) fn inside(id: &str) -> Result<Vec<Proc>> {
-    Ok(processes::all()?.into_iter().filter(|process| process.cgroups.contains(id) && process.state != 'Z').collect())
+    Ok(processes::all()?
+        .into_iter()
+        .filter(|process| process.cgroups.contains(id) && process.state != 'Z')
+        .collect())
 }
 
 /// The answer is an error that says so.

@@ -11,7 +11,8 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::bench::{
-    Bench, Case, Kind, SOON, cases, no_shim, none, not_ready, one_shim, refused, removed, shims, signal,
+    Bench, Case, Kind, SOON, cases, no_shim, none, not_ready, one_shim, refused, removed, shims,
+    signal,
 };
 use crate::owned::a_shim_that_cannot_be_looked_for_is_found_later;
 use crate::started::{
@@ -43,10 +44,13 @@ pub(crate) fn cases() -> Vec<Case> {
 fn facts(spec: &Value, of: &[(&str, &str)]) -> Vec<String> {
     fn walk(value: &Value, path: &str, into: &mut Vec<String>) {
         match value {
-            Value::Object(map) => map.iter().for_each(|(key, value)| walk(value, &format!("{path}/{key}"), into)),
-            Value::Array(items) => {
-                items.iter().enumerate().for_each(|(at, item)| walk(item, &format!("{path}/{at}"), into))
+            Value::Object(map) => {
+                map.iter().for_each(|(key, value)| walk(value, &format!("{path}/{key}"), into))
             }
+            Value::Array(items) => items
+                .iter()
+                .enumerate()
+                .for_each(|(at, item)| walk(item, &format!("{path}/{at}"), into)),
             // Nothing said.
             Value::Null => {}
             // A set.
@@ -68,30 +72,45 @@ fn facts(spec: &Value, of: &[(&str, &str)]) -> Vec<String> {
     facts
 }
 
-/// The spec that the runtime gets, beside the one that it gets of the built-in controller for the same pod.
+/// The spec that the runtime gets, beside the one that it gets of the built-in controller for the
+/// same pod.
 async fn the_bundle_is_the_builtins(bench: Arc<Bench>) -> Result<()> {
     let layout = bench.node.layout();
     for (name, spec) in [
-        ("plain", PodSpec::new("same").label("a", "b").sysctl("net.ipv4.ip_unprivileged_port_start", "80")),
+        (
+            "plain",
+            PodSpec::new("same")
+                .label("a", "b")
+                .sysctl("net.ipv4.ip_unprivileged_port_start", "80"),
+        ),
         ("host network", PodSpec::new("same").host_network()),
     ] {
         let mut seen = Vec::new();
         for handler in [Handler::Builtin, Handler::Ours] {
             let pod = bench.node.run(handler, spec.clone()).await?;
-            let (id, cgroup) = (pod.id().to_owned(), pod.home().cgroup().context("a cgroup")?.to_owned());
+            let (id, cgroup) =
+                (pod.id().to_owned(), pod.home().cgroup().context("a cgroup")?.to_owned());
             let bundle = match handler {
-                Handler::Builtin => layout.state().join("io.containerd.runtime.v2.task/k8s.io").join(&id),
+                Handler::Builtin => {
+                    layout.state().join("io.containerd.runtime.v2.task/k8s.io").join(&id)
+                }
                 Handler::Ours => layout.sandboxer_state().join("sandboxes").join(&id).join(&id),
             };
             let config: Value = serde_json::from_slice(&fs::read(bundle.join("config.json"))?)?;
             let pause = processes::one(pod.pause_pid().await?)?;
             if handler == Handler::Ours {
-                ensure!(pause.parent == one_shim(&pod).await?.pid, "the pause is no child of the shim: {pause:?}");
+                ensure!(
+                    pause.parent == one_shim(&pod).await?.pid,
+                    "the pause is no child of the shim: {pause:?}"
+                );
             }
-            let netns = config.pointer("/linux/namespaces").and_then(Value::as_array).into_iter().flatten();
-            let netns: Vec<String> = netns.filter_map(|one| one["path"].as_str().map(str::to_owned)).collect();
+            let netns =
+                config.pointer("/linux/namespaces").and_then(Value::as_array).into_iter().flatten();
+            let netns: Vec<String> =
+                netns.filter_map(|one| one["path"].as_str().map(str::to_owned)).collect();
             let uid = pod.config().metadata.uid.clone();
-            let mut of = vec![(id.as_str(), "ID"), (cgroup.as_str(), "CGROUP"), (uid.as_str(), "UID")];
+            let mut of =
+                vec![(id.as_str(), "ID"), (cgroup.as_str(), "CGROUP"), (uid.as_str(), "UID")];
             of.extend(netns.iter().map(|path| (path.as_str(), "NETNS")));
             let log = pod.config().log_directory.clone();
             of.push((log.as_str(), "LOG"));
@@ -103,13 +122,19 @@ async fn the_bundle_is_the_builtins(bench: Arc<Bench>) -> Result<()> {
             .iter()
             .filter(|fact| !ours.contains(fact))
             .map(|fact| format!("- {fact}"))
-            .chain(ours.iter().filter(|fact| !theirs.contains(fact)).map(|fact| format!("+ {fact}")))
-            // Older releases of containerd do not mask the first, newer ones also the second, of each of the node's CPUs: a pause reads neither.
+            .chain(
+                ours.iter().filter(|fact| !theirs.contains(fact)).map(|fact| format!("+ {fact}")),
+            )
+            // Older releases of containerd do not mask the first, newer ones also the second, of
+            // each of the node's CPUs: a pause reads neither.
             .filter(|fact| fact != r#"+ /linux/maskedPaths has "/proc/interrupts""#)
             .filter(|fact| !fact.ends_with(r#"/thermal_throttle""#))
-            // There is no image, which has a name and an environment; the version is containerd's own.
+            // There is no image, which has a name and an environment; the version is containerd's
+            // own.
             .filter(|fact| {
-                !["podsandbox.image-name", "/process/env/", "/ociVersion"].iter().any(|of| fact.contains(of))
+                !["podsandbox.image-name", "/process/env/", "/ociVersion"]
+                    .iter()
+                    .any(|of| fact.contains(of))
             })
             .collect();
         ensure!(differ.is_empty(), "{name}:\n{}", differ.join("\n"));
@@ -140,7 +165,8 @@ async fn a_create_that_fails_is_an_error(bench: Arc<Bench>) -> Result<()> {
                 (_, "Create") => "create pause",
                 _ => "start pause",
             };
-            refused(bench.pod("failing").await, expected).with_context(|| format!("{method} {how}"))?;
+            refused(bench.pod("failing").await, expected)
+                .with_context(|| format!("{method} {how}"))?;
             bench.node.settles_to(&before).await.with_context(|| format!("{method} {how}"))?;
         }
     }
@@ -183,9 +209,10 @@ async fn a_kill_that_is_refused_leaves_no_error_behind(bench: Arc<Bench>) -> Res
     no_shim(&pod).await?;
     let log = fs::read_to_string(bench.node.layout().sandboxer_log())?;
     // The second is what the shim logs when a caller hangs up because its pause has ended.
-    let told = log
-        .lines()
-        .find(|line| line.contains(pod.id()) && (line.contains(" error ") || line.contains("failed sending message")));
+    let told = log.lines().find(|line| {
+        line.contains(pod.id())
+            && (line.contains(" error ") || line.contains("failed sending message"))
+    });
     ensure!(told.is_none(), "{told:?}");
     Ok(())
 }
@@ -197,7 +224,10 @@ async fn a_lost_wait_is_no_exit(bench: Arc<Bench>) -> Result<()> {
     let log = bench.node.layout().sandboxer_log();
     until("asked again twice", SOON, async || {
         let text = fs::read_to_string(&log)?;
-        let lines = text.lines().filter(|line| line.contains(pod.id()) && line.contains("asked again")).count();
+        let lines = text
+            .lines()
+            .filter(|line| line.contains(pod.id()) && line.contains("asked again"))
+            .count();
         ensure!(lines == 2, "{lines} lines");
         Ok(())
     })
@@ -214,7 +244,8 @@ async fn a_lost_wait_is_no_exit(bench: Arc<Bench>) -> Result<()> {
 
 /// Running: adopted. Ended, or without its shim: not ready, with what can be told of it.
 async fn recovery_as_containerds(bench: Arc<Bench>) -> Result<()> {
-    let (lives, ended, orphaned) = (bench.pod("lives").await?, bench.pod("ended").await?, bench.pod("orphaned").await?);
+    let (lives, ended, orphaned) =
+        (bench.pod("lives").await?, bench.pod("ended").await?, bench.pod("orphaned").await?);
     let container = lives.run(ContainerSpec::sleeping("a")).await?;
     let (pause, shim) = (lives.pause_pid().await?, one_shim(&lives).await?.pid);
     let dead = ended.pause_pid().await?;
@@ -231,7 +262,12 @@ async fn recovery_as_containerds(bench: Arc<Bench>) -> Result<()> {
     let exit = bench.node.sandboxer().wait(ended.id()).await?;
     ensure!(exit.exit_status == 137, "{exit:?}");
     until("the orphan is gone", SOON, async || {
-        none(&processes::all()?.into_iter().filter(|p| p.pid == orphan && p.state != 'Z').collect::<Vec<_>>())
+        none(
+            &processes::all()?
+                .into_iter()
+                .filter(|p| p.pid == orphan && p.state != 'Z')
+                .collect::<Vec<_>>(),
+        )
     })
     .await?;
     for pod in [&ended, &orphaned] {
@@ -264,7 +300,10 @@ async fn a_shim_that_refuses_to_kill_is_killed(bench: Arc<Bench>) -> Result<()> 
     removed(&pod).await?;
     no_shim(&pod).await?;
     let log = fs::read_to_string(bench.node.layout().sandboxer_log())?;
-    ensure!(log.contains("its shim refuses to kill the pause and is killed"), "the log does not say so");
+    ensure!(
+        log.contains("its shim refuses to kill the pause and is killed"),
+        "the log does not say so"
+    );
     Ok(())
 }
 

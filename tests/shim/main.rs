@@ -1,7 +1,8 @@
-//! The pods' shims under a real containerd: started, lost, found again and ended, with a shim that misbehaves on order.
+//! The pods' shims under a real containerd: started, lost, found again and ended, with a shim that
+//! misbehaves on order.
 //!
-//! Cases of a kind share one node and run one after another; after each the machine must be as it was before. After one that fails the next gets
-//! another node.
+//! Cases of a kind share one node and run one after another; after each the machine must be as it
+//! was before. After one that fails the next gets another node.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -44,7 +45,9 @@ async fn one(current: &Current, case: &Case) -> Result<()> {
     bench.behave()?;
     let before = bench.node.snapshot()?;
     let result = async {
-        tokio::time::timeout(Duration::from_secs(120), (case.run)(bench.clone())).await.context("hangs")??;
+        tokio::time::timeout(Duration::from_secs(120), (case.run)(bench.clone()))
+            .await
+            .context("hangs")??;
         bench.node.settles_to(&before).await
     };
     let failed = match result.await {
@@ -68,11 +71,15 @@ fn main() -> ExitCode {
     let runtime = Arc::new(Runtime::new().expect("a runtime"));
     let current = Arc::<Current>::default();
     let cases =
-        [owned::cases(), amid::cases(), started::cases(), driver::cases(), stopped::cases()].into_iter().flatten();
+        [owned::cases(), amid::cases(), started::cases(), driver::cases(), stopped::cases()]
+            .into_iter()
+            .flatten();
     let trials = cases.map(|case| {
         let (runtime, current) = (runtime.clone(), current.clone());
         let name = format!("{:?}::{}", case.kind, case.name).to_lowercase();
-        Trial::test(name, move || runtime.block_on(one(&current, &case)).map_err(|e| Failed::from(format!("{e:#}"))))
+        Trial::test(name, move || {
+            runtime.block_on(one(&current, &case)).map_err(|e| Failed::from(format!("{e:#}")))
+        })
     });
     let conclusion = libtest_mimic::run(&arguments, trials.collect());
     // Ends the node.

@@ -11,7 +11,8 @@ use kit::machine::processes::{self, Proc};
 use nix::sys::signal::Signal;
 
 use crate::bench::{
-    Bench, Case, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, removed, shims, signal,
+    Bench, Case, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, removed, shims,
+    signal,
 };
 use crate::started::a_shim_has_the_variables_that_are_set;
 use kit::until;
@@ -44,7 +45,8 @@ async fn an_idle_pod_has_no_shim_and_a_container_one(bench: Arc<Bench>) -> Resul
     ensure!(first.sh("echo hello").await?.trim() == "hello", "exec");
     ensure!(one_shim(&pod).await?.pid == shim.pid, "the second container has another shim");
     let own: i32 = fs::read_to_string("/proc/self/oom_score_adj")?.trim().parse()?;
-    let score: i32 = fs::read_to_string(format!("/proc/{}/oom_score_adj", shim.pid))?.trim().parse()?;
+    let score: i32 =
+        fs::read_to_string(format!("/proc/{}/oom_score_adj", shim.pid))?.trim().parse()?;
     ensure!(score == own + 1, "oom_score_adj {score}, the daemon's is {own}");
     for container in [first, second] {
         container.stop().await?;
@@ -62,7 +64,8 @@ async fn platform_brings_the_shim(bench: Arc<Bench>) -> Result<()> {
     no_shim(&pod).await
 }
 
-/// What containerd does from 2.4 on; here the shim is told by a signal, which it takes for the same.
+/// What containerd does from 2.4 on; here the shim is told by a signal, which it takes for the
+/// same.
 async fn an_empty_shim_that_ends_is_followed_by_another(bench: Arc<Bench>) -> Result<()> {
     let pod = bench.pod("again").await?;
     let first = pod.run(ContainerSpec::sleeping("a")).await?;
@@ -91,13 +94,19 @@ async fn a_shim_that_dies_with_containers_ends_the_pod(bench: Arc<Bench>) -> Res
         ensure!(reason.contains("shim") && reason.contains(container.id()), "reason: {reason}");
         removed(&pod).await?;
         no_shim(&pod).await?;
-        let bundle = bench.node.layout().state().join("io.containerd.runtime.v2.task/k8s.io").join(container.id());
+        let bundle = bench
+            .node
+            .layout()
+            .state()
+            .join("io.containerd.runtime.v2.task/k8s.io")
+            .join(container.id());
         ensure!(!bundle.exists(), "{} is left", bundle.display());
     }
     Ok(())
 }
 
-/// A process in the IPC namespace of a pod, and in the cgroups of `member`, or in one that is named by `stranger`, which neither containerd nor the runtime knows.
+/// A process in the IPC namespace of a pod, and in the cgroups of `member`, or in one that is named
+/// by `stranger`, which neither containerd nor the runtime knows.
 struct Visitor {
     process: std::process::Child,
     made: Option<PathBuf>,
@@ -106,14 +115,19 @@ struct Visitor {
 impl Visitor {
     fn new(pause: u32, member: Option<u32>, stranger: &str) -> Result<Self> {
         let mut command = std::process::Command::new("nsenter");
-        let process = command.args(["-t", &pause.to_string(), "--ipc", "sleep", "1003"]).spawn().context("nsenter")?;
+        let process = command
+            .args(["-t", &pause.to_string(), "--ipc", "sleep", "1003"])
+            .spawn()
+            .context("nsenter")?;
         let made = member.is_none().then(|| Path::new("/sys/fs/cgroup/pids").join(stranger));
         let dirs = match (member, &made) {
             (Some(member), _) => {
-                let cgroups = fs::read_to_string(format!("/proc/{member}/cgroup")).context("cgroups of the member")?;
+                let cgroups = fs::read_to_string(format!("/proc/{member}/cgroup"))
+                    .context("cgroups of the member")?;
                 let joined = cgroups.lines().filter_map(|line| {
                     let mut fields = line.splitn(3, ':').skip(1);
-                    let (controllers, path) = (fields.next()?, fields.next()?.trim_start_matches('/'));
+                    let (controllers, path) =
+                        (fields.next()?, fields.next()?.trim_start_matches('/'));
                     Some(Path::new("/sys/fs/cgroup").join(controllers).join(path))
                 });
                 joined.filter(|dir| dir.join("cgroup.procs").exists()).collect()
@@ -158,9 +172,11 @@ impl Drop for Visitor {
 async fn the_end_of_a_shim_touches_no_container_of_another_pod(bench: Arc<Bench>) -> Result<()> {
     let (pod, other) = (bench.pod("visited").await?, bench.pod("visiting").await?);
     let foreign = other.run(ContainerSpec::sleeping("agent")).await?;
-    let member = until("one process of the foreign container", SOON, async || match inside(foreign.id())?.as_slice() {
-        [one] if one.command.contains("sleep 3600") => Ok(one.pid),
-        others => bail!("{others:?}"),
+    let member = until("one process of the foreign container", SOON, async || {
+        match inside(foreign.id())?.as_slice() {
+            [one] if one.command.contains("sleep 3600") => Ok(one.pid),
+            others => bail!("{others:?}"),
+        }
     })
     .await?;
     let pause = pod.pause_pid().await?;
@@ -183,8 +199,12 @@ async fn the_end_of_a_shim_touches_no_container_of_another_pod(bench: Arc<Bench>
     pod.run(ContainerSpec::sleeping("c")).await.context("after the shims that ended")?;
     ensure!(pod.is_ready().await?, "the pod ended with its visitors");
     ensure!(agent.lives()? && unknown.lives()?, "a visitor was killed");
-    ensure!(other.is_ready().await? && inside(foreign.id())?.len() == 2, "the foreign container was touched");
-    // A shim that dies ends the pod, and processes inside whose container is unknown; not those of a container that is known to be another pod's.
+    ensure!(
+        other.is_ready().await? && inside(foreign.id())?.len() == 2,
+        "the foreign container was touched"
+    );
+    // A shim that dies ends the pod, and processes inside whose container is unknown; not those of
+    // a container that is known to be another pod's.
     signal(one_shim(&pod).await?.pid, Signal::SIGKILL)?;
     until("not ready", SOON, async || not_ready(&pod).await).await?;
     removed(&pod).await?;
@@ -198,7 +218,11 @@ async fn the_end_of_a_shim_touches_no_container_of_another_pod(bench: Arc<Bench>
 /// The freezer's directory of a cgroup of version 1 that a process is in.
 fn freezer(pid: u32) -> Result<PathBuf> {
     let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).context("cgroups")?;
-    let path = cgroups.lines().find_map(|line| line.split_once(":freezer:")).context("no freezer of version 1")?.1;
+    let path = cgroups
+        .lines()
+        .find_map(|line| line.split_once(":freezer:"))
+        .context("no freezer of version 1")?
+        .1;
     Ok(Path::new("/sys/fs/cgroup/freezer").join(path.trim_start_matches('/')))
 }
 
@@ -227,15 +251,19 @@ impl Drop for Frozen {
 
 /// Descriptors of processes and threads that the daemon has.
 fn kept(daemon: u32) -> Result<(usize, usize)> {
-    let links = fs::read_dir(format!("/proc/{daemon}/fd"))?.flatten().filter_map(|fd| fs::read_link(fd.path()).ok());
+    let links = fs::read_dir(format!("/proc/{daemon}/fd"))?
+        .flatten()
+        .filter_map(|fd| fs::read_link(fd.path()).ok());
     let pidfds = links.filter(|link| link.to_string_lossy().contains("pidfd")).count();
     Ok((pidfds, fs::read_dir(format!("/proc/{daemon}/task"))?.count()))
 }
 
 async fn processes_that_do_not_end_cost_the_daemon_nothing(bench: Arc<Bench>) -> Result<()> {
-    const MANY: &str = "for n in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do sleep 1000 & done; wait";
+    const MANY: &str =
+        "for n in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do sleep 1000 & done; wait";
     let daemon = bench.node.sandboxer_pid()?;
-    // Frozen by another program, as by a pause of the container: thawed, as a frozen process does not die.
+    // Frozen by another program, as by a pause of the container: thawed, as a frozen process does
+    // not die.
     let pod = bench.pod("paused").await?;
     let container = pod.run(ContainerSpec::sh("a", MANY)).await?;
     let dir = freezer(inside(container.id())?.first().context("no process")?.pid)?;
@@ -245,7 +273,8 @@ async fn processes_that_do_not_end_cost_the_daemon_nothing(bench: Arc<Bench>) ->
     until("no process of the container", SOON, async || none(&inside(container.id())?)).await?;
     drop(frozen);
     removed(&pod).await?;
-    // Frozen where the daemon has no say, they do not die, as in a system call that does not return.
+    // Frozen where the daemon has no say, they do not die, as in a system call that does not
+    // return.
     let pod = bench.pod("stuck").await?;
     let container = pod.run(ContainerSpec::sh("a", MANY)).await?;
     until("all of its processes", SOON, async || {
@@ -264,12 +293,18 @@ async fn processes_that_do_not_end_cost_the_daemon_nothing(bench: Arc<Bench>) ->
     signal(one_shim(&pod).await?.pid, Signal::SIGKILL)?;
     until("not ready", SOON, async || not_ready(&pod).await).await?;
     for _ in 0..2 {
-        ensure!(bench.node.sandboxer().shutdown(pod.id()).await.is_err(), "it is gone, and its processes are not");
+        ensure!(
+            bench.node.sandboxer().shutdown(pod.id()).await.is_err(),
+            "it is gone, and its processes are not"
+        );
         ensure!(inside(container.id())?.len() > 20, "its processes are gone");
     }
     let after = kept(daemon)?;
     // One thread may wait in the kernel's stead; those that work on blocking calls come and go.
-    ensure!(after.0 <= before.0 + 1 && after.1 <= before.1 + 8, "pidfds and threads: {before:?}, then {after:?}");
+    ensure!(
+        after.0 <= before.0 + 1 && after.1 <= before.1 + 8,
+        "pidfds and threads: {before:?}, then {after:?}"
+    );
     drop(frozen);
     until("no process of the container", SOON, async || none(&inside(container.id())?)).await?;
     removed(&pod).await?;
@@ -293,7 +328,9 @@ async fn a_shim_that_does_not_come_is_an_error(bench: Arc<Bench>) -> Result<()> 
         ensure!(pod.is_ready().await?, "{word}: the pod is not ready");
     }
     let log = fs::read_to_string(bench.node.layout().sandboxer_log())?;
-    for expected in ["cannot go on", "ended with status 7", "did not answer", "the next are dropped"] {
+    for expected in
+        ["cannot go on", "ended with status 7", "did not answer", "the next are dropped"]
+    {
         ensure!(log.contains(expected), "the log does not say {expected:?}");
     }
     pod.run(ContainerSpec::sleeping("good")).await.context("after the bad ones")?;
@@ -345,9 +382,11 @@ async fn a_shim_that_dies_without_a_daemon_ends_the_pod(bench: Arc<Bench>) -> Re
     removed(&pod).await
 }
 
-/// The daemon that is started cannot read the record, as when the node is out of descriptors. Neither pod nor shim suffers, and both can be ended
-/// when it can be read again.
-pub(crate) async fn a_shim_that_cannot_be_looked_for_is_found_later(bench: Arc<Bench>) -> Result<()> {
+/// The daemon that is started cannot read the record, as when the node is out of descriptors.
+/// Neither pod nor shim suffers, and both can be ended when it can be read again.
+pub(crate) async fn a_shim_that_cannot_be_looked_for_is_found_later(
+    bench: Arc<Bench>,
+) -> Result<()> {
     let pod = bench.pod("unread").await?;
     let container = pod.run(ContainerSpec::sleeping("a")).await?;
     let (shim, pause) = (one_shim(&pod).await?, pod.pause_pid().await?);
@@ -374,7 +413,9 @@ pub(crate) async fn a_shim_that_cannot_be_looked_for_is_found_later(bench: Arc<B
 }
 
 /// The shim's `delete` takes its time, and the pod's end does not wait for anybody.
-async fn a_pod_that_is_removed_while_its_dead_shim_is_cleaned_up_leaves_nothing(bench: Arc<Bench>) -> Result<()> {
+async fn a_pod_that_is_removed_while_its_dead_shim_is_cleaned_up_leaves_nothing(
+    bench: Arc<Bench>,
+) -> Result<()> {
     let pod = bench.pod("tardy").await?;
     for name in ["a", "b"] {
         pod.run(ContainerSpec::sleeping(name)).await?;
@@ -384,7 +425,8 @@ async fn a_pod_that_is_removed_while_its_dead_shim_is_cleaned_up_leaves_nothing(
     until("not ready", SOON, async || not_ready(&pod).await).await?;
     removed(&pod).await?;
     let log = fs::read_to_string(bench.node.layout().sandboxer_log())?;
-    let failed = log.lines().find(|line| line.contains(pod.id()) && line.contains("its containers: "));
+    let failed =
+        log.lines().find(|line| line.contains(pod.id()) && line.contains("its containers: "));
     ensure!(failed.is_none(), "{failed:?}");
     Ok(())
 }
@@ -402,13 +444,16 @@ async fn fifty_pods_leave_no_shim(bench: Arc<Bench>) -> Result<()> {
     let sockets = fs::read_dir(bench.node.layout().sandboxer_state().join("shims"))?.count();
     ensure!(sockets == 0, "{sockets} sockets are left");
     let named = bench.node.layout().containerd_socket().display().to_string();
-    let left: Vec<Proc> =
-        processes::all()?.into_iter().filter(|p| p.command.contains("shim") && p.command.contains(&named)).collect();
+    let left: Vec<Proc> = processes::all()?
+        .into_iter()
+        .filter(|p| p.command.contains("shim") && p.command.contains(&named))
+        .collect();
     ensure!(left.is_empty(), "shims are left: {left:?}");
     Ok(())
 }
 
-/// What containerd asks of the shim goes wrong on its way; the pod is removed all the same, as kubelet does, and nothing of it stays.
+/// What containerd asks of the shim goes wrong on its way; the pod is removed all the same, as
+/// kubelet does, and nothing of it stays.
 async fn calls_that_fail_are_late_or_lost_leave_nothing(bench: Arc<Bench>) -> Result<()> {
     bench.order("proxy")?;
     for (method, how) in [
@@ -428,7 +473,10 @@ async fn calls_that_fail_are_late_or_lost_leave_nothing(bench: Arc<Bench>) -> Re
             Ok(container) => drop(container.stop().await),
             Err(e) => ensure!(method == "Create", "{named}: {e:#}"),
         }
-        other.run(ContainerSpec::sleeping("b")).await.with_context(|| format!("{named}: another pod"))?;
+        other
+            .run(ContainerSpec::sleeping("b"))
+            .await
+            .with_context(|| format!("{named}: another pod"))?;
         for pod in [pod, other] {
             removed(&pod).await.with_context(|| named.clone())?;
             no_shim(&pod).await.with_context(|| named.clone())?;

@@ -1,7 +1,8 @@
 //! A shim through which the calls of a real one pass, and are refused, late or lost on order.
 //!
-//! `wrap-server SHIM ORDER ARGUMENT...` serves at the socket that it has as descriptor 3, as a shim does, and hands a socket of its own to the
-//! real one. `wrap-start SHIM ORDER ARGUMENT...` calls the real one's `start` and answers with a socket of its own.
+//! `wrap-server SHIM ORDER ARGUMENT...` serves at the socket that it has as descriptor 3, as a shim
+//! does, and hands a socket of its own to the real one. `wrap-start SHIM ORDER ARGUMENT...` calls
+//! the real one's `start` and answers with a socket of its own.
 
 use std::collections::HashMap;
 use std::fs;
@@ -72,7 +73,8 @@ fn start(shim: &str, order: &Path, arguments: &[String]) -> Result<ExitCode> {
     ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     let from = said.find("unix://").context("no address")?;
-    let address: String = said[from..].chars().take_while(|c| !c.is_control() && !"\"\\ ".contains(*c)).collect();
+    let address: String =
+        said[from..].chars().take_while(|c| !c.is_control() && !"\"\\ ".contains(*c)).collect();
     let inner = address.trim_start_matches("unix://").to_owned();
     let outer = order.with_extension(format!("o{}", std::process::id()));
     Command::new(std::env::current_exe()?)
@@ -119,8 +121,9 @@ fn pass(listener: &UnixListener, to: &Path, calls: &Path) {
 
 type Writer = Arc<Mutex<UnixStream>>;
 
-/// The calls of a connection as the shim gets them: numbered anew in the order in which they are passed on. A shim takes no number that is lower
-/// than an earlier one, as that of a late call would be.
+/// The calls of a connection as the shim gets them: numbered anew in the order in which they are
+/// passed on. A shim takes no number that is lower than an earlier one, as that of a late call
+/// would be.
 struct Streams {
     shim: UnixStream,
     last: u32,
@@ -142,7 +145,8 @@ impl Streams {
             self.callers.insert(self.last.to_be_bytes(), caller);
             self.last.to_be_bytes()
         } else {
-            let known = self.callers.iter().find(|(_, of)| **of == caller).map(|(stream, _)| *stream);
+            let known =
+                self.callers.iter().find(|(_, of)| **of == caller).map(|(stream, _)| *stream);
             known.ok_or_else(|| io::Error::other("data of no call"))?
         };
         let mut frame = frame.to_vec();
@@ -236,13 +240,18 @@ fn locked<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// An answer of the shim's that it has failed.
 fn refusal(request: &[u8]) -> Result<Vec<u8>> {
-    let status = Status { code: Code::INTERNAL.into(), message: "ordered to fail".to_owned(), ..Default::default() };
+    let status = Status {
+        code: Code::INTERNAL.into(),
+        message: "ordered to fail".to_owned(),
+        ..Default::default()
+    };
     answer(request, &Response { status: Some(status).into(), ..Default::default() })
 }
 
 /// The answer to Connect of a shim that says it is another process.
 fn lie(request: &[u8], pid: u32) -> Result<Vec<u8>> {
-    let payload = ConnectResponse { shim_pid: pid, version: "3".to_owned(), ..Default::default() }.write_to_bytes()?;
+    let payload = ConnectResponse { shim_pid: pid, version: "3".to_owned(), ..Default::default() }
+        .write_to_bytes()?;
     answer(request, &Response { payload, ..Default::default() })
 }
 

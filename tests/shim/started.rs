@@ -9,7 +9,8 @@ use kit::{ContainerSpec, until};
 use nix::sys::signal::Signal;
 
 use crate::bench::{
-    Bench, Case, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, refused, removed, shims, signal,
+    Bench, Case, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, refused, removed,
+    shims, signal,
 };
 use crate::owned::a_shim_that_cannot_be_looked_for_is_found_later;
 
@@ -49,7 +50,8 @@ async fn a_pod_has_its_shim_from_start_to_shutdown(bench: Arc<Bench>) -> Result<
     no_shim(&pod).await
 }
 
-/// Whatever goes wrong before there is a shim is an error in time that names it, and leaves nothing.
+/// Whatever goes wrong before there is a shim is an error in time that names it, and leaves
+/// nothing.
 pub(crate) async fn a_start_that_fails_is_an_error(bench: Arc<Bench>) -> Result<()> {
     for (word, limit, reason) in [
         ("exit", 8, "cannot go on"),
@@ -74,7 +76,8 @@ pub(crate) async fn a_start_that_fails_is_an_error(bench: Arc<Bench>) -> Result<
 
 async fn a_process_that_a_shim_takes_itself_for_is_not_killed(bench: Arc<Bench>) -> Result<()> {
     let mut other = std::process::Command::new("sleep").arg("1004").spawn()?;
-    // The kernel tells the ages of processes in hundredths of a second: what begins in the same one is no older.
+    // The kernel tells the ages of processes in hundredths of a second: what begins in the same one
+    // is no older.
     let begun = processes::one(other.id())?.start_time;
     until("the next tick", SOON, async || {
         let uptime = std::fs::read_to_string("/proc/uptime")?;
@@ -96,7 +99,9 @@ async fn a_process_that_a_shim_takes_itself_for_is_not_killed(bench: Arc<Bench>)
     Ok(())
 }
 
-pub(crate) async fn a_shim_that_dies_with_containers_ends_the_pod_too(bench: Arc<Bench>) -> Result<()> {
+pub(crate) async fn a_shim_that_dies_with_containers_ends_the_pod_too(
+    bench: Arc<Bench>,
+) -> Result<()> {
     let pod = bench.pod("bereaved").await?;
     let container = pod.run(ContainerSpec::sh("a", "sleep 1000 & sleep 1000")).await?;
     let shim = one_shim(&pod).await?;
@@ -122,7 +127,8 @@ async fn a_killed_daemon_finds_the_started_shim_again(bench: Arc<Bench>) -> Resu
     no_shim(&pod).await
 }
 
-/// containerd takes a lost connection for the end of the container, and the shim's runtime is killed with the call.
+/// containerd takes a lost connection for the end of the container, and the shim's runtime is
+/// killed with the call.
 pub(crate) async fn a_deletion_that_is_cut_off_leaves_nothing(bench: Arc<Bench>) -> Result<()> {
     bench.order("proxy")?;
     let pod = bench.pod("cut").await?;
@@ -146,13 +152,19 @@ async fn an_address_outlives_starts_that_fail(bench: Arc<Bench>) -> Result<()> {
     signal(one_shim(&pod).await?.pid, Signal::SIGTERM)?;
     until("two starts that failed", SOON, async || {
         let text = std::fs::read_to_string(&log)?;
-        let failed = text.lines().filter(|line| line.contains(pod.id()) && line.contains("cannot go on")).count();
+        let failed = text
+            .lines()
+            .filter(|line| line.contains(pod.id()) && line.contains("cannot go on"))
+            .count();
         ensure!(failed >= 2, "{failed}");
         Ok(())
     })
     .await?;
     let status = sandboxer.status(pod.id(), false).await?;
-    ensure!((status.address.as_str(), status.state.as_str()) == (told.as_str(), "SANDBOX_READY"), "{status:?}");
+    ensure!(
+        (status.address.as_str(), status.state.as_str()) == (told.as_str(), "SANDBOX_READY"),
+        "{status:?}"
+    );
     // A call that has not made the socket yet is no shim.
     bench.order("slow")?;
     one_shim(&pod).await?;

@@ -1,4 +1,5 @@
-//! Pods that are stopped and not removed, as completed ones are for as long as their objects exist: of any kind, they keep no shim.
+//! Pods that are stopped and not removed, as completed ones are for as long as their objects exist:
+//! of any kind, they keep no shim.
 
 use std::fs;
 use std::sync::Arc;
@@ -35,7 +36,9 @@ async fn a_stopped_pod_keeps_no_shim(bench: Arc<Bench>) -> Result<()> {
     let neighbour = other.run(ContainerSpec::sleeping("n")).await?;
     let completed = pod.run(ContainerSpec::sh("a", "exit 3")).await?;
     ensure!(completed.exited(SOON).await? == 3, "its exit code");
-    let stopped = pod.run(ContainerSpec::sh("b", "trap 'exit 4' TERM; while true; do sleep 0.1; done")).await?;
+    let stopped = pod
+        .run(ContainerSpec::sh("b", "trap 'exit 4' TERM; while true; do sleep 0.1; done"))
+        .await?;
     one_shim(&pod).await.context("with a container that runs")?;
     stopped.stop().await?;
     pod.stop().await?;
@@ -59,7 +62,9 @@ async fn a_stopped_pod_keeps_no_shim(bench: Arc<Bench>) -> Result<()> {
     let log = fs::read_to_string(bench.node.layout().sandboxer_log())?;
     let told = log.lines().find(|line| {
         line.contains(pod.id())
-            && (line.contains(" error ") || line.contains("its shim is killed") || line.contains("too soon"))
+            && (line.contains(" error ")
+                || line.contains("its shim is killed")
+                || line.contains("too soon"))
     });
     ensure!(told.is_none(), "{told:?}");
     Ok(())

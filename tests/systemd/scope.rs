@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pause_sandboxer::pause::native::Native;
-use pause_sandboxer::pause::{Adoption, Driver, Exit, IdMapping, Namespace, Pause, Plan, UserNamespace};
+use pause_sandboxer::pause::{
+    Adoption, Driver, Exit, IdMapping, Namespace, Pause, Plan, UserNamespace,
+};
 
 use super::node::{alone, cgroup, eventually, known, run, show, unified};
 
@@ -52,16 +54,22 @@ fn end(pause: &dyn Pause) -> Exit {
     runtime.block_on(pause.exited())
 }
 
-/// The cgroups that the pause is in, but for those of hierarchies in which it is where its daemon is.
+/// The cgroups that the pause is in, but for those of hierarchies in which it is where its daemon
+/// is.
 fn cgroups(pause: &dyn Pause) -> Vec<String> {
     let text = fs::read_to_string(format!("/proc/{}/cgroup", pause.identity().pid)).unwrap();
-    text.lines().map(|line| line.splitn(3, ':').nth(2).unwrap().trim_start_matches('/').to_owned()).collect()
+    text.lines()
+        .map(|line| line.splitn(3, ':').nth(2).unwrap().trim_start_matches('/').to_owned())
+        .collect()
 }
 
 fn in_scope(pause: &dyn Pause, plan: &Plan) {
     assert_eq!(show(&unit(plan), "ActiveState"), "active");
     let cgroups = cgroups(pause);
-    assert!(!cgroups.is_empty() && cgroups.iter().all(|cgroup| *cgroup == path(plan)), "{cgroups:?}");
+    assert!(
+        !cgroups.is_empty() && cgroups.iter().all(|cgroup| *cgroup == path(plan)),
+        "{cgroups:?}"
+    );
 }
 
 fn nothing_left(plan: &Plan) {
@@ -70,7 +78,8 @@ fn nothing_left(plan: &Plan) {
 }
 
 fn alive(pause: &dyn Pause) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{}/stat", pause.identity().pid)).unwrap_or_default();
+    let stat =
+        fs::read_to_string(format!("/proc/{}/stat", pause.identity().pid)).unwrap_or_default();
     stat.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with('Z'))
 }
 
@@ -99,15 +108,22 @@ fn a_scope_lives_as_long_as_its_pause() {
         }
         if unified() {
             // What the slice has, its pods have.
-            let controllers = fs::read_to_string(format!("/sys/fs/cgroup/{}/cgroup.controllers", path(&plan))).unwrap();
+            let controllers =
+                fs::read_to_string(format!("/sys/fs/cgroup/{}/cgroup.controllers", path(&plan)))
+                    .unwrap();
             for controller in ["memory", "cpu"] {
-                assert!(controllers.split_whitespace().any(|name| name == controller), "{controllers}");
+                assert!(
+                    controllers.split_whitespace().any(|name| name == controller),
+                    "{controllers}"
+                );
             }
         }
         // The least CPU time of all that want some.
         let (file, value) = if unified() { ("cpu.weight", "1\n") } else { ("cpu.shares", "2\n") };
-        let weights: Vec<_> =
-            cgroup(&path(&plan)).iter().filter_map(|directory| fs::read_to_string(directory.join(file)).ok()).collect();
+        let weights: Vec<_> = cgroup(&path(&plan))
+            .iter()
+            .filter_map(|directory| fs::read_to_string(directory.join(file)).ok())
+            .collect();
         assert_eq!(weights, [value], "{file}");
         assert_eq!(end(&*pause).status, 137);
         DRIVER.cleanup(&plan.site()).unwrap();
@@ -155,7 +171,10 @@ fn a_failed_start_leaves_nothing() {
         assert!(e.to_string().starts_with(message), "{e}");
         nothing_left(&plan);
         let processes = run("ps", &["-eo", "args"]);
-        assert!(!processes.lines().any(|line| line == format!("/pause {}", plan.id)), "{processes}");
+        assert!(
+            !processes.lines().any(|line| line == format!("/pause {}", plan.id)),
+            "{processes}"
+        );
     }
     run("systemctl", &["unmask", "--runtime", &slice]);
 }
@@ -191,8 +210,11 @@ fn cleanup_ends_what_a_start_that_was_cut_short_has_left() {
     let _alone = alone();
     let plan = plan();
     // Before systemd was asked: the directory and a process in it.
-    let directories =
-        if unified() { vec!["/sys/fs/cgroup"] } else { vec!["/sys/fs/cgroup/memory", "/sys/fs/cgroup/systemd"] };
+    let directories = if unified() {
+        vec!["/sys/fs/cgroup"]
+    } else {
+        vec!["/sys/fs/cgroup/memory", "/sys/fs/cgroup/systemd"]
+    };
     let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
     for root in directories {
         let directory = format!("{root}/{}", path(&plan));
@@ -217,7 +239,9 @@ fn another_daemon_adopts() {
     let plan = plan();
     let pause = start(&plan);
     let second = Native::new().unwrap();
-    let Adoption::Alive(adopted) = second.adopt(&plan.site(), pause.identity()) else { panic!("not adopted") };
+    let Adoption::Alive(adopted) = second.adopt(&plan.site(), pause.identity()) else {
+        panic!("not adopted")
+    };
     in_scope(&*adopted, &plan);
     // Its own connection.
     end(&*adopted);
@@ -229,8 +253,9 @@ fn another_daemon_adopts() {
 fn many_at_once() {
     let _alone = alone();
     let mut took: Vec<_> = thread::scope(|scope| {
-        let eight: Vec<_> =
-            (0..8).map(|_| scope.spawn(|| (0..4).map(|_| there_and_back(plan())).collect::<Vec<_>>())).collect();
+        let eight: Vec<_> = (0..8)
+            .map(|_| scope.spawn(|| (0..4).map(|_| there_and_back(plan())).collect::<Vec<_>>()))
+            .collect();
         eight.into_iter().flat_map(|one| one.join().unwrap()).collect()
     });
     took.sort_unstable();
@@ -248,7 +273,11 @@ fn many_at_once() {
         took.sort_unstable();
         took[7]
     };
-    println!("one by one: scopes {:?}, directories {:?}", one_by_one("psbtest.slice"), one_by_one("/psbtest"));
+    println!(
+        "one by one: scopes {:?}, directories {:?}",
+        one_by_one("psbtest.slice"),
+        one_by_one("/psbtest")
+    );
 }
 
 fn there_and_back(plan: Plan) -> Duration {

@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use kit::controller::Controller;
 use kit::cri::api::{
-    LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption, PodSandboxConfig,
+    LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption,
+    PodSandboxConfig,
 };
 use kit::grpc::{NOT_FOUND, UNAVAILABLE};
 use nix::sys::signal::{Signal, kill};
@@ -28,7 +29,15 @@ const UNITS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/systemd");
 fn install() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        run("install", &["-m", "0755", env!("CARGO_BIN_EXE_pause-sandboxer"), "/usr/local/bin/pause-sandboxer"]);
+        run(
+            "install",
+            &[
+                "-m",
+                "0755",
+                env!("CARGO_BIN_EXE_pause-sandboxer"),
+                "/usr/local/bin/pause-sandboxer",
+            ],
+        );
         for unit in [SERVICE, SOCKET] {
             run("install", &["-m", "0644", &format!("{UNITS}/{unit}"), "/etc/systemd/system/"]);
         }
@@ -52,7 +61,10 @@ fn controller() -> Controller {
 
 fn config(cgroup_parent: &str) -> PodSandboxConfig {
     let options = NamespaceOption { network: NamespaceMode::NODE.into(), ..Default::default() };
-    let security = LinuxSandboxSecurityContext { namespace_options: Some(options).into(), ..Default::default() };
+    let security = LinuxSandboxSecurityContext {
+        namespace_options: Some(options).into(),
+        ..Default::default()
+    };
     let linux = LinuxPodSandboxConfig {
         cgroup_parent: cgroup_parent.to_owned(),
         security_context: Some(security).into(),
@@ -142,14 +154,16 @@ fn a_pod_below_a_slice_outlives_restarts_and_refuses_nobody() {
     let _alone = alone();
     up();
     let slice = "psbtest-unit.slice";
-    let (below, inside) =
-        block_on(async { (pod("below", &format!("/psbtest.slice/{slice}")).await, pod("inside", "").await) });
+    let (below, inside) = block_on(async {
+        (pod("below", &format!("/psbtest.slice/{slice}")).await, pod("inside", "").await)
+    });
     let path = format!("psbtest.slice/{slice}/cri-containerd-below.scope");
     assert_eq!(show("cri-containerd-below.scope", "ControlGroup"), format!("/{path}"));
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
         let last = AtLast(&done);
-        // Somebody calls all the time, and is never refused. What is asked meanwhile waits, as Status does below.
+        // Somebody calls all the time, and is never refused. What is asked meanwhile waits, as
+        // Status does below.
         let asking = scope.spawn(|| {
             let mut asked = 0;
             while !done.load(Ordering::Relaxed) {
@@ -216,7 +230,9 @@ fn one_that_hangs_is_started_anew() {
     thread::sleep(Duration::from_secs(16));
     assert_eq!(main_pid(), before);
     kill(Pid::from_raw(before.cast_signed()), Signal::SIGSTOP).unwrap();
-    eventually("the watchdog barks", || !["0".to_owned(), before.to_string()].contains(&show(SERVICE, "MainPID")));
+    eventually("the watchdog barks", || {
+        !["0".to_owned(), before.to_string()].contains(&show(SERVICE, "MainPID"))
+    });
     eventually("it is ready", || show(SERVICE, "ActiveState") == "active");
     let log = run("journalctl", &["--no-pager", "-u", SERVICE]);
     assert!(log.contains("Watchdog timeout"), "{log}");

@@ -40,7 +40,11 @@ impl Client {
     }
 
     /// Calls a method of the controller.
-    pub(crate) async fn call<A: Message>(&self, method: &str, request: impl Message) -> Result<A, Failure> {
+    pub(crate) async fn call<A: Message>(
+        &self,
+        method: &str,
+        request: impl Message,
+    ) -> Result<A, Failure> {
         let bytes = self.raw(CONTROLLER, method, request.write_to_bytes().unwrap(), None).await?;
         Ok(A::parse_from_bytes(&bytes).unwrap())
     }
@@ -63,7 +67,8 @@ impl Client {
             }
             Self::Ttrpc(client) => {
                 let mut request = ttrpc::Request::new();
-                (request.service, request.method, request.payload) = (service.into(), method.into(), message);
+                (request.service, request.method, request.payload) =
+                    (service.into(), method.into(), message);
                 let mut pair = ttrpc::proto::KeyValue::new();
                 (pair.key, pair.value) = ("containerd-namespace-ttrpc".into(), namespace.into());
                 request.metadata.push(pair);
@@ -132,7 +137,10 @@ pub(crate) fn grpc(
         let mut client = client.ready().await.map_err(broken)?;
         let (response, mut stream) = client.send_request(request, false).map_err(broken)?;
         // As some clients do: the message, then an empty last frame.
-        stream.send_data(body, false).and_then(|()| stream.send_data(Bytes::new(), true)).map_err(broken)?;
+        stream
+            .send_data(body, false)
+            .and_then(|()| stream.send_data(Bytes::new(), true))
+            .map_err(broken)?;
         let (head, mut body) = response.await.map_err(broken)?.into_parts();
         assert_eq!(head.status, 200);
         let mut bytes = Vec::new();
@@ -142,7 +150,8 @@ pub(crate) fn grpc(
             bytes.extend_from_slice(&chunk);
         }
         let trailers = body.trailers().await.map_err(broken)?.unwrap_or(head.headers);
-        let text = |name: &str| trailers.get(name).map_or("", |value| value.to_str().unwrap()).to_owned();
+        let text =
+            |name: &str| trailers.get(name).map_or("", |value| value.to_str().unwrap()).to_owned();
         match text("grpc-status").parse().unwrap() {
             0 => {
                 let length = u32::from_be_bytes(bytes[1..5].try_into().unwrap()) as usize;

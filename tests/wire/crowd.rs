@@ -28,7 +28,10 @@ async fn idle_connections_make_room() {
     let mut spoken = Vec::new();
     for _ in 0..300 {
         let client = timeout(SOON, Client::grpc(&node.grpc_socket())).await.unwrap();
-        timeout(SOON, client.call::<c::ControllerStatusResponse>("Status", status("a", false))).await.unwrap().unwrap();
+        timeout(SOON, client.call::<c::ControllerStatusResponse>("Status", status("a", false)))
+            .await
+            .unwrap()
+            .unwrap();
         spoken.push(client);
     }
     for client in timeout(SOON, node.clients()).await.unwrap().iter().chain(&clients) {

@@ -8,7 +8,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use pause_sandboxer::error::Step;
 use pause_sandboxer::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Overview, Payload, Platform, SandboxInfo, Started, StatusReport, Usage,
+    CreateRequest, Error, Exit, Metric, Overview, Payload, Platform, SandboxInfo, Started,
+    StatusReport, Usage,
 };
 use pause_sandboxer::trace;
 use pause_sandboxer::wire::Verbs;
@@ -149,7 +150,10 @@ impl Verbs for Fake {
 
     async fn metrics(&self, id: &str) -> Result<Metric, Error> {
         outcome(id)?;
-        let data = Payload { type_url: "io.containerd.cgroups.v2.Metrics".into(), value: vec![1, 2].into() };
+        let data = Payload {
+            type_url: "io.containerd.cgroups.v2.Metrics".into(),
+            value: vec![1, 2].into(),
+        };
         Ok(Metric { timestamp: time(2), data })
     }
 
@@ -159,16 +163,26 @@ impl Verbs for Fake {
         Ok(())
     }
 
-    async fn list(&self, after: &str, most: usize, usage: bool) -> Result<(Vec<Overview>, bool), Error> {
+    async fn list(
+        &self,
+        after: &str,
+        most: usize,
+        usage: bool,
+    ) -> Result<(Vec<Overview>, bool), Error> {
         outcome(after)?;
         let ids = (0..2500).map(|number| format!("{number:04}")).filter(|id| id.as_str() > after);
         let usage = usage.then_some(Usage { memory: 1, cpu_usec: 2, tasks: 3 });
-        let lines = ids.take(most).map(|id| Overview { usage, ..Overview::aside(&id, "never was") }).collect();
+        let lines = ids
+            .take(most)
+            .map(|id| Overview { usage, ..Overview::aside(&id, "never was") })
+            .collect();
         Ok((lines, !after.starts_with("1999")))
     }
 
     async fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {
         outcome(id)?;
-        Ok(serde_json::json!({ "id": id, "trace": trace::current().map(|trace| trace.to_string()) }))
+        Ok(
+            serde_json::json!({ "id": id, "trace": trace::current().map(|trace| trace.to_string()) }),
+        )
     }
 }

@@ -2,7 +2,9 @@
 
 use bytes::{BufMut, Bytes, BytesMut};
 use http::Request;
-use pause_sandboxer::protos::inspect::{InspectRequest, InspectResponse, ListRequest, ListResponse};
+use pause_sandboxer::protos::inspect::{
+    InspectRequest, InspectResponse, ListRequest, ListResponse,
+};
 use pause_sandboxer::telemetry::Census;
 use protobuf::Message;
 
@@ -22,7 +24,10 @@ async fn operators_are_answered_on_the_ttrpc_socket_alone() {
     let page = ListResponse::parse_from_bytes(&page).unwrap();
     assert_eq!((page.sandboxes.len(), page.more), (1000, true));
     let (first, last) = (&page.sandboxes[0], &page.sandboxes[999]);
-    assert_eq!((first.id.as_str(), first.state.as_str(), first.reason.as_str()), ("0000", "kept aside", "never was"));
+    assert_eq!(
+        (first.id.as_str(), first.state.as_str(), first.reason.as_str()),
+        ("0000", "kept aside", "never was")
+    );
     assert_eq!((first.usage.memory, first.usage.cpu_usec, first.usage.tasks), (1, 2, 3));
     let request = ListRequest { after: last.id.clone(), ..Default::default() };
     let page = ttrpc.raw(INSPECT, "List", request.write_to_bytes().unwrap(), None).await.unwrap();
@@ -31,7 +36,10 @@ async fn operators_are_answered_on_the_ttrpc_socket_alone() {
 
     let request = InspectRequest { id: "a".into(), ..Default::default() }.write_to_bytes().unwrap();
     let report = ttrpc.raw(INSPECT, "Inspect", request, None).await.unwrap();
-    assert_eq!(InspectResponse::parse_from_bytes(&report).unwrap().json, r#"{"id":"a","trace":null}"#);
+    assert_eq!(
+        InspectResponse::parse_from_bytes(&report).unwrap().json,
+        r#"{"id":"a","trace":null}"#
+    );
     assert_eq!(ttrpc.raw(INSPECT, "Inspect", only_id("unknown"), None).await.unwrap_err().0, 5);
     assert_eq!(ttrpc.raw(INSPECT, "Destroy", Vec::new(), None).await.unwrap_err().0, 12);
     assert_eq!(ttrpc.raw(INSPECT, "List", vec![0xff], None).await.unwrap_err().0, 3);

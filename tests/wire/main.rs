@@ -1,4 +1,5 @@
-//! Both skins of the wire against verbs that are not there: what every caller sees, whatever it sends.
+//! Both skins of the wire against verbs that are not there: what every caller sees, whatever it
+//! sends.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -87,7 +88,9 @@ async fn until_waiting(verbs: &Fake, count: usize) {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
-    timeout(SOON, reached).await.unwrap_or_else(|_| panic!("{:?} of {count} Waits are pending", verbs.waiting));
+    timeout(SOON, reached)
+        .await
+        .unwrap_or_else(|_| panic!("{:?} of {count} Waits are pending", verbs.waiting));
 }
 
 fn id(id: &str) -> String {
@@ -120,7 +123,10 @@ async fn the_nine_verbs_of_the_controller_carry_everything() {
     for client in node.clients().await {
         let sandbox = types::Sandbox {
             sandbox_id: id("a"),
-            runtime: MessageField::some(types::sandbox::Runtime { name: "runc".into(), ..Default::default() }),
+            runtime: MessageField::some(types::sandbox::Runtime {
+                name: "runc".into(),
+                ..Default::default()
+            }),
             extensions: [("metadata".to_owned(), any("m", b"{}"))].into(),
             ..Default::default()
         };
@@ -142,19 +148,31 @@ async fn the_nine_verbs_of_the_controller_carry_everything() {
         let start = c::ControllerStartRequest { sandbox_id: id("a"), ..Default::default() };
         let answer: c::ControllerStartResponse = client.call("Start", start).await.unwrap();
         assert_eq!((answer.sandbox_id.as_str(), answer.pid, answer.version), ("a", 4711, 2));
-        assert_eq!((answer.address.as_str(), at(&answer.created_at)), ("ttrpc+unix:///run/x.sock", moment(1)));
-        assert_eq!((answer.labels["selinux_label"].as_str(), &*answer.spec.value), ("s0", &b"{}"[..]));
+        assert_eq!(
+            (answer.address.as_str(), at(&answer.created_at)),
+            ("ttrpc+unix:///run/x.sock", moment(1))
+        );
+        assert_eq!(
+            (answer.labels["selinux_label"].as_str(), &*answer.spec.value),
+            ("s0", &b"{}"[..])
+        );
 
         let platform = c::ControllerPlatformRequest { sandbox_id: id("a"), ..Default::default() };
-        let answer: c::ControllerPlatformResponse = client.call("Platform", platform).await.unwrap();
+        let answer: c::ControllerPlatformResponse =
+            client.call("Platform", platform).await.unwrap();
         let platform = answer.platform.unwrap();
-        assert_eq!((&*platform.os, &*platform.architecture, &*platform.variant), ("linux", "arm64", "v8"));
+        assert_eq!(
+            (&*platform.os, &*platform.architecture, &*platform.variant),
+            ("linux", "arm64", "v8")
+        );
 
-        let answer: c::ControllerStatusResponse = client.call("Status", status("a", true)).await.unwrap();
+        let answer: c::ControllerStatusResponse =
+            client.call("Status", status("a", true)).await.unwrap();
         assert_eq!((answer.pid, answer.state.as_str(), answer.version), (4711, "SANDBOX_READY", 2));
         assert_eq!((at(&answer.created_at), at(&answer.exited_at)), (moment(1), None));
         assert_eq!(answer.info["info"], "{}");
-        let answer: c::ControllerStatusResponse = client.call("Status", status("ended", false)).await.unwrap();
+        let answer: c::ControllerStatusResponse =
+            client.call("Status", status("ended", false)).await.unwrap();
         assert_eq!((answer.state.as_str(), at(&answer.exited_at)), ("SANDBOX_NOTREADY", moment(3)));
         assert!(answer.info.is_empty());
 
@@ -164,7 +182,10 @@ async fn the_nine_verbs_of_the_controller_carry_everything() {
         let metrics = c::ControllerMetricsRequest { sandbox_id: id("a"), ..Default::default() };
         let answer: c::ControllerMetricsResponse = client.call("Metrics", metrics).await.unwrap();
         let metric = answer.metrics.unwrap();
-        assert_eq!((metric.id.as_str(), at(&metric.timestamp), &*metric.data.value), ("a", moment(2), &[1, 2][..]));
+        assert_eq!(
+            (metric.id.as_str(), at(&metric.timestamp), &*metric.data.value),
+            ("a", moment(2), &[1, 2][..])
+        );
         assert_eq!(metric.data.type_url, "io.containerd.cgroups.v2.Metrics");
 
         let update = c::ControllerUpdateRequest {
@@ -178,7 +199,8 @@ async fn the_nine_verbs_of_the_controller_carry_everything() {
         assert_eq!((sandbox.as_str(), fields), ("a", vec!["extensions".to_owned()]));
         assert_eq!(info.extensions["metadata"].type_url, "m");
         let nothing = c::ControllerUpdateRequest { sandbox_id: id("a"), ..Default::default() };
-        let failure = client.call::<c::ControllerUpdateResponse>("Update", nothing).await.unwrap_err();
+        let failure =
+            client.call::<c::ControllerUpdateResponse>("Update", nothing).await.unwrap_err();
         assert_eq!(failure, (3, "sandbox \"a\": sandbox: missing".into()));
 
         let stop = c::ControllerStopRequest { sandbox_id: id("a"), ..Default::default() };
@@ -203,14 +225,21 @@ async fn the_shim_form_has_the_same_verbs() {
     };
     client.create_sandbox(context(), &create).await.unwrap();
     let created = node.verbs.created.lock().unwrap().pop().unwrap();
-    assert_eq!((created.id.as_str(), created.netns_path.as_str(), created.sandbox), ("a", "/n", None));
+    assert_eq!(
+        (created.id.as_str(), created.netns_path.as_str(), created.sandbox),
+        ("a", "/n", None)
+    );
     assert_eq!(created.options.unwrap().type_url, "o");
     let start = s::StartSandboxRequest { sandbox_id: id("a"), ..Default::default() };
     let started = client.start_sandbox(context(), &start).await.unwrap();
-    assert_eq!((started.pid, at(&started.created_at), &*started.spec.value), (4711, moment(1), &b"{}"[..]));
+    assert_eq!(
+        (started.pid, at(&started.created_at), &*started.spec.value),
+        (4711, moment(1), &b"{}"[..])
+    );
     let platform = s::PlatformRequest { sandbox_id: id("a"), ..Default::default() };
     assert_eq!(client.platform(context(), &platform).await.unwrap().platform.os, "linux");
-    let status = s::SandboxStatusRequest { sandbox_id: id("ended"), verbose: true, ..Default::default() };
+    let status =
+        s::SandboxStatusRequest { sandbox_id: id("ended"), verbose: true, ..Default::default() };
     let status = client.sandbox_status(context(), &status).await.unwrap();
     assert_eq!((status.state.as_str(), at(&status.exited_at)), ("SANDBOX_NOTREADY", moment(3)));
     assert_eq!(status.info["info"], "{}");
@@ -226,7 +255,9 @@ async fn the_shim_form_has_the_same_verbs() {
 
     let ping = |sandbox: &str| s::PingRequest { sandbox_id: id(sandbox), ..Default::default() };
     client.ping_sandbox(context(), &ping("a")).await.unwrap();
-    for (sandbox, code) in [("ended", ttrpc::Code::FAILED_PRECONDITION), ("unknown", ttrpc::Code::NOT_FOUND)] {
+    for (sandbox, code) in
+        [("ended", ttrpc::Code::FAILED_PRECONDITION), ("unknown", ttrpc::Code::NOT_FOUND)]
+    {
         match client.ping_sandbox(context(), &ping(sandbox)).await {
             Err(ttrpc::Error::RpcStatus(status)) => assert_eq!(status.code(), code),
             other => panic!("{other:?}"),
@@ -239,7 +270,8 @@ fn only_id(sandbox: &str) -> Vec<u8> {
     wait(sandbox).write_to_bytes().unwrap()
 }
 
-const CONTROLLER_METHODS: [&str; 8] = ["Create", "Start", "Platform", "Stop", "Wait", "Status", "Shutdown", "Metrics"];
+const CONTROLLER_METHODS: [&str; 8] =
+    ["Create", "Start", "Platform", "Stop", "Wait", "Status", "Shutdown", "Metrics"];
 const SANDBOX_METHODS: [&str; 9] = [
     "CreateSandbox",
     "StartSandbox",
@@ -276,8 +308,10 @@ async fn every_error_has_the_same_code_and_text_on_both_protocols() {
 async fn a_deadline_ends_a_call_and_a_caller_who_gives_up_drops_it() {
     let node = Node::start();
     for client in node.clients().await {
-        let (code, text) =
-            client.raw(CONTROLLER, "Wait", only_id("a"), Some(Duration::from_millis(50))).await.unwrap_err();
+        let (code, text) = client
+            .raw(CONTROLLER, "Wait", only_id("a"), Some(Duration::from_millis(50)))
+            .await
+            .unwrap_err();
         // ttrpc's client ends the call by itself at its deadline, and then says so without a code.
         assert!(code == 4 || matches!(client, Client::Ttrpc(_)), "{code} {text}");
         until_waiting(&node.verbs, 0).await;
@@ -295,7 +329,10 @@ async fn a_deadline_ends_a_call_and_a_caller_who_gives_up_drops_it() {
 }
 
 /// Begins `count` Waits of one client.
-fn begin_waits(client: &Client, count: usize) -> JoinSet<Result<c::ControllerWaitResponse, client::Failure>> {
+fn begin_waits(
+    client: &Client,
+    count: usize,
+) -> JoinSet<Result<c::ControllerWaitResponse, client::Failure>> {
     let mut waits = JoinSet::new();
     for _ in 0..count {
         let client = client.clone();

@@ -7,7 +7,8 @@ async fn calls_of_another_namespace_are_refused_and_end_no_wait() {
     let node = Node::start();
     for client in node.clients().await {
         for (service, method) in methods() {
-            let (code, text) = client.in_namespace("moby", (service, method), only_id("ended")).await.unwrap_err();
+            let (code, text) =
+                client.in_namespace("moby", (service, method), only_id("ended")).await.unwrap_err();
             // Any other code of a Wait is taken for the exit of its sandbox.
             let expected = if method.starts_with("Wait") { 14 } else { 9 };
             assert_eq!(code, expected, "{method}: {text}");

@@ -18,7 +18,8 @@ async fn malformed_bytes_name_the_message() {
         for (service, method) in methods().chain([(CONTROLLER, "Update")]) {
             // Field 1 with a length beyond the end; not UTF-8; a tag that ends nowhere.
             for bytes in [&[0x0a, 0xff, 0x01][..], &[0x0a, 0x01, 0xff], &[0xff]] {
-                let (code, text) = client.raw(service, method, bytes.to_vec(), None).await.unwrap_err();
+                let (code, text) =
+                    client.raw(service, method, bytes.to_vec(), None).await.unwrap_err();
                 assert_eq!(code, 3, "{method}: {text}");
                 assert!(text.starts_with("malformed ") && text.contains("Request: "), "{text}");
             }
@@ -32,7 +33,9 @@ async fn malformed_bytes_name_the_message() {
 async fn unknown_paths_are_unimplemented() {
     let node = Node::start();
     for client in node.clients().await {
-        for (service, method) in [(CONTROLLER, "Ping"), ("containerd.services.sandbox.v1.Store", "Get"), ("", "")] {
+        for (service, method) in
+            [(CONTROLLER, "Ping"), ("containerd.services.sandbox.v1.Store", "Get"), ("", "")]
+        {
             let (code, text) = client.raw(service, method, vec![], None).await.unwrap_err();
             assert_eq!(code, 12, "{service}/{method}: {text}");
         }
@@ -43,8 +46,12 @@ async fn unknown_paths_are_unimplemented() {
 async fn a_panic_is_an_answer_and_the_connection_goes_on() {
     let node = Node::start();
     for client in node.clients().await {
-        let (code, text) = client.raw(CONTROLLER, "Status", only_id("panic"), None).await.unwrap_err();
-        assert_eq!((code, text.as_str()), (13, "internal fault in Status: deliberate, for the test"));
+        let (code, text) =
+            client.raw(CONTROLLER, "Status", only_id("panic"), None).await.unwrap_err();
+        assert_eq!(
+            (code, text.as_str()),
+            (13, "internal fault in Status: deliberate, for the test")
+        );
         client.call::<c::ControllerStatusResponse>("Status", status("a", false)).await.unwrap();
     }
 }
@@ -53,15 +60,20 @@ async fn a_panic_is_an_answer_and_the_connection_goes_on() {
 async fn what_is_too_large_is_refused_and_the_connection_goes_on() {
     let node = Node::start();
     for client in node.clients().await {
-        let large = c::ControllerStatusRequest { sandbox_id: "x".repeat(17 << 20), ..Default::default() };
+        let large =
+            c::ControllerStatusRequest { sandbox_id: "x".repeat(17 << 20), ..Default::default() };
         let bytes = large.write_to_bytes().unwrap();
-        // ttrpc's own client refuses to send and to read as much as containerd does: see the raw frames below.
+        // ttrpc's own client refuses to send and to read as much as containerd does: see the raw
+        // frames below.
         let mut answers = vec!["vast"];
         if matches!(client, Client::Grpc(_)) {
             let (code, text) = client.raw(CONTROLLER, "Status", bytes, None).await.unwrap_err();
             assert_eq!(code, 8, "{text}");
             client.raw(CONTROLLER, "Status", only_id(&"x".repeat(15 << 20)), None).await.unwrap();
-            client.raw(CONTROLLER, "Status", status("huge", true).write_to_bytes().unwrap(), None).await.unwrap();
+            client
+                .raw(CONTROLLER, "Status", status("huge", true).write_to_bytes().unwrap(), None)
+                .await
+                .unwrap();
         } else {
             answers.push("huge");
         }
@@ -94,7 +106,8 @@ async fn odd_ttrpc_frames_are_answered() {
     send.extend(frame(1, 1, &vec![0; 17 << 20]));
     send.extend(frame(3, 1, &[0xff]));
     send.extend(frame(4, 1, &[]));
-    // Data of a stream that was never opened, and a kind that does not exist: nobody waits for an answer.
+    // Data of a stream that was never opened, and a kind that does not exist: nobody waits for an
+    // answer.
     send.extend(frame(5, 3, &[1, 2, 3]));
     send.extend(frame(7, 9, &[]));
     send.extend(frame(9, 1, &[]));
@@ -138,7 +151,9 @@ async fn odd_grpc_requests_are_answered() {
         let uri = format!("http://localhost/{CONTROLLER}/Status");
         let mut request = http::Request::post(uri).body(()).unwrap();
         request.headers_mut().insert("content-type", "application/grpc+proto".parse().unwrap());
-        request.headers_mut().insert(http::HeaderName::try_from(header).unwrap(), value.parse().unwrap());
+        request
+            .headers_mut()
+            .insert(http::HeaderName::try_from(header).unwrap(), value.parse().unwrap());
         request
     };
     for (body, code) in [
@@ -150,12 +165,17 @@ async fn odd_grpc_requests_are_answered() {
         (b"\x01\0\0\0\0", 12),
         (b"\0\xff\xff\xff\xff", 8),
     ] {
-        let failure = client::grpc(client.clone(), request("x", "y"), body.into()).await.unwrap_err();
+        let failure =
+            client::grpc(client.clone(), request("x", "y"), body.into()).await.unwrap_err();
         assert_eq!(failure.0, code, "{body:?}: {failure:?}");
     }
-    let failure = client::grpc(client.clone(), request("grpc-timeout", "soon"), b"\0\0\0\0\0"[..].into()).await;
+    let failure =
+        client::grpc(client.clone(), request("grpc-timeout", "soon"), b"\0\0\0\0\0"[..].into())
+            .await;
     assert_eq!(failure.unwrap_err().0, 3);
-    client::grpc(client.clone(), request("grpc-timeout", "1H"), b"\0\0\0\0\0"[..].into()).await.unwrap();
+    client::grpc(client.clone(), request("grpc-timeout", "1H"), b"\0\0\0\0\0"[..].into())
+        .await
+        .unwrap();
 
     let mut client = client.ready().await.unwrap();
     let (response, _) = client.send_request(request("content-type", "text/html"), true).unwrap();
@@ -164,7 +184,8 @@ async fn odd_grpc_requests_are_answered() {
     assert_eq!(response.await.unwrap().status(), 431);
 }
 
-/// Bad calls of one caller on the connection that all share: the Wait of a pod on it stays pending, and the next call is answered.
+/// Bad calls of one caller on the connection that all share: the Wait of a pod on it stays pending,
+/// and the next call is answered.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn thousands_of_bad_calls_cost_no_connection() {
     /// Of each kind; h2 takes 1024 by itself.
@@ -190,7 +211,9 @@ async fn thousands_of_bad_calls_cost_no_connection() {
             _ => ("x", "y".to_owned()),
         };
         request.headers_mut().insert("content-type", "application/grpc".parse().unwrap());
-        request.headers_mut().insert(http::HeaderName::try_from(name).unwrap(), value.parse().unwrap());
+        request
+            .headers_mut()
+            .insert(http::HeaderName::try_from(name).unwrap(), value.parse().unwrap());
         request
     };
     for kind in [
@@ -219,7 +242,8 @@ async fn thousands_of_bad_calls_cost_no_connection() {
             }
         }
         let client = Client::Grpc(h2.clone());
-        let answered = client.call::<c::ControllerStatusResponse>("Status", status("a", false)).await;
+        let answered =
+            client.call::<c::ControllerStatusResponse>("Status", status("a", false)).await;
         assert!(answered.is_ok(), "{kind}: {answered:?}");
         assert!(waits.try_join_next().is_none(), "{kind}: the Wait has ended");
     }
@@ -228,7 +252,8 @@ async fn thousands_of_bad_calls_cost_no_connection() {
     connection.abort();
 }
 
-/// Callers who announce much and do not send it leave room for all other calls, and in time for each other.
+/// Callers who announce much and do not send it leave room for all other calls, and in time for
+/// each other.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn callers_who_do_not_send_what_they_announce_hold_up_no_small_call() {
     let node = Node::start();
@@ -237,7 +262,8 @@ async fn callers_who_do_not_send_what_they_announce_hold_up_no_small_call() {
     for _ in 0..6 {
         let mut client = h2.clone().ready().await.unwrap();
         let uri = format!("http://localhost/{CONTROLLER}/Status");
-        let request = http::Request::post(uri).header("content-type", "application/grpc").body(()).unwrap();
+        let request =
+            http::Request::post(uri).header("content-type", "application/grpc").body(()).unwrap();
         let (answer, mut body) = client.send_request(request, false).unwrap();
         let mut begun = vec![0, 1, 0, 0, 0];
         begun.extend([0; 1 << 10]);
@@ -255,10 +281,14 @@ async fn callers_who_do_not_send_what_they_announce_hold_up_no_small_call() {
         assert!(["4", "8"].contains(&code.as_str()), "{code}");
     }
     let large = Client::grpc(&node.grpc_socket()).await;
-    timeout(SOON, large.raw(CONTROLLER, "Status", only_id(&"x".repeat(15 << 20)), None)).await.unwrap().unwrap();
+    timeout(SOON, large.raw(CONTROLLER, "Status", only_id(&"x".repeat(15 << 20)), None))
+        .await
+        .unwrap()
+        .unwrap();
 }
 
-/// Those of one socket take no room from those of the other: what operators ask holds up nothing that containerd asks.
+/// Those of one socket take no room from those of the other: what operators ask holds up nothing
+/// that containerd asks.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn slow_callers_of_one_socket_take_no_room_from_the_other() {
     let node = Node::start();

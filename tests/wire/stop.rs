@@ -19,7 +19,8 @@ async fn going_down_every_call_ends_in_unavailable() {
     let clients = node.clients().await;
     let mut waits: Vec<_> = clients.iter().map(|client| begin_waits(client, 500)).collect();
     until_waiting(&node.verbs, 1000).await;
-    // Connections that will not end by themselves: one that never speaks, one in the middle of a frame.
+    // Connections that will not end by themselves: one that never speaks, one in the middle of a
+    // frame.
     let silent = UnixStream::connect(node.grpc_socket()).await.unwrap();
     let mut half = UnixStream::connect(node.ttrpc_socket()).await.unwrap();
     half.write_all(&[0, 0, 0]).await.unwrap();
@@ -46,8 +47,10 @@ async fn calls_that_come_while_going_down_are_unavailable() {
     node.stop.send_replace(true);
     for client in [grpc, ttrpc] {
         for sandbox in ["a", "fault", "unknown"] {
-            let failure =
-                client.call::<c::ControllerStatusResponse>("Status", status(sandbox, false)).await.unwrap_err();
+            let failure = client
+                .call::<c::ControllerStatusResponse>("Status", status(sandbox, false))
+                .await
+                .unwrap_err();
             assert_eq!(failure.0, 14, "{failure:?}");
         }
     }

@@ -24,7 +24,9 @@ async fn what_fails_after_it_was_pending_is_answered() {
             ("then-unknown", (5, "sandbox unknown: not found")),
         ] {
             let waiting = client.clone();
-            let waiting = tokio::spawn(async move { waiting.raw(CONTROLLER, "Wait", only_id(sandbox), None).await });
+            let waiting = tokio::spawn(async move {
+                waiting.raw(CONTROLLER, "Wait", only_id(sandbox), None).await
+            });
             until_waiting(&node.verbs, 1).await;
             node.verbs.end.notify_waiters();
             let (code, text) = timeout(SOON, waiting).await.unwrap().unwrap().unwrap_err();
@@ -67,15 +69,19 @@ async fn who_gives_up_and_who_is_stopped_is_counted() {
     );
 }
 
-/// The sandbox's end and the daemon's come together: the exit is told, and a failure is none of the sandbox.
+/// The sandbox's end and the daemon's come together: the exit is told, and a failure is none of the
+/// sandbox.
 #[tokio::test]
 async fn what_ends_while_going_down_is_told_and_what_fails_is_not() {
-    for (sandbox, failure) in [("a", None), ("then-unknown", Some((14, "the sandboxer is stopping".to_owned())))] {
+    for (sandbox, failure) in
+        [("a", None), ("then-unknown", Some((14, "the sandboxer is stopping".to_owned())))]
+    {
         for protocol in 0..2 {
             let node = Node::start();
             let client = node.clients().await[protocol].clone();
-            let waiting =
-                tokio::spawn(async move { client.raw(CONTROLLER, "Wait", only_id(sandbox), None).await.err() });
+            let waiting = tokio::spawn(async move {
+                client.raw(CONTROLLER, "Wait", only_id(sandbox), None).await.err()
+            });
             until_waiting(&node.verbs, 1).await;
             // Nothing else runs between the two: the runtime has one thread.
             node.verbs.end.notify_waiters();

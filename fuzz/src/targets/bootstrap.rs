@@ -30,8 +30,14 @@ pub fn seeds() -> Seeds {
     vec![
         ("address".into(), format!("{address}\n").into()),
         ("path".into(), b"/run/containerd/s/0a1b2c".into()),
-        ("json".into(), format!(r#"{{"version":3,"address":"{address}","protocol":"ttrpc"}}"#).into()),
-        ("json-unspoken".into(), format!(r#"{{"version":4,"address":"{address}","protocol":"grpc"}}"#).into()),
+        (
+            "json".into(),
+            format!(r#"{{"version":3,"address":"{address}","protocol":"ttrpc"}}"#).into(),
+        ),
+        (
+            "json-unspoken".into(),
+            format!(r#"{{"version":4,"address":"{address}","protocol":"grpc"}}"#).into(),
+        ),
         ("message".into(), message),
         ("panic".into(), b"panic: runtime error\n\ngoroutine 1 [running]:\n".into()),
     ]

@@ -1,4 +1,5 @@
-//! Every call that is served, without the frames around it: the first byte chooses the method, the rest is the message.
+//! Every call that is served, without the frames around it: the first byte chooses the method, the
+//! rest is the message.
 
 use std::sync::{Arc, LazyLock};
 
@@ -71,7 +72,12 @@ pub fn run(input: &[u8]) {
     (method.run)(method.path, message);
 }
 
-fn one<Q: Message, A: Message>(path: &str, message: &[u8], id: fn(&Q) -> &String, check: fn(&Q, &Asked)) {
+fn one<Q: Message, A: Message>(
+    path: &str,
+    message: &[u8],
+    id: fn(&Q) -> &String,
+    check: fn(&Q, &Asked),
+) {
     let verbs = Arc::new(Fake::default());
     let answer = RUNTIME.block_on(fuzzing::answer(Arc::clone(&verbs), path, message));
     let asked = verbs.take();
@@ -83,8 +89,10 @@ fn one<Q: Message, A: Message>(path: &str, message: &[u8], id: fn(&Q) -> &String
         assert_eq!(answer.expect_err("it is malformed").code, Code::INVALID_ARGUMENT);
         return assert_eq!(asked.calls, 0, "a malformed message has reached a handler");
     };
-    let again = Q::parse_from_bytes(&request.write_to_bytes().expect("it is encoded")).expect("it is decoded again");
-    // Not the bytes: maps have no order, and a NaN is no equal of itself; these messages have no numbers that could be one.
+    let again = Q::parse_from_bytes(&request.write_to_bytes().expect("it is encoded"))
+        .expect("it is decoded again");
+    // Not the bytes: maps have no order, and a NaN is no equal of itself; these messages have no
+    // numbers that could be one.
     assert!(again == request, "{path}: it became another by encoding and decoding");
     match answer {
         Ok(bytes) => drop(A::parse_from_bytes(&bytes).expect("the answer is of its type")),
@@ -97,7 +105,8 @@ fn one<Q: Message, A: Message>(path: &str, message: &[u8], id: fn(&Q) -> &String
 }
 
 fn same(payload: Option<&Payload>, any: Option<&Any>) {
-    let (payload, any) = (payload.map(|p| (&p.type_url, &p.value[..])), any.map(|a| (&a.type_url, &a.value[..])));
+    let (payload, any) =
+        (payload.map(|p| (&p.type_url, &p.value[..])), any.map(|a| (&a.type_url, &a.value[..])));
     assert_eq!(payload, any);
 }
 
@@ -166,8 +175,14 @@ pub fn seeds() -> Seeds {
             "Controller/Status",
             &c::ControllerStatusRequest { sandbox_id: id(), verbose: true, ..Default::default() },
         ),
-        call("Controller/Wait", &c::ControllerWaitRequest { sandbox_id: "wait".into(), ..Default::default() }),
-        call("Controller/Stop", &c::ControllerStopRequest { sandbox_id: id(), timeout_secs: 9, ..Default::default() }),
+        call(
+            "Controller/Wait",
+            &c::ControllerWaitRequest { sandbox_id: "wait".into(), ..Default::default() },
+        ),
+        call(
+            "Controller/Stop",
+            &c::ControllerStopRequest { sandbox_id: id(), timeout_secs: 9, ..Default::default() },
+        ),
         call(
             "Sandbox/CreateSandbox",
             &s::CreateSandboxRequest {
@@ -179,7 +194,10 @@ pub fn seeds() -> Seeds {
                 ..Default::default()
             },
         ),
-        call("Sandbox/PingSandbox", &s::PingRequest { sandbox_id: "ended".into(), ..Default::default() }),
+        call(
+            "Sandbox/PingSandbox",
+            &s::PingRequest { sandbox_id: "ended".into(), ..Default::default() },
+        ),
         call("Inspect/List", &i::ListRequest { after: id(), usage: true, ..Default::default() }),
         call("Inspect/Inspect", &i::InspectRequest { id: id(), ..Default::default() }),
     ];
@@ -188,7 +206,10 @@ pub fn seeds() -> Seeds {
         let mut bytes = vec![index as u8, 0x0a, 4];
         bytes.extend(format!("{}abc", index % 10).bytes());
         let (service, method) = method.path.rsplit_once('/').expect("a path");
-        seeds.push((format!("id-{}-{method}", service.rsplit('.').next().unwrap_or_default()), bytes));
+        seeds.push((
+            format!("id-{}-{method}", service.rsplit('.').next().unwrap_or_default()),
+            bytes,
+        ));
     }
     seeds
 }

@@ -1,4 +1,5 @@
-//! The config file and the flags. A zero byte ends the file; each text behind another is a flag, as `NAME=VALUE`.
+//! The config file and the flags. A zero byte ends the file; each text behind another is a flag, as
+//! `NAME=VALUE`.
 
 use std::path::Path;
 
@@ -12,15 +13,25 @@ pub fn run(input: &[u8]) {
     let Ok(text) = std::str::from_utf8(input) else { return };
     let mut parts = text.split('\0');
     let file = parts.next().unwrap_or_default();
-    let flags: Vec<(String, String)> =
-        parts.filter_map(|flag| flag.split_once('=')).map(|(name, value)| (name.into(), value.into())).collect();
+    let flags: Vec<(String, String)> = parts
+        .filter_map(|flag| flag.split_once('='))
+        .map(|(name, value)| (name.into(), value.into()))
+        .collect();
     let path = Path::new(FILE);
     match Config::parse(path, file, &flags) {
         Ok(config) => {
             let shown = config.to_toml();
-            assert_eq!(Config::parse(path, &shown, &[]).as_ref(), Ok(&config), "as it is shown:\n{shown}");
+            assert_eq!(
+                Config::parse(path, &shown, &[]).as_ref(),
+                Ok(&config),
+                "as it is shown:\n{shown}"
+            );
             for setting in SETTINGS {
-                assert!(!setting.show(&config).contains('\n'), "{} takes more than a line", setting.name);
+                assert!(
+                    !setting.show(&config).contains('\n'),
+                    "{} takes more than a line",
+                    setting.name
+                );
             }
         }
         Err(e) => {
@@ -28,12 +39,20 @@ pub fn run(input: &[u8]) {
             let lines = file.split('\n').count();
             match e {
                 Error::Read { .. } => unreachable!("no file is read"),
-                Error::Syntax { line, .. } => assert!((1..=lines).contains(&line), "line {line} of {lines}"),
+                Error::Syntax { line, .. } => {
+                    assert!((1..=lines).contains(&line), "line {line} of {lines}")
+                }
                 Error::Setting { origin, name, .. } => {
-                    let line = origin.strip_prefix(FILE).map(|line| line.strip_prefix(':').expect("a line").parse());
-                    let known = flags.iter().any(|(flag, _)| *flag == name) && origin.starts_with("flag --");
+                    let line = origin
+                        .strip_prefix(FILE)
+                        .map(|line| line.strip_prefix(':').expect("a line").parse());
+                    let known = flags.iter().any(|(flag, _)| *flag == name)
+                        && origin.starts_with("flag --");
                     match line {
-                        Some(line) => assert!((1..=lines).contains(&line.expect("a line")), "{origin} of {lines}"),
+                        Some(line) => assert!(
+                            (1..=lines).contains(&line.expect("a line")),
+                            "{origin} of {lines}"
+                        ),
                         None => assert!(known || origin == "default", "{origin}: {name}"),
                     }
                 }

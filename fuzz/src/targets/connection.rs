@@ -13,8 +13,9 @@ use crate::verbs::Fake;
 static RUNTIME: LazyLock<Runtime> =
     LazyLock::new(|| Builder::new_current_thread().enable_all().build().expect("a runtime"));
 
-/// Serves a connection on which a caller says `said`, and hangs up when `until` has of what is answered what it wants. It is ended when the
-/// connection is: a wait for something that does not come hangs, which is a finding.
+/// Serves a connection on which a caller says `said`, and hangs up when `until` has of what is
+/// answered what it wants. It is ended when the connection is: a wait for something that does not
+/// come hangs, which is a finding.
 pub fn speak<S, U, F, R>(said: Vec<u8>, serve: S, until: U) -> R
 where
     S: FnOnce(Arc<Fake>, UnixStream) -> F,

@@ -1,4 +1,5 @@
-//! The check of a Create: the first two bytes choose settings and the request around the config, the rest is the CRI config.
+//! The check of a Create: the first two bytes choose settings and the request around the config,
+//! the rest is the CRI config.
 
 use std::path::Path;
 use std::sync::LazyLock;
@@ -27,7 +28,11 @@ static CONFIGS: LazyLock<Vec<Config>> = LazyLock::new(|| {
             enable_unprivileged_ports: bits & 4 == 0,
             enable_unprivileged_icmp: bits & 4 == 0,
             restrict_oom_score_adj: bits & 8 != 0,
-            pod_annotations: if bits & 8 == 0 { vec!["a*.[a-z]?/*".parse().expect("a pattern")] } else { Vec::new() },
+            pod_annotations: if bits & 8 == 0 {
+                vec!["a*.[a-z]?/*".parse().expect("a pattern")]
+            } else {
+                Vec::new()
+            },
             ..Config::default()
         })
         .collect()
@@ -41,7 +46,12 @@ pub fn run(input: &[u8]) {
         options: Some(Payload { type_url: TYPE.into(), value: message.to_vec().into() }),
         netns_path: if around & 2 == 0 { NETNS } else { "" }.into(),
         sandbox: Some(SandboxInfo {
-            runtime_name: if around & 4 == 0 { "io.containerd.runc.v2" } else { "io.containerd.kata.v2" }.into(),
+            runtime_name: if around & 4 == 0 {
+                "io.containerd.runc.v2"
+            } else {
+                "io.containerd.kata.v2"
+            }
+            .into(),
             ..SandboxInfo::default()
         }),
     };
@@ -50,7 +60,9 @@ pub fn run(input: &[u8]) {
         Ok(record) => accepted(&record, &pod.expect("a malformed config was accepted"), config),
         Err(e) => {
             assert_told(&e.to_string());
-            let Error::Invalid { field, reason, .. } = e else { panic!("{e:?} is no fault of the request") };
+            let Error::Invalid { field, reason, .. } = e else {
+                panic!("{e:?} is no fault of the request")
+            };
             assert!(!reason.is_empty() && !field.is_empty());
             assert!(pod.is_ok() || field == "options", "{field}: {reason}");
         }
@@ -67,16 +79,30 @@ fn accepted(record: &Record, pod: &cri::PodSandboxConfig, config: &Config) {
     cgroup::check_parent(&plan.cgroup_parent).expect("a driver takes the parent that was accepted");
     assert!(Path::new(&plan.cgroup_parent).components().all(|part| part.as_os_str() != ".."));
     for mapping in plan.userns.iter().flat_map(|userns| [userns.uid, userns.gid]) {
-        assert!(mapping.length > 0 && mapping.host_id.checked_add(mapping.length).is_some(), "{mapping:?}");
+        assert!(
+            mapping.length > 0 && mapping.host_id.checked_add(mapping.length).is_some(),
+            "{mapping:?}"
+        );
     }
     if let Some(text) = resolv_conf(record) {
         let dns = pod.dns_config.get_or_default();
-        let (searches, options) = (usize::from(!dns.searches.is_empty()), usize::from(!dns.options.is_empty()));
+        let (searches, options) =
+            (usize::from(!dns.searches.is_empty()), usize::from(!dns.options.is_empty()));
         assert!(!text.contains('\0'), "{text:?}");
         // A line break in a value is a line of its own, which the pod's config may give.
-        let breaks = dns.servers.iter().chain(&dns.searches).chain(&dns.options).any(|value| value.contains('\n'));
-        let known = |line: &str| ["search ", "nameserver ", "options "].iter().any(|word| line.starts_with(word));
-        assert!(breaks || text.matches('\n').count() == dns.servers.len() + searches + options, "{text:?}");
+        let breaks = dns
+            .servers
+            .iter()
+            .chain(&dns.searches)
+            .chain(&dns.options)
+            .any(|value| value.contains('\n'));
+        let known = |line: &str| {
+            ["search ", "nameserver ", "options "].iter().any(|word| line.starts_with(word))
+        };
+        assert!(
+            breaks || text.matches('\n').count() == dns.servers.len() + searches + options,
+            "{text:?}"
+        );
         assert!(breaks || text.split_terminator('\n').all(known), "{text:?}");
     }
     // What a later daemon reads is what was accepted, and it is decoded as it was.
@@ -131,24 +157,36 @@ pub fn seeds() -> Seeds {
         change(&mut pod);
         pod
     };
-    let linux = |pod: &mut cri::PodSandboxConfig, change: &dyn Fn(&mut cri::LinuxPodSandboxConfig)| {
-        let mut linux = cri::LinuxPodSandboxConfig { cgroup_parent: "/kubepods/pod1".into(), ..Default::default() };
+    let linux = |pod: &mut cri::PodSandboxConfig,
+                 change: &dyn Fn(&mut cri::LinuxPodSandboxConfig)| {
+        let mut linux = cri::LinuxPodSandboxConfig {
+            cgroup_parent: "/kubepods/pod1".into(),
+            ..Default::default()
+        };
         change(&mut linux);
         pod.linux = MessageField::some(linux);
     };
-    let namespaces = |network: cri::NamespaceMode, pid: cri::NamespaceMode, ipc: cri::NamespaceMode| {
-        cri::LinuxSandboxSecurityContext {
-            namespace_options: MessageField::some(cri::NamespaceOption {
-                network: network.into(),
-                pid: pid.into(),
-                ipc: ipc.into(),
+    let namespaces =
+        |network: cri::NamespaceMode, pid: cri::NamespaceMode, ipc: cri::NamespaceMode| {
+            cri::LinuxSandboxSecurityContext {
+                namespace_options: MessageField::some(cri::NamespaceOption {
+                    network: network.into(),
+                    pid: pid.into(),
+                    ipc: ipc.into(),
+                    ..Default::default()
+                }),
                 ..Default::default()
-            }),
-            ..Default::default()
-        }
-    };
+            }
+        };
     let sysctl = |name: &str| [(name.to_owned(), "1".to_owned())].into();
-    let mapping = || vec![cri::IDMapping { host_id: 100_000, container_id: 0, length: 65536, ..Default::default() }];
+    let mapping = || {
+        vec![cri::IDMapping {
+            host_id: 100_000,
+            container_id: 0,
+            length: 65536,
+            ..Default::default()
+        }]
+    };
     vec![
         ("empty".into(), vec![2, 0]),
         ("plain".into(), input(2, 0, &pod(&|_| {}))),
@@ -174,7 +212,9 @@ pub fn seeds() -> Seeds {
                 1,
                 0,
                 &pod(&|pod| {
-                    linux(pod, &|linux| linux.cgroup_parent = "/kubepods.slice/kubepods-pod1.slice".into());
+                    linux(pod, &|linux| {
+                        linux.cgroup_parent = "/kubepods.slice/kubepods-pod1.slice".into()
+                    });
                 }),
             ),
         ),
@@ -185,7 +225,9 @@ pub fn seeds() -> Seeds {
                 2,
                 &pod(&|pod| {
                     pod.hostname.clear();
-                    linux(pod, &|linux| linux.security_context = MessageField::some(namespaces(NODE, NODE, NODE)));
+                    linux(pod, &|linux| {
+                        linux.security_context = MessageField::some(namespaces(NODE, NODE, NODE))
+                    });
                 }),
             ),
         ),
@@ -196,15 +238,32 @@ pub fn seeds() -> Seeds {
                 0,
                 &pod(&|pod| {
                     linux(pod, &|linux| {
-                        linux.security_context = MessageField::some(namespaces(POD, TARGET, CONTAINER))
+                        linux.security_context =
+                            MessageField::some(namespaces(POD, TARGET, CONTAINER))
                     });
                 }),
             ),
         ),
-        ("sysctl".into(), input(2, 0, &pod(&|pod| linux(pod, &|linux| linux.sysctls = sysctl("net.core.somaxconn"))))),
-        ("sysctl-slash".into(), input(6, 0, &pod(&|pod| linux(pod, &|linux| linux.sysctls = sysctl("net/core/x"))))),
-        ("sysctl-ipc".into(), input(2, 0, &pod(&|pod| linux(pod, &|linux| linux.sysctls = sysctl("kernel.shmmax"))))),
-        ("sysctl-node".into(), input(2, 0, &pod(&|pod| linux(pod, &|linux| linux.sysctls = sysctl("vm.swappiness"))))),
+        (
+            "sysctl".into(),
+            input(
+                2,
+                0,
+                &pod(&|pod| linux(pod, &|linux| linux.sysctls = sysctl("net.core.somaxconn"))),
+            ),
+        ),
+        (
+            "sysctl-slash".into(),
+            input(6, 0, &pod(&|pod| linux(pod, &|linux| linux.sysctls = sysctl("net/core/x")))),
+        ),
+        (
+            "sysctl-ipc".into(),
+            input(2, 0, &pod(&|pod| linux(pod, &|linux| linux.sysctls = sysctl("kernel.shmmax")))),
+        ),
+        (
+            "sysctl-node".into(),
+            input(2, 0, &pod(&|pod| linux(pod, &|linux| linux.sysctls = sysctl("vm.swappiness")))),
+        ),
         (
             "userns".into(),
             input(
@@ -219,7 +278,9 @@ pub fn seeds() -> Seeds {
                         gids: mapping(),
                         ..Default::default()
                     });
-                    linux(pod, &|linux| linux.security_context = MessageField::some(security.clone()));
+                    linux(pod, &|linux| {
+                        linux.security_context = MessageField::some(security.clone())
+                    });
                 }),
             ),
         ),
@@ -229,7 +290,8 @@ pub fn seeds() -> Seeds {
                 8,
                 4,
                 &pod(&|pod| {
-                    let int = |value| MessageField::some(cri::Int64Value { value, ..Default::default() });
+                    let int =
+                        |value| MessageField::some(cri::Int64Value { value, ..Default::default() });
                     let security = cri::LinuxSandboxSecurityContext {
                         run_as_user: int(1000),
                         run_as_group: int(1000),
@@ -245,7 +307,9 @@ pub fn seeds() -> Seeds {
                         }),
                         ..Default::default()
                     };
-                    linux(pod, &|linux| linux.security_context = MessageField::some(security.clone()));
+                    linux(pod, &|linux| {
+                        linux.security_context = MessageField::some(security.clone())
+                    });
                 }),
             ),
         ),

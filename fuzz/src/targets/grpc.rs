@@ -21,7 +21,8 @@ const END_STREAM: u8 = 1;
 const END_HEADERS: u8 = 4;
 const ACK: u8 = 1;
 
-/// What this caller has in the pings by which it finds that all before them has been read. The input may have the same; then it hangs up earlier.
+/// What this caller has in the pings by which it finds that all before them has been read. The
+/// input may have the same; then it hangs up earlier.
 const MARKS: [&[u8]; 2] = [b"all read", b"answered"];
 
 fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
@@ -35,7 +36,12 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
 /// Kind, flags, stream and length of the payload.
 fn header(bytes: &[u8]) -> (u8, u8, u32, usize) {
     let length = u32::from_be_bytes([0, bytes[0], bytes[1], bytes[2]]);
-    (bytes[3], bytes[4], u32::from_be_bytes([bytes[5], bytes[6], bytes[7], bytes[8]]), length as usize)
+    (
+        bytes[3],
+        bytes[4],
+        u32::from_be_bytes([bytes[5], bytes[6], bytes[7], bytes[8]]),
+        length as usize,
+    )
 }
 
 pub fn run(input: &[u8]) {
@@ -69,7 +75,9 @@ pub fn run(input: &[u8]) {
                     answered += usize::from(flags & END_STREAM == 0 || flags & END_HEADERS == 0);
                 }
                 DATA => assert_eq!(stream % 2, 1, "data of stream {stream}"),
-                PING => marks += usize::from(flags & ACK != 0 && MARKS.contains(&payload.as_slice())),
+                PING => {
+                    marks += usize::from(flags & ACK != 0 && MARKS.contains(&payload.as_slice()))
+                }
                 _ => {}
             }
         }
@@ -141,13 +149,24 @@ pub fn seeds() -> Seeds {
             ]
             .concat(),
         ),
-        ("namespace".into(), [begin(), call(1, &with(&[("containerd-namespace", "moby")]), id)].concat()),
-        ("wait".into(), [begin(), call(1, &asks("/containerd.services.sandbox.v1.Controller/Wait"), id)].concat()),
+        (
+            "namespace".into(),
+            [begin(), call(1, &with(&[("containerd-namespace", "moby")]), id)].concat(),
+        ),
+        (
+            "wait".into(),
+            [begin(), call(1, &asks("/containerd.services.sandbox.v1.Controller/Wait"), id)]
+                .concat(),
+        ),
         (
             "create".into(),
             [
                 begin(),
-                call(1, &asks("/containerd.services.sandbox.v1.Controller/Create"), b"\x0a\x04abcd\x1a\x00\x22\x02/n"),
+                call(
+                    1,
+                    &asks("/containerd.services.sandbox.v1.Controller/Create"),
+                    b"\x0a\x04abcd\x1a\x00\x22\x02/n",
+                ),
             ]
             .concat(),
         ),
@@ -156,7 +175,12 @@ pub fn seeds() -> Seeds {
         ("no-grpc".into(), [begin(), call(1, &asks(status)[..4], id)].concat()),
         (
             "compressed".into(),
-            [begin(), frame(HEADERS, END_HEADERS, 1, &block), frame(DATA, END_STREAM, 1, b"\x01\0\0\0\x01x")].concat(),
+            [
+                begin(),
+                frame(HEADERS, END_HEADERS, 1, &block),
+                frame(DATA, END_STREAM, 1, b"\x01\0\0\0\x01x"),
+            ]
+            .concat(),
         ),
         (
             "in-parts".into(),
@@ -186,7 +210,8 @@ pub fn seeds() -> Seeds {
             "indexed".into(),
             [
                 begin(),
-                // :method POST, :scheme http, :path with the name of the table, content-type to be indexed
+                // :method POST, :scheme http, :path with the name of the table, content-type to be
+                // indexed
                 frame(HEADERS, END_HEADERS, 1, b"\x83\x86\x04\x02/a\x5f\x10application/grpc"),
                 frame(HEADERS, END_HEADERS | END_STREAM, 3, b"\x83\x86\x04\x02/b\xbe"),
             ]

@@ -25,8 +25,10 @@ fn of_stat(content: &[u8]) {
     let name = content.iter().rposition(|byte| *byte == b')').expect("there is a name");
     named.extend_from_slice(&content[name..]);
     assert_eq!(stat(&named), Some((state, start_time, exit_status)));
-    let fields: Vec<&str> =
-        std::str::from_utf8(&content[name + 1..]).expect("it is text").split_ascii_whitespace().collect();
+    let fields: Vec<&str> = std::str::from_utf8(&content[name + 1..])
+        .expect("it is text")
+        .split_ascii_whitespace()
+        .collect();
     assert_eq!(fields.first().map(|field| field.as_bytes()[0]), Some(state));
     assert_eq!(fields.get(19).and_then(|field| field.parse().ok()), Some(start_time));
     assert_eq!(fields.get(49).and_then(|field| field.parse().ok()), Some(exit_status));
@@ -37,14 +39,21 @@ fn of_mountinfo(content: &[u8]) {
     let hierarchies = mounted::parse(content, Path::new("/sys/fs/cgroup"));
     let lines = content.split(|byte| *byte == b'\n').count();
     assert!(hierarchies.len() <= lines);
-    assert!(hierarchies.is_empty() || hierarchies.iter().any(|hierarchy| !hierarchy.controllers.is_empty()));
+    assert!(
+        hierarchies.is_empty()
+            || hierarchies.iter().any(|hierarchy| !hierarchy.controllers.is_empty())
+    );
     for Hierarchy { point, controllers } in hierarchies {
         assert!(point.as_os_str().as_bytes().len() <= content.len());
-        assert!(!controllers.iter().any(|name| name.contains([',', '=', ' ', '\n'])), "{controllers:?}");
+        assert!(
+            !controllers.iter().any(|name| name.contains([',', '=', ' ', '\n'])),
+            "{controllers:?}"
+        );
     }
 }
 
-/// What is ended with a container is its own cgroup and what is in it, wherever a process says that it is.
+/// What is ended with a container is its own cgroup and what is in it, wherever a process says that
+/// it is.
 fn of_cgroup(content: &[u8]) {
     let Ok(text) = std::str::from_utf8(content) else { return };
     let mount = Path::new("/sys/fs/cgroup");
@@ -71,7 +80,8 @@ pub fn seeds() -> Seeds {
         34 31 0:31 / /mnt/again rw - cgroup cgroup rw,cpuset\n\
         35 31 0:37 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,xattr,name=systemd\n\
         36 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n";
-    let v2 = "36 31 0:38 / /sys/fs/c\\040group rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
+    let v2 =
+        "36 31 0:38 / /sys/fs/c\\040group rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
     let id = "0123456789abcdef".repeat(4);
     vec![
         ("stat".into(), of(0, stat)),
@@ -80,7 +90,10 @@ pub fn seeds() -> Seeds {
         ("mountinfo-hybrid".into(), of(1, v1)),
         ("mountinfo-unified".into(), of(1, v2)),
         ("cgroup-v1".into(), of(2, &format!("2:cpu:/\n1:name=systemd:/kubepods/pod1/{id}/b\n"))),
-        ("cgroup-systemd".into(), of(2, &format!("0::/kubepods.slice/cri-containerd-{id}.scope\n"))),
+        (
+            "cgroup-systemd".into(),
+            of(2, &format!("0::/kubepods.slice/cri-containerd-{id}.scope\n")),
+        ),
         ("cgroup-session".into(), of(2, "0::/user.slice/user-0.slice/session-3.scope\n")),
     ]
 }

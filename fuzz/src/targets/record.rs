@@ -1,4 +1,5 @@
-//! The files of a sandbox in the state directory: the first byte says which, the rest is its content.
+//! The files of a sandbox in the state directory: the first byte says which, the rest is its
+//! content.
 
 use std::fs;
 use std::path::PathBuf;
@@ -52,12 +53,18 @@ fn record(content: &[u8]) {
         Err(e) => {
             assert_told(&e.to_string());
             assert!(e.to_string().contains("record.json"), "{e} does not name the file");
-            let version = || serde_json::from_slice::<serde_json::Value>(content).ok()?.get("version")?.as_u64();
+            let version = || {
+                serde_json::from_slice::<serde_json::Value>(content).ok()?.get("version")?.as_u64()
+            };
             match e {
                 Unreadable::Missing(_) => panic!("{e}: it is there"),
                 // A number that JSON has and no type holds may be elsewhere in it.
                 Unreadable::Newer { version: told, .. } => {
-                    assert!(told > VERSION && version().is_none_or(|version| version == u64::from(told)), "{told}");
+                    assert!(
+                        told > VERSION
+                            && version().is_none_or(|version| version == u64::from(told)),
+                        "{told}"
+                    );
                 }
                 Unreadable::Malformed { .. } | Unreadable::Io(_) => {}
             }
@@ -66,7 +73,11 @@ fn record(content: &[u8]) {
             assert_told(&e.to_string());
         }
     }
-    assert_eq!(fs::read(&path).expect("it is kept"), content, "a record that is not understood was changed");
+    assert_eq!(
+        fs::read(&path).expect("it is kept"),
+        content,
+        "a record that is not understood was changed"
+    );
     assert!(!dir.join("record.json.new").exists());
 }
 
@@ -82,7 +93,11 @@ fn stage(content: &[u8]) {
         Err(e) => {
             assert_told(&e.to_string());
             assert!(e.to_string().contains("stage.json"), "{e} does not name the file");
-            assert_eq!(fs::read(&path).expect("it is kept"), content, "a stage that is not understood was changed");
+            assert_eq!(
+                fs::read(&path).expect("it is kept"),
+                content,
+                "a stage that is not understood was changed"
+            );
         }
     }
     fs::remove_file(&path).expect("it is there");
@@ -132,14 +147,21 @@ pub fn whole() -> Record {
 
 pub fn seeds() -> Seeds {
     let of = |kind: u8, content: Vec<u8>| [vec![kind], content].concat();
-    let json = |kind: u8, value: &dyn Fn() -> serde_json::Result<Vec<u8>>| of(kind, value().expect("it is encoded"));
+    let json = |kind: u8, value: &dyn Fn() -> serde_json::Result<Vec<u8>>| {
+        of(kind, value().expect("it is encoded"))
+    };
     let record = |change: fn(&mut serde_json::Value)| {
         let mut value = serde_json::to_value(whole()).expect("it is encoded");
         change(&mut value);
         of(0, value.to_string().into())
     };
     let at = SystemTime::UNIX_EPOCH + Duration::new(1_700_000_000, 5);
-    let identity = Identity { pid: 4711, start_time: 12345, pid_namespace: 4_026_531_836, boot_id: "7d2f".into() };
+    let identity = Identity {
+        pid: 4711,
+        start_time: 12345,
+        pid_namespace: 4_026_531_836,
+        boot_id: "7d2f".into(),
+    };
     vec![
         ("record".into(), record(|_| {})),
         ("record-newer".into(), record(|value| value["version"] = 2.into())),
@@ -155,10 +177,15 @@ pub fn seeds() -> Seeds {
         ("record-cut".into(), of(0, b"{\"version\":1,\"id\":\"6f1c2a9be0d4\",".into())),
         ("record-empty".into(), of(0, Vec::new())),
         ("stage-created".into(), json(1, &|| serde_json::to_vec(&Stage::Created))),
-        ("stage-started".into(), json(1, &|| serde_json::to_vec(&Stage::Started { identity: identity.clone() }))),
+        (
+            "stage-started".into(),
+            json(1, &|| serde_json::to_vec(&Stage::Started { identity: identity.clone() })),
+        ),
         (
             "stage-exited".into(),
-            json(1, &|| serde_json::to_vec(&Stage::Exited { pid: 4711, exit: Exit { status: 137, at } })),
+            json(1, &|| {
+                serde_json::to_vec(&Stage::Exited { pid: 4711, exit: Exit { status: 137, at } })
+            }),
         ),
         ("stage-empty".into(), of(1, Vec::new())),
     ]

@@ -1,4 +1,5 @@
-//! What is reported of a sandbox by what came with it: the first byte says which part, the rest is the part.
+//! What is reported of a sandbox by what came with it: the first byte says which part, the rest is
+//! the part.
 
 use pause_sandboxer::config::Config;
 use pause_sandboxer::podsandbox::fuzzing::{Blob, info};
@@ -6,7 +7,8 @@ use pause_sandboxer::podsandbox::fuzzing::{Blob, info};
 use super::{Seeds, record};
 
 /// The parts: extensions of containerd's store by name, or the type of the runtime's options.
-const PARTS: [&str; 4] = ["metadata", "updated-resources", "containerd.runc.v1.Options", "runtimeoptions.v1.Options"];
+const PARTS: [&str; 4] =
+    ["metadata", "updated-resources", "containerd.runc.v1.Options", "runtimeoptions.v1.Options"];
 
 pub fn run(input: &[u8]) {
     let Some((part, content)) = input.split_first() else { return };
@@ -20,7 +22,8 @@ pub fn run(input: &[u8]) {
     } else {
         record.info.extensions.insert(name.into(), blob);
     }
-    let info = info(&record, &Config::default()).expect("whatever is malformed, the rest is reported");
+    let info =
+        info(&record, &Config::default()).expect("whatever is malformed, the rest is reported");
     let text = info.get("info").expect("it is reported");
     let shown: serde_json::Value = serde_json::from_str(text).expect("it is JSON");
     assert_eq!(shown["pid"], 4711);

@@ -11,10 +11,13 @@ const HEADER: usize = 10;
 const REQUEST: u8 = 1;
 const RESPONSE: u8 = 2;
 
-/// Stream, type and payload of a frame, and what is behind it: length, stream, type, flags, payload.
+/// Stream, type and payload of a frame, and what is behind it: length, stream, type, flags,
+/// payload.
 fn split(bytes: &[u8]) -> Option<(u32, u8, &[u8], &[u8])> {
     let (header, rest) = bytes.split_at_checked(HEADER)?;
-    let number = |at: usize| u32::from_be_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
+    let number = |at: usize| {
+        u32::from_be_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]])
+    };
     let (payload, rest) = rest.split_at_checked(number(0) as usize)?;
     Some((number(4), header[8], payload, rest))
 }
@@ -55,10 +58,14 @@ pub fn run(input: &[u8]) {
     // Several may be on one stream, and their answers come in any order.
     let count = |streams: &[u32], stream: u32| streams.iter().filter(|of| **of == stream).count();
     for (stream, _) in &asked {
-        let all: Vec<&[u8]> = asked.iter().filter(|(of, _)| of == stream).map(|(_, payload)| *payload).collect();
+        let all: Vec<&[u8]> =
+            asked.iter().filter(|(of, _)| of == stream).map(|(_, payload)| *payload).collect();
         let sound = all.iter().filter(|payload| !refused(*stream, payload)).count();
         assert_eq!(count(&of, *stream), all.len(), "calls and answers of stream {stream}");
-        assert!(count(&good, *stream) <= sound, "a call of stream {stream} that is none is answered OK");
+        assert!(
+            count(&good, *stream) <= sound,
+            "a call of stream {stream} that is none is answered OK"
+        );
     }
 }
 
@@ -75,16 +82,22 @@ pub fn seeds() -> Seeds {
         bytes.extend(payload);
         bytes
     };
-    let pair = |key: &str, value: &str| KeyValue { key: key.into(), value: value.into(), ..Default::default() };
+    let pair = |key: &str, value: &str| KeyValue {
+        key: key.into(),
+        value: value.into(),
+        ..Default::default()
+    };
     let request = |service: &str, method: &str, payload: &[u8]| Request {
         service: service.into(),
         method: method.into(),
         payload: payload.into(),
         ..Default::default()
     };
-    let call =
-        |stream: u32, request: &Request| frame(stream, REQUEST, &request.write_to_bytes().expect("it is encoded"));
-    let (controller, sandbox) = ("containerd.services.sandbox.v1.Controller", "containerd.runtime.sandbox.v1.Sandbox");
+    let call = |stream: u32, request: &Request| {
+        frame(stream, REQUEST, &request.write_to_bytes().expect("it is encoded"))
+    };
+    let (controller, sandbox) =
+        ("containerd.services.sandbox.v1.Controller", "containerd.runtime.sandbox.v1.Sandbox");
     let status = request(controller, "Status", b"\x0a\x04abcd\x10\x01");
     let mut whole = request(sandbox, "WaitSandbox", b"\x0a\x04abcd");
     whole.timeout_nano = 5_000_000_000;
@@ -98,7 +111,10 @@ pub fn seeds() -> Seeds {
         ("status".into(), call(1, &status)),
         ("whole".into(), call(3, &whole)),
         ("namespace".into(), call(5, &other)),
-        ("list".into(), call(1, &request("pause_sandboxer.v1.Inspect", "List", b"\x0a\x01a\x10\x01"))),
+        (
+            "list".into(),
+            call(1, &request("pause_sandboxer.v1.Inspect", "List", b"\x0a\x01a\x10\x01")),
+        ),
         ("unknown".into(), call(1, &request(controller, "None", b""))),
         ("fails".into(), call(1, &request(controller, "Start", b"\x0a\x025a"))),
         ("even".into(), call(2, &status)),

@@ -42,7 +42,10 @@ fn trace(text: &str) {
 fn id(text: &str) {
     match check_id(text) {
         Ok(()) => assert!(
-            (1..=76).contains(&text.len()) && !text.contains(['/', '\0', ' ']) && text != "." && text != "..",
+            (1..=76).contains(&text.len())
+                && !text.contains(['/', '\0', ' '])
+                && text != "."
+                && text != "..",
             "{text:?} is an id"
         ),
         Err(e) => assert_told(&e.to_string()),
@@ -53,8 +56,15 @@ fn of_slice(text: &str) {
     match slice::path(text) {
         Ok(path) => {
             assert!(path.is_relative());
-            assert!(path.components().all(|part| part.as_os_str().to_string_lossy().ends_with(".slice")), "{path:?}");
-            assert!(text == "-.slice" || path.file_name().is_some_and(|name| name == text), "{text:?} is at {path:?}");
+            assert!(
+                path.components()
+                    .all(|part| part.as_os_str().to_string_lossy().ends_with(".slice")),
+                "{path:?}"
+            );
+            assert!(
+                text == "-.slice" || path.file_name().is_some_and(|name| name == text),
+                "{text:?} is at {path:?}"
+            );
         }
         Err(reason) => assert_told(&reason),
     }
@@ -66,7 +76,10 @@ pub fn seeds() -> Seeds {
         ("pattern".into(), of(0, "a*[b-d]?\\*/[^x]\nabcd*/y")),
         ("pattern-stars".into(), of(0, "a*b*c*d*/*\naxbxcxdx/y")),
         ("trace".into(), of(1, "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")),
-        ("trace-later".into(), of(1, "cc-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01-what-will-be")),
+        (
+            "trace-later".into(),
+            of(1, "cc-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01-what-will-be"),
+        ),
         ("id".into(), of(2, "0a1b-c.d_e")),
         ("id-path".into(), of(2, "../x")),
         ("slice".into(), of(3, "kubepods-burstable-pod1.slice")),

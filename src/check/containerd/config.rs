@@ -1,4 +1,5 @@
-//! containerd's config file with its imports, merged as containerd 2.x merges them (`cmd/containerd/server/config`).
+//! containerd's config file with its imports, merged as containerd 2.x merges them
+//! (`cmd/containerd/server/config`).
 
 use std::collections::{HashSet, VecDeque};
 use std::io;
@@ -29,7 +30,8 @@ pub(super) struct Unreadable {
     pub(super) missing: bool,
 }
 
-/// Reads the file at `path` and what it imports, each file's imports after all that were named before.
+/// Reads the file at `path` and what it imports, each file's imports after all that were named
+/// before.
 ///
 /// # Errors
 /// The first file that cannot be read or is not TOML; containerd does not start with one either.
@@ -40,14 +42,22 @@ pub(super) fn load(path: &Path) -> Result<Loaded, Unreadable> {
         if !seen.insert(path.clone()) {
             continue;
         }
-        let unreadable = |reason: String, missing| Unreadable { path: path.clone(), reason, missing };
+        let unreadable =
+            |reason: String, missing| Unreadable { path: path.clone(), reason, missing };
         if files.len() == FILES_MAX {
             return Err(unreadable(format!("more than {FILES_MAX} files are imported"), false));
         }
         let text = std::fs::read_to_string(&path)
             .map_err(|e| unreadable(e.to_string(), e.kind() == io::ErrorKind::NotFound))?;
-        let read: Table = toml::from_str(&text).map_err(|e| unreadable(e.message().to_owned(), false))?;
-        for import in read.get("imports").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str) {
+        let read: Table =
+            toml::from_str(&text).map_err(|e| unreadable(e.message().to_owned(), false))?;
+        for import in read
+            .get("imports")
+            .and_then(Value::as_array)
+            .into_iter()
+            .flatten()
+            .filter_map(Value::as_str)
+        {
             pending.extend(expand(&absolute(&path, import)));
         }
         merge_files(&mut table, read.clone());
@@ -61,7 +71,8 @@ fn absolute(file: &Path, import: &str) -> PathBuf {
     file.parent().unwrap_or(Path::new("/")).join(import).components().collect()
 }
 
-/// Lets `from` override `to`; of the outermost level, lists are united and entries of `proxy_plugins` replaced as a whole (`mergeConfig`).
+/// Lets `from` override `to`; of the outermost level, lists are united and entries of
+/// `proxy_plugins` replaced as a whole (`mergeConfig`).
 fn merge_files(to: &mut Table, from: Table) {
     for (key, value) in from {
         match (key.as_str(), to.get_mut(&key), value) {
@@ -93,7 +104,8 @@ fn merge(to: &mut Table, from: Table) {
     }
 }
 
-/// The existing paths that fit a path with `*` in its parts, sorted; a path without `*` stands for itself.
+/// The existing paths that fit a path with `*` in its parts, sorted; a path without `*` stands for
+/// itself.
 fn expand(pattern: &Path) -> Vec<PathBuf> {
     if !pattern.to_string_lossy().contains('*') {
         return vec![pattern.to_owned()];
@@ -126,7 +138,10 @@ fn fits(name: &str, pattern: &str) -> bool {
     match pattern.split_once('*') {
         None => name == pattern,
         Some((head, tail)) => name.strip_prefix(head).is_some_and(|rest| {
-            rest.char_indices().map(|(at, _)| at).chain([rest.len()]).any(|at| fits(&rest[at..], tail))
+            rest.char_indices()
+                .map(|(at, _)| at)
+                .chain([rest.len()])
+                .any(|at| fits(&rest[at..], tail))
         }),
     }
 }
@@ -161,7 +176,10 @@ mod tests {
             "main.toml",
             "version = 3\nroot = \"/a\"\nimports = [\"conf.d/*.toml\", \"main.toml\"]\n[plugins.x]\na = 1\nb = 1\n[proxy_plugins.p]\ntype = \"sandbox\"\nplatform = \"linux\"",
         );
-        write("conf.d/10.toml", "root = \"/b\"\n[plugins.x]\nb = 2\n[proxy_plugins.p]\ntype = \"snapshot\"");
+        write(
+            "conf.d/10.toml",
+            "root = \"/b\"\n[plugins.x]\nb = 2\n[proxy_plugins.p]\ntype = \"snapshot\"",
+        );
         write("conf.d/20.toml", "root = \"/c\"\n[plugins.y]\nc = 3");
         write("conf.d/30.toml.off", "root = \"/d\"");
         let loaded = load(&dir.path().join("main.toml")).unwrap();
@@ -181,7 +199,8 @@ mod tests {
             "imports = [\"other.toml\"]\ndisabled_plugins = [\"cri\", \"a\"]\n[plugins.x]\nlist = [1]",
         )
         .unwrap();
-        std::fs::write(&other, "disabled_plugins = [\"a\", \"b\"]\n[plugins.x]\nlist = [2]").unwrap();
+        std::fs::write(&other, "disabled_plugins = [\"a\", \"b\"]\n[plugins.x]\nlist = [2]")
+            .unwrap();
         let table = load(&main).unwrap().table;
         assert_eq!(table["disabled_plugins"], Value::from(vec!["cri", "a", "b"]));
         assert_eq!(table["plugins"]["x"]["list"], Value::from(vec![2]));

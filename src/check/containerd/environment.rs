@@ -12,7 +12,10 @@ const SCHED_CORE: &str = "SCHED_CORE=1";
 /// Looks at containerd's merged config.
 pub(super) fn judge(table: &Table, config: &Config) -> Option<Finding> {
     let plugin = |name: &str, key: &str| table.get("plugins")?.get(name)?.get(key);
-    let listed = plugin("io.containerd.shim.v1.manager", "env").and_then(Value::as_array).into_iter().flatten();
+    let listed = plugin("io.containerd.shim.v1.manager", "env")
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten();
     let mut theirs: Vec<&str> = listed.filter_map(Value::as_str).collect();
     let sched_core = plugin("io.containerd.runtime.v2.task", "sched_core").and_then(Value::as_bool);
     if version_of(table) < 3 && sched_core == Some(true) {
@@ -49,7 +52,13 @@ mod tests {
         assert!(one.contains("its shims get [\"SCHED_CORE=1\"], but"), "{one}");
         let both = told(manager, "[]").unwrap();
         assert!(both.contains("set shim_env = [\"SCHED_CORE=1\", \"A=b\"] in"), "{both}");
-        assert!(told(&format!("version = 2\n{sched_core}"), "[]").unwrap().contains("SCHED_CORE=1"));
-        assert_eq!(told(&format!("version = 3\n{sched_core}"), "[]"), None, "containerd does not read it");
+        assert!(
+            told(&format!("version = 2\n{sched_core}"), "[]").unwrap().contains("SCHED_CORE=1")
+        );
+        assert_eq!(
+            told(&format!("version = 3\n{sched_core}"), "[]"),
+            None,
+            "containerd does not read it"
+        );
     }
 }

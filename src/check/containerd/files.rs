@@ -1,4 +1,5 @@
-//! How containerd's config file and what it imports fit together, and whether containerd has read them as they are now.
+//! How containerd's config file and what it imports fit together, and whether containerd has read
+//! them as they are now.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -42,11 +43,18 @@ pub(super) fn not_imported(files: &[(PathBuf, Table)], drop_in: &Path) -> Option
     let pattern = format!("{}/*.toml", drop_in.parent().unwrap_or(drop_in).display());
     Some(Finding::fail(
         CONFIG,
-        format!("{main} does not import {}, so containerd does not know this sandboxer", drop_in.display()),
+        format!(
+            "{main} does not import {}, so containerd does not know this sandboxer",
+            drop_in.display()
+        ),
         match root.get("imports") {
-            None => format!("sed -i '1i imports = [\"{pattern}\"]' {main} && systemctl restart containerd"),
+            None => format!(
+                "sed -i '1i imports = [\"{pattern}\"]' {main} && systemctl restart containerd"
+            ),
             Some(_) => {
-                format!("add \"{pattern}\" to the list `imports` in {main}, then systemctl restart containerd")
+                format!(
+                    "add \"{pattern}\" to the list `imports` in {main}, then systemctl restart containerd"
+                )
             }
         },
     ))
@@ -85,14 +93,17 @@ pub(super) fn judge(files: &[(PathBuf, Table)]) -> Vec<Finding> {
 /// Whether containerd, which listens at `address`, was started before its config was written last.
 pub(super) fn stale(files: &[(PathBuf, Table)], address: &Path) -> Vec<Finding> {
     let Ok(started) = started(address) else { return Vec::new() };
-    let newer = files
-        .iter()
-        .filter(|(path, _)| path.metadata().and_then(|meta| meta.modified()).is_ok_and(|written| written > started));
+    let newer = files.iter().filter(|(path, _)| {
+        path.metadata().and_then(|meta| meta.modified()).is_ok_and(|written| written > started)
+    });
     let newer: Vec<String> = newer.map(|(path, _)| path.display().to_string()).collect();
     if newer.is_empty() {
         return Vec::new();
     }
-    let fact = format!("containerd was started before {} was written, and has not read it", newer.join(" and "));
+    let fact = format!(
+        "containerd was started before {} was written, and has not read it",
+        newer.join(" and ")
+    );
     vec![Finding::warn(CONFIG, fact, "systemctl restart containerd; pods go on")]
 }
 
@@ -104,10 +115,14 @@ fn started(socket: &Path) -> io::Result<SystemTime> {
     let odd = || io::Error::from(io::ErrorKind::InvalidData);
     // Field 22, in ticks since boot; the name in brackets may hold anything.
     let stat = text(&format!("/proc/{pid}/stat"))?;
-    let ticks = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().nth(19)?.parse::<u64>().ok());
+    let ticks = stat
+        .rsplit_once(')')
+        .and_then(|(_, rest)| rest.split_whitespace().nth(19)?.parse::<u64>().ok());
     let boot = text("/proc/stat")?;
-    let boot = boot.lines().find_map(|line| line.strip_prefix("btime ")?.trim().parse::<u64>().ok());
-    let per_second = sysconf(SysconfVar::CLK_TCK)?.and_then(|number| u64::try_from(number).ok()).unwrap_or(100);
+    let boot =
+        boot.lines().find_map(|line| line.strip_prefix("btime ")?.trim().parse::<u64>().ok());
+    let per_second =
+        sysconf(SysconfVar::CLK_TCK)?.and_then(|number| u64::try_from(number).ok()).unwrap_or(100);
     let seconds = boot.ok_or_else(odd)? + ticks.ok_or_else(odd)? / per_second.max(1);
     // Both are cut down to whole seconds.
     Ok(UNIX_EPOCH + Duration::from_secs(seconds + 2))
@@ -123,7 +138,8 @@ mod tests {
         judge(&files).iter().map(|finding| finding.fact.clone()).collect()
     }
 
-    const OLD: &str = "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc]\n";
+    const OLD: &str =
+        "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc]\n";
     const NEW: &str = "[plugins.\"io.containerd.cri.v1.runtime\".containerd.runtimes.x]\n";
 
     #[test]
@@ -133,7 +149,10 @@ mod tests {
         assert!(of("version = 4", &format!("version = 3\n{NEW}")).is_empty());
         assert!(of("version = 2", NEW).is_empty(), "no handlers of its own");
         let higher = of("version = 2", &format!("version = 3\n{NEW}"));
-        assert!(higher[0].starts_with("/d.toml has version 3 and /c.toml version 2: "), "{higher:?}");
+        assert!(
+            higher[0].starts_with("/d.toml has version 3 and /c.toml version 2: "),
+            "{higher:?}"
+        );
         let hidden = of(OLD, NEW);
         assert!(hidden[0].contains("hide those of /c.toml"), "{hidden:?}");
         assert!(of(OLD, "").is_empty());
@@ -142,13 +161,19 @@ mod tests {
     #[test]
     fn a_drop_in_that_is_not_imported() {
         let drop_in = Path::new("/etc/conf.d/x.toml");
-        let finding =
-            |text: &str| not_imported(&[(PathBuf::from("/c.toml"), toml::from_str(text).unwrap())], drop_in).unwrap();
+        let finding = |text: &str| {
+            not_imported(&[(PathBuf::from("/c.toml"), toml::from_str(text).unwrap())], drop_in)
+                .unwrap()
+        };
         assert_eq!(
             finding("version = 2").advice,
             "sed -i '1i imports = [\"/etc/conf.d/*.toml\"]' /c.toml && systemctl restart containerd"
         );
-        assert!(finding("imports = [\"/x\"]").advice.starts_with("add \"/etc/conf.d/*.toml\" to the list"));
+        assert!(
+            finding("imports = [\"/x\"]")
+                .advice
+                .starts_with("add \"/etc/conf.d/*.toml\" to the list")
+        );
         let files = [(PathBuf::from("/c.toml"), Table::new()), (drop_in.to_owned(), Table::new())];
         assert!(imports(&files, drop_in) && !imports(&files[..1], drop_in));
     }
@@ -160,8 +185,9 @@ mod tests {
         let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
         let files = [(file.clone(), Table::new())];
         std::fs::write(&file, "").unwrap();
-        let set =
-            |time: SystemTime| std::fs::File::options().write(true).open(&file).unwrap().set_modified(time).unwrap();
+        let set = |time: SystemTime| {
+            std::fs::File::options().write(true).open(&file).unwrap().set_modified(time).unwrap()
+        };
         set(SystemTime::now() + Duration::from_secs(3600));
         assert_eq!(stale(&files, &socket).len(), 1);
         set(UNIX_EPOCH + Duration::from_secs(1));

@@ -27,10 +27,15 @@ fn a_good_config() {
     let findings = of(GOOD);
     assert_eq!(worst(&findings), Level::Ok, "{findings:?}");
     assert!(findings.iter().any(|f| f.fact == "named by runtime handler \"fast\""), "{findings:?}");
-    let version2 =
-        GOOD.replace("version = 3", "version = 2").replace("io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri");
+    let version2 = GOOD
+        .replace("version = 3", "version = 2")
+        .replace("io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri");
     assert_eq!(worst(&of(&version2)), Level::Ok);
-    assert_eq!(worst(&of(&GOOD.replace("version = 3", "version = 2"))), Level::Ok, "a drop-in's section");
+    assert_eq!(
+        worst(&of(&GOOD.replace("version = 3", "version = 2"))),
+        Level::Ok,
+        "a drop-in's section"
+    );
     assert_eq!(worst(&of(&GOOD.replace("\"/run/pause", "\"unix:///run/pause"))), Level::Ok);
 }
 
@@ -40,7 +45,9 @@ fn a_config_without_a_version_and_one_of_version_1_are_taken() {
     for (version, level) in [("", Level::Ok), ("version = 1", Level::Ok)] {
         assert_eq!(worst(&of(&GOOD.replace("version = 3", version))), level, "{version:?}");
     }
-    let old = GOOD.replace("version = 3", "").replace("io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri");
+    let old = GOOD
+        .replace("version = 3", "")
+        .replace("io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri");
     assert_eq!(worst(&of(&old)), Level::Fail, "containerd 2.1 passes this section over");
 }
 
@@ -49,11 +56,13 @@ fn category_ranges_differ_where_pods_have_labels() {
     let labelled = "plugins.\"io.containerd.cri.v1.runtime\".enable_selinux = true\nplugins.\"io.containerd.cri.v1.runtime\".selinux_category_range = 512\n[proxy_plugins.mine]";
     let table: Table = toml::from_str(&GOOD.replace("[proxy_plugins.mine]", labelled)).unwrap();
     let config = Config { enable_selinux: true, ..Config::default() };
-    let findings: Vec<_> = judge(&table, &config).into_iter().filter(|f| f.level != Level::Ok).collect();
+    let findings: Vec<_> =
+        judge(&table, &config).into_iter().filter(|f| f.level != Level::Ok).collect();
     assert_eq!(findings.len(), 1, "{findings:?}");
     assert_eq!(findings[0].fact, "its selinux_category_range is 512, but this sandboxer's is 1024");
     let unlabelled: Table =
-        toml::from_str(&GOOD.replace("[proxy_plugins.mine]", &labelled.replace("true", "false"))).unwrap();
+        toml::from_str(&GOOD.replace("[proxy_plugins.mine]", &labelled.replace("true", "false")))
+            .unwrap();
     assert_eq!(worst(&judge(&unlabelled, &Config::default())), Level::Ok);
 }
 
@@ -70,17 +79,29 @@ fn a_path_over_a_link_is_the_same() {
         ..Config::default()
     };
     let text = |at: &Path| {
-        GOOD.replace("/run/pause-sandboxer/pause-sandboxer.sock", &at.join("s.sock").display().to_string()).replace(
+        GOOD.replace(
+            "/run/pause-sandboxer/pause-sandboxer.sock",
+            &at.join("s.sock").display().to_string(),
+        )
+        .replace(
             "version = 3",
-            &format!("version = 3\nstate = \"{0}/containerd\"\ngrpc = {{ address = \"{0}/c.sock\" }}", at.display()),
+            &format!(
+                "version = 3\nstate = \"{0}/containerd\"\ngrpc = {{ address = \"{0}/c.sock\" }}",
+                at.display()
+            ),
         )
     };
-    let of = |at: &Path, config: &Config| worst(&judge(&toml::from_str(&text(at)).unwrap(), config));
+    let of =
+        |at: &Path, config: &Config| worst(&judge(&toml::from_str(&text(at)).unwrap(), config));
     assert_eq!(of(&real, &config), Level::Ok);
     assert_eq!(of(&link, &config), Level::Ok, "a link");
     assert_eq!(of(&dir.path().join("other"), &config), Level::Fail);
     let by_containerd = Config { shim: ShimOwner::Containerd, ..config };
-    assert_eq!(of(&link, &by_containerd), Level::Fail, "the name of the shim's socket is made from the text");
+    assert_eq!(
+        of(&link, &by_containerd),
+        Level::Fail,
+        "the name of the shim's socket is made from the text"
+    );
     assert_eq!(of(&real, &by_containerd), Level::Ok);
 }
 
@@ -94,17 +115,37 @@ fn each_fault_is_one_finding_with_advice() {
             "io.containerd.cri.v1.runtime",
         ),
         ("\"sandbox\"", "\"snapshot\"", "but type \"snapshot\"", "set its type"),
-        ("pause-sandboxer.sock", "x.sock", "but \"mine\" at /run/pause-sandboxer/x.sock", "set its address"),
-        ("[proxy_plugins.mine]", "[other]", "no proxy plugin of type", "[proxy_plugins.pause-sandboxer]"),
+        (
+            "pause-sandboxer.sock",
+            "x.sock",
+            "but \"mine\" at /run/pause-sandboxer/x.sock",
+            "set its address",
+        ),
+        (
+            "[proxy_plugins.mine]",
+            "[other]",
+            "no proxy plugin of type",
+            "[proxy_plugins.pause-sandboxer]",
+        ),
         (
             "sandboxer = \"mine\"",
             "sandboxer = \"podsandbox\"",
             "no runtime handler has sandboxer = \"mine\"",
             "runtimes.pause-sandboxer]",
         ),
-        ("runtime_type = \"io.containerd.runc.v2\"", "", "\"fast\" has no runtime_type", "io.containerd.runc.v2"),
+        (
+            "runtime_type = \"io.containerd.runc.v2\"",
+            "",
+            "\"fast\" has no runtime_type",
+            "io.containerd.runc.v2",
+        ),
         ("version = 3", "version = 3\nroot = \"/x\"", "its root is /x", "containerd_root = \"/x\""),
-        ("version = 3", "version = 3\nstate = \"/x\"", "its state is /x", "containerd_state = \"/x\""),
+        (
+            "version = 3",
+            "version = 3\nstate = \"/x\"",
+            "its state is /x",
+            "containerd_state = \"/x\"",
+        ),
         (
             "version = 3",
             "version = 3\ngrpc = { address = \"/x\" }",
@@ -117,7 +158,12 @@ fn each_fault_is_one_finding_with_advice() {
             "its grpc.address is /x",
             "containerd_address = \"/x\"",
         ),
-        ("version = 3", "version = 3\ndisabled_plugins = [\"cri\"]", "cri is disabled", "disabled_plugins"),
+        (
+            "version = 3",
+            "version = 3\ndisabled_plugins = [\"cri\"]",
+            "cri is disabled",
+            "disabled_plugins",
+        ),
         (
             "[proxy_plugins.mine]",
             "plugins.\"io.containerd.cri.v1.runtime\".restrict_oom_score_adj = true\n[proxy_plugins.mine]",
@@ -140,7 +186,8 @@ fn each_fault_is_one_finding_with_advice() {
 #[test]
 fn versions() {
     let of = |version: &str| {
-        super::version(&format!("containerd github.com/containerd/containerd/v2 {version} abc\n")).level
+        super::version(&format!("containerd github.com/containerd/containerd/v2 {version} abc\n"))
+            .level
     };
     assert_eq!(of("2.1.9"), Level::Ok);
     assert_eq!(of("v2.4.0-beta.0"), Level::Ok);

@@ -1,7 +1,8 @@
 //! The node's cgroup file systems: one answer for all who make, read or judge cgroups.
 //!
-//! The version is that of the file system on `/sys/fs/cgroup`, as for runc and containerd. What else is mounted does not
-//! change it: programs mount single controllers of version 1 for themselves, also on a node of version 2.
+//! The version is that of the file system on `/sys/fs/cgroup`, as for runc and containerd. What
+//! else is mounted does not change it: programs mount single controllers of version 1 for
+//! themselves, also on a node of version 2.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -11,20 +12,23 @@ use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
 
 use crate::error::{IoContext as _, Step};
 
-/// Mount point of the one hierarchy of version 2, or directory of those of version 1 (also on a "hybrid" node).
+/// Mount point of the one hierarchy of version 2, or directory of those of version 1 (also on a
+/// "hybrid" node).
 pub const ROOT: &str = "/sys/fs/cgroup";
 
 /// Of the thread, which may have a mount namespace of its own.
 const MOUNTS: &str = "/proc/thread-self/mountinfo";
 
-/// Mount options of version 1 that are no controllers (kernel `cgroup1_fs_parameters`, and those of every file system).
+/// Mount options of version 1 that are no controllers (kernel `cgroup1_fs_parameters`, and those of
+/// every file system).
 const OPTIONS: [&[u8]; 7] =
     [b"rw", b"ro", b"xattr", b"clone_children", b"noprefix", b"cpuset_v2_mode", b"favordynmods"];
 
 /// What is mounted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mounted {
-    /// One hierarchy per controller, or per group of controllers; none of them where no cgroup file system is mounted.
+    /// One hierarchy per controller, or per group of controllers; none of them where no cgroup file
+    /// system is mounted.
     V1(Vec<Hierarchy>),
     /// The unified hierarchy, at its mount point.
     V2(PathBuf),
@@ -59,13 +63,16 @@ impl Mounted {
     /// The mount points of all hierarchies.
     pub fn points(&self) -> Vec<&Path> {
         match self {
-            Self::V1(hierarchies) => hierarchies.iter().map(|hierarchy| hierarchy.point.as_path()).collect(),
+            Self::V1(hierarchies) => {
+                hierarchies.iter().map(|hierarchy| hierarchy.point.as_path()).collect()
+            }
             Self::V2(point) => vec![point],
         }
     }
 }
 
-/// Whether `root`, which is [`ROOT`] but for tests, is of version 2. One system call: cheap enough for every reading of metrics.
+/// Whether `root`, which is [`ROOT`] but for tests, is of version 2. One system call: cheap enough
+/// for every reading of metrics.
 ///
 /// # Errors
 /// It cannot be looked at.
@@ -77,23 +84,30 @@ pub fn unified(root: &Path) -> Result<bool, Step> {
     }
 }
 
-/// Reads the hierarchies of version 1 from proc_pid_mountinfo(5). One that is mounted twice counts once, at its mount point
-/// below `root`, else at the first. Without any controller there is nothing to put a process in.
+/// Reads the hierarchies of version 1 from proc_pid_mountinfo(5). One that is mounted twice counts
+/// once, at its mount point below `root`, else at the first. Without any controller there is
+/// nothing to put a process in.
 pub fn parse(mountinfo: &[u8], root: &Path) -> Vec<Hierarchy> {
     let mut found: Vec<(&[u8], Hierarchy)> = Vec::new();
     for line in mountinfo.split(|byte| *byte == b'\n') {
         let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
         let Some(dash) = fields.iter().position(|field| *field == b"-") else { continue };
-        let (Some(device), Some(point), Some(&b"cgroup")) = (fields.get(2), fields.get(4), fields.get(dash + 1)) else {
+        let (Some(device), Some(point), Some(&b"cgroup")) =
+            (fields.get(2), fields.get(4), fields.get(dash + 1))
+        else {
             continue;
         };
         let point = PathBuf::from(OsStr::from_bytes(&unescape(point)));
         let options = fields.get(dash + 3).copied().unwrap_or_default().split(|byte| *byte == b',');
-        let controllers = options.filter(|option| !OPTIONS.contains(option) && !option.contains(&b'='));
-        let controllers = controllers.map(|name| String::from_utf8_lossy(name).into_owned()).collect();
+        let controllers =
+            options.filter(|option| !OPTIONS.contains(option) && !option.contains(&b'='));
+        let controllers =
+            controllers.map(|name| String::from_utf8_lossy(name).into_owned()).collect();
         match found.iter_mut().find(|(seen, _)| seen == device) {
             None => found.push((device, Hierarchy { point, controllers })),
-            Some((_, earlier)) if point.starts_with(root) && !earlier.point.starts_with(root) => earlier.point = point,
+            Some((_, earlier)) if point.starts_with(root) && !earlier.point.starts_with(root) => {
+                earlier.point = point
+            }
             Some(_) => {}
         }
     }
@@ -109,7 +123,8 @@ fn unescape(field: &[u8]) -> Vec<u8> {
     let mut rest = field;
     while let Some((first, after)) = rest.split_first() {
         let octal = after.get(..3).filter(|_| *first == b'\\');
-        let byte = octal.and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok());
+        let byte =
+            octal.and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok());
         plain.push(byte.unwrap_or(*first));
         rest = if byte.is_some() { &after[3..] } else { after };
     }
@@ -148,7 +163,8 @@ mod tests {
 
     #[test]
     fn a_named_hierarchy_alone_is_none() {
-        let named = b"35 31 0:37 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,xattr,name=systemd\n";
+        let named =
+            b"35 31 0:37 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,xattr,name=systemd\n";
         assert_eq!(parse(named, Path::new(ROOT)), []);
         assert_eq!(parse(b"1 0 0:1 / / rw - ext4 /dev/vda rw\n", Path::new(ROOT)), []);
         assert!(!unified(Path::new("/no/such/directory")).unwrap());
@@ -158,7 +174,9 @@ mod tests {
     fn the_version_is_that_of_the_root_whatever_else_is_mounted() {
         let directory = tempfile::tempdir().unwrap();
         let (root, elsewhere) = (directory.path().join("cgroup"), directory.path().join("vpn"));
-        for (point, kind, options) in [(&elsewhere, "cgroup", Some("pids")), (&root, "cgroup2", None)] {
+        for (point, kind, options) in
+            [(&elsewhere, "cgroup", Some("pids")), (&root, "cgroup2", None)]
+        {
             std::fs::create_dir(point).unwrap();
             mount(Some("none"), point, Some(kind), MsFlags::empty(), options).unwrap();
         }
@@ -166,7 +184,9 @@ mod tests {
         assert!(listed.contains(elsewhere.to_str().unwrap()), "{listed}");
         assert_eq!(Mounted::at(&root).unwrap(), Mounted::V2(root.clone()));
         umount2(&root, MntFlags::MNT_DETACH).unwrap();
-        let Mounted::V1(found) = Mounted::at(&root).unwrap() else { panic!("version 2 without its file system") };
+        let Mounted::V1(found) = Mounted::at(&root).unwrap() else {
+            panic!("version 2 without its file system")
+        };
         assert!(found.iter().any(|hierarchy| hierarchy.controllers == ["pids"]), "{found:?}");
         umount2(&elsewhere, MntFlags::MNT_DETACH).unwrap();
     }

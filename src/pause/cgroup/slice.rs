@@ -33,7 +33,8 @@ impl Scope {
         let unit = format!("cri-containerd-{id}.scope");
         check(&unit)?;
         path.push(&unit);
-        let path = CString::new(path.into_os_string().into_encoded_bytes()).map_err(|e| e.to_string())?;
+        let path =
+            CString::new(path.into_os_string().into_encoded_bytes()).map_err(|e| e.to_string())?;
         Ok(Self { unit, slice: slice.to_owned(), path })
     }
 
@@ -45,8 +46,8 @@ impl Scope {
     }
 }
 
-/// Where systemd puts a slice, below the root of a hierarchy: `a-b.slice` is within `a.slice`. The root slice, `-.slice`, is
-/// the root itself.
+/// Where systemd puts a slice, below the root of a hierarchy: `a-b.slice` is within `a.slice`. The
+/// root slice, `-.slice`, is the root itself.
 ///
 /// # Errors
 /// What keeps it from being the name of a slice.
@@ -137,7 +138,10 @@ mod tests {
         assert_eq!(scope.path.to_str().unwrap(), "a.slice/a-b.slice/cri-containerd-x1.scope");
         assert_eq!(scope.parent().to_str().unwrap(), "a.slice/a-b.slice");
         let scope = Scope::new("-.slice", "x1").unwrap();
-        assert_eq!((scope.path.to_str().unwrap(), scope.parent().to_bytes()), ("cri-containerd-x1.scope", &b""[..]));
+        assert_eq!(
+            (scope.path.to_str().unwrap(), scope.parent().to_bytes()),
+            ("cri-containerd-x1.scope", &b""[..])
+        );
         // The longest identifier that containerd allows.
         assert!(Scope::new("a.slice", &"i".repeat(76)).is_ok());
     }

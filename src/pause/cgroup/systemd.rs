@@ -1,8 +1,9 @@
-//! systemd as the keeper of cgroups: transient scopes, asked for over D-Bus (org.freedesktop.systemd1(5)).
+//! systemd as the keeper of cgroups: transient scopes, asked for over D-Bus
+//! (org.freedesktop.systemd1(5)).
 //!
-//! One connection to the system bus, made when a pod first needs it and made anew when it is lost. It has a thread of its
-//! own, as drivers are called from threads that may wait and a node without slices shall not pay for it. Every answer is
-//! waited for within bounds.
+//! One connection to the system bus, made when a pod first needs it and made anew when it is lost.
+//! It has a thread of its own, as drivers are called from threads that may wait and a node without
+//! slices shall not pay for it. Every answer is waited for within bounds.
 
 use std::future::Future;
 use std::io;
@@ -24,7 +25,8 @@ const MANAGER: &str = "org.freedesktop.systemd1.Manager";
 /// How long a unit may take to start or to stop, connecting to the bus included.
 const WITHIN: Duration = Duration::from_secs(10);
 
-/// How long a unit of the same name may still be known after its end, and how often that is looked at.
+/// How long a unit of the same name may still be known after its end, and how often that is looked
+/// at.
 const FORGOTTEN: Duration = Duration::from_secs(1);
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -78,18 +80,26 @@ impl From<Fault> for io::Error {
             },
             Fault::Bus(e) => Self::other(format!("D-Bus: {e}")),
             Fault::Job(result) => Self::other(format!("systemd's job ended with {result:?}")),
-            Fault::Lost => Self::new(io::ErrorKind::ConnectionReset, "the connection to D-Bus was lost"),
+            Fault::Lost => {
+                Self::new(io::ErrorKind::ConnectionReset, "the connection to D-Bus was lost")
+            }
         }
     }
 }
 
 impl Systemd {
-    /// Makes a scope around process `pid` and waits until it is there. The process may already be in the scope's cgroup. `weight`
-    /// is the property, and its value, that gives the scope its share of CPU time.
+    /// Makes a scope around process `pid` and waits until it is there. The process may already be
+    /// in the scope's cgroup. `weight` is the property, and its value, that gives the scope its
+    /// share of CPU time.
     ///
     /// # Errors
     /// The bus cannot be reached, or what systemd answers.
-    pub(super) fn start_scope(&self, scope: &Scope, pid: u32, weight: (&str, u64)) -> Result<(), Step> {
+    pub(super) fn start_scope(
+        &self,
+        scope: &Scope,
+        pid: u32,
+        weight: (&str, u64),
+    ) -> Result<(), Step> {
         let description = format!("pause of pod sandbox {}", scope.unit);
         // As runc sets them, so that the scope is what a pod's containers have.
         let properties: Vec<(&str, Variant<'_>)> = vec![
@@ -159,7 +169,12 @@ impl Systemd {
         unit: &str,
         exchange: impl Future<Output = Result<(), Fault>>,
     ) -> Result<(), Step> {
-        let late = || io::Error::new(io::ErrorKind::TimedOut, format!("not done within {} s", WITHIN.as_secs()));
+        let late = || {
+            io::Error::new(
+                io::ErrorKind::TimedOut,
+                format!("not done within {} s", WITHIN.as_secs()),
+            )
+        };
         let done = self.handle().and_then(|handle| {
             let bounded = async { tokio::time::timeout(WITHIN, exchange).await };
             handle.block_on(bounded).map_err(|_| late())?.map_err(io::Error::from)
@@ -172,7 +187,11 @@ impl Systemd {
         if let Some(runtime) = &*runtime {
             return Ok(runtime.handle().clone());
         }
-        let made = Builder::new_multi_thread().worker_threads(1).thread_name("systemd").enable_all().build()?;
+        let made = Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("systemd")
+            .enable_all()
+            .build()?;
         Ok(runtime.insert(made).handle().clone())
     }
 
@@ -192,8 +211,10 @@ impl Systemd {
 
 impl Drop for Systemd {
     fn drop(&mut self) {
-        // Waiting for its thread is not allowed on a thread that runs tasks, where a driver may be dropped.
-        if let Some(runtime) = self.runtime.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
+        // Waiting for its thread is not allowed on a thread that runs tasks, where a driver may be
+        // dropped.
+        if let Some(runtime) = self.runtime.get_mut().unwrap_or_else(PoisonError::into_inner).take()
+        {
             runtime.shutdown_background();
         }
     }
@@ -234,13 +255,19 @@ async fn job(
     Err(Fault::Lost)
 }
 
-/// The result of a job that systemd has queued, if a signal reports its end. Any connection of the bus can send such a signal to ours, and the
-/// match rule cannot tell whose name its `sender` is; but the bus itself writes down who sent a message.
-fn end_of(queued: &OwnedObjectPath, answer: &zbus::Message, signal: &zbus::Message) -> Result<Option<String>, Fault> {
+/// The result of a job that systemd has queued, if a signal reports its end. Any connection of the
+/// bus can send such a signal to ours, and the match rule cannot tell whose name its `sender` is;
+/// but the bus itself writes down who sent a message.
+fn end_of(
+    queued: &OwnedObjectPath,
+    answer: &zbus::Message,
+    signal: &zbus::Message,
+) -> Result<Option<String>, Fault> {
     if signal.header().sender() != answer.header().sender() {
         return Ok(None);
     }
-    let (_, job, _, result): (u32, OwnedObjectPath, String, String) = signal.body().deserialize()?;
+    let (_, job, _, result): (u32, OwnedObjectPath, String, String) =
+        signal.body().deserialize()?;
     Ok((job == *queued).then_some(result))
 }
 
@@ -252,21 +279,26 @@ mod tests {
     fn errors_name_step_and_unit() {
         let systemd = Systemd::default();
         let unit = "x.scope";
-        let fail = |fault: Fault| systemd.ask("stop scope", unit, async { Err(fault) }).unwrap_err().to_string();
+        let fail = |fault: Fault| {
+            systemd.ask("stop scope", unit, async { Err(fault) }).unwrap_err().to_string()
+        };
         assert_eq!(
             fail(Fault::Job("dependency".to_owned())),
             "stop scope x.scope: systemd's job ended with \"dependency\""
         );
         assert_eq!(fail(Fault::Lost), "stop scope x.scope: the connection to D-Bus was lost");
-        let refused = zbus::Error::InputOutput(io::Error::from_raw_os_error(libc::ECONNREFUSED).into());
+        let refused =
+            zbus::Error::InputOutput(io::Error::from_raw_os_error(libc::ECONNREFUSED).into());
         assert_eq!(fail(refused.into()), "stop scope x.scope: Connection refused (os error 111)");
     }
 
     #[test]
     fn a_forged_end_of_a_job_is_passed_over() {
-        let path = |number: u32| OwnedObjectPath::try_from(format!("{OBJECT}/job/{number}")).unwrap();
+        let path =
+            |number: u32| OwnedObjectPath::try_from(format!("{OBJECT}/job/{number}")).unwrap();
         let asked = zbus::Message::method_call(OBJECT, "StopUnit").build(&()).unwrap();
-        let answer = zbus::Message::method_return(&asked.header()).sender(":1.1").build(&path(7)).unwrap();
+        let answer =
+            zbus::Message::method_return(&asked.header()).sender(":1.1").build(&path(7)).unwrap();
         let told = |sender: &'static str, number: u32| {
             let signal = zbus::Message::signal(OBJECT, MANAGER, "JobRemoved").sender(sender);
             let signal = signal.build(&(number, path(number), "x.scope", "failed")).unwrap();
@@ -275,8 +307,14 @@ mod tests {
         assert_eq!(told(":1.66", 7), None, "another connection's");
         assert_eq!(told(":1.1", 8), None, "another job's");
         assert_eq!(told(":1.1", 7).as_deref(), Some("failed"));
-        let rubbish = zbus::Message::signal(OBJECT, MANAGER, "JobRemoved").sender(":1.66").build(&("x",)).unwrap();
-        assert!(end_of(&path(7), &answer, &rubbish).is_ok_and(|end| end.is_none()), "nor does it end the call");
+        let rubbish = zbus::Message::signal(OBJECT, MANAGER, "JobRemoved")
+            .sender(":1.66")
+            .build(&("x",))
+            .unwrap();
+        assert!(
+            end_of(&path(7), &answer, &rubbish).is_ok_and(|end| end.is_none()),
+            "nor does it end the call"
+        );
     }
 
     #[tokio::test]

@@ -58,12 +58,16 @@ fn is_born_in_its_cgroup_of_version_2() {
     umount2(root, MntFlags::MNT_DETACH).unwrap();
 }
 
-/// What a Start is refused in a cgroup below `parent`, a directory of its own in the freezer's hierarchy at `root`.
+/// What a Start is refused in a cgroup below `parent`, a directory of its own in the freezer's
+/// hierarchy at `root`.
 fn refused_below(driver: &Native, root: &Path, parent: &str) -> String {
     let plan = plan("frozen", &format!("/{parent}/below"));
     let refused = driver.start(&plan).unwrap_err().to_string();
     let below = root.join(parent);
-    assert!(fs::read_dir(&below).unwrap().all(|entry| !entry.unwrap().path().is_dir()), "{refused}");
+    assert!(
+        fs::read_dir(&below).unwrap().all(|entry| !entry.unwrap().path().is_dir()),
+        "{refused}"
+    );
     assert!(driver.cleanup(&plan.site()).is_ok());
     refused.replace(below.to_str().unwrap(), "")
 }
@@ -79,7 +83,10 @@ fn no_pause_is_put_into_a_frozen_cgroup_of_version_2() {
     let driver = Native::with(Cgroups::unified_at(root).unwrap(), image::open().unwrap()).unwrap();
     let refused = refused_below(&driver, root, &parent);
     let id = format!("frozen-{}", std::process::id());
-    assert_eq!(refused, format!("place the pause in cgroup /below/{id}: it is frozen, or one above it is"));
+    assert_eq!(
+        refused,
+        format!("place the pause in cgroup /below/{id}: it is frozen, or one above it is")
+    );
     fs::remove_dir(root.join(&parent)).unwrap();
     umount2(root, MntFlags::MNT_DETACH).unwrap();
 }
@@ -126,7 +133,8 @@ fn a_cleanup_ends_what_is_frozen() {
     let cgroup = root.join(&*plan.id);
     fs::write(cgroup.join("freezer.state"), "FROZEN").unwrap();
     pause.kill().unwrap();
-    // Tried again, as by a sandbox's owner: a pause has the least CPU weight, and so ends late on a busy machine.
+    // Tried again, as by a sandbox's owner: a pause has the least CPU weight, and so ends late on a
+    // busy machine.
     let begun = Instant::now();
     while let Err(left) = driver.cleanup(&plan.site()) {
         assert!(begun.elapsed().as_secs() < 30, "{left:?}");
@@ -197,7 +205,10 @@ fn starts_from_a_file_where_memfds_cannot_be_executed() {
     let process = format!("/proc/{}", pause.identity().pid);
     await_program(&process);
     let status = fs::read_to_string(format!("{process}/status")).unwrap();
-    assert!(status.contains("CapPrm:\t0000000000000000\n") && status.contains("Seccomp:\t2\n"), "{status}");
+    assert!(
+        status.contains("CapPrm:\t0000000000000000\n") && status.contains("Seccomp:\t2\n"),
+        "{status}"
+    );
     assert_eq!(fs::read_dir(format!("{process}/fd")).unwrap().count(), 0);
     let exe = fs::read_link(format!("{process}/exe")).unwrap();
     assert!(exe.ends_with("pause"), "{exe:?}");

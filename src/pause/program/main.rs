@@ -1,9 +1,10 @@
 //! The pause program: holds a pod's namespaces, and as PID 1 of a PID namespace reaps its orphans.
 //!
-//! Freestanding: no libc, no standard library, no data segment, no heap. All signals are blocked and taken one by one,
-//! so there is no handler and no early SIGTERM is lost. SIGTERM and SIGINT end it with status 0, SIGCHLD makes it
-//! reap, all else is ignored. Who starts it has blocked all signals already and confined it (see `child.rs`); it
-//! repeats what it can so that it behaves the same under an OCI runtime.
+//! Freestanding: no libc, no standard library, no data segment, no heap. All signals are blocked
+//! and taken one by one, so there is no handler and no early SIGTERM is lost. SIGTERM and SIGINT
+//! end it with status 0, SIGCHLD makes it reap, all else is ignored. Who starts it has blocked all
+//! signals already and confined it (see `child.rs`); it repeats what it can so that it behaves the
+//! same under an OCI runtime.
 #![no_std]
 #![no_main]
 
@@ -29,7 +30,8 @@ mod arch {
     #[inline(always)]
     pub unsafe fn syscall(number: usize, a: usize, b: usize, c: usize, d: usize) -> isize {
         let answer: isize;
-        // SAFETY: the kernel keeps all registers but rax, rcx and r11; the memory is the caller's promise.
+        // SAFETY: the kernel keeps all registers but rax, rcx and r11; the memory is the caller's
+        // promise.
         unsafe {
             asm!("syscall", inlateout("rax") number as isize => answer, in("rdi") a, in("rsi") b, in("rdx") c,
                 in("r10") d, out("rcx") _, out("r11") _, options(nostack));
@@ -85,7 +87,8 @@ static WANTED: u64 = 1 << (SIGINT - 1) | 1 << (SIGTERM - 1) | 1 << (SIGCHLD - 1)
 static NAME: [u8; 6] = *b"pause\0";
 
 unsafe extern "C" fn run() -> ! {
-    // SAFETY: every pointer passed is that of a static of the size that the call reads, or null where it may be.
+    // SAFETY: every pointer passed is that of a static of the size that the call reads, or null
+    // where it may be.
     unsafe {
         syscall(RT_SIGPROCMASK, SIG_BLOCK, &raw const ALL as usize, 0, SIGSET);
         syscall(PRCTL, PR_SET_DUMPABLE, 0, 0, 0);

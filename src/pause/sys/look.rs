@@ -1,4 +1,5 @@
-//! System calls that look at files of other users without waiting for the servers of their file systems.
+//! System calls that look at files of other users without waiting for the servers of their file
+//! systems.
 
 use std::ffi::{CStr, c_uint};
 use std::mem::size_of;
@@ -8,7 +9,8 @@ use super::{Plain, Result, syscall, zeroed};
 // SAFETY: numbers only.
 unsafe impl Plain for libc::statx {}
 
-/// statx(2): device and inode of the file that `path` leads to, as far as the kernel knows them without a question to a server.
+/// statx(2): device and inode of the file that `path` leads to, as far as the kernel knows them
+/// without a question to a server.
 pub(in crate::pause) fn device_and_inode(path: &CStr) -> Result<(u64, u64)> {
     const _: () = assert!(size_of::<libc::statx>() == 256);
     let mut about: libc::statx = zeroed();
@@ -19,9 +21,12 @@ pub(in crate::pause) fn device_and_inode(path: &CStr) -> Result<(u64, u64)> {
     Ok((libc::makedev(about.stx_dev_major, about.stx_dev_minor), about.stx_ino))
 }
 
-/// getxattr(2): an extended attribute of the file that `path` leads to; how much of `value` it fills.
+/// getxattr(2): an extended attribute of the file that `path` leads to; how much of `value` it
+/// fills.
 pub(in crate::pause) fn attribute(path: &CStr, name: &CStr, value: &mut [u8]) -> Result<usize> {
     let (path, name) = (path.as_ptr() as usize, name.as_ptr() as usize);
     // SAFETY: both strings end in NUL; pointer and length are a slice's.
-    unsafe { syscall(libc::SYS_getxattr, [path, name, value.as_mut_ptr() as usize, value.len(), 0, 0]) }
+    unsafe {
+        syscall(libc::SYS_getxattr, [path, name, value.as_mut_ptr() as usize, value.len(), 0, 0])
+    }
 }

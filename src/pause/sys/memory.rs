@@ -2,8 +2,8 @@
 
 use std::ffi::c_int;
 
-/// mallopt(3) M_ARENA_MAX: the allocator keeps at most `arenas` heaps, however many threads allocate. Other C libraries than glibc have one
-/// anyhow.
+/// mallopt(3) M_ARENA_MAX: the allocator keeps at most `arenas` heaps, however many threads
+/// allocate. Other C libraries than glibc have one anyhow.
 pub(in crate::pause) fn limit_arenas(arenas: c_int) {
     #[cfg(target_env = "gnu")]
     // SAFETY: no pointers; it may be called at any time. A refusal leaves the allocator as it was.

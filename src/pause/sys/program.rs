@@ -10,11 +10,18 @@ use std::ptr;
 
 use super::{Errno, Result, arg, close_range, sigmask, syscall};
 
-/// execve(2) of the program at `path`. `arguments` and `environment` end in a null pointer; see [`pointers`].
-pub(in crate::pause) fn execute_path(path: &CStr, arguments: &Pointers<'_>, environment: &Pointers<'_>) -> Errno {
-    let (path, argv, environment) = (path.as_ptr() as usize, arguments.0.as_ptr(), environment.0.as_ptr());
+/// execve(2) of the program at `path`. `arguments` and `environment` end in a null pointer; see
+/// [`pointers`].
+pub(in crate::pause) fn execute_path(
+    path: &CStr,
+    arguments: &Pointers<'_>,
+    environment: &Pointers<'_>,
+) -> Errno {
+    let (path, argv, environment) =
+        (path.as_ptr() as usize, arguments.0.as_ptr(), environment.0.as_ptr());
     // SAFETY: strings end in NUL, both lists in null, and all live until the call has copied them.
-    match unsafe { syscall(libc::SYS_execve, [path, argv as usize, environment as usize, 0, 0, 0]) } {
+    match unsafe { syscall(libc::SYS_execve, [path, argv as usize, environment as usize, 0, 0, 0]) }
+    {
         Err(errno) => errno,
         Ok(_) => Errno(0),
     }
@@ -28,21 +35,27 @@ pub(in crate::pause) fn pointers(strings: &[CString]) -> Pointers<'_> {
     Pointers(strings.iter().map(|s| s.as_ptr()).chain([ptr::null()]).collect(), PhantomData)
 }
 
-/// Makes `number` refer to what `file` refers to, kept open over an exec: dup3(2), or fcntl(2) F_SETFD where it does already. For a
-/// child with a table of its own.
+/// Makes `number` refer to what `file` refers to, kept open over an exec: dup3(2), or fcntl(2)
+/// F_SETFD where it does already. For a child with a table of its own.
 pub(in crate::pause) fn duplicate_to(file: BorrowedFd<'_>, number: RawFd) -> Result<()> {
     if file.as_raw_fd() == number {
         // SAFETY: no pointers.
-        return unsafe { syscall(libc::SYS_fcntl, [arg(file), libc::F_SETFD as usize, 0, 0, 0, 0]) }.map(drop);
+        return unsafe {
+            syscall(libc::SYS_fcntl, [arg(file), libc::F_SETFD as usize, 0, 0, 0, 0])
+        }
+        .map(drop);
     }
     // SAFETY: no pointers; in the child's own table nobody owns `number`.
     unsafe { syscall(libc::SYS_dup3, [arg(file), number as usize, 0, 0, 0, 0]) }.map(drop)
 }
 
-/// Makes the exec close all descriptors from `first` on: until then all of the daemon's stay open. Linux before 5.11 cannot
-/// (close_range(2) CLOSE_RANGE_CLOEXEC); there all but `kept`, which the exec itself needs, are closed at once. For a child with a
-/// table of its own.
-pub(in crate::pause) fn close_at_execute(first: c_uint, kept: Option<BorrowedFd<'_>>) -> Result<()> {
+/// Makes the exec close all descriptors from `first` on: until then all of the daemon's stay open.
+/// Linux before 5.11 cannot (close_range(2) CLOSE_RANGE_CLOEXEC); there all but `kept`, which the
+/// exec itself needs, are closed at once. For a child with a table of its own.
+pub(in crate::pause) fn close_at_execute(
+    first: c_uint,
+    kept: Option<BorrowedFd<'_>>,
+) -> Result<()> {
     match close_range(first, c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) {
         Err(Errno(libc::EINVAL | libc::ENOSYS)) => {}
         done => return done,
@@ -62,15 +75,16 @@ pub(in crate::pause) fn change_directory(path: &CStr) -> Result<()> {
     unsafe { syscall(libc::SYS_chdir, [path.as_ptr() as usize, 0, 0, 0, 0, 0]) }.map(drop)
 }
 
-/// Gives a program back the signals that this process blocks (all, in a child of [`super::clone_child`]) and ignores (SIGPIPE, as every
-/// Rust program does). For a child with handlers of its own.
+/// Gives a program back the signals that this process blocks (all, in a child of
+/// [`super::clone_child`]) and ignores (SIGPIPE, as every Rust program does). For a child with
+/// handlers of its own.
 pub(in crate::pause) fn default_signals() -> Result<()> {
     default_action(libc::SIGPIPE)?;
     sigmask(libc::SIG_SETMASK, 0, None)
 }
 
-/// The same for this process, which has one thread: what it was started with may block any signal. Where SIGCHLD is ignored the kernel
-/// reaps children before they are asked how they ended.
+/// The same for this process, which has one thread: what it was started with may block any signal.
+/// Where SIGCHLD is ignored the kernel reaps children before they are asked how they ended.
 pub(in crate::pause) fn own_signals() -> Result<()> {
     default_action(libc::SIGCHLD)?;
     sigmask(libc::SIG_SETMASK, 0, None)
@@ -81,15 +95,19 @@ fn default_action(signal: c_int) -> Result<()> {
     /// `struct kernel_sigaction`: handler, flags, restorer, mask; all zero is SIG_DFL.
     const DEFAULT: [usize; 4] = [0; 4];
     let action = DEFAULT.as_ptr() as usize;
-    // SAFETY: the action is longer than or as long as the kernel's structure; null is allowed for the old one.
-    unsafe { syscall(libc::SYS_rt_sigaction, [signal as usize, action, 0, size_of::<u64>(), 0, 0]) }.map(drop)
+    // SAFETY: the action is longer than or as long as the kernel's structure; null is allowed for
+    // the old one.
+    unsafe { syscall(libc::SYS_rt_sigaction, [signal as usize, action, 0, size_of::<u64>(), 0, 0]) }
+        .map(drop)
 }
 
-/// prlimit64(2) of this process: soft and hard limit as they were, and as they are from now on if there is a `new` one.
+/// prlimit64(2) of this process: soft and hard limit as they were, and as they are from now on if
+/// there is a `new` one.
 fn limit(resource: c_uint, new: Option<&[u64; 2]>) -> Result<[u64; 2]> {
     let mut old = [0_u64; 2];
     let (resource, new) = (resource as usize, new.map_or(ptr::null(), |new| new.as_ptr()) as usize);
-    // SAFETY: two words are what the kernel's structure has, to read and to write; null is allowed for the new one.
+    // SAFETY: two words are what the kernel's structure has, to read and to write; null is allowed
+    // for the new one.
     unsafe { syscall(libc::SYS_prlimit64, [0, resource, new, old.as_mut_ptr() as usize, 0, 0]) }?;
     Ok(old)
 }
@@ -107,7 +125,8 @@ pub(in crate::pause) fn core_domain() -> Result<()> {
 
 fn sched_core(what: c_int, pid: usize, scope: c_int, cookie: usize) -> Result<()> {
     let (option, scope) = (libc::PR_SCHED_CORE as usize, scope as usize);
-    // SAFETY: all arguments are numbers, but `cookie`, which is null or the address of a word to write.
+    // SAFETY: all arguments are numbers, but `cookie`, which is null or the address of a word to
+    // write.
     unsafe { syscall(libc::SYS_prctl, [option, what as usize, pid, scope, cookie, 0]) }.map(drop)
 }
 
@@ -115,7 +134,12 @@ fn sched_core(what: c_int, pid: usize, scope: c_int, cookie: usize) -> Result<()
 #[cfg(test)]
 pub(in crate::pause) fn core_cookie(pid: u32) -> Result<u64> {
     let mut cookie = 0_u64;
-    sched_core(libc::PR_SCHED_CORE_GET, pid as usize, libc::PR_SCHED_CORE_SCOPE_THREAD, &raw mut cookie as usize)?;
+    sched_core(
+        libc::PR_SCHED_CORE_GET,
+        pid as usize,
+        libc::PR_SCHED_CORE_SCOPE_THREAD,
+        &raw mut cookie as usize,
+    )?;
     Ok(cookie)
 }
 
@@ -129,8 +153,10 @@ pub(in crate::pause) fn lift_process_limit() -> Result<()> {
     limit(libc::RLIMIT_NPROC, Some(&[hard; 2])).map(drop)
 }
 
-/// Has the child of a command limit its open files as [`limit_open_files`] does, before it executes the program.
+/// Has the child of a command limit its open files as [`limit_open_files`] does, before it executes
+/// the program.
 pub(in crate::pause) fn limit_open_files_of(command: &mut Command, soft: u64) {
-    // SAFETY: after the fork the closure makes two system calls on its own stack; it neither allocates nor locks.
+    // SAFETY: after the fork the closure makes two system calls on its own stack; it neither
+    // allocates nor locks.
     unsafe { command.pre_exec(move || limit_open_files(soft).map_err(Into::into)) };
 }

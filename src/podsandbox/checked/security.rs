@@ -1,5 +1,6 @@
-//! The fields of the security context that our pause makes no use of. What containerd's built-in controller refuses in them is
-//! refused here too: a pod that names a profile which cannot be is not to run as if it had named none.
+//! The fields of the security context that our pause makes no use of. What containerd's built-in
+//! controller refuses in them is refused here too: a pod that names a profile which cannot be is
+//! not to run as if it had named none.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -20,18 +21,27 @@ const LARGEST_PROFILE: u64 = 16 << 20;
 /// What a path of a profile may begin with.
 const LOCALHOST: &str = "localhost/";
 
-/// Checks them as containerd does (`podsandbox/sandbox_run_linux.go`, `podsandbox/helpers_linux.go`, `sputil/seccomp_linux.go`).
+/// Checks them as containerd does (`podsandbox/sandbox_run_linux.go`,
+/// `podsandbox/helpers_linux.go`, `sputil/seccomp_linux.go`).
 ///
 /// # Errors
 /// [`Error::Invalid`] names the field.
 pub(super) fn check(id: &str, security: &LinuxSandboxSecurityContext) -> Result<(), Error> {
-    let refuse = |field: &str, reason: &str| Err(invalid(id, &format!("{FIELD}.{field}"), reason.to_owned()));
+    let refuse = |field: &str, reason: &str| {
+        Err(invalid(id, &format!("{FIELD}.{field}"), reason.to_owned()))
+    };
     if security.run_as_group.is_some() && security.run_as_user.is_none() {
         return refuse("run_as_group", "is given without run_as_user");
     }
-    for (field, given) in [("run_as_user", &security.run_as_user), ("run_as_group", &security.run_as_group)] {
-        // Any other number is the name of a user to containerd, which the pause image does not have.
-        if given.as_ref().is_some_and(|given| i32::try_from(given.value).map_or(true, i32::is_negative)) {
+    for (field, given) in
+        [("run_as_user", &security.run_as_user), ("run_as_group", &security.run_as_group)]
+    {
+        // Any other number is the name of a user to containerd, which the pause image does not
+        // have.
+        if given
+            .as_ref()
+            .is_some_and(|given| i32::try_from(given.value).map_or(true, i32::is_negative))
+        {
             return refuse(field, "is below 0 or above 2147483647");
         }
     }
@@ -58,21 +68,28 @@ pub(super) fn check(id: &str, security: &LinuxSandboxSecurityContext) -> Result<
         return Ok(());
     }
     match seccomp.profile_type.enum_value() {
-        Ok(ProfileType::Localhost) => {
-            check_profile(&seccomp.localhost_ref).or_else(|reason| refuse("seccomp.localhost_ref", &reason))
-        }
+        Ok(ProfileType::Localhost) => check_profile(&seccomp.localhost_ref)
+            .or_else(|reason| refuse("seccomp.localhost_ref", &reason)),
         Ok(_) if seccomp.localhost_ref.is_empty() => Ok(()),
         Ok(_) => refuse("seccomp.localhost_ref", "goes with the type Localhost alone"),
-        Err(_) => refuse("seccomp.profile_type", "is none of RuntimeDefault, Unconfined, Localhost"),
+        Err(_) => {
+            refuse("seccomp.profile_type", "is none of RuntimeDefault, Unconfined, Localhost")
+        }
     }
 }
 
-/// Looks for a profile where containerd does: a file that holds a JSON object. What is in it concerns the containers alone.
+/// Looks for a profile where containerd does: a file that holds a JSON object. What is in it
+/// concerns the containers alone.
 fn check_profile(reference: &str) -> Result<(), String> {
     let path = reference.strip_prefix(LOCALHOST).unwrap_or(reference);
-    let refuse = |reason: &dyn std::fmt::Display| format!("names the profile {:?}: {reason}", shorten(path));
+    let refuse =
+        |reason: &dyn std::fmt::Display| format!("names the profile {:?}: {reason}", shorten(path));
     // A fifo must hold up nothing.
-    let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(|e| refuse(&e))?;
+    let file = File::options()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)
+        .map_err(|e| refuse(&e))?;
     let about = file.metadata().map_err(|e| refuse(&e))?;
     if !about.is_file() || about.len() > LARGEST_PROFILE {
         return Err(refuse(&format_args!("is no file of at most {LARGEST_PROFILE} bytes")));
@@ -83,8 +100,8 @@ fn check_profile(reference: &str) -> Result<(), String> {
     profile.map(drop).map_err(|e| refuse(&format_args!("is no seccomp profile: {e}")))
 }
 
-/// Whether containerd takes it for an SELinux level: `sN[-sN][:CATEGORIES]`, categories `cN[.cN]`, separated by commas, each with at
-/// most four digits. Empty is none.
+/// Whether containerd takes it for an SELinux level: `sN[-sN][:CATEGORIES]`, categories `cN[.cN]`,
+/// separated by commas, each with at most four digits. Empty is none.
 fn is_level(level: &str) -> bool {
     let number = |text: &str, letter: char, most: usize| {
         let digits = text.strip_prefix(letter).unwrap_or_default();
@@ -94,13 +111,15 @@ fn is_level(level: &str) -> bool {
         Some((sensitivity, categories)) => (sensitivity, Some(categories)),
         None => (level, None),
     };
-    let range = |text: &str, separator: char, letter: char, most: usize| match text.split_once(separator) {
-        Some((low, high)) => number(low, letter, most) && number(high, letter, most),
-        None => number(text, letter, most),
-    };
+    let range =
+        |text: &str, separator: char, letter: char, most: usize| match text.split_once(separator) {
+            Some((low, high)) => number(low, letter, most) && number(high, letter, most),
+            None => number(text, letter, most),
+        };
     level.is_empty()
         || range(sensitivity, '-', 's', 1)
-            && categories.is_none_or(|all| all.split(',').all(|category| range(category, '.', 'c', 4)))
+            && categories
+                .is_none_or(|all| all.split(',').all(|category| range(category, '.', 'c', 4)))
 }
 
 #[cfg(test)]
@@ -116,15 +135,19 @@ mod tests {
             std::fs::write(&path, text).unwrap();
             path.to_str().unwrap().to_owned()
         };
-        let good = file("good", r#"{"defaultAction": "SCMP_ACT_ALLOW", "of a later runtime": [1]}"#);
+        let good =
+            file("good", r#"{"defaultAction": "SCMP_ACT_ALLOW", "of a later runtime": [1]}"#);
         let checked = |path: &str, privileged| {
             let seccomp = SecurityProfile {
                 profile_type: ProfileType::Localhost.into(),
                 localhost_ref: path.to_owned(),
                 ..Default::default()
             };
-            let of_now =
-                LinuxSandboxSecurityContext { seccomp: Some(seccomp).into(), privileged, ..Default::default() };
+            let of_now = LinuxSandboxSecurityContext {
+                seccomp: Some(seccomp).into(),
+                privileged,
+                ..Default::default()
+            };
             let of_old = LinuxSandboxSecurityContext {
                 seccomp_profile_path: format!("localhost/{path}"),
                 privileged,
@@ -155,8 +178,11 @@ mod tests {
     fn users_are_numbers_that_there_are() {
         let id = |value: i64| Some(Int64Value { value, ..Default::default() }).into();
         let checked = |user: i64, group: i64| {
-            let security =
-                LinuxSandboxSecurityContext { run_as_user: id(user), run_as_group: id(group), ..Default::default() };
+            let security = LinuxSandboxSecurityContext {
+                run_as_user: id(user),
+                run_as_group: id(group),
+                ..Default::default()
+            };
             check("id", &security).map_err(|e| e.to_string())
         };
         assert_eq!(checked(0, i64::from(i32::MAX)), Ok(()));
@@ -168,7 +194,8 @@ mod tests {
 
     #[test]
     fn levels() {
-        for good in ["", "s0", "s0-s1", "s0:c1", "s0:c1,c2", "s0-s0:c0.c1023", "s0:c1.c3,c5,c7.c9"] {
+        for good in ["", "s0", "s0-s1", "s0:c1", "s0:c1,c2", "s0-s0:c0.c1023", "s0:c1.c3,c5,c7.c9"]
+        {
             assert!(is_level(good), "{good}");
         }
         for bad in [

@@ -37,7 +37,12 @@ impl Directory {
     pub(super) fn text(&self, name: &str) -> Result<Option<String>, Step> {
         let path = self.0.join(name);
         match fs::read_to_string(&path) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(None),
+            Err(e)
+                if e.kind() == io::ErrorKind::NotFound
+                    || e.raw_os_error() == Some(libc::EOPNOTSUPP) =>
+            {
+                Ok(None)
+            }
             other => other.map(Some).step_at(READ, path),
         }
     }
@@ -72,19 +77,24 @@ impl Directory {
     pub(super) fn parse(&self, name: &str, number: &str) -> Result<u64, Step> {
         match number.parse::<u64>() {
             Ok(value) => Ok(value),
-            Err(_) if number.strip_prefix('-').is_some_and(|rest| rest.parse::<u64>().is_ok()) => Ok(0),
+            Err(_) if number.strip_prefix('-').is_some_and(|rest| rest.parse::<u64>().is_ok()) => {
+                Ok(0)
+            }
             Err(_) => Err(self.malformed(name, number)),
         }
     }
 
     pub(super) fn malformed(&self, name: &str, text: &str) -> Step {
-        let reason = format!("{:?} is not what the kernel writes there", text.chars().take(80).collect::<String>());
+        let reason = format!(
+            "{:?} is not what the kernel writes there",
+            text.chars().take(80).collect::<String>()
+        );
         Step::at(READ, self.0.join(name), io::Error::new(io::ErrorKind::InvalidData, reason))
     }
 }
 
-/// Lines `device hca_handle=NUMBER hca_object=NUMBER`, where `max` is the largest number: device, handles and objects. A line of
-/// another form is left out.
+/// Lines `device hca_handle=NUMBER hca_object=NUMBER`, where `max` is the largest number: device,
+/// handles and objects. A line of another form is left out.
 pub(super) fn rdma_devices(text: &str) -> impl Iterator<Item = (String, u32, u32)> {
     text.lines().filter_map(|line| {
         let mut words = line.split_whitespace();
@@ -102,7 +112,9 @@ pub(super) fn rdma_devices(text: &str) -> impl Iterator<Item = (String, u32, u32
 }
 
 /// Key and value of words such as `rbytes=90112`.
-pub(super) fn keyed<'a>(words: impl Iterator<Item = &'a str>) -> impl Iterator<Item = (&'a str, &'a str)> {
+pub(super) fn keyed<'a>(
+    words: impl Iterator<Item = &'a str>,
+) -> impl Iterator<Item = (&'a str, &'a str)> {
     words.filter_map(|word| word.split_once('='))
 }
 

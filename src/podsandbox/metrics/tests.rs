@@ -47,7 +47,10 @@ fn version_1() {
         ("cpuacct/pods/p/cpuacct.usage_percpu", "100000000 23456789 \n"),
         ("cpuacct/pods/p/cpuacct.stat", "user 7\nsystem 3\n"),
         ("cpu/pods/p/cpu.stat", "nr_periods 9\nnr_throttled 2\nthrottled_time 5000\n"),
-        ("memory/pods/p/memory.stat", "cache 1\nrss 2\npgfault 5\nhierarchical_memsw_limit 6\ntotal_rss 7\n"),
+        (
+            "memory/pods/p/memory.stat",
+            "cache 1\nrss 2\npgfault 5\nhierarchical_memsw_limit 6\ntotal_rss 7\n",
+        ),
         ("memory/pods/p/memory.oom_control", "oom_kill_disable 0\nunder_oom 1\noom_kill 4\n"),
         ("memory/pods/p/memory.usage_in_bytes", "4096\n"),
         ("memory/pods/p/memory.max_usage_in_bytes", "8192\n"),
@@ -68,24 +71,34 @@ fn version_1() {
     // 100 ticks a second on every Linux that runs pods.
     assert_eq!((usage.user, usage.kernel), (70_000_000, 30_000_000));
     let throttling = &metrics.cpu.throttling;
-    assert_eq!((throttling.periods, throttling.throttled_periods, throttling.throttled_time), (9, 2, 5000));
+    assert_eq!(
+        (throttling.periods, throttling.throttled_periods, throttling.throttled_time),
+        (9, 2, 5000)
+    );
     let memory = &metrics.memory;
     assert_eq!((memory.cache, memory.rss, memory.pg_fault, memory.total_rss), (1, 2, 5, 7));
     assert_eq!((memory.hierarchical_swap_limit, memory.total_cache), (6, 0));
     let entry = &memory.usage;
-    assert_eq!((entry.usage, entry.max, entry.failcnt, entry.limit), (4096, 8192, 3, 9_223_372_036_854_771_712));
+    assert_eq!(
+        (entry.usage, entry.max, entry.failcnt, entry.limit),
+        (4096, 8192, 3, 9_223_372_036_854_771_712)
+    );
     assert_eq!((memory.kernel.usage, memory.kernel.limit), (512, 0));
     // CRI reads them without asking whether they are there.
     assert!(memory.swap.is_some() && memory.kernel_tcp.is_some());
     assert_eq!((metrics.memory_oom_control.under_oom, metrics.memory_oom_control.oom_kill), (1, 4));
     assert_eq!((metrics.pids.current, metrics.pids.limit), (5, 0));
-    let io: Vec<_> = metrics.blkio.io_serviced_recursive.iter().map(|e| (e.op.as_str(), e.value)).collect();
+    let io: Vec<_> =
+        metrics.blkio.io_serviced_recursive.iter().map(|e| (e.op.as_str(), e.value)).collect();
     assert_eq!(io, [("Read", 12), ("Total", 12)]);
     let bytes = &metrics.blkio.io_service_bytes_recursive[0];
     assert_eq!((bytes.major, bytes.minor, bytes.op.as_str(), bytes.value), (999, 77, "", 49152));
     assert_eq!(bytes.device, "");
     let (current, limit) = (&metrics.rdma.current[0], &metrics.rdma.limit[0]);
-    assert_eq!((current.device.as_str(), current.hca_handles, current.hca_objects), ("mlx4_0", 2, 2000));
+    assert_eq!(
+        (current.device.as_str(), current.hca_handles, current.hca_objects),
+        ("mlx4_0", 2, 2000)
+    );
     assert_eq!((limit.hca_handles, limit.hca_objects), (u32::MAX, u32::MAX));
     assert!(metrics.hugetlb.is_empty() && metrics.network.is_empty());
 }
@@ -95,18 +108,29 @@ fn version_1_with_little_in_it() {
     let root = tree(&[("pids/p/pids.current", "1\n"), ("memory/other/memory.stat", "cache 1\n")]);
     let metrics = v1::read(root.path(), Path::new("p")).unwrap();
     assert_eq!((metrics.pids.current, metrics.pids.limit), (1, 0));
-    assert!(metrics.memory.is_none() && metrics.memory_oom_control.is_none() && metrics.blkio.is_none());
+    assert!(
+        metrics.memory.is_none() && metrics.memory_oom_control.is_none() && metrics.blkio.is_none()
+    );
     assert!(metrics.cpu.usage.is_some() && metrics.cpu.throttling.is_some());
 
     let error = v1::read(root.path(), Path::new("gone")).unwrap_err().to_string();
     let path = root.path().join("gone");
-    assert_eq!(error, format!("read metrics of cgroup {}: No such file or directory (os error 2)", path.display()));
+    assert_eq!(
+        error,
+        format!(
+            "read metrics of cgroup {}: No such file or directory (os error 2)",
+            path.display()
+        )
+    );
 }
 
 #[test]
 fn version_2() {
     let root = tree(&[
-        ("a.slice/cpu.stat", "usage_usec 10\nuser_usec 6\nsystem_usec 4\nnr_bursts 1\ncore_sched.force_idle_usec 0\n"),
+        (
+            "a.slice/cpu.stat",
+            "usage_usec 10\nuser_usec 6\nsystem_usec 4\nnr_bursts 1\ncore_sched.force_idle_usec 0\n",
+        ),
         (
             "a.slice/cpu.pressure",
             "some avg10=0.12 avg60=1.50 avg300=0.00 total=77\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=5\n",
@@ -118,7 +142,10 @@ fn version_2() {
         ("a.slice/memory.events", "low 0\nhigh 0\nmax 1\noom 2\noom_kill 3\noom_group_kill 4\n"),
         ("a.slice/pids.current", "2\n"),
         ("a.slice/pids.max", "max\n"),
-        ("a.slice/io.stat", "254:0 rbytes=4096 wbytes=8192 rios=1 wios=2 dbytes=0 dios=0 cost.vrate=99.5\n259:1 \n"),
+        (
+            "a.slice/io.stat",
+            "254:0 rbytes=4096 wbytes=8192 rios=1 wios=2 dbytes=0 dios=0 cost.vrate=99.5\n259:1 \n",
+        ),
     ]);
     let metrics = v2::read(root.path(), Path::new("a.slice")).unwrap();
 
@@ -132,7 +159,12 @@ fn version_2() {
     assert!(memory.psi.is_none());
     assert_eq!((metrics.memory_events.oom_kill, metrics.memory_events.oom_group_kill), (3, 4));
     assert_eq!((metrics.pids.current, metrics.pids.limit), (2, u64::MAX));
-    let io: Vec<_> = metrics.io.usage.iter().map(|e| (e.major, e.minor, e.rbytes, e.wbytes, e.rios, e.wios)).collect();
+    let io: Vec<_> = metrics
+        .io
+        .usage
+        .iter()
+        .map(|e| (e.major, e.minor, e.rbytes, e.wbytes, e.rios, e.wios))
+        .collect();
     assert_eq!(io, [(254, 0, 4096, 8192, 1, 2), (259, 1, 0, 0, 0, 0)]);
     assert!(metrics.rdma.is_none() && metrics.hugetlb.is_empty());
 
@@ -190,7 +222,9 @@ impl Busy {
         let roots = match unified {
             true => vec![PathBuf::from(ROOT)],
             // Without cpuset, whose new cgroups take no process.
-            false => ["cpu", "cpuacct", "memory", "pids", "blkio"].map(|c| Path::new(ROOT).join(c)).to_vec(),
+            false => ["cpu", "cpuacct", "memory", "pids", "blkio"]
+                .map(|c| Path::new(ROOT).join(c))
+                .to_vec(),
         };
         let mut directories: Vec<PathBuf> = roots.iter().map(|root| root.join(&name)).collect();
         // cpu and cpuacct may be one hierarchy with two names.
@@ -209,7 +243,11 @@ impl Busy {
     /// A number as the kernel shows it, with awk's eyes: line `key`, or the whole file.
     fn kernel(&self, controller: &str, file: &str, key: &str) -> u64 {
         let path = Path::new(ROOT).join(controller).join(&self.name).join(file);
-        let script = if key.is_empty() { "{print $1}".to_owned() } else { format!("$1 == \"{key}\" {{print $2}}") };
+        let script = if key.is_empty() {
+            "{print $1}".to_owned()
+        } else {
+            format!("$1 == \"{key}\" {{print $2}}")
+        };
         let output = Command::new("awk").arg(script).arg(&path).output().unwrap();
         let text = String::from_utf8(output.stdout).unwrap();
         text.trim().parse().unwrap_or_else(|_| panic!("{}: {text:?}", path.display()))
@@ -242,7 +280,11 @@ fn the_machine_s_own_cgroups() {
     }
     if !unified {
         fs::write(Path::new(ROOT).join("pids").join(&busy.name).join("pids.max"), "7").unwrap();
-        fs::write(Path::new(ROOT).join("memory").join(&busy.name).join("memory.limit_in_bytes"), "67108864").unwrap();
+        fs::write(
+            Path::new(ROOT).join("memory").join(&busy.name).join("memory.limit_in_bytes"),
+            "67108864",
+        )
+        .unwrap();
     }
 
     let faults = || if unified { 0 } else { busy.kernel("memory", "memory.stat", "pgfault") };
@@ -263,7 +305,11 @@ fn the_machine_s_own_cgroups() {
         assert_eq!(metric.data.type_url, "io.containerd.cgroups.v1.Metrics");
         let metrics = cgroups::metrics::Metrics::parse_from_bytes(&metric.data.value).unwrap();
         let usage = &metrics.cpu.usage;
-        assert!((before.0..=after.0).contains(&usage.total), "{before:?} {} {after:?}", usage.total);
+        assert!(
+            (before.0..=after.0).contains(&usage.total),
+            "{before:?} {} {after:?}",
+            usage.total
+        );
         let sum: u64 = usage.per_cpu.iter().sum();
         assert!((before.0..=after.0).contains(&sum), "{before:?} {sum} {after:?}");
         assert!(usage.user + usage.kernel > 0);

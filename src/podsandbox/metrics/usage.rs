@@ -1,4 +1,5 @@
-//! The few numbers of a pod's cgroup that a list of pods shows; [`super::read`] reads all there are.
+//! The few numbers of a pod's cgroup that a list of pods shows; [`super::read`] reads all there
+//! are.
 
 use std::path::Path;
 
@@ -37,7 +38,9 @@ pub fn read(cgroup_parent: &str) -> Result<Option<Usage>, Step> {
     }
     let mut found = false;
     let mut number = |controller, file| -> Result<u64, Step> {
-        let Some(directory) = Directory::open(of_controller(root, controller, &parent))? else { return Ok(0) };
+        let Some(directory) = Directory::open(of_controller(root, controller, &parent))? else {
+            return Ok(0);
+        };
         found = true;
         Ok(directory.number(file, u64::MAX)?.unwrap_or_default())
     };

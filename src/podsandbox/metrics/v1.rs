@@ -5,8 +5,8 @@ use std::fs;
 use std::path::Path;
 
 use containerd_shim_protos::cgroups::metrics::{
-    BlkIOEntry, BlkIOStat, CPUStat, CPUUsage, HugetlbStat, MemoryEntry, MemoryOomControl, MemoryStat, Metrics,
-    PidsStat, RdmaEntry, RdmaStat, Throttle,
+    BlkIOEntry, BlkIOStat, CPUStat, CPUUsage, HugetlbStat, MemoryEntry, MemoryOomControl,
+    MemoryStat, Metrics, PidsStat, RdmaEntry, RdmaStat, Throttle,
 };
 use nix::unistd::{SysconfVar, sysconf};
 use protobuf::MessageField;
@@ -26,7 +26,11 @@ pub(super) fn read(root: &Path, cgroup: &Path) -> Result<Metrics, Step> {
     let mut found = false;
     let mut metrics = Metrics::new();
     // Always there, as containerd has it.
-    let mut cpu = CPUStat { usage: some(CPUUsage::new()), throttling: some(Throttle::new()), ..Default::default() };
+    let mut cpu = CPUStat {
+        usage: some(CPUUsage::new()),
+        throttling: some(Throttle::new()),
+        ..Default::default()
+    };
 
     if let Some(directory) = open("cpuacct")? {
         found = true;
@@ -68,7 +72,11 @@ fn some<T>(message: T) -> MessageField<T> {
 fn usage(directory: &Directory) -> Result<CPUUsage, Step> {
     // In ticks; everything else is in nanoseconds.
     let ticks = directory.numbers("cpuacct.stat")?.unwrap_or_default();
-    let per_second = sysconf(SysconfVar::CLK_TCK).ok().flatten().and_then(|n| u64::try_from(n).ok()).unwrap_or(100);
+    let per_second = sysconf(SysconfVar::CLK_TCK)
+        .ok()
+        .flatten()
+        .and_then(|n| u64::try_from(n).ok())
+        .unwrap_or(100);
     let nanoseconds = |ticks: u64| ticks.saturating_mul(NANOSECONDS) / per_second.max(1);
     Ok(CPUUsage {
         total: directory.number("cpuacct.usage", u64::MAX)?.unwrap_or_default(),
@@ -200,7 +208,11 @@ fn blkio(directory: &Directory) -> Result<BlkIOStat, Step> {
 type Devices = HashMap<(u64, u64), String>;
 
 /// Lines `major:minor [operation] number`, and a total, which is left out.
-fn io_entries(directory: &Directory, name: &str, devices: &mut Option<Devices>) -> Result<Vec<BlkIOEntry>, Step> {
+fn io_entries(
+    directory: &Directory,
+    name: &str,
+    devices: &mut Option<Devices>,
+) -> Result<Vec<BlkIOEntry>, Step> {
     let text = directory.text(name)?.unwrap_or_default();
     let mut entries = Vec::new();
     for line in text.lines() {
@@ -212,14 +224,26 @@ fn io_entries(directory: &Directory, name: &str, devices: &mut Option<Devices>) 
             _ => return Err(directory.malformed(name, line)),
         };
         let (major, minor) = (directory.parse(name, major)?, directory.parse(name, minor)?);
-        let device = devices.get_or_insert_with(block_devices).get(&(major, minor)).cloned().unwrap_or_default();
+        let device = devices
+            .get_or_insert_with(block_devices)
+            .get(&(major, minor))
+            .cloned()
+            .unwrap_or_default();
         let value = directory.parse(name, value)?;
-        entries.push(BlkIOEntry { op: op.to_owned(), device, major, minor, value, ..Default::default() });
+        entries.push(BlkIOEntry {
+            op: op.to_owned(),
+            device,
+            major,
+            minor,
+            value,
+            ..Default::default()
+        });
     }
     Ok(entries)
 }
 
-/// The nodes of the block devices by number (`/proc/partitions`); a device that it lacks stays without a name.
+/// The nodes of the block devices by number (`/proc/partitions`); a device that it lacks stays
+/// without a name.
 fn block_devices() -> Devices {
     let text = fs::read_to_string("/proc/partitions").unwrap_or_default();
     let device = |line: &str| {
@@ -231,14 +255,24 @@ fn block_devices() -> Devices {
 }
 
 fn rdma(directory: &Directory) -> Result<Option<RdmaStat>, Step> {
-    let (Some(current), Some(limit)) = (directory.text("rdma.current")?, directory.text("rdma.max")?) else {
+    let (Some(current), Some(limit)) =
+        (directory.text("rdma.current")?, directory.text("rdma.max")?)
+    else {
         return Ok(None);
     };
-    Ok(Some(RdmaStat { current: rdma_entries(&current), limit: rdma_entries(&limit), ..Default::default() }))
+    Ok(Some(RdmaStat {
+        current: rdma_entries(&current),
+        limit: rdma_entries(&limit),
+        ..Default::default()
+    }))
 }
 
 fn rdma_entries(text: &str) -> Vec<RdmaEntry> {
-    let entry =
-        |(device, hca_handles, hca_objects)| RdmaEntry { device, hca_handles, hca_objects, ..Default::default() };
+    let entry = |(device, hca_handles, hca_objects)| RdmaEntry {
+        device,
+        hca_handles,
+        hca_objects,
+        ..Default::default()
+    };
     rdma_devices(text).map(entry).collect()
 }

@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use containerd_shim_protos::cgroups_v2::metrics::{
-    CPUStat, HugeTlbStat, IOEntry, IOStat, MemoryEvents, MemoryStat, Metrics, PSIData, PSIStats, PidsStat, RdmaEntry,
-    RdmaStat,
+    CPUStat, HugeTlbStat, IOEntry, IOStat, MemoryEvents, MemoryStat, Metrics, PSIData, PSIStats,
+    PidsStat, RdmaEntry, RdmaStat,
 };
 use protobuf::MessageField;
 
@@ -54,7 +54,9 @@ fn cpu(directory: &Directory) -> Result<Option<CPUStat>, Step> {
 
 fn memory(directory: &Directory) -> Result<Option<MemoryStat>, Step> {
     let Some(stat) = directory.numbers("memory.stat")? else { return Ok(None) };
-    let number = |name: &str| -> Result<u64, Step> { Ok(directory.number(name, u64::MAX)?.unwrap_or_default()) };
+    let number = |name: &str| -> Result<u64, Step> {
+        Ok(directory.number(name, u64::MAX)?.unwrap_or_default())
+    };
     Ok(Some(MemoryStat {
         anon: stat.get("anon"),
         file: stat.get("file"),
@@ -144,7 +146,8 @@ fn io_entry(directory: &Directory, line: &str) -> Result<IOEntry, Step> {
     Ok(entry)
 }
 
-/// Pressure stall information: lines `some avg10=… avg60=… avg300=… total=…` and the same for `full`.
+/// Pressure stall information: lines `some avg10=… avg60=… avg300=… total=…` and the same for
+/// `full`.
 fn pressure(directory: &Directory, name: &str) -> Result<MessageField<PSIStats>, Step> {
     let Some(text) = directory.text(name)? else { return Ok(MessageField::none()) };
     let mut stats = PSIStats::new();
@@ -177,7 +180,10 @@ fn hugetlb(directory: &Directory) -> Result<Vec<HugeTlbStat>, Step> {
         let number = |name: &str| directory.number(&format!("hugetlb.{pagesize}.{name}"), u64::MAX);
         let Some(current) = number("current")? else { continue };
         let max = number("max")?.unwrap_or_default();
-        let failcnt = directory.numbers(&format!("hugetlb.{pagesize}.events"))?.unwrap_or_default().get("max");
+        let failcnt = directory
+            .numbers(&format!("hugetlb.{pagesize}.events"))?
+            .unwrap_or_default()
+            .get("max");
         stats.push(HugeTlbStat { current, max, pagesize, failcnt, ..Default::default() });
     }
     Ok(stats)
@@ -186,11 +192,19 @@ fn hugetlb(directory: &Directory) -> Result<Vec<HugeTlbStat>, Step> {
 fn rdma(directory: &Directory) -> Result<Option<RdmaStat>, Step> {
     let (current, limit) = (directory.text("rdma.current")?, directory.text("rdma.max")?);
     let (Some(current), Some(limit)) = (current, limit) else { return Ok(None) };
-    Ok(Some(RdmaStat { current: rdma_entries(&current), limit: rdma_entries(&limit), ..Default::default() }))
+    Ok(Some(RdmaStat {
+        current: rdma_entries(&current),
+        limit: rdma_entries(&limit),
+        ..Default::default()
+    }))
 }
 
 fn rdma_entries(text: &str) -> Vec<RdmaEntry> {
-    let entry =
-        |(device, hca_handles, hca_objects)| RdmaEntry { device, hca_handles, hca_objects, ..Default::default() };
+    let entry = |(device, hca_handles, hca_objects)| RdmaEntry {
+        device,
+        hca_handles,
+        hca_objects,
+        ..Default::default()
+    };
     rdma_devices(text).map(entry).collect()
 }

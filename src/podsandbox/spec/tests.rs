@@ -1,4 +1,5 @@
-//! Specs of pods as kubelet makes them, against specs written by hand after containerd's built-in controller.
+//! Specs of pods as kubelet makes them, against specs written by hand after containerd's built-in
+//! controller.
 
 use std::time::SystemTime;
 
@@ -10,13 +11,12 @@ use crate::pause::{Plan, UserNamespace};
 use crate::podsandbox::files::Files;
 use crate::podsandbox::record::{Blob, Info};
 use crate::protos::cri::{
-    LinuxContainerResources, LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption,
-    PodSandboxMetadata,
+    LinuxContainerResources, LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode,
+    NamespaceOption, PodSandboxMetadata,
 };
 
 const ID: &str = "4c1e5bd5f4b3c6b3f6a14a4c8d7e9f00112233445566778899aabbccddeeff00";
-const PARENT: &str =
-    "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod8a5d0f2e_7f3b_4a59_9a53_5f0b9b4f6a11.slice";
+const PARENT: &str = "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod8a5d0f2e_7f3b_4a59_9a53_5f0b9b4f6a11.slice";
 
 /// What kubelet sends for a burstable pod of one container.
 fn kubelet_pod() -> PodSandboxConfig {
@@ -29,7 +29,9 @@ fn kubelet_pod() -> PodSandboxConfig {
             ..Default::default()
         }),
         hostname: "web-6d4cf56db6-x7k2p".to_owned(),
-        log_directory: "/var/log/pods/shop_web-6d4cf56db6-x7k2p_8a5d0f2e-7f3b-4a59-9a53-5f0b9b4f6a11".to_owned(),
+        log_directory:
+            "/var/log/pods/shop_web-6d4cf56db6-x7k2p_8a5d0f2e-7f3b-4a59-9a53-5f0b9b4f6a11"
+                .to_owned(),
         linux: MessageField::some(LinuxPodSandboxConfig {
             cgroup_parent: PARENT.to_owned(),
             security_context: MessageField::some(LinuxSandboxSecurityContext {
@@ -68,12 +70,21 @@ fn record(pod: &PodSandboxConfig) -> Record {
             hostname: pod.hostname.clone(),
             userns: None,
             sysctls: Vec::new(),
-            cgroup_parent: pod.linux.cgroup_parent.rsplit('/').next().unwrap_or_default().to_owned(),
+            cgroup_parent: pod
+                .linux
+                .cgroup_parent
+                .rsplit('/')
+                .next()
+                .unwrap_or_default()
+                .to_owned(),
             oom_score_adj: -998,
             selinux_label: String::new(),
         },
         files: Files { hostname: pod.hostname.clone(), dns: None, shm: true },
-        config: Blob { type_url: "runtime.v1.PodSandboxConfig".to_owned(), value: pod.write_to_bytes().unwrap() },
+        config: Blob {
+            type_url: "runtime.v1.PodSandboxConfig".to_owned(),
+            value: pod.write_to_bytes().unwrap(),
+        },
         netns_path: netns.to_owned(),
         info: Info::default(),
         shim: Default::default(),
@@ -154,12 +165,19 @@ fn a_pod_of_the_node() {
     let pod = PodSandboxConfig { hostname: "ignored".to_owned(), ..Default::default() };
     let mut record = record(&pod);
     record.plan.netns = None;
-    (record.plan.pid, record.plan.ipc, record.plan.uts) = (Namespace::Node, Namespace::Node, Namespace::Node);
+    (record.plan.pid, record.plan.ipc, record.plan.uts) =
+        (Namespace::Node, Namespace::Node, Namespace::Node);
     record.files.shm = false;
     let spec = described(&record, &Config::default());
     assert_eq!(spec["linux"]["namespaces"], json!([{"type": "mount"}]));
     assert_eq!(spec["mounts"][5]["source"], "/dev/shm");
-    for absent in ["/hostname", "/linux/cgroupsPath", "/linux/sysctl", "/linux/uidMappings", "/process/selinuxLabel"] {
+    for absent in [
+        "/hostname",
+        "/linux/cgroupsPath",
+        "/linux/sysctl",
+        "/linux/uidMappings",
+        "/process/selinuxLabel",
+    ] {
         assert_eq!(spec.pointer(absent), None, "{absent}");
     }
     assert_eq!(spec["annotations"].as_object().unwrap().len(), 7);
@@ -174,15 +192,25 @@ fn user_namespaces() {
     record.plan.sysctls = vec![("net.ipv4.ip_unprivileged_port_start".to_owned(), "0".to_owned())];
     let spec = described(&record, &Config::default());
     assert_eq!(spec["linux"]["namespaces"][5], json!({"type": "user"}));
-    assert_eq!(spec["linux"]["uidMappings"], json!([{"containerID": 0, "hostID": 131_072, "size": 65536}]));
-    assert_eq!(spec["linux"]["gidMappings"], json!([{"containerID": 0, "hostID": 196_608, "size": 65536}]));
+    assert_eq!(
+        spec["linux"]["uidMappings"],
+        json!([{"containerID": 0, "hostID": 131_072, "size": 65536}])
+    );
+    assert_eq!(
+        spec["linux"]["gidMappings"],
+        json!([{"containerID": 0, "hostID": 196_608, "size": 65536}])
+    );
     assert_eq!(spec["linux"]["sysctl"], json!({"net.ipv4.ip_unprivileged_port_start": "0"}));
     assert_eq!(spec["mounts"][4]["type"], "sysfs");
 
     record.plan.netns = None;
     let spec = described(&record, &Config::default());
-    let sys: Vec<&Value> =
-        spec["mounts"].as_array().unwrap().iter().filter(|mount| mount["destination"] == "/sys").collect();
+    let sys: Vec<&Value> = spec["mounts"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(|mount| mount["destination"] == "/sys")
+        .collect();
     let bound = json!({"destination": "/sys", "type": "bind", "source": "/sys",
         "options": ["rbind", "rro", "nosuid", "nodev", "noexec"]});
     assert_eq!(sys, [&bound]);

@@ -1,4 +1,5 @@
-//! The machine against a tiny world: any sequence of verbs, exits, failures and restarts keeps the invariants.
+//! The machine against a tiny world: any sequence of verbs, exits, failures and restarts keeps the
+//! invariants.
 
 use proptest::prelude::*;
 
@@ -230,11 +231,14 @@ impl World {
                 if verb == Verb::Shutdown && matches!(action, Action::Succeed(_)) {
                     assert!(!self.alive && !self.made, "shutdown succeeded and left something");
                 }
-                if action == Action::Succeed(Verb::Start) && std::mem::take(&mut self.start_unheard) {
+                if action == Action::Succeed(Verb::Start) && std::mem::take(&mut self.start_unheard)
+                {
                     return Some(Event::StartUnheard);
                 }
             }
-            Action::Refuse(verb) => assert_eq!(self.waiting.pop(), Some(verb), "refused another than the last"),
+            Action::Refuse(verb) => {
+                assert_eq!(self.waiting.pop(), Some(verb), "refused another than the last")
+            }
             Action::RetryAfter(failures) => {
                 assert!(failures > 0);
                 self.retry_armed = true;
@@ -301,7 +305,10 @@ proptest! {
 fn the_plain_life() {
     let mut machine = Machine::new(Phase::Created);
     assert_eq!(machine.on(Event::Asked(Verb::Start)), [Action::Run(Job::Start)]);
-    assert_eq!(machine.on(Event::Started), [Action::Publish, Action::Watch, Action::Succeed(Verb::Start)]);
+    assert_eq!(
+        machine.on(Event::Started),
+        [Action::Publish, Action::Watch, Action::Succeed(Verb::Start)]
+    );
     assert_eq!(machine.on(Event::Asked(Verb::Stop)), [Action::Kill]);
     assert_eq!(machine.on(Event::Exited), [Action::Publish, Action::Run(Job::Cleanup)]);
     assert_eq!(machine.on(Event::JobDone), [Action::Succeed(Verb::Stop)]);
@@ -325,6 +332,10 @@ fn an_unheard_start_is_undone() {
 #[test]
 fn a_second_start_is_refused_in_every_phase() {
     for phase in [Phase::Ready, Phase::NotReady, Phase::Unknown, Phase::Gone] {
-        assert_eq!(Machine::new(phase).on(Event::Asked(Verb::Start)), [Action::Refuse(Verb::Start)], "{phase:?}");
+        assert_eq!(
+            Machine::new(phase).on(Event::Asked(Verb::Start)),
+            [Action::Refuse(Verb::Start)],
+            "{phase:?}"
+        );
     }
 }

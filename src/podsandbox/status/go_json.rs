@@ -1,5 +1,6 @@
-//! A protobuf message as Go's `encoding/json` writes its generated struct: the field's own name, enums and 64-bit
-//! integers as numbers, and left out what is empty (`json:"name,omitempty"`). This is not protobuf's JSON mapping.
+//! A protobuf message as Go's `encoding/json` writes its generated struct: the field's own name,
+//! enums and 64-bit integers as numbers, and left out what is empty (`json:"name,omitempty"`). This
+//! is not protobuf's JSON mapping.
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use protobuf::MessageDyn;
@@ -10,7 +11,8 @@ use serde_json::{Map, Value};
 pub(super) fn encode(message: &dyn MessageDyn) -> Value {
     let mut object = Map::new();
     for field in message.descriptor_dyn().fields() {
-        // In proto3 a scalar that has its zero value is not there; a message that was sent is, also when empty.
+        // In proto3 a scalar that has its zero value is not there; a message that was sent is, also
+        // when empty.
         let encoded = match field.get_reflect(message) {
             ReflectFieldRef::Optional(_) if !field.has_field(message) => continue,
             ReflectFieldRef::Optional(one) => match one.value() {
@@ -20,7 +22,9 @@ pub(super) fn encode(message: &dyn MessageDyn) -> Value {
             ReflectFieldRef::Repeated(many) if many.is_empty() => continue,
             ReflectFieldRef::Repeated(many) => many.into_iter().map(value).collect(),
             ReflectFieldRef::Map(map) if map.is_empty() => continue,
-            ReflectFieldRef::Map(map) => Value::Object((&map).into_iter().map(|(k, v)| (key(&k), value(v))).collect()),
+            ReflectFieldRef::Map(map) => {
+                Value::Object((&map).into_iter().map(|(k, v)| (key(&k), value(v))).collect())
+            }
         };
         object.insert(field.name().to_owned(), encoded);
     }

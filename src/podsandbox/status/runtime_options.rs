@@ -8,8 +8,8 @@ use serde_json::{Map, Value};
 use super::go_json;
 use crate::podsandbox::record::Blob;
 
-/// Decodes the options of runc's shim (`containerd.runc.v1.Options`) and those that containerd's config gives to every
-/// other shim (`runtimeoptions.v1.Options`). `None`: there are none.
+/// Decodes the options of runc's shim (`containerd.runc.v1.Options`) and those that containerd's
+/// config gives to every other shim (`runtimeoptions.v1.Options`). `None`: there are none.
 ///
 /// # Errors
 /// Why they cannot be shown.
@@ -20,16 +20,16 @@ pub(super) fn decode(options: &Blob) -> Result<Option<Value>, String> {
     }
     let malformed = |e: protobuf::Error| e.to_string();
     match options.type_url.rsplit('/').next().unwrap_or_default() {
-        "containerd.runc.v1.Options" => {
-            Options::parse_from_bytes(&options.value).map(|options| Some(go_json::encode(&options))).map_err(malformed)
-        }
+        "containerd.runc.v1.Options" => Options::parse_from_bytes(&options.value)
+            .map(|options| Some(go_json::encode(&options)))
+            .map_err(malformed),
         "runtimeoptions.v1.Options" => generic(&options.value).map(Some).map_err(malformed),
         other => Err(format!("unknown type {other:?}")),
     }
 }
 
-/// `runtimeoptions.v1.Options`: `string type_url = 1; string config_path = 2; bytes config_body = 3`. A message without
-/// fields of its own keeps all of them as unknown ones.
+/// `runtimeoptions.v1.Options`: `string type_url = 1; string config_path = 2; bytes config_body =
+/// 3`. A message without fields of its own keeps all of them as unknown ones.
 fn generic(bytes: &[u8]) -> protobuf::Result<Value> {
     use base64::{Engine as _, engine::general_purpose::STANDARD};
 

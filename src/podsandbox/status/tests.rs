@@ -12,9 +12,9 @@ use crate::podsandbox::files::Files;
 use crate::podsandbox::record::{Blob, Info};
 use crate::protos::cri::security_profile::ProfileType;
 use crate::protos::cri::{
-    DNSConfig, HugepageLimit, IDMapping, Int64Value, LinuxContainerResources, LinuxPodSandboxConfig,
-    LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption, PodSandboxConfig, PodSandboxMetadata, PortMapping,
-    Protocol, SecurityProfile, UserNamespace,
+    DNSConfig, HugepageLimit, IDMapping, Int64Value, LinuxContainerResources,
+    LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption,
+    PodSandboxConfig, PodSandboxMetadata, PortMapping, Protocol, SecurityProfile, UserNamespace,
 };
 
 const ID: &str = "4c1e5bd5f4b3c6b3f6a14a4c8d7e9f00112233445566778899aabbccddeeff00";
@@ -62,7 +62,11 @@ fn blob(type_url: &str, value: impl Into<Vec<u8>>) -> Blob {
 }
 
 fn record(pod: &PodSandboxConfig) -> Record {
-    let options = Options { binary_name: "/usr/sbin/runc".to_owned(), systemd_cgroup: true, ..Default::default() };
+    let options = Options {
+        binary_name: "/usr/sbin/runc".to_owned(),
+        systemd_cgroup: true,
+        ..Default::default()
+    };
     Record {
         version: 1,
         id: ID.into(),
@@ -86,7 +90,10 @@ fn record(pod: &PodSandboxConfig) -> Record {
         netns_path: "/proc/self/ns/net".to_owned(),
         info: Info {
             runtime_name: "io.containerd.runc.v2".to_owned(),
-            runtime_options: Some(blob("containerd.runc.v1.Options", options.write_to_bytes().unwrap())),
+            runtime_options: Some(blob(
+                "containerd.runc.v1.Options",
+                options.write_to_bytes().unwrap(),
+            )),
             labels: BTreeMap::new(),
             extensions: [("metadata".to_owned(), blob("m", metadata().to_string()))].into(),
         },
@@ -134,13 +141,17 @@ fn a_sandbox_that_has_ended() {
     let gone = std::env::temp_dir().join("pause-sandboxer-no-such-netns");
     record.plan.netns = Some(gone);
     let exit = Exit { status: 137, at: SystemTime::now() };
-    let info = shown(&record, &Published { phase: Phase::NotReady, pid: 4711, exit: Some(exit), failures: 0 });
+    let info = shown(
+        &record,
+        &Published { phase: Phase::NotReady, pid: 4711, exit: Some(exit), failures: 0 },
+    );
     assert_eq!(info["pid"], 0);
     assert_eq!(info["processStatus"], "deleted");
     assert_eq!(info["netNamespaceClosed"], true);
 
     record.plan.netns = None;
-    let info = shown(&record, &Published { phase: Phase::Created, pid: 0, exit: None, failures: 0 });
+    let info =
+        shown(&record, &Published { phase: Phase::Created, pid: 0, exit: None, failures: 0 });
     assert_eq!(info["processStatus"], "created");
     assert_eq!(info["netNamespaceClosed"], false);
 }
@@ -158,15 +169,23 @@ fn a_resize_shows() {
 #[test]
 fn what_is_malformed_becomes_null() {
     let well_formed = metadata().to_string();
-    for odd in ["", "{}", "null", "[1]", "{\"Version\":\"v1\"}", "{\"Version\":1,\"Metadata\":{}}", "\u{0}", "{\"a\":"]
-        .into_iter()
-        .map(str::to_owned)
-        .chain([
-            well_formed.replace("\"v1\"", "\"v2\""),
-            json!({"Version": "v1", "Metadata": {"Config": "text"}}).to_string(),
-            json!({"Version": "v1", "Metadata": {"CNIResult": 1}}).to_string(),
-        ])
-    {
+    for odd in [
+        "",
+        "{}",
+        "null",
+        "[1]",
+        "{\"Version\":\"v1\"}",
+        "{\"Version\":1,\"Metadata\":{}}",
+        "\u{0}",
+        "{\"a\":",
+    ]
+    .into_iter()
+    .map(str::to_owned)
+    .chain([
+        well_formed.replace("\"v1\"", "\"v2\""),
+        json!({"Version": "v1", "Metadata": {"Config": "text"}}).to_string(),
+        json!({"Version": "v1", "Metadata": {"CNIResult": 1}}).to_string(),
+    ]) {
         let mut record = record(&pod());
         record.info.extensions.insert("metadata".to_owned(), blob("m", odd.clone()));
         record.info.extensions.insert("updated-resources".to_owned(), blob("u", "[]"));
@@ -176,7 +195,10 @@ fn what_is_malformed_becomes_null() {
             assert_eq!(info[null], Value::Null, "{odd:?} {null}");
         }
         // The config is there all the same, from Create's options.
-        assert_eq!(info["config"], json!({"metadata": {"name": "web", "uid": "8a5d0f2e", "namespace": "shop"}}));
+        assert_eq!(
+            info["config"],
+            json!({"metadata": {"name": "web", "uid": "8a5d0f2e", "namespace": "shop"}})
+        );
         assert_eq!(info.get("resources"), None);
     }
 
@@ -209,14 +231,18 @@ fn the_config_has_the_form_that_go_gives_it() {
     };
     let map = |host_id| IDMapping { host_id, length: 65536, ..Default::default() };
     let pod = PodSandboxConfig {
-        dns_config: MessageField::some(DNSConfig { servers: vec!["10.0.0.10".to_owned()], ..Default::default() }),
+        dns_config: MessageField::some(DNSConfig {
+            servers: vec!["10.0.0.10".to_owned()],
+            ..Default::default()
+        }),
         port_mappings: vec![PortMapping {
             protocol: EnumOrUnknown::new(Protocol::UDP),
             container_port: 53,
             host_port: -1,
             ..Default::default()
         }],
-        labels: [("app".to_owned(), "<web>".to_owned()), ("empty".to_owned(), String::new())].into(),
+        labels: [("app".to_owned(), "<web>".to_owned()), ("empty".to_owned(), String::new())]
+            .into(),
         linux: MessageField::some(LinuxPodSandboxConfig {
             security_context: MessageField::some(LinuxSandboxSecurityContext {
                 namespace_options: MessageField::some(NamespaceOption {

@@ -21,7 +21,8 @@ fn endpoint(dir: &Path) -> (Arc<Shims>, Arc<Owned>) {
         environment: Default::default(),
     };
     let shims = Arc::new(Shims::new(settings).unwrap());
-    let Endpoint::Owned(owned) = shims.endpoint(Owner::Sandboxer, &"pod".into(), &Arc::default()) else {
+    let Endpoint::Owned(owned) = shims.endpoint(Owner::Sandboxer, &"pod".into(), &Arc::default())
+    else {
         unreachable!("its owner is the sandboxer")
     };
     std::fs::create_dir(dir.join("pod")).unwrap();

@@ -4,8 +4,8 @@
 //! - `shm-make KEY TEXT`, `shm-read KEY`, `shm-remove KEY`: a System V shared memory segment.
 //! - `serve PORT NAME`: answers every line of every connection with `NAME: LINE`.
 //!
-//! With `PROBE_AS=stranger` in its environment it waits for ever, whatever its arguments are, and with `PROBE_AS=hidden` it takes the memory of
-//! its arguments away before.
+//! With `PROBE_AS=stranger` in its environment it waits for ever, whatever its arguments are, and
+//! with `PROBE_AS=hidden` it takes the memory of its arguments away before.
 
 use std::ffi::{c_int, c_ulong, c_void};
 use std::io::{self, BufRead, BufReader, Write};
@@ -68,7 +68,8 @@ fn wait_for_ever() -> io::Result<()> {
 
 /// Takes away the memory of arguments and environment.
 fn hide() -> io::Result<()> {
-    /// Of what follows the name in `/proc/PID/stat`: where the arguments begin and the environment ends (proc(5)).
+    /// Of what follows the name in `/proc/PID/stat`: where the arguments begin and the environment
+    /// ends (proc(5)).
     const ARG_START: usize = 48 - 3;
     const ENV_END: usize = 51 - 3;
     const PAGE: usize = 4096;
@@ -79,7 +80,8 @@ fn hide() -> io::Result<()> {
     let (begin, end) = (field(ARG_START)? & !(PAGE - 1), (field(ENV_END)? | (PAGE - 1)) + 1);
     // By a thread with a stack of its own: the page may be in use as this one's.
     let thread = thread::spawn(move || {
-        // SAFETY: the pages are the kernel's for arguments and environment, and the stack of a thread that never runs again.
+        // SAFETY: the pages are the kernel's for arguments and environment, and the stack of a
+        // thread that never runs again.
         if unsafe { munmap(begin as *mut c_void, end - begin) } < 0 {
             eprintln!("hide: {}", io::Error::last_os_error());
         }
@@ -115,7 +117,8 @@ fn shm_make(key: c_int, text: &str) -> io::Result<()> {
 
 fn shm_read(key: c_int) -> io::Result<()> {
     let segment = attach(key, 0)?;
-    // SAFETY: the segment has SEGMENT bytes and stays attached; a writer at the same time is no part of the tests.
+    // SAFETY: the segment has SEGMENT bytes and stays attached; a writer at the same time is no
+    // part of the tests.
     let bytes = unsafe { std::slice::from_raw_parts(segment, SEGMENT) };
     let end = bytes.iter().position(|b| *b == 0).unwrap_or(SEGMENT);
     println!("{}", String::from_utf8_lossy(&bytes[..end]));

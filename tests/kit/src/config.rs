@@ -24,7 +24,8 @@ pub(crate) const SANDBOXER: &str = "pause-sandboxer";
 pub struct Layout {
     /// The node's scratch directory; all else is below it.
     pub top: PathBuf,
-    /// The node's name: of the directory, the bridge, the pod network and the cgroup that is the parent of all pods'.
+    /// The node's name: of the directory, the bridge, the pod network and the cgroup that is the
+    /// parent of all pods'.
     pub name: String,
 }
 
@@ -79,15 +80,20 @@ impl Layout {
         match Keeper::chosen() {
             Keeper::Cgroupfs => format!("/{}", self.name),
             // systemd puts a slice into those whose names it begins with.
-            Keeper::Systemd => format!("/{}.slice/{}.slice", scrap::PREFIX.trim_end_matches('-'), self.name),
+            Keeper::Systemd => {
+                format!("/{}.slice/{}.slice", scrap::PREFIX.trim_end_matches('-'), self.name)
+            }
         }
     }
 
-    /// The cgroup of a pod, by what tells it from others: the parent of its pause's and its containers'.
+    /// The cgroup of a pod, by what tells it from others: the parent of its pause's and its
+    /// containers'.
     pub(crate) fn pod_cgroup(&self, uid: &str) -> String {
         match Keeper::chosen() {
             Keeper::Cgroupfs => format!("{}/pod{uid}", self.cgroup()),
-            Keeper::Systemd => format!("{}/{}-pod{}.slice", self.cgroup(), self.name, uid.replace('-', "_")),
+            Keeper::Systemd => {
+                format!("{}/{}-pod{}.slice", self.cgroup(), self.name, uid.replace('-', "_"))
+            }
         }
     }
 
@@ -106,7 +112,8 @@ impl Layout {
         self.state().join("io.containerd.grpc.v1.cri/sandboxes").join(id).join("shm")
     }
 
-    /// The socket of the shim of a sandbox's containers: outside of the node's directory, where containerd has it.
+    /// The socket of the shim of a sandbox's containers: outside of the node's directory, where
+    /// containerd has it.
     pub fn shim_socket(&self, id: &str) -> PathBuf {
         let name = format!("{}/{NAMESPACE}/{id}", self.containerd_socket().display());
         Path::new("/run/containerd/s").join(crate::image::hex(&Sha256::digest(name)))
@@ -137,14 +144,22 @@ impl Layout {
 }
 
 /// Makes the directories and config files of a node.
-pub(crate) fn write(layout: &Layout, parts: &Parts, snapshotter: &str, options: &Options) -> Result<()> {
-    for directory in ["root", "state", "runc", "logs", "pods", "opt", "nri", "cni/bin", "cni/conf", "cni/badnet"] {
+pub(crate) fn write(
+    layout: &Layout,
+    parts: &Parts,
+    snapshotter: &str,
+    options: &Options,
+) -> Result<()> {
+    for directory in
+        ["root", "state", "runc", "logs", "pods", "opt", "nri", "cni/bin", "cni/conf", "cni/badnet"]
+    {
         let directory = layout.top.join(directory);
         fs::create_dir_all(&directory).with_context(|| format!("make {}", directory.display()))?;
     }
     network(layout, parts)?;
     let extra = options.containerd_config.replace("{top}", &layout.top.to_string_lossy());
-    let containerd = options.containerd_config_head.clone() + &containerd(layout, snapshotter, options) + &extra;
+    let containerd =
+        options.containerd_config_head.clone() + &containerd(layout, snapshotter, options) + &extra;
     fs::write(layout.containerd_config(), containerd).context("write containerd's config")?;
     fs::write(layout.sandboxer_config(), sandboxer(layout)).context("write the sandboxer's config")
 }
@@ -200,7 +215,8 @@ address = "{sandboxer}"
     let systemd = Keeper::chosen() == Keeper::Systemd;
     for handler in Handler::ALL {
         for (name, cni) in [(handler.name(), "conf"), (handler.with_bad_netns(), "badnet")] {
-            let table = format!(r#"[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.{name}"#);
+            let table =
+                format!(r#"[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.{name}"#);
             text += &format!(
                 r#"
 {table}]
@@ -219,13 +235,15 @@ SystemdCgroup = {systemd}
     text
 }
 
-/// The driver that runs the pauses of every node, instead of the sandboxer's own choice: the environment variable `KIT_DRIVER`, `native` or `shim`.
+/// The driver that runs the pauses of every node, instead of the sandboxer's own choice: the
+/// environment variable `KIT_DRIVER`, `native` or `shim`.
 pub fn driver() -> Option<String> {
     std::env::var("KIT_DRIVER").ok().filter(|driver| !driver.is_empty())
 }
 
 fn sandboxer(layout: &Layout) -> String {
-    let driver = driver().map(|driver| format!("drivers = {{ \"io.containerd.runc.v2\" = \"{driver}\" }}\n"));
+    let driver = driver()
+        .map(|driver| format!("drivers = {{ \"io.containerd.runc.v2\" = \"{driver}\" }}\n"));
     driver.unwrap_or_default()
         + &format!(
             r#"socket = "{socket}"
@@ -246,12 +264,15 @@ log_level = "debug"
         )
 }
 
-/// Whether this machine lets nobody lower `oom_score_adj`: a test machine may lack CAP_SYS_RESOURCE, a node has it.
+/// Whether this machine lets nobody lower `oom_score_adj`: a test machine may lack
+/// CAP_SYS_RESOURCE, a node has it.
 fn oom_restricted() -> bool {
     const CAP_SYS_RESOURCE: u64 = 1 << 24;
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-    effective.and_then(|set| u64::from_str_radix(set.trim(), 16).ok()).is_none_or(|set| set & CAP_SYS_RESOURCE == 0)
+    effective
+        .and_then(|set| u64::from_str_radix(set.trim(), 16).ok())
+        .is_none_or(|set| set & CAP_SYS_RESOURCE == 0)
 }
 
 /// The pod network, and a second one that spoils the netns that it is given.
@@ -272,7 +293,8 @@ fn network(layout: &Layout, parts: &Parts) -> Result<()> {
             "dataDir": layout.cni().join("ipam"),
         },
     });
-    let network = |plugins| json!({ "cniVersion": "1.0.0", "name": layout.name, "plugins": plugins });
+    let network =
+        |plugins| json!({ "cniVersion": "1.0.0", "name": layout.name, "plugins": plugins });
     let write = |file: &str, network: serde_json::Value| {
         let path = layout.cni().join(file);
         fs::write(&path, network.to_string()).with_context(|| format!("write {}", path.display()))
@@ -280,7 +302,8 @@ fn network(layout: &Layout, parts: &Parts) -> Result<()> {
     write("conf/10-pods.conflist", network(json!([bridge])))?;
     write("badnet/10-pods.conflist", network(json!([{ "type": "unmount-netns" }])))?;
 
-    // A CNI plugin may do anything; this one leaves containerd with the path of a file that is no namespace.
+    // A CNI plugin may do anything; this one leaves containerd with the path of a file that is no
+    // namespace.
     let plugin = bin.join("unmount-netns");
     let script = r#"#!/bin/sh
 case $CNI_COMMAND in

@@ -1,5 +1,5 @@
-//! A direct client of `containerd.services.sandbox.v1.Controller`: of the sandboxer's own socket, or of containerd's, which passes
-//! the calls on to the controller that a request names.
+//! A direct client of `containerd.services.sandbox.v1.Controller`: of the sandboxer's own socket,
+//! or of containerd's, which passes the calls on to the controller that a request names.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -25,7 +25,8 @@ pub struct Controller {
 }
 
 impl Controller {
-    /// The controller at `socket`. `sandboxer` names it in the requests, which only containerd's own socket looks at.
+    /// The controller at `socket`. `sandboxer` names it in the requests, which only containerd's
+    /// own socket looks at.
     pub fn new(socket: impl Into<PathBuf>, sandboxer: &str) -> Self {
         Self::of_namespace(socket, sandboxer, "k8s.io")
     }
@@ -74,7 +75,9 @@ impl Controller {
     /// # Errors
     /// The server's status.
     pub async fn create_raw(&self, request: &api::ControllerCreateRequest) -> Result<(), Status> {
-        self.call::<api::ControllerCreateResponse>("Create", request, Some(DEADLINE)).await.map(drop)
+        self.call::<api::ControllerCreateResponse>("Create", request, Some(DEADLINE))
+            .await
+            .map(drop)
     }
 
     /// Any method with any bytes.
@@ -98,7 +101,8 @@ impl Controller {
     /// # Errors
     /// The server's status.
     pub async fn platform(&self, id: &str) -> Result<api::Platform, Status> {
-        let answer: api::ControllerPlatformResponse = self.call("Platform", &self.request(id), Some(DEADLINE)).await?;
+        let answer: api::ControllerPlatformResponse =
+            self.call("Platform", &self.request(id), Some(DEADLINE)).await?;
         Ok(answer.platform.unwrap_or_default())
     }
 
@@ -127,7 +131,11 @@ impl Controller {
     ///
     /// # Errors
     /// The server's status.
-    pub async fn status(&self, id: &str, verbose: bool) -> Result<api::ControllerStatusResponse, Status> {
+    pub async fn status(
+        &self,
+        id: &str,
+        verbose: bool,
+    ) -> Result<api::ControllerStatusResponse, Status> {
         let request = api::ControllerStatusRequest {
             sandbox_id: id.to_owned(),
             verbose,
@@ -150,7 +158,8 @@ impl Controller {
     /// # Errors
     /// The server's status.
     pub async fn metrics(&self, id: &str) -> Result<api::Metric, Status> {
-        let answer: api::ControllerMetricsResponse = self.call("Metrics", &self.request(id), Some(DEADLINE)).await?;
+        let answer: api::ControllerMetricsResponse =
+            self.call("Metrics", &self.request(id), Some(DEADLINE)).await?;
         Ok(answer.metrics.unwrap_or_default())
     }
 
@@ -158,7 +167,12 @@ impl Controller {
     ///
     /// # Errors
     /// The server's status.
-    pub async fn update(&self, id: &str, sandbox: api::Sandbox, fields: &[&str]) -> Result<(), Status> {
+    pub async fn update(
+        &self,
+        id: &str,
+        sandbox: api::Sandbox,
+        fields: &[&str],
+    ) -> Result<(), Status> {
         let request = api::ControllerUpdateRequest {
             sandbox_id: id.to_owned(),
             sandboxer: self.sandboxer.clone(),
@@ -170,7 +184,11 @@ impl Controller {
     }
 
     fn request(&self, id: &str) -> api::ControllerRequest {
-        api::ControllerRequest { sandbox_id: id.to_owned(), sandboxer: self.sandboxer.clone(), ..Default::default() }
+        api::ControllerRequest {
+            sandbox_id: id.to_owned(),
+            sandboxer: self.sandboxer.clone(),
+            ..Default::default()
+        }
     }
 
     async fn call<A: Message>(
@@ -185,7 +203,11 @@ impl Controller {
 
 /// A typed payload.
 pub fn any(type_url: &str, value: Vec<u8>) -> protobuf::well_known_types::any::Any {
-    protobuf::well_known_types::any::Any { type_url: type_url.to_owned(), value, ..Default::default() }
+    protobuf::well_known_types::any::Any {
+        type_url: type_url.to_owned(),
+        value,
+        ..Default::default()
+    }
 }
 
 fn path(method: &str) -> String {

@@ -28,7 +28,11 @@ impl Cri {
     ///
     /// # Errors
     /// The server's status.
-    pub async fn run_pod_sandbox(&self, config: &api::PodSandboxConfig, handler: &str) -> Result<String, Status> {
+    pub async fn run_pod_sandbox(
+        &self,
+        config: &api::PodSandboxConfig,
+        handler: &str,
+    ) -> Result<String, Status> {
         self.run_pod_sandbox_within(config, handler, DEADLINE).await
     }
 
@@ -47,7 +51,8 @@ impl Cri {
             runtime_handler: handler.to_owned(),
             ..Default::default()
         };
-        let answer: api::RunPodSandboxResponse = self.call("RunPodSandbox", &request, deadline).await?;
+        let answer: api::RunPodSandboxResponse =
+            self.call("RunPodSandbox", &request, deadline).await?;
         Ok(answer.pod_sandbox_id)
     }
 
@@ -56,8 +61,11 @@ impl Cri {
     /// # Errors
     /// The server's status.
     pub async fn stop_pod_sandbox(&self, id: &str) -> Result<(), Status> {
-        let request = api::StopPodSandboxRequest { pod_sandbox_id: id.to_owned(), ..Default::default() };
-        self.call::<api::StopPodSandboxResponse>("StopPodSandbox", &request, DEADLINE).await.map(drop)
+        let request =
+            api::StopPodSandboxRequest { pod_sandbox_id: id.to_owned(), ..Default::default() };
+        self.call::<api::StopPodSandboxResponse>("StopPodSandbox", &request, DEADLINE)
+            .await
+            .map(drop)
     }
 
     /// `RemovePodSandbox`.
@@ -65,16 +73,27 @@ impl Cri {
     /// # Errors
     /// The server's status.
     pub async fn remove_pod_sandbox(&self, id: &str) -> Result<(), Status> {
-        let request = api::RemovePodSandboxRequest { pod_sandbox_id: id.to_owned(), ..Default::default() };
-        self.call::<api::RemovePodSandboxResponse>("RemovePodSandbox", &request, DEADLINE).await.map(drop)
+        let request =
+            api::RemovePodSandboxRequest { pod_sandbox_id: id.to_owned(), ..Default::default() };
+        self.call::<api::RemovePodSandboxResponse>("RemovePodSandbox", &request, DEADLINE)
+            .await
+            .map(drop)
     }
 
     /// `PodSandboxStatus`.
     ///
     /// # Errors
     /// The server's status.
-    pub async fn pod_sandbox_status(&self, id: &str, verbose: bool) -> Result<api::PodSandboxStatusResponse, Status> {
-        let request = api::PodSandboxStatusRequest { pod_sandbox_id: id.to_owned(), verbose, ..Default::default() };
+    pub async fn pod_sandbox_status(
+        &self,
+        id: &str,
+        verbose: bool,
+    ) -> Result<api::PodSandboxStatusResponse, Status> {
+        let request = api::PodSandboxStatusRequest {
+            pod_sandbox_id: id.to_owned(),
+            verbose,
+            ..Default::default()
+        };
         self.call("PodSandboxStatus", &request, DEADLINE).await
     }
 
@@ -82,9 +101,14 @@ impl Cri {
     ///
     /// # Errors
     /// The server's status.
-    pub async fn list_pod_sandbox(&self, filter: api::PodSandboxFilter) -> Result<Vec<api::PodSandbox>, Status> {
-        let request = api::ListPodSandboxRequest { filter: Some(filter).into(), ..Default::default() };
-        let answer: api::ListPodSandboxResponse = self.call("ListPodSandbox", &request, DEADLINE).await?;
+    pub async fn list_pod_sandbox(
+        &self,
+        filter: api::PodSandboxFilter,
+    ) -> Result<Vec<api::PodSandbox>, Status> {
+        let request =
+            api::ListPodSandboxRequest { filter: Some(filter).into(), ..Default::default() };
+        let answer: api::ListPodSandboxResponse =
+            self.call("ListPodSandbox", &request, DEADLINE).await?;
         Ok(answer.items)
     }
 
@@ -93,8 +117,10 @@ impl Cri {
     /// # Errors
     /// The server's status.
     pub async fn pod_sandbox_stats(&self, id: &str) -> Result<api::PodSandboxStats, Status> {
-        let request = api::PodSandboxStatsRequest { pod_sandbox_id: id.to_owned(), ..Default::default() };
-        let answer: api::PodSandboxStatsResponse = self.call("PodSandboxStats", &request, DEADLINE).await?;
+        let request =
+            api::PodSandboxStatsRequest { pod_sandbox_id: id.to_owned(), ..Default::default() };
+        let answer: api::PodSandboxStatsResponse =
+            self.call("PodSandboxStats", &request, DEADLINE).await?;
         Ok(answer.stats.unwrap_or_default())
     }
 
@@ -102,10 +128,15 @@ impl Cri {
     ///
     /// # Errors
     /// The server's status.
-    pub async fn list_pod_sandbox_stats(&self, id: &str) -> Result<Vec<api::PodSandboxStats>, Status> {
+    pub async fn list_pod_sandbox_stats(
+        &self,
+        id: &str,
+    ) -> Result<Vec<api::PodSandboxStats>, Status> {
         let filter = api::PodSandboxStatsFilter { id: id.to_owned(), ..Default::default() };
-        let request = api::ListPodSandboxStatsRequest { filter: Some(filter).into(), ..Default::default() };
-        let answer: api::ListPodSandboxStatsResponse = self.call("ListPodSandboxStats", &request, DEADLINE).await?;
+        let request =
+            api::ListPodSandboxStatsRequest { filter: Some(filter).into(), ..Default::default() };
+        let answer: api::ListPodSandboxStatsResponse =
+            self.call("ListPodSandboxStats", &request, DEADLINE).await?;
         Ok(answer.stats)
     }
 
@@ -139,7 +170,8 @@ impl Cri {
             sandbox_config: Some(sandbox_config.clone()).into(),
             ..Default::default()
         };
-        let answer: api::CreateContainerResponse = self.call("CreateContainer", &request, DEADLINE).await?;
+        let answer: api::CreateContainerResponse =
+            self.call("CreateContainer", &request, DEADLINE).await?;
         Ok(answer.container_id)
     }
 
@@ -148,8 +180,11 @@ impl Cri {
     /// # Errors
     /// The server's status.
     pub async fn start_container(&self, id: &str) -> Result<(), Status> {
-        let request = api::StartContainerRequest { container_id: id.to_owned(), ..Default::default() };
-        self.call::<api::StartContainerResponse>("StartContainer", &request, DEADLINE).await.map(drop)
+        let request =
+            api::StartContainerRequest { container_id: id.to_owned(), ..Default::default() };
+        self.call::<api::StartContainerResponse>("StartContainer", &request, DEADLINE)
+            .await
+            .map(drop)
     }
 
     /// `StopContainer`; after `grace` whole seconds it is killed.
@@ -158,8 +193,14 @@ impl Cri {
     /// The server's status.
     pub async fn stop_container(&self, id: &str, grace: Duration) -> Result<(), Status> {
         let timeout = i64::try_from(grace.as_secs()).unwrap_or(i64::MAX);
-        let request = api::StopContainerRequest { container_id: id.to_owned(), timeout, ..Default::default() };
-        self.call::<api::StopContainerResponse>("StopContainer", &request, DEADLINE + grace).await.map(drop)
+        let request = api::StopContainerRequest {
+            container_id: id.to_owned(),
+            timeout,
+            ..Default::default()
+        };
+        self.call::<api::StopContainerResponse>("StopContainer", &request, DEADLINE + grace)
+            .await
+            .map(drop)
     }
 
     /// `RemoveContainer`.
@@ -167,8 +208,11 @@ impl Cri {
     /// # Errors
     /// The server's status.
     pub async fn remove_container(&self, id: &str) -> Result<(), Status> {
-        let request = api::RemoveContainerRequest { container_id: id.to_owned(), ..Default::default() };
-        self.call::<api::RemoveContainerResponse>("RemoveContainer", &request, DEADLINE).await.map(drop)
+        let request =
+            api::RemoveContainerRequest { container_id: id.to_owned(), ..Default::default() };
+        self.call::<api::RemoveContainerResponse>("RemoveContainer", &request, DEADLINE)
+            .await
+            .map(drop)
     }
 
     /// `ContainerStatus`.
@@ -176,8 +220,10 @@ impl Cri {
     /// # Errors
     /// The server's status.
     pub async fn container_status(&self, id: &str) -> Result<api::ContainerStatus, Status> {
-        let request = api::ContainerStatusRequest { container_id: id.to_owned(), ..Default::default() };
-        let answer: api::ContainerStatusResponse = self.call("ContainerStatus", &request, DEADLINE).await?;
+        let request =
+            api::ContainerStatusRequest { container_id: id.to_owned(), ..Default::default() };
+        let answer: api::ContainerStatusResponse =
+            self.call("ContainerStatus", &request, DEADLINE).await?;
         Ok(answer.status.unwrap_or_default())
     }
 
@@ -185,9 +231,14 @@ impl Cri {
     ///
     /// # Errors
     /// The server's status.
-    pub async fn list_containers(&self, filter: api::ContainerFilter) -> Result<Vec<api::Container>, Status> {
-        let request = api::ListContainersRequest { filter: Some(filter).into(), ..Default::default() };
-        let answer: api::ListContainersResponse = self.call("ListContainers", &request, DEADLINE).await?;
+    pub async fn list_containers(
+        &self,
+        filter: api::ContainerFilter,
+    ) -> Result<Vec<api::Container>, Status> {
+        let request =
+            api::ListContainersRequest { filter: Some(filter).into(), ..Default::default() };
+        let answer: api::ListContainersResponse =
+            self.call("ListContainers", &request, DEADLINE).await?;
         Ok(answer.containers)
     }
 
@@ -195,7 +246,11 @@ impl Cri {
     ///
     /// # Errors
     /// The server's status.
-    pub async fn exec_sync(&self, id: &str, command: &[&str]) -> Result<api::ExecSyncResponse, Status> {
+    pub async fn exec_sync(
+        &self,
+        id: &str,
+        command: &[&str],
+    ) -> Result<api::ExecSyncResponse, Status> {
         let request = api::ExecSyncRequest {
             container_id: id.to_owned(),
             cmd: command.iter().map(|word| (*word).to_owned()).collect(),
@@ -218,7 +273,8 @@ impl Cri {
     /// # Errors
     /// The server's status.
     pub async fn runtime_conditions(&self) -> Result<Vec<api::RuntimeCondition>, Status> {
-        let answer: api::StatusResponse = self.call("Status", &api::StatusRequest::new(), DEADLINE).await?;
+        let answer: api::StatusResponse =
+            self.call("Status", &api::StatusRequest::new(), DEADLINE).await?;
         Ok(answer.status.unwrap_or_default().conditions)
     }
 
@@ -237,20 +293,31 @@ impl Cri {
     pub async fn image_id(&self, name: &str) -> Result<Option<String>, Status> {
         let spec = api::ImageSpec { image: name.to_owned(), ..Default::default() };
         let request = api::ImageStatusRequest { image: Some(spec).into(), ..Default::default() };
-        let body = self.client.unary("/runtime.v1.ImageService/ImageStatus", encode(&request)?, Some(DEADLINE)).await?;
+        let body = self
+            .client
+            .unary("/runtime.v1.ImageService/ImageStatus", encode(&request)?, Some(DEADLINE))
+            .await?;
         Ok(decode::<api::ImageStatusResponse>(&body)?.image.into_option().map(|image| image.id))
     }
 
-    async fn call<A: Message>(&self, method: &str, request: &impl Message, deadline: Duration) -> Result<A, Status> {
+    async fn call<A: Message>(
+        &self,
+        method: &str,
+        request: &impl Message,
+        deadline: Duration,
+    ) -> Result<A, Status> {
         let path = format!("/runtime.v1.RuntimeService/{method}");
         decode(&self.client.unary(&path, encode(request)?, Some(deadline)).await?)
     }
 }
 
 pub(crate) fn encode(message: &impl Message) -> Result<Vec<u8>, Status> {
-    message.write_to_bytes().map_err(|e| Status { code: INTERNAL, message: format!("encode the request: {e}") })
+    message
+        .write_to_bytes()
+        .map_err(|e| Status { code: INTERNAL, message: format!("encode the request: {e}") })
 }
 
 pub(crate) fn decode<M: Message>(bytes: &[u8]) -> Result<M, Status> {
-    M::parse_from_bytes(bytes).map_err(|e| Status { code: INTERNAL, message: format!("decode the answer: {e}") })
+    M::parse_from_bytes(bytes)
+        .map_err(|e| Status { code: INTERNAL, message: format!("decode the answer: {e}") })
 }

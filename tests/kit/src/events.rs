@@ -66,7 +66,12 @@ impl Events {
     ///
     /// # Errors
     /// It was not within `limit`, or the stream has ended.
-    pub async fn until(&self, id: &str, kind: api::ContainerEventType, limit: Duration) -> Result<()> {
+    pub async fn until(
+        &self,
+        id: &str,
+        kind: api::ContainerEventType,
+        limit: Duration,
+    ) -> Result<()> {
         until(&format!("event {kind:?} of {id}"), limit, async || {
             let told = self.of(id)?;
             ensure!(told.contains(&kind), "told so far: {told:?}");

@@ -1,5 +1,5 @@
-//! Port-forward by containerd's streaming server, over a websocket: one channel pair per port, data and error, each opened by the
-//! server with the port number.
+//! Port-forward by containerd's streaming server, over a websocket: one channel pair per port, data
+//! and error, each opened by the server with the port number.
 
 use std::net::TcpStream;
 use std::time::Duration;
@@ -17,7 +17,8 @@ const ERROR: u8 = 1;
 /// How long the server may say nothing.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Opens the stream that a `PortForward` answered, sends `line` and answers the line that comes back.
+/// Opens the stream that a `PortForward` answered, sends `line` and answers the line that comes
+/// back.
 ///
 /// # Errors
 /// The stream cannot be opened, or its error channel said so, or nothing came back.
@@ -41,7 +42,9 @@ fn exchange(url: &str, line: &str) -> Result<String> {
             // The first frame of either channel is the port number.
             Some((&(DATA | ERROR), [_, _])) if openings < 2 => openings += 1,
             Some((&DATA, bytes)) => answer.extend_from_slice(bytes),
-            Some((&ERROR, bytes)) if !bytes.is_empty() => bail!("{}", String::from_utf8_lossy(bytes)),
+            Some((&ERROR, bytes)) if !bytes.is_empty() => {
+                bail!("{}", String::from_utf8_lossy(bytes))
+            }
             _ => {}
         }
     }

@@ -1,5 +1,5 @@
-//! A small gRPC client over a unix socket: raw bytes in, raw bytes out, and the stream is reset when a call is dropped,
-//! which is how containerd's own callers give up.
+//! A small gRPC client over a unix socket: raw bytes in, raw bytes out, and the stream is reset
+//! when a call is dropped, which is how containerd's own callers give up.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -51,7 +51,9 @@ impl Status {
     /// A server that gives up a call, because its deadline has passed, resets the stream.
     fn reset(e: h2::Error) -> Self {
         match e.reason() {
-            Some(h2::Reason::CANCEL) => Self { code: CANCELLED, message: "the server has reset the stream".into() },
+            Some(h2::Reason::CANCEL) => {
+                Self { code: CANCELLED, message: "the server has reset the stream".into() }
+            }
             _ => Self::transport(e),
         }
     }
@@ -65,7 +67,8 @@ impl fmt::Display for Status {
 
 impl std::error::Error for Status {}
 
-/// One server behind a unix socket. Connects with the first call and again when the connection was lost.
+/// One server behind a unix socket. Connects with the first call and again when the connection was
+/// lost.
 #[derive(Debug)]
 pub struct Client {
     socket: PathBuf,
@@ -91,21 +94,32 @@ impl Client {
         &self.socket
     }
 
-    /// One request, one answer. `method` is `/package.Service/Method`. Dropping the future resets the stream. With a `deadline`
-    /// the server is told of it, and the call ends with DEADLINE_EXCEEDED when it has passed.
+    /// One request, one answer. `method` is `/package.Service/Method`. Dropping the future resets
+    /// the stream. With a `deadline` the server is told of it, and the call ends with
+    /// DEADLINE_EXCEEDED when it has passed.
     ///
     /// # Errors
     /// The server's status, or UNAVAILABLE when there is no connection.
-    pub async fn unary(&self, method: &str, request: Vec<u8>, deadline: Option<Duration>) -> Result<Bytes, Status> {
+    pub async fn unary(
+        &self,
+        method: &str,
+        request: Vec<u8>,
+        deadline: Option<Duration>,
+    ) -> Result<Bytes, Status> {
         let call = async {
             let mut stream = self.stream_with(method, request, deadline).await?;
             let Some(answer) = stream.next().await? else {
-                return Err(Status { code: INTERNAL, message: "the call ended well, but without an answer".into() });
+                return Err(Status {
+                    code: INTERNAL,
+                    message: "the call ended well, but without an answer".into(),
+                });
             };
             // The status comes after the answer.
             match stream.next().await? {
                 None => Ok(answer),
-                Some(_) => Err(Status { code: INTERNAL, message: "two answers to one request".into() }),
+                Some(_) => {
+                    Err(Status { code: INTERNAL, message: "two answers to one request".into() })
+                }
             }
         };
         match deadline {
@@ -124,7 +138,12 @@ impl Client {
         self.stream_with(method, request, None).await
     }
 
-    async fn stream_with(&self, method: &str, request: Vec<u8>, deadline: Option<Duration>) -> Result<Answers, Status> {
+    async fn stream_with(
+        &self,
+        method: &str,
+        request: Vec<u8>,
+        deadline: Option<Duration>,
+    ) -> Result<Answers, Status> {
         let mut builder = Request::post(format!("http://localhost{method}"))
             .header("content-type", "application/grpc")
             .header("te", "trailers");
@@ -205,7 +224,10 @@ impl Answers {
                 return ended(&head.headers);
             }
             if head.status != http::StatusCode::OK {
-                return Err(Status { code: UNKNOWN, message: format!("HTTP status {}", head.status) });
+                return Err(Status {
+                    code: UNKNOWN,
+                    message: format!("HTTP status {}", head.status),
+                });
             }
             self.body = Some(body);
         }
@@ -221,7 +243,8 @@ impl Answers {
                     self.buffer.extend_from_slice(&data);
                 }
                 None => {
-                    let trailers = body.trailers().await.map_err(Status::reset)?.unwrap_or_default();
+                    let trailers =
+                        body.trailers().await.map_err(Status::reset)?.unwrap_or_default();
                     self.body = None;
                     return ended(&trailers);
                 }
@@ -236,7 +259,10 @@ fn cut(buffer: &mut BytesMut) -> Result<Option<Bytes>, Status> {
         return Ok(None);
     }
     if buffer[0] != 0 {
-        return Err(Status { code: INTERNAL, message: "a compressed message, which nobody asked for".into() });
+        return Err(Status {
+            code: INTERNAL,
+            message: "a compressed message, which nobody asked for".into(),
+        });
     }
     let length = u32::from_be_bytes([buffer[1], buffer[2], buffer[3], buffer[4]]) as usize;
     if buffer.len() < PREFIX + length {
@@ -251,8 +277,12 @@ fn ended(trailers: &HeaderMap) -> Result<Option<Bytes>, Status> {
     let text = |name| trailers.get(name).and_then(|v| v.to_str().ok());
     match text("grpc-status").and_then(|code| code.parse().ok()) {
         Some(0) => Ok(None),
-        Some(code) => Err(Status { code, message: unescape(text("grpc-message").unwrap_or_default()) }),
-        None => Err(Status { code: UNKNOWN, message: "the call ended without a gRPC status".into() }),
+        Some(code) => {
+            Err(Status { code, message: unescape(text("grpc-message").unwrap_or_default()) })
+        }
+        None => {
+            Err(Status { code: UNKNOWN, message: "the call ended without a gRPC status".into() })
+        }
     }
 }
 
@@ -261,8 +291,10 @@ fn unescape(text: &str) -> String {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
     while let [first, tail @ ..] = rest {
-        let escaped =
-            (*first == b'%').then(|| tail.get(..2)).flatten().and_then(|digits| std::str::from_utf8(digits).ok());
+        let escaped = (*first == b'%')
+            .then(|| tail.get(..2))
+            .flatten()
+            .and_then(|digits| std::str::from_utf8(digits).ok());
         match escaped.and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
             Some(byte) => {
                 bytes.push(byte);

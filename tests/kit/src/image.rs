@@ -1,4 +1,5 @@
-//! The images of a node, made on the spot: one of busybox for containers, one that holds only a pause program.
+//! The images of a node, made on the spot: one of busybox for containers, one that holds only a
+//! pause program.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -98,7 +99,10 @@ fn architecture() -> &'static str {
 }
 
 fn busybox_layer() -> Result<Vec<u8>> {
-    let listed = Command::new(BUSYBOX).arg("--list").output().with_context(|| format!("run {BUSYBOX} --list"))?;
+    let listed = Command::new(BUSYBOX)
+        .arg("--list")
+        .output()
+        .with_context(|| format!("run {BUSYBOX} --list"))?;
     ensure!(listed.status.success(), "{BUSYBOX} --list: {}", listed.status);
     let mut layer = Layer(tar::Builder::new(Vec::new()));
     for directory in ["bin/", "dev/", "etc/", "proc/", "root/", "run/", "sys/"] {
@@ -107,7 +111,11 @@ fn busybox_layer() -> Result<Vec<u8>> {
     layer.directory("tmp/", 0o1777)?;
     layer.file("etc/passwd", 0o644, b"root:x:0:0:root:/root:/bin/sh\n")?;
     layer.file("etc/group", 0o644, b"root:x:0:\n")?;
-    layer.file("bin/busybox", 0o755, &std::fs::read(BUSYBOX).with_context(|| format!("read {BUSYBOX}"))?)?;
+    layer.file(
+        "bin/busybox",
+        0o755,
+        &std::fs::read(BUSYBOX).with_context(|| format!("read {BUSYBOX}"))?,
+    )?;
     layer.file("bin/probe", 0o755, PROBE)?;
     for applet in String::from_utf8(listed.stdout)?.lines().filter(|applet| *applet != "busybox") {
         layer.symlink(&format!("bin/{applet}"), "busybox")?;

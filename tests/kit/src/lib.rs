@@ -1,9 +1,11 @@
 //! Real nodes for tests, demo and benches.
 //!
-//! A [`Node`] is one real containerd with everything of its own: root, state, sockets, pod network, cgroup parent. It knows
-//! two CRI runtime handlers, [`Handler::Builtin`] and [`Handler::Ours`], which differ in nothing but the sandboxer, so that the
-//! same pod can be run by both. Pods are described with [`PodSpec`] and [`ContainerSpec`], run through containerd's CRI socket by
-//! [`Cri`], and what they leave on the machine is read from the machine by [`Snapshot`], never asked of a daemon.
+//! A [`Node`] is one real containerd with everything of its own: root, state, sockets, pod network,
+//! cgroup parent. It knows two CRI runtime handlers, [`Handler::Builtin`] and [`Handler::Ours`],
+//! which differ in nothing but the sandboxer, so that the same pod can be run by both. Pods are
+//! described with [`PodSpec`] and [`ContainerSpec`], run through containerd's CRI socket by
+//! [`Cri`], and what they leave on the machine is read from the machine by [`Snapshot`], never
+//! asked of a daemon.
 //!
 //! ```no_run
 //! # async fn example() -> anyhow::Result<()> {
@@ -18,8 +20,8 @@
 //! # }
 //! ```
 //!
-//! Everything needs root. The parts (containerd itself and some packages) are fetched by `tests/kit/fetch-parts`, which
-//! [`Node::start`] runs where they are missing.
+//! Everything needs root. The parts (containerd itself and some packages) are fetched by
+//! `tests/kit/fetch-parts`, which [`Node::start`] runs where they are missing.
 
 pub mod controller;
 pub mod cri;

@@ -46,7 +46,8 @@ impl Handler {
         }
     }
 
-    /// The name of a handler with the same sandboxer, whose pod network hands containerd a netns path that is no namespace.
+    /// The name of a handler with the same sandboxer, whose pod network hands containerd a netns
+    /// path that is no namespace.
     pub fn with_bad_netns(self) -> &'static str {
         match self {
             Self::Builtin => "runc-badnet",
@@ -80,12 +81,14 @@ pub struct Options {
     pub sandboxer_config: String,
     /// Keep the node's directory, with its logs, when the node ends.
     pub keep: bool,
-    /// As a node that is measured and not examined: containerd logs what nodes log, and its state is in memory, as /run is.
+    /// As a node that is measured and not examined: containerd logs what nodes log, and its state
+    /// is in memory, as /run is.
     pub lean: bool,
 }
 
-/// One running node. Ends, and takes everything of it along, when it is dropped or the process is ended by SIGINT, SIGTERM or SIGHUP;
-/// what a killed process leaves is removed by the next one that starts a node.
+/// One running node. Ends, and takes everything of it along, when it is dropped or the process is
+/// ended by SIGINT, SIGTERM or SIGHUP; what a killed process leaves is removed by the next one that
+/// starts a node.
 #[derive(Debug)]
 pub struct Node {
     layout: Layout,
@@ -97,11 +100,12 @@ pub struct Node {
 }
 
 impl Node {
-    /// Starts containerd in a new scratch directory, imports the images and waits until CRI is ready. The sandboxer is not
-    /// started; see [`Node::start_sandboxer`].
+    /// Starts containerd in a new scratch directory, imports the images and waits until CRI is
+    /// ready. The sandboxer is not started; see [`Node::start_sandboxer`].
     ///
     /// # Errors
-    /// A part cannot be fetched, or containerd does not come up; the message ends with its last lines.
+    /// A part cannot be fetched, or containerd does not come up; the message ends with its last
+    /// lines.
     pub async fn start(options: Options) -> Result<Arc<Self>> {
         ensure!(nix::unistd::geteuid().is_root(), "a node needs root");
         scrap::orphans();
@@ -109,7 +113,11 @@ impl Node {
             Some(parts) => parts.clone(),
             None => Parts::get()?,
         };
-        let top = tempfile::Builder::new().prefix(scrap::PREFIX).tempdir().context("make the node's directory")?.keep();
+        let top = tempfile::Builder::new()
+            .prefix(scrap::PREFIX)
+            .tempdir()
+            .context("make the node's directory")?
+            .keep();
         let name = top.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let layout = Layout { top, name };
         Owner::ourselves().write(&layout)?;
@@ -137,7 +145,10 @@ impl Node {
         }
         if !self.options.sandboxer_config.is_empty() {
             let path = self.layout.sandboxer_config();
-            std::fs::write(&path, std::fs::read_to_string(&path)? + &self.options.sandboxer_config)?;
+            std::fs::write(
+                &path,
+                std::fs::read_to_string(&path)? + &self.options.sandboxer_config,
+            )?;
         }
         cgroup::make(&self.layout.cgroup())?;
         image::write_archive(&self.layout.images())?;
@@ -175,11 +186,23 @@ impl Node {
         let imported = Command::new(self.parts.program("ctr"))
             .arg("--address")
             .arg(self.layout.containerd_socket())
-            .args(["-n", config::NAMESPACE, "images", "import", "--local", "--snapshotter", snapshotter])
+            .args([
+                "-n",
+                config::NAMESPACE,
+                "images",
+                "import",
+                "--local",
+                "--snapshotter",
+                snapshotter,
+            ])
             .arg(self.layout.images())
             .output()
             .context("run ctr")?;
-        ensure!(imported.status.success(), "import the images: {}", String::from_utf8_lossy(&imported.stderr));
+        ensure!(
+            imported.status.success(),
+            "import the images: {}",
+            String::from_utf8_lossy(&imported.stderr)
+        );
         for image in [TEST_IMAGE, PAUSE_IMAGE] {
             until(&format!("image {image} known to CRI"), DAEMON, async || {
                 self.cri.image_id(image).await?.context("CRI does not know it")
@@ -232,7 +255,8 @@ impl Node {
         PodHome::make(&self.layout, spec)
     }
 
-    /// Prepares and runs a pod. When it fails, the pod's home is removed again, as far as the failed pod has left it empty.
+    /// Prepares and runs a pod. When it fails, the pod's home is removed again, as far as the
+    /// failed pod has left it empty.
     ///
     /// # Errors
     /// Holds a [`grpc::Status`] when it is containerd's.
@@ -279,7 +303,12 @@ impl Node {
             Ok(())
         })
         .await
-        .map_err(|e| e.context(format!("containerd's log ends:\n{}", tail(&self.layout.containerd_log(), 20))))
+        .map_err(|e| {
+            e.context(format!(
+                "containerd's log ends:\n{}",
+                tail(&self.layout.containerd_log(), 20)
+            ))
+        })
     }
 
     /// Ends containerd by SIGTERM. Pods go on.
@@ -313,13 +342,15 @@ impl Node {
     /// # Errors
     /// The node was made without one.
     pub fn sandboxer_command(&self) -> Result<Command> {
-        let binary = self.options.sandboxer.as_ref().context("this node was made without a sandboxer")?;
+        let binary =
+            self.options.sandboxer.as_ref().context("this node was made without a sandboxer")?;
         let mut command = Command::new(binary);
         command.arg("serve").arg("--config").arg(self.layout.sandboxer_config());
         Ok(command)
     }
 
-    /// Starts the sandboxer, which must not be running, and waits until it answers, directly and through containerd.
+    /// Starts the sandboxer, which must not be running, and waits until it answers, directly and
+    /// through containerd.
     ///
     /// # Errors
     /// It does not come up; the message ends with its last lines.
@@ -349,7 +380,12 @@ impl Node {
                 }
             })
             .await
-            .map_err(|e| e.context(format!("the sandboxer's log ends:\n{}", tail(&self.layout.sandboxer_log(), 20))))?;
+            .map_err(|e| {
+                e.context(format!(
+                    "the sandboxer's log ends:\n{}",
+                    tail(&self.layout.sandboxer_log(), 20)
+                ))
+            })?;
         }
         Ok(())
     }
@@ -388,7 +424,8 @@ impl Node {
         Snapshot::take(&self.layout, &self.daemons())
     }
 
-    /// Waits until nothing is on the machine that was not there `before`; some things end a little after they were told to.
+    /// Waits until nothing is on the machine that was not there `before`; some things end a little
+    /// after they were told to.
     ///
     /// # Errors
     /// Names all that is left after a few seconds.
@@ -401,7 +438,8 @@ impl Node {
         Ok(())
     }
 
-    /// What is on the machine, and in containerd's list of pods, that was not there `before` and does not go within `limit`, made [`patient`].
+    /// What is on the machine, and in containerd's list of pods, that was not there `before` and
+    /// does not go within `limit`, made [`patient`].
     ///
     /// # Errors
     /// The machine or containerd does not tell.
@@ -432,7 +470,9 @@ impl Node {
         for thing in left {
             if let Thing::Pod(id, _) = thing {
                 let stopped = self.cri.stop_pod_sandbox(id).await;
-                stopped.and(self.cri.remove_pod_sandbox(id).await).with_context(|| thing.to_string())?;
+                stopped
+                    .and(self.cri.remove_pod_sandbox(id).await)
+                    .with_context(|| thing.to_string())?;
             }
         }
         scrap::remove(left)
@@ -450,7 +490,10 @@ impl Node {
 
     /// Process ids of the daemons that run.
     fn daemons(&self) -> Vec<u32> {
-        [&self.containerd, &self.sandboxer].iter().filter_map(|slot| lock(slot).as_ref().map(Process::pid)).collect()
+        [&self.containerd, &self.sandboxer]
+            .iter()
+            .filter_map(|slot| lock(slot).as_ref().map(Process::pid))
+            .collect()
     }
 }
 
@@ -488,6 +531,10 @@ fn take(slot: &Slot, name: &str) -> Result<Process> {
 async fn end(slot: &Slot, name: &str) -> Result<()> {
     let mut process = take(slot, name)?;
     let status = process.stop(patient(DAEMON)).await?;
-    ensure!(status.success(), "{name} ended with {status} after SIGTERM\n{}", tail(process.log(), 20));
+    ensure!(
+        status.success(),
+        "{name} ended with {status} after SIGTERM\n{}",
+        tail(process.log(), 20)
+    );
     Ok(())
 }

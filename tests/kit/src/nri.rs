@@ -1,7 +1,8 @@
 //! A plugin of NRI that looks at the pods it is told of.
 //!
-//! It attaches itself to containerd's NRI socket. One connection carries two, each frame headed by the number of its connection and its
-//! length: over one containerd calls the plugin, over the other the plugin calls containerd, both in ttrpc.
+//! It attaches itself to containerd's NRI socket. One connection carries two, each frame headed by
+//! the number of its connection and its length: over one containerd calls the plugin, over the
+//! other the plugin calls containerd, both in ttrpc.
 
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
@@ -15,7 +16,8 @@ use anyhow::{Context, Result, bail, ensure};
 use protobuf::Message;
 
 use crate::proto::nri::{
-    ConfigureResponse, Event, OfPod, PodSandbox, RegisterPluginRequest, Request, Response, StateChangeEvent,
+    ConfigureResponse, Event, OfPod, PodSandbox, RegisterPluginRequest, Request, Response,
+    StateChangeEvent,
 };
 
 /// Number of the connection over which containerd calls the plugin.
@@ -34,10 +36,15 @@ const HEAD: usize = 10;
 const LARGEST: usize = 4 << 20;
 
 /// The events that the plugin asks for.
-const EVENTS: [Event; 4] =
-    [Event::RUN_POD_SANDBOX, Event::STOP_POD_SANDBOX, Event::REMOVE_POD_SANDBOX, Event::CREATE_CONTAINER];
+const EVENTS: [Event; 4] = [
+    Event::RUN_POD_SANDBOX,
+    Event::STOP_POD_SANDBOX,
+    Event::REMOVE_POD_SANDBOX,
+    Event::CREATE_CONTAINER,
+];
 
-/// The calls by which a runtime of NRI 0.11 tells of them; an older one uses `StateChange` for all but the last.
+/// The calls by which a runtime of NRI 0.11 tells of them; an older one uses `StateChange` for all
+/// but the last.
 const METHODS: [(&str, Event); 4] = [
     ("RunPodSandbox", Event::RUN_POD_SANDBOX),
     ("StopPodSandbox", Event::STOP_POD_SANDBOX),
@@ -62,7 +69,8 @@ impl Plugin {
     /// # Errors
     /// containerd does not take it within a time that is ample.
     pub fn attach(socket: &Path) -> Result<Self> {
-        let stream = UnixStream::connect(socket).with_context(|| format!("connect to {}", socket.display()))?;
+        let stream = UnixStream::connect(socket)
+            .with_context(|| format!("connect to {}", socket.display()))?;
         let told = Told::default();
         let mut link = Link { stream: stream.try_clone()?, unread: Vec::new() };
         let register = RegisterPluginRequest {
@@ -132,7 +140,8 @@ impl Link {
             let mut head = [0; 8];
             self.stream.read_exact(&mut head)?;
             let [a, b, c, d, e, f, g, h] = head;
-            let (connection, length) = (u32::from_be_bytes([a, b, c, d]), u32::from_be_bytes([e, f, g, h]) as usize);
+            let (connection, length) =
+                (u32::from_be_bytes([a, b, c, d]), u32::from_be_bytes([e, f, g, h]) as usize);
             ensure!(length <= HEAD + LARGEST, "a frame of {length} bytes");
             let mut payload = vec![0; length];
             self.stream.read_exact(&mut payload)?;
@@ -174,8 +183,12 @@ impl Link {
     fn call(&mut self) -> Result<Option<(u32, Request)>> {
         let Some((head, rest)) = self.unread.split_first_chunk::<HEAD>() else { return Ok(None) };
         let [a, b, c, d, e, f, g, h, kind, _] = *head;
-        let (length, stream) = (u32::from_be_bytes([a, b, c, d]) as usize, u32::from_be_bytes([e, f, g, h]));
-        ensure!(length <= LARGEST && kind == REQUEST, "a message of type {kind} and {length} bytes");
+        let (length, stream) =
+            (u32::from_be_bytes([a, b, c, d]) as usize, u32::from_be_bytes([e, f, g, h]));
+        ensure!(
+            length <= LARGEST && kind == REQUEST,
+            "a message of type {kind} and {length} bytes"
+        );
         let Some(message) = rest.get(..length) else { return Ok(None) };
         let request = Request::parse_from_bytes(message)?;
         self.unread.drain(..HEAD + length);

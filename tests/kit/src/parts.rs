@@ -15,7 +15,8 @@ pub struct Parts {
 }
 
 impl Parts {
-    /// The fetched parts, in `$PARTS_DIR` or the repository's `target/parts`; fetches what is missing.
+    /// The fetched parts, in `$PARTS_DIR` or the repository's `target/parts`; fetches what is
+    /// missing.
     ///
     /// # Errors
     /// The script that fetches them failed.
@@ -26,10 +27,15 @@ impl Parts {
             None => kit.join("../../target/parts"),
         };
         let script = kit.join("fetch-parts");
-        let status =
-            Command::new(&script).arg(&directory).status().with_context(|| format!("run {}", script.display()))?;
+        let status = Command::new(&script)
+            .arg(&directory)
+            .status()
+            .with_context(|| format!("run {}", script.display()))?;
         ensure!(status.success(), "{} failed: {status}", script.display());
-        let bin = directory.join("bin").canonicalize().with_context(|| format!("{}/bin", directory.display()))?;
+        let bin = directory
+            .join("bin")
+            .canonicalize()
+            .with_context(|| format!("{}/bin", directory.display()))?;
         Ok(Self { bin })
     }
 
@@ -48,7 +54,8 @@ impl Parts {
         self.bin.join(name)
     }
 
-    /// A runc that containers with a user namespace need: the machine's own may be too old for idmapped mounts.
+    /// A runc that containers with a user namespace need: the machine's own may be too old for
+    /// idmapped mounts.
     pub fn runc(&self) -> PathBuf {
         self.bin.join("../runc/runc")
     }

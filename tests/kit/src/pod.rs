@@ -16,7 +16,8 @@ use crate::until;
 
 use api::NamespaceMode;
 
-/// What a pod is to be. As kubelet asks for it by default: a network of its own, one PID namespace per container, shared IPC.
+/// What a pod is to be. As kubelet asks for it by default: a network of its own, one PID namespace
+/// per container, shared IPC.
 #[derive(Clone, Debug)]
 pub struct PodSpec {
     config: api::PodSandboxConfig,
@@ -39,13 +40,18 @@ impl PodSpec {
             ipc: NamespaceMode::POD.into(),
             ..Default::default()
         };
-        let security =
-            api::LinuxSandboxSecurityContext { namespace_options: Some(namespaces).into(), ..Default::default() };
+        let security = api::LinuxSandboxSecurityContext {
+            namespace_options: Some(namespaces).into(),
+            ..Default::default()
+        };
         let config = api::PodSandboxConfig {
             metadata: Some(metadata).into(),
             hostname: name.to_owned(),
-            linux: Some(api::LinuxPodSandboxConfig { security_context: Some(security).into(), ..Default::default() })
-                .into(),
+            linux: Some(api::LinuxPodSandboxConfig {
+                security_context: Some(security).into(),
+                ..Default::default()
+            })
+            .into(),
             ..Default::default()
         };
         Self { config, cgroup_parent: None, bare: false }
@@ -108,14 +114,16 @@ impl PodSpec {
         self
     }
 
-    /// Another cgroup parent than one of the pod's own below the node's; nobody makes or removes it.
+    /// Another cgroup parent than one of the pod's own below the node's; nobody makes or removes
+    /// it.
     #[must_use]
     pub fn cgroup_parent(mut self, path: &str) -> Self {
         self.cgroup_parent = Some(path.to_owned());
         self
     }
 
-    /// With any other change of its config. The cgroup parent and the log directory are the node's all the same.
+    /// With any other change of its config. The cgroup parent and the log directory are the node's
+    /// all the same.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut api::PodSandboxConfig)) -> Self {
         change(&mut self.config);
@@ -140,8 +148,8 @@ impl PodSpec {
     }
 }
 
-/// What kubelet has made for a pod before it asks for its sandbox: the cgroup that is the sandbox's parent, and the directory of
-/// the containers' logs.
+/// What kubelet has made for a pod before it asks for its sandbox: the cgroup that is the sandbox's
+/// parent, and the directory of the containers' logs.
 #[derive(Clone, Debug)]
 pub struct PodHome {
     config: api::PodSandboxConfig,
@@ -188,7 +196,8 @@ impl PodHome {
     /// # Errors
     /// The cgroup holds something still.
     pub fn clear(&self) -> Result<()> {
-        std::fs::remove_dir_all(&self.logs).with_context(|| format!("remove {}", self.logs.display()))?;
+        std::fs::remove_dir_all(&self.logs)
+            .with_context(|| format!("remove {}", self.logs.display()))?;
         self.cgroup.as_deref().map_or(Ok(()), cgroup::remove)
     }
 }
@@ -272,7 +281,12 @@ impl Pod {
     /// # Errors
     /// The controller's, or the pause has ended.
     pub async fn pause_pid(&self) -> Result<u32> {
-        let status = self.node.controller(self.handler).status(&self.id, false).await.context("controller's Status")?;
+        let status = self
+            .node
+            .controller(self.handler)
+            .status(&self.id, false)
+            .await
+            .context("controller's Status")?;
         ensure!(status.pid != 0, "the sandbox has no process: {status:?}");
         Ok(status.pid)
     }
@@ -285,7 +299,11 @@ impl Pod {
         let config = spec.config(self.config());
         let created = self.node.cri().create_container(&self.id, &config, self.config()).await;
         let id = created.context("CreateContainer")?;
-        Ok(Container { node: Arc::clone(&self.node), id, log: self.home.logs.join(&config.log_path) })
+        Ok(Container {
+            node: Arc::clone(&self.node),
+            id,
+            log: self.home.logs.join(&config.log_path),
+        })
     }
 
     /// Makes and starts a container.
@@ -298,7 +316,8 @@ impl Pod {
         Ok(container)
     }
 
-    /// Forwards a connection to `port` of the pod, sends `line` and answers the line that comes back.
+    /// Forwards a connection to `port` of the pod, sends `line` and answers the line that comes
+    /// back.
     ///
     /// # Errors
     /// CRI's, or the stream's.
@@ -335,7 +354,8 @@ impl Pod {
         if let Some(path) = &self.home.cgroup {
             until("the pod's cgroup is empty", LEAVES, async || cgroup::remove(path)).await?;
         }
-        std::fs::remove_dir_all(&self.home.logs).with_context(|| format!("remove {}", self.home.logs.display()))
+        std::fs::remove_dir_all(&self.home.logs)
+            .with_context(|| format!("remove {}", self.home.logs.display()))
     }
 }
 
@@ -349,8 +369,10 @@ impl ContainerSpec {
     /// A container of the test image that runs `command`.
     pub fn new(name: &str, command: &[&str]) -> Self {
         let config = api::ContainerConfig {
-            metadata: Some(api::ContainerMetadata { name: name.to_owned(), ..Default::default() }).into(),
-            image: Some(api::ImageSpec { image: TEST_IMAGE.to_owned(), ..Default::default() }).into(),
+            metadata: Some(api::ContainerMetadata { name: name.to_owned(), ..Default::default() })
+                .into(),
+            image: Some(api::ImageSpec { image: TEST_IMAGE.to_owned(), ..Default::default() })
+                .into(),
             command: command.iter().map(|word| (*word).to_owned()).collect(),
             log_path: format!("{name}.log"),
             ..Default::default()
@@ -378,7 +400,8 @@ impl ContainerSpec {
     /// With another capability, by its name without `CAP_`.
     #[must_use]
     pub fn capability(mut self, name: &str) -> Self {
-        let security = self.config.linux.mut_or_insert_default().security_context.mut_or_insert_default();
+        let security =
+            self.config.linux.mut_or_insert_default().security_context.mut_or_insert_default();
         security.capabilities.mut_or_insert_default().add_capabilities.push(name.to_owned());
         self
     }
@@ -393,14 +416,21 @@ impl ContainerSpec {
     /// Privileged.
     #[must_use]
     pub fn privileged(mut self) -> Self {
-        self.config.linux.mut_or_insert_default().security_context.mut_or_insert_default().privileged = true;
+        self.config
+            .linux
+            .mut_or_insert_default()
+            .security_context
+            .mut_or_insert_default()
+            .privileged = true;
         self
     }
 
     /// The config, with the namespaces that the pod asked for.
     fn config(mut self, pod: &api::PodSandboxConfig) -> api::ContainerConfig {
-        if let Some(security) = pod.linux.as_ref().and_then(|linux| linux.security_context.as_ref()) {
-            let ours = self.config.linux.mut_or_insert_default().security_context.mut_or_insert_default();
+        if let Some(security) = pod.linux.as_ref().and_then(|linux| linux.security_context.as_ref())
+        {
+            let ours =
+                self.config.linux.mut_or_insert_default().security_context.mut_or_insert_default();
             ours.namespace_options = security.namespace_options.clone();
         }
         self.config
@@ -431,7 +461,11 @@ impl Container {
     /// # Errors
     /// CRI's; a command that fails is none.
     pub async fn exec(&self, command: &[&str]) -> Result<api::ExecSyncResponse> {
-        self.node.cri().exec_sync(&self.id, command).await.with_context(|| format!("ExecSync {command:?}"))
+        self.node
+            .cri()
+            .exec_sync(&self.id, command)
+            .await
+            .with_context(|| format!("ExecSync {command:?}"))
     }
 
     /// Runs a shell script in it and answers its output.
@@ -440,7 +474,8 @@ impl Container {
     /// CRI's, or the script failed.
     pub async fn sh(&self, script: &str) -> Result<String> {
         let answer = self.exec(&["sh", "-c", script]).await?;
-        let (out, err) = (String::from_utf8_lossy(&answer.stdout), String::from_utf8_lossy(&answer.stderr));
+        let (out, err) =
+            (String::from_utf8_lossy(&answer.stdout), String::from_utf8_lossy(&answer.stderr));
         ensure!(answer.exit_code == 0, "`{script}` ended with {}: {out}{err}", answer.exit_code);
         Ok(out.into_owned())
     }
@@ -460,7 +495,11 @@ impl Container {
     pub async fn exited(&self, limit: Duration) -> Result<i32> {
         until("the container has ended", limit, async || {
             let status = self.status().await?;
-            ensure!(status.state.enum_value() == Ok(api::ContainerState::CONTAINER_EXITED), "it is {:?}", status.state);
+            ensure!(
+                status.state.enum_value() == Ok(api::ContainerState::CONTAINER_EXITED),
+                "it is {:?}",
+                status.state
+            );
             Ok(status.exit_code)
         })
         .await
@@ -471,7 +510,8 @@ impl Container {
     /// # Errors
     /// The file cannot be read, or a line is not in CRI's format: time, stream, `F` or `P`, text.
     pub fn log(&self) -> Result<Vec<(String, String)>> {
-        let text = std::fs::read_to_string(&self.log).with_context(|| format!("read {}", self.log.display()))?;
+        let text = std::fs::read_to_string(&self.log)
+            .with_context(|| format!("read {}", self.log.display()))?;
         text.lines()
             .map(|line| {
                 let mut words = line.splitn(4, ' ').skip(1);

@@ -22,13 +22,17 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `command` with its output appended to `log`, in a process group of its own, so that Ctrl-C at a terminal
-    /// reaches it only through us.
+    /// Starts `command` with its output appended to `log`, in a process group of its own, so that
+    /// Ctrl-C at a terminal reaches it only through us.
     ///
     /// # Errors
     /// It cannot be started.
     pub fn spawn(mut command: Command, log: &Path) -> Result<Self> {
-        let name = Path::new(command.get_program()).file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let name = Path::new(command.get_program())
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
         let output: File = OpenOptions::new()
             .create(true)
             .append(true)

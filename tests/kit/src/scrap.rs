@@ -39,7 +39,8 @@ impl Owner {
     }
 
     pub(crate) fn write(&self, layout: &Layout) -> Result<()> {
-        fs::write(layout.top.join(OWNER), serde_json::to_vec(self)?).context("write the node's owner")
+        fs::write(layout.top.join(OWNER), serde_json::to_vec(self)?)
+            .context("write the node's owner")
     }
 
     fn lives(&self) -> bool {
@@ -53,7 +54,8 @@ fn nodes() -> Vec<(Layout, Owner)> {
     entries
         .flatten()
         .filter_map(|entry| {
-            let name = entry.file_name().to_str().filter(|name| name.starts_with(PREFIX))?.to_owned();
+            let name =
+                entry.file_name().to_str().filter(|name| name.starts_with(PREFIX))?.to_owned();
             let owner = serde_json::from_slice(&fs::read(entry.path().join(OWNER)).ok()?).ok()?;
             Some((Layout { top: entry.path(), name }, owner))
         })
@@ -77,12 +79,17 @@ pub(crate) fn on_signals() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         std::thread::spawn(|| {
-            let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_all().build() else { return };
+            let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_all().build()
+            else {
+                return;
+            };
             runtime.block_on(async {
                 use tokio::signal::unix::{SignalKind, signal};
-                let (Ok(mut int), Ok(mut term), Ok(mut hup)) =
-                    (signal(SignalKind::interrupt()), signal(SignalKind::terminate()), signal(SignalKind::hangup()))
-                else {
+                let (Ok(mut int), Ok(mut term), Ok(mut hup)) = (
+                    signal(SignalKind::interrupt()),
+                    signal(SignalKind::terminate()),
+                    signal(SignalKind::hangup()),
+                ) else {
                     return;
                 };
                 let number = tokio::select! {
@@ -103,7 +110,8 @@ pub(crate) fn on_signals() {
     });
 }
 
-/// Ends and removes everything of a node; what is gone already is success. Answers what failed. With `keep` its files stay.
+/// Ends and removes everything of a node; what is gone already is success. Answers what failed.
+/// With `keep` its files stay.
 pub(crate) fn scrap(layout: &Layout, keep: bool) -> Vec<String> {
     let mut failed = Vec::new();
     let mut note = |what: &str, done: Result<()>| {
@@ -123,19 +131,23 @@ pub(crate) fn scrap(layout: &Layout, keep: bool) -> Vec<String> {
     failed
 }
 
-/// Every process of a node: those that name its directory, those in its cgroups, and the descendants of both.
+/// Every process of a node: those that name its directory, those in its cgroups, and the
+/// descendants of both.
 pub(crate) fn members(layout: &Layout) -> Result<Vec<processes::Proc>> {
     let all = processes::all()?;
     let top = layout.top.to_string_lossy().into_owned();
     let (inside, exactly) = (format!(":{}/", layout.cgroup()), format!(":{}\n", layout.cgroup()));
     let mut members: BTreeSet<u32> = all
         .iter()
-        .filter(|p| p.command.contains(&top) || p.cgroups.contains(&inside) || p.cgroups.contains(&exactly))
+        .filter(|p| {
+            p.command.contains(&top) || p.cgroups.contains(&inside) || p.cgroups.contains(&exactly)
+        })
         .map(|p| p.pid)
         .collect();
     loop {
         let before = members.len();
-        let children = all.iter().filter(|p| members.contains(&p.parent)).map(|p| p.pid).collect::<Vec<_>>();
+        let children =
+            all.iter().filter(|p| members.contains(&p.parent)).map(|p| p.pid).collect::<Vec<_>>();
         members.extend(children);
         if members.len() == before {
             break;
@@ -146,7 +158,8 @@ pub(crate) fn members(layout: &Layout) -> Result<Vec<processes::Proc>> {
 }
 
 fn end_processes(layout: &Layout) -> Result<()> {
-    /// Tries, a tenth of a second apart: a killed process may take a while to go, and its children may come to light.
+    /// Tries, a tenth of a second apart: a killed process may take a while to go, and its children
+    /// may come to light.
     const TRIES: u32 = 50;
     for _ in 0..TRIES {
         let living: Vec<_> = members(layout)?.into_iter().filter(|p| p.state != 'Z').collect();
@@ -159,21 +172,26 @@ fn end_processes(layout: &Layout) -> Result<()> {
         }
         std::thread::sleep(Duration::from_millis(100));
     }
-    let left: Vec<_> = members(layout)?.into_iter().map(|p| format!("{} {}", p.pid, p.command)).collect();
+    let left: Vec<_> =
+        members(layout)?.into_iter().map(|p| format!("{} {}", p.pid, p.command)).collect();
     anyhow::bail!("still there: {}", left.join("; "))
 }
 
 fn unmount(layout: &Layout) -> Result<()> {
     // The newest first: it may lie on top of another.
-    for mount in mounts::of("self")?.iter().rev().filter(|mount| mount.point.starts_with(&layout.top)) {
-        umount2(&mount.point, MntFlags::MNT_DETACH).with_context(|| mount.point.display().to_string())?;
+    for mount in
+        mounts::of("self")?.iter().rev().filter(|mount| mount.point.starts_with(&layout.top))
+    {
+        umount2(&mount.point, MntFlags::MNT_DETACH)
+            .with_context(|| mount.point.display().to_string())?;
     }
     Ok(())
 }
 
 /// Removes things by force; pods are containerd's own affair. Gone already is success.
 pub(crate) fn remove(things: &[Thing]) -> Result<()> {
-    // Processes hold mounts and cgroups, mounts hold directories, and of directories and cgroups children stand after their parents.
+    // Processes hold mounts and cgroups, mounts hold directories, and of directories and cgroups
+    // children stand after their parents.
     let order = |thing: &&Thing| match thing {
         Thing::Process(..) => 0,
         Thing::Mount(..) => 1,
@@ -201,7 +219,9 @@ fn remove_one(thing: &Thing) -> Result<()> {
             Err(e) => Err(e.into()),
         },
         Thing::File(path, "directory") => ignore_gone(fs::remove_dir(path)),
-        Thing::File(path, _) | Thing::ShimSocket(path) | Thing::CniResult(path) => ignore_gone(fs::remove_file(path)),
+        Thing::File(path, _) | Thing::ShimSocket(path) | Thing::CniResult(path) => {
+            ignore_gone(fs::remove_file(path))
+        }
         Thing::Cgroup(path) => {
             let begun = Instant::now();
             loop {
@@ -233,7 +253,11 @@ fn ip_link_delete(name: &str) -> Result<()> {
 
 fn run(command: &mut Command) -> Result<()> {
     let done = command.output().with_context(|| format!("run {command:?}"))?;
-    anyhow::ensure!(done.status.success(), "{command:?}: {}", String::from_utf8_lossy(&done.stderr).trim());
+    anyhow::ensure!(
+        done.status.success(),
+        "{command:?}: {}",
+        String::from_utf8_lossy(&done.stderr).trim()
+    );
     Ok(())
 }
 
@@ -259,9 +283,11 @@ fn remove_sockets(layout: &Layout) -> Result<()> {
     Ok(())
 }
 
-/// libcni keeps its results in one place for all of a machine; the network's name tells whose they are.
+/// libcni keeps its results in one place for all of a machine; the network's name tells whose they
+/// are.
 fn remove_cni_results(layout: &Layout) -> Result<()> {
-    let loopback = snapshot::ids_in_log(layout, 0).into_iter().map(|id| snapshot::loopback_result(&id));
+    let loopback =
+        snapshot::ids_in_log(layout, 0).into_iter().map(|id| snapshot::loopback_result(&id));
     for file in snapshot::cni_results(layout).into_iter().chain(loopback) {
         ignore_gone(fs::remove_file(&file)).with_context(|| file.display().to_string())?;
     }

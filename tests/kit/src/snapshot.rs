@@ -14,8 +14,8 @@ use crate::machine::keeper::{self, Keeper};
 use crate::machine::{cgroup, mounts, processes};
 use crate::scrap;
 
-/// What is not looked at in a node's directory: containerd's stores of content, snapshots and metadata, which its garbage collector
-/// clears in its own time, and logs.
+/// What is not looked at in a node's directory: containerd's stores of content, snapshots and
+/// metadata, which its garbage collector clears in its own time, and logs.
 const IGNORED: [&str; 6] = [
     "logs",
     "root/io.containerd.content.v1.content",
@@ -78,7 +78,10 @@ impl fmt::Display for Thing {
         match self {
             Self::Process(pid, about) => write!(f, "{pid} {about}"),
             Self::Mount(point, about) => write!(f, "{} of {about}", point.display()),
-            Self::File(path, _) | Self::ShimSocket(path) | Self::Cgroup(path) | Self::CniResult(path) => {
+            Self::File(path, _)
+            | Self::ShimSocket(path)
+            | Self::Cgroup(path)
+            | Self::CniResult(path) => {
                 write!(f, "{}", path.display())
             }
             Self::Unit(name) | Self::Interface(name) => f.write_str(name),
@@ -104,7 +107,8 @@ impl Snapshot {
         files(layout, &layout.top, &mut things)?;
         things.extend(cgroup::below(&layout.cgroup())?.into_iter().map(Thing::Cgroup));
         if Keeper::chosen() == Keeper::Systemd {
-            let units = keeper::units(&["cri-containerd-*.scope", &format!("{}*.slice", layout.name)])?;
+            let units =
+                keeper::units(&["cri-containerd-*.scope", &format!("{}*.slice", layout.name)])?;
             things.extend(units.into_iter().map(Thing::Unit));
         }
         let ports = names(&Path::new("/sys/class/net").join(&layout.name).join("brif"));
@@ -115,15 +119,20 @@ impl Snapshot {
         Ok(Self { things, log_length, layout: Some(layout.clone()) })
     }
 
-    /// What is here that is not in `before`, and what lies outside of the node's directory for the ids that
-    /// containerd's log has named since `before`.
+    /// What is here that is not in `before`, and what lies outside of the node's directory for the
+    /// ids that containerd's log has named since `before`.
     pub fn beyond(&self, before: &Self) -> Vec<Thing> {
         let mut left: Vec<Thing> = self.things.difference(&before.things).cloned().collect();
         if let Some(layout) = &self.layout {
             for id in ids_in_log(layout, before.log_length) {
-                let things = [Thing::ShimSocket(layout.shim_socket(&id)), Thing::CniResult(loopback_result(&id))];
+                let things = [
+                    Thing::ShimSocket(layout.shim_socket(&id)),
+                    Thing::CniResult(loopback_result(&id)),
+                ];
                 left.extend(things.into_iter().filter(|thing| match thing {
-                    Thing::ShimSocket(path) | Thing::CniResult(path) => path.symlink_metadata().is_ok(),
+                    Thing::ShimSocket(path) | Thing::CniResult(path) => {
+                        path.symlink_metadata().is_ok()
+                    }
                     _ => false,
                 }));
             }
@@ -143,12 +152,16 @@ fn processes(layout: &Layout, daemons: &[u32], things: &mut BTreeSet<Thing>) -> 
             continue;
         }
         let zombie = if process.state == 'Z' { " (zombie)" } else { "" };
-        things.insert(Thing::Process(process.pid, format!("{} {}{zombie}", process.comm, process.command)));
+        things.insert(Thing::Process(
+            process.pid,
+            format!("{} {}{zombie}", process.comm, process.command),
+        ));
     }
     Ok(())
 }
 
-/// Mounts of the node as this process and each daemon sees them: a daemon may have a mount namespace of its own.
+/// Mounts of the node as this process and each daemon sees them: a daemon may have a mount
+/// namespace of its own.
 fn mount_points(layout: &Layout, daemons: &[u32], things: &mut BTreeSet<Thing>) -> Result<()> {
     let ours = processes::namespace("self", "mnt")?;
     let mut seen = vec![("self".to_owned(), String::new())];
@@ -161,7 +174,10 @@ fn mount_points(layout: &Layout, daemons: &[u32], things: &mut BTreeSet<Thing>) 
         // A daemon that has just ended has no mounts.
         for mount in mounts::of(&pid).unwrap_or_default() {
             if mount.point.starts_with(&layout.top) || mount.root.contains(&layout.name) {
-                things.insert(Thing::Mount(mount.point, format!("{} {}{seen_by}", mount.kind, mount.root)));
+                things.insert(Thing::Mount(
+                    mount.point,
+                    format!("{} {}{seen_by}", mount.kind, mount.root),
+                ));
             }
         }
     }
@@ -175,7 +191,8 @@ fn files(layout: &Layout, directory: &Path, things: &mut BTreeSet<Thing>) -> Res
     let Ok(entries) = fs::read_dir(directory) else { return Ok(()) };
     for entry in entries.flatten() {
         let path = entry.path();
-        let below = path.strip_prefix(&layout.top).context("a file outside of the node's directory")?;
+        let below =
+            path.strip_prefix(&layout.top).context("a file outside of the node's directory")?;
         let Ok(about) = path.symlink_metadata() else { continue };
         if IGNORED.iter().any(|ignored| below == Path::new(ignored)) {
             continue;
@@ -209,7 +226,11 @@ fn segments(things: &mut BTreeSet<Thing>) -> Result<()> {
 pub(crate) fn cni_results(layout: &Layout) -> Vec<PathBuf> {
     let prefix = format!("{}-", layout.name);
     let mine = |name: &String| name.starts_with(&prefix);
-    names(Path::new(CNI_RESULTS)).into_iter().filter(mine).map(|name| Path::new(CNI_RESULTS).join(name)).collect()
+    names(Path::new(CNI_RESULTS))
+        .into_iter()
+        .filter(mine)
+        .map(|name| Path::new(CNI_RESULTS).join(name))
+        .collect()
 }
 
 /// What libcni remembers of a pod's loopback, whose network has the same name on all nodes.
@@ -217,7 +238,8 @@ pub(crate) fn loopback_result(id: &str) -> PathBuf {
     Path::new(CNI_RESULTS).join(format!("cni-loopback-{id}-lo"))
 }
 
-/// The ids of pods and containers that containerd's log names from `offset` on, those included that failed to start.
+/// The ids of pods and containers that containerd's log names from `offset` on, those included that
+/// failed to start.
 pub(crate) fn ids_in_log(layout: &Layout, offset: u64) -> BTreeSet<String> {
     let read = || -> std::io::Result<Vec<u8>> {
         let mut log = fs::File::open(layout.containerd_log())?;
@@ -254,8 +276,10 @@ mod tests {
     #[test]
     fn sees_what_is_left() {
         let top = tempfile::Builder::new().prefix("look-").tempdir().unwrap();
-        let layout =
-            Layout { top: top.path().to_owned(), name: top.path().file_name().unwrap().to_str().unwrap().into() };
+        let layout = Layout {
+            top: top.path().to_owned(),
+            name: top.path().file_name().unwrap().to_str().unwrap().into(),
+        };
         fs::create_dir_all(layout.top.join("logs")).unwrap();
         fs::write(layout.containerd_log(), "nothing yet\n").unwrap();
         cgroup::make(&layout.cgroup()).unwrap();
@@ -263,7 +287,8 @@ mod tests {
         assert_eq!(before.beyond(&before), []);
 
         let id = "0123456789abcdef".repeat(4);
-        fs::write(layout.containerd_log(), format!("nothing yet\nRunPodSandbox returns {id}\n")).unwrap();
+        fs::write(layout.containerd_log(), format!("nothing yet\nRunPodSandbox returns {id}\n"))
+            .unwrap();
         let (file, point) = (layout.top.join("file"), layout.top.join("point"));
         fs::write(&file, "").unwrap();
         fs::create_dir(&point).unwrap();
@@ -277,7 +302,8 @@ mod tests {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        // Its command line can be read only a moment after `spawn` returns: the kernel lets go of the parent before it has written it.
+        // Its command line can be read only a moment after `spawn` returns: the kernel lets go of
+        // the parent before it has written it.
         let mut begun = String::new();
         BufReader::new(process.stdout.take().unwrap()).read_line(&mut begun).unwrap();
         fs::create_dir_all(layout.shim_socket(&id).parent().unwrap()).unwrap();
@@ -295,10 +321,14 @@ mod tests {
             Thing::CniResult(loopback_result(&id)),
             Thing::CniResult(bridged),
         ];
-        let expected = expected.into_iter().chain(cgroup::below(&leaf).unwrap().into_iter().map(Thing::Cgroup));
+        let expected = expected
+            .into_iter()
+            .chain(cgroup::below(&leaf).unwrap().into_iter().map(Thing::Cgroup));
         let missing: Vec<Thing> = expected.filter(|thing| !left.contains(thing)).collect();
         let mounted = left.iter().any(|thing| matches!(thing, Thing::Mount(at, _) if *at == point));
-        let running = left.iter().any(|thing| matches!(thing, Thing::Process(pid, _) if *pid == process.id()));
+        let running = left
+            .iter()
+            .any(|thing| matches!(thing, Thing::Process(pid, _) if *pid == process.id()));
 
         // Before anything is asserted: a test that fails leaves nothing either.
         scrap::remove(&left).unwrap();

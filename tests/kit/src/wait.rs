@@ -7,11 +7,16 @@ use anyhow::{Result, bail};
 /// How often a condition is looked at.
 const PACE: Duration = Duration::from_millis(10);
 
-/// How many times longer than usual everything may take, which a slow machine such as an emulated one says of itself.
+/// How many times longer than usual everything may take, which a slow machine such as an emulated
+/// one says of itself.
 const VARIABLE: &str = "KIT_PATIENCE";
 
 fn slower() -> u32 {
-    std::env::var(VARIABLE).ok().and_then(|times| times.parse().ok()).filter(|times| *times > 0).unwrap_or(1)
+    std::env::var(VARIABLE)
+        .ok()
+        .and_then(|times| times.parse().ok())
+        .filter(|times| *times > 0)
+        .unwrap_or(1)
 }
 
 /// A limit of time for a machine of usual speed, as this one needs it: [`until`] knows.
@@ -19,7 +24,8 @@ pub fn patient(limit: Duration) -> Duration {
     limit * slower()
 }
 
-/// How many pods, or tries, this machine manages in the time in which one of usual speed manages `many`. Says so where they are fewer.
+/// How many pods, or tries, this machine manages in the time in which one of usual speed manages
+/// `many`. Says so where they are fewer.
 pub fn fewer(what: &str, many: u32) -> u32 {
     let fewer = many.div_ceil(slower());
     if fewer < many {
@@ -28,7 +34,8 @@ pub fn fewer(what: &str, many: u32) -> u32 {
     fewer
 }
 
-/// Asks `probe` until it answers `Ok`, and gives up after `limit`, made [`patient`], with the last reason that it gave.
+/// Asks `probe` until it answers `Ok`, and gives up after `limit`, made [`patient`], with the last
+/// reason that it gave.
 ///
 /// # Errors
 /// Names `what` and the last reason.

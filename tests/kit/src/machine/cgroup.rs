@@ -23,8 +23,9 @@ pub fn hierarchies() -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Makes a cgroup, and its parents, in every hierarchy, as kubelet does for a pod before it asks for its sandbox. `path` begins
-/// with a slash. One whose name ends in `.slice` is a slice, which systemd is asked for.
+/// Makes a cgroup, and its parents, in every hierarchy, as kubelet does for a pod before it asks
+/// for its sandbox. `path` begins with a slash. One whose name ends in `.slice` is a slice, which
+/// systemd is asked for.
 ///
 /// # Errors
 /// Names the directory that could not be made.
@@ -45,8 +46,8 @@ pub fn make(path: &str) -> Result<()> {
             // In version 1 a new cpuset is empty, and no process may enter it.
             for file in ["cpuset.cpus", "cpuset.mems"] {
                 if directory.join("cgroup.clone_children").exists() && parent.join(file).exists() {
-                    let value =
-                        fs::read(parent.join(file)).with_context(|| format!("read {file} of {}", parent.display()))?;
+                    let value = fs::read(parent.join(file))
+                        .with_context(|| format!("read {file} of {}", parent.display()))?;
                     fs::write(directory.join(file), value)
                         .with_context(|| format!("write {file} of {}", directory.display()))?;
                 }
@@ -56,9 +57,12 @@ pub fn make(path: &str) -> Result<()> {
     Ok(())
 }
 
-/// Lets the children of a cgroup of version 2 have every controller that it has itself, but for those that are taken by version 1.
+/// Lets the children of a cgroup of version 2 have every controller that it has itself, but for
+/// those that are taken by version 1.
 fn hand_down(cgroup: &Path) -> Result<()> {
-    let Ok(controllers) = fs::read_to_string(cgroup.join("cgroup.controllers")) else { return Ok(()) };
+    let Ok(controllers) = fs::read_to_string(cgroup.join("cgroup.controllers")) else {
+        return Ok(());
+    };
     let all: Vec<String> = controllers.split_whitespace().map(|name| format!("+{name}")).collect();
     if all.is_empty() {
         return Ok(());
@@ -67,21 +71,26 @@ fn hand_down(cgroup: &Path) -> Result<()> {
         .with_context(|| format!("hand down the controllers of {}", cgroup.display()))
 }
 
-/// Whether the machine's cgroups are version 2 alone: the root of a hierarchy of version 2, and no other, has this file.
+/// Whether the machine's cgroups are version 2 alone: the root of a hierarchy of version 2, and no
+/// other, has this file.
 ///
 /// # Errors
 /// It cannot be looked for.
 pub fn unified() -> Result<bool> {
-    Path::new("/sys/fs/cgroup/cgroup.controllers").try_exists().context("look for cgroup.controllers")
+    Path::new("/sys/fs/cgroup/cgroup.controllers")
+        .try_exists()
+        .context("look for cgroup.controllers")
 }
 
-/// Removes a cgroup from every hierarchy. Gone already is success; one that still has children or processes is not.
+/// Removes a cgroup from every hierarchy. Gone already is success; one that still has children or
+/// processes is not.
 ///
 /// # Errors
 /// Names the directories that could not be removed.
 pub fn remove(path: &str) -> Result<()> {
     if let Some(slice) = keeper::slice(path) {
-        let within: Vec<PathBuf> = below(path)?.into_iter().filter(|found| !found.ends_with(slice)).collect();
+        let within: Vec<PathBuf> =
+            below(path)?.into_iter().filter(|found| !found.ends_with(slice)).collect();
         anyhow::ensure!(within.is_empty(), "remove {slice}: it has {within:?} still");
         return keeper::stop(slice);
     }

@@ -60,7 +60,11 @@ pub(crate) fn units(patterns: &[&str]) -> Result<Vec<String>> {
     let mut arguments = vec!["list-units", "--all", "--plain", "--no-legend", "--full"];
     arguments.extend(patterns);
     let listed = systemctl(&arguments)?;
-    Ok(listed.lines().filter_map(|line| line.split_whitespace().next()).map(str::to_owned).collect())
+    Ok(listed
+        .lines()
+        .filter_map(|line| line.split_whitespace().next())
+        .map(str::to_owned)
+        .collect())
 }
 
 fn systemctl(arguments: &[&str]) -> Result<String> {

@@ -32,7 +32,8 @@ pub fn all() -> Result<Vec<Proc>> {
     for entry in std::fs::read_dir("/proc").context("read /proc")? {
         let name = entry?.file_name();
         // One that ends meanwhile is none.
-        if let Some(process) = name.to_str().and_then(|n| n.parse().ok()).and_then(|pid| one(pid).ok())
+        if let Some(process) =
+            name.to_str().and_then(|n| n.parse().ok()).and_then(|pid| one(pid).ok())
             && process.parent != 2
             && process.pid != 2
         {
@@ -73,7 +74,8 @@ pub fn one(pid: u32) -> Result<Proc> {
     })
 }
 
-/// The namespace of one kind (`net`, `pid`, …) that a process is in, such as `net:[4026531840]`; `self` is a process, too.
+/// The namespace of one kind (`net`, `pid`, …) that a process is in, such as `net:[4026531840]`;
+/// `self` is a process, too.
 ///
 /// # Errors
 /// There is no such process.
