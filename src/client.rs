@@ -14,8 +14,6 @@ use crate::error::{IoContext as _, Step};
 use crate::protos::inspect::{InspectRequest, ListRequest};
 use crate::protos::inspect_ttrpc::InspectClient;
 
-pub mod table;
-
 pub use crate::protos::inspect::{Sandbox, Usage};
 
 /// How long an answer may take. A daemon that still takes over its pods answers when it has them

@@ -3,17 +3,18 @@
 //! `ARCHITECTURE.md` shows the way of a request through these modules and who may import whom.
 
 pub mod check;
+pub mod cli;
 pub mod client;
 pub mod config;
 pub mod containerd;
 pub mod controller;
 pub mod error;
 pub mod exit;
-pub mod exposition;
-pub mod image;
+pub mod gc;
 pub mod logging;
+pub mod metrics_http;
 pub mod mounts;
-pub mod orphan;
+pub mod oci_image;
 pub mod pause;
 pub mod podsandbox;
 pub mod pool;

@@ -6,14 +6,14 @@ use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
 use pause_sandboxer::check::{self, Level};
-use pause_sandboxer::client::{self, Client, table};
+use pause_sandboxer::cli::{self, table};
+use pause_sandboxer::client::{self, Client};
 use pause_sandboxer::config::Config;
-use pause_sandboxer::image;
+use pause_sandboxer::oci_image;
 
-mod serve;
-mod usage;
+mod daemon;
 
-use usage::{Asked, DOWN, USAGE_ERROR, WARNED, What};
+use pause_sandboxer::cli::{Asked, DOWN, USAGE_ERROR, WARNED, What};
 
 /// Why a command ended without having done its work: what is told, and the exit status.
 struct Failure {
@@ -35,7 +35,7 @@ impl From<client::Error> for Failure {
 }
 
 fn main() -> ExitCode {
-    let asked = match usage::parse(std::env::args_os().skip(1)) {
+    let asked = match cli::parse(std::env::args_os().skip(1)) {
         Ok(asked) => asked,
         Err(reason) => {
             complain(&format!("{reason} (`pause-sandboxer help` shows the usage)"));
@@ -54,7 +54,7 @@ fn run(asked: &Asked) -> Result<ExitCode, Failure> {
         What::Serve => {
             let config = asked.settings.load()?;
             let Asked { settings, .. } = asked;
-            serve::serve(config, settings.file.clone(), settings.flags.clone())
+            daemon::serve(config, settings.file.clone(), settings.flags.clone())
                 .map_err(|e| e.to_string())?;
         }
         What::List => {
@@ -75,13 +75,13 @@ fn run(asked: &Asked) -> Result<ExitCode, Failure> {
         What::ConfigShow => print(&asked.settings.load()?.to_toml())?,
         What::Image => write_image(asked.option("output"))?,
         What::Completions => print(&match asked.operand.as_str() {
-            "zsh" => usage::completion::zsh(),
-            "fish" => usage::completion::fish(),
-            _ => usage::completion::bash(),
+            "zsh" => cli::completion::zsh(),
+            "fish" => cli::completion::fish(),
+            _ => cli::completion::bash(),
         })?,
-        What::Man => print(&usage::man::page())?,
+        What::Man => print(&cli::man::page())?,
         What::Version => print(&format!("pause-sandboxer {}\n", env!("CARGO_PKG_VERSION")))?,
-        What::Help => print(&usage::help())?,
+        What::Help => print(&cli::help())?,
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -136,14 +136,15 @@ fn stats(asked: &Asked) -> Result<(), Failure> {
 fn write_image(file: Option<&str>) -> Result<(), Failure> {
     match file {
         Some(path) => {
-            let written = File::create(path).and_then(|file| image::write(BufWriter::new(file)));
+            let written =
+                File::create(path).and_then(|file| oci_image::write(BufWriter::new(file)));
             written.map_err(|e| format!("write {path}: {e}"))?;
         }
         None if io::stdout().is_terminal() => {
             let reason = "image: an archive is nothing for a terminal; name a file by -o, or | ctr -n k8s.io images import -";
             return Err(reason.to_owned().into());
         }
-        None => image::write(io::stdout().lock())
+        None => oci_image::write(io::stdout().lock())
             .map_err(|e| format!("write to standard output: {e}"))?,
     }
     Ok(())

@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, ensure};
 use kit::machine::processes;
 use kit::{ContainerSpec, Handler, Node, Options, PodSpec, until};
 use libtest_mimic::{Arguments, Failed, Trial};
-use pause_sandboxer::image::NAME;
+use pause_sandboxer::oci_image::NAME;
 
 /// What happens at once on an idle machine may take a while on a busy one.
 const SOON: Duration = Duration::from_secs(20);

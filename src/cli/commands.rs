@@ -3,7 +3,7 @@
 
 /// What a command does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum What {
+pub enum What {
     Serve,
     List,
     Inspect,
@@ -20,30 +20,30 @@ pub(crate) enum What {
 
 /// A command.
 #[derive(Debug)]
-pub(crate) struct Command {
-    pub(crate) what: What,
+pub struct Command {
+    pub what: What,
     /// One word or two.
-    pub(crate) name: &'static str,
+    pub name: &'static str,
     /// What must follow, and what it may be; empty: nothing follows.
-    pub(crate) operand: &'static str,
-    pub(crate) operands: &'static [&'static str],
-    pub(crate) options: &'static [Opt],
+    pub operand: &'static str,
+    pub operands: &'static [&'static str],
+    pub options: &'static [Opt],
     /// It takes the options of the settings as well.
-    pub(crate) settings: bool,
+    pub settings: bool,
     /// What it does, a line or more.
-    pub(crate) meaning: &'static [&'static str],
+    pub meaning: &'static [&'static str],
 }
 
 /// An option of a command's own.
 #[derive(Debug)]
-pub(crate) struct Opt {
-    pub(crate) long: &'static str,
-    pub(crate) short: Option<char>,
+pub struct Opt {
+    pub long: &'static str,
+    pub short: Option<char>,
     /// What its value is; empty: it has none.
-    pub(crate) value: &'static str,
+    pub value: &'static str,
     /// Values that it may have; empty: any.
-    pub(crate) values: &'static [&'static str],
-    pub(crate) meaning: &'static str,
+    pub values: &'static [&'static str],
+    pub meaning: &'static str,
 }
 
 const OUTPUT: Opt = Opt {
@@ -55,7 +55,7 @@ const OUTPUT: Opt = Opt {
 };
 
 /// Every command, in the order of the help.
-pub(crate) const COMMANDS: &[Command] = &[
+pub const COMMANDS: &[Command] = &[
     Command {
         what: What::Serve,
         name: "serve",
@@ -219,7 +219,7 @@ pub(crate) const COMMANDS: &[Command] = &[
 ];
 
 /// Exit statuses and what they mean, for the manual.
-pub(crate) const STATUSES: &[(u8, &str)] = &[
+pub const STATUSES: &[(u8, &str)] = &[
     (0, "Done."),
     (1, "Failed; the reason is on standard error. Of check: pods will not run."),
     (USAGE_ERROR, "The command line was not understood."),
@@ -229,8 +229,8 @@ pub(crate) const STATUSES: &[(u8, &str)] = &[
 
 /// A command that could not be understood; sysexits are not used, 2 is what shells and getopt
 /// programs answer.
-pub(crate) const USAGE_ERROR: u8 = 2;
+pub const USAGE_ERROR: u8 = 2;
 /// No daemon answers.
-pub(crate) const DOWN: u8 = 3;
+pub const DOWN: u8 = 3;
 /// The worst finding of a check is a warning.
-pub(crate) const WARNED: u8 = 4;
+pub const WARNED: u8 = 4;

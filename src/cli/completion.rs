@@ -1,7 +1,7 @@
 //! Completions for shells. Each knows commands, their options and the options' values; ids are
 //! asked of the daemon.
 
-use pause_sandboxer::config::SETTINGS;
+use crate::config::SETTINGS;
 
 use super::{COMMANDS, Command};
 
@@ -66,7 +66,7 @@ fn firsts() -> String {
 }
 
 /// For bash.
-pub(crate) fn bash() -> String {
+pub fn bash() -> String {
     let mut script = format!(
         "\
 # Completion of pause-sandboxer for bash.
@@ -126,7 +126,7 @@ _pause_sandboxer() {{
 }
 
 /// For zsh.
-pub(crate) fn zsh() -> String {
+pub fn zsh() -> String {
     let mut script =
         "#compdef pause-sandboxer\n# Completion of pause-sandboxer for zsh.\n".to_owned();
     script += "local command=${words[2]}\nif (( CURRENT == 2 )); then\n    compadd -- ";
@@ -174,7 +174,7 @@ pub(crate) fn zsh() -> String {
 }
 
 /// For fish.
-pub(crate) fn fish() -> String {
+pub fn fish() -> String {
     let mut script =
         "# Completion of pause-sandboxer for fish.\ncomplete -c pause-sandboxer -f\n".to_owned();
     let quoted = |text: &str| format!("'{}'", text.replace('\\', "\\\\").replace('\'', "\\'"));

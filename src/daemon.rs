@@ -17,7 +17,7 @@ use pause_sandboxer::controller::Controller;
 use pause_sandboxer::error::{IoContext as _, Step};
 use pause_sandboxer::pause::{self, native::Native};
 use pause_sandboxer::podsandbox::{Environment, selinux};
-use pause_sandboxer::{exposition, logging, orphan, pool, wire};
+use pause_sandboxer::{gc, logging, metrics_http, pool, wire};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
@@ -135,8 +135,9 @@ async fn run(
         namespace: config.containerd_namespace.clone(),
     };
     let collecting =
-        tokio::spawn(orphan::collect(Arc::clone(&controller), store, config.forgotten_interval));
-    let exposing = tokio::spawn(exposition::serve(Arc::clone(&controller), config.metrics.clone()));
+        tokio::spawn(gc::collect(Arc::clone(&controller), store, config.forgotten_interval));
+    let exposing =
+        tokio::spawn(metrics_http::serve(Arc::clone(&controller), config.metrics.clone()));
     log::info!(socket = config.socket.display().to_string(); "ready");
     notify(&[NotifyState::Ready, NotifyState::Status("serving")]);
     let mut watchdog = Watchdog::new(watched);

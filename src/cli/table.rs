@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Map, Value, json};
 
-use super::{Sandbox, Usage};
+use crate::client::{Sandbox, Usage};
 use crate::time::{rfc3339, span};
 
 /// As many characters of an id as crictl shows.

@@ -1,11 +1,11 @@
 //! The manual page, in the language of man(7).
 
-use pause_sandboxer::config::{Config, DEFAULT_FILE, SETTINGS};
+use crate::config::{Config, DEFAULT_FILE, SETTINGS};
 
 use super::{COMMANDS, Opt, STATUSES, synopsis};
 
 /// The page.
-pub(crate) fn page() -> String {
+pub fn page() -> String {
     let mut page = format!(
         ".TH PAUSE\\-SANDBOXER 8 \"\" \"pause\\-sandboxer {}\" \"System administration\"\n",
         env!("CARGO_PKG_VERSION")

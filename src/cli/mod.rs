@@ -1,38 +1,40 @@
 //! The command line: what was asked for, and the help.
+#![allow(missing_docs, reason = "the names say it")]
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use crate::config::{Config, DEFAULT_FILE, SETTINGS};
 use lexopt::{Arg, Parser, ValueExt as _};
-use pause_sandboxer::config::{Config, DEFAULT_FILE, SETTINGS};
 
-pub(crate) mod commands;
-pub(crate) mod completion;
-pub(crate) mod man;
+pub mod commands;
+pub mod completion;
+pub mod man;
+pub mod table;
 
-pub(crate) use commands::{COMMANDS, Command, DOWN, Opt, STATUSES, USAGE_ERROR, WARNED, What};
+pub use commands::{COMMANDS, Command, DOWN, Opt, STATUSES, USAGE_ERROR, WARNED, What};
 
 /// Where the settings come from.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct Settings {
-    pub(crate) file: Option<PathBuf>,
+pub struct Settings {
+    pub file: Option<PathBuf>,
     /// Name and value, in their order.
-    pub(crate) flags: Vec<(String, String)>,
+    pub flags: Vec<(String, String)>,
 }
 
 impl Settings {
-    pub(crate) fn load(&self) -> Result<Config, String> {
+    pub fn load(&self) -> Result<Config, String> {
         Config::load(self.file.as_deref(), &self.flags).map_err(|e| e.to_string())
     }
 }
 
 /// What was asked for.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Asked {
-    pub(crate) what: What,
-    pub(crate) settings: Settings,
+pub struct Asked {
+    pub what: What,
+    pub settings: Settings,
     /// The operand, where the command has one.
-    pub(crate) operand: String,
+    pub operand: String,
     /// The command's own options by their long name; of those without a value it is empty.
     options: Vec<(&'static str, String)>,
 }
@@ -43,7 +45,7 @@ impl Asked {
     }
 
     /// The value of an option of the command's own; the last one counts.
-    pub(crate) fn option(&self, long: &str) -> Option<&str> {
+    pub fn option(&self, long: &str) -> Option<&str> {
         self.options.iter().rev().find(|(name, _)| *name == long).map(|(_, value)| value.as_str())
     }
 }
@@ -52,7 +54,7 @@ impl Asked {
 ///
 /// # Errors
 /// What was not understood.
-pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Asked, String> {
+pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Asked, String> {
     let mut parser = Parser::from_args(args);
     let Some(first) = parser.next().map_err(text)? else {
         return Err("a command is missing".to_owned());
@@ -180,7 +182,7 @@ fn text(error: lexopt::Error) -> String {
 }
 
 /// How a command is called, with its own options.
-pub(crate) fn synopsis(command: &Command) -> String {
+pub fn synopsis(command: &Command) -> String {
     let mut line = command.name.to_owned();
     for option in command.options {
         let name =
@@ -200,7 +202,7 @@ pub(crate) fn synopsis(command: &Command) -> String {
 }
 
 /// What `help` prints.
-pub(crate) fn help() -> String {
+pub fn help() -> String {
     let mut help = format!(
         "pause-sandboxer {}: an external sandboxer for containerd 2.x\n",
         env!("CARGO_PKG_VERSION")
@@ -224,7 +226,7 @@ pub(crate) fn help() -> String {
 }
 
 /// `-o, --output FORM`
-pub(crate) fn option_names(option: &Opt) -> String {
+pub fn option_names(option: &Opt) -> String {
     let short = option.short.map_or_else(String::new, |short| format!("-{short}, "));
     format!("{short}--{} {}", option.long, option.value).trim_end().to_owned()
 }
