@@ -269,8 +269,8 @@ fn shims(table: &Table, config: &Config) -> Vec<Finding> {
     kinds.dedup();
     let path = shim::path();
     let look = |kind: &str| match config.shims.0.get(kind) {
-        Some(set) => shim::binary::check(set),
-        None => shim::binary::find(kind, &path, &config.containerd_address),
+        Some(set) => shim::resolve::check(set),
+        None => shim::resolve::find(kind, &path, &config.containerd_address),
     };
     kinds
         .into_iter()

@@ -10,7 +10,7 @@ use containerd_shim_protos::shim::oci::Options;
 use serde::{Deserialize, Serialize};
 
 use super::bootstrap::Bootstrap;
-use super::fifo;
+use super::log as shim_log;
 use crate::error::{IoContext as _, Step, gone};
 use crate::pause::Identity;
 
@@ -67,7 +67,7 @@ impl Bundle {
             other => other.step_at("make directory", &self.dir)?,
         }
         if !config {
-            return fifo::make(&self.log());
+            return shim_log::make(&self.log());
         }
         // Shims look for the group that they serve; the containers' own bundles tell the rest.
         let spec = serde_json::json!({
@@ -75,7 +75,7 @@ impl Bundle {
             "annotations": { "io.kubernetes.cri.container-type": "sandbox", "io.kubernetes.cri.sandbox-id": id },
         });
         self.replace("config.json", spec.to_string().as_bytes())?;
-        fifo::make(&self.log())
+        shim_log::make(&self.log())
     }
 
     /// What is on record; `None`: there is no shim. Of one whose record makes no sense no more is

@@ -1,7 +1,7 @@
 //! The driver that has the pod's shim run the pause: for runtimes that must own the sandbox, such
 //! as gVisor and Kata, and for whoever wants the OCI runtime to run it.
 //!
-//! The shim's endpoint (`started.rs`) is there before the pause and after it; here is the pause's
+//! The shim's endpoint (`self_started.rs`) is there before the pause and after it; here is the pause's
 //! own life as a task of it, by the same calls as of containerd's built-in controller.
 
 use std::io;
@@ -19,7 +19,7 @@ use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::Shims;
-use super::started::Started;
+use super::self_started::SelfStarted;
 use super::task::{Failure, Tasks};
 use crate::error::{IoContext as _, Step};
 use crate::pause::{Adoption, BoxFuture, Exit, Identity, Pause, Plan, Site, UNKNOWN_EXIT};
@@ -87,13 +87,13 @@ impl ShimDriver {
         Self { shims }
     }
 
-    fn endpoint(&self, id: &str) -> Result<Arc<Started>, Step> {
+    fn endpoint(&self, id: &str) -> Result<Arc<SelfStarted>, Step> {
         let none = || io::Error::new(io::ErrorKind::NotFound, "it has no endpoint");
         self.shims.that_runs_pause(id).ok_or_else(none).step("find the shim of the sandbox")
     }
 
-    async fn create(&self, endpoint: &Arc<Started>) -> Result<(Tasks, u32), Step> {
-        let group = &endpoint.group;
+    async fn create(&self, endpoint: &Arc<SelfStarted>) -> Result<(Tasks, u32), Step> {
+        let group = &endpoint.shim;
         let tasks = endpoint.tasks().await.map_err(Failure::step)?;
         let options = group.runtime.options.as_ref().map(|(type_url, value)| Any {
             type_url: type_url.clone(),
@@ -114,11 +114,11 @@ impl ShimDriver {
     }
 
     /// Makes and starts the pause.
-    async fn run(&self, endpoint: &Arc<Started>) -> Result<Task, Step> {
+    async fn run(&self, endpoint: &Arc<SelfStarted>) -> Result<Task, Step> {
         let (tasks, created) = self.create(endpoint).await?;
-        let id = &endpoint.group.id;
+        let id = &endpoint.shim.id;
         let task = async {
-            let launcher = &endpoint.group.shims.launcher;
+            let launcher = &endpoint.shim.shims.launcher;
             let nobody =
                 || io::Error::other(format!("it is to be process {created}, which does not live"));
             let process = launcher.open(created)?.ok_or_else(nobody).step("find pause")?;
@@ -157,7 +157,11 @@ impl ShimDriver {
     }
 
     /// What containerd makes of a task after its restart (`RecoverContainer`).
-    async fn look(&self, endpoint: &Arc<Started>, identity: &Identity) -> Result<Adoption, Step> {
+    async fn look(
+        &self,
+        endpoint: &Arc<SelfStarted>,
+        identity: &Identity,
+    ) -> Result<Adoption, Step> {
         let dead = |status| Adoption::Dead(Exit { status, at: SystemTime::now() });
         endpoint.find_again().await?;
         if endpoint.shim().is_none() {
@@ -165,7 +169,7 @@ impl ShimDriver {
             return endpoint.delete_pause().await.map(|()| dead(UNKNOWN_EXIT));
         }
         let tasks = endpoint.tasks().await.map_err(Failure::step)?;
-        let request = StateRequest { id: endpoint.group.id.to_string(), ..Default::default() };
+        let request = StateRequest { id: endpoint.shim.id.to_string(), ..Default::default() };
         let state: StateResponse =
             match tasks.call("ask for pause", "State", &request, Some(WITHIN)).await {
                 Ok(state) => state,
@@ -237,7 +241,7 @@ impl ShimDriver {
 }
 
 /// [`delete`], repeated where the shim refuses; not where it does not answer.
-async fn delete_in_the_end(endpoint: &Arc<Started>) -> Result<Option<Exit>, Step> {
+async fn delete_in_the_end(endpoint: &Arc<SelfStarted>) -> Result<Option<Exit>, Step> {
     let mut tries = DELETIONS.into_iter();
     loop {
         let begun = Instant::now();
@@ -247,14 +251,14 @@ async fn delete_in_the_end(endpoint: &Arc<Started>) -> Result<Option<Exit>, Step
             done => return done,
         };
         let Some(pause) = tries.next() else { return Err(step) };
-        log::debug!(sandbox = endpoint.group.id.as_str(); "{step}; tried again");
+        log::debug!(sandbox = endpoint.shim.id.as_str(); "{step}; tried again");
         sleep(pause).await;
     }
 }
 
 /// Ends the task, if it runs, and deletes it; how it ended, unless it was gone already.
-async fn delete(endpoint: &Arc<Started>, tasks: &Tasks) -> Result<Option<Exit>, Step> {
-    let id = &endpoint.group.id;
+async fn delete(endpoint: &Arc<SelfStarted>, tasks: &Tasks) -> Result<Option<Exit>, Step> {
+    let id = &endpoint.shim.id;
     let request = KillRequest {
         id: id.to_string(),
         signal: libc::SIGKILL.unsigned_abs(),
@@ -303,7 +307,7 @@ struct Task {
 
 impl Task {
     /// Begins to wait for its end, in a task that ends with it.
-    fn watch(endpoint: Arc<Started>, identity: Identity) -> Self {
+    fn watch(endpoint: Arc<SelfStarted>, identity: Identity) -> Self {
         let (tell, exit) = watch::channel(None);
         let kill = Arc::new(Notify::new());
         let killed = kill.clone();
@@ -321,9 +325,9 @@ impl Task {
 
 /// The one `Wait` of a sandbox: ends with the pause, or with its shim. A connection that is lost is
 /// none of both.
-async fn wait(endpoint: &Arc<Started>) -> Exit {
+async fn wait(endpoint: &Arc<SelfStarted>) -> Exit {
     let unknown = || Exit { status: UNKNOWN_EXIT, at: SystemTime::now() };
-    let id = endpoint.group.id.as_str();
+    let id = endpoint.shim.id.as_str();
     // What fails of it is done again by the cleanup.
     let orphaned = async || {
         if let Err(step) = endpoint.delete_bereaved_pause().await {
@@ -361,8 +365,8 @@ async fn wait(endpoint: &Arc<Started>) -> Exit {
 /// Kills the pause as often as told, until the shim has answered. One that does not, or refuses
 /// again and again, is killed itself, and the pause with it: who asks for the end of a sandbox is
 /// not to wait for a shim that hangs.
-async fn kill_when_told(endpoint: &Arc<Started>, told: &Notify) -> Exit {
-    let id = endpoint.group.id.as_str();
+async fn kill_when_told(endpoint: &Arc<SelfStarted>, told: &Notify) -> Exit {
+    let id = endpoint.shim.id.as_str();
     let request = KillRequest {
         id: id.to_owned(),
         signal: libc::SIGKILL.unsigned_abs(),

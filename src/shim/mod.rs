@@ -5,25 +5,23 @@
 //! that may run the pause as well: [`driver`]. An *on-demand* one is containerd's: it starts the
 //! shim itself with the pod's first container, and we know no more than where its socket is.
 
-pub mod binary;
 mod bootstrap;
 mod bundle;
-mod cgroup;
 mod command;
+pub mod containerd_owned;
 mod containers;
 pub mod driver;
-mod fifo;
 #[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
 pub mod fuzzing;
-mod group;
-pub mod on_demand;
-mod origin;
-mod owned;
+mod handover;
+mod log;
 mod placement;
-mod root;
+mod pod_shim;
+pub mod resolve;
+mod rootfs;
 mod runtime;
-mod started;
+mod self_started;
 mod task;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -43,14 +41,14 @@ use crate::pause::held::Namespace;
 use crate::pause::launch::Launcher;
 use crate::text::Text;
 
-use group::Group;
-use on_demand::OnDemand;
-use owned::Owned;
+use containerd_owned::ContainerdOwned;
+use handover::Handover;
+use pod_shim::PodShim;
 use runtime::Runtimes;
-use started::Started;
+use self_started::SelfStarted;
 
 pub use command::path;
-pub use root::user_namespace;
+pub use rootfs::user_namespace;
 pub use runtime::Runtime;
 
 /// Whose a pod's shim is. Recorded with the pod, as containerd is told the endpoint once.
@@ -106,8 +104,8 @@ impl Settings {
     /// The shim of a runtime.
     fn binary(&self, runtime: &str) -> Result<PathBuf, Step> {
         match self.binaries.get(runtime) {
-            Some(set) => binary::check(set),
-            None => binary::find(runtime, &command::path(), &self.containerd_address),
+            Some(set) => resolve::check(set),
+            None => resolve::find(runtime, &command::path(), &self.containerd_address),
         }
     }
 
@@ -137,7 +135,7 @@ pub struct Shims {
     settings: Settings,
     launcher: Launcher,
     /// The endpoints whose shims run the pause, by sandbox id, for the driver.
-    runs_pause: Mutex<HashMap<Text, Weak<Started>>>,
+    runs_pause: Mutex<HashMap<Text, Weak<SelfStarted>>>,
     runtimes: Runtimes,
 }
 
@@ -197,30 +195,31 @@ impl Shims {
     pub fn endpoint(self: &Arc<Self>, owner: Owner, id: &Text, runtime: &Arc<Runtime>) -> Endpoint {
         match owner {
             Owner::Containerd => {
-                Endpoint::OnDemand(Box::new(OnDemand::new(self.clone(), id.clone())))
+                Endpoint::ContainerdOwned(Box::new(ContainerdOwned::new(self.clone(), id.clone())))
             }
             Owner::Sandboxer => {
-                Endpoint::Owned(Arc::new(Owned::new(self.group(id, false, runtime))))
+                Endpoint::Handover(Arc::new(Handover::new(self.pod_shim(id, false, runtime))))
             }
-            Owner::Started => {
-                Endpoint::Started(Arc::new(Started::new(self.group(id, true, runtime), false)))
-            }
+            Owner::Started => Endpoint::SelfStarted(Arc::new(SelfStarted::new(
+                self.pod_shim(id, true, runtime),
+                false,
+            ))),
             Owner::Driver => {
-                let started = Arc::new(Started::new(self.group(id, true, runtime), true));
+                let started = Arc::new(SelfStarted::new(self.pod_shim(id, true, runtime), true));
                 let mut known = self.runs_pause.lock().unwrap_or_else(PoisonError::into_inner);
                 known.retain(|_, endpoint| endpoint.strong_count() > 0);
                 known.insert(id.clone(), Arc::downgrade(&started));
-                Endpoint::Started(started)
+                Endpoint::SelfStarted(started)
             }
         }
     }
 
-    fn group(self: &Arc<Self>, id: &Text, started: bool, runtime: &Arc<Runtime>) -> Group {
-        Group::new(self.clone(), id.clone(), started, runtime.clone())
+    fn pod_shim(self: &Arc<Self>, id: &Text, started: bool, runtime: &Arc<Runtime>) -> PodShim {
+        PodShim::new(self.clone(), id.clone(), started, runtime.clone())
     }
 
     /// The endpoint of a sandbox whose shim runs the pause.
-    fn that_runs_pause(&self, id: &str) -> Option<Arc<Started>> {
+    fn that_runs_pause(&self, id: &str) -> Option<Arc<SelfStarted>> {
         self.runs_pause.lock().unwrap_or_else(PoisonError::into_inner).get(id)?.upgrade()
     }
 }
@@ -244,20 +243,20 @@ pub trait Pod: Send + Sync {
 #[derive(Debug)]
 pub enum Endpoint {
     /// containerd starts the shim.
-    OnDemand(Box<OnDemand>),
+    ContainerdOwned(Box<ContainerdOwned>),
     /// The shim is ours and gets its socket from us.
-    Owned(Arc<Owned>),
+    Handover(Arc<Handover>),
     /// The shim is ours and makes its socket itself.
-    Started(Arc<Started>),
+    SelfStarted(Arc<SelfStarted>),
 }
 
 impl Endpoint {
     /// What Start answers: where containerd finds the Task API, `PROTOCOL+URL`.
     pub fn address(&self) -> String {
         match self {
-            Self::OnDemand(on_demand) => on_demand.address(),
-            Self::Owned(owned) => format!("ttrpc+unix://{}", owned.socket().display()),
-            Self::Started(started) => {
+            Self::ContainerdOwned(on_demand) => on_demand.address(),
+            Self::Handover(owned) => format!("ttrpc+unix://{}", owned.socket().display()),
+            Self::SelfStarted(started) => {
                 started.bootstrap().map(|shim| shim.endpoint()).unwrap_or_default()
             }
         }
@@ -266,9 +265,9 @@ impl Endpoint {
     /// Version of the Task API there. containerd starts the shim itself below 3.
     pub fn version(&self) -> u32 {
         match self {
-            Self::OnDemand(_) => 2,
-            Self::Owned(_) => 3,
-            Self::Started(started) => started.bootstrap().map_or(3, |shim| shim.version),
+            Self::ContainerdOwned(_) => 2,
+            Self::Handover(_) => 3,
+            Self::SelfStarted(started) => started.bootstrap().map_or(3, |shim| shim.version),
         }
     }
 
@@ -279,14 +278,14 @@ impl Endpoint {
     /// The failed step; call [`Endpoint::end`] then.
     pub fn describe(&self, spec: &[u8], plan: &Plan) -> Result<(), Step> {
         match self {
-            Self::OnDemand(_) | Self::Owned(_) => Ok(()),
-            Self::Started(started) => started.describe(spec, plan),
+            Self::ContainerdOwned(_) | Self::Handover(_) => Ok(()),
+            Self::SelfStarted(started) => started.describe(spec, plan),
         }
     }
 
     /// [`Endpoint::listen`] starts nothing, and may be done again.
     pub fn listens_only(&self) -> bool {
-        !matches!(self, Self::Started(_))
+        !matches!(self, Self::SelfStarted(_))
     }
 
     /// Begins to listen.
@@ -295,17 +294,17 @@ impl Endpoint {
     /// The failed step.
     pub async fn listen(&self) -> Result<(), Step> {
         match self {
-            Self::OnDemand(_) => Ok(()),
-            Self::Owned(owned) => owned.listen().await,
-            Self::Started(started) => started.start().await,
+            Self::ContainerdOwned(_) => Ok(()),
+            Self::Handover(owned) => owned.listen().await,
+            Self::SelfStarted(started) => started.start().await,
         }
     }
 
     /// Waits for the turn that [`Endpoint::bind`] needs, where it needs one.
     pub async fn turn(&self) -> Option<tokio::sync::MutexGuard<'_, ()>> {
         match self {
-            Self::OnDemand(_) | Self::Started(_) => None,
-            Self::Owned(owned) => Some(owned.turn().await),
+            Self::ContainerdOwned(_) | Self::SelfStarted(_) => None,
+            Self::Handover(owned) => Some(owned.turn().await),
         }
     }
 
@@ -316,9 +315,9 @@ impl Endpoint {
     /// The failed step.
     pub fn bind(&self) -> Result<(), Step> {
         match self {
-            Self::OnDemand(_) => Ok(()),
-            Self::Owned(owned) => owned.bind(),
-            Self::Started(_) => Err(Step::new("listen", io::ErrorKind::Unsupported.into())),
+            Self::ContainerdOwned(_) => Ok(()),
+            Self::Handover(owned) => owned.bind(),
+            Self::SelfStarted(_) => Err(Step::new("listen", io::ErrorKind::Unsupported.into())),
         }
     }
 
@@ -327,25 +326,25 @@ impl Endpoint {
     /// [`Endpoint::end`].
     pub async fn recover(&self) {
         match self {
-            Self::OnDemand(_) => {}
-            Self::Owned(owned) => owned.recover().await,
-            Self::Started(started) => started.recover().await,
+            Self::ContainerdOwned(_) => {}
+            Self::Handover(owned) => owned.recover().await,
+            Self::SelfStarted(started) => started.recover().await,
         }
     }
 
     /// Serves the endpoint until its end. Returns at once.
     pub fn serve(&self, pod: Arc<dyn Pod>) {
         match self {
-            Self::OnDemand(_) => {}
-            Self::Owned(owned) => owned.serve(pod),
-            Self::Started(started) => drop(tokio::spawn(started.clone().serve(pod))),
+            Self::ContainerdOwned(_) => {}
+            Self::Handover(owned) => owned.serve(pod),
+            Self::SelfStarted(started) => drop(tokio::spawn(started.clone().serve(pod))),
         }
     }
 
     /// A container is coming: its shim is started now rather than when somebody calls. Returns at
     /// once.
     pub fn prepare(&self) {
-        if let Self::Owned(owned) = self {
+        if let Self::Handover(owned) = self {
             owned.prepare();
         }
     }
@@ -353,36 +352,38 @@ impl Endpoint {
     /// The pod has a shim now.
     pub fn has_shim(&self) -> bool {
         match self {
-            Self::OnDemand(on_demand) => on_demand.socket().path().exists(),
-            Self::Owned(owned) => owned.has_shim(),
-            Self::Started(started) => started.shim().is_some(),
+            Self::ContainerdOwned(on_demand) => on_demand.socket().path().exists(),
+            Self::Handover(owned) => owned.has_shim(),
+            Self::SelfStarted(started) => started.shim().is_some(),
         }
     }
 
     /// The pod has a shim that came with its first container.
     pub fn had_container(&self) -> bool {
-        !matches!(self, Self::Started(_)) && self.has_shim()
+        !matches!(self, Self::SelfStarted(_)) && self.has_shim()
     }
 
     /// The pod was stopped and gets no more containers: its shim ends when it is empty. Returns at
     /// once.
     pub fn dismiss(&self) {
         match self {
-            Self::OnDemand(on_demand) => drop(tokio::spawn(on_demand.clone().dismiss())),
-            Self::Owned(owned) if owned.has_shim() => drop(tokio::spawn(owned.clone().dismiss())),
-            Self::Started(started) if started.shim().is_some() => {
+            Self::ContainerdOwned(on_demand) => drop(tokio::spawn(on_demand.clone().dismiss())),
+            Self::Handover(owned) if owned.has_shim() => {
+                drop(tokio::spawn(owned.clone().dismiss()))
+            }
+            Self::SelfStarted(started) if started.shim().is_some() => {
                 drop(tokio::spawn(started.clone().dismiss()))
             }
-            Self::Owned(_) | Self::Started(_) => {}
+            Self::Handover(_) | Self::SelfStarted(_) => {}
         }
     }
 
     /// Why the shim died with containers in it, if it did.
     pub fn death(&self) -> Option<String> {
         match self {
-            Self::OnDemand(_) => None,
-            Self::Owned(owned) => owned.death(),
-            Self::Started(started) => started.death(),
+            Self::ContainerdOwned(_) => None,
+            Self::Handover(owned) => owned.death(),
+            Self::SelfStarted(started) => started.death(),
         }
     }
 
@@ -392,9 +393,9 @@ impl Endpoint {
     /// Every step that failed.
     pub async fn end(&self) -> Result<(), Vec<Step>> {
         match self {
-            Self::OnDemand(on_demand) => on_demand.end().await.map_err(|step| vec![step]),
-            Self::Owned(owned) => owned.end().await,
-            Self::Started(started) => started.end().await,
+            Self::ContainerdOwned(on_demand) => on_demand.end().await.map_err(|step| vec![step]),
+            Self::Handover(owned) => owned.end().await,
+            Self::SelfStarted(started) => started.end().await,
         }
     }
 }

@@ -10,12 +10,12 @@ use kit::{ContainerSpec, Handler, PodSpec, until};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::bench::{
-    Bench, Case, Kind, SOON, cases, no_shim, none, not_ready, one_shim, refused, removed, shims,
+use crate::handover::a_shim_that_cannot_be_looked_for_is_found_later;
+use crate::harness::{
+    Case, Harness, Kind, SOON, cases, no_shim, none, not_ready, one_shim, refused, removed, shims,
     signal,
 };
-use crate::owned::a_shim_that_cannot_be_looked_for_is_found_later;
-use crate::started::{
+use crate::self_started::{
     a_deletion_that_is_cut_off_leaves_nothing, a_shim_that_dies_with_containers_ends_the_pod_too,
     a_start_that_fails_is_an_error,
 };
@@ -74,8 +74,8 @@ fn facts(spec: &Value, of: &[(&str, &str)]) -> Vec<String> {
 
 /// The spec that the runtime gets, beside the one that it gets of the built-in controller for the
 /// same pod.
-async fn the_bundle_is_the_builtins(bench: Arc<Bench>) -> Result<()> {
-    let layout = bench.node.layout();
+async fn the_bundle_is_the_builtins(harness: Arc<Harness>) -> Result<()> {
+    let layout = harness.node.layout();
     for (name, spec) in [
         (
             "plain",
@@ -87,7 +87,7 @@ async fn the_bundle_is_the_builtins(bench: Arc<Bench>) -> Result<()> {
     ] {
         let mut seen = Vec::new();
         for handler in [Handler::Builtin, Handler::Ours] {
-            let pod = bench.node.run(handler, spec.clone()).await?;
+            let pod = harness.node.run(handler, spec.clone()).await?;
             let (id, cgroup) =
                 (pod.id().to_owned(), pod.home().cgroup().context("a cgroup")?.to_owned());
             let bundle = match handler {
@@ -143,71 +143,71 @@ async fn the_bundle_is_the_builtins(bench: Arc<Bench>) -> Result<()> {
     Ok(())
 }
 
-async fn a_create_that_hangs_is_an_error(bench: Arc<Bench>) -> Result<()> {
-    let before = bench.node.snapshot()?;
-    bench.order("proxy")?;
-    bench.misbehave("Create", "hang 1")?;
+async fn a_create_that_hangs_is_an_error(harness: Arc<Harness>) -> Result<()> {
+    let before = harness.node.snapshot()?;
+    harness.order("proxy")?;
+    harness.misbehave("Create", "hang 1")?;
     let begun = Instant::now();
-    refused(bench.pod("hanging").await, "create pause")?;
+    refused(harness.pod("hanging").await, "create pause")?;
     ensure!(begun.elapsed() < Duration::from_secs(60), "took {:?}", begun.elapsed());
-    bench.node.settles_to(&before).await
+    harness.node.settles_to(&before).await
 }
 
-async fn a_create_that_fails_is_an_error(bench: Arc<Bench>) -> Result<()> {
-    bench.order("proxy")?;
+async fn a_create_that_fails_is_an_error(harness: Arc<Harness>) -> Result<()> {
+    harness.order("proxy")?;
     for method in ["Create", "Start", "Connect"] {
-        let before = bench.node.snapshot()?;
+        let before = harness.node.snapshot()?;
         for how in ["fail 1", "lose 1"] {
-            bench.misbehave(method, how)?;
+            harness.misbehave(method, how)?;
             let expected = match (how, method) {
                 ("fail 1", _) => "ordered to fail",
                 (_, "Connect") => "ask shim",
                 (_, "Create") => "create pause",
                 _ => "start pause",
             };
-            refused(bench.pod("failing").await, expected)
+            refused(harness.pod("failing").await, expected)
                 .with_context(|| format!("{method} {how}"))?;
-            bench.node.settles_to(&before).await.with_context(|| format!("{method} {how}"))?;
+            harness.node.settles_to(&before).await.with_context(|| format!("{method} {how}"))?;
         }
     }
-    bench.behave()?;
-    bench.pod("good").await.context("after the bad ones")?.remove().await
+    harness.behave()?;
+    harness.pod("good").await.context("after the bad ones")?.remove().await
 }
 
-async fn deletes_that_fail_are_late_or_lost_are_tried_again(bench: Arc<Bench>) -> Result<()> {
-    bench.order("proxy")?;
+async fn deletes_that_fail_are_late_or_lost_are_tried_again(harness: Arc<Harness>) -> Result<()> {
+    harness.order("proxy")?;
     for how in ["fail 2", "lose 1", "cut 1", "late 12"] {
-        let before = bench.node.snapshot()?;
-        let pod = bench.pod("deleted").await?;
+        let before = harness.node.snapshot()?;
+        let pod = harness.pod("deleted").await?;
         let container = pod.run(ContainerSpec::sleeping("a")).await?;
         container.stop().await?;
         container.remove().await?;
-        bench.misbehave("Delete", how)?;
+        harness.misbehave("Delete", how)?;
         removed(&pod).await.context(how)?;
         no_shim(&pod).await.context(how)?;
-        bench.node.settles_to(&before).await.context(how)?;
+        harness.node.settles_to(&before).await.context(how)?;
     }
     Ok(())
 }
 
-async fn a_stop_tries_a_deletion_that_fails_again(bench: Arc<Bench>) -> Result<()> {
-    bench.order("proxy")?;
-    let pod = bench.pod("stopped").await?;
-    bench.misbehave("Delete", "fail 2")?;
+async fn a_stop_tries_a_deletion_that_fails_again(harness: Arc<Harness>) -> Result<()> {
+    harness.order("proxy")?;
+    let pod = harness.pod("stopped").await?;
+    harness.misbehave("Delete", "fail 2")?;
     pod.stop().await.context("with two deletions that fail")?;
-    bench.used_up().await?;
+    harness.used_up().await?;
     removed(&pod).await?;
     no_shim(&pod).await
 }
 
-async fn a_kill_that_is_refused_leaves_no_error_behind(bench: Arc<Bench>) -> Result<()> {
-    bench.order("proxy")?;
-    let pod = bench.pod("refused").await?;
-    bench.misbehave("Kill", "fail 1")?;
+async fn a_kill_that_is_refused_leaves_no_error_behind(harness: Arc<Harness>) -> Result<()> {
+    harness.order("proxy")?;
+    let pod = harness.pod("refused").await?;
+    harness.misbehave("Kill", "fail 1")?;
     pod.stop().await?;
     removed(&pod).await?;
     no_shim(&pod).await?;
-    let log = fs::read_to_string(bench.node.layout().sandboxer_log())?;
+    let log = fs::read_to_string(harness.node.layout().sandboxer_log())?;
     // The second is what the shim logs when a caller hangs up because its pause has ended.
     let told = log.lines().find(|line| {
         line.contains(pod.id())
@@ -217,11 +217,11 @@ async fn a_kill_that_is_refused_leaves_no_error_behind(bench: Arc<Bench>) -> Res
     Ok(())
 }
 
-async fn a_lost_wait_is_no_exit(bench: Arc<Bench>) -> Result<()> {
-    bench.order("proxy")?;
-    bench.misbehave("Wait", "cut 2")?;
-    let pod = bench.pod("waited").await?;
-    let log = bench.node.layout().sandboxer_log();
+async fn a_lost_wait_is_no_exit(harness: Arc<Harness>) -> Result<()> {
+    harness.order("proxy")?;
+    harness.misbehave("Wait", "cut 2")?;
+    let pod = harness.pod("waited").await?;
+    let log = harness.node.layout().sandboxer_log();
     until("asked again twice", SOON, async || {
         let text = fs::read_to_string(&log)?;
         let lines = text
@@ -236,30 +236,30 @@ async fn a_lost_wait_is_no_exit(bench: Arc<Bench>) -> Result<()> {
     pod.run(ContainerSpec::sleeping("a")).await?;
     signal(pod.pause_pid().await?, Signal::SIGKILL)?;
     until("not ready", SOON, async || not_ready(&pod).await).await?;
-    let exit = bench.node.sandboxer().wait(pod.id()).await?;
+    let exit = harness.node.sandboxer().wait(pod.id()).await?;
     ensure!(exit.exit_status == 137, "{exit:?}");
     removed(&pod).await?;
     no_shim(&pod).await
 }
 
 /// Running: adopted. Ended, or without its shim: not ready, with what can be told of it.
-async fn recovery_as_containerds(bench: Arc<Bench>) -> Result<()> {
+async fn recovery_as_containerds(harness: Arc<Harness>) -> Result<()> {
     let (lives, ended, orphaned) =
-        (bench.pod("lives").await?, bench.pod("ended").await?, bench.pod("orphaned").await?);
+        (harness.pod("lives").await?, harness.pod("ended").await?, harness.pod("orphaned").await?);
     let container = lives.run(ContainerSpec::sleeping("a")).await?;
     let (pause, shim) = (lives.pause_pid().await?, one_shim(&lives).await?.pid);
     let dead = ended.pause_pid().await?;
     let orphan = orphaned.pause_pid().await?;
-    bench.node.kill_sandboxer()?;
+    harness.node.kill_sandboxer()?;
     signal(dead, Signal::SIGKILL)?;
     signal(one_shim(&orphaned).await?.pid, Signal::SIGKILL)?;
-    bench.node.start_sandboxer().await?;
-    let status = bench.node.sandboxer().status(lives.id(), false).await?;
+    harness.node.start_sandboxer().await?;
+    let status = harness.node.sandboxer().status(lives.id(), false).await?;
     ensure!((status.pid, status.state.as_str()) == (pause, "SANDBOX_READY"), "{status:?}");
     ensure!(one_shim(&lives).await?.pid == shim, "another shim");
     ensure!(container.sh("echo hello").await?.trim() == "hello", "exec");
     lives.run(ContainerSpec::sleeping("b")).await?;
-    let exit = bench.node.sandboxer().wait(ended.id()).await?;
+    let exit = harness.node.sandboxer().wait(ended.id()).await?;
     ensure!(exit.exit_status == 137, "{exit:?}");
     until("the orphan is gone", SOON, async || {
         none(
@@ -280,26 +280,26 @@ async fn recovery_as_containerds(bench: Arc<Bench>) -> Result<()> {
     Ok(())
 }
 
-async fn an_unreachable_shim_is_unknown_and_can_be_ended(bench: Arc<Bench>) -> Result<()> {
-    bench.order("proxy")?;
-    let pod = bench.pod("unreachable").await?;
-    bench.node.kill_sandboxer()?;
-    bench.misbehave("State", "hang 1")?;
-    bench.node.start_sandboxer().await?;
-    let status = bench.node.sandboxer().status(pod.id(), false).await?;
+async fn an_unreachable_shim_is_unknown_and_can_be_ended(harness: Arc<Harness>) -> Result<()> {
+    harness.order("proxy")?;
+    let pod = harness.pod("unreachable").await?;
+    harness.node.kill_sandboxer()?;
+    harness.misbehave("State", "hang 1")?;
+    harness.node.start_sandboxer().await?;
+    let status = harness.node.sandboxer().status(pod.id(), false).await?;
     ensure!(status.state == "SANDBOX_NOTREADY" || status.state == "SANDBOX_UNKNOWN", "{status:?}");
-    bench.behave()?;
+    harness.behave()?;
     removed(&pod).await?;
     no_shim(&pod).await
 }
 
-async fn a_shim_that_refuses_to_kill_is_killed(bench: Arc<Bench>) -> Result<()> {
-    bench.order("proxy")?;
-    let pod = bench.pod("refusing").await?;
-    bench.misbehave("Kill", "fail 1000")?;
+async fn a_shim_that_refuses_to_kill_is_killed(harness: Arc<Harness>) -> Result<()> {
+    harness.order("proxy")?;
+    let pod = harness.pod("refusing").await?;
+    harness.misbehave("Kill", "fail 1000")?;
     removed(&pod).await?;
     no_shim(&pod).await?;
-    let log = fs::read_to_string(bench.node.layout().sandboxer_log())?;
+    let log = fs::read_to_string(harness.node.layout().sandboxer_log())?;
     ensure!(
         log.contains("its shim refuses to kill the pause and is killed"),
         "the log does not say so"
@@ -307,11 +307,11 @@ async fn a_shim_that_refuses_to_kill_is_killed(bench: Arc<Bench>) -> Result<()> 
     Ok(())
 }
 
-async fn fifty_pods_of_the_driver_leave_nothing(bench: Arc<Bench>) -> Result<()> {
+async fn fifty_pods_of_the_driver_leave_nothing(harness: Arc<Harness>) -> Result<()> {
     for round in 0..10 {
         let names: Vec<String> = (0..5).map(|n| format!("many-{round}-{n}")).collect();
         let cycles = names.iter().map(|name| async {
-            let pod = bench.pod(name).await?;
+            let pod = harness.pod(name).await?;
             pod.run(ContainerSpec::sleeping("a")).await?;
             pod.remove().await?;
             ensure!(shims(&pod)?.is_empty(), "a shim is left");

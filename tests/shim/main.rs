@@ -6,13 +6,13 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-mod amid;
-mod bench;
 mod driver;
-mod owned;
+mod handover;
+mod harness;
+mod interrupted_calls;
 mod proxy;
-mod started;
-mod stopped;
+mod self_started;
+mod stopped_pods;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -23,40 +23,40 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use tokio::runtime::Runtime;
 use tokio::sync::Mutex;
 
-use bench::{Bench, Case, Kind};
+use harness::{Case, Harness, Kind};
 
 /// The node of the last case's kind.
-type Current = Mutex<Option<(Kind, Arc<Bench>)>>;
+type Current = Mutex<Option<(Kind, Arc<Harness>)>>;
 
-async fn node(current: &Current, kind: Kind) -> Result<Arc<Bench>> {
+async fn node(current: &Current, kind: Kind) -> Result<Arc<Harness>> {
     let mut current = current.lock().await;
-    if let Some((_, bench)) = current.as_ref().filter(|(of, _)| *of == kind) {
-        return Ok(bench.clone());
+    if let Some((_, harness)) = current.as_ref().filter(|(of, _)| *of == kind) {
+        return Ok(harness.clone());
     }
     drop(current.take());
-    let bench = Arc::new(Bench::start(kind).await?);
-    *current = Some((kind, bench.clone()));
-    Ok(bench)
+    let harness = Arc::new(Harness::start(kind).await?);
+    *current = Some((kind, harness.clone()));
+    Ok(harness)
 }
 
 async fn one(current: &Current, case: &Case) -> Result<()> {
-    let bench = node(current, case.kind).await?;
-    bench.order("good")?;
-    bench.behave()?;
-    let before = bench.node.snapshot()?;
+    let harness = node(current, case.kind).await?;
+    harness.order("good")?;
+    harness.behave()?;
+    let before = harness.node.snapshot()?;
     let result = async {
-        tokio::time::timeout(Duration::from_secs(120), (case.run)(bench.clone()))
+        tokio::time::timeout(Duration::from_secs(120), (case.run)(harness.clone()))
             .await
             .context("hangs")??;
-        bench.node.settles_to(&before).await
+        harness.node.settles_to(&before).await
     };
     let failed = match result.await {
         Ok(()) => return Ok(()),
-        Err(e) => e.context(bench.node.log_tails(60)),
+        Err(e) => e.context(harness.node.log_tails(60)),
     };
     // What it has left would be taken for the next one's.
     drop(current.lock().await.take());
-    drop(bench);
+    drop(harness);
     Err(failed)
 }
 
@@ -70,10 +70,15 @@ fn main() -> ExitCode {
     arguments.test_threads = Some(1);
     let runtime = Arc::new(Runtime::new().expect("a runtime"));
     let current = Arc::<Current>::default();
-    let cases =
-        [owned::cases(), amid::cases(), started::cases(), driver::cases(), stopped::cases()]
-            .into_iter()
-            .flatten();
+    let cases = [
+        handover::cases(),
+        interrupted_calls::cases(),
+        self_started::cases(),
+        driver::cases(),
+        stopped_pods::cases(),
+    ]
+    .into_iter()
+    .flatten();
     let trials = cases.map(|case| {
         let (runtime, current) = (runtime.clone(), current.clone());
         let name = format!("{:?}::{}", case.kind, case.name).to_lowercase();

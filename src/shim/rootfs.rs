@@ -19,11 +19,11 @@ pub fn user_namespace(bundle: &Path) -> PathBuf {
 }
 
 /// The root in a bundle.
-pub struct Root {
+pub struct Rootfs {
     bundle: Bundle,
 }
 
-impl Root {
+impl Rootfs {
     /// The root in `bundle`. Nothing is made yet.
     pub fn new(bundle: Bundle) -> Self {
         Self { bundle }
@@ -38,7 +38,7 @@ impl Root {
     /// from `state_dir` on. Blocks.
     ///
     /// # Errors
-    /// The failed step; call [`Root::unmount`] then.
+    /// The failed step; call [`Rootfs::unmount`] then.
     pub fn make(&self, spec: &[u8], plan: &Plan, state_dir: &Path) -> Result<(), Step> {
         let dir = self.bundle.dir();
         made(fs::DirBuilder::new().mode(0o700).create(dir)).step_at("make directory", dir)?;

@@ -8,14 +8,14 @@ use kit::machine::processes;
 use kit::{ContainerSpec, until};
 use nix::sys::signal::Signal;
 
-use crate::bench::{
-    Bench, Case, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, refused, removed,
+use crate::handover::a_shim_that_cannot_be_looked_for_is_found_later;
+use crate::harness::{
+    Case, Harness, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, refused, removed,
     shims, signal,
 };
-use crate::owned::a_shim_that_cannot_be_looked_for_is_found_later;
 
 pub(crate) fn cases() -> Vec<Case> {
-    cases![Kind::Started =>
+    cases![Kind::SelfStarted =>
         a_pod_has_its_shim_from_start_to_shutdown,
         a_start_that_fails_is_an_error,
         a_process_that_a_shim_takes_itself_for_is_not_killed,
@@ -28,8 +28,8 @@ pub(crate) fn cases() -> Vec<Case> {
     ]
 }
 
-async fn a_pod_has_its_shim_from_start_to_shutdown(bench: Arc<Bench>) -> Result<()> {
-    let pod = bench.pod("with").await?;
+async fn a_pod_has_its_shim_from_start_to_shutdown(harness: Arc<Harness>) -> Result<()> {
+    let pod = harness.pod("with").await?;
     let shim = one_shim(&pod).await?;
     let first = pod.run(ContainerSpec::sleeping("a")).await?;
     ensure!(first.sh("echo hello").await?.trim() == "hello", "exec");
@@ -52,7 +52,7 @@ async fn a_pod_has_its_shim_from_start_to_shutdown(bench: Arc<Bench>) -> Result<
 
 /// Whatever goes wrong before there is a shim is an error in time that names it, and leaves
 /// nothing.
-pub(crate) async fn a_start_that_fails_is_an_error(bench: Arc<Bench>) -> Result<()> {
+pub(crate) async fn a_start_that_fails_is_an_error(harness: Arc<Harness>) -> Result<()> {
     for (word, limit, reason) in [
         ("exit", 8, "cannot go on"),
         ("end", 8, "it is no address"),
@@ -61,20 +61,20 @@ pub(crate) async fn a_start_that_fails_is_an_error(bench: Arc<Bench>) -> Result<
         ("rubbish", 8, "it is no address"),
         ("elsewhere", 20, "connect to shim"),
     ] {
-        bench.order(word)?;
-        let before = bench.node.snapshot()?;
+        harness.order(word)?;
+        let before = harness.node.snapshot()?;
         let begun = Instant::now();
-        let answer = bench.pod(word).await;
+        let answer = harness.pod(word).await;
         let took = begun.elapsed();
-        bench.order("good")?;
+        harness.order("good")?;
         refused(answer, reason).context(word)?;
         ensure!(took < Duration::from_secs(limit), "{word}: took {took:?}");
-        bench.node.settles_to(&before).await.context(word)?;
+        harness.node.settles_to(&before).await.context(word)?;
     }
-    bench.pod("good").await.context("after the bad ones")?.remove().await
+    harness.pod("good").await.context("after the bad ones")?.remove().await
 }
 
-async fn a_process_that_a_shim_takes_itself_for_is_not_killed(bench: Arc<Bench>) -> Result<()> {
+async fn a_process_that_a_shim_takes_itself_for_is_not_killed(harness: Arc<Harness>) -> Result<()> {
     let mut other = std::process::Command::new("sleep").arg("1004").spawn()?;
     // The kernel tells the ages of processes in hundredths of a second: what begins in the same one
     // is no older.
@@ -86,11 +86,11 @@ async fn a_process_that_a_shim_takes_itself_for_is_not_killed(bench: Arc<Bench>)
         Ok(())
     })
     .await?;
-    bench.order("proxy")?;
-    bench.misbehave("Connect", &format!("lie {}", other.id()))?;
-    let answer = bench.pod("liar").await;
-    bench.order("good")?;
-    bench.behave()?;
+    harness.order("proxy")?;
+    harness.misbehave("Connect", &format!("lie {}", other.id()))?;
+    let answer = harness.pod("liar").await;
+    harness.order("good")?;
+    harness.behave()?;
     let lives = other.try_wait()?.is_none();
     other.kill()?;
     other.wait()?;
@@ -100,26 +100,26 @@ async fn a_process_that_a_shim_takes_itself_for_is_not_killed(bench: Arc<Bench>)
 }
 
 pub(crate) async fn a_shim_that_dies_with_containers_ends_the_pod_too(
-    bench: Arc<Bench>,
+    harness: Arc<Harness>,
 ) -> Result<()> {
-    let pod = bench.pod("bereaved").await?;
+    let pod = harness.pod("bereaved").await?;
     let container = pod.run(ContainerSpec::sh("a", "sleep 1000 & sleep 1000")).await?;
     let shim = one_shim(&pod).await?;
     signal(shim.pid, Signal::SIGKILL)?;
     until("not ready", SOON, async || not_ready(&pod).await).await?;
     until("no process of the container", SOON, async || none(&inside(container.id())?)).await?;
-    let status = bench.node.sandboxer().status(pod.id(), true).await?;
+    let status = harness.node.sandboxer().status(pod.id(), true).await?;
     let reason = status.info.get("reason").context("no reason in the verbose status")?;
     ensure!(reason.contains("shim"), "reason: {reason}");
     removed(&pod).await?;
     no_shim(&pod).await
 }
 
-async fn a_killed_daemon_finds_the_started_shim_again(bench: Arc<Bench>) -> Result<()> {
-    let pod = bench.pod("found").await?;
+async fn a_killed_daemon_finds_the_started_shim_again(harness: Arc<Harness>) -> Result<()> {
+    let pod = harness.pod("found").await?;
     let container = pod.run(ContainerSpec::sleeping("a")).await?;
     let shim = one_shim(&pod).await?;
-    bench.restart().await?;
+    harness.restart().await?;
     ensure!(one_shim(&pod).await?.pid == shim.pid, "another shim");
     ensure!(container.sh("echo hello").await?.trim() == "hello", "exec");
     pod.run(ContainerSpec::sleeping("b")).await?;
@@ -129,26 +129,26 @@ async fn a_killed_daemon_finds_the_started_shim_again(bench: Arc<Bench>) -> Resu
 
 /// containerd takes a lost connection for the end of the container, and the shim's runtime is
 /// killed with the call.
-pub(crate) async fn a_deletion_that_is_cut_off_leaves_nothing(bench: Arc<Bench>) -> Result<()> {
-    bench.order("proxy")?;
-    let pod = bench.pod("cut").await?;
+pub(crate) async fn a_deletion_that_is_cut_off_leaves_nothing(harness: Arc<Harness>) -> Result<()> {
+    harness.order("proxy")?;
+    let pod = harness.pod("cut").await?;
     let container = pod.run(ContainerSpec::sleeping("a")).await?;
-    bench.misbehave("Delete", "cut 1")?;
+    harness.misbehave("Delete", "cut 1")?;
     // Well or not.
     drop(container.stop().await);
-    bench.used_up().await?;
+    harness.used_up().await?;
     removed(&pod).await?;
     no_shim(&pod).await
 }
 
 /// containerd takes the address over from Status when it is started, also while there is no shim.
-async fn an_address_outlives_starts_that_fail(bench: Arc<Bench>) -> Result<()> {
-    let pod = bench.pod("addressed").await?;
-    let sandboxer = bench.node.sandboxer();
+async fn an_address_outlives_starts_that_fail(harness: Arc<Harness>) -> Result<()> {
+    let pod = harness.pod("addressed").await?;
+    let sandboxer = harness.node.sandboxer();
     let told = sandboxer.status(pod.id(), false).await?.address;
     ensure!(!told.is_empty(), "no address");
-    let log = bench.node.layout().sandboxer_log();
-    bench.order("exit")?;
+    let log = harness.node.layout().sandboxer_log();
+    harness.order("exit")?;
     signal(one_shim(&pod).await?.pid, Signal::SIGTERM)?;
     until("two starts that failed", SOON, async || {
         let text = std::fs::read_to_string(&log)?;
@@ -166,7 +166,7 @@ async fn an_address_outlives_starts_that_fail(bench: Arc<Bench>) -> Result<()> {
         "{status:?}"
     );
     // A call that has not made the socket yet is no shim.
-    bench.order("slow")?;
+    harness.order("slow")?;
     one_shim(&pod).await?;
     pod.run(ContainerSpec::sleeping("a")).await?;
     removed(&pod).await?;
@@ -174,8 +174,8 @@ async fn an_address_outlives_starts_that_fail(bench: Arc<Bench>) -> Result<()> {
 }
 
 /// Its server, and whoever cleans up after it.
-pub(crate) async fn a_shim_has_the_variables_that_are_set(bench: Arc<Bench>) -> Result<()> {
-    let pod = bench.pod("told").await?;
+pub(crate) async fn a_shim_has_the_variables_that_are_set(harness: Arc<Harness>) -> Result<()> {
+    let pod = harness.pod("told").await?;
     pod.run(ContainerSpec::sleeping("a")).await?;
     let shim = one_shim(&pod).await?;
     let environment = std::fs::read_to_string(format!("/proc/{}/environ", shim.pid))?;
@@ -183,7 +183,7 @@ pub(crate) async fn a_shim_has_the_variables_that_are_set(bench: Arc<Bench>) -> 
     ensure!(told == 1, "{environment:?}");
     signal(shim.pid, Signal::SIGKILL)?;
     until("a call that cleans up", SOON, async || {
-        ensure!(bench.deleted()? == "set\n");
+        ensure!(harness.deleted()? == "set\n");
         Ok(())
     })
     .await?;

@@ -18,22 +18,22 @@ pub(crate) const SOON: Duration = Duration::from_secs(20);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// The sandboxer, which hands them their socket.
-    Owned,
+    Handover,
     /// Their own `start`, with native pods.
-    Started,
+    SelfStarted,
     /// Their own `start`, and they run the pause.
     Driver,
 }
 
 /// A node whose sandboxer uses the wrapped shim.
-pub(crate) struct Bench {
+pub(crate) struct Harness {
     pub(crate) node: Arc<Node>,
     kind: Kind,
     order: PathBuf,
     _dir: tempfile::TempDir,
 }
 
-impl Bench {
+impl Harness {
     pub(crate) async fn start(kind: Kind) -> Result<Self> {
         let dir = tempfile::tempdir()?;
         let (order, shim) = (dir.path().join("order"), dir.path().join("shim"));
@@ -56,13 +56,13 @@ impl Bench {
         })
         .await?;
         node.start_sandboxer().await?;
-        let bench = Self { node, kind, order, _dir: dir };
+        let harness = Self { node, kind, order, _dir: dir };
         // containerd makes directories of its own with the first container, and the pod network
         // with the first pod.
-        let pod = bench.node.run(Handler::Ours, PodSpec::new("first")).await?;
+        let pod = harness.node.run(Handler::Ours, PodSpec::new("first")).await?;
         pod.run(ContainerSpec::sleeping("a")).await?;
         pod.remove().await?;
-        Ok(bench)
+        Ok(harness)
     }
 
     /// How the next shim is to come.
@@ -103,7 +103,7 @@ impl Bench {
     /// Where a pod's shim is on record.
     pub(crate) fn record(&self, pod: &Pod) -> PathBuf {
         let dir = self.node.layout().sandboxer_state().join("sandboxes").join(pod.id());
-        dir.join(if self.kind == Kind::Owned { "shim" } else { pod.id() }).join("shim.json")
+        dir.join(if self.kind == Kind::Handover { "shim" } else { pod.id() }).join("shim.json")
     }
 
     pub(crate) async fn restart(&self) -> Result<()> {
@@ -188,14 +188,14 @@ pub(crate) fn refused(answer: Result<Pod>, reason: &str) -> Result<()> {
 impl Kind {
     fn setting(self) -> &'static str {
         match self {
-            Self::Owned => "drivers = { \"io.containerd.runc.v2\" = \"native\" }\n",
-            Self::Started => "shim = \"started\"\n",
+            Self::Handover => "drivers = { \"io.containerd.runc.v2\" = \"native\" }\n",
+            Self::SelfStarted => "shim = \"started\"\n",
             Self::Driver => "drivers = { \"io.containerd.runc.v2\" = \"shim\" }\n",
         }
     }
 }
 
-type Run = fn(Arc<Bench>) -> Pin<Box<dyn Future<Output = Result<()>>>>;
+type Run = fn(Arc<Harness>) -> Pin<Box<dyn Future<Output = Result<()>>>>;
 
 /// One case.
 pub(crate) struct Case {
@@ -206,7 +206,7 @@ pub(crate) struct Case {
 
 macro_rules! cases {
     ($kind:expr => $($case:ident),* $(,)?) => {
-        vec![$(crate::bench::Case { name: stringify!($case), kind: $kind, run: |bench| Box::pin($case(bench)) }),*]
+        vec![$(crate::harness::Case { name: stringify!($case), kind: $kind, run: |harness| Box::pin($case(harness)) }),*]
     };
 }
 pub(crate) use cases;

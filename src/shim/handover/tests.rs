@@ -8,7 +8,7 @@ use crate::pause::held::Namespace;
 use crate::shim::{Endpoint, Owner, Settings, Shims};
 
 /// The endpoint of a sandbox below `dir`, and what all share.
-fn endpoint(dir: &Path) -> (Arc<Shims>, Arc<Owned>) {
+fn endpoint(dir: &Path) -> (Arc<Shims>, Arc<Handover>) {
     let settings = Settings {
         containerd_address: dir.join("containerd.sock"),
         containerd_namespace: "k8s.io".to_owned(),
@@ -21,7 +21,8 @@ fn endpoint(dir: &Path) -> (Arc<Shims>, Arc<Owned>) {
         environment: Default::default(),
     };
     let shims = Arc::new(Shims::new(settings).unwrap());
-    let Endpoint::Owned(owned) = shims.endpoint(Owner::Sandboxer, &"pod".into(), &Arc::default())
+    let Endpoint::Handover(owned) =
+        shims.endpoint(Owner::Sandboxer, &"pod".into(), &Arc::default())
     else {
         unreachable!("its owner is the sandboxer")
     };
@@ -43,17 +44,17 @@ impl Pod for NoPod {
     fn bereaved(&self) {}
 }
 
-fn next(owned: &Arc<Owned>) -> Next {
+fn next(owned: &Arc<Handover>) -> Next {
     let pod: Arc<dyn Pod> = Arc::new(NoPod);
     owned.next(&pod)
 }
 
 /// A process that is on record as the shim.
-fn recorded(shims: &Shims, owned: &Owned) -> Child {
+fn recorded(shims: &Shims, owned: &Handover) -> Child {
     let child = Command::new("sleep").arg("1000").spawn().unwrap();
     let identity = shims.launcher.open(child.id()).unwrap().unwrap().identity().clone();
-    owned.group.bundle().make("pod", true).unwrap();
-    owned.group.bundle().record(Some(&Recorded::Running { identity })).unwrap();
+    owned.shim.bundle().make("pod", true).unwrap();
+    owned.shim.bundle().record(Some(&Recorded::Running { identity })).unwrap();
     child
 }
 
@@ -77,7 +78,7 @@ async fn the_end_looks_for_the_shim_that_is_on_record() {
     owned.end().await.unwrap();
     // Its end was seen, which takes a child away.
     assert!(child.try_wait().is_err(), "the shim lives");
-    assert!(!owned.group.bundle().dir().exists());
+    assert!(!owned.shim.bundle().dir().exists());
 }
 
 #[tokio::test]
@@ -137,8 +138,8 @@ async fn a_call_ends_the_rest() {
 async fn a_pod_that_lost_its_shim_hears_of_it_though_no_more_can_be_told() {
     let dir = tempfile::tempdir().unwrap();
     let (_shims, owned) = endpoint(dir.path());
-    owned.group.bundle().make("pod", true).unwrap();
-    owned.group.bundle().record_death("on order").unwrap();
+    owned.shim.bundle().make("pod", true).unwrap();
+    owned.shim.bundle().record_death("on order").unwrap();
     fs::create_dir(dir.path().join("pod/shim/shim.json")).unwrap();
     owned.recover().await;
     assert!(matches!(next(&owned), Next::Bereaved));
@@ -161,7 +162,7 @@ async fn a_shim_that_hangs_up_is_not_killed() {
         drop(listener.accept().await.unwrap());
         drop(told);
     });
-    owned.group.end_shim(&shim, Some(&socket)).await.unwrap();
+    owned.shim.end_shim(&shim, Some(&socket)).await.unwrap();
     assert_eq!(shim.exited().await.status, 5);
     hangs_up.await.unwrap();
     // Its end was seen, which takes a child away.

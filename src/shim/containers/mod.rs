@@ -7,6 +7,9 @@
 //! its processes: they are in the pod's namespaces and in a cgroup that is named by the container's
 //! id.
 
+pub mod cgroup;
+mod origin;
+
 use std::collections::BTreeSet;
 use std::fs;
 use std::io;
@@ -17,12 +20,11 @@ use std::time::Duration;
 
 use containerd_shim_protos::shim::oci::Options;
 
-use super::cgroup;
-use super::origin::{self, Origin, SANDBOX};
 use crate::error::{IoContext as _, Step};
 use crate::pause::cgroup::mounted::ROOT;
 use crate::pause::held::{Held, Namespace};
 use crate::pause::launch::pids;
+use origin::{Origin, SANDBOX};
 
 /// How often processes are looked for and killed, as what is killed may just have made another.
 const ROUNDS: u32 = 20;
@@ -290,8 +292,8 @@ mod tests {
     use std::fs::File;
     use std::process::Command;
 
+    use super::origin::ANNOTATION;
     use super::*;
-    use crate::shim::origin::ANNOTATION;
 
     #[test]
     fn an_ended_process_is_a_zombie_until_its_parent_looks() {

@@ -29,12 +29,12 @@ const END_WITHIN: Duration = Duration::from_secs(5);
 
 /// An endpoint whose shim containerd starts.
 #[derive(Clone, Debug)]
-pub struct OnDemand {
+pub struct ContainerdOwned {
     shims: Arc<Shims>,
     id: Text,
 }
 
-impl OnDemand {
+impl ContainerdOwned {
     /// The endpoint of sandbox `id`.
     pub(super) fn new(shims: Arc<Shims>, id: Text) -> Self {
         Self { shims, id }

@@ -10,15 +10,15 @@ use kit::ContainerSpec;
 use kit::machine::processes::{self, Proc};
 use nix::sys::signal::Signal;
 
-use crate::bench::{
-    Bench, Case, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, removed, shims,
+use crate::harness::{
+    Case, Harness, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, removed, shims,
     signal,
 };
-use crate::started::a_shim_has_the_variables_that_are_set;
+use crate::self_started::a_shim_has_the_variables_that_are_set;
 use kit::until;
 
 pub(crate) fn cases() -> Vec<Case> {
-    cases![Kind::Owned =>
+    cases![Kind::Handover =>
         an_idle_pod_has_no_shim_and_a_container_one,
         platform_brings_the_shim,
         an_empty_shim_that_ends_is_followed_by_another,
@@ -36,8 +36,8 @@ pub(crate) fn cases() -> Vec<Case> {
     ]
 }
 
-async fn an_idle_pod_has_no_shim_and_a_container_one(bench: Arc<Bench>) -> Result<()> {
-    let pod = bench.pod("idle").await?;
+async fn an_idle_pod_has_no_shim_and_a_container_one(harness: Arc<Harness>) -> Result<()> {
+    let pod = harness.pod("idle").await?;
     ensure!(shims(&pod)?.is_empty(), "an idle pod has a shim");
     let first = pod.run(ContainerSpec::sleeping("a")).await?;
     let shim = one_shim(&pod).await?;
@@ -56,9 +56,9 @@ async fn an_idle_pod_has_no_shim_and_a_container_one(bench: Arc<Bench>) -> Resul
     no_shim(&pod).await
 }
 
-async fn platform_brings_the_shim(bench: Arc<Bench>) -> Result<()> {
-    let pod = bench.pod("platform").await?;
-    bench.node.sandboxer().platform(pod.id()).await?;
+async fn platform_brings_the_shim(harness: Arc<Harness>) -> Result<()> {
+    let pod = harness.pod("platform").await?;
+    harness.node.sandboxer().platform(pod.id()).await?;
     one_shim(&pod).await?;
     pod.remove().await?;
     no_shim(&pod).await
@@ -66,8 +66,8 @@ async fn platform_brings_the_shim(bench: Arc<Bench>) -> Result<()> {
 
 /// What containerd does from 2.4 on; here the shim is told by a signal, which it takes for the
 /// same.
-async fn an_empty_shim_that_ends_is_followed_by_another(bench: Arc<Bench>) -> Result<()> {
-    let pod = bench.pod("again").await?;
+async fn an_empty_shim_that_ends_is_followed_by_another(harness: Arc<Harness>) -> Result<()> {
+    let pod = harness.pod("again").await?;
     let first = pod.run(ContainerSpec::sleeping("a")).await?;
     first.stop().await?;
     first.remove().await?;
@@ -80,21 +80,21 @@ async fn an_empty_shim_that_ends_is_followed_by_another(bench: Arc<Bench>) -> Re
     pod.remove().await
 }
 
-async fn a_shim_that_dies_with_containers_ends_the_pod(bench: Arc<Bench>) -> Result<()> {
+async fn a_shim_that_dies_with_containers_ends_the_pod(harness: Arc<Harness>) -> Result<()> {
     for (name, kill) in [("killed", Signal::SIGKILL), ("told", Signal::SIGTERM)] {
-        let pod = bench.pod(name).await?;
+        let pod = harness.pod(name).await?;
         let container = pod.run(ContainerSpec::sh("a", "sleep 1000 & sleep 1000")).await?;
         ensure!(!inside(container.id())?.is_empty(), "no process in the container's cgroup");
         let shim = one_shim(&pod).await?;
         signal(shim.pid, kill)?;
         until("not ready", SOON, async || not_ready(&pod).await).await?;
         until("no process of the container", SOON, async || none(&inside(container.id())?)).await?;
-        let status = bench.node.sandboxer().status(pod.id(), true).await?;
+        let status = harness.node.sandboxer().status(pod.id(), true).await?;
         let reason = status.info.get("reason").context("no reason in the verbose status")?;
         ensure!(reason.contains("shim") && reason.contains(container.id()), "reason: {reason}");
         removed(&pod).await?;
         no_shim(&pod).await?;
-        let bundle = bench
+        let bundle = harness
             .node
             .layout()
             .state()
@@ -169,8 +169,10 @@ impl Drop for Visitor {
     }
 }
 
-async fn the_end_of_a_shim_touches_no_container_of_another_pod(bench: Arc<Bench>) -> Result<()> {
-    let (pod, other) = (bench.pod("visited").await?, bench.pod("visiting").await?);
+async fn the_end_of_a_shim_touches_no_container_of_another_pod(
+    harness: Arc<Harness>,
+) -> Result<()> {
+    let (pod, other) = (harness.pod("visited").await?, harness.pod("visiting").await?);
     let foreign = other.run(ContainerSpec::sleeping("agent")).await?;
     let member = until("one process of the foreign container", SOON, async || {
         match inside(foreign.id())?.as_slice() {
@@ -258,13 +260,13 @@ fn kept(daemon: u32) -> Result<(usize, usize)> {
     Ok((pidfds, fs::read_dir(format!("/proc/{daemon}/task"))?.count()))
 }
 
-async fn processes_that_do_not_end_cost_the_daemon_nothing(bench: Arc<Bench>) -> Result<()> {
+async fn processes_that_do_not_end_cost_the_daemon_nothing(harness: Arc<Harness>) -> Result<()> {
     const MANY: &str =
         "for n in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do sleep 1000 & done; wait";
-    let daemon = bench.node.sandboxer_pid()?;
+    let daemon = harness.node.sandboxer_pid()?;
     // Frozen by another program, as by a pause of the container: thawed, as a frozen process does
     // not die.
-    let pod = bench.pod("paused").await?;
+    let pod = harness.pod("paused").await?;
     let container = pod.run(ContainerSpec::sh("a", MANY)).await?;
     let dir = freezer(inside(container.id())?.first().context("no process")?.pid)?;
     let frozen = Frozen::new(dir.clone()).await?;
@@ -275,7 +277,7 @@ async fn processes_that_do_not_end_cost_the_daemon_nothing(bench: Arc<Bench>) ->
     removed(&pod).await?;
     // Frozen where the daemon has no say, they do not die, as in a system call that does not
     // return.
-    let pod = bench.pod("stuck").await?;
+    let pod = harness.pod("stuck").await?;
     let container = pod.run(ContainerSpec::sh("a", MANY)).await?;
     until("all of its processes", SOON, async || {
         ensure!(inside(container.id())?.len() > 20, "not yet");
@@ -294,7 +296,7 @@ async fn processes_that_do_not_end_cost_the_daemon_nothing(bench: Arc<Bench>) ->
     until("not ready", SOON, async || not_ready(&pod).await).await?;
     for _ in 0..2 {
         ensure!(
-            bench.node.sandboxer().shutdown(pod.id()).await.is_err(),
+            harness.node.sandboxer().shutdown(pod.id()).await.is_err(),
             "it is gone, and its processes are not"
         );
         ensure!(inside(container.id())?.len() > 20, "its processes are gone");
@@ -314,20 +316,20 @@ async fn processes_that_do_not_end_cost_the_daemon_nothing(bench: Arc<Bench>) ->
     no_shim(&pod).await
 }
 
-async fn a_shim_that_does_not_come_is_an_error(bench: Arc<Bench>) -> Result<()> {
-    let pod = bench.pod("misbehaving").await?;
+async fn a_shim_that_does_not_come_is_an_error(harness: Arc<Harness>) -> Result<()> {
+    let pod = harness.pod("misbehaving").await?;
     for (word, limit) in [("exit", 8), ("end", 8), ("hang", 20), ("chatter", 20)] {
-        bench.order(word)?;
+        harness.order(word)?;
         let begun = Instant::now();
         let answer = pod.run(ContainerSpec::sleeping(word)).await;
-        bench.order("good")?;
+        harness.order("good")?;
         ensure!(answer.is_err(), "{word}: the container runs");
         let took = begun.elapsed();
         ensure!(took < Duration::from_secs(limit), "{word}: took {took:?}");
         no_shim(&pod).await.context(word)?;
         ensure!(pod.is_ready().await?, "{word}: the pod is not ready");
     }
-    let log = fs::read_to_string(bench.node.layout().sandboxer_log())?;
+    let log = fs::read_to_string(harness.node.layout().sandboxer_log())?;
     for expected in
         ["cannot go on", "ended with status 7", "did not answer", "the next are dropped"]
     {
@@ -337,11 +339,11 @@ async fn a_shim_that_does_not_come_is_an_error(bench: Arc<Bench>) -> Result<()> 
     pod.remove().await
 }
 
-async fn a_killed_daemon_finds_the_shim_again(bench: Arc<Bench>) -> Result<()> {
-    let (idle, busy) = (bench.pod("idle").await?, bench.pod("busy").await?);
+async fn a_killed_daemon_finds_the_shim_again(harness: Arc<Harness>) -> Result<()> {
+    let (idle, busy) = (harness.pod("idle").await?, harness.pod("busy").await?);
     let first = busy.run(ContainerSpec::sleeping("a")).await?;
     let shim = one_shim(&busy).await?;
-    bench.restart().await?;
+    harness.restart().await?;
     ensure!(one_shim(&busy).await?.pid == shim.pid, "another shim");
     ensure!(first.sh("echo hello").await?.trim() == "hello", "exec");
     let second = busy.run(ContainerSpec::sleeping("b")).await?;
@@ -350,10 +352,10 @@ async fn a_killed_daemon_finds_the_shim_again(bench: Arc<Bench>) -> Result<()> {
     idle.run(ContainerSpec::sleeping("a")).await.context("in the idle pod")?;
     one_shim(&idle).await?;
     // As if the daemon had been killed between the launch and its record.
-    bench.node.kill_sandboxer()?;
-    let record = bench.record(&busy);
+    harness.node.kill_sandboxer()?;
+    let record = harness.record(&busy);
     fs::write(&record, "\"launching\"")?;
-    bench.node.start_sandboxer().await?;
+    harness.node.start_sandboxer().await?;
     let recorded = fs::read_to_string(&record)?;
     ensure!(recorded.contains(&format!("\"pid\":{}", shim.pid)), "the record is {recorded}");
     for container in [first, second] {
@@ -370,13 +372,13 @@ async fn a_killed_daemon_finds_the_shim_again(bench: Arc<Bench>) -> Result<()> {
     Ok(())
 }
 
-async fn a_shim_that_dies_without_a_daemon_ends_the_pod(bench: Arc<Bench>) -> Result<()> {
-    let pod = bench.pod("unseen").await?;
+async fn a_shim_that_dies_without_a_daemon_ends_the_pod(harness: Arc<Harness>) -> Result<()> {
+    let pod = harness.pod("unseen").await?;
     let container = pod.run(ContainerSpec::sleeping("a")).await?;
     let shim = one_shim(&pod).await?;
-    bench.node.kill_sandboxer()?;
+    harness.node.kill_sandboxer()?;
     signal(shim.pid, Signal::SIGKILL)?;
-    bench.node.start_sandboxer().await?;
+    harness.node.start_sandboxer().await?;
     until("not ready", SOON, async || not_ready(&pod).await).await?;
     until("no process of the container", SOON, async || none(&inside(container.id())?)).await?;
     removed(&pod).await
@@ -385,17 +387,17 @@ async fn a_shim_that_dies_without_a_daemon_ends_the_pod(bench: Arc<Bench>) -> Re
 /// The daemon that is started cannot read the record, as when the node is out of descriptors.
 /// Neither pod nor shim suffers, and both can be ended when it can be read again.
 pub(crate) async fn a_shim_that_cannot_be_looked_for_is_found_later(
-    bench: Arc<Bench>,
+    harness: Arc<Harness>,
 ) -> Result<()> {
-    let pod = bench.pod("unread").await?;
+    let pod = harness.pod("unread").await?;
     let container = pod.run(ContainerSpec::sleeping("a")).await?;
     let (shim, pause) = (one_shim(&pod).await?, pod.pause_pid().await?);
-    let (record, aside) = (bench.record(&pod), bench.record(&pod).with_extension("aside"));
-    bench.node.kill_sandboxer()?;
+    let (record, aside) = (harness.record(&pod), harness.record(&pod).with_extension("aside"));
+    harness.node.kill_sandboxer()?;
     fs::rename(&record, &aside)?;
     fs::create_dir(&record)?;
-    bench.node.start_sandboxer().await?;
-    let log = fs::read_to_string(bench.node.layout().sandboxer_log())?;
+    harness.node.start_sandboxer().await?;
+    let log = fs::read_to_string(harness.node.layout().sandboxer_log())?;
     ensure!(log.contains("read record of shim"), "the record could be read");
     ensure!(one_shim(&pod).await?.pid == shim.pid, "another shim");
     ensure!(processes::one(pause)?.state != 'Z', "the pause has ended");
@@ -403,7 +405,7 @@ pub(crate) async fn a_shim_that_cannot_be_looked_for_is_found_later(
     container.stop().await?;
     container.remove().await?;
     // An end of the sandbox that does not know of the shim would leave it.
-    let unknown = bench.node.sandboxer().shutdown(pod.id()).await;
+    let unknown = harness.node.sandboxer().shutdown(pod.id()).await;
     ensure!(unknown.is_err(), "the sandbox is gone");
     ensure!(one_shim(&pod).await?.pid == shim.pid, "the shim is gone");
     fs::remove_dir(&record)?;
@@ -414,36 +416,36 @@ pub(crate) async fn a_shim_that_cannot_be_looked_for_is_found_later(
 
 /// The shim's `delete` takes its time, and the pod's end does not wait for anybody.
 async fn a_pod_that_is_removed_while_its_dead_shim_is_cleaned_up_leaves_nothing(
-    bench: Arc<Bench>,
+    harness: Arc<Harness>,
 ) -> Result<()> {
-    let pod = bench.pod("tardy").await?;
+    let pod = harness.pod("tardy").await?;
     for name in ["a", "b"] {
         pod.run(ContainerSpec::sleeping(name)).await?;
     }
-    bench.order("tardy")?;
+    harness.order("tardy")?;
     signal(one_shim(&pod).await?.pid, Signal::SIGKILL)?;
     until("not ready", SOON, async || not_ready(&pod).await).await?;
     removed(&pod).await?;
-    let log = fs::read_to_string(bench.node.layout().sandboxer_log())?;
+    let log = fs::read_to_string(harness.node.layout().sandboxer_log())?;
     let failed =
         log.lines().find(|line| line.contains(pod.id()) && line.contains("its containers: "));
     ensure!(failed.is_none(), "{failed:?}");
     Ok(())
 }
 
-async fn fifty_pods_leave_no_shim(bench: Arc<Bench>) -> Result<()> {
+async fn fifty_pods_leave_no_shim(harness: Arc<Harness>) -> Result<()> {
     for round in 0..10 {
         let names: Vec<String> = (0..5).map(|n| format!("many-{round}-{n}")).collect();
         let cycles = names.iter().map(|name| async {
-            let pod = bench.pod(name).await?;
+            let pod = harness.pod(name).await?;
             pod.run(ContainerSpec::sleeping("a")).await?;
             pod.remove().await
         });
         futures::future::try_join_all(cycles).await?;
     }
-    let sockets = fs::read_dir(bench.node.layout().sandboxer_state().join("shims"))?.count();
+    let sockets = fs::read_dir(harness.node.layout().sandboxer_state().join("shims"))?.count();
     ensure!(sockets == 0, "{sockets} sockets are left");
-    let named = bench.node.layout().containerd_socket().display().to_string();
+    let named = harness.node.layout().containerd_socket().display().to_string();
     let left: Vec<Proc> = processes::all()?
         .into_iter()
         .filter(|p| p.command.contains("shim") && p.command.contains(&named))
@@ -454,8 +456,8 @@ async fn fifty_pods_leave_no_shim(bench: Arc<Bench>) -> Result<()> {
 
 /// What containerd asks of the shim goes wrong on its way; the pod is removed all the same, as
 /// kubelet does, and nothing of it stays.
-async fn calls_that_fail_are_late_or_lost_leave_nothing(bench: Arc<Bench>) -> Result<()> {
-    bench.order("proxy")?;
+async fn calls_that_fail_are_late_or_lost_leave_nothing(harness: Arc<Harness>) -> Result<()> {
+    harness.order("proxy")?;
     for (method, how) in [
         ("Delete", "fail 2"),
         ("Delete", "late 12"),
@@ -465,10 +467,10 @@ async fn calls_that_fail_are_late_or_lost_leave_nothing(bench: Arc<Bench>) -> Re
         ("Create", "fail 1"),
     ] {
         let named = format!("{method} {how}");
-        let before = bench.node.snapshot()?;
-        let pod = bench.pod("astray").await?;
-        bench.misbehave(method, how)?;
-        let other = bench.pod("other").await?;
+        let before = harness.node.snapshot()?;
+        let pod = harness.pod("astray").await?;
+        harness.misbehave(method, how)?;
+        let other = harness.pod("other").await?;
         match pod.run(ContainerSpec::sleeping("a")).await {
             Ok(container) => drop(container.stop().await),
             Err(e) => ensure!(method == "Create", "{named}: {e:#}"),
@@ -482,8 +484,8 @@ async fn calls_that_fail_are_late_or_lost_leave_nothing(bench: Arc<Bench>) -> Re
             no_shim(&pod).await.with_context(|| named.clone())?;
         }
         // Neither a cgroup nor a state of the runtime's is left.
-        bench.node.settles_to(&before).await.with_context(|| named.clone())?;
-        bench.behave()?;
+        harness.node.settles_to(&before).await.with_context(|| named.clone())?;
+        harness.behave()?;
     }
     Ok(())
 }

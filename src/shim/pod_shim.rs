@@ -11,7 +11,7 @@ use tokio::time::{sleep, timeout};
 use super::bundle::{Bundle, Recorded};
 use super::containers::{self, Container, Inside};
 use super::task::Failure;
-use super::{Pod, Runtime, Shims, command, fifo, task};
+use super::{Pod, Runtime, Shims, command, log as shim_log, task};
 use crate::error::{IoContext as _, Step};
 use crate::pause::held::Held;
 use crate::pause::{Adoption, Exit, Pause, UNKNOWN_EXIT};
@@ -38,7 +38,7 @@ const EXECUTED: Duration = Duration::from_millis(20);
 
 /// The containers of one pod.
 #[derive(Debug)]
-pub(super) struct Group {
+pub(super) struct PodShim {
     /// What all shims share.
     pub(super) shims: Arc<Shims>,
     /// The sandbox id.
@@ -76,7 +76,7 @@ pub(super) struct Left {
     unknown: Vec<Held>,
 }
 
-impl Group {
+impl PodShim {
     /// The containers of one pod. Nothing is made yet.
     pub(super) fn new(shims: Arc<Shims>, id: Text, started: bool, runtime: Arc<Runtime>) -> Self {
         Self { shims, id, started, runtime, cleaning: OnceLock::new() }
@@ -152,14 +152,14 @@ impl Group {
 
     /// Begins to read what a shim writes that an earlier daemon has launched. That it cannot be
     /// read is no reason to lose the shim.
-    pub(super) fn read_again(&self, shim: &Arc<dyn Pause>) -> Option<fifo::Reader> {
+    pub(super) fn read_again(&self, shim: &Arc<dyn Pause>) -> Option<shim_log::Reader> {
         log::info!(sandbox = self.id.as_str(), pid = shim.identity().pid; "its shim is taken over");
-        let read = fifo::read(&self.bundle().log(), &self.id);
+        let read = shim_log::read(&self.bundle().log(), &self.id);
         read.map_err(|step| log::warn!(sandbox = self.id.as_str(); "its shim: {step}")).ok()
     }
 
     /// An empty shim ends when it is told to, at its socket; one that does not, or has none, is
-    /// killed. What is left of its containers is for [`Group::clean_up_all`].
+    /// killed. What is left of its containers is for [`PodShim::clean_up_all`].
     ///
     /// # Errors
     /// It goes on.
@@ -237,7 +237,7 @@ impl Group {
     ) -> Result<(), Step> {
         let asked = pod.clone();
         let (left, unknown) = match self
-            .piece(move |group| group.left(exit, &*asked))
+            .piece(move |shim| shim.left(exit, &*asked))
             .await
             .flatten()?
         {
@@ -265,7 +265,7 @@ impl Group {
         Ok(())
     }
 
-    /// [`Group::bereave`], repeated if it fails, unless the endpoint `has_ended` meanwhile, which
+    /// [`PodShim::bereave`], repeated if it fails, unless the endpoint `has_ended` meanwhile, which
     /// cleans up itself. No shim comes before it is known what the last has left, or all looks have
     /// failed.
     pub(super) async fn bereave_in_the_end(
@@ -312,7 +312,7 @@ impl Group {
     pub(super) async fn mourn(self: &Arc<Self>, reason: String, pod: &Arc<dyn Pod>) {
         log::error!(sandbox = self.id.as_str(); "the sandbox ends: {reason}");
         if let Some(Err(step)) =
-            self.blocking(move |group| group.bundle().record_death(&reason)).await
+            self.blocking(move |shim| shim.bundle().record_death(&reason)).await
         {
             log::error!(sandbox = self.id.as_str(); "its shim: {step}");
         }
@@ -397,7 +397,7 @@ impl Group {
         pod: &Arc<dyn Pod>,
     ) -> Option<Result<Left, Step>> {
         let asked = pod.clone();
-        self.blocking(move |group| group.all(&*asked)).await
+        self.blocking(move |shim| shim.all(&*asked)).await
     }
 
     /// After the end of a shim that ran the pause: the sandbox ends with it, and so do all
@@ -455,7 +455,7 @@ impl Group {
     /// # Errors
     /// The first step that failed.
     pub(super) async fn clean_up_all(self: &Arc<Self>) -> Result<(), Step> {
-        let known = self.piece(|group| group.known()).await.flatten()?;
+        let known = self.piece(|shim| shim.known()).await.flatten()?;
         match self.clean_up(known).await.into_iter().next() {
             Some(step) => Err(step),
             None => Ok(()),

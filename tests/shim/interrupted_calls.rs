@@ -8,12 +8,12 @@ use kit::{Container, ContainerSpec, Pod, until};
 use nix::sys::signal::Signal;
 use tokio::time::timeout;
 
-use crate::bench::{
-    Bench, Case, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, removed, signal,
+use crate::harness::{
+    Case, Harness, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, removed, signal,
 };
 
 pub(crate) fn cases() -> Vec<Case> {
-    cases![Kind::Owned =>
+    cases![Kind::Handover =>
         a_shim_that_dies_under_an_exec_and_a_stop_ends_both,
         a_create_that_hangs_slows_no_other_pod,
         a_start_that_is_refused_leaves_nothing,
@@ -40,8 +40,8 @@ async fn gone(pod: &Pod) -> Result<()> {
     no_shim(pod).await
 }
 
-async fn a_shim_that_dies_under_an_exec_and_a_stop_ends_both(bench: Arc<Bench>) -> Result<()> {
-    let pod = bench.pod("amid").await?;
+async fn a_shim_that_dies_under_an_exec_and_a_stop_ends_both(harness: Arc<Harness>) -> Result<()> {
+    let pod = harness.pod("amid").await?;
     // Does not end when it is told to, and shows that it was told.
     let container = pod
         .run(ContainerSpec::sh("a", "trap 'sleep 1002 &' TERM; while true; do sleep 1; done"))
@@ -62,24 +62,24 @@ async fn a_shim_that_dies_under_an_exec_and_a_stop_ends_both(bench: Arc<Bench>) 
     ensure!(exec.is_err(), "the exec has succeeded: {exec:?}");
     until("not ready", SOON, async || not_ready(&pod).await).await?;
     until("no process of the container", SOON, async || none(&inside(container.id())?)).await?;
-    let status = bench.node.sandboxer().status(pod.id(), true).await?;
+    let status = harness.node.sandboxer().status(pod.id(), true).await?;
     let reason = status.info.get("reason").context("no reason in the verbose status")?;
     ensure!(reason.contains("shim") && reason.contains(container.id()), "reason: {reason}");
     gone(&pod).await?;
     // Whoever has to reap the exec's process takes its time; what has ended is not waited for.
-    let log = std::fs::read_to_string(bench.node.layout().sandboxer_log())?;
+    let log = std::fs::read_to_string(harness.node.layout().sandboxer_log())?;
     let failed =
         log.lines().find(|line| line.contains(pod.id()) && line.contains("its containers: kill"));
     ensure!(failed.is_none(), "{failed:?}");
     Ok(())
 }
 
-async fn a_create_that_hangs_slows_no_other_pod(bench: Arc<Bench>) -> Result<()> {
-    bench.order("proxy")?;
-    bench.misbehave("Create", "hang 1")?;
-    let (pod, other) = (bench.pod("hangs").await?, bench.pod("other").await?);
+async fn a_create_that_hangs_slows_no_other_pod(harness: Arc<Harness>) -> Result<()> {
+    harness.order("proxy")?;
+    harness.misbehave("Create", "hang 1")?;
+    let (pod, other) = (harness.pod("hangs").await?, harness.pod("other").await?);
     let others = async {
-        bench.used_up().await?;
+        harness.used_up().await?;
         let container = other.run(ContainerSpec::sleeping("b")).await?;
         ensure!(container.sh("echo runs").await? == "runs\n", "it does not run");
         gone(&other).await
@@ -94,10 +94,10 @@ async fn a_create_that_hangs_slows_no_other_pod(bench: Arc<Bench>) -> Result<()>
     gone(&pod).await
 }
 
-async fn a_start_that_is_refused_leaves_nothing(bench: Arc<Bench>) -> Result<()> {
-    bench.order("proxy")?;
-    bench.misbehave("Start", "fail 1")?;
-    let pod = bench.pod("refused").await?;
+async fn a_start_that_is_refused_leaves_nothing(harness: Arc<Harness>) -> Result<()> {
+    harness.order("proxy")?;
+    harness.misbehave("Start", "fail 1")?;
+    let pod = harness.pod("refused").await?;
     ensure!(pod.run(ContainerSpec::sleeping("a")).await.is_err(), "the container runs");
     pod.run(ContainerSpec::sleeping("b")).await.context("the next container")?;
     gone(&pod).await
@@ -105,14 +105,14 @@ async fn a_start_that_is_refused_leaves_nothing(bench: Arc<Bench>) -> Result<()>
 
 /// The shim and containerd go on without it.
 async fn a_daemon_killed_in_the_creation_of_a_container_is_not_missed(
-    bench: Arc<Bench>,
+    harness: Arc<Harness>,
 ) -> Result<()> {
-    bench.order("proxy")?;
-    bench.misbehave("Create", "late 2")?;
-    let pod = bench.pod("creation").await?;
+    harness.order("proxy")?;
+    harness.misbehave("Create", "late 2")?;
+    let pod = harness.pod("creation").await?;
     let restart = async {
-        bench.used_up().await?;
-        bench.restart().await
+        harness.used_up().await?;
+        harness.restart().await
     };
     let (container, restarted) =
         futures::future::join(pod.run(ContainerSpec::sleeping("a")), restart).await;
@@ -123,15 +123,15 @@ async fn a_daemon_killed_in_the_creation_of_a_container_is_not_missed(
 }
 
 async fn containerd_killed_in_the_creation_of_a_container_leaves_nothing(
-    bench: Arc<Bench>,
+    harness: Arc<Harness>,
 ) -> Result<()> {
-    bench.order("proxy")?;
-    bench.misbehave("Create", "late 2")?;
-    let pod = bench.pod("creation").await?;
+    harness.order("proxy")?;
+    harness.misbehave("Create", "late 2")?;
+    let pod = harness.pod("creation").await?;
     let restart = async {
-        bench.used_up().await?;
-        bench.node.kill_containerd()?;
-        bench.node.start_containerd().await
+        harness.used_up().await?;
+        harness.node.kill_containerd()?;
+        harness.node.start_containerd().await
     };
     let (container, restarted) =
         futures::future::join(pod.run(ContainerSpec::sleeping("a")), restart).await;

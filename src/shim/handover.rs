@@ -9,7 +9,7 @@
 //!
 //! The socket outlives the shims: a caller waits in its queue until a shim takes it over, also
 //! while one ends and the next is launched. Nobody but a shim accepts there. At most one task
-//! serves an endpoint, so that no two shims are launched; [`Owned::end`] and a launch take turns,
+//! serves an endpoint, so that no two shims are launched; [`Handover::end`] and a launch take turns,
 //! so that no shim is launched behind the end. An idle endpoint rests: it has no task, and whoever
 //! changes what is true begins one.
 
@@ -27,8 +27,8 @@ use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
 use super::bundle::{NEW, Recorded};
-use super::group::{AGAIN, DISMISSALS, Found, Group, WITHIN};
-use super::{Pod, command, fifo, placement, task};
+use super::pod_shim::{AGAIN, DISMISSALS, Found, PodShim, WITHIN};
+use super::{Pod, command, log as shim_log, placement, task};
 use crate::error::{IoContext as _, Step, gone};
 use crate::pause::launch::Launch;
 use crate::pause::{Exit, Pause, Watched};
@@ -36,8 +36,8 @@ use crate::pool::{self, Class};
 
 /// An endpoint whose shim is ours.
 #[derive(Debug)]
-pub struct Owned {
-    group: Arc<Group>,
+pub struct Handover {
+    shim: Arc<PodShim>,
     now: Mutex<Now>,
     /// The end has begun, for a serving task that waits until it looks for a shim again.
     changed: Notify,
@@ -56,7 +56,7 @@ struct Now {
     /// The socket; `None` also while a shim serves that an earlier daemon has launched.
     listener: Option<Arc<OwnedFd>>,
     shim: Option<Arc<dyn Pause>>,
-    log: Option<fifo::Reader>,
+    log: Option<shim_log::Reader>,
     /// A shim ended while there was no daemon; how it ended.
     missed: Option<Exit>,
     /// A shim shall be launched: somebody has called or is about to.
@@ -98,11 +98,11 @@ enum Next {
     Unwatched(io::Error),
 }
 
-impl Owned {
+impl Handover {
     /// The endpoint of a pod. Nothing is made yet.
-    pub(super) fn new(group: Group) -> Self {
+    pub(super) fn new(shim: PodShim) -> Self {
         Self {
-            group: Arc::new(group),
+            shim: Arc::new(shim),
             now: Mutex::default(),
             changed: Notify::new(),
             turn: Default::default(),
@@ -111,7 +111,7 @@ impl Owned {
 
     /// The socket's path.
     pub fn socket(&self) -> PathBuf {
-        self.group.shims.settings.socket(&self.group.id)
+        self.shim.shims.settings.socket(&self.shim.id)
     }
 
     /// There is a shim now.
@@ -121,7 +121,7 @@ impl Owned {
 
     /// Why a shim died with containers in it, if one did.
     pub fn death(&self) -> Option<String> {
-        self.group.bundle().death()
+        self.shim.bundle().death()
     }
 
     /// The name under which a socket waits until it listens.
@@ -142,7 +142,7 @@ impl Owned {
         self.turn.lock().await
     }
 
-    /// [`Owned::listen`] on this thread. To be called with the turn held.
+    /// [`Handover::listen`] on this thread. To be called with the turn held.
     pub(super) fn bind(self: &Arc<Self>) -> Result<(), Step> {
         if self.now().ended {
             return Ok(());
@@ -178,7 +178,7 @@ impl Owned {
         }
         if let Err(step) = self.try_recover().await {
             // Not listening: should a shim live, containerd still reaches it, and its containers.
-            log::error!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}; tried again");
+            log::error!(sandbox = self.shim.id.as_str(); "recovery: its shim: {step}; tried again");
         }
     }
 
@@ -194,12 +194,12 @@ impl Owned {
             return Ok(());
         }
         drop(now);
-        match self.group.recorded_shim()? {
+        match self.shim.recorded_shim()? {
             Some(Found::Alive { shim, cut_off }) => {
                 if cut_off {
                     self.finish_launch(&shim);
                 }
-                let log = self.group.read_again(&shim);
+                let log = self.shim.read_again(&shim);
                 let mut now = self.now();
                 (now.open, now.unsure, now.shim, now.log) = (true, false, Some(shim), log);
                 self.stir(now);
@@ -224,9 +224,9 @@ impl Owned {
     fn finish_launch(&self, shim: &Arc<dyn Pause>) {
         let identity = shim.identity().clone();
         let settled = self.settle_in(identity.pid);
-        let recorded = self.group.bundle().record(Some(&Recorded::Running { identity }));
+        let recorded = self.shim.bundle().record(Some(&Recorded::Running { identity }));
         for step in [settled, recorded].into_iter().filter_map(Result::err) {
-            log::error!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}");
+            log::error!(sandbox = self.shim.id.as_str(); "recovery: its shim: {step}");
         }
     }
 
@@ -271,7 +271,7 @@ impl Owned {
                     // The end need not wait for it.
                     let _ = timeout(AGAIN, self.changed.notified()).await;
                     if let Err(step) = Box::pin(self.try_recover()).await {
-                        log::debug!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}; tried again");
+                        log::debug!(sandbox = self.shim.id.as_str(); "recovery: its shim: {step}; tried again");
                     }
                 }
                 Next::Bereaved => pod.bereaved(),
@@ -286,12 +286,12 @@ impl Owned {
                 Next::Launch => Box::pin(self.launch_and_attend(&pod)).await,
                 Next::Listen => {
                     if let Err(step) = Box::pin(self.listen()).await {
-                        log::error!(sandbox = self.group.id.as_str(); "its endpoint: {step}");
+                        log::error!(sandbox = self.shim.id.as_str(); "its endpoint: {step}");
                         sleep(AGAIN).await;
                     }
                 }
                 Next::Unwatched(e) => {
-                    log::error!(sandbox = self.group.id.as_str(); "watch its endpoint: {e}");
+                    log::error!(sandbox = self.shim.id.as_str(); "watch its endpoint: {e}");
                     sleep(AGAIN).await;
                 }
             }
@@ -336,8 +336,7 @@ impl Owned {
             None if now.open => return Next::Listen,
             None => None,
             Some(listener) => {
-                match self.group.shims.launcher.called(listener.clone(), Waker::from(self.clone()))
-                {
+                match self.shim.shims.launcher.called(listener.clone(), Waker::from(self.clone())) {
                     Ok(called) => Some(called),
                     Err(e) => return Next::Unwatched(e),
                 }
@@ -357,19 +356,19 @@ impl Owned {
                 _ => return Ok(None),
             }
         };
-        let settings = &self.group.shims.settings;
-        let binary = settings.binary(&self.group.runtime.name)?;
-        self.group.bundle().make(&self.group.id, true)?;
-        let log = fifo::read(&self.group.bundle().log(), &self.group.id)?;
-        let errors = fifo::writer(&self.group.bundle().log())?;
-        self.group.bundle().record(Some(&Recorded::Launching))?;
-        let environment = command::server_environment(settings, &self.group.id);
-        let launched = self.group.shims.launcher.launch(&Launch {
+        let settings = &self.shim.shims.settings;
+        let binary = settings.binary(&self.shim.runtime.name)?;
+        self.shim.bundle().make(&self.shim.id, true)?;
+        let log = shim_log::read(&self.shim.bundle().log(), &self.shim.id)?;
+        let errors = shim_log::writer(&self.shim.bundle().log())?;
+        self.shim.bundle().record(Some(&Recorded::Launching))?;
+        let environment = command::server_environment(settings, &self.shim.id);
+        let launched = self.shim.shims.launcher.launch(&Launch {
             program: &binary,
-            arguments: &command::server_arguments(settings, &self.group.id),
+            arguments: &command::server_arguments(settings, &self.shim.id),
             environment: &environment,
             core_domain: command::has_core_domain(&environment),
-            directory: self.group.bundle().dir(),
+            directory: self.shim.bundle().dir(),
             socket: listener.as_fd(),
             errors: Some(errors.as_fd()),
         });
@@ -384,12 +383,12 @@ impl Owned {
         // record as being launched.
         let settled = self
             .settle_in(pid)
-            .and_then(|()| self.group.bundle().record(Some(&Recorded::Running { identity })));
+            .and_then(|()| self.shim.bundle().record(Some(&Recorded::Running { identity })));
         if let Err(step) = settled {
             shim.kill().map_err(undo)?;
             return Err(undo(step));
         }
-        log::debug!(sandbox = self.group.id.as_str(), pid = pid; "its shim is launched: {}", binary.display());
+        log::debug!(sandbox = self.shim.id.as_str(), pid = pid; "its shim is launched: {}", binary.display());
         let mut now = self.now();
         // It is there for whoever has asked meanwhile too.
         (now.shim, now.log, now.wanted) = (Some(shim.clone()), Some(log), false);
@@ -399,7 +398,7 @@ impl Owned {
     /// What containerd's own shims do for themselves in their `start`.
     fn settle_in(&self, pid: u32) -> Result<(), Step> {
         placement::raise_oom_score(pid)?;
-        placement::join_cgroup(pid, &self.group.runtime)
+        placement::join_cgroup(pid, &self.shim.runtime)
     }
 
     /// From the launch of a shim to its end.
@@ -407,7 +406,7 @@ impl Owned {
         let socket = self.socket();
         let answered = tokio::select! {
             exit = shim.exited() => Err(exit),
-            answer = task::answers(&socket, &self.group.id, WITHIN) => Ok(answer),
+            answer = task::answers(&socket, &self.shim.id, WITHIN) => Ok(answer),
         };
         match answered {
             Ok(Ok(())) => {
@@ -418,7 +417,7 @@ impl Owned {
             // Whoever calls must not wait for ever.
             Ok(Err(step)) => {
                 if let Err(step) = shim.kill() {
-                    log::error!(sandbox = self.group.id.as_str(); "its shim: {step}");
+                    log::error!(sandbox = self.shim.id.as_str(); "its shim: {step}");
                 }
                 shim.exited().await;
                 self.gone();
@@ -447,14 +446,14 @@ impl Owned {
     }
 
     fn unrecord(&self) {
-        if let Err(step) = self.group.bundle().record(None) {
-            log::warn!(sandbox = self.group.id.as_str(); "its shim: {step}");
+        if let Err(step) = self.shim.bundle().record(None) {
+            log::warn!(sandbox = self.shim.id.as_str(); "its shim: {step}");
         }
     }
 
     /// No shim comes: those who have called are hung up on, as containerd would wait for ever.
     async fn refuse(&self, reason: &str) {
-        log::error!(sandbox = self.group.id.as_str(), runtime = self.group.runtime.name.as_str(); "its shim: {reason}");
+        log::error!(sandbox = self.shim.id.as_str(), runtime = self.shim.runtime.name.as_str(); "its shim: {reason}");
         let listener = self.now().listener.clone();
         if let Some(listener) =
             listener.and_then(|listener| listener.try_clone().ok()).map(UnixListener::from)
@@ -466,7 +465,7 @@ impl Owned {
 
     /// After the end of a shim that has served.
     async fn after(&self, exit: Exit, pod: &Arc<dyn Pod>) {
-        self.group.bereave_in_the_end(exit, pod, || self.now().ended).await;
+        self.shim.bereave_in_the_end(exit, pod, || self.now().ended).await;
     }
 
     /// The pod was stopped: its shim ends when it is empty. The endpoint stays, for calls about
@@ -476,10 +475,10 @@ impl Owned {
             sleep(pause).await;
             let shim = self.now().shim.clone();
             let Some(shim) = shim.filter(|_| !self.now().ended) else { return };
-            match self.group.dismiss(&shim, &self.socket()).await {
+            match self.shim.dismiss(&shim, &self.socket()).await {
                 Ok(true) => return,
                 Ok(false) => {}
-                Err(step) => log::debug!(sandbox = self.group.id.as_str(); "its shim: {step}"),
+                Err(step) => log::debug!(sandbox = self.shim.id.as_str(); "its shim: {step}"),
             }
         }
     }
@@ -492,19 +491,19 @@ impl Owned {
         let shim = match known {
             Some(shim) => Some(shim),
             None => self
-                .blocking(|owned| owned.group.living_shim())
+                .blocking(|owned| owned.shim.living_shim())
                 .await
                 .flatten()
                 .map_err(|step| vec![step])?,
         };
         if let Some(shim) = shim {
-            self.group.end_shim(&shim, Some(&self.socket())).await.map_err(|step| vec![step])?;
+            self.shim.end_shim(&shim, Some(&self.socket())).await.map_err(|step| vec![step])?;
             self.forget();
         }
         // Whoever cleans up works in the bundle.
-        let _cleaning = self.group.cleaning().lock().await;
-        if self.blocking(|owned| owned.group.had_shim()).await.map_err(|step| vec![step])? {
-            self.group.clean_up_all().await.map_err(|step| vec![step])?;
+        let _cleaning = self.shim.cleaning().lock().await;
+        if self.blocking(|owned| owned.shim.had_shim()).await.map_err(|step| vec![step])? {
+            self.shim.clean_up_all().await.map_err(|step| vec![step])?;
         }
         self.blocking(|owned| owned.remove()).await.unwrap_or_else(|step| Err(vec![step]))
     }
@@ -529,7 +528,7 @@ impl Owned {
         for socket in [self.socket(), self.new_socket()] {
             failed.extend(gone(fs::remove_file(&socket)).step_at("remove socket", socket).err());
         }
-        failed.extend(self.group.bundle().remove().err());
+        failed.extend(self.shim.bundle().remove().err());
         self.now().listener = None;
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
@@ -549,7 +548,7 @@ impl Owned {
 }
 
 /// Somebody calls.
-impl Wake for Owned {
+impl Wake for Handover {
     fn wake(self: Arc<Self>) {
         let mut now = self.now();
         // Else somebody serves already, and finds the caller.

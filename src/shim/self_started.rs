@@ -14,18 +14,18 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::bootstrap::{self, Bootstrap};
 use super::bundle::{Bundle, Recorded};
-use super::group::{AGAIN, DISMISSALS, Found, Group, WITHIN};
-use super::root::Root;
+use super::pod_shim::{AGAIN, DISMISSALS, Found, PodShim, WITHIN};
+use super::rootfs::Rootfs;
 use super::task::{Failure, Tasks};
-use super::{Pod, Settings, command, fifo, on_demand};
+use super::{Pod, Settings, command, containerd_owned, log as shim_log};
 use crate::error::{IoContext as _, Step, gone};
 use crate::pause::{Exit, Pause, Plan, held};
 use crate::pool::{self, Class};
 
 /// An endpoint whose shim is started by its `start`.
 #[derive(Debug)]
-pub struct Started {
-    pub(super) group: Arc<Group>,
+pub struct SelfStarted {
+    pub(super) shim: Arc<PodShim>,
     /// The pause is a task of the shim too.
     runs_pause: bool,
     now: Mutex<Now>,
@@ -46,7 +46,7 @@ struct Now {
     unsure: bool,
     shim: Option<Arc<dyn Pause>>,
     bootstrap: Option<Bootstrap>,
-    log: Option<fifo::Reader>,
+    log: Option<shim_log::Reader>,
     /// The shim ended while there was no daemon; how it ended.
     missed: Option<Exit>,
     /// The pause was there and is deleted.
@@ -66,11 +66,11 @@ enum Next {
     Wait,
 }
 
-impl Started {
+impl SelfStarted {
     /// The endpoint of a pod. Nothing is made yet.
-    pub(super) fn new(group: Group, runs_pause: bool) -> Self {
+    pub(super) fn new(shim: PodShim, runs_pause: bool) -> Self {
         Self {
-            group: Arc::new(group),
+            shim: Arc::new(shim),
             runs_pause,
             now: Mutex::default(),
             changed: Notify::new(),
@@ -91,23 +91,23 @@ impl Started {
 
     /// Why the shim died with containers in it, if it did.
     pub fn death(&self) -> Option<String> {
-        self.group.bundle().death()
+        self.shim.bundle().death()
     }
 
     /// Puts the spec that the shim is to run into its bundle, with a root that holds the pause
     /// program and belongs to the root of the pod's user namespace, and a pin of that. Blocks.
     ///
     /// # Errors
-    /// The failed step; call [`Started::end`] then.
+    /// The failed step; call [`SelfStarted::end`] then.
     pub fn describe(&self, spec: &[u8], plan: &Plan) -> Result<(), Step> {
         if !self.runs_pause {
             return Ok(());
         }
-        self.root().make(spec, plan, &self.group.shims.settings.state_dir)
+        self.root().make(spec, plan, &self.shim.shims.settings.state_dir)
     }
 
-    fn root(&self) -> Root {
-        Root::new(self.group.bundle())
+    fn root(&self) -> Rootfs {
+        Rootfs::new(self.shim.bundle())
     }
 
     /// Starts the shim.
@@ -119,7 +119,7 @@ impl Started {
         if self.now().ended {
             return Ok(());
         }
-        let group = &self.group;
+        let group = &self.shim;
         let (binary, log) = self.blocking(|started| started.prepare()).await.flatten()?;
         let told = self.bootstrap();
         match self.bring_up(&binary).await {
@@ -145,21 +145,21 @@ impl Started {
     }
 
     /// Makes what the shim needs: its binary, and who reads its log.
-    fn prepare(&self) -> Result<(PathBuf, fifo::Reader), Step> {
-        let Group { shims, id, runtime, .. } = &*self.group;
+    fn prepare(&self) -> Result<(PathBuf, shim_log::Reader), Step> {
+        let PodShim { shims, id, runtime, .. } = &*self.shim;
         let binary = shims.settings.binary(&runtime.name)?;
-        let bundle = self.group.bundle();
+        let bundle = self.shim.bundle();
         bundle.make(id, !self.runs_pause)?;
-        let log = fifo::read(&bundle.log(), id)?;
+        let log = shim_log::read(&bundle.log(), id)?;
         bundle.record(Some(&Recorded::Launching))?;
         Ok((binary, log))
     }
 
     /// From the call of `start` to a shim that is known.
     async fn bring_up(&self, binary: &Path) -> Result<(Bootstrap, Arc<dyn Pause>), Step> {
-        let Group { shims, id, .. } = &*self.group;
-        let bundle = self.group.bundle();
-        let given = bootstrap::given(&shims.settings, id, &self.group.runtime).await?;
+        let PodShim { shims, id, .. } = &*self.shim;
+        let bundle = self.shim.bundle();
+        let given = bootstrap::given(&shims.settings, id, &self.shim.runtime).await?;
         let said = command::start(&shims.settings, binary, id, bundle.dir(), given).await?;
         let bootstrap =
             Bootstrap::parse(&said.output).step_at("read what the shim's start said", binary)?;
@@ -187,7 +187,7 @@ impl Started {
     pub(super) async fn recover(self: &Arc<Self>) {
         self.now().unsure = true;
         if let Err(step) = self.find_again().await {
-            log::error!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}; tried again");
+            log::error!(sandbox = self.shim.id.as_str(); "recovery: its shim: {step}; tried again");
         }
     }
 
@@ -210,13 +210,13 @@ impl Started {
             return Ok(());
         }
         drop(now);
-        let bootstrap = self.group.bundle().bootstrap()?;
-        let (shim, missed) = match self.group.recorded_shim()? {
+        let bootstrap = self.shim.bundle().bootstrap()?;
+        let (shim, missed) = match self.shim.recorded_shim()? {
             Some(Found::Alive { shim, .. }) => (Some(shim), None),
             Some(Found::Dead(exit)) => (None, Some(exit)),
             None => (None, None),
         };
-        let log = shim.as_ref().and_then(|shim| self.group.read_again(shim));
+        let log = shim.as_ref().and_then(|shim| self.shim.read_again(shim));
         let mut now = self.now();
         (now.open, now.unsure, now.missed) = (bootstrap.is_some(), false, missed);
         (now.shim, now.bootstrap, now.log) = (shim, bootstrap, log);
@@ -238,7 +238,7 @@ impl Started {
                     // The end need not wait for it.
                     let _ = timeout(AGAIN, self.changed.notified()).await;
                     if let Err(step) = self.find_again().await {
-                        log::debug!(sandbox = self.group.id.as_str(); "recovery: its shim: {step}; tried again");
+                        log::debug!(sandbox = self.shim.id.as_str(); "recovery: its shim: {step}; tried again");
                     }
                 }
                 Next::Missed(exit) => self.after(exit, &pod).await,
@@ -251,7 +251,7 @@ impl Started {
                 }
                 Next::Start => {
                     if let Err(step) = self.start().await {
-                        log::error!(sandbox = self.group.id.as_str(); "its shim: {step}");
+                        log::error!(sandbox = self.shim.id.as_str(); "its shim: {step}");
                         sleep(AGAIN).await;
                     }
                 }
@@ -264,7 +264,7 @@ impl Started {
     async fn spare(&self, begun: Instant, pod: &dyn Pod) {
         let lived = begun.elapsed();
         if lived < AGAIN && !self.runs_pause && pod.lives() && !self.now().ended {
-            log::warn!(sandbox = self.group.id.as_str(); "its shim has ended too soon: {} ms after its start", lived.as_millis());
+            log::warn!(sandbox = self.shim.id.as_str(); "its shim has ended too soon: {} ms after its start", lived.as_millis());
             sleep(AGAIN).await;
         }
     }
@@ -300,22 +300,22 @@ impl Started {
         if dismissed {
             // The next daemon must not take it for one that died either.
             if let Err(step) =
-                self.blocking(|started| started.group.bundle().record(None)).await.flatten()
+                self.blocking(|started| started.shim.bundle().record(None)).await.flatten()
             {
-                log::warn!(sandbox = self.group.id.as_str(); "its shim: {step}");
+                log::warn!(sandbox = self.shim.id.as_str(); "its shim: {step}");
             }
         }
         if dismissed || !self.runs_pause {
-            return self.group.bereave_in_the_end(exit, pod, || self.now().ended).await;
+            return self.shim.bereave_in_the_end(exit, pod, || self.now().ended).await;
         }
-        let _cleaning = self.group.cleaning().lock().await;
+        let _cleaning = self.shim.cleaning().lock().await;
         // The end cleans up itself.
         if self.now().ended {
             return;
         }
-        let left = self.group.look_around(pod).await;
+        let left = self.shim.look_around(pod).await;
         self.looked_around.send_replace(true);
-        self.group.bereave_with_pause(left, exit, pod).await;
+        self.shim.bereave_with_pause(left, exit, pod).await;
     }
 
     /// The pod was stopped: its shim ends when it is empty, and no other comes.
@@ -330,10 +330,10 @@ impl Started {
                 }
                 now.dismissed = true;
             }
-            match self.group.dismiss(&shim, &said.socket()).await {
+            match self.shim.dismiss(&shim, &said.socket()).await {
                 Ok(true) => return,
                 Ok(false) => {}
-                Err(step) => log::debug!(sandbox = self.group.id.as_str(); "its shim: {step}"),
+                Err(step) => log::debug!(sandbox = self.shim.id.as_str(); "its shim: {step}"),
             }
             self.now().dismissed = false;
         }
@@ -356,8 +356,8 @@ impl Started {
     /// # Errors
     /// The failed step.
     pub(super) async fn delete_pause(&self) -> Result<(), Step> {
-        let Group { shims, id, runtime, .. } = &*self.group;
-        let bundle = self.group.bundle();
+        let PodShim { shims, id, runtime, .. } = &*self.shim;
+        let bundle = self.shim.bundle();
         let binary = shims.settings.binary(&runtime.name)?;
         Bundle::write_runtime(bundle.dir(), runtime.runc_options()?.as_ref())?;
         command::delete(&shims.settings, &binary, id, bundle.dir()).await?;
@@ -387,7 +387,7 @@ impl Started {
     /// # Errors
     /// The failed step.
     pub(super) async fn delete_orphan(&self) -> Result<(), Step> {
-        if !self.runs_pause || self.now().pause_deleted || self.group.bundle().recorded()?.is_none()
+        if !self.runs_pause || self.now().pause_deleted || self.shim.bundle().recorded()?.is_none()
         {
             return Ok(());
         }
@@ -439,27 +439,27 @@ impl Started {
         }
         let shim = match known {
             Some(shim) => Some(shim),
-            None => self.group.piece(|group| group.living_shim()).await.flatten().map_err(one)?,
+            None => self.shim.piece(|shim| shim.living_shim()).await.flatten().map_err(one)?,
         };
         if let Some(shim) = shim {
             let socket = self.said().map(|said| said.socket());
-            self.group.end_shim(&shim, socket.as_deref()).await.map_err(one)?;
+            self.shim.end_shim(&shim, socket.as_deref()).await.map_err(one)?;
             self.forget();
         }
         // Whoever cleans up works in the bundle.
-        let _cleaning = self.group.cleaning().lock().await;
+        let _cleaning = self.shim.cleaning().lock().await;
         // One that was told to end in the middle of making the pause has left what it had made.
         self.delete_orphan().await.map_err(one)?;
-        if self.group.piece(|group| group.had_shim()).await.map_err(one)? {
-            self.group.clean_up_all().await.map_err(one)?;
+        if self.shim.piece(|shim| shim.had_shim()).await.map_err(one)? {
+            self.shim.clean_up_all().await.map_err(one)?;
         }
         Ok(())
     }
 
     /// The shim's binary, where a start of it was cut off.
     fn cut_off(&self) -> Result<Option<PathBuf>, Step> {
-        let Group { shims, runtime, .. } = &*self.group;
-        match self.group.bundle().recorded()? {
+        let PodShim { shims, runtime, .. } = &*self.shim;
+        match self.shim.bundle().recorded()? {
             Some(Recorded::Launching) => shims.settings.binary(&runtime.name).map(Some),
             _ => Ok(None),
         }
@@ -473,7 +473,7 @@ impl Started {
         }
         failed.extend(self.root().unmount().err().unwrap_or_default());
         if failed.is_empty() {
-            failed.extend(self.group.bundle().remove().err());
+            failed.extend(self.shim.bundle().remove().err());
         }
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
@@ -490,32 +490,33 @@ impl Started {
     /// Where its shim may have listened: what it said, and what containerd's own shims make of the
     /// sandbox id, should nobody have heard it.
     fn sockets(&self) -> Vec<PathBuf> {
-        let Group { shims, id, .. } = &*self.group;
+        let PodShim { shims, id, .. } = &*self.shim;
         let Settings { containerd_address, containerd_namespace, .. } = &shims.settings;
-        let usual =
-            on_demand::Socket::new(containerd_address, containerd_namespace, id).path().to_owned();
+        let usual = containerd_owned::Socket::new(containerd_address, containerd_namespace, id)
+            .path()
+            .to_owned();
         let said = self.said().map(|shim| shim.socket()).filter(|socket| *socket != usual);
         said.into_iter().chain([usual]).collect()
     }
 
     /// What its `start` said, to this daemon or an earlier one.
     fn said(&self) -> Option<Bootstrap> {
-        self.bootstrap().or_else(|| self.group.bundle().bootstrap().ok().flatten())
+        self.bootstrap().or_else(|| self.shim.bundle().bootstrap().ok().flatten())
     }
 
     /// Ends what a start that was cut off, or has failed, may have left: the server, and what it
     /// holds.
     async fn end_cut_off(&self, binary: &Path) -> Vec<Step> {
-        let Group { shims, id, .. } = &*self.group;
-        let bundle = self.group.bundle();
+        let PodShim { shims, id, .. } = &*self.shim;
+        let bundle = self.shim.bundle();
         let mut failed = Vec::new();
         let killed = async {
-            let Some(shim) = self.group.piece(|group| group.find()).await.flatten()? else {
+            let Some(shim) = self.shim.piece(|shim| shim.find()).await.flatten()? else {
                 return Ok(());
             };
-            Group::kill(&shim).await?;
+            PodShim::kill(&shim).await?;
             self.delete_orphan().await?;
-            self.group.clean_up_all().await
+            self.shim.clean_up_all().await
         };
         failed.extend(killed.await.err());
         // Also a shim that is nothing like containerd's own knows how to clean up after itself, if

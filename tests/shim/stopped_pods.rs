@@ -7,12 +7,12 @@ use std::sync::Arc;
 use anyhow::{Context as _, Result, ensure};
 use kit::{Container, ContainerSpec, Pod};
 
-use crate::bench::{Bench, Case, Kind, SOON, cases, no_shim, none, one_shim, removed, shims};
+use crate::harness::{Case, Harness, Kind, SOON, cases, no_shim, none, one_shim, removed, shims};
 
 pub(crate) fn cases() -> Vec<Case> {
     [
-        cases![Kind::Owned => a_stopped_pod_keeps_no_shim],
-        cases![Kind::Started => a_stopped_pod_keeps_no_shim],
+        cases![Kind::Handover => a_stopped_pod_keeps_no_shim],
+        cases![Kind::SelfStarted => a_stopped_pod_keeps_no_shim],
         cases![Kind::Driver => a_stopped_pod_keeps_no_shim],
     ]
     .into_iter()
@@ -31,8 +31,8 @@ async fn rests(pod: &Pod, containers: &[(&Container, i32)]) -> Result<()> {
     Ok(())
 }
 
-async fn a_stopped_pod_keeps_no_shim(bench: Arc<Bench>) -> Result<()> {
-    let (pod, other) = (bench.pod("completed").await?, bench.pod("other").await?);
+async fn a_stopped_pod_keeps_no_shim(harness: Arc<Harness>) -> Result<()> {
+    let (pod, other) = (harness.pod("completed").await?, harness.pod("other").await?);
     let neighbour = other.run(ContainerSpec::sleeping("n")).await?;
     let completed = pod.run(ContainerSpec::sh("a", "exit 3")).await?;
     ensure!(completed.exited(SOON).await? == 3, "its exit code");
@@ -46,10 +46,10 @@ async fn a_stopped_pod_keeps_no_shim(bench: Arc<Bench>) -> Result<()> {
     let code = stopped.status().await?.exit_code;
     let containers = [(&completed, 3), (&stopped, code)];
     rests(&pod, &containers).await?;
-    bench.restart().await?;
+    harness.restart().await?;
     rests(&pod, &containers).await.context("after a restart of the sandboxer")?;
-    bench.node.kill_containerd()?;
-    bench.node.start_containerd().await?;
+    harness.node.kill_containerd()?;
+    harness.node.start_containerd().await?;
     rests(&pod, &containers).await.context("after a restart of containerd")?;
     // kubelet stops a pod more than once, and a container that has exited.
     pod.stop().await?;
@@ -59,7 +59,7 @@ async fn a_stopped_pod_keeps_no_shim(bench: Arc<Bench>) -> Result<()> {
     removed(&pod).await?;
     ensure!(neighbour.sh("echo hello").await?.trim() == "hello", "the other pod's container");
     removed(&other).await?;
-    let log = fs::read_to_string(bench.node.layout().sandboxer_log())?;
+    let log = fs::read_to_string(harness.node.layout().sandboxer_log())?;
     let told = log.lines().find(|line| {
         line.contains(pod.id())
             && (line.contains(" error ")
