@@ -186,6 +186,15 @@ pub(crate) fn refused(answer: Result<Pod>, reason: &str) -> Result<()> {
 }
 
 impl Kind {
+    /// The word before the names of its cases, which is that of their file.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Handover => "handover",
+            Self::SelfStarted => "self_started",
+            Self::Driver => "driver",
+        }
+    }
+
     fn setting(self) -> &'static str {
         match self {
             Self::Handover => "drivers = { \"io.containerd.runc.v2\" = \"native\" }\n",

@@ -81,7 +81,7 @@ fn main() -> ExitCode {
     .flatten();
     let trials = cases.map(|case| {
         let (runtime, current) = (runtime.clone(), current.clone());
-        let name = format!("{:?}::{}", case.kind, case.name).to_lowercase();
+        let name = format!("{}::{}", case.kind.name(), case.name);
         Trial::test(name, move || {
             runtime.block_on(one(&current, &case)).map_err(|e| Failed::from(format!("{e:#}")))
         })
