@@ -62,13 +62,13 @@ fn message(call: &str) -> String {
     first.unwrap_or_default()
 }
 
-/// What lines of the log at info and above begin with, up to what differs; with where they are.
-fn lines_of_the_log() -> Vec<(String, String)> {
+/// What lines of the log of these levels begin with, up to what differs; with where they are.
+fn lines_of_the_log(levels: &[&str]) -> Vec<(String, String)> {
     let mut lines = Vec::new();
     for path in files("src", "rs") {
         let text = fs::read_to_string(&path).unwrap();
         let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
-        for level in ["log::info!(", "log::warn!(", "log::error!("] {
+        for level in levels {
             for (at, _) in code.match_indices(level) {
                 let line_start = code[..at].rfind('\n').map_or(0, |at| at + 1);
                 if code[line_start..at].trim_start().starts_with("//") {
@@ -87,8 +87,9 @@ fn lines_of_the_log() -> Vec<(String, String)> {
     lines
 }
 
+/// An error asks an operator to act, so the page explains it. Whatever the page explains is logged.
 #[test]
-fn every_line_of_the_log_is_explained() {
+fn every_error_line_of_the_log_is_explained() {
     let operate = file("docs/operate.md");
     let section =
         operate.split("## Lines of the log").nth(1).unwrap().split("\n## ").next().unwrap();
@@ -100,9 +101,9 @@ fn every_line_of_the_log_is_explained() {
         .flat_map(|cell| cell.split('`').skip(1).step_by(2))
         .map(|text| text.trim_end_matches('…'))
         .collect();
-    let lines = lines_of_the_log();
-    assert!(lines.len() > 50, "only {} lines were seen", lines.len());
-    let unexplained: Vec<String> = lines
+    let errors = lines_of_the_log(&["log::error!("]);
+    assert!(errors.len() > 10, "only {} lines were seen", errors.len());
+    let unexplained: Vec<String> = errors
         .iter()
         .filter(|(_, begins)| {
             !begins.trim().is_empty() && !known.iter().any(|known| begins.starts_with(known))
@@ -110,6 +111,7 @@ fn every_line_of_the_log_is_explained() {
         .map(|(place, begins)| format!("{place}: {begins:?}"))
         .collect();
     assert!(unexplained.is_empty(), "not in docs/operate.md:\n{}", unexplained.join("\n"));
+    let lines = lines_of_the_log(&["log::info!(", "log::warn!(", "log::error!("]);
     for known in known {
         let there = lines.iter().any(|(_, begins)| begins.starts_with(known))
             // Their first word is a verb's.
@@ -124,15 +126,19 @@ fn configure() -> String {
     let mut text = "\
 # Configure
 
-No setting needs to be set. They are keys of `/etc/pause-sandboxer/config.toml`, which need not exist, and options of `pause-sandboxer serve` and of the commands
-that ask the daemon, which go before the file. `pause-sandboxer config default` prints a file with all of them, `pause-sandboxer config show` those in effect. An
-unknown setting or a bad value is an error that names file, line and setting.
+Every setting has a default. Settings are keys of `/etc/pause-sandboxer/config.toml`, which is
+optional, and options of `pause-sandboxer serve` and of the client commands. Options override the
+file. `pause-sandboxer config default` prints a file with all settings, `pause-sandboxer config show`
+prints the effective ones. An unknown setting or an invalid value is an error that names file, line
+and setting.
 
-A change takes a restart, which costs no pod: `systemctl restart pause-sandboxer`. `log_level` alone is read again by `systemctl reload pause-sandboxer` (SIGHUP).
+A change takes effect after `systemctl restart pause-sandboxer`; pods keep running. `systemctl reload
+pause-sandboxer` (SIGHUP) reloads `log_level` only.
 
-Settings that are containerd's too must be the same there; `pause-sandboxer check` compares them.
+Settings that containerd also has must be equal there; `pause-sandboxer check` compares them.
 
-<!-- From here on this page is made of the table of settings in src/config.rs: UPDATE_DOCS=1 cargo test --test docs -->
+<!-- The rest of this page is generated from the table of settings:
+UPDATE_DOCS=1 cargo test --test docs -->
 "
     .to_owned();
     for setting in SETTINGS {
@@ -148,8 +154,8 @@ Settings that are containerd's too must be the same there; `pause-sandboxer chec
     }
     text += "
 ## The environment
-`PAUSE_SANDBOXER_LOG` overrides `log_level`: a level, or `LEVEL,TARGET=LEVEL,…`, where a target is a crate or a module path, such as `h2` or
-`pause_sandboxer::wire`.
+`PAUSE_SANDBOXER_LOG` overrides `log_level`: a level, or `LEVEL,TARGET=LEVEL,…`, where a target is a
+crate or a module path, such as `h2` or `pause_sandboxer::wire`.
 ";
     text
 }
@@ -222,22 +228,31 @@ fn commands_that_are_told_exist() {
     assert!(seen > 10, "only {seen} commands were seen");
 }
 
-/// What the last cells of a page's tables of that heading name in backticks, each with the file or
-/// directory that goes before it with a colon.
-fn shown_by(page: &str) -> Vec<(String, Option<String>)> {
-    let (mut named, mut inside) = (Vec::new(), false);
+/// The items of a page's lists, with their indented lines.
+fn items(page: &str) -> Vec<String> {
+    let mut items: Vec<String> = Vec::new();
+    let mut inside = false;
     for line in file(page).lines() {
-        let Some(row) = line.strip_prefix('|') else {
+        if line.starts_with("- ") {
+            items.push(line.to_owned());
+            inside = true;
+        } else if inside && line.starts_with("  ") {
+            items.last_mut().unwrap().extend(["\n", line]);
+        } else {
             inside = false;
-            continue;
-        };
-        let last = row.trim_end().trim_end_matches('|').rsplit('|').next().unwrap();
-        inside |= last.trim() == "shown by";
-        if !inside {
-            continue;
         }
+    }
+    items
+}
+
+/// What the items of a page name in backticks behind `Shown by:`, each with the file or directory
+/// that precedes it with a colon.
+fn shown_by(page: &str) -> Vec<(String, Option<String>)> {
+    let mut named = Vec::new();
+    for item in items(page) {
+        let Some((_, proof)) = item.split_once("Shown by:") else { continue };
         let mut place = None;
-        let parts: Vec<&str> = last.split('`').collect();
+        let parts: Vec<&str> = proof.split('`').collect();
         for name in (1..parts.len()).step_by(2) {
             if parts[name - 1].contains(';') {
                 place = None;
@@ -299,21 +314,18 @@ fn tests_that_are_named_exist() {
     assert!(nowhere && !exists("tests_that_are_named_exist", Some("tests/life.rs")));
 }
 
-/// Each row of the tables of what an attacker could do names a test, if it names a defence.
+/// Each attack has a defence with its test, or a sentence that says why there is none.
 #[test]
 fn every_defence_names_its_test() {
-    let page = file("docs/security.md");
-    let rows =
-        page.lines().filter(|line| line.starts_with("| ") && !line.ends_with("| shown by |"));
-    let mut seen = 0;
-    for row in rows {
-        let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
-        // Where nothing stops it, or nothing comes of it, the row says so.
-        let open = cells.iter().any(|cell| cell.starts_with("nothing"));
-        assert!(open || cells.last().unwrap().contains('`'), "{row}");
-        seen += 1;
+    let attacks: Vec<String> =
+        items("docs/security.md").into_iter().filter(|item| item.starts_with("- **")).collect();
+    for attack in &attacks {
+        let shown = attack
+            .split_once("Shown by:")
+            .is_some_and(|(before, proof)| before.contains("\n  Defence: ") && proof.contains('`'));
+        assert!(shown || attack.contains("\n  Not defended: "), "{attack}");
     }
-    assert!(seen > 20, "only {seen} rows were seen");
+    assert!(attacks.len() > 20, "only {} attacks were seen", attacks.len());
 }
 
 /// With a newer toolchain something newer than what is promised would be used unseen.
