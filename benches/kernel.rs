@@ -5,7 +5,7 @@
 //! the namespaces that joins the pod's network, the empty root and the cgroups, sets what a pause
 //! is confined by and executes the pause program, and a record replaced by rename.
 
-// A bench needs what the daemon has in `src/pause/sys.rs`; each block says why it is sound.
+// A bench needs what the daemon has in `src/sys/mod.rs`; each block says why it is sound.
 #![allow(unsafe_code)]
 
 use std::ffi::{CString, c_int, c_void};

@@ -20,6 +20,7 @@ pub mod podsandbox;
 pub mod pool;
 pub mod protos;
 pub mod shim;
+mod sys;
 pub mod telemetry;
 pub mod text;
 pub mod time;

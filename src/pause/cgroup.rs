@@ -19,9 +19,9 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::sys::{self, Errno};
 use super::{deadline, strays};
 use crate::error::{IoContext, Step};
+use crate::sys::{self, Errno};
 
 pub mod mounted;
 pub mod slice;

@@ -14,7 +14,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicI32, AtomicU32, Ordering::Relaxed};
 
 use super::seccomp;
-use super::sys::{self, Errno};
+use crate::sys::{self, Errno};
 
 /// A step of the child; the names are those of its error messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

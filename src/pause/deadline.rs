@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::sys::{self, Born};
+use crate::sys::{self, Born};
 
 /// How long a child may take.
 const WITHIN: Duration = Duration::from_secs(10);

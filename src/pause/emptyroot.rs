@@ -7,8 +7,8 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering::Relaxed};
 
-use super::sys::{self, Errno};
 use crate::error::{IoContext, Step};
+use crate::sys::{self, Errno};
 
 /// `MOUNT_ATTR_RDONLY | NOSUID | NODEV | NOEXEC`.
 const ATTRIBUTES: u64 = 1 | 2 | 4 | 8;

@@ -11,8 +11,8 @@ use std::os::fd::{AsFd as _, OwnedFd};
 
 use super::Identity;
 use super::identity::{self, Stat};
-use super::sys::{self, Errno};
 use crate::error::{IoContext as _, Step};
+use crate::sys::{self, Errno};
 
 /// A process by its pidfd.
 #[derive(Debug)]

@@ -4,8 +4,9 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 
-use super::{Identity, sys};
+use super::Identity;
 use crate::error::{IoContext, Step};
+use crate::sys;
 use crate::text::Text;
 
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";

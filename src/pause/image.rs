@@ -11,8 +11,8 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-use super::sys;
 use crate::error::{IoContext, Step};
+use crate::sys;
 
 /// The pause program, an ELF executable without dependencies.
 pub static PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/pause"));

@@ -15,10 +15,10 @@ use std::task::Waker;
 
 use super::deadline::{Cloned, Deadline};
 use super::process::{self, Common, Process};
-use super::sys::{self, Errno};
 use super::watch::Watched;
 use super::{Adoption, Identity, Pause, held, identity};
 use crate::error::{IoContext, Step};
+use crate::sys::{self, Errno};
 use crate::text::Text;
 
 /// Number of the first descriptor behind the standard ones, where a program expects a socket that

@@ -29,7 +29,6 @@ pub mod native;
 mod process;
 mod seccomp;
 mod strays;
-mod sys;
 mod userns;
 mod watch;
 
@@ -41,14 +40,14 @@ pub use watch::Watched;
 /// # Errors
 /// It is not open.
 pub fn inherited(descriptor: std::os::fd::RawFd) -> std::io::Result<std::os::fd::OwnedFd> {
-    sys::inherited(descriptor).map_err(Into::into)
+    crate::sys::inherited(descriptor).map_err(Into::into)
 }
 
 /// Lets all threads allocate from few heaps: what threads that come and go leave free in heaps of
 /// their own is of use to nobody. For the daemon's beginning, before there are other threads.
 pub fn share_heaps() {
     const HEAPS: std::ffi::c_int = 2;
-    sys::limit_arenas(HEAPS);
+    crate::sys::limit_arenas(HEAPS);
 }
 
 /// Takes back the signals that the daemon was started with blocked, and SIGCHLD if it was ignored.
@@ -57,7 +56,7 @@ pub fn share_heaps() {
 /// # Errors
 /// The system's.
 pub fn take_signals() -> std::io::Result<()> {
-    sys::own_signals().map_err(Into::into)
+    crate::sys::own_signals().map_err(Into::into)
 }
 
 /// A future that a trait object hands out.

@@ -20,10 +20,10 @@ use super::child::{self, At, User, Work};
 use super::deadline::{self, Cloned, Deadline};
 use super::process::{self, Common, Process};
 use super::strays::Mark;
-use super::sys::{self, Errno};
 use super::{Adoption, Driver, IdMapping, Identity, Namespace, Pause, Plan, Site};
 use super::{emptyroot, identity, image, strays, userns};
 use crate::error::{IoContext, Step};
+use crate::sys::{self, Errno};
 use crate::text::Text;
 
 /// uid and gid of a pause.

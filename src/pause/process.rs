@@ -13,10 +13,10 @@ use std::time::{Duration, SystemTime};
 use tokio::sync::Notify;
 
 use super::identity::{self, Stat};
-use super::sys::{self, End, Errno};
 use super::watch::{Watch, Watched};
 use super::{Adoption, BoxFuture, Exit, Identity, Pause, UNKNOWN_EXIT};
 use crate::error::{IoContext, Step};
+use crate::sys::{self, End, Errno};
 use crate::text::Text;
 
 /// How often an end is looked for when the runtime cannot watch the process (out of descriptors or

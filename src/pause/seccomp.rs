@@ -101,15 +101,15 @@ pub(super) fn without_close_at_execute(errno: i32) {
         answer(ALLOW),
         answer(libc::SECCOMP_RET_ERRNO | errno.unsigned_abs()),
     ];
-    super::sys::no_new_privs().and_then(|()| super::sys::install_filter(&filter)).unwrap();
+    crate::sys::no_new_privs().and_then(|()| crate::sys::install_filter(&filter)).unwrap();
 }
 
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsFd;
 
-    use super::super::sys::{self, Errno};
     use super::FILTER;
+    use crate::sys::{self, Errno};
 
     extern "C" fn confined(_: &()) -> ! {
         let installed = sys::no_new_privs().and_then(|()| sys::install_filter(&FILTER));

@@ -20,8 +20,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::image::Kept;
-use super::sys::{self, Errno};
 use crate::error::{IoContext, Step};
+use crate::sys::{self, Errno};
 
 /// The attribute of the pause program.
 const ATTRIBUTE: &CStr = c"trusted.pause-sandboxer";

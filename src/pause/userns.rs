@@ -7,9 +7,9 @@
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 
-use super::sys;
 use super::{IdMapping, UserNamespace};
 use crate::error::{IoContext, Step};
+use crate::sys;
 
 /// Makes the namespace; it lives as long as the descriptor or a process in it.
 ///

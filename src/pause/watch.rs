@@ -14,8 +14,8 @@ use nix::errno::Errno;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use tokio::io::unix::AsyncFd;
 
-use super::sys;
 use crate::error::{IoContext as _, Step};
+use crate::sys;
 
 /// Events that are taken at once.
 const AT_ONCE: usize = 64;

@@ -11,7 +11,7 @@ unsafe impl Plain for libc::statx {}
 
 /// statx(2): device and inode of the file that `path` leads to, as far as the kernel knows them
 /// without a question to a server.
-pub(in crate::pause) fn device_and_inode(path: &CStr) -> Result<(u64, u64)> {
+pub(crate) fn device_and_inode(path: &CStr) -> Result<(u64, u64)> {
     const _: () = assert!(size_of::<libc::statx>() == 256);
     let mut about: libc::statx = zeroed();
     let (here, flags) = (libc::AT_FDCWD as usize, libc::AT_STATX_DONT_SYNC as usize);
@@ -23,7 +23,7 @@ pub(in crate::pause) fn device_and_inode(path: &CStr) -> Result<(u64, u64)> {
 
 /// getxattr(2): an extended attribute of the file that `path` leads to; how much of `value` it
 /// fills.
-pub(in crate::pause) fn attribute(path: &CStr, name: &CStr, value: &mut [u8]) -> Result<usize> {
+pub(crate) fn attribute(path: &CStr, name: &CStr, value: &mut [u8]) -> Result<usize> {
     let (path, name) = (path.as_ptr() as usize, name.as_ptr() as usize);
     // SAFETY: both strings end in NUL; pointer and length are a slice's.
     unsafe {

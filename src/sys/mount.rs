@@ -7,7 +7,7 @@ use super::{Result, arg, fd, owned, syscall};
 
 /// fsopen(2), fsconfig(2), fsmount(2): a new tmpfs that is mounted nowhere; `options` are its
 /// `key=value`s, `attributes` of `MOUNT_ATTR_…`. It lives as long as something in it is open.
-pub(in crate::pause) fn new_tmpfs(options: &[(&CStr, &CStr)], attributes: u64) -> Result<OwnedFd> {
+pub(crate) fn new_tmpfs(options: &[(&CStr, &CStr)], attributes: u64) -> Result<OwnedFd> {
     const FSCONFIG_SET_STRING: usize = 1;
     const FSCONFIG_CMD_CREATE: usize = 6;
     let close_on_exec = 1; // FSOPEN_CLOEXEC, FSMOUNT_CLOEXEC
@@ -33,7 +33,7 @@ pub(in crate::pause) fn new_tmpfs(options: &[(&CStr, &CStr)], attributes: u64) -
 }
 
 /// move_mount(2) of a mount that [`new_tmpfs`] made onto `path`.
-pub(in crate::pause) fn attach_mount(mount: BorrowedFd<'_>, path: &CStr) -> Result<()> {
+pub(crate) fn attach_mount(mount: BorrowedFd<'_>, path: &CStr) -> Result<()> {
     const MOVE_MOUNT_F_EMPTY_PATH: usize = 4;
     let (empty, path) = (c"".as_ptr() as usize, path.as_ptr() as usize);
     let here = libc::AT_FDCWD as usize;
@@ -45,27 +45,27 @@ pub(in crate::pause) fn attach_mount(mount: BorrowedFd<'_>, path: &CStr) -> Resu
 }
 
 /// mount(2): no mount of this namespace passes anything on or takes anything in any more.
-pub(in crate::pause) fn make_mounts_private() -> Result<()> {
+pub(crate) fn make_mounts_private() -> Result<()> {
     let flags = (libc::MS_REC | libc::MS_PRIVATE) as usize;
     // SAFETY: the path ends in NUL; the other pointers may be null with these flags.
     unsafe { syscall(libc::SYS_mount, [0, c"/".as_ptr() as usize, 0, flags, 0, 0]) }.map(drop)
 }
 
 /// fchdir(2).
-pub(in crate::pause) fn enter_directory(directory: BorrowedFd<'_>) -> Result<()> {
+pub(crate) fn enter_directory(directory: BorrowedFd<'_>) -> Result<()> {
     // SAFETY: no pointers.
     unsafe { syscall(libc::SYS_fchdir, [arg(directory), 0, 0, 0, 0, 0]) }.map(drop)
 }
 
 /// pivot_root(2) to the working directory, with the old root on top of it.
-pub(in crate::pause) fn pivot_here() -> Result<()> {
+pub(crate) fn pivot_here() -> Result<()> {
     let here = c".".as_ptr() as usize;
     // SAFETY: the path ends in NUL.
     unsafe { syscall(libc::SYS_pivot_root, [here, here, 0, 0, 0, 0]) }.map(drop)
 }
 
 /// umount2(2) of what is on top of the working directory, with all below it.
-pub(in crate::pause) fn detach_here() -> Result<()> {
+pub(crate) fn detach_here() -> Result<()> {
     // SAFETY: the path ends in NUL.
     unsafe {
         syscall(libc::SYS_umount2, [c".".as_ptr() as usize, libc::MNT_DETACH as usize, 0, 0, 0, 0])

@@ -12,7 +12,7 @@ use super::{Errno, Result, arg, close_range, sigmask, syscall};
 
 /// execve(2) of the program at `path`. `arguments` and `environment` end in a null pointer; see
 /// [`pointers`].
-pub(in crate::pause) fn execute_path(
+pub(crate) fn execute_path(
     path: &CStr,
     arguments: &Pointers<'_>,
     environment: &Pointers<'_>,
@@ -28,16 +28,16 @@ pub(in crate::pause) fn execute_path(
 }
 
 /// A list of strings as execve(2) takes it.
-pub(in crate::pause) struct Pointers<'a>(Vec<*const libc::c_char>, PhantomData<&'a CStr>);
+pub(crate) struct Pointers<'a>(Vec<*const libc::c_char>, PhantomData<&'a CStr>);
 
 /// The list of `strings`, with its null.
-pub(in crate::pause) fn pointers(strings: &[CString]) -> Pointers<'_> {
+pub(crate) fn pointers(strings: &[CString]) -> Pointers<'_> {
     Pointers(strings.iter().map(|s| s.as_ptr()).chain([ptr::null()]).collect(), PhantomData)
 }
 
 /// Makes `number` refer to what `file` refers to, kept open over an exec: dup3(2), or fcntl(2)
 /// F_SETFD where it does already. For a child with a table of its own.
-pub(in crate::pause) fn duplicate_to(file: BorrowedFd<'_>, number: RawFd) -> Result<()> {
+pub(crate) fn duplicate_to(file: BorrowedFd<'_>, number: RawFd) -> Result<()> {
     if file.as_raw_fd() == number {
         // SAFETY: no pointers.
         return unsafe {
@@ -52,10 +52,7 @@ pub(in crate::pause) fn duplicate_to(file: BorrowedFd<'_>, number: RawFd) -> Res
 /// Makes the exec close all descriptors from `first` on: until then all of the daemon's stay open.
 /// Linux before 5.11 cannot (close_range(2) CLOSE_RANGE_CLOEXEC); there all but `kept`, which the
 /// exec itself needs, are closed at once. For a child with a table of its own.
-pub(in crate::pause) fn close_at_execute(
-    first: c_uint,
-    kept: Option<BorrowedFd<'_>>,
-) -> Result<()> {
+pub(crate) fn close_at_execute(first: c_uint, kept: Option<BorrowedFd<'_>>) -> Result<()> {
     match close_range(first, c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) {
         Err(Errno(libc::EINVAL | libc::ENOSYS)) => {}
         done => return done,
@@ -70,7 +67,7 @@ pub(in crate::pause) fn close_at_execute(
 }
 
 /// chdir(2).
-pub(in crate::pause) fn change_directory(path: &CStr) -> Result<()> {
+pub(crate) fn change_directory(path: &CStr) -> Result<()> {
     // SAFETY: the path ends in NUL.
     unsafe { syscall(libc::SYS_chdir, [path.as_ptr() as usize, 0, 0, 0, 0, 0]) }.map(drop)
 }
@@ -78,14 +75,14 @@ pub(in crate::pause) fn change_directory(path: &CStr) -> Result<()> {
 /// Gives a program back the signals that this process blocks (all, in a child of
 /// [`super::clone_child`]) and ignores (SIGPIPE, as every Rust program does). For a child with
 /// handlers of its own.
-pub(in crate::pause) fn default_signals() -> Result<()> {
+pub(crate) fn default_signals() -> Result<()> {
     default_action(libc::SIGPIPE)?;
     sigmask(libc::SIG_SETMASK, 0, None)
 }
 
 /// The same for this process, which has one thread: what it was started with may block any signal.
 /// Where SIGCHLD is ignored the kernel reaps children before they are asked how they ended.
-pub(in crate::pause) fn own_signals() -> Result<()> {
+pub(crate) fn own_signals() -> Result<()> {
     default_action(libc::SIGCHLD)?;
     sigmask(libc::SIG_SETMASK, 0, None)
 }
@@ -113,13 +110,13 @@ fn limit(resource: c_uint, new: Option<&[u64; 2]>) -> Result<[u64; 2]> {
 }
 
 /// The soft limit of open files, which the hard limit bounds.
-pub(in crate::pause) fn limit_open_files(soft: u64) -> Result<()> {
+pub(crate) fn limit_open_files(soft: u64) -> Result<()> {
     let [_, hard] = limit(libc::RLIMIT_NOFILE, None)?;
     limit(libc::RLIMIT_NOFILE, Some(&[soft.min(hard), hard])).map(drop)
 }
 
 /// prctl(2) PR_SCHED_CORE: a core scheduling domain of its own for this process.
-pub(in crate::pause) fn core_domain() -> Result<()> {
+pub(crate) fn core_domain() -> Result<()> {
     sched_core(libc::PR_SCHED_CORE_CREATE, 0, libc::PR_SCHED_CORE_SCOPE_THREAD_GROUP, 0)
 }
 
@@ -132,7 +129,7 @@ fn sched_core(what: c_int, pid: usize, scope: c_int, cookie: usize) -> Result<()
 
 /// The core scheduling domain of a process; 0: that of all.
 #[cfg(test)]
-pub(in crate::pause) fn core_cookie(pid: u32) -> Result<u64> {
+pub(crate) fn core_cookie(pid: u32) -> Result<u64> {
     let mut cookie = 0_u64;
     sched_core(
         libc::PR_SCHED_CORE_GET,
@@ -144,7 +141,7 @@ pub(in crate::pause) fn core_cookie(pid: u32) -> Result<u64> {
 }
 
 /// No limit of the user's processes, or the highest that this process may set.
-pub(in crate::pause) fn lift_process_limit() -> Result<()> {
+pub(crate) fn lift_process_limit() -> Result<()> {
     match limit(libc::RLIMIT_NPROC, Some(&[libc::RLIM_INFINITY; 2])) {
         Err(Errno(libc::EPERM)) => {}
         done => return done.map(drop),
@@ -155,7 +152,7 @@ pub(in crate::pause) fn lift_process_limit() -> Result<()> {
 
 /// Has the child of a command limit its open files as [`limit_open_files`] does, before it executes
 /// the program.
-pub(in crate::pause) fn limit_open_files_of(command: &mut Command, soft: u64) {
+pub(crate) fn limit_open_files_of(command: &mut Command, soft: u64) {
     // SAFETY: after the fork the closure makes two system calls on its own stack; it neither
     // allocates nor locks.
     unsafe { command.pre_exec(move || limit_open_files(soft).map_err(Into::into)) };

@@ -27,21 +27,21 @@ mod memory;
 mod mount;
 mod program;
 
-pub(super) use look::{attribute, device_and_inode};
-pub(super) use memory::limit_arenas;
-pub(super) use mount::{
+pub(crate) use look::{attribute, device_and_inode};
+pub(crate) use memory::limit_arenas;
+pub(crate) use mount::{
     attach_mount, detach_here, enter_directory, make_mounts_private, new_tmpfs, pivot_here,
 };
 #[cfg(test)]
-pub(super) use program::core_cookie;
-pub(super) use program::{
+pub(crate) use program::core_cookie;
+pub(crate) use program::{
     Pointers, change_directory, close_at_execute, core_domain, default_signals, duplicate_to,
     execute_path, lift_process_limit, limit_open_files, limit_open_files_of, own_signals, pointers,
 };
 
 /// A system call's error number (errno(3)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Errno(pub(super) i32);
+pub(crate) struct Errno(pub(crate) i32);
 
 impl From<Errno> for io::Error {
     fn from(errno: Errno) -> Self {
@@ -50,7 +50,7 @@ impl From<Errno> for io::Error {
 }
 
 /// A system call's answer.
-pub(super) type Result<T> = std::result::Result<T, Errno>;
+pub(crate) type Result<T> = std::result::Result<T, Errno>;
 
 /// Makes a system call; unused arguments are 0.
 ///
@@ -96,26 +96,26 @@ fn owned(answer: usize) -> OwnedFd {
 // ---- processes ----
 
 /// clone3(2): handlers of signals become the default in the child (`<linux/sched.h>`).
-pub(super) const CLONE_CLEAR_SIGHAND: u64 = 0x1_0000_0000;
+pub(crate) const CLONE_CLEAR_SIGHAND: u64 = 0x1_0000_0000;
 /// clone3(2): the child is born in a cgroup of version 2 (`<linux/sched.h>`).
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 
 /// Arguments of [`clone_child`].
-pub(super) struct Clone<'a> {
+pub(crate) struct Clone<'a> {
     /// `CLONE_NEW…`, `CLONE_FILES`, `CLONE_PARENT`, `CLONE_CLEAR_SIGHAND`. `CLONE_VM`,
     /// `CLONE_VFORK` and `CLONE_PIDFD` are always added.
-    pub(super) flags: u64,
+    pub(crate) flags: u64,
     /// cgroup (v2) that the child is born in; adds `CLONE_INTO_CGROUP`.
-    pub(super) cgroup: Option<BorrowedFd<'a>>,
+    pub(crate) cgroup: Option<BorrowedFd<'a>>,
     /// Where the kernel writes which child it is before the child runs; adds `CLONE_PARENT_SETTID`.
-    pub(super) born: Option<&'a Born>,
+    pub(crate) born: Option<&'a Born>,
     /// The child's stack; without one it runs on the caller's, below what the caller uses.
-    pub(super) stack: Option<&'a Stack>,
+    pub(crate) stack: Option<&'a Stack>,
 }
 
 /// A child that is born, for who must know of it while its caller stands still.
 #[derive(Debug, Default)]
-pub(super) struct Born {
+pub(crate) struct Born {
     /// 0: not yet.
     pid: AtomicI32,
     /// In the table of the clone's caller.
@@ -124,18 +124,18 @@ pub(super) struct Born {
 
 impl Born {
     /// The child's pid, once there is a child.
-    pub(super) fn pid(&self) -> Option<c_int> {
+    pub(crate) fn pid(&self) -> Option<c_int> {
         Some(self.pid.load(Acquire)).filter(|pid| *pid > 0)
     }
 
     /// Forgets the child.
-    pub(super) fn forget(&self) {
+    pub(crate) fn forget(&self) {
         self.pid.store(0, Release);
     }
 
     /// pidfd_send_signal(2) to the child. For a thread that shares the descriptors of the clone's
     /// caller, as long as that one has not closed the child's.
-    pub(super) fn signal(&self, signal: c_int) -> Result<()> {
+    pub(crate) fn signal(&self, signal: c_int) -> Result<()> {
         // A clone that fails may have written the number of a descriptor that it then did not make;
         // of the pid it has written nothing.
         if self.pid().is_none() {
@@ -149,11 +149,11 @@ impl Born {
 }
 
 /// Memory for the stack of a child that may outlive its caller's frame. The child writes to it.
-pub(super) struct Stack(Box<[UnsafeCell<MaybeUninit<u128>>]>);
+pub(crate) struct Stack(Box<[UnsafeCell<MaybeUninit<u128>>]>);
 
 impl Stack {
     /// A stack of 64 KiB.
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let words = 64 * 1024 / size_of::<u128>();
         Self((0..words).map(|_| UnsafeCell::new(MaybeUninit::uninit())).collect())
     }
@@ -174,7 +174,7 @@ impl Stack {
 ///
 /// The child should make system calls only: what it locks stays locked when it ends. Signals are
 /// blocked in the child, and during the call in the caller.
-pub(super) fn clone_child<T>(
+pub(crate) fn clone_child<T>(
     how: &Clone<'_>,
     argument: &T,
     child: extern "C" fn(&T) -> !,
@@ -249,7 +249,7 @@ pub(super) fn clone_child<T>(
 }
 
 /// The owner of a descriptor that a child opened in the table that it shares with this process.
-pub(super) fn take_descriptor(number: RawFd) -> OwnedFd {
+pub(crate) fn take_descriptor(number: RawFd) -> OwnedFd {
     owned(number as usize)
 }
 
@@ -289,7 +289,7 @@ fn sigmask(how: c_int, set: u64, before: Option<&mut u64>) -> Result<()> {
 }
 
 /// exit_group(2).
-pub(super) fn exit(status: c_int) -> ! {
+pub(crate) fn exit(status: c_int) -> ! {
     loop {
         // SAFETY: no pointers.
         let _ = unsafe { syscall(libc::SYS_exit_group, [status as usize, 0, 0, 0, 0, 0]) };
@@ -297,7 +297,7 @@ pub(super) fn exit(status: c_int) -> ! {
 }
 
 /// execveat(2) of an open program, without environment.
-pub(super) fn execute(program: BorrowedFd<'_>, arguments: [&CStr; 2]) -> Errno {
+pub(crate) fn execute(program: BorrowedFd<'_>, arguments: [&CStr; 2]) -> Errno {
     let argv = [arguments[0].as_ptr(), arguments[1].as_ptr(), ptr::null()];
     let environment = [ptr::null::<libc::c_char>()];
     let (argv, environment) = (argv.as_ptr() as usize, environment.as_ptr() as usize);
@@ -315,19 +315,19 @@ pub(super) fn execute(program: BorrowedFd<'_>, arguments: [&CStr; 2]) -> Errno {
 }
 
 /// setsid(2).
-pub(super) fn setsid() -> Result<()> {
+pub(crate) fn setsid() -> Result<()> {
     // SAFETY: no pointers.
     unsafe { syscall(libc::SYS_setsid, [0; 6]) }.map(drop)
 }
 
 /// pidfd_open(2).
-pub(super) fn pidfd_open(pid: c_int) -> Result<OwnedFd> {
+pub(crate) fn pidfd_open(pid: c_int) -> Result<OwnedFd> {
     // SAFETY: no pointers.
     unsafe { syscall(libc::SYS_pidfd_open, [pid as usize, 0, 0, 0, 0, 0]) }.map(owned)
 }
 
 /// pidfd_send_signal(2) without further information.
-pub(super) fn pidfd_send_signal(pidfd: BorrowedFd<'_>, signal: c_int) -> Result<()> {
+pub(crate) fn pidfd_send_signal(pidfd: BorrowedFd<'_>, signal: c_int) -> Result<()> {
     // SAFETY: a null siginfo is allowed.
     unsafe { syscall(libc::SYS_pidfd_send_signal, [arg(pidfd), signal as usize, 0, 0, 0, 0]) }
         .map(drop)
@@ -335,7 +335,7 @@ pub(super) fn pidfd_send_signal(pidfd: BorrowedFd<'_>, signal: c_int) -> Result<
 
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum End {
+pub(crate) enum End {
     /// By exit(2), with this code.
     Code(i32),
     /// By this signal.
@@ -344,7 +344,7 @@ pub(super) enum End {
 
 impl End {
     /// From a status as wait4(2) stores it.
-    pub(super) fn from_status(status: c_int) -> Self {
+    pub(crate) fn from_status(status: c_int) -> Self {
         if libc::WIFSIGNALED(status) {
             Self::Signal(libc::WTERMSIG(status))
         } else {
@@ -357,7 +357,7 @@ impl End {
 ///
 /// # Errors
 /// ECHILD: not a child of this process, or reaped already.
-pub(super) fn reap(pidfd: BorrowedFd<'_>, block: bool) -> Result<Option<End>> {
+pub(crate) fn reap(pidfd: BorrowedFd<'_>, block: bool) -> Result<Option<End>> {
     let mut info: libc::siginfo_t = zeroed();
     let options = libc::WEXITED | libc::__WALL | if block { 0 } else { libc::WNOHANG };
     loop {
@@ -389,14 +389,14 @@ pub(super) fn reap(pidfd: BorrowedFd<'_>, block: bool) -> Result<Option<End>> {
 ///
 /// # Errors
 /// No runtime, or epoll_ctl(2)'s.
-pub(super) fn watch(file: Arc<OwnedFd>) -> io::Result<AsyncFd<Arc<OwnedFd>>> {
+pub(crate) fn watch(file: Arc<OwnedFd>) -> io::Result<AsyncFd<Arc<OwnedFd>>> {
     // SAFETY: the AsyncFd shares the descriptor's ownership, and an OwnedFd behind an Arc can be
     // neither closed nor replaced.
     Ok(unsafe { AsyncFd::register_with_interest(file, Interest::READABLE) }?)
 }
 
 /// ppoll(2) of a pidfd: whether the process has ended, also one that is no child.
-pub(super) fn ended(pidfd: BorrowedFd<'_>) -> bool {
+pub(crate) fn ended(pidfd: BorrowedFd<'_>) -> bool {
     let mut poll = libc::pollfd { fd: pidfd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: one pollfd, a timespec, no signal set.
@@ -421,7 +421,7 @@ struct PidfdInfo {
 
 /// ioctl(2) PIDFD_GET_INFO: how a process ended that somebody has reaped (Linux 6.15). `None`: not
 /// reaped yet, or the kernel cannot tell.
-pub(super) fn pidfd_exit(pidfd: BorrowedFd<'_>) -> Option<End> {
+pub(crate) fn pidfd_exit(pidfd: BorrowedFd<'_>) -> Option<End> {
     const PIDFD_INFO_EXIT: u64 = 1 << 3;
     /// `_IOWR(0xff, 11, struct pidfd_info)`.
     const PIDFD_GET_INFO: usize = (3 << 30) | (size_of::<PidfdInfo>() << 16) | (0xff << 8) | 11;
@@ -438,34 +438,34 @@ pub(super) fn pidfd_exit(pidfd: BorrowedFd<'_>) -> Option<End> {
 // ---- namespaces ----
 
 /// setns(2): moves the calling thread; `kind` is a `CLONE_NEW…`.
-pub(super) fn setns(namespace: BorrowedFd<'_>, kind: c_int) -> Result<()> {
+pub(crate) fn setns(namespace: BorrowedFd<'_>, kind: c_int) -> Result<()> {
     // SAFETY: no pointers.
     unsafe { syscall(libc::SYS_setns, [arg(namespace), kind as usize, 0, 0, 0, 0]) }.map(drop)
 }
 
 /// unshare(2).
-pub(super) fn unshare(flags: c_int) -> Result<()> {
+pub(crate) fn unshare(flags: c_int) -> Result<()> {
     // SAFETY: no pointers; CLONE_VM is the kernel's to refuse.
     unsafe { syscall(libc::SYS_unshare, [flags as usize, 0, 0, 0, 0, 0]) }.map(drop)
 }
 
 /// ioctl(2) NS_GET_NSTYPE: the `CLONE_NEW…` of a namespace. Only for a file that is known to be a
 /// namespace.
-pub(super) fn namespace_kind(namespace: BorrowedFd<'_>) -> Result<c_int> {
+pub(crate) fn namespace_kind(namespace: BorrowedFd<'_>) -> Result<c_int> {
     // SAFETY: no pointers.
     unsafe { syscall(libc::SYS_ioctl, [arg(namespace), libc::NS_GET_NSTYPE as usize, 0, 0, 0, 0]) }
         .map(|kind| kind as c_int)
 }
 
 /// ioctl(2) NS_GET_USERNS: the user namespace that owns a namespace.
-pub(super) fn namespace_owner(namespace: BorrowedFd<'_>) -> Result<OwnedFd> {
+pub(crate) fn namespace_owner(namespace: BorrowedFd<'_>) -> Result<OwnedFd> {
     // SAFETY: no pointers.
     unsafe { syscall(libc::SYS_ioctl, [arg(namespace), libc::NS_GET_USERNS as usize, 0, 0, 0, 0]) }
         .map(owned)
 }
 
 /// fstatfs(2): the magic number of the file system that a file is on.
-pub(super) fn file_system(file: BorrowedFd<'_>) -> Result<i64> {
+pub(crate) fn file_system(file: BorrowedFd<'_>) -> Result<i64> {
     let mut buffer: libc::statfs = zeroed();
     // SAFETY: `buffer` is a statfs that the kernel may write.
     unsafe { syscall(libc::SYS_fstatfs, [arg(file), &raw mut buffer as usize, 0, 0, 0, 0]) }?;
@@ -474,7 +474,7 @@ pub(super) fn file_system(file: BorrowedFd<'_>) -> Result<i64> {
 }
 
 /// sethostname(2).
-pub(super) fn sethostname(name: &[u8]) -> Result<()> {
+pub(crate) fn sethostname(name: &[u8]) -> Result<()> {
     // SAFETY: pointer and length are a slice's.
     unsafe { syscall(libc::SYS_sethostname, [name.as_ptr() as usize, name.len(), 0, 0, 0, 0]) }
         .map(drop)
@@ -489,22 +489,22 @@ fn prctl(option: c_int, value: usize) -> Result<usize> {
 }
 
 /// prctl(2) PR_SET_DUMPABLE; of the memory, so of the daemon too where a child shares it.
-pub(super) fn set_dumpable(dumpable: bool) -> Result<()> {
+pub(crate) fn set_dumpable(dumpable: bool) -> Result<()> {
     prctl(libc::PR_SET_DUMPABLE, usize::from(dumpable)).map(drop)
 }
 
 /// prctl(2) PR_SET_NO_NEW_PRIVS.
-pub(super) fn no_new_privs() -> Result<()> {
+pub(crate) fn no_new_privs() -> Result<()> {
     prctl(libc::PR_SET_NO_NEW_PRIVS, 1).map(drop)
 }
 
 /// prctl(2) PR_SET_KEEPCAPS: leaving uid 0 keeps the permitted capabilities until the next exec.
-pub(super) fn keep_capabilities() -> Result<()> {
+pub(crate) fn keep_capabilities() -> Result<()> {
     prctl(libc::PR_SET_KEEPCAPS, 1).map(drop)
 }
 
 /// prctl(2) PR_CAPBSET_DROP.
-pub(super) fn drop_bounding(capability: u32) -> Result<()> {
+pub(crate) fn drop_bounding(capability: u32) -> Result<()> {
     prctl(libc::PR_CAPBSET_DROP, capability as usize).map(drop)
 }
 
@@ -523,7 +523,7 @@ struct CapabilityData {
 }
 
 /// capget(2) and capset(2): empties the inheritable set, and with it the ambient one.
-pub(super) fn clear_inheritable() -> Result<()> {
+pub(crate) fn clear_inheritable() -> Result<()> {
     /// `_LINUX_CAPABILITY_VERSION_3`: two words per set.
     const VERSION: u32 = 0x2008_0522;
     let mut header = CapabilityHeader { version: VERSION, pid: 0 };
@@ -540,13 +540,13 @@ pub(super) fn clear_inheritable() -> Result<()> {
 }
 
 /// setgroups(2) to none; of this thread alone.
-pub(super) fn clear_groups() -> Result<()> {
+pub(crate) fn clear_groups() -> Result<()> {
     // SAFETY: a list of length 0 is not read.
     unsafe { syscall(libc::SYS_setgroups, [0; 6]) }.map(drop)
 }
 
 /// setresgid(2) of all three, then setresuid(2) of all three; of this thread alone.
-pub(super) fn set_ids(uid: u32, gid: u32) -> Result<()> {
+pub(crate) fn set_ids(uid: u32, gid: u32) -> Result<()> {
     let (uid, gid) = (uid as usize, gid as usize);
     // SAFETY: no pointers.
     unsafe { syscall(libc::SYS_setresgid, [gid, gid, gid, 0, 0, 0]) }?;
@@ -555,7 +555,7 @@ pub(super) fn set_ids(uid: u32, gid: u32) -> Result<()> {
 }
 
 /// seccomp(2): installs a filter for this thread; needs no_new_privs.
-pub(super) fn install_filter(filter: &[libc::sock_filter]) -> Result<()> {
+pub(crate) fn install_filter(filter: &[libc::sock_filter]) -> Result<()> {
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
     // SAFETY: pointer and length are a slice's; the kernel copies it and writes nothing.
     unsafe {
@@ -570,7 +570,7 @@ pub(super) fn install_filter(filter: &[libc::sock_filter]) -> Result<()> {
 // ---- files ----
 
 /// openat(2), close-on-exec; `mode` is for new files.
-pub(super) fn open(
+pub(crate) fn open(
     directory: Option<BorrowedFd<'_>>,
     path: &CStr,
     flags: c_int,
@@ -587,7 +587,7 @@ pub(super) fn open(
 
 /// openat(2) and one write(2) of `content` to a file that exists, as the kernel's own files want
 /// it.
-pub(super) fn write_file(directory: BorrowedFd<'_>, path: &CStr, content: &[u8]) -> Result<()> {
+pub(crate) fn write_file(directory: BorrowedFd<'_>, path: &CStr, content: &[u8]) -> Result<()> {
     let file = open(Some(directory), path, libc::O_WRONLY, 0)?;
     // SAFETY: pointer and length are a slice's.
     let written = unsafe {
@@ -604,14 +604,14 @@ fn fd(file: &OwnedFd) -> BorrowedFd<'_> {
 }
 
 /// close(2), for a child: what closes a dropped descriptor is libc's.
-pub(super) fn close(file: OwnedFd) {
+pub(crate) fn close(file: OwnedFd) {
     // SAFETY: the descriptor was owned, and is nobody's from here on. It is closed whatever the
     // call answers.
     let _ = unsafe { syscall(libc::SYS_close, [file.into_raw_fd() as usize, 0, 0, 0, 0, 0]) };
 }
 
 /// mkdirat(2).
-pub(super) fn mkdir(directory: BorrowedFd<'_>, path: &CStr, mode: u32) -> Result<()> {
+pub(crate) fn mkdir(directory: BorrowedFd<'_>, path: &CStr, mode: u32) -> Result<()> {
     // SAFETY: the path ends in NUL.
     unsafe {
         syscall(libc::SYS_mkdirat, [arg(directory), path.as_ptr() as usize, mode as usize, 0, 0, 0])
@@ -620,7 +620,7 @@ pub(super) fn mkdir(directory: BorrowedFd<'_>, path: &CStr, mode: u32) -> Result
 }
 
 /// unlinkat(2) of an empty directory.
-pub(super) fn rmdir(directory: BorrowedFd<'_>, path: &CStr) -> Result<()> {
+pub(crate) fn rmdir(directory: BorrowedFd<'_>, path: &CStr) -> Result<()> {
     let flags = libc::AT_REMOVEDIR as usize;
     // SAFETY: the path ends in NUL.
     unsafe { syscall(libc::SYS_unlinkat, [arg(directory), path.as_ptr() as usize, flags, 0, 0, 0]) }
@@ -628,7 +628,7 @@ pub(super) fn rmdir(directory: BorrowedFd<'_>, path: &CStr) -> Result<()> {
 }
 
 /// Gives the thread a descriptor table of its own, without ever copying what is above `highest`.
-pub(super) fn unshare_descriptors(highest: c_uint) -> Result<()> {
+pub(crate) fn unshare_descriptors(highest: c_uint) -> Result<()> {
     close_range(highest + 1, c_uint::MAX, libc::CLOSE_RANGE_UNSHARE)
 }
 
@@ -642,7 +642,7 @@ fn close_range(first: c_uint, last: c_uint, flags: c_uint) -> Result<()> {
 }
 
 /// memfd_create(2), close-on-exec and sealable; `executable` asks for MFD_EXEC (Linux 6.3).
-pub(super) fn memfd(name: &CStr, executable: bool) -> Result<OwnedFd> {
+pub(crate) fn memfd(name: &CStr, executable: bool) -> Result<OwnedFd> {
     let flags =
         libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING | if executable { libc::MFD_EXEC } else { 0 };
     // SAFETY: the name ends in NUL.
@@ -651,7 +651,7 @@ pub(super) fn memfd(name: &CStr, executable: bool) -> Result<OwnedFd> {
 }
 
 /// fcntl(2) F_ADD_SEALS.
-pub(super) fn seal(file: BorrowedFd<'_>, seals: c_int) -> Result<()> {
+pub(crate) fn seal(file: BorrowedFd<'_>, seals: c_int) -> Result<()> {
     // SAFETY: no pointers.
     unsafe {
         syscall(libc::SYS_fcntl, [arg(file), libc::F_ADD_SEALS as usize, seals as usize, 0, 0, 0])
@@ -660,7 +660,7 @@ pub(super) fn seal(file: BorrowedFd<'_>, seals: c_int) -> Result<()> {
 }
 
 /// fsetxattr(2).
-pub(super) fn set_attribute(file: BorrowedFd<'_>, name: &CStr, value: &CStr) -> Result<()> {
+pub(crate) fn set_attribute(file: BorrowedFd<'_>, name: &CStr, value: &CStr) -> Result<()> {
     let bytes = value.to_bytes_with_nul();
     // SAFETY: the name ends in NUL; pointer and length are a slice's.
     unsafe {
@@ -673,7 +673,7 @@ pub(super) fn set_attribute(file: BorrowedFd<'_>, name: &CStr, value: &CStr) -> 
 }
 
 /// A descriptor of our own for one that the process was started with: fcntl(2), F_DUPFD_CLOEXEC.
-pub(super) fn inherited(descriptor: RawFd) -> Result<OwnedFd> {
+pub(crate) fn inherited(descriptor: RawFd) -> Result<OwnedFd> {
     let least = 3;
     let number = usize::try_from(descriptor).map_err(|_| Errno(libc::EBADF))?;
     // SAFETY: no pointers; a number that is no open descriptor is answered by EBADF.
