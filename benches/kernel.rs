@@ -22,7 +22,7 @@ use anyhow::{Context, Result, ensure};
 use kit::machine::cgroup::hierarchies;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
-use pause_sandboxer::pause::image;
+use pause_sandboxer::pause::binary;
 
 use crate::stage::Stage;
 
@@ -265,7 +265,7 @@ fn program() -> Result<OwnedFd> {
     // SAFETY: the name ends in NUL; the descriptor is new.
     let mut file =
         unsafe { File::from_raw_fd(libc::memfd_create(c"pause".as_ptr(), libc::MFD_CLOEXEC)) };
-    file.write_all(image::PROGRAM)?;
+    file.write_all(binary::PROGRAM)?;
     file.set_permissions(fs::Permissions::from_mode(0o511))?;
     Ok(File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?.into())
 }

@@ -15,9 +15,9 @@ use pause_sandboxer::config::Config;
 use pause_sandboxer::containerd::Store;
 use pause_sandboxer::controller::Controller;
 use pause_sandboxer::error::{IoContext as _, Step};
-use pause_sandboxer::pause::{self, native::Native};
+use pause_sandboxer::pause::native::Native;
 use pause_sandboxer::podsandbox::{Environment, selinux};
-use pause_sandboxer::{gc, logging, metrics_http, pool, wire};
+use pause_sandboxer::{gc, logging, metrics_http, pool, process, wire};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
@@ -56,9 +56,9 @@ pub(crate) fn serve(
     }
     // What pods read is made by its mode, whatever the daemon was started with.
     umask(Mode::from_bits_truncate(0o022));
-    pause::take_signals().step("take back signals")?;
+    process::take_signals().step("take back signals")?;
     let open_files = raise_open_files();
-    pause::share_heaps();
+    process::share_heaps();
     make_dir(&config.state_dir)?;
     only_roots(&config.state_dir)?;
     let _lock = lock(&config.state_dir)?;
@@ -333,7 +333,7 @@ fn listen(config: &Config) -> Result<(UnixListener, UnixListener), Step> {
     let (grpc, ttrpc) = (config.socket.clone(), config.ttrpc_socket());
     let mut passed: Vec<(PathBuf, UnixListener)> = Vec::new();
     for descriptor in sd_notify::listen_fds().step(STEP)? {
-        let listener = UnixListener::from(pause::inherited(descriptor).step(STEP)?);
+        let listener = UnixListener::from(process::inherited(descriptor).step(STEP)?);
         let address = listener.local_addr().step(STEP)?;
         let path = address.as_pathname().map(Path::to_owned).unwrap_or_default();
         // containerd would dial a path where nobody listens.

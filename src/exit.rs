@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use futures::future::BoxFuture;
 
-use crate::pause::{Exit, Pause};
+use crate::process::{Exit, Process};
 
 /// The end of `pause`, seen also when it is before the first look: a pidfd is level-triggered.
-pub fn end_of(pause: Arc<dyn Pause>) -> BoxFuture<'static, Exit> {
+pub fn end_of(pause: Arc<dyn Process>) -> BoxFuture<'static, Exit> {
     Box::pin(async move {
         let exit = pause.exited().await;
         // The process is reaped; its descriptors go before its end is known, so that nobody counts

@@ -2,6 +2,7 @@
 //!
 //! `ARCHITECTURE.md` shows the way of a request through these modules and who may import whom.
 
+pub mod cgroup;
 pub mod check;
 pub mod cli;
 pub mod client;
@@ -18,6 +19,7 @@ pub mod oci_image;
 pub mod pause;
 pub mod podsandbox;
 pub mod pool;
+pub mod process;
 pub mod protos;
 pub mod shim;
 mod sys;

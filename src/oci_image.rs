@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tar::{Builder, EntryType, Header};
 
-use crate::pause::image::PROGRAM;
+use crate::pause::binary::PROGRAM;
 use crate::podsandbox::Platform;
 
 /// The image's name, for `pinned_images.sandbox` of containerd's CRI. Its tag counts the pause

@@ -13,12 +13,15 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
+use futures::future::BoxFuture;
 use nix::mount::{MntFlags, umount2};
+use pause_sandboxer::cgroup::CgroupRef;
 use pause_sandboxer::config::Config;
 use pause_sandboxer::controller::Controller;
 use pause_sandboxer::error::Step;
-use pause_sandboxer::pause::{Adoption, BoxFuture, Driver, Exit, Identity, Pause, Plan, Site};
+use pause_sandboxer::pause::{Driver, Plan};
 use pause_sandboxer::podsandbox::{CreateRequest, Environment, Error, Payload, SandboxInfo};
+use pause_sandboxer::process::{Adoption, Exit, Identity, Process};
 use pause_sandboxer::protos::cri::{
     LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption,
     PodSandboxConfig,
@@ -96,7 +99,7 @@ impl Driver for Fake {
         "fake"
     }
 
-    fn start(&self, plan: &Plan) -> Result<Box<dyn Pause>, Step> {
+    fn start(&self, plan: &Plan) -> Result<Box<dyn Process>, Step> {
         let orders = self.orders.lock().unwrap();
         std::thread::sleep(orders.start_takes);
         if orders.fail_start {
@@ -110,7 +113,7 @@ impl Driver for Fake {
         Ok(Box::new(self.pause(self.make(&plan.id)).unwrap()))
     }
 
-    fn adopt(&self, _site: &Site, identity: &Identity) -> Adoption {
+    fn adopt(&self, _site: &CgroupRef, identity: &Identity) -> Adoption {
         if self.orders.lock().unwrap().cannot_tell {
             return Adoption::Unknown(Step::new(
                 "look",
@@ -123,7 +126,7 @@ impl Driver for Fake {
         }
     }
 
-    fn cleanup(&self, _site: &Site) -> Result<(), Vec<Step>> {
+    fn cleanup(&self, _site: &CgroupRef) -> Result<(), Vec<Step>> {
         self.cleanups.fetch_add(1, Ordering::SeqCst);
         let held = self.orders.lock().unwrap().hold_cleanup.take();
         if let Some(held) = held {
@@ -155,7 +158,7 @@ impl Driver for Fake {
     }
 }
 
-impl Pause for FakePause {
+impl Process for FakePause {
     fn identity(&self) -> &Identity {
         &self.identity
     }

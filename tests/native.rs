@@ -18,9 +18,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pause_sandboxer::error::Step;
 use pause_sandboxer::pause::native::{Native, is_network_namespace};
-use pause_sandboxer::pause::{
-    Adoption, Driver, Exit, IdMapping, Namespace, Pause, Plan, UserNamespace,
-};
+use pause_sandboxer::pause::{Driver, IdMapping, Namespace, Plan, UserNamespace};
+use pause_sandboxer::process::{Adoption, Exit, Process};
 use tokio::runtime::{Builder, Runtime};
 
 static DRIVER: LazyLock<Native> = LazyLock::new(|| Native::new().unwrap());
@@ -66,7 +65,7 @@ fn own_oom_score() -> i32 {
 /// A pause that is ended and cleaned up after with the test, also when it fails.
 struct Running {
     plan: Plan,
-    pause: Box<dyn Pause>,
+    pause: Box<dyn Process>,
 }
 
 impl Running {
@@ -116,7 +115,7 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.end();
-        if let Err(e) = DRIVER.cleanup(&self.plan.site())
+        if let Err(e) = DRIVER.cleanup(&self.plan.cgroup_ref())
             && !thread::panicking()
         {
             panic!("{e:?}");
@@ -129,7 +128,7 @@ impl Drop for Running {
 static RUNTIME: LazyLock<Runtime> =
     LazyLock::new(|| Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap());
 
-fn exit_of(pause: &dyn Pause) -> Exit {
+fn exit_of(pause: &dyn Process) -> Exit {
     RUNTIME.block_on(async {
         tokio::time::timeout(Duration::from_secs(10), pause.exited()).await.unwrap()
     })
@@ -340,11 +339,11 @@ fn it_is_in_its_cgroup_everywhere_and_leaves_it() {
         assert_eq!(members, format!("{}\n", running.pid()), "{leaf:?}");
     }
     running.end();
-    DRIVER.cleanup(&running.plan.site()).unwrap();
+    DRIVER.cleanup(&running.plan.cgroup_ref()).unwrap();
     for leaf in leaves {
         assert!(!leaf.exists() && leaf.parent().unwrap().exists(), "{leaf:?}");
     }
-    DRIVER.cleanup(&running.plan.site()).unwrap();
+    DRIVER.cleanup(&running.plan.cgroup_ref()).unwrap();
 }
 
 #[test]
@@ -352,7 +351,7 @@ fn cleanup_ends_what_a_start_cut_short_has_left() {
     let _among = among_others();
     let parent = Parent::new();
     let running = Running::start(Plan { cgroup_parent: parent.0.clone(), ..plan() });
-    DRIVER.cleanup(&running.plan.site()).unwrap();
+    DRIVER.cleanup(&running.plan.cgroup_ref()).unwrap();
     assert_eq!(exit_of(&*running.pause).status, 137);
     assert!(parent.everywhere(&running.plan.id).iter().all(|leaf| !leaf.exists()));
 }
@@ -551,7 +550,7 @@ fn a_dropped_pause_leaves_no_zombie() {
     drop(pause);
     kill(pid, Signal::SIGTERM).unwrap();
     eventually("it is reaped when the driver is next used", || {
-        DRIVER.cleanup(&plan().site()).unwrap();
+        DRIVER.cleanup(&plan().cgroup_ref()).unwrap();
         children() == before
     });
     eventually("the descriptors are closed", || descriptors() == descriptors_before);
@@ -580,7 +579,7 @@ fn starts_from_many_threads_at_once() {
 }
 
 fn adopted(running: &Running) -> Adoption {
-    DRIVER.adopt(&running.plan.site(), running.pause.identity())
+    DRIVER.adopt(&running.plan.cgroup_ref(), running.pause.identity())
 }
 
 #[test]
@@ -605,10 +604,10 @@ fn what_is_not_the_recorded_process_is_dead_and_untouched() {
     others[1].pid_namespace += 1;
     others[2].boot_id = "another".into();
     for pid in [0, 1 << 30, u32::MAX] {
-        others.push(pause_sandboxer::pause::Identity { pid, ..own.clone() });
+        others.push(pause_sandboxer::process::Identity { pid, ..own.clone() });
     }
     for identity in others {
-        let adoption = DRIVER.adopt(&running.plan.site(), &identity);
+        let adoption = DRIVER.adopt(&running.plan.cgroup_ref(), &identity);
         assert!(
             matches!(adoption, Adoption::Dead(exit) if exit.status == 255),
             "{identity:?} {adoption:?}"
@@ -619,9 +618,9 @@ fn what_is_not_the_recorded_process_is_dead_and_untouched() {
     eventually("the child is a zombie", || {
         fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap().contains(") Z ")
     });
-    let stranger = pause_sandboxer::pause::Identity { pid: child.id(), ..own };
+    let stranger = pause_sandboxer::process::Identity { pid: child.id(), ..own };
     assert!(
-        matches!(DRIVER.adopt(&running.plan.site(), &stranger), Adoption::Dead(exit) if exit.status == 255)
+        matches!(DRIVER.adopt(&running.plan.cgroup_ref(), &stranger), Adoption::Dead(exit) if exit.status == 255)
     );
     assert_eq!(child.wait().unwrap().code(), Some(3));
     eventually("the pause sleeps on", || running.status("State").starts_with('S'));
@@ -651,7 +650,7 @@ fn a_stranger_tells_its_exit_too() {
             .find_map(|line| Some(line.unwrap().split_once("IDENTITY ")?.1.to_owned()))
             .unwrap();
         let identity = serde_json::from_str(&identity).unwrap();
-        let Adoption::Alive(pause) = DRIVER.adopt(&plan().site(), &identity) else {
+        let Adoption::Alive(pause) = DRIVER.adopt(&plan().cgroup_ref(), &identity) else {
             panic!("not alive")
         };
         kill(Pid::from_raw(identity.pid.cast_signed()), signal).unwrap();

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::Finding;
-use crate::pause::cgroup::mounted::{Mounted, ROOT};
+use crate::cgroup::mounts::{Mounted, ROOT};
 
 const SUBJECT: &str = "cgroup";
 
@@ -94,7 +94,7 @@ fn fits(init: &Init) -> Finding {
 mod tests {
     use super::super::Level;
     use super::*;
-    use crate::pause::cgroup::mounted::Hierarchy;
+    use crate::cgroup::mounts::Hierarchy;
 
     fn version_1(controllers: &[&str]) -> Mounted {
         let one = |name: &&str| Hierarchy {

@@ -62,7 +62,7 @@ fn attempt(driver: &dyn Driver, plan: &Plan) -> Result<(), Step> {
         let pause = driver.start(plan)?;
         pause.kill()?;
         let exit = tokio::time::timeout(PATIENCE, pause.exited()).await;
-        let cleaned = driver.cleanup(&plan.site()).map_err(|mut steps| steps.swap_remove(0));
+        let cleaned = driver.cleanup(&plan.cgroup_ref()).map_err(|mut steps| steps.swap_remove(0));
         exit.map(drop).step("wait for the end of the pause process").and(cleaned)
     })
 }

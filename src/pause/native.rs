@@ -15,14 +15,14 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
 
-use super::cgroup::{self, Cgroups};
 use super::child::{self, At, User, Work};
-use super::deadline::{self, Cloned, Deadline};
-use super::process::{self, Common, Process};
-use super::strays::Mark;
-use super::{Adoption, Driver, IdMapping, Identity, Namespace, Pause, Plan, Site};
-use super::{emptyroot, identity, image, strays, userns};
+use super::orphans::Mark;
+use super::{Driver, IdMapping, Namespace, Plan, binary, orphans, rootfs, userns};
+use crate::cgroup::{self, CgroupRef, Cgroups};
 use crate::error::{IoContext, Step};
+use crate::process::deadline::{self, Cloned, Deadline};
+use crate::process::pidfd::{self, Common, PidfdProcess};
+use crate::process::{Adoption, Identity, Process, identity};
 use crate::sys::{self, Errno};
 use crate::text::Text;
 
@@ -70,7 +70,7 @@ impl Native {
     /// # Errors
     /// The failed step; the node lacks something that the driver needs.
     pub fn new() -> Result<Self, Step> {
-        Self::with(Cgroups::find()?, image::open()?)
+        Self::with(Cgroups::find()?, binary::open()?)
     }
 
     fn with(cgroups: Cgroups, image: OwnedFd) -> Result<Self, Step> {
@@ -82,7 +82,7 @@ impl Native {
             proc: sys::open(None, c"/proc", libc::O_PATH | libc::O_DIRECTORY, 0)
                 .step_at("open", "/proc")?,
             image,
-            root: emptyroot::make()?,
+            root: rootfs::make()?,
             deadline: Deadline::new(cgroups.freezer()),
             cgroups,
             boot_id: identity::boot_id()?,
@@ -221,7 +221,7 @@ impl Driver for Native {
         "native"
     }
 
-    fn start(&self, plan: &Plan) -> Result<Box<dyn Pause>, Step> {
+    fn start(&self, plan: &Plan) -> Result<Box<dyn Process>, Step> {
         self.common.sweep();
         let placement = cgroup::placement(&plan.cgroup_parent, &plan.id)?;
         let network = plan.netns.as_deref().map(open_network_namespace).transpose()?;
@@ -288,25 +288,26 @@ impl Driver for Native {
         if let Some(made) = made {
             made.keep();
         }
-        Ok(Box::new(Process::new(pidfd, identity, Arc::clone(&self.common))))
+        Ok(Box::new(PidfdProcess::new(pidfd, identity, Arc::clone(&self.common))))
     }
 
-    fn adopt(&self, _site: &Site, identity: &Identity) -> Adoption {
+    fn adopt(&self, _cgroup: &CgroupRef, identity: &Identity) -> Adoption {
         self.common.sweep();
-        process::adopt(identity, &self.boot_id, &self.common)
+        pidfd::adopt(identity, &self.boot_id, &self.common)
     }
 
-    fn cleanup(&self, site: &Site) -> Result<(), Vec<Step>> {
+    fn cleanup(&self, cgroup: &CgroupRef) -> Result<(), Vec<Step>> {
         self.common.sweep();
-        let placement = cgroup::placement(&site.cgroup_parent, &site.id).map_err(|e| vec![e])?;
+        let placement =
+            cgroup::placement(&cgroup.cgroup_parent, &cgroup.id).map_err(|e| vec![e])?;
         let failed = self.cgroups.remove(&placement);
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
 
     fn end_strays(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<Step>> {
         let Some(mark) = &self.mark else { return Ok(()) };
-        let decided = Instant::now() + strays::DECIDED;
-        let (found, cut_short) = strays::find(mark);
+        let decided = Instant::now() + orphans::DECIDED;
+        let (found, cut_short) = orphans::find(mark);
         let mut failed = Vec::from_iter(cut_short);
         let strays: Vec<_> = found.into_iter().filter(|stray| !recorded(&stray.id)).collect();
         if Instant::now() > decided {
@@ -317,15 +318,15 @@ impl Driver for Native {
             ));
             return Err(failed);
         }
-        let cgroups: Vec<CString> = strays.iter().flat_map(strays::Marked::cgroups).collect();
+        let cgroups: Vec<CString> = strays.iter().flat_map(orphans::Marked::cgroups).collect();
         for stray in &strays {
             log::warn!(sandbox = stray.id.as_str(); "a pause that no record names is ended");
             failed.extend(stray.kill().err());
         }
-        let ends = Instant::now() + strays::ENDS;
+        let ends = Instant::now() + orphans::ENDS;
         failed.extend(strays.iter().filter_map(|stray| stray.ended(ends).err()));
         // By the kernel's word, and only where it is empty: what else is in there is no pause.
-        let free = Instant::now() + strays::BUSY;
+        let free = Instant::now() + orphans::BUSY;
         failed.extend(cgroups.iter().flat_map(|path| self.cgroups.remove_empty(path, free)));
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }

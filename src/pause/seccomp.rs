@@ -6,6 +6,8 @@
 
 use libc::sock_filter;
 
+use crate::sys::filter::{ARCH, ARGUMENT_0, NUMBER, answer, equal, load};
+
 #[cfg(target_arch = "x86_64")]
 const ARCHITECTURE: u32 = 0xc000_003e; // AUDIT_ARCH_X86_64
 #[cfg(target_arch = "aarch64")]
@@ -37,32 +39,7 @@ pub(super) static FILTER: [sock_filter; LENGTH] = filter();
 const ALLOW: u32 = libc::SECCOMP_RET_ALLOW;
 const REFUSE: u32 = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
 const KILL: u32 = libc::SECCOMP_RET_KILL_PROCESS;
-
-/// Offsets in `struct seccomp_data`; arguments by their low half (little-endian).
-const NUMBER: u32 = 0;
-const ARCH: u32 = 4;
-const ARGUMENT_0: u32 = 16;
-const ARGUMENT_4: u32 = 16 + 4 * 8;
-
-const fn load(offset: u32) -> sock_filter {
-    sock_filter {
-        code: (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16,
-        jt: 0,
-        jf: 0,
-        k: offset,
-    }
-}
-
-/// Jumps from instruction `here` to `yes` if the loaded word equals `k`, else to `no`; forwards
-/// only.
-const fn equal(here: usize, k: u32, yes: usize, no: usize) -> sock_filter {
-    let code = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
-    sock_filter { code, jt: (yes - here - 1) as u8, jf: (no - here - 1) as u8, k }
-}
-
-const fn answer(k: u32) -> sock_filter {
-    sock_filter { code: (libc::BPF_RET | libc::BPF_K) as u16, jt: 0, jf: 0, k }
-}
+const ARGUMENT_4: u32 = ARGUMENT_0 + 4 * 8;
 
 const fn filter() -> [sock_filter; LENGTH] {
     let mut program = [answer(REFUSE); LENGTH];
@@ -86,22 +63,6 @@ const fn filter() -> [sock_filter; LENGTH] {
     program[PRCTL + 2] = equal(PRCTL + 2, libc::PR_SET_DUMPABLE as u32, GRANTED, ARGUMENT_REFUSED);
     program[GRANTED] = answer(ALLOW);
     program
-}
-
-/// Has this thread and its children answered `errno` where they ask for descriptors to be closed at
-/// the exec, as by Linux before 5.11.
-#[cfg(test)]
-pub(super) fn without_close_at_execute(errno: i32) {
-    const ARGUMENT_2: u32 = ARGUMENT_0 + 2 * 8;
-    let filter = [
-        load(NUMBER),
-        equal(1, libc::SYS_close_range as u32, 2, 4),
-        load(ARGUMENT_2),
-        equal(3, libc::CLOSE_RANGE_CLOEXEC, 5, 4),
-        answer(ALLOW),
-        answer(libc::SECCOMP_RET_ERRNO | errno.unsigned_abs()),
-    ];
-    crate::sys::no_new_privs().and_then(|()| crate::sys::install_filter(&filter)).unwrap();
 }
 
 #[cfg(test)]

@@ -13,8 +13,9 @@ use super::files::{Dns, Files};
 use super::record::{self, Blob, Record};
 use super::selinux::{self, Level, Selinux};
 use super::{CreateRequest, Error, Payload};
+use crate::cgroup;
 use crate::config::{CgroupDriver, Config, DriverName, ShimOwner};
-use crate::pause::{IdMapping, Namespace, Plan, UserNamespace, cgroup, native};
+use crate::pause::{IdMapping, Namespace, Plan, UserNamespace, native};
 use crate::protos::cri::{
     IDMapping, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption, PodSandboxConfig,
 };

@@ -16,9 +16,9 @@ use std::time::SystemTime;
 use protobuf::Message;
 
 use super::{Metric, Payload};
+use crate::cgroup;
+use crate::cgroup::mounts::{ROOT, unified};
 use crate::error::{IoContext as _, Step};
-use crate::pause::cgroup;
-use crate::pause::cgroup::mounted::{ROOT, unified};
 
 const READ: &str = "read metrics of cgroup";
 

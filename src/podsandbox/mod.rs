@@ -5,7 +5,7 @@ use std::time::SystemTime;
 
 use bytes::Bytes;
 
-pub use crate::pause::Exit;
+pub use crate::process::Exit;
 use crate::text::Text;
 
 mod board;

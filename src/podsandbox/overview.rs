@@ -12,7 +12,7 @@ use super::record::{Record, Stage};
 use super::state::Phase;
 use super::work::Work;
 use super::{Payload, status};
-use crate::pause::Exit;
+use crate::process::Exit;
 use crate::time::rfc3339;
 use crate::trace::Pod;
 

@@ -22,8 +22,8 @@ use super::state::{Action, Event, Job, Machine, Phase, Verb};
 use super::work::{StartFailure, Work};
 use crate::error::Step;
 use crate::exit;
-use crate::pause::{Adoption, Exit, Pause, UNKNOWN_EXIT};
 use crate::pool;
+use crate::process::{Adoption, Exit, Process, UNKNOWN_EXIT};
 use crate::trace::TraceId;
 
 /// The answer that a caller waits for.
@@ -61,7 +61,7 @@ pub enum Message {
 #[derive(Debug)]
 pub enum Outcome {
     /// The start job.
-    Start(Result<Arc<dyn Pause>, StartFailure>),
+    Start(Result<Arc<dyn Process>, StartFailure>),
     /// The adoption.
     Adopt(Adoption),
     /// Cleanup or removal.
@@ -74,7 +74,7 @@ pub enum Entry {
     /// Created, never started.
     Created,
     /// Its pause lives.
-    Ready(Arc<dyn Pause>),
+    Ready(Arc<dyn Process>),
     /// Its pause has ended.
     NotReady {
         /// The pause that was; 0 where there was none.
@@ -101,7 +101,7 @@ pub struct Owner {
     inbox: Inbox<Message>,
     to_self: Sender<Message>,
     published: Publisher<Published>,
-    pause: Option<Arc<dyn Pause>>,
+    pause: Option<Arc<dyn Process>>,
     /// The end of the pause, as long as it is waited for.
     ending: Option<BoxFuture<'static, Exit>>,
     replies: Vec<(Verb, Reply)>,

@@ -22,7 +22,8 @@ use super::roots::Roots;
 use super::selinux::Labels;
 use super::{Payload, SandboxInfo};
 use crate::error::{IoContext as _, Step, gone};
-use crate::pause::{Exit, Identity, Plan};
+use crate::pause::Plan;
+use crate::process::{Exit, Identity};
 use crate::shim;
 use crate::text::Text;
 

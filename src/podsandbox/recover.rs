@@ -23,8 +23,8 @@ use super::record::{Record, Stage, Store, Unreadable};
 use super::sandbox::{Environment, Sandbox};
 use super::work::Work;
 use crate::error::{IoContext as _, Step};
-use crate::pause::Adoption;
 use crate::pool::{self, Class};
+use crate::process::Adoption;
 use crate::text::Text;
 
 /// Records that are looked at side by side.

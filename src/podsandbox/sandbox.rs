@@ -21,12 +21,13 @@ use super::{
     CreateRequest, Error, Exit, Metric, Overview, Payload, SandboxInfo, Started, StatusReport,
     metrics, overview, status,
 };
+use crate::cgroup::CgroupRef;
 use crate::config::Config;
 use crate::error::Step;
 use crate::mounts::Mounts;
-use crate::pause::held::{self, Namespace};
-use crate::pause::{Driver, Site};
+use crate::pause::Driver;
 use crate::pool::{self, Class};
+use crate::process::held::{self, Namespace};
 use crate::shim;
 use crate::shim::driver::ShimDriver;
 use crate::telemetry::Telemetry;
@@ -126,7 +127,7 @@ impl Environment {
             mounts: self.mounts.clone(),
             shim: self.shims.endpoint(record.shim, &record.id, &runtime),
             // The id of the record, which all that is here shares, not its equal in the plan.
-            site: Site { id: record.id.clone(), ..record.plan.site() },
+            site: CgroupRef { id: record.id.clone(), ..record.plan.cgroup_ref() },
             own: Own::of(&record.plan),
             shm: record.files.shm,
             in_namespace: in_namespace(record, &self.config),

@@ -13,11 +13,13 @@ use super::files::Places;
 use super::record::{Record, Stage, Store};
 use super::selinux::Level;
 use super::spec::{self, Description};
+use crate::cgroup::CgroupRef;
 use crate::config::Config;
 use crate::error::{IoContext as _, Step};
 use crate::mounts::Mounts;
-use crate::pause::{Adoption, Driver, Exit, Identity, Namespace, Pause, Plan, Site};
+use crate::pause::{Driver, Namespace, Plan};
 use crate::pool::{self, Class};
+use crate::process::{Adoption, Exit, Identity, Process};
 use crate::shim;
 use crate::shim::driver::ShimDriver;
 use crate::telemetry::Telemetry;
@@ -32,7 +34,7 @@ pub struct Work {
     /// Makes and cleans up the pause.
     pub driver: Maker,
     /// What the driver must know to look for the pause and to clean up after it.
-    pub site: Site,
+    pub site: CgroupRef,
     /// The namespaces that the pod has for itself.
     pub own: Own,
     /// It has shared memory of its own.
@@ -91,7 +93,7 @@ impl Maker {
 }
 
 /// A pause, and whether it is on record.
-type Made = (Arc<dyn Pause>, Result<(), Step>);
+type Made = (Arc<dyn Process>, Result<(), Step>);
 
 /// Which namespaces a pod has for itself.
 #[derive(Clone, Copy, Debug)]
@@ -126,7 +128,7 @@ impl Work {
     ///
     /// # Errors
     /// The failed step. All is undone then, the record included.
-    pub async fn start(self: &Arc<Self>) -> Result<Arc<dyn Pause>, StartFailure> {
+    pub async fn start(self: &Arc<Self>) -> Result<Arc<dyn Process>, StartFailure> {
         match self.try_start().await {
             Ok(pause) => Ok(pause),
             Err(step) => {
@@ -135,7 +137,7 @@ impl Work {
         }
     }
 
-    async fn try_start(self: &Arc<Self>) -> Result<Arc<dyn Pause>, Step> {
+    async fn try_start(self: &Arc<Self>) -> Result<Arc<dyn Process>, Step> {
         let (pause, recorded) = match &self.driver {
             Maker::Native(driver) if self.shim.listens_only() => {
                 let (_turn, driver) = (self.shim.turn().await, driver.clone());
@@ -183,7 +185,7 @@ impl Work {
     }
 
     /// Records a pause.
-    fn recorded(&self, pause: Box<dyn Pause>) -> Made {
+    fn recorded(&self, pause: Box<dyn Process>) -> Made {
         let recorded = self.store.set_stage(&Stage::Started { identity: pause.identity().clone() });
         (Arc::from(pause), recorded)
     }
@@ -265,7 +267,7 @@ impl Work {
     }
 
     /// Kills a pause that nobody has heard of and waits for its end.
-    async fn end(&self, pause: &dyn Pause) {
+    async fn end(&self, pause: &dyn Process) {
         let ended = match pause.kill() {
             Ok(()) => {
                 let late = |_| io::Error::from(io::ErrorKind::TimedOut);
@@ -331,7 +333,7 @@ impl Work {
             Ok(Ok(Stage::Started { identity })) => self.find(identity).await,
             Ok(Ok(Stage::Exited { exit, .. })) => Adoption::Dead(exit),
             Ok(Ok(Stage::Created)) => {
-                Adoption::Dead(Exit { status: crate::pause::UNKNOWN_EXIT, at: SystemTime::now() })
+                Adoption::Dead(Exit { status: crate::process::UNKNOWN_EXIT, at: SystemTime::now() })
             }
             Ok(Err(e)) => Adoption::Unknown(e.into()),
             Err(panicked) => Adoption::Unknown(panicked),

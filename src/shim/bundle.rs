@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::bootstrap::Bootstrap;
 use super::log as shim_log;
 use crate::error::{IoContext as _, Step, gone};
-use crate::pause::Identity;
+use crate::process::Identity;
 
 /// What a file has at the end of its name until it is complete.
 pub const NEW: &str = ".new";

@@ -17,8 +17,8 @@ use tokio::sync::Semaphore;
 
 use super::Settings;
 use crate::error::{IoContext as _, Step};
-use crate::pause::held;
-use crate::pause::launch::limit_open_files;
+use crate::process::held;
+use crate::process::spawn::limit_open_files;
 
 /// How long a call may take.
 const WITHIN: Duration = Duration::from_secs(10);

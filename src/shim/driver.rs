@@ -21,8 +21,11 @@ use tokio::time::{Instant, sleep, timeout};
 use super::Shims;
 use super::self_started::SelfStarted;
 use super::task::{Failure, Tasks};
+use crate::cgroup::CgroupRef;
 use crate::error::{IoContext as _, Step};
-use crate::pause::{Adoption, BoxFuture, Exit, Identity, Pause, Plan, Site, UNKNOWN_EXIT};
+use crate::pause::Plan;
+use crate::process::{Adoption, Exit, Identity, Process, UNKNOWN_EXIT};
+use futures::future::BoxFuture;
 
 /// The driver's name in settings, records and metrics.
 pub const NAME: &str = "shim";
@@ -201,13 +204,13 @@ impl ShimDriver {
     ///
     /// # Errors
     /// The failed step; what was made has been undone then.
-    pub async fn start(&self, plan: &Plan) -> Result<Box<dyn Pause>, Step> {
+    pub async fn start(&self, plan: &Plan) -> Result<Box<dyn Process>, Step> {
         let endpoint = self.endpoint(&plan.id)?;
         Ok(Box::new(self.run(&endpoint).await?))
     }
 
     /// Finds a recorded pause again after a restart of the daemon.
-    pub async fn adopt(&self, site: &Site, identity: &Identity) -> Adoption {
+    pub async fn adopt(&self, site: &CgroupRef, identity: &Identity) -> Adoption {
         let looked = async {
             let endpoint = self.endpoint(&site.id)?;
             let late = |_| Err(io::Error::from(io::ErrorKind::TimedOut)).step("ask for pause");
@@ -220,7 +223,7 @@ impl ShimDriver {
     ///
     /// # Errors
     /// The failed step.
-    pub async fn cleanup(&self, site: &Site) -> Result<(), Vec<Step>> {
+    pub async fn cleanup(&self, site: &CgroupRef) -> Result<(), Vec<Step>> {
         let Ok(endpoint) = self.endpoint(&site.id) else { return Ok(()) };
         let deleted = async {
             // Its shim may be ending, or have ended.
@@ -416,7 +419,7 @@ async fn kill_when_told(endpoint: &Arc<SelfStarted>, told: &Notify) -> Exit {
     }
 }
 
-impl Pause for Task {
+impl Process for Task {
     fn identity(&self) -> &Identity {
         &self.identity
     }

@@ -30,9 +30,9 @@ use super::bundle::{NEW, Recorded};
 use super::pod_shim::{AGAIN, DISMISSALS, Found, PodShim, WITHIN};
 use super::{Pod, command, log as shim_log, placement, task};
 use crate::error::{IoContext as _, Step, gone};
-use crate::pause::launch::Launch;
-use crate::pause::{Exit, Pause, Watched};
 use crate::pool::{self, Class};
+use crate::process::spawn::Launch;
+use crate::process::{Exit, Process, epoll::Watched};
 
 /// An endpoint whose shim is ours.
 #[derive(Debug)]
@@ -55,7 +55,7 @@ struct Now {
     unsure: bool,
     /// The socket; `None` also while a shim serves that an earlier daemon has launched.
     listener: Option<Arc<OwnedFd>>,
-    shim: Option<Arc<dyn Pause>>,
+    shim: Option<Arc<dyn Process>>,
     log: Option<shim_log::Reader>,
     /// A shim ended while there was no daemon; how it ended.
     missed: Option<Exit>,
@@ -91,7 +91,7 @@ enum Next {
     Recover,
     Bereaved,
     Missed(Exit),
-    Watch(Arc<dyn Pause>),
+    Watch(Arc<dyn Process>),
     Launch,
     Listen,
     /// It cannot rest: the socket cannot be watched.
@@ -221,7 +221,7 @@ impl Handover {
 
     /// Does what a launch that was cut off has not done. The shim has served since: it is kept,
     /// whatever fails.
-    fn finish_launch(&self, shim: &Arc<dyn Pause>) {
+    fn finish_launch(&self, shim: &Arc<dyn Process>) {
         let identity = shim.identity().clone();
         let settled = self.settle_in(identity.pid);
         let recorded = self.shim.bundle().record(Some(&Recorded::Running { identity }));
@@ -347,7 +347,7 @@ impl Handover {
     }
 
     /// Launches the shim. `None`: the endpoint has been ended. To be called with the turn held.
-    fn launch(self: &Arc<Self>) -> Result<Option<Arc<dyn Pause>>, Step> {
+    fn launch(self: &Arc<Self>) -> Result<Option<Arc<dyn Process>>, Step> {
         let listener = {
             let mut now = self.now();
             now.wanted = false;
@@ -402,7 +402,7 @@ impl Handover {
     }
 
     /// From the launch of a shim to its end.
-    async fn attend(self: &Arc<Self>, shim: Arc<dyn Pause>, pod: &Arc<dyn Pod>) {
+    async fn attend(self: &Arc<Self>, shim: Arc<dyn Process>, pod: &Arc<dyn Pod>) {
         let socket = self.socket();
         let answered = tokio::select! {
             exit = shim.exited() => Err(exit),

@@ -37,8 +37,8 @@ use sha2::{Digest as _, Sha256};
 
 use crate::error::{IoContext as _, Step, gone};
 use crate::pause::Plan;
-use crate::pause::held::Namespace;
-use crate::pause::launch::Launcher;
+use crate::process::held::Namespace;
+use crate::process::spawn::Launcher;
 use crate::text::Text;
 
 use containerd_owned::ContainerdOwned;

@@ -5,8 +5,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::Runtime;
+use crate::cgroup::mounts::Mounted;
 use crate::error::{IoContext as _, Step};
-use crate::pause::cgroup::mounted::Mounted;
 
 /// Highest `oom_score_adj` (proc_pid_oom_score_adj(5)).
 const HIGHEST: i32 = 1000;
@@ -73,7 +73,7 @@ fn members(mounted: &Mounted, cgroup: &Path) -> io::Result<Vec<PathBuf>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pause::cgroup::mounted::Hierarchy;
+    use crate::cgroup::mounts::Hierarchy;
 
     #[test]
     fn a_cgroup_is_found_in_both_versions() {

@@ -13,9 +13,9 @@ use super::containers::{self, Container, Inside};
 use super::task::Failure;
 use super::{Pod, Runtime, Shims, command, log as shim_log, task};
 use crate::error::{IoContext as _, Step};
-use crate::pause::held::Held;
-use crate::pause::{Adoption, Exit, Pause, UNKNOWN_EXIT};
 use crate::pool::{self, Class};
+use crate::process::held::Held;
+use crate::process::{Adoption, Exit, Process, UNKNOWN_EXIT};
 use crate::text::Text;
 
 /// How long a shim may take until it answers, and one that is told to end until it has.
@@ -57,7 +57,7 @@ pub(super) enum Found {
     /// It lives.
     Alive {
         /// The shim.
-        shim: Arc<dyn Pause>,
+        shim: Arc<dyn Process>,
         /// Its launch was cut off before it was on record as running.
         cut_off: bool,
     },
@@ -121,7 +121,7 @@ impl PodShim {
     ///
     /// # Errors
     /// Nobody can tell whether it lives.
-    pub(super) fn living_shim(&self) -> Result<Option<Arc<dyn Pause>>, Step> {
+    pub(super) fn living_shim(&self) -> Result<Option<Arc<dyn Process>>, Step> {
         match self.recorded_shim()? {
             Some(Found::Alive { shim, .. }) => Ok(Some(shim)),
             Some(Found::Dead(_)) | None => Ok(None),
@@ -138,7 +138,7 @@ impl PodShim {
     ///
     /// # Errors
     /// `/proc` cannot be read.
-    pub(super) fn find(&self) -> Result<Option<Arc<dyn Pause>>, Step> {
+    pub(super) fn find(&self) -> Result<Option<Arc<dyn Process>>, Step> {
         let arguments = command::server_arguments(&self.shims.settings, &self.id);
         let bundle = self.bundle();
         let found = self.shims.launcher.find(bundle.dir(), &arguments)?;
@@ -152,7 +152,7 @@ impl PodShim {
 
     /// Begins to read what a shim writes that an earlier daemon has launched. That it cannot be
     /// read is no reason to lose the shim.
-    pub(super) fn read_again(&self, shim: &Arc<dyn Pause>) -> Option<shim_log::Reader> {
+    pub(super) fn read_again(&self, shim: &Arc<dyn Process>) -> Option<shim_log::Reader> {
         log::info!(sandbox = self.id.as_str(), pid = shim.identity().pid; "its shim is taken over");
         let read = shim_log::read(&self.bundle().log(), &self.id);
         read.map_err(|step| log::warn!(sandbox = self.id.as_str(); "its shim: {step}")).ok()
@@ -165,7 +165,7 @@ impl PodShim {
     /// It goes on.
     pub(super) async fn end_shim(
         &self,
-        shim: &Arc<dyn Pause>,
+        shim: &Arc<dyn Process>,
         socket: Option<&Path>,
     ) -> Result<(), Step> {
         let Some(socket) = socket else { return Self::kill(shim).await };
@@ -195,7 +195,7 @@ impl PodShim {
     /// What is in it cannot be seen.
     pub(super) async fn dismiss(
         self: &Arc<Self>,
-        shim: &Arc<dyn Pause>,
+        shim: &Arc<dyn Process>,
         socket: &Path,
     ) -> Result<bool, Step> {
         if !self.piece(Self::is_empty).await.flatten()? {
@@ -219,7 +219,7 @@ impl PodShim {
     ///
     /// # Errors
     /// It goes on.
-    pub(super) async fn kill(shim: &Arc<dyn Pause>) -> Result<(), Step> {
+    pub(super) async fn kill(shim: &Arc<dyn Process>) -> Result<(), Step> {
         shim.kill()?;
         let late = |_| io::Error::from(io::ErrorKind::TimedOut);
         timeout(WITHIN, shim.exited()).await.map_err(late).step("kill shim").map(drop)

@@ -8,7 +8,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
 use super::bundle::Bundle;
 use crate::error::{IoContext as _, Step};
-use crate::pause::{Plan, image, native};
+use crate::pause::{Plan, binary, native};
 
 /// Name of the pause program in the root of a sandbox.
 const PAUSE: &str = "pause";
@@ -51,7 +51,7 @@ impl Rootfs {
         mount(Some("pause"), &root, Some("tmpfs"), flags, Some("mode=755,size=65536"))
             .step_at("mount root", &root)?;
         let program = root.join(PAUSE);
-        fs::write(&program, image::PROGRAM).step_at("write pause program", &program)?;
+        fs::write(&program, binary::PROGRAM).step_at("write pause program", &program)?;
         let executable = fs::Permissions::from_mode(0o555);
         fs::set_permissions(&program, executable).step_at("write pause program", &program)?;
         let Some(userns) = plan.userns else { return Ok(()) };

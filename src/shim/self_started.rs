@@ -19,8 +19,9 @@ use super::rootfs::Rootfs;
 use super::task::{Failure, Tasks};
 use super::{Pod, Settings, command, containerd_owned, log as shim_log};
 use crate::error::{IoContext as _, Step, gone};
-use crate::pause::{Exit, Pause, Plan, held};
+use crate::pause::Plan;
 use crate::pool::{self, Class};
+use crate::process::{Exit, Process, held};
 
 /// An endpoint whose shim is started by its `start`.
 #[derive(Debug)]
@@ -44,7 +45,7 @@ struct Now {
     open: bool,
     /// What an earlier daemon has left is not known yet: a shim may live.
     unsure: bool,
-    shim: Option<Arc<dyn Pause>>,
+    shim: Option<Arc<dyn Process>>,
     bootstrap: Option<Bootstrap>,
     log: Option<shim_log::Reader>,
     /// The shim ended while there was no daemon; how it ended.
@@ -61,7 +62,7 @@ enum Next {
     Ended,
     Recover,
     Missed(Exit),
-    Watch(Arc<dyn Pause>),
+    Watch(Arc<dyn Process>),
     Start,
     Wait,
 }
@@ -85,7 +86,7 @@ impl SelfStarted {
     }
 
     /// The shim, while it lives.
-    pub(super) fn shim(&self) -> Option<Arc<dyn Pause>> {
+    pub(super) fn shim(&self) -> Option<Arc<dyn Process>> {
         self.now().shim.clone()
     }
 
@@ -156,7 +157,7 @@ impl SelfStarted {
     }
 
     /// From the call of `start` to a shim that is known.
-    async fn bring_up(&self, binary: &Path) -> Result<(Bootstrap, Arc<dyn Pause>), Step> {
+    async fn bring_up(&self, binary: &Path) -> Result<(Bootstrap, Arc<dyn Process>), Step> {
         let PodShim { shims, id, .. } = &*self.shim;
         let bundle = self.shim.bundle();
         let given = bootstrap::given(&shims.settings, id, &self.shim.runtime).await?;

@@ -22,6 +22,7 @@ use libc::c_long;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
+pub(crate) mod filter;
 mod look;
 mod memory;
 mod mount;

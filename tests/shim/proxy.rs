@@ -49,7 +49,7 @@ pub(crate) fn main() -> Option<ExitCode> {
 
 /// The server's role: ends as the real one does, which ends with this.
 fn server(shim: &str, order: &Path, arguments: &[String]) -> Result<ExitCode> {
-    let listener = UnixListener::from(pause_sandboxer::pause::inherited(3)?);
+    let listener = UnixListener::from(pause_sandboxer::process::inherited(3)?);
     listener.set_nonblocking(false)?;
     let inner = order.with_extension(format!("i{}", std::process::id()));
     let inner_listener: OwnedFd = UnixListener::bind(&inner)?.into();

@@ -9,9 +9,8 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pause_sandboxer::pause::native::Native;
-use pause_sandboxer::pause::{
-    Adoption, Driver, Exit, IdMapping, Namespace, Pause, Plan, UserNamespace,
-};
+use pause_sandboxer::pause::{Driver, IdMapping, Namespace, Plan, UserNamespace};
+use pause_sandboxer::process::{Adoption, Exit, Process};
 
 use super::node::{alone, cgroup, eventually, known, run, show, unified};
 
@@ -44,11 +43,11 @@ fn path(plan: &Plan) -> String {
     format!("psbtest.slice/{}/{}", plan.cgroup_parent, unit(plan))
 }
 
-fn start(plan: &Plan) -> Box<dyn Pause> {
+fn start(plan: &Plan) -> Box<dyn Process> {
     DRIVER.start(plan).unwrap_or_else(|e| panic!("{e}"))
 }
 
-fn end(pause: &dyn Pause) -> Exit {
+fn end(pause: &dyn Process) -> Exit {
     pause.kill().unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(pause.exited())
@@ -56,14 +55,14 @@ fn end(pause: &dyn Pause) -> Exit {
 
 /// The cgroups that the pause is in, but for those of hierarchies in which it is where its daemon
 /// is.
-fn cgroups(pause: &dyn Pause) -> Vec<String> {
+fn cgroups(pause: &dyn Process) -> Vec<String> {
     let text = fs::read_to_string(format!("/proc/{}/cgroup", pause.identity().pid)).unwrap();
     text.lines()
         .map(|line| line.splitn(3, ':').nth(2).unwrap().trim_start_matches('/').to_owned())
         .collect()
 }
 
-fn in_scope(pause: &dyn Pause, plan: &Plan) {
+fn in_scope(pause: &dyn Process, plan: &Plan) {
     assert_eq!(show(&unit(plan), "ActiveState"), "active");
     let cgroups = cgroups(pause);
     assert!(
@@ -77,7 +76,7 @@ fn nothing_left(plan: &Plan) {
     eventually("the scope is forgotten", || !known(&unit(plan)));
 }
 
-fn alive(pause: &dyn Pause) -> bool {
+fn alive(pause: &dyn Process) -> bool {
     let stat =
         fs::read_to_string(format!("/proc/{}/stat", pause.identity().pid)).unwrap_or_default();
     stat.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with('Z'))
@@ -126,9 +125,9 @@ fn a_scope_lives_as_long_as_its_pause() {
             .collect();
         assert_eq!(weights, [value], "{file}");
         assert_eq!(end(&*pause).status, 137);
-        DRIVER.cleanup(&plan.site()).unwrap();
+        DRIVER.cleanup(&plan.cgroup_ref()).unwrap();
         nothing_left(&plan);
-        DRIVER.cleanup(&plan.site()).unwrap();
+        DRIVER.cleanup(&plan.cgroup_ref()).unwrap();
     }
 }
 
@@ -140,7 +139,7 @@ fn a_scope_goes_with_its_pause() {
     kill(Pid::from_raw(pause.identity().pid.cast_signed()), Signal::SIGTERM).unwrap();
     eventually("the scope is forgotten", || !known(&unit(&plan)));
     drop(pause);
-    DRIVER.cleanup(&plan.site()).unwrap();
+    DRIVER.cleanup(&plan.cgroup_ref()).unwrap();
     nothing_left(&plan);
 }
 
@@ -151,7 +150,7 @@ fn stopping_a_scope_ends_its_pause() {
     let pause = start(&plan);
     run("systemctl", &["stop", &unit(&plan)]);
     assert!(!alive(&*pause));
-    DRIVER.cleanup(&plan.site()).unwrap();
+    DRIVER.cleanup(&plan.cgroup_ref()).unwrap();
     nothing_left(&plan);
 }
 
@@ -201,7 +200,7 @@ fn a_scope_that_was_left_over_gives_way() {
     assert!(alive(&*pause));
     in_scope(&*pause, &plan);
     end(&*pause);
-    DRIVER.cleanup(&plan.site()).unwrap();
+    DRIVER.cleanup(&plan.cgroup_ref()).unwrap();
     nothing_left(&plan);
 }
 
@@ -223,12 +222,12 @@ fn cleanup_ends_what_a_start_that_was_cut_short_has_left() {
     }
     // Collected meanwhile, as init would: a zombie stays in its cgroup.
     let reaper = thread::spawn(move || child.wait().unwrap());
-    DRIVER.cleanup(&plan.site()).unwrap();
+    DRIVER.cleanup(&plan.cgroup_ref()).unwrap();
     assert!(!reaper.join().unwrap().success());
     nothing_left(&plan);
     // After.
     let pause = start(&plan);
-    DRIVER.cleanup(&plan.site()).unwrap();
+    DRIVER.cleanup(&plan.cgroup_ref()).unwrap();
     assert!(!alive(&*pause));
     nothing_left(&plan);
 }
@@ -239,13 +238,13 @@ fn another_daemon_adopts() {
     let plan = plan();
     let pause = start(&plan);
     let second = Native::new().unwrap();
-    let Adoption::Alive(adopted) = second.adopt(&plan.site(), pause.identity()) else {
+    let Adoption::Alive(adopted) = second.adopt(&plan.cgroup_ref(), pause.identity()) else {
         panic!("not adopted")
     };
     in_scope(&*adopted, &plan);
     // Its own connection.
     end(&*adopted);
-    second.cleanup(&plan.site()).unwrap();
+    second.cleanup(&plan.cgroup_ref()).unwrap();
     nothing_left(&plan);
 }
 
@@ -266,7 +265,7 @@ fn many_at_once() {
                 let begun = Instant::now();
                 let plan = Plan { cgroup_parent: parent.to_owned(), ..plan() };
                 end(&*start(&plan));
-                DRIVER.cleanup(&plan.site()).unwrap();
+                DRIVER.cleanup(&plan.cgroup_ref()).unwrap();
                 begun.elapsed()
             })
             .collect();
@@ -287,7 +286,7 @@ fn there_and_back(plan: Plan) -> Duration {
     in_scope(&*pause, &plan);
     let begun = Instant::now();
     end(&*pause);
-    DRIVER.cleanup(&plan.site()).unwrap();
+    DRIVER.cleanup(&plan.cgroup_ref()).unwrap();
     let took = started + begun.elapsed();
     nothing_left(&plan);
     took
@@ -298,7 +297,7 @@ fn the_bus_may_be_restarted() {
     let _alone = alone();
     let first = plan();
     end(&*start(&first));
-    DRIVER.cleanup(&first.site()).unwrap();
+    DRIVER.cleanup(&first.cgroup_ref()).unwrap();
     run("systemctl", &["restart", "dbus.service"]);
     let plan = plan();
     // systemd itself takes a moment to be back on the bus.
@@ -310,6 +309,6 @@ fn the_bus_may_be_restarted() {
     let pause = started.unwrap();
     in_scope(&*pause, &plan);
     end(&*pause);
-    DRIVER.cleanup(&plan.site()).unwrap();
+    DRIVER.cleanup(&plan.cgroup_ref()).unwrap();
     nothing_left(&plan);
 }

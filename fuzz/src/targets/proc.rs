@@ -3,8 +3,8 @@
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-use pause_sandboxer::pause::cgroup::mounted::{self, Hierarchy};
-use pause_sandboxer::pause::fuzzing::stat;
+use pause_sandboxer::cgroup::mounts::{self, Hierarchy};
+use pause_sandboxer::process::fuzzing::stat;
 use pause_sandboxer::shim::fuzzing::{below, containers, names};
 
 use super::Seeds;
@@ -36,7 +36,7 @@ fn of_stat(content: &[u8]) {
 
 /// Each hierarchy is one of a line, once, and there is one that has a controller if there is any.
 fn of_mountinfo(content: &[u8]) {
-    let hierarchies = mounted::parse(content, Path::new("/sys/fs/cgroup"));
+    let hierarchies = mounts::parse(content, Path::new("/sys/fs/cgroup"));
     let lines = content.split(|byte| *byte == b'\n').count();
     assert!(hierarchies.len() <= lines);
     assert!(

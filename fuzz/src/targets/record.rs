@@ -8,7 +8,8 @@ use std::time::{Duration, SystemTime};
 
 use pause_sandboxer::config::Config;
 use pause_sandboxer::error::Step;
-use pause_sandboxer::pause::{Exit, IdMapping, Identity, Namespace, Plan, UserNamespace};
+use pause_sandboxer::process::{Exit, Identity};
+use pause_sandboxer::pause::{IdMapping, Namespace, Plan, UserNamespace};
 use pause_sandboxer::podsandbox::fuzzing::{Record, Roots, Stage, Store, Unreadable, VERSION};
 use pause_sandboxer::shim::Owner;
 

@@ -33,7 +33,7 @@ fn is_born_in_its_cgroup_of_version_2() {
     let directory = tempfile::tempdir().unwrap();
     let root = directory.path();
     mount(Some("none"), root, Some("cgroup2"), MsFlags::empty(), None::<&str>).unwrap();
-    let driver = Native::with(Cgroups::unified_at(root).unwrap(), image::open().unwrap()).unwrap();
+    let driver = Native::with(Cgroups::unified_at(root).unwrap(), binary::open().unwrap()).unwrap();
     let parent = format!("pause-sandboxer-v2-{}", std::process::id());
     let plan = plan("v2", &format!("/{parent}/below"));
     let mapping = IdMapping { container_id: 0, host_id: 1_000_000, length: 65536 };
@@ -44,7 +44,7 @@ fn is_born_in_its_cgroup_of_version_2() {
         let cgroups = fs::read_to_string(format!("/proc/{}/cgroup", pause.identity().pid)).unwrap();
         assert!(cgroups.lines().any(|line| line == format!("0::{path}")), "{cgroups}");
         // Also ends what is in it.
-        driver.cleanup(&plan.site()).unwrap();
+        driver.cleanup(&plan.cgroup_ref()).unwrap();
         assert!(!root.join(&path[1..]).exists());
     }
     let failing = Plan { hostname: "h".repeat(65), ..plan };
@@ -68,7 +68,7 @@ fn refused_below(driver: &Native, root: &Path, parent: &str) -> String {
         fs::read_dir(&below).unwrap().all(|entry| !entry.unwrap().path().is_dir()),
         "{refused}"
     );
-    assert!(driver.cleanup(&plan.site()).is_ok());
+    assert!(driver.cleanup(&plan.cgroup_ref()).is_ok());
     refused.replace(below.to_str().unwrap(), "")
 }
 
@@ -80,7 +80,7 @@ fn no_pause_is_put_into_a_frozen_cgroup_of_version_2() {
     let parent = format!("pause-sandboxer-frozen-v2-{}", std::process::id());
     fs::create_dir(root.join(&parent)).unwrap();
     fs::write(root.join(&parent).join("cgroup.freeze"), "1").unwrap();
-    let driver = Native::with(Cgroups::unified_at(root).unwrap(), image::open().unwrap()).unwrap();
+    let driver = Native::with(Cgroups::unified_at(root).unwrap(), binary::open().unwrap()).unwrap();
     let refused = refused_below(&driver, root, &parent);
     let id = format!("frozen-{}", std::process::id());
     assert_eq!(
@@ -102,7 +102,7 @@ fn no_pause_is_put_into_a_frozen_cgroup_of_version_1() {
     let cgroup = root.join(&parent);
     fs::create_dir(&cgroup).unwrap();
     fs::write(cgroup.join("freezer.state"), "FROZEN").unwrap();
-    let driver = Native::with(Cgroups::find().unwrap(), image::open().unwrap()).unwrap();
+    let driver = Native::with(Cgroups::find().unwrap(), binary::open().unwrap()).unwrap();
     let refused = refused_below(&driver, root, &parent);
     assert!(refused.ends_with(": it is frozen, or one above it is"), "{refused}");
     // Parents that the failed start has made.
@@ -112,7 +112,7 @@ fn no_pause_is_put_into_a_frozen_cgroup_of_version_1() {
     fs::write(cgroup.join("freezer.state"), "THAWED").unwrap();
     let plan = plan("thawed", &format!("/{parent}"));
     driver.start(&plan).unwrap().kill().unwrap();
-    driver.cleanup(&plan.site()).unwrap();
+    driver.cleanup(&plan.cgroup_ref()).unwrap();
     for hierarchy in driver.cgroups.v1_roots() {
         let path = CString::new(parent.as_str()).unwrap();
         let _ = sys::rmdir(hierarchy, &path);
@@ -127,7 +127,7 @@ fn a_cleanup_ends_what_is_frozen() {
         eprintln!("skipped: no freezer of version 1 on this machine");
         return;
     }
-    let driver = Native::with(Cgroups::find().unwrap(), image::open().unwrap()).unwrap();
+    let driver = Native::with(Cgroups::find().unwrap(), binary::open().unwrap()).unwrap();
     let plan = plan("held", "/");
     let pause = driver.start(&plan).unwrap();
     let cgroup = root.join(&*plan.id);
@@ -136,7 +136,7 @@ fn a_cleanup_ends_what_is_frozen() {
     // Tried again, as by a sandbox's owner: a pause has the least CPU weight, and so ends late on a
     // busy machine.
     let begun = Instant::now();
-    while let Err(left) = driver.cleanup(&plan.site()) {
+    while let Err(left) = driver.cleanup(&plan.cgroup_ref()) {
         assert!(begun.elapsed().as_secs() < 30, "{left:?}");
     }
     assert!(!cgroup.exists());
@@ -146,7 +146,7 @@ fn a_cleanup_ends_what_is_frozen() {
 fn the_users_other_processes_count_for_nothing() {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-    let driver = Native::with(Cgroups::find().unwrap(), image::open().unwrap()).unwrap();
+    let driver = Native::with(Cgroups::find().unwrap(), binary::open().unwrap()).unwrap();
     let (soft, hard) = getrlimit(Resource::RLIMIT_NPROC).unwrap();
     // No limit for root, as which all else here runs.
     setrlimit(Resource::RLIMIT_NPROC, 1, hard).unwrap();
@@ -161,7 +161,7 @@ fn the_users_other_processes_count_for_nothing() {
 fn the_daemon_is_not_dumpable_after_a_start() {
     const SETTING: &str = "/proc/sys/fs/suid_dumpable";
     let before = fs::read_to_string(SETTING).unwrap();
-    let driver = Native::with(Cgroups::find().unwrap(), image::open().unwrap()).unwrap();
+    let driver = Native::with(Cgroups::find().unwrap(), binary::open().unwrap()).unwrap();
     let mapping = IdMapping { container_id: 0, host_id: 1_000_000, length: 65536 };
     let plans = [None, Some(super::super::UserNamespace { uid: mapping, gid: mapping })]
         .map(|userns| Plan { userns, ..plan("dumpable", "") });
@@ -183,12 +183,12 @@ fn a_controller_of_version_1_elsewhere_leaves_a_node_of_version_2_as_it_is() {
         sys::make_mounts_private().unwrap();
         mount(none, "/sys/fs/cgroup", Some("cgroup2"), MsFlags::empty(), none).unwrap();
         mount(none, elsewhere.path(), Some("cgroup"), MsFlags::empty(), Some("pids")).unwrap();
-        let driver = Native::with(Cgroups::find().unwrap(), image::open().unwrap()).unwrap();
+        let driver = Native::with(Cgroups::find().unwrap(), binary::open().unwrap()).unwrap();
         let parent = format!("pause-sandboxer-beside-{}", std::process::id());
         let plan = plan("beside", &format!("/{parent}"));
         let pause = driver.start(&plan).unwrap();
         let cgroups = fs::read_to_string(format!("/proc/{}/cgroup", pause.identity().pid)).unwrap();
-        driver.cleanup(&plan.site()).unwrap();
+        driver.cleanup(&plan.cgroup_ref()).unwrap();
         fs::remove_dir(Path::new("/sys/fs/cgroup").join(&parent)).unwrap();
         umount2(elsewhere.path(), MntFlags::MNT_DETACH).unwrap();
         (format!("/{parent}/{}", plan.id), cgroups)
@@ -200,7 +200,7 @@ fn a_controller_of_version_1_elsewhere_leaves_a_node_of_version_2_as_it_is() {
 
 #[test]
 fn starts_from_a_file_where_memfds_cannot_be_executed() {
-    let driver = Native::with(Cgroups::find().unwrap(), image::unlinked().unwrap()).unwrap();
+    let driver = Native::with(Cgroups::find().unwrap(), binary::unlinked().unwrap()).unwrap();
     let pause = driver.start(&plan("file", "")).unwrap();
     let process = format!("/proc/{}", pause.identity().pid);
     await_program(&process);
@@ -218,8 +218,8 @@ fn starts_from_a_file_where_memfds_cannot_be_executed() {
 #[test]
 fn starts_where_the_kernel_cannot_close_at_the_exec() {
     let started = std::thread::spawn(|| {
-        super::super::seccomp::without_close_at_execute(libc::EINVAL);
-        let driver = Native::with(Cgroups::find().unwrap(), image::open().unwrap()).unwrap();
+        sys::filter::without_close_at_execute(libc::EINVAL);
+        let driver = Native::with(Cgroups::find().unwrap(), binary::open().unwrap()).unwrap();
         driver.start(&plan("old", "")).unwrap()
     });
     let pause = started.join().unwrap();
@@ -232,7 +232,7 @@ fn starts_where_the_kernel_cannot_close_at_the_exec() {
 #[test]
 fn strays_are_ended_by_the_daemon_of_their_state_directory_alone() {
     let (own, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    for make in [image::sealed, image::unlinked] {
+    for make in [binary::sealed, binary::unlinked] {
         let driver = || Native::with(Cgroups::find().unwrap(), make().unwrap()).unwrap();
         let plan = plan("stray", "");
         let pause = driver().of(own.path()).start(&plan).unwrap();

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use super::directory::{Directory, of_controller};
 use super::parent;
+use crate::cgroup::mounts::{ROOT, unified};
 use crate::error::Step;
-use crate::pause::cgroup::mounted::{ROOT, unified};
 
 /// What a pod's cgroup is charged for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

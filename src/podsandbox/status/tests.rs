@@ -7,9 +7,10 @@ use protobuf::{EnumOrUnknown, Message as _, MessageField};
 use serde_json::json;
 
 use super::*;
-use crate::pause::{Exit, Namespace, Plan};
+use crate::pause::{Namespace, Plan};
 use crate::podsandbox::files::Files;
 use crate::podsandbox::record::{Blob, Info};
+use crate::process::Exit;
 use crate::protos::cri::security_profile::ProfileType;
 use crate::protos::cri::{
     DNSConfig, HugepageLimit, IDMapping, Int64Value, LinuxContainerResources,

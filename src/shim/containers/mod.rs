@@ -20,10 +20,10 @@ use std::time::Duration;
 
 use containerd_shim_protos::shim::oci::Options;
 
+use crate::cgroup::mounts::ROOT;
 use crate::error::{IoContext as _, Step};
-use crate::pause::cgroup::mounted::ROOT;
-use crate::pause::held::{Held, Namespace};
-use crate::pause::launch::pids;
+use crate::process::held::{Held, Namespace};
+use crate::process::spawn::pids;
 use origin::{Origin, SANDBOX};
 
 /// How often processes are looked for and killed, as what is killed may just have made another.

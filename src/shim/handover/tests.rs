@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::{Child, Command};
 
 use super::*;
-use crate::pause::held::Namespace;
+use crate::process::held::Namespace;
 use crate::shim::{Endpoint, Owner, Settings, Shims};
 
 /// The endpoint of a sandbox below `dir`, and what all share.

@@ -10,11 +10,12 @@ use std::task::Wake;
 use std::thread;
 use std::time::{Duration, SystemTime};
 
+use futures::future::BoxFuture;
 use tokio::sync::Notify;
 
+use super::epoll::{Watch, Watched};
 use super::identity::{self, Stat};
-use super::watch::{Watch, Watched};
-use super::{Adoption, BoxFuture, Exit, Identity, Pause, UNKNOWN_EXIT};
+use super::{Adoption, Exit, Identity, Process, UNKNOWN_EXIT};
 use crate::error::{IoContext, Step};
 use crate::sys::{self, End, Errno};
 use crate::text::Text;
@@ -28,7 +29,7 @@ const REAP: (Duration, Duration) = (Duration::from_millis(1), Duration::from_mil
 
 /// A pause process of this daemon's or of an earlier daemon's making.
 #[derive(Debug)]
-pub(super) struct Process {
+pub(crate) struct PidfdProcess {
     pidfd: Arc<OwnedFd>,
     identity: Identity,
     exit: Mutex<Option<Exit>>,
@@ -39,9 +40,9 @@ pub(super) struct Process {
     common: Arc<Common>,
 }
 
-impl Process {
+impl PidfdProcess {
     /// Takes over a process, which is the one that `identity` names.
-    pub(super) fn new(pidfd: OwnedFd, identity: Identity, common: Arc<Common>) -> Self {
+    pub(crate) fn new(pidfd: OwnedFd, identity: Identity, common: Arc<Common>) -> Self {
         Self {
             pidfd: Arc::new(pidfd),
             identity,
@@ -54,7 +55,7 @@ impl Process {
     }
 
     /// The exit, if it has ended; reaps it if it is a child. `None`: it lives.
-    pub(super) fn collect(&self) -> Option<Exit> {
+    pub(crate) fn collect(&self) -> Option<Exit> {
         let mut exit = lock(&self.exit);
         if exit.is_none() {
             let status = end(self.pidfd.as_fd(), &self.identity)?;
@@ -85,7 +86,7 @@ impl Wake for Ended {
     }
 }
 
-impl Pause for Process {
+impl Process for PidfdProcess {
     fn identity(&self) -> &Identity {
         &self.identity
     }
@@ -117,7 +118,7 @@ impl Pause for Process {
     }
 }
 
-impl Drop for Process {
+impl Drop for PidfdProcess {
     fn drop(&mut self) {
         if self.collect().is_none() {
             self.common.take(self.identity.pid, Arc::clone(&self.pidfd), self.killed.load(Relaxed));
@@ -126,7 +127,7 @@ impl Drop for Process {
 }
 
 /// Finds a recorded process of this or an earlier daemon's making again.
-pub(super) fn adopt(identity: &Identity, boot_id: &Text, common: &Arc<Common>) -> Adoption {
+pub(crate) fn adopt(identity: &Identity, boot_id: &Text, common: &Arc<Common>) -> Adoption {
     let dead = Adoption::Dead(Exit { status: UNKNOWN_EXIT, at: SystemTime::now() });
     if identity.boot_id != *boot_id {
         return dead;
@@ -144,7 +145,7 @@ pub(super) fn adopt(identity: &Identity, boot_id: &Text, common: &Arc<Common>) -
     };
     match identity::matches(identity) {
         Ok(true) => {
-            let process = Process::new(
+            let process = PidfdProcess::new(
                 pidfd,
                 Identity { boot_id: boot_id.clone(), ..identity.clone() },
                 Arc::clone(common),
@@ -191,9 +192,9 @@ fn status(end: End) -> u32 {
 
 /// What the processes of a driver share.
 #[derive(Debug)]
-pub(super) struct Common {
+pub(crate) struct Common {
     /// Of their pidfds.
-    pub(super) watch: Arc<Watch>,
+    pub(crate) watch: Arc<Watch>,
     orphans: Mutex<Orphans>,
 }
 
@@ -218,7 +219,7 @@ impl Common {
     ///
     /// # Errors
     /// The failed step.
-    pub(super) fn new() -> Result<Arc<Self>, Step> {
+    pub(crate) fn new() -> Result<Arc<Self>, Step> {
         Ok(Arc::new(Self { watch: Watch::new()?, orphans: Mutex::default() }))
     }
 
@@ -263,7 +264,7 @@ impl Common {
     }
 
     /// Reaps the orphans that have ended.
-    pub(super) fn sweep(&self) {
+    pub(crate) fn sweep(&self) {
         lock(&self.orphans).sweep();
     }
 }
@@ -286,10 +287,10 @@ mod tests {
 
     use super::*;
 
-    fn process(pid: u32, common: &Arc<Common>) -> Process {
+    fn process(pid: u32, common: &Arc<Common>) -> PidfdProcess {
         let pidfd = sys::pidfd_open(c_int::try_from(pid).unwrap()).unwrap();
         let boot = identity::boot_id().unwrap();
-        Process::new(pidfd, identity::of(pid, &boot).unwrap(), Arc::clone(common))
+        PidfdProcess::new(pidfd, identity::of(pid, &boot).unwrap(), Arc::clone(common))
     }
 
     #[test]

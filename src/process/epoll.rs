@@ -22,7 +22,7 @@ const AT_ONCE: usize = 64;
 
 /// The watch.
 #[derive(Debug)]
-pub(super) struct Watch {
+pub(crate) struct Watch {
     epoll: Epoll,
     wakers: Mutex<Wakers>,
 }
@@ -42,7 +42,7 @@ impl Watch {
     ///
     /// # Errors
     /// The failed step.
-    pub(super) fn new() -> Result<Arc<Self>, Step> {
+    pub(crate) fn new() -> Result<Arc<Self>, Step> {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).step("make an epoll instance")?;
         Ok(Arc::new(Self { epoll, wakers: Mutex::default() }))
     }
@@ -52,7 +52,7 @@ impl Watch {
     ///
     /// # Errors
     /// epoll_ctl(2)'s.
-    pub(super) fn readable(
+    pub(crate) fn readable(
         self: &Arc<Self>,
         file: Arc<OwnedFd>,
         waker: Waker,

@@ -84,7 +84,7 @@ pub fn vouch(identity: &Identity, since: u64) -> Result<(), Step> {
 }
 
 /// All user ids of the process that has a pid now are the daemon's.
-pub(super) fn is_own_users(pid: u32) -> io::Result<bool> {
+pub(crate) fn is_own_users(pid: u32) -> io::Result<bool> {
     let own = nix::unistd::geteuid().to_string();
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
     let ids = status.lines().find_map(|line| line.strip_prefix("Uid:")).unwrap_or_default();

@@ -19,8 +19,9 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::image::Kept;
+use super::binary::Kept;
 use crate::error::{IoContext, Step};
+use crate::process::deadline::poll_until;
 use crate::sys::{self, Errno};
 
 /// The attribute of the pause program.
@@ -224,7 +225,7 @@ impl Marked {
     /// # Errors
     /// It does not end in time.
     pub(super) fn ended(&self, until: Instant) -> Result<(), Step> {
-        wait(until, || sys::ended(self.pidfd.as_fd())).map_err(|e| {
+        poll_until(until, || sys::ended(self.pidfd.as_fd())).map_err(|e| {
             Step::at(
                 "wait for the end of a pause that no record names",
                 format!("/proc/{}", self.pid),
@@ -232,18 +233,4 @@ impl Marked {
             )
         })
     }
-}
-
-/// Polls until it is done.
-///
-/// # Errors
-/// The time is over.
-pub(super) fn wait(until: Instant, mut done: impl FnMut() -> bool) -> io::Result<()> {
-    while !done() {
-        if Instant::now() > until {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
-        thread::sleep(Duration::from_millis(1));
-    }
-    Ok(())
 }

@@ -2,7 +2,7 @@
 //!
 //! The node's cgroup file systems are found once. With version 1 a cgroup is a directory in every
 //! mounted hierarchy, which the child joins itself; with version 2 it is one directory, which the
-//! child is born in. [`mounted`] finds out which version it is.
+//! child is born in. [`mounts`] finds out which version it is.
 //!
 //! Below a systemd slice the cgroup is a transient scope. Its directory is made here all the same,
 //! before systemd is asked for the scope: the pause is then in its place from its first instruction
@@ -19,21 +19,32 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{deadline, strays};
 use crate::error::{IoContext, Step};
+use crate::process::deadline;
 use crate::sys::{self, Errno};
+use crate::text::Text;
 
-pub mod mounted;
+pub mod mounts;
 pub mod slice;
 mod systemd;
 
-use mounted::Mounted;
-pub(super) use slice::Scope;
+use mounts::Mounted;
+pub(crate) use slice::Scope;
 use systemd::Systemd;
+
+/// What names a pause's cgroup. It is all that a driver must know of a plan to adopt a pause and to
+/// clean up after it, and all that is kept of the plan while the pause lives.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CgroupRef {
+    /// The sandbox id.
+    pub id: Text,
+    /// As in `Plan::cgroup_parent` of the pause.
+    pub cgroup_parent: Box<str>,
+}
 
 /// Where a pause goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Placement {
+pub(crate) enum Placement {
     /// Stays in the daemon's cgroup.
     Inherit,
     /// A directory, by its path below the root of every hierarchy.
@@ -44,7 +55,7 @@ pub(super) enum Placement {
 
 impl Placement {
     /// The cgroup's path below the root of every hierarchy.
-    pub(super) fn path(&self) -> Option<&CStr> {
+    pub(crate) fn path(&self) -> Option<&CStr> {
         match self {
             Self::Inherit => None,
             Self::Directory(path) => Some(path),
@@ -53,7 +64,7 @@ impl Placement {
     }
 }
 
-/// Checks the cgroup parent of a [`super::Plan`].
+/// Checks the cgroup parent of a `Plan`.
 ///
 /// # Errors
 /// What is wrong with it.
@@ -84,7 +95,7 @@ fn parent_fault(parent: &str) -> Option<&'static str> {
 ///
 /// # Errors
 /// The parent is not usable.
-pub(super) fn placement(parent: &str, id: &str) -> Result<Placement, Step> {
+pub(crate) fn placement(parent: &str, id: &str) -> Result<Placement, Step> {
     const WHAT: &str = "place the pause in a cgroup below";
     let refuse =
         |reason: &str| Step::at(WHAT, parent, io::Error::new(io::ErrorKind::InvalidInput, reason));
@@ -132,7 +143,7 @@ const SCOPE_WEIGHT: (&str, u64) = ("CPUWeight", 1);
 
 /// The node's cgroup file systems.
 #[derive(Debug)]
-pub(super) struct Cgroups {
+pub(crate) struct Cgroups {
     hierarchies: Vec<Hierarchy>,
     unified: bool,
     systemd: Systemd,
@@ -148,7 +159,7 @@ const THAWED: (&CStr, &[u8]) = (c"freezer.state", b"THAWED");
 const UNFROZEN: (&CStr, &[u8]) = (c"cgroup.events", b"frozen 0");
 
 /// How often a cgroup is made when it goes before there is a process in it.
-pub(super) const TRIES: u32 = 3;
+pub(crate) const TRIES: u32 = 3;
 
 /// How often and how long the removal of a busy cgroup is tried again: 511 ms in all.
 const RETRIES: u32 = 9;
@@ -158,7 +169,7 @@ impl Cgroups {
     ///
     /// # Errors
     /// A file of `/proc` or a mount point cannot be opened.
-    pub(super) fn find() -> Result<Self, Step> {
+    pub(crate) fn find() -> Result<Self, Step> {
         Self::open(Mounted::find()?)
     }
 
@@ -194,12 +205,12 @@ impl Cgroups {
 
     /// The cgroup2 file system at `mount`, whatever else there is.
     #[cfg(test)]
-    pub(super) fn unified_at(mount: &Path) -> Result<Self, Step> {
+    pub(crate) fn unified_at(mount: &Path) -> Result<Self, Step> {
         Self::open(Mounted::V2(mount.to_owned()))
     }
 
     /// Roots of the version 1 hierarchies, which the child joins.
-    pub(super) fn v1_roots(&self) -> Vec<BorrowedFd<'_>> {
+    pub(crate) fn v1_roots(&self) -> Vec<BorrowedFd<'_>> {
         if self.unified {
             Vec::new()
         } else {
@@ -208,17 +219,17 @@ impl Cgroups {
     }
 
     /// Root of version 1's freezer hierarchy.
-    pub(super) fn freezer(&self) -> Option<Arc<OwnedFd>> {
+    pub(crate) fn freezer(&self) -> Option<Arc<OwnedFd>> {
         self.hierarchies.iter().find(|h| h.freezer).map(|h| Arc::clone(&h.root))
     }
 
     /// All descriptors that are kept.
-    pub(super) fn roots(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+    pub(crate) fn roots(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.hierarchies.iter().map(|h| h.root.as_fd())
     }
 
     /// The path of a cgroup in hierarchy `index`, for messages.
-    pub(super) fn path(&self, index: usize, cgroup: &CStr) -> PathBuf {
+    pub(crate) fn path(&self, index: usize, cgroup: &CStr) -> PathBuf {
         let mount = self.hierarchies.get(index).map_or(Path::new(""), |h| &h.mount);
         mount.join(std::ffi::OsStr::from_bytes(cgroup.to_bytes()))
     }
@@ -227,7 +238,7 @@ impl Cgroups {
     ///
     /// # Errors
     /// The failed step; what was made has been removed then.
-    pub(super) fn make(&self, placement: &Placement) -> Result<Option<Made<'_>>, Step> {
+    pub(crate) fn make(&self, placement: &Placement) -> Result<Option<Made<'_>>, Step> {
         match placement {
             Placement::Inherit => Ok(None),
             Placement::Directory(path) => self.make_directory(path, self.unified).map(Some),
@@ -253,7 +264,7 @@ impl Cgroups {
     ///
     /// # Errors
     /// The failed step; [`Cgroups::remove`] is to undo what was done.
-    pub(super) fn settle(&self, placement: &Placement, pid: u32) -> Result<(), Step> {
+    pub(crate) fn settle(&self, placement: &Placement, pid: u32) -> Result<(), Step> {
         match placement {
             Placement::Inherit | Placement::Directory(_) => Ok(()),
             Placement::Scope(scope) => {
@@ -296,7 +307,7 @@ impl Cgroups {
     /// Whether a child that could not join its cgroup for this reason shall try again: with version
     /// 1 systemd removes empty cgroups below a slice, of controllers that it does not use there,
     /// whenever it looks at the slice.
-    pub(super) fn tidied_up(&self, placement: &Placement, e: Errno) -> bool {
+    pub(crate) fn tidied_up(&self, placement: &Placement, e: Errno) -> bool {
         !self.unified
             && matches!(placement, Placement::Scope(_))
             && matches!(e, Errno(libc::ENOENT | libc::ENODEV))
@@ -304,7 +315,7 @@ impl Cgroups {
 
     /// Removes the cgroup of a pause. Processes that are in it are killed: those of a Start that
     /// was cut short. Gone already is success.
-    pub(super) fn remove(&self, placement: &Placement) -> Vec<Step> {
+    pub(crate) fn remove(&self, placement: &Placement) -> Vec<Step> {
         match placement {
             Placement::Inherit => Vec::new(),
             Placement::Directory(path) => self.remove_directory(path),
@@ -387,11 +398,11 @@ impl Cgroups {
     }
 
     /// Removes the cgroup from every hierarchy where it is empty by then. What is in it stays.
-    pub(super) fn remove_empty(&self, cgroup: &CStr, until: Instant) -> Vec<Step> {
+    pub(crate) fn remove_empty(&self, cgroup: &CStr, until: Instant) -> Vec<Step> {
         let mut failed = Vec::new();
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
             let mut done = Ok(());
-            let _ = strays::wait(until, || {
+            let _ = deadline::poll_until(until, || {
                 done = sys::rmdir(hierarchy.root.as_fd(), cgroup);
                 done != Err(Errno(libc::EBUSY))
             });
@@ -476,7 +487,7 @@ fn open_directory(hierarchy: &Hierarchy, cgroup: &CStr) -> Result<OwnedFd, Errno
 
 /// Directories that a Start has made; removed when dropped, unless kept.
 #[derive(Debug)]
-pub(super) struct Made<'a> {
+pub(crate) struct Made<'a> {
     cgroups: &'a Cgroups,
     hand_down: bool,
     /// Hierarchy and path, parents first.
@@ -486,12 +497,12 @@ pub(super) struct Made<'a> {
 
 impl Made<'_> {
     /// The cgroup's own directory, version 2.
-    pub(super) fn v2(&self) -> Option<BorrowedFd<'_>> {
+    pub(crate) fn v2(&self) -> Option<BorrowedFd<'_>> {
         self.leaf.as_ref().map(AsFd::as_fd)
     }
 
     /// Leaves all as it is.
-    pub(super) fn keep(mut self) {
+    pub(crate) fn keep(mut self) {
         self.directories.clear();
     }
 
@@ -629,7 +640,7 @@ fn below(directory: &CStr, file: &CStr) -> CString {
 }
 
 /// Path of version 1's `tasks` in a cgroup.
-pub(super) fn tasks(cgroup: &CStr) -> CString {
+pub(crate) fn tasks(cgroup: &CStr) -> CString {
     below(cgroup, c"tasks")
 }
 

@@ -26,7 +26,7 @@ const QUIET: u32 = 2 * LOOKS;
 
 /// The deadline of a driver's children.
 #[derive(Debug)]
-pub(super) struct Deadline(Arc<Shared>);
+pub(crate) struct Deadline(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
@@ -60,17 +60,17 @@ enum Fate {
 }
 
 /// A child that has executed its program or ended.
-pub(super) struct Cloned {
-    pub(super) pid: c_int,
-    pub(super) pidfd: OwnedFd,
+pub(crate) struct Cloned {
+    pub(crate) pid: c_int,
+    pub(crate) pidfd: OwnedFd,
     /// It was killed, as its time was over.
-    pub(super) late: bool,
+    pub(crate) late: bool,
 }
 
 impl Deadline {
     /// Children may be in cgroups of this freezer hierarchy of version 1, which is named by its
     /// root.
-    pub(super) fn new(freezer: Option<Arc<OwnedFd>>) -> Self {
+    pub(crate) fn new(freezer: Option<Arc<OwnedFd>>) -> Self {
         Self::of(WITHIN, freezer)
     }
 
@@ -82,7 +82,7 @@ impl Deadline {
     ///
     /// # Errors
     /// The system's, of the clone or of the start of a thread.
-    pub(super) fn clone_child<T>(
+    pub(crate) fn clone_child<T>(
         &self,
         how: sys::Clone<'_>,
         argument: &T,
@@ -97,7 +97,7 @@ impl Deadline {
     }
 
     /// What is said of a late child.
-    pub(super) fn error(&self) -> io::Error {
+    pub(crate) fn error(&self) -> io::Error {
         let reason = format!("not done within {} s", self.0.within.as_secs());
         io::Error::new(io::ErrorKind::TimedOut, reason)
     }
@@ -166,8 +166,22 @@ impl Shared {
 }
 
 /// Moves a process to the root of the freezer hierarchy, which is never frozen.
-pub(super) fn thaw(freezer: &OwnedFd, pid: c_int) -> sys::Result<()> {
+pub(crate) fn thaw(freezer: &OwnedFd, pid: c_int) -> sys::Result<()> {
     sys::write_file(freezer.as_fd(), c"cgroup.procs", pid.to_string().as_bytes())
+}
+
+/// Polls until it is done.
+///
+/// # Errors
+/// The time is over.
+pub(crate) fn poll_until(until: Instant, mut done: impl FnMut() -> bool) -> io::Result<()> {
+    while !done() {
+        if Instant::now() > until {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
 }
 
 /// A panic elsewhere leaves these values whole.

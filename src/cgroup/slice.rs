@@ -14,13 +14,13 @@ const LONGEST: usize = 255;
 
 /// The scope of one pause.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::pause) struct Scope {
+pub(crate) struct Scope {
     /// The scope's own name.
-    pub(in crate::pause) unit: String,
+    pub(crate) unit: String,
     /// The slice that it is in.
-    pub(in crate::pause) slice: String,
+    pub(crate) slice: String,
     /// Its cgroup, by the path below the root of every hierarchy.
-    pub(in crate::pause) path: CString,
+    pub(crate) path: CString,
 }
 
 impl Scope {
@@ -64,7 +64,7 @@ pub fn path(slice: &str) -> Result<PathBuf, String> {
     Ok(dashes.chain([stem.len()]).map(|end| format!("{}{SUFFIX}", &stem[..end])).collect())
 }
 
-/// Whether a `cgroup_parent` of a [`crate::pause::Plan`] means a slice, by its bare name.
+/// Whether a `cgroup_parent` of a `Plan` means a slice, by its bare name.
 pub fn is_slice(parent: &str) -> bool {
     parent.ends_with(SUFFIX) && !parent.contains('/')
 }

@@ -15,19 +15,19 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 ///
 /// # Errors
 /// The file cannot be read.
-pub(super) fn boot_id() -> Result<Text, Step> {
+pub(crate) fn boot_id() -> Result<Text, Step> {
     Ok(fs::read_to_string(BOOT_ID).step_at("read", BOOT_ID)?.trim().into())
 }
 
 /// The fields of `/proc/PID/stat` that matter here (proc_pid_stat(5)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Stat {
+pub(crate) struct Stat {
     /// Field 3: `Z` and `X` have ended.
-    pub(super) state: u8,
+    pub(crate) state: u8,
     /// Field 22, clock ticks after boot.
-    pub(super) start_time: u64,
+    pub(crate) start_time: u64,
     /// Field 52, as wait4(2) gives it; 0 for who may not know.
-    pub(super) exit_status: i32,
+    pub(crate) exit_status: i32,
 }
 
 impl Stat {
@@ -35,7 +35,7 @@ impl Stat {
     ///
     /// # Errors
     /// NotFound or ESRCH: no such process.
-    pub(super) fn read(pid: u32) -> io::Result<Self> {
+    pub(crate) fn read(pid: u32) -> io::Result<Self> {
         // The kernel gives the whole line, some 300 bytes, to one read.
         let mut line = [0; 2048];
         let length = File::open(format!("/proc/{pid}/stat"))?.read(&mut line)?;
@@ -44,7 +44,7 @@ impl Stat {
         })
     }
 
-    pub(super) fn parse(content: &[u8]) -> Option<Self> {
+    pub(crate) fn parse(content: &[u8]) -> Option<Self> {
         // Field 2, the name, may hold anything, also brackets and blanks.
         let end_of_name = content.iter().rposition(|byte| *byte == b')')?;
         let text = std::str::from_utf8(content.get(end_of_name + 1..)?).ok()?;
@@ -58,12 +58,12 @@ impl Stat {
     }
 
     /// The process has ended and waits to be reaped.
-    pub(super) fn ended(&self) -> bool {
+    pub(crate) fn ended(&self) -> bool {
         matches!(self.state, b'Z' | b'X')
     }
 
     /// How it ended.
-    pub(super) fn end(&self) -> Option<sys::End> {
+    pub(crate) fn end(&self) -> Option<sys::End> {
         self.ended().then(|| sys::End::from_status(self.exit_status))
     }
 }
@@ -72,7 +72,7 @@ impl Stat {
 ///
 /// # Errors
 /// NotFound or ESRCH: no such process.
-pub(super) fn pid_namespace(pid: u32) -> io::Result<u64> {
+pub(crate) fn pid_namespace(pid: u32) -> io::Result<u64> {
     Ok(fs::metadata(format!("/proc/{pid}/ns/pid"))?.ino())
 }
 
@@ -80,7 +80,7 @@ pub(super) fn pid_namespace(pid: u32) -> io::Result<u64> {
 ///
 /// # Errors
 /// The failed step.
-pub(super) fn of(pid: u32, boot_id: &Text) -> Result<Identity, Step> {
+pub(crate) fn of(pid: u32, boot_id: &Text) -> Result<Identity, Step> {
     let start_time =
         Stat::read(pid).map(|stat| stat.start_time).step_at("read", format!("/proc/{pid}/stat"))?;
     let pid_namespace = pid_namespace(pid).step_at("look at", format!("/proc/{pid}/ns/pid"))?;
@@ -91,13 +91,13 @@ pub(super) fn of(pid: u32, boot_id: &Text) -> Result<Identity, Step> {
 ///
 /// # Errors
 /// The failed step.
-pub(super) fn matches(recorded: &Identity) -> Result<bool, Step> {
+pub(crate) fn matches(recorded: &Identity) -> Result<bool, Step> {
     let now = of(recorded.pid, &recorded.boot_id)?;
     Ok(now == *recorded)
 }
 
 /// The error means that the process is gone.
-pub(super) fn gone(e: &io::Error) -> bool {
+pub(crate) fn gone(e: &io::Error) -> bool {
     e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ESRCH)
 }
 

@@ -14,9 +14,9 @@ use std::sync::atomic::{AtomicI32, AtomicU32, Ordering::Relaxed};
 use std::task::Waker;
 
 use super::deadline::{Cloned, Deadline};
-use super::process::{self, Common, Process};
-use super::watch::Watched;
-use super::{Adoption, Identity, Pause, held, identity};
+use super::epoll::Watched;
+use super::pidfd::{self, Common, PidfdProcess};
+use super::{Adoption, Identity, Process, held, identity};
 use crate::error::{IoContext, Step};
 use crate::sys::{self, Errno};
 use crate::text::Text;
@@ -75,7 +75,7 @@ impl Launcher {
     ///
     /// # Errors
     /// The failed step; nothing is left of the process then.
-    pub fn launch(&self, launch: &Launch<'_>) -> Result<Arc<dyn Pause>, Step> {
+    pub fn launch(&self, launch: &Launch<'_>) -> Result<Arc<dyn Process>, Step> {
         self.common.sweep();
         let null = OpenOptions::new()
             .read(true)
@@ -119,7 +119,9 @@ impl Launcher {
             return Err(Step::at(what, path, e));
         }
         match identity::of(pid.unsigned_abs(), &self.boot_id) {
-            Ok(identity) => Ok(Arc::new(Process::new(pidfd, identity, Arc::clone(&self.common)))),
+            Ok(identity) => {
+                Ok(Arc::new(PidfdProcess::new(pidfd, identity, Arc::clone(&self.common))))
+            }
             Err(e) => {
                 let _ = sys::pidfd_send_signal(pidfd.as_fd(), libc::SIGKILL);
                 sys::reap(pidfd.as_fd(), true).step("reap process")?;
@@ -131,14 +133,14 @@ impl Launcher {
     /// Finds a recorded process again.
     pub fn adopt(&self, identity: &Identity) -> Adoption {
         self.common.sweep();
-        process::adopt(identity, &self.boot_id, &self.common)
+        pidfd::adopt(identity, &self.boot_id, &self.common)
     }
 
     /// The process that has a pid now; `None`: nobody.
     ///
     /// # Errors
     /// It cannot be looked at.
-    pub fn open(&self, pid: u32) -> Result<Option<Arc<dyn Pause>>, Step> {
+    pub fn open(&self, pid: u32) -> Result<Option<Arc<dyn Process>>, Step> {
         match identity::of(pid, &self.boot_id) {
             Ok(identity) => match self.adopt(&identity) {
                 Adoption::Alive(process) => Ok(Some(Arc::from(process))),
@@ -169,7 +171,7 @@ impl Launcher {
         &self,
         directory: &Path,
         arguments: &[OsString],
-    ) -> Result<Option<Arc<dyn Pause>>, Step> {
+    ) -> Result<Option<Arc<dyn Process>>, Step> {
         let mut expected: Vec<u8> = Vec::new();
         for argument in arguments {
             expected.extend(argument.as_bytes());
@@ -311,7 +313,6 @@ fn become_program(work: &Work<'_>) -> Result<(), Errno> {
 mod tests {
     use std::os::unix::net::UnixListener;
 
-    use super::super::seccomp;
     use super::*;
 
     fn arguments(script: &str) -> Vec<OsString> {
@@ -323,7 +324,7 @@ mod tests {
         directory: &Path,
         program: &str,
         arguments: &[OsString],
-    ) -> Result<Arc<dyn Pause>, Step> {
+    ) -> Result<Arc<dyn Process>, Step> {
         let socket = UnixListener::bind(directory.join("s")).unwrap();
         launcher.launch(&Launch {
             program: Path::new(program),
@@ -375,7 +376,7 @@ mod tests {
                 .unwrap();
             // The filter is the thread's and its children's.
             let launched = std::thread::spawn(move || {
-                seccomp::without_close_at_execute(errno);
+                sys::filter::without_close_at_execute(errno);
                 let script = "ls -l /proc/$$/fd >out; exit 3";
                 launch(&Launcher::new(None).unwrap(), &path, "/bin/sh", &arguments(script))
             });

@@ -1,0 +1,98 @@
+//! Processes that the daemon makes, adopts or looks at: what names them, how they are made, watched,
+//! killed and reaped.
+
+use std::fmt;
+use std::time::SystemTime;
+
+use futures::future::BoxFuture;
+use serde::{Deserialize, Serialize};
+
+use crate::error::Step;
+use crate::sys;
+use crate::text::Text;
+
+pub(crate) mod deadline;
+pub mod epoll;
+#[cfg(any(test, feature = "fuzzing"))]
+#[doc(hidden)]
+pub mod fuzzing;
+pub mod held;
+pub(crate) mod identity;
+pub(crate) mod pidfd;
+pub mod spawn;
+
+/// A descriptor of our own for one that the service manager passed. The passed one stays open as
+/// long as the process.
+///
+/// # Errors
+/// It is not open.
+pub fn inherited(descriptor: std::os::fd::RawFd) -> std::io::Result<std::os::fd::OwnedFd> {
+    sys::inherited(descriptor).map_err(Into::into)
+}
+
+/// Lets all threads allocate from few heaps: what threads that come and go leave free in heaps of
+/// their own is of use to nobody. For the daemon's beginning, before there are other threads.
+pub fn share_heaps() {
+    const HEAPS: std::ffi::c_int = 2;
+    sys::limit_arenas(HEAPS);
+}
+
+/// Takes back the signals that the daemon was started with blocked, and SIGCHLD if it was ignored.
+/// For the daemon's beginning, before there are other threads.
+///
+/// # Errors
+/// The system's.
+pub fn take_signals() -> std::io::Result<()> {
+    sys::own_signals().map_err(Into::into)
+}
+
+/// What names a pause process across a restart of the daemon; never a bare pid.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Identity {
+    /// Process id on the node.
+    pub pid: u32,
+    /// Field 22 of `/proc/PID/stat`: clock ticks after boot at which the process started.
+    pub start_time: u64,
+    /// Inode of `/proc/PID/ns/pid`.
+    pub pid_namespace: u64,
+    /// `/proc/sys/kernel/random/boot_id`.
+    pub boot_id: Text,
+}
+
+/// The end of a pause process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Exit {
+    /// Exit code, or 128 + signal (137 for SIGKILL), or 255 where nobody could tell.
+    pub status: u32,
+    /// When it was seen.
+    pub at: SystemTime,
+}
+
+/// Exit status where the kernel no longer tells (containerd's `unknownExitCode`).
+pub const UNKNOWN_EXIT: u32 = 255;
+
+/// A running pause process.
+pub trait Process: Send + Sync + fmt::Debug {
+    /// What names it across restarts.
+    fn identity(&self) -> &Identity;
+
+    /// Sends SIGKILL. A process that has ended is success.
+    ///
+    /// # Errors
+    /// The failed step.
+    fn kill(&self) -> Result<(), Step>;
+
+    /// Ends when the process has ended; may be asked any number of times and then answers the same.
+    fn exited(&self) -> BoxFuture<'_, Exit>;
+}
+
+/// What [`Driver::adopt`] found of a recorded process.
+#[derive(Debug)]
+pub enum Adoption {
+    /// Alive and the same process.
+    Alive(Box<dyn Process>),
+    /// Ended, or another process has its pid by now; the exit, or 255 where nobody can tell.
+    Dead(Exit),
+    /// Could not be decided.
+    Unknown(Step),
+}

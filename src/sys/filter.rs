@@ -1,0 +1,46 @@
+//! Instructions of a seccomp filter (seccomp(2)).
+
+use libc::sock_filter;
+
+/// Offsets in `struct seccomp_data`; arguments by their low half (little-endian).
+pub(crate) const NUMBER: u32 = 0;
+pub(crate) const ARCH: u32 = 4;
+pub(crate) const ARGUMENT_0: u32 = 16;
+
+/// Loads the word at `offset`.
+pub(crate) const fn load(offset: u32) -> sock_filter {
+    sock_filter {
+        code: (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16,
+        jt: 0,
+        jf: 0,
+        k: offset,
+    }
+}
+
+/// Jumps from instruction `here` to `yes` if the loaded word equals `k`, else to `no`; forwards
+/// only.
+pub(crate) const fn equal(here: usize, k: u32, yes: usize, no: usize) -> sock_filter {
+    let code = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+    sock_filter { code, jt: (yes - here - 1) as u8, jf: (no - here - 1) as u8, k }
+}
+
+/// Ends the filter with this answer.
+pub(crate) const fn answer(k: u32) -> sock_filter {
+    sock_filter { code: (libc::BPF_RET | libc::BPF_K) as u16, jt: 0, jf: 0, k }
+}
+
+/// Has this thread and its children answered `errno` where they ask for descriptors to be closed at
+/// the exec, as by Linux before 5.11.
+#[cfg(test)]
+pub(crate) fn without_close_at_execute(errno: i32) {
+    const ARGUMENT_2: u32 = ARGUMENT_0 + 2 * 8;
+    let filter = [
+        load(NUMBER),
+        equal(1, libc::SYS_close_range as u32, 2, 4),
+        load(ARGUMENT_2),
+        equal(3, libc::CLOSE_RANGE_CLOEXEC, 5, 4),
+        answer(libc::SECCOMP_RET_ALLOW),
+        answer(libc::SECCOMP_RET_ERRNO | errno.unsigned_abs()),
+    ];
+    super::no_new_privs().and_then(|()| super::install_filter(&filter)).unwrap();
+}
