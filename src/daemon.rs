@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::stat::{Mode, umask};
+use pause_sandboxer::cli::Settings;
 use pause_sandboxer::config::Config;
 use pause_sandboxer::containerd::Store;
 use pause_sandboxer::controller::Controller;
@@ -36,16 +37,11 @@ const DRAIN: Duration = Duration::from_secs(20);
 /// How long the last child of a killed daemon may take to execute its program.
 const LAST_CHILD: Duration = Duration::from_secs(10);
 
-/// Runs the daemon until SIGTERM or SIGINT. `file` and `flags` are where `config` came from, for
-/// SIGHUP.
+/// Runs the daemon until SIGTERM or SIGINT. `settings` are the sources of `config`, for SIGHUP.
 ///
 /// # Errors
-/// The step that kept the daemon from serving.
-pub(crate) fn serve(
-    config: Config,
-    file: Option<PathBuf>,
-    flags: Vec<(String, String)>,
-) -> Result<(), Step> {
+/// The step that failed.
+pub(crate) fn serve(config: Config, settings: Settings) -> Result<(), Step> {
     logging::init(&config).map_err(|reason| Step::new("begin to log", io::Error::other(reason)))?;
     log_panics();
     if !nix::unistd::geteuid().is_root() {
@@ -73,9 +69,8 @@ pub(crate) fn serve(
         .enable_all()
         .build()
         .step("make the runtime")?;
-    let result = runtime.block_on(run(&config, open_files, watched, || {
-        Config::load(file.as_deref(), &flags).map_err(|e| e.to_string())
-    }));
+    let result = runtime
+        .block_on(run(&config, open_files, watched, || settings.load().map_err(|e| e.to_string())));
     // What still blocks, such as the retry of a cleanup, the next daemon takes up.
     runtime.shutdown_timeout(Duration::from_secs(1));
     result

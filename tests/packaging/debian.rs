@@ -5,24 +5,33 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{Command, Output};
 
+use clap::CommandFactory as _;
 use toml::Table;
 
 use super::file;
+
+#[path = "../../examples/package-files.rs"]
+mod package_files;
 
 #[test]
 fn what_it_holds_is_there() {
     let manifest: Table = toml::from_str(&file("Cargo.toml")).unwrap();
     let deb = &manifest["package"]["metadata"]["deb"];
-    let (root, generate) =
-        (Path::new(env!("CARGO_MANIFEST_DIR")), file("packaging/debian/generate"));
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let generated = tempfile::tempdir().unwrap();
+    package_files::write(generated.path()).unwrap();
+    let pages = generated.path().join("pause-sandboxer-check.8");
+    assert!(pages.is_file(), "each command has its page");
     let mut places = Vec::new();
     for asset in deb["assets"].as_array().unwrap() {
         let [source, target] = [0, 1].map(|index| asset[index].as_str().unwrap());
         let name = source.rsplit('/').next().unwrap();
         match source.strip_prefix("target/package/") {
-            Some(written) => {
-                assert!(generate.contains(&format!(">{written}\n")), "nobody writes {written}")
+            Some("*.8") => {}
+            Some("config.toml") => {
+                assert!(file("packaging/debian/generate").contains(">config.toml\n"))
             }
+            Some(written) => assert!(generated.path().join(written).is_file(), "{written}"),
             None if source == "target/release/pause-sandboxer" => {}
             None if name.contains('*') => {
                 assert!(root.join(source).parent().unwrap().is_dir(), "{source}")
@@ -46,6 +55,38 @@ fn what_it_holds_is_there() {
             path.display()
         );
     }
+}
+
+/// Every command and option is in the manual pages and in the completions of every shell.
+#[test]
+fn manual_pages_and_completions_have_every_command_and_option() {
+    let dir = tempfile::tempdir().unwrap();
+    package_files::write(dir.path()).unwrap();
+    let text = |name: &str| fs::read_to_string(dir.path().join(name)).unwrap();
+    let shells = ["pause-sandboxer.bash", "_pause-sandboxer", "pause-sandboxer.fish"].map(&text);
+    let mut cli = pause_sandboxer::cli::Cli::command();
+    cli.build();
+    let (mut pending, mut seen) = (vec![cli], 0);
+    while let Some(command) = pending.pop() {
+        let name = command.get_display_name().unwrap_or(command.get_name());
+        // The man page's hyphens are escaped.
+        let page = text(&format!("{name}.8")).replace("\\-", "-");
+        for arg in command.get_arguments().filter_map(clap::Arg::get_long) {
+            assert!(page.contains(&format!("--{arg}")), "{name}: {arg}");
+            for shell in &shells {
+                assert!(shell.contains(arg), "{name}: {arg}");
+            }
+            seen += 1;
+        }
+        let own = command.get_subcommands().filter(|command| command.get_name() != "help");
+        for one in own {
+            let word = one.get_name();
+            assert!(shells.iter().all(|shell| shell.contains(word)), "{word}");
+            assert!(page.contains(word), "{name}: {word}");
+            pending.push(one.clone());
+        }
+    }
+    assert!(seen > 100, "only {seen} options were seen");
 }
 
 /// The script before a removal, on a node below `root` whose `pause-sandboxer list` does what the

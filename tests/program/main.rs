@@ -29,21 +29,18 @@ fn version_and_help() {
     assert_eq!(stdout(&version), format!("pause-sandboxer {}\n", env!("CARGO_PKG_VERSION")));
     let help = run(&["help"]);
     assert!(help.status.success());
-    assert!(stdout(&help).contains("pause-sandboxer serve"));
+    assert!(stdout(&help).contains("\n  serve "), "{}", stdout(&help));
 }
 
 #[test]
 fn a_command_that_is_not_understood_is_a_usage_error() {
     for (args, part) in
-        [(&["dance"][..], "\"dance\""), (&["serve", "--sockt=/x"], "--sockt"), (&[], "missing")]
+        [(&["dance"][..], "'dance'"), (&["serve", "--sockt=/x"], "--sockt"), (&[], "Usage: ")]
     {
         let output = run(args);
         assert_eq!(output.status.code(), Some(2), "{args:?}");
-        assert!(
-            stderr(&output).starts_with("pause-sandboxer: ") && stderr(&output).contains(part),
-            "{}",
-            stderr(&output)
-        );
+        assert!(stderr(&output).contains(part), "{}", stderr(&output));
+        assert_eq!(stdout(&output), "");
     }
 }
 
