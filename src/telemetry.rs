@@ -1,9 +1,9 @@
-//! The daemon's own numbers, in the text that Prometheus reads (OpenMetrics 1.0).
+//! The daemon's own metrics, in the text format that Prometheus reads (OpenMetrics 1.0).
 //!
-//! Whoever does something counts it here; nothing here waits, and counting costs an atomic
-//! addition. What is so rather than what happened, such as how many sandboxes there are, is looked
-//! at when somebody asks for the text.
+//! Each metric is one entry of a table below. Counting an event costs an atomic addition. The
+//! current state, such as the number of sandboxes, is read when the text is requested.
 
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -15,150 +15,151 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
 
+/// A set of metrics: help, field and type, name, unit and initial value where it has one.
+macro_rules! metrics {
+    (
+        $(#[$attr:meta])*
+        $set:ident {
+            $($(#[doc = $help:literal])+
+            $field:ident: $type:ty = $name:literal $([$unit:ident])? $(from $init:expr)?;)+
+        }
+    ) => {
+        $(#[$attr])*
+        #[derive(Debug)]
+        pub struct $set {
+            $($(#[doc = $help])+ pub $field: $type,)+
+        }
+
+        impl $set {
+            /// All of them, registered under the prefix of `registry`.
+            fn register(registry: &mut Registry) -> Self {
+                $(
+                    let $field = metrics!(@init $type $(, $init)?);
+                    let help = concat!($($help),+).trim_start();
+                    metrics!(@register registry, $name, help, $field.clone() $(, $unit)?);
+                )+
+                Self { $($field,)+ }
+            }
+        }
+    };
+    (@init $type:ty) => { <$type>::default() };
+    (@init $type:ty, $init:expr) => { $init };
+    (@register $registry:ident, $name:literal, $help:ident, $metric:expr) => {
+        $registry.register($name, $help, $metric)
+    };
+    (@register $registry:ident, $name:literal, $help:ident, $metric:expr, $unit:ident) => {
+        $registry.register_with_unit($name, $help, Unit::$unit, $metric)
+    };
+}
+
 mod process;
 
-/// What every metric's name but those of the process begins with.
+/// Prefix of the names of all metrics but those of the process.
 const PREFIX: &str = "pause_sandboxer";
 
-/// Type of the text, for HTTP.
+/// Content type of the text, for HTTP.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
+metrics! {
+    /// What a daemon counts.
+    Metrics {
+        /// Completed calls, by method and gRPC code; CANCELLED: the caller gave up
+        calls: Family<Call, Counter> = "calls";
+        /// Time from the request of a call to its response, without Wait, which lasts as long as
+        /// its sandbox
+        durations: Family<Method, Histogram, fn() -> Histogram> = "call_duration" [Seconds]
+            from Family::new_with_constructor(latency as fn() -> Histogram);
+        /// Calls in progress
+        in_flight: Family<Method, Gauge> = "calls_in_flight";
+        /// Sandboxes by state and driver
+        sandboxes: Family<Kind, Gauge> = "sandboxes";
+        /// Pause processes that exited, for any reason
+        pause_exits: Counter = "pause_exits";
+        /// Failed cleanups, each of which is retried
+        cleanup_failures: Counter = "cleanup_failures";
+        /// Sandboxes whose last cleanup failed
+        cleanups_pending: Gauge = "cleanups_pending";
+        /// Times that deleted files of a pod were restored
+        healed_files: Counter = "healed_files";
+        /// Failed attempts to restore deleted files of a pod, each of which is retried
+        healing_failures: Counter = "healing_failures";
+        /// Duration of the recovery at startup
+        recovery: Gauge<f64, AtomicU64> = "recovery_duration" [Seconds];
+        /// Sandboxes recovered at startup
+        recovered: Gauge = "recovered_sandboxes";
+        /// Records that could not be recovered at startup
+        aside: Gauge = "records_kept_aside";
+    }
+}
+
+/// From 250 us, the time of a fast Start, to 8 s.
+fn latency() -> Histogram {
+    Histogram::new(exponential_buckets(0.00025, 2.0, 16))
+}
+
+/// Labels of a completed call.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct Call {
+pub struct Call {
     method: &'static str,
     code: &'static str,
 }
 
+/// Label of a method.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct Method {
+pub struct Method {
     method: &'static str,
 }
 
+/// Labels of sandboxes.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct Kind {
+pub struct Kind {
     state: &'static str,
     driver: String,
 }
 
-/// What is so when somebody asks.
+/// The current state of the daemon.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Census {
     /// State and driver of every sandbox.
     pub sandboxes: Vec<(&'static str, String)>,
-    /// Every state there is, so that one without sandboxes is shown as 0.
+    /// All states, so that one without sandboxes is shown as 0.
     pub states: Vec<&'static str>,
-    /// Sandboxes whose cleanup has failed and is tried again.
+    /// Sandboxes whose cleanup failed and is retried.
     pub cleanups_pending: usize,
 }
 
-/// Counters of a daemon.
+/// The metrics of a daemon.
 #[derive(Debug)]
 pub struct Telemetry {
     registry: Registry,
-    calls: Family<Call, Counter>,
-    durations: Family<Method, Histogram, fn() -> Histogram>,
-    in_flight: Family<Method, Gauge>,
-    ended: Counter,
-    cleanup_failures: Counter,
-    cleanups_pending: Gauge,
-    healed: Counter,
-    healing_failures: Counter,
-    recovery: Gauge<f64, std::sync::atomic::AtomicU64>,
-    recovered: Gauge,
-    aside: Gauge,
-    sandboxes: Family<Kind, Gauge>,
-    process: process::Numbers,
-    /// Those who ask take turns: the census is written into gauges that all of them read.
+    metrics: Metrics,
+    process: process::Metrics,
+    /// Serializes the writers of text: each sets the gauges of the current state.
     turn: Mutex<()>,
 }
 
 impl Default for Telemetry {
     fn default() -> Self {
         let mut registry = Registry::default();
-        let process = process::Numbers::register(&mut registry);
+        let process = process::Metrics::start(registry.sub_registry_with_prefix("process"));
         let own = registry.sub_registry_with_prefix(PREFIX);
-        // From 250 us, within which a Start may end, to 8 s.
-        let durations: fn() -> Histogram = || Histogram::new(exponential_buckets(0.00025, 2.0, 16));
         let version = Info::new(vec![("version", env!("CARGO_PKG_VERSION"))]);
-        own.register("build", "The daemon that runs", version);
-        let this = Self {
-            calls: Family::default(),
-            durations: Family::new_with_constructor(durations),
-            in_flight: Family::default(),
-            ended: Counter::default(),
-            cleanup_failures: Counter::default(),
-            cleanups_pending: Gauge::default(),
-            healed: Counter::default(),
-            healing_failures: Counter::default(),
-            recovery: Gauge::default(),
-            recovered: Gauge::default(),
-            aside: Gauge::default(),
-            sandboxes: Family::default(),
-            process,
-            registry: Registry::default(),
-            turn: Mutex::new(()),
-        };
-        own.register(
-            "calls",
-            "Calls that have ended, by method and gRPC code; CANCELLED: the caller gave up",
-            this.calls.clone(),
-        );
-        own.register_with_unit(
-            "call_duration",
-            "Time from a call's request to its answer, but of Wait, which lasts as long as its sandbox",
-            Unit::Seconds,
-            this.durations.clone(),
-        );
-        own.register("calls_in_flight", "Calls that are being answered", this.in_flight.clone());
-        own.register("sandboxes", "Sandboxes by state and driver", this.sandboxes.clone());
-        own.register(
-            "pause_exits",
-            "Pauses that have ended, for whatever reason",
-            this.ended.clone(),
-        );
-        own.register(
-            "cleanup_failures",
-            "Cleanups that have failed and are tried again",
-            this.cleanup_failures.clone(),
-        );
-        own.register(
-            "cleanups_pending",
-            "Sandboxes whose last cleanup has failed",
-            this.cleanups_pending.clone(),
-        );
-        own.register(
-            "healed_files",
-            "Times that a pod's deleted files were put back",
-            this.healed.clone(),
-        );
-        own.register(
-            "healing_failures",
-            "Tries to put a pod's deleted files back that have failed and are repeated",
-            this.healing_failures.clone(),
-        );
-        own.register_with_unit(
-            "recovery_duration",
-            "Time that it took to take over the sandboxes of the daemon before",
-            Unit::Seconds,
-            this.recovery.clone(),
-        );
-        own.register(
-            "recovered_sandboxes",
-            "Sandboxes that were taken over at the start",
-            this.recovered.clone(),
-        );
-        own.register(
-            "records_kept_aside",
-            "Records that could not be taken over at the start",
-            this.aside.clone(),
-        );
-        Self { registry, ..this }
+        own.register("build", "The running daemon", version);
+        let metrics = Metrics::register(own);
+        Self { registry, metrics, process, turn: Mutex::new(()) }
+    }
+}
+
+impl std::ops::Deref for Telemetry {
+    type Target = Metrics;
+
+    fn deref(&self) -> &Metrics {
+        &self.metrics
     }
 }
 
 impl Telemetry {
-    /// A call of `method` begins. It counts as CANCELLED if what is answered is dropped before its
-    /// end.
+    /// Counts a call of `method` as started; dropping the result counts it as CANCELLED.
     pub fn call(self: &Arc<Self>, method: &'static str) -> Running {
         self.in_flight.get_or_create(&Method { method }).inc();
         Running { of: Some(Arc::clone(self)), method, begun: Instant::now() }
@@ -172,34 +173,14 @@ impl Telemetry {
         }
     }
 
-    /// A pause has ended.
-    pub fn pause_ended(&self) {
-        self.ended.inc();
-    }
-
-    /// A cleanup has failed and will be tried again.
-    pub fn cleanup_failed(&self) {
-        self.cleanup_failures.inc();
-    }
-
-    /// A pod's deleted files were put back.
-    pub fn files_healed(&self) {
-        self.healed.inc();
-    }
-
-    /// A pod's deleted files could not be put back, which is tried again.
-    pub fn healing_failed(&self) {
-        self.healing_failures.inc();
-    }
-
-    /// Recovery took this long, took over so many sandboxes and kept so many records aside.
+    /// Sets the outcome of the recovery.
     pub fn recovered(&self, took: Duration, sandboxes: usize, aside: usize) {
         self.recovery.set(took.as_secs_f64());
         self.recovered.set(sandboxes.try_into().unwrap_or(i64::MAX));
         self.aside.set(aside.try_into().unwrap_or(i64::MAX));
     }
 
-    /// All numbers as text. Blocks: reads of `/proc`.
+    /// All metrics as text. Blocks: reads `/proc`.
     pub fn text(&self, census: &Census) -> String {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         self.sandboxes.clear();
@@ -220,10 +201,10 @@ impl Telemetry {
     }
 }
 
-/// A call that is being answered.
+/// A call in progress.
 #[derive(Debug)]
 pub struct Running {
-    /// Until it is counted.
+    /// `None` once it is counted.
     of: Option<Arc<Telemetry>>,
     method: &'static str,
     begun: Instant,
@@ -235,7 +216,7 @@ impl Running {
         self.method
     }
 
-    /// It was answered with this code.
+    /// Counts it as completed with this code.
     pub fn ended(&mut self, code: &'static str) {
         if let Some(of) = self.of.take() {
             of.called(self.method, code, self.begun.elapsed());
@@ -254,14 +235,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_happened_is_counted() {
+    fn events_are_counted() {
         let telemetry = Arc::new(Telemetry::default());
         telemetry.call("Start").ended("OK");
         telemetry.call("Start").ended("INTERNAL");
         drop(telemetry.call("Start"));
         telemetry.call("Wait").ended("OK");
         let mut running = telemetry.call("Stop");
-        telemetry.cleanup_failed();
+        telemetry.cleanup_failures.inc();
         telemetry.recovered(Duration::from_millis(250), 3, 1);
         let census = Census {
             sandboxes: vec![("ready", "native".to_owned()), ("ready", "native".to_owned())],
@@ -291,7 +272,7 @@ mod tests {
             .find_map(|line| line.strip_prefix("process_resident_memory_bytes "))
             .unwrap();
         assert!(memory.parse::<u64>().unwrap() > 4096);
-        // What is no more is not shown as it was.
+        // Sandboxes that are gone are not shown any more.
         running.ended("OK");
         assert!(!telemetry.text(&Census::default()).contains("pause_sandboxer_sandboxes{"));
     }

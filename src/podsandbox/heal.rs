@@ -28,14 +28,14 @@ impl Sandbox {
             Ok(restored) => {
                 let failed = self.healing.failing.swap(false, SeqCst);
                 if restored {
-                    self.work.telemetry.files_healed();
+                    self.work.telemetry.healed_files.inc();
                 }
                 if restored || failed {
                     log::info!(sandbox = self.id(); "files that were gone are back");
                 }
             }
             Err(steps) => {
-                self.work.telemetry.healing_failed();
+                self.work.telemetry.healing_failures.inc();
                 if !self.healing.failing.swap(true, SeqCst) {
                     for step in steps {
                         log::error!(sandbox = self.id(); "put back files that are gone: {step}");

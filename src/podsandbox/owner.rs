@@ -345,7 +345,7 @@ impl Owner {
         // Behind the beginning of the cleanup, which somebody may wait for.
         if seen {
             log::info!(sandbox = self.id(), status = exit.status; "the pause has ended");
-            self.work.telemetry.pause_ended();
+            self.work.telemetry.pause_exits.inc();
         }
     }
 
@@ -402,7 +402,7 @@ impl Owner {
             Action::RetryAfter(failures) => {
                 let delay = exit::CLEANUP.delay(failures);
                 log::warn!(sandbox = self.id(), failures = failures; "cleanup is tried again in {} s", delay.as_secs());
-                self.work.telemetry.cleanup_failed();
+                self.work.telemetry.cleanup_failures.inc();
                 self.published.change(|published| published.failures = failures);
                 self.alarm = Some(Instant::now() + delay);
             }

@@ -1,4 +1,4 @@
-//! The daemon as a process, under the names that Prometheus' clients agree on.
+//! Metrics of the daemon's process, under the names common to Prometheus clients.
 
 use std::fs;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,43 +10,32 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::{Registry, Unit};
 
-/// Numbers of the process.
-#[derive(Debug, Default)]
-pub(super) struct Numbers {
-    resident: Gauge,
-    open: Gauge,
-    most: Gauge,
-    cpu: Counter<f64, AtomicU64>,
-    start: Gauge<f64, AtomicU64>,
+metrics! {
+    /// What is measured of the process.
+    Metrics {
+        /// Resident memory of the daemon
+        resident: Gauge = "resident_memory" [Bytes];
+        /// Open file descriptors of the daemon
+        open: Gauge = "open_fds";
+        /// Maximum number of open file descriptors of the daemon
+        most: Gauge = "max_fds";
+        /// CPU time of the daemon
+        cpu: Counter<f64, AtomicU64> = "cpu" [Seconds];
+        /// Start time of the daemon since the epoch
+        start: Gauge<f64, AtomicU64> = "start_time" [Seconds];
+    }
 }
 
-impl Numbers {
-    pub(super) fn register(registry: &mut Registry) -> Self {
-        let this = Self::default();
-        let process = registry.sub_registry_with_prefix("process");
-        let bytes = "Resident memory of the daemon";
-        process.register_with_unit("resident_memory", bytes, Unit::Bytes, this.resident.clone());
-        process.register("open_fds", "Open file descriptors of the daemon", this.open.clone());
-        process.register("max_fds", "File descriptors that the daemon may open", this.most.clone());
-        process.register_with_unit(
-            "cpu",
-            "Processor time of the daemon",
-            Unit::Seconds,
-            this.cpu.clone(),
-        );
-        process.register_with_unit(
-            "start_time",
-            "When the daemon was started, after the epoch",
-            Unit::Seconds,
-            this.start.clone(),
-        );
-        // About now: it is one of the first things that a daemon does.
-        this.start
-            .set(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64());
+impl Metrics {
+    /// Registers them. Sets the start time to now, as this is one of the daemon's first steps.
+    pub(super) fn start(registry: &mut Registry) -> Self {
+        let this = Self::register(registry);
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        this.start.set(since.as_secs_f64());
         this
     }
 
-    /// Reads them; one that cannot be read stays as it was.
+    /// Reads them; one that cannot be read keeps its value.
     pub(super) fn read(&self) {
         let page = sysconf(SysconfVar::PAGE_SIZE).ok().flatten().unwrap_or(4096);
         // Pages: size, resident, … (proc_pid_statm(5)).

@@ -21,10 +21,10 @@ const OF_PROMETHEUS: [&str; 1] = ["up"];
 fn exported() -> BTreeMap<String, BTreeSet<String>> {
     let telemetry = Arc::new(Telemetry::default());
     telemetry.call("Start").ended("OK");
-    telemetry.pause_ended();
-    telemetry.cleanup_failed();
-    telemetry.files_healed();
-    telemetry.healing_failed();
+    telemetry.pause_exits.inc();
+    telemetry.cleanup_failures.inc();
+    telemetry.healed_files.inc();
+    telemetry.healing_failures.inc();
     telemetry.recovered(Duration::from_secs(1), 1, 1);
     let census = Census {
         sandboxes: vec![("ready", "native".to_owned())],
