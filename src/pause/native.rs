@@ -83,6 +83,7 @@ impl Native {
                 .step_at("open", "/proc")?,
             image,
             root: rootfs::make()?,
+            common: Common::new(cgroups.freezer())?,
             deadline: Deadline::new(cgroups.freezer()),
             cgroups,
             boot_id: identity::boot_id()?,
@@ -91,7 +92,6 @@ impl Native {
                 .parse()
                 .map_err(invalid)
                 .step_at("read", LAST_CAPABILITY)?,
-            common: Common::new()?,
             mark: None,
         })
     }

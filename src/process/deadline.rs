@@ -6,14 +6,16 @@
 //! while; between looks it sleeps, so that a child in time costs no system call and wakes no
 //! thread.
 
-use std::ffi::c_int;
-use std::io;
+use std::ffi::{CString, c_int};
+use std::fs::{self, File};
+use std::io::{self, Read as _};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::sys::{self, Born};
+use super::identity;
+use crate::sys::{self, Born, Errno};
 
 /// How long a child may take.
 const WITHIN: Duration = Duration::from_secs(10);
@@ -182,6 +184,35 @@ pub(crate) fn poll_until(until: Instant, mut done: impl FnMut() -> bool) -> io::
         thread::sleep(Duration::from_millis(1));
     }
     Ok(())
+}
+
+/// Moves a killed process out of its cgroup if version 1 holds it frozen there: it does not exit
+/// before. It keeps its pid as long.
+pub(crate) fn thaw_if_frozen(freezer: &OwnedFd, pid: u32) -> io::Result<()> {
+    let cgroups = match fs::read_to_string(format!("/proc/{pid}/cgroup")) {
+        Err(e) if identity::gone(&e) => return Ok(()),
+        other => other?,
+    };
+    let path = cgroups.lines().find_map(|line| {
+        let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
+        controllers.split(',').any(|name| name == "freezer").then_some(path)
+    });
+    let Some(path) = path else { return Ok(()) };
+    let state = CString::new(format!("./{path}/freezer.state"))?;
+    let mut state = match sys::open(Some(freezer.as_fd()), &state, libc::O_RDONLY, 0) {
+        // The root, which is never frozen, or a cgroup that has been removed since.
+        Err(Errno(libc::ENOENT)) => return Ok(()),
+        other => File::from(other?),
+    };
+    let mut frozen = String::new();
+    state.read_to_string(&mut frozen)?;
+    match frozen.trim() {
+        "THAWED" => Ok(()),
+        _ => match thaw(freezer, pid.cast_signed()) {
+            Err(Errno(libc::ESRCH)) => Ok(()),
+            other => other.map_err(Into::into),
+        },
+    }
 }
 
 /// A panic elsewhere leaves these values whole.

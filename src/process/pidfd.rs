@@ -13,6 +13,7 @@ use std::time::{Duration, SystemTime};
 use futures::future::BoxFuture;
 use tokio::sync::Notify;
 
+use super::deadline;
 use super::epoll::{Watch, Watched};
 use super::identity::{self, Stat};
 use super::{Adoption, Exit, Identity, Process, UNKNOWN_EXIT};
@@ -94,8 +95,15 @@ impl Process for PidfdProcess {
     fn kill(&self) -> Result<(), Step> {
         self.killed.store(true, Relaxed);
         match sys::pidfd_send_signal(self.pidfd.as_fd(), libc::SIGKILL) {
-            Ok(()) | Err(Errno(libc::ESRCH)) => Ok(()),
-            Err(e) => Err(e).step("kill the process"),
+            Ok(()) => {}
+            Err(Errno(libc::ESRCH)) => return Ok(()),
+            Err(e) => return Err(e).step("kill the process"),
+        }
+        match &self.common.freezer {
+            Some(freezer) => {
+                deadline::thaw_if_frozen(freezer, self.identity.pid).step("thaw the killed process")
+            }
+            None => Ok(()),
         }
     }
 
@@ -195,6 +203,8 @@ fn status(end: End) -> u32 {
 pub(crate) struct Common {
     /// Of their pidfds.
     pub(crate) watch: Arc<Watch>,
+    /// Root of version 1's freezer hierarchy, where their cgroups may be frozen.
+    freezer: Option<Arc<OwnedFd>>,
     orphans: Mutex<Orphans>,
 }
 
@@ -219,8 +229,8 @@ impl Common {
     ///
     /// # Errors
     /// The failed step.
-    pub(crate) fn new() -> Result<Arc<Self>, Step> {
-        Ok(Arc::new(Self { watch: Watch::new()?, orphans: Mutex::default() }))
+    pub(super) fn new(freezer: Option<Arc<OwnedFd>>) -> Result<Arc<Self>, Step> {
+        Ok(Arc::new(Self { watch: Watch::new()?, freezer, orphans: Mutex::default() }))
     }
 
     fn take(self: &Arc<Self>, pid: u32, pidfd: Arc<OwnedFd>, killed: bool) {
@@ -295,7 +305,7 @@ mod tests {
 
     #[test]
     fn of_anothers_child_nothing_is_kept() {
-        let common = Common::new().unwrap();
+        let common = Common::new(None).unwrap();
         // Its parent ends, so it is no child of this process.
         let out = Command::new("sh")
             .args(["-c", "sleep 1000 >/dev/null 2>&1 & echo $!"])
@@ -316,7 +326,7 @@ mod tests {
     #[test]
     #[expect(clippy::zombie_processes, reason = "it is reaped by what is tested")]
     fn a_child_that_does_not_end_is_kept_once_and_reaped_in_the_end() {
-        let common = Common::new().unwrap();
+        let common = Common::new(None).unwrap();
         let child = Command::new("sleep").arg("1000").spawn().unwrap();
         // As if it had been killed, and the kernel kept it.
         for _ in 0..20 {

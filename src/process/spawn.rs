@@ -63,7 +63,7 @@ impl Launcher {
         Ok(Self {
             boot_id: identity::boot_id()?,
             open_files,
-            common: Common::new()?,
+            common: Common::new(None)?,
             deadline: Deadline::new(None),
         })
     }

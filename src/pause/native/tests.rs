@@ -120,6 +120,29 @@ fn no_pause_is_put_into_a_frozen_cgroup_of_version_1() {
     assert!(!cgroup.exists());
 }
 
+#[tokio::test]
+async fn a_kill_ends_a_pause_that_is_frozen() {
+    let root = Path::new("/sys/fs/cgroup/freezer");
+    if !root.exists() {
+        eprintln!("skipped: no freezer of version 1 on this machine");
+        return;
+    }
+    let driver = Native::with(Cgroups::find().unwrap(), image::open().unwrap()).unwrap();
+    let plan = plan("frozen-kill", "/");
+    let pause = driver.start(&plan).unwrap();
+    // Also one that an earlier daemon has started.
+    let Adoption::Alive(adopted) = driver.adopt(&plan.site(), pause.identity()) else {
+        panic!("it is not adopted")
+    };
+    let state = root.join(&*plan.id).join("freezer.state");
+    fs::write(&state, "FROZEN").unwrap();
+    adopted.kill().unwrap();
+    let exit = tokio::time::timeout(std::time::Duration::from_secs(30), pause.exited()).await;
+    assert_eq!(exit.expect("it has not exited").status, 137);
+    assert_eq!(fs::read_to_string(&state).unwrap().trim(), "FROZEN", "the cgroup is as it was");
+    driver.cleanup(&plan.site()).unwrap();
+}
+
 #[test]
 fn a_cleanup_ends_what_is_frozen() {
     let root = Path::new("/sys/fs/cgroup/freezer");
