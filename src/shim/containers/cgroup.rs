@@ -3,6 +3,7 @@
 
 use std::fs::OpenOptions;
 use std::io::{self, Write as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Component, Path, PathBuf};
 
 use crate::error::{IoContext as _, Step};
@@ -11,6 +12,47 @@ use crate::error::{IoContext as _, Step};
 /// container's id: `ID`, or `PREFIX-ID.scope` with systemd.
 pub fn names(cgroups: &str, id: &str) -> bool {
     lines(cgroups).any(|(_, path)| path.split('/').any(|part| is_named(part, id)))
+}
+
+/// Whether a process with this content of `/proc/PID/cgroup` is in the container's cgroup. `mount` is
+/// where the cgroup file systems are.
+///
+/// A user who has a delegated cgroup can create others in it and give them any name. The kernel makes
+/// the user the owner of each directory that they can create others in, so a name counts only where
+/// root owns the directory that contains it. A hierarchy that is not mounted below `mount` has no
+/// owner to check; its name counts if no other hierarchy tells.
+pub fn holds(mount: &Path, cgroups: &str, id: &str) -> bool {
+    if !names(cgroups, id) {
+        return false;
+    }
+    let mut checked = false;
+    for (controllers, path) in lines(cgroups) {
+        for root in roots(mount, controllers) {
+            let cgroup = below(&root, path, id).into_iter().next();
+            match cgroup.and_then(|cgroup| cgroup.parent()?.metadata().ok()) {
+                Some(parent) if parent.uid() == 0 => return true,
+                Some(_) => checked = true,
+                None => {}
+            }
+        }
+    }
+    !checked
+}
+
+/// Where the hierarchy with these controllers may be mounted: version 1 has a directory or a link
+/// for each controller, and names its hierarchies without controllers.
+fn roots(mount: &Path, controllers: &str) -> Vec<PathBuf> {
+    if controllers.is_empty() {
+        return unified(mount).into_iter().collect();
+    }
+    let directory = |name: &str| mount.join(name.strip_prefix("name=").unwrap_or(name));
+    controllers.split(',').map(directory).collect()
+}
+
+/// Mount point of the unified hierarchy.
+fn unified(mount: &Path) -> Option<PathBuf> {
+    let mut places = [mount.to_owned(), mount.join("unified")].into_iter();
+    places.find(|dir| dir.join("cgroup.controllers").exists())
 }
 
 fn is_named(part: &str, id: &str) -> bool {
@@ -48,12 +90,7 @@ fn lines(cgroups: &str) -> impl Iterator<Item = (&str, &str)> {
 pub fn end(mount: &Path, cgroups: &str, id: &str) -> Result<(), Step> {
     for (controllers, path) in lines(cgroups) {
         if controllers.is_empty() {
-            let unified = [mount.to_owned(), mount.join("unified")];
-            let Some(unified) =
-                unified.into_iter().find(|dir| dir.join("cgroup.controllers").exists())
-            else {
-                continue;
-            };
+            let Some(unified) = unified(mount) else { continue };
             // All below it too.
             for dir in below(&unified, path, id).into_iter().take(1) {
                 put(&dir.join("cgroup.kill"), "1")?;
@@ -125,6 +162,31 @@ mod tests {
         ] {
             assert!(!names(no, id), "{no}");
         }
+    }
+
+    #[test]
+    fn a_name_in_a_cgroup_that_a_user_has_made_does_not_count() {
+        let (mount, id) = (tempfile::tempdir().unwrap(), "0123abcd");
+        let make = |dir: &str| fs::create_dir_all(mount.path().join(dir)).unwrap();
+        let user = "user.slice/user@1000.service";
+        for dir in ["kubepods/pod1", user] {
+            make(&format!("{dir}/{id}"));
+            make(&format!("pids/{dir}/{id}"));
+        }
+        fs::write(mount.path().join("cgroup.controllers"), "").unwrap();
+        for dir in [user.to_owned(), format!("{user}/{id}"), format!("pids/{user}")] {
+            std::os::unix::fs::chown(mount.path().join(dir), Some(1000), Some(1000)).unwrap();
+        }
+        let counts = |cgroups: &str| holds(mount.path(), cgroups, id);
+        assert!(counts(&format!("0::/kubepods/pod1/{id}")));
+        assert!(counts(&format!("0::/kubepods/pod1/{id}/nested")));
+        assert!(counts(&format!("4:pids:/kubepods/pod1/{id}\n0::/")));
+        assert!(!counts(&format!("0::/{user}/{id}")));
+        assert!(!counts(&format!("4:pids:/{user}/{id}\n0::/{user}/{id}")));
+        assert!(!counts("0::/kubepods/pod1"));
+        // Not mounted here: no owner to check.
+        assert!(counts(&format!("5:memory:/kubepods/pod1/{id}")));
+        assert!(!counts(&format!("5:memory:/{user}/{id}\n4:pids:/{user}/{id}")));
     }
 
     #[test]

@@ -140,8 +140,10 @@ fn is_ending(pid: u32) -> bool {
 /// id.
 fn living_of(pid: u32, containers: &[Container]) -> Vec<(&Container, String)> {
     let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-    let mut of: Vec<_> =
-        containers.iter().filter(|container| cgroup::names(&cgroups, &container.id)).collect();
+    let mut of: Vec<_> = containers
+        .iter()
+        .filter(|container| cgroup::holds(Path::new(ROOT), &cgroups, &container.id))
+        .collect();
     if is_ending(pid) {
         of.clear();
     }
