@@ -7,7 +7,10 @@
 use std::ffi::c_int;
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::path::Path;
+
+use nix::sys::socket::{UnixAddr, getsockname, getsockopt, sockopt};
 
 use super::Identity;
 use super::identity::{self, Stat};
@@ -50,6 +53,41 @@ impl Held {
             Err(e) => Err(e).step("kill a process"),
         }
     }
+}
+
+/// A descriptor of our own for the socket of a process that listens at `address`, as the socket
+/// itself tells. `None`: the process has exited, or has no such socket.
+///
+/// # Errors
+/// It cannot be taken; Linux older than 5.6 and some security modules refuse.
+pub fn listening_socket(identity: &Identity, address: &Path) -> Result<Option<OwnedFd>, Step> {
+    let Some(process) = Held::open(identity.pid)? else { return Ok(None) };
+    // Checked when the process is held: its pid may be another's by now.
+    if !identity::matches(identity)? {
+        return Ok(None);
+    }
+    let directory = format!("/proc/{}/fd", identity.pid);
+    for entry in fs::read_dir(&directory).step_at("read directory", &directory)?.flatten() {
+        let target = fs::read_link(entry.path()).unwrap_or_default();
+        let number = entry.file_name().to_str().and_then(|number| number.parse().ok());
+        let Some(number) = number.filter(|_| target.to_string_lossy().starts_with("socket:"))
+        else {
+            continue;
+        };
+        match sys::pidfd_getfd(process.pidfd.as_fd(), number) {
+            Ok(socket) if listens_at(&socket, address) => return Ok(Some(socket)),
+            // Closed meanwhile.
+            Ok(_) | Err(Errno(libc::EBADF)) => {}
+            Err(e) => return Err(e).step("take a socket of a process"),
+        }
+    }
+    Ok(None)
+}
+
+fn listens_at(socket: &OwnedFd, address: &Path) -> bool {
+    let bound = getsockname::<UnixAddr>(socket.as_raw_fd());
+    getsockopt(socket, sockopt::AcceptConn).unwrap_or(false)
+        && bound.is_ok_and(|bound| bound.path() == Some(address))
 }
 
 /// When a process was started, in clock ticks after boot; of one that cannot be reaped meanwhile.

@@ -229,7 +229,7 @@ impl Common {
     ///
     /// # Errors
     /// The failed step.
-    pub(super) fn new(freezer: Option<Arc<OwnedFd>>) -> Result<Arc<Self>, Step> {
+    pub(crate) fn new(freezer: Option<Arc<OwnedFd>>) -> Result<Arc<Self>, Step> {
         Ok(Arc::new(Self { watch: Watch::new()?, freezer, orphans: Mutex::default() }))
     }
 

@@ -32,7 +32,7 @@ use super::{Pod, command, log as shim_log, placement, task};
 use crate::error::{IoContext as _, Step, gone};
 use crate::pool::{self, Class};
 use crate::process::spawn::Launch;
-use crate::process::{Exit, Process, epoll::Watched};
+use crate::process::{Exit, Process, epoll::Watched, held};
 
 /// An endpoint whose shim is ours.
 #[derive(Debug)]
@@ -53,7 +53,8 @@ struct Now {
     open: bool,
     /// What an earlier daemon has left is not known yet: a shim may live.
     unsure: bool,
-    /// The socket; `None` also while a shim serves that an earlier daemon has launched.
+    /// The socket; `None` also while a shim serves that an earlier daemon has launched, and that it
+    /// cannot be taken from.
     listener: Option<Arc<OwnedFd>>,
     shim: Option<Arc<dyn Process>>,
     log: Option<shim_log::Reader>,
@@ -200,8 +201,10 @@ impl Handover {
                     self.finish_launch(&shim);
                 }
                 let log = self.shim.read_again(&shim);
+                let listener = self.take_listener(&shim);
                 let mut now = self.now();
                 (now.open, now.unsure, now.shim, now.log) = (true, false, Some(shim), log);
+                now.listener = listener;
                 self.stir(now);
                 Ok(())
             }
@@ -215,6 +218,24 @@ impl Handover {
                 }
                 self.stir(now);
                 Ok(())
+            }
+        }
+    }
+
+    /// The endpoint's socket, from the shim that holds it: callers then wait in its queue while one
+    /// shim ends and the next is launched, as they do with the daemon that has made it. Without it
+    /// the endpoint gets a new socket at the same path when the shim has exited.
+    fn take_listener(&self, shim: &Arc<dyn Process>) -> Option<Arc<OwnedFd>> {
+        // A socket that nobody can find by its path is of no use.
+        if !self.socket().exists() {
+            return None;
+        }
+        match held::listening_socket(shim.identity(), &self.new_socket()) {
+            Ok(listener) => listener.map(Arc::new),
+            Err(step) => {
+                log::info!(sandbox = self.shim.id.as_str(); "failed to take task socket from shim; \
+                    it is rebound after the shim's exit: {step}");
+                None
             }
         }
     }

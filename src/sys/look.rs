@@ -1,10 +1,11 @@
 //! System calls that look at files of other users without waiting for the servers of their file
-//! systems.
+//! systems, and at descriptors of other processes.
 
-use std::ffi::{CStr, c_uint};
+use std::ffi::{CStr, c_int, c_uint};
 use std::mem::size_of;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
-use super::{Plain, Result, syscall, zeroed};
+use super::{Plain, Result, arg, owned, syscall, zeroed};
 
 // SAFETY: numbers only.
 unsafe impl Plain for libc::statx {}
@@ -29,4 +30,12 @@ pub(crate) fn attribute(path: &CStr, name: &CStr, value: &mut [u8]) -> Result<us
     unsafe {
         syscall(libc::SYS_getxattr, [path, name, value.as_mut_ptr() as usize, value.len(), 0, 0])
     }
+}
+
+/// pidfd_getfd(2), since Linux 5.6: a descriptor of our own for one of another process. It closes at
+/// exec.
+pub(crate) fn pidfd_getfd(pidfd: BorrowedFd<'_>, number: c_int) -> Result<OwnedFd> {
+    let number = number.unsigned_abs() as usize;
+    // SAFETY: no pointers.
+    unsafe { syscall(libc::SYS_pidfd_getfd, [arg(pidfd), number, 0, 0, 0, 0]) }.map(owned)
 }

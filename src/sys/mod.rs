@@ -29,7 +29,7 @@ mod mount;
 mod privileges;
 mod program;
 
-pub(crate) use look::{attribute, device_and_inode};
+pub(crate) use look::{attribute, device_and_inode, pidfd_getfd};
 pub(crate) use memory::limit_arenas;
 pub(crate) use mount::{
     attach_mount, detach_here, enter_directory, make_mounts_private, new_tmpfs, pivot_here,

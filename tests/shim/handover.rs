@@ -1,14 +1,16 @@
 //! Shims that get their socket from the sandboxer: the pods of the native driver.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use kit::ContainerSpec;
 use kit::machine::processes::{self, Proc};
+use kit::{ContainerSpec, Pod};
 use nix::sys::signal::Signal;
+use sha2::{Digest as _, Sha256};
 
 use crate::harness::{
     Case, Harness, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, removed, shims,
@@ -27,6 +29,7 @@ pub(crate) fn cases() -> Vec<Case> {
         processes_that_do_not_end_cost_the_daemon_nothing,
         a_shim_that_does_not_come_is_an_error,
         a_killed_daemon_finds_the_shim_again,
+        a_restarted_daemon_keeps_the_socket_that_its_shim_has,
         a_shim_that_dies_without_a_daemon_ends_the_pod,
         a_shim_that_cannot_be_looked_for_is_found_later,
         a_pod_that_is_removed_while_its_dead_shim_is_cleaned_up_leaves_nothing,
@@ -370,6 +373,37 @@ async fn a_killed_daemon_finds_the_shim_again(harness: Arc<Harness>) -> Result<(
         no_shim(&pod).await?;
     }
     Ok(())
+}
+
+/// The socket of the pod's endpoint, as the file at its path.
+fn socket(harness: &Harness, pod: &Pod) -> Result<u64> {
+    let digest = Sha256::digest(pod.id().as_bytes());
+    let name: String = digest.iter().take(16).map(|byte| format!("{byte:02x}")).collect();
+    let path = harness.node.layout().sandboxer_state().join("shims").join(name);
+    Ok(fs::metadata(&path).with_context(|| path.display().to_string())?.ino())
+}
+
+/// A new socket at its path would have another inode, and whoever had called before would have been
+/// refused.
+async fn a_restarted_daemon_keeps_the_socket_that_its_shim_has(
+    harness: Arc<Harness>,
+) -> Result<()> {
+    let pod = harness.pod("socket").await?;
+    let first = pod.run(ContainerSpec::sleeping("a")).await?;
+    let (shim, made) = (one_shim(&pod).await?, socket(&harness, &pod)?);
+    for _ in 0..2 {
+        harness.restart().await?;
+    }
+    first.stop().await?;
+    first.remove().await?;
+    signal(shim.pid, Signal::SIGTERM)?;
+    no_shim(&pod).await?;
+    let second = pod.run(ContainerSpec::sleeping("b")).await?;
+    ensure!(one_shim(&pod).await?.pid != shim.pid, "the same shim");
+    ensure!(socket(&harness, &pod)? == made, "another socket");
+    ensure!(second.sh("echo hello").await?.trim() == "hello", "exec");
+    removed(&pod).await?;
+    no_shim(&pod).await
 }
 
 async fn a_shim_that_dies_without_a_daemon_ends_the_pod(harness: Arc<Harness>) -> Result<()> {
