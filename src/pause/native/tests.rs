@@ -127,11 +127,11 @@ async fn a_kill_ends_a_pause_that_is_frozen() {
         eprintln!("skipped: no freezer of version 1 on this machine");
         return;
     }
-    let driver = Native::with(Cgroups::find().unwrap(), image::open().unwrap()).unwrap();
+    let driver = Native::with(Cgroups::find().unwrap(), binary::open().unwrap()).unwrap();
     let plan = plan("frozen-kill", "/");
     let pause = driver.start(&plan).unwrap();
     // Also one that an earlier daemon has started.
-    let Adoption::Alive(adopted) = driver.adopt(&plan.site(), pause.identity()) else {
+    let Adoption::Alive(adopted) = driver.adopt(&plan.cgroup_ref(), pause.identity()) else {
         panic!("it is not adopted")
     };
     let state = root.join(&*plan.id).join("freezer.state");
@@ -140,7 +140,7 @@ async fn a_kill_ends_a_pause_that_is_frozen() {
     let exit = tokio::time::timeout(std::time::Duration::from_secs(30), pause.exited()).await;
     assert_eq!(exit.expect("it has not exited").status, 137);
     assert_eq!(fs::read_to_string(&state).unwrap().trim(), "FROZEN", "the cgroup is as it was");
-    driver.cleanup(&plan.site()).unwrap();
+    driver.cleanup(&plan.cgroup_ref()).unwrap();
 }
 
 #[test]
