@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build install deb package-files demo parity test test-node check fmt lint doc deny parts unit lts releases fuzz fuzz-short soak test-deb test-vm bench bench-quick flame clean
+.PHONY: help build install deb package-files demo parity test test-node check fmt lint doc deny parts unit lts releases conformance fuzz fuzz-short soak test-deb test-vm bench bench-quick flame clean
 
 CARGO ?= cargo
 PREFIX ?= /usr/local
@@ -10,10 +10,12 @@ DENY_VERSION := 0.20.2
 DENY := target/tools/bin/cargo-deny
 DEB_VERSION := 3.8.0
 DEB := target/tools/bin/cargo-deb
-# containerd's long-term release, and what else of the supported ones `go install` builds beside
-# Debian's 2.1: 2.0 replaces a module in its go.mod, which `go install` refuses.
+# containerd's long-term release, and the newest of the other supported ones; `debian` is Debian's 2.1.
 LTS := 2.3.7
-RELEASES := 2.4.2
+RELEASES := 2.0.14 debian 2.4.2
+# Of critest and crictl, and the releases that `make conformance` runs it on.
+CRI_TOOLS := 1.36.0
+CONFORMANCE ?= $(LTS)
 DEB_BINARY ?= target/release/pause-sandboxer
 DEB_REVISION ?= 1
 
@@ -59,7 +61,7 @@ fmt:
 # Those that run on another node are no targets by themselves.
 lint:
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
-	$(CARGO) clippy --locked --test deb --test systemd --test selinux -- -D warnings
+	$(CARGO) clippy --locked --test deb --test systemd --test selinux --test conformance -- -D warnings
 	fuzz/run lint
 
 doc:
@@ -93,6 +95,14 @@ releases: ## the containerd suite and restarts on the newest release, built with
 		parts=$$(tests/kit/fetch-release $$release) && export PARTS_DIR="$$parts" && \
 		$(CARGO) test --locked --test containerd -- ::ours && \
 		$(CARGO) test --locked --test faults -- node_containerd_restarts || exit 1; \
+	done
+
+conformance: ## kubelet's test suite of CRI, critest, with both controllers, on the long-term release; CONFORMANCE="2.0.14 debian" on others
+	directory=$$(tests/kit/fetch-conformance $(CRI_TOOLS)) && \
+	export CONFORMANCE_DIR="$$directory" RESULTS_DIR="$(CURDIR)/target/results" && \
+	for release in $(CONFORMANCE); do \
+		parts=$$(tests/kit/fetch-release $$release) && \
+		PARTS_DIR="$$parts" $(CARGO) test --locked --test conformance || exit 1; \
 	done
 
 fuzz-short: ## fuzzes all that the daemon decodes for 30 s; FUZZ_SECONDS sets another length

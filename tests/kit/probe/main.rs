@@ -3,6 +3,9 @@
 //! - `pause`: waits for ever and reaps; the pause image of the built-in controller.
 //! - `shm-make KEY TEXT`, `shm-read KEY`, `shm-remove KEY`: a System V shared memory segment.
 //! - `serve PORT NAME`: answers every line of every connection with `NAME: LINE`.
+//! - `web PORT WORD...`: a web server that answers whatever it is asked for; its id is in
+//!   `/run/NAME.pid`, NAME being its program's, and the words are there to be seen in its arguments.
+//! - `euid`: prints its effective user id.
 //!
 //! With `PROBE_AS=stranger` in its environment it waits for ever, whatever its arguments are, and
 //! with `PROBE_AS=hidden` it takes the memory of its arguments away before.
@@ -20,6 +23,7 @@ unsafe extern "C" {
     fn shmat(id: c_int, address: *const c_void, flags: c_int) -> *mut c_void;
     fn shmctl(id: c_int, command: c_int, buffer: *mut c_void) -> c_int;
     fn alarm(seconds: u32) -> u32;
+    fn geteuid() -> u32;
     fn munmap(address: *mut c_void, length: usize) -> c_int;
 }
 
@@ -28,6 +32,8 @@ const SIG_IGN: usize = 1;
 const IPC_CREAT: c_int = 0o1000;
 const IPC_EXCL: c_int = 0o2000;
 const IPC_RMID: c_int = 0;
+const USAGE: &str = "usage: probe pause | shm-make KEY TEXT | shm-read KEY | shm-remove KEY | \
+                     serve PORT NAME | web PORT WORD... | euid";
 /// Size of every segment, bytes.
 const SEGMENT: usize = 4096;
 
@@ -42,7 +48,9 @@ fn main() -> ExitCode {
         ["shm-read", key] => parse(key).and_then(shm_read),
         ["shm-remove", key] => parse(key).and_then(shm_remove),
         ["serve", port, name] => parse(port).and_then(|port: u16| serve(port, name)),
-        _ => Err(io::Error::other("usage: probe pause | shm-make KEY TEXT | shm-read KEY | shm-remove KEY | serve PORT NAME")),
+        ["web", port, ..] => parse(port).and_then(web),
+        ["euid"] => euid(),
+        _ => Err(io::Error::other(USAGE)),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -150,5 +158,33 @@ fn answer(connection: TcpStream, name: &str) -> io::Result<()> {
     for line in BufReader::new(connection).lines() {
         writeln!(answers, "{name}: {}", line?)?;
     }
+    Ok(())
+}
+
+fn web(port: u16) -> io::Result<()> {
+    let program = env::args().next().unwrap_or_default();
+    let name = program.rsplit('/').next().unwrap_or_default().to_owned();
+    let listener = TcpListener::bind(("0.0.0.0", port))?;
+    std::fs::write(format!("/run/{name}.pid"), format!("{}\n", std::process::id()))?;
+    println!("{name} listens");
+    for connection in listener.incoming() {
+        let connection = connection?;
+        thread::spawn(move || page(connection));
+    }
+    Ok(())
+}
+
+fn page(mut connection: TcpStream) -> io::Result<()> {
+    let mut asked = BufReader::new(connection.try_clone()?);
+    let mut line = String::new();
+    while asked.read_line(&mut line)? > 0 && !line.trim().is_empty() {
+        line.clear();
+    }
+    connection.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nConnection: close\r\n\r\nok\n")
+}
+
+fn euid() -> io::Result<()> {
+    // SAFETY: takes nothing and cannot fail.
+    println!("Effective uid: {}", unsafe { geteuid() });
     Ok(())
 }

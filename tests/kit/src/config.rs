@@ -158,13 +158,14 @@ pub(crate) fn write(
     }
     network(layout, parts)?;
     let extra = options.containerd_config.replace("{top}", &layout.top.to_string_lossy());
-    let containerd =
-        options.containerd_config_head.clone() + &containerd(layout, snapshotter, options) + &extra;
+    let containerd = options.containerd_config_head.clone()
+        + &containerd(layout, parts, snapshotter, options)
+        + &extra;
     fs::write(layout.containerd_config(), containerd).context("write containerd's config")?;
     fs::write(layout.sandboxer_config(), sandboxer(layout)).context("write the sandboxer's config")
 }
 
-fn containerd(layout: &Layout, snapshotter: &str, options: &Options) -> String {
+fn containerd(layout: &Layout, parts: &Parts, snapshotter: &str, options: &Options) -> String {
     let (level, cri) = (if options.lean { "info" } else { "debug" }, &options.cri_config);
     let top = layout.top.display();
     let mut text = format!(
@@ -197,7 +198,7 @@ restrict_oom_score_adj = {restricted}
 netns_mounts_under_state_dir = true
 {cri}
 [plugins."io.containerd.cri.v1.runtime".cni]
-bin_dirs = ["{top}/cni/bin"]
+{bin_dirs}
 conf_dir = "{top}/cni/conf"
 
 [plugins."io.containerd.cri.v1.runtime".containerd]
@@ -211,6 +212,11 @@ address = "{sandboxer}"
         sandboxer = layout.sandboxer_socket().display(),
         restricted = oom_restricted(),
         default = Handler::Builtin.name(),
+        bin_dirs = if parts.version().starts_with("2.0.") {
+            format!("bin_dir = \"{top}/cni/bin\"")
+        } else {
+            format!("bin_dirs = [\"{top}/cni/bin\"]")
+        },
     );
     let systemd = Keeper::chosen() == Keeper::Systemd;
     for handler in Handler::ALL {

@@ -1,5 +1,5 @@
-//! The images of a node, made on the spot: one of busybox for containers, one that holds only a
-//! pause program.
+//! Images, made on the spot. Every node has two: one of busybox for containers, one that holds only
+//! a pause program.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -25,27 +25,37 @@ pub const PROBE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/probe"));
 /// # Errors
 /// busybox does not run, or the archive cannot be written.
 pub fn write_archive(path: &Path) -> Result<()> {
-    let images = [
-        image(TEST_IMAGE, &busybox_layer()?, &["/bin/sh"], "")?,
-        // The user and the command of the image that most nodes have.
-        image(PAUSE_IMAGE, &pause_layer()?, &["/pause"], "65535:65535")?,
-    ];
+    write(
+        path,
+        &[
+            Image::new(TEST_IMAGE, &busybox_layer()?, &["/bin/sh"], "")?,
+            // The user and the command of the image that most nodes have.
+            Image::new(PAUSE_IMAGE, &pause_layer()?, &["/pause"], "65535:65535")?,
+        ],
+    )
+}
+
+/// Writes an OCI image archive, for `ctr images import`.
+///
+/// # Errors
+/// It cannot be written.
+pub fn write(path: &Path, images: &[Image]) -> Result<()> {
     let index = json!({
         "schemaVersion": 2,
         "mediaType": "application/vnd.oci.image.index.v1+json",
         "manifests": images.iter().map(|i| i.descriptor.clone()).collect::<Vec<_>>(),
     });
     let file = std::fs::File::create(path).with_context(|| format!("create {}", path.display()))?;
-    let mut archive = Layer(tar::Builder::new(file));
+    let mut archive = Layer::new(file);
     archive.file("oci-layout", 0o644, br#"{"imageLayoutVersion":"1.0.0"}"#)?;
     archive.file("index.json", 0o644, &serde_json::to_vec(&index)?)?;
     let mut written = BTreeSet::new();
-    for blob in images.into_iter().flat_map(|i| i.blobs) {
+    for blob in images.iter().flat_map(|i| &i.blobs) {
         if written.insert(blob.digest.clone()) {
             archive.file(&format!("blobs/sha256/{}", blob.digest), 0o644, &blob.bytes)?;
         }
     }
-    archive.0.into_inner()?.flush()?;
+    archive.finish()?.flush()?;
     Ok(())
 }
 
@@ -64,33 +74,40 @@ impl Blob {
     }
 }
 
-struct Image {
+/// An image of one layer, for this machine's processor.
+pub struct Image {
     descriptor: Value,
     blobs: Vec<Blob>,
 }
 
-fn image(name: &str, layer: &[u8], command: &[&str], user: &str) -> Result<Image> {
-    let layer = Blob::new(layer.to_vec());
-    let config = Blob::new(serde_json::to_vec(&json!({
-        "architecture": architecture(),
-        "os": "linux",
-        "config": { "Env": ["PATH=/bin"], "Entrypoint": command, "User": user },
-        "rootfs": { "type": "layers", "diff_ids": [format!("sha256:{}", layer.digest)] },
-    }))?);
-    let manifest = Blob::new(serde_json::to_vec(&json!({
-        "schemaVersion": 2,
-        "mediaType": "application/vnd.oci.image.manifest.v1+json",
-        "config": config.descriptor("application/vnd.oci.image.config.v1+json"),
-        "layers": [layer.descriptor("application/vnd.oci.image.layer.v1.tar")],
-    }))?);
-    let mut descriptor = manifest.descriptor("application/vnd.oci.image.manifest.v1+json");
-    descriptor["annotations"] = json!({ "io.containerd.image.name": name });
-    descriptor["platform"] = json!({ "architecture": architecture(), "os": "linux" });
-    Ok(Image { descriptor, blobs: vec![layer, config, manifest] })
+impl Image {
+    /// An image by its name with tag. `user` is empty, or as in an image's config.
+    ///
+    /// # Errors
+    /// It cannot be encoded.
+    pub fn new(name: &str, layer: &[u8], command: &[&str], user: &str) -> Result<Self> {
+        let layer = Blob::new(layer.to_vec());
+        let config = Blob::new(serde_json::to_vec(&json!({
+            "architecture": architecture(),
+            "os": "linux",
+            "config": { "Env": ["PATH=/bin"], "Entrypoint": command, "User": user },
+            "rootfs": { "type": "layers", "diff_ids": [format!("sha256:{}", layer.digest)] },
+        }))?);
+        let manifest = Blob::new(serde_json::to_vec(&json!({
+            "schemaVersion": 2,
+            "mediaType": "application/vnd.oci.image.manifest.v1+json",
+            "config": config.descriptor("application/vnd.oci.image.config.v1+json"),
+            "layers": [layer.descriptor("application/vnd.oci.image.layer.v1.tar")],
+        }))?);
+        let mut descriptor = manifest.descriptor("application/vnd.oci.image.manifest.v1+json");
+        descriptor["annotations"] = json!({ "io.containerd.image.name": name });
+        descriptor["platform"] = json!({ "architecture": architecture(), "os": "linux" });
+        Ok(Self { descriptor, blobs: vec![layer, config, manifest] })
+    }
 }
 
 /// The name that OCI images have for this machine's processor.
-fn architecture() -> &'static str {
+pub fn architecture() -> &'static str {
     match std::env::consts::ARCH {
         "x86_64" => "amd64",
         "aarch64" => "arm64",
@@ -104,7 +121,7 @@ fn busybox_layer() -> Result<Vec<u8>> {
         .output()
         .with_context(|| format!("run {BUSYBOX} --list"))?;
     ensure!(listed.status.success(), "{BUSYBOX} --list: {}", listed.status);
-    let mut layer = Layer(tar::Builder::new(Vec::new()));
+    let mut layer = Layer::new(Vec::new());
     for directory in ["bin/", "dev/", "etc/", "proc/", "root/", "run/", "sys/"] {
         layer.directory(directory, 0o755)?;
     }
@@ -120,19 +137,32 @@ fn busybox_layer() -> Result<Vec<u8>> {
     for applet in String::from_utf8(listed.stdout)?.lines().filter(|applet| *applet != "busybox") {
         layer.symlink(&format!("bin/{applet}"), "busybox")?;
     }
-    Ok(layer.0.into_inner()?)
+    layer.finish()
 }
 
 fn pause_layer() -> Result<Vec<u8>> {
-    let mut layer = Layer(tar::Builder::new(Vec::new()));
+    let mut layer = Layer::new(Vec::new());
     layer.file("pause", 0o755, PROBE)?;
-    Ok(layer.0.into_inner()?)
+    layer.finish()
 }
 
 /// A tar archive whose entries are the same on every machine and at any time.
-struct Layer<W: Write>(tar::Builder<W>);
+pub struct Layer<W: Write>(tar::Builder<W>);
 
 impl<W: Write> Layer<W> {
+    /// An empty one, written to `to`.
+    pub fn new(to: W) -> Self {
+        Self(tar::Builder::new(to))
+    }
+
+    /// Ends it.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn finish(self) -> Result<W> {
+        Ok(self.0.into_inner()?)
+    }
+
     fn header(kind: tar::EntryType, mode: u32, size: usize) -> tar::Header {
         let mut header = tar::Header::new_ustar();
         header.set_entry_type(kind);
@@ -144,19 +174,40 @@ impl<W: Write> Layer<W> {
         header
     }
 
-    fn file(&mut self, path: &str, mode: u32, bytes: &[u8]) -> Result<()> {
+    /// Adds a file.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn file(&mut self, path: &str, mode: u32, bytes: &[u8]) -> Result<()> {
         let mut header = Self::header(tar::EntryType::Regular, mode, bytes.len());
         Ok(self.0.append_data(&mut header, path, bytes)?)
     }
 
-    fn directory(&mut self, path: &str, mode: u32) -> Result<()> {
+    /// Adds a directory.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn directory(&mut self, path: &str, mode: u32) -> Result<()> {
         let mut header = Self::header(tar::EntryType::Directory, mode, 0);
         Ok(self.0.append_data(&mut header, path, std::io::empty())?)
     }
 
-    fn symlink(&mut self, path: &str, target: &str) -> Result<()> {
+    /// Adds a symbolic link.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn symlink(&mut self, path: &str, target: &str) -> Result<()> {
         let mut header = Self::header(tar::EntryType::Symlink, 0o777, 0);
         Ok(self.0.append_link(&mut header, path, target)?)
+    }
+
+    /// Adds another name of a file that was added before.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn link(&mut self, path: &str, file: &str) -> Result<()> {
+        let mut header = Self::header(tar::EntryType::Link, 0o755, 0);
+        Ok(self.0.append_link(&mut header, path, file)?)
     }
 }
 

@@ -26,13 +26,13 @@
 pub mod controller;
 pub mod cri;
 pub mod grpc;
+pub mod image;
 pub mod machine;
 pub mod nri;
 
 mod config;
 mod events;
 mod forward;
-mod image;
 mod node;
 mod parts;
 mod pod;

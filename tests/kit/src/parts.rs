@@ -54,6 +54,17 @@ impl Parts {
         self.bin.join(name)
     }
 
+    /// The version of containerd, without what a packager or builder has added to it; empty if it
+    /// does not say.
+    pub fn version(&self) -> String {
+        let said = Command::new(self.program("containerd")).arg("--version").output();
+        let said = said.map(|done| done.stdout).unwrap_or_default();
+        let said = String::from_utf8_lossy(&said).into_owned();
+        let version = said.split_whitespace().nth(2).unwrap_or_default();
+        let version = version.trim_start_matches('v');
+        version.split(['+', '~']).next().unwrap_or_default().to_owned()
+    }
+
     /// A runc that containers with a user namespace need: the machine's own may be too old for
     /// idmapped mounts.
     pub fn runc(&self) -> PathBuf {

@@ -1,0 +1,209 @@
+//! `make conformance`: kubelet's own test suite of CRI, critest, with the pods of containerd's
+//! built-in controller and with this sandboxer's. It fails when a case passes with the built-in and
+//! not here.
+//!
+//! usage: conformance [CASE...], each a regular expression
+//!
+//! All happens in network and IPC namespaces of its own, with a registry on loopback that holds
+//! images made here. CONFORMANCE_DIR names what `tests/kit/fetch-conformance` has fetched,
+//! CONFORMANCE_AT_ONCE how many cases run at a time, CONFORMANCE_LOGS where critest's logs go.
+
+mod crictl;
+mod images;
+mod known;
+mod registry;
+mod suite;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use kit::{Handler, Node, Options, Thing};
+use nix::sched::{CloneFlags, unshare};
+use serde_json::json;
+use suite::{Critest, Outcome, Outcomes};
+
+/// Cases at a time: most of their time is waiting.
+const AT_ONCE: usize = 4;
+/// Tries of a case that is known to be flaky with both.
+const TRIES: usize = 3;
+/// How long what the pods have left may take to go. Segments of shared memory, which critest
+/// leaves, stay.
+const SETTLE: Duration = Duration::from_secs(5);
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(e) => {
+            eprintln!("conformance: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<bool> {
+    let focus: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
+    let directory = std::env::var_os("CONFORMANCE_DIR")
+        .map(PathBuf::from)
+        .context("CONFORMANCE_DIR is not set; `make conformance` sets it")?;
+    // Before there are threads, which would keep the machine's. Cases use fixed ports, map ports
+    // with iptables and make segments of shared memory.
+    unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWIPC).context("unshare")?;
+    let up = Command::new("ip").args(["link", "set", "lo", "up"]).status()?;
+    ensure!(up.success(), "ip link set lo up: {up}");
+    tokio::runtime::Runtime::new()?.block_on(both(&directory, &focus))
+}
+
+async fn both(directory: &Path, focus: &[String]) -> Result<bool> {
+    let options = Options {
+        sandboxer: Some(PathBuf::from(env!("CARGO_BIN_EXE_pause-sandboxer"))),
+        containerd_config: registry::CONTAINERD.to_owned(),
+        ..Options::default()
+    };
+    let node = Node::start(options).await?;
+    prepare(&node).await?;
+    let images = images::all(registry::ADDRESS, &directory.join("busybox"))?;
+    let _registry = registry::start(&directory.join("docker-registry"), &node, images).await?;
+    let at_once = match std::env::var("CONFORMANCE_AT_ONCE") {
+        Ok(number) => number.parse().context("CONFORMANCE_AT_ONCE")?,
+        Err(_) => AT_ONCE,
+    };
+    let critest = Critest::new(directory.to_owned(), at_once);
+    let mut runs = Vec::new();
+    for handler in Handler::ALL {
+        // The first pod makes what stays, such as the bridge.
+        crictl::session(&directory.join("crictl"), &node, handler)
+            .await
+            .with_context(|| format!("crictl with {}", handler.name()))?;
+        let before = node.snapshot()?;
+        let mut outcomes = critest.run(&node, handler, focus).await?;
+        again(&critest, &node, handler, &mut outcomes).await?;
+        runs.push(outcomes);
+        if handler == Handler::Ours {
+            let left = node.left_since(&before, SETTLE).await?;
+            // Those are of critest itself.
+            let left: Vec<String> = left
+                .iter()
+                .filter(|thing| !matches!(thing, Thing::Segment(..)))
+                .map(ToString::to_string)
+                .collect();
+            ensure!(left.is_empty(), "left behind:\n  {}", left.join("\n  "));
+        }
+    }
+    let [builtin, ours] = runs.as_slice() else { unreachable!("two handlers") };
+    let fine = compare(builtin, ours);
+    let version = node.parts().version();
+    write(&version, directory, builtin, ours)?;
+    Ok(fine)
+}
+
+/// A node that maps ports, with a runc that knows idmapped mounts, and with the sandboxer.
+async fn prepare(node: &Arc<Node>) -> Result<()> {
+    node.stop_containerd().await?;
+    let top = &node.layout().top;
+    let portmap = node.parts().cni_plugins().join("portmap");
+    std::os::unix::fs::symlink(portmap, top.join("cni/bin/portmap"))?;
+    let path = top.join("cni/conf/10-pods.conflist");
+    let mut network: serde_json::Value = serde_json::from_slice(&fs::read(&path)?)?;
+    let plugins = network["plugins"].as_array_mut().context("a network without plugins")?;
+    plugins.push(json!({ "type": "portmap", "capabilities": { "portMappings": true } }));
+    fs::write(&path, network.to_string())?;
+    let path = node.layout().containerd_config();
+    let root = format!("Root = \"{}/runc\"\n", top.display());
+    let runc = node.parts().runc().canonicalize()?;
+    let with = format!("{root}BinaryName = \"{}\"\n", runc.display());
+    fs::write(&path, fs::read_to_string(&path)?.replace(&root, &with))?;
+    node.start_containerd().await?;
+    node.start_sandboxer().await
+}
+
+/// Tries again what is known to be flaky with both.
+async fn again(
+    critest: &Critest,
+    node: &Node,
+    handler: Handler,
+    outcomes: &mut Outcomes,
+) -> Result<()> {
+    for attempt in 2..=TRIES {
+        let flaky: Vec<String> = outcomes
+            .iter()
+            .filter(|(case, outcome)| {
+                matches!(outcome, Outcome::Failed(_)) && known::FLAKY.contains(&case.as_str())
+            })
+            .map(|(case, _)| case.clone())
+            .collect();
+        if flaky.is_empty() {
+            break;
+        }
+        println!("{}: try {attempt} of {}", handler.name(), flaky.join("; "));
+        let only: Vec<String> = flaky.iter().map(|case| suite::only(case)).collect();
+        outcomes.extend(critest.run(node, handler, &only).await?);
+    }
+    Ok(())
+}
+
+/// Prints what did not pass with both, and whether this sandboxer passes all that the built-in
+/// passes.
+fn compare(builtin: &Outcomes, ours: &Outcomes) -> bool {
+    let none = Outcome::Failed("it did not run".to_owned());
+    let mut regressions = 0;
+    for case in names(builtin, ours) {
+        let theirs = builtin.get(case).unwrap_or(&none);
+        let here = ours.get(case).unwrap_or(&none);
+        if *theirs == Outcome::Passed && *here != Outcome::Passed {
+            regressions += 1;
+            println!("NOT HERE: {case}: {} ({})", here.word(), here.why());
+        } else if *theirs != Outcome::Passed || *here != Outcome::Passed {
+            println!("{case}: built-in {} ({})", theirs.word(), theirs.why());
+            println!("    here {} ({})", here.word(), here.why());
+        }
+    }
+    let passed = |outcomes: &Outcomes| outcomes.values().filter(|o| **o == Outcome::Passed).count();
+    println!(
+        "conformance: {} cases passed with the built-in controller, {} with this sandboxer; \
+         {regressions} with the built-in alone",
+        passed(builtin),
+        passed(ours)
+    );
+    regressions == 0
+}
+
+/// All cases of both runs.
+fn names<'a>(builtin: &'a Outcomes, ours: &'a Outcomes) -> Vec<&'a String> {
+    let mut names: Vec<&String> = builtin.keys().chain(ours.keys()).collect();
+    names.sort();
+    names.dedup();
+    names
+}
+
+/// Writes the outcomes where the generator of the documents finds them.
+fn write(version: &str, directory: &Path, builtin: &Outcomes, ours: &Outcomes) -> Result<()> {
+    let Some(results) = std::env::var_os("RESULTS_DIR").map(PathBuf::from) else { return Ok(()) };
+    let critest = fs::read_to_string(directory.join("complete"))?;
+    let cases: Vec<_> = names(builtin, ours)
+        .into_iter()
+        .map(|case| {
+            let of =
+                |outcomes: &Outcomes| outcomes.get(case).map(|o| (o.word(), o.why().to_owned()));
+            json!({ "case": case, "builtin": of(builtin), "ours": of(ours) })
+        })
+        .collect();
+    let date = Command::new("date").args(["-u", "+%F"]).output()?.stdout;
+    let date = String::from_utf8(date)?.trim().to_owned();
+    let result = json!({
+        "containerd": version,
+        "critest": critest.trim(),
+        "date": date,
+        "cases": cases,
+    });
+    fs::create_dir_all(&results)?;
+    fs::write(
+        results.join(format!("conformance-{version}.json")),
+        serde_json::to_string_pretty(&result)?,
+    )
+    .context("write the results")
+}

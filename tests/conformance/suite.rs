@@ -1,0 +1,177 @@
+//! One run of critest, and what became of its cases.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use kit::{Handler, Node, Process};
+use serde_json::Value;
+
+use crate::known;
+
+/// What a run may take; a hang is a failure that says where.
+const LIMIT: Duration = Duration::from_secs(1200);
+
+/// What became of a case.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    Passed,
+    /// It says itself why this node cannot run it.
+    Skipped(String),
+    Failed(String),
+}
+
+impl Outcome {
+    /// As a word.
+    pub(crate) fn word(&self) -> &'static str {
+        match self {
+            Self::Passed => "passed",
+            Self::Skipped(_) => "skipped",
+            Self::Failed(_) => "failed",
+        }
+    }
+
+    /// The reason of one that has not passed.
+    pub(crate) fn why(&self) -> &str {
+        match self {
+            Self::Passed => "",
+            Self::Skipped(why) | Self::Failed(why) => why,
+        }
+    }
+}
+
+/// The outcomes by the cases' full names.
+pub(crate) type Outcomes = BTreeMap<String, Outcome>;
+
+/// The programs and how they are run.
+pub(crate) struct Critest {
+    directory: PathBuf,
+    /// Cases at a time.
+    at_once: usize,
+}
+
+impl Critest {
+    /// Those of a directory that `tests/kit/fetch-conformance` has filled.
+    pub(crate) fn new(directory: PathBuf, at_once: usize) -> Self {
+        Self { directory, at_once }
+    }
+
+    /// Runs all cases, or those whose names match one of these regular expressions, with the pods
+    /// of `handler`.
+    pub(crate) async fn run(
+        &self,
+        node: &Node,
+        handler: Handler,
+        focus: &[String],
+    ) -> Result<Outcomes> {
+        let begun = Instant::now();
+        let top = &node.layout().top;
+        let scratch = top.join("critest");
+        fs::create_dir_all(&scratch)?;
+        let (report, log) = (scratch.join("report.json"), scratch.join("log"));
+        let _ = fs::remove_file(&report);
+        let mut command = self.command(&scratch);
+        for case in focus {
+            command.arg(format!("--focus={case}"));
+        }
+        let socket = format!("unix://{}", node.layout().containerd_socket().display());
+        command
+            .arg(self.directory.join("critest.test"))
+            .arg("--")
+            .arg(format!("-runtime-endpoint={socket}"))
+            .arg(format!("-image-endpoint={socket}"))
+            .arg(format!("-runtime-handler={}", handler.name()))
+            .arg("-config=/dev/null");
+        let mut process = Process::spawn(command, &log)?;
+        let limit = kit::patient(LIMIT);
+        while process.ended()?.is_none() {
+            ensure!(begun.elapsed() < limit, "critest is not done after {limit:?}: {}", tail(&log));
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+        // Its exit code only says that a case has failed.
+        let outcomes = parse(&report).with_context(|| tail(&log))?;
+        ensure!(!outcomes.is_empty(), "critest ran no case: {}", tail(&log));
+        let seconds = begun.elapsed().as_secs();
+        println!("{}: {} cases in {seconds} s", handler.name(), outcomes.len());
+        if let Some(logs) = std::env::var_os("CONFORMANCE_LOGS").map(PathBuf::from) {
+            fs::create_dir_all(&logs)?;
+            fs::copy(&log, logs.join(format!("{}.log", handler.name())))?;
+        }
+        Ok(outcomes)
+    }
+
+    fn command(&self, scratch: &Path) -> Command {
+        let mut command = Command::new(self.directory.join("ginkgo"));
+        command
+            // The logs of its pods are removed with the node.
+            .env("TMPDIR", scratch)
+            .arg("run")
+            .arg(format!("--procs={}", self.at_once))
+            .args(["--no-color", "--skip=benchmark", "--keep-going", "--timeout=30m"])
+            .arg("--json-report=report.json")
+            .arg(format!("--output-dir={}", scratch.display()));
+        command
+    }
+}
+
+/// A regular expression that matches this case alone. What is matched begins with the suite's name.
+pub(crate) fn only(case: &str) -> String {
+    let mut quoted = String::new();
+    for c in case.chars() {
+        if !c.is_alphanumeric() && c != ' ' {
+            quoted.push('\\');
+        }
+        quoted.push(c);
+    }
+    format!(" {quoted}$")
+}
+
+fn parse(report: &Path) -> Result<Outcomes> {
+    let text = fs::read_to_string(report).context("critest wrote no report")?;
+    let suites: Value = serde_json::from_str(&text).context("read critest's report")?;
+    let specs = suites[0]["SpecReports"].as_array().context("no SpecReports")?;
+    let mut outcomes = Outcomes::new();
+    for spec in specs {
+        let message = || {
+            let message = spec["Failure"]["Message"].as_str().unwrap_or_default();
+            message.lines().next().unwrap_or_default().to_owned()
+        };
+        let is_case = spec["LeafNodeType"] == "It";
+        let outcome = match spec["State"].as_str() {
+            // What the filter leaves out is skipped without a word.
+            Some("skipped") if message().is_empty() => continue,
+            Some("pending") => continue,
+            Some("passed") => Outcome::Passed,
+            Some("skipped") => Outcome::Skipped(message()),
+            Some(state) => Outcome::Failed(format!("{state}: {}", message())),
+            None => bail!("a spec without a state: {spec}"),
+        };
+        if is_case {
+            let name = name(spec);
+            let cannot = known::CANNOT_RUN.iter().find(|(case, _)| *case == name);
+            let outcome = match (outcome, cannot) {
+                (Outcome::Failed(_), Some((_, why))) => Outcome::Skipped((*why).to_owned()),
+                (outcome, _) => outcome,
+            };
+            outcomes.insert(name, outcome);
+        } else if let Outcome::Failed(why) = outcome {
+            bail!("{}: {why}", spec["LeafNodeType"]);
+        }
+    }
+    Ok(outcomes)
+}
+
+fn name(spec: &Value) -> String {
+    let above = spec["ContainerHierarchyTexts"].as_array().map_or(&[][..], Vec::as_slice);
+    let texts = above.iter().chain([&spec["LeafNodeText"]]);
+    texts.filter_map(Value::as_str).collect::<Vec<_>>().join(" ")
+}
+
+fn tail(log: &Path) -> String {
+    let text = fs::read_to_string(log).unwrap_or_default();
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(40)..].join("\n")
+}
