@@ -1,0 +1,339 @@
+//! Commands of the runtime that are under way, and what their ends mean.
+
+use std::os::fd::AsFd as _;
+use std::path::PathBuf;
+
+use containerd_shim_protos::api;
+use containerd_shim_protos::events::task as task_events;
+
+use crate::container::state::{Event, Notice};
+use crate::error::{Code, Context as _, Error};
+use crate::events;
+use crate::exits::Exit;
+use crate::io::Stdio;
+use crate::io::console::ConsoleSocket;
+use crate::options;
+use crate::runtime::{self, Command, Place};
+use crate::server::Reply;
+use crate::shim::{Key, Shim};
+use crate::task::{self, Answer};
+
+/// A command and who waits for it.
+#[derive(Debug)]
+pub struct Job {
+    /// The command.
+    pub command: Command,
+    /// What it is for.
+    pub purpose: Purpose,
+    /// The container, or its exec.
+    pub key: Key,
+    /// Whom to answer.
+    pub reply: Option<Reply>,
+}
+
+/// What a command is for.
+#[derive(Debug)]
+pub enum Purpose {
+    /// Creates a container; its terminal comes by the socket.
+    Create(Option<ConsoleSocket>),
+    /// Removes what is left of a container that could not be created, for this reason.
+    Discard(Error),
+    /// Starts a container.
+    Start,
+    /// Restores one from a checkpoint.
+    Restore(Option<ConsoleSocket>),
+    /// Starts an exec.
+    Exec(Option<ConsoleSocket>),
+    /// Deletes a container.
+    Delete,
+    /// Signals it.
+    Kill,
+    /// Kills what a container's first process has left.
+    Sweep,
+    /// Lets what is left in a paused container end.
+    Thaw,
+    /// Pauses it.
+    Pause,
+    /// Resumes it.
+    Resume,
+    /// Changes its resources.
+    Update,
+    /// Writes a checkpoint: into the first; the second directory is removed.
+    Checkpoint(String, Option<PathBuf>),
+}
+
+impl Shim {
+    /// Starts a command for a container, which is busy until its end.
+    pub fn run_for(
+        &mut self,
+        key: Key,
+        reply: Option<Reply>,
+        purpose: Purpose,
+        arguments: &[&str],
+    ) -> Result<(), Error> {
+        let place = Place::default();
+        self.run_in(key, reply, purpose, arguments, &place)
+    }
+
+    /// [`Shim::run_for`] with standard streams or a file.
+    pub fn run_in(
+        &mut self,
+        key: Key,
+        reply: Option<Reply>,
+        purpose: Purpose,
+        arguments: &[&str],
+        place: &Place<'_>,
+    ) -> Result<(), Error> {
+        let missing = || Error::not_found("container not created");
+        let container = self.containers.get_mut(&key.id).ok_or_else(missing)?;
+        let command = container.runtime.start(arguments, place)?;
+        if key.exec.is_empty() {
+            container.busy.get_or_insert_default();
+        }
+        self.jobs.insert(command.pid, Job { command, purpose, key, reply });
+        Ok(())
+    }
+
+    /// A command has ended.
+    pub fn finished(&mut self, job: Job, exit: Exit) {
+        let Job { mut command, purpose, key, reply } = job;
+        let status = exit.status;
+        let bundle = self.containers.get(&key.id).map(|container| container.bundle.clone());
+        let bundle = bundle.unwrap_or_default();
+        let mut done = |what: &str| match status {
+            0 => Ok(()),
+            _ => Err(command.failure(what, status, &bundle)),
+        };
+        let answer = match purpose {
+            Purpose::Create(console) => {
+                let done = done("OCI runtime create failed");
+                self.create_finished(&key, reply, console, done)
+            }
+            Purpose::Discard(reason) => {
+                if let Err(e) = done("discard") {
+                    log_failure(&key, &e);
+                }
+                self.discard(&key.id);
+                Err(reason)
+            }
+            Purpose::Start => self.start_finished(&key, done("OCI runtime start failed")),
+            Purpose::Restore(console) => {
+                let done = done("OCI runtime restore failed");
+                self.restore_finished(&key, reply, console, done)
+            }
+            Purpose::Exec(console) => {
+                let done = done("OCI runtime exec failed");
+                self.exec_finished(&key, reply, console, done)
+            }
+            Purpose::Delete => self.delete_finished(&key, done("failed to delete task")),
+            Purpose::Kill => done("")
+                .map_err(|e| runtime::kill_error(without_prefix(e)))
+                .and_then(|()| task::empty()),
+            Purpose::Sweep => {
+                if let Err(e) = done("OCI runtime killall failed") {
+                    log_failure(&key, &e);
+                }
+                self.swept(&key);
+                Ok(None)
+            }
+            Purpose::Thaw => {
+                if let Err(e) = done("resume exited container") {
+                    log_failure(&key, &e);
+                }
+                self.sweep(&key);
+                Ok(None)
+            }
+            Purpose::Pause => self.pause_finished(&key, done("OCI runtime pause failed")),
+            Purpose::Resume => self.pause_finished(&key, done("OCI runtime resume failed")),
+            Purpose::Update => done("OCI runtime update failed").and_then(|()| task::empty()),
+            Purpose::Checkpoint(path, work) => {
+                let done = done("OCI runtime checkpoint failed");
+                self.checkpoint_finished(&key, &path, work, done)
+            }
+        };
+        if let Some(reply) = reply {
+            self.answer(reply, answer);
+        }
+        self.release(&key);
+    }
+
+    /// The runtime is done with a process, unless there is another command: the calls that have
+    /// waited have their turn.
+    pub fn release(&mut self, key: &Key) {
+        let Some(container) = self.containers.get_mut(&key.id) else { return };
+        if key.exec.is_empty() {
+            let is_own = |job: &Job| job.key == *key;
+            let waits = self.pending.values().any(|pending| pending.key == *key);
+            if waits || container.drain.is_some() || self.jobs.values().any(is_own) {
+                return;
+            }
+            for (reply, request) in container.busy.take().unwrap_or_default() {
+                self.dispatch(reply, request);
+            }
+        } else if let Some(exec) = container.execs.get_mut(&key.exec)
+            && exec.state != crate::exec::state::State::Starting
+        {
+            for (reply, request) in std::mem::take(&mut exec.queue) {
+                self.dispatch(reply, request);
+            }
+        }
+    }
+
+    /// Pauses or resumes a container.
+    pub fn pause(&mut self, reply: Reply, id: &str, event: Event) -> Answer {
+        let container = self.container(id)?;
+        let before = container.state;
+        let (next, _) = crate::container::state::step(before, event).map_err(Error::state)?;
+        container.state = next;
+        let (purpose, word) = match event {
+            Event::Pause => (Purpose::Pause, "pause"),
+            _ => (Purpose::Resume, "resume"),
+        };
+        let run = self.run_for(Key::new(id, ""), Some(reply), purpose, &[word, id]);
+        if run.is_err() {
+            self.container(id)?.state = before;
+        }
+        run.map(|()| None)
+    }
+
+    fn pause_finished(&mut self, key: &Key, done: Result<(), Error>) -> Answer {
+        let event = if done.is_ok() { Event::Done } else { Event::Failed };
+        let container = self.container(&key.id)?;
+        // The container may have ended meanwhile.
+        if let Ok((next, notice)) = crate::container::state::step(container.state, event) {
+            container.state = next;
+            self.announce(&key.id, notice);
+        }
+        done.and_then(|()| task::empty())
+    }
+
+    /// Announces what has happened to a container.
+    pub fn announce(&mut self, id: &str, notice: Notice) {
+        match notice {
+            Notice::Nothing => {}
+            Notice::Started(pid) => {
+                let mut event = task_events::TaskStart::new();
+                (event.container_id, event.pid) = (id.to_owned(), task::unsigned(pid));
+                self.events.send(events::START, &event, &self.reactor);
+            }
+            Notice::Paused => {
+                let mut event = task_events::TaskPaused::new();
+                event.container_id = id.to_owned();
+                self.events.send(events::PAUSED, &event, &self.reactor);
+            }
+            Notice::Resumed => {
+                let mut event = task_events::TaskResumed::new();
+                event.container_id = id.to_owned();
+                self.events.send(events::RESUMED, &event, &self.reactor);
+            }
+            Notice::Exited(pid, exit) => self.announce_exit(&Key::new(id, ""), pid, exit),
+        }
+    }
+
+    /// Changes a container's resources.
+    pub fn update(&mut self, reply: Reply, request: &api::UpdateTaskRequest) -> Answer {
+        let container = self.container(&request.id)?;
+        if container.state.has_exited() {
+            return Err(Error::state("cannot update a stopped container"));
+        }
+        let resources = &request.resources.value;
+        serde_json::from_slice::<serde::de::IgnoredAny>(resources)
+            .map_err(|e| Error::new(Code::InvalidArgument, format!("resources: {e}")))?;
+        let file = runtime::memory_file_of(resources)?;
+        let place = Place { given: Some(file.as_fd()), ..Place::default() };
+        let given = runtime::given();
+        let arguments = ["update", "--resources", &given, &request.id];
+        let key = Key::new(&request.id, "");
+        self.run_in(key, Some(reply), Purpose::Update, &arguments, &place)?;
+        Ok(None)
+    }
+
+    /// Writes a checkpoint of a container.
+    pub fn checkpoint(&mut self, reply: Reply, request: &api::CheckpointTaskRequest) -> Answer {
+        use crate::container::state::State;
+        let options = options::parse_checkpoint(request.options.as_ref())?;
+        let container = self.container(&request.id)?;
+        match container.state {
+            State::Running { .. } | State::Paused { .. } => {}
+            state if state.has_exited() => {
+                return Err(Error::state("cannot checkpoint a stopped container"));
+            }
+            _ => return Err(Error::state("cannot checkpoint a task in created state")),
+        }
+        let own = container.bundle.join("work").join("criu-work");
+        let removed = options.work_path.is_empty().then(|| own.clone());
+        let work =
+            if removed.is_some() { own.display().to_string() } else { options.work_path.clone() };
+        let mut arguments = vec!["checkpoint", "--image-path", &request.path, "--work-path", &work];
+        for (flag, set) in [
+            ("--tcp-established", options.open_tcp),
+            ("--ext-unix-sk", options.external_unix_sockets),
+            ("--shell-job", options.terminal),
+            ("--file-locks", options.file_locks),
+            ("--leave-running", !options.exit),
+        ] {
+            arguments.extend(set.then_some(flag));
+        }
+        if !options.cgroups_mode.is_empty() {
+            arguments.extend(["--manage-cgroups-mode", &options.cgroups_mode]);
+        }
+        for namespace in &options.empty_namespaces {
+            arguments.extend(["--empty-ns", namespace]);
+        }
+        arguments.push(&request.id);
+        let purpose = Purpose::Checkpoint(request.path.clone(), removed);
+        self.run_for(Key::new(&request.id, ""), Some(reply), purpose, &arguments)?;
+        Ok(None)
+    }
+
+    fn checkpoint_finished(
+        &mut self,
+        key: &Key,
+        path: &str,
+        work: Option<PathBuf>,
+        done: Result<(), Error>,
+    ) -> Answer {
+        let dump = self.container(&key.id)?.bundle.join("criu-dump.log");
+        if let (Err(_), Some(work)) = (&done, &work) {
+            // It may have failed before there was one.
+            let _ = std::fs::copy(work.join("dump.log"), &dump);
+        }
+        if let Some(work) = work {
+            let _ = std::fs::remove_dir_all(work);
+        }
+        done.map_err(|e| Error {
+            message: format!("{} path= {}", e.message, dump.display()),
+            ..e
+        })?;
+        let mut event = task_events::TaskCheckpointed::new();
+        (event.container_id, event.checkpoint) = (key.id.clone(), path.to_owned());
+        self.events.send(events::CHECKPOINTED, &event, &self.reactor);
+        task::empty()
+    }
+
+    /// A socket for a terminal, if the process gets one.
+    pub fn console_socket(
+        &mut self,
+        id: &str,
+        stdio: &Stdio,
+    ) -> Result<Option<ConsoleSocket>, Error> {
+        if !stdio.terminal {
+            return Ok(None);
+        }
+        let name = format!("pty{}.sock", self.number());
+        let container = self.containers.get(id).ok_or_else(|| Error::not_found("container"))?;
+        let bundle = container.open_bundle()?;
+        ConsoleSocket::new(bundle.as_fd(), name)
+            .context("failed to create OCI runtime console socket")
+            .map(Some)
+    }
+}
+
+fn without_prefix(e: Error) -> Error {
+    Error { message: e.message.trim_start_matches(": ").to_owned(), ..e }
+}
+
+/// Logs a command whose failure no caller waits for.
+pub fn log_failure(key: &Key, e: &Error) {
+    crate::log::error(format_args!("container {}: {e}", key.id));
+}

@@ -1,0 +1,449 @@
+//! How a container or an exec comes to be: its streams, its logging program, the command of the
+//! runtime that makes its process, its terminal.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::AsFd as _;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use containerd_shim_protos::api;
+use containerd_shim_protos::events::task as task_events;
+use containerd_shim_protos::shim::oci::Options;
+
+use crate::cgroup::Cgroup;
+use crate::commands::Purpose;
+use crate::container::state::{self, Event, Notice, State};
+use crate::container::{self, Container, Process};
+use crate::error::{Code, Context as _, Error};
+use crate::io::console::ConsoleSocket;
+use crate::io::{self, Owner, Prepared, Stdio};
+use crate::log;
+use crate::reactor::Source;
+use crate::runtime::{self, Place, Runtime};
+use crate::server::Reply;
+use crate::shim::{Key, Shim};
+use crate::task::{self, Answer};
+use crate::{events, mounts, options};
+
+/// A process that waits for its logging program.
+#[derive(Debug)]
+pub struct Pending {
+    /// The process.
+    pub key: Key,
+    /// Whom to answer.
+    pub reply: Option<Reply>,
+    /// Its streams.
+    pub prepared: Prepared,
+    /// It is given up then.
+    pub until: Instant,
+    /// It has been started already: its terminal came with that.
+    pub started: bool,
+}
+
+impl Shim {
+    /// Creates a container.
+    pub fn create(&mut self, reply: Reply, request: api::CreateTaskRequest) -> Answer {
+        if self.containers.contains_key(&request.id) {
+            let message = format!("container {} exists", request.id);
+            return Err(Error::new(Code::AlreadyExists, message));
+        }
+        if self.ending.is_some() {
+            return Err(Error::new(Code::Unavailable, "the shim ends"));
+        }
+        let id = request.id.clone();
+        let made = self.make(reply, request);
+        if made.is_err() {
+            self.discard(&id);
+        }
+        made
+    }
+
+    fn make(&mut self, reply: Reply, request: api::CreateTaskRequest) -> Answer {
+        let options = options::parse(request.options.as_ref())?;
+        let bundle = PathBuf::from(&request.bundle);
+        options::write(&bundle, &options)?;
+        let stdio = Stdio {
+            stdin: request.stdin.clone(),
+            stdout: request.stdout.clone(),
+            stderr: request.stderr.clone(),
+            terminal: request.terminal,
+        };
+        let key = Key::new(&request.id, "");
+        let made = new_container(&request, &options, &bundle, stdio.clone(), &self.namespace);
+        let owner = made.owner;
+        let restored = !made.restore.is_empty();
+        self.containers.insert(request.id.clone(), made);
+        if !request.rootfs.is_empty() {
+            let rootfs = bundle.join("rootfs");
+            self.known(&key)?.rootfs = Some(rootfs.clone());
+            mounts::mount_all(&request.rootfs, &rootfs)
+                .context("failed to mount rootfs component")?;
+        }
+        // Before the runtime has made anything, so that nothing is left if it cannot be announced.
+        let announced = create_event(&request);
+        self.announced.insert(request.id.clone(), announced);
+        if restored {
+            return self.created(&key, None);
+        }
+        let prepared = if stdio.terminal {
+            Prepared::default()
+        } else {
+            io::prepare(&stdio, owner, &request.id, &self.namespace)
+                .context("failed to create init process I/O")?
+        };
+        self.await_logger(key, Some(reply), prepared, false)
+    }
+
+    /// Waits for a logging program, if there is one, and then runs the process.
+    pub fn await_logger(
+        &mut self,
+        key: Key,
+        reply: Option<Reply>,
+        prepared: Prepared,
+        started: bool,
+    ) -> Answer {
+        let Some(logger) = &prepared.logger else {
+            return self.run_process(key, reply, prepared, started);
+        };
+        let number = self.number();
+        self.reactor.add(&logger.ready, Source::Logger(number), READ)?;
+        self.loggers.insert(logger.pid, None);
+        let until = Instant::now() + io::logger::READY_WITHIN;
+        self.pending.insert(number, Pending { key, reply, prepared, until, started });
+        Ok(None)
+    }
+
+    /// A logging program has said something.
+    pub fn logger_ready(&mut self, number: u32) {
+        let Some(pending) = self.pending.get(&number) else { return };
+        let Some(logger) = &pending.prepared.logger else { return };
+        if let Some(ready) = logger.is_ready() {
+            self.logger_done(number, ready);
+        }
+    }
+
+    /// A logging program has said nothing.
+    pub fn logger_late(&mut self, number: u32) {
+        let late = Error::new(Code::DeadlineExceeded, "logging binary is not ready in time");
+        self.logger_done(number, Err(late));
+    }
+
+    fn logger_done(&mut self, number: u32, ready: Result<(), Error>) {
+        let Some(pending) = self.pending.remove(&number) else { return };
+        let Pending { key, reply, prepared, started, .. } = pending;
+        let pid = prepared.logger.as_ref().map(|logger| logger.pid);
+        if let Ok(process) = self.known_process(&key) {
+            process.logger = pid;
+        }
+        let run = ready.and_then(|()| self.run_process(key.clone(), reply, prepared, started));
+        if let Err(e) = run {
+            let failed = self.process_failed(&key, reply, e);
+            if let Some(reply) = reply {
+                self.answer(reply, failed);
+            }
+        }
+        self.release(&key);
+    }
+
+    /// A process was not started, or cannot be used: what is left of it goes.
+    fn process_failed(&mut self, key: &Key, reply: Option<Reply>, e: Error) -> Answer {
+        if key.exec.is_empty() {
+            return self.create_failed(key, reply, e);
+        }
+        self.exec_failed(key);
+        Err(e)
+    }
+
+    /// Has the runtime make the process whose streams are ready.
+    fn run_process(
+        &mut self,
+        key: Key,
+        reply: Option<Reply>,
+        prepared: Prepared,
+        started: bool,
+    ) -> Answer {
+        if started {
+            let pid = self.pid_of(&key)?;
+            self.attach(&key, prepared)?;
+            return self.process_made(&key, pid);
+        }
+        let stdio = self.known_process(&key)?.stdio.clone();
+        let console = self.console_socket(&key.id, &stdio)?;
+        let container = self.known(&key)?;
+        let bundle = container.open_bundle()?;
+        let pid_file = pid_file(&container.bundle, &key).display().to_string();
+        let path = container.bundle.display().to_string();
+        let (no_pivot, no_keyring) = (container.no_pivot_root, container.no_new_keyring);
+        let mut arguments: Vec<&str> = Vec::new();
+        let (given_path, given);
+        if key.exec.is_empty() {
+            arguments.extend(["create", "--bundle", &path, "--pid-file", &pid_file]);
+            arguments.extend(no_pivot.then_some("--no-pivot"));
+            arguments.extend(no_keyring.then_some("--no-new-keyring"));
+            given = None;
+        } else {
+            given_path = runtime::given();
+            arguments.extend(["exec", "--process", &given_path, "--detach"]);
+            arguments.extend(["--pid-file", &pid_file]);
+            let spec =
+                container.execs.get_mut(&key.exec).map(|exec| std::mem::take(&mut exec.spec));
+            given = Some(runtime::memory_file_of(&spec.unwrap_or_default())?);
+        }
+        let name = console.as_ref().map(|console| console.name().to_owned());
+        if let Some(name) = &name {
+            arguments.extend(["--console-socket", name]);
+        }
+        arguments.push(&key.id);
+        let child = prepared.child.each_ref().map(|fd| fd.as_ref().map(|fd| fd.as_fd()));
+        let place = Place {
+            stdio: Some(child),
+            directory: Some(bundle.as_fd()),
+            given: given.as_ref().map(|given| given.as_fd()),
+        };
+        let purpose = match key.exec.is_empty() {
+            true => Purpose::Create(console),
+            false => Purpose::Exec(console),
+        };
+        self.run_in(key.clone(), reply, purpose, &arguments, &place)?;
+        self.exits.begin();
+        // Copied once the process is made: what the runtime says until then is not its.
+        let process = self.known_process(&key)?;
+        process.stdin = prepared.stdin;
+        process.prepared = prepared.streams;
+        Ok(None)
+    }
+
+    /// Begins to copy the streams of a process.
+    fn attach(&mut self, key: &Key, prepared: Prepared) -> Result<(), Error> {
+        let mut streams = std::mem::take(&mut self.known_process(key)?.prepared);
+        streams.extend(prepared.streams);
+        let numbers: Vec<u32> =
+            streams.into_iter().map(|stream| self.streams.add(stream, &self.reactor)).collect();
+        let process = self.known_process(key)?;
+        process.streams = numbers;
+        if prepared.stdin.is_some() {
+            process.stdin = prepared.stdin;
+        }
+        Ok(())
+    }
+
+    /// The runtime has made a process: takes over its terminal, and begins to copy.
+    pub fn take_over(
+        &mut self,
+        key: &Key,
+        reply: Option<Reply>,
+        console: Option<ConsoleSocket>,
+    ) -> Answer {
+        let Some(console) = console else {
+            return self.run_process(key.clone(), reply, Prepared::default(), true);
+        };
+        let master = console.receive()?;
+        let stdio = self.known_process(key)?.stdio.clone();
+        let prepared = io::terminal(&stdio, &master, key.process(), &self.namespace)
+            .context("failed to start console copy")?;
+        self.known_process(key)?.console = Some(master);
+        self.await_logger(key.clone(), reply, prepared, true)
+    }
+
+    /// The runtime has created a container, or not.
+    pub fn create_finished(
+        &mut self,
+        key: &Key,
+        reply: Option<Reply>,
+        console: Option<ConsoleSocket>,
+        done: Result<(), Error>,
+    ) -> Answer {
+        match done.and_then(|()| self.take_over(key, reply, console)) {
+            Err(e) => self.create_failed(key, reply, e),
+            answer => answer,
+        }
+    }
+
+    /// A container cannot be created: what the runtime has left of it goes first.
+    fn create_failed(&mut self, key: &Key, reply: Option<Reply>, e: Error) -> Answer {
+        if matches!(self.known(key)?.state, State::Creating) {
+            self.exits.claim(None);
+        }
+        let container = self.known(key)?;
+        if container.runtime.knows(&key.id) {
+            let purpose = Purpose::Discard(e.clone());
+            if self.run_for(key.clone(), reply, purpose, &["delete", "--force", &key.id]).is_ok() {
+                return Ok(None);
+            }
+        }
+        self.discard(&key.id);
+        Err(e)
+    }
+
+    /// Forgets a container that could not be created.
+    pub fn discard(&mut self, id: &str) {
+        self.announced.remove(id);
+        let Some(container) = self.containers.remove(id) else { return };
+        if let Some(rootfs) = &container.rootfs
+            && let Err(e) = mounts::unmount_all(rootfs)
+        {
+            log::warn(format_args!("container {id}: unmount rootfs: {e}"));
+        }
+        let calls = container.busy.unwrap_or_default();
+        self.close_process(container.process);
+        for (reply, request) in calls {
+            self.dispatch(reply, request);
+        }
+    }
+
+    fn pid_of(&mut self, key: &Key) -> Result<i32, Error> {
+        let bundle = &self.known(key)?.bundle;
+        runtime::read_pid(&pid_file(bundle, key))
+    }
+
+    /// A process is there, with its streams.
+    fn process_made(&mut self, key: &Key, pid: i32) -> Answer {
+        if !key.exec.is_empty() {
+            return self.exec_started(key, pid);
+        }
+        if matches!(self.known(key)?.state, State::Starting { .. }) {
+            return self.started(key, pid);
+        }
+        let exit = self.exits.claim(Some(pid));
+        if exit.is_none() {
+            self.processes.insert(pid, key.clone());
+        }
+        self.known(key)?.cgroup = Cgroup::of(pid);
+        let answer = self.created(key, Some(pid))?;
+        self.watch_memory(&key.id);
+        if let Some(exit) = exit {
+            self.process_exited(key, exit);
+        }
+        Ok(answer)
+    }
+
+    fn created(&mut self, key: &Key, pid: Option<i32>) -> Answer {
+        let container = self.known(key)?;
+        let (next, _) = state::step(container.state, Event::Created(pid)).map_err(Error::state)?;
+        container.state = next;
+        let pid = task::unsigned(pid.unwrap_or(0));
+        if let Some(mut event) = self.announced.remove(&key.id) {
+            event.pid = pid;
+            self.events.send(events::CREATE, &event, &self.reactor);
+        }
+        let mut response = api::CreateTaskResponse::new();
+        response.pid = pid;
+        task::now(&response)
+    }
+
+    /// Changes a container's state, and announces what that means. What the state forbids has no
+    /// effect.
+    pub fn change(&mut self, key: &Key, event: Event) {
+        let Some(container) = self.containers.get_mut(&key.id) else { return };
+        let before = container.state;
+        match state::step(before, event) {
+            Ok((next, notice)) => {
+                container.state = next;
+                if notice != Notice::Nothing {
+                    self.announce(&key.id, notice);
+                }
+            }
+            Err(reason) => {
+                log::warn(format_args!("container {}: {event:?} in {before:?}: {reason}", key.id));
+            }
+        }
+    }
+
+    /// A container in any state.
+    pub fn known(&mut self, key: &Key) -> Result<&mut Container, Error> {
+        let missing = || Error::not_found("container not created");
+        self.containers.get_mut(&key.id).ok_or_else(missing)
+    }
+
+    /// The streams of a process of a container in any state.
+    pub fn known_process(&mut self, key: &Key) -> Result<&mut Process, Error> {
+        if key.exec.is_empty() {
+            return Ok(&mut self.known(key)?.process);
+        }
+        let missing = || Error::not_found(format!("process does not exist {}", key.exec));
+        let exec = self.known(key)?.execs.get_mut(&key.exec);
+        exec.map(|exec| &mut exec.process).ok_or_else(missing)
+    }
+}
+
+/// What epoll waits for at a logging program.
+const READ: rustix::event::epoll::EventFlags = rustix::event::epoll::EventFlags::IN;
+
+/// Where the runtime writes the pid of a process.
+pub fn pid_file(bundle: &Path, key: &Key) -> PathBuf {
+    let name = if key.exec.is_empty() { "init" } else { &key.exec };
+    bundle.join(format!("{name}.pid"))
+}
+
+fn create_event(request: &api::CreateTaskRequest) -> task_events::TaskCreate {
+    let mut event = task_events::TaskCreate::new();
+    event.container_id.clone_from(&request.id);
+    event.bundle.clone_from(&request.bundle);
+    event.rootfs.clone_from(&request.rootfs);
+    event.checkpoint.clone_from(&request.checkpoint);
+    let io = event.io.mut_or_insert_default();
+    io.stdin.clone_from(&request.stdin);
+    io.stdout.clone_from(&request.stdout);
+    io.stderr.clone_from(&request.stderr);
+    io.terminal = request.terminal;
+    event
+}
+
+fn new_container(
+    request: &api::CreateTaskRequest,
+    options: &Options,
+    bundle: &Path,
+    stdio: Stdio,
+    namespace: &str,
+) -> Container {
+    Container {
+        bundle: bundle.to_owned(),
+        runtime: Runtime {
+            binary: options.binary_name.clone(),
+            root: options::state_root(options, namespace),
+            systemd_cgroup: options.systemd_cgroup,
+        },
+        owner: Owner { uid: options.io_uid, gid: options.io_gid },
+        state: State::Creating,
+        process: Process { stdio, ..Process::default() },
+        execs: BTreeMap::new(),
+        rootfs: None,
+        own_pids: container::has_own_pids(bundle),
+        no_pivot_root: options.no_pivot_root,
+        no_new_keyring: options.no_new_keyring,
+        restore: restore_arguments(request, options, bundle),
+        cgroup: None,
+        busy: Some(VecDeque::new()),
+        sweeping: false,
+        drain: None,
+    }
+}
+
+/// The arguments that restore a container from a checkpoint; empty: it is created.
+fn restore_arguments(
+    request: &api::CreateTaskRequest,
+    options: &Options,
+    bundle: &Path,
+) -> Vec<String> {
+    if request.checkpoint.is_empty() {
+        return Vec::new();
+    }
+    let path = |name: &str| bundle.join(name).display().to_string();
+    let work = match options.criu_work_path.as_str() {
+        "" => path("work"),
+        work => work.to_owned(),
+    };
+    let mut arguments = vec!["restore".to_owned()];
+    let mut pair = |name: &str, value: String| arguments.extend([name.to_owned(), value]);
+    pair("--image-path", request.checkpoint.clone());
+    pair("--work-path", work);
+    if !request.parent_checkpoint.is_empty() {
+        pair("--parent-path", request.parent_checkpoint.clone());
+    }
+    pair("--pid-file", path("init.pid"));
+    pair("--bundle", bundle.display().to_string());
+    arguments.push("--detach".to_owned());
+    arguments.extend(options.no_pivot_root.then(|| "--no-pivot".to_owned()));
+    arguments.push("--no-subreaper".to_owned());
+    arguments
+}

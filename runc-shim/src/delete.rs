@@ -1,0 +1,138 @@
+//! Delete of containers and execs.
+
+use std::time::{Duration, Instant};
+
+use containerd_shim_protos::api;
+use containerd_shim_protos::events::task as task_events;
+use protobuf::MessageField;
+
+use crate::commands::Purpose;
+use crate::container::state::{self, Event};
+use crate::create::pid_file;
+use crate::error::Error;
+use crate::server::Reply;
+use crate::shim::{Key, Shim};
+use crate::task::{self, Answer};
+use crate::{events, exec, mounts};
+
+/// How long a deletion waits for the last output.
+const DRAIN: Duration = Duration::from_secs(10);
+
+impl Shim {
+    /// Deletes a container.
+    pub fn delete(&mut self, reply: Reply, id: &str) -> Answer {
+        let key = Key::new(id, "");
+        let container = self.container(id)?;
+        let (next, _) = state::step(container.state, Event::Delete).map_err(Error::state)?;
+        container.state = next;
+        let streams = container.process.streams.clone();
+        if streams.into_iter().any(|stream| self.streams.is_copying(stream)) {
+            let container = self.container(id)?;
+            container.drain = Some((reply, Instant::now() + DRAIN));
+            container.busy.get_or_insert_default();
+            return Ok(None);
+        }
+        self.run_delete(&key, reply)
+    }
+
+    /// All output of a process is copied, or its time is over: its deletion continues.
+    pub fn drained(&mut self, key: &Key) {
+        let Some(container) = self.containers.get_mut(&key.id) else { return };
+        let (drain, exec) = if key.exec.is_empty() {
+            (container.drain.take(), false)
+        } else {
+            let exec = container.execs.get_mut(&key.exec);
+            (exec.and_then(|exec| exec.drain.take()), true)
+        };
+        let Some((reply, _)) = drain else { return };
+        let answer = if exec { self.remove_exec(key) } else { self.run_delete(key, reply) };
+        self.answer(reply, answer);
+        self.release(key);
+    }
+
+    fn run_delete(&mut self, key: &Key, reply: Reply) -> Answer {
+        let run = self.run_for(key.clone(), Some(reply), Purpose::Delete, &["delete", &key.id]);
+        if run.is_err() {
+            self.change(key, Event::Failed);
+        }
+        run.map(|()| None)
+    }
+
+    /// The runtime has deleted a container, or not.
+    pub fn delete_finished(&mut self, key: &Key, done: Result<(), Error>) -> Answer {
+        // A checkpoint that ends the container has deleted it already.
+        let mut done = match done {
+            Err(e) if e.message.contains("does not exist") => Ok(()),
+            other => other,
+        };
+        if let Some(rootfs) = &self.known(key)?.rootfs
+            && let Err(e) = mounts::unmount_all(rootfs)
+            && done.is_ok()
+        {
+            done = Err(e.context("failed rootfs umount"));
+        }
+        if let Err(e) = done {
+            self.change(key, Event::Failed);
+            return Err(e);
+        }
+        let state = self.known(key)?.state;
+        // What was never started is killed by the deletion; its exit may be reported after.
+        let exit = state.exit();
+        let mut event = task_events::TaskDelete::new();
+        event.container_id.clone_from(&key.id);
+        event.pid = task::unsigned(state.pid());
+        let mut response = api::DeleteResponse::new();
+        response.pid = event.pid;
+        if let Some(exit) = exit {
+            (event.exit_status, response.exit_status) = (exit.status, exit.status);
+            event.exited_at = MessageField::some(exit.at());
+            response.exited_at = event.exited_at.clone();
+        }
+        self.events.send(events::DELETE, &event, &self.reactor);
+        self.forget(&key.id);
+        task::now(&response)
+    }
+
+    /// Forgets a container that is deleted.
+    fn forget(&mut self, id: &str) {
+        let Some(container) = self.containers.remove(id) else { return };
+        self.processes.retain(|_, key| key.id != *id);
+        self.close_process(container.process);
+        for exec in container.execs.into_values() {
+            self.close_process(exec.process);
+        }
+        for (reply, request) in container.busy.unwrap_or_default() {
+            self.dispatch(reply, request);
+        }
+    }
+
+    /// Deletes an exec.
+    pub fn delete_exec(&mut self, reply: Reply, key: &Key) -> Answer {
+        let exec = self.exec(key)?;
+        exec::state::step(exec.state, exec::state::Event::Delete).map_err(Error::state)?;
+        let streams = exec.process.streams.clone();
+        if streams.into_iter().any(|stream| self.streams.is_copying(stream)) {
+            self.exec(key)?.drain = Some((reply, Instant::now() + DRAIN));
+            return Ok(None);
+        }
+        self.remove_exec(key)
+    }
+
+    fn remove_exec(&mut self, key: &Key) -> Answer {
+        let container = self.container(&key.id)?;
+        let file = pid_file(&container.bundle, key);
+        let missing = || Error::not_found(format!("process does not exist {}", key.exec));
+        let exec = container.execs.remove(&key.exec).ok_or_else(missing)?;
+        // One that was not started has none.
+        let _ = std::fs::remove_file(file);
+        let state = exec.state;
+        self.close_process(exec.process);
+        let mut response = api::DeleteResponse::new();
+        response.pid = task::unsigned(state.pid());
+        if let Some(exit) = state.exit() {
+            response.exit_status = exit.status;
+            response.exited_at = MessageField::some(exit.at());
+        }
+        task::now(&response)
+    }
+}

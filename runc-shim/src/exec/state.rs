@@ -1,0 +1,117 @@
+//! The states of a process that is executed in a container, and what changes them.
+
+use crate::exits::Exit;
+
+/// The state of an exec.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    /// It was not started.
+    Added,
+    /// The runtime starts it.
+    Starting,
+    /// The runtime could not start it.
+    Failed,
+    /// It runs.
+    Running {
+        /// Its process.
+        pid: i32,
+    },
+    /// It has ended.
+    Stopped {
+        /// Its process.
+        pid: i32,
+        /// How it ended.
+        exit: Exit,
+    },
+}
+
+/// What happens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event {
+    /// A start is asked for.
+    Start,
+    /// The runtime has started this process.
+    Started(i32),
+    /// The runtime could not.
+    StartFailed,
+    /// Its process has ended.
+    Exited(Exit),
+    /// A deletion is asked for.
+    Delete,
+}
+
+/// The state after an event, `None` after the deletion; `Err`: why the state forbids it, and the
+/// state stays.
+pub fn step(state: State, event: Event) -> Result<Option<State>, &'static str> {
+    use Event as E;
+    use State as S;
+    match (state, event) {
+        (S::Added, E::Start) => Ok(Some(S::Starting)),
+        (S::Starting, E::Started(pid)) => Ok(Some(S::Running { pid })),
+        (S::Starting, E::StartFailed) => Ok(Some(S::Failed)),
+        (S::Running { pid }, E::Exited(exit)) => Ok(Some(S::Stopped { pid, exit })),
+        (S::Added | S::Failed | S::Stopped { .. }, E::Delete) => Ok(None),
+        (S::Starting | S::Running { .. }, E::Delete) => Err("cannot delete a running process"),
+        (S::Stopped { .. } | S::Failed, E::Start) => Err("cannot start a stopped process"),
+        (S::Starting | S::Running { .. }, E::Start) => Err("cannot start a running process"),
+        _ => Err("not possible in this state"),
+    }
+}
+
+impl State {
+    /// Its process, 0 without.
+    pub fn pid(&self) -> i32 {
+        match *self {
+            Self::Added | Self::Starting | Self::Failed => 0,
+            Self::Running { pid } | Self::Stopped { pid, .. } => pid,
+        }
+    }
+
+    /// How it ended, if it has.
+    pub fn exit(&self) -> Option<Exit> {
+        match *self {
+            Self::Stopped { exit, .. } => Some(exit),
+            _ => None,
+        }
+    }
+
+    /// Whether it keeps the exit of its container from being announced.
+    pub fn is_live(&self) -> bool {
+        matches!(self, Self::Starting | Self::Running { .. })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn what_runs_is_not_deleted_and_what_ended_keeps_its_status(
+            events in prop::collection::vec(0usize..5, 0..30),
+        ) {
+            let exit = Exit { status: 3, seconds: 1, nanos: 2 };
+            let all = [
+                Event::Start, Event::Started(7), Event::StartFailed, Event::Exited(exit),
+                Event::Delete,
+            ];
+            let mut state = State::Added;
+            for event in events.into_iter().map(|index| all[index]) {
+                match step(state, event) {
+                    Ok(Some(next)) => {
+                        prop_assert!(state.exit().is_none(), "left {state:?} by {event:?}");
+                        prop_assert_eq!(next.exit().is_some(), matches!(event, Event::Exited(_)));
+                        state = next;
+                    }
+                    Ok(None) => {
+                        prop_assert!(!state.is_live() && event == Event::Delete);
+                        return Ok(());
+                    }
+                    Err(reason) => prop_assert!(!reason.is_empty()),
+                }
+            }
+        }
+    }
+}

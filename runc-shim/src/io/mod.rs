@@ -1,0 +1,196 @@
+//! The standard streams of a process: what containerd names, and what the process gets.
+//!
+//! containerd's FIFOs are held open for reading as well as for writing, so that a restart of
+//! containerd neither loses a byte nor kills a writer. The process gets pipes of its own: the
+//! runtime writes its own errors to the standard error of the process that it cannot start, which
+//! is not for containerd's, and a security profile of the container would apply to a FIFO of the
+//! node. Between the two, the kernel moves the pages of a pipe (splice).
+
+pub mod console;
+pub mod logger;
+pub mod stream;
+
+use std::fs::{self, File, OpenOptions};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
+use std::path::Path;
+
+use rustix::fs::{Gid, Uid};
+use rustix::pipe::PipeFlags;
+
+use self::stream::Stream;
+use crate::error::{Code, Context as _, Error};
+
+/// The standard streams that containerd names.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Stdio {
+    /// Standard input: a FIFO, or empty.
+    pub stdin: String,
+    /// Standard output: a FIFO, an URI, or empty.
+    pub stdout: String,
+    /// Standard error: a FIFO, or empty.
+    pub stderr: String,
+    /// The process gets a terminal; there is no standard error then.
+    pub terminal: bool,
+}
+
+/// Whose the pipes of a process are (`IoUid`, `IoGid`).
+#[derive(Debug, Clone, Copy)]
+pub struct Owner {
+    /// The user.
+    pub uid: u32,
+    /// The group.
+    pub gid: u32,
+}
+
+/// Streams that are ready for a process to be started.
+#[derive(Debug, Default)]
+pub struct Prepared {
+    /// What the process gets as descriptors 0, 1 and 2.
+    pub child: [Option<OwnedFd>; 3],
+    /// What is copied once the process is started.
+    pub streams: Vec<Stream>,
+    /// Keeps standard input open until CloseIO.
+    pub stdin: Option<OwnedFd>,
+    /// A program that takes the output, to be waited for.
+    pub logger: Option<logger::Logger>,
+}
+
+/// Where the output goes.
+enum Output<'a> {
+    Paths,
+    File(&'a str),
+    Program(logger::Program),
+}
+
+fn output(stdio: &Stdio) -> Result<Output<'_>, Error> {
+    match stdio.stdout.split_once("://") {
+        None | Some(("fifo", _)) => Ok(Output::Paths),
+        Some(("file", path)) => Ok(Output::File(path)),
+        Some(("binary", rest)) => Ok(Output::Program(logger::Program::parse(rest, false)?)),
+        Some(("binary-v2", rest)) => Ok(Output::Program(logger::Program::parse(rest, true)?)),
+        Some((scheme, _)) => {
+            let message = format!("unknown STDIO scheme {scheme}");
+            Err(Error::new(Code::InvalidArgument, message))
+        }
+    }
+}
+
+/// Prepares the streams of process `id` in a namespace; those of a terminal by [`terminal`].
+pub fn prepare(stdio: &Stdio, owner: Owner, id: &str, namespace: &str) -> Result<Prepared, Error> {
+    let mut prepared = Prepared::default();
+    let none = [&stdio.stdin, &stdio.stdout, &stdio.stderr].iter().all(|name| name.is_empty());
+    if none {
+        return Ok(prepared);
+    }
+    let (mut out, mut err) = (stdio.stdout.as_str(), stdio.stderr.as_str());
+    match output(stdio)? {
+        Output::Paths => out = out.strip_prefix("fifo://").unwrap_or(out),
+        Output::File(path) => {
+            make_file(path)?;
+            (out, err) = (path, if err.is_empty() { "" } else { path });
+        }
+        Output::Program(program) => {
+            let (stdout, stderr) = (pipe(owner)?, pipe(owner)?);
+            let started = program.start(id, namespace, stdout.0.as_fd(), stderr.0.as_fd())?;
+            prepared.logger = Some(started);
+            prepared.child = [None, Some(stdout.1), Some(stderr.1)];
+            return Ok(prepared);
+        }
+    }
+    let [input, output, errors] = &mut prepared.child;
+    for (name, child) in [(out, output), (err, errors)] {
+        if !name.is_empty() {
+            let (read, write) = pipe(owner)?;
+            prepared.streams.push(sink(name, read)?);
+            *child = Some(write);
+        }
+    }
+    if !stdio.stdin.is_empty() {
+        let (read, write) = pipe(owner)?;
+        let (from, hold) = fifo(&stdio.stdin)?;
+        prepared.stdin = Some(hold);
+        prepared.streams.push(Stream::input(from, write));
+        *input = Some(read);
+    }
+    Ok(prepared)
+}
+
+/// Prepares what copies between a terminal and the FIFOs: the streams and what keeps standard
+/// input open.
+pub fn terminal(
+    stdio: &Stdio,
+    master: &OwnedFd,
+    id: &str,
+    namespace: &str,
+) -> Result<Prepared, Error> {
+    rustix::io::ioctl_fionbio(master, true)?;
+    let mut prepared = Prepared::default();
+    match output(stdio)? {
+        Output::Paths if stdio.stdout.is_empty() => {}
+        Output::Paths => {
+            let path = stdio.stdout.strip_prefix("fifo://").unwrap_or(&stdio.stdout);
+            prepared.streams.push(sink(path, master.try_clone()?)?);
+        }
+        Output::File(path) => {
+            make_file(path)?;
+            prepared.streams.push(sink(path, master.try_clone()?)?);
+        }
+        Output::Program(program) => {
+            let owner = Owner { uid: 0, gid: 0 };
+            let (stdout, stderr) = (pipe(owner)?, pipe(owner)?);
+            let started = program.start(id, namespace, stdout.0.as_fd(), stderr.0.as_fd())?;
+            prepared.logger = Some(started);
+            rustix::io::ioctl_fionbio(&stdout.1, true)?;
+            prepared.streams.push(Stream::output(master.try_clone()?, stdout.1, None));
+        }
+    }
+    if !stdio.stdin.is_empty() {
+        let (from, hold) = fifo(&stdio.stdin)?;
+        prepared.stdin = Some(hold);
+        prepared.streams.push(Stream::input(from, master.try_clone()?));
+    }
+    Ok(prepared)
+}
+
+/// A pipe that belongs to the process's user: the container may open its end again by name.
+fn pipe(owner: Owner) -> Result<(OwnedFd, OwnedFd), Error> {
+    let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).context("make pipe")?;
+    if (owner.uid, owner.gid) != (0, 0) {
+        let (uid, gid) = (Uid::from_raw(owner.uid), Gid::from_raw(owner.gid));
+        for end in [&read, &write] {
+            rustix::fs::fchown(end, Some(uid), Some(gid)).context("change owner of pipe")?;
+        }
+    }
+    Ok((read, write))
+}
+
+fn make_file(path: &str) -> Result<(), Error> {
+    if let Some(dir) = Path::new(path).parent() {
+        fs::create_dir_all(dir).context(format_args!("make directory {}", dir.display()))?;
+    }
+    let opened = OpenOptions::new().append(true).create(true).mode(0o644).open(path);
+    opened.map(drop).context(format_args!("open {path}"))
+}
+
+/// Copies from `from` to what is named: a FIFO, held for reading too, or a file.
+fn sink(path: &str, from: OwnedFd) -> Result<Stream, Error> {
+    rustix::io::ioctl_fionbio(&from, true)?;
+    let kind = fs::metadata(path).context(format_args!("open {path}"))?.file_type();
+    if !kind.is_fifo() {
+        let file = OpenOptions::new().append(true).open(path);
+        return Ok(Stream::output(from, file.context(format_args!("open {path}"))?.into(), None));
+    }
+    let (read, write) = fifo(path)?;
+    Ok(Stream::output(from, write, Some(read)))
+}
+
+/// Both ends of a FIFO, which do not wait.
+fn fifo(path: &str) -> Result<(OwnedFd, OwnedFd), Error> {
+    let open = |options: &mut OpenOptions| -> Result<File, Error> {
+        options.custom_flags(libc::O_NONBLOCK).open(path).context(format_args!("open fifo {path}"))
+    };
+    let read = open(OpenOptions::new().read(true))?;
+    let write = open(OpenOptions::new().write(true))?;
+    Ok((read.into(), write.into()))
+}

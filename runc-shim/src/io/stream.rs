@@ -1,0 +1,223 @@
+//! Streams between containers and containerd, copied by the loop.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll::EventFlags;
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use rustix::pipe::SpliceFlags;
+
+use crate::reactor::{Reactor, Source};
+
+/// What one stream moves before others have their turn; bytes.
+const TURN: usize = 1 << 20;
+
+/// What is read at once where pages cannot be moved; bytes.
+const BUFFER: usize = 4096;
+
+/// Waits for a reader of the last output: the first, and the longest.
+const FIRST_WAIT: Duration = Duration::from_millis(20);
+const LONGEST_WAIT: Duration = Duration::from_secs(1);
+
+/// One direction of one stream.
+#[derive(Debug)]
+pub struct Stream {
+    from: OwnedFd,
+    to: OwnedFd,
+    /// A reader of the FIFO that is written to, so that there is always one.
+    reader: Option<OwnedFd>,
+    is_output: bool,
+    /// The kernel cannot move pages between the two.
+    buffered: bool,
+    /// What was read and could not be written.
+    held: Vec<u8>,
+    /// All is copied; the FIFO is kept until somebody reads it.
+    last_wait: Option<(Instant, Duration)>,
+}
+
+/// What became of a turn.
+#[derive(Debug, PartialEq, Eq)]
+enum Turn {
+    /// Nothing can be done now.
+    Blocked,
+    /// There is more.
+    More,
+    /// All is copied, or nothing can be any more.
+    Ended,
+}
+
+impl Stream {
+    /// From a process to containerd.
+    pub fn output(from: OwnedFd, to: OwnedFd, reader: Option<OwnedFd>) -> Self {
+        let (buffered, held, last_wait) = Default::default();
+        Self { from, to, reader, is_output: true, buffered, held, last_wait }
+    }
+
+    /// From containerd to a process.
+    pub fn input(from: OwnedFd, to: OwnedFd) -> Self {
+        Self { is_output: false, ..Self::output(from, to, None) }
+    }
+
+    fn turn(&mut self) -> Turn {
+        let mut moved = 0;
+        while moved < TURN {
+            let step = if self.buffered { self.copy() } else { self.splice() };
+            match step {
+                Ok(0) => return Turn::Ended,
+                Ok(count) => moved += count,
+                Err(Errno::AGAIN) => return Turn::Blocked,
+                Err(Errno::INTR) => {}
+                Err(Errno::INVAL) if !self.buffered => self.buffered = true,
+                // The other end is gone; a terminal's master says EIO.
+                Err(_) => return Turn::Ended,
+            }
+        }
+        Turn::More
+    }
+
+    fn splice(&mut self) -> Result<usize, Errno> {
+        let flags = SpliceFlags::NONBLOCK | SpliceFlags::MOVE;
+        rustix::pipe::splice(&self.from, None, &self.to, None, TURN, flags)
+    }
+
+    fn copy(&mut self) -> Result<usize, Errno> {
+        if self.held.is_empty() {
+            let mut buffer = [0; BUFFER];
+            let count = rustix::io::read(&self.from, &mut buffer)?;
+            self.held.extend_from_slice(buffer.get(..count).unwrap_or_default());
+            if count == 0 {
+                return Ok(0);
+            }
+        }
+        let count = rustix::io::write(&self.to, &self.held)?;
+        if count == self.held.len() {
+            self.held = Vec::new();
+        } else {
+            self.held.drain(..count);
+        }
+        Ok(count)
+    }
+
+    /// Whether the FIFO may be closed: somebody reads it, or nothing is in it.
+    fn may_close(&mut self) -> bool {
+        self.reader = None;
+        let mut fds = [PollFd::new(&self.to, PollFlags::OUT)];
+        let polled = rustix::event::poll(&mut fds, Some(&Timespec::default()));
+        let [fd] = fds;
+        let unread = polled.is_ok() && fd.revents().contains(PollFlags::ERR);
+        !unread || rustix::io::ioctl_fionread(&self.to).unwrap_or(0) == 0
+    }
+}
+
+/// All streams.
+#[derive(Debug, Default)]
+pub struct Streams {
+    streams: BTreeMap<u32, Stream>,
+    next: u32,
+    /// Those that have more to copy and have had their turn.
+    ready: Vec<u32>,
+}
+
+impl Streams {
+    /// Begins to copy; the stream's number.
+    pub fn add(&mut self, stream: Stream, reactor: &Reactor) -> u32 {
+        let number = self.next;
+        self.next = self.next.wrapping_add(1);
+        let source = Source::Stream(number);
+        let (read, write) = (EventFlags::IN | EventFlags::ET, EventFlags::OUT | EventFlags::ET);
+        // A file is always ready.
+        let _ = reactor.add(&stream.from, source, read);
+        let _ = reactor.add(&stream.to, source, write);
+        self.streams.insert(number, stream);
+        self.ready.push(number);
+        number
+    }
+
+    /// A stream is ready.
+    pub fn ready(&mut self, number: u32) {
+        if self.streams.contains_key(&number) && !self.ready.contains(&number) {
+            self.ready.push(number);
+        }
+    }
+
+    /// Copies; the numbers of those that have ended.
+    pub fn run(&mut self) -> Vec<u32> {
+        let mut ended = Vec::new();
+        for number in std::mem::take(&mut self.ready) {
+            let Some(stream) = self.streams.get_mut(&number) else { continue };
+            if stream.last_wait.is_some() {
+                continue;
+            }
+            match stream.turn() {
+                Turn::Blocked => {}
+                Turn::More => self.ready.push(number),
+                Turn::Ended => {
+                    ended.push(number);
+                    self.end(number);
+                }
+            }
+        }
+        ended
+    }
+
+    /// Whether some have more to copy.
+    pub fn has_more(&self) -> bool {
+        !self.ready.is_empty()
+    }
+
+    /// The process has ended: copies what is left of a terminal's output, and ends it.
+    pub fn finish(&mut self, number: u32) {
+        if let Some(stream) = self.streams.get_mut(&number) {
+            // Others may still write to it: what was there is less than this.
+            let _ = (0..16).find(|_| stream.turn() != Turn::More);
+            self.end(number);
+        }
+    }
+
+    /// Whether a process's output is still being copied.
+    pub fn is_copying(&self, number: u32) -> bool {
+        self.streams
+            .get(&number)
+            .is_some_and(|stream| stream.is_output && stream.last_wait.is_none())
+    }
+
+    /// Forgets a stream.
+    pub fn remove(&mut self, number: u32) {
+        self.streams.remove(&number);
+    }
+
+    /// When [`Streams::close_read`] is to be called.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.streams.values().filter_map(|stream| stream.last_wait).map(|(at, _)| at).min()
+    }
+
+    /// Closes the FIFOs that have found a reader.
+    pub fn close_read(&mut self) {
+        let now = Instant::now();
+        self.streams.retain(|_, stream| {
+            let Some((at, wait)) = stream.last_wait else { return true };
+            if at <= now {
+                if stream.may_close() {
+                    return false;
+                }
+                let wait = (wait * 2).min(LONGEST_WAIT);
+                stream.last_wait = Some((now + wait, wait));
+            }
+            true
+        });
+    }
+
+    /// A stream has ended. The last output of a process stays in its FIFO until there is a reader,
+    /// which there may not be while containerd is restarted.
+    fn end(&mut self, number: u32) {
+        let Some(stream) = self.streams.get_mut(&number) else { return };
+        let keeps = stream.reader.is_some() && !stream.may_close();
+        if keeps {
+            stream.last_wait = Some((Instant::now() + FIRST_WAIT, FIRST_WAIT));
+        } else {
+            self.streams.remove(&number);
+        }
+    }
+}

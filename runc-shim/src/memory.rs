@@ -1,0 +1,146 @@
+//! Kills for want of memory in a container's cgroup.
+
+use std::fs::{self, File};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+use containerd_shim_protos::events::task::TaskOOM;
+use rustix::event::EventfdFlags;
+use rustix::event::epoll::EventFlags;
+
+use crate::cgroup::Cgroup;
+use crate::error::{Context as _, Error};
+use crate::events;
+use crate::log;
+use crate::reactor::Source;
+use crate::shim::Shim;
+
+/// Watches a cgroup.
+#[derive(Debug)]
+pub struct Watch {
+    /// The container.
+    id: String,
+    kind: Kind,
+}
+
+#[derive(Debug)]
+enum Kind {
+    /// Version 1: counts what the kernel says; the cgroup.
+    Counter(OwnedFd, PathBuf),
+    /// Version 2: `memory.events`, and the kills that are known.
+    Events(File, u64),
+}
+
+impl Watch {
+    fn new(id: &str, cgroup: &Cgroup) -> Result<Option<Self>, Error> {
+        let Some(path) = cgroup.controller("memory") else { return Ok(None) };
+        let kind = match cgroup {
+            Cgroup::V1(_) => Kind::Counter(counter(path)?, path.to_owned()),
+            Cgroup::V2(_) => {
+                let path = path.join("memory.events");
+                let file = File::open(&path).context(format_args!("open {}", path.display()))?;
+                let kills = kills(&file);
+                Kind::Events(file, kills)
+            }
+        };
+        Ok(Some(Self { id: id.to_owned(), kind }))
+    }
+
+    /// Whether there was a kill since this was asked last.
+    fn has_killed(&mut self) -> bool {
+        match &mut self.kind {
+            Kind::Counter(counter, path) => {
+                let mut count = [0; 8];
+                // The removal of the cgroup counts too.
+                matches!(rustix::io::read(counter.as_fd(), &mut count), Ok(8)) && path.exists()
+            }
+            Kind::Events(file, known) => {
+                let before = std::mem::replace(known, kills(file));
+                *known > before
+            }
+        }
+    }
+}
+
+/// Has the kernel count in version 1.
+fn counter(path: &Path) -> Result<OwnedFd, Error> {
+    let counter = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+    let name = path.join("memory.oom_control");
+    let control = File::open(&name).context(format_args!("open {}", name.display()))?;
+    let name = path.join("cgroup.event_control");
+    let line = format!("{} {}", counter.as_raw_fd(), control.as_raw_fd());
+    fs::write(&name, line).context(format_args!("write {}", name.display()))?;
+    Ok(counter)
+}
+
+/// The kills in `memory.events`. A cgroup that is gone has no more.
+fn kills(file: &File) -> u64 {
+    let mut text = [0; 512];
+    let count = file.read_at(&mut text, 0).unwrap_or(0);
+    let text = String::from_utf8_lossy(text.get(..count).unwrap_or_default());
+    let line = text.lines().find_map(|line| line.strip_prefix("oom_kill "));
+    line.and_then(|number| number.trim().parse().ok()).unwrap_or(0)
+}
+
+impl Shim {
+    /// Watches a container's cgroup. A container that cannot be watched runs all the same.
+    pub fn watch_memory(&mut self, id: &str) {
+        let cgroup = self.containers.get(id).and_then(|container| container.cgroup.as_ref());
+        let Some(watch) = cgroup.map(|cgroup| Watch::new(id, cgroup)) else { return };
+        let number = self.number();
+        let added = watch.and_then(|watch| {
+            let Some(watch) = watch else { return Ok(()) };
+            let source = Source::Memory(number);
+            match &watch.kind {
+                Kind::Counter(fd, _) => self.reactor.add(fd, source, EventFlags::IN)?,
+                Kind::Events(fd, _) => {
+                    self.reactor.add(fd, source, EventFlags::PRI | EventFlags::ET)?;
+                }
+            }
+            self.memory.insert(number, watch);
+            Ok(())
+        });
+        if let Err(e) = added {
+            log::warn(format_args!("container {id}: watch memory: {e}"));
+        }
+    }
+
+    /// The kernel says something of a cgroup.
+    pub fn memory_event(&mut self, number: u32) {
+        let Some(watch) = self.memory.get_mut(&number) else { return };
+        if watch.has_killed() {
+            let mut event = TaskOOM::new();
+            event.container_id.clone_from(&watch.id);
+            self.events.send(events::OOM, &event, &self.reactor);
+        }
+    }
+
+    /// A container's process has ended: looks a last time, so that a kill is announced before the
+    /// exit.
+    pub fn unwatch_memory(&mut self, id: &str) {
+        let number = self.memory.iter().find(|(_, watch)| watch.id == id).map(|(n, _)| *n);
+        if let Some(number) = number {
+            self.memory_event(number);
+            self.memory.remove(&number);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kills_are_counted() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("memory.events");
+        fs::write(&path, "low 0\nhigh 0\nmax 9\noom 8\noom_kill 0\noom_group_kill 5\n").unwrap();
+        let cgroup = Cgroup::V2(dir.path().to_owned());
+        let mut watch = Watch::new("a", &cgroup).unwrap().unwrap();
+        assert!(!watch.has_killed());
+        fs::write(&path, "max 9\noom 8\noom_kill 2\n").unwrap();
+        assert!(watch.has_killed());
+        assert!(!watch.has_killed());
+    }
+}

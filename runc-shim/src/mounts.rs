@@ -1,0 +1,291 @@
+//! The root file system of a container: mounts in containerd's form, made and undone.
+
+use std::fs::{self, File};
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use containerd_shim_protos::api::Mount;
+use rustix::io::Errno;
+use rustix::mount::{MountFlags, UnmountFlags};
+
+use crate::error::{Code, Context as _, Error};
+
+/// Longest data of a mount; the kernel takes one page, and the rest is for what it adds.
+const LONGEST: usize = 4096 - 512;
+
+/// A mount point may be busy for a moment.
+const BUSY_TRIES: u32 = 50;
+const BUSY_WAIT: Duration = Duration::from_millis(20);
+
+/// What the options of a mount ask for.
+#[derive(Debug, PartialEq, Eq)]
+struct Options {
+    flags: MountFlags,
+    is_remount: bool,
+    data: Vec<String>,
+    loops: bool,
+    users: Option<String>,
+    groups: Option<String>,
+}
+
+/// Options that set a flag, or clear it.
+const FLAGS: [(&str, bool, MountFlags); 24] = [
+    ("async", false, MountFlags::SYNCHRONOUS),
+    ("atime", false, MountFlags::NOATIME),
+    ("bind", true, MountFlags::BIND),
+    ("dev", false, MountFlags::NODEV),
+    ("diratime", false, MountFlags::NODIRATIME),
+    ("dirsync", true, MountFlags::DIRSYNC),
+    ("exec", false, MountFlags::NOEXEC),
+    ("mand", true, MountFlags::PERMIT_MANDATORY_FILE_LOCKING),
+    ("noatime", true, MountFlags::NOATIME),
+    ("nodev", true, MountFlags::NODEV),
+    ("nodiratime", true, MountFlags::NODIRATIME),
+    ("noexec", true, MountFlags::NOEXEC),
+    ("nomand", false, MountFlags::PERMIT_MANDATORY_FILE_LOCKING),
+    ("norelatime", false, MountFlags::RELATIME),
+    ("nostrictatime", false, MountFlags::STRICTATIME),
+    ("nosuid", true, MountFlags::NOSUID),
+    ("rbind", true, MountFlags::BIND.union(MountFlags::REC)),
+    ("relatime", true, MountFlags::RELATIME),
+    ("ro", true, MountFlags::RDONLY),
+    ("rw", false, MountFlags::RDONLY),
+    ("strictatime", true, MountFlags::STRICTATIME),
+    ("suid", false, MountFlags::NOSUID),
+    ("sync", true, MountFlags::SYNCHRONOUS),
+    ("silent", true, MountFlags::SILENT),
+];
+
+impl Options {
+    fn parse(options: &[String]) -> Result<Self, Error> {
+        let mut parsed = Self {
+            flags: MountFlags::empty(),
+            is_remount: false,
+            data: Vec::new(),
+            loops: false,
+            users: None,
+            groups: None,
+        };
+        for option in options {
+            if option.starts_with("X-containerd.") {
+                let message = format!(
+                    "internal mount option {option:?} was not consumed by the mount manager"
+                );
+                return Err(Error::new(Code::InvalidArgument, message));
+            }
+            if let Some((_, set, flag)) = FLAGS.iter().find(|(name, ..)| name == option) {
+                parsed.flags.set(*flag, *set);
+                continue;
+            }
+            match option.split_once('=') {
+                None if option == "defaults" => {}
+                None if option == "remount" => parsed.is_remount = true,
+                None if option == "loop" => parsed.loops = true,
+                Some(("uidmap", map)) => parsed.users = Some(map.to_owned()),
+                Some(("gidmap", map)) => parsed.groups = Some(map.to_owned()),
+                _ => parsed.data.push(option.clone()),
+            }
+        }
+        Ok(parsed)
+    }
+}
+
+/// Makes the mounts in their order, each at its target below `root`. If one fails, those before
+/// are undone.
+pub fn mount_all(mounts: &[Mount], root: &Path) -> Result<(), Error> {
+    match fs::DirBuilder::new().mode(0o711).create(root) {
+        Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
+        other => other.context(format_args!("make directory {}", root.display()))?,
+    }
+    let made = mounts.iter().try_for_each(|mount| {
+        let target = below(root, &mount.target);
+        mount_one(mount, &target).context(format_args!(
+            "mount source {:?} at {:?}, fstype {}",
+            mount.source,
+            target.display(),
+            mount.type_
+        ))
+    });
+    if made.is_err() {
+        // What cannot be undone now is undone with the bundle.
+        let _ = unmount_all(root);
+    }
+    made
+}
+
+fn below(root: &Path, target: &str) -> PathBuf {
+    let parts = Path::new(target).components();
+    let plain = parts.filter(|part| matches!(part, std::path::Component::Normal(_)));
+    plain.fold(root.to_owned(), |path, part| path.join(part))
+}
+
+fn mount_one(mount: &Mount, target: &Path) -> Result<(), Error> {
+    let mut options = Options::parse(&mount.options)?;
+    let mut directory = None;
+    if mount.type_ == "overlay" && options.data.join(",").len() >= LONGEST {
+        directory = shorten(&mut options.data);
+    }
+    let data = options.data.join(",");
+    let in_directory = directory.map(Directory::enter).transpose()?;
+    let mounted = call_mount(mount, &options, target, &data);
+    drop(in_directory);
+    mounted?;
+    if options.flags.contains(MountFlags::BIND | MountFlags::RDONLY) {
+        let flags = options.flags;
+        rustix::mount::mount_remount(target, flags, c"").context("remount read-only")?;
+    }
+    Ok(())
+}
+
+fn call_mount(mount: &Mount, options: &Options, target: &Path, data: &str) -> Result<(), Error> {
+    if options.is_remount {
+        return Ok(rustix::mount::mount_remount(target, options.flags, data)?);
+    }
+    let data = std::ffi::CString::new(data)
+        .map_err(|_| Error::new(Code::InvalidArgument, "a zero byte in mount options"))?;
+    let source = mount.source.as_str();
+    rustix::mount::mount(source, target, &*mount.type_, options.flags, Some(data.as_c_str()))?;
+    Ok(())
+}
+
+/// Makes the lower directories of an overlay relative to the directory in which they all lie, and
+/// returns that.
+fn shorten(data: &mut [String]) -> Option<PathBuf> {
+    let option = data.iter_mut().find(|option| option.starts_with("lowerdir="))?;
+    let dirs: Vec<&str> = option.strip_prefix("lowerdir=")?.split(':').collect();
+    let (first, rest) = dirs.split_first()?;
+    let same = rest.iter().fold(first.len(), |same, dir| {
+        let equal = first.bytes().zip(dir.bytes()).take_while(|(a, b)| a == b).count();
+        same.min(equal)
+    });
+    let end = first.get(..same)?.rfind('/')?;
+    let common = first.get(..end).filter(|common| !common.is_empty())?.to_owned();
+    let relative: Vec<&str> = dirs.iter().filter_map(|dir| dir.get(end + 1..)).collect();
+    if relative.iter().any(|dir| dir.is_empty()) {
+        return None;
+    }
+    let shortened = format!("lowerdir={}", relative.join(":"));
+    *option = shortened;
+    Some(common.into())
+}
+
+/// The working directory is another as long as this lives: this process has one thread.
+#[derive(Debug)]
+struct Directory(File);
+
+impl Directory {
+    fn enter(path: PathBuf) -> Result<Self, Error> {
+        let before = File::open(".").context("open working directory")?;
+        rustix::process::chdir(&path).context(format_args!("enter {}", path.display()))?;
+        Ok(Self(before))
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        if let Err(e) = rustix::process::fchdir(&self.0) {
+            crate::log::error(format_args!("return to working directory: {e}"));
+        }
+    }
+}
+
+/// Undoes all mounts at `root` and below. One that is not there is success.
+pub fn unmount_all(root: &Path) -> Result<(), Error> {
+    let table = fs::read("/proc/self/mountinfo").context("read mounts")?;
+    let mut points = points_below(&table, root);
+    points.sort_by_key(|point| std::cmp::Reverse(point.as_os_str().len()));
+    for point in points {
+        unmount(&point).context(format_args!("unmount {}", point.display()))?;
+    }
+    Ok(())
+}
+
+fn unmount(point: &Path) -> Result<(), Error> {
+    let mut tries = 0;
+    loop {
+        match rustix::mount::unmount(point, UnmountFlags::NOFOLLOW) {
+            Ok(()) | Err(Errno::INVAL | Errno::NOENT) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(Errno::BUSY) if tries < BUSY_TRIES => {
+                tries += 1;
+                std::thread::sleep(BUSY_WAIT);
+            }
+            Err(e) => return Err(e.into()),
+        }
+    }
+}
+
+/// The mount points at `root` and below, of a table as proc_pid_mountinfo(5) has it.
+fn points_below(table: &[u8], root: &Path) -> Vec<PathBuf> {
+    let lines = table.split(|byte| *byte == b'\n');
+    let points = lines.filter_map(|line| line.split(|byte| *byte == b' ').nth(4)).map(unescaped);
+    points
+        .map(|point| PathBuf::from(std::ffi::OsStr::from_bytes(&point)))
+        .filter(|point| point.starts_with(root))
+        .collect()
+}
+
+/// A field in which white space and backslashes are octal.
+fn unescaped(field: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let [first, tail @ ..] = rest {
+        let octal = match (first, tail) {
+            (b'\\', [a, b, c, ..]) => std::str::from_utf8(&[*a, *b, *c])
+                .ok()
+                .and_then(|digits| u8::from_str_radix(digits, 8).ok()),
+            _ => None,
+        };
+        bytes.push(octal.unwrap_or(*first));
+        rest = if octal.is_some() { tail.get(3..).unwrap_or_default() } else { tail };
+    }
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn strings(words: &[&str]) -> Vec<String> {
+        words.iter().map(|word| (*word).to_owned()).collect()
+    }
+
+    #[test]
+    fn options_are_flags_or_data() {
+        let options = strings(&["rbind", "ro", "rw", "nosuid", "lowerdir=/a:/b", "index=off"]);
+        let parsed = Options::parse(&options).unwrap();
+        assert_eq!(parsed.flags, MountFlags::BIND | MountFlags::REC | MountFlags::NOSUID);
+        assert_eq!(parsed.data, ["lowerdir=/a:/b", "index=off"]);
+        let mapped = Options::parse(&strings(&["uidmap=0:1:2", "gidmap=0:3:4"])).unwrap();
+        assert_eq!(mapped.users.as_deref(), Some("0:1:2"));
+        assert_eq!(mapped.groups.as_deref(), Some("0:3:4"));
+        let refused = Options::parse(&strings(&["X-containerd.mkdir.path=/a"])).unwrap_err();
+        assert_eq!(refused.code, Code::InvalidArgument);
+    }
+
+    #[test]
+    fn many_lower_directories_become_relative() {
+        let mut data = strings(&["upperdir=/u", "lowerdir=/var/s/12/fs:/var/s/1/fs:/var/s/13/fs"]);
+        assert_eq!(shorten(&mut data), Some("/var/s".into()));
+        assert_eq!(data, ["upperdir=/u", "lowerdir=12/fs:1/fs:13/fs"]);
+        let mut apart = strings(&["lowerdir=/a/b:/c/d"]);
+        assert_eq!(shorten(&mut apart), None);
+        assert_eq!(apart, ["lowerdir=/a/b:/c/d"]);
+    }
+
+    #[test]
+    fn mount_points_below_are_found() {
+        let table =
+            b"1 2 0:1 / / rw\n2 1 0:2 / /a\\040b rw\n3 1 0:3 / /a\\040b/c rw\n4 1 0:4 / /a rw\n";
+        let found = points_below(table, Path::new("/a b"));
+        assert_eq!(found, [Path::new("/a b"), Path::new("/a b/c")]);
+    }
+
+    #[test]
+    fn a_target_stays_below_the_root() {
+        assert_eq!(below(Path::new("/r"), "../../etc"), Path::new("/r/etc"));
+        assert_eq!(below(Path::new("/r"), ""), Path::new("/r"));
+    }
+}

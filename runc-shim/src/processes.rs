@@ -1,0 +1,208 @@
+//! What happens to the processes of containers: signals, exits, ends of their streams.
+
+use std::time::Instant;
+
+use containerd_shim_protos::api;
+use containerd_shim_protos::events::task as task_events;
+use protobuf::MessageField;
+
+use crate::commands::{self, Purpose};
+use crate::container::Process;
+use crate::container::state::{Event, State};
+use crate::error::{Code, Error};
+use crate::events;
+use crate::exec;
+use crate::exits::Exit;
+use crate::io::logger;
+use crate::runtime;
+use crate::server::Reply;
+use crate::shim::{Key, Shim};
+use crate::sys;
+use crate::task::{self, Answer};
+
+impl Shim {
+    /// Signals a process.
+    pub fn kill(&mut self, reply: Reply, request: &api::KillRequest) -> Answer {
+        let key = Key::new(&request.id, &request.exec_id);
+        let signal = i32::try_from(request.signal)
+            .map_err(|_| Error::new(Code::InvalidArgument, "no such signal"))?;
+        let finished = || Error::not_found("process already finished");
+        if !key.exec.is_empty() {
+            let state = self.exec(&key)?.state;
+            return match state {
+                exec::state::State::Running { pid } => signal_process(pid, signal),
+                exec::state::State::Stopped { .. } => Err(finished()),
+                _ => Err(Error::state("process not created")),
+            };
+        }
+        let container = self.container(&key.id)?;
+        let plain = matches!(container.state, State::Created { .. } | State::Running { .. });
+        if plain && container.own_pids && !request.all {
+            return signal_process(container.state.pid(), signal);
+        }
+        if container.own_pids && container.state.has_exited() {
+            return Err(finished());
+        }
+        // The runtime reaches all processes of a container, and those of one that is paused.
+        let signal = signal.to_string();
+        let mut arguments = vec!["kill"];
+        arguments.extend(request.all.then_some("--all"));
+        arguments.extend([key.id.as_str(), &signal]);
+        self.run_for(key.clone(), Some(reply), Purpose::Kill, &arguments)?;
+        Ok(None)
+    }
+
+    /// A process of a container has ended.
+    pub fn process_exited(&mut self, key: &Key, exit: Exit) {
+        if key.exec.is_empty() {
+            let paused = self.containers.get(&key.id).is_some_and(|container| {
+                matches!(container.state, State::Paused { .. } | State::Pausing { .. })
+            });
+            self.unwatch_memory(&key.id);
+            self.change(key, Event::Exited(exit));
+            if paused && self.thaw(key) {
+                return;
+            }
+            self.sweep(key);
+        } else if let Ok(exec) = self.exec(key) {
+            let pid = exec.state.pid();
+            if let Ok(Some(next)) = exec::state::step(exec.state, exec::state::Event::Exited(exit))
+            {
+                exec.state = next;
+                self.announce_exit(key, pid, exit);
+            }
+            self.settle(&key.id);
+        }
+    }
+
+    /// Lets what a paused container's first process has left be killed.
+    fn thaw(&mut self, key: &Key) -> bool {
+        let arguments = ["resume", &key.id];
+        match self.run_for(key.clone(), None, Purpose::Thaw, &arguments) {
+            Ok(()) => {
+                if let Some(container) = self.containers.get_mut(&key.id) {
+                    container.sweeping = true;
+                }
+                true
+            }
+            Err(e) => {
+                commands::log_failure(key, &e);
+                false
+            }
+        }
+    }
+
+    /// Kills what a container's first process has left, if that does not end with it.
+    pub fn sweep(&mut self, key: &Key) {
+        let Some(container) = self.containers.get_mut(&key.id) else { return };
+        container.sweeping = false;
+        let leaves = !container.own_pids;
+        if leaves && !matches!(container.state, State::Deleting { .. }) {
+            let arguments = ["kill", "--all", &key.id, "9"];
+            match self.run_for(key.clone(), None, Purpose::Sweep, &arguments) {
+                Ok(()) => {
+                    if let Some(container) = self.containers.get_mut(&key.id) {
+                        container.sweeping = true;
+                    }
+                }
+                Err(e) => commands::log_failure(key, &e),
+            }
+        }
+        self.settle(&key.id);
+    }
+
+    /// A container's processes are killed.
+    pub fn swept(&mut self, key: &Key) {
+        if let Some(container) = self.containers.get_mut(&key.id) {
+            container.sweeping = false;
+        }
+        self.settle(&key.id);
+    }
+
+    /// Announces a container's exit, if nothing of it is left.
+    pub fn settle(&mut self, id: &str) {
+        let Some(container) = self.containers.get(id) else { return };
+        let alone = !container.sweeping && !container.has_live_execs();
+        if alone && matches!(container.state, State::Exiting { .. }) {
+            self.change(&Key::new(id, ""), Event::Alone);
+        }
+    }
+
+    /// Announces the exit of a process, and answers those who wait for it.
+    pub fn announce_exit(&mut self, key: &Key, pid: i32, exit: Exit) {
+        let mut event = task_events::TaskExit::new();
+        event.container_id.clone_from(&key.id);
+        event.id = key.process().to_owned();
+        event.pid = task::unsigned(pid);
+        event.exit_status = exit.status;
+        event.exited_at = MessageField::some(exit.at());
+        self.events.send(events::EXIT, &event, &self.reactor);
+        let Ok(process) = self.process(key) else { return };
+        let waiters = std::mem::take(&mut process.waiters);
+        if process.console.take().is_some() {
+            process.stdin = None;
+            for stream in std::mem::take(&mut process.streams) {
+                self.streams.finish(stream);
+            }
+        }
+        for waiter in waiters {
+            let answer = task::now(&task::waited(Some(exit)));
+            self.answer(waiter, answer);
+        }
+    }
+
+    /// A stream has ended: a deletion may wait for it, and a terminal is hung up when its input
+    /// ends.
+    pub fn stream_ended(&mut self, number: u32) {
+        let Some(key) = self.stream_owner(number) else { return };
+        let Ok(process) = self.process(&key) else { return };
+        let hung_up = process.console.is_some();
+        let streams = process.streams.clone();
+        if hung_up {
+            process.console = None;
+            process.streams = Vec::new();
+            for stream in &streams {
+                self.streams.finish(*stream);
+            }
+        }
+        if !streams.iter().any(|stream| self.streams.is_copying(*stream)) {
+            self.drained(&key);
+        }
+    }
+
+    fn stream_owner(&self, number: u32) -> Option<Key> {
+        let has = |process: &Process| process.streams.contains(&number);
+        self.containers.iter().find_map(|(id, container)| {
+            if has(&container.process) {
+                return Some(Key::new(id, ""));
+            }
+            let exec = container.execs.iter().find(|(_, exec)| has(&exec.process));
+            exec.map(|(exec, _)| Key::new(id, exec))
+        })
+    }
+
+    /// Closes what a process had.
+    pub fn close_process(&mut self, process: Process) {
+        for stream in &process.streams {
+            self.streams.remove(*stream);
+        }
+        for waiter in &process.waiters {
+            let gone = Err(Error::not_found("process was deleted"));
+            self.answer(*waiter, gone);
+        }
+        if let Some(pid) = process.logger
+            && let Some(end) = self.loggers.get_mut(&pid)
+        {
+            // It ends by itself when its input does; this is for one that does not.
+            let _ = sys::kill(pid, libc::SIGTERM);
+            *end = Some(Instant::now() + logger::END_WITHIN);
+        }
+    }
+}
+
+fn signal_process(pid: i32, signal: i32) -> Answer {
+    match sys::kill(pid, signal) {
+        Ok(()) => task::empty(),
+        Err(e) => Err(runtime::kill_error(Error::from(e))),
+    }
+}

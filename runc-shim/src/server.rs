@@ -1,0 +1,216 @@
+//! The ttrpc server: connections, and the frames on them.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::OwnedFd;
+
+use containerd_shim_protos::ttrpc::proto::{Request, Response, Status};
+use protobuf::{EnumOrUnknown, Message, MessageField};
+use rustix::event::epoll::EventFlags;
+use rustix::io::Errno;
+use rustix::net::{SocketFlags, sockopt};
+
+use crate::error::{Code, Error};
+use crate::frame::{self, Decoder, Incoming};
+use crate::reactor::{Reactor, Source};
+
+/// Answers that a caller has not read; bytes. Beyond, nothing more is read from it.
+const UNREAD: usize = 1 << 20;
+
+/// Where an answer goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Reply {
+    connection: u32,
+    stream: u32,
+}
+
+/// A call.
+#[derive(Debug)]
+pub struct Call {
+    /// Where its answer goes.
+    pub reply: Reply,
+    /// The request.
+    pub request: Request,
+}
+
+/// A connection.
+#[derive(Debug)]
+struct Connection {
+    socket: OwnedFd,
+    decoder: Decoder,
+    /// Answers that are not sent.
+    out: Vec<u8>,
+    /// What epoll reports.
+    flags: EventFlags,
+}
+
+/// The server.
+#[derive(Debug)]
+pub struct Server {
+    listener: OwnedFd,
+    connections: BTreeMap<u32, Connection>,
+    /// The number of the next connection. No number is used twice, so that no answer goes to
+    /// another caller.
+    next: u32,
+}
+
+impl Server {
+    /// Serves at a socket that listens.
+    pub fn new(listener: OwnedFd, reactor: &Reactor) -> io::Result<Self> {
+        rustix::io::ioctl_fionbio(&listener, true)?;
+        reactor.add(&listener, Source::Listener, EventFlags::IN)?;
+        Ok(Self { listener, connections: BTreeMap::new(), next: 0 })
+    }
+
+    /// Takes those who call. Only root and this process's own user are served.
+    pub fn accept(&mut self, reactor: &Reactor) {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        while let Ok(socket) = rustix::net::accept_with(&self.listener, flags) {
+            let own = rustix::process::geteuid();
+            match sockopt::socket_peercred(&socket) {
+                Ok(peer) if peer.uid == own || peer.uid.is_root() => {}
+                _ => continue,
+            }
+            let number = self.next;
+            self.next = self.next.wrapping_add(1);
+            let flags = EventFlags::IN;
+            if reactor.add(&socket, Source::Connection(number), flags).is_ok() {
+                let (decoder, out) = Default::default();
+                self.connections.insert(number, Connection { socket, decoder, out, flags });
+            }
+        }
+    }
+
+    /// A connection is ready; the calls that have arrived.
+    pub fn ready(&mut self, number: u32, reactor: &Reactor) -> Vec<Call> {
+        let Some(connection) = self.connections.get_mut(&number) else { return Vec::new() };
+        let read = connection.read();
+        let (frames, open) = match read {
+            Ok(frames) => (frames, true),
+            Err(frames) => (frames, false),
+        };
+        let mut calls = Vec::new();
+        for frame in frames {
+            match call(number, frame) {
+                None => {}
+                Some((reply, Ok(request))) => calls.push(Call { reply, request }),
+                Some((reply, Err(e))) => self.answer(reply, Err(e), reactor),
+            }
+        }
+        if open {
+            self.flush(number, reactor);
+        } else {
+            self.connections.remove(&number);
+        }
+        calls
+    }
+
+    /// Answers a call. The answer to a caller that has gone is dropped.
+    pub fn answer(&mut self, reply: Reply, answer: Result<Vec<u8>, Error>, reactor: &Reactor) {
+        let Some(connection) = self.connections.get_mut(&reply.connection) else { return };
+        let response = response(answer);
+        frame::encode(&mut connection.out, reply.stream, frame::RESPONSE, &response);
+        self.flush(reply.connection, reactor);
+    }
+
+    /// Whether the caller is still there.
+    pub fn is_there(&self, reply: Reply) -> bool {
+        self.connections.contains_key(&reply.connection)
+    }
+
+    /// Whether an answer is not sent yet.
+    pub fn has_unsent(&self) -> bool {
+        self.connections.values().any(|connection| !connection.out.is_empty())
+    }
+
+    fn flush(&mut self, number: u32, reactor: &Reactor) {
+        let Some(connection) = self.connections.get_mut(&number) else { return };
+        if connection.write().is_err() {
+            self.connections.remove(&number);
+            return;
+        }
+        let mut flags = EventFlags::empty();
+        flags.set(EventFlags::IN, connection.out.len() < UNREAD);
+        flags.set(EventFlags::OUT, !connection.out.is_empty());
+        if flags != connection.flags {
+            let source = Source::Connection(number);
+            if reactor.change(&connection.socket, source, flags).is_err() {
+                self.connections.remove(&number);
+                return;
+            }
+            connection.flags = flags;
+        }
+    }
+}
+
+impl Connection {
+    /// Reads what is there, up to a bound; `Err`: the caller has gone, after these.
+    fn read(&mut self) -> Result<Vec<Incoming>, Vec<Incoming>> {
+        let mut frames = Vec::new();
+        let mut buffer = [0; 4096];
+        for _ in 0..64 {
+            if self.out.len() >= UNREAD {
+                return Ok(frames);
+            }
+            match rustix::io::read(&self.socket, &mut buffer) {
+                Ok(0) => return Err(frames),
+                Ok(count) => {
+                    frames.extend(self.decoder.feed(buffer.get(..count).unwrap_or_default()));
+                    if count < buffer.len() {
+                        return Ok(frames);
+                    }
+                }
+                Err(Errno::AGAIN) => return Ok(frames),
+                Err(Errno::INTR) => {}
+                Err(_) => return Err(frames),
+            }
+        }
+        Ok(frames)
+    }
+
+    fn write(&mut self) -> Result<(), Errno> {
+        while !self.out.is_empty() {
+            match rustix::io::write(&self.socket, &self.out) {
+                Ok(count) => {
+                    self.out.drain(..count);
+                }
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(e) => return Err(e),
+            }
+        }
+        self.out = Vec::new();
+        Ok(())
+    }
+}
+
+/// The call in a frame; `None`: it is none.
+fn call(connection: u32, frame: Incoming) -> Option<(Reply, Result<Request, Error>)> {
+    match frame {
+        Incoming::TooLong { stream, length } => {
+            let message = format!("message length {length} exceeds {}", frame::LONGEST);
+            let refused = Error::new(Code::ResourceExhausted, message);
+            Some((Reply { connection, stream }, Err(refused)))
+        }
+        Incoming::Message { stream, kind: frame::REQUEST, payload } => {
+            let request = Request::parse_from_bytes(&payload).map_err(Error::from);
+            Some((Reply { connection, stream }, request))
+        }
+        Incoming::Message { .. } => None,
+    }
+}
+
+fn response(answer: Result<Vec<u8>, Error>) -> Vec<u8> {
+    let mut response = Response::new();
+    match answer {
+        Ok(payload) => response.payload = payload,
+        Err(e) => {
+            let mut status = Status::new();
+            status.code = EnumOrUnknown::from_i32(e.code as i32);
+            status.message = e.message;
+            response.status = MessageField::some(status);
+        }
+    }
+    // Encoding fails for messages of 2 GiB only.
+    response.write_to_bytes().unwrap_or_default()
+}

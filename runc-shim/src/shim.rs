@@ -1,0 +1,223 @@
+//! The shim: all that it has, and its loop.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use containerd_shim_protos::events::task::TaskCreate;
+use rustix::event::epoll::EventFlags;
+
+use crate::commands::Job;
+use crate::container::Container;
+use crate::create::Pending;
+use crate::error::{Context as _, Error};
+use crate::events::Events;
+use crate::exits::Exits;
+use crate::io::stream::Streams;
+use crate::memory::Watch;
+use crate::reactor::{Reactor, Source};
+use crate::server::Server;
+
+/// How long the end waits for containerd to take the last events.
+const LAST_EVENTS: Duration = Duration::from_secs(5);
+
+/// A process of a container: the container, and the exec unless it is the first process.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Key {
+    /// The container.
+    pub id: String,
+    /// The exec; empty: the first process.
+    pub exec: String,
+}
+
+impl Key {
+    /// The key of a process.
+    pub fn new(id: &str, exec: &str) -> Self {
+        Self { id: id.to_owned(), exec: exec.to_owned() }
+    }
+
+    /// Its id in events and answers.
+    pub fn process(&self) -> &str {
+        if self.exec.is_empty() { &self.id } else { &self.exec }
+    }
+}
+
+/// The shim.
+#[derive(Debug)]
+pub struct Shim {
+    /// The loop's descriptors.
+    pub reactor: Reactor,
+    /// Calls and answers.
+    pub server: Server,
+    /// Events for containerd.
+    pub events: Events,
+    /// Exits of children that are not known.
+    pub exits: Exits,
+    /// Streams that are copied.
+    pub streams: Streams,
+    /// containerd's namespace.
+    pub namespace: String,
+    /// The containers by their ids.
+    pub containers: BTreeMap<String, Container>,
+    /// The events of containers that are being created.
+    pub announced: BTreeMap<String, TaskCreate>,
+    /// Commands of the runtime by their pids.
+    pub jobs: BTreeMap<i32, Job>,
+    /// The containers' processes by their pids.
+    pub processes: BTreeMap<i32, Key>,
+    /// Processes that wait for their logging program.
+    pub pending: BTreeMap<u32, Pending>,
+    /// Logging programs that are to end, and when they are killed.
+    pub loggers: BTreeMap<i32, Option<Instant>>,
+    /// What watches the containers' memory.
+    pub memory: BTreeMap<u32, Watch>,
+    /// A number for what needs one.
+    pub next: u32,
+    /// It is to end when all is said, or then.
+    pub ending: Option<Instant>,
+    children: OwnedFd,
+}
+
+impl Shim {
+    /// Serves at a socket.
+    pub fn new(
+        listener: OwnedFd,
+        children: OwnedFd,
+        namespace: String,
+        events: Option<String>,
+    ) -> Result<Self, Error> {
+        let reactor = Reactor::new().context("make epoll instance")?;
+        reactor.add(&children, Source::Children, EventFlags::IN).context("watch children")?;
+        Ok(Self {
+            server: Server::new(listener, &reactor).context("serve")?,
+            reactor,
+            events: Events::new(events, namespace.clone()),
+            exits: Exits::default(),
+            streams: Streams::default(),
+            namespace,
+            containers: BTreeMap::new(),
+            announced: BTreeMap::new(),
+            jobs: BTreeMap::new(),
+            processes: BTreeMap::new(),
+            pending: BTreeMap::new(),
+            loggers: BTreeMap::new(),
+            memory: BTreeMap::new(),
+            next: 0,
+            ending: None,
+            children,
+        })
+    }
+
+    /// Runs until it is shut down.
+    pub fn run(mut self) -> Result<(), Error> {
+        while !self.has_ended() {
+            let ready = self.reactor.wait(self.deadline()).context("wait")?;
+            for (source, _) in ready {
+                self.ready(source);
+            }
+            for number in self.streams.run() {
+                self.stream_ended(number);
+            }
+            self.pass_time();
+        }
+        Ok(())
+    }
+
+    fn has_ended(&self) -> bool {
+        let said = self.events.is_empty() && !self.server.has_unsent();
+        self.ending.is_some_and(|at| said || at <= Instant::now())
+    }
+
+    /// Asks for the end.
+    pub fn end(&mut self) {
+        self.ending = Some(Instant::now() + LAST_EVENTS);
+    }
+
+    /// A number that is not used.
+    pub fn number(&mut self) -> u32 {
+        self.next = self.next.wrapping_add(1);
+        self.next
+    }
+
+    fn ready(&mut self, source: Source) {
+        match source {
+            Source::Listener => self.server.accept(&self.reactor),
+            Source::Children => self.reap(),
+            Source::Events => self.events.ready(&self.reactor),
+            Source::Connection(number) => {
+                for call in self.server.ready(number, &self.reactor) {
+                    self.call(call);
+                }
+            }
+            Source::Stream(number) => self.streams.ready(number),
+            Source::Logger(number) => self.logger_ready(number),
+            Source::Memory(number) => self.memory_event(number),
+        }
+    }
+
+    fn reap(&mut self) {
+        // What it holds is of no interest: the exits are fetched from the kernel.
+        let mut signals = [0; 512];
+        while matches!(rustix::io::read(&self.children, &mut signals), Ok(1..)) {}
+        for (pid, exit) in Exits::reap() {
+            if let Some(job) = self.jobs.remove(&pid) {
+                self.finished(job, exit);
+            } else if let Some(key) = self.processes.remove(&pid) {
+                self.process_exited(&key, exit);
+            } else if self.loggers.remove(&pid).is_none() {
+                self.exits.keep(pid, exit);
+            }
+        }
+    }
+
+    /// When something is to be done although nothing is ready.
+    fn deadline(&self) -> Option<Instant> {
+        if self.streams.has_more() {
+            return Some(Instant::now());
+        }
+        let drains = self.containers.values().flat_map(|container| {
+            let execs = container.execs.values().filter_map(|exec| exec.drain);
+            execs.chain(container.drain).map(|(_, at)| at)
+        });
+        let pending = self.pending.values().map(|pending| pending.until);
+        let loggers = self.loggers.values().copied().flatten();
+        let rest = [self.events.deadline(), self.streams.deadline(), self.ending];
+        drains.chain(pending).chain(loggers).chain(rest.into_iter().flatten()).min()
+    }
+
+    /// Does what has become due.
+    fn pass_time(&mut self) {
+        let now = Instant::now();
+        let due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
+        if due(self.events.deadline()) {
+            self.events.retry(&self.reactor);
+        }
+        if due(self.streams.deadline()) {
+            self.streams.close_read();
+        }
+        for (pid, at) in &mut self.loggers {
+            if due(*at) {
+                *at = None;
+                // It was not reaped: its number is its own.
+                let _ = crate::sys::kill(*pid, libc::SIGKILL);
+            }
+        }
+        let late = self.pending.iter().filter(|(_, pending)| pending.until <= now);
+        let late: Vec<u32> = late.map(|(number, _)| *number).collect();
+        for number in late {
+            self.logger_late(number);
+        }
+        let is_due = |drain: &Option<(_, Instant)>| due(drain.as_ref().map(|(_, at)| *at));
+        let mut drained = Vec::new();
+        for (id, container) in &self.containers {
+            if is_due(&container.drain) {
+                drained.push(Key::new(id, ""));
+            }
+            let execs = container.execs.iter().filter(|(_, exec)| is_due(&exec.drain));
+            drained.extend(execs.map(|(exec, _)| Key::new(id, exec)));
+        }
+        for key in drained {
+            self.drained(&key);
+        }
+    }
+}

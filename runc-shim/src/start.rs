@@ -1,0 +1,184 @@
+//! Start of containers and execs.
+
+use std::os::fd::AsFd as _;
+
+use containerd_shim_protos::api;
+use containerd_shim_protos::events::task as task_events;
+
+use crate::cgroup::Cgroup;
+use crate::commands::Purpose;
+use crate::container::state::{self, Event, State};
+use crate::error::{Context as _, Error};
+use crate::io::console::ConsoleSocket;
+use crate::io::{self, Prepared};
+use crate::runtime::Place;
+use crate::server::Reply;
+use crate::shim::{Key, Shim};
+use crate::task::{self, Answer};
+use crate::{events, exec};
+
+impl Shim {
+    /// Starts a container.
+    pub fn start(&mut self, reply: Reply, id: &str) -> Answer {
+        let key = Key::new(id, "");
+        let before = self.container(id)?.state;
+        let (next, _) = state::step(before, Event::Start).map_err(Error::state)?;
+        let run = match before {
+            State::Restorable => self.restore(&key, reply),
+            _ => self.run_for(key.clone(), Some(reply), Purpose::Start, &["start", id]),
+        };
+        run?;
+        self.container(id)?.state = next;
+        Ok(None)
+    }
+
+    fn restore(&mut self, key: &Key, reply: Reply) -> Result<(), Error> {
+        let stdio = self.known_process(key)?.stdio.clone();
+        let owner = self.known(key)?.owner;
+        let console = self.console_socket(&key.id, &stdio)?;
+        let prepared = match stdio.terminal {
+            true => Prepared::default(),
+            false => io::prepare(&stdio, owner, &key.id, &self.namespace)?,
+        };
+        let container = self.known(key)?;
+        let bundle = container.open_bundle()?;
+        let restore = container.restore.clone();
+        let mut arguments: Vec<&str> = restore.iter().map(String::as_str).collect();
+        let name = console.as_ref().map(|console| console.name().to_owned());
+        if let Some(name) = &name {
+            arguments.extend(["--console-socket", name]);
+        }
+        arguments.push(&key.id);
+        let child = prepared.child.each_ref().map(|fd| fd.as_ref().map(|fd| fd.as_fd()));
+        let place = Place { stdio: Some(child), directory: Some(bundle.as_fd()), given: None };
+        let purpose = Purpose::Restore(console);
+        self.run_in(key.clone(), Some(reply), purpose, &arguments, &place)?;
+        self.exits.begin();
+        let process = self.known_process(key)?;
+        (process.stdin, process.prepared) = (prepared.stdin, prepared.streams);
+        Ok(())
+    }
+
+    /// The runtime has started a container, or not.
+    pub fn start_finished(&mut self, key: &Key, done: Result<(), Error>) -> Answer {
+        let pid = self.known(key)?.state.pid();
+        match done {
+            Ok(()) => self.started(key, pid),
+            Err(e) => {
+                self.change(key, Event::StartFailed);
+                self.settle(&key.id);
+                Err(e)
+            }
+        }
+    }
+
+    /// The runtime has restored a container, or not.
+    pub fn restore_finished(
+        &mut self,
+        key: &Key,
+        reply: Option<Reply>,
+        console: Option<ConsoleSocket>,
+        done: Result<(), Error>,
+    ) -> Answer {
+        let answer = done.and_then(|()| self.take_over(key, reply, console));
+        if answer.is_err() {
+            self.exits.claim(None);
+            self.change(key, Event::StartFailed);
+        }
+        answer
+    }
+
+    pub fn started(&mut self, key: &Key, pid: i32) -> Answer {
+        let restored = matches!(self.known(key)?.state, State::Starting { pid: None, .. });
+        let early = if restored { self.exits.claim(Some(pid)) } else { None };
+        self.change(key, Event::Started(pid));
+        if restored {
+            self.known(key)?.cgroup = Cgroup::of(pid);
+            match early {
+                Some(exit) => self.process_exited(key, exit),
+                None => drop(self.processes.insert(pid, key.clone())),
+            }
+        }
+        self.settle(&key.id);
+        let mut response = api::StartResponse::new();
+        response.pid = task::unsigned(pid);
+        task::now(&response)
+    }
+
+    /// Starts an exec.
+    pub fn start_exec(&mut self, reply: Reply, key: &Key) -> Answer {
+        let container = self.container(&key.id)?;
+        if container.state.has_exited() {
+            let message = format!("container {} init process is not running", key.id);
+            return Err(Error::state(message));
+        }
+        let owner = container.owner;
+        let exec = self.exec(key)?;
+        let next = exec::state::step(exec.state, exec::state::Event::Start);
+        let Some(next) = next.map_err(Error::state)? else { return task::empty() };
+        let stdio = exec.process.stdio.clone();
+        exec.state = next;
+        let prepared = match stdio.terminal {
+            true => Ok(Prepared::default()),
+            false => io::prepare(&stdio, owner, &key.exec, &self.namespace)
+                .context("failed to create init process I/O"),
+        };
+        let run =
+            prepared.and_then(|ready| self.await_logger(key.clone(), Some(reply), ready, false));
+        if run.is_err() {
+            self.exec_failed(key);
+        }
+        run
+    }
+
+    /// The runtime has started an exec, or not.
+    pub fn exec_finished(
+        &mut self,
+        key: &Key,
+        reply: Option<Reply>,
+        console: Option<ConsoleSocket>,
+        done: Result<(), Error>,
+    ) -> Answer {
+        let answer = done.and_then(|()| self.take_over(key, reply, console));
+        if answer.is_err() {
+            self.exits.claim(None);
+            self.exec_failed(key);
+        }
+        answer
+    }
+
+    /// An exec was not started.
+    pub fn exec_failed(&mut self, key: &Key) {
+        let Ok(exec) = self.exec(key) else { return };
+        if let Ok(Some(next)) = exec::state::step(exec.state, exec::state::Event::StartFailed) {
+            exec.state = next;
+        }
+        let waiters = std::mem::take(&mut exec.process.waiters);
+        for waiter in waiters {
+            let answer = task::now(&task::waited(None));
+            self.answer(waiter, answer);
+        }
+        self.settle(&key.id);
+    }
+
+    /// An exec runs.
+    pub fn exec_started(&mut self, key: &Key, pid: i32) -> Answer {
+        let exit = self.exits.claim(Some(pid));
+        let exec = self.exec(key)?;
+        let next = exec::state::step(exec.state, exec::state::Event::Started(pid));
+        if let Some(next) = next.map_err(Error::state)? {
+            exec.state = next;
+        }
+        let mut event = task_events::TaskExecStarted::new();
+        (event.container_id, event.exec_id) = (key.id.clone(), key.exec.clone());
+        event.pid = task::unsigned(pid);
+        self.events.send(events::EXEC_STARTED, &event, &self.reactor);
+        match exit {
+            Some(exit) => self.process_exited(key, exit),
+            None => drop(self.processes.insert(pid, key.clone())),
+        }
+        let mut response = api::StartResponse::new();
+        response.pid = task::unsigned(pid);
+        task::now(&response)
+    }
+}

@@ -1,0 +1,161 @@
+//! System calls that need `unsafe`, one function each.
+
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
+use std::ptr;
+
+/// Bytes of stack that a child needs until it executes its program.
+const STACK: usize = 16 << 10;
+
+/// Descriptors of a child are moved to this number or above before they get their final numbers.
+const ABOVE: c_int = 32;
+
+/// Takes over a descriptor that this process was started with; `None` if it is not open.
+pub fn inherited(fd: RawFd) -> Option<OwnedFd> {
+    // SAFETY: fcntl with F_SETFD takes no pointer.
+    let known = unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } == 0;
+    // SAFETY: the descriptor is open, and `main` takes each inherited one over once, before
+    // anything else opens one.
+    known.then(|| unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Blocks SIGCHLD and returns a descriptor that is readable when one is pending.
+pub fn child_signals() -> io::Result<OwnedFd> {
+    let mut set = MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: sigemptyset initialises the set that the others read.
+    let fd = unsafe {
+        libc::sigemptyset(set.as_mut_ptr());
+        libc::sigaddset(set.as_mut_ptr(), libc::SIGCHLD);
+        if libc::sigprocmask(libc::SIG_BLOCK, set.as_ptr(), ptr::null_mut()) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        libc::signalfd(-1, set.as_ptr(), libc::SFD_CLOEXEC | libc::SFD_NONBLOCK)
+    };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: signalfd returned a new descriptor.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// A program to run.
+#[derive(Debug)]
+pub struct Spawn<'a> {
+    /// Path of the executable.
+    pub program: &'a CStr,
+    /// Arguments with the name.
+    pub arguments: &'a [CString],
+    /// Environment, `NAME=value`.
+    pub environment: &'a [CString],
+    /// Working directory; this process's own without.
+    pub directory: Option<BorrowedFd<'a>>,
+    /// Descriptors and the numbers they have in the child. Nothing else is inherited, as all
+    /// descriptors of this process are closed on exec.
+    pub descriptors: &'a [(BorrowedFd<'a>, RawFd)],
+    /// The child is killed when this process ends.
+    pub dies_with_parent: bool,
+}
+
+/// What the child of [`spawn`] works on.
+struct Work<'a> {
+    spawn: &'a Spawn<'a>,
+    arguments: Vec<*const c_char>,
+    environment: Vec<*const c_char>,
+    errno: c_int,
+}
+
+/// Runs a program and returns its pid. It has been executed when this returns.
+pub fn spawn(spawn: &Spawn<'_>) -> io::Result<i32> {
+    let pointers = |strings: &[CString]| {
+        strings.iter().map(|string| string.as_ptr()).chain([ptr::null()]).collect::<Vec<_>>()
+    };
+    let mut work = Work {
+        spawn,
+        arguments: pointers(spawn.arguments),
+        environment: pointers(spawn.environment),
+        errno: 0,
+    };
+    let mut stack = vec![0u128; STACK / size_of::<u128>()];
+    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::SIGCHLD;
+    // SAFETY: the stack and `work` outlive the child's use of them: with CLONE_VFORK this thread
+    // waits until the child has executed a program or ended. The child gets the end of the stack,
+    // which is aligned as u128 is.
+    let pid = unsafe {
+        let top = stack.as_mut_ptr_range().end.cast::<c_void>();
+        libc::clone(child, top, flags, (&raw mut work).cast::<c_void>())
+    };
+    if pid < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    if work.errno != 0 {
+        let error = io::Error::from_raw_os_error(work.errno);
+        // SAFETY: the child has ended by itself and is not reaped elsewhere; a null status is
+        // allowed.
+        unsafe { libc::waitpid(pid, ptr::null_mut(), 0) };
+        return Err(error);
+    }
+    Ok(pid)
+}
+
+/// Runs in the child, in the parent's memory: allocates nothing and calls only system calls.
+extern "C" fn child(work: *mut c_void) -> c_int {
+    // SAFETY: `spawn` passes its `Work` and waits; nothing else uses it meanwhile.
+    let work = unsafe { &mut *work.cast::<Work<'_>>() };
+    work.errno = become_program(work);
+    // SAFETY: ends this process without running anything of the parent's.
+    unsafe { libc::_exit(127) }
+}
+
+/// Executes the program; the error number if that fails.
+fn become_program(work: &Work<'_>) -> c_int {
+    let errno = || io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+    let spawn = work.spawn;
+    let mut moved = [0; 8];
+    if spawn.descriptors.len() > moved.len() {
+        return libc::EINVAL;
+    }
+    // SAFETY: all are plain system calls on descriptors, numbers, and memory that `Work` holds:
+    // null-terminated arrays of null-terminated strings, and local sets.
+    unsafe {
+        // First away from the low numbers, so that no descriptor overwrites another's source.
+        for (slot, (fd, _)) in moved.iter_mut().zip(spawn.descriptors) {
+            *slot = libc::fcntl(fd.as_raw_fd(), libc::F_DUPFD_CLOEXEC, ABOVE);
+            if *slot < 0 {
+                return errno();
+            }
+        }
+        for (source, (_, number)) in moved.iter().zip(spawn.descriptors) {
+            if libc::dup2(*source, *number) < 0 {
+                return errno();
+            }
+        }
+        if let Some(directory) = spawn.directory
+            && libc::fchdir(directory.as_raw_fd()) != 0
+        {
+            return errno();
+        }
+        libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+        let mut none = MaybeUninit::<libc::sigset_t>::uninit();
+        libc::sigemptyset(none.as_mut_ptr());
+        if libc::sigprocmask(libc::SIG_SETMASK, none.as_ptr(), ptr::null_mut()) != 0 {
+            return errno();
+        }
+        if spawn.dies_with_parent
+            && libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as libc::c_ulong, 0, 0, 0) != 0
+        {
+            return errno();
+        }
+        libc::execve(spawn.program.as_ptr(), work.arguments.as_ptr(), work.environment.as_ptr());
+    }
+    errno()
+}
+
+/// Sends a signal to a process that this one has not reaped.
+pub fn kill(pid: i32, signal: i32) -> io::Result<()> {
+    // SAFETY: kill takes no pointer.
+    if unsafe { libc::kill(pid, signal) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}

@@ -1,0 +1,392 @@
+//! The Task service: decodes calls, and answers those that need no command of the runtime.
+
+use containerd_shim_protos::api;
+use containerd_shim_protos::events::task as task_events;
+use containerd_shim_protos::shim::oci::ProcessDetails;
+use containerd_shim_protos::types::task::{ProcessInfo, Status};
+use protobuf::well_known_types::any::Any;
+use protobuf::{EnumOrUnknown, Message, MessageField};
+
+use crate::container::state::{Event, State};
+use crate::container::{Container, Process};
+use crate::error::{Code, Error};
+use crate::events;
+use crate::exec::{self, Exec};
+use crate::exits::Exit;
+use crate::io::Stdio;
+use crate::server::{Call, Reply};
+use crate::shim::{Key, Shim};
+
+const SERVICE: &str = "containerd.task.v3.Task";
+
+/// What an answer is: the message, or it comes later.
+pub type Answer = Result<Option<Vec<u8>>, Error>;
+
+/// A request of the Task service.
+#[derive(Debug)]
+pub enum Request {
+    /// The state of a process.
+    State(api::StateRequest),
+    /// Creates a container.
+    Create(Box<api::CreateTaskRequest>),
+    /// Starts a process.
+    Start(api::StartRequest),
+    /// Deletes a process.
+    Delete(api::DeleteRequest),
+    /// All pids of a container.
+    Pids(api::PidsRequest),
+    /// Pauses a container.
+    Pause(api::PauseRequest),
+    /// Resumes it.
+    Resume(api::ResumeRequest),
+    /// Writes a checkpoint of it.
+    Checkpoint(api::CheckpointTaskRequest),
+    /// Signals a process.
+    Kill(api::KillRequest),
+    /// Adds a process.
+    Exec(api::ExecProcessRequest),
+    /// Changes the size of a terminal.
+    ResizePty(api::ResizePtyRequest),
+    /// Closes standard input.
+    CloseIo(api::CloseIORequest),
+    /// Changes a container's resources.
+    Update(api::UpdateTaskRequest),
+    /// Waits for the end of a process.
+    Wait(api::WaitRequest),
+    /// The metrics of a container.
+    Stats(api::StatsRequest),
+    /// The pids of shim and container.
+    Connect(api::ConnectRequest),
+    /// Ends the shim, if it has no container.
+    Shutdown,
+}
+
+/// Decodes a request.
+pub fn decode(service: &str, method: &str, payload: &[u8]) -> Result<Request, Error> {
+    fn parse<M: Message>(payload: &[u8]) -> Result<M, Error> {
+        M::parse_from_bytes(payload).map_err(Error::from)
+    }
+    let p = payload;
+    Ok(match method {
+        _ if service != SERVICE => {
+            return Err(Error::new(Code::Unimplemented, format!("service {service}")));
+        }
+        "State" => Request::State(parse(p)?),
+        "Create" => Request::Create(Box::new(parse(p)?)),
+        "Start" => Request::Start(parse(p)?),
+        "Delete" => Request::Delete(parse(p)?),
+        "Pids" => Request::Pids(parse(p)?),
+        "Pause" => Request::Pause(parse(p)?),
+        "Resume" => Request::Resume(parse(p)?),
+        "Checkpoint" => Request::Checkpoint(parse(p)?),
+        "Kill" => Request::Kill(parse(p)?),
+        "Exec" => Request::Exec(parse(p)?),
+        "ResizePty" => Request::ResizePty(parse(p)?),
+        "CloseIO" => Request::CloseIo(parse(p)?),
+        "Update" => Request::Update(parse(p)?),
+        "Wait" => Request::Wait(parse(p)?),
+        "Stats" => Request::Stats(parse(p)?),
+        "Connect" => Request::Connect(parse(p)?),
+        "Shutdown" => {
+            parse::<api::ShutdownRequest>(p)?;
+            Request::Shutdown
+        }
+        _ => return Err(Error::new(Code::Unimplemented, format!("method {method}"))),
+    })
+}
+
+/// An answer that is there.
+pub fn now(message: &impl Message) -> Answer {
+    Ok(Some(message.write_to_bytes()?))
+}
+
+/// The answer without content.
+pub fn empty() -> Answer {
+    Ok(Some(Vec::new()))
+}
+
+impl Shim {
+    /// Takes a call.
+    pub fn call(&mut self, call: Call) {
+        let Call { reply, request } = call;
+        let decoded = decode(&request.service, &request.method, &request.payload);
+        drop(request);
+        match decoded {
+            Ok(request) => self.dispatch(reply, request),
+            Err(e) => self.server.answer(reply, Err(e), &self.reactor),
+        }
+    }
+
+    /// Does what is asked for and answers it, unless that comes later.
+    pub fn dispatch(&mut self, reply: Reply, request: Request) {
+        let answer = self.act(reply, request);
+        self.answer(reply, answer);
+    }
+
+    /// Answers a call, unless that comes later.
+    pub fn answer(&mut self, reply: Reply, answer: Answer) {
+        if let Some(answer) = answer.transpose() {
+            self.server.answer(reply, answer, &self.reactor);
+        }
+    }
+
+    fn act(&mut self, reply: Reply, request: Request) -> Answer {
+        let Some(request) = self.queue(reply, request)? else { return Ok(None) };
+        match request {
+            Request::Create(r) => self.create(reply, *r),
+            Request::Start(r) if r.exec_id.is_empty() => self.start(reply, &r.id),
+            Request::Start(r) => self.start_exec(reply, &Key::new(&r.id, &r.exec_id)),
+            Request::Delete(r) if r.exec_id.is_empty() => self.delete(reply, &r.id),
+            Request::Delete(r) => self.delete_exec(reply, &Key::new(&r.id, &r.exec_id)),
+            Request::Pause(r) => self.pause(reply, &r.id, Event::Pause),
+            Request::Resume(r) => self.pause(reply, &r.id, Event::Resume),
+            Request::Checkpoint(r) => self.checkpoint(reply, &r),
+            Request::Kill(r) => self.kill(reply, &r),
+            Request::Update(r) => self.update(reply, &r),
+            Request::Exec(r) => self.add_exec(r),
+            Request::Wait(r) => self.wait(reply, &Key::new(&r.id, &r.exec_id)),
+            Request::State(r) => self.state(&Key::new(&r.id, &r.exec_id)),
+            Request::Pids(r) => self.pids(&r.id),
+            Request::ResizePty(r) => self.resize(&r),
+            Request::CloseIo(r) => self.close_io(&Key::new(&r.id, &r.exec_id)),
+            Request::Stats(r) => self.stats(&r.id),
+            Request::Connect(r) => self.connect(&r.id),
+            Request::Shutdown => {
+                if self.containers.is_empty() {
+                    self.end();
+                }
+                empty()
+            }
+        }
+    }
+
+    /// Keeps a request that must wait until the runtime has done what it does with the process.
+    fn queue(&mut self, reply: Reply, request: Request) -> Result<Option<Request>, Error> {
+        let key = match &request {
+            Request::Start(r) => Key::new(&r.id, &r.exec_id),
+            Request::Delete(r) => Key::new(&r.id, &r.exec_id),
+            Request::Kill(r) => Key::new(&r.id, &r.exec_id),
+            Request::Pause(r) => Key::new(&r.id, ""),
+            Request::Resume(r) => Key::new(&r.id, ""),
+            Request::Checkpoint(r) => Key::new(&r.id, ""),
+            Request::Update(r) => Key::new(&r.id, ""),
+            _ => return Ok(Some(request)),
+        };
+        let container = self.container(&key.id)?;
+        let queue = if key.exec.is_empty() {
+            container.busy.as_mut()
+        } else {
+            let exec = container.execs.get_mut(&key.exec);
+            let starting = |exec: &&mut Exec| exec.state == exec::state::State::Starting;
+            exec.filter(starting).map(|exec| &mut exec.queue)
+        };
+        match queue {
+            Some(queue) => {
+                queue.push_back((reply, request));
+                Ok(None)
+            }
+            None => Ok(Some(request)),
+        }
+    }
+
+    /// A container that is created.
+    pub fn container(&mut self, id: &str) -> Result<&mut Container, Error> {
+        let container = self.containers.get_mut(id);
+        container
+            .filter(|container| container.state != State::Creating)
+            .ok_or_else(|| Error::not_found("container not created"))
+    }
+
+    /// An exec of a container.
+    pub fn exec(&mut self, key: &Key) -> Result<&mut Exec, Error> {
+        let missing = || Error::not_found(format!("process does not exist {}", key.exec));
+        self.container(&key.id)?.execs.get_mut(&key.exec).ok_or_else(missing)
+    }
+
+    /// The streams of a process.
+    pub fn process(&mut self, key: &Key) -> Result<&mut Process, Error> {
+        if key.exec.is_empty() {
+            Ok(&mut self.container(&key.id)?.process)
+        } else {
+            Ok(&mut self.exec(key)?.process)
+        }
+    }
+
+    fn add_exec(&mut self, request: api::ExecProcessRequest) -> Answer {
+        let id = &request.exec_id;
+        let container = self.container(&request.id)?;
+        if container.execs.contains_key(id) {
+            return Err(Error::new(Code::AlreadyExists, format!("id {id}")));
+        }
+        if id.is_empty() || id.contains('/') || id.contains('\0') {
+            return Err(Error::new(Code::InvalidArgument, format!("exec id {id:?}")));
+        }
+        match container.state {
+            State::Restorable => return Err(Error::state("cannot exec in a created state")),
+            State::Pausing { .. } | State::Paused { .. } => {
+                return Err(Error::state("cannot exec in a paused state"));
+            }
+            state if state.has_exited() => {
+                return Err(Error::state("cannot exec in a stopped state"));
+            }
+            _ => {}
+        }
+        let stdio = Stdio {
+            stdin: request.stdin,
+            stdout: request.stdout,
+            stderr: request.stderr,
+            terminal: request.terminal,
+        };
+        let spec = exec::process_json(&request.spec.value, request.terminal)?;
+        let process = Process { stdio, ..Process::default() };
+        let (queue, drain) = Default::default();
+        let exec = Exec { state: exec::state::State::Added, process, spec, queue, drain };
+        container.execs.insert(id.clone(), exec);
+        let mut event = task_events::TaskExecAdded::new();
+        (event.container_id, event.exec_id) = (request.id, request.exec_id);
+        self.events.send(events::EXEC_ADDED, &event, &self.reactor);
+        empty()
+    }
+
+    /// How a process ended, if it has; its start may have failed.
+    fn ended(&mut self, key: &Key) -> Result<Option<Option<Exit>>, Error> {
+        if key.exec.is_empty() {
+            return Ok(self.container(&key.id)?.state.exit().map(Some));
+        }
+        Ok(match self.exec(key)?.state {
+            exec::state::State::Failed => Some(None),
+            state => state.exit().map(Some),
+        })
+    }
+
+    fn wait(&mut self, reply: Reply, key: &Key) -> Answer {
+        if let Some(exit) = self.ended(key)? {
+            return now(&waited(exit));
+        }
+        let there: Vec<Reply> = {
+            let waiters = std::mem::take(&mut self.process(key)?.waiters);
+            waiters.into_iter().filter(|waiter| self.server.is_there(*waiter)).collect()
+        };
+        let process = self.process(key)?;
+        process.waiters = there;
+        process.waiters.push(reply);
+        Ok(None)
+    }
+
+    fn state(&mut self, key: &Key) -> Answer {
+        let container = self.container(&key.id)?;
+        let mut response = api::StateResponse::new();
+        response.bundle = container.bundle.display().to_string();
+        let status = status(container.state);
+        let (pid, status, exit) = if key.exec.is_empty() {
+            (container.state.pid(), status, container.state.exit())
+        } else {
+            let state = self.exec(key)?.state;
+            let own = match state {
+                _ if matches!(status, Status::PAUSED | Status::PAUSING) => status,
+                exec::state::State::Running { .. } => Status::RUNNING,
+                exec::state::State::Stopped { .. } => Status::STOPPED,
+                _ => Status::CREATED,
+            };
+            (state.pid(), own, state.exit())
+        };
+        response.id = key.process().to_owned();
+        response.pid = unsigned(pid);
+        response.status = EnumOrUnknown::new(status);
+        let stdio = &self.process(key)?.stdio;
+        response.stdin.clone_from(&stdio.stdin);
+        response.stdout.clone_from(&stdio.stdout);
+        response.stderr.clone_from(&stdio.stderr);
+        response.terminal = stdio.terminal;
+        if let Some(exit) = exit {
+            response.exit_status = exit.status;
+            response.exited_at = MessageField::some(exit.at());
+        }
+        now(&response)
+    }
+
+    fn pids(&mut self, id: &str) -> Answer {
+        let container = self.container(id)?;
+        let mut response = api::PidsResponse::new();
+        let pids = container.cgroup.as_ref().map(|cgroup| cgroup.pids()).transpose()?;
+        for pid in pids.unwrap_or_default() {
+            let mut info = ProcessInfo::new();
+            info.pid = unsigned(pid);
+            let exec = container.execs.iter().find(|(_, exec)| exec.state.pid() == pid);
+            if let Some((exec, _)) = exec {
+                let mut details = ProcessDetails::new();
+                details.exec_id.clone_from(exec);
+                let mut any = Any::new();
+                any.type_url = "containerd.runc.v1.ProcessDetails".to_owned();
+                any.value = details.write_to_bytes()?;
+                info.info = MessageField::some(any);
+            }
+            response.processes.push(info);
+        }
+        now(&response)
+    }
+
+    fn resize(&mut self, request: &api::ResizePtyRequest) -> Answer {
+        let key = Key::new(&request.id, &request.exec_id);
+        if !key.exec.is_empty() && self.exec(&key)?.state.exit().is_some() {
+            return Err(Error::state("cannot resize a stopped container"));
+        }
+        if let Some(console) = &self.process(&key)?.console {
+            let size = rustix::termios::Winsize {
+                ws_row: u16::try_from(request.height).unwrap_or(u16::MAX),
+                ws_col: u16::try_from(request.width).unwrap_or(u16::MAX),
+                ws_xpixel: 0,
+                ws_ypixel: 0,
+            };
+            rustix::termios::tcsetwinsize(console, size)?;
+        }
+        empty()
+    }
+
+    fn close_io(&mut self, key: &Key) -> Answer {
+        self.process(key)?.stdin = None;
+        empty()
+    }
+
+    fn stats(&mut self, id: &str) -> Answer {
+        self.container(id)?;
+        Err(Error::new(Code::Unimplemented, "stats"))
+    }
+
+    fn connect(&mut self, id: &str) -> Answer {
+        let mut response = api::ConnectResponse::new();
+        response.shim_pid = std::process::id();
+        if let Ok(container) = self.container(id) {
+            response.task_pid = unsigned(container.state.pid());
+        }
+        now(&response)
+    }
+}
+
+/// The answer to a Wait.
+pub fn waited(exit: Option<Exit>) -> api::WaitResponse {
+    let mut response = api::WaitResponse::new();
+    if let Some(exit) = exit {
+        response.exit_status = exit.status;
+        response.exited_at = MessageField::some(exit.at());
+    }
+    response
+}
+
+/// A pid in a message.
+pub fn unsigned(pid: i32) -> u32 {
+    u32::try_from(pid).unwrap_or(0)
+}
+
+fn status(state: State) -> Status {
+    match state {
+        State::Creating | State::Created { .. } | State::Restorable | State::Starting { .. } => {
+            Status::CREATED
+        }
+        State::Running { .. } | State::Exiting { .. } => Status::RUNNING,
+        State::Pausing { .. } => Status::PAUSING,
+        State::Paused { .. } | State::Resuming { .. } => Status::PAUSED,
+        State::Deleting { exit: None, .. } => Status::CREATED,
+        State::Stopped { .. } | State::Deleting { .. } => Status::STOPPED,
+    }
+}

@@ -1,0 +1,400 @@
+//! A pod's shim as the daemon starts it, with a real runc, and a stand-in of containerd that takes
+//! its events.
+
+mod containerd;
+
+use std::fs::{self, File};
+use std::io::{Read as _, Write as _};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{OpenOptionsExt as _, symlink};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use containerd_shim_protos::TaskClient;
+use containerd_shim_protos::api::*;
+use containerd_shim_protos::events::task as task_events;
+use containerd_shim_protos::protobuf::well_known_types::any::Any;
+use containerd_shim_protos::protobuf::{Message as _, MessageField};
+use containerd_shim_protos::shim::oci::Options;
+use containerd_shim_protos::ttrpc::{self, context};
+use serde_json::{Value, json};
+
+use self::containerd::{Containerd, Taken};
+
+/// How long anything may take.
+const WITHIN: Duration = Duration::from_secs(30);
+
+/// A number of its own for each pod of the process.
+static PODS: AtomicU32 = AtomicU32::new(0);
+
+/// A pod.
+pub struct Pod {
+    pub dir: tempfile::TempDir,
+    pub shim: Child,
+    pub client: TaskClient,
+    name: String,
+    taken: Taken,
+    containerd: Option<Containerd>,
+}
+
+/// What to run.
+#[derive(Clone, Default)]
+pub struct Container {
+    pub stdin: String,
+    pub stdout: String,
+    pub stderr: String,
+    pub terminal: bool,
+    /// Memory limit in bytes.
+    pub memory: Option<i64>,
+    /// The node's PID namespace.
+    pub host_pids: bool,
+    pub options: Options,
+    pub rootfs: Vec<Mount>,
+}
+
+pub fn runc() -> PathBuf {
+    kit::Parts::get().unwrap().runc()
+}
+
+/// Waits until `check` holds.
+pub fn eventually<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + WITHIN;
+    loop {
+        if let Some(found) = check() {
+            return found;
+        }
+        assert!(Instant::now() < end, "{what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+pub fn context() -> context::Context {
+    let mut context = context::with_timeout(WITHIN.as_nanos() as i64);
+    context.add("containerd-namespace-ttrpc".to_owned(), "test".to_owned());
+    context
+}
+
+impl Pod {
+    pub fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(dir.path().join("s")).unwrap();
+        let shim = Command::new("/bin/sh")
+            .args(["-c", "exec \"$0\" \"$@\" 3<&0 0</dev/null"])
+            .arg(env!("CARGO_BIN_EXE_pause-sandboxer-runc-shim"))
+            .args(["-namespace", "test", "-id", "pod", "-address", "/none"])
+            .env_clear()
+            .env("PATH", std::env::var("PATH").unwrap())
+            .env("TTRPC_ADDRESS", dir.path().join("e"))
+            .stdin(Stdio::from(OwnedFd::from(listener)))
+            .current_dir(dir.path())
+            .spawn()
+            .unwrap();
+        let address = format!("unix://{}", dir.path().join("s").display());
+        let client = TaskClient::new(ttrpc::Client::connect(&address).unwrap());
+        let root = dir.path().join("root/bin");
+        fs::create_dir_all(&root).unwrap();
+        fs::copy("/bin/busybox", root.join("busybox")).unwrap();
+        for applet in ["sh", "sleep", "cat", "echo", "dd", "true", "stty", "tail", "test", "id"] {
+            symlink("busybox", root.join(applet)).unwrap();
+        }
+        for mount_point in ["proc", "dev", "tmp"] {
+            fs::create_dir(dir.path().join("root").join(mount_point)).unwrap();
+        }
+        let number = PODS.fetch_add(1, Ordering::Relaxed);
+        let name = format!("{}-{number}", std::process::id());
+        let (taken, containerd) = Default::default();
+        let mut pod = Self { dir, shim, client, name, taken, containerd };
+        pod.start_containerd(false);
+        pod
+    }
+
+    /// Begins to take events; with `dies`, to hang up on each connection before it answers.
+    pub fn start_containerd(&mut self, dies: bool) {
+        let path = self.dir.path().join("e");
+        self.containerd = Some(Containerd::start(&path, self.taken.clone(), dies));
+    }
+
+    /// Takes no events any more.
+    pub fn stop_containerd(&mut self) {
+        self.containerd = None;
+    }
+
+    pub fn path(&self, name: &str) -> String {
+        self.dir.path().join(name).display().to_string()
+    }
+
+    pub fn fifo(&self, name: &str) -> String {
+        let path = self.path(name);
+        assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+        path
+    }
+
+    pub fn bundle(&self, id: &str) -> PathBuf {
+        self.dir.path().join(id)
+    }
+
+    /// Where the container's state is, so that pods do not meet.
+    fn root(&self) -> String {
+        self.path("runc")
+    }
+
+    pub fn id(&self, id: &str) -> String {
+        format!("{id}-{}", self.name)
+    }
+
+    pub fn try_create(&self, id: &str, script: &str, with: &Container) -> ttrpc::Result<u32> {
+        let bundle = self.bundle(id);
+        fs::create_dir_all(&bundle).unwrap();
+        let config = self.config(id, script, with);
+        fs::write(bundle.join("config.json"), config.to_string()).unwrap();
+        let mut options = with.options.clone();
+        if options.binary_name.is_empty() {
+            options.binary_name = runc().display().to_string();
+        }
+        options.root = self.root();
+        let mut any = Any::new();
+        any.type_url = "containerd.runc.v1.Options".to_owned();
+        any.value = options.write_to_bytes().unwrap();
+        let mut request = CreateTaskRequest::new();
+        request.id = self.id(id);
+        request.bundle = bundle.display().to_string();
+        request.stdin.clone_from(&with.stdin);
+        request.stdout.clone_from(&with.stdout);
+        request.stderr.clone_from(&with.stderr);
+        request.terminal = with.terminal;
+        request.rootfs.clone_from(&with.rootfs);
+        request.options = MessageField::some(any);
+        self.client.create(context(), &request).map(|response| response.pid)
+    }
+
+    pub fn create(&self, id: &str, script: &str, with: &Container) -> u32 {
+        self.try_create(id, script, with).unwrap()
+    }
+
+    pub fn run(&self, id: &str, script: &str, with: &Container) -> u32 {
+        let pid = self.create(id, script, with);
+        assert_eq!(self.start(id, "").unwrap(), pid);
+        pid
+    }
+
+    pub fn start(&self, id: &str, exec: &str) -> ttrpc::Result<u32> {
+        let mut request = StartRequest::new();
+        (request.id, request.exec_id) = (self.id(id), exec.to_owned());
+        self.client.start(context(), &request).map(|response| response.pid)
+    }
+
+    pub fn wait(&self, id: &str, exec: &str) -> ttrpc::Result<u32> {
+        let mut request = WaitRequest::new();
+        (request.id, request.exec_id) = (self.id(id), exec.to_owned());
+        self.client.wait(context(), &request).map(|response| response.exit_status)
+    }
+
+    pub fn kill(&self, id: &str, exec: &str, signal: u32) -> ttrpc::Result<()> {
+        let mut request = KillRequest::new();
+        (request.id, request.exec_id) = (self.id(id), exec.to_owned());
+        request.signal = signal;
+        self.client.kill(context(), &request).map(drop)
+    }
+
+    pub fn delete(&self, id: &str, exec: &str) -> ttrpc::Result<DeleteResponse> {
+        let mut request = DeleteRequest::new();
+        (request.id, request.exec_id) = (self.id(id), exec.to_owned());
+        self.client.delete(context(), &request)
+    }
+
+    pub fn state(&self, id: &str, exec: &str) -> ttrpc::Result<StateResponse> {
+        let mut request = StateRequest::new();
+        (request.id, request.exec_id) = (self.id(id), exec.to_owned());
+        self.client.state(context(), &request)
+    }
+
+    pub fn status(&self, id: &str) -> Status {
+        self.state(id, "").unwrap().status.enum_value().unwrap()
+    }
+
+    pub fn exec(&self, id: &str, exec: &str, script: &str, with: &Container) -> ttrpc::Result<()> {
+        let process = process(script, with.terminal);
+        let mut spec = Any::new();
+        spec.value = process.to_string().into_bytes();
+        let mut request = ExecProcessRequest::new();
+        (request.id, request.exec_id) = (self.id(id), exec.to_owned());
+        request.spec = MessageField::some(spec);
+        request.stdin.clone_from(&with.stdin);
+        request.stdout.clone_from(&with.stdout);
+        request.stderr.clone_from(&with.stderr);
+        request.terminal = with.terminal;
+        self.client.exec(context(), &request).map(drop)
+    }
+
+    /// Ends a container and deletes it.
+    pub fn end(&self, id: &str) {
+        match self.kill(id, "", 9) {
+            Ok(()) => {}
+            Err(e) => assert!(e.to_string().contains("already finished"), "{e}"),
+        }
+        self.wait(id, "").unwrap();
+        self.delete(id, "").unwrap();
+    }
+
+    /// All events that were taken: topic, container or exec id, status for an exit.
+    pub fn events(&self) -> Vec<(String, String, u32)> {
+        let taken = self.taken.lock().unwrap();
+        let suffix = format!("-{}", self.name);
+        let event = |(topic, any): &(String, Any)| {
+            let (id, status) = match topic.as_str() {
+                "/tasks/exit" => {
+                    let exit = task_events::TaskExit::parse_from_bytes(&any.value).unwrap();
+                    assert_eq!(any.type_url, "containerd.events.TaskExit");
+                    (exit.id, exit.exit_status)
+                }
+                "/tasks/exec-added" => {
+                    let event = task_events::TaskExecAdded::parse_from_bytes(&any.value).unwrap();
+                    (event.exec_id, 0)
+                }
+                "/tasks/exec-started" => {
+                    let event = task_events::TaskExecStarted::parse_from_bytes(&any.value).unwrap();
+                    (event.exec_id, 0)
+                }
+                // The first field of all others is the container's id.
+                _ => {
+                    let event = task_events::TaskStart::parse_from_bytes(&any.value).unwrap();
+                    (event.container_id, 0)
+                }
+            };
+            let id = id.strip_suffix(&suffix).map(str::to_owned).unwrap_or(id);
+            (topic.trim_start_matches("/tasks/").to_owned(), id, status)
+        };
+        taken.iter().map(event).collect()
+    }
+
+    /// The events of one container and its execs, once there are so many.
+    pub fn events_of(&self, ids: &[&str], count: usize) -> Vec<String> {
+        eventually("events", || {
+            let events: Vec<String> = self
+                .events()
+                .into_iter()
+                .filter(|(_, id, _)| ids.contains(&id.as_str()))
+                .map(|(topic, id, status)| match topic.as_str() {
+                    "exit" => format!("{topic} {id} {status}"),
+                    _ => format!("{topic} {id}"),
+                })
+                .collect();
+            (events.len() >= count).then_some(events)
+        })
+    }
+
+    /// Shuts the shim down and waits for its end.
+    pub fn shut_down(&mut self) {
+        let _ = self.client.shutdown(context(), &ShutdownRequest::new());
+        let status = eventually("the shim ends", || self.shim.try_wait().unwrap());
+        assert!(status.success(), "{status}");
+    }
+
+    fn config(&self, id: &str, script: &str, with: &Container) -> Value {
+        let mut namespaces = vec![json!({"type": "mount"}), json!({"type": "ipc"})];
+        if !with.host_pids {
+            namespaces.push(json!({"type": "pid"}));
+        }
+        let root = match with.rootfs.is_empty() {
+            true => self.path("root"),
+            false => "rootfs".to_owned(),
+        };
+        json!({
+            "ociVersion": "1.0.2",
+            "process": process(script, with.terminal),
+            "root": {"path": root, "readonly": true},
+            "hostname": "",
+            "mounts": [
+                {"destination": "/proc", "type": "proc", "source": "proc"},
+                {"destination": "/dev", "type": "tmpfs", "source": "tmpfs",
+                 "options": ["nosuid", "mode=755"]},
+                {"destination": "/dev/pts", "type": "devpts", "source": "devpts",
+                 "options": ["newinstance", "ptmxmode=0666", "mode=0620"]},
+            ],
+            "linux": {
+                "namespaces": namespaces,
+                "cgroupsPath": format!("/runc-shim/{}", self.id(id)),
+                "resources": {"memory": {"limit": with.memory, "swap": with.memory}},
+            },
+        })
+    }
+}
+
+impl Drop for Pod {
+    fn drop(&mut self) {
+        // Before its directory.
+        self.stop_containerd();
+        // A test that failed leaves containers: they die with their shim's commands.
+        if self.shim.try_wait().unwrap().is_none() {
+            for id in fs::read_dir(self.path("runc/test")).into_iter().flatten().flatten() {
+                let _ = Command::new(runc())
+                    .args(["--root", &self.path("runc/test"), "delete", "--force"])
+                    .arg(id.file_name())
+                    .status();
+            }
+            let _ = self.shim.kill();
+            let _ = self.shim.wait();
+        }
+    }
+}
+
+fn process(script: &str, terminal: bool) -> Value {
+    json!({
+        "terminal": terminal,
+        "user": {"uid": 0, "gid": 0},
+        "args": ["/bin/sh", "-c", script],
+        "env": ["PATH=/bin"],
+        "cwd": "/",
+        "noNewPrivileges": true,
+        "capabilities": {
+            "bounding": ["CAP_KILL"], "effective": ["CAP_KILL"], "permitted": ["CAP_KILL"],
+        },
+    })
+}
+
+/// Reads a FIFO as containerd does, until its end; it is opened before this returns.
+pub fn reader(path: &str) -> std::thread::JoinHandle<Vec<u8>> {
+    let mut fifo = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).unwrap();
+    std::thread::spawn(move || {
+        let (mut all, mut seen) = (Vec::new(), false);
+        let end = Instant::now() + WITHIN;
+        while Instant::now() < end {
+            match fifo.read_to_end(&mut all) {
+                // No writer yet, or none any more.
+                Ok(0) if !seen && all.is_empty() => std::thread::sleep(Duration::from_millis(2)),
+                Ok(_) => return all,
+                Err(e) => {
+                    assert_eq!(e.kind(), std::io::ErrorKind::WouldBlock);
+                    seen = true;
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+            }
+        }
+        panic!("no end of {} bytes", all.len());
+    })
+}
+
+/// Writes to a FIFO that has a reader.
+pub fn write(path: &str, content: &[u8]) {
+    File::options().write(true).open(path).unwrap().write_all(content).unwrap();
+}
+
+/// A FIFO's reader that is dropped before the end.
+pub fn open(path: &str) -> File {
+    File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).unwrap()
+}
+
+pub fn code(e: &ttrpc::Error) -> ttrpc::Code {
+    match e {
+        ttrpc::Error::RpcStatus(status) => status.code(),
+        other => panic!("{other}"),
+    }
+}
+
+/// Whether something is at a path.
+pub fn exists(path: impl AsRef<Path>) -> bool {
+    path.as_ref().exists()
+}

@@ -1,0 +1,353 @@
+//! The Task service with a real runc. Needs root.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod pod;
+
+use containerd_shim_protos::api::*;
+use containerd_shim_protos::ttrpc::Code;
+use pod::{Container, Pod, code, context, eventually, exists, reader, write};
+
+#[test]
+fn a_container_runs_and_its_events_come_in_order() {
+    let mut pod = Pod::new();
+    let (out, err) = (pod.fifo("out"), pod.fifo("err"));
+    let (stdout, stderr) = (reader(&out), reader(&err));
+    let with = Container { stdout: out, stderr: err, ..Default::default() };
+    let pid = pod.create("a", "echo out; echo err >&2; exit 7", &with);
+    assert!(exists(format!("/proc/{pid}")));
+    assert_eq!(pod.status("a"), Status::CREATED);
+    assert_eq!(code(&pod.try_create("a", "true", &with).unwrap_err()), Code::ALREADY_EXISTS);
+    assert_eq!(pod.start("a", "").unwrap(), pid);
+    assert_eq!(pod.wait("a", "").unwrap(), 7);
+    let state = pod.state("a", "").unwrap();
+    assert_eq!((state.status.enum_value(), state.exit_status), (Ok(Status::STOPPED), 7));
+    assert_eq!(
+        (stdout.join().unwrap(), stderr.join().unwrap()),
+        (b"out\n".into(), b"err\n".into())
+    );
+    assert_eq!(code(&pod.kill("a", "", 9).unwrap_err()), Code::NOT_FOUND);
+    assert_eq!(code(&pod.start("a", "").unwrap_err()), Code::FAILED_PRECONDITION);
+    for name in ["init.pid", "options.json", "runtime"] {
+        assert!(exists(pod.bundle("a").join(name)), "{name}");
+    }
+    let deleted = pod.delete("a", "").unwrap();
+    assert_eq!((deleted.pid, deleted.exit_status), (pid, 7));
+    assert_eq!(code(&pod.state("a", "").unwrap_err()), Code::NOT_FOUND);
+    assert_eq!(pod.events_of(&["a"], 4), ["create a", "start a", "exit a 7", "delete a"]);
+    pod.shut_down();
+}
+
+#[test]
+fn a_container_that_was_not_started_can_be_killed_and_deleted() {
+    let mut pod = Pod::new();
+    let pid = pod.create("a", "true", &Container::default());
+    assert_eq!(pod.delete("a", "").unwrap().pid, pid);
+    assert_eq!(pod.events_of(&["a"], 3).len(), 3);
+    pod.create("b", "true", &Container::default());
+    pod.kill("b", "", 9).unwrap();
+    assert_eq!(pod.wait("b", "").unwrap(), 137);
+    pod.delete("b", "").unwrap();
+    pod.shut_down();
+}
+
+#[test]
+fn what_cannot_be_created_leaves_nothing_and_says_why() {
+    let mut pod = Pod::new();
+    let mut with = Container::default();
+    with.options.binary_name = "/no/such/runtime".to_owned();
+    let error = pod.try_create("a", "true", &with).unwrap_err();
+    assert!(error.to_string().contains("/no/such/runtime"), "{error}");
+    let with = Container { memory: Some(1), ..Default::default() };
+    let error = pod.try_create("a", "true", &with).unwrap_err().to_string();
+    assert!(error.contains("OCI runtime create failed: "), "{error}");
+    assert!(!exists(pod.path("runc/test").to_owned() + "/" + &pod.id("a")));
+    assert_eq!(code(&pod.state("a", "").unwrap_err()), Code::NOT_FOUND);
+    let with = Container { stdout: pod.path("no-fifo"), ..Default::default() };
+    let error = pod.try_create("a", "true", &with).unwrap_err().to_string();
+    assert!(error.contains("no-fifo"), "{error}");
+    pod.run("a", "sleep 1000", &Container::default());
+    pod.end("a");
+    pod.shut_down();
+}
+
+#[test]
+fn short_containers_and_execs_are_not_lost() {
+    let mut pod = Pod::new();
+    pod.run("long", "sleep 1000", &Container::default());
+    for round in 0..60 {
+        let exec = format!("e{round}");
+        pod.exec("long", &exec, &format!("exit {round}"), &Container::default()).unwrap();
+        let pid = pod.start("long", &exec).unwrap();
+        assert_eq!(pod.wait("long", &exec).unwrap(), round);
+        let deleted = pod.delete("long", &exec).unwrap();
+        assert_eq!((deleted.exit_status, deleted.pid), (round, pid));
+        let events = pod.events_of(&[&exec], 3);
+        let exit = format!("exit {exec} {round}");
+        assert_eq!(events, [format!("exec-added {exec}"), format!("exec-started {exec}"), exit]);
+        assert!(!exists(pod.bundle("long").join(format!("{exec}.pid"))));
+    }
+    for round in 0..20 {
+        let id = format!("c{round}");
+        pod.run(&id, &format!("exit {round}"), &Container::default());
+        assert_eq!(pod.wait(&id, "").unwrap(), round);
+        pod.delete(&id, "").unwrap();
+    }
+    pod.end("long");
+    pod.shut_down();
+}
+
+#[test]
+fn many_execs_at_once_end_before_their_container() {
+    let mut pod = Pod::new();
+    pod.run("a", "sleep 1000", &Container::default());
+    let pod_ref = &pod;
+    let names: Vec<String> = (0..40).map(|number| format!("e{number}")).collect();
+    std::thread::scope(|scope| {
+        for name in &names {
+            scope.spawn(move || {
+                pod_ref.exec("a", name, "sleep 1000", &Container::default()).unwrap();
+                pod_ref.start("a", name).unwrap();
+            });
+        }
+    });
+    pod.kill("a", "", 9).unwrap();
+    assert_eq!(pod.wait("a", "").unwrap(), 137);
+    let error = pod.exec("a", "late", "true", &Container::default()).unwrap_err();
+    assert_eq!(code(&error), Code::FAILED_PRECONDITION);
+    for name in &names {
+        assert_eq!(pod.wait("a", name).unwrap(), 137);
+        pod.delete("a", name).unwrap();
+    }
+    pod.delete("a", "").unwrap();
+    eventually("the last event", || pod.events().iter().find(|e| e.0 == "delete").cloned());
+    let exits: Vec<String> =
+        pod.events().into_iter().filter(|event| event.0 == "exit").map(|event| event.1).collect();
+    assert_eq!(exits.len(), names.len() + 1);
+    assert_eq!(exits.last().map(String::as_str), Some("a"));
+    pod.shut_down();
+}
+
+#[test]
+fn an_exec_that_cannot_be_started_says_why_and_is_deleted() {
+    let mut pod = Pod::new();
+    pod.run("a", "sleep 1000", &Container::default());
+    let err = pod.fifo("err");
+    let stderr = pod::open(&err);
+    let with = Container { stderr: err, ..Default::default() };
+    let mut request = ExecProcessRequest::new();
+    (request.id, request.exec_id) = (pod.id("a"), "bad".to_owned());
+    request.stderr.clone_from(&with.stderr);
+    request.spec.mut_or_insert_default().value =
+        br#"{"args":["/no/such/program"],"cwd":"/","user":{}}"#.to_vec();
+    pod.client.exec(context(), &request).unwrap();
+    let error = pod.start("a", "bad").unwrap_err().to_string();
+    assert!(error.contains("/no/such/program") && error.contains("exec failed"), "{error}");
+    pod.delete("a", "bad").unwrap();
+    let said = rustix::io::ioctl_fionread(&stderr).unwrap();
+    assert_eq!(said, 0, "what the runtime says is not the container's");
+    let missing = pod.start("a", "bad").unwrap_err();
+    assert_eq!(code(&missing), Code::NOT_FOUND);
+    pod.exec("a", "good", "exit 3", &Container::default()).unwrap();
+    assert_eq!(code(&pod.kill("a", "good", 9).unwrap_err()), Code::FAILED_PRECONDITION);
+    let twice = pod.exec("a", "good", "true", &Container::default()).unwrap_err();
+    assert_eq!(code(&twice), Code::ALREADY_EXISTS);
+    pod.start("a", "good").unwrap();
+    assert_eq!(pod.wait("a", "good").unwrap(), 3);
+    pod.end("a");
+    pod.shut_down();
+}
+
+#[test]
+fn standard_input_ends_when_it_is_closed() {
+    let mut pod = Pod::new();
+    let (input, out) = (pod.fifo("in"), pod.fifo("out"));
+    let stdout = reader(&out);
+    let with = Container { stdin: input.clone(), stdout: out, ..Default::default() };
+    pod.run("a", "cat; echo end", &with);
+    write(&input, b"one\n");
+    // A writer that goes, as containerd does when it is restarted, is no end.
+    write(&input, b"two\n");
+    assert_eq!(pod.status("a"), Status::RUNNING);
+    let mut request = CloseIORequest::new();
+    (request.id, request.stdin) = (pod.id("a"), true);
+    pod.client.close_io(context(), &request).unwrap();
+    assert_eq!(pod.wait("a", "").unwrap(), 0);
+    assert_eq!(stdout.join().unwrap(), b"one\ntwo\nend\n");
+    pod.delete("a", "").unwrap();
+    pod.shut_down();
+}
+
+#[test]
+fn output_outlives_its_reader() {
+    let mut pod = Pod::new();
+    let out = pod.fifo("out");
+    let with = Container { stdout: out.clone(), ..Default::default() };
+    drop(pod::open(&out));
+    pod.run("a", "dd if=/dev/zero bs=1k count=1000 2>/dev/null; exec sleep 1000", &with);
+    // Nobody reads for a while, and the container waits.
+    let first = {
+        use std::io::Read as _;
+        let mut fifo = pod::open(&out);
+        let mut part = vec![0; 10_000];
+        eventually("the first bytes", || fifo.read_exact(&mut part).ok());
+        part.len()
+    };
+    let rest = reader(&out);
+    pod.exec("a", "e", "true", &Container::default()).unwrap();
+    pod.start("a", "e").unwrap();
+    pod.wait("a", "e").unwrap();
+    pod.kill("a", "", 9).unwrap();
+    pod.wait("a", "").unwrap();
+    let rest = rest.join().unwrap().len();
+    assert!(first + rest <= 1_024_000, "{first} {rest}");
+    pod.delete("a", "").unwrap();
+    // The last words wait for a reader.
+    let with = Container { stdout: out.clone(), ..Default::default() };
+    pod.run("b", "echo last", &with);
+    pod.wait("b", "").unwrap();
+    assert_eq!(reader(&out).join().unwrap(), b"last\n");
+    pod.delete("b", "").unwrap();
+    pod.shut_down();
+}
+
+#[test]
+fn a_terminal_is_a_terminal() {
+    let mut pod = Pod::new();
+    let (input, out) = (pod.fifo("in"), pod.fifo("out"));
+    let stdout = reader(&out);
+    let with =
+        Container { stdin: input.clone(), stdout: out, terminal: true, ..Default::default() };
+    pod.create("a", "stty size; read line; echo got $line; exit 4", &with);
+    let mut size = ResizePtyRequest::new();
+    (size.id, size.width, size.height) = (pod.id("a"), 91, 37);
+    pod.client.resize_pty(context(), &size).unwrap();
+    pod.start("a", "").unwrap();
+    write(&input, b"word\n");
+    assert_eq!(pod.wait("a", "").unwrap(), 4);
+    let said = String::from_utf8(stdout.join().unwrap()).unwrap();
+    assert!(said.contains("37 91\r\n") && said.contains("got word\r\n"), "{said:?}");
+    pod.delete("a", "").unwrap();
+    assert!(
+        !std::fs::read_dir(pod.bundle("a"))
+            .unwrap()
+            .any(|entry| { entry.unwrap().file_name().to_string_lossy().ends_with(".sock") })
+    );
+    pod.run("b", "sleep 1000", &Container::default());
+    let out = pod.fifo("exec-out");
+    let stdout = reader(&out);
+    let with = Container { stdout: out, terminal: true, ..Default::default() };
+    pod.exec("b", "tty", "test -t 1 && echo yes; exit 5", &with).unwrap();
+    pod.start("b", "tty").unwrap();
+    assert_eq!(pod.wait("b", "tty").unwrap(), 5);
+    assert_eq!(stdout.join().unwrap(), b"yes\r\n");
+    pod.end("b");
+    pod.shut_down();
+}
+
+#[test]
+fn events_outlive_containerd() {
+    let mut pod = Pod::new();
+    pod.run("a", "sleep 1000", &Container::default());
+    pod.events_of(&["a"], 2);
+    for round in 0..3 {
+        pod.stop_containerd();
+        let before = pod.events().len();
+        let exec = format!("e{round}");
+        pod.exec("a", &exec, "exit 1", &Container::default()).unwrap();
+        pod.start("a", &exec).unwrap();
+        pod.wait("a", &exec).unwrap();
+        pod.delete("a", &exec).unwrap();
+        assert_eq!(pod.events().len(), before);
+        pod.start_containerd(false);
+        let exit = format!("exit {exec} 1");
+        let expected = [format!("exec-added {exec}"), format!("exec-started {exec}"), exit];
+        assert_eq!(pod.events_of(&[&exec], 3), expected);
+    }
+    // One that was killed before it answered has taken the event or not: it comes again.
+    pod.stop_containerd();
+    pod.start_containerd(true);
+    pod.exec("a", "twice", "true", &Container::default()).unwrap();
+    eventually("a second attempt", || {
+        (pod.events_of(&["twice"], 1) == ["exec-added twice", "exec-added twice"]).then_some(())
+    });
+    pod.stop_containerd();
+    pod.start_containerd(false);
+    pod.end("a");
+    assert_eq!(pod.events_of(&["a"], 4), ["create a", "start a", "exit a 137", "delete a"]);
+    pod.shut_down();
+}
+
+#[test]
+fn a_container_is_paused_and_resumed() {
+    let mut pod = Pod::new();
+    let pid = pod.run("a", "sleep 1000", &Container::default());
+    let (mut pause, mut resume) = (PauseRequest::new(), ResumeRequest::new());
+    (pause.id, resume.id) = (pod.id("a"), pod.id("a"));
+    pod.client.pause(context(), &pause).unwrap();
+    assert_eq!(pod.status("a"), Status::PAUSED);
+    let refused = pod.client.pause(context(), &pause).unwrap_err();
+    assert_eq!(code(&refused), Code::FAILED_PRECONDITION);
+    let refused = pod.exec("a", "e", "true", &Container::default()).unwrap_err();
+    assert_eq!(code(&refused), Code::FAILED_PRECONDITION);
+    pod.client.resume(context(), &resume).unwrap();
+    assert_eq!(pod.status("a"), Status::RUNNING);
+    let mut request = PidsRequest::new();
+    request.id = pod.id("a");
+    let pids = pod.client.pids(context(), &request).unwrap();
+    assert_eq!(pids.processes.iter().map(|process| process.pid).collect::<Vec<_>>(), [pid]);
+    let mut request = ConnectRequest::new();
+    request.id = pod.id("a");
+    let connected = pod.client.connect(context(), &request).unwrap();
+    assert_eq!((connected.shim_pid, connected.task_pid), (pod.shim.id(), pid));
+    pod.client.pause(context(), &pause).unwrap();
+    pod.end("a");
+    let events = pod.events_of(&["a"], 7);
+    let expected = ["create a", "start a", "paused a", "resumed a", "paused a", "exit a 137"];
+    assert_eq!(events[..6], expected);
+    pod.shut_down();
+}
+
+#[test]
+fn all_processes_end_with_a_container_that_shares_its_pid_namespace() {
+    let mut pod = Pod::new();
+    let with = Container { host_pids: true, ..Default::default() };
+    pod.run("a", "sleep 1000 & sleep 1000 & exec sleep 1000", &with);
+    let mut request = PidsRequest::new();
+    request.id = pod.id("a");
+    let pids = eventually("three processes", || {
+        let pids = pod.client.pids(context(), &request).unwrap().processes;
+        (pids.len() == 3).then_some(pids)
+    });
+    pod.kill("a", "", 15).unwrap();
+    assert_eq!(pod.wait("a", "").unwrap(), 143);
+    for process in pids {
+        eventually("its end", || (!exists(format!("/proc/{}", process.pid))).then_some(()));
+    }
+    pod.delete("a", "").unwrap();
+    pod.shut_down();
+}
+
+#[test]
+fn a_kill_for_want_of_memory_is_announced_before_the_exit() {
+    let mut pod = Pod::new();
+    let with = Container { memory: Some(8 << 20), ..Default::default() };
+    pod.run("a", "exec tail /dev/zero", &with);
+    assert_eq!(pod.wait("a", "").unwrap(), 137);
+    pod.delete("a", "").unwrap();
+    let events = pod.events_of(&["a"], 5);
+    let oom = events.iter().position(|event| event == "oom a").expect("an OOM event");
+    let exit = events.iter().position(|event| event == "exit a 137").expect("an exit");
+    assert!(oom < exit, "{events:?}");
+    pod.shut_down();
+}
+
+#[test]
+fn a_shim_with_containers_does_not_shut_down() {
+    let mut pod = Pod::new();
+    pod.run("a", "sleep 1000", &Container::default());
+    pod.client.shutdown(context(), &ShutdownRequest::new()).unwrap();
+    assert_eq!(pod.status("a"), Status::RUNNING);
+    pod.end("a");
+    pod.shut_down();
+}
