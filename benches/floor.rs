@@ -10,7 +10,7 @@ use anyhow::Result;
 use pause_sandboxer::podsandbox::{
     CreateRequest, Error, Exit, Metric, Payload, Platform, SandboxInfo, Started, StatusReport,
 };
-use pause_sandboxer::wire::{Server, Verbs, bind};
+use pause_sandboxer::wire::{SandboxService, Server, bind};
 use tokio::sync::watch;
 
 /// Ids, and what their waiters wait for.
@@ -37,7 +37,7 @@ impl Floor {
     }
 }
 
-impl Verbs for Floor {
+impl SandboxService for Floor {
     async fn create(&self, request: CreateRequest) -> Result<(), Error> {
         let known = Known { created_at: SystemTime::now(), exit: watch::channel(None).0 };
         self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(request.id.to_string(), known);

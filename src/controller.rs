@@ -6,15 +6,15 @@ use std::ops::Bound;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::error::Step;
+use crate::error::StepError;
+use crate::id::SandboxId;
 use crate::podsandbox::recover::{self, Recovered};
 use crate::podsandbox::{
-    self, CreateRequest, Environment, Error, Exit, Metric, Overview, Phase, Platform, Sandbox,
-    SandboxInfo, Started, StatusReport,
+    self, CreateRequest, Environment, Error, Exit, Metric, Phase, Platform, Sandbox, SandboxInfo,
+    SandboxSummary, Started, StatusReport,
 };
 use crate::pool::{self, Class};
 use crate::telemetry::{Census, Telemetry};
-use crate::text::Text;
 use futures::future::Either;
 
 /// All sandboxes of the daemon.
@@ -37,10 +37,10 @@ enum Slot {
 }
 
 #[derive(Debug, Default)]
-struct Register(Mutex<BTreeMap<Text, Slot>>);
+struct Register(Mutex<BTreeMap<SandboxId, Slot>>);
 
 impl Register {
-    fn turn(&self) -> MutexGuard<'_, BTreeMap<Text, Slot>> {
+    fn turn(&self) -> MutexGuard<'_, BTreeMap<SandboxId, Slot>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -53,7 +53,7 @@ impl Register {
 /// then.
 struct Reserved {
     register: Arc<Register>,
-    id: Text,
+    id: SandboxId,
 }
 
 impl Drop for Reserved {
@@ -70,7 +70,7 @@ impl Controller {
     ///
     /// # Errors
     /// When the directory of the records cannot be made or read.
-    pub async fn open(environment: Arc<Environment>) -> Result<Arc<Self>, Step> {
+    pub async fn open(environment: Arc<Environment>) -> Result<Arc<Self>, StepError> {
         let sandboxes = Arc::new(Register::default());
         let register = sandboxes.clone();
         let begun = std::time::Instant::now();
@@ -217,8 +217,8 @@ impl Controller {
         after: &str,
         most: usize,
         usage: bool,
-    ) -> Result<(Vec<Overview>, bool), Error> {
-        let mut slots: Vec<(Text, Slot)> = {
+    ) -> Result<(Vec<SandboxSummary>, bool), Error> {
+        let mut slots: Vec<(SandboxId, Slot)> = {
             let slots = self.sandboxes.turn();
             let behind = slots.range::<str, _>((Bound::Excluded(after), Bound::Unbounded));
             let behind = behind
@@ -229,16 +229,16 @@ impl Controller {
         let more = slots.len() > most;
         slots.truncate(most);
         let lines = move || {
-            let line = |(id, slot): &(Text, Slot)| match slot {
+            let line = |(id, slot): &(SandboxId, Slot)| match slot {
                 Slot::Live(sandbox) => Some(sandbox.overview(usage)),
-                Slot::Aside(reason) => Some(Overview::aside(id, reason)),
+                Slot::Aside(reason) => Some(SandboxSummary::aside(id, reason)),
                 Slot::Reserved => None,
             };
             slots.iter().filter_map(line).collect()
         };
         let lines = pool::run(Class::Query, lines).await;
         let fault =
-            |e: Step| Error::Fault { id: String::new(), verb: "list", reason: e.to_string() };
+            |e: StepError| Error::Fault { id: String::new(), verb: "list", reason: e.to_string() };
         Ok((lines.map_err(fault)?, more))
     }
 
@@ -257,7 +257,7 @@ impl Controller {
                     reason: e.to_string(),
                 })
             }
-            Some(Slot::Aside(reason)) => Ok(Overview::aside(id, &reason).to_json()),
+            Some(Slot::Aside(reason)) => Ok(SandboxSummary::aside(id, &reason).to_json()),
             Some(Slot::Reserved) | None => Err(Error::NotFound { id: id.to_owned() }),
         }
     }
@@ -269,7 +269,7 @@ impl Controller {
 
     /// How many sandboxes there are of which kind.
     pub fn census(&self) -> Census {
-        let lines: Vec<Overview> =
+        let lines: Vec<SandboxSummary> =
             self.live().iter().map(|sandbox| sandbox.overview(false)).collect();
         Census {
             cleanups_pending: lines.iter().filter(|line| line.failed_cleanups > 0).count(),

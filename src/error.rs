@@ -1,6 +1,6 @@
 //! What went wrong in one step of the work: the step, the path and the errno.
 //!
-//! A leaf that every other module may import. The verbs of a sandbox wrap a [`Step`] into
+//! A leaf that every other module may import. The verbs of a sandbox wrap a [`StepError`] into
 //! [`crate::podsandbox::Error`], which adds the sandbox and decides the RPC code.
 
 use std::fmt;
@@ -12,13 +12,16 @@ use std::sync::Arc;
 ///
 /// Cheap to clone: every caller who waits for the same step is told of it.
 #[derive(Clone, Debug)]
-pub struct Step {
+pub struct StepError {
     what: &'static str,
     path: Option<PathBuf>,
     source: Arc<io::Error>,
 }
 
-impl Step {
+/// The same under the name that it had.
+pub use StepError as Step;
+
+impl StepError {
     /// A failed step that concerns no path.
     pub fn new(what: &'static str, source: io::Error) -> Self {
         Self { what, path: None, source: Arc::new(source) }
@@ -45,7 +48,7 @@ impl Step {
     }
 }
 
-impl fmt::Display for Step {
+impl fmt::Display for StepError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.what)?;
         if let Some(path) = &self.path {
@@ -55,9 +58,89 @@ impl fmt::Display for Step {
     }
 }
 
-impl std::error::Error for Step {
+impl std::error::Error for StepError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         Some(&*self.source)
+    }
+}
+
+/// The steps of a list that failed: a list runs to its end, whatever fails on the way.
+#[derive(Clone, Debug, Default)]
+pub struct StepErrors(Vec<StepError>);
+
+impl StepErrors {
+    /// Success, if no step has failed.
+    ///
+    /// # Errors
+    /// These steps.
+    pub fn into_result(self) -> Result<(), Self> {
+        if self.0.is_empty() { Ok(()) } else { Err(self) }
+    }
+
+    /// Whether no step has failed.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The failed steps, in their order.
+    pub fn as_slice(&self) -> &[StepError] {
+        &self.0
+    }
+
+    /// Adds the failure of one step, if it has failed.
+    pub fn check(&mut self, step: Result<(), StepError>) {
+        self.0.extend(step.err());
+    }
+
+    /// Adds the failures of a list of steps.
+    pub fn check_all(&mut self, steps: Result<(), Self>) {
+        self.0.extend(steps.err().unwrap_or_default());
+    }
+}
+
+impl From<StepError> for StepErrors {
+    fn from(step: StepError) -> Self {
+        Self(vec![step])
+    }
+}
+
+impl FromIterator<StepError> for StepErrors {
+    fn from_iter<I: IntoIterator<Item = StepError>>(steps: I) -> Self {
+        Self(steps.into_iter().collect())
+    }
+}
+
+impl Extend<StepError> for StepErrors {
+    fn extend<I: IntoIterator<Item = StepError>>(&mut self, steps: I) {
+        self.0.extend(steps);
+    }
+}
+
+impl IntoIterator for StepErrors {
+    type Item = StepError;
+    type IntoIter = std::vec::IntoIter<StepError>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.into_iter()
+    }
+}
+
+impl<'a> IntoIterator for &'a StepErrors {
+    type Item = &'a StepError;
+    type IntoIter = std::slice::Iter<'a, StepError>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.iter()
+    }
+}
+
+impl fmt::Display for StepErrors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, step) in self.0.iter().enumerate() {
+            f.write_str(if index == 0 { "" } else { "; " })?;
+            step.fmt(f)?;
+        }
+        Ok(())
     }
 }
 
@@ -66,23 +149,23 @@ pub trait IoContext<T> {
     /// Names the step.
     ///
     /// # Errors
-    /// The result's own error, as a [`Step`].
-    fn step(self, what: &'static str) -> Result<T, Step>;
+    /// The result's own error, as a [`StepError`].
+    fn step(self, what: &'static str) -> Result<T, StepError>;
 
     /// Names the step and the path that it worked on.
     ///
     /// # Errors
-    /// The result's own error, as a [`Step`].
-    fn step_at(self, what: &'static str, path: impl Into<PathBuf>) -> Result<T, Step>;
+    /// The result's own error, as a [`StepError`].
+    fn step_at(self, what: &'static str, path: impl Into<PathBuf>) -> Result<T, StepError>;
 }
 
 impl<T, E: Into<io::Error>> IoContext<T> for Result<T, E> {
-    fn step(self, what: &'static str) -> Result<T, Step> {
-        self.map_err(|e| Step::new(what, e.into()))
+    fn step(self, what: &'static str) -> Result<T, StepError> {
+        self.map_err(|e| StepError::new(what, e.into()))
     }
 
-    fn step_at(self, what: &'static str, path: impl Into<PathBuf>) -> Result<T, Step> {
-        self.map_err(|e| Step::at(what, path, e.into()))
+    fn step_at(self, what: &'static str, path: impl Into<PathBuf>) -> Result<T, StepError> {
+        self.map_err(|e| StepError::at(what, path, e.into()))
     }
 }
 

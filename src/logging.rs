@@ -1,6 +1,6 @@
 //! Log lines on standard error, text or JSON, with the sandbox id and other facts as fields. A line
 //! that names a sandbox has its pod as well, and one that a call has set off the call's trace
-//! (`crate::trace`).
+//! (`crate::log_context`).
 //!
 //! Modules log by the `log` crate: `log::info!(sandbox = id; "ready")`. Messages of other crates
 //! are shown from `warn` on, since theirs at `info` are about connections, not pods.
@@ -16,8 +16,8 @@ use log::{Level, LevelFilter, Log, Metadata, Record};
 use serde_json::{Map, Value};
 
 use crate::config::{Config, LogFormat};
+use crate::log_context;
 use crate::time::rfc3339;
-use crate::trace;
 
 /// Environment variable that overrides the configured level: `LEVEL`, or `LEVEL,TARGET=LEVEL,…`,
 /// where a target is a crate or module path such as `ttrpc` or `pause_sandboxer::wire`.
@@ -153,12 +153,12 @@ impl Fields {
     fn complete(&mut self) {
         let sandbox =
             self.0.iter().find(|(key, _)| key == "sandbox").and_then(|(_, id)| id.as_str());
-        let (pod, followed) = sandbox.and_then(trace::of).unzip();
+        let (pod, followed) = sandbox.and_then(log_context::of).unzip();
         if let Some(pod) = pod.filter(|pod| !pod.name.is_empty()) {
             self.0.push(("pod".to_owned(), pod.name.into_string().into()));
             self.0.push(("namespace".to_owned(), pod.namespace.into_string().into()));
         }
-        if let Some(trace) = trace::current().or(followed.flatten()) {
+        if let Some(trace) = log_context::current().or(followed.flatten()) {
             self.0.push(("trace".to_owned(), trace.to_string().into()));
         }
     }
@@ -303,18 +303,25 @@ mod tests {
 
     #[tokio::test]
     async fn a_line_of_a_sandbox_names_pod_and_trace() {
-        let pod =
-            trace::Pod { name: "web 0".into(), namespace: "prod".into(), ..Default::default() };
-        let subject = trace::Subject::new("logging-test".into(), pod);
+        let pod = log_context::Pod {
+            name: "web 0".into(),
+            namespace: "prod".into(),
+            ..Default::default()
+        };
+        let subject = log_context::LogContext::new("logging-test".into(), pod);
         let trace = |digit: &str| {
-            trace::TraceId::of_traceparent(&format!("00-{}-00f067aa0ba902b7-01", digit.repeat(32)))
+            log_context::TraceId::of_traceparent(&format!(
+                "00-{}-00f067aa0ba902b7-01",
+                digit.repeat(32)
+            ))
         };
         subject.follow(trace("1"));
         let fields = [("sandbox", "logging-test".into())];
         let end = |line: String| line.split_once(" sandbox=logging-test ").unwrap().1.to_owned();
         let of = format!("pod=\"web 0\" namespace=prod trace={}\n", "1".repeat(32));
         assert_eq!(end(shown(LogFormat::Text, "x", &fields)), of);
-        let line = trace::within(trace("2"), async { shown(LogFormat::Text, "x", &fields) }).await;
+        let line =
+            log_context::within(trace("2"), async { shown(LogFormat::Text, "x", &fields) }).await;
         assert_eq!(end(line), of.replace('1', "2"), "the call's own goes first");
         subject.follow(None);
         let json: Value = serde_json::from_str(&shown(LogFormat::Json, "x", &fields)).unwrap();

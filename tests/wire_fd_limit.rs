@@ -14,7 +14,7 @@ use pause_sandboxer::podsandbox::{
 };
 use pause_sandboxer::protos::shim_sandbox::PlatformRequest;
 use pause_sandboxer::protos::shim_sandbox_ttrpc::SandboxClient;
-use pause_sandboxer::wire::{self, Verbs};
+use pause_sandboxer::wire::{self, SandboxService};
 use tokio::sync::watch;
 use ttrpc::r#async::Client;
 
@@ -25,7 +25,7 @@ fn unknown<T>(id: &str) -> Result<T, Error> {
     Err(Error::NotFound { id: id.to_owned() })
 }
 
-impl Verbs for Node {
+impl SandboxService for Node {
     async fn create(&self, request: CreateRequest) -> Result<(), Error> {
         unknown(&request.id)
     }

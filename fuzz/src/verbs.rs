@@ -8,10 +8,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use pause_sandboxer::error::Step;
 use pause_sandboxer::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Overview, Payload, Platform, SandboxInfo, Started,
+    CreateRequest, Error, Exit, Metric, SandboxSummary, Payload, Platform, SandboxInfo, Started,
     StatusReport,
 };
-use pause_sandboxer::wire::Verbs;
+use pause_sandboxer::wire::SandboxService;
 
 /// How long the Wait of an id that begins with `w` is pending.
 const WAIT: Duration = Duration::from_secs(60);
@@ -62,7 +62,7 @@ fn time() -> SystemTime {
     UNIX_EPOCH + Duration::new(1_700_000_000, 5)
 }
 
-impl Verbs for Fake {
+impl SandboxService for Fake {
     async fn create(&self, request: CreateRequest) -> Result<(), Error> {
         let result = self.asked(&request.id);
         self.0.lock().expect("no panic").create = Some(request);
@@ -139,10 +139,10 @@ impl Verbs for Fake {
         after: &str,
         most: usize,
         _: bool,
-    ) -> Result<(Vec<Overview>, bool), Error> {
+    ) -> Result<(Vec<SandboxSummary>, bool), Error> {
         self.asked(after)?;
         assert!(most > 0);
-        Ok((vec![Overview::aside(after, "never was")], true))
+        Ok((vec![SandboxSummary::aside(after, "never was")], true))
     }
 
     async fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {

@@ -6,14 +6,14 @@ use std::path::PathBuf;
 
 use super::slice::{self, Scope};
 use crate::error::Step;
-use crate::text::Text;
+use crate::id::SandboxId;
 
 /// What names a pause's cgroup. It is all that a driver must know of a plan to adopt a pause and to
 /// clean up after it, and all that is kept of the plan while the pause lives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CgroupRef {
     /// The sandbox id.
-    pub id: Text,
+    pub id: SandboxId,
     /// As in `Plan::cgroup_parent` of the pause.
     pub cgroup_parent: Box<str>,
 }

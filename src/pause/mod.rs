@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::cgroup::CgroupRef;
 use crate::error::Step;
+use crate::id::SandboxId;
 use crate::process::{Adoption, Identity, Process};
-use crate::text::Text;
 
 pub mod binary;
 mod child;
@@ -56,7 +56,7 @@ pub struct UserNamespace {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
     /// The sandbox id; a valid containerd identifier, so safe as one path component.
-    pub id: Text,
+    pub id: SandboxId,
     /// Bind-mounted network namespace; `None`: the node's network.
     pub netns: Option<PathBuf>,
     /// PID namespace.

@@ -24,7 +24,6 @@ use crate::process::deadline::{self, Cloned, Deadline};
 use crate::process::pidfd::{self, Common, PidfdProcess};
 use crate::process::{Adoption, Identity, Process, identity};
 use crate::sys::{self, Errno};
-use crate::text::Text;
 
 /// uid and gid of a pause.
 const NOBODY: u32 = 65535;
@@ -38,7 +37,7 @@ pub struct Native {
     image: OwnedFd,
     root: OwnedFd,
     cgroups: Cgroups,
-    boot_id: Text,
+    boot_id: Arc<str>,
     last_capability: u32,
     common: Arc<Common>,
     deadline: Deadline,

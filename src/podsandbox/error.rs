@@ -1,6 +1,6 @@
 //! Why a verb of a sandbox was refused or failed.
 
-use crate::error::Step;
+use crate::error::StepError;
 
 /// Why a verb was refused or failed. The wire's table gives each variant its RPC code.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -46,7 +46,7 @@ pub enum Error {
         verb: &'static str,
         /// The step that failed.
         #[source]
-        step: Step,
+        step: StepError,
     },
     /// Several steps of a cleanup failed.
     #[error("sandbox {id}: {verb}: {}", .steps.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
@@ -56,7 +56,7 @@ pub enum Error {
         /// The verb, lower case.
         verb: &'static str,
         /// The steps that failed.
-        steps: Vec<Step>,
+        steps: Vec<StepError>,
     },
     /// Work that was begun did not end within its time; it goes on in the background.
     #[error("sandbox {id}: {verb}: not done after {seconds} s, goes on in the background")]

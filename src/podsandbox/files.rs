@@ -2,7 +2,7 @@
 //!
 //! CRI bind-mounts them into containers and never makes them. When containerd restarts it deletes
 //! them, unmounting the shared memory first, because it knows no pause container of that id. So the
-//! tmpfs is held by a mount of our own, and [`Places::restore`] puts all of it back, the same tmpfs
+//! tmpfs is held by a mount of our own, and [`SandboxFiles::restore`] puts all of it back, the same tmpfs
 //! included.
 
 use std::borrow::Cow;
@@ -16,9 +16,9 @@ use std::time::Duration;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use serde::{Deserialize, Serialize};
 
-use super::roots::Roots;
-use crate::error::{IoContext as _, Step, gone};
-use crate::text::Text;
+use super::layout::Layout;
+use crate::error::{IoContext as _, StepError, gone};
+use crate::id::SandboxId;
 
 /// Size and mode of a pod's /dev/shm, as containerd's built-in controller makes it
 /// (`defaultShmSize`).
@@ -82,32 +82,32 @@ impl Dns {
 /// Where the files of one sandbox are. Those who change them take turns. The paths are made when
 /// they are needed: thousands of sandboxes would keep them for nothing.
 #[derive(Debug)]
-pub struct Places {
-    roots: Arc<Roots>,
-    id: Text,
+pub struct SandboxFiles {
+    layout: Arc<Layout>,
+    id: SandboxId,
     /// Set once the shared memory was released: nothing is restored any more.
     released: Mutex<bool>,
 }
 
-impl Places {
+impl SandboxFiles {
     /// The places of `id`.
-    pub fn new(roots: &Arc<Roots>, id: &Text) -> Self {
-        Self { roots: Arc::clone(roots), id: id.clone(), released: Mutex::new(false) }
+    pub fn new(layout: &Arc<Layout>, id: &SandboxId) -> Self {
+        Self { layout: Arc::clone(layout), id: id.clone(), released: Mutex::new(false) }
     }
 
     /// hostname, hosts, resolv.conf.
     fn root(&self) -> PathBuf {
-        self.roots.root.join(self.id.as_str())
+        self.layout.root.join(self.id.as_str())
     }
 
     /// Parent of the shared memory that CRI mounts.
     fn volatile(&self) -> PathBuf {
-        self.roots.volatile.join(self.id.as_str())
+        self.layout.volatile.join(self.id.as_str())
     }
 
     /// The mount that holds the tmpfs, in the sandbox's record directory.
     fn held_shm(&self) -> PathBuf {
-        self.roots.of(&self.id).join("shm")
+        self.layout.of(&self.id).join("shm")
     }
 
     /// Where CRI takes /dev/shm of the pod's containers from.
@@ -128,10 +128,10 @@ impl Places {
 
     /// The sign of an older daemon that it made what is here ahead of Start.
     fn ahead(&self) -> PathBuf {
-        self.roots.of(&self.id).join("ahead")
+        self.layout.of(&self.id).join("ahead")
     }
 
-    /// A start job has been here: see [`Places::begin`].
+    /// A start job has been here: see [`SandboxFiles::begin`].
     pub fn begun(&self) -> bool {
         self.held_shm().exists()
     }
@@ -145,17 +145,17 @@ impl Places {
     ///
     /// # Errors
     /// The failed step.
-    pub fn begin(&self) -> Result<(), Step> {
+    pub fn begin(&self) -> Result<(), StepError> {
         *self.turn() = false;
         make_dir(&self.held_shm(), 0o700)
     }
 
-    /// Makes everything, after [`Places::begin`]; the shared memory gets that SELinux label, unless
+    /// Makes everything, after [`SandboxFiles::begin`]; the shared memory gets that SELinux label, unless
     /// it is empty.
     ///
     /// # Errors
-    /// The failed step; call [`Places::remove`] then.
-    pub fn make(&self, files: &Files, label: &str) -> Result<(), Step> {
+    /// The failed step; call [`SandboxFiles::remove`] then.
+    pub fn make(&self, files: &Files, label: &str) -> Result<(), StepError> {
         let _turn = self.turn();
         self.make_shm(files, label)?;
         self.write_all(files)
@@ -170,8 +170,8 @@ impl Places {
     pub fn restore(
         &self,
         shm: bool,
-        files: impl FnOnce() -> Result<Files, Step>,
-    ) -> Result<bool, Vec<Step>> {
+        files: impl FnOnce() -> Result<Files, StepError>,
+    ) -> Result<bool, Vec<StepError>> {
         let released = self.turn();
         if *released {
             return Ok(false);
@@ -195,8 +195,8 @@ impl Places {
     /// never written to its end, gets another inode.
     fn restore_files(
         &self,
-        files: impl FnOnce() -> Result<Files, Step>,
-        errors: &mut Vec<Step>,
+        files: impl FnOnce() -> Result<Files, StepError>,
+        errors: &mut Vec<StepError>,
     ) -> bool {
         let root = self.root();
         let gone: Vec<&str> =
@@ -231,10 +231,10 @@ impl Places {
     ///
     /// # Errors
     /// Every step that failed.
-    pub fn release_shm(&self) -> Result<(), Vec<Step>> {
+    pub fn release_shm(&self) -> Result<(), Vec<StepError>> {
         let mut released = self.turn();
         *released = true;
-        let errors: Vec<Step> =
+        let errors: Vec<StepError> =
             [self.shm(), self.held_shm()].iter().filter_map(|p| unmount(p).err()).collect();
         if errors.is_empty() { Ok(()) } else { Err(errors) }
     }
@@ -243,7 +243,7 @@ impl Places {
     ///
     /// # Errors
     /// Every step that failed.
-    pub fn remove(&self) -> Result<(), Vec<Step>> {
+    pub fn remove(&self) -> Result<(), Vec<StepError>> {
         // Nothing below may be a mount when directories are removed with their contents.
         self.release_shm()?;
         let mut errors = Vec::new();
@@ -262,7 +262,7 @@ impl Places {
         self.released.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn make_shm(&self, files: &Files, label: &str) -> Result<(), Step> {
+    fn make_shm(&self, files: &Files, label: &str) -> Result<(), StepError> {
         if !files.shm {
             return fs::metadata("/dev/shm")
                 .map(drop)
@@ -275,7 +275,7 @@ impl Places {
         self.bind_shm()
     }
 
-    fn bind_shm(&self) -> Result<(), Step> {
+    fn bind_shm(&self) -> Result<(), StepError> {
         let shm = self.shm();
         make_dirs(&self.volatile(), 0o755)?;
         make_dir(&shm, 0o700)?;
@@ -283,18 +283,18 @@ impl Places {
             .step_at("bind shared memory", &shm)
     }
 
-    fn shm_in_place(&self) -> Result<bool, Step> {
+    fn shm_in_place(&self) -> Result<bool, StepError> {
         let held = self.held_shm();
         let held = fs::metadata(&held).step_at("find shared memory", held)?;
         match fs::metadata(self.shm()) {
             Ok(seen) => Ok(seen.dev() == held.dev()),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
-            Err(e) => Err(Step::at("find shared memory", self.shm(), e)),
+            Err(e) => Err(StepError::at("find shared memory", self.shm(), e)),
         }
     }
 
     /// Writes in place: a start that is cut off is removed altogether.
-    fn write_all(&self, files: &Files) -> Result<(), Step> {
+    fn write_all(&self, files: &Files) -> Result<(), StepError> {
         make_dirs(&self.root(), 0o755)?;
         for name in NAMES {
             let path = self.root().join(name);
@@ -305,7 +305,7 @@ impl Places {
 }
 
 /// What the file of that name is to say.
-fn content(files: &Files, name: &str) -> Result<Vec<u8>, Step> {
+fn content(files: &Files, name: &str) -> Result<Vec<u8>, StepError> {
     match name {
         "hostname" => {
             let hostname =
@@ -333,7 +333,7 @@ fn is_written(path: &Path) -> bool {
 
 /// Writes a file beside its place and moves it there: at its place there is never less than all of
 /// it.
-fn replace(path: &Path, content: &[u8]) -> Result<(), Step> {
+fn replace(path: &Path, content: &[u8]) -> Result<(), StepError> {
     let temporary = path.with_added_extension("new");
     let written = fs::File::create(&temporary).and_then(|mut file| file.write_all(content));
     let replaced = match written.step_at("write file", &temporary) {
@@ -355,34 +355,34 @@ fn shm_options(label: &str) -> Cow<'static, str> {
     }
 }
 
-fn make_dirs(dir: &Path, mode: u32) -> Result<(), Step> {
+fn make_dirs(dir: &Path, mode: u32) -> Result<(), StepError> {
     fs::DirBuilder::new().recursive(true).mode(mode).create(dir).step_at("make directory", dir)
 }
 
 /// Makes one directory, unless it is there.
-fn make_dir(dir: &Path, mode: u32) -> Result<(), Step> {
+fn make_dir(dir: &Path, mode: u32) -> Result<(), StepError> {
     match fs::DirBuilder::new().mode(mode).create(dir) {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
         other => other.step_at("make directory", dir),
     }
 }
 
-fn node_hostname() -> Result<String, Step> {
+fn node_hostname() -> Result<String, StepError> {
     let name = nix::unistd::gethostname().step("ask for the node's hostname")?;
     Ok(name.to_string_lossy().into_owned())
 }
 
 /// Unmounts all that is mounted on `path`, lazily, so that a user of it cannot hold it up.
-fn unmount(path: &Path) -> Result<(), Step> {
+fn unmount(path: &Path) -> Result<(), StepError> {
     for _ in 0..MOST_STACKED {
         match umount2(path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
             Ok(()) => {}
             // Not a mount point (any more), or not there at all.
             Err(nix::Error::EINVAL | nix::Error::ENOENT | nix::Error::ENOTDIR) => return Ok(()),
-            Err(e) => return Err(Step::at("unmount shared memory", path, e.into())),
+            Err(e) => return Err(StepError::at("unmount shared memory", path, e.into())),
         }
     }
-    Err(Step::at(
+    Err(StepError::at(
         "unmount shared memory",
         path,
         io::Error::other("something mounts on it again and again"),

@@ -3,14 +3,14 @@
 
 use std::collections::BTreeMap;
 
-use super::owner::Published;
+use super::actor::Published;
 use super::selinux::Selinux;
 use super::{CreateRequest, Error, Phase};
 use crate::config::Config;
 
+pub use super::layout::Layout;
+pub use super::oci_spec::describe;
 pub use super::record::{Blob, Info, Record, Stage, Store, Unreadable, VERSION};
-pub use super::roots::Roots;
-pub use super::spec::describe;
 pub use super::status::config_json;
 
 /// Checks a request on a node without SELinux.
@@ -18,7 +18,7 @@ pub use super::status::config_json;
 /// # Errors
 /// Why it is refused.
 pub fn check(request: &CreateRequest, config: &Config) -> Result<Record, Error> {
-    super::checked::check(request, config, "native", &Selinux::default()).map(|(record, _)| record)
+    super::validate::check(request, config, "native", &Selinux::default()).map(|(record, _)| record)
 }
 
 /// The verbose information of a pod that runs.

@@ -18,7 +18,7 @@ use protobuf::Message;
 use super::{Metric, Payload};
 use crate::cgroup;
 use crate::cgroup::mounts::{ROOT, unified};
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 
 const READ: &str = "read metrics of cgroup";
 
@@ -27,7 +27,7 @@ const READ: &str = "read metrics of cgroup";
 /// # Errors
 /// The failed step: the pod has no parent cgroup, or it is gone, or one of its files cannot be
 /// read. A file that the kernel does not have is no error.
-pub fn read(cgroup_parent: &str) -> Result<Metric, Step> {
+pub fn read(cgroup_parent: &str) -> Result<Metric, StepError> {
     let parent = parent(cgroup_parent)?;
     let root = Path::new(ROOT);
     let unified = unified(root)?;
@@ -40,23 +40,23 @@ pub fn read(cgroup_parent: &str) -> Result<Metric, Step> {
     Ok(Metric { timestamp, data: data? })
 }
 
-fn payload(name: &str, message: &impl Message) -> Result<Payload, Step> {
+fn payload(name: &str, message: &impl Message) -> Result<Payload, StepError> {
     let value = message.write_to_bytes().map_err(io::Error::other).step("encode metrics")?;
     Ok(Payload { type_url: name.to_owned(), value: value.into() })
 }
 
 /// The parent cgroup's path below the root of a hierarchy.
-fn parent(cgroup_parent: &str) -> Result<PathBuf, Step> {
+fn parent(cgroup_parent: &str) -> Result<PathBuf, StepError> {
     if cgroup_parent.is_empty() {
         // So answers the built-in controller.
-        return Err(Step::new(
+        return Err(StepError::new(
             READ,
             io::Error::new(io::ErrorKind::NotFound, "the pod has no cgroup_parent"),
         ));
     }
     if cgroup::slice::is_slice(cgroup_parent) {
         let refused = |fault| {
-            Step::at(READ, cgroup_parent, io::Error::new(io::ErrorKind::InvalidInput, fault))
+            StepError::at(READ, cgroup_parent, io::Error::new(io::ErrorKind::InvalidInput, fault))
         };
         return cgroup::slice::path(cgroup_parent).map_err(refused);
     }
@@ -65,8 +65,8 @@ fn parent(cgroup_parent: &str) -> Result<PathBuf, Step> {
     Ok(Path::new(cgroup_parent).components().filter(|part| plain(*part)).collect())
 }
 
-fn missing(root: &Path, parent: &Path) -> Step {
-    Step::at(READ, root.join(parent), io::Error::from_raw_os_error(libc::ENOENT))
+fn missing(root: &Path, parent: &Path) -> StepError {
+    StepError::at(READ, root.join(parent), io::Error::from_raw_os_error(libc::ENOENT))
 }
 
 /// Names of the node's huge page sizes in cgroup files, such as `2MB` (kernel

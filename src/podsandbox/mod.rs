@@ -5,37 +5,37 @@ use std::time::SystemTime;
 
 use bytes::Bytes;
 
+use crate::id::SandboxId;
 pub use crate::process::Exit;
-use crate::text::Text;
 
+mod actor;
 mod board;
-mod checked;
 mod error;
 mod files;
 #[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
 pub mod fuzzing;
-mod heal;
 mod inbox;
+mod inspect;
+mod jobs;
+mod layout;
+mod machine;
 mod metrics;
-mod overview;
-mod owner;
+mod oci_spec;
 mod record;
 pub mod recover;
-mod roots;
+mod restore;
 mod sandbox;
 pub mod selinux;
-mod spec;
-mod state;
 mod status;
-mod work;
+mod validate;
 
-pub use checked::check_id;
 pub use error::Error;
+pub use inspect::SandboxSummary;
+pub use machine::Phase;
 pub use metrics::usage::Usage;
-pub use overview::Overview;
 pub use sandbox::{Environment, Sandbox};
-pub use state::Phase;
+pub use validate::check_id;
 
 /// A typed payload that is passed on as it is (`google.protobuf.Any`).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -63,7 +63,7 @@ pub struct SandboxInfo {
 #[derive(Clone, Debug, Default)]
 pub struct CreateRequest {
     /// The sandbox id, unchecked.
-    pub id: Text,
+    pub id: SandboxId,
     /// The CRI `PodSandboxConfig`.
     pub options: Option<Payload>,
     /// Bind-mounted network namespace; empty with host network.

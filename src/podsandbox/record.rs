@@ -18,14 +18,14 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 
 use super::files::Files;
-use super::roots::Roots;
+use super::layout::Layout;
 use super::selinux::Labels;
 use super::{Payload, SandboxInfo};
-use crate::error::{IoContext as _, Step, gone};
+use crate::error::{IoContext as _, StepError, gone};
+use crate::id::SandboxId;
 use crate::pause::Plan;
 use crate::process::{Exit, Identity};
 use crate::shim;
-use crate::text::Text;
 
 /// The version that this daemon writes.
 pub const VERSION: u32 = 1;
@@ -43,7 +43,7 @@ pub struct Record {
     /// Form of the record.
     pub version: u32,
     /// The sandbox id.
-    pub id: Text,
+    pub id: SandboxId,
     /// When Create was called.
     pub created_at: SystemTime,
     /// Name of the driver that made the pause.
@@ -162,7 +162,7 @@ pub enum Unreadable {
     Missing(PathBuf),
     /// The system refused.
     #[error(transparent)]
-    Io(#[from] Step),
+    Io(#[from] StepError),
     /// It is not a record.
     #[error("{}: not a record: {reason}", .path.display())]
     Malformed {
@@ -181,7 +181,7 @@ pub enum Unreadable {
     },
 }
 
-impl From<Unreadable> for Step {
+impl From<Unreadable> for StepError {
     fn from(unreadable: Unreadable) -> Self {
         match unreadable {
             Unreadable::Io(step) => step,
@@ -199,27 +199,27 @@ const PRIVATE: u32 = 0o600;
 /// The place of one sandbox's record. Writers take turns. The paths are made when they are needed.
 #[derive(Debug)]
 pub struct Store {
-    roots: Arc<Roots>,
-    id: Text,
+    layout: Arc<Layout>,
+    id: SandboxId,
     turn: Mutex<()>,
 }
 
 impl Store {
     /// The place of the record of `id`.
-    pub fn new(roots: &Arc<Roots>, id: &Text) -> Self {
-        Self { roots: Arc::clone(roots), id: id.clone(), turn: Mutex::new(()) }
+    pub fn new(layout: &Arc<Layout>, id: &SandboxId) -> Self {
+        Self { layout: Arc::clone(layout), id: id.clone(), turn: Mutex::new(()) }
     }
 
     /// The sandbox's own directory.
     pub fn dir(&self) -> PathBuf {
-        self.roots.of(&self.id)
+        self.layout.of(&self.id)
     }
 
     /// Makes the directory and writes the first record.
     ///
     /// # Errors
     /// The failed step; what was made is gone again.
-    pub fn create(&self, record: &Record) -> Result<(), Step> {
+    pub fn create(&self, record: &Record) -> Result<(), StepError> {
         match fs::DirBuilder::new().mode(0o700).create(self.dir()) {
             // Left by a daemon that ended between making the directory and writing the record.
             Err(e)
@@ -242,7 +242,7 @@ impl Store {
     ///
     /// # Errors
     /// The failed step.
-    pub fn keep_private(&self) -> Result<(), Step> {
+    pub fn keep_private(&self) -> Result<(), StepError> {
         const STEP: &str = "make the record private";
         let dir = self.dir();
         let files =
@@ -280,7 +280,7 @@ impl Store {
     ///
     /// # Errors
     /// The failed step; the old stage still stands then.
-    pub fn set_stage(&self, stage: &Stage) -> Result<(), Step> {
+    pub fn set_stage(&self, stage: &Stage) -> Result<(), StepError> {
         let _turn = self.turn();
         self.replace(STAGE, stage)
     }
@@ -318,9 +318,9 @@ impl Store {
     ///
     /// # Errors
     /// Why it could not be read or written; the old record still stands then.
-    pub fn change(&self, change: impl FnOnce(&mut Record)) -> Result<(), Step> {
+    pub fn change(&self, change: impl FnOnce(&mut Record)) -> Result<(), StepError> {
         let _turn = self.turn();
-        let mut record = self.read().map_err(Step::from)?;
+        let mut record = self.read().map_err(StepError::from)?;
         change(&mut record);
         self.replace(RECORD, &record)
     }
@@ -329,7 +329,7 @@ impl Store {
     ///
     /// # Errors
     /// The failed step.
-    pub fn remove(&self) -> Result<(), Step> {
+    pub fn remove(&self) -> Result<(), StepError> {
         let _turn = self.turn();
         // The stage goes last: a record without its stage would look like a sandbox that was never
         // started.
@@ -350,13 +350,17 @@ impl Store {
         self.dir().join(format!("{name}.new"))
     }
 
-    fn replace<T: Serialize>(&self, name: &str, value: &T) -> Result<(), Step> {
+    fn replace<T: Serialize>(&self, name: &str, value: &T) -> Result<(), StepError> {
         let (path, temporary) = (self.dir().join(name), self.temporary(name));
         let text = serde_json::to_vec(value).map_err(io::Error::other).step("encode record")?;
         // What the next daemon would refuse to read is not to be written: a sandbox would be kept
         // aside.
         if text.len() as u64 > LARGEST {
-            return Err(Step::at("write record", path, io::Error::from_raw_os_error(libc::EFBIG)));
+            return Err(StepError::at(
+                "write record",
+                path,
+                io::Error::from_raw_os_error(libc::EFBIG),
+            ));
         }
         let mut options = fs::File::options();
         options
@@ -396,7 +400,7 @@ fn slurp(path: &Path, largest: u64) -> Result<Vec<u8>, Unreadable> {
     let mut content = Vec::with_capacity(about.len().min(largest) as usize + 1);
     file.take(largest + 1).read_to_end(&mut content).step_at(READ, path)?;
     if content.len() as u64 > largest {
-        return Err(Step::at(READ, path, io::Error::from_raw_os_error(libc::EFBIG)).into());
+        return Err(StepError::at(READ, path, io::Error::from_raw_os_error(libc::EFBIG)).into());
     }
     Ok(content)
 }
@@ -448,12 +452,12 @@ mod tests {
     #[test]
     fn what_others_may_read_is_made_private_and_whom_it_lets_pass_still_passes() {
         let dir = tempfile::tempdir().unwrap();
-        let roots = Arc::new(Roots {
+        let layout = Arc::new(Layout {
             root: "/".into(),
             volatile: "/".into(),
             records: dir.path().to_owned(),
         });
-        let store = Store::new(&roots, &"id".into());
+        let store = Store::new(&layout, &"id".into());
         fs::create_dir(store.dir()).unwrap();
         let record = store.dir().join(RECORD);
         fs::write(&record, "{}").unwrap();
@@ -515,12 +519,12 @@ mod tests {
     #[test]
     fn a_record_that_could_not_be_read_again_is_not_written() {
         let dir = tempfile::tempdir().unwrap();
-        let roots = Arc::new(Roots {
+        let layout = Arc::new(Layout {
             root: "/".into(),
             volatile: "/".into(),
             records: dir.path().to_owned(),
         });
-        let store = Store::new(&roots, &"id".into());
+        let store = Store::new(&layout, &"id".into());
         fs::create_dir(store.dir()).unwrap();
         let error = store.replace(RECORD, &"x".repeat(64 << 20)).unwrap_err().to_string();
         assert!(error.contains("os error 27") && error.contains(RECORD), "{error}");

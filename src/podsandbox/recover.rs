@@ -16,16 +16,16 @@ use std::os::unix::fs::DirBuilderExt as _;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use super::checked::check_id;
-use super::files::Places;
-use super::owner::{Entry, abandoned_at};
+use super::actor::{Entry, abandoned_at};
+use super::files::SandboxFiles;
+use super::jobs::Work;
 use super::record::{Record, Stage, Store, Unreadable};
 use super::sandbox::{Environment, Sandbox};
-use super::work::Work;
-use crate::error::{IoContext as _, Step};
+use super::validate::check_id;
+use crate::error::{IoContext as _, StepError};
+use crate::id::SandboxId;
 use crate::pool::{self, Class};
 use crate::process::Adoption;
-use crate::text::Text;
 
 /// Records that are looked at side by side.
 const AT_ONCE: usize = 32;
@@ -52,7 +52,10 @@ pub enum Recovered {
 /// # Errors
 /// When the directory of the records can be neither made nor read, or no thread be started; never
 /// because of a single record.
-pub async fn recover<F>(environment: &Arc<Environment>, on_gone: F) -> Result<Vec<Recovered>, Step>
+pub async fn recover<F>(
+    environment: &Arc<Environment>,
+    on_gone: F,
+) -> Result<Vec<Recovered>, StepError>
 where
     F: Fn(&str) + Clone + Send + Sync + 'static,
 {
@@ -118,7 +121,7 @@ async fn end_strays(environment: &Arc<Environment>) {
                 log::error!("recovery: a pause without a valid id is left alone: {e}");
                 return true;
             }
-            let store = Store::new(&environment.roots, &id.into());
+            let store = Store::new(&environment.layout, &id.into());
             match store.stage() {
                 Ok(Stage::Created | Stage::Exited { .. }) => {
                     !matches!(store.read(), Ok(_) | Err(Unreadable::Missing(_)))
@@ -205,7 +208,7 @@ impl Patience {
 /// Makes the directory of the records a mount of its own that gives nothing to other mount
 /// namespaces: a mount below would be repeated in each of them, which costs the more the more
 /// containers there are.
-fn keep_private(sandboxes: &Path) -> Result<(), Step> {
+fn keep_private(sandboxes: &Path) -> Result<(), StepError> {
     let private =
         || mount(None::<&str>, sandboxes, None::<&str>, MsFlags::MS_PRIVATE, None::<&str>);
     match private() {
@@ -230,7 +233,7 @@ pub fn let_go(environment: &Environment) {
     }
 }
 
-fn ids(sandboxes: &Path) -> Result<Vec<String>, Step> {
+fn ids(sandboxes: &Path) -> Result<Vec<String>, StepError> {
     let mut ids = Vec::new();
     for entry in fs::read_dir(sandboxes).step_at("read directory", sandboxes)? {
         let entry = entry.step_at("read directory", sandboxes)?;
@@ -337,8 +340,8 @@ async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return
 
 /// Reads one record.
 fn look(environment: &Environment, id: &str) -> Result<Found, String> {
-    let id = Text::from(id);
-    let store = Store::new(&environment.roots, &id);
+    let id = SandboxId::from(id);
+    let store = Store::new(&environment.layout, &id);
     // Its pod lives with it or without.
     if let Err(step) = store.keep_private() {
         log::error!(sandbox = id.as_str(); "recovery: {step}");
@@ -348,9 +351,10 @@ fn look(environment: &Environment, id: &str) -> Result<Found, String> {
         // A daemon ended between making the directory and writing the record, or between removing
         // the two; or somebody else has removed the record.
         Err(Unreadable::Missing(_)) => {
-            let text =
-                |steps: Vec<Step>| steps.iter().map(Step::to_string).collect::<Vec<_>>().join("; ");
-            let removed = Places::new(&environment.roots, &id).remove().map_err(text);
+            let text = |steps: Vec<StepError>| {
+                steps.iter().map(StepError::to_string).collect::<Vec<_>>().join("; ")
+            };
+            let removed = SandboxFiles::new(&environment.layout, &id).remove().map_err(text);
             let removed = removed.and_then(|()| store.remove().map_err(|step| step.to_string()));
             return removed
                 .map(|()| Found::Nothing)

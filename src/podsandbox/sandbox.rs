@@ -8,22 +8,24 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
-use super::checked::check;
-use super::files::Places;
-use super::heal::Healing;
-use super::owner::{Entry, Handle, Message, Owner, Published, abandoned_at};
+use super::actor::{Entry, Handle, Message, Owner, Published, abandoned_at};
+use super::files::SandboxFiles;
+use super::jobs::{Maker, Own, Work};
+use super::layout::Layout;
+use super::machine::{Phase, Verb};
 use super::record::{Record, Stage, Store};
-use super::roots::Roots;
+use super::restore::RestoreState;
 use super::selinux::{Level, Selinux};
-use super::state::{Phase, Verb};
-use super::work::{Maker, Own, Work};
+use super::validate::check;
 use super::{
-    CreateRequest, Error, Exit, Metric, Overview, Payload, SandboxInfo, Started, StatusReport,
-    metrics, overview, status,
+    CreateRequest, Error, Exit, Metric, Payload, SandboxInfo, SandboxSummary, Started,
+    StatusReport, inspect, metrics, status,
 };
 use crate::cgroup::CgroupRef;
 use crate::config::Config;
-use crate::error::Step;
+use crate::error::StepError;
+use crate::id::SandboxId;
+use crate::log_context::{self, LogContext};
 use crate::mounts::Mounts;
 use crate::pause::Driver;
 use crate::pool::{self, Class};
@@ -31,8 +33,6 @@ use crate::process::held::{self, Namespace};
 use crate::shim;
 use crate::shim::driver::ShimDriver;
 use crate::telemetry::Telemetry;
-use crate::text::Text;
-use crate::trace::{self, Subject};
 
 /// How long a caller of Stop or Shutdown waits for the end of a pause and its cleanup before it is
 /// told that they go on without it.
@@ -67,7 +67,7 @@ pub struct Environment {
     /// Makes the pods' Task endpoints.
     pub shims: Arc<shim::Shims>,
     /// Where the sandboxes' files are.
-    pub(super) roots: Arc<Roots>,
+    pub(super) layout: Arc<Layout>,
     /// Whether containerd sees what is mounted here.
     pub mounts: Arc<Mounts>,
     /// Gives the pods their labels.
@@ -79,7 +79,7 @@ pub struct Environment {
 impl Environment {
     /// Directory of all records.
     pub fn sandboxes(&self) -> &Path {
-        &self.roots.records
+        &self.layout.records
     }
 
     /// Settings and native driver with the endpoints that go with them. `open_files` is the soft
@@ -91,14 +91,14 @@ impl Environment {
         config: Config,
         native: Arc<dyn Driver>,
         open_files: Option<u64>,
-    ) -> Result<Self, Step> {
-        let roots = Arc::new(Roots::new(&config));
+    ) -> Result<Self, StepError> {
+        let layout = Arc::new(Layout::new(&config));
         let settings = shim::Settings {
             containerd_address: config.containerd_address.clone(),
             containerd_namespace: config.containerd_namespace.clone(),
             containerd_state: config.containerd_state.clone(),
             state_dir: config.state_dir.clone(),
-            sandboxes: roots.records.clone(),
+            sandboxes: layout.records.clone(),
             on_demand_address: format!("ttrpc+unix://{}", config.ttrpc_socket().display()),
             binaries: config.shims.0.clone(),
             open_files,
@@ -112,7 +112,7 @@ impl Environment {
         ));
         let config = Arc::new(config);
         let (selinux, telemetry) = (Selinux::default(), Arc::default());
-        Ok(Self { config, native, shim_driver, shims, roots, mounts, selinux, telemetry })
+        Ok(Self { config, native, shim_driver, shims, layout, mounts, selinux, telemetry })
     }
 
     /// What the jobs of that sandbox work on; `level` is the one that it holds.
@@ -123,7 +123,7 @@ impl Environment {
                 shim::driver::NAME => Maker::Shim(self.shim_driver.clone()),
                 _ => Maker::Native(self.native.clone()),
             },
-            places: Places::new(&self.roots, &record.id),
+            places: SandboxFiles::new(&self.layout, &record.id),
             mounts: self.mounts.clone(),
             shim: self.shims.endpoint(record.shim, &record.id, &runtime),
             // The id of the record, which all that is here shares, not its equal in the plan.
@@ -138,10 +138,10 @@ impl Environment {
             runtime,
             config: self.config.clone(),
             description: Mutex::default(),
-            subject: Subject::new(record.id.clone(), overview::pod(record)),
+            subject: LogContext::new(record.id.clone(), inspect::pod(record)),
             telemetry: self.telemetry.clone(),
             late: Mutex::default(),
-            store: Store::new(&self.roots, &record.id),
+            store: Store::new(&self.layout, &record.id),
         }
     }
 }
@@ -167,7 +167,7 @@ struct Pod {
 }
 
 impl shim::Pod for Pod {
-    fn namespaces(&self) -> Result<Vec<Namespace>, Step> {
+    fn namespaces(&self) -> Result<Vec<Namespace>, StepError> {
         let own = self.work.own;
         let own = [("net", own.net), ("ipc", own.ipc), ("uts", own.uts)];
         let kinds: Vec<&'static str> =
@@ -203,7 +203,7 @@ pub struct Sandbox {
     /// When this daemon started it.
     started: OnceLock<Instant>,
     /// Files of it that cannot be put back.
-    pub(super) healing: Healing,
+    pub(super) restore_state: RestoreState,
 }
 
 impl Sandbox {
@@ -236,7 +236,7 @@ impl Sandbox {
     fn record(
         environment: &Environment,
         request: &CreateRequest,
-    ) -> Result<(Arc<Work>, Result<(), Step>), Error> {
+    ) -> Result<(Arc<Work>, Result<(), StepError>), Error> {
         let refused = |step| Error::Step { id: request.id.to_string(), verb: "create", step };
         environment.mounts.admit().map_err(refused)?;
         let (record, level) =
@@ -267,7 +267,7 @@ impl Sandbox {
             owner,
             asked: AtomicBool::new(false),
             started: OnceLock::new(),
-            healing: Healing::default(),
+            restore_state: RestoreState::default(),
         }
     }
 
@@ -277,7 +277,7 @@ impl Sandbox {
     }
 
     /// The same, for who keeps it.
-    pub fn shared_id(&self) -> &Text {
+    pub fn shared_id(&self) -> &SandboxId {
         &self.work.site.id
     }
 
@@ -444,16 +444,16 @@ impl Sandbox {
 
     /// A line for the list of sandboxes, with what the pod uses if `usage` is asked for. Blocks
     /// then.
-    pub fn overview(&self, usage: bool) -> Overview {
+    pub fn overview(&self, usage: bool) -> SandboxSummary {
         let usage = if usage { self.usage() } else { None };
-        overview::line(&self.work, self.published(), usage)
+        inspect::line(&self.work, self.published(), usage)
     }
 
     /// All that is known, as a JSON object. Blocks.
     pub fn inspect(&self) -> serde_json::Value {
         let record = self.work.store.read().map_err(|e| e.to_string());
         let stage = self.work.store.stage().map_err(|e| e.to_string());
-        overview::report(&self.work, self.published(), self.usage(), &record, &stage)
+        inspect::report(&self.work, self.published(), self.usage(), &record, &stage)
     }
 
     fn usage(&self) -> Option<metrics::usage::Usage> {
@@ -493,9 +493,9 @@ impl Sandbox {
             (Phase::Gone, Verb::Start) => Err(Error::NotFound { id: self.id().to_owned() }),
             (Phase::Gone, Verb::Stop | Verb::Shutdown) => Ok(()),
             // It ended before its sandbox did: the pause may live.
-            _ => Err(self.fault(super::owner::name(verb), "it has no owner any more".to_owned())),
+            _ => Err(self.fault(super::actor::name(verb), "it has no owner any more".to_owned())),
         };
-        if self.owner.inbox.send(Message::Ask(verb, trace::current(), reply)).is_err() {
+        if self.owner.inbox.send(Message::Ask(verb, log_context::current(), reply)).is_err() {
             return gone();
         }
         let answered = match within {
@@ -503,7 +503,7 @@ impl Sandbox {
             Some(limit) => match tokio::time::timeout(limit, answer).await {
                 Ok(answered) => answered,
                 Err(_) => {
-                    let verb = super::owner::name(verb);
+                    let verb = super::actor::name(verb);
                     return Err(Error::Timeout {
                         id: self.id().to_owned(),
                         verb,
@@ -523,7 +523,7 @@ impl Sandbox {
         self.work.store.read().map_err(|e| self.failed(verb, e.into()))
     }
 
-    fn failed(&self, verb: &'static str, step: Step) -> Error {
+    fn failed(&self, verb: &'static str, step: StepError) -> Error {
         Error::Step { id: self.id().to_owned(), verb, step }
     }
 

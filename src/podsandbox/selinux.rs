@@ -15,7 +15,7 @@ use nix::sys::statfs::{FsType, statfs};
 use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 use crate::protos::cri::SELinuxOption;
 
 /// Where the kernel has it (selinuxfs).
@@ -88,11 +88,11 @@ struct Contexts {
 
 impl Contexts {
     /// Reads them; `None`: the policy has none.
-    fn read() -> Result<Option<Self>, Step> {
+    fn read() -> Result<Option<Self>, StepError> {
         for path in [PathBuf::from(SHARED_CONTEXTS), policy().join(POLICY_CONTEXTS)] {
             match fs::read_to_string(&path) {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-                Err(e) => return Err(Step::at("read SELinux contexts", path, e)),
+                Err(e) => return Err(StepError::at("read SELinux contexts", path, e)),
                 Ok(text) => return Self::parse(&text).step_at("read SELinux contexts", path),
             }
         }
@@ -149,7 +149,7 @@ fn is_on() -> bool {
 ///
 /// # Errors
 /// The policy's file cannot be read.
-pub fn executable(config: &Config) -> Result<Option<String>, Step> {
+pub fn executable(config: &Config) -> Result<Option<String>, StepError> {
     if !config.enable_selinux || !is_on() {
         return Ok(None);
     }
@@ -162,7 +162,7 @@ pub fn executable(config: &Config) -> Result<Option<String>, Step> {
 ///
 /// # Errors
 /// The policy's file cannot be read.
-pub fn of_pause(label: &str, runtime: &str) -> Result<String, Step> {
+pub fn of_pause(label: &str, runtime: &str) -> Result<String, StepError> {
     if label.is_empty() || !runtime.contains(OF_VIRTUAL_MACHINES) {
         return Ok(label.to_owned());
     }
@@ -208,7 +208,7 @@ impl Selinux {
         &self,
         config: &Config,
         wanted: Option<&SELinuxOption>,
-    ) -> Result<(Labels, Option<Level>), Step> {
+    ) -> Result<(Labels, Option<Level>), StepError> {
         if !config.enable_selinux || !is_on() {
             return Ok(Default::default());
         }
@@ -223,7 +223,7 @@ impl Selinux {
         contexts: &Contexts,
         categories: u32,
         wanted: Option<&SELinuxOption>,
-    ) -> Result<(Labels, Option<Level>), Step> {
+    ) -> Result<(Labels, Option<Level>), StepError> {
         let (mut process, mut file) = (contexts.process.clone(), contexts.file.clone());
         let given = |of: fn(&SELinuxOption) -> &str| {
             wanted.map(of).filter(|text| !text.is_empty()).map(str::to_owned)
@@ -262,7 +262,7 @@ impl Selinux {
     /// Takes a level of two of so many categories: the first free one after a random one, so that
     /// who shares the node with us and chooses by himself, as containerd does for its own pods,
     /// hardly ever chooses the same.
-    fn take_free(&self, categories: u32) -> Result<Level, Step> {
+    fn take_free(&self, categories: u32) -> Result<Level, StepError> {
         let pairs = u64::from(categories) * u64::from(categories - 1) / 2;
         let first = random()? % pairs;
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
@@ -277,7 +277,7 @@ impl Selinux {
         }
         let all =
             io::Error::other(format!("all {pairs} levels of {categories} categories are taken"));
-        Err(Step::new("find a free SELinux level", all))
+        Err(StepError::new("find a free SELinux level", all))
     }
 }
 
@@ -291,7 +291,7 @@ fn pair(number: u64) -> (u64, u64) {
     (number - high * (high - 1) / 2, high)
 }
 
-fn random() -> Result<u64, Step> {
+fn random() -> Result<u64, StepError> {
     let (source, mut bytes) = ("/dev/urandom", [0; 8]);
     fs::File::open(source)
         .and_then(|mut file| file.read_exact(&mut bytes))

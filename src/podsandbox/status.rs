@@ -11,11 +11,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use serde_json::value::{RawValue, to_raw_value};
 
-use super::checked::decode_config;
-use super::owner::Published;
+use super::actor::Published;
+use super::machine::Phase;
 use super::record::Record;
-use super::state::Phase;
-use super::{Error, Payload, spec};
+use super::validate::decode_config;
+use super::{Error, Payload, oci_spec};
 use crate::config::Config;
 use crate::pause::native;
 
@@ -55,7 +55,7 @@ pub fn info(
     let updated = extension(UPDATED_RESOURCES)
         .and_then(|json| or_null(id, "resources", Updated::parse(json)));
     let options = record.info.runtime_options.as_ref();
-    let spec = spec::describe(record, config).map_err(|e| e.to_string()).and_then(raw_json);
+    let spec = oci_spec::describe(record, config).map_err(|e| e.to_string()).and_then(raw_json);
     let config = match metadata.as_ref().and_then(|metadata| metadata.config) {
         // CRI's own encoding loses nothing, whatever fields a newer CRI has.
         Some(config) => Some(config.to_owned()),

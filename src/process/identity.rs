@@ -7,7 +7,7 @@ use std::os::unix::fs::MetadataExt;
 use super::Identity;
 use crate::error::{IoContext, Step};
 use crate::sys;
-use crate::text::Text;
+use std::sync::Arc;
 
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
@@ -15,7 +15,7 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 ///
 /// # Errors
 /// The file cannot be read.
-pub(crate) fn boot_id() -> Result<Text, Step> {
+pub(crate) fn boot_id() -> Result<Arc<str>, Step> {
     Ok(fs::read_to_string(BOOT_ID).step_at("read", BOOT_ID)?.trim().into())
 }
 
@@ -80,7 +80,7 @@ pub(crate) fn pid_namespace(pid: u32) -> io::Result<u64> {
 ///
 /// # Errors
 /// The failed step.
-pub(crate) fn of(pid: u32, boot_id: &Text) -> Result<Identity, Step> {
+pub(crate) fn of(pid: u32, boot_id: &Arc<str>) -> Result<Identity, Step> {
     let start_time =
         Stat::read(pid).map(|stat| stat.start_time).step_at("read", format!("/proc/{pid}/stat"))?;
     let pid_namespace = pid_namespace(pid).step_at("look at", format!("/proc/{pid}/ns/pid"))?;

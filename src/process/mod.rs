@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Step;
 use crate::sys;
-use crate::text::Text;
+use std::sync::Arc;
 
 pub(crate) mod deadline;
 pub mod epoll;
@@ -56,7 +56,7 @@ pub struct Identity {
     /// Inode of `/proc/PID/ns/pid`.
     pub pid_namespace: u64,
     /// `/proc/sys/kernel/random/boot_id`.
-    pub boot_id: Text,
+    pub boot_id: Arc<str>,
 }
 
 /// The end of a pause process.

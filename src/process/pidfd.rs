@@ -19,7 +19,6 @@ use super::identity::{self, Stat};
 use super::{Adoption, Exit, Identity, Process, UNKNOWN_EXIT};
 use crate::error::{IoContext, Step};
 use crate::sys::{self, End, Errno};
-use crate::text::Text;
 
 /// How often an end is looked for when the runtime cannot watch the process (out of descriptors or
 /// memory).
@@ -135,7 +134,7 @@ impl Drop for PidfdProcess {
 }
 
 /// Finds a recorded process of this or an earlier daemon's making again.
-pub(crate) fn adopt(identity: &Identity, boot_id: &Text, common: &Arc<Common>) -> Adoption {
+pub(crate) fn adopt(identity: &Identity, boot_id: &Arc<str>, common: &Arc<Common>) -> Adoption {
     let dead = Adoption::Dead(Exit { status: UNKNOWN_EXIT, at: SystemTime::now() });
     if identity.boot_id != *boot_id {
         return dead;

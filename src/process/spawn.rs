@@ -19,7 +19,6 @@ use super::pidfd::{self, Common, PidfdProcess};
 use super::{Adoption, Identity, Process, held, identity};
 use crate::error::{IoContext, Step};
 use crate::sys::{self, Errno};
-use crate::text::Text;
 
 /// Number of the first descriptor behind the standard ones, where a program expects a socket that
 /// it is handed.
@@ -47,7 +46,7 @@ pub struct Launch<'a> {
 /// Launches processes and finds them again.
 #[derive(Debug)]
 pub struct Launcher {
-    boot_id: Text,
+    boot_id: Arc<str>,
     open_files: Option<u64>,
     common: Arc<Common>,
     deadline: Deadline,

@@ -17,8 +17,8 @@ use tokio::time::timeout;
 
 use super::{Shims, containers, task};
 use crate::error::{IoContext as _, Step};
+use crate::id::SandboxId;
 use crate::pool::{self, Class};
-use crate::text::Text;
 
 /// Where every shim built on containerd's Go library puts its socket, whatever containerd's `state`
 /// is.
@@ -31,12 +31,12 @@ const END_WITHIN: Duration = Duration::from_secs(5);
 #[derive(Clone, Debug)]
 pub struct ContainerdOwned {
     shims: Arc<Shims>,
-    id: Text,
+    id: SandboxId,
 }
 
 impl ContainerdOwned {
     /// The endpoint of sandbox `id`.
-    pub(super) fn new(shims: Arc<Shims>, id: Text) -> Self {
+    pub(super) fn new(shims: Arc<Shims>, id: SandboxId) -> Self {
         Self { shims, id }
     }
 

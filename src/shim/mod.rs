@@ -36,10 +36,10 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
 use crate::error::{IoContext as _, Step, gone};
+use crate::id::SandboxId;
 use crate::pause::Plan;
 use crate::process::held::Namespace;
 use crate::process::spawn::Launcher;
-use crate::text::Text;
 
 use containerd_owned::ContainerdOwned;
 use handover::Handover;
@@ -135,7 +135,7 @@ pub struct Shims {
     settings: Settings,
     launcher: Launcher,
     /// The endpoints whose shims run the pause, by sandbox id, for the driver.
-    runs_pause: Mutex<HashMap<Text, Weak<SelfStarted>>>,
+    runs_pause: Mutex<HashMap<SandboxId, Weak<SelfStarted>>>,
     runtimes: Runtimes,
 }
 
@@ -192,7 +192,12 @@ impl Shims {
 
     /// The endpoint of sandbox `id`, which keeps its files in the sandbox's own directory. Nothing
     /// is made yet.
-    pub fn endpoint(self: &Arc<Self>, owner: Owner, id: &Text, runtime: &Arc<Runtime>) -> Endpoint {
+    pub fn endpoint(
+        self: &Arc<Self>,
+        owner: Owner,
+        id: &SandboxId,
+        runtime: &Arc<Runtime>,
+    ) -> Endpoint {
         match owner {
             Owner::Containerd => {
                 Endpoint::ContainerdOwned(Box::new(ContainerdOwned::new(self.clone(), id.clone())))
@@ -214,7 +219,12 @@ impl Shims {
         }
     }
 
-    fn pod_shim(self: &Arc<Self>, id: &Text, started: bool, runtime: &Arc<Runtime>) -> PodShim {
+    fn pod_shim(
+        self: &Arc<Self>,
+        id: &SandboxId,
+        started: bool,
+        runtime: &Arc<Runtime>,
+    ) -> PodShim {
         PodShim::new(self.clone(), id.clone(), started, runtime.clone())
     }
 

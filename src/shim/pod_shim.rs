@@ -13,10 +13,10 @@ use super::containers::{self, Container, Inside};
 use super::task::Failure;
 use super::{Pod, Runtime, Shims, command, log as shim_log, task};
 use crate::error::{IoContext as _, Step};
+use crate::id::SandboxId;
 use crate::pool::{self, Class};
 use crate::process::held::Held;
 use crate::process::{Adoption, Exit, Process, UNKNOWN_EXIT};
-use crate::text::Text;
 
 /// How long a shim may take until it answers, and one that is told to end until it has.
 pub(super) const WITHIN: Duration = Duration::from_secs(10);
@@ -42,7 +42,7 @@ pub(super) struct PodShim {
     /// What all shims share.
     pub(super) shims: Arc<Shims>,
     /// The sandbox id.
-    pub(super) id: Text,
+    pub(super) id: SandboxId,
     /// The shim is started by its own `start`.
     pub(super) started: bool,
     /// What the shim is of.
@@ -78,7 +78,12 @@ pub(super) struct Left {
 
 impl PodShim {
     /// The containers of one pod. Nothing is made yet.
-    pub(super) fn new(shims: Arc<Shims>, id: Text, started: bool, runtime: Arc<Runtime>) -> Self {
+    pub(super) fn new(
+        shims: Arc<Shims>,
+        id: SandboxId,
+        started: bool,
+        runtime: Arc<Runtime>,
+    ) -> Self {
         Self { shims, id, started, runtime, cleaning: OnceLock::new() }
     }
 

@@ -7,12 +7,12 @@ use std::sync::Arc;
 use tokio::net::UnixStream;
 use tokio::sync::watch;
 
-use super::answer::MAX_MESSAGE;
-use super::code::Status;
 use super::handler::{Call, Handler};
 use super::namespace::Namespace;
+use super::response::MAX_MESSAGE;
+use super::service::SandboxService;
+use super::status::Status;
 use super::traffic::Traffic;
-use super::verbs::Verbs;
 use super::{grpc, ttrpc};
 
 /// The one namespace whose calls are answered.
@@ -22,7 +22,10 @@ pub const NAMESPACE: &str = "k8s.io";
 ///
 /// # Errors
 /// Why it broke.
-pub async fn serve_grpc<V: Verbs>(verbs: Arc<V>, stream: UnixStream) -> Result<(), String> {
+pub async fn serve_grpc<V: SandboxService>(
+    verbs: Arc<V>,
+    stream: UnixStream,
+) -> Result<(), String> {
     let (_running, stop) = watch::channel(false);
     grpc::serve(stream, handler(verbs, stop), Arc::new(Traffic::default()).connection())
         .await
@@ -33,7 +36,10 @@ pub async fn serve_grpc<V: Verbs>(verbs: Arc<V>, stream: UnixStream) -> Result<(
 ///
 /// # Errors
 /// Why it broke.
-pub async fn serve_ttrpc<V: Verbs>(verbs: Arc<V>, stream: UnixStream) -> Result<(), String> {
+pub async fn serve_ttrpc<V: SandboxService>(
+    verbs: Arc<V>,
+    stream: UnixStream,
+) -> Result<(), String> {
     let (_running, stop) = watch::channel(false);
     ttrpc::serve(stream, handler(verbs, stop), Arc::new(Traffic::default()).connection())
         .await
@@ -44,7 +50,7 @@ pub async fn serve_ttrpc<V: Verbs>(verbs: Arc<V>, stream: UnixStream) -> Result<
 ///
 /// # Errors
 /// What its caller is answered.
-pub async fn answer<V: Verbs>(
+pub async fn answer<V: SandboxService>(
     verbs: Arc<V>,
     path: &str,
     message: &[u8],
@@ -61,7 +67,7 @@ pub async fn answer<V: Verbs>(
     handler(verbs, stop).answer(&call, Box::pin(ready(Ok(message)))).await
 }
 
-fn handler<V: Verbs>(verbs: Arc<V>, stop: watch::Receiver<bool>) -> Handler<V> {
+fn handler<V: SandboxService>(verbs: Arc<V>, stop: watch::Receiver<bool>) -> Handler<V> {
     let (_, verbs) = watch::channel(Some(verbs));
     Handler::new(verbs, stop, Arc::default(), Arc::new(Namespace::only(NAMESPACE)))
 }

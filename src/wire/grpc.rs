@@ -17,14 +17,14 @@ use tokio::net::UnixStream;
 use tokio::task::JoinSet;
 
 use super::MAX_CALLS;
-use super::answer::{Answer, GRPC_ANSWER, MAX_MESSAGE};
-use super::code::{Code, Status};
 use super::handler::{Begun, Call, Handler, Wait};
 use super::namespace;
+use super::response::{Answer, GRPC_ANSWER, MAX_MESSAGE};
 use super::room::{self, Message, Room};
+use super::service::SandboxService;
+use super::status::{Code, Status};
 use super::traffic;
-use super::verbs::Verbs;
-use crate::trace::{TRACEPARENT, TraceId};
+use crate::log_context::{TRACEPARENT, TraceId};
 
 /// Before each message: a byte that says whether it is compressed, and its length in four.
 const PREFIX: usize = 5;
@@ -47,7 +47,7 @@ const CONTENT_TYPE: &str = "application/grpc";
 ///
 /// # Errors
 /// Why the connection broke.
-pub(super) async fn serve<V: Verbs>(
+pub(super) async fn serve<V: SandboxService>(
     stream: UnixStream,
     handler: Handler<V>,
     of: Arc<traffic::Connection>,
@@ -145,7 +145,7 @@ impl From<Request<RecvStream>> for Asked {
 }
 
 /// Answers a call, or gives back the Wait that it is.
-async fn serve_call<V: Verbs>(
+async fn serve_call<V: SandboxService>(
     handler: Arc<Handler<V>>,
     asked: Asked,
     mut respond: SendResponse<Bytes>,
@@ -198,7 +198,7 @@ struct Pending<V> {
     _of: traffic::Pending,
 }
 
-impl<V: Verbs> Pending<V> {
+impl<V: SandboxService> Pending<V> {
     /// Answers it because the daemon goes down.
     fn stop(mut self) {
         let answer = self.handler.stopped(&mut self.wait);
@@ -212,7 +212,7 @@ impl<V: Verbs> Pending<V> {
     }
 }
 
-impl<V: Verbs> Future for Pending<V> {
+impl<V: SandboxService> Future for Pending<V> {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {

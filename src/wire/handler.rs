@@ -11,16 +11,16 @@ use futures::future::BoxFuture;
 use protobuf::MessageField;
 use tokio::sync::watch;
 
-use super::answer::{Answer, code_of, decode, encode, fits, not_served, panicked};
-use super::code::{self, Code, Status};
 use super::namespace::Namespace;
+use super::response::{Answer, code_of, decode, encode, fits, not_served, panicked};
 use super::room::Room;
-use super::verbs::Verbs;
+use super::service::SandboxService;
+use super::status::{self, Code, Status};
 use super::{convert, inspect};
+use crate::log_context::{self, TraceId};
 use crate::podsandbox::Error;
 use crate::protos::{controller as c, shim_sandbox as s};
 use crate::telemetry::{Running, Telemetry};
-use crate::trace::{self, TraceId};
 
 /// The service that containerd calls.
 const CONTROLLER: &str = "containerd.services.sandbox.v1.Controller";
@@ -126,7 +126,7 @@ impl<V> Clone for Handler<V> {
     }
 }
 
-impl<V: Verbs> Handler<V> {
+impl<V: SandboxService> Handler<V> {
     /// A handler whose calls all end once `stop` says true or its sender is gone.
     pub(super) fn new(
         verbs: Ahead<V>,
@@ -183,7 +183,7 @@ impl<V: Verbs> Handler<V> {
         of: &'a Call,
         request: BoxFuture<'a, Result<B, Status>>,
     ) -> BoxFuture<'a, Answer> {
-        Box::pin(trace::within(of.trace, async move {
+        Box::pin(log_context::within(of.trace, async move {
             let mut running = self.telemetry.call(of.counted());
             let work = async {
                 let verbs = self.verbs().await?;
@@ -205,7 +205,7 @@ impl<V: Verbs> Handler<V> {
         if !of.lasts() {
             return Box::pin(self.answer(of, request).map(Begun::Answered));
         }
-        Box::pin(trace::within(of.trace, async move {
+        Box::pin(log_context::within(of.trace, async move {
             let mut running = self.telemetry.call(of.counted());
             let begun = self.bounded(of, async {
                 let verbs = self.verbs().await?;
@@ -239,7 +239,7 @@ impl<V: Verbs> Handler<V> {
         match self.poll(wait, &mut Context::from_waker(Waker::noop())) {
             Poll::Ready(answer) => answer,
             Poll::Pending => {
-                wait.running.ended(code::name(Code::UNAVAILABLE));
+                wait.running.ended(status::name(Code::UNAVAILABLE));
                 Err(Status::stopping())
             }
         }
@@ -451,7 +451,7 @@ impl<V: Verbs> Handler<V> {
 }
 
 /// The answer to a Wait; nothing of its request is kept until then.
-fn exit<V: Verbs>(
+fn exit<V: SandboxService>(
     verbs: Arc<V>,
     of: &Call,
     bytes: &[u8],

@@ -2,10 +2,10 @@
 
 use protobuf::MessageField;
 
-use super::answer::{Answer, decode, encode, not_served};
 use super::convert;
-use super::verbs::Verbs;
-use crate::podsandbox::{Overview, Usage};
+use super::response::{Answer, decode, encode, not_served};
+use super::service::SandboxService;
+use crate::podsandbox::{SandboxSummary, Usage};
 use crate::protos::inspect as i;
 
 /// The service.
@@ -17,7 +17,7 @@ pub(super) const METHODS: &[&str] = &["List", "Inspect"];
 const PAGE: usize = 1000;
 
 /// Answers one of [`METHODS`].
-pub(super) async fn answer<V: Verbs>(verbs: &V, method: &str, bytes: &[u8]) -> Answer {
+pub(super) async fn answer<V: SandboxService>(verbs: &V, method: &str, bytes: &[u8]) -> Answer {
     match method {
         "List" => {
             let i::ListRequest { after, usage, .. } = decode(bytes)?;
@@ -44,7 +44,7 @@ pub(super) async fn answer<V: Verbs>(verbs: &V, method: &str, bytes: &[u8]) -> A
     }
 }
 
-fn sandbox(line: Overview) -> i::Sandbox {
+fn sandbox(line: SandboxSummary) -> i::Sandbox {
     i::Sandbox {
         id: line.id,
         pod: line.pod.name.into(),

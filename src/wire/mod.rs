@@ -2,7 +2,7 @@
 //!
 //! containerd dials the gRPC socket; the ttrpc socket beside it serves the same calls and those of
 //! operators (`inspect.rs`). What may be asked and how it is answered is in `handler.rs`, how
-//! errors become codes in `code.rs`; neither skin adds to it.
+//! errors become codes in `status.rs`; neither skin adds to it.
 //!
 //! No caller and no verb can harm another: messages, headers, connections and calls are bounded, a
 //! panic is an answer, and a listener that cannot accept waits and goes on. Going down, the daemon
@@ -19,12 +19,9 @@ use tokio::net::UnixStream;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use crate::error::Step;
+use crate::error::StepError;
 use crate::telemetry::Telemetry;
 
-mod accept;
-mod answer;
-mod code;
 mod convert;
 #[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
@@ -32,18 +29,21 @@ pub mod fuzzing;
 mod grpc;
 mod handler;
 mod inspect;
+mod listener;
 mod namespace;
+mod response;
 mod room;
+mod service;
+mod status;
 mod traffic;
 mod ttrpc;
-mod verbs;
 
-pub use accept::bind;
-pub use code::{Code, Status, code};
-pub use verbs::Verbs;
+pub use listener::bind;
+pub use service::SandboxService;
+pub use status::{Code, Status, code};
 
-use accept::Acceptor;
 use handler::Handler;
+use listener::Listener;
 use namespace::Namespace;
 use traffic::{Connection, Traffic};
 
@@ -67,7 +67,7 @@ pub struct Server<V> {
     namespace: Arc<Namespace>,
 }
 
-impl<V: Verbs> Server<V> {
+impl<V: SandboxService> Server<V> {
     /// Serves `verbs` on two bound and listening sockets, made by [`bind`] or inherited.
     pub fn new(verbs: Arc<V>, grpc: UnixListener, ttrpc: UnixListener) -> Self {
         Self::ahead(watch::channel(Some(verbs)).1, grpc, ttrpc)
@@ -105,11 +105,11 @@ impl<V: Verbs> Server<V> {
     ///
     /// # Panics
     /// Outside a tokio runtime with I/O and time.
-    pub async fn run(self, stop: watch::Receiver<bool>) -> Result<(), Step> {
+    pub async fn run(self, stop: watch::Receiver<bool>) -> Result<(), StepError> {
         let handler = Handler::new(self.verbs, stop, self.telemetry, self.namespace);
         let beside = handler.beside();
-        let grpc = Acceptor::new(self.grpc, ROOT)?;
-        let ttrpc = Acceptor::new(self.ttrpc, ROOT)?;
+        let grpc = Listener::new(self.grpc, ROOT)?;
+        let ttrpc = Listener::new(self.ttrpc, ROOT)?;
         tokio::join!(
             serve("gRPC", grpc, &handler, |stream, of| grpc::serve(stream, handler.clone(), of)),
             serve("ttrpc", ttrpc, &beside, |stream, of| ttrpc::serve(stream, beside.clone(), of)),
@@ -121,11 +121,11 @@ impl<V: Verbs> Server<V> {
 /// Serves the connections of one socket.
 async fn serve<V, E, F>(
     name: &str,
-    mut acceptor: Acceptor,
+    mut acceptor: Listener,
     handler: &Handler<V>,
     connection: impl Fn(UnixStream, Arc<Connection>) -> F,
 ) where
-    V: Verbs,
+    V: SandboxService,
     E: Display + Send + 'static,
     F: Future<Output = Result<(), E>> + Send + 'static,
 {

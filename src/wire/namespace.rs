@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::code::{Code, Status};
+use super::status::{Code, Status};
 
 /// The key of a call's namespace in the metadata of gRPC.
 pub(super) const GRPC_KEY: &str = "containerd-namespace";

@@ -6,8 +6,8 @@ use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
-use super::answer::MAX_MESSAGE;
-use super::code::{Code, Status};
+use super::response::MAX_MESSAGE;
+use super::status::{Code, Status};
 
 /// What all requests together may hold, bytes; those that are small not counted.
 const ROOM: usize = 4 * MAX_MESSAGE;

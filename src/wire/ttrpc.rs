@@ -17,14 +17,14 @@ use tokio::task::JoinSet;
 use ttrpc::proto::{GenMessage, MESSAGE_TYPE_REQUEST, MessageHeader, Request, Response};
 
 use super::MAX_CALLS;
-use super::answer::{Answer, TTRPC_ANSWER};
-use super::code::{Code, Status};
 use super::handler::{self, Handler};
 use super::namespace;
+use super::response::{Answer, TTRPC_ANSWER};
 use super::room::{self, Held};
+use super::service::SandboxService;
+use super::status::{Code, Status};
 use super::traffic::Connection;
-use super::verbs::Verbs;
-use crate::trace::{TRACEPARENT, TraceId};
+use crate::log_context::{TRACEPARENT, TraceId};
 
 /// How long new calls are still answered, with UNAVAILABLE, when the daemon goes down: ttrpc cannot
 /// say goodbye.
@@ -36,7 +36,7 @@ const QUEUE: usize = 64;
 ///
 /// # Errors
 /// Why the connection broke.
-pub(super) async fn serve<V: Verbs>(
+pub(super) async fn serve<V: SandboxService>(
     stream: UnixStream,
     handler: Handler<V>,
     of: Arc<Connection>,
@@ -59,12 +59,12 @@ pub(super) async fn serve<V: Verbs>(
     tokio::join!(finish, writing).1
 }
 
-async fn linger<V: Verbs>(handler: &Handler<V>) {
+async fn linger<V: SandboxService>(handler: &Handler<V>) {
     handler.stopping().await;
     tokio::time::sleep(LINGER).await;
 }
 
-async fn read<V: Verbs>(
+async fn read<V: SandboxService>(
     reader: &mut BufReader<OwnedReadHalf>,
     handler: &Handler<V>,
     calls: &mut JoinSet<()>,
@@ -155,7 +155,7 @@ fn request(stream: u32, payload: &[u8], pending: usize) -> Result<Request, Statu
     })
 }
 
-async fn call<V: Verbs>(handler: &Handler<V>, request: Request, held: Held) -> Answer {
+async fn call<V: SandboxService>(handler: &Handler<V>, request: Request, held: Held) -> Answer {
     let deadline = match request.timeout_nano {
         0 => None,
         nanos => Some(Duration::from_nanos(u64::try_from(nanos).unwrap_or(0))),

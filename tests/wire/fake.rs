@@ -1,4 +1,4 @@
-//! Verbs whose outcome the sandbox id chooses.
+//! SandboxService whose outcome the sandbox id chooses.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -7,12 +7,12 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use pause_sandboxer::error::Step;
+use pause_sandboxer::log_context;
 use pause_sandboxer::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Overview, Payload, Platform, SandboxInfo, Started,
+    CreateRequest, Error, Exit, Metric, Payload, Platform, SandboxInfo, SandboxSummary, Started,
     StatusReport, Usage,
 };
-use pause_sandboxer::trace;
-use pause_sandboxer::wire::Verbs;
+use pause_sandboxer::wire::SandboxService;
 use tokio::sync::Notify;
 
 /// Every id that fails, by the error it fails with, and its gRPC code number.
@@ -74,7 +74,7 @@ fn outcome(id: &str) -> Result<(), Error> {
     }
 }
 
-impl Verbs for Fake {
+impl SandboxService for Fake {
     async fn create(&self, request: CreateRequest) -> Result<(), Error> {
         outcome(&request.id)?;
         self.created.lock().unwrap().push(request);
@@ -132,7 +132,8 @@ impl Verbs for Fake {
             pid: if ended { 0 } else { 4711 },
             state: if ended { "SANDBOX_NOTREADY" } else { "SANDBOX_READY" },
             info: if verbose {
-                let trace = trace::current().map(|trace| ("trace".to_owned(), trace.to_string()));
+                let trace =
+                    log_context::current().map(|trace| ("trace".to_owned(), trace.to_string()));
                 [("info".to_owned(), text)].into_iter().chain(trace).collect()
             } else {
                 BTreeMap::new()
@@ -168,13 +169,13 @@ impl Verbs for Fake {
         after: &str,
         most: usize,
         usage: bool,
-    ) -> Result<(Vec<Overview>, bool), Error> {
+    ) -> Result<(Vec<SandboxSummary>, bool), Error> {
         outcome(after)?;
         let ids = (0..2500).map(|number| format!("{number:04}")).filter(|id| id.as_str() > after);
         let usage = usage.then_some(Usage { memory: 1, cpu_usec: 2, tasks: 3 });
         let lines = ids
             .take(most)
-            .map(|id| Overview { usage, ..Overview::aside(&id, "never was") })
+            .map(|id| SandboxSummary { usage, ..SandboxSummary::aside(&id, "never was") })
             .collect();
         Ok((lines, !after.starts_with("1999")))
     }
@@ -182,7 +183,7 @@ impl Verbs for Fake {
     async fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {
         outcome(id)?;
         Ok(
-            serde_json::json!({ "id": id, "trace": trace::current().map(|trace| trace.to_string()) }),
+            serde_json::json!({ "id": id, "trace": log_context::current().map(|trace| trace.to_string()) }),
         )
     }
 }

@@ -10,7 +10,7 @@ use pause_sandboxer::config::Config;
 use pause_sandboxer::error::Step;
 use pause_sandboxer::process::{Exit, Identity};
 use pause_sandboxer::pause::{IdMapping, Namespace, Plan, UserNamespace};
-use pause_sandboxer::podsandbox::fuzzing::{Record, Roots, Stage, Store, Unreadable, VERSION};
+use pause_sandboxer::podsandbox::fuzzing::{Record, Layout, Stage, Store, Unreadable, VERSION};
 use pause_sandboxer::shim::Owner;
 
 use super::{Seeds, assert_told};
@@ -25,10 +25,10 @@ struct Place {
 
 static PLACE: LazyLock<Place> = LazyLock::new(|| {
     let state_dir = crate::scratch().join("state");
-    let roots = Arc::new(Roots::new(&Config { state_dir, ..Config::default() }));
-    let dir = roots.of(ID);
+    let layout = Arc::new(Layout::new(&Config { state_dir, ..Config::default() }));
+    let dir = layout.of(ID);
     fs::create_dir_all(&dir).expect("a directory");
-    Place { store: Store::new(&roots, &ID.into()), dir }
+    Place { store: Store::new(&layout, &ID.into()), dir }
 });
 
 pub fn run(input: &[u8]) {

@@ -5,7 +5,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 
 use super::READ;
 
@@ -25,16 +25,16 @@ impl Numbers {
 
 impl Directory {
     /// `None`: there is no such cgroup, or no such hierarchy.
-    pub(super) fn open(path: PathBuf) -> Result<Option<Self>, Step> {
+    pub(super) fn open(path: PathBuf) -> Result<Option<Self>, StepError> {
         match fs::metadata(&path) {
             Ok(found) => Ok(found.is_dir().then_some(Self(path))),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(Step::at(READ, path, e)),
+            Err(e) => Err(StepError::at(READ, path, e)),
         }
     }
 
     /// The content of a file; `None` where the kernel does not have it or has it switched off.
-    pub(super) fn text(&self, name: &str) -> Result<Option<String>, Step> {
+    pub(super) fn text(&self, name: &str) -> Result<Option<String>, StepError> {
         let path = self.0.join(name);
         match fs::read_to_string(&path) {
             Err(e)
@@ -48,7 +48,7 @@ impl Directory {
     }
 
     /// The one number of a file; `max` counts as `unlimited`.
-    pub(super) fn number(&self, name: &str, unlimited: u64) -> Result<Option<u64>, Step> {
+    pub(super) fn number(&self, name: &str, unlimited: u64) -> Result<Option<u64>, StepError> {
         let Some(text) = self.text(name)? else { return Ok(None) };
         match text.trim() {
             "max" => Ok(Some(unlimited)),
@@ -57,7 +57,7 @@ impl Directory {
     }
 
     /// A file of lines `name number`.
-    pub(super) fn numbers(&self, name: &str) -> Result<Option<Numbers>, Step> {
+    pub(super) fn numbers(&self, name: &str) -> Result<Option<Numbers>, StepError> {
         let Some(text) = self.text(name)? else { return Ok(None) };
         let mut numbers = HashMap::with_capacity(64);
         for line in text.lines() {
@@ -68,13 +68,13 @@ impl Directory {
     }
 
     /// A file of numbers in one line.
-    pub(super) fn row(&self, name: &str) -> Result<Vec<u64>, Step> {
+    pub(super) fn row(&self, name: &str) -> Result<Vec<u64>, StepError> {
         let text = self.text(name)?.unwrap_or_default();
         text.split_whitespace().map(|number| self.parse(name, number)).collect()
     }
 
     /// A counter that the kernel shows as negative has no reading: 0, as containerd takes it.
-    pub(super) fn parse(&self, name: &str, number: &str) -> Result<u64, Step> {
+    pub(super) fn parse(&self, name: &str, number: &str) -> Result<u64, StepError> {
         match number.parse::<u64>() {
             Ok(value) => Ok(value),
             Err(_) if number.strip_prefix('-').is_some_and(|rest| rest.parse::<u64>().is_ok()) => {
@@ -84,12 +84,12 @@ impl Directory {
         }
     }
 
-    pub(super) fn malformed(&self, name: &str, text: &str) -> Step {
+    pub(super) fn malformed(&self, name: &str, text: &str) -> StepError {
         let reason = format!(
             "{:?} is not what the kernel writes there",
             text.chars().take(80).collect::<String>()
         );
-        Step::at(READ, self.0.join(name), io::Error::new(io::ErrorKind::InvalidData, reason))
+        StepError::at(READ, self.0.join(name), io::Error::new(io::ErrorKind::InvalidData, reason))
     }
 }
 

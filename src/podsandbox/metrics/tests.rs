@@ -219,14 +219,14 @@ struct Busy {
 impl Busy {
     fn new(unified: bool) -> Self {
         let name = format!("pause-sandboxer-metrics-{}", std::process::id());
-        let roots = match unified {
+        let layout = match unified {
             true => vec![PathBuf::from(ROOT)],
             // Without cpuset, whose new cgroups take no process.
             false => ["cpu", "cpuacct", "memory", "pids", "blkio"]
                 .map(|c| Path::new(ROOT).join(c))
                 .to_vec(),
         };
-        let mut directories: Vec<PathBuf> = roots.iter().map(|root| root.join(&name)).collect();
+        let mut directories: Vec<PathBuf> = layout.iter().map(|root| root.join(&name)).collect();
         // cpu and cpuacct may be one hierarchy with two names.
         directories.retain(|directory| match fs::create_dir(directory) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => false,

@@ -6,7 +6,7 @@ use std::path::Path;
 use super::directory::{Directory, of_controller};
 use super::parent;
 use crate::cgroup::mounts::{ROOT, unified};
-use crate::error::Step;
+use crate::error::StepError;
 
 /// What a pod's cgroup is charged for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,7 +23,7 @@ pub struct Usage {
 ///
 /// # Errors
 /// The failed step.
-pub fn read(cgroup_parent: &str) -> Result<Option<Usage>, Step> {
+pub fn read(cgroup_parent: &str) -> Result<Option<Usage>, StepError> {
     if cgroup_parent.is_empty() {
         return Ok(None);
     }
@@ -37,7 +37,7 @@ pub fn read(cgroup_parent: &str) -> Result<Option<Usage>, Step> {
         }));
     }
     let mut found = false;
-    let mut number = |controller, file| -> Result<u64, Step> {
+    let mut number = |controller, file| -> Result<u64, StepError> {
         let Some(directory) = Directory::open(of_controller(root, controller, &parent))? else {
             return Ok(0);
         };

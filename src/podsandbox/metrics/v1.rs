@@ -13,7 +13,7 @@ use protobuf::MessageField;
 
 use super::directory::{Directory, of_controller, rdma_devices};
 use super::{huge_page_sizes, missing};
-use crate::error::Step;
+use crate::error::StepError;
 
 const NANOSECONDS: u64 = 1_000_000_000;
 
@@ -21,7 +21,7 @@ const NANOSECONDS: u64 = 1_000_000_000;
 ///
 /// # Errors
 /// The failed step; where no controller knows the cgroup, that.
-pub(super) fn read(root: &Path, cgroup: &Path) -> Result<Metrics, Step> {
+pub(super) fn read(root: &Path, cgroup: &Path) -> Result<Metrics, StepError> {
     let open = |controller: &str| Directory::open(of_controller(root, controller, cgroup));
     let mut found = false;
     let mut metrics = Metrics::new();
@@ -69,7 +69,7 @@ fn some<T>(message: T) -> MessageField<T> {
     MessageField::some(message)
 }
 
-fn usage(directory: &Directory) -> Result<CPUUsage, Step> {
+fn usage(directory: &Directory) -> Result<CPUUsage, StepError> {
     // In ticks; everything else is in nanoseconds.
     let ticks = directory.numbers("cpuacct.stat")?.unwrap_or_default();
     let per_second = sysconf(SysconfVar::CLK_TCK)
@@ -87,7 +87,7 @@ fn usage(directory: &Directory) -> Result<CPUUsage, Step> {
     })
 }
 
-fn throttling(directory: &Directory) -> Result<Throttle, Step> {
+fn throttling(directory: &Directory) -> Result<Throttle, StepError> {
     let stat = directory.numbers("cpu.stat")?.unwrap_or_default();
     Ok(Throttle {
         periods: stat.get("nr_periods"),
@@ -97,7 +97,7 @@ fn throttling(directory: &Directory) -> Result<Throttle, Step> {
     })
 }
 
-fn memory(directory: &Directory) -> Result<Option<MemoryStat>, Step> {
+fn memory(directory: &Directory) -> Result<Option<MemoryStat>, StepError> {
     let Some(stat) = directory.numbers("memory.stat")? else { return Ok(None) };
     Ok(Some(MemoryStat {
         cache: stat.get("cache"),
@@ -141,8 +141,8 @@ fn memory(directory: &Directory) -> Result<Option<MemoryStat>, Step> {
 }
 
 /// All zero where the kernel does not account for it: CRI takes the entry itself for granted.
-fn entry(directory: &Directory, prefix: &str) -> Result<MemoryEntry, Step> {
-    let number = |name: &str| -> Result<u64, Step> {
+fn entry(directory: &Directory, prefix: &str) -> Result<MemoryEntry, StepError> {
+    let number = |name: &str| -> Result<u64, StepError> {
         Ok(directory.number(&format!("{prefix}.{name}"), u64::MAX)?.unwrap_or_default())
     };
     Ok(MemoryEntry {
@@ -154,7 +154,7 @@ fn entry(directory: &Directory, prefix: &str) -> Result<MemoryEntry, Step> {
     })
 }
 
-fn oom_control(directory: &Directory) -> Result<Option<MemoryOomControl>, Step> {
+fn oom_control(directory: &Directory) -> Result<Option<MemoryOomControl>, StepError> {
     let control = |control: super::directory::Numbers| MemoryOomControl {
         oom_kill_disable: control.get("oom_kill_disable"),
         under_oom: control.get("under_oom"),
@@ -164,14 +164,14 @@ fn oom_control(directory: &Directory) -> Result<Option<MemoryOomControl>, Step> 
     Ok(directory.numbers("memory.oom_control")?.map(control))
 }
 
-fn pids(directory: &Directory) -> Result<Option<PidsStat>, Step> {
+fn pids(directory: &Directory) -> Result<Option<PidsStat>, StepError> {
     let Some(current) = directory.number("pids.current", 0)? else { return Ok(None) };
     // No limit is 0 in this version.
     let limit = directory.number("pids.max", 0)?.unwrap_or_default();
     Ok(Some(PidsStat { current, limit, ..Default::default() }))
 }
 
-fn hugetlb(directory: &Directory) -> Result<Vec<HugetlbStat>, Step> {
+fn hugetlb(directory: &Directory) -> Result<Vec<HugetlbStat>, StepError> {
     let mut stats = Vec::new();
     for pagesize in huge_page_sizes() {
         let number = |name: &str| directory.number(&format!("hugetlb.{pagesize}.{name}"), u64::MAX);
@@ -184,7 +184,7 @@ fn hugetlb(directory: &Directory) -> Result<Vec<HugetlbStat>, Step> {
 }
 
 /// The I/O scheduler's own statistics where it keeps some, else those of the throttling layer.
-fn blkio(directory: &Directory) -> Result<BlkIOStat, Step> {
+fn blkio(directory: &Directory) -> Result<BlkIOStat, StepError> {
     let mut devices = None;
     let mut entries = |name: &str| io_entries(directory, &format!("blkio.{name}"), &mut devices);
     let mut stat = BlkIOStat {
@@ -212,7 +212,7 @@ fn io_entries(
     directory: &Directory,
     name: &str,
     devices: &mut Option<Devices>,
-) -> Result<Vec<BlkIOEntry>, Step> {
+) -> Result<Vec<BlkIOEntry>, StepError> {
     let text = directory.text(name)?.unwrap_or_default();
     let mut entries = Vec::new();
     for line in text.lines() {
@@ -254,7 +254,7 @@ fn block_devices() -> Devices {
     text.lines().filter_map(device).collect()
 }
 
-fn rdma(directory: &Directory) -> Result<Option<RdmaStat>, Step> {
+fn rdma(directory: &Directory) -> Result<Option<RdmaStat>, StepError> {
     let (Some(current), Some(limit)) =
         (directory.text("rdma.current")?, directory.text("rdma.max")?)
     else {

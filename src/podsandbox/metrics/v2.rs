@@ -10,13 +10,13 @@ use protobuf::MessageField;
 
 use super::directory::{Directory, keyed, rdma_devices};
 use super::{huge_page_sizes, missing};
-use crate::error::Step;
+use crate::error::StepError;
 
 /// Reads what is told of `cgroup`, a path below `root`. A controller that is not enabled is absent.
 ///
 /// # Errors
 /// The failed step; where there is no such cgroup, that.
-pub(super) fn read(root: &Path, cgroup: &Path) -> Result<Metrics, Step> {
+pub(super) fn read(root: &Path, cgroup: &Path) -> Result<Metrics, StepError> {
     let directory = Directory::open(root.join(cgroup))?.ok_or_else(|| missing(root, cgroup))?;
     Ok(Metrics {
         pids: pids(&directory)?.into(),
@@ -30,13 +30,13 @@ pub(super) fn read(root: &Path, cgroup: &Path) -> Result<Metrics, Step> {
     })
 }
 
-fn pids(directory: &Directory) -> Result<Option<PidsStat>, Step> {
+fn pids(directory: &Directory) -> Result<Option<PidsStat>, StepError> {
     let Some(current) = directory.number("pids.current", u64::MAX)? else { return Ok(None) };
     let limit = directory.number("pids.max", u64::MAX)?.unwrap_or_default();
     Ok(Some(PidsStat { current, limit, ..Default::default() }))
 }
 
-fn cpu(directory: &Directory) -> Result<Option<CPUStat>, Step> {
+fn cpu(directory: &Directory) -> Result<Option<CPUStat>, StepError> {
     let Some(stat) = directory.numbers("cpu.stat")? else { return Ok(None) };
     Ok(Some(CPUStat {
         usage_usec: stat.get("usage_usec"),
@@ -52,9 +52,9 @@ fn cpu(directory: &Directory) -> Result<Option<CPUStat>, Step> {
     }))
 }
 
-fn memory(directory: &Directory) -> Result<Option<MemoryStat>, Step> {
+fn memory(directory: &Directory) -> Result<Option<MemoryStat>, StepError> {
     let Some(stat) = directory.numbers("memory.stat")? else { return Ok(None) };
-    let number = |name: &str| -> Result<u64, Step> {
+    let number = |name: &str| -> Result<u64, StepError> {
         Ok(directory.number(name, u64::MAX)?.unwrap_or_default())
     };
     Ok(Some(MemoryStat {
@@ -100,7 +100,7 @@ fn memory(directory: &Directory) -> Result<Option<MemoryStat>, Step> {
     }))
 }
 
-fn memory_events(directory: &Directory) -> Result<Option<MemoryEvents>, Step> {
+fn memory_events(directory: &Directory) -> Result<Option<MemoryEvents>, StepError> {
     let Some(events) = directory.numbers("memory.events")? else { return Ok(None) };
     Ok(Some(MemoryEvents {
         low: events.get("low"),
@@ -114,7 +114,7 @@ fn memory_events(directory: &Directory) -> Result<Option<MemoryEvents>, Step> {
 }
 
 /// Pressure is told also where the controller is not enabled; the kernel may have it switched off.
-fn io(directory: &Directory) -> Result<Option<IOStat>, Step> {
+fn io(directory: &Directory) -> Result<Option<IOStat>, StepError> {
     let (stat, psi) = (directory.text("io.stat")?, pressure(directory, "io.pressure")?);
     if stat.is_none() && psi.is_none() {
         return Ok(None);
@@ -125,7 +125,7 @@ fn io(directory: &Directory) -> Result<Option<IOStat>, Step> {
 }
 
 /// A line `major:minor rbytes=… wbytes=… …`.
-fn io_entry(directory: &Directory, line: &str) -> Result<IOEntry, Step> {
+fn io_entry(directory: &Directory, line: &str) -> Result<IOEntry, StepError> {
     const NAME: &str = "io.stat";
     let mut words = line.split_whitespace();
     let device = words.next().and_then(|device| device.split_once(':'));
@@ -148,7 +148,7 @@ fn io_entry(directory: &Directory, line: &str) -> Result<IOEntry, Step> {
 
 /// Pressure stall information: lines `some avg10=… avg60=… avg300=… total=…` and the same for
 /// `full`.
-fn pressure(directory: &Directory, name: &str) -> Result<MessageField<PSIStats>, Step> {
+fn pressure(directory: &Directory, name: &str) -> Result<MessageField<PSIStats>, StepError> {
     let Some(text) = directory.text(name)? else { return Ok(MessageField::none()) };
     let mut stats = PSIStats::new();
     for line in text.lines() {
@@ -174,7 +174,7 @@ fn pressure(directory: &Directory, name: &str) -> Result<MessageField<PSIStats>,
     Ok(MessageField::some(stats))
 }
 
-fn hugetlb(directory: &Directory) -> Result<Vec<HugeTlbStat>, Step> {
+fn hugetlb(directory: &Directory) -> Result<Vec<HugeTlbStat>, StepError> {
     let mut stats = Vec::new();
     for pagesize in huge_page_sizes() {
         let number = |name: &str| directory.number(&format!("hugetlb.{pagesize}.{name}"), u64::MAX);
@@ -189,7 +189,7 @@ fn hugetlb(directory: &Directory) -> Result<Vec<HugeTlbStat>, Step> {
     Ok(stats)
 }
 
-fn rdma(directory: &Directory) -> Result<Option<RdmaStat>, Step> {
+fn rdma(directory: &Directory) -> Result<Option<RdmaStat>, StepError> {
     let (current, limit) = (directory.text("rdma.current")?, directory.text("rdma.max")?);
     let (Some(current), Some(limit)) = (current, limit) else { return Ok(None) };
     Ok(Some(RdmaStat {

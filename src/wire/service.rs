@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use crate::controller::Controller;
 use crate::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Overview, Platform, SandboxInfo, Started, StatusReport,
+    CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, SandboxSummary, Started,
+    StatusReport,
 };
 
 /// The nine verbs of `sandbox.Controller` and what operators ask, as [`Controller`] has them; tests
@@ -13,7 +14,7 @@ use crate::podsandbox::{
 ///
 /// A future that is dropped is a caller who gave up: work that must finish runs in a task of its
 /// own.
-pub trait Verbs: Send + Sync + 'static {
+pub trait SandboxService: Send + Sync + 'static {
     /// See [`Controller::create`].
     fn create(&self, request: CreateRequest) -> impl Future<Output = Result<(), Error>> + Send;
     /// See [`Controller::start`].
@@ -48,7 +49,7 @@ pub trait Verbs: Send + Sync + 'static {
         _after: &str,
         _most: usize,
         _usage: bool,
-    ) -> impl Future<Output = Result<(Vec<Overview>, bool), Error>> + Send {
+    ) -> impl Future<Output = Result<(Vec<SandboxSummary>, bool), Error>> + Send {
         std::future::ready(Ok((Vec::new(), false)))
     }
     /// See [`Controller::inspect`].
@@ -57,7 +58,7 @@ pub trait Verbs: Send + Sync + 'static {
     }
 }
 
-impl Verbs for Controller {
+impl SandboxService for Controller {
     async fn create(&self, request: CreateRequest) -> Result<(), Error> {
         self.create(request).await
     }
@@ -99,7 +100,7 @@ impl Verbs for Controller {
         after: &str,
         most: usize,
         usage: bool,
-    ) -> Result<(Vec<Overview>, bool), Error> {
+    ) -> Result<(Vec<SandboxSummary>, bool), Error> {
         self.list(after, most, usage).await
     }
 

@@ -15,7 +15,7 @@ use nix::sys::socket::{
 use tokio::net::{UnixListener, UnixStream};
 use tokio::time::{Instant, sleep_until};
 
-use crate::error::{IoContext, Step};
+use crate::error::{IoContext, StepError};
 
 /// The first pause after a failed accept; it doubles up to [`MAX_DELAY`].
 const MIN_DELAY: Duration = Duration::from_millis(10);
@@ -32,11 +32,13 @@ const MAX_DELAY: Duration = Duration::from_secs(1);
 /// # Errors
 /// The failed step; `EADDRINUSE` when somebody listens there, `EEXIST` when what is there is no
 /// socket.
-pub fn bind(path: &Path) -> Result<net::UnixListener, Step> {
+pub fn bind(path: &Path) -> Result<net::UnixListener, StepError> {
     refuse_taken(path)?;
     let new = beside(path);
     match fs::remove_file(&new) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(Step::at("remove", new, e)),
+        Err(e) if e.kind() != io::ErrorKind::NotFound => {
+            return Err(StepError::at("remove", new, e));
+        }
         _ => {}
     }
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
@@ -57,19 +59,19 @@ pub fn bind(path: &Path) -> Result<net::UnixListener, Step> {
 }
 
 /// Refuses a path at which somebody listens, or which is no socket.
-fn refuse_taken(path: &Path) -> Result<(), Step> {
+fn refuse_taken(path: &Path) -> Result<(), StepError> {
     let found = match fs::symlink_metadata(path) {
         Ok(found) => found,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(e) => return Err(Step::at("stat", path, e)),
+        Err(e) => return Err(StepError::at("stat", path, e)),
     };
     if !found.file_type().is_socket() {
-        return Err(Step::at("bind", path, io::Error::from_raw_os_error(libc::EEXIST)));
+        return Err(StepError::at("bind", path, io::Error::from_raw_os_error(libc::EEXIST)));
     }
     match net::UnixStream::connect(path) {
-        Ok(_) => Err(Step::at("bind", path, io::Error::from_raw_os_error(libc::EADDRINUSE))),
+        Ok(_) => Err(StepError::at("bind", path, io::Error::from_raw_os_error(libc::EADDRINUSE))),
         Err(e) if matches!(e.raw_os_error(), Some(libc::ECONNREFUSED | libc::ENOENT)) => Ok(()),
-        Err(e) => Err(Step::at("connect", path, e)),
+        Err(e) => Err(StepError::at("connect", path, e)),
     }
 }
 
@@ -81,7 +83,7 @@ fn beside(path: &Path) -> PathBuf {
 }
 
 /// A listener that yields connections of one user.
-pub(super) struct Acceptor {
+pub(super) struct Listener {
     listener: UnixListener,
     /// The user who may connect.
     uid: libc::uid_t,
@@ -89,12 +91,12 @@ pub(super) struct Acceptor {
     not_before: Option<Instant>,
 }
 
-impl Acceptor {
+impl Listener {
     /// Accepts from a bound listener, whichever its blocking mode.
     ///
     /// # Errors
     /// The failed step.
-    pub(super) fn new(listener: net::UnixListener, uid: libc::uid_t) -> Result<Self, Step> {
+    pub(super) fn new(listener: net::UnixListener, uid: libc::uid_t) -> Result<Self, StepError> {
         listener.set_nonblocking(true).step("make listener non-blocking")?;
         let listener = UnixListener::from_std(listener).step("watch listener")?;
         Ok(Self { listener, uid, delay: MIN_DELAY, not_before: None })

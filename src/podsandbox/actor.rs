@@ -1,6 +1,6 @@
 //! The one task that owns a sandbox: it feeds the machine and carries out its actions.
 //!
-//! Verbs come from callers and facts from jobs through one inbox; the end of the pause it waits for
+//! SandboxService come from callers and facts from jobs through one inbox; the end of the pause it waits for
 //! itself. The owner never blocks: jobs are tasks of their own, one at a time, and report back.
 
 use std::future::{Future, poll_fn};
@@ -18,13 +18,13 @@ use tokio::time::Instant;
 use super::Error;
 use super::board::{Publisher, Reader, board};
 use super::inbox::{Inbox, Sender, inbox};
-use super::state::{Action, Event, Job, Machine, Phase, Verb};
-use super::work::{StartFailure, Work};
-use crate::error::Step;
+use super::jobs::{StartFailure, Work};
+use super::machine::{Action, Event, Job, Machine, Phase, Verb};
+use crate::error::StepError;
 use crate::exit;
+use crate::log_context::TraceId;
 use crate::pool;
 use crate::process::{Adoption, Exit, Process, UNKNOWN_EXIT};
-use crate::trace::TraceId;
 
 /// The answer that a caller waits for.
 pub type Reply = oneshot::Sender<Result<(), Error>>;
@@ -65,7 +65,7 @@ pub enum Outcome {
     /// The adoption.
     Adopt(Adoption),
     /// Cleanup or removal.
-    Rest(Result<(), Vec<Step>>),
+    Rest(Result<(), Vec<StepError>>),
 }
 
 /// How a sandbox enters its life: newly created, or as recovery found it.
@@ -107,7 +107,7 @@ pub struct Owner {
     replies: Vec<(Verb, Reply)>,
     at_rest: Vec<oneshot::Sender<()>>,
     /// The steps that failed last.
-    failure: Vec<Step>,
+    failure: Vec<StepError>,
     /// When the next retry is due, or a sandbox that was never started is given up.
     alarm: Option<Instant>,
     on_gone: Option<OnGone>,
@@ -188,7 +188,7 @@ impl Owner {
     /// After a panic of its own, whatever it was in the middle of: calls that wait fail with the
     /// fault, and the pause is looked for as recovery does. A sandbox whose pause lives must never
     /// look gone.
-    async fn begin_again(&mut self, fault: &Step, faults: u32) {
+    async fn begin_again(&mut self, fault: &StepError, faults: u32) {
         log::error!(sandbox = self.id(); "a fault of its owner; its pause is looked for again: {fault}");
         if self.retired {
             return self.retire();
@@ -423,7 +423,8 @@ impl Owner {
             work.begin().await;
             let outcome = match job {
                 Job::Start => {
-                    let failed = |step: Step| Err(StartFailure { left: vec![step.clone()], step });
+                    let failed =
+                        |step: StepError| Err(StartFailure { left: vec![step.clone()], step });
                     Outcome::Start(guard(work.start()).await.unwrap_or_else(failed))
                 }
                 Job::Adopt => {
@@ -490,7 +491,7 @@ pub fn name(verb: Verb) -> &'static str {
     }
 }
 
-async fn guard<T>(job: impl Future<Output = T>) -> Result<T, Step> {
+async fn guard<T>(job: impl Future<Output = T>) -> Result<T, StepError> {
     AssertUnwindSafe(job).catch_unwind().await.map_err(|panic| pool::panicked(&*panic))
 }
 

@@ -1,7 +1,7 @@
 //! What a line of the log is about beyond what it says itself: the pod of a sandbox, and the trace
 //! of the call that is at work.
 //!
-//! Every [`Subject`] that lives is known here by its id, so that a line which names a sandbox names
+//! Every [`LogContext`] that lives is known here by its id, so that a line which names a sandbox names
 //! its pod as well, whoever writes it. A call has its trace in the task that answers it; what the
 //! call sets off in other tasks is found by the sandbox.
 
@@ -11,7 +11,7 @@ use std::future::Future;
 use std::num::NonZeroU128;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::text::Text;
+use crate::id::SandboxId;
 
 /// The key, in the metadata of gRPC and ttrpc, of the trace that a call belongs to (W3C Trace
 /// Context).
@@ -82,18 +82,18 @@ struct Known {
     trace: Mutex<Option<TraceId>>,
 }
 
-static KNOWN: Mutex<BTreeMap<Text, Arc<Known>>> = Mutex::new(BTreeMap::new());
+static KNOWN: Mutex<BTreeMap<SandboxId, Arc<Known>>> = Mutex::new(BTreeMap::new());
 
 /// A sandbox that lines of the log may be about; it is forgotten when this is dropped.
 #[derive(Debug)]
-pub struct Subject {
-    id: Text,
+pub struct LogContext {
+    id: SandboxId,
     known: Arc<Known>,
 }
 
-impl Subject {
+impl LogContext {
     /// Makes it known that the sandbox of this id is the pod's.
-    pub fn new(id: Text, pod: Pod) -> Self {
+    pub fn new(id: SandboxId, pod: Pod) -> Self {
         let known = Arc::new(Known { pod, trace: Mutex::new(None) });
         lock(&KNOWN).insert(id.clone(), Arc::clone(&known));
         Self { id, known }
@@ -110,7 +110,7 @@ impl Subject {
     }
 }
 
-impl Drop for Subject {
+impl Drop for LogContext {
     fn drop(&mut self) {
         let mut known = lock(&KNOWN);
         // Another sandbox may have the id by now.
@@ -170,10 +170,10 @@ mod tests {
     #[test]
     fn a_subject_is_known_as_long_as_it_lives() {
         let pod = |name: &str| Pod { name: name.into(), ..Pod::default() };
-        let first = Subject::new("trace-test".into(), pod("first"));
+        let first = LogContext::new("trace-test".into(), pod("first"));
         first.follow(TraceId::of_traceparent(PARENT));
         assert_eq!(of("trace-test"), Some((pod("first"), TraceId::of_traceparent(PARENT))));
-        let second = Subject::new("trace-test".into(), pod("second"));
+        let second = LogContext::new("trace-test".into(), pod("second"));
         drop(first);
         assert_eq!(of("trace-test"), Some((pod("second"), None)));
         drop(second);

@@ -9,13 +9,14 @@ use std::time::{Duration, SystemTime};
 
 use tokio::task::JoinHandle;
 
-use super::files::Places;
+use super::files::SandboxFiles;
+use super::oci_spec::{self, Description};
 use super::record::{Record, Stage, Store};
 use super::selinux::Level;
-use super::spec::{self, Description};
 use crate::cgroup::CgroupRef;
 use crate::config::Config;
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
+use crate::log_context::LogContext;
 use crate::mounts::Mounts;
 use crate::pause::{Driver, Namespace, Plan};
 use crate::pool::{self, Class};
@@ -23,7 +24,6 @@ use crate::process::{Adoption, Exit, Identity, Process};
 use crate::shim;
 use crate::shim::driver::ShimDriver;
 use crate::telemetry::Telemetry;
-use crate::trace::Subject;
 
 /// How long a killed pause may take to end before a start that has failed answers without it.
 const ENDS_WITHIN: Duration = Duration::from_secs(10);
@@ -53,7 +53,7 @@ pub struct Work {
     /// Keeps other pods from the level of these.
     pub _level: Option<Box<Level>>,
     /// Where the files are.
-    pub places: Places,
+    pub places: SandboxFiles,
     /// Whether containerd sees what is mounted there.
     pub mounts: Arc<Mounts>,
     /// Where the record is.
@@ -65,7 +65,7 @@ pub struct Work {
     /// What its shim is of.
     pub runtime: Arc<shim::Runtime>,
     /// What lines of the log say of the sandbox.
-    pub subject: Subject,
+    pub subject: LogContext,
     /// Counts what happens.
     pub telemetry: Arc<Telemetry>,
     /// What recovery has begun for this sandbox and could not wait for. No job begins before it has
@@ -93,7 +93,7 @@ impl Maker {
 }
 
 /// A pause, and whether it is on record.
-type Made = (Arc<dyn Process>, Result<(), Step>);
+type Made = (Arc<dyn Process>, Result<(), StepError>);
 
 /// Which namespaces a pod has for itself.
 #[derive(Clone, Copy, Debug)]
@@ -118,9 +118,9 @@ impl Own {
 #[derive(Debug)]
 pub struct StartFailure {
     /// The step that failed.
-    pub step: Step,
+    pub step: StepError,
     /// What could not be undone; empty when nothing is left of the sandbox.
-    pub left: Vec<Step>,
+    pub left: Vec<StepError>,
 }
 
 impl Work {
@@ -137,7 +137,7 @@ impl Work {
         }
     }
 
-    async fn try_start(self: &Arc<Self>) -> Result<Arc<dyn Process>, Step> {
+    async fn try_start(self: &Arc<Self>) -> Result<Arc<dyn Process>, StepError> {
         let (pause, recorded) = match &self.driver {
             Maker::Native(driver) if self.shim.listens_only() => {
                 let (_turn, driver) = (self.shim.turn().await, driver.clone());
@@ -161,7 +161,7 @@ impl Work {
     }
 
     /// Makes files and pause where a shim is started first.
-    async fn start_behind_shim(self: &Arc<Self>, driver: Maker) -> Result<Made, Step> {
+    async fn start_behind_shim(self: &Arc<Self>, driver: Maker) -> Result<Made, StepError> {
         let record = self.piece(Class::Start, Self::make_files).await.flatten()?;
         self.shim.listen().await?;
         let of = record.clone();
@@ -176,7 +176,7 @@ impl Work {
     }
 
     /// Makes the files, and a sign of that before them; what is to be made.
-    fn make_files(&self) -> Result<Arc<Record>, Step> {
+    fn make_files(&self) -> Result<Arc<Record>, StepError> {
         self.mounts.admit()?;
         self.places.begin()?;
         let record = self.to_make()?;
@@ -195,7 +195,7 @@ impl Work {
         self: &Arc<Self>,
         class: Class,
         piece: impl FnOnce(&Self) -> T + Send + 'static,
-    ) -> Result<T, Step> {
+    ) -> Result<T, StepError> {
         let work = self.clone();
         pool::run(class, move || piece(&work)).await
     }
@@ -204,16 +204,16 @@ impl Work {
     async fn steps(
         self: &Arc<Self>,
         class: Class,
-        piece: impl FnOnce(&Self) -> Vec<Step> + Send + 'static,
-    ) -> Vec<Step> {
+        piece: impl FnOnce(&Self) -> Vec<StepError> + Send + 'static,
+    ) -> Vec<StepError> {
         self.piece(class, piece).await.unwrap_or_else(|panicked| vec![panicked])
     }
 
     /// Makes the spec, unless it is there.
-    fn describe(&self, record: &Record) -> Result<(), Step> {
+    fn describe(&self, record: &Record) -> Result<(), StepError> {
         let mut description = self.description();
         if description.is_none() {
-            let made = spec::description(record, &self.config)
+            let made = oci_spec::description(record, &self.config)
                 .map_err(io::Error::other)
                 .step("make the spec")?;
             *description = Some(made);
@@ -225,7 +225,7 @@ impl Work {
     ///
     /// # Errors
     /// The failed step.
-    pub fn describe_to_shim(&self, record: &Record) -> Result<(), Step> {
+    pub fn describe_to_shim(&self, record: &Record) -> Result<(), StepError> {
         if self.shim.listens_only() {
             return Ok(());
         }
@@ -257,7 +257,7 @@ impl Work {
     }
 
     /// What is to be made: what was created, or where that is away already the record.
-    fn to_make(&self) -> Result<Arc<Record>, Step> {
+    fn to_make(&self) -> Result<Arc<Record>, StepError> {
         let created = self.record().clone();
         created.map_or_else(|| Ok(Arc::new(self.store.read()?)), Ok)
     }
@@ -288,7 +288,7 @@ impl Work {
     ///
     /// # Errors
     /// Every step that failed; the removal of the sandbox does them again.
-    pub async fn clear(self: &Arc<Self>) -> Result<(), Vec<Step>> {
+    pub async fn clear(self: &Arc<Self>) -> Result<(), Vec<StepError>> {
         let release = |work: &Self| work.places.remove().err().unwrap_or_default();
         result(self.driver_cleanup_and(|_| Vec::new(), release).await)
     }
@@ -297,9 +297,9 @@ impl Work {
     /// waits for nothing.
     async fn driver_cleanup_and(
         self: &Arc<Self>,
-        before: impl FnOnce(&Self) -> Vec<Step> + Send + 'static,
-        after: impl FnOnce(&Self) -> Vec<Step> + Send + 'static,
-    ) -> Vec<Step> {
+        before: impl FnOnce(&Self) -> Vec<StepError> + Send + 'static,
+        after: impl FnOnce(&Self) -> Vec<StepError> + Send + 'static,
+    ) -> Vec<StepError> {
         match self.driver.clone() {
             Maker::Native(driver) => {
                 let all = move |work: &Self| {
@@ -323,7 +323,7 @@ impl Work {
     ///
     /// # Errors
     /// Every step that failed.
-    pub fn restore(&self) -> Result<bool, Vec<Step>> {
+    pub fn restore(&self) -> Result<bool, Vec<StepError>> {
         self.places.restore(self.shm, || Ok(self.store.read()?.files))
     }
 
@@ -359,7 +359,11 @@ impl Work {
     ///
     /// # Errors
     /// Every step that failed.
-    pub async fn cleanup(self: &Arc<Self>, pid: u32, exit: Option<Exit>) -> Result<(), Vec<Step>> {
+    pub async fn cleanup(
+        self: &Arc<Self>,
+        pid: u32,
+        exit: Option<Exit>,
+    ) -> Result<(), Vec<StepError>> {
         let record = move |work: &Self| {
             let recorded = exit.map(|exit| work.store.set_stage(&Stage::Exited { pid, exit }));
             if let Some(Err(step)) = recorded {
@@ -376,7 +380,7 @@ impl Work {
     ///
     /// # Errors
     /// Every step that failed.
-    pub async fn remove(self: &Arc<Self>) -> Result<(), Vec<Step>> {
+    pub async fn remove(self: &Arc<Self>) -> Result<(), Vec<StepError>> {
         // A shim that runs the pause as well must be rid of it before it ends.
         let mut errors = self.driver_cleanup_and(|_| Vec::new(), |_| Vec::new()).await;
         errors.extend(self.shim.end().await.err().unwrap_or_default());
@@ -391,6 +395,6 @@ impl Work {
     }
 }
 
-fn result(errors: Vec<Step>) -> Result<(), Vec<Step>> {
+fn result(errors: Vec<StepError>) -> Result<(), Vec<StepError>> {
     if errors.is_empty() { Ok(()) } else { Err(errors) }
 }

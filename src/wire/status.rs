@@ -4,7 +4,7 @@ use std::io;
 
 pub use ttrpc::Code;
 
-use crate::error::Step;
+use crate::error::StepError;
 use crate::podsandbox::Error;
 
 /// The longest error message that goes out, bytes. gRPC sends it in a header, which clients bound.
@@ -90,7 +90,7 @@ pub(super) fn name(code: Code) -> &'static str {
 }
 
 /// A node that ran out of something is told from a node that is broken.
-fn step_code(step: &Step) -> Code {
+fn step_code(step: &StepError) -> Code {
     match step.io().raw_os_error() {
         Some(
             libc::ENOSPC
@@ -133,8 +133,8 @@ pub(super) fn sandbox(error: &Error) -> &str {
 mod tests {
     use super::*;
 
-    fn step(errno: i32) -> Step {
-        Step::at("mount", "/run/x", io::Error::from_raw_os_error(errno))
+    fn step(errno: i32) -> StepError {
+        StepError::at("mount", "/run/x", io::Error::from_raw_os_error(errno))
     }
 
     /// One error of every variant, by number; the match makes a new variant fail to compile here.
@@ -218,7 +218,7 @@ mod tests {
     #[test]
     fn a_node_in_the_wrong_state_and_one_without_a_system_call_have_different_codes() {
         let of = |e: io::Error| {
-            code(&Error::Step { id: String::new(), verb: "create", step: Step::new("x", e) })
+            code(&Error::Step { id: String::new(), verb: "create", step: StepError::new("x", e) })
         };
         assert_eq!(
             of(io::Error::new(io::ErrorKind::Unsupported, "apart")),

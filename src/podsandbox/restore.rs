@@ -6,14 +6,14 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
+use super::machine::Phase;
 use super::sandbox::Sandbox;
-use super::state::Phase;
 use crate::exit::CLEANUP;
 use crate::pool::{self, Class};
 
-/// Where the healing of one sandbox stands.
+/// Where the restore_state of one sandbox stands.
 #[derive(Debug, Default)]
-pub struct Healing {
+pub struct RestoreState {
     /// The last try has failed.
     failing: AtomicBool,
     /// A task tries again until a try does not fail.
@@ -26,7 +26,7 @@ impl Sandbox {
     pub(super) fn heal(self: &Arc<Self>) {
         match self.work.restore() {
             Ok(restored) => {
-                let failed = self.healing.failing.swap(false, SeqCst);
+                let failed = self.restore_state.failing.swap(false, SeqCst);
                 if restored {
                     self.work.telemetry.healed_files.inc();
                 }
@@ -36,7 +36,7 @@ impl Sandbox {
             }
             Err(steps) => {
                 self.work.telemetry.healing_failures.inc();
-                if !self.healing.failing.swap(true, SeqCst) {
+                if !self.restore_state.failing.swap(true, SeqCst) {
                     for step in steps {
                         log::error!(sandbox = self.id(); "put back files that are gone: {step}");
                     }
@@ -48,7 +48,7 @@ impl Sandbox {
 
     /// Tries again with a growing delay, as long as the sandbox is ready.
     fn heal_later(self: &Arc<Self>) {
-        if self.healing.retrying.swap(true, SeqCst) {
+        if self.restore_state.retrying.swap(true, SeqCst) {
             return;
         }
         let sandbox = Arc::downgrade(self);
@@ -68,14 +68,14 @@ impl Sandbox {
     fn heal_again(self: &Arc<Self>) -> bool {
         if self.phase() == Phase::Ready {
             self.heal();
-            if self.healing.failing.load(SeqCst) {
+            if self.restore_state.failing.load(SeqCst) {
                 return false;
             }
         }
-        self.healing.retrying.store(false, SeqCst);
+        self.restore_state.retrying.store(false, SeqCst);
         // A try that failed meanwhile saw this task and began none: this one continues, unless a
         // later try has begun a new one.
-        !(self.phase() == Phase::Ready && self.healing.failing.load(SeqCst))
-            || self.healing.retrying.swap(true, SeqCst)
+        !(self.phase() == Phase::Ready && self.restore_state.failing.load(SeqCst))
+            || self.restore_state.retrying.swap(true, SeqCst)
     }
 }

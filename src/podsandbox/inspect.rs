@@ -6,15 +6,15 @@ use std::time::{Duration, SystemTime};
 
 use serde_json::{Value, json};
 
+use super::actor::Published;
+use super::jobs::Work;
+use super::machine::Phase;
 use super::metrics::usage::Usage;
-use super::owner::Published;
 use super::record::{Record, Stage};
-use super::state::Phase;
-use super::work::Work;
 use super::{Payload, status};
+use crate::log_context::Pod;
 use crate::process::Exit;
 use crate::time::rfc3339;
-use crate::trace::Pod;
 
 /// The namespaces of a process, as `/proc/PID/ns` names them.
 const NAMESPACES: [&str; 7] = ["cgroup", "ipc", "mnt", "net", "pid", "user", "uts"];
@@ -31,7 +31,7 @@ const LARGEST_REPORT: usize = 3 << 20;
 /// A line of the list of sandboxes. Callers choose what it is made of: each text in it has a bound,
 /// so that a page of lines fits an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Overview {
+pub struct SandboxSummary {
     /// The sandbox id.
     pub id: String,
     /// Its pod, as far as it is known.
@@ -54,7 +54,7 @@ pub struct Overview {
     pub usage: Option<Usage>,
 }
 
-impl Overview {
+impl SandboxSummary {
     /// Of a record that recovery could not take over.
     pub fn aside(id: &str, reason: &str) -> Self {
         Self {
@@ -92,8 +92,8 @@ impl Overview {
 }
 
 /// The line of a sandbox. `usage` is what its pod uses.
-pub(super) fn line(work: &Work, published: Published, usage: Option<Usage>) -> Overview {
-    Overview {
+pub(super) fn line(work: &Work, published: Published, usage: Option<Usage>) -> SandboxSummary {
+    SandboxSummary {
         id: work.site.id.to_string(),
         pod: work.subject.pod().clone(),
         state: published.phase.name(),
@@ -241,7 +241,7 @@ pub(super) fn pod(record: &Record) -> Pod {
         type_url: record.config.type_url.clone(),
         value: record.config.value.clone().into(),
     };
-    let Ok(config) = super::checked::decode_config(&record.id, &options) else {
+    let Ok(config) = super::validate::decode_config(&record.id, &options) else {
         return Pod::default();
     };
     let metadata = config.metadata.unwrap_or_default();

@@ -13,7 +13,7 @@ const SANDBOXES: &str = "sandboxes";
 /// Where the files of all sandboxes are: directories of which each has one of its own, named by its
 /// id.
 #[derive(Debug)]
-pub struct Roots {
+pub struct Layout {
     /// Of hostname, hosts, resolv.conf.
     pub root: PathBuf,
     /// Of the shared memory that CRI mounts.
@@ -22,7 +22,7 @@ pub struct Roots {
     pub records: PathBuf,
 }
 
-impl Roots {
+impl Layout {
     /// Those of a daemon.
     pub fn new(config: &Config) -> Self {
         Self {

@@ -11,16 +11,16 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 /// A shared text; its clones are the same text. As a key it is looked up by `str`, and a record has
 /// it as a plain string.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Text(Arc<str>);
+pub struct SandboxId(Arc<str>);
 
-impl Text {
+impl SandboxId {
     /// The text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 }
 
-impl Deref for Text {
+impl Deref for SandboxId {
     type Target = str;
 
     fn deref(&self) -> &str {
@@ -28,67 +28,67 @@ impl Deref for Text {
     }
 }
 
-impl Default for Text {
+impl Default for SandboxId {
     fn default() -> Self {
         Self::from("")
     }
 }
 
-impl Borrow<str> for Text {
+impl Borrow<str> for SandboxId {
     fn borrow(&self) -> &str {
         &self.0
     }
 }
 
-impl AsRef<str> for Text {
+impl AsRef<str> for SandboxId {
     fn as_ref(&self) -> &str {
         &self.0
     }
 }
 
-impl From<&str> for Text {
+impl From<&str> for SandboxId {
     fn from(text: &str) -> Self {
         Self(text.into())
     }
 }
 
-impl From<String> for Text {
+impl From<String> for SandboxId {
     fn from(text: String) -> Self {
         Self(text.into())
     }
 }
 
-impl PartialEq<str> for Text {
+impl PartialEq<str> for SandboxId {
     fn eq(&self, other: &str) -> bool {
         *self.0 == *other
     }
 }
 
-impl PartialEq<&str> for Text {
+impl PartialEq<&str> for SandboxId {
     fn eq(&self, other: &&str) -> bool {
         *self.0 == **other
     }
 }
 
-impl fmt::Display for Text {
+impl fmt::Display for SandboxId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
     }
 }
 
-impl fmt::Debug for Text {
+impl fmt::Debug for SandboxId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
     }
 }
 
-impl Serialize for Text {
+impl Serialize for SandboxId {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
         to.serialize_str(&self.0)
     }
 }
 
-impl<'de> Deserialize<'de> for Text {
+impl<'de> Deserialize<'de> for SandboxId {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         String::deserialize(from).map(Self::from)
     }
@@ -102,16 +102,16 @@ mod tests {
 
     #[test]
     fn a_record_has_it_as_a_plain_string() {
-        let text = Text::from("a\"ü");
+        let text = SandboxId::from("a\"ü");
         let json = serde_json::to_string(&text).unwrap();
         assert_eq!(json, serde_json::to_string("a\"ü").unwrap());
-        assert_eq!(serde_json::from_str::<Text>(&json).unwrap(), text);
+        assert_eq!(serde_json::from_str::<SandboxId>(&json).unwrap(), text);
         assert_eq!(format!("{text}{text:?}"), format!("{}{:?}", "a\"ü", "a\"ü"));
     }
 
     #[test]
     fn it_is_found_by_what_it_says() {
-        let known = HashMap::from([(Text::from("a"), 1)]);
+        let known = HashMap::from([(SandboxId::from("a"), 1)]);
         assert_eq!((known.get("a"), known.get("b")), (Some(&1), None));
     }
 }

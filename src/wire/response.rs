@@ -4,7 +4,7 @@ use std::any::Any;
 
 use protobuf::Message;
 
-use super::code::{self, Code, Status};
+use super::status::{self, Code, Status};
 use crate::podsandbox::Error;
 
 /// The largest message that is read, bytes: what containerd itself reads and sends.
@@ -45,7 +45,7 @@ pub(super) fn encode<M: Message>(method: &str, result: Result<M, Error>) -> Answ
                 }
                 _ => log::Level::Debug,
             };
-            log::log!(level, sandbox = code::sandbox(&error), call = method; "{method} failed: {error}");
+            log::log!(level, sandbox = status::sandbox(&error), call = method; "{method} failed: {error}");
             Err(status)
         }
     }
@@ -64,7 +64,7 @@ pub(super) fn fits(method: &str, answer: Answer, most: usize) -> Answer {
 
 /// The name of an answer's code, for counters.
 pub(super) fn code_of(answer: &Answer) -> &'static str {
-    answer.as_ref().err().map_or("OK", |status| code::name(status.code))
+    answer.as_ref().err().map_or("OK", |status| status::name(status.code))
 }
 
 /// What the caller of a handler that panicked is told.

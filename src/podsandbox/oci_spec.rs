@@ -35,10 +35,10 @@ use oci_spec::runtime::{
     Root, Spec, User,
 };
 
-use super::checked::decode_config;
-use super::files::Places;
+use super::files::SandboxFiles;
+use super::layout::Layout;
 use super::record::Record;
-use super::roots::Roots;
+use super::validate::decode_config;
 use super::{Error, Payload};
 use crate::cgroup::slice::is_slice;
 use crate::config::Config;
@@ -210,7 +210,7 @@ fn process(record: &Record, pod: &PodSandboxConfig) -> Process {
 
 fn mounts(record: &Record, pod: &PodSandboxConfig, config: &Config) -> Vec<Mount> {
     let plan = &record.plan;
-    let places = Places::new(&Arc::new(Roots::new(config)), &record.id);
+    let places = SandboxFiles::new(&Arc::new(Layout::new(config)), &record.id);
     let bind = ["rbind", "ro", "nosuid", "nodev", "noexec"];
     let shm = if record.files.shm { places.shm() } else { SHM.into() };
     let sys_mode = if privileged(pod) { "rw" } else { "ro" };
@@ -289,8 +289,8 @@ fn namespaces(record: &Record, config: &Config) -> Vec<LinuxNamespace> {
     // A runtime can join the user namespace that owns the network namespace only by a path.
     let pinned = record.driver == driver::NAME && plan.netns.is_some();
     let pinned = pinned.then(|| {
-        let roots = Roots::new(config);
-        shim::user_namespace(&roots.of(&record.id).join(record.id.as_str()))
+        let layout = Layout::new(config);
+        shim::user_namespace(&layout.of(&record.id).join(record.id.as_str()))
     });
     let private = |kind, namespace| (namespace == Namespace::Private).then_some((kind, None));
     let all = [
@@ -309,7 +309,7 @@ fn namespaces(record: &Record, config: &Config) -> Vec<LinuxNamespace> {
     all.into_iter().flatten().map(described).collect()
 }
 
-/// The pause's cgroup: a path below the hierarchies' roots, or `slice:prefix:name` as runc and NRI
+/// The pause's cgroup: a path below the hierarchies' layout, or `slice:prefix:name` as runc and NRI
 /// write a systemd scope.
 fn cgroups_path(record: &Record, config: &Config) -> Option<String> {
     let plan = &record.plan;
