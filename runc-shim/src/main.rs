@@ -2,6 +2,7 @@
 //! pod on a socket that it is handed as descriptor 3, and runs runc or crun. One thread.
 
 mod cgroup;
+mod cleanup;
 mod commands;
 mod container;
 mod create;
@@ -11,6 +12,7 @@ mod events;
 mod exec;
 mod exits;
 mod frame;
+mod idmap;
 mod io;
 mod log;
 mod memory;
@@ -46,7 +48,15 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Result<(), Error> {
-    let namespace = namespace(env::args().skip(1))?;
+    let arguments = Arguments::parse(env::args().skip(1))?;
+    match arguments.action.as_str() {
+        "" => serve(arguments),
+        "delete" => cleanup::delete(&arguments),
+        other => Err(Error::unknown(format!("{other:?} is for shims that start themselves"))),
+    }
+}
+
+fn serve(arguments: Arguments) -> Result<(), Error> {
     let listener = sys::inherited(SOCKET)
         .ok_or_else(|| Error::unknown("descriptor 3 is no socket: not started by the daemon"))?;
     // Who can trace this process is root in the node; a core would hold what containers have said.
@@ -56,28 +66,48 @@ fn run() -> Result<(), Error> {
         .context("become subreaper")?;
     let children = sys::child_signals().context("watch children")?;
     let address = env::var("TTRPC_ADDRESS").ok().filter(|address| !address.is_empty());
-    shim::Shim::new(listener, children, namespace, address)?.run()
+    shim::Shim::new(listener, children, arguments.namespace, address)?.run()
 }
 
-/// The namespace in the arguments of containerd's shims, of which no other is needed.
-fn namespace(mut arguments: impl Iterator<Item = String>) -> Result<String, Error> {
-    let mut namespace = String::new();
-    while let Some(argument) = arguments.next() {
-        let name = argument.trim_start_matches('-');
-        match name.split_once('=') {
-            Some(("namespace", value)) => namespace = value.to_owned(),
-            Some(_) => {}
-            None if name == "namespace" => namespace = arguments.next().unwrap_or_default(),
-            None if ["id", "address", "publish-binary", "bundle", "socket"].contains(&name) => {
-                arguments.next();
+/// What is used of the arguments of containerd's shims.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Arguments {
+    /// containerd's namespace.
+    pub namespace: String,
+    /// The container to delete.
+    pub id: String,
+    /// Its bundle.
+    pub bundle: String,
+    /// What is to be done; empty: to serve.
+    pub action: String,
+}
+
+impl Arguments {
+    fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self, Error> {
+        let mut parsed = Self::default();
+        while let Some(argument) = arguments.next() {
+            let Some(flag) = argument.strip_prefix('-') else {
+                parsed.action = argument;
+                continue;
+            };
+            let flag = flag.trim_start_matches('-');
+            let (name, value) = match flag.split_once('=') {
+                Some((name, value)) => (name, value.to_owned()),
+                None if flag == "debug" => continue,
+                None => (flag, arguments.next().unwrap_or_default()),
+            };
+            match name {
+                "namespace" => parsed.namespace = value,
+                "id" => parsed.id = value,
+                "bundle" => parsed.bundle = value,
+                _ => {}
             }
-            None => {}
         }
+        if parsed.namespace.is_empty() || parsed.namespace.contains('/') {
+            return Err(Error::unknown("-namespace names no namespace"));
+        }
+        Ok(parsed)
     }
-    if namespace.is_empty() || namespace.contains('/') {
-        return Err(Error::unknown("-namespace names no namespace"));
-    }
-    Ok(namespace)
 }
 
 #[cfg(test)]
@@ -85,11 +115,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_namespace_is_found_among_the_arguments() {
-        let of = |line: &str| namespace(line.split_whitespace().map(str::to_owned)).ok();
-        let found = Some("k8s.io".to_owned());
-        assert_eq!(of("-namespace k8s.io -id a -address /run/c.sock"), found);
-        assert_eq!(of("-id -namespace --namespace=k8s.io"), found);
+    fn arguments_are_those_of_containerd_s_shims() {
+        let of = |line: &str| Arguments::parse(line.split_whitespace().map(str::to_owned)).ok();
+        let serve =
+            Arguments { namespace: "k8s.io".to_owned(), id: "a".to_owned(), ..Default::default() };
+        assert_eq!(of("-namespace k8s.io -id a -address /run/c.sock"), Some(serve));
+        let delete = Arguments {
+            namespace: "k8s.io".to_owned(),
+            id: "-namespace".to_owned(),
+            bundle: "/b".to_owned(),
+            action: "delete".to_owned(),
+        };
+        let line = "-debug -id -namespace --namespace=k8s.io -publish-binary c -bundle /b delete";
+        assert_eq!(of(line), Some(delete));
         assert_eq!(of("-id a"), None);
         assert_eq!(of("-namespace ../a"), None);
     }

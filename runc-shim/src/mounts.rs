@@ -1,6 +1,7 @@
 //! The root file system of a container: mounts in containerd's form, made and undone.
 
 use std::fs::{self, File};
+use std::os::fd::AsFd as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
@@ -11,9 +12,13 @@ use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags};
 
 use crate::error::{Code, Context as _, Error};
+use crate::idmap;
 
-/// Longest data of a mount; the kernel takes one page, and the rest is for what it adds.
-const LONGEST: usize = 4096 - 512;
+/// What the kernel takes as data of a mount: less than one page.
+const PAGE: usize = 4096;
+
+/// Longest data of an overlay before its directories are shortened.
+const LONGEST: usize = PAGE - 512;
 
 /// A mount point may be busy for a moment.
 const BUSY_TRIES: u32 = 50;
@@ -99,9 +104,10 @@ pub fn mount_all(mounts: &[Mount], root: &Path) -> Result<(), Error> {
         Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
         other => other.context(format_args!("make directory {}", root.display()))?,
     }
+    let beside = root.parent().unwrap_or(root);
     let made = mounts.iter().try_for_each(|mount| {
         let target = below(root, &mount.target);
-        mount_one(mount, &target).context(format_args!(
+        mount_one(mount, &target, beside).context(format_args!(
             "mount source {:?} at {:?}, fstype {}",
             mount.source,
             target.display(),
@@ -121,20 +127,43 @@ fn below(root: &Path, target: &str) -> PathBuf {
     plain.fold(root.to_owned(), |path, part| path.join(part))
 }
 
-fn mount_one(mount: &Mount, target: &Path) -> Result<(), Error> {
+fn mount_one(mount: &Mount, target: &Path, beside: &Path) -> Result<(), Error> {
     let mut options = Options::parse(&mount.options)?;
+    if options.loops || mount.type_.starts_with("fuse.") || mount.type_.starts_with("fuse3.") {
+        let message = "loop devices and FUSE helpers are not supported";
+        return Err(Error::new(Code::Unimplemented, message));
+    }
+    let users = match (&options.users, &options.groups) {
+        (Some(users), Some(groups)) => Some(idmap::user_namespace(users, groups)?),
+        _ => None,
+    };
+    let is_overlay = mount.type_ == "overlay";
+    let lower = match &users {
+        // An overlay takes no map itself: its lower directories are mapped.
+        Some(users) if is_overlay => {
+            Some(idmap::Lower::map(&mut options.data, beside, users.as_fd())?)
+        }
+        _ => None,
+    };
     let mut directory = None;
-    if mount.type_ == "overlay" && options.data.join(",").len() >= LONGEST {
+    if is_overlay && options.data.join(",").len() >= LONGEST {
         directory = shorten(&mut options.data);
     }
     let data = options.data.join(",");
+    if data.len() >= PAGE {
+        // The kernel would cut it.
+        return Err(Error::new(Code::InvalidArgument, "mount options is too long"));
+    }
     let in_directory = directory.map(Directory::enter).transpose()?;
     let mounted = call_mount(mount, &options, target, &data);
-    drop(in_directory);
+    drop((in_directory, lower));
     mounted?;
     if options.flags.contains(MountFlags::BIND | MountFlags::RDONLY) {
         let flags = options.flags;
         rustix::mount::mount_remount(target, flags, c"").context("remount read-only")?;
+    }
+    if let (Some(users), false) = (&users, is_overlay) {
+        idmap::mount(target, target, users.as_fd(), false)?;
     }
     Ok(())
 }
@@ -152,7 +181,7 @@ fn call_mount(mount: &Mount, options: &Options, target: &Path, data: &str) -> Re
 
 /// Makes the lower directories of an overlay relative to the directory in which they all lie, and
 /// returns that.
-fn shorten(data: &mut [String]) -> Option<PathBuf> {
+pub fn shorten(data: &mut [String]) -> Option<PathBuf> {
     let option = data.iter_mut().find(|option| option.starts_with("lowerdir="))?;
     let dirs: Vec<&str> = option.strip_prefix("lowerdir=")?.split(':').collect();
     let (first, rest) = dirs.split_first()?;

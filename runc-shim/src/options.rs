@@ -45,7 +45,12 @@ fn is(any: &Any, name: &str) -> bool {
 
 /// Where the runtime keeps the state of a namespace's containers.
 pub fn state_root(options: &Options, namespace: &str) -> String {
-    let root = if options.root.is_empty() { ROOT } else { &options.root };
+    root_of(&options.root, namespace)
+}
+
+/// The same by the option's value.
+pub fn root_of(root: &str, namespace: &str) -> String {
+    let root = if root.is_empty() { ROOT } else { root };
     format!("{}/{namespace}", root.trim_end_matches('/'))
 }
 

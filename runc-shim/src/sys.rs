@@ -154,6 +154,50 @@ fn become_program(work: &Work<'_>) -> c_int {
     errno()
 }
 
+/// Maps the users of a detached mount by a user namespace (`mount_setattr`).
+pub fn map_mount(mount: BorrowedFd<'_>, users: BorrowedFd<'_>, read_only: bool) -> io::Result<()> {
+    let attributes = libc::mount_attr {
+        attr_set: libc::MOUNT_ATTR_IDMAP | if read_only { libc::MOUNT_ATTR_RDONLY } else { 0 },
+        attr_clr: 0,
+        propagation: 0,
+        userns_fd: u64::try_from(users.as_raw_fd()).unwrap_or(u64::MAX),
+    };
+    // SAFETY: the path is an empty string, and the structure has the size that is passed.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            mount.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            &raw const attributes,
+            size_of::<libc::mount_attr>(),
+        )
+    };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Starts a process in a new user namespace that only waits to be killed; its pid. The namespace
+/// lives as long as the process or a descriptor of it.
+pub fn user_namespace_holder() -> io::Result<i32> {
+    // SAFETY: a clone without shared memory and without a new stack is a fork. The child calls
+    // nothing but two system calls that take no memory.
+    unsafe {
+        let flags = libc::CLONE_NEWUSER | libc::SIGCHLD;
+        let zero = 0 as libc::c_ulong;
+        let pid = libc::syscall(libc::SYS_clone, flags as libc::c_ulong, zero, zero, zero, zero);
+        if pid == 0 {
+            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as libc::c_ulong, 0, 0, 0);
+            loop {
+                libc::pause();
+            }
+        }
+        if pid < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        i32::try_from(pid).map_err(io::Error::other)
+    }
+}
+
 /// Sends a signal to a process that this one has not reaped.
 pub fn kill(pid: i32, signal: i32) -> io::Result<()> {
     // SAFETY: kill takes no pointer.

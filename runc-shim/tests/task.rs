@@ -5,6 +5,7 @@
 mod pod;
 
 use containerd_shim_protos::api::*;
+use containerd_shim_protos::protobuf::Message as _;
 use containerd_shim_protos::ttrpc::Code;
 use pod::{Container, Pod, code, context, eventually, exists, reader, write};
 
@@ -350,4 +351,138 @@ fn a_shim_with_containers_does_not_shut_down() {
     assert_eq!(pod.status("a"), Status::RUNNING);
     pod.end("a");
     pod.shut_down();
+}
+
+#[test]
+fn resources_are_changed() {
+    let mut pod = Pod::new();
+    let with = Container { memory: Some(64 << 20), ..Default::default() };
+    pod.run("a", "sleep 1000", &with);
+    let mut request = UpdateTaskRequest::new();
+    request.id = pod.id("a");
+    request.resources.mut_or_insert_default().value =
+        br#"{"memory":{"limit":33554432,"swap":33554432}}"#.to_vec();
+    pod.client.update(context(), &request).unwrap();
+    request.resources.mut_or_insert_default().value = b"rubbish".to_vec();
+    let refused = pod.client.update(context(), &request).unwrap_err();
+    assert_eq!(code(&refused), Code::INVALID_ARGUMENT);
+    pod.end("a");
+    pod.shut_down();
+}
+
+#[test]
+fn output_goes_to_files_and_programs() {
+    let mut pod = Pod::new();
+    let file = pod.path("logs/file");
+    let with = Container {
+        stdout: format!("file://{file}"),
+        stderr: format!("file://{file}"),
+        ..Default::default()
+    };
+    pod.run("a", "echo out; echo err >&2", &with);
+    pod.wait("a", "").unwrap();
+    pod.delete("a", "").unwrap();
+    let written = std::fs::read_to_string(&file).unwrap();
+    assert!(written.contains("out\n") && written.contains("err\n"), "{written:?}");
+
+    let (script, log) = (pod.path("logger"), pod.path("log"));
+    let text = format!(
+        "#!/bin/sh\necho ready >&5; exec 5>&-\n{{ echo $CONTAINER_NAMESPACE $1 $2; cat <&3; cat <&4; \
+         echo end; }} >{log}\n"
+    );
+    std::fs::write(&script, text).unwrap();
+    std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    for (id, scheme) in [("b", "binary"), ("c", "binary-v2")] {
+        let with =
+            Container { stdout: format!("{scheme}://{script}?--a=b%20c"), ..Default::default() };
+        pod.run(id, "echo out; echo err >&2", &with);
+        pod.wait(id, "").unwrap();
+        let whole = eventually("the program's end", || {
+            std::fs::read_to_string(&log).ok().filter(|text| text.ends_with("end\n"))
+        });
+        assert_eq!(whole, "test --a b c\nout\nerr\nend\n");
+        std::fs::remove_file(&log).unwrap();
+        pod.delete(id, "").unwrap();
+    }
+    let with = Container { stdout: "binary-v2:///bin/true".to_owned(), ..Default::default() };
+    let error = pod.try_create("d", "true", &with).unwrap_err().to_string();
+    assert!(error.contains("did not call ready"), "{error}");
+    pod.shut_down();
+}
+
+#[test]
+fn root_file_systems_are_mounted_and_unmounted() {
+    let mut pod = Pod::new();
+    let lower = pod.path("root");
+    let layers: Vec<String> =
+        (0..110).map(|number| pod.path(&format!("layers/{number:0>20}"))).collect();
+    for dir in layers.iter().chain([&pod.path("upper"), &pod.path("work")]) {
+        std::fs::create_dir_all(dir).unwrap();
+    }
+    let overlay = |dirs: &[String], more: &[&str]| {
+        let mut mount = Mount::new();
+        (mount.type_, mount.source) = ("overlay".to_owned(), "overlay".to_owned());
+        mount.options = vec![format!("lowerdir={}", dirs.join(":"))];
+        mount.options.extend(more.iter().map(|option| (*option).to_owned()));
+        mount
+    };
+    let mounts = || std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+    // Longer than the kernel takes at once.
+    let mut dirs = layers.clone();
+    dirs.push(lower.clone());
+    assert!(dirs.join(":").len() > 4096);
+    let with = Container { rootfs: vec![overlay(&dirs, &["ro"])], ..Default::default() };
+    let rootfs = pod.bundle("a").join("rootfs").display().to_string();
+    pod.run("a", "exit 3", &with);
+    assert!(mounts().contains(&rootfs));
+    assert_eq!(pod.wait("a", "").unwrap(), 3);
+    pod.delete("a", "").unwrap();
+    assert!(!mounts().contains(&rootfs));
+
+    let with = Container {
+        rootfs: vec![overlay(
+            &[lower.clone(), layers[0].clone()],
+            &["uidmap=0:70000:65536", "gidmap=0:70000:65536"],
+        )],
+        ..Default::default()
+    };
+    pod.create("b", "true", &with);
+    use std::os::unix::fs::MetadataExt as _;
+    let rootfs = pod.bundle("b").join("rootfs");
+    assert_eq!(std::fs::metadata(rootfs.join("bin/busybox")).unwrap().uid(), 70000);
+    assert!(!exists(pod.bundle("b").join("idmapped")));
+    pod.kill("b", "", 9).unwrap();
+    pod.wait("b", "").unwrap();
+    pod.delete("b", "").unwrap();
+
+    let mut refused = overlay(&dirs, &["X-containerd.mkdir.path=/a"]);
+    let with = Container { rootfs: vec![refused.clone()], ..Default::default() };
+    let error = pod.try_create("c", "true", &with).unwrap_err();
+    assert_eq!(code(&error), Code::INVALID_ARGUMENT);
+    // What was mounted before the one that fails is undone.
+    refused.options = vec!["lowerdir=/no/such".to_owned()];
+    let with = Container { rootfs: vec![overlay(&dirs, &["ro"]), refused], ..Default::default() };
+    pod.try_create("c", "true", &with).unwrap_err();
+    assert!(!mounts().contains(&pod.bundle("c").display().to_string()));
+    pod.shut_down();
+}
+
+#[test]
+fn what_a_dead_shim_has_left_is_deleted() {
+    let mut pod = Pod::new();
+    let pid = pod.run("a", "sleep 1000", &Container::default());
+    pod.shim.kill().unwrap();
+    pod.shim.wait().unwrap();
+    assert!(exists(format!("/proc/{pid}")));
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_pause-sandboxer-runc-shim"))
+        .args(["-namespace", "test", "-id", &pod.id("a"), "-bundle"])
+        .arg(pod.bundle("a"))
+        .arg("delete")
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let deleted = DeleteResponse::parse_from_bytes(&output.stdout).unwrap();
+    assert_eq!((deleted.pid, deleted.exit_status), (pid, 137));
+    let left = format!("{}/{}", pod.path("runc/test"), pod.id("a"));
+    assert!(!exists(&left), "{left}");
 }

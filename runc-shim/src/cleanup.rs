@@ -1,0 +1,72 @@
+//! The `delete` of a shim's command line: removes what a container of a dead shim has left.
+
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+use containerd_shim_protos::api::DeleteResponse;
+use protobuf::{Message as _, MessageField};
+use rustix::process::{Pid, WaitOptions};
+use serde::Deserialize;
+
+use crate::error::{Context as _, Error};
+use crate::exits::Exit;
+use crate::runtime::{self, Place, Runtime};
+use crate::{Arguments, log, mounts, options};
+
+/// The options of a bundle, as [`crate::options::write`] writes them.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Known {
+    binary_name: String,
+    root: String,
+    systemd_cgroup: bool,
+}
+
+/// Kills and deletes the container of the bundle, and says so on standard output.
+pub fn delete(arguments: &Arguments) -> Result<(), Error> {
+    let bundle = bundle(arguments)?;
+    let text = std::fs::read(bundle.join("options.json")).unwrap_or_default();
+    let known: Known = serde_json::from_slice(&text).unwrap_or_default();
+    let named = std::fs::read_to_string(bundle.join("runtime")).unwrap_or_default();
+    let runtime = Runtime {
+        binary: if named.is_empty() { known.binary_name } else { named },
+        root: options::root_of(&known.root, &arguments.namespace),
+        systemd_cgroup: known.systemd_cgroup,
+    };
+    // A container that the runtime does not know is deleted.
+    if runtime.knows(&arguments.id)
+        && let Err(e) = run(&runtime, &arguments.id, &bundle)
+    {
+        log::error(format_args!("container {}: {e}", arguments.id));
+    }
+    mounts::unmount_all(&bundle.join("rootfs"))?;
+    let exit = Exit::now(137);
+    let mut response = DeleteResponse::new();
+    response.exit_status = exit.status;
+    response.exited_at = MessageField::some(exit.at());
+    let pid = runtime::read_pid(&bundle.join("init.pid")).ok();
+    response.pid = pid.and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0);
+    std::io::stdout().write_all(&response.write_to_bytes()?).context("write answer")
+}
+
+fn run(runtime: &Runtime, id: &str, bundle: &Path) -> Result<(), Error> {
+    let mut command = runtime.start(&["delete", "--force", id], &Place::default())?;
+    let pid = Pid::from_raw(command.pid);
+    loop {
+        match rustix::process::waitpid(pid, WaitOptions::empty()) {
+            Err(rustix::io::Errno::INTR) => {}
+            Ok(Some((_, status))) if status.exit_status() == Some(0) => return Ok(()),
+            Ok(_) => return Err(command.failure("failed to delete task", 1, bundle)),
+            Err(e) => return Err(e.into()),
+        }
+    }
+}
+
+/// The bundle that is named, or the one beside the working directory.
+fn bundle(arguments: &Arguments) -> Result<PathBuf, Error> {
+    if !arguments.bundle.is_empty() {
+        return Ok(PathBuf::from(&arguments.bundle));
+    }
+    let here = std::env::current_dir().context("find bundle")?;
+    Ok(here.parent().unwrap_or(&here).join(&arguments.id))
+}

@@ -1,0 +1,113 @@
+//! Mounts whose users are mapped (`uidmap`, `gidmap`).
+
+use std::fs::{self, File};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::CWD;
+use rustix::mount::{MoveMountFlags, OpenTreeFlags, UnmountFlags};
+use rustix::process::{Pid, WaitOptions};
+
+use crate::error::{Code, Context as _, Error};
+use crate::sys;
+
+/// A user namespace with these maps, as a mount's options have them: `CONTAINER:HOST:SIZE`, more
+/// than one separated by commas.
+pub fn user_namespace(users: &str, groups: &str) -> Result<OwnedFd, Error> {
+    let (users, groups) = (id_map(users)?, id_map(groups)?);
+    let holder = Holder(sys::user_namespace_holder().context("make user namespace")?);
+    let file = |name: &str| PathBuf::from(format!("/proc/{}/{name}", holder.0));
+    fs::write(file("uid_map"), users).context("write user map")?;
+    fs::write(file("gid_map"), groups).context("write group map")?;
+    let namespace = File::open(file("ns/user")).context("open user namespace")?;
+    Ok(namespace.into())
+}
+
+/// The form in which the kernel takes a map.
+fn id_map(map: &str) -> Result<String, Error> {
+    let malformed = || Error::new(Code::InvalidArgument, format!("id map {map:?}"));
+    let mut lines = String::new();
+    for entry in map.split(',') {
+        let numbers: Vec<u32> = entry.split(':').filter_map(|part| part.parse().ok()).collect();
+        let [container, host, size] = numbers[..] else { return Err(malformed()) };
+        lines.push_str(&format!("{container} {host} {size}\n"));
+    }
+    Ok(lines)
+}
+
+/// A process that only holds a namespace.
+struct Holder(i32);
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        let _ = sys::kill(self.0, libc::SIGKILL);
+        let pid = Pid::from_raw(self.0);
+        while rustix::process::waitpid(pid, WaitOptions::empty())
+            .is_err_and(|e| e == rustix::io::Errno::INTR)
+        {}
+    }
+}
+
+/// Mounts `source` at `target` once more, with its users mapped.
+pub fn mount(
+    source: &Path,
+    target: &Path,
+    users: BorrowedFd<'_>,
+    read_only: bool,
+) -> Result<(), Error> {
+    let what = || format!("map users of {}", source.display());
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+    let tree = rustix::mount::open_tree(CWD, source, flags).context(what())?;
+    sys::map_mount(tree.as_fd(), users, read_only).context(what())?;
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+    rustix::mount::move_mount(&tree, c"", CWD, target, flags).context(what())
+}
+
+/// The lower directories of an overlay with their users mapped, as long as this lives; the overlay
+/// keeps what it needs of them.
+#[derive(Debug)]
+pub struct Lower(PathBuf);
+
+impl Lower {
+    /// Maps the directory in which all lower directories lie, below `beside`, and makes the option
+    /// name them there.
+    pub fn map(data: &mut [String], beside: &Path, users: BorrowedFd<'_>) -> Result<Self, Error> {
+        let apart =
+            || Error::new(Code::InvalidArgument, "lower directories lie in no directory to map");
+        let common = super::mounts::shorten(data).ok_or_else(apart)?;
+        let dir = beside.join("idmapped");
+        fs::create_dir_all(&dir).context(format_args!("make directory {}", dir.display()))?;
+        let made = Self(dir);
+        mount(&common, &made.0, users, true)?;
+        for option in data.iter_mut() {
+            if let Some(dirs) = option.strip_prefix("lowerdir=") {
+                let place = |dir: &str| made.0.join(dir).display().to_string();
+                let dirs: Vec<String> = dirs.split(':').map(place).collect();
+                *option = format!("lowerdir={}", dirs.join(":"));
+            }
+        }
+        Ok(made)
+    }
+}
+
+impl Drop for Lower {
+    fn drop(&mut self) {
+        // Not mounted, if that has failed.
+        let _ = rustix::mount::unmount(&self.0, UnmountFlags::DETACH);
+        let _ = fs::remove_dir(&self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn maps_have_the_kernel_s_form() {
+        assert_eq!(id_map("0:65536:1000").unwrap(), "0 65536 1000\n");
+        assert_eq!(id_map("0:1:2,5:6:7").unwrap(), "0 1 2\n5 6 7\n");
+        for malformed in ["", "0:1", "0:1:2:3", "a:b:c", "0:1:2,"] {
+            assert!(id_map(malformed).is_err(), "{malformed}");
+        }
+    }
+}
