@@ -8,7 +8,7 @@ use std::time::SystemTime;
 
 use anyhow::Result;
 use pause_sandboxer::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Payload, Platform, SandboxInfo, Started, StatusReport,
+    CreateRequest, Error, Exit, Metric, Payload, Platform, SandboxInfo, StartResponse, StatusReport,
 };
 use pause_sandboxer::wire::{SandboxService, Server, bind};
 use tokio::sync::watch;
@@ -44,8 +44,8 @@ impl SandboxService for Floor {
         Ok(())
     }
 
-    async fn start(&self, id: &str) -> Result<Started, Error> {
-        Ok(Started {
+    async fn start(&self, id: &str) -> Result<StartResponse, Error> {
+        Ok(StartResponse {
             // Some process that lives; no container is started in these pods.
             pid: std::process::id(),
             created_at: self.find(id)?.created_at,

@@ -1,4 +1,4 @@
-//! The nine verbs of `sandbox.Controller`: sandbox id to sandbox. No wire types, no system calls.
+//! The nine RPCs of `sandbox.Controller`: sandbox id to sandbox. No wire types, no system calls.
 
 use std::collections::BTreeMap;
 use std::future::ready;
@@ -11,7 +11,7 @@ use crate::id::SandboxId;
 use crate::podsandbox::recover::{self, Recovered};
 use crate::podsandbox::{
     self, CreateRequest, Environment, Error, Exit, Metric, Phase, Platform, Sandbox, SandboxInfo,
-    SandboxSummary, Started, StatusReport,
+    SandboxSummary, StartResponse, StatusReport,
 };
 use crate::pool::{self, Class};
 use crate::telemetry::{Census, Telemetry};
@@ -32,8 +32,8 @@ enum Slot {
     Reserved,
     /// A sandbox.
     Live(Arc<Sandbox>),
-    /// A record that recovery could not take over; the reason.
-    Aside(Arc<String>),
+    /// A record that recovery could not adopt; the reason.
+    Quarantined(Arc<String>),
 }
 
 #[derive(Debug, Default)]
@@ -66,7 +66,7 @@ impl Drop for Reserved {
 }
 
 impl Controller {
-    /// Takes over what an earlier daemon left. To be done before any call is answered.
+    /// Adopts what an earlier daemon left. To be done before any call is answered.
     ///
     /// # Errors
     /// When the directory of the records cannot be made or read.
@@ -75,7 +75,8 @@ impl Controller {
         let register = sandboxes.clone();
         let begun = std::time::Instant::now();
         let recovered = recover::recover(&environment, move |id| register.free(id)).await?;
-        let aside = recovered.iter().filter(|one| matches!(one, Recovered::Aside { .. })).count();
+        let aside =
+            recovered.iter().filter(|one| matches!(one, Recovered::Quarantined { .. })).count();
         environment.telemetry.recovered(begun.elapsed(), recovered.len() - aside, aside);
         {
             let mut slots = sandboxes.turn();
@@ -86,7 +87,9 @@ impl Controller {
                     Recovered::Sandbox(sandbox) => {
                         (sandbox.shared_id().clone(), Slot::Live(Arc::new(sandbox)))
                     }
-                    Recovered::Aside { id, reason } => (id.into(), Slot::Aside(reason.into())),
+                    Recovered::Quarantined { id, reason } => {
+                        (id.into(), Slot::Quarantined(reason.into()))
+                    }
                 };
                 slots.insert(id, slot);
             }
@@ -120,7 +123,7 @@ impl Controller {
             Ok(())
         });
         let fault = |e: tokio::task::JoinError| {
-            Err(Error::Fault { id: id.to_string(), verb: "create", reason: e.to_string() })
+            Err(Error::Fault { id: id.to_string(), rpc: "create", reason: e.to_string() })
         };
         job.await.unwrap_or_else(fault)
     }
@@ -130,7 +133,7 @@ impl Controller {
     ///
     /// # Errors
     /// [`Error::State`] unless it was just created; else the failed step, and nothing is left.
-    pub async fn start(&self, id: &str) -> Result<Started, Error> {
+    pub async fn start(&self, id: &str) -> Result<StartResponse, Error> {
         self.find(id)?.start().await
     }
 
@@ -147,12 +150,12 @@ impl Controller {
     /// Ends the pause and answers when its exit is recorded and its shared memory is unmounted.
     ///
     /// # Errors
-    /// The failed step; the rest goes on in the background.
+    /// The failed step; the rest continues in the background.
     pub async fn stop(&self, id: &str) -> Result<(), Error> {
         self.find(id)?.stop().await
     }
 
-    /// Answers when the pause has ended, before or after it did.
+    /// Answers when the pause has exited, before or after it did.
     ///
     /// # Errors
     /// [`Error::NotFound`].
@@ -165,10 +168,10 @@ impl Controller {
         }
     }
 
-    /// What is published of the sandbox; mends its files.
+    /// What is published of the sandbox; restores its files.
     ///
     /// # Errors
-    /// [`Error::NotFound`], or the failed step of the mending.
+    /// [`Error::NotFound`], or the failed step of the restoring.
     pub async fn status(&self, id: &str, verbose: bool) -> Result<StatusReport, Error> {
         self.find(id)?.status(verbose).await
     }
@@ -230,15 +233,15 @@ impl Controller {
         slots.truncate(most);
         let lines = move || {
             let line = |(id, slot): &(SandboxId, Slot)| match slot {
-                Slot::Live(sandbox) => Some(sandbox.overview(usage)),
-                Slot::Aside(reason) => Some(SandboxSummary::aside(id, reason)),
+                Slot::Live(sandbox) => Some(sandbox.summary(usage)),
+                Slot::Quarantined(reason) => Some(SandboxSummary::quarantined(id, reason)),
                 Slot::Reserved => None,
             };
             slots.iter().filter_map(line).collect()
         };
         let lines = pool::run(Class::Query, lines).await;
         let fault =
-            |e: StepError| Error::Fault { id: String::new(), verb: "list", reason: e.to_string() };
+            |e: StepError| Error::Fault { id: String::new(), rpc: "list", reason: e.to_string() };
         Ok((lines.map_err(fault)?, more))
     }
 
@@ -253,11 +256,13 @@ impl Controller {
             Some(Slot::Live(sandbox)) => {
                 pool::run(Class::Query, move || sandbox.inspect()).await.map_err(|e| Error::Fault {
                     id: id.to_owned(),
-                    verb: "inspect",
+                    rpc: "inspect",
                     reason: e.to_string(),
                 })
             }
-            Some(Slot::Aside(reason)) => Ok(SandboxSummary::aside(id, &reason).to_json()),
+            Some(Slot::Quarantined(reason)) => {
+                Ok(SandboxSummary::quarantined(id, &reason).to_json())
+            }
             Some(Slot::Reserved) | None => Err(Error::NotFound { id: id.to_owned() }),
         }
     }
@@ -270,7 +275,7 @@ impl Controller {
     /// How many sandboxes there are of which kind.
     pub fn census(&self) -> Census {
         let lines: Vec<SandboxSummary> =
-            self.live().iter().map(|sandbox| sandbox.overview(false)).collect();
+            self.live().iter().map(|sandbox| sandbox.summary(false)).collect();
         Census {
             cleanups_pending: lines.iter().filter(|line| line.failed_cleanups > 0).count(),
             sandboxes: lines.into_iter().map(|line| (line.state, line.driver)).collect(),
@@ -283,7 +288,7 @@ impl Controller {
         self.stopping.store(true, Ordering::Release);
         let live: Vec<Arc<Sandbox>> = self.live();
         futures::future::join_all(live.iter().map(|sandbox| sandbox.at_rest())).await;
-        recover::let_go(&self.environment);
+        recover::unmount_if_empty(&self.environment);
     }
 
     /// All sandboxes, in no order.
@@ -309,10 +314,10 @@ impl Controller {
         self.check(id)?;
         match self.sandboxes.turn().get(id) {
             Some(Slot::Live(sandbox)) => Ok(sandbox.clone()),
-            Some(Slot::Aside(reason)) => Err(Error::Fault {
+            Some(Slot::Quarantined(reason)) => Err(Error::Fault {
                 id: id.to_owned(),
-                verb: "recovery",
-                reason: format!("kept aside: {reason}"),
+                rpc: "recovery",
+                reason: format!("quarantined: {reason}"),
             }),
             Some(Slot::Reserved) | None => Err(Error::NotFound { id: id.to_owned() }),
         }

@@ -93,14 +93,20 @@ impl StepErrors {
     }
 
     /// Adds the failures of a list of steps.
-    pub fn check_all(&mut self, steps: Result<(), Self>) {
-        self.0.extend(steps.err().unwrap_or_default());
+    pub fn check_all<E: IntoIterator<Item = StepError>>(&mut self, steps: Result<(), E>) {
+        self.0.extend(steps.err().into_iter().flatten());
     }
 }
 
 impl From<StepError> for StepErrors {
     fn from(step: StepError) -> Self {
         Self(vec![step])
+    }
+}
+
+impl From<Vec<StepError>> for StepErrors {
+    fn from(steps: Vec<StepError>) -> Self {
+        Self(steps)
     }
 }
 

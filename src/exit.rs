@@ -1,22 +1,42 @@
-//! The end of a sandbox's pause, which its owner waits for, and the back-off of cleanups that
-//! failed.
+//! The exit of a sandbox's pause, which its actor waits for, and the backoff of the cleanup after
+//! it.
 
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
+use futures::FutureExt as _;
 use futures::future::BoxFuture;
 
 use crate::process::{Exit, Process};
 
-/// The end of `pause`, seen also when it is before the first look: a pidfd is level-triggered.
-pub fn end_of(pause: Arc<dyn Process>) -> BoxFuture<'static, Exit> {
-    Box::pin(async move {
-        let exit = pause.exited().await;
-        // The process is reaped; its descriptors go before its end is known, so that nobody counts
-        // them.
-        drop(pause);
-        exit
-    })
+/// Waits for the exit of one sandbox's pause. Unarmed it waits for nothing and holds no memory.
+#[derive(Default)]
+pub struct ExitWaiter(Option<BoxFuture<'static, Exit>>);
+
+impl ExitWaiter {
+    /// Waits for `pause`. An exit before this call is seen too: a pidfd is level-triggered.
+    pub fn arm(&mut self, pause: Arc<dyn Process>) {
+        self.0 = Some(Box::pin(async move {
+            let exit = pause.exited().await;
+            // The process is reaped; its descriptors close before its exit is published.
+            drop(pause);
+            exit
+        }));
+    }
+
+    /// Waits for nothing any more.
+    pub fn disarm(&mut self) {
+        self.0 = None;
+    }
+
+    /// The exit, once; pending while the pause lives, and while unarmed.
+    pub fn poll_exit(&mut self, cx: &mut Context<'_>) -> Poll<Exit> {
+        let Some(waiting) = &mut self.0 else { return Poll::Pending };
+        let exit = std::task::ready!(waiting.poll_unpin(cx));
+        self.disarm();
+        Poll::Ready(exit)
+    }
 }
 
 /// Delays between tries: `first`, doubling, at most `longest`.
@@ -26,7 +46,7 @@ pub struct Backoff {
     longest: Duration,
 }
 
-/// Of cleanups after an exit, and of removals.
+/// For the cleanup after an exit, for removals, and for restoring deleted files.
 pub const CLEANUP: Backoff =
     Backoff { first: Duration::from_secs(1), longest: Duration::from_secs(300) };
 

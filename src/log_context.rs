@@ -65,9 +65,9 @@ pub fn current() -> Option<TraceId> {
     CALL.try_with(|trace| *trace).ok().flatten()
 }
 
-/// What a sandbox is known by.
+/// The names of a pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Pod {
+pub struct PodNames {
     /// Name of the pod.
     pub name: Box<str>,
     /// Kubernetes' namespace of the pod.
@@ -78,7 +78,7 @@ pub struct Pod {
 
 #[derive(Debug)]
 struct Known {
-    pod: Pod,
+    pod: PodNames,
     trace: Mutex<Option<TraceId>>,
 }
 
@@ -93,14 +93,14 @@ pub struct LogContext {
 
 impl LogContext {
     /// Makes it known that the sandbox of this id is the pod's.
-    pub fn new(id: SandboxId, pod: Pod) -> Self {
+    pub fn new(id: SandboxId, pod: PodNames) -> Self {
         let known = Arc::new(Known { pod, trace: Mutex::new(None) });
         lock(&KNOWN).insert(id.clone(), Arc::clone(&known));
         Self { id, known }
     }
 
     /// The pod.
-    pub fn pod(&self) -> &Pod {
+    pub fn pod(&self) -> &PodNames {
         &self.known.pod
     }
 
@@ -121,7 +121,7 @@ impl Drop for LogContext {
 }
 
 /// The pod of a sandbox, and the trace that is followed for it.
-pub fn of(sandbox: &str) -> Option<(Pod, Option<TraceId>)> {
+pub fn of(sandbox: &str) -> Option<(PodNames, Option<TraceId>)> {
     let known = lock(&KNOWN).get(sandbox).cloned()?;
     let trace = *lock(&known.trace);
     Some((known.pod.clone(), trace))
@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn a_subject_is_known_as_long_as_it_lives() {
-        let pod = |name: &str| Pod { name: name.into(), ..Pod::default() };
+        let pod = |name: &str| PodNames { name: name.into(), ..PodNames::default() };
         let first = LogContext::new("trace-test".into(), pod("first"));
         first.follow(TraceId::of_traceparent(PARENT));
         assert_eq!(of("trace-test"), Some((pod("first"), TraceId::of_traceparent(PARENT))));

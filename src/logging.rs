@@ -303,7 +303,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_line_of_a_sandbox_names_pod_and_trace() {
-        let pod = log_context::Pod {
+        let pod = log_context::PodNames {
             name: "web 0".into(),
             namespace: "prod".into(),
             ..Default::default()

@@ -4,7 +4,6 @@
 //! |---|---|
 //! | [`controller`], [`controller_ttrpc`] | `containerd.services.sandbox.v1` |
 //! | [`store`] | `containerd.services.sandbox.v1` |
-//! | [`shim_sandbox`], [`shim_sandbox_ttrpc`] | `containerd.runtime.sandbox.v1` |
 //! | [`types`] | `containerd.types` |
 //! | [`cri`] | `runtime.v1` |
 //! | [`version`] | `containerd.services.version.v1` |

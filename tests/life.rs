@@ -18,7 +18,7 @@ use nix::mount::{MntFlags, umount2};
 use pause_sandboxer::cgroup::CgroupRef;
 use pause_sandboxer::config::Config;
 use pause_sandboxer::controller::Controller;
-use pause_sandboxer::error::Step;
+use pause_sandboxer::error::StepError;
 use pause_sandboxer::pause::{Driver, Plan};
 use pause_sandboxer::podsandbox::{CreateRequest, Environment, Error, Payload, SandboxInfo};
 use pause_sandboxer::process::{Adoption, Exit, Identity, Process};
@@ -99,11 +99,11 @@ impl Driver for Fake {
         "fake"
     }
 
-    fn start(&self, plan: &Plan) -> Result<Box<dyn Process>, Step> {
+    fn start(&self, plan: &Plan) -> Result<Box<dyn Process>, StepError> {
         let orders = self.orders.lock().unwrap();
         std::thread::sleep(orders.start_takes);
         if orders.fail_start {
-            return Err(Step::at(
+            return Err(StepError::at(
                 "clone",
                 "/on/order",
                 std::io::Error::from_raw_os_error(libc::EAGAIN),
@@ -115,7 +115,7 @@ impl Driver for Fake {
 
     fn adopt(&self, _site: &CgroupRef, identity: &Identity) -> Adoption {
         if self.orders.lock().unwrap().cannot_tell {
-            return Adoption::Unknown(Step::new(
+            return Adoption::Unknown(StepError::new(
                 "look",
                 std::io::Error::from_raw_os_error(libc::EMFILE),
             ));
@@ -126,7 +126,7 @@ impl Driver for Fake {
         }
     }
 
-    fn cleanup(&self, _site: &CgroupRef) -> Result<(), Vec<Step>> {
+    fn cleanup(&self, _site: &CgroupRef) -> Result<(), Vec<StepError>> {
         self.cleanups.fetch_add(1, Ordering::SeqCst);
         let held = self.orders.lock().unwrap().hold_cleanup.take();
         if let Some(held) = held {
@@ -140,7 +140,7 @@ impl Driver for Fake {
         }
         if orders.fail_cleanups > 0 {
             orders.fail_cleanups -= 1;
-            return Err(vec![Step::at(
+            return Err(vec![StepError::at(
                 "remove cgroup",
                 "/a/b",
                 std::io::Error::from_raw_os_error(libc::EBUSY),
@@ -149,7 +149,7 @@ impl Driver for Fake {
         Ok(())
     }
 
-    fn end_strays(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<Step>> {
+    fn end_strays(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>> {
         let ids = self.ids.lock().unwrap();
         let strays: Vec<u32> =
             ids.iter().filter(|(_, id)| !recorded(id)).map(|(pid, _)| *pid).collect();
@@ -163,7 +163,7 @@ impl Process for FakePause {
         &self.identity
     }
 
-    fn kill(&self) -> Result<(), Step> {
+    fn kill(&self) -> Result<(), StepError> {
         assert!(!self.panic_in_kill.swap(false, Ordering::SeqCst), "on order");
         self.end.send_replace(Some(Exit { status: 137, at: SystemTime::now() }));
         Ok(())

@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use nix::sys::resource::{Resource, UsageWho, getrusage, setrlimit};
 use pause_sandboxer::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, Started, StatusReport,
+    CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, StartResponse, StatusReport,
 };
-use pause_sandboxer::protos::shim_sandbox::PlatformRequest;
-use pause_sandboxer::protos::shim_sandbox_ttrpc::SandboxClient;
+use pause_sandboxer::protos::controller::ControllerPlatformRequest;
+use pause_sandboxer::protos::controller_ttrpc::ControllerClient;
 use pause_sandboxer::wire::{self, SandboxService};
 use tokio::sync::watch;
 use ttrpc::r#async::Client;
@@ -29,7 +29,7 @@ impl SandboxService for Node {
     async fn create(&self, request: CreateRequest) -> Result<(), Error> {
         unknown(&request.id)
     }
-    async fn start(&self, id: &str) -> Result<Started, Error> {
+    async fn start(&self, id: &str) -> Result<StartResponse, Error> {
         unknown(id)
     }
     async fn platform(&self, _: &str) -> Result<Platform, Error> {
@@ -70,8 +70,10 @@ async fn connect(socket: &Path) -> Client {
 
 async fn ask(client: Client) {
     let context = ttrpc::context::with_duration(Duration::from_secs(20));
-    let answer =
-        SandboxClient::new(client).platform(context, &PlatformRequest::default()).await.unwrap();
+    let answer = ControllerClient::new(client)
+        .platform(context, &ControllerPlatformRequest::default())
+        .await
+        .unwrap();
     assert_eq!(answer.platform.os, "linux");
 }
 

@@ -7,7 +7,7 @@
 
 mod memory;
 mod targets;
-mod verbs;
+mod service;
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;

@@ -24,7 +24,7 @@ fn judge(all: &[Sandbox]) -> Vec<Finding> {
         all.iter().filter(|of| wanted(of)).map(|of| of.id.as_str()).collect::<Vec<_>>()
     };
     let mut findings = Vec::new();
-    let aside = of(|of| of.state == "kept aside");
+    let aside = of(|of| of.state == "quarantined");
     if !aside.is_empty() {
         findings.push(Finding::warn(
             SUBJECT,
@@ -82,7 +82,7 @@ mod tests {
         };
         assert_eq!(judge(&[of("ready", 0), of("not ready", 0)])[0].fact, "1 of 2 are ready");
         let findings =
-            judge(&[of("kept aside", 0), of("unknown", 0), of("not ready", 3), of("ready", 0)]);
+            judge(&[of("quarantined", 0), of("unknown", 0), of("not ready", 3), of("ready", 0)]);
         assert_eq!(
             findings.iter().map(|finding| finding.level).collect::<Vec<_>>(),
             [Level::Warn; 3]

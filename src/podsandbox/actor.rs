@@ -1,7 +1,7 @@
-//! The one task that owns a sandbox: it feeds the machine and carries out its actions.
+//! The task that owns a sandbox: it feeds the machine and carries out its actions.
 //!
-//! SandboxService come from callers and facts from jobs through one inbox; the end of the pause it waits for
-//! itself. The owner never blocks: jobs are tasks of their own, one at a time, and report back.
+//! Calls and the results of jobs arrive in one mailbox; the exit of the pause it polls itself. The
+//! actor never blocks: jobs are tasks of their own, one at a time, and report back.
 
 use std::future::{Future, poll_fn};
 use std::panic::AssertUnwindSafe;
@@ -9,19 +9,17 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::SystemTime;
 
-use futures::FutureExt as _;
-use futures::future::BoxFuture;
-use tokio::sync::oneshot;
+use futures::channel::mpsc::{UnboundedReceiver, UnboundedSender, unbounded};
+use futures::{FutureExt as _, StreamExt as _};
+use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::Error;
-use super::board::{Publisher, Reader, board};
-use super::inbox::{Inbox, Sender, inbox};
-use super::jobs::{StartFailure, Work};
-use super::machine::{Action, Event, Job, Machine, Phase, Verb};
-use crate::error::StepError;
-use crate::exit;
+use super::jobs::{Jobs, StartFailure};
+use super::machine::{Action, Event, Job, Machine, Phase, Rpc};
+use crate::error::{StepError, StepErrors};
+use crate::exit::{self, ExitWaiter};
 use crate::log_context::TraceId;
 use crate::pool;
 use crate::process::{Adoption, Exit, Process, UNKNOWN_EXIT};
@@ -36,24 +34,24 @@ pub struct Published {
     pub phase: Phase,
     /// Process id of the pause on the node; 0 where there was none.
     pub pid: u32,
-    /// How the pause ended.
+    /// How the pause exited.
     pub exit: Option<Exit>,
-    /// Cleanups that have failed in a row and are tried again.
+    /// Cleanups that have failed in a row and are retried.
     pub failures: u32,
 }
 
-/// What reaches the owner.
+/// What reaches the actor.
 #[derive(Debug)]
 pub enum Message {
-    /// A caller asks for a verb; the trace that the call belongs to.
-    Ask(Verb, Option<TraceId>, Reply),
+    /// A caller asks for an RPC; the trace that the call belongs to.
+    Ask(Rpc, Option<TraceId>, Reply),
     /// The pause has ended.
     Exited(Exit),
     /// The pod's shim has died with containers in it.
     ShimDied,
     /// A job has ended.
     Done(Outcome),
-    /// Somebody wants to know when nothing is under way.
+    /// A caller wants to know when nothing is under way.
     WhenAtRest(oneshot::Sender<()>),
 }
 
@@ -65,7 +63,7 @@ pub enum Outcome {
     /// The adoption.
     Adopt(Adoption),
     /// Cleanup or removal.
-    Rest(Result<(), Vec<StepError>>),
+    Rest(Result<(), StepErrors>),
 }
 
 /// How a sandbox enters its life: newly created, or as recovery found it.
@@ -84,138 +82,155 @@ pub enum Entry {
     },
     /// Its start was cut off by the end of the daemon, and recovery could not undo it yet.
     CutOff,
-    /// Nobody could tell.
+    /// Recovery could not tell.
     Unknown {
         /// The recorded pause; 0 where the record does not tell.
         pid: u32,
     },
 }
 
-/// Frees the id that it is told.
+/// Frees an id.
 type OnGone = Box<dyn FnOnce(&str) + Send>;
 
 /// The owner of one sandbox.
-pub struct Owner {
-    work: Arc<Work>,
+pub struct Actor {
+    jobs: Arc<Jobs>,
     machine: Machine,
-    inbox: Inbox<Message>,
-    to_self: Sender<Message>,
-    published: Publisher<Published>,
+    mailbox: UnboundedReceiver<Message>,
+    to_self: UnboundedSender<Message>,
+    published: watch::Sender<Published>,
     pause: Option<Arc<dyn Process>>,
-    /// The end of the pause, as long as it is waited for.
-    ending: Option<BoxFuture<'static, Exit>>,
-    replies: Vec<(Verb, Reply)>,
+    exit: ExitWaiter,
+    replies: Vec<(Rpc, Reply)>,
     at_rest: Vec<oneshot::Sender<()>>,
     /// The steps that failed last.
-    failure: Vec<StepError>,
+    failed: StepErrors,
     /// When the next retry is due, or a sandbox that was never started is given up.
     alarm: Option<Instant>,
     on_gone: Option<OnGone>,
     retired: bool,
-    /// Its shim has died with containers in it, and whether there is a pause is not known.
-    bereaved: bool,
     /// The job that was begun last.
     job: Option<JoinHandle<()>>,
 }
 
-/// How others reach an owner.
+/// How others reach an actor.
 #[derive(Clone, Debug)]
-pub struct Handle {
-    /// Into the inbox.
-    pub inbox: Sender<Message>,
-    /// What is published.
-    pub published: Reader<Published>,
+pub struct ActorHandle {
+    mailbox: UnboundedSender<Message>,
+    published: watch::Receiver<Published>,
 }
 
-impl Owner {
-    /// Starts the owner's task. `abandoned` is when a sandbox that was not started until then is
-    /// removed; `on_gone` frees the id that it is told.
+impl ActorHandle {
+    /// Sends a message; false when the actor has ended.
+    pub fn send(&self, message: Message) -> bool {
+        self.mailbox.unbounded_send(message).is_ok()
+    }
+
+    /// What is published.
+    pub fn published(&self) -> Published {
+        *self.published.borrow()
+    }
+
+    /// Waits for the exit; `None` when there will be none, as the actor has ended.
+    pub fn exit(&self) -> impl Future<Output = Option<Exit>> + Send + use<> {
+        let mut published = self.published.clone();
+        async move {
+            let seen = published.wait_for(|published| published.exit.is_some()).await;
+            seen.ok().and_then(|published| published.exit)
+        }
+    }
+}
+
+impl Actor {
+    /// Starts the actor's task. `abandoned` is when a sandbox that was not started until then is
+    /// removed; `on_gone` frees its id.
     pub fn spawn(
-        work: Arc<Work>,
+        jobs: Arc<Jobs>,
         entry: Entry,
         abandoned: Option<Instant>,
         on_gone: impl FnOnce(&str) + Send + 'static,
-    ) -> Handle {
+    ) -> ActorHandle {
         let cut_off = matches!(entry, Entry::CutOff);
         let (phase, pid, exit, pause) = match entry {
             Entry::Created => (Phase::Created, 0, None, None),
             Entry::Ready(pause) => (Phase::Ready, pause.identity().pid, None, Some(pause)),
             Entry::NotReady { pid, exit } => (Phase::NotReady, pid, Some(exit), None),
             Entry::CutOff => {
-                // Nobody ever heard of this pause; whoever waits must not wait for ever.
+                // No caller knows of this pause; a caller of Wait must not wait for ever.
                 let exit = Exit { status: UNKNOWN_EXIT, at: SystemTime::now() };
                 (Phase::NotReady, 0, Some(exit), None)
             }
             Entry::Unknown { pid } => (Phase::Unknown, pid, None, None),
         };
-        let (to_self, inbox) = inbox();
-        let (published, seen) = board(Published { phase, pid, exit, failures: 0 });
-        let handle = Handle { inbox: to_self.clone(), published: seen };
-        let mut owner = Self {
-            work,
-            machine: Machine::new(phase),
-            inbox,
+        let (to_self, mailbox) = unbounded();
+        let (published, seen) = watch::channel(Published { phase, pid, exit, failures: 0 });
+        let handle = ActorHandle { mailbox: to_self.clone(), published: seen };
+        let mut actor = Self {
+            jobs,
+            machine: Machine::new(phase, exit),
+            mailbox,
             to_self,
             published,
             pause,
-            ending: None,
+            exit: ExitWaiter::default(),
             replies: Vec::new(),
             at_rest: Vec::new(),
-            failure: Vec::new(),
+            failed: StepErrors::default(),
             alarm: abandoned.filter(|_| phase == Phase::Created),
             on_gone: Some(Box::new(on_gone)),
             retired: false,
-            bereaved: false,
             job: None,
         };
         tokio::spawn(async move {
             match phase {
-                Phase::Ready => owner.watch(),
-                Phase::NotReady if cut_off => owner.feed(Event::Asked(Verb::Shutdown)),
+                Phase::Ready => actor.watch(),
+                Phase::NotReady if cut_off => actor.feed(Event::Asked(Rpc::Shutdown)),
                 // The cleanup may have been cut off; all of it may be done twice.
-                Phase::NotReady => owner.feed(Event::RetryDue),
+                Phase::NotReady => actor.feed(Event::RetryDue),
                 _ => {}
             }
             let mut faults = 0;
-            while let Err(panic) = AssertUnwindSafe(owner.run()).catch_unwind().await {
+            while let Err(panic) = AssertUnwindSafe(actor.run()).catch_unwind().await {
                 faults += 1;
-                Box::pin(owner.begin_again(&pool::panicked(&*panic), faults)).await;
+                Box::pin(actor.recover_from_panic(&pool::panicked(&*panic), faults)).await;
             }
         });
         handle
     }
 
-    /// After a panic of its own, whatever it was in the middle of: calls that wait fail with the
-    /// fault, and the pause is looked for as recovery does. A sandbox whose pause lives must never
-    /// look gone.
-    async fn begin_again(&mut self, fault: &StepError, faults: u32) {
-        log::error!(sandbox = self.id(); "a fault of its owner; its pause is looked for again: {fault}");
+    /// After a panic of its own, at whatever point: pending calls fail, and the pause is looked for
+    /// as recovery does. A sandbox whose pause lives must never look gone.
+    async fn recover_from_panic(&mut self, panic: &StepError, panics: u32) {
+        log::error!(sandbox = self.id(); "internal fault of the sandbox; adopting its pause again: {panic}");
         if self.retired {
             return self.retire();
         }
-        (self.pause, self.ending, self.alarm) = (None, None, None);
-        tokio::time::sleep(exit::CLEANUP.delay(faults)).await;
-        // One job at a time; what it has done is found again.
+        (self.pause, self.alarm) = (None, None);
+        self.exit.disarm();
+        tokio::time::sleep(exit::CLEANUP.delay(panics)).await;
+        // One job at a time; its effects are found again.
         if let Some(job) = self.job.take() {
             let _ = job.await;
         }
         let mut asked = std::mem::take(&mut self.replies);
-        while let Some(message) =
-            poll_fn(|cx| Poll::Ready(self.inbox.poll_recv(cx))).map(ready).await
-        {
+        let mut shim_died = false;
+        while let Some(Some(message)) = self.mailbox.next().now_or_never() {
             match message {
-                Message::Ask(verb, _, reply) => asked.push((verb, reply)),
-                Message::ShimDied => self.bereaved = true,
+                Message::Ask(rpc, _, reply) => asked.push((rpc, reply)),
+                Message::ShimDied => shim_died = true,
                 Message::WhenAtRest(waiting) => self.at_rest.push(waiting),
                 Message::Exited(_) | Message::Done(_) => {}
             }
         }
-        for (verb, reply) in asked {
-            let (id, reason) = (self.id().to_owned(), fault.to_string());
-            let _ = reply.send(Err(Error::Fault { id, verb: name(verb), reason }));
+        for (rpc, reply) in asked {
+            let (id, reason) = (self.id().to_owned(), panic.to_string());
+            let _ = reply.send(Err(Error::Fault { id, rpc: rpc.name(), reason }));
         }
-        for action in self.machine.look_again() {
+        for action in self.machine.adopt_again() {
             self.act(action);
+        }
+        if shim_died {
+            self.feed(Event::ShimDied);
         }
     }
 
@@ -236,7 +251,7 @@ impl Owner {
             };
             self.take(message);
             if self.machine.at_rest() {
-                self.work.subject.follow(None);
+                self.jobs.log_context.follow(None);
                 for waiting in self.at_rest.drain(..) {
                     let _ = waiting.send(());
                 }
@@ -244,17 +259,16 @@ impl Owner {
         }
     }
 
-    /// The next message, or the end of the pause. Nothing is lost when the future is dropped, and
-    /// there is hardly anything in it, as it is what every sandbox waits in.
+    /// The next message, or the exit of the pause. Nothing is lost when the future is dropped, and
+    /// it is small, as every sandbox waits in one.
     fn next(&mut self) -> impl Future<Output = Message> {
-        poll_fn(|cx| {
-            if let Some(Poll::Ready(exit)) =
-                self.ending.as_mut().map(|ending| ending.poll_unpin(cx))
-            {
-                self.ending = None;
-                return Poll::Ready(Message::Exited(exit));
-            }
-            self.inbox.poll_recv(cx)
+        poll_fn(|cx| match self.exit.poll_exit(cx) {
+            Poll::Ready(exit) => Poll::Ready(Message::Exited(exit)),
+            // It never closes: the actor has a sender itself.
+            Poll::Pending => match self.mailbox.poll_next_unpin(cx) {
+                Poll::Ready(Some(message)) => Poll::Ready(message),
+                Poll::Ready(None) | Poll::Pending => Poll::Pending,
+            },
         })
     }
 
@@ -265,62 +279,41 @@ impl Owner {
             self.job = None;
         }
         match message {
-            Message::Ask(verb, trace, reply) => {
-                self.work.subject.follow(trace);
-                self.replies.push((verb, reply));
-                self.feed(Event::Asked(verb));
+            Message::Ask(rpc, trace, reply) => {
+                self.jobs.log_context.follow(trace);
+                self.replies.push((rpc, reply));
+                self.feed(Event::Asked(rpc));
             }
             Message::Exited(exit) => self.exited(exit),
-            // The pause's end is the sandbox's, as with any other; without a pause it has ended
-            // already.
-            Message::ShimDied => {
-                // It is not known yet whether there is a pause.
-                self.bereaved = self.machine.phase() == Phase::Unknown;
-                self.end_with_shim();
-            }
+            Message::ShimDied => self.feed(Event::ShimDied),
             Message::Done(Outcome::Start(Ok(pause))) => {
                 self.pause = Some(pause);
                 self.alarm = None;
                 self.feed(Event::Started);
             }
             Message::Done(Outcome::Start(Err(failure))) => {
-                self.failure = vec![failure.step];
-                self.log_failure("start");
+                self.fail("failed to start", failure.step.into());
                 let clean = failure.left.is_empty();
                 for step in failure.left {
-                    log::warn!(sandbox = self.id(); "start: undo: {step}");
+                    log::warn!(sandbox = self.id(); "failed to undo start: {step}");
                 }
                 self.feed(Event::StartFailed { clean });
             }
             Message::Done(Outcome::Adopt(Adoption::Alive(pause))) => {
                 self.pause = Some(Arc::from(pause));
                 self.feed(Event::AdoptedAlive);
-                if std::mem::take(&mut self.bereaved) {
-                    self.end_with_shim();
-                }
             }
             Message::Done(Outcome::Adopt(Adoption::Dead(exit))) => self.exited(exit),
             Message::Done(Outcome::Adopt(Adoption::Unknown(step))) => {
-                self.failure = vec![step];
-                self.act(Action::Publish);
+                self.failed = step.into();
                 self.feed(Event::AdoptFailed);
             }
-            Message::Done(Outcome::Rest(Ok(()))) => {
-                self.published.change(|published| published.failures = 0);
-                self.feed(Event::JobDone);
-            }
+            Message::Done(Outcome::Rest(Ok(()))) => self.feed(Event::JobDone),
             Message::Done(Outcome::Rest(Err(steps))) => {
-                self.failure = steps;
-                self.log_failure("cleanup");
+                self.fail("failed to clean up", steps);
                 self.feed(Event::JobFailed);
             }
             Message::WhenAtRest(waiting) => self.at_rest.push(waiting),
-        }
-    }
-
-    fn end_with_shim(&self) {
-        if let Some(Err(step)) = self.pause.as_ref().map(|pause| pause.kill()) {
-            log::error!(sandbox = self.id(); "end it with its shim: {step}");
         }
     }
 
@@ -332,21 +325,8 @@ impl Owner {
     }
 
     fn exited(&mut self, exit: Exit) {
-        let seen = self.published.get().exit.is_none();
-        if seen {
-            // Both at once: nobody is to see an exit and a sandbox that is ready.
-            self.published.change(|published| {
-                published.exit = Some(exit);
-                published.phase = Phase::NotReady;
-            });
-        }
         self.pause = None;
-        self.feed(Event::Exited);
-        // Behind the beginning of the cleanup, which somebody may wait for.
-        if seen {
-            log::info!(sandbox = self.id(), status = exit.status; "the pause has ended");
-            self.work.telemetry.pause_exits.inc();
-        }
+        self.feed(Event::Exited(exit));
     }
 
     fn feed(&mut self, event: Event) {
@@ -365,45 +345,52 @@ impl Owner {
             Action::Run(job) => self.run_job(job),
             Action::Publish => {
                 let pid = self.pause.as_ref().map(|pause| pause.identity().pid);
-                let phase = self.machine.phase();
-                self.published.change(|published| {
-                    published.phase = phase;
-                    published.pid = pid.unwrap_or(published.pid);
+                let machine = &self.machine;
+                self.published.send_modify(|published| {
+                    *published = Published {
+                        phase: machine.phase(),
+                        pid: pid.unwrap_or(published.pid),
+                        exit: machine.exit(),
+                        failures: machine.failures(),
+                    };
                 });
+            }
+            Action::ReportExit(exit) => {
+                log::info!(sandbox = self.id(), status = exit.status; "pause exited");
+                self.jobs.telemetry().pause_exits.inc();
             }
             Action::Kill => {
                 if let Some(Err(step)) = self.pause.as_ref().map(|pause| pause.kill()) {
-                    self.failure = vec![step];
-                    self.log_failure("kill");
+                    self.fail("failed to kill pause", step.into());
                     return Some(Event::KillFailed);
                 }
             }
             Action::Watch => self.watch(),
-            Action::Succeed(verb) => {
-                let heard = self.answer(verb, |_| Ok(()));
-                if verb == Verb::Start && !heard {
-                    log::warn!(sandbox = self.id(); "start: the caller has given up, the sandbox is removed");
+            Action::Succeed(rpc) => {
+                let heard = self.answer(rpc, || Ok(()));
+                if rpc == Rpc::Start && !heard {
+                    log::warn!(sandbox = self.id(); "caller of Start has given up; removing the sandbox");
                     return Some(Event::StartUnheard);
                 }
             }
-            Action::Fail(verb) => {
-                let error = self.error(verb);
-                self.answer(verb, |_| Err(error.clone()));
+            Action::Fail(rpc) => {
+                let (id, steps) = (self.id().to_owned(), self.failed.clone());
+                let error = Error::Failed { id, rpc: rpc.name(), steps };
+                self.answer(rpc, || Err(error.clone()));
             }
-            Action::Refuse(verb) => {
+            Action::Refuse(rpc) => {
                 if let Some((_, reply)) = self.replies.pop() {
                     let _ = reply.send(Err(Error::State {
                         id: self.id().to_owned(),
-                        verb: name(verb),
+                        rpc: rpc.name(),
                         state: self.machine.phase().name(),
                     }));
                 }
             }
             Action::RetryAfter(failures) => {
                 let delay = exit::CLEANUP.delay(failures);
-                log::warn!(sandbox = self.id(), failures = failures; "cleanup is tried again in {} s", delay.as_secs());
-                self.work.telemetry.cleanup_failures.inc();
-                self.published.change(|published| published.failures = failures);
+                log::warn!(sandbox = self.id(), failures = failures; "retrying cleanup in {} s", delay.as_secs());
+                self.jobs.telemetry().cleanup_failures.inc();
                 self.alarm = Some(Instant::now() + delay);
             }
             Action::Retire => self.retire(),
@@ -412,82 +399,54 @@ impl Owner {
     }
 
     fn watch(&mut self) {
-        self.ending = self.pause.clone().map(exit::end_of);
+        if let Some(pause) = self.pause.clone() {
+            self.exit.arm(pause);
+        }
     }
 
     /// Runs a job, a task of its own. A panic in it is a failed job, not the end of the sandbox.
     fn run_job(&mut self, job: Job) {
-        let (work, to_self) = (self.work.clone(), self.to_self.clone());
-        let Published { pid, exit, .. } = self.published.get();
+        let (jobs, to_self) = (self.jobs.clone(), self.to_self.clone());
+        let Published { pid, exit, .. } = *self.published.borrow();
         self.job = Some(tokio::spawn(async move {
-            work.begin().await;
+            jobs.begin().await;
             let outcome = match job {
                 Job::Start => {
-                    let failed =
-                        |step: StepError| Err(StartFailure { left: vec![step.clone()], step });
-                    Outcome::Start(guard(work.start()).await.unwrap_or_else(failed))
+                    let failed = |panic: StepError| {
+                        Err(StartFailure { left: panic.clone().into(), step: panic })
+                    };
+                    Outcome::Start(guard(jobs.start()).await.unwrap_or_else(failed))
                 }
                 Job::Adopt => {
-                    Outcome::Adopt(guard(work.adopt()).await.unwrap_or_else(Adoption::Unknown))
+                    Outcome::Adopt(guard(jobs.adopt()).await.unwrap_or_else(Adoption::Unknown))
                 }
                 Job::Cleanup => Outcome::Rest(
-                    guard(work.cleanup(pid, exit)).await.unwrap_or_else(|s| Err(vec![s])),
+                    guard(jobs.cleanup(pid, exit)).await.unwrap_or_else(|panic| Err(panic.into())),
                 ),
-                Job::Remove => {
-                    Outcome::Rest(guard(work.remove()).await.unwrap_or_else(|s| Err(vec![s])))
-                }
+                Job::Remove => Outcome::Rest(
+                    guard(jobs.remove()).await.unwrap_or_else(|panic| Err(panic.into())),
+                ),
             };
-            let _ = to_self.send(Message::Done(outcome));
+            let _ = to_self.unbounded_send(Message::Done(outcome));
         }));
     }
 
-    /// Answers all who wait for `verb`; true when one of them heard it.
-    fn answer(&mut self, verb: Verb, result: impl Fn(Verb) -> Result<(), Error>) -> bool {
-        let mut heard = false;
-        let mut rest = Vec::with_capacity(self.replies.len());
-        for (asked, reply) in self.replies.drain(..) {
-            if asked == verb {
-                heard |= reply.send(result(verb)).is_ok();
-            } else {
-                rest.push((asked, reply));
-            }
-        }
-        self.replies = rest;
-        heard
+    /// Answers all who wait for `rpc`; true when one of them heard it.
+    fn answer(&mut self, rpc: Rpc, result: impl Fn() -> Result<(), Error>) -> bool {
+        let answered = self.replies.extract_if(.., |(asked, _)| *asked == rpc);
+        answered.fold(false, |heard, (_, reply)| reply.send(result()).is_ok() || heard)
     }
 
-    fn error(&self, verb: Verb) -> Error {
-        let (id, verb) = (self.id().to_owned(), name(verb));
-        match self.failure.as_slice() {
-            [step] => Error::Step { id, verb, step: step.clone() },
-            steps => Error::Steps { id, verb, steps: steps.to_vec() },
-        }
-    }
-
-    fn log_failure(&self, what: &str) {
-        for step in &self.failure {
+    /// Logs steps that failed, and keeps them for the callers who wait for them.
+    fn fail(&mut self, what: &str, steps: StepErrors) {
+        for step in &steps {
             log::error!(sandbox = self.id(); "{what}: {step}");
         }
+        self.failed = steps;
     }
 
     fn id(&self) -> &str {
-        &self.work.site.id
-    }
-}
-
-fn ready<T>(poll: Poll<T>) -> Option<T> {
-    match poll {
-        Poll::Ready(value) => Some(value),
-        Poll::Pending => None,
-    }
-}
-
-/// The name of the RPC in messages.
-pub fn name(verb: Verb) -> &'static str {
-    match verb {
-        Verb::Start => "start",
-        Verb::Stop => "stop",
-        Verb::Shutdown => "shutdown",
+        self.jobs.id()
     }
 }
 

@@ -1,8 +1,8 @@
-//! Why a verb of a sandbox was refused or failed.
+//! Why an RPC was refused or failed.
 
-use crate::error::StepError;
+use crate::error::StepErrors;
 
-/// Why a verb was refused or failed. The wire's table gives each variant its RPC code.
+/// Why an RPC was refused or failed. The wire's table gives each variant its RPC code.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
     /// A field of the request is not what it must be.
@@ -22,49 +22,38 @@ pub enum Error {
         id: String,
     },
     /// There is such a sandbox already.
-    #[error("sandbox {id}: exists already")]
+    #[error("sandbox {id}: already exists")]
     AlreadyExists {
         /// The sandbox id.
         id: String,
     },
-    /// The sandbox's state does not allow the verb.
-    #[error("sandbox {id}: cannot {verb} in state {state}")]
+    /// The sandbox's state does not allow the RPC.
+    #[error("sandbox {id}: cannot {rpc} in state {state}")]
     State {
         /// The sandbox id.
         id: String,
-        /// The verb, lower case.
-        verb: &'static str,
+        /// The RPC, lower case.
+        rpc: &'static str,
         /// The state, lower case.
         state: &'static str,
     },
-    /// A step of the work failed. What a Create or Start had made has been undone.
-    #[error("sandbox {id}: {verb}: {step}")]
-    Step {
+    /// Steps failed. What a Create or Start had made has been undone.
+    #[error("sandbox {id}: {rpc}: {steps}")]
+    Failed {
         /// The sandbox id.
         id: String,
-        /// The verb, lower case.
-        verb: &'static str,
-        /// The step that failed.
-        #[source]
-        step: StepError,
+        /// The RPC, lower case.
+        rpc: &'static str,
+        /// The steps that failed; a cleanup may have several.
+        steps: StepErrors,
     },
-    /// Several steps of a cleanup failed.
-    #[error("sandbox {id}: {verb}: {}", .steps.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
-    Steps {
-        /// The sandbox id.
-        id: String,
-        /// The verb, lower case.
-        verb: &'static str,
-        /// The steps that failed.
-        steps: Vec<StepError>,
-    },
-    /// Work that was begun did not end within its time; it goes on in the background.
-    #[error("sandbox {id}: {verb}: not done after {seconds} s, goes on in the background")]
+    /// Work that was begun did not end within its time; it continues in the background.
+    #[error("sandbox {id}: {rpc}: not done after {seconds} s; continuing in the background")]
     Timeout {
         /// The sandbox id.
         id: String,
-        /// The verb, lower case.
-        verb: &'static str,
+        /// The RPC, lower case.
+        rpc: &'static str,
         /// The time that it was given, seconds.
         seconds: u64,
     },
@@ -75,12 +64,12 @@ pub enum Error {
         id: String,
     },
     /// A fault of the daemon itself, such as a task that panicked.
-    #[error("sandbox {id}: {verb}: internal fault: {reason}")]
+    #[error("sandbox {id}: {rpc}: internal fault: {reason}")]
     Fault {
         /// The sandbox id.
         id: String,
-        /// The verb, lower case.
-        verb: &'static str,
+        /// The RPC, lower case.
+        rpc: &'static str,
         /// What happened.
         reason: String,
     },

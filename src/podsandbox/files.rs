@@ -17,7 +17,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use serde::{Deserialize, Serialize};
 
 use super::layout::Layout;
-use crate::error::{IoContext as _, StepError, gone};
+use crate::error::{IoContext as _, StepError, StepErrors, gone};
 use crate::id::SandboxId;
 
 /// Size and mode of a pod's /dev/shm, as containerd's built-in controller makes it
@@ -107,7 +107,7 @@ impl SandboxFiles {
 
     /// The mount that holds the tmpfs, in the sandbox's record directory.
     fn held_shm(&self) -> PathBuf {
-        self.layout.of(&self.id).join("shm")
+        self.layout.sandbox(&self.id).join("shm")
     }
 
     /// Where CRI takes /dev/shm of the pod's containers from.
@@ -128,7 +128,7 @@ impl SandboxFiles {
 
     /// The sign of an older daemon that it made what is here ahead of Start.
     fn ahead(&self) -> PathBuf {
-        self.layout.of(&self.id).join("ahead")
+        self.layout.sandbox(&self.id).join("ahead")
     }
 
     /// A start job has been here: see [`SandboxFiles::begin`].
@@ -171,24 +171,24 @@ impl SandboxFiles {
         &self,
         shm: bool,
         files: impl FnOnce() -> Result<Files, StepError>,
-    ) -> Result<bool, Vec<StepError>> {
+    ) -> Result<bool, StepErrors> {
         let released = self.turn();
         if *released {
             return Ok(false);
         }
-        let mut errors = Vec::new();
+        let mut errors = StepErrors::default();
         let mut restored = self.restore_files(files, &mut errors);
         if shm {
             match self.shm_in_place() {
                 Ok(true) => {}
                 Ok(false) => match self.bind_shm() {
                     Ok(()) => restored = true,
-                    Err(step) => errors.push(step),
+                    Err(step) => errors.check(Err(step)),
                 },
-                Err(step) => errors.push(step),
+                Err(step) => errors.check(Err(step)),
             }
         }
-        if errors.is_empty() { Ok(restored) } else { Err(errors) }
+        errors.into_result().map(|()| restored)
     }
 
     /// Containers have the files mounted and may change them: only one that is missing, or was
@@ -196,7 +196,7 @@ impl SandboxFiles {
     fn restore_files(
         &self,
         files: impl FnOnce() -> Result<Files, StepError>,
-        errors: &mut Vec<StepError>,
+        errors: &mut StepErrors,
     ) -> bool {
         let root = self.root();
         let gone: Vec<&str> =
@@ -207,7 +207,7 @@ impl SandboxFiles {
         let files = match make_dirs(&root, 0o755).and_then(|()| files()) {
             Ok(files) => files,
             Err(step) => {
-                errors.push(step);
+                errors.check(Err(step));
                 return false;
             }
         };
@@ -219,9 +219,9 @@ impl SandboxFiles {
                 Ok(content) if content.is_empty() && path.exists() => {}
                 Ok(content) => match replace(&path, &content) {
                     Ok(()) => restored = true,
-                    Err(step) => errors.push(step),
+                    Err(step) => errors.check(Err(step)),
                 },
-                Err(step) => errors.push(step),
+                Err(step) => errors.check(Err(step)),
             }
         }
         restored
@@ -231,31 +231,30 @@ impl SandboxFiles {
     ///
     /// # Errors
     /// Every step that failed.
-    pub fn release_shm(&self) -> Result<(), Vec<StepError>> {
+    pub fn release_shm(&self) -> Result<(), StepErrors> {
         let mut released = self.turn();
         *released = true;
-        let errors: Vec<StepError> =
-            [self.shm(), self.held_shm()].iter().filter_map(|p| unmount(p).err()).collect();
-        if errors.is_empty() { Ok(()) } else { Err(errors) }
+        let mounts = [self.shm(), self.held_shm()];
+        mounts.iter().filter_map(|path| unmount(path).err()).collect::<StepErrors>().into_result()
     }
 
     /// Removes everything. Gone already is success.
     ///
     /// # Errors
     /// Every step that failed.
-    pub fn remove(&self) -> Result<(), Vec<StepError>> {
+    pub fn remove(&self) -> Result<(), StepErrors> {
         // Nothing below may be a mount when directories are removed with their contents.
         self.release_shm()?;
-        let mut errors = Vec::new();
+        let mut errors = StepErrors::default();
         for dir in [self.volatile(), self.root()] {
-            errors.extend(gone(fs::remove_dir_all(&dir)).step_at("remove directory", dir).err());
+            errors.check(gone(fs::remove_dir_all(&dir)).step_at("remove directory", dir));
         }
         // The sign that it was made ahead goes last: what is left would be taken for a start that
         // was cut off.
         for dir in [self.held_shm(), self.ahead()] {
-            errors.extend(gone(fs::remove_dir(&dir)).step_at("remove directory", dir).err());
+            errors.check(gone(fs::remove_dir(&dir)).step_at("remove directory", dir));
         }
-        if errors.is_empty() { Ok(()) } else { Err(errors) }
+        errors.into_result()
     }
 
     fn turn(&self) -> std::sync::MutexGuard<'_, bool> {

@@ -2,6 +2,7 @@
 //! the record on disk.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use super::actor::Published;
 use super::selinux::Selinux;
@@ -9,7 +10,6 @@ use super::{CreateRequest, Error, Phase};
 use crate::config::Config;
 
 pub use super::layout::Layout;
-pub use super::oci_spec::describe;
 pub use super::record::{Blob, Info, Record, Stage, Store, Unreadable, VERSION};
 pub use super::status::config_json;
 
@@ -18,7 +18,18 @@ pub use super::status::config_json;
 /// # Errors
 /// Why it is refused.
 pub fn check(request: &CreateRequest, config: &Config) -> Result<Record, Error> {
-    super::validate::check(request, config, "native", &Selinux::default()).map(|(record, _)| record)
+    let checked = super::validate::check(request, config, "native", &Selinux::default());
+    checked.map(|checked| checked.record)
+}
+
+/// The OCI spec of a pod, as JSON.
+///
+/// # Errors
+/// Why there is none.
+pub fn describe(record: &Record, config: &Config) -> Result<Vec<u8>, String> {
+    let pod = record.decode_config().map_err(|e| e.to_string())?;
+    let described = super::oci_spec::describe(record, &pod, &Arc::new(Layout::new(config)), config);
+    described.map(|described| described.spec.into()).map_err(|e| e.to_string())
 }
 
 /// The verbose information of a pod that runs.
@@ -27,7 +38,7 @@ pub fn check(request: &CreateRequest, config: &Config) -> Result<Record, Error> 
 /// It cannot be written as JSON.
 pub fn info(record: &Record, config: &Config) -> Result<BTreeMap<String, String>, Error> {
     let ready = Published { phase: Phase::Ready, pid: 4711, exit: None, failures: 0 };
-    super::status::info(record, &ready, config)
+    super::status::info(record, &ready, &Arc::new(Layout::new(config)), config)
 }
 
 /// The content of resolv.conf; `None`: a copy of the node's.

@@ -1,4 +1,4 @@
-//! What an operator is told of a sandbox: a line of a list, or all that is known.
+//! What operators see of a sandbox: a line of a list, or all that is known.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -7,13 +7,14 @@ use std::time::{Duration, SystemTime};
 use serde_json::{Value, json};
 
 use super::actor::Published;
-use super::jobs::Work;
+use super::jobs::Jobs;
 use super::machine::Phase;
 use super::metrics::usage::Usage;
 use super::record::{Record, Stage};
-use super::{Payload, status};
-use crate::log_context::Pod;
+use super::status;
+use crate::log_context::PodNames;
 use crate::process::Exit;
+use crate::protos::cri::PodSandboxConfig;
 use crate::time::rfc3339;
 
 /// The namespaces of a process, as `/proc/PID/ns` names them.
@@ -35,7 +36,7 @@ pub struct SandboxSummary {
     /// The sandbox id.
     pub id: String,
     /// Its pod, as far as it is known.
-    pub pod: Pod,
+    pub pod: PodNames,
     /// The phase, or what else is so of the id, in words.
     pub state: &'static str,
     /// Process id of the pause on the node; 0 where none lives.
@@ -48,19 +49,19 @@ pub struct SandboxSummary {
     pub runtime: String,
     /// Cleanups that have failed in a row.
     pub failed_cleanups: u32,
-    /// Why it ended or was kept aside, where more is known than that it did.
+    /// Why it ended or was quarantined, where more is known than that it did.
     pub reason: Option<String>,
     /// What the pod uses; `None` where that was not asked or cannot be told.
     pub usage: Option<Usage>,
 }
 
 impl SandboxSummary {
-    /// Of a record that recovery could not take over.
-    pub fn aside(id: &str, reason: &str) -> Self {
+    /// Of a record that recovery could not adopt.
+    pub fn quarantined(id: &str, reason: &str) -> Self {
         Self {
             id: id.to_owned(),
-            pod: Pod::default(),
-            state: "kept aside",
+            pod: PodNames::default(),
+            state: "quarantined",
             pid: 0,
             created_at: None,
             driver: String::new(),
@@ -92,17 +93,17 @@ impl SandboxSummary {
 }
 
 /// The line of a sandbox. `usage` is what its pod uses.
-pub(super) fn line(work: &Work, published: Published, usage: Option<Usage>) -> SandboxSummary {
+pub(super) fn summarize(jobs: &Jobs, published: Published, usage: Option<Usage>) -> SandboxSummary {
     SandboxSummary {
-        id: work.site.id.to_string(),
-        pod: work.subject.pod().clone(),
+        id: jobs.id().to_string(),
+        pod: jobs.log_context.pod().clone(),
         state: published.phase.name(),
         pid: living(published),
-        created_at: Some(work.created_at),
-        driver: work.driver.name().to_owned(),
-        runtime: bounded(&work.runtime.name, LONGEST_NAME),
+        created_at: Some(jobs.facts.created_at),
+        driver: jobs.driver_name().to_owned(),
+        runtime: bounded(&jobs.facts.runtime.name, LONGEST_NAME),
         failed_cleanups: published.failures,
-        reason: work.shim.death().map(|reason| bounded(&reason, LONGEST_REASON)),
+        reason: jobs.shim.death().map(|reason| bounded(&reason, LONGEST_REASON)),
         usage,
     }
 }
@@ -120,13 +121,13 @@ fn living(published: Published) -> u32 {
 /// All that is known of a sandbox. `record` and `stage` as they are on disk, or why they cannot be
 /// read. Blocks.
 pub(super) fn report(
-    work: &Work,
+    jobs: &Jobs,
     published: Published,
     usage: Option<Usage>,
     record: &Result<Record, String>,
     stage: &Result<Stage, String>,
 ) -> Value {
-    let mut all = line(work, published, usage).to_json();
+    let mut all = summarize(jobs, published, usage).to_json();
     let pid = living(published);
     let add = [
         ("exit", published.exit.map_or(Value::Null, exit)),
@@ -138,17 +139,17 @@ pub(super) fn report(
         ),
         ("namespaces", namespaces(pid)),
         ("cgroups", cgroups(pid)),
-        ("files", files(work)),
+        ("files", files(jobs)),
         (
             "task",
             json!({
-                "address": work.shim.address(), "version": work.shim.version(), "has_shim": work.shim.has_shim(),
+                "address": jobs.shim.address(), "version": jobs.shim.version(), "has_shim": jobs.shim.has_shim(),
             }),
         ),
         (
             "record",
             json!({
-                "path": work.store.dir().display().to_string(),
+                "path": jobs.store.dir().display().to_string(),
                 "stage": match stage { Ok(stage) => or_error(serde_json::to_value(stage)), Err(e) => json!({ "error": e }) },
                 "version": record.as_ref().ok().map(|record| record.version),
                 "error": record.as_ref().err(),
@@ -217,8 +218,8 @@ fn cgroups(pid: u32) -> Value {
 }
 
 /// The files that CRI mounts into containers, and whether they are there.
-fn files(work: &Work) -> Value {
-    let all = work.places.all();
+fn files(jobs: &Jobs) -> Value {
+    let all = jobs.files.all();
     all.into_iter()
         .map(|(name, path)| json!({ "name": name, "path": path.display().to_string(), "exists": path.exists() }))
         .collect()
@@ -234,22 +235,13 @@ fn known_to_containerd(record: &Record) -> Value {
     })
 }
 
-/// The pod's names in its CRI config; empty where the config cannot be read, which is then told
-/// elsewhere.
-pub(super) fn pod(record: &Record) -> Pod {
-    let options = Payload {
-        type_url: record.config.type_url.clone(),
-        value: record.config.value.clone().into(),
-    };
-    let Ok(config) = super::validate::decode_config(&record.id, &options) else {
-        return Pod::default();
-    };
-    let metadata = config.metadata.unwrap_or_default();
+/// The pod's names in its CRI config.
+pub(super) fn pod_names(pod: &PodSandboxConfig) -> PodNames {
     let name = |text: &str| bounded(text, LONGEST_NAME).into();
-    Pod {
-        name: name(&metadata.name),
-        namespace: name(&metadata.namespace),
-        uid: name(&metadata.uid),
+    PodNames {
+        name: name(&pod.metadata.name),
+        namespace: name(&pod.metadata.namespace),
+        uid: name(&pod.metadata.uid),
     }
 }
 

@@ -1,7 +1,7 @@
-//! The work of one sandbox: what its jobs do to the system, step by step.
+//! The jobs of one sandbox: what they do to the system, step by step.
 //!
-//! Jobs are tasks. What of them blocks runs as pieces, as few as can be: each change of threads
-//! costs as much as a step.
+//! Jobs are tasks. What of them blocks runs on threads in as few pieces as possible: each change of
+//! threads costs as much as a step.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,15 +12,16 @@ use tokio::task::JoinHandle;
 use super::files::SandboxFiles;
 use super::oci_spec::{self, Description};
 use super::record::{Record, Stage, Store};
-use super::selinux::Level;
+use super::sandbox::Environment;
+use super::selinux::HeldLevel;
 use crate::cgroup::CgroupRef;
-use crate::config::Config;
-use crate::error::{IoContext as _, StepError};
-use crate::log_context::LogContext;
-use crate::mounts::Mounts;
+use crate::error::{IoContext as _, StepError, StepErrors};
+use crate::id::SandboxId;
+use crate::log_context::{LogContext, PodNames};
 use crate::pause::{Driver, Namespace, Plan};
 use crate::pool::{self, Class};
 use crate::process::{Adoption, Exit, Identity, Process};
+use crate::protos::cri::PodSandboxConfig;
 use crate::shim;
 use crate::shim::driver::ShimDriver;
 use crate::telemetry::Telemetry;
@@ -28,12 +29,10 @@ use crate::telemetry::Telemetry;
 /// How long a killed pause may take to end before a start that has failed answers without it.
 const ENDS_WITHIN: Duration = Duration::from_secs(10);
 
-/// What the jobs of one sandbox work on. Its methods that are no tasks block.
+/// What is known of one sandbox from its record and never changes.
 #[derive(Debug)]
-pub struct Work {
-    /// Makes and cleans up the pause.
-    pub driver: Maker,
-    /// What the driver must know to look for the pause and to clean up after it.
+pub struct Facts {
+    /// The sandbox id, and what the driver must know to find the pause and to clean up after it.
     pub site: CgroupRef,
     /// The namespaces that the pod has for itself.
     pub own: Own,
@@ -43,46 +42,57 @@ pub struct Work {
     pub in_namespace: bool,
     /// SELinux label of its processes; empty where there is none.
     pub label: Box<str>,
-    /// What is to be made; away as soon as it is made, as it is needed no longer then and is on
-    /// disk.
-    pub to_make: Mutex<Option<Arc<Record>>>,
-    /// Settings, for the spec.
-    pub config: Arc<Config>,
-    /// What Start answers beside, from when the pause is made until it is given away.
-    pub description: Mutex<Option<Description>>,
-    /// Keeps other pods from the level of these.
-    pub _level: Option<Box<Level>>,
+    /// When Create was called.
+    pub created_at: SystemTime,
+    /// The runtime of its shim.
+    pub runtime: Arc<shim::Runtime>,
+}
+
+/// A sandbox that is created and not started yet.
+#[derive(Debug)]
+pub struct ToStart {
+    /// Its record.
+    pub record: Record,
+    /// The CRI config of the record, decoded.
+    pub pod: PodSandboxConfig,
+}
+
+/// What the jobs of one sandbox work on. Its methods that are not async block.
+#[derive(Debug)]
+pub struct Jobs {
+    environment: Arc<Environment>,
+    driver: PauseDriver,
+    /// What never changes.
+    pub facts: Facts,
     /// Where the files are.
-    pub places: SandboxFiles,
-    /// Whether containerd sees what is mounted there.
-    pub mounts: Arc<Mounts>,
+    pub files: SandboxFiles,
     /// Where the record is.
     pub store: Store,
     /// The Task endpoint of the pod's containers.
     pub shim: shim::Endpoint,
-    /// When Create was called.
-    pub created_at: SystemTime,
-    /// What its shim is of.
-    pub runtime: Arc<shim::Runtime>,
-    /// What lines of the log say of the sandbox.
-    pub subject: LogContext,
-    /// Counts what happens.
-    pub telemetry: Arc<Telemetry>,
+    /// The context of log lines about the sandbox.
+    pub log_context: LogContext,
+    /// What Start makes; dropped once it is made, as it is on disk.
+    to_start: Mutex<Option<Arc<ToStart>>>,
+    /// What Start answers beside, from when the pause is made until it is given away.
+    description: Mutex<Option<Description>>,
+    /// Keeps other pods from the level of this one.
+    _level: Option<Box<HeldLevel>>,
     /// What recovery has begun for this sandbox and could not wait for. No job begins before it has
     /// ended.
-    pub late: Mutex<Option<JoinHandle<()>>>,
+    late: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// Who makes the pauses.
 #[derive(Clone, Debug)]
-pub enum Maker {
+pub enum PauseDriver {
     /// This program; its calls block.
     Native(Arc<dyn Driver>),
     /// The pods' shims, which answer when they like.
     Shim(Arc<ShimDriver>),
 }
 
-impl Maker {
+impl PauseDriver {
     /// The driver's name in config, record and metrics.
     pub fn name(&self) -> &'static str {
         match self {
@@ -108,7 +118,7 @@ pub struct Own {
 
 impl Own {
     /// Those of a plan.
-    pub fn of(plan: &Plan) -> Self {
+    pub fn from_plan(plan: &Plan) -> Self {
         let private = |namespace| namespace == Namespace::Private;
         Self { net: plan.netns.is_some(), ipc: private(plan.ipc), uts: private(plan.uts) }
     }
@@ -120,10 +130,63 @@ pub struct StartFailure {
     /// The step that failed.
     pub step: StepError,
     /// What could not be undone; empty when nothing is left of the sandbox.
-    pub left: Vec<StepError>,
+    pub left: StepErrors,
 }
 
-impl Work {
+impl Jobs {
+    /// The jobs of the sandbox of `record`; `pod` is its config, and `level` the one that it holds.
+    pub fn new(
+        environment: &Arc<Environment>,
+        record: &Record,
+        pod: PodNames,
+        level: Option<HeldLevel>,
+    ) -> Self {
+        let Environment { layout, shims, config, .. } = &**environment;
+        let runtime = shims.runtime(record.runtime());
+        Self {
+            driver: environment.driver(&record.driver),
+            files: SandboxFiles::new(layout, &record.id),
+            store: Store::new(layout, &record.id),
+            shim: shims.endpoint(record.shim, &record.id, &runtime),
+            facts: Facts {
+                // The id of the record, which all that is here shares, not its equal in the plan.
+                site: CgroupRef { id: record.id.clone(), ..record.plan.cgroup_ref() },
+                own: Own::from_plan(&record.plan),
+                shm: record.files.shm,
+                in_namespace: record.is_in(&config.containerd_namespace),
+                label: record.labels.process.as_str().into(),
+                created_at: record.created_at,
+                runtime,
+            },
+            log_context: LogContext::new(record.id.clone(), pod),
+            to_start: Mutex::default(),
+            description: Mutex::default(),
+            _level: level.map(Box::new),
+            late: Mutex::default(),
+            environment: environment.clone(),
+        }
+    }
+
+    /// The sandbox id.
+    pub fn id(&self) -> &SandboxId {
+        &self.facts.site.id
+    }
+
+    /// The driver's name in config, record and metrics.
+    pub fn driver_name(&self) -> &'static str {
+        self.driver.name()
+    }
+
+    /// Counts what happens.
+    pub fn telemetry(&self) -> &Telemetry {
+        &self.environment.telemetry
+    }
+
+    /// Keeps what Start makes, so that it need not be read from the disk.
+    pub fn keep(&self, created: ToStart) {
+        *self.to_start() = Some(Arc::new(created));
+    }
+
     /// Makes files and pause and records them.
     ///
     /// # Errors
@@ -139,49 +202,50 @@ impl Work {
 
     async fn try_start(self: &Arc<Self>) -> Result<Arc<dyn Process>, StepError> {
         let (pause, recorded) = match &self.driver {
-            Maker::Native(driver) if self.shim.listens_only() => {
+            PauseDriver::Native(driver) if self.shim.listens_only() => {
                 let (_turn, driver) = (self.shim.turn().await, driver.clone());
-                let make = move |work: &Self| {
-                    let record = work.make_files()?;
-                    work.shim.bind()?;
-                    work.describe(&record)?;
-                    Ok(work.recorded(driver.start(&record.plan)?))
+                let make = move |jobs: &Self| {
+                    let created = jobs.make_files()?;
+                    jobs.shim.bind()?;
+                    jobs.describe(&created)?;
+                    Ok(jobs.recorded(driver.start(&created.record.plan)?))
                 };
                 self.piece(Class::Start, make).await.flatten()?
             }
             driver => self.start_behind_shim(driver.clone()).await?,
         };
         if let Err(step) = recorded {
-            // A pause without a record would outlive everybody who knows of it.
+            // No later daemon would find a pause without a record.
             self.end(&*pause).await;
             return Err(step);
         }
-        *self.record() = None;
+        *self.to_start() = None;
         Ok(pause)
     }
 
     /// Makes files and pause where a shim is started first.
-    async fn start_behind_shim(self: &Arc<Self>, driver: Maker) -> Result<Made, StepError> {
-        let record = self.piece(Class::Start, Self::make_files).await.flatten()?;
+    async fn start_behind_shim(self: &Arc<Self>, driver: PauseDriver) -> Result<Made, StepError> {
+        let created = self.piece(Class::Start, Self::make_files).await.flatten()?;
         self.shim.listen().await?;
-        let of = record.clone();
-        self.piece(Class::Start, move |work| work.describe(&of)).await.flatten()?;
+        let of = created.clone();
+        self.piece(Class::Start, move |jobs| jobs.describe(&of)).await.flatten()?;
         let pause = match driver {
-            Maker::Native(driver) => {
-                self.piece(Class::Start, move |_| driver.start(&record.plan)).await.flatten()?
-            }
-            Maker::Shim(driver) => driver.start(&record.plan).await?,
+            PauseDriver::Native(driver) => self
+                .piece(Class::Start, move |_| driver.start(&created.record.plan))
+                .await
+                .flatten()?,
+            PauseDriver::Shim(driver) => driver.start(&created.record.plan).await?,
         };
-        self.piece(Class::Start, move |work| work.recorded(pause)).await
+        self.piece(Class::Start, move |jobs| jobs.recorded(pause)).await
     }
 
     /// Makes the files, and a sign of that before them; what is to be made.
-    fn make_files(&self) -> Result<Arc<Record>, StepError> {
-        self.mounts.admit()?;
-        self.places.begin()?;
-        let record = self.to_make()?;
-        self.places.make(&record.files, &record.labels.mount)?;
-        Ok(record)
+    fn make_files(&self) -> Result<Arc<ToStart>, StepError> {
+        self.environment.mounts.admit()?;
+        self.files.begin()?;
+        let created = self.created()?;
+        self.files.make(&created.record.files, &created.record.labels.mount)?;
+        Ok(created)
     }
 
     /// Records a pause.
@@ -196,41 +260,42 @@ impl Work {
         class: Class,
         piece: impl FnOnce(&Self) -> T + Send + 'static,
     ) -> Result<T, StepError> {
-        let work = self.clone();
-        pool::run(class, move || piece(&work)).await
+        let jobs = self.clone();
+        pool::run(class, move || piece(&jobs)).await
     }
 
     /// The same, of steps that can fail each.
     async fn steps(
         self: &Arc<Self>,
         class: Class,
-        piece: impl FnOnce(&Self) -> Vec<StepError> + Send + 'static,
-    ) -> Vec<StepError> {
-        self.piece(class, piece).await.unwrap_or_else(|panicked| vec![panicked])
+        piece: impl FnOnce(&Self) -> StepErrors + Send + 'static,
+    ) -> StepErrors {
+        self.piece(class, piece).await.unwrap_or_else(StepErrors::from)
     }
 
     /// Makes the spec, unless it is there.
-    fn describe(&self, record: &Record) -> Result<(), StepError> {
+    fn describe(&self, created: &ToStart) -> Result<(), StepError> {
         let mut description = self.description();
         if description.is_none() {
-            let made = oci_spec::description(record, &self.config)
-                .map_err(io::Error::other)
-                .step("make the spec")?;
-            *description = Some(made);
+            let Environment { layout, config, .. } = &*self.environment;
+            let made = oci_spec::describe(&created.record, &created.pod, layout, config);
+            *description = Some(made.map_err(io::Error::other).step("make the spec")?);
         }
         Ok(())
     }
 
-    /// Tells a shim that will run the pause what it is. Of others nothing is told.
+    /// Describes the pause to a shim that will run it. Others need no description.
     ///
     /// # Errors
     /// The failed step.
-    pub fn describe_to_shim(&self, record: &Record) -> Result<(), StepError> {
+    pub fn describe_to_shim(&self, created: &ToStart) -> Result<(), StepError> {
         if self.shim.listens_only() {
             return Ok(());
         }
-        self.describe(record)?;
-        self.shim.describe(self.description().as_ref().map_or(&[], |made| &made.spec), &record.plan)
+        self.describe(created)?;
+        let description = self.description();
+        let spec = description.as_ref().map_or(&[][..], |made| &made.spec);
+        self.shim.describe(spec, &created.record.plan)
     }
 
     /// Lets the next job wait for what is still under way.
@@ -243,7 +308,7 @@ impl Work {
         let late = self.late.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(late) = late {
             let _ = late.await;
-            log::info!(sandbox = self.site.id.as_str(); "a late step of recovery has ended");
+            log::info!(sandbox = self.id().as_str(); "overdue recovery step finished");
         }
     }
 
@@ -256,17 +321,21 @@ impl Work {
         self.description.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What is to be made: what was created, or where that is away already the record.
-    fn to_make(&self) -> Result<Arc<Record>, StepError> {
-        let created = self.record().clone();
-        created.map_or_else(|| Ok(Arc::new(self.store.read()?)), Ok)
+    /// What Start makes: what Create kept, or the record on disk.
+    fn created(&self) -> Result<Arc<ToStart>, StepError> {
+        if let Some(created) = self.to_start().clone() {
+            return Ok(created);
+        }
+        let record = self.store.read()?;
+        let pod = record.decode_config().map_err(io::Error::other).step("read record")?;
+        Ok(Arc::new(ToStart { record, pod }))
     }
 
-    fn record(&self) -> MutexGuard<'_, Option<Arc<Record>>> {
-        self.to_make.lock().unwrap_or_else(PoisonError::into_inner)
+    fn to_start(&self) -> MutexGuard<'_, Option<Arc<ToStart>>> {
+        self.to_start.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Kills a pause that nobody has heard of and waits for its end.
+    /// Kills a pause that no caller knows of and waits for its exit.
     async fn end(&self, pause: &dyn Process) {
         let ended = match pause.kill() {
             Ok(()) => {
@@ -279,7 +348,7 @@ impl Work {
             Err(kill) => Err(kill),
         };
         if let Err(step) = ended {
-            log::error!(sandbox = self.site.id.as_str(); "start: undo: {step}");
+            log::error!(sandbox = self.id().as_str(); "failed to undo start: {step}");
         }
     }
 
@@ -287,49 +356,54 @@ impl Work {
     /// created.
     ///
     /// # Errors
-    /// Every step that failed; the removal of the sandbox does them again.
-    pub async fn clear(self: &Arc<Self>) -> Result<(), Vec<StepError>> {
-        let release = |work: &Self| work.places.remove().err().unwrap_or_default();
-        result(self.driver_cleanup_and(|_| Vec::new(), release).await)
+    /// Every step that failed; the removal of the sandbox repeats them.
+    pub async fn clear(self: &Arc<Self>) -> Result<(), StepErrors> {
+        let remove = |jobs: &Self, errors: &mut StepErrors| errors.check_all(jobs.files.remove());
+        self.driver_cleanup_and(|_| {}, remove).await.into_result()
     }
 
     /// What `before` does, what the driver cleans up, and what `after` does: in one piece, if that
     /// waits for nothing.
     async fn driver_cleanup_and(
         self: &Arc<Self>,
-        before: impl FnOnce(&Self) -> Vec<StepError> + Send + 'static,
-        after: impl FnOnce(&Self) -> Vec<StepError> + Send + 'static,
-    ) -> Vec<StepError> {
+        before: impl FnOnce(&Self) + Send + 'static,
+        after: impl FnOnce(&Self, &mut StepErrors) + Send + 'static,
+    ) -> StepErrors {
         match self.driver.clone() {
-            Maker::Native(driver) => {
-                let all = move |work: &Self| {
-                    let mut errors = before(work);
-                    errors.extend(driver.cleanup(&work.site).err().unwrap_or_default());
-                    errors.extend(after(work));
+            PauseDriver::Native(driver) => {
+                let all = move |jobs: &Self| {
+                    let mut errors = StepErrors::default();
+                    before(jobs);
+                    errors.check_all(driver.cleanup(&jobs.facts.site));
+                    after(jobs, &mut errors);
                     errors
                 };
                 self.steps(Class::End, all).await
             }
-            Maker::Shim(driver) => {
-                let mut errors = self.steps(Class::End, before).await;
-                errors.extend(driver.cleanup(&self.site).await.err().unwrap_or_default());
-                errors.extend(self.steps(Class::End, after).await);
-                errors
+            PauseDriver::Shim(driver) => {
+                let mut errors = StepErrors::default();
+                errors.check(self.piece(Class::End, before).await);
+                errors.check_all(driver.cleanup(&self.facts.site).await);
+                let rest = move |jobs: &Self| {
+                    after(jobs, &mut errors);
+                    errors
+                };
+                self.steps(Class::End, rest).await
             }
         }
     }
 
-    /// Puts files back that are gone; true when some were.
+    /// Restores deleted files; true when some were missing.
     ///
     /// # Errors
     /// Every step that failed.
-    pub fn restore(&self) -> Result<bool, Vec<StepError>> {
-        self.places.restore(self.shm, || Ok(self.store.read()?.files))
+    pub fn restore(&self) -> Result<bool, StepErrors> {
+        self.files.restore(self.facts.shm, || Ok(self.store.read()?.files))
     }
 
     /// Asks the driver for the process that the record names.
     pub async fn adopt(self: &Arc<Self>) -> Adoption {
-        match self.piece(Class::Recovery, |work| work.store.stage()).await {
+        match self.piece(Class::Recovery, |jobs| jobs.store.stage()).await {
             Ok(Ok(Stage::Started { identity })) => self.find(identity).await,
             Ok(Ok(Stage::Exited { exit, .. })) => Adoption::Dead(exit),
             Ok(Ok(Stage::Created)) => {
@@ -343,13 +417,13 @@ impl Work {
     /// Asks the driver for a process.
     pub async fn find(self: &Arc<Self>, identity: Identity) -> Adoption {
         match self.driver.clone() {
-            Maker::Native(driver) => {
+            PauseDriver::Native(driver) => {
                 let found = self
-                    .piece(Class::Recovery, move |work| driver.adopt(&work.site, &identity))
+                    .piece(Class::Recovery, move |jobs| driver.adopt(&jobs.facts.site, &identity))
                     .await;
                 found.unwrap_or_else(Adoption::Unknown)
             }
-            Maker::Shim(driver) => driver.adopt(&self.site, &identity).await,
+            PauseDriver::Shim(driver) => driver.adopt(&self.facts.site, &identity).await,
         }
     }
 
@@ -359,20 +433,16 @@ impl Work {
     ///
     /// # Errors
     /// Every step that failed.
-    pub async fn cleanup(
-        self: &Arc<Self>,
-        pid: u32,
-        exit: Option<Exit>,
-    ) -> Result<(), Vec<StepError>> {
-        let record = move |work: &Self| {
-            let recorded = exit.map(|exit| work.store.set_stage(&Stage::Exited { pid, exit }));
+    pub async fn cleanup(self: &Arc<Self>, pid: u32, exit: Option<Exit>) -> Result<(), StepErrors> {
+        let record = move |jobs: &Self| {
+            let recorded = exit.map(|exit| jobs.store.set_stage(&Stage::Exited { pid, exit }));
             if let Some(Err(step)) = recorded {
-                log::warn!(sandbox = work.site.id.as_str(); "its exit is not recorded: {step}");
+                log::warn!(sandbox = jobs.id().as_str(); "failed to record exit: {step}");
             }
-            Vec::new()
         };
-        let release = |work: &Self| work.places.release_shm().err().unwrap_or_default();
-        result(self.driver_cleanup_and(record, release).await)
+        let release =
+            |jobs: &Self, errors: &mut StepErrors| errors.check_all(jobs.files.release_shm());
+        self.driver_cleanup_and(record, release).await.into_result()
     }
 
     /// Removes all that is left: the pod's shim, cgroup, files and, when nothing else is left, the
@@ -380,21 +450,17 @@ impl Work {
     ///
     /// # Errors
     /// Every step that failed.
-    pub async fn remove(self: &Arc<Self>) -> Result<(), Vec<StepError>> {
+    pub async fn remove(self: &Arc<Self>) -> Result<(), StepErrors> {
         // A shim that runs the pause as well must be rid of it before it ends.
-        let mut errors = self.driver_cleanup_and(|_| Vec::new(), |_| Vec::new()).await;
-        errors.extend(self.shim.end().await.err().unwrap_or_default());
-        let rest = move |work: &Self| {
-            errors.extend(work.places.remove().err().unwrap_or_default());
+        let mut errors = self.driver_cleanup_and(|_| {}, |_, _| {}).await;
+        errors.check_all(self.shim.end().await);
+        let rest = move |jobs: &Self| {
+            errors.check_all(jobs.files.remove());
             if errors.is_empty() {
-                errors.extend(work.store.remove().err());
+                errors.check(jobs.store.remove());
             }
             errors
         };
-        result(self.steps(Class::End, rest).await)
+        self.steps(Class::End, rest).await.into_result()
     }
-}
-
-fn result(errors: Vec<StepError>) -> Result<(), Vec<StepError>> {
-    if errors.is_empty() { Ok(()) } else { Err(errors) }
 }

@@ -23,7 +23,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Those of a daemon.
+    /// The layout of a daemon with these settings.
     pub fn new(config: &Config) -> Self {
         Self {
             root: config.containerd_root.join(CRI_SANDBOXES),
@@ -33,7 +33,7 @@ impl Layout {
     }
 
     /// A sandbox's own directory.
-    pub fn of(&self, id: &str) -> PathBuf {
+    pub fn sandbox(&self, id: &str) -> PathBuf {
         self.records.join(id)
     }
 }

@@ -9,9 +9,11 @@
 //!     +-- Shutdown, or never started --------------------------------------------> Gone
 //! ```
 //!
-//! At most one job (start, cleanup, removal) runs at a time. Whoever owns a machine carries out the
-//! actions in order and feeds their outcome back; nothing here waits, reads a clock or touches the
-//! system.
+//! At most one job (start, cleanup, removal) runs at a time. The actor that owns a machine carries
+//! out the actions in order and feeds their outcome back; nothing here waits, reads a clock or
+//! touches the system. Phase, exit and failures are written here and nowhere else.
+
+use super::Exit;
 
 /// Where a sandbox stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,9 +63,9 @@ pub enum Job {
     Remove,
 }
 
-/// The verbs whose callers wait for the machine.
+/// The RPCs whose callers wait for the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verb {
+pub enum Rpc {
     /// Start.
     Start,
     /// Stop.
@@ -72,15 +74,26 @@ pub enum Verb {
     Shutdown,
 }
 
+impl Rpc {
+    /// The RPC in messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Start => "start",
+            Self::Stop => "stop",
+            Self::Shutdown => "shutdown",
+        }
+    }
+}
+
 /// What can happen to a sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// Somebody asks for a verb.
-    Asked(Verb),
+    /// A caller asks for an RPC.
+    Asked(Rpc),
     /// The start job made a pause.
     Started,
-    /// The answer of a successful Start found nobody: the caller takes the sandbox for failed and
-    /// will never end it.
+    /// The caller of a successful Start has given up: it takes the sandbox for failed and will
+    /// never end it.
     StartUnheard,
     /// The start job failed; `clean` when all that it made is gone again.
     StartFailed {
@@ -91,8 +104,10 @@ pub enum Event {
     AdoptedAlive,
     /// The driver could not tell.
     AdoptFailed,
-    /// The pause has ended (or the driver found it dead).
-    Exited,
+    /// The pause has exited (or the driver found it dead).
+    Exited(Exit),
+    /// The pod's shim has died with containers in it: the sandbox ends with it.
+    ShimDied,
     /// SIGKILL could not be sent.
     KillFailed,
     /// The cleanup or removal job is done.
@@ -105,26 +120,28 @@ pub enum Event {
     Abandoned,
 }
 
-/// What the owner must do, in order.
+/// What the actor must do, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Run a job; its outcome comes back as an event.
     Run(Job),
-    /// Tell readers the phase and the exit.
+    /// Publish phase, exit and failures.
     Publish,
+    /// Log and count the exit, which was just published.
+    ReportExit(Exit),
     /// Send SIGKILL to the pause.
     Kill,
     /// Watch the pause's exit.
     Watch,
-    /// Answer every waiting caller of the verb: success.
-    Succeed(Verb),
-    /// Answer every waiting caller of the verb: the error of the last step.
-    Fail(Verb),
+    /// Answer every waiting caller of the RPC: success.
+    Succeed(Rpc),
+    /// Answer every waiting caller of the RPC: the error of the last step.
+    Fail(Rpc),
     /// Answer the one that asked last: not in this phase.
-    Refuse(Verb),
+    Refuse(Rpc),
     /// Send [`Event::RetryDue`] after the back-off's delay for this many failures in a row.
     RetryAfter(u32),
-    /// Free the id, and end the owner when the actions behind this one are done.
+    /// Free the id, and end the actor after the actions that follow this one.
     Retire,
 }
 
@@ -132,6 +149,8 @@ pub enum Action {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Machine {
     phase: Phase,
+    /// How the pause exited, once that is known.
+    exit: Option<Exit>,
     job: Option<Job>,
     /// The cleanup after the exit is still to be done.
     dirty: bool,
@@ -139,28 +158,32 @@ pub struct Machine {
     doomed: bool,
     stop_waits: bool,
     shutdown_waits: bool,
+    /// The shim has died, and whether the pause lives is not known yet.
+    shim_died: bool,
     failures: u32,
 }
 
 impl Machine {
-    /// A sandbox that was created now, or recovered in `phase`. One recovered as
-    /// [`Phase::NotReady`] is taken for dirty.
-    pub fn new(phase: Phase) -> Self {
+    /// A sandbox that was created now, or recovered in `phase`, with the exit that is on record.
+    /// One recovered as [`Phase::NotReady`] is taken for dirty.
+    pub fn new(phase: Phase, exit: Option<Exit>) -> Self {
         Self {
             phase,
+            exit,
             job: None,
             dirty: matches!(phase, Phase::NotReady),
             doomed: false,
             stop_waits: false,
             shutdown_waits: false,
+            shim_died: false,
             failures: 0,
         }
     }
 
-    /// Nothing is known of it any more, not even what was under way: its pause is looked for.
-    /// Readers see the old phase until it is found.
-    pub fn look_again(&mut self) -> Vec<Action> {
-        *self = Self::new(Phase::Unknown);
+    /// Nothing is known of it any more but its exit, not even what was under way: its pause is
+    /// looked for. Readers see the old phase until it is found.
+    pub fn adopt_again(&mut self) -> Vec<Action> {
+        *self = Self::new(Phase::Unknown, self.exit);
         let mut out = Vec::new();
         self.run(Job::Adopt, &mut out);
         out
@@ -169,6 +192,16 @@ impl Machine {
     /// Where the sandbox stands.
     pub fn phase(&self) -> Phase {
         self.phase
+    }
+
+    /// How the pause exited; `None` while it lives, and where there never was one.
+    pub fn exit(&self) -> Option<Exit> {
+        self.exit
+    }
+
+    /// Cleanups that have failed in a row and are retried.
+    pub fn failures(&self) -> u32 {
+        self.failures
     }
 
     /// Nothing is under way: no job runs and the pause is not being ended.
@@ -180,37 +213,11 @@ impl Machine {
     pub fn on(&mut self, event: Event) -> Vec<Action> {
         let mut out = Vec::new();
         match event {
-            Event::Asked(Verb::Start) => {
-                if self.phase == Phase::Created && self.job.is_none() && !self.doomed {
-                    self.phase = Phase::Starting;
-                    self.run(Job::Start, &mut out);
-                } else {
-                    out.push(Action::Refuse(Verb::Start));
-                }
-            }
-            Event::Asked(Verb::Stop) => {
-                self.stop_waits = true;
-                match self.phase {
-                    Phase::Created | Phase::Gone => self.settle(Verb::Stop, true, &mut out),
-                    Phase::Starting => {}
-                    Phase::Ready => out.push(Action::Kill),
-                    Phase::NotReady | Phase::Unknown => self.proceed(&mut out),
-                }
-            }
-            Event::Asked(Verb::Shutdown) => {
-                self.shutdown_waits = true;
-                self.doomed = true;
-                match self.phase {
-                    Phase::Gone => self.settle(Verb::Shutdown, true, &mut out),
-                    Phase::Starting => {}
-                    Phase::Ready => out.push(Action::Kill),
-                    Phase::Created | Phase::NotReady | Phase::Unknown => self.proceed(&mut out),
-                }
-            }
+            Event::Asked(rpc) => self.asked(rpc, &mut out),
             Event::Started => {
                 self.job = None;
                 self.alive(&mut out);
-                out.push(Action::Succeed(Verb::Start));
+                out.push(Action::Succeed(Rpc::Start));
                 self.end_if_wanted(&mut out);
             }
             Event::StartUnheard => {
@@ -228,7 +235,7 @@ impl Machine {
                     out.push(Action::Publish);
                     self.failed(&mut out);
                 }
-                out.push(Action::Fail(Verb::Start));
+                out.push(Action::Fail(Rpc::Start));
             }
             Event::AdoptedAlive => {
                 self.job = None;
@@ -237,26 +244,24 @@ impl Machine {
             }
             Event::AdoptFailed => {
                 self.job = None;
+                out.push(Action::Publish);
                 self.not_ended(&mut out);
             }
-            Event::Exited => {
-                // A second report of the same end changes nothing.
-                if matches!(self.phase, Phase::Ready | Phase::Unknown) {
-                    if self.job == Some(Job::Adopt) {
-                        self.job = None;
-                    }
-                    self.phase = Phase::NotReady;
-                    self.dirty = true;
-                    out.push(Action::Publish);
-                    self.proceed(&mut out);
-                }
-            }
+            Event::Exited(exit) => self.exited(exit, &mut out),
+            Event::ShimDied => match self.phase {
+                Phase::Ready => out.push(Action::Kill),
+                Phase::Unknown => self.shim_died = true,
+                // Without a pause the sandbox has ended already.
+                _ => {}
+            },
             Event::KillFailed => self.not_ended(&mut out),
             Event::JobDone => match self.job.take() {
                 Some(Job::Cleanup) => {
                     self.dirty = false;
-                    self.failures = 0;
-                    self.settle(Verb::Stop, true, &mut out);
+                    if std::mem::take(&mut self.failures) > 0 {
+                        out.push(Action::Publish);
+                    }
+                    self.settle(Rpc::Stop, true, &mut out);
                     self.proceed(&mut out);
                 }
                 Some(Job::Remove) => self.gone(&mut out),
@@ -277,13 +282,64 @@ impl Machine {
         out
     }
 
+    fn asked(&mut self, rpc: Rpc, out: &mut Vec<Action>) {
+        match rpc {
+            Rpc::Start if self.phase == Phase::Created && self.job.is_none() && !self.doomed => {
+                self.phase = Phase::Starting;
+                self.run(Job::Start, out);
+            }
+            Rpc::Start => out.push(Action::Refuse(Rpc::Start)),
+            Rpc::Stop => {
+                self.stop_waits = true;
+                match self.phase {
+                    Phase::Created | Phase::Gone => self.settle(Rpc::Stop, true, out),
+                    Phase::Starting => {}
+                    Phase::Ready => out.push(Action::Kill),
+                    Phase::NotReady | Phase::Unknown => self.proceed(out),
+                }
+            }
+            Rpc::Shutdown => {
+                self.shutdown_waits = true;
+                self.doomed = true;
+                match self.phase {
+                    Phase::Gone => self.settle(Rpc::Shutdown, true, out),
+                    Phase::Starting => {}
+                    Phase::Ready => out.push(Action::Kill),
+                    Phase::Created | Phase::NotReady | Phase::Unknown => self.proceed(out),
+                }
+            }
+        }
+    }
+
+    /// A second report of the same exit changes nothing.
+    fn exited(&mut self, exit: Exit, out: &mut Vec<Action>) {
+        if !matches!(self.phase, Phase::Ready | Phase::Unknown) {
+            return;
+        }
+        if self.job == Some(Job::Adopt) {
+            self.job = None;
+        }
+        let first = self.exit.is_none();
+        self.exit.get_or_insert(exit);
+        self.phase = Phase::NotReady;
+        self.dirty = true;
+        self.shim_died = false;
+        out.push(Action::Publish);
+        self.proceed(out);
+        // After the start of the cleanup, which a caller may wait for.
+        if first {
+            out.push(Action::ReportExit(exit));
+        }
+    }
+
     fn alive(&mut self, out: &mut Vec<Action>) {
         self.phase = Phase::Ready;
         out.extend([Action::Publish, Action::Watch]);
     }
 
-    fn end_if_wanted(&self, out: &mut Vec<Action>) {
-        if self.phase == Phase::Ready && (self.doomed || self.stop_waits) {
+    fn end_if_wanted(&mut self, out: &mut Vec<Action>) {
+        let shim_died = std::mem::take(&mut self.shim_died);
+        if self.phase == Phase::Ready && (self.doomed || self.stop_waits || shim_died) {
             out.push(Action::Kill);
         }
     }
@@ -297,7 +353,7 @@ impl Machine {
             Phase::Ready => self.end_if_wanted(out),
             Phase::Unknown if self.doomed || self.stop_waits => self.run(Job::Adopt, out),
             Phase::NotReady if self.dirty => self.run(Job::Cleanup, out),
-            Phase::NotReady if !self.doomed => self.settle(Verb::Stop, true, out),
+            Phase::NotReady if !self.doomed => self.settle(Rpc::Stop, true, out),
             Phase::NotReady | Phase::Created if self.doomed => self.run(Job::Remove, out),
             _ => {}
         }
@@ -308,41 +364,44 @@ impl Machine {
         out.push(Action::Run(job));
     }
 
-    /// The pause could not be ended, or nobody knows whether it lives.
+    /// The pause could not be ended, or it is not known whether it lives.
     fn not_ended(&mut self, out: &mut Vec<Action>) {
-        self.settle(Verb::Stop, false, out);
-        self.settle(Verb::Shutdown, false, out);
+        self.settle(Rpc::Stop, false, out);
+        self.settle(Rpc::Shutdown, false, out);
         if self.doomed {
-            self.failures = self.failures.saturating_add(1);
-            out.push(Action::RetryAfter(self.failures));
+            self.retry(out);
         }
     }
 
-    fn failed(&mut self, out: &mut Vec<Action>) {
+    fn retry(&mut self, out: &mut Vec<Action>) {
         self.failures = self.failures.saturating_add(1);
+        out.extend([Action::Publish, Action::RetryAfter(self.failures)]);
+    }
+
+    fn failed(&mut self, out: &mut Vec<Action>) {
         // A removal that failed is no concern of Stop.
-        self.settle(Verb::Stop, !self.dirty, out);
-        self.settle(Verb::Shutdown, false, out);
-        out.push(Action::RetryAfter(self.failures));
+        self.settle(Rpc::Stop, !self.dirty, out);
+        self.settle(Rpc::Shutdown, false, out);
+        self.retry(out);
     }
 
     fn gone(&mut self, out: &mut Vec<Action>) {
         self.phase = Phase::Gone;
         self.dirty = false;
-        // The id is free before anybody hears of the end.
+        // The id is free before a caller learns of the end.
         out.extend([Action::Publish, Action::Retire]);
-        self.settle(Verb::Stop, true, out);
-        self.settle(Verb::Shutdown, true, out);
+        self.settle(Rpc::Stop, true, out);
+        self.settle(Rpc::Shutdown, true, out);
     }
 
-    fn settle(&mut self, verb: Verb, success: bool, out: &mut Vec<Action>) {
-        let waits = match verb {
-            Verb::Start => return,
-            Verb::Stop => &mut self.stop_waits,
-            Verb::Shutdown => &mut self.shutdown_waits,
+    fn settle(&mut self, rpc: Rpc, success: bool, out: &mut Vec<Action>) {
+        let waits = match rpc {
+            Rpc::Start => return,
+            Rpc::Stop => &mut self.stop_waits,
+            Rpc::Shutdown => &mut self.shutdown_waits,
         };
         if std::mem::take(waits) {
-            out.push(if success { Action::Succeed(verb) } else { Action::Fail(verb) });
+            out.push(if success { Action::Succeed(rpc) } else { Action::Fail(rpc) });
         }
     }
 }

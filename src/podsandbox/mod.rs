@@ -9,13 +9,11 @@ use crate::id::SandboxId;
 pub use crate::process::Exit;
 
 mod actor;
-mod board;
 mod error;
 mod files;
 #[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
 pub mod fuzzing;
-mod inbox;
 mod inspect;
 mod jobs;
 mod layout;
@@ -74,7 +72,7 @@ pub struct CreateRequest {
 
 /// The answer of Start.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Started {
+pub struct StartResponse {
     /// Process id of the pause on the node.
     pub pid: u32,
     /// When the sandbox was created.

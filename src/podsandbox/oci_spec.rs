@@ -38,13 +38,11 @@ use oci_spec::runtime::{
 use super::files::SandboxFiles;
 use super::layout::Layout;
 use super::record::Record;
-use super::validate::decode_config;
-use super::{Error, Payload};
 use crate::cgroup::slice::is_slice;
 use crate::config::Config;
 use crate::pause::{IdMapping, Namespace};
 use crate::protos::cri::{Int64Value, PodSandboxConfig};
-use crate::shim::{self, driver};
+use crate::shim;
 
 /// What containerd 2.0 writes; nothing newer is used.
 const OCI_VERSION: &str = "1.2.0";
@@ -101,44 +99,38 @@ const MASKED: [&str; 12] = [
 const READONLY: [&str; 5] =
     ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 
-/// The spec of the sandbox as JSON (`opencontainers/runtime-spec` `Spec`).
-///
-/// # Errors
-/// Where the recorded config cannot be decoded.
-pub fn describe(record: &Record, config: &Config) -> Result<Vec<u8>, Error> {
-    Ok(description(record, config)?.spec.into())
-}
-
-/// What Start answers of a sandbox beside what it has become.
+/// What Start answers of a sandbox that is the same for its whole life.
 #[derive(Debug, Default)]
 pub struct Description {
-    /// As [`describe`] makes it.
+    /// The spec as JSON (`opencontainers/runtime-spec` `Spec`).
     pub spec: Box<[u8]>,
     /// As the built-in controller has them on its pause container and answers them: the pod's, and
     /// what kind of container it is.
     pub labels: BTreeMap<String, String>,
 }
 
-/// Describes the sandbox.
+/// Describes the sandbox. `pod` is the recorded config.
 ///
 /// # Errors
-/// Where the recorded config cannot be decoded.
-pub fn description(record: &Record, config: &Config) -> Result<Description, Error> {
-    let payload = Payload {
-        type_url: record.config.type_url.clone(),
-        value: bytes::Bytes::copy_from_slice(&record.config.value),
-    };
-    let pod = decode_config(&record.id, &payload)?;
-    let fault =
-        |reason: String| Error::Fault { id: record.id.to_string(), verb: "describe", reason };
-    let spec = spec(record, &pod, config).map_err(|e| fault(e.to_string()))?;
-    let spec = serde_json::to_vec(&spec).map_err(|e| fault(e.to_string()))?.into();
-    let mut labels: BTreeMap<String, String> = pod.labels.into_iter().collect();
-    labels.insert(KIND.to_owned(), "sandbox".to_owned());
-    Ok(Description { spec, labels })
+/// The spec cannot be built or encoded.
+pub fn describe(
+    record: &Record,
+    pod: &PodSandboxConfig,
+    layout: &Arc<Layout>,
+    config: &Config,
+) -> Result<Description, OciSpecError> {
+    let spec = serde_json::to_vec(&spec(record, pod, layout, config)?)?.into();
+    let own = (KIND.to_owned(), "sandbox".to_owned());
+    let labels = pod.labels.iter().map(|(key, value)| (key.clone(), value.clone()));
+    Ok(Description { spec, labels: labels.chain([own]).collect() })
 }
 
-fn spec(record: &Record, pod: &PodSandboxConfig, config: &Config) -> Result<Spec, OciSpecError> {
+fn spec(
+    record: &Record,
+    pod: &PodSandboxConfig,
+    layout: &Arc<Layout>,
+    config: &Config,
+) -> Result<Spec, OciSpecError> {
     let plan = &record.plan;
     let mut root = Root::default();
     root.set_path("rootfs".into()).set_readonly(Some(true));
@@ -152,9 +144,9 @@ fn spec(record: &Record, pod: &PodSandboxConfig, config: &Config) -> Result<Spec
             Some(plan.hostname.clone())
                 .filter(|name| plan.uts == Namespace::Private && !name.is_empty()),
         )
-        .set_mounts(Some(mounts(record, pod, config)))
-        .set_annotations(Some(annotations::of(&record.id, pod, &config.pod_annotations)))
-        .set_linux(Some(linux(record, config)?));
+        .set_mounts(Some(mounts(record, pod, layout)))
+        .set_annotations(Some(annotations::for_sandbox(&record.id, pod, &config.pod_annotations)))
+        .set_linux(Some(linux(record, layout, config)?));
     Ok(spec)
 }
 
@@ -166,7 +158,7 @@ fn privileged(pod: &PodSandboxConfig) -> bool {
 /// controller tells it.
 fn process(record: &Record, pod: &PodSandboxConfig) -> Process {
     let plan = &record.plan;
-    let by_runtime = record.driver == driver::NAME;
+    let by_runtime = record.shim.runs_pause();
     let mut user = User::default();
     user.set_uid(USER).set_gid(USER);
     let mut capabilities = LinuxCapabilities::default();
@@ -208,11 +200,11 @@ fn process(record: &Record, pod: &PodSandboxConfig) -> Process {
     process
 }
 
-fn mounts(record: &Record, pod: &PodSandboxConfig, config: &Config) -> Vec<Mount> {
+fn mounts(record: &Record, pod: &PodSandboxConfig, layout: &Arc<Layout>) -> Vec<Mount> {
     let plan = &record.plan;
-    let places = SandboxFiles::new(&Arc::new(Layout::new(config)), &record.id);
+    let files = SandboxFiles::new(layout, &record.id);
     let bind = ["rbind", "ro", "nosuid", "nodev", "noexec"];
-    let shm = if record.files.shm { places.shm() } else { SHM.into() };
+    let shm = if record.files.shm { files.shm() } else { SHM.into() };
     let sys_mode = if privileged(pod) { "rw" } else { "ro" };
     // A user namespace that does not own the network namespace may not mount sysfs.
     let sys_bound = plan.userns.is_some() && plan.netns.is_none();
@@ -232,7 +224,7 @@ fn mounts(record: &Record, pod: &PodSandboxConfig, config: &Config) -> Vec<Mount
         mounts.push(mount("/sys", "sysfs", "sysfs", &["nosuid", "noexec", "nodev", sys_mode]));
     }
     mounts.push(mount(SHM, "bind", shm, &bind));
-    mounts.push(mount(RESOLV_CONF, "bind", places.resolv_conf(), &bind));
+    mounts.push(mount(RESOLV_CONF, "bind", files.resolv_conf(), &bind));
     if sys_bound {
         mounts.push(mount("/sys", "bind", "/sys", &["rbind", "rro", "nosuid", "nodev", "noexec"]));
     }
@@ -249,7 +241,7 @@ fn mount(destination: &str, kind: &str, source: impl AsRef<Path>, options: &[&st
     mount
 }
 
-fn linux(record: &Record, config: &Config) -> Result<Linux, OciSpecError> {
+fn linux(record: &Record, layout: &Layout, config: &Config) -> Result<Linux, OciSpecError> {
     let plan = &record.plan;
     let mut everything = LinuxDeviceCgroup::default();
     everything.set_allow(false).set_access(Some("rwm".to_owned()));
@@ -266,7 +258,7 @@ fn linux(record: &Record, config: &Config) -> Result<Linux, OciSpecError> {
         .set_sysctl(Some(sysctl).filter(|sysctl| !sysctl.is_empty()))
         .set_resources(Some(resources))
         .set_cgroups_path(cgroups_path(record, config).map(Into::into))
-        .set_namespaces(Some(namespaces(record, config)))
+        .set_namespaces(Some(namespaces(record, layout)))
         .set_masked_paths(Some(strings(&MASKED)))
         .set_readonly_paths(Some(strings(&READONLY)))
         .set_mount_label(Some(record.labels.mount.clone()).filter(|label| !label.is_empty()));
@@ -284,14 +276,12 @@ fn id_mappings(mapping: IdMapping) -> Result<Vec<LinuxIdMapping>, OciSpecError> 
 }
 
 /// In containerd's order. Those that are the node's are left out.
-fn namespaces(record: &Record, config: &Config) -> Vec<LinuxNamespace> {
+fn namespaces(record: &Record, layout: &Layout) -> Vec<LinuxNamespace> {
     let plan = &record.plan;
     // A runtime can join the user namespace that owns the network namespace only by a path.
-    let pinned = record.driver == driver::NAME && plan.netns.is_some();
-    let pinned = pinned.then(|| {
-        let layout = Layout::new(config);
-        shim::user_namespace(&layout.of(&record.id).join(record.id.as_str()))
-    });
+    let pinned = record.shim.runs_pause() && plan.netns.is_some();
+    let pinned =
+        pinned.then(|| shim::user_namespace(&layout.sandbox(&record.id).join(record.id.as_str())));
     let private = |kind, namespace| (namespace == Namespace::Private).then_some((kind, None));
     let all = [
         private(LinuxNamespaceType::Pid, plan.pid),
@@ -316,7 +306,7 @@ fn cgroups_path(record: &Record, config: &Config) -> Option<String> {
     let parent = plan.cgroup_parent.as_str();
     if parent.is_empty() {
         // Of a pause that a runtime runs, as of the built-in controller's.
-        let by_runtime = record.driver == driver::NAME;
+        let by_runtime = record.shim.runs_pause();
         return by_runtime.then(|| format!("/{}/{}", config.containerd_namespace, plan.id));
     }
     if is_slice(parent) {

@@ -20,11 +20,13 @@ use serde::{Deserialize, Serialize};
 use super::files::Files;
 use super::layout::Layout;
 use super::selinux::Labels;
-use super::{Payload, SandboxInfo};
+use super::validate::decode_config;
+use super::{Error, Payload, SandboxInfo};
 use crate::error::{IoContext as _, StepError, gone};
 use crate::id::SandboxId;
 use crate::pause::Plan;
 use crate::process::{Exit, Identity};
+use crate::protos::cri::PodSandboxConfig;
 use crate::shim;
 
 /// The version that this daemon writes.
@@ -67,6 +69,31 @@ pub struct Record {
     /// containerd's namespace that the sandbox is of; empty in records that do not tell.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub containerd_namespace: String,
+}
+
+impl Record {
+    /// The CRI config, decoded.
+    ///
+    /// # Errors
+    /// It is malformed.
+    pub fn decode_config(&self) -> Result<PodSandboxConfig, Error> {
+        decode_config(&self.id, &self.config.type_url, &self.config.value)
+    }
+
+    /// Whether containerd can be asked for the sandbox in this namespace of its. It cannot where
+    /// the setting has changed since, as ids are unique in a namespace alone.
+    pub fn is_in(&self, containerd_namespace: &str) -> bool {
+        ["", containerd_namespace].contains(&self.containerd_namespace.as_str())
+    }
+
+    /// The runtime of its shim.
+    pub fn runtime(&self) -> shim::Runtime {
+        let options = self.info.runtime_options.as_ref();
+        shim::Runtime {
+            name: self.info.runtime_name.clone(),
+            options: options.map(|blob| (blob.type_url.clone(), blob.value.clone())),
+        }
+    }
 }
 
 /// How far a sandbox came.
@@ -212,7 +239,7 @@ impl Store {
 
     /// The sandbox's own directory.
     pub fn dir(&self) -> PathBuf {
-        self.layout.of(&self.id)
+        self.layout.sandbox(&self.id)
     }
 
     /// Makes the directory and writes the first record.

@@ -1,4 +1,4 @@
-//! Takes over what an earlier daemon left: every record becomes a sandbox again, or is kept aside.
+//! Adopts what an earlier daemon left: every record becomes a sandbox again, or is quarantined.
 //!
 //! Nothing here deletes what it does not understand. A record that cannot be read is reported and
 //! its id stays taken, so that no caller is told that its pod does not exist.
@@ -6,7 +6,7 @@
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use futures::FutureExt as _;
 use futures::future::{BoxFuture, join_all};
@@ -18,14 +18,15 @@ use tokio::time::Instant;
 
 use super::actor::{Entry, abandoned_at};
 use super::files::SandboxFiles;
-use super::jobs::Work;
-use super::record::{Record, Stage, Store, Unreadable};
+use super::inspect::pod_names;
+use super::jobs::Jobs;
+use super::record::{Stage, Store, Unreadable};
 use super::sandbox::{Environment, Sandbox};
 use super::validate::check_id;
-use crate::error::{IoContext as _, StepError};
+use crate::error::{IoContext as _, StepError, StepErrors};
 use crate::id::SandboxId;
 use crate::pool::{self, Class};
-use crate::process::Adoption;
+use crate::process::{Adoption, Identity};
 
 /// Records that are looked at side by side.
 const AT_ONCE: usize = 32;
@@ -39,7 +40,7 @@ pub enum Recovered {
     /// A sandbox again.
     Sandbox(Sandbox),
     /// It could not be taken over. Nothing of a record that cannot be read was touched.
-    Aside {
+    Quarantined {
         /// The id: the name of its directory.
         id: String,
         /// Why.
@@ -67,22 +68,22 @@ where
         .step_at("make directory", sandboxes)?;
     keep_private(sandboxes)?;
     let ids = ids(sandboxes)?;
-    // Where no thread can be started no record can be looked at, and a pod that is kept aside stays
+    // Where no thread can be started no record can be looked at, and a pod that is quarantined stays
     // so: the next start may have one. From here on there is one.
     pool::run(Class::Recovery, || ()).await?;
     end_strays(environment).await;
     let all = stream::iter(ids).map(|id| {
         let (environment, on_gone) = (environment.clone(), on_gone.clone());
         async move {
-            let (work, entry, abandoned) = match one(&environment, id.clone()).await {
+            let (jobs, entry, abandoned) = match recover_record(&environment, id.clone()).await {
                 Ok(Some(found)) => found,
                 Ok(None) => return None,
                 Err(reason) => {
-                    log::error!(sandbox = id.as_str(); "recovery: kept aside: {reason}");
-                    return Some(Recovered::Aside { id, reason });
+                    log::error!(sandbox = id.as_str(); "quarantined a record that recovery cannot adopt: {reason}");
+                    return Some(Recovered::Quarantined { id, reason });
                 }
             };
-            let sandbox = Sandbox::enter(environment, work, entry, abandoned, on_gone);
+            let sandbox = Sandbox::enter(environment, jobs, entry, abandoned, on_gone);
             Some(Recovered::Sandbox(sandbox))
         }
     });
@@ -95,8 +96,8 @@ where
         move || shims.remove_strays(&left.iter().map(String::as_str).collect::<Vec<_>>(), until);
     match Patience::new(WITHIN).piece(remove).await {
         Ok(Ok(())) => {}
-        Ok(Err(steps)) => steps.iter().for_each(|step| log::error!("recovery: {step}")),
-        Err(reason) => log::error!("recovery: search for sockets without a record: {reason}"),
+        Ok(Err(steps)) => log_failed("failed to remove sockets without a record", &steps.into()),
+        Err(reason) => log::error!("failed to remove sockets without a record: {reason}"),
     }
     Ok(recovered)
 }
@@ -105,7 +106,7 @@ impl Recovered {
     fn id(&self) -> &str {
         match self {
             Self::Sandbox(sandbox) => sandbox.id(),
-            Self::Aside { id, .. } => id,
+            Self::Quarantined { id, .. } => id,
         }
     }
 }
@@ -118,7 +119,7 @@ async fn end_strays(environment: &Arc<Environment>) {
     let ended = patience.piece(move || {
         let recorded = |id: &str| {
             if let Err(e) = check_id(id) {
-                log::error!("recovery: a pause without a valid id is left alone: {e}");
+                log::error!("leaving a pause without a valid id alone: {e}");
                 return true;
             }
             let store = Store::new(&environment.layout, &id.into());
@@ -134,9 +135,17 @@ async fn end_strays(environment: &Arc<Environment>) {
     });
     match ended.await {
         Ok(Ok(())) => {}
-        Ok(Err(steps)) => steps.iter().for_each(|step| log::error!("recovery: {step}")),
-        Err(reason) => log::error!("recovery: search for pauses without a record: {reason}"),
+        Ok(Err(steps)) => log_failed("failed to end pauses without a record", &steps.into()),
+        Err(reason) => log::error!("failed to end pauses without a record: {reason}"),
     }
+}
+
+fn log_failed(what: &str, steps: &StepErrors) {
+    steps.into_iter().for_each(|step| log::error!("{what}: {step}"));
+}
+
+fn log_failed_of(id: &str, what: &str, steps: &StepErrors) {
+    steps.into_iter().for_each(|step| log::error!(sandbox = id; "{what}: {step}"));
 }
 
 /// The time that one record has, all its steps together, and what was still under way when it was
@@ -224,12 +233,12 @@ fn keep_private(sandboxes: &Path) -> Result<(), StepError> {
 
 /// Takes back what [`recover`] mounted, when no sandbox is left; with sandboxes it stays for the
 /// next daemon.
-pub fn let_go(environment: &Environment) {
+pub fn unmount_if_empty(environment: &Environment) {
     let sandboxes = environment.sandboxes();
     if ids(sandboxes).is_ok_and(|ids| ids.is_empty())
         && let Err(e) = umount2(sandboxes, MntFlags::UMOUNT_NOFOLLOW)
     {
-        log::warn!("unmount {}: {e}", sandboxes.display());
+        log::warn!("failed to unmount {}: {e}", sandboxes.display());
     }
 }
 
@@ -241,16 +250,16 @@ fn ids(sandboxes: &Path) -> Result<Vec<String>, StepError> {
         let directory = entry.file_type().is_ok_and(|kind| kind.is_dir());
         match entry.file_name().into_string() {
             Ok(name) if directory && check_id(&name).is_ok() => ids.push(name),
-            _ => log::error!("recovery: {} is no sandbox", entry.path().display()),
+            _ => log::error!("{} is not the directory of a sandbox", entry.path().display()),
         }
     }
     Ok(ids)
 }
 
-/// What a record says.
-enum Found {
-    /// A sandbox, how far it came, and what a Start has left.
-    Record(Box<Record>, Stage, Arc<Work>, Begun),
+/// What was read of a sandbox.
+enum OnDisk {
+    /// A sandbox: when it was created, how far it came, and what a Start has left.
+    Record(SystemTime, Stage, Arc<Jobs>, Begun),
     /// There was no record, and what else there was is removed.
     Nothing,
 }
@@ -267,109 +276,119 @@ enum Begun {
 }
 
 /// How a sandbox comes back, and when it is given up if it is never started.
-type Return = (Arc<Work>, Entry, Option<Instant>);
+type Returned = (Arc<Jobs>, Entry, Option<Instant>);
 
-/// Looks at one record; `None` when nothing is left of its sandbox.
+/// Adopts one sandbox; `None` when nothing is left of it.
 ///
 /// # Errors
-/// Why it must be kept aside.
-async fn one(environment: &Arc<Environment>, id: String) -> Result<Option<Return>, String> {
+/// Why it must be quarantined.
+async fn recover_record(
+    environment: &Arc<Environment>,
+    id: String,
+) -> Result<Option<Returned>, String> {
     let of = (environment.clone(), id.clone());
     let mut patience = Patience::new(WITHIN);
     // If it is late, the id stays taken.
-    let (record, stage, work, begun) = match patience.piece(move || look(&of.0, &of.1)).await?? {
-        Found::Nothing => return Ok(None),
-        Found::Record(record, stage, work, begun) => (record, stage, work, begun),
-    };
-    let (id, job) = (id.as_str(), work.clone());
-    let mut abandoned = None;
+    let on_disk = patience.piece(move || read_sandbox(&of.0, &of.1)).await??;
+    let OnDisk::Record(created_at, stage, jobs, begun) = on_disk else { return Ok(None) };
+    let id = id.as_str();
     if stage != Stage::Created || begun == Begun::CutOff {
-        let of = work.clone();
+        let of = jobs.clone();
         if let Err(reason) = patience.act(async move { of.shim.recover().await }).await {
-            log::error!(sandbox = id; "recovery: look for its shim: {reason}");
+            log::error!(sandbox = id; "failed to find the shim again: {reason}");
         }
     }
+    let mut abandoned = None;
     let entry = match stage {
         Stage::Created if begun == Begun::CutOff => {
-            log::warn!(sandbox = id; "recovery: its start was cut off, it is removed");
-            match patience.act(async move { job.remove().await }).await {
-                Ok(Ok(())) => return Ok(None),
-                Ok(Err(steps)) => {
-                    steps.iter().for_each(|step| log::error!(sandbox = id; "recovery: {step}"))
-                }
-                Err(reason) => log::error!(sandbox = id; "recovery: {reason}"),
+            log::warn!(sandbox = id; "start was interrupted; removing the sandbox");
+            let job = jobs.clone();
+            if undo(id, &mut patience, async move { job.remove().await }).await {
+                return Ok(None);
             }
             Entry::CutOff
         }
         Stage::Created => {
             if begun == Begun::Ahead {
-                match patience.act(async move { job.clear().await }).await {
-                    Ok(Ok(())) => {}
-                    Ok(Err(steps)) => {
-                        steps.iter().for_each(|step| log::error!(sandbox = id; "recovery: {step}"))
-                    }
-                    Err(reason) => log::error!(sandbox = id; "recovery: {reason}"),
-                }
+                let job = jobs.clone();
+                undo(id, &mut patience, async move { job.clear().await }).await;
             }
-            abandoned = Some(abandoned_at(record.created_at, environment.config.abandoned_after));
+            abandoned = Some(abandoned_at(created_at, environment.config.abandoned_after));
             Entry::Created
         }
         Stage::Exited { pid, exit } => Entry::NotReady { pid, exit },
-        Stage::Started { identity } => {
-            let pid = identity.pid;
-            match patience.ask(async move { job.find(identity).await }).await {
-                Ok(Adoption::Alive(pause)) => Entry::Ready(Arc::from(pause)),
-                Ok(Adoption::Dead(exit)) => {
-                    log::warn!(sandbox = id, status = exit.status; "recovery: the pause has ended");
-                    Entry::NotReady { pid, exit }
-                }
-                Ok(Adoption::Unknown(step)) => {
-                    log::error!(sandbox = id; "recovery: {step}");
-                    Entry::Unknown { pid }
-                }
-                Err(reason) => {
-                    log::error!(sandbox = id; "recovery: look for its pause: {reason}");
-                    Entry::Unknown { pid }
-                }
-            }
-        }
+        Stage::Started { identity } => adopt(id, &mut patience, &jobs, identity).await,
     };
-    work.wait_for(patience.late());
-    Ok(Some((work, entry, abandoned)))
+    jobs.wait_for(patience.late());
+    Ok(Some((jobs, entry, abandoned)))
 }
 
-/// Reads one record.
-fn look(environment: &Environment, id: &str) -> Result<Found, String> {
+/// Undoes what a Start has left; true when all of it is gone.
+async fn undo(
+    id: &str,
+    patience: &mut Patience,
+    job: impl Future<Output = Result<(), StepErrors>> + Send + 'static,
+) -> bool {
+    match patience.act(job).await {
+        Ok(Ok(())) => return true,
+        Ok(Err(steps)) => log_failed_of(id, "failed to undo an interrupted start", &steps),
+        Err(reason) => {
+            log::error!(sandbox = id; "failed to undo an interrupted start: {reason}");
+        }
+    }
+    false
+}
+
+/// Finds the pause that the record names.
+async fn adopt(id: &str, patience: &mut Patience, jobs: &Arc<Jobs>, identity: Identity) -> Entry {
+    let (pid, job) = (identity.pid, jobs.clone());
+    let unknown = match patience.ask(async move { job.find(identity).await }).await {
+        Ok(Adoption::Alive(pause)) => return Entry::Ready(Arc::from(pause)),
+        Ok(Adoption::Dead(exit)) => {
+            log::warn!(sandbox = id, status = exit.status; "pause exited before recovery");
+            return Entry::NotReady { pid, exit };
+        }
+        Ok(Adoption::Unknown(step)) => step.to_string(),
+        Err(reason) => reason,
+    };
+    log::error!(sandbox = id; "cannot determine whether the pause lives: {unknown}");
+    Entry::Unknown { pid }
+}
+
+/// Reads one sandbox.
+fn read_sandbox(environment: &Arc<Environment>, id: &str) -> Result<OnDisk, String> {
     let id = SandboxId::from(id);
     let store = Store::new(&environment.layout, &id);
     // Its pod lives with it or without.
     if let Err(step) = store.keep_private() {
-        log::error!(sandbox = id.as_str(); "recovery: {step}");
+        log::error!(sandbox = id.as_str(); "failed to make the record private: {step}");
     }
     let record = match store.read() {
         Ok(record) => record,
         // A daemon ended between making the directory and writing the record, or between removing
-        // the two; or somebody else has removed the record.
+        // the two; or someone else has removed the record.
         Err(Unreadable::Missing(_)) => {
-            let text = |steps: Vec<StepError>| {
-                steps.iter().map(StepError::to_string).collect::<Vec<_>>().join("; ")
-            };
-            let removed = SandboxFiles::new(&environment.layout, &id).remove().map_err(text);
+            let removed = SandboxFiles::new(&environment.layout, &id)
+                .remove()
+                .map_err(|steps| steps.to_string());
             let removed = removed.and_then(|()| store.remove().map_err(|step| step.to_string()));
             return removed
-                .map(|()| Found::Nothing)
+                .map(|()| OnDisk::Nothing)
                 .map_err(|e| format!("a directory without a record: {e}"));
         }
         Err(e) => return Err(e.to_string()),
     };
     let stage = store.stage().map_err(|e| e.to_string())?;
-    let work = environment.work(&record, environment.selinux.hold(&record.labels));
-    let begun = match (work.places.is_ahead(), work.places.begun()) {
+    // A record whose config cannot be decoded has no names; Status reports why.
+    let pod = record.decode_config().as_ref().map(pod_names).unwrap_or_default();
+    let level = environment.selinux.hold(&record.labels);
+    let jobs = Jobs::new(environment, &record, pod, level);
+    let begun = match (jobs.files.is_ahead(), jobs.files.begun()) {
         (true, _) => Begun::Ahead,
         (false, true) => Begun::CutOff,
         (false, false) => Begun::No,
     };
-    Ok(Found::Record(Box::new(record), stage, Arc::new(work), begun))
+    Ok(OnDisk::Record(record.created_at, stage, Arc::new(jobs), begun))
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Puts the files of a living sandbox back, and keeps trying where that fails.
+//! Restores deleted files of a living sandbox, and retries where that fails.
 //!
 //! A failure is for the log and the metrics: CRI takes any error of Status for a pod whose state it
 //! cannot know, and keeps that until containerd is restarted.
@@ -14,40 +14,40 @@ use crate::pool::{self, Class};
 /// Where the restore_state of one sandbox stands.
 #[derive(Debug, Default)]
 pub struct RestoreState {
-    /// The last try has failed.
+    /// The last attempt has failed.
     failing: AtomicBool,
-    /// A task tries again until a try does not fail.
+    /// A task retries until an attempt does not fail.
     retrying: AtomicBool,
 }
 
 impl Sandbox {
-    /// Puts back files that are gone. Blocks. What fails is logged once until a try does not fail,
-    /// and tried again.
-    pub(super) fn heal(self: &Arc<Self>) {
-        match self.work.restore() {
+    /// Restores deleted files. Blocks. A failure is retried, and logged once until an attempt does
+    /// not fail.
+    pub(super) fn restore_files(self: &Arc<Self>) {
+        match self.jobs.restore() {
             Ok(restored) => {
                 let failed = self.restore_state.failing.swap(false, SeqCst);
                 if restored {
-                    self.work.telemetry.healed_files.inc();
+                    self.jobs.telemetry().healed_files.inc();
                 }
                 if restored || failed {
-                    log::info!(sandbox = self.id(); "files that were gone are back");
+                    log::info!(sandbox = self.id(); "restored deleted pod files");
                 }
             }
             Err(steps) => {
-                self.work.telemetry.healing_failures.inc();
+                self.jobs.telemetry().healing_failures.inc();
                 if !self.restore_state.failing.swap(true, SeqCst) {
                     for step in steps {
-                        log::error!(sandbox = self.id(); "put back files that are gone: {step}");
+                        log::error!(sandbox = self.id(); "failed to restore deleted pod files: {step}");
                     }
                 }
-                self.heal_later();
+                self.restore_later();
             }
         }
     }
 
-    /// Tries again with a growing delay, as long as the sandbox is ready.
-    fn heal_later(self: &Arc<Self>) {
+    /// Retries with a growing delay, as long as the sandbox is ready.
+    fn restore_later(self: &Arc<Self>) {
         if self.restore_state.retrying.swap(true, SeqCst) {
             return;
         }
@@ -56,7 +56,7 @@ impl Sandbox {
             for failures in 1.. {
                 tokio::time::sleep(CLEANUP.delay(failures)).await;
                 let Some(sandbox) = sandbox.upgrade() else { return };
-                let tried = pool::run(Class::Query, move || sandbox.heal_again());
+                let tried = pool::run(Class::Query, move || sandbox.retry_restore());
                 if tried.await.unwrap_or(true) {
                     return;
                 }
@@ -64,17 +64,17 @@ impl Sandbox {
         });
     }
 
-    /// True when there is no more to try.
-    fn heal_again(self: &Arc<Self>) -> bool {
+    /// True when there is nothing left to retry.
+    fn retry_restore(self: &Arc<Self>) -> bool {
         if self.phase() == Phase::Ready {
-            self.heal();
+            self.restore_files();
             if self.restore_state.failing.load(SeqCst) {
                 return false;
             }
         }
         self.restore_state.retrying.store(false, SeqCst);
-        // A try that failed meanwhile saw this task and began none: this one continues, unless a
-        // later try has begun a new one.
+        // An attempt that failed meanwhile saw this task and began none: this one continues, unless
+        // a later attempt has begun a new one.
         !(self.phase() == Phase::Ready && self.restore_state.failing.load(SeqCst))
             || self.restore_state.retrying.swap(true, SeqCst)
     }

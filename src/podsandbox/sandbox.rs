@@ -1,31 +1,29 @@
-//! One sandbox as the verbs see it.
+//! One sandbox as the RPCs see it.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
-use super::actor::{Entry, Handle, Message, Owner, Published, abandoned_at};
-use super::files::SandboxFiles;
-use super::jobs::{Maker, Own, Work};
+use super::actor::{Actor, ActorHandle, Entry, Message, Published, abandoned_at};
+use super::jobs::{Jobs, PauseDriver, ToStart};
 use super::layout::Layout;
-use super::machine::{Phase, Verb};
-use super::record::{Record, Stage, Store};
+use super::machine::{Phase, Rpc};
+use super::record::{Record, Stage};
 use super::restore::RestoreState;
-use super::selinux::{Level, Selinux};
-use super::validate::check;
+use super::selinux::Selinux;
+use super::validate::{self, Validated};
 use super::{
-    CreateRequest, Error, Exit, Metric, Payload, SandboxInfo, SandboxSummary, Started,
+    CreateRequest, Error, Exit, Metric, Payload, SandboxInfo, SandboxSummary, StartResponse,
     StatusReport, inspect, metrics, status,
 };
-use crate::cgroup::CgroupRef;
 use crate::config::Config;
 use crate::error::StepError;
 use crate::id::SandboxId;
-use crate::log_context::{self, LogContext};
+use crate::log_context;
 use crate::mounts::Mounts;
 use crate::pause::Driver;
 use crate::pool::{self, Class};
@@ -35,7 +33,7 @@ use crate::shim::driver::ShimDriver;
 use crate::telemetry::Telemetry;
 
 /// How long a caller of Stop or Shutdown waits for the end of a pause and its cleanup before it is
-/// told that they go on without it.
+/// answered that they continue without it.
 const END_WITHIN: Duration = Duration::from_secs(60);
 
 /// How long after its start a sandbox is not looked at for files that containerd has deleted, which
@@ -115,80 +113,45 @@ impl Environment {
         Ok(Self { config, native, shim_driver, shims, layout, mounts, selinux, telemetry })
     }
 
-    /// What the jobs of that sandbox work on; `level` is the one that it holds.
-    pub(super) fn work(&self, record: &Record, level: Option<Level>) -> Work {
-        let runtime = self.shims.runtime(runtime(record));
-        Work {
-            driver: match &*record.driver {
-                shim::driver::NAME => Maker::Shim(self.shim_driver.clone()),
-                _ => Maker::Native(self.native.clone()),
-            },
-            places: SandboxFiles::new(&self.layout, &record.id),
-            mounts: self.mounts.clone(),
-            shim: self.shims.endpoint(record.shim, &record.id, &runtime),
-            // The id of the record, which all that is here shares, not its equal in the plan.
-            site: CgroupRef { id: record.id.clone(), ..record.plan.cgroup_ref() },
-            own: Own::of(&record.plan),
-            shm: record.files.shm,
-            in_namespace: in_namespace(record, &self.config),
-            label: record.labels.process.as_str().into(),
-            to_make: Mutex::default(),
-            _level: level.map(Box::new),
-            created_at: record.created_at,
-            runtime,
-            config: self.config.clone(),
-            description: Mutex::default(),
-            subject: LogContext::new(record.id.clone(), inspect::pod(record)),
-            telemetry: self.telemetry.clone(),
-            late: Mutex::default(),
-            store: Store::new(&self.layout, &record.id),
+    /// The driver of that name, which makes and finds the pauses of a record.
+    pub(super) fn driver(&self, name: &str) -> PauseDriver {
+        if name == self.shim_driver.name() {
+            PauseDriver::Shim(self.shim_driver.clone())
+        } else {
+            PauseDriver::Native(self.native.clone())
         }
-    }
-}
-
-/// Whether containerd can be asked for the sandbox. It cannot where the setting has changed since,
-/// as ids are unique in a namespace alone.
-fn in_namespace(record: &Record, config: &Config) -> bool {
-    ["", &config.containerd_namespace].contains(&record.containerd_namespace.as_str())
-}
-
-fn runtime(record: &Record) -> shim::Runtime {
-    let options = record.info.runtime_options.as_ref();
-    shim::Runtime {
-        name: record.info.runtime_name.clone(),
-        options: options.map(|blob| (blob.type_url.clone(), blob.value.clone())),
     }
 }
 
 /// The sandbox as its Task endpoint sees it.
-struct Pod {
-    work: Arc<Work>,
-    owner: Handle,
+struct PodOfEndpoint {
+    jobs: Arc<Jobs>,
+    actor: ActorHandle,
 }
 
-impl shim::Pod for Pod {
+impl shim::Pod for PodOfEndpoint {
     fn namespaces(&self) -> Result<Vec<Namespace>, StepError> {
-        let own = self.work.own;
+        let own = self.jobs.facts.own;
         let own = [("net", own.net), ("ipc", own.ipc), ("uts", own.uts)];
         let kinds: Vec<&'static str> =
             own.into_iter().filter_map(|(kind, own)| own.then_some(kind)).collect();
-        if self.owner.published.get().phase != Phase::Ready {
+        if self.actor.published().phase != Phase::Ready {
             return Ok(Vec::new());
         }
         // Those of the process on record, not of another that has its pid now.
-        match self.work.store.stage()? {
+        match self.jobs.store.stage()? {
             Stage::Started { identity } => held::namespaces(&identity, &kinds),
             Stage::Created | Stage::Exited { .. } => Ok(Vec::new()),
         }
     }
 
     fn lives(&self) -> bool {
-        !matches!(self.owner.published.get().phase, Phase::NotReady | Phase::Gone)
+        !matches!(self.actor.published().phase, Phase::NotReady | Phase::Gone)
     }
 
     fn bereaved(&self) {
-        // Nobody to tell where the owner has ended.
-        let _ = self.owner.inbox.send(Message::ShimDied);
+        // Without effect where the actor has ended.
+        self.actor.send(Message::ShimDied);
     }
 }
 
@@ -196,13 +159,13 @@ impl shim::Pod for Pod {
 #[derive(Debug)]
 pub struct Sandbox {
     environment: Arc<Environment>,
-    pub(super) work: Arc<Work>,
-    owner: Handle,
-    /// Somebody asked for status or exit, as CRI does right after Start.
+    pub(super) jobs: Arc<Jobs>,
+    actor: ActorHandle,
+    /// A caller has asked for status or exit, as CRI does right after Start.
     asked: AtomicBool,
     /// When this daemon started it.
     started: OnceLock<Instant>,
-    /// Files of it that cannot be put back.
+    /// How restoring its files goes.
     pub(super) restore_state: RestoreState,
 }
 
@@ -218,53 +181,62 @@ impl Sandbox {
         on_gone: impl FnOnce(&str) + Send + 'static,
     ) -> Result<Self, Error> {
         let (of, id) = (environment.clone(), request.id.clone());
-        let failed = |step| Error::Step { id: id.to_string(), verb: "create", step };
+        let failed = |step: StepError| Error::Failed {
+            id: id.to_string(),
+            rpc: "create",
+            steps: step.into(),
+        };
         let recorded = pool::run(Class::Start, move || Self::record(&of, &request)).await;
-        let (work, described) = recorded.map_err(failed)??;
+        let (jobs, described) = recorded.map_err(failed)??;
         if let Err(step) = described {
-            for left in work.remove().await.err().unwrap_or_default() {
-                log::warn!(sandbox = id.as_str(); "create: undo: {left}");
+            for left in jobs.remove().await.err().unwrap_or_default() {
+                log::warn!(sandbox = id.as_str(); "failed to undo create: {left}");
             }
             return Err(failed(step));
         }
-        let abandoned = abandoned_at(work.created_at, environment.config.abandoned_after);
-        Ok(Self::enter(environment, work, Entry::Created, Some(abandoned), on_gone))
+        let abandoned = abandoned_at(jobs.facts.created_at, environment.config.abandoned_after);
+        Ok(Self::enter(environment, jobs, Entry::Created, Some(abandoned), on_gone))
     }
 
     /// Checks a request and records the sandbox; the inner result is that of the description for
     /// its shim. Blocks.
     fn record(
-        environment: &Environment,
+        environment: &Arc<Environment>,
         request: &CreateRequest,
-    ) -> Result<(Arc<Work>, Result<(), StepError>), Error> {
-        let refused = |step| Error::Step { id: request.id.to_string(), verb: "create", step };
-        environment.mounts.admit().map_err(refused)?;
-        let (record, level) =
-            check(request, &environment.config, environment.native.name(), &environment.selinux)?;
-        let mut work = environment.work(&record, level);
-        work.store.create(&record).map_err(|step| Error::Step {
-            id: record.id.to_string(),
-            verb: "create",
-            step,
-        })?;
-        let described = work.describe_to_shim(&record);
-        work.to_make = Mutex::new(Some(Arc::new(record)));
-        Ok((Arc::new(work), described))
+    ) -> Result<(Arc<Jobs>, Result<(), StepError>), Error> {
+        let failed = |step: StepError| Error::Failed {
+            id: request.id.to_string(),
+            rpc: "create",
+            steps: step.into(),
+        };
+        environment.mounts.admit().map_err(failed)?;
+        let Validated { record, pod, level } = validate::check(
+            request,
+            &environment.config,
+            environment.native.name(),
+            &environment.selinux,
+        )?;
+        let jobs = Jobs::new(environment, &record, inspect::pod_names(&pod), level);
+        jobs.store.create(&record).map_err(failed)?;
+        let created = ToStart { record, pod };
+        let described = jobs.describe_to_shim(&created);
+        jobs.keep(created);
+        Ok((Arc::new(jobs), described))
     }
 
     pub(super) fn enter(
         environment: Arc<Environment>,
-        work: Arc<Work>,
+        jobs: Arc<Jobs>,
         entry: Entry,
         abandoned: Option<tokio::time::Instant>,
         on_gone: impl FnOnce(&str) + Send + 'static,
     ) -> Self {
-        let owner = Owner::spawn(work.clone(), entry, abandoned, on_gone);
-        work.shim.serve(Arc::new(Pod { work: work.clone(), owner: owner.clone() }));
+        let actor = Actor::spawn(jobs.clone(), entry, abandoned, on_gone);
+        jobs.shim.serve(Arc::new(PodOfEndpoint { jobs: jobs.clone(), actor: actor.clone() }));
         Self {
             environment,
-            work,
-            owner,
+            jobs,
+            actor,
             asked: AtomicBool::new(false),
             started: OnceLock::new(),
             restore_state: RestoreState::default(),
@@ -278,7 +250,7 @@ impl Sandbox {
 
     /// The same, for who keeps it.
     pub fn shared_id(&self) -> &SandboxId {
-        &self.work.site.id
+        self.jobs.id()
     }
 
     /// Where it stands.
@@ -291,23 +263,23 @@ impl Sandbox {
     ///
     /// # Errors
     /// [`Error::State`] unless it was just created; else the failed step.
-    pub async fn start(self: &Arc<Self>) -> Result<Started, Error> {
-        self.ask(Verb::Start, None).await?;
+    pub async fn start(self: &Arc<Self>) -> Result<StartResponse, Error> {
+        self.ask(Rpc::Start, None).await?;
         let _ = self.started.set(Instant::now());
         let published = self.published();
         let (spec, mut labels) =
-            self.work.give_description().map(|made| (made.spec, made.labels)).unzip();
+            self.jobs.give_description().map(|made| (made.spec, made.labels)).unzip();
         // Ours, whatever labels the pod has: containerd gives the second to the pod's containers.
         labels.get_or_insert_default().extend([
-            ("oci_runtime_type".to_owned(), self.work.runtime.name.clone()),
-            ("selinux_label".to_owned(), self.work.label.to_string()),
+            ("oci_runtime_type".to_owned(), self.jobs.facts.runtime.name.clone()),
+            ("selinux_label".to_owned(), self.jobs.facts.label.to_string()),
         ]);
-        Ok(Started {
+        Ok(StartResponse {
             pid: published.pid,
-            created_at: self.work.created_at,
+            created_at: self.jobs.facts.created_at,
             labels: labels.unwrap_or_default(),
-            address: self.work.shim.address(),
-            version: self.work.shim.version(),
+            address: self.jobs.shim.address(),
+            version: self.jobs.shim.version(),
             spec: spec.map(|spec| Payload { type_url: SPEC_TYPE.to_owned(), value: spec.into() }),
         })
     }
@@ -315,10 +287,10 @@ impl Sandbox {
     /// Ends the pause; answers when its exit is recorded and the shared memory is unmounted.
     ///
     /// # Errors
-    /// The failed step, or [`Error::Timeout`]; what is left goes on in the background.
+    /// The failed step, or [`Error::Timeout`]; what is left continues in the background.
     pub async fn stop(&self) -> Result<(), Error> {
-        self.ask(Verb::Stop, Some(END_WITHIN)).await?;
-        self.work.shim.dismiss();
+        self.ask(Rpc::Stop, Some(END_WITHIN)).await?;
+        self.jobs.shim.dismiss();
         Ok(())
     }
 
@@ -327,20 +299,19 @@ impl Sandbox {
     /// # Errors
     /// What could not be removed, or [`Error::Timeout`].
     pub async fn shutdown(&self) -> Result<(), Error> {
-        self.ask(Verb::Shutdown, Some(END_WITHIN)).await
+        self.ask(Rpc::Shutdown, Some(END_WITHIN)).await
     }
 
-    /// Answers when the pause has ended, before or after it did.
+    /// Answers when the pause has exited, before or after this call.
     ///
     /// # Errors
     /// [`Error::NotFound`] when the sandbox was removed without ever having had a pause.
     pub fn wait(self: Arc<Self>) -> impl Future<Output = Result<Exit, Error>> + Send {
         self.asked.store(true, Ordering::Relaxed);
         async move {
-            let exit = self.owner.published.wait_for(|published| published.exit).await;
-            exit.ok_or_else(|| match self.phase() {
+            self.actor.exit().await.ok_or_else(|| match self.phase() {
                 Phase::Gone => Error::NotFound { id: self.id().to_owned() },
-                // Its owner has ended before it did; any other code would be taken for its exit.
+                // Its actor has ended before it did; any other code would be taken for its exit.
                 _ => Error::Stopping { id: self.id().to_owned() },
             })
         }
@@ -358,7 +329,7 @@ impl Sandbox {
         let fresh = self.started.get().is_some_and(|at| at.elapsed() < FRESH);
         if published.phase == Phase::Ready && !fresh || verbose {
             let sandbox = self.clone();
-            let info = pool::run(Class::Query, move || sandbox.look(verbose)).await;
+            let info = pool::run(Class::Query, move || sandbox.restore_and_describe(verbose)).await;
             let info = info.map_err(|e| self.fault("status", e.to_string()))??;
             // It may have ended meanwhile.
             published = self.published();
@@ -367,9 +338,12 @@ impl Sandbox {
         Ok(self.report(published, Default::default()))
     }
 
-    fn look(self: &Arc<Self>, verbose: bool) -> Result<BTreeMap<String, String>, Error> {
+    fn restore_and_describe(
+        self: &Arc<Self>,
+        verbose: bool,
+    ) -> Result<BTreeMap<String, String>, Error> {
         if self.phase() == Phase::Ready {
-            self.heal();
+            self.restore_files();
         }
         if !verbose {
             return Ok(Default::default());
@@ -377,9 +351,10 @@ impl Sandbox {
         let mut info = status::info(
             &self.read_record("status")?,
             &self.published(),
+            &self.environment.layout,
             &self.environment.config,
         )?;
-        info.extend(self.work.shim.death().map(|reason| (REASON.to_owned(), reason)));
+        info.extend(self.jobs.shim.death().map(|reason| (REASON.to_owned(), reason)));
         Ok(info)
     }
 
@@ -389,10 +364,10 @@ impl Sandbox {
             pid: if published.exit.is_some() { 0 } else { published.pid },
             state: status::state(published.phase),
             info,
-            created_at: self.work.created_at,
+            created_at: self.jobs.facts.created_at,
             exited_at: published.exit.map(|exit| exit.at),
-            address: self.work.shim.address(),
-            version: self.work.shim.version(),
+            address: self.jobs.shim.address(),
+            version: self.jobs.shim.version(),
         }
     }
 
@@ -420,7 +395,7 @@ impl Sandbox {
         };
         let change = move || {
             sandbox
-                .work
+                .jobs
                 .store
                 .change(|record| fields.iter().for_each(|field| record.info.update(&info, field)))
         };
@@ -437,44 +412,45 @@ impl Sandbox {
     pub async fn metrics(self: &Arc<Self>) -> Result<Metric, Error> {
         let sandbox = self.clone();
         let read =
-            pool::run(Class::Query, move || metrics::read(&sandbox.work.site.cgroup_parent)).await;
+            pool::run(Class::Query, move || metrics::read(&sandbox.jobs.facts.site.cgroup_parent))
+                .await;
         read.map_err(|e| self.fault("metrics", e.to_string()))?
             .map_err(|step| self.failed("metrics", step))
     }
 
     /// A line for the list of sandboxes, with what the pod uses if `usage` is asked for. Blocks
     /// then.
-    pub fn overview(&self, usage: bool) -> SandboxSummary {
+    pub fn summary(&self, usage: bool) -> SandboxSummary {
         let usage = if usage { self.usage() } else { None };
-        inspect::line(&self.work, self.published(), usage)
+        inspect::summarize(&self.jobs, self.published(), usage)
     }
 
     /// All that is known, as a JSON object. Blocks.
     pub fn inspect(&self) -> serde_json::Value {
-        let record = self.work.store.read().map_err(|e| e.to_string());
-        let stage = self.work.store.stage().map_err(|e| e.to_string());
-        inspect::report(&self.work, self.published(), self.usage(), &record, &stage)
+        let record = self.jobs.store.read().map_err(|e| e.to_string());
+        let stage = self.jobs.store.stage().map_err(|e| e.to_string());
+        inspect::report(&self.jobs, self.published(), self.usage(), &record, &stage)
     }
 
     fn usage(&self) -> Option<metrics::usage::Usage> {
-        let read = metrics::usage::read(&self.work.site.cgroup_parent);
+        let read = metrics::usage::read(&self.jobs.facts.site.cgroup_parent);
         read.inspect_err(|step| log::debug!(sandbox = self.id(); "{step}")).ok().flatten()
     }
 
     /// It is created, runs or has ended, its pod has no shim, no call has asked this daemon for its
     /// status or exit, and containerd can be asked for it.
     pub fn is_unasked(&self) -> bool {
-        self.work.in_namespace
+        self.jobs.facts.in_namespace
             && matches!(self.phase(), Phase::Created | Phase::Ready | Phase::NotReady)
             && !self.asked.load(Ordering::Relaxed)
-            && !self.work.shim.had_container()
+            && !self.jobs.shim.had_container()
     }
 
     /// Answers when nothing of the sandbox is under way.
     pub async fn at_rest(&self) {
         let (reply, rest) = oneshot::channel();
-        if self.owner.inbox.send(Message::WhenAtRest(reply)).is_ok() {
-            // An owner that ended drops the sender: that is rest as well.
+        if self.actor.send(Message::WhenAtRest(reply)) {
+            // An actor that ended drops the sender: that is rest as well.
             let _ = rest.await;
         }
     }
@@ -482,20 +458,20 @@ impl Sandbox {
     /// A container of the pod is coming. Returns at once.
     pub fn prepare(&self) {
         if self.phase() == Phase::Ready {
-            self.work.shim.prepare();
+            self.jobs.shim.prepare();
         }
     }
 
-    async fn ask(&self, verb: Verb, within: Option<Duration>) -> Result<(), Error> {
+    async fn ask(&self, rpc: Rpc, within: Option<Duration>) -> Result<(), Error> {
         let (reply, answer) = oneshot::channel();
-        // Whoever comes while the owner ends finds a sandbox that is gone.
-        let gone = || match (self.phase(), verb) {
-            (Phase::Gone, Verb::Start) => Err(Error::NotFound { id: self.id().to_owned() }),
-            (Phase::Gone, Verb::Stop | Verb::Shutdown) => Ok(()),
+        // A call that arrives while the actor ends finds a sandbox that is gone.
+        let gone = || match (self.phase(), rpc) {
+            (Phase::Gone, Rpc::Start) => Err(Error::NotFound { id: self.id().to_owned() }),
+            (Phase::Gone, Rpc::Stop | Rpc::Shutdown) => Ok(()),
             // It ended before its sandbox did: the pause may live.
-            _ => Err(self.fault(super::actor::name(verb), "it has no owner any more".to_owned())),
+            _ => Err(self.fault(rpc.name(), "its actor has ended".to_owned())),
         };
-        if self.owner.inbox.send(Message::Ask(verb, log_context::current(), reply)).is_err() {
+        if !self.actor.send(Message::Ask(rpc, log_context::current(), reply)) {
             return gone();
         }
         let answered = match within {
@@ -503,12 +479,8 @@ impl Sandbox {
             Some(limit) => match tokio::time::timeout(limit, answer).await {
                 Ok(answered) => answered,
                 Err(_) => {
-                    let verb = super::actor::name(verb);
-                    return Err(Error::Timeout {
-                        id: self.id().to_owned(),
-                        verb,
-                        seconds: limit.as_secs(),
-                    });
+                    let (id, seconds) = (self.id().to_owned(), limit.as_secs());
+                    return Err(Error::Timeout { id, rpc: rpc.name(), seconds });
                 }
             },
         };
@@ -516,18 +488,18 @@ impl Sandbox {
     }
 
     fn published(&self) -> Published {
-        self.owner.published.get()
+        self.actor.published()
     }
 
-    fn read_record(&self, verb: &'static str) -> Result<Record, Error> {
-        self.work.store.read().map_err(|e| self.failed(verb, e.into()))
+    fn read_record(&self, rpc: &'static str) -> Result<Record, Error> {
+        self.jobs.store.read().map_err(|e| self.failed(rpc, e.into()))
     }
 
-    fn failed(&self, verb: &'static str, step: StepError) -> Error {
-        Error::Step { id: self.id().to_owned(), verb, step }
+    fn failed(&self, rpc: &'static str, step: StepError) -> Error {
+        Error::Failed { id: self.id().to_owned(), rpc, steps: step.into() }
     }
 
-    fn fault(&self, verb: &'static str, reason: String) -> Error {
-        Error::Fault { id: self.id().to_owned(), verb, reason }
+    fn fault(&self, rpc: &'static str, reason: String) -> Error {
+        Error::Fault { id: self.id().to_owned(), rpc, reason }
     }
 }

@@ -173,12 +173,12 @@ pub fn of_pause(label: &str, runtime: &str) -> Result<String, StepError> {
 
 /// A level that is taken as long as this lives.
 #[derive(Debug)]
-pub struct Level {
+pub struct HeldLevel {
     level: String,
     taken: Taken,
 }
 
-impl Drop for Level {
+impl Drop for HeldLevel {
     fn drop(&mut self) {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(pods) = taken.get_mut(&self.level) {
@@ -208,7 +208,7 @@ impl Selinux {
         &self,
         config: &Config,
         wanted: Option<&SELinuxOption>,
-    ) -> Result<(Labels, Option<Level>), StepError> {
+    ) -> Result<(Labels, Option<HeldLevel>), StepError> {
         if !config.enable_selinux || !is_on() {
             return Ok(Default::default());
         }
@@ -223,7 +223,7 @@ impl Selinux {
         contexts: &Contexts,
         categories: u32,
         wanted: Option<&SELinuxOption>,
-    ) -> Result<(Labels, Option<Level>), StepError> {
+    ) -> Result<(Labels, Option<HeldLevel>), StepError> {
         let (mut process, mut file) = (contexts.process.clone(), contexts.file.clone());
         let given = |of: fn(&SELinuxOption) -> &str| {
             wanted.map(of).filter(|text| !text.is_empty()).map(str::to_owned)
@@ -248,21 +248,21 @@ impl Selinux {
     }
 
     /// Takes the level of a pod that an earlier daemon has made.
-    pub fn hold(&self, labels: &Labels) -> Option<Level> {
+    pub fn hold(&self, labels: &Labels) -> Option<HeldLevel> {
         Context::parse(&labels.process)?.level.map(|level| self.take(level))
     }
 
-    fn take(&self, level: String) -> Level {
+    fn take(&self, level: String) -> HeldLevel {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         *taken.entry(level.clone()).or_default() += 1;
         drop(taken);
-        Level { level, taken: self.taken.clone() }
+        HeldLevel { level, taken: self.taken.clone() }
     }
 
     /// Takes a level of two of so many categories: the first free one after a random one, so that
     /// who shares the node with us and chooses by himself, as containerd does for its own pods,
     /// hardly ever chooses the same.
-    fn take_free(&self, categories: u32) -> Result<Level, StepError> {
+    fn take_free(&self, categories: u32) -> Result<HeldLevel, StepError> {
         let pairs = u64::from(categories) * u64::from(categories - 1) / 2;
         let first = random()? % pairs;
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
@@ -272,7 +272,7 @@ impl Selinux {
             if !taken.contains_key(&level) {
                 taken.insert(level.clone(), 1);
                 drop(taken);
-                return Ok(Level { level, taken: self.taken.clone() });
+                return Ok(HeldLevel { level, taken: self.taken.clone() });
             }
         }
         let all =

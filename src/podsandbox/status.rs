@@ -1,4 +1,4 @@
-//! What Status tells of a sandbox.
+//! What Status reports of a sandbox.
 
 mod go_json;
 mod runtime_options;
@@ -6,18 +6,20 @@ mod runtime_options;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use serde_json::value::{RawValue, to_raw_value};
 
 use super::actor::Published;
+use super::layout::Layout;
 use super::machine::Phase;
 use super::record::Record;
-use super::validate::decode_config;
-use super::{Error, Payload, oci_spec};
+use super::{Error, oci_spec};
 use crate::config::Config;
 use crate::pause::native;
+use crate::protos::cri::PodSandboxConfig;
 
 /// Extension with CRI's own view of the sandbox (containerd `podsandbox.MetadataKey`).
 const METADATA: &str = "metadata";
@@ -46,6 +48,7 @@ pub fn state(phase: Phase) -> &'static str {
 pub fn info(
     record: &Record,
     published: &Published,
+    layout: &Arc<Layout>,
     config: &Config,
 ) -> Result<BTreeMap<String, String>, Error> {
     let id = record.id.as_str();
@@ -55,14 +58,18 @@ pub fn info(
     let updated = extension(UPDATED_RESOURCES)
         .and_then(|json| or_null(id, "resources", Updated::parse(json)));
     let options = record.info.runtime_options.as_ref();
-    let spec = oci_spec::describe(record, config).map_err(|e| e.to_string()).and_then(raw_json);
+    let pod = record.decode_config().map_err(|e| e.to_string());
+    let spec = pod.as_ref().map_err(Clone::clone).and_then(|pod| {
+        let described = oci_spec::describe(record, pod, layout, config);
+        described.map_err(|e| e.to_string()).and_then(|described| raw_json(described.spec.into()))
+    });
     let config = match metadata.as_ref().and_then(|metadata| metadata.config) {
         // CRI's own encoding loses nothing, whatever fields a newer CRI has.
         Some(config) => Some(config.to_owned()),
-        None => or_null(id, "config", encode_config(record)),
+        None => or_null(id, "config", pod.and_then(|pod| encode_config(&pod))),
     };
 
-    let info = SandboxInfo {
+    let info = CriSandboxInfo {
         pid: if published.phase == Phase::Ready { published.pid } else { 0 },
         process_status: process_status(published.phase),
         net_namespace_closed: record
@@ -92,20 +99,20 @@ pub fn info(
     };
     let fault = |e: serde_json::Error| Error::Fault {
         id: id.to_owned(),
-        verb: "status",
+        rpc: "status",
         reason: e.to_string(),
     };
     Ok([("info".to_owned(), serde_json::to_string(&info).map_err(fault)?)].into())
 }
 
 fn or_null<T>(id: &str, what: &str, result: Result<T, String>) -> Option<T> {
-    result.inspect_err(|e| log::debug!(sandbox = id; "status: {what} is shown as null: {e}")).ok()
+    result.inspect_err(|e| log::debug!(sandbox = id; "status: reporting {what} as null: {e}")).ok()
 }
 
 /// containerd's `SandboxInfo` (`internal/cri/types`; its last two fields from 2.3 on).
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct SandboxInfo<'a> {
+struct CriSandboxInfo<'a> {
     pid: u32,
     process_status: &'static str,
     net_namespace_closed: bool,
@@ -213,12 +220,9 @@ fn raw_json(json: Vec<u8>) -> Result<Box<RawValue>, String> {
     RawValue::from_string(text).map_err(|e| e.to_string())
 }
 
-/// The recorded CRI config as CRI itself would write it.
-fn encode_config(record: &Record) -> Result<Box<RawValue>, String> {
-    let blob = &record.config;
-    let payload = Payload { type_url: blob.type_url.clone(), value: blob.value.clone().into() };
-    let pod = decode_config(&record.id, &payload).map_err(|e| e.to_string())?;
-    to_raw_value(&go_json::encode(&pod)).map_err(|e| e.to_string())
+/// The CRI config as CRI itself would write it.
+fn encode_config(pod: &PodSandboxConfig) -> Result<Box<RawValue>, String> {
+    to_raw_value(&go_json::encode(pod)).map_err(|e| e.to_string())
 }
 
 /// The recorded CRI config as JSON.
@@ -226,7 +230,8 @@ fn encode_config(record: &Record) -> Result<Box<RawValue>, String> {
 /// # Errors
 /// It is malformed.
 pub fn config_json(record: &Record) -> Result<Value, String> {
-    serde_json::from_str(encode_config(record)?.get()).map_err(|e| e.to_string())
+    let pod = record.decode_config().map_err(|e| e.to_string())?;
+    serde_json::from_str(encode_config(&pod)?.get()).map_err(|e| e.to_string())
 }
 
 /// Whether the netns is gone: unmounted, so that its path is nothing or a plain file.

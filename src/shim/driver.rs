@@ -200,6 +200,11 @@ impl ShimDriver {
 /// What [`crate::pause::Driver`] does, as tasks: a shim answers when it likes, and a wait for it
 /// takes no thread.
 impl ShimDriver {
+    /// The driver's name in config, record and metrics.
+    pub fn name(&self) -> &'static str {
+        NAME
+    }
+
     /// Makes the pause of a sandbox.
     ///
     /// # Errors

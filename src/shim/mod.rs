@@ -66,6 +66,13 @@ pub enum Owner {
     Driver,
 }
 
+impl Owner {
+    /// The shim runs the pause as well.
+    pub fn runs_pause(self) -> bool {
+        self == Self::Driver
+    }
+}
+
 /// What all shims of a daemon share.
 #[derive(Debug)]
 pub struct Settings {

@@ -8,14 +8,11 @@ use protobuf::well_known_types::any::Any;
 use protobuf::well_known_types::timestamp::Timestamp;
 
 use crate::podsandbox::{
-    CreateRequest, Exit, Metric, Payload, Platform, SandboxInfo, Started, StatusReport,
+    CreateRequest, Exit, Metric, Payload, Platform, SandboxInfo, StartResponse, StatusReport,
 };
 use crate::protos::controller::{
     ControllerCreateRequest, ControllerStartResponse, ControllerStatusResponse,
     ControllerWaitResponse,
-};
-use crate::protos::shim_sandbox::{
-    CreateSandboxRequest, SandboxStatusResponse, StartSandboxResponse, WaitSandboxResponse,
 };
 use crate::protos::types;
 
@@ -70,17 +67,7 @@ pub(super) fn create(request: ControllerCreateRequest) -> CreateRequest {
     }
 }
 
-/// The shim form says nothing of containerd's store, and its bundle is not ours.
-pub(super) fn create_sandbox(request: CreateSandboxRequest) -> CreateRequest {
-    CreateRequest {
-        id: request.sandbox_id.into(),
-        options: request.options.into_option().map(payload),
-        netns_path: request.netns_path,
-        sandbox: None,
-    }
-}
-
-pub(super) fn started(id: String, started: Started) -> ControllerStartResponse {
+pub(super) fn started(id: String, started: StartResponse) -> ControllerStartResponse {
     ControllerStartResponse {
         sandbox_id: id,
         pid: started.pid,
@@ -88,15 +75,6 @@ pub(super) fn started(id: String, started: Started) -> ControllerStartResponse {
         labels: hashed(started.labels),
         address: started.address,
         version: started.version,
-        spec: MessageField::from_option(started.spec.map(any)),
-        ..Default::default()
-    }
-}
-
-pub(super) fn sandbox_started(started: Started) -> StartSandboxResponse {
-    StartSandboxResponse {
-        pid: started.pid,
-        created_at: MessageField::some(timestamp(started.created_at)),
         spec: MessageField::from_option(started.spec.map(any)),
         ..Default::default()
     }
@@ -116,28 +94,8 @@ pub(super) fn status(id: String, report: StatusReport) -> ControllerStatusRespon
     }
 }
 
-pub(super) fn sandbox_status(id: String, report: StatusReport) -> SandboxStatusResponse {
-    SandboxStatusResponse {
-        sandbox_id: id,
-        pid: report.pid,
-        state: report.state.to_owned(),
-        info: hashed(report.info),
-        created_at: MessageField::some(timestamp(report.created_at)),
-        exited_at: MessageField::from_option(report.exited_at.map(timestamp)),
-        ..Default::default()
-    }
-}
-
 pub(super) fn exit(exit: Exit) -> ControllerWaitResponse {
     ControllerWaitResponse {
-        exit_status: exit.status,
-        exited_at: MessageField::some(timestamp(exit.at)),
-        ..Default::default()
-    }
-}
-
-pub(super) fn sandbox_exit(exit: Exit) -> WaitSandboxResponse {
-    WaitSandboxResponse {
         exit_status: exit.status,
         exited_at: MessageField::some(timestamp(exit.at)),
         ..Default::default()

@@ -1,4 +1,4 @@
-//! Entry points of the fuzzer in `fuzz/`: each skin at one end of a socket pair, and the handler
+//! Entry points of the fuzzer in `fuzz/`: each transport at one end of a socket pair, and the handler
 //! behind both.
 
 use std::future::ready;
@@ -8,7 +8,7 @@ use tokio::net::UnixStream;
 use tokio::sync::watch;
 
 use super::handler::{Call, Handler};
-use super::namespace::Namespace;
+use super::namespace::NamespaceFilter;
 use super::response::MAX_MESSAGE;
 use super::service::SandboxService;
 use super::status::Status;
@@ -23,11 +23,11 @@ pub const NAMESPACE: &str = "k8s.io";
 /// # Errors
 /// Why it broke.
 pub async fn serve_grpc<V: SandboxService>(
-    verbs: Arc<V>,
+    sandboxes: Arc<V>,
     stream: UnixStream,
 ) -> Result<(), String> {
     let (_running, stop) = watch::channel(false);
-    grpc::serve(stream, handler(verbs, stop), Arc::new(Traffic::default()).connection())
+    grpc::serve(stream, handler(sandboxes, stop), Arc::new(Traffic::default()).connection())
         .await
         .map_err(|e| e.to_string())
 }
@@ -37,11 +37,11 @@ pub async fn serve_grpc<V: SandboxService>(
 /// # Errors
 /// Why it broke.
 pub async fn serve_ttrpc<V: SandboxService>(
-    verbs: Arc<V>,
+    sandboxes: Arc<V>,
     stream: UnixStream,
 ) -> Result<(), String> {
     let (_running, stop) = watch::channel(false);
-    ttrpc::serve(stream, handler(verbs, stop), Arc::new(Traffic::default()).connection())
+    ttrpc::serve(stream, handler(sandboxes, stop), Arc::new(Traffic::default()).connection())
         .await
         .map_err(|e| e.to_string())
 }
@@ -51,7 +51,7 @@ pub async fn serve_ttrpc<V: SandboxService>(
 /// # Errors
 /// What its caller is answered.
 pub async fn answer<V: SandboxService>(
-    verbs: Arc<V>,
+    sandboxes: Arc<V>,
     path: &str,
     message: &[u8],
 ) -> Result<Vec<u8>, Status> {
@@ -64,10 +64,10 @@ pub async fn answer<V: SandboxService>(
         most: MAX_MESSAGE,
         operators: true,
     };
-    handler(verbs, stop).answer(&call, Box::pin(ready(Ok(message)))).await
+    handler(sandboxes, stop).answer(&call, Box::pin(ready(Ok(message)))).await
 }
 
-fn handler<V: SandboxService>(verbs: Arc<V>, stop: watch::Receiver<bool>) -> Handler<V> {
-    let (_, verbs) = watch::channel(Some(verbs));
-    Handler::new(verbs, stop, Arc::default(), Arc::new(Namespace::only(NAMESPACE)))
+fn handler<V: SandboxService>(sandboxes: Arc<V>, stop: watch::Receiver<bool>) -> Handler<V> {
+    let (_, sandboxes) = watch::channel(Some(sandboxes));
+    Handler::new(sandboxes, stop, Arc::default(), Arc::new(NamespaceFilter::only(NAMESPACE)))
 }

@@ -1,4 +1,4 @@
-//! The gRPC skin: unary calls over HTTP/2 (gRPC over HTTP2, the protocol document of the gRPC
+//! The gRPC transport: unary calls over HTTP/2 (gRPC over HTTP2, the protocol document of the gRPC
 //! project).
 
 use std::future::{Future, poll_fn};

@@ -11,7 +11,7 @@ use futures::future::BoxFuture;
 use protobuf::MessageField;
 use tokio::sync::watch;
 
-use super::namespace::Namespace;
+use super::namespace::NamespaceFilter;
 use super::response::{Answer, code_of, decode, encode, fits, not_served, panicked};
 use super::room::Room;
 use super::service::SandboxService;
@@ -19,29 +19,16 @@ use super::status::{self, Code, Status};
 use super::{convert, inspect};
 use crate::log_context::{self, TraceId};
 use crate::podsandbox::Error;
-use crate::protos::{controller as c, shim_sandbox as s};
+use crate::protos::controller as c;
 use crate::telemetry::{Running, Telemetry};
 
 /// The service that containerd calls.
 const CONTROLLER: &str = "containerd.services.sandbox.v1.Controller";
-/// The same verbs in the form that shims speak.
-const SANDBOX: &str = "containerd.runtime.sandbox.v1.Sandbox";
 
 const CONTROLLER_METHODS: &[&str] =
     &["Create", "Start", "Platform", "Stop", "Wait", "Status", "Shutdown", "Metrics", "Update"];
-const SANDBOX_METHODS: &[&str] = &[
-    "CreateSandbox",
-    "StartSandbox",
-    "Platform",
-    "StopSandbox",
-    "WaitSandbox",
-    "SandboxStatus",
-    "PingSandbox",
-    "ShutdownSandbox",
-    "SandboxMetrics",
-];
 
-/// A call as its skin understood it.
+/// A call as its transport understood it.
 #[derive(Debug)]
 pub(super) struct Call {
     /// Service and method, with a slash between them.
@@ -65,7 +52,7 @@ impl Call {
     }
 
     fn is_wait(&self) -> bool {
-        matches!(self.target(), (CONTROLLER, "Wait") | (SANDBOX, "WaitSandbox"))
+        self.target() == (CONTROLLER, "Wait")
     }
 
     /// It is a Wait, and may last as long as its pod.
@@ -79,7 +66,6 @@ impl Call {
         let (service, method) = self.target();
         let served = match service {
             CONTROLLER => CONTROLLER_METHODS,
-            SANDBOX => SANDBOX_METHODS,
             inspect::SERVICE => inspect::METHODS,
             _ => &[],
         };
@@ -107,17 +93,17 @@ pub(super) type Ahead<V> = watch::Receiver<Option<Arc<V>>>;
 
 /// Answers calls by their path.
 pub(super) struct Handler<V> {
-    verbs: Ahead<V>,
+    sandboxes: Ahead<V>,
     stop: watch::Receiver<bool>,
     telemetry: Arc<Telemetry>,
-    namespace: Arc<Namespace>,
+    namespace: Arc<NamespaceFilter>,
     room: Room,
 }
 
 impl<V> Clone for Handler<V> {
     fn clone(&self) -> Self {
         Self {
-            verbs: self.verbs.clone(),
+            sandboxes: self.sandboxes.clone(),
             stop: self.stop.clone(),
             telemetry: Arc::clone(&self.telemetry),
             namespace: Arc::clone(&self.namespace),
@@ -129,12 +115,12 @@ impl<V> Clone for Handler<V> {
 impl<V: SandboxService> Handler<V> {
     /// A handler whose calls all end once `stop` says true or its sender is gone.
     pub(super) fn new(
-        verbs: Ahead<V>,
+        sandboxes: Ahead<V>,
         stop: watch::Receiver<bool>,
         telemetry: Arc<Telemetry>,
-        namespace: Arc<Namespace>,
+        namespace: Arc<NamespaceFilter>,
     ) -> Self {
-        Self { verbs, stop, telemetry, namespace, room: Room::default() }
+        Self { sandboxes, stop, telemetry, namespace, room: Room::default() }
     }
 
     /// The same for another socket, with room of its own: requests that come slowly there take none
@@ -159,17 +145,17 @@ impl<V: SandboxService> Handler<V> {
     }
 
     fn known(&self) -> Option<Arc<V>> {
-        self.verbs.borrow().clone()
+        self.sandboxes.borrow().clone()
     }
 
     /// What answers, as soon as the sandboxes are known. Nothing of a call is read before, but for
     /// what came in one piece.
-    async fn verbs(&self) -> Result<Arc<V>, Status> {
+    async fn sandboxes(&self) -> Result<Arc<V>, Status> {
         if let Some(known) = self.known() {
             return Ok(known);
         }
         // A sender that is gone has found none, and the daemon ends.
-        let _ = self.verbs.clone().wait_for(Option::is_some).await;
+        let _ = self.sandboxes.clone().wait_for(Option::is_some).await;
         self.known().ok_or_else(Status::stopping)
     }
 
@@ -186,8 +172,8 @@ impl<V: SandboxService> Handler<V> {
         Box::pin(log_context::within(of.trace, async move {
             let mut running = self.telemetry.call(of.counted());
             let work = async {
-                let verbs = self.verbs().await?;
-                fits(of.target().1, self.dispatch(&verbs, of, request.await?).await, of.most)
+                let sandboxes = self.sandboxes().await?;
+                fits(of.target().1, self.dispatch(&sandboxes, of, request.await?).await, of.most)
             };
             let answer = self.bounded(of, work).await;
             running.ended(code_of(&answer));
@@ -208,8 +194,8 @@ impl<V: SandboxService> Handler<V> {
         Box::pin(log_context::within(of.trace, async move {
             let mut running = self.telemetry.call(of.counted());
             let begun = self.bounded(of, async {
-                let verbs = self.verbs().await?;
-                let mut exit = exit(verbs, of, request.await?.as_ref())?;
+                let sandboxes = self.sandboxes().await?;
+                let mut exit = exit(sandboxes, request.await?.as_ref())?;
                 Ok((exit.as_mut().now_or_never(), exit))
             });
             let answer = match begun.await {
@@ -283,32 +269,27 @@ impl<V: SandboxService> Handler<V> {
 
     fn dispatch<'a, B: AsRef<[u8]> + Send + 'a>(
         &'a self,
-        verbs: &'a Arc<V>,
+        sandboxes: &'a Arc<V>,
         of: &'a Call,
         bytes: B,
     ) -> BoxFuture<'a, Answer> {
         let (service, method) = of.target();
         match (service, method) {
-            (CONTROLLER, "Wait") | (SANDBOX, "WaitSandbox") => {
-                match exit(Arc::clone(verbs), of, bytes.as_ref()) {
-                    Ok(exit) => exit,
-                    Err(status) => Box::pin(ready(Err(status))),
-                }
-            }
+            (CONTROLLER, "Wait") => match exit(Arc::clone(sandboxes), bytes.as_ref()) {
+                Ok(exit) => exit,
+                Err(status) => Box::pin(ready(Err(status))),
+            },
             (CONTROLLER, _) => {
-                Box::pin(async move { self.controller(verbs, method, bytes.as_ref()).await })
-            }
-            (SANDBOX, _) => {
-                Box::pin(async move { self.sandbox(verbs, method, bytes.as_ref()).await })
+                Box::pin(async move { self.controller(sandboxes, method, bytes.as_ref()).await })
             }
             (inspect::SERVICE, _) if of.operators => {
-                Box::pin(async move { inspect::answer(&**verbs, method, bytes.as_ref()).await })
+                Box::pin(async move { inspect::answer(&**sandboxes, method, bytes.as_ref()).await })
             }
             _ => Box::pin(ready(Err(not_served(service, method)))),
         }
     }
 
-    async fn controller(&self, verbs: &V, method: &str, bytes: &[u8]) -> Answer {
+    async fn controller(&self, sandboxes: &V, method: &str, bytes: &[u8]) -> Answer {
         match method {
             "Create" => {
                 let request = decode::<c::ControllerCreateRequest>(bytes)?;
@@ -316,17 +297,20 @@ impl<V: SandboxService> Handler<V> {
                     sandbox_id: request.sandbox_id.clone(),
                     ..Default::default()
                 };
-                encode(method, verbs.create(convert::create(request)).await.map(|()| answer))
+                encode(method, sandboxes.create(convert::create(request)).await.map(|()| answer))
             }
             "Start" => {
                 let id = decode::<c::ControllerStartRequest>(bytes)?.sandbox_id;
-                encode(method, verbs.start(&id).await.map(|started| convert::started(id, started)))
+                encode(
+                    method,
+                    sandboxes.start(&id).await.map(|started| convert::started(id, started)),
+                )
             }
             "Platform" => {
                 let id = decode::<c::ControllerPlatformRequest>(bytes)?.sandbox_id;
                 encode(
                     method,
-                    verbs.platform(&id).await.map(|platform| c::ControllerPlatformResponse {
+                    sandboxes.platform(&id).await.map(|platform| c::ControllerPlatformResponse {
                         platform: MessageField::some(convert::platform(platform)),
                         ..Default::default()
                     }),
@@ -335,27 +319,33 @@ impl<V: SandboxService> Handler<V> {
             "Stop" => {
                 // timeout_secs is for sandboxes that are asked to end; a pause is killed.
                 let id = decode::<c::ControllerStopRequest>(bytes)?.sandbox_id;
-                encode(method, verbs.stop(&id).await.map(|()| c::ControllerStopResponse::default()))
+                encode(
+                    method,
+                    sandboxes.stop(&id).await.map(|()| c::ControllerStopResponse::default()),
+                )
             }
             "Status" => {
                 let c::ControllerStatusRequest { sandbox_id: id, verbose, .. } = decode(bytes)?;
                 encode(
                     method,
-                    verbs.status(&id, verbose).await.map(|report| convert::status(id, report)),
+                    sandboxes.status(&id, verbose).await.map(|report| convert::status(id, report)),
                 )
             }
             "Shutdown" => {
                 let id = decode::<c::ControllerShutdownRequest>(bytes)?.sandbox_id;
                 encode(
                     method,
-                    verbs.shutdown(&id).await.map(|()| c::ControllerShutdownResponse::default()),
+                    sandboxes
+                        .shutdown(&id)
+                        .await
+                        .map(|()| c::ControllerShutdownResponse::default()),
                 )
             }
             "Metrics" => {
                 let id = decode::<c::ControllerMetricsRequest>(bytes)?.sandbox_id;
                 encode(
                     method,
-                    verbs.metrics(&id).await.map(|metric| c::ControllerMetricsResponse {
+                    sandboxes.metrics(&id).await.map(|metric| c::ControllerMetricsResponse {
                         metrics: MessageField::some(convert::metric(id, metric)),
                         ..Default::default()
                     }),
@@ -367,7 +357,7 @@ impl<V: SandboxService> Handler<V> {
                 // Taken as an empty sandbox it would wipe what the fields name.
                 let result = match sandbox.into_option() {
                     Some(sandbox) => {
-                        verbs.update(&id, convert::sandbox_info(sandbox), fields).await
+                        sandboxes.update(&id, convert::sandbox_info(sandbox), fields).await
                     }
                     None => Err(Error::Invalid {
                         id,
@@ -380,89 +370,15 @@ impl<V: SandboxService> Handler<V> {
             _ => Err(not_served(CONTROLLER, method)),
         }
     }
-
-    async fn sandbox(&self, verbs: &V, method: &str, bytes: &[u8]) -> Answer {
-        match method {
-            "CreateSandbox" => {
-                let request = convert::create_sandbox(decode(bytes)?);
-                encode(
-                    method,
-                    verbs.create(request).await.map(|()| s::CreateSandboxResponse::default()),
-                )
-            }
-            "StartSandbox" => {
-                let id = decode::<s::StartSandboxRequest>(bytes)?.sandbox_id;
-                encode(method, verbs.start(&id).await.map(convert::sandbox_started))
-            }
-            "Platform" => {
-                let id = decode::<s::PlatformRequest>(bytes)?.sandbox_id;
-                encode(
-                    method,
-                    verbs.platform(&id).await.map(|platform| s::PlatformResponse {
-                        platform: MessageField::some(convert::platform(platform)),
-                        ..Default::default()
-                    }),
-                )
-            }
-            "StopSandbox" => {
-                let id = decode::<s::StopSandboxRequest>(bytes)?.sandbox_id;
-                encode(method, verbs.stop(&id).await.map(|()| s::StopSandboxResponse::default()))
-            }
-            "SandboxStatus" => {
-                let s::SandboxStatusRequest { sandbox_id: id, verbose, .. } = decode(bytes)?;
-                encode(
-                    method,
-                    verbs
-                        .status(&id, verbose)
-                        .await
-                        .map(|report| convert::sandbox_status(id, report)),
-                )
-            }
-            "PingSandbox" => {
-                let id = decode::<s::PingRequest>(bytes)?.sandbox_id;
-                // Asks whether the sandbox is alive: one that has ended must not answer yes.
-                let alive =
-                    verbs.status(&id, false).await.and_then(|report| match report.exited_at {
-                        None => Ok(s::PingResponse::default()),
-                        Some(_) => Err(Error::State { id, verb: "ping", state: "not ready" }),
-                    });
-                encode(method, alive)
-            }
-            "ShutdownSandbox" => {
-                let id = decode::<s::ShutdownSandboxRequest>(bytes)?.sandbox_id;
-                encode(
-                    method,
-                    verbs.shutdown(&id).await.map(|()| s::ShutdownSandboxResponse::default()),
-                )
-            }
-            "SandboxMetrics" => {
-                let id = decode::<s::SandboxMetricsRequest>(bytes)?.sandbox_id;
-                encode(
-                    method,
-                    verbs.metrics(&id).await.map(|metric| s::SandboxMetricsResponse {
-                        metrics: MessageField::some(convert::metric(id, metric)),
-                        ..Default::default()
-                    }),
-                )
-            }
-            _ => Err(not_served(SANDBOX, method)),
-        }
-    }
 }
 
 /// The answer to a Wait; nothing of its request is kept until then.
 fn exit<V: SandboxService>(
-    verbs: Arc<V>,
-    of: &Call,
+    sandboxes: Arc<V>,
     bytes: &[u8],
 ) -> Result<BoxFuture<'static, Answer>, Status> {
-    if of.target().0 == CONTROLLER {
-        let exit = verbs.wait(decode::<c::ControllerWaitRequest>(bytes)?.sandbox_id);
-        Ok(Box::pin(exit.map(|exit| encode("Wait", exit.map(convert::exit)))))
-    } else {
-        let exit = verbs.wait(decode::<s::WaitSandboxRequest>(bytes)?.sandbox_id);
-        Ok(Box::pin(exit.map(|exit| encode("WaitSandbox", exit.map(convert::sandbox_exit)))))
-    }
+    let exit = sandboxes.wait(decode::<c::ControllerWaitRequest>(bytes)?.sandbox_id);
+    Ok(Box::pin(exit.map(|exit| encode("Wait", exit.map(convert::exit)))))
 }
 
 async fn expired(deadline: Option<Duration>) {

@@ -17,13 +17,13 @@ pub(super) const METHODS: &[&str] = &["List", "Inspect"];
 const PAGE: usize = 1000;
 
 /// Answers one of [`METHODS`].
-pub(super) async fn answer<V: SandboxService>(verbs: &V, method: &str, bytes: &[u8]) -> Answer {
+pub(super) async fn answer<V: SandboxService>(sandboxes: &V, method: &str, bytes: &[u8]) -> Answer {
     match method {
         "List" => {
             let i::ListRequest { after, usage, .. } = decode(bytes)?;
             encode(
                 method,
-                verbs.list(&after, PAGE, usage).await.map(|(lines, more)| i::ListResponse {
+                sandboxes.list(&after, PAGE, usage).await.map(|(lines, more)| i::ListResponse {
                     sandboxes: lines.into_iter().map(sandbox).collect(),
                     more,
                     ..Default::default()
@@ -34,7 +34,7 @@ pub(super) async fn answer<V: SandboxService>(verbs: &V, method: &str, bytes: &[
             let id = decode::<i::InspectRequest>(bytes)?.id;
             encode(
                 method,
-                verbs.inspect(&id).await.map(|report| i::InspectResponse {
+                sandboxes.inspect(&id).await.map(|report| i::InspectResponse {
                     json: report.to_string(),
                     ..Default::default()
                 }),

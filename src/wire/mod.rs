@@ -1,10 +1,10 @@
-//! The wire: gRPC and ttrpc skins over one handler.
+//! The wire: gRPC and ttrpc transports over one handler.
 //!
 //! containerd dials the gRPC socket; the ttrpc socket beside it serves the same calls and those of
 //! operators (`inspect.rs`). What may be asked and how it is answered is in `handler.rs`, how
-//! errors become codes in `status.rs`; neither skin adds to it.
+//! errors become codes in `status.rs`; neither transport adds to it.
 //!
-//! No caller and no verb can harm another: messages, headers, connections and calls are bounded, a
+//! No caller and no RPC can harm another: messages, headers, connections and calls are bounded, a
 //! panic is an answer, and a listener that cannot accept waits and goes on. Going down, the daemon
 //! ends every call with UNAVAILABLE and nothing else, because containerd takes any other end of a
 //! Wait for the exit of its sandbox.
@@ -44,7 +44,7 @@ pub use status::{Code, Status, code};
 
 use handler::Handler;
 use listener::Listener;
-use namespace::Namespace;
+use namespace::NamespaceFilter;
 use traffic::{Connection, Traffic};
 
 /// Calls that may be pending on one connection: a Wait for every pod of a node, and room.
@@ -60,27 +60,27 @@ const ROOT: libc::uid_t = 0;
 /// The two sockets of a daemon and what answers on them.
 #[derive(Debug)]
 pub struct Server<V> {
-    verbs: watch::Receiver<Option<Arc<V>>>,
+    sandboxes: watch::Receiver<Option<Arc<V>>>,
     grpc: UnixListener,
     ttrpc: UnixListener,
     telemetry: Arc<Telemetry>,
-    namespace: Arc<Namespace>,
+    namespace: Arc<NamespaceFilter>,
 }
 
 impl<V: SandboxService> Server<V> {
-    /// Serves `verbs` on two bound and listening sockets, made by [`bind`] or inherited.
-    pub fn new(verbs: Arc<V>, grpc: UnixListener, ttrpc: UnixListener) -> Self {
-        Self::ahead(watch::channel(Some(verbs)).1, grpc, ttrpc)
+    /// Serves `sandboxes` on two bound and listening sockets, made by [`bind`] or inherited.
+    pub fn new(sandboxes: Arc<V>, grpc: UnixListener, ttrpc: UnixListener) -> Self {
+        Self::ahead(watch::channel(Some(sandboxes)).1, grpc, ttrpc)
     }
 
     /// The same, before there is a controller: connections are taken, HTTP/2 is spoken, and calls
     /// wait. If there will never be one, its sender is dropped.
     pub fn ahead(
-        verbs: watch::Receiver<Option<Arc<V>>>,
+        sandboxes: watch::Receiver<Option<Arc<V>>>,
         grpc: UnixListener,
         ttrpc: UnixListener,
     ) -> Self {
-        Self { verbs, grpc, ttrpc, telemetry: Arc::default(), namespace: Arc::default() }
+        Self { sandboxes, grpc, ttrpc, telemetry: Arc::default(), namespace: Arc::default() }
     }
 
     /// Counts calls in `telemetry`.
@@ -93,7 +93,7 @@ impl<V: SandboxService> Server<V> {
     /// Serves the calls of this containerd namespace alone; without it, those of all.
     #[must_use]
     pub fn of_namespace(mut self, name: &str) -> Self {
-        self.namespace = Arc::new(Namespace::only(name));
+        self.namespace = Arc::new(NamespaceFilter::only(name));
         self
     }
 
@@ -106,7 +106,7 @@ impl<V: SandboxService> Server<V> {
     /// # Panics
     /// Outside a tokio runtime with I/O and time.
     pub async fn run(self, stop: watch::Receiver<bool>) -> Result<(), StepError> {
-        let handler = Handler::new(self.verbs, stop, self.telemetry, self.namespace);
+        let handler = Handler::new(self.sandboxes, stop, self.telemetry, self.namespace);
         let beside = handler.beside();
         let grpc = Listener::new(self.grpc, ROOT)?;
         let ttrpc = Listener::new(self.ttrpc, ROOT)?;

@@ -12,14 +12,14 @@ pub(super) const TTRPC_KEY: &str = "containerd-namespace-ttrpc";
 
 /// The namespace whose calls are served.
 #[derive(Debug, Default)]
-pub(super) struct Namespace {
+pub(super) struct NamespaceFilter {
     /// Its name; `None` where all are served.
     own: Option<Box<str>>,
     /// A call of another one has been logged.
     warned: AtomicBool,
 }
 
-impl Namespace {
+impl NamespaceFilter {
     /// Serves the calls of this namespace alone.
     pub(super) fn only(own: &str) -> Self {
         Self { own: Some(own.into()), warned: AtomicBool::default() }
@@ -58,7 +58,7 @@ mod tests {
 
     #[test]
     fn another_namespace_is_refused_and_no_wait_is_ended_by_it() {
-        let namespace = Namespace::only("k8s.io");
+        let namespace = NamespaceFilter::only("k8s.io");
         for asked in [None, Some(""), Some("k8s.io")] {
             assert_eq!(namespace.admits(asked, false), Ok(()));
             assert_eq!(namespace.admits(asked, true), Ok(()));
@@ -67,6 +67,6 @@ mod tests {
         assert_eq!(refused.code, Code::FAILED_PRECONDITION);
         assert!(refused.message.contains("containerd_namespace"), "{}", refused.message);
         assert_eq!(namespace.admits(Some("moby"), true).unwrap_err().code, Code::UNAVAILABLE);
-        assert_eq!(Namespace::default().admits(Some("moby"), false), Ok(()));
+        assert_eq!(NamespaceFilter::default().admits(Some("moby"), false), Ok(()));
     }
 }

@@ -28,7 +28,7 @@ pub(super) fn decode<M: Message>(bytes: &[u8]) -> Result<M, Status> {
         .map_err(|e| Status::new(Code::INVALID_ARGUMENT, format!("malformed {}: {e}", M::NAME)))
 }
 
-/// Turns a verb's result into bytes, and logs why it failed.
+/// Turns an RPC's result into bytes, and logs why it failed.
 pub(super) fn encode<M: Message>(method: &str, result: Result<M, Error>) -> Answer {
     match result {
         Ok(message) => message.write_to_bytes().map_err(|e| {

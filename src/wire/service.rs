@@ -1,15 +1,15 @@
-//! What the wire calls: the verbs of a controller.
+//! What the wire calls: the RPCs of a controller.
 
 use std::future::Future;
 use std::sync::Arc;
 
 use crate::controller::Controller;
 use crate::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, SandboxSummary, Started,
+    CreateRequest, Error, Exit, Metric, Platform, SandboxInfo, SandboxSummary, StartResponse,
     StatusReport,
 };
 
-/// The nine verbs of `sandbox.Controller` and what operators ask, as [`Controller`] has them; tests
+/// The nine RPCs of `sandbox.Controller` and what operators ask, as [`Controller`] has them; tests
 /// put others in its place.
 ///
 /// A future that is dropped is a caller who gave up: work that must finish runs in a task of its
@@ -18,7 +18,7 @@ pub trait SandboxService: Send + Sync + 'static {
     /// See [`Controller::create`].
     fn create(&self, request: CreateRequest) -> impl Future<Output = Result<(), Error>> + Send;
     /// See [`Controller::start`].
-    fn start(&self, id: &str) -> impl Future<Output = Result<Started, Error>> + Send;
+    fn start(&self, id: &str) -> impl Future<Output = Result<StartResponse, Error>> + Send;
     /// See [`Controller::platform`].
     fn platform(&self, id: &str) -> impl Future<Output = Result<Platform, Error>> + Send;
     /// See [`Controller::stop`].
@@ -63,7 +63,7 @@ impl SandboxService for Controller {
         self.create(request).await
     }
 
-    async fn start(&self, id: &str) -> Result<Started, Error> {
+    async fn start(&self, id: &str) -> Result<StartResponse, Error> {
         self.start(id).await
     }
 

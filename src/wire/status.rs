@@ -45,7 +45,7 @@ impl From<&Error> for Status {
 /// The RPC code of an error.
 ///
 /// Only a daemon that is going down is UNAVAILABLE, since containerd asks again for ever then, and
-/// the Wait of a sandbox whose record is kept aside: a pending Wait that ends in any other code is
+/// the Wait of a sandbox whose record is quarantined: a pending Wait that ends in any other code is
 /// taken as the exit of the sandbox.
 pub fn code(error: &Error) -> Code {
     match error {
@@ -53,12 +53,11 @@ pub fn code(error: &Error) -> Code {
         Error::NotFound { .. } => Code::NOT_FOUND,
         Error::AlreadyExists { .. } => Code::ALREADY_EXISTS,
         Error::State { .. } => Code::FAILED_PRECONDITION,
-        Error::Step { step, .. } => step_code(step),
-        Error::Steps { steps, .. } => {
+        Error::Failed { steps, .. } => {
             // Not scarcity alone: then more room would not help.
-            let scarce = !steps.is_empty()
-                && steps.iter().all(|step| step_code(step) == Code::RESOURCE_EXHAUSTED);
-            if scarce { Code::RESOURCE_EXHAUSTED } else { Code::INTERNAL }
+            let mut codes = steps.into_iter().map(step_code);
+            let first = codes.next().unwrap_or(Code::INTERNAL);
+            if codes.all(|code| code == first) { first } else { Code::INTERNAL }
         }
         Error::Timeout { .. } => Code::DEADLINE_EXCEEDED,
         Error::Stopping { .. } => Code::UNAVAILABLE,
@@ -121,8 +120,7 @@ pub(super) fn sandbox(error: &Error) -> &str {
         | Error::NotFound { id }
         | Error::AlreadyExists { id }
         | Error::State { id, .. }
-        | Error::Step { id, .. }
-        | Error::Steps { id, .. }
+        | Error::Failed { id, .. }
         | Error::Timeout { id, .. }
         | Error::Stopping { id }
         | Error::Fault { id, .. } => id,
@@ -132,6 +130,7 @@ pub(super) fn sandbox(error: &Error) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::StepErrors;
 
     fn step(errno: i32) -> StepError {
         StepError::at("mount", "/run/x", io::Error::from_raw_os_error(errno))
@@ -147,30 +146,28 @@ mod tests {
             ),
             (Error::NotFound { id: id() }, Code::NOT_FOUND),
             (Error::AlreadyExists { id: id() }, Code::ALREADY_EXISTS),
-            (Error::State { id: id(), verb: "start", state: "ready" }, Code::FAILED_PRECONDITION),
-            (Error::Step { id: id(), verb: "start", step: step(libc::EPERM) }, Code::INTERNAL),
+            (Error::State { id: id(), rpc: "start", state: "ready" }, Code::FAILED_PRECONDITION),
             (
-                Error::Steps { id: id(), verb: "stop", steps: vec![step(libc::EBUSY)] },
+                Error::Failed { id: id(), rpc: "start", steps: step(libc::EPERM).into() },
                 Code::INTERNAL,
             ),
-            (Error::Timeout { id: id(), verb: "stop", seconds: 10 }, Code::DEADLINE_EXCEEDED),
+            (Error::Timeout { id: id(), rpc: "stop", seconds: 10 }, Code::DEADLINE_EXCEEDED),
             (Error::Stopping { id: id() }, Code::UNAVAILABLE),
-            (Error::Fault { id: id(), verb: "start", reason: "r".into() }, Code::INTERNAL),
+            (Error::Fault { id: id(), rpc: "start", reason: "r".into() }, Code::INTERNAL),
         ];
         let number = |error: &Error| match error {
             Error::Invalid { .. } => 0,
             Error::NotFound { .. } => 1,
             Error::AlreadyExists { .. } => 2,
             Error::State { .. } => 3,
-            Error::Step { .. } => 4,
-            Error::Steps { .. } => 5,
-            Error::Timeout { .. } => 6,
-            Error::Stopping { .. } => 7,
-            Error::Fault { .. } => 8,
+            Error::Failed { .. } => 4,
+            Error::Timeout { .. } => 5,
+            Error::Stopping { .. } => 6,
+            Error::Fault { .. } => 7,
         };
         assert_eq!(
             all.iter().map(|(error, _)| number(error)).collect::<Vec<_>>(),
-            (0..9).collect::<Vec<_>>()
+            (0..8).collect::<Vec<_>>()
         );
         all
     }
@@ -185,11 +182,15 @@ mod tests {
         }
     }
 
+    fn failed(steps: StepErrors) -> Code {
+        code(&Error::Failed { id: String::new(), rpc: "start", steps })
+    }
+
     /// containerd asks again for ever on UNAVAILABLE, and takes a cancelled Wait for an exit.
     #[test]
     fn no_errno_is_unavailable_or_cancelled() {
         for errno in 1..134 {
-            let code = code(&Error::Step { id: String::new(), verb: "start", step: step(errno) });
+            let code = failed(step(errno).into());
             assert!(
                 matches!(code, Code::INTERNAL | Code::RESOURCE_EXHAUSTED),
                 "errno {errno}: {code:?}"
@@ -199,17 +200,13 @@ mod tests {
 
     #[test]
     fn scarcity_is_told_from_breakage() {
-        let one =
-            |errno| code(&Error::Step { id: String::new(), verb: "start", step: step(errno) });
+        let one = |errno| failed(step(errno).into());
         for errno in
             [libc::ENOSPC, libc::EDQUOT, libc::ENOMEM, libc::EMFILE, libc::ENFILE, libc::EAGAIN]
         {
             assert_eq!(one(errno), Code::RESOURCE_EXHAUSTED);
         }
-        let many = |errnos: &[i32]| {
-            let steps = errnos.iter().map(|errno| step(*errno)).collect();
-            code(&Error::Steps { id: String::new(), verb: "stop", steps })
-        };
+        let many = |errnos: &[i32]| failed(errnos.iter().map(|errno| step(*errno)).collect());
         assert_eq!(many(&[libc::ENOSPC, libc::EMFILE]), Code::RESOURCE_EXHAUSTED);
         assert_eq!(many(&[libc::ENOSPC, libc::EBUSY]), Code::INTERNAL);
         assert_eq!(many(&[]), Code::INTERNAL);
@@ -217,9 +214,7 @@ mod tests {
 
     #[test]
     fn a_node_in_the_wrong_state_and_one_without_a_system_call_have_different_codes() {
-        let of = |e: io::Error| {
-            code(&Error::Step { id: String::new(), verb: "create", step: StepError::new("x", e) })
-        };
+        let of = |e: io::Error| failed(StepError::new("x", e).into());
         assert_eq!(
             of(io::Error::new(io::ErrorKind::Unsupported, "apart")),
             Code::FAILED_PRECONDITION

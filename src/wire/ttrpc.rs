@@ -1,4 +1,4 @@
-//! The ttrpc skin: unary calls framed as containerd's ttrpc frames them.
+//! The ttrpc transport: unary calls framed as containerd's ttrpc frames them.
 //!
 //! The frames and their messages are the `ttrpc` crate's. The loop is our own, because that crate's
 //! server leaves a caller without an answer when a handler panics, takes any number of calls, and

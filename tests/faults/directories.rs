@@ -17,7 +17,7 @@ use crate::harness::{Case, alone, on_node};
 use crate::pods::{Shape, is_whole, remove};
 
 /// What is logged when the files of a pod cannot be put back.
-const FAILED: &str = "put back files that are gone";
+const FAILED: &str = "failed to restore deleted pod files";
 /// How long the daemon may take to try again by itself.
 const AGAIN: Duration = Duration::from_secs(60);
 
@@ -105,7 +105,7 @@ async fn full_directories() -> Result<()> {
         is_whole(&bare, &controller, &living).await?;
         // Whether the exit can be recorded or not: Stop and Shutdown need no space.
         remove(&controller, &living).await.with_context(|| format!("{directory} is full"))?;
-        let told = bare.logged().contains("its exit is not recorded");
+        let told = bare.logged().contains("failed to record exit");
         ensure!(told == (directory == "state"), "{directory} is full: {}", bare.logged());
         fs::remove_dir_all(bare.path(directory).join("filler"))?;
         shape
@@ -248,7 +248,7 @@ async fn files_that_cannot_be_put_back_are_put_back_later() -> Result<()> {
         })
         .await?;
         until("that is logged", AGAIN, async || {
-            ensure!(bare.logged().contains("files that were gone are back"), "not yet");
+            ensure!(bare.logged().contains("restored deleted pod files"), "not yet");
             Ok(())
         })
         .await?;

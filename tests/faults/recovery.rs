@@ -150,7 +150,7 @@ async fn a_death_during_the_restart_is_told() -> Result<()> {
             bare.stop().await?
         }
         kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
-        until("the pause has ended", Duration::from_secs(5), async || {
+        until("pause exited", Duration::from_secs(5), async || {
             ensure!(!processes::one(pid).is_ok_and(|p| p.state != 'Z'), "it lives");
             Ok(())
         })
@@ -320,7 +320,8 @@ async fn unreadable_and_newer_records_stay() -> Result<()> {
     is_whole(&bare, &controller, &good).await?;
     for id in [&newer, &broken] {
         ensure!(
-            bare.logged().contains(&format!("kept aside: {}", bare.record(id).display())),
+            bare.logged()
+                .contains(&format!("recovery cannot adopt: {}", bare.record(id).display())),
             "{id} is not reported"
         );
         // Neither gone nor dead: containerd asks again.

@@ -179,7 +179,7 @@ fn a_record_that_was_kept_aside_is_shown_with_the_reason() {
     daemon.noticed("READY=1");
     let list = told(&scratch, &["list"]);
     assert!(
-        list.lines().nth(1).unwrap().starts_with("odd      -    -          kept aside"),
+        list.lines().nth(1).unwrap().starts_with("odd      -    -          quarantined"),
         "{list}"
     );
     let report = told(&scratch, &["inspect", "odd"]);
@@ -194,7 +194,7 @@ fn lines_of_a_sandbox_name_its_pod_and_the_trace_of_the_call() {
     let controller = Controller::of(&scratch);
     let pid = controller.run(ID, "web-0");
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid.cast_signed()), Signal::SIGKILL).unwrap();
-    let line = daemon.logged("the pause has ended");
+    let line = daemon.logged("pause exited");
     assert!(
         line.contains(&format!(" sandbox={ID} status=137 pod=web-0 namespace=prod\n")[..]),
         "{line}"
@@ -203,7 +203,7 @@ fn lines_of_a_sandbox_name_its_pod_and_the_trace_of_the_call() {
     // Ended by a call, which has a trace; that of the first was over by then.
     controller.run(ID, "web-1");
     controller.shut_down(ID);
-    let line = daemon.logged("the pause has ended");
+    let line = daemon.logged("pause exited");
     let trace = PARENT.split('-').nth(1).unwrap();
     assert!(line.contains(&format!("pod=web-1 namespace=prod trace={trace}\n")), "{line}");
 }

@@ -11,6 +11,7 @@ use tokio::net::UnixStream;
 use ttrpc::r#async::Client as TtrpcClient;
 
 pub(crate) const CONTROLLER: &str = "containerd.services.sandbox.v1.Controller";
+/// The service of containerd's shims, which the daemon does not serve.
 pub(crate) const SANDBOX: &str = "containerd.runtime.sandbox.v1.Sandbox";
 
 /// How a call failed: the code's number and the message.

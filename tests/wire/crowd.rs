@@ -17,7 +17,7 @@ async fn idle_connections_make_room() {
     let node = Node::start();
     let clients = node.clients().await;
     let mut waits: Vec<_> = clients.iter().map(|client| begin_waits(client, 1)).collect();
-    until_waiting(&node.verbs, 2).await;
+    until_waiting(&node.sandboxes, 2).await;
     let mut crowd = Vec::new();
     for socket in [node.grpc_socket(), node.ttrpc_socket()] {
         for _ in 0..CROWD {
@@ -39,7 +39,7 @@ async fn idle_connections_make_room() {
         timeout(SOON, call).await.unwrap().unwrap();
     }
     assert!(waits.iter_mut().all(|waits| waits.try_join_next().is_none()), "a Wait has ended");
-    node.verbs.end.notify_waiters();
+    node.sandboxes.end.notify_waiters();
     for waits in &mut waits {
         assert_eq!(waits.join_next().await.unwrap().unwrap().unwrap().exit_status, 137);
     }

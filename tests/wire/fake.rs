@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use pause_sandboxer::error::Step;
+use pause_sandboxer::error::StepError;
 use pause_sandboxer::log_context;
 use pause_sandboxer::podsandbox::{
-    CreateRequest, Error, Exit, Metric, Payload, Platform, SandboxInfo, SandboxSummary, Started,
-    StatusReport, Usage,
+    CreateRequest, Error, Exit, Metric, Payload, Platform, SandboxInfo, SandboxSummary,
+    StartResponse, StatusReport, Usage,
 };
 use pause_sandboxer::wire::SandboxService;
 use tokio::sync::Notify;
@@ -55,20 +55,22 @@ impl Drop for Pending {
 }
 
 fn outcome(id: &str) -> Result<(), Error> {
-    let step = |errno| Step::at("mount", "/run/x/shm", io::Error::from_raw_os_error(errno));
-    let verb = "start";
+    let step = |errno| StepError::at("mount", "/run/x/shm", io::Error::from_raw_os_error(errno));
+    let rpc = "start";
     let (name, id) = (id, id.to_owned());
     match name {
         "invalid" => Err(Error::Invalid { id, field: "options".into(), reason: "missing".into() }),
         "unknown" => Err(Error::NotFound { id }),
         "exists" => Err(Error::AlreadyExists { id }),
-        "state" => Err(Error::State { id, verb, state: "ready" }),
-        "step" => Err(Error::Step { id, verb, step: step(libc::EPERM) }),
-        "scarce" => Err(Error::Step { id, verb, step: step(libc::ENOSPC) }),
-        "steps" => Err(Error::Steps { id, verb, steps: vec![step(libc::EBUSY), step(libc::EIO)] }),
-        "timeout" => Err(Error::Timeout { id, verb, seconds: 10 }),
+        "state" => Err(Error::State { id, rpc, state: "ready" }),
+        "step" => Err(Error::Failed { id, rpc, steps: step(libc::EPERM).into() }),
+        "scarce" => Err(Error::Failed { id, rpc, steps: step(libc::ENOSPC).into() }),
+        "steps" => {
+            Err(Error::Failed { id, rpc, steps: vec![step(libc::EBUSY), step(libc::EIO)].into() })
+        }
+        "timeout" => Err(Error::Timeout { id, rpc, seconds: 10 }),
         "stopping" => Err(Error::Stopping { id }),
-        "fault" => Err(Error::Fault { id, verb, reason: "a task panicked".into() }),
+        "fault" => Err(Error::Fault { id, rpc, reason: "a task panicked".into() }),
         "panic" => panic!("deliberate, for the test"),
         _ => Ok(()),
     }
@@ -81,9 +83,9 @@ impl SandboxService for Fake {
         Ok(())
     }
 
-    async fn start(&self, id: &str) -> Result<Started, Error> {
+    async fn start(&self, id: &str) -> Result<StartResponse, Error> {
         outcome(id)?;
-        Ok(Started {
+        Ok(StartResponse {
             pid: 4711,
             created_at: time(1),
             labels: BTreeMap::from([("selinux_label".into(), "s0".into())]),
@@ -175,7 +177,7 @@ impl SandboxService for Fake {
         let usage = usage.then_some(Usage { memory: 1, cpu_usec: 2, tasks: 3 });
         let lines = ids
             .take(most)
-            .map(|id| SandboxSummary { usage, ..SandboxSummary::aside(&id, "never was") })
+            .map(|id| SandboxSummary { usage, ..SandboxSummary::quarantined(&id, "never was") })
             .collect();
         Ok((lines, !after.starts_with("1999")))
     }

@@ -26,7 +26,7 @@ async fn operators_are_answered_on_the_ttrpc_socket_alone() {
     let (first, last) = (&page.sandboxes[0], &page.sandboxes[999]);
     assert_eq!(
         (first.id.as_str(), first.state.as_str(), first.reason.as_str()),
-        ("0000", "kept aside", "never was")
+        ("0000", "quarantined", "never was")
     );
     assert_eq!((first.usage.memory, first.usage.cpu_usec, first.usage.tasks), (1, 2, 3));
     let request = ListRequest { after: last.id.clone(), ..Default::default() };

@@ -1,4 +1,4 @@
-//! Both skins of the wire against verbs that are not there: what every caller sees, whatever it
+//! Both transports of the wire against a service that is not there: what every caller sees, whatever it
 //! sends.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use pause_sandboxer::error::Step;
-use pause_sandboxer::protos::{controller as c, shim_sandbox as s, types};
+use pause_sandboxer::error::StepError;
+use pause_sandboxer::protos::{controller as c, types};
 use pause_sandboxer::telemetry::Telemetry;
 use pause_sandboxer::wire;
 use protobuf::well_known_types::any::Any;
@@ -31,7 +31,7 @@ mod odd;
 mod stop;
 mod waits;
 
-use client::{CONTROLLER, Client, SANDBOX};
+use client::{CONTROLLER, Client};
 use fake::{FAILURES, Fake};
 
 /// Longer than anything here takes on a slow machine.
@@ -40,23 +40,24 @@ const SOON: Duration = Duration::from_secs(20);
 /// A server on two sockets of its own.
 struct Node {
     dir: TempDir,
-    verbs: Arc<Fake>,
+    sandboxes: Arc<Fake>,
     telemetry: Arc<Telemetry>,
     stop: watch::Sender<bool>,
-    running: JoinHandle<Result<(), Step>>,
+    running: JoinHandle<Result<(), StepError>>,
 }
 
 impl Node {
     fn start() -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let verbs = Arc::new(Fake::default());
+        let sandboxes = Arc::new(Fake::default());
         let bind = |name: &str| wire::bind(&dir.path().join(name)).unwrap();
         let telemetry = Arc::new(Telemetry::default());
-        let server = wire::Server::new(Arc::clone(&verbs), bind("a.sock"), bind("a.sock.ttrpc"));
+        let server =
+            wire::Server::new(Arc::clone(&sandboxes), bind("a.sock"), bind("a.sock.ttrpc"));
         let server = server.counted(Arc::clone(&telemetry)).of_namespace("k8s.io");
         let (stop, stopped) = watch::channel(false);
         let running = tokio::spawn(server.run(stopped));
-        Self { dir, verbs, telemetry, stop, running }
+        Self { dir, sandboxes, telemetry, stop, running }
     }
 
     fn grpc_socket(&self) -> PathBuf {
@@ -82,15 +83,15 @@ impl Node {
 }
 
 /// Waits until `count` Waits are pending.
-async fn until_waiting(verbs: &Fake, count: usize) {
+async fn until_waiting(sandboxes: &Fake, count: usize) {
     let reached = async {
-        while verbs.waiting.load(Ordering::SeqCst) != count {
+        while sandboxes.waiting.load(Ordering::SeqCst) != count {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
     timeout(SOON, reached)
         .await
-        .unwrap_or_else(|_| panic!("{:?} of {count} Waits are pending", verbs.waiting));
+        .unwrap_or_else(|_| panic!("{:?} of {count} Waits are pending", sandboxes.waiting));
 }
 
 fn id(id: &str) -> String {
@@ -118,7 +119,7 @@ fn at(time: &MessageField<protobuf::well_known_types::timestamp::Timestamp>) -> 
 }
 
 #[tokio::test]
-async fn the_nine_verbs_of_the_controller_carry_everything() {
+async fn the_nine_rpcs_of_the_controller_carry_everything() {
     let node = Node::start();
     for client in node.clients().await {
         let sandbox = types::Sandbox {
@@ -139,7 +140,7 @@ async fn the_nine_verbs_of_the_controller_carry_everything() {
         };
         let answer: c::ControllerCreateResponse = client.call("Create", create).await.unwrap();
         assert_eq!(answer.sandbox_id, "a");
-        let created = node.verbs.created.lock().unwrap().pop().unwrap();
+        let created = node.sandboxes.created.lock().unwrap().pop().unwrap();
         assert_eq!((created.id.as_str(), created.netns_path.as_str()), ("a", "/run/netns/x"));
         assert_eq!(created.options.unwrap().value, "cfg");
         assert_eq!(created.sandbox.as_ref().unwrap().runtime_name, "runc");
@@ -195,7 +196,7 @@ async fn the_nine_verbs_of_the_controller_carry_everything() {
             ..Default::default()
         };
         let _: c::ControllerUpdateResponse = client.call("Update", update).await.unwrap();
-        let (sandbox, info, fields) = node.verbs.updated.lock().unwrap().pop().unwrap();
+        let (sandbox, info, fields) = node.sandboxes.updated.lock().unwrap().pop().unwrap();
         assert_eq!((sandbox.as_str(), fields), ("a", vec!["extensions".to_owned()]));
         assert_eq!(info.extensions["metadata"].type_url, "m");
         let nothing = c::ControllerUpdateRequest { sandbox_id: id("a"), ..Default::default() };
@@ -210,61 +211,6 @@ async fn the_nine_verbs_of_the_controller_carry_everything() {
     }
 }
 
-#[tokio::test]
-async fn the_shim_form_has_the_same_verbs() {
-    let node = Node::start();
-    let client = Client::ttrpc(&node.ttrpc_socket()).await;
-    let Client::Ttrpc(ttrpc) = client else { unreachable!() };
-    let client = pause_sandboxer::protos::shim_sandbox_ttrpc::SandboxClient::new(ttrpc);
-    let context = || ttrpc::context::with_duration(SOON);
-    let create = s::CreateSandboxRequest {
-        sandbox_id: id("a"),
-        netns_path: "/n".into(),
-        options: MessageField::some(any("o", b"1")),
-        ..Default::default()
-    };
-    client.create_sandbox(context(), &create).await.unwrap();
-    let created = node.verbs.created.lock().unwrap().pop().unwrap();
-    assert_eq!(
-        (created.id.as_str(), created.netns_path.as_str(), created.sandbox),
-        ("a", "/n", None)
-    );
-    assert_eq!(created.options.unwrap().type_url, "o");
-    let start = s::StartSandboxRequest { sandbox_id: id("a"), ..Default::default() };
-    let started = client.start_sandbox(context(), &start).await.unwrap();
-    assert_eq!(
-        (started.pid, at(&started.created_at), &*started.spec.value),
-        (4711, moment(1), &b"{}"[..])
-    );
-    let platform = s::PlatformRequest { sandbox_id: id("a"), ..Default::default() };
-    assert_eq!(client.platform(context(), &platform).await.unwrap().platform.os, "linux");
-    let status =
-        s::SandboxStatusRequest { sandbox_id: id("ended"), verbose: true, ..Default::default() };
-    let status = client.sandbox_status(context(), &status).await.unwrap();
-    assert_eq!((status.state.as_str(), at(&status.exited_at)), ("SANDBOX_NOTREADY", moment(3)));
-    assert_eq!(status.info["info"], "{}");
-    let wait = s::WaitSandboxRequest { sandbox_id: id("ended"), ..Default::default() };
-    let exit = client.wait_sandbox(context(), &wait).await.unwrap();
-    assert_eq!((exit.exit_status, at(&exit.exited_at)), (137, moment(3)));
-    let metrics = s::SandboxMetricsRequest { sandbox_id: id("a"), ..Default::default() };
-    assert_eq!(client.sandbox_metrics(context(), &metrics).await.unwrap().metrics.id, "a");
-    let stop = s::StopSandboxRequest { sandbox_id: id("a"), ..Default::default() };
-    client.stop_sandbox(context(), &stop).await.unwrap();
-    let shutdown = s::ShutdownSandboxRequest { sandbox_id: id("a"), ..Default::default() };
-    client.shutdown_sandbox(context(), &shutdown).await.unwrap();
-
-    let ping = |sandbox: &str| s::PingRequest { sandbox_id: id(sandbox), ..Default::default() };
-    client.ping_sandbox(context(), &ping("a")).await.unwrap();
-    for (sandbox, code) in
-        [("ended", ttrpc::Code::FAILED_PRECONDITION), ("unknown", ttrpc::Code::NOT_FOUND)]
-    {
-        match client.ping_sandbox(context(), &ping(sandbox)).await {
-            Err(ttrpc::Error::RpcStatus(status)) => assert_eq!(status.code(), code),
-            other => panic!("{other:?}"),
-        }
-    }
-}
-
 /// All requests have the sandbox id in field 1, so one message stands for all.
 fn only_id(sandbox: &str) -> Vec<u8> {
     wait(sandbox).write_to_bytes().unwrap()
@@ -272,21 +218,9 @@ fn only_id(sandbox: &str) -> Vec<u8> {
 
 const CONTROLLER_METHODS: [&str; 8] =
     ["Create", "Start", "Platform", "Stop", "Wait", "Status", "Shutdown", "Metrics"];
-const SANDBOX_METHODS: [&str; 9] = [
-    "CreateSandbox",
-    "StartSandbox",
-    "Platform",
-    "StopSandbox",
-    "WaitSandbox",
-    "SandboxStatus",
-    "PingSandbox",
-    "ShutdownSandbox",
-    "SandboxMetrics",
-];
 
 fn methods() -> impl Iterator<Item = (&'static str, &'static str)> {
-    let controller = CONTROLLER_METHODS.iter().map(|method| (CONTROLLER, *method));
-    controller.chain(SANDBOX_METHODS.iter().map(|method| (SANDBOX, *method)))
+    CONTROLLER_METHODS.iter().map(|method| (CONTROLLER, *method))
 }
 
 #[tokio::test]
@@ -314,18 +248,18 @@ async fn a_deadline_ends_a_call_and_a_caller_who_gives_up_drops_it() {
             .unwrap_err();
         // ttrpc's client ends the call by itself at its deadline, and then says so without a code.
         assert!(code == 4 || matches!(client, Client::Ttrpc(_)), "{code} {text}");
-        until_waiting(&node.verbs, 0).await;
+        until_waiting(&node.sandboxes, 0).await;
     }
     let [grpc, ttrpc] = node.clients().await;
     let call = tokio::spawn(async move { grpc.raw(CONTROLLER, "Wait", only_id("a"), None).await });
-    until_waiting(&node.verbs, 1).await;
+    until_waiting(&node.sandboxes, 1).await;
     call.abort();
-    until_waiting(&node.verbs, 0).await;
+    until_waiting(&node.sandboxes, 0).await;
     // ttrpc has no way to cancel one call: the connection's end does.
     let call = tokio::spawn(async move { ttrpc.raw(CONTROLLER, "Wait", only_id("a"), None).await });
-    until_waiting(&node.verbs, 1).await;
+    until_waiting(&node.sandboxes, 1).await;
     call.abort();
-    until_waiting(&node.verbs, 0).await;
+    until_waiting(&node.sandboxes, 0).await;
 }
 
 /// Begins `count` Waits of one client.
@@ -359,11 +293,11 @@ async fn a_thousand_pending_waits_slow_nothing() {
     for client in node.clients().await {
         let alone = status_time(&client).await;
         let mut waits = begin_waits(&client, 1000);
-        until_waiting(&node.verbs, 1000).await;
+        until_waiting(&node.sandboxes, 1000).await;
         let beside = status_time(&client).await;
         // Noise, and far less than standing in line behind a thousand.
         assert!(beside < alone * 20, "{beside:?} beside the Waits, {alone:?} alone");
-        node.verbs.end.notify_waiters();
+        node.sandboxes.end.notify_waiters();
         while let Some(ended) = waits.join_next().await {
             assert_eq!(ended.unwrap().unwrap().exit_status, 137);
         }

@@ -200,7 +200,7 @@ async fn thousands_of_bad_calls_cost_no_connection() {
     let (h2, connection) = builder.handshake::<_, bytes::Bytes>(stream).await.unwrap();
     let connection = tokio::spawn(connection);
     let mut waits = begin_waits(&Client::Grpc(h2.clone()), 1);
-    until_waiting(&node.verbs, 1).await;
+    until_waiting(&node.sandboxes, 1).await;
     let uri = format!("http://localhost/{CONTROLLER}/Status");
     let request = |kind: &str| {
         let mut request = http::Request::post(&uri).body(()).unwrap();
@@ -247,7 +247,7 @@ async fn thousands_of_bad_calls_cost_no_connection() {
         assert!(answered.is_ok(), "{kind}: {answered:?}");
         assert!(waits.try_join_next().is_none(), "{kind}: the Wait has ended");
     }
-    node.verbs.end.notify_waiters();
+    node.sandboxes.end.notify_waiters();
     assert_eq!(waits.join_next().await.unwrap().unwrap().unwrap().exit_status, 137);
     connection.abort();
 }

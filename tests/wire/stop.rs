@@ -18,13 +18,13 @@ async fn going_down_every_call_ends_in_unavailable() {
     let node = Node::start();
     let clients = node.clients().await;
     let mut waits: Vec<_> = clients.iter().map(|client| begin_waits(client, 500)).collect();
-    until_waiting(&node.verbs, 1000).await;
+    until_waiting(&node.sandboxes, 1000).await;
     // Connections that will not end by themselves: one that never speaks, one in the middle of a
     // frame.
     let silent = UnixStream::connect(node.grpc_socket()).await.unwrap();
     let mut half = UnixStream::connect(node.ttrpc_socket()).await.unwrap();
     half.write_all(&[0, 0, 0]).await.unwrap();
-    let verbs = Arc::clone(&node.verbs);
+    let sandboxes = Arc::clone(&node.sandboxes);
     let took = node.drain().await;
     assert!(took < Duration::from_secs(4), "{took:?}");
     for ended in &mut waits {
@@ -33,7 +33,7 @@ async fn going_down_every_call_ends_in_unavailable() {
             assert_eq!(failure, (14, "the sandboxer is stopping".into()));
         }
     }
-    assert_eq!(verbs.waiting.load(Ordering::SeqCst), 0);
+    assert_eq!(sandboxes.waiting.load(Ordering::SeqCst), 0);
     drop((silent, half));
 }
 

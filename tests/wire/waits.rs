@@ -27,8 +27,8 @@ async fn what_fails_after_it_was_pending_is_answered() {
             let waiting = tokio::spawn(async move {
                 waiting.raw(CONTROLLER, "Wait", only_id(sandbox), None).await
             });
-            until_waiting(&node.verbs, 1).await;
-            node.verbs.end.notify_waiters();
+            until_waiting(&node.sandboxes, 1).await;
+            node.sandboxes.end.notify_waiters();
             let (code, text) = timeout(SOON, waiting).await.unwrap().unwrap().unwrap_err();
             assert_eq!((code, text.as_str()), failure);
         }
@@ -49,12 +49,12 @@ async fn who_gives_up_and_who_is_stopped_is_counted() {
     let node = Node::start();
     let client = Client::grpc(&node.grpc_socket()).await;
     let mut given_up = begin_waits(&client, 3);
-    until_waiting(&node.verbs, 3).await;
+    until_waiting(&node.sandboxes, 3).await;
     counted(&node, &["pause_sandboxer_calls_in_flight{method=\"Wait\"} 3"]);
     given_up.abort_all();
-    until_waiting(&node.verbs, 0).await;
+    until_waiting(&node.sandboxes, 0).await;
     let mut stopped = begin_waits(&client, 2);
-    until_waiting(&node.verbs, 2).await;
+    until_waiting(&node.sandboxes, 2).await;
     node.stop.send_replace(true);
     while let Some(ended) = stopped.join_next().await {
         assert_eq!(ended.unwrap().unwrap_err(), (14, "the sandboxer is stopping".into()));
@@ -82,9 +82,9 @@ async fn what_ends_while_going_down_is_told_and_what_fails_is_not() {
             let waiting = tokio::spawn(async move {
                 client.raw(CONTROLLER, "Wait", only_id(sandbox), None).await.err()
             });
-            until_waiting(&node.verbs, 1).await;
+            until_waiting(&node.sandboxes, 1).await;
             // Nothing else runs between the two: the runtime has one thread.
-            node.verbs.end.notify_waiters();
+            node.sandboxes.end.notify_waiters();
             node.stop.send_replace(true);
             assert_eq!(timeout(SOON, waiting).await.unwrap().unwrap(), failure);
         }

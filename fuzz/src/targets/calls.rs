@@ -4,14 +4,14 @@
 use std::sync::{Arc, LazyLock};
 
 use pause_sandboxer::podsandbox::Payload;
-use pause_sandboxer::protos::{controller as c, inspect as i, shim_sandbox as s, types};
+use pause_sandboxer::protos::{controller as c, inspect as i, types};
 use pause_sandboxer::wire::{Code, Status, fuzzing};
 use protobuf::well_known_types::any::Any;
 use protobuf::{Message, MessageField};
 use tokio::runtime::Runtime;
 
 use super::{Seeds, assert_told};
-use crate::verbs::{Asked, Fake};
+use crate::service::{Asked, Fake};
 
 static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| {
     let builder = &mut tokio::runtime::Builder::new_current_thread();
@@ -49,17 +49,6 @@ methods! {
         "Metrics" c::ControllerMetricsRequest => c::ControllerMetricsResponse: sandbox_id |_, _| {};
         "Update" c::ControllerUpdateRequest => c::ControllerUpdateResponse: sandbox_id updated;
     }
-    "containerd.runtime.sandbox.v1.Sandbox" {
-        "CreateSandbox" s::CreateSandboxRequest => s::CreateSandboxResponse: sandbox_id |_, _| {};
-        "StartSandbox" s::StartSandboxRequest => s::StartSandboxResponse: sandbox_id |_, _| {};
-        "Platform" s::PlatformRequest => s::PlatformResponse: sandbox_id |_, _| {};
-        "StopSandbox" s::StopSandboxRequest => s::StopSandboxResponse: sandbox_id |_, _| {};
-        "WaitSandbox" s::WaitSandboxRequest => s::WaitSandboxResponse: sandbox_id |_, _| {};
-        "SandboxStatus" s::SandboxStatusRequest => s::SandboxStatusResponse: sandbox_id |_, _| {};
-        "PingSandbox" s::PingRequest => s::PingResponse: sandbox_id |_, _| {};
-        "ShutdownSandbox" s::ShutdownSandboxRequest => s::ShutdownSandboxResponse: sandbox_id |_, _| {};
-        "SandboxMetrics" s::SandboxMetricsRequest => s::SandboxMetricsResponse: sandbox_id |_, _| {};
-    }
     "pause_sandboxer.v1.Inspect" {
         "List" i::ListRequest => i::ListResponse: after |_, _| {};
         "Inspect" i::InspectRequest => i::InspectResponse: id |_, _| {};
@@ -78,9 +67,9 @@ fn one<Q: Message, A: Message>(
     id: fn(&Q) -> &String,
     check: fn(&Q, &Asked),
 ) {
-    let verbs = Arc::new(Fake::default());
-    let answer = RUNTIME.block_on(fuzzing::answer(Arc::clone(&verbs), path, message));
-    let asked = verbs.take();
+    let sandboxes = Arc::new(Fake::default());
+    let answer = RUNTIME.block_on(fuzzing::answer(Arc::clone(&sandboxes), path, message));
+    let asked = sandboxes.take();
     if let Err(Status { code, message }) = &answer {
         assert_ne!(*code, Code::OK);
         assert_told(message);
@@ -182,21 +171,6 @@ pub fn seeds() -> Seeds {
         call(
             "Controller/Stop",
             &c::ControllerStopRequest { sandbox_id: id(), timeout_secs: 9, ..Default::default() },
-        ),
-        call(
-            "Sandbox/CreateSandbox",
-            &s::CreateSandboxRequest {
-                sandbox_id: id(),
-                bundle_path: "/run/b".into(),
-                options: any("runtime.v1.PodSandboxConfig", b""),
-                netns_path: "/run/netns/cni-1".into(),
-                annotations: [("a".into(), "b".into())].into(),
-                ..Default::default()
-            },
-        ),
-        call(
-            "Sandbox/PingSandbox",
-            &s::PingRequest { sandbox_id: "ended".into(), ..Default::default() },
         ),
         call("Inspect/List", &i::ListRequest { after: id(), usage: true, ..Default::default() }),
         call("Inspect/Inspect", &i::InspectRequest { id: id(), ..Default::default() }),

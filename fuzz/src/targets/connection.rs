@@ -8,7 +8,7 @@ use tokio::net::UnixStream;
 use tokio::net::unix::OwnedReadHalf;
 use tokio::runtime::{Builder, Runtime};
 
-use crate::verbs::Fake;
+use crate::service::Fake;
 
 static RUNTIME: LazyLock<Runtime> =
     LazyLock::new(|| Builder::new_current_thread().enable_all().build().expect("a runtime"));

@@ -96,10 +96,9 @@ pub fn seeds() -> Seeds {
     let call = |stream: u32, request: &Request| {
         frame(stream, REQUEST, &request.write_to_bytes().expect("it is encoded"))
     };
-    let (controller, sandbox) =
-        ("containerd.services.sandbox.v1.Controller", "containerd.runtime.sandbox.v1.Sandbox");
+    let controller = "containerd.services.sandbox.v1.Controller";
     let status = request(controller, "Status", b"\x0a\x04abcd\x10\x01");
-    let mut whole = request(sandbox, "WaitSandbox", b"\x0a\x04abcd");
+    let mut whole = request(controller, "Wait", b"\x0a\x04abcd");
     whole.timeout_nano = 5_000_000_000;
     whole.metadata = vec![
         pair("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),

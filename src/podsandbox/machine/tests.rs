@@ -1,20 +1,29 @@
-//! The machine against a tiny world: any sequence of verbs, exits, failures and restarts keeps the
+//! The machine against a tiny world: any sequence of RPCs, exits, failures and restarts keeps the
 //! invariants.
 
 use proptest::prelude::*;
 
 use super::*;
 
+const EXIT: Exit = Exit { status: 137, at: std::time::SystemTime::UNIX_EPOCH };
+
+/// What follows an exit.
+fn exited() -> [Action; 3] {
+    [Action::Publish, Action::Run(Job::Cleanup), Action::ReportExit(EXIT)]
+}
+
 /// What happens to the world next. What makes no sense at the moment is passed over.
 #[derive(Clone, Copy, Debug)]
 enum Happening {
-    Ask(Verb),
+    Ask(Rpc),
     /// The running job ends well, or not.
     JobEnds(bool),
     /// A failed start could not be undone.
     StartLeavesSomething,
     /// The pause ends by itself.
     PauseDies,
+    /// The shim of the pod dies with containers in it.
+    ShimDies,
     /// What was killed is dead by now.
     KillLands,
     /// The next kills are refused, or not.
@@ -39,7 +48,7 @@ struct World {
     kills_fail: bool,
     /// Something of a start is on the system: files, cgroup.
     made: bool,
-    waiting: Vec<Verb>,
+    waiting: Vec<Rpc>,
     start_unheard: bool,
     retry_armed: bool,
     exits_published: u32,
@@ -52,7 +61,7 @@ struct World {
 impl World {
     fn new() -> Self {
         Self {
-            machine: Machine::new(Phase::Created),
+            machine: Machine::new(Phase::Created, None),
             job: None,
             alive: false,
             killed: false,
@@ -74,10 +83,10 @@ impl World {
             return;
         }
         match happening {
-            Happening::Ask(verb) => {
-                self.shutdown_asked |= verb == Verb::Shutdown;
-                self.waiting.push(verb);
-                self.feed(Event::Asked(verb));
+            Happening::Ask(rpc) => {
+                self.shutdown_asked |= rpc == Rpc::Shutdown;
+                self.waiting.push(rpc);
+                self.feed(Event::Asked(rpc));
             }
             Happening::JobEnds(well) => match self.job.take() {
                 None => {}
@@ -105,6 +114,11 @@ impl World {
                 }
             }
             Happening::PauseDies => self.die(),
+            Happening::ShimDies => {
+                let ends = self.phase == Phase::Ready && !self.kills_fail;
+                self.feed(Event::ShimDied);
+                assert!(!ends || self.killed, "the pause survives its shim");
+            }
             Happening::KillLands => {
                 if self.killed {
                     self.die();
@@ -135,10 +149,7 @@ impl World {
 
     fn exit(&mut self) {
         self.killed = false;
-        if self.exits_published == 0 {
-            self.exits_published += 1;
-        }
-        self.feed(Event::Exited);
+        self.feed(Event::Exited(EXIT));
     }
 
     /// What recovery makes of what is on disk and in the kernel.
@@ -169,7 +180,7 @@ impl World {
             }
         };
         self.phase = phase;
-        self.machine = Machine::new(phase);
+        self.machine = Machine::new(phase, (phase == Phase::NotReady).then_some(EXIT));
         if phase == Phase::NotReady {
             self.feed(Event::RetryDue);
         }
@@ -205,6 +216,10 @@ impl World {
                 self.job = Some(job);
             }
             Action::Publish => self.phase = self.machine.phase(),
+            Action::ReportExit(exit) => {
+                assert_eq!((self.phase, self.machine.exit()), (Phase::NotReady, Some(exit)));
+                self.exits_published += 1;
+            }
             Action::Kill => {
                 assert_eq!(self.machine.phase(), Phase::Ready, "a kill without a pause");
                 if self.kills_fail {
@@ -214,30 +229,29 @@ impl World {
             }
             Action::Watch => {
                 if !self.alive {
-                    // It died before it was watched; the pidfd tells at once.
-                    self.exits_published += 1;
-                    return Some(Event::Exited);
+                    // It died before it was watched; the pidfd is readable at once.
+                    return Some(Event::Exited(EXIT));
                 }
             }
-            Action::Succeed(verb) | Action::Fail(verb) => {
+            Action::Succeed(rpc) | Action::Fail(rpc) => {
                 let before = self.waiting.len();
-                self.waiting.retain(|waiting| *waiting != verb);
-                if verb != Verb::Start {
-                    assert_ne!(self.waiting.len(), before, "an answer that nobody waits for");
+                self.waiting.retain(|waiting| *waiting != rpc);
+                if rpc != Rpc::Start {
+                    assert_ne!(self.waiting.len(), before, "an answer without a caller");
                 }
-                if verb == Verb::Stop && matches!(action, Action::Succeed(_)) {
+                if rpc == Rpc::Stop && matches!(action, Action::Succeed(_)) {
                     assert!(!self.alive, "stop succeeded with a living pause");
                 }
-                if verb == Verb::Shutdown && matches!(action, Action::Succeed(_)) {
+                if rpc == Rpc::Shutdown && matches!(action, Action::Succeed(_)) {
                     assert!(!self.alive && !self.made, "shutdown succeeded and left something");
                 }
-                if action == Action::Succeed(Verb::Start) && std::mem::take(&mut self.start_unheard)
+                if action == Action::Succeed(Rpc::Start) && std::mem::take(&mut self.start_unheard)
                 {
                     return Some(Event::StartUnheard);
                 }
             }
-            Action::Refuse(verb) => {
-                assert_eq!(self.waiting.pop(), Some(verb), "refused another than the last")
+            Action::Refuse(rpc) => {
+                assert_eq!(self.waiting.pop(), Some(rpc), "refused another than the last")
             }
             Action::RetryAfter(failures) => {
                 assert!(failures > 0);
@@ -265,11 +279,12 @@ impl World {
 
 fn happening() -> impl Strategy<Value = Happening> {
     prop_oneof![
-        4 => prop_oneof![Just(Verb::Start), Just(Verb::Stop), Just(Verb::Shutdown)].prop_map(Happening::Ask),
+        4 => prop_oneof![Just(Rpc::Start), Just(Rpc::Stop), Just(Rpc::Shutdown)].prop_map(Happening::Ask),
         4 => any::<bool>().prop_map(Happening::JobEnds),
         2 => Just(Happening::KillLands),
         1 => Just(Happening::StartLeavesSomething),
         1 => Just(Happening::PauseDies),
+        1 => Just(Happening::ShimDies),
         1 => any::<bool>().prop_map(Happening::KillsFail),
         1 => Just(Happening::CallerGivesUp),
         2 => Just(Happening::RetryDue),
@@ -290,12 +305,12 @@ proptest! {
             prop_assert!(world.exits_published <= 1, "one exit per sandbox");
         }
         world.settle();
-        prop_assert!(world.waiting.is_empty(), "somebody still waits: {world:?}");
+        prop_assert!(world.waiting.is_empty(), "a caller still waits: {world:?}");
         if world.shutdown_asked {
             prop_assert!(world.retired, "shutdown ends everything: {world:?}");
         }
         // Shutdown ends it from wherever it is.
-        world.happen(Happening::Ask(Verb::Shutdown));
+        world.happen(Happening::Ask(Rpc::Shutdown));
         world.settle();
         prop_assert!(world.retired && !world.alive && !world.made, "{world:?}");
     }
@@ -303,28 +318,51 @@ proptest! {
 
 #[test]
 fn the_plain_life() {
-    let mut machine = Machine::new(Phase::Created);
-    assert_eq!(machine.on(Event::Asked(Verb::Start)), [Action::Run(Job::Start)]);
+    let mut machine = Machine::new(Phase::Created, None);
+    assert_eq!(machine.on(Event::Asked(Rpc::Start)), [Action::Run(Job::Start)]);
     assert_eq!(
         machine.on(Event::Started),
-        [Action::Publish, Action::Watch, Action::Succeed(Verb::Start)]
+        [Action::Publish, Action::Watch, Action::Succeed(Rpc::Start)]
     );
-    assert_eq!(machine.on(Event::Asked(Verb::Stop)), [Action::Kill]);
-    assert_eq!(machine.on(Event::Exited), [Action::Publish, Action::Run(Job::Cleanup)]);
-    assert_eq!(machine.on(Event::JobDone), [Action::Succeed(Verb::Stop)]);
-    assert_eq!(machine.on(Event::Asked(Verb::Stop)), [Action::Succeed(Verb::Stop)]);
-    assert_eq!(machine.on(Event::Asked(Verb::Shutdown)), [Action::Run(Job::Remove)]);
-    let end = [Action::Publish, Action::Retire, Action::Succeed(Verb::Shutdown)];
+    assert_eq!(machine.on(Event::Asked(Rpc::Stop)), [Action::Kill]);
+    assert_eq!(machine.on(Event::Exited(EXIT)), exited());
+    assert_eq!(machine.on(Event::JobDone), [Action::Succeed(Rpc::Stop)]);
+    assert_eq!(machine.on(Event::Asked(Rpc::Stop)), [Action::Succeed(Rpc::Stop)]);
+    assert_eq!(machine.on(Event::Asked(Rpc::Shutdown)), [Action::Run(Job::Remove)]);
+    let end = [Action::Publish, Action::Retire, Action::Succeed(Rpc::Shutdown)];
     assert_eq!(machine.on(Event::JobDone), end);
+}
+
+/// The shim's death is known before recovery has found the pause.
+#[test]
+fn a_pause_that_is_adopted_ends_with_its_dead_shim() {
+    let mut machine = Machine::new(Phase::Ready, None);
+    assert_eq!(machine.adopt_again(), [Action::Run(Job::Adopt)]);
+    assert_eq!(machine.on(Event::ShimDied), []);
+    assert_eq!(machine.on(Event::AdoptedAlive), [Action::Publish, Action::Watch, Action::Kill]);
+    assert_eq!(machine.on(Event::Exited(EXIT)), exited());
+    assert_eq!(machine.on(Event::ShimDied), []);
+}
+
+/// The exit that callers were told stays, whatever the driver says after a fault of the actor.
+#[test]
+fn the_first_exit_stays() {
+    let mut machine = Machine::new(Phase::Ready, None);
+    machine.on(Event::Exited(EXIT));
+    machine.adopt_again();
+    let other = Exit { status: 255, ..EXIT };
+    let again = [Action::Publish, Action::Run(Job::Cleanup)];
+    assert_eq!(machine.on(Event::Exited(other)), again);
+    assert_eq!(machine.exit(), Some(EXIT));
 }
 
 #[test]
 fn an_unheard_start_is_undone() {
-    let mut machine = Machine::new(Phase::Created);
-    machine.on(Event::Asked(Verb::Start));
+    let mut machine = Machine::new(Phase::Created, None);
+    machine.on(Event::Asked(Rpc::Start));
     machine.on(Event::Started);
     assert_eq!(machine.on(Event::StartUnheard), [Action::Kill]);
-    assert_eq!(machine.on(Event::Exited), [Action::Publish, Action::Run(Job::Cleanup)]);
+    assert_eq!(machine.on(Event::Exited(EXIT)), exited());
     assert_eq!(machine.on(Event::JobDone), [Action::Run(Job::Remove)]);
     assert_eq!(machine.on(Event::JobDone), [Action::Publish, Action::Retire]);
 }
@@ -333,8 +371,8 @@ fn an_unheard_start_is_undone() {
 fn a_second_start_is_refused_in_every_phase() {
     for phase in [Phase::Ready, Phase::NotReady, Phase::Unknown, Phase::Gone] {
         assert_eq!(
-            Machine::new(phase).on(Event::Asked(Verb::Start)),
-            [Action::Refuse(Verb::Start)],
+            Machine::new(phase, None).on(Event::Asked(Rpc::Start)),
+            [Action::Refuse(Rpc::Start)],
             "{phase:?}"
         );
     }

@@ -8,7 +8,11 @@ use crate::protos::cri::PodSandboxConfig;
 
 /// All annotations of the sandbox: its own, and those of the pod's that one of the patterns fits,
 /// whose names may be those of resources.
-pub(super) fn of(id: &str, pod: &PodSandboxConfig, passed: &[Pattern]) -> HashMap<String, String> {
+pub(super) fn for_sandbox(
+    id: &str,
+    pod: &PodSandboxConfig,
+    passed: &[Pattern],
+) -> HashMap<String, String> {
     let mut annotations = HashMap::with_capacity(12);
     let mut put =
         |name: &str, value: String| annotations.insert(format!("io.kubernetes.cri.{name}"), value);

@@ -54,6 +54,12 @@ fn kubelet_pod() -> PodSandboxConfig {
     }
 }
 
+fn description(record: &Record, config: &Config) -> Result<Description, String> {
+    let pod = record.decode_config().map_err(|e| e.to_string())?;
+    let layout = Arc::new(Layout::new(config));
+    describe(record, &pod, &layout, config).map_err(|e| e.to_string())
+}
+
 fn record(pod: &PodSandboxConfig) -> Record {
     let netns = "/var/run/netns/cni-0f5b2c3d-1111-2222-3333-444455556666";
     Record {
@@ -94,7 +100,7 @@ fn record(pod: &PodSandboxConfig) -> Record {
 }
 
 fn described(record: &Record, config: &Config) -> Value {
-    serde_json::from_slice(&describe(record, config).unwrap()).unwrap()
+    serde_json::from_slice(&description(record, config).unwrap().spec).unwrap()
 }
 
 #[test]
@@ -268,6 +274,6 @@ fn labels_are_those_of_the_pod_and_the_kind() {
 fn a_config_that_cannot_be_decoded_is_named() {
     let mut record = record(&kubelet_pod());
     record.config.value = vec![0xff; 3];
-    let error = describe(&record, &Config::default()).unwrap_err().to_string();
-    assert!(error.contains("options: is no runtime.v1.PodSandboxConfig"), "{error}");
+    let error = description(&record, &Config::default()).unwrap_err();
+    assert!(error.contains("options: is not a runtime.v1.PodSandboxConfig"), "{error}");
 }

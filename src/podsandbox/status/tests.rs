@@ -109,7 +109,8 @@ fn ready() -> Published {
 }
 
 fn shown(record: &Record, published: &Published) -> Value {
-    let info = info(record, published, &Config::default()).unwrap();
+    let config = Config::default();
+    let info = info(record, published, &Arc::new(Layout::new(&config)), &config).unwrap();
     assert_eq!(info.keys().collect::<Vec<_>>(), ["info"]);
     serde_json::from_str(&info["info"]).unwrap()
 }

@@ -6,9 +6,9 @@ use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use pause_sandboxer::error::Step;
+use pause_sandboxer::error::StepError;
 use pause_sandboxer::podsandbox::{
-    CreateRequest, Error, Exit, Metric, SandboxSummary, Payload, Platform, SandboxInfo, Started,
+    CreateRequest, Error, Exit, Metric, SandboxSummary, Payload, Platform, SandboxInfo, StartResponse,
     StatusReport,
 };
 use pause_sandboxer::wire::SandboxService;
@@ -39,20 +39,20 @@ impl Fake {
         asked.calls += 1;
         id.clone_into(&mut asked.id);
         drop(asked);
-        let step = |errno| Step::at("mount", "/run/x/shm", io::Error::from_raw_os_error(errno));
-        let (verb, id) = ("start", id.to_owned());
+        let step = |errno| StepError::at("mount", "/run/x/shm", io::Error::from_raw_os_error(errno));
+        let (rpc, id) = ("start", id.to_owned());
         match id.as_bytes().first() {
             Some(b'1') => {
                 Err(Error::Invalid { id, field: "options".into(), reason: "missing".into() })
             }
             Some(b'2') => Err(Error::NotFound { id }),
             Some(b'3') => Err(Error::AlreadyExists { id }),
-            Some(b'4') => Err(Error::State { id, verb, state: "ready" }),
-            Some(b'5') => Err(Error::Step { id, verb, step: step(28) }),
-            Some(b'6') => Err(Error::Steps { id, verb, steps: vec![step(16), step(5)] }),
-            Some(b'7') => Err(Error::Timeout { id, verb, seconds: 10 }),
+            Some(b'4') => Err(Error::State { id, rpc, state: "ready" }),
+            Some(b'5') => Err(Error::Failed { id, rpc, steps: step(28).into() }),
+            Some(b'6') => Err(Error::Failed { id, rpc, steps: vec![step(16), step(5)].into() }),
+            Some(b'7') => Err(Error::Timeout { id, rpc, seconds: 10 }),
             Some(b'8') => Err(Error::Stopping { id }),
-            Some(b'9') => Err(Error::Fault { id, verb, reason: "a task panicked".into() }),
+            Some(b'9') => Err(Error::Fault { id, rpc, reason: "a task panicked".into() }),
             _ => Ok(()),
         }
     }
@@ -69,9 +69,9 @@ impl SandboxService for Fake {
         result
     }
 
-    async fn start(&self, id: &str) -> Result<Started, Error> {
+    async fn start(&self, id: &str) -> Result<StartResponse, Error> {
         self.asked(id)?;
-        Ok(Started {
+        Ok(StartResponse {
             pid: 4711,
             created_at: time(),
             labels: BTreeMap::from([("id".into(), id.into())]),
@@ -142,7 +142,7 @@ impl SandboxService for Fake {
     ) -> Result<(Vec<SandboxSummary>, bool), Error> {
         self.asked(after)?;
         assert!(most > 0);
-        Ok((vec![SandboxSummary::aside(after, "never was")], true))
+        Ok((vec![SandboxSummary::quarantined(after, "never was")], true))
     }
 
     async fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {
