@@ -48,7 +48,7 @@ demo: parts build ## a pod from its start to its end on a real containerd; needs
 parity: parts ## the same pods by containerd's built-in controller and by this one, field by field; needs root
 	$(CARGO) test --locked --test parity
 
-test: parts check unit lts fuzz-short ## lints, unit tests, and pods under a real containerd; needs root and fetches what it runs on
+test: parts check unit releases fuzz-short ## lints, unit tests, and pods under a real containerd; needs root and fetches what it runs on
 
 test-node: test-vm test-deb ## the same pods, the units and the package on an emulated node with systemd and cgroup v2
 
@@ -78,24 +78,14 @@ parts: ## what the tests run on: Debian's containerd, and packages that the mach
 	tests/kit/fetch-parts
 	packaging/prometheus/fetch-promtool target/tools/bin
 
-# The second time with the runtime as the one that runs the pauses.
 unit:
-	$(CARGO) test --locked --workspace
-	KIT_DRIVER=shim $(CARGO) test --locked --test containerd -- ::ours
-	KIT_DRIVER=shim $(CARGO) test --locked --test parity
-	KIT_DRIVER=shim SOAK_SECONDS=10 $(CARGO) test --locked --test faults -- node_
+	tests/kit/suites all $(LTS)
 
-lts: ## the containerd suite with both controllers, and restarts, on containerd's long-term release, built with Go
-	parts=$$(tests/kit/fetch-release $(LTS)) && export PARTS_DIR="$$parts" && \
-	$(CARGO) test --locked --test containerd && \
-	SOAK_SECONDS=10 $(CARGO) test --locked --test faults -- node_
+lts: ## the containerd, fault and shim suites on containerd's long-term release, built with Go
+	tests/kit/suites whole $(LTS)
 
-releases: ## the containerd suite and restarts on the newest release, built with Go; not part of CI
-	for release in $(RELEASES); do \
-		parts=$$(tests/kit/fetch-release $$release) && export PARTS_DIR="$$parts" && \
-		$(CARGO) test --locked --test containerd -- ::ours && \
-		$(CARGO) test --locked --test faults -- node_containerd_restarts || exit 1; \
-	done
+releases: ## the short suite on the newest of the other supported releases: containerd, restarts, shims
+	tests/kit/suites short $(RELEASES)
 
 conformance: ## kubelet's test suite of CRI, critest, with both controllers, on the long-term release; CONFORMANCE="2.0.14 debian" on others
 	directory=$$(tests/kit/fetch-conformance $(CRI_TOOLS)) && \

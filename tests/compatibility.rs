@@ -154,14 +154,16 @@ fn of_makefile(name: &str) -> String {
 #[test]
 fn every_release_of_the_makefile_is_on_the_page() {
     let page = fs::read_to_string(root().join(PAGE)).unwrap();
-    let (_, conformance) = tables(&page);
+    let (suites, conformance) = tables(&page);
     let has = |table: &Table, release: &str, what: Option<&str>| {
         table.0.values().any(|c| c[0].starts_with(release) && what.is_none_or(|w| c[1] == w))
     };
     let lts = of_makefile("LTS");
+    assert!(has(&suites, &lts, Some("whole")), "the suites on {lts}");
     assert!(has(&conformance, &lts, None), "conformance on {lts}");
     // `debian` is 2.1.
     for release in of_makefile("RELEASES").replace("debian", "2.1.").split_whitespace() {
+        assert!(has(&suites, release, Some("short")), "the short suite on {release}");
         assert!(has(&conformance, release, None), "conformance on {release}");
     }
 }
