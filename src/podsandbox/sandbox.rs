@@ -149,7 +149,7 @@ impl shim::Pod for PodOfEndpoint {
         !matches!(self.actor.published().phase, Phase::NotReady | Phase::Gone)
     }
 
-    fn bereaved(&self) {
+    fn fail(&self) {
         // Without effect where the actor has ended.
         self.actor.send(Message::ShimDied);
     }

@@ -108,7 +108,7 @@ impl Bootstrap {
 ///
 /// # Errors
 /// containerd does not say of which release it is.
-pub async fn given(settings: &Settings, id: &str, runtime: &Runtime) -> Result<Vec<u8>, Step> {
+pub async fn input(settings: &Settings, id: &str, runtime: &Runtime) -> Result<Vec<u8>, Step> {
     let options = runtime.options.as_ref().map(|(type_url, value)| Any {
         type_url: type_url.clone(),
         value: value.clone(),

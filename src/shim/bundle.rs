@@ -72,7 +72,10 @@ impl Bundle {
         // Shims look for the group that they serve; the containers' own bundles tell the rest.
         let spec = serde_json::json!({
             "ociVersion": "1.2.0",
-            "annotations": { "io.kubernetes.cri.container-type": "sandbox", "io.kubernetes.cri.sandbox-id": id },
+            "annotations": {
+                "io.kubernetes.cri.container-type": "sandbox",
+                "io.kubernetes.cri.sandbox-id": id,
+            },
         });
         self.replace("config.json", spec.to_string().as_bytes())?;
         shim_log::make(&self.log())
@@ -89,7 +92,7 @@ impl Bundle {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(Step::at("read record of shim", path, e)),
             Ok(text) => Ok(Some(serde_json::from_slice(&text).unwrap_or_else(|e| {
-                log::warn!("record of shim {}: {e}; it is looked for", path.display());
+                log::warn!("invalid record {} of shim; searching for it: {e}", path.display());
                 Recorded::Launching
             }))),
         }

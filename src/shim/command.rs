@@ -231,7 +231,7 @@ impl Drop for Called {
             && let Err(e) = killpg(Pid::from_raw(group), Signal::SIGKILL)
             && e != Errno::ESRCH
         {
-            log::warn!("kill process group {group} of a call that was given up: {e}");
+            log::warn!("failed to kill process group {group} of a call that timed out: {e}");
         }
     }
 }

@@ -62,7 +62,8 @@ impl ContainerdOwned {
         if matches!(empty, Ok(true))
             && let Err(failure) = task::shut_down(self.socket().path(), &self.id, END_WITHIN).await
         {
-            log::debug!(sandbox = self.id.as_str(); "its shim: {}", failure.step());
+            let step = failure.step();
+            log::debug!(sandbox = self.id.as_str(); "failed to shut down empty shim: {step}");
         }
     }
 

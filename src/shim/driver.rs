@@ -1,8 +1,8 @@
 //! The driver that has the pod's shim run the pause: for runtimes that must own the sandbox, such
 //! as gVisor and Kata, and for whoever wants the OCI runtime to run it.
 //!
-//! The shim's endpoint (`self_started.rs`) is there before the pause and after it; here is the pause's
-//! own life as a task of it, by the same calls as of containerd's built-in controller.
+//! The shim's endpoint (`self_started.rs`) is there before the pause and after it; here is the
+//! pause's own life as a task of it, by the same calls as of containerd's built-in controller.
 
 use std::io;
 use std::sync::Arc;
@@ -96,16 +96,16 @@ impl ShimDriver {
     }
 
     async fn create(&self, endpoint: &Arc<SelfStarted>) -> Result<(Tasks, u32), Step> {
-        let group = &endpoint.shim;
+        let shim = endpoint.shim();
         let tasks = endpoint.tasks().await.map_err(Failure::step)?;
-        let options = group.runtime.options.as_ref().map(|(type_url, value)| Any {
+        let options = shim.runtime().options.as_ref().map(|(type_url, value)| Any {
             type_url: type_url.clone(),
             value: value.clone(),
             ..Default::default()
         });
         let request = CreateTaskRequest {
-            id: group.id.to_string(),
-            bundle: group.bundle().dir().display().to_string(),
+            id: shim.id().to_owned(),
+            bundle: shim.bundle().dir().display().to_string(),
             options: MessageField(options.map(Box::new)),
             ..Default::default()
         };
@@ -119,14 +119,14 @@ impl ShimDriver {
     /// Makes and starts the pause.
     async fn run(&self, endpoint: &Arc<SelfStarted>) -> Result<Task, Step> {
         let (tasks, created) = self.create(endpoint).await?;
-        let id = &endpoint.shim.id;
+        let id = endpoint.id();
         let task = async {
-            let launcher = &endpoint.shim.shims.launcher;
+            let launcher = &endpoint.shim().shims().launcher;
             let nobody =
                 || io::Error::other(format!("it is to be process {created}, which does not live"));
             let process = launcher.open(created)?.ok_or_else(nobody).step("find pause")?;
             if endpoint
-                .shim()
+                .process()
                 .is_some_and(|shim| process.identity().start_time < shim.identity().start_time)
             {
                 let older = format!("it is to be process {created}, which is older than the shim");
@@ -134,7 +134,7 @@ impl ShimDriver {
             }
             // The wait is armed before the start.
             let task = Task::watch(endpoint.clone(), process.identity().clone());
-            let request = StartRequest { id: id.to_string(), ..Default::default() };
+            let request = StartRequest { id: id.to_owned(), ..Default::default() };
             let started: StartResponse = tasks
                 .call("start pause", "Start", &request, Some(START_WITHIN))
                 .await
@@ -152,7 +152,7 @@ impl ShimDriver {
             Ok(task) => Ok(task),
             Err(step) => {
                 if let Err(left) = delete(endpoint, &tasks).await {
-                    log::warn!(sandbox = id.as_str(); "undo a start that failed: {left}");
+                    log::warn!(sandbox = id; "failed to undo start of pause: {left}");
                 }
                 Err(step)
             }
@@ -166,13 +166,13 @@ impl ShimDriver {
         identity: &Identity,
     ) -> Result<Adoption, Step> {
         let dead = |status| Adoption::Dead(Exit { status, at: SystemTime::now() });
-        endpoint.find_again().await?;
-        if endpoint.shim().is_none() {
+        endpoint.try_recover().await?;
+        if endpoint.process().is_none() {
             // Of the task of a dead shim only its runtime's leftovers are there.
             return endpoint.delete_pause().await.map(|()| dead(UNKNOWN_EXIT));
         }
         let tasks = endpoint.tasks().await.map_err(Failure::step)?;
-        let request = StateRequest { id: endpoint.shim.id.to_string(), ..Default::default() };
+        let request = StateRequest { id: endpoint.id().to_owned(), ..Default::default() };
         let state: StateResponse =
             match tasks.call("ask for pause", "State", &request, Some(WITHIN)).await {
                 Ok(state) => state,
@@ -232,15 +232,15 @@ impl ShimDriver {
         let Ok(endpoint) = self.endpoint(&site.id) else { return Ok(()) };
         let deleted = async {
             // Its shim may be ending, or have ended.
-            if endpoint.pause_was_deleted() {
+            if endpoint.pause_deleted() {
                 return Ok(());
             }
-            endpoint.find_again().await?;
-            if endpoint.shim().is_none() {
-                return endpoint.delete_orphan().await;
+            endpoint.try_recover().await?;
+            if endpoint.process().is_none() {
+                return endpoint.delete_orphaned_pause().await;
             }
             if delete_in_the_end(&endpoint).await?.is_some() {
-                endpoint.pause_is_deleted();
+                endpoint.set_pause_deleted();
             }
             Ok(())
         };
@@ -259,23 +259,23 @@ async fn delete_in_the_end(endpoint: &Arc<SelfStarted>) -> Result<Option<Exit>, 
             done => return done,
         };
         let Some(pause) = tries.next() else { return Err(step) };
-        log::debug!(sandbox = endpoint.shim.id.as_str(); "{step}; tried again");
+        log::debug!(sandbox = endpoint.id(); "failed to delete pause; retrying: {step}");
         sleep(pause).await;
     }
 }
 
 /// Ends the task, if it runs, and deletes it; how it ended, unless it was gone already.
 async fn delete(endpoint: &Arc<SelfStarted>, tasks: &Tasks) -> Result<Option<Exit>, Step> {
-    let id = &endpoint.shim.id;
+    let id = endpoint.id();
     let request = KillRequest {
-        id: id.to_string(),
+        id: id.to_owned(),
         signal: libc::SIGKILL.unsigned_abs(),
         all: true,
         ..Default::default()
     };
     match tasks.call::<_, Empty>("kill pause", "Kill", &request, Some(WITHIN)).await {
         Ok(_) => {
-            let request = WaitRequest { id: id.to_string(), ..Default::default() };
+            let request = WaitRequest { id: id.to_owned(), ..Default::default() };
             let waited = tasks
                 .call::<_, WaitResponse>("wait for pause", "Wait", &request, Some(WITHIN))
                 .await;
@@ -285,10 +285,12 @@ async fn delete(endpoint: &Arc<SelfStarted>, tasks: &Tasks) -> Result<Option<Exi
         }
         Err(Failure::NotFound(_)) => {}
         // One that was never started may not be killed, only deleted.
-        Err(Failure::Refused(step)) => log::debug!(sandbox = id.as_str(); "{step}"),
+        Err(Failure::Refused(step)) => {
+            log::debug!(sandbox = id; "shim refused to kill pause: {step}")
+        }
         Err(Failure::Lost(step)) => return Err(step),
     }
-    let request = DeleteRequest { id: id.to_string(), ..Default::default() };
+    let request = DeleteRequest { id: id.to_owned(), ..Default::default() };
     match tasks.call::<_, DeleteResponse>("delete pause", "Delete", &request, Some(WITHIN)).await {
         Ok(deleted) => Ok(Some(exit(deleted.exit_status, deleted.exited_at.as_ref()))),
         Err(Failure::NotFound(_)) => Ok(None),
@@ -322,7 +324,7 @@ impl Task {
         tokio::spawn(async move {
             let ended = tokio::select! {
                 ended = wait(&endpoint) => ended,
-                ended = kill_when_told(&endpoint, &killed) => ended,
+                ended = kill_on_request(&endpoint, &killed) => ended,
             };
             // Whoever has asked is gone only if the sandbox is.
             let _ = tell.send(Some(ended));
@@ -335,17 +337,17 @@ impl Task {
 /// none of both.
 async fn wait(endpoint: &Arc<SelfStarted>) -> Exit {
     let unknown = || Exit { status: UNKNOWN_EXIT, at: SystemTime::now() };
-    let id = endpoint.shim.id.as_str();
+    let id = endpoint.id();
     // What fails of it is done again by the cleanup.
     let orphaned = async || {
-        if let Err(step) = endpoint.delete_bereaved_pause().await {
-            log::error!(sandbox = id; "its pause, whose shim has ended: {step}");
+        if let Err(step) = endpoint.delete_pause_of_exited_shim().await {
+            log::error!(sandbox = id; "failed to delete pause after shim exit: {step}");
         }
         unknown()
     };
     let mut pause = AGAIN;
     loop {
-        let Some(shim) = endpoint.shim() else { return orphaned().await };
+        let Some(shim) = endpoint.process() else { return orphaned().await };
         let ask = async {
             let request = WaitRequest { id: id.to_owned(), ..Default::default() };
             let tasks = endpoint.tasks().await?;
@@ -359,7 +361,7 @@ async fn wait(endpoint: &Arc<SelfStarted>) -> Exit {
             Ok(ended) => return exit(ended.exit_status, ended.exited_at.as_ref()),
             Err(Failure::NotFound(_)) => return unknown(),
             Err(failure) => {
-                log::warn!(sandbox = id; "{}; asked again", failure.step());
+                log::warn!(sandbox = id; "lost Wait for pause; retrying: {}", failure.step());
                 tokio::select! {
                     () = sleep(pause) => {}
                     _ = shim.exited() => {}
@@ -373,15 +375,15 @@ async fn wait(endpoint: &Arc<SelfStarted>) -> Exit {
 /// Kills the pause as often as told, until the shim has answered. One that does not, or refuses
 /// again and again, is killed itself, and the pause with it: who asks for the end of a sandbox is
 /// not to wait for a shim that hangs.
-async fn kill_when_told(endpoint: &Arc<SelfStarted>, told: &Notify) -> Exit {
-    let id = endpoint.shim.id.as_str();
+async fn kill_on_request(endpoint: &Arc<SelfStarted>, requested: &Notify) -> Exit {
+    let id = endpoint.id();
     let request = KillRequest {
         id: id.to_owned(),
         signal: libc::SIGKILL.unsigned_abs(),
         ..Default::default()
     };
     loop {
-        told.notified().await;
+        requested.notified().await;
         let (mut unanswered, mut refused) = (0, 0);
         loop {
             // A task of its own, which waits for the answer: the pause ends before the shim has
@@ -402,22 +404,23 @@ async fn kill_when_told(endpoint: &Arc<SelfStarted>, told: &Notify) -> Exit {
                 Err(failure) => {
                     let lost = matches!(failure, Failure::Lost(_));
                     *(if lost { &mut unanswered } else { &mut refused }) += 1;
-                    log::warn!(sandbox = id; "{}; tried again", failure.step());
+                    log::warn!(sandbox = id; "failed to kill pause; retrying: {}", failure.step());
                     sleep(AGAIN).await;
                 }
             }
             if (unanswered >= PATIENCE || refused >= REFUSALS)
-                && let Some(shim) = endpoint.shim()
+                && let Some(shim) = endpoint.process()
             {
                 let pid = shim.identity().pid;
                 if unanswered >= PATIENCE {
-                    log::warn!(sandbox = id, pid = pid; "its shim does not answer and is killed");
+                    log::warn!(sandbox = id, pid = pid; "shim does not answer; killing it");
                 } else {
-                    log::warn!(sandbox = id, pid = pid; "its shim refuses to kill the pause and is killed");
+                    log::warn!(sandbox = id, pid = pid;
+                        "shim refuses to kill the pause; killing it");
                 }
                 (unanswered, refused) = (0, 0);
                 if let Err(step) = shim.kill() {
-                    log::error!(sandbox = id; "its shim: {step}");
+                    log::error!(sandbox = id; "failed to kill shim: {step}");
                 }
             }
         }

@@ -1,17 +1,17 @@
-//! The endpoint of a pod whose shim is ours.
+//! The endpoint of a pod whose shim gets its socket from the daemon.
 //!
 //! ```text
 //!           listen                called, or prepare            answers
 //!   (none) --------> idle: socket --------------------> launched ------> serving
-//!                       ^                                  | silent, ended   | ended
+//!                       ^                                  | silent, exited  | exited
 //!                       +----------------------------------+-----------------+
 //! ```
 //!
-//! The socket outlives the shims: a caller waits in its queue until a shim takes it over, also
-//! while one ends and the next is launched. Nobody but a shim accepts there. At most one task
-//! serves an endpoint, so that no two shims are launched; [`Handover::end`] and a launch take turns,
-//! so that no shim is launched behind the end. An idle endpoint rests: it has no task, and whoever
-//! changes what is true begins one.
+//! The socket outlives the shims: a caller waits in its queue until a shim accepts, also while one
+//! shim exits and the next is launched. Only shims accept there. At most one task serves an
+//! endpoint, so that no two shims are launched; [`Handover::end`] and a launch take turns, so that
+//! no shim is launched after the end. An idle endpoint has no task: whatever changes its state
+//! starts one.
 
 use std::fmt;
 use std::fs;
@@ -26,76 +26,72 @@ use std::task::{Wake, Waker};
 use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
-use super::bundle::{NEW, Recorded};
-use super::pod_shim::{AGAIN, DISMISSALS, Found, PodShim, WITHIN};
-use super::{Pod, command, log as shim_log, placement, task};
+use super::bundle::NEW;
+use super::pod_shim::{AGAIN, Found, PodShim, Running, SHUTDOWNS, WITHIN};
+use super::{Pod, task};
 use crate::error::{IoContext as _, Step, gone};
 use crate::pool::{self, Class};
-use crate::process::spawn::Launch;
 use crate::process::{Exit, Process, epoll::Watched, held};
 
-/// An endpoint whose shim is ours.
+/// An endpoint whose shim gets its socket from the daemon.
 #[derive(Debug)]
 pub struct Handover {
     shim: Arc<PodShim>,
-    now: Mutex<Now>,
-    /// The end has begun, for a serving task that waits until it looks for a shim again.
+    state: Mutex<State>,
+    /// Wakes the serving task while it waits to retry the recovery.
     changed: Notify,
-    /// Held while a socket is made, a shim is looked for or launched, and by the end. A wait for it
+    /// Held while a socket is made, a shim is searched or launched, and by the end. Waiting for it
     /// takes no thread.
     turn: tokio::sync::Mutex<()>,
 }
 
-/// What is true now.
 #[derive(Debug, Default)]
-struct Now {
-    /// There shall be a socket.
+struct State {
+    /// There is to be a socket.
     open: bool,
-    /// What an earlier daemon has left is not known yet: a shim may live.
-    unsure: bool,
-    /// The socket; `None` also while a shim serves that an earlier daemon has launched, and that it
-    /// cannot be taken from.
+    /// It is not known yet what an earlier daemon has left: a shim may run.
+    unrecovered: bool,
+    /// The socket; `None` also while a shim of an earlier daemon serves that it cannot be taken
+    /// from.
     listener: Option<Arc<OwnedFd>>,
-    shim: Option<Arc<dyn Process>>,
-    log: Option<shim_log::Reader>,
-    /// A shim ended while there was no daemon; how it ended.
+    running: Option<Running>,
+    /// The exit of a shim while there was no daemon.
     missed: Option<Exit>,
-    /// A shim shall be launched: somebody has called or is about to.
+    /// A shim is to be launched: a caller waits, or is about to come.
     wanted: bool,
-    /// A shim died with containers in it, and the daemon may have been killed before the sandbox
-    /// ended.
-    bereaved: bool,
+    /// A shim exited with containers in it, and the daemon may have been killed before the sandbox
+    /// failed.
+    failed: bool,
     ended: bool,
-    /// Nobody serves, as there is nothing to do.
-    rest: Option<Rest>,
+    /// No task serves, as there is nothing to do.
+    idle: Option<Idle>,
 }
 
-/// An endpoint at rest.
-struct Rest {
-    /// Whose it is.
+/// An idle endpoint.
+struct Idle {
     pod: Arc<dyn Pod>,
-    /// Ends the rest when somebody calls; `None` where nobody can.
-    called: Option<Watched>,
+    /// Ends the idleness on a call; `None` where no call can come.
+    _called: Option<Watched>,
 }
 
 /// The pod holds the endpoint in turn.
-impl fmt::Debug for Rest {
+impl fmt::Debug for Idle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Rest")
+        f.write_str("Idle")
     }
 }
 
 /// What the serving task does next.
 enum Next {
-    /// Nothing: it has ended, or rests.
+    /// It has ended, or is idle.
     Nothing,
     Recover,
-    Bereaved,
-    Missed(Exit),
+    FailSandbox,
+    HandleExit(Exit),
     Watch(Arc<dyn Process>),
     Launch,
     Listen,
-    /// It cannot rest: the socket cannot be watched.
+    /// It cannot be idle: the socket cannot be watched.
     Unwatched(io::Error),
 }
 
@@ -104,7 +100,7 @@ impl Handover {
     pub(super) fn new(shim: PodShim) -> Self {
         Self {
             shim: Arc::new(shim),
-            now: Mutex::default(),
+            state: Mutex::default(),
             changed: Notify::new(),
             turn: Default::default(),
         }
@@ -112,20 +108,20 @@ impl Handover {
 
     /// The socket's path.
     pub fn socket(&self) -> PathBuf {
-        self.shim.shims.settings.socket(&self.shim.id)
+        self.shim.settings().socket(self.shim.id())
     }
 
     /// There is a shim now.
     pub fn has_shim(&self) -> bool {
-        self.now().shim.is_some()
+        self.state().running.is_some()
     }
 
-    /// Why a shim died with containers in it, if one did.
+    /// Why a shim exited with containers in it, if one did.
     pub fn death(&self) -> Option<String> {
         self.shim.bundle().death()
     }
 
-    /// The name under which a socket waits until it listens.
+    /// The name to which a socket is bound, and which it has until it listens.
     fn new_socket(&self) -> PathBuf {
         let mut new = self.socket().into_os_string();
         new.push(NEW);
@@ -145,7 +141,7 @@ impl Handover {
 
     /// [`Handover::listen`] on this thread. To be called with the turn held.
     pub(super) fn bind(self: &Arc<Self>) -> Result<(), Step> {
-        if self.now().ended {
+        if self.state().ended {
             return Ok(());
         }
         let socket = self.socket();
@@ -153,7 +149,7 @@ impl Handover {
             let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
             made.step_at("make directory", dir)?;
         }
-        // Whoever calls finds the old socket or the new one.
+        // A caller finds the old socket or the new one.
         let new = self.new_socket();
         gone(fs::remove_file(&new)).step_at("remove socket", &new)?;
         let listener = UnixListener::bind(&new).step_at("bind socket", &new)?;
@@ -162,111 +158,96 @@ impl Handover {
             let _ = fs::remove_file(&new);
             return Err(Step::at("name socket", socket, e));
         }
-        let mut now = self.now();
-        now.open = true;
-        now.listener = Some(Arc::new(listener.into()));
-        self.stir(now);
+        let mut state = self.state();
+        state.open = true;
+        state.listener = Some(Arc::new(listener.into()));
+        self.notify(state);
         Ok(())
     }
 
-    /// Finds the shim that an earlier daemon has launched; without one, listens again. The serving
-    /// task does again what fails.
+    /// Adopts the shim of an earlier daemon; without one, listens again. The serving task retries
+    /// what fails.
     pub(super) async fn recover(self: &Arc<Self>) {
-        let bereaved = matches!(self.blocking(|owned| owned.death()).await, Ok(Some(_)));
+        let failed = matches!(self.blocking(|endpoint| endpoint.death()).await, Ok(Some(_)));
         {
-            let mut now = self.now();
-            (now.unsure, now.bereaved) = (true, bereaved);
+            let mut state = self.state();
+            (state.unrecovered, state.failed) = (true, failed);
         }
         if let Err(step) = self.try_recover().await {
-            // Not listening: should a shim live, containerd still reaches it, and its containers.
-            log::error!(sandbox = self.shim.id.as_str(); "recovery: its shim: {step}; tried again");
+            // It does not listen: should a shim run, containerd still reaches it, and its
+            // containers.
+            log::error!(sandbox = self.shim.id(); "failed to recover shim; retrying: {step}");
         }
     }
 
     async fn try_recover(self: &Arc<Self>) -> Result<(), Step> {
         let _turn = self.turn.lock().await;
-        self.blocking(Self::look_again).await.flatten()
+        self.blocking(Self::recover_on_thread).await.flatten()
     }
 
     /// To be called with the turn held.
-    fn look_again(self: &Arc<Self>) -> Result<(), Step> {
-        let now = self.now();
-        if now.ended || !now.unsure {
+    fn recover_on_thread(self: &Arc<Self>) -> Result<(), Step> {
+        {
+            let state = self.state();
+            if state.ended || !state.unrecovered {
+                return Ok(());
+            }
+        }
+        let found = self.shim.find_recorded()?;
+        if let Found::Alive { process, cut_off } = found {
+            let listener = self.take_listener(&*process);
+            let running = self.shim.adopt(process, cut_off);
+            let mut state = self.state();
+            (state.open, state.unrecovered, state.listener) = (true, false, listener);
+            state.running = Some(running);
+            self.notify(state);
             return Ok(());
         }
-        drop(now);
-        match self.shim.recorded_shim()? {
-            Some(Found::Alive { shim, cut_off }) => {
-                if cut_off {
-                    self.finish_launch(&shim);
-                }
-                let log = self.shim.read_again(&shim);
-                let listener = self.take_listener(&shim);
-                let mut now = self.now();
-                (now.open, now.unsure, now.shim, now.log) = (true, false, Some(shim), log);
-                now.listener = listener;
-                self.stir(now);
-                Ok(())
-            }
-            ended => {
-                // Last, as all of it is done again if it fails.
-                self.bind()?;
-                let mut now = self.now();
-                now.unsure = false;
-                if let Some(Found::Dead(exit)) = ended {
-                    now.missed = Some(exit);
-                }
-                self.stir(now);
-                Ok(())
-            }
+        // Last, as all of it is repeated if it fails.
+        self.bind()?;
+        let mut state = self.state();
+        state.unrecovered = false;
+        if let Found::Dead(exit) = found {
+            state.missed = Some(exit);
         }
+        self.notify(state);
+        Ok(())
     }
 
     /// The endpoint's socket, from the shim that holds it: callers then wait in its queue while one
-    /// shim ends and the next is launched, as they do with the daemon that has made it. Without it
+    /// shim exits and the next is launched, as they do with the daemon that has made it. Without it
     /// the endpoint gets a new socket at the same path when the shim has exited.
-    fn take_listener(&self, shim: &Arc<dyn Process>) -> Option<Arc<OwnedFd>> {
-        // A socket that nobody can find by its path is of no use.
+    fn take_listener(&self, process: &dyn Process) -> Option<Arc<OwnedFd>> {
+        // A socket that cannot be found by its path is of no use.
         if !self.socket().exists() {
             return None;
         }
-        match held::listening_socket(shim.identity(), &self.new_socket()) {
+        match held::listening_socket(process.identity(), &self.new_socket()) {
             Ok(listener) => listener.map(Arc::new),
             Err(step) => {
-                log::info!(sandbox = self.shim.id.as_str(); "failed to take task socket from shim; \
-                    it is rebound after the shim's exit: {step}");
+                log::info!(sandbox = self.shim.id();
+                    "failed to take task socket from shim; rebinding after its exit: {step}");
                 None
             }
         }
     }
 
-    /// Does what a launch that was cut off has not done. The shim has served since: it is kept,
-    /// whatever fails.
-    fn finish_launch(&self, shim: &Arc<dyn Process>) {
-        let identity = shim.identity().clone();
-        let settled = self.settle_in(identity.pid);
-        let recorded = self.shim.bundle().record(Some(&Recorded::Running { identity }));
-        for step in [settled, recorded].into_iter().filter_map(Result::err) {
-            log::error!(sandbox = self.shim.id.as_str(); "recovery: its shim: {step}");
-        }
-    }
-
-    /// A container is coming.
+    /// A container is coming: launches the shim before the first call.
     pub(super) fn prepare(self: &Arc<Self>) {
-        let mut now = self.now();
-        if now.listener.is_some() && now.shim.is_none() && !now.ended {
-            now.wanted = true;
-            self.stir(now);
+        let mut state = self.state();
+        if state.listener.is_some() && state.running.is_none() && !state.ended {
+            state.wanted = true;
+            self.notify(state);
         }
     }
 
-    /// To be called when something is true that was not before: ends the rest, if there is
-    /// something to do now.
-    fn stir(self: &Arc<Self>, mut now: MutexGuard<'_, Now>) {
-        let rest = now.rest.take();
-        drop(now);
-        match rest {
-            Some(Rest { pod, called }) => {
+    /// To be called after a change of the state: an idle endpoint is served again, if there is
+    /// something to do.
+    fn notify(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
+        let idle = state.idle.take();
+        drop(state);
+        match idle {
+            Some(Idle { pod, _called: called }) => {
                 drop(called);
                 self.serve(pod);
             }
@@ -278,13 +259,14 @@ impl Handover {
     pub(super) fn serve(self: &Arc<Self>, pod: Arc<dyn Pod>) {
         match self.next(&pod) {
             Next::Nothing => {}
-            next => drop(tokio::spawn(self.clone().work(next, pod))),
+            next => drop(tokio::spawn(self.clone().run(next, pod))),
         }
     }
 
-    /// Does what there is to do. It is the only one to do so: it was begun when a rest ended, or at
-    /// the beginning, and ends with the next rest.
-    async fn work(self: Arc<Self>, mut next: Next, pod: Arc<dyn Pod>) {
+    /// Does what there is to do. It is the only one to do so: it was started when the endpoint was
+    /// no longer idle, and ends when it is idle again.
+    async fn run(self: Arc<Self>, mut next: Next, pod: Arc<dyn Pod>) {
+        let id = self.shim.id();
         loop {
             match next {
                 Next::Nothing => return,
@@ -292,27 +274,27 @@ impl Handover {
                     // The end need not wait for it.
                     let _ = timeout(AGAIN, self.changed.notified()).await;
                     if let Err(step) = Box::pin(self.try_recover()).await {
-                        log::debug!(sandbox = self.shim.id.as_str(); "recovery: its shim: {step}; tried again");
+                        log::debug!(sandbox = id; "failed to recover shim; retrying: {step}");
                     }
                 }
-                Next::Bereaved => pod.bereaved(),
-                Next::Missed(exit) => self.after(exit, &pod).await,
-                // Such a pod has containers, and as many of these futures as there are shims: what
-                // is not awaited now is boxed.
-                Next::Watch(shim) => {
-                    let exit = shim.exited().await;
-                    self.gone();
-                    Box::pin(self.after(exit, &pod)).await;
+                Next::FailSandbox => pod.fail(),
+                Next::HandleExit(exit) => self.handle_exit(exit, &pod).await,
+                // There are as many of these futures as there are shims: what is not awaited now is
+                // boxed.
+                Next::Watch(process) => {
+                    let exit = process.exited().await;
+                    self.forget_running();
+                    Box::pin(self.handle_exit(exit, &pod)).await;
                 }
-                Next::Launch => Box::pin(self.launch_and_attend(&pod)).await,
+                Next::Launch => Box::pin(self.launch_and_watch(&pod)).await,
                 Next::Listen => {
                     if let Err(step) = Box::pin(self.listen()).await {
-                        log::error!(sandbox = self.shim.id.as_str(); "its endpoint: {step}");
+                        log::error!(sandbox = id; "failed to rebind task socket; retrying: {step}");
                         sleep(AGAIN).await;
                     }
                 }
                 Next::Unwatched(e) => {
-                    log::error!(sandbox = self.shim.id.as_str(); "watch its endpoint: {e}");
+                    log::error!(sandbox = id; "failed to watch task socket; retrying: {e}");
                     sleep(AGAIN).await;
                 }
             }
@@ -320,262 +302,217 @@ impl Handover {
         }
     }
 
-    async fn launch_and_attend(self: &Arc<Self>, pod: &Arc<dyn Pod>) {
-        let launched = {
-            let _turn = self.turn.lock().await;
-            self.blocking(Self::launch).await.flatten()
-        };
-        match launched {
-            Ok(Some(shim)) => self.attend(shim, pod).await,
-            Ok(None) => {}
-            Err(step) => self.refuse(&step.to_string()).await,
-        }
-    }
-
-    /// What there is to do. Without anything the endpoint rests from now on, and whoever has asked
-    /// no longer serves.
+    /// What there is to do. With nothing to do the endpoint is idle from now on, and the caller no
+    /// longer serves it.
     fn next(self: &Arc<Self>, pod: &Arc<dyn Pod>) -> Next {
-        let mut now = self.now();
-        if now.ended {
+        let mut state = self.state();
+        if state.ended {
             return Next::Nothing;
         }
-        // Known whatever becomes of the shim.
-        if std::mem::take(&mut now.bereaved) {
-            return Next::Bereaved;
+        // Known, whatever becomes of the shim.
+        if std::mem::take(&mut state.failed) {
+            return Next::FailSandbox;
         }
-        if now.unsure {
+        if state.unrecovered {
             return Next::Recover;
         }
-        if let Some(exit) = now.missed.take() {
-            return Next::Missed(exit);
+        if let Some(exit) = state.missed.take() {
+            return Next::HandleExit(exit);
         }
-        if let Some(shim) = &now.shim {
-            return Next::Watch(shim.clone());
+        if let Some(running) = &state.running {
+            return Next::Watch(running.process.clone());
         }
-        let called = match &now.listener {
-            Some(_) if now.wanted => return Next::Launch,
-            None if now.open => return Next::Listen,
+        let called = match &state.listener {
+            Some(_) if state.wanted => return Next::Launch,
+            None if state.open => return Next::Listen,
             None => None,
             Some(listener) => {
-                match self.shim.shims.launcher.called(listener.clone(), Waker::from(self.clone())) {
+                let waker = Waker::from(self.clone());
+                match self.shim.shims().launcher.called(listener.clone(), waker) {
                     Ok(called) => Some(called),
                     Err(e) => return Next::Unwatched(e),
                 }
             }
         };
-        now.rest = Some(Rest { pod: pod.clone(), called });
+        state.idle = Some(Idle { pod: pod.clone(), _called: called });
         Next::Nothing
     }
 
-    /// Launches the shim. `None`: the endpoint has been ended. To be called with the turn held.
+    /// From the launch of a shim to its exit.
+    async fn launch_and_watch(self: &Arc<Self>, pod: &Arc<dyn Pod>) {
+        let launched = {
+            let _turn = self.turn.lock().await;
+            self.blocking(Self::launch).await.flatten()
+        };
+        let process = match launched {
+            Ok(Some(process)) => process,
+            Ok(None) => return,
+            Err(step) => return self.reject_callers(&step.to_string()).await,
+        };
+        let socket = self.socket();
+        let answered = tokio::select! {
+            exit = process.exited() => {
+                Err(format!("it exited with status {} before it answered", exit.status))
+            }
+            answer = task::probe(&socket, self.shim.id(), WITHIN) => {
+                answer.map_err(|step| format!("it did not answer: {step}"))
+            }
+        };
+        match answered {
+            Ok(()) => {
+                let exit = process.exited().await;
+                self.forget_running();
+                self.handle_exit(exit, pod).await;
+            }
+            // Callers must not wait for ever.
+            Err(reason) => {
+                if let Err(step) = process.kill() {
+                    log::error!(sandbox = self.shim.id(); "failed to kill shim: {step}");
+                }
+                process.exited().await;
+                self.forget_running();
+                self.reject_callers(&reason).await;
+            }
+        }
+    }
+
+    /// Launches the shim. `None`: the endpoint has ended. To be called with the turn held.
     fn launch(self: &Arc<Self>) -> Result<Option<Arc<dyn Process>>, Step> {
         let listener = {
-            let mut now = self.now();
-            now.wanted = false;
-            match &now.listener {
-                Some(listener) if !now.ended => listener.clone(),
+            let mut state = self.state();
+            state.wanted = false;
+            match &state.listener {
+                Some(listener) if !state.ended => listener.clone(),
                 _ => return Ok(None),
             }
         };
-        let settings = &self.shim.shims.settings;
-        let binary = settings.binary(&self.shim.runtime.name)?;
-        self.shim.bundle().make(&self.shim.id, true)?;
-        let log = shim_log::read(&self.shim.bundle().log(), &self.shim.id)?;
-        let errors = shim_log::writer(&self.shim.bundle().log())?;
-        self.shim.bundle().record(Some(&Recorded::Launching))?;
-        let environment = command::server_environment(settings, &self.shim.id);
-        let launched = self.shim.shims.launcher.launch(&Launch {
-            program: &binary,
-            arguments: &command::server_arguments(settings, &self.shim.id),
-            environment: &environment,
-            core_domain: command::has_core_domain(&environment),
-            directory: self.shim.bundle().dir(),
-            socket: listener.as_fd(),
-            errors: Some(errors.as_fd()),
-        });
-        let undo = |step| {
-            self.unrecord();
-            step
+        let running = self.shim.launch(listener.as_fd())?;
+        let process = running.process.clone();
+        let mut state = self.state();
+        // It serves those who have called meanwhile too.
+        (state.running, state.wanted) = (Some(running), false);
+        Ok(Some(process))
+    }
+
+    /// To be called after the exit of the shim.
+    fn forget_running(&self) {
+        let ended = {
+            let mut state = self.state();
+            state.running = None;
+            state.ended
         };
-        let shim = launched.map_err(undo)?;
-        let identity = shim.identity().clone();
-        let pid = identity.pid;
-        // Recorded last: what a killed daemon has not done is done for a shim that is still on
-        // record as being launched.
-        let settled = self
-            .settle_in(pid)
-            .and_then(|()| self.shim.bundle().record(Some(&Recorded::Running { identity })));
-        if let Err(step) = settled {
-            shim.kill().map_err(undo)?;
-            return Err(undo(step));
-        }
-        log::debug!(sandbox = self.shim.id.as_str(), pid = pid; "its shim is launched: {}", binary.display());
-        let mut now = self.now();
-        // It is there for whoever has asked meanwhile too.
-        (now.shim, now.log, now.wanted) = (Some(shim.clone()), Some(log), false);
-        Ok(Some(shim))
-    }
-
-    /// What containerd's own shims do for themselves in their `start`.
-    fn settle_in(&self, pid: u32) -> Result<(), Step> {
-        placement::raise_oom_score(pid)?;
-        placement::join_cgroup(pid, &self.shim.runtime)
-    }
-
-    /// From the launch of a shim to its end.
-    async fn attend(self: &Arc<Self>, shim: Arc<dyn Process>, pod: &Arc<dyn Pod>) {
-        let socket = self.socket();
-        let answered = tokio::select! {
-            exit = shim.exited() => Err(exit),
-            answer = task::answers(&socket, &self.shim.id, WITHIN) => Ok(answer),
-        };
-        match answered {
-            Ok(Ok(())) => {
-                let exit = shim.exited().await;
-                self.gone();
-                self.after(exit, pod).await;
-            }
-            // Whoever calls must not wait for ever.
-            Ok(Err(step)) => {
-                if let Err(step) = shim.kill() {
-                    log::error!(sandbox = self.shim.id.as_str(); "its shim: {step}");
-                }
-                shim.exited().await;
-                self.gone();
-                self.refuse(&format!("it was launched and did not answer: {step}")).await;
-            }
-            Err(exit) => {
-                self.gone();
-                let reason = format!(
-                    "it was launched and ended with status {} before it answered",
-                    exit.status
-                );
-                self.refuse(&reason).await;
-            }
-        }
-    }
-
-    /// The shim has ended: what of it is forgotten.
-    fn gone(&self) {
-        let mut now = self.now();
-        (now.shim, now.log) = (None, None);
-        let ended = now.ended;
-        drop(now);
         if !ended {
-            self.unrecord();
+            self.shim.clear_record();
         }
     }
 
-    fn unrecord(&self) {
-        if let Err(step) = self.shim.bundle().record(None) {
-            log::warn!(sandbox = self.shim.id.as_str(); "its shim: {step}");
-        }
-    }
-
-    /// No shim comes: those who have called are hung up on, as containerd would wait for ever.
-    async fn refuse(&self, reason: &str) {
-        log::error!(sandbox = self.shim.id.as_str(), runtime = self.shim.runtime.name.as_str(); "its shim: {reason}");
-        let listener = self.now().listener.clone();
-        if let Some(listener) =
-            listener.and_then(|listener| listener.try_clone().ok()).map(UnixListener::from)
-        {
+    /// No shim comes: hangs up on the callers, as containerd would wait for ever.
+    async fn reject_callers(&self, reason: &str) {
+        let runtime = self.shim.runtime().name.as_str();
+        log::error!(sandbox = self.shim.id(), runtime = runtime; "failed to launch shim: {reason}");
+        let listener = self.state().listener.clone();
+        if let Some(Ok(listener)) = listener.map(|listener| listener.try_clone()) {
+            let listener = UnixListener::from(listener);
             while listener.accept().is_ok() {}
         }
         sleep(AGAIN / 10).await;
     }
 
-    /// After the end of a shim that has served.
-    async fn after(&self, exit: Exit, pod: &Arc<dyn Pod>) {
-        self.shim.bereave_in_the_end(exit, pod, || self.now().ended).await;
+    /// After the exit of a shim that has served.
+    async fn handle_exit(&self, exit: Exit, pod: &Arc<dyn Pod>) {
+        self.shim.handle_shim_exit(exit, pod, || self.state().ended).await;
     }
 
-    /// The pod was stopped: its shim ends when it is empty. The endpoint stays, for calls about
-    /// containers that have exited.
+    /// The pod was stopped: shuts the shim down when it is empty. The endpoint stays, for calls
+    /// about containers that have exited.
     pub(super) async fn dismiss(self: Arc<Self>) {
-        for pause in DISMISSALS {
+        for pause in SHUTDOWNS {
             sleep(pause).await;
-            let shim = self.now().shim.clone();
-            let Some(shim) = shim.filter(|_| !self.now().ended) else { return };
-            match self.shim.dismiss(&shim, &self.socket()).await {
+            let Some(process) = self.process().filter(|_| !self.state().ended) else { return };
+            match self.shim.shut_down_if_empty(&*process, &self.socket()).await {
                 Ok(true) => return,
                 Ok(false) => {}
-                Err(step) => log::debug!(sandbox = self.shim.id.as_str(); "its shim: {step}"),
+                Err(step) => {
+                    log::debug!(sandbox = self.shim.id(); "failed to shut down empty shim: {step}");
+                }
             }
         }
     }
 
-    /// Ends shim, socket and bundle.
+    fn process(&self) -> Option<Arc<dyn Process>> {
+        self.state().running.as_ref().map(|running| running.process.clone())
+    }
+
+    /// Ends shim, socket and bundle. Gone already is success.
+    ///
+    /// # Errors
+    /// Every step that failed.
     pub(super) async fn end(self: &Arc<Self>) -> Result<(), Vec<Step>> {
-        self.finish();
+        self.set_ended();
         let _turn = self.turn.lock().await;
-        let known = self.now().shim.clone();
-        let shim = match known {
-            Some(shim) => Some(shim),
-            None => self
-                .blocking(|owned| owned.shim.living_shim())
-                .await
-                .flatten()
-                .map_err(|step| vec![step])?,
-        };
-        if let Some(shim) = shim {
-            self.shim.end_shim(&shim, Some(&self.socket())).await.map_err(|step| vec![step])?;
-            self.forget();
-        }
-        // Whoever cleans up works in the bundle.
+        self.end_shim().await.map_err(|step| vec![step])?;
+        // Removed only when no cleanup works in the bundle.
         let _cleaning = self.shim.cleaning().lock().await;
-        if self.blocking(|owned| owned.shim.had_shim()).await.map_err(|step| vec![step])? {
+        if self.shim.blocking(PodShim::had_shim).await.map_err(|step| vec![step])? {
             self.shim.clean_up_all().await.map_err(|step| vec![step])?;
         }
-        self.blocking(|owned| owned.remove()).await.unwrap_or_else(|step| Err(vec![step]))
+        self.blocking(|endpoint| endpoint.remove()).await.unwrap_or_else(|step| Err(vec![step]))
     }
 
     /// Nothing is launched any more, and the serving task looks again.
-    fn finish(self: &Arc<Self>) {
-        let mut now = self.now();
-        now.ended = true;
-        self.stir(now);
+    fn set_ended(self: &Arc<Self>) {
+        let mut state = self.state();
+        state.ended = true;
+        self.notify(state);
     }
 
-    /// There is no shim.
-    fn forget(&self) {
-        let mut now = self.now();
-        (now.shim, now.log) = (None, None);
+    async fn end_shim(&self) -> Result<(), Step> {
+        let known = self.process();
+        let process = match known {
+            Some(process) => Some(process),
+            None => self.shim.blocking(PodShim::find_running).await.flatten()?,
+        };
+        if let Some(process) = process {
+            self.shim.end_process(&*process, Some(&self.socket())).await?;
+            self.state().running = None;
+        }
+        Ok(())
     }
 
     /// Removes socket and bundle.
     fn remove(&self) -> Result<(), Vec<Step>> {
         let mut failed = Vec::new();
-        // The second is there when a daemon was killed in the middle of making the first.
+        // The second is there when a daemon was killed between its bind and its rename.
         for socket in [self.socket(), self.new_socket()] {
             failed.extend(gone(fs::remove_file(&socket)).step_at("remove socket", socket).err());
         }
         failed.extend(self.shim.bundle().remove().err());
-        self.now().listener = None;
+        self.state().listener = None;
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
 
-    /// Runs what blocks on a thread for it.
+    /// Runs blocking work on a thread of the pool.
     async fn blocking<T: Send + 'static>(
         self: &Arc<Self>,
         work: impl FnOnce(&Arc<Self>) -> T + Send + 'static,
     ) -> Result<T, Step> {
-        let owned = self.clone();
-        pool::run(Class::Shim, move || work(&owned)).await
+        let endpoint = self.clone();
+        pool::run(Class::Shim, move || work(&endpoint)).await
     }
 
-    fn now(&self) -> MutexGuard<'_, Now> {
-        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Somebody calls.
+/// A call has come.
 impl Wake for Handover {
     fn wake(self: Arc<Self>) {
-        let mut now = self.now();
-        // Else somebody serves already, and finds the caller.
-        if now.rest.is_some() {
-            now.wanted = true;
-            self.stir(now);
+        let mut state = self.state();
+        // Else a task serves already, and finds the caller.
+        if state.idle.is_some() {
+            state.wanted = true;
+            self.notify(state);
         }
     }
 }

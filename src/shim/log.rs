@@ -68,7 +68,7 @@ pub fn read(fifo: &Path, sandbox: &str) -> Result<Reader, Step> {
     let sandbox = sandbox.to_owned();
     tokio::spawn(async move {
         if let Err(e) = drain(receiver, end, |line| tell(&sandbox, line)).await {
-            log::warn!(sandbox = sandbox.as_str(); "the log of its shim cannot be read any more: {e}");
+            log::warn!(sandbox = sandbox.as_str(); "failed to read log of shim: {e}");
         }
     });
     Ok(Reader { _ended: ended })

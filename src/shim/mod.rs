@@ -1,9 +1,10 @@
 //! The pod's shim: the Task endpoint of its containers, and what serves there.
 //!
-//! An *owned* endpoint is a socket of ours; the shim's server gets it when somebody calls and is
-//! ours to watch and to end. A *started* one belongs to a shim that makes its socket itself, and
-//! that may run the pause as well: [`driver`]. An *on-demand* one is containerd's: it starts the
-//! shim itself with the pod's first container, and we know no more than where its socket is.
+//! There are three kinds, by who makes the socket. With a [`handover`] the daemon makes it,
+//! launches the shim with it on the first call, watches the shim and ends it. A [`self_started`]
+//! shim makes its socket itself, in its `start`, and may run the pause as well: [`driver`]. A
+//! [`containerd_owned`] shim is started by containerd with the pod's first container, and the
+//! daemon knows only where its socket is.
 
 mod bootstrap;
 mod bundle;
@@ -217,11 +218,11 @@ impl Shims {
                 false,
             ))),
             Owner::Driver => {
-                let started = Arc::new(SelfStarted::new(self.pod_shim(id, true, runtime), true));
+                let endpoint = Arc::new(SelfStarted::new(self.pod_shim(id, true, runtime), true));
                 let mut known = self.runs_pause.lock().unwrap_or_else(PoisonError::into_inner);
                 known.retain(|_, endpoint| endpoint.strong_count() > 0);
-                known.insert(id.clone(), Arc::downgrade(&started));
-                Endpoint::SelfStarted(started)
+                known.insert(id.clone(), Arc::downgrade(&endpoint));
+                Endpoint::SelfStarted(endpoint)
             }
         }
     }
@@ -229,10 +230,10 @@ impl Shims {
     fn pod_shim(
         self: &Arc<Self>,
         id: &SandboxId,
-        started: bool,
+        self_started: bool,
         runtime: &Arc<Runtime>,
     ) -> PodShim {
-        PodShim::new(self.clone(), id.clone(), started, runtime.clone())
+        PodShim::new(self.clone(), id.clone(), self_started, runtime.clone())
     }
 
     /// The endpoint of a sandbox whose shim runs the pause.
@@ -252,8 +253,8 @@ pub trait Pod: Send + Sync {
     /// It has not ended, as far as is known: it may get containers.
     fn lives(&self) -> bool;
 
-    /// The shim has died with containers in it.
-    fn bereaved(&self);
+    /// The sandbox fails: its shim has exited with containers in it.
+    fn fail(&self);
 }
 
 /// The Task endpoint of a pod's containers.
@@ -271,10 +272,10 @@ impl Endpoint {
     /// What Start answers: where containerd finds the Task API, `PROTOCOL+URL`.
     pub fn address(&self) -> String {
         match self {
-            Self::ContainerdOwned(on_demand) => on_demand.address(),
-            Self::Handover(owned) => format!("ttrpc+unix://{}", owned.socket().display()),
-            Self::SelfStarted(started) => {
-                started.bootstrap().map(|shim| shim.endpoint()).unwrap_or_default()
+            Self::ContainerdOwned(endpoint) => endpoint.address(),
+            Self::Handover(endpoint) => format!("ttrpc+unix://{}", endpoint.socket().display()),
+            Self::SelfStarted(endpoint) => {
+                endpoint.bootstrap().map(|shim| shim.endpoint()).unwrap_or_default()
             }
         }
     }
@@ -284,7 +285,7 @@ impl Endpoint {
         match self {
             Self::ContainerdOwned(_) => 2,
             Self::Handover(_) => 3,
-            Self::SelfStarted(started) => started.bootstrap().map_or(3, |shim| shim.version),
+            Self::SelfStarted(endpoint) => endpoint.bootstrap().map_or(3, |shim| shim.version),
         }
     }
 
@@ -296,7 +297,7 @@ impl Endpoint {
     pub fn describe(&self, spec: &[u8], plan: &Plan) -> Result<(), Step> {
         match self {
             Self::ContainerdOwned(_) | Self::Handover(_) => Ok(()),
-            Self::SelfStarted(started) => started.describe(spec, plan),
+            Self::SelfStarted(endpoint) => endpoint.describe(spec, plan),
         }
     }
 
@@ -312,8 +313,8 @@ impl Endpoint {
     pub async fn listen(&self) -> Result<(), Step> {
         match self {
             Self::ContainerdOwned(_) => Ok(()),
-            Self::Handover(owned) => owned.listen().await,
-            Self::SelfStarted(started) => started.start().await,
+            Self::Handover(endpoint) => endpoint.listen().await,
+            Self::SelfStarted(endpoint) => endpoint.start().await,
         }
     }
 
@@ -321,7 +322,7 @@ impl Endpoint {
     pub async fn turn(&self) -> Option<tokio::sync::MutexGuard<'_, ()>> {
         match self {
             Self::ContainerdOwned(_) | Self::SelfStarted(_) => None,
-            Self::Handover(owned) => Some(owned.turn().await),
+            Self::Handover(endpoint) => Some(endpoint.turn().await),
         }
     }
 
@@ -333,7 +334,7 @@ impl Endpoint {
     pub fn bind(&self) -> Result<(), Step> {
         match self {
             Self::ContainerdOwned(_) => Ok(()),
-            Self::Handover(owned) => owned.bind(),
+            Self::Handover(endpoint) => endpoint.bind(),
             Self::SelfStarted(_) => Err(Step::new("listen", io::ErrorKind::Unsupported.into())),
         }
     }
@@ -344,8 +345,8 @@ impl Endpoint {
     pub async fn recover(&self) {
         match self {
             Self::ContainerdOwned(_) => {}
-            Self::Handover(owned) => owned.recover().await,
-            Self::SelfStarted(started) => started.recover().await,
+            Self::Handover(endpoint) => endpoint.recover().await,
+            Self::SelfStarted(endpoint) => endpoint.recover().await,
         }
     }
 
@@ -353,25 +354,25 @@ impl Endpoint {
     pub fn serve(&self, pod: Arc<dyn Pod>) {
         match self {
             Self::ContainerdOwned(_) => {}
-            Self::Handover(owned) => owned.serve(pod),
-            Self::SelfStarted(started) => drop(tokio::spawn(started.clone().serve(pod))),
+            Self::Handover(endpoint) => endpoint.serve(pod),
+            Self::SelfStarted(endpoint) => drop(tokio::spawn(endpoint.clone().serve(pod))),
         }
     }
 
     /// A container is coming: its shim is started now rather than when somebody calls. Returns at
     /// once.
     pub fn prepare(&self) {
-        if let Self::Handover(owned) = self {
-            owned.prepare();
+        if let Self::Handover(endpoint) = self {
+            endpoint.prepare();
         }
     }
 
     /// The pod has a shim now.
     pub fn has_shim(&self) -> bool {
         match self {
-            Self::ContainerdOwned(on_demand) => on_demand.socket().path().exists(),
-            Self::Handover(owned) => owned.has_shim(),
-            Self::SelfStarted(started) => started.shim().is_some(),
+            Self::ContainerdOwned(endpoint) => endpoint.socket().path().exists(),
+            Self::Handover(endpoint) => endpoint.has_shim(),
+            Self::SelfStarted(endpoint) => endpoint.process().is_some(),
         }
     }
 
@@ -384,12 +385,12 @@ impl Endpoint {
     /// once.
     pub fn dismiss(&self) {
         match self {
-            Self::ContainerdOwned(on_demand) => drop(tokio::spawn(on_demand.clone().dismiss())),
-            Self::Handover(owned) if owned.has_shim() => {
-                drop(tokio::spawn(owned.clone().dismiss()))
+            Self::ContainerdOwned(endpoint) => drop(tokio::spawn(endpoint.clone().dismiss())),
+            Self::Handover(endpoint) if endpoint.has_shim() => {
+                drop(tokio::spawn(endpoint.clone().dismiss()))
             }
-            Self::SelfStarted(started) if started.shim().is_some() => {
-                drop(tokio::spawn(started.clone().dismiss()))
+            Self::SelfStarted(endpoint) if endpoint.process().is_some() => {
+                drop(tokio::spawn(endpoint.clone().dismiss()))
             }
             Self::Handover(_) | Self::SelfStarted(_) => {}
         }
@@ -399,8 +400,8 @@ impl Endpoint {
     pub fn death(&self) -> Option<String> {
         match self {
             Self::ContainerdOwned(_) => None,
-            Self::Handover(owned) => owned.death(),
-            Self::SelfStarted(started) => started.death(),
+            Self::Handover(endpoint) => endpoint.death(),
+            Self::SelfStarted(endpoint) => endpoint.death(),
         }
     }
 
@@ -410,9 +411,9 @@ impl Endpoint {
     /// Every step that failed.
     pub async fn end(&self) -> Result<(), Vec<Step>> {
         match self {
-            Self::ContainerdOwned(on_demand) => on_demand.end().await.map_err(|step| vec![step]),
-            Self::Handover(owned) => owned.end().await,
-            Self::SelfStarted(started) => started.end().await,
+            Self::ContainerdOwned(endpoint) => endpoint.end().await.map_err(|step| vec![step]),
+            Self::Handover(endpoint) => endpoint.end().await,
+            Self::SelfStarted(endpoint) => endpoint.end().await,
         }
     }
 }

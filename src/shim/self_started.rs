@@ -1,9 +1,9 @@
 //! The endpoint of a pod whose shim is started by the shim's own `start`.
 //!
-//! For shims that take no socket from who starts them, and for those that run the pause as well.
-//! Where the shim listens is known only when it has been started, and containerd is told the
-//! address once: so it runs from the pod's Start to its Shutdown, and one that ended empty is
-//! started again, at the same address.
+//! For shims that take no socket from their parent, and for those that run the pause as well. Where
+//! such a shim listens is known only when it has started, and containerd learns the address once:
+//! so it runs from the pod's Start to its Shutdown, and one that exited empty is started again, at
+//! the same address.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,10 +14,10 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::bootstrap::{self, Bootstrap};
 use super::bundle::{Bundle, Recorded};
-use super::pod_shim::{AGAIN, DISMISSALS, Found, PodShim, WITHIN};
+use super::pod_shim::{AGAIN, Found, PodShim, Running, SHUTDOWNS, WITHIN};
 use super::rootfs::Rootfs;
 use super::task::{Failure, Tasks};
-use super::{Pod, Settings, command, containerd_owned, log as shim_log};
+use super::{Pod, command, containerd_owned, log as shim_log};
 use crate::error::{IoContext as _, Step, gone};
 use crate::pause::Plan;
 use crate::pool::{self, Class};
@@ -26,33 +26,30 @@ use crate::process::{Exit, Process, held};
 /// An endpoint whose shim is started by its `start`.
 #[derive(Debug)]
 pub struct SelfStarted {
-    pub(super) shim: Arc<PodShim>,
+    shim: Arc<PodShim>,
     /// The pause is a task of the shim too.
     runs_pause: bool,
-    now: Mutex<Now>,
-    /// Something in `now` has changed that the serving task waits for.
+    state: Mutex<State>,
+    /// Wakes the serving task after a change of the state.
     changed: Notify,
-    /// What a shim that died has left is known, and the pause is needed no longer to find it.
-    looked_around: watch::Sender<bool>,
-    /// Held while a shim is looked for or started, and by the end. A wait for it takes no thread.
+    /// It is known what an exited shim has left, and the pause is no longer needed to find it.
+    searched: watch::Sender<bool>,
+    /// Held while a shim is searched or started, and by the end. Waiting for it takes no thread.
     turn: tokio::sync::Mutex<()>,
 }
 
-/// What is true now.
 #[derive(Debug, Default)]
-struct Now {
-    /// There shall be a shim.
+struct State {
+    /// There is to be a shim.
     open: bool,
-    /// What an earlier daemon has left is not known yet: a shim may live.
-    unsure: bool,
-    shim: Option<Arc<dyn Process>>,
+    /// It is not known yet what an earlier daemon has left: a shim may run.
+    unrecovered: bool,
+    running: Option<Running>,
     bootstrap: Option<Bootstrap>,
-    log: Option<shim_log::Reader>,
-    /// The shim ended while there was no daemon; how it ended.
+    /// The exit of the shim while there was no daemon.
     missed: Option<Exit>,
-    /// The pause was there and is deleted.
     pause_deleted: bool,
-    /// The pod was stopped, and its shim got Shutdown.
+    /// The pod was stopped, and its shim has been asked to exit.
     dismissed: bool,
     ended: bool,
 }
@@ -61,7 +58,7 @@ struct Now {
 enum Next {
     Ended,
     Recover,
-    Missed(Exit),
+    HandleExit(Exit),
     Watch(Arc<dyn Process>),
     Start,
     Wait,
@@ -73,24 +70,34 @@ impl SelfStarted {
         Self {
             shim: Arc::new(shim),
             runs_pause,
-            now: Mutex::default(),
+            state: Mutex::default(),
             changed: Notify::new(),
-            looked_around: watch::channel(false).0,
+            searched: watch::channel(false).0,
             turn: Default::default(),
         }
     }
 
     /// Where the shim listens; `None` before its start.
     pub fn bootstrap(&self) -> Option<Bootstrap> {
-        self.now().bootstrap.clone()
+        self.state().bootstrap.clone()
     }
 
-    /// The shim, while it lives.
-    pub(super) fn shim(&self) -> Option<Arc<dyn Process>> {
-        self.now().shim.clone()
+    /// The sandbox id.
+    pub(super) fn id(&self) -> &str {
+        self.shim.id()
     }
 
-    /// Why the shim died with containers in it, if it did.
+    /// The pod's shim.
+    pub(super) fn shim(&self) -> &PodShim {
+        &self.shim
+    }
+
+    /// The shim's process, while it runs.
+    pub(super) fn process(&self) -> Option<Arc<dyn Process>> {
+        self.state().running.as_ref().map(|running| running.process.clone())
+    }
+
+    /// Why the shim exited with containers in it, if it did.
     pub fn death(&self) -> Option<String> {
         self.shim.bundle().death()
     }
@@ -104,10 +111,10 @@ impl SelfStarted {
         if !self.runs_pause {
             return Ok(());
         }
-        self.root().make(spec, plan, &self.shim.shims.settings.state_dir)
+        self.rootfs().make(spec, plan, &self.shim.settings().state_dir)
     }
 
-    fn root(&self) -> Rootfs {
+    fn rootfs(&self) -> Rootfs {
         Rootfs::new(self.shim.bundle())
     }
 
@@ -117,120 +124,120 @@ impl SelfStarted {
     /// The failed step; nothing of the shim is left then.
     pub(super) async fn start(self: &Arc<Self>) -> Result<(), Step> {
         let _turn = self.turn.lock().await;
-        if self.now().ended {
+        if self.state().ended {
             return Ok(());
         }
-        let group = &self.shim;
-        let (binary, log) = self.blocking(|started| started.prepare()).await.flatten()?;
-        let told = self.bootstrap();
+        let (binary, log) = self.blocking(|endpoint| endpoint.prepare()).await.flatten()?;
+        let known = self.bootstrap();
         match self.bring_up(&binary).await {
-            Ok((bootstrap, shim)) => {
-                let (pid, id) = (shim.identity().pid, group.id.as_str());
-                log::debug!(sandbox = id, pid = pid; "its shim is started: {}", binary.display());
-                let mut now = self.now();
-                (now.open, now.shim, now.bootstrap, now.log) =
-                    (true, Some(shim), Some(bootstrap), Some(log));
-                drop(now);
+            Ok((bootstrap, process)) => {
+                log::debug!(sandbox = self.id(), pid = process.identity().pid;
+                    "shim started: {}", binary.display());
+                let mut state = self.state();
+                state.open = true;
+                state.running = Some(Running::new(process, log));
+                state.bootstrap = Some(bootstrap);
+                drop(state);
                 self.changed.notify_one();
                 Ok(())
             }
             Err(step) => {
                 for left in self.end_cut_off(&binary).await {
-                    log::warn!(sandbox = group.id.as_str(); "undo the start of its shim: {left}");
+                    log::warn!(sandbox = self.id(); "failed to undo the start of the shim: {left}");
                 }
                 // containerd knows the pod by it, also while there is no shim.
-                self.now().bootstrap = told;
+                self.state().bootstrap = known;
                 Err(step)
             }
         }
     }
 
-    /// Makes what the shim needs: its binary, and who reads its log.
+    /// Prepares the bundle: the shim's binary, and the reader of its log.
     fn prepare(&self) -> Result<(PathBuf, shim_log::Reader), Step> {
-        let PodShim { shims, id, runtime, .. } = &*self.shim;
-        let binary = shims.settings.binary(&runtime.name)?;
+        let binary = self.shim.binary()?;
         let bundle = self.shim.bundle();
-        bundle.make(id, !self.runs_pause)?;
-        let log = shim_log::read(&bundle.log(), id)?;
+        bundle.make(self.id(), !self.runs_pause)?;
+        let log = shim_log::read(&bundle.log(), self.id())?;
         bundle.record(Some(&Recorded::Launching))?;
         Ok((binary, log))
     }
 
     /// From the call of `start` to a shim that is known.
     async fn bring_up(&self, binary: &Path) -> Result<(Bootstrap, Arc<dyn Process>), Step> {
-        let PodShim { shims, id, .. } = &*self.shim;
-        let bundle = self.shim.bundle();
-        let given = bootstrap::given(&shims.settings, id, &self.shim.runtime).await?;
-        let said = command::start(&shims.settings, binary, id, bundle.dir(), given).await?;
-        let bootstrap =
-            Bootstrap::parse(&said.output).step_at("read what the shim's start said", binary)?;
-        let told = self.bootstrap();
-        if let Some(told) = told.filter(|told| told.socket() != bootstrap.socket()) {
-            // containerd knows the pod by the first.
-            let moved =
-                format!("it listens at {}, not at {} as before", bootstrap.address, told.address);
-            return Err(Step::at("start shim", binary, io::Error::other(moved)));
+        let (settings, id, bundle) = (self.shim.settings(), self.id(), self.shim.bundle());
+        let input = bootstrap::input(settings, id, self.shim.runtime()).await?;
+        let started = command::start(settings, binary, id, bundle.dir(), input).await?;
+        let bootstrap = Bootstrap::parse(&started.output)
+            .step_at("read what the shim's start wrote", binary)?;
+        // containerd knows the pod by the first address.
+        if let Some(known) = self.bootstrap()
+            && known.socket() != bootstrap.socket()
+        {
+            let (new, old) = (bootstrap.address, known.address);
+            let moved = io::Error::other(format!("it listens at {new}, not at {old} as before"));
+            return Err(Step::at("start shim", binary, moved));
         }
-        self.now().bootstrap = Some(bootstrap.clone());
+        self.state().bootstrap = Some(bootstrap.clone());
         bundle.record_bootstrap(&bootstrap)?;
         let tasks = Tasks::connect(&bootstrap, WITHIN).await.map_err(Failure::step)?;
         let pid = tasks.shim_pid(id, WITHIN).await.map_err(Failure::step)?;
-        let nobody =
-            || io::Error::other(format!("it says that it is process {pid}, which does not live"));
-        let shim = shims.launcher.open(pid)?.ok_or_else(nobody).step_at("find shim", binary)?;
+        let missing = || io::Error::other(format!("its pid is {pid}, which does not run"));
+        let process = self.shim.shims().launcher.open(pid)?;
+        let process = process.ok_or_else(missing).step_at("find shim", binary)?;
         // From here on it may be killed.
-        held::vouch(shim.identity(), said.since)?;
-        bundle.record(Some(&Recorded::Running { identity: shim.identity().clone() }))?;
-        Ok((bootstrap, shim))
+        held::vouch(process.identity(), started.since)?;
+        bundle.record(Some(&Recorded::Running { identity: process.identity().clone() }))?;
+        Ok((bootstrap, process))
     }
 
-    /// Finds the shim that an earlier daemon has started. The serving task does again what fails.
+    /// Adopts the shim of an earlier daemon. The serving task retries what fails.
     pub(super) async fn recover(self: &Arc<Self>) {
-        self.now().unsure = true;
-        if let Err(step) = self.find_again().await {
-            log::error!(sandbox = self.shim.id.as_str(); "recovery: its shim: {step}; tried again");
+        self.state().unrecovered = true;
+        if let Err(step) = self.try_recover().await {
+            log::error!(sandbox = self.id(); "failed to recover shim; retrying: {step}");
         }
     }
 
-    /// Finds the shim that an earlier daemon has started, unless that is done.
+    /// Adopts the shim of an earlier daemon, unless that is done.
     ///
     /// # Errors
-    /// Nobody can tell whether a shim lives, or where it listens.
-    pub(super) async fn find_again(self: &Arc<Self>) -> Result<(), Step> {
-        if !self.now().unsure {
+    /// It is unknown whether a shim runs, or where it listens.
+    pub(super) async fn try_recover(self: &Arc<Self>) -> Result<(), Step> {
+        if !self.state().unrecovered {
             return Ok(());
         }
         let _turn = self.turn.lock().await;
-        self.blocking(|started| started.look_again()).await.flatten()
+        self.blocking(|endpoint| endpoint.recover_on_thread()).await.flatten()
     }
 
     /// To be called with the turn held.
-    fn look_again(&self) -> Result<(), Step> {
-        let now = self.now();
-        if now.ended || !now.unsure {
-            return Ok(());
+    fn recover_on_thread(&self) -> Result<(), Step> {
+        {
+            let state = self.state();
+            if state.ended || !state.unrecovered {
+                return Ok(());
+            }
         }
-        drop(now);
         let bootstrap = self.shim.bundle().bootstrap()?;
-        let (shim, missed) = match self.shim.recorded_shim()? {
-            Some(Found::Alive { shim, .. }) => (Some(shim), None),
-            Some(Found::Dead(exit)) => (None, Some(exit)),
-            None => (None, None),
+        let (running, missed) = match self.shim.find_recorded()? {
+            // Its own `start` has placed it.
+            Found::Alive { process, .. } => (Some(self.shim.adopt(process, false)), None),
+            Found::Dead(exit) => (None, Some(exit)),
+            Found::None => (None, None),
         };
-        let log = shim.as_ref().and_then(|shim| self.shim.read_again(shim));
-        let mut now = self.now();
-        (now.open, now.unsure, now.missed) = (bootstrap.is_some(), false, missed);
-        (now.shim, now.bootstrap, now.log) = (shim, bootstrap, log);
-        drop(now);
+        let mut state = self.state();
+        (state.open, state.unrecovered) = (bootstrap.is_some(), false);
+        (state.running, state.bootstrap, state.missed) = (running, bootstrap, missed);
+        drop(state);
         self.changed.notify_one();
         Ok(())
     }
 
     /// Serves the endpoint until its end.
     pub(super) async fn serve(self: Arc<Self>, pod: Arc<dyn Pod>) {
-        if matches!(self.blocking(|started| started.death()).await, Ok(Some(_))) {
+        if matches!(self.blocking(|endpoint| endpoint.death()).await, Ok(Some(_))) {
             // The daemon may have been killed between the record of it and what follows from it.
-            pod.bereaved();
+            pod.fail();
         }
         loop {
             match self.next(&*pod) {
@@ -238,21 +245,22 @@ impl SelfStarted {
                 Next::Recover => {
                     // The end need not wait for it.
                     let _ = timeout(AGAIN, self.changed.notified()).await;
-                    if let Err(step) = self.find_again().await {
-                        log::debug!(sandbox = self.shim.id.as_str(); "recovery: its shim: {step}; tried again");
+                    if let Err(step) = self.try_recover().await {
+                        log::debug!(sandbox = self.id();
+                            "failed to recover shim; retrying: {step}");
                     }
                 }
-                Next::Missed(exit) => self.after(exit, &pod).await,
-                Next::Watch(shim) => {
+                Next::HandleExit(exit) => self.handle_exit(exit, &pod).await,
+                Next::Watch(process) => {
                     let begun = Instant::now();
-                    let exit = shim.exited().await;
-                    self.forget();
-                    self.after(exit, &pod).await;
-                    self.spare(begun, &*pod).await;
+                    let exit = process.exited().await;
+                    self.state().running = None;
+                    self.handle_exit(exit, &pod).await;
+                    self.throttle_restart(begun, &*pod).await;
                 }
                 Next::Start => {
                     if let Err(step) = self.start().await {
-                        log::error!(sandbox = self.shim.id.as_str(); "its shim: {step}");
+                        log::error!(sandbox = self.id(); "failed to start shim; retrying: {step}");
                         sleep(AGAIN).await;
                     }
                 }
@@ -261,82 +269,75 @@ impl SelfStarted {
         }
     }
 
-    /// A shim that ends as soon as it is started is not started again as soon as it has ended.
-    async fn spare(&self, begun: Instant, pod: &dyn Pod) {
+    /// Delays the next start of a shim that exited soon after its own.
+    async fn throttle_restart(&self, begun: Instant, pod: &dyn Pod) {
         let lived = begun.elapsed();
-        if lived < AGAIN && !self.runs_pause && pod.lives() && !self.now().ended {
-            log::warn!(sandbox = self.shim.id.as_str(); "its shim has ended too soon: {} ms after its start", lived.as_millis());
+        if lived < AGAIN && !self.runs_pause && pod.lives() && !self.state().ended {
+            log::warn!(sandbox = self.id();
+                "shim exited too soon: {} ms after its start", lived.as_millis());
             sleep(AGAIN).await;
         }
     }
 
-    /// The shim has ended.
-    fn forget(&self) {
-        let mut now = self.now();
-        (now.shim, now.log) = (None, None);
-    }
-
     fn next(&self, pod: &dyn Pod) -> Next {
-        let mut now = self.now();
-        if now.ended {
+        let mut state = self.state();
+        if state.ended {
             return Next::Ended;
         }
-        if now.unsure {
+        if state.unrecovered {
             return Next::Recover;
         }
-        if let Some(exit) = now.missed.take() {
-            return Next::Missed(exit);
+        if let Some(exit) = state.missed.take() {
+            return Next::HandleExit(exit);
         }
-        match &now.shim {
-            Some(shim) => Next::Watch(shim.clone()),
-            // A shim that ran the pause has taken the sandbox with it, and a pod that has ended
+        match &state.running {
+            Some(running) => Next::Watch(running.process.clone()),
+            // A shim that ran the pause has taken the sandbox with it, and a pod that has exited
             // gets no container.
-            None if now.open && !self.runs_pause && pod.lives() => Next::Start,
+            None if state.open && !self.runs_pause && pod.lives() => Next::Start,
             None => Next::Wait,
         }
     }
 
-    async fn after(self: &Arc<Self>, exit: Exit, pod: &Arc<dyn Pod>) {
-        let dismissed = self.now().dismissed;
+    async fn handle_exit(self: &Arc<Self>, exit: Exit, pod: &Arc<dyn Pod>) {
+        let dismissed = self.state().dismissed;
         if dismissed {
-            // The next daemon must not take it for one that died either.
-            if let Err(step) =
-                self.blocking(|started| started.shim.bundle().record(None)).await.flatten()
-            {
-                log::warn!(sandbox = self.shim.id.as_str(); "its shim: {step}");
-            }
+            // The next daemon must not take it for one that failed either.
+            let _ = self.shim.blocking(PodShim::clear_record).await;
         }
         if dismissed || !self.runs_pause {
-            return self.shim.bereave_in_the_end(exit, pod, || self.now().ended).await;
+            return self.shim.handle_shim_exit(exit, pod, || self.state().ended).await;
         }
         let _cleaning = self.shim.cleaning().lock().await;
         // The end cleans up itself.
-        if self.now().ended {
+        if self.state().ended {
             return;
         }
-        let left = self.shim.look_around(pod).await;
-        self.looked_around.send_replace(true);
-        self.shim.bereave_with_pause(left, exit, pod).await;
+        let left = self.shim.find_all(pod).await;
+        self.searched.send_replace(true);
+        self.shim.handle_shim_exit_with_pause(left, exit, pod).await;
     }
 
-    /// The pod was stopped: its shim ends when it is empty, and no other comes.
+    /// The pod was stopped: shuts the shim down when it is empty, and starts no other.
     pub(super) async fn dismiss(self: Arc<Self>) {
-        for pause in DISMISSALS {
+        for pause in SHUTDOWNS {
             sleep(pause).await;
-            let (Some(shim), Some(said)) = (self.shim(), self.bootstrap()) else { return };
+            let (Some(process), Some(known)) = (self.process(), self.bootstrap()) else { return };
             {
-                let mut now = self.now();
-                if now.ended || self.runs_pause && !now.pause_deleted {
+                let mut state = self.state();
+                if state.ended || self.runs_pause && !state.pause_deleted {
                     return;
                 }
-                now.dismissed = true;
+                state.dismissed = true;
             }
-            match self.shim.dismiss(&shim, &said.socket()).await {
+            match self.shim.shut_down_if_empty(&*process, &known.socket()).await {
                 Ok(true) => return,
                 Ok(false) => {}
-                Err(step) => log::debug!(sandbox = self.shim.id.as_str(); "its shim: {step}"),
+                Err(step) => {
+                    log::debug!(sandbox = self.id(); "failed to shut down empty shim: {step}");
+                }
             }
-            self.now().dismissed = false;
+            self.state().dismissed = false;
         }
     }
 
@@ -352,17 +353,16 @@ impl SelfStarted {
         Tasks::connect(&bootstrap, WITHIN).await
     }
 
-    /// Has the shim's binary clean up after the pause, whose server is dead.
+    /// Has the shim's program clean up after the pause, whose shim has exited.
     ///
     /// # Errors
     /// The failed step.
     pub(super) async fn delete_pause(&self) -> Result<(), Step> {
-        let PodShim { shims, id, runtime, .. } = &*self.shim;
         let bundle = self.shim.bundle();
-        let binary = shims.settings.binary(&runtime.name)?;
-        Bundle::write_runtime(bundle.dir(), runtime.runc_options()?.as_ref())?;
-        command::delete(&shims.settings, &binary, id, bundle.dir()).await?;
-        self.pause_is_deleted();
+        let binary = self.shim.binary()?;
+        Bundle::write_runtime(bundle.dir(), self.shim.runtime().runc_options()?.as_ref())?;
+        command::delete(self.shim.settings(), &binary, self.id(), bundle.dir()).await?;
+        self.set_pause_deleted();
         Ok(())
     }
 
@@ -371,10 +371,10 @@ impl SelfStarted {
     ///
     /// # Errors
     /// The failed step.
-    pub(super) async fn delete_bereaved_pause(&self) -> Result<(), Step> {
-        let mut looked = self.looked_around.subscribe();
-        // Nobody looks any more where the endpoint is being ended.
-        let _ = timeout(AGAIN, looked.wait_for(|looked| *looked)).await;
+    pub(super) async fn delete_pause_of_exited_shim(&self) -> Result<(), Step> {
+        let mut searched = self.searched.subscribe();
+        // Nothing searches any more where the endpoint is being ended.
+        let _ = timeout(AGAIN, searched.wait_for(|searched| *searched)).await;
         if self.has_no_pause() {
             return Ok(());
         }
@@ -387,9 +387,8 @@ impl SelfStarted {
     ///
     /// # Errors
     /// The failed step.
-    pub(super) async fn delete_orphan(&self) -> Result<(), Step> {
-        if !self.runs_pause || self.now().pause_deleted || self.shim.bundle().recorded()?.is_none()
-        {
+    pub(super) async fn delete_orphaned_pause(&self) -> Result<(), Step> {
+        if !self.runs_pause || self.pause_deleted() || self.shim.bundle().recorded()?.is_none() {
             return Ok(());
         }
         self.delete_pause().await
@@ -397,18 +396,18 @@ impl SelfStarted {
 
     /// The pause is deleted, or is by the end of the endpoint.
     fn has_no_pause(&self) -> bool {
-        let now = self.now();
-        now.pause_deleted || now.ended
-    }
-
-    /// The pause is deleted.
-    pub(super) fn pause_was_deleted(&self) -> bool {
-        self.now().pause_deleted
+        let state = self.state();
+        state.pause_deleted || state.ended
     }
 
     /// The runtime has nothing of the pause any more.
-    pub(super) fn pause_is_deleted(&self) {
-        self.now().pause_deleted = true;
+    pub(super) fn pause_deleted(&self) -> bool {
+        self.state().pause_deleted
+    }
+
+    /// To be called when the pause has been deleted.
+    pub(super) fn set_pause_deleted(&self) {
+        self.state().pause_deleted = true;
     }
 
     /// Ends shim, socket and bundle. Gone already is success.
@@ -416,123 +415,125 @@ impl SelfStarted {
     /// # Errors
     /// Every step that failed.
     pub(super) async fn end(self: &Arc<Self>) -> Result<(), Vec<Step>> {
-        self.now().ended = true;
+        self.state().ended = true;
         self.changed.notify_one();
         let _turn = self.turn.lock().await;
-        self.end_what_runs().await?;
-        self.blocking(|started| started.remove()).await.unwrap_or_else(|step| Err(vec![step]))
+        self.end_shim().await?;
+        self.blocking(|endpoint| endpoint.remove()).await.unwrap_or_else(|step| Err(vec![step]))
     }
 
     /// Ends the shim, and what it has left. To be called with the turn held.
-    async fn end_what_runs(self: &Arc<Self>) -> Result<(), Vec<Step>> {
+    async fn end_shim(self: &Arc<Self>) -> Result<(), Vec<Step>> {
         let one = |step| vec![step];
-        let known = self.shim();
-        if known.is_none() {
-            let cut_off =
-                self.blocking(|started| started.cut_off()).await.flatten().map_err(one)?;
-            let failed = match cut_off {
-                Some(binary) => self.end_cut_off(&binary).await,
-                None => Vec::new(),
-            };
-            if !failed.is_empty() {
-                return Err(failed);
+        let known = self.process();
+        let process = match known {
+            Some(process) => Some(process),
+            None => {
+                let cut_off =
+                    self.blocking(|endpoint| endpoint.cut_off()).await.flatten().map_err(one)?;
+                if let Some(binary) = cut_off {
+                    let failed = self.end_cut_off(&binary).await;
+                    if !failed.is_empty() {
+                        return Err(failed);
+                    }
+                }
+                self.shim.blocking(PodShim::find_running).await.flatten().map_err(one)?
             }
-        }
-        let shim = match known {
-            Some(shim) => Some(shim),
-            None => self.shim.piece(|shim| shim.living_shim()).await.flatten().map_err(one)?,
         };
-        if let Some(shim) = shim {
-            let socket = self.said().map(|said| said.socket());
-            self.shim.end_shim(&shim, socket.as_deref()).await.map_err(one)?;
-            self.forget();
+        if let Some(process) = process {
+            let socket = self.last_bootstrap().map(|known| known.socket());
+            self.shim.end_process(&*process, socket.as_deref()).await.map_err(one)?;
+            self.state().running = None;
         }
-        // Whoever cleans up works in the bundle.
+        // Removed only when no cleanup works in the bundle.
         let _cleaning = self.shim.cleaning().lock().await;
-        // One that was told to end in the middle of making the pause has left what it had made.
-        self.delete_orphan().await.map_err(one)?;
-        if self.shim.piece(|shim| shim.had_shim()).await.map_err(one)? {
+        // One that was asked to exit while it made the pause has left what it had made.
+        self.delete_orphaned_pause().await.map_err(one)?;
+        if self.shim.blocking(PodShim::had_shim).await.map_err(one)? {
             self.shim.clean_up_all().await.map_err(one)?;
         }
         Ok(())
     }
 
-    /// The shim's binary, where a start of it was cut off.
+    /// The shim's program, where a start of it was cut off.
     fn cut_off(&self) -> Result<Option<PathBuf>, Step> {
-        let PodShim { shims, runtime, .. } = &*self.shim;
         match self.shim.bundle().recorded()? {
-            Some(Recorded::Launching) => shims.settings.binary(&runtime.name).map(Some),
+            Some(Recorded::Launching) => self.shim.binary().map(Some),
             _ => Ok(None),
         }
     }
 
     /// Removes sockets, root and bundle.
     fn remove(&self) -> Result<(), Vec<Step>> {
-        let mut failed = Vec::new();
-        for socket in self.sockets() {
-            failed.extend(gone(fs::remove_file(&socket)).step_at("remove socket", socket).err());
-        }
-        failed.extend(self.root().unmount().err().unwrap_or_default());
+        let mut failed = self.remove_sockets();
+        failed.extend(self.rootfs().unmount().err().unwrap_or_default());
         if failed.is_empty() {
             failed.extend(self.shim.bundle().remove().err());
         }
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
 
-    /// Runs what blocks on a thread for it.
+    /// Runs blocking work on a thread of the pool.
     async fn blocking<T: Send + 'static>(
         self: &Arc<Self>,
         work: impl FnOnce(&Arc<Self>) -> T + Send + 'static,
     ) -> Result<T, Step> {
-        let started = self.clone();
-        pool::run(Class::Shim, move || work(&started)).await
+        let endpoint = self.clone();
+        pool::run(Class::Shim, move || work(&endpoint)).await
     }
 
-    /// Where its shim may have listened: what it said, and what containerd's own shims make of the
-    /// sandbox id, should nobody have heard it.
+    /// Where its shim may have listened: at the recorded address, and where containerd's own shims
+    /// listen for the sandbox id, should the address never have been recorded.
     fn sockets(&self) -> Vec<PathBuf> {
-        let PodShim { shims, id, .. } = &*self.shim;
-        let Settings { containerd_address, containerd_namespace, .. } = &shims.settings;
-        let usual = containerd_owned::Socket::new(containerd_address, containerd_namespace, id)
-            .path()
-            .to_owned();
-        let said = self.said().map(|shim| shim.socket()).filter(|socket| *socket != usual);
-        said.into_iter().chain([usual]).collect()
+        let settings = self.shim.settings();
+        let usual = containerd_owned::Socket::new(
+            &settings.containerd_address,
+            &settings.containerd_namespace,
+            self.id(),
+        );
+        let usual = usual.path().to_owned();
+        let known = self.last_bootstrap().map(|shim| shim.socket());
+        known.into_iter().filter(|socket| *socket != usual).chain([usual.clone()]).collect()
     }
 
-    /// What its `start` said, to this daemon or an earlier one.
-    fn said(&self) -> Option<Bootstrap> {
+    /// What its `start` told this daemon or an earlier one.
+    fn last_bootstrap(&self) -> Option<Bootstrap> {
         self.bootstrap().or_else(|| self.shim.bundle().bootstrap().ok().flatten())
     }
 
-    /// Ends what a start that was cut off, or has failed, may have left: the server, and what it
+    fn remove_sockets(&self) -> Vec<Step> {
+        let removed = self
+            .sockets()
+            .into_iter()
+            .map(|socket| gone(fs::remove_file(&socket)).step_at("remove socket", socket));
+        removed.filter_map(Result::err).collect()
+    }
+
+    /// Ends what a start that was cut off, or has failed, may have left: the shim, and what it
     /// holds.
     async fn end_cut_off(&self, binary: &Path) -> Vec<Step> {
-        let PodShim { shims, id, .. } = &*self.shim;
         let bundle = self.shim.bundle();
-        let mut failed = Vec::new();
         let killed = async {
-            let Some(shim) = self.shim.piece(|shim| shim.find()).await.flatten()? else {
-                return Ok(());
-            };
-            PodShim::kill(&shim).await?;
-            self.delete_orphan().await?;
+            let found = self.shim.blocking(PodShim::find_unrecorded).await.flatten()?;
+            let Some(process) = found else { return Ok(()) };
+            PodShim::kill(&*process).await?;
+            self.delete_orphaned_pause().await?;
             self.shim.clean_up_all().await
         };
-        failed.extend(killed.await.err());
-        // Also a shim that is nothing like containerd's own knows how to clean up after itself, if
-        // it works at all.
-        if let Err(step) = command::delete(&shims.settings, binary, id, bundle.dir()).await {
-            log::warn!(sandbox = id.as_str(); "its shim: {step}");
+        let mut failed = Vec::from_iter(killed.await.err());
+        // Also a shim that is unlike containerd's own can clean up after itself, if it works at
+        // all.
+        let deleted = command::delete(self.shim.settings(), binary, self.id(), bundle.dir()).await;
+        if let Err(step) = deleted {
+            log::warn!(sandbox = self.id();
+                "failed to delete what a cut-off start has left: {step}");
         }
-        for socket in self.sockets() {
-            failed.extend(gone(fs::remove_file(&socket)).step_at("remove socket", socket).err());
-        }
+        failed.append(&mut self.remove_sockets());
         failed.extend(bundle.record(None).err());
         failed
     }
 
-    fn now(&self) -> MutexGuard<'_, Now> {
-        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -24,8 +24,8 @@ pub enum Failure {
     NotFound(Step),
     /// The shim has refused.
     Refused(Step),
-    /// There was no answer: the connection is gone, or it took too long. What the shim has done
-    /// nobody knows.
+    /// There was no answer: the connection is gone, or it took too long. What the shim has done is
+    /// unknown.
     Lost(Step),
 }
 
@@ -158,11 +158,11 @@ pub async fn shut_down(socket: &Path, id: &str, within: Duration) -> Result<(), 
     within_time("shut down shim", socket, within, call).await
 }
 
-/// Asks the shim for a task that it need not have: returns when it answers anything at all.
+/// Calls the shim about a task that it need not have: returns when it answers at all.
 ///
 /// # Errors
 /// It cannot be reached, hangs up or is silent.
-pub async fn answers(socket: &Path, id: &str, within: Duration) -> Result<(), Step> {
+pub async fn probe(socket: &Path, id: &str, within: Duration) -> Result<(), Step> {
     let call = async {
         let client = connect(socket).await?;
         let tasks = Tasks { client, service: VERSION_3, socket: socket.to_owned() };

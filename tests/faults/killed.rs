@@ -145,7 +145,7 @@ async fn killed_in_the_launch_of_a_shim() -> Result<()> {
             "nothing of {needed} among {calls:#?}"
         );
     }
-    ensure!(bare.logged().contains("its shim is taken over"), "no shim was ever found again");
+    ensure!(bare.logged().contains("adopted shim"), "no shim was ever found again");
     Ok(())
 }
 

@@ -222,11 +222,11 @@ async fn a_lost_wait_is_no_exit(harness: Arc<Harness>) -> Result<()> {
     harness.misbehave("Wait", "cut 2")?;
     let pod = harness.pod("waited").await?;
     let log = harness.node.layout().sandboxer_log();
-    until("asked again twice", SOON, async || {
+    until("the Wait is lost twice", SOON, async || {
         let text = fs::read_to_string(&log)?;
         let lines = text
             .lines()
-            .filter(|line| line.contains(pod.id()) && line.contains("asked again"))
+            .filter(|line| line.contains(pod.id()) && line.contains("lost Wait for pause"))
             .count();
         ensure!(lines == 2, "{lines} lines");
         Ok(())
@@ -300,10 +300,7 @@ async fn a_shim_that_refuses_to_kill_is_killed(harness: Arc<Harness>) -> Result<
     removed(&pod).await?;
     no_shim(&pod).await?;
     let log = fs::read_to_string(harness.node.layout().sandboxer_log())?;
-    ensure!(
-        log.contains("its shim refuses to kill the pause and is killed"),
-        "the log does not say so"
-    );
+    ensure!(log.contains("shim refuses to kill the pause; killing it"), "the log does not say so");
     Ok(())
 }
 

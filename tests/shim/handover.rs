@@ -461,8 +461,9 @@ async fn a_pod_that_is_removed_while_its_dead_shim_is_cleaned_up_leaves_nothing(
     until("not ready", SOON, async || not_ready(&pod).await).await?;
     removed(&pod).await?;
     let log = fs::read_to_string(harness.node.layout().sandboxer_log())?;
-    let failed =
-        log.lines().find(|line| line.contains(pod.id()) && line.contains("its containers: "));
+    let failed = log
+        .lines()
+        .find(|line| line.contains(pod.id()) && line.contains("failed to clean up container"));
     ensure!(failed.is_none(), "{failed:?}");
     Ok(())
 }

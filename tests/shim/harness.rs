@@ -48,7 +48,8 @@ impl Harness {
         let node = Node::start(Options {
             sandboxer: Some(env!("CARGO_BIN_EXE_pause-sandboxer").into()),
             sandboxer_config: format!(
-                "shims = {{ \"io.containerd.runc.v2\" = \"{}\" }}\nshim_env = [\"KIT_SHIM=set\"]\n{}",
+                "shims = {{ \"io.containerd.runc.v2\" = \"{}\" }}\n\
+                 shim_env = [\"KIT_SHIM=set\"]\n{}",
                 shim.display(),
                 kind.setting()
             ),
@@ -215,7 +216,11 @@ pub(crate) struct Case {
 
 macro_rules! cases {
     ($kind:expr => $($case:ident),* $(,)?) => {
-        vec![$(crate::harness::Case { name: stringify!($case), kind: $kind, run: |harness| Box::pin($case(harness)) }),*]
+        vec![$(crate::harness::Case {
+            name: stringify!($case),
+            kind: $kind,
+            run: |harness| Box::pin($case(harness)),
+        }),*]
     };
 }
 pub(crate) use cases;

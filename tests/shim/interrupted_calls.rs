@@ -68,8 +68,9 @@ async fn a_shim_that_dies_under_an_exec_and_a_stop_ends_both(harness: Arc<Harnes
     gone(&pod).await?;
     // Whoever has to reap the exec's process takes its time; what has ended is not waited for.
     let log = std::fs::read_to_string(harness.node.layout().sandboxer_log())?;
-    let failed =
-        log.lines().find(|line| line.contains(pod.id()) && line.contains("its containers: kill"));
+    let failed = log
+        .lines()
+        .find(|line| line.contains(pod.id()) && line.contains("failed to clean up container"));
     ensure!(failed.is_none(), "{failed:?}");
     Ok(())
 }

@@ -63,7 +63,7 @@ async fn a_stopped_pod_keeps_no_shim(harness: Arc<Harness>) -> Result<()> {
     let told = log.lines().find(|line| {
         line.contains(pod.id())
             && (line.contains(" error ")
-                || line.contains("its shim is killed")
+                || line.contains("killing shim")
                 || line.contains("too soon"))
     });
     ensure!(told.is_none(), "{told:?}");

@@ -14,13 +14,13 @@ pub fn names(cgroups: &str, id: &str) -> bool {
     lines(cgroups).any(|(_, path)| path.split('/').any(|part| is_named(part, id)))
 }
 
-/// Whether a process with this content of `/proc/PID/cgroup` is in the container's cgroup. `mount` is
-/// where the cgroup file systems are.
+/// Whether a process with this content of `/proc/PID/cgroup` is in the container's cgroup. `mount`
+/// is where the cgroup file systems are.
 ///
-/// A user who has a delegated cgroup can create others in it and give them any name. The kernel makes
-/// the user the owner of each directory that they can create others in, so a name counts only where
-/// root owns the directory that contains it. A hierarchy that is not mounted below `mount` has no
-/// owner to check; its name counts if no other hierarchy tells.
+/// A user who has a delegated cgroup can create others in it and give them any name. The kernel
+/// makes the user the owner of each directory that they can create others in, so a name counts only
+/// where root owns the directory that contains it. A hierarchy that is not mounted below `mount`
+/// has no owner to check; its name counts if no other hierarchy tells.
 pub fn holds(mount: &Path, cgroups: &str, id: &str) -> bool {
     if !names(cgroups, id) {
         return false;

@@ -3,11 +3,12 @@
 //!
 //! When the connection to a shim closes, CRI takes the containers for exited, with status 255, and
 //! containerd removes their bundles within milliseconds; but for a shim of version 3 in a sandbox
-//! nobody ends their processes. So a container is known by its bundle, while there is one, and by
-//! its processes: they are in the pod's namespaces and in a cgroup that is named by the container's
-//! id.
+//! it does not kill their processes. So a container is known by its bundle, while there is one, and
+//! by its processes: they are in the pod's namespaces and in a cgroup that is named by the
+//! container's id.
 
 pub mod cgroup;
+mod cleanup;
 mod origin;
 
 use std::collections::BTreeSet;
@@ -45,7 +46,7 @@ pub struct Container {
 ///
 /// # Errors
 /// The directory cannot be read; there is none: no containers.
-pub fn of(tasks: &Path, sandbox: &str) -> Result<Vec<Container>, Step> {
+pub fn of_sandbox(tasks: &Path, sandbox: &str) -> Result<Vec<Container>, Step> {
     let entries = match fs::read_dir(tasks) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         other => other.step_at("read directory", tasks)?,
@@ -85,14 +86,14 @@ const RUNC: &str = "/run/containerd/runc";
 
 /// The directory in which runtimes with runc's options keep the states of the containers of a
 /// namespace.
-pub fn root(options: Option<&Options>, namespace: &str) -> PathBuf {
+pub fn runtime_root(options: Option<&Options>, namespace: &str) -> PathBuf {
     let root = options.map(|options| options.root.as_str()).filter(|root| !root.is_empty());
     Path::new(root.unwrap_or(RUNC)).join(namespace)
 }
 
 /// The containers of `sandbox` of which the runtime has a state below `root`, and `tasks` no
 /// bundle; `sandbox` itself is none. A container's bundle is made before its state and removed
-/// after it, so these are known to nobody else: the call that was to delete them was cut off.
+/// after it, so only the runtime knows these: the call that was to delete them was cut off.
 ///
 /// # Errors
 /// The directory cannot be read; there is none: no containers.
@@ -138,7 +139,7 @@ fn is_ending(pid: u32) -> bool {
 /// The containers by whose ids the cgroups of a process are named, with the content of its
 /// `/proc/PID/cgroup`; none if it does not live. CRI names a container's cgroup by the container's
 /// id.
-fn living_of(pid: u32, containers: &[Container]) -> Vec<(&Container, String)> {
+fn living_in(pid: u32, containers: &[Container]) -> Vec<(&Container, String)> {
     let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
     let mut of: Vec<_> = containers
         .iter()
@@ -154,9 +155,9 @@ fn living_of(pid: u32, containers: &[Container]) -> Vec<(&Container, String)> {
 ///
 /// # Errors
 /// `/proc` cannot be read.
-pub fn alive(containers: &[Container]) -> Result<bool, Step> {
+pub fn any_alive(containers: &[Container]) -> Result<bool, Step> {
     Ok(!containers.is_empty()
-        && pids()?.into_iter().any(|pid| !living_of(pid, containers).is_empty()))
+        && pids()?.into_iter().any(|pid| !living_in(pid, containers).is_empty()))
 }
 
 /// Kills all processes of the containers. They are not our children, and one that the kernel keeps
@@ -170,12 +171,12 @@ pub fn kill(containers: &[Container]) -> Result<(), Step> {
         left = 0;
         let mut cgroups: BTreeSet<(String, String)> = BTreeSet::new();
         for pid in pids()? {
-            if living_of(pid, containers).is_empty() {
+            if living_in(pid, containers).is_empty() {
                 continue;
             }
             // Asked again when the process is held: the pid may have gone to another.
             let Some(process) = Held::open(pid)? else { continue };
-            let of = living_of(pid, containers);
+            let of = living_in(pid, containers);
             if of.is_empty() {
                 continue;
             }
@@ -192,7 +193,7 @@ pub fn kill(containers: &[Container]) -> Result<(), Step> {
         }
         thread::sleep(PAUSE);
     }
-    let reason = format!("{left} processes do not end, or others come again and again");
+    let reason = format!("{left} processes keep running or appearing after repeated SIGKILL");
     Err(Step::new("kill containers", io::Error::other(reason)))
 }
 
@@ -234,7 +235,7 @@ pub fn inside(
         if !is_inside(pid) {
             continue;
         }
-        match judge(&cgroups, tasks, root, sandbox) {
+        match classify(&cgroups, tasks, root, sandbox) {
             Inmate::Own(container) if !found.containers.contains(&container) => {
                 found.containers.push(container)
             }
@@ -257,22 +258,22 @@ enum Inmate {
 }
 
 /// Who a process in pod `sandbox` is, by the content of its `/proc/PID/cgroup`.
-fn judge(cgroups: &str, tasks: &Path, root: &Path, sandbox: &str) -> Inmate {
+fn classify(cgroups: &str, tasks: &Path, root: &Path, sandbox: &str) -> Inmate {
     let ids: Vec<&str> = cgroup::containers(cgroups).collect();
     if ids.is_empty() || ids.contains(&sandbox) {
         return Inmate::Other;
     }
-    let mut judged = Inmate::Unknown;
+    let mut class = Inmate::Unknown;
     for id in ids {
-        match origin::of(tasks, root, id, sandbox) {
+        match origin::of_container(tasks, root, id, sandbox) {
             Origin::Own => {
                 return Inmate::Own(Container { bundle: tasks.join(id), id: id.to_owned() });
             }
-            Origin::Foreign => judged = Inmate::Other,
+            Origin::Foreign => class = Inmate::Other,
             Origin::Unknown => {}
         }
     }
-    judged
+    class
 }
 
 fn inode((kind, file): &Namespace) -> Option<(&'static str, u64)> {
@@ -318,17 +319,17 @@ mod tests {
             fs::create_dir_all(tasks.join(id)).unwrap();
             fs::write(tasks.join(id).join(SANDBOX), sandbox).unwrap();
         }
-        let judged = |cgroups: String| judge(&cgroups, &tasks, &root, &pod);
+        let class = |cgroups: String| classify(&cgroups, &tasks, &root, &pod);
         let container = Container { bundle: tasks.join(&own), id: own.clone() };
-        assert_eq!(judged(format!("0::/kubepods/pod1/{own}")), Inmate::Own(container.clone()));
+        assert_eq!(class(format!("0::/kubepods/pod1/{own}")), Inmate::Own(container.clone()));
         // A container may make cgroups inside its own, and name them as it likes.
-        assert_eq!(judged(format!("0::/kubepods/pod1/{own}/{unknown}")), Inmate::Own(container));
-        assert_eq!(judged(format!("0::/kubepods/pod1/{foreign}")), Inmate::Other);
-        assert_eq!(judged(format!("0::/kubepods/pod1/{foreign}/{unknown}")), Inmate::Other);
-        assert_eq!(judged(format!("0::/docker/{unknown}")), Inmate::Unknown);
+        assert_eq!(class(format!("0::/kubepods/pod1/{own}/{unknown}")), Inmate::Own(container));
+        assert_eq!(class(format!("0::/kubepods/pod1/{foreign}")), Inmate::Other);
+        assert_eq!(class(format!("0::/kubepods/pod1/{foreign}/{unknown}")), Inmate::Other);
+        assert_eq!(class(format!("0::/docker/{unknown}")), Inmate::Unknown);
         // The pause itself, and who is in no container.
-        assert_eq!(judged(format!("0::/kubepods/pod1/{pod}")), Inmate::Other);
-        assert_eq!(judged("0::/user.slice/session-3.scope".to_owned()), Inmate::Other);
+        assert_eq!(class(format!("0::/kubepods/pod1/{pod}")), Inmate::Other);
+        assert_eq!(class("0::/user.slice/session-3.scope".to_owned()), Inmate::Other);
     }
 
     #[test]
@@ -348,9 +349,9 @@ mod tests {
             fs::write(tasks.path().join(id).join(SANDBOX), sandbox).unwrap();
         }
         fs::create_dir(tasks.path().join("d")).unwrap();
-        let found = of(tasks.path(), "pod").unwrap();
+        let found = of_sandbox(tasks.path(), "pod").unwrap();
         assert_eq!(found, [Container { id: "a".to_owned(), bundle: tasks.path().join("a") }]);
-        assert_eq!(of(&tasks.path().join("none"), "pod").unwrap(), []);
+        assert_eq!(of_sandbox(&tasks.path().join("none"), "pod").unwrap(), []);
     }
 
     #[test]
@@ -386,11 +387,11 @@ mod tests {
     #[test]
     fn the_root_is_that_of_the_options_or_the_shims_own() {
         let options = Options { root: "/r".to_owned(), ..Default::default() };
-        assert_eq!(root(Some(&options), "k8s.io"), Path::new("/r/k8s.io"));
+        assert_eq!(runtime_root(Some(&options), "k8s.io"), Path::new("/r/k8s.io"));
         assert_eq!(
-            root(Some(&Options::default()), "k8s.io"),
+            runtime_root(Some(&Options::default()), "k8s.io"),
             Path::new("/run/containerd/runc/k8s.io")
         );
-        assert_eq!(root(None, "k8s.io"), Path::new("/run/containerd/runc/k8s.io"));
+        assert_eq!(runtime_root(None, "k8s.io"), Path::new("/run/containerd/runc/k8s.io"));
     }
 }

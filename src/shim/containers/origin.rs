@@ -35,7 +35,7 @@ pub enum Origin {
 
 /// Whose container `id` is, asked for `sandbox`: by its bundle below `tasks`, or else by the
 /// runtime's state of it below `root`.
-pub fn of(tasks: &Path, root: &Path, id: &str, sandbox: &str) -> Origin {
+pub fn of_container(tasks: &Path, root: &Path, id: &str, sandbox: &str) -> Origin {
     match of_bundle(&tasks.join(id), sandbox) {
         Origin::Unknown => {
             let named = Named::of_state(&root.join(id));
@@ -157,7 +157,7 @@ mod tests {
             ("mentions", Origin::Foreign),
             ("none", Origin::Unknown),
         ] {
-            assert_eq!(of(&tasks, &root, id, "pod"), expected, "{id}");
+            assert_eq!(of_container(&tasks, &root, id, "pod"), expected, "{id}");
         }
         assert!(
             state_names(&root.join("crun"), "pod") && !state_names(&root.join("others"), "pod")

@@ -5,10 +5,11 @@ use std::process::{Child, Command};
 
 use super::*;
 use crate::process::held::Namespace;
+use crate::shim::bundle::Recorded;
 use crate::shim::{Endpoint, Owner, Settings, Shims};
 
 /// The endpoint of a sandbox below `dir`, and what all share.
-fn endpoint(dir: &Path) -> (Arc<Shims>, Arc<Handover>) {
+fn make_endpoint(dir: &Path) -> (Arc<Shims>, Arc<Handover>) {
     let settings = Settings {
         containerd_address: dir.join("containerd.sock"),
         containerd_namespace: "k8s.io".to_owned(),
@@ -21,13 +22,13 @@ fn endpoint(dir: &Path) -> (Arc<Shims>, Arc<Handover>) {
         environment: Default::default(),
     };
     let shims = Arc::new(Shims::new(settings).unwrap());
-    let Endpoint::Handover(owned) =
+    let Endpoint::Handover(endpoint) =
         shims.endpoint(Owner::Sandboxer, &"pod".into(), &Arc::default())
     else {
         unreachable!("its owner is the sandboxer")
     };
     std::fs::create_dir(dir.join("pod")).unwrap();
-    (shims, owned)
+    (shims, endpoint)
 }
 
 struct NoPod;
@@ -41,116 +42,116 @@ impl Pod for NoPod {
         true
     }
 
-    fn bereaved(&self) {}
+    fn fail(&self) {}
 }
 
-fn next(owned: &Arc<Handover>) -> Next {
+fn next(endpoint: &Arc<Handover>) -> Next {
     let pod: Arc<dyn Pod> = Arc::new(NoPod);
-    owned.next(&pod)
+    endpoint.next(&pod)
 }
 
 /// A process that is on record as the shim.
-fn recorded(shims: &Shims, owned: &Handover) -> Child {
+fn recorded(shims: &Shims, endpoint: &Handover) -> Child {
     let child = Command::new("sleep").arg("1000").spawn().unwrap();
     let identity = shims.launcher.open(child.id()).unwrap().unwrap().identity().clone();
-    owned.shim.bundle().make("pod", true).unwrap();
-    owned.shim.bundle().record(Some(&Recorded::Running { identity })).unwrap();
+    endpoint.shim.bundle().make("pod", true).unwrap();
+    endpoint.shim.bundle().record(Some(&Recorded::Running { identity })).unwrap();
     child
 }
 
 #[tokio::test]
-async fn nobody_listens_behind_the_end() {
+async fn an_ended_endpoint_does_not_listen_again() {
     let dir = tempfile::tempdir().unwrap();
-    let (_shims, owned) = endpoint(dir.path());
-    owned.listen().await.unwrap();
-    assert!(owned.socket().exists());
-    owned.end().await.unwrap();
-    owned.listen().await.unwrap();
-    owned.recover().await;
-    assert!(!owned.socket().exists());
+    let (_shims, endpoint) = make_endpoint(dir.path());
+    endpoint.listen().await.unwrap();
+    assert!(endpoint.socket().exists());
+    endpoint.end().await.unwrap();
+    endpoint.listen().await.unwrap();
+    endpoint.recover().await;
+    assert!(!endpoint.socket().exists());
 }
 
 #[tokio::test]
-async fn the_end_looks_for_the_shim_that_is_on_record() {
+async fn the_end_kills_the_recorded_shim() {
     let dir = tempfile::tempdir().unwrap();
-    let (shims, owned) = endpoint(dir.path());
-    let mut child = recorded(&shims, &owned);
-    owned.end().await.unwrap();
+    let (shims, endpoint) = make_endpoint(dir.path());
+    let mut child = recorded(&shims, &endpoint);
+    endpoint.end().await.unwrap();
     // Its end was seen, which takes a child away.
     assert!(child.try_wait().is_err(), "the shim lives");
-    assert!(!owned.shim.bundle().dir().exists());
+    assert!(!endpoint.shim.bundle().dir().exists());
 }
 
 #[tokio::test]
-async fn what_cannot_be_told_is_looked_for_again() {
+async fn an_unreadable_record_is_read_again() {
     let dir = tempfile::tempdir().unwrap();
-    let (shims, owned) = endpoint(dir.path());
-    let mut child = recorded(&shims, &owned);
+    let (shims, endpoint) = make_endpoint(dir.path());
+    let mut child = recorded(&shims, &endpoint);
     let (record, aside) = (dir.path().join("pod/shim/shim.json"), dir.path().join("aside"));
     fs::rename(&record, &aside).unwrap();
     fs::create_dir(&record).unwrap();
-    owned.recover().await;
-    assert!(matches!(next(&owned), Next::Recover));
-    assert!(!owned.socket().exists(), "it listens, though a shim may serve");
+    endpoint.recover().await;
+    assert!(matches!(next(&endpoint), Next::Recover));
+    assert!(!endpoint.socket().exists(), "it listens, though a shim may serve");
     fs::remove_dir(&record).unwrap();
     fs::rename(&aside, &record).unwrap();
-    owned.try_recover().await.unwrap();
-    assert!(matches!(next(&owned), Next::Watch(shim) if shim.identity().pid == child.id()));
-    owned.end().await.unwrap();
+    endpoint.try_recover().await.unwrap();
+    assert!(matches!(next(&endpoint), Next::Watch(shim) if shim.identity().pid == child.id()));
+    endpoint.end().await.unwrap();
     // Its end was seen, which takes a child away.
     assert!(child.try_wait().is_err(), "the shim lives");
 }
 
 #[tokio::test]
-async fn an_idle_endpoint_rests_until_somebody_wants_something() {
+async fn an_idle_endpoint_has_no_task() {
     let dir = tempfile::tempdir().unwrap();
-    let (_shims, owned) = endpoint(dir.path());
+    let (_shims, endpoint) = make_endpoint(dir.path());
     let pod: Arc<dyn Pod> = Arc::new(NoPod);
-    owned.serve(pod.clone());
-    assert!(owned.now().rest.as_ref().is_some_and(|rest| rest.called.is_none()));
-    owned.listen().await.unwrap();
-    assert!(owned.now().rest.as_ref().is_some_and(|rest| rest.called.is_some()));
+    endpoint.serve(pod.clone());
+    assert!(endpoint.state().idle.as_ref().is_some_and(|idle| idle._called.is_none()));
+    endpoint.listen().await.unwrap();
+    assert!(endpoint.state().idle.as_ref().is_some_and(|idle| idle._called.is_some()));
     // Held by this test and by the rest, and by no task.
     assert_eq!(Arc::strong_count(&pod), 2);
-    owned.prepare();
-    assert!(owned.now().rest.is_none());
-    owned.end().await.unwrap();
+    endpoint.prepare();
+    assert!(endpoint.state().idle.is_none());
+    endpoint.end().await.unwrap();
     while Arc::strong_count(&pod) > 1 {
         tokio::task::yield_now().await;
     }
-    assert!(owned.now().rest.is_none(), "an endpoint that has ended holds its pod");
+    assert!(endpoint.state().idle.is_none(), "an endpoint that has ended holds its pod");
 }
 
 #[tokio::test]
-async fn a_call_ends_the_rest() {
+async fn a_call_wakes_an_idle_endpoint() {
     let dir = tempfile::tempdir().unwrap();
-    let (_shims, owned) = endpoint(dir.path());
-    owned.listen().await.unwrap();
-    owned.serve(Arc::new(NoPod));
-    let _called = std::os::unix::net::UnixStream::connect(owned.socket()).unwrap();
-    while owned.now().rest.is_some() {
+    let (_shims, endpoint) = make_endpoint(dir.path());
+    endpoint.listen().await.unwrap();
+    endpoint.serve(Arc::new(NoPod));
+    let _called = std::os::unix::net::UnixStream::connect(endpoint.socket()).unwrap();
+    while endpoint.state().idle.is_some() {
         tokio::task::yield_now().await;
     }
-    owned.end().await.unwrap();
+    endpoint.end().await.unwrap();
 }
 
 #[tokio::test]
-async fn a_pod_that_lost_its_shim_hears_of_it_though_no_more_can_be_told() {
+async fn a_recorded_death_fails_the_sandbox_whatever_else_is_unknown() {
     let dir = tempfile::tempdir().unwrap();
-    let (_shims, owned) = endpoint(dir.path());
-    owned.shim.bundle().make("pod", true).unwrap();
-    owned.shim.bundle().record_death("on order").unwrap();
+    let (_shims, endpoint) = make_endpoint(dir.path());
+    endpoint.shim.bundle().make("pod", true).unwrap();
+    endpoint.shim.bundle().record_death("on order").unwrap();
     fs::create_dir(dir.path().join("pod/shim/shim.json")).unwrap();
-    owned.recover().await;
-    assert!(matches!(next(&owned), Next::Bereaved));
-    assert!(matches!(next(&owned), Next::Recover));
+    endpoint.recover().await;
+    assert!(matches!(next(&endpoint), Next::FailSandbox));
+    assert!(matches!(next(&endpoint), Next::Recover));
 }
 
 /// A shim that hangs up on a caller of Shutdown, and ends a moment later.
 #[tokio::test]
 async fn a_shim_that_hangs_up_is_not_killed() {
     let dir = tempfile::tempdir().unwrap();
-    let (shims, owned) = endpoint(dir.path());
+    let (shims, endpoint) = make_endpoint(dir.path());
     let socket = dir.path().join("shim.sock");
     let listener = tokio::net::UnixListener::bind(&socket).unwrap();
     let mut command = Command::new("sh");
@@ -162,7 +163,7 @@ async fn a_shim_that_hangs_up_is_not_killed() {
         drop(listener.accept().await.unwrap());
         drop(told);
     });
-    owned.shim.end_shim(&shim, Some(&socket)).await.unwrap();
+    endpoint.shim.end_process(&*shim, Some(&socket)).await.unwrap();
     assert_eq!(shim.exited().await.status, 5);
     hangs_up.await.unwrap();
     // Its end was seen, which takes a child away.
@@ -185,15 +186,15 @@ impl Pod for Unseen {
         true
     }
 
-    fn bereaved(&self) {}
+    fn fail(&self) {}
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_shim_has_left_is_looked_for_again() {
+async fn a_search_for_remaining_containers_is_retried() {
     let dir = tempfile::tempdir().unwrap();
-    let (_shims, owned) = endpoint(dir.path());
+    let (_shims, endpoint) = make_endpoint(dir.path());
     let pod = Arc::new(Unseen::default());
     let exit = Exit { status: 0, at: std::time::SystemTime::now() };
-    owned.after(exit, &(pod.clone() as Arc<dyn Pod>)).await;
+    endpoint.handle_exit(exit, &(pod.clone() as Arc<dyn Pod>)).await;
     assert_eq!(pod.0.load(std::sync::atomic::Ordering::Relaxed), 3);
 }

@@ -1,0 +1,251 @@
+//! What follows from a shim's exit: an empty shim may exit; containers that it served are lost, and
+//! the sandbox fails with them. Either way no process and no state of theirs is to stay.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::sleep;
+
+use super::{Container, Inside};
+use crate::error::Step;
+use crate::process::held::Held;
+use crate::process::{Exit, UNKNOWN_EXIT};
+use crate::shim::pod_shim::{AGAIN, PodShim};
+use crate::shim::{Pod, command, containers};
+
+/// Between two attempts to find what an exited shim has left.
+const SEARCHES: [Duration; 6] =
+    [AGAIN, AGAIN, AGAIN, AGAIN, Duration::from_secs(5), Duration::from_secs(10)];
+
+/// What an exited shim has left.
+pub(in crate::shim) struct Left {
+    /// Containers that are lost with it: the sandbox fails.
+    lost: Vec<Container>,
+    /// Containers that only the runtime still has a state of.
+    forgotten: Vec<Container>,
+    /// Processes in the pod's namespaces whose containers are unknown: killed with the sandbox, and
+    /// no reason to fail it.
+    unknown: Vec<Held>,
+}
+
+impl PodShim {
+    /// Handles the exit of a shim that has served, and tries again if it is unknown what the shim
+    /// has left. Stops when the endpoint `has_ended`, which cleans up itself. No shim is launched
+    /// before it returns.
+    pub(in crate::shim) async fn handle_shim_exit(
+        self: &Arc<Self>,
+        exit: Exit,
+        pod: &Arc<dyn Pod>,
+        has_ended: impl Fn() -> bool,
+    ) {
+        let mut searches = SEARCHES.into_iter();
+        loop {
+            let failed = {
+                let _cleaning = self.cleaning().lock().await;
+                if has_ended() {
+                    return;
+                }
+                self.try_handle_shim_exit(exit, pod).await
+            };
+            let Err(step) = failed else { return };
+            let Some(pause) = searches.next() else {
+                return log::error!(sandbox = self.id();
+                    "shim exited; cannot determine remaining containers: {step}");
+            };
+            log::warn!(sandbox = self.id();
+                "shim exited; cannot determine remaining containers, retrying: {step}");
+            sleep(pause).await;
+        }
+    }
+
+    /// # Errors
+    /// What is left cannot be seen. Nothing was done.
+    async fn try_handle_shim_exit(
+        self: &Arc<Self>,
+        exit: Exit,
+        pod: &Arc<dyn Pod>,
+    ) -> Result<(), Step> {
+        let searched = pod.clone();
+        let Left { lost, forgotten, unknown } =
+            self.blocking(move |shim| shim.find_left(exit, &*searched)).await.flatten()?;
+        if !lost.is_empty() {
+            let left = [lost, forgotten].concat();
+            let names: Vec<&str> = left.iter().map(|container| container.id.as_str()).collect();
+            let (status, names) = (exit.status, names.join(", "));
+            let reason =
+                format!("the shim exited with status {status} and left containers: {names}");
+            self.fail_sandbox(reason, pod).await;
+            self.kill_unknown(&unknown);
+            self.clean_up_and_log(left).await;
+            return Ok(());
+        }
+        if exited_well(exit) {
+            log::debug!(sandbox = self.id(), status = exit.status; "empty shim exited");
+        } else {
+            log::warn!(sandbox = self.id(), status = exit.status; "empty shim exited");
+            self.kill_unknown(&unknown);
+        }
+        self.clean_up_and_log(forgotten).await;
+        Ok(())
+    }
+
+    /// Handles the exit of a shim that ran the pause: the sandbox fails with it, and so do all
+    /// containers. `left` is from [`PodShim::find_all`].
+    pub(in crate::shim) async fn handle_shim_exit_with_pause(
+        self: &Arc<Self>,
+        left: Result<Left, Step>,
+        exit: Exit,
+        pod: &Arc<dyn Pod>,
+    ) {
+        let reason = format!("the shim, which ran the pause, exited with status {}", exit.status);
+        self.fail_sandbox(reason, pod).await;
+        match left {
+            Ok(left) => {
+                self.kill_unknown(&left.unknown);
+                self.clean_up_and_log(left.lost).await;
+            }
+            Err(step) => log::error!(sandbox = self.id();
+                "shim exited; cannot determine remaining containers: {step}"),
+        }
+    }
+
+    /// Records the reason and fails the sandbox.
+    async fn fail_sandbox(self: &Arc<Self>, reason: String, pod: &Arc<dyn Pod>) {
+        log::error!(sandbox = self.id(); "sandbox failed: {reason}");
+        let recorded = self.blocking(move |shim| shim.bundle().record_death(&reason)).await;
+        if let Err(step) = recorded.flatten() {
+            log::error!(sandbox = self.id(); "failed to record why the sandbox failed: {step}");
+        }
+        pod.fail();
+    }
+
+    /// Kills processes in the pod that the shim may have left: only them, as their containers may
+    /// be another pod's or no pod's.
+    fn kill_unknown(&self, unknown: &[Held]) {
+        for process in unknown {
+            if let Err(step) = process.kill() {
+                log::error!(sandbox = self.id(), pid = process.pid();
+                    "failed to kill process in the pod after shim exit: {step}");
+            }
+        }
+    }
+
+    async fn clean_up_and_log(self: &Arc<Self>, left: Vec<Container>) {
+        for step in self.clean_up(left).await {
+            log::error!(sandbox = self.id();
+                "failed to clean up container after shim exit: {step}");
+        }
+    }
+
+    /// What an exited shim has left. Blocks.
+    fn find_left(&self, exit: Exit, pod: &dyn Pod) -> Result<Left, Step> {
+        let Inside { containers: mut lost, unknown } = self.find_inside(pod)?;
+        // In this order: a bundle that is removed between the two is forgotten.
+        let bundles = containers::of_sandbox(&self.settings().tasks(), self.id())?;
+        let mut forgotten = self.find_forgotten()?;
+        forgotten.retain(|container| !lost.contains(container) && !bundles.contains(container));
+        // A shim that exited well may leave a bundle of a container that is being removed, or
+        // created for the next shim. Where its status is unknown, the containers' processes must
+        // tell.
+        let without: Vec<Container> = bundles.iter().chain(&forgotten).cloned().collect();
+        if !exited_well(exit) || containers::any_alive(&without)? {
+            extend_with_new(&mut lost, bundles);
+            lost.append(&mut forgotten);
+        }
+        Ok(Left { lost, forgotten, unknown })
+    }
+
+    /// All containers of the pod: those with processes in its namespaces, with a bundle, or with a
+    /// state of the runtime's. To be called while the pause still has its namespaces: containerd
+    /// removes the bundles of containers that it takes for dead.
+    pub(in crate::shim) async fn find_all(
+        self: &Arc<Self>,
+        pod: &Arc<dyn Pod>,
+    ) -> Result<Left, Step> {
+        let searched = pod.clone();
+        let find = move |shim: &Self| {
+            let Inside { containers: mut lost, unknown } = shim.find_inside(&*searched)?;
+            extend_with_new(&mut lost, shim.find_known()?);
+            Ok(Left { lost, forgotten: Vec::new(), unknown })
+        };
+        self.blocking(find).await.flatten()
+    }
+
+    /// What has processes in the pod's own namespaces.
+    fn find_inside(&self, pod: &dyn Pod) -> Result<Inside, Step> {
+        let tasks = self.settings().tasks();
+        containers::inside(&pod.namespaces()?, &tasks, &self.runtime_states()?, self.id())
+    }
+
+    /// Where the runtime keeps the states of its containers.
+    fn runtime_states(&self) -> Result<PathBuf, Step> {
+        let options = self.runtime().runc_options()?;
+        Ok(containers::runtime_root(options.as_ref(), &self.settings().containerd_namespace))
+    }
+
+    /// Containers of which the runtime has a state, and containerd no bundle: their deletion was
+    /// cut off.
+    fn find_forgotten(&self) -> Result<Vec<Container>, Step> {
+        containers::forgotten(&self.runtime_states()?, &self.settings().tasks(), self.id())
+    }
+
+    /// The containers that have a bundle, or only a state of the runtime's.
+    fn find_known(&self) -> Result<Vec<Container>, Step> {
+        // In this order: a bundle that is removed between the two is forgotten.
+        let mut known = containers::of_sandbox(&self.settings().tasks(), self.id())?;
+        extend_with_new(&mut known, self.find_forgotten()?);
+        Ok(known)
+    }
+
+    /// Neither containerd nor the runtime has a container of the pod. Blocks.
+    ///
+    /// # Errors
+    /// It cannot be seen.
+    pub(in crate::shim) fn is_empty(&self) -> Result<bool, Step> {
+        Ok(containers::none(&self.settings().tasks(), self.id())?
+            && self.find_forgotten()?.is_empty())
+    }
+
+    /// Kills the containers of an exited shim and has the shim's program delete them.
+    async fn clean_up(self: &Arc<Self>, left: Vec<Container>) -> Vec<Step> {
+        if left.is_empty() {
+            return Vec::new();
+        }
+        let killed = left.clone();
+        let killed = self.blocking(move |_| containers::kill(&killed)).await.flatten();
+        let mut failed = Vec::from_iter(killed.err());
+        for container in &left {
+            failed.extend(self.delete_container(&container.id).await.err());
+        }
+        failed
+    }
+
+    async fn delete_container(&self, id: &str) -> Result<(), Step> {
+        let options = self.runtime().runc_options().ok().flatten();
+        let bundle = self.bundle().last(id, options.as_ref())?;
+        command::delete(self.settings(), &self.binary()?, id, &bundle).await
+    }
+
+    /// Cleans up all containers of the pod, whose shim has exited.
+    ///
+    /// # Errors
+    /// The first step that failed.
+    pub(in crate::shim) async fn clean_up_all(self: &Arc<Self>) -> Result<(), Step> {
+        let known = self.blocking(Self::find_known).await.flatten()?;
+        self.clean_up(known).await.into_iter().next().map_or(Ok(()), Err)
+    }
+}
+
+/// Its containers were gone, as far as its status says.
+fn exited_well(exit: Exit) -> bool {
+    matches!(exit.status, 0 | UNKNOWN_EXIT)
+}
+
+fn extend_with_new(all: &mut Vec<Container>, others: Vec<Container>) {
+    for container in others {
+        if !all.contains(&container) {
+            all.push(container);
+        }
+    }
+}
