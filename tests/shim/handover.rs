@@ -334,7 +334,7 @@ async fn a_shim_that_does_not_come_is_an_error(harness: Arc<Harness>) -> Result<
     }
     let log = fs::read_to_string(harness.node.layout().sandboxer_log())?;
     for expected in
-        ["cannot go on", "ended with status 7", "did not answer", "the next are dropped"]
+        ["cannot go on", "exited with status 7", "did not answer", "the next are dropped"]
     {
         ensure!(log.contains(expected), "the log does not say {expected:?}");
     }
