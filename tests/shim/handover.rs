@@ -26,7 +26,6 @@ pub(crate) fn cases() -> Vec<Case> {
         an_empty_shim_that_ends_is_followed_by_another,
         a_shim_that_dies_with_containers_ends_the_pod,
         the_end_of_a_shim_touches_no_container_of_another_pod,
-        processes_that_do_not_end_cost_the_daemon_nothing,
         a_shim_that_does_not_come_is_an_error,
         a_killed_daemon_finds_the_shim_again,
         a_restarted_daemon_keeps_the_socket_that_its_shim_has,
@@ -218,105 +217,6 @@ async fn the_end_of_a_shim_touches_no_container_of_another_pod(
     ensure!(foreign.sh("echo lives").await?.trim() == "lives", "the foreign container was touched");
     drop((agent, unknown));
     removed(&other).await
-}
-
-/// The freezer's directory of a cgroup of version 1 that a process is in.
-fn freezer(pid: u32) -> Result<PathBuf> {
-    let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).context("cgroups")?;
-    let path = cgroups
-        .lines()
-        .find_map(|line| line.split_once(":freezer:"))
-        .context("no freezer of version 1")?
-        .1;
-    Ok(Path::new("/sys/fs/cgroup/freezer").join(path.trim_start_matches('/')))
-}
-
-/// A frozen cgroup, until it is dropped.
-struct Frozen(PathBuf);
-
-impl Frozen {
-    async fn new(dir: PathBuf) -> Result<Self> {
-        let state = dir.join("freezer.state");
-        fs::write(&state, "FROZEN").with_context(|| state.display().to_string())?;
-        let frozen = Self(state);
-        until("frozen", SOON, async || {
-            ensure!(fs::read_to_string(&frozen.0)?.trim() == "FROZEN", "not yet");
-            Ok(())
-        })
-        .await?;
-        Ok(frozen)
-    }
-}
-
-impl Drop for Frozen {
-    fn drop(&mut self) {
-        let _ = fs::write(&self.0, "THAWED");
-    }
-}
-
-/// Descriptors of processes and threads that the daemon has.
-fn kept(daemon: u32) -> Result<(usize, usize)> {
-    let links = fs::read_dir(format!("/proc/{daemon}/fd"))?
-        .flatten()
-        .filter_map(|fd| fs::read_link(fd.path()).ok());
-    let pidfds = links.filter(|link| link.to_string_lossy().contains("pidfd")).count();
-    Ok((pidfds, fs::read_dir(format!("/proc/{daemon}/task"))?.count()))
-}
-
-async fn processes_that_do_not_end_cost_the_daemon_nothing(harness: Arc<Harness>) -> Result<()> {
-    const MANY: &str =
-        "for n in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do sleep 1000 & done; wait";
-    let daemon = harness.node.sandboxer_pid()?;
-    // Frozen by another program, as by a pause of the container: thawed, as a frozen process does
-    // not die.
-    let pod = harness.pod("paused").await?;
-    let container = pod.run(ContainerSpec::sh("a", MANY)).await?;
-    let dir = freezer(inside(container.id())?.first().context("no process")?.pid)?;
-    let frozen = Frozen::new(dir.clone()).await?;
-    signal(one_shim(&pod).await?.pid, Signal::SIGKILL)?;
-    until("not ready", SOON, async || not_ready(&pod).await).await?;
-    until("no process of the container", SOON, async || none(&inside(container.id())?)).await?;
-    drop(frozen);
-    removed(&pod).await?;
-    // Frozen where the daemon has no say, they do not die, as in a system call that does not
-    // return.
-    let pod = harness.pod("stuck").await?;
-    let container = pod.run(ContainerSpec::sh("a", MANY)).await?;
-    until("all of its processes", SOON, async || {
-        ensure!(inside(container.id())?.len() > 20, "not yet");
-        Ok(())
-    })
-    .await?;
-    let held = freezer(std::process::id())?.join(format!("held-{}", std::process::id()));
-    let inner = held.join(container.id());
-    fs::create_dir_all(&inner).context("make a cgroup")?;
-    for process in inside(container.id())? {
-        fs::write(inner.join("cgroup.procs"), process.pid.to_string()).context("move a process")?;
-    }
-    let frozen = Frozen::new(held.clone()).await?;
-    let before = kept(daemon)?;
-    signal(one_shim(&pod).await?.pid, Signal::SIGKILL)?;
-    until("not ready", SOON, async || not_ready(&pod).await).await?;
-    for _ in 0..2 {
-        ensure!(
-            harness.node.sandboxer().shutdown(pod.id()).await.is_err(),
-            "it is gone, and its processes are not"
-        );
-        ensure!(inside(container.id())?.len() > 20, "its processes are gone");
-    }
-    let after = kept(daemon)?;
-    // One thread may wait in the kernel's stead; those that work on blocking calls come and go.
-    ensure!(
-        after.0 <= before.0 + 1 && after.1 <= before.1 + 8,
-        "pidfds and threads: {before:?}, then {after:?}"
-    );
-    drop(frozen);
-    until("no process of the container", SOON, async || none(&inside(container.id())?)).await?;
-    removed(&pod).await?;
-    for dir in [inner, held] {
-        fs::remove_dir(&dir).with_context(|| dir.display().to_string())?;
-    }
-    no_shim(&pod).await
 }
 
 async fn a_shim_that_does_not_come_is_an_error(harness: Arc<Harness>) -> Result<()> {

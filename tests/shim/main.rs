@@ -7,6 +7,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod driver;
+mod frozen;
 mod handover;
 mod harness;
 mod interrupted_calls;
@@ -72,6 +73,7 @@ fn main() -> ExitCode {
     let current = Arc::<Current>::default();
     let cases = [
         handover::cases(),
+        frozen::cases(),
         interrupted_calls::cases(),
         self_started::cases(),
         driver::cases(),
