@@ -10,8 +10,11 @@ use tokio::runtime::{Builder, Runtime};
 
 use crate::service::Fake;
 
-static RUNTIME: LazyLock<Runtime> =
-    LazyLock::new(|| Builder::new_current_thread().enable_all().build().expect("a runtime"));
+/// Its time passes when there is nothing else to do: no input takes as long as a call's deadline.
+static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| {
+    let builder = &mut Builder::new_current_thread();
+    builder.enable_all().start_paused(true).build().expect("a runtime")
+});
 
 /// Serves a connection on which a caller says `said`, and hangs up when `until` has of what is
 /// answered what it wants. It is ended when the connection is: a wait for something that does not

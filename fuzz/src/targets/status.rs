@@ -1,8 +1,10 @@
 //! What is reported of a sandbox by what came with it: the first byte says which part, the rest is
 //! the part.
 
+use std::sync::LazyLock;
+
 use pause_sandboxer::config::Config;
-use pause_sandboxer::podsandbox::fuzzing::{Blob, info};
+use pause_sandboxer::podsandbox::fuzzing::{Blob, Record, info};
 
 use super::{Seeds, record};
 
@@ -10,11 +12,17 @@ use super::{Seeds, record};
 const PARTS: [&str; 4] =
     ["metadata", "updated-resources", "containerd.runc.v1.Options", "runtimeoptions.v1.Options"];
 
-pub fn run(input: &[u8]) {
-    let Some((part, content)) = input.split_first() else { return };
+static CONFIG: LazyLock<Config> = LazyLock::new(Config::default);
+static RECORD: LazyLock<Record> = LazyLock::new(|| {
     let mut record = record::whole();
     record.netns_path = "/proc/self/ns/net".into();
     record.plan.netns = Some("/proc/self/ns/net".into());
+    record
+});
+
+pub fn run(input: &[u8]) {
+    let Some((part, content)) = input.split_first() else { return };
+    let mut record = RECORD.clone();
     let name = PARTS[usize::from(*part) % PARTS.len()];
     let blob = Blob { type_url: name.into(), value: content.into() };
     if name.contains('.') {
@@ -23,7 +31,7 @@ pub fn run(input: &[u8]) {
         record.info.extensions.insert(name.into(), blob);
     }
     let info =
-        info(&record, &Config::default()).expect("whatever is malformed, the rest is reported");
+        info(&record, &CONFIG).expect("whatever is malformed, the rest is reported");
     let text = info.get("info").expect("it is reported");
     let shown: serde_json::Value = serde_json::from_str(text).expect("it is JSON");
     assert_eq!(shown["pid"], 4711);
