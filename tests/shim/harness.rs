@@ -14,6 +14,9 @@ use kit::{ContainerSpec, Handler, Node, Options, Pod, PodSpec, until};
 /// What happens at once on an idle machine may take a while on a busy one.
 pub(crate) const SOON: Duration = Duration::from_secs(20);
 
+/// What shims get beside the daemon's own variables.
+pub(crate) const SHIM_ENV: &str = r#"shim_env = ["KIT_SHIM=set"]"#;
+
 /// Who starts the pods' shims.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -48,8 +51,7 @@ impl Harness {
         let node = Node::start(Options {
             sandboxer: Some(env!("CARGO_BIN_EXE_pause-sandboxer").into()),
             sandboxer_config: format!(
-                "shims = {{ \"io.containerd.runc.v2\" = \"{}\" }}\n\
-                 shim_env = [\"KIT_SHIM=set\"]\n{}",
+                "shims = {{ \"io.containerd.runc.v2\" = \"{}\" }}\n{SHIM_ENV}\n{}",
                 shim.display(),
                 kind.setting()
             ),

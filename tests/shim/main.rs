@@ -6,6 +6,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod cores;
 mod driver;
 mod frozen;
 mod handover;
@@ -74,6 +75,7 @@ fn main() -> ExitCode {
     let cases = [
         handover::cases(),
         frozen::cases(),
+        cores::cases(),
         interrupted_calls::cases(),
         self_started::cases(),
         driver::cases(),

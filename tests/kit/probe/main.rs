@@ -2,6 +2,7 @@
 //!
 //! - `pause`: waits for ever and reaps; the pause image of the built-in controller.
 //! - `shm-make KEY TEXT`, `shm-read KEY`, `shm-remove KEY`: a System V shared memory segment.
+//! - `core-domain PID`: the core scheduling domain of a process, 0 for that of all.
 //! - `serve PORT NAME`: answers every line of every connection with `NAME: LINE`.
 //! - `web PORT WORD...`: a web server that answers whatever it is asked for; its id is in
 //!   `/run/NAME.pid`, NAME being its program's, and the words are there to be seen in its arguments.
@@ -24,16 +25,19 @@ unsafe extern "C" {
     fn shmctl(id: c_int, command: c_int, buffer: *mut c_void) -> c_int;
     fn alarm(seconds: u32) -> u32;
     fn geteuid() -> u32;
+    fn prctl(option: c_int, ...) -> c_int;
     fn munmap(address: *mut c_void, length: usize) -> c_int;
 }
 
 const SIGCHLD: c_int = 17;
 const SIG_IGN: usize = 1;
+const PR_SCHED_CORE: c_int = 62;
+const PR_SCHED_CORE_GET: c_ulong = 0;
 const IPC_CREAT: c_int = 0o1000;
 const IPC_EXCL: c_int = 0o2000;
 const IPC_RMID: c_int = 0;
 const USAGE: &str = "usage: probe pause | shm-make KEY TEXT | shm-read KEY | shm-remove KEY | \
-                     serve PORT NAME | web PORT WORD... | euid";
+                     core-domain PID | serve PORT NAME | web PORT WORD... | euid";
 /// Size of every segment, bytes.
 const SEGMENT: usize = 4096;
 
@@ -47,6 +51,7 @@ fn main() -> ExitCode {
         ["shm-make", key, text] => parse(key).and_then(|key| shm_make(key, text)),
         ["shm-read", key] => parse(key).and_then(shm_read),
         ["shm-remove", key] => parse(key).and_then(shm_remove),
+        ["core-domain", pid] => parse(pid).and_then(core_domain),
         ["serve", port, name] => parse(port).and_then(|port: u16| serve(port, name)),
         ["web", port, ..] => parse(port).and_then(web),
         ["euid"] => euid(),
@@ -63,6 +68,19 @@ fn main() -> ExitCode {
 
 fn parse<T: std::str::FromStr>(word: &str) -> io::Result<T> {
     word.parse().map_err(|_| io::Error::other(format!("{word} is no number in range")))
+}
+
+fn core_domain(pid: c_ulong) -> io::Result<()> {
+    let mut cookie = 0_u64;
+    let scope_thread: c_ulong = 0;
+    // SAFETY: the last argument is the address of the word that the kernel writes.
+    let done =
+        unsafe { prctl(PR_SCHED_CORE, PR_SCHED_CORE_GET, pid, scope_thread, &raw mut cookie) };
+    if done < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    println!("{cookie}");
+    Ok(())
 }
 
 fn wait_for_ever() -> io::Result<()> {
