@@ -4,9 +4,9 @@
 use std::path::Path;
 use std::sync::LazyLock;
 
+use pause_sandboxer::cgroup;
 use pause_sandboxer::config::{CgroupDriver, Config};
 use pause_sandboxer::pause::{Namespace, Plan};
-use pause_sandboxer::cgroup;
 use pause_sandboxer::podsandbox::fuzzing::{Record, check, config_json, describe, resolv_conf};
 use pause_sandboxer::podsandbox::{CreateRequest, Error, Payload, SandboxInfo};
 use pause_sandboxer::protos::cri;

@@ -8,9 +8,9 @@ use std::time::{Duration, SystemTime};
 
 use pause_sandboxer::config::Config;
 use pause_sandboxer::error::Step;
-use pause_sandboxer::process::{Exit, Identity};
 use pause_sandboxer::pause::{IdMapping, Namespace, Plan, UserNamespace};
-use pause_sandboxer::podsandbox::fuzzing::{Record, Layout, Stage, Store, Unreadable, VERSION};
+use pause_sandboxer::podsandbox::fuzzing::{Layout, Record, Stage, Store, Unreadable, VERSION};
+use pause_sandboxer::process::{Exit, Identity};
 use pause_sandboxer::shim::Owner;
 
 use super::{Seeds, assert_told};

@@ -30,8 +30,7 @@ pub fn run(input: &[u8]) {
     } else {
         record.info.extensions.insert(name.into(), blob);
     }
-    let info =
-        info(&record, &CONFIG).expect("whatever is malformed, the rest is reported");
+    let info = info(&record, &CONFIG).expect("whatever is malformed, the rest is reported");
     let text = info.get("info").expect("it is reported");
     let shown: serde_json::Value = serde_json::from_str(text).expect("it is JSON");
     assert_eq!(shown["pid"], 4711);

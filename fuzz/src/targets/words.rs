@@ -1,7 +1,7 @@
 //! Short texts with a grammar of their own: the first byte says which, the rest is the text.
 
-use pause_sandboxer::config::Pattern;
 use pause_sandboxer::cgroup::slice;
+use pause_sandboxer::config::Pattern;
 use pause_sandboxer::podsandbox::check_id;
 use pause_sandboxer::trace::TraceId;
 
