@@ -8,8 +8,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use pause_sandboxer::error::StepError;
 use pause_sandboxer::podsandbox::{
-    CreateRequest, Error, Exit, Metric, SandboxSummary, Payload, Platform, SandboxInfo, StartResponse,
-    StatusReport,
+    CreateRequest, Error, Exit, Metric, Payload, Platform, SandboxInfo, SandboxSummary,
+    StartResponse, StatusReport,
 };
 use pause_sandboxer::wire::SandboxService;
 
@@ -39,7 +39,8 @@ impl Fake {
         asked.calls += 1;
         id.clone_into(&mut asked.id);
         drop(asked);
-        let step = |errno| StepError::at("mount", "/run/x/shm", io::Error::from_raw_os_error(errno));
+        let step =
+            |errno| StepError::at("mount", "/run/x/shm", io::Error::from_raw_os_error(errno));
         let (rpc, id) = ("start", id.to_owned());
         match id.as_bytes().first() {
             Some(b'1') => {
