@@ -20,7 +20,10 @@ pub use value::{
     Categories, CgroupDriver, DriverName, Drivers, LogFormat, Metrics, ShimOwner, Shims,
 };
 
-use value::{Input, Value};
+use toml::Spanned;
+use toml::de::DeValue;
+
+use value::Value;
 
 /// The config file that is read when none is named; it need not exist.
 pub const DEFAULT_FILE: &str = "/etc/pause-sandboxer/config.toml";
@@ -41,6 +44,9 @@ pub const SHIM_SOCKET_SUFFIX: usize = 43;
 /// Longest containerd identifier, bytes (containerd `pkg/identifiers`).
 const IDENTIFIER_MAX: usize = 76;
 
+/// How much of a wrong value an error shows, characters.
+const SHOWN_MAX: usize = 200;
+
 /// Where CRI keeps its pods' files below containerd's `root` and `state`. When containerd restarts
 /// it deletes what it does not know there.
 const CRI_PLUGIN_DIR: &str = "io.containerd.grpc.v1.cri";
@@ -54,7 +60,7 @@ pub struct Setting {
     pub meaning: &'static [&'static str],
     /// What values it takes.
     pub kind: &'static str,
-    set: fn(&mut Config, Input<'_>) -> Result<(), String>,
+    set: fn(&mut Config, Spanned<DeValue<'_>>) -> Result<(), String>,
     show: fn(&Config) -> String,
 }
 
@@ -98,8 +104,8 @@ macro_rules! settings {
             name: stringify!($name),
             meaning: &[$($meaning),+],
             kind: <$type as Value>::KIND,
-            set: |config, input| {
-                config.$name = <$type as Value>::read(input)?;
+            set: |config, value| {
+                config.$name = <$type as Value>::read(value)?;
                 Ok(())
             },
             show: |config| config.$name.to_toml(),
@@ -220,17 +226,49 @@ struct Gathered {
 }
 
 impl Gathered {
-    fn set(&mut self, name: &str, input: Input<'_>, origin: String) -> Result<(), Error> {
-        let error =
-            |reason| Error::Setting { origin: origin.clone(), name: name.to_owned(), reason };
-        let Some(setting) = Setting::named(name) else {
-            return Err(error(
-                "unknown setting (`pause-sandboxer config default` prints all)".to_owned(),
-            ));
-        };
-        (setting.set)(&mut self.config, input).map_err(error)?;
-        self.origins.push((setting.name, origin));
-        Ok(())
+    /// Sets what `value` says, which is written as `shown`.
+    fn set(
+        &mut self,
+        name: &str,
+        value: Spanned<DeValue<'_>>,
+        shown: &str,
+        origin: String,
+    ) -> Result<(), Error> {
+        let unknown = || "unknown setting (`pause-sandboxer config default` prints all)".to_owned();
+        let set = Setting::named(name).ok_or_else(unknown).and_then(|setting| {
+            let set = (setting.set)(&mut self.config, value);
+            set.map(|()| setting.name).map_err(|reason| match reason.as_str() {
+                "" => {
+                    let line = shown.lines().next().unwrap_or_default();
+                    let shown: String = line.chars().take(SHOWN_MAX).collect();
+                    format!("must be {}, is {shown}", setting.kind)
+                }
+                _ => reason,
+            })
+        });
+        match set {
+            Ok(name) => {
+                self.origins.push((name, origin));
+                Ok(())
+            }
+            Err(reason) => Err(Error::Setting { origin, name: name.to_owned(), reason }),
+        }
+    }
+
+    /// Sets what the text of a flag says: a TOML list or table, another TOML value that fits, or else
+    /// a string.
+    fn set_flag(&mut self, name: &str, text: &str) -> Result<(), Error> {
+        let origin = format!("flag --{}", name.replace('_', "-"));
+        let shown = format!("{text:?}");
+        if let Ok(value) = DeValue::parse(text) {
+            let whole = matches!(value.get_ref(), DeValue::Array(_) | DeValue::Table(_));
+            let set = self.set(name, value, &shown, origin.clone());
+            if whole || set.is_ok() {
+                return set;
+            }
+        }
+        let string = Spanned::new(0..text.len(), DeValue::String(text.into()));
+        self.set(name, string, &shown, origin)
     }
 
     fn checked(self) -> Result<Config, Error> {
@@ -274,7 +312,7 @@ impl Config {
         let mut gathered = Gathered { config: Self::default(), origins: Vec::new() };
         file::read(path, text, &mut gathered)?;
         for (name, text) in flags {
-            gathered.set(name, Input::Text(text), format!("flag --{}", name.replace('_', "-")))?;
+            gathered.set_flag(name, text)?;
         }
         gathered.checked()
     }

@@ -2,9 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use toml::de::DeValue;
-
-use super::value::{Input, Value, quoted};
+use super::value::{Strings, Value};
 
 /// Variables of the runtime-v2 protocol, which describe the node to a shim: the sandboxer alone
 /// sets them.
@@ -38,55 +36,36 @@ impl Variables {
         }
         Ok(())
     }
-
-    fn listed(value: &DeValue<'_>) -> Result<Self, String> {
-        let DeValue::Array(array) = value else {
-            return Err(Input::Toml(value).refused(Self::KIND));
-        };
-        let mut variables = Self::default();
-        for one in array {
-            match one.get_ref() {
-                DeValue::String(text) => variables.add(text)?,
-                other => return Err(Input::Toml(other).refused("a string")),
-            }
-        }
-        Ok(variables)
-    }
 }
 
 impl Value for Variables {
     const KIND: &'static str = "a list of NAME=value";
+    type Form = Strings;
 
-    fn read(input: Input<'_>) -> Result<Self, String> {
-        match input {
-            Input::Toml(value) => Self::listed(value),
-            Input::Text(text) if text.starts_with('[') => {
-                let parsed = DeValue::parse(text)
-                    .map_err(|e| format!("must be {}: {}", Self::KIND, e.message()))?;
-                Self::listed(parsed.get_ref())
-            }
-            Input::Text("") => Ok(Self::default()),
-            // One, as it is: its value may have commas.
-            Input::Text(text) => {
-                let mut one = Self::default();
-                one.add(text)?;
-                Ok(one)
-            }
-        }
+    fn check(form: Strings) -> Result<Self, String> {
+        let texts = match form {
+            Strings::Many(texts) => texts,
+            // As it is: a value may have commas.
+            Strings::One(text) => Vec::from_iter((!text.is_empty()).then_some(text)),
+        };
+        let mut variables = Self::default();
+        texts.iter().try_for_each(|text| variables.add(text))?;
+        Ok(variables)
     }
 
-    fn to_toml(&self) -> String {
-        let texts: Vec<String> = self.lines().map(|line| quoted(&line)).collect();
-        format!("[{}]", texts.join(", "))
+    fn form(&self) -> Strings {
+        Strings::Many(self.lines().collect())
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-
     fn flag(text: &str) -> Result<Vec<String>, String> {
-        Variables::read(Input::Text(text)).map(|variables| variables.lines().collect())
+        let flags = [("shim_env".to_owned(), text.to_owned())];
+        let config = super::super::Config::parse(std::path::Path::new("c"), "", &flags);
+        let reason =
+            |e: super::super::Error| e.to_string().replace("flag --shim-env: shim_env: ", "");
+        config.map(|config| config.shim_env.lines().collect()).map_err(reason)
     }
 
     #[test]
@@ -101,11 +80,8 @@ mod tests {
         ] {
             let variables = flag(text).unwrap();
             assert_eq!(variables, lines, "{text}");
-            assert_eq!(
-                flag(&Variables::read(Input::Text(text)).unwrap().to_toml()),
-                Ok(variables),
-                "{text}"
-            );
+            let list = serde_json::to_string(&variables).unwrap();
+            assert_eq!(flag(&list), Ok(variables), "{text}");
         }
         for (text, fault) in [
             ("A", "\"A\" is no NAME=value"),
@@ -114,13 +90,10 @@ mod tests {
             ("A B=c", "\"A B=c\" is no NAME=value"),
             ("A=b\0c", "\"A=b\\0c\" has a control character"),
             ("[\"A=b\", \"A=c\"]", "A is there twice"),
-            ("[\"A=b\", 1]", "must be a string, is 1"),
+            ("[\"A=b\", 1]", "must be a list of NAME=value, is \"[\\\"A=b\\\", 1]\""),
             ("NAMESPACE=x", "NAMESPACE is set by the sandboxer"),
         ] {
             assert_eq!(flag(text).unwrap_err(), fault, "{text}");
         }
-        let number = DeValue::parse("1").unwrap();
-        let refused = Variables::read(Input::Toml(number.get_ref()));
-        assert_eq!(refused.unwrap_err(), "must be a list of NAME=value, is 1");
     }
 }

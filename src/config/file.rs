@@ -1,26 +1,26 @@
-//! The config file: TOML, one key per setting, no tables but that of the runtimes.
+//! The config file: TOML, one key per setting.
 
 use std::fmt::Write;
 use std::path::Path;
 
 use toml::de::DeTable;
 
-use super::value::Input;
 use super::{Config, Error, Gathered, SETTINGS};
 
-/// Takes the settings of the file at `path`, whose content is `text`.
+/// Reads the settings of the file at `path` with the content `text`.
 pub(super) fn read(path: &Path, text: &str, gathered: &mut Gathered) -> Result<(), Error> {
     let table = DeTable::parse(text).map_err(|e| Error::Syntax {
         file: path.to_owned(),
         line: line_of(text, e.span().map_or(0, |span| span.start)),
         reason: e.message().to_owned(),
     })?;
-    // In the order of the file, so that the first wrong line is the one that is told.
+    // In the order of the file, so that the first wrong line is reported.
     let mut entries: Vec<_> = table.get_ref().iter().collect();
     entries.sort_by_key(|(key, _)| key.span().start);
     for (key, value) in entries {
         let origin = format!("{}:{}", path.display(), line_of(text, key.span().start));
-        gathered.set(key.get_ref(), Input::Toml(value.get_ref()), origin)?;
+        let shown = text.get(value.span()).unwrap_or_default();
+        gathered.set(key.get_ref(), value.clone(), shown, origin)?;
     }
     Ok(())
 }
@@ -28,7 +28,7 @@ pub(super) fn read(path: &Path, text: &str, gathered: &mut Gathered) -> Result<(
 /// The settings of `config` as a file, each under its meaning.
 pub(super) fn write(config: &Config) -> String {
     let mut text = String::from(
-        "# Settings of pause-sandboxer. Each has a flag of the same name for `serve`, which goes before the file.\n",
+        "# Settings of pause-sandboxer. An option of `serve` with the same name overrides each.\n",
     );
     for setting in SETTINGS {
         text.push('\n');

@@ -105,12 +105,12 @@ fn errors_name_file_line_and_setting() {
         "c.toml:1: abandoned_after: must be a whole number of seconds, at least 1, is 0"
     );
     assert_eq!(
-        error("pod_annotations = \"a\""),
-        "c.toml:1: pod_annotations: must be a list of patterns, is \"a\""
+        error("pod_annotations = 1"),
+        "c.toml:1: pod_annotations: must be a list of patterns, is 1"
     );
     assert_eq!(
         error("pod_annotations = [\"a\", \"[b\"]"),
-        "c.toml:1: pod_annotations: \"[b\" is no pattern"
+        "c.toml:1: pod_annotations: \"[b\" is not a valid pattern"
     );
     assert_eq!(
         error("restrict_oom_score_adj = \"yes\""),
@@ -183,7 +183,7 @@ fn patterns_are_plain_words_in_a_flag() {
     ] {
         assert_eq!(shown(text).unwrap(), patterns, "{text}");
     }
-    assert!(shown("a,[b").unwrap_err().ends_with("\"[b\" is no pattern"));
+    assert!(shown("a,[b").unwrap_err().ends_with("\"[b\" is not a valid pattern"));
 }
 
 #[test]

@@ -1,6 +1,5 @@
-//! The types of settings: what each takes from a file or a flag and how it is shown.
+//! The types of settings: what serde reads of each, and what its values must be.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
@@ -8,151 +7,135 @@ use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 use log::LevelFilter;
-use toml::de::DeValue;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::Value as Json;
+use toml::Spanned;
+use toml::de::{DeValue, ValueDeserializer};
 
 use super::Pattern;
 
-/// A value as it was given.
-pub(super) enum Input<'a> {
-    /// By a flag.
-    Text(&'a str),
-    /// In the config file.
-    Toml(&'a DeValue<'a>),
-}
-
-impl Input<'_> {
-    /// The value as plain text; `None` for TOML values that have no plain form.
-    fn text(&self) -> Option<Cow<'_, str>> {
-        match self {
-            Self::Text(text) => Some(Cow::Borrowed(text)),
-            Self::Toml(DeValue::String(text)) => Some(Cow::Borrowed(text)),
-            Self::Toml(_) => None,
-        }
-    }
-
-    /// As [`Input::text`], but of a bare TOML word or number; a quoted one is refused.
-    fn bare(&self) -> Option<Cow<'_, str>> {
-        match self {
-            Self::Text(text) => Some(Cow::Borrowed(text)),
-            Self::Toml(DeValue::Boolean(value)) => Some(value.to_string().into()),
-            Self::Toml(DeValue::Integer(value)) if value.radix() == 10 => {
-                Some(Cow::Borrowed(value.as_str()))
-            }
-            Self::Toml(_) => None,
-        }
-    }
-
-    /// Says what the value is instead of what it must be.
-    pub(super) fn refused(&self, must_be: &str) -> String {
-        let is = match self {
-            Self::Text(text) => format!("{text:?}"),
-            Self::Toml(DeValue::String(text)) => format!("{text:?}"),
-            Self::Toml(DeValue::Integer(value)) => value.to_string(),
-            Self::Toml(DeValue::Boolean(value)) => value.to_string(),
-            Self::Toml(other) => format!("of type {}", other.type_str()),
-        };
-        format!("must be {must_be}, is {is}")
-    }
-}
-
 /// A type of settings.
 pub(super) trait Value: Sized {
-    /// What values it takes, to follow "must be".
+    /// The values that it takes, to follow "must be".
     const KIND: &'static str;
 
-    /// Takes a value.
+    /// What serde reads and writes.
+    type Form: DeserializeOwned + Serialize;
+
+    /// Checks a value.
     ///
     /// # Errors
-    /// What the value must be, and what it is.
-    fn read(input: Input<'_>) -> Result<Self, String>;
+    /// What is wrong; empty if [`Value::KIND`] says it.
+    fn check(form: Self::Form) -> Result<Self, String>;
 
-    /// The value as TOML.
-    fn to_toml(&self) -> String;
+    /// The value as serde writes it.
+    fn form(&self) -> Self::Form;
+
+    /// Reads a value.
+    ///
+    /// # Errors
+    /// As [`Value::check`].
+    fn read(value: Spanned<DeValue<'_>>) -> Result<Self, String> {
+        let form = Self::Form::deserialize(ValueDeserializer::from(value));
+        form.map_err(|_| String::new()).and_then(Self::check)
+    }
+
+    /// The value as TOML, on one line.
+    fn to_toml(&self) -> String {
+        serde_json::to_value(self.form()).as_ref().map_or_else(|_| String::new(), toml)
+    }
 }
 
-/// A TOML basic string. JSON's escapes are a subset of TOML's, but JSON has DEL as it is.
-pub(super) fn quoted(text: &str) -> String {
-    serde_json::Value::from(text).to_string().replace('\u{7f}', "\\u007F")
+/// JSON as TOML. All escapes of JSON are those of TOML; TOML escapes DEL too.
+fn toml(value: &Json) -> String {
+    match value {
+        Json::Array(values) => {
+            format!("[{}]", values.iter().map(toml).collect::<Vec<_>>().join(", "))
+        }
+        Json::Object(entries) if entries.is_empty() => "{}".to_owned(),
+        Json::Object(entries) => {
+            let entry = |(key, value): (&String, &Json)| {
+                format!("{} = {}", toml(&key.as_str().into()), toml(value))
+            };
+            format!("{{ {} }}", entries.iter().map(entry).collect::<Vec<_>>().join(", "))
+        }
+        plain => plain.to_string().replace('\u{7f}', "\\u007F"),
+    }
 }
+
+/// A type that serde reads and writes as it is.
+macro_rules! plain {
+    ($type:ty, $kind:literal) => {
+        impl Value for $type {
+            const KIND: &'static str = $kind;
+            type Form = Self;
+
+            fn check(form: Self) -> Result<Self, String> {
+                Ok(form)
+            }
+
+            fn form(&self) -> Self {
+                self.clone()
+            }
+        }
+    };
+}
+
+plain!(String, "a string");
+plain!(bool, "true or false");
+plain!(Drivers, "a table of `native` or `shim` by runtime name");
+plain!(CgroupDriver, "one of auto, cgroupfs, systemd");
+plain!(LogFormat, "one of text, json");
+plain!(ShimOwner, "one of sandboxer, started, containerd");
 
 impl Value for PathBuf {
     const KIND: &'static str = "an absolute path";
+    type Form = String;
 
-    fn read(input: Input<'_>) -> Result<Self, String> {
-        let Some(text) = input.text() else { return Err(input.refused(Self::KIND)) };
-        let path = Path::new(text.as_ref());
+    fn check(text: String) -> Result<Self, String> {
+        let path = Path::new(&text);
         if !path.is_absolute() || text.contains(char::is_control) {
-            return Err(input.refused(Self::KIND));
+            return Err(String::new());
         }
         if path.components().any(|part| part == Component::ParentDir) {
-            return Err(input.refused("an absolute path without \"..\""));
+            return Err(format!("must be an absolute path without \"..\", is {text:?}"));
         }
-        // Collected anew: no doubled, trailing or dotted parts, so that paths can be compared.
+        // Without doubled, trailing or dotted parts, so that paths can be compared.
         Ok(path.components().collect())
     }
 
-    fn to_toml(&self) -> String {
-        quoted(&self.to_string_lossy())
+    fn form(&self) -> String {
+        self.to_string_lossy().into_owned()
     }
 }
 
-impl Value for String {
-    const KIND: &'static str = "a string";
-
-    fn read(input: Input<'_>) -> Result<Self, String> {
-        input.text().map(Cow::into_owned).ok_or_else(|| input.refused(Self::KIND))
-    }
-
-    fn to_toml(&self) -> String {
-        quoted(self)
-    }
+/// A list of strings; as a flag, a single string too.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(untagged)]
+pub(super) enum Strings {
+    Many(Vec<String>),
+    One(String),
 }
 
 impl Value for Vec<Pattern> {
     const KIND: &'static str = "a list of patterns";
+    type Form = Strings;
 
-    fn read(input: Input<'_>) -> Result<Self, String> {
-        let parsed;
-        let value = match &input {
-            Input::Toml(value) => *value,
-            // A pattern may begin with a bracket too; a list has its strings quoted.
-            Input::Text(text) => match DeValue::parse(text) {
-                Ok(list) if matches!(list.get_ref(), DeValue::Array(_)) => {
-                    parsed = list;
-                    parsed.get_ref()
-                }
-                _ => return words(text),
-            },
-        };
-        let DeValue::Array(array) = value else { return Err(input.refused(Self::KIND)) };
-        let patterns = array.iter().map(|one| match one.get_ref() {
-            DeValue::String(text) => text.parse().map_err(|()| format!("{text:?} is no pattern")),
-            other => Err(Input::Toml(other).refused("a string")),
-        });
-        patterns.collect()
+    fn check(form: Strings) -> Result<Self, String> {
+        let pattern =
+            |text: &str| text.parse().map_err(|()| format!("{text:?} is not a valid pattern"));
+        match form {
+            Strings::Many(texts) => texts.iter().map(|text| pattern(text)).collect(),
+            Strings::One(text) => {
+                let words = text.split(',').map(str::trim).filter(|word| !word.is_empty());
+                words.map(pattern).collect()
+            }
+        }
     }
 
-    fn to_toml(&self) -> String {
-        let texts: Vec<String> = self.iter().map(|pattern| quoted(pattern.as_str())).collect();
-        format!("[{}]", texts.join(", "))
-    }
-}
-
-/// Patterns as plain words with commas between them.
-fn words(text: &str) -> Result<Vec<Pattern>, String> {
-    let words = text.split(',').map(str::trim).filter(|word| !word.is_empty());
-    words.map(|word| word.parse().map_err(|()| format!("{word:?} is no pattern"))).collect()
-}
-
-impl Value for bool {
-    const KIND: &'static str = "true or false";
-
-    fn read(input: Input<'_>) -> Result<Self, String> {
-        input.bare().and_then(|text| text.parse().ok()).ok_or_else(|| input.refused(Self::KIND))
-    }
-
-    fn to_toml(&self) -> String {
-        self.to_string()
+    fn form(&self) -> Strings {
+        Strings::Many(self.iter().map(|pattern| pattern.as_str().to_owned()).collect())
     }
 }
 
@@ -162,25 +145,31 @@ pub struct Shims(pub BTreeMap<String, PathBuf>);
 
 impl Value for Shims {
     const KIND: &'static str = "a table of absolute paths by runtime name";
+    type Form = BTreeMap<String, String>;
 
-    fn read(input: Input<'_>) -> Result<Self, String> {
-        table(input).map(Self)
+    fn check(form: Self::Form) -> Result<Self, String> {
+        let entry = |(name, path)| Ok((name, PathBuf::check(path)?));
+        form.into_iter().map(entry).collect::<Result<_, _>>().map(Self)
     }
 
-    fn to_toml(&self) -> String {
-        table_to_toml(&self.0)
+    fn form(&self) -> Self::Form {
+        self.0.iter().map(|(name, path)| (name.clone(), path.form())).collect()
     }
 }
+
+/// Drivers by runtime name.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
+pub struct Drivers(pub BTreeMap<String, DriverName>);
 
 /// A number of MCS categories.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Categories(u32);
 
 impl Categories {
-    /// As many as SELinux's policies have, and containerd's default.
+    /// The number of categories in SELinux's policies, and containerd's default.
     const MOST: u32 = 1024;
 
-    /// How many; at least two.
+    /// The number; at least two.
     pub fn get(self) -> u32 {
         self.0
     }
@@ -194,21 +183,44 @@ impl Default for Categories {
 
 impl Value for Categories {
     const KIND: &'static str = "a number from 2 to 1024";
+    type Form = u32;
 
-    fn read(input: Input<'_>) -> Result<Self, String> {
-        let number = input
-            .bare()
-            .and_then(|text| text.parse().ok())
-            .filter(|number| (2..=Self::MOST).contains(number));
-        number.map(Self).ok_or_else(|| input.refused(Self::KIND))
+    fn check(number: u32) -> Result<Self, String> {
+        if (2..=Self::MOST).contains(&number) { Ok(Self(number)) } else { Err(String::new()) }
     }
 
-    fn to_toml(&self) -> String {
-        self.0.to_string()
+    fn form(&self) -> u32 {
+        self.0
     }
 }
 
-/// Where the daemon's metrics are.
+impl Value for Duration {
+    const KIND: &'static str = "a whole number of seconds, at least 1";
+    type Form = u32;
+
+    fn check(seconds: u32) -> Result<Self, String> {
+        if seconds == 0 { Err(String::new()) } else { Ok(Self::from_secs(seconds.into())) }
+    }
+
+    fn form(&self) -> u32 {
+        self.as_secs().try_into().unwrap_or(u32::MAX)
+    }
+}
+
+impl Value for LevelFilter {
+    const KIND: &'static str = "one of off, error, warn, info, debug, trace";
+    type Form = String;
+
+    fn check(text: String) -> Result<Self, String> {
+        text.parse().map_err(|_| String::new())
+    }
+
+    fn form(&self) -> String {
+        self.as_str().to_ascii_lowercase()
+    }
+}
+
+/// Where the daemon serves its metrics.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Metrics {
     /// Nowhere.
@@ -231,170 +243,68 @@ impl fmt::Display for Metrics {
 
 impl Value for Metrics {
     const KIND: &'static str = "off, unix:///PATH or a loopback address with its port";
+    type Form = String;
 
-    fn read(input: Input<'_>) -> Result<Self, String> {
-        let Some(text) = input.text() else { return Err(input.refused(Self::KIND)) };
+    fn check(text: String) -> Result<Self, String> {
         if text == "off" {
             return Ok(Self::Off);
         }
         if let Some(path) = text.strip_prefix("unix://") {
-            return PathBuf::read(Input::Text(path))
-                .map(Self::Unix)
-                .map_err(|_| input.refused(Self::KIND));
+            return PathBuf::check(path.to_owned()).map(Self::Unix).map_err(|_| String::new());
         }
         match text.parse::<SocketAddr>() {
             Ok(address) if address.ip().is_loopback() && address.port() != 0 => {
                 Ok(Self::Tcp(address))
             }
-            _ => Err(input.refused(Self::KIND)),
+            _ => Err(String::new()),
         }
     }
 
-    fn to_toml(&self) -> String {
-        quoted(&self.to_string())
+    fn form(&self) -> String {
+        self.to_string()
     }
 }
 
-/// Drivers by runtime name.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Drivers(pub BTreeMap<String, DriverName>);
-
-impl Value for Drivers {
-    const KIND: &'static str = "a table of `native` or `shim` by runtime name";
-
-    fn read(input: Input<'_>) -> Result<Self, String> {
-        table(input).map(Self)
-    }
-
-    fn to_toml(&self) -> String {
-        table_to_toml(&self.0)
-    }
+/// How the pods' cgroups are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CgroupDriver {
+    /// By the form of `cgroup_parent`: a name that ends in `.slice` means systemd.
+    Auto,
+    /// Directories of the cgroup file system.
+    Cgroupfs,
+    /// Transient scopes, requested from systemd over D-Bus.
+    Systemd,
 }
 
-/// A table of values by name.
-fn table<T: Value>(input: Input<'_>) -> Result<BTreeMap<String, T>, String> {
-    let parsed;
-    let value = match &input {
-        Input::Toml(value) => *value,
-        Input::Text(text) => {
-            parsed =
-                DeValue::parse(text).map_err(|e| format!("must be a table: {}", e.message()))?;
-            parsed.get_ref()
-        }
-    };
-    let DeValue::Table(table) = value else { return Err(input.refused("a table")) };
-    let entries = table.iter().map(|(name, value)| {
-        let value = T::read(Input::Toml(value.get_ref()))
-            .map_err(|e| format!("{}: {e}", name.get_ref()))?;
-        Ok((name.get_ref().to_string(), value))
-    });
-    entries.collect()
+/// Form of a logged line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LogFormat {
+    /// Time, level, message and `key=value` fields.
+    Text,
+    /// One JSON object per line.
+    Json,
 }
 
-fn table_to_toml<T: Value>(table: &BTreeMap<String, T>) -> String {
-    let entries: Vec<String> = table
-        .iter()
-        .map(|(name, value)| format!("{} = {}", quoted(name), value.to_toml()))
-        .collect();
-    if entries.is_empty() { "{}".to_owned() } else { format!("{{ {} }}", entries.join(", ")) }
+/// What runs a pod's pause process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DriverName {
+    /// This program.
+    Native,
+    /// The runtime.
+    Shim,
 }
 
-impl Value for Duration {
-    const KIND: &'static str = "a whole number of seconds, at least 1";
-
-    fn read(input: Input<'_>) -> Result<Self, String> {
-        let seconds: Option<u32> =
-            input.bare().and_then(|text| text.parse().ok()).filter(|seconds| *seconds > 0);
-        seconds
-            .map(|seconds| Self::from_secs(seconds.into()))
-            .ok_or_else(|| input.refused(Self::KIND))
-    }
-
-    fn to_toml(&self) -> String {
-        self.as_secs().to_string()
-    }
-}
-
-impl Value for LevelFilter {
-    const KIND: &'static str = "one of off, error, warn, info, debug, trace";
-
-    fn read(input: Input<'_>) -> Result<Self, String> {
-        input.text().and_then(|text| text.parse().ok()).ok_or_else(|| input.refused(Self::KIND))
-    }
-
-    fn to_toml(&self) -> String {
-        quoted(&self.as_str().to_ascii_lowercase())
-    }
-}
-
-/// An enum of settings: its variants and their names.
-macro_rules! choice {
-    ($(#[$attr:meta])* $type:ident { $($(#[doc = $doc:literal])+ $variant:ident = $name:literal,)+ } kind $kind:literal) => {
-        $(#[$attr])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub enum $type {
-            $($(#[doc = $doc])+ $variant,)+
-        }
-
-        impl Value for $type {
-            const KIND: &'static str = $kind;
-
-            fn read(input: Input<'_>) -> Result<Self, String> {
-                match input.text().as_deref() {
-                    $(Some($name) => Ok(Self::$variant),)+
-                    _ => Err(input.refused(Self::KIND)),
-                }
-            }
-
-            fn to_toml(&self) -> String {
-                quoted(match self { $(Self::$variant => $name,)+ })
-            }
-        }
-    };
-}
-
-choice! {
-    /// How the pods' cgroups are made.
-    CgroupDriver {
-        /// By the form of `cgroup_parent`: a name that ends in `.slice` means systemd.
-        Auto = "auto",
-        /// Directories of the cgroup file system.
-        Cgroupfs = "cgroupfs",
-        /// Transient scopes, asked of systemd over D-Bus.
-        Systemd = "systemd",
-    }
-    kind "one of auto, cgroupfs, systemd"
-}
-
-choice! {
-    /// Form of a logged line.
-    LogFormat {
-        /// Time, level, message and `key=value` fields.
-        Text = "text",
-        /// One JSON object per line.
-        Json = "json",
-    }
-    kind "one of text, json"
-}
-
-choice! {
-    /// Who runs a pod's pause.
-    DriverName {
-        /// This program.
-        Native = "native",
-        /// The runtime.
-        Shim = "shim",
-    } kind "`native` or `shim`"
-}
-
-choice! {
-    /// Who starts a pod's shim.
-    ShimOwner {
-        /// The sandboxer.
-        Sandboxer = "sandboxer",
-        /// The sandboxer, with the pod, by the shim's `start`.
-        Started = "started",
-        /// containerd.
-        Containerd = "containerd",
-    } kind "one of sandboxer, started, containerd"
+/// What starts a pod's shim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ShimOwner {
+    /// The sandboxer.
+    Sandboxer,
+    /// The sandboxer, with the pod, by the shim's `start`.
+    Started,
+    /// containerd.
+    Containerd,
 }
