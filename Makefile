@@ -2,12 +2,14 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build install deb package-files demo parity test test-node check fmt lint doc deny parts unit lts releases conformance fuzz fuzz-short soak test-deb test-vm bench bench-quick flame clean
+.PHONY: help build install deb package-files demo parity test test-unprivileged test-node check fmt lint doc deny machete parts unit lts releases conformance fuzz fuzz-short soak test-deb test-vm bench bench-quick flame clean
 
 CARGO ?= cargo
 PREFIX ?= /usr/local
 DENY_VERSION := 0.20.2
 DENY := target/tools/bin/cargo-deny
+MACHETE_VERSION := 0.9.2
+MACHETE := target/tools/bin/cargo-machete
 DEB_VERSION := 3.8.0
 DEB := target/tools/bin/cargo-deb
 # containerd's long-term release, and the newest of the other supported ones; `debian` is Debian's 2.1.
@@ -50,9 +52,15 @@ parity: parts ## the same pods by containerd's built-in controller and by this o
 
 test: parts check unit releases fuzz-short ## lints, unit tests, and pods under a real containerd; needs root and fetches what it runs on
 
+# The kit's skip_without_root() lists the tests that are skipped.
+test-unprivileged: ## unit tests and those of packages and documents, by any user; skips what needs root
+	@mkdir -p target && rm -f target/skipped-tests && : >target/skipped-tests
+	SKIPPED_TESTS=$(CURDIR)/target/skipped-tests $(CARGO) test --locked --lib --test architecture --test docs --test packaging
+	@echo "skipped without root: $$(wc -l <target/skipped-tests) tests, listed in target/skipped-tests"
+
 test-node: test-vm test-deb ## the same pods, the units and the package on an emulated node with systemd and cgroup v2
 
-check: fmt lint doc deny ## format, lints, documentation, dependencies
+check: fmt lint doc deny machete ## format, lints, documentation, dependencies
 
 fmt:
 	$(CARGO) fmt --all --check
@@ -73,6 +81,13 @@ deny: $(DENY)
 
 $(DENY):
 	$(CARGO) install --debug --locked --root target/tools --version $(DENY_VERSION) cargo-deny
+
+# Dependencies that no source uses.
+machete: $(MACHETE)
+	$(MACHETE) --skip-target-dir
+
+$(MACHETE):
+	$(CARGO) install --debug --locked --root target/tools --version $(MACHETE_VERSION) cargo-machete
 
 parts: ## what the tests run on: Debian's containerd, and packages that the machine lacks
 	tests/kit/fetch-parts

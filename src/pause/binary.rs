@@ -128,6 +128,9 @@ mod tests {
 
     #[test]
     fn nobody_can_change_it() {
+        if kit::skip_without_root() {
+            return;
+        }
         for file in [sealed().unwrap(), unlinked().unwrap()] {
             let path = format!("/proc/self/fd/{}", file.as_raw_fd());
             assert_eq!(fs::read(&path).unwrap(), PROGRAM);

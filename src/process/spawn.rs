@@ -440,6 +440,9 @@ mod tests {
 
     #[tokio::test]
     async fn one_that_is_hidden_is_not_taken_for_dead() {
+        if kit::skip_without_root() {
+            return;
+        }
         let directory = tempfile::tempdir().unwrap();
         let launcher = Arc::new(Launcher::new(None).unwrap());
         let process = launch(&launcher, directory.path(), "/bin/sleep", &["1000".into()]).unwrap();

@@ -30,6 +30,9 @@ fn await_program(process: &str) {
 
 #[test]
 fn is_born_in_its_cgroup_of_version_2() {
+    if kit::skip_without_root() {
+        return;
+    }
     let directory = tempfile::tempdir().unwrap();
     let root = directory.path();
     mount(Some("none"), root, Some("cgroup2"), MsFlags::empty(), None::<&str>).unwrap();
@@ -74,6 +77,9 @@ fn refused_below(driver: &Native, root: &Path, parent: &str) -> String {
 
 #[test]
 fn no_pause_is_put_into_a_frozen_cgroup_of_version_2() {
+    if kit::skip_without_root() {
+        return;
+    }
     let directory = tempfile::tempdir().unwrap();
     let root = directory.path();
     mount(Some("none"), root, Some("cgroup2"), MsFlags::empty(), None::<&str>).unwrap();
@@ -93,6 +99,9 @@ fn no_pause_is_put_into_a_frozen_cgroup_of_version_2() {
 
 #[test]
 fn no_pause_is_put_into_a_frozen_cgroup_of_version_1() {
+    if kit::skip_without_root() {
+        return;
+    }
     let root = Path::new("/sys/fs/cgroup/freezer");
     if !root.exists() {
         eprintln!("skipped: no freezer of version 1 on this machine");
@@ -145,6 +154,9 @@ async fn a_kill_ends_a_pause_that_is_frozen() {
 
 #[test]
 fn a_cleanup_ends_what_is_frozen() {
+    if kit::skip_without_root() {
+        return;
+    }
     let root = Path::new("/sys/fs/cgroup/freezer");
     if !root.exists() {
         eprintln!("skipped: no freezer of version 1 on this machine");
@@ -167,6 +179,9 @@ fn a_cleanup_ends_what_is_frozen() {
 
 #[test]
 fn the_users_other_processes_count_for_nothing() {
+    if kit::skip_without_root() {
+        return;
+    }
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
     let driver = Native::with(Cgroups::find().unwrap(), binary::open().unwrap()).unwrap();
@@ -182,6 +197,9 @@ fn the_users_other_processes_count_for_nothing() {
 
 #[test]
 fn the_daemon_is_not_dumpable_after_a_start() {
+    if kit::skip_without_root() {
+        return;
+    }
     const SETTING: &str = "/proc/sys/fs/suid_dumpable";
     let before = fs::read_to_string(SETTING).unwrap();
     let driver = Native::with(Cgroups::find().unwrap(), binary::open().unwrap()).unwrap();
@@ -200,6 +218,9 @@ fn the_daemon_is_not_dumpable_after_a_start() {
 /// In a mount namespace of its own, so that the node is of version 2 for this thread alone.
 #[test]
 fn a_controller_of_version_1_elsewhere_leaves_a_node_of_version_2_as_it_is() {
+    if kit::skip_without_root() {
+        return;
+    }
     let placed = std::thread::spawn(|| {
         let (elsewhere, none) = (tempfile::tempdir().unwrap(), None::<&str>);
         sys::unshare(libc::CLONE_NEWNS).unwrap();
@@ -223,6 +244,9 @@ fn a_controller_of_version_1_elsewhere_leaves_a_node_of_version_2_as_it_is() {
 
 #[test]
 fn starts_from_a_file_where_memfds_cannot_be_executed() {
+    if kit::skip_without_root() {
+        return;
+    }
     let driver = Native::with(Cgroups::find().unwrap(), binary::unlinked().unwrap()).unwrap();
     let pause = driver.start(&plan("file", "")).unwrap();
     let process = format!("/proc/{}", pause.identity().pid);
@@ -240,6 +264,9 @@ fn starts_from_a_file_where_memfds_cannot_be_executed() {
 
 #[test]
 fn starts_where_the_kernel_cannot_close_at_the_exec() {
+    if kit::skip_without_root() {
+        return;
+    }
     let started = std::thread::spawn(|| {
         sys::filter::without_close_at_execute(libc::EINVAL);
         let driver = Native::with(Cgroups::find().unwrap(), binary::open().unwrap()).unwrap();
@@ -254,6 +281,9 @@ fn starts_where_the_kernel_cannot_close_at_the_exec() {
 
 #[test]
 fn strays_are_ended_by_the_daemon_of_their_state_directory_alone() {
+    if kit::skip_without_root() {
+        return;
+    }
     let (own, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     for make in [binary::sealed, binary::unlinked] {
         let driver = || Native::with(Cgroups::find().unwrap(), make().unwrap()).unwrap();

@@ -267,6 +267,9 @@ impl Drop for Busy {
 /// Counters only grow, so a reading lies between what the kernel showed before and after it.
 #[test]
 fn the_machine_s_own_cgroups() {
+    if kit::skip_without_root() {
+        return;
+    }
     let unified = unified(Path::new(ROOT)).unwrap();
     let busy = Busy::new(unified);
     let (usage, total) = if unified { ("cpu.stat", "usage_usec") } else { ("cpuacct.usage", "") };
