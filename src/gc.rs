@@ -1,9 +1,9 @@
-//! Sandboxes that containerd has forgotten.
+//! Garbage collection of sandboxes that containerd no longer knows.
 //!
-//! When RunPodSandbox is given up before Start, or right after Start was answered, CRI drops its
-//! record of the sandbox and asks for neither Stop nor Shutdown. Such a sandbox is one that nobody
-//! has ever asked about. It is removed when containerd itself says, twice, that it does not know
-//! the id, and the pod has no shim, so no container either.
+//! If RunPodSandbox is cancelled before Start, or right after the response to Start, CRI drops its
+//! record of the sandbox and calls neither Stop nor Shutdown. No client has ever asked for such a
+//! sandbox. It is removed when containerd answers twice that it does not know the id, provided that
+//! the pod has no shim, and so no container.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -13,31 +13,31 @@ use crate::containerd::Store;
 use crate::controller::Controller;
 use crate::podsandbox::Sandbox;
 
-/// Looks for forgotten sandboxes every `interval`, for ever.
+/// Collects every `interval`, forever.
 pub async fn collect(controller: Arc<Controller>, store: Store, interval: Duration) {
     let mut suspects: HashSet<String> = HashSet::new();
     let mut ticks = tokio::time::interval(interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    // The first tick comes at once, when containerd had no time to ask for anything.
+    // The first tick completes at once, before containerd had time for a call.
     ticks.tick().await;
     let mut seen: HashSet<String> = HashSet::new();
     loop {
         ticks.tick().await;
-        // Only those that nobody has asked about for a whole interval.
+        // Only those without a call for a whole interval.
         let unasked: Vec<Arc<Sandbox>> =
             controller.live().into_iter().filter(|s| s.is_unasked()).collect();
         let ids = unasked.iter().map(|sandbox| sandbox.id().to_owned()).collect();
         for sandbox in unasked.into_iter().filter(|sandbox| seen.contains(sandbox.id())) {
             match store.knows(sandbox.id()).await {
-                Ok(false) if suspects.contains(sandbox.id()) => end(sandbox).await,
+                Ok(false) if suspects.contains(sandbox.id()) => remove(sandbox).await,
                 Ok(false) => {
                     suspects.insert(sandbox.id().to_owned());
                 }
                 Ok(true) => {
                     suspects.remove(sandbox.id());
                 }
-                // containerd may be down; that says nothing about the sandbox.
-                Err(e) => log::debug!(sandbox = sandbox.id(); "{e}"),
+                // containerd may be down, which tells nothing about the sandbox.
+                Err(e) => log::debug!(sandbox = sandbox.id(); "failed to query containerd: {e}"),
             }
         }
         suspects.retain(|id| HashSet::contains(&ids, id));
@@ -45,13 +45,13 @@ pub async fn collect(controller: Arc<Controller>, store: Store, interval: Durati
     }
 }
 
-async fn end(sandbox: Arc<Sandbox>) {
-    // Asked about while containerd was answering.
+async fn remove(sandbox: Arc<Sandbox>) {
+    // A call may have arrived during the query.
     if !sandbox.is_unasked() {
         return;
     }
-    log::warn!(sandbox = sandbox.id(); "containerd does not know it and nobody ever asked for it: it is removed");
+    log::warn!(sandbox = sandbox.id(); "removing sandbox unknown to containerd");
     if let Err(e) = sandbox.shutdown().await {
-        log::error!(sandbox = sandbox.id(); "{e}");
+        log::error!(sandbox = sandbox.id(); "failed to remove sandbox unknown to containerd: {e}");
     }
 }

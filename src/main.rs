@@ -60,7 +60,7 @@ fn main() -> ExitCode {
 
 fn run(command: Command) -> Result<ExitCode, Failure> {
     match command {
-        Command::Serve(settings) => daemon::serve(settings.load()?, settings)?,
+        Command::Serve(settings) => daemon::serve(&settings.load()?, &settings)?,
         Command::List { output, settings } => {
             let all = Client::connect(&settings.load()?)?.list(true)?;
             print(&match output {

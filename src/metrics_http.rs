@@ -1,7 +1,7 @@
-//! The daemon's metrics over HTTP, on a unix socket or a port of the node's own.
+//! The daemon's metrics over HTTP, on a unix socket or a loopback port.
 //!
-//! Whoever asks can hold up nobody but himself: connections are few, each has one question, and a
-//! time for it. What cannot be served is told in the log; the pods do not wait for it.
+//! A client delays no one else: the number of connections is limited, and each has one request and
+//! a timeout. A failure to serve is logged; pods do not depend on it.
 
 use std::fs;
 use std::io;
@@ -20,18 +20,18 @@ use crate::pool::{self, Class};
 use crate::telemetry::CONTENT_TYPE;
 use crate::wire;
 
-/// Connections at a time; more wait in the socket's backlog.
+/// Maximum number of concurrent connections; more wait in the socket's backlog.
 const AT_ONCE: usize = 16;
-/// How long one connection may take in all.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// The longest head of a request, bytes.
+/// Timeout of a connection.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum size of a request's head, bytes.
 const LONGEST_HEAD: usize = 8 << 10;
-/// How long after a failed accept or bind it is tried again.
+/// Delay between two attempts to bind or accept.
 const RETRY: Duration = Duration::from_secs(1);
-/// A text is given again within this time, so that many who ask cost as much as one.
-const FRESH: Duration = Duration::from_millis(200);
+/// A text is reused for this time, so that many clients cost as much as one.
+const MAX_AGE: Duration = Duration::from_millis(200);
 
-/// Where metrics are asked for.
+/// A listener of either kind.
 enum Listener {
     Unix(UnixListener),
     Tcp(TcpListener),
@@ -65,22 +65,22 @@ impl Listener {
     }
 }
 
-/// Serves the metrics of `controller` at `address` for ever; returns at once where they are off.
+/// Serves the metrics of `controller` at `address` forever; returns at once if they are off.
 pub async fn serve(controller: Arc<Controller>, address: Metrics) {
-    let mut told = false;
+    let mut logged = false;
     let listener = loop {
         match Listener::bind(&address).await {
             Ok(Some(listener)) => break listener,
             Ok(None) => return,
-            Err(step) if !told => {
-                told = true;
-                log::error!("no metrics yet, it is tried again: {step}");
+            Err(e) if !logged => {
+                logged = true;
+                log::error!("failed to serve metrics; retrying: {e}");
             }
             Err(_) => {}
         }
         tokio::time::sleep(RETRY).await;
     };
-    log::info!(address = address.to_string(); "metrics can be asked for");
+    log::info!(address = address.to_string(); "serving metrics");
     let turns = Arc::new(Semaphore::new(AT_ONCE));
     let source = Arc::new(Source { controller, last: tokio::sync::Mutex::new(None) });
     loop {
@@ -91,22 +91,22 @@ pub async fn serve(controller: Arc<Controller>, address: Metrics) {
                 let source = Arc::clone(&source);
                 tokio::spawn(async move {
                     let _turn = turn;
-                    match tokio::time::timeout(PATIENCE, answer(stream, &source)).await {
+                    match tokio::time::timeout(TIMEOUT, answer(stream, &source)).await {
                         Ok(Ok(())) => {}
-                        Ok(Err(e)) => log::debug!("metrics: {e}"),
-                        Err(_) => log::debug!("metrics: cut off after {} s", PATIENCE.as_secs()),
+                        Ok(Err(e)) => log::debug!("metrics connection failed: {e}"),
+                        Err(_) => log::debug!("metrics connection timed out"),
                     }
                 });
             }
             Err(e) => {
-                log::warn!("metrics: accept: {e}");
+                log::warn!("failed to accept metrics connection; retrying: {e}");
                 tokio::time::sleep(RETRY).await;
             }
         }
     }
 }
 
-/// What is asked, with the text that was last given.
+/// The source of the text, with the last text.
 struct Source {
     controller: Arc<Controller>,
     last: tokio::sync::Mutex<Option<(Instant, Arc<str>)>>,
@@ -116,7 +116,7 @@ impl Source {
     async fn text(&self) -> io::Result<Arc<str>> {
         let mut last = self.last.lock().await;
         if let Some((at, text)) = &*last
-            && at.elapsed() < FRESH
+            && at.elapsed() < MAX_AGE
         {
             return Ok(Arc::clone(text));
         }

@@ -294,7 +294,7 @@ async fn a_watchdog_that_is_not_fed() -> Result<()> {
     }
     until("the watchdog is not fed", DEADLINE, async || {
         let log = bare.logged();
-        ensure!(log.contains("all threads of a kind hang") && log.contains("end"), "{log}");
+        ensure!(log.contains("all threads of a class are blocked") && log.contains("end"), "{log}");
         Ok(())
     })
     .await?;

@@ -336,9 +336,9 @@ fn metrics_that_cannot_be_served_keep_no_pod_from_its_sandbox() {
         [scratch.flags(), vec![format!("--metrics={}", taken.local_addr().unwrap())]].concat();
     let mut daemon = Daemon::start(&scratch, &flags);
     daemon.noticed("READY=1");
-    daemon.logged("no metrics yet, it is tried again: bind 127.0.0.1:");
+    daemon.logged("failed to serve metrics; retrying: bind 127.0.0.1:");
     let address = taken.local_addr().unwrap();
     drop(taken);
-    daemon.logged("metrics can be asked for");
+    daemon.logged("serving metrics");
     assert!(http(&mut TcpStream::connect(address).unwrap(), GET).ends_with("# EOF\n"));
 }

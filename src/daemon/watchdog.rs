@@ -1,0 +1,46 @@
+//! Keep-alives for the service manager's watchdog.
+
+use std::time::Duration;
+
+use pause_sandboxer::pool;
+use sd_notify::NotifyState;
+use tokio::time::{Interval, MissedTickBehavior};
+
+use super::notify;
+
+/// Sends keep-alives while all classes of threads make progress; that tasks run is not enough, as
+/// threads do the blocking work.
+pub(super) struct Watchdog {
+    ticks: Interval,
+    /// How long a class of threads may be blocked. With the wait for the next tick it is less than
+    /// the service manager's timeout.
+    patience: Duration,
+}
+
+impl Watchdog {
+    /// A watchdog with this timeout.
+    pub(super) fn new(within: Duration) -> Self {
+        let patience = within / 4;
+        let mut ticks = tokio::time::interval(patience.max(Duration::from_millis(1)));
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        Self { ticks, patience }
+    }
+
+    /// Waits for the next tick; the classes of threads that are blocked.
+    pub(super) async fn blocked(&mut self) -> Vec<pool::Class> {
+        self.ticks.tick().await;
+        pool::stuck(self.patience).await
+    }
+
+    /// Sends a keep-alive, unless threads are blocked.
+    pub(super) fn report(&self, blocked: &[pool::Class]) {
+        if blocked.is_empty() {
+            return notify(&[NotifyState::Watchdog]);
+        }
+        let names: Vec<&str> = blocked.iter().map(|class| class.name()).collect();
+        log::error!(
+            threads = names.join(", ");
+            "all threads of a class are blocked; withholding watchdog keep-alive"
+        );
+    }
+}
