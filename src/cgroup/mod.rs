@@ -10,14 +10,15 @@
 //! over a cgroup that it finds.
 
 use std::ffi::{CStr, CString};
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
+
+use rustix::fs::{AtFlags, Mode, mkdirat, unlinkat};
 
 use crate::error::{IoContext, Step};
 use crate::process::deadline;
@@ -80,6 +81,9 @@ const UNFROZEN: (&CStr, &[u8]) = (c"cgroup.events", b"frozen 0");
 
 /// How often a cgroup is made when it goes before there is a process in it.
 pub(crate) const TRIES: u32 = 3;
+
+/// Mode of a new cgroup.
+const DIRECTORY_MODE: Mode = Mode::from_bits_retain(0o755);
 
 /// How often and how long the removal of a busy cgroup is tried again: 511 ms in all.
 const RETRIES: u32 = 9;
@@ -205,11 +209,9 @@ impl Cgroups {
             loop {
                 match sys::write_file(hierarchy.root.as_fd(), &procs, pid.as_bytes()) {
                     // It may have ended already: its exit will be seen.
-                    Ok(()) | Err(Errno(libc::ESRCH)) => break,
+                    Ok(()) | Err(Errno::SRCH) => break,
                     // Removed with the process's move out of it.
-                    Err(Errno(libc::ENOENT)) if tries > 1 => {
-                        self.make_directory(cgroup, false)?.keep()
-                    }
+                    Err(Errno::NOENT) if tries > 1 => self.make_directory(cgroup, false)?.keep(),
                     Err(e) => {
                         return Err(Step::at(
                             "move the pause into cgroup",
@@ -230,7 +232,7 @@ impl Cgroups {
     pub(crate) fn tidied_up(&self, placement: &Placement, e: Errno) -> bool {
         !self.unified
             && matches!(placement, Placement::Scope(_))
-            && matches!(e, Errno(libc::ENOENT | libc::ENODEV))
+            && matches!(e, Errno::NOENT | Errno::NODEV)
     }
 
     /// Removes the cgroup of a pause. Processes that are in it are killed: those of a Start that
@@ -276,7 +278,7 @@ impl Cgroups {
             let what = "place the pause in cgroup";
             let state = match read(hierarchy, &below(cgroup, thawed.0)) {
                 // Gone meanwhile: the child finds the same.
-                Err(Errno(libc::ENOENT | libc::ENODEV)) => continue,
+                Err(Errno::NOENT | Errno::NODEV) => continue,
                 state => state.step_at(what, self.path(index, cgroup))?,
             };
             if !state.split(|byte| *byte == b'\n').any(|line| line == thawed.1) {
@@ -323,13 +325,13 @@ impl Cgroups {
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
             let mut done = Ok(());
             let _ = deadline::poll_until(until, || {
-                done = sys::rmdir(hierarchy.root.as_fd(), cgroup);
-                done != Err(Errno(libc::EBUSY))
+                done = unlinkat(hierarchy.root.as_fd(), cgroup, AtFlags::REMOVEDIR);
+                done != Err(Errno::BUSY)
             });
             match done {
                 // Below what is no directory there is nothing; another cgroup below it is
                 // another's.
-                Ok(()) | Err(Errno(libc::ENOENT | libc::ENOTDIR | libc::ENOTEMPTY)) => {}
+                Ok(()) | Err(Errno::NOENT | Errno::NOTDIR | Errno::NOTEMPTY) => {}
                 Err(e) => {
                     failed.push(Step::at("remove cgroup", self.path(index, cgroup), e.into()))
                 }
@@ -352,10 +354,10 @@ impl Cgroups {
 
     fn remove_from(&self, hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), Errno> {
         for attempt in 0.. {
-            match sys::rmdir(hierarchy.root.as_fd(), cgroup) {
+            match unlinkat(hierarchy.root.as_fd(), cgroup, AtFlags::REMOVEDIR) {
                 // Below what is no directory there is nothing.
-                Ok(()) | Err(Errno(libc::ENOENT | libc::ENOTDIR)) => return Ok(()),
-                Err(Errno(libc::EBUSY | libc::ENOTEMPTY)) if attempt < RETRIES => {}
+                Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => return Ok(()),
+                Err(Errno::BUSY | Errno::NOTEMPTY) if attempt < RETRIES => {}
                 Err(e) => return Err(e),
             }
             self.kill_members(hierarchy, cgroup)?;
@@ -367,7 +369,7 @@ impl Cgroups {
     /// Kills what is in a cgroup of ours.
     fn kill_members(&self, hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), Errno> {
         let members = match read(hierarchy, &below(cgroup, c"cgroup.procs")) {
-            Err(Errno(libc::ENOENT | libc::ENOTDIR | libc::ENODEV)) => return Ok(()),
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::NODEV) => return Ok(()),
             members => members?,
         };
         for pid in String::from_utf8_lossy(&members).lines().filter_map(|line| line.parse().ok()) {
@@ -376,8 +378,8 @@ impl Cgroups {
             let Ok(pidfd) = sys::pidfd_open(pid) else { continue };
             let still = read(hierarchy, &below(cgroup, c"cgroup.procs")).unwrap_or_default();
             if String::from_utf8_lossy(&still).lines().any(|line| line.parse() == Ok(pid)) {
-                match sys::pidfd_send_signal(pidfd.as_fd(), libc::SIGKILL) {
-                    Ok(()) | Err(Errno(libc::ESRCH)) => {}
+                match sys::kill(pidfd.as_fd()) {
+                    Ok(()) | Err(Errno::SRCH) => {}
                     Err(e) => return Err(e),
                 }
                 self.let_end(cgroup, pid);
@@ -437,22 +439,20 @@ impl Made<'_> {
         let mut attempts = 3;
         loop {
             attempts -= 1;
-            match sys::mkdir(hierarchy.root.as_fd(), cgroup, 0o755) {
+            match mkdirat(hierarchy.root.as_fd(), cgroup, DIRECTORY_MODE) {
                 Ok(()) => break self.directories.push((index, cgroup.to_owned())),
                 // Left over from a Start of the same sandbox that was cut short.
-                Err(Errno(libc::EEXIST)) => {
+                Err(Errno::EXIST) => {
                     break self.directories.push((index, cgroup.to_owned()));
                 }
-                Err(Errno(libc::ENOENT)) if attempts > 0 => {
-                    self.parents(index, hierarchy, cgroup)?
-                }
+                Err(Errno::NOENT) if attempts > 0 => self.parents(index, hierarchy, cgroup)?,
                 Err(e) => return Err(fail(e)),
             }
         }
         if let Some((file, value)) = hierarchy.weight {
             let write = || sys::write_file(hierarchy.root.as_fd(), &below(cgroup, file), value);
             let written = match write() {
-                Err(Errno(libc::ENOENT)) if self.hand_down => {
+                Err(Errno::NOENT) if self.hand_down => {
                     hand_down_cpu(hierarchy, cgroup);
                     write()
                 }
@@ -460,7 +460,7 @@ impl Made<'_> {
             };
             match written {
                 // Its parents have no such controller to hand down.
-                Ok(()) | Err(Errno(libc::ENOENT)) => {}
+                Ok(()) | Err(Errno::NOENT) => {}
                 Err(e) => return Err(fail(e)),
             }
         }
@@ -474,9 +474,9 @@ impl Made<'_> {
         cgroup: &CStr,
     ) -> Result<(), (CString, Errno)> {
         for parent in ancestors(cgroup) {
-            match sys::mkdir(hierarchy.root.as_fd(), &parent, 0o755) {
+            match mkdirat(hierarchy.root.as_fd(), &parent, DIRECTORY_MODE) {
                 Ok(()) => self.directories.push((index, parent)),
-                Err(Errno(libc::EEXIST)) => {}
+                Err(Errno::EXIST) => {}
                 Err(e) => return Err((parent, e)),
             }
         }
@@ -490,8 +490,8 @@ impl Drop for Made<'_> {
             let Some(hierarchy) = self.cgroups.hierarchies.get(index) else { continue };
             // A parent that is in use by now stays; what else fails is found by the cleanup, or by
             // nobody's harm.
-            match sys::rmdir(hierarchy.root.as_fd(), &path) {
-                Ok(()) | Err(Errno(libc::ENOENT | libc::ENOTEMPTY | libc::EBUSY)) => {}
+            match unlinkat(hierarchy.root.as_fd(), &path, AtFlags::REMOVEDIR) {
+                Ok(()) | Err(Errno::NOENT | Errno::NOTEMPTY | Errno::BUSY) => {}
                 Err(e) => {
                     log::warn!(
                         "remove cgroup {}: {}",
@@ -565,14 +565,13 @@ pub(crate) fn tasks(cgroup: &CStr) -> CString {
 }
 
 fn read(hierarchy: &Hierarchy, path: &CStr) -> Result<Vec<u8>, Errno> {
-    let errno = |e: io::Error| Errno(e.raw_os_error().unwrap_or(libc::EIO));
-    let mut file = File::from(sys::open(Some(hierarchy.root.as_fd()), path, libc::O_RDONLY, 0)?);
+    let file = sys::open(Some(hierarchy.root.as_fd()), path, libc::O_RDONLY, 0)?;
     let mut content = Vec::new();
     // Not read_to_end: it begins with tiny reads, and asks for the size, which these files do not
     // tell.
     let mut buffer = [0; 4096];
     loop {
-        match file.read(&mut buffer).map_err(errno)? {
+        match rustix::io::read(&file, &mut buffer)? {
             0 => break Ok(content),
             length => content.extend_from_slice(buffer.get(..length).unwrap_or_default()),
         }

@@ -11,8 +11,12 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+use rustix::mount::MountAttrFlags;
+
+use super::rootfs::new_tmpfs;
 use crate::error::{IoContext, Step};
-use crate::sys;
+use crate::sys::{self, Errno};
 
 /// The pause program, an ELF executable without dependencies.
 pub static PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/pause"));
@@ -56,16 +60,21 @@ pub(super) fn open() -> Result<OwnedFd, Step> {
 
 pub(super) fn sealed() -> Result<OwnedFd, Step> {
     // Without MFD_EXEC: kernels before 6.3.
-    let memfd = sys::memfd(c"pause", true)
-        .or_else(|e| if e.0 == libc::EINVAL { sys::memfd(c"pause", false) } else { Err(e) })
-        .step("make a memfd")?;
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let memfd = match memfd_create(c"pause", flags | MemfdFlags::EXEC) {
+        Err(Errno::INVAL) => memfd_create(c"pause", flags),
+        other => other,
+    }
+    .step("make a memfd")?;
     let mut file = File::from(memfd);
     file.write_all(PROGRAM).step("write the pause program to a memfd")?;
     file.set_permissions(Permissions::from_mode(MODE)).step("set the mode of the pause program")?;
-    let seals = libc::F_SEAL_SEAL | libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_WRITE;
-    sys::seal(file.as_fd(), seals | libc::F_SEAL_EXEC)
-        .or_else(|e| if e.0 == libc::EINVAL { sys::seal(file.as_fd(), seals) } else { Err(e) })
-        .step("seal the pause program")?;
+    let seals = SealFlags::SEAL | SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE;
+    match fcntl_add_seals(&file, seals | SealFlags::EXEC) {
+        Err(Errno::INVAL) => fcntl_add_seals(&file, seals),
+        other => other,
+    }
+    .step("seal the pause program")?;
     if file.metadata().step("look at the pause program")?.permissions().mode() & 0o777 != MODE {
         return Err(Step::new(
             "set the mode of the pause program",
@@ -78,9 +87,9 @@ pub(super) fn sealed() -> Result<OwnedFd, Step> {
 }
 
 pub(super) fn unlinked() -> Result<OwnedFd, Step> {
-    // MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
+    let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
     let options = [(c"size", c"64k"), (c"mode", c"700"), (c"source", c"pause")];
-    let tmpfs = sys::new_tmpfs(&options, 2 | 4).step("make a tmpfs for the pause program")?;
+    let tmpfs = new_tmpfs(&options, attributes).step("make a tmpfs for the pause program")?;
     let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL;
     let file = sys::open(Some(tmpfs.as_fd()), c"pause", flags, MODE)
         .step("make a file for the pause program")?;

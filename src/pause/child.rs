@@ -11,9 +11,20 @@
 
 use std::ffi::{CString, c_int, c_uint};
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::{AtomicI32, AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+use rustix::process::{
+    DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit,
+};
+use rustix::system::sethostname;
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, Gid, LinkNameSpaceType, Uid, capabilities,
+    move_into_link_name_space, remove_capability_from_bounding_set, set_capabilities,
+    set_thread_groups, set_thread_res_gid, set_thread_res_uid,
+};
 
 use super::seccomp;
+use crate::process;
 use crate::sys::{self, Errno};
 
 /// A step of the child; the names are those of its error messages.
@@ -75,10 +86,9 @@ const STEPS: [(At, &str); 23] = [
 /// How far the child came; written by the child, read by the parent when it goes on.
 #[derive(Debug, Default)]
 pub(super) struct Report {
-    step: AtomicU32,
+    report: process::report::Report,
     /// Which cgroup hierarchy, sysctl or capability.
     index: AtomicU32,
-    errno: AtomicI32,
     /// The second child.
     second: sys::Born,
 }
@@ -86,14 +96,13 @@ pub(super) struct Report {
 impl Report {
     /// Forgets an earlier child.
     pub(super) fn begin(&self) {
-        self.enter(At::Begin);
+        self.report.reset();
         self.item(0);
-        self.errno.store(0, Relaxed);
         self.second.forget();
     }
 
     fn enter(&self, step: At) {
-        self.step.store(step as u32, Relaxed);
+        self.report.enter(step as usize);
     }
 
     fn item(&self, index: usize) {
@@ -102,14 +111,13 @@ impl Report {
 
     /// The last step that was begun, its name, and which of several things it worked on.
     pub(super) fn step(&self) -> (At, &'static str, usize) {
-        let number = self.step.load(Relaxed) as usize;
-        let (at, name) = STEPS.get(number).copied().unwrap_or(STEPS[0]);
+        let (at, name) = STEPS.get(self.report.step()).copied().unwrap_or(STEPS[0]);
         (at, name, self.index.load(Relaxed) as usize)
     }
 
     /// The error of the last step.
     pub(super) fn errno(&self) -> Option<Errno> {
-        Some(self.errno.load(Relaxed)).filter(|errno| *errno != 0).map(Errno)
+        self.report.errno()
     }
 
     /// Pid of the second child.
@@ -173,13 +181,7 @@ extern "C" fn second(work: &Work<'_>) -> ! {
 }
 
 fn finish(work: &Work<'_>, done: Result<(), Errno>) -> ! {
-    match done {
-        Ok(()) => sys::exit(0),
-        Err(errno) => {
-            work.report.errno.store(errno.0, Relaxed);
-            sys::exit(1)
-        }
-    }
+    work.report.report.exit(done)
 }
 
 /// What takes the node's privileges.
@@ -187,10 +189,10 @@ fn enter(work: &Work<'_>) -> Result<(), Errno> {
     let report = &work.report;
     if let Some(network) = work.network {
         report.enter(At::JoinNetwork);
-        sys::setns(network, libc::CLONE_NEWNET)?;
+        move_into_link_name_space(network, Some(LinkNameSpaceType::Network))?;
     }
     report.enter(At::JoinRoot);
-    sys::setns(work.root, libc::CLONE_NEWNS)?;
+    move_into_link_name_space(work.root, Some(LinkNameSpaceType::Mount))?;
     // Until here the table is the daemon's own: with thousands of pods a copy of it would show.
     report.enter(At::UnshareDescriptors);
     sys::unshare_descriptors(work.highest)?;
@@ -206,22 +208,49 @@ fn enter(work: &Work<'_>) -> Result<(), Errno> {
     // The kernel spreads it to all processes that share the memory, but not from a vfork child.
     sys::write_file(work.proc, c"self/oom_score_adj", work.oom_score.as_bytes())?;
     report.enter(At::ClearGroups);
-    sys::clear_groups()?;
+    set_thread_groups(&[])?;
     // It counts all processes of a user, and the pause's user has more on most nodes: those of
     // containers with the same id.
     report.enter(At::Processes);
-    sys::lift_process_limit()
+    lift_process_limit()
+}
+
+/// No limit of the user's processes, or the highest that this process may set.
+fn lift_process_limit() -> Result<(), Errno> {
+    match setrlimit(Resource::Nproc, Rlimit { current: None, maximum: None }) {
+        Err(Errno::PERM) => {
+            let maximum = getrlimit(Resource::Nproc).maximum;
+            setrlimit(Resource::Nproc, Rlimit { current: maximum, maximum })
+        }
+        done => done,
+    }
+}
+
+/// Sets real, effective and saved ids, of this thread alone.
+fn set_ids(uid: u32, gid: u32) -> Result<(), Errno> {
+    let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
+    set_thread_res_gid(gid, gid, gid)?;
+    set_thread_res_uid(uid, uid, uid)
+}
+
+/// Empties the inheritable set, and with it the ambient one.
+fn clear_inheritable() -> Result<(), Errno> {
+    let sets = capabilities(None)?;
+    if sets.inheritable.is_empty() {
+        return Ok(());
+    }
+    set_capabilities(None, CapabilitySets { inheritable: CapabilitySet::empty(), ..sets })
 }
 
 /// Joins the user namespace and clones the pause in it.
 fn clone_second(work: &Work<'_>, user: &User<'_>) -> Result<(), Errno> {
     let report = &work.report;
     report.enter(At::JoinUser);
-    sys::setns(user.namespace, libc::CLONE_NEWUSER)?;
+    move_into_link_name_space(user.namespace, Some(LinkNameSpaceType::User))?;
     report.enter(At::BecomeRoot);
-    sys::set_ids(user.root.0, user.root.1)?;
+    set_ids(user.root.0, user.root.1)?;
     report.enter(At::Undumpable);
-    sys::set_dumpable(false)?;
+    set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     report.enter(At::Clone);
     let clone = sys::Clone {
         flags: work.namespaces | libc::CLONE_PARENT as u64,
@@ -238,7 +267,7 @@ fn become_pause(work: &Work<'_>) -> Result<(), Errno> {
     let report = &work.report;
     if !work.hostname.is_empty() {
         report.enter(At::Hostname);
-        sys::sethostname(work.hostname)?;
+        sethostname(work.hostname)?;
     }
     report.enter(At::Sysctl);
     for (index, (path, value)) in work.sysctls.iter().enumerate() {
@@ -246,35 +275,35 @@ fn become_pause(work: &Work<'_>) -> Result<(), Errno> {
         sys::write_file(work.proc, path, value)?;
     }
     report.enter(At::Session);
-    sys::setsid()?;
+    rustix::process::setsid().map(drop)?;
     if !work.label.is_empty() {
         report.enter(At::Label);
         sys::write_file(work.proc, c"self/attr/exec", work.label)?;
     }
     report.enter(At::NoNewPrivs);
-    sys::no_new_privs()?;
+    rustix::thread::set_no_new_privs(true)?;
     report.enter(At::Bounding);
     for capability in 0..=work.last_capability {
         report.item(capability as usize);
-        sys::drop_bounding(capability)?;
+        remove_capability_from_bounding_set(CapabilitySet::from_bits_retain(1 << capability))?;
     }
     // The permitted set is kept up to the exec, which empties it, as the uid is not 0: a process
     // without capabilities and with the uid of some container may be traced by that container, and
     // this one still shares the daemon's memory.
     report.enter(At::Capabilities);
-    sys::keep_capabilities()?;
-    sys::clear_inheritable()?;
+    rustix::thread::set_keep_capabilities(true)?;
+    clear_inheritable()?;
     report.enter(At::Ids);
-    sys::set_ids(work.uid, work.gid)?;
+    set_ids(work.uid, work.gid)?;
     // Other ids make the memory, which is the daemon's still, as dumpable as fs.suid_dumpable says.
     report.enter(At::Undumpable);
-    sys::set_dumpable(false)?;
+    set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     report.enter(At::CloseDescriptors);
     // At the exec and not before: the lock of the state directory is among them, and until the exec
     // nobody would know this process for a pause. So whoever has the lock next finds it.
     sys::close_at_execute(0, Some(work.image))?;
     report.enter(At::Filter);
-    sys::install_filter(&seccomp::FILTER)?;
+    sys::filter::install(&seccomp::FILTER)?;
     report.enter(At::Execute);
     Err(sys::execute(work.image, [c"/pause", &work.id]))
 }

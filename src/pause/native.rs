@@ -14,6 +14,8 @@ use nix::mount::{MsFlags, mount};
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
+use rustix::fs::{XattrFlags, fsetxattr, fstatfs};
+use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 
 use super::child::{self, At, User, Work};
 use super::orphans::Mark;
@@ -74,7 +76,7 @@ impl Native {
 
     fn with(cgroups: Cgroups, image: OwnedFd) -> Result<Self, Step> {
         const LAST_CAPABILITY: &str = "/proc/sys/kernel/cap_last_cap";
-        sys::set_dumpable(false).step("make the daemon undumpable")?;
+        set_dumpable_behavior(DumpableBehavior::NotDumpable).step("make the daemon undumpable")?;
         let last = std::fs::read_to_string(LAST_CAPABILITY).step_at("read", LAST_CAPABILITY)?;
         let invalid = |e| io::Error::new(io::ErrorKind::InvalidData, e);
         Ok(Self {
@@ -112,7 +114,7 @@ impl Native {
     /// The label is none of the policy's, or may not be set.
     pub fn label(&self, label: &str) -> Result<(), Step> {
         let text = CString::new(label).step("label the pause program")?;
-        sys::set_attribute(self.image.as_fd(), c"security.selinux", &text)
+        fsetxattr(&self.image, c"security.selinux", text.as_bytes_with_nul(), XattrFlags::empty())
             .step("label the pause program")
     }
 
@@ -185,8 +187,8 @@ impl Native {
 
     /// Kills and reaps a child, which no other thread reaps.
     fn end(&self, pid: c_int, pidfd: &OwnedFd) -> Result<(), Step> {
-        match sys::pidfd_send_signal(pidfd.as_fd(), libc::SIGKILL) {
-            Ok(()) | Err(Errno(libc::ESRCH)) => {}
+        match sys::kill(pidfd.as_fd()) {
+            Ok(()) | Err(Errno::SRCH) => {}
             Err(e) => return Err(e).step("kill the pause process"),
         }
         // Its cgroup may have been frozen since it was found not to be.
@@ -338,11 +340,11 @@ impl Driver for Native {
 pub fn is_network_namespace(path: &Path) -> io::Result<bool> {
     let look = CString::new(path.as_os_str().as_bytes())?;
     let file = sys::open(None, &look, libc::O_PATH, 0)?;
-    if sys::file_system(file.as_fd())? != NSFS {
+    if fstatfs(&file)?.f_type != NSFS {
         return Ok(false);
     }
     let namespace = sys::open(None, &look, libc::O_RDONLY | libc::O_NONBLOCK, 0)?;
-    Ok(sys::file_system(namespace.as_fd())? == NSFS
+    Ok(fstatfs(&namespace)?.f_type == NSFS
         && sys::namespace_kind(namespace.as_fd())? == libc::CLONE_NEWNET)
 }
 

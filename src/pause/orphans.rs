@@ -19,9 +19,12 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::fs::{MemfdFlags, XattrFlags, fsetxattr, memfd_create};
+
 use super::binary::Kept;
 use crate::error::{IoContext, Step};
 use crate::process::deadline::poll_until;
+use crate::process::identity::device_and_inode;
 use crate::sys::{self, Errno};
 
 /// The attribute of the pause program.
@@ -63,10 +66,12 @@ impl Mark {
         let about = fs::metadata(state_dir).step_at("look at the state directory", state_dir)?;
         let value = CString::new(format!("{}:{}", about.dev(), about.ino()))
             .step("mark the pause program")?;
-        sys::set_attribute(program, ATTRIBUTE, &value).step("mark the pause program")?;
+        fsetxattr(program, ATTRIBUTE, value.as_bytes_with_nul(), XattrFlags::empty())
+            .step("mark the pause program")?;
         // Without memfds no process executes one.
-        let memfds =
-            sys::memfd(c"device", false).ok().and_then(|memfd| File::from(memfd).metadata().ok());
+        let memfds = memfd_create(c"device", MemfdFlags::CLOEXEC)
+            .ok()
+            .and_then(|memfd| File::from(memfd).metadata().ok());
         Ok(Self { value: value.into_bytes_with_nul(), memfds: memfds.map(|about| about.dev()) })
     }
 
@@ -80,13 +85,13 @@ impl Mark {
         // Any process can choose the name, also on a file system that answers when it likes.
         let known = match kept {
             Kept::Memfd => {
-                sys::device_and_inode(&path).is_ok_and(|(device, _)| Some(device) == self.memfds)
+                device_and_inode(&path).is_ok_and(|(device, _)| Some(device) == self.memfds)
             }
             Kept::Tmpfs => is_confined(pid),
         };
         let mut value = [0; 64];
         let length =
-            if known { sys::attribute(&path, ATTRIBUTE, &mut value).unwrap_or(0) } else { 0 };
+            if known { rustix::fs::getxattr(&path, ATTRIBUTE, &mut value).unwrap_or(0) } else { 0 };
         value.get(..length) == Some(self.value.as_slice())
     }
 }
@@ -212,8 +217,8 @@ impl Marked {
     /// # Errors
     /// The failed step.
     pub(super) fn kill(&self) -> Result<(), Step> {
-        match sys::pidfd_send_signal(self.pidfd.as_fd(), libc::SIGKILL) {
-            Ok(()) | Err(Errno(libc::ESRCH)) => Ok(()),
+        match sys::kill(self.pidfd.as_fd()) {
+            Ok(()) | Err(Errno::SRCH) => Ok(()),
             Err(e) => {
                 Err(e).step_at("kill a pause that no record names", format!("/proc/{}", self.pid))
             }

@@ -3,15 +3,21 @@
 //! A process that shares the pod's PID namespace finds nothing behind `/proc/1/root`, and no pod
 //! pays for a copy of the node's mount table.
 
+use std::ffi::CStr;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
-use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
+
+use rustix::fs::CWD;
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MountPropagationFlags, MoveMountFlags, UnmountFlags,
+    fsconfig_create, fsconfig_set_string, fsmount, fsopen, mount_change, move_mount, unmount,
+};
+use rustix::process::{fchdir, pivot_root};
 
 use crate::error::{IoContext, Step};
+use crate::process::report::Report;
 use crate::sys::{self, Errno};
-
-/// `MOUNT_ATTR_RDONLY | NOSUID | NODEV | NOEXEC`.
-const ATTRIBUTES: u64 = 1 | 2 | 4 | 8;
 
 /// The steps of the child.
 const STEPS: [&str; 7] = [
@@ -26,10 +32,22 @@ const STEPS: [&str; 7] = [
 
 struct Work<'a> {
     tmpfs: BorrowedFd<'a>,
-    step: AtomicUsize,
-    errno: AtomicI32,
+    report: Report,
     /// The namespace's descriptor, in the table that child and daemon share.
     namespace: AtomicI32,
+}
+
+/// A new tmpfs that is mounted nowhere; it lives as long as something in it is open.
+pub(super) fn new_tmpfs(
+    options: &[(&CStr, &CStr)],
+    attributes: MountAttrFlags,
+) -> Result<OwnedFd, Errno> {
+    let context = fsopen(c"tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
+    for (key, value) in options {
+        fsconfig_set_string(context.as_fd(), *key, *value)?;
+    }
+    fsconfig_create(context.as_fd())?;
+    fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)
 }
 
 /// Makes the namespace; it lives as long as the descriptor or a process in it.
@@ -40,50 +58,47 @@ pub(super) fn make() -> Result<OwnedFd, Step> {
     // One page and one inode: the root's own.
     let options =
         [(c"size", c"4k"), (c"nr_inodes", c"1"), (c"mode", c"555"), (c"source", c"empty")];
-    let tmpfs = sys::new_tmpfs(&options, ATTRIBUTES).step("make the tmpfs of the empty root")?;
-    let work = Work {
-        tmpfs: tmpfs.as_fd(),
-        step: AtomicUsize::new(0),
-        errno: AtomicI32::new(0),
-        namespace: AtomicI32::new(-1),
-    };
+    let attributes = MountAttrFlags::MOUNT_ATTR_RDONLY
+        | MountAttrFlags::MOUNT_ATTR_NOSUID
+        | MountAttrFlags::MOUNT_ATTR_NODEV
+        | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+    let tmpfs = new_tmpfs(&options, attributes).step("make the tmpfs of the empty root")?;
+    let work =
+        Work { tmpfs: tmpfs.as_fd(), report: Report::default(), namespace: AtomicI32::new(-1) };
     let how = sys::Clone { flags: libc::CLONE_FILES as u64, cgroup: None, born: None, stack: None };
     let (_, pidfd) =
         sys::clone_child(&how, &work, child).step("clone the maker of the empty root")?;
     let namespace =
         Some(work.namespace.load(Relaxed)).filter(|fd| *fd >= 0).map(sys::take_descriptor);
     sys::reap(pidfd.as_fd(), true).step("reap the maker of the empty root")?;
-    let step = STEPS.get(work.step.load(Relaxed)).copied().unwrap_or(STEPS[0]);
-    match (work.errno.load(Relaxed), namespace) {
-        (0, Some(namespace)) => Ok(namespace),
-        // Ended by a signal on its way.
-        (0, None) => Err(Step::new(step, io::ErrorKind::Interrupted.into())),
-        (errno, _) => Err(Step::new(step, io::Error::from_raw_os_error(errno))),
+    let step = STEPS.get(work.report.step()).copied().unwrap_or(STEPS[0]);
+    match (work.report.errno(), namespace) {
+        (None, Some(namespace)) => Ok(namespace),
+        // A signal ended it.
+        (None, None) => Err(Step::new(step, io::ErrorKind::Interrupted.into())),
+        (Some(errno), _) => Err(Step::new(step, errno.into())),
     }
 }
 
 extern "C" fn child(work: &Work<'_>) -> ! {
-    if let Err(errno) = steps(work) {
-        work.errno.store(errno.0, Relaxed);
-        sys::exit(1)
-    }
-    sys::exit(0)
+    work.report.exit(enter_empty_root(work))
 }
 
-fn steps(work: &Work<'_>) -> Result<(), Errno> {
+fn enter_empty_root(work: &Work<'_>) -> Result<(), Errno> {
+    let report = &work.report;
     sys::unshare(libc::CLONE_NEWNS)?;
-    work.step.store(1, Relaxed);
-    sys::make_mounts_private()?;
-    work.step.store(2, Relaxed);
+    report.enter(1);
+    mount_change(c"/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE)?;
+    report.enter(2);
     let namespace = sys::open(None, c"/proc/self/ns/mnt", libc::O_RDONLY, 0)?;
-    work.step.store(3, Relaxed);
-    sys::attach_mount(work.tmpfs, c"/")?;
-    work.step.store(4, Relaxed);
-    sys::enter_directory(work.tmpfs)?;
-    work.step.store(5, Relaxed);
-    sys::pivot_here()?;
-    work.step.store(6, Relaxed);
-    sys::detach_here()?;
+    report.enter(3);
+    move_mount(work.tmpfs, c"", CWD, c"/", MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?;
+    report.enter(4);
+    fchdir(work.tmpfs)?;
+    report.enter(5);
+    pivot_root(c".", c".")?;
+    report.enter(6);
+    unmount(c".", UnmountFlags::DETACH)?;
     work.namespace.store(namespace.into_raw_fd(), Relaxed);
     Ok(())
 }

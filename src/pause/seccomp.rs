@@ -69,23 +69,26 @@ const fn filter() -> [sock_filter; LENGTH] {
 mod tests {
     use std::os::fd::AsFd;
 
+    use rustix::process::{DumpableBehavior, set_dumpable_behavior};
+
     use super::FILTER;
     use crate::sys::{self, Errno};
 
     extern "C" fn confined(_: &()) -> ! {
-        let installed = sys::no_new_privs().and_then(|()| sys::install_filter(&FILTER));
+        let installed =
+            rustix::thread::set_no_new_privs(true).and_then(|()| sys::filter::install(&FILTER));
         let refused = [
-            sys::setsid(),
+            rustix::process::setsid().map(drop),
             // An option of prctl(2) that is not the program's.
-            sys::keep_capabilities(),
+            rustix::thread::set_keep_capabilities(true),
             sys::pidfd_open(1).map(drop),
             sys::open(None, c"/", libc::O_PATH, 0).map(drop),
         ];
-        let allowed = [sys::set_dumpable(false)];
+        let allowed = [set_dumpable_behavior(DumpableBehavior::NotDumpable)];
         if installed.is_err() {
             sys::exit(1);
         }
-        if refused.iter().any(|answer| *answer != Err(Errno(libc::EPERM))) {
+        if refused.iter().any(|answer| *answer != Err(Errno::PERM)) {
             sys::exit(2);
         }
         sys::exit(if allowed.iter().all(Result::is_ok) { 0 } else { 3 })

@@ -155,7 +155,7 @@ impl Shared {
         let mut fate = lock(&child.fate);
         // Not reaped before this is past, so the pid is the child's.
         let Some(pid) = child.born.pid().filter(|_| *fate != Fate::Past) else { return };
-        let killed = child.born.signal(libc::SIGKILL);
+        let killed = child.born.kill();
         if *fate == Fate::UnderWay {
             log::warn!(pid = pid; "a child that has not executed its program in time is killed");
             *fate = Fate::Killed;
@@ -201,7 +201,7 @@ pub(crate) fn thaw_if_frozen(freezer: &OwnedFd, pid: u32) -> io::Result<()> {
     let state = CString::new(format!("./{path}/freezer.state"))?;
     let mut state = match sys::open(Some(freezer.as_fd()), &state, libc::O_RDONLY, 0) {
         // The root, which is never frozen, or a cgroup that has been removed since.
-        Err(Errno(libc::ENOENT)) => return Ok(()),
+        Err(Errno::NOENT) => return Ok(()),
         other => File::from(other?),
     };
     let mut frozen = String::new();
@@ -209,7 +209,7 @@ pub(crate) fn thaw_if_frozen(freezer: &OwnedFd, pid: u32) -> io::Result<()> {
     match frozen.trim() {
         "THAWED" => Ok(()),
         _ => match thaw(freezer, pid.cast_signed()) {
-            Err(Errno(libc::ESRCH)) => Ok(()),
+            Err(Errno::SRCH) => Ok(()),
             other => other.map_err(Into::into),
         },
     }

@@ -11,6 +11,7 @@ use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::path::Path;
 
 use nix::sys::socket::{UnixAddr, getsockname, getsockopt, sockopt};
+use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 
 use super::Identity;
 use super::identity::{self, Stat};
@@ -33,7 +34,7 @@ impl Held {
         match sys::pidfd_open(c_int::try_from(pid).unwrap_or(0)) {
             Ok(pidfd) => Ok(Some(Self { pid, pidfd })),
             // No process, or by now the number of a thread, or no number that a process can have.
-            Err(Errno(libc::ESRCH | libc::EINVAL | libc::ENOENT)) => Ok(None),
+            Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => Ok(None),
             Err(e) => Err(e).step("open a pidfd of a process"),
         }
     }
@@ -48,8 +49,8 @@ impl Held {
     /// # Errors
     /// The kernel refuses.
     pub fn kill(&self) -> Result<(), Step> {
-        match sys::pidfd_send_signal(self.pidfd.as_fd(), libc::SIGKILL) {
-            Ok(()) | Err(Errno(libc::ESRCH)) => Ok(()),
+        match sys::kill(self.pidfd.as_fd()) {
+            Ok(()) | Err(Errno::SRCH) => Ok(()),
             Err(e) => Err(e).step("kill a process"),
         }
     }
@@ -74,10 +75,10 @@ pub fn listening_socket(identity: &Identity, address: &Path) -> Result<Option<Ow
         else {
             continue;
         };
-        match sys::pidfd_getfd(process.pidfd.as_fd(), number) {
+        match pidfd_getfd(&process.pidfd, number, PidfdGetfdFlags::empty()) {
             Ok(socket) if listens_at(&socket, address) => return Ok(Some(socket)),
             // Closed meanwhile.
-            Ok(_) | Err(Errno(libc::EBADF)) => {}
+            Ok(_) | Err(Errno::BADF) => {}
             Err(e) => return Err(e).step("take a socket of a process"),
         }
     }

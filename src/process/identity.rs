@@ -1,13 +1,16 @@
 //! What names a process beyond its pid, read from `/proc`.
 
+use std::ffi::CStr;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
+
+use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 
 use super::Identity;
 use crate::error::{IoContext, Step};
-use crate::sys;
-use std::sync::Arc;
+use crate::sys::{self, Errno};
 
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
@@ -94,6 +97,13 @@ pub(crate) fn of(pid: u32, boot_id: &Arc<str>) -> Result<Identity, Step> {
 pub(crate) fn matches(recorded: &Identity) -> Result<bool, Step> {
     let now = of(recorded.pid, &recorded.boot_id)?;
     Ok(now == *recorded)
+}
+
+/// Device and inode of the file that `path` leads to, as far as the kernel knows them without a
+/// question to the server of a file system.
+pub(crate) fn device_and_inode(path: &CStr) -> Result<(u64, u64), Errno> {
+    let about = statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::INO)?;
+    Ok((libc::makedev(about.stx_dev_major, about.stx_dev_minor), about.stx_ino))
 }
 
 /// The error means that the process is gone.

@@ -19,6 +19,7 @@ pub mod fuzzing;
 pub mod held;
 pub(crate) mod identity;
 pub(crate) mod pidfd;
+pub(crate) mod report;
 pub mod spawn;
 
 /// A descriptor of our own for one that the service manager passed. The passed one stays open as

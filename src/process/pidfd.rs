@@ -11,6 +11,7 @@ use std::thread;
 use std::time::{Duration, SystemTime};
 
 use futures::future::BoxFuture;
+use rustix::process::Signal;
 use tokio::sync::Notify;
 
 use super::deadline;
@@ -93,9 +94,9 @@ impl Process for PidfdProcess {
 
     fn kill(&self) -> Result<(), Step> {
         self.killed.store(true, Relaxed);
-        match sys::pidfd_send_signal(self.pidfd.as_fd(), libc::SIGKILL) {
+        match rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL) {
             Ok(()) => {}
-            Err(Errno(libc::ESRCH)) => return Ok(()),
+            Err(Errno::SRCH) => return Ok(()),
             Err(e) => return Err(e).step("kill the process"),
         }
         match &self.common.freezer {
@@ -145,7 +146,7 @@ pub(crate) fn adopt(identity: &Identity, boot_id: &Arc<str>, common: &Arc<Common
     let pidfd = match sys::pidfd_open(pid) {
         Ok(pidfd) => pidfd,
         // Nobody, or by now the number of a thread, or no number that a process can have.
-        Err(Errno(libc::ESRCH | libc::EINVAL | libc::ENOENT)) => return dead,
+        Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => return dead,
         Err(e) => {
             return Adoption::Unknown(Step::new("open a pidfd of the recorded process", e.into()));
         }
@@ -342,9 +343,6 @@ mod tests {
             thread::sleep(Duration::from_millis(1));
         }
         assert!(lock(&common.orphans).children.is_empty());
-        assert_eq!(
-            sys::pidfd_open(c_int::try_from(child.id()).unwrap()).unwrap_err(),
-            Errno(libc::ESRCH)
-        );
+        assert_eq!(sys::pidfd_open(c_int::try_from(child.id()).unwrap()).unwrap_err(), Errno::SRCH);
     }
 }

@@ -10,12 +10,15 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, AtomicU32, Ordering::Relaxed};
 use std::task::Waker;
 
 use super::deadline::{Cloned, Deadline};
+use rustix::process::getpid;
+use rustix::thread::{CoreSchedulingScope, create_core_scheduling_cookie};
+
 use super::epoll::Watched;
 use super::pidfd::{self, Common, PidfdProcess};
+use super::report::Report;
 use super::{Adoption, Identity, Process, held, identity};
 use crate::error::{IoContext, Step};
 use crate::sys::{self, Errno};
@@ -90,8 +93,7 @@ impl Launcher {
             launch.environment.iter().cloned().map(string).collect::<Result<Vec<_>, _>>()?;
         let directory = string(launch.directory.as_os_str().to_owned())?;
         let work = Work {
-            step: AtomicU32::new(0),
-            errno: AtomicI32::new(0),
+            report: Report::default(),
             program: &program,
             arguments: sys::pointers(&arguments),
             environment: sys::pointers(&environment),
@@ -106,15 +108,15 @@ impl Launcher {
             sys::Clone { flags: sys::CLONE_CLEAR_SIGHAND, cgroup: None, born: None, stack: None };
         let Cloned { pid, pidfd, late } =
             self.deadline.clone_child(how, &work, child).step("clone process")?;
-        let errno = work.errno.load(Relaxed);
-        if errno != 0 || late {
+        let errno = work.report.errno();
+        if errno.is_some() || late {
             // It has ended itself, or is killed.
             sys::reap(pidfd.as_fd(), true).step("reap process")?;
-            let (what, path) = match STEPS.get(work.step.load(Relaxed) as usize) {
+            let (what, path) = match STEPS.get(work.report.step()) {
                 Some(&EXECUTE) | None => (EXECUTE, launch.program),
                 Some(what) => (*what, launch.directory),
             };
-            let e = if errno != 0 { Errno(errno).into() } else { self.deadline.error() };
+            let e = errno.map_or_else(|| self.deadline.error(), io::Error::from);
             return Err(Step::at(what, path, e));
         }
         match identity::of(pid.unsigned_abs(), &self.boot_id) {
@@ -122,7 +124,7 @@ impl Launcher {
                 Ok(Arc::new(PidfdProcess::new(pidfd, identity, Arc::clone(&self.common))))
             }
             Err(e) => {
-                let _ = sys::pidfd_send_signal(pidfd.as_fd(), libc::SIGKILL);
+                let _ = sys::kill(pidfd.as_fd());
                 sys::reap(pidfd.as_fd(), true).step("reap process")?;
                 Err(e)
             }
@@ -219,7 +221,7 @@ fn works_in(pid: u32, name: Option<&OsStr>, place: (u64, u64)) -> bool {
     let link = format!("/proc/{pid}/cwd");
     // The name first: that asks no file system of another user.
     std::fs::read_link(&link).is_ok_and(|cwd| cwd.file_name() == name)
-        && CString::new(link).is_ok_and(|link| sys::device_and_inode(&link) == Ok(place))
+        && CString::new(link).is_ok_and(|link| identity::device_and_inode(&link) == Ok(place))
 }
 
 /// Whether the process has these arguments behind its name. Reads the process's memory, so it is
@@ -261,8 +263,7 @@ const EXECUTE: &str = "execute";
 /// All that the child works on; prepared by the parent, whose memory it shares (see
 /// [`sys::clone_child`]).
 struct Work<'a> {
-    step: AtomicU32,
-    errno: AtomicI32,
+    report: Report,
     program: &'a CStr,
     arguments: sys::Pointers<'a>,
     environment: sys::Pointers<'a>,
@@ -275,17 +276,16 @@ struct Work<'a> {
 }
 
 extern "C" fn child(work: &Work<'_>) -> ! {
-    let errno = match become_program(work) {
-        Ok(()) => sys::execute_path(work.program, &work.arguments, &work.environment),
-        Err(errno) => errno,
-    };
-    work.errno.store(errno.0, Relaxed);
-    sys::exit(127)
+    work.report.exit(
+        become_program(work).and_then(|()| {
+            Err(sys::execute_path(work.program, &work.arguments, &work.environment))
+        }),
+    )
 }
 
 fn become_program(work: &Work<'_>) -> Result<(), Errno> {
-    sys::setsid()?;
-    work.step.store(1, Relaxed);
+    rustix::process::setsid().map(drop)?;
+    work.report.enter(1);
     // What is handed over has one of these numbers only in a daemon that was started without them.
     sys::duplicate_to(work.null, 0)?;
     sys::duplicate_to(work.null, 1)?;
@@ -294,17 +294,17 @@ fn become_program(work: &Work<'_>) -> Result<(), Errno> {
     // Not closed before: until the exec the daemon's lock of its directory is held here too, so
     // that the next daemon finds an executed process or none.
     sys::close_at_execute(4, None)?;
-    work.step.store(2, Relaxed);
-    sys::change_directory(work.directory)?;
-    work.step.store(3, Relaxed);
+    work.report.enter(2);
+    rustix::process::chdir(work.directory)?;
+    work.report.enter(3);
     if let Some(soft) = work.open_files {
         sys::limit_open_files(soft)?;
     }
-    work.step.store(4, Relaxed);
+    work.report.enter(4);
     if work.core_domain {
-        sys::core_domain()?;
+        create_core_scheduling_cookie(getpid(), CoreSchedulingScope::ThreadGroup)?;
     }
-    work.step.store(5, Relaxed);
+    work.report.enter(5);
     sys::default_signals()
 }
 
@@ -431,7 +431,8 @@ mod tests {
 
         let thread = std::thread::spawn(move || {
             sys::unshare(libc::CLONE_NEWNS).unwrap();
-            sys::make_mounts_private().unwrap();
+            let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
+            mount(None::<&str>, "/", None::<&str>, private, None::<&str>).unwrap();
             mount(Some("none"), "/proc", Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
             look()
         });
@@ -481,6 +482,11 @@ mod tests {
         process.exited().await;
     }
 
+    fn core_cookie(pid: u32) -> u64 {
+        let pid = rustix::process::Pid::from_raw(pid.cast_signed()).unwrap();
+        rustix::thread::core_scheduling_cookie(pid, CoreSchedulingScope::Thread).unwrap()
+    }
+
     /// Or none is launched, where the kernel has no such domains.
     #[tokio::test]
     async fn has_a_core_scheduling_domain_if_asked() {
@@ -502,10 +508,10 @@ mod tests {
         let errno: i32 = String::from_utf8(said.stdout).unwrap().trim().parse().unwrap();
         match launched {
             Ok(process) => {
-                let cookie = sys::core_cookie(process.identity().pid).unwrap();
+                let cookie = core_cookie(process.identity().pid);
                 process.kill().unwrap();
                 assert_eq!(errno, 0);
-                assert!(cookie != 0 && cookie != sys::core_cookie(0).unwrap(), "{cookie}");
+                assert!(cookie != 0 && cookie != core_cookie(std::process::id()), "{cookie}");
             }
             Err(step) => {
                 let error = io::Error::from_raw_os_error(errno);

@@ -1,6 +1,8 @@
-//! Instructions of a seccomp filter (seccomp(2)).
+//! Filters of system calls (seccomp(2)).
 
 use libc::sock_filter;
+
+use super::{Result, syscall};
 
 /// Offsets in `struct seccomp_data`; arguments by their low half (little-endian).
 pub(crate) const NUMBER: u32 = 0;
@@ -29,6 +31,19 @@ pub(crate) const fn answer(k: u32) -> sock_filter {
     sock_filter { code: (libc::BPF_RET | libc::BPF_K) as u16, jt: 0, jf: 0, k }
 }
 
+/// seccomp(2): installs a filter for this thread; needs no_new_privs.
+pub(crate) fn install(filter: &[libc::sock_filter]) -> Result<()> {
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
+    // SAFETY: pointer and length are a slice's; the kernel copies it and writes nothing.
+    unsafe {
+        syscall(
+            libc::SYS_seccomp,
+            [libc::SECCOMP_SET_MODE_FILTER as usize, 0, &raw const program as usize, 0, 0, 0],
+        )
+    }
+    .map(drop)
+}
+
 /// Has this thread and its children answered `errno` where they ask for descriptors to be closed at
 /// the exec, as by Linux before 5.11.
 #[cfg(test)]
@@ -42,5 +57,5 @@ pub(crate) fn without_close_at_execute(errno: i32) {
         answer(libc::SECCOMP_RET_ALLOW),
         answer(libc::SECCOMP_RET_ERRNO | errno.unsigned_abs()),
     ];
-    super::no_new_privs().and_then(|()| super::install_filter(&filter)).unwrap();
+    rustix::thread::set_no_new_privs(true).and_then(|()| install(&filter)).unwrap();
 }

@@ -21,6 +21,12 @@ fn plan(id: &str, cgroup_parent: &str) -> Plan {
     }
 }
 
+/// No mount of this namespace is passed on.
+fn private_mounts() {
+    let flags = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
+    mount(None::<&str>, "/", None::<&str>, flags, None::<&str>).unwrap();
+}
+
 /// The kernel resumes the parent a moment before execve(2) is finished.
 fn await_program(process: &str) {
     while fs::read(format!("{process}/cmdline")).unwrap().is_empty() {
@@ -124,7 +130,7 @@ fn no_pause_is_put_into_a_frozen_cgroup_of_version_1() {
     driver.cleanup(&plan.cgroup_ref()).unwrap();
     for hierarchy in driver.cgroups.v1_roots() {
         let path = CString::new(parent.as_str()).unwrap();
-        let _ = sys::rmdir(hierarchy, &path);
+        let _ = rustix::fs::unlinkat(hierarchy, &path, rustix::fs::AtFlags::REMOVEDIR);
     }
     assert!(!cgroup.exists());
 }
@@ -224,7 +230,7 @@ fn a_controller_of_version_1_elsewhere_leaves_a_node_of_version_2_as_it_is() {
     let placed = std::thread::spawn(|| {
         let (elsewhere, none) = (tempfile::tempdir().unwrap(), None::<&str>);
         sys::unshare(libc::CLONE_NEWNS).unwrap();
-        sys::make_mounts_private().unwrap();
+        private_mounts();
         mount(none, "/sys/fs/cgroup", Some("cgroup2"), MsFlags::empty(), none).unwrap();
         mount(none, elsewhere.path(), Some("cgroup"), MsFlags::empty(), Some("pids")).unwrap();
         let driver = Native::with(Cgroups::find().unwrap(), binary::open().unwrap()).unwrap();

@@ -8,7 +8,31 @@ use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 use std::ptr;
 
-use super::{Errno, Result, arg, close_range, sigmask, syscall};
+use rustix::io::FdFlags;
+use rustix::process::{Resource, Rlimit};
+
+use super::{Errno, Result, arg, close_range, syscall};
+
+/// exit_group(2).
+pub(crate) fn exit(status: c_int) -> ! {
+    loop {
+        // SAFETY: no pointers.
+        let _ = unsafe { syscall(libc::SYS_exit_group, [status as usize, 0, 0, 0, 0, 0]) };
+    }
+}
+
+/// execveat(2) of an open program, without environment.
+pub(crate) fn execute(program: BorrowedFd<'_>, arguments: [&CStr; 2]) -> Errno {
+    let argv = [arguments[0].as_ptr(), arguments[1].as_ptr(), ptr::null()];
+    let environment = [ptr::null::<libc::c_char>()];
+    let (argv, environment) = (argv.as_ptr() as usize, environment.as_ptr() as usize);
+    let empty = c"".as_ptr() as usize;
+    let here = libc::AT_EMPTY_PATH as usize;
+    // SAFETY: strings end in NUL, both lists in null, and all live until the call has copied them.
+    unsafe { syscall(libc::SYS_execveat, [arg(program), empty, argv, environment, here, 0]) }
+        .err()
+        .unwrap_or(Errno::IO)
+}
 
 /// execve(2) of the program at `path`. `arguments` and `environment` end in a null pointer; see
 /// [`pointers`].
@@ -20,11 +44,9 @@ pub(crate) fn execute_path(
     let (path, argv, environment) =
         (path.as_ptr() as usize, arguments.0.as_ptr(), environment.0.as_ptr());
     // SAFETY: strings end in NUL, both lists in null, and all live until the call has copied them.
-    match unsafe { syscall(libc::SYS_execve, [path, argv as usize, environment as usize, 0, 0, 0]) }
-    {
-        Err(errno) => errno,
-        Ok(_) => Errno(0),
-    }
+    unsafe { syscall(libc::SYS_execve, [path, argv as usize, environment as usize, 0, 0, 0]) }
+        .err()
+        .unwrap_or(Errno::IO)
 }
 
 /// A list of strings as execve(2) takes it.
@@ -39,11 +61,7 @@ pub(crate) fn pointers(strings: &[CString]) -> Pointers<'_> {
 /// F_SETFD where it does already. For a child with a table of its own.
 pub(crate) fn duplicate_to(file: BorrowedFd<'_>, number: RawFd) -> Result<()> {
     if file.as_raw_fd() == number {
-        // SAFETY: no pointers.
-        return unsafe {
-            syscall(libc::SYS_fcntl, [arg(file), libc::F_SETFD as usize, 0, 0, 0, 0])
-        }
-        .map(drop);
+        return rustix::io::fcntl_setfd(file, FdFlags::empty());
     }
     // SAFETY: no pointers; in the child's own table nobody owns `number`.
     unsafe { syscall(libc::SYS_dup3, [arg(file), number as usize, 0, 0, 0, 0]) }.map(drop)
@@ -54,7 +72,7 @@ pub(crate) fn duplicate_to(file: BorrowedFd<'_>, number: RawFd) -> Result<()> {
 /// exec itself needs, are closed at once. For a child with a table of its own.
 pub(crate) fn close_at_execute(first: c_uint, kept: Option<BorrowedFd<'_>>) -> Result<()> {
     match close_range(first, c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) {
-        Err(Errno(libc::EINVAL | libc::ENOSYS)) => {}
+        Err(Errno::INVAL | Errno::NOSYS) => {}
         done => return done,
     }
     let kept = kept.map(|kept| kept.as_raw_fd().unsigned_abs()).filter(|kept| *kept >= first);
@@ -64,12 +82,6 @@ pub(crate) fn close_at_execute(first: c_uint, kept: Option<BorrowedFd<'_>>) -> R
         close_range(first, kept - 1, 0)?;
     }
     close_range(kept.map_or(first, |kept| kept + 1), c_uint::MAX, 0)
-}
-
-/// chdir(2).
-pub(crate) fn change_directory(path: &CStr) -> Result<()> {
-    // SAFETY: the path ends in NUL.
-    unsafe { syscall(libc::SYS_chdir, [path.as_ptr() as usize, 0, 0, 0, 0, 0]) }.map(drop)
 }
 
 /// Gives a program back the signals that this process blocks (all, in a child of
@@ -98,56 +110,11 @@ fn default_action(signal: c_int) -> Result<()> {
         .map(drop)
 }
 
-/// prlimit64(2) of this process: soft and hard limit as they were, and as they are from now on if
-/// there is a `new` one.
-fn limit(resource: c_uint, new: Option<&[u64; 2]>) -> Result<[u64; 2]> {
-    let mut old = [0_u64; 2];
-    let (resource, new) = (resource as usize, new.map_or(ptr::null(), |new| new.as_ptr()) as usize);
-    // SAFETY: two words are what the kernel's structure has, to read and to write; null is allowed
-    // for the new one.
-    unsafe { syscall(libc::SYS_prlimit64, [0, resource, new, old.as_mut_ptr() as usize, 0, 0]) }?;
-    Ok(old)
-}
-
 /// The soft limit of open files, which the hard limit bounds.
 pub(crate) fn limit_open_files(soft: u64) -> Result<()> {
-    let [_, hard] = limit(libc::RLIMIT_NOFILE, None)?;
-    limit(libc::RLIMIT_NOFILE, Some(&[soft.min(hard), hard])).map(drop)
-}
-
-/// prctl(2) PR_SCHED_CORE: a core scheduling domain of its own for this process.
-pub(crate) fn core_domain() -> Result<()> {
-    sched_core(libc::PR_SCHED_CORE_CREATE, 0, libc::PR_SCHED_CORE_SCOPE_THREAD_GROUP, 0)
-}
-
-fn sched_core(what: c_int, pid: usize, scope: c_int, cookie: usize) -> Result<()> {
-    let (option, scope) = (libc::PR_SCHED_CORE as usize, scope as usize);
-    // SAFETY: all arguments are numbers, but `cookie`, which is null or the address of a word to
-    // write.
-    unsafe { syscall(libc::SYS_prctl, [option, what as usize, pid, scope, cookie, 0]) }.map(drop)
-}
-
-/// The core scheduling domain of a process; 0: that of all.
-#[cfg(test)]
-pub(crate) fn core_cookie(pid: u32) -> Result<u64> {
-    let mut cookie = 0_u64;
-    sched_core(
-        libc::PR_SCHED_CORE_GET,
-        pid as usize,
-        libc::PR_SCHED_CORE_SCOPE_THREAD,
-        &raw mut cookie as usize,
-    )?;
-    Ok(cookie)
-}
-
-/// No limit of the user's processes, or the highest that this process may set.
-pub(crate) fn lift_process_limit() -> Result<()> {
-    match limit(libc::RLIMIT_NPROC, Some(&[libc::RLIM_INFINITY; 2])) {
-        Err(Errno(libc::EPERM)) => {}
-        done => return done.map(drop),
-    }
-    let [_, hard] = limit(libc::RLIMIT_NPROC, None)?;
-    limit(libc::RLIMIT_NPROC, Some(&[hard; 2])).map(drop)
+    let Rlimit { maximum, .. } = rustix::process::getrlimit(Resource::Nofile);
+    let current = Some(maximum.map_or(soft, |hard| soft.min(hard)));
+    rustix::process::setrlimit(Resource::Nofile, Rlimit { current, maximum })
 }
 
 /// Has the child of a command limit its open files as [`limit_open_files`] does, before it executes
@@ -156,4 +123,22 @@ pub(crate) fn limit_open_files_of(command: &mut Command, soft: u64) {
     // SAFETY: after the fork the closure makes two system calls on its own stack; it neither
     // allocates nor locks.
     unsafe { command.pre_exec(move || limit_open_files(soft).map_err(Into::into)) };
+}
+
+/// Gives the thread a descriptor table of its own, without ever copying what is above `highest`.
+pub(crate) fn unshare_descriptors(highest: c_uint) -> Result<()> {
+    close_range(highest + 1, c_uint::MAX, libc::CLOSE_RANGE_UNSHARE)
+}
+
+/// rt_sigprocmask(2).
+pub(super) fn sigmask(how: c_int, set: u64, before: Option<&mut u64>) -> Result<()> {
+    let before = before.map_or(ptr::null_mut(), ptr::from_mut);
+    // SAFETY: both sets have the kernel's 8 bytes; null is allowed for the old one.
+    unsafe {
+        syscall(
+            libc::SYS_rt_sigprocmask,
+            [how as usize, &raw const set as usize, before as usize, size_of::<u64>(), 0, 0],
+        )
+    }
+    .map(drop)
 }
