@@ -194,9 +194,9 @@ fn links_lead_somewhere() {
     assert!(seen > 5, "only {seen} links were seen");
 }
 
-/// Commands that the pages tell somebody to type are ones that there are.
+/// Commands in the pages exist.
 #[test]
-fn commands_that_are_told_exist() {
+fn commands_in_the_pages_exist() {
     let help = std::process::Command::new(env!("CARGO_BIN_EXE_pause-sandboxer"))
         .arg("help")
         .output()

@@ -443,7 +443,7 @@ async fn a_restart_takes_over_the_living_the_dead_and_the_undecided() {
     controller.drain().await;
     assert!(matches!(controller.status("alive", false).await, Err(Error::Stopping { .. })));
     drop(controller);
-    // It dies while nobody looks.
+    // It dies unwatched.
     node.fake.pauses.lock().unwrap().remove(&dead.pid);
 
     // On a runtime of its own: it ends as a killed daemon does, and its owners do not race with

@@ -74,7 +74,7 @@ impl Running {
         Self { plan, pause }
     }
 
-    /// Waits until the kernel has finished its execve(2), which lets the parent go on a moment
+    /// Waits until the kernel has finished its execve(2), which resumes the parent a moment
     /// before.
     fn settled(self) -> Self {
         eventually("the program is executed", || {
@@ -227,9 +227,9 @@ fn it_is_confined() {
     for key in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
         assert_eq!(running.status(key), "0000000000000000", "{key}");
     }
-    let nobody = ["65535"; 4].join(" ");
-    assert_eq!(running.status("Uid"), nobody);
-    assert_eq!(running.status("Gid"), nobody);
+    let ids = ["65535"; 4].join(" ");
+    assert_eq!(running.status("Uid"), ids);
+    assert_eq!(running.status("Gid"), ids);
     assert_eq!(running.status("Groups"), "");
     assert_eq!(running.status("NoNewPrivs"), "1");
     assert_eq!(running.status("Seccomp"), "2");
@@ -680,9 +680,9 @@ fn mapped() -> UserNamespace {
 
 fn check_user_namespace(running: &Running) {
     assert_ne!(running.namespace("user"), own_namespace("user"));
-    let nobody = ["1065535"; 4].join(" ");
-    assert_eq!(running.status("Uid"), nobody);
-    assert_eq!(running.status("Gid"), nobody);
+    let ids = ["1065535"; 4].join(" ");
+    assert_eq!(running.status("Uid"), ids);
+    assert_eq!(running.status("Gid"), ids);
     for key in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
         assert_eq!(running.status(key), "0000000000000000", "{key}");
     }

@@ -1,4 +1,4 @@
-//! A daemon without file descriptors waits for some, without spinning, and goes on. A process of
+//! A daemon without file descriptors waits for some, without spinning, and then works. A process of
 //! its own: the limit is the process's.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]

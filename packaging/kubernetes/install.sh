@@ -1,16 +1,19 @@
 #!/bin/sh
-# Installs the sandboxer on the node that this container runs on, or takes it off again. Run by the DaemonSet of installer/ and uninstaller/.
+# Installs the sandboxer on the node of this container, or removes it. The DaemonSets of installer/
+# and uninstaller/ run this script.
 #
 # usage: install.sh install | uninstall | ready
 #
-# install     puts program, units and drop-in in place, starts the daemon, lets containerd know, labels the node, and sleeps
-# uninstall   waits until no pod has its sandbox from here, takes the label away, removes what install put in place, and sleeps
+# install     places program, units and drop-in, starts the daemon, restarts containerd, labels the
+#             node, and sleeps
+# uninstall   waits until no pod has a sandbox of this daemon, removes the label and the placed
+#             files, and sleeps
 # ready       succeeds if the node's sandboxer answers
 #
-# A node with the Debian package is left as it is.
+# The script does not change a node with the Debian package.
 #
-# HOST is where the node's root is mounted, DIST holds what is installed, ON_HOST runs a command on the node, EVERY is how many seconds there are
-# between two looks at what is waited for.
+# HOST is the mount point of the node's root, DIST the directory of the files to install. ON_HOST
+# runs a command on the node. EVERY is the polling interval in seconds.
 set -eu
 
 host=${HOST-/host}
@@ -26,7 +29,8 @@ units=/etc/systemd/system
 drop_in=/etc/containerd/conf.d/pause-sandboxer.toml
 config=/etc/containerd/config.toml
 kubelet=/var/lib/kubelet/config.yaml
-# There from the first change of a file until all who read them have been restarted: what an interrupted installation leaves to the next.
+# Exists from the first change of a file until the services that read the files have been restarted,
+# so that the next run completes an interrupted installation.
 unfinished=/var/lib/pause-sandboxer.unfinished
 state=/run/pause-sandboxer
 records=$state/sandboxes
@@ -42,22 +46,28 @@ begin() {
     : >"$host$unfinished" || die "cannot write $unfinished"
 }
 
-# place FILE PATH MODE: by rename, since the old one may be running. Says whether it was changed.
+# place FILE PATH MODE: replaces PATH by rename, because the old program may be running. Succeeds if
+# the file changed.
 place() {
     cmp -s "$1" "$host$2" && return 1
     begin
     mkdir -p "$(dirname "$host$2")"
-    install -m "$3" "$1" "$host$2.new" || die "cannot write $2: a node with a read-only $(dirname "$2") needs an image that holds the sandboxer"
+    install -m "$3" "$1" "$host$2.new" ||
+        die "cannot write $2: with a read-only $(dirname "$2"), use an image with the sandboxer"
     mv "$host$2.new" "$host$2" || die "cannot rename $2.new to $2"
     say "placed $2"
 }
 
-# SystemdCgroup of the node's default handler, from which kubelet takes its cgroup driver; where that handler is this one, of runc.
-# Nothing where containerd does not show its config.
+# Prints SystemdCgroup of the node's default handler, from which kubelet takes its cgroup driver, or
+# of runc if this handler is the default. Prints nothing if containerd does not show its config.
 default_driver() {
     node containerd --config $config config dump 2>/dev/null | awk '
         { gsub(/[ \t"\047]/, "") }
-        /^\[/ { section = $0; sub(/\].*/, "", section); sub(/^\[plugins\.io\.containerd\.cri\.v1\.runtime\.containerd/, "", section) }
+        /^\[/ {
+            section = $0
+            sub(/\].*/, "", section)
+            sub(/^\[plugins\.io\.containerd\.cri\.v1\.runtime\.containerd/, "", section)
+        }
         section == "" && /^default_runtime_name=/ { sub(/^[^=]*=/, ""); default_name = $0 }
         /^SystemdCgroup=/ { sub(/^[^=]*=/, ""); set[section] = $0 }
         END {
@@ -66,43 +76,49 @@ default_driver() {
         }'
 }
 
-# The drop-in for this node: its handler makes cgroups as the default handler does, or else as kubelet's own config says; `systemd` with kubeadm.
+# Prints the drop-in for this node. Its handler has the cgroup driver of the default handler, or
+# else that of kubelet's own config (`systemd` with kubeadm).
 drop_in_of_node() {
     driver=$(default_driver)
-    if [ -z "$driver" ] &&
-        grep -Eqs "^cgroupDriver:[[:space:]]*[\"']?systemd[\"']?[[:space:]]*(#.*)?\$" "$host$kubelet"; then
+    systemd="^cgroupDriver:[[:space:]]*[\"']?systemd[\"']?[[:space:]]*(#.*)?\$"
+    if [ -z "$driver" ] && grep -Eqs "$systemd" "$host$kubelet"; then
         driver=true
     fi
     if [ "$driver" = true ]; then
-        sed -e 's/^#\(\[plugins.*\.runc-pause\.options\]\)$/\1/' -e 's/^#\(SystemdCgroup = true\)$/\1/' "$dist/pause-sandboxer.toml"
+        sed -e 's/^#\(\[plugins.*\.runc-pause\.options\]\)$/\1/' \
+            -e 's/^#\(SystemdCgroup = true\)$/\1/' "$dist/pause-sandboxer.toml"
     else
         cat "$dist/pause-sandboxer.toml"
     fi
 }
 
-# mark VALUE: labels the node; null takes the label away. kubelet goes by the label too: when it is restarted on a node without it, it ends the pods
-# of the RuntimeClass that run there. So the label is not taken from a node that has any.
+# mark VALUE: labels the node; null removes the label. kubelet also uses the label: when it restarts
+# on a node without it, it terminates the running pods of the RuntimeClass. Therefore a node with
+# such pods keeps its label.
 mark() {
     [ -n "${KUBERNETES_SERVICE_HOST-}" ] || return 0
     account=/var/run/secrets/kubernetes.io/serviceaccount
     curl --silent --show-error --fail --max-time 30 --cacert $account/ca.crt \
-        -H "Authorization: Bearer $(cat $account/token)" -H 'Content-Type: application/merge-patch+json' \
-        -X PATCH "https://$KUBERNETES_SERVICE_HOST:${KUBERNETES_SERVICE_PORT-443}/api/v1/nodes/$NODE_NAME" \
-        -d "{\"metadata\":{\"labels\":{\"$label\":$1}}}" >/dev/null || die "cannot label node $NODE_NAME"
+        -H "Authorization: Bearer $(cat $account/token)" \
+        -H 'Content-Type: application/merge-patch+json' -X PATCH \
+        -d "{\"metadata\":{\"labels\":{\"$label\":$1}}}" \
+        "https://$KUBERNETES_SERVICE_HOST:${KUBERNETES_SERVICE_PORT-443}/api/v1/nodes/$NODE_NAME" \
+        >/dev/null || die "cannot label node $NODE_NAME"
 }
 
-# Whether the node's sandboxer is the Debian package's. No failure: a DaemonSet's update does not go beyond a node whose pod fails.
+# Succeeds if the node's sandboxer is the Debian package's. This is not a failure of the script,
+# because a DaemonSet's update stops at a node whose pod fails.
 is_packaged() {
     [ -e "$host$packaged" ] || return 1
-    say "the Debian package is installed on this node, which is left as it is: upgrade or remove the package instead"
+    say "this node has the Debian package: upgrade or remove the package; nothing is changed here"
 }
 
 install_all() {
     ! is_packaged || return 0
     changed='' containerd=''
-    # It cannot be told how far it came.
+    # The progress of an interrupted installation is unknown.
     if [ -e "$host$unfinished" ]; then
-        say "finishing what was begun"
+        say "completing an interrupted installation"
         changed=1 containerd=1
     fi
     place "$dist/pause-sandboxer" $program 0755 && changed=1
@@ -125,12 +141,14 @@ install_all() {
             begin
             [ -e "$host$config" ] || echo 'version = 3' >"$host$config"
             cp -p "$host$config" "$host$config.before-pause-sandboxer"
-            sed '1i imports = ["/etc/containerd/conf.d/*.toml"]' "$host$config.before-pause-sandboxer" >"$host$config.new"
+            sed '1i imports = ["/etc/containerd/conf.d/*.toml"]' \
+                "$host$config.before-pause-sandboxer" >"$host$config.new"
             mv "$host$config.new" "$host$config"
-            say "$config imports /etc/containerd/conf.d now; as it was it is in $config.before-pause-sandboxer"
+            say "$config now imports /etc/containerd/conf.d; backup: $config.before-pause-sandboxer"
             containerd=1
         else
-            say "$config imports nothing: add imports = [\"/etc/containerd/conf.d/*.toml\"] and restart containerd"
+            say "$config imports nothing: add this line to it and restart containerd:"
+            say "imports = [\"/etc/containerd/conf.d/*.toml\"]"
         fi
     fi
     if [ -n "$containerd" ] && [ "$edit" = true ]; then
@@ -140,28 +158,31 @@ install_all() {
     if ! node $program check; then
         if running=$(pods) && [ -z "$running" ]; then
             mark '"false"'
-            die "see above; the node is labelled $label=false, and gets no pods"
+            die "check failed (see above); the node has the label $label=false and gets no pods"
         fi
-        die "see above; the label of the node is left as it was, since a kubelet that is restarted without it ends the pods that run: cordon the node"
+        say "check failed (see above); cordon the node"
+        die "the label is unchanged: a kubelet that restarts without it terminates running pods"
     fi
     mark '"true"'
     say "done"
 }
 
-# The pods that have their sandbox from here. A daemon that is down, or does not answer as it takes over its pods, has not said that there are none:
-# then its records tell.
+# Prints the pods with a sandbox of this daemon. If the daemon does not answer, because it is down
+# or recovers its pods, prints its records.
 pods() {
     if listed=$(node $program list); then
         echo "$listed" | tail -n +2
     elif [ -d "$host$records" ]; then
-        find "$host$records" -mindepth 1 -maxdepth 1 -printf '%f, of which the daemon does not answer\n'
+        find "$host$records" -mindepth 1 -maxdepth 1 -printf '%f (the daemon does not answer)\n'
     fi
 }
 
-# The files that make the handler the node's default. containerd runs no CRI at all with a default handler that it does not know.
+# Prints the files that make the handler the node's default. containerd does not serve CRI with an
+# unknown default handler.
 defaults() {
+    default="^[^#]*default_runtime_name[\"']?[[:space:]]*=[[:space:]]*[\"']runc-pause[\"']"
     for file in "$host$config" "$host${drop_in%/*}"/*.toml; do
-        if grep -Eqs "^[^#]*default_runtime_name[\"']?[[:space:]]*=[[:space:]]*[\"']runc-pause[\"']" "$file"; then
+        if grep -Eqs "$default" "$file"; then
             echo "${file#"$host"}"
         fi
     done
@@ -169,7 +190,8 @@ defaults() {
 
 wait_for_pods() {
     while alive=$(pods) || die "cannot read $records"; [ -n "$alive" ]; do
-        say "waiting for these pods to go (delete or drain them; a cordon, or the removal of the RuntimeClass, keeps new ones away):"
+        say "waiting for the end of these pods; delete or drain them"
+        say "(a cordon, or the deletion of the RuntimeClass, prevents new ones):"
         echo "$alive"
         sleep "$every"
     done
@@ -178,32 +200,34 @@ wait_for_pods() {
 uninstall_all() {
     ! is_packaged || return 0
     while made_default=$(defaults); [ -n "$made_default" ]; do
-        say "waiting until runc-pause is not the node's default handler: take default_runtime_name from these files and restart containerd:"
+        say "waiting: runc-pause is the node's default handler"
+        say "remove default_runtime_name from these files and restart containerd:"
         echo "$made_default"
         sleep "$every"
     done
-    # Without the daemon nobody could end them.
+    # Without the daemon kubelet cannot remove them.
     while
         wait_for_pods
         mark null
-        # One may have come before the label was gone.
+        # A pod may have arrived before the label was removed.
         alive=$(pods) || die "cannot read $records"
         [ -n "$alive" ]
     do
         mark '"true"'
     done
     node systemctl disable --now pause-sandboxer.socket pause-sandboxer.service || :
-    rm -f "$host$drop_in" "$host$units/pause-sandboxer.service" "$host$units/pause-sandboxer.socket" "$host$program" "$host$unfinished"
-    # No records are in it, so nothing is mounted there but their directory itself, where a daemon was killed.
+    rm -f "$host$drop_in" "$host$program" "$host$unfinished" \
+        "$host$units/pause-sandboxer.service" "$host$units/pause-sandboxer.socket"
+    # It has no records, so the only mount can be the directory of the records, of a killed daemon.
     node umount $records 2>/dev/null || :
-    rm -rf --one-file-system "${host:?}$state" || say "$state is left"
+    rm -rf --one-file-system "${host:?}$state" || say "cannot remove $state"
     node systemctl daemon-reload
     [ "$edit" != true ] || node systemctl restart containerd
-    say "done; $config still imports /etc/containerd/conf.d, which does no harm"
+    say "done; $config still imports /etc/containerd/conf.d, which has no effect"
 }
 
 case ${1-} in
-# Not with `&&`, within which nothing that fails ends the script.
+# Not with `&&`: `set -e` ignores failures on its left side.
 install) install_all; forever ;;
 uninstall) uninstall_all; forever ;;
 ready)

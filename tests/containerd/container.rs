@@ -10,7 +10,7 @@ use nix::unistd::Pid;
 
 use crate::harness::{Bench, Case, cases};
 
-/// How long a killed container may take to be told of.
+/// How long the exit of a killed container may take to be reported.
 const SOON: Duration = Duration::from_secs(10);
 
 pub(crate) fn cases() -> Vec<Case> {

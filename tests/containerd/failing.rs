@@ -138,7 +138,7 @@ async fn again(bench: &Bench, config: &api::PodSandboxConfig) -> Result<String> 
     .await
 }
 
-/// What kubelet does about pods that nobody wants.
+/// What kubelet does about unwanted pods.
 async fn remove_listed(cri: &kit::Cri) -> Result<()> {
     for pod in cri.list_pod_sandbox(api::PodSandboxFilter::new()).await? {
         cri.stop_pod_sandbox(&pod.id).await?;

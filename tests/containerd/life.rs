@@ -81,14 +81,14 @@ async fn life(bench: Bench) -> Result<()> {
         CONTAINER_STOPPED_EVENT,
     };
     events.until(pod.id(), CONTAINER_DELETED_EVENT, std::time::Duration::from_secs(5)).await?;
-    let told = events.of(pod.id())?;
+    let published = events.of(pod.id())?;
     let expected = [
         CONTAINER_CREATED_EVENT,
         CONTAINER_STARTED_EVENT,
         CONTAINER_STOPPED_EVENT,
         CONTAINER_DELETED_EVENT,
     ];
-    ensure!(told == expected, "events of the sandbox: {told:?}");
+    ensure!(published == expected, "events of the sandbox: {published:?}");
     pod.clear().await
 }
 

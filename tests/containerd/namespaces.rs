@@ -7,7 +7,7 @@ use kit::{Container, ContainerSpec, Pod, PodSpec};
 
 use crate::harness::{Bench, Case, Difference, cases};
 
-/// Key of the segments; nobody else's, in the node's namespace too.
+/// Key of the segments; unique, also in the node's namespace.
 fn key() -> u32 {
     0x7073_0000 | (std::process::id() & 0xffff)
 }

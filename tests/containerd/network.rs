@@ -72,9 +72,9 @@ async fn port_forward(bench: Bench) -> Result<()> {
         let answer = pod.forward(PORT, line).await?;
         ensure!(answer == format!("forward: {line}"), "answered {answer:?}");
     }
-    match pod.forward(PORT + 1, "nobody").await {
+    match pod.forward(PORT + 1, "refused").await {
         Err(e) if format!("{e:#}").contains("refused") => {}
-        other => anyhow::bail!("forward to a port where nobody listens: {other:?}"),
+        other => anyhow::bail!("forward to a port without a listener: {other:?}"),
     }
     pod.remove().await
 }

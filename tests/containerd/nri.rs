@@ -1,4 +1,4 @@
-//! What a plugin of NRI is told of a pod.
+//! What an NRI plugin receives about a pod.
 
 use std::time::Duration;
 
@@ -40,14 +40,14 @@ async fn tells_plugins(bench: &Bench) -> Result<bool> {
 }
 
 async fn nri_plugin(bench: Bench) -> Result<()> {
-    told(bench, PodSpec::new("nri").label("of", "the pod")).await
+    plugin_receives(bench, PodSpec::new("nri").label("of", "the pod")).await
 }
 
 async fn nri_plugin_on_a_host_network_pod(bench: Bench) -> Result<()> {
-    told(bench, PodSpec::new("nri-host").host_network().label("of", "the pod")).await
+    plugin_receives(bench, PodSpec::new("nri-host").host_network().label("of", "the pod")).await
 }
 
-async fn told(bench: Bench, wanted: PodSpec) -> Result<()> {
+async fn plugin_receives(bench: Bench, wanted: PodSpec) -> Result<()> {
     let socket = bench.node.layout().nri_socket();
     #[allow(clippy::disallowed_methods, reason = "a test's own thread")]
     let plugin = tokio::task::spawn_blocking(move || Plugin::attach(&socket)).await??;
@@ -79,7 +79,7 @@ async fn told(bench: Bench, wanted: PodSpec) -> Result<()> {
         Event::STOP_POD_SANDBOX,
         Event::REMOVE_POD_SANDBOX,
     ] {
-        let seen = kit::until("the plugin is told", Duration::from_secs(10), async || {
+        let seen = kit::until("the plugin receives the pod", Duration::from_secs(10), async || {
             plugin.pod(event, &id).with_context(|| format!("{event:?} of pod {id}"))
         })
         .await?;

@@ -1,4 +1,4 @@
-//! The end of a pause that nobody asked for.
+//! An unexpected exit of the pause process.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use nix::unistd::Pid;
 
 use crate::harness::{Bench, Case, cases};
 
-/// How long the end of a pause may take to be told.
+/// How long the exit of a pause process may take to be published.
 const SOON: Duration = Duration::from_secs(10);
 /// 128 + SIGKILL.
 const KILLED: u32 = 137;
@@ -31,7 +31,7 @@ async fn killed_pause_of_an_idle_pod(bench: Bench) -> Result<()> {
     killed(&bench, false).await
 }
 
-/// Kills the pause of a new pod and checks all that is told of it, until the pod is removed.
+/// Kills the pause of a new pod and checks everything that is reported of it, until the pod is removed.
 async fn killed(bench: &Bench, with_container: bool) -> Result<()> {
     use api::ContainerEventType::{CONTAINER_DELETED_EVENT, CONTAINER_STOPPED_EVENT};
 
@@ -93,8 +93,8 @@ async fn killed(bench: &Bench, with_container: bool) -> Result<()> {
     pod.stop().await?;
     bench.node.cri().remove_pod_sandbox(pod.id()).await?;
     events.until(pod.id(), CONTAINER_DELETED_EVENT, SOON).await?;
-    let told = events.of(pod.id())?;
-    let stopped = told.iter().filter(|kind| **kind == CONTAINER_STOPPED_EVENT).count();
-    ensure!(stopped == 1, "{stopped} stopped events: {told:?}");
+    let published = events.of(pod.id())?;
+    let stopped = published.iter().filter(|kind| **kind == CONTAINER_STOPPED_EVENT).count();
+    ensure!(stopped == 1, "{stopped} stopped events: {published:?}");
     pod.clear().await
 }

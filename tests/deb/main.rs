@@ -270,7 +270,7 @@ fn before_the_reboot() {
     let advice = findings
         .lines()
         .find_map(|line| line.trim().strip_prefix("-> sed "))
-        .expect("a command that mends it");
+        .expect("a command that corrects it");
 
     says("What it tells to do");
     run(&format!("sed {}", advice.split(" && ").next().unwrap()));
@@ -346,7 +346,7 @@ fn before_the_reboot() {
     says("Removed with a pod alive, and installed again");
     let text = run("dpkg -r pause-sandboxer");
     assert!(
-        text.contains("these pods still have their sandbox from it:\n    default/web\n"),
+        text.contains("these pods still have a sandbox of this daemon:\n    default/web\n"),
         "{text}"
     );
     assert!(text.contains("kubectl drain --ignore-daemonsets NODE"), "{text}");

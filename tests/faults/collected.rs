@@ -1,4 +1,4 @@
-//! What nobody will ever ask for again is collected.
+//! Garbage collection.
 
 use std::fs;
 use std::os::unix::process::CommandExt as _;
@@ -113,7 +113,7 @@ async fn directories_and_mounts_without_a_record() -> Result<()> {
     fs::write(half.join("record.json.new"), "{\"vers")?;
     let strange = bare.record(&bare.id("strange"));
     fs::create_dir(&strange)?;
-    fs::write(strange.join("somebody's"), "")?;
+    fs::write(strange.join("foreign"), "")?;
     // All of one is there but the record: pause, cgroup, both mounts, files.
     fs::remove_file(bare.record(&lost).join("record.json"))?;
     mount(
@@ -133,7 +133,7 @@ async fn directories_and_mounts_without_a_record() -> Result<()> {
         ensure!(status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{status:?}");
     }
     is_whole(&bare, &controller, &kept).await?;
-    ensure!(strange.join("somebody's").exists(), "what is not understood was deleted");
+    ensure!(strange.join("foreign").exists(), "what is not understood was deleted");
     ensure!(bare.logged().contains("a directory without a record"), "and it is not reported");
     fs::remove_dir_all(&strange)?;
     remove(&controller, &kept).await?;

@@ -105,8 +105,8 @@ async fn full_directories() -> Result<()> {
         is_whole(&bare, &controller, &living).await?;
         // Whether the exit can be recorded or not: Stop and Shutdown need no space.
         remove(&controller, &living).await.with_context(|| format!("{directory} is full"))?;
-        let told = bare.logged().contains("failed to record exit");
-        ensure!(told == (directory == "state"), "{directory} is full: {}", bare.logged());
+        let reported = bare.logged().contains("failed to record exit");
+        ensure!(reported == (directory == "state"), "{directory} is full: {}", bare.logged());
         fs::remove_dir_all(bare.path(directory).join("filler"))?;
         shape
             .run(&controller, &again)

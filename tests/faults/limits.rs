@@ -43,8 +43,11 @@ async fn no_descriptors() -> Result<()> {
     limit(daemon, "3")?;
     let error = controller.start(&id).await.err().context("started without a descriptor")?;
     ensure!(error.message.contains("os error 24") && error.message.contains(&id), "{error}");
-    // What needs no new descriptor goes on: status, exit, Wait.
-    ensure!(controller.status(&bare.id("nobody"), false).await.is_err(), "status of nobody");
+    // What needs no new descriptor works: status, exit, Wait.
+    ensure!(
+        controller.status(&bare.id("unknown"), false).await.is_err(),
+        "status of an unknown id"
+    );
     kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
     ensure!(controller.wait(&dying).await?.exit_status == 137, "its exit");
     limit(daemon, &hard)?;

@@ -120,8 +120,8 @@ async fn a_start_that_fails() -> Result<()> {
     bare.nothing_left().await
 }
 
-/// EBUSY of unmount and of the cgroup's removal: told to who asks, and done by the back-off when
-/// nobody asks any more.
+/// EBUSY of unmount and of the cgroup's removal: reported to callers, and retried by the back-off
+/// without any caller.
 async fn a_cleanup_that_fails() -> Result<()> {
     let bare = Bare::started().await?;
     let (controller, shape) = (bare.controller(), Shape::plain(&bare));
@@ -149,7 +149,7 @@ async fn a_cleanup_that_fails() -> Result<()> {
             bare.cgroup()
         };
         names(&error, &[&path])?;
-        // The exit is told although the cleanup fails.
+        // The exit is published although the cleanup fails.
         kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
         let exit = tokio::time::timeout(Duration::from_secs(5), controller.wait(&killed))
             .await
@@ -160,7 +160,7 @@ async fn a_cleanup_that_fails() -> Result<()> {
         ensure!(controller.shutdown(&stopped).await.is_err(), "{call}: Shutdown succeeded");
         fault.end().await?;
 
-        // Nobody asks for the killed one; the other was to be shut down, and is in time.
+        // No caller asks for the killed one; the other was to be shut down, and is in time.
         until("the cleanup is done", Duration::from_secs(40), async || {
             let left: Vec<String> = bare.left()?;
             let of = |id: &str, kind: &str| {

@@ -94,7 +94,7 @@ pub(crate) async fn state(controller: &Controller, id: &str) -> Result<String, S
 pub(crate) async fn is_whole(bare: &Bare, controller: &Controller, id: &str) -> Result<u32> {
     let status = controller.status(id, false).await?;
     ensure!(status.state == "SANDBOX_READY", "{id} is {}", status.state);
-    // The kernel lets the daemon go on a moment before the program's command line is there.
+    // The kernel resumes the daemon a moment before the program's command line is there.
     let pause = until("its pause", Duration::from_secs(5), async || {
         bare.pauses()?
             .into_iter()

@@ -127,7 +127,7 @@ async fn the_living_the_dead_and_the_reused() -> Result<()> {
             state(&controller, &id).await? == "SANDBOX_NOTREADY",
             "{key} is another, but it is ready"
         );
-        ensure!(controller.wait(&id).await?.exit_status == 255, "nobody can tell its exit");
+        ensure!(controller.wait(&id).await?.exit_status == 255, "its exit is unknown");
         remove(&controller, &id).await?;
     }
     ensure!(stranger.try_wait()?.is_none(), "the stranger was killed");
@@ -160,7 +160,7 @@ async fn a_death_during_the_restart_is_told() -> Result<()> {
             .await
             .context("Wait hangs")??;
         ensure!([137, 255].contains(&exit.exit_status), "exit status {}", exit.exit_status);
-        ensure!(state(&controller, &id).await? == "SANDBOX_NOTREADY", "not told");
+        ensure!(state(&controller, &id).await? == "SANDBOX_NOTREADY", "not reported");
         remove(&controller, &id).await?;
     }
     bare.nothing_left().await
@@ -282,12 +282,12 @@ async fn not_decidable_and_then_decidable() -> Result<()> {
             state(&controller, id).await?
         );
     }
-    let error = controller.stop(&stopped).await.err().context("stopped what nobody can find")?;
+    let error = controller.stop(&stopped).await.err().context("stopped what cannot be found")?;
     ensure!(
         error.message.contains("open a pidfd") && error.message.contains("os error 24"),
         "{error}"
     );
-    ensure!(controller.shutdown(&removed).await.is_err(), "removed what nobody can find");
+    ensure!(controller.shutdown(&removed).await.is_err(), "removed what cannot be found");
     ensure!(bare.pauses()?.len() == 2, "a pause was ended");
     bare.end_faults().await?;
     controller.stop(&stopped).await?;

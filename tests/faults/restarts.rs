@@ -91,8 +91,9 @@ async fn ready(node: &Node) -> Result<BTreeSet<String>> {
 /// The ids of sandboxes whose exit containerd has logged.
 fn exits(node: &Node) -> Result<BTreeSet<String>> {
     let log = fs::read(node.layout().containerd_log())?;
-    let told = String::from_utf8_lossy(&log).into_owned();
-    let lines = told.lines().filter(|line| line.contains("received sandbox container exit event"));
+    let reported = String::from_utf8_lossy(&log).into_owned();
+    let lines =
+        reported.lines().filter(|line| line.contains("received sandbox container exit event"));
     let word = |line: &str| {
         line.split(|c: char| !c.is_ascii_hexdigit()).find(|w| w.len() == 64).map(str::to_owned)
     };
@@ -164,7 +165,7 @@ async fn node_sandboxer_restarts_with_many_pods(node: Arc<Node>) -> Result<()> {
         }
 
         let expected: BTreeSet<String> = pods.iter().map(|pod| pod.id().to_owned()).collect();
-        until("the death is told", Duration::from_secs(20), async || {
+        until("the death is reported", Duration::from_secs(20), async || {
             ensure!(!victim.is_ready().await?, "it is ready");
             ensure!(exits(&node)?.contains(victim.id()), "containerd has not heard of it");
             Ok(())
@@ -179,11 +180,11 @@ async fn node_sandboxer_restarts_with_many_pods(node: Arc<Node>) -> Result<()> {
         ensure!(ready(&node).await? == expected, "{how}: not all are ready");
         let now = pids(&node, &pods).await?;
         ensure!(now.iter().all(|(id, pid)| before[id] == *pid), "{how}: a pause has another pid");
-        let told: BTreeSet<String> = exits(&node)?.difference(&exits_before).cloned().collect();
+        let reported: BTreeSet<String> = exits(&node)?.difference(&exits_before).cloned().collect();
         let died: BTreeSet<String> = dead.iter().map(|pod| pod.id().to_owned()).collect();
         ensure!(
-            told == died,
-            "{how}: containerd has logged exits of {told:?}, but {died:?} have died"
+            reported == died,
+            "{how}: containerd has logged exits of {reported:?}, but {died:?} have died"
         );
     }
     pods.extend(dead);

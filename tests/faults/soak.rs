@@ -194,7 +194,7 @@ async fn churn(
     );
     for one in living.iter() {
         if one.killed {
-            until("its death is told", Duration::from_secs(20), async || {
+            until("its death is reported", Duration::from_secs(20), async || {
                 ensure!(
                     !one.pod.is_ready().await?,
                     "{} is ready, and its pause is dead",
@@ -210,7 +210,7 @@ async fn churn(
     Ok(())
 }
 
-/// Alive, and told so.
+/// Alive, and reported as alive.
 async fn check(one: &Living) -> Result<()> {
     let id = one.pod.id();
     if !one.pod.is_ready().await? {

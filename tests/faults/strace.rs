@@ -53,8 +53,8 @@ impl Fault {
         let (output, process) = (fault.output.clone(), std::sync::Mutex::new(&mut fault.process));
         until("strace has attached", Duration::from_secs(10), async || {
             crate::harness::lock(&process).check()?;
-            let told = fs::read_to_string(&output)?;
-            ensure!(told.contains(&format!("Process {pid} attached")), "{told}");
+            let output_text = fs::read_to_string(&output)?;
+            ensure!(output_text.contains(&format!("Process {pid} attached")), "{output_text}");
             Ok(())
         })
         .await?;

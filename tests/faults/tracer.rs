@@ -3,7 +3,7 @@
 //! `strace` can kill at the n-th call of one thread; the daemon's work wanders between threads, so
 //! the calls are counted here, over all of them. A call is counted when it is entered, before the
 //! kernel does anything for it. A child that is on its way to become a pause or a shim is followed
-//! until it is executed; it goes on when the daemon is killed at one of its calls, as it would
+//! until it is executed; it continues when the daemon is killed at one of its calls, as it would
 //! without a tracer.
 
 use std::collections::BTreeSet;
@@ -46,13 +46,13 @@ pub(crate) struct Tracer {
 
 impl Tracer {
     /// Follows `daemon` from now on and kills it at its `nth` call (from 1) that changes the
-    /// system; 0: never. Nobody may wait for the daemon as for a child until [`Tracer::finish`].
+    /// system; 0: never. The daemon must not be waited for as a child until [`Tracer::finish`].
     pub(crate) fn attach(daemon: u32, nth: usize) -> Result<Self> {
         let end = Arc::new(AtomicBool::new(false));
         let (ready, attached) = mpsc::channel();
         let stop = Arc::clone(&end);
         let thread = thread::spawn(move || {
-            // The system lets only the thread that attached go on with it. When it ends, all is let
+            // The system lets only the thread that attached continue it. When it ends, all is let
             // go.
             let seized = seize_all(daemon);
             let failed = seized.is_err();
@@ -143,7 +143,7 @@ fn follow(daemon: u32, nth: usize, stop: &AtomicBool) -> Result<Seen> {
         match ptrace::syscall(tid, signal) {
             // It was killed meanwhile.
             Ok(()) | Err(Errno::ESRCH) => {}
-            Err(e) => return Err(e).context("let a thread go on"),
+            Err(e) => return Err(e).context("let a thread continue"),
         }
     }
 }

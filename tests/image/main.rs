@@ -69,7 +69,7 @@ async fn the_built_in_controller_runs_on_it() -> Result<()> {
             "{line}"
         );
     }
-    // Without it there is no pod: nobody can pull what is on no registry.
+    // Without it there is no pod: an image on no registry cannot be pulled.
     ensure!(
         node.run(Handler::Builtin, PodSpec::new("early")).await.is_err(),
         "a pod without its pause image"
@@ -89,7 +89,7 @@ async fn the_built_in_controller_runs_on_it() -> Result<()> {
     ensure!(pause.command.trim() == "/pause", "the pause is {:?}", pause.command);
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
     ensure!(status.lines().any(|line| line == "Uid:\t65535\t65535\t65535\t65535"), "{status}");
-    // As PID 1 it ends when it is told to, and the built-in sees that.
+    // As PID 1 it exits on SIGTERM, and the built-in sees that.
     nix::sys::signal::kill(
         nix::unistd::Pid::from_raw(pid.cast_signed()),
         nix::sys::signal::Signal::SIGTERM,

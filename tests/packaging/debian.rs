@@ -140,10 +140,8 @@ fn a_removal_names_the_pods_that_are_left() {
         let output = removal(root.path(), list);
         let said = String::from_utf8(output.stdout).unwrap();
         assert!(output.status.success(), "{said}");
-        assert!(
-            said.contains(&format!("still have their sandbox from it:\n    {pod}\n")),
-            "{said}"
-        );
+        let left = format!("still have a sandbox of this daemon:\n    {pod}\n");
+        assert!(said.contains(&left), "{said}");
     }
 }
 
@@ -187,16 +185,16 @@ fn what_is_in_run_goes_unless_pods_have_their_records_there() {
 /// has the installer.
 #[test]
 fn a_drain_runs_as_it_is_told() {
-    for told in [
+    for page in [
         "docs/install.md",
         "docs/kubernetes.md",
         "docs/session.md",
         "packaging/debian/scripts/prerm",
     ] {
-        let text = file(told);
+        let text = file(page);
         let drains: Vec<&str> = text.split("kubectl drain").skip(1).collect();
-        assert!(!drains.is_empty(), "{told}");
-        assert!(drains.iter().all(|rest| rest.starts_with(" --ignore-daemonsets NODE")), "{told}");
+        assert!(!drains.is_empty(), "{page}");
+        assert!(drains.iter().all(|rest| rest.starts_with(" --ignore-daemonsets NODE")), "{page}");
     }
 }
 

@@ -45,17 +45,17 @@ fn the_runtime_class_names_the_handler_and_the_label() {
     let labels = class["scheduling"]["nodeSelector"].as_object().unwrap();
     let script = file(&format!("{DIR}/install.sh"));
     for label in labels.keys() {
-        assert!(script.contains(&format!("\nlabel={label}\n")), "nobody sets {label}");
-        // On nodes with the package an administrator does, and is told so.
+        assert!(script.contains(&format!("\nlabel={label}\n")), "no script sets {label}");
+        // On nodes with the package an administrator sets it, as documented.
         let by_hand =
             format!("kubectl label node NODE {label}={}", labels[label].as_str().unwrap());
-        for told in [
+        for page in [
             "README.md",
             "docs/install.md",
             "docs/kubernetes.md",
             "packaging/debian/scripts/postinst",
         ] {
-            assert!(file(told).contains(&by_hand), "{told} does not tell {by_hand}");
+            assert!(file(page).contains(&by_hand), "{page} does not contain {by_hand}");
         }
     }
     let default: toml::Table =
@@ -275,7 +275,7 @@ fn what_is_installed_is_removed() {
     ] {
         assert!(asked.contains(command), "{asked}");
     }
-    // The same again changes nothing, and restarts nobody.
+    // The same again changes nothing, and restarts nothing.
     assert!(node.script("install").status.success());
     assert_eq!(node.asked(), CHECKED);
     // A new version restarts the daemon and leaves containerd alone.
@@ -400,7 +400,7 @@ fn an_interrupted_installation_is_finished_by_the_next() {
 
 /// An uninstallation that waited ends well.
 fn ends(mut child: Child) {
-    // What it says while nobody reads must not hold it up.
+    // Output without a reader must not block it.
     drop(child.stdout.take().map(|mut said| std::io::copy(&mut said, &mut std::io::sink())));
     assert!(child.wait().unwrap().success());
 }
@@ -462,9 +462,9 @@ fn a_failed_check_takes_no_label_from_a_node_with_pods() {
         assert_eq!(node.asked().contains("\"pause-sandboxer/ready\":\"false\""), label, "{said}");
         assert!(
             said.contains(if label {
-                "is labelled pause-sandboxer/ready=false"
+                "has the label pause-sandboxer/ready=false"
             } else {
-                "is left as it was"
+                "the label is unchanged"
             }),
             "{said}"
         );
@@ -515,7 +515,7 @@ fn a_daemon_that_does_not_answer_has_not_said_that_there_are_no_pods() {
     let record = node.path("host/run/pause-sandboxer/sandboxes/abc");
     fs::create_dir_all(&record).unwrap();
     fs::write(node.path("down"), "").unwrap();
-    let child = node.waiting("abc, of which the daemon does not answer");
+    let child = node.waiting("abc (the daemon does not answer)");
     fs::remove_dir(&record).unwrap();
     ends(child);
     assert!(!node.path("host/usr/local/bin/pause-sandboxer").exists());
@@ -532,7 +532,7 @@ fn a_node_with_the_package_is_left_alone() {
         // A pod that fails would hold up the other nodes.
         assert!(output.status.success(), "{output:?}");
         assert!(
-            String::from_utf8_lossy(&output.stdout).contains("the Debian package is installed"),
+            String::from_utf8_lossy(&output.stdout).contains("this node has the Debian package"),
             "{output:?}"
         );
         assert_eq!((node.asked().as_str(), node.files()), ("", before.clone()), "{word}");

@@ -88,7 +88,7 @@ fn namespaces() -> Vec<Case> {
             secure(|security| {
                 let options = security.namespace_options.mut_or_insert_default();
                 options.pid = NamespaceMode::TARGET.into();
-                options.target_id = "nobody".to_owned();
+                options.target_id = "unknown".to_owned();
             }),
         ),
         Case::new("ipc NODE", pod().ipc(NamespaceMode::NODE)),

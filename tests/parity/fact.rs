@@ -11,12 +11,12 @@ pub(crate) const ABSENT: &str = "-";
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Facts {
     facts: Vec<(String, String)>,
-    /// What is another in every pod, and what is told instead.
+    /// What is another in every pod, and what replaces it.
     names: Vec<(String, String)>,
 }
 
 impl Facts {
-    /// From now on `name` is told instead of `found`.
+    /// From now on `name` replaces `found`.
     pub(crate) fn call(&mut self, found: impl Into<String>, name: &str) {
         let found = found.into();
         if !found.is_empty() {
@@ -42,7 +42,7 @@ impl Facts {
                     set.sort();
                     self.add(path, format!("[{}]", set.join(",")));
                 }
-                // A text that looks like a number is told from the number.
+                // A text that looks like a number differs from the number.
                 Value::String(text) if serde_json::from_str::<Value>(text).is_err() => {
                     self.add(path, text)
                 }
@@ -82,7 +82,7 @@ impl Facts {
 }
 
 /// Every leaf of a JSON value with its path. A list of plain values is one leaf; the elements of a
-/// list of objects are told apart by what names them in an OCI spec, else by their number.
+/// list of objects are identified by what names them in an OCI spec, else by their number.
 fn leaves<'a>(path: &str, value: &'a Value) -> Vec<(String, &'a Value)> {
     match value {
         Value::Object(object) if !object.is_empty() => {

@@ -32,7 +32,7 @@ enum On {
     V2,
     /// Where systemd keeps the cgroups, of either version.
     Slices,
-    /// Where nobody does but runc and the sandboxer.
+    /// Where only runc and the sandboxer do.
     Directories,
     /// Where systemd does not run.
     NoSystemd,
@@ -106,12 +106,12 @@ const fn known(
 
 const NO_IMAGE: &str = "the pause program is inside the sandboxer; there is no image";
 const NO_RIGHTS: &str = "our pause needs no capability, and has none in any set";
-const NOBODY: &str =
+const PAUSE_USER: &str =
     "our pause is always 65535 without groups: what a pod asks for is for its containers";
 const OWN_FILTER: &str = "our pause has a list of its own of the few calls that it makes; the pod's profile is for its containers";
 const CLASS: &str = "the built-in gives its errors no class; the text says the same";
 const CONFIG: &str = "the built-in adds its defaults to the config that it was given, where that has sysctls already";
-const CGROUP_NONE: &str = "nobody asked for a cgroup: our pause stays in the daemon's";
+const CGROUP_NONE: &str = "without a cgroup in the request our pause stays in the daemon's";
 const NO_SLICE: &str = "runc with the systemd driver takes nothing but a slice; ours goes by what it is given, and needs no cgroup of its own";
 const RELATIVE: &str = "runc takes it from the cgroup of the shim, where CRI's own statistics do not find it; ours is where CRI looks";
 const PLAIN_SLICE: &str = "runc makes one directory of slice, prefix and name, outside of the parent; ours is below it, where CRI and kubelet look";
@@ -231,10 +231,16 @@ const KNOWN: &[Known] = &[
     known("*", "pause: CapBnd", "00000000a80425fb", "0000000000000000", NO_RIGHTS)
         .on(&[On::Native]),
     known("*", "pause: Seccomp", "0", "2", OWN_FILTER).on(&[On::Native]),
-    known("*", "pause: Groups", "*", "", NOBODY).on(&[On::Native]),
-    known("run_as_user*", "pause: Uid", "1000 1000 1000 1000", "65535 65535 65535 65535", NOBODY)
-        .on(&[On::Native]),
-    known("run_as_user*", "pause: Gid", "* * * *", "65535 65535 65535 65535", NOBODY)
+    known("*", "pause: Groups", "*", "", PAUSE_USER).on(&[On::Native]),
+    known(
+        "run_as_user*",
+        "pause: Uid",
+        "1000 1000 1000 1000",
+        "65535 65535 65535 65535",
+        PAUSE_USER,
+    )
+    .on(&[On::Native]),
+    known("run_as_user*", "pause: Gid", "* * * *", "65535 65535 65535 65535", PAUSE_USER)
         .on(&[On::Native]),
     known("*", "pause: environment", "PATH=/bin HOME=/", "", NO_IMAGE),
     known("*", "pause: open files", "3", "0", "our pause reads and writes nothing")
@@ -275,7 +281,7 @@ const KNOWN: &[Known] = &[
         On::Directories,
         On::Native,
     ]),
-    // ---- what is told of it ----
+    // ---- what is reported of it ----
     known("*", "info.image", "localhost/kit/pause:1", "", NO_IMAGE),
     known("*", "info.snapshotKey", "<id>", "", NO_IMAGE),
     known("*", "info.snapshotter", "*", "", NO_IMAGE),
@@ -289,7 +295,7 @@ const KNOWN: &[Known] = &[
         .on(&[On::V2, On::Directories]),
     known("without a *", "Metrics", "refused with code 12", "refused with code 13", METRICS)
         .on(&[On::Directories]),
-    known("*", "Metrics", "refused with code 12", "told", METRICS),
+    known("*", "Metrics", "refused with code 12", "reported", METRICS),
     known("*", "Metrics: *", "-", "io.containerd.cgroups.v1.Metrics", METRICS).on(&[On::V1]),
     known("*", "Metrics: *", "-", "io.containerd.cgroups.v2.Metrics", METRICS).on(&[On::V2]),
     known("*", "Metrics: id", "-", "<id>", METRICS),
@@ -322,8 +328,8 @@ const KNOWN: &[Known] = &[
     known("*", "spec.process.capabilities*", "[\"CAP_*]", "-", NO_RIGHTS).on(&[On::Native]),
     known("*", "spec.process.capabilities", "-", "{}", NO_RIGHTS).on(&[On::Native]),
     known("*", "spec.process.env", "[\"PATH=/bin\"]", "-", NO_IMAGE),
-    known("*", "spec.process.user.additionalGids", "[*]", "-", NOBODY).on(&[On::Native]),
-    known("run_as_user*", "spec.process.user.*id", "*", "65535", NOBODY).on(&[On::Native]),
+    known("*", "spec.process.user.additionalGids", "[*]", "-", PAUSE_USER).on(&[On::Native]),
+    known("run_as_user*", "spec.process.user.*id", "*", "65535", PAUSE_USER).on(&[On::Native]),
     known(
         "userns POD*",
         "spec.linux.namespaces[user].path",
@@ -339,14 +345,14 @@ const KNOWN: &[Known] = &[
         "spec.linux.sysctl.net/core/somaxconn",
         "\"1235\"",
         "-",
-        "it is told with dots, as sysctls are named",
+        "it is reported with dots, as sysctls are named",
     ),
     known(
         "sysctls net/core/*",
         "spec.linux.sysctl.net.core.somaxconn",
         "-",
         "\"1235\"",
-        "it is told with dots, as sysctls are named",
+        "it is reported with dots, as sysctls are named",
     ),
     // ---- where the runtime runs the pause ----
     known("userns POD of few ids", "RunPodSandbox: code", "UNKNOWN", "13", CLASS).on(&[On::Shim]),

@@ -1,5 +1,5 @@
 //! What can be seen of a pod from outside: its pause on the node, its containers from inside, and
-//! what it is told of by CRI.
+//! what CRI reports.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -173,14 +173,17 @@ pub(crate) async fn container(container: &Container, pause: u32, facts: &mut Fac
 }
 
 /// What CRI tells of the pod: status, verbose info, statistics, and the OCI spec of its sandbox.
-pub(crate) async fn told(pod: &Pod, facts: &mut Facts) -> Result<()> {
+pub(crate) async fn reported(pod: &Pod, facts: &mut Facts) -> Result<()> {
     let cri = pod.node().cri();
     let answer = cri.pod_sandbox_status(pod.id(), true).await?;
     let mut status = json(answer.status.as_ref().unwrap_or_default());
     // The one is another in every pod, the other is what the two differ in.
     for given in ["created_at", "runtime_handler"] {
         let found = status.as_object_mut().and_then(|object| object.remove(given));
-        facts.add(format!("status.{given}"), if found.is_some() { "told" } else { "not told" });
+        facts.add(
+            format!("status.{given}"),
+            if found.is_some() { "reported" } else { "not reported" },
+        );
     }
     facts.add_json("status", &status);
     let mut keys: Vec<&str> = answer.info.keys().map(String::as_str).collect();

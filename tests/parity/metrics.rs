@@ -22,43 +22,45 @@ pub(crate) async fn look(pod: &Pod, facts: &mut Facts) -> Result<()> {
         Ok(metric) => metric,
     };
     let after = used(pod)?;
-    facts.add("Metrics", "told");
+    facts.add("Metrics", "reported");
     facts.add("Metrics: type", &metric.data.type_url);
     facts.add("Metrics: id", &metric.id);
-    let told = decode(&metric.data.type_url, &metric.data.value).context("decode the metrics")?;
-    let between = |low: Option<u64>, told: Option<u64>, high: Option<u64>| match (low, told, high) {
-        (Some(low), Some(told), Some(high)) if (low..=high).contains(&told) => {
-            "as the kernel's".to_owned()
-        }
-        other => format!("between the kernel's: {other:?}"),
-    };
-    facts.add("Metrics: cpu", between(before.cpu, told.cpu, after.cpu));
-    facts.add("Metrics: processes", between(before.processes, told.processes, after.processes));
+    let reported =
+        decode(&metric.data.type_url, &metric.data.value).context("decode the metrics")?;
+    let between =
+        |low: Option<u64>, reported: Option<u64>, high: Option<u64>| match (low, reported, high) {
+            (Some(low), Some(reported), Some(high)) if (low..=high).contains(&reported) => {
+                "as the kernel's".to_owned()
+            }
+            other => format!("between the kernel's: {other:?}"),
+        };
+    facts.add("Metrics: cpu", between(before.cpu, reported.cpu, after.cpu));
+    facts.add("Metrics: processes", between(before.processes, reported.processes, after.processes));
     let (low, high) = (before.memory.min(after.memory), before.memory.max(after.memory));
-    facts.add("Metrics: memory", between(low, told.memory, high));
-    facts.add("Metrics: limit of memory", between(before.limit, told.limit, after.limit));
+    facts.add("Metrics: memory", between(low, reported.memory, high));
+    facts.add("Metrics: limit of memory", between(before.limit, reported.limit, after.limit));
     Ok(())
 }
 
 /// What metrics of this type tell.
 fn decode(type_url: &str, value: &[u8]) -> Result<Used> {
     if type_url == "io.containerd.cgroups.v2.Metrics" {
-        let told = cgroups_v2::metrics::Metrics::parse_from_bytes(value)?;
+        let reported = cgroups_v2::metrics::Metrics::parse_from_bytes(value)?;
         return Ok(Used {
             // Microseconds.
-            cpu: told.cpu.as_ref().map(|cpu| cpu.usage_usec),
-            memory: told.memory.as_ref().map(|memory| memory.usage),
-            limit: told.memory.as_ref().map(|memory| memory.usage_limit),
-            processes: told.pids.as_ref().map(|pids| pids.current),
+            cpu: reported.cpu.as_ref().map(|cpu| cpu.usage_usec),
+            memory: reported.memory.as_ref().map(|memory| memory.usage),
+            limit: reported.memory.as_ref().map(|memory| memory.usage_limit),
+            processes: reported.pids.as_ref().map(|pids| pids.current),
         });
     }
-    let told = cgroups::metrics::Metrics::parse_from_bytes(value)?;
+    let reported = cgroups::metrics::Metrics::parse_from_bytes(value)?;
     Ok(Used {
         // Nanoseconds.
-        cpu: told.cpu.as_ref().map(|cpu| cpu.usage.total),
-        memory: told.memory.as_ref().map(|memory| memory.usage.usage),
-        limit: told.memory.as_ref().map(|memory| memory.usage.limit),
-        processes: told.pids.as_ref().map(|pids| pids.current),
+        cpu: reported.cpu.as_ref().map(|cpu| cpu.usage.total),
+        memory: reported.memory.as_ref().map(|memory| memory.usage.usage),
+        limit: reported.memory.as_ref().map(|memory| memory.usage.limit),
+        processes: reported.pids.as_ref().map(|pids| pids.current),
     })
 }
 

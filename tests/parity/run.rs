@@ -164,9 +164,9 @@ async fn one(node: &Arc<Node>, handler: Handler, case: &Case) -> Result<Facts> {
             use api::ContainerEventType::CONTAINER_DELETED_EVENT;
             node.cri().remove_pod_sandbox(pod.id()).await.context("RemovePodSandbox")?;
             events.until(pod.id(), CONTAINER_DELETED_EVENT, LIMIT).await?;
-            let told: Vec<String> =
+            let published: Vec<String> =
                 events.of(pod.id())?.iter().map(|kind| format!("{kind:?}")).collect();
-            facts.add("events", told.join(" "));
+            facts.add("events", published.join(" "));
             pod.clear().await.context("after the removal")?;
             let levels = cgroup::below(WITHOUT_PARENT)?;
             facts.add(
@@ -209,7 +209,7 @@ async fn living(pod: &Pod, case: &Case, facts: &mut Facts) -> Result<()> {
             end(&container).await?;
         }
     }
-    look::told(pod, facts).await?;
+    look::reported(pod, facts).await?;
     metrics::look(pod, facts).await?;
     look::resized(pod, facts).await
 }

@@ -161,7 +161,7 @@ fn line(field: &str, (builtin, ours): &Pair, verdict: &std::result::Result<&'sta
     match verdict {
         Ok("") => println!("  {field} | {} | same", short(builtin)),
         Ok(why) => println!("  {field} | {} | {} | {why}", short(builtin), short(ours)),
-        Err(()) => println!("  {field} | {builtin} | {ours} | DIFFERS, and nobody says why"),
+        Err(()) => println!("  {field} | {builtin} | {ours} | DIFFERS without a reason"),
     }
 }
 

@@ -80,9 +80,9 @@ fn label(pid: &str) -> String {
 
 /// The label of a file.
 fn label_of(path: &Path) -> String {
-    let told = Command::new("stat").args(["-c", "%C"]).arg(path).output().unwrap();
-    assert!(told.status.success(), "{told:?}");
-    String::from_utf8(told.stdout).unwrap().trim().to_owned()
+    let output = Command::new("stat").args(["-c", "%C"]).arg(path).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap().trim().to_owned()
 }
 
 /// The two categories of a label's level.
@@ -115,11 +115,11 @@ async fn seen(node: &Arc<Node>, handler: Handler, spec: PodSpec) -> Vec<(&'stati
         ("second container", inside(&other).await),
     ];
     let info = pod.info().await.unwrap();
-    let told = |pointer: &str| {
+    let output = |pointer: &str| {
         info.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned()
     };
-    facts.push(("spec: process", told("/runtimeSpec/process/selinuxLabel")));
-    facts.push(("spec: mounts", told("/runtimeSpec/linux/mountLabel")));
+    facts.push(("spec: process", output("/runtimeSpec/process/selinuxLabel")));
+    facts.push(("spec: mounts", output("/runtimeSpec/linux/mountLabel")));
     if shm.exists() {
         one.sh("echo shared >/dev/shm/file").await.unwrap();
         assert_eq!(other.sh("cat /dev/shm/file").await.unwrap(), "shared\n");

@@ -16,7 +16,7 @@ use super::node::{alone, cgroup, eventually, known, run, show, unified};
 
 static DRIVER: LazyLock<Native> = LazyLock::new(|| Native::new().unwrap());
 
-/// A plan below a slice that nobody else uses, and that is not there yet.
+/// A plan below a slice of its own, and that is not there yet.
 fn plan() -> Plan {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);

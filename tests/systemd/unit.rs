@@ -136,7 +136,7 @@ fn comes_up_ready() {
     assert!(checked.contains("named by runtime handler \"runc-pause\""), "{checked}");
 }
 
-/// Set when it goes, also by a panic, so that nobody goes on for ever.
+/// Set when it goes, also by a panic, so that no thread runs for ever.
 struct AtLast<'a>(&'a AtomicBool);
 
 impl Drop for AtLast<'_> {
@@ -162,7 +162,7 @@ fn a_pod_below_a_slice_outlives_restarts_and_refuses_nobody() {
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
         let last = AtLast(&done);
-        // Somebody calls all the time, and is never refused. What is asked meanwhile waits, as
+        // A client calls all the time, and is never refused. What is asked meanwhile waits, as
         // Status does below.
         let asking = scope.spawn(|| {
             let mut asked = 0;
@@ -210,7 +210,7 @@ fn the_first_caller_starts_it() {
     up();
     run("systemctl", &["stop", SERVICE]);
     assert_eq!(show(SERVICE, "ActiveState"), "inactive");
-    let status = block_on(controller().status("nobody", false)).unwrap_err();
+    let status = block_on(controller().status("unknown", false)).unwrap_err();
     assert_eq!(status.code, NOT_FOUND);
     assert_eq!(show(SERVICE, "ActiveState"), "active");
 }
@@ -225,7 +225,7 @@ fn one_that_hangs_is_started_anew() {
     run("systemctl", &["daemon-reload"]);
     run("systemctl", &["restart", SERVICE]);
     let pid = block_on(pod("patient", ""));
-    // Twice the time, and it is told in time.
+    // Twice the time, and it is notified in time.
     let before = main_pid();
     thread::sleep(Duration::from_secs(16));
     assert_eq!(main_pid(), before);

@@ -60,11 +60,11 @@ fn record(content: &[u8]) {
             match e {
                 Unreadable::Missing(_) => panic!("{e}: it is there"),
                 // A number that JSON has and no type holds may be elsewhere in it.
-                Unreadable::Newer { version: told, .. } => {
+                Unreadable::Newer { version: reported, .. } => {
                     assert!(
-                        told > VERSION
-                            && version().is_none_or(|version| version == u64::from(told)),
-                        "{told}"
+                        reported > VERSION
+                            && version().is_none_or(|version| version == u64::from(reported)),
+                        "{reported}"
                     );
                 }
                 Unreadable::Malformed { .. } | Unreadable::Io(_) => {}

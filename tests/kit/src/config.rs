@@ -119,7 +119,7 @@ impl Layout {
         Path::new("/run/containerd/s").join(crate::image::hex(&Sha256::digest(name)))
     }
 
-    /// The node's pods' subnet: 4094 addresses, told from others' by the node's name.
+    /// The node's pods' subnet: 4094 addresses, derived from the node's name.
     pub(crate) fn subnet(&self) -> String {
         let hash = Sha256::digest(&self.name);
         format!("10.{}.{}.0/20", 64 + hash[0] % 64, hash[1] & 0xf0)
@@ -270,7 +270,7 @@ log_level = "debug"
         )
 }
 
-/// Whether this machine lets nobody lower `oom_score_adj`: a test machine may lack
+/// Whether this machine lets no process lower `oom_score_adj`: a test machine may lack
 /// CAP_SYS_RESOURCE, a node has it.
 fn oom_restricted() -> bool {
     const CAP_SYS_RESOURCE: u64 = 1 << 24;

@@ -9,7 +9,7 @@ pub use crate::proto::cri as api;
 
 use crate::grpc::{Answers, Client, INTERNAL, Status};
 
-/// The deadline of a call that nobody gave another; more than any call of a sane node takes.
+/// The default deadline of a call; more than any call of a sane node takes.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 /// The runtime and image services of one containerd.

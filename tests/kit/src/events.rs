@@ -10,7 +10,7 @@ use crate::cri::{Cri, api, decode};
 use crate::grpc::Status;
 use crate::until;
 
-/// Everything that `GetContainerEvents` has told since it was asked.
+/// Everything that `GetContainerEvents` has sent since the call.
 #[derive(Debug)]
 pub struct Events {
     seen: Arc<Mutex<Seen>>,
@@ -45,7 +45,7 @@ impl Events {
         Ok(Self { seen, reader })
     }
 
-    /// The kinds of event told so far of a container, or of a sandbox, in order.
+    /// The kinds of event received so far of a container, or of a sandbox, in order.
     ///
     /// # Errors
     /// The stream has ended.
@@ -62,7 +62,7 @@ impl Events {
             .collect())
     }
 
-    /// Waits until `kind` was told of `id`.
+    /// Waits until `kind` was received for `id`.
     ///
     /// # Errors
     /// It was not within `limit`, or the stream has ended.
@@ -73,8 +73,8 @@ impl Events {
         limit: Duration,
     ) -> Result<()> {
         until(&format!("event {kind:?} of {id}"), limit, async || {
-            let told = self.of(id)?;
-            ensure!(told.contains(&kind), "told so far: {told:?}");
+            let received = self.of(id)?;
+            ensure!(received.contains(&kind), "received so far: {received:?}");
             Ok(())
         })
         .await

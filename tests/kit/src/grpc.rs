@@ -95,7 +95,7 @@ impl Client {
     }
 
     /// One request, one answer. `method` is `/package.Service/Method`. Dropping the future resets
-    /// the stream. With a `deadline` the server is told of it, and the call ends with
+    /// the stream. With a `deadline` the request carries it, and the call ends with
     /// DEADLINE_EXCEEDED when it has passed.
     ///
     /// # Errors
@@ -261,7 +261,7 @@ fn cut(buffer: &mut BytesMut) -> Result<Option<Bytes>, Status> {
     if buffer[0] != 0 {
         return Err(Status {
             code: INTERNAL,
-            message: "a compressed message, which nobody asked for".into(),
+            message: "a compressed message, which the request does not allow".into(),
         });
     }
     let length = u32::from_be_bytes([buffer[1], buffer[2], buffer[3], buffer[4]]) as usize;

@@ -311,7 +311,7 @@ impl Node {
         })
     }
 
-    /// Ends containerd by SIGTERM. Pods go on.
+    /// Ends containerd with SIGTERM. Pods keep running.
     ///
     /// # Errors
     /// It does not end.
@@ -319,7 +319,7 @@ impl Node {
         end(&self.containerd, "containerd").await
     }
 
-    /// Ends containerd by SIGKILL. Pods go on.
+    /// Ends containerd with SIGKILL. Pods keep running.
     ///
     /// # Errors
     /// It is not running.
@@ -369,12 +369,12 @@ impl Node {
             ensure!(slot.is_none(), "the sandboxer is running");
             *slot = Some(Process::spawn(command, &self.layout.sandboxer_log())?);
         }
-        // Nobody has this id, and only a controller that can be reached says so.
+        // No sandbox has this id, and only a controller that can be reached says so.
         let through = self.controller(Handler::Ours);
         for controller in [self.sandboxer(), through] {
             until("the sandboxer answers", DAEMON, async || {
                 running(&self.sandboxer, "the sandboxer")?;
-                match controller.status("nobody", false).await {
+                match controller.status("unknown", false).await {
                     Err(status) if status.code == grpc::NOT_FOUND => Ok(()),
                     other => bail!("status of an unknown id: {other:?}"),
                 }
@@ -390,7 +390,7 @@ impl Node {
         Ok(())
     }
 
-    /// Ends the sandboxer by SIGTERM. Pods go on.
+    /// Ends the sandboxer with SIGTERM. Pods keep running.
     ///
     /// # Errors
     /// It does not end.
@@ -398,7 +398,7 @@ impl Node {
         end(&self.sandboxer, "the sandboxer").await
     }
 
-    /// Ends the sandboxer by SIGKILL. Pods go on.
+    /// Ends the sandboxer with SIGKILL. Pods keep running.
     ///
     /// # Errors
     /// It is not running.

@@ -1,4 +1,4 @@
-//! A plugin of NRI that looks at the pods it is told of.
+//! An NRI plugin that records the pods that it receives.
 //!
 //! It attaches itself to containerd's NRI socket. One connection carries two, each frame headed by
 //! the number of its connection and its length: over one containerd calls the plugin, over the
@@ -52,13 +52,13 @@ const METHODS: [(&str, Event); 4] = [
     ("CreateContainer", Event::CREATE_CONTAINER),
 ];
 
-/// What the plugin was told.
-type Told = Arc<Mutex<Vec<(Event, PodSandbox)>>>;
+/// What the plugin received.
+type Received = Arc<Mutex<Vec<(Event, PodSandbox)>>>;
 
 /// A plugin that is attached as long as this lives.
 #[derive(Debug)]
 pub struct Plugin {
-    told: Told,
+    received: Received,
     stream: UnixStream,
     reader: Option<JoinHandle<()>>,
 }
@@ -71,7 +71,7 @@ impl Plugin {
     pub fn attach(socket: &Path) -> Result<Self> {
         let stream = UnixStream::connect(socket)
             .with_context(|| format!("connect to {}", socket.display()))?;
-        let told = Told::default();
+        let received = Received::default();
         let mut link = Link { stream: stream.try_clone()?, unread: Vec::new() };
         let register = RegisterPluginRequest {
             plugin_name: "looks".to_owned(),
@@ -87,17 +87,20 @@ impl Plugin {
         link.write(TO_RUNTIME, 1, REQUEST, &call.write_to_bytes()?)?;
         stream.set_read_timeout(Some(Duration::from_secs(30)))?;
         // Pods that are there already come before the first event.
-        while link.serve(&told).context("while attaching")? != "Synchronize" {}
+        while link.serve(&received).context("while attaching")? != "Synchronize" {}
         stream.set_read_timeout(None)?;
-        let telling = Arc::clone(&told);
+        let telling = Arc::clone(&received);
         let reader = std::thread::spawn(move || while link.serve(&telling).is_ok() {});
-        Ok(Self { told, stream, reader: Some(reader) })
+        Ok(Self { received, stream, reader: Some(reader) })
     }
 
-    /// The pod of that id as it was told with that event, if it was.
+    /// The pod of that id as that event sent it, if it did.
     pub fn pod(&self, event: Event, id: &str) -> Option<PodSandbox> {
-        let told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        told.iter().find(|(kind, pod)| *kind == event && pod.id == id).map(|(_, pod)| pod.clone())
+        let received = self.received.lock().unwrap_or_else(PoisonError::into_inner);
+        received
+            .iter()
+            .find(|(kind, pod)| *kind == event && pod.id == id)
+            .map(|(_, pod)| pod.clone())
     }
 }
 
@@ -132,7 +135,7 @@ impl Link {
     }
 
     /// Reads until containerd has called, and answers; the method.
-    fn serve(&mut self, told: &Told) -> Result<String> {
+    fn serve(&mut self, received: &Received) -> Result<String> {
         let (stream, request) = loop {
             if let Some(call) = self.call()? {
                 break call;
@@ -154,7 +157,7 @@ impl Link {
         };
         let seen = |event, pod: protobuf::MessageField<PodSandbox>| {
             let pod = pod.into_option().unwrap_or_default();
-            told.lock().unwrap_or_else(PoisonError::into_inner).push((event, pod));
+            received.lock().unwrap_or_else(PoisonError::into_inner).push((event, pod));
         };
         let answer = match request.method.as_str() {
             "Configure" => {

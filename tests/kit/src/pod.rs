@@ -349,7 +349,7 @@ impl Pod {
     /// # Errors
     /// The pod's cgroup holds something still.
     pub async fn clear(&self) -> Result<()> {
-        /// The last process of a cgroup may leave it a little after its end was told.
+        /// The last process of a cgroup may leave it a little after its exit was reported.
         const LEAVES: Duration = Duration::from_secs(10);
         if let Some(path) = &self.home.cgroup {
             until("the pod's cgroup is empty", LEAVES, async || cgroup::remove(path)).await?;
@@ -539,7 +539,7 @@ impl Container {
     }
 }
 
-/// A name that nobody else has: this process and a count.
+/// A unique name: this process and a count.
 fn unique() -> String {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     format!("{:x}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed))
