@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use kit::machine::cgroup::hierarchies;
 use kit::machine::processes;
+use nix::time::ClockId;
 
 /// A cgroup that counts the processor time of all that ran in it, children that have ended
 /// included.
@@ -61,6 +62,32 @@ pub(crate) fn pss(pid: u32) -> Result<f64> {
         .find_map(|line| line.strip_prefix("Pss:"))
         .with_context(|| format!("{path}: no Pss"))?;
     Ok(line.trim().trim_end_matches(" kB").trim().parse()?)
+}
+
+/// Processor time of a process since its start, without its children.
+pub(crate) fn cpu_time(pid: u32) -> Result<Duration> {
+    let pid = nix::unistd::Pid::from_raw(i32::try_from(pid)?);
+    let clock = ClockId::pid_cpu_clock_id(pid).with_context(|| format!("clock of {pid}"))?;
+    Ok(clock.now().with_context(|| format!("processor time of {pid}"))?.into())
+}
+
+/// Context switches of all threads of a process (proc_pid_status(5)).
+pub(crate) fn switches(pid: u32) -> Result<u64> {
+    let threads = format!("/proc/{pid}/task");
+    let mut sum = 0;
+    for thread in fs::read_dir(&threads).with_context(|| format!("read {threads}"))? {
+        let status = thread?.path().join("status");
+        let text =
+            fs::read_to_string(&status).with_context(|| format!("read {}", status.display()))?;
+        for line in text.lines() {
+            if let Some((name, value)) = line.split_once(':')
+                && name.ends_with("voluntary_ctxt_switches")
+            {
+                sum += value.trim().parse::<u64>()?;
+            }
+        }
+    }
+    Ok(sum)
 }
 
 /// Ids of the shims and pauses of a node.

@@ -52,9 +52,9 @@ pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report)
         &format!("start_{OURS}_ms"),
     );
     report.ratio(
-        "start_ours_over_floor",
-        &format!("start_{OURS}_ms"),
-        &format!("start_{FLOOR}_ms"),
+        "create_start_ours_over_floor",
+        &format!("create_and_start_{OURS}_ms"),
+        &format!("create_and_start_{FLOOR}_ms"),
     );
     report.ratio(
         "stop_builtin_over_ours",

@@ -71,7 +71,7 @@ impl Daemon {
         }
         let took = begun.elapsed();
         let direct = self.client();
-        until("the sandboxer answers", UP, async || match direct.status("nobody", false).await {
+        until("the sandboxer answers", UP, async || match direct.status("unknown", false).await {
             Err(status) if status.code == grpc::NOT_FOUND => Ok(()),
             other => anyhow::bail!("status of an unknown id: {other:?}"),
         })
@@ -79,7 +79,7 @@ impl Daemon {
         Ok(took)
     }
 
-    /// Ends it by SIGKILL. Pods go on.
+    /// Ends it with SIGKILL. Pods keep running.
     pub(crate) fn kill(&mut self) -> Result<()> {
         self.process.take().map_or(Ok(()), |mut process| process.kill().map(drop))
     }

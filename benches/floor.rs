@@ -50,7 +50,7 @@ impl SandboxService for Floor {
             pid: std::process::id(),
             created_at: self.find(id)?.created_at,
             labels: Default::default(),
-            address: "ttrpc+unix:///nobody".into(),
+            address: "ttrpc+unix:///unused".into(),
             version: 2,
             spec: Some(Payload {
                 type_url: "types.containerd.io/opencontainers/runtime-spec/1/Spec".into(),
@@ -83,7 +83,7 @@ impl SandboxService for Floor {
             info: Default::default(),
             created_at: known.created_at,
             exited_at: exit.map(|exit| exit.at),
-            address: "ttrpc+unix:///nobody".into(),
+            address: "ttrpc+unix:///unused".into(),
             version: 2,
         })
     }

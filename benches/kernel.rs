@@ -288,7 +288,7 @@ fn empty_root(base: &Path) -> Result<OwnedFd> {
     made.join().map_err(|_| anyhow::anyhow!("the thread panicked"))?
 }
 
-/// clone(2), as vfork(2): goes on when the child has executed its program or has failed.
+/// clone(2), as vfork(2): returns when the child has executed its program or has failed.
 fn clone(work: &Work<'_>) -> Result<(c_int, OwnedFd)> {
     const STACK: usize = 64 << 10;
     let mut stack = Vec::<u128>::with_capacity(STACK / size_of::<u128>());

@@ -12,12 +12,13 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
 mod account;
 mod binary;
+mod containers;
 mod controller;
 mod crowd;
 mod daemon;
@@ -48,10 +49,32 @@ struct Plan {
     fast: usize,
     /// Live sandboxes at the end of the scale.
     most: usize,
+    /// Pods with a container that live at once, for each of two targets.
+    containers: usize,
+    /// How long idle pods are watched.
+    quiet: Duration,
+    /// Megabytes that a container writes.
+    output: usize,
 }
 
-const FULL: Plan = Plan { calls: 120, pods: 40, fast: 400, most: 2000 };
-const QUICK: Plan = Plan { calls: 30, pods: 10, fast: 150, most: 2000 };
+const FULL: Plan = Plan {
+    calls: 120,
+    pods: 40,
+    fast: 400,
+    most: 2000,
+    containers: 50,
+    quiet: Duration::from_secs(60),
+    output: 1024,
+};
+const QUICK: Plan = Plan {
+    calls: 30,
+    pods: 10,
+    fast: 150,
+    most: 2000,
+    containers: 12,
+    quiet: Duration::from_secs(5),
+    output: 128,
+};
 
 fn main() -> Result<()> {
     // cargo adds `--bench`.
@@ -95,8 +118,8 @@ async fn only(part: &str) -> Result<()> {
     Ok(())
 }
 
-const PARTS: [&str; 8] =
-    ["binary", "inside", "controller", "pods", "containers", "crowd", "idle", "scale"];
+const PARTS: [&str; 9] =
+    ["binary", "inside", "controller", "pods", "cycles", "containers", "crowd", "idle", "scale"];
 
 async fn run_part(part: &str, stage: &mut Stage, plan: &Plan, report: &mut Report) -> Result<()> {
     match part {
@@ -104,7 +127,8 @@ async fn run_part(part: &str, stage: &mut Stage, plan: &Plan, report: &mut Repor
         "inside" => inside::measure(stage, plan, report).await,
         "controller" => controller::measure(stage, plan, report).await,
         "pods" => pods::measure(stage, plan, report).await,
-        "containers" => pods::cycles(stage, plan, report).await,
+        "cycles" => pods::cycles(stage, plan, report).await,
+        "containers" => containers::measure(stage, plan, report).await,
         "crowd" => crowd::measure(stage, plan, report).await,
         "idle" => idle::measure(stage, plan, report).await,
         "scale" => scale::measure(stage, plan, report).await,

@@ -118,8 +118,10 @@ pub(crate) async fn cycles(stage: &mut Stage, plan: &Plan, report: &mut Report) 
         &format!("cycle_{OURS}_ms"),
     );
     for (key, call) in [
+        ("create_container_ours_over_builtin", CALLS[1]),
         ("start_container_ours_over_builtin", CALLS[2]),
         ("stop_container_ours_over_builtin", CALLS[3]),
+        ("remove_pod_ours_over_builtin", CALLS[6]),
     ] {
         report.ratio(key, &of(call, OURS), &of(call, BUILTIN));
     }

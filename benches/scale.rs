@@ -56,8 +56,7 @@ pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report)
         median(pauses.into_iter().take(100).map(|pid| pss(pid).unwrap_or_default()).collect());
     report.median("pause_kb".into(), pause);
     let idle = pause + each(first.daemon, last.daemon);
-    report.median("idle_pod_ours_without_containerd_kb".into(), idle);
-    report.median("idle_pod_ours_kb".into(), idle + each(first.containerd, last.containerd));
+    report.median("idle_pod_ours_kb".into(), idle);
 
     recovery(stage, last.live, &pods, report).await?;
     crowd::remove(pods).await?;

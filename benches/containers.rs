@@ -1,0 +1,219 @@
+//! What a pod with one container costs: memory of its own processes, wake-ups while it does
+//! nothing, ExecSync, and the transport of its output.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use kit::machine::processes;
+use kit::{Container, ContainerSpec, Pod, PodSpec};
+
+use crate::account::{cpu_time, pss, switches};
+use crate::report::Report;
+use crate::samples::{Samples, order};
+use crate::stage::{BUILTIN, OURS, Stage, Target};
+use crate::{Plan, pods};
+
+/// Until shims and Go runtimes are idle.
+const SETTLES: Duration = Duration::from_millis(500);
+/// Execs before the samples, which start threads and fill caches.
+const WARM_UP: usize = 5;
+/// Execs of one target before the next has its turn.
+const EXECS_PER_ROUND: usize = 5;
+/// Output in megabytes, and execs, of a pod before its memory is measured again.
+const OUTPUT_BEFORE_MEMORY: usize = 100;
+const EXECS_BEFORE_MEMORY: usize = 1000;
+/// The container's writing takes this long at most.
+const WRITES: Duration = Duration::from_secs(180);
+
+/// Some pods of one target, each with a sleeping container.
+struct Batch {
+    target: Target,
+    pods: Vec<(Pod, Container)>,
+    /// Shims and pauses of the first pod, and of all pods.
+    of_first: Vec<u32>,
+    of_all: Vec<u32>,
+}
+
+pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report) -> Result<()> {
+    let mut batches = Vec::new();
+    for name in [BUILTIN, OURS] {
+        batches.push(Batch::start(stage, stage.target(name), plan.containers).await?);
+    }
+    memory(&batches, report)?;
+    wakeups(&batches, plan.quiet, report).await?;
+    execs(stage, &batches, plan, report).await?;
+    outputs(&batches, plan, report).await?;
+    let ours = batches.iter().find(|batch| batch.target.name == OURS).context("our pods")?;
+    memory_after_work(ours, report).await?;
+    for batch in batches {
+        for (pod, _) in batch.pods {
+            pod.stop().await?;
+            pod.remove().await?;
+        }
+    }
+    let pairs = [
+        ("pod_with_container_builtin_over_ours", BUILTIN, OURS, "pod_with_container", "kb"),
+        ("exec_ours_over_builtin", OURS, BUILTIN, "exec", "ms"),
+        ("cpu_exec_builtin_over_ours", BUILTIN, OURS, "cpu_per_exec", "ms"),
+        ("output_mb_per_s_ours_over_builtin", OURS, BUILTIN, "output", "mb_per_s"),
+    ];
+    for (key, above, below, what, unit) in pairs {
+        report.ratio(key, &format!("{what}_{above}_{unit}"), &format!("{what}_{below}_{unit}"));
+    }
+    report.ratio("pod_with_container_kb", "pod_with_container_ours_kb", "one");
+    report.ratio("pod_after_1000_execs_kb", "pod_after_1000_execs_ours_kb", "one");
+    report.ratio("idle_wakeups", "idle_wakeups_per_minute_ours", "one");
+    Ok(())
+}
+
+impl Batch {
+    async fn start(stage: &Stage, target: &Target, count: usize) -> Result<Self> {
+        let before = pids(&all_of_node(stage)?);
+        let (mut pods, mut of_first) = (Vec::new(), Vec::new());
+        for number in 0..count {
+            let name = format!("with-container-{number}");
+            let (pod, _) = pods::run(stage, target, PodSpec::new(&name).host_network()).await?;
+            let container = pod.run(ContainerSpec::sleeping("main")).await?;
+            pods.push((pod, container));
+            if number == 0 {
+                of_first = infrastructure(stage, &before, &pods)?;
+            }
+        }
+        tokio::time::sleep(SETTLES).await;
+        let of_all = infrastructure(stage, &before, &pods)?;
+        ensure!(of_all.len() >= count, "{}: {} processes", target.name, of_all.len());
+        Ok(Self { target: target.clone(), pods, of_first, of_all })
+    }
+
+    fn kilobytes_per_pod(&self) -> Result<f64> {
+        let sum = self.of_all.iter().map(|pid| pss(*pid)).sum::<Result<f64>>()?;
+        Ok(sum / self.pods.len() as f64)
+    }
+
+    fn first(&self) -> Result<&(Pod, Container)> {
+        self.pods.first().context("a pod")
+    }
+}
+
+/// Processes in the node's cgroups.
+fn all_of_node(stage: &Stage) -> Result<Vec<processes::Proc>> {
+    let inside = format!(":{}/", stage.node.layout().cgroup());
+    let mut all = processes::all()?;
+    all.retain(|process| process.cgroups.contains(&inside));
+    Ok(all)
+}
+
+fn pids(processes: &[processes::Proc]) -> BTreeSet<u32> {
+    processes.iter().map(|process| process.pid).collect()
+}
+
+/// Processes that came since `before` for these pods, without those of their containers, whose
+/// cgroup has the container's id.
+fn infrastructure(
+    stage: &Stage,
+    before: &BTreeSet<u32>,
+    pods: &[(Pod, Container)],
+) -> Result<Vec<u32>> {
+    let mut all = all_of_node(stage)?;
+    all.retain(|process| {
+        !before.contains(&process.pid)
+            && !pods.iter().any(|(_, container)| process.cgroups.contains(container.id()))
+    });
+    Ok(all.into_iter().map(|process| process.pid).collect())
+}
+
+fn memory(batches: &[Batch], report: &mut Report) -> Result<()> {
+    for batch in batches {
+        let key = format!("pod_with_container_{}_kb", batch.target.name);
+        report.median(key, batch.kilobytes_per_pod()?);
+    }
+    Ok(())
+}
+
+/// Context switches of shims and pauses while all pods are idle.
+async fn wakeups(batches: &[Batch], quiet: Duration, report: &mut Report) -> Result<()> {
+    let count = |batch: &Batch| batch.of_all.iter().map(|pid| switches(*pid)).sum::<Result<u64>>();
+    let before = batches.iter().map(count).collect::<Result<Vec<_>>>()?;
+    tokio::time::sleep(quiet).await;
+    for (batch, before) in batches.iter().zip(before) {
+        let switches = count(batch)?.saturating_sub(before) as f64;
+        let per_minute = switches / batch.pods.len() as f64 * 60.0 / quiet.as_secs_f64();
+        report.median(format!("idle_wakeups_per_minute_{}", batch.target.name), per_minute);
+    }
+    Ok(())
+}
+
+/// ExecSync of a program that exits at once: its time, and the processor time of containerd, the
+/// sandboxer and the pod's shim. runc is not in it: its processes have ended by then.
+async fn execs(stage: &Stage, batches: &[Batch], plan: &Plan, report: &mut Report) -> Result<()> {
+    let mut times = vec![Samples::default(); batches.len()];
+    let mut cpu = vec![Duration::ZERO; batches.len()];
+    let rounds = plan.pods / 2;
+    for round in 0..rounds {
+        for index in order(round, batches.len()) {
+            let batch = &batches[index];
+            let (_, container) = batch.first()?;
+            let mut who = batch.of_first.clone();
+            who.push(stage.node.containerd_pid()?);
+            if let Some(daemon) = stage.daemons.get(batch.target.name) {
+                who.push(daemon.pid()?);
+            }
+            let used = || who.iter().map(|pid| cpu_time(*pid)).sum::<Result<Duration>>();
+            for _ in 0..if round == 0 { WARM_UP } else { 1 } {
+                container.exec(&["true"]).await?;
+            }
+            let before = used()?;
+            for _ in 0..EXECS_PER_ROUND {
+                let begun = Instant::now();
+                container.exec(&["true"]).await?;
+                times[index].push(begun.elapsed());
+            }
+            cpu[index] += used()?.saturating_sub(before);
+        }
+    }
+    for (index, batch) in batches.iter().enumerate() {
+        let name = batch.target.name;
+        report.median(format!("exec_{name}_ms"), times[index].median_ms());
+        let each = cpu[index].as_secs_f64() * 1e3 / (rounds * EXECS_PER_ROUND) as f64;
+        report.median(format!("cpu_per_exec_{name}_ms"), each);
+    }
+    Ok(())
+}
+
+/// Megabytes per second from a container's standard output to its log.
+async fn outputs(batches: &[Batch], plan: &Plan, report: &mut Report) -> Result<()> {
+    for batch in batches {
+        let (pod, _) = batch.first()?;
+        let rate = write(pod, "output", plan.output).await?;
+        report.median(format!("output_{}_mb_per_s", batch.target.name), rate);
+    }
+    Ok(())
+}
+
+/// Runs a container that writes this many megabytes; megabytes per second.
+async fn write(pod: &Pod, name: &str, megabytes: usize) -> Result<f64> {
+    let script = format!("exec dd if=/dev/zero bs=1M count={megabytes} 2>/dev/null");
+    let container = pod.run(ContainerSpec::sh(name, &script)).await?;
+    let code = container.exited(WRITES).await?;
+    ensure!(code == 0, "the container that writes ended with {code}");
+    let status = container.status().await?;
+    let seconds = (status.finished_at - status.started_at) as f64 / 1e9;
+    let logged = std::fs::metadata(container.log_path())?.len();
+    ensure!(logged >= megabytes as u64 * 1024 * 1024, "{logged} bytes of {megabytes} MB logged");
+    container.remove().await?;
+    Ok(megabytes as f64 / seconds)
+}
+
+/// Memory of one pod after many execs and much output.
+async fn memory_after_work(batch: &Batch, report: &mut Report) -> Result<()> {
+    let (pod, container) = batch.first()?;
+    write(pod, "before-memory", OUTPUT_BEFORE_MEMORY).await?;
+    for _ in 0..EXECS_BEFORE_MEMORY {
+        container.exec(&["true"]).await?;
+    }
+    tokio::time::sleep(SETTLES).await;
+    let kilobytes = batch.of_first.iter().map(|pid| pss(*pid)).sum::<Result<f64>>()?;
+    report.median(format!("pod_after_1000_execs_{}_kb", batch.target.name), kilobytes);
+    Ok(())
+}
