@@ -32,7 +32,8 @@ impl Daemon {
         let config = layout.top.join(format!("{name}.toml"));
         let socket = socket(node, name);
         let text = format!(
-            "socket = {socket:?}\nstate_dir = {state:?}\ncontainerd_root = {root:?}\ncontainerd_state = {run:?}\n\
+            "socket = {socket:?}\nstate_dir = {state:?}\ncontainerd_root = {root:?}\n\
+             containerd_state = {run:?}\n\
              containerd_address = {address:?}\nrestrict_oom_score_adj = true\n{settings}",
             root = layout.root(),
             run = layout.state(),

@@ -121,7 +121,10 @@ pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report)
         let network = stage.network(&id);
         let straight = {
             let (steps, network) = (steps.clone(), network.clone());
-            async move { anyhow::Ok(tokio::task::spawn_blocking(move || steps.cycle(&network)).await??) }
+            async move {
+                let cycle = tokio::task::spawn_blocking(move || steps.cycle(&network));
+                anyhow::Ok(cycle.await??)
+            }
         };
         let (times, straight) = if round % 2 == 0 {
             let times = inside.cycle(id, network).await?;

@@ -270,10 +270,15 @@ fn name(number: i64) -> String {
             }
         };
     }
-    names!(SYS_openat SYS_read SYS_write SYS_close SYS_mkdirat SYS_unlinkat SYS_renameat SYS_renameat2 SYS_mount SYS_umount2 SYS_statx
-        SYS_newfstatat SYS_fstat SYS_socket SYS_bind SYS_listen SYS_fchmodat SYS_fchmod SYS_clone3 SYS_setns SYS_close_range SYS_setgroups
-        SYS_sethostname SYS_setsid SYS_prctl SYS_capget SYS_capset SYS_setresuid SYS_setresgid SYS_seccomp SYS_execveat SYS_rt_sigprocmask
-        SYS_exit_group SYS_unshare SYS_fcntl SYS_waitid SYS_ioctl SYS_epoll_ctl SYS_futex SYS_sched_yield SYS_getrandom
-        SYS_madvise SYS_mmap SYS_munmap SYS_brk SYS_rt_sigtimedwait SYS_ppoll SYS_connect SYS_uname SYS_lseek SYS_ftruncate SYS_pwrite64
-        SYS_mprotect SYS_fstatfs SYS_move_mount SYS_fsopen SYS_fsconfig SYS_fsmount SYS_open_tree SYS_mount_setattr)
+    names!(
+        SYS_openat SYS_read SYS_write SYS_close SYS_mkdirat SYS_unlinkat SYS_renameat
+        SYS_renameat2 SYS_mount SYS_umount2 SYS_statx SYS_newfstatat SYS_fstat SYS_socket
+        SYS_bind SYS_listen SYS_fchmodat SYS_fchmod SYS_clone3 SYS_setns SYS_close_range
+        SYS_setgroups SYS_sethostname SYS_setsid SYS_prctl SYS_capget SYS_capset SYS_setresuid
+        SYS_setresgid SYS_seccomp SYS_execveat SYS_rt_sigprocmask SYS_exit_group SYS_unshare
+        SYS_fcntl SYS_waitid SYS_ioctl SYS_epoll_ctl SYS_futex SYS_sched_yield SYS_getrandom
+        SYS_madvise SYS_mmap SYS_munmap SYS_brk SYS_rt_sigtimedwait SYS_ppoll SYS_connect
+        SYS_uname SYS_lseek SYS_ftruncate SYS_pwrite64 SYS_mprotect SYS_fstatfs SYS_move_mount
+        SYS_fsopen SYS_fsconfig SYS_fsmount SYS_open_tree SYS_mount_setattr
+    )
 }

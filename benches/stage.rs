@@ -132,7 +132,11 @@ impl Stage {
         request.netns_path = network.clone();
         // The built-in takes the pod from here and not from the options.
         let pod = json!({
-            "metadata": { "name": config.metadata.name, "uid": config.metadata.uid, "namespace": config.metadata.namespace },
+            "metadata": {
+                "name": config.metadata.name,
+                "uid": config.metadata.uid,
+                "namespace": config.metadata.namespace,
+            },
             "hostname": config.hostname,
             "log_directory": config.log_directory,
             "linux": {
@@ -141,7 +145,8 @@ impl Stage {
             },
         });
         let metadata = json!({ "Version": "v1", "Metadata": {
-            "ID": id, "Name": id, "Config": pod, "NetNSPath": network, "RuntimeHandler": target.handler(),
+            "ID": id, "Name": id, "Config": pod, "NetNSPath": network,
+            "RuntimeHandler": target.handler(),
         }});
         let extension = any(METADATA_TYPE, serde_json::to_vec(&metadata)?);
         request.sandbox.mut_or_insert_default().extensions.insert("metadata".to_owned(), extension);

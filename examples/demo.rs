@@ -73,9 +73,8 @@ async fn main() -> Result<()> {
     title("All is removed");
     pod.remove().await?;
     node.settles_to(&clean).await.context("something is left of the pod")?;
-    say(
-        "no process, shim, mount, network namespace, cgroup, socket or directory of the pod is left",
-    );
+    say("no process, shim, mount, network namespace, cgroup, socket or directory of the pod is \
+         left");
 
     title("What RunPodSandbox takes");
     say(&format!(

@@ -1,5 +1,5 @@
-//! Holds the sources to `ARCHITECTURE.md`: who may import whom, where unsafe code may be, how long
-//! a file may be.
+//! Compares the sources with `ARCHITECTURE.md` (imports, unsafe code) and with the style of
+//! `CONTRIBUTING.md` (lengths, columns, words).
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -14,6 +14,28 @@ use std::path::{Path, PathBuf};
 /// About 500 lines is the rule, this is the limit; two files await their split.
 const LINES_MAX: usize = 700;
 
+/// Columns of a line of code, and of prose in a document.
+const COLUMNS_MAX: usize = 100;
+
+/// Lines of a function.
+const FUNCTION_LINES_MAX: usize = 100;
+
+/// Sources whose columns and words are checked.
+const STYLED: &[&str] = &[
+    "benches",
+    "examples",
+    "fuzz/src",
+    "tests/containerd",
+    "tests/packaging",
+    "tests/parity",
+    "tests/architecture.rs",
+    "tests/docs.rs",
+    "tests/native.rs",
+];
+
+/// Files that may have banned words: this one, and pages that follow the words of `src/`.
+const UNWORDED: &[&str] = &["tests/architecture.rs", "docs/configure.md", "docs/operate.md"];
+
 /// The only places for unsafe code.
 const UNSAFE: &[&str] = &["src/sys/", "src/pause/program/"];
 
@@ -23,21 +45,40 @@ fn root() -> &'static Path {
 
 /// All sources as path below the root and text.
 fn sources() -> Vec<(String, String)> {
-    let (mut dirs, mut sources) = (vec![root().join("src")], Vec::new());
-    while let Some(dir) = dirs.pop() {
-        for entry in fs::read_dir(dir).unwrap() {
-            let path: PathBuf = entry.unwrap().path();
-            if path.is_dir() {
-                dirs.push(path);
-            } else if path.extension().is_some_and(|e| e == "rs") {
-                let text = fs::read_to_string(&path).unwrap();
-                sources
-                    .push((path.strip_prefix(root()).unwrap().to_str().unwrap().to_owned(), text));
-            }
+    files(&["src"], |path| path.ends_with(".rs"))
+}
+
+/// Files of these names and below directories of these names, as path below the root and text.
+fn files(names: &[&str], wanted: impl Fn(&str) -> bool) -> Vec<(String, String)> {
+    let mut left: Vec<PathBuf> = names.iter().map(|name| root().join(name)).collect();
+    let mut files = Vec::new();
+    while let Some(path) = left.pop() {
+        if path.is_dir() {
+            left.extend(fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path()));
+            continue;
+        }
+        let name = path.strip_prefix(root()).unwrap().to_str().unwrap().to_owned();
+        if wanted(&name) {
+            files.push((name, fs::read_to_string(&path).unwrap()));
         }
     }
-    sources.sort();
-    sources
+    files.sort();
+    files
+}
+
+/// The documents. The recorded session has the output of programs.
+fn documents() -> Vec<(String, String)> {
+    let top = fs::read_dir(root()).unwrap().map(|entry| entry.unwrap().file_name());
+    let mut names: Vec<String> = top.filter_map(|name| name.into_string().ok()).collect();
+    names.retain(|name| name.ends_with(".md"));
+    names.extend(["docs", "fuzz/README.md", "tests"].map(str::to_owned));
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    files(&names, |path| path.ends_with(".md") && path != "docs/session.md")
+}
+
+/// The sources whose columns and words are checked.
+fn styled_sources() -> Vec<(String, String)> {
+    files(STYLED, |path| path.ends_with(".rs"))
 }
 
 /// The top-level module of a source: `src/a.rs`, `src/a/mod.rs` and `src/a/b.rs` are all of `a`.
@@ -145,7 +186,7 @@ fn every_module_has_its_row() {
 }
 
 #[test]
-fn nobody_imports_what_it_may_not() {
+fn modules_import_only_what_they_may() {
     let table = table();
     let modules = table.keys().cloned().collect();
     let mut faults = Vec::new();
@@ -196,6 +237,98 @@ fn files_stay_short() {
         let lines = text.lines().count();
         assert!(lines <= LINES_MAX, "{path} has {lines} lines, {LINES_MAX} are allowed");
     }
+}
+
+/// Lines that are longer than allowed. In a document a table or code may be, if nothing can break
+/// it: a cell, a command.
+fn long_lines(path: &str, text: &str) -> Vec<String> {
+    let is_document = path.ends_with(".md");
+    let mut in_code = false;
+    let mut long = Vec::new();
+    for (number, line) in text.lines().enumerate() {
+        in_code ^= is_document && line.starts_with("```");
+        let is_code = in_code || line.starts_with("    ");
+        let is_free = is_document && (is_code || line.starts_with("| `"));
+        if line.chars().count() > COLUMNS_MAX && !is_free {
+            long.push(format!("{path}:{}", number + 1));
+        }
+    }
+    long
+}
+
+#[test]
+fn lines_have_at_most_100_columns() {
+    let all = styled_sources().into_iter().chain(documents());
+    let long: Vec<String> = all.flat_map(|(path, text)| long_lines(&path, &text)).collect();
+    assert!(long.is_empty(), "over {COLUMNS_MAX} columns:\n{}", long.join("\n"));
+    let line = "x".repeat(COLUMNS_MAX + 1);
+    assert_eq!(long_lines("a.rs", &line), ["a.rs:1"]);
+    assert_eq!(long_lines("a.md", &format!("```\n{line}\n```\n{line}\n")), ["a.md:4"]);
+}
+
+/// The phrases of `list` that a text has between word boundaries, whatever their case.
+fn phrases(text: &str, list: &str) -> Vec<String> {
+    let (text, is_word) = (text.to_lowercase(), |c: char| c.is_alphanumeric() || c == '_');
+    let mut found = Vec::new();
+    for phrase in list.lines() {
+        for (at, _) in text.match_indices(phrase) {
+            let (before, after) = (&text[..at], &text[at + phrase.len()..]);
+            if !before.ends_with(is_word) && !after.starts_with(is_word) {
+                found.push(format!("{}: {phrase}", before.matches('\n').count() + 1));
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn prose_has_no_banned_words() {
+    let list = fs::read_to_string(root().join("tests/banned-words.txt")).unwrap();
+    let packaging = files(&["packaging", "Makefile"], |_| true);
+    let all = styled_sources().into_iter().chain(documents()).chain(packaging);
+    let found: Vec<String> = all
+        .filter(|(path, _)| !UNWORDED.contains(&path.as_str()))
+        .flat_map(|(path, text)| {
+            phrases(&text, &list).into_iter().map(move |phrase| format!("{path}:{phrase}"))
+        })
+        .collect();
+    assert!(found.is_empty(), "of tests/banned-words.txt:\n{}", found.join("\n"));
+    assert_eq!(phrases("Nobody's\nnobody_x go on.", "nobody\ngo on"), ["1: nobody", "2: go on"]);
+}
+
+/// Functions that are longer than allowed, by the indentation that rustfmt gives them.
+fn long_functions(path: &str, text: &str) -> Vec<String> {
+    let (mut open, mut long): (Option<(usize, String)>, _) = (None, Vec::new());
+    for (number, line) in text.lines().enumerate() {
+        let indentation = &line[..line.len() - line.trim_start().len()];
+        if let Some((first, end)) = open.take_if(|(_, end)| line == end) {
+            let lines = number - first + 1;
+            if lines > FUNCTION_LINES_MAX {
+                long.push(format!("{path}:{}: {lines} lines", first + 1));
+            }
+            drop(end);
+        } else if open.is_none() && is_function(line.trim_start()) && !line.ends_with(['}', ';']) {
+            open = Some((number, format!("{indentation}}}")));
+        }
+    }
+    long
+}
+
+/// Whether a line begins a function.
+fn is_function(line: &str) -> bool {
+    let before = line.split_once("fn ").map(|(before, _)| before);
+    let words = ["pub", "pub(crate)", "pub(super)", "const", "async", "unsafe", "extern", "\"C\""];
+    before.is_some_and(|before| before.split_whitespace().all(|word| words.contains(&word)))
+}
+
+#[test]
+fn functions_stay_short() {
+    let all = sources().into_iter();
+    let long: Vec<String> = all.flat_map(|(path, text)| long_functions(&path, &text)).collect();
+    assert!(long.is_empty(), "over {FUNCTION_LINES_MAX} lines:\n{}", long.join("\n"));
+    let body = "    x();\n".repeat(FUNCTION_LINES_MAX);
+    assert_eq!(long_functions("a.rs", &format!("pub(crate) async fn f() {{\n{body}}}\n")).len(), 1);
+    assert_eq!(long_functions("a.rs", &format!("{body}fn f() {{\n    x();\n}}\n")).len(), 0);
 }
 
 #[test]

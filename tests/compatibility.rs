@@ -1,7 +1,7 @@
-//! `docs/compatibility.md` says what ran on which release of containerd, as the runs themselves have
-//! written it down. `UPDATE_DOCS=1 cargo test --test compatibility` adds the results in
-//! `target/results` to the page; without it the test holds the page to the form in which it does so,
-//! and to the releases of the Makefile.
+//! `docs/compatibility.md` says what ran on which release of containerd, as the runs themselves
+//! have written it down. `UPDATE_DOCS=1 cargo test --test compatibility` adds the results in
+//! `target/results` to the page; without it the test holds the page to the form in which it does
+//! so, and to the releases of the Makefile.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,

@@ -128,12 +128,12 @@ fn configure() -> String {
 
 Every setting has a default. Settings are keys of `/etc/pause-sandboxer/config.toml`, which is
 optional, and options of `pause-sandboxer serve` and of the client commands. Options override the
-file. `pause-sandboxer config default` prints a file with all settings, `pause-sandboxer config show`
-prints the effective ones. An unknown setting or an invalid value is an error that names file, line
-and setting.
+file. `pause-sandboxer config default` prints a file with all settings, `pause-sandboxer config
+show` prints the effective ones. An unknown setting or an invalid value is an error that names file,
+line and setting.
 
-A change takes effect after `systemctl restart pause-sandboxer`; pods keep running. `systemctl reload
-pause-sandboxer` (SIGHUP) reloads `log_level` only.
+A change takes effect after `systemctl restart pause-sandboxer`; pods keep running. `systemctl
+reload pause-sandboxer` (SIGHUP) reloads `log_level` only.
 
 Settings that containerd also has must be equal there; `pause-sandboxer check` compares them.
 

@@ -619,9 +619,10 @@ fn what_is_not_the_recorded_process_is_dead_and_untouched() {
         fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap().contains(") Z ")
     });
     let stranger = pause_sandboxer::process::Identity { pid: child.id(), ..own };
-    assert!(
-        matches!(DRIVER.adopt(&running.plan.cgroup_ref(), &stranger), Adoption::Dead(exit) if exit.status == 255)
-    );
+    assert!(matches!(
+        DRIVER.adopt(&running.plan.cgroup_ref(), &stranger),
+        Adoption::Dead(exit) if exit.status == 255
+    ));
     assert_eq!(child.wait().unwrap().code(), Some(3));
     eventually("the pause sleeps on", || running.status("State").starts_with('S'));
 }

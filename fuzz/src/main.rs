@@ -27,7 +27,9 @@ fuzz_target!(init: begin(), |input: &[u8]| {
     let target = TARGET.get().expect("begin() has set it");
     let most = memory::peak_of(|| (target.run)(input));
     let bound = BESIDE + target.frame + target.memory * input.len();
-    assert!(most <= bound, "{} bytes of input took {most} bytes of memory, more than {bound}", input.len());
+    let length = input.len();
+    assert!(most <= bound, "{length} bytes of input took {most} bytes of memory, more than \
+        {bound}");
 });
 
 fn begin() {

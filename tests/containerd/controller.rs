@@ -16,7 +16,8 @@ use crate::harness::{Bench, Case, cases};
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases = cases![both: many_waits, large_annotation];
     cases.extend(cases![
-        ours, "it has no socket of its own that anybody could ask": many_waits_on_one_connection, bad_requests, unknown_ids, twice,
+        ours, "it has no socket of its own for callers": many_waits_on_one_connection,
+            bad_requests, unknown_ids, twice,
         sockets, another_namespace_of_containerd
     ]);
     cases

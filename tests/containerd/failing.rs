@@ -9,7 +9,10 @@ use kit::{ContainerSpec, Handler, PodSpec, grpc, until};
 use crate::harness::{Bench, Case, cases};
 
 pub(crate) fn cases() -> Vec<Case> {
-    cases![both: bad_netns, impossible_cgroup, unknown_sysctl, caller_gives_up, caller_gives_up_on_a_host_network_pod]
+    cases![
+        both: bad_netns, impossible_cgroup, unknown_sysctl, caller_gives_up,
+        caller_gives_up_on_a_host_network_pod
+    ]
 }
 
 /// containerd hands over the path of a file that is no namespace: its pod network has unmounted it.
@@ -77,8 +80,19 @@ async fn give_up(bench: &Bench, spec: fn(&str) -> PodSpec) -> Result<()> {
     // A busy machine may be faster the next time, and the pod be there before the moment.
     let tries = 5 * moments;
     bench.builtin_leaves(
-        &["process", "shim socket", "cgroup", "mount", "directory", "file", "fifo", "interface", "CNI result"],
-        "containerd kills runc, or the start of a shim, when its caller gives up; what they have made so far stays",
+        &[
+            "process",
+            "shim socket",
+            "cgroup",
+            "mount",
+            "directory",
+            "file",
+            "fifo",
+            "interface",
+            "CNI result",
+        ],
+        "containerd kills runc, or the start of a shim, when its caller gives up; what they have \
+         made so far stays",
     );
     let begun = Instant::now();
     let pod = bench.run(spec("whole")).await?;

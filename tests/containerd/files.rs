@@ -48,7 +48,8 @@ async fn given_dns(bench: Bench) -> Result<()> {
                 &["default.svc.local", "svc.local"],
                 &["ndots:5", "rotate"],
             ),
-            "search default.svc.local svc.local\nnameserver 10.0.0.10\nnameserver 10.0.0.11\noptions ndots:5 rotate\n",
+            "search default.svc.local svc.local\nnameserver 10.0.0.10\nnameserver 10.0.0.11\n\
+             options ndots:5 rotate\n",
         ),
         (PodSpec::new("dns").dns(&["10.0.0.10"], &[], &[]), "nameserver 10.0.0.10\n"),
     ];
@@ -73,11 +74,13 @@ async fn deleted_files(bench: Bench) -> Result<()> {
     ensure!(pod.is_ready().await?, "not ready without its files");
     let new = pod.run(ContainerSpec::sleeping("new")).await?;
     let seen = new
-        .sh("for f in /etc/hostname /etc/resolv.conf /dev/shm/file; do cat $f 2>/dev/null || echo none; done; wc -c < /etc/hosts || echo none")
+        .sh("for f in /etc/hostname /etc/resolv.conf /dev/shm/file; do cat $f 2>/dev/null || echo \
+            none; done; wc -c < /etc/hosts || echo none")
         .await?;
     let hosts = std::fs::metadata("/etc/hosts")?.len();
     bench.differs(
-        "hostname, resolv.conf, a file of the shared memory and the size of hosts in a new container",
+        "hostname, resolv.conf, a file of the shared memory and the size of hosts in a new \
+         container",
         &seen.replace(&format!("\n{hosts}\n"), "\nas the node's\n"),
         Difference {
             builtin: "none\nnone\nnone\nnone\n".to_owned(),

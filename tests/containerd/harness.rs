@@ -57,7 +57,9 @@ macro_rules! cases {
         vec![$(crate::harness::Case::both(stringify!($case), |bench| Box::pin($case(bench)))),*]
     };
     (ours, $why:literal: $($case:ident),* $(,)?) => {
-        vec![$(crate::harness::Case::ours(stringify!($case), $why, |bench| Box::pin($case(bench)))),*]
+        vec![$(
+            crate::harness::Case::ours(stringify!($case), $why, |bench| Box::pin($case(bench)))
+        ),*]
     };
 }
 pub(crate) use cases;

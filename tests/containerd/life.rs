@@ -242,7 +242,8 @@ async fn restart_of_containerd(bench: Bench) -> Result<()> {
         Difference {
             builtin: true,
             ours: false,
-            why: "containerd keeps it in memory alone for an external sandboxer, and takes the time of its restart instead",
+            why: "containerd keeps it in memory alone for an external sandboxer, and takes the \
+                time of its restart instead",
         },
     )?;
     ensure!(

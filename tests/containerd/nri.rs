@@ -111,7 +111,8 @@ async fn plugin_receives(bench: Bench, wanted: PodSpec) -> Result<()> {
             Difference {
                 builtin: Some(true),
                 ours: Some(false),
-                why: "containerd before 2.3 takes them from a containerd container, which no external sandboxer has; later ones from Start's answer",
+                why: "containerd before 2.3 takes them from a containerd container, which no \
+                    external sandboxer has; later ones from Start's answer",
             },
         )?;
     }

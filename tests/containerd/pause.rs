@@ -22,7 +22,8 @@ pub(crate) fn cases() -> Vec<Case> {
 async fn killed_pause(bench: Bench) -> Result<()> {
     bench.builtin_leaves(
         &["process", "shim socket"],
-        "containerd ends the pod's shim with the pause's task, which the shim refuses while it still has a container, and never again",
+        "containerd ends the pod's shim with the pause's task, which the shim refuses while it \
+         still has a container, and never again",
     );
     killed(&bench, true).await
 }
@@ -31,7 +32,8 @@ async fn killed_pause_of_an_idle_pod(bench: Bench) -> Result<()> {
     killed(&bench, false).await
 }
 
-/// Kills the pause of a new pod and checks everything that is reported of it, until the pod is removed.
+/// Kills the pause of a new pod and checks everything that is reported of it, until the pod is
+/// removed.
 async fn killed(bench: &Bench, with_container: bool) -> Result<()> {
     use api::ContainerEventType::{CONTAINER_DELETED_EVENT, CONTAINER_STOPPED_EVENT};
 

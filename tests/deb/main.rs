@@ -277,7 +277,8 @@ fn before_the_reboot() {
     // The node has no registry: the pause comes from the binary.
     run("pause-sandboxer image | ctr -n k8s.io images import -");
     run(&format!(
-        "sed -i -e 's/^#\\(.plugins.*pinned_images\\)/\\1/' -e 's/^#\\(sandbox = \\)/\\1/' {DROP_IN}"
+        "sed -i -e 's/^#\\(.plugins.*pinned_images\\)/\\1/' -e 's/^#\\(sandbox = \\)/\\1/' \
+         {DROP_IN}"
     ));
     run("systemctl restart containerd");
     pods.up();

@@ -31,35 +31,45 @@ async fn mounts_are_seen_where_they_are_propagated() -> Result<()> {
     ensure!(view("self", &address, &state)? == View::Same, "of this process itself");
     let none = None::<&str>;
     mount(Some(&state), &state, none, MsFlags::MS_BIND, none)?;
-    let judged = mount(none, &state, none, MsFlags::MS_SHARED, none).map_err(Into::into).and_then(|()| {
-        let own = fs::metadata(&state)?.dev();
-        for (name, commands, propagation, seen) in [
-            ("private", "", "private", false),
-            ("shared with its own alone", "mount --make-rshared / && ", "private", false),
-            ("as by PrivateTmp=", "mount --make-rshared / && ", "slave", false),
-            ("receiving only", "", "slave", false),
-            ("of one peer group", "", "unchanged", true),
-        ] {
-            let script =
-                format!("{commands}mkdir -p \"$1/x\" && mount -t tmpfs x \"$1/x\" && echo mounted && exec sleep 1000");
-            let mut command = Command::new("unshare");
-            command.args(["--mount", "--propagation", propagation, "sh", "-c", &script, "sh"]).arg(&state);
-            let mut child = command.stdout(Stdio::piped()).spawn()?;
-            let mut line = String::new();
-            let looked = BufReader::new(child.stdout.take().context("its output")?).read_line(&mut line).map(|_| {
-                (view(&child.id().to_string(), &address, &state), fs::metadata(state.join("x")).map(|meta| meta.dev()))
-            });
-            child.kill()?;
-            child.wait()?;
-            // It stays where it was propagated to.
-            let _ = umount2(&state.join("x"), MntFlags::MNT_DETACH);
-            let (view, device) = looked?;
-            ensure!(line == "mounted\n", "{name}: nothing was mounted");
-            ensure!((device? != own) == seen, "{name}: the mount is seen here: {}", !seen);
-            ensure!((view? == View::Propagated) == seen, "{name}: it is said otherwise");
-        }
-        Ok(())
-    });
+    let judged =
+        mount(none, &state, none, MsFlags::MS_SHARED, none).map_err(Into::into).and_then(|()| {
+            let own = fs::metadata(&state)?.dev();
+            for (name, commands, propagation, seen) in [
+                ("private", "", "private", false),
+                ("shared with its own alone", "mount --make-rshared / && ", "private", false),
+                ("as by PrivateTmp=", "mount --make-rshared / && ", "slave", false),
+                ("receiving only", "", "slave", false),
+                ("of one peer group", "", "unchanged", true),
+            ] {
+                let script = format!(
+                    "{commands}mkdir -p \"$1/x\" && mount -t tmpfs x \"$1/x\" && echo mounted \
+                    && exec sleep 1000"
+                );
+                let mut command = Command::new("unshare");
+                command
+                    .args(["--mount", "--propagation", propagation, "sh", "-c", &script, "sh"])
+                    .arg(&state);
+                let mut child = command.stdout(Stdio::piped()).spawn()?;
+                let mut line = String::new();
+                let looked = BufReader::new(child.stdout.take().context("its output")?)
+                    .read_line(&mut line)
+                    .map(|_| {
+                        (
+                            view(&child.id().to_string(), &address, &state),
+                            fs::metadata(state.join("x")).map(|meta| meta.dev()),
+                        )
+                    });
+                child.kill()?;
+                child.wait()?;
+                // It stays where it was propagated to.
+                let _ = umount2(&state.join("x"), MntFlags::MNT_DETACH);
+                let (view, device) = looked?;
+                ensure!(line == "mounted\n", "{name}: nothing was mounted");
+                ensure!((device? != own) == seen, "{name}: the mount is seen here: {}", !seen);
+                ensure!((view? == View::Propagated) == seen, "{name}: it is said otherwise");
+            }
+            Ok(())
+        });
     umount2(&state, MntFlags::MNT_DETACH)?;
     judged
 }

@@ -44,8 +44,10 @@ impl Bare {
         }
         let top = dir.display();
         let config = format!(
-            "socket = \"{top}/s.sock\"\nstate_dir = \"{top}/state\"\ncontainerd_root = \"{top}/root\"\n\
-             containerd_state = \"{top}/run\"\ncontainerd_address = \"{top}/c.sock\"\nrestrict_oom_score_adj = true\n{settings}"
+            "socket = \"{top}/s.sock\"\nstate_dir = \"{top}/state\"\n\
+             containerd_root = \"{top}/root\"\n\
+             containerd_state = \"{top}/run\"\ncontainerd_address = \"{top}/c.sock\"\n\
+             restrict_oom_score_adj = true\n{settings}"
         );
         fs::write(dir.join("config.toml"), config)?;
         cgroup::make(&format!("/{name}/pod"))?;
@@ -127,7 +129,7 @@ impl Bare {
         let controller = self.controller();
         until("the daemon answers", DAEMON, async || {
             lock(&self.process).as_mut().context("the daemon was not started")?.check()?;
-            match controller.status("nobody", false).await {
+            match controller.status("unknown", false).await {
                 Err(status) if status.code == grpc::NOT_FOUND => Ok(()),
                 other => bail!("status of an unknown id: {other:?}"),
             }
@@ -274,7 +276,7 @@ pub(crate) fn remove_orphans() {
     }
 }
 
-/// Ends and removes everything that bears the name. What cannot be removed is told.
+/// Ends and removes everything that bears the name. Reports what cannot be removed.
 fn remove(dir: &Path, name: &str) {
     let parts = [format!("/{name}/"), format!("{}/", dir.display()), format!("/pause {name}-")];
     let begun = Instant::now();

@@ -49,13 +49,19 @@ impl Case {
 
 /// Names async functions as cases: `alone![a, b]`.
 macro_rules! alone {
-    ($($case:ident),* $(,)?) => { vec![$(crate::harness::Case::alone(stringify!($case), || Box::pin($case()))),*] };
+    ($($case:ident),* $(,)?) => {
+        vec![$(crate::harness::Case::alone(stringify!($case), || Box::pin($case()))),*]
+    };
 }
 pub(crate) use alone;
 
 /// Names async functions as cases with the shared node: `on_node![a, b]`.
 macro_rules! on_node {
-    ($($case:ident),* $(,)?) => { vec![$(crate::harness::Case::on_node(stringify!($case), |node| Box::pin($case(node)))),*] };
+    ($($case:ident),* $(,)?) => {
+        vec![$(
+            crate::harness::Case::on_node(stringify!($case), |node| Box::pin($case(node)))
+        ),*]
+    };
 }
 pub(crate) use on_node;
 

@@ -189,7 +189,8 @@ async fn churn(
     }
     let [run, removed, containers, killed, terminated, shot, restarted] = done;
     eprintln!(
-        "soak: {run} pods run, {removed} removed, {containers} containers, {killed} pauses killed, sandboxer ended {terminated} times and \
+        "soak: {run} pods run, {removed} removed, {containers} containers, {killed} pauses killed, \
+         sandboxer ended {terminated} times and \
          killed {shot} times, containerd restarted {restarted} times"
     );
     for one in living.iter() {

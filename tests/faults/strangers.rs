@@ -22,7 +22,7 @@ use crate::harness::{Case, alone};
 use crate::pods::{Shape, is_whole, remove};
 
 /// An unprivileged user.
-const NOBODY: u32 = 65534;
+const UNPRIVILEGED: u32 = 65534;
 
 /// How many processes hide their command lines.
 const HIDDEN: usize = 80;
@@ -54,7 +54,7 @@ impl Strangers {
         Ok(Self { program, guesses, alive: Vec::new() })
     }
 
-    /// A process of user `nobody` whose command line is `/pause ID`.
+    /// A process of an unprivileged user whose command line is `/pause ID`.
     fn start(&mut self, kind: &str, id: &str) -> Result<u32> {
         let child = Command::new(format!("/proc/self/fd/{}", self.program.as_raw_fd()))
             .arg0("/pause")
@@ -62,8 +62,8 @@ impl Strangers {
             .env_clear()
             .env("PROBE_AS", kind)
             .envs(self.guesses.iter().cloned())
-            .uid(NOBODY)
-            .gid(NOBODY)
+            .uid(UNPRIVILEGED)
+            .gid(UNPRIVILEGED)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .spawn()

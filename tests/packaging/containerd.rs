@@ -43,7 +43,9 @@ fn has_our_handler(merged: &Table) {
 fn into_a_config_of_version_3() {
     let cri = "[plugins.\"io.containerd.cri.v1.runtime\"";
     let merged = merged(&format!(
-        "version = 3\n{cri}.cni]\nconf_dir = \"/x\"\n{cri}.containerd.runtimes.runc]\nruntime_type = \"io.containerd.runc.v2\"\n{cri}.containerd.runtimes.runc.options]\nSystemdCgroup = true\n"
+        "version = 3\n{cri}.cni]\nconf_dir = \"/x\"\n{cri}.containerd.runtimes.runc]\n\
+         runtime_type = \"io.containerd.runc.v2\"\n{cri}.containerd.runtimes.runc.options]\n\
+         SystemdCgroup = true\n"
     ));
     has_our_handler(&merged);
     assert_eq!(runtime(&merged)["cni"]["conf_dir"].as_str(), Some("/x"));
@@ -58,7 +60,8 @@ fn into_a_config_of_version_3() {
 #[test]
 fn into_a_config_of_version_2_without_handlers() {
     let merged = merged(
-        "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\".cni]\nbin_dir = \"/usr/lib/cni\"\nconf_dir = \"/etc/cni/net.d\"\n",
+        "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\".cni]\nbin_dir = \"/usr/lib/cni\"\n\
+         conf_dir = \"/etc/cni/net.d\"\n",
     );
     has_our_handler(&merged);
     assert_eq!(runtime(&merged)["cni"]["bin_dirs"][0].as_str(), Some("/usr/lib/cni"));
@@ -69,7 +72,8 @@ fn into_a_config_of_version_2_without_handlers() {
 #[test]
 fn into_a_config_of_version_2_with_handlers_it_would_hide_them() {
     let merged = merged(
-        "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.other]\nruntime_type = \"io.containerd.runc.v2\"\n",
+        "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.other]\n\
+         runtime_type = \"io.containerd.runc.v2\"\n",
     );
     has_our_handler(&merged);
     let hidden = runtime(&merged)["containerd"]["runtimes"].get("other").is_none();

@@ -181,7 +181,7 @@ fn what_is_in_run_goes_unless_pods_have_their_records_there() {
     assert!(output.status.success() && !run.exists(), "{output:?}");
 }
 
-/// As it is told it must run where there are pods of DaemonSets, as there are on every node that
+/// The documented command must work with pods of DaemonSets, as there are on every node that
 /// has the installer.
 #[test]
 fn a_drain_runs_as_it_is_told() {

@@ -149,7 +149,8 @@ fn the_image_holds_what_the_script_installs() {
 }
 
 /// What an installation that has nothing to change asks for.
-const CHECKED: &str = "/usr/local/bin/pause-sandboxer check\nlabel {\"metadata\":{\"labels\":{\"pause-sandboxer/ready\":\"true\"}}}\n";
+const CHECKED: &str = "/usr/local/bin/pause-sandboxer check\n\
+    label {\"metadata\":{\"labels\":{\"pause-sandboxer/ready\":\"true\"}}}\n";
 
 /// A node's root and what is done on it: commands are written down, `list` answers what `alive`
 /// holds, or as a daemon that is down where there is `down`, `config dump` what `dump` holds; the
@@ -176,12 +177,14 @@ impl Node {
         fs::write(node.path("alive"), "SANDBOX\n").unwrap();
         fs::write(node.path("fails"), "nothing").unwrap();
         fs::write(node.path("dump"), "").unwrap();
-        let curl = "#!/bin/sh\nwhile [ \"$1\" != -d ]; do shift; done\necho \"label $2\" >>\"${0%/*}/../asked\"\n";
+        let curl = "#!/bin/sh\nwhile [ \"$1\" != -d ]; do shift; done\n\
+            echo \"label $2\" >>\"${0%/*}/../asked\"\n";
         fs::create_dir(node.path("bin")).unwrap();
         fs::write(node.path("bin/curl"), curl).unwrap();
         fs::set_permissions(node.path("bin/curl"), fs::Permissions::from_mode(0o755)).unwrap();
         let stub = format!(
-            "#!/bin/sh\necho \"$*\" >>{0}/asked\ncase $* in \"$(cat {0}/fails)\") exit 1 ;; *list) [ ! -e {0}/down ] || exit 3; cat {0}/alive ;; *dump) cat {0}/dump ;; esac\n",
+            "#!/bin/sh\necho \"$*\" >>{0}/asked\ncase $* in \"$(cat {0}/fails)\") exit 1 ;; *list) \
+             [ ! -e {0}/down ] || exit 3; cat {0}/alive ;; *dump) cat {0}/dump ;; esac\n",
             node.0.path().display()
         );
         fs::write(node.path("on-host"), stub).unwrap();
@@ -347,8 +350,10 @@ fn the_handler_makes_cgroups_as_the_default_handler_does() {
     let dump = |default: &str, runc: bool, other: bool| {
         let runtimes = "[plugins.'io.containerd.cri.v1.runtime'.containerd";
         format!(
-            "version = 3\n[plugins]\n  {runtimes}]\n    default_runtime_name = '{default}'\n    {runtimes}.runtimes]\n\
-             {runtimes}.runtimes.runc.options]\n  BinaryName = ''\n  SystemdCgroup = {runc}\n{runtimes}.runtimes.other.options]\n  SystemdCgroup = {other}\n"
+            "version = 3\n[plugins]\n  {runtimes}]\n    default_runtime_name = '{default}'\n    \
+             {runtimes}.runtimes]\n\
+             {runtimes}.runtimes.runc.options]\n  BinaryName = ''\n  SystemdCgroup = {runc}\n\
+             {runtimes}.runtimes.other.options]\n  SystemdCgroup = {other}\n"
         )
     };
     for (kubelet, dump, systemd) in [
@@ -436,7 +441,8 @@ fn a_pod_that_comes_while_the_label_goes_has_it_back() {
     let _ = node.asked();
     let curl = node.path("bin/curl");
     let script = fs::read_to_string(&curl).unwrap();
-    let pod = "\ncase $2 in *null*) [ -e \"$0.come\" ] || printf 'SANDBOX\\nabc web\\n' >\"${0%/*}/../alive\"; : >\"$0.come\" ;; esac\n";
+    let pod = "\ncase $2 in *null*) [ -e \"$0.come\" ] || printf 'SANDBOX\\nabc web\\n' \
+        >\"${0%/*}/../alive\"; : >\"$0.come\" ;; esac\n";
     fs::write(&curl, script + pod).unwrap();
     let child = node.waiting("abc web");
     let asked = node.asked();

@@ -190,7 +190,9 @@ fn the_reading_of_expressions() {
     };
     assert_eq!(
         seen(
-            "sum by (le) (rate(pause_sandboxer_x_bucket{method=\"Start\",instance=~\"$node\"}[5m])) > 0 and up{job=\"a\"} == 0"
+            "sum by (le) (rate(pause_sandboxer_x_bucket{method=\"Start\",instance=\
+             ~\"$node\"}[5m])) \
+             > 0 and up{job=\"a\"} == 0"
         ),
         ["pause_sandboxer_x_bucket[method,instance]", "up[job]"]
     );

@@ -504,7 +504,8 @@ fn settings() -> Vec<Case> {
 /// `base_runtime_spec`.
 pub(crate) const CONTAINERD: (&str, &str) = (
     "enable_unprivileged_ports = false\nenable_unprivileged_icmp = false\n",
-    "pod_annotations = [\"kit.example/*\", \"exact.example\", \"class-[a-c].*\", \"io.kubernetes.cri.*\"]\n",
+    "pod_annotations = [\"kit.example/*\", \"exact.example\", \"class-[a-c].*\", \
+     \"io.kubernetes.cri.*\"]\n",
 );
 
 /// How many files the `base_runtime_spec` lets a process open. It is the base of the containers'

@@ -108,13 +108,18 @@ const NO_IMAGE: &str = "the pause program is inside the sandboxer; there is no i
 const NO_RIGHTS: &str = "our pause needs no capability, and has none in any set";
 const PAUSE_USER: &str =
     "our pause is always 65535 without groups: what a pod asks for is for its containers";
-const OWN_FILTER: &str = "our pause has a list of its own of the few calls that it makes; the pod's profile is for its containers";
+const OWN_FILTER: &str = "our pause has a list of its own of the few calls that it makes; the \
+    pod's profile is for its containers";
 const CLASS: &str = "the built-in gives its errors no class; the text says the same";
-const CONFIG: &str = "the built-in adds its defaults to the config that it was given, where that has sysctls already";
+const CONFIG: &str = "the built-in adds its defaults to the config that it was given, where that \
+    has sysctls already";
 const CGROUP_NONE: &str = "without a cgroup in the request our pause stays in the daemon's";
-const NO_SLICE: &str = "runc with the systemd driver takes nothing but a slice; ours goes by what it is given, and needs no cgroup of its own";
-const RELATIVE: &str = "runc takes it from the cgroup of the shim, where CRI's own statistics do not find it; ours is where CRI looks";
-const PLAIN_SLICE: &str = "runc makes one directory of slice, prefix and name, outside of the parent; ours is below it, where CRI and kubelet look";
+const NO_SLICE: &str = "runc with the systemd driver takes nothing but a slice; ours goes by what \
+    it is given, and needs no cgroup of its own";
+const RELATIVE: &str = "runc takes it from the cgroup of the shim, where CRI's own statistics do \
+    not find it; ours is where CRI looks";
+const PLAIN_SLICE: &str = "runc makes one directory of slice, prefix and name, outside of the \
+    parent; ours is below it, where CRI and kubelet look";
 const METRICS: &str = "the built-in has none; containerd asks for them from 2.4 on";
 const UPDATE: &str = "containerd tells the controller of a resize from 2.3 on";
 
@@ -130,7 +135,8 @@ const KNOWN: &[Known] = &[
         "RunPodSandbox",
         "refused",
         "runs",
-        "the built-in takes the user namespace from the pod's netns, and so knows none without one; ours makes it",
+        "the built-in takes the user namespace from the pod's netns, and so knows none without \
+         one; ours makes it",
     ),
     known("userns POD, network NODE", "RunPodSandbox: code", "UNKNOWN", "-", "as above"),
     known(

@@ -146,13 +146,17 @@ pub(crate) async fn container(container: &Container, pause: u32, facts: &mut Fac
         echo /etc/hostname=$(cat /etc/hostname)
         echo /etc/hosts=$(md5sum < /etc/hosts)
         echo /etc/resolv.conf=$(cat /etc/resolv.conf | tr '\n' '|')
-        for f in /etc/hostname /etc/hosts /etc/resolv.conf /dev/shm; do echo mode of $f=$(stat -c '%a %u:%g' $f); done
+        for f in /etc/hostname /etc/hosts /etc/resolv.conf /dev/shm; do
+            echo mode of $f=$(stat -c '%a %u:%g' $f)
+        done
         echo /dev/shm=$(grep ' /dev/shm ' /proc/mounts | cut -d ' ' -f 1,3,4)
         echo uid_map=$(cat /proc/self/uid_map)
         echo open files=$(ulimit -n)
         echo ip_unprivileged_port_start=$(cat /proc/sys/net/ipv4/ip_unprivileged_port_start)
         echo ping_group_range=$(cat /proc/sys/net/ipv4/ping_group_range)
-        for kind in cgroup ipc mnt net pid time user uts; do echo ns:$kind=$(readlink /proc/self/ns/$kind); done
+        for kind in cgroup ipc mnt net pid time user uts; do
+            echo ns:$kind=$(readlink /proc/self/ns/$kind)
+        done
     ";
     for line in container.sh(SCRIPT).await?.lines() {
         let Some((field, value)) = line.split_once('=') else { continue };

@@ -113,7 +113,8 @@ impl Table {
     pub(crate) fn end(self, all: bool) -> bool {
         let Self { known, used, same, explained, unexplained, failed, .. } = self;
         println!(
-            "\n{same} the same, {explained} explained differences, {unexplained} unexplained, {failed} cases failed"
+            "\n{same} the same, {explained} explained differences, {unexplained} unexplained, \
+             {failed} cases failed"
         );
         let unseen: Vec<&Known> =
             known.into_iter().zip(used).filter(|(_, used)| !used).map(|(known, _)| known).collect();

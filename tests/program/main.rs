@@ -174,7 +174,8 @@ fn check_looks_for_shims_where_the_daemon_does() {
         .args(["--containerd-config", &config])
         .env("PATH", "/only");
     let output = command.output().unwrap();
-    let places = "neither in PATH (/only:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin) nor beside";
+    let places = "neither in PATH \
+        (/only:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin) nor beside";
     assert!(stdout(&output).contains(places), "{}", stdout(&output));
 }
 

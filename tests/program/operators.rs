@@ -95,7 +95,7 @@ fn asked(scratch: &Scratch, words: &[&str]) -> std::process::Output {
 }
 
 /// What a command prints that must succeed.
-fn told(scratch: &Scratch, words: &[&str]) -> String {
+fn output_of(scratch: &Scratch, words: &[&str]) -> String {
     let output = asked(scratch, words);
     assert!(output.status.success(), "{words:?}: {}", stderr(&output));
     stdout(&output).to_owned()
@@ -106,10 +106,10 @@ fn a_sandbox_is_listed_inspected_and_measured() {
     let scratch = Scratch::new();
     let daemon = Daemon::start(&scratch, &scratch.flags());
     daemon.noticed("READY=1");
-    assert_eq!(told(&scratch, &["list"]).lines().count(), 1, "the head of the table");
+    assert_eq!(output_of(&scratch, &["list"]).lines().count(), 1, "the head of the table");
     let controller = Controller::of(&scratch);
     let pid = controller.run(ID, "web-0");
-    let list = told(&scratch, &["list"]);
+    let list = output_of(&scratch, &["list"]);
     let line: Vec<&str> = list.lines().nth(1).unwrap().split_whitespace().collect();
     assert_eq!(
         line[..5],
@@ -118,14 +118,14 @@ fn a_sandbox_is_listed_inspected_and_measured() {
     );
     assert_eq!(line[6], "native", "{list}");
     let json: serde_json::Value =
-        serde_json::from_str(&told(&scratch, &["list", "-o", "json"])).unwrap();
+        serde_json::from_str(&output_of(&scratch, &["list", "-o", "json"])).unwrap();
     assert_eq!(
         (&json[0]["id"], &json[0]["pid"], &json[0]["uid"]),
         (&ID.into(), &pid.into(), &"u-1".into())
     );
 
     for name in ["0123", ID, "prod/web-0"] {
-        let json = told(&scratch, &["inspect", name, "-o", "json"]);
+        let json = output_of(&scratch, &["inspect", name, "-o", "json"]);
         let json: serde_json::Value = serde_json::from_str(&json).unwrap();
         assert_eq!((&json["id"], &json["state"]), (&ID.into(), &"ready".into()));
         assert_eq!(json["config"]["metadata"]["name"], "web-0");
@@ -137,13 +137,13 @@ fn a_sandbox_is_listed_inspected_and_measured() {
         let ours = fs::metadata("/proc/self/ns/net").unwrap();
         assert_eq!(json["namespaces"]["net"], std::os::unix::fs::MetadataExt::ino(&ours));
     }
-    let text = told(&scratch, &["inspect", "0123"]);
+    let text = output_of(&scratch, &["inspect", "0123"]);
     assert!(
         text.contains("\npod:\n  name: web-0\n  namespace: prod\n")
             || text.contains("pod:\n  name: web-0"),
         "{text}"
     );
-    let stats = told(&scratch, &["stats", "--once"]);
+    let stats = output_of(&scratch, &["stats", "--once"]);
     assert!(stats.starts_with("sandboxes: 1, ready: 1; "), "{stats}");
     assert!(stats.lines().any(|line| line.starts_with("web-0  prod")), "{stats}");
 
@@ -153,7 +153,7 @@ fn a_sandbox_is_listed_inspected_and_measured() {
         (Some(1), "pause-sandboxer: there is no sandbox \"f\"\n")
     );
     controller.shut_down(ID);
-    assert_eq!(told(&scratch, &["list"]).lines().count(), 1);
+    assert_eq!(output_of(&scratch, &["list"]).lines().count(), 1);
 }
 
 #[test]
@@ -163,7 +163,8 @@ fn a_daemon_that_is_not_there_is_no_empty_list() {
         let output = asked(&scratch, &words);
         assert_eq!((output.status.code(), stdout(&output)), (Some(3), ""), "{words:?}");
         let reason = format!(
-            "pause-sandboxer: no daemon answers on {}: No such file or directory (os error 2) -> start it: systemctl start pause-sandboxer\n",
+            "pause-sandboxer: no daemon answers on {}: No such file or directory (os error 2) -> \
+             start it: systemctl start pause-sandboxer\n",
             scratch.path("run/s.sock.ttrpc").display()
         );
         assert_eq!(stderr(&output), reason);
@@ -177,12 +178,12 @@ fn a_record_that_was_kept_aside_is_shown_with_the_reason() {
     scratch.write("state/sandboxes/odd/record.json", "{");
     let daemon = Daemon::start(&scratch, &scratch.flags());
     daemon.noticed("READY=1");
-    let list = told(&scratch, &["list"]);
+    let list = output_of(&scratch, &["list"]);
     assert!(
         list.lines().nth(1).unwrap().starts_with("odd      -    -          quarantined"),
         "{list}"
     );
-    let report = told(&scratch, &["inspect", "odd"]);
+    let report = output_of(&scratch, &["inspect", "odd"]);
     assert!(report.contains("reason: ") && report.contains("not a record"), "{report}");
 }
 
@@ -227,8 +228,9 @@ fn pods_with_names_beyond_all_measure_are_listed_and_inspected() {
     for id in &ids {
         controller.run(id, &"n".repeat(2 << 20));
     }
-    let ask =
-        |words: &[&str]| serde_json::from_str::<serde_json::Value>(&told(&scratch, words)).unwrap();
+    let ask = |words: &[&str]| {
+        serde_json::from_str::<serde_json::Value>(&output_of(&scratch, words)).unwrap()
+    };
     let list = ask(&["list", "-o", "json"]);
     let listed: Vec<&str> =
         list.as_array().unwrap().iter().map(|line| line["id"].as_str().unwrap()).collect();
@@ -243,7 +245,7 @@ fn pods_with_names_beyond_all_measure_are_listed_and_inspected() {
 
 const GET: &str = "GET /metrics HTTP/1.1\r\nHost: node\r\n\r\n";
 
-/// Asks until somebody listens: metrics are no condition for being ready.
+/// Retries until the address accepts connections: readiness does not wait for metrics.
 fn connected<S>(mut connect: impl FnMut() -> std::io::Result<S>) -> S {
     let begun = Instant::now();
     loop {
@@ -309,12 +311,12 @@ fn those_who_ask_for_metrics_and_do_not_read_hold_up_nobody() {
     daemon.noticed("READY=1");
     let mut idle = vec![connected(|| TcpStream::connect(address))];
     idle.extend((0..100).map(|_| TcpStream::connect(address).unwrap()));
-    // The daemon goes on, with no more descriptors than the few whom it serves at a time.
+    // The daemon keeps running, with no more descriptors than the few whom it serves at a time.
     let controller = Controller::of(&scratch);
     controller.run(ID, "web-0");
     let open = fs::read_dir(format!("/proc/{}/fd", daemon.child.id())).unwrap().count();
     assert!(open < 60, "{open} descriptors");
-    assert!(told(&scratch, &["list"]).contains("web-0"));
+    assert!(output_of(&scratch, &["list"]).contains("web-0"));
     drop(idle);
     let answer = http(&mut TcpStream::connect(address).unwrap(), GET);
     assert!(

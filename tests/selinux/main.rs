@@ -31,7 +31,8 @@ fn policy() {
         fs::create_dir_all("/etc/selinux/few/contexts").unwrap();
         fs::write("/etc/selinux/config", "SELINUX=permissive\nSELINUXTYPE=few\n").unwrap();
         let labels = format!(
-            "process = \"{PROCESS}:s0\"\nfile = \"{FILE}:s0\"\nro_file = \"system_u:object_r:container_ro_file_t:s0\"\n"
+            "process = \"{PROCESS}:s0\"\nfile = \"{FILE}:s0\"\n\
+             ro_file = \"system_u:object_r:container_ro_file_t:s0\"\n"
         );
         fs::write("/etc/selinux/few/contexts/lxc_contexts", labels).unwrap();
         fs::write("/sys/fs/selinux/load", fs::read("policy.bin").unwrap()).unwrap();

@@ -184,8 +184,9 @@ impl SandboxService for Fake {
 
     async fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {
         outcome(id)?;
-        Ok(
-            serde_json::json!({ "id": id, "trace": log_context::current().map(|trace| trace.to_string()) }),
-        )
+        Ok(serde_json::json!({
+            "id": id,
+            "trace": log_context::current().map(|trace| trace.to_string()),
+        }))
     }
 }

@@ -106,8 +106,8 @@ async fn odd_ttrpc_frames_are_answered() {
     send.extend(frame(1, 1, &vec![0; 17 << 20]));
     send.extend(frame(3, 1, &[0xff]));
     send.extend(frame(4, 1, &[]));
-    // Data of a stream that was never opened, and a kind that does not exist: no caller waits for an
-    // answer.
+    // Data of a stream that was never opened, and a kind that does not exist: no caller waits for
+    // an answer.
     send.extend(frame(5, 3, &[1, 2, 3]));
     send.extend(frame(7, 9, &[]));
     send.extend(frame(9, 1, &[]));

@@ -69,8 +69,8 @@ async fn who_gives_up_and_who_is_stopped_is_counted() {
     );
 }
 
-/// The sandbox's end and the daemon's come together: the exit is returned, and a failure is none of the
-/// sandbox.
+/// The sandbox's end and the daemon's come together: the exit is returned, and a failure is none of
+/// the sandbox.
 #[tokio::test]
 async fn what_ends_while_going_down_is_told_and_what_fails_is_not() {
     for (sandbox, failure) in

@@ -26,7 +26,9 @@ struct Method {
 
 /// A service's methods by request, answer and what of the request names the sandbox.
 macro_rules! methods {
-    ($($service:literal { $($method:literal $request:ty => $answer:ty: $id:ident $check:expr;)+ })+) => {
+    ($($service:literal {
+        $($method:literal $request:ty => $answer:ty: $id:ident $check:expr;)+
+    })+) => {
         const METHODS: &[Method] = &[$($(Method {
             path: concat!($service, "/", $method),
             run: |path, message| {
@@ -41,11 +43,13 @@ methods! {
     "containerd.services.sandbox.v1.Controller" {
         "Create" c::ControllerCreateRequest => c::ControllerCreateResponse: sandbox_id created;
         "Start" c::ControllerStartRequest => c::ControllerStartResponse: sandbox_id |_, _| {};
-        "Platform" c::ControllerPlatformRequest => c::ControllerPlatformResponse: sandbox_id |_, _| {};
+        "Platform" c::ControllerPlatformRequest
+            => c::ControllerPlatformResponse: sandbox_id |_, _| {};
         "Stop" c::ControllerStopRequest => c::ControllerStopResponse: sandbox_id |_, _| {};
         "Wait" c::ControllerWaitRequest => c::ControllerWaitResponse: sandbox_id |_, _| {};
         "Status" c::ControllerStatusRequest => c::ControllerStatusResponse: sandbox_id |_, _| {};
-        "Shutdown" c::ControllerShutdownRequest => c::ControllerShutdownResponse: sandbox_id |_, _| {};
+        "Shutdown" c::ControllerShutdownRequest
+            => c::ControllerShutdownResponse: sandbox_id |_, _| {};
         "Metrics" c::ControllerMetricsRequest => c::ControllerMetricsResponse: sandbox_id |_, _| {};
         "Update" c::ControllerUpdateRequest => c::ControllerUpdateResponse: sandbox_id updated;
     }

@@ -78,7 +78,8 @@ metrics = "unix:///a/m.sock"
 log_level = "trace"
 log_format = "json"
 "#;
-    let flags = "\0socket=/b/s.sock\0metrics=[::1]:9477\0shims={ x = \"/y\" }\0pod_annotations=[\"*\"]\0log_level=off";
+    let flags = "\0socket=/b/s.sock\0metrics=[::1]:9477\0shims={ x = \"/y\" \
+        }\0pod_annotations=[\"*\"]\0log_level=off";
     let mut seeds: Seeds = vec![
         ("default".into(), default()),
         ("file".into(), file.into()),

@@ -73,7 +73,8 @@ fn of_cgroup(content: &[u8]) {
 
 pub fn seeds() -> Seeds {
     let of = |kind: u8, content: &str| [&[kind], content.as_bytes()].concat();
-    let stat = "4711 (a) R (b) S 1 4711 4711 0 -1 4194560 96 0 0 0 0 0 0 0 20 0 1 0 123456 1048576 12 \
+    let stat = "4711 (a) R (b) S 1 4711 4711 0 -1 4194560 96 0 0 0 0 0 0 0 20 0 1 0 123456 1048576 \
+        12 \
         18446744073709551615 1 1 0 0 0 0 0 0 65536 0 0 0 17 0 0 0 0 0 0 0 0 0 0 0 0 0 9\n";
     let v1 = "32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n\
         33 31 0:31 / /sys/fs/cgroup/cpuset rw shared:9 - cgroup cgroup rw,cpuset\n\

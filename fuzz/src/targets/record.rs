@@ -129,7 +129,11 @@ pub fn whole() -> Record {
         "plan": plan,
         "files": {
             "hostname": "web-0",
-            "dns": { "servers": ["10.0.0.10"], "searches": ["svc.cluster.local"], "options": ["ndots:5"] },
+            "dns": {
+                "servers": ["10.0.0.10"],
+                "searches": ["svc.cluster.local"],
+                "options": ["ndots:5"],
+            },
             "shm": true,
         },
         "config": { "type_url": "runtime.v1.PodSandboxConfig", "value": "EgV3ZWItMA==" },
@@ -141,7 +145,10 @@ pub fn whole() -> Record {
             "extensions": { "metadata": { "type_url": "m", "value": "e30=" } },
         },
         "shim": Owner::Sandboxer,
-        "labels": { "process": "system_u:system_r:container_t:s0:c1,c2", "mount": "system_u:object_r:container_file_t:s0:c1,c2" },
+        "labels": {
+            "process": "system_u:system_r:container_t:s0:c1,c2",
+            "mount": "system_u:object_r:container_file_t:s0:c1,c2",
+        },
     });
     serde_json::from_value(json).expect("a record")
 }

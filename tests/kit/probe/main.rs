@@ -5,7 +5,8 @@
 //! - `core-domain PID`: the core scheduling domain of a process, 0 for that of all.
 //! - `serve PORT NAME`: answers every line of every connection with `NAME: LINE`.
 //! - `web PORT WORD...`: a web server that answers whatever it is asked for; its id is in
-//!   `/run/NAME.pid`, NAME being its program's, and the words are there to be seen in its arguments.
+//!   `/run/NAME.pid`, NAME being its program's, and the words are there to be seen in its
+//!   arguments.
 //! - `euid`: prints its effective user id.
 //!
 //! With `PROBE_AS=stranger` in its environment it waits for ever, whatever its arguments are, and
@@ -100,7 +101,8 @@ fn hide() -> io::Result<()> {
     const ENV_END: usize = 51 - 3;
     const PAGE: usize = 4096;
     let stat = std::fs::read_to_string("/proc/self/stat")?;
-    let fields: Vec<&str> = stat.rsplit_once(") ").map_or(Vec::new(), |(_, rest)| rest.split(' ').collect());
+    let rest = stat.rsplit_once(") ").map(|(_, rest)| rest);
+    let fields: Vec<&str> = rest.map_or(Vec::new(), |rest| rest.split(' ').collect());
     let field = |at: usize| parse::<usize>(fields.get(at).copied().unwrap_or_default());
     // To the stack's end: the kernel would let a part that is left above grow down again.
     let (begin, end) = (field(ARG_START)? & !(PAGE - 1), (field(ENV_END)? | (PAGE - 1)) + 1);
@@ -128,7 +130,10 @@ fn attach(key: c_int, flags: c_int) -> io::Result<*mut u8> {
     let id = segment(key, flags)?;
     // SAFETY: the kernel chooses a free address.
     let address = unsafe { shmat(id, ptr::null(), 0) };
-    if address as c_ulong == c_ulong::MAX { Err(io::Error::last_os_error()) } else { Ok(address.cast()) }
+    if address as c_ulong == c_ulong::MAX {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(address.cast())
 }
 
 fn shm_make(key: c_int, text: &str) -> io::Result<()> {
@@ -160,7 +165,7 @@ fn shm_remove(key: c_int) -> io::Result<()> {
 }
 
 fn serve(port: u16, name: &str) -> io::Result<()> {
-    // SAFETY: plain number; ends the process in case everybody has forgotten it.
+    // SAFETY: plain number; ends the process in case no test ends it.
     unsafe { alarm(600) };
     let listener = TcpListener::bind(("0.0.0.0", port))?;
     println!("listening");

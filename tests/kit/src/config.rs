@@ -314,7 +314,7 @@ fn network(layout: &Layout, parts: &Parts) -> Result<()> {
     let script = r#"#!/bin/sh
 case $CNI_COMMAND in
 ADD)
-    # The loopback plugin works at the same time and needs the namespace; libcni notes when it is done.
+    # The loopback plugin works at the same time and needs the namespace; libcni notes its end.
     while [ ! -e "/var/lib/cni/results/cni-loopback-$CNI_CONTAINERID-lo" ]; do sleep 0.01; done
     umount "$CNI_NETNS" && echo '{"cniVersion":"1.0.0","ips":[{"address":"10.0.0.2/32"}]}'
     ;;

@@ -70,7 +70,11 @@ impl Blob {
     }
 
     fn descriptor(&self, media_type: &str) -> Value {
-        json!({ "mediaType": media_type, "digest": format!("sha256:{}", self.digest), "size": self.bytes.len() })
+        json!({
+            "mediaType": media_type,
+            "digest": format!("sha256:{}", self.digest),
+            "size": self.bytes.len(),
+        })
     }
 }
 

@@ -425,7 +425,7 @@ impl Node {
     }
 
     /// Waits until nothing is on the machine that was not there `before`; some things end a little
-    /// after they were told to.
+    /// after SIGTERM.
     ///
     /// # Errors
     /// Names all that is left after a few seconds.

@@ -114,7 +114,7 @@ impl PodSpec {
         self
     }
 
-    /// Another cgroup parent than one of the pod's own below the node's; nobody makes or removes
+    /// Another cgroup parent than one of the pod's own below the node's; the test makes and removes
     /// it.
     #[must_use]
     pub fn cgroup_parent(mut self, path: &str) -> Self {
