@@ -115,7 +115,8 @@ fn every_error_line_of_the_log_is_explained() {
     for known in known {
         let there = lines.iter().any(|(_, begins)| begins.starts_with(known))
             // Their first words are an argument.
-            || ["failed to start: ", "failed to kill pause: ", "failed to clean up: "].contains(&known);
+            || ["failed to start: ", "failed to kill pause: ", "failed to clean up: "]
+                .contains(&known);
         assert!(there, "docs/operate.md explains {known:?}, which is nowhere logged");
     }
 }

@@ -26,7 +26,7 @@ struct Place {
 static PLACE: LazyLock<Place> = LazyLock::new(|| {
     let state_dir = crate::scratch().join("state");
     let layout = Arc::new(Layout::new(&Config { state_dir, ..Config::default() }));
-    let dir = layout.of(ID);
+    let dir = layout.sandbox(ID);
     fs::create_dir_all(&dir).expect("a directory");
     Place { store: Store::new(&layout, &ID.into()), dir }
 });

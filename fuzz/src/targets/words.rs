@@ -3,7 +3,7 @@
 use pause_sandboxer::cgroup::slice;
 use pause_sandboxer::config::Pattern;
 use pause_sandboxer::podsandbox::check_id;
-use pause_sandboxer::trace::TraceId;
+use pause_sandboxer::log_context::TraceId;
 
 use super::{Seeds, assert_told};
 
