@@ -6,8 +6,8 @@
 #![no_main]
 
 mod memory;
-mod targets;
 mod service;
+mod targets;
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;

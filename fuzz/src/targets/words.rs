@@ -2,8 +2,8 @@
 
 use pause_sandboxer::cgroup::slice;
 use pause_sandboxer::config::Pattern;
-use pause_sandboxer::podsandbox::check_id;
 use pause_sandboxer::log_context::TraceId;
+use pause_sandboxer::podsandbox::check_id;
 
 use super::{Seeds, assert_told};
 
