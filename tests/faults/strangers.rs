@@ -231,7 +231,8 @@ async fn only_directories_are_records() -> Result<()> {
     for name in &others {
         let path = bare.record(name);
         ensure!(
-            bare.logged().contains(&format!("{} is no sandbox", path.display())),
+            bare.logged()
+                .contains(&format!("{} is not the directory of a sandbox", path.display())),
             "not reported: {name}"
         );
         let status = controller.status(name, false).await.err().context("it has a status")?;
