@@ -33,6 +33,10 @@ pub struct Target {
 /// What a frame of ttrpc may say that its message has, which is reserved before it has come, bytes.
 const FRAME: usize = 16 << 20;
 
+/// What a packed field of numbers may say that it has, which the `protobuf` crate reserves for
+/// ten million of them before it reads one, bytes.
+const PACKED: usize = 10_000_000 * size_of::<i64>();
+
 /// All of them.
 pub const TARGETS: &[Target] = &[
     Target {
@@ -44,7 +48,7 @@ pub const TARGETS: &[Target] = &[
     },
     Target { name: "calls", run: calls::run, seeds: calls::seeds, memory: 256, frame: 0 },
     Target { name: "config", run: config::run, seeds: config::seeds, memory: 1024, frame: 0 },
-    Target { name: "create", run: create::run, seeds: create::seeds, memory: 1024, frame: 0 },
+    Target { name: "create", run: create::run, seeds: create::seeds, memory: 1024, frame: PACKED },
     Target { name: "grpc", run: grpc::run, seeds: grpc::seeds, memory: 1024, frame: 0 },
     Target { name: "proc", run: proc::run, seeds: proc::seeds, memory: 256, frame: 0 },
     Target { name: "record", run: record::run, seeds: record::seeds, memory: 256, frame: 0 },

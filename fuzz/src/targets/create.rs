@@ -191,6 +191,8 @@ pub fn seeds() -> Seeds {
     vec![
         ("empty".into(), vec![2, 0]),
         ("plain".into(), input(2, 0, &pod(&|_| {}))),
+        // linux.security_context.supplemental_groups, packed, with a false length.
+        ("packed".into(), vec![2, 0, 0x42, 8, 0x12, 6, 0x2a, 0xff, 0xff, 0xff, 0xff, 4]),
         (
             "dns".into(),
             input(
