@@ -10,7 +10,7 @@ use ttrpc::asynchronous::Client as Connection;
 use ttrpc::context;
 
 use crate::config::Config;
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 use crate::protos::inspect::{InspectRequest, ListRequest};
 use crate::protos::inspect_ttrpc::InspectClient;
 
@@ -45,7 +45,7 @@ pub enum Error {
     NoSuch(String),
     /// This side failed.
     #[error(transparent)]
-    Step(#[from] Step),
+    Step(#[from] StepError),
 }
 
 /// A connection to the daemon.

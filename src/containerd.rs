@@ -12,7 +12,7 @@ use http::{HeaderMap, Request};
 use protobuf::Message as _;
 use tokio::net::UnixStream;
 
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 use crate::protos::store::StoreGetRequest;
 use crate::protos::version::VersionResponse;
 use protobuf::well_known_types::empty::Empty;
@@ -48,7 +48,7 @@ impl Store {
     ///
     /// # Errors
     /// When containerd cannot be asked, or answers with anything but yes and no.
-    pub async fn knows(&self, id: &str) -> Result<bool, Step> {
+    pub async fn knows(&self, id: &str) -> Result<bool, StepError> {
         let what = "ask containerd for the sandbox";
         let request = StoreGetRequest { sandbox_id: id.to_owned(), ..Default::default() };
         match self.within(what, GET, &request).await?.0.as_str() {
@@ -62,7 +62,7 @@ impl Store {
     ///
     /// # Errors
     /// When containerd cannot be asked, or does not say.
-    pub async fn version(&self) -> Result<String, Step> {
+    pub async fn version(&self) -> Result<String, StepError> {
         let what = "ask containerd for its version";
         let (status, message) = self.within(what, VERSION, &Empty::new()).await?;
         if status != OK {
@@ -72,8 +72,8 @@ impl Store {
         Ok(answer.step_at(what, &self.address)?.version)
     }
 
-    fn refused(&self, what: &'static str, status: &str) -> Step {
-        Step::at(what, &self.address, io::Error::other(format!("gRPC status {status}")))
+    fn refused(&self, what: &'static str, status: &str) -> StepError {
+        StepError::at(what, &self.address, io::Error::other(format!("gRPC status {status}")))
     }
 
     async fn within(
@@ -81,7 +81,7 @@ impl Store {
         what: &'static str,
         method: &str,
         message: &impl protobuf::Message,
-    ) -> Result<(String, Bytes), Step> {
+    ) -> Result<(String, Bytes), StepError> {
         let asked = tokio::time::timeout(WITHIN, self.ask(method, message)).await;
         asked.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())).step_at(what, &self.address)
     }

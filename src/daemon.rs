@@ -12,7 +12,7 @@ use pause_sandboxer::cli::Settings;
 use pause_sandboxer::config::Config;
 use pause_sandboxer::containerd::Store;
 use pause_sandboxer::controller::Controller;
-use pause_sandboxer::error::{IoContext as _, Step};
+use pause_sandboxer::error::{IoContext as _, StepError};
 use pause_sandboxer::pause::native::Native;
 use pause_sandboxer::podsandbox::{Environment, selinux};
 use pause_sandboxer::{gc, logging, metrics_http, pool, process, wire};
@@ -39,13 +39,13 @@ const DRAIN: Duration = Duration::from_secs(20);
 ///
 /// # Errors
 /// The step that failed.
-pub(crate) fn serve(config: &Config, settings: &Settings) -> Result<(), Step> {
+pub(crate) fn serve(config: &Config, settings: &Settings) -> Result<(), StepError> {
     logging::init(config)
-        .map_err(|reason| Step::new("initialize logging", io::Error::other(reason)))?;
+        .map_err(|reason| StepError::new("initialize logging", io::Error::other(reason)))?;
     log_panics();
     if !nix::unistd::geteuid().is_root() {
         let error = io::Error::new(io::ErrorKind::PermissionDenied, "needs root");
-        return Err(Step::new("serve", error));
+        return Err(StepError::new("serve", error));
     }
     // Files that pods read get their modes whatever umask was inherited.
     umask(Mode::from_bits_truncate(0o022));
@@ -77,7 +77,7 @@ async fn run(
     settings: &Settings,
     open_files: Option<u64>,
     timeout: Duration,
-) -> Result<(), Step> {
+) -> Result<(), StepError> {
     let mut signals = Signals::watch()?;
     let state_dir = config.state_dir.display().to_string();
     log::info!(version = env!("CARGO_PKG_VERSION"), state_dir = state_dir; "starting");
@@ -120,7 +120,7 @@ async fn run(
 }
 
 /// What all sandboxes share.
-fn environment(config: &Config, open_files: Option<u64>) -> Result<Arc<Environment>, Step> {
+fn environment(config: &Config, open_files: Option<u64>) -> Result<Arc<Environment>, StepError> {
     let driver = Arc::new(Native::new()?.of(&config.state_dir));
     let labelled = selinux::executable(config)
         .and_then(|label| label.map_or(Ok(()), |label| driver.label(&label)));
@@ -146,7 +146,7 @@ fn background(config: &Config, controller: &Arc<Controller>) -> [JoinHandle<()>;
 /// The server of both protocols.
 struct Server {
     stop: watch::Sender<bool>,
-    task: JoinHandle<Result<(), Step>>,
+    task: JoinHandle<Result<(), StepError>>,
 }
 
 impl Server {
@@ -164,13 +164,13 @@ async fn supervise(
     signals: &mut Signals,
     mut watchdog: Watchdog,
     settings: &Settings,
-) -> Result<(), Step> {
+) -> Result<(), StepError> {
     loop {
         tokio::select! {
             ended = &mut server.task => {
                 // Only a fault of a listener or a panic ends it.
-                ended.map_err(|e| Step::new("serve", io::Error::other(e)))??;
-                return Err(Step::new("serve", io::Error::other("the server exited")));
+                ended.map_err(|e| StepError::new("serve", io::Error::other(e)))??;
+                return Err(StepError::new("serve", io::Error::other("the server exited")));
             }
             signal = signals.next() => match signal {
                 Event::Stop => return Ok(()),
@@ -210,7 +210,7 @@ struct Signals {
 }
 
 impl Signals {
-    fn watch() -> Result<Self, Step> {
+    fn watch() -> Result<Self, StepError> {
         let watch = |kind| signal(kind).step("watch signals");
         Ok(Self {
             terminate: watch(SignalKind::terminate())?,
@@ -272,7 +272,7 @@ fn raise_open_files() -> Option<u64> {
 
 /// The gRPC and the ttrpc listener: those passed by the service manager, matched by path, or new
 /// ones.
-fn listen(config: &Config) -> Result<(UnixListener, UnixListener), Step> {
+fn listen(config: &Config) -> Result<(UnixListener, UnixListener), StepError> {
     const STEP: &str = "take over the service manager's socket";
     let (grpc, ttrpc) = (config.socket.clone(), config.ttrpc_socket());
     let mut passed: Vec<(PathBuf, UnixListener)> = Vec::new();
@@ -283,7 +283,7 @@ fn listen(config: &Config) -> Result<(UnixListener, UnixListener), Step> {
         // Otherwise containerd would dial a path without a listener.
         if path != grpc && path != ttrpc {
             let reason = format!("is neither {} nor {}", grpc.display(), ttrpc.display());
-            return Err(Step::at(STEP, path, io::Error::other(reason)));
+            return Err(StepError::at(STEP, path, io::Error::other(reason)));
         }
         listener.set_nonblocking(true).step_at(STEP, &path)?;
         passed.push((path, listener));

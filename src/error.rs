@@ -18,9 +18,6 @@ pub struct StepError {
     source: Arc<io::Error>,
 }
 
-/// The same under the name that it had.
-pub use StepError as Step;
-
 impl StepError {
     /// A failed step that concerns no path.
     pub fn new(what: &'static str, source: io::Error) -> Self {

@@ -10,7 +10,7 @@ use pause_sandboxer::check::{self, Level};
 use pause_sandboxer::cli::{self, Command, ConfigCommand, DOWN, Format, Settings, WARNED, table};
 use pause_sandboxer::client::{self, Client};
 use pause_sandboxer::config::{self, Config};
-use pause_sandboxer::error::Step;
+use pause_sandboxer::error::StepError;
 use pause_sandboxer::oci_image;
 
 mod daemon;
@@ -33,8 +33,8 @@ impl From<config::Error> for Failure {
     }
 }
 
-impl From<Step> for Failure {
-    fn from(error: Step) -> Self {
+impl From<StepError> for Failure {
+    fn from(error: StepError) -> Self {
         error.to_string().into()
     }
 }

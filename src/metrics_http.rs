@@ -15,7 +15,7 @@ use tokio::sync::Semaphore;
 
 use crate::config::Metrics;
 use crate::controller::Controller;
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 use crate::pool::{self, Class};
 use crate::telemetry::CONTENT_TYPE;
 use crate::wire;
@@ -42,7 +42,7 @@ trait Stream: AsyncRead + AsyncWrite + Unpin + Send {}
 impl<T: AsyncRead + AsyncWrite + Unpin + Send> Stream for T {}
 
 impl Listener {
-    async fn bind(address: &Metrics) -> Result<Option<Self>, Step> {
+    async fn bind(address: &Metrics) -> Result<Option<Self>, StepError> {
         Ok(match address {
             Metrics::Off => None,
             Metrics::Unix(path) => {

@@ -16,7 +16,7 @@ use nix::fcntl::{OFlag, open, readlinkat};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, getsockopt, socket};
 use nix::sys::{socket::sockopt::PeerCredentials, stat::Mode};
 
-use crate::error::Step;
+use crate::error::StepError;
 
 /// The link of a process's mount namespace below its directory in `/proc`.
 const NAMESPACE: &str = "ns/mnt";
@@ -45,13 +45,13 @@ impl View {
     ///
     /// # Errors
     /// The mounts are not seen. `state` is containerd's state directory.
-    pub fn admit(&self, state: &Path) -> Result<(), Step> {
+    pub fn admit(&self, state: &Path) -> Result<(), StepError> {
         let Self::Apart { pid, theirs, ours } = self else { return Ok(()) };
         let reason = format!(
             "containerd (process {pid}) is in mount namespace {theirs}, this sandboxer in {ours}: run both in one; \
              a unit must not have PrivateTmp=, ProtectSystem= or other options that give it a mount namespace"
         );
-        Err(Step::at(
+        Err(StepError::at(
             "mount where containerd sees it",
             state,
             io::Error::new(ErrorKind::Unsupported, reason),
@@ -180,7 +180,7 @@ impl Mounts {
     ///
     /// # Errors
     /// containerd does not see what is mounted here.
-    pub fn admit(&self) -> Result<(), Step> {
+    pub fn admit(&self) -> Result<(), StepError> {
         let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
         let known = found.as_ref().filter(|known| {
             readlinkat(&known.process, NAMESPACE).is_ok_and(|name| name == known.namespace)
@@ -206,7 +206,7 @@ impl Mounts {
                 *found = None;
                 log::debug!(
                     "{}",
-                    Step::at("compare mount namespaces with containerd's", &self.address, e)
+                    StepError::at("compare mount namespaces with containerd's", &self.address, e)
                 );
                 Ok(())
             }

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use tokio::sync::{Semaphore, oneshot};
 
-use crate::error::Step;
+use crate::error::StepError;
 
 /// What a piece belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,8 +93,8 @@ impl Class {
 pub async fn run<T: Send + 'static>(
     class: Class,
     piece: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, Step> {
-    let ending = || Step::new("run job", io::Error::other("the runtime is going down"));
+) -> Result<T, StepError> {
+    let ending = || StepError::new("run job", io::Error::other("the runtime is going down"));
     let turn = class.turns().acquire().await.map_err(|_| ending())?;
     let (tell, told) = oneshot::channel();
     let job = Arc::new(Mutex::new(Some((turn, piece, tell))));
@@ -109,7 +109,7 @@ pub async fn run<T: Send + 'static>(
     // The runtime panics where it has no thread and can start none, and keeps the job: a later
     // thread must find nothing in it.
     if catch_unwind(|| drop(tokio::task::spawn_blocking(work))).is_err() && take(&job).is_some() {
-        return Err(Step::new("start a thread", io::Error::from_raw_os_error(libc::EAGAIN)));
+        return Err(StepError::new("start a thread", io::Error::from_raw_os_error(libc::EAGAIN)));
     }
     told.await.unwrap_or_else(|_| Err(ending()))
 }
@@ -120,10 +120,10 @@ fn take<T>(slot: &Mutex<Option<T>>) -> Option<T> {
 }
 
 /// A panic as a failed step.
-pub fn panicked(panic: &(dyn Any + Send)) -> Step {
+pub fn panicked(panic: &(dyn Any + Send)) -> StepError {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
-    Step::new("run job", io::Error::other(format!("panicked: {text}")))
+    StepError::new("run job", io::Error::other(format!("panicked: {text}")))
 }
 
 /// The classes that living pods need and that have no free thread in time; all of them where the

@@ -16,7 +16,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use pause_sandboxer::error::Step;
+use pause_sandboxer::error::StepError;
 use pause_sandboxer::pause::native::{Native, is_network_namespace};
 use pause_sandboxer::pause::{Driver, IdMapping, Namespace, Plan, UserNamespace};
 use pause_sandboxer::process::{Adoption, Exit, Process};
@@ -492,7 +492,7 @@ fn a_failed_start_names_the_step_and_leaves_nothing() {
         ),
     ];
     for (plan, message, errno) in cases {
-        let e: Step = DRIVER.start(&plan).unwrap_err();
+        let e: StepError = DRIVER.start(&plan).unwrap_err();
         assert!(e.to_string().starts_with(&message), "{e}, not {message}");
         assert_eq!(e.io().raw_os_error(), Some(errno), "{e}");
         assert_eq!(children(), children_before, "{e}");

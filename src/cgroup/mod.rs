@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{AtFlags, Mode, mkdirat, unlinkat};
 
-use crate::error::{IoContext, Step};
+use crate::error::{IoContext, StepError};
 use crate::process::deadline;
 use crate::sys::{self, Errno};
 
@@ -93,11 +93,11 @@ impl Cgroups {
     ///
     /// # Errors
     /// A file of `/proc` or a mount point cannot be opened.
-    pub(crate) fn find() -> Result<Self, Step> {
+    pub(crate) fn find() -> Result<Self, StepError> {
         Self::open(Mounted::find()?)
     }
 
-    fn open(mounted: Mounted) -> Result<Self, Step> {
+    fn open(mounted: Mounted) -> Result<Self, StepError> {
         let unified = matches!(mounted, Mounted::V2(_));
         let open = |mount: PathBuf, controllers: &[String]| {
             let root = c_path(&mount).and_then(|path| {
@@ -122,14 +122,14 @@ impl Cgroups {
             Mounted::V1(found) => found
                 .into_iter()
                 .map(|h| open(h.point, &h.controllers))
-                .collect::<Result<_, Step>>()?,
+                .collect::<Result<_, StepError>>()?,
         };
         Ok(Self { hierarchies, unified, systemd: Systemd::default() })
     }
 
     /// The cgroup2 file system at `mount`, whatever else there is.
     #[cfg(test)]
-    pub(crate) fn unified_at(mount: &Path) -> Result<Self, Step> {
+    pub(crate) fn unified_at(mount: &Path) -> Result<Self, StepError> {
         Self::open(Mounted::V2(mount.to_owned()))
     }
 
@@ -162,7 +162,7 @@ impl Cgroups {
     ///
     /// # Errors
     /// The failed step; what was made has been removed then.
-    pub(crate) fn make(&self, placement: &Placement) -> Result<Option<Made<'_>>, Step> {
+    pub(crate) fn make(&self, placement: &Placement) -> Result<Option<Made<'_>>, StepError> {
         match placement {
             Placement::Inherit => Ok(None),
             Placement::Directory(path) => self.make_directory(path, self.unified).map(Some),
@@ -188,7 +188,7 @@ impl Cgroups {
     ///
     /// # Errors
     /// The failed step; [`Cgroups::remove`] is to undo what was done.
-    pub(crate) fn settle(&self, placement: &Placement, pid: u32) -> Result<(), Step> {
+    pub(crate) fn settle(&self, placement: &Placement, pid: u32) -> Result<(), StepError> {
         match placement {
             Placement::Inherit | Placement::Directory(_) => Ok(()),
             Placement::Scope(scope) => {
@@ -202,7 +202,7 @@ impl Cgroups {
     /// Moves a process into its cgroup again in every hierarchy of version 1: where systemd keeps
     /// no cgroup for a scope it puts the processes into the nearest that it keeps, which is that of
     /// some slice.
-    fn bring_back(&self, cgroup: &CStr, pid: u32) -> Result<(), Step> {
+    fn bring_back(&self, cgroup: &CStr, pid: u32) -> Result<(), StepError> {
         let (procs, pid) = (below(cgroup, c"cgroup.procs"), pid.to_string());
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
             let mut tries = TRIES;
@@ -213,7 +213,7 @@ impl Cgroups {
                     // Removed with the process's move out of it.
                     Err(Errno::NOENT) if tries > 1 => self.make_directory(cgroup, false)?.keep(),
                     Err(e) => {
-                        return Err(Step::at(
+                        return Err(StepError::at(
                             "move the pause into cgroup",
                             self.path(index, cgroup),
                             e.into(),
@@ -237,7 +237,7 @@ impl Cgroups {
 
     /// Removes the cgroup of a pause. Processes that are in it are killed: those of a Start that
     /// was cut short. Gone already is success.
-    pub(crate) fn remove(&self, placement: &Placement) -> Vec<Step> {
+    pub(crate) fn remove(&self, placement: &Placement) -> Vec<StepError> {
         match placement {
             Placement::Inherit => Vec::new(),
             Placement::Directory(path) => self.remove_directory(path),
@@ -247,16 +247,16 @@ impl Cgroups {
 
     /// Makes the cgroup in every hierarchy, missing parents too. With `hand_down` the parents let
     /// it have what gives it its weight.
-    fn make_directory<'a>(&'a self, cgroup: &CStr, hand_down: bool) -> Result<Made<'a>, Step> {
+    fn make_directory<'a>(&'a self, cgroup: &CStr, hand_down: bool) -> Result<Made<'a>, StepError> {
         const MAKE: &str = "make cgroup";
         if self.hierarchies.is_empty() {
             let e = io::Error::new(io::ErrorKind::NotFound, "no cgroup file system is mounted");
-            return Err(Step::at(MAKE, cgroup.to_string_lossy().as_ref(), e));
+            return Err(StepError::at(MAKE, cgroup.to_string_lossy().as_ref(), e));
         }
         let mut made = Made { cgroups: self, hand_down, directories: Vec::new(), leaf: None };
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
             made.leaf(index, hierarchy, cgroup)
-                .map_err(|(path, e)| Step::at(MAKE, self.path(index, &path), e.into()))?;
+                .map_err(|(path, e)| StepError::at(MAKE, self.path(index, &path), e.into()))?;
         }
         self.refuse_frozen(cgroup)?;
         if self.unified
@@ -269,7 +269,7 @@ impl Cgroups {
     }
 
     /// A process in a frozen cgroup does not run, and with version 1 it does not end either.
-    fn refuse_frozen(&self, cgroup: &CStr) -> Result<(), Step> {
+    fn refuse_frozen(&self, cgroup: &CStr) -> Result<(), StepError> {
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
             let thawed = if self.unified { UNFROZEN } else { THAWED };
             if !(hierarchy.freezer || self.unified) {
@@ -284,7 +284,7 @@ impl Cgroups {
             if !state.split(|byte| *byte == b'\n').any(|line| line == thawed.1) {
                 let e =
                     io::Error::new(io::ErrorKind::ResourceBusy, "it is frozen, or one above it is");
-                return Err(Step::at(what, self.path(index, cgroup), e));
+                return Err(StepError::at(what, self.path(index, cgroup), e));
             }
         }
         Ok(())
@@ -292,7 +292,7 @@ impl Cgroups {
 
     /// Removes a scope. It goes by itself with its last process, unless systemd was never asked for
     /// it.
-    fn remove_scope(&self, scope: &Scope) -> Vec<Step> {
+    fn remove_scope(&self, scope: &Scope) -> Vec<StepError> {
         // A scope lives no longer than its cgroup, so this needs no systemd to be sure.
         if !self.exists(&scope.path) {
             return Vec::new();
@@ -300,7 +300,7 @@ impl Cgroups {
         let mut failed = Vec::new();
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
             if let Err(e) = self.kill_members(hierarchy, &scope.path) {
-                failed.push(Step::at(
+                failed.push(StepError::at(
                     "kill what is in cgroup",
                     self.path(index, &scope.path),
                     e.into(),
@@ -320,7 +320,7 @@ impl Cgroups {
     }
 
     /// Removes the cgroup from every hierarchy where it is empty by then. What is in it stays.
-    pub(crate) fn remove_empty(&self, cgroup: &CStr, until: Instant) -> Vec<Step> {
+    pub(crate) fn remove_empty(&self, cgroup: &CStr, until: Instant) -> Vec<StepError> {
         let mut failed = Vec::new();
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
             let mut done = Ok(());
@@ -333,7 +333,7 @@ impl Cgroups {
                 // another's.
                 Ok(()) | Err(Errno::NOENT | Errno::NOTDIR | Errno::NOTEMPTY) => {}
                 Err(e) => {
-                    failed.push(Step::at("remove cgroup", self.path(index, cgroup), e.into()))
+                    failed.push(StepError::at("remove cgroup", self.path(index, cgroup), e.into()))
                 }
             }
         }
@@ -342,11 +342,11 @@ impl Cgroups {
 
     /// Removes the cgroup from every hierarchy with what is in it; parents stay, they are
     /// kubelet's.
-    fn remove_directory(&self, cgroup: &CStr) -> Vec<Step> {
+    fn remove_directory(&self, cgroup: &CStr) -> Vec<StepError> {
         let mut failed = Vec::new();
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
             if let Err(e) = self.remove_from(hierarchy, cgroup) {
-                failed.push(Step::at("remove cgroup", self.path(index, cgroup), e.into()));
+                failed.push(StepError::at("remove cgroup", self.path(index, cgroup), e.into()));
             }
         }
         failed
@@ -578,7 +578,7 @@ fn read(hierarchy: &Hierarchy, path: &CStr) -> Result<Vec<u8>, Errno> {
     }
 }
 
-fn c_path(path: &Path) -> Result<CString, Step> {
+fn c_path(path: &Path) -> Result<CString, StepError> {
     CString::new(path.as_os_str().as_bytes()).step_at("open", path)
 }
 

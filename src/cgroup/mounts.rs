@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, statfs};
 
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 
 /// Mount point of the one hierarchy of version 2, or directory of those of version 1 (also on a
 /// "hybrid" node).
@@ -48,11 +48,11 @@ impl Mounted {
     ///
     /// # Errors
     /// `/sys/fs/cgroup` or the table of mounts cannot be read.
-    pub fn find() -> Result<Self, Step> {
+    pub fn find() -> Result<Self, StepError> {
         Self::at(Path::new(ROOT))
     }
 
-    fn at(root: &Path) -> Result<Self, Step> {
+    fn at(root: &Path) -> Result<Self, StepError> {
         if unified(root)? {
             return Ok(Self::V2(root.to_owned()));
         }
@@ -76,11 +76,11 @@ impl Mounted {
 ///
 /// # Errors
 /// It cannot be looked at.
-pub fn unified(root: &Path) -> Result<bool, Step> {
+pub fn unified(root: &Path) -> Result<bool, StepError> {
     match statfs(root) {
         Ok(found) => Ok(found.filesystem_type() == CGROUP2_SUPER_MAGIC),
         Err(nix::Error::ENOENT) => Ok(false),
-        Err(e) => Err(Step::at("look at", root, e.into())),
+        Err(e) => Err(StepError::at("look at", root, e.into())),
     }
 }
 

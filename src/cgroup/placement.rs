@@ -5,7 +5,7 @@ use std::io;
 use std::path::PathBuf;
 
 use super::slice::{self, Scope};
-use crate::error::Step;
+use crate::error::StepError;
 use crate::id::SandboxId;
 
 /// What names a pause's cgroup. It is all that a driver must know of a plan to adopt a pause and to
@@ -71,10 +71,11 @@ fn parent_fault(parent: &str) -> Option<&'static str> {
 ///
 /// # Errors
 /// The parent is not usable.
-pub(crate) fn placement(parent: &str, id: &str) -> Result<Placement, Step> {
+pub(crate) fn placement(parent: &str, id: &str) -> Result<Placement, StepError> {
     const WHAT: &str = "place the pause in a cgroup below";
-    let refuse =
-        |reason: &str| Step::at(WHAT, parent, io::Error::new(io::ErrorKind::InvalidInput, reason));
+    let refuse = |reason: &str| {
+        StepError::at(WHAT, parent, io::Error::new(io::ErrorKind::InvalidInput, reason))
+    };
     if parent.is_empty() {
         return Ok(Placement::Inherit);
     }

@@ -16,7 +16,7 @@ use zbus::message::Type;
 use zbus::{Connection, DynamicType, MatchRule, MessageStream, OwnedObjectPath, Variant};
 
 use super::slice::Scope;
-use crate::error::Step;
+use crate::error::StepError;
 
 const SYSTEMD: &str = "org.freedesktop.systemd1";
 const OBJECT: &str = "/org/freedesktop/systemd1";
@@ -99,7 +99,7 @@ impl Systemd {
         scope: &Scope,
         pid: u32,
         weight: (&str, u64),
-    ) -> Result<(), Step> {
+    ) -> Result<(), StepError> {
         let description = format!("pause of pod sandbox {}", scope.unit);
         // As runc sets them, so that the scope is what a pod's containers have.
         let properties: Vec<(&str, Variant<'_>)> = vec![
@@ -139,7 +139,7 @@ impl Systemd {
     ///
     /// # Errors
     /// The bus cannot be reached, or what systemd answers.
-    pub(super) fn start_slice(&self, slice: &str) -> Result<(), Step> {
+    pub(super) fn start_slice(&self, slice: &str) -> Result<(), StepError> {
         self.ask("start slice", slice, async {
             job(&self.connection().await?, slice, "StartUnit", &(slice, MODE_FAIL)).await
         })
@@ -149,7 +149,7 @@ impl Systemd {
     ///
     /// # Errors
     /// The bus cannot be reached, or what systemd answers.
-    pub(super) fn stop(&self, unit: &str) -> Result<(), Step> {
+    pub(super) fn stop(&self, unit: &str) -> Result<(), StepError> {
         self.ask("stop scope", unit, async {
             match job(&self.connection().await?, unit, "StopUnit", &(unit, MODE_REPLACE)).await {
                 Err(e) if e.is(NO_SUCH_UNIT) => Ok(()),
@@ -168,7 +168,7 @@ impl Systemd {
         what: &'static str,
         unit: &str,
         exchange: impl Future<Output = Result<(), Fault>>,
-    ) -> Result<(), Step> {
+    ) -> Result<(), StepError> {
         let late = || {
             io::Error::new(
                 io::ErrorKind::TimedOut,
@@ -179,7 +179,7 @@ impl Systemd {
             let bounded = async { tokio::time::timeout(WITHIN, exchange).await };
             handle.block_on(bounded).map_err(|_| late())?.map_err(io::Error::from)
         });
-        done.map_err(|e| Step::at(what, unit, e))
+        done.map_err(|e| StepError::at(what, unit, e))
     }
 
     fn handle(&self) -> io::Result<Handle> {

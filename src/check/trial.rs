@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::Finding;
 use crate::config::Config;
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 use crate::pause::native::Native;
 use crate::pause::{Driver, Namespace, Plan};
 
@@ -53,7 +53,7 @@ fn plan(own_score: i32, restricted: bool) -> Plan {
     }
 }
 
-fn attempt(driver: &dyn Driver, plan: &Plan) -> Result<(), Step> {
+fn attempt(driver: &dyn Driver, plan: &Plan) -> Result<(), StepError> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()

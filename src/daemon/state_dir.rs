@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nix::fcntl::{Flock, FlockArg};
-use pause_sandboxer::error::{IoContext as _, Step};
+use pause_sandboxer::error::{IoContext as _, StepError};
 
 /// How long the last child of a killed daemon may take to execute its program.
 const LAST_CHILD: Duration = Duration::from_secs(10);
@@ -16,19 +16,19 @@ const LAST_CHILD: Duration = Duration::from_secs(10);
 ///
 /// # Errors
 /// Others than root can write it, or another daemon uses it.
-pub(super) fn open(state_dir: &Path) -> Result<Flock<File>, Step> {
+pub(super) fn open(state_dir: &Path) -> Result<Flock<File>, StepError> {
     make_dir(state_dir)?;
     check_owner(state_dir)?;
     lock(state_dir)
 }
 
 /// Makes a directory that only root can enter.
-pub(super) fn make_dir(path: &Path) -> Result<(), Step> {
+pub(super) fn make_dir(path: &Path) -> Result<(), StepError> {
     DirBuilder::new().recursive(true).mode(0o700).create(path).step_at("make directory", path)
 }
 
 /// Checks that only root can write records: the daemon kills, mounts and removes what they name.
-fn check_owner(state_dir: &Path) -> Result<(), Step> {
+fn check_owner(state_dir: &Path) -> Result<(), StepError> {
     const STEP: &str = "use state directory";
     let about = std::fs::metadata(state_dir).step_at(STEP, state_dir)?;
     let (user, mode) = (about.uid(), about.mode() & 0o7777);
@@ -40,11 +40,11 @@ fn check_owner(state_dir: &Path) -> Result<(), Step> {
         "users other than root can write it (owner {user}, mode {mode:04o}); examine its content, \
          then: chown root:root {path} && chmod 0700 {path}"
     );
-    Err(Step::at(STEP, state_dir, io::Error::new(io::ErrorKind::PermissionDenied, reason)))
+    Err(StepError::at(STEP, state_dir, io::Error::new(io::ErrorKind::PermissionDenied, reason)))
 }
 
 /// Locks the directory against other daemons.
-fn lock(state_dir: &Path) -> Result<Flock<File>, Step> {
+fn lock(state_dir: &Path) -> Result<Flock<File>, StepError> {
     const STEP: &str = "lock state directory";
     let path = state_dir.join("lock");
     let file = OpenOptions::new()
@@ -69,14 +69,14 @@ fn lock(state_dir: &Path) -> Result<Flock<File>, Step> {
         if e != nix::Error::EWOULDBLOCK
             || file.rewind().and_then(|()| file.read_to_string(&mut holder)).is_err()
         {
-            return Err(Step::at(STEP, &path, e.into()));
+            return Err(StepError::at(STEP, &path, e.into()));
         }
         // A child of a killed daemon holds the lock until it executes the pause program; from then
         // on recovery can find it.
         let ended = !Path::new("/proc").join(holder.trim()).join("exe").exists();
         if !ended || begun.elapsed() > LAST_CHILD {
             let reason = io::Error::other(format!("in use by process {}", holder.trim()));
-            return Err(Step::at(STEP, &path, reason));
+            return Err(StepError::at(STEP, &path, reason));
         }
         std::thread::sleep(Duration::from_millis(5));
     };

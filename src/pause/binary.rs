@@ -15,7 +15,7 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use rustix::mount::MountAttrFlags;
 
 use super::rootfs::new_tmpfs;
-use crate::error::{IoContext, Step};
+use crate::error::{IoContext, StepError};
 use crate::sys::{self, Errno};
 
 /// The pause program, an ELF executable without dependencies.
@@ -51,14 +51,14 @@ impl Kept {
 ///
 /// # Errors
 /// The failed step of the second way, if both fail.
-pub(super) fn open() -> Result<OwnedFd, Step> {
+pub(super) fn open() -> Result<OwnedFd, StepError> {
     sealed().or_else(|e| {
         log::info!("the pause program is kept in a tmpfs of its own: {e}");
         unlinked()
     })
 }
 
-pub(super) fn sealed() -> Result<OwnedFd, Step> {
+pub(super) fn sealed() -> Result<OwnedFd, StepError> {
     // Without MFD_EXEC: kernels before 6.3.
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let memfd = match memfd_create(c"pause", flags | MemfdFlags::EXEC) {
@@ -76,7 +76,7 @@ pub(super) fn sealed() -> Result<OwnedFd, Step> {
     }
     .step("seal the pause program")?;
     if file.metadata().step("look at the pause program")?.permissions().mode() & 0o777 != MODE {
-        return Err(Step::new(
+        return Err(StepError::new(
             "set the mode of the pause program",
             io::ErrorKind::PermissionDenied.into(),
         ));
@@ -86,7 +86,7 @@ pub(super) fn sealed() -> Result<OwnedFd, Step> {
     fs::File::open(&path).step_at("open the pause program", path).map(Into::into)
 }
 
-pub(super) fn unlinked() -> Result<OwnedFd, Step> {
+pub(super) fn unlinked() -> Result<OwnedFd, StepError> {
     let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
     let options = [(c"size", c"64k"), (c"mode", c"700"), (c"source", c"pause")];
     let tmpfs = new_tmpfs(&options, attributes).step("make a tmpfs for the pause program")?;

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::cgroup::CgroupRef;
-use crate::error::Step;
+use crate::error::StepError;
 use crate::id::SandboxId;
 use crate::process::{Adoption, Identity, Process};
 
@@ -100,7 +100,7 @@ pub trait Driver: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// The failed step, also when it failed in the child; all that was made has been undone then.
-    fn start(&self, plan: &Plan) -> Result<Box<dyn Process>, Step>;
+    fn start(&self, plan: &Plan) -> Result<Box<dyn Process>, StepError>;
 
     /// Finds a recorded process again after a restart of the daemon.
     fn adopt(&self, cgroup: &CgroupRef, identity: &Identity) -> Adoption;
@@ -110,7 +110,7 @@ pub trait Driver: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// Every step that failed; the others were done all the same.
-    fn cleanup(&self, cgroup: &CgroupRef) -> Result<(), Vec<Step>>;
+    fn cleanup(&self, cgroup: &CgroupRef) -> Result<(), Vec<StepError>>;
 
     /// Ends the pauses that an earlier daemon of the same state directory has made and whose
     /// sandboxes are not `recorded` as started, and removes their cgroups. For recovery, before
@@ -118,7 +118,7 @@ pub trait Driver: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// Every step that failed; the others were done all the same.
-    fn end_strays(&self, _recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<Step>> {
+    fn end_strays(&self, _recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>> {
         Ok(())
     }
 }

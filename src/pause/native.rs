@@ -21,7 +21,7 @@ use super::child::{self, At, User, Work};
 use super::orphans::Mark;
 use super::{Driver, IdMapping, Namespace, Plan, binary, orphans, rootfs, userns};
 use crate::cgroup::{self, CgroupRef, Cgroups};
-use crate::error::{IoContext, Step};
+use crate::error::{IoContext, StepError};
 use crate::process::deadline::{self, Cloned, Deadline};
 use crate::process::pidfd::{self, Common, PidfdProcess};
 use crate::process::{Adoption, Identity, Process, identity};
@@ -49,13 +49,13 @@ pub struct Native {
 
 /// Why there is no pause.
 struct Failed {
-    step: Step,
+    step: StepError,
     /// Why its child could not join its cgroup, if it was that.
     left_out: Option<Errno>,
 }
 
-impl From<Step> for Failed {
-    fn from(step: Step) -> Self {
+impl From<StepError> for Failed {
+    fn from(step: StepError) -> Self {
         Self { step, left_out: None }
     }
 }
@@ -70,11 +70,11 @@ impl Native {
     ///
     /// # Errors
     /// The failed step; the node lacks something that the driver needs.
-    pub fn new() -> Result<Self, Step> {
+    pub fn new() -> Result<Self, StepError> {
         Self::with(Cgroups::find()?, binary::open()?)
     }
 
-    fn with(cgroups: Cgroups, image: OwnedFd) -> Result<Self, Step> {
+    fn with(cgroups: Cgroups, image: OwnedFd) -> Result<Self, StepError> {
         const LAST_CAPABILITY: &str = "/proc/sys/kernel/cap_last_cap";
         set_dumpable_behavior(DumpableBehavior::NotDumpable).step("make the daemon undumpable")?;
         let last = std::fs::read_to_string(LAST_CAPABILITY).step_at("read", LAST_CAPABILITY)?;
@@ -112,7 +112,7 @@ impl Native {
     ///
     /// # Errors
     /// The label is none of the policy's, or may not be set.
-    pub fn label(&self, label: &str) -> Result<(), Step> {
+    pub fn label(&self, label: &str) -> Result<(), StepError> {
         let text = CString::new(label).step("label the pause program")?;
         fsetxattr(&self.image, c"security.selinux", text.as_bytes_with_nul(), XattrFlags::empty())
             .step("label the pause program")
@@ -154,8 +154,8 @@ impl Native {
         }
         let left_out = work.report.errno().filter(|_| at == At::JoinCgroup);
         let step = match self.subject(plan, work, at, index) {
-            Some(path) => Step::at(name, path, e),
-            None => Step::new(name, e),
+            Some(path) => StepError::at(name, path, e),
+            None => StepError::new(name, e),
         };
         Err(Failed { step, left_out })
     }
@@ -186,7 +186,7 @@ impl Native {
     }
 
     /// Kills and reaps a child, which no other thread reaps.
-    fn end(&self, pid: c_int, pidfd: &OwnedFd) -> Result<(), Step> {
+    fn end(&self, pid: c_int, pidfd: &OwnedFd) -> Result<(), StepError> {
         match sys::kill(pidfd.as_fd()) {
             Ok(()) | Err(Errno::SRCH) => {}
             Err(e) => return Err(e).step("kill the pause process"),
@@ -222,7 +222,7 @@ impl Driver for Native {
         "native"
     }
 
-    fn start(&self, plan: &Plan) -> Result<Box<dyn Process>, Step> {
+    fn start(&self, plan: &Plan) -> Result<Box<dyn Process>, StepError> {
         self.common.sweep();
         let placement = cgroup::placement(&plan.cgroup_parent, &plan.id)?;
         let network = plan.netns.as_deref().map(open_network_namespace).transpose()?;
@@ -297,7 +297,7 @@ impl Driver for Native {
         pidfd::adopt(identity, &self.boot_id, &self.common)
     }
 
-    fn cleanup(&self, cgroup: &CgroupRef) -> Result<(), Vec<Step>> {
+    fn cleanup(&self, cgroup: &CgroupRef) -> Result<(), Vec<StepError>> {
         self.common.sweep();
         let placement =
             cgroup::placement(&cgroup.cgroup_parent, &cgroup.id).map_err(|e| vec![e])?;
@@ -305,7 +305,7 @@ impl Driver for Native {
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
 
-    fn end_strays(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<Step>> {
+    fn end_strays(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>> {
         let Some(mark) = &self.mark else { return Ok(()) };
         let decided = Instant::now() + orphans::DECIDED;
         let (found, cut_short) = orphans::find(mark);
@@ -313,7 +313,7 @@ impl Driver for Native {
         let strays: Vec<_> = found.into_iter().filter(|stray| !recorded(&stray.id)).collect();
         if Instant::now() > decided {
             // By now new sandboxes may have what these had.
-            failed.push(Step::new(
+            failed.push(StepError::new(
                 "read the records of pauses that are left",
                 io::ErrorKind::TimedOut.into(),
             ));
@@ -350,7 +350,7 @@ pub fn is_network_namespace(path: &Path) -> io::Result<bool> {
 
 /// Opens the pod's network namespace; that it is one is found by setns(2). Does not wait should it
 /// be a fifo.
-fn open_network_namespace(path: &Path) -> Result<OwnedFd, Step> {
+fn open_network_namespace(path: &Path) -> Result<OwnedFd, StepError> {
     let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path);
     file.map(Into::into).step_at("open network namespace", path)
 }
@@ -360,7 +360,7 @@ fn open_network_namespace(path: &Path) -> Result<OwnedFd, Step> {
 ///
 /// # Errors
 /// The failed step.
-pub fn pin_owner(netns: &Path, pin: &Path) -> Result<(), Step> {
+pub fn pin_owner(netns: &Path, pin: &Path) -> Result<(), StepError> {
     let network = open_network_namespace(netns)?;
     let owner =
         sys::namespace_owner(network.as_fd()).step_at("find the user namespace of", netns)?;
@@ -389,7 +389,7 @@ fn nobody(mapping: IdMapping) -> u32 {
     if mapping.container_id <= NOBODY { NOBODY.min(last) } else { last }
 }
 
-fn sysctls(plan: &Plan) -> Result<Vec<(CString, &[u8])>, Step> {
+fn sysctls(plan: &Plan) -> Result<Vec<(CString, &[u8])>, StepError> {
     let mut sysctls = Vec::with_capacity(plan.sysctls.len());
     for (name, value) in &plan.sysctls {
         let path = child::sysctl_path(name);

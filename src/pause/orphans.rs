@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{MemfdFlags, XattrFlags, fsetxattr, memfd_create};
 
 use super::binary::Kept;
-use crate::error::{IoContext, Step};
+use crate::error::{IoContext, StepError};
 use crate::process::deadline::poll_until;
 use crate::process::identity::device_and_inode;
 use crate::sys::{self, Errno};
@@ -62,7 +62,7 @@ impl Mark {
     ///
     /// # Errors
     /// The failed step: the directory cannot be looked at, or the kernel keeps no such attributes.
-    pub(super) fn set(program: BorrowedFd<'_>, state_dir: &Path) -> Result<Self, Step> {
+    pub(super) fn set(program: BorrowedFd<'_>, state_dir: &Path) -> Result<Self, StepError> {
         let about = fs::metadata(state_dir).step_at("look at the state directory", state_dir)?;
         let value = CString::new(format!("{}:{}", about.dev(), about.ino()))
             .step("mark the pause program")?;
@@ -116,7 +116,7 @@ pub(super) struct Marked {
 }
 
 /// All pauses that bear `mark`, and what kept the search from its end.
-pub(super) fn find(mark: &Mark) -> (Vec<Marked>, Option<Step>) {
+pub(super) fn find(mark: &Mark) -> (Vec<Marked>, Option<StepError>) {
     const STEP: &str = "search processes";
     let (tell, told) = mpsc::channel();
     let begun = Instant::now();
@@ -125,20 +125,20 @@ pub(super) fn find(mark: &Mark) -> (Vec<Marked>, Option<Step>) {
     if let Err(e) =
         thread::Builder::new().name("strays".to_owned()).spawn(move || search(&mark, &tell))
     {
-        return (Vec::new(), Some(Step::at(STEP, "/proc", e)));
+        return (Vec::new(), Some(StepError::at(STEP, "/proc", e)));
     }
     let mut found = Vec::new();
     loop {
         match told.recv_timeout(SEARCH.saturating_sub(begun.elapsed())) {
             Ok(Ok(marked)) => found.push(marked),
-            Ok(Err(e)) => return (found, Some(Step::at(STEP, "/proc", e))),
+            Ok(Err(e)) => return (found, Some(StepError::at(STEP, "/proc", e))),
             Err(RecvTimeoutError::Disconnected) => return (found, None),
             Err(RecvTimeoutError::Timeout) => {
                 let late = io::Error::new(
                     io::ErrorKind::TimedOut,
                     format!("not done after {} s", SEARCH.as_secs()),
                 );
-                return (found, Some(Step::at(STEP, "/proc", late)));
+                return (found, Some(StepError::at(STEP, "/proc", late)));
             }
         }
     }
@@ -216,7 +216,7 @@ impl Marked {
     ///
     /// # Errors
     /// The failed step.
-    pub(super) fn kill(&self) -> Result<(), Step> {
+    pub(super) fn kill(&self) -> Result<(), StepError> {
         match sys::kill(self.pidfd.as_fd()) {
             Ok(()) | Err(Errno::SRCH) => Ok(()),
             Err(e) => {
@@ -229,9 +229,9 @@ impl Marked {
     ///
     /// # Errors
     /// It does not end in time.
-    pub(super) fn ended(&self, until: Instant) -> Result<(), Step> {
+    pub(super) fn ended(&self, until: Instant) -> Result<(), StepError> {
         poll_until(until, || sys::ended(self.pidfd.as_fd())).map_err(|e| {
-            Step::at(
+            StepError::at(
                 "wait for the end of a pause that no record names",
                 format!("/proc/{}", self.pid),
                 e,

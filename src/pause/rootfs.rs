@@ -15,7 +15,7 @@ use rustix::mount::{
 };
 use rustix::process::{fchdir, pivot_root};
 
-use crate::error::{IoContext, Step};
+use crate::error::{IoContext, StepError};
 use crate::process::report::Report;
 use crate::sys::{self, Errno};
 
@@ -54,7 +54,7 @@ pub(super) fn new_tmpfs(
 ///
 /// # Errors
 /// The failed step.
-pub(super) fn make() -> Result<OwnedFd, Step> {
+pub(super) fn make() -> Result<OwnedFd, StepError> {
     // One page and one inode: the root's own.
     let options =
         [(c"size", c"4k"), (c"nr_inodes", c"1"), (c"mode", c"555"), (c"source", c"empty")];
@@ -75,8 +75,8 @@ pub(super) fn make() -> Result<OwnedFd, Step> {
     match (work.report.errno(), namespace) {
         (None, Some(namespace)) => Ok(namespace),
         // A signal ended it.
-        (None, None) => Err(Step::new(step, io::ErrorKind::Interrupted.into())),
-        (Some(errno), _) => Err(Step::new(step, errno.into())),
+        (None, None) => Err(StepError::new(step, io::ErrorKind::Interrupted.into())),
+        (Some(errno), _) => Err(StepError::new(step, errno.into())),
     }
 }
 

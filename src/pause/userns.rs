@@ -8,14 +8,14 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 
 use super::{IdMapping, UserNamespace};
-use crate::error::{IoContext, Step};
+use crate::error::{IoContext, StepError};
 use crate::sys;
 
 /// Makes the namespace; it lives as long as the descriptor or a process in it.
 ///
 /// # Errors
 /// The failed step.
-pub(super) fn make(user: &UserNamespace) -> Result<OwnedFd, Step> {
+pub(super) fn make(user: &UserNamespace) -> Result<OwnedFd, StepError> {
     let how =
         sys::Clone { flags: libc::CLONE_NEWUSER as u64, cgroup: None, born: None, stack: None };
     let (pid, pidfd) = sys::clone_child(&how, &(), end).step("make a user namespace")?;
@@ -29,7 +29,7 @@ extern "C" fn end(_: &()) -> ! {
     sys::exit(0)
 }
 
-fn map(pid: libc::c_int, user: &UserNamespace) -> Result<OwnedFd, Step> {
+fn map(pid: libc::c_int, user: &UserNamespace) -> Result<OwnedFd, StepError> {
     for (name, mapping) in [("uid_map", user.uid), ("gid_map", user.gid)] {
         let path = format!("/proc/{pid}/{name}");
         std::fs::write(&path, line(mapping)).step_at("write", path)?;

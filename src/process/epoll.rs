@@ -14,7 +14,7 @@ use nix::errno::Errno;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use tokio::io::unix::AsyncFd;
 
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 use crate::sys;
 
 /// Events that are taken at once.
@@ -42,7 +42,7 @@ impl Watch {
     ///
     /// # Errors
     /// The failed step.
-    pub(crate) fn new() -> Result<Arc<Self>, Step> {
+    pub(crate) fn new() -> Result<Arc<Self>, StepError> {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).step("make an epoll instance")?;
         Ok(Arc::new(Self { epoll, wakers: Mutex::default() }))
     }

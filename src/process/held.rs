@@ -15,7 +15,7 @@ use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 
 use super::Identity;
 use super::identity::{self, Stat};
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 use crate::sys::{self, Errno};
 
 /// A process by its pidfd.
@@ -30,7 +30,7 @@ impl Held {
     ///
     /// # Errors
     /// It cannot be held.
-    pub fn open(pid: u32) -> Result<Option<Self>, Step> {
+    pub fn open(pid: u32) -> Result<Option<Self>, StepError> {
         match sys::pidfd_open(c_int::try_from(pid).unwrap_or(0)) {
             Ok(pidfd) => Ok(Some(Self { pid, pidfd })),
             // No process, or by now the number of a thread, or no number that a process can have.
@@ -48,7 +48,7 @@ impl Held {
     ///
     /// # Errors
     /// The kernel refuses.
-    pub fn kill(&self) -> Result<(), Step> {
+    pub fn kill(&self) -> Result<(), StepError> {
         match sys::kill(self.pidfd.as_fd()) {
             Ok(()) | Err(Errno::SRCH) => Ok(()),
             Err(e) => Err(e).step("kill a process"),
@@ -61,7 +61,7 @@ impl Held {
 ///
 /// # Errors
 /// It cannot be taken; Linux older than 5.6 and some security modules refuse.
-pub fn listening_socket(identity: &Identity, address: &Path) -> Result<Option<OwnedFd>, Step> {
+pub fn listening_socket(identity: &Identity, address: &Path) -> Result<Option<OwnedFd>, StepError> {
     let Some(process) = Held::open(identity.pid)? else { return Ok(None) };
     // Checked when the process is held: its pid may be another's by now.
     if !identity::matches(identity)? {
@@ -95,7 +95,7 @@ fn listens_at(socket: &OwnedFd, address: &Path) -> bool {
 ///
 /// # Errors
 /// It cannot be looked at.
-pub fn started_at(pid: u32) -> Result<u64, Step> {
+pub fn started_at(pid: u32) -> Result<u64, StepError> {
     Stat::read(pid).map(|stat| stat.start_time).step_at("read", format!("/proc/{pid}/stat"))
 }
 
@@ -105,11 +105,11 @@ pub fn started_at(pid: u32) -> Result<u64, Step> {
 ///
 /// # Errors
 /// Why it cannot be, or that it cannot be looked at.
-pub fn vouch(identity: &Identity, since: u64) -> Result<(), Step> {
+pub fn vouch(identity: &Identity, since: u64) -> Result<(), StepError> {
     const WHAT: &str = "check process";
     let path = format!("/proc/{}", identity.pid);
     let refused = |reason: &str| {
-        Err(Step::at(WHAT, &path, io::Error::new(io::ErrorKind::PermissionDenied, reason)))
+        Err(StepError::at(WHAT, &path, io::Error::new(io::ErrorKind::PermissionDenied, reason)))
     };
     if identity.start_time < since {
         return refused("it is older than the call that is to have started it");
@@ -138,14 +138,17 @@ pub type Namespace = (&'static str, File);
 ///
 /// # Errors
 /// They cannot be looked at.
-pub fn namespaces(identity: &Identity, kinds: &[&'static str]) -> Result<Vec<Namespace>, Step> {
+pub fn namespaces(
+    identity: &Identity,
+    kinds: &[&'static str],
+) -> Result<Vec<Namespace>, StepError> {
     let mut opened = Vec::new();
     for kind in kinds {
         let path = format!("/proc/{}/ns/{kind}", identity.pid);
         match File::open(&path) {
             Ok(file) => opened.push((*kind, file)),
             Err(e) if identity::gone(&e) => return Ok(Vec::new()),
-            Err(e) => return Err(Step::at("open namespace", path, e)),
+            Err(e) => return Err(StepError::at("open namespace", path, e)),
         }
     }
     // Afterwards: the recorded process is older than the record, so a process that matches now

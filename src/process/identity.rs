@@ -9,7 +9,7 @@ use std::sync::Arc;
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 
 use super::Identity;
-use crate::error::{IoContext, Step};
+use crate::error::{IoContext, StepError};
 use crate::sys::{self, Errno};
 
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
@@ -18,7 +18,7 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 ///
 /// # Errors
 /// The file cannot be read.
-pub(crate) fn boot_id() -> Result<Arc<str>, Step> {
+pub(crate) fn boot_id() -> Result<Arc<str>, StepError> {
     Ok(fs::read_to_string(BOOT_ID).step_at("read", BOOT_ID)?.trim().into())
 }
 
@@ -83,7 +83,7 @@ pub(crate) fn pid_namespace(pid: u32) -> io::Result<u64> {
 ///
 /// # Errors
 /// The failed step.
-pub(crate) fn of(pid: u32, boot_id: &Arc<str>) -> Result<Identity, Step> {
+pub(crate) fn of(pid: u32, boot_id: &Arc<str>) -> Result<Identity, StepError> {
     let start_time =
         Stat::read(pid).map(|stat| stat.start_time).step_at("read", format!("/proc/{pid}/stat"))?;
     let pid_namespace = pid_namespace(pid).step_at("look at", format!("/proc/{pid}/ns/pid"))?;
@@ -94,7 +94,7 @@ pub(crate) fn of(pid: u32, boot_id: &Arc<str>) -> Result<Identity, Step> {
 ///
 /// # Errors
 /// The failed step.
-pub(crate) fn matches(recorded: &Identity) -> Result<bool, Step> {
+pub(crate) fn matches(recorded: &Identity) -> Result<bool, StepError> {
     let now = of(recorded.pid, &recorded.boot_id)?;
     Ok(now == *recorded)
 }

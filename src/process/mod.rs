@@ -7,7 +7,7 @@ use std::time::SystemTime;
 use futures::future::BoxFuture;
 use serde::{Deserialize, Serialize};
 
-use crate::error::Step;
+use crate::error::StepError;
 use crate::sys;
 use std::sync::Arc;
 
@@ -81,7 +81,7 @@ pub trait Process: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// The failed step.
-    fn kill(&self) -> Result<(), Step>;
+    fn kill(&self) -> Result<(), StepError>;
 
     /// Ends when the process has ended; may be asked any number of times and then answers the same.
     fn exited(&self) -> BoxFuture<'_, Exit>;
@@ -95,5 +95,5 @@ pub enum Adoption {
     /// Ended, or another process has its pid by now; the exit, or 255 where nobody can tell.
     Dead(Exit),
     /// Could not be decided.
-    Unknown(Step),
+    Unknown(StepError),
 }

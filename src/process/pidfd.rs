@@ -18,7 +18,7 @@ use super::deadline;
 use super::epoll::{Watch, Watched};
 use super::identity::{self, Stat};
 use super::{Adoption, Exit, Identity, Process, UNKNOWN_EXIT};
-use crate::error::{IoContext, Step};
+use crate::error::{IoContext, StepError};
 use crate::sys::{self, End, Errno};
 
 /// How often an end is looked for when the runtime cannot watch the process (out of descriptors or
@@ -92,7 +92,7 @@ impl Process for PidfdProcess {
         &self.identity
     }
 
-    fn kill(&self) -> Result<(), Step> {
+    fn kill(&self) -> Result<(), StepError> {
         self.killed.store(true, Relaxed);
         match rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL) {
             Ok(()) => {}
@@ -148,7 +148,10 @@ pub(crate) fn adopt(identity: &Identity, boot_id: &Arc<str>, common: &Arc<Common
         // Nobody, or by now the number of a thread, or no number that a process can have.
         Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => return dead,
         Err(e) => {
-            return Adoption::Unknown(Step::new("open a pidfd of the recorded process", e.into()));
+            return Adoption::Unknown(StepError::new(
+                "open a pidfd of the recorded process",
+                e.into(),
+            ));
         }
     };
     match identity::matches(identity) {
@@ -229,7 +232,7 @@ impl Common {
     ///
     /// # Errors
     /// The failed step.
-    pub(crate) fn new(freezer: Option<Arc<OwnedFd>>) -> Result<Arc<Self>, Step> {
+    pub(crate) fn new(freezer: Option<Arc<OwnedFd>>) -> Result<Arc<Self>, StepError> {
         Ok(Arc::new(Self { watch: Watch::new()?, freezer, orphans: Mutex::default() }))
     }
 

@@ -20,7 +20,7 @@ use super::epoll::Watched;
 use super::pidfd::{self, Common, PidfdProcess};
 use super::report::Report;
 use super::{Adoption, Identity, Process, held, identity};
-use crate::error::{IoContext, Step};
+use crate::error::{IoContext, StepError};
 use crate::sys::{self, Errno};
 
 /// Number of the first descriptor behind the standard ones, where a program expects a socket that
@@ -61,7 +61,7 @@ impl Launcher {
     ///
     /// # Errors
     /// The boot id cannot be read.
-    pub fn new(open_files: Option<u64>) -> Result<Self, Step> {
+    pub fn new(open_files: Option<u64>) -> Result<Self, StepError> {
         Ok(Self {
             boot_id: identity::boot_id()?,
             open_files,
@@ -77,7 +77,7 @@ impl Launcher {
     ///
     /// # Errors
     /// The failed step; nothing is left of the process then.
-    pub fn launch(&self, launch: &Launch<'_>) -> Result<Arc<dyn Process>, Step> {
+    pub fn launch(&self, launch: &Launch<'_>) -> Result<Arc<dyn Process>, StepError> {
         self.common.sweep();
         let null = OpenOptions::new()
             .read(true)
@@ -117,7 +117,7 @@ impl Launcher {
                 Some(what) => (*what, launch.directory),
             };
             let e = errno.map_or_else(|| self.deadline.error(), io::Error::from);
-            return Err(Step::at(what, path, e));
+            return Err(StepError::at(what, path, e));
         }
         match identity::of(pid.unsigned_abs(), &self.boot_id) {
             Ok(identity) => {
@@ -141,7 +141,7 @@ impl Launcher {
     ///
     /// # Errors
     /// It cannot be looked at.
-    pub fn open(&self, pid: u32) -> Result<Option<Arc<dyn Process>>, Step> {
+    pub fn open(&self, pid: u32) -> Result<Option<Arc<dyn Process>>, StepError> {
         match identity::of(pid, &self.boot_id) {
             Ok(identity) => match self.adopt(&identity) {
                 Adoption::Alive(process) => Ok(Some(Arc::from(process))),
@@ -172,7 +172,7 @@ impl Launcher {
         &self,
         directory: &Path,
         arguments: &[OsString],
-    ) -> Result<Option<Arc<dyn Process>>, Step> {
+    ) -> Result<Option<Arc<dyn Process>>, StepError> {
         let mut expected: Vec<u8> = Vec::new();
         for argument in arguments {
             expected.extend(argument.as_bytes());
@@ -240,12 +240,12 @@ fn has_arguments(pid: u32, expected: &[u8]) -> bool {
 ///
 /// # Errors
 /// `/proc` cannot be read.
-pub fn pids() -> Result<Vec<u32>, Step> {
+pub fn pids() -> Result<Vec<u32>, StepError> {
     let entries = std::fs::read_dir("/proc").step_at("read directory", "/proc")?;
     Ok(entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect())
 }
 
-fn string(text: OsString) -> Result<CString, Step> {
+fn string(text: OsString) -> Result<CString, StepError> {
     CString::new(text.into_vec()).step("prepare process")
 }
 
@@ -323,7 +323,7 @@ mod tests {
         directory: &Path,
         program: &str,
         arguments: &[OsString],
-    ) -> Result<Arc<dyn Process>, Step> {
+    ) -> Result<Arc<dyn Process>, StepError> {
         let socket = UnixListener::bind(directory.join("s")).unwrap();
         launcher.launch(&Launch {
             program: Path::new(program),

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Runtime, Settings};
 use crate::containerd::Store;
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 
 /// The first containerd that gives shims its parameters as a message of their own; before, the
 /// runtime's options alone.
@@ -108,7 +108,7 @@ impl Bootstrap {
 ///
 /// # Errors
 /// containerd does not say of which release it is.
-pub async fn input(settings: &Settings, id: &str, runtime: &Runtime) -> Result<Vec<u8>, Step> {
+pub async fn input(settings: &Settings, id: &str, runtime: &Runtime) -> Result<Vec<u8>, StepError> {
     let options = runtime.options.as_ref().map(|(type_url, value)| Any {
         type_url: type_url.clone(),
         value: value.clone(),

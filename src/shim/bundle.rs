@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::bootstrap::Bootstrap;
 use super::log as shim_log;
-use crate::error::{IoContext as _, Step, gone};
+use crate::error::{IoContext as _, StepError, gone};
 use crate::process::Identity;
 
 /// What a file has at the end of its name until it is complete.
@@ -61,7 +61,7 @@ impl Bundle {
     ///
     /// # Errors
     /// The failed step.
-    pub fn make(&self, id: &str, config: bool) -> Result<(), Step> {
+    pub fn make(&self, id: &str, config: bool) -> Result<(), StepError> {
         match fs::DirBuilder::new().mode(0o700).create(&self.dir) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
             other => other.step_at("make directory", &self.dir)?,
@@ -86,11 +86,11 @@ impl Bundle {
     ///
     /// # Errors
     /// It cannot be read.
-    pub fn recorded(&self) -> Result<Option<Recorded>, Step> {
+    pub fn recorded(&self) -> Result<Option<Recorded>, StepError> {
         let path = self.dir.join(RECORD);
         match fs::read(&path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(Step::at("read record of shim", path, e)),
+            Err(e) => Err(StepError::at("read record of shim", path, e)),
             Ok(text) => Ok(Some(serde_json::from_slice(&text).unwrap_or_else(|e| {
                 log::warn!("invalid record {} of shim; searching for it: {e}", path.display());
                 Recorded::Launching
@@ -102,7 +102,7 @@ impl Bundle {
     ///
     /// # Errors
     /// The failed step.
-    pub fn record(&self, recorded: Option<&Recorded>) -> Result<(), Step> {
+    pub fn record(&self, recorded: Option<&Recorded>) -> Result<(), StepError> {
         match recorded {
             Some(recorded) => {
                 let text = serde_json::to_vec(recorded)
@@ -121,11 +121,11 @@ impl Bundle {
     ///
     /// # Errors
     /// It cannot be read.
-    pub fn bootstrap(&self) -> Result<Option<Bootstrap>, Step> {
+    pub fn bootstrap(&self) -> Result<Option<Bootstrap>, StepError> {
         let path = self.dir.join(BOOTSTRAP);
         match fs::read(&path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(Step::at("read address of shim", path, e)),
+            Err(e) => Err(StepError::at("read address of shim", path, e)),
             Ok(text) => serde_json::from_slice(&text)
                 .map(Some)
                 .map_err(io::Error::other)
@@ -137,7 +137,7 @@ impl Bundle {
     ///
     /// # Errors
     /// The failed step.
-    pub fn record_bootstrap(&self, bootstrap: &Bootstrap) -> Result<(), Step> {
+    pub fn record_bootstrap(&self, bootstrap: &Bootstrap) -> Result<(), StepError> {
         let text = serde_json::to_vec(bootstrap)
             .map_err(io::Error::other)
             .step("encode address of shim")?;
@@ -148,7 +148,7 @@ impl Bundle {
     ///
     /// # Errors
     /// The failed step.
-    pub fn record_death(&self, reason: &str) -> Result<(), Step> {
+    pub fn record_death(&self, reason: &str) -> Result<(), StepError> {
         self.replace(DEATH, reason.as_bytes())
     }
 
@@ -163,7 +163,7 @@ impl Bundle {
     ///
     /// # Errors
     /// The failed step.
-    pub fn last(&self, id: &str, options: Option<&Options>) -> Result<PathBuf, Step> {
+    pub fn last(&self, id: &str, options: Option<&Options>) -> Result<PathBuf, StepError> {
         let dir = self.dir.join("dead").join(id);
         fs::DirBuilder::new()
             .recursive(true)
@@ -178,7 +178,7 @@ impl Bundle {
     ///
     /// # Errors
     /// The failed step.
-    pub fn write_runtime(dir: &Path, options: Option<&Options>) -> Result<(), Step> {
+    pub fn write_runtime(dir: &Path, options: Option<&Options>) -> Result<(), StepError> {
         if let Some(options) = options {
             let json = serde_json::json!({
                 "binary_name": options.binary_name,
@@ -199,11 +199,11 @@ impl Bundle {
     ///
     /// # Errors
     /// The failed step.
-    pub fn remove(&self) -> Result<(), Step> {
+    pub fn remove(&self) -> Result<(), StepError> {
         gone(fs::remove_dir_all(&self.dir)).step_at("remove directory", &self.dir)
     }
 
-    fn replace(&self, name: &str, content: &[u8]) -> Result<(), Step> {
+    fn replace(&self, name: &str, content: &[u8]) -> Result<(), StepError> {
         let (path, new) = (self.dir.join(name), self.dir.join(format!("{name}{NEW}")));
         fs::write(&new, content).step_at("write file", &new)?;
         fs::rename(&new, &path).step_at("replace file", path)

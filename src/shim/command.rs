@@ -16,7 +16,7 @@ use tokio::process::{Child, Command};
 use tokio::sync::Semaphore;
 
 use super::Settings;
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 use crate::process::held;
 use crate::process::spawn::limit_open_files;
 
@@ -132,7 +132,7 @@ pub async fn delete(
     binary: &Path,
     id: &str,
     bundle: &Path,
-) -> Result<(), Step> {
+) -> Result<(), StepError> {
     let mut command = Command::new(binary);
     command
         .args(["-namespace", &settings.containerd_namespace, "-address"])
@@ -170,7 +170,7 @@ pub async fn start(
     id: &str,
     bundle: &Path,
     given: Vec<u8>,
-) -> Result<Said, Step> {
+) -> Result<Said, StepError> {
     let mut command = Command::new(binary);
     command
         .args(["-namespace", &settings.containerd_namespace, "-address"])
@@ -190,7 +190,7 @@ async fn call(
     mut command: Command,
     open_files: Option<u64>,
     given: Vec<u8>,
-) -> Result<Said, Step> {
+) -> Result<Said, StepError> {
     let input = if given.is_empty() { Stdio::null() } else { Stdio::piped() };
     command.stdin(input).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     limit_open_files(command.as_std_mut(), open_files);
@@ -215,7 +215,7 @@ async fn call(
         return Ok(Said { output, since });
     }
     let said = String::from_utf8_lossy(&errors);
-    Err(Step::at(what, subject, io::Error::other(format!("{status}: {}", said.trim()))))
+    Err(StepError::at(what, subject, io::Error::other(format!("{status}: {}", said.trim()))))
 }
 
 /// A program that was called, at the head of a process group of its own. One that is given up is

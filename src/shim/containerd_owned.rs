@@ -16,7 +16,7 @@ use tokio::net::UnixStream;
 use tokio::time::timeout;
 
 use super::{Shims, containers, task};
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 use crate::id::SandboxId;
 use crate::pool::{self, Class};
 
@@ -71,7 +71,7 @@ impl ContainerdOwned {
     ///
     /// # Errors
     /// As of that.
-    pub(super) async fn end(&self) -> Result<(), Step> {
+    pub(super) async fn end(&self) -> Result<(), StepError> {
         self.socket().end(&self.id).await
     }
 }
@@ -100,7 +100,7 @@ impl Socket {
     ///
     /// # Errors
     /// The failed step; a shim that still serves containers does not end.
-    pub async fn end(&self, id: &str) -> Result<(), Step> {
+    pub async fn end(&self, id: &str) -> Result<(), StepError> {
         let late = || Err(io::ErrorKind::TimedOut.into());
         match timeout(END_WITHIN, UnixStream::connect(&self.path)).await.unwrap_or_else(|_| late())
         {
@@ -108,7 +108,7 @@ impl Socket {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
             // The file outlived its server.
             Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {}
-            Err(e) => return Err(Step::at("connect to shim", &self.path, e)),
+            Err(e) => return Err(StepError::at("connect to shim", &self.path, e)),
         }
         match fs::remove_file(&self.path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -117,7 +117,7 @@ impl Socket {
     }
 
     /// Tells the shim to end and waits until `watched`, a second connection to it, is closed.
-    async fn shut_down(&self, id: &str, mut watched: UnixStream) -> Result<(), Step> {
+    async fn shut_down(&self, id: &str, mut watched: UnixStream) -> Result<(), StepError> {
         let told = task::shut_down(&self.path, id, END_WITHIN).await;
         let late = || Err(io::ErrorKind::TimedOut.into());
         let ended = timeout(END_WITHIN, watched.read(&mut [0])).await.unwrap_or_else(|_| late());
@@ -126,7 +126,7 @@ impl Socket {
             (Ok(0), _) => Ok(()),
             (Err(e), _) if e.kind() == io::ErrorKind::ConnectionReset => Ok(()),
             (_, Err(failure)) => Err(failure.step()),
-            (_, Ok(_)) => Err(Step::at(
+            (_, Ok(_)) => Err(StepError::at(
                 "shut down shim",
                 &self.path,
                 io::Error::other("it still runs, as a shim does that serves containers"),

@@ -22,7 +22,7 @@ use super::Shims;
 use super::self_started::SelfStarted;
 use super::task::{Failure, Tasks};
 use crate::cgroup::CgroupRef;
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 use crate::pause::Plan;
 use crate::process::{Adoption, Exit, Identity, Process, UNKNOWN_EXIT};
 use futures::future::BoxFuture;
@@ -90,12 +90,12 @@ impl ShimDriver {
         Self { shims }
     }
 
-    fn endpoint(&self, id: &str) -> Result<Arc<SelfStarted>, Step> {
+    fn endpoint(&self, id: &str) -> Result<Arc<SelfStarted>, StepError> {
         let none = || io::Error::new(io::ErrorKind::NotFound, "it has no endpoint");
         self.shims.that_runs_pause(id).ok_or_else(none).step("find the shim of the sandbox")
     }
 
-    async fn create(&self, endpoint: &Arc<SelfStarted>) -> Result<(Tasks, u32), Step> {
+    async fn create(&self, endpoint: &Arc<SelfStarted>) -> Result<(Tasks, u32), StepError> {
         let shim = endpoint.shim();
         let tasks = endpoint.tasks().await.map_err(Failure::step)?;
         let options = shim.runtime().options.as_ref().map(|(type_url, value)| Any {
@@ -117,7 +117,7 @@ impl ShimDriver {
     }
 
     /// Makes and starts the pause.
-    async fn run(&self, endpoint: &Arc<SelfStarted>) -> Result<Task, Step> {
+    async fn run(&self, endpoint: &Arc<SelfStarted>) -> Result<Task, StepError> {
         let (tasks, created) = self.create(endpoint).await?;
         let id = endpoint.id();
         let task = async {
@@ -164,7 +164,7 @@ impl ShimDriver {
         &self,
         endpoint: &Arc<SelfStarted>,
         identity: &Identity,
-    ) -> Result<Adoption, Step> {
+    ) -> Result<Adoption, StepError> {
         let dead = |status| Adoption::Dead(Exit { status, at: SystemTime::now() });
         endpoint.try_recover().await?;
         if endpoint.process().is_none() {
@@ -209,7 +209,7 @@ impl ShimDriver {
     ///
     /// # Errors
     /// The failed step; what was made has been undone then.
-    pub async fn start(&self, plan: &Plan) -> Result<Box<dyn Process>, Step> {
+    pub async fn start(&self, plan: &Plan) -> Result<Box<dyn Process>, StepError> {
         let endpoint = self.endpoint(&plan.id)?;
         Ok(Box::new(self.run(&endpoint).await?))
     }
@@ -228,7 +228,7 @@ impl ShimDriver {
     ///
     /// # Errors
     /// The failed step.
-    pub async fn cleanup(&self, site: &CgroupRef) -> Result<(), Vec<Step>> {
+    pub async fn cleanup(&self, site: &CgroupRef) -> Result<(), Vec<StepError>> {
         let Ok(endpoint) = self.endpoint(&site.id) else { return Ok(()) };
         let deleted = async {
             // Its shim may be ending, or have ended.
@@ -249,7 +249,7 @@ impl ShimDriver {
 }
 
 /// [`delete`], repeated where the shim refuses; not where it does not answer.
-async fn delete_in_the_end(endpoint: &Arc<SelfStarted>) -> Result<Option<Exit>, Step> {
+async fn delete_in_the_end(endpoint: &Arc<SelfStarted>) -> Result<Option<Exit>, StepError> {
     let mut tries = DELETIONS.into_iter();
     loop {
         let begun = Instant::now();
@@ -265,7 +265,7 @@ async fn delete_in_the_end(endpoint: &Arc<SelfStarted>) -> Result<Option<Exit>, 
 }
 
 /// Ends the task, if it runs, and deletes it; how it ended, unless it was gone already.
-async fn delete(endpoint: &Arc<SelfStarted>, tasks: &Tasks) -> Result<Option<Exit>, Step> {
+async fn delete(endpoint: &Arc<SelfStarted>, tasks: &Tasks) -> Result<Option<Exit>, StepError> {
     let id = endpoint.id();
     let request = KillRequest {
         id: id.to_owned(),
@@ -396,7 +396,7 @@ async fn kill_on_request(endpoint: &Arc<SelfStarted>, requested: &Notify) -> Exi
                     .await
             });
             let panicked = |e: tokio::task::JoinError| {
-                Err(Failure::Lost(Step::new("kill pause", io::Error::other(e))))
+                Err(Failure::Lost(StepError::new("kill pause", io::Error::other(e))))
             };
             match killed.await.unwrap_or_else(panicked) {
                 // Its end is told by the wait.
@@ -432,7 +432,7 @@ impl Process for Task {
         &self.identity
     }
 
-    fn kill(&self) -> Result<(), Step> {
+    fn kill(&self) -> Result<(), StepError> {
         self.kill.notify_one();
         Ok(())
     }

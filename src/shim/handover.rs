@@ -29,7 +29,7 @@ use tokio::time::{sleep, timeout};
 use super::bundle::NEW;
 use super::pod_shim::{AGAIN, Found, PodShim, Running, SHUTDOWNS, WITHIN};
 use super::{Pod, task};
-use crate::error::{IoContext as _, Step, gone};
+use crate::error::{IoContext as _, StepError, gone};
 use crate::pool::{self, Class};
 use crate::process::{Exit, Process, epoll::Watched, held};
 
@@ -129,7 +129,7 @@ impl Handover {
     }
 
     /// Begins to listen, or listens again at the same path; not after the end.
-    pub(super) async fn listen(self: &Arc<Self>) -> Result<(), Step> {
+    pub(super) async fn listen(self: &Arc<Self>) -> Result<(), StepError> {
         let _turn = self.turn.lock().await;
         self.blocking(Self::bind).await.flatten()
     }
@@ -140,7 +140,7 @@ impl Handover {
     }
 
     /// [`Handover::listen`] on this thread. To be called with the turn held.
-    pub(super) fn bind(self: &Arc<Self>) -> Result<(), Step> {
+    pub(super) fn bind(self: &Arc<Self>) -> Result<(), StepError> {
         if self.state().ended {
             return Ok(());
         }
@@ -156,7 +156,7 @@ impl Handover {
         listener.set_nonblocking(true).step_at("bind socket", &new)?;
         if let Err(e) = fs::rename(&new, &socket) {
             let _ = fs::remove_file(&new);
-            return Err(Step::at("name socket", socket, e));
+            return Err(StepError::at("name socket", socket, e));
         }
         let mut state = self.state();
         state.open = true;
@@ -180,13 +180,13 @@ impl Handover {
         }
     }
 
-    async fn try_recover(self: &Arc<Self>) -> Result<(), Step> {
+    async fn try_recover(self: &Arc<Self>) -> Result<(), StepError> {
         let _turn = self.turn.lock().await;
         self.blocking(Self::recover_on_thread).await.flatten()
     }
 
     /// To be called with the turn held.
-    fn recover_on_thread(self: &Arc<Self>) -> Result<(), Step> {
+    fn recover_on_thread(self: &Arc<Self>) -> Result<(), StepError> {
         {
             let state = self.state();
             if state.ended || !state.unrecovered {
@@ -377,7 +377,7 @@ impl Handover {
     }
 
     /// Launches the shim. `None`: the endpoint has ended. To be called with the turn held.
-    fn launch(self: &Arc<Self>) -> Result<Option<Arc<dyn Process>>, Step> {
+    fn launch(self: &Arc<Self>) -> Result<Option<Arc<dyn Process>>, StepError> {
         let listener = {
             let mut state = self.state();
             state.wanted = false;
@@ -447,7 +447,7 @@ impl Handover {
     ///
     /// # Errors
     /// Every step that failed.
-    pub(super) async fn end(self: &Arc<Self>) -> Result<(), Vec<Step>> {
+    pub(super) async fn end(self: &Arc<Self>) -> Result<(), Vec<StepError>> {
         self.set_ended();
         let _turn = self.turn.lock().await;
         self.end_shim().await.map_err(|step| vec![step])?;
@@ -466,7 +466,7 @@ impl Handover {
         self.notify(state);
     }
 
-    async fn end_shim(&self) -> Result<(), Step> {
+    async fn end_shim(&self) -> Result<(), StepError> {
         let known = self.process();
         let process = match known {
             Some(process) => Some(process),
@@ -480,7 +480,7 @@ impl Handover {
     }
 
     /// Removes socket and bundle.
-    fn remove(&self) -> Result<(), Vec<Step>> {
+    fn remove(&self) -> Result<(), Vec<StepError>> {
         let mut failed = Vec::new();
         // The second is there when a daemon was killed between its bind and its rename.
         for socket in [self.socket(), self.new_socket()] {
@@ -495,7 +495,7 @@ impl Handover {
     async fn blocking<T: Send + 'static>(
         self: &Arc<Self>,
         work: impl FnOnce(&Arc<Self>) -> T + Send + 'static,
-    ) -> Result<T, Step> {
+    ) -> Result<T, StepError> {
         let endpoint = self.clone();
         pool::run(Class::Shim, move || work(&endpoint)).await
     }

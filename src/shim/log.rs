@@ -15,7 +15,7 @@ use tokio::net::unix::pipe;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 
 /// Longer lines are cut; bytes.
 const LONGEST: usize = 2048;
@@ -38,7 +38,7 @@ pub struct Reader {
 ///
 /// # Errors
 /// The failed step.
-pub fn make(fifo: &Path) -> Result<(), Step> {
+pub fn make(fifo: &Path) -> Result<(), StepError> {
     match mkfifo(fifo, Mode::S_IRUSR | Mode::S_IWUSR) {
         Err(nix::Error::EEXIST) => Ok(()),
         other => other.step_at("make fifo", fifo),
@@ -49,7 +49,7 @@ pub fn make(fifo: &Path) -> Result<(), Step> {
 ///
 /// # Errors
 /// The failed step.
-pub fn writer(fifo: &Path) -> Result<OwnedFd, Step> {
+pub fn writer(fifo: &Path) -> Result<OwnedFd, StepError> {
     let opened =
         OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(fifo);
     opened.map(Into::into).step_at("open fifo", fifo)
@@ -59,7 +59,7 @@ pub fn writer(fifo: &Path) -> Result<OwnedFd, Step> {
 ///
 /// # Errors
 /// The failed step.
-pub fn read(fifo: &Path, sandbox: &str) -> Result<Reader, Step> {
+pub fn read(fifo: &Path, sandbox: &str) -> Result<Reader, StepError> {
     // Read and write: no end of file comes when the shim's end closes, and the shim need not wait
     // for us to open it.
     let receiver =

@@ -36,7 +36,7 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
-use crate::error::{IoContext as _, Step, gone};
+use crate::error::{IoContext as _, StepError, gone};
 use crate::id::SandboxId;
 use crate::pause::Plan;
 use crate::process::held::Namespace;
@@ -110,7 +110,7 @@ impl Settings {
     }
 
     /// The shim of a runtime.
-    fn binary(&self, runtime: &str) -> Result<PathBuf, Step> {
+    fn binary(&self, runtime: &str) -> Result<PathBuf, StepError> {
         match self.binaries.get(runtime) {
             Some(set) => resolve::check(set),
             None => resolve::find(runtime, &command::path(), &self.containerd_address),
@@ -152,7 +152,7 @@ impl Shims {
     ///
     /// # Errors
     /// The boot id cannot be read.
-    pub fn new(settings: Settings) -> Result<Self, Step> {
+    pub fn new(settings: Settings) -> Result<Self, StepError> {
         Ok(Self {
             launcher: Launcher::new(settings.open_files)?,
             settings,
@@ -167,7 +167,7 @@ impl Shims {
     ///
     /// # Errors
     /// Every step that failed; the others were done all the same.
-    pub fn remove_strays(&self, sandboxes: &[&str], until: Instant) -> Result<(), Vec<Step>> {
+    pub fn remove_strays(&self, sandboxes: &[&str], until: Instant) -> Result<(), Vec<StepError>> {
         let dir = self.settings.state_dir.join(SOCKETS);
         let entries = match fs::read_dir(&dir) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -183,7 +183,11 @@ impl Shims {
             let of =
                 if path.extension().is_some() { path.with_extension("") } else { path.clone() };
             if Instant::now() > until {
-                failed.push(Step::at("remove sockets in", dir, io::ErrorKind::TimedOut.into()));
+                failed.push(StepError::at(
+                    "remove sockets in",
+                    dir,
+                    io::ErrorKind::TimedOut.into(),
+                ));
                 break;
             }
             if !known.contains(&of) {
@@ -248,7 +252,7 @@ pub trait Pod: Send + Sync {
     ///
     /// # Errors
     /// They cannot be looked at.
-    fn namespaces(&self) -> Result<Vec<Namespace>, Step>;
+    fn namespaces(&self) -> Result<Vec<Namespace>, StepError>;
 
     /// It has not ended, as far as is known: it may get containers.
     fn lives(&self) -> bool;
@@ -294,7 +298,7 @@ impl Endpoint {
     ///
     /// # Errors
     /// The failed step; call [`Endpoint::end`] then.
-    pub fn describe(&self, spec: &[u8], plan: &Plan) -> Result<(), Step> {
+    pub fn describe(&self, spec: &[u8], plan: &Plan) -> Result<(), StepError> {
         match self {
             Self::ContainerdOwned(_) | Self::Handover(_) => Ok(()),
             Self::SelfStarted(endpoint) => endpoint.describe(spec, plan),
@@ -310,7 +314,7 @@ impl Endpoint {
     ///
     /// # Errors
     /// The failed step.
-    pub async fn listen(&self) -> Result<(), Step> {
+    pub async fn listen(&self) -> Result<(), StepError> {
         match self {
             Self::ContainerdOwned(_) => Ok(()),
             Self::Handover(endpoint) => endpoint.listen().await,
@@ -331,11 +335,13 @@ impl Endpoint {
     ///
     /// # Errors
     /// The failed step.
-    pub fn bind(&self) -> Result<(), Step> {
+    pub fn bind(&self) -> Result<(), StepError> {
         match self {
             Self::ContainerdOwned(_) => Ok(()),
             Self::Handover(endpoint) => endpoint.bind(),
-            Self::SelfStarted(_) => Err(Step::new("listen", io::ErrorKind::Unsupported.into())),
+            Self::SelfStarted(_) => {
+                Err(StepError::new("listen", io::ErrorKind::Unsupported.into()))
+            }
         }
     }
 
@@ -409,7 +415,7 @@ impl Endpoint {
     ///
     /// # Errors
     /// Every step that failed.
-    pub async fn end(&self) -> Result<(), Vec<Step>> {
+    pub async fn end(&self) -> Result<(), Vec<StepError>> {
         match self {
             Self::ContainerdOwned(endpoint) => endpoint.end().await.map_err(|step| vec![step]),
             Self::Handover(endpoint) => endpoint.end().await,

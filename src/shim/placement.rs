@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::Runtime;
 use crate::cgroup::mounts::Mounted;
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 
 /// Highest `oom_score_adj` (proc_pid_oom_score_adj(5)).
 const HIGHEST: i32 = 1000;
@@ -15,7 +15,7 @@ const HIGHEST: i32 = 1000;
 ///
 /// # Errors
 /// The failed step.
-pub fn raise_oom_score(pid: u32) -> Result<(), Step> {
+pub fn raise_oom_score(pid: u32) -> Result<(), StepError> {
     const OWN: &str = "/proc/self/oom_score_adj";
     let own = fs::read_to_string(OWN).step_at("read", OWN)?;
     let own: i32 = own.trim().parse().map_err(io::Error::other).step_at("read", OWN)?;
@@ -27,7 +27,7 @@ pub fn raise_oom_score(pid: u32) -> Result<(), Step> {
 ///
 /// # Errors
 /// There is no such cgroup, or it takes no process.
-pub fn join_cgroup(pid: u32, runtime: &Runtime) -> Result<(), Step> {
+pub fn join_cgroup(pid: u32, runtime: &Runtime) -> Result<(), StepError> {
     let Some(options) = runtime.runc_options()? else { return Ok(()) };
     if options.shim_cgroup.is_empty() {
         return Ok(());

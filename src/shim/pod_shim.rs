@@ -12,7 +12,7 @@ use tokio::time::timeout;
 use super::bundle::{Bundle, Recorded};
 use super::task::Failure;
 use super::{Runtime, Settings, Shims, command, log as shim_log, placement, task};
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 use crate::id::SandboxId;
 use crate::pool::{self, Class};
 use crate::process::spawn::Launch;
@@ -111,7 +111,7 @@ impl PodShim {
     ///
     /// # Errors
     /// There is none.
-    pub(super) fn binary(&self) -> Result<PathBuf, Step> {
+    pub(super) fn binary(&self) -> Result<PathBuf, StepError> {
         self.settings().binary(&self.runtime.name)
     }
 
@@ -134,7 +134,7 @@ impl PodShim {
     ///
     /// # Errors
     /// The failed step; nothing is left of the shim then.
-    pub(super) fn launch(&self, socket: BorrowedFd<'_>) -> Result<Running, Step> {
+    pub(super) fn launch(&self, socket: BorrowedFd<'_>) -> Result<Running, StepError> {
         let (settings, bundle) = (self.settings(), self.bundle());
         let binary = self.binary()?;
         bundle.make(&self.id, true)?;
@@ -165,7 +165,7 @@ impl PodShim {
     }
 
     /// Does what containerd's own shims do for themselves in their `start`, and records the shim.
-    fn settle(&self, process: &dyn Process) -> Result<(), Step> {
+    fn settle(&self, process: &dyn Process) -> Result<(), StepError> {
         let identity = process.identity().clone();
         placement::raise_oom_score(identity.pid)?;
         placement::join_cgroup(identity.pid, &self.runtime)?;
@@ -183,7 +183,7 @@ impl PodShim {
     ///
     /// # Errors
     /// It is unknown whether it runs.
-    pub(super) fn find_recorded(&self) -> Result<Found, Step> {
+    pub(super) fn find_recorded(&self) -> Result<Found, StepError> {
         match self.bundle().recorded()? {
             None => Ok(Found::None),
             Some(Recorded::Launching) => Ok(match self.find_unrecorded()? {
@@ -204,7 +204,7 @@ impl PodShim {
     ///
     /// # Errors
     /// It is unknown whether it runs.
-    pub(super) fn find_running(&self) -> Result<Option<Arc<dyn Process>>, Step> {
+    pub(super) fn find_running(&self) -> Result<Option<Arc<dyn Process>>, StepError> {
         match self.find_recorded()? {
             Found::Alive { process, .. } => Ok(Some(process)),
             Found::Dead(_) | Found::None => Ok(None),
@@ -235,7 +235,7 @@ impl PodShim {
     ///
     /// # Errors
     /// `/proc` cannot be read.
-    pub(super) fn find_unrecorded(&self) -> Result<Option<Arc<dyn Process>>, Step> {
+    pub(super) fn find_unrecorded(&self) -> Result<Option<Arc<dyn Process>>, StepError> {
         let arguments = command::server_arguments(self.settings(), &self.id);
         let bundle = self.bundle();
         let found = self.shims.launcher.find(bundle.dir(), &arguments)?;
@@ -256,7 +256,7 @@ impl PodShim {
         &self,
         process: &dyn Process,
         socket: Option<&Path>,
-    ) -> Result<(), Step> {
+    ) -> Result<(), StepError> {
         let Some(socket) = socket else { return Self::kill(process).await };
         let answer = tokio::select! {
             _ = process.exited() => return Ok(()),
@@ -286,7 +286,7 @@ impl PodShim {
         self: &Arc<Self>,
         process: &dyn Process,
         socket: &Path,
-    ) -> Result<bool, Step> {
+    ) -> Result<bool, StepError> {
         if !self.blocking(Self::is_empty).await.flatten()? {
             return Ok(false);
         }
@@ -302,7 +302,7 @@ impl PodShim {
     ///
     /// # Errors
     /// It still runs.
-    pub(super) async fn kill(process: &dyn Process) -> Result<(), Step> {
+    pub(super) async fn kill(process: &dyn Process) -> Result<(), StepError> {
         process.kill()?;
         let late = |_| io::Error::from(io::ErrorKind::TimedOut);
         timeout(WITHIN, process.exited()).await.map_err(late).step("kill shim").map(drop)
@@ -315,7 +315,7 @@ impl PodShim {
     pub(super) async fn blocking<T: Send + 'static>(
         self: &Arc<Self>,
         work: impl FnOnce(&Self) -> T + Send + 'static,
-    ) -> Result<T, Step> {
+    ) -> Result<T, StepError> {
         let shim = self.clone();
         pool::run(Class::Shim, move || work(&shim)).await
     }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 
 const FIND: &str = "find the shim of runtime";
 
@@ -17,7 +17,7 @@ const FIND: &str = "find the shim of runtime";
 ///
 /// # Errors
 /// There is none, or `runtime` is no name of one.
-pub fn find(runtime: &str, path: &str, containerd: &Path) -> Result<PathBuf, Step> {
+pub fn find(runtime: &str, path: &str, containerd: &Path) -> Result<PathBuf, StepError> {
     if Path::new(runtime).is_absolute() {
         return check(Path::new(runtime));
     }
@@ -29,7 +29,7 @@ pub fn find(runtime: &str, path: &str, containerd: &Path) -> Result<PathBuf, Ste
     let beside = beside(containerd).map(|dir| dir.join(&name)).filter(|file| executable(file));
     beside.ok_or_else(|| {
         let reason = format!("{name} is neither in PATH ({path}) nor beside containerd");
-        Step::at(FIND, runtime, io::Error::new(io::ErrorKind::NotFound, reason))
+        StepError::at(FIND, runtime, io::Error::new(io::ErrorKind::NotFound, reason))
     })
 }
 
@@ -37,12 +37,12 @@ pub fn find(runtime: &str, path: &str, containerd: &Path) -> Result<PathBuf, Ste
 ///
 /// # Errors
 /// It is no file that can be executed.
-pub fn check(path: &Path) -> Result<PathBuf, Step> {
+pub fn check(path: &Path) -> Result<PathBuf, StepError> {
     let meta = std::fs::metadata(path).step_at("find shim", path)?;
     if meta.is_file() && meta.permissions().mode() & 0o111 != 0 {
         return Ok(path.to_owned());
     }
-    Err(Step::at("find shim", path, io::ErrorKind::PermissionDenied.into()))
+    Err(StepError::at("find shim", path, io::ErrorKind::PermissionDenied.into()))
 }
 
 fn name(runtime: &str) -> io::Result<String> {

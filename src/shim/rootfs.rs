@@ -7,7 +7,7 @@ use std::{fs, io};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
 use super::bundle::Bundle;
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 use crate::pause::{Plan, binary, native};
 
 /// Name of the pause program in the root of a sandbox.
@@ -39,7 +39,7 @@ impl Rootfs {
     ///
     /// # Errors
     /// The failed step; call [`Rootfs::unmount`] then.
-    pub fn make(&self, spec: &[u8], plan: &Plan, state_dir: &Path) -> Result<(), Step> {
+    pub fn make(&self, spec: &[u8], plan: &Plan, state_dir: &Path) -> Result<(), StepError> {
         let dir = self.bundle.dir();
         made(fs::DirBuilder::new().mode(0o700).create(dir)).step_at("make directory", dir)?;
         let config = dir.join("config.json");
@@ -68,17 +68,18 @@ impl Rootfs {
     ///
     /// # Errors
     /// Every step that failed.
-    pub fn unmount(&self) -> Result<(), Vec<Step>> {
+    pub fn unmount(&self) -> Result<(), Vec<StepError>> {
         // The first the shim takes off itself when it deletes the pause.
         let mounted = [self.path(), user_namespace(self.bundle.dir())];
-        let failed: Vec<Step> = mounted.iter().filter_map(|path| unmount(path).err()).collect();
+        let failed: Vec<StepError> =
+            mounted.iter().filter_map(|path| unmount(path).err()).collect();
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
 }
 
 /// Lets everybody through to `bundle`, as the root of a user namespace must get to the root below
 /// it; nobody may look around.
-fn let_pass(bundle: &Path, state_dir: &Path) -> Result<(), Step> {
+fn let_pass(bundle: &Path, state_dir: &Path) -> Result<(), StepError> {
     for dir in bundle.ancestors().take_while(|dir| dir.starts_with(state_dir)) {
         let mode = fs::metadata(dir).step_at("look at directory", dir)?.permissions().mode();
         let passed = fs::set_permissions(dir, fs::Permissions::from_mode(mode & 0o7777 | 0o011));
@@ -88,10 +89,10 @@ fn let_pass(bundle: &Path, state_dir: &Path) -> Result<(), Step> {
 }
 
 /// "Gone already" is success.
-fn unmount(path: &Path) -> Result<(), Step> {
+fn unmount(path: &Path) -> Result<(), StepError> {
     match umount2(path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
         Ok(()) | Err(nix::Error::EINVAL | nix::Error::ENOENT) => Ok(()),
-        Err(e) => Err(Step::at("unmount", path, e.into())),
+        Err(e) => Err(StepError::at("unmount", path, e.into())),
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use containerd_shim_protos::shim::oci::Options;
 use protobuf::Message as _;
 
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 
 /// What a pod's shim is of: the runtime handler.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -22,7 +22,7 @@ impl Runtime {
     ///
     /// # Errors
     /// They are malformed.
-    pub(super) fn runc_options(&self) -> Result<Option<Options>, Step> {
+    pub(super) fn runc_options(&self) -> Result<Option<Options>, StepError> {
         match &self.options {
             Some((kind, value)) if kind.ends_with("containerd.runc.v1.Options") => {
                 Options::parse_from_bytes(value)

@@ -18,7 +18,7 @@ use super::pod_shim::{AGAIN, Found, PodShim, Running, SHUTDOWNS, WITHIN};
 use super::rootfs::Rootfs;
 use super::task::{Failure, Tasks};
 use super::{Pod, command, containerd_owned, log as shim_log};
-use crate::error::{IoContext as _, Step, gone};
+use crate::error::{IoContext as _, StepError, gone};
 use crate::pause::Plan;
 use crate::pool::{self, Class};
 use crate::process::{Exit, Process, held};
@@ -107,7 +107,7 @@ impl SelfStarted {
     ///
     /// # Errors
     /// The failed step; call [`SelfStarted::end`] then.
-    pub fn describe(&self, spec: &[u8], plan: &Plan) -> Result<(), Step> {
+    pub fn describe(&self, spec: &[u8], plan: &Plan) -> Result<(), StepError> {
         if !self.runs_pause {
             return Ok(());
         }
@@ -122,7 +122,7 @@ impl SelfStarted {
     ///
     /// # Errors
     /// The failed step; nothing of the shim is left then.
-    pub(super) async fn start(self: &Arc<Self>) -> Result<(), Step> {
+    pub(super) async fn start(self: &Arc<Self>) -> Result<(), StepError> {
         let _turn = self.turn.lock().await;
         if self.state().ended {
             return Ok(());
@@ -153,7 +153,7 @@ impl SelfStarted {
     }
 
     /// Prepares the bundle: the shim's binary, and the reader of its log.
-    fn prepare(&self) -> Result<(PathBuf, shim_log::Reader), Step> {
+    fn prepare(&self) -> Result<(PathBuf, shim_log::Reader), StepError> {
         let binary = self.shim.binary()?;
         let bundle = self.shim.bundle();
         bundle.make(self.id(), !self.runs_pause)?;
@@ -163,7 +163,7 @@ impl SelfStarted {
     }
 
     /// From the call of `start` to a shim that is known.
-    async fn bring_up(&self, binary: &Path) -> Result<(Bootstrap, Arc<dyn Process>), Step> {
+    async fn bring_up(&self, binary: &Path) -> Result<(Bootstrap, Arc<dyn Process>), StepError> {
         let (settings, id, bundle) = (self.shim.settings(), self.id(), self.shim.bundle());
         let input = bootstrap::input(settings, id, self.shim.runtime()).await?;
         let started = command::start(settings, binary, id, bundle.dir(), input).await?;
@@ -175,7 +175,7 @@ impl SelfStarted {
         {
             let (new, old) = (bootstrap.address, known.address);
             let moved = io::Error::other(format!("it listens at {new}, not at {old} as before"));
-            return Err(Step::at("start shim", binary, moved));
+            return Err(StepError::at("start shim", binary, moved));
         }
         self.state().bootstrap = Some(bootstrap.clone());
         bundle.record_bootstrap(&bootstrap)?;
@@ -202,7 +202,7 @@ impl SelfStarted {
     ///
     /// # Errors
     /// It is unknown whether a shim runs, or where it listens.
-    pub(super) async fn try_recover(self: &Arc<Self>) -> Result<(), Step> {
+    pub(super) async fn try_recover(self: &Arc<Self>) -> Result<(), StepError> {
         if !self.state().unrecovered {
             return Ok(());
         }
@@ -211,7 +211,7 @@ impl SelfStarted {
     }
 
     /// To be called with the turn held.
-    fn recover_on_thread(&self) -> Result<(), Step> {
+    fn recover_on_thread(&self) -> Result<(), StepError> {
         {
             let state = self.state();
             if state.ended || !state.unrecovered {
@@ -348,7 +348,7 @@ impl SelfStarted {
     pub(super) async fn tasks(&self) -> Result<Tasks, Failure> {
         let Some(bootstrap) = self.bootstrap() else {
             let never = io::Error::new(io::ErrorKind::NotFound, "it was never started");
-            return Err(Failure::NotFound(Step::new("connect to shim", never)));
+            return Err(Failure::NotFound(StepError::new("connect to shim", never)));
         };
         Tasks::connect(&bootstrap, WITHIN).await
     }
@@ -357,7 +357,7 @@ impl SelfStarted {
     ///
     /// # Errors
     /// The failed step.
-    pub(super) async fn delete_pause(&self) -> Result<(), Step> {
+    pub(super) async fn delete_pause(&self) -> Result<(), StepError> {
         let bundle = self.shim.bundle();
         let binary = self.shim.binary()?;
         Bundle::write_runtime(bundle.dir(), self.shim.runtime().runc_options()?.as_ref())?;
@@ -371,7 +371,7 @@ impl SelfStarted {
     ///
     /// # Errors
     /// The failed step.
-    pub(super) async fn delete_pause_of_exited_shim(&self) -> Result<(), Step> {
+    pub(super) async fn delete_pause_of_exited_shim(&self) -> Result<(), StepError> {
         let mut searched = self.searched.subscribe();
         // Nothing searches any more where the endpoint is being ended.
         let _ = timeout(AGAIN, searched.wait_for(|searched| *searched)).await;
@@ -387,7 +387,7 @@ impl SelfStarted {
     ///
     /// # Errors
     /// The failed step.
-    pub(super) async fn delete_orphaned_pause(&self) -> Result<(), Step> {
+    pub(super) async fn delete_orphaned_pause(&self) -> Result<(), StepError> {
         if !self.runs_pause || self.pause_deleted() || self.shim.bundle().recorded()?.is_none() {
             return Ok(());
         }
@@ -414,7 +414,7 @@ impl SelfStarted {
     ///
     /// # Errors
     /// Every step that failed.
-    pub(super) async fn end(self: &Arc<Self>) -> Result<(), Vec<Step>> {
+    pub(super) async fn end(self: &Arc<Self>) -> Result<(), Vec<StepError>> {
         self.state().ended = true;
         self.changed.notify_one();
         let _turn = self.turn.lock().await;
@@ -423,7 +423,7 @@ impl SelfStarted {
     }
 
     /// Ends the shim, and what it has left. To be called with the turn held.
-    async fn end_shim(self: &Arc<Self>) -> Result<(), Vec<Step>> {
+    async fn end_shim(self: &Arc<Self>) -> Result<(), Vec<StepError>> {
         let one = |step| vec![step];
         let known = self.process();
         let process = match known {
@@ -456,7 +456,7 @@ impl SelfStarted {
     }
 
     /// The shim's program, where a start of it was cut off.
-    fn cut_off(&self) -> Result<Option<PathBuf>, Step> {
+    fn cut_off(&self) -> Result<Option<PathBuf>, StepError> {
         match self.shim.bundle().recorded()? {
             Some(Recorded::Launching) => self.shim.binary().map(Some),
             _ => Ok(None),
@@ -464,7 +464,7 @@ impl SelfStarted {
     }
 
     /// Removes sockets, root and bundle.
-    fn remove(&self) -> Result<(), Vec<Step>> {
+    fn remove(&self) -> Result<(), Vec<StepError>> {
         let mut failed = self.remove_sockets();
         failed.extend(self.rootfs().unmount().err().unwrap_or_default());
         if failed.is_empty() {
@@ -477,7 +477,7 @@ impl SelfStarted {
     async fn blocking<T: Send + 'static>(
         self: &Arc<Self>,
         work: impl FnOnce(&Arc<Self>) -> T + Send + 'static,
-    ) -> Result<T, Step> {
+    ) -> Result<T, StepError> {
         let endpoint = self.clone();
         pool::run(Class::Shim, move || work(&endpoint)).await
     }
@@ -501,7 +501,7 @@ impl SelfStarted {
         self.bootstrap().or_else(|| self.shim.bundle().bootstrap().ok().flatten())
     }
 
-    fn remove_sockets(&self) -> Vec<Step> {
+    fn remove_sockets(&self) -> Vec<StepError> {
         let removed = self
             .sockets()
             .into_iter()
@@ -511,7 +511,7 @@ impl SelfStarted {
 
     /// Ends what a start that was cut off, or has failed, may have left: the shim, and what it
     /// holds.
-    async fn end_cut_off(&self, binary: &Path) -> Vec<Step> {
+    async fn end_cut_off(&self, binary: &Path) -> Vec<StepError> {
         let bundle = self.shim.bundle();
         let killed = async {
             let found = self.shim.blocking(PodShim::find_unrecorded).await.flatten()?;

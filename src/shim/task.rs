@@ -11,7 +11,7 @@ use ttrpc::proto::Request;
 use ttrpc::{Code, Error};
 
 use super::bootstrap::Bootstrap;
-use crate::error::Step;
+use crate::error::StepError;
 
 /// The services of the two versions.
 const VERSION_3: &str = "containerd.task.v3.Task";
@@ -21,17 +21,17 @@ const VERSION_2: &str = "containerd.task.v2.Task";
 #[derive(Debug)]
 pub enum Failure {
     /// The shim has answered that there is no such task, or that it has ended.
-    NotFound(Step),
+    NotFound(StepError),
     /// The shim has refused.
-    Refused(Step),
+    Refused(StepError),
     /// There was no answer: the connection is gone, or it took too long. What the shim has done is
     /// unknown.
-    Lost(Step),
+    Lost(StepError),
 }
 
 impl Failure {
     /// The failed step.
-    pub fn step(self) -> Step {
+    pub fn step(self) -> StepError {
         match self {
             Self::NotFound(step) | Self::Refused(step) | Self::Lost(step) => step,
         }
@@ -56,12 +56,12 @@ impl Tasks {
         let socket = shim.socket();
         match tokio::time::timeout(within, connect(&socket)).await {
             Ok(Ok(client)) => Ok(Self { client, service, socket }),
-            Ok(Err(e)) => Err(Failure::Lost(Step::at(
+            Ok(Err(e)) => Err(Failure::Lost(StepError::at(
                 "connect to shim",
                 socket,
                 io::Error::other(e.to_string()),
             ))),
-            Err(_) => Err(Failure::Lost(Step::at(
+            Err(_) => Err(Failure::Lost(StepError::at(
                 "connect to shim",
                 socket,
                 io::ErrorKind::TimedOut.into(),
@@ -128,14 +128,14 @@ impl std::fmt::Debug for Tasks {
 fn failure(what: &'static str, socket: &Path, e: &Error) -> Failure {
     match e {
         Error::RpcStatus(status) => {
-            let step = Step::at(what, socket, io::Error::other(status.message.clone()));
+            let step = StepError::at(what, socket, io::Error::other(status.message.clone()));
             match status.code() {
                 Code::NOT_FOUND => Failure::NotFound(step),
                 Code::DEADLINE_EXCEEDED => Failure::Lost(step),
                 _ => Failure::Refused(step),
             }
         }
-        other => Failure::Lost(Step::at(what, socket, io::Error::other(other.to_string()))),
+        other => Failure::Lost(StepError::at(what, socket, io::Error::other(other.to_string()))),
     }
 }
 
@@ -162,7 +162,7 @@ pub async fn shut_down(socket: &Path, id: &str, within: Duration) -> Result<(), 
 ///
 /// # Errors
 /// It cannot be reached, hangs up or is silent.
-pub async fn probe(socket: &Path, id: &str, within: Duration) -> Result<(), Step> {
+pub async fn probe(socket: &Path, id: &str, within: Duration) -> Result<(), StepError> {
     let call = async {
         let client = connect(socket).await?;
         let tasks = Tasks { client, service: VERSION_3, socket: socket.to_owned() };
@@ -188,6 +188,6 @@ async fn within_time<T>(
 ) -> Result<T, Failure> {
     match tokio::time::timeout(within, call).await {
         Ok(answer) => answer.map_err(|e| failure(what, socket, &e)),
-        Err(_) => Err(Failure::Lost(Step::at(what, socket, io::ErrorKind::TimedOut.into()))),
+        Err(_) => Err(Failure::Lost(StepError::at(what, socket, io::ErrorKind::TimedOut.into()))),
     }
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, LazyLock};
 use std::time::{Duration, SystemTime};
 
 use pause_sandboxer::config::Config;
-use pause_sandboxer::error::Step;
+use pause_sandboxer::error::StepError;
 use pause_sandboxer::pause::{IdMapping, Namespace, Plan, UserNamespace};
 use pause_sandboxer::podsandbox::fuzzing::{Layout, Record, Stage, Store, Unreadable, VERSION};
 use pause_sandboxer::process::{Exit, Identity};
@@ -70,7 +70,8 @@ fn record(content: &[u8]) {
                 Unreadable::Malformed { .. } | Unreadable::Io(_) => {}
             }
             // It cannot be changed either.
-            let e: Step = store.change(|_| panic!("it is changed")).expect_err("it is no record");
+            let e: StepError =
+                store.change(|_| panic!("it is changed")).expect_err("it is no record");
             assert_told(&e.to_string());
         }
     }

@@ -6,7 +6,7 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Component, Path, PathBuf};
 
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 
 /// Whether a process with this content of `/proc/PID/cgroup` is in the cgroup that is named by the
 /// container's id: `ID`, or `PREFIX-ID.scope` with systemd.
@@ -87,7 +87,7 @@ fn lines(cgroups: &str) -> impl Iterator<Item = (&str, &str)> {
 ///
 /// # Errors
 /// The failed step.
-pub fn end(mount: &Path, cgroups: &str, id: &str) -> Result<(), Step> {
+pub fn end(mount: &Path, cgroups: &str, id: &str) -> Result<(), StepError> {
     for (controllers, path) in lines(cgroups) {
         if controllers.is_empty() {
             let Some(unified) = unified(mount) else { continue };
@@ -121,7 +121,7 @@ pub fn below(root: &Path, path: &str, id: &str) -> Vec<PathBuf> {
 
 /// Writes to a file of the kernel's, if there is one; Linux has `cgroup.kill` since 5.14, and not
 /// for cgroups of threads.
-fn put(file: &Path, word: &str) -> Result<(), Step> {
+fn put(file: &Path, word: &str) -> Result<(), StepError> {
     let written = OpenOptions::new()
         .write(true)
         .open(file)

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::time::sleep;
 
 use super::{Container, Inside};
-use crate::error::Step;
+use crate::error::StepError;
 use crate::process::held::Held;
 use crate::process::{Exit, UNKNOWN_EXIT};
 use crate::shim::pod_shim::{AGAIN, PodShim};
@@ -65,7 +65,7 @@ impl PodShim {
         self: &Arc<Self>,
         exit: Exit,
         pod: &Arc<dyn Pod>,
-    ) -> Result<(), Step> {
+    ) -> Result<(), StepError> {
         let searched = pod.clone();
         let Left { lost, forgotten, unknown } =
             self.blocking(move |shim| shim.find_left(exit, &*searched)).await.flatten()?;
@@ -94,7 +94,7 @@ impl PodShim {
     /// containers. `left` is from [`PodShim::find_all`].
     pub(in crate::shim) async fn handle_shim_exit_with_pause(
         self: &Arc<Self>,
-        left: Result<Left, Step>,
+        left: Result<Left, StepError>,
         exit: Exit,
         pod: &Arc<dyn Pod>,
     ) {
@@ -139,7 +139,7 @@ impl PodShim {
     }
 
     /// What an exited shim has left. Blocks.
-    fn find_left(&self, exit: Exit, pod: &dyn Pod) -> Result<Left, Step> {
+    fn find_left(&self, exit: Exit, pod: &dyn Pod) -> Result<Left, StepError> {
         let Inside { containers: mut lost, unknown } = self.find_inside(pod)?;
         // In this order: a bundle that is removed between the two is forgotten.
         let bundles = containers::of_sandbox(&self.settings().tasks(), self.id())?;
@@ -162,7 +162,7 @@ impl PodShim {
     pub(in crate::shim) async fn find_all(
         self: &Arc<Self>,
         pod: &Arc<dyn Pod>,
-    ) -> Result<Left, Step> {
+    ) -> Result<Left, StepError> {
         let searched = pod.clone();
         let find = move |shim: &Self| {
             let Inside { containers: mut lost, unknown } = shim.find_inside(&*searched)?;
@@ -173,25 +173,25 @@ impl PodShim {
     }
 
     /// What has processes in the pod's own namespaces.
-    fn find_inside(&self, pod: &dyn Pod) -> Result<Inside, Step> {
+    fn find_inside(&self, pod: &dyn Pod) -> Result<Inside, StepError> {
         let tasks = self.settings().tasks();
         containers::inside(&pod.namespaces()?, &tasks, &self.runtime_states()?, self.id())
     }
 
     /// Where the runtime keeps the states of its containers.
-    fn runtime_states(&self) -> Result<PathBuf, Step> {
+    fn runtime_states(&self) -> Result<PathBuf, StepError> {
         let options = self.runtime().runc_options()?;
         Ok(containers::runtime_root(options.as_ref(), &self.settings().containerd_namespace))
     }
 
     /// Containers of which the runtime has a state, and containerd no bundle: their deletion was
     /// cut off.
-    fn find_forgotten(&self) -> Result<Vec<Container>, Step> {
+    fn find_forgotten(&self) -> Result<Vec<Container>, StepError> {
         containers::forgotten(&self.runtime_states()?, &self.settings().tasks(), self.id())
     }
 
     /// The containers that have a bundle, or only a state of the runtime's.
-    fn find_known(&self) -> Result<Vec<Container>, Step> {
+    fn find_known(&self) -> Result<Vec<Container>, StepError> {
         // In this order: a bundle that is removed between the two is forgotten.
         let mut known = containers::of_sandbox(&self.settings().tasks(), self.id())?;
         extend_with_new(&mut known, self.find_forgotten()?);
@@ -202,13 +202,13 @@ impl PodShim {
     ///
     /// # Errors
     /// It cannot be seen.
-    pub(in crate::shim) fn is_empty(&self) -> Result<bool, Step> {
+    pub(in crate::shim) fn is_empty(&self) -> Result<bool, StepError> {
         Ok(containers::none(&self.settings().tasks(), self.id())?
             && self.find_forgotten()?.is_empty())
     }
 
     /// Kills the containers of an exited shim and has the shim's program delete them.
-    async fn clean_up(self: &Arc<Self>, left: Vec<Container>) -> Vec<Step> {
+    async fn clean_up(self: &Arc<Self>, left: Vec<Container>) -> Vec<StepError> {
         if left.is_empty() {
             return Vec::new();
         }
@@ -221,7 +221,7 @@ impl PodShim {
         failed
     }
 
-    async fn delete_container(&self, id: &str) -> Result<(), Step> {
+    async fn delete_container(&self, id: &str) -> Result<(), StepError> {
         let options = self.runtime().runc_options().ok().flatten();
         let bundle = self.bundle().last(id, options.as_ref())?;
         command::delete(self.settings(), &self.binary()?, id, &bundle).await
@@ -231,7 +231,7 @@ impl PodShim {
     ///
     /// # Errors
     /// The first step that failed.
-    pub(in crate::shim) async fn clean_up_all(self: &Arc<Self>) -> Result<(), Step> {
+    pub(in crate::shim) async fn clean_up_all(self: &Arc<Self>) -> Result<(), StepError> {
         let known = self.blocking(Self::find_known).await.flatten()?;
         self.clean_up(known).await.into_iter().next().map_or(Ok(()), Err)
     }

@@ -22,7 +22,7 @@ use std::time::Duration;
 use containerd_shim_protos::shim::oci::Options;
 
 use crate::cgroup::mounts::ROOT;
-use crate::error::{IoContext as _, Step};
+use crate::error::{IoContext as _, StepError};
 use crate::process::held::{Held, Namespace};
 use crate::process::spawn::pids;
 use origin::{Origin, SANDBOX};
@@ -46,7 +46,7 @@ pub struct Container {
 ///
 /// # Errors
 /// The directory cannot be read; there is none: no containers.
-pub fn of_sandbox(tasks: &Path, sandbox: &str) -> Result<Vec<Container>, Step> {
+pub fn of_sandbox(tasks: &Path, sandbox: &str) -> Result<Vec<Container>, StepError> {
     let entries = match fs::read_dir(tasks) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         other => other.step_at("read directory", tasks)?,
@@ -69,7 +69,7 @@ pub fn of_sandbox(tasks: &Path, sandbox: &str) -> Result<Vec<Container>, Step> {
 ///
 /// # Errors
 /// The directory cannot be read.
-pub fn none(tasks: &Path, sandbox: &str) -> Result<bool, Step> {
+pub fn none(tasks: &Path, sandbox: &str) -> Result<bool, StepError> {
     let entries = match fs::read_dir(tasks) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(true),
         other => other.step_at("read directory", tasks)?,
@@ -97,7 +97,7 @@ pub fn runtime_root(options: Option<&Options>, namespace: &str) -> PathBuf {
 ///
 /// # Errors
 /// The directory cannot be read; there is none: no containers.
-pub fn forgotten(root: &Path, tasks: &Path, sandbox: &str) -> Result<Vec<Container>, Step> {
+pub fn forgotten(root: &Path, tasks: &Path, sandbox: &str) -> Result<Vec<Container>, StepError> {
     let entries = match fs::read_dir(root) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         other => other.step_at("read directory", root)?,
@@ -155,7 +155,7 @@ fn living_in(pid: u32, containers: &[Container]) -> Vec<(&Container, String)> {
 ///
 /// # Errors
 /// `/proc` cannot be read.
-pub fn any_alive(containers: &[Container]) -> Result<bool, Step> {
+pub fn any_alive(containers: &[Container]) -> Result<bool, StepError> {
     Ok(!containers.is_empty()
         && pids()?.into_iter().any(|pid| !living_in(pid, containers).is_empty()))
 }
@@ -165,7 +165,7 @@ pub fn any_alive(containers: &[Container]) -> Result<bool, Step> {
 ///
 /// # Errors
 /// What could not be killed.
-pub fn kill(containers: &[Container]) -> Result<(), Step> {
+pub fn kill(containers: &[Container]) -> Result<(), StepError> {
     let mut left = 0;
     for _ in 0..ROUNDS {
         left = 0;
@@ -194,7 +194,7 @@ pub fn kill(containers: &[Container]) -> Result<(), Step> {
         thread::sleep(PAUSE);
     }
     let reason = format!("{left} processes keep running or appearing after repeated SIGKILL");
-    Err(Step::new("kill containers", io::Error::other(reason)))
+    Err(StepError::new("kill containers", io::Error::other(reason)))
 }
 
 /// What is found in the namespaces of a pod.
@@ -219,7 +219,7 @@ pub fn inside(
     tasks: &Path,
     root: &Path,
     sandbox: &str,
-) -> Result<Inside, Step> {
+) -> Result<Inside, StepError> {
     let mut found = Inside::default();
     let own: Vec<(&str, u64)> =
         namespaces.iter().filter_map(inode).filter(|(kind, own)| !is_nodes(kind, *own)).collect();

@@ -34,7 +34,7 @@ fn make_endpoint(dir: &Path) -> (Arc<Shims>, Arc<Handover>) {
 struct NoPod;
 
 impl Pod for NoPod {
-    fn namespaces(&self) -> Result<Vec<Namespace>, Step> {
+    fn namespaces(&self) -> Result<Vec<Namespace>, StepError> {
         Ok(Vec::new())
     }
 
@@ -175,9 +175,11 @@ async fn a_shim_that_hangs_up_is_not_killed() {
 struct Unseen(std::sync::atomic::AtomicU32);
 
 impl Pod for Unseen {
-    fn namespaces(&self) -> Result<Vec<Namespace>, Step> {
+    fn namespaces(&self) -> Result<Vec<Namespace>, StepError> {
         match self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
-            0 | 1 => Err(Step::new("open namespace", io::Error::from_raw_os_error(libc::EMFILE))),
+            0 | 1 => {
+                Err(StepError::new("open namespace", io::Error::from_raw_os_error(libc::EMFILE)))
+            }
             _ => Ok(Vec::new()),
         }
     }
