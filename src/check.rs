@@ -1,46 +1,45 @@
-//! `pause-sandboxer check`: looks at the node and says what is wrong and what to do.
+//! `pause-sandboxer check`: finds what is wrong on the node, and what to do about it.
 //!
-//! Each look is a function that reads a little of the node and hands it to a pure one, which makes
-//! the [`Finding`]s. Nothing is changed, except that one pause is started and ended again, for what
-//! the kernel allows shows only then.
+//! Each module reads a part of the node and passes it to a pure function, which makes the
+//! [`Finding`]s. Nothing is changed, except that one pause process is started and killed: only then
+//! it shows what the kernel permits.
 
 use std::fmt;
 use std::path::PathBuf;
 
 use crate::config::Config;
 
+mod capabilities;
 mod cgroup;
 mod containerd;
 mod daemon;
 mod kernel;
 mod kubelet;
-mod mounts;
-mod privilege;
 mod sandboxes;
-mod trial;
-mod units;
+mod smoke;
+mod systemd;
 
 /// How bad a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
     /// As it should be.
     Ok,
-    /// Pods may run, but somebody should look at it.
+    /// Pods can run, but it needs attention.
     Warn,
-    /// Pods will not run.
+    /// Pods cannot run.
     Fail,
 }
 
-/// What one look found.
+/// What was found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
     /// How bad it is.
     pub level: Level,
-    /// What was looked at.
+    /// What was examined.
     pub subject: &'static str,
-    /// What is so.
+    /// The fact.
     pub fact: String,
-    /// What to do about it; empty if nothing.
+    /// What to do about it; empty if there is nothing to do.
     pub advice: String,
 }
 
@@ -72,7 +71,10 @@ impl Level {
 impl Finding {
     /// As an object, for scripts.
     pub fn to_json(&self) -> serde_json::Value {
-        serde_json::json!({ "level": self.level.name(), "subject": self.subject, "fact": self.fact, "advice": self.advice })
+        serde_json::json!({
+            "level": self.level.name(), "subject": self.subject,
+            "fact": self.fact, "advice": self.advice,
+        })
     }
 }
 
@@ -91,26 +93,25 @@ impl fmt::Display for Finding {
     }
 }
 
-/// What to look at.
+/// What to examine.
 #[derive(Clone, Debug)]
 pub struct Subject {
     /// The daemon's settings.
     pub config: Config,
     /// containerd's config file.
     pub containerd_config: PathBuf,
-    /// containerd's program; a bare name is looked for in `PATH`.
+    /// containerd's program; a bare name is searched in `PATH`.
     pub containerd_program: PathBuf,
 }
 
-/// Looks at everything, in the order in which things must be fixed.
+/// Examines everything, in the order in which problems must be solved.
 pub fn run(subject: &Subject) -> Vec<Finding> {
     let mut findings = kernel::look();
-    findings.extend(privilege::look(&subject.config));
+    findings.extend(capabilities::look(&subject.config));
     findings.extend(cgroup::look());
-    findings.extend(trial::look(&subject.config));
+    findings.extend(smoke::look(&subject.config));
     findings.extend(daemon::look(&subject.config));
-    findings.extend(mounts::look(&subject.config));
-    findings.extend(units::look());
+    findings.extend(systemd::look());
     findings.extend(sandboxes::look(&subject.config));
     findings.extend(containerd::look(subject));
     findings
@@ -121,7 +122,7 @@ pub fn worst(findings: &[Finding]) -> Level {
     findings.iter().map(|finding| finding.level).max().unwrap_or(Level::Ok)
 }
 
-/// A file's text for a look, or the finding that it cannot be read.
+/// A file's text, or the finding that it cannot be read.
 fn read(subject: &'static str, path: &str) -> Result<String, Finding> {
     std::fs::read_to_string(path).map_err(|e| {
         Finding::fail(subject, format!("read {path}: {e}"), "mount /proc and /sys as usual")

@@ -1,4 +1,4 @@
-//! What operators ask of the daemon that runs, over its ttrpc socket.
+//! Client of the running daemon for operators, over its ttrpc socket.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -16,18 +16,17 @@ use crate::protos::inspect_ttrpc::InspectClient;
 
 pub use crate::protos::inspect::{Sandbox, Usage};
 
-/// How long an answer may take. A daemon that still takes over its pods answers when it has them
-/// all.
-const PATIENCE: Duration = Duration::from_secs(15);
+/// Timeout of a call. A daemon responds only after the recovery of its pods.
+const TIMEOUT: Duration = Duration::from_secs(15);
 
-/// What the protocol is told of it: more, since its own error for a deadline looks like that of a
-/// connection which is lost.
-const DEADLINE: Duration = Duration::from_secs(2 * PATIENCE.as_secs());
+/// Deadline passed to ttrpc: longer, as its own error for a deadline equals that of a lost
+/// connection.
+const DEADLINE: Duration = Duration::from_secs(2 * TIMEOUT.as_secs());
 
-/// Why there is no answer.
+/// A failed call.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// There is no daemon to ask.
+    /// No daemon responds.
     #[error("no daemon answers on {}: {reason} -> {advice}", .socket.display())]
     Down {
         /// The ttrpc socket.
@@ -37,13 +36,13 @@ pub enum Error {
         /// What to do.
         advice: &'static str,
     },
-    /// It answered that it cannot.
+    /// The daemon refused.
     #[error("{0}")]
     Refused(String),
-    /// No sandbox, or more than one, has an id that begins so.
+    /// No sandbox, or more than one, has that name or id prefix.
     #[error("{0}")]
     NoSuch(String),
-    /// This side failed.
+    /// A local step failed.
     #[error(transparent)]
     Step(#[from] StepError),
 }
@@ -66,7 +65,7 @@ impl Client {
             .enable_all()
             .build()
             .step("make the runtime")?;
-        // A plain connection first: it says in the system's own words why there is none.
+        // A plain connection first, whose error has the errno.
         std::os::unix::net::UnixStream::connect(&socket).map_err(|e| down(&socket, &e))?;
         let connected =
             runtime.block_on(Connection::connect(&format!("unix://{}", socket.display())));
@@ -74,7 +73,7 @@ impl Client {
         Ok(Self { runtime, inspect: InspectClient::new(connection), socket })
     }
 
-    /// All sandboxes, by id; with what their pods use if `usage` is asked for.
+    /// All sandboxes, sorted by id; with their resource usage if `usage` is set.
     ///
     /// # Errors
     /// [`Error::Down`], or what the daemon answers.
@@ -93,7 +92,7 @@ impl Client {
         }
     }
 
-    /// All that is known of the one sandbox whose id begins with `id`, or whose pod is
+    /// Everything known about the one sandbox with this id or id prefix, or with the pod
     /// `NAMESPACE/POD`: a JSON object.
     ///
     /// # Errors
@@ -105,20 +104,20 @@ impl Client {
         let json =
             self.answer(self.inspect.inspect(context::with_duration(DEADLINE), &request))?.json;
         serde_json::from_str(&json)
-            .map_err(|e| Error::Refused(format!("the daemon's answer is no JSON: {e}")))
+            .map_err(|e| Error::Refused(format!("the daemon's response is not JSON: {e}")))
     }
 
-    /// Waits for what a call answers.
+    /// Waits for the response of a call.
     fn answer<T>(&self, call: impl Future<Output = ttrpc::Result<T>>) -> Result<T, Error> {
-        let answer = self.runtime.block_on(async { tokio::time::timeout(PATIENCE, call).await });
+        let answer = self.runtime.block_on(async { tokio::time::timeout(TIMEOUT, call).await });
         answer.map_err(|_| self.late())?.map_err(|e| self.failed(e))
     }
 
     fn late(&self) -> Error {
         Error::Down {
             socket: self.socket.clone(),
-            reason: format!("nothing within {} s", PATIENCE.as_secs()),
-            advice: "it may still take over its pods: see its log, journalctl -u pause-sandboxer",
+            reason: format!("no response within {} s", TIMEOUT.as_secs()),
+            advice: "it may still recover its pods: see its log, journalctl -u pause-sandboxer",
         }
     }
 
@@ -127,14 +126,14 @@ impl Client {
             ttrpc::Error::RpcStatus(status) => match status.code() {
                 Code::DEADLINE_EXCEEDED => self.late(),
                 Code::UNIMPLEMENTED => {
-                    Error::Refused("the daemon that runs is older than this program".to_owned())
+                    Error::Refused("the running daemon is older than this program".to_owned())
                 }
                 _ => Error::Refused(status.message),
             },
             other => Error::Down {
                 socket: self.socket.clone(),
                 reason: other.to_string(),
-                advice: "it may have been ended just now; only root may ask",
+                advice: "it may have just exited; only root can connect",
             },
         }
     }
@@ -142,13 +141,13 @@ impl Client {
 
 fn down(socket: &Path, e: &io::Error) -> Error {
     let advice = match e.kind() {
-        io::ErrorKind::PermissionDenied => "only root may ask",
+        io::ErrorKind::PermissionDenied => "only root can connect",
         _ => "start it: systemctl start pause-sandboxer",
     };
     Error::Down { socket: socket.to_owned(), reason: e.to_string(), advice }
 }
 
-/// The one sandbox that `name` means: its id or the beginning of it, or `NAMESPACE/POD`.
+/// The one sandbox with this id, id prefix or `NAMESPACE/POD`.
 fn resolve<'a>(name: &str, all: &'a [Sandbox]) -> Result<&'a Sandbox, Error> {
     let mut found: Vec<&Sandbox> = match name.split_once('/') {
         Some((namespace, pod)) => {
@@ -164,9 +163,9 @@ fn resolve<'a>(name: &str, all: &'a [Sandbox]) -> Result<&'a Sandbox, Error> {
     }
     match found.as_slice() {
         [one] => Ok(one),
-        [] => Err(Error::NoSuch(format!("there is no sandbox {name:?}"))),
+        [] => Err(Error::NoSuch(format!("no sandbox {name:?}"))),
         many => Err(Error::NoSuch(format!(
-            "{name:?} means {} sandboxes: {}",
+            "{name:?} matches {} sandboxes: {}",
             many.len(),
             many.iter().map(|of| of.id.as_str()).collect::<Vec<_>>().join(", ")
         ))),
@@ -196,7 +195,7 @@ mod tests {
             client.inspect("x").unwrap_err().to_string(),
         ] {
             assert!(
-                reason.contains("nothing within 15 s -> it may still take over its pods"),
+                reason.contains("no response within 15 s -> it may still recover its pods"),
                 "{reason}"
             );
         }
@@ -215,11 +214,11 @@ mod tests {
             assert_eq!(resolve(name, &all).unwrap().id, id, "{name}");
         }
         for (name, reason) in [
-            ("a", "\"a\" means 3 sandboxes: ab1, ab2, ab"),
-            ("d", "there is no sandbox \"d\""),
-            ("", "there is no sandbox \"\""),
-            ("default/db", "\"default/db\" means 2 sandboxes: ab2, ab"),
-            ("other/web", "there is no sandbox \"other/web\""),
+            ("a", "\"a\" matches 3 sandboxes: ab1, ab2, ab"),
+            ("d", "no sandbox \"d\""),
+            ("", "no sandbox \"\""),
+            ("default/db", "\"default/db\" matches 2 sandboxes: ab2, ab"),
+            ("other/web", "no sandbox \"other/web\""),
         ] {
             assert_eq!(resolve(name, &all).unwrap_err().to_string(), reason);
         }

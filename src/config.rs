@@ -28,16 +28,16 @@ use value::Value;
 /// The config file that is read when none is named; it need not exist.
 pub const DEFAULT_FILE: &str = "/etc/pause-sandboxer/config.toml";
 
-/// What containerd's convention appends to the path of a gRPC socket to name its ttrpc twin.
+/// Suffix of the ttrpc socket's path, by containerd's convention.
 pub const TTRPC_SUFFIX: &str = ".ttrpc";
 
 /// Longest path of a unix socket, bytes: `sun_path` less its closing NUL (unix(7)).
 const SOCKET_PATH_MAX: usize = 107;
 
-/// What our sockets have at the end of their path until they listen, bytes (`.new`).
+/// Size of the suffix of a socket's path until it listens (`.new`), bytes.
 const SOCKET_PATH_SPARE: usize = 4;
 
-/// What the path of a shim's socket has behind the state directory, bytes; held equal to
+/// Size of what follows the state directory in the path of a shim's socket, bytes; equal to
 /// `crate::shim::SOCKET_SUFFIX`.
 pub const SHIM_SOCKET_SUFFIX: usize = 43;
 
@@ -47,8 +47,8 @@ const IDENTIFIER_MAX: usize = 76;
 /// How much of a wrong value an error shows, characters.
 const SHOWN_MAX: usize = 200;
 
-/// Where CRI keeps its pods' files below containerd's `root` and `state`. When containerd restarts
-/// it deletes what it does not know there.
+/// Directory of CRI's pod files below containerd's `root` and `state`. At a restart containerd
+/// deletes unknown entries there.
 const CRI_PLUGIN_DIR: &str = "io.containerd.grpc.v1.cri";
 
 /// One setting: its name, its meaning and how it is set and shown.
@@ -117,8 +117,8 @@ settings! {
     /// gRPC socket that containerd dials (`address` under `proxy_plugins`); the ttrpc socket has
     /// `.ttrpc` appended.
     socket: PathBuf = "/run/pause-sandboxer/pause-sandboxer.sock".into();
-    /// Directory of the records and private mounts; made with mode 0700. One daemon per directory.
-    /// It must not survive a reboot.
+    /// Directory of the records and private mounts, created with mode 0700. One daemon per
+    /// directory. It must not survive a reboot.
     state_dir: PathBuf = "/run/pause-sandboxer".into();
     /// containerd's `root`, where CRI looks for a pod's hostname, hosts and resolv.conf.
     containerd_root: PathBuf = "/var/lib/containerd".into();
@@ -126,67 +126,69 @@ settings! {
     containerd_state: PathBuf = "/run/containerd".into();
     /// containerd's gRPC socket (`address` under `grpc`); part of the name of a pod's shim socket.
     containerd_address: PathBuf = "/run/containerd/containerd.sock".into();
-    /// containerd's namespace of CRI. Calls of another one are refused.
+    /// containerd's namespace of CRI. Calls of other namespaces are refused.
     containerd_namespace: String = "k8s.io".to_owned();
-    /// How the pods' cgroups are made: as directories (`cgroupfs`), or as scopes that systemd makes
-    /// (`systemd`), which takes slices only. `auto` goes by the parent cgroup that kubelet names:
-    /// `systemd` for a slice (`….slice`) where systemd runs the node, else `cgroupfs`.
+    /// How the pods' cgroups are created: as directories (`cgroupfs`), or as systemd scopes
+    /// (`systemd`), which requires slices as parents. `auto` depends on the parent cgroup that
+    /// kubelet sets: `systemd` for a slice (`….slice`) if systemd is the init system, else
+    /// `cgroupfs`.
     cgroup_driver: CgroupDriver = CgroupDriver::Auto;
-    /// Who runs a pod's pause: `native`, this program, or `shim`, the runtime, whose shim then
-    /// lives as long as the pod. By runtime name, as `drivers = { "io.containerd.runc.v2" = "shim"
-    /// }`; others have `native` where the runtime's containers are processes of the node (runc,
-    /// crun, youki), else `shim`. Holds for pods that are made from then on.
+    /// What runs a pod's pause process, by runtime name: `native`, this program, or `shim`, the
+    /// runtime, whose shim then runs as long as the pod. For example
+    /// `drivers = { "io.containerd.runc.v2" = "shim" }`. The default is `native` for runtimes whose
+    /// containers are processes of the node (runc, crun, youki), `shim` for others. Applies to pods
+    /// created after the change.
     drivers: Drivers = Drivers::default();
-    /// Who starts a pod's shim, where it does not run the pause. `sandboxer`: the sandboxer, when a
-    /// container is coming; it is watched, and ended with the pod. `started`: the same, but by the
-    /// shim's own `start` with the pod, for shims that take no socket from who starts them.
-    /// `containerd`: containerd, with the pod's first container. Holds for pods that are made from
-    /// then on.
+    /// What starts a pod's shim, unless the shim runs the pause process. `sandboxer`: the
+    /// sandboxer, before the first container; it supervises the shim and stops it with the pod.
+    /// `started`: the same, but with the pod and by the shim's own `start`, for shims that do not
+    /// accept a socket. `containerd`: containerd, with the first container. Applies to pods created
+    /// after the change.
     shim: ShimOwner = ShimOwner::Sandboxer;
-    /// Shims to use instead of those that containerd would find, by runtime name, as
+    /// Shims that replace those that containerd would find, by runtime name, for example
     /// `shims = { "io.containerd.runc.v2" = "/usr/local/bin/containerd-shim-other-v2" }`.
     shims: Shims = Shims::default();
-    /// Variables that shims get beside the daemon's own, as `shim_env = ["SCHED_CORE=1"]`; as
-    /// containerd's `env` under `plugins."io.containerd.shim.v1.manager"`, for the shims that the
-    /// sandboxer starts. With SCHED_CORE set a shim and its containers get a core scheduling domain
-    /// of their own; no shim starts where the kernel has none.
+    /// Environment variables for the shims that the sandboxer starts, in addition to the daemon's
+    /// own, for example `shim_env = ["SCHED_CORE=1"]`. The counterpart of containerd's `env` under
+    /// `plugins."io.containerd.shim.v1.manager"`. With SCHED_CORE each shim and its containers are
+    /// in a separate core scheduling domain; on a kernel without support no shim starts.
     shim_env: Variables = Variables::default();
-    /// Never ask for an `oom_score_adj` below the daemon's own. As containerd's setting of this
-    /// name, and needed where the daemon lacks CAP_SYS_RESOURCE.
+    /// Do not lower `oom_score_adj` below the daemon's own. Same as containerd's setting of this
+    /// name; required if the daemon lacks CAP_SYS_RESOURCE.
     restrict_oom_score_adj: bool = false;
-    /// Pods with a network of their own may bind ports below 1024 without a capability. As
-    /// containerd's setting of this name.
+    /// Pods with their own network namespace can bind ports below 1024 without a capability. Same
+    /// as containerd's setting of this name.
     enable_unprivileged_ports: bool = true;
-    /// Pods with a network of their own may send ICMP echo without a capability. As containerd's
-    /// setting of this name.
+    /// Pods with their own network namespace can send ICMP echo requests without a capability. Same
+    /// as containerd's setting of this name.
     enable_unprivileged_icmp: bool = true;
-    /// Pods get SELinux labels, where SELinux is on. As containerd's setting of this name.
-    enable_selinux: bool = false;
-    /// The MCS levels of pods are of categories below this number. As containerd's setting of this
+    /// Set SELinux labels on pods, if SELinux is enabled. Same as containerd's setting of this
     /// name.
+    enable_selinux: bool = false;
+    /// The MCS levels of pods use categories below this number. Same as containerd's setting of
+    /// this name.
     selinux_category_range: Categories = Categories::default();
-    /// Patterns of the pod annotations that go into the spec of the sandbox, as containerd's
-    /// setting of this name: the pod's containers get theirs from containerd's. `*` stands for
-    /// anything but a slash.
+    /// Patterns of the pod annotations that are copied to the OCI spec of the sandbox; `*` matches
+    /// anything but a slash. The counterpart of containerd's setting of this name, which is for the
+    /// pod's containers.
     pod_annotations: Vec<Pattern> = Vec::new();
-    /// Seconds after which a sandbox that was created but never started is removed (containerd
-    /// forgets one whose image pull failed).
+    /// Seconds after which a sandbox that was created but not started is removed; containerd drops
+    /// one whose image pull failed.
     abandoned_after: Duration = Duration::from_secs(3600);
-    /// Seconds between two searches for sandboxes that nobody has asked about; containerd is asked
-    /// whether it still knows them.
+    /// Seconds between two searches for sandboxes without any call since their start. Those that
+    /// containerd does not know are removed.
     forgotten_interval: Duration = Duration::from_secs(60);
-    /// Where Prometheus finds the daemon's metrics: a unix socket for root, as
-    /// `unix:///run/pause-sandboxer/metrics.sock`, or a port of the node's own, as `127.0.0.1:9477`
+    /// Address of the daemon's metrics for Prometheus: a unix socket that only root can use, such
+    /// as `unix:///run/pause-sandboxer/metrics.sock`, or a loopback port, such as `127.0.0.1:9477`
     /// or `[::1]:9477`.
     metrics: Metrics = Metrics::Off;
-    /// Least severe messages that are logged. The environment variable PAUSE_SANDBOXER_LOG
-    /// overrides it.
+    /// Minimum level of log messages. The environment variable PAUSE_SANDBOXER_LOG overrides it.
     log_level: LevelFilter = LevelFilter::Info;
-    /// Form of a logged line, on standard error.
+    /// Format of log lines, which are written to standard error.
     log_format: LogFormat = LogFormat::Text;
 }
 
-/// Why the settings were refused: where, which and what is wrong with it.
+/// Invalid settings: where, which and what is wrong.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// The config file could not be read.
@@ -219,7 +221,7 @@ pub enum Error {
     },
 }
 
-/// The settings while they are gathered, with where each was set last.
+/// Settings under construction, with the last origin of each.
 struct Gathered {
     config: Config,
     origins: Vec<(&'static str, String)>,
@@ -255,8 +257,8 @@ impl Gathered {
         }
     }
 
-    /// Sets what the text of a flag says: a TOML list or table, another TOML value that fits, or else
-    /// a string.
+    /// Sets what the text of a flag says: a TOML list or table, another TOML value that fits, or
+    /// else a string.
     fn set_flag(&mut self, name: &str, text: &str) -> Result<(), Error> {
         let origin = format!("flag --{}", name.replace('_', "-"));
         let shown = format!("{text:?}");
@@ -329,7 +331,7 @@ impl Config {
         path.into()
     }
 
-    /// What no value shows alone: the first setting that does not fit, and why.
+    /// The first setting that does not fit the others, and why.
     fn fault(&self) -> Option<(&'static str, String)> {
         let most = SOCKET_PATH_MAX - SOCKET_PATH_SPARE - TTRPC_SUFFIX.len();
         let length = self.socket.as_os_str().len();
@@ -337,7 +339,8 @@ impl Config {
             return Some((
                 "socket",
                 format!(
-                    "must be at most {most} bytes long, to leave room for the ttrpc socket's name; has {length}"
+                    "must be at most {most} bytes long, to leave room for the ttrpc socket's name; \
+                     has {length}"
                 ),
             ));
         }
@@ -399,7 +402,8 @@ fn identifier_fault(text: &str) -> Option<String> {
         return None;
     }
     Some(format!(
-        "must be a containerd identifier (letters and digits joined by single . _ -, at most {IDENTIFIER_MAX} bytes)"
+        "must be a containerd identifier (letters and digits joined by single . _ -, at most \
+         {IDENTIFIER_MAX} bytes)"
     ))
 }
 

@@ -1,7 +1,6 @@
-//! What is asked of containerd: whether it still knows a sandbox, and of which release it is.
+//! gRPC client of containerd: whether it knows a sandbox, and its version.
 //!
-//! Unary gRPC over a unix socket, on a connection of its own: asked rarely, so nothing is kept
-//! open.
+//! Each call has a connection of its own, as calls are rare.
 
 use std::io;
 use std::path::PathBuf;
@@ -21,13 +20,13 @@ const GET: &str = "http://localhost/containerd.services.sandbox.v1.Store/Get";
 
 const VERSION: &str = "http://localhost/containerd.services.version.v1.Version/Version";
 
-/// How long containerd may take to answer.
+/// Timeout of a call.
 const WITHIN: Duration = Duration::from_secs(10);
 
-/// What stands before a message of gRPC: a flag and its length; bytes.
+/// Size of the prefix of a gRPC message, a flag and the length; bytes.
 const HEAD: usize = 5;
 
-/// The largest answer that is read, bytes.
+/// Maximum size of a response, bytes.
 const LARGEST: usize = 4 << 20;
 
 /// gRPC's OK and NOT_FOUND.
@@ -47,9 +46,9 @@ impl Store {
     /// Whether containerd knows the sandbox.
     ///
     /// # Errors
-    /// When containerd cannot be asked, or answers with anything but yes and no.
+    /// The call failed, or its status is neither OK nor NOT_FOUND.
     pub async fn knows(&self, id: &str) -> Result<bool, StepError> {
-        let what = "ask containerd for the sandbox";
+        let what = "query containerd for the sandbox";
         let request = StoreGetRequest { sandbox_id: id.to_owned(), ..Default::default() };
         match self.within(what, GET, &request).await?.0.as_str() {
             OK => Ok(true),
@@ -58,12 +57,20 @@ impl Store {
         }
     }
 
+    /// Whether a gRPC server responds at the address, with whatever status.
+    ///
+    /// # Errors
+    /// There is no server, or it does not speak gRPC.
+    pub async fn responds(&self) -> Result<(), StepError> {
+        self.within("call", VERSION, &Empty::new()).await.map(drop)
+    }
+
     /// containerd's version, such as `v2.3.4`.
     ///
     /// # Errors
-    /// When containerd cannot be asked, or does not say.
+    /// The call failed.
     pub async fn version(&self) -> Result<String, StepError> {
-        let what = "ask containerd for its version";
+        let what = "query containerd for its version";
         let (status, message) = self.within(what, VERSION, &Empty::new()).await?;
         if status != OK {
             return Err(self.refused(what, &status));
@@ -86,7 +93,7 @@ impl Store {
         asked.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())).step_at(what, &self.address)
     }
 
-    /// The call's gRPC status, and its answer.
+    /// The gRPC status and the response of a call.
     async fn ask(
         &self,
         method: &str,
@@ -115,7 +122,7 @@ impl Store {
         body.send_data(frame.freeze(), true).map_err(io::Error::other)?;
 
         let (head, mut body) = response.await.map_err(io::Error::other)?.into_parts();
-        // An answer without a message carries its status in front.
+        // A response without a message has its status in the headers.
         if let Some(status) = status(&head.headers) {
             return Ok((status, Bytes::new()));
         }
@@ -124,13 +131,13 @@ impl Store {
             let data = data.map_err(io::Error::other)?;
             body.flow_control().release_capacity(data.len()).map_err(io::Error::other)?;
             if answer.len() + data.len() > LARGEST {
-                return Err(io::Error::other(format!("an answer of more than {LARGEST} bytes")));
+                return Err(io::Error::other(format!("a response of more than {LARGEST} bytes")));
             }
             answer.extend_from_slice(&data);
         }
         let trailers = body.trailers().await.map_err(io::Error::other)?.unwrap_or_default();
-        let status =
-            status(&trailers).ok_or_else(|| io::Error::other("an answer without a gRPC status"))?;
+        let status = status(&trailers)
+            .ok_or_else(|| io::Error::other("a response without a gRPC status"))?;
         let message = answer.get(HEAD..).map(Bytes::copy_from_slice).unwrap_or_default();
         Ok((status, message))
     }

@@ -43,7 +43,11 @@ impl Blob {
 
     /// What names it elsewhere (OCI image spec, descriptor).
     fn descriptor(&self, media_type: &str) -> Value {
-        json!({ "mediaType": media_type, "digest": format!("sha256:{}", self.digest), "size": self.bytes.len() })
+        json!({
+            "mediaType": media_type,
+            "digest": format!("sha256:{}", self.digest),
+            "size": self.bytes.len(),
+        })
     }
 }
 

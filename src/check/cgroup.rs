@@ -73,17 +73,20 @@ fn judge(mounted: &Mounted, init: &Init) -> Vec<Finding> {
 /// Whether the pods' cgroup parents will be ones that can be made here.
 fn fits(init: &Init) -> Finding {
     match init {
-        Init::Other => {
-            Finding::ok(SUBJECT, "no systemd here; pods get directories of the cgroup file system")
-        }
+        Init::Other => Finding::ok(
+            SUBJECT,
+            "systemd is not the init system; pods get directories of the cgroup file system",
+        ),
         Init::Systemd { bus: true } => Finding::ok(
             SUBJECT,
-            "systemd runs here; pods below a slice get scopes, others directories of the cgroup file system",
+            "systemd is the init system; pods below a slice get scopes, others directories of the \
+             cgroup file system",
         ),
         Init::Systemd { bus: false } => Finding::warn(
             SUBJECT,
             format!(
-                "systemd runs here but D-Bus does not ({BUS} is missing): pods whose cgroup parent is a slice will not start"
+                "systemd is the init system, but D-Bus is not running ({BUS} is missing): pods \
+                 whose cgroup parent is a slice cannot start"
             ),
             "install and start dbus, or set kubelet's cgroupDriver to cgroupfs",
         ),

@@ -24,7 +24,7 @@ const CONFIG: &str = "containerd config";
 /// The proxy plugin's name that the advice and the documents use.
 const NAME: &str = "pause-sandboxer";
 
-/// Looks at containerd's program, socket and config.
+/// Examines containerd's program, socket and config.
 pub(super) fn look(subject: &Subject) -> Vec<Finding> {
     let mut findings =
         vec![program(&subject.containerd_program), socket(&subject.config.containerd_address)];
@@ -50,9 +50,10 @@ pub(super) fn look(subject: &Subject) -> Vec<Finding> {
         }
         Err(e) => {
             let advice = if e.missing {
-                "write it (`containerd config default` prints one) and name this sandboxer in it, or tell where it is by --containerd-config"
+                "create it (`containerd config default` prints one) and add this sandboxer to it, \
+                 or set its path by --containerd-config"
             } else {
-                "fix it: containerd does not start with it"
+                "correct it: containerd does not start with it"
             };
             findings.push(Finding::fail(
                 CONFIG,
@@ -71,7 +72,7 @@ fn program(path: &Path) -> Finding {
         Err(e) => Finding::warn(
             SUBJECT,
             format!("{shown} --version: {e}"),
-            "tell where containerd's program is by --containerd",
+            "set the path of containerd's program by --containerd",
         ),
     }
 }
@@ -89,12 +90,12 @@ fn version(printed: &str) -> Finding {
         Some(0 | 1) => Finding::fail(
             SUBJECT,
             format!("version {version}"),
-            "upgrade to 2.0 or newer: older ones take no external sandboxer",
+            "upgrade to 2.0 or newer: older versions do not support external sandboxers",
         ),
         _ => Finding::warn(
             SUBJECT,
-            format!("prints an unknown version: {:?}", printed.trim()),
-            "see that it is 2.x",
+            format!("unknown version: {:?}", printed.trim()),
+            "use containerd 2.x",
         ),
     }
 }
@@ -131,7 +132,7 @@ fn version_of(table: &Table) -> i64 {
     table.get("version").and_then(Value::as_integer).filter(|version| *version > 1).unwrap_or(3)
 }
 
-/// Looks at containerd's merged config.
+/// Examines containerd's merged config.
 fn judge(table: &Table, config: &Config) -> Vec<Finding> {
     let version = version_of(table);
     let mut findings = disabled(table);
@@ -162,7 +163,7 @@ fn disabled(table: &Table) -> Vec<Finding> {
         .map(|name| {
             Finding::fail(
                 CONFIG,
-                format!("{name} is disabled, so there are no pods"),
+                format!("CRI plugin {name} is disabled; kubelet cannot run pods"),
                 "remove it from disabled_plugins",
             )
         })
@@ -320,21 +321,23 @@ fn handlers(table: &Table, version: i64, sandboxer: &str) -> Vec<Finding> {
         Finding::fail(
             CONFIG,
             format!(
-                "the runtime handler that names it stands under {:?}, which version {version} does not read",
+                "the runtime handler that names it is under {:?}, which version {version} does not \
+                 read",
                 runtime_plugin(2)
             ),
             format!("move it to {here}"),
         )
     } else {
         let advice = format!(
-            "add: [{here}.{NAME}] with runtime_type = \"io.containerd.runc.v2\" and sandboxer = \"{sandboxer}\""
+            "add: [{here}.{NAME}] with runtime_type = \"io.containerd.runc.v2\" and sandboxer = \
+             \"{sandboxer}\""
         );
         Finding::fail(CONFIG, format!("no runtime handler has sandboxer = \"{sandboxer}\""), advice)
     });
     findings
 }
 
-/// containerd's directories and socket must be those that the sandboxer was told.
+/// containerd's directories and socket must be those of the sandboxer's settings.
 fn places(table: &Table, config: &Config) -> Vec<Finding> {
     let default = Config::default();
     // From config version 4 on (containerd 2.3) the server is a plugin; the old key is still taken.

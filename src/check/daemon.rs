@@ -1,25 +1,23 @@
 //! The daemon's own directory and socket.
 
-use std::io::{self, Read as _, Write as _};
+use std::io;
 use std::os::unix::fs::MetadataExt as _;
-use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
 
 use nix::sys::statfs::{self, FsType};
 
 use super::Finding;
 use crate::config::Config;
+use crate::containerd::Store;
+use crate::error::{IoContext as _, StepError};
 
-/// What may be asked of a living daemon at most.
-const PATIENCE: Duration = Duration::from_secs(5);
+mod mounts;
 
-/// The client's side of an HTTP/2 connection (RFC 9113, 3.4) and an empty SETTINGS frame (6.5).
-const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
-
-/// Looks at the state directory and the socket.
+/// Examines the state directory, the socket and the mount namespace.
 pub(super) fn look(config: &Config) -> Vec<Finding> {
-    vec![state(&config.state_dir), socket(&config.socket)]
+    let mut findings = vec![state(&config.state_dir), socket(config)];
+    findings.extend(mounts::look(config));
+    findings
 }
 
 fn state(path: &Path) -> Finding {
@@ -28,13 +26,16 @@ fn state(path: &Path) -> Finding {
     let meta = match path.metadata() {
         Ok(meta) => meta,
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            return Finding::ok(SUBJECT, format!("{shown} will be made by the daemon"));
+            return Finding::ok(
+                SUBJECT,
+                format!("{shown} does not exist yet; the daemon creates it"),
+            );
         }
         Err(e) => {
             return Finding::fail(
                 SUBJECT,
                 format!("{shown}: {e}"),
-                "set state_dir to a directory that root can make",
+                "set state_dir to a directory that root can create",
             );
         }
     };
@@ -47,7 +48,7 @@ fn state(path: &Path) -> Finding {
     }
     if meta.uid() != 0 || meta.mode() & 0o022 != 0 {
         let fact = format!(
-            "{shown} belongs to user {} with mode {:o}, so others than root may write it",
+            "users other than root can write {shown} (owner {}, mode {:o})",
             meta.uid(),
             meta.mode() & 0o7777
         );
@@ -60,7 +61,7 @@ fn state(path: &Path) -> Finding {
     match statfs::statfs(path) {
         Ok(fs) if lasting(fs.filesystem_type()) => Finding::warn(
             SUBJECT,
-            format!("{shown} is on a disk, its records outlive a reboot"),
+            format!("{shown} is on a disk, so its records survive a reboot"),
             "set state_dir to a directory on a tmpfs such as /run",
         ),
         Ok(_) => Finding::ok(SUBJECT, shown.to_string()),
@@ -72,58 +73,55 @@ fn state(path: &Path) -> Finding {
     }
 }
 
-/// Whether the file system keeps its files over a reboot.
+/// Whether the files of the file system survive a reboot.
 fn lasting(kind: FsType) -> bool {
     // RAMFS_MAGIC of linux/magic.h, which nix does not name.
     const RAMFS: FsType = FsType(0x8584_58f6);
     kind != statfs::TMPFS_MAGIC && kind != RAMFS
 }
 
-fn socket(path: &Path) -> Finding {
+fn socket(config: &Config) -> Finding {
     const SUBJECT: &str = "daemon";
-    let shown = path.display();
+    let shown = config.socket.display();
     let start = "start it: systemctl start pause-sandboxer, or pause-sandboxer serve";
-    match settings_frame(path) {
-        Ok(true) => Finding::ok(SUBJECT, format!("answers on {shown}")),
-        Ok(false) => Finding::fail(
+    let Err(step) = call(config) else {
+        return Finding::ok(SUBJECT, format!("answers on {shown}"));
+    };
+    match step.io().kind() {
+        io::ErrorKind::NotFound => {
+            Finding::warn(SUBJECT, format!("is not running: no {shown}"), start)
+        }
+        io::ErrorKind::ConnectionRefused => {
+            Finding::warn(SUBJECT, format!("is not running: no listener on {shown}"), start)
+        }
+        io::ErrorKind::TimedOut => Finding::fail(
             SUBJECT,
-            format!("what listens on {shown} does not speak gRPC"),
-            "set socket to a path of the daemon's own",
+            format!("no response on {shown} in time"),
+            "it may still recover its pods: see its log",
         ),
-        Err(e) => match e.kind() {
-            io::ErrorKind::NotFound => {
-                Finding::warn(SUBJECT, format!("does not run: no {shown}"), start)
-            }
-            io::ErrorKind::ConnectionRefused => {
-                Finding::warn(SUBJECT, format!("does not run: nobody listens on {shown}"), start)
-            }
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Finding::fail(
-                SUBJECT,
-                format!("no answer on {shown} within {} s", PATIENCE.as_secs()),
-                "it may still recover its pods: see its log",
-            ),
-            _ => Finding::fail(SUBJECT, format!("{shown}: {e}"), "see the daemon's log"),
-        },
+        io::ErrorKind::Other => Finding::fail(
+            SUBJECT,
+            format!("the listener on {shown} does not speak gRPC: {}", step.io()),
+            "set socket to a path that only the daemon uses",
+        ),
+        _ => Finding::fail(SUBJECT, step.to_string(), "see the daemon's log"),
     }
 }
 
-/// Whether the server on the socket at `path` begins an HTTP/2 connection as it must, with a
-/// SETTINGS frame.
-fn settings_frame(path: &Path) -> io::Result<bool> {
-    let mut stream = UnixStream::connect(path)?;
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
-    stream.write_all(PREFACE)?;
-    let mut header = [0; 9];
-    match stream.read_exact(&mut header) {
-        Ok(()) => Ok(header[3] == 4),
-        Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
-        Err(e) => Err(e),
-    }
+/// Makes a gRPC call to the daemon, which responds once it has recovered its pods.
+fn call(config: &Config) -> Result<(), StepError> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .step("make a runtime")?;
+    let daemon =
+        Store { address: config.socket.clone(), namespace: config.containerd_namespace.clone() };
+    runtime.block_on(daemon.responds())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read as _, Write as _};
     use std::os::unix::fs::PermissionsExt;
     use std::os::unix::net::UnixListener;
 
@@ -149,30 +147,33 @@ mod tests {
         assert!(lasting(statfs::EXT4_SUPER_MAGIC));
     }
 
-    /// What `check` says of a server that reads the preface and then sends `answer`.
-    fn of_server(answer: &'static [u8]) -> Finding {
+    /// The finding for a server that reads and then sends `response`.
+    fn of_server(response: &'static [u8]) -> Finding {
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("s");
-        let listener = UnixListener::bind(&path).unwrap();
+        let config = Config { socket: dir.path().join("s"), ..Config::default() };
+        let listener = UnixListener::bind(&config.socket).unwrap();
         let server = std::thread::spawn(move || {
             let mut stream = listener.accept().unwrap().0;
-            stream.read_exact(&mut [0; PREFACE.len()]).unwrap();
-            stream.write_all(answer).unwrap();
+            stream.read_exact(&mut [0; 24]).unwrap();
+            // The client may have closed the connection already.
+            let _ = stream.write_all(response);
         });
-        let finding = socket(&path);
+        let finding = socket(&config);
         server.join().unwrap();
         finding
     }
 
     #[test]
     fn sockets() {
-        assert_eq!(of_server(b"\0\0\0\x04\0\0\0\0\0").level, Level::Ok);
-        assert_eq!(of_server(b"HTTP/1.1 400 Bad Request\r\n").level, Level::Fail);
-        assert_eq!(of_server(b"").level, Level::Fail);
+        for response in [&b"HTTP/1.1 400 Bad Request\r\n\r\n"[..], b""] {
+            let finding = of_server(response);
+            assert_eq!(finding.level, Level::Fail);
+            assert!(finding.fact.contains("does not speak gRPC"), "{finding}");
+        }
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("s");
-        assert!(socket(&path).fact.contains("does not run: no "));
-        drop(UnixListener::bind(&path).unwrap());
-        assert!(socket(&path).fact.contains("nobody listens"));
+        let config = Config { socket: dir.path().join("s"), ..Config::default() };
+        assert!(socket(&config).fact.contains("is not running: no "));
+        drop(UnixListener::bind(&config.socket).unwrap());
+        assert!(socket(&config).fact.contains("no listener"));
     }
 }

@@ -38,8 +38,8 @@ pub(super) fn look(handlers: &Handlers) -> Vec<Finding> {
 }
 
 fn judge(handlers: &Handlers, systemd_runs: bool) -> Vec<Finding> {
-    let (by, told) = told(handlers, systemd_runs);
-    let driver = name(told);
+    let (by, default) = default_driver(handlers, systemd_runs);
+    let driver = name(default);
     handlers
         .ours
         .iter()
@@ -48,19 +48,25 @@ fn judge(handlers: &Handlers, systemd_runs: bool) -> Vec<Finding> {
         .map(|(name, handler)| {
             // Without options runc is not asked for systemd's.
             let own = systemd(handler).unwrap_or(false);
-            if own == told {
+            if own == default {
                 return Finding::ok(
                     SUBJECT,
-                    format!("cgroups of runtime handler {name:?} by {driver}, as containerd reports to kubelet"),
+                    format!(
+                        "cgroups of runtime handler {name:?} by {driver}, as containerd reports \
+                         to kubelet"
+                    ),
                 );
             }
             Finding::fail(
                 SUBJECT,
                 format!(
-                    "SystemdCgroup of runtime handler {name:?} is {own}, but containerd reports {driver} to kubelet, \
-                     by {by}: its containers will not start"
+                    "SystemdCgroup of runtime handler {name:?} is {own}, but containerd reports \
+                     {driver} to kubelet, by {by}: its containers cannot start"
                 ),
-                format!("set SystemdCgroup = {told} under [….containerd.runtimes.{name}.options], then systemctl restart containerd"),
+                format!(
+                    "set SystemdCgroup = {default} under [….containerd.runtimes.{name}.options], \
+                     then systemctl restart containerd"
+                ),
             )
         })
         .collect()
@@ -83,7 +89,7 @@ fn systemd(handler: &Table) -> Option<bool> {
 
 /// What containerd answers kubelet, and by what: the default handler goes first, then the others by
 /// name; those that do not say are passed over, and where none says the node's init does.
-fn told(handlers: &Handlers, systemd_runs: bool) -> (String, bool) {
+fn default_driver(handlers: &Handlers, systemd_runs: bool) -> (String, bool) {
     let default = if handlers.default.is_empty() { DEFAULT } else { &handlers.default };
     let rest =
         handlers.all.keys().map(String::as_str).chain([DEFAULT]).filter(|name| *name != default);
@@ -150,18 +156,19 @@ mod tests {
 
     #[test]
     fn containerd_tells_by_the_default_handler_then_by_name_then_by_init() {
-        let told = |default: &str, text: &str, init| {
+        let driver_of = |default: &str, text: &str, init| {
             let handlers = Handlers { default: default.to_owned(), ..handlers(text) };
-            super::told(&handlers, init)
+            super::default_driver(&handlers, init)
         };
         let text = of("a", ON) + &of("b", OFF) + &of("ours", "");
-        assert_eq!(told("b", &text, true), ("its runtime handler \"b\"".to_owned(), false));
-        assert_eq!(told("ours", &text, false), ("its runtime handler \"a\"".to_owned(), true));
-        let other = "[kata]\nruntime_type = \"io.containerd.kata.v2\"\noptions = { SystemdCgroup = true }\n";
-        assert!(!told("kata", other, true).1, "runc is there by default");
+        assert_eq!(driver_of("b", &text, true), ("its runtime handler \"b\"".to_owned(), false));
+        assert_eq!(driver_of("ours", &text, false), ("its runtime handler \"a\"".to_owned(), true));
+        let other = "[kata]\nruntime_type = \"io.containerd.kata.v2\"\n\
+            options = { SystemdCgroup = true }\n";
+        assert!(!driver_of("kata", other, true).1, "runc is there by default");
         let none = format!("{other}[runc]\nruntime_type = \"io.containerd.kata.v2\"\n");
-        assert_eq!(told("kata", &none, true), ("the node's init".to_owned(), true));
+        assert_eq!(driver_of("kata", &none, true), ("the node's init".to_owned(), true));
         // A config need not repeat the type of the handler that there is by default.
-        assert!(told("", "[runc]\noptions = { SystemdCgroup = true }\n", false).1);
+        assert!(driver_of("", "[runc]\noptions = { SystemdCgroup = true }\n", false).1);
     }
 }

@@ -1,4 +1,4 @@
-//! What the daemon that runs says of its sandboxes.
+//! The sandboxes of the running daemon.
 
 use super::Finding;
 use crate::client::{Client, Error, Sandbox};
@@ -6,15 +6,15 @@ use crate::config::Config;
 
 const SUBJECT: &str = "sandboxes";
 
-/// Asks the daemon; silent where none runs, which is another look's finding.
+/// Queries the daemon. No finding if none runs, which others report.
 pub(super) fn look(config: &Config) -> Vec<Finding> {
     match Client::connect(config).and_then(|client| client.list(false)) {
         Ok(all) => judge(&all),
         Err(Error::Down { .. }) => Vec::new(),
         Err(e) => vec![Finding::warn(
             SUBJECT,
-            format!("the daemon does not tell: {e}"),
-            "systemctl restart pause-sandboxer; pods go on",
+            format!("cannot query the daemon: {e}"),
+            "systemctl restart pause-sandboxer; pods keep running",
         )],
     }
 }
@@ -29,23 +29,19 @@ fn judge(all: &[Sandbox]) -> Vec<Finding> {
         findings.push(Finding::warn(
             SUBJECT,
             format!(
-                "{} records could not be read, and nobody can end their pods: {}",
+                "{} records could not be read, so their pods cannot be removed: {}",
                 aside.len(),
                 aside.join(", ")
             ),
-            format!("pause-sandboxer inspect {} tells why", aside[0]),
+            format!("pause-sandboxer inspect {} shows the reason", aside[0]),
         ));
     }
     let unknown = of(|of| of.state == "unknown");
     if !unknown.is_empty() {
         findings.push(Finding::warn(
             SUBJECT,
-            format!(
-                "of {} nobody could tell whether they live: {}",
-                unknown.len(),
-                unknown.join(", ")
-            ),
-            "delete their pods, which makes the daemon look again",
+            format!("{} have an unknown state: {}", unknown.len(), unknown.join(", ")),
+            "delete their pods, which makes the daemon examine them again",
         ));
     }
     let failing = of(|of| of.failed_cleanups > 0);
@@ -53,7 +49,7 @@ fn judge(all: &[Sandbox]) -> Vec<Finding> {
         findings.push(Finding::warn(
             SUBJECT,
             format!(
-                "{} cannot be cleaned up, and are tried again: {}",
+                "the cleanup of {} failed and is retried: {}",
                 failing.len(),
                 failing.join(", ")
             ),

@@ -65,7 +65,8 @@ pub enum Command {
         #[arg(long)]
         once: bool,
         /// Seconds between two tables
-        #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = value_parser!(u32).range(1..))]
+        #[arg(long, value_name = "SECONDS", default_value = "2")]
+        #[arg(value_parser = value_parser!(u32).range(1..))]
         interval: u32,
         /// Where the daemon is.
         #[command(flatten)]

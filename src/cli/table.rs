@@ -37,11 +37,13 @@ pub fn list(sandboxes: &[Sandbox], now: SystemTime) -> String {
 pub fn list_json(sandboxes: &[Sandbox]) -> Value {
     let one = |of: &Sandbox| {
         json!({
-            "id": of.id, "pod": of.pod, "namespace": of.namespace, "uid": of.uid, "state": of.state, "pid": of.pid,
+            "id": of.id, "pod": of.pod, "namespace": of.namespace, "uid": of.uid,
+            "state": of.state, "pid": of.pid,
             "created_at": created(of).map(rfc3339), "driver": of.driver, "runtime": of.runtime,
             "failed_cleanups": of.failed_cleanups, "reason": of.reason,
             "usage": of.usage.as_ref().map(|usage| json!({
-                "memory_bytes": usage.memory, "cpu_microseconds": usage.cpu_usec, "tasks": usage.tasks,
+                "memory_bytes": usage.memory, "cpu_microseconds": usage.cpu_usec,
+                "tasks": usage.tasks,
             })),
         })
     };

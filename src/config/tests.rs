@@ -144,7 +144,8 @@ fn errors_name_file_line_and_setting() {
 fn settings_that_do_not_fit_together_are_named_where_they_were_set() {
     assert_eq!(
         error("state_dir = \"/run/containerd/io.containerd.grpc.v1.cri/x\""),
-        "c.toml:1: state_dir: must not be containerd_state nor below /run/containerd/io.containerd.grpc.v1.cri: that is containerd's own"
+        "c.toml:1: state_dir: must not be containerd_state nor below \
+         /run/containerd/io.containerd.grpc.v1.cri: that is containerd's own"
     );
     assert!(
         error("state_dir = \"/x\"\ncontainerd_root = \"/x/\"").starts_with("c.toml:1: state_dir: ")
@@ -219,7 +220,8 @@ fn the_longest_socket_path_fits() {
     let e = load("", &[("socket", &path(98))]).unwrap_err();
     assert_eq!(
         e,
-        "flag --socket: socket: must be at most 97 bytes long, to leave room for the ttrpc socket's name; has 98"
+        "flag --socket: socket: must be at most 97 bytes long, to leave room for the ttrpc \
+         socket's name; has 98"
     );
 }
 

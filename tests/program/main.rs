@@ -144,7 +144,7 @@ fn check_tells_what_is_wrong_and_exits_accordingly() {
     ] {
         assert!(stdout(&good).contains(part), "{part} is missing in\n{}", stdout(&good));
     }
-    assert!(stdout(&good).contains("warn  daemon: does not run"), "{}", stdout(&good));
+    assert!(stdout(&good).contains("warn  daemon: is not running"), "{}", stdout(&good));
     assert!(!scratch.path("state").exists(), "check must change nothing");
     let bad = check(&scratch, "podsandbox");
     assert_eq!(bad.status.code(), Some(1));

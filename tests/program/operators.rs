@@ -150,7 +150,7 @@ fn a_sandbox_is_listed_inspected_and_measured() {
     let unknown = asked(&scratch, &["inspect", "f"]);
     assert_eq!(
         (unknown.status.code(), stderr(&unknown)),
-        (Some(1), "pause-sandboxer: there is no sandbox \"f\"\n")
+        (Some(1), "pause-sandboxer: no sandbox \"f\"\n")
     );
     controller.shut_down(ID);
     assert_eq!(output_of(&scratch, &["list"]).lines().count(), 1);

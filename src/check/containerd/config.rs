@@ -174,7 +174,9 @@ mod tests {
         };
         write(
             "main.toml",
-            "version = 3\nroot = \"/a\"\nimports = [\"conf.d/*.toml\", \"main.toml\"]\n[plugins.x]\na = 1\nb = 1\n[proxy_plugins.p]\ntype = \"sandbox\"\nplatform = \"linux\"",
+            "version = 3\nroot = \"/a\"\nimports = [\"conf.d/*.toml\", \"main.toml\"]\n\
+             [plugins.x]\na = 1\nb = 1\n[proxy_plugins.p]\ntype = \"sandbox\"\n\
+             platform = \"linux\"",
         );
         write(
             "conf.d/10.toml",
@@ -184,7 +186,12 @@ mod tests {
         write("conf.d/30.toml.off", "root = \"/d\"");
         let loaded = load(&dir.path().join("main.toml")).unwrap();
         assert_eq!(loaded.files.len(), 3);
-        let expected: Table = toml::from_str("version = 3\nroot = \"/c\"\n[plugins]\nx = { a = 1, b = 2 }\ny = { c = 3 }\n[proxy_plugins]\np = { type = \"snapshot\" }").unwrap();
+        let expected: Table = toml::from_str(
+            "version = 3\nroot = \"/c\"\n[plugins]\n\
+            x = { a = 1, b = 2 }\ny = { c = 3 }\n[proxy_plugins]\n\
+            p = { type = \"snapshot\" }",
+        )
+        .unwrap();
         let mut table = loaded.table;
         table.remove("imports");
         assert_eq!(table, expected);
@@ -196,7 +203,8 @@ mod tests {
         let (main, other) = (dir.path().join("main.toml"), dir.path().join("other.toml"));
         std::fs::write(
             &main,
-            "imports = [\"other.toml\"]\ndisabled_plugins = [\"cri\", \"a\"]\n[plugins.x]\nlist = [1]",
+            "imports = [\"other.toml\"]\ndisabled_plugins = [\"cri\", \"a\"]\n[plugins.x]\n\
+             list = [1]",
         )
         .unwrap();
         std::fs::write(&other, "disabled_plugins = [\"a\", \"b\"]\n[plugins.x]\nlist = [2]")

@@ -36,7 +36,7 @@ pub(super) fn judge(table: &Table, config: &Config) -> Option<Finding> {
 mod tests {
     use super::*;
 
-    fn told(text: &str, ours: &str) -> Option<String> {
+    fn fact_of(text: &str, ours: &str) -> Option<String> {
         let file = std::path::Path::new("c.toml");
         let config = Config::parse(file, &format!("shim_env = {ours}"), &[]).unwrap();
         judge(&toml::from_str(text).unwrap(), &config).map(|finding| finding.to_string())
@@ -46,17 +46,17 @@ mod tests {
     fn variables_that_are_missing_are_told() {
         let manager = "[plugins.'io.containerd.shim.v1.manager']\nenv = ['SCHED_CORE=1', 'A=b']";
         let sched_core = "[plugins.'io.containerd.runtime.v2.task']\nsched_core = true";
-        assert_eq!(told("", "[]"), None);
-        assert_eq!(told(manager, "['A=b', 'SCHED_CORE=1', 'C=d']"), None);
-        let one = told(manager, "['A=b', 'SCHED_CORE=2']").unwrap();
+        assert_eq!(fact_of("", "[]"), None);
+        assert_eq!(fact_of(manager, "['A=b', 'SCHED_CORE=1', 'C=d']"), None);
+        let one = fact_of(manager, "['A=b', 'SCHED_CORE=2']").unwrap();
         assert!(one.contains("its shims get [\"SCHED_CORE=1\"], but"), "{one}");
-        let both = told(manager, "[]").unwrap();
+        let both = fact_of(manager, "[]").unwrap();
         assert!(both.contains("set shim_env = [\"SCHED_CORE=1\", \"A=b\"] in"), "{both}");
         assert!(
-            told(&format!("version = 2\n{sched_core}"), "[]").unwrap().contains("SCHED_CORE=1")
+            fact_of(&format!("version = 2\n{sched_core}"), "[]").unwrap().contains("SCHED_CORE=1")
         );
         assert_eq!(
-            told(&format!("version = 3\n{sched_core}"), "[]"),
+            fact_of(&format!("version = 3\n{sched_core}"), "[]"),
             None,
             "containerd does not read it"
         );

@@ -53,7 +53,8 @@ pub(super) fn not_imported(files: &[(PathBuf, Table)], drop_in: &Path) -> Option
             ),
             Some(_) => {
                 format!(
-                    "add \"{pattern}\" to the list `imports` in {main}, then systemctl restart containerd"
+                    "add \"{pattern}\" to the list `imports` in {main}, then systemctl restart \
+                     containerd"
                 )
             }
         },
@@ -67,21 +68,24 @@ pub(super) fn judge(files: &[(PathBuf, Table)]) -> Vec<Finding> {
     let (main, of) = (main.display(), version(root).filter(|version| *version > 1));
     let mut findings = Vec::new();
     let migrate = format!(
-        "containerd --config {main} config migrate >/tmp/migrated.toml && mv /tmp/migrated.toml {main}, then add `imports` again"
+        "containerd --config {main} config migrate >/tmp/migrated.toml && mv /tmp/migrated.toml \
+         {main}, then add `imports` again"
     );
     for (path, table) in imported {
         if let (Some(of), Some(higher)) = (of, version(table))
             && higher > of
         {
             let fact = format!(
-                "{} has version {higher} and {main} version {of}: containerd 2.3 does not start so, older ones forget CRI's settings of {main}",
+                "{} has version {higher} and {main} version {of}: containerd 2.3 does not start \
+                 with it, older versions ignore CRI's settings of {main}",
                 path.display()
             );
             findings.push(Finding::fail(CONFIG, fact, migrate.clone()));
         }
         if of == Some(2) && has_handlers(root, 2) && has_handlers(table, 3) {
             let fact = format!(
-                "{} names runtime handlers as of version 3, which hide those of {main} from containerd 2.0 to 2.2, as it has version 2",
+                "{} has runtime handlers as of version 3, which hide those of {main} from \
+                 containerd 2.0 to 2.2, as it has version 2",
                 path.display()
             );
             findings.push(Finding::fail(CONFIG, fact, migrate.clone()));
@@ -104,7 +108,7 @@ pub(super) fn stale(files: &[(PathBuf, Table)], address: &Path) -> Vec<Finding> 
         "containerd was started before {} was written, and has not read it",
         newer.join(" and ")
     );
-    vec![Finding::warn(CONFIG, fact, "systemctl restart containerd; pods go on")]
+    vec![Finding::warn(CONFIG, fact, "systemctl restart containerd; pods keep running")]
 }
 
 /// When the process that listens at a socket was started, to the second.

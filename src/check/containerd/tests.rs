@@ -53,7 +53,9 @@ fn a_config_without_a_version_and_one_of_version_1_are_taken() {
 
 #[test]
 fn category_ranges_differ_where_pods_have_labels() {
-    let labelled = "plugins.\"io.containerd.cri.v1.runtime\".enable_selinux = true\nplugins.\"io.containerd.cri.v1.runtime\".selinux_category_range = 512\n[proxy_plugins.mine]";
+    let labelled = "plugins.\"io.containerd.cri.v1.runtime\".enable_selinux = true\n\
+        plugins.\"io.containerd.cri.v1.runtime\".selinux_category_range = 512\n\
+        [proxy_plugins.mine]";
     let table: Table = toml::from_str(&GOOD.replace("[proxy_plugins.mine]", labelled)).unwrap();
     let config = Config { enable_selinux: true, ..Config::default() };
     let findings: Vec<_> =
@@ -166,14 +168,16 @@ fn each_fault_is_one_finding_with_advice() {
         ),
         (
             "[proxy_plugins.mine]",
-            "plugins.\"io.containerd.cri.v1.runtime\".restrict_oom_score_adj = true\n[proxy_plugins.mine]",
+            "plugins.\"io.containerd.cri.v1.runtime\".restrict_oom_score_adj = true\n\
+             [proxy_plugins.mine]",
             "restrict_oom_score_adj is true",
             "the same in both",
         ),
         (
             "sandboxer = \"mine\"",
             "sandboxer = \"mine\"\npod_annotations = [\"io.x.*\"]",
-            "pod_annotations of runtime handler \"fast\" is [\"io.x.*\"], but this sandboxer's is []",
+            "pod_annotations of runtime handler \"fast\" is [\"io.x.*\"], but this sandboxer's is \
+             []",
             "the same in both",
         ),
     ] {

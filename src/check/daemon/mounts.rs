@@ -1,19 +1,19 @@
-//! Whether containerd sees what the daemon mounts.
+//! Whether the daemon's mounts are visible to containerd.
 
 use std::io;
 use std::path::Path;
 
-use super::Finding;
+use super::super::Finding;
 use crate::client::Client;
 use crate::config::Config;
 use crate::mounts::{View, view};
 
 const SUBJECT: &str = "mounts";
 
-/// Compares the mount namespaces of the daemon that runs and of containerd. Silent where one of the
-/// two is not there, which is another look's finding.
+/// Compares the mount namespaces of the running daemon and of containerd. No finding if one of them
+/// does not run, which others report.
 pub(super) fn look(config: &Config) -> Vec<Finding> {
-    // Who answers has the lock, with its process id in it.
+    // The lock of the daemon that answers has its pid.
     let answers = Client::connect(config).and_then(|client| client.list(false)).is_ok();
     let holder = answers
         .then(|| std::fs::read_to_string(config.state_dir.join("lock")))
@@ -28,15 +28,16 @@ pub(super) fn look(config: &Config) -> Vec<Finding> {
 }
 
 fn judge(seen: io::Result<View>, state: &Path) -> Vec<Finding> {
-    let advice = "systemctl cat pause-sandboxer shows the drop-in that sets it: remove the option, then \
-                  systemctl daemon-reload && systemctl restart pause-sandboxer";
+    let advice = "systemctl cat pause-sandboxer shows the drop-in that sets it: remove the option, \
+                  then systemctl daemon-reload && systemctl restart pause-sandboxer";
     match seen {
         Ok(view) => vec![match (view.admit(state), view) {
             (Err(step), _) => Finding::fail(SUBJECT, step.to_string(), advice),
             (Ok(()), View::Propagated) => Finding::warn(
                 SUBJECT,
                 format!(
-                    "the daemon and containerd are in two mount namespaces; mounts below {} reach both",
+                    "the daemon and containerd are in two mount namespaces; mounts below {} \
+                     propagate to both",
                     state.display()
                 ),
                 "run both in one: see PrivateTmp= and the like in their units",
@@ -51,7 +52,7 @@ fn judge(seen: io::Result<View>, state: &Path) -> Vec<Finding> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Level;
+    use super::super::super::Level;
     use super::*;
 
     #[test]

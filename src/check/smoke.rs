@@ -1,4 +1,5 @@
-//! A pause, started and ended: what the kernel and its guards allow shows only when it is tried.
+//! Starts and kills a pause process: only then it shows what the kernel and its security modules
+//! permit.
 
 use std::time::Duration;
 
@@ -13,22 +14,21 @@ const SUBJECT: &str = "trial";
 /// `oom_score_adj` of a pause (kubelet's `qos` policy for pod sandboxes).
 const OOM_SCORE: i32 = -998;
 
-/// A killed process that has not ended by then hangs in the kernel.
+/// A killed process that has not exited by then hangs in the kernel.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Starts a pause with namespaces of its own and a cgroup in the root of every hierarchy, and ends
-/// it again.
+/// Starts a pause process with its own namespaces and a cgroup in the root of every hierarchy, and
+/// kills it.
 pub(super) fn look(config: &Config) -> Vec<Finding> {
-    let advice = "the step tells what is forbidden: see the privileges above, and security modules or filters around the daemon";
+    let advice = "the step names what is not permitted: see the privileges above, and the security \
+                  modules or filters of this process";
     let tried = Native::new()
         .and_then(|driver| attempt(&driver, &plan(own_score(), config.restrict_oom_score_adj)));
     vec![match tried {
-        Ok(()) => Finding::ok(SUBJECT, "a pause was started and ended"),
-        Err(step) => Finding::fail(
-            SUBJECT,
-            format!("a pause could not be started and ended: {step}"),
-            advice,
-        ),
+        Ok(()) => Finding::ok(SUBJECT, "started and killed a pause process"),
+        Err(step) => {
+            Finding::fail(SUBJECT, format!("cannot start and kill a pause process: {step}"), advice)
+        }
     }]
 }
 

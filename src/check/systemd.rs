@@ -1,4 +1,4 @@
-//! The units: whether systemd starts the sandboxer at the next boot, before containerd.
+//! Whether systemd starts the sandboxer at boot, before containerd.
 
 use std::path::Path;
 use std::process::Command;
@@ -7,22 +7,22 @@ use super::Finding;
 
 const SUBJECT: &str = "systemd";
 
-/// Socket first: it is what callers find at boot.
+/// The socket first: clients need it at boot.
 const UNITS: [&str; 2] = ["pause-sandboxer.socket", "pause-sandboxer.service"];
 
-/// Asks systemd, where it runs.
+/// Queries systemd, if it runs.
 pub(super) fn look() -> Vec<Finding> {
     if !Path::new("/run/systemd/system").exists() {
         return Vec::new();
     }
     UNITS
         .iter()
-        .flat_map(|unit| judge(unit, &ask("is-enabled", unit), &ask("is-active", unit)))
+        .flat_map(|unit| judge(unit, &query("is-enabled", unit), &query("is-active", unit)))
         .collect()
 }
 
-/// The one word that systemctl says.
-fn ask(question: &str, unit: &str) -> String {
+/// The one word that systemctl prints.
+fn query(question: &str, unit: &str) -> String {
     let output = Command::new("systemctl").args([question, unit]).output();
     output
         .map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned())
@@ -34,7 +34,7 @@ fn judge(unit: &str, enabled: &str, active: &str) -> Vec<Finding> {
     match (enabled, active) {
         ("" | "not-found", _) => vec![Finding::warn(
             SUBJECT,
-            format!("{unit} is not installed, so nothing starts the daemon at boot"),
+            format!("{unit} is not installed, so the daemon is not started at boot"),
             "install the package, or the units of packaging/systemd/",
         )],
         ("masked", _) => {
@@ -47,7 +47,7 @@ fn judge(unit: &str, enabled: &str, active: &str) -> Vec<Finding> {
         (_, "failed") => vec![Finding::fail(
             SUBJECT,
             format!("{unit} has failed"),
-            format!("journalctl -u {unit} tells why; then systemctl restart {unit}"),
+            format!("journalctl -u {unit} has the reason; then systemctl restart {unit}"),
         )],
         ("enabled", "active") => {
             vec![Finding::ok(SUBJECT, format!("{unit} is enabled and active"))]
@@ -56,7 +56,8 @@ fn judge(unit: &str, enabled: &str, active: &str) -> Vec<Finding> {
         _ => vec![Finding::warn(
             SUBJECT,
             format!(
-                "{unit} is {enabled}: after a reboot containerd finds no sandboxer, and leaves its pods unknown"
+                "{unit} is {enabled}: after a reboot containerd finds no sandboxer, so its pods \
+                 are unknown"
             ),
             start,
         )],

@@ -1,27 +1,27 @@
-//! The rights of whoever runs the check, which should be those of the daemon.
+//! The capabilities of the check's process, which should be those of the daemon.
 
 use super::{Finding, read};
 use crate::config::Config;
 
 const SUBJECT: &str = "privileges";
 
-/// What the daemon cannot do without: number (linux/capability.h), name and reason.
+/// What the daemon requires: number (linux/capability.h), name and reason.
 const NEEDED: &[(u32, &str, &str)] = &[
     (0, "CAP_CHOWN", "to give the pod's files to a user namespace"),
     (1, "CAP_DAC_OVERRIDE", "to write containerd's directories and cgroups"),
-    (5, "CAP_KILL", "to end a pause, which runs as another user"),
-    (6, "CAP_SETGID", "to run a pause as group 65535"),
-    (7, "CAP_SETUID", "to run a pause as user 65535"),
-    (8, "CAP_SETPCAP", "to take all capabilities from a pause"),
+    (5, "CAP_KILL", "to kill a pause process, which runs as another user"),
+    (6, "CAP_SETGID", "to run a pause process as group 65535"),
+    (7, "CAP_SETUID", "to run a pause process as user 65535"),
+    (8, "CAP_SETPCAP", "to drop the capabilities of a pause process"),
     (12, "CAP_NET_ADMIN", "to set the sysctls of a pod's network"),
-    (18, "CAP_SYS_CHROOT", "to give a pause its empty root"),
-    (21, "CAP_SYS_ADMIN", "to make namespaces and mounts"),
+    (18, "CAP_SYS_CHROOT", "to set the root directory of a pause process"),
+    (21, "CAP_SYS_ADMIN", "to create namespaces and mounts"),
 ];
 
 /// CAP_SYS_RESOURCE: lowers `oom_score_adj` (proc_pid_oom_score_adj(5)).
 const SYS_RESOURCE: u32 = 24;
 
-/// Looks at the own process.
+/// Examines its own process.
 pub(super) fn look(config: &Config) -> Vec<Finding> {
     let mut findings = vec![user(nix::unistd::geteuid().as_raw())];
     match read(SUBJECT, "/proc/self/status") {
@@ -65,16 +65,23 @@ fn capabilities(status: &str, restricted: bool) -> Vec<Finding> {
         })
         .collect();
     if findings.is_empty() {
-        findings.push(Finding::ok(SUBJECT, "all capabilities that a Start needs"));
+        findings.push(Finding::ok(SUBJECT, "has all required capabilities"));
     }
     findings.push(match (holds(SYS_RESOURCE), restricted) {
         (true, false) => Finding::ok(SUBJECT, "CAP_SYS_RESOURCE, so oom_score_adj can be lowered"),
-        (true, true) => Finding::ok(SUBJECT, "restrict_oom_score_adj is set; with CAP_SYS_RESOURCE it need not be"),
-        (false, true) => Finding::ok(SUBJECT, "CAP_SYS_RESOURCE is missing, and restrict_oom_score_adj is set as it must be then"),
+        (true, true) => Finding::ok(
+            SUBJECT,
+            "restrict_oom_score_adj is set, but not needed with CAP_SYS_RESOURCE",
+        ),
+        (false, true) => Finding::ok(
+            SUBJECT,
+            "CAP_SYS_RESOURCE is missing, and restrict_oom_score_adj is set as required then",
+        ),
         (false, false) => Finding::fail(
             SUBJECT,
-            "CAP_SYS_RESOURCE is missing, so the pause's oom_score_adj cannot be lowered",
-            "grant CAP_SYS_RESOURCE, or set restrict_oom_score_adj = true here and in containerd's CRI runtime settings",
+            "CAP_SYS_RESOURCE is missing, so oom_score_adj cannot be lowered",
+            "grant CAP_SYS_RESOURCE, or set restrict_oom_score_adj = true here and in \
+             containerd's CRI runtime settings",
         ),
     });
     findings
