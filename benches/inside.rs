@@ -38,7 +38,7 @@ impl Inside {
             ..Config::default()
         };
         std::fs::create_dir_all(&config.state_dir)?;
-        let driver = Arc::new(Native::new()?.of(&config.state_dir));
+        let driver = Arc::new(Native::new()?.for_state_dir(&config.state_dir));
         let environment = Arc::new(Environment::new(config, driver, None)?);
         Ok(Self {
             controller: Controller::open(environment).await?,

@@ -121,7 +121,7 @@ async fn run(
 
 /// What all sandboxes share.
 fn environment(config: &Config, open_files: Option<u64>) -> Result<Arc<Environment>, StepError> {
-    let driver = Arc::new(Native::new()?.of(&config.state_dir));
+    let driver = Arc::new(Native::new()?.for_state_dir(&config.state_dir));
     let labelled = selinux::executable(config)
         .and_then(|label| label.map_or(Ok(()), |label| driver.label(&label)));
     if let Err(e) = labelled {

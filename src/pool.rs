@@ -96,22 +96,22 @@ pub async fn run<T: Send + 'static>(
 ) -> Result<T, StepError> {
     let ending = || StepError::new("run job", io::Error::other("the runtime is going down"));
     let turn = class.turns().acquire().await.map_err(|_| ending())?;
-    let (tell, told) = oneshot::channel();
-    let job = Arc::new(Mutex::new(Some((turn, piece, tell))));
+    let (sender, receiver) = oneshot::channel();
+    let job = Arc::new(Mutex::new(Some((turn, piece, sender))));
     let queued = Arc::clone(&job);
     let work = move || {
-        let Some((turn, piece, tell)) = take(&queued) else { return };
+        let Some((turn, piece, sender)) = take(&queued) else { return };
         let done = catch_unwind(AssertUnwindSafe(piece)).map_err(|panic| panicked(&*panic));
         // Held for as long as the thread is, also when the future is dropped.
         drop(turn);
-        let _ = tell.send(done);
+        let _ = sender.send(done);
     };
     // The runtime panics where it has no thread and can start none, and keeps the job: a later
     // thread must find nothing in it.
     if catch_unwind(|| drop(tokio::task::spawn_blocking(work))).is_err() && take(&job).is_some() {
         return Err(StepError::new("start a thread", io::Error::from_raw_os_error(libc::EAGAIN)));
     }
-    told.await.unwrap_or_else(|_| Err(ending()))
+    receiver.await.unwrap_or_else(|_| Err(ending()))
 }
 
 /// A panic elsewhere leaves the value whole.

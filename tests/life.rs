@@ -149,7 +149,7 @@ impl Driver for Fake {
         Ok(())
     }
 
-    fn end_strays(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>> {
+    fn kill_orphans(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>> {
         let ids = self.ids.lock().unwrap();
         let strays: Vec<u32> =
             ids.iter().filter(|(_, id)| !recorded(id)).map(|(pid, _)| *pid).collect();

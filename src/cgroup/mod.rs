@@ -188,13 +188,13 @@ impl Cgroups {
     ///
     /// # Errors
     /// The failed step; [`Cgroups::remove`] is to undo what was done.
-    pub(crate) fn settle(&self, placement: &Placement, pid: u32) -> Result<(), StepError> {
+    pub(crate) fn register(&self, placement: &Placement, pid: u32) -> Result<(), StepError> {
         match placement {
             Placement::Inherit | Placement::Directory(_) => Ok(()),
             Placement::Scope(scope) => {
                 let weight = if self.unified { SCOPE_WEIGHT } else { SCOPE_SHARES };
                 self.systemd.start_scope(scope, pid, weight)?;
-                if self.unified { Ok(()) } else { self.bring_back(&scope.path, pid) }
+                if self.unified { Ok(()) } else { self.move_back(&scope.path, pid) }
             }
         }
     }
@@ -202,7 +202,7 @@ impl Cgroups {
     /// Moves a process into its cgroup again in every hierarchy of version 1: where systemd keeps
     /// no cgroup for a scope it puts the processes into the nearest that it keeps, which is that of
     /// some slice.
-    fn bring_back(&self, cgroup: &CStr, pid: u32) -> Result<(), StepError> {
+    fn move_back(&self, cgroup: &CStr, pid: u32) -> Result<(), StepError> {
         let (procs, pid) = (below(cgroup, c"cgroup.procs"), pid.to_string());
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
             let mut tries = TRIES;
@@ -228,8 +228,8 @@ impl Cgroups {
 
     /// Whether a child that could not join its cgroup for this reason shall try again: with version
     /// 1 systemd removes empty cgroups below a slice, of controllers that it does not use there,
-    /// whenever it looks at the slice.
-    pub(crate) fn tidied_up(&self, placement: &Placement, e: Errno) -> bool {
+    /// whenever it updates the slice.
+    pub(crate) fn removed_by_systemd(&self, placement: &Placement, e: Errno) -> bool {
         !self.unified
             && matches!(placement, Placement::Scope(_))
             && matches!(e, Errno::NOENT | Errno::NODEV)
@@ -382,7 +382,7 @@ impl Cgroups {
                     Ok(()) | Err(Errno::SRCH) => {}
                     Err(e) => return Err(e),
                 }
-                self.let_end(cgroup, pid);
+                self.thaw_killed(cgroup, pid);
             }
         }
         Ok(())
@@ -390,7 +390,7 @@ impl Cgroups {
 
     /// Lets a killed process of the cgroup end where version 1 holds it frozen: such a one keeps
     /// its pid.
-    fn let_end(&self, cgroup: &CStr, pid: libc::c_int) {
+    fn thaw_killed(&self, cgroup: &CStr, pid: libc::c_int) {
         for hierarchy in self.hierarchies.iter().filter(|h| h.freezer) {
             let state = read(hierarchy, &below(cgroup, THAWED.0)).unwrap_or_default();
             if state.trim_ascii() != THAWED.1
@@ -488,8 +488,8 @@ impl Drop for Made<'_> {
     fn drop(&mut self) {
         for (index, path) in self.directories.drain(..).rev() {
             let Some(hierarchy) = self.cgroups.hierarchies.get(index) else { continue };
-            // A parent that is in use by now stays; what else fails is found by the cleanup, or by
-            // nobody's harm.
+            // A parent that is in use by now stays; the cleanup finds what else fails, or it does
+            // no harm.
             match unlinkat(hierarchy.root.as_fd(), &path, AtFlags::REMOVEDIR) {
                 Ok(()) | Err(Errno::NOENT | Errno::NOTEMPTY | Errno::BUSY) => {}
                 Err(e) => {

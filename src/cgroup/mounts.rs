@@ -149,7 +149,8 @@ mod tests {
     fn hierarchies_of_version_1() {
         let text = b"32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n\
             33 31 0:31 /part /mnt/again rw - cgroup cgroup rw,cpuset\n\
-            34 31 0:31 / /sys/fs/cgroup/cpuset rw shared:9 - cgroup cgroup rw,cpuset,clone_children\n\
+            34 31 0:31 / /sys/fs/cgroup/cpuset rw shared:9 - \
+            cgroup cgroup rw,cpuset,clone_children\n\
             34 31 0:31 / /sys/fs/cgroup/third rw - cgroup cgroup rw,cpuset\n\
             35 31 0:37 / /sys/fs/c\\040group rw - cgroup cgroup rw,xattr,name=systemd\n\
             36 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n";

@@ -203,7 +203,7 @@ impl Systemd {
             return Ok(connection.clone());
         }
         let connection = Connection::system().await?;
-        // Without it systemd tells nobody of the ends of jobs.
+        // Without it systemd sends no job results.
         call(&connection, "Subscribe", &()).await?;
         Ok(kept.insert(connection).clone())
     }
@@ -299,14 +299,14 @@ mod tests {
         let asked = zbus::Message::method_call(OBJECT, "StopUnit").build(&()).unwrap();
         let answer =
             zbus::Message::method_return(&asked.header()).sender(":1.1").build(&path(7)).unwrap();
-        let told = |sender: &'static str, number: u32| {
+        let result_of = |sender: &'static str, number: u32| {
             let signal = zbus::Message::signal(OBJECT, MANAGER, "JobRemoved").sender(sender);
             let signal = signal.build(&(number, path(number), "x.scope", "failed")).unwrap();
             end_of(&path(7), &answer, &signal).map_err(io::Error::from).unwrap()
         };
-        assert_eq!(told(":1.66", 7), None, "another connection's");
-        assert_eq!(told(":1.1", 8), None, "another job's");
-        assert_eq!(told(":1.1", 7).as_deref(), Some("failed"));
+        assert_eq!(result_of(":1.66", 7), None, "another connection's");
+        assert_eq!(result_of(":1.1", 8), None, "another job's");
+        assert_eq!(result_of(":1.1", 7).as_deref(), Some("failed"));
         let rubbish = zbus::Message::signal(OBJECT, MANAGER, "JobRemoved")
             .sender(":1.66")
             .build(&("x",))

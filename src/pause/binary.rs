@@ -1,8 +1,8 @@
-//! The pause program as an open file that is executed by descriptor and that nobody can change or
-//! read.
+//! The pause program as an open file that is executed by descriptor and that no process can change
+//! or read.
 //!
 //! Mode 0511: the kernel makes a process undumpable that executes what it may not read, and keeps
-//! whoever is root in the pod's user namespace from tracing it.
+//! root of the pod's user namespace from tracing it.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, Write};
@@ -36,7 +36,7 @@ pub(super) enum Kept {
 impl Kept {
     /// How it is kept, by the name that a process which executes it shows for it. Other programs
     /// may have that name too.
-    pub(super) fn of(exe: &Path) -> Option<Self> {
+    pub(super) fn from_exe(exe: &Path) -> Option<Self> {
         match exe.as_os_str().as_bytes() {
             b"/memfd:pause (deleted)" => Some(Self::Memfd),
             b"/pause" => Some(Self::Tmpfs),

@@ -83,7 +83,7 @@ const STEPS: [(At, &str); 23] = [
     (At::Execute, "execute the pause program"),
 ];
 
-/// How far the child came; written by the child, read by the parent when it goes on.
+/// How far the child came; written by the child, read by the parent when it resumes.
 #[derive(Debug, Default)]
 pub(super) struct Report {
     report: process::report::Report,
@@ -256,7 +256,8 @@ fn clone_second(work: &Work<'_>, user: &User<'_>) -> Result<(), Errno> {
         flags: work.namespaces | libc::CLONE_PARENT as u64,
         cgroup: None,
         born: Some(&report.second),
-        // Not this child's: that is the daemon's, which would go on if this child were killed now.
+        // Not this child's: that is the daemon's, which would continue if this child were killed
+        // now.
         stack: Some(&user.stack),
     };
     sys::clone_child(&clone, work, second).map(|(_, pidfd)| sys::close(pidfd))
@@ -300,7 +301,7 @@ fn become_pause(work: &Work<'_>) -> Result<(), Errno> {
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     report.enter(At::CloseDescriptors);
     // At the exec and not before: the lock of the state directory is among them, and until the exec
-    // nobody would know this process for a pause. So whoever has the lock next finds it.
+    // no daemon would identify this process as a pause. So whoever has the lock next finds it.
     sys::close_at_execute(0, Some(work.image))?;
     report.enter(At::Filter);
     sys::filter::install(&seccomp::FILTER)?;

@@ -118,7 +118,7 @@ pub trait Driver: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// Every step that failed; the others were done all the same.
-    fn end_strays(&self, _recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>> {
+    fn kill_orphans(&self, _recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>> {
         Ok(())
     }
 }

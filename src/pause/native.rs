@@ -23,12 +23,12 @@ use super::{Driver, IdMapping, Namespace, Plan, binary, orphans, rootfs, userns}
 use crate::cgroup::{self, CgroupRef, Cgroups};
 use crate::error::{IoContext, StepError};
 use crate::process::deadline::{self, Cloned, Deadline};
-use crate::process::pidfd::{self, Common, PidfdProcess};
+use crate::process::pidfd::{self, PidfdProcess, Reaper};
 use crate::process::{Adoption, Identity, Process, identity};
 use crate::sys::{self, Errno};
 
 /// uid and gid of a pause.
-const NOBODY: u32 = 65535;
+const PAUSE_ID: u32 = 65535;
 /// Magic number of namespace files (`<linux/magic.h>` NSFS_MAGIC).
 const NSFS: i64 = 0x6e73_6673;
 
@@ -41,7 +41,7 @@ pub struct Native {
     cgroups: Cgroups,
     boot_id: Arc<str>,
     last_capability: u32,
-    common: Arc<Common>,
+    common: Arc<Reaper>,
     deadline: Deadline,
     /// What the pauses of one state directory are known by.
     mark: Option<Mark>,
@@ -51,12 +51,12 @@ pub struct Native {
 struct Failed {
     step: StepError,
     /// Why its child could not join its cgroup, if it was that.
-    left_out: Option<Errno>,
+    join_error: Option<Errno>,
 }
 
 impl From<StepError> for Failed {
     fn from(step: StepError) -> Self {
-        Self { step, left_out: None }
+        Self { step, join_error: None }
     }
 }
 
@@ -84,7 +84,7 @@ impl Native {
                 .step_at("open", "/proc")?,
             image,
             root: rootfs::make()?,
-            common: Common::new(cgroups.freezer())?,
+            common: Reaper::new(cgroups.freezer())?,
             deadline: Deadline::new(cgroups.freezer()),
             cgroups,
             boot_id: identity::boot_id()?,
@@ -99,7 +99,7 @@ impl Native {
 
     /// The same, with pauses that are known to be of this state directory, so that one without a
     /// record is found.
-    pub fn of(mut self, state_dir: &Path) -> Self {
+    pub fn for_state_dir(mut self, state_dir: &Path) -> Self {
         match Mark::set(self.image.as_fd(), state_dir) {
             Ok(mark) => self.mark = Some(mark),
             Err(step) => log::error!("pauses without a record will not be found: {step}"),
@@ -118,7 +118,7 @@ impl Native {
             .step("label the pause program")
     }
 
-    /// Clones the child and looks at how it fared.
+    /// Clones the child and checks what it reports.
     fn spawn(
         &self,
         work: &Work<'_>,
@@ -150,14 +150,14 @@ impl Native {
         let Some(e) = failed else { return Ok(pause.step(name)?) };
         if let Ok((pid, pidfd)) = pause {
             // It ended itself, or was killed on its way.
-            self.end(pid, &pidfd)?;
+            self.kill_and_reap(pid, &pidfd)?;
         }
-        let left_out = work.report.errno().filter(|_| at == At::JoinCgroup);
+        let join_error = work.report.errno().filter(|_| at == At::JoinCgroup);
         let step = match self.subject(plan, work, at, index) {
             Some(path) => StepError::at(name, path, e),
             None => StepError::new(name, e),
         };
-        Err(Failed { step, left_out })
+        Err(Failed { step, join_error })
     }
 
     /// The second child, which is the pause, when the first has ended.
@@ -179,14 +179,15 @@ impl Native {
         if end != Some(sys::End::Code(0)) {
             // The first was killed: the second may still be running on the stack that is about to
             // be freed.
-            self.end(pid, &pidfd).map_err(|e| io::Error::new(e.io().kind(), e.to_string()))?;
+            self.kill_and_reap(pid, &pidfd)
+                .map_err(|e| io::Error::new(e.io().kind(), e.to_string()))?;
             return Err(io::ErrorKind::Interrupted.into());
         }
         Ok((pid, pidfd))
     }
 
     /// Kills and reaps a child, which no other thread reaps.
-    fn end(&self, pid: c_int, pidfd: &OwnedFd) -> Result<(), StepError> {
+    fn kill_and_reap(&self, pid: c_int, pidfd: &OwnedFd) -> Result<(), StepError> {
         match sys::kill(pidfd.as_fd()) {
             Ok(()) | Err(Errno::SRCH) => {}
             Err(e) => return Err(e).step("kill the pause process"),
@@ -257,8 +258,8 @@ impl Driver for Native {
             sysctls: sysctls(plan)?,
             label: plan.selinux_label.as_bytes(),
             last_capability: self.last_capability,
-            uid: ids.map_or(NOBODY, |(uid, _)| nobody(uid)),
-            gid: ids.map_or(NOBODY, |(_, gid)| nobody(gid)),
+            uid: ids.map_or(PAUSE_ID, |(uid, _)| pause_id(uid)),
+            gid: ids.map_or(PAUSE_ID, |(_, gid)| pause_id(gid)),
             id: CString::new(plan.id.as_bytes()).step("name the pause process")?,
         };
         let mut tries = cgroup::TRIES;
@@ -266,20 +267,21 @@ impl Driver for Native {
             let made = self.cgroups.make(&placement)?;
             match self.spawn(&work, plan, made.as_ref()) {
                 Ok(spawned) => break (made, spawned),
-                Err(Failed { left_out: Some(e), .. })
-                    if tries > 1 && self.cgroups.tidied_up(&placement, e) =>
+                Err(Failed { join_error: Some(e), .. })
+                    if tries > 1 && self.cgroups.removed_by_systemd(&placement, e) =>
                 {
                     tries -= 1;
                 }
                 Err(e) => return Err(e.step),
             }
         };
-        let settled = self.cgroups.settle(&placement, pid.unsigned_abs());
-        let identity = match settled.and_then(|()| identity::of(pid.unsigned_abs(), &self.boot_id))
+        let settled = self.cgroups.register(&placement, pid.unsigned_abs());
+        let identity = match settled
+            .and_then(|()| identity::read_identity(pid.unsigned_abs(), &self.boot_id))
         {
             Ok(identity) => identity,
             Err(e) => {
-                self.end(pid, &pidfd)?;
+                self.kill_and_reap(pid, &pidfd)?;
                 for left in self.cgroups.remove(&placement) {
                     log::warn!(sandbox = plan.id.as_str(); "undo a start that failed: {left}");
                 }
@@ -305,12 +307,12 @@ impl Driver for Native {
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }
 
-    fn end_strays(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>> {
+    fn kill_orphans(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>> {
         let Some(mark) = &self.mark else { return Ok(()) };
         let decided = Instant::now() + orphans::DECIDED;
         let (found, cut_short) = orphans::find(mark);
         let mut failed = Vec::from_iter(cut_short);
-        let strays: Vec<_> = found.into_iter().filter(|stray| !recorded(&stray.id)).collect();
+        let orphans: Vec<_> = found.into_iter().filter(|orphan| !recorded(&orphan.id)).collect();
         if Instant::now() > decided {
             // By now new sandboxes may have what these had.
             failed.push(StepError::new(
@@ -319,13 +321,13 @@ impl Driver for Native {
             ));
             return Err(failed);
         }
-        let cgroups: Vec<CString> = strays.iter().flat_map(orphans::Marked::cgroups).collect();
-        for stray in &strays {
-            log::warn!(sandbox = stray.id.as_str(); "a pause that no record names is ended");
-            failed.extend(stray.kill().err());
+        let cgroups: Vec<CString> = orphans.iter().flat_map(orphans::Marked::cgroups).collect();
+        for orphan in &orphans {
+            log::warn!(sandbox = orphan.id.as_str(); "killing a pause that no record names");
+            failed.extend(orphan.kill().err());
         }
         let ends = Instant::now() + orphans::ENDS;
-        failed.extend(strays.iter().filter_map(|stray| stray.ended(ends).err()));
+        failed.extend(orphans.iter().filter_map(|orphan| orphan.ended(ends).err()));
         // By the kernel's word, and only where it is empty: what else is in there is no pause.
         let free = Instant::now() + orphans::BUSY;
         failed.extend(cgroups.iter().flat_map(|path| self.cgroups.remove_empty(path, free)));
@@ -384,9 +386,9 @@ fn namespaces(plan: &Plan) -> u64 {
 }
 
 /// The pause's id as its user namespace numbers it: the usual one, or the last that is mapped.
-fn nobody(mapping: IdMapping) -> u32 {
+fn pause_id(mapping: IdMapping) -> u32 {
     let last = mapping.container_id.saturating_add(mapping.length.saturating_sub(1));
-    if mapping.container_id <= NOBODY { NOBODY.min(last) } else { last }
+    if mapping.container_id <= PAUSE_ID { PAUSE_ID.min(last) } else { last }
 }
 
 fn sysctls(plan: &Plan) -> Result<Vec<(CString, &[u8])>, StepError> {

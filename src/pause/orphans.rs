@@ -76,9 +76,9 @@ impl Mark {
     }
 
     /// Whether the process executes a program with this mark.
-    fn is_of(&self, pid: u32) -> bool {
+    fn is_on(&self, pid: u32) -> bool {
         let path = format!("/proc/{pid}/exe");
-        let Some(kept) = fs::read_link(&path).ok().and_then(|name| Kept::of(&name)) else {
+        let Some(kept) = fs::read_link(&path).ok().and_then(|name| Kept::from_exe(&name)) else {
             return false;
         };
         let Ok(path) = CString::new(path) else { return false };
@@ -118,18 +118,18 @@ pub(super) struct Marked {
 /// All pauses that bear `mark`, and what kept the search from its end.
 pub(super) fn find(mark: &Mark) -> (Vec<Marked>, Option<StepError>) {
     const STEP: &str = "search processes";
-    let (tell, told) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     let begun = Instant::now();
     let mark = mark.clone();
     // A thread of its own, to be left behind should a process hold it up.
     if let Err(e) =
-        thread::Builder::new().name("strays".to_owned()).spawn(move || search(&mark, &tell))
+        thread::Builder::new().name("orphans".to_owned()).spawn(move || search(&mark, &sender))
     {
         return (Vec::new(), Some(StepError::at(STEP, "/proc", e)));
     }
     let mut found = Vec::new();
     loop {
-        match told.recv_timeout(SEARCH.saturating_sub(begun.elapsed())) {
+        match receiver.recv_timeout(SEARCH.saturating_sub(begun.elapsed())) {
             Ok(Ok(marked)) => found.push(marked),
             Ok(Err(e)) => return (found, Some(StepError::at(STEP, "/proc", e))),
             Err(RecvTimeoutError::Disconnected) => return (found, None),
@@ -145,28 +145,28 @@ pub(super) fn find(mark: &Mark) -> (Vec<Marked>, Option<StepError>) {
 }
 
 /// The receiver is gone when the search took too long.
-fn search(mark: &Mark, tell: &Sender<io::Result<Marked>>) {
+fn search(mark: &Mark, sender: &Sender<io::Result<Marked>>) {
     let entries = match fs::read_dir("/proc") {
         Ok(entries) => entries,
-        Err(e) => return drop(tell.send(Err(e))),
+        Err(e) => return drop(sender.send(Err(e))),
     };
     let mut patience = EXECUTES;
     let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    for marked in pids.filter_map(|pid| look(pid, mark, &mut patience)) {
-        if tell.send(Ok(marked)).is_err() {
+    for marked in pids.filter_map(|pid| open_if_marked(pid, mark, &mut patience)) {
+        if sender.send(Ok(marked)).is_err() {
             return;
         }
     }
 }
 
 /// One that ends meanwhile is none.
-fn look(pid: u32, mark: &Mark, patience: &mut Duration) -> Option<Marked> {
-    if !mark.is_of(pid) {
+fn open_if_marked(pid: u32, mark: &Mark, patience: &mut Duration) -> Option<Marked> {
+    if !mark.is_on(pid) {
         return None;
     }
     // Looked at again when the process is held: it may be another by now.
     let pidfd = sys::pidfd_open(pid.cast_signed()).ok()?;
-    if !mark.is_of(pid) {
+    if !mark.is_on(pid) {
         return None;
     }
     let id = id(pid, patience)?;

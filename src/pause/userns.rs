@@ -18,14 +18,14 @@ use crate::sys;
 pub(super) fn make(user: &UserNamespace) -> Result<OwnedFd, StepError> {
     let how =
         sys::Clone { flags: libc::CLONE_NEWUSER as u64, cgroup: None, born: None, stack: None };
-    let (pid, pidfd) = sys::clone_child(&how, &(), end).step("make a user namespace")?;
+    let (pid, pidfd) = sys::clone_child(&how, &(), exit_at_once).step("make a user namespace")?;
     let namespace = map(pid, user);
     sys::reap(pidfd.as_fd(), true).step("reap the maker of a user namespace")?;
     namespace
 }
 
 /// The maker: its namespace is all that it is for.
-extern "C" fn end(_: &()) -> ! {
+extern "C" fn exit_at_once(_: &()) -> ! {
     sys::exit(0)
 }
 

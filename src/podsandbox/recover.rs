@@ -1,7 +1,7 @@
 //! Adopts what an earlier daemon left: every record becomes a sandbox again, or is quarantined.
 //!
 //! Nothing here deletes what it does not understand. A record that cannot be read is reported and
-//! its id stays taken, so that no caller is told that its pod does not exist.
+//! its id stays taken, so that no caller learns that its pod does not exist.
 
 use std::fs;
 use std::path::Path;
@@ -68,10 +68,10 @@ where
         .step_at("make directory", sandboxes)?;
     keep_private(sandboxes)?;
     let ids = ids(sandboxes)?;
-    // Where no thread can be started no record can be looked at, and a pod that is quarantined stays
-    // so: the next start may have one. From here on there is one.
+    // Where no thread can be started no record can be looked at, and a pod that is quarantined
+    // stays so: the next start may have one. From here on there is one.
     pool::run(Class::Recovery, || ()).await?;
-    end_strays(environment).await;
+    kill_orphans(environment).await;
     let all = stream::iter(ids).map(|id| {
         let (environment, on_gone) = (environment.clone(), on_gone.clone());
         async move {
@@ -79,7 +79,10 @@ where
                 Ok(Some(found)) => found,
                 Ok(None) => return None,
                 Err(reason) => {
-                    log::error!(sandbox = id.as_str(); "quarantined a record that recovery cannot adopt: {reason}");
+                    log::error!(
+                        sandbox = id.as_str();
+                        "quarantined a record that recovery cannot adopt: {reason}"
+                    );
                     return Some(Recovered::Quarantined { id, reason });
                 }
             };
@@ -113,7 +116,7 @@ impl Recovered {
 
 /// Ends pauses of ours that no record tells of: of a start that was cut off before it wrote one, or
 /// whose record is gone.
-async fn end_strays(environment: &Arc<Environment>) {
+async fn kill_orphans(environment: &Arc<Environment>) {
     let environment = environment.clone();
     let mut patience = Patience::new(WITHIN);
     let ended = patience.piece(move || {
@@ -131,7 +134,7 @@ async fn end_strays(environment: &Arc<Environment>) {
                 Err(_) => true,
             }
         };
-        environment.native.end_strays(&recorded)
+        environment.native.kill_orphans(&recorded)
     });
     match ended.await {
         Ok(Ok(())) => {}
@@ -406,9 +409,9 @@ mod tests {
         let begun = Instant::now();
         assert!(patience.act(ended).await.unwrap_err().starts_with("not done after"));
         assert_eq!(begun.elapsed().as_secs(), WITHIN.as_secs() / 2);
-        let (tell, told) = oneshot::channel::<()>();
+        let (tell, dropped) = oneshot::channel::<()>();
         assert!(patience.act(async { tell.send(()) }).await.is_err());
-        assert!(told.await.is_err(), "a step was begun after the time was over");
+        assert!(dropped.await.is_err(), "a step was begun after the time was over");
         let mut late = patience.late().unwrap();
         assert!(tokio::time::timeout(WITHIN, &mut late).await.is_err(), "it is under way");
         drop(end);

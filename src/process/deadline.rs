@@ -73,10 +73,10 @@ impl Deadline {
     /// Children may be in cgroups of this freezer hierarchy of version 1, which is named by its
     /// root.
     pub(crate) fn new(freezer: Option<Arc<OwnedFd>>) -> Self {
-        Self::of(WITHIN, freezer)
+        Self::within(WITHIN, freezer)
     }
 
-    fn of(within: Duration, freezer: Option<Arc<OwnedFd>>) -> Self {
+    fn within(within: Duration, freezer: Option<Arc<OwnedFd>>) -> Self {
         Self(Arc::new(Shared { within, freezer, children: Mutex::default() }))
     }
 
@@ -157,12 +157,12 @@ impl Shared {
         let Some(pid) = child.born.pid().filter(|_| *fate != Fate::Past) else { return };
         let killed = child.born.kill();
         if *fate == Fate::UnderWay {
-            log::warn!(pid = pid; "a child that has not executed its program in time is killed");
+            log::warn!(pid = pid; "killing a child that has not executed its program in time");
             *fate = Fate::Killed;
         }
         let thawed = self.freezer.as_ref().map_or(Ok(()), |root| thaw(root, pid));
         if let Err(e) = killed.and(thawed) {
-            log::debug!(pid = pid; "kill a late child: {}", io::Error::from(e));
+            log::debug!(pid = pid; "failed to kill a late child: {}", io::Error::from(e));
         }
     }
 }
@@ -266,7 +266,7 @@ mod tests {
 
     #[test]
     fn a_child_in_time_is_let_be_and_the_thread_goes() {
-        let deadline = Deadline::of(SHORT, None);
+        let deadline = Deadline::within(SHORT, None);
         for _ in 0..3 {
             let cloned = deadline.clone_child(how(), &(), end).unwrap();
             assert!(!cloned.late);
@@ -287,7 +287,7 @@ mod tests {
         let fifo = directory.path().join("fifo");
         nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRUSR).unwrap();
         let fifo = CString::new(fifo.as_os_str().as_bytes()).unwrap();
-        let deadline = Deadline::of(SHORT, None);
+        let deadline = Deadline::within(SHORT, None);
         let cloned = deadline.clone_child(how(), &fifo, hang).unwrap();
         assert!(cloned.late);
         assert_eq!(
@@ -311,7 +311,7 @@ mod tests {
         fs::write(cgroup.join("freezer.state"), "FROZEN").unwrap();
         let root = Arc::new(OwnedFd::from(fs::File::open(FREEZER).unwrap()));
         let tasks = CString::new(Path::new(&name).join("tasks").as_os_str().as_bytes()).unwrap();
-        let deadline = Deadline::of(SHORT, Some(Arc::clone(&root)));
+        let deadline = Deadline::within(SHORT, Some(Arc::clone(&root)));
         let cloned = deadline
             .clone_child(how(), &Joiner { freezer: root.as_fd(), tasks }, join_and_end)
             .unwrap();

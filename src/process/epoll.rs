@@ -66,7 +66,7 @@ impl Watch {
         }
         wakers.given += 1;
         let number = wakers.given;
-        // By edge: nobody takes from a descriptor what makes it readable.
+        // By edge: no reader takes from a descriptor what makes it readable.
         self.epoll
             .add(&*file, EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, number))?;
         wakers.of.insert(number, waker);
@@ -82,7 +82,7 @@ impl Watch {
         };
         for event in events.iter().take(count) {
             let waker = self.wakers().of.get(&event.data()).cloned();
-            // Whoever panics must not keep the others from being woken.
+            // A waker that panics must not keep the others from being woken.
             let _ = waker.map(|waker| catch_unwind(AssertUnwindSafe(|| waker.wake())));
         }
         Ok(count == AT_ONCE)
@@ -114,7 +114,7 @@ async fn attend(attendance: Attendance, ready: AsyncFd<Arc<OwnedFd>>) {
                 Ok(true) => {}
                 Ok(false) => break,
                 Err(e) => {
-                    log::error!("wait for what is watched: {e}");
+                    log::error!("epoll_wait failed: {e}");
                     break;
                 }
             }
@@ -132,13 +132,14 @@ pub struct Watched {
 
 impl Drop for Watched {
     fn drop(&mut self) {
-        // While it is still open here: elsewhere it may be for longer, and the watch would go on.
+        // While it is still open here: elsewhere it may be for longer, and the watch would
+        // continue.
         let removed = self.watch.epoll.delete(&*self.file);
         let waker = self.watch.wakers().of.remove(&self.number);
         // What it holds may be watched itself.
         drop(waker);
         if let Err(e) = removed {
-            log::warn!("end the watch of a descriptor: {e}");
+            log::warn!("failed to remove a descriptor from epoll: {e}");
         }
     }
 }
@@ -213,7 +214,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn one_that_panics_keeps_nobody_from_being_woken() {
+    async fn a_waker_that_panics_keeps_no_other_from_being_woken() {
         struct Fall;
         impl Wake for Fall {
             fn wake(self: Arc<Self>) {

@@ -1,5 +1,5 @@
-//! A process that another process made, held so that its pid cannot be reused: to look at it, and
-//! to kill it.
+//! A process that another process made, held so that its pid cannot be reused: to inspect and to
+//! kill it.
 //!
 //! Nothing waits for its end and nothing is kept of it: many may be held one after the other, and
 //! none of them need ever end.
@@ -94,7 +94,7 @@ fn listens_at(socket: &OwnedFd, address: &Path) -> bool {
 /// When a process was started, in clock ticks after boot; of one that cannot be reaped meanwhile.
 ///
 /// # Errors
-/// It cannot be looked at.
+/// Its files in `/proc` cannot be read.
 pub fn started_at(pid: u32) -> Result<u64, StepError> {
     Stat::read(pid).map(|stat| stat.start_time).step_at("read", format!("/proc/{pid}/stat"))
 }
@@ -104,8 +104,8 @@ pub fn started_at(pid: u32) -> Result<u64, StepError> {
 /// pid that is not checked may be any process.
 ///
 /// # Errors
-/// Why it cannot be, or that it cannot be looked at.
-pub fn vouch(identity: &Identity, since: u64) -> Result<(), StepError> {
+/// Why it cannot be, or that its files in `/proc` cannot be read.
+pub fn check_started_since(identity: &Identity, since: u64) -> Result<(), StepError> {
     const WHAT: &str = "check process";
     let path = format!("/proc/{}", identity.pid);
     let refused = |reason: &str| {
@@ -137,7 +137,7 @@ pub type Namespace = (&'static str, File);
 /// These namespaces of the process that `identity` names; none if it has ended.
 ///
 /// # Errors
-/// They cannot be looked at.
+/// They cannot be opened.
 pub fn namespaces(
     identity: &Identity,
     kinds: &[&'static str],
@@ -187,8 +187,10 @@ mod tests {
         let mut call = Command::new("sleep").arg("1000").spawn().unwrap();
         let since = started_at(call.id()).unwrap();
         let boot = identity::boot_id().unwrap();
-        let of = |pid| identity::of(pid, &boot).unwrap();
-        let refused = |identity: &Identity| vouch(identity, since).map_err(|step| step.to_string());
+        let of = |pid| identity::read_identity(pid, &boot).unwrap();
+        let refused = |identity: &Identity| {
+            check_started_since(identity, since).map_err(|step| step.to_string())
+        };
         refused(&of(call.id())).unwrap();
         if nix::unistd::geteuid().is_root() {
             let mut other = Command::new("sleep").arg("1000").uid(65534).spawn().unwrap();
@@ -198,7 +200,7 @@ mod tests {
         } else {
             eprintln!("skipped: only root can start a process of another user");
         }
-        let older = vouch(&of(call.id()), since + 1).unwrap_err().to_string();
+        let older = check_started_since(&of(call.id()), since + 1).unwrap_err().to_string();
         assert!(older.contains("older than the call"), "{older}");
         // As if the pid had gone to another.
         let gone = Identity { start_time: since + 1, ..of(call.id()) };
@@ -210,7 +212,7 @@ mod tests {
     #[test]
     fn only_the_recorded_process_shows_its_namespaces() {
         let boot = identity::boot_id().unwrap();
-        let own = identity::of(std::process::id(), &boot).unwrap();
+        let own = identity::read_identity(std::process::id(), &boot).unwrap();
         let found = namespaces(&own, &["net", "ipc"]).unwrap();
         let inode = |file: &File| file.metadata().unwrap().ino();
         let expected = ["net", "ipc"]

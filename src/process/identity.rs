@@ -83,7 +83,7 @@ pub(crate) fn pid_namespace(pid: u32) -> io::Result<u64> {
 ///
 /// # Errors
 /// The failed step.
-pub(crate) fn of(pid: u32, boot_id: &Arc<str>) -> Result<Identity, StepError> {
+pub(crate) fn read_identity(pid: u32, boot_id: &Arc<str>) -> Result<Identity, StepError> {
     let start_time =
         Stat::read(pid).map(|stat| stat.start_time).step_at("read", format!("/proc/{pid}/stat"))?;
     let pid_namespace = pid_namespace(pid).step_at("look at", format!("/proc/{pid}/ns/pid"))?;
@@ -95,7 +95,7 @@ pub(crate) fn of(pid: u32, boot_id: &Arc<str>) -> Result<Identity, StepError> {
 /// # Errors
 /// The failed step.
 pub(crate) fn matches(recorded: &Identity) -> Result<bool, StepError> {
-    let now = of(recorded.pid, &recorded.boot_id)?;
+    let now = read_identity(recorded.pid, &recorded.boot_id)?;
     Ok(now == *recorded)
 }
 
@@ -135,8 +135,8 @@ mod tests {
     #[test]
     fn own_identity() {
         let boot = boot_id().unwrap();
-        let me = of(std::process::id(), &boot).unwrap();
-        assert_eq!(me, of(std::process::id(), &boot).unwrap());
+        let me = read_identity(std::process::id(), &boot).unwrap();
+        assert_eq!(me, read_identity(std::process::id(), &boot).unwrap());
         assert!(me.start_time > 0 && me.pid_namespace > 0);
     }
 }

@@ -1,5 +1,5 @@
-//! Processes that the daemon makes, adopts or looks at: what names them, how they are made, watched,
-//! killed and reaped.
+//! Processes that the daemon starts, adopts or inspects: their identity, and how they are started,
+//! watched, killed and reaped.
 
 use std::fmt;
 use std::time::SystemTime;
@@ -31,8 +31,8 @@ pub fn inherited(descriptor: std::os::fd::RawFd) -> std::io::Result<std::os::fd:
     sys::inherited(descriptor).map_err(Into::into)
 }
 
-/// Lets all threads allocate from few heaps: what threads that come and go leave free in heaps of
-/// their own is of use to nobody. For the daemon's beginning, before there are other threads.
+/// Makes all threads allocate from few heaps: what threads that come and go leave free in heaps of
+/// their own is of no use. For the daemon's beginning, before there are other threads.
 pub fn share_heaps() {
     const HEAPS: std::ffi::c_int = 2;
     sys::limit_arenas(HEAPS);
@@ -63,13 +63,13 @@ pub struct Identity {
 /// The end of a pause process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Exit {
-    /// Exit code, or 128 + signal (137 for SIGKILL), or 255 where nobody could tell.
+    /// Exit code, or 128 + signal (137 for SIGKILL), or 255 if it is unknown.
     pub status: u32,
     /// When it was seen.
     pub at: SystemTime,
 }
 
-/// Exit status where the kernel no longer tells (containerd's `unknownExitCode`).
+/// Exit status if it is unknown (containerd's `unknownExitCode`).
 pub const UNKNOWN_EXIT: u32 = 255;
 
 /// A running pause process.
@@ -92,7 +92,7 @@ pub trait Process: Send + Sync + fmt::Debug {
 pub enum Adoption {
     /// Alive and the same process.
     Alive(Box<dyn Process>),
-    /// Ended, or another process has its pid by now; the exit, or 255 where nobody can tell.
+    /// Exited, or another process has its pid by now; the exit, or 255 if it is unknown.
     Dead(Exit),
     /// Could not be decided.
     Unknown(StepError),

@@ -21,11 +21,11 @@ use super::{Adoption, Exit, Identity, Process, UNKNOWN_EXIT};
 use crate::error::{IoContext, StepError};
 use crate::sys::{self, End, Errno};
 
-/// How often an end is looked for when the runtime cannot watch the process (out of descriptors or
-/// memory).
+/// How often the process is checked when the runtime cannot watch the process (out of descriptors
+/// or memory).
 const POLL: Duration = Duration::from_millis(500);
 
-/// Between two looks for orphans to reap: at first, and at last.
+/// Between two attempts to reap orphans: at first, and at last.
 const REAP: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(250));
 
 /// A pause process of this daemon's or of an earlier daemon's making.
@@ -38,12 +38,12 @@ pub(crate) struct PidfdProcess {
     watched: Mutex<Option<Watched>>,
     ended: Arc<Ended>,
     killed: AtomicBool,
-    common: Arc<Common>,
+    common: Arc<Reaper>,
 }
 
 impl PidfdProcess {
     /// Takes over a process, which is the one that `identity` names.
-    pub(crate) fn new(pidfd: OwnedFd, identity: Identity, common: Arc<Common>) -> Self {
+    pub(crate) fn new(pidfd: OwnedFd, identity: Identity, common: Arc<Reaper>) -> Self {
         Self {
             pidfd: Arc::new(pidfd),
             identity,
@@ -59,7 +59,7 @@ impl PidfdProcess {
     pub(crate) fn collect(&self) -> Option<Exit> {
         let mut exit = lock(&self.exit);
         if exit.is_none() {
-            let status = end(self.pidfd.as_fd(), &self.identity)?;
+            let status = exit_status(self.pidfd.as_fd(), &self.identity)?;
             *exit = Some(Exit { status, at: SystemTime::now() });
         }
         *exit
@@ -135,7 +135,7 @@ impl Drop for PidfdProcess {
 }
 
 /// Finds a recorded process of this or an earlier daemon's making again.
-pub(crate) fn adopt(identity: &Identity, boot_id: &Arc<str>, common: &Arc<Common>) -> Adoption {
+pub(crate) fn adopt(identity: &Identity, boot_id: &Arc<str>, common: &Arc<Reaper>) -> Adoption {
     let dead = Adoption::Dead(Exit { status: UNKNOWN_EXIT, at: SystemTime::now() });
     if identity.boot_id != *boot_id {
         return dead;
@@ -145,7 +145,7 @@ pub(crate) fn adopt(identity: &Identity, boot_id: &Arc<str>, common: &Arc<Common
     // process's.
     let pidfd = match sys::pidfd_open(pid) {
         Ok(pidfd) => pidfd,
-        // Nobody, or by now the number of a thread, or no number that a process can have.
+        // No process, or by now the number of a thread, or no number that a process can have.
         Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => return dead,
         Err(e) => {
             return Adoption::Unknown(StepError::new(
@@ -173,11 +173,11 @@ pub(crate) fn adopt(identity: &Identity, boot_id: &Arc<str>, common: &Arc<Common
 }
 
 /// Exit status of a process that has ended.
-fn end(pidfd: std::os::fd::BorrowedFd<'_>, identity: &Identity) -> Option<u32> {
+fn exit_status(pidfd: std::os::fd::BorrowedFd<'_>, identity: &Identity) -> Option<u32> {
     match sys::reap(pidfd, false) {
         Ok(None) => return None,
         Ok(Some(end)) => return Some(status(end)),
-        // Not a child, or reaped by somebody else.
+        // Not a child, or reaped elsewhere.
         Err(_) => {}
     }
     if !sys::ended(pidfd) {
@@ -203,7 +203,7 @@ fn status(end: End) -> u32 {
 
 /// What the processes of a driver share.
 #[derive(Debug)]
-pub(crate) struct Common {
+pub(crate) struct Reaper {
     /// Of their pidfds.
     pub(crate) watch: Arc<Watch>,
     /// Root of version 1's freezer hierarchy, where their cgroups may be frozen.
@@ -227,7 +227,7 @@ struct Orphan {
     killed: bool,
 }
 
-impl Common {
+impl Reaper {
     /// Nothing yet.
     ///
     /// # Errors
@@ -257,7 +257,9 @@ impl Common {
             .spawn(move || common.reap());
         match reaper {
             Ok(_) => orphans.reaped = true,
-            Err(e) => log::warn!("start a thread to reap a pause: {e}; it is reaped later"),
+            Err(e) => {
+                log::warn!("failed to start the reaper thread: {e}; the process is reaped later")
+            }
         }
     }
 
@@ -300,15 +302,15 @@ mod tests {
 
     use super::*;
 
-    fn process(pid: u32, common: &Arc<Common>) -> PidfdProcess {
+    fn process(pid: u32, common: &Arc<Reaper>) -> PidfdProcess {
         let pidfd = sys::pidfd_open(c_int::try_from(pid).unwrap()).unwrap();
         let boot = identity::boot_id().unwrap();
-        PidfdProcess::new(pidfd, identity::of(pid, &boot).unwrap(), Arc::clone(common))
+        PidfdProcess::new(pidfd, identity::read_identity(pid, &boot).unwrap(), Arc::clone(common))
     }
 
     #[test]
     fn of_anothers_child_nothing_is_kept() {
-        let common = Common::new(None).unwrap();
+        let common = Reaper::new(None).unwrap();
         // Its parent ends, so it is no child of this process.
         let out = Command::new("sh")
             .args(["-c", "sleep 1000 >/dev/null 2>&1 & echo $!"])
@@ -329,7 +331,7 @@ mod tests {
     #[test]
     #[expect(clippy::zombie_processes, reason = "it is reaped by what is tested")]
     fn a_child_that_does_not_end_is_kept_once_and_reaped_in_the_end() {
-        let common = Common::new(None).unwrap();
+        let common = Reaper::new(None).unwrap();
         let child = Command::new("sleep").arg("1000").spawn().unwrap();
         // As if it had been killed, and the kernel kept it.
         for _ in 0..20 {

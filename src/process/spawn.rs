@@ -17,7 +17,7 @@ use rustix::process::getpid;
 use rustix::thread::{CoreSchedulingScope, create_core_scheduling_cookie};
 
 use super::epoll::Watched;
-use super::pidfd::{self, Common, PidfdProcess};
+use super::pidfd::{self, PidfdProcess, Reaper};
 use super::report::Report;
 use super::{Adoption, Identity, Process, held, identity};
 use crate::error::{IoContext, StepError};
@@ -51,7 +51,7 @@ pub struct Launch<'a> {
 pub struct Launcher {
     boot_id: Arc<str>,
     open_files: Option<u64>,
-    common: Arc<Common>,
+    common: Arc<Reaper>,
     deadline: Deadline,
 }
 
@@ -65,7 +65,7 @@ impl Launcher {
         Ok(Self {
             boot_id: identity::boot_id()?,
             open_files,
-            common: Common::new(None)?,
+            common: Reaper::new(None)?,
             deadline: Deadline::new(None),
         })
     }
@@ -119,7 +119,7 @@ impl Launcher {
             let e = errno.map_or_else(|| self.deadline.error(), io::Error::from);
             return Err(StepError::at(what, path, e));
         }
-        match identity::of(pid.unsigned_abs(), &self.boot_id) {
+        match identity::read_identity(pid.unsigned_abs(), &self.boot_id) {
             Ok(identity) => {
                 Ok(Arc::new(PidfdProcess::new(pidfd, identity, Arc::clone(&self.common))))
             }
@@ -137,12 +137,12 @@ impl Launcher {
         pidfd::adopt(identity, &self.boot_id, &self.common)
     }
 
-    /// The process that has a pid now; `None`: nobody.
+    /// The process that has a pid now; `None`: no process.
     ///
     /// # Errors
-    /// It cannot be looked at.
+    /// Its files in `/proc` cannot be read.
     pub fn open(&self, pid: u32) -> Result<Option<Arc<dyn Process>>, StepError> {
-        match identity::of(pid, &self.boot_id) {
+        match identity::read_identity(pid, &self.boot_id) {
             Ok(identity) => match self.adopt(&identity) {
                 Adoption::Alive(process) => Ok(Some(Arc::from(process))),
                 Adoption::Dead(_) => Ok(None),
@@ -197,12 +197,12 @@ impl Launcher {
         Ok(None)
     }
 
-    /// Wakes `waker` if somebody has called at a listening socket and nobody has answered yet, and
-    /// each time that somebody calls, until the answer is dropped. To be called on the runtime.
+    /// Wakes `waker` if a connection waits at a listening socket, and for each new connection,
+    /// until the answer is dropped. To be called on the runtime.
     ///
     /// # Errors
     /// The socket cannot be watched.
-    pub fn called(&self, listener: Arc<OwnedFd>, waker: Waker) -> io::Result<Watched> {
+    pub fn watch_listener(&self, listener: Arc<OwnedFd>, waker: Waker) -> io::Result<Watched> {
         self.common.watch.readable(listener, waker)
     }
 }

@@ -51,8 +51,8 @@ impl Born {
         self.pid.store(0, Release);
     }
 
-    /// pidfd_send_signal(2) of SIGKILL to the child. For a thread that shares the descriptors of the clone's
-    /// caller, as long as that one has not closed the child's.
+    /// pidfd_send_signal(2) of SIGKILL to the child. For a thread that shares the descriptors of
+    /// the clone's caller, as long as that one has not closed the child's.
     pub(crate) fn kill(&self) -> Result<()> {
         // A clone that fails may have written the number of a descriptor that it then did not make;
         // of the pid it has written nothing.
@@ -82,23 +82,9 @@ impl Stack {
     }
 }
 
-/// Clones a child that shares the caller's memory, as vfork(2) does, and runs `child(argument)`;
-/// answers pid and pidfd. The calling thread stands still until the child has ended or executed
-/// another program, so the child is for all that is kept per thread the calling thread itself.
-/// Costs the same however large the process is.
-///
-/// `argument` must stay where it is until the child has ended or executed, also where the caller, a
-/// child itself, is killed meanwhile: with a [`Stack`] of its own the child goes on then.
-///
-/// The child should make system calls only: what it locks stays locked when it ends. Signals are
-/// blocked in the child, and during the call in the caller.
-pub(crate) fn clone_child<T>(
-    how: &Clone<'_>,
-    argument: &T,
-    child: extern "C" fn(&T) -> !,
-) -> Result<(c_int, OwnedFd)> {
-    let own = Born::default();
-    let born = how.born.unwrap_or(&own);
+/// What clone3(2) gets: the kernel writes the child's pidfd to `born`, and its pid too if that is
+/// the one of `how`.
+fn arguments(how: &Clone<'_>, born: &Born) -> libc::clone_args {
     let own_child = how.flags & libc::CLONE_PARENT as u64 == 0;
     let mut args = libc::clone_args {
         flags: how.flags | (libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD) as u64,
@@ -125,11 +111,32 @@ pub(crate) fn clone_child<T>(
     if let Some(stack) = how.stack {
         (args.stack, args.stack_size) = stack.memory();
     }
+    args
+}
+
+/// Clones a child that shares the caller's memory, as vfork(2) does, and runs `child(argument)`;
+/// answers pid and pidfd. The calling thread stands still until the child has ended or executed
+/// another program, so the child is for all that is kept per thread the calling thread itself.
+/// Costs the same however large the process is.
+///
+/// `argument` must stay where it is until the child has ended or executed, also where the caller, a
+/// child itself, is killed meanwhile: with a [`Stack`] of its own the child then continues.
+///
+/// The child should make system calls only: what it locks stays locked when it ends. Signals are
+/// blocked in the child, and during the call in the caller.
+pub(crate) fn clone_child<T>(
+    how: &Clone<'_>,
+    argument: &T,
+    child: extern "C" fn(&T) -> !,
+) -> Result<(c_int, OwnedFd)> {
+    let own = Born::default();
+    let born = how.born.unwrap_or(&own);
+    let args = arguments(how, born);
     let blocked = BlockedSignals::new()?;
     let answer: isize;
     // SAFETY: the child continues on the caller's stack below all that the caller uses (no
     // `nostack`: the compiler keeps nothing there), or on a stack of its own, and `child` never
-    // returns, so the caller's frame is as it was when the caller goes on. That is only after the
+    // returns, so the caller's frame is as it was when the caller continues. That is only after the
     // child has left this memory (CLONE_VFORK), so `argument` lives long enough, unless the caller
     // is killed, of which the documentation speaks; a `born` outlives the call as it is borrowed.
     // The kernel keeps all registers that are not named as outputs.

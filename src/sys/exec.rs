@@ -63,7 +63,7 @@ pub(crate) fn duplicate_to(file: BorrowedFd<'_>, number: RawFd) -> Result<()> {
     if file.as_raw_fd() == number {
         return rustix::io::fcntl_setfd(file, FdFlags::empty());
     }
-    // SAFETY: no pointers; in the child's own table nobody owns `number`.
+    // SAFETY: no pointers; in the child's own table `number` has no owner.
     unsafe { syscall(libc::SYS_dup3, [arg(file), number as usize, 0, 0, 0, 0]) }.map(drop)
 }
 

@@ -78,7 +78,7 @@ async fn killed_in_start_without_a_cgroup() -> Result<()> {
         "no execveat among {calls:#?}"
     );
     ensure!(
-        bare.logged().contains("a pause that no record names is ended"),
+        bare.logged().contains("killing a pause that no record names"),
         "no pause was ever left alone"
     );
     Ok(())

@@ -455,7 +455,7 @@ async fn while_the_last_child_executes() -> Result<()> {
     bare.start().await?;
     ensure!(!processes::one(child).is_ok_and(|p| p.state != 'Z'), "the child lives on");
     ensure!(
-        bare.logged().contains("a pause that no record names is ended"),
+        bare.logged().contains("killing a pause that no record names"),
         "it was not found:\n{}",
         bare.logged()
     );

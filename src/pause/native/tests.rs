@@ -289,7 +289,7 @@ fn starts_where_the_kernel_cannot_close_at_the_exec() {
 }
 
 #[test]
-fn strays_are_ended_by_the_daemon_of_their_state_directory_alone() {
+fn orphans_are_killed_by_the_daemon_of_their_state_directory_alone() {
     if kit::skip_without_root() {
         return;
     }
@@ -297,13 +297,13 @@ fn strays_are_ended_by_the_daemon_of_their_state_directory_alone() {
     for make in [binary::sealed, binary::unlinked] {
         let driver = || Native::with(Cgroups::find().unwrap(), make().unwrap()).unwrap();
         let plan = plan("stray", "");
-        let pause = driver().of(own.path()).start(&plan).unwrap();
+        let pause = driver().for_state_dir(own.path()).start(&plan).unwrap();
         let lives = || fs::read_link(format!("/proc/{}/exe", pause.identity().pid)).is_ok();
         let stray = |id: &str| id != plan.id.as_str();
-        driver().of(other.path()).end_strays(&|_| false).unwrap();
-        driver().of(own.path()).end_strays(&|id| !stray(id)).unwrap();
+        driver().for_state_dir(other.path()).kill_orphans(&|_| false).unwrap();
+        driver().for_state_dir(own.path()).kill_orphans(&|id| !stray(id)).unwrap();
         assert!(lives());
-        driver().of(own.path()).end_strays(&stray).unwrap();
+        driver().for_state_dir(own.path()).kill_orphans(&stray).unwrap();
         assert!(!lives());
     }
 }
@@ -311,9 +311,9 @@ fn strays_are_ended_by_the_daemon_of_their_state_directory_alone() {
 #[test]
 fn id_of_a_pause_in_a_user_namespace() {
     let mapping = |container_id, length| IdMapping { container_id, host_id: 1, length };
-    assert_eq!(nobody(mapping(0, 65536)), 65535);
-    assert_eq!(nobody(mapping(0, 1 << 20)), 65535);
-    assert_eq!(nobody(mapping(0, 1000)), 999);
-    assert_eq!(nobody(mapping(70_000, 10)), 70_009);
-    assert_eq!(nobody(mapping(0, 0)), 0);
+    assert_eq!(pause_id(mapping(0, 65536)), 65535);
+    assert_eq!(pause_id(mapping(0, 1 << 20)), 65535);
+    assert_eq!(pause_id(mapping(0, 1000)), 999);
+    assert_eq!(pause_id(mapping(70_000, 10)), 70_009);
+    assert_eq!(pause_id(mapping(0, 0)), 0);
 }

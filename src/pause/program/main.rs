@@ -21,7 +21,14 @@ mod arch {
     pub const EXIT_GROUP: usize = 231;
 
     // The kernel enters with an aligned stack and without a return address, as `call` leaves it.
-    global_asm!(".globl _start", "_start:", "xor ebp, ebp", "call {run}", "ud2", run = sym super::run);
+    global_asm!(
+        ".globl _start",
+        "_start:",
+        "xor ebp, ebp",
+        "call {run}",
+        "ud2",
+        run = sym super::run
+    );
 
     /// A system call of up to four arguments; the answer, negative on error.
     ///
@@ -33,8 +40,17 @@ mod arch {
         // SAFETY: the kernel keeps all registers but rax, rcx and r11; the memory is the caller's
         // promise.
         unsafe {
-            asm!("syscall", inlateout("rax") number as isize => answer, in("rdi") a, in("rsi") b, in("rdx") c,
-                in("r10") d, out("rcx") _, out("r11") _, options(nostack));
+            asm!(
+                "syscall",
+                inlateout("rax") number as isize => answer,
+                in("rdi") a,
+                in("rsi") b,
+                in("rdx") c,
+                in("r10") d,
+                out("rcx") _,
+                out("r11") _,
+                options(nostack)
+            );
         }
         answer
     }
@@ -50,7 +66,15 @@ mod arch {
     pub const PRCTL: usize = 167;
     pub const WAIT4: usize = 260;
 
-    global_asm!(".globl _start", "_start:", "mov x29, #0", "mov x30, #0", "bl {run}", "brk #1", run = sym super::run);
+    global_asm!(
+        ".globl _start",
+        "_start:",
+        "mov x29, #0",
+        "mov x30, #0",
+        "bl {run}",
+        "brk #1",
+        run = sym super::run
+    );
 
     /// A system call of up to four arguments; the answer, negative on error.
     ///
@@ -61,8 +85,15 @@ mod arch {
         let answer: isize;
         // SAFETY: the kernel keeps all registers but x0; the memory is the caller's promise.
         unsafe {
-            asm!("svc #0", in("x8") number, inlateout("x0") a as isize => answer, in("x1") b, in("x2") c, in("x3") d,
-                options(nostack));
+            asm!(
+                "svc #0",
+                in("x8") number,
+                inlateout("x0") a as isize => answer,
+                in("x1") b,
+                in("x2") c,
+                in("x3") d,
+                options(nostack)
+            );
         }
         answer
     }
