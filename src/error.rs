@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 /// A step that failed: what was tried, on which path, and the system's answer.
 ///
-/// Cheap to clone: every caller who waits for the same step is told of it.
+/// Cheap to clone: every caller that waits for the same step receives it.
 #[derive(Clone, Debug)]
 pub struct StepError {
     what: &'static str,

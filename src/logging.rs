@@ -136,7 +136,7 @@ impl Log for Logger {
     fn log(&self, record: &Record<'_>) {
         if self.enabled(record.metadata()) {
             let line = line(self.format, SystemTime::now(), record);
-            // Nobody is left to tell when standard error is gone.
+            // No destination is left when standard error is closed.
             let _ = std::io::stderr().lock().write_all(line.as_bytes());
         }
     }
@@ -237,8 +237,9 @@ fn plain(text: &str) -> bool {
 /// text, or one that takes no room.
 fn is_obeyed(c: char) -> bool {
     c.is_control()
-        || matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
-            | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
+        || matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{feff}')
+        || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}')
+        || matches!(c, '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
 /// A value as JSON, in which everything is shown and nothing obeyed. Such characters are in strings
@@ -297,7 +298,8 @@ mod tests {
         ];
         assert_eq!(
             shown(LogFormat::Text, "gone", &fields),
-            "2026-11-21T02:05:16.000042Z warn  gone sandbox=abc n=3 reason=\"a \\\"b\\\"\" empty=\"\"\n"
+            "2026-11-21T02:05:16.000042Z warn  gone sandbox=abc n=3 reason=\"a \\\"b\\\"\" \
+             empty=\"\"\n"
         );
     }
 
@@ -378,7 +380,8 @@ mod tests {
         assert_eq!(
             json,
             serde_json::json!({
-                "time": "2026-11-21T02:05:16.000042Z", "level": "warn", "target": "t", "message": "gone \"x\"",
+                "time": "2026-11-21T02:05:16.000042Z", "level": "warn", "target": "t",
+                "message": "gone \"x\"",
                 "sandbox": "abc", "n": 3, "yes": true
             })
         );

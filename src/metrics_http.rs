@@ -176,7 +176,8 @@ async fn reply(
     whole: bool,
 ) -> io::Result<()> {
     let head = format!(
-        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nConnection: close\r\n\
+         \r\n",
         body.len()
     );
     stream.write_all(head.as_bytes()).await?;

@@ -48,8 +48,9 @@ impl View {
     pub fn admit(&self, state: &Path) -> Result<(), StepError> {
         let Self::Apart { pid, theirs, ours } = self else { return Ok(()) };
         let reason = format!(
-            "containerd (process {pid}) is in mount namespace {theirs}, this sandboxer in {ours}: run both in one; \
-             a unit must not have PrivateTmp=, ProtectSystem= or other options that give it a mount namespace"
+            "containerd (process {pid}) is in mount namespace {theirs}, this sandboxer in {ours}: \
+             run both in one; a unit must not have PrivateTmp=, ProtectSystem= or other options \
+             that give it a mount namespace"
         );
         Err(StepError::at(
             "mount where containerd sees it",
@@ -194,7 +195,8 @@ impl Mounts {
                 match &admitted {
                     Err(step) => log::error!("pods are refused: {step}"),
                     Ok(()) if new.view == View::Propagated => log::warn!(
-                        "containerd is in another mount namespace, to which mounts below {} are propagated",
+                        "containerd is in another mount namespace, to which mounts below {} are \
+                         propagated",
                         self.state.display()
                     ),
                     Ok(()) => {}

@@ -99,7 +99,10 @@ mod tests {
     proptest! {
         #[test]
         fn frames_arrive_whole_however_they_are_cut(
-            messages in prop::collection::vec((any::<u32>(), any::<u8>(), prop::collection::vec(any::<u8>(), 0..40)), 0..6),
+            messages in prop::collection::vec(
+                (any::<u32>(), any::<u8>(), prop::collection::vec(any::<u8>(), 0..40)),
+                0..6,
+            ),
             cuts in prop::collection::vec(1usize..30, 1..40),
         ) {
             let mut bytes = Vec::new();

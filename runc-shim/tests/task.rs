@@ -186,7 +186,7 @@ fn output_outlives_its_reader() {
     let with = Container { stdout: out.clone(), ..Default::default() };
     drop(pod::open(&out));
     pod.run("a", "dd if=/dev/zero bs=1k count=1000 2>/dev/null; exec sleep 1000", &with);
-    // Nobody reads for a while, and the container waits.
+    // There is no reader for a while, and the container waits.
     let first = {
         use std::io::Read as _;
         let mut fifo = pod::open(&out);
@@ -387,7 +387,8 @@ fn output_goes_to_files_and_programs() {
 
     let (script, log) = (pod.path("logger"), pod.path("log"));
     let text = format!(
-        "#!/bin/sh\necho ready >&5; exec 5>&-\n{{ echo $CONTAINER_NAMESPACE $1 $2; cat <&3; cat <&4; \
+        "#!/bin/sh\necho ready >&5; exec 5>&-\n\
+         {{ echo $CONTAINER_NAMESPACE $1 $2; cat <&3; cat <&4; \
          echo end; }} >{log}\n"
     );
     std::fs::write(&script, text).unwrap();

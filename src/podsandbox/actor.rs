@@ -201,7 +201,10 @@ impl Actor {
     /// After a panic of its own, at whatever point: pending calls fail, and the pause is looked for
     /// as recovery does. A sandbox whose pause lives must never look gone.
     async fn recover_from_panic(&mut self, panic: &StepError, panics: u32) {
-        log::error!(sandbox = self.id(); "internal fault of the sandbox; adopting its pause again: {panic}");
+        log::error!(
+            sandbox = self.id();
+            "internal fault of the sandbox; adopting its pause again: {panic}"
+        );
         if self.retired {
             return self.retire();
         }
@@ -369,7 +372,10 @@ impl Actor {
             Action::Succeed(rpc) => {
                 let heard = self.answer(rpc, || Ok(()));
                 if rpc == Rpc::Start && !heard {
-                    log::warn!(sandbox = self.id(); "caller of Start has given up; removing the sandbox");
+                    log::warn!(
+                        sandbox = self.id();
+                        "caller of Start has given up; removing the sandbox"
+                    );
                     return Some(Event::StartUnheard);
                 }
             }
@@ -389,7 +395,10 @@ impl Actor {
             }
             Action::RetryAfter(failures) => {
                 let delay = exit::CLEANUP.delay(failures);
-                log::warn!(sandbox = self.id(), failures = failures; "retrying cleanup in {} s", delay.as_secs());
+                log::warn!(
+                    sandbox = self.id(), failures = failures;
+                    "retrying cleanup in {} s", delay.as_secs()
+                );
                 self.jobs.telemetry().cleanup_failures.inc();
                 self.alarm = Some(Instant::now() + delay);
             }

@@ -2,8 +2,8 @@
 //!
 //! CRI bind-mounts them into containers and never makes them. When containerd restarts it deletes
 //! them, unmounting the shared memory first, because it knows no pause container of that id. So the
-//! tmpfs is held by a mount of our own, and [`SandboxFiles::restore`] puts all of it back, the same tmpfs
-//! included.
+//! tmpfs is held by a mount of our own, and [`SandboxFiles::restore`] puts all of it back, the same
+//! tmpfs included.
 
 use std::borrow::Cow;
 use std::fs;
@@ -150,8 +150,8 @@ impl SandboxFiles {
         make_dir(&self.held_shm(), 0o700)
     }
 
-    /// Makes everything, after [`SandboxFiles::begin`]; the shared memory gets that SELinux label, unless
-    /// it is empty.
+    /// Makes everything, after [`SandboxFiles::begin`]; the shared memory gets that SELinux label,
+    /// unless it is empty.
     ///
     /// # Errors
     /// The failed step; call [`SandboxFiles::remove`] then.
@@ -400,7 +400,8 @@ mod tests {
             searches: strings(&["ns.svc.cluster.local", "cluster.local"]),
             options: strings(&["ndots:5", "edns0"]),
         };
-        let text = "search ns.svc.cluster.local cluster.local\nnameserver 10.0.0.10\nnameserver fd00::10\noptions ndots:5 edns0\n";
+        let text = "search ns.svc.cluster.local cluster.local\nnameserver 10.0.0.10\n\
+            nameserver fd00::10\noptions ndots:5 edns0\n";
         assert_eq!(dns.resolv_conf(), text);
         assert_eq!(Dns::default().resolv_conf(), "");
         assert_eq!(

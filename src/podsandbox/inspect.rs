@@ -51,7 +51,7 @@ pub struct SandboxSummary {
     pub failed_cleanups: u32,
     /// Why it ended or was quarantined, where more is known than that it did.
     pub reason: Option<String>,
-    /// What the pod uses; `None` where that was not asked or cannot be told.
+    /// What the pod uses; `None` if it was not requested or is unknown.
     pub usage: Option<Usage>,
 }
 
@@ -80,13 +80,17 @@ impl SandboxSummary {
             "state": self.state,
             "pid": self.pid,
             "created_at": self.created_at.map(rfc3339),
-            "age_seconds": self.created_at.map(|at| at.elapsed().unwrap_or(Duration::ZERO).as_secs()),
+            "age_seconds": self
+                .created_at
+                .map(|at| at.elapsed().unwrap_or(Duration::ZERO).as_secs()),
             "driver": self.driver,
             "runtime": self.runtime,
             "failed_cleanups": self.failed_cleanups,
             "reason": self.reason,
             "usage": self.usage.map(|usage| json!({
-                "memory_bytes": usage.memory, "cpu_microseconds": usage.cpu_usec, "tasks": usage.tasks,
+                "memory_bytes": usage.memory,
+                "cpu_microseconds": usage.cpu_usec,
+                "tasks": usage.tasks,
             })),
         })
     }
@@ -143,14 +147,19 @@ pub(super) fn report(
         (
             "task",
             json!({
-                "address": jobs.shim.address(), "version": jobs.shim.version(), "has_shim": jobs.shim.has_shim(),
+                "address": jobs.shim.address(),
+                "version": jobs.shim.version(),
+                "has_shim": jobs.shim.has_shim(),
             }),
         ),
         (
             "record",
             json!({
                 "path": jobs.store.dir().display().to_string(),
-                "stage": match stage { Ok(stage) => or_error(serde_json::to_value(stage)), Err(e) => json!({ "error": e }) },
+                "stage": match stage {
+                    Ok(stage) => or_error(serde_json::to_value(stage)),
+                    Err(e) => json!({ "error": e }),
+                },
                 "version": record.as_ref().ok().map(|record| record.version),
                 "error": record.as_ref().err(),
             }),
@@ -221,7 +230,10 @@ fn cgroups(pid: u32) -> Value {
 fn files(jobs: &Jobs) -> Value {
     let all = jobs.files.all();
     all.into_iter()
-        .map(|(name, path)| json!({ "name": name, "path": path.display().to_string(), "exists": path.exists() }))
+        .map(|(name, path)| {
+            let shown = path.display().to_string();
+            json!({ "name": name, "path": shown, "exists": path.exists() })
+        })
         .collect()
 }
 

@@ -2,18 +2,22 @@
 //!
 //! It has the form of the spec that containerd's built-in controller gives its pause container, so
 //! that whoever reads it (NRI, through containerd's sandbox store) finds each field where it is
-//! used to. Where our pause is another, the spec tells what is true of ours:
+//! used to. Where our pause differs, the spec has what is true of ours:
 //!
-//! | field | built-in | here |
-//! |---|---|---|
-//! | `process.user` | the image's user, or `run_as_user` and `run_as_group` of the pod, with their groups | always 65535:65535 without further groups: our pause needs nobody's rights, so a pod that asks for root gets no root pause |
-//! | `process.capabilities` | the 14 of containerd's default | none in any set |
-//! | `process.env` | the image's | none |
-//! | `linux.seccomp` | from the pod's profile | none: the pause's own allow-list is part of it and not of the pod |
-//! | path of the user namespace | a pin below containerd's state | none: the pause joins the namespace that owns the network namespace, which has no path of its own |
-//! | `linux.cgroupsPath` without a parent | `/<namespace>/<id>` | none: the pause stays where the daemon is |
-//! | `ociVersion` | that of the containerd | 1.2.0, since there is nothing in it that containerd 2.0 would not know |
-//! | annotation `podsandbox.image-name` | the pause image | empty: there is no image |
+//! - `process.user`: always 65535:65535 without further groups, as the pause needs no privileges;
+//!   the built-in has the image's user, or the pod's `run_as_user` and `run_as_group` with their
+//!   groups.
+//! - `process.capabilities`: none in any set; the built-in has the 14 of containerd's default.
+//! - `process.env`: none; the built-in has the image's.
+//! - `linux.seccomp`: none, as the pause's own allow-list is part of it and not of the pod; the
+//!   built-in has the pod's profile.
+//! - path of the user namespace: none, as the pause joins the namespace that owns the network
+//!   namespace, which has no path; the built-in has a pin below containerd's state.
+//! - `linux.cgroupsPath` without a parent: none, as the pause stays in the daemon's cgroup; the
+//!   built-in has `/<namespace>/<id>`.
+//! - `ociVersion`: 1.2.0, as all of it is known to containerd 2.0; the built-in has containerd's.
+//! - annotation `podsandbox.image-name`: empty, as there is no image; the built-in has the pause
+//!   image.
 //!
 //! Where a runtime runs the pause (`drivers`), it gets the built-in's spec: user, capabilities,
 //! cgroup and the pin of the user namespace as well. What stays different is said of the image, the
@@ -154,7 +158,7 @@ fn privileged(pod: &PodSandboxConfig) -> bool {
     pod.linux.security_context.privileged
 }
 
-/// What the pause is, where this program runs it; a runtime that runs it is told what the built-in
+/// What the pause is, where this program runs it; a runtime that runs it gets what the built-in
 /// controller tells it.
 fn process(record: &Record, pod: &PodSandboxConfig) -> Process {
     let plan = &record.plan;

@@ -199,7 +199,8 @@ pub enum Unreadable {
         reason: String,
     },
     /// A newer daemon wrote it.
-    #[error("{}: version {version} is newer than {VERSION}, the newest that this daemon knows", .path.display())]
+    #[error("{}: version {version} is newer than {VERSION}, the newest that this daemon \
+        knows", .path.display())]
     Newer {
         /// The record's path.
         path: PathBuf,

@@ -38,7 +38,10 @@ impl Sandbox {
                 self.jobs.telemetry().healing_failures.inc();
                 if !self.restore_state.failing.swap(true, SeqCst) {
                     for step in steps {
-                        log::error!(sandbox = self.id(); "failed to restore deleted pod files: {step}");
+                        log::error!(
+                            sandbox = self.id();
+                            "failed to restore deleted pod files: {step}"
+                        );
                     }
                 }
                 self.restore_later();

@@ -258,8 +258,8 @@ impl Sandbox {
         self.published().phase
     }
 
-    /// Makes files and pause. Goes on to its end when the future is dropped; the sandbox is removed
-    /// then, since its caller takes it for failed.
+    /// Creates files and the pause process. Runs to completion if the future is dropped; the
+    /// sandbox is removed then, since its caller takes it for failed.
     ///
     /// # Errors
     /// [`Error::State`] unless it was just created; else the failed step.

@@ -305,7 +305,8 @@ mod tests {
 
     use super::*;
 
-    const FILE: &str = "# of the policy\nprocess = \"system_u:system_r:container_t:s0\"\ncontent = \"x\"\n\
+    const FILE: &str = "# of the policy\nprocess = \"system_u:system_r:container_t:s0\"\n\
+        content = \"x\"\n\
          file = \"system_u:object_r:container_file_t:s0\"\n; end\n";
 
     fn contexts() -> Contexts {

@@ -220,10 +220,10 @@ mod tests {
         let bundle = Bundle::new(dir.path().join("b"));
         assert_eq!((bundle.recorded().unwrap(), bundle.bootstrap().unwrap()), (None, None));
         bundle.make("pod", true).unwrap();
-        let told = Bootstrap::parse(b"unix:///run/s/1").unwrap();
-        bundle.record_bootstrap(&told).unwrap();
+        let written = Bootstrap::parse(b"unix:///run/s/1").unwrap();
+        bundle.record_bootstrap(&written).unwrap();
         bundle.record(Some(&Recorded::Launching)).unwrap();
-        assert_eq!(bundle.bootstrap().unwrap(), Some(told));
+        assert_eq!(bundle.bootstrap().unwrap(), Some(written));
         assert_eq!(bundle.recorded().unwrap(), Some(Recorded::Launching));
         // A file is there as a whole or not at all.
         let names = fs::read_dir(bundle.dir())

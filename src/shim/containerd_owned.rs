@@ -24,7 +24,7 @@ use crate::pool::{self, Class};
 /// is.
 const SOCKETS: &str = "/run/containerd/s";
 
-/// How long an empty shim may take to end after it was told to.
+/// How long an empty shim may take to exit after Shutdown.
 const END_WITHIN: Duration = Duration::from_secs(5);
 
 /// An endpoint whose shim containerd starts.
@@ -118,10 +118,10 @@ impl Socket {
 
     /// Tells the shim to end and waits until `watched`, a second connection to it, is closed.
     async fn shut_down(&self, id: &str, mut watched: UnixStream) -> Result<(), StepError> {
-        let told = task::shut_down(&self.path, id, END_WITHIN).await;
+        let answer = task::shut_down(&self.path, id, END_WITHIN).await;
         let late = || Err(io::ErrorKind::TimedOut.into());
         let ended = timeout(END_WITHIN, watched.read(&mut [0])).await.unwrap_or_else(|_| late());
-        match (ended, told) {
+        match (ended, answer) {
             // Whether the answer was lost or not: the shim has ended.
             (Ok(0), _) => Ok(()),
             (Err(e), _) if e.kind() == io::ErrorKind::ConnectionReset => Ok(()),

@@ -122,9 +122,9 @@ impl ShimDriver {
         let id = endpoint.id();
         let task = async {
             let launcher = &endpoint.shim().shims().launcher;
-            let nobody =
+            let missing =
                 || io::Error::other(format!("it is to be process {created}, which does not live"));
-            let process = launcher.open(created)?.ok_or_else(nobody).step("find pause")?;
+            let process = launcher.open(created)?.ok_or_else(missing).step("find pause")?;
             if endpoint
                 .process()
                 .is_some_and(|shim| process.identity().start_time < shim.identity().start_time)
@@ -299,11 +299,11 @@ async fn delete(endpoint: &Arc<SelfStarted>, tasks: &Tasks) -> Result<Option<Exi
 }
 
 fn exit(status: u32, at: Option<&Timestamp>) -> Exit {
-    let told = at.and_then(|at| {
+    let reported = at.and_then(|at| {
         let since = Duration::new(u64::try_from(at.seconds).ok()?, u32::try_from(at.nanos).ok()?);
         (!since.is_zero()).then(|| SystemTime::UNIX_EPOCH.checked_add(since)).flatten()
     });
-    Exit { status, at: told.unwrap_or_else(SystemTime::now) }
+    Exit { status, at: reported.unwrap_or_else(SystemTime::now) }
 }
 
 /// A pause that a shim runs.
@@ -372,7 +372,7 @@ async fn wait(endpoint: &Arc<SelfStarted>) -> Exit {
     }
 }
 
-/// Kills the pause as often as told, until the shim has answered. One that does not, or refuses
+/// Kills the pause at each notification, until the shim has answered. One that does not, or refuses
 /// again and again, is killed itself, and the pause with it: who asks for the end of a sandbox is
 /// not to wait for a shim that hangs.
 async fn kill_on_request(endpoint: &Arc<SelfStarted>, requested: &Notify) -> Exit {
@@ -399,7 +399,7 @@ async fn kill_on_request(endpoint: &Arc<SelfStarted>, requested: &Notify) -> Exi
                 Err(Failure::Lost(StepError::new("kill pause", io::Error::other(e))))
             };
             match killed.await.unwrap_or_else(panicked) {
-                // Its end is told by the wait.
+                // The wait reports its exit.
                 Ok(_) | Err(Failure::NotFound(_)) => break,
                 Err(failure) => {
                     let lost = matches!(failure, Failure::Lost(_));
@@ -440,8 +440,8 @@ impl Process for Task {
     fn exited(&self) -> BoxFuture<'_, Exit> {
         let mut exit = self.exit.clone();
         Box::pin(async move {
-            let told = exit.wait_for(Option::is_some).await.ok().and_then(|exit| *exit);
-            told.unwrap_or_else(|| Exit { status: UNKNOWN_EXIT, at: SystemTime::now() })
+            let known = exit.wait_for(Option::is_some).await.ok().and_then(|exit| *exit);
+            known.unwrap_or_else(|| Exit { status: UNKNOWN_EXIT, at: SystemTime::now() })
         })
     }
 }

@@ -328,7 +328,7 @@ impl Handover {
             None => None,
             Some(listener) => {
                 let waker = Waker::from(self.clone());
-                match self.shim.shims().launcher.called(listener.clone(), waker) {
+                match self.shim.shims().launcher.watch_listener(listener.clone(), waker) {
                     Ok(called) => Some(called),
                     Err(e) => return Next::Unwatched(e),
                 }

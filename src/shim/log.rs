@@ -45,7 +45,7 @@ pub fn make(fifo: &Path) -> Result<(), StepError> {
     }
 }
 
-/// An end of the fifo to write to that neither waits nor breaks, whether somebody reads or not.
+/// An end of the fifo to write to that neither waits nor breaks, with or without a reader.
 ///
 /// # Errors
 /// The failed step.
@@ -108,13 +108,13 @@ async fn drain(
 struct Lines {
     line: Vec<u8>,
     since: Instant,
-    told: u32,
+    reported: u32,
     dropped: u32,
 }
 
 impl Lines {
     fn new() -> Self {
-        Self { line: Vec::new(), since: Instant::now(), told: 0, dropped: 0 }
+        Self { line: Vec::new(), since: Instant::now(), reported: 0, dropped: 0 }
     }
 
     /// A line that has no end.
@@ -139,11 +139,11 @@ impl Lines {
                         self.dropped
                     ));
                 }
-                (self.since, self.told, self.dropped) = (Instant::now(), 0, 0);
+                (self.since, self.reported, self.dropped) = (Instant::now(), 0, 0);
             }
             let line = std::mem::take(&mut self.line);
-            if self.told < MOST {
-                self.told += 1;
+            if self.reported < MOST {
+                self.reported += 1;
                 tell(&String::from_utf8_lossy(&line));
             } else {
                 if self.dropped == 0 {
@@ -176,21 +176,21 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn lines_are_cut_and_counted() {
         let mut lines = Lines::new();
-        let mut told = Vec::new();
-        lines.take(b"one\ntw", |line| told.push(line.to_owned()));
-        lines.take(b"o\n", |line| told.push(line.to_owned()));
-        assert_eq!(told, ["one", "two"]);
-        lines.take(&[b'x'; 5000], |line| told.push(line.to_owned()));
-        lines.take(b"\n", |line| told.push(line.to_owned()));
-        assert_eq!(told.pop().map(|line| line.len()), Some(LONGEST));
+        let mut reported = Vec::new();
+        lines.take(b"one\ntw", |line| reported.push(line.to_owned()));
+        lines.take(b"o\n", |line| reported.push(line.to_owned()));
+        assert_eq!(reported, ["one", "two"]);
+        lines.take(&[b'x'; 5000], |line| reported.push(line.to_owned()));
+        lines.take(b"\n", |line| reported.push(line.to_owned()));
+        assert_eq!(reported.pop().map(|line| line.len()), Some(LONGEST));
         for _ in 0..200 {
-            lines.take(b"y\n", |line| told.push(line.to_owned()));
+            lines.take(b"y\n", |line| reported.push(line.to_owned()));
         }
-        assert_eq!(told.len(), MOST as usize);
+        assert_eq!(reported.len(), MOST as usize);
         tokio::time::advance(WINDOW).await;
-        lines.take(b"z\n", |line| told.push(line.to_owned()));
-        assert!(told.iter().any(|line| line.contains("103 more lines")), "{told:?}");
-        assert_eq!(told.last().map(String::as_str), Some("z"));
+        lines.take(b"z\n", |line| reported.push(line.to_owned()));
+        assert!(reported.iter().any(|line| line.contains("103 more lines")), "{reported:?}");
+        assert_eq!(reported.last().map(String::as_str), Some("z"));
     }
 
     #[tokio::test]
@@ -204,9 +204,9 @@ mod tests {
         let mut writer = File::from(writer(&fifo).unwrap());
         writer.write_all(b"panic: no such thing\ngoroutine 1").unwrap();
         drop(ended);
-        let mut told = Vec::new();
-        drain(receiver, end, |line| told.push(line.to_owned())).await.unwrap();
-        assert_eq!(told, ["panic: no such thing", "goroutine 1"]);
+        let mut reported = Vec::new();
+        drain(receiver, end, |line| reported.push(line.to_owned())).await.unwrap();
+        assert_eq!(reported, ["panic: no such thing", "goroutine 1"]);
     }
 
     #[tokio::test]
@@ -220,7 +220,7 @@ mod tests {
         let reader = read(&fifo, "a").unwrap();
         writer.write_all(b"level=info\n").unwrap();
         drop(reader);
-        // Nobody reads: full, but neither blocked nor EPIPE.
+        // No reader: full, but neither blocked nor EPIPE.
         let full = loop {
             if let Err(e) = writer.write(&[b'x'; 4096]) {
                 break e;

@@ -52,7 +52,7 @@ pub use command::path;
 pub use rootfs::user_namespace;
 pub use runtime::Runtime;
 
-/// Whose a pod's shim is. Recorded with the pod, as containerd is told the endpoint once.
+/// Whose a pod's shim is. Recorded with the pod, as containerd receives the endpoint once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Owner {
@@ -365,8 +365,8 @@ impl Endpoint {
         }
     }
 
-    /// A container is coming: its shim is started now rather than when somebody calls. Returns at
-    /// once.
+    /// A container is coming: its shim is started now rather than when a caller connects. Returns
+    /// at once.
     pub fn prepare(&self) {
         if let Self::Handover(endpoint) = self {
             endpoint.prepare();

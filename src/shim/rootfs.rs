@@ -77,8 +77,8 @@ impl Rootfs {
     }
 }
 
-/// Lets everybody through to `bundle`, as the root of a user namespace must get to the root below
-/// it; nobody may look around.
+/// Lets every user through to `bundle`, as the root of a user namespace must get to the root below
+/// it; no other user may list it.
 fn let_pass(bundle: &Path, state_dir: &Path) -> Result<(), StepError> {
     for dir in bundle.ancestors().take_while(|dir| dir.starts_with(state_dir)) {
         let mode = fs::metadata(dir).step_at("look at directory", dir)?.permissions().mode();

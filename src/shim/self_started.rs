@@ -185,7 +185,7 @@ impl SelfStarted {
         let process = self.shim.shims().launcher.open(pid)?;
         let process = process.ok_or_else(missing).step_at("find shim", binary)?;
         // From here on it may be killed.
-        held::vouch(process.identity(), started.since)?;
+        held::check_started_since(process.identity(), started.since)?;
         bundle.record(Some(&Recorded::Running { identity: process.identity().clone() }))?;
         Ok((bootstrap, process))
     }
@@ -496,7 +496,7 @@ impl SelfStarted {
         known.into_iter().filter(|socket| *socket != usual).chain([usual.clone()]).collect()
     }
 
-    /// What its `start` told this daemon or an earlier one.
+    /// What its `start` reported to this daemon or an earlier one.
     fn last_bootstrap(&self) -> Option<Bootstrap> {
         self.bootstrap().or_else(|| self.shim.bundle().bootstrap().ok().flatten())
     }

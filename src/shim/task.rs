@@ -50,7 +50,7 @@ impl Tasks {
     /// Connects to a shim that was started.
     ///
     /// # Errors
-    /// Nobody accepts.
+    /// No listener accepts.
     pub async fn connect(shim: &Bootstrap, within: Duration) -> Result<Self, Failure> {
         let service = if shim.version < 3 { VERSION_2 } else { VERSION_3 };
         let socket = shim.socket();
@@ -179,7 +179,7 @@ async fn connect(socket: &Path) -> Result<Client, Error> {
     Client::connect(&format!("unix://{}", socket.display())).await
 }
 
-/// Also connecting takes its time where nobody accepts.
+/// Also connecting takes its time without a listener that accepts.
 async fn within_time<T>(
     what: &'static str,
     socket: &Path,

@@ -1,5 +1,5 @@
-//! Entry points of the fuzzer in `fuzz/`: each transport at one end of a socket pair, and the handler
-//! behind both.
+//! Entry points of the fuzzer in `fuzz/`: each transport at one end of a socket pair, and the
+//! handler behind both.
 
 use std::future::ready;
 use std::sync::Arc;

@@ -87,14 +87,15 @@ pub(super) async fn serve<V: SandboxService>(
                 Some(call) => {
                     let (request, respond) = call?;
                     let pending = of.begin();
-                    calls.spawn(serve_call(Arc::clone(&handler), Asked::from(request), respond, pending));
+                    let (handler, asked) = (Arc::clone(&handler), Asked::from(request));
+                    calls.spawn(serve_call(handler, asked, respond, pending));
                 }
                 None => return Ok(()),
             },
             Some(ended) = calls.join_next() => match ended {
                 Ok(Some(pending)) if draining => pending.stop(),
                 Ok(Some(pending)) => waits.push(pending),
-                // Answered, or nobody is left to answer.
+                // Answered, or the caller is gone.
                 Ok(None) | Err(_) => {}
             },
             Some(()) = waits.next() => {}

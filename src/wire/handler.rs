@@ -136,7 +136,7 @@ impl<V: SandboxService> Handler<V> {
 
     /// Ends when the daemon goes down.
     pub(super) async fn stopping(&self) {
-        // A sender that is gone can never say true: then there is nobody left to serve for.
+        // A sender that is gone can never say true: then no caller is left.
         let _ = self.stop.clone().wait_for(|stop| *stop).await;
     }
 
@@ -252,7 +252,8 @@ impl<V: SandboxService> Handler<V> {
             }
             () = self.stopping() => Err(Status::stopping()),
             () = expired(deadline) => {
-                Err(Status::new(Code::DEADLINE_EXCEEDED, format!("{method}: the caller's deadline passed")))
+                let message = format!("{method}: the caller's deadline passed");
+                Err(Status::new(Code::DEADLINE_EXCEEDED, message))
             }
         };
         self.unless_stopping(result)
@@ -352,23 +353,23 @@ impl<V: SandboxService> Handler<V> {
                 )
             }
             "Update" => {
-                let c::ControllerUpdateRequest { sandbox_id: id, sandbox, fields, .. } =
-                    decode(bytes)?;
-                // Taken as an empty sandbox it would wipe what the fields name.
-                let result = match sandbox.into_option() {
-                    Some(sandbox) => {
-                        sandboxes.update(&id, convert::sandbox_info(sandbox), fields).await
-                    }
-                    None => Err(Error::Invalid {
-                        id,
-                        field: "sandbox".into(),
-                        reason: "missing".into(),
-                    }),
-                };
+                let result = update(sandboxes, decode(bytes)?).await;
                 encode(method, result.map(|()| c::ControllerUpdateResponse::default()))
             }
             _ => Err(not_served(CONTROLLER, method)),
         }
+    }
+}
+
+/// Updates a sandbox. A missing one, taken as empty, would wipe what the fields name.
+async fn update<V: SandboxService>(
+    sandboxes: &V,
+    request: c::ControllerUpdateRequest,
+) -> Result<(), Error> {
+    let c::ControllerUpdateRequest { sandbox_id: id, sandbox, fields, .. } = request;
+    match sandbox.into_option() {
+        Some(sandbox) => sandboxes.update(&id, convert::sandbox_info(sandbox), fields).await,
+        None => Err(Error::Invalid { id, field: "sandbox".into(), reason: "missing".into() }),
     }
 }
 

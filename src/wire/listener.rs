@@ -22,7 +22,7 @@ const MIN_DELAY: Duration = Duration::from_millis(10);
 /// The longest pause after a failed accept.
 const MAX_DELAY: Duration = Duration::from_secs(1);
 
-/// Binds a listening unix socket at `path` with mode 0600, in place of one that nobody listens on
+/// Binds a listening unix socket at `path` with mode 0600, in place of one without a listener
 /// any more.
 ///
 /// The socket gets its mode and listens before it appears at `path`, and takes the path by rename:
@@ -30,7 +30,7 @@ const MAX_DELAY: Duration = Duration::from_secs(1);
 /// gone, for the next one to replace.
 ///
 /// # Errors
-/// The failed step; `EADDRINUSE` when somebody listens there, `EEXIST` when what is there is no
+/// The failed step; `EADDRINUSE` if it has a listener, `EEXIST` when what is there is no
 /// socket.
 pub fn bind(path: &Path) -> Result<net::UnixListener, StepError> {
     refuse_taken(path)?;
@@ -58,7 +58,7 @@ pub fn bind(path: &Path) -> Result<net::UnixListener, StepError> {
     Ok(net::UnixListener::from(fd))
 }
 
-/// Refuses a path at which somebody listens, or which is no socket.
+/// Refuses a path with a listener, or which is no socket.
 fn refuse_taken(path: &Path) -> Result<(), StepError> {
     let found = match fs::symlink_metadata(path) {
         Ok(found) => found,

@@ -5,9 +5,9 @@
 //! errors become codes in `status.rs`; neither transport adds to it.
 //!
 //! No caller and no RPC can harm another: messages, headers, connections and calls are bounded, a
-//! panic is an answer, and a listener that cannot accept waits and goes on. Going down, the daemon
-//! ends every call with UNAVAILABLE and nothing else, because containerd takes any other end of a
-//! Wait for the exit of its sandbox.
+//! panic is an answer, and a listener that cannot accept waits and continues. Going down, the
+//! daemon ends every call with UNAVAILABLE and nothing else, because containerd takes any other end
+//! of a Wait for the exit of its sandbox.
 
 use std::fmt::Display;
 use std::future::Future;
@@ -162,7 +162,8 @@ async fn serve<V, E, F>(
             }
         }
     }
-    // Nobody is let in any more. The backlog of an inherited socket is for the daemon's successor.
+    // No new connection is accepted. The backlog of an inherited socket is for the daemon's
+    // successor.
     drop(acceptor);
     let done = async { while connections.join_next().await.is_some() {} };
     if tokio::time::timeout(DRAIN, done).await.is_err() {

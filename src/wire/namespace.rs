@@ -42,11 +42,15 @@ impl NamespaceFilter {
         }
         // Once: containerd repeats the Wait of a sandbox for ever.
         if !self.warned.swap(true, Ordering::Relaxed) {
-            log::warn!(asked = asked, served = own; "a call of another containerd namespace is refused");
+            log::warn!(
+                asked = asked, served = own;
+                "a call of another containerd namespace is refused"
+            );
         }
         let code = if wait { Code::UNAVAILABLE } else { Code::FAILED_PRECONDITION };
         let text = format!(
-            "the call is of containerd's namespace {asked:?}; this sandboxer serves {own:?} (setting containerd_namespace)"
+            "the call is of containerd's namespace {asked:?}; this sandboxer serves {own:?} \
+             (setting containerd_namespace)"
         );
         Err(Status::new(code, text))
     }

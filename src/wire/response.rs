@@ -45,7 +45,10 @@ pub(super) fn encode<M: Message>(method: &str, result: Result<M, Error>) -> Answ
                 }
                 _ => log::Level::Debug,
             };
-            log::log!(level, sandbox = status::sandbox(&error), call = method; "{method} failed: {error}");
+            log::log!(
+                level, sandbox = status::sandbox(&error), call = method;
+                "{method} failed: {error}"
+            );
             Err(status)
         }
     }
@@ -67,7 +70,7 @@ pub(super) fn code_of(answer: &Answer) -> &'static str {
     answer.as_ref().err().map_or("OK", |status| status::name(status.code))
 }
 
-/// What the caller of a handler that panicked is told.
+/// The answer to the caller of a handler that panicked.
 pub(super) fn panicked(method: &str, panic: &(dyn Any + Send)) -> Status {
     let reason = panic_text(panic);
     log::error!(call = method; "the handler of {method} panicked: {reason}");

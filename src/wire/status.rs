@@ -88,7 +88,7 @@ pub(super) fn name(code: Code) -> &'static str {
     }
 }
 
-/// A node that ran out of something is told from a node that is broken.
+/// A node that ran out of something is distinguished from a broken node.
 fn step_code(step: &StepError) -> Code {
     match step.io().raw_os_error() {
         Some(

@@ -48,7 +48,7 @@ pub(super) async fn serve<V: SandboxService>(
     let writing = write(writer, queue);
     tokio::pin!(writing);
     tokio::select! {
-        // Nobody is left to answer: what still runs is dropped with `calls`.
+        // The callers are gone: what still runs is dropped with `calls`.
         ended = read(&mut reader, &handler, &mut calls, &answers, &of) => return ended,
         () = of.evicted() => return Ok(()),
         ended = &mut writing => return ended,
@@ -90,7 +90,7 @@ async fn read<V: SandboxService>(
                 Err(refused)
             }
         };
-        // An answer that cannot be sent has nobody who waits for it: the connection is gone.
+        // An answer that cannot be sent has no caller: the connection is gone.
         match asked {
             Ok((request, held)) => {
                 let (handler, answers, pending) = (handler.clone(), answers.clone(), of.begin());

@@ -209,11 +209,11 @@ async fn a_kill_that_is_refused_leaves_no_error_behind(harness: Arc<Harness>) ->
     no_shim(&pod).await?;
     let log = fs::read_to_string(harness.node.layout().sandboxer_log())?;
     // The second is what the shim logs when a caller hangs up because its pause has ended.
-    let told = log.lines().find(|line| {
+    let error = log.lines().find(|line| {
         line.contains(pod.id())
             && (line.contains(" error ") || line.contains("failed sending message"))
     });
-    ensure!(told.is_none(), "{told:?}");
+    ensure!(error.is_none(), "{error:?}");
     Ok(())
 }
 
@@ -242,7 +242,7 @@ async fn a_lost_wait_is_no_exit(harness: Arc<Harness>) -> Result<()> {
     no_shim(&pod).await
 }
 
-/// Running: adopted. Ended, or without its shim: not ready, with what can be told of it.
+/// Running: adopted. Ended, or without its shim: not ready, with what is known of it.
 async fn recovery_as_containerds(harness: Arc<Harness>) -> Result<()> {
     let (lives, ended, orphaned) =
         (harness.pod("lives").await?, harness.pod("ended").await?, harness.pod("orphaned").await?);

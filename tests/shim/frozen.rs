@@ -62,7 +62,7 @@ struct Frozen(PathBuf, &'static str);
 impl Frozen {
     async fn new(dir: &Path) -> Result<Self> {
         // What freezes, what thaws, and what says that all processes are frozen.
-        let (file, freeze, thaw, told, frozen) = if cgroup::unified()? {
+        let (file, freeze, thaw, shown, frozen) = if cgroup::unified()? {
             ("cgroup.freeze", "1", "0", "cgroup.events", "frozen 1")
         } else {
             ("freezer.state", "FROZEN", "THAWED", "freezer.state", "FROZEN")
@@ -71,7 +71,7 @@ impl Frozen {
         fs::write(&file, freeze).with_context(|| file.display().to_string())?;
         let guard = Self(file, thaw);
         until("frozen", SOON, async || {
-            let state = fs::read_to_string(dir.join(told))?;
+            let state = fs::read_to_string(dir.join(shown))?;
             ensure!(state.lines().any(|line| line == frozen), "{state:?}");
             Ok(())
         })
@@ -168,8 +168,8 @@ async fn processes_in_frozen_cgroups_above_and_elsewhere_end(harness: Arc<Harnes
     held.remove()
 }
 
-/// Frozen where the daemon has no say, with version 1 they do not die, as in a system call that does
-/// not return.
+/// Frozen where the daemon has no say, with version 1 they do not die, as in a system call that
+/// does not return.
 async fn processes_that_do_not_end_cost_the_daemon_nothing(harness: Arc<Harness>) -> Result<()> {
     let daemon = harness.node.sandboxer_pid()?;
     let (pod, container) = run(&harness, "stuck").await?;

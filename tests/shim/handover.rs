@@ -66,8 +66,7 @@ async fn platform_brings_the_shim(harness: Arc<Harness>) -> Result<()> {
     no_shim(&pod).await
 }
 
-/// What containerd does from 2.4 on; here the shim is told by a signal, which it takes for the
-/// same.
+/// What containerd does from 2.4 on; here the shim gets a signal, with the same effect.
 async fn an_empty_shim_that_ends_is_followed_by_another(harness: Arc<Harness>) -> Result<()> {
     let pod = harness.pod("again").await?;
     let first = pod.run(ContainerSpec::sleeping("a")).await?;
@@ -83,7 +82,7 @@ async fn an_empty_shim_that_ends_is_followed_by_another(harness: Arc<Harness>) -
 }
 
 async fn a_shim_that_dies_with_containers_ends_the_pod(harness: Arc<Harness>) -> Result<()> {
-    for (name, kill) in [("killed", Signal::SIGKILL), ("told", Signal::SIGTERM)] {
+    for (name, kill) in [("killed", Signal::SIGKILL), ("terminated", Signal::SIGTERM)] {
         let pod = harness.pod(name).await?;
         let container = pod.run(ContainerSpec::sh("a", "sleep 1000 & sleep 1000")).await?;
         ensure!(!inside(container.id())?.is_empty(), "no process in the container's cgroup");
@@ -234,7 +233,7 @@ async fn a_shim_that_does_not_come_is_an_error(harness: Arc<Harness>) -> Result<
     }
     let log = fs::read_to_string(harness.node.layout().sandboxer_log())?;
     for expected in
-        ["cannot go on", "exited with status 7", "did not answer", "the next are dropped"]
+        ["cannot continue", "exited with status 7", "did not answer", "the next are dropped"]
     {
         ensure!(log.contains(expected), "the log does not say {expected:?}");
     }

@@ -42,7 +42,7 @@ async fn gone(pod: &Pod) -> Result<()> {
 
 async fn a_shim_that_dies_under_an_exec_and_a_stop_ends_both(harness: Arc<Harness>) -> Result<()> {
     let pod = harness.pod("amid").await?;
-    // Does not end when it is told to, and shows that it was told.
+    // Does not exit on SIGTERM, and shows that it received it.
     let container = pod
         .run(ContainerSpec::sh("a", "trap 'sleep 1002 &' TERM; while true; do sleep 1; done"))
         .await?;
@@ -104,7 +104,7 @@ async fn a_start_that_is_refused_leaves_nothing(harness: Arc<Harness>) -> Result
     gone(&pod).await
 }
 
-/// The shim and containerd go on without it.
+/// The shim and containerd continue without it.
 async fn a_daemon_killed_in_the_creation_of_a_container_is_not_missed(
     harness: Arc<Harness>,
 ) -> Result<()> {

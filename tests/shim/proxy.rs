@@ -207,7 +207,7 @@ fn connection(client: UnixStream, shim: UnixStream, calls: &Path) -> Result<()> 
             }
             Order::Die => {
                 locked(&to_shim).pass(&frame)?;
-                // The real one, and what it runs, are told to go with it.
+                // The real one, and what it runs, end with it.
                 nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL)?;
             }
         }

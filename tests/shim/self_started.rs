@@ -54,7 +54,7 @@ async fn a_pod_has_its_shim_from_start_to_shutdown(harness: Arc<Harness>) -> Res
 /// nothing.
 pub(crate) async fn a_start_that_fails_is_an_error(harness: Arc<Harness>) -> Result<()> {
     for (word, limit, reason) in [
-        ("exit", 8, "cannot go on"),
+        ("exit", 8, "cannot continue"),
         ("end", 8, "it is no address"),
         ("hang", 20, "not done after 10 s"),
         ("chatter", 20, "wrote more than"),
@@ -145,8 +145,8 @@ pub(crate) async fn a_deletion_that_is_cut_off_leaves_nothing(harness: Arc<Harne
 async fn an_address_outlives_starts_that_fail(harness: Arc<Harness>) -> Result<()> {
     let pod = harness.pod("addressed").await?;
     let sandboxer = harness.node.sandboxer();
-    let told = sandboxer.status(pod.id(), false).await?.address;
-    ensure!(!told.is_empty(), "no address");
+    let address = sandboxer.status(pod.id(), false).await?.address;
+    ensure!(!address.is_empty(), "no address");
     let log = harness.node.layout().sandboxer_log();
     harness.order("exit")?;
     signal(one_shim(&pod).await?.pid, Signal::SIGTERM)?;
@@ -154,7 +154,7 @@ async fn an_address_outlives_starts_that_fail(harness: Arc<Harness>) -> Result<(
         let text = std::fs::read_to_string(&log)?;
         let failed = text
             .lines()
-            .filter(|line| line.contains(pod.id()) && line.contains("cannot go on"))
+            .filter(|line| line.contains(pod.id()) && line.contains("cannot continue"))
             .count();
         ensure!(failed >= 2, "{failed}");
         Ok(())
@@ -162,7 +162,7 @@ async fn an_address_outlives_starts_that_fail(harness: Arc<Harness>) -> Result<(
     .await?;
     let status = sandboxer.status(pod.id(), false).await?;
     ensure!(
-        (status.address.as_str(), status.state.as_str()) == (told.as_str(), "SANDBOX_READY"),
+        (status.address.as_str(), status.state.as_str()) == (address.as_str(), "SANDBOX_READY"),
         "{status:?}"
     );
     // A call that has not made the socket yet is no shim.
@@ -175,12 +175,12 @@ async fn an_address_outlives_starts_that_fail(harness: Arc<Harness>) -> Result<(
 
 /// Its server, and whoever cleans up after it.
 pub(crate) async fn a_shim_has_the_variables_that_are_set(harness: Arc<Harness>) -> Result<()> {
-    let pod = harness.pod("told").await?;
+    let pod = harness.pod("variables").await?;
     pod.run(ContainerSpec::sleeping("a")).await?;
     let shim = one_shim(&pod).await?;
     let environment = std::fs::read_to_string(format!("/proc/{}/environ", shim.pid))?;
-    let told = environment.split('\0').filter(|variable| *variable == "KIT_SHIM=set").count();
-    ensure!(told == 1, "{environment:?}");
+    let set = environment.split('\0').filter(|variable| *variable == "KIT_SHIM=set").count();
+    ensure!(set == 1, "{environment:?}");
     signal(shim.pid, Signal::SIGKILL)?;
     until("a call that cleans up", SOON, async || {
         ensure!(harness.deleted()? == "set\n");

@@ -60,12 +60,12 @@ async fn a_stopped_pod_keeps_no_shim(harness: Arc<Harness>) -> Result<()> {
     ensure!(neighbour.sh("echo hello").await?.trim() == "hello", "the other pod's container");
     removed(&other).await?;
     let log = fs::read_to_string(harness.node.layout().sandboxer_log())?;
-    let told = log.lines().find(|line| {
+    let error = log.lines().find(|line| {
         line.contains(pod.id())
             && (line.contains(" error ")
                 || line.contains("killing shim")
                 || line.contains("too soon"))
     });
-    ensure!(told.is_none(), "{told:?}");
+    ensure!(error.is_none(), "{error:?}");
     Ok(())
 }

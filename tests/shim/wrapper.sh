@@ -10,7 +10,7 @@ case " $* " in
     ;;
 *" start "*)
     case $order in
-    exit) echo "cannot go on" >&2; exit 7 ;;
+    exit) echo "cannot continue" >&2; exit 7 ;;
     end) exit 0 ;;
     hang) exec sleep 1000 ;;
     chatter) exec yes "much too much" ;;
@@ -23,7 +23,7 @@ case " $* " in
     ;;
 esac
 case $order in
-exit) echo "cannot go on" >&2; exit 7 ;;
+exit) echo "cannot continue" >&2; exit 7 ;;
 end) exit 0 ;;
 hang) exec sleep 1000 ;;
 chatter) yes "much too much" >&2 ;;

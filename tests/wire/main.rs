@@ -1,5 +1,5 @@
-//! Both transports of the wire against a service that is not there: what every caller sees, whatever it
-//! sends.
+//! Both transports of the wire against a service that is not there: what every caller sees,
+//! whatever it sends.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 

@@ -33,7 +33,7 @@ pub struct Stream {
     buffered: bool,
     /// What was read and could not be written.
     held: Vec<u8>,
-    /// All is copied; the FIFO is kept until somebody reads it.
+    /// All is copied; the FIFO is kept until a reader comes.
     last_wait: Option<(Instant, Duration)>,
 }
 
@@ -100,7 +100,7 @@ impl Stream {
         Ok(count)
     }
 
-    /// Whether the FIFO may be closed: somebody reads it, or nothing is in it.
+    /// Whether the FIFO may be closed: it has a reader, or nothing is in it.
     fn may_close(&mut self) -> bool {
         self.reader = None;
         let mut fds = [PollFd::new(&self.to, PollFlags::OUT)];

@@ -279,7 +279,8 @@ impl World {
 
 fn happening() -> impl Strategy<Value = Happening> {
     prop_oneof![
-        4 => prop_oneof![Just(Rpc::Start), Just(Rpc::Stop), Just(Rpc::Shutdown)].prop_map(Happening::Ask),
+        4 => prop_oneof![Just(Rpc::Start), Just(Rpc::Stop), Just(Rpc::Shutdown)]
+            .prop_map(Happening::Ask),
         4 => any::<bool>().prop_map(Happening::JobEnds),
         2 => Just(Happening::KillLands),
         1 => Just(Happening::StartLeavesSomething),
@@ -344,7 +345,7 @@ fn a_pause_that_is_adopted_ends_with_its_dead_shim() {
     assert_eq!(machine.on(Event::ShimDied), []);
 }
 
-/// The exit that callers were told stays, whatever the driver says after a fault of the actor.
+/// The exit that callers have seen stays, whatever the driver says after a fault of the actor.
 #[test]
 fn the_first_exit_stays() {
     let mut machine = Machine::new(Phase::Ready, None);

@@ -129,11 +129,13 @@ fn version_2() {
     let root = tree(&[
         (
             "a.slice/cpu.stat",
-            "usage_usec 10\nuser_usec 6\nsystem_usec 4\nnr_bursts 1\ncore_sched.force_idle_usec 0\n",
+            "usage_usec 10\nuser_usec 6\nsystem_usec 4\nnr_bursts 1\n\
+             core_sched.force_idle_usec 0\n",
         ),
         (
             "a.slice/cpu.pressure",
-            "some avg10=0.12 avg60=1.50 avg300=0.00 total=77\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=5\n",
+            "some avg10=0.12 avg60=1.50 avg300=0.00 total=77\n\
+             full avg10=0.00 avg60=0.00 avg300=0.00 total=5\n",
         ),
         ("a.slice/memory.stat", "anon 1\nfile 2\nslab 9\nthp_collapse_alloc 3\n"),
         ("a.slice/memory.current", "4096\n"),

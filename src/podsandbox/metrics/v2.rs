@@ -12,7 +12,7 @@ use super::directory::{Directory, keyed, rdma_devices};
 use super::{huge_page_sizes, missing};
 use crate::error::StepError;
 
-/// Reads what is told of `cgroup`, a path below `root`. A controller that is not enabled is absent.
+/// Reads the metrics of `cgroup`, a path below `root`. A controller that is not enabled is absent.
 ///
 /// # Errors
 /// The failed step; where there is no such cgroup, that.
@@ -113,7 +113,8 @@ fn memory_events(directory: &Directory) -> Result<Option<MemoryEvents>, StepErro
     }))
 }
 
-/// Pressure is told also where the controller is not enabled; the kernel may have it switched off.
+/// Pressure is reported also where the controller is not enabled; the kernel may have it switched
+/// off.
 fn io(directory: &Directory) -> Result<Option<IOStat>, StepError> {
     let (stat, psi) = (directory.text("io.stat")?, pressure(directory, "io.pressure")?);
     if stat.is_none() && psi.is_none() {

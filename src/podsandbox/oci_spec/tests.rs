@@ -16,7 +16,9 @@ use crate::protos::cri::{
 };
 
 const ID: &str = "4c1e5bd5f4b3c6b3f6a14a4c8d7e9f00112233445566778899aabbccddeeff00";
-const PARENT: &str = "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod8a5d0f2e_7f3b_4a59_9a53_5f0b9b4f6a11.slice";
+const PARENT: &str = "/kubepods.slice/kubepods-burstable.slice/\
+    kubepods-burstable-pod8a5d0f2e_7f3b_4a59_9a53_5f0b9b4f6a11.slice";
+const CRI_ROOT: &str = "/var/lib/containerd/io.containerd.grpc.v1.cri";
 
 /// What kubelet sends for a burstable pod of one container.
 fn kubelet_pod() -> PodSandboxConfig {
@@ -121,7 +123,8 @@ fn a_pod_of_kubelet() {
         "root": {"path": "rootfs", "readonly": true},
         "hostname": "web-6d4cf56db6-x7k2p",
         "mounts": [
-            {"destination": "/proc", "type": "proc", "source": "proc", "options": ["nosuid", "noexec", "nodev"]},
+            {"destination": "/proc", "type": "proc", "source": "proc",
+             "options": ["nosuid", "noexec", "nodev"]},
             {"destination": "/dev", "type": "tmpfs", "source": "tmpfs",
              "options": ["nosuid", "strictatime", "mode=755", "size=65536k"]},
             {"destination": "/dev/pts", "type": "devpts", "source": "devpts",
@@ -133,7 +136,7 @@ fn a_pod_of_kubelet() {
             {"destination": "/dev/shm", "type": "bind", "options": bind,
              "source": format!("/run/containerd/io.containerd.grpc.v1.cri/sandboxes/{ID}/shm")},
             {"destination": "/etc/resolv.conf", "type": "bind", "options": bind,
-             "source": format!("/var/lib/containerd/io.containerd.grpc.v1.cri/sandboxes/{ID}/resolv.conf")},
+             "source": format!("{CRI_ROOT}/sandboxes/{ID}/resolv.conf")},
         ],
         "annotations": {
             "io.kubernetes.cri.container-type": "sandbox",
@@ -154,12 +157,18 @@ fn a_pod_of_kubelet() {
             "cgroupsPath": format!("{slice}:cri-containerd:{ID}"),
             "namespaces": [
                 {"type": "pid"}, {"type": "ipc"}, {"type": "uts"}, {"type": "mount"},
-                {"type": "network", "path": "/var/run/netns/cni-0f5b2c3d-1111-2222-3333-444455556666"},
+                {"type": "network",
+                 "path": "/var/run/netns/cni-0f5b2c3d-1111-2222-3333-444455556666"},
             ],
-            "maskedPaths": ["/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys",
-                "/proc/latency_stats", "/proc/timer_list", "/proc/timer_stats", "/proc/sched_debug", "/sys/firmware",
-                "/sys/devices/virtual/powercap", "/proc/scsi"],
-            "readonlyPaths": ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"],
+            "maskedPaths": [
+                "/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys",
+                "/proc/latency_stats", "/proc/timer_list", "/proc/timer_stats",
+                "/proc/sched_debug", "/sys/firmware", "/sys/devices/virtual/powercap",
+                "/proc/scsi",
+            ],
+            "readonlyPaths": [
+                "/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger",
+            ],
         },
     });
     assert_eq!(spec, expected, "{spec:#}");

@@ -38,7 +38,8 @@ fn metadata() -> Value {
         "CNIResult": {
             "Interfaces": {"eth0": {
                 "IPConfigs": [{"IP": "10.88.0.5", "Gateway": "10.88.0.1"}],
-                "Mac": "c2:11:22:33:44:55", "Sandbox": "/var/run/netns/cni-1", "PciID": "", "SocketPath": "",
+                "Mac": "c2:11:22:33:44:55", "Sandbox": "/var/run/netns/cni-1",
+                "PciID": "", "SocketPath": "",
             }},
             "DNS": [{}], "Routes": [{"dst": "0.0.0.0/0"}],
         },
@@ -161,7 +162,10 @@ fn a_sandbox_that_has_ended() {
 #[test]
 fn a_resize_shows() {
     let mut record = record(&pod());
-    let updated = json!({"Overhead": null, "Resources": {"cpu_shares": 512, "memory_limit_in_bytes": 268_435_456}});
+    let updated = json!({
+        "Overhead": null,
+        "Resources": {"cpu_shares": 512, "memory_limit_in_bytes": 268_435_456},
+    });
     record.info.extensions.insert("updated-resources".to_owned(), blob("u", updated.to_string()));
     let info = shown(&record, &ready());
     assert_eq!(info["resources"], json!({"linux": updated["Resources"]}));
@@ -224,15 +228,15 @@ fn runtime_options_of_every_kind() {
     assert_eq!(decode("some.Options", &[1]), Err("unknown type \"some.Options\"".to_owned()));
 }
 
-#[test]
-fn the_config_has_the_form_that_go_gives_it() {
+/// A config with fields of every kind.
+fn full_config() -> PodSandboxConfig {
     let profile = SecurityProfile {
         profile_type: EnumOrUnknown::new(ProfileType::Localhost),
         localhost_ref: "p.json".to_owned(),
         ..Default::default()
     };
     let map = |host_id| IDMapping { host_id, length: 65536, ..Default::default() };
-    let pod = PodSandboxConfig {
+    PodSandboxConfig {
         dns_config: MessageField::some(DNSConfig {
             servers: vec!["10.0.0.10".to_owned()],
             ..Default::default()
@@ -279,7 +283,11 @@ fn the_config_has_the_form_that_go_gives_it() {
             ..Default::default()
         }),
         ..Default::default()
-    };
+    }
+}
+
+#[test]
+fn the_config_has_the_form_that_go_gives_it() {
     let expected = json!({
         "dns_config": {"servers": ["10.0.0.10"]},
         "port_mappings": [{"protocol": 1, "container_port": 53, "host_port": -1}],
@@ -308,6 +316,6 @@ fn the_config_has_the_form_that_go_gives_it() {
             },
         },
     });
-    let encoded = go_json::encode(&pod);
+    let encoded = go_json::encode(&full_config());
     assert_eq!(encoded, expected, "{encoded:#}");
 }

@@ -158,10 +158,10 @@ async fn a_shim_that_hangs_up_is_not_killed() {
     command.args(["-c", "read line; sleep 0.2; exit 5"]).stdin(std::process::Stdio::piped());
     let mut child = command.spawn().unwrap();
     let shim = shims.launcher.open(child.id()).unwrap().unwrap();
-    let told = child.stdin.take().unwrap();
+    let input = child.stdin.take().unwrap();
     let hangs_up = tokio::spawn(async move {
         drop(listener.accept().await.unwrap());
-        drop(told);
+        drop(input);
     });
     endpoint.shim.end_process(&*shim, Some(&socket)).await.unwrap();
     assert_eq!(shim.exited().await.status, 5);
