@@ -8,13 +8,13 @@ use crate::account::pss;
 use crate::daemon::{BINARY, Daemon};
 use crate::report::Report;
 use crate::samples::{Samples, median};
-use crate::stage::Stage;
+use crate::setup::Setup;
 
-pub(crate) async fn measure(stage: &mut Stage, report: &mut Report) -> Result<()> {
+pub(crate) async fn measure(setup: &mut Setup, report: &mut Report) -> Result<()> {
     report.median("binary_kb".into(), std::fs::metadata(BINARY)?.len() as f64 / 1024.0);
     let (mut starts, mut rest) = (Samples::default(), Vec::new());
     for number in 0..10 {
-        let mut daemon = Daemon::ours(&stage.node, &format!("fresh-{number}"), "")?;
+        let mut daemon = Daemon::ours(&setup.node, &format!("fresh-{number}"), "")?;
         starts.push(daemon.start().await?);
         tokio::time::sleep(Duration::from_millis(100)).await;
         rest.push(pss(daemon.pid()?)?);

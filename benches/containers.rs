@@ -11,7 +11,7 @@ use kit::{Container, ContainerSpec, Pod, PodSpec};
 use crate::account::{cpu_time, pss, switches};
 use crate::report::Report;
 use crate::samples::{Samples, order};
-use crate::stage::{BUILTIN, OURS, Stage, Target};
+use crate::setup::{BUILTIN, OURS, Setup, Target};
 use crate::{Plan, pods};
 
 /// Until shims and Go runtimes are idle.
@@ -35,14 +35,14 @@ struct Batch {
     of_all: Vec<u32>,
 }
 
-pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report) -> Result<()> {
+pub(crate) async fn measure(setup: &mut Setup, plan: &Plan, report: &mut Report) -> Result<()> {
     let mut batches = Vec::new();
     for name in [BUILTIN, OURS] {
-        batches.push(Batch::start(stage, stage.target(name), plan.containers).await?);
+        batches.push(Batch::start(setup, setup.target(name), plan.containers).await?);
     }
     memory(&batches, report)?;
     wakeups(&batches, plan.quiet, report).await?;
-    execs(stage, &batches, plan, report).await?;
+    execs(setup, &batches, plan, report).await?;
     outputs(&batches, plan, report).await?;
     let ours = batches.iter().find(|batch| batch.target.name == OURS).context("our pods")?;
     memory_after_work(ours, report).await?;
@@ -68,20 +68,20 @@ pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report)
 }
 
 impl Batch {
-    async fn start(stage: &Stage, target: &Target, count: usize) -> Result<Self> {
-        let before = pids(&all_of_node(stage)?);
+    async fn start(setup: &Setup, target: &Target, count: usize) -> Result<Self> {
+        let before = pids(&all_of_node(setup)?);
         let (mut pods, mut of_first) = (Vec::new(), Vec::new());
         for number in 0..count {
             let name = format!("with-container-{number}");
-            let (pod, _) = pods::run(stage, target, PodSpec::new(&name).host_network()).await?;
+            let (pod, _) = pods::run(setup, target, PodSpec::new(&name).host_network()).await?;
             let container = pod.run(ContainerSpec::sleeping("main")).await?;
             pods.push((pod, container));
             if number == 0 {
-                of_first = infrastructure(stage, &before, &pods)?;
+                of_first = infrastructure(setup, &before, &pods)?;
             }
         }
         tokio::time::sleep(SETTLES).await;
-        let of_all = infrastructure(stage, &before, &pods)?;
+        let of_all = infrastructure(setup, &before, &pods)?;
         ensure!(of_all.len() >= count, "{}: {} processes", target.name, of_all.len());
         Ok(Self { target: target.clone(), pods, of_first, of_all })
     }
@@ -97,8 +97,8 @@ impl Batch {
 }
 
 /// Processes in the node's cgroups.
-fn all_of_node(stage: &Stage) -> Result<Vec<processes::Proc>> {
-    let inside = format!(":{}/", stage.node.layout().cgroup());
+fn all_of_node(setup: &Setup) -> Result<Vec<processes::Proc>> {
+    let inside = format!(":{}/", setup.node.layout().cgroup());
     let mut all = processes::all()?;
     all.retain(|process| process.cgroups.contains(&inside));
     Ok(all)
@@ -111,11 +111,11 @@ fn pids(processes: &[processes::Proc]) -> BTreeSet<u32> {
 /// Processes that came since `before` for these pods, without those of their containers, whose
 /// cgroup has the container's id.
 fn infrastructure(
-    stage: &Stage,
+    setup: &Setup,
     before: &BTreeSet<u32>,
     pods: &[(Pod, Container)],
 ) -> Result<Vec<u32>> {
-    let mut all = all_of_node(stage)?;
+    let mut all = all_of_node(setup)?;
     all.retain(|process| {
         !before.contains(&process.pid)
             && !pods.iter().any(|(_, container)| process.cgroups.contains(container.id()))
@@ -146,7 +146,7 @@ async fn wakeups(batches: &[Batch], quiet: Duration, report: &mut Report) -> Res
 
 /// ExecSync of a program that exits at once: its time, and the processor time of containerd, the
 /// sandboxer and the pod's shim. runc is not in it: its processes have ended by then.
-async fn execs(stage: &Stage, batches: &[Batch], plan: &Plan, report: &mut Report) -> Result<()> {
+async fn execs(setup: &Setup, batches: &[Batch], plan: &Plan, report: &mut Report) -> Result<()> {
     let mut times = vec![Samples::default(); batches.len()];
     let mut cpu = vec![Duration::ZERO; batches.len()];
     let rounds = plan.pods / 2;
@@ -155,8 +155,8 @@ async fn execs(stage: &Stage, batches: &[Batch], plan: &Plan, report: &mut Repor
             let batch = &batches[index];
             let (_, container) = batch.first()?;
             let mut who = batch.of_first.clone();
-            who.push(stage.node.containerd_pid()?);
-            if let Some(daemon) = stage.daemons.get(batch.target.name) {
+            who.push(setup.node.containerd_pid()?);
+            if let Some(daemon) = setup.daemons.get(batch.target.name) {
                 who.push(daemon.pid()?);
             }
             let used = || who.iter().map(|pid| cpu_time(*pid)).sum::<Result<Duration>>();

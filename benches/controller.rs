@@ -7,13 +7,13 @@ use anyhow::{Context, Result};
 use crate::Plan;
 use crate::report::Report;
 use crate::samples::{Samples, order};
-use crate::stage::{BUILTIN, FLOOR, OURS, Stage};
+use crate::setup::{BUILTIN, FLOOR, OURS, Setup};
 
-pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report) -> Result<()> {
-    let targets = stage.targets.clone();
+pub(crate) async fn measure(setup: &mut Setup, plan: &Plan, report: &mut Report) -> Result<()> {
+    let targets = setup.targets.clone();
     let mut homes = Vec::new();
     for target in &targets {
-        homes.push((stage.controller(target), stage.home(target.name)?));
+        homes.push((setup.controller(target), setup.home(target.name)?));
     }
     let mut starts = vec![Samples::default(); targets.len()];
     let mut stops = starts.clone();
@@ -21,8 +21,8 @@ pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report)
     for round in 0..=plan.calls {
         for index in order(round, targets.len()) {
             let (target, (controller, home)) = (&targets[index], &homes[index]);
-            let id = stage.id();
-            let request = stage.request(controller, target, &id, home.config())?;
+            let id = setup.id();
+            let request = setup.request(controller, target, &id, home.config())?;
             let created = Instant::now();
             controller.create_raw(&request).await.context(target.name)?;
             let begun = Instant::now();

@@ -11,7 +11,7 @@ use crate::account::{of_pods, pss};
 use crate::pods;
 use crate::report::Report;
 use crate::samples::{median, order};
-use crate::stage::{BUILTIN, OURS, Stage};
+use crate::setup::{BUILTIN, OURS, Setup};
 
 /// Until shims and Go runtimes have come to rest.
 const SETTLES: Duration = Duration::from_millis(500);
@@ -28,19 +28,19 @@ struct Cost {
     growth: Vec<f64>,
 }
 
-pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report) -> Result<()> {
+pub(crate) async fn measure(setup: &mut Setup, plan: &Plan, report: &mut Report) -> Result<()> {
     let count = if plan.calls > 60 { 40 } else { 15 };
-    let mut costs = vec![Cost::default(); stage.targets.len()];
+    let mut costs = vec![Cost::default(); setup.targets.len()];
     for round in 0..4 {
-        for index in order(round, stage.targets.len()) {
-            let cost = batch(stage, index, count).await?;
+        for index in order(round, setup.targets.len()) {
+            let cost = batch(setup, index, count).await?;
             // The first warms up.
             if round > 0 {
                 add(&mut costs[index], cost);
             }
         }
     }
-    for (target, cost) in stage.targets.iter().zip(costs) {
+    for (target, cost) in setup.targets.iter().zip(costs) {
         let name = target.name;
         report.median(format!("cpu_per_pod_{name}_ms"), median(cost.all));
         report.median(format!("cpu_per_pod_{name}_in_containerd_ms"), median(cost.containerd));
@@ -70,22 +70,22 @@ fn add(to: &mut Cost, one: Cost) {
     }
 }
 
-async fn batch(stage: &Stage, index: usize, count: usize) -> Result<Cost> {
-    let target = &stage.targets[index];
-    let containerd = stage.node.containerd_pid()?;
-    let used = |who: &str| stage.accounts[who].used();
+async fn batch(setup: &Setup, index: usize, count: usize) -> Result<Cost> {
+    let target = &setup.targets[index];
+    let containerd = setup.node.containerd_pid()?;
+    let used = |who: &str| setup.accounts[who].used();
     let before = (used(BUILTIN)?, used(target.name)?, used("pods")?, pss(containerd)?);
     let mut pods = Vec::new();
     for number in 0..count {
         pods.push(
-            pods::run(stage, target, PodSpec::new(&format!("idle-{number}")).host_network())
+            pods::run(setup, target, PodSpec::new(&format!("idle-{number}")).host_network())
                 .await?
                 .0,
         );
     }
     tokio::time::sleep(SETTLES).await;
     let processes: f64 =
-        of_pods(&stage.node)?.into_iter().map(|pid| pss(pid).unwrap_or_default()).sum();
+        of_pods(&setup.node)?.into_iter().map(|pid| pss(pid).unwrap_or_default()).sum();
     let growth = pss(containerd)? - before.3;
     for pod in pods {
         pod.remove().await?;

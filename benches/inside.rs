@@ -16,7 +16,7 @@ use protobuf::Message;
 
 use crate::report::Report;
 use crate::samples::Samples;
-use crate::stage::Stage;
+use crate::setup::Setup;
 use crate::{Plan, kernel};
 
 /// The daemon's inside.
@@ -27,8 +27,8 @@ pub(crate) struct Inside {
 
 impl Inside {
     /// A controller with a state directory of its own on the node.
-    pub(crate) async fn open(stage: &Stage, home: &kit::PodHome) -> Result<Self> {
-        let layout = stage.node.layout();
+    pub(crate) async fn open(setup: &Setup, home: &kit::PodHome) -> Result<Self> {
+        let layout = setup.node.layout();
         let config = Config {
             state_dir: layout.state().join("bench-inside"),
             containerd_root: layout.root(),
@@ -109,16 +109,16 @@ impl Inside {
     }
 }
 
-pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report) -> Result<()> {
-    let home = stage.home("inside")?;
-    let inside = Inside::open(stage, &home).await?;
-    let steps = kernel::Steps::prepare(stage, "inside")?;
+pub(crate) async fn measure(setup: &mut Setup, plan: &Plan, report: &mut Report) -> Result<()> {
+    let home = setup.home("inside")?;
+    let inside = Inside::open(setup, &home).await?;
+    let steps = kernel::Steps::prepare(setup, "inside")?;
     let mut own = vec![Samples::default(); 3];
     let (mut kernel, mut kernel_stop) = (Samples::default(), Samples::default());
     let mut parts = vec![Samples::default(); kernel::PARTS.len()];
     for round in 0..=plan.fast {
-        let id = stage.id();
-        let network = stage.network(&id);
+        let id = setup.id();
+        let network = setup.network(&id);
         let straight = {
             let (steps, network) = (steps.clone(), network.clone());
             async move {

@@ -24,7 +24,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 use pause_sandboxer::pause::binary;
 
-use crate::stage::Stage;
+use crate::setup::Setup;
 
 /// The parts of a Start, in their order.
 pub(crate) const PARTS: [&str; 6] =
@@ -84,12 +84,12 @@ struct Work<'a> {
 
 impl Steps {
     /// A directory and a pod's cgroup for them.
-    pub(crate) fn prepare(stage: &Stage, name: &str) -> Result<Self> {
-        let home = stage.home(&format!("kernel-{name}"))?;
+    pub(crate) fn prepare(setup: &Setup, name: &str) -> Result<Self> {
+        let home = setup.home(&format!("kernel-{name}"))?;
         let pod = home.cgroup().context("the pod has a cgroup")?.trim_start_matches('/').to_owned();
-        let base = stage.node.layout().state().join(format!("bench-kernel-{name}"));
+        let base = setup.node.layout().state().join(format!("bench-kernel-{name}"));
         fs::create_dir_all(&base)?;
-        let files = stage.node.layout().root().join(format!("bench-kernel-{name}"));
+        let files = setup.node.layout().root().join(format!("bench-kernel-{name}"));
         fs::create_dir_all(&files)?;
         let mut roots = hierarchies()?;
         let version_1 = |root: &PathBuf| root.join("tasks").exists();

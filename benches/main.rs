@@ -18,9 +18,9 @@ use anyhow::{Context, Result, bail};
 
 mod account;
 mod binary;
+mod concurrency;
 mod containers;
 mod controller;
-mod crowd;
 mod daemon;
 mod floor;
 mod idle;
@@ -32,10 +32,10 @@ mod profile;
 mod report;
 mod samples;
 mod scale;
-mod stage;
+mod setup;
 
 use report::Report;
-use stage::Stage;
+use setup::Setup;
 
 /// How much is measured.
 #[derive(Clone, Copy, Debug)]
@@ -97,41 +97,50 @@ fn main() -> Result<()> {
 async fn measure(plan: Plan) -> Result<()> {
     let begun = Instant::now();
     let mut report = Report::new();
-    let mut stage = Stage::set(&plan).await?;
+    let mut setup = Setup::new(&plan).await?;
     for part in PARTS {
-        run_part(part, &mut stage, &plan, &mut report)
+        run_part(part, &mut setup, &plan, &mut report)
             .await
             .with_context(|| format!("measure {part}"))?;
         eprintln!("{:4} s: {part} is measured", begun.elapsed().as_secs());
     }
-    drop(stage);
+    drop(setup);
     report.finish(begun.elapsed())
 }
 
 async fn only(part: &str) -> Result<()> {
     let mut report = Report::new();
     let plan = QUICK;
-    let mut stage = Stage::set(&plan).await?;
-    run_part(part, &mut stage, &plan, &mut report).await?;
-    drop(stage);
+    let mut setup = Setup::new(&plan).await?;
+    run_part(part, &mut setup, &plan, &mut report).await?;
+    drop(setup);
     report.print();
     Ok(())
 }
 
-const PARTS: [&str; 9] =
-    ["binary", "inside", "controller", "pods", "cycles", "containers", "crowd", "idle", "scale"];
+const PARTS: [&str; 9] = [
+    "binary",
+    "inside",
+    "controller",
+    "pods",
+    "cycles",
+    "containers",
+    "concurrency",
+    "idle",
+    "scale",
+];
 
-async fn run_part(part: &str, stage: &mut Stage, plan: &Plan, report: &mut Report) -> Result<()> {
+async fn run_part(part: &str, setup: &mut Setup, plan: &Plan, report: &mut Report) -> Result<()> {
     match part {
-        "binary" => binary::measure(stage, report).await,
-        "inside" => inside::measure(stage, plan, report).await,
-        "controller" => controller::measure(stage, plan, report).await,
-        "pods" => pods::measure(stage, plan, report).await,
-        "cycles" => pods::cycles(stage, plan, report).await,
-        "containers" => containers::measure(stage, plan, report).await,
-        "crowd" => crowd::measure(stage, plan, report).await,
-        "idle" => idle::measure(stage, plan, report).await,
-        "scale" => scale::measure(stage, plan, report).await,
+        "binary" => binary::measure(setup, report).await,
+        "inside" => inside::measure(setup, plan, report).await,
+        "controller" => controller::measure(setup, plan, report).await,
+        "pods" => pods::measure(setup, plan, report).await,
+        "cycles" => pods::cycles(setup, plan, report).await,
+        "containers" => containers::measure(setup, plan, report).await,
+        "concurrency" => concurrency::measure(setup, plan, report).await,
+        "idle" => idle::measure(setup, plan, report).await,
+        "scale" => scale::measure(setup, plan, report).await,
         other => bail!("{other} is none of {PARTS:?}"),
     }
 }

@@ -9,29 +9,29 @@ use kit::{ContainerSpec, Handler, Pod, PodSpec};
 use crate::Plan;
 use crate::report::Report;
 use crate::samples::{Samples, order};
-use crate::stage::{BUILTIN, FLOOR, OURS, Stage, Target};
+use crate::setup::{BUILTIN, FLOOR, OURS, Setup, Target};
 
 /// Runs a pod, and says how long CRI took.
-pub(crate) async fn run(stage: &Stage, target: &Target, spec: PodSpec) -> Result<(Pod, Duration)> {
-    let home = stage.node.prepare(spec)?;
+pub(crate) async fn run(setup: &Setup, target: &Target, spec: PodSpec) -> Result<(Pod, Duration)> {
+    let home = setup.node.prepare(spec)?;
     let begun = Instant::now();
-    let id = stage.node.cri().run_pod_sandbox(home.config(), &target.handler()).await;
+    let id = setup.node.cri().run_pod_sandbox(home.config(), &target.handler()).await;
     let took = begun.elapsed();
     let id = id.with_context(|| format!("{}: RunPodSandbox", target.name))?;
-    Ok((Pod::new(&stage.node, Handler::Ours, home, id), took))
+    Ok((Pod::new(&setup.node, Handler::Ours, home, id), took))
 }
 
-pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report) -> Result<()> {
+pub(crate) async fn measure(setup: &mut Setup, plan: &Plan, report: &mut Report) -> Result<()> {
     for (network, rounds) in [("hostnet", plan.calls / 2), ("cni", plan.calls / 2)] {
         let spec = |name: &str| match network {
             "hostnet" => PodSpec::new(name).host_network(),
             _ => PodSpec::new(name),
         };
-        let mut runs = vec![Samples::default(); stage.targets.len()];
+        let mut runs = vec![Samples::default(); setup.targets.len()];
         let mut stops = runs.clone();
         for round in 0..=rounds {
-            for index in order(round, stage.targets.len()) {
-                let (pod, ran) = run(stage, &stage.targets[index], spec("bench")).await?;
+            for index in order(round, setup.targets.len()) {
+                let (pod, ran) = run(setup, &setup.targets[index], spec("bench")).await?;
                 let begun = Instant::now();
                 pod.stop().await?;
                 let stopped = begun.elapsed();
@@ -42,7 +42,7 @@ pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report)
                 }
             }
         }
-        for (index, target) in stage.targets.iter().enumerate() {
+        for (index, target) in setup.targets.iter().enumerate() {
             report.median(format!("run_{network}_{}_ms", target.name), runs[index].median_ms());
             report.median(format!("stop_{network}_{}_ms", target.name), stops[index].median_ms());
         }
@@ -71,15 +71,15 @@ const CALLS: [&str; 7] = [
     "remove_pod",
 ];
 
-pub(crate) async fn cycles(stage: &mut Stage, plan: &Plan, report: &mut Report) -> Result<()> {
+pub(crate) async fn cycles(setup: &mut Setup, plan: &Plan, report: &mut Report) -> Result<()> {
     let targets: Vec<Target> =
-        stage.targets.iter().filter(|target| target.runs_containers).cloned().collect();
+        setup.targets.iter().filter(|target| target.runs_containers).cloned().collect();
     let mut cycles = vec![Samples::default(); targets.len()];
     let mut calls = vec![vec![Samples::default(); CALLS.len()]; targets.len()];
     for round in 0..=plan.pods {
         for index in order(round, targets.len()) {
-            let (pod, ran) = run(stage, &targets[index], PodSpec::new("bench")).await?;
-            let cri = stage.node.cri();
+            let (pod, ran) = run(setup, &targets[index], PodSpec::new("bench")).await?;
+            let cri = setup.node.cri();
             let mut laps = vec![ran];
             let mut begun = Instant::now();
             let mut lap = || {
@@ -125,13 +125,13 @@ pub(crate) async fn cycles(stage: &mut Stage, plan: &Plan, report: &mut Report) 
     ] {
         report.ratio(key, &of(call, OURS), &of(call, BUILTIN));
     }
-    second(stage, &targets, plan, report).await
+    second(setup, &targets, plan, report).await
 }
 
 /// StartContainer of a pod's second container, whose shim has had one: what of the first one's time
 /// is the shim's own beginning.
 async fn second(
-    stage: &mut Stage,
+    setup: &mut Setup,
     targets: &[Target],
     plan: &Plan,
     report: &mut Report,
@@ -139,8 +139,8 @@ async fn second(
     let mut starts = vec![Samples::default(); targets.len()];
     for round in 0..=plan.pods / 2 {
         for index in order(round, targets.len()) {
-            let (pod, _) = run(stage, &targets[index], PodSpec::new("bench")).await?;
-            let cri = stage.node.cri();
+            let (pod, _) = run(setup, &targets[index], PodSpec::new("bench")).await?;
+            let cri = setup.node.cri();
             let first = pod.create(ContainerSpec::sleeping("first")).await?;
             cri.start_container(first.id()).await?;
             let second = pod.create(ContainerSpec::sleeping("second")).await?;

@@ -12,7 +12,7 @@ use nix::mount::{MsFlags, mount};
 
 use crate::inside::Inside;
 use crate::samples::median;
-use crate::stage::Stage;
+use crate::setup::Setup;
 use crate::{FULL, kernel};
 
 const TRACEFS: &str = "/sys/kernel/tracing";
@@ -88,32 +88,32 @@ struct Call {
 }
 
 pub(crate) async fn run() -> Result<()> {
-    let stage = Stage::set(&FULL).await?;
-    let home = stage.home("profile")?;
-    let inside = Inside::open(&stage, &home).await?;
+    let setup = Setup::new(&FULL).await?;
+    let home = setup.home("profile")?;
+    let inside = Inside::open(&setup, &home).await?;
     // The runtime's threads are there before they are counted.
     for _ in 0..20 {
-        let id = stage.id();
-        let network = stage.network(&id);
+        let id = setup.id();
+        let network = setup.network(&id);
         inside.cycle(id, network).await?;
     }
     let threads = tasks()?;
     let trace = Trace::open()?;
     for _ in 0..ROUNDS {
-        let id = stage.id();
-        let network = stage.network(&id);
+        let id = setup.id();
+        let network = setup.network(&id);
         inside.marked(id, network, [(trace.marker()?, BEGIN), (trace.marker()?, END)]).await?;
     }
     let text = trace.text()?;
     drop(trace);
     inside.close().await;
     home.clear()?;
-    let steps = kernel::Steps::prepare(&stage, "profile")?;
+    let steps = kernel::Steps::prepare(&setup, "profile")?;
     let mut straight = Vec::new();
     for _ in 0..ROUNDS {
-        straight.push(steps.cycle(&stage.network("x"))?);
+        straight.push(steps.cycle(&setup.network("x"))?);
     }
-    drop(stage);
+    drop(setup);
     print(&starts(&text), &threads)?;
     println!("\nthe kernel's own, straight-line, without tracing:");
     for (index, part) in kernel::PARTS.iter().enumerate() {

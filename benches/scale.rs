@@ -10,8 +10,8 @@ use kit::{Pod, PodSpec, until};
 use crate::account::{of_pods, pss};
 use crate::report::Report;
 use crate::samples::{Samples, median};
-use crate::stage::{OURS, Stage};
-use crate::{Plan, crowd, kernel};
+use crate::setup::{OURS, Setup};
+use crate::{Plan, concurrency, kernel};
 
 /// What is measured with some number of live pods.
 struct Level {
@@ -24,22 +24,22 @@ struct Level {
     containerd: f64,
 }
 
-pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report) -> Result<()> {
+pub(crate) async fn measure(setup: &mut Setup, plan: &Plan, report: &mut Report) -> Result<()> {
     // A daemon that has done nothing yet but what every daemon has: memory that it once had is not
     // growth.
-    restart(stage).await?;
-    let parent = format!("{}/crowd", stage.node.layout().cgroup());
+    restart(setup).await?;
+    let parent = format!("{}/crowd", setup.node.layout().cgroup());
     cgroup::make(&parent)?;
-    let ours = stage.target(OURS).clone();
-    let (warm, _) = crowd::run(stage, &ours, specs(0, 50, &parent)).await?;
-    crowd::remove(warm).await?;
+    let ours = setup.target(OURS).clone();
+    let (warm, _) = concurrency::run(setup, &ours, specs(0, 50, &parent)).await?;
+    concurrency::remove(warm).await?;
 
     let mut pods: Vec<Pod> = Vec::new();
-    let mut levels = vec![level(stage, plan, 0).await?];
+    let mut levels = vec![level(setup, plan, 0).await?];
     for live in [plan.most / 4, plan.most] {
-        let (more, _) = crowd::run(stage, &ours, specs(pods.len(), live, &parent)).await?;
+        let (more, _) = concurrency::run(setup, &ours, specs(pods.len(), live, &parent)).await?;
         pods.extend(more);
-        levels.push(level(stage, plan, live).await?);
+        levels.push(level(setup, plan, live).await?);
     }
     for level in &levels {
         report.median(format!("start_at_{}_us", level.live), level.start.median_us());
@@ -50,7 +50,7 @@ pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report)
     let each = |least: f64, most: f64| (most - least) / last.live as f64;
     report.median("daemon_kb_per_sandbox".into(), each(first.daemon, last.daemon));
     report.median("containerd_kb_per_pod".into(), each(first.containerd, last.containerd));
-    let pauses = of_pods(&stage.node)?;
+    let pauses = of_pods(&setup.node)?;
     ensure!(pauses.len() >= last.live, "{} pauses of {} pods", pauses.len(), last.live);
     let pause =
         median(pauses.into_iter().take(100).map(|pid| pss(pid).unwrap_or_default()).collect());
@@ -58,8 +58,8 @@ pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report)
     let idle = pause + each(first.daemon, last.daemon);
     report.median("idle_pod_ours_kb".into(), idle);
 
-    recovery(stage, last.live, &pods, report).await?;
-    crowd::remove(pods).await?;
+    recovery(setup, last.live, &pods, report).await?;
+    concurrency::remove(pods).await?;
 
     report.ratio("start_at_2000_over_0", &format!("start_at_{}_us", last.live), "start_at_0_us");
     report.ratio("daemon_kb_per_sandbox", "daemon_kb_per_sandbox", "one");
@@ -72,28 +72,28 @@ fn specs(from: usize, to: usize, parent: &str) -> Vec<PodSpec> {
         .collect()
 }
 
-async fn restart(stage: &mut Stage) -> Result<std::time::Duration> {
-    let daemon = stage.daemons.get_mut(OURS).context("our daemon")?;
+async fn restart(setup: &mut Setup) -> Result<std::time::Duration> {
+    let daemon = setup.daemons.get_mut(OURS).context("our daemon")?;
     daemon.kill()?;
     let took = daemon.start().await?;
-    stage.accounts[OURS].take(daemon.pid()?)?;
+    setup.accounts[OURS].take(daemon.pid()?)?;
     Ok(took)
 }
 
-async fn level(stage: &Stage, plan: &Plan, live: usize) -> Result<Level> {
-    let daemon = &stage.daemons[OURS];
+async fn level(setup: &Setup, plan: &Plan, live: usize) -> Result<Level> {
+    let daemon = &setup.daemons[OURS];
     // What the pods' making has left to do is done: memory is taken first, before the Starts that
     // are measured add to it.
     tokio::time::sleep(std::time::Duration::from_secs(2)).await;
-    let (own, containerd) = (pss(daemon.pid()?)?, pss(stage.node.containerd_pid()?)?);
+    let (own, containerd) = (pss(daemon.pid()?)?, pss(setup.node.containerd_pid()?)?);
     let direct = daemon.client();
-    let home = stage.home("scale")?;
-    let steps = kernel::Steps::prepare(stage, &format!("level-{live}"))?;
+    let home = setup.home("scale")?;
+    let steps = kernel::Steps::prepare(setup, &format!("level-{live}"))?;
     let (mut start, mut kernel) = (Samples::default(), Samples::default());
     for round in 0..=plan.fast / 2 {
-        let id = stage.id();
-        let took = start_direct(stage, &direct, &id, &home).await?;
-        let (steps, network) = (steps.clone(), stage.network(&id));
+        let id = setup.id();
+        let took = start_direct(setup, &direct, &id, &home).await?;
+        let (steps, network) = (steps.clone(), setup.network(&id));
         let straight = tokio::task::spawn_blocking(move || steps.cycle(&network)).await??;
         if round > 0 {
             start.push(took);
@@ -106,12 +106,12 @@ async fn level(stage: &Stage, plan: &Plan, live: usize) -> Result<Level> {
 
 /// One sandbox at the daemon's own socket, from Create to Shutdown; how long Start took.
 async fn start_direct(
-    stage: &Stage,
+    setup: &Setup,
     direct: &Controller,
     id: &str,
     home: &kit::PodHome,
 ) -> Result<std::time::Duration> {
-    direct.create_raw(&stage.request(direct, stage.target(OURS), id, home.config())?).await?;
+    direct.create_raw(&setup.request(direct, setup.target(OURS), id, home.config())?).await?;
     let begun = Instant::now();
     direct.start(id).await?;
     let took = begun.elapsed();
@@ -121,22 +121,22 @@ async fn start_direct(
 }
 
 /// The daemon is killed and started again with all pods alive, some times.
-async fn recovery(stage: &mut Stage, live: usize, pods: &[Pod], report: &mut Report) -> Result<()> {
+async fn recovery(setup: &mut Setup, live: usize, pods: &[Pod], report: &mut Report) -> Result<()> {
     let (mut full, mut empty) = (Vec::new(), Vec::new());
     for number in 0..3 {
-        full.push(restart(stage).await?.as_secs_f64() * 1e6);
-        let mut daemon = crate::daemon::Daemon::ours(&stage.node, &format!("empty-{number}"), "")?;
+        full.push(restart(setup).await?.as_secs_f64() * 1e6);
+        let mut daemon = crate::daemon::Daemon::ours(&setup.node, &format!("empty-{number}"), "")?;
         empty.push(daemon.start().await?.as_secs_f64() * 1e6);
         daemon.kill()?;
     }
-    let daemon = stage.daemons[OURS].client();
+    let daemon = setup.daemons[OURS].client();
     for pod in pods.iter().step_by(100) {
         let status = daemon.status(pod.id(), false).await?;
         ensure!(status.state == "SANDBOX_READY", "recovered as {}", status.state);
     }
     // containerd's Waits come back by and by.
     until("containerd reaches it again", std::time::Duration::from_secs(30), async || {
-        let through = stage.controller(stage.target(OURS));
+        let through = setup.controller(setup.target(OURS));
         for pod in pods.iter().take(1) {
             through.status(pod.id(), false).await?;
         }

@@ -4,7 +4,7 @@ use std::time::SystemTime;
 
 use anyhow::{Context, Result, ensure};
 use kit::cri::api;
-use kit::machine::keeper::Keeper;
+use kit::machine::cgroup_driver::CgroupDriver;
 use kit::{ContainerSpec, Handler, PodSpec, grpc};
 
 use crate::harness::{Bench, Case, Difference, cases};
@@ -193,13 +193,14 @@ async fn list(bench: Bench) -> Result<()> {
 /// needs none.
 async fn without_linux_section(bench: Bench) -> Result<()> {
     const NO_SLICE: &str = "slice:prefix:name";
-    let in_slices = Keeper::chosen() == Keeper::Systemd;
+    let in_slices = CgroupDriver::chosen() == CgroupDriver::Systemd;
     if in_slices && bench.handler == Handler::Builtin {
-        let refused = bench.run(PodSpec::new("bare").bare()).await.err().context("it ran")?;
+        let refused =
+            bench.run(PodSpec::new("bare").without_linux()).await.err().context("it ran")?;
         ensure!(format!("{refused:#}").contains(NO_SLICE), "{refused:#}");
         return Ok(());
     }
-    let pod = bench.run(PodSpec::new("bare").bare()).await?;
+    let pod = bench.run(PodSpec::new("bare").without_linux()).await?;
     ensure!(pod.is_ready().await?, "not ready");
     if in_slices {
         let refused = pod

@@ -8,7 +8,7 @@
 
 mod harness;
 
-mod at_once;
+mod concurrency;
 mod container;
 mod controller;
 mod failing;
@@ -31,7 +31,7 @@ fn main() -> std::process::ExitCode {
         container::cases(),
         pause::cases(),
         failing::cases(),
-        at_once::cases(),
+        concurrency::cases(),
         controller::cases(),
     ]
     .into_iter()

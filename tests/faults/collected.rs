@@ -13,9 +13,9 @@ use nix::mount::{MsFlags, mount};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::bare::Bare;
 use crate::harness::{Case, alone, on_node};
 use crate::pods::{Shape, is_whole, remove};
+use crate::standalone::Standalone;
 
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases = alone![
@@ -69,10 +69,11 @@ async fn node_forgotten_sandboxes_are_collected(node: Arc<Node>) -> Result<()> {
 
 /// Also when the daemon is restarted meanwhile.
 async fn created_and_never_started() -> Result<()> {
-    let bare = Bare::new("abandoned_after = 2\n")?;
-    bare.start().await?;
-    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
-    let (first, second, started) = (bare.id("first"), bare.id("second"), bare.id("started"));
+    let standalone = Standalone::new("abandoned_after = 2\n")?;
+    standalone.start().await?;
+    let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
+    let (first, second, started) =
+        (standalone.id("first"), standalone.id("second"), standalone.id("started"));
     shape.create(&controller, &first).await?;
     shape.run(&controller, &started).await?;
     let gone = async |id: &str| {
@@ -88,90 +89,91 @@ async fn created_and_never_started() -> Result<()> {
     };
     gone(&first).await?;
     shape.create(&controller, &second).await?;
-    bare.kill()?;
-    bare.start().await?;
+    standalone.kill()?;
+    standalone.start().await?;
     gone(&second).await?;
-    is_whole(&bare, &controller, &started).await?;
+    is_whole(&standalone, &controller, &started).await?;
     remove(&controller, &started).await?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// Directories of sandboxes in which there is no record: empty, with a stage, with shared memory
 /// mounted twice.
 async fn directories_and_mounts_without_a_record() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
-    let (kept, lost) = (bare.id("kept"), bare.id("lost"));
+    let standalone = Standalone::started().await?;
+    let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
+    let (kept, lost) = (standalone.id("kept"), standalone.id("lost"));
     for id in [&kept, &lost] {
         shape.run(&controller, id).await?;
     }
-    bare.kill()?;
-    fs::create_dir(bare.record(&bare.id("empty")))?;
-    let half = bare.record(&bare.id("half"));
+    standalone.kill()?;
+    fs::create_dir(standalone.record(&standalone.id("empty")))?;
+    let half = standalone.record(&standalone.id("half"));
     fs::create_dir(&half)?;
     fs::write(half.join("stage.json"), "\"created\"")?;
     fs::write(half.join("record.json.new"), "{\"vers")?;
-    let strange = bare.record(&bare.id("strange"));
+    let strange = standalone.record(&standalone.id("strange"));
     fs::create_dir(&strange)?;
     fs::write(strange.join("foreign"), "")?;
     // All of one is there but the record: pause, cgroup, both mounts, files.
-    fs::remove_file(bare.record(&lost).join("record.json"))?;
+    fs::remove_file(standalone.record(&lost).join("record.json"))?;
     mount(
         Some("more"),
-        &bare.record(&lost).join("shm"),
+        &standalone.record(&lost).join("shm"),
         Some("tmpfs"),
         MsFlags::empty(),
         None::<&str>,
     )?;
-    bare.start().await?;
+    standalone.start().await?;
 
-    let left = bare.left()?;
-    for id in [&lost, &bare.id("empty"), &bare.id("half")] {
+    let left = standalone.left()?;
+    for id in [&lost, &standalone.id("empty"), &standalone.id("half")] {
         let of: Vec<&String> = left.iter().filter(|thing| thing.contains(id.as_str())).collect();
         ensure!(of.is_empty(), "left: {of:#?}");
         let status = controller.status(id, false).await;
         ensure!(status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{status:?}");
     }
-    is_whole(&bare, &controller, &kept).await?;
+    is_whole(&standalone, &controller, &kept).await?;
     ensure!(strange.join("foreign").exists(), "what is not understood was deleted");
-    ensure!(bare.logged().contains("a directory without a record"), "and it is not reported");
+    ensure!(standalone.logged().contains("a directory without a record"), "and it is not reported");
     fs::remove_dir_all(&strange)?;
     remove(&controller, &kept).await?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// A pause whose record directory is gone altogether.
 async fn pauses_without_a_record() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
+    let standalone = Standalone::started().await?;
+    let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
     let bare_cgroup = Shape { cgroup_parent: String::new(), ..shape.clone() };
-    let (kept, inside, outside) = (bare.id("kept"), bare.id("inside"), bare.id("outside"));
+    let (kept, inside, outside) =
+        (standalone.id("kept"), standalone.id("inside"), standalone.id("outside"));
     shape.run(&controller, &kept).await?;
     shape.run(&controller, &inside).await?;
     bare_cgroup.run(&controller, &outside).await?;
-    bare.kill()?;
+    standalone.kill()?;
     for id in [&inside, &outside] {
-        nix::mount::umount2(&bare.record(id).join("shm"), nix::mount::MntFlags::MNT_DETACH)?;
-        nix::mount::umount2(&bare.shm(id), nix::mount::MntFlags::MNT_DETACH)?;
-        fs::remove_dir_all(bare.shm(id).parent().context("no parent")?)?;
-        fs::remove_dir_all(bare.files(id))?;
-        fs::remove_dir_all(bare.record(id))?;
+        nix::mount::umount2(&standalone.record(id).join("shm"), nix::mount::MntFlags::MNT_DETACH)?;
+        nix::mount::umount2(&standalone.shm(id), nix::mount::MntFlags::MNT_DETACH)?;
+        fs::remove_dir_all(standalone.shm(id).parent().context("no parent")?)?;
+        fs::remove_dir_all(standalone.files(id))?;
+        fs::remove_dir_all(standalone.record(id))?;
     }
-    bare.start().await?;
-    let left = bare.left()?;
+    standalone.start().await?;
+    let left = standalone.left()?;
     for id in [&inside, &outside] {
         let of: Vec<&String> = left.iter().filter(|thing| thing.contains(id.as_str())).collect();
         ensure!(of.is_empty(), "left: {of:#?}");
     }
-    is_whole(&bare, &controller, &kept).await?;
+    is_whole(&standalone, &controller, &kept).await?;
     remove(&controller, &kept).await?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// Two daemons of one machine with sandboxes of the same ids, and a process that only looks like a
 /// pause.
 async fn pauses_of_other_daemons_stay() -> Result<()> {
-    let (ours, theirs) = (Bare::started().await?, Bare::started().await?);
+    let (ours, theirs) = (Standalone::started().await?, Standalone::started().await?);
     let id = ours.id("same");
     let shape = Shape { cgroup_parent: String::new(), ..Shape::plain(&theirs) };
     let pid = shape.run(&theirs.controller(), &id).await?;

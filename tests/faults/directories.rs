@@ -12,9 +12,9 @@ use anyhow::{Context, Result, bail, ensure};
 use kit::{ContainerSpec, Node, PodSpec, grpc, until};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
-use crate::bare::Bare;
 use crate::harness::{Case, alone, on_node};
 use crate::pods::{Shape, is_whole, remove};
+use crate::standalone::Standalone;
 
 /// What is logged when the files of a pod cannot be put back.
 const FAILED: &str = "failed to restore deleted pod files";
@@ -34,11 +34,11 @@ pub(crate) fn cases() -> Vec<Case> {
 }
 
 /// A daemon with a small file system of its own in place of one of its directories.
-async fn with_small(directory: &str) -> Result<Bare> {
-    let bare = Bare::new("")?;
-    mount_small(&bare.path(directory))?;
-    bare.start().await?;
-    Ok(bare)
+async fn with_small(directory: &str) -> Result<Standalone> {
+    let standalone = Standalone::new("")?;
+    mount_small(&standalone.path(directory))?;
+    standalone.start().await?;
+    Ok(standalone)
 }
 
 fn mount_small(point: &Path) -> Result<()> {
@@ -75,8 +75,9 @@ fn fill_space(directory: &Path) -> Result<()> {
 }
 
 /// Create or Start fails and names the directory and the errno; nothing of the sandbox is left.
-async fn refused(bare: &Bare, directory: &str, errno: i32) -> Result<()> {
-    let (controller, shape, id) = (bare.controller(), Shape::plain(bare), bare.id("refused"));
+async fn refused(standalone: &Standalone, directory: &str, errno: i32) -> Result<()> {
+    let (controller, shape, id) =
+        (standalone.controller(), Shape::plain(standalone), standalone.id("refused"));
     let error = match shape.create(&controller, &id).await {
         Err(error) => error,
         Ok(()) => match controller.start(&id).await {
@@ -84,57 +85,65 @@ async fn refused(bare: &Bare, directory: &str, errno: i32) -> Result<()> {
             Ok(_) => bail!("it started with {directory} in that state"),
         },
     };
-    for word in [&id, &bare.path(directory).display().to_string(), &format!("os error {errno}")] {
+    for word in
+        [&id, &standalone.path(directory).display().to_string(), &format!("os error {errno}")]
+    {
         ensure!(error.message.contains(word), "{word:?} is not in: {error}");
     }
     let status = controller.status(&id, false).await;
     ensure!(status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{status:?}");
-    let left: Vec<String> = bare.left()?.into_iter().filter(|thing| thing.contains(&id)).collect();
+    let left: Vec<String> =
+        standalone.left()?.into_iter().filter(|thing| thing.contains(&id)).collect();
     ensure!(left.is_empty(), "left: {left:#?}");
     Ok(())
 }
 
 async fn full_directories() -> Result<()> {
     for directory in ["state", "root", "run"] {
-        let bare = with_small(directory).await?;
-        let (controller, shape) = (bare.controller(), Shape::plain(&bare));
-        let (living, again) = (bare.id("living"), bare.id("again"));
+        let standalone = with_small(directory).await?;
+        let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
+        let (living, again) = (standalone.id("living"), standalone.id("again"));
         shape.run(&controller, &living).await?;
-        fill(&bare.path(directory))?;
-        refused(&bare, directory, 28).await.with_context(|| format!("{directory} is full"))?;
-        is_whole(&bare, &controller, &living).await?;
+        fill(&standalone.path(directory))?;
+        refused(&standalone, directory, 28)
+            .await
+            .with_context(|| format!("{directory} is full"))?;
+        is_whole(&standalone, &controller, &living).await?;
         // Whether the exit can be recorded or not: Stop and Shutdown need no space.
         remove(&controller, &living).await.with_context(|| format!("{directory} is full"))?;
-        let reported = bare.logged().contains("failed to record exit");
-        ensure!(reported == (directory == "state"), "{directory} is full: {}", bare.logged());
-        fs::remove_dir_all(bare.path(directory).join("filler"))?;
+        let reported = standalone.logged().contains("failed to record exit");
+        ensure!(reported == (directory == "state"), "{directory} is full: {}", standalone.logged());
+        fs::remove_dir_all(standalone.path(directory).join("filler"))?;
         shape
             .run(&controller, &again)
             .await
             .with_context(|| format!("{directory} is free again"))?;
         remove(&controller, &again).await?;
-        bare.nothing_left_but(&[bare.path(directory)]).await?;
+        standalone.nothing_left_but(&[standalone.path(directory)]).await?;
     }
     Ok(())
 }
 
 async fn read_only_directories() -> Result<()> {
     for directory in ["state", "root", "run"] {
-        let bare = with_small(directory).await?;
-        let (controller, shape) = (bare.controller(), Shape::plain(&bare));
-        let (living, dying) = (bare.id("living"), bare.id("dying"));
+        let standalone = with_small(directory).await?;
+        let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
+        let (living, dying) = (standalone.id("living"), standalone.id("dying"));
         shape.run(&controller, &living).await?;
         let pid = shape.run(&controller, &dying).await?;
         // The lock of the state directory is open for writing; the records have a mount of their
         // own.
-        let point = bare.path(if directory == "state" { "state/sandboxes" } else { directory });
+        let point =
+            standalone.path(if directory == "state" { "state/sandboxes" } else { directory });
         let remount = |flags| {
             let flags = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | flags;
             mount(None::<&str>, &point, None::<&str>, flags, None::<&str>)
         };
         remount(MsFlags::MS_RDONLY).context("make it read-only")?;
-        refused(&bare, directory, 30).await.with_context(|| format!("{directory} is read-only"))?;
-        is_whole(&bare, &controller, &living).await?;
+        refused(&standalone, directory, 30)
+            .await
+            .with_context(|| format!("{directory} is read-only"))?;
+        is_whole(&standalone, &controller, &living).await?;
         nix::sys::signal::kill(
             nix::unistd::Pid::from_raw(pid.cast_signed()),
             nix::sys::signal::Signal::SIGKILL,
@@ -164,14 +173,14 @@ async fn read_only_directories() -> Result<()> {
         })
         .await?;
         remove(&controller, &living).await?;
-        bare.nothing_left_but(&[bare.path(directory)]).await?;
+        standalone.nothing_left_but(&[standalone.path(directory)]).await?;
     }
     Ok(())
 }
 
 /// What the daemon counts under that name.
-fn counted(bare: &Bare, name: &str) -> Result<u64> {
-    let mut stream = UnixStream::connect(bare.path("m.sock"))?;
+fn counted(standalone: &Standalone, name: &str) -> Result<u64> {
+    let mut stream = UnixStream::connect(standalone.path("m.sock"))?;
     stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: node\r\n\r\n")?;
     let mut text = String::new();
     stream.read_to_string(&mut text)?;
@@ -191,29 +200,30 @@ fn delete(files: &Path, shm: &Path) -> Result<()> {
 /// can be written.
 async fn files_that_cannot_be_put_back_are_put_back_later() -> Result<()> {
     for (what, fill) in [("full", fill as fn(&Path) -> Result<()>), ("without space", fill_space)] {
-        let bare = Bare::new("")?;
+        let standalone = Standalone::new("")?;
         fs::write(
-            bare.path("config.toml"),
-            fs::read_to_string(bare.path("config.toml"))?
-                + &format!("metrics = \"unix://{}\"\n", bare.path("m.sock").display()),
+            standalone.path("config.toml"),
+            fs::read_to_string(standalone.path("config.toml"))?
+                + &format!("metrics = \"unix://{}\"\n", standalone.path("m.sock").display()),
         )?;
-        mount_small(&bare.path("root"))?;
-        bare.start().await?;
-        let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("living"));
+        mount_small(&standalone.path("root"))?;
+        standalone.start().await?;
+        let (controller, shape, id) =
+            (standalone.controller(), Shape::plain(&standalone), standalone.id("living"));
         let pid = shape.run(&controller, &id).await?;
         let whole: Vec<_> = ["hostname", "hosts", "resolv.conf"]
             .iter()
-            .map(|name| fs::read(bare.files(&id).join(name)).map(|content| (*name, content)))
+            .map(|name| fs::read(standalone.files(&id).join(name)).map(|content| (*name, content)))
             .collect::<Result<_, _>>()?;
-        delete(&bare.files(&id), &bare.shm(&id))?;
-        fill(&bare.path("root"))?;
+        delete(&standalone.files(&id), &standalone.shm(&id))?;
+        fill(&standalone.path("root"))?;
         // Nothing is looked for in the first moments of a sandbox.
         until("it looks for the files", AGAIN, async || {
             controller
                 .status(&id, false)
                 .await
                 .with_context(|| format!("status on a disk that is {what}"))?;
-            ensure!(bare.logged().contains(FAILED), "not logged");
+            ensure!(standalone.logged().contains(FAILED), "not logged");
             Ok(())
         })
         .await?;
@@ -227,39 +237,45 @@ async fn files_that_cannot_be_put_back_are_put_back_later() -> Result<()> {
         }
         for (name, _) in &whole {
             ensure!(
-                !bare.files(&id).join(name).exists(),
+                !standalone.files(&id).join(name).exists(),
                 "{what}: there is less than all of {name}"
             );
         }
-        ensure!(bare.shm(&id).exists(), "{what}: the shared memory needs nothing of that disk");
-        let times = bare.logged().matches(FAILED).count();
+        ensure!(
+            standalone.shm(&id).exists(),
+            "{what}: the shared memory needs nothing of that disk"
+        );
+        let times = standalone.logged().matches(FAILED).count();
         ensure!((1..=whole.len()).contains(&times), "{what}: logged {times} times in one episode");
         ensure!(
-            counted(&bare, "pause_sandboxer_healing_failures_total")? >= asked,
+            counted(&standalone, "pause_sandboxer_healing_failures_total")? >= asked,
             "{what}: not counted"
         );
 
-        fs::remove_dir_all(bare.path("root/filler"))?;
+        fs::remove_dir_all(standalone.path("root/filler"))?;
         until("the files are back", AGAIN, async || {
             for (name, content) in &whole {
-                ensure!(fs::read(bare.files(&id).join(name))? == *content, "{name} is another");
+                ensure!(
+                    fs::read(standalone.files(&id).join(name))? == *content,
+                    "{name} is another"
+                );
             }
             Ok(())
         })
         .await?;
         until("that is logged", AGAIN, async || {
-            ensure!(bare.logged().contains("restored deleted pod files"), "not yet");
+            ensure!(standalone.logged().contains("restored deleted pod files"), "not yet");
             Ok(())
         })
         .await?;
-        is_whole(&bare, &controller, &id).await?;
-        ensure!(bare.logged().matches(FAILED).count() == times, "{what}: logged again");
+        is_whole(&standalone, &controller, &id).await?;
+        ensure!(standalone.logged().matches(FAILED).count() == times, "{what}: logged again");
         ensure!(
-            counted(&bare, "pause_sandboxer_healed_files_total")? >= 1,
+            counted(&standalone, "pause_sandboxer_healed_files_total")? >= 1,
             "{what}: not counted as healed"
         );
         remove(&controller, &id).await?;
-        bare.nothing_left_but(&[bare.path("root")]).await?;
+        standalone.nothing_left_but(&[standalone.path("root")]).await?;
     }
     Ok(())
 }
@@ -267,17 +283,18 @@ async fn files_that_cannot_be_put_back_are_put_back_later() -> Result<()> {
 /// A daemon that wrote in place has left an empty file. One that a container has emptied, through
 /// its mount, is left as it is.
 async fn a_file_that_was_cut_off_is_put_back() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("cut"));
+    let standalone = Standalone::started().await?;
+    let (controller, shape, id) =
+        (standalone.controller(), Shape::plain(&standalone), standalone.id("cut"));
     shape.run(&controller, &id).await?;
-    is_whole(&bare, &controller, &id).await?;
-    let file = |name: &str| bare.files(&id).join(name);
+    is_whole(&standalone, &controller, &id).await?;
+    let file = |name: &str| standalone.files(&id).join(name);
     let (hosts, other) = (fs::read(file("hosts"))?, fs::metadata(file("hostname"))?.ino());
     ensure!(!hosts.is_empty(), "the node's hosts is empty");
     fs::remove_file(file("hosts"))?;
     fs::File::create(file("hosts"))?;
     until("it is put back", AGAIN, async || {
-        is_whole(&bare, &controller, &id).await?;
+        is_whole(&standalone, &controller, &id).await?;
         ensure!(fs::read(file("hosts"))? == hosts, "it is as it was cut off");
         Ok(())
     })
@@ -286,10 +303,10 @@ async fn a_file_that_was_cut_off_is_put_back() -> Result<()> {
 
     let emptied = fs::OpenOptions::new().write(true).truncate(true).open(file("hosts"))?;
     emptied.set_modified(SystemTime::now() + Duration::from_secs(60))?;
-    is_whole(&bare, &controller, &id).await?;
+    is_whole(&standalone, &controller, &id).await?;
     ensure!(fs::read(file("hosts"))?.is_empty(), "what a container wrote was replaced");
     remove(&controller, &id).await?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// containerd deletes the files of the pods as it comes up, and asks for their status; an error
@@ -335,13 +352,14 @@ async fn restarted_on_a_full_disk(node: &Arc<Node>, disk: &Path) -> Result<()> {
 /// The record of a sandbox that runs was removed: the sandbox can be stopped and removed, and its
 /// exit is reported.
 async fn a_record_directory_that_is_gone() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("bereft"));
+    let standalone = Standalone::started().await?;
+    let (controller, shape, id) =
+        (standalone.controller(), Shape::plain(&standalone), standalone.id("bereft"));
     shape.run(&controller, &id).await?;
-    nix::mount::umount2(&bare.record(&id).join("shm"), nix::mount::MntFlags::MNT_DETACH)?;
-    fs::remove_dir_all(bare.record(&id))?;
+    nix::mount::umount2(&standalone.record(&id).join("shm"), nix::mount::MntFlags::MNT_DETACH)?;
+    fs::remove_dir_all(standalone.record(&id))?;
     controller.stop(&id).await?;
     ensure!(controller.wait(&id).await?.exit_status == 137, "its exit");
     controller.shutdown(&id).await?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }

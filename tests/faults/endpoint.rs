@@ -1,5 +1,5 @@
-//! The Task endpoint of a bare daemon's sandbox, as containerd calls it, and the shim that serves
-//! there.
+//! The Task endpoint of a standalone daemon's sandbox, as containerd calls it, and the shim that
+//! serves there.
 
 use std::fs;
 use std::path::PathBuf;
@@ -13,27 +13,27 @@ use protobuf::Message as _;
 use ttrpc::asynchronous::Client;
 use ttrpc::proto::Request;
 
-use crate::bare::Bare;
+use crate::standalone::Standalone;
 
 /// How long a caller waits for a shim.
 const WITHIN: Duration = Duration::from_secs(15);
 
-/// The setting by which a bare daemon has a shim to launch.
+/// The setting by which a standalone daemon has a shim to launch.
 pub(crate) fn settings() -> Result<String> {
     let shim = kit::Parts::get()?.program("containerd-shim-runc-v2");
     Ok(format!("shims = {{ \"io.containerd.runc.v2\" = \"{}\" }}\n", shim.display()))
 }
 
 /// The shims of the daemon's sandboxes.
-pub(crate) fn shims(bare: &Bare) -> Result<Vec<Proc>> {
-    let named = format!(" -address {}", bare.path("c.sock").display());
+pub(crate) fn shims(standalone: &Standalone) -> Result<Vec<Proc>> {
+    let named = format!(" -address {}", standalone.path("c.sock").display());
     let all = processes::all()?.into_iter();
     Ok(all.filter(|process| process.state != 'Z' && process.command.contains(&named)).collect())
 }
 
 /// The socket of the only sandbox.
-fn socket(bare: &Bare) -> Result<PathBuf> {
-    let dir = bare.path("state/shims");
+fn socket(standalone: &Standalone) -> Result<PathBuf> {
+    let dir = standalone.path("state/shims");
     let sockets = fs::read_dir(&dir)?.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
     let [socket] = sockets.as_slice() else { anyhow::bail!("{}: {sockets:?}", dir.display()) };
     Ok(socket.clone())
@@ -43,8 +43,8 @@ fn socket(bare: &Bare) -> Result<PathBuf> {
 pub(crate) struct Caller(Client);
 
 impl Caller {
-    pub(crate) async fn connect(bare: &Bare) -> Result<Self> {
-        Ok(Self(Client::connect(&format!("unix://{}", socket(bare)?.display())).await?))
+    pub(crate) async fn connect(standalone: &Standalone) -> Result<Self> {
+        Ok(Self(Client::connect(&format!("unix://{}", socket(standalone)?.display())).await?))
     }
 
     /// Asks for a task that the shim does not have; done when it says so.
@@ -64,12 +64,12 @@ impl Caller {
 }
 
 /// Waits until the daemon has done all for its only shim, or is gone.
-pub(crate) async fn settled_in(bare: &Bare, id: &str) -> Result<()> {
+pub(crate) async fn settled_in(standalone: &Standalone, id: &str) -> Result<()> {
     let score = |pid| -> Result<i32> {
         Ok(fs::read_to_string(format!("/proc/{pid}/oom_score_adj"))?.trim().parse()?)
     };
-    let daemon = bare.pid()?;
-    let record = bare.record(id).join("shim/shim.json");
+    let daemon = standalone.pid()?;
+    let record = standalone.record(id).join("shim/shim.json");
     until("the shim is on record", WITHIN, async || {
         if !processes::exists(daemon)
             || processes::all()?.iter().any(|p| p.pid == daemon && p.state == 'Z')
@@ -82,14 +82,14 @@ pub(crate) async fn settled_in(bare: &Bare, id: &str) -> Result<()> {
     .await?;
     // Where the daemon was killed the next one is asked.
     let Ok(daemon) = score(daemon) else { return Ok(()) };
-    let shim = score(one(bare)?.pid)?;
+    let shim = score(one(standalone)?.pid)?;
     ensure!(shim == daemon + 1, "the shim's oom_score_adj is {shim}, the daemon's {daemon}");
     Ok(())
 }
 
 /// The only shim.
-pub(crate) fn one(bare: &Bare) -> Result<Proc> {
-    match shims(bare)?.as_slice() {
+pub(crate) fn one(standalone: &Standalone) -> Result<Proc> {
+    match shims(standalone)?.as_slice() {
         [shim] => Ok(shim.clone()),
         other => anyhow::bail!("shims: {other:?}"),
     }

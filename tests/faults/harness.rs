@@ -87,7 +87,7 @@ pub(crate) fn run(cases: Vec<Case>) -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    crate::bare::remove_orphans();
+    crate::standalone::remove_orphans();
     let suite = Arc::new(Suite { runtime, node: Mutex::new(None) });
     let trials = cases
         .into_iter()

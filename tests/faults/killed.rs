@@ -10,10 +10,10 @@ use kit::grpc;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::bare::Bare;
 use crate::endpoint::{self, Caller};
 use crate::harness::{Case, alone};
 use crate::pods::{Netns, Shape, is_whole, remove};
+use crate::standalone::Standalone;
 use crate::tracer::{Seen, Tracer};
 
 /// A machine as slow as this is not what is tested.
@@ -47,9 +47,9 @@ enum Part {
 }
 
 async fn killed_in_create_and_start() -> Result<()> {
-    let bare = Bare::started().await?;
-    let shape = Shape::plain(&bare);
-    let calls = at_every_call(&bare, &shape, Part::CreateStart).await?;
+    let standalone = Standalone::started().await?;
+    let shape = Shape::plain(&standalone);
+    let calls = at_every_call(&standalone, &shape, Part::CreateStart).await?;
     for needed in [
         "record.json",
         "stage.json",
@@ -70,28 +70,28 @@ async fn killed_in_create_and_start() -> Result<()> {
 
 /// Nothing but the pause itself tells then whose it is.
 async fn killed_in_start_without_a_cgroup() -> Result<()> {
-    let bare = Bare::started().await?;
-    let shape = Shape { cgroup_parent: String::new(), ..Shape::plain(&bare) };
-    let calls = at_every_call(&bare, &shape, Part::CreateStart).await?;
+    let standalone = Standalone::started().await?;
+    let shape = Shape { cgroup_parent: String::new(), ..Shape::plain(&standalone) };
+    let calls = at_every_call(&standalone, &shape, Part::CreateStart).await?;
     ensure!(
         calls.iter().any(|call| call.contains("child: execveat")),
         "no execveat among {calls:#?}"
     );
     ensure!(
-        bare.logged().contains("killing a pause that no record names"),
+        standalone.logged().contains("killing a pause that no record names"),
         "no pause was ever left alone"
     );
     Ok(())
 }
 
 async fn killed_in_start_with_users_and_network() -> Result<()> {
-    let bare = Bare::started().await?;
-    let netns = Netns::new(bare.path("netns"))?;
+    let standalone = Standalone::started().await?;
+    let netns = Netns::new(standalone.path("netns"))?;
     for shape in [
-        Shape { netns: Some(netns.path().to_owned()), ..Shape::plain(&bare) },
-        Shape { cgroup_parent: String::new(), userns: true, ..Shape::plain(&bare) },
+        Shape { netns: Some(netns.path().to_owned()), ..Shape::plain(&standalone) },
+        Shape { cgroup_parent: String::new(), userns: true, ..Shape::plain(&standalone) },
     ] {
-        let calls = at_every_call(&bare, &shape, Part::CreateStart).await?;
+        let calls = at_every_call(&standalone, &shape, Part::CreateStart).await?;
         ensure!(
             calls.iter().any(|call| call.contains("child: setns")),
             "no setns among {calls:#?}"
@@ -101,8 +101,8 @@ async fn killed_in_start_with_users_and_network() -> Result<()> {
 }
 
 async fn killed_in_stop() -> Result<()> {
-    let bare = Bare::started().await?;
-    let calls = at_every_call(&bare, &Shape::plain(&bare), Part::Stop).await?;
+    let standalone = Standalone::started().await?;
+    let calls = at_every_call(&standalone, &Shape::plain(&standalone), Part::Stop).await?;
     for needed in ["pidfd_send_signal", "waitid", "stage.json", "umount2", "unlinkat"] {
         ensure!(calls.iter().any(|call| call.contains(needed)), "no {needed} among {calls:#?}");
     }
@@ -110,8 +110,8 @@ async fn killed_in_stop() -> Result<()> {
 }
 
 async fn killed_in_shutdown() -> Result<()> {
-    let bare = Bare::started().await?;
-    let calls = at_every_call(&bare, &Shape::plain(&bare), Part::Shutdown).await?;
+    let standalone = Standalone::started().await?;
+    let calls = at_every_call(&standalone, &Shape::plain(&standalone), Part::Shutdown).await?;
     for needed in ["pidfd_send_signal", "umount2", "record.json", "rmdir"] {
         ensure!(calls.iter().any(|call| call.contains(needed)), "no {needed} among {calls:#?}");
     }
@@ -119,8 +119,8 @@ async fn killed_in_shutdown() -> Result<()> {
 }
 
 async fn killed_in_the_cleanup_after_an_exit() -> Result<()> {
-    let bare = Bare::started().await?;
-    let calls = at_every_call(&bare, &Shape::plain(&bare), Part::ExitCleanup).await?;
+    let standalone = Standalone::started().await?;
+    let calls = at_every_call(&standalone, &Shape::plain(&standalone), Part::ExitCleanup).await?;
     for needed in ["waitid", "stage.json", "umount2"] {
         ensure!(calls.iter().any(|call| call.contains(needed)), "no {needed} among {calls:#?}");
     }
@@ -128,9 +128,9 @@ async fn killed_in_the_cleanup_after_an_exit() -> Result<()> {
 }
 
 async fn killed_in_the_launch_of_a_shim() -> Result<()> {
-    let bare = Bare::new(&endpoint::settings()?)?;
-    bare.start().await?;
-    let calls = at_every_call(&bare, &Shape::plain(&bare), Part::Launch).await?;
+    let standalone = Standalone::new(&endpoint::settings()?)?;
+    standalone.start().await?;
+    let calls = at_every_call(&standalone, &Shape::plain(&standalone), Part::Launch).await?;
     for needed in [
         "config.json",
         "/log",
@@ -145,14 +145,14 @@ async fn killed_in_the_launch_of_a_shim() -> Result<()> {
             "nothing of {needed} among {calls:#?}"
         );
     }
-    ensure!(bare.logged().contains("adopted shim"), "no shim was ever found again");
+    ensure!(standalone.logged().contains("adopted shim"), "no shim was ever found again");
     Ok(())
 }
 
 async fn killed_in_the_end_of_a_shim() -> Result<()> {
-    let bare = Bare::new(&endpoint::settings()?)?;
-    bare.start().await?;
-    let calls = at_every_call(&bare, &Shape::plain(&bare), Part::ShimEnd).await?;
+    let standalone = Standalone::new(&endpoint::settings()?)?;
+    standalone.start().await?;
+    let calls = at_every_call(&standalone, &Shape::plain(&standalone), Part::ShimEnd).await?;
     for needed in ["waitid", "/shims/", "shim.json", "record.json"] {
         ensure!(
             calls.iter().any(|call| call.contains(needed)),
@@ -164,11 +164,11 @@ async fn killed_in_the_end_of_a_shim() -> Result<()> {
 
 /// Kills at the first call, the second, and so on until the part is done before the next comes.
 /// Answers the calls of the last, whole run.
-async fn at_every_call(bare: &Bare, shape: &Shape, part: Part) -> Result<Vec<String>> {
-    let id = bare.id("killed");
+async fn at_every_call(standalone: &Standalone, shape: &Shape, part: Part) -> Result<Vec<String>> {
+    let id = standalone.id("killed");
     let begun = Instant::now();
     for nth in 1.. {
-        let (seen, answered) = one(bare, shape, part, &id, nth)
+        let (seen, answered) = one(standalone, shape, part, &id, nth)
             .await
             .with_context(|| format!("{part:?}, killed at call {nth}"))?;
         if !seen.killed {
@@ -179,10 +179,10 @@ async fn at_every_call(bare: &Bare, shape: &Shape, part: Part) -> Result<Vec<Str
             );
             return Ok(seen.calls);
         }
-        bare.kill()?;
+        standalone.kill()?;
         let at = seen.calls.last().cloned().unwrap_or_default();
-        settles(bare, shape, part, &id, answered).await.with_context(|| {
-            format!("{part:?}, killed at call {nth}: {at}\nlog ends:\n{}", log_end(bare))
+        settles(standalone, shape, part, &id, answered).await.with_context(|| {
+            format!("{part:?}, killed at call {nth}: {at}\nlog ends:\n{}", log_end(standalone))
         })?;
     }
     bail!("unreachable: there are not that many calls")
@@ -191,34 +191,34 @@ async fn at_every_call(bare: &Bare, shape: &Shape, part: Part) -> Result<Vec<Str
 /// One life of the sandbox, of which `part` is traced; with a caller whom a shim has answered, if
 /// any was.
 async fn one(
-    bare: &Bare,
+    standalone: &Standalone,
     shape: &Shape,
     part: Part,
     id: &str,
     nth: usize,
 ) -> Result<(Seen, Option<Caller>)> {
-    let controller = bare.controller();
+    let controller = standalone.controller();
     let mut pid = 0;
     if part != Part::CreateStart {
         pid = shape.run(&controller, id).await.context("run before")?;
     }
     let mut answered = None;
     if part == Part::ShimEnd {
-        Caller::connect(bare).await?.ask(id).await?;
-        endpoint::settled_in(bare, id).await?;
+        Caller::connect(standalone).await?.ask(id).await?;
+        endpoint::settled_in(standalone, id).await?;
     }
-    let tracer = Tracer::attach(bare.pid()?, nth)?;
+    let tracer = Tracer::attach(standalone.pid()?, nth)?;
     // Any of these may fail with the daemon; what counts is what is found afterwards.
     let done: Result<()> = match part {
         Part::CreateStart => shape.run(&controller, id).await.map(drop).map_err(Into::into),
         Part::Stop => controller.stop(id).await.map_err(Into::into),
         Part::Shutdown | Part::ShimEnd => controller.shutdown(id).await.map_err(Into::into),
         Part::Launch => {
-            let caller = Caller::connect(bare).await?;
+            let caller = Caller::connect(standalone).await?;
             match caller.ask(id).await {
                 Ok(()) => {
                     answered = Some(caller);
-                    endpoint::settled_in(bare, id).await
+                    endpoint::settled_in(standalone, id).await
                 }
                 Err(e) => Err(e),
             }
@@ -227,7 +227,7 @@ async fn one(
             kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
             // Answered when the cleanup is done.
             match controller.wait(id).await {
-                Ok(_) => cleaned(bare, &controller, id).await.map_err(Into::into),
+                Ok(_) => cleaned(standalone, &controller, id).await.map_err(Into::into),
                 Err(e) => Err(e.into()),
             }
         }
@@ -236,16 +236,20 @@ async fn one(
     if !seen.killed {
         done.context("without a kill")?;
         remove_whatever(&controller, id).await?;
-        bare.nothing_left().await?;
+        standalone.nothing_left().await?;
     }
     Ok((seen, answered))
 }
 
 /// Waits until the cleanup after the exit is done: nothing but the record and files is left.
-async fn cleaned(bare: &Bare, controller: &Controller, id: &str) -> Result<(), grpc::Status> {
+async fn cleaned(
+    standalone: &Standalone,
+    controller: &Controller,
+    id: &str,
+) -> Result<(), grpc::Status> {
     loop {
         controller.status(id, false).await?;
-        let left = bare.left().unwrap_or_default();
+        let left = standalone.left().unwrap_or_default();
         if left.iter().all(|thing| thing.starts_with("directory")) {
             return Ok(());
         }
@@ -255,15 +259,15 @@ async fn cleaned(bare: &Bare, controller: &Controller, id: &str) -> Result<(), g
 
 /// Starts the daemon again and looks at what there is.
 async fn settles(
-    bare: &Bare,
+    standalone: &Standalone,
     shape: &Shape,
     part: Part,
     id: &str,
     answered: Option<Caller>,
 ) -> Result<()> {
-    let launched = endpoint::shims(bare)?;
-    bare.start().await?;
-    let controller = bare.controller();
+    let launched = endpoint::shims(standalone)?;
+    standalone.start().await?;
+    let controller = standalone.controller();
     if part == Part::Launch {
         // Who called a shim that was executed has its answer; who called none was hung up on, and
         // calls again.
@@ -275,9 +279,9 @@ async fn settles(
         if let Some(caller) = answered {
             caller.ask(id).await.context("the connection from before")?;
         }
-        Caller::connect(bare).await?.ask(id).await.context("a new connection")?;
-        endpoint::settled_in(bare, id).await?;
-        let shim = endpoint::one(bare)?;
+        Caller::connect(standalone).await?.ask(id).await.context("a new connection")?;
+        endpoint::settled_in(standalone, id).await?;
+        let shim = endpoint::one(standalone)?;
         ensure!(
             launched.iter().all(|before| before.pid == shim.pid),
             "another shim: {launched:?}, {shim:?}"
@@ -286,34 +290,34 @@ async fn settles(
     match controller.status(id, false).await {
         Err(status) if status.code == grpc::NOT_FOUND => {
             // Gone: without a trace, and at once, since it answers only after recovery.
-            let left = bare.left()?;
+            let left = standalone.left()?;
             ensure!(left.is_empty(), "gone, but left:\n  {}", left.join("\n  "));
         }
         Err(status) => bail!("neither whole nor gone: {status}"),
         Ok(status) if status.state == "SANDBOX_READY" => {
             ensure!(part != Part::ExitCleanup, "ready, but its pause was killed");
-            is_whole(bare, &controller, id).await?;
+            is_whole(standalone, &controller, id).await?;
         }
         Ok(status) if status.state == "SANDBOX_NOTREADY" && part == Part::CreateStart => {
             // Created and not started: it can be.
             ensure!(status.pid == 0, "not ready, but it was never ended: {status:?}");
             controller.start(id).await.context("start what was created")?;
-            is_whole(bare, &controller, id).await?;
+            is_whole(standalone, &controller, id).await?;
         }
         Ok(status) if status.state == "SANDBOX_NOTREADY" => {
-            ensure!(bare.pauses()?.is_empty(), "not ready, but its pause lives");
+            ensure!(standalone.pauses()?.is_empty(), "not ready, but its pause lives");
             let exit = controller.wait(id).await?;
             ensure!([137, 255].contains(&exit.exit_status), "exit status {}", exit.exit_status);
         }
         Ok(status) => bail!("it is {}", status.state),
     }
     remove_whatever(&controller, id).await?;
-    bare.nothing_left().await?;
+    standalone.nothing_left().await?;
     // The same sandbox again.
     shape.run(&controller, id).await.context("run it again")?;
-    is_whole(bare, &controller, id).await.context("run again")?;
+    is_whole(standalone, &controller, id).await.context("run again")?;
     remove(&controller, id).await.context("remove it again")?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 async fn remove_whatever(controller: &Controller, id: &str) -> Result<()> {
@@ -324,8 +328,8 @@ async fn remove_whatever(controller: &Controller, id: &str) -> Result<()> {
     controller.shutdown(id).await.context("shutdown")
 }
 
-fn log_end(bare: &Bare) -> String {
-    let log = bare.logged();
+fn log_end(standalone: &Standalone) -> String {
+    let log = standalone.logged();
     let lines: Vec<&str> = log.lines().collect();
     lines[lines.len().saturating_sub(15)..].join("\n")
 }

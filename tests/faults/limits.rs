@@ -10,9 +10,9 @@ use kit::machine::cgroup;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::bare::Bare;
 use crate::harness::{Case, alone};
 use crate::pods::{Shape, is_whole, remove};
+use crate::standalone::Standalone;
 
 pub(crate) fn cases() -> Vec<Case> {
     alone![no_descriptors, no_processes, no_processes_for_long]
@@ -28,12 +28,12 @@ fn limit(pid: u32, limit: &str) -> Result<()> {
 }
 
 async fn no_descriptors() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
-    let (other, dying) = (bare.id("other"), bare.id("dying"));
+    let standalone = Standalone::started().await?;
+    let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
+    let (other, dying) = (standalone.id("other"), standalone.id("dying"));
     shape.run(&controller, &other).await?;
     let pid = shape.run(&controller, &dying).await?;
-    let (daemon, id) = (bare.pid()?, bare.id("refused"));
+    let (daemon, id) = (standalone.pid()?, standalone.id("refused"));
     let hard = fs::read_to_string(format!("/proc/{daemon}/limits"))?;
     let hard =
         hard.lines().find_map(|line| line.strip_prefix("Max open files")).context("no limit")?;
@@ -45,31 +45,31 @@ async fn no_descriptors() -> Result<()> {
     ensure!(error.message.contains("os error 24") && error.message.contains(&id), "{error}");
     // What needs no new descriptor works: status, exit, Wait.
     ensure!(
-        controller.status(&bare.id("unknown"), false).await.is_err(),
+        controller.status(&standalone.id("unknown"), false).await.is_err(),
         "status of an unknown id"
     );
     kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
     ensure!(controller.wait(&dying).await?.exit_status == 137, "its exit");
     limit(daemon, &hard)?;
-    is_whole(&bare, &controller, &other).await?;
+    is_whole(&standalone, &controller, &other).await?;
     for id in [&other, &dying, &id] {
         let _ = controller.stop(id).await;
         controller.shutdown(id).await?;
     }
     shape.run(&controller, &id).await.context("with descriptors again")?;
     remove(&controller, &id).await?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// The daemon's own pids cgroup is full: no child, and no further thread.
 async fn no_processes() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
-    let (other, id) = (bare.id("other"), bare.id("refused"));
+    let standalone = Standalone::started().await?;
+    let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
+    let (other, id) = (standalone.id("other"), standalone.id("refused"));
     shape.run(&controller, &other).await?;
-    let daemon = bare.pid()?;
+    let daemon = standalone.pid()?;
     let pids = pids_controller()?;
-    let full = pids.join(bare.cgroup().trim_start_matches('/')).join("daemon");
+    let full = pids.join(standalone.cgroup().trim_start_matches('/')).join("daemon");
     fs::create_dir(&full)?;
     fs::write(full.join("cgroup.procs"), daemon.to_string())?;
     fs::write(full.join("pids.max"), "1")?;
@@ -78,7 +78,7 @@ async fn no_processes() -> Result<()> {
     for word in [id.as_str(), "clone the pause process", "os error 11"] {
         ensure!(error.message.contains(word), "{word:?} is not in: {error}");
     }
-    is_whole(&bare, &controller, &other).await?;
+    is_whole(&standalone, &controller, &other).await?;
     controller.stop(&other).await.context("stop needs no process")?;
     fs::write(full.join("pids.max"), "max")?;
     fs::write(pids.join("cgroup.procs"), daemon.to_string())?;
@@ -86,7 +86,7 @@ async fn no_processes() -> Result<()> {
     remove(&controller, &id).await?;
     controller.shutdown(&other).await?;
     fs::remove_dir(&full)?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// Pods have taken all process ids of the node, and the daemon has been idle for so long that its
@@ -95,22 +95,23 @@ async fn no_processes_for_long() -> Result<()> {
     /// Longer than the runtime keeps idle threads by itself (10 s), and than the daemon goes
     /// without a look at them (15 s).
     const LONG: Duration = Duration::from_secs(17);
-    let bare = Bare::started().await?;
-    let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("living"));
+    let standalone = Standalone::started().await?;
+    let (controller, shape, id) =
+        (standalone.controller(), Shape::plain(&standalone), standalone.id("living"));
     shape.run(&controller, &id).await?;
-    let (daemon, pids) = (bare.pid()?, pids_controller()?);
-    let full = pids.join(bare.cgroup().trim_start_matches('/')).join("daemon");
+    let (daemon, pids) = (standalone.pid()?, pids_controller()?);
+    let full = pids.join(standalone.cgroup().trim_start_matches('/')).join("daemon");
     fs::create_dir(&full)?;
     fs::write(full.join("cgroup.procs"), daemon.to_string())?;
     fs::write(full.join("pids.max"), "1")?;
     tokio::time::sleep(LONG).await;
-    is_whole(&bare, &controller, &id).await?;
-    ensure!(!bare.logged().contains("panic"), "{}", bare.logged());
+    is_whole(&standalone, &controller, &id).await?;
+    ensure!(!standalone.logged().contains("panic"), "{}", standalone.logged());
     remove(&controller, &id).await.context("removed without a further process")?;
     fs::write(full.join("pids.max"), "max")?;
     fs::write(pids.join("cgroup.procs"), daemon.to_string())?;
     fs::remove_dir(&full)?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// Where the pids controller is: a hierarchy of version 1, or the one of version 2.

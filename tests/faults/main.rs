@@ -3,40 +3,40 @@
 //!
 //! Faults come from outside the product: signals, a tracer that kills the daemon at a chosen system
 //! call, `strace` that lets calls fail or wait, full and read-only file systems, limits. Most cases
-//! ask a daemon directly ([`bare::Bare`]), which is fast; those named `node_…` run it under a real
-//! containerd. One case runs after another.
+//! ask a daemon directly ([`standalone::Standalone`]), which is fast; those named `node_…` run it
+//! under a real containerd. One case runs after another.
 
-mod bare;
 mod endpoint;
 mod harness;
 mod pods;
+mod standalone;
 mod strace;
 mod tracer;
 
-mod apart;
 mod collected;
-mod crowd;
+mod concurrency;
 mod directories;
+mod injected_faults;
 mod killed;
 mod limits;
-mod outside;
+mod mount_namespace;
 mod recovery;
 mod restarts;
 mod soak;
-mod strangers;
+mod untrusted;
 
 fn main() -> std::process::ExitCode {
     let cases = [
         recovery::cases(),
         collected::cases(),
         killed::cases(),
-        strangers::cases(),
-        outside::cases(),
+        untrusted::cases(),
+        injected_faults::cases(),
         directories::cases(),
         limits::cases(),
-        crowd::cases(),
+        concurrency::cases(),
         restarts::cases(),
-        apart::cases(),
+        mount_namespace::cases(),
         soak::cases(),
     ];
     harness::run(cases.into_iter().flatten().collect())

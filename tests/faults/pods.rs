@@ -1,4 +1,4 @@
-//! Sandboxes of a bare daemon: what they are to be, and how they are asked for.
+//! Sandboxes of a standalone daemon: what they are to be, and how they are asked for.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use kit::until;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 
-use crate::bare::Bare;
+use crate::standalone::Standalone;
 
 /// What a sandbox is to be.
 #[derive(Clone, Debug)]
@@ -28,8 +28,8 @@ pub(crate) struct Shape {
 
 impl Shape {
     /// With the node's network, below the daemon's cgroup of pods.
-    pub(crate) fn plain(bare: &Bare) -> Self {
-        Self { cgroup_parent: bare.cgroup(), netns: None, userns: false }
+    pub(crate) fn plain(standalone: &Standalone) -> Self {
+        Self { cgroup_parent: standalone.cgroup(), netns: None, userns: false }
     }
 
     /// The CRI config.
@@ -91,12 +91,17 @@ pub(crate) async fn state(controller: &Controller, id: &str) -> Result<String, S
 }
 
 /// Checks that a sandbox is ready with this pause, and that the pause is alive.
-pub(crate) async fn is_whole(bare: &Bare, controller: &Controller, id: &str) -> Result<u32> {
+pub(crate) async fn is_whole(
+    standalone: &Standalone,
+    controller: &Controller,
+    id: &str,
+) -> Result<u32> {
     let status = controller.status(id, false).await?;
     ensure!(status.state == "SANDBOX_READY", "{id} is {}", status.state);
     // The kernel resumes the daemon a moment before the program's command line is there.
     let pause = until("its pause", Duration::from_secs(5), async || {
-        bare.pauses()?
+        standalone
+            .pauses()?
             .into_iter()
             .find(|p| p.command.ends_with(id))
             .with_context(|| format!("{id}: no pause"))
@@ -108,9 +113,9 @@ pub(crate) async fn is_whole(bare: &Bare, controller: &Controller, id: &str) -> 
         status.pid
     );
     for file in ["hostname", "hosts", "resolv.conf"] {
-        ensure!(bare.files(id).join(file).exists(), "{id} has no {file}");
+        ensure!(standalone.files(id).join(file).exists(), "{id} has no {file}");
     }
-    ensure!(bare.shm(id).exists(), "{id} has no shared memory");
+    ensure!(standalone.shm(id).exists(), "{id} has no shared memory");
     Ok(pause.pid)
 }
 

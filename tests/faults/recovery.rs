@@ -16,9 +16,9 @@ use protobuf::Message as _;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
-use crate::bare::{Bare, DAEMON};
 use crate::harness::{Case, alone};
 use crate::pods::{Shape, is_whole, remove, state};
+use crate::standalone::{DAEMON, Standalone};
 
 pub(crate) fn cases() -> Vec<Case> {
     alone![
@@ -35,15 +35,15 @@ pub(crate) fn cases() -> Vec<Case> {
     ]
 }
 
-fn stage(bare: &Bare, id: &str) -> Result<(PathBuf, Value)> {
-    let path = bare.record(id).join("stage.json");
+fn stage(standalone: &Standalone, id: &str) -> Result<(PathBuf, Value)> {
+    let path = standalone.record(id).join("stage.json");
     let text = fs::read(&path).with_context(|| format!("read {}", path.display()))?;
     Ok((path, serde_json::from_slice(&text)?))
 }
 
 /// Changes the recorded identity of a pause.
-fn change(bare: &Bare, id: &str, key: &str, value: Value) -> Result<()> {
-    let (path, mut stage) = stage(bare, id)?;
+fn change(standalone: &Standalone, id: &str, key: &str, value: Value) -> Result<()> {
+    let (path, mut stage) = stage(standalone, id)?;
     let field = stage.pointer_mut(&format!("/started/identity/{key}")).context("no such field")?;
     *field = value;
     Ok(fs::write(path, stage.to_string())?)
@@ -52,9 +52,9 @@ fn change(bare: &Bare, id: &str, key: &str, value: Value) -> Result<()> {
 /// containerd sends the config twice, in requests of up to 16 MiB. What would make a record beyond
 /// what a daemon reads is refused before anything is made.
 async fn a_record_of_many_megabytes_is_read_again() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
-    let (large, vast) = (bare.id("large"), bare.id("vast"));
+    let standalone = Standalone::started().await?;
+    let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
+    let (large, vast) = (standalone.id("large"), standalone.id("vast"));
     let mut config = shape.config();
     config.annotations.insert("example.org/large".to_owned(), "x".repeat(7 << 20));
     let bytes = config.write_to_bytes()?;
@@ -81,21 +81,21 @@ async fn a_record_of_many_megabytes_is_read_again() -> Result<()> {
         error.message.contains("os error 27") && error.message.contains("record.json"),
         "{error}"
     );
-    ensure!(!bare.record(&vast).exists(), "something is left of the refused");
+    ensure!(!standalone.record(&vast).exists(), "something is left of the refused");
 
-    bare.kill()?;
-    bare.start().await?;
-    ensure!(is_whole(&bare, &controller, &large).await? == pid, "another pause");
+    standalone.kill()?;
+    standalone.start().await?;
+    ensure!(is_whole(&standalone, &controller, &large).await? == pid, "another pause");
     remove(&controller, &large).await?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// Ready with the same pid and time of creation; or not ready when pid, start time, namespace or
 /// boot are another's, who stays alive.
 async fn the_living_the_dead_and_the_reused() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
-    let alive = bare.id("alive");
+    let standalone = Standalone::started().await?;
+    let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
+    let alive = standalone.id("alive");
     let pid = shape.run(&controller, &alive).await?;
     let created_at = controller.status(&alive, false).await?.created_at;
     // A process that has nothing to do with us, as one that got the pid of a pause.
@@ -108,21 +108,21 @@ async fn the_living_the_dead_and_the_reused() -> Result<()> {
     ];
     let mut pids = Vec::new();
     for (key, _) in &others {
-        pids.push(shape.run(&controller, &bare.id(key)).await?);
+        pids.push(shape.run(&controller, &standalone.id(key)).await?);
     }
-    bare.kill()?;
+    standalone.kill()?;
     for (key, value) in &others {
-        change(&bare, &bare.id(key), key, value.clone())?;
+        change(&standalone, &standalone.id(key), key, value.clone())?;
     }
-    bare.start().await?;
+    standalone.start().await?;
 
-    ensure!(is_whole(&bare, &controller, &alive).await? == pid, "another pause");
+    ensure!(is_whole(&standalone, &controller, &alive).await? == pid, "another pause");
     ensure!(
         controller.status(&alive, false).await?.created_at == created_at,
         "another time of creation"
     );
     for (key, _) in &others {
-        let id = bare.id(key);
+        let id = standalone.id(key);
         ensure!(
             state(&controller, &id).await? == "SANDBOX_NOTREADY",
             "{key} is another, but it is ready"
@@ -134,20 +134,20 @@ async fn the_living_the_dead_and_the_reused() -> Result<()> {
     stranger.kill()?;
     stranger.wait()?;
     remove(&controller, &alive).await?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// A pause that dies while no daemon runs.
 async fn a_death_during_the_restart_is_told() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
+    let standalone = Standalone::started().await?;
+    let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
     for how in ["terminated", "killed"] {
-        let id = bare.id(how);
+        let id = standalone.id(how);
         let pid = shape.run(&controller, &id).await?;
         if how == "killed" {
-            bare.kill()?
+            standalone.kill()?
         } else {
-            bare.stop().await?
+            standalone.stop().await?
         }
         kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
         until("pause exited", Duration::from_secs(5), async || {
@@ -155,7 +155,7 @@ async fn a_death_during_the_restart_is_told() -> Result<()> {
             Ok(())
         })
         .await?;
-        bare.start().await?;
+        standalone.start().await?;
         let exit = tokio::time::timeout(Duration::from_secs(5), controller.wait(&id))
             .await
             .context("Wait hangs")??;
@@ -163,23 +163,23 @@ async fn a_death_during_the_restart_is_told() -> Result<()> {
         ensure!(state(&controller, &id).await? == "SANDBOX_NOTREADY", "not reported");
         remove(&controller, &id).await?;
     }
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// The kernel does not answer about one pause: the daemon comes up all the same, with all other
 /// pods.
 async fn not_decidable_in_time() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
-    let ids: Vec<String> = (0..6).map(|n| bare.id(&n.to_string())).collect();
+    let standalone = Standalone::started().await?;
+    let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
+    let ids: Vec<String> = (0..6).map(|n| standalone.id(&n.to_string())).collect();
     for id in &ids {
         shape.run(&controller, id).await?;
     }
-    bare.kill()?;
+    standalone.kill()?;
     // Of each thread the first look hangs beyond what a record may take; which records these are is
     // left to chance.
     let begun = Instant::now();
-    bare.start_with(&["pidfd_open:delay_enter=13s:when=1"]).await?;
+    standalone.start_with(&["pidfd_open:delay_enter=13s:when=1"]).await?;
     ensure!(
         begun.elapsed() < kit::patient(Duration::from_secs(25)),
         "up only after {:?}",
@@ -194,34 +194,34 @@ async fn not_decidable_in_time() -> Result<()> {
         }
     }
     ensure!(!unknown.is_empty(), "none is unknown");
-    ensure!(bare.pauses()?.len() == ids.len(), "a pause was ended");
-    bare.end_faults().await?;
+    ensure!(standalone.pauses()?.len() == ids.len(), "a pause was ended");
+    standalone.end_faults().await?;
     for id in &ids {
         remove(&controller, id)
             .await
             .with_context(|| format!("end {id}, of the unknown {unknown:?}"))?;
     }
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// containerd gives its first connection a second; what a recovery takes is no matter then.
 async fn calls_wait_for_the_recovery() -> Result<()> {
     /// The recovery of one pod takes this; less than a record may take.
     const SLOW: &str = "pidfd_open:delay_enter=6s:when=1";
-    let bare = Bare::started().await?;
-    let shape = Shape::plain(&bare);
-    let id = bare.id("slow");
-    let pid = shape.run(&bare.controller(), &id).await?;
-    let ready = || bare.logged().matches(" ready socket=").count();
+    let standalone = Standalone::started().await?;
+    let shape = Shape::plain(&standalone);
+    let id = standalone.id("slow");
+    let pid = shape.run(&standalone.controller(), &id).await?;
+    let ready = || standalone.logged().matches(" ready socket=").count();
     let begin = async || {
-        bare.kill()?;
+        standalone.kill()?;
         let before = ready();
-        bare.spawn_with(&[SLOW])?;
-        until("HTTP/2 is spoken", DAEMON, async || speaks_http2(&bare.path("s.sock")).await)
+        standalone.spawn_with(&[SLOW])?;
+        until("HTTP/2 is spoken", DAEMON, async || speaks_http2(&standalone.path("s.sock")).await)
             .await?;
         ensure!(ready() == before, "the recovery is over before the connection was taken");
         let call = |wait: bool| {
-            let (controller, id) = (bare.controller(), id.clone());
+            let (controller, id) = (standalone.controller(), id.clone());
             tokio::spawn(async move {
                 if wait {
                     controller.wait(&id).await.map(drop)
@@ -236,12 +236,12 @@ async fn calls_wait_for_the_recovery() -> Result<()> {
     let (before, status, wait) = begin().await?;
     status.await?.context("a Status that came during the recovery")?;
     ensure!(ready() == before + 1, "answered before the recovery was over");
-    ensure!(bare.controller().status(&id, false).await?.pid == pid, "another pause");
+    ensure!(standalone.controller().status(&id, false).await?.pid == pid, "another pause");
     ensure!(!wait.is_finished(), "the Wait of a live pod has ended");
-    bare.end_faults().await?;
+    standalone.end_faults().await?;
 
     let (before, status, wait) = begin().await?;
-    bare.stop().await?;
+    standalone.stop().await?;
     for (call, ended) in [("Status", status.await?), ("Wait", wait.await?)] {
         ensure!(
             ended.as_ref().is_err_and(|status| status.code == grpc::UNAVAILABLE),
@@ -249,10 +249,10 @@ async fn calls_wait_for_the_recovery() -> Result<()> {
         );
     }
     ensure!(ready() == before, "it was ended after its recovery, not in it");
-    bare.start().await?;
-    is_whole(&bare, &bare.controller(), &id).await?;
-    remove(&bare.controller(), &id).await?;
-    bare.nothing_left().await
+    standalone.start().await?;
+    is_whole(&standalone, &standalone.controller(), &id).await?;
+    remove(&standalone.controller(), &id).await?;
+    standalone.nothing_left().await
 }
 
 /// Whether the other end answers the preface of HTTP/2 by its own: a frame of settings.
@@ -267,14 +267,14 @@ async fn speaks_http2(socket: &Path) -> Result<()> {
 
 /// The kernel refuses to tell, and then tells.
 async fn not_decidable_and_then_decidable() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
-    let (stopped, removed) = (bare.id("stopped"), bare.id("removed"));
+    let standalone = Standalone::started().await?;
+    let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
+    let (stopped, removed) = (standalone.id("stopped"), standalone.id("removed"));
     for id in [&stopped, &removed] {
         shape.run(&controller, id).await?;
     }
-    bare.kill()?;
-    bare.start_with(&["pidfd_open:error=EMFILE"]).await?;
+    standalone.kill()?;
+    standalone.start_with(&["pidfd_open:error=EMFILE"]).await?;
     for id in [&stopped, &removed] {
         ensure!(
             state(&controller, id).await? == "SANDBOX_UNKNOWN",
@@ -288,8 +288,8 @@ async fn not_decidable_and_then_decidable() -> Result<()> {
         "{error}"
     );
     ensure!(controller.shutdown(&removed).await.is_err(), "removed what cannot be found");
-    ensure!(bare.pauses()?.len() == 2, "a pause was ended");
-    bare.end_faults().await?;
+    ensure!(standalone.pauses()?.len() == 2, "a pause was ended");
+    standalone.end_faults().await?;
     controller.stop(&stopped).await?;
     ensure!(controller.wait(&stopped).await?.exit_status == 137, "its exit");
     // It was asked for once, and is done by the back-off.
@@ -300,28 +300,30 @@ async fn not_decidable_and_then_decidable() -> Result<()> {
     })
     .await?;
     controller.shutdown(&stopped).await?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 async fn unreadable_and_newer_records_stay() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
-    let (good, newer, broken) = (bare.id("good"), bare.id("newer"), bare.id("broken"));
+    let standalone = Standalone::started().await?;
+    let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
+    let (good, newer, broken) =
+        (standalone.id("good"), standalone.id("newer"), standalone.id("broken"));
     for id in [&good, &newer, &broken] {
         shape.run(&controller, id).await?;
     }
-    bare.kill()?;
-    let record = bare.record(&newer).join("record.json");
+    standalone.kill()?;
+    let record = standalone.record(&newer).join("record.json");
     let old = fs::read_to_string(&record)?;
     let text = old.replacen("\"version\":1", "\"version\":99", 1);
     fs::write(&record, &text)?;
-    fs::write(bare.record(&broken).join("record.json"), "{")?;
-    bare.start().await?;
-    is_whole(&bare, &controller, &good).await?;
+    fs::write(standalone.record(&broken).join("record.json"), "{")?;
+    standalone.start().await?;
+    is_whole(&standalone, &controller, &good).await?;
     for id in [&newer, &broken] {
         ensure!(
-            bare.logged()
-                .contains(&format!("recovery cannot adopt: {}", bare.record(id).display())),
+            standalone
+                .logged()
+                .contains(&format!("recovery cannot adopt: {}", standalone.record(id).display())),
             "{id} is not reported"
         );
         // Neither gone nor dead: containerd asks again.
@@ -333,30 +335,30 @@ async fn unreadable_and_newer_records_stay() -> Result<()> {
         ensure!(controller.shutdown(id).await.is_err(), "removed what cannot be read");
     }
     ensure!(fs::read_to_string(&record)? == text, "the newer record was changed");
-    ensure!(bare.pauses()?.len() == 3, "a pause was ended");
+    ensure!(standalone.pauses()?.len() == 3, "a pause was ended");
     // A daemon that can read it takes it over.
-    bare.stop().await?;
+    standalone.stop().await?;
     fs::write(&record, &old)?;
-    fs::write(bare.record(&broken).join("record.json"), old.replace(&newer, &broken))?;
-    bare.start().await?;
+    fs::write(standalone.record(&broken).join("record.json"), old.replace(&newer, &broken))?;
+    standalone.start().await?;
     for id in [&good, &newer, &broken] {
-        is_whole(&bare, &controller, id).await?;
+        is_whole(&standalone, &controller, id).await?;
         remove(&controller, id).await?;
     }
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// The records in `tests/records/VERSION`, as daemons of that version wrote them.
 async fn records_of_earlier_versions_load() -> Result<()> {
     // They are old.
-    let bare = Bare::new("abandoned_after = 1000000000\n")?;
+    let standalone = Standalone::new("abandoned_after = 1000000000\n")?;
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/records");
     let mut expected = Vec::new();
     for version in fs::read_dir(&golden).with_context(|| format!("read {}", golden.display()))? {
         for record in fs::read_dir(version?.path())? {
             let record = record?;
             let (from, id) = (record.path(), record.file_name().to_string_lossy().into_owned());
-            let to = bare.record(&id);
+            let to = standalone.record(&id);
             fs::create_dir_all(&to)?;
             for file in fs::read_dir(from)? {
                 let file = file?;
@@ -370,8 +372,8 @@ async fn records_of_earlier_versions_load() -> Result<()> {
         expected == ["created", "exited", "network", "started"],
         "the golden records are {expected:?}"
     );
-    bare.start().await?;
-    let controller = bare.controller();
+    standalone.start().await?;
+    let controller = standalone.controller();
     // Pauses of another boot have ended.
     for (id, exit) in
         [("created", None), ("exited", Some(137)), ("network", None), ("started", Some(255))]
@@ -379,7 +381,7 @@ async fn records_of_earlier_versions_load() -> Result<()> {
         let status = controller
             .status(id, true)
             .await
-            .with_context(|| format!("{id}: {}", bare.logged()))?;
+            .with_context(|| format!("{id}: {}", standalone.logged()))?;
         ensure!(status.state == "SANDBOX_NOTREADY" && status.pid == 0, "{id}: {status:?}");
         ensure!(
             status.created_at.seconds == 1_790_000_000,
@@ -393,30 +395,34 @@ async fn records_of_earlier_versions_load() -> Result<()> {
         }
         remove(&controller, id).await?;
     }
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// The state directory is empty and nothing lives.
 async fn after_a_reboot() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
-    let id = bare.id("before");
+    let standalone = Standalone::started().await?;
+    let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
+    let id = standalone.id("before");
     let pid = shape.run(&controller, &id).await?;
-    bare.kill()?;
+    standalone.kill()?;
     // What a reboot takes: processes, mounts, and all below /run. containerd's root stays.
     kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
-    for point in [bare.shm(&id), bare.record(&id).join("shm"), bare.path("state/sandboxes")] {
+    for point in [
+        standalone.shm(&id),
+        standalone.record(&id).join("shm"),
+        standalone.path("state/sandboxes"),
+    ] {
         umount2(&point, MntFlags::MNT_DETACH)?;
     }
-    fs::remove_dir_all(bare.path("state"))?;
-    fs::remove_dir_all(bare.path("run"))?;
+    fs::remove_dir_all(standalone.path("state"))?;
+    fs::remove_dir_all(standalone.path("run"))?;
     // A killed process keeps its cgroups until it has ended, and a pause has the least share of the
     // processors.
     until("its cgroups", Duration::from_secs(10), async || {
-        kit::machine::cgroup::remove(&format!("{}/{id}", bare.cgroup()))
+        kit::machine::cgroup::remove(&format!("{}/{id}", standalone.cgroup()))
     })
     .await?;
-    bare.start().await?;
+    standalone.start().await?;
     for code in
         [controller.status(&id, false).await.map(drop), controller.wait(&id).await.map(drop)]
     {
@@ -425,24 +431,24 @@ async fn after_a_reboot() -> Result<()> {
     controller.shutdown(&id).await?;
     // containerd deletes its own directory of a pod that it finds gone; it is no mount and no
     // process.
-    fs::remove_dir_all(bare.files(&id))?;
-    bare.nothing_left().await?;
+    fs::remove_dir_all(standalone.files(&id))?;
+    standalone.nothing_left().await?;
     shape.run(&controller, &id).await.context("run it again")?;
     remove(&controller, &id).await?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// The daemon is killed while the child that is to be a pause is held up before its exec: it has
 /// neither name nor cgroup.
 async fn while_the_last_child_executes() -> Result<()> {
-    let bare = Bare::new("")?;
-    bare.start_with(&["execveat:delay_enter=2s"]).await?;
-    let shape = Shape { cgroup_parent: String::new(), ..Shape::plain(&bare) };
-    let (controller, id) = (bare.controller(), bare.id("late"));
+    let standalone = Standalone::new("")?;
+    standalone.start_with(&["execveat:delay_enter=2s"]).await?;
+    let shape = Shape { cgroup_parent: String::new(), ..Shape::plain(&standalone) };
+    let (controller, id) = (standalone.controller(), standalone.id("late"));
     shape.create(&controller, &id).await?;
-    let daemon = bare.pid()?;
+    let daemon = standalone.pid()?;
     let starting = tokio::spawn({
-        let (controller, id) = (bare.controller(), id.clone());
+        let (controller, id) = (standalone.controller(), id.clone());
         async move { controller.start(&id).await }
     });
     let child = until("the child", Duration::from_secs(5), async || {
@@ -450,20 +456,20 @@ async fn while_the_last_child_executes() -> Result<()> {
         children.map(|p| p.pid).next().context("none yet")
     })
     .await?;
-    bare.kill()?;
+    standalone.kill()?;
     ensure!(starting.await?.is_err(), "started without a daemon");
-    bare.start().await?;
+    standalone.start().await?;
     ensure!(!processes::one(child).is_ok_and(|p| p.state != 'Z'), "the child lives on");
     ensure!(
-        bare.logged().contains("killing a pause that no record names"),
+        standalone.logged().contains("killing a pause that no record names"),
         "it was not found:\n{}",
-        bare.logged()
+        standalone.logged()
     );
     // A start that was cut off is undone.
     let status = controller.status(&id, false).await;
     ensure!(status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{status:?}");
     shape.run(&controller, &id).await?;
-    is_whole(&bare, &controller, &id).await?;
+    is_whole(&standalone, &controller, &id).await?;
     remove(&controller, &id).await?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }

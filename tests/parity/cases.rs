@@ -5,7 +5,7 @@ use kit::cri::api::{
     LinuxSandboxSecurityContext, NamespaceMode, PodSandboxConfig, PortMapping, SELinuxOption,
     SecurityProfile, UserNamespace, security_profile::ProfileType,
 };
-use kit::machine::keeper::Keeper;
+use kit::machine::cgroup_driver::CgroupDriver;
 use kit::{ContainerSpec, PodSpec};
 
 use crate::known::systemd_runs;
@@ -105,7 +105,7 @@ fn namespaces() -> Vec<Case> {
             "network, pid and ipc NODE",
             pod().host_network().pid(NamespaceMode::NODE).ipc(NamespaceMode::NODE),
         ),
-        Case::new("without a linux section", pod().bare()),
+        Case::new("without a linux section", pod().without_linux()),
     ]
 }
 
@@ -204,9 +204,9 @@ fn resolver() -> Vec<Case> {
 }
 
 fn cgroups(node: &str) -> Vec<Case> {
-    match Keeper::chosen() {
-        Keeper::Cgroupfs => directories(node),
-        Keeper::Systemd => slices(node),
+    match CgroupDriver::chosen() {
+        CgroupDriver::Cgroupfs => directories(node),
+        CgroupDriver::Systemd => slices(node),
     }
 }
 

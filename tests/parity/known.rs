@@ -5,7 +5,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 use kit::machine::cgroup;
-use kit::machine::keeper::Keeper;
+use kit::machine::cgroup_driver::CgroupDriver;
 
 /// A difference. In each text `*` stands for anything.
 pub(crate) struct Known {
@@ -78,8 +78,8 @@ impl Known {
             On::NoSomaxconn => here.no_somaxconn,
             On::Native => kit::driver().as_deref() != Some("shim"),
             On::Shim => kit::driver().as_deref() == Some("shim"),
-            On::Slices => Keeper::chosen() == Keeper::Systemd,
-            On::Directories => Keeper::chosen() == Keeper::Cgroupfs,
+            On::Slices => CgroupDriver::chosen() == CgroupDriver::Systemd,
+            On::Directories => CgroupDriver::chosen() == CgroupDriver::Cgroupfs,
             On::NoSystemd => !systemd_runs(),
         })
     }

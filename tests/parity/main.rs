@@ -12,8 +12,8 @@ mod cases;
 mod coverage;
 mod fact;
 mod known;
-mod look;
 mod metrics;
+mod observe;
 mod run;
 mod table;
 

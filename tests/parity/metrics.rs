@@ -6,13 +6,13 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use containerd_shim_protos::{cgroups, cgroups_v2};
 use kit::Pod;
-use kit::machine::{cgroup, keeper};
+use kit::machine::{cgroup, cgroup_driver};
 use protobuf::Message as _;
 
 use crate::fact::Facts;
 
 /// Asks the controller for the metrics of the pod, whose containers must have ended.
-pub(crate) async fn look(pod: &Pod, facts: &mut Facts) -> Result<()> {
+pub(crate) async fn observe(pod: &Pod, facts: &mut Facts) -> Result<()> {
     let before = used(pod)?;
     let metric = match pod.node().controller(pod.handler()).metrics(pod.id()).await {
         Err(e) => {
@@ -76,7 +76,7 @@ struct Used {
 fn used(pod: &Pod) -> Result<Used> {
     let given = &pod.config().linux.cgroup_parent;
     // Of a slice the name counts, wherever it is said to be.
-    let parent = keeper::slice(given).map_or_else(|| given.clone(), keeper::path);
+    let parent = cgroup_driver::slice(given).map_or_else(|| given.clone(), cgroup_driver::path);
     let parent = parent.trim_start_matches('/');
     let hierarchies = cgroup::hierarchies()?;
     let read = |file: &str| {

@@ -15,7 +15,7 @@ use kit::{Container, ContainerSpec, Handler, Node, Options, Pod, PodSpec, Thing,
 use crate::cases::{self, Case, Settings};
 use crate::fact::Facts;
 use crate::table::Table;
-use crate::{Wanted, coverage, look, metrics};
+use crate::{Wanted, coverage, metrics, observe};
 
 /// What one pod may take at most.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -184,8 +184,8 @@ async fn one(node: &Arc<Node>, handler: Handler, case: &Case) -> Result<Facts> {
 }
 
 async fn living(pod: &Pod, case: &Case, facts: &mut Facts) -> Result<()> {
-    let pid = look::name(pod, facts).await?;
-    look::pause(pid, facts).await?;
+    let pid = observe::name(pod, facts).await?;
+    observe::pause(pid, facts).await?;
     match pod.run(case.container.clone()).await {
         Err(e) => {
             facts.add("container", refusal(&e)?);
@@ -197,7 +197,7 @@ async fn living(pod: &Pod, case: &Case, facts: &mut Facts) -> Result<()> {
         }
         Ok(container) => {
             facts.add("container", "runs");
-            look::container(&container, pid, facts).await?;
+            observe::container(&container, pid, facts).await?;
             for name in &case.sysctls {
                 let path = format!("/proc/sys/{}", name.replace('.', "/"));
                 let value = container.sh(&format!("cat {path}")).await?;
@@ -209,9 +209,9 @@ async fn living(pod: &Pod, case: &Case, facts: &mut Facts) -> Result<()> {
             end(&container).await?;
         }
     }
-    look::reported(pod, facts).await?;
-    metrics::look(pod, facts).await?;
-    look::resized(pod, facts).await
+    observe::reported(pod, facts).await?;
+    metrics::observe(pod, facts).await?;
+    observe::resized(pod, facts).await
 }
 
 /// Some facts are of the pod alone: its container goes before they are looked at.

@@ -23,11 +23,11 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::timeout;
 
 mod client;
-mod crowd;
+mod connection_limit;
 mod fake;
 mod inspect;
+mod malformed;
 mod namespaces;
-mod odd;
 mod stop;
 mod waits;
 

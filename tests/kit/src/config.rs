@@ -9,10 +9,10 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use crate::image::PAUSE_IMAGE;
-use crate::machine::keeper::Keeper;
+use crate::machine::cgroup_driver::CgroupDriver;
 use crate::node::{Handler, Options};
 use crate::parts::Parts;
-use crate::scrap;
+use crate::teardown;
 
 /// containerd's namespace of everything that CRI makes.
 pub(crate) const NAMESPACE: &str = "k8s.io";
@@ -77,11 +77,11 @@ impl Layout {
 
     /// The cgroup that is the parent of all pods' cgroups, as a path in each hierarchy.
     pub fn cgroup(&self) -> String {
-        match Keeper::chosen() {
-            Keeper::Cgroupfs => format!("/{}", self.name),
+        match CgroupDriver::chosen() {
+            CgroupDriver::Cgroupfs => format!("/{}", self.name),
             // systemd puts a slice into those whose names it begins with.
-            Keeper::Systemd => {
-                format!("/{}.slice/{}.slice", scrap::PREFIX.trim_end_matches('-'), self.name)
+            CgroupDriver::Systemd => {
+                format!("/{}.slice/{}.slice", teardown::PREFIX.trim_end_matches('-'), self.name)
             }
         }
     }
@@ -89,9 +89,9 @@ impl Layout {
     /// The cgroup of a pod, by what tells it from others: the parent of its pause's and its
     /// containers'.
     pub(crate) fn pod_cgroup(&self, uid: &str) -> String {
-        match Keeper::chosen() {
-            Keeper::Cgroupfs => format!("{}/pod{uid}", self.cgroup()),
-            Keeper::Systemd => {
+        match CgroupDriver::chosen() {
+            CgroupDriver::Cgroupfs => format!("{}/pod{uid}", self.cgroup()),
+            CgroupDriver::Systemd => {
                 format!("{}/{}-pod{}.slice", self.cgroup(), self.name, uid.replace('-', "_"))
             }
         }
@@ -218,7 +218,7 @@ address = "{sandboxer}"
             format!("bin_dirs = [\"{top}/cni/bin\"]")
         },
     );
-    let systemd = Keeper::chosen() == Keeper::Systemd;
+    let systemd = CgroupDriver::chosen() == CgroupDriver::Systemd;
     for handler in Handler::ALL {
         for (name, cni) in [(handler.name(), "conf"), (handler.with_bad_netns(), "badnet")] {
             let table =

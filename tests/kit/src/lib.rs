@@ -38,8 +38,8 @@ mod parts;
 mod pod;
 mod privilege;
 mod process;
-mod scrap;
 mod snapshot;
+mod teardown;
 mod wait;
 
 pub use config::driver;

@@ -18,8 +18,8 @@ use crate::machine::cgroup;
 use crate::parts::Parts;
 use crate::pod::{Pod, PodHome, PodSpec};
 use crate::process::{Process, tail};
-use crate::scrap::{self, Owner};
 use crate::snapshot::{Snapshot, Thing};
+use crate::teardown::{self, Owner};
 use crate::{patient, until};
 
 /// How long a daemon may take to answer after its start, and to end after SIGTERM.
@@ -108,20 +108,20 @@ impl Node {
     /// lines.
     pub async fn start(options: Options) -> Result<Arc<Self>> {
         ensure!(nix::unistd::geteuid().is_root(), "a node needs root");
-        scrap::orphans();
+        teardown::orphans();
         let parts = match &options.parts {
             Some(parts) => parts.clone(),
             None => Parts::get()?,
         };
         let top = tempfile::Builder::new()
-            .prefix(scrap::PREFIX)
+            .prefix(teardown::PREFIX)
             .tempdir()
             .context("make the node's directory")?
             .keep();
         let name = top.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let layout = Layout { top, name };
         Owner::ourselves().write(&layout)?;
-        scrap::on_signals();
+        teardown::on_signals();
         // From here on, dropping the node removes what there is.
         let node = Arc::new(Self {
             cri: Cri::new(layout.containerd_socket()),
@@ -475,7 +475,7 @@ impl Node {
                     .with_context(|| thing.to_string())?;
             }
         }
-        scrap::remove(left)
+        teardown::remove(left)
     }
 
     /// The last lines of both daemons' logs.
@@ -501,7 +501,7 @@ impl Drop for Node {
     fn drop(&mut self) {
         drop(lock(&self.sandboxer).take());
         drop(lock(&self.containerd).take());
-        let failed = scrap::scrap(&self.layout, self.options.keep);
+        let failed = teardown::tear_down(&self.layout, self.options.keep);
         for failure in failed {
             eprintln!("kit: {failure}");
         }

@@ -132,7 +132,7 @@ impl PodSpec {
 
     /// A config without any `linux` section, as some callers send it.
     #[must_use]
-    pub fn bare(mut self) -> Self {
+    pub fn without_linux(mut self) -> Self {
         self.bare = true;
         self
     }

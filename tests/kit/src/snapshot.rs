@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use crate::config::Layout;
-use crate::machine::keeper::{self, Keeper};
+use crate::machine::cgroup_driver::{self, CgroupDriver};
 use crate::machine::{cgroup, mounts, processes};
-use crate::scrap;
+use crate::teardown;
 
 /// What is not looked at in a node's directory: containerd's stores of content, snapshots and
 /// metadata, which its garbage collector clears in its own time, and logs.
@@ -106,9 +106,11 @@ impl Snapshot {
         mount_points(layout, daemons, &mut things)?;
         files(layout, &layout.top, &mut things)?;
         things.extend(cgroup::below(&layout.cgroup())?.into_iter().map(Thing::Cgroup));
-        if Keeper::chosen() == Keeper::Systemd {
-            let units =
-                keeper::units(&["cri-containerd-*.scope", &format!("{}*.slice", layout.name)])?;
+        if CgroupDriver::chosen() == CgroupDriver::Systemd {
+            let units = cgroup_driver::units(&[
+                "cri-containerd-*.scope",
+                &format!("{}*.slice", layout.name),
+            ])?;
             things.extend(units.into_iter().map(Thing::Unit));
         }
         let ports = names(&Path::new("/sys/class/net").join(&layout.name).join("brif"));
@@ -147,7 +149,7 @@ impl Snapshot {
 }
 
 fn processes(layout: &Layout, daemons: &[u32], things: &mut BTreeSet<Thing>) -> Result<()> {
-    for process in scrap::members(layout)? {
+    for process in teardown::members(layout)? {
         if daemons.contains(&process.pid) {
             continue;
         }
@@ -331,7 +333,7 @@ mod tests {
             .any(|thing| matches!(thing, Thing::Process(pid, _) if *pid == process.id()));
 
         // Before anything is asserted: a test that fails leaves nothing either.
-        scrap::remove(&left).unwrap();
+        teardown::remove(&left).unwrap();
         process.wait().unwrap();
         let after = Snapshot::take(&layout, &[]).unwrap().beyond(&before);
         cgroup::remove(&layout.cgroup()).unwrap();

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use super::{keeper, mounts};
+use super::{cgroup_driver, mounts};
 
 /// The mount points of all cgroup hierarchies, of both versions.
 ///
@@ -30,8 +30,8 @@ pub fn hierarchies() -> Result<Vec<PathBuf>> {
 /// # Errors
 /// Names the directory that could not be made.
 pub fn make(path: &str) -> Result<()> {
-    if let Some(slice) = keeper::slice(path) {
-        return keeper::start(slice);
+    if let Some(slice) = cgroup_driver::slice(path) {
+        return cgroup_driver::start(slice);
     }
     for hierarchy in hierarchies()? {
         let mut directory = hierarchy;
@@ -88,11 +88,11 @@ pub fn unified() -> Result<bool> {
 /// # Errors
 /// Names the directories that could not be removed.
 pub fn remove(path: &str) -> Result<()> {
-    if let Some(slice) = keeper::slice(path) {
+    if let Some(slice) = cgroup_driver::slice(path) {
         let within: Vec<PathBuf> =
             below(path)?.into_iter().filter(|found| !found.ends_with(slice)).collect();
         anyhow::ensure!(within.is_empty(), "remove {slice}: it has {within:?} still");
-        return keeper::stop(slice);
+        return cgroup_driver::stop(slice);
     }
     let mut failed = Vec::new();
     for hierarchy in hierarchies()? {

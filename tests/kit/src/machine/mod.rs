@@ -1,6 +1,6 @@
 //! What the machine itself tells: processes, mounts, cgroups.
 
 pub mod cgroup;
-pub mod keeper;
+pub mod cgroup_driver;
 pub mod mounts;
 pub mod processes;

@@ -57,7 +57,7 @@ impl Target {
 
 /// The node with all of it.
 #[derive(Debug)]
-pub(crate) struct Stage {
+pub(crate) struct Setup {
     pub(crate) node: Arc<Node>,
     pub(crate) targets: Vec<Target>,
     pub(crate) daemons: BTreeMap<&'static str, Daemon>,
@@ -66,9 +66,9 @@ pub(crate) struct Stage {
     ids: AtomicU64,
 }
 
-impl Stage {
+impl Setup {
     /// Starts containerd and all daemons.
-    pub(crate) async fn set(_: &Plan) -> Result<Self> {
+    pub(crate) async fn new(_: &Plan) -> Result<Self> {
         let names: Vec<&'static str> =
             DAEMONS.iter().map(|(name, _)| *name).chain([FLOOR]).collect();
         let containerd_config = names.iter().map(|name| handler(name)).collect();
@@ -99,7 +99,7 @@ impl Stage {
 
     /// The target of this name.
     pub(crate) fn target(&self, name: &str) -> &Target {
-        self.targets.iter().find(|target| target.name == name).expect("a target of the stage")
+        self.targets.iter().find(|target| target.name == name).expect("a target of the setup")
     }
 
     /// Its controller, through containerd.

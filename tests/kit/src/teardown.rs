@@ -16,7 +16,7 @@ use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
 
 use crate::config::Layout;
-use crate::machine::keeper::{self, Keeper};
+use crate::machine::cgroup_driver::{self, CgroupDriver};
 use crate::machine::{cgroup, mounts, processes};
 use crate::snapshot::{self, Thing};
 
@@ -67,7 +67,7 @@ pub(crate) fn orphans() {
     for (layout, owner) in nodes() {
         if !owner.lives() {
             eprintln!("kit: removing {}, whose owner is gone", layout.top.display());
-            for failure in scrap(&layout, false) {
+            for failure in tear_down(&layout, false) {
                 eprintln!("kit: {failure}");
             }
         }
@@ -101,7 +101,7 @@ pub(crate) fn on_signals() {
                 let ourselves = Owner::ourselves();
                 for (layout, owner) in nodes() {
                     if owner == ourselves {
-                        scrap(&layout, false);
+                        tear_down(&layout, false);
                     }
                 }
                 std::process::exit(128 + number);
@@ -112,7 +112,7 @@ pub(crate) fn on_signals() {
 
 /// Ends and removes everything of a node; what is gone already is success. Answers what failed.
 /// With `keep` its files stay.
-pub(crate) fn scrap(layout: &Layout, keep: bool) -> Vec<String> {
+pub(crate) fn tear_down(layout: &Layout, keep: bool) -> Vec<String> {
     let mut failed = Vec::new();
     let mut note = |what: &str, done: Result<()>| {
         if let Err(e) = done {
@@ -233,7 +233,7 @@ fn remove_one(thing: &Thing) -> Result<()> {
                 }
             }
         }
-        Thing::Unit(name) => keeper::stop(name),
+        Thing::Unit(name) => cgroup_driver::stop(name),
         Thing::Interface(name) => ip_link_delete(name),
         Thing::Segment(id, _) => run(Command::new("ipcrm").args(["-m", id])),
         Thing::Pod(..) => Ok(()),
@@ -262,9 +262,9 @@ fn run(command: &mut Command) -> Result<()> {
 }
 
 fn remove_cgroups(layout: &Layout) -> Result<()> {
-    if Keeper::chosen() == Keeper::Systemd {
+    if CgroupDriver::chosen() == CgroupDriver::Systemd {
         // With all slices and scopes in it.
-        return keeper::slice(&layout.cgroup()).map_or(Ok(()), keeper::stop);
+        return cgroup_driver::slice(&layout.cgroup()).map_or(Ok(()), cgroup_driver::stop);
     }
     let mut directories = cgroup::below(&layout.cgroup())?;
     // Children before parents.

@@ -12,9 +12,9 @@ use kit::{ContainerSpec, Handler, Node, Pod, PodSpec, grpc, until};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::bare::Bare;
 use crate::harness::{Case, alone, on_node};
 use crate::pods::{Netns, Shape, is_whole, remove};
+use crate::standalone::Standalone;
 use crate::strace::Fault;
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -37,8 +37,8 @@ const RATIO: u32 = 10;
 const NOISE: Duration = Duration::from_millis(50);
 
 /// Medians of Status of a living pod and of Start of new ones.
-async fn medians(bare: &Bare, other: &str) -> Result<[Duration; 2]> {
-    let (controller, shape) = (bare.controller(), Shape::plain(bare));
+async fn medians(standalone: &Standalone, other: &str) -> Result<[Duration; 2]> {
+    let (controller, shape) = (standalone.controller(), Shape::plain(standalone));
     let (mut status, mut start) = (Vec::new(), Vec::new());
     for number in 0..TIMES {
         let begun = Instant::now();
@@ -47,7 +47,7 @@ async fn medians(bare: &Bare, other: &str) -> Result<[Duration; 2]> {
             "the other pod is not ready"
         );
         status.push(begun.elapsed());
-        let id = bare.id(&format!("measured-{number}"));
+        let id = standalone.id(&format!("measured-{number}"));
         shape.create(&controller, &id).await?;
         let begun = Instant::now();
         controller.start(&id).await?;
@@ -58,9 +58,9 @@ async fn medians(bare: &Bare, other: &str) -> Result<[Duration; 2]> {
     Ok([status[TIMES / 2], start[TIMES / 2]])
 }
 
-async fn remove_measured(bare: &Bare, controller: &Controller) -> Result<()> {
+async fn remove_measured(standalone: &Standalone, controller: &Controller) -> Result<()> {
     for number in 0..TIMES {
-        remove(controller, &bare.id(&format!("measured-{number}"))).await?;
+        remove(controller, &standalone.id(&format!("measured-{number}"))).await?;
     }
     Ok(())
 }
@@ -87,15 +87,17 @@ fn names(error: &grpc::Status, words: &[&str]) -> Result<()> {
 }
 
 async fn a_start_that_fails() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
-    let other = bare.id("other");
+    let standalone = Standalone::started().await?;
+    let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
+    let other = standalone.id("other");
     shape.run(&controller, &other).await?;
-    let id = bare.id("failing");
-    let (held, seen) =
-        (bare.record(&id).join("shm").display().to_string(), bare.shm(&id).display().to_string());
-    let cgroup = format!("{}/{id}", bare.cgroup());
-    let before = bare.left()?;
+    let id = standalone.id("failing");
+    let (held, seen) = (
+        standalone.record(&id).join("shm").display().to_string(),
+        standalone.shm(&id).display().to_string(),
+    );
+    let cgroup = format!("{}/{id}", standalone.cgroup());
+    let before = standalone.left()?;
     for (fault, words) in [
         ("clone3:error=EAGAIN", ["clone the pause process", "", "os error 11"]),
         ("mount:error=ENOMEM", ["mount shared memory", held.as_str(), "os error 12"]),
@@ -104,39 +106,45 @@ async fn a_start_that_fails() -> Result<()> {
         ("setns:error=EPERM", ["join the empty mount namespace", "", "os error 1"]),
         ("execveat:error=EACCES", ["execute the pause program", "", "os error 13"]),
     ] {
-        let fault_now = Fault::begin(bare.pid()?, &[fault]).await?;
+        let fault_now = Fault::begin(standalone.pid()?, &[fault]).await?;
         shape.create(&controller, &id).await.with_context(|| format!("{fault}: create"))?;
         let error =
             controller.start(&id).await.err().with_context(|| format!("{fault}: it started"))?;
         names(&error, &words).with_context(|| fault.to_owned())?;
         names(&error, &[&id]).with_context(|| fault.to_owned())?;
-        ensure!(bare.left()? == before, "{fault}: left {:?}, before {before:?}", bare.left()?);
-        is_whole(&bare, &controller, &other).await.with_context(|| fault.to_owned())?;
+        ensure!(
+            standalone.left()? == before,
+            "{fault}: left {:?}, before {before:?}",
+            standalone.left()?
+        );
+        is_whole(&standalone, &controller, &other).await.with_context(|| fault.to_owned())?;
         fault_now.end().await?;
         shape.run(&controller, &id).await.with_context(|| format!("after {fault}"))?;
         remove(&controller, &id).await?;
     }
     remove(&controller, &other).await?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// EBUSY of unmount and of the cgroup's removal: reported to callers, and retried by the back-off
 /// without any caller.
 async fn a_cleanup_that_fails() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
-    let (other, stopped, killed) = (bare.id("other"), bare.id("stopped"), bare.id("killed"));
+    let standalone = Standalone::started().await?;
+    let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
+    let (other, stopped, killed) =
+        (standalone.id("other"), standalone.id("stopped"), standalone.id("killed"));
     shape.run(&controller, &other).await?;
     for (call, word) in [("umount2", "unmount shared memory"), ("unlinkat", "remove cgroup")] {
         // The same tracer, and a fault that never comes.
-        let calm = Fault::begin(bare.pid()?, &[&format!("{call}:error=EBUSY:when=60000")]).await?;
-        let before = medians(&bare, &other).await?;
+        let calm =
+            Fault::begin(standalone.pid()?, &[&format!("{call}:error=EBUSY:when=60000")]).await?;
+        let before = medians(&standalone, &other).await?;
         calm.end().await?;
-        remove_measured(&bare, &controller).await?;
+        remove_measured(&standalone, &controller).await?;
 
         shape.run(&controller, &stopped).await?;
         let pid = shape.run(&controller, &killed).await?;
-        let fault = Fault::begin(bare.pid()?, &[&format!("{call}:error=EBUSY")]).await?;
+        let fault = Fault::begin(standalone.pid()?, &[&format!("{call}:error=EBUSY")]).await?;
         let error = controller
             .stop(&stopped)
             .await
@@ -144,9 +152,9 @@ async fn a_cleanup_that_fails() -> Result<()> {
             .with_context(|| format!("{call}: Stop succeeded"))?;
         names(&error, &[&stopped, word, "os error 16"])?;
         let path = if call == "umount2" {
-            bare.shm(&stopped).display().to_string()
+            standalone.shm(&stopped).display().to_string()
         } else {
-            bare.cgroup()
+            standalone.cgroup()
         };
         names(&error, &[&path])?;
         // The exit is published although the cleanup fails.
@@ -155,14 +163,14 @@ async fn a_cleanup_that_fails() -> Result<()> {
             .await
             .context("Wait")??;
         ensure!(exit.exit_status == 137, "exit status {}", exit.exit_status);
-        let during = medians(&bare, &other).await?;
+        let during = medians(&standalone, &other).await?;
         compare(call, before, during)?;
         ensure!(controller.shutdown(&stopped).await.is_err(), "{call}: Shutdown succeeded");
         fault.end().await?;
 
         // No caller asks for the killed one; the other was to be shut down, and is in time.
         until("the cleanup is done", Duration::from_secs(40), async || {
-            let left: Vec<String> = bare.left()?;
+            let left: Vec<String> = standalone.left()?;
             let of = |id: &str, kind: &str| {
                 left.iter().filter(|l| l.starts_with(kind) && l.contains(id)).count()
             };
@@ -176,24 +184,24 @@ async fn a_cleanup_that_fails() -> Result<()> {
         let gone = controller.status(&stopped, false).await;
         ensure!(gone.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{gone:?}");
         remove(&controller, &killed).await?;
-        remove_measured(&bare, &controller).await?;
+        remove_measured(&standalone, &controller).await?;
     }
     remove(&controller, &other).await?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 async fn an_unmount_that_hangs() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape) = (bare.controller(), Shape::plain(&bare));
-    let (other, hanging) = (bare.id("other"), bare.id("hanging"));
+    let standalone = Standalone::started().await?;
+    let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
+    let (other, hanging) = (standalone.id("other"), standalone.id("hanging"));
     shape.run(&controller, &other).await?;
     let pid = shape.run(&controller, &hanging).await?;
-    let calm = Fault::begin(bare.pid()?, &["umount2:delay_enter=12s:when=60000"]).await?;
-    let before = medians(&bare, &other).await?;
+    let calm = Fault::begin(standalone.pid()?, &["umount2:delay_enter=12s:when=60000"]).await?;
+    let before = medians(&standalone, &other).await?;
     calm.end().await?;
-    remove_measured(&bare, &controller).await?;
+    remove_measured(&standalone, &controller).await?;
 
-    let fault = Fault::begin(bare.pid()?, &["umount2:delay_enter=12s:when=1"]).await?;
+    let fault = Fault::begin(standalone.pid()?, &["umount2:delay_enter=12s:when=1"]).await?;
     kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL)?;
     let exit = tokio::time::timeout(Duration::from_secs(5), controller.wait(&hanging))
         .await
@@ -201,17 +209,17 @@ async fn an_unmount_that_hangs() -> Result<()> {
     ensure!(exit.exit_status == 137, "exit status {}", exit.exit_status);
     let status = controller.status(&hanging, false).await?;
     ensure!(status.state == "SANDBOX_NOTREADY", "it is {}", status.state);
-    let during = medians(&bare, &other).await?;
+    let during = medians(&standalone, &other).await?;
     compare("unmount of 12 s", before, during)?;
-    ensure!(bare.shm(&hanging).exists(), "it was unmounted: nothing was hanging");
+    ensure!(standalone.shm(&hanging).exists(), "it was unmounted: nothing was hanging");
     let stopped =
         until("stop", Duration::from_secs(60), async || Ok(controller.stop(&hanging).await?)).await;
     stopped.context("Stop while the unmount hangs")?;
     fault.end().await?;
     remove(&controller, &hanging).await?;
-    remove_measured(&bare, &controller).await?;
+    remove_measured(&standalone, &controller).await?;
     remove(&controller, &other).await?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// Medians as [`medians`] has them, of pods under containerd.
@@ -266,22 +274,22 @@ async fn node_shim_that_hangs(node: Arc<Node>) -> Result<()> {
 
 /// Between Create and Start.
 async fn a_netns_that_is_gone() -> Result<()> {
-    let bare = Bare::started().await?;
-    let controller = bare.controller();
-    let netns = Netns::new(bare.path("netns"))?;
-    let shape = Shape { netns: Some(netns.path().to_owned()), ..Shape::plain(&bare) };
-    let id = bare.id("gone");
+    let standalone = Standalone::started().await?;
+    let controller = standalone.controller();
+    let netns = Netns::new(standalone.path("netns"))?;
+    let shape = Shape { netns: Some(netns.path().to_owned()), ..Shape::plain(&standalone) };
+    let id = standalone.id("gone");
     let path = netns.path().display().to_string();
     shape.create(&controller, &id).await?;
     nix::mount::umount2(netns.path(), nix::mount::MntFlags::MNT_DETACH)?;
     let error = controller.start(&id).await.err().context("started in what is no namespace")?;
     names(&error, &[&id, "join network namespace", &path, "os error 22"])?;
-    bare.nothing_left().await?;
+    standalone.nothing_left().await?;
     fs::remove_file(netns.path())?;
-    let again = Netns::new(bare.path("netns"))?;
+    let again = Netns::new(standalone.path("netns"))?;
     shape.create(&controller, &id).await?;
     again.remove()?;
     let error = controller.start(&id).await.err().context("started without its namespace")?;
     names(&error, &[&id, "open network namespace", &path, "os error 2"])?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }

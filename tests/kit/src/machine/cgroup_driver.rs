@@ -9,14 +9,14 @@ const VARIABLE: &str = "KIT_CGROUP_DRIVER";
 
 /// The cgroup driver of a node, as kubelet, containerd's runc and the sandboxer have it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Keeper {
+pub enum CgroupDriver {
     /// Directories of the cgroup file systems.
     Cgroupfs,
     /// Slices, and in them scopes, of systemd.
     Systemd,
 }
 
-impl Keeper {
+impl CgroupDriver {
     /// The one that the environment names.
     pub fn chosen() -> Self {
         match std::env::var(VARIABLE).as_deref() {

@@ -26,13 +26,13 @@ const CRI: &str = "io.containerd.grpc.v1.cri/sandboxes";
 
 /// One daemon. Dropping it removes everything of it.
 #[derive(Debug)]
-pub(crate) struct Bare {
+pub(crate) struct Standalone {
     dir: PathBuf,
     name: String,
     process: Mutex<Option<Process>>,
 }
 
-impl Bare {
+impl Standalone {
     /// A daemon that is not started yet. `settings` are lines of its config file.
     pub(crate) fn new(settings: &str) -> Result<Self> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
@@ -56,9 +56,9 @@ impl Bare {
 
     /// A daemon that answers.
     pub(crate) async fn started() -> Result<Self> {
-        let bare = Self::new("")?;
-        bare.start().await?;
-        Ok(bare)
+        let standalone = Self::new("")?;
+        standalone.start().await?;
+        Ok(standalone)
     }
 
     pub(crate) fn path(&self, below: &str) -> PathBuf {
@@ -167,7 +167,7 @@ impl Bare {
         self.spawn(command)
     }
 
-    /// Ends the faults of [`Bare::start_with`].
+    /// Ends the faults of [`Standalone::start_with`].
     pub(crate) async fn end_faults(&self) -> Result<()> {
         let status = format!("/proc/{}/status", self.pid()?);
         until("strace has ended", DAEMON, async || {
@@ -254,7 +254,7 @@ impl Bare {
     }
 }
 
-impl Drop for Bare {
+impl Drop for Standalone {
     fn drop(&mut self) {
         if std::thread::panicking() {
             eprintln!("{}", self.logged());

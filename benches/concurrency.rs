@@ -10,7 +10,7 @@ use tokio::task::JoinSet;
 
 use crate::report::Report;
 use crate::samples::{Samples, median, order};
-use crate::stage::{BUILTIN, OURS, Stage, Target};
+use crate::setup::{BUILTIN, OURS, Setup, Target};
 use crate::{Plan, pods};
 
 const CLIENTS: usize = 8;
@@ -20,19 +20,19 @@ const STARTING: usize = 50;
 /// Runs pods with the node's network from eight clients, each with a connection of its own and one
 /// pod after another; how long until all ran.
 pub(crate) async fn run(
-    stage: &Stage,
+    setup: &Setup,
     target: &Target,
     specs: Vec<PodSpec>,
 ) -> Result<(Vec<Pod>, Duration)> {
     let handler = target.handler();
     let mut shares = vec![Vec::new(); CLIENTS];
     for (number, spec) in specs.into_iter().enumerate() {
-        shares[number % CLIENTS].push(stage.node.prepare(spec.host_network())?);
+        shares[number % CLIENTS].push(setup.node.prepare(spec.host_network())?);
     }
     let begun = Instant::now();
     let mut clients = JoinSet::new();
     for share in shares {
-        let (node, handler) = (Arc::clone(&stage.node), handler.clone());
+        let (node, handler) = (Arc::clone(&setup.node), handler.clone());
         clients.spawn(async move {
             let cri = Cri::new(node.layout().containerd_socket());
             let mut pods = Vec::new();
@@ -76,25 +76,25 @@ fn specs(count: usize) -> Vec<PodSpec> {
     (0..count).map(|number| PodSpec::new(&format!("crowd-{number}"))).collect()
 }
 
-pub(crate) async fn measure(stage: &mut Stage, plan: &Plan, report: &mut Report) -> Result<()> {
-    rates(stage, plan, report).await?;
-    starts(stage, plan, report).await?;
-    statuses(stage, plan, report).await
+pub(crate) async fn measure(setup: &mut Setup, plan: &Plan, report: &mut Report) -> Result<()> {
+    rates(setup, plan, report).await?;
+    starts(setup, plan, report).await?;
+    statuses(setup, plan, report).await
 }
 
-async fn rates(stage: &Stage, plan: &Plan, report: &mut Report) -> Result<()> {
-    let mut rates = vec![Vec::new(); stage.targets.len()];
+async fn rates(setup: &Setup, plan: &Plan, report: &mut Report) -> Result<()> {
+    let mut rates = vec![Vec::new(); setup.targets.len()];
     for round in 0..if plan.calls > 60 { 4 } else { 2 } {
-        for index in order(round, stage.targets.len()) {
-            let target = &stage.targets[index];
+        for index in order(round, setup.targets.len()) {
+            let target = &setup.targets[index];
             // Enough of each that it takes a second or more.
             let count = if target.is_fast() { 160 } else { 32 };
-            let (pods, took) = run(stage, target, specs(count)).await?;
+            let (pods, took) = run(setup, target, specs(count)).await?;
             rates[index].push(pods.len() as f64 / took.as_secs_f64());
             remove(pods).await?;
         }
     }
-    for (target, rates) in stage.targets.iter().zip(rates) {
+    for (target, rates) in setup.targets.iter().zip(rates) {
         report.median(format!("pods_per_s_hostnet_{}", target.name), median(rates));
     }
     let of = |who: &str| format!("pods_per_s_hostnet_{who}");
@@ -103,24 +103,24 @@ async fn rates(stage: &Stage, plan: &Plan, report: &mut Report) -> Result<()> {
 }
 
 /// Those that can be asked often enough for a 99th percentile.
-fn fast(stage: &Stage) -> Vec<Target> {
-    stage.targets.iter().filter(|target| target.is_fast()).cloned().collect()
+fn fast(setup: &Setup) -> Vec<Target> {
+    setup.targets.iter().filter(|target| target.is_fast()).cloned().collect()
 }
 
-async fn starts(stage: &Stage, plan: &Plan, report: &mut Report) -> Result<()> {
-    let targets = fast(stage);
+async fn starts(setup: &Setup, plan: &Plan, report: &mut Report) -> Result<()> {
+    let targets = fast(setup);
     let mut all = vec![Samples::default(); targets.len()];
     for round in 0..3 {
         for index in order(round, targets.len()) {
             let target = &targets[index];
             let mut clients = JoinSet::new();
             for client in 0..CLIENTS {
-                let controller = stage.controller(target);
-                let home = stage.home(&format!("client-{client}"))?;
+                let controller = setup.controller(target);
+                let home = setup.home(&format!("client-{client}"))?;
                 let mut requests = Vec::new();
                 for _ in 0..plan.fast / 4 {
-                    let id = stage.id();
-                    requests.push((stage.request(&controller, target, &id, home.config())?, id));
+                    let id = setup.id();
+                    requests.push((setup.request(&controller, target, &id, home.config())?, id));
                 }
                 clients.spawn(async move {
                     let mut samples = Samples::default();
@@ -154,17 +154,17 @@ async fn starts(stage: &Stage, plan: &Plan, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-async fn statuses(stage: &Stage, plan: &Plan, report: &mut Report) -> Result<()> {
-    let targets = fast(stage);
+async fn statuses(setup: &Setup, plan: &Plan, report: &mut Report) -> Result<()> {
+    let targets = fast(setup);
     let mut all = vec![Samples::default(); targets.len()];
     for round in 0..if plan.calls > 60 { 6 } else { 3 } {
         for index in order(round, targets.len()) {
             let target = &targets[index];
-            let (asked, _) = pods::run(stage, target, PodSpec::new("asked").host_network()).await?;
+            let (asked, _) = pods::run(setup, target, PodSpec::new("asked").host_network()).await?;
             let done = Arc::new(AtomicBool::new(false));
             let asking = tokio::spawn({
                 let (done, controller, id) =
-                    (Arc::clone(&done), stage.controller(target), asked.id().to_owned());
+                    (Arc::clone(&done), setup.controller(target), asked.id().to_owned());
                 async move {
                     let mut samples = Samples::default();
                     while !done.load(Ordering::Relaxed) {
@@ -175,7 +175,7 @@ async fn statuses(stage: &Stage, plan: &Plan, report: &mut Report) -> Result<()>
                     anyhow::Ok(samples)
                 }
             });
-            let (pods, _) = run(stage, target, specs(STARTING)).await?;
+            let (pods, _) = run(setup, target, specs(STARTING)).await?;
             done.store(true, Ordering::Relaxed);
             all[index].extend(asking.await??);
             remove(pods).await?;

@@ -17,9 +17,9 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 
-use crate::bare::Bare;
 use crate::harness::{Case, alone};
 use crate::pods::{Shape, is_whole, remove};
+use crate::standalone::Standalone;
 
 /// An unprivileged user.
 const UNPRIVILEGED: u32 = 65534;
@@ -105,8 +105,12 @@ fn enter(cgroup: &str, pid: u32) -> Result<()> {
 }
 
 /// A directory that looks like a record of the given kind.
-fn bait(bare: &Bare, name: &str, stage: impl FnOnce(PathBuf) -> Result<()>) -> Result<String> {
-    let directory = bare.path(name);
+fn bait(
+    standalone: &Standalone,
+    name: &str,
+    stage: impl FnOnce(PathBuf) -> Result<()>,
+) -> Result<String> {
+    let directory = standalone.path(name);
     fs::create_dir(&directory)?;
     fs::write(directory.join("record.json"), "{}")?;
     stage(directory.join("stage.json"))?;
@@ -116,19 +120,20 @@ fn bait(bare: &Bare, name: &str, stage: impl FnOnce(PathBuf) -> Result<()>) -> R
 /// Unprivileged processes that say what a pause says, of paths and cgroups of their own choice:
 /// nothing is read, killed or removed for them, and the daemon answers as soon as without them.
 async fn a_process_that_says_it_is_a_pause_is_none() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("living"));
+    let standalone = Standalone::started().await?;
+    let (controller, shape, id) =
+        (standalone.controller(), Shape::plain(&standalone), standalone.id("living"));
     let pause = shape.run(&controller, &id).await?;
-    bare.kill()?;
+    standalone.kill()?;
 
-    let state = fs::metadata(bare.path("state"))?;
+    let state = fs::metadata(standalone.path("state"))?;
     let mut guesses: Vec<(String, String)> =
         (0..1000).map(|n| (format!("GUESS_{n}"), format!("0:{n}"))).collect();
     guesses.push(("PAUSE_SANDBOXER_STATE".to_owned(), format!("{}:{}", state.dev(), state.ino())));
     let mut strangers = Strangers::new(guesses)?;
-    let endless = bait(&bare, "endless", |stage| Ok(symlink("/dev/zero", stage)?))?;
+    let endless = bait(&standalone, "endless", |stage| Ok(symlink("/dev/zero", stage)?))?;
     let waiting =
-        bait(&bare, "waiting", |stage| Ok(mkfifo(&stage, Mode::from_bits_truncate(0o666))?))?;
+        bait(&standalone, "waiting", |stage| Ok(mkfifo(&stage, Mode::from_bits_truncate(0o666))?))?;
     for id in [endless.as_str(), &waiting, "../../x", "", ".."] {
         strangers.start("stranger", id)?;
     }
@@ -136,7 +141,7 @@ async fn a_process_that_says_it_is_a_pause_is_none() -> Result<()> {
         strangers.start("hidden", &id)?;
     }
     // In the cgroup that its command line names there is a process of root's too.
-    let shared = format!("{}/shared", bare.cgroup());
+    let shared = format!("{}/shared", standalone.cgroup());
     cgroup::make(&shared)?;
     let mut bystander = Command::new("sleep").arg("600").spawn()?;
     enter(&shared, bystander.id())?;
@@ -152,18 +157,22 @@ async fn a_process_that_says_it_is_a_pause_is_none() -> Result<()> {
     .await?;
 
     // Should it read without end: the machine is others' too.
-    let (mut command, own) = (Command::new("prlimit"), bare.command());
+    let (mut command, own) = (Command::new("prlimit"), standalone.command());
     command.arg("--as=3000000000").arg(own.get_program()).args(own.get_args());
     let begun = Instant::now();
-    bare.start_as(command).await?;
+    standalone.start_as(command).await?;
     eprintln!("up after {:?} beside {} strangers", begun.elapsed(), strangers.alive.len());
-    ensure!(!bare.logged().contains("not done after"), "recovery was held up:\n{}", bare.logged());
     ensure!(
-        !bare.logged().contains("a pause that no record names"),
-        "a stranger was believed:\n{}",
-        bare.logged()
+        !standalone.logged().contains("not done after"),
+        "recovery was held up:\n{}",
+        standalone.logged()
     );
-    let status = fs::read_to_string(format!("/proc/{}/status", bare.pid()?))?;
+    ensure!(
+        !standalone.logged().contains("a pause that no record names"),
+        "a stranger was believed:\n{}",
+        standalone.logged()
+    );
+    let status = fs::read_to_string(format!("/proc/{}/status", standalone.pid()?))?;
     let peak =
         status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB"));
     let peak: u64 = peak.context("no VmHWM")?.parse()?;
@@ -174,64 +183,69 @@ async fn a_process_that_says_it_is_a_pause_is_none() -> Result<()> {
         "the process that shares a cgroup with a stranger was killed"
     );
     ensure!(!cgroup::below(&shared)?.is_empty(), "a cgroup that a stranger named was removed");
-    ensure!(is_whole(&bare, &controller, &id).await? == pause, "another pause");
+    ensure!(is_whole(&standalone, &controller, &id).await? == pause, "another pause");
 
     drop(strangers);
     bystander.kill()?;
     bystander.wait()?;
     until("the cgroup is empty", Duration::from_secs(5), async || cgroup::remove(&shared)).await?;
     remove(&controller, &id).await?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// A pause whose record is removed by hand is ended; what else is in its cgroup stays there.
 async fn a_visitor_of_a_lost_pauses_cgroup_stays() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("visited"));
+    let standalone = Standalone::started().await?;
+    let (controller, shape, id) =
+        (standalone.controller(), Shape::plain(&standalone), standalone.id("visited"));
     let pid = shape.run(&controller, &id).await?;
-    let cgroup = format!("{}/{id}", bare.cgroup());
+    let cgroup = format!("{}/{id}", standalone.cgroup());
     let mut visitor = Command::new("sleep").arg("600").spawn()?;
     enter(&cgroup, visitor.id())?;
-    bare.kill()?;
-    for shm in [bare.record(&id).join("shm"), bare.shm(&id)] {
+    standalone.kill()?;
+    for shm in [standalone.record(&id).join("shm"), standalone.shm(&id)] {
         umount2(&shm, MntFlags::MNT_DETACH)?;
     }
-    for directory in
-        [&bare.record(&id), bare.shm(&id).parent().context("no parent")?, &bare.files(&id)]
-    {
+    for directory in [
+        &standalone.record(&id),
+        standalone.shm(&id).parent().context("no parent")?,
+        &standalone.files(&id),
+    ] {
         fs::remove_dir_all(directory)?;
     }
-    bare.start().await?;
+    standalone.start().await?;
     ensure!(
         !processes::one(pid).is_ok_and(|p| p.state != 'Z'),
         "the pause lives on:\n{}",
-        bare.logged()
+        standalone.logged()
     );
     ensure!(visitor.try_wait()?.is_none(), "a process in its cgroup was killed");
     visitor.kill()?;
     visitor.wait()?;
     until("the cgroup is empty", Duration::from_secs(5), async || cgroup::remove(&cgroup)).await?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// Files, links and fifos among the records are neither sandboxes nor touched.
 async fn only_directories_are_records() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("living"));
+    let standalone = Standalone::started().await?;
+    let (controller, shape, id) =
+        (standalone.controller(), Shape::plain(&standalone), standalone.id("living"));
     shape.run(&controller, &id).await?;
-    bare.kill()?;
-    let others = ["file", "link", "fifo", "no-id-"].map(|name| bare.id(name));
-    let [file, link, fifo, directory] = others.each_ref().map(|name| bare.record(name));
+    standalone.kill()?;
+    let others = ["file", "link", "fifo", "no-id-"].map(|name| standalone.id(name));
+    let [file, link, fifo, directory] = others.each_ref().map(|name| standalone.record(name));
     fs::write(&file, "")?;
-    symlink(bare.record(&id), &link)?;
+    symlink(standalone.record(&id), &link)?;
     mkfifo(&fifo, Mode::from_bits_truncate(0o600))?;
     fs::create_dir(&directory)?;
-    bare.start().await?;
-    is_whole(&bare, &controller, &id).await?;
+    standalone.start().await?;
+    is_whole(&standalone, &controller, &id).await?;
     for name in &others {
-        let path = bare.record(name);
+        let path = standalone.record(name);
         ensure!(
-            bare.logged()
+            standalone
+                .logged()
                 .contains(&format!("{} is not the directory of a sandbox", path.display())),
             "not reported: {name}"
         );
@@ -247,31 +261,32 @@ async fn only_directories_are_records() -> Result<()> {
     }
     fs::remove_dir(directory)?;
     remove(&controller, &id).await?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// New records and those that an older daemon has left readable.
 async fn records_are_roots_alone() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape, id) = (bare.controller(), Shape::plain(&bare), bare.id("private"));
+    let standalone = Standalone::started().await?;
+    let (controller, shape, id) =
+        (standalone.controller(), Shape::plain(&standalone), standalone.id("private"));
     shape.run(&controller, &id).await?;
     let modes = || -> Result<Vec<u32>> {
         let all = [
-            bare.record(&id),
-            bare.record(&id).join("record.json"),
-            bare.record(&id).join("stage.json"),
+            standalone.record(&id),
+            standalone.record(&id).join("record.json"),
+            standalone.record(&id).join("stage.json"),
         ];
         all.iter().map(|path| Ok(fs::metadata(path)?.mode() & 0o7777)).collect()
     };
     ensure!(modes()? == [0o700, 0o600, 0o600], "made with modes {:?}", modes()?);
-    bare.kill()?;
-    fs::set_permissions(bare.record(&id), fs::Permissions::from_mode(0o755))?;
+    standalone.kill()?;
+    fs::set_permissions(standalone.record(&id), fs::Permissions::from_mode(0o755))?;
     for file in ["record.json", "stage.json"] {
-        fs::set_permissions(bare.record(&id).join(file), fs::Permissions::from_mode(0o644))?;
+        fs::set_permissions(standalone.record(&id).join(file), fs::Permissions::from_mode(0o644))?;
     }
-    bare.start().await?;
+    standalone.start().await?;
     ensure!(modes()? == [0o700, 0o600, 0o600], "taken over with modes {:?}", modes()?);
-    is_whole(&bare, &controller, &id).await?;
+    is_whole(&standalone, &controller, &id).await?;
     remove(&controller, &id).await?;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }

@@ -12,9 +12,9 @@ use kit::grpc::{self, Status};
 use kit::{Handler, Node, Pod, PodSpec, until};
 use tokio::task::JoinSet;
 
-use crate::bare::Bare;
 use crate::harness::{Case, alone, on_node};
 use crate::pods::{Shape, is_whole, remove};
+use crate::standalone::Standalone;
 use crate::strace::Fault;
 
 /// More than the daemon has threads of any kind.
@@ -44,32 +44,33 @@ pub(crate) fn cases() -> Vec<Case> {
 }
 
 /// A daemon whose shim's `delete` takes its time.
-async fn with_slow_deletions(seconds: u32) -> Result<Bare> {
-    let bare = Bare::new("")?;
-    let shim = bare.path("shim");
+async fn with_slow_deletions(seconds: u32) -> Result<Standalone> {
+    let standalone = Standalone::new("")?;
+    let shim = standalone.path("shim");
     fs::write(&shim, format!("#!/bin/sh\nexec sleep {seconds}\n"))?;
     fs::set_permissions(&shim, fs::Permissions::from_mode(0o755))?;
-    let config = bare.path("config.toml");
+    let config = standalone.path("config.toml");
     let settings = fs::read_to_string(&config)?;
     fs::write(
         &config,
         format!("{settings}shims = {{ \"io.containerd.runc.v2\" = \"{}\" }}\n", shim.display()),
     )?;
-    bare.start().await?;
-    Ok(bare)
+    standalone.start().await?;
+    Ok(standalone)
 }
 
 /// Sandboxes that run, each with what a shim that is gone has left: its bundle, and that of a
 /// container.
-async fn with_left_overs(bare: &Bare, count: usize) -> Result<Vec<String>> {
-    let (controller, shape) = (bare.controller(), Shape::plain(bare));
+async fn with_left_overs(standalone: &Standalone, count: usize) -> Result<Vec<String>> {
+    let (controller, shape) = (standalone.controller(), Shape::plain(standalone));
     let mut ids = Vec::new();
     for number in 0..count {
-        let id = bare.id(&format!("left-{number}"));
+        let id = standalone.id(&format!("left-{number}"));
         shape.run(&controller, &id).await?;
-        fs::create_dir(bare.record(&id).join("shim"))?;
-        let bundle =
-            bare.path("run/io.containerd.runtime.v2.task/k8s.io").join(format!("{number:064x}"));
+        fs::create_dir(standalone.record(&id).join("shim"))?;
+        let bundle = standalone
+            .path("run/io.containerd.runtime.v2.task/k8s.io")
+            .join(format!("{number:064x}"));
         fs::create_dir_all(&bundle)?;
         fs::write(bundle.join("sandbox"), &id)?;
         ids.push(id);
@@ -78,11 +79,12 @@ async fn with_left_overs(bare: &Bare, count: usize) -> Result<Vec<String>> {
 }
 
 /// Another pod runs, is looked at and is removed.
-async fn another_pod(bare: &Bare, word: &str) -> Result<()> {
-    let (controller, shape, id) = (bare.controller(), Shape::plain(bare), bare.id(word));
+async fn another_pod(standalone: &Standalone, word: &str) -> Result<()> {
+    let (controller, shape, id) =
+        (standalone.controller(), Shape::plain(standalone), standalone.id(word));
     let whole = async {
         shape.run(&controller, &id).await?;
-        is_whole(bare, &controller, &id).await?;
+        is_whole(standalone, &controller, &id).await?;
         controller.metrics(&id).await?;
         remove(&controller, &id).await?;
         anyhow::Ok(())
@@ -99,9 +101,9 @@ async fn ended(mut under_way: JoinSet<Result<()>>) -> Result<()> {
 
 /// All are stopped, and then shut down at once: each has work for a thread within its removal.
 async fn removals_with_left_overs_at_once() -> Result<()> {
-    let bare = with_slow_deletions(1).await?;
-    let ids = with_left_overs(&bare, CROWD).await?;
-    let controller = Arc::new(bare.controller());
+    let standalone = with_slow_deletions(1).await?;
+    let ids = with_left_overs(&standalone, CROWD).await?;
+    let controller = Arc::new(standalone.controller());
     for id in &ids {
         controller.stop(id).await?;
     }
@@ -117,16 +119,16 @@ async fn removals_with_left_overs_at_once() -> Result<()> {
         Ok(())
     })
     .await?;
-    another_pod(&bare, "other").await?;
+    another_pod(&standalone, "other").await?;
     tokio::time::timeout(DEADLINE, ended(removals)).await.context("removals hang")??;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// None of them ends while the other pod does all that pods do.
 async fn removals_that_hang() -> Result<()> {
-    let bare = with_slow_deletions(9).await?;
-    let ids = with_left_overs(&bare, HANGING).await?;
-    let controller = Arc::new(bare.controller());
+    let standalone = with_slow_deletions(9).await?;
+    let ids = with_left_overs(&standalone, HANGING).await?;
+    let controller = Arc::new(standalone.controller());
     let mut removals = JoinSet::new();
     for id in ids {
         let controller = controller.clone();
@@ -142,10 +144,10 @@ async fn removals_that_hang() -> Result<()> {
     })
     .await?;
     let begun = std::time::Instant::now();
-    another_pod(&bare, "other").await?;
+    another_pod(&standalone, "other").await?;
     ensure!(begun.elapsed() < Duration::from_secs(5), "another pod took {:?}", begun.elapsed());
     tokio::time::timeout(DEADLINE, ended(removals)).await.context("removals hang")??;
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// Asks until the daemon has an answer, across its restart.
@@ -196,9 +198,10 @@ fn code(e: &anyhow::Error) -> Option<i32> {
 
 /// Removals, starts, Waits and a restart of the daemon by SIGKILL in the middle of them.
 async fn a_crowd_and_a_restart() -> Result<()> {
-    let bare = Bare::started().await?;
-    let (controller, shape) = (Arc::new(bare.controller()), Shape::plain(&bare));
-    let old: Vec<String> = (0..CROWD).map(|number| bare.id(&format!("old-{number}"))).collect();
+    let standalone = Standalone::started().await?;
+    let (controller, shape) = (Arc::new(standalone.controller()), Shape::plain(&standalone));
+    let old: Vec<String> =
+        (0..CROWD).map(|number| standalone.id(&format!("old-{number}"))).collect();
     for id in &old {
         shape.run(&controller, id).await?;
     }
@@ -228,23 +231,24 @@ async fn a_crowd_and_a_restart() -> Result<()> {
             asked(|| controller.shutdown(&id)).await.with_context(|| format!("shut down {id}"))
         });
     }
-    let new: Vec<String> = (0..CROWD).map(|number| bare.id(&format!("new-{number}"))).collect();
+    let new: Vec<String> =
+        (0..CROWD).map(|number| standalone.id(&format!("new-{number}"))).collect();
     for id in new.clone() {
         let (controller, shape) = (controller.clone(), shape.clone());
         crowd.spawn(async move { run(&controller, &shape, &id).await });
     }
     tokio::time::sleep(Duration::from_millis(100)).await;
-    bare.kill()?;
-    bare.start().await?;
+    standalone.kill()?;
+    standalone.start().await?;
     ended(crowd).await?;
     ended(waits).await?;
     for id in &new {
-        is_whole(&bare, &controller, id).await?;
+        is_whole(&standalone, &controller, id).await?;
     }
     for id in &new {
         remove(&controller, id).await?;
     }
-    bare.nothing_left().await
+    standalone.nothing_left().await
 }
 
 /// After which a service manager would take the daemon for hung.
@@ -253,15 +257,15 @@ const WATCHDOG: Duration = Duration::from_secs(2);
 /// More removals hang in the kernel than there are threads for them. Other pods are served, and the
 /// watchdog gets no keep-alive until it is over.
 async fn a_watchdog_that_is_not_fed() -> Result<()> {
-    let bare = Bare::new("")?;
-    let watchdog = std::os::unix::net::UnixDatagram::bind(bare.path("notify"))?;
+    let standalone = Standalone::new("")?;
+    let watchdog = std::os::unix::net::UnixDatagram::bind(standalone.path("notify"))?;
     watchdog.set_nonblocking(true)?;
-    let mut command = bare.command();
+    let mut command = standalone.command();
     command
-        .env("NOTIFY_SOCKET", bare.path("notify"))
+        .env("NOTIFY_SOCKET", standalone.path("notify"))
         .env("WATCHDOG_USEC", WATCHDOG.as_micros().to_string());
-    bare.start_as(command).await?;
-    let (controller, shape) = (Arc::new(bare.controller()), Shape::plain(&bare));
+    standalone.start_as(command).await?;
+    let (controller, shape) = (Arc::new(standalone.controller()), Shape::plain(&standalone));
     let fed = || -> Result<usize> {
         let (mut count, mut text) = (0, [0; 4096]);
         while let Ok(length) = watchdog.recv(&mut text) {
@@ -277,12 +281,12 @@ async fn a_watchdog_that_is_not_fed() -> Result<()> {
         .await
     };
     let ids: Vec<String> =
-        (0..HANGING).map(|number| bare.id(&format!("hanging-{number}"))).collect();
+        (0..HANGING).map(|number| standalone.id(&format!("hanging-{number}"))).collect();
     for id in &ids {
         shape.run(&controller, id).await?;
     }
     is_fed().await?;
-    let fault = Fault::begin(bare.pid()?, &["umount2:delay_enter=8s"]).await?;
+    let fault = Fault::begin(standalone.pid()?, &["umount2:delay_enter=8s"]).await?;
     let mut removals = JoinSet::new();
     for id in ids {
         let controller = controller.clone();
@@ -293,28 +297,29 @@ async fn a_watchdog_that_is_not_fed() -> Result<()> {
         });
     }
     until("the watchdog is not fed", DEADLINE, async || {
-        let log = bare.logged();
+        let log = standalone.logged();
         ensure!(log.contains("all threads of a class are blocked") && log.contains("end"), "{log}");
         Ok(())
     })
     .await?;
     fed()?;
-    another_start(&bare).await?;
+    another_start(&standalone).await?;
     tokio::time::sleep(WATCHDOG).await;
     ensure!(fed()? == 0, "it was fed while removals hung");
     fault.end().await?;
     ended(removals).await?;
     is_fed().await?;
-    remove(&controller, &bare.id("started")).await?;
-    bare.nothing_left().await
+    remove(&controller, &standalone.id("started")).await?;
+    standalone.nothing_left().await
 }
 
 /// Another pod starts and is looked at.
-async fn another_start(bare: &Bare) -> Result<()> {
-    let (controller, shape, id) = (bare.controller(), Shape::plain(bare), bare.id("started"));
+async fn another_start(standalone: &Standalone) -> Result<()> {
+    let (controller, shape, id) =
+        (standalone.controller(), Shape::plain(standalone), standalone.id("started"));
     let started = async {
         shape.run(&controller, &id).await?;
-        is_whole(bare, &controller, &id).await.map(drop)
+        is_whole(standalone, &controller, &id).await.map(drop)
     };
     tokio::time::timeout(OTHER, started).await.context("another pod was held up")?
 }
