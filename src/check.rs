@@ -106,14 +106,14 @@ pub struct Subject {
 
 /// Examines everything, in the order in which problems must be solved.
 pub fn run(subject: &Subject) -> Vec<Finding> {
-    let mut findings = kernel::look();
-    findings.extend(capabilities::look(&subject.config));
-    findings.extend(cgroup::look());
-    findings.extend(smoke::look(&subject.config));
-    findings.extend(daemon::look(&subject.config));
-    findings.extend(systemd::look());
-    findings.extend(sandboxes::look(&subject.config));
-    findings.extend(containerd::look(subject));
+    let mut findings = kernel::examine();
+    findings.extend(capabilities::examine(&subject.config));
+    findings.extend(cgroup::examine());
+    findings.extend(smoke::examine(&subject.config));
+    findings.extend(daemon::examine(&subject.config));
+    findings.extend(systemd::examine());
+    findings.extend(sandboxes::examine(&subject.config));
+    findings.extend(containerd::examine(subject));
     findings
 }
 

@@ -121,7 +121,7 @@ impl Drop for LogContext {
 }
 
 /// The pod of a sandbox, and the trace that is followed for it.
-pub fn of(sandbox: &str) -> Option<(PodNames, Option<TraceId>)> {
+pub fn of_sandbox(sandbox: &str) -> Option<(PodNames, Option<TraceId>)> {
     let known = lock(&KNOWN).get(sandbox).cloned()?;
     let trace = *lock(&known.trace);
     Some((known.pod.clone(), trace))
@@ -172,12 +172,12 @@ mod tests {
         let pod = |name: &str| PodNames { name: name.into(), ..PodNames::default() };
         let first = LogContext::new("trace-test".into(), pod("first"));
         first.follow(TraceId::of_traceparent(PARENT));
-        assert_eq!(of("trace-test"), Some((pod("first"), TraceId::of_traceparent(PARENT))));
+        assert_eq!(of_sandbox("trace-test"), Some((pod("first"), TraceId::of_traceparent(PARENT))));
         let second = LogContext::new("trace-test".into(), pod("second"));
         drop(first);
-        assert_eq!(of("trace-test"), Some((pod("second"), None)));
+        assert_eq!(of_sandbox("trace-test"), Some((pod("second"), None)));
         drop(second);
-        assert_eq!(of("trace-test"), None);
+        assert_eq!(of_sandbox("trace-test"), None);
     }
 
     #[tokio::test]

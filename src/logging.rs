@@ -153,7 +153,7 @@ impl Fields {
     fn complete(&mut self) {
         let sandbox =
             self.0.iter().find(|(key, _)| key == "sandbox").and_then(|(_, id)| id.as_str());
-        let (pod, followed) = sandbox.and_then(log_context::of).unzip();
+        let (pod, followed) = sandbox.and_then(log_context::of_sandbox).unzip();
         if let Some(pod) = pod.filter(|pod| !pod.name.is_empty()) {
             self.0.push(("pod".to_owned(), pod.name.into_string().into()));
             self.0.push(("namespace".to_owned(), pod.namespace.into_string().into()));

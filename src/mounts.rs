@@ -66,7 +66,7 @@ impl View {
 /// # Errors
 /// containerd cannot be reached, or `/proc` does not show one of the two.
 pub fn view(of: &str, address: &Path, state: &Path) -> io::Result<View> {
-    Ok(look(of, address, state)?.view)
+    Ok(compare(of, address, state)?.view)
 }
 
 /// What was found of a containerd.
@@ -79,7 +79,7 @@ struct Found {
     view: View,
 }
 
-fn look(of: &str, address: &Path, state: &Path) -> io::Result<Found> {
+fn compare(of: &str, address: &Path, state: &Path) -> io::Result<Found> {
     let ours = fs::read_link(Path::new("/proc").join(of).join(NAMESPACE))?.into_os_string();
     // Not blocking: a containerd that accepts nothing must not hold up who asks.
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
@@ -189,7 +189,7 @@ impl Mounts {
         if let Some(known) = known {
             return known.view.admit(&self.state);
         }
-        match look("self", &self.address, &self.state) {
+        match compare("self", &self.address, &self.state) {
             Ok(new) => {
                 let admitted = new.view.admit(&self.state);
                 match &admitted {

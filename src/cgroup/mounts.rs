@@ -44,7 +44,7 @@ pub struct Hierarchy {
 }
 
 impl Mounted {
-    /// Looks at the node.
+    /// Examines the node.
     ///
     /// # Errors
     /// `/sys/fs/cgroup` or the table of mounts cannot be read.
@@ -75,12 +75,12 @@ impl Mounted {
 /// for every reading of metrics.
 ///
 /// # Errors
-/// It cannot be looked at.
+/// statfs(2) fails.
 pub fn unified(root: &Path) -> Result<bool, StepError> {
     match statfs(root) {
         Ok(found) => Ok(found.filesystem_type() == CGROUP2_SUPER_MAGIC),
         Err(nix::Error::ENOENT) => Ok(false),
-        Err(e) => Err(StepError::at("look at", root, e.into())),
+        Err(e) => Err(StepError::at("statfs", root, e.into())),
     }
 }
 

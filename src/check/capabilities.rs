@@ -22,7 +22,7 @@ const NEEDED: &[(u32, &str, &str)] = &[
 const SYS_RESOURCE: u32 = 24;
 
 /// Examines its own process.
-pub(super) fn look(config: &Config) -> Vec<Finding> {
+pub(super) fn examine(config: &Config) -> Vec<Finding> {
     let mut findings = vec![user(nix::unistd::geteuid().as_raw())];
     match read(SUBJECT, "/proc/self/status") {
         Ok(status) => findings.extend(capabilities(&status, config.restrict_oom_score_adj)),

@@ -30,8 +30,8 @@ impl Init {
     }
 }
 
-/// Looks at the mounts and at the init system.
-pub(super) fn look() -> Vec<Finding> {
+/// Examines the mounts and at the init system.
+pub(super) fn examine() -> Vec<Finding> {
     match Mounted::find() {
         Ok(mounted) => judge(&mounted, &Init::find()),
         Err(step) => {

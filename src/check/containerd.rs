@@ -25,7 +25,7 @@ const CONFIG: &str = "containerd config";
 const NAME: &str = "pause-sandboxer";
 
 /// Examines containerd's program, socket and config.
-pub(super) fn look(subject: &Subject) -> Vec<Finding> {
+pub(super) fn examine(subject: &Subject) -> Vec<Finding> {
     let mut findings =
         vec![program(&subject.containerd_program), socket(&subject.config.containerd_address)];
     match config::load(&subject.containerd_config) {
@@ -46,7 +46,7 @@ pub(super) fn look(subject: &Subject) -> Vec<Finding> {
             findings.extend(files::stale(&loaded.files, &subject.config.containerd_address));
             findings.extend(judge(&loaded.table, &subject.config));
             findings.extend(shims(&loaded.table, &subject.config));
-            findings.extend(kubelet::look(&all(&loaded.table, &subject.config)));
+            findings.extend(kubelet::examine(&all(&loaded.table, &subject.config)));
         }
         Err(e) => {
             let advice = if e.missing {
@@ -269,14 +269,14 @@ fn shims(table: &Table, config: &Config) -> Vec<Finding> {
     kinds.sort_unstable();
     kinds.dedup();
     let path = shim::path();
-    let look = |kind: &str| match config.shims.0.get(kind) {
+    let find_shim = |kind: &str| match config.shims.0.get(kind) {
         Some(set) => shim::resolve::check(set),
         None => shim::resolve::find(kind, &path, &config.containerd_address),
     };
     kinds
         .into_iter()
         .filter(|kind| !kind.is_empty())
-        .map(|kind| match look(kind) {
+        .map(|kind| match find_shim(kind) {
             Ok(found) => Finding::ok("shim", format!("of {kind}: {}", found.display())),
             Err(step) => Finding::fail(
                 "shim",

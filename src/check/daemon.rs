@@ -14,9 +14,9 @@ use crate::error::{IoContext as _, StepError};
 mod mounts;
 
 /// Examines the state directory, the socket and the mount namespace.
-pub(super) fn look(config: &Config) -> Vec<Finding> {
+pub(super) fn examine(config: &Config) -> Vec<Finding> {
     let mut findings = vec![state(&config.state_dir), socket(config)];
-    findings.extend(mounts::look(config));
+    findings.extend(mounts::examine(config));
     findings
 }
 

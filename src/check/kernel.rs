@@ -12,8 +12,8 @@ const LEAST: (u32, u32) = (5, 9);
 /// (linux/pidfd.h).
 const EXIT_INFO: (u32, u32) = (6, 15);
 
-/// Looks at the running kernel.
-pub(super) fn look() -> Vec<Finding> {
+/// Examines the running kernel.
+pub(super) fn examine() -> Vec<Finding> {
     let release = read(SUBJECT, "/proc/sys/kernel/osrelease").map(|text| version(text.trim()));
     let mut findings = vec![release.unwrap_or_else(|finding| finding)];
     // Since 6.3; older kernels let every memfd be executed.

@@ -33,7 +33,7 @@ pub(super) struct Handlers {
 
 /// Compares the handlers of this sandboxer with the cgroup driver that containerd reports to
 /// kubelet.
-pub(super) fn look(handlers: &Handlers) -> Vec<Finding> {
+pub(super) fn examine(handlers: &Handlers) -> Vec<Finding> {
     judge(handlers, Path::new("/run/systemd/system").exists())
 }
 

@@ -7,7 +7,7 @@ use crate::config::Config;
 const SUBJECT: &str = "sandboxes";
 
 /// Queries the daemon. No finding if none runs, which others report.
-pub(super) fn look(config: &Config) -> Vec<Finding> {
+pub(super) fn examine(config: &Config) -> Vec<Finding> {
     match Client::connect(config).and_then(|client| client.list(false)) {
         Ok(all) => judge(&all),
         Err(Error::Down { .. }) => Vec::new(),

@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Starts a pause process with its own namespaces and a cgroup in the root of every hierarchy, and
 /// kills it.
-pub(super) fn look(config: &Config) -> Vec<Finding> {
+pub(super) fn examine(config: &Config) -> Vec<Finding> {
     let advice = "the step names what is not permitted: see the privileges above, and the security \
                   modules or filters of this process";
     let tried = Native::new()

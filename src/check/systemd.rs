@@ -11,7 +11,7 @@ const SUBJECT: &str = "systemd";
 const UNITS: [&str; 2] = ["pause-sandboxer.socket", "pause-sandboxer.service"];
 
 /// Queries systemd, if it runs.
-pub(super) fn look() -> Vec<Finding> {
+pub(super) fn examine() -> Vec<Finding> {
     if !Path::new("/run/systemd/system").exists() {
         return Vec::new();
     }

@@ -75,7 +75,7 @@ pub(super) fn sealed() -> Result<OwnedFd, StepError> {
         other => other,
     }
     .step("seal the pause program")?;
-    if file.metadata().step("look at the pause program")?.permissions().mode() & 0o777 != MODE {
+    if file.metadata().step("stat the pause program")?.permissions().mode() & 0o777 != MODE {
         return Err(StepError::new(
             "set the mode of the pause program",
             io::ErrorKind::PermissionDenied.into(),

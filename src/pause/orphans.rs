@@ -63,7 +63,7 @@ impl Mark {
     /// # Errors
     /// The failed step: the directory cannot be looked at, or the kernel keeps no such attributes.
     pub(super) fn set(program: BorrowedFd<'_>, state_dir: &Path) -> Result<Self, StepError> {
-        let about = fs::metadata(state_dir).step_at("look at the state directory", state_dir)?;
+        let about = fs::metadata(state_dir).step_at("stat state directory", state_dir)?;
         let value = CString::new(format!("{}:{}", about.dev(), about.ino()))
             .step("mark the pause program")?;
         fsetxattr(program, ATTRIBUTE, value.as_bytes_with_nul(), XattrFlags::empty())

@@ -213,12 +213,12 @@ impl Selinux {
             return Ok(Default::default());
         }
         match Contexts::read()? {
-            Some(contexts) => self.of(&contexts, config.selinux_category_range.get(), wanted),
+            Some(contexts) => self.labels(&contexts, config.selinux_category_range.get(), wanted),
             None => Ok(Default::default()),
         }
     }
 
-    fn of(
+    fn labels(
         &self,
         contexts: &Contexts,
         categories: u32,
@@ -351,7 +351,7 @@ mod tests {
         let selinux = Selinux::default();
         let mut held = Vec::new();
         for _ in 0..6 {
-            let (labels, level) = selinux.of(&contexts(), 4, None).unwrap();
+            let (labels, level) = selinux.labels(&contexts(), 4, None).unwrap();
             assert_eq!(
                 Context::parse(&labels.process).unwrap().level,
                 Context::parse(&labels.mount).unwrap().level
@@ -360,10 +360,10 @@ mod tests {
         }
         let levels: HashSet<&str> = held.iter().map(|(label, _)| label.as_str()).collect();
         assert_eq!(levels.len(), 6, "{levels:?}");
-        let error = selinux.of(&contexts(), 4, None).unwrap_err().to_string();
+        let error = selinux.labels(&contexts(), 4, None).unwrap_err().to_string();
         assert_eq!(error, "find a free SELinux level: all 6 levels of 4 categories are taken");
         let (freed, _) = held.swap_remove(3);
-        let (labels, _level) = selinux.of(&contexts(), 4, None).unwrap();
+        let (labels, _level) = selinux.labels(&contexts(), 4, None).unwrap();
         assert_eq!(labels.process, freed, "the one that became free");
     }
 
@@ -387,7 +387,7 @@ mod tests {
             ..Default::default()
         };
         let (labels, first) =
-            selinux.of(&contexts(), 1024, Some(&options("u", "r", "t", "s0:c1,c2"))).unwrap();
+            selinux.labels(&contexts(), 1024, Some(&options("u", "r", "t", "s0:c1,c2"))).unwrap();
         assert_eq!(labels.process, "u:r:t:s0:c1,c2");
         // A role and a type of processes are none of files.
         assert_eq!(labels.mount, "u:object_r:container_file_t:s0:c1,c2");
@@ -398,7 +398,7 @@ mod tests {
         drop(held);
         assert!(selinux.taken.lock().unwrap().is_empty());
         let (labels, _level) =
-            selinux.of(&contexts(), 1024, Some(&options("", "", "spc_t", ""))).unwrap();
+            selinux.labels(&contexts(), 1024, Some(&options("", "", "spc_t", ""))).unwrap();
         assert!(labels.process.starts_with("system_u:system_r:spc_t:s0:c"), "{labels:?}");
     }
 
@@ -406,7 +406,7 @@ mod tests {
     fn a_policy_without_levels() {
         let text = FILE.replace(":s0", "");
         let contexts = Contexts::parse(&text).unwrap().unwrap();
-        let (labels, level) = Selinux::default().of(&contexts, 1024, None).unwrap();
+        let (labels, level) = Selinux::default().labels(&contexts, 1024, None).unwrap();
         assert_eq!(labels.process, "system_u:system_r:container_t");
         assert!(level.is_none());
     }

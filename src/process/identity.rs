@@ -86,7 +86,7 @@ pub(crate) fn pid_namespace(pid: u32) -> io::Result<u64> {
 pub(crate) fn read_identity(pid: u32, boot_id: &Arc<str>) -> Result<Identity, StepError> {
     let start_time =
         Stat::read(pid).map(|stat| stat.start_time).step_at("read", format!("/proc/{pid}/stat"))?;
-    let pid_namespace = pid_namespace(pid).step_at("look at", format!("/proc/{pid}/ns/pid"))?;
+    let pid_namespace = pid_namespace(pid).step_at("stat", format!("/proc/{pid}/ns/pid"))?;
     Ok(Identity { pid, start_time, pid_namespace, boot_id: boot_id.clone() })
 }
 

@@ -181,7 +181,7 @@ impl Launcher {
         let about = match std::fs::metadata(directory) {
             // In what is not there nothing works.
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-            other => other.step_at("look at", directory)?,
+            other => other.step_at("stat", directory)?,
         };
         let (name, place) = (directory.file_name(), (about.dev(), about.ino()));
         // Any process that may enter the directory can have these arguments.

@@ -35,7 +35,7 @@ pub const NAME: &str = "shim";
 const WITHIN: Duration = Duration::from_secs(10);
 
 /// How long recovery may look for a pause: less than it gives a record in all.
-const LOOK_WITHIN: Duration = Duration::from_secs(8);
+const RECOVERY_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// How long the runtime may take to make or start the pause: less than kubelet waits for a pod.
 const START_WITHIN: Duration = Duration::from_secs(30);
@@ -160,7 +160,7 @@ impl ShimDriver {
     }
 
     /// What containerd makes of a task after its restart (`RecoverContainer`).
-    async fn look(
+    async fn recover_pause(
         &self,
         endpoint: &Arc<SelfStarted>,
         identity: &Identity,
@@ -216,12 +216,14 @@ impl ShimDriver {
 
     /// Finds a recorded pause again after a restart of the daemon.
     pub async fn adopt(&self, site: &CgroupRef, identity: &Identity) -> Adoption {
-        let looked = async {
+        let recovered = async {
             let endpoint = self.endpoint(&site.id)?;
             let late = |_| Err(io::Error::from(io::ErrorKind::TimedOut)).step("ask for pause");
-            timeout(LOOK_WITHIN, self.look(&endpoint, identity)).await.unwrap_or_else(late)
+            timeout(RECOVERY_TIMEOUT, self.recover_pause(&endpoint, identity))
+                .await
+                .unwrap_or_else(late)
         };
-        looked.await.unwrap_or_else(Adoption::Unknown)
+        recovered.await.unwrap_or_else(Adoption::Unknown)
     }
 
     /// Ends and deletes the pause. Gone already is success.

@@ -81,7 +81,7 @@ impl Rootfs {
 /// it; no other user may list it.
 fn let_pass(bundle: &Path, state_dir: &Path) -> Result<(), StepError> {
     for dir in bundle.ancestors().take_while(|dir| dir.starts_with(state_dir)) {
-        let mode = fs::metadata(dir).step_at("look at directory", dir)?.permissions().mode();
+        let mode = fs::metadata(dir).step_at("stat directory", dir)?.permissions().mode();
         let passed = fs::set_permissions(dir, fs::Permissions::from_mode(mode & 0o7777 | 0o011));
         passed.step_at("let the user namespace pass", dir)?;
     }

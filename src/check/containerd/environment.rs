@@ -9,7 +9,7 @@ use crate::config::Config;
 /// What containerd's config of version 2 has for one of them, which containerd reads as that one.
 const SCHED_CORE: &str = "SCHED_CORE=1";
 
-/// Looks at containerd's merged config.
+/// Examines containerd's merged config.
 pub(super) fn judge(table: &Table, config: &Config) -> Option<Finding> {
     let plugin = |name: &str, key: &str| table.get("plugins")?.get(name)?.get(key);
     let listed = plugin("io.containerd.shim.v1.manager", "env")

@@ -61,7 +61,7 @@ pub(super) fn not_imported(files: &[(PathBuf, Table)], drop_in: &Path) -> Option
     ))
 }
 
-/// Looks at the files of a config, the first of which imports the others.
+/// Examines the files of a config, the first of which imports the others.
 pub(super) fn judge(files: &[(PathBuf, Table)]) -> Vec<Finding> {
     let Some(((main, root), imported)) = files.split_first() else { return Vec::new() };
     // Without a version, or of version 1, a config takes what is imported as it is.

@@ -12,7 +12,7 @@ const SUBJECT: &str = "mounts";
 
 /// Compares the mount namespaces of the running daemon and of containerd. No finding if one of them
 /// does not run, which others report.
-pub(super) fn look(config: &Config) -> Vec<Finding> {
+pub(super) fn examine(config: &Config) -> Vec<Finding> {
     // The lock of the daemon that answers has its pid.
     let answers = Client::connect(config).and_then(|client| client.list(false)).is_ok();
     let holder = answers
