@@ -4,6 +4,10 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use cgroup_metrics::{v1, v2};
+use protobuf::Message as _;
+use protobuf::well_known_types::any::Any;
+
 use crate::error::{Context as _, Error};
 
 /// Where hierarchies are mounted.
@@ -50,6 +54,30 @@ impl Cgroup {
                 paths.iter().find(|(name, _)| name == wanted).map(|(_, path)| path.as_path())
             }
         }
+    }
+
+    /// Its metrics.
+    ///
+    /// # Errors
+    /// It cannot be read, or is gone.
+    pub fn stats(&self) -> Result<Any, Error> {
+        let failed = |e: cgroup_metrics::Error| Error::unknown(e.to_string());
+        let mut any = Any::new();
+        match self {
+            Self::V1(_) => {
+                let path = |controller: &str| self.controller(controller).map(Path::to_owned);
+                let stats = v1::read_at(path).map_err(failed)?;
+                let gone = || Error::not_found("cgroup does not exist");
+                any.type_url = cgroup_metrics::V1.to_owned();
+                any.value = stats.ok_or_else(gone)?.write_to_bytes()?;
+            }
+            Self::V2(path) => {
+                let stats = v2::read(path, Path::new("")).map_err(failed)?;
+                any.type_url = cgroup_metrics::V2.to_owned();
+                any.value = stats.write_to_bytes()?;
+            }
+        }
+        Ok(any)
     }
 
     /// The pids of all of its processes, also in cgroups below.

@@ -349,8 +349,12 @@ impl Shim {
     }
 
     fn stats(&mut self, id: &str) -> Answer {
-        self.container(id)?;
-        Err(Error::new(Code::Unimplemented, "stats"))
+        let container = self.container(id)?;
+        let missing = || Error::not_found("cgroup does not exist");
+        let stats = container.cgroup.as_ref().ok_or_else(missing)?.stats()?;
+        let mut response = api::StatsResponse::new();
+        response.stats = MessageField::some(stats);
+        now(&response)
     }
 
     fn connect(&mut self, id: &str) -> Answer {

@@ -7,6 +7,7 @@ mod pod;
 use containerd_shim_protos::api::*;
 use containerd_shim_protos::protobuf::Message as _;
 use containerd_shim_protos::ttrpc::Code;
+use containerd_shim_protos::{cgroups, cgroups_v2};
 use pod::{Container, Pod, code, context, eventually, exists, reader, write};
 
 #[test]
@@ -354,7 +355,7 @@ fn a_shim_with_containers_does_not_shut_down() {
 }
 
 #[test]
-fn resources_are_changed() {
+fn resources_are_changed_and_read() {
     let mut pod = Pod::new();
     let with = Container { memory: Some(64 << 20), ..Default::default() };
     pod.run("a", "sleep 1000", &with);
@@ -363,6 +364,21 @@ fn resources_are_changed() {
     request.resources.mut_or_insert_default().value =
         br#"{"memory":{"limit":33554432,"swap":33554432}}"#.to_vec();
     pod.client.update(context(), &request).unwrap();
+    let mut stats = StatsRequest::new();
+    stats.id = pod.id("a");
+    let stats = pod.client.stats(context(), &stats).unwrap().stats.unwrap_or_default();
+    let (limit, pids) = match stats.type_url.as_str() {
+        "io.containerd.cgroups.v1.Metrics" => {
+            let metrics = cgroups::metrics::Metrics::parse_from_bytes(&stats.value).unwrap();
+            (metrics.memory.usage.limit, metrics.pids.current)
+        }
+        "io.containerd.cgroups.v2.Metrics" => {
+            let metrics = cgroups_v2::metrics::Metrics::parse_from_bytes(&stats.value).unwrap();
+            (metrics.memory.usage_limit, metrics.pids.current)
+        }
+        other => panic!("{other}"),
+    };
+    assert_eq!((limit, pids), (32 << 20, 1));
     request.resources.mut_or_insert_default().value = b"rubbish".to_vec();
     let refused = pod.client.update(context(), &request).unwrap_err();
     assert_eq!(code(&refused), Code::INVALID_ARGUMENT);

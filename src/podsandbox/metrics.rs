@@ -4,23 +4,19 @@
 //! the hierarchies are taken where every node has them, as containerd itself takes them, and no
 //! table of mounts is read, which grows with the number of pods.
 
-mod directory;
 pub mod usage;
-mod v1;
-mod v2;
 
 use std::io;
 use std::path::{Component, Path, PathBuf};
 use std::time::SystemTime;
 
+use cgroup_metrics::{READ, V1, V2, v1, v2};
 use protobuf::Message;
 
 use super::{Metric, Payload};
 use crate::cgroup;
 use crate::cgroup::mounts::{ROOT, unified};
 use crate::error::{IoContext as _, StepError};
-
-const READ: &str = "read metrics of cgroup";
 
 /// Reads the metrics of a pod whose parent cgroup that is, as a plan names it. Blocks.
 ///
@@ -33,9 +29,9 @@ pub fn read(cgroup_parent: &str) -> Result<Metric, StepError> {
     let unified = unified(root)?;
     let timestamp = SystemTime::now();
     let data = if unified {
-        payload("io.containerd.cgroups.v2.Metrics", &v2::read(root, &parent)?)
+        payload(V2, &v2::read(root, &parent)?)
     } else {
-        payload("io.containerd.cgroups.v1.Metrics", &v1::read(root, &parent)?)
+        payload(V1, &v1::read(root, &parent)?)
     };
     Ok(Metric { timestamp, data: data? })
 }
@@ -65,25 +61,10 @@ fn parent(cgroup_parent: &str) -> Result<PathBuf, StepError> {
     Ok(Path::new(cgroup_parent).components().filter(|part| plain(*part)).collect())
 }
 
-fn missing(root: &Path, parent: &Path) -> StepError {
-    StepError::at(READ, root.join(parent), io::Error::from_raw_os_error(libc::ENOENT))
-}
-
-/// Names of the node's huge page sizes in cgroup files, such as `2MB` (kernel
-/// `mm/hugetlb_cgroup.c`).
-fn huge_page_sizes() -> Vec<String> {
-    let Ok(entries) = std::fs::read_dir("/sys/kernel/mm/hugepages") else { return Vec::new() };
-    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-    let mut sizes: Vec<u64> = names
-        .filter_map(|name| name.strip_prefix("hugepages-")?.strip_suffix("kB")?.parse().ok())
-        .collect();
-    sizes.sort_unstable();
-    let name = |kib| match kib {
-        kib if kib >= 1 << 20 => format!("{}GB", kib >> 20),
-        kib if kib >= 1 << 10 => format!("{}MB", kib >> 10),
-        kib => format!("{kib}KB"),
-    };
-    sizes.into_iter().map(name).collect()
+impl From<cgroup_metrics::Error> for StepError {
+    fn from(e: cgroup_metrics::Error) -> Self {
+        Self::at(READ, e.path, e.source)
+    }
 }
 
 #[cfg(test)]

@@ -3,7 +3,8 @@
 
 use std::path::Path;
 
-use super::directory::{Directory, of_controller};
+use cgroup_metrics::directory::{Directory, of_controller};
+
 use super::parent;
 use crate::cgroup::mounts::{ROOT, unified};
 use crate::error::StepError;

@@ -2,18 +2,16 @@
 
 use std::collections::HashMap;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use containerd_shim_protos::cgroups::metrics::{
     BlkIOEntry, BlkIOStat, CPUStat, CPUUsage, HugetlbStat, MemoryEntry, MemoryOomControl,
     MemoryStat, Metrics, PidsStat, RdmaEntry, RdmaStat, Throttle,
 };
-use nix::unistd::{SysconfVar, sysconf};
 use protobuf::MessageField;
 
-use super::directory::{Directory, of_controller, rdma_devices};
-use super::{huge_page_sizes, missing};
-use crate::error::StepError;
+use crate::directory::{Directory, of_controller, rdma_devices};
+use crate::{Error, huge_page_sizes, missing};
 
 const NANOSECONDS: u64 = 1_000_000_000;
 
@@ -21,8 +19,18 @@ const NANOSECONDS: u64 = 1_000_000_000;
 ///
 /// # Errors
 /// The failed step; where no controller knows the cgroup, that.
-pub(super) fn read(root: &Path, cgroup: &Path) -> Result<Metrics, StepError> {
-    let open = |controller: &str| Directory::open(of_controller(root, controller, cgroup));
+pub fn read(root: &Path, cgroup: &Path) -> Result<Metrics, Error> {
+    read_at(|controller| Some(of_controller(root, controller, cgroup)))?
+        .ok_or_else(|| missing(&root.join(cgroup)))
+}
+
+/// Reads the same of a cgroup whose path may be another for each controller; `None`: no controller
+/// knows it.
+///
+/// # Errors
+/// The failed step.
+pub fn read_at(path: impl Fn(&str) -> Option<PathBuf>) -> Result<Option<Metrics>, Error> {
+    let open = |controller: &str| path(controller).map_or(Ok(None), Directory::open);
     let mut found = false;
     let mut metrics = Metrics::new();
     // Always there, as containerd has it.
@@ -62,21 +70,17 @@ pub(super) fn read(root: &Path, cgroup: &Path) -> Result<Metrics, StepError> {
         found = true;
         metrics.rdma = rdma(&directory)?.into();
     }
-    if found { Ok(metrics) } else { Err(missing(root, cgroup)) }
+    Ok(found.then_some(metrics))
 }
 
 fn some<T>(message: T) -> MessageField<T> {
     MessageField::some(message)
 }
 
-fn usage(directory: &Directory) -> Result<CPUUsage, StepError> {
+fn usage(directory: &Directory) -> Result<CPUUsage, Error> {
     // In ticks; everything else is in nanoseconds.
     let ticks = directory.numbers("cpuacct.stat")?.unwrap_or_default();
-    let per_second = sysconf(SysconfVar::CLK_TCK)
-        .ok()
-        .flatten()
-        .and_then(|n| u64::try_from(n).ok())
-        .unwrap_or(100);
+    let per_second = rustix::param::clock_ticks_per_second();
     let nanoseconds = |ticks: u64| ticks.saturating_mul(NANOSECONDS) / per_second.max(1);
     Ok(CPUUsage {
         total: directory.number("cpuacct.usage", u64::MAX)?.unwrap_or_default(),
@@ -87,7 +91,7 @@ fn usage(directory: &Directory) -> Result<CPUUsage, StepError> {
     })
 }
 
-fn throttling(directory: &Directory) -> Result<Throttle, StepError> {
+fn throttling(directory: &Directory) -> Result<Throttle, Error> {
     let stat = directory.numbers("cpu.stat")?.unwrap_or_default();
     Ok(Throttle {
         periods: stat.get("nr_periods"),
@@ -97,7 +101,7 @@ fn throttling(directory: &Directory) -> Result<Throttle, StepError> {
     })
 }
 
-fn memory(directory: &Directory) -> Result<Option<MemoryStat>, StepError> {
+fn memory(directory: &Directory) -> Result<Option<MemoryStat>, Error> {
     let Some(stat) = directory.numbers("memory.stat")? else { return Ok(None) };
     Ok(Some(MemoryStat {
         cache: stat.get("cache"),
@@ -141,8 +145,8 @@ fn memory(directory: &Directory) -> Result<Option<MemoryStat>, StepError> {
 }
 
 /// All zero where the kernel does not account for it: CRI takes the entry itself for granted.
-fn entry(directory: &Directory, prefix: &str) -> Result<MemoryEntry, StepError> {
-    let number = |name: &str| -> Result<u64, StepError> {
+fn entry(directory: &Directory, prefix: &str) -> Result<MemoryEntry, Error> {
+    let number = |name: &str| -> Result<u64, Error> {
         Ok(directory.number(&format!("{prefix}.{name}"), u64::MAX)?.unwrap_or_default())
     };
     Ok(MemoryEntry {
@@ -154,8 +158,8 @@ fn entry(directory: &Directory, prefix: &str) -> Result<MemoryEntry, StepError> 
     })
 }
 
-fn oom_control(directory: &Directory) -> Result<Option<MemoryOomControl>, StepError> {
-    let control = |control: super::directory::Numbers| MemoryOomControl {
+fn oom_control(directory: &Directory) -> Result<Option<MemoryOomControl>, Error> {
+    let control = |control: crate::directory::Numbers| MemoryOomControl {
         oom_kill_disable: control.get("oom_kill_disable"),
         under_oom: control.get("under_oom"),
         oom_kill: control.get("oom_kill"),
@@ -164,14 +168,14 @@ fn oom_control(directory: &Directory) -> Result<Option<MemoryOomControl>, StepEr
     Ok(directory.numbers("memory.oom_control")?.map(control))
 }
 
-fn pids(directory: &Directory) -> Result<Option<PidsStat>, StepError> {
+fn pids(directory: &Directory) -> Result<Option<PidsStat>, Error> {
     let Some(current) = directory.number("pids.current", 0)? else { return Ok(None) };
     // No limit is 0 in this version.
     let limit = directory.number("pids.max", 0)?.unwrap_or_default();
     Ok(Some(PidsStat { current, limit, ..Default::default() }))
 }
 
-fn hugetlb(directory: &Directory) -> Result<Vec<HugetlbStat>, StepError> {
+fn hugetlb(directory: &Directory) -> Result<Vec<HugetlbStat>, Error> {
     let mut stats = Vec::new();
     for pagesize in huge_page_sizes() {
         let number = |name: &str| directory.number(&format!("hugetlb.{pagesize}.{name}"), u64::MAX);
@@ -184,7 +188,7 @@ fn hugetlb(directory: &Directory) -> Result<Vec<HugetlbStat>, StepError> {
 }
 
 /// The I/O scheduler's own statistics where it keeps some, else those of the throttling layer.
-fn blkio(directory: &Directory) -> Result<BlkIOStat, StepError> {
+fn blkio(directory: &Directory) -> Result<BlkIOStat, Error> {
     let mut devices = None;
     let mut entries = |name: &str| io_entries(directory, &format!("blkio.{name}"), &mut devices);
     let mut stat = BlkIOStat {
@@ -212,7 +216,7 @@ fn io_entries(
     directory: &Directory,
     name: &str,
     devices: &mut Option<Devices>,
-) -> Result<Vec<BlkIOEntry>, StepError> {
+) -> Result<Vec<BlkIOEntry>, Error> {
     let text = directory.text(name)?.unwrap_or_default();
     let mut entries = Vec::new();
     for line in text.lines() {
@@ -254,7 +258,7 @@ fn block_devices() -> Devices {
     text.lines().filter_map(device).collect()
 }
 
-fn rdma(directory: &Directory) -> Result<Option<RdmaStat>, StepError> {
+fn rdma(directory: &Directory) -> Result<Option<RdmaStat>, Error> {
     let (Some(current), Some(limit)) =
         (directory.text("rdma.current")?, directory.text("rdma.max")?)
     else {

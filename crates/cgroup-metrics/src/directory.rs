@@ -5,50 +5,58 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::error::{IoContext as _, StepError};
-
-use super::READ;
+use crate::Error;
 
 /// A cgroup in one hierarchy.
 #[derive(Debug)]
-pub(super) struct Directory(PathBuf);
+pub struct Directory(PathBuf);
 
 /// Numbers by name, as in `memory.stat`; 0 for a name that the kernel does not have.
 #[derive(Debug, Default)]
-pub(super) struct Numbers(HashMap<String, u64>);
+pub struct Numbers(HashMap<String, u64>);
 
 impl Numbers {
-    pub(super) fn get(&self, name: &str) -> u64 {
+    /// The number of a name.
+    pub fn get(&self, name: &str) -> u64 {
         self.0.get(name).copied().unwrap_or_default()
     }
 }
 
 impl Directory {
     /// `None`: there is no such cgroup, or no such hierarchy.
-    pub(super) fn open(path: PathBuf) -> Result<Option<Self>, StepError> {
+    ///
+    /// # Errors
+    /// The file, or its form.
+    pub fn open(path: PathBuf) -> Result<Option<Self>, Error> {
         match fs::metadata(&path) {
             Ok(found) => Ok(found.is_dir().then_some(Self(path))),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(StepError::at(READ, path, e)),
+            Err(e) => Err(Error::at(path, e)),
         }
     }
 
     /// The content of a file; `None` where the kernel does not have it or has it switched off.
-    pub(super) fn text(&self, name: &str) -> Result<Option<String>, StepError> {
+    ///
+    /// # Errors
+    /// The file, or its form.
+    pub fn text(&self, name: &str) -> Result<Option<String>, Error> {
         let path = self.0.join(name);
         match fs::read_to_string(&path) {
             Err(e)
                 if e.kind() == io::ErrorKind::NotFound
-                    || e.raw_os_error() == Some(libc::EOPNOTSUPP) =>
+                    || e.raw_os_error() == Some(rustix::io::Errno::OPNOTSUPP.raw_os_error()) =>
             {
                 Ok(None)
             }
-            other => other.map(Some).step_at(READ, path),
+            other => other.map(Some).map_err(|e| Error::at(path, e)),
         }
     }
 
     /// The one number of a file; `max` counts as `unlimited`.
-    pub(super) fn number(&self, name: &str, unlimited: u64) -> Result<Option<u64>, StepError> {
+    ///
+    /// # Errors
+    /// The file, or its form.
+    pub fn number(&self, name: &str, unlimited: u64) -> Result<Option<u64>, Error> {
         let Some(text) = self.text(name)? else { return Ok(None) };
         match text.trim() {
             "max" => Ok(Some(unlimited)),
@@ -57,7 +65,10 @@ impl Directory {
     }
 
     /// A file of lines `name number`.
-    pub(super) fn numbers(&self, name: &str) -> Result<Option<Numbers>, StepError> {
+    ///
+    /// # Errors
+    /// The file, or its form.
+    pub fn numbers(&self, name: &str) -> Result<Option<Numbers>, Error> {
         let Some(text) = self.text(name)? else { return Ok(None) };
         let mut numbers = HashMap::with_capacity(64);
         for line in text.lines() {
@@ -68,13 +79,19 @@ impl Directory {
     }
 
     /// A file of numbers in one line.
-    pub(super) fn row(&self, name: &str) -> Result<Vec<u64>, StepError> {
+    ///
+    /// # Errors
+    /// The file, or its form.
+    pub fn row(&self, name: &str) -> Result<Vec<u64>, Error> {
         let text = self.text(name)?.unwrap_or_default();
         text.split_whitespace().map(|number| self.parse(name, number)).collect()
     }
 
     /// A counter that the kernel shows as negative has no reading: 0, as containerd takes it.
-    pub(super) fn parse(&self, name: &str, number: &str) -> Result<u64, StepError> {
+    ///
+    /// # Errors
+    /// The file, or its form.
+    pub fn parse(&self, name: &str, number: &str) -> Result<u64, Error> {
         match number.parse::<u64>() {
             Ok(value) => Ok(value),
             Err(_) if number.strip_prefix('-').is_some_and(|rest| rest.parse::<u64>().is_ok()) => {
@@ -84,18 +101,20 @@ impl Directory {
         }
     }
 
-    pub(super) fn malformed(&self, name: &str, text: &str) -> StepError {
+    /// The error of a file that is not as the kernel writes it.
+    #[must_use]
+    pub fn malformed(&self, name: &str, text: &str) -> Error {
         let reason = format!(
             "{:?} is not what the kernel writes there",
             text.chars().take(80).collect::<String>()
         );
-        StepError::at(READ, self.0.join(name), io::Error::new(io::ErrorKind::InvalidData, reason))
+        Error::at(self.0.join(name), io::Error::new(io::ErrorKind::InvalidData, reason))
     }
 }
 
 /// Lines `device hca_handle=NUMBER hca_object=NUMBER`, where `max` is the largest number: device,
 /// handles and objects. A line of another form is left out.
-pub(super) fn rdma_devices(text: &str) -> impl Iterator<Item = (String, u32, u32)> {
+pub fn rdma_devices(text: &str) -> impl Iterator<Item = (String, u32, u32)> {
     text.lines().filter_map(|line| {
         let mut words = line.split_whitespace();
         let (device, mut handles, mut objects) = (words.next()?.to_owned(), 0, 0);
@@ -112,13 +131,11 @@ pub(super) fn rdma_devices(text: &str) -> impl Iterator<Item = (String, u32, u32
 }
 
 /// Key and value of words such as `rbytes=90112`.
-pub(super) fn keyed<'a>(
-    words: impl Iterator<Item = &'a str>,
-) -> impl Iterator<Item = (&'a str, &'a str)> {
+pub fn keyed<'a>(words: impl Iterator<Item = &'a str>) -> impl Iterator<Item = (&'a str, &'a str)> {
     words.filter_map(|word| word.split_once('='))
 }
 
 /// Path below the root of a hierarchy of version 1.
-pub(super) fn of_controller(root: &Path, controller: &str, cgroup: &Path) -> PathBuf {
+pub fn of_controller(root: &Path, controller: &str, cgroup: &Path) -> PathBuf {
     root.join(controller).join(cgroup)
 }

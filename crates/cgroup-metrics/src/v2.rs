@@ -8,16 +8,16 @@ use containerd_shim_protos::cgroups_v2::metrics::{
 };
 use protobuf::MessageField;
 
-use super::directory::{Directory, keyed, rdma_devices};
-use super::{huge_page_sizes, missing};
-use crate::error::StepError;
+use crate::directory::{Directory, keyed, rdma_devices};
+use crate::{Error, huge_page_sizes, missing};
 
 /// Reads the metrics of `cgroup`, a path below `root`. A controller that is not enabled is absent.
 ///
 /// # Errors
 /// The failed step; where there is no such cgroup, that.
-pub(super) fn read(root: &Path, cgroup: &Path) -> Result<Metrics, StepError> {
-    let directory = Directory::open(root.join(cgroup))?.ok_or_else(|| missing(root, cgroup))?;
+pub fn read(root: &Path, cgroup: &Path) -> Result<Metrics, Error> {
+    let directory =
+        Directory::open(root.join(cgroup))?.ok_or_else(|| missing(&root.join(cgroup)))?;
     Ok(Metrics {
         pids: pids(&directory)?.into(),
         cpu: cpu(&directory)?.into(),
@@ -30,13 +30,13 @@ pub(super) fn read(root: &Path, cgroup: &Path) -> Result<Metrics, StepError> {
     })
 }
 
-fn pids(directory: &Directory) -> Result<Option<PidsStat>, StepError> {
+fn pids(directory: &Directory) -> Result<Option<PidsStat>, Error> {
     let Some(current) = directory.number("pids.current", u64::MAX)? else { return Ok(None) };
     let limit = directory.number("pids.max", u64::MAX)?.unwrap_or_default();
     Ok(Some(PidsStat { current, limit, ..Default::default() }))
 }
 
-fn cpu(directory: &Directory) -> Result<Option<CPUStat>, StepError> {
+fn cpu(directory: &Directory) -> Result<Option<CPUStat>, Error> {
     let Some(stat) = directory.numbers("cpu.stat")? else { return Ok(None) };
     Ok(Some(CPUStat {
         usage_usec: stat.get("usage_usec"),
@@ -52,9 +52,9 @@ fn cpu(directory: &Directory) -> Result<Option<CPUStat>, StepError> {
     }))
 }
 
-fn memory(directory: &Directory) -> Result<Option<MemoryStat>, StepError> {
+fn memory(directory: &Directory) -> Result<Option<MemoryStat>, Error> {
     let Some(stat) = directory.numbers("memory.stat")? else { return Ok(None) };
-    let number = |name: &str| -> Result<u64, StepError> {
+    let number = |name: &str| -> Result<u64, Error> {
         Ok(directory.number(name, u64::MAX)?.unwrap_or_default())
     };
     Ok(Some(MemoryStat {
@@ -100,7 +100,7 @@ fn memory(directory: &Directory) -> Result<Option<MemoryStat>, StepError> {
     }))
 }
 
-fn memory_events(directory: &Directory) -> Result<Option<MemoryEvents>, StepError> {
+fn memory_events(directory: &Directory) -> Result<Option<MemoryEvents>, Error> {
     let Some(events) = directory.numbers("memory.events")? else { return Ok(None) };
     Ok(Some(MemoryEvents {
         low: events.get("low"),
@@ -115,7 +115,7 @@ fn memory_events(directory: &Directory) -> Result<Option<MemoryEvents>, StepErro
 
 /// Pressure is reported also where the controller is not enabled; the kernel may have it switched
 /// off.
-fn io(directory: &Directory) -> Result<Option<IOStat>, StepError> {
+fn io(directory: &Directory) -> Result<Option<IOStat>, Error> {
     let (stat, psi) = (directory.text("io.stat")?, pressure(directory, "io.pressure")?);
     if stat.is_none() && psi.is_none() {
         return Ok(None);
@@ -126,7 +126,7 @@ fn io(directory: &Directory) -> Result<Option<IOStat>, StepError> {
 }
 
 /// A line `major:minor rbytes=… wbytes=… …`.
-fn io_entry(directory: &Directory, line: &str) -> Result<IOEntry, StepError> {
+fn io_entry(directory: &Directory, line: &str) -> Result<IOEntry, Error> {
     const NAME: &str = "io.stat";
     let mut words = line.split_whitespace();
     let device = words.next().and_then(|device| device.split_once(':'));
@@ -149,7 +149,7 @@ fn io_entry(directory: &Directory, line: &str) -> Result<IOEntry, StepError> {
 
 /// Pressure stall information: lines `some avg10=… avg60=… avg300=… total=…` and the same for
 /// `full`.
-fn pressure(directory: &Directory, name: &str) -> Result<MessageField<PSIStats>, StepError> {
+fn pressure(directory: &Directory, name: &str) -> Result<MessageField<PSIStats>, Error> {
     let Some(text) = directory.text(name)? else { return Ok(MessageField::none()) };
     let mut stats = PSIStats::new();
     for line in text.lines() {
@@ -175,7 +175,7 @@ fn pressure(directory: &Directory, name: &str) -> Result<MessageField<PSIStats>,
     Ok(MessageField::some(stats))
 }
 
-fn hugetlb(directory: &Directory) -> Result<Vec<HugeTlbStat>, StepError> {
+fn hugetlb(directory: &Directory) -> Result<Vec<HugeTlbStat>, Error> {
     let mut stats = Vec::new();
     for pagesize in huge_page_sizes() {
         let number = |name: &str| directory.number(&format!("hugetlb.{pagesize}.{name}"), u64::MAX);
@@ -190,7 +190,7 @@ fn hugetlb(directory: &Directory) -> Result<Vec<HugeTlbStat>, StepError> {
     Ok(stats)
 }
 
-fn rdma(directory: &Directory) -> Result<Option<RdmaStat>, StepError> {
+fn rdma(directory: &Directory) -> Result<Option<RdmaStat>, Error> {
     let (current, limit) = (directory.text("rdma.current")?, directory.text("rdma.max")?);
     let (Some(current), Some(limit)) = (current, limit) else { return Ok(None) };
     Ok(Some(RdmaStat {
