@@ -56,6 +56,17 @@ impl Cgroup {
         }
     }
 
+    /// Whether its processes are frozen, or are being frozen.
+    pub fn is_frozen(&self) -> bool {
+        let (controller, file, thawed) = match self {
+            Self::V1(_) => ("freezer", "freezer.state", "THAWED"),
+            Self::V2(_) => ("", "cgroup.freeze", "0"),
+        };
+        let path = self.controller(controller).map(|path| path.join(file));
+        path.and_then(|path| fs::read_to_string(path).ok())
+            .is_some_and(|state| state.trim() != thawed)
+    }
+
     /// Its metrics.
     ///
     /// # Errors
@@ -138,6 +149,25 @@ mod tests {
         assert_eq!(unified, Some(Cgroup::V2("/r/a/b".into())));
         for none in ["", "rubbish", "0::/u\n"] {
             assert_eq!(Cgroup::parse(none, root, false), None, "{none}");
+        }
+    }
+
+    #[test]
+    fn a_cgroup_is_frozen_until_it_is_thawed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().to_owned();
+        let v1 = Cgroup::V1(vec![("freezer".to_owned(), path.clone())]);
+        for (cgroup, file, frozen, thawed) in [
+            (v1, "freezer.state", ["FREEZING\n", "FROZEN\n"], "THAWED\n"),
+            (Cgroup::V2(path), "cgroup.freeze", ["1\n", "1\n"], "0\n"),
+        ] {
+            assert!(!cgroup.is_frozen(), "it is gone");
+            for state in frozen {
+                fs::write(dir.path().join(file), state).unwrap();
+                assert!(cgroup.is_frozen());
+            }
+            fs::write(dir.path().join(file), thawed).unwrap();
+            assert!(!cgroup.is_frozen());
         }
     }
 

@@ -137,7 +137,10 @@ impl Shim {
                 Ok(None)
             }
             Purpose::Thaw => {
-                if let Err(e) = done("resume exited container") {
+                // One that was thawed meanwhile cannot be resumed.
+                if let Err(e) = done("resume exited container")
+                    && self.is_frozen(&key)
+                {
                     log_failure(&key, &e);
                 }
                 self.sweep(&key);

@@ -6,6 +6,7 @@ use containerd_shim_protos::api;
 use containerd_shim_protos::events::task as task_events;
 use protobuf::MessageField;
 
+use crate::cgroup::Cgroup;
 use crate::commands::{self, Purpose};
 use crate::container::Process;
 use crate::container::state::{Event, State};
@@ -60,7 +61,7 @@ impl Shim {
             });
             self.unwatch_memory(&key.id);
             self.change(key, Event::Exited(exit));
-            if paused && self.thaw(key) {
+            if paused && self.is_frozen(key) && self.thaw(key) {
                 return;
             }
             self.sweep(key);
@@ -73,6 +74,12 @@ impl Shim {
             }
             self.settle(&key.id);
         }
+    }
+
+    /// Whether a container is frozen. A kill by the runtime may have thawed one that was paused.
+    pub fn is_frozen(&self, key: &Key) -> bool {
+        let container = self.containers.get(&key.id);
+        container.and_then(|container| container.cgroup.as_ref()).is_some_and(Cgroup::is_frozen)
     }
 
     /// Lets what a paused container's first process has left be killed.
