@@ -23,6 +23,7 @@ mod reactor;
 mod runtime;
 mod server;
 mod shim;
+mod signals;
 mod start;
 mod sys;
 mod task;
@@ -33,6 +34,10 @@ use std::process::ExitCode;
 use rustix::process::DumpableBehavior;
 
 use crate::error::{Context as _, Error};
+use crate::signals::Signals;
+
+/// The name of the process; the program may be run by a descriptor.
+const NAME: &std::ffi::CStr = c"runc-shim";
 
 /// Where the socket is.
 const SOCKET: i32 = 3;
@@ -51,7 +56,11 @@ fn run() -> Result<(), Error> {
     let arguments = Arguments::parse(env::args().skip(1))?;
     match arguments.action.as_str() {
         "" => serve(arguments),
-        "delete" => cleanup::delete(&arguments),
+        "delete" => {
+            // As containerd's shim, this ends when its work is done.
+            let _blocked = Signals::new().context("block signals")?;
+            cleanup::delete(&arguments)
+        }
         other => Err(Error::unknown(format!("{other:?} is for shims that start themselves"))),
     }
 }
@@ -59,14 +68,15 @@ fn run() -> Result<(), Error> {
 fn serve(arguments: Arguments) -> Result<(), Error> {
     let listener = sys::inherited(SOCKET)
         .ok_or_else(|| Error::unknown("descriptor 3 is no socket: not started by the daemon"))?;
+    rustix::thread::set_name(NAME).context("set name of process")?;
     // Who can trace this process is root in the node; a core would hold what containers have said.
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
         .context("forbid core dumps")?;
     rustix::process::set_child_subreaper(Some(rustix::process::getpid()))
         .context("become subreaper")?;
-    let children = sys::child_signals().context("watch children")?;
+    let signals = Signals::new().context("watch signals")?;
     let address = env::var("TTRPC_ADDRESS").ok().filter(|address| !address.is_empty());
-    shim::Shim::new(listener, children, arguments.namespace, address)?.run()
+    shim::Shim::new(listener, signals, arguments.namespace, address)?.run()
 }
 
 /// What is used of the arguments of containerd's shims.

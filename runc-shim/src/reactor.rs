@@ -12,8 +12,8 @@ use rustix::io::Errno;
 pub enum Source {
     /// The socket that calls arrive at.
     Listener,
-    /// SIGCHLD.
-    Children,
+    /// Signals.
+    Signals,
     /// The connection to containerd's events.
     Events,
     /// A connection, by its slot.
@@ -30,7 +30,7 @@ impl Source {
     fn number(self) -> u64 {
         let (kind, slot) = match self {
             Self::Listener => (0, 0),
-            Self::Children => (1, 0),
+            Self::Signals => (1, 0),
             Self::Events => (2, 0),
             Self::Connection(slot) => (3, slot),
             Self::Stream(slot) => (4, slot),
@@ -44,7 +44,7 @@ impl Source {
         let slot = u32::try_from(number & u64::from(u32::MAX)).ok()?;
         Some(match number >> 32 {
             0 => Self::Listener,
-            1 => Self::Children,
+            1 => Self::Signals,
             2 => Self::Events,
             3 => Self::Connection(slot),
             4 => Self::Stream(slot),
@@ -110,7 +110,7 @@ mod tests {
     fn a_source_has_a_number_of_its_own() {
         let all = [
             Source::Listener,
-            Source::Children,
+            Source::Signals,
             Source::Events,
             Source::Connection(u32::MAX),
             Source::Stream(7),

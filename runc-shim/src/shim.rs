@@ -14,12 +14,14 @@ use crate::error::{Context as _, Error};
 use crate::events::Events;
 use crate::exits::Exits;
 use crate::io::stream::Streams;
+use crate::log;
 use crate::memory::Watch;
 use crate::reactor::{Reactor, Source};
 use crate::server::Server;
+use crate::signals::Signals;
 
-/// How long the end waits for containerd to take the last events.
-const LAST_EVENTS: Duration = Duration::from_secs(5);
+/// How long the end waits for containerd to take the last events, and for commands of the runtime.
+const LAST_WORK: Duration = Duration::from_secs(5);
 
 /// A process of a container: the container, and the exec unless it is the first process.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -75,19 +77,19 @@ pub struct Shim {
     pub next: u32,
     /// It is to end when all is said, or then.
     pub ending: Option<Instant>,
-    children: OwnedFd,
+    signals: Signals,
 }
 
 impl Shim {
     /// Serves at a socket.
     pub fn new(
         listener: OwnedFd,
-        children: OwnedFd,
+        signals: Signals,
         namespace: String,
         events: Option<String>,
     ) -> Result<Self, Error> {
         let reactor = Reactor::new().context("make epoll instance")?;
-        reactor.add(&children, Source::Children, EventFlags::IN).context("watch children")?;
+        reactor.add(&signals, Source::Signals, EventFlags::IN).context("watch signals")?;
         Ok(Self {
             server: Server::new(listener, &reactor).context("serve")?,
             reactor,
@@ -104,7 +106,7 @@ impl Shim {
             memory: BTreeMap::new(),
             next: 0,
             ending: None,
-            children,
+            signals,
         })
     }
 
@@ -124,13 +126,14 @@ impl Shim {
     }
 
     fn has_ended(&self) -> bool {
-        let said = self.events.is_empty() && !self.server.has_unsent();
-        self.ending.is_some_and(|at| said || at <= Instant::now())
+        let done = self.events.is_empty() && !self.server.has_unsent() && self.jobs.is_empty();
+        self.ending.is_some_and(|at| done || at <= Instant::now())
     }
 
-    /// Asks for the end.
+    /// Asks for the end: when containerd has the events and answers that are due, and the runtime
+    /// has done what was begun.
     pub fn end(&mut self) {
-        self.ending = Some(Instant::now() + LAST_EVENTS);
+        self.ending.get_or_insert(Instant::now() + LAST_WORK);
     }
 
     /// A number that is not used.
@@ -142,7 +145,7 @@ impl Shim {
     fn ready(&mut self, source: Source) {
         match source {
             Source::Listener => self.server.accept(&self.reactor),
-            Source::Children => self.reap(),
+            Source::Signals => self.signalled(),
             Source::Events => self.events.ready(&self.reactor),
             Source::Connection(number) => {
                 for call in self.server.ready(number, &self.reactor) {
@@ -155,10 +158,17 @@ impl Shim {
         }
     }
 
+    /// Signals have arrived. On SIGTERM the shim ends and its containers keep running.
+    fn signalled(&mut self) {
+        if let Some(signal) = self.signals.take() {
+            let left = self.containers.len();
+            log::warn(format_args!("shim exits on {signal}; containers: {left}"));
+            self.end();
+        }
+        self.reap();
+    }
+
     fn reap(&mut self) {
-        // What it holds is of no interest: the exits are fetched from the kernel.
-        let mut signals = [0; 512];
-        while matches!(rustix::io::read(&self.children, &mut signals), Ok(1..)) {}
         for (pid, exit) in Exits::reap() {
             if let Some(job) = self.jobs.remove(&pid) {
                 self.finished(job, exit);

@@ -23,13 +23,18 @@ pub fn inherited(fd: RawFd) -> Option<OwnedFd> {
     known.then(|| unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Blocks SIGCHLD and returns a descriptor that is readable when one is pending.
-pub fn child_signals() -> io::Result<OwnedFd> {
+/// Blocks these signals and returns a descriptor that is readable when one is pending. One that
+/// was ignored when this process was started is no longer.
+pub fn signals(wanted: &[c_int]) -> io::Result<OwnedFd> {
     let mut set = MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: sigemptyset initialises the set that the others read.
+    // SAFETY: sigemptyset initialises the set that the others read; a default disposition runs no
+    // code of this process.
     let fd = unsafe {
         libc::sigemptyset(set.as_mut_ptr());
-        libc::sigaddset(set.as_mut_ptr(), libc::SIGCHLD);
+        for signal in wanted {
+            libc::sigaddset(set.as_mut_ptr(), *signal);
+            libc::signal(*signal, libc::SIG_DFL);
+        }
         if libc::sigprocmask(libc::SIG_BLOCK, set.as_ptr(), ptr::null_mut()) != 0 {
             return Err(io::Error::last_os_error());
         }

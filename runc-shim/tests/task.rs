@@ -355,6 +355,92 @@ fn a_shim_with_containers_does_not_shut_down() {
 }
 
 #[test]
+fn the_runtime_has_the_environment_without_what_is_the_shim_s_own() {
+    let mut pod = Pod::new();
+    let (script, seen) = (pod.path("runtime"), pod.path("seen"));
+    let runc = pod::runc().display().to_string();
+    let text = format!("#!/bin/sh\nenv >>{seen}\nexec {runc} \"$@\"\n");
+    std::fs::write(&script, text).unwrap();
+    std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let mut with = Container::default();
+    with.options.binary_name = script;
+    pod.run("a", "true", &with);
+    pod.wait("a", "").unwrap();
+    pod.delete("a", "").unwrap();
+    let seen = std::fs::read_to_string(seen).unwrap();
+    // A shell adds the working directory.
+    let names: std::collections::BTreeSet<&str> = seen
+        .lines()
+        .filter_map(|line| line.split_once('=').map(|(name, _)| name))
+        .filter(|name| !["PWD", "OLDPWD", "SHLVL", "_"].contains(name))
+        .collect();
+    assert_eq!(names.into_iter().collect::<Vec<_>>(), ["PATH", "SET_BY_OPERATOR"]);
+    let name = std::fs::read_to_string(format!("/proc/{}/comm", pod.shim.id())).unwrap();
+    assert_eq!(name, "runc-shim\n");
+    pod.shut_down();
+}
+
+#[test]
+fn a_signal_ends_the_shim_and_not_its_containers() {
+    for signal in [libc::SIGTERM, libc::SIGINT] {
+        let mut pod = Pod::new();
+        let pid = pod.run("a", "sleep 1000", &Container::default());
+        pod.events_of(&["a"], 2);
+        pod.stop_containerd();
+        pod.run("b", "exit 3", &Container::default());
+        assert_eq!(pod.wait("b", "").unwrap(), 3);
+        pod.signal(signal);
+        pod.start_containerd(false);
+        pod.has_ended();
+        assert_eq!(pod.events_of(&["b"], 3), ["create b", "start b", "exit b 3"]);
+        assert!(exists(format!("/proc/{pid}")));
+        for id in ["a", "b"] {
+            pod.delete_after_shim(id);
+        }
+    }
+}
+
+#[test]
+fn a_container_that_is_being_created_is_answered_before_the_end() {
+    let mut pod = Pod::new();
+    let (script, began, go) = (pod.path("slow"), pod.path("began"), pod.path("go"));
+    let runc = pod::runc().display().to_string();
+    let text = format!(
+        "#!/bin/sh\n>{began}\nwhile ! test -e {go}; do sleep 0.01; done\nexec {runc} \"$@\"\n"
+    );
+    std::fs::write(&script, text).unwrap();
+    std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let mut with = Container::default();
+    with.options.binary_name = script;
+    let pid = std::thread::scope(|scope| {
+        let created = scope.spawn(|| pod.try_create("a", "sleep 1000", &with));
+        eventually("the runtime runs", || exists(&began).then_some(()));
+        pod.signal(libc::SIGTERM);
+        std::fs::write(&go, "").unwrap();
+        created.join().unwrap().unwrap()
+    });
+    pod.has_ended();
+    assert_eq!(pod.events_of(&["a"], 1), ["create a"]);
+    assert!(exists(format!("/proc/{pid}")));
+    pod.delete_after_shim("a");
+}
+
+/// The memory limit and the number of tasks in the metrics of a cgroup.
+fn limit_and_pids(name: &str, value: &[u8]) -> (u64, u64) {
+    match name {
+        "io.containerd.cgroups.v1.Metrics" => {
+            let metrics = cgroups::metrics::Metrics::parse_from_bytes(value).unwrap();
+            (metrics.memory.usage.limit, metrics.pids.current)
+        }
+        "io.containerd.cgroups.v2.Metrics" => {
+            let metrics = cgroups_v2::metrics::Metrics::parse_from_bytes(value).unwrap();
+            (metrics.memory.usage_limit, metrics.pids.current)
+        }
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
 fn resources_are_changed_and_read() {
     let mut pod = Pod::new();
     let with = Container { memory: Some(64 << 20), ..Default::default() };
@@ -366,19 +452,13 @@ fn resources_are_changed_and_read() {
     pod.client.update(context(), &request).unwrap();
     let mut stats = StatsRequest::new();
     stats.id = pod.id("a");
-    let stats = pod.client.stats(context(), &stats).unwrap().stats.unwrap_or_default();
-    let (limit, pids) = match stats.type_url.as_str() {
-        "io.containerd.cgroups.v1.Metrics" => {
-            let metrics = cgroups::metrics::Metrics::parse_from_bytes(&stats.value).unwrap();
-            (metrics.memory.usage.limit, metrics.pids.current)
-        }
-        "io.containerd.cgroups.v2.Metrics" => {
-            let metrics = cgroups_v2::metrics::Metrics::parse_from_bytes(&stats.value).unwrap();
-            (metrics.memory.usage_limit, metrics.pids.current)
-        }
-        other => panic!("{other}"),
-    };
-    assert_eq!((limit, pids), (32 << 20, 1));
+    // The runtime's threads are gone when the container's program is executed.
+    eventually("the limit, and one process", || {
+        let stats = pod.client.stats(context(), &stats).unwrap().stats.unwrap_or_default();
+        (limit_and_pids(&stats.type_url, &stats.value) == (32 << 20, 1)).then_some(())
+    });
+    stats.id = pod.id("none");
+    assert_eq!(code(&pod.client.stats(context(), &stats).unwrap_err()), Code::NOT_FOUND);
     request.resources.mut_or_insert_default().value = b"rubbish".to_vec();
     let refused = pod.client.update(context(), &request).unwrap_err();
     assert_eq!(code(&refused), Code::INVALID_ARGUMENT);
@@ -491,15 +571,6 @@ fn what_a_dead_shim_has_left_is_deleted() {
     pod.shim.kill().unwrap();
     pod.shim.wait().unwrap();
     assert!(exists(format!("/proc/{pid}")));
-    let output = std::process::Command::new(env!("CARGO_BIN_EXE_pause-sandboxer-runc-shim"))
-        .args(["-namespace", "test", "-id", &pod.id("a"), "-bundle"])
-        .arg(pod.bundle("a"))
-        .arg("delete")
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{output:?}");
-    let deleted = DeleteResponse::parse_from_bytes(&output.stdout).unwrap();
+    let deleted = pod.delete_after_shim("a");
     assert_eq!((deleted.pid, deleted.exit_status), (pid, 137));
-    let left = format!("{}/{}", pod.path("runc/test"), pod.id("a"));
-    assert!(!exists(&left), "{left}");
 }

@@ -87,6 +87,7 @@ impl Pod {
             .args(["-namespace", "test", "-id", "pod", "-address", "/none"])
             .env_clear()
             .env("PATH", std::env::var("PATH").unwrap())
+            .env("SET_BY_OPERATOR", "yes")
             .env("TTRPC_ADDRESS", dir.path().join("e"))
             .stdin(Stdio::from(OwnedFd::from(listener)))
             .current_dir(dir.path())
@@ -289,8 +290,34 @@ impl Pod {
     /// Shuts the shim down and waits for its end.
     pub fn shut_down(&mut self) {
         let _ = self.client.shutdown(context(), &ShutdownRequest::new());
+        self.has_ended();
+    }
+
+    /// Signals the shim.
+    pub fn signal(&self, signal: i32) {
+        let pid = rustix::process::Pid::from_child(&self.shim);
+        let signal = rustix::process::Signal::from_named_raw(signal).unwrap();
+        rustix::process::kill_process(pid, signal).unwrap();
+    }
+
+    /// Waits for the shim's end, which is a good one.
+    pub fn has_ended(&mut self) {
         let status = eventually("the shim ends", || self.shim.try_wait().unwrap());
         assert!(status.success(), "{status}");
+    }
+
+    /// Deletes a container whose shim is gone, as containerd does.
+    pub fn delete_after_shim(&self, id: &str) -> DeleteResponse {
+        let output = Command::new(env!("CARGO_BIN_EXE_pause-sandboxer-runc-shim"))
+            .args(["-namespace", "test", "-id", &self.id(id), "-bundle"])
+            .arg(self.bundle(id))
+            .arg("delete")
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{output:?}");
+        let left = format!("{}/{}", self.path("runc/test"), self.id(id));
+        assert!(!exists(&left), "{left}");
+        DeleteResponse::parse_from_bytes(&output.stdout).unwrap()
     }
 
     fn config(&self, id: &str, script: &str, with: &Container) -> Value {
