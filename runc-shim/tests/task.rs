@@ -389,7 +389,7 @@ fn a_signal_ends_the_shim_and_not_its_containers() {
         pod.stop_containerd();
         pod.run("b", "exit 3", &Container::default());
         assert_eq!(pod.wait("b", "").unwrap(), 3);
-        pod.signal(signal);
+        pod::signal(&pod.shim, signal);
         pod.start_containerd(false);
         pod.has_ended();
         assert_eq!(pod.events_of(&["b"], 3), ["create b", "start b", "exit b 3"]);
@@ -400,22 +400,46 @@ fn a_signal_ends_the_shim_and_not_its_containers() {
     }
 }
 
-#[test]
-fn a_container_that_is_being_created_is_answered_before_the_end() {
-    let mut pod = Pod::new();
+/// A runtime that creates the first file when `action` is called, and waits for the second.
+fn slow_runtime(pod: &Pod, action: &str) -> (Container, String, String) {
     let (script, began, go) = (pod.path("slow"), pod.path("began"), pod.path("go"));
     let runc = pod::runc().display().to_string();
     let text = format!(
-        "#!/bin/sh\n>{began}\nwhile ! test -e {go}; do sleep 0.01; done\nexec {runc} \"$@\"\n"
+        "#!/bin/sh\ncase \" $* \" in *\" {action} \"*) >{began}; while ! test -e {go}; do \
+         sleep 0.01; done;; esac\nexec {runc} \"$@\"\n"
     );
     std::fs::write(&script, text).unwrap();
     std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     let mut with = Container::default();
     with.options.binary_name = script;
+    (with, began, go)
+}
+
+#[test]
+fn a_deletion_after_the_shim_is_not_interrupted() {
+    let mut pod = Pod::new();
+    let (with, began, go) = slow_runtime(&pod, "delete");
+    pod.run("a", "sleep 1000", &with);
+    pod::signal(&pod.shim, libc::SIGKILL);
+    pod.shim.wait().unwrap();
+    let mut deletion = pod.deletion("a").stdout(std::process::Stdio::null()).spawn().unwrap();
+    eventually("the runtime runs", || exists(&began).then_some(()));
+    for signal in [libc::SIGTERM, libc::SIGINT] {
+        pod::signal(&deletion, signal);
+    }
+    std::fs::write(&go, "").unwrap();
+    assert!(deletion.wait().unwrap().success());
+    assert!(!exists(format!("{}/{}", pod.path("runc/test"), pod.id("a"))));
+}
+
+#[test]
+fn a_container_that_is_being_created_is_answered_before_the_end() {
+    let mut pod = Pod::new();
+    let (with, began, go) = slow_runtime(&pod, "create");
     let pid = std::thread::scope(|scope| {
         let created = scope.spawn(|| pod.try_create("a", "sleep 1000", &with));
         eventually("the runtime runs", || exists(&began).then_some(()));
-        pod.signal(libc::SIGTERM);
+        pod::signal(&pod.shim, libc::SIGTERM);
         std::fs::write(&go, "").unwrap();
         created.join().unwrap().unwrap()
     });

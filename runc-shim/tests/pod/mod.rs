@@ -293,27 +293,23 @@ impl Pod {
         self.has_ended();
     }
 
-    /// Signals the shim.
-    pub fn signal(&self, signal: i32) {
-        let pid = rustix::process::Pid::from_child(&self.shim);
-        let signal = rustix::process::Signal::from_named_raw(signal).unwrap();
-        rustix::process::kill_process(pid, signal).unwrap();
-    }
-
     /// Waits for the shim's end, which is a good one.
     pub fn has_ended(&mut self) {
         let status = eventually("the shim ends", || self.shim.try_wait().unwrap());
         assert!(status.success(), "{status}");
     }
 
-    /// Deletes a container whose shim is gone, as containerd does.
+    /// What containerd runs to delete a container whose shim is gone.
+    pub fn deletion(&self, id: &str) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pause-sandboxer-runc-shim"));
+        command.args(["-namespace", "test", "-id", &self.id(id), "-bundle"]);
+        command.arg(self.bundle(id)).arg("delete");
+        command
+    }
+
+    /// Runs it.
     pub fn delete_after_shim(&self, id: &str) -> DeleteResponse {
-        let output = Command::new(env!("CARGO_BIN_EXE_pause-sandboxer-runc-shim"))
-            .args(["-namespace", "test", "-id", &self.id(id), "-bundle"])
-            .arg(self.bundle(id))
-            .arg("delete")
-            .output()
-            .unwrap();
+        let output = self.deletion(id).output().unwrap();
         assert!(output.status.success(), "{output:?}");
         let left = format!("{}/{}", self.path("runc/test"), self.id(id));
         assert!(!exists(&left), "{left}");
@@ -380,6 +376,13 @@ fn process(script: &str, terminal: bool) -> Value {
             "bounding": ["CAP_KILL"], "effective": ["CAP_KILL"], "permitted": ["CAP_KILL"],
         },
     })
+}
+
+/// Signals a child.
+pub fn signal(child: &Child, signal: i32) {
+    let pid = rustix::process::Pid::from_child(child);
+    let signal = rustix::process::Signal::from_named_raw(signal).unwrap();
+    rustix::process::kill_process(pid, signal).unwrap();
 }
 
 /// Reads a FIFO as containerd does, until its end; it is opened before this returns.
