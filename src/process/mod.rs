@@ -87,7 +87,7 @@ pub trait Process: Send + Sync + fmt::Debug {
     fn exited(&self) -> BoxFuture<'_, Exit>;
 }
 
-/// What [`Driver::adopt`] found of a recorded process.
+/// What an adoption found of a recorded process.
 #[derive(Debug)]
 pub enum Adoption {
     /// Alive and the same process.

@@ -1,7 +1,7 @@
 //! The pod's shim: the Task endpoint of its containers, and what serves there.
 //!
-//! There are three kinds, by who makes the socket. With a [`handover`] the daemon makes it,
-//! launches the shim with it on the first call, watches the shim and ends it. A [`self_started`]
+//! There are three kinds, by who makes the socket. With a `handover` the daemon makes it,
+//! launches the shim with it on the first call, watches the shim and ends it. A `self_started`
 //! shim makes its socket itself, in its `start`, and may run the pause as well: [`driver`]. A
 //! [`containerd_owned`] shim is started by containerd with the pod's first container, and the
 //! daemon knows only where its socket is.
