@@ -3,8 +3,10 @@
 //! ```text
 //! Creating -> Created -> Starting -> Running <-> Pausing, Paused, Resuming
 //!     |          |           |          |             |
-//!   (none)       +-----------+----------+-------------+--> Exiting -> Stopped -> Deleting ->
-//! (none) ```
+//!   (none)       +-----------+----------+-------------+--> Exiting -> Stopped
+//!                                                                        |
+//!                                                          (none) <- Deleting
+//! ```
 //!
 //! An exit that is seen while the runtime starts the container is kept until it is done, so that
 //! the start is announced first. `Exiting` is left when no process that was executed in the
