@@ -183,7 +183,7 @@ impl Machine {
     /// Nothing is known of it any more but its exit, not even what was under way: its pause is
     /// looked for. Readers see the old phase until it is found.
     pub fn adopt_again(&mut self) -> Vec<Action> {
-        *self = Self::new(Phase::Unknown, self.exit);
+        *self = Self { shim_died: self.shim_died, ..Self::new(Phase::Unknown, self.exit) };
         let mut out = Vec::new();
         self.run(Job::Adopt, &mut out);
         out

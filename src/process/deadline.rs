@@ -190,8 +190,13 @@ pub(crate) fn poll_until(until: Instant, mut done: impl FnMut() -> bool) -> io::
 /// before. It keeps its pid as long.
 pub(crate) fn thaw_if_frozen(freezer: &OwnedFd, pid: u32) -> io::Result<()> {
     let cgroups = match fs::read_to_string(format!("/proc/{pid}/cgroup")) {
+        Ok(cgroups) => cgroups,
         Err(e) if identity::gone(&e) => return Ok(()),
-        other => other?,
+        // The kill has succeeded: what hinders only the search for a freeze does not undo that.
+        Err(e) => {
+            log::warn!(pid = pid; "failed to read the cgroup of a killed process: {e}");
+            return Ok(());
+        }
     };
     let path = cgroups.lines().find_map(|line| {
         let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
@@ -202,10 +207,17 @@ pub(crate) fn thaw_if_frozen(freezer: &OwnedFd, pid: u32) -> io::Result<()> {
     let mut state = match sys::open(Some(freezer.as_fd()), &state, libc::O_RDONLY, 0) {
         // The root, which is never frozen, or a cgroup that has been removed since.
         Err(Errno::NOENT) => return Ok(()),
-        other => File::from(other?),
+        Err(e) => {
+            log::warn!(pid = pid; "failed to open the freezer of a killed process: {e}");
+            return Ok(());
+        }
+        Ok(state) => File::from(state),
     };
     let mut frozen = String::new();
-    state.read_to_string(&mut frozen)?;
+    if state.read_to_string(&mut frozen).is_err() {
+        // The cgroup has been removed since (ENODEV).
+        return Ok(());
+    }
     match frozen.trim() {
         "THAWED" => Ok(()),
         _ => match thaw(freezer, pid.cast_signed()) {

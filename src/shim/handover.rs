@@ -407,13 +407,20 @@ impl Handover {
     }
 
     /// No shim comes: hangs up on the callers, as containerd would wait for ever.
-    async fn reject_callers(&self, reason: &str) {
+    async fn reject_callers(self: &Arc<Self>, reason: &str) {
         let runtime = self.shim.runtime().name.as_str();
         log::error!(sandbox = self.shim.id(), runtime = runtime; "failed to launch shim: {reason}");
-        let listener = self.state().listener.clone();
-        if let Some(Ok(listener)) = listener.map(|listener| listener.try_clone()) {
+        let hung_up = self.blocking(|endpoint| {
+            let listener = endpoint.state().listener.clone();
+            let Some(Ok(listener)) = listener.map(|listener| listener.try_clone()) else { return };
             let listener = UnixListener::from(listener);
-            while listener.accept().is_ok() {}
+            // The flag is the socket's, not the descriptor's: a shim may have cleared it.
+            if listener.set_nonblocking(true).is_ok() {
+                while listener.accept().is_ok() {}
+            }
+        });
+        if let Err(step) = hung_up.await {
+            log::error!(sandbox = self.shim.id(); "failed to hang up on callers: {step}");
         }
         sleep(AGAIN / 10).await;
     }

@@ -166,9 +166,18 @@ impl PodShim {
 
     /// Does what containerd's own shims do for themselves in their `start`, and records the shim.
     fn settle(&self, process: &dyn Process) -> Result<(), StepError> {
+        self.place(process)?;
+        self.record_running(process)
+    }
+
+    fn place(&self, process: &dyn Process) -> Result<(), StepError> {
+        let pid = process.identity().pid;
+        placement::raise_oom_score(pid)?;
+        placement::join_cgroup(pid, &self.runtime)
+    }
+
+    fn record_running(&self, process: &dyn Process) -> Result<(), StepError> {
         let identity = process.identity().clone();
-        placement::raise_oom_score(identity.pid)?;
-        placement::join_cgroup(identity.pid, &self.runtime)?;
         self.bundle().record(Some(&Recorded::Running { identity }))
     }
 
@@ -215,8 +224,13 @@ impl PodShim {
     /// reads its log again. It serves, so it is kept, whatever fails. Blocks.
     pub(super) fn adopt(&self, process: Arc<dyn Process>, cut_off: bool) -> Running {
         log::info!(sandbox = self.id(), pid = process.identity().pid; "adopted shim");
-        if cut_off && let Err(step) = self.settle(&*process) {
-            log::error!(sandbox = self.id(); "failed to complete launch of shim: {step}");
+        if cut_off {
+            // It serves: without a record, its exit while no daemon runs would be missed.
+            for step in [self.place(&*process), self.record_running(&*process)] {
+                if let Err(step) = step {
+                    log::error!(sandbox = self.id(); "failed to complete launch of shim: {step}");
+                }
+            }
         }
         let log = shim_log::read(&self.bundle().log(), &self.id);
         let log = log.inspect_err(|step| {

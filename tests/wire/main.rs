@@ -275,7 +275,7 @@ fn begin_waits(
     waits
 }
 
-/// Median time of a Status.
+/// Time of the fastest Status of 51: a busy machine delays some of them, a queue all.
 async fn status_time(client: &Client) -> Duration {
     let mut times = Vec::new();
     for _ in 0..51 {
@@ -283,8 +283,7 @@ async fn status_time(client: &Client) -> Duration {
         client.call::<c::ControllerStatusResponse>("Status", status("a", false)).await.unwrap();
         times.push(begun.elapsed());
     }
-    times.sort();
-    times[25]
+    times.into_iter().min().unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

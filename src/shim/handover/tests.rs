@@ -1,7 +1,10 @@
 //! An endpoint without a node.
 
+use std::io::Read as _;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command};
+use std::time::Duration;
 
 use super::*;
 use crate::process::held::Namespace;
@@ -120,6 +123,22 @@ async fn an_idle_endpoint_has_no_task() {
         tokio::task::yield_now().await;
     }
     assert!(endpoint.state().idle.is_none(), "an endpoint that has ended holds its pod");
+}
+
+/// The flag belongs to the socket, which the shim shares.
+#[tokio::test]
+async fn a_shim_that_lets_accept_block_holds_up_no_thread() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_shims, endpoint) = make_endpoint(dir.path());
+    endpoint.listen().await.unwrap();
+    let listener = endpoint.state().listener.clone().unwrap().try_clone().unwrap();
+    UnixListener::from(listener).set_nonblocking(false).unwrap();
+    let caller = UnixStream::connect(endpoint.socket()).unwrap();
+    let rejected = endpoint.reject_callers("it exited with status 1 before it answered");
+    tokio::time::timeout(Duration::from_secs(10), rejected).await.unwrap();
+    caller.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    assert_eq!((&caller).read(&mut [0]).unwrap(), 0, "the caller is hung up on");
+    endpoint.end().await.unwrap();
 }
 
 #[tokio::test]
