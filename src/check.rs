@@ -123,7 +123,7 @@ pub fn worst(findings: &[Finding]) -> Level {
 }
 
 /// A file's text, or the finding that it cannot be read.
-fn read(subject: &'static str, path: &str) -> Result<String, Finding> {
+fn read_file(subject: &'static str, path: &str) -> Result<String, Finding> {
     std::fs::read_to_string(path).map_err(|e| {
         Finding::fail(subject, format!("read {path}: {e}"), "mount /proc and /sys as usual")
     })

@@ -25,7 +25,7 @@ const DEADLINE: Duration = Duration::from_secs(2 * TIMEOUT.as_secs());
 
 /// A failed call.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
+pub enum ClientError {
     /// No daemon responds.
     #[error("no daemon answers on {}: {reason} -> {advice}", .socket.display())]
     Down {
@@ -58,8 +58,8 @@ impl Client {
     /// Connects to the daemon of `config`.
     ///
     /// # Errors
-    /// [`Error::Down`].
-    pub fn connect(config: &Config) -> Result<Self, Error> {
+    /// [`ClientError::Down`].
+    pub fn connect(config: &Config) -> Result<Self, ClientError> {
         let socket = config.ttrpc_socket();
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -76,8 +76,8 @@ impl Client {
     /// All sandboxes, sorted by id; with their resource usage if `usage` is set.
     ///
     /// # Errors
-    /// [`Error::Down`], or what the daemon answers.
-    pub fn list(&self, usage: bool) -> Result<Vec<Sandbox>, Error> {
+    /// [`ClientError::Down`], or what the daemon answers.
+    pub fn list(&self, usage: bool) -> Result<Vec<Sandbox>, ClientError> {
         let mut all: Vec<Sandbox> = Vec::new();
         loop {
             let after = all.last().map(|last| last.id.clone()).unwrap_or_default();
@@ -96,41 +96,41 @@ impl Client {
     /// `NAMESPACE/POD`: a JSON object.
     ///
     /// # Errors
-    /// [`Error::NoSuch`], [`Error::Down`], or what the daemon answers.
-    pub fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {
+    /// [`ClientError::NoSuch`], [`ClientError::Down`], or what the daemon answers.
+    pub fn inspect(&self, id: &str) -> Result<serde_json::Value, ClientError> {
         let all = self.list(false)?;
         let id = resolve(id, &all)?.id.clone();
         let request = InspectRequest { id, ..Default::default() };
         let json =
             self.answer(self.inspect.inspect(context::with_duration(DEADLINE), &request))?.json;
         serde_json::from_str(&json)
-            .map_err(|e| Error::Refused(format!("the daemon's response is not JSON: {e}")))
+            .map_err(|e| ClientError::Refused(format!("the daemon's response is not JSON: {e}")))
     }
 
     /// Waits for the response of a call.
-    fn answer<T>(&self, call: impl Future<Output = ttrpc::Result<T>>) -> Result<T, Error> {
+    fn answer<T>(&self, call: impl Future<Output = ttrpc::Result<T>>) -> Result<T, ClientError> {
         let answer = self.runtime.block_on(async { tokio::time::timeout(TIMEOUT, call).await });
         answer.map_err(|_| self.late())?.map_err(|e| self.failed(e))
     }
 
-    fn late(&self) -> Error {
-        Error::Down {
+    fn late(&self) -> ClientError {
+        ClientError::Down {
             socket: self.socket.clone(),
             reason: format!("no response within {} s", TIMEOUT.as_secs()),
             advice: "it may still recover its pods: see its log, journalctl -u pause-sandboxer",
         }
     }
 
-    fn failed(&self, error: ttrpc::Error) -> Error {
+    fn failed(&self, error: ttrpc::Error) -> ClientError {
         match error {
             ttrpc::Error::RpcStatus(status) => match status.code() {
                 Code::DEADLINE_EXCEEDED => self.late(),
                 Code::UNIMPLEMENTED => {
-                    Error::Refused("the running daemon is older than this program".to_owned())
+                    ClientError::Refused("the running daemon is older than this program".to_owned())
                 }
-                _ => Error::Refused(status.message),
+                _ => ClientError::Refused(status.message),
             },
-            other => Error::Down {
+            other => ClientError::Down {
                 socket: self.socket.clone(),
                 reason: other.to_string(),
                 advice: "it may have just exited; only root can connect",
@@ -139,16 +139,16 @@ impl Client {
     }
 }
 
-fn down(socket: &Path, e: &io::Error) -> Error {
+fn down(socket: &Path, e: &io::Error) -> ClientError {
     let advice = match e.kind() {
         io::ErrorKind::PermissionDenied => "only root can connect",
         _ => "start it: systemctl start pause-sandboxer",
     };
-    Error::Down { socket: socket.to_owned(), reason: e.to_string(), advice }
+    ClientError::Down { socket: socket.to_owned(), reason: e.to_string(), advice }
 }
 
 /// The one sandbox with this id, id prefix or `NAMESPACE/POD`.
-fn resolve<'a>(name: &str, all: &'a [Sandbox]) -> Result<&'a Sandbox, Error> {
+fn resolve<'a>(name: &str, all: &'a [Sandbox]) -> Result<&'a Sandbox, ClientError> {
     let mut found: Vec<&Sandbox> = match name.split_once('/') {
         Some((namespace, pod)) => {
             all.iter().filter(|of| of.namespace == namespace && of.pod == pod).collect()
@@ -163,8 +163,8 @@ fn resolve<'a>(name: &str, all: &'a [Sandbox]) -> Result<&'a Sandbox, Error> {
     }
     match found.as_slice() {
         [one] => Ok(one),
-        [] => Err(Error::NoSuch(format!("no sandbox {name:?}"))),
-        many => Err(Error::NoSuch(format!(
+        [] => Err(ClientError::NoSuch(format!("no sandbox {name:?}"))),
+        many => Err(ClientError::NoSuch(format!(
             "{name:?} matches {} sandboxes: {}",
             many.len(),
             many.iter().map(|of| of.id.as_str()).collect::<Vec<_>>().join(", ")

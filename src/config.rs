@@ -17,13 +17,13 @@ mod value;
 pub use environment::Variables;
 pub use pattern::Pattern;
 pub use value::{
-    Categories, CgroupDriver, DriverName, Drivers, LogFormat, Metrics, ShimOwner, Shims,
+    Categories, CgroupDriver, DriverName, Drivers, LogFormat, Metrics, ShimBinaries, ShimOwner,
 };
 
 use toml::Spanned;
 use toml::de::DeValue;
 
-use value::Value;
+use value::SettingValue;
 
 /// The config file that is read when none is named; it need not exist.
 pub const DEFAULT_FILE: &str = "/etc/pause-sandboxer/config.toml";
@@ -103,9 +103,9 @@ macro_rules! settings {
         pub const SETTINGS: &[Setting] = &[$(Setting {
             name: stringify!($name),
             meaning: &[$($meaning),+],
-            kind: <$type as Value>::KIND,
+            kind: <$type as SettingValue>::KIND,
             set: |config, value| {
-                config.$name = <$type as Value>::read(value)?;
+                config.$name = <$type as SettingValue>::parse(value)?;
                 Ok(())
             },
             show: |config| config.$name.to_toml(),
@@ -147,7 +147,7 @@ settings! {
     shim: ShimOwner = ShimOwner::Sandboxer;
     /// Shims that replace those that containerd would find, by runtime name, for example
     /// `shims = { "io.containerd.runc.v2" = "/usr/local/bin/containerd-shim-other-v2" }`.
-    shims: Shims = Shims::default();
+    shims: ShimBinaries = ShimBinaries::default();
     /// Environment variables for the shims that the sandboxer starts, in addition to the daemon's
     /// own, for example `shim_env = ["SCHED_CORE=1"]`. The counterpart of containerd's `env` under
     /// `plugins."io.containerd.shim.v1.manager"`. With SCHED_CORE each shim and its containers are
@@ -190,7 +190,7 @@ settings! {
 
 /// Invalid settings: where, which and what is wrong.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Error {
+pub enum ConfigError {
     /// The config file could not be read.
     #[error("read config file {}: {reason}", .file.display())]
     Read {
@@ -235,7 +235,7 @@ impl Gathered {
         value: Spanned<DeValue<'_>>,
         shown: &str,
         origin: String,
-    ) -> Result<(), Error> {
+    ) -> Result<(), ConfigError> {
         let unknown = || "unknown setting (`pause-sandboxer config default` prints all)".to_owned();
         let set = Setting::named(name).ok_or_else(unknown).and_then(|setting| {
             let set = (setting.set)(&mut self.config, value);
@@ -253,13 +253,13 @@ impl Gathered {
                 self.origins.push((name, origin));
                 Ok(())
             }
-            Err(reason) => Err(Error::Setting { origin, name: name.to_owned(), reason }),
+            Err(reason) => Err(ConfigError::Setting { origin, name: name.to_owned(), reason }),
         }
     }
 
     /// Sets what the text of a flag says: a TOML list or table, another TOML value that fits, or
     /// else a string.
-    fn set_flag(&mut self, name: &str, text: &str) -> Result<(), Error> {
+    fn set_flag(&mut self, name: &str, text: &str) -> Result<(), ConfigError> {
         let origin = format!("flag --{}", name.replace('_', "-"));
         let shown = format!("{text:?}");
         if let Ok(value) = DeValue::parse(text) {
@@ -273,7 +273,7 @@ impl Gathered {
         self.set(name, string, &shown, origin)
     }
 
-    fn checked(self) -> Result<Config, Error> {
+    fn checked(self) -> Result<Config, ConfigError> {
         match self.config.fault() {
             None => Ok(self.config),
             Some((name, reason)) => {
@@ -283,7 +283,11 @@ impl Gathered {
                     .rev()
                     .find(|(n, _)| *n == name)
                     .map_or("default", |(_, o)| o);
-                Err(Error::Setting { origin: origin.to_owned(), name: name.to_owned(), reason })
+                Err(ConfigError::Setting {
+                    origin: origin.to_owned(),
+                    name: name.to_owned(),
+                    reason,
+                })
             }
         }
     }
@@ -295,14 +299,14 @@ impl Config {
     ///
     /// # Errors
     /// A file that cannot be read or is not TOML; the first setting that is unknown or wrong.
-    pub fn load(file: Option<&Path>, flags: &[(String, String)]) -> Result<Self, Error> {
+    pub fn load(file: Option<&Path>, flags: &[(String, String)]) -> Result<Self, ConfigError> {
         let (path, optional) = (file.unwrap_or(Path::new(DEFAULT_FILE)), file.is_none());
         match std::fs::read_to_string(path) {
             Ok(text) => Self::parse(path, &text, flags),
             Err(e) if optional && e.kind() == std::io::ErrorKind::NotFound => {
                 Self::parse(path, "", flags)
             }
-            Err(e) => Err(Error::Read { file: path.to_owned(), reason: e.to_string() }),
+            Err(e) => Err(ConfigError::Read { file: path.to_owned(), reason: e.to_string() }),
         }
     }
 
@@ -310,9 +314,9 @@ impl Config {
     ///
     /// # Errors
     /// The text is not TOML; the first setting that is unknown or wrong.
-    pub fn parse(path: &Path, text: &str, flags: &[(String, String)]) -> Result<Self, Error> {
+    pub fn parse(path: &Path, text: &str, flags: &[(String, String)]) -> Result<Self, ConfigError> {
         let mut gathered = Gathered { config: Self::default(), origins: Vec::new() };
-        file::read(path, text, &mut gathered)?;
+        file::gather(path, text, &mut gathered)?;
         for (name, text) in flags {
             gathered.set_flag(name, text)?;
         }

@@ -35,14 +35,14 @@ const NOT_FOUND: &str = "5";
 
 /// containerd's record of sandboxes.
 #[derive(Clone, Debug)]
-pub struct Store {
+pub struct SandboxStore {
     /// containerd's gRPC socket.
     pub address: PathBuf,
     /// The namespace that CRI uses.
     pub namespace: String,
 }
 
-impl Store {
+impl SandboxStore {
     /// Whether containerd knows the sandbox.
     ///
     /// # Errors
@@ -89,12 +89,12 @@ impl Store {
         method: &str,
         message: &impl protobuf::Message,
     ) -> Result<(String, Bytes), StepError> {
-        let asked = tokio::time::timeout(WITHIN, self.ask(method, message)).await;
+        let asked = tokio::time::timeout(WITHIN, self.send_request(method, message)).await;
         asked.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())).step_at(what, &self.address)
     }
 
     /// The gRPC status and the response of a call.
-    async fn ask(
+    async fn send_request(
         &self,
         method: &str,
         message: &impl protobuf::Message,

@@ -134,7 +134,7 @@ impl Controller {
     /// # Errors
     /// [`Error::State`] unless it was just created; else the failed step, and nothing is left.
     pub async fn start(&self, id: &str) -> Result<StartResponse, Error> {
-        self.find(id)?.start().await
+        self.sandbox(id)?.start().await
     }
 
     /// The node's own platform. CRI asks this before every container, so the sandbox gets ready for
@@ -143,7 +143,7 @@ impl Controller {
     /// # Errors
     /// [`Error::NotFound`].
     pub async fn platform(&self, id: &str) -> Result<Platform, Error> {
-        self.find(id)?.prepare();
+        self.sandbox(id)?.prepare();
         Ok(Platform::node())
     }
 
@@ -152,7 +152,7 @@ impl Controller {
     /// # Errors
     /// The failed step; the rest continues in the background.
     pub async fn stop(&self, id: &str) -> Result<(), Error> {
-        self.find(id)?.stop().await
+        self.sandbox(id)?.stop().await
     }
 
     /// Answers when the pause has exited, before or after it did.
@@ -160,7 +160,7 @@ impl Controller {
     /// # Errors
     /// [`Error::NotFound`].
     pub fn wait(&self, id: &str) -> impl Future<Output = Result<Exit, Error>> + Send + use<> {
-        match self.find(id) {
+        match self.sandbox(id) {
             Ok(sandbox) => Either::Left(sandbox.wait()),
             // Any other code would be taken for the sandbox's exit.
             Err(Error::Fault { id, .. }) => Either::Right(ready(Err(Error::Stopping { id }))),
@@ -173,7 +173,7 @@ impl Controller {
     /// # Errors
     /// [`Error::NotFound`], or the failed step of the restoring.
     pub async fn status(&self, id: &str, verbose: bool) -> Result<StatusReport, Error> {
-        self.find(id)?.status(verbose).await
+        self.sandbox(id)?.status(verbose).await
     }
 
     /// Removes all that is left of the sandbox. Unknown id: success.
@@ -181,7 +181,7 @@ impl Controller {
     /// # Errors
     /// What could not be removed.
     pub async fn shutdown(&self, id: &str) -> Result<(), Error> {
-        match self.find(id) {
+        match self.sandbox(id) {
             Err(Error::NotFound { .. }) => Ok(()),
             Err(e) => Err(e),
             Ok(sandbox) => sandbox.shutdown().await,
@@ -193,7 +193,7 @@ impl Controller {
     /// # Errors
     /// [`Error::NotFound`], or the failed step.
     pub async fn metrics(&self, id: &str) -> Result<Metric, Error> {
-        self.find(id)?.metrics().await
+        self.sandbox(id)?.metrics().await
     }
 
     /// Stores what `fields` name of `info`; without fields all of it.
@@ -207,7 +207,7 @@ impl Controller {
         info: SandboxInfo,
         fields: Vec<String>,
     ) -> Result<(), Error> {
-        self.find(id)?.update(info, fields).await
+        self.sandbox(id)?.update(info, fields).await
     }
 
     /// At most `most` lines of the list of sandboxes, by id, of those behind `after`; and whether
@@ -310,7 +310,7 @@ impl Controller {
         Ok(())
     }
 
-    fn find(&self, id: &str) -> Result<Arc<Sandbox>, Error> {
+    fn sandbox(&self, id: &str) -> Result<Arc<Sandbox>, Error> {
         self.check(id)?;
         match self.sandboxes.turn().get(id) {
             Some(Slot::Live(sandbox)) => Ok(sandbox.clone()),

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::stat::{Mode, umask};
-use pause_sandboxer::cli::Settings;
+use pause_sandboxer::cli::SettingsSource;
 use pause_sandboxer::config::Config;
-use pause_sandboxer::containerd::Store;
+use pause_sandboxer::containerd::SandboxStore;
 use pause_sandboxer::controller::Controller;
 use pause_sandboxer::error::{IoContext as _, StepError};
 use pause_sandboxer::pause::native::Native;
@@ -39,7 +39,7 @@ const DRAIN: Duration = Duration::from_secs(20);
 ///
 /// # Errors
 /// The step that failed.
-pub(crate) fn serve(config: &Config, settings: &Settings) -> Result<(), StepError> {
+pub(crate) fn serve(config: &Config, settings: &SettingsSource) -> Result<(), StepError> {
     logging::init(config)
         .map_err(|reason| StepError::new("initialize logging", io::Error::other(reason)))?;
     log_panics();
@@ -74,7 +74,7 @@ pub(crate) fn serve(config: &Config, settings: &Settings) -> Result<(), StepErro
 /// `timeout` that of the watchdog.
 async fn run(
     config: &Config,
-    settings: &Settings,
+    settings: &SettingsSource,
     open_files: Option<u64>,
     timeout: Duration,
 ) -> Result<(), StepError> {
@@ -90,7 +90,7 @@ async fn run(
     let server = wire::Server::ahead(controllers, grpc, ttrpc)
         .counted(Arc::clone(&environment.telemetry))
         .of_namespace(&config.containerd_namespace);
-    let mut server = Server { stop, task: tokio::spawn(server.run(stopped)) };
+    let mut server = RunningServer { stop, task: tokio::spawn(server.run(stopped)) };
     // Logs its result. If containerd is not up yet, the first Create repeats the check.
     let _ = environment.mounts.admit();
     let recovered = tokio::select! {
@@ -133,7 +133,7 @@ fn environment(config: &Config, open_files: Option<u64>) -> Result<Arc<Environme
 
 /// Starts the tasks that no call waits for.
 fn background(config: &Config, controller: &Arc<Controller>) -> [JoinHandle<()>; 2] {
-    let store = Store {
+    let store = SandboxStore {
         address: config.containerd_address.clone(),
         namespace: config.containerd_namespace.clone(),
     };
@@ -144,12 +144,12 @@ fn background(config: &Config, controller: &Arc<Controller>) -> [JoinHandle<()>;
 }
 
 /// The server of both protocols.
-struct Server {
+struct RunningServer {
     stop: watch::Sender<bool>,
     task: JoinHandle<Result<(), StepError>>,
 }
 
-impl Server {
+impl RunningServer {
     /// Ends pending calls with UNAVAILABLE, which containerd retries.
     async fn stop(&mut self) {
         // The receiver is gone only if the server is.
@@ -160,10 +160,10 @@ impl Server {
 
 /// Handles signals and the watchdog until the daemon is stopped.
 async fn supervise(
-    server: &mut Server,
+    server: &mut RunningServer,
     signals: &mut Signals,
     mut watchdog: Watchdog,
-    settings: &Settings,
+    settings: &SettingsSource,
 ) -> Result<(), StepError> {
     loop {
         tokio::select! {
@@ -173,8 +173,8 @@ async fn supervise(
                 return Err(StepError::new("serve", io::Error::other("the server exited")));
             }
             signal = signals.next() => match signal {
-                Event::Stop => return Ok(()),
-                Event::Reload => reload(settings),
+                SignalEvent::Stop => return Ok(()),
+                SignalEvent::Reload => reload(settings),
             },
             blocked = watchdog.blocked() => watchdog.report(&blocked),
         }
@@ -182,7 +182,7 @@ async fn supervise(
 }
 
 /// Waits for pending calls and jobs, up to a timeout or a second signal.
-async fn drain(server: &mut Server, signals: &mut Signals, controller: &Controller) {
+async fn drain(server: &mut RunningServer, signals: &mut Signals, controller: &Controller) {
     let drained = async {
         server.stop().await;
         controller.drain().await;
@@ -197,7 +197,7 @@ async fn drain(server: &mut Server, signals: &mut Signals, controller: &Controll
 }
 
 /// What a signal asks for.
-enum Event {
+enum SignalEvent {
     Stop,
     Reload,
 }
@@ -220,11 +220,11 @@ impl Signals {
     }
 
     /// Waits for the next signal.
-    async fn next(&mut self) -> Event {
+    async fn next(&mut self) -> SignalEvent {
         tokio::select! {
-            _ = self.terminate.recv() => Event::Stop,
-            _ = self.interrupt.recv() => Event::Stop,
-            _ = self.hangup.recv() => Event::Reload,
+            _ = self.terminate.recv() => SignalEvent::Stop,
+            _ = self.interrupt.recv() => SignalEvent::Stop,
+            _ = self.hangup.recv() => SignalEvent::Reload,
         }
     }
 
@@ -238,7 +238,7 @@ impl Signals {
 }
 
 /// Reloads the log level; other settings need a restart.
-fn reload(settings: &Settings) {
+fn reload(settings: &SettingsSource) {
     match settings.load() {
         Ok(config) => {
             logging::set_level(config.log_level);

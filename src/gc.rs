@@ -9,12 +9,12 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::containerd::Store;
+use crate::containerd::SandboxStore;
 use crate::controller::Controller;
 use crate::podsandbox::Sandbox;
 
 /// Collects every `interval`, forever.
-pub async fn collect(controller: Arc<Controller>, store: Store, interval: Duration) {
+pub async fn collect(controller: Arc<Controller>, store: SandboxStore, interval: Duration) {
     let mut suspects: HashSet<String> = HashSet::new();
     let mut ticks = tokio::time::interval(interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);

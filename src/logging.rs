@@ -146,9 +146,9 @@ impl Log for Logger {
 
 /// The fields of a record, as JSON values in their order.
 #[derive(Default)]
-struct Fields(Vec<(String, Value)>);
+struct LineFields(Vec<(String, Value)>);
 
-impl Fields {
+impl LineFields {
     /// Adds the pod of the sandbox that the line is about, and the trace of what is at work.
     fn complete(&mut self) {
         let sandbox =
@@ -164,7 +164,7 @@ impl Fields {
     }
 }
 
-impl<'kvs> VisitSource<'kvs> for Fields {
+impl<'kvs> VisitSource<'kvs> for LineFields {
     fn visit_pair(
         &mut self,
         key: Key<'kvs>,
@@ -182,7 +182,7 @@ impl<'kvs> VisitSource<'kvs> for Fields {
 
 /// One line for `record`, with its line feed. Whatever the message holds, it stays one line.
 fn line(format: LogFormat, now: SystemTime, record: &Record<'_>) -> String {
-    let mut fields = Fields::default();
+    let mut fields = LineFields::default();
     // Our visitor does not fail; a source that does has given what it could.
     let _ = record.key_values().visit(&mut fields);
     fields.complete();

@@ -7,7 +7,9 @@ use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
 use pause_sandboxer::check::{self, Level};
-use pause_sandboxer::cli::{self, Command, ConfigCommand, DOWN, Format, Settings, WARNED, table};
+use pause_sandboxer::cli::{
+    self, Command, ConfigCommand, DOWN, Format, SettingsSource, WARNED, table,
+};
 use pause_sandboxer::client::{self, Client};
 use pause_sandboxer::config::{self, Config};
 use pause_sandboxer::error::StepError;
@@ -16,32 +18,32 @@ use pause_sandboxer::oci_image;
 mod daemon;
 
 /// Why a command failed: the reason, and the exit status.
-struct Failure {
+struct CommandFailure {
     reason: String,
     status: u8,
 }
 
-impl From<String> for Failure {
+impl From<String> for CommandFailure {
     fn from(reason: String) -> Self {
         Self { reason, status: 1 }
     }
 }
 
-impl From<config::Error> for Failure {
-    fn from(error: config::Error) -> Self {
+impl From<config::ConfigError> for CommandFailure {
+    fn from(error: config::ConfigError) -> Self {
         error.to_string().into()
     }
 }
 
-impl From<StepError> for Failure {
+impl From<StepError> for CommandFailure {
     fn from(error: StepError) -> Self {
         error.to_string().into()
     }
 }
 
-impl From<client::Error> for Failure {
-    fn from(error: client::Error) -> Self {
-        let status = if matches!(error, client::Error::Down { .. }) { DOWN } else { 1 };
+impl From<client::ClientError> for CommandFailure {
+    fn from(error: client::ClientError) -> Self {
+        let status = if matches!(error, client::ClientError::Down { .. }) { DOWN } else { 1 };
         Self { reason: error.to_string(), status }
     }
 }
@@ -51,14 +53,14 @@ fn main() -> ExitCode {
         Ok(cli) => run(cli.command),
         Err(error) => error.exit(),
     };
-    done.unwrap_or_else(|Failure { reason, status }| {
+    done.unwrap_or_else(|CommandFailure { reason, status }| {
         // There is no other place for the reason if standard error is closed.
         let _ = writeln!(io::stderr().lock(), "pause-sandboxer: {reason}");
         status.into()
     })
 }
 
-fn run(command: Command) -> Result<ExitCode, Failure> {
+fn run(command: Command) -> Result<ExitCode, CommandFailure> {
     match command {
         Command::Serve(settings) => daemon::serve(&settings.load()?, &settings)?,
         Command::List { output, settings } => {
@@ -85,7 +87,7 @@ fn run(command: Command) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn check(options: &cli::Check) -> Result<ExitCode, Failure> {
+fn check(options: &cli::Check) -> Result<ExitCode, CommandFailure> {
     let findings = check::run(&check::Subject {
         config: options.settings.load()?,
         containerd_config: options.containerd_config.clone(),
@@ -103,7 +105,7 @@ fn check(options: &cli::Check) -> Result<ExitCode, Failure> {
 }
 
 /// Shows the resource usage of the pods, until interrupted or once.
-fn stats(once: bool, interval: u32, settings: &Settings) -> Result<(), Failure> {
+fn stats(once: bool, interval: u32, settings: &SettingsSource) -> Result<(), CommandFailure> {
     let once = once || !io::stdout().is_terminal();
     let client = Client::connect(&settings.load()?)?;
     let mut stats = table::Stats::default();

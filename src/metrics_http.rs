@@ -32,7 +32,7 @@ const RETRY: Duration = Duration::from_secs(1);
 const MAX_AGE: Duration = Duration::from_millis(200);
 
 /// A listener of either kind.
-enum Listener {
+enum MetricsListener {
     Unix(UnixListener),
     Tcp(TcpListener),
 }
@@ -41,7 +41,7 @@ enum Listener {
 trait Stream: AsyncRead + AsyncWrite + Unpin + Send {}
 impl<T: AsyncRead + AsyncWrite + Unpin + Send> Stream for T {}
 
-impl Listener {
+impl MetricsListener {
     async fn bind(address: &Metrics) -> Result<Option<Self>, StepError> {
         Ok(match address {
             Metrics::Off => None,
@@ -69,7 +69,7 @@ impl Listener {
 pub async fn serve(controller: Arc<Controller>, address: Metrics) {
     let mut logged = false;
     let listener = loop {
-        match Listener::bind(&address).await {
+        match MetricsListener::bind(&address).await {
             Ok(Some(listener)) => break listener,
             Ok(None) => return,
             Err(e) if !logged => {

@@ -71,7 +71,7 @@ pub fn view(of: &str, address: &Path, state: &Path) -> io::Result<View> {
 
 /// What was found of a containerd.
 #[derive(Debug)]
-struct Found {
+struct ContainerdProcess {
     /// Its directory in `/proc`: of this process and no later one of the same id.
     process: OwnedFd,
     /// Its mount namespace.
@@ -79,7 +79,7 @@ struct Found {
     view: View,
 }
 
-fn compare(of: &str, address: &Path, state: &Path) -> io::Result<Found> {
+fn compare(of: &str, address: &Path, state: &Path) -> io::Result<ContainerdProcess> {
     let ours = fs::read_link(Path::new("/proc").join(of).join(NAMESPACE))?.into_os_string();
     // Not blocking: a containerd that accepts nothing must not hold up who asks.
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
@@ -110,7 +110,7 @@ fn compare(of: &str, address: &Path, state: &Path) -> io::Result<Found> {
     if ended(&stream) {
         return Err(ErrorKind::ConnectionReset.into());
     }
-    Ok(Found { process, namespace, view })
+    Ok(ContainerdProcess { process, namespace, view })
 }
 
 /// Whether the other end of a connection is gone. What it has sent is dropped.
@@ -167,7 +167,7 @@ fn above<'a>(mountinfo: &'a str, path: &Path) -> Vec<&'a str> {
 pub struct Mounts {
     address: PathBuf,
     state: PathBuf,
-    found: Mutex<Option<Found>>,
+    found: Mutex<Option<ContainerdProcess>>,
 }
 
 impl Mounts {

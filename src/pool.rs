@@ -100,7 +100,7 @@ pub async fn run<T: Send + 'static>(
     let job = Arc::new(Mutex::new(Some((turn, piece, sender))));
     let queued = Arc::clone(&job);
     let work = move || {
-        let Some((turn, piece, sender)) = take(&queued) else { return };
+        let Some((turn, piece, sender)) = take_slot(&queued) else { return };
         let done = catch_unwind(AssertUnwindSafe(piece)).map_err(|panic| panicked(&*panic));
         // Held for as long as the thread is, also when the future is dropped.
         drop(turn);
@@ -108,14 +108,16 @@ pub async fn run<T: Send + 'static>(
     };
     // The runtime panics where it has no thread and can start none, and keeps the job: a later
     // thread must find nothing in it.
-    if catch_unwind(|| drop(tokio::task::spawn_blocking(work))).is_err() && take(&job).is_some() {
+    if catch_unwind(|| drop(tokio::task::spawn_blocking(work))).is_err()
+        && take_slot(&job).is_some()
+    {
         return Err(StepError::new("start a thread", io::Error::from_raw_os_error(libc::EAGAIN)));
     }
     receiver.await.unwrap_or_else(|_| Err(ending()))
 }
 
 /// A panic elsewhere leaves the value whole.
-fn take<T>(slot: &Mutex<Option<T>>) -> Option<T> {
+fn take_slot<T>(slot: &Mutex<Option<T>>) -> Option<T> {
     slot.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 

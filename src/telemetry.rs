@@ -64,15 +64,15 @@ metrics! {
     /// What a daemon counts.
     Metrics {
         /// Completed calls, by method and gRPC code; CANCELLED: the caller gave up
-        calls: Family<Call, Counter> = "calls";
+        calls: Family<CallLabels, Counter> = "calls";
         /// Time from the request of a call to its response, without Wait, which lasts as long as
         /// its sandbox
-        durations: Family<Method, Histogram, fn() -> Histogram> = "call_duration" [Seconds]
+        durations: Family<MethodLabels, Histogram, fn() -> Histogram> = "call_duration" [Seconds]
             from Family::new_with_constructor(latency as fn() -> Histogram);
         /// Calls in progress
-        in_flight: Family<Method, Gauge> = "calls_in_flight";
+        in_flight: Family<MethodLabels, Gauge> = "calls_in_flight";
         /// Sandboxes by state and driver
-        sandboxes: Family<Kind, Gauge> = "sandboxes";
+        sandboxes: Family<SandboxLabels, Gauge> = "sandboxes";
         /// Pause processes that exited, for any reason
         pause_exits: Counter = "pause_exits";
         /// Failed cleanups, each of which is retried
@@ -99,20 +99,20 @@ fn latency() -> Histogram {
 
 /// Labels of a completed call.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct Call {
+pub struct CallLabels {
     method: &'static str,
     code: &'static str,
 }
 
 /// Label of a method.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct Method {
+pub struct MethodLabels {
     method: &'static str,
 }
 
 /// Labels of sandboxes.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct Kind {
+pub struct SandboxLabels {
     state: &'static str,
     driver: String,
 }
@@ -160,16 +160,16 @@ impl std::ops::Deref for Telemetry {
 
 impl Telemetry {
     /// Counts a call of `method` as started; dropping the result counts it as CANCELLED.
-    pub fn call(self: &Arc<Self>, method: &'static str) -> Running {
-        self.in_flight.get_or_create(&Method { method }).inc();
-        Running { of: Some(Arc::clone(self)), method, begun: Instant::now() }
+    pub fn call(self: &Arc<Self>, method: &'static str) -> CallInProgress {
+        self.in_flight.get_or_create(&MethodLabels { method }).inc();
+        CallInProgress { of: Some(Arc::clone(self)), method, begun: Instant::now() }
     }
 
     fn called(&self, method: &'static str, code: &'static str, took: Duration) {
-        self.calls.get_or_create(&Call { method, code }).inc();
-        self.in_flight.get_or_create(&Method { method }).dec();
+        self.calls.get_or_create(&CallLabels { method, code }).inc();
+        self.in_flight.get_or_create(&MethodLabels { method }).dec();
         if !method.starts_with("Wait") {
-            self.durations.get_or_create(&Method { method }).observe(took.as_secs_f64());
+            self.durations.get_or_create(&MethodLabels { method }).observe(took.as_secs_f64());
         }
     }
 
@@ -186,14 +186,16 @@ impl Telemetry {
         self.sandboxes.clear();
         for (_, driver) in &census.sandboxes {
             for state in &census.states {
-                drop(self.sandboxes.get_or_create(&Kind { state, driver: driver.clone() }));
+                drop(
+                    self.sandboxes.get_or_create(&SandboxLabels { state, driver: driver.clone() }),
+                );
             }
         }
         for (state, driver) in &census.sandboxes {
-            self.sandboxes.get_or_create(&Kind { state, driver: driver.clone() }).inc();
+            self.sandboxes.get_or_create(&SandboxLabels { state, driver: driver.clone() }).inc();
         }
         self.cleanups_pending.set(census.cleanups_pending.try_into().unwrap_or(i64::MAX));
-        self.process.read();
+        self.process.refresh();
         let mut text = String::new();
         // Writing to a String does not fail.
         let _ = text::encode(&mut text, &self.registry);
@@ -203,14 +205,14 @@ impl Telemetry {
 
 /// A call in progress.
 #[derive(Debug)]
-pub struct Running {
+pub struct CallInProgress {
     /// `None` once it is counted.
     of: Option<Arc<Telemetry>>,
     method: &'static str,
     begun: Instant,
 }
 
-impl Running {
+impl CallInProgress {
     /// The method's name.
     pub fn method(&self) -> &'static str {
         self.method
@@ -224,7 +226,7 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for CallInProgress {
     fn drop(&mut self) {
         self.ended("CANCELLED");
     }

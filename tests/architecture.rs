@@ -339,6 +339,42 @@ fn functions_stay_short() {
     assert_eq!(long_functions("a.rs", &format!("{body}fn f() {{\n    x();\n}}\n")).len(), 0);
 }
 
+/// The types that a source defines outside of its tests, also those inside of functions. An
+/// associated type (`type` with an indentation) belongs to its trait.
+fn types(text: &str) -> Vec<String> {
+    let (program, _) = text.split_once("#[cfg(test)]\nmod tests {").unwrap_or((text, ""));
+    let name = |line: &str| {
+        let mut words = line.split_whitespace().skip_while(|word| word.starts_with("pub"));
+        let word = words.next().filter(|word| *word != "type" || !line.starts_with(' '))?;
+        let is_type = ["struct", "enum", "union", "trait", "type"].contains(&word);
+        let name = words.next().filter(|_| is_type)?;
+        name.split(|c: char| !c.is_alphanumeric()).next().map(str::to_owned)
+    };
+    program.lines().filter_map(name).collect()
+}
+
+/// A stranger who searches for a type's name finds one type. The pause program is a program of its
+/// own.
+#[test]
+fn each_type_of_the_daemon_has_a_name_of_its_own() {
+    let mut places: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (path, text) in sources() {
+        if !path.ends_with("/tests.rs") && !path.starts_with("src/pause/program/") {
+            for name in types(&text) {
+                places.entry(name).or_default().push(path.clone());
+            }
+        }
+    }
+    places.retain(|_, paths| paths.len() > 1);
+    assert!(places.is_empty(), "several types have one name: {places:#?}");
+    let text =
+        "pub(crate) struct A<T>(T);\nenum B {\n    type C = u8;\ntype D = u8;\n    struct E {";
+    assert_eq!(
+        types(&format!("{text}\n#[cfg(test)]\nmod tests {{\nstruct F;")),
+        ["A", "B", "D", "E"]
+    );
+}
+
 #[test]
 fn the_scan_sees_every_form_of_import() {
     let of: BTreeSet<String> = ["a", "b", "c", "d", "e", "own"].map(str::to_owned).into();

@@ -37,7 +37,7 @@ use systemd::Systemd;
 
 /// One mounted hierarchy.
 #[derive(Debug)]
-struct Hierarchy {
+struct OpenHierarchy {
     mount: PathBuf,
     root: Arc<OwnedFd>,
     /// Version 1 with the freezer controller.
@@ -65,7 +65,7 @@ const SCOPE_WEIGHT: (&str, u64) = ("CPUWeight", 1);
 /// The node's cgroup file systems.
 #[derive(Debug)]
 pub(crate) struct Cgroups {
-    hierarchies: Vec<Hierarchy>,
+    hierarchies: Vec<OpenHierarchy>,
     unified: bool,
     systemd: Systemd,
 }
@@ -109,7 +109,7 @@ impl Cgroups {
                 unified || sys::open(Some(root.as_fd()), SHARES.0, libc::O_PATH, 0).is_ok();
             let weight = has_shares.then_some(if unified { WEIGHT } else { SHARES });
             let has = |controller: &str| controllers.iter().any(|name| name == controller);
-            Ok(Hierarchy {
+            Ok(OpenHierarchy {
                 mount,
                 root: Arc::new(root),
                 freezer: has("freezer"),
@@ -162,7 +162,10 @@ impl Cgroups {
     ///
     /// # Errors
     /// The failed step; what was made has been removed then.
-    pub(crate) fn make(&self, placement: &Placement) -> Result<Option<Made<'_>>, StepError> {
+    pub(crate) fn make_cgroup(
+        &self,
+        placement: &Placement,
+    ) -> Result<Option<NewCgroup<'_>>, StepError> {
         match placement {
             Placement::Inherit => Ok(None),
             Placement::Directory(path) => self.make_directory(path, self.unified).map(Some),
@@ -184,7 +187,7 @@ impl Cgroups {
         }
     }
 
-    /// Finishes what [`Cgroups::make`] began, when the pause is born.
+    /// Finishes what [`Cgroups::make_cgroup`] began, when the pause is born.
     ///
     /// # Errors
     /// The failed step; [`Cgroups::remove`] is to undo what was done.
@@ -247,13 +250,17 @@ impl Cgroups {
 
     /// Makes the cgroup in every hierarchy, missing parents too. With `hand_down` the parents let
     /// it have what gives it its weight.
-    fn make_directory<'a>(&'a self, cgroup: &CStr, hand_down: bool) -> Result<Made<'a>, StepError> {
+    fn make_directory<'a>(
+        &'a self,
+        cgroup: &CStr,
+        hand_down: bool,
+    ) -> Result<NewCgroup<'a>, StepError> {
         const MAKE: &str = "make cgroup";
         if self.hierarchies.is_empty() {
             let e = io::Error::new(io::ErrorKind::NotFound, "no cgroup file system is mounted");
             return Err(StepError::at(MAKE, cgroup.to_string_lossy().as_ref(), e));
         }
-        let mut made = Made { cgroups: self, hand_down, directories: Vec::new(), leaf: None };
+        let mut made = NewCgroup { cgroups: self, hand_down, directories: Vec::new(), leaf: None };
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
             made.leaf(index, hierarchy, cgroup)
                 .map_err(|(path, e)| StepError::at(MAKE, self.path(index, &path), e.into()))?;
@@ -276,7 +283,7 @@ impl Cgroups {
                 continue;
             }
             let what = "place the pause in cgroup";
-            let state = match read(hierarchy, &below(cgroup, thawed.0)) {
+            let state = match read_file(hierarchy, &below(cgroup, thawed.0)) {
                 // Gone meanwhile: the child finds the same.
                 Err(Errno::NOENT | Errno::NODEV) => continue,
                 state => state.step_at(what, self.path(index, cgroup))?,
@@ -352,7 +359,7 @@ impl Cgroups {
         failed
     }
 
-    fn remove_from(&self, hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), Errno> {
+    fn remove_from(&self, hierarchy: &OpenHierarchy, cgroup: &CStr) -> Result<(), Errno> {
         for attempt in 0.. {
             match unlinkat(hierarchy.root.as_fd(), cgroup, AtFlags::REMOVEDIR) {
                 // Below what is no directory there is nothing.
@@ -367,8 +374,8 @@ impl Cgroups {
     }
 
     /// Kills what is in a cgroup of ours.
-    fn kill_members(&self, hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), Errno> {
-        let members = match read(hierarchy, &below(cgroup, c"cgroup.procs")) {
+    fn kill_members(&self, hierarchy: &OpenHierarchy, cgroup: &CStr) -> Result<(), Errno> {
+        let members = match read_file(hierarchy, &below(cgroup, c"cgroup.procs")) {
             Err(Errno::NOENT | Errno::NOTDIR | Errno::NODEV) => return Ok(()),
             members => members?,
         };
@@ -376,7 +383,7 @@ impl Cgroups {
             // Not to kill a stranger who got the pid meanwhile: only what is still a member once it
             // is held.
             let Ok(pidfd) = sys::pidfd_open(pid) else { continue };
-            let still = read(hierarchy, &below(cgroup, c"cgroup.procs")).unwrap_or_default();
+            let still = read_file(hierarchy, &below(cgroup, c"cgroup.procs")).unwrap_or_default();
             if String::from_utf8_lossy(&still).lines().any(|line| line.parse() == Ok(pid)) {
                 match sys::kill(pidfd.as_fd()) {
                     Ok(()) | Err(Errno::SRCH) => {}
@@ -392,7 +399,7 @@ impl Cgroups {
     /// its pid.
     fn thaw_killed(&self, cgroup: &CStr, pid: libc::c_int) {
         for hierarchy in self.hierarchies.iter().filter(|h| h.freezer) {
-            let state = read(hierarchy, &below(cgroup, THAWED.0)).unwrap_or_default();
+            let state = read_file(hierarchy, &below(cgroup, THAWED.0)).unwrap_or_default();
             if state.trim_ascii() != THAWED.1
                 && !state.is_empty()
                 && let Err(e) = deadline::thaw(&hierarchy.root, pid)
@@ -403,13 +410,13 @@ impl Cgroups {
     }
 }
 
-fn open_directory(hierarchy: &Hierarchy, cgroup: &CStr) -> Result<OwnedFd, Errno> {
+fn open_directory(hierarchy: &OpenHierarchy, cgroup: &CStr) -> Result<OwnedFd, Errno> {
     sys::open(Some(hierarchy.root.as_fd()), cgroup, libc::O_PATH | libc::O_DIRECTORY, 0)
 }
 
 /// Directories that a Start has made; removed when dropped, unless kept.
 #[derive(Debug)]
-pub(crate) struct Made<'a> {
+pub(crate) struct NewCgroup<'a> {
     cgroups: &'a Cgroups,
     hand_down: bool,
     /// Hierarchy and path, parents first.
@@ -417,7 +424,7 @@ pub(crate) struct Made<'a> {
     leaf: Option<OwnedFd>,
 }
 
-impl Made<'_> {
+impl NewCgroup<'_> {
     /// The cgroup's own directory, version 2.
     pub(crate) fn v2(&self) -> Option<BorrowedFd<'_>> {
         self.leaf.as_ref().map(AsFd::as_fd)
@@ -431,7 +438,7 @@ impl Made<'_> {
     fn leaf(
         &mut self,
         index: usize,
-        hierarchy: &Hierarchy,
+        hierarchy: &OpenHierarchy,
         cgroup: &CStr,
     ) -> Result<(), (CString, Errno)> {
         let fail = |e| (cgroup.to_owned(), e);
@@ -470,7 +477,7 @@ impl Made<'_> {
     fn parents(
         &mut self,
         index: usize,
-        hierarchy: &Hierarchy,
+        hierarchy: &OpenHierarchy,
         cgroup: &CStr,
     ) -> Result<(), (CString, Errno)> {
         for parent in ancestors(cgroup) {
@@ -484,7 +491,7 @@ impl Made<'_> {
     }
 }
 
-impl Drop for Made<'_> {
+impl Drop for NewCgroup<'_> {
     fn drop(&mut self) {
         for (index, path) in self.directories.drain(..).rev() {
             let Some(hierarchy) = self.cgroups.hierarchies.get(index) else { continue };
@@ -514,7 +521,7 @@ fn ancestors(cgroup: &CStr) -> Vec<CString> {
 /// Lets every parent of a cgroup of version 2 hand the cpu controller down, as runc does it for the
 /// pod's containers. One that has processes of its own cannot; what is below it has no weights
 /// then.
-fn hand_down_cpu(hierarchy: &Hierarchy, cgroup: &CStr) {
+fn hand_down_cpu(hierarchy: &OpenHierarchy, cgroup: &CStr) {
     const CONTROL: &CStr = c"cgroup.subtree_control";
     let parents = ancestors(cgroup).into_iter().map(|parent| below(&parent, CONTROL));
     for control in [CONTROL.to_owned()].into_iter().chain(parents) {
@@ -531,21 +538,21 @@ fn hand_down_cpu(hierarchy: &Hierarchy, cgroup: &CStr) {
 
 /// Gives a cgroup the CPUs and memory nodes of its parent, and the parent those of its own where it
 /// has none.
-fn fill_cpuset(hierarchy: &Hierarchy, cgroup: &CStr) -> Result<(), Errno> {
+fn fill_cpuset(hierarchy: &OpenHierarchy, cgroup: &CStr) -> Result<(), Errno> {
     for file in CPUSET {
         let mut chain = ancestors(cgroup);
         // The nearest that has some; the root always has.
         let mut value = Vec::new();
         let mut empty = vec![cgroup.to_owned()];
         while let Some(path) = chain.pop() {
-            value = read(hierarchy, &below(&path, file))?;
+            value = read_file(hierarchy, &below(&path, file))?;
             if !value.trim_ascii().is_empty() {
                 break;
             }
             empty.push(path);
         }
         if value.trim_ascii().is_empty() {
-            value = read(hierarchy, file)?;
+            value = read_file(hierarchy, file)?;
         }
         while let Some(path) = empty.pop() {
             sys::write_file(hierarchy.root.as_fd(), &below(&path, file), &value)?;
@@ -564,7 +571,7 @@ pub(crate) fn tasks(cgroup: &CStr) -> CString {
     below(cgroup, c"tasks")
 }
 
-fn read(hierarchy: &Hierarchy, path: &CStr) -> Result<Vec<u8>, Errno> {
+fn read_file(hierarchy: &OpenHierarchy, path: &CStr) -> Result<Vec<u8>, Errno> {
     let file = sys::open(Some(hierarchy.root.as_fd()), path, libc::O_RDONLY, 0)?;
     let mut content = Vec::new();
     // Not read_to_end: it begins with tiny reads, and asks for the size, which these files do not

@@ -49,10 +49,10 @@ impl Mounted {
     /// # Errors
     /// `/sys/fs/cgroup` or the table of mounts cannot be read.
     pub fn find() -> Result<Self, StepError> {
-        Self::at(Path::new(ROOT))
+        Self::mounted_at(Path::new(ROOT))
     }
 
-    fn at(root: &Path) -> Result<Self, StepError> {
+    fn mounted_at(root: &Path) -> Result<Self, StepError> {
         if unified(root)? {
             return Ok(Self::V2(root.to_owned()));
         }
@@ -186,9 +186,9 @@ mod tests {
         }
         let listed = std::fs::read_to_string(MOUNTS).unwrap();
         assert!(listed.contains(elsewhere.to_str().unwrap()), "{listed}");
-        assert_eq!(Mounted::at(&root).unwrap(), Mounted::V2(root.clone()));
+        assert_eq!(Mounted::mounted_at(&root).unwrap(), Mounted::V2(root.clone()));
         umount2(&root, MntFlags::MNT_DETACH).unwrap();
-        let Mounted::V1(found) = Mounted::at(&root).unwrap() else {
+        let Mounted::V1(found) = Mounted::mounted_at(&root).unwrap() else {
             panic!("version 2 without its file system")
         };
         assert!(found.iter().any(|hierarchy| hierarchy.controllers == ["pids"]), "{found:?}");

@@ -119,7 +119,7 @@ impl Systemd {
         let unit = scope.unit.as_str();
         let none: Vec<(&str, Vec<(&str, Variant<'_>)>)> = Vec::new();
         let body = (unit, MODE_FAIL, properties, none);
-        self.ask("start scope", unit, async {
+        self.call_manager("start scope", unit, async {
             let connection = self.connection().await?;
             let begun = Instant::now();
             loop {
@@ -140,7 +140,7 @@ impl Systemd {
     /// # Errors
     /// The bus cannot be reached, or what systemd answers.
     pub(super) fn start_slice(&self, slice: &str) -> Result<(), StepError> {
-        self.ask("start slice", slice, async {
+        self.call_manager("start slice", slice, async {
             job(&self.connection().await?, slice, "StartUnit", &(slice, MODE_FAIL)).await
         })
     }
@@ -150,7 +150,7 @@ impl Systemd {
     /// # Errors
     /// The bus cannot be reached, or what systemd answers.
     pub(super) fn stop(&self, unit: &str) -> Result<(), StepError> {
-        self.ask("stop scope", unit, async {
+        self.call_manager("stop scope", unit, async {
             match job(&self.connection().await?, unit, "StopUnit", &(unit, MODE_REPLACE)).await {
                 Err(e) if e.is(NO_SUCH_UNIT) => Ok(()),
                 done => done,
@@ -163,7 +163,7 @@ impl Systemd {
         clippy::disallowed_methods,
         reason = "its runtime is its own, and needs none of the threads that wait here"
     )]
-    fn ask(
+    fn call_manager(
         &self,
         what: &'static str,
         unit: &str,
@@ -280,7 +280,7 @@ mod tests {
         let systemd = Systemd::default();
         let unit = "x.scope";
         let fail = |fault: Fault| {
-            systemd.ask("stop scope", unit, async { Err(fault) }).unwrap_err().to_string()
+            systemd.call_manager("stop scope", unit, async { Err(fault) }).unwrap_err().to_string()
         };
         assert_eq!(
             fail(Fault::Job("dependency".to_owned())),

@@ -1,6 +1,6 @@
 //! The capabilities of the check's process, which should be those of the daemon.
 
-use super::{Finding, read};
+use super::{Finding, read_file};
 use crate::config::Config;
 
 const SUBJECT: &str = "privileges";
@@ -24,7 +24,7 @@ const SYS_RESOURCE: u32 = 24;
 /// Examines its own process.
 pub(super) fn examine(config: &Config) -> Vec<Finding> {
     let mut findings = vec![user(nix::unistd::geteuid().as_raw())];
-    match read(SUBJECT, "/proc/self/status") {
+    match read_file(SUBJECT, "/proc/self/status") {
         Ok(status) => findings.extend(capabilities(&status, config.restrict_oom_score_adj)),
         Err(finding) => findings.push(finding),
     }

@@ -271,7 +271,7 @@ fn shims(table: &Table, config: &Config) -> Vec<Finding> {
     let path = shim::path();
     let find_shim = |kind: &str| match config.shims.0.get(kind) {
         Some(set) => shim::resolve::check(set),
-        None => shim::resolve::find(kind, &path, &config.containerd_address),
+        None => shim::resolve::find_binary(kind, &path, &config.containerd_address),
     };
     kinds
         .into_iter()

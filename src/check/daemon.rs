@@ -8,7 +8,7 @@ use nix::sys::statfs::{self, FsType};
 
 use super::Finding;
 use crate::config::Config;
-use crate::containerd::Store;
+use crate::containerd::SandboxStore;
 use crate::error::{IoContext as _, StepError};
 
 mod mounts;
@@ -114,8 +114,10 @@ fn call(config: &Config) -> Result<(), StepError> {
         .enable_all()
         .build()
         .step("make a runtime")?;
-    let daemon =
-        Store { address: config.socket.clone(), namespace: config.containerd_namespace.clone() };
+    let daemon = SandboxStore {
+        address: config.socket.clone(),
+        namespace: config.containerd_namespace.clone(),
+    };
     runtime.block_on(daemon.responds())
 }
 

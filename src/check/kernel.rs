@@ -1,6 +1,6 @@
 //! The kernel's version and settings.
 
-use super::{Finding, read};
+use super::{Finding, read_file};
 
 const SUBJECT: &str = "kernel";
 
@@ -14,7 +14,7 @@ const EXIT_INFO: (u32, u32) = (6, 15);
 
 /// Examines the running kernel.
 pub(super) fn examine() -> Vec<Finding> {
-    let release = read(SUBJECT, "/proc/sys/kernel/osrelease").map(|text| version(text.trim()));
+    let release = read_file(SUBJECT, "/proc/sys/kernel/osrelease").map(|text| version(text.trim()));
     let mut findings = vec![release.unwrap_or_else(|finding| finding)];
     // Since 6.3; older kernels let every memfd be executed.
     if let Ok(text) = std::fs::read_to_string("/proc/sys/vm/memfd_noexec") {

@@ -129,7 +129,7 @@ mod tests {
     const OFF: &str = "options = { SystemdCgroup = false }\n";
 
     /// A handler of runc's.
-    fn of(name: &str, options: &str) -> String {
+    fn runc_handler(name: &str, options: &str) -> String {
         format!("[{name}]\nruntime_type = \"io.containerd.runc.v2\"\n{options}")
     }
 
@@ -143,10 +143,13 @@ mod tests {
             ("", ON, Level::Fail),
             (OFF, ON, Level::Fail),
         ] {
-            let findings = judge(&handlers(&(of("ours", ours) + &of("runc", default))), true);
+            let findings = judge(
+                &handlers(&(runc_handler("ours", ours) + &runc_handler("runc", default))),
+                true,
+            );
             assert_eq!((findings.len(), findings[0].level), (1, level), "{ours} {default}");
         }
-        let alone = judge(&handlers(&of("ours", "")), true);
+        let alone = judge(&handlers(&runc_handler("ours", "")), true);
         assert_eq!(
             alone[0].level,
             Level::Ok,
@@ -160,7 +163,7 @@ mod tests {
             let handlers = Handlers { default: default.to_owned(), ..handlers(text) };
             super::default_driver(&handlers, init)
         };
-        let text = of("a", ON) + &of("b", OFF) + &of("ours", "");
+        let text = runc_handler("a", ON) + &runc_handler("b", OFF) + &runc_handler("ours", "");
         assert_eq!(driver_of("b", &text, true), ("its runtime handler \"b\"".to_owned(), false));
         assert_eq!(driver_of("ours", &text, false), ("its runtime handler \"a\"".to_owned(), true));
         let other = "[kata]\nruntime_type = \"io.containerd.kata.v2\"\n\

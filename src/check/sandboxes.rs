@@ -1,7 +1,7 @@
 //! The sandboxes of the running daemon.
 
 use super::Finding;
-use crate::client::{Client, Error, Sandbox};
+use crate::client::{Client, ClientError, Sandbox};
 use crate::config::Config;
 
 const SUBJECT: &str = "sandboxes";
@@ -10,7 +10,7 @@ const SUBJECT: &str = "sandboxes";
 pub(super) fn examine(config: &Config) -> Vec<Finding> {
     match Client::connect(config).and_then(|client| client.list(false)) {
         Ok(all) => judge(&all),
-        Err(Error::Down { .. }) => Vec::new(),
+        Err(ClientError::Down { .. }) => Vec::new(),
         Err(e) => vec![Finding::warn(
             SUBJECT,
             format!("cannot query the daemon: {e}"),

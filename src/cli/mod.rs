@@ -38,7 +38,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Serve containerd until SIGTERM; SIGHUP reloads the log level
-    Serve(Settings),
+    Serve(SettingsSource),
     /// List the sandboxes of the running daemon
     List {
         /// Output format
@@ -46,7 +46,7 @@ pub enum Command {
         output: Format,
         /// Where the daemon is.
         #[command(flatten)]
-        settings: Settings,
+        settings: SettingsSource,
     },
     /// Show everything known about a sandbox
     Inspect {
@@ -57,7 +57,7 @@ pub enum Command {
         output: Format,
         /// Where the daemon is.
         #[command(flatten)]
-        settings: Settings,
+        settings: SettingsSource,
     },
     /// Show the resource usage of the pods, refreshed every few seconds
     Stats {
@@ -70,7 +70,7 @@ pub enum Command {
         interval: u32,
         /// Where the daemon is.
         #[command(flatten)]
-        settings: Settings,
+        settings: SettingsSource,
     },
     /// Check the node: print each problem, its meaning and the command that solves it
     Check(Check),
@@ -106,7 +106,7 @@ pub struct Check {
     pub containerd: PathBuf,
     /// The daemon's settings.
     #[command(flatten)]
-    pub settings: Settings,
+    pub settings: SettingsSource,
 }
 
 /// A command of `config`.
@@ -115,7 +115,7 @@ pub enum ConfigCommand {
     /// Print every setting with its meaning and its default
     Default,
     /// Print the settings in effect
-    Show(Settings),
+    Show(SettingsSource),
 }
 
 /// Format of a command's output.
@@ -130,19 +130,19 @@ pub enum Format {
 
 /// Where the settings come from: `--config` and an option for each setting of the table.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Settings {
+pub struct SettingsSource {
     /// The config file, if one is named.
     pub file: Option<PathBuf>,
     /// Names and values of the settings that are given as options.
     pub flags: Vec<(String, String)>,
 }
 
-impl Settings {
+impl SettingsSource {
     /// Loads the settings.
     ///
     /// # Errors
     /// See [`Config::load`].
-    pub fn load(&self) -> std::result::Result<Config, config::Error> {
+    pub fn load(&self) -> std::result::Result<Config, config::ConfigError> {
         Config::load(self.file.as_deref(), &self.flags)
     }
 }
@@ -150,9 +150,9 @@ impl Settings {
 /// Takes any text, so that [`Config::load`] reports all wrong values in one way; offers the choices
 /// of a setting to help and completions.
 #[derive(Clone)]
-struct Value(Vec<&'static str>);
+struct SettingParser(Vec<&'static str>);
 
-impl TypedValueParser for Value {
+impl TypedValueParser for SettingParser {
     type Value = String;
 
     fn parse_ref(
@@ -189,10 +189,10 @@ fn option(setting: &'static Setting) -> Arg {
     } else {
         arg
     };
-    arg.value_parser(ValueParser::new(Value(choices.unwrap_or_default())))
+    arg.value_parser(ValueParser::new(SettingParser(choices.unwrap_or_default())))
 }
 
-impl Args for Settings {
+impl Args for SettingsSource {
     fn augment_args(command: clap::Command) -> clap::Command {
         let file = Arg::new("config")
             .long("config")
@@ -209,7 +209,7 @@ impl Args for Settings {
     }
 }
 
-impl FromArgMatches for Settings {
+impl FromArgMatches for SettingsSource {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self> {
         let given = |setting: &Setting| {
             let value = matches.get_one::<String>(setting.name)?;
@@ -258,7 +258,7 @@ mod tests {
         parse(words.map(Into::into)).map(|cli| cli.command)
     }
 
-    fn settings(line: &str) -> Settings {
+    fn settings(line: &str) -> SettingsSource {
         match parsed(line).unwrap() {
             Command::Serve(settings) => settings,
             Command::Check(check) => check.settings,
@@ -287,7 +287,7 @@ mod tests {
             ("abandoned_after", "-1"),
             ("log_level", "off"),
         ]);
-        assert_eq!(settings(line), Settings { file: Some("/c".into()), flags: expected });
+        assert_eq!(settings(line), SettingsSource { file: Some("/c".into()), flags: expected });
         let line =
             "serve --restrict-oom-score-adj true --enable-unprivileged-icmp false --socket /s";
         let expected = flags(&[

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::value::{Strings, Value};
+use super::value::{SettingValue, Strings};
 
 /// Variables of the runtime-v2 protocol, which describe the node to a shim: the sandboxer alone
 /// sets them.
@@ -38,7 +38,7 @@ impl Variables {
     }
 }
 
-impl Value for Variables {
+impl SettingValue for Variables {
     const KIND: &'static str = "a list of NAME=value";
     type Form = Strings;
 
@@ -64,7 +64,7 @@ mod tests {
         let flags = [("shim_env".to_owned(), text.to_owned())];
         let config = super::super::Config::parse(std::path::Path::new("c"), "", &flags);
         let reason =
-            |e: super::super::Error| e.to_string().replace("flag --shim-env: shim_env: ", "");
+            |e: super::super::ConfigError| e.to_string().replace("flag --shim-env: shim_env: ", "");
         config.map(|config| config.shim_env.lines().collect()).map_err(reason)
     }
 

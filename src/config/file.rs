@@ -5,11 +5,11 @@ use std::path::Path;
 
 use toml::de::DeTable;
 
-use super::{Config, Error, Gathered, SETTINGS};
+use super::{Config, ConfigError, Gathered, SETTINGS};
 
 /// Reads the settings of the file at `path` with the content `text`.
-pub(super) fn read(path: &Path, text: &str, gathered: &mut Gathered) -> Result<(), Error> {
-    let table = DeTable::parse(text).map_err(|e| Error::Syntax {
+pub(super) fn gather(path: &Path, text: &str, gathered: &mut Gathered) -> Result<(), ConfigError> {
+    let table = DeTable::parse(text).map_err(|e| ConfigError::Syntax {
         file: path.to_owned(),
         line: line_of(text, e.span().map_or(0, |span| span.start)),
         reason: e.message().to_owned(),

@@ -16,7 +16,7 @@ use toml::de::{DeValue, ValueDeserializer};
 use super::Pattern;
 
 /// A type of settings.
-pub(super) trait Value: Sized {
+pub(super) trait SettingValue: Sized {
     /// The values that it takes, to follow "must be".
     const KIND: &'static str;
 
@@ -26,7 +26,7 @@ pub(super) trait Value: Sized {
     /// Checks a value.
     ///
     /// # Errors
-    /// What is wrong; empty if [`Value::KIND`] says it.
+    /// What is wrong; empty if [`SettingValue::KIND`] says it.
     fn check(form: Self::Form) -> Result<Self, String>;
 
     /// The value as serde writes it.
@@ -35,8 +35,8 @@ pub(super) trait Value: Sized {
     /// Reads a value.
     ///
     /// # Errors
-    /// As [`Value::check`].
-    fn read(value: Spanned<DeValue<'_>>) -> Result<Self, String> {
+    /// As [`SettingValue::check`].
+    fn parse(value: Spanned<DeValue<'_>>) -> Result<Self, String> {
         let form = Self::Form::deserialize(ValueDeserializer::from(value));
         form.map_err(|_| String::new()).and_then(Self::check)
     }
@@ -67,7 +67,7 @@ fn toml(value: &Json) -> String {
 /// A type that serde reads and writes as it is.
 macro_rules! plain {
     ($type:ty, $kind:literal) => {
-        impl Value for $type {
+        impl SettingValue for $type {
             const KIND: &'static str = $kind;
             type Form = Self;
 
@@ -89,7 +89,7 @@ plain!(CgroupDriver, "one of auto, cgroupfs, systemd");
 plain!(LogFormat, "one of text, json");
 plain!(ShimOwner, "one of sandboxer, started, containerd");
 
-impl Value for PathBuf {
+impl SettingValue for PathBuf {
     const KIND: &'static str = "an absolute path";
     type Form = String;
 
@@ -118,7 +118,7 @@ pub(super) enum Strings {
     One(String),
 }
 
-impl Value for Vec<Pattern> {
+impl SettingValue for Vec<Pattern> {
     const KIND: &'static str = "a list of patterns";
     type Form = Strings;
 
@@ -141,9 +141,9 @@ impl Value for Vec<Pattern> {
 
 /// Shims by runtime name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Shims(pub BTreeMap<String, PathBuf>);
+pub struct ShimBinaries(pub BTreeMap<String, PathBuf>);
 
-impl Value for Shims {
+impl SettingValue for ShimBinaries {
     const KIND: &'static str = "a table of absolute paths by runtime name";
     type Form = BTreeMap<String, String>;
 
@@ -181,7 +181,7 @@ impl Default for Categories {
     }
 }
 
-impl Value for Categories {
+impl SettingValue for Categories {
     const KIND: &'static str = "a number from 2 to 1024";
     type Form = u32;
 
@@ -194,7 +194,7 @@ impl Value for Categories {
     }
 }
 
-impl Value for Duration {
+impl SettingValue for Duration {
     const KIND: &'static str = "a whole number of seconds, at least 1";
     type Form = u32;
 
@@ -207,7 +207,7 @@ impl Value for Duration {
     }
 }
 
-impl Value for LevelFilter {
+impl SettingValue for LevelFilter {
     const KIND: &'static str = "one of off, error, warn, info, debug, trace";
     type Form = String;
 
@@ -241,7 +241,7 @@ impl fmt::Display for Metrics {
     }
 }
 
-impl Value for Metrics {
+impl SettingValue for Metrics {
     const KIND: &'static str = "off, unix:///PATH or a loopback address with its port";
     type Form = String;
 

@@ -1,7 +1,7 @@
 //! What happens between the clone and the pause program, in the child.
 //!
 //! The child shares the daemon's memory and its thread's stack (see [`sys::clone_child`]): it makes
-//! system calls on what was prepared for it, allocates nothing, and reports through [`Report`]
+//! system calls on what was prepared for it, allocates nothing, and reports through [`PauseReport`]
 //! which step it is in and how it failed.
 //!
 //! In the node's user namespace one child does all. In the pod's, the namespaces must be made by a
@@ -85,15 +85,15 @@ const STEPS: [(At, &str); 23] = [
 
 /// How far the child came; written by the child, read by the parent when it resumes.
 #[derive(Debug, Default)]
-pub(super) struct Report {
-    report: process::report::Report,
+pub(super) struct PauseReport {
+    report: process::report::ChildReport,
     /// Which cgroup hierarchy, sysctl or capability.
     index: AtomicU32,
     /// The second child.
     second: sys::Born,
 }
 
-impl Report {
+impl PauseReport {
     /// Forgets an earlier child.
     pub(super) fn begin(&self) {
         self.report.reset();
@@ -136,8 +136,8 @@ pub(super) struct User<'a> {
 }
 
 /// All that the child works on; prepared by the parent.
-pub(super) struct Work<'a> {
-    pub(super) report: Report,
+pub(super) struct PauseWork<'a> {
+    pub(super) report: PauseReport,
     /// `CLONE_NEW…` of the namespaces that the pod has for itself.
     pub(super) namespaces: u64,
     pub(super) network: Option<BorrowedFd<'a>>,
@@ -167,7 +167,7 @@ pub(super) struct Work<'a> {
 }
 
 /// The first child.
-pub(super) extern "C" fn first(work: &Work<'_>) -> ! {
+pub(super) extern "C" fn first(work: &PauseWork<'_>) -> ! {
     let done = enter(work).and_then(|()| match &work.user {
         None => become_pause(work),
         Some(user) => clone_second(work, user),
@@ -176,16 +176,16 @@ pub(super) extern "C" fn first(work: &Work<'_>) -> ! {
 }
 
 /// The second child: is in the pod's user namespace and made the others.
-extern "C" fn second(work: &Work<'_>) -> ! {
+extern "C" fn second(work: &PauseWork<'_>) -> ! {
     finish(work, become_pause(work))
 }
 
-fn finish(work: &Work<'_>, done: Result<(), Errno>) -> ! {
+fn finish(work: &PauseWork<'_>, done: Result<(), Errno>) -> ! {
     work.report.report.exit(done)
 }
 
 /// What takes the node's privileges.
-fn enter(work: &Work<'_>) -> Result<(), Errno> {
+fn enter(work: &PauseWork<'_>) -> Result<(), Errno> {
     let report = &work.report;
     if let Some(network) = work.network {
         report.enter(At::JoinNetwork);
@@ -243,7 +243,7 @@ fn clear_inheritable() -> Result<(), Errno> {
 }
 
 /// Joins the user namespace and clones the pause in it.
-fn clone_second(work: &Work<'_>, user: &User<'_>) -> Result<(), Errno> {
+fn clone_second(work: &PauseWork<'_>, user: &User<'_>) -> Result<(), Errno> {
     let report = &work.report;
     report.enter(At::JoinUser);
     move_into_link_name_space(user.namespace, Some(LinkNameSpaceType::User))?;
@@ -264,7 +264,7 @@ fn clone_second(work: &Work<'_>, user: &User<'_>) -> Result<(), Errno> {
 }
 
 /// The rest, up to the program.
-fn become_pause(work: &Work<'_>) -> Result<(), Errno> {
+fn become_pause(work: &PauseWork<'_>) -> Result<(), Errno> {
     let report = &work.report;
     if !work.hostname.is_empty() {
         report.enter(At::Hostname);

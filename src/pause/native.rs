@@ -17,7 +17,7 @@ use nix::unistd::Pid;
 use rustix::fs::{XattrFlags, fsetxattr, fstatfs};
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 
-use super::child::{self, At, User, Work};
+use super::child::{self, At, PauseWork, User};
 use super::orphans::Mark;
 use super::{Driver, IdMapping, Namespace, Plan, binary, orphans, rootfs, userns};
 use crate::cgroup::{self, CgroupRef, Cgroups};
@@ -83,7 +83,7 @@ impl Native {
             proc: sys::open(None, c"/proc", libc::O_PATH | libc::O_DIRECTORY, 0)
                 .step_at("open", "/proc")?,
             image,
-            root: rootfs::make()?,
+            root: rootfs::make_empty_root()?,
             common: Reaper::new(cgroups.freezer())?,
             deadline: Deadline::new(cgroups.freezer()),
             cgroups,
@@ -121,16 +121,16 @@ impl Native {
     /// Clones the child and checks what it reports.
     fn spawn(
         &self,
-        work: &Work<'_>,
+        work: &PauseWork<'_>,
         plan: &Plan,
-        cgroup: Option<&cgroup::Made<'_>>,
+        cgroup: Option<&cgroup::NewCgroup<'_>>,
     ) -> Result<(c_int, OwnedFd), Failed> {
         let namespaces = if work.user.is_some() { 0 } else { work.namespaces };
         let how = sys::Clone {
             // The child unshares the descriptor table when it has closed what it does not need:
             // that is cheaper than a copy.
             flags: namespaces | (libc::CLONE_FILES as u64) | sys::CLONE_CLEAR_SIGHAND,
-            cgroup: cgroup.and_then(cgroup::Made::v2),
+            cgroup: cgroup.and_then(cgroup::NewCgroup::v2),
             born: None,
             stack: None,
         };
@@ -161,7 +161,7 @@ impl Native {
     }
 
     /// The second child, which is the pause, when the first has ended.
-    fn second(&self, first: OwnedFd, work: &Work<'_>) -> io::Result<(c_int, OwnedFd)> {
+    fn second(&self, first: OwnedFd, work: &PauseWork<'_>) -> io::Result<(c_int, OwnedFd)> {
         let end = sys::reap(first.as_fd(), true)?;
         // At the limit of descriptors the next one needs its place.
         drop(first);
@@ -202,7 +202,7 @@ impl Native {
     }
 
     /// The path that a step of the child worked on.
-    fn subject(&self, plan: &Plan, work: &Work<'_>, at: At, index: usize) -> Option<PathBuf> {
+    fn subject(&self, plan: &Plan, work: &PauseWork<'_>, at: At, index: usize) -> Option<PathBuf> {
         match at {
             At::JoinNetwork | At::JoinUser => plan.netns.clone(),
             At::JoinCgroup => Some(self.cgroups.path(index, &work.tasks)),
@@ -230,7 +230,7 @@ impl Driver for Native {
         let user = plan.userns.as_ref().map(|user| match &network {
             Some(network) => sys::namespace_owner(network.as_fd())
                 .step_at("find the user namespace of", plan.netns.clone().unwrap_or_default()),
-            None => userns::make(user),
+            None => userns::make_user_namespace(user),
         });
         let user = user.transpose()?;
         let leaf = placement.path();
@@ -238,8 +238,8 @@ impl Driver for Native {
             [&self.proc, &self.image, &self.root].into_iter().chain(&user).map(AsFd::as_fd);
         let highest = needed.chain(self.cgroups.roots()).map(child::descriptor).max().unwrap_or(0);
         let ids = plan.userns.map(|user| (user.uid, user.gid));
-        let work = Work {
-            report: child::Report::default(),
+        let work = PauseWork {
+            report: child::PauseReport::default(),
             namespaces: namespaces(plan),
             network: network.as_ref().map(AsFd::as_fd),
             root: self.root.as_fd(),
@@ -264,7 +264,7 @@ impl Driver for Native {
         };
         let mut tries = cgroup::TRIES;
         let (made, (pid, pidfd)) = loop {
-            let made = self.cgroups.make(&placement)?;
+            let made = self.cgroups.make_cgroup(&placement)?;
             match self.spawn(&work, plan, made.as_ref()) {
                 Ok(spawned) => break (made, spawned),
                 Err(Failed { join_error: Some(e), .. })
@@ -310,7 +310,7 @@ impl Driver for Native {
     fn kill_orphans(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>> {
         let Some(mark) = &self.mark else { return Ok(()) };
         let decided = Instant::now() + orphans::DECIDED;
-        let (found, cut_short) = orphans::find(mark);
+        let (found, cut_short) = orphans::find_orphans(mark);
         let mut failed = Vec::from_iter(cut_short);
         let orphans: Vec<_> = found.into_iter().filter(|orphan| !recorded(&orphan.id)).collect();
         if Instant::now() > decided {

@@ -116,7 +116,7 @@ pub(super) struct Marked {
 }
 
 /// All pauses that bear `mark`, and what kept the search from its end.
-pub(super) fn find(mark: &Mark) -> (Vec<Marked>, Option<StepError>) {
+pub(super) fn find_orphans(mark: &Mark) -> (Vec<Marked>, Option<StepError>) {
     const STEP: &str = "search processes";
     let (sender, receiver) = mpsc::channel();
     let begun = Instant::now();

@@ -16,7 +16,7 @@ use rustix::mount::{
 use rustix::process::{fchdir, pivot_root};
 
 use crate::error::{IoContext, StepError};
-use crate::process::report::Report;
+use crate::process::report::ChildReport;
 use crate::sys::{self, Errno};
 
 /// The steps of the child.
@@ -30,9 +30,9 @@ const STEPS: [&str; 7] = [
     "detach the node's mounts",
 ];
 
-struct Work<'a> {
+struct RootfsWork<'a> {
     tmpfs: BorrowedFd<'a>,
-    report: Report,
+    report: ChildReport,
     /// The namespace's descriptor, in the table that child and daemon share.
     namespace: AtomicI32,
 }
@@ -54,7 +54,7 @@ pub(super) fn new_tmpfs(
 ///
 /// # Errors
 /// The failed step.
-pub(super) fn make() -> Result<OwnedFd, StepError> {
+pub(super) fn make_empty_root() -> Result<OwnedFd, StepError> {
     // One page and one inode: the root's own.
     let options =
         [(c"size", c"4k"), (c"nr_inodes", c"1"), (c"mode", c"555"), (c"source", c"empty")];
@@ -63,8 +63,11 @@ pub(super) fn make() -> Result<OwnedFd, StepError> {
         | MountAttrFlags::MOUNT_ATTR_NODEV
         | MountAttrFlags::MOUNT_ATTR_NOEXEC;
     let tmpfs = new_tmpfs(&options, attributes).step("make the tmpfs of the empty root")?;
-    let work =
-        Work { tmpfs: tmpfs.as_fd(), report: Report::default(), namespace: AtomicI32::new(-1) };
+    let work = RootfsWork {
+        tmpfs: tmpfs.as_fd(),
+        report: ChildReport::default(),
+        namespace: AtomicI32::new(-1),
+    };
     let how = sys::Clone { flags: libc::CLONE_FILES as u64, cgroup: None, born: None, stack: None };
     let (_, pidfd) =
         sys::clone_child(&how, &work, child).step("clone the maker of the empty root")?;
@@ -80,11 +83,11 @@ pub(super) fn make() -> Result<OwnedFd, StepError> {
     }
 }
 
-extern "C" fn child(work: &Work<'_>) -> ! {
+extern "C" fn child(work: &RootfsWork<'_>) -> ! {
     work.report.exit(enter_empty_root(work))
 }
 
-fn enter_empty_root(work: &Work<'_>) -> Result<(), Errno> {
+fn enter_empty_root(work: &RootfsWork<'_>) -> Result<(), Errno> {
     let report = &work.report;
     sys::unshare(libc::CLONE_NEWNS)?;
     report.enter(1);

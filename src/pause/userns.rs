@@ -15,7 +15,7 @@ use crate::sys;
 ///
 /// # Errors
 /// The failed step.
-pub(super) fn make(user: &UserNamespace) -> Result<OwnedFd, StepError> {
+pub(super) fn make_user_namespace(user: &UserNamespace) -> Result<OwnedFd, StepError> {
     let how =
         sys::Clone { flags: libc::CLONE_NEWUSER as u64, cgroup: None, born: None, stack: None };
     let (pid, pidfd) = sys::clone_child(&how, &(), exit_at_once).step("make a user namespace")?;

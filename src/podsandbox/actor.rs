@@ -252,7 +252,7 @@ impl Actor {
                     }
                 },
             };
-            self.take(message);
+            self.handle(message);
             if self.machine.at_rest() {
                 self.jobs.log_context.follow(None);
                 for waiting in self.at_rest.drain(..) {
@@ -275,7 +275,7 @@ impl Actor {
         })
     }
 
-    fn take(&mut self, message: Message) {
+    fn handle(&mut self, message: Message) {
         if matches!(message, Message::Done(_)) {
             // The handle of a task that has ended keeps the task's memory, for as long as the pod
             // lives.

@@ -155,7 +155,7 @@ impl SandboxFiles {
     ///
     /// # Errors
     /// The failed step; call [`SandboxFiles::remove`] then.
-    pub fn make(&self, files: &Files, label: &str) -> Result<(), StepError> {
+    pub fn make_all(&self, files: &Files, label: &str) -> Result<(), StepError> {
         let _turn = self.turn();
         self.make_shm(files, label)?;
         self.write_all(files)

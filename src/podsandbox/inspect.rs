@@ -238,7 +238,7 @@ fn files(jobs: &Jobs) -> Value {
 }
 
 fn known_to_containerd(record: &Record) -> Value {
-    let kind = |blob: &super::record::Blob| blob.type_url.clone();
+    let kind = |blob: &super::record::RecordedAny| blob.type_url.clone();
     json!({
         "netns_path": record.netns_path,
         "labels": record.info.labels,

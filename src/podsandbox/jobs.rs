@@ -11,7 +11,7 @@ use tokio::task::JoinHandle;
 
 use super::files::SandboxFiles;
 use super::oci_spec::{self, Description};
-use super::record::{Record, Stage, Store};
+use super::record::{Record, RecordStore, Stage};
 use super::sandbox::Environment;
 use super::selinux::HeldLevel;
 use crate::cgroup::CgroupRef;
@@ -67,7 +67,7 @@ pub struct Jobs {
     /// Where the files are.
     pub files: SandboxFiles,
     /// Where the record is.
-    pub store: Store,
+    pub store: RecordStore,
     /// The Task endpoint of the pod's containers.
     pub shim: shim::Endpoint,
     /// The context of log lines about the sandbox.
@@ -103,7 +103,7 @@ impl PauseDriver {
 }
 
 /// A pause, and whether it is on record.
-type Made = (Arc<dyn Process>, Result<(), StepError>);
+type StartedPause = (Arc<dyn Process>, Result<(), StepError>);
 
 /// Which namespaces a pod has for itself.
 #[derive(Clone, Copy, Debug)]
@@ -146,7 +146,7 @@ impl Jobs {
         Self {
             driver: environment.driver(&record.driver),
             files: SandboxFiles::new(layout, &record.id),
-            store: Store::new(layout, &record.id),
+            store: RecordStore::new(layout, &record.id),
             shim: shims.endpoint(record.shim, &record.id, &runtime),
             facts: Facts {
                 // The id of the record, which all that is here shares, not its equal in the plan.
@@ -216,7 +216,7 @@ impl Jobs {
         };
         if let Err(step) = recorded {
             // No later daemon would find a pause without a record.
-            self.end(&*pause).await;
+            self.kill_unheard(&*pause).await;
             return Err(step);
         }
         *self.to_start() = None;
@@ -224,7 +224,10 @@ impl Jobs {
     }
 
     /// Makes files and pause where a shim is started first.
-    async fn start_behind_shim(self: &Arc<Self>, driver: PauseDriver) -> Result<Made, StepError> {
+    async fn start_behind_shim(
+        self: &Arc<Self>,
+        driver: PauseDriver,
+    ) -> Result<StartedPause, StepError> {
         let created = self.piece(Class::Start, Self::make_files).await.flatten()?;
         self.shim.listen().await?;
         let of = created.clone();
@@ -244,12 +247,12 @@ impl Jobs {
         self.environment.mounts.admit()?;
         self.files.begin()?;
         let created = self.created()?;
-        self.files.make(&created.record.files, &created.record.labels.mount)?;
+        self.files.make_all(&created.record.files, &created.record.labels.mount)?;
         Ok(created)
     }
 
     /// Records a pause.
-    fn recorded(&self, pause: Box<dyn Process>) -> Made {
+    fn recorded(&self, pause: Box<dyn Process>) -> StartedPause {
         let recorded = self.store.set_stage(&Stage::Started { identity: pause.identity().clone() });
         (Arc::from(pause), recorded)
     }
@@ -326,7 +329,7 @@ impl Jobs {
         if let Some(created) = self.to_start().clone() {
             return Ok(created);
         }
-        let record = self.store.read()?;
+        let record = self.store.read_record()?;
         let pod = record.decode_config().map_err(io::Error::other).step("read record")?;
         Ok(Arc::new(ToStart { record, pod }))
     }
@@ -336,7 +339,7 @@ impl Jobs {
     }
 
     /// Kills a pause that no caller knows of and waits for its exit.
-    async fn end(&self, pause: &dyn Process) {
+    async fn kill_unheard(&self, pause: &dyn Process) {
         let ended = match pause.kill() {
             Ok(()) => {
                 let late = |_| io::Error::from(io::ErrorKind::TimedOut);
@@ -398,13 +401,13 @@ impl Jobs {
     /// # Errors
     /// Every step that failed.
     pub fn restore(&self) -> Result<bool, StepErrors> {
-        self.files.restore(self.facts.shm, || Ok(self.store.read()?.files))
+        self.files.restore(self.facts.shm, || Ok(self.store.read_record()?.files))
     }
 
     /// Asks the driver for the process that the record names.
     pub async fn adopt(self: &Arc<Self>) -> Adoption {
         match self.piece(Class::Recovery, |jobs| jobs.store.stage()).await {
-            Ok(Ok(Stage::Started { identity })) => self.find(identity).await,
+            Ok(Ok(Stage::Started { identity })) => self.adopt_process(identity).await,
             Ok(Ok(Stage::Exited { exit, .. })) => Adoption::Dead(exit),
             Ok(Ok(Stage::Created)) => {
                 Adoption::Dead(Exit { status: crate::process::UNKNOWN_EXIT, at: SystemTime::now() })
@@ -415,7 +418,7 @@ impl Jobs {
     }
 
     /// Asks the driver for a process.
-    pub async fn find(self: &Arc<Self>, identity: Identity) -> Adoption {
+    pub async fn adopt_process(self: &Arc<Self>, identity: Identity) -> Adoption {
         match self.driver.clone() {
             PauseDriver::Native(driver) => {
                 let found = self
@@ -453,7 +456,7 @@ impl Jobs {
     pub async fn remove(self: &Arc<Self>) -> Result<(), StepErrors> {
         // A shim that runs the pause as well must be rid of it before it ends.
         let mut errors = self.driver_cleanup_and(|_| {}, |_, _| {}).await;
-        errors.check_all(self.shim.end().await);
+        errors.check_all(self.shim.close().await);
         let rest = move |jobs: &Self| {
             errors.check_all(jobs.files.remove());
             if errors.is_empty() {

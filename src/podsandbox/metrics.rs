@@ -23,7 +23,7 @@ use crate::error::{IoContext as _, StepError};
 /// # Errors
 /// The failed step: the pod has no parent cgroup, or it is gone, or one of its files cannot be
 /// read. A file that the kernel does not have is no error.
-pub fn read(cgroup_parent: &str) -> Result<Metric, StepError> {
+pub fn read_metrics(cgroup_parent: &str) -> Result<Metric, StepError> {
     let parent = parent(cgroup_parent)?;
     let root = Path::new(ROOT);
     let unified = unified(root)?;

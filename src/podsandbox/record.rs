@@ -55,7 +55,7 @@ pub struct Record {
     /// What is put where CRI looks for it.
     pub files: Files,
     /// The CRI `PodSandboxConfig`, as it came.
-    pub config: Blob,
+    pub config: RecordedAny,
     /// The netns path, as it came; empty with host network.
     pub netns_path: String,
     /// What containerd knows of the sandbox; Update changes its extensions.
@@ -118,7 +118,7 @@ pub enum Stage {
 
 /// Typed bytes, base64 in the record.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Blob {
+pub struct RecordedAny {
     /// `type_url` of the `Any`.
     pub type_url: String,
     /// The value, standard base64 with padding.
@@ -126,7 +126,7 @@ pub struct Blob {
     pub value: Vec<u8>,
 }
 
-impl From<&Payload> for Blob {
+impl From<&Payload> for RecordedAny {
     fn from(payload: &Payload) -> Self {
         Self { type_url: payload.type_url.clone(), value: payload.value.to_vec() }
     }
@@ -139,20 +139,20 @@ pub struct Info {
     pub runtime_name: String,
     /// The runtime handler's options.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub runtime_options: Option<Blob>,
+    pub runtime_options: Option<RecordedAny>,
     /// Labels of the sandbox store.
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
     /// Extensions by name.
     #[serde(default)]
-    pub extensions: BTreeMap<String, Blob>,
+    pub extensions: BTreeMap<String, RecordedAny>,
 }
 
 impl From<&SandboxInfo> for Info {
     fn from(info: &SandboxInfo) -> Self {
         Self {
             runtime_name: info.runtime_name.clone(),
-            runtime_options: info.runtime_options.as_ref().map(Blob::from),
+            runtime_options: info.runtime_options.as_ref().map(RecordedAny::from),
             labels: info.labels.clone(),
             extensions: info.extensions.iter().map(|(k, v)| (k.clone(), v.into())).collect(),
         }
@@ -163,7 +163,7 @@ impl Info {
     /// Takes over a field as containerd's own store does (`core/metadata`): `extensions`, `labels`,
     /// or a single one of them as `extensions.KEY`.
     pub fn update(&mut self, given: &SandboxInfo, field: &str) {
-        fn put<V>(all: &mut BTreeMap<String, V>, key: &str, value: Option<V>) {
+        fn set_or_remove<V>(all: &mut BTreeMap<String, V>, key: &str, value: Option<V>) {
             match value {
                 Some(value) => drop(all.insert(key.to_owned(), value)),
                 None => drop(all.remove(key)),
@@ -172,10 +172,14 @@ impl Info {
         match field.split_once('.') {
             None if field == "extensions" => self.extensions = Self::from(given).extensions,
             None if field == "labels" => self.labels.clone_from(&given.labels),
-            Some(("extensions", key)) => {
-                put(&mut self.extensions, key, given.extensions.get(key).map(Blob::from))
+            Some(("extensions", key)) => set_or_remove(
+                &mut self.extensions,
+                key,
+                given.extensions.get(key).map(RecordedAny::from),
+            ),
+            Some(("labels", key)) => {
+                set_or_remove(&mut self.labels, key, given.labels.get(key).cloned())
             }
-            Some(("labels", key)) => put(&mut self.labels, key, given.labels.get(key).cloned()),
             _ => {}
         }
     }
@@ -183,7 +187,7 @@ impl Info {
 
 /// Why a record could not be read.
 #[derive(Debug, thiserror::Error)]
-pub enum Unreadable {
+pub enum RecordError {
     /// There is none.
     #[error("{}: no record", .0.display())]
     Missing(PathBuf),
@@ -209,10 +213,10 @@ pub enum Unreadable {
     },
 }
 
-impl From<Unreadable> for StepError {
-    fn from(unreadable: Unreadable) -> Self {
+impl From<RecordError> for StepError {
+    fn from(unreadable: RecordError) -> Self {
         match unreadable {
-            Unreadable::Io(step) => step,
+            RecordError::Io(step) => step,
             other => Self::new("read record", io::Error::other(other.to_string())),
         }
     }
@@ -226,13 +230,13 @@ const PRIVATE: u32 = 0o600;
 
 /// The place of one sandbox's record. Writers take turns. The paths are made when they are needed.
 #[derive(Debug)]
-pub struct Store {
+pub struct RecordStore {
     layout: Arc<Layout>,
     id: SandboxId,
     turn: Mutex<()>,
 }
 
-impl Store {
+impl RecordStore {
     /// The place of the record of `id`.
     pub fn new(layout: &Arc<Layout>, id: &SandboxId) -> Self {
         Self { layout: Arc::clone(layout), id: id.clone(), turn: Mutex::new(()) }
@@ -294,13 +298,13 @@ impl Store {
     ///
     /// # Errors
     /// Why it could not be read.
-    pub fn stage(&self) -> Result<Stage, Unreadable> {
+    pub fn stage(&self) -> Result<Stage, RecordError> {
         let path = self.dir().join(STAGE);
         match slurp(&path, LARGEST_STAGE) {
-            Err(Unreadable::Missing(_)) => Ok(Stage::Created),
+            Err(RecordError::Missing(_)) => Ok(Stage::Created),
             Err(e) => Err(e),
             Ok(text) => serde_json::from_slice(&text)
-                .map_err(|e| Unreadable::Malformed { path, reason: e.to_string() }),
+                .map_err(|e| RecordError::Malformed { path, reason: e.to_string() }),
         }
     }
 
@@ -317,24 +321,24 @@ impl Store {
     ///
     /// # Errors
     /// Why it could not be read.
-    pub fn read(&self) -> Result<Record, Unreadable> {
+    pub fn read_record(&self) -> Result<Record, RecordError> {
         let path = self.dir().join(RECORD);
         let text = slurp(&path, LARGEST)?;
         #[derive(Deserialize)]
         struct Version {
             version: u32,
         }
-        let malformed = |e: serde_json::Error| Unreadable::Malformed {
+        let malformed = |e: serde_json::Error| RecordError::Malformed {
             path: path.clone(),
             reason: e.to_string(),
         };
         let Version { version } = serde_json::from_slice(&text).map_err(malformed)?;
         if version > VERSION {
-            return Err(Unreadable::Newer { path, version });
+            return Err(RecordError::Newer { path, version });
         }
         let record: Record = serde_json::from_slice(&text).map_err(malformed)?;
         if self.id != record.id {
-            return Err(Unreadable::Malformed {
+            return Err(RecordError::Malformed {
                 path,
                 reason: format!("it is of sandbox {:?}", record.id),
             });
@@ -348,7 +352,7 @@ impl Store {
     /// Why it could not be read or written; the old record still stands then.
     pub fn change(&self, change: impl FnOnce(&mut Record)) -> Result<(), StepError> {
         let _turn = self.turn();
-        let mut record = self.read().map_err(StepError::from)?;
+        let mut record = self.read_record().map_err(StepError::from)?;
         change(&mut record);
         self.replace(RECORD, &record)
     }
@@ -408,13 +412,13 @@ impl Store {
 
 /// Reads a file of ours: a regular one of root's, of no more than `largest` bytes. Whatever else
 /// has its place is neither waited for nor followed.
-fn slurp(path: &Path, largest: u64) -> Result<Vec<u8>, Unreadable> {
+fn slurp(path: &Path, largest: u64) -> Result<Vec<u8>, RecordError> {
     const READ: &str = "read record";
-    let refuse = |reason| Unreadable::Malformed { path: path.to_owned(), reason };
+    let refuse = |reason| RecordError::Malformed { path: path.to_owned(), reason };
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file = match fs::File::options().read(true).custom_flags(flags).open(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            return Err(Unreadable::Missing(path.to_owned()));
+            return Err(RecordError::Missing(path.to_owned()));
         }
         other => other.step_at(READ, path)?,
     };
@@ -465,7 +469,7 @@ mod tests {
         fs::write(path("good"), "0123456789").unwrap();
         assert_eq!(slurp(&path("good"), 10).unwrap(), b"0123456789");
         assert!(slurp(&path("good"), 9).unwrap_err().to_string().contains("os error 27"));
-        assert!(matches!(slurp(&path("none"), 10), Err(Unreadable::Missing(_))));
+        assert!(matches!(slurp(&path("none"), 10), Err(RecordError::Missing(_))));
         symlink("good", path("link")).unwrap();
         assert!(slurp(&path("link"), 10).unwrap_err().to_string().contains("os error 40"));
         mkfifo(&path("fifo"), Mode::S_IRUSR).unwrap();
@@ -488,7 +492,7 @@ mod tests {
             volatile: "/".into(),
             records: dir.path().to_owned(),
         });
-        let store = Store::new(&layout, &"id".into());
+        let store = RecordStore::new(&layout, &"id".into());
         fs::create_dir(store.dir()).unwrap();
         let record = store.dir().join(RECORD);
         fs::write(&record, "{}").unwrap();
@@ -520,7 +524,7 @@ mod tests {
         let before = Info {
             labels: [("a".to_owned(), "1".to_owned()), ("b".to_owned(), "1".to_owned())].into(),
             extensions: ["metadata", "old"]
-                .map(|key| (key.to_owned(), Blob::from(&payload("1"))))
+                .map(|key| (key.to_owned(), RecordedAny::from(&payload("1"))))
                 .into(),
             ..Default::default()
         };
@@ -555,7 +559,7 @@ mod tests {
             volatile: "/".into(),
             records: dir.path().to_owned(),
         });
-        let store = Store::new(&layout, &"id".into());
+        let store = RecordStore::new(&layout, &"id".into());
         fs::create_dir(store.dir()).unwrap();
         let error = store.replace(RECORD, &"x".repeat(64 << 20)).unwrap_err().to_string();
         assert!(error.contains("os error 27") && error.contains(RECORD), "{error}");

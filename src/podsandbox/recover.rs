@@ -20,7 +20,7 @@ use super::actor::{Entry, abandoned_at};
 use super::files::SandboxFiles;
 use super::inspect::pod_names;
 use super::jobs::Jobs;
-use super::record::{Stage, Store, Unreadable};
+use super::record::{RecordError, RecordStore, Stage};
 use super::sandbox::{Environment, Sandbox};
 use super::validate::check_id;
 use crate::error::{IoContext as _, StepError, StepErrors};
@@ -125,12 +125,14 @@ async fn kill_orphans(environment: &Arc<Environment>) {
                 log::error!("leaving a pause without a valid id alone: {e}");
                 return true;
             }
-            let store = Store::new(&environment.layout, &id.into());
+            let store = RecordStore::new(&environment.layout, &id.into());
             match store.stage() {
                 Ok(Stage::Created | Stage::Exited { .. }) => {
-                    !matches!(store.read(), Ok(_) | Err(Unreadable::Missing(_)))
+                    !matches!(store.read_record(), Ok(_) | Err(RecordError::Missing(_)))
                 }
-                Ok(Stage::Started { .. }) => !matches!(store.read(), Err(Unreadable::Missing(_))),
+                Ok(Stage::Started { .. }) => {
+                    !matches!(store.read_record(), Err(RecordError::Missing(_)))
+                }
                 Err(_) => true,
             }
         };
@@ -189,7 +191,7 @@ impl Patience {
     ///
     /// # Errors
     /// As above.
-    async fn ask<T: Send + 'static>(
+    async fn within<T: Send + 'static>(
         &mut self,
         work: impl Future<Output = T> + Send + 'static,
     ) -> Result<T, String> {
@@ -262,14 +264,14 @@ fn ids(sandboxes: &Path) -> Result<Vec<String>, StepError> {
 /// What was read of a sandbox.
 enum OnDisk {
     /// A sandbox: when it was created, how far it came, and what a Start has left.
-    Record(SystemTime, Stage, Arc<Jobs>, Begun),
+    Record(SystemTime, Stage, Arc<Jobs>, StartRemains),
     /// There was no record, and what else there was is removed.
     Nothing,
 }
 
 /// What a Start has left of which nothing is recorded.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Begun {
+enum StartRemains {
     /// Nothing.
     No,
     /// It was cut off.
@@ -295,7 +297,7 @@ async fn recover_record(
     let on_disk = patience.piece(move || read_sandbox(&of.0, &of.1)).await??;
     let OnDisk::Record(created_at, stage, jobs, begun) = on_disk else { return Ok(None) };
     let id = id.as_str();
-    if stage != Stage::Created || begun == Begun::CutOff {
+    if stage != Stage::Created || begun == StartRemains::CutOff {
         let of = jobs.clone();
         if let Err(reason) = patience.act(async move { of.shim.recover().await }).await {
             log::error!(sandbox = id; "failed to find the shim again: {reason}");
@@ -303,7 +305,7 @@ async fn recover_record(
     }
     let mut abandoned = None;
     let entry = match stage {
-        Stage::Created if begun == Begun::CutOff => {
+        Stage::Created if begun == StartRemains::CutOff => {
             log::warn!(sandbox = id; "start was interrupted; removing the sandbox");
             let job = jobs.clone();
             if undo(id, &mut patience, async move { job.remove().await }).await {
@@ -312,7 +314,7 @@ async fn recover_record(
             Entry::CutOff
         }
         Stage::Created => {
-            if begun == Begun::Ahead {
+            if begun == StartRemains::Ahead {
                 let job = jobs.clone();
                 undo(id, &mut patience, async move { job.clear().await }).await;
             }
@@ -345,7 +347,7 @@ async fn undo(
 /// Finds the pause that the record names.
 async fn adopt(id: &str, patience: &mut Patience, jobs: &Arc<Jobs>, identity: Identity) -> Entry {
     let (pid, job) = (identity.pid, jobs.clone());
-    let unknown = match patience.ask(async move { job.find(identity).await }).await {
+    let unknown = match patience.within(async move { job.adopt_process(identity).await }).await {
         Ok(Adoption::Alive(pause)) => return Entry::Ready(Arc::from(pause)),
         Ok(Adoption::Dead(exit)) => {
             log::warn!(sandbox = id, status = exit.status; "pause exited before recovery");
@@ -361,16 +363,16 @@ async fn adopt(id: &str, patience: &mut Patience, jobs: &Arc<Jobs>, identity: Id
 /// Reads one sandbox.
 fn read_sandbox(environment: &Arc<Environment>, id: &str) -> Result<OnDisk, String> {
     let id = SandboxId::from(id);
-    let store = Store::new(&environment.layout, &id);
+    let store = RecordStore::new(&environment.layout, &id);
     // Its pod lives with it or without.
     if let Err(step) = store.keep_private() {
         log::error!(sandbox = id.as_str(); "failed to make the record private: {step}");
     }
-    let record = match store.read() {
+    let record = match store.read_record() {
         Ok(record) => record,
         // A daemon ended between making the directory and writing the record, or between removing
         // the two; or someone else has removed the record.
-        Err(Unreadable::Missing(_)) => {
+        Err(RecordError::Missing(_)) => {
             let removed = SandboxFiles::new(&environment.layout, &id)
                 .remove()
                 .map_err(|steps| steps.to_string());
@@ -387,9 +389,9 @@ fn read_sandbox(environment: &Arc<Environment>, id: &str) -> Result<OnDisk, Stri
     let level = environment.selinux.hold(&record.labels);
     let jobs = Jobs::new(environment, &record, pod, level);
     let begun = match (jobs.files.is_ahead(), jobs.files.begun()) {
-        (true, _) => Begun::Ahead,
-        (false, true) => Begun::CutOff,
-        (false, false) => Begun::No,
+        (true, _) => StartRemains::Ahead,
+        (false, true) => StartRemains::CutOff,
+        (false, false) => StartRemains::No,
     };
     Ok(OnDisk::Record(record.created_at, stage, Arc::new(jobs), begun))
 }
@@ -404,7 +406,7 @@ mod tests {
     async fn a_record_has_its_time_once_and_what_is_late_is_waited_for() {
         let mut patience = Patience::new(WITHIN);
         assert_eq!(patience.act(async { 1 }).await, Ok(1));
-        assert!(patience.ask(tokio::time::sleep(WITHIN / 2)).await.is_ok());
+        assert!(patience.within(tokio::time::sleep(WITHIN / 2)).await.is_ok());
         let (end, ended) = oneshot::channel::<()>();
         let begun = Instant::now();
         assert!(patience.act(ended).await.unwrap_err().starts_with("not done after"));
@@ -422,7 +424,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_late_answer_is_waited_for_by_no_one() {
         let mut patience = Patience::new(WITHIN);
-        assert!(patience.ask(std::future::pending::<()>()).await.is_err());
+        assert!(patience.within(std::future::pending::<()>()).await.is_err());
         assert!(patience.late().is_none());
     }
 }

@@ -27,7 +27,7 @@ use crate::log_context;
 use crate::mounts::Mounts;
 use crate::pause::Driver;
 use crate::pool::{self, Class};
-use crate::process::held::{self, Namespace};
+use crate::process::held::{self, HeldNamespace};
 use crate::shim;
 use crate::shim::driver::ShimDriver;
 use crate::telemetry::Telemetry;
@@ -91,7 +91,7 @@ impl Environment {
         open_files: Option<u64>,
     ) -> Result<Self, StepError> {
         let layout = Arc::new(Layout::new(&config));
-        let settings = shim::Settings {
+        let settings = shim::ShimSettings {
             containerd_address: config.containerd_address.clone(),
             containerd_namespace: config.containerd_namespace.clone(),
             containerd_state: config.containerd_state.clone(),
@@ -130,7 +130,7 @@ struct PodOfEndpoint {
 }
 
 impl shim::Pod for PodOfEndpoint {
-    fn namespaces(&self) -> Result<Vec<Namespace>, StepError> {
+    fn namespaces(&self) -> Result<Vec<HeldNamespace>, StepError> {
         let own = self.jobs.facts.own;
         let own = [("net", own.net), ("ipc", own.ipc), ("uts", own.uts)];
         let kinds: Vec<&'static str> =
@@ -264,7 +264,7 @@ impl Sandbox {
     /// # Errors
     /// [`Error::State`] unless it was just created; else the failed step.
     pub async fn start(self: &Arc<Self>) -> Result<StartResponse, Error> {
-        self.ask(Rpc::Start, None).await?;
+        self.request(Rpc::Start, None).await?;
         let _ = self.started.set(Instant::now());
         let published = self.published();
         let (spec, mut labels) =
@@ -289,7 +289,7 @@ impl Sandbox {
     /// # Errors
     /// The failed step, or [`Error::Timeout`]; what is left continues in the background.
     pub async fn stop(&self) -> Result<(), Error> {
-        self.ask(Rpc::Stop, Some(END_WITHIN)).await?;
+        self.request(Rpc::Stop, Some(END_WITHIN)).await?;
         self.jobs.shim.dismiss();
         Ok(())
     }
@@ -299,7 +299,7 @@ impl Sandbox {
     /// # Errors
     /// What could not be removed, or [`Error::Timeout`].
     pub async fn shutdown(&self) -> Result<(), Error> {
-        self.ask(Rpc::Shutdown, Some(END_WITHIN)).await
+        self.request(Rpc::Shutdown, Some(END_WITHIN)).await
     }
 
     /// Answers when the pause has exited, before or after this call.
@@ -411,9 +411,10 @@ impl Sandbox {
     /// The failed step.
     pub async fn metrics(self: &Arc<Self>) -> Result<Metric, Error> {
         let sandbox = self.clone();
-        let read =
-            pool::run(Class::Query, move || metrics::read(&sandbox.jobs.facts.site.cgroup_parent))
-                .await;
+        let read = pool::run(Class::Query, move || {
+            metrics::read_metrics(&sandbox.jobs.facts.site.cgroup_parent)
+        })
+        .await;
         read.map_err(|e| self.fault("metrics", e.to_string()))?
             .map_err(|step| self.failed("metrics", step))
     }
@@ -427,13 +428,13 @@ impl Sandbox {
 
     /// All that is known, as a JSON object. Blocks.
     pub fn inspect(&self) -> serde_json::Value {
-        let record = self.jobs.store.read().map_err(|e| e.to_string());
+        let record = self.jobs.store.read_record().map_err(|e| e.to_string());
         let stage = self.jobs.store.stage().map_err(|e| e.to_string());
         inspect::report(&self.jobs, self.published(), self.usage(), &record, &stage)
     }
 
     fn usage(&self) -> Option<metrics::usage::Usage> {
-        let read = metrics::usage::read(&self.jobs.facts.site.cgroup_parent);
+        let read = metrics::usage::read_usage(&self.jobs.facts.site.cgroup_parent);
         read.inspect_err(|step| log::debug!(sandbox = self.id(); "{step}")).ok().flatten()
     }
 
@@ -462,7 +463,7 @@ impl Sandbox {
         }
     }
 
-    async fn ask(&self, rpc: Rpc, within: Option<Duration>) -> Result<(), Error> {
+    async fn request(&self, rpc: Rpc, within: Option<Duration>) -> Result<(), Error> {
         let (reply, answer) = oneshot::channel();
         // A call that arrives while the actor ends finds a sandbox that is gone.
         let gone = || match (self.phase(), rpc) {
@@ -492,7 +493,7 @@ impl Sandbox {
     }
 
     fn read_record(&self, rpc: &'static str) -> Result<Record, Error> {
-        self.jobs.store.read().map_err(|e| self.failed(rpc, e.into()))
+        self.jobs.store.read_record().map_err(|e| self.failed(rpc, e.into()))
     }
 
     fn failed(&self, rpc: &'static str, step: StepError) -> Error {

@@ -88,7 +88,7 @@ struct Contexts {
 
 impl Contexts {
     /// Reads them; `None`: the policy has none.
-    fn read() -> Result<Option<Self>, StepError> {
+    fn from_policy() -> Result<Option<Self>, StepError> {
         for path in [PathBuf::from(SHARED_CONTEXTS), policy().join(POLICY_CONTEXTS)] {
             match fs::read_to_string(&path) {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
@@ -153,7 +153,7 @@ pub fn executable(config: &Config) -> Result<Option<String>, StepError> {
     if !config.enable_selinux || !is_on() {
         return Ok(None);
     }
-    Ok(Contexts::read()?.map(|contexts| contexts.file.text()))
+    Ok(Contexts::from_policy()?.map(|contexts| contexts.file.text()))
 }
 
 /// The label of the pause of a pod whose containers have `label`: the same, but for a runtime of
@@ -166,7 +166,7 @@ pub fn of_pause(label: &str, runtime: &str) -> Result<String, StepError> {
     if label.is_empty() || !runtime.contains(OF_VIRTUAL_MACHINES) {
         return Ok(label.to_owned());
     }
-    Ok(Contexts::read()?
+    Ok(Contexts::from_policy()?
         .and_then(|contexts| contexts.of_virtual_machine(label))
         .unwrap_or_default())
 }
@@ -212,7 +212,7 @@ impl Selinux {
         if !config.enable_selinux || !is_on() {
             return Ok(Default::default());
         }
-        match Contexts::read()? {
+        match Contexts::from_policy()? {
             Some(contexts) => self.labels(&contexts, config.selinux_category_range.get(), wanted),
             None => Ok(Default::default()),
         }
@@ -229,7 +229,7 @@ impl Selinux {
             wanted.map(of).filter(|text| !text.is_empty()).map(str::to_owned)
         };
         let level = match given(|wanted| &wanted.level) {
-            Some(level) => Some(self.take(level)),
+            Some(level) => Some(self.hold_level(level)),
             // A policy without levels has none to give.
             None if process.level.is_none() => None,
             None => Some(self.take_free(categories)?),
@@ -249,10 +249,10 @@ impl Selinux {
 
     /// Takes the level of a pod that an earlier daemon has made.
     pub fn hold(&self, labels: &Labels) -> Option<HeldLevel> {
-        Context::parse(&labels.process)?.level.map(|level| self.take(level))
+        Context::parse(&labels.process)?.level.map(|level| self.hold_level(level))
     }
 
-    fn take(&self, level: String) -> HeldLevel {
+    fn hold_level(&self, level: String) -> HeldLevel {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         *taken.entry(level.clone()).or_default() += 1;
         drop(taken);

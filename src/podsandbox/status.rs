@@ -165,10 +165,10 @@ impl<'a> Metadata<'a> {
         struct Versioned<'a> {
             version: String,
             #[serde(borrow)]
-            metadata: Fields<'a>,
+            metadata: MetadataFields<'a>,
         }
         #[derive(Deserialize)]
-        struct Fields<'a> {
+        struct MetadataFields<'a> {
             #[serde(rename = "Config", default, borrow)]
             config: Option<&'a RawValue>,
             #[serde(rename = "CNIResult", default, borrow)]

@@ -272,7 +272,7 @@ mod tests {
         sys::exit(0)
     }
 
-    extern "C" fn end(_: &()) -> ! {
+    extern "C" fn exit_at_once(_: &()) -> ! {
         sys::exit(7)
     }
 
@@ -280,7 +280,7 @@ mod tests {
     fn a_child_in_time_is_let_be_and_the_thread_goes() {
         let deadline = Deadline::within(SHORT, None);
         for _ in 0..3 {
-            let cloned = deadline.clone_child(how(), &(), end).unwrap();
+            let cloned = deadline.clone_child(how(), &(), exit_at_once).unwrap();
             assert!(!cloned.late);
             assert_eq!(sys::reap(cloned.pidfd.as_fd(), true), Ok(Some(sys::End::Code(7))));
         }

@@ -96,7 +96,7 @@ fn listens_at(socket: &OwnedFd, address: &Path) -> bool {
 /// # Errors
 /// Its files in `/proc` cannot be read.
 pub fn started_at(pid: u32) -> Result<u64, StepError> {
-    Stat::read(pid).map(|stat| stat.start_time).step_at("read", format!("/proc/{pid}/stat"))
+    Stat::of_process(pid).map(|stat| stat.start_time).step_at("read", format!("/proc/{pid}/stat"))
 }
 
 /// Checks that a process which a call reports as started by it can be that: it runs as the daemon's
@@ -132,7 +132,7 @@ pub(crate) fn is_own_users(pid: u32) -> io::Result<bool> {
 
 /// A namespace: its name in `/proc/PID/ns`, and the namespace itself, which lasts as long as the
 /// file is open, so that no other gets its inode.
-pub type Namespace = (&'static str, File);
+pub type HeldNamespace = (&'static str, File);
 
 /// These namespaces of the process that `identity` names; none if it has ended.
 ///
@@ -141,7 +141,7 @@ pub type Namespace = (&'static str, File);
 pub fn namespaces(
     identity: &Identity,
     kinds: &[&'static str],
-) -> Result<Vec<Namespace>, StepError> {
+) -> Result<Vec<HeldNamespace>, StepError> {
     let mut opened = Vec::new();
     for kind in kinds {
         let path = format!("/proc/{}/ns/{kind}", identity.pid);

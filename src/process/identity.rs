@@ -38,7 +38,7 @@ impl Stat {
     ///
     /// # Errors
     /// NotFound or ESRCH: no such process.
-    pub(crate) fn read(pid: u32) -> io::Result<Self> {
+    pub(crate) fn of_process(pid: u32) -> io::Result<Self> {
         // The kernel gives the whole line, some 300 bytes, to one read.
         let mut line = [0; 2048];
         let length = File::open(format!("/proc/{pid}/stat"))?.read(&mut line)?;
@@ -66,7 +66,7 @@ impl Stat {
     }
 
     /// How it ended.
-    pub(crate) fn end(&self) -> Option<sys::End> {
+    pub(crate) fn exit_status(&self) -> Option<sys::End> {
         self.ended().then(|| sys::End::from_status(self.exit_status))
     }
 }
@@ -84,8 +84,9 @@ pub(crate) fn pid_namespace(pid: u32) -> io::Result<u64> {
 /// # Errors
 /// The failed step.
 pub(crate) fn read_identity(pid: u32, boot_id: &Arc<str>) -> Result<Identity, StepError> {
-    let start_time =
-        Stat::read(pid).map(|stat| stat.start_time).step_at("read", format!("/proc/{pid}/stat"))?;
+    let start_time = Stat::of_process(pid)
+        .map(|stat| stat.start_time)
+        .step_at("read", format!("/proc/{pid}/stat"))?;
     let pid_namespace = pid_namespace(pid).step_at("stat", format!("/proc/{pid}/ns/pid"))?;
     Ok(Identity { pid, start_time, pid_namespace, boot_id: boot_id.clone() })
 }

@@ -129,7 +129,11 @@ impl Process for PidfdProcess {
 impl Drop for PidfdProcess {
     fn drop(&mut self) {
         if self.collect().is_none() {
-            self.common.take(self.identity.pid, Arc::clone(&self.pidfd), self.killed.load(Relaxed));
+            self.common.reap_later(
+                self.identity.pid,
+                Arc::clone(&self.pidfd),
+                self.killed.load(Relaxed),
+            );
         }
     }
 }
@@ -190,8 +194,8 @@ fn exit_status(pidfd: std::os::fd::BorrowedFd<'_>, identity: &Identity) -> Optio
 }
 
 fn zombie(identity: &Identity) -> Option<End> {
-    let stat = Stat::read(identity.pid).ok()?;
-    if stat.start_time == identity.start_time { stat.end() } else { None }
+    let stat = Stat::of_process(identity.pid).ok()?;
+    if stat.start_time == identity.start_time { stat.exit_status() } else { None }
 }
 
 fn status(end: End) -> u32 {
@@ -236,7 +240,7 @@ impl Reaper {
         Ok(Arc::new(Self { watch: Watch::new()?, freezer, orphans: Mutex::default() }))
     }
 
-    fn take(self: &Arc<Self>, pid: u32, pidfd: Arc<OwnedFd>, killed: bool) {
+    fn reap_later(self: &Arc<Self>, pid: u32, pidfd: Arc<OwnedFd>, killed: bool) {
         // Another's child is another's to reap: of it nothing is kept.
         if !matches!(sys::reap(pidfd.as_fd(), false), Ok(None)) {
             return;

@@ -6,12 +6,12 @@ use crate::sys::{self, Errno};
 
 /// Written by the child, read by the parent when the child has ended or executed its program.
 #[derive(Debug, Default)]
-pub(crate) struct Report {
+pub(crate) struct ChildReport {
     step: AtomicUsize,
     errno: AtomicI32,
 }
 
-impl Report {
+impl ChildReport {
     /// Forgets an earlier child.
     pub(crate) fn reset(&self) {
         self.enter(0);

@@ -18,7 +18,7 @@ use rustix::thread::{CoreSchedulingScope, create_core_scheduling_cookie};
 
 use super::epoll::Watched;
 use super::pidfd::{self, PidfdProcess, Reaper};
-use super::report::Report;
+use super::report::ChildReport;
 use super::{Adoption, Identity, Process, held, identity};
 use crate::error::{IoContext, StepError};
 use crate::sys::{self, Errno};
@@ -92,8 +92,8 @@ impl Launcher {
         let environment =
             launch.environment.iter().cloned().map(string).collect::<Result<Vec<_>, _>>()?;
         let directory = string(launch.directory.as_os_str().to_owned())?;
-        let work = Work {
-            report: Report::default(),
+        let work = SpawnWork {
+            report: ChildReport::default(),
             program: &program,
             arguments: sys::pointers(&arguments),
             environment: sys::pointers(&environment),
@@ -168,7 +168,7 @@ impl Launcher {
     ///
     /// # Errors
     /// `/proc` cannot be read, or the directory cannot be looked at.
-    pub fn find(
+    pub fn find_process(
         &self,
         directory: &Path,
         arguments: &[OsString],
@@ -262,8 +262,8 @@ const EXECUTE: &str = "execute";
 
 /// All that the child works on; prepared by the parent, whose memory it shares (see
 /// [`sys::clone_child`]).
-struct Work<'a> {
-    report: Report,
+struct SpawnWork<'a> {
+    report: ChildReport,
     program: &'a CStr,
     arguments: sys::Pointers<'a>,
     environment: sys::Pointers<'a>,
@@ -275,7 +275,7 @@ struct Work<'a> {
     core_domain: bool,
 }
 
-extern "C" fn child(work: &Work<'_>) -> ! {
+extern "C" fn child(work: &SpawnWork<'_>) -> ! {
     work.report.exit(
         become_program(work).and_then(|()| {
             Err(sys::execute_path(work.program, &work.arguments, &work.environment))
@@ -283,7 +283,7 @@ extern "C" fn child(work: &Work<'_>) -> ! {
     )
 }
 
-fn become_program(work: &Work<'_>) -> Result<(), Errno> {
+fn become_program(work: &SpawnWork<'_>) -> Result<(), Errno> {
     rustix::process::setsid().map(drop)?;
     work.report.enter(1);
     // What is handed over has one of these numbers only in a daemon that was started without them.
@@ -410,19 +410,19 @@ mod tests {
         let process = launch(&launcher, directory.path(), "/bin/sleep", seconds).unwrap();
         let found = loop {
             // An executed program has its arguments an instant later.
-            match launcher.find(directory.path(), seconds).unwrap() {
+            match launcher.find_process(directory.path(), seconds).unwrap() {
                 Some(found) => break found,
                 None => tokio::task::yield_now().await,
             }
         };
         assert_eq!(found.identity(), process.identity());
-        assert!(launcher.find(directory.path(), &["100".into()]).unwrap().is_none());
-        assert!(launcher.find(Path::new("/"), seconds).unwrap().is_none());
+        assert!(launcher.find_process(directory.path(), &["100".into()]).unwrap().is_none());
+        assert!(launcher.find_process(Path::new("/"), seconds).unwrap().is_none());
         assert!(matches!(launcher.adopt(process.identity()), Adoption::Alive(_)));
         found.kill().unwrap();
         assert_eq!(process.exited().await.status, 137);
         assert!(matches!(launcher.adopt(process.identity()), Adoption::Dead(_)));
-        assert!(launcher.find(directory.path(), seconds).unwrap().is_none());
+        assert!(launcher.find_process(directory.path(), seconds).unwrap().is_none());
     }
 
     /// Looks from a mount namespace of its own, where `/proc` shows nothing.
@@ -471,7 +471,7 @@ mod tests {
         let launcher = Launcher::new(None).unwrap();
         let process =
             launch(&launcher, &link.join("same"), "/bin/sleep", &["1001".into()]).unwrap();
-        let find = |at: &Path| launcher.find(&at.join("same"), &["1001".into()]).unwrap();
+        let find = |at: &Path| launcher.find_process(&at.join("same"), &["1001".into()]).unwrap();
         while find(&real).is_none() {
             tokio::task::yield_now().await;
         }

@@ -9,8 +9,8 @@ use protobuf::well_known_types::any::Any;
 use protobuf::{Message as _, MessageField};
 use serde::{Deserialize, Serialize};
 
-use super::{Runtime, Settings};
-use crate::containerd::Store;
+use super::{Runtime, ShimSettings};
+use crate::containerd::SandboxStore;
 use crate::error::{IoContext as _, StepError};
 
 /// The first containerd that gives shims its parameters as a message of their own; before, the
@@ -108,13 +108,17 @@ impl Bootstrap {
 ///
 /// # Errors
 /// containerd does not say of which release it is.
-pub async fn input(settings: &Settings, id: &str, runtime: &Runtime) -> Result<Vec<u8>, StepError> {
+pub async fn input(
+    settings: &ShimSettings,
+    id: &str,
+    runtime: &Runtime,
+) -> Result<Vec<u8>, StepError> {
     let options = runtime.options.as_ref().map(|(type_url, value)| Any {
         type_url: type_url.clone(),
         value: value.clone(),
         ..Default::default()
     });
-    let containerd = Store {
+    let containerd = SandboxStore {
         address: settings.containerd_address.clone(),
         namespace: settings.containerd_namespace.clone(),
     };

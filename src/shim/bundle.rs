@@ -28,7 +28,7 @@ pub enum Recorded {
     /// It is about to be launched, or has been just now.
     Launching,
     /// It runs, as far as the record knows.
-    Running {
+    RunningShim {
         /// What names it.
         identity: Identity,
     },
@@ -61,13 +61,13 @@ impl Bundle {
     ///
     /// # Errors
     /// The failed step.
-    pub fn make(&self, id: &str, config: bool) -> Result<(), StepError> {
+    pub fn make_bundle(&self, id: &str, config: bool) -> Result<(), StepError> {
         match fs::DirBuilder::new().mode(0o700).create(&self.dir) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
             other => other.step_at("make directory", &self.dir)?,
         }
         if !config {
-            return shim_log::make(&self.log());
+            return shim_log::make_fifo(&self.log());
         }
         // Shims look for the group that they serve; the containers' own bundles tell the rest.
         let spec = serde_json::json!({
@@ -78,7 +78,7 @@ impl Bundle {
             },
         });
         self.replace("config.json", spec.to_string().as_bytes())?;
-        shim_log::make(&self.log())
+        shim_log::make_fifo(&self.log())
     }
 
     /// What is on record; `None`: there is no shim. Of one whose record makes no sense no more is
@@ -219,7 +219,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let bundle = Bundle::new(dir.path().join("b"));
         assert_eq!((bundle.recorded().unwrap(), bundle.bootstrap().unwrap()), (None, None));
-        bundle.make("pod", true).unwrap();
+        bundle.make_bundle("pod", true).unwrap();
         let written = Bootstrap::parse(b"unix:///run/s/1").unwrap();
         bundle.record_bootstrap(&written).unwrap();
         bundle.record(Some(&Recorded::Launching)).unwrap();

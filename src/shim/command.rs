@@ -15,7 +15,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::process::{Child, Command};
 use tokio::sync::Semaphore;
 
-use super::Settings;
+use super::ShimSettings;
 use crate::error::{IoContext as _, StepError};
 use crate::process::held;
 use crate::process::spawn::limit_open_files;
@@ -68,7 +68,7 @@ const CORE_DOMAIN: &str = "SCHED_CORE";
 
 /// The environment of a shim: the daemon's, what containerd adds (`pkg/shim.Command`), and what an
 /// operator has set.
-fn environment(settings: &Settings, threads: &str) -> BTreeMap<OsString, OsString> {
+fn environment(settings: &ShimSettings, threads: &str) -> BTreeMap<OsString, OsString> {
     let protocol = [
         ("PATH", path()),
         ("TTRPC_ADDRESS", settings.containerd_ttrpc()),
@@ -96,7 +96,7 @@ pub fn has_core_domain(environment: &[OsString]) -> bool {
 }
 
 /// The arguments of a shim's server for group `id`.
-pub fn server_arguments(settings: &Settings, id: &str) -> Vec<OsString> {
+pub fn server_arguments(settings: &ShimSettings, id: &str) -> Vec<OsString> {
     let address = settings.containerd_address.as_os_str().to_owned();
     vec![
         "-namespace".into(),
@@ -109,7 +109,7 @@ pub fn server_arguments(settings: &Settings, id: &str) -> Vec<OsString> {
 }
 
 /// The environment of a shim's server, `NAME=value`.
-pub fn server_environment(settings: &Settings, id: &str) -> Vec<OsString> {
+pub fn server_environment(settings: &ShimSettings, id: &str) -> Vec<OsString> {
     const SERVICE: &str = "OTEL_SERVICE_NAME";
     let mut environment = environment(settings, "4");
     if !settings.environment.contains_key(SERVICE) {
@@ -128,7 +128,7 @@ pub fn server_environment(settings: &Settings, id: &str) -> Vec<OsString> {
 /// # Errors
 /// It cannot be run, fails, or does not end in time.
 pub async fn delete(
-    settings: &Settings,
+    settings: &ShimSettings,
     binary: &Path,
     id: &str,
     bundle: &Path,
@@ -165,7 +165,7 @@ pub struct Said {
 /// # Errors
 /// It cannot be run, fails, says too much, or does not end in time.
 pub async fn start(
-    settings: &Settings,
+    settings: &ShimSettings,
     binary: &Path,
     id: &str,
     bundle: &Path,
@@ -201,7 +201,7 @@ async fn call(
         (child.0.stdin.take(), child.0.stdout.take(), child.0.stderr.take());
     let all = async {
         let ((), output, errors) =
-            tokio::try_join!(write(input, given), read(output), read(errors))?;
+            tokio::try_join!(write(input, given), read_pipe(output), read_pipe(errors))?;
         Ok((child.0.wait().await?, output, errors))
     };
     let ended: io::Result<_> = tokio::time::timeout(WITHIN, all).await.unwrap_or_else(|_| {
@@ -247,7 +247,7 @@ async fn write(pipe: Option<impl tokio::io::AsyncWrite + Unpin>, bytes: Vec<u8>)
 }
 
 /// All that a pipe gives, if that is not more than it may.
-async fn read(pipe: Option<impl tokio::io::AsyncRead + Unpin>) -> io::Result<Vec<u8>> {
+async fn read_pipe(pipe: Option<impl tokio::io::AsyncRead + Unpin>) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     if let Some(pipe) = pipe {
         pipe.take(MOST + 1).read_to_end(&mut bytes).await?;
@@ -268,7 +268,7 @@ mod tests {
     #[test]
     fn what_an_operator_sets_goes_before_all_else_and_is_there_once() {
         let set = |name: &str, value: &str| (name.to_owned(), value.to_owned());
-        let settings = |variables: &[(String, String)]| Settings {
+        let settings = |variables: &[(String, String)]| ShimSettings {
             containerd_address: "/c.sock".into(),
             containerd_namespace: "k8s.io".to_owned(),
             containerd_state: "/state".into(),
@@ -340,7 +340,7 @@ mod tests {
             .stdout(Stdio::piped())
             .process_group(0);
         let mut called = Called(command.spawn().unwrap());
-        let pids = String::from_utf8(read(called.0.stdout.take()).await.unwrap()).unwrap();
+        let pids = String::from_utf8(read_pipe(called.0.stdout.take()).await.unwrap()).unwrap();
         drop(called);
         let gone = |pid: &str| {
             let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));

@@ -67,12 +67,12 @@ impl ContainerdOwned {
         }
     }
 
-    /// [`Socket::end`].
+    /// [`Socket::end_shim`].
     ///
     /// # Errors
     /// As of that.
-    pub(super) async fn end(&self) -> Result<(), StepError> {
-        self.socket().end(&self.id).await
+    pub(super) async fn close(&self) -> Result<(), StepError> {
+        self.socket().end_shim(&self.id).await
     }
 }
 
@@ -100,7 +100,7 @@ impl Socket {
     ///
     /// # Errors
     /// The failed step; a shim that still serves containers does not end.
-    pub async fn end(&self, id: &str) -> Result<(), StepError> {
+    pub async fn end_shim(&self, id: &str) -> Result<(), StepError> {
         let late = || Err(io::ErrorKind::TimedOut.into());
         match timeout(END_WITHIN, UnixStream::connect(&self.path)).await.unwrap_or_else(|_| late())
         {
@@ -156,6 +156,6 @@ mod tests {
             return;
         }
         let socket = Socket::new(Path::new("/nowhere"), "k8s.io", "no-such-sandbox");
-        assert!(socket.end("no-such-sandbox").await.is_ok());
+        assert!(socket.end_shim("no-such-sandbox").await.is_ok());
     }
 }

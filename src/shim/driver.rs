@@ -20,7 +20,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::Shims;
 use super::self_started::SelfStarted;
-use super::task::{Failure, Tasks};
+use super::task::{TaskError, Tasks};
 use crate::cgroup::CgroupRef;
 use crate::error::{IoContext as _, StepError};
 use crate::pause::Plan;
@@ -97,7 +97,7 @@ impl ShimDriver {
 
     async fn create(&self, endpoint: &Arc<SelfStarted>) -> Result<(Tasks, u32), StepError> {
         let shim = endpoint.shim();
-        let tasks = endpoint.tasks().await.map_err(Failure::step)?;
+        let tasks = endpoint.tasks().await.map_err(TaskError::step)?;
         let options = shim.runtime().options.as_ref().map(|(type_url, value)| Any {
             type_url: type_url.clone(),
             value: value.clone(),
@@ -112,7 +112,7 @@ impl ShimDriver {
         let created: CreateTaskResponse = tasks
             .call("create pause", "Create", &request, Some(START_WITHIN))
             .await
-            .map_err(Failure::step)?;
+            .map_err(TaskError::step)?;
         Ok((tasks, created.pid))
     }
 
@@ -138,7 +138,7 @@ impl ShimDriver {
             let started: StartResponse = tasks
                 .call("start pause", "Start", &request, Some(START_WITHIN))
                 .await
-                .map_err(Failure::step)?;
+                .map_err(TaskError::step)?;
             if started.pid != created {
                 let other = io::Error::other(format!(
                     "it was made as process {created}, and is {}",
@@ -171,12 +171,12 @@ impl ShimDriver {
             // Of the task of a dead shim only its runtime's leftovers are there.
             return endpoint.delete_pause().await.map(|()| dead(UNKNOWN_EXIT));
         }
-        let tasks = endpoint.tasks().await.map_err(Failure::step)?;
+        let tasks = endpoint.tasks().await.map_err(TaskError::step)?;
         let request = StateRequest { id: endpoint.id().to_owned(), ..Default::default() };
         let state: StateResponse =
             match tasks.call("ask for pause", "State", &request, Some(WITHIN)).await {
                 Ok(state) => state,
-                Err(Failure::NotFound(_)) => return Ok(dead(UNKNOWN_EXIT)),
+                Err(TaskError::NotFound(_)) => return Ok(dead(UNKNOWN_EXIT)),
                 Err(failure) => return Err(failure.step()),
             };
         match state.status.enum_value() {
@@ -255,7 +255,7 @@ async fn delete_in_the_end(endpoint: &Arc<SelfStarted>) -> Result<Option<Exit>, 
     let mut tries = DELETIONS.into_iter();
     loop {
         let begun = Instant::now();
-        let tasks = endpoint.tasks().await.map_err(Failure::step)?;
+        let tasks = endpoint.tasks().await.map_err(TaskError::step)?;
         let step = match delete(endpoint, &tasks).await {
             Err(step) if begun.elapsed() < WITHIN => step,
             done => return done,
@@ -281,21 +281,21 @@ async fn delete(endpoint: &Arc<SelfStarted>, tasks: &Tasks) -> Result<Option<Exi
             let waited = tasks
                 .call::<_, WaitResponse>("wait for pause", "Wait", &request, Some(WITHIN))
                 .await;
-            if let Err(Failure::Lost(step)) = waited {
+            if let Err(TaskError::Lost(step)) = waited {
                 return Err(step);
             }
         }
-        Err(Failure::NotFound(_)) => {}
+        Err(TaskError::NotFound(_)) => {}
         // One that was never started may not be killed, only deleted.
-        Err(Failure::Refused(step)) => {
+        Err(TaskError::Refused(step)) => {
             log::debug!(sandbox = id; "shim refused to kill pause: {step}")
         }
-        Err(Failure::Lost(step)) => return Err(step),
+        Err(TaskError::Lost(step)) => return Err(step),
     }
     let request = DeleteRequest { id: id.to_owned(), ..Default::default() };
     match tasks.call::<_, DeleteResponse>("delete pause", "Delete", &request, Some(WITHIN)).await {
         Ok(deleted) => Ok(Some(exit(deleted.exit_status, deleted.exited_at.as_ref()))),
-        Err(Failure::NotFound(_)) => Ok(None),
+        Err(TaskError::NotFound(_)) => Ok(None),
         Err(failure) => Err(failure.step()),
     }
 }
@@ -361,7 +361,7 @@ async fn wait(endpoint: &Arc<SelfStarted>) -> Exit {
         };
         match answer {
             Ok(ended) => return exit(ended.exit_status, ended.exited_at.as_ref()),
-            Err(Failure::NotFound(_)) => return unknown(),
+            Err(TaskError::NotFound(_)) => return unknown(),
             Err(failure) => {
                 log::warn!(sandbox = id; "lost Wait for pause; retrying: {}", failure.step());
                 tokio::select! {
@@ -398,13 +398,13 @@ async fn kill_on_request(endpoint: &Arc<SelfStarted>, requested: &Notify) -> Exi
                     .await
             });
             let panicked = |e: tokio::task::JoinError| {
-                Err(Failure::Lost(StepError::new("kill pause", io::Error::other(e))))
+                Err(TaskError::Lost(StepError::new("kill pause", io::Error::other(e))))
             };
             match killed.await.unwrap_or_else(panicked) {
                 // The wait reports its exit.
-                Ok(_) | Err(Failure::NotFound(_)) => break,
+                Ok(_) | Err(TaskError::NotFound(_)) => break,
                 Err(failure) => {
-                    let lost = matches!(failure, Failure::Lost(_));
+                    let lost = matches!(failure, TaskError::Lost(_));
                     *(if lost { &mut unanswered } else { &mut refused }) += 1;
                     log::warn!(sandbox = id; "failed to kill pause; retrying: {}", failure.step());
                     sleep(AGAIN).await;

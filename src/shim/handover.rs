@@ -27,7 +27,7 @@ use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
 use super::bundle::NEW;
-use super::pod_shim::{AGAIN, Found, PodShim, Running, SHUTDOWNS, WITHIN};
+use super::pod_shim::{AGAIN, PodShim, RecordedShim, RunningShim, SHUTDOWNS, WITHIN};
 use super::{Pod, task};
 use crate::error::{IoContext as _, StepError, gone};
 use crate::pool::{self, Class};
@@ -37,7 +37,7 @@ use crate::process::{Exit, Process, epoll::Watched, held};
 #[derive(Debug)]
 pub struct Handover {
     shim: Arc<PodShim>,
-    state: Mutex<State>,
+    state: Mutex<HandoverState>,
     /// Wakes the serving task while it waits to retry the recovery.
     changed: Notify,
     /// Held while a socket is made, a shim is searched or launched, and by the end. Waiting for it
@@ -46,7 +46,7 @@ pub struct Handover {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct HandoverState {
     /// There is to be a socket.
     open: bool,
     /// It is not known yet what an earlier daemon has left: a shim may run.
@@ -54,7 +54,7 @@ struct State {
     /// The socket; `None` also while a shim of an earlier daemon serves that it cannot be taken
     /// from.
     listener: Option<Arc<OwnedFd>>,
-    running: Option<Running>,
+    running: Option<RunningShim>,
     /// The exit of a shim while there was no daemon.
     missed: Option<Exit>,
     /// A shim is to be launched: a caller waits, or is about to come.
@@ -82,7 +82,7 @@ impl fmt::Debug for Idle {
 }
 
 /// What the serving task does next.
-enum Next {
+enum HandoverStep {
     /// It has ended, or is idle.
     Nothing,
     Recover,
@@ -194,7 +194,7 @@ impl Handover {
             }
         }
         let found = self.shim.find_recorded()?;
-        if let Found::Alive { process, cut_off } = found {
+        if let RecordedShim::Alive { process, cut_off } = found {
             let listener = self.take_listener(&*process);
             let running = self.shim.adopt(process, cut_off);
             let mut state = self.state();
@@ -207,7 +207,7 @@ impl Handover {
         self.bind()?;
         let mut state = self.state();
         state.unrecovered = false;
-        if let Found::Dead(exit) = found {
+        if let RecordedShim::Dead(exit) = found {
             state.missed = Some(exit);
         }
         self.notify(state);
@@ -243,7 +243,7 @@ impl Handover {
 
     /// To be called after a change of the state: an idle endpoint is served again, if there is
     /// something to do.
-    fn notify(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
+    fn notify(self: &Arc<Self>, mut state: MutexGuard<'_, HandoverState>) {
         let idle = state.idle.take();
         drop(state);
         match idle {
@@ -258,42 +258,42 @@ impl Handover {
     /// Serves the endpoint until its end: in a task, unless there is nothing to do.
     pub(super) fn serve(self: &Arc<Self>, pod: Arc<dyn Pod>) {
         match self.next(&pod) {
-            Next::Nothing => {}
+            HandoverStep::Nothing => {}
             next => drop(tokio::spawn(self.clone().run(next, pod))),
         }
     }
 
     /// Does what there is to do. It is the only one to do so: it was started when the endpoint was
     /// no longer idle, and ends when it is idle again.
-    async fn run(self: Arc<Self>, mut next: Next, pod: Arc<dyn Pod>) {
+    async fn run(self: Arc<Self>, mut next: HandoverStep, pod: Arc<dyn Pod>) {
         let id = self.shim.id();
         loop {
             match next {
-                Next::Nothing => return,
-                Next::Recover => {
+                HandoverStep::Nothing => return,
+                HandoverStep::Recover => {
                     // The end need not wait for it.
                     let _ = timeout(AGAIN, self.changed.notified()).await;
                     if let Err(step) = Box::pin(self.try_recover()).await {
                         log::debug!(sandbox = id; "failed to recover shim; retrying: {step}");
                     }
                 }
-                Next::FailSandbox => pod.fail(),
-                Next::HandleExit(exit) => self.handle_exit(exit, &pod).await,
+                HandoverStep::FailSandbox => pod.fail(),
+                HandoverStep::HandleExit(exit) => self.handle_exit(exit, &pod).await,
                 // There are as many of these futures as there are shims: what is not awaited now is
                 // boxed.
-                Next::Watch(process) => {
+                HandoverStep::Watch(process) => {
                     let exit = process.exited().await;
                     self.forget_running();
                     Box::pin(self.handle_exit(exit, &pod)).await;
                 }
-                Next::Launch => Box::pin(self.launch_and_watch(&pod)).await,
-                Next::Listen => {
+                HandoverStep::Launch => Box::pin(self.launch_and_watch(&pod)).await,
+                HandoverStep::Listen => {
                     if let Err(step) = Box::pin(self.listen()).await {
                         log::error!(sandbox = id; "failed to rebind task socket; retrying: {step}");
                         sleep(AGAIN).await;
                     }
                 }
-                Next::Unwatched(e) => {
+                HandoverStep::Unwatched(e) => {
                     log::error!(sandbox = id; "failed to watch task socket; retrying: {e}");
                     sleep(AGAIN).await;
                 }
@@ -304,38 +304,38 @@ impl Handover {
 
     /// What there is to do. With nothing to do the endpoint is idle from now on, and the caller no
     /// longer serves it.
-    fn next(self: &Arc<Self>, pod: &Arc<dyn Pod>) -> Next {
+    fn next(self: &Arc<Self>, pod: &Arc<dyn Pod>) -> HandoverStep {
         let mut state = self.state();
         if state.ended {
-            return Next::Nothing;
+            return HandoverStep::Nothing;
         }
         // Known, whatever becomes of the shim.
         if std::mem::take(&mut state.failed) {
-            return Next::FailSandbox;
+            return HandoverStep::FailSandbox;
         }
         if state.unrecovered {
-            return Next::Recover;
+            return HandoverStep::Recover;
         }
         if let Some(exit) = state.missed.take() {
-            return Next::HandleExit(exit);
+            return HandoverStep::HandleExit(exit);
         }
         if let Some(running) = &state.running {
-            return Next::Watch(running.process.clone());
+            return HandoverStep::Watch(running.process.clone());
         }
         let called = match &state.listener {
-            Some(_) if state.wanted => return Next::Launch,
-            None if state.open => return Next::Listen,
+            Some(_) if state.wanted => return HandoverStep::Launch,
+            None if state.open => return HandoverStep::Listen,
             None => None,
             Some(listener) => {
                 let waker = Waker::from(self.clone());
                 match self.shim.shims().launcher.watch_listener(listener.clone(), waker) {
                     Ok(called) => Some(called),
-                    Err(e) => return Next::Unwatched(e),
+                    Err(e) => return HandoverStep::Unwatched(e),
                 }
             }
         };
         state.idle = Some(Idle { pod: pod.clone(), _called: called });
-        Next::Nothing
+        HandoverStep::Nothing
     }
 
     /// From the launch of a shim to its exit.
@@ -454,7 +454,7 @@ impl Handover {
     ///
     /// # Errors
     /// Every step that failed.
-    pub(super) async fn end(self: &Arc<Self>) -> Result<(), Vec<StepError>> {
+    pub(super) async fn close(self: &Arc<Self>) -> Result<(), Vec<StepError>> {
         self.set_ended();
         let _turn = self.turn.lock().await;
         self.end_shim().await.map_err(|step| vec![step])?;
@@ -507,7 +507,7 @@ impl Handover {
         pool::run(Class::Shim, move || work(&endpoint)).await
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, HandoverState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

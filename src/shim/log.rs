@@ -38,7 +38,7 @@ pub struct Reader {
 ///
 /// # Errors
 /// The failed step.
-pub fn make(fifo: &Path) -> Result<(), StepError> {
+pub fn make_fifo(fifo: &Path) -> Result<(), StepError> {
     match mkfifo(fifo, Mode::S_IRUSR | Mode::S_IWUSR) {
         Err(nix::Error::EEXIST) => Ok(()),
         other => other.step_at("make fifo", fifo),
@@ -59,7 +59,7 @@ pub fn writer(fifo: &Path) -> Result<OwnedFd, StepError> {
 ///
 /// # Errors
 /// The failed step.
-pub fn read(fifo: &Path, sandbox: &str) -> Result<Reader, StepError> {
+pub fn read_log(fifo: &Path, sandbox: &str) -> Result<Reader, StepError> {
     // Read and write: no end of file comes when the shim's end closes, and the shim need not wait
     // for us to open it.
     let receiver =
@@ -67,7 +67,7 @@ pub fn read(fifo: &Path, sandbox: &str) -> Result<Reader, StepError> {
     let (ended, end) = oneshot::channel();
     let sandbox = sandbox.to_owned();
     tokio::spawn(async move {
-        if let Err(e) = drain(receiver, end, |line| tell(&sandbox, line)).await {
+        if let Err(e) = drain(receiver, end, |line| log_line(&sandbox, line)).await {
             log::warn!(sandbox = sandbox.as_str(); "failed to read log of shim: {e}");
         }
     });
@@ -89,7 +89,7 @@ async fn drain(
         if read == 0 {
             return Ok(());
         }
-        lines.take(buffer.get(..read).unwrap_or_default(), &mut tell);
+        lines.add_bytes(buffer.get(..read).unwrap_or_default(), &mut tell);
     }
     // The shim's last words, such as a panic, come with its end. Read past the runtime, which may
     // not have noticed them yet.
@@ -98,7 +98,7 @@ async fn drain(
         Err(e) if e.kind() != io::ErrorKind::WouldBlock => return Err(e),
         _ => {}
     }
-    lines.take(&last, &mut tell);
+    lines.add_bytes(&last, &mut tell);
     lines.rest(tell);
     Ok(())
 }
@@ -120,11 +120,11 @@ impl Lines {
     /// A line that has no end.
     fn rest(&mut self, tell: impl FnMut(&str)) {
         if !self.line.is_empty() {
-            self.take(b"\n", tell);
+            self.add_bytes(b"\n", tell);
         }
     }
 
-    fn take(&mut self, bytes: &[u8], mut tell: impl FnMut(&str)) {
+    fn add_bytes(&mut self, bytes: &[u8], mut tell: impl FnMut(&str)) {
         for byte in bytes {
             if *byte != b'\n' {
                 if self.line.len() < LONGEST {
@@ -157,7 +157,7 @@ impl Lines {
 
 /// containerd's shims write logrus lines, with their level in them; all else, such as a panic, is
 /// worth a warning.
-fn tell(sandbox: &str, line: &str) {
+fn log_line(sandbox: &str, line: &str) {
     let line = line.trim_end();
     if line.is_empty() {
         return;
@@ -177,18 +177,18 @@ mod tests {
     async fn lines_are_cut_and_counted() {
         let mut lines = Lines::new();
         let mut reported = Vec::new();
-        lines.take(b"one\ntw", |line| reported.push(line.to_owned()));
-        lines.take(b"o\n", |line| reported.push(line.to_owned()));
+        lines.add_bytes(b"one\ntw", |line| reported.push(line.to_owned()));
+        lines.add_bytes(b"o\n", |line| reported.push(line.to_owned()));
         assert_eq!(reported, ["one", "two"]);
-        lines.take(&[b'x'; 5000], |line| reported.push(line.to_owned()));
-        lines.take(b"\n", |line| reported.push(line.to_owned()));
+        lines.add_bytes(&[b'x'; 5000], |line| reported.push(line.to_owned()));
+        lines.add_bytes(b"\n", |line| reported.push(line.to_owned()));
         assert_eq!(reported.pop().map(|line| line.len()), Some(LONGEST));
         for _ in 0..200 {
-            lines.take(b"y\n", |line| reported.push(line.to_owned()));
+            lines.add_bytes(b"y\n", |line| reported.push(line.to_owned()));
         }
         assert_eq!(reported.len(), MOST as usize);
         tokio::time::advance(WINDOW).await;
-        lines.take(b"z\n", |line| reported.push(line.to_owned()));
+        lines.add_bytes(b"z\n", |line| reported.push(line.to_owned()));
         assert!(reported.iter().any(|line| line.contains("103 more lines")), "{reported:?}");
         assert_eq!(reported.last().map(String::as_str), Some("z"));
     }
@@ -198,7 +198,7 @@ mod tests {
         use std::io::Write as _;
         let dir = tempfile::tempdir().unwrap();
         let fifo = dir.path().join("log");
-        make(&fifo).unwrap();
+        make_fifo(&fifo).unwrap();
         let (ended, end) = oneshot::channel();
         let receiver = pipe::OpenOptions::new().read_write(true).open_receiver(&fifo).unwrap();
         let mut writer = File::from(writer(&fifo).unwrap());
@@ -214,10 +214,10 @@ mod tests {
         use std::io::Write as _;
         let dir = tempfile::tempdir().unwrap();
         let fifo = dir.path().join("log");
-        make(&fifo).unwrap();
-        make(&fifo).unwrap();
+        make_fifo(&fifo).unwrap();
+        make_fifo(&fifo).unwrap();
         let mut writer = std::fs::File::from(writer(&fifo).unwrap());
-        let reader = read(&fifo, "a").unwrap();
+        let reader = read_log(&fifo, "a").unwrap();
         writer.write_all(b"level=info\n").unwrap();
         drop(reader);
         // No reader: full, but neither blocked nor EPIPE.

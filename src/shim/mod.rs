@@ -39,7 +39,7 @@ use sha2::{Digest as _, Sha256};
 use crate::error::{IoContext as _, StepError, gone};
 use crate::id::SandboxId;
 use crate::pause::Plan;
-use crate::process::held::Namespace;
+use crate::process::held::HeldNamespace;
 use crate::process::spawn::Launcher;
 
 use containerd_owned::ContainerdOwned;
@@ -76,7 +76,7 @@ impl Owner {
 
 /// What all shims of a daemon share.
 #[derive(Debug)]
-pub struct Settings {
+pub struct ShimSettings {
     /// containerd's gRPC socket.
     pub containerd_address: PathBuf,
     /// containerd's namespace of CRI.
@@ -98,7 +98,7 @@ pub struct Settings {
     pub environment: BTreeMap<String, String>,
 }
 
-impl Settings {
+impl ShimSettings {
     /// containerd's ttrpc socket, to which shims publish events.
     fn containerd_ttrpc(&self) -> String {
         format!("{}.ttrpc", self.containerd_address.display())
@@ -113,7 +113,7 @@ impl Settings {
     fn binary(&self, runtime: &str) -> Result<PathBuf, StepError> {
         match self.binaries.get(runtime) {
             Some(set) => resolve::check(set),
-            None => resolve::find(runtime, &command::path(), &self.containerd_address),
+            None => resolve::find_binary(runtime, &command::path(), &self.containerd_address),
         }
     }
 
@@ -140,7 +140,7 @@ pub const SOCKET_SUFFIX: usize = 1 + SOCKETS.len() + 1 + SOCKET_NAME + bundle::N
 /// Makes endpoints.
 #[derive(Debug)]
 pub struct Shims {
-    settings: Settings,
+    settings: ShimSettings,
     launcher: Launcher,
     /// The endpoints whose shims run the pause, by sandbox id, for the driver.
     runs_pause: Mutex<HashMap<SandboxId, Weak<SelfStarted>>>,
@@ -152,7 +152,7 @@ impl Shims {
     ///
     /// # Errors
     /// The boot id cannot be read.
-    pub fn new(settings: Settings) -> Result<Self, StepError> {
+    pub fn new(settings: ShimSettings) -> Result<Self, StepError> {
         Ok(Self {
             launcher: Launcher::new(settings.open_files)?,
             settings,
@@ -252,7 +252,7 @@ pub trait Pod: Send + Sync {
     ///
     /// # Errors
     /// They cannot be looked at.
-    fn namespaces(&self) -> Result<Vec<Namespace>, StepError>;
+    fn namespaces(&self) -> Result<Vec<HeldNamespace>, StepError>;
 
     /// It has not ended, as far as is known: it may get containers.
     fn lives(&self) -> bool;
@@ -297,7 +297,7 @@ impl Endpoint {
     /// Blocks.
     ///
     /// # Errors
-    /// The failed step; call [`Endpoint::end`] then.
+    /// The failed step; call [`Endpoint::close`] then.
     pub fn describe(&self, spec: &[u8], plan: &Plan) -> Result<(), StepError> {
         match self {
             Self::ContainerdOwned(_) | Self::Handover(_) => Ok(()),
@@ -347,7 +347,7 @@ impl Endpoint {
 
     /// Takes over what an earlier daemon left: its shim, or else its socket. Where that cannot be
     /// found out, it is logged, and tried again by what [`Endpoint::serve`] has begun, and by
-    /// [`Endpoint::end`].
+    /// [`Endpoint::close`].
     pub async fn recover(&self) {
         match self {
             Self::ContainerdOwned(_) => {}
@@ -415,11 +415,11 @@ impl Endpoint {
     ///
     /// # Errors
     /// Every step that failed.
-    pub async fn end(&self) -> Result<(), Vec<StepError>> {
+    pub async fn close(&self) -> Result<(), Vec<StepError>> {
         match self {
-            Self::ContainerdOwned(endpoint) => endpoint.end().await.map_err(|step| vec![step]),
-            Self::Handover(endpoint) => endpoint.end().await,
-            Self::SelfStarted(endpoint) => endpoint.end().await,
+            Self::ContainerdOwned(endpoint) => endpoint.close().await.map_err(|step| vec![step]),
+            Self::Handover(endpoint) => endpoint.close().await,
+            Self::SelfStarted(endpoint) => endpoint.close().await,
         }
     }
 }

@@ -10,8 +10,8 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use super::bundle::{Bundle, Recorded};
-use super::task::Failure;
-use super::{Runtime, Settings, Shims, command, log as shim_log, placement, task};
+use super::task::TaskError;
+use super::{Runtime, ShimSettings, Shims, command, log as shim_log, placement, task};
 use crate::error::{IoContext as _, StepError};
 use crate::id::SandboxId;
 use crate::pool::{self, Class};
@@ -46,14 +46,14 @@ pub(super) struct PodShim {
 
 /// A shim that runs.
 #[derive(Debug)]
-pub(super) struct Running {
+pub(super) struct RunningShim {
     /// Its process.
     pub(super) process: Arc<dyn Process>,
     /// Reads what it writes, until dropped.
     _log: Option<shim_log::Reader>,
 }
 
-impl Running {
+impl RunningShim {
     /// A shim that its own `start` has started.
     pub(super) fn new(process: Arc<dyn Process>, log: shim_log::Reader) -> Self {
         Self { process, _log: Some(log) }
@@ -62,7 +62,7 @@ impl Running {
 
 /// What the record says of a shim, compared with the machine.
 #[derive(Debug)]
-pub(super) enum Found {
+pub(super) enum RecordedShim {
     /// There is none.
     None,
     /// It runs.
@@ -98,7 +98,7 @@ impl PodShim {
     }
 
     /// The settings of all shims.
-    pub(super) fn settings(&self) -> &Settings {
+    pub(super) fn settings(&self) -> &ShimSettings {
         &self.shims.settings
     }
 
@@ -134,11 +134,11 @@ impl PodShim {
     ///
     /// # Errors
     /// The failed step; nothing is left of the shim then.
-    pub(super) fn launch(&self, socket: BorrowedFd<'_>) -> Result<Running, StepError> {
+    pub(super) fn launch(&self, socket: BorrowedFd<'_>) -> Result<RunningShim, StepError> {
         let (settings, bundle) = (self.settings(), self.bundle());
         let binary = self.binary()?;
-        bundle.make(&self.id, true)?;
-        let log = shim_log::read(&bundle.log(), &self.id)?;
+        bundle.make_bundle(&self.id, true)?;
+        let log = shim_log::read_log(&bundle.log(), &self.id)?;
         let errors = shim_log::writer(&bundle.log())?;
         bundle.record(Some(&Recorded::Launching))?;
         let environment = command::server_environment(settings, &self.id);
@@ -161,7 +161,7 @@ impl PodShim {
         }
         log::debug!(sandbox = self.id(), pid = process.identity().pid;
             "shim launched: {}", binary.display());
-        Ok(Running::new(process, log))
+        Ok(RunningShim::new(process, log))
     }
 
     /// Does what containerd's own shims do for themselves in their `start`, and records the shim.
@@ -178,7 +178,7 @@ impl PodShim {
 
     fn record_running(&self, process: &dyn Process) -> Result<(), StepError> {
         let identity = process.identity().clone();
-        self.bundle().record(Some(&Recorded::Running { identity }))
+        self.bundle().record(Some(&Recorded::RunningShim { identity }))
     }
 
     /// Records that there is no shim.
@@ -192,20 +192,22 @@ impl PodShim {
     ///
     /// # Errors
     /// It is unknown whether it runs.
-    pub(super) fn find_recorded(&self) -> Result<Found, StepError> {
+    pub(super) fn find_recorded(&self) -> Result<RecordedShim, StepError> {
         match self.bundle().recorded()? {
-            None => Ok(Found::None),
+            None => Ok(RecordedShim::None),
             Some(Recorded::Launching) => Ok(match self.find_unrecorded()? {
-                Some(process) => Found::Alive { process, cut_off: true },
-                None => Found::None,
+                Some(process) => RecordedShim::Alive { process, cut_off: true },
+                None => RecordedShim::None,
             }),
-            Some(Recorded::Running { identity }) => match self.shims.launcher.adopt(&identity) {
-                Adoption::Alive(process) => {
-                    Ok(Found::Alive { process: Arc::from(process), cut_off: false })
+            Some(Recorded::RunningShim { identity }) => {
+                match self.shims.launcher.adopt(&identity) {
+                    Adoption::Alive(process) => {
+                        Ok(RecordedShim::Alive { process: Arc::from(process), cut_off: false })
+                    }
+                    Adoption::Dead(exit) => Ok(RecordedShim::Dead(exit)),
+                    Adoption::Unknown(step) => Err(step),
                 }
-                Adoption::Dead(exit) => Ok(Found::Dead(exit)),
-                Adoption::Unknown(step) => Err(step),
-            },
+            }
         }
     }
 
@@ -215,14 +217,14 @@ impl PodShim {
     /// It is unknown whether it runs.
     pub(super) fn find_running(&self) -> Result<Option<Arc<dyn Process>>, StepError> {
         match self.find_recorded()? {
-            Found::Alive { process, .. } => Ok(Some(process)),
-            Found::Dead(_) | Found::None => Ok(None),
+            RecordedShim::Alive { process, .. } => Ok(Some(process)),
+            RecordedShim::Dead(_) | RecordedShim::None => Ok(None),
         }
     }
 
     /// Takes over a shim of an earlier daemon: completes its launch if that was `cut_off`, and
     /// reads its log again. It serves, so it is kept, whatever fails. Blocks.
-    pub(super) fn adopt(&self, process: Arc<dyn Process>, cut_off: bool) -> Running {
+    pub(super) fn adopt(&self, process: Arc<dyn Process>, cut_off: bool) -> RunningShim {
         log::info!(sandbox = self.id(), pid = process.identity().pid; "adopted shim");
         if cut_off {
             // It serves: without a record, its exit while no daemon runs would be missed.
@@ -232,11 +234,11 @@ impl PodShim {
                 }
             }
         }
-        let log = shim_log::read(&self.bundle().log(), &self.id);
+        let log = shim_log::read_log(&self.bundle().log(), &self.id);
         let log = log.inspect_err(|step| {
             log::warn!(sandbox = self.id(); "failed to read log of shim: {step}");
         });
-        Running { process, _log: log.ok() }
+        RunningShim { process, _log: log.ok() }
     }
 
     /// There has been a shim, which may have left containers.
@@ -252,13 +254,13 @@ impl PodShim {
     pub(super) fn find_unrecorded(&self) -> Result<Option<Arc<dyn Process>>, StepError> {
         let arguments = command::server_arguments(self.settings(), &self.id);
         let bundle = self.bundle();
-        let found = self.shims.launcher.find(bundle.dir(), &arguments)?;
+        let found = self.shims.launcher.find_process(bundle.dir(), &arguments)?;
         if found.is_some() {
             return Ok(found);
         }
         // One that has just been executed shows its arguments an instant later.
         std::thread::sleep(EXECUTED);
-        self.shims.launcher.find(bundle.dir(), &arguments)
+        self.shims.launcher.find_process(bundle.dir(), &arguments)
     }
 
     /// Asks the shim to exit, which it does when it is empty, and kills it if it does not. What is
@@ -279,7 +281,7 @@ impl PodShim {
         let exits_within = match answer {
             Ok(()) => WITHIN / 2,
             // One that hangs up is exiting, and has not refused.
-            Err(Failure::Lost(_)) => WITHIN / 10,
+            Err(TaskError::Lost(_)) => WITHIN / 10,
             Err(_) => Duration::ZERO,
         };
         if timeout(exits_within, process.exited()).await.is_ok() {

@@ -17,7 +17,7 @@ const FIND: &str = "find the shim of runtime";
 ///
 /// # Errors
 /// There is none, or `runtime` is no name of one.
-pub fn find(runtime: &str, path: &str, containerd: &Path) -> Result<PathBuf, StepError> {
+pub fn find_binary(runtime: &str, path: &str, containerd: &Path) -> Result<PathBuf, StepError> {
     if Path::new(runtime).is_absolute() {
         return check(Path::new(runtime));
     }
@@ -104,22 +104,22 @@ mod tests {
         };
         let runtime = "x.besidetest.v1";
         let path = dir.path().to_str().unwrap();
-        let error = find(runtime, path, &socket).unwrap_err().to_string();
+        let error = find_binary(runtime, path, &socket).unwrap_err().to_string();
         assert!(
             error.contains(runtime) && error.contains("containerd-shim-besidetest-v1 is neither"),
             "{error}"
         );
         put(&beside, 0o755);
-        let found = find(runtime, path, &socket);
+        let found = find_binary(runtime, path, &socket);
         let listed = dir.path().join("containerd-shim-besidetest-v1");
         put(&listed, 0o644);
-        let refused = find(runtime, path, &socket);
+        let refused = find_binary(runtime, path, &socket);
         put(&listed, 0o755);
-        let first = find(runtime, path, &socket);
+        let first = find_binary(runtime, path, &socket);
         std::fs::remove_file(&beside).unwrap();
         assert_eq!(found.unwrap(), beside);
         assert_eq!(refused.unwrap(), beside);
         assert_eq!(first.unwrap(), listed);
-        assert_eq!(find(listed.to_str().unwrap(), "", &socket).unwrap(), listed);
+        assert_eq!(find_binary(listed.to_str().unwrap(), "", &socket).unwrap(), listed);
     }
 }

@@ -39,7 +39,7 @@ impl Rootfs {
     ///
     /// # Errors
     /// The failed step; call [`Rootfs::unmount`] then.
-    pub fn make(&self, spec: &[u8], plan: &Plan, state_dir: &Path) -> Result<(), StepError> {
+    pub fn make_rootfs(&self, spec: &[u8], plan: &Plan, state_dir: &Path) -> Result<(), StepError> {
         let dir = self.bundle.dir();
         made(fs::DirBuilder::new().mode(0o700).create(dir)).step_at("make directory", dir)?;
         let config = dir.join("config.json");

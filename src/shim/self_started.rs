@@ -14,9 +14,9 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::bootstrap::{self, Bootstrap};
 use super::bundle::{Bundle, Recorded};
-use super::pod_shim::{AGAIN, Found, PodShim, Running, SHUTDOWNS, WITHIN};
+use super::pod_shim::{AGAIN, PodShim, RecordedShim, RunningShim, SHUTDOWNS, WITHIN};
 use super::rootfs::Rootfs;
-use super::task::{Failure, Tasks};
+use super::task::{TaskError, Tasks};
 use super::{Pod, command, containerd_owned, log as shim_log};
 use crate::error::{IoContext as _, StepError, gone};
 use crate::pause::Plan;
@@ -29,7 +29,7 @@ pub struct SelfStarted {
     shim: Arc<PodShim>,
     /// The pause is a task of the shim too.
     runs_pause: bool,
-    state: Mutex<State>,
+    state: Mutex<SelfStartedState>,
     /// Wakes the serving task after a change of the state.
     changed: Notify,
     /// It is known what an exited shim has left, and the pause is no longer needed to find it.
@@ -39,12 +39,12 @@ pub struct SelfStarted {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct SelfStartedState {
     /// There is to be a shim.
     open: bool,
     /// It is not known yet what an earlier daemon has left: a shim may run.
     unrecovered: bool,
-    running: Option<Running>,
+    running: Option<RunningShim>,
     bootstrap: Option<Bootstrap>,
     /// The exit of the shim while there was no daemon.
     missed: Option<Exit>,
@@ -55,7 +55,7 @@ struct State {
 }
 
 /// What the serving task does next.
-enum Next {
+enum SelfStartedStep {
     Ended,
     Recover,
     HandleExit(Exit),
@@ -111,7 +111,7 @@ impl SelfStarted {
         if !self.runs_pause {
             return Ok(());
         }
-        self.rootfs().make(spec, plan, &self.shim.settings().state_dir)
+        self.rootfs().make_rootfs(spec, plan, &self.shim.settings().state_dir)
     }
 
     fn rootfs(&self) -> Rootfs {
@@ -135,7 +135,7 @@ impl SelfStarted {
                     "shim started: {}", binary.display());
                 let mut state = self.state();
                 state.open = true;
-                state.running = Some(Running::new(process, log));
+                state.running = Some(RunningShim::new(process, log));
                 state.bootstrap = Some(bootstrap);
                 drop(state);
                 self.changed.notify_one();
@@ -156,8 +156,8 @@ impl SelfStarted {
     fn prepare(&self) -> Result<(PathBuf, shim_log::Reader), StepError> {
         let binary = self.shim.binary()?;
         let bundle = self.shim.bundle();
-        bundle.make(self.id(), !self.runs_pause)?;
-        let log = shim_log::read(&bundle.log(), self.id())?;
+        bundle.make_bundle(self.id(), !self.runs_pause)?;
+        let log = shim_log::read_log(&bundle.log(), self.id())?;
         bundle.record(Some(&Recorded::Launching))?;
         Ok((binary, log))
     }
@@ -179,14 +179,14 @@ impl SelfStarted {
         }
         self.state().bootstrap = Some(bootstrap.clone());
         bundle.record_bootstrap(&bootstrap)?;
-        let tasks = Tasks::connect(&bootstrap, WITHIN).await.map_err(Failure::step)?;
-        let pid = tasks.shim_pid(id, WITHIN).await.map_err(Failure::step)?;
+        let tasks = Tasks::connect(&bootstrap, WITHIN).await.map_err(TaskError::step)?;
+        let pid = tasks.shim_pid(id, WITHIN).await.map_err(TaskError::step)?;
         let missing = || io::Error::other(format!("its pid is {pid}, which does not run"));
         let process = self.shim.shims().launcher.open(pid)?;
         let process = process.ok_or_else(missing).step_at("find shim", binary)?;
         // From here on it may be killed.
         held::check_started_since(process.identity(), started.since)?;
-        bundle.record(Some(&Recorded::Running { identity: process.identity().clone() }))?;
+        bundle.record(Some(&Recorded::RunningShim { identity: process.identity().clone() }))?;
         Ok((bootstrap, process))
     }
 
@@ -221,9 +221,9 @@ impl SelfStarted {
         let bootstrap = self.shim.bundle().bootstrap()?;
         let (running, missed) = match self.shim.find_recorded()? {
             // Its own `start` has placed it.
-            Found::Alive { process, .. } => (Some(self.shim.adopt(process, false)), None),
-            Found::Dead(exit) => (None, Some(exit)),
-            Found::None => (None, None),
+            RecordedShim::Alive { process, .. } => (Some(self.shim.adopt(process, false)), None),
+            RecordedShim::Dead(exit) => (None, Some(exit)),
+            RecordedShim::None => (None, None),
         };
         let mut state = self.state();
         (state.open, state.unrecovered) = (bootstrap.is_some(), false);
@@ -241,8 +241,8 @@ impl SelfStarted {
         }
         loop {
             match self.next(&*pod) {
-                Next::Ended => return,
-                Next::Recover => {
+                SelfStartedStep::Ended => return,
+                SelfStartedStep::Recover => {
                     // The end need not wait for it.
                     let _ = timeout(AGAIN, self.changed.notified()).await;
                     if let Err(step) = self.try_recover().await {
@@ -250,21 +250,21 @@ impl SelfStarted {
                             "failed to recover shim; retrying: {step}");
                     }
                 }
-                Next::HandleExit(exit) => self.handle_exit(exit, &pod).await,
-                Next::Watch(process) => {
+                SelfStartedStep::HandleExit(exit) => self.handle_exit(exit, &pod).await,
+                SelfStartedStep::Watch(process) => {
                     let begun = Instant::now();
                     let exit = process.exited().await;
                     self.state().running = None;
                     self.handle_exit(exit, &pod).await;
                     self.throttle_restart(begun, &*pod).await;
                 }
-                Next::Start => {
+                SelfStartedStep::Start => {
                     if let Err(step) = self.start().await {
                         log::error!(sandbox = self.id(); "failed to start shim; retrying: {step}");
                         sleep(AGAIN).await;
                     }
                 }
-                Next::Wait => self.changed.notified().await,
+                SelfStartedStep::Wait => self.changed.notified().await,
             }
         }
     }
@@ -279,23 +279,23 @@ impl SelfStarted {
         }
     }
 
-    fn next(&self, pod: &dyn Pod) -> Next {
+    fn next(&self, pod: &dyn Pod) -> SelfStartedStep {
         let mut state = self.state();
         if state.ended {
-            return Next::Ended;
+            return SelfStartedStep::Ended;
         }
         if state.unrecovered {
-            return Next::Recover;
+            return SelfStartedStep::Recover;
         }
         if let Some(exit) = state.missed.take() {
-            return Next::HandleExit(exit);
+            return SelfStartedStep::HandleExit(exit);
         }
         match &state.running {
-            Some(running) => Next::Watch(running.process.clone()),
+            Some(running) => SelfStartedStep::Watch(running.process.clone()),
             // A shim that ran the pause has taken the sandbox with it, and a pod that has exited
             // gets no container.
-            None if state.open && !self.runs_pause && pod.lives() => Next::Start,
-            None => Next::Wait,
+            None if state.open && !self.runs_pause && pod.lives() => SelfStartedStep::Start,
+            None => SelfStartedStep::Wait,
         }
     }
 
@@ -345,10 +345,10 @@ impl SelfStarted {
     ///
     /// # Errors
     /// It was never started, or does not accept.
-    pub(super) async fn tasks(&self) -> Result<Tasks, Failure> {
+    pub(super) async fn tasks(&self) -> Result<Tasks, TaskError> {
         let Some(bootstrap) = self.bootstrap() else {
             let never = io::Error::new(io::ErrorKind::NotFound, "it was never started");
-            return Err(Failure::NotFound(StepError::new("connect to shim", never)));
+            return Err(TaskError::NotFound(StepError::new("connect to shim", never)));
         };
         Tasks::connect(&bootstrap, WITHIN).await
     }
@@ -414,7 +414,7 @@ impl SelfStarted {
     ///
     /// # Errors
     /// Every step that failed.
-    pub(super) async fn end(self: &Arc<Self>) -> Result<(), Vec<StepError>> {
+    pub(super) async fn close(self: &Arc<Self>) -> Result<(), Vec<StepError>> {
         self.state().ended = true;
         self.changed.notify_one();
         let _turn = self.turn.lock().await;
@@ -533,7 +533,7 @@ impl SelfStarted {
         failed
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, SelfStartedState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

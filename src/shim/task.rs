@@ -19,7 +19,7 @@ const VERSION_2: &str = "containerd.task.v2.Task";
 
 /// Why a call has no answer.
 #[derive(Debug)]
-pub enum Failure {
+pub enum TaskError {
     /// The shim has answered that there is no such task, or that it has ended.
     NotFound(StepError),
     /// The shim has refused.
@@ -29,7 +29,7 @@ pub enum Failure {
     Lost(StepError),
 }
 
-impl Failure {
+impl TaskError {
     /// The failed step.
     pub fn step(self) -> StepError {
         match self {
@@ -51,17 +51,17 @@ impl Tasks {
     ///
     /// # Errors
     /// No listener accepts.
-    pub async fn connect(shim: &Bootstrap, within: Duration) -> Result<Self, Failure> {
+    pub async fn connect(shim: &Bootstrap, within: Duration) -> Result<Self, TaskError> {
         let service = if shim.version < 3 { VERSION_2 } else { VERSION_3 };
         let socket = shim.socket();
         match tokio::time::timeout(within, connect(&socket)).await {
             Ok(Ok(client)) => Ok(Self { client, service, socket }),
-            Ok(Err(e)) => Err(Failure::Lost(StepError::at(
+            Ok(Err(e)) => Err(TaskError::Lost(StepError::at(
                 "connect to shim",
                 socket,
                 io::Error::other(e.to_string()),
             ))),
-            Err(_) => Err(Failure::Lost(StepError::at(
+            Err(_) => Err(TaskError::Lost(StepError::at(
                 "connect to shim",
                 socket,
                 io::ErrorKind::TimedOut.into(),
@@ -79,12 +79,12 @@ impl Tasks {
         method: &str,
         request: &A,
         within: Option<Duration>,
-    ) -> Result<B, Failure> {
-        let answer = self.ask(self.service, method, request, within).await;
+    ) -> Result<B, TaskError> {
+        let answer = self.send_request(self.service, method, request, within).await;
         answer.map_err(|e| failure(what, &self.socket, &e))
     }
 
-    async fn ask<A: Message, B: Message>(
+    async fn send_request<A: Message, B: Message>(
         &self,
         service: &str,
         method: &str,
@@ -108,7 +108,7 @@ impl Tasks {
     ///
     /// # Errors
     /// It does not say.
-    pub async fn shim_pid(&self, id: &str, within: Duration) -> Result<u32, Failure> {
+    pub async fn shim_pid(&self, id: &str, within: Duration) -> Result<u32, TaskError> {
         let request = ConnectRequest { id: id.to_owned(), ..Default::default() };
         let answer: ConnectResponse =
             self.call("ask shim", "Connect", &request, Some(within)).await?;
@@ -125,33 +125,34 @@ impl std::fmt::Debug for Tasks {
     }
 }
 
-fn failure(what: &'static str, socket: &Path, e: &Error) -> Failure {
+fn failure(what: &'static str, socket: &Path, e: &Error) -> TaskError {
     match e {
         Error::RpcStatus(status) => {
             let step = StepError::at(what, socket, io::Error::other(status.message.clone()));
             match status.code() {
-                Code::NOT_FOUND => Failure::NotFound(step),
-                Code::DEADLINE_EXCEEDED => Failure::Lost(step),
-                _ => Failure::Refused(step),
+                Code::NOT_FOUND => TaskError::NotFound(step),
+                Code::DEADLINE_EXCEEDED => TaskError::Lost(step),
+                _ => TaskError::Refused(step),
             }
         }
-        other => Failure::Lost(StepError::at(what, socket, io::Error::other(other.to_string()))),
+        other => TaskError::Lost(StepError::at(what, socket, io::Error::other(other.to_string()))),
     }
 }
 
 /// Tells the shim to end, which it does when it serves no container.
 ///
 /// # Errors
-/// It cannot be reached, refuses, or hangs up, as one does that ends: [`Failure::Lost`].
-pub async fn shut_down(socket: &Path, id: &str, within: Duration) -> Result<(), Failure> {
+/// It cannot be reached, refuses, or hangs up, as one does that ends: [`TaskError::Lost`].
+pub async fn shut_down(socket: &Path, id: &str, within: Duration) -> Result<(), TaskError> {
     let call = async {
         let client = connect(socket).await?;
         let tasks = Tasks { client, service: VERSION_3, socket: socket.to_owned() };
         let request = ShutdownRequest { id: id.to_owned(), now: true, ..Default::default() };
-        match tasks.ask::<_, Empty>(VERSION_3, "Shutdown", &request, Some(within)).await {
-            Err(Error::RpcStatus(status)) if status.code() == Code::UNIMPLEMENTED => {
-                tasks.ask::<_, Empty>(VERSION_2, "Shutdown", &request, Some(within)).await.map(drop)
-            }
+        match tasks.send_request::<_, Empty>(VERSION_3, "Shutdown", &request, Some(within)).await {
+            Err(Error::RpcStatus(status)) if status.code() == Code::UNIMPLEMENTED => tasks
+                .send_request::<_, Empty>(VERSION_2, "Shutdown", &request, Some(within))
+                .await
+                .map(drop),
             other => other.map(drop),
         }
     };
@@ -167,12 +168,15 @@ pub async fn probe(socket: &Path, id: &str, within: Duration) -> Result<(), Step
         let client = connect(socket).await?;
         let tasks = Tasks { client, service: VERSION_3, socket: socket.to_owned() };
         let request = ConnectRequest { id: id.to_owned(), ..Default::default() };
-        match tasks.ask::<_, ConnectResponse>(VERSION_3, "Connect", &request, Some(within)).await {
+        match tasks
+            .send_request::<_, ConnectResponse>(VERSION_3, "Connect", &request, Some(within))
+            .await
+        {
             Err(Error::RpcStatus(_)) | Ok(_) => Ok(()),
             Err(e) => Err(e),
         }
     };
-    within_time("ask shim", socket, within, call).await.map_err(Failure::step)
+    within_time("ask shim", socket, within, call).await.map_err(TaskError::step)
 }
 
 async fn connect(socket: &Path) -> Result<Client, Error> {
@@ -185,9 +189,9 @@ async fn within_time<T>(
     socket: &Path,
     within: Duration,
     call: impl Future<Output = Result<T, Error>>,
-) -> Result<T, Failure> {
+) -> Result<T, TaskError> {
     match tokio::time::timeout(within, call).await {
         Ok(answer) => answer.map_err(|e| failure(what, socket, &e)),
-        Err(_) => Err(Failure::Lost(StepError::at(what, socket, io::ErrorKind::TimedOut.into()))),
+        Err(_) => Err(TaskError::Lost(StepError::at(what, socket, io::ErrorKind::TimedOut.into()))),
     }
 }

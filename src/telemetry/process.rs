@@ -36,7 +36,7 @@ impl Metrics {
     }
 
     /// Reads them; one that cannot be read keeps its value.
-    pub(super) fn read(&self) {
+    pub(super) fn refresh(&self) {
         let page = sysconf(SysconfVar::PAGE_SIZE).ok().flatten().unwrap_or(4096);
         // Pages: size, resident, … (proc_pid_statm(5)).
         let statm = fs::read_to_string("/proc/self/statm").unwrap_or_default();

@@ -17,10 +17,10 @@ use tokio::net::UnixStream;
 use tokio::task::JoinSet;
 
 use super::MAX_CALLS;
-use super::handler::{Begun, Call, Handler, Wait};
+use super::handler::{Call, Dispatched, Handler, Wait};
 use super::namespace;
 use super::response::{Answer, GRPC_ANSWER, MAX_MESSAGE};
-use super::room::{self, Message, Room};
+use super::room::{self, HeldRequest, Room};
 use super::service::SandboxService;
 use super::status::{Code, Status};
 use super::traffic;
@@ -107,7 +107,7 @@ pub(super) async fn serve<V: SandboxService>(
             }
             () = &mut stopping, if !draining => {
                 draining = true;
-                std::mem::take(&mut waits).into_iter().for_each(Pending::stop);
+                std::mem::take(&mut waits).into_iter().for_each(PendingWait::stop);
                 connection.graceful_shutdown();
             }
         }
@@ -150,8 +150,8 @@ async fn serve_call<V: SandboxService>(
     handler: Arc<Handler<V>>,
     asked: Asked,
     mut respond: SendResponse<Bytes>,
-    pending: traffic::Pending,
-) -> Option<Pending<V>> {
+    pending: traffic::PendingCall,
+) -> Option<PendingWait<V>> {
     let Asked { grpc, call, mut body } = asked;
     let sent = if !grpc {
         refuse(&mut respond)
@@ -162,8 +162,10 @@ async fn serve_call<V: SandboxService>(
             _ = poll_fn(|cx| respond.poll_reset(cx)) => return None,
         };
         match begun {
-            Begun::Answered(answer) => send(&mut respond, answer),
-            Begun::Waits(wait) => return Some(Pending { handler, wait, respond, _of: pending }),
+            Dispatched::Answered(answer) => send(&mut respond, answer),
+            Dispatched::Waits(wait) => {
+                return Some(PendingWait { handler, wait, respond, _of: pending });
+            }
         }
     };
     if let Err(e) = sent {
@@ -191,15 +193,15 @@ async fn discard(mut body: RecvStream) -> Result<(), h2::Error> {
 }
 
 /// A Wait that is pending.
-struct Pending<V> {
+struct PendingWait<V> {
     handler: Arc<Handler<V>>,
     wait: Wait,
     respond: SendResponse<Bytes>,
     /// Keeps its connection.
-    _of: traffic::Pending,
+    _of: traffic::PendingCall,
 }
 
-impl<V: SandboxService> Pending<V> {
+impl<V: SandboxService> PendingWait<V> {
     /// Answers it because the daemon goes down.
     fn stop(mut self) {
         let answer = self.handler.stopped(&mut self.wait);
@@ -213,7 +215,7 @@ impl<V: SandboxService> Pending<V> {
     }
 }
 
-impl<V: SandboxService> Future for Pending<V> {
+impl<V: SandboxService> Future for PendingWait<V> {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
@@ -229,13 +231,13 @@ impl<V: SandboxService> Future for Pending<V> {
 }
 
 /// Reads the one message of a unary call.
-async fn message(body: &mut RecvStream, room: &Room) -> Result<Message<Bytes>, Status> {
+async fn message(body: &mut RecvStream, room: &Room) -> Result<HeldRequest<Bytes>, Status> {
     let mut bytes = BytesMut::new();
-    while bytes.len() < PREFIX && read(body, &mut bytes).await? {}
+    while bytes.len() < PREFIX && read_body(body, &mut bytes).await? {}
     check(&bytes)?;
-    let held = room.of(length(&bytes)).await?;
+    let held = room.reserve(length(&bytes)).await?;
     let rest = async {
-        while read(body, &mut bytes).await? {
+        while read_body(body, &mut bytes).await? {
             check(&bytes)?;
         }
         Ok(())
@@ -254,11 +256,11 @@ async fn message(body: &mut RecvStream, room: &Room) -> Result<Message<Bytes>, S
     if bytes.len() < PREFIX || bytes.len() - PREFIX != length(&bytes) {
         return Err(not_one());
     }
-    Ok(Message::new(bytes.freeze().slice(PREFIX..), held))
+    Ok(HeldRequest::new(bytes.freeze().slice(PREFIX..), held))
 }
 
 /// Reads what has come of a request; false at its end.
-async fn read(body: &mut RecvStream, bytes: &mut BytesMut) -> Result<bool, Status> {
+async fn read_body(body: &mut RecvStream, bytes: &mut BytesMut) -> Result<bool, Status> {
     let Some(chunk) = body.data().await else { return Ok(false) };
     // A broken stream: no caller is left to read this answer.
     let chunk =

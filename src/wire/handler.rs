@@ -20,7 +20,7 @@ use super::{convert, inspect};
 use crate::log_context::{self, TraceId};
 use crate::podsandbox::Error;
 use crate::protos::controller as c;
-use crate::telemetry::{Running, Telemetry};
+use crate::telemetry::{CallInProgress, Telemetry};
 
 /// The service that containerd calls.
 const CONTROLLER: &str = "containerd.services.sandbox.v1.Controller";
@@ -74,7 +74,7 @@ impl Call {
 }
 
 /// What comes of a call that is begun.
-pub(super) enum Begun {
+pub(super) enum Dispatched {
     /// It is answered.
     Answered(Answer),
     /// It is a Wait, and what it waits for has not come.
@@ -85,7 +85,7 @@ pub(super) enum Begun {
 /// call needs is not in it.
 pub(super) struct Wait {
     exit: BoxFuture<'static, Answer>,
-    running: Running,
+    running: CallInProgress,
 }
 
 /// What is to answer: `None` as long as the sandboxes are not known.
@@ -187,9 +187,9 @@ impl<V: SandboxService> Handler<V> {
         &'a self,
         of: &'a Call,
         request: BoxFuture<'a, Result<B, Status>>,
-    ) -> BoxFuture<'a, Begun> {
+    ) -> BoxFuture<'a, Dispatched> {
         if !of.lasts() {
-            return Box::pin(self.answer(of, request).map(Begun::Answered));
+            return Box::pin(self.answer(of, request).map(Dispatched::Answered));
         }
         Box::pin(log_context::within(of.trace, async move {
             let mut running = self.telemetry.call(of.counted());
@@ -199,12 +199,12 @@ impl<V: SandboxService> Handler<V> {
                 Ok((exit.as_mut().now_or_never(), exit))
             });
             let answer = match begun.await {
-                Ok((None, exit)) => return Begun::Waits(Wait { exit, running }),
+                Ok((None, exit)) => return Dispatched::Waits(Wait { exit, running }),
                 Ok((Some(answer), _)) => self.unless_stopping(answer),
                 Err(status) => Err(status),
             };
             running.ended(code_of(&answer));
-            Begun::Answered(answer)
+            Dispatched::Answered(answer)
         }))
     }
 

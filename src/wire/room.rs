@@ -22,7 +22,7 @@ pub(super) const WITHIN: Duration = Duration::from_secs(10);
 pub(super) struct Room(Arc<Semaphore>);
 
 /// What a request holds of it; `None` where it is small.
-pub(super) type Held = Option<OwnedSemaphorePermit>;
+pub(super) type HeldRoom = Option<OwnedSemaphorePermit>;
 
 impl Default for Room {
     fn default() -> Self {
@@ -35,7 +35,7 @@ impl Room {
     ///
     /// # Errors
     /// The message is larger than any may be, or others held the room for too long.
-    pub(super) async fn of(&self, size: usize) -> Result<Held, Status> {
+    pub(super) async fn reserve(&self, size: usize) -> Result<HeldRoom, Status> {
         if size > MAX_MESSAGE {
             let text = format!("the message has {size} bytes, at most {MAX_MESSAGE} are read");
             return Err(Status::new(Code::RESOURCE_EXHAUSTED, text));
@@ -58,18 +58,18 @@ impl Room {
 }
 
 /// A request with the room that it holds.
-pub(super) struct Message<B> {
+pub(super) struct HeldRequest<B> {
     bytes: B,
-    _held: Held,
+    _held: HeldRoom,
 }
 
-impl<B> Message<B> {
-    pub(super) fn new(bytes: B, held: Held) -> Self {
+impl<B> HeldRequest<B> {
+    pub(super) fn new(bytes: B, held: HeldRoom) -> Self {
         Self { bytes, _held: held }
     }
 }
 
-impl<B: AsRef<[u8]>> AsRef<[u8]> for Message<B> {
+impl<B: AsRef<[u8]>> AsRef<[u8]> for HeldRequest<B> {
     fn as_ref(&self) -> &[u8] {
         self.bytes.as_ref()
     }
@@ -84,18 +84,18 @@ mod tests {
         let room = Room::default();
         let mut held = Vec::new();
         for _ in 0..ROOM / MAX_MESSAGE {
-            held.push(room.of(MAX_MESSAGE).await.unwrap());
+            held.push(room.reserve(MAX_MESSAGE).await.unwrap());
         }
-        assert!(room.of(SMALL).await.unwrap().is_none());
-        assert_eq!(room.of(SMALL + 1).await.unwrap_err().code, Code::RESOURCE_EXHAUSTED);
+        assert!(room.reserve(SMALL).await.unwrap().is_none());
+        assert_eq!(room.reserve(SMALL + 1).await.unwrap_err().code, Code::RESOURCE_EXHAUSTED);
         let waiting = tokio::spawn({
             let room = room.clone();
-            async move { room.of(MAX_MESSAGE).await.map(|held| held.is_some()) }
+            async move { room.reserve(MAX_MESSAGE).await.map(|held| held.is_some()) }
         });
         tokio::time::sleep(WITHIN / 2).await;
         assert!(!waiting.is_finished());
         held.pop();
         assert_eq!(waiting.await.unwrap(), Ok(true));
-        assert_eq!(room.of(MAX_MESSAGE + 1).await.unwrap_err().code, Code::RESOURCE_EXHAUSTED);
+        assert_eq!(room.reserve(MAX_MESSAGE + 1).await.unwrap_err().code, Code::RESOURCE_EXHAUSTED);
     }
 }

@@ -32,7 +32,7 @@ pub(super) struct Connection {
 
 /// A call that is pending on a connection.
 #[derive(Debug)]
-pub(super) struct Pending(Arc<Connection>);
+pub(super) struct PendingCall(Arc<Connection>);
 
 impl Traffic {
     /// A connection that was just made.
@@ -82,10 +82,10 @@ impl Traffic {
 
 impl Connection {
     /// A call comes.
-    pub(super) fn begin(self: &Arc<Self>) -> Pending {
+    pub(super) fn begin(self: &Arc<Self>) -> PendingCall {
         self.calls.fetch_add(1, Ordering::AcqRel);
         self.used.store(true, Ordering::Relaxed);
-        Pending(Arc::clone(self))
+        PendingCall(Arc::clone(self))
     }
 
     /// Answers when it is to make room.
@@ -107,7 +107,7 @@ impl Connection {
     }
 }
 
-impl Drop for Pending {
+impl Drop for PendingCall {
     fn drop(&mut self) {
         let Connection { traffic, calls, since, .. } = &*self.0;
         since.store(traffic.tick(), Ordering::Relaxed);

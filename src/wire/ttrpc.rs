@@ -20,7 +20,7 @@ use super::MAX_CALLS;
 use super::handler::{self, Handler};
 use super::namespace;
 use super::response::{Answer, TTRPC_ANSWER};
-use super::room::{self, Held};
+use super::room::{self, HeldRoom};
 use super::service::SandboxService;
 use super::status::{Code, Status};
 use super::traffic::Connection;
@@ -49,7 +49,7 @@ pub(super) async fn serve<V: SandboxService>(
     tokio::pin!(writing);
     tokio::select! {
         // The callers are gone: what still runs is dropped with `calls`.
-        ended = read(&mut reader, &handler, &mut calls, &answers, &of) => return ended,
+        ended = read_requests(&mut reader, &handler, &mut calls, &answers, &of) => return ended,
         () = of.evicted() => return Ok(()),
         ended = &mut writing => return ended,
         () = linger(&handler) => {}
@@ -64,7 +64,7 @@ async fn linger<V: SandboxService>(handler: &Handler<V>) {
     tokio::time::sleep(LINGER).await;
 }
 
-async fn read<V: SandboxService>(
+async fn read_requests<V: SandboxService>(
     reader: &mut BufReader<OwnedReadHalf>,
     handler: &Handler<V>,
     calls: &mut JoinSet<()>,
@@ -80,7 +80,7 @@ async fn read<V: SandboxService>(
             continue;
         }
         while calls.try_join_next().is_some() {}
-        let asked = match handler.room().of(length).await {
+        let asked = match handler.room().reserve(length).await {
             Ok(held) => {
                 let payload = payload(reader, length, held.is_some()).await?;
                 request(stream, &payload, calls.len()).map(|request| (request, held))
@@ -155,7 +155,7 @@ fn request(stream: u32, payload: &[u8], pending: usize) -> Result<Request, Statu
     })
 }
 
-async fn call<V: SandboxService>(handler: &Handler<V>, request: Request, held: Held) -> Answer {
+async fn call<V: SandboxService>(handler: &Handler<V>, request: Request, held: HeldRoom) -> Answer {
     let deadline = match request.timeout_nano {
         0 => None,
         nanos => Some(Duration::from_nanos(u64::try_from(nanos).unwrap_or(0))),
@@ -174,7 +174,9 @@ async fn call<V: SandboxService>(handler: &Handler<V>, request: Request, held: H
         most: TTRPC_ANSWER,
         operators: true,
     };
-    handler.answer(&call, Box::pin(std::future::ready(Ok(room::Message::new(payload, held))))).await
+    handler
+        .answer(&call, Box::pin(std::future::ready(Ok(room::HeldRequest::new(payload, held)))))
+        .await
 }
 
 fn response(stream: u32, answer: Answer) -> GenMessage {

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use pause_sandboxer::config::{Config, Error, SETTINGS};
+use pause_sandboxer::config::{Config, ConfigError, SETTINGS};
 
 use super::{Seeds, assert_told};
 
@@ -38,11 +38,11 @@ pub fn run(input: &[u8]) {
             assert_told(&e.to_string());
             let lines = file.split('\n').count();
             match e {
-                Error::Read { .. } => unreachable!("no file is read"),
-                Error::Syntax { line, .. } => {
+                ConfigError::Read { .. } => unreachable!("no file is read"),
+                ConfigError::Syntax { line, .. } => {
                     assert!((1..=lines).contains(&line), "line {line} of {lines}")
                 }
-                Error::Setting { origin, name, .. } => {
+                ConfigError::Setting { origin, name, .. } => {
                     let line = origin
                         .strip_prefix(FILE)
                         .map(|line| line.strip_prefix(':').expect("a line").parse());

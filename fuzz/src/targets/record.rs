@@ -9,7 +9,9 @@ use std::time::{Duration, SystemTime};
 use pause_sandboxer::config::Config;
 use pause_sandboxer::error::StepError;
 use pause_sandboxer::pause::{IdMapping, Namespace, Plan, UserNamespace};
-use pause_sandboxer::podsandbox::fuzzing::{Layout, Record, Stage, Store, Unreadable, VERSION};
+use pause_sandboxer::podsandbox::fuzzing::{
+    Layout, Record, RecordError, RecordStore, Stage, VERSION,
+};
 use pause_sandboxer::process::{Exit, Identity};
 use pause_sandboxer::shim::Owner;
 
@@ -19,7 +21,7 @@ const ID: &str = "6f1c2a9be0d4";
 
 /// The place of the one sandbox.
 struct Place {
-    store: Store,
+    store: RecordStore,
     dir: PathBuf,
 }
 
@@ -28,7 +30,7 @@ static PLACE: LazyLock<Place> = LazyLock::new(|| {
     let layout = Arc::new(Layout::new(&Config { state_dir, ..Config::default() }));
     let dir = layout.sandbox(ID);
     fs::create_dir_all(&dir).expect("a directory");
-    Place { store: Store::new(&layout, &ID.into()), dir }
+    Place { store: RecordStore::new(&layout, &ID.into()), dir }
 });
 
 pub fn run(input: &[u8]) {
@@ -43,11 +45,11 @@ fn record(content: &[u8]) {
     let Place { store, dir } = &*PLACE;
     let path = dir.join("record.json");
     fs::write(&path, content).expect("the record is written");
-    match store.read() {
+    match store.read_record() {
         Ok(record) => {
             assert_eq!((record.id.as_str(), record.version <= VERSION), (ID, true));
             store.change(|_| {}).expect("what was read is written");
-            assert_eq!(store.read().expect("what was written is read"), record);
+            assert_eq!(store.read_record().expect("what was written is read"), record);
             fs::remove_file(&path).expect("it is there");
             return;
         }
@@ -58,16 +60,16 @@ fn record(content: &[u8]) {
                 serde_json::from_slice::<serde_json::Value>(content).ok()?.get("version")?.as_u64()
             };
             match e {
-                Unreadable::Missing(_) => panic!("{e}: it is there"),
+                RecordError::Missing(_) => panic!("{e}: it is there"),
                 // A number that JSON has and no type holds may be elsewhere in it.
-                Unreadable::Newer { version: reported, .. } => {
+                RecordError::Newer { version: reported, .. } => {
                     assert!(
                         reported > VERSION
                             && version().is_none_or(|version| version == u64::from(reported)),
                         "{reported}"
                     );
                 }
-                Unreadable::Malformed { .. } | Unreadable::Io(_) => {}
+                RecordError::Malformed { .. } | RecordError::Io(_) => {}
             }
             // It cannot be changed either.
             let e: StepError =

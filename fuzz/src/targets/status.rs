@@ -4,7 +4,7 @@
 use std::sync::LazyLock;
 
 use pause_sandboxer::config::Config;
-use pause_sandboxer::podsandbox::fuzzing::{Blob, Record, info};
+use pause_sandboxer::podsandbox::fuzzing::{Record, RecordedAny, info};
 
 use super::{Seeds, record};
 
@@ -24,7 +24,7 @@ pub fn run(input: &[u8]) {
     let Some((part, content)) = input.split_first() else { return };
     let mut record = RECORD.clone();
     let name = PARTS[usize::from(*part) % PARTS.len()];
-    let blob = Blob { type_url: name.into(), value: content.into() };
+    let blob = RecordedAny { type_url: name.into(), value: content.into() };
     if name.contains('.') {
         record.info.runtime_options = Some(blob);
     } else {

@@ -21,7 +21,7 @@ pub(super) struct Loaded {
 
 /// A config file that cannot be taken.
 #[derive(Debug)]
-pub(super) struct Unreadable {
+pub(super) struct ConfigFault {
     /// The file.
     pub(super) path: PathBuf,
     /// Why.
@@ -35,7 +35,7 @@ pub(super) struct Unreadable {
 ///
 /// # Errors
 /// The first file that cannot be read or is not TOML; containerd does not start with one either.
-pub(super) fn load(path: &Path) -> Result<Loaded, Unreadable> {
+pub(super) fn load(path: &Path) -> Result<Loaded, ConfigFault> {
     let (mut table, mut files, mut seen) = (Table::new(), Vec::new(), HashSet::new());
     let mut pending = VecDeque::from([path.to_owned()]);
     while let Some(path) = pending.pop_front() {
@@ -43,7 +43,7 @@ pub(super) fn load(path: &Path) -> Result<Loaded, Unreadable> {
             continue;
         }
         let unreadable =
-            |reason: String, missing| Unreadable { path: path.clone(), reason, missing };
+            |reason: String, missing| ConfigFault { path: path.clone(), reason, missing };
         if files.len() == FILES_MAX {
             return Err(unreadable(format!("more than {FILES_MAX} files are imported"), false));
         }

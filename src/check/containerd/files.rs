@@ -136,7 +136,7 @@ fn started(socket: &Path) -> io::Result<SystemTime> {
 mod tests {
     use super::*;
 
-    fn of(main: &str, imported: &str) -> Vec<String> {
+    fn findings_of(main: &str, imported: &str) -> Vec<String> {
         let file = |path: &str, text: &str| (PathBuf::from(path), toml::from_str(text).unwrap());
         let files = [file("/c.toml", main), file("/d.toml", imported)];
         judge(&files).iter().map(|finding| finding.fact.clone()).collect()
@@ -148,18 +148,18 @@ mod tests {
 
     #[test]
     fn versions_that_do_not_fit() {
-        assert!(of("version = 3", NEW).is_empty());
-        assert!(of("", &format!("version = 3\n{NEW}")).is_empty());
-        assert!(of("version = 4", &format!("version = 3\n{NEW}")).is_empty());
-        assert!(of("version = 2", NEW).is_empty(), "no handlers of its own");
-        let higher = of("version = 2", &format!("version = 3\n{NEW}"));
+        assert!(findings_of("version = 3", NEW).is_empty());
+        assert!(findings_of("", &format!("version = 3\n{NEW}")).is_empty());
+        assert!(findings_of("version = 4", &format!("version = 3\n{NEW}")).is_empty());
+        assert!(findings_of("version = 2", NEW).is_empty(), "no handlers of its own");
+        let higher = findings_of("version = 2", &format!("version = 3\n{NEW}"));
         assert!(
             higher[0].starts_with("/d.toml has version 3 and /c.toml version 2: "),
             "{higher:?}"
         );
-        let hidden = of(OLD, NEW);
+        let hidden = findings_of(OLD, NEW);
         assert!(hidden[0].contains("hide those of /c.toml"), "{hidden:?}");
-        assert!(of(OLD, "").is_empty());
+        assert!(findings_of(OLD, "").is_empty());
     }
 
     #[test]

@@ -36,7 +36,7 @@ fn where_the_parent_is() {
     ] {
         assert_eq!(parent(given).unwrap(), Path::new(expected), "{given}");
     }
-    let error = read("").unwrap_err();
+    let error = read_metrics("").unwrap_err();
     assert_eq!(error.to_string(), "read metrics of cgroup: the pod has no cgroup_parent");
 }
 
@@ -294,7 +294,7 @@ fn the_machine_s_own_cgroups() {
 
     let faults = || if unified { 0 } else { busy.kernel("memory", "memory.stat", "pgfault") };
     let before = (cpu(), faults());
-    let metric = read(&format!("/{}", busy.name)).unwrap();
+    let metric = read_metrics(&format!("/{}", busy.name)).unwrap();
     let after = (cpu(), faults());
 
     assert!(metric.timestamp.elapsed().unwrap() < Duration::from_secs(30));
@@ -326,6 +326,6 @@ fn the_machine_s_own_cgroups() {
 
     let name = busy.name.clone();
     drop(busy);
-    let error = read(&name).unwrap_err().to_string();
+    let error = read_metrics(&name).unwrap_err().to_string();
     assert!(error.contains(&name) && error.contains("os error 2"), "{error}");
 }

@@ -1,5 +1,5 @@
-//! The few numbers of a pod's cgroup that a list of pods shows; [`super::read`] reads all there
-//! are.
+//! The few numbers of a pod's cgroup that a list of pods shows; [`super::read_metrics`] reads all
+//! there are.
 
 use std::path::Path;
 
@@ -24,7 +24,7 @@ pub struct Usage {
 ///
 /// # Errors
 /// The failed step.
-pub fn read(cgroup_parent: &str) -> Result<Option<Usage>, StepError> {
+pub fn read_usage(cgroup_parent: &str) -> Result<Option<Usage>, StepError> {
     if cgroup_parent.is_empty() {
         return Ok(None);
     }

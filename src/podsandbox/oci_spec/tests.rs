@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::*;
 use crate::pause::{Plan, UserNamespace};
 use crate::podsandbox::files::Files;
-use crate::podsandbox::record::{Blob, Info};
+use crate::podsandbox::record::{Info, RecordedAny};
 use crate::protos::cri::{
     LinuxContainerResources, LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode,
     NamespaceOption, PodSandboxMetadata,
@@ -89,7 +89,7 @@ fn record(pod: &PodSandboxConfig) -> Record {
             selinux_label: String::new(),
         },
         files: Files { hostname: pod.hostname.clone(), dns: None, shm: true },
-        config: Blob {
+        config: RecordedAny {
             type_url: "runtime.v1.PodSandboxConfig".to_owned(),
             value: pod.write_to_bytes().unwrap(),
         },

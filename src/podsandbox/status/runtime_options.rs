@@ -6,14 +6,14 @@ use protobuf::{Message as _, UnknownValueRef};
 use serde_json::{Map, Value};
 
 use super::go_json;
-use crate::podsandbox::record::Blob;
+use crate::podsandbox::record::RecordedAny;
 
 /// Decodes the options of runc's shim (`containerd.runc.v1.Options`) and those that containerd's
 /// config gives to every other shim (`runtimeoptions.v1.Options`). `None`: there are none.
 ///
 /// # Errors
 /// Why they cannot be shown.
-pub(super) fn decode(options: &Blob) -> Result<Option<Value>, String> {
+pub(super) fn decode(options: &RecordedAny) -> Result<Option<Value>, String> {
     // So does the built-in: options that are all default have no bytes.
     if options.value.is_empty() {
         return Ok(None);

@@ -9,7 +9,7 @@ use serde_json::json;
 use super::*;
 use crate::pause::{Namespace, Plan};
 use crate::podsandbox::files::Files;
-use crate::podsandbox::record::{Blob, Info};
+use crate::podsandbox::record::{Info, RecordedAny};
 use crate::process::Exit;
 use crate::protos::cri::security_profile::ProfileType;
 use crate::protos::cri::{
@@ -59,8 +59,8 @@ fn pod() -> PodSandboxConfig {
     }
 }
 
-fn blob(type_url: &str, value: impl Into<Vec<u8>>) -> Blob {
-    Blob { type_url: type_url.to_owned(), value: value.into() }
+fn blob(type_url: &str, value: impl Into<Vec<u8>>) -> RecordedAny {
+    RecordedAny { type_url: type_url.to_owned(), value: value.into() }
 }
 
 fn record(pod: &PodSandboxConfig) -> Record {

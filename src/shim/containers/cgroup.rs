@@ -87,17 +87,17 @@ fn lines(cgroups: &str) -> impl Iterator<Item = (&str, &str)> {
 ///
 /// # Errors
 /// The failed step.
-pub fn end(mount: &Path, cgroups: &str, id: &str) -> Result<(), StepError> {
+pub fn kill_or_thaw(mount: &Path, cgroups: &str, id: &str) -> Result<(), StepError> {
     for (controllers, path) in lines(cgroups) {
         if controllers.is_empty() {
             let Some(unified) = unified(mount) else { continue };
             // All below it too.
             for dir in below(&unified, path, id).into_iter().take(1) {
-                put(&dir.join("cgroup.kill"), "1")?;
+                write_word(&dir.join("cgroup.kill"), "1")?;
             }
         } else if controllers.split(',').any(|controller| controller == "freezer") {
             for dir in below(&mount.join("freezer"), path, id) {
-                put(&dir.join("freezer.state"), "THAWED")?;
+                write_word(&dir.join("freezer.state"), "THAWED")?;
             }
         }
     }
@@ -121,7 +121,7 @@ pub fn below(root: &Path, path: &str, id: &str) -> Vec<PathBuf> {
 
 /// Writes to a file of the kernel's, if there is one; Linux has `cgroup.kill` since 5.14, and not
 /// for cgroups of threads.
-fn put(file: &Path, word: &str) -> Result<(), StepError> {
+fn write_word(file: &Path, word: &str) -> Result<(), StepError> {
     let written = OpenOptions::new()
         .write(true)
         .open(file)
@@ -215,7 +215,7 @@ mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, "").unwrap();
         }
-        end(mount.path(), cgroups, "0123abcd").unwrap();
+        kill_or_thaw(mount.path(), cgroups, "0123abcd").unwrap();
         looked_at.iter().map(|file| fs::read_to_string(mount.path().join(file)).unwrap()).collect()
     }
 

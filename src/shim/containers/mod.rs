@@ -23,7 +23,7 @@ use containerd_shim_protos::shim::oci::Options;
 
 use crate::cgroup::mounts::ROOT;
 use crate::error::{IoContext as _, StepError};
-use crate::process::held::{Held, Namespace};
+use crate::process::held::{Held, HeldNamespace};
 use crate::process::spawn::pids;
 use origin::{Origin, SANDBOX};
 
@@ -189,7 +189,7 @@ pub fn kill(containers: &[Container]) -> Result<(), StepError> {
             return Ok(());
         }
         for (id, cgroups) in &cgroups {
-            cgroup::end(Path::new(ROOT), cgroups, id)?;
+            cgroup::kill_or_thaw(Path::new(ROOT), cgroups, id)?;
         }
         thread::sleep(PAUSE);
     }
@@ -215,7 +215,7 @@ pub struct Inside {
 /// # Errors
 /// `/proc` cannot be read.
 pub fn inside(
-    namespaces: &[Namespace],
+    namespaces: &[HeldNamespace],
     tasks: &Path,
     root: &Path,
     sandbox: &str,
@@ -276,7 +276,7 @@ fn classify(cgroups: &str, tasks: &Path, root: &Path, sandbox: &str) -> Inmate {
     class
 }
 
-fn inode((kind, file): &Namespace) -> Option<(&'static str, u64)> {
+fn inode((kind, file): &HeldNamespace) -> Option<(&'static str, u64)> {
     Some((kind, file.metadata().ok()?.ino()))
 }
 

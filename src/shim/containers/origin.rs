@@ -51,7 +51,7 @@ pub fn of_bundle(bundle: &Path, sandbox: &str) -> Origin {
         return Origin::by_name(Some(&named), sandbox);
     }
     // A task that has a shim of its own, or one that is older than the sandbox API.
-    let named = Named::read(&bundle.join(SPEC));
+    let named = Named::from_file(&bundle.join(SPEC));
     named.map_or(Origin::Unknown, |named| Origin::by_name(named.sandbox(), sandbox))
 }
 
@@ -74,11 +74,11 @@ struct Named {
     annotations: Option<HashMap<String, serde_json::Value>>,
     /// In runc's state.
     #[serde(default)]
-    config: Option<Config>,
+    config: Option<RuncConfig>,
 }
 
 #[derive(Debug, Default, Deserialize)]
-struct Config {
+struct RuncConfig {
     /// `KEY=VALUE`.
     #[serde(default)]
     labels: Option<Vec<String>>,
@@ -86,12 +86,12 @@ struct Config {
 
 impl Named {
     /// `None`: there is no such file, or it makes no sense.
-    fn read(path: &Path) -> Option<Self> {
+    fn from_file(path: &Path) -> Option<Self> {
         serde_json::from_slice(&fs::read(path).ok()?).ok()
     }
 
     fn of_state(dir: &Path) -> Option<Self> {
-        STATES.into_iter().find_map(|file| Self::read(&dir.join(file)))
+        STATES.into_iter().find_map(|file| Self::from_file(&dir.join(file)))
     }
 
     fn sandbox(&self) -> Option<&str> {

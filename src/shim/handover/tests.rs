@@ -7,13 +7,13 @@ use std::process::{Child, Command};
 use std::time::Duration;
 
 use super::*;
-use crate::process::held::Namespace;
+use crate::process::held::HeldNamespace;
 use crate::shim::bundle::Recorded;
-use crate::shim::{Endpoint, Owner, Settings, Shims};
+use crate::shim::{Endpoint, Owner, ShimSettings, Shims};
 
 /// The endpoint of a sandbox below `dir`, and what all share.
 fn make_endpoint(dir: &Path) -> (Arc<Shims>, Arc<Handover>) {
-    let settings = Settings {
+    let settings = ShimSettings {
         containerd_address: dir.join("containerd.sock"),
         containerd_namespace: "k8s.io".to_owned(),
         containerd_state: dir.join("state"),
@@ -37,7 +37,7 @@ fn make_endpoint(dir: &Path) -> (Arc<Shims>, Arc<Handover>) {
 struct NoPod;
 
 impl Pod for NoPod {
-    fn namespaces(&self) -> Result<Vec<Namespace>, StepError> {
+    fn namespaces(&self) -> Result<Vec<HeldNamespace>, StepError> {
         Ok(Vec::new())
     }
 
@@ -48,7 +48,7 @@ impl Pod for NoPod {
     fn fail(&self) {}
 }
 
-fn next(endpoint: &Arc<Handover>) -> Next {
+fn next(endpoint: &Arc<Handover>) -> HandoverStep {
     let pod: Arc<dyn Pod> = Arc::new(NoPod);
     endpoint.next(&pod)
 }
@@ -57,8 +57,8 @@ fn next(endpoint: &Arc<Handover>) -> Next {
 fn recorded(shims: &Shims, endpoint: &Handover) -> Child {
     let child = Command::new("sleep").arg("1000").spawn().unwrap();
     let identity = shims.launcher.open(child.id()).unwrap().unwrap().identity().clone();
-    endpoint.shim.bundle().make("pod", true).unwrap();
-    endpoint.shim.bundle().record(Some(&Recorded::Running { identity })).unwrap();
+    endpoint.shim.bundle().make_bundle("pod", true).unwrap();
+    endpoint.shim.bundle().record(Some(&Recorded::RunningShim { identity })).unwrap();
     child
 }
 
@@ -68,7 +68,7 @@ async fn an_ended_endpoint_does_not_listen_again() {
     let (_shims, endpoint) = make_endpoint(dir.path());
     endpoint.listen().await.unwrap();
     assert!(endpoint.socket().exists());
-    endpoint.end().await.unwrap();
+    endpoint.close().await.unwrap();
     endpoint.listen().await.unwrap();
     endpoint.recover().await;
     assert!(!endpoint.socket().exists());
@@ -79,7 +79,7 @@ async fn the_end_kills_the_recorded_shim() {
     let dir = tempfile::tempdir().unwrap();
     let (shims, endpoint) = make_endpoint(dir.path());
     let mut child = recorded(&shims, &endpoint);
-    endpoint.end().await.unwrap();
+    endpoint.close().await.unwrap();
     // Its end was seen, which takes a child away.
     assert!(child.try_wait().is_err(), "the shim lives");
     assert!(!endpoint.shim.bundle().dir().exists());
@@ -94,13 +94,15 @@ async fn an_unreadable_record_is_read_again() {
     fs::rename(&record, &aside).unwrap();
     fs::create_dir(&record).unwrap();
     endpoint.recover().await;
-    assert!(matches!(next(&endpoint), Next::Recover));
+    assert!(matches!(next(&endpoint), HandoverStep::Recover));
     assert!(!endpoint.socket().exists(), "it listens, though a shim may serve");
     fs::remove_dir(&record).unwrap();
     fs::rename(&aside, &record).unwrap();
     endpoint.try_recover().await.unwrap();
-    assert!(matches!(next(&endpoint), Next::Watch(shim) if shim.identity().pid == child.id()));
-    endpoint.end().await.unwrap();
+    assert!(
+        matches!(next(&endpoint), HandoverStep::Watch(shim) if shim.identity().pid == child.id())
+    );
+    endpoint.close().await.unwrap();
     // Its end was seen, which takes a child away.
     assert!(child.try_wait().is_err(), "the shim lives");
 }
@@ -118,7 +120,7 @@ async fn an_idle_endpoint_has_no_task() {
     assert_eq!(Arc::strong_count(&pod), 2);
     endpoint.prepare();
     assert!(endpoint.state().idle.is_none());
-    endpoint.end().await.unwrap();
+    endpoint.close().await.unwrap();
     while Arc::strong_count(&pod) > 1 {
         tokio::task::yield_now().await;
     }
@@ -138,7 +140,7 @@ async fn a_shim_that_lets_accept_block_holds_up_no_thread() {
     tokio::time::timeout(Duration::from_secs(10), rejected).await.unwrap();
     caller.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
     assert_eq!((&caller).read(&mut [0]).unwrap(), 0, "the caller is hung up on");
-    endpoint.end().await.unwrap();
+    endpoint.close().await.unwrap();
 }
 
 #[tokio::test]
@@ -151,19 +153,19 @@ async fn a_call_wakes_an_idle_endpoint() {
     while endpoint.state().idle.is_some() {
         tokio::task::yield_now().await;
     }
-    endpoint.end().await.unwrap();
+    endpoint.close().await.unwrap();
 }
 
 #[tokio::test]
 async fn a_recorded_death_fails_the_sandbox_whatever_else_is_unknown() {
     let dir = tempfile::tempdir().unwrap();
     let (_shims, endpoint) = make_endpoint(dir.path());
-    endpoint.shim.bundle().make("pod", true).unwrap();
+    endpoint.shim.bundle().make_bundle("pod", true).unwrap();
     endpoint.shim.bundle().record_death("on order").unwrap();
     fs::create_dir(dir.path().join("pod/shim/shim.json")).unwrap();
     endpoint.recover().await;
-    assert!(matches!(next(&endpoint), Next::FailSandbox));
-    assert!(matches!(next(&endpoint), Next::Recover));
+    assert!(matches!(next(&endpoint), HandoverStep::FailSandbox));
+    assert!(matches!(next(&endpoint), HandoverStep::Recover));
 }
 
 /// A shim that hangs up on a caller of Shutdown, and ends a moment later.
@@ -194,7 +196,7 @@ async fn a_shim_that_hangs_up_is_not_killed() {
 struct Unseen(std::sync::atomic::AtomicU32);
 
 impl Pod for Unseen {
-    fn namespaces(&self) -> Result<Vec<Namespace>, StepError> {
+    fn namespaces(&self) -> Result<Vec<HeldNamespace>, StepError> {
         match self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
             0 | 1 => {
                 Err(StepError::new("open namespace", io::Error::from_raw_os_error(libc::EMFILE)))
