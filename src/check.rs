@@ -98,10 +98,10 @@ impl fmt::Display for Finding {
 pub struct Subject {
     /// The daemon's settings.
     pub config: Config,
-    /// containerd's config file.
-    pub containerd_config: PathBuf,
-    /// containerd's program; a bare name is searched in `PATH`.
-    pub containerd_program: PathBuf,
+    /// containerd's config file; `None`: the one that the running containerd was started with.
+    pub containerd_config: Option<PathBuf>,
+    /// containerd's program, where a bare name is searched in `PATH`; `None`: the one that runs.
+    pub containerd_program: Option<PathBuf>,
 }
 
 /// Examines everything, in the order in which problems must be solved.

@@ -3,20 +3,24 @@
 use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::io;
+use std::mem;
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
-use std::process::Command;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use toml::{Table, Value};
 
-use super::{Finding, Subject, kubelet};
+use super::{Finding, Level, Subject, kubelet};
 use crate::config::{Config, Pattern, ShimOwner};
 use crate::shim;
 
 mod config;
 mod environment;
 mod files;
+mod running;
+
+use running::{Flags, Program, Running};
 
 const SUBJECT: &str = "containerd";
 const CONFIG: &str = "containerd config";
@@ -24,56 +28,112 @@ const CONFIG: &str = "containerd config";
 /// The proxy plugin's name that the advice and the documents use.
 const NAME: &str = "pause-sandboxer";
 
+/// The program to examine if none runs.
+const CONTAINERD: &str = "containerd";
+
+/// Its config file, unless its options name another.
+const CONFIG_FILE: &str = "/etc/containerd/config.toml";
+
+/// The plugin that holds CRI's runtime settings.
+const RUNTIME: &str = "io.containerd.cri.v1.runtime";
+
+/// The plugin that listens, from containerd 2.3 on.
+const SERVER: &str = "io.containerd.server.v1.grpc";
+
 /// Examines containerd's program, socket and config.
 pub(super) fn examine(subject: &Subject) -> Vec<Finding> {
-    let mut findings =
-        vec![program(&subject.containerd_program), socket(&subject.config.containerd_address)];
-    match config::load(&subject.containerd_config) {
-        Ok(loaded) => {
-            let files: Vec<_> =
-                loaded.files.iter().map(|(path, _)| path.display().to_string()).collect();
-            findings.push(Finding::ok(CONFIG, files.join(", ")));
-            // Who names the sandboxer without the drop-in does not need it.
-            let needed = proxy(&loaded.table, &subject.config).is_err();
-            let drop_in = files::drop_in()
-                .filter(|drop_in| needed && !files::imports(&loaded.files, drop_in));
-            findings.extend(files::judge(&loaded.files));
-            if let Some(drop_in) = drop_in {
-                // All else is in it.
-                findings.extend(files::not_imported(&loaded.files, drop_in));
-                return findings;
-            }
-            findings.extend(files::stale(&loaded.files, &subject.config.containerd_address));
-            findings.extend(judge(&loaded.table, &subject.config));
-            findings.extend(shims(&loaded.table, &subject.config));
-            findings.extend(kubelet::examine(&all(&loaded.table, &subject.config)));
+    let address = &subject.config.containerd_address;
+    let (program, flags, started) = match Running::find(address) {
+        Ok(mut running) => {
+            let (flags, started) = (mem::take(&mut running.flags), Some(running.started));
+            (Program::Running(running), flags, started)
         }
-        Err(e) => {
-            let advice = if e.missing {
-                "create it (`containerd config default` prints one) and add this sandboxer to it, \
-                 or set its path by --containerd-config"
-            } else {
-                "correct it: containerd does not start with it"
-            };
-            findings.push(Finding::fail(
-                CONFIG,
-                format!("{}: {}", e.path.display(), e.reason),
-                advice,
-            ));
-        }
+        Err(_) => (Program::File(CONTAINERD.into()), Flags::default(), None),
+    };
+    let program = subject.containerd_program.clone().map_or(program, Program::File);
+    let named = subject.containerd_config.as_ref().or(flags.config.as_ref());
+    let file = named.map_or(Path::new(CONFIG_FILE), PathBuf::as_path);
+    let (version, is_containerd) = examine_program(&program);
+    let mut findings = vec![version, socket(address)];
+    if is_containerd {
+        findings.extend(examine_config(&program, file, &flags, started, &subject.config));
+    } else {
+        // Only a containerd is asked for its config: any program may listen at the socket.
+        findings.push(Finding::fail(
+            CONFIG,
+            format!("{} was not examined: it takes a containerd 2.x", file.display()),
+            "see the finding of containerd's version",
+        ));
     }
     findings
 }
 
-fn program(path: &Path) -> Finding {
-    let shown = path.display();
-    match Command::new(path).arg("--version").output() {
-        Ok(output) => version(&String::from_utf8_lossy(&output.stdout)),
-        Err(e) => Finding::warn(
-            SUBJECT,
-            format!("{shown} --version: {e}"),
-            "set the path of containerd's program by --containerd",
-        ),
+fn examine_config(
+    program: &Program,
+    file: &Path,
+    flags: &Flags,
+    started: Option<SystemTime>,
+    config: &Config,
+) -> Vec<Finding> {
+    let shown = file.display();
+    let main = match files::Main::read(file) {
+        Ok(main) => main,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            return vec![Finding::fail(
+                CONFIG,
+                format!("{shown}: {e}"),
+                "create it (`containerd config default` prints one) and add this sandboxer to it, \
+                 or set its path by --containerd-config",
+            )];
+        }
+        Err(e) => return vec![Finding::fail(CONFIG, format!("{shown}: {e}"), "make it readable")],
+    };
+    let mut table = match config::dump(program, file) {
+        Ok(table) => table,
+        Err(reason) => {
+            let command = format!("{} --config {shown} config dump", program.path().display());
+            return vec![Finding::fail(
+                CONFIG,
+                format!("`{command}` fails: {reason}"),
+                "run the command; containerd does not start with a config that it cannot load",
+            )];
+        }
+    };
+    config::apply(flags, &mut table);
+    let mut findings = vec![Finding::ok(CONFIG, format!("{shown} with its imports"))];
+    findings.extend(main.missing_imports());
+    findings.extend(main.lost_handlers(&table));
+    if let Some(drop_in) = files::drop_in().filter(|drop_in| !drop_in.is_in(&table)) {
+        // Who names the sandboxer without the drop-in does not need it.
+        if proxy(&table, config).is_err() {
+            // All else is in it.
+            findings.push(main.not_imported(&drop_in.path));
+            return findings;
+        }
+    }
+    findings.extend(started.and_then(|started| main.written_after(started)));
+    findings.extend(judge(&table, config));
+    findings.extend(shims(&table, config));
+    findings.extend(kubelet::examine(&all(&table, config)));
+    findings
+}
+
+/// What the program says of its version, and whether it is a containerd.
+fn examine_program(program: &Program) -> (Finding, bool) {
+    let shown = program.path().display();
+    let mut command = program.command();
+    command.arg("--version");
+    match config::run(command) {
+        Ok(output) => {
+            let finding = version(&output.stdout);
+            let supported =
+                finding.level != Level::Fail && output.stdout.starts_with("containerd ");
+            (finding, supported)
+        }
+        Err(e) => {
+            let advice = "start containerd, or set the path of its program by --containerd";
+            (Finding::warn(SUBJECT, format!("{shown} --version: {e}"), advice), false)
+        }
     }
 }
 
@@ -121,30 +181,18 @@ fn socket(path: &Path) -> Finding {
     }
 }
 
-/// The plugin that holds CRI's runtime settings, by the version of containerd's config.
-fn runtime_plugin(version: i64) -> &'static str {
-    if version >= 3 { "io.containerd.cri.v1.runtime" } else { "io.containerd.grpc.v1.cri" }
-}
-
-/// The version of a config as containerd 2.x reads it: without one, or of version 1, it is read as
-/// it is, so sections that have the names of today are taken.
-fn version_of(table: &Table) -> i64 {
-    table.get("version").and_then(Value::as_integer).filter(|version| *version > 1).unwrap_or(3)
-}
-
 /// Examines containerd's merged config.
 fn judge(table: &Table, config: &Config) -> Vec<Finding> {
-    let version = version_of(table);
     let mut findings = disabled(table);
     match proxy(table, config) {
         Ok(name) => {
             findings.push(Finding::ok(CONFIG, format!("proxy plugin {name:?} is this sandboxer")));
-            findings.extend(handlers(table, version, &name));
+            findings.extend(handlers(table, &name));
         }
         Err(finding) => findings.push(finding),
     }
     findings.extend(places(table, config));
-    findings.extend(switches(table, version, config));
+    findings.extend(switches(table, config));
     findings
 }
 
@@ -225,20 +273,21 @@ fn proxy(table: &Table, config: &Config) -> Result<String, Finding> {
     }
 }
 
-/// The runtime handlers of containerd's config as it takes them: of a config of version 2 those
-/// under the newer name go first, if there are any.
-fn runtimes(table: &Table, version: i64) -> impl Iterator<Item = (&String, &Value)> {
-    let of = move |version| {
-        let plugin = table.get("plugins").and_then(|plugins| plugins.get(runtime_plugin(version)));
-        plugin.and_then(|plugin| plugin.get("containerd")?.get("runtimes")?.as_table())
-    };
-    of(3).or_else(|| if version < 3 { of(version) } else { None }).into_iter().flatten()
+/// CRI's runtime settings.
+fn runtime(table: &Table) -> Option<&Value> {
+    table.get("plugins")?.get(RUNTIME)
+}
+
+/// The runtime handlers.
+fn runtimes(table: &Table) -> impl Iterator<Item = (&String, &Value)> {
+    let handlers = |plugin: &'static str| files::handlers(table, plugin);
+    handlers(RUNTIME).into_iter().flatten()
 }
 
 /// The runtime handlers that name this sandboxer, by name.
 fn ours(table: &Table, config: &Config) -> Vec<(String, Table)> {
     let Ok(sandboxer) = proxy(table, config) else { return Vec::new() };
-    let named = runtimes(table, version_of(table)).filter(|(_, handler)| {
+    let named = runtimes(table).filter(|(_, handler)| {
         handler.get("sandboxer").and_then(Value::as_str) == Some(&sandboxer)
     });
     named.filter_map(|(name, handler)| Some((name.clone(), handler.as_table()?.clone()))).collect()
@@ -246,13 +295,9 @@ fn ours(table: &Table, config: &Config) -> Vec<(String, Table)> {
 
 /// All runtime handlers, with which of them name this sandboxer and which is the default.
 fn all(table: &Table, config: &Config) -> kubelet::Handlers {
-    let version = version_of(table);
-    let default = |version| {
-        let plugin = table.get("plugins")?.get(runtime_plugin(version))?;
-        plugin.get("containerd")?.get("default_runtime_name")?.as_str()
-    };
-    let default = default(3).or_else(|| if version < 3 { default(version) } else { None });
-    let all = runtimes(table, version)
+    let default =
+        runtime(table).and_then(|cri| cri.get("containerd")?.get("default_runtime_name")?.as_str());
+    let all = runtimes(table)
         .filter_map(|(name, handler)| Some((name.clone(), handler.as_table()?.clone())));
     kubelet::Handlers {
         default: default.unwrap_or_default().to_owned(),
@@ -288,12 +333,12 @@ fn shims(table: &Table, config: &Config) -> Vec<Finding> {
 }
 
 /// The runtime handlers that name `sandboxer`.
-fn handlers(table: &Table, version: i64, sandboxer: &str) -> Vec<Finding> {
+fn handlers(table: &Table, sandboxer: &str) -> Vec<Finding> {
     let names = |(_, handler): &(&String, &Value)| {
         handler.get("sandboxer").and_then(Value::as_str) == Some(sandboxer)
     };
     let (mut named, mut findings) = (Vec::new(), Vec::new());
-    for (name, handler) in runtimes(table, version).filter(names) {
+    for (name, handler) in runtimes(table).filter(names) {
         named.push(format!("{name:?}"));
         if handler.get("runtime_type").and_then(Value::as_str).unwrap_or_default().is_empty() {
             let advice = "set its runtime_type, such as \"io.containerd.runc.v2\"";
@@ -311,29 +356,14 @@ fn handlers(table: &Table, version: i64, sandboxer: &str) -> Vec<Finding> {
         );
         return findings;
     }
-    let here = format!("plugins.\"{}\".containerd.runtimes", runtime_plugin(version));
-    let old = table.get("plugins").and_then(|plugins| plugins.get(runtime_plugin(2)));
-    let old = old
-        .and_then(|plugin| plugin.get("containerd")?.get("runtimes")?.as_table())
-        .into_iter()
-        .flatten();
-    findings.push(if version >= 3 && old.into_iter().any(|entry| names(&entry)) {
-        Finding::fail(
-            CONFIG,
-            format!(
-                "the runtime handler that names it is under {:?}, which version {version} does not \
-                 read",
-                runtime_plugin(2)
-            ),
-            format!("move it to {here}"),
-        )
-    } else {
-        let advice = format!(
-            "add: [{here}.{NAME}] with runtime_type = \"io.containerd.runc.v2\" and sandboxer = \
-             \"{sandboxer}\""
-        );
-        Finding::fail(CONFIG, format!("no runtime handler has sandboxer = \"{sandboxer}\""), advice)
-    });
+    findings.push(Finding::fail(
+        CONFIG,
+        format!("no runtime handler has sandboxer = \"{sandboxer}\""),
+        format!(
+            "add: [plugins.\"{RUNTIME}\".containerd.runtimes.{NAME}] with runtime_type = \
+             \"io.containerd.runc.v2\" and sandboxer = \"{sandboxer}\""
+        ),
+    ));
     findings
 }
 
@@ -341,8 +371,7 @@ fn handlers(table: &Table, version: i64, sandboxer: &str) -> Vec<Finding> {
 fn places(table: &Table, config: &Config) -> Vec<Finding> {
     let default = Config::default();
     // From config version 4 on (containerd 2.3) the server is a plugin; the old key is still taken.
-    let server =
-        table.get("plugins").and_then(|plugins| plugins.get("io.containerd.server.v1.grpc"));
+    let server = table.get("plugins").and_then(|plugins| plugins.get(SERVER));
     let grpc = server.or_else(|| table.get("grpc"));
     [
         (
@@ -391,11 +420,8 @@ fn places(table: &Table, config: &Config) -> Vec<Finding> {
 }
 
 /// Settings that both have and that should be the same.
-fn switches(table: &Table, version: i64, config: &Config) -> Vec<Finding> {
-    let set = |key: &str| {
-        let of = |version| table.get("plugins")?.get(runtime_plugin(version))?.get(key);
-        of(3).or_else(|| if version < 3 { of(version) } else { None })
-    };
+fn switches(table: &Table, config: &Config) -> Vec<Finding> {
+    let set = |key: &str| runtime(table)?.get(key);
     let mut findings = labels(&set, config);
     findings.extend(annotations(&ours(table, config), config));
     findings.extend(environment::judge(table, config));

@@ -98,12 +98,13 @@ pub struct Check {
     /// Exit with 4 if pods can run, but there are warnings
     #[arg(long)]
     pub strict: bool,
-    /// containerd's config file
-    #[arg(long, value_name = "FILE", default_value = "/etc/containerd/config.toml")]
-    pub containerd_config: PathBuf,
-    /// containerd's executable
-    #[arg(long, value_name = "PROGRAM", default_value = "containerd")]
-    pub containerd: PathBuf,
+    /// containerd's config file [default: the one that the running containerd was started with, or
+    /// /etc/containerd/config.toml]
+    #[arg(long, value_name = "FILE")]
+    pub containerd_config: Option<PathBuf>,
+    /// containerd's executable [default: the running containerd's, or containerd of PATH]
+    #[arg(long, value_name = "PROGRAM")]
+    pub containerd: Option<PathBuf>,
     /// The daemon's settings.
     #[command(flatten)]
     pub settings: SettingsSource,
@@ -305,8 +306,8 @@ mod tests {
         let line = "check --containerd-config /x --state-dir /s -o json";
         let Ok(Command::Check(check)) = parsed(line) else { panic!("{line}") };
         assert_eq!(check.settings.flags, flags(&[("state_dir", "/s")]));
-        assert_eq!((check.containerd_config, check.output), ("/x".into(), Format::Json));
-        assert_eq!(check.containerd, PathBuf::from("containerd"));
+        assert_eq!((check.containerd_config, check.output), (Some("/x".into()), Format::Json));
+        assert_eq!(check.containerd, None);
         let inspect = parsed("inspect -ojson abc --socket /s").unwrap();
         assert!(matches!(inspect, Command::Inspect { id, .. } if id == "abc"));
         assert!(matches!(parsed("stats --once").unwrap(), Command::Stats { once: true, .. }));

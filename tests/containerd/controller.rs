@@ -18,7 +18,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases.extend(cases![
         ours, "it has no socket of its own for callers": many_waits_on_one_connection,
             bad_requests, unknown_ids, twice,
-        sockets, another_namespace_of_containerd
+        sockets, another_namespace_of_containerd, check_examines_the_containerd_that_runs
     ]);
     cases
 }
@@ -289,6 +289,25 @@ async fn sockets(bench: Bench) -> Result<()> {
         ensure!(about.file_type().is_socket(), "{} is no socket", socket.display());
         let mode = about.permissions().mode() & 0o7777;
         ensure!(mode == 0o600, "{} has the mode {mode:o}", socket.display());
+    }
+    Ok(())
+}
+
+/// Without options `check` finds program and config file by the node's socket.
+async fn check_examines_the_containerd_that_runs(bench: Bench) -> Result<()> {
+    let layout = bench.node.layout();
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_pause-sandboxer"));
+    command.arg("check").arg("--config").arg(layout.sandboxer_config()).env("PATH", "/nowhere");
+    let output = String::from_utf8(command.output()?.stdout)?;
+    for expected in [
+        format!("ok    containerd: version {}", bench.node.parts().version()),
+        format!(
+            "ok    containerd config: {} with its imports",
+            layout.containerd_config().display()
+        ),
+        "ok    containerd config: named by runtime handler".to_owned(),
+    ] {
+        ensure!(output.contains(&expected), "{expected} is missing in\n{output}");
     }
     Ok(())
 }

@@ -121,6 +121,5 @@ fn found(node: &Node) -> Result<String> {
     let layout = node.layout();
     let mut command = Command::new(binary());
     command.arg("check").arg("--config").arg(layout.sandboxer_config());
-    command.arg("--containerd-config").arg(layout.containerd_config());
     Ok(String::from_utf8(command.output()?.stdout)?)
 }

@@ -17,9 +17,11 @@ use std::process::{Command, Output};
 
 use nix::sys::signal::Signal;
 
+mod check;
 mod daemon;
 mod operators;
 
+use check::check;
 use daemon::{Daemon, Scratch, program, run, stderr, stdout};
 
 #[test]
@@ -87,108 +89,6 @@ fn a_wrong_setting_is_named_with_its_place() {
         "{}",
         stderr(&output)
     );
-}
-
-/// A containerd config that names the sandboxer of `scratch` under `key`.
-fn containerd_config(scratch: &Scratch, sandboxer: &str) -> String {
-    let path = |name: &str| scratch.path(name).display().to_string();
-    scratch.write(
-        "containerd.toml",
-        &format!(
-            r#"version = 3
-root = "{}"
-state = "{}"
-[grpc]
-address = "{}"
-[proxy_plugins.mine]
-type = "sandbox"
-address = "{}"
-[plugins."io.containerd.cri.v1.runtime"]
-restrict_oom_score_adj = true
-[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.fast]
-runtime_type = "io.containerd.runc.v2"
-sandboxer = "{sandboxer}"
-"#,
-            path("root"),
-            path("containerd"),
-            path("containerd/c.sock"),
-            path("run/s.sock")
-        ),
-    )
-}
-
-fn check(scratch: &Scratch, sandboxer: &str) -> Output {
-    let config = containerd_config(scratch, sandboxer);
-    // A node has a shim, and this machine may have none.
-    let shim = scratch.write("containerd-shim-runc-v2", "");
-    fs::set_permissions(shim, fs::Permissions::from_mode(0o755)).unwrap();
-    let path = format!("{}:{}", scratch.dir.path().display(), std::env::var("PATH").unwrap());
-    let mut command = program();
-    command
-        .arg("check")
-        .args(scratch.flags())
-        .args(["--containerd-config", &config])
-        .env("PATH", path);
-    command.output().unwrap()
-}
-
-#[test]
-fn check_tells_what_is_wrong_and_exits_accordingly() {
-    let scratch = Scratch::new();
-    let good = check(&scratch, "mine");
-    assert!(good.status.success(), "{}", stdout(&good));
-    for part in [
-        "ok    kernel: Linux ",
-        "ok    privileges: root",
-        "ok    containerd config: named by runtime handler \"fast\"",
-    ] {
-        assert!(stdout(&good).contains(part), "{part} is missing in\n{}", stdout(&good));
-    }
-    assert!(stdout(&good).contains("warn  daemon: is not running"), "{}", stdout(&good));
-    assert!(!scratch.path("state").exists(), "check must change nothing");
-    let bad = check(&scratch, "podsandbox");
-    assert_eq!(bad.status.code(), Some(1));
-    assert!(
-        stdout(&bad).contains(
-            "FAIL  containerd config: no runtime handler has sandboxer = \"mine\"\n      -> add: ["
-        ),
-        "{}",
-        stdout(&bad)
-    );
-}
-
-/// A service manager names the daemon fewer directories than a shell names who checks, or the other
-/// way about.
-#[test]
-fn check_looks_for_shims_where_the_daemon_does() {
-    let scratch = Scratch::new();
-    let config = containerd_config(&scratch, "mine");
-    let text = fs::read_to_string(&config)
-        .unwrap()
-        .replace("io.containerd.runc.v2", "io.containerd.nowhere.v1");
-    fs::write(&config, text).unwrap();
-    let mut command = program();
-    command
-        .arg("check")
-        .args(scratch.flags())
-        .args(["--containerd-config", &config])
-        .env("PATH", "/only");
-    let output = command.output().unwrap();
-    let places = "neither in PATH \
-        (/only:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin) nor beside";
-    assert!(stdout(&output).contains(places), "{}", stdout(&output));
-}
-
-#[test]
-fn the_packaged_drop_in_names_the_default_sandboxer() {
-    let scratch = Scratch::new();
-    let drop_in = concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/containerd/pause-sandboxer.toml");
-    let main =
-        scratch.write("containerd.toml", &format!("version = 3\nimports = [\"{drop_in}\"]\n"));
-    let output = run(&["check", "--containerd-config", &main]);
-    let named = "ok    containerd config: named by runtime handler \"runc-pause\"";
-    assert!(stdout(&output).contains(named), "{}", stdout(&output));
-    assert!(!stdout(&output).contains("FAIL  containerd config"), "{}", stdout(&output));
 }
 
 #[test]

@@ -1,228 +1,178 @@
-//! containerd's config file with its imports, merged as containerd 2.x merges them
-//! (`cmd/containerd/server/config`).
+//! containerd's config as containerd itself reads it: `containerd config dump` merges the file with
+//! its imports, converts it to the newest version and adds the defaults.
 
-use std::collections::{HashSet, VecDeque};
 use std::io;
-use std::path::{Component, Path, PathBuf};
+use std::path::Path;
+use std::process::{Command, ExitStatus, Stdio};
+use std::time::Duration;
 
+use tokio::io::{AsyncRead, AsyncReadExt as _};
 use toml::{Table, Value};
 
-/// More files than this are a loop that the path comparison did not see, such as links to links.
-const FILES_MAX: usize = 256;
+use super::running::{Flags, Program};
+use crate::error::IoContext as _;
 
-/// The config with its imports.
-#[derive(Debug)]
-pub(super) struct Loaded {
-    /// The merged content.
-    pub(super) table: Table,
-    /// The files, in the order in which they were merged, each with what is in it.
-    pub(super) files: Vec<(PathBuf, Table)>,
-}
+/// A dump takes a tenth of a second.
+const DEADLINE: Duration = Duration::from_secs(10);
 
-/// A config file that cannot be taken.
-#[derive(Debug)]
-pub(super) struct ConfigFault {
-    /// The file.
-    pub(super) path: PathBuf,
-    /// Why.
-    pub(super) reason: String,
-    /// Whether it just is not there.
-    pub(super) missing: bool,
-}
+/// A dump of the defaults has 8 kB.
+const OUTPUT_MAX: u64 = 4 << 20;
 
-/// Reads the file at `path` and what it imports, each file's imports after all that were named
-/// before.
+/// Characters of containerd's own words in a finding.
+const REASON_MAX: usize = 500;
+
+/// The merged config of `file`.
 ///
 /// # Errors
-/// The first file that cannot be read or is not TOML; containerd does not start with one either.
-pub(super) fn load(path: &Path) -> Result<Loaded, ConfigFault> {
-    let (mut table, mut files, mut seen) = (Table::new(), Vec::new(), HashSet::new());
-    let mut pending = VecDeque::from([path.to_owned()]);
-    while let Some(path) = pending.pop_front() {
-        if !seen.insert(path.clone()) {
-            continue;
-        }
-        let unreadable =
-            |reason: String, missing| ConfigFault { path: path.clone(), reason, missing };
-        if files.len() == FILES_MAX {
-            return Err(unreadable(format!("more than {FILES_MAX} files are imported"), false));
-        }
-        let text = std::fs::read_to_string(&path)
-            .map_err(|e| unreadable(e.to_string(), e.kind() == io::ErrorKind::NotFound))?;
-        let read: Table =
-            toml::from_str(&text).map_err(|e| unreadable(e.message().to_owned(), false))?;
-        for import in read
-            .get("imports")
-            .and_then(Value::as_array)
-            .into_iter()
-            .flatten()
-            .filter_map(Value::as_str)
-        {
-            pending.extend(expand(&absolute(&path, import)));
-        }
-        merge_files(&mut table, read.clone());
-        files.push((path, read));
+/// Why there is none, in containerd's words if it has some.
+pub(super) fn dump(program: &Program, file: &Path) -> Result<Table, String> {
+    let mut command = program.command();
+    command.arg("--config").arg(file).args(["config", "dump"]);
+    let output = run(command)?;
+    if !output.status.success() {
+        return Err(format!("{}: {}", output.status, last_line(&output.stderr)));
     }
-    Ok(Loaded { table, files })
+    toml::from_str(&output.stdout).map_err(|e| format!("its output: {}", e.message()))
 }
 
-/// `import` as an absolute path; a relative one is meant from the directory of `file`.
-fn absolute(file: &Path, import: &str) -> PathBuf {
-    file.parent().unwrap_or(Path::new("/")).join(import).components().collect()
-}
-
-/// Lets `from` override `to`; of the outermost level, lists are united and entries of
-/// `proxy_plugins` replaced as a whole (`mergeConfig`).
-fn merge_files(to: &mut Table, from: Table) {
-    for (key, value) in from {
-        match (key.as_str(), to.get_mut(&key), value) {
-            ("proxy_plugins", Some(Value::Table(to)), Value::Table(from)) => to.extend(from),
-            (_, Some(Value::Table(to)), Value::Table(from)) => merge(to, from),
-            (_, Some(Value::Array(to)), Value::Array(from)) => {
-                for value in from {
-                    if !to.contains(&value) {
-                        to.push(value);
-                    }
-                }
-            }
-            (_, _, value) => {
-                to.insert(key, value);
-            }
+/// Lets the options of the containerd that runs override its config, as they do there.
+pub(super) fn apply(flags: &Flags, table: &mut Table) {
+    let text = |path: &Path| Value::from(path.to_string_lossy().into_owned());
+    for (key, path) in [("root", &flags.root), ("state", &flags.state)] {
+        if let Some(path) = path {
+            table.insert(key.to_owned(), text(path));
         }
+    }
+    if let Some(path) = &flags.address {
+        let server = table.get_mut("plugins").and_then(Value::as_table_mut);
+        server.and_then(|plugins| plugins.remove(super::SERVER));
+        let grpc = Table::from_iter([("address".to_owned(), text(path))]);
+        table.insert("grpc".to_owned(), Value::Table(grpc));
     }
 }
 
-/// Lets `from` override `to`, table by table.
-fn merge(to: &mut Table, from: Table) {
-    for (key, value) in from {
-        match (to.get_mut(&key), value) {
-            (Some(Value::Table(to)), Value::Table(from)) => merge(to, from),
-            (_, value) => {
-                to.insert(key, value);
-            }
+/// What a program printed.
+#[derive(Debug)]
+pub(super) struct Output {
+    pub(super) status: ExitStatus,
+    pub(super) stdout: String,
+    stderr: String,
+}
+
+/// Runs a command to its end, with no environment but `PATH`.
+///
+/// # Errors
+/// It cannot be started, does not end in time, or prints too much.
+pub(super) fn run(command: Command) -> Result<Output, String> {
+    run_within(command, DEADLINE, OUTPUT_MAX)
+}
+
+fn run_within(mut command: Command, deadline: Duration, most: u64) -> Result<Output, String> {
+    command.env_clear().envs(std::env::var_os("PATH").map(|path| ("PATH", path)));
+    command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .step("make a runtime")
+        .map_err(|step| step.to_string())?;
+    runtime.block_on(async {
+        let mut command = tokio::process::Command::from(command);
+        let mut child = command.kill_on_drop(true).spawn().map_err(|e| e.to_string())?;
+        let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+        let all = async {
+            let (stdout, stderr) = tokio::try_join!(read(stdout, most), read(stderr, most))?;
+            Ok(Output { status: child.wait().await?, stdout, stderr })
+        };
+        match tokio::time::timeout(deadline, all).await {
+            Ok(output) => output.map_err(|e: io::Error| e.to_string()),
+            Err(_) => Err(format!("does not end within {} s", deadline.as_secs_f32())),
         }
-    }
+    })
 }
 
-/// The existing paths that fit a path with `*` in its parts, sorted; a path without `*` stands for
-/// itself.
-fn expand(pattern: &Path) -> Vec<PathBuf> {
-    if !pattern.to_string_lossy().contains('*') {
-        return vec![pattern.to_owned()];
+async fn read(from: Option<impl AsyncRead + Unpin>, most: u64) -> io::Result<String> {
+    let mut bytes = Vec::new();
+    if let Some(from) = from {
+        from.take(most + 1).read_to_end(&mut bytes).await?;
     }
-    let mut found = vec![PathBuf::new()];
-    for part in pattern.components() {
-        let text = part.as_os_str().to_string_lossy();
-        if matches!(part, Component::Normal(_)) && text.contains('*') {
-            found = found.iter().flat_map(|dir| children(dir, &text)).collect();
-        } else {
-            found.iter_mut().for_each(|path| path.push(part));
-        }
+    if bytes.len() as u64 > most {
+        return Err(io::Error::other(format!("prints more than {most} bytes")));
     }
-    found.retain(|path| path.exists());
-    found.sort();
-    found
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-fn children(dir: &Path, pattern: &str) -> Vec<PathBuf> {
-    let Ok(entries) = std::fs::read_dir(dir) else { return Vec::new() };
-    entries
-        .flatten()
-        .filter(|entry| fits(&entry.file_name().to_string_lossy(), pattern))
-        .map(|entry| entry.path())
-        .collect()
-}
-
-/// Whether `name` fits a pattern in which `*` stands for any run of characters.
-fn fits(name: &str, pattern: &str) -> bool {
-    match pattern.split_once('*') {
-        None => name == pattern,
-        Some((head, tail)) => name.strip_prefix(head).is_some_and(|rest| {
-            rest.char_indices()
-                .map(|(at, _)| at)
-                .chain([rest.len()])
-                .any(|at| fits(&rest[at..], tail))
-        }),
-    }
+/// The last line with words, which has the error; of one line and of a limited length.
+fn last_line(text: &str) -> String {
+    let line = text.lines().rfind(|line| !line.trim().is_empty()).unwrap_or_default();
+    line.trim().chars().filter(|c| !c.is_control()).take(REASON_MAX).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn patterns() {
-        for (name, pattern, fit) in [
-            ("a.toml", "*.toml", true),
-            ("a.toml.bak", "*.toml", false),
-            ("10-a.toml", "10-*.toml", true),
-            ("ab", "a*b*", true),
-            ("é", "*", true),
-            ("a", "b", false),
-        ] {
-            assert_eq!(fits(name, pattern), fit, "{name} {pattern}");
-        }
+    fn sh(script: &str) -> Command {
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", script]);
+        command
     }
 
     #[test]
-    fn imports_are_merged_in_order() {
-        let dir = tempfile::tempdir().unwrap();
-        let write = |name: &str, text: &str| {
-            let path = dir.path().join(name);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, text).unwrap();
+    fn a_program_runs_with_a_deadline_and_bounded_output() {
+        let limited = |script: &str| {
+            run_within(sh(script), Duration::from_millis(300), 100).map(|o| o.stdout)
         };
-        write(
-            "main.toml",
-            "version = 3\nroot = \"/a\"\nimports = [\"conf.d/*.toml\", \"main.toml\"]\n\
-             [plugins.x]\na = 1\nb = 1\n[proxy_plugins.p]\ntype = \"sandbox\"\n\
-             platform = \"linux\"",
-        );
-        write(
-            "conf.d/10.toml",
-            "root = \"/b\"\n[plugins.x]\nb = 2\n[proxy_plugins.p]\ntype = \"snapshot\"",
-        );
-        write("conf.d/20.toml", "root = \"/c\"\n[plugins.y]\nc = 3");
-        write("conf.d/30.toml.off", "root = \"/d\"");
-        let loaded = load(&dir.path().join("main.toml")).unwrap();
-        assert_eq!(loaded.files.len(), 3);
-        let expected: Table = toml::from_str(
-            "version = 3\nroot = \"/c\"\n[plugins]\n\
-            x = { a = 1, b = 2 }\ny = { c = 3 }\n[proxy_plugins]\n\
-            p = { type = \"snapshot\" }",
-        )
-        .unwrap();
-        let mut table = loaded.table;
-        table.remove("imports");
-        assert_eq!(table, expected);
+        assert_eq!(limited("echo here; pwd").unwrap(), "here\n/\n");
+        assert_eq!(limited("exec sleep 60").unwrap_err(), "does not end within 0.3 s");
+        assert_eq!(limited("yes").unwrap_err(), "prints more than 100 bytes");
+        assert_eq!(limited("yes >&2").unwrap_err(), "prints more than 100 bytes");
+        let none = run(Command::new("/nowhere/containerd")).unwrap_err();
+        assert!(none.contains("No such file"), "{none}");
     }
 
     #[test]
-    fn lists_are_united_but_not_those_of_plugins() {
-        let dir = tempfile::tempdir().unwrap();
-        let (main, other) = (dir.path().join("main.toml"), dir.path().join("other.toml"));
-        std::fs::write(
-            &main,
-            "imports = [\"other.toml\"]\ndisabled_plugins = [\"cri\", \"a\"]\n[plugins.x]\n\
-             list = [1]",
-        )
-        .unwrap();
-        std::fs::write(&other, "disabled_plugins = [\"a\", \"b\"]\n[plugins.x]\nlist = [2]")
-            .unwrap();
-        let table = load(&main).unwrap().table;
-        assert_eq!(table["disabled_plugins"], Value::from(vec!["cri", "a", "b"]));
-        assert_eq!(table["plugins"]["x"]["list"], Value::from(vec![2]));
+    fn a_program_gets_no_environment_but_path() {
+        let output = run(Command::new("env")).unwrap();
+        let names = output.stdout.lines().map(|line| line.split('=').next().unwrap());
+        assert_eq!(names.collect::<Vec<_>>(), ["PATH"]);
     }
 
     #[test]
-    fn what_cannot_be_read_is_named() {
+    fn a_dump_that_fails_has_containerds_reason() {
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("main.toml");
-        assert!(load(&path).unwrap_err().missing);
-        std::fs::write(&path, "imports = [\"other.toml\"]").unwrap();
-        let e = load(&path).unwrap_err();
-        assert!(e.missing && e.path.ends_with("other.toml"), "{e:?}");
-        std::fs::write(&path, "version = ").unwrap();
-        assert!(!load(&path).unwrap_err().missing);
+        let script = |text: &str| {
+            let path = dir.path().join("script");
+            std::fs::write(&path, text).unwrap();
+            let mut command = Command::new("/bin/sh");
+            command.arg(path);
+            let output = run(command).unwrap();
+            (output.status.success(), last_line(&output.stderr))
+        };
+        let (success, reason) =
+            script("echo level=warning >&2; echo 'containerd: bad' >&2; exit 1");
+        assert_eq!((success, reason.as_str()), (false, "containerd: bad"));
+        assert_eq!(last_line(&"x".repeat(1000)).len(), REASON_MAX);
+        assert_eq!(last_line("a\u{1b}[31mb\n\n"), "a[31mb");
+    }
+
+    #[test]
+    fn options_override_the_config() {
+        let mut table: Table = toml::from_str(
+            "root = '/a'\nstate = '/b'\n[plugins.'io.containerd.server.v1.grpc']\naddress = '/c'",
+        )
+        .unwrap();
+        apply(&Flags::default(), &mut table);
+        assert_eq!((table["root"].as_str(), table.contains_key("grpc")), (Some("/a"), false));
+        let flags = Flags {
+            config: None,
+            root: Some("/r".into()),
+            state: None,
+            address: Some("/s.sock".into()),
+        };
+        apply(&flags, &mut table);
+        assert_eq!(table["root"].as_str(), Some("/r"));
+        assert_eq!(table["state"].as_str(), Some("/b"));
+        assert_eq!(table["grpc"]["address"].as_str(), Some("/s.sock"));
+        assert!(table["plugins"].get("io.containerd.server.v1.grpc").is_none());
     }
 }

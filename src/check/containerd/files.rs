@@ -1,201 +1,264 @@
-//! How containerd's config file and what it imports fit together, and whether containerd has read
-//! them as they are now.
+//! What containerd's merged config does not show: whether its file imports the drop-in, what of the
+//! file is lost in the merge, and whether containerd has read the files as they are now.
 
 use std::io;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::SystemTime;
 
-use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
-use nix::unistd::{SysconfVar, sysconf};
 use toml::{Table, Value};
 
 use super::super::Finding;
-use super::{CONFIG, runtime_plugin};
+use super::{CONFIG, RUNTIME};
 
 /// Where the package puts its drop-in.
 const DROP_IN: &str = "/etc/containerd/conf.d/pause-sandboxer.toml";
 
+/// The plugin that holds CRI's settings in a config of version 2.
+const RUNTIME_OF_2: &str = "io.containerd.grpc.v1.cri";
+
+/// The runtime handlers of CRI's settings in the section of `plugin`.
+pub(super) fn handlers<'a>(table: &'a Table, plugin: &str) -> Option<&'a Table> {
+    let plugin = table.get("plugins")?.get(plugin)?;
+    plugin.get("containerd")?.get("runtimes")?.as_table()
+}
+
+/// A drop-in that names this sandboxer.
+#[derive(Debug)]
+pub(super) struct DropIn {
+    pub(super) path: PathBuf,
+    table: Table,
+}
+
 /// The packaged drop-in, if it is there.
-pub(super) fn drop_in() -> Option<&'static Path> {
-    Some(Path::new(DROP_IN)).filter(|path| path.exists())
+pub(super) fn drop_in() -> Option<DropIn> {
+    let table = toml::from_str(&std::fs::read_to_string(DROP_IN).ok()?).unwrap_or_default();
+    Some(DropIn { path: DROP_IN.into(), table })
 }
 
-/// A file's version; `None` where it has none, so that it is read as of the first file's.
-fn version(table: &Table) -> Option<i64> {
-    table.get("version").and_then(Value::as_integer)
+impl DropIn {
+    /// Whether a merged config has its proxy plugins.
+    pub(super) fn is_in(&self, merged: &Table) -> bool {
+        let names = |table: &Table| -> Vec<String> {
+            let plugins = table.get("proxy_plugins").and_then(Value::as_table);
+            plugins.into_iter().flat_map(|plugins| plugins.keys().cloned()).collect()
+        };
+        let there = names(merged);
+        names(&self.table).iter().any(|name| there.contains(name))
+    }
 }
 
-fn has_handlers(table: &Table, of: i64) -> bool {
-    let plugin = table.get("plugins").and_then(|plugins| plugins.get(runtime_plugin(of)));
-    plugin.and_then(|plugin| plugin.get("containerd")?.get("runtimes")).is_some()
+/// The config file that containerd starts with, without its imports.
+#[derive(Debug)]
+pub(super) struct Main {
+    path: PathBuf,
+    /// Empty if it is not TOML, which containerd reports with the place.
+    table: Table,
 }
 
-/// Whether `drop_in` is among the files of a config.
-pub(super) fn imports(files: &[(PathBuf, Table)], drop_in: &Path) -> bool {
-    files.iter().any(|(path, _)| path == drop_in)
-}
+impl Main {
+    /// Reads the file.
+    ///
+    /// # Errors
+    /// It is not there or cannot be read.
+    pub(super) fn read(path: &Path) -> io::Result<Self> {
+        let table = toml::from_str(&std::fs::read_to_string(path)?).unwrap_or_default();
+        Ok(Self { path: path.to_owned(), table })
+    }
 
-/// A drop-in that is there, and that the first file does not import.
-pub(super) fn not_imported(files: &[(PathBuf, Table)], drop_in: &Path) -> Option<Finding> {
-    let (main, root) = files.first()?;
-    let main = main.display();
-    let pattern = format!("{}/*.toml", drop_in.parent().unwrap_or(drop_in).display());
-    Some(Finding::fail(
-        CONFIG,
-        format!(
+    /// Its version. containerd reads a file without one, or of version 1, as it is.
+    fn version(&self) -> Option<i64> {
+        self.table.get("version").and_then(Value::as_integer).filter(|version| *version > 1)
+    }
+
+    /// What it imports, as paths of which the last part may be a pattern.
+    fn imports(&self) -> impl Iterator<Item = PathBuf> {
+        let imports = self.table.get("imports").and_then(Value::as_array).into_iter().flatten();
+        let directory = self.path.parent().unwrap_or(Path::new("/"));
+        imports.filter_map(Value::as_str).map(|import| directory.join(import))
+    }
+
+    /// A drop-in that is there, and that the file does not import.
+    pub(super) fn not_imported(&self, drop_in: &Path) -> Finding {
+        let main = self.path.display();
+        let pattern = format!("{}/*.toml", drop_in.parent().unwrap_or(drop_in).display());
+        let fact = format!(
             "{main} does not import {}, so containerd does not know this sandboxer",
             drop_in.display()
-        ),
-        match root.get("imports") {
-            None => format!(
-                "sed -i '1i imports = [\"{pattern}\"]' {main} && systemctl restart containerd"
-            ),
-            Some(_) => {
-                format!(
-                    "add \"{pattern}\" to the list `imports` in {main}, then systemctl restart \
-                     containerd"
-                )
-            }
-        },
-    ))
-}
-
-/// Examines the files of a config, the first of which imports the others.
-pub(super) fn judge(files: &[(PathBuf, Table)]) -> Vec<Finding> {
-    let Some(((main, root), imported)) = files.split_first() else { return Vec::new() };
-    // Without a version, or of version 1, a config takes what is imported as it is.
-    let (main, of) = (main.display(), version(root).filter(|version| *version > 1));
-    let mut findings = Vec::new();
-    let migrate = format!(
-        "containerd --config {main} config migrate >/tmp/migrated.toml && mv /tmp/migrated.toml \
-         {main}, then add `imports` again"
-    );
-    for (path, table) in imported {
-        if let (Some(of), Some(higher)) = (of, version(table))
-            && higher > of
-        {
-            let fact = format!(
-                "{} has version {higher} and {main} version {of}: containerd 2.3 does not start \
-                 with it, older versions ignore CRI's settings of {main}",
-                path.display()
-            );
-            findings.push(Finding::fail(CONFIG, fact, migrate.clone()));
-        }
-        if of == Some(2) && has_handlers(root, 2) && has_handlers(table, 3) {
-            let fact = format!(
-                "{} has runtime handlers as of version 3, which hide those of {main} from \
-                 containerd 2.0 to 2.2, as it has version 2",
-                path.display()
-            );
-            findings.push(Finding::fail(CONFIG, fact, migrate.clone()));
-        }
+        );
+        let advice = if self.table.contains_key("imports") {
+            format!(
+                "add \"{pattern}\" to the list `imports` in {main}, then systemctl restart \
+                 containerd"
+            )
+        } else {
+            format!("sed -i '1i imports = [\"{pattern}\"]' {main} && systemctl restart containerd")
+        };
+        Finding::fail(CONFIG, fact, advice)
     }
-    findings
-}
 
-/// Whether containerd, which listens at `address`, was started before its config was written last.
-pub(super) fn stale(files: &[(PathBuf, Table)], address: &Path) -> Vec<Finding> {
-    let Ok(started) = started(address) else { return Vec::new() };
-    let newer = files.iter().filter(|(path, _)| {
-        path.metadata().and_then(|meta| meta.modified()).is_ok_and(|written| written > started)
-    });
-    let newer: Vec<String> = newer.map(|(path, _)| path.display().to_string()).collect();
-    if newer.is_empty() {
-        return Vec::new();
+    /// Imported files that do not exist: `config dump` ignores them, and containerd does not start.
+    pub(super) fn missing_imports(&self) -> Vec<Finding> {
+        let missing = self.imports().filter(|path| !is_pattern(path) && !path.exists());
+        missing
+            .map(|path| {
+                let fact = format!(
+                    "{} imports {}, which does not exist: containerd does not start with it",
+                    self.path.display(),
+                    path.display()
+                );
+                Finding::fail(CONFIG, fact, "remove it from `imports`, or create it")
+            })
+            .collect()
     }
-    let fact = format!(
-        "containerd was started before {} was written, and has not read it",
-        newer.join(" and ")
-    );
-    vec![Finding::warn(CONFIG, fact, "systemctl restart containerd; pods keep running")]
+
+    /// The runtime handlers of the file that the merged config lacks.
+    pub(super) fn lost_handlers(&self, merged: &Table) -> Option<Finding> {
+        let there = handlers(merged, RUNTIME);
+        let mut lost: Vec<String> = [RUNTIME_OF_2, RUNTIME]
+            .iter()
+            .flat_map(|plugin| handlers(&self.table, plugin).into_iter().flatten())
+            .map(|(name, _)| name)
+            .filter(|name| there.is_none_or(|there| !there.contains_key(*name)))
+            .map(|name| format!("{name:?}"))
+            .collect();
+        lost.dedup();
+        if lost.is_empty() {
+            return None;
+        }
+        let (main, lost) = (self.path.display(), lost.join(", "));
+        let fact = format!("containerd drops runtime handler {lost} of {main}");
+        let advice = if self.version() == Some(2) {
+            format!(
+                "an imported file has handlers as of version 3, which hide those of version 2: \
+                 containerd --config {main} config migrate >/tmp/migrated.toml && mv \
+                 /tmp/migrated.toml {main}, then add `imports` again"
+            )
+        } else {
+            format!("move it to plugins.\"{RUNTIME}\".containerd.runtimes")
+        };
+        Some(Finding::fail(CONFIG, fact, advice))
+    }
+
+    /// Whether a containerd was started before the file, or one that it imports, was written last.
+    pub(super) fn written_after(&self, started: SystemTime) -> Option<Finding> {
+        let newer: Vec<String> = [self.path.clone()]
+            .into_iter()
+            .chain(self.imports().flat_map(|path| imported(&path)))
+            .filter(|path| {
+                let written = path.metadata().and_then(|meta| meta.modified());
+                written.is_ok_and(|written| written > started)
+            })
+            .map(|path| path.display().to_string())
+            .collect();
+        if newer.is_empty() {
+            return None;
+        }
+        let fact = format!(
+            "containerd was started before {} was written, and has not read it",
+            newer.join(" and ")
+        );
+        Some(Finding::warn(CONFIG, fact, "systemctl restart containerd; pods keep running"))
+    }
 }
 
-/// When the process that listens at a socket was started, to the second.
-fn started(socket: &Path) -> io::Result<SystemTime> {
-    let stream = UnixStream::connect(socket)?;
-    let pid = getsockopt(&stream, PeerCredentials)?.pid();
-    let text = |path: &str| std::fs::read_to_string(path);
-    let odd = || io::Error::from(io::ErrorKind::InvalidData);
-    // Field 22, in ticks since boot; the name in brackets may hold anything.
-    let stat = text(&format!("/proc/{pid}/stat"))?;
-    let ticks = stat
-        .rsplit_once(')')
-        .and_then(|(_, rest)| rest.split_whitespace().nth(19)?.parse::<u64>().ok());
-    let boot = text("/proc/stat")?;
-    let boot =
-        boot.lines().find_map(|line| line.strip_prefix("btime ")?.trim().parse::<u64>().ok());
-    let per_second =
-        sysconf(SysconfVar::CLK_TCK)?.and_then(|number| u64::try_from(number).ok()).unwrap_or(100);
-    let seconds = boot.ok_or_else(odd)? + ticks.ok_or_else(odd)? / per_second.max(1);
-    // Both are cut down to whole seconds.
-    Ok(UNIX_EPOCH + Duration::from_secs(seconds + 2))
+fn is_pattern(path: &Path) -> bool {
+    path.as_os_str().as_encoded_bytes().contains(&b'*')
+}
+
+/// The files of an import, for their times: of a pattern those in its directory with its ending.
+fn imported(import: &Path) -> Vec<PathBuf> {
+    if !is_pattern(import) {
+        return vec![import.to_owned()];
+    }
+    let entries = import.parent().and_then(|directory| directory.read_dir().ok());
+    let files = entries.into_iter().flatten().flatten().map(|entry| entry.path());
+    let mut files: Vec<_> = files.filter(|file| file.extension() == import.extension()).collect();
+    files.sort();
+    files
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, UNIX_EPOCH};
+
     use super::*;
 
-    fn findings_of(main: &str, imported: &str) -> Vec<String> {
-        let file = |path: &str, text: &str| (PathBuf::from(path), toml::from_str(text).unwrap());
-        let files = [file("/c.toml", main), file("/d.toml", imported)];
-        judge(&files).iter().map(|finding| finding.fact.clone()).collect()
+    fn main(text: &str) -> Main {
+        Main { path: "/c.toml".into(), table: toml::from_str(text).unwrap() }
     }
 
-    const OLD: &str =
-        "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc]\n";
-    const NEW: &str = "[plugins.\"io.containerd.cri.v1.runtime\".containerd.runtimes.x]\n";
-
-    #[test]
-    fn versions_that_do_not_fit() {
-        assert!(findings_of("version = 3", NEW).is_empty());
-        assert!(findings_of("", &format!("version = 3\n{NEW}")).is_empty());
-        assert!(findings_of("version = 4", &format!("version = 3\n{NEW}")).is_empty());
-        assert!(findings_of("version = 2", NEW).is_empty(), "no handlers of its own");
-        let higher = findings_of("version = 2", &format!("version = 3\n{NEW}"));
-        assert!(
-            higher[0].starts_with("/d.toml has version 3 and /c.toml version 2: "),
-            "{higher:?}"
-        );
-        let hidden = findings_of(OLD, NEW);
-        assert!(hidden[0].contains("hide those of /c.toml"), "{hidden:?}");
-        assert!(findings_of(OLD, "").is_empty());
+    fn merged(handlers: &[&str]) -> Table {
+        let section = |name| format!("[plugins.'{RUNTIME}'.containerd.runtimes.{name}]\n");
+        toml::from_str(&handlers.iter().map(section).collect::<String>()).unwrap()
     }
 
     #[test]
-    fn a_drop_in_that_is_not_imported() {
-        let drop_in = Path::new("/etc/conf.d/x.toml");
-        let finding = |text: &str| {
-            not_imported(&[(PathBuf::from("/c.toml"), toml::from_str(text).unwrap())], drop_in)
-                .unwrap()
+    fn handlers_that_the_merge_loses_are_reported() {
+        let of = |version: &str, plugin: &str| {
+            main(&format!("{version}\n[plugins.'{plugin}'.containerd.runtimes.kata]\n"))
         };
+        assert!(of("version = 3", RUNTIME).lost_handlers(&merged(&["kata", "runc"])).is_none());
+        assert!(of("version = 2", RUNTIME_OF_2).lost_handlers(&merged(&["kata"])).is_none());
+        let hidden = of("version = 2", RUNTIME_OF_2).lost_handlers(&merged(&["runc"])).unwrap();
+        assert_eq!(hidden.fact, "containerd drops runtime handler \"kata\" of /c.toml");
+        assert!(hidden.advice.contains("config migrate"), "{hidden}");
+        for version in ["version = 3", ""] {
+            let unread = of(version, RUNTIME_OF_2).lost_handlers(&merged(&["runc"])).unwrap();
+            assert!(unread.advice.contains(RUNTIME), "{unread}");
+        }
+    }
+
+    #[test]
+    fn a_drop_in_that_is_not_imported_is_reported_with_the_command() {
+        let drop_in = Path::new("/etc/conf.d/x.toml");
+        let advice = |text: &str| main(text).not_imported(drop_in).advice;
         assert_eq!(
-            finding("version = 2").advice,
+            advice("version = 2"),
             "sed -i '1i imports = [\"/etc/conf.d/*.toml\"]' /c.toml && systemctl restart containerd"
         );
-        assert!(
-            finding("imports = [\"/x\"]")
-                .advice
-                .starts_with("add \"/etc/conf.d/*.toml\" to the list")
-        );
-        let files = [(PathBuf::from("/c.toml"), Table::new()), (drop_in.to_owned(), Table::new())];
-        assert!(imports(&files, drop_in) && !imports(&files[..1], drop_in));
+        assert!(advice("imports = ['/x']").starts_with("add \"/etc/conf.d/*.toml\" to the list"));
+        let table = |text: &str| toml::from_str(text).unwrap();
+        let drop_in = DropIn { path: drop_in.into(), table: table("[proxy_plugins.mine]") };
+        assert!(drop_in.is_in(&table("[proxy_plugins.other]\n[proxy_plugins.mine]")));
+        assert!(!drop_in.is_in(&table("[proxy_plugins.other]")));
     }
 
     #[test]
-    fn what_was_written_after_the_start_was_not_read() {
+    fn a_missing_import_is_reported_unless_it_is_a_pattern() {
         let dir = tempfile::tempdir().unwrap();
-        let (socket, file) = (dir.path().join("s"), dir.path().join("c.toml"));
-        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
-        let files = [(file.clone(), Table::new())];
-        std::fs::write(&file, "").unwrap();
-        let set = |time: SystemTime| {
-            std::fs::File::options().write(true).open(&file).unwrap().set_modified(time).unwrap()
+        std::fs::write(dir.path().join("there.toml"), "").unwrap();
+        let mut main = main("imports = ['there.toml', 'no/*.toml', '/nowhere/x.toml', 'y.toml']");
+        main.path = dir.path().join("c.toml");
+        let facts: Vec<String> = main.missing_imports().iter().map(|f| f.fact.clone()).collect();
+        assert_eq!(facts.len(), 2, "{facts:?}");
+        assert!(facts[0].contains("imports /nowhere/x.toml, which does not exist"), "{facts:?}");
+        assert!(facts[1].contains("/y.toml, which does not exist"), "{facts:?}");
+    }
+
+    #[test]
+    fn files_written_after_the_start_are_reported() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = |name: &str| dir.path().join(name);
+        let set = |name: &str, seconds: u64| {
+            let time = UNIX_EPOCH + Duration::from_secs(seconds);
+            std::fs::File::create(file(name)).unwrap().set_modified(time).unwrap();
         };
-        set(SystemTime::now() + Duration::from_secs(3600));
-        assert_eq!(stale(&files, &socket).len(), 1);
-        set(UNIX_EPOCH + Duration::from_secs(1));
-        assert!(stale(&files, &socket).is_empty());
-        assert!(stale(&files, &dir.path().join("none")).is_empty());
+        for name in ["c.toml", "one.toml", "10.toml", "20.toml", "20.toml.bak"] {
+            set(name, 1000);
+        }
+        let directory = dir.path().display();
+        let mut main = main(&format!("imports = ['one.toml', '{directory}/*.toml']"));
+        main.path = file("c.toml");
+        let at = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
+        assert!(main.written_after(at(1000)).is_none());
+        set("20.toml", 2000);
+        set("20.toml.bak", 2000);
+        let fact = main.written_after(at(1000)).unwrap().fact;
+        let expected = format!("containerd was started before {} was", file("20.toml").display());
+        assert!(fact.starts_with(&expected), "{fact}");
+        set("one.toml", 2000);
+        assert!(main.written_after(at(1000)).unwrap().fact.contains("one.toml"));
+        set("c.toml", 2000);
+        assert!(main.written_after(at(1999)).unwrap().fact.contains("c.toml"));
     }
 }

@@ -1,0 +1,179 @@
+//! `pause-sandboxer check` with the config of a real containerd, which merges it.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::process::{Command, Output};
+
+use kit::Parts;
+
+use crate::daemon::{Scratch, program, stdout};
+
+/// `check` of a containerd that does not run, with flags.
+fn command(flags: &[String], containerd_config: &str) -> Command {
+    let mut command = program();
+    command.arg("check").args(flags).args(["--containerd-config", containerd_config]);
+    command.arg("--containerd").arg(Parts::get().unwrap().program("containerd"));
+    command
+}
+
+/// What `check` prints of a config file of containerd.
+fn found(config: &str) -> String {
+    stdout(&command(&[], config).output().unwrap()).to_owned()
+}
+
+/// A containerd config that names the sandboxer of `scratch` as `mine`.
+fn containerd_config(scratch: &Scratch, sandboxer: &str) -> String {
+    let path = |name: &str| scratch.path(name).display().to_string();
+    scratch.write(
+        "containerd.toml",
+        &format!(
+            r#"version = 3
+root = "{}"
+state = "{}"
+[grpc]
+address = "{}"
+[proxy_plugins.mine]
+type = "sandbox"
+address = "{}"
+[plugins."io.containerd.cri.v1.runtime"]
+restrict_oom_score_adj = true
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.fast]
+runtime_type = "io.containerd.runc.v2"
+sandboxer = "{sandboxer}"
+"#,
+            path("root"),
+            path("containerd"),
+            path("containerd/c.sock"),
+            path("run/s.sock")
+        ),
+    )
+}
+
+pub(crate) fn check(scratch: &Scratch, sandboxer: &str) -> Output {
+    let config = containerd_config(scratch, sandboxer);
+    // A node has a shim, and this machine may have none.
+    let shim = scratch.write("containerd-shim-runc-v2", "");
+    fs::set_permissions(shim, fs::Permissions::from_mode(0o755)).unwrap();
+    let path = format!("{}:{}", scratch.dir.path().display(), std::env::var("PATH").unwrap());
+    command(&scratch.flags(), &config).env("PATH", path).output().unwrap()
+}
+
+#[test]
+fn check_tells_what_is_wrong_and_exits_accordingly() {
+    let scratch = Scratch::new();
+    let good = check(&scratch, "mine");
+    assert!(good.status.success(), "{}", stdout(&good));
+    for part in [
+        "ok    kernel: Linux ",
+        "ok    privileges: root",
+        "ok    containerd config: named by runtime handler \"fast\"",
+    ] {
+        assert!(stdout(&good).contains(part), "{part} is missing in\n{}", stdout(&good));
+    }
+    assert!(stdout(&good).contains("warn  daemon: is not running"), "{}", stdout(&good));
+    assert!(!scratch.path("state").exists(), "check must change nothing");
+    let bad = check(&scratch, "podsandbox");
+    assert_eq!(bad.status.code(), Some(1));
+    assert!(
+        stdout(&bad).contains(
+            "FAIL  containerd config: no runtime handler has sandboxer = \"mine\"\n      -> add: ["
+        ),
+        "{}",
+        stdout(&bad)
+    );
+}
+
+/// A service manager names the daemon fewer directories than a shell names who checks, or the other
+/// way about.
+#[test]
+fn check_looks_for_shims_where_the_daemon_does() {
+    let scratch = Scratch::new();
+    let config = containerd_config(&scratch, "mine");
+    let text = fs::read_to_string(&config)
+        .unwrap()
+        .replace("io.containerd.runc.v2", "io.containerd.nowhere.v1");
+    fs::write(&config, text).unwrap();
+    let output = command(&scratch.flags(), &config).env("PATH", "/only").output().unwrap();
+    let places = "neither in PATH \
+        (/only:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin) nor beside";
+    assert!(stdout(&output).contains(places), "{}", stdout(&output));
+}
+
+#[test]
+fn the_packaged_drop_in_names_the_default_sandboxer() {
+    let scratch = Scratch::new();
+    let drop_in = concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/containerd/pause-sandboxer.toml");
+    let main =
+        scratch.write("containerd.toml", &format!("version = 3\nimports = [\"{drop_in}\"]\n"));
+    let output = found(&main);
+    let named = "ok    containerd config: named by runtime handler \"runc-pause\"";
+    assert!(output.contains(named), "{output}");
+    assert!(!output.contains("FAIL  containerd config"), "{output}");
+}
+
+#[test]
+fn the_config_is_what_containerd_makes_of_its_files() {
+    let scratch = Scratch::new();
+    let imported = scratch.write("imported.toml", "root = \"/imported\"\n");
+    let main = |text: &str| {
+        let text = format!("imports = [\"{imported}\"]\nroot = \"/main\"\n{text}");
+        scratch.write("containerd.toml", &text)
+    };
+    let output = found(&main("version = 3\n"));
+    assert!(output.contains("its root is /imported, but"), "{output}");
+    let output = found(&main("version = 2\nstate = \"/two\"\n"));
+    assert!(output.contains("its root is /imported, but"), "{output}");
+    assert!(output.contains("its state is /two, but"), "{output}");
+}
+
+/// containerd 2.0 to 2.2 lose them, later versions do not.
+#[test]
+fn handlers_that_containerd_drops_are_reported() {
+    let scratch = Scratch::new();
+    let drop_in = concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/containerd/pause-sandboxer.toml");
+    let main = scratch.write(
+        "containerd.toml",
+        &format!(
+            "version = 2\nimports = [\"{drop_in}\"]\n\
+             [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.kata]\n\
+             runtime_type = \"io.containerd.kata.v2\"\n"
+        ),
+    );
+    let output = found(&main);
+    let version = Parts::get().unwrap().version();
+    let drops = ["2.0.", "2.1.", "2.2."].iter().any(|release| version.starts_with(release));
+    let reported =
+        output.contains("FAIL  containerd config: containerd drops runtime handler \"kata\"");
+    assert_eq!(reported, drops, "{version}: {output}");
+    assert!(output.contains("named by runtime handler \"runc-pause\""), "{output}");
+}
+
+#[test]
+fn a_config_that_containerd_does_not_take_is_reported_in_its_words() {
+    let scratch = Scratch::new();
+    let output = found(&scratch.write("containerd.toml", "version = 3\nroot = \n"));
+    assert!(output.contains("config dump` fails: exit status: 1: containerd: "), "{output}");
+    assert!(output.contains(" row 2 "), "{output}");
+    let output = found(&scratch.path("missing.toml").display().to_string());
+    assert!(output.contains("missing.toml: No such file"), "{output}");
+    let missing = scratch.write("containerd.toml", "version = 3\nimports = [\"missing.toml\"]\n");
+    let output = found(&missing);
+    assert!(output.contains("/missing.toml, which does not exist"), "{output}");
+}
+
+#[test]
+fn without_containerd_its_config_is_not_examined() {
+    let scratch = Scratch::new();
+    let config = scratch.write("containerd.toml", "version = 3\n");
+    for other in ["/nowhere/containerd", "/bin/true"] {
+        let mut command = program();
+        command.args(["check", "--containerd-config", &config, "--containerd", other]);
+        let output = command.output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        assert!(
+            stdout(&output).contains("containerd.toml was not examined"),
+            "{}",
+            stdout(&output)
+        );
+    }
+}
