@@ -6,7 +6,11 @@ use std::time::Duration;
 
 use protobuf::Message;
 
-pub use crate::proto::controller as api;
+/// The controller's messages, and containerd's types in them.
+pub mod api {
+    pub use crate::proto::controller::*;
+    pub use crate::proto::types::{Metric, Platform, Sandbox, sandbox};
+}
 
 use crate::cri::{decode, encode};
 use crate::grpc::{Client, Status};
@@ -55,7 +59,8 @@ impl Controller {
 
     /// A `Create` request without options, for the caller to fill.
     pub fn create_request(&self, id: &str) -> api::ControllerCreateRequest {
-        let runtime = api::Runtime { name: "io.containerd.runc.v2".into(), ..Default::default() };
+        let runtime =
+            api::sandbox::Runtime { name: "io.containerd.runc.v2".into(), ..Default::default() };
         let sandbox = api::Sandbox {
             sandbox_id: id.to_owned(),
             runtime: Some(runtime).into(),
@@ -116,7 +121,7 @@ impl Controller {
             sandboxer: self.sandboxer.clone(),
             ..Default::default()
         };
-        self.call::<api::Empty>("Stop", &request, Some(DEADLINE)).await.map(drop)
+        self.call::<api::ControllerStopResponse>("Stop", &request, Some(DEADLINE)).await.map(drop)
     }
 
     /// `Wait`, without a deadline.
@@ -150,7 +155,9 @@ impl Controller {
     /// # Errors
     /// The server's status.
     pub async fn shutdown(&self, id: &str) -> Result<(), Status> {
-        self.call::<api::Empty>("Shutdown", &self.request(id), Some(DEADLINE)).await.map(drop)
+        self.call::<api::ControllerShutdownResponse>("Shutdown", &self.request(id), Some(DEADLINE))
+            .await
+            .map(drop)
     }
 
     /// `Metrics`.
@@ -180,11 +187,14 @@ impl Controller {
             fields: fields.iter().map(|field| (*field).to_owned()).collect(),
             ..Default::default()
         };
-        self.call::<api::Empty>("Update", &request, Some(DEADLINE)).await.map(drop)
+        self.call::<api::ControllerUpdateResponse>("Update", &request, Some(DEADLINE))
+            .await
+            .map(drop)
     }
 
-    fn request(&self, id: &str) -> api::ControllerRequest {
-        api::ControllerRequest {
+    /// Start, Platform, Wait, Shutdown and Metrics ask with the same fields.
+    fn request(&self, id: &str) -> api::ControllerStartRequest {
+        api::ControllerStartRequest {
             sandbox_id: id.to_owned(),
             sandboxer: self.sandboxer.clone(),
             ..Default::default()

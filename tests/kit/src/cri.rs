@@ -5,7 +5,12 @@ use std::time::Duration;
 
 use protobuf::Message;
 
-pub use crate::proto::cri as api;
+/// CRI's messages.
+#[allow(ambiguous_glob_reexports, reason = "both have a `file_descriptor`, which no test uses")]
+pub mod api {
+    pub use crate::proto::cri::*;
+    pub use crate::proto::cri_runtime::*;
+}
 
 use crate::grpc::{Answers, Client, INTERNAL, Status};
 
