@@ -143,7 +143,7 @@ async fn serve<V, E, F>(
                 match ended {
                     Ok(Ok(())) => {}
                     Ok(Err(e)) => log::debug!("{name} connection ended: {e}"),
-                    Err(e) => log::error!("{name} connection: {e}"),
+                    Err(e) => log::error!("task of a {name} connection failed: {e}"),
                 }
                 if let Some(stream) = next.take() {
                     connections.spawn(connection(stream, traffic.connection()));
