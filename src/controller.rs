@@ -75,9 +75,13 @@ impl Controller {
         let register = sandboxes.clone();
         let begun = std::time::Instant::now();
         let recovered = recover::recover(&environment, move |id| register.free(id)).await?;
-        let aside =
+        let quarantined =
             recovered.iter().filter(|one| matches!(one, Recovered::Quarantined { .. })).count();
-        environment.telemetry.recovered(begun.elapsed(), recovered.len() - aside, aside);
+        environment.telemetry.recovered(
+            begun.elapsed(),
+            recovered.len() - quarantined,
+            quarantined,
+        );
         {
             let mut slots = sandboxes.turn();
             for one in recovered {

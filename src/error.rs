@@ -1,6 +1,6 @@
 //! What went wrong in one step of the work: the step, the path and the errno.
 //!
-//! A leaf that every other module may import. The verbs of a sandbox wrap a [`StepError`] into
+//! A leaf that every other module may import. The RPCs of a sandbox wrap a [`StepError`] into
 //! [`crate::podsandbox::Error`], which adds the sandbox and decides the RPC code.
 
 use std::fmt;

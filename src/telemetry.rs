@@ -88,7 +88,7 @@ metrics! {
         /// Sandboxes recovered at startup
         recovered: Gauge = "recovered_sandboxes";
         /// Records that could not be recovered at startup
-        aside: Gauge = "records_kept_aside";
+        quarantined: Gauge = "records_kept_aside";
     }
 }
 
@@ -174,10 +174,10 @@ impl Telemetry {
     }
 
     /// Sets the outcome of the recovery.
-    pub fn recovered(&self, took: Duration, sandboxes: usize, aside: usize) {
+    pub fn recovered(&self, took: Duration, sandboxes: usize, quarantined: usize) {
         self.recovery.set(took.as_secs_f64());
         self.recovered.set(sandboxes.try_into().unwrap_or(i64::MAX));
-        self.aside.set(aside.try_into().unwrap_or(i64::MAX));
+        self.quarantined.set(quarantined.try_into().unwrap_or(i64::MAX));
     }
 
     /// All metrics as text. Blocks: reads `/proc`.

@@ -358,7 +358,7 @@ async fn an_exit_is_published_before_a_cleanup_that_fails_and_is_retried() {
 
 /// The owner itself kills, so what panics there is the owner.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_panic_of_an_owner_loses_no_sandbox() {
+async fn a_panic_of_an_actor_loses_no_sandbox() {
     let node = Node::new();
     let controller = node.controller().await;
     controller.create(request("a")).await.unwrap();
@@ -430,7 +430,7 @@ async fn files_come_back_with_the_same_shared_memory() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_restart_takes_over_the_living_the_dead_and_the_undecided() {
+async fn a_restart_recovers_running_exited_and_unknown_sandboxes() {
     let node = Node::new();
     let controller = node.controller().await;
     for id in ["alive", "dead", "stopped", "created"] {
@@ -480,7 +480,7 @@ async fn a_restart_takes_over_the_living_the_dead_and_the_undecided() {
 /// As on a node that has no process ids left: the threads of the first runtime are to have more
 /// stack than there is memory.
 #[test]
-fn a_recovery_that_can_start_no_thread_keeps_no_pod_aside() {
+fn a_recovery_without_threads_quarantines_no_record() {
     let without_threads =
         Builder::new_current_thread().thread_stack_size(1 << 60).enable_all().build().unwrap();
     let with_threads = Builder::new_current_thread().enable_all().build().unwrap();
@@ -530,7 +530,7 @@ async fn a_record_that_cannot_be_read_is_kept_and_its_id_stays_taken() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_start_that_was_cut_off_is_undone_by_recovery() {
+async fn recovery_undoes_an_interrupted_start() {
     let node = Node::new();
     let controller = node.controller().await;
     controller.create(request("cut")).await.unwrap();
@@ -609,7 +609,7 @@ async fn a_sandbox_that_is_never_started_is_removed() {
 /// containerd is asked in the namespace of the settings alone, and would say that it does not know
 /// the sandbox.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_sandbox_of_another_namespace_is_never_taken_for_forgotten() {
+async fn a_sandbox_of_another_namespace_is_not_garbage_collected() {
     let node = Node::new();
     let controller = node.controller().await;
     controller.create(request("a")).await.unwrap();

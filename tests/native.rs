@@ -221,7 +221,7 @@ impl Drop for Parent {
 }
 
 #[test]
-fn it_is_confined() {
+fn the_pause_is_confined() {
     let _among = among_others();
     let running = Running::start(plan()).settled();
     for key in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
@@ -316,7 +316,7 @@ fn hostname_and_sysctls_are_set_in_the_pod_alone() {
 }
 
 #[test]
-fn oom_score_is_the_pauses_alone() {
+fn the_oom_score_applies_to_the_pause_only() {
     let _among = among_others();
     let score = own_oom_score();
     let running = Running::start(Plan { oom_score_adj: score + 7, ..plan() });
@@ -347,7 +347,7 @@ fn it_is_in_its_cgroup_everywhere_and_leaves_it() {
 }
 
 #[test]
-fn cleanup_ends_what_a_start_cut_short_has_left() {
+fn cleanup_removes_what_an_interrupted_start_left() {
     let _among = among_others();
     let parent = Parent::new();
     let running = Running::start(Plan { cgroup_parent: parent.0.clone(), ..plan() });
@@ -357,7 +357,7 @@ fn cleanup_ends_what_a_start_cut_short_has_left() {
 }
 
 #[test]
-fn signals() {
+fn each_signal_ends_the_pause_or_is_ignored() {
     let _among = among_others();
     for pid in [Namespace::Private, Namespace::Node] {
         for (signal, status) in [(Signal::SIGTERM, 0), (Signal::SIGINT, 0), (Signal::SIGKILL, 137)]
@@ -376,7 +376,7 @@ fn signals() {
 }
 
 #[test]
-fn exit_is_told_to_all_who_wait() {
+fn all_waiters_receive_the_exit() {
     let _among = among_others();
     let running = Running::start(plan());
     RUNTIME.block_on(async {
@@ -583,7 +583,7 @@ fn adopted(running: &Running) -> Adoption {
 }
 
 #[test]
-fn adopts_a_live_one_and_tells_its_exit() {
+fn an_adopted_pause_reports_its_exit() {
     let _among = among_others();
     let running = Running::start(plan());
     let Adoption::Alive(pause) = adopted(&running) else { panic!("not alive") };
@@ -630,7 +630,7 @@ fn what_is_not_the_recorded_process_is_dead_and_untouched() {
 /// What a daemon sees that has not made the process: the maker is another process, which is this
 /// program again.
 #[test]
-fn a_stranger_tells_its_exit_too() {
+fn a_pause_of_another_process_reports_its_exit() {
     const MAKER: &str = "PAUSE_SANDBOXER_TEST_MAKER";
     if std::env::var_os(MAKER).is_some() {
         let running = DRIVER.start(&plan()).unwrap();
@@ -641,7 +641,7 @@ fn a_stranger_tells_its_exit_too() {
     let _among = among_others();
     for (signal, status) in [(Signal::SIGTERM, 0), (Signal::SIGKILL, 137)] {
         let mut maker = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "a_stranger_tells_its_exit_too", "--nocapture"])
+            .args(["--exact", "a_pause_of_another_process_reports_its_exit", "--nocapture"])
             .env(MAKER, "1")
             .stdout(std::process::Stdio::piped())
             .spawn()
@@ -662,7 +662,7 @@ fn a_stranger_tells_its_exit_too() {
 }
 
 #[test]
-fn network_namespaces_are_told_from_other_files() {
+fn network_namespaces_are_distinguished_from_other_files() {
     let _among = among_others();
     let netns = Netns::new();
     assert!(is_network_namespace(&netns.path).unwrap());

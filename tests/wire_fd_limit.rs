@@ -78,7 +78,7 @@ async fn ask(client: Client) {
 }
 
 #[tokio::test]
-async fn without_descriptors_the_server_waits_and_goes_on() {
+async fn without_descriptors_the_server_waits_and_resumes() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("a.sock.ttrpc");
     let (grpc, ttrpc) =

@@ -1,4 +1,4 @@
-//! systemd as the keeper of cgroups: transient scopes, asked for over D-Bus
+//! systemd as the manager of cgroups: transient scopes, requested over D-Bus
 //! (org.freedesktop.systemd1(5)).
 //!
 //! One connection to the system bus, made when a pod first needs it and made anew when it is lost.

@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn only_root_will_do() {
+    fn a_user_other_than_root_is_reported() {
         assert_eq!(user(0).level, Level::Ok);
         assert_eq!(user(1000).level, Level::Fail);
     }

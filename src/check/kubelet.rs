@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn containerd_tells_by_the_default_handler_then_by_name_then_by_init() {
+    fn containerd_reports_the_driver_of_the_default_handler_first() {
         let driver_of = |default: &str, text: &str, init| {
             let handlers = Handlers { default: default.to_owned(), ..handlers(text) };
             super::default_driver(&handlers, init)

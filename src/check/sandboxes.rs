@@ -24,16 +24,16 @@ fn judge(all: &[Sandbox]) -> Vec<Finding> {
         all.iter().filter(|of| wanted(of)).map(|of| of.id.as_str()).collect::<Vec<_>>()
     };
     let mut findings = Vec::new();
-    let aside = of(|of| of.state == "quarantined");
-    if !aside.is_empty() {
+    let quarantined = of(|of| of.state == "quarantined");
+    if !quarantined.is_empty() {
         findings.push(Finding::warn(
             SUBJECT,
             format!(
                 "{} records could not be read, so their pods cannot be removed: {}",
-                aside.len(),
-                aside.join(", ")
+                quarantined.len(),
+                quarantined.join(", ")
             ),
-            format!("pause-sandboxer inspect {} shows the reason", aside[0]),
+            format!("pause-sandboxer inspect {} shows the reason", quarantined[0]),
         ));
     }
     let unknown = of(|of| of.state == "unknown");

@@ -254,25 +254,25 @@ mod tests {
     }
 
     #[test]
-    fn a_list() {
-        let aside = Sandbox {
+    fn a_list_has_a_row_for_each_sandbox() {
+        let quarantined = Sandbox {
             id: "b\x1b[2J".to_owned(),
-            state: "kept aside".to_owned(),
+            state: "quarantined".to_owned(),
             ..Default::default()
         };
         assert_eq!(
-            list(&[sandbox(), aside], at(190)),
+            list(&[sandbox(), quarantined], at(190)),
             "\
-SANDBOX        POD  NAMESPACE  STATE       PID   AGE    DRIVER  MEMORY
-0123456789abc  web  default    ready       4711  1m30s  native  3.0MiB
-b?[2J          -    -          kept aside  -     -      -       -
+SANDBOX        POD  NAMESPACE  STATE        PID   AGE    DRIVER  MEMORY
+0123456789abc  web  default    ready        4711  1m30s  native  3.0MiB
+b?[2J          -    -          quarantined  -     -      -       -
 "
         );
         assert_eq!(list_json(&[sandbox()])[0]["id"], "0123456789abcdef");
     }
 
     #[test]
-    fn stats_tell_the_share_since_the_last_time() {
+    fn stats_show_the_usage_since_the_last_time() {
         let mut stats = Stats::default();
         let first = stats.next(&[sandbox()], at(10));
         assert!(first.starts_with("sandboxes: 1, ready: 1; memory: 3.0MiB, tasks: 2\n"), "{first}");
@@ -296,7 +296,7 @@ b?[2J          -    -          kept aside  -     -      -       -
     }
 
     #[test]
-    fn sizes() {
+    fn sizes_have_binary_units() {
         for (number, text) in [
             (0, "0B"),
             (1023, "1023B"),

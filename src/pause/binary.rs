@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_can_change_it() {
+    fn the_program_cannot_be_changed() {
         if kit::skip_without_root() {
             return;
         }

@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn scarcity_is_told_from_breakage() {
+    fn lack_of_resources_is_distinguished_from_faults() {
         let one = |errno| failed(step(errno).into());
         for errno in
             [libc::ENOSPC, libc::EDQUOT, libc::ENOMEM, libc::EMFILE, libc::ENFILE, libc::EAGAIN]

@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_missed_goes_first_and_one_in_use_never() {
+    fn the_least_used_connection_is_evicted_first_and_a_busy_one_never() {
         let traffic = Arc::new(Traffic::default());
         let [waits, old, fresh, unused] = [(); 4].map(|()| traffic.connection());
         let wait = waits.begin();

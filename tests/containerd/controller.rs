@@ -17,7 +17,7 @@ pub(crate) fn cases() -> Vec<Case> {
     let mut cases = cases![both: many_waits, large_annotation];
     cases.extend(cases![
         ours, "it has no socket of its own for callers": many_waits_on_one_connection,
-            bad_requests, unknown_ids, twice,
+            bad_requests, unknown_ids, repeated_calls,
         sockets, another_namespace_of_containerd, check_examines_the_containerd_that_runs
     ]);
     cases
@@ -185,7 +185,7 @@ async fn unknown_ids(bench: Bench) -> Result<()> {
     controller.shutdown(ID).await.context("Shutdown of an unknown id")
 }
 
-async fn twice(bench: Bench) -> Result<()> {
+async fn repeated_calls(bench: Bench) -> Result<()> {
     let controller = bench.node.sandboxer();
     let home = bench.node.prepare(PodSpec::new("twice").host_network())?;
     controller.create(ID, home.config(), "").await?;

@@ -34,12 +34,12 @@ const OTHER: Duration = Duration::from_secs(10);
 
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases = alone![
-        removals_with_left_overs_at_once,
+        concurrent_removals_with_leftovers,
         removals_that_hang,
-        a_crowd_and_a_restart,
-        a_watchdog_that_is_not_fed
+        concurrent_calls_and_a_restart,
+        the_watchdog_gets_no_keep_alive_while_removals_hang
     ];
-    cases.extend(on_node![node_a_crowd_and_a_restart_of_containerd]);
+    cases.extend(on_node![node_concurrent_pods_and_a_restart_of_containerd]);
     cases
 }
 
@@ -100,7 +100,7 @@ async fn ended(mut under_way: JoinSet<Result<()>>) -> Result<()> {
 }
 
 /// All are stopped, and then shut down at once: each has work for a thread within its removal.
-async fn removals_with_left_overs_at_once() -> Result<()> {
+async fn concurrent_removals_with_leftovers() -> Result<()> {
     let standalone = with_slow_deletions(1).await?;
     let ids = with_left_overs(&standalone, CROWD).await?;
     let controller = Arc::new(standalone.controller());
@@ -197,7 +197,7 @@ fn code(e: &anyhow::Error) -> Option<i32> {
 }
 
 /// Removals, starts, Waits and a restart of the daemon by SIGKILL in the middle of them.
-async fn a_crowd_and_a_restart() -> Result<()> {
+async fn concurrent_calls_and_a_restart() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (Arc::new(standalone.controller()), Shape::plain(&standalone));
     let old: Vec<String> =
@@ -256,7 +256,7 @@ const WATCHDOG: Duration = Duration::from_secs(2);
 
 /// More removals hang in the kernel than there are threads for them. Other pods are served, and the
 /// watchdog gets no keep-alive until it is over.
-async fn a_watchdog_that_is_not_fed() -> Result<()> {
+async fn the_watchdog_gets_no_keep_alive_while_removals_hang() -> Result<()> {
     let standalone = Standalone::new("")?;
     let watchdog = std::os::unix::net::UnixDatagram::bind(standalone.path("notify"))?;
     watchdog.set_nonblocking(true)?;
@@ -352,7 +352,7 @@ async fn run_pod(node: &Arc<Node>, name: &str) -> Result<Pod> {
 }
 
 /// Removals, starts and Waits, and containerd is killed in the middle of them and comes again.
-async fn node_a_crowd_and_a_restart_of_containerd(node: Arc<Node>) -> Result<()> {
+async fn node_concurrent_pods_and_a_restart_of_containerd(node: Arc<Node>) -> Result<()> {
     let controller = Arc::new(node.sandboxer());
     let mut old = Vec::new();
     for number in 0..PODS {

@@ -25,8 +25,8 @@ pub(crate) fn cases() -> Vec<Case> {
     let mut cases = alone![
         full_directories,
         read_only_directories,
-        files_that_cannot_be_put_back_are_put_back_later,
-        a_file_that_was_cut_off_is_put_back,
+        files_that_cannot_be_restored_are_restored_later,
+        a_truncated_file_is_restored,
         a_record_directory_that_is_gone,
     ];
     cases.extend(on_node![node_containerd_restarts_on_a_full_disk]);
@@ -198,7 +198,7 @@ fn delete(files: &Path, shm: &Path) -> Result<()> {
 /// Status answers as if nothing were wrong; what fails is logged once, counted, and tried again
 /// without any call. Once with a disk on which no file can be made, and once with one on which none
 /// can be written.
-async fn files_that_cannot_be_put_back_are_put_back_later() -> Result<()> {
+async fn files_that_cannot_be_restored_are_restored_later() -> Result<()> {
     for (what, fill) in [("full", fill as fn(&Path) -> Result<()>), ("without space", fill_space)] {
         let standalone = Standalone::new("")?;
         fs::write(
@@ -282,7 +282,7 @@ async fn files_that_cannot_be_put_back_are_put_back_later() -> Result<()> {
 
 /// A daemon that wrote in place has left an empty file. One that a container has emptied, through
 /// its mount, is left as it is.
-async fn a_file_that_was_cut_off_is_put_back() -> Result<()> {
+async fn a_truncated_file_is_restored() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape, id) =
         (standalone.controller(), Shape::plain(&standalone), standalone.id("cut"));

@@ -22,16 +22,16 @@ use crate::standalone::{DAEMON, Standalone};
 
 pub(crate) fn cases() -> Vec<Case> {
     alone![
-        the_living_the_dead_and_the_reused,
-        a_death_during_the_restart_is_told,
+        recovery_finds_running_exited_and_reused_pids,
+        an_exit_during_the_restart_is_reported,
         calls_wait_for_the_recovery,
-        not_decidable_in_time,
-        not_decidable_and_then_decidable,
+        a_pause_that_is_not_determined_in_time_is_unknown,
+        an_unknown_pause_is_determined_later,
         unreadable_and_newer_records_stay,
         records_of_earlier_versions_load,
         a_record_of_many_megabytes_is_read_again,
         after_a_reboot,
-        while_the_last_child_executes,
+        killed_before_the_child_executes_the_pause,
     ]
 }
 
@@ -92,7 +92,7 @@ async fn a_record_of_many_megabytes_is_read_again() -> Result<()> {
 
 /// Ready with the same pid and time of creation; or not ready when pid, start time, namespace or
 /// boot are another's, who stays alive.
-async fn the_living_the_dead_and_the_reused() -> Result<()> {
+async fn recovery_finds_running_exited_and_reused_pids() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
     let alive = standalone.id("alive");
@@ -138,7 +138,7 @@ async fn the_living_the_dead_and_the_reused() -> Result<()> {
 }
 
 /// A pause that dies while no daemon runs.
-async fn a_death_during_the_restart_is_told() -> Result<()> {
+async fn an_exit_during_the_restart_is_reported() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
     for how in ["terminated", "killed"] {
@@ -168,7 +168,7 @@ async fn a_death_during_the_restart_is_told() -> Result<()> {
 
 /// The kernel does not answer about one pause: the daemon comes up all the same, with all other
 /// pods.
-async fn not_decidable_in_time() -> Result<()> {
+async fn a_pause_that_is_not_determined_in_time_is_unknown() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
     let ids: Vec<String> = (0..6).map(|n| standalone.id(&n.to_string())).collect();
@@ -266,7 +266,7 @@ async fn speaks_http2(socket: &Path) -> Result<()> {
 }
 
 /// The kernel refuses to tell, and then tells.
-async fn not_decidable_and_then_decidable() -> Result<()> {
+async fn an_unknown_pause_is_determined_later() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
     let (stopped, removed) = (standalone.id("stopped"), standalone.id("removed"));
@@ -440,7 +440,7 @@ async fn after_a_reboot() -> Result<()> {
 
 /// The daemon is killed while the child that is to be a pause is held up before its exec: it has
 /// neither name nor cgroup.
-async fn while_the_last_child_executes() -> Result<()> {
+async fn killed_before_the_child_executes_the_pause() -> Result<()> {
     let standalone = Standalone::new("")?;
     standalone.start_with(&["execveat:delay_enter=2s"]).await?;
     let shape = Shape { cgroup_parent: String::new(), ..Shape::plain(&standalone) };

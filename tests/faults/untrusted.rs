@@ -30,8 +30,8 @@ const HIDDEN: usize = 80;
 pub(crate) fn cases() -> Vec<Case> {
     alone![
         a_process_that_says_it_is_a_pause_is_none,
-        a_visitor_of_a_lost_pauses_cgroup_stays,
-        records_are_roots_alone,
+        a_foreign_process_in_the_cgroup_of_a_lost_pause_survives,
+        only_root_can_read_records,
         only_directories_are_records
     ]
 }
@@ -194,7 +194,7 @@ async fn a_process_that_says_it_is_a_pause_is_none() -> Result<()> {
 }
 
 /// A pause whose record is removed by hand is ended; what else is in its cgroup stays there.
-async fn a_visitor_of_a_lost_pauses_cgroup_stays() -> Result<()> {
+async fn a_foreign_process_in_the_cgroup_of_a_lost_pause_survives() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape, id) =
         (standalone.controller(), Shape::plain(&standalone), standalone.id("visited"));
@@ -265,7 +265,7 @@ async fn only_directories_are_records() -> Result<()> {
 }
 
 /// New records and those that an older daemon has left readable.
-async fn records_are_roots_alone() -> Result<()> {
+async fn only_root_can_read_records() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape, id) =
         (standalone.controller(), Shape::plain(&standalone), standalone.id("private"));

@@ -14,7 +14,7 @@ use super::file;
 mod package_files;
 
 #[test]
-fn what_it_holds_is_there() {
+fn every_packaged_file_exists() {
     let manifest: Table = toml::from_str(&file("Cargo.toml")).unwrap();
     let deb = &manifest["package"]["metadata"]["deb"];
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -134,9 +134,11 @@ fn a_removal_names_the_pods_that_are_left() {
     let root = tempfile::tempdir().unwrap();
     fs::create_dir_all(root.path().join("run/pause-sandboxer/sandboxes/abc")).unwrap();
     // A daemon that is down has not said that there are none.
-    for (list, pod) in
-        [("exit 3", "abc"), ("printf 'SANDBOX POD NAMESPACE\\nabc web default\\n'", "default/web")]
-    {
+    for (list, pod) in [
+        ("exit 3", "abc"),
+        ("printf 'SANDBOX POD NAMESPACE\\nabc web default\\n'", "default/web"),
+        ("printf 'SANDBOX POD NAMESPACE STATE\\nabc - - quarantined\\n'", "sandbox abc"),
+    ] {
         let output = removal(root.path(), list);
         let said = String::from_utf8(output.stdout).unwrap();
         assert!(output.status.success(), "{said}");
@@ -147,7 +149,7 @@ fn a_removal_names_the_pods_that_are_left() {
 
 /// Sockets, lock and mark are of no use without the daemon; records are, to the next one.
 #[test]
-fn what_is_in_run_goes_unless_pods_have_their_records_there() {
+fn a_removal_deletes_the_run_directory_unless_pods_have_records() {
     if kit::skip_without_root() {
         return;
     }
@@ -184,7 +186,7 @@ fn what_is_in_run_goes_unless_pods_have_their_records_there() {
 /// The documented command must work with pods of DaemonSets, as there are on every node that
 /// has the installer.
 #[test]
-fn a_drain_runs_as_it_is_told() {
+fn the_documented_drain_works_with_daemonsets() {
     for page in [
         "docs/install.md",
         "docs/kubernetes.md",

@@ -66,7 +66,7 @@ fn the_runtime_class_names_the_handler_and_the_label() {
 }
 
 #[test]
-fn kustomizations_name_files_that_there_are() {
+fn kustomizations_name_existing_files() {
     for dir in ["", "installer/", "uninstaller/"] {
         let kustomization = one(&format!("{dir}kustomization.yaml"));
         for resource in kustomization["resources"].as_array().unwrap() {
@@ -81,7 +81,7 @@ fn kustomizations_name_files_that_there_are() {
 }
 
 #[test]
-fn the_installer_is_one_piece() {
+fn the_parts_of_the_installer_fit_together() {
     let set = one("installer/daemonset.yaml");
     let (name, spec) = (&set["metadata"]["name"], &set["spec"]["template"]["spec"]);
     assert_eq!(
@@ -254,7 +254,7 @@ impl Node {
 }
 
 #[test]
-fn what_is_installed_is_removed() {
+fn the_uninstaller_removes_everything_installed() {
     let node = Node::new();
     fs::write(node.path("host/etc/containerd/config.toml"), "version = 2\n[plugins]\n").unwrap();
     let before = node.files();
@@ -379,7 +379,7 @@ fn the_handler_makes_cgroups_as_the_default_handler_does() {
 }
 
 #[test]
-fn an_interrupted_installation_is_finished_by_the_next() {
+fn an_interrupted_installation_is_completed_by_the_next() {
     let steps = [
         "daemon-reload",
         "enable --now pause-sandboxer.socket",
@@ -435,7 +435,7 @@ fn an_uninstallation_waits_for_pods() {
 /// A pod that comes between the last look and the removal of the label has its label back while it
 /// is waited for.
 #[test]
-fn a_pod_that_comes_while_the_label_goes_has_it_back() {
+fn a_pod_that_arrives_while_the_label_is_removed_restores_it() {
     let node = Node::new();
     assert!(node.script("install").status.success());
     let _ = node.asked();
@@ -514,7 +514,7 @@ fn an_uninstallation_waits_while_the_handler_is_the_default() {
 }
 
 #[test]
-fn a_daemon_that_does_not_answer_has_not_said_that_there_are_no_pods() {
+fn a_daemon_that_does_not_answer_does_not_count_as_one_without_pods() {
     let node = Node::new();
     assert!(node.script("install").status.success());
     let _ = node.asked();

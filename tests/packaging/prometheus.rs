@@ -104,7 +104,7 @@ fn check(place: &str, expression: &str, exported: &BTreeMap<String, BTreeSet<Str
 }
 
 #[test]
-fn alerts_name_metrics_that_there_are() {
+fn alerts_use_exported_metrics() {
     let (exported, rules) = (exported(), file("packaging/prometheus/alerts.yaml"));
     let rules: Value = serde_yaml_ng::from_str(&rules).unwrap();
     let operate = file("docs/operate.md");
@@ -134,7 +134,7 @@ fn alerts_name_metrics_that_there_are() {
 }
 
 #[test]
-fn the_dashboard_names_metrics_that_there_are() {
+fn the_dashboard_uses_exported_metrics() {
     let (exported, dashboard) = (exported(), file("packaging/prometheus/dashboard.json"));
     let dashboard: Value = serde_json::from_str(&dashboard).unwrap();
     let mut ids = BTreeSet::new();
@@ -167,7 +167,7 @@ fn every_metric_is_described() {
 
 /// Prometheus' own judgement.
 #[test]
-fn promtool_takes_the_rules() {
+fn promtool_accepts_the_rules() {
     let fetched = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/tools/bin/promtool");
     let promtool = if fetched.exists() { fetched.into_os_string() } else { "promtool".into() };
     let rules = Path::new(env!("CARGO_MANIFEST_DIR")).join("packaging/prometheus/alerts.yaml");
@@ -181,7 +181,7 @@ fn promtool_takes_the_rules() {
 }
 
 #[test]
-fn the_reading_of_expressions() {
+fn metric_names_are_read_from_expressions() {
     let seen = |text: &str| {
         named(text)
             .into_iter()

@@ -59,7 +59,7 @@ pub(crate) fn check(scratch: &Scratch, sandboxer: &str) -> Output {
 }
 
 #[test]
-fn check_tells_what_is_wrong_and_exits_accordingly() {
+fn check_reports_problems_and_sets_the_exit_status() {
     let scratch = Scratch::new();
     let good = check(&scratch, "mine");
     assert!(good.status.success(), "{}", stdout(&good));

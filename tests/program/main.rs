@@ -10,10 +10,10 @@
 use std::fs;
 use std::io::BufRead as _;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Command;
 
 use nix::sys::signal::Signal;
 
@@ -108,7 +108,7 @@ fn serve_comes_up_answers_and_ends() {
 }
 
 #[test]
-fn signals_that_were_ignored_when_it_was_started_keep_it_from_nothing() {
+fn inherited_ignored_signals_have_no_effect() {
     let scratch = Scratch::new();
     let mut command = Command::new("/bin/sh");
     command.args([
@@ -128,7 +128,7 @@ fn signals_that_were_ignored_when_it_was_started_keep_it_from_nothing() {
 }
 
 #[test]
-fn a_socket_of_the_service_manager_is_taken_over() {
+fn a_socket_of_the_service_manager_is_used() {
     let scratch = Scratch::new();
     fs::create_dir(scratch.path("run")).unwrap();
     let listener = UnixListener::bind(scratch.path("run/s.sock")).unwrap();

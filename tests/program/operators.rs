@@ -157,7 +157,7 @@ fn a_sandbox_is_listed_inspected_and_measured() {
 }
 
 #[test]
-fn a_daemon_that_is_not_there_is_no_empty_list() {
+fn a_missing_daemon_is_an_error_and_no_empty_list() {
     let scratch = Scratch::new();
     for words in [["list", "-otext"], ["inspect", "x"], ["stats", "--once"]] {
         let output = asked(&scratch, &words);
@@ -172,7 +172,7 @@ fn a_daemon_that_is_not_there_is_no_empty_list() {
 }
 
 #[test]
-fn a_record_that_was_kept_aside_is_shown_with_the_reason() {
+fn a_quarantined_record_is_shown_with_the_reason() {
     let scratch = Scratch::new();
     fs::create_dir_all(scratch.path("state/sandboxes/odd")).unwrap();
     scratch.write("state/sandboxes/odd/record.json", "{");
@@ -218,7 +218,7 @@ fn http(stream: &mut (impl std::io::Read + Write), request: &str) -> String {
 }
 
 #[test]
-fn pods_with_names_beyond_all_measure_are_listed_and_inspected() {
+fn pods_with_very_long_names_are_listed_and_inspected() {
     let scratch = Scratch::new();
     let daemon = Daemon::start(&scratch, &scratch.flags());
     daemon.noticed("READY=1");
@@ -302,7 +302,7 @@ fn metrics_on_a_unix_socket() {
 }
 
 #[test]
-fn those_who_ask_for_metrics_and_do_not_read_hold_up_nobody() {
+fn slow_readers_of_metrics_delay_no_other_caller() {
     let scratch = Scratch::new();
     // A port that was free a moment ago.
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
@@ -331,7 +331,7 @@ fn those_who_ask_for_metrics_and_do_not_read_hold_up_nobody() {
 }
 
 #[test]
-fn metrics_that_cannot_be_served_keep_no_pod_from_its_sandbox() {
+fn pods_run_while_metrics_cannot_be_served() {
     let scratch = Scratch::new();
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let flags =

@@ -205,7 +205,7 @@ fn a_scope_that_was_left_over_gives_way() {
 }
 
 #[test]
-fn cleanup_ends_what_a_start_that_was_cut_short_has_left() {
+fn cleanup_removes_what_an_interrupted_start_left() {
     let _alone = alone();
     let plan = plan();
     // Before systemd was asked: the directory and a process in it.
@@ -249,7 +249,7 @@ fn another_daemon_adopts() {
 }
 
 #[test]
-fn many_at_once() {
+fn concurrent_scopes() {
     let _alone = alone();
     let mut took: Vec<_> = thread::scope(|scope| {
         let eight: Vec<_> = (0..8)

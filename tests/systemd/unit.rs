@@ -150,7 +150,7 @@ fn drop_in() -> String {
 }
 
 #[test]
-fn a_pod_below_a_slice_outlives_restarts_and_refuses_nobody() {
+fn a_pod_below_a_slice_survives_restarts_that_refuse_no_call() {
     let _alone = alone();
     up();
     let slice = "psbtest-unit.slice";
@@ -216,7 +216,7 @@ fn the_first_caller_starts_it() {
 }
 
 #[test]
-fn one_that_hangs_is_started_anew() {
+fn a_hung_daemon_is_restarted() {
     let _alone = alone();
     install();
     let drop_ins = format!("/run/systemd/system/{SERVICE}.d");

@@ -43,7 +43,7 @@ async fn unknown_paths_are_unimplemented() {
 }
 
 #[tokio::test]
-async fn a_panic_is_an_answer_and_the_connection_goes_on() {
+async fn a_panic_is_an_answer_and_the_connection_survives() {
     let node = Node::start();
     for client in node.clients().await {
         let (code, text) =
@@ -57,7 +57,7 @@ async fn a_panic_is_an_answer_and_the_connection_goes_on() {
 }
 
 #[tokio::test]
-async fn what_is_too_large_is_refused_and_the_connection_goes_on() {
+async fn a_too_large_message_is_refused_and_the_connection_survives() {
     let node = Node::start();
     for client in node.clients().await {
         let large =

@@ -14,7 +14,7 @@ use crate::client::CONTROLLER;
 use crate::{Node, SOON, begin_waits, status, until_waiting};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn going_down_every_call_ends_in_unavailable() {
+async fn a_stop_ends_every_call_with_unavailable() {
     let node = Node::start();
     let clients = node.clients().await;
     let mut waits: Vec<_> = clients.iter().map(|client| begin_waits(client, 500)).collect();
@@ -38,7 +38,7 @@ async fn going_down_every_call_ends_in_unavailable() {
 }
 
 #[tokio::test]
-async fn calls_that_come_while_going_down_are_unavailable() {
+async fn calls_during_a_stop_are_unavailable() {
     let node = Node::start();
     let [grpc, ttrpc] = node.clients().await;
     for client in [&grpc, &ttrpc] {

@@ -16,7 +16,7 @@ fn counted(node: &Node, lines: &[&str]) {
 }
 
 #[tokio::test]
-async fn what_fails_after_it_was_pending_is_answered() {
+async fn a_call_that_fails_while_pending_is_answered() {
     let node = Node::start();
     for client in node.clients().await {
         for (sandbox, failure) in [
@@ -45,7 +45,7 @@ async fn what_fails_after_it_was_pending_is_answered() {
 }
 
 #[tokio::test]
-async fn who_gives_up_and_who_is_stopped_is_counted() {
+async fn cancelled_and_stopped_calls_are_counted() {
     let node = Node::start();
     let client = Client::grpc(&node.grpc_socket()).await;
     let mut given_up = begin_waits(&client, 3);
@@ -72,7 +72,7 @@ async fn who_gives_up_and_who_is_stopped_is_counted() {
 /// The sandbox's end and the daemon's come together: the exit is returned, and a failure is none of
 /// the sandbox.
 #[tokio::test]
-async fn what_ends_while_going_down_is_told_and_what_fails_is_not() {
+async fn exits_during_a_stop_are_answered_and_failures_are_not() {
     for (sandbox, failure) in
         [("a", None), ("then-unknown", Some((14, "the sandboxer is stopping".to_owned())))]
     {
