@@ -1,0 +1,175 @@
+//! `make test-kubernetes`: every kind of pod in a cluster of a real Kubernetes, by containerd's
+//! built-in controller and by this sandboxer, side by side. A case passes if it holds with both and
+//! shows the same with both, but for the differences in `known.rs`.
+//!
+//! It runs in a lane (`tests/kit/lanes`), on what `tests/kit/fetch-kubernetes` makes, which
+//! KUBERNETES_DIR names. RESULTS_DIR is where the results go, from where
+//! `UPDATE_DOCS=1 cargo test --test compatibility` reads them after a run of all cases.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod cluster;
+mod fields;
+mod installer;
+mod known;
+mod life;
+mod metrics;
+mod resources;
+mod restarts;
+mod results;
+mod side;
+mod workloads;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex, RwLock};
+
+use anyhow::{Context, Result, ensure};
+use kit::Handler;
+use libtest_mimic::{Arguments, Failed, Trial};
+
+use cluster::Cluster;
+use results::Outcome;
+use side::{Facts, Side};
+
+/// Cases at a time: most of their time is waiting.
+const AT_ONCE: usize = 3;
+
+/// How a case is run.
+enum Run {
+    /// By both handlers at the same time, beside other cases.
+    Each(fn(&Side) -> Result<Facts>),
+    /// By both handlers, one after the other, and by nothing else.
+    Alone(fn(&Side) -> Result<Facts>),
+    /// Once, with pods of both handlers, and by nothing else.
+    Both(fn(&[Side; 2]) -> Result<[Facts; 2]>),
+}
+
+struct Case {
+    name: &'static str,
+    run: Run,
+}
+
+fn cases() -> Vec<Case> {
+    [
+        life::CASES,
+        fields::CASES,
+        resources::CASES,
+        workloads::CASES,
+        metrics::CASES,
+        restarts::CASES,
+        installer::CASES,
+    ]
+    .into_iter()
+    .flatten()
+    .map(|(name, run)| Case {
+        name,
+        run: match run {
+            Run::Each(f) => Run::Each(*f),
+            Run::Alone(f) => Run::Alone(*f),
+            Run::Both(f) => Run::Both(*f),
+        },
+    })
+    .collect()
+}
+
+/// What all cases share.
+struct Shared {
+    /// Taken for writing by a case that runs alone.
+    cluster: RwLock<Cluster>,
+    outcomes: Mutex<BTreeMap<&'static str, Outcome>>,
+}
+
+fn sides(cluster: &Cluster) -> [Side<'_>; 2] {
+    Handler::ALL.map(|handler| Side { cluster, handler })
+}
+
+fn one(shared: &Shared, case: &Case) -> Result<()> {
+    let [builtin, ours] = match case.run {
+        Run::Each(run) => {
+            let cluster = shared.cluster.read().unwrap();
+            let [builtin, ours] = sides(&cluster);
+            std::thread::scope(|scope| {
+                let ours = scope.spawn(move || run(&ours));
+                [run(&builtin), ours.join().expect("a case panicked")]
+            })
+        }
+        Run::Alone(run) => {
+            let cluster = shared.cluster.write().unwrap();
+            sides(&cluster).map(|side| run(&side))
+        }
+        Run::Both(run) => {
+            let cluster = shared.cluster.write().unwrap();
+            match run(&sides(&cluster)) {
+                Ok(facts) => facts.map(Ok),
+                Err(e) => {
+                    let text = format!("{e:#}");
+                    [Err(e), Err(anyhow::Error::msg(text))]
+                }
+            }
+        }
+    };
+    shared.cluster.read().unwrap().check_programs()?;
+    let outcome = Outcome::of(case.name, &builtin, &ours);
+    let unexplained = outcome.unexplained();
+    shared.outcomes.lock().unwrap().insert(case.name, outcome);
+    let ours = ours.context("with this sandboxer");
+    let builtin = builtin.context("with the built-in controller");
+    match (builtin, ours) {
+        (Err(a), Err(b)) => Err(a.context(format!("{b:#}"))),
+        (Err(e), Ok(_)) | (Ok(_), Err(e)) => Err(e),
+        (Ok(_), Ok(_)) => {
+            ensure!(unexplained.is_empty(), "differs:\n  {}", unexplained.join("\n  "));
+            Ok(())
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    let mut arguments = Arguments::from_args();
+    arguments.test_threads = arguments.test_threads.or(Some(AT_ONCE));
+    let Some(kubernetes) = std::env::var_os("KUBERNETES_DIR").map(PathBuf::from) else {
+        eprintln!("kubernetes: KUBERNETES_DIR is not set; `make test-kubernetes` sets it");
+        return ExitCode::FAILURE;
+    };
+    let shared = match start(&arguments, &kubernetes) {
+        Ok(shared) => Arc::new(shared),
+        Err(e) => {
+            eprintln!("kubernetes: {e:#}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let trials = cases().into_iter().map(|case| {
+        let (name, shared) = (case.name, shared.clone());
+        let cannot = known::why_not(name).is_some();
+        let run = move || {
+            let shared = shared.as_ref().as_ref().expect("a cluster");
+            one(shared, &case).map_err(|e| Failed::from(format!("{e:#}")))
+        };
+        Trial::test(name, run).with_ignored_flag(cannot)
+    });
+    let conclusion = libtest_mimic::run(&arguments, trials.collect());
+    let Some(shared) = shared.as_ref() else { return conclusion.exit_code() };
+    let whole = arguments.filter.is_none() && arguments.skip.is_empty();
+    let cluster = shared.cluster.read().unwrap();
+    if let Err(e) = results::report(&cluster, &shared.outcomes.lock().unwrap(), whole) {
+        eprintln!("kubernetes: {e:#}");
+        return ExitCode::FAILURE;
+    }
+    conclusion.exit_code()
+}
+
+/// The cluster, unless the cases are only listed.
+fn start(arguments: &Arguments, kubernetes: &std::path::Path) -> Result<Option<Shared>> {
+    if arguments.list {
+        return Ok(None);
+    }
+    let cluster = Cluster::start(kubernetes)?;
+    let class = include_str!("../../packaging/kubernetes/runtimeclass.yaml");
+    cluster::output(cluster.kubectl_command(&["apply", "-f", "-"]), class.as_bytes())?;
+    cluster.kubectl(&["label", "node", cluster::NODE, "pause-sandboxer/ready=true"])?;
+    for side in sides(&cluster) {
+        side.prepare()?;
+    }
+    Ok(Some(Shared { cluster: RwLock::new(cluster), outcomes: Mutex::default() }))
+}

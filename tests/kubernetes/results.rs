@@ -1,0 +1,141 @@
+//! What the cases have shown, compared, printed and written down.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+
+use crate::cluster::{Cluster, output};
+use crate::known::{self, Known};
+use crate::side::Facts;
+
+/// A case by both handlers.
+pub(crate) struct Outcome {
+    case: &'static str,
+    passed: [bool; 2],
+    /// Facts that are not the same, and why, where it is known.
+    differences: Vec<(Difference, Option<&'static Known>)>,
+    facts: [Facts; 2],
+}
+
+struct Difference {
+    fact: String,
+    builtin: String,
+    ours: String,
+}
+
+impl Outcome {
+    pub(crate) fn of(case: &'static str, builtin: &Result<Facts>, ours: &Result<Facts>) -> Self {
+        let passed = [builtin.is_ok(), ours.is_ok()];
+        let facts = [builtin, ours].map(|facts| facts.as_ref().cloned().unwrap_or_default());
+        let mut differences = Vec::new();
+        if passed == [true, true] {
+            for difference in compare(&facts[0], &facts[1]) {
+                let known = known::DIFFERENCES.iter().find(|known| {
+                    known.case == case
+                        && known::matches(known.fact, &difference.fact)
+                        && known::matches(known.builtin, &difference.builtin)
+                        && known::matches(known.ours, &difference.ours)
+                });
+                differences.push((difference, known));
+            }
+        }
+        Self { case, passed, differences, facts }
+    }
+
+    /// Differences without a reason, and reasons for what is no difference any more.
+    pub(crate) fn unexplained(&self) -> Vec<String> {
+        if self.passed != [true, true] {
+            return Vec::new();
+        }
+        let new = self.differences.iter().filter(|(_, known)| known.is_none());
+        let new =
+            new.map(|(d, _)| format!("{}: built-in {:?}, ours {:?}", d.fact, d.builtin, d.ours));
+        let gone = known::DIFFERENCES.iter().filter(|known| {
+            let is = |(_, found): &(Difference, Option<&'static Known>)| {
+                found.is_some_and(|found| std::ptr::eq(found, *known))
+            };
+            known.case == self.case && !self.differences.iter().any(is)
+        });
+        let gone = gone.map(|known| format!("{}: known difference that is none", known.fact));
+        new.chain(gone).collect()
+    }
+
+    fn to_json(&self) -> Value {
+        let facts: Vec<Value> = self.facts[0]
+            .0
+            .iter()
+            .map(|(name, value)| {
+                json!({ "fact": name, "builtin": value, "ours": self.facts[1].get(name) })
+            })
+            .collect();
+        json!({
+            "case": self.case,
+            "builtin": self.passed[0],
+            "ours": self.passed[1],
+            "differences": self.differences.len(),
+            "unexplained": self.unexplained(),
+            "facts": facts,
+        })
+    }
+}
+
+fn compare(builtin: &Facts, ours: &Facts) -> Vec<Difference> {
+    let names: BTreeSet<&str> =
+        builtin.0.iter().chain(&ours.0).map(|(name, _)| name.as_str()).collect();
+    let of = |facts: &Facts, name: &str| facts.get(name).unwrap_or("none").to_owned();
+    let both = names.into_iter().map(|name| Difference {
+        fact: name.to_owned(),
+        builtin: of(builtin, name),
+        ours: of(ours, name),
+    });
+    both.filter(|difference| difference.builtin != difference.ours).collect()
+}
+
+/// Prints what ran, and writes it down after a run of all cases.
+pub(crate) fn report(
+    cluster: &Cluster,
+    outcomes: &BTreeMap<&'static str, Outcome>,
+    whole: bool,
+) -> Result<()> {
+    for outcome in outcomes.values() {
+        let count = outcome.facts[0].0.len();
+        println!("{}: {count} facts, {:?}", outcome.case, outcome.passed);
+        for (d, known) in &outcome.differences {
+            println!("    {}: built-in {:?}, ours {:?}", d.fact, d.builtin, d.ours);
+            println!("        {}", known.map_or("NOT EXPLAINED", |known| known.why));
+        }
+    }
+    for (case, why) in known::CANNOT_RUN {
+        println!("{case}: skipped: {why}");
+    }
+    let Some(results) = std::env::var_os("RESULTS_DIR").map(PathBuf::from) else { return Ok(()) };
+    if !whole {
+        return Ok(());
+    }
+    let mut date = Command::new("date");
+    date.args(["-u", "+%F"]);
+    let [kubernetes, containerd] = cluster.versions()?;
+    let same = |o: &&Outcome| o.passed == [true, true] && o.differences.is_empty();
+    let explained = |o: &&Outcome| {
+        o.passed == [true, true] && !o.differences.is_empty() && o.unexplained().is_empty()
+    };
+    let result = json!({
+        "kubernetes": kubernetes,
+        "containerd": containerd,
+        "date": output(date, b"")?.trim(),
+        "same": outcomes.values().filter(same).count(),
+        "explained": outcomes.values().filter(explained).count(),
+        "failed": outcomes.values().filter(|o| !same(o) && !explained(o)).count(),
+        "skipped": known::CANNOT_RUN.len(),
+        "cases": outcomes.values().map(Outcome::to_json).collect::<Vec<_>>(),
+    });
+    ensure!(!outcomes.is_empty(), "no case ran");
+    fs::create_dir_all(&results)?;
+    let path = results.join(format!("kubernetes-{kubernetes}-{containerd}.json"));
+    fs::write(&path, serde_json::to_string_pretty(&result)?)
+        .with_context(|| path.display().to_string())
+}
