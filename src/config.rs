@@ -139,12 +139,16 @@ settings! {
     /// containers are processes of the node (runc, crun, youki), `shim` for others. Applies to pods
     /// created after the change.
     drivers: Drivers = Drivers::default();
-    /// What starts a pod's shim, unless the shim runs the pause process. `sandboxer`: the
-    /// sandboxer, before the first container; it supervises the shim and stops it with the pod.
-    /// `started`: the same, but with the pod and by the shim's own `start`, for shims that do not
-    /// accept a socket. `containerd`: containerd, with the first container. Applies to pods created
-    /// after the change.
-    shim: ShimOwner = ShimOwner::Sandboxer;
+    /// Which shim serves a pod's containers and what starts it, unless the shim runs the pause
+    /// process. `own`: the sandboxer starts its own, smaller shim, `pause-sandboxer-runc-shim`,
+    /// which is in the directory of the daemon's program and replaces `containerd-shim-runc-v2`.
+    /// Pods of other runtimes, and of runtimes that `shims` names, get `runtime`, and so do all
+    /// pods if the program is missing. `runtime` (formerly `sandboxer`): the sandboxer starts the
+    /// runtime's shim. In both cases it does so before the first container, supervises the shim and
+    /// stops it with the pod. `started`: the same as `runtime`, but with the pod and by the shim's
+    /// own `start`, for shims that do not accept a socket. `containerd`: containerd starts the
+    /// runtime's shim with the first container. Applies to pods created after the change.
+    shim: ShimOwner = ShimOwner::Runtime;
     /// Shims that replace those that containerd would find, by runtime name, for example
     /// `shims = { "io.containerd.runc.v2" = "/usr/local/bin/containerd-shim-other-v2" }`.
     shims: ShimBinaries = ShimBinaries::default();

@@ -9,12 +9,13 @@ use std::time::Duration;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::stat::{Mode, umask};
 use pause_sandboxer::cli::SettingsSource;
-use pause_sandboxer::config::Config;
+use pause_sandboxer::config::{Config, ShimOwner};
 use pause_sandboxer::containerd::SandboxStore;
 use pause_sandboxer::controller::Controller;
 use pause_sandboxer::error::{IoContext as _, StepError};
 use pause_sandboxer::pause::native::Native;
 use pause_sandboxer::podsandbox::{Environment, selinux};
+use pause_sandboxer::shim::own::OwnShim;
 use pause_sandboxer::{gc, logging, metrics_http, pool, process, wire};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -128,7 +129,21 @@ fn environment(config: &Config, open_files: Option<u64>) -> Result<Arc<Environme
         // Only new pods need the label; living ones must be recovered in any case.
         log::error!("failed to label pause program; pods with SELinux labels may not start: {e}");
     }
-    Environment::new(config.clone(), driver, open_files).map(Arc::new)
+    Environment::new(config.clone(), driver, open_files, own_shim(config)).map(Arc::new)
+}
+
+/// This project's own shim. Also where new pods do not get it: pods of an earlier daemon may have
+/// it.
+fn own_shim(config: &Config) -> Option<OwnShim> {
+    match OwnShim::open_beside() {
+        Ok(own) => Some(own),
+        Err(step) => {
+            if config.shim == ShimOwner::Own {
+                log::warn!("own shim is not available; new pods get the runtime's shim: {step}");
+            }
+            None
+        }
+    }
 }
 
 /// Starts the tasks that no call waits for.

@@ -197,7 +197,7 @@ impl Node {
     }
 
     async fn controller(&self) -> Arc<Controller> {
-        let environment = Environment::new(self.config(), self.fake.clone(), None).unwrap();
+        let environment = Environment::new(self.config(), self.fake.clone(), None, None).unwrap();
         Controller::open(Arc::new(environment)).await.unwrap()
     }
 
@@ -449,7 +449,8 @@ async fn a_restart_recovers_running_exited_and_unknown_sandboxes() {
     // On a runtime of its own: it ends as a killed daemon does, and its owners do not race with
     // their successors.
     let daemon = tokio::runtime::Runtime::new().unwrap();
-    let environment = Arc::new(Environment::new(node.config(), node.fake.clone(), None).unwrap());
+    let environment =
+        Arc::new(Environment::new(node.config(), node.fake.clone(), None, None).unwrap());
     let controller = daemon.spawn(Controller::open(environment)).await.unwrap().unwrap();
     let status = controller.status("alive", false).await.unwrap();
     assert_eq!(
@@ -488,7 +489,7 @@ fn a_recovery_without_threads_quarantines_no_record() {
     with_threads
         .block_on(async { node.controller().await.create(request("created")).await.unwrap() });
     let environment =
-        || Arc::new(Environment::new(node.config(), node.fake.clone(), None).unwrap());
+        || Arc::new(Environment::new(node.config(), node.fake.clone(), None, None).unwrap());
     let failed = without_threads.block_on(Controller::open(environment())).unwrap_err();
     assert_eq!(
         failed.to_string(),
@@ -598,7 +599,7 @@ async fn a_sandbox_that_is_never_started_is_removed() {
     let node = Node::new();
     let mut config = node.config();
     config.abandoned_after = Duration::from_millis(300);
-    let environment = Environment::new(config, node.fake.clone(), None).unwrap();
+    let environment = Environment::new(config, node.fake.clone(), None, None).unwrap();
     let controller = Controller::open(Arc::new(environment)).await.unwrap();
     controller.create(request("a")).await.unwrap();
     assert!(controller.status("a", false).await.is_ok());
@@ -616,7 +617,7 @@ async fn a_sandbox_of_another_namespace_is_not_garbage_collected() {
     controller.start("a").await.unwrap();
     for (namespace, unasked) in [("other", false), ("k8s.io", true)] {
         let config = Config { containerd_namespace: namespace.to_owned(), ..node.config() };
-        let environment = Environment::new(config, node.fake.clone(), None).unwrap();
+        let environment = Environment::new(config, node.fake.clone(), None, None).unwrap();
         let controller = Controller::open(Arc::new(environment)).await.unwrap();
         let live = controller.live();
         assert_eq!(

@@ -13,12 +13,12 @@ use toml::{Table, Value};
 
 use super::{Finding, Level, Subject, kubelet};
 use crate::config::{Config, Pattern, ShimOwner};
-use crate::shim;
 
 mod config;
 mod environment;
 mod files;
 mod running;
+mod shims;
 
 use running::{Flags, Program, Running};
 
@@ -113,7 +113,7 @@ fn examine_config(
     }
     findings.extend(started.and_then(|started| main.written_after(started)));
     findings.extend(judge(&table, config));
-    findings.extend(shims(&table, config));
+    findings.extend(shims::examine(&ours(&table, config), config));
     findings.extend(kubelet::examine(&all(&table, config)));
     findings
 }
@@ -304,32 +304,6 @@ fn all(table: &Table, config: &Config) -> kubelet::Handlers {
         all: all.collect(),
         ours: ours(table, config).into_iter().map(|(name, _)| name).collect(),
     }
-}
-
-/// Whether the shims of the handlers that name a sandboxer of ours are there.
-fn shims(table: &Table, config: &Config) -> Vec<Finding> {
-    let ours = ours(table, config);
-    let mut kinds: Vec<&str> =
-        ours.iter().filter_map(|(_, handler)| handler.get("runtime_type")?.as_str()).collect();
-    kinds.sort_unstable();
-    kinds.dedup();
-    let path = shim::path();
-    let find_shim = |kind: &str| match config.shims.0.get(kind) {
-        Some(set) => shim::resolve::check(set),
-        None => shim::resolve::find_binary(kind, &path, &config.containerd_address),
-    };
-    kinds
-        .into_iter()
-        .filter(|kind| !kind.is_empty())
-        .map(|kind| match find_shim(kind) {
-            Ok(found) => Finding::ok("shim", format!("of {kind}: {}", found.display())),
-            Err(step) => Finding::fail(
-                "shim",
-                format!("{step}, so no container of {kind} will start"),
-                "install containerd whole, or name the shim by `shims` in this sandboxer's config",
-            ),
-        })
-        .collect()
 }
 
 /// The runtime handlers that name `sandboxer`.

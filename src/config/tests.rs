@@ -232,6 +232,16 @@ fn a_named_file_must_exist() {
 }
 
 #[test]
+fn the_older_name_of_a_shim_is_accepted() {
+    let parsed = |text: &str| Config::parse(Path::new("c.toml"), text, &[]);
+    let config = parsed("shim = \"sandboxer\"").unwrap();
+    assert_eq!(config.shim, ShimOwner::Runtime);
+    assert!(config.to_toml().contains("\nshim = \"runtime\"\n"));
+    let error = parsed("shim = \"none\"").unwrap_err().to_string();
+    assert!(error.contains("must be one of own, runtime, started, containerd"), "{error}");
+}
+
+#[test]
 fn identifiers() {
     for good in ["k8s.io", "a", "A-b_c.9"] {
         assert_eq!(identifier_fault(good), None, "{good}");

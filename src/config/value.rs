@@ -87,7 +87,7 @@ plain!(bool, "true or false");
 plain!(Drivers, "a table of `native` or `shim` by runtime name");
 plain!(CgroupDriver, "one of auto, cgroupfs, systemd");
 plain!(LogFormat, "one of text, json");
-plain!(ShimOwner, "one of sandboxer, started, containerd");
+plain!(ShimOwner, "one of own, runtime, started, containerd");
 
 impl SettingValue for PathBuf {
     const KIND: &'static str = "an absolute path";
@@ -301,8 +301,11 @@ pub enum DriverName {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ShimOwner {
-    /// The sandboxer.
-    Sandboxer,
+    /// The sandboxer, as its own shim where that fits.
+    Own,
+    /// The sandboxer, as the runtime's shim.
+    #[serde(alias = "sandboxer")]
+    Runtime,
     /// The sandboxer, with the pod, by the shim's `start`.
     Started,
     /// containerd.

@@ -150,6 +150,7 @@ pub(super) fn report(
                 "address": jobs.shim.address(),
                 "version": jobs.shim.version(),
                 "has_shim": jobs.shim.has_shim(),
+                "own_shim": jobs.facts.runtime.own_shim,
             }),
         ),
         (

@@ -63,12 +63,22 @@ pub struct Record {
     /// Whose the pod's shim is; containerd's in records that do not tell.
     #[serde(default)]
     pub shim: shim::Owner,
+    /// The pod has this project's own shim instead of its runtime's. No owner of its own: a daemon
+    /// that does not know the field takes the pod over with its shim all the same.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub own_shim: bool,
     /// The pod's SELinux labels.
     #[serde(default, skip_serializing_if = "Labels::is_empty")]
     pub labels: Labels,
     /// containerd's namespace that the sandbox is of; empty in records that do not tell.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub containerd_namespace: String,
+}
+
+/// What serde skips.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_false(flag: &bool) -> bool {
+    !flag
 }
 
 impl Record {
@@ -92,6 +102,7 @@ impl Record {
         shim::Runtime {
             name: self.info.runtime_name.clone(),
             options: options.map(|blob| (blob.type_url.clone(), blob.value.clone())),
+            own_shim: self.own_shim,
         }
     }
 }
@@ -549,6 +560,20 @@ mod tests {
         ] {
             assert_eq!(after(field), (extensions.to_owned(), labels.to_owned()), "{field}");
         }
+    }
+
+    /// By the values that such a daemon knows, it takes the shim for the runtime's, with which it
+    /// can do the same.
+    #[test]
+    fn the_record_of_a_pod_with_an_own_shim_is_read_by_an_older_daemon() {
+        let text = include_str!("../../tests/records/1/started/record.json");
+        let mut record: Record = serde_json::from_str(text).unwrap();
+        assert!(!record.runtime().own_shim);
+        (record.shim, record.own_shim) = (shim::Owner::Sandboxer, true);
+        let value = serde_json::to_value(&record).unwrap();
+        assert_eq!((&value["shim"], &value["version"]), (&"sandboxer".into(), &1.into()));
+        let again: Record = serde_json::from_value(value).unwrap();
+        assert!(again == record && again.runtime().own_shim);
     }
 
     #[test]

@@ -30,6 +30,7 @@ use crate::pool::{self, Class};
 use crate::process::held::{self, HeldNamespace};
 use crate::shim;
 use crate::shim::driver::ShimDriver;
+use crate::shim::own::OwnShim;
 use crate::telemetry::Telemetry;
 
 /// How long a caller of Stop or Shutdown waits for the end of a pause and its cleanup before it is
@@ -81,7 +82,7 @@ impl Environment {
     }
 
     /// Settings and native driver with the endpoints that go with them. `open_files` is the soft
-    /// limit that shims get.
+    /// limit that shims get, `own_shim` this project's own shim, if it can be used.
     ///
     /// # Errors
     /// The boot id cannot be read.
@@ -89,6 +90,7 @@ impl Environment {
         config: Config,
         native: Arc<dyn Driver>,
         open_files: Option<u64>,
+        own_shim: Option<OwnShim>,
     ) -> Result<Self, StepError> {
         let layout = Arc::new(Layout::new(&config));
         let settings = shim::ShimSettings {
@@ -101,6 +103,7 @@ impl Environment {
             binaries: config.shims.0.clone(),
             open_files,
             environment: config.shim_env.0.clone(),
+            own_shim,
         };
         let shims = Arc::new(shim::Shims::new(settings)?);
         let shim_driver = Arc::new(ShimDriver::new(shims.clone()));
@@ -215,6 +218,7 @@ impl Sandbox {
             &environment.config,
             environment.native.name(),
             &environment.selinux,
+            environment.shims.has_own(),
         )?;
         let jobs = Jobs::new(environment, &record, inspect::pod_names(&pod), level);
         jobs.store.create(&record).map_err(failed)?;

@@ -31,7 +31,7 @@ const SOCKET: i32 = 3;
 #[derive(Debug)]
 pub struct Launch<'a> {
     /// The program.
-    pub program: &'a Path,
+    pub program: Program<'a>,
     /// Its arguments, without its name.
     pub arguments: &'a [OsString],
     /// Its environment, `NAME=value`; nothing is added.
@@ -44,6 +44,29 @@ pub struct Launch<'a> {
     pub socket: BorrowedFd<'a>,
     /// Its standard error; `/dev/null` without.
     pub errors: Option<BorrowedFd<'a>>,
+}
+
+/// A program to execute.
+#[derive(Clone, Copy, Debug)]
+pub enum Program<'a> {
+    /// The file at the path.
+    Path(&'a Path),
+    /// An open file, whatever is at its path now. Its number must be above that of the socket.
+    Open {
+        /// The name that the process gets, and errors have.
+        path: &'a Path,
+        /// The file.
+        file: BorrowedFd<'a>,
+    },
+}
+
+impl Program<'_> {
+    /// Where it is, or was when it was opened.
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Path(path) | Self::Open { path, .. } => path,
+        }
+    }
 }
 
 /// Launches processes and finds them again.
@@ -84,7 +107,7 @@ impl Launcher {
             .write(true)
             .open("/dev/null")
             .step_at("open", "/dev/null")?;
-        let program = string(launch.program.as_os_str().to_owned())?;
+        let program = string(launch.program.path().as_os_str().to_owned())?;
         let mut arguments = vec![program.clone()];
         for argument in launch.arguments {
             arguments.push(string(argument.clone())?);
@@ -95,6 +118,10 @@ impl Launcher {
         let work = SpawnWork {
             report: ChildReport::default(),
             program: &program,
+            file: match launch.program {
+                Program::Path(_) => None,
+                Program::Open { file, .. } => Some(file),
+            },
             arguments: sys::pointers(&arguments),
             environment: sys::pointers(&environment),
             directory: &directory,
@@ -113,7 +140,7 @@ impl Launcher {
             // It has ended itself, or is killed.
             sys::reap(pidfd.as_fd(), true).step("reap process")?;
             let (what, path) = match STEPS.get(work.report.step()) {
-                Some(&EXECUTE) | None => (EXECUTE, launch.program),
+                Some(&EXECUTE) | None => (EXECUTE, launch.program.path()),
                 Some(what) => (*what, launch.directory),
             };
             let e = errno.map_or_else(|| self.deadline.error(), io::Error::from);
@@ -265,6 +292,8 @@ const EXECUTE: &str = "execute";
 struct SpawnWork<'a> {
     report: ChildReport,
     program: &'a CStr,
+    /// The program, if it is open.
+    file: Option<BorrowedFd<'a>>,
     arguments: sys::Pointers<'a>,
     environment: sys::Pointers<'a>,
     directory: &'a CStr,
@@ -276,11 +305,13 @@ struct SpawnWork<'a> {
 }
 
 extern "C" fn child(work: &SpawnWork<'_>) -> ! {
-    work.report.exit(
-        become_program(work).and_then(|()| {
-            Err(sys::execute_path(work.program, &work.arguments, &work.environment))
-        }),
-    )
+    work.report.exit(become_program(work).and_then(|()| {
+        let (arguments, environment) = (&work.arguments, &work.environment);
+        Err(match work.file {
+            Some(file) => sys::execute_open(file, arguments, environment),
+            None => sys::execute_path(work.program, arguments, environment),
+        })
+    }))
 }
 
 fn become_program(work: &SpawnWork<'_>) -> Result<(), Errno> {
@@ -293,7 +324,7 @@ fn become_program(work: &SpawnWork<'_>) -> Result<(), Errno> {
     sys::duplicate_to(work.socket, SOCKET)?;
     // Not closed before: until the exec the daemon's lock of its directory is held here too, so
     // that the next daemon finds an executed process or none.
-    sys::close_at_execute(4, None)?;
+    sys::close_at_execute(4, work.file)?;
     work.report.enter(2);
     rustix::process::chdir(work.directory)?;
     work.report.enter(3);
@@ -326,7 +357,7 @@ mod tests {
     ) -> Result<Arc<dyn Process>, StepError> {
         let socket = UnixListener::bind(directory.join("s")).unwrap();
         launcher.launch(&Launch {
-            program: Path::new(program),
+            program: Program::Path(Path::new(program)),
             arguments,
             environment: &["A=b".into()],
             core_domain: false,
@@ -493,7 +524,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let socket = UnixListener::bind(directory.path().join("s")).unwrap();
         let launched = Launcher::new(None).unwrap().launch(&Launch {
-            program: Path::new("/bin/sleep"),
+            program: Program::Path(Path::new("/bin/sleep")),
             arguments: &["1000".into()],
             environment: &[],
             core_domain: true,

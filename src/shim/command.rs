@@ -278,6 +278,7 @@ mod tests {
             binaries: Default::default(),
             open_files: None,
             environment: variables.iter().cloned().collect(),
+            own_shim: None,
         };
         let own = server_environment(&settings(&[]), "pod");
         assert!(!has_core_domain(&own), "{own:?}");

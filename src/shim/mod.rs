@@ -17,6 +17,7 @@ pub mod driver;
 pub mod fuzzing;
 mod handover;
 mod log;
+pub mod own;
 mod placement;
 mod pod_shim;
 pub mod resolve;
@@ -44,6 +45,7 @@ use crate::process::spawn::Launcher;
 
 use containerd_owned::ContainerdOwned;
 use handover::Handover;
+use own::OwnShim;
 use pod_shim::PodShim;
 use runtime::Runtimes;
 use self_started::SelfStarted;
@@ -96,6 +98,8 @@ pub struct ShimSettings {
     pub open_files: Option<u64>,
     /// Variables that an operator has set for shims.
     pub environment: BTreeMap<String, String>,
+    /// This project's own shim, if it can be used.
+    pub own_shim: Option<OwnShim>,
 }
 
 impl ShimSettings {
@@ -195,6 +199,11 @@ impl Shims {
             }
         }
         if failed.is_empty() { Ok(()) } else { Err(failed) }
+    }
+
+    /// This project's own shim can be used.
+    pub fn has_own(&self) -> bool {
+        self.settings.own_shim.is_some()
     }
 
     /// That runtime, shared by all pods that have it.

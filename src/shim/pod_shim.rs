@@ -10,12 +10,13 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use super::bundle::{Bundle, Recorded};
+use super::own::OwnShim;
 use super::task::TaskError;
 use super::{Runtime, ShimSettings, Shims, command, log as shim_log, placement, task};
 use crate::error::{IoContext as _, StepError};
 use crate::id::SandboxId;
 use crate::pool::{self, Class};
-use crate::process::spawn::Launch;
+use crate::process::spawn::{Launch, Program};
 use crate::process::{Adoption, Exit, Process};
 
 /// How long a shim may take to answer, and to exit after it has been asked to.
@@ -107,12 +108,26 @@ impl PodShim {
         &self.runtime
     }
 
-    /// The shim's program.
+    /// The program of the runtime's shim.
     ///
     /// # Errors
     /// There is none.
     pub(super) fn binary(&self) -> Result<PathBuf, StepError> {
         self.settings().binary(&self.runtime.name)
+    }
+
+    /// This project's own shim, if the pod has it. A daemon that has none launches the runtime's
+    /// and cleans up by it: both have the same bundles.
+    fn own_shim(&self) -> Option<&OwnShim> {
+        self.settings().own_shim.as_ref().filter(|_| self.runtime.own_shim)
+    }
+
+    /// The program that cleans up after the shim.
+    ///
+    /// # Errors
+    /// There is none.
+    pub(super) fn cleaner(&self) -> Result<PathBuf, StepError> {
+        self.own_shim().map_or_else(|| self.binary(), |own| Ok(own.inherited_path()))
     }
 
     /// Held while containers of an exited shim are cleaned up, and by the end of the endpoint
@@ -136,14 +151,21 @@ impl PodShim {
     /// The failed step; nothing is left of the shim then.
     pub(super) fn launch(&self, socket: BorrowedFd<'_>) -> Result<RunningShim, StepError> {
         let (settings, bundle) = (self.settings(), self.bundle());
-        let binary = self.binary()?;
+        let found;
+        let program = match self.own_shim() {
+            Some(own) => Program::Open { path: own.path(), file: own.as_fd() },
+            None => {
+                found = self.binary()?;
+                Program::Path(&found)
+            }
+        };
         bundle.make_bundle(&self.id, true)?;
         let log = shim_log::read_log(&bundle.log(), &self.id)?;
         let errors = shim_log::writer(&bundle.log())?;
         bundle.record(Some(&Recorded::Launching))?;
         let environment = command::server_environment(settings, &self.id);
         let launched = self.shims.launcher.launch(&Launch {
-            program: &binary,
+            program,
             arguments: &command::server_arguments(settings, &self.id),
             environment: &environment,
             core_domain: command::has_core_domain(&environment),
@@ -160,7 +182,7 @@ impl PodShim {
             return Err(step);
         }
         log::debug!(sandbox = self.id(), pid = process.identity().pid;
-            "shim launched: {}", binary.display());
+            "shim launched: {}", program.path().display());
         Ok(RunningShim::new(process, log))
     }
 

@@ -45,7 +45,11 @@ pub fn check(path: &Path) -> Result<PathBuf, StepError> {
     Err(StepError::at("find shim", path, io::ErrorKind::PermissionDenied.into()))
 }
 
-fn name(runtime: &str) -> io::Result<String> {
+/// The file's name of the shim of a runtime that is given by name.
+///
+/// # Errors
+/// It is no such name.
+pub(super) fn name(runtime: &str) -> io::Result<String> {
     let mut parts = runtime.rsplit('.');
     let (version, kind) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
     let proper = |part: &str| !part.is_empty() && !part.contains('/');

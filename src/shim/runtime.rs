@@ -15,6 +15,8 @@ pub struct Runtime {
     pub name: String,
     /// The handler's options: type and value.
     pub options: Option<(String, Vec<u8>)>,
+    /// The pod has this project's own shim instead of the runtime's.
+    pub own_shim: bool,
 }
 
 impl Runtime {
@@ -64,6 +66,7 @@ mod tests {
             runtimes.share(Runtime {
                 name: name.to_owned(),
                 options: Some(("type".to_owned(), value.to_vec())),
+                own_shim: false,
             })
         };
         let first = of("runc", b"1");
@@ -73,7 +76,11 @@ mod tests {
         drop((first, others));
         assert_eq!(
             *of("runc", b"1"),
-            Runtime { name: "runc".into(), options: Some(("type".into(), b"1".to_vec())) }
+            Runtime {
+                name: "runc".into(),
+                options: Some(("type".into(), b"1".to_vec())),
+                own_shim: false
+            }
         );
         assert_eq!(runtimes.0.lock().unwrap().len(), 1);
     }

@@ -25,7 +25,25 @@ pub(crate) fn exit(status: c_int) -> ! {
 pub(crate) fn execute(program: BorrowedFd<'_>, arguments: [&CStr; 2]) -> Errno {
     let argv = [arguments[0].as_ptr(), arguments[1].as_ptr(), ptr::null()];
     let environment = [ptr::null::<libc::c_char>()];
-    let (argv, environment) = (argv.as_ptr() as usize, environment.as_ptr() as usize);
+    execute_at(program, &argv, &environment)
+}
+
+/// execveat(2) of an open program. `arguments` and `environment` are those of [`execute_path`].
+pub(crate) fn execute_open(
+    program: BorrowedFd<'_>,
+    arguments: &Pointers<'_>,
+    environment: &Pointers<'_>,
+) -> Errno {
+    execute_at(program, &arguments.0, &environment.0)
+}
+
+/// Both lists end in null, and hold strings that end in NUL.
+fn execute_at(
+    program: BorrowedFd<'_>,
+    arguments: &[*const libc::c_char],
+    environment: &[*const libc::c_char],
+) -> Errno {
+    let (argv, environment) = (arguments.as_ptr() as usize, environment.as_ptr() as usize);
     let empty = c"".as_ptr() as usize;
     let here = libc::AT_EMPTY_PATH as usize;
     // SAFETY: strings end in NUL, both lists in null, and all live until the call has copied them.

@@ -28,8 +28,8 @@ mod memory;
 
 pub(crate) use clone::{Born, CLONE_CLEAR_SIGHAND, Clone, Stack, clone_child};
 pub(crate) use exec::{
-    Pointers, close_at_execute, default_signals, duplicate_to, execute, execute_path, exit,
-    limit_open_files, limit_open_files_of, own_signals, pointers, unshare_descriptors,
+    Pointers, close_at_execute, default_signals, duplicate_to, execute, execute_open, execute_path,
+    exit, limit_open_files, limit_open_files_of, own_signals, pointers, unshare_descriptors,
 };
 pub(crate) use memory::limit_arenas;
 pub(crate) use rustix::io::{Errno, Result};

@@ -2,7 +2,7 @@
 //! serves there.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -20,6 +20,10 @@ const WITHIN: Duration = Duration::from_secs(15);
 
 /// The setting by which a standalone daemon has a shim to launch.
 pub(crate) fn settings() -> Result<String> {
+    if kit::shim::setting() == "own" {
+        kit::shim::prepare(Path::new(crate::harness::binary()))?;
+        return Ok("shim = \"own\"\n".to_owned());
+    }
     let shim = kit::Parts::get()?.program("containerd-shim-runc-v2");
     Ok(format!("shims = {{ \"io.containerd.runc.v2\" = \"{}\" }}\n", shim.display()))
 }

@@ -252,9 +252,8 @@ async fn node_shim_that_hangs(node: Arc<Node>) -> Result<()> {
     let before = medians_on(&node, &other).await?;
     container.stop().await?;
     container.remove().await?;
-    let of_pod = |p: &processes::Proc| {
-        p.command.contains("containerd-shim-runc-v2") && p.command.contains(hanging.id())
-    };
+    let of_pod =
+        |p: &processes::Proc| p.command.contains("-shim") && p.command.contains(hanging.id());
     let shim = processes::all()?.into_iter().find(of_pod).context("the pod has no shim")?;
     kill(Pid::from_raw(shim.pid.cast_signed()), Signal::SIGSTOP)?;
     let removing = tokio::spawn({

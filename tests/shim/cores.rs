@@ -8,10 +8,10 @@ use std::sync::Arc;
 use anyhow::{Context as _, Result, ensure};
 use kit::{Container, ContainerSpec, PROBE};
 
-use crate::harness::{Case, Harness, Kind, SHIM_ENV, cases, no_shim, removed};
+use crate::harness::{Case, Harness, cases_of_both, no_shim, removed};
 
 pub(crate) fn cases() -> Vec<Case> {
-    cases![Kind::Handover => the_containers_of_a_pod_have_a_core_scheduling_domain_of_their_own]
+    cases_of_both![the_containers_of_a_pod_have_a_core_scheduling_domain_of_their_own]
 }
 
 /// Or they do not run, where the kernel has no such domains: it is built without them, or the
@@ -21,7 +21,7 @@ async fn the_containers_of_a_pod_have_a_core_scheduling_domain_of_their_own(
 ) -> Result<()> {
     let file = harness.node.layout().sandboxer_config();
     let config = fs::read_to_string(&file)?;
-    let asking = config.replace(SHIM_ENV, &SHIM_ENV.replace('[', r#"["SCHED_CORE=1", "#));
+    let asking = config.replace("shim_env = [", r#"shim_env = ["SCHED_CORE=1", "#);
     ensure!(asking != config, "the setting is not in the config");
     fs::write(&file, asking)?;
     harness.restart().await?;

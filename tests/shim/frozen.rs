@@ -10,15 +10,15 @@ use kit::{Container, ContainerSpec, Pod, until};
 use nix::sys::signal::Signal;
 
 use crate::harness::{
-    Case, Harness, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, removed, signal,
+    Case, Harness, SOON, cases_of_both, inside, no_shim, none, not_ready, one_shim, removed, signal,
 };
 
 pub(crate) fn cases() -> Vec<Case> {
-    let mut all = cases![Kind::Handover => a_frozen_container_ends_with_its_shim];
+    let mut all = cases_of_both![a_frozen_container_ends_with_its_shim];
     all.extend(if cgroup::unified().expect("the version of cgroups") {
-        cases![Kind::Handover => processes_in_frozen_cgroups_above_and_elsewhere_end]
+        cases_of_both![processes_in_frozen_cgroups_above_and_elsewhere_end]
     } else {
-        cases![Kind::Handover => processes_that_do_not_end_cost_the_daemon_nothing]
+        cases_of_both![processes_that_do_not_end_cost_the_daemon_nothing]
     });
     all
 }

@@ -13,14 +13,14 @@ use nix::sys::signal::Signal;
 use sha2::{Digest as _, Sha256};
 
 use crate::harness::{
-    Case, Harness, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, removed, shims,
+    Case, Harness, SOON, cases_of_both, inside, no_shim, none, not_ready, one_shim, removed, shims,
     signal,
 };
 use crate::self_started::a_shim_has_the_variables_that_are_set;
 use kit::until;
 
 pub(crate) fn cases() -> Vec<Case> {
-    cases![Kind::Handover =>
+    cases_of_both![
         an_idle_pod_has_no_shim_and_a_container_one,
         platform_brings_the_shim,
         an_empty_shim_that_ends_is_followed_by_another,

@@ -1,7 +1,7 @@
 //! What the cases stand on: a node whose shims misbehave on order, and the list of them.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -15,13 +15,18 @@ use kit::{ContainerSpec, Handler, Node, Options, Pod, PodSpec, until};
 pub(crate) const SOON: Duration = Duration::from_secs(20);
 
 /// What shims get beside the daemon's own variables.
-pub(crate) const SHIM_ENV: &str = r#"shim_env = ["KIT_SHIM=set"]"#;
+pub(crate) const SHIM_ENV: &str = r#"shim_env = ["KIT_VARIABLE=set"]"#;
+
+/// The runtime of all pods.
+const RUNC: &str = "io.containerd.runc.v2";
 
 /// Who starts the pods' shims.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
-    /// The sandboxer, which hands them their socket.
+    /// The sandboxer, which hands them their socket: the runtime's.
     Handover,
+    /// The same: the sandboxer's own.
+    Own,
     /// Their own `start`, with native pods.
     SelfStarted,
     /// Their own `start`, and they run the pause.
@@ -33,14 +38,21 @@ pub(crate) struct Harness {
     pub(crate) node: Arc<Node>,
     kind: Kind,
     order: PathBuf,
-    _dir: tempfile::TempDir,
+    dir: tempfile::TempDir,
 }
 
 impl Harness {
     pub(crate) async fn start(kind: Kind) -> Result<Self> {
         let dir = tempfile::tempdir()?;
         let (order, shim) = (dir.path().join("order"), dir.path().join("shim"));
-        let real = kit::Parts::get()?.program("containerd-shim-runc-v2");
+        let sandboxer = PathBuf::from(env!("CARGO_BIN_EXE_pause-sandboxer"));
+        let real = match kind {
+            Kind::Own => {
+                kit::shim::prepare(&sandboxer)?;
+                sandboxer.with_file_name(kit::shim::NAME)
+            }
+            _ => kit::Parts::get()?.program("containerd-shim-runc-v2"),
+        };
         let script = include_str!("wrapper.sh")
             .replace("REAL_SHIM", &real.display().to_string())
             .replace("ORDER_FILE", &order.display().to_string())
@@ -48,18 +60,28 @@ impl Harness {
         fs::write(&shim, script)?;
         fs::set_permissions(&shim, fs::Permissions::from_mode(0o755))?;
         fs::write(&order, "good")?;
+        let (sandboxer, environment, shims) = match kind {
+            // A script cannot be executed by a descriptor: this program is, and becomes the script.
+            Kind::Own => {
+                let copy = dir.path().join("pause-sandboxer");
+                fs::copy(&sandboxer, &copy)?;
+                symlink(std::env::current_exe()?, copy.with_file_name(kit::shim::NAME))?;
+                let script = format!(r#", "{}={}"]"#, crate::proxy::SCRIPT, shim.display());
+                (copy, SHIM_ENV.replace(']', &script), String::new())
+            }
+            _ => {
+                let shims = format!("shims = {{ {RUNC:?} = {:?} }}\n", shim.display().to_string());
+                (sandboxer, SHIM_ENV.to_owned(), shims)
+            }
+        };
         let node = Node::start(Options {
-            sandboxer: Some(env!("CARGO_BIN_EXE_pause-sandboxer").into()),
-            sandboxer_config: format!(
-                "shims = {{ \"io.containerd.runc.v2\" = \"{}\" }}\n{SHIM_ENV}\n{}",
-                shim.display(),
-                kind.setting()
-            ),
+            sandboxer: Some(sandboxer),
+            sandboxer_config: format!("{shims}{environment}\n{}", kind.setting()),
             ..Options::default()
         })
         .await?;
         node.start_sandboxer().await?;
-        let harness = Self { node, kind, order, _dir: dir };
+        let harness = Self { node, kind, order, dir };
         // containerd makes directories of its own with the first container, and the pod network
         // with the first pod.
         let pod = harness.node.run(Handler::Ours, PodSpec::new("first")).await?;
@@ -103,10 +125,16 @@ impl Harness {
         self.node.run(Handler::Ours, PodSpec::new(name).host_network()).await
     }
 
+    /// The program beside the sandboxer's, of [`Kind::Own`].
+    pub(crate) fn own_shim(&self) -> PathBuf {
+        self.dir.path().join(kit::shim::NAME)
+    }
+
     /// Where a pod's shim is on record.
     pub(crate) fn record(&self, pod: &Pod) -> PathBuf {
         let dir = self.node.layout().sandboxer_state().join("sandboxes").join(pod.id());
-        dir.join(if self.kind == Kind::Handover { "shim" } else { pod.id() }).join("shim.json")
+        let handed_over = [Kind::Handover, Kind::Own].contains(&self.kind);
+        dir.join(if handed_over { "shim" } else { pod.id() }).join("shim.json")
     }
 
     pub(crate) async fn restart(&self) -> Result<()> {
@@ -193,6 +221,7 @@ impl Kind {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Handover => "handover",
+            Self::Own => "own",
             Self::SelfStarted => "self_started",
             Self::Driver => "driver",
         }
@@ -200,7 +229,10 @@ impl Kind {
 
     fn setting(self) -> &'static str {
         match self {
-            Self::Handover => "drivers = { \"io.containerd.runc.v2\" = \"native\" }\n",
+            Self::Handover => {
+                "shim = \"runtime\"\ndrivers = { \"io.containerd.runc.v2\" = \"native\" }\n"
+            }
+            Self::Own => "shim = \"own\"\ndrivers = { \"io.containerd.runc.v2\" = \"native\" }\n",
             Self::SelfStarted => "shim = \"started\"\n",
             Self::Driver => "drivers = { \"io.containerd.runc.v2\" = \"shim\" }\n",
         }
@@ -226,3 +258,13 @@ macro_rules! cases {
     };
 }
 pub(crate) use cases;
+
+/// Cases of the shims that are handed their socket: the runtime's and the sandboxer's own.
+macro_rules! cases_of_both {
+    ($($case:ident),* $(,)?) => {{
+        let mut all = crate::harness::cases![crate::harness::Kind::Handover => $($case),*];
+        all.extend(crate::harness::cases![crate::harness::Kind::Own => $($case),*]);
+        all
+    }};
+}
+pub(crate) use cases_of_both;

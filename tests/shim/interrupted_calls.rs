@@ -9,11 +9,11 @@ use nix::sys::signal::Signal;
 use tokio::time::timeout;
 
 use crate::harness::{
-    Case, Harness, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, removed, signal,
+    Case, Harness, SOON, cases_of_both, inside, no_shim, none, not_ready, one_shim, removed, signal,
 };
 
 pub(crate) fn cases() -> Vec<Case> {
-    cases![Kind::Handover =>
+    cases_of_both![
         a_shim_that_dies_under_an_exec_and_a_stop_ends_both,
         a_create_that_hangs_slows_no_other_pod,
         a_start_that_is_refused_leaves_nothing,

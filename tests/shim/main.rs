@@ -12,6 +12,7 @@ mod frozen;
 mod handover;
 mod harness;
 mod interrupted_calls;
+mod own;
 mod proxy;
 mod self_started;
 mod stopped_pods;
@@ -72,8 +73,9 @@ fn main() -> ExitCode {
     arguments.test_threads = Some(1);
     let runtime = Arc::new(Runtime::new().expect("a runtime"));
     let current = Arc::<Current>::default();
-    let cases = [
+    let mut cases: Vec<Case> = [
         handover::cases(),
+        own::cases(),
         frozen::cases(),
         cores::cases(),
         interrupted_calls::cases(),
@@ -82,8 +84,11 @@ fn main() -> ExitCode {
         stopped_pods::cases(),
     ]
     .into_iter()
-    .flatten();
-    let trials = cases.map(|case| {
+    .flatten()
+    .collect();
+    // Each kind has its node once.
+    cases.sort_by_key(|case| case.kind);
+    let trials = cases.into_iter().map(|case| {
         let (runtime, current) = (runtime.clone(), current.clone());
         let name = format!("{}::{}", case.kind.name(), case.name);
         Trial::test(name, move || {

@@ -10,6 +10,7 @@ use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -31,9 +32,19 @@ pub(crate) fn calls(order: &Path) -> PathBuf {
     order.with_extension("calls")
 }
 
-/// Runs as the shim if the arguments say so.
+/// The variable that names the script that this program becomes when it is executed as the
+/// sandboxer's own shim.
+pub(crate) const SCRIPT: &str = "KIT_SHIM_SCRIPT";
+
+/// Runs as the shim if the arguments say so, or the environment.
 pub(crate) fn main() -> Option<ExitCode> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if let Some(script) = std::env::var_os(SCRIPT)
+        && arguments.first().is_some_and(|first| first == "-namespace")
+    {
+        eprintln!("become {script:?}: {}", Command::new(&script).args(&arguments).exec());
+        return Some(ExitCode::FAILURE);
+    }
     let [role, shim, order, rest @ ..] = arguments.as_slice() else { return None };
     let done = match role.as_str() {
         "wrap-server" => server(shim, Path::new(order), rest),

@@ -179,7 +179,7 @@ pub(crate) async fn a_shim_has_the_variables_that_are_set(harness: Arc<Harness>)
     pod.run(ContainerSpec::sleeping("a")).await?;
     let shim = one_shim(&pod).await?;
     let environment = std::fs::read_to_string(format!("/proc/{}/environ", shim.pid))?;
-    let set = environment.split('\0').filter(|variable| *variable == "KIT_SHIM=set").count();
+    let set = environment.split('\0').filter(|variable| *variable == "KIT_VARIABLE=set").count();
     ensure!(set == 1, "{environment:?}");
     signal(shim.pid, Signal::SIGKILL)?;
     until("a call that cleans up", SOON, async || {

@@ -7,11 +7,13 @@ use std::sync::Arc;
 use anyhow::{Context as _, Result, ensure};
 use kit::{Container, ContainerSpec, Pod};
 
-use crate::harness::{Case, Harness, Kind, SOON, cases, no_shim, none, one_shim, removed, shims};
+use crate::harness::{
+    Case, Harness, Kind, SOON, cases, cases_of_both, no_shim, none, one_shim, removed, shims,
+};
 
 pub(crate) fn cases() -> Vec<Case> {
     [
-        cases![Kind::Handover => a_stopped_pod_keeps_no_shim],
+        cases_of_both![a_stopped_pod_keeps_no_shim],
         cases![Kind::SelfStarted => a_stopped_pod_keeps_no_shim],
         cases![Kind::Driver => a_stopped_pod_keeps_no_shim],
     ]

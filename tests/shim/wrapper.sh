@@ -4,7 +4,7 @@
 order=$(cat ORDER_FILE)
 case " $* " in
 *" delete "*)
-    echo "$KIT_SHIM" >ORDER_FILE.deleted
+    echo "$KIT_VARIABLE" >ORDER_FILE.deleted
     [ "$order" = tardy ] && sleep 2
     exec REAL_SHIM "$@"
     ;;

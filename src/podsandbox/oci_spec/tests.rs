@@ -96,6 +96,7 @@ fn record(pod: &PodSandboxConfig) -> Record {
         netns_path: netns.to_owned(),
         info: Info::default(),
         shim: Default::default(),
+        own_shim: false,
         labels: Default::default(),
         containerd_namespace: String::new(),
     }

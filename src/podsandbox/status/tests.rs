@@ -100,6 +100,7 @@ fn record(pod: &PodSandboxConfig) -> Record {
             extensions: [("metadata".to_owned(), blob("m", metadata().to_string()))].into(),
         },
         shim: Default::default(),
+        own_shim: false,
         labels: Default::default(),
         containerd_namespace: String::new(),
     }

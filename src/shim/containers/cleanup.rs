@@ -224,7 +224,7 @@ impl PodShim {
     async fn delete_container(&self, id: &str) -> Result<(), StepError> {
         let options = self.runtime().runc_options().ok().flatten();
         let bundle = self.bundle().last(id, options.as_ref())?;
-        command::delete(self.settings(), &self.binary()?, id, &bundle).await
+        command::delete(self.settings(), &self.cleaner()?, id, &bundle).await
     }
 
     /// Cleans up all containers of the pod, whose shim has exited.

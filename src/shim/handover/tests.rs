@@ -23,6 +23,7 @@ fn make_endpoint(dir: &Path) -> (Arc<Shims>, Arc<Handover>) {
         binaries: Default::default(),
         open_files: None,
         environment: Default::default(),
+        own_shim: None,
     };
     let shims = Arc::new(Shims::new(settings).unwrap());
     let Endpoint::Handover(endpoint) =

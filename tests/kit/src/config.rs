@@ -162,7 +162,8 @@ pub(crate) fn write(
         + &containerd(layout, parts, snapshotter, options)
         + &extra;
     fs::write(layout.containerd_config(), containerd).context("write containerd's config")?;
-    fs::write(layout.sandboxer_config(), sandboxer(layout)).context("write the sandboxer's config")
+    fs::write(layout.sandboxer_config(), sandboxer(layout, &options.sandboxer_config))
+        .context("write the sandboxer's config")
 }
 
 fn containerd(layout: &Layout, parts: &Parts, snapshotter: &str, options: &Options) -> String {
@@ -247,10 +248,14 @@ pub fn driver() -> Option<String> {
     std::env::var("KIT_DRIVER").ok().filter(|driver| !driver.is_empty())
 }
 
-fn sandboxer(layout: &Layout) -> String {
+/// `rest` are the lines that follow.
+fn sandboxer(layout: &Layout, rest: &str) -> String {
     let driver = driver()
         .map(|driver| format!("drivers = {{ \"io.containerd.runc.v2\" = \"{driver}\" }}\n"));
+    let named = rest.lines().any(|line| line.starts_with("shim = "));
+    let shim = (!named).then(|| format!("shim = {:?}\n", crate::shim::setting()));
     driver.unwrap_or_default()
+        + &shim.unwrap_or_default()
         + &format!(
             r#"socket = "{socket}"
 state_dir = "{state_dir}"

@@ -29,6 +29,7 @@ pub mod grpc;
 pub mod image;
 pub mod machine;
 pub mod nri;
+pub mod shim;
 
 mod config;
 mod events;

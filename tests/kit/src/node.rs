@@ -18,6 +18,7 @@ use crate::machine::cgroup;
 use crate::parts::Parts;
 use crate::pod::{Pod, PodHome, PodSpec};
 use crate::process::{Process, tail};
+use crate::shim;
 use crate::snapshot::{Snapshot, Thing};
 use crate::teardown::{self, Owner};
 use crate::{patient, until};
@@ -136,6 +137,11 @@ impl Node {
     }
 
     async fn set_up(&self) -> Result<()> {
+        if let Some(sandboxer) = &self.options.sandboxer
+            && shim::setting_with(&self.options.sandboxer_config) == "own"
+        {
+            shim::prepare(sandboxer)?;
+        }
         let snapshotter = self.snapshotter()?;
         config::write(&self.layout, &self.parts, snapshotter, &self.options)?;
         if self.options.lean {

@@ -1,0 +1,95 @@
+//! Whose a pod's shim is: the one place that decides it. The record keeps the decision.
+
+use super::super::SandboxInfo;
+use crate::config::{Config, DriverName, ShimOwner};
+use crate::shim::{self, Owner, own};
+
+/// The type of the options that this project's own shim reads.
+const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
+
+/// The owner of the shim of a new pod, and whether it is this project's own shim. `has_own`: that
+/// can be used.
+pub(super) fn choose(info: &SandboxInfo, config: &Config, has_own: bool) -> (Owner, bool) {
+    match config.shim {
+        _ if !is_native(&info.runtime_name, config) => (Owner::Driver, false),
+        ShimOwner::Own => (Owner::Sandboxer, has_own && own_fits(info, config)),
+        ShimOwner::Runtime => (Owner::Sandboxer, false),
+        ShimOwner::Started => (Owner::Started, false),
+        ShimOwner::Containerd => (Owner::Containerd, false),
+    }
+}
+
+/// Whether this program runs the pause of a pod of that runtime.
+fn is_native(runtime: &str, config: &Config) -> bool {
+    match config.drivers.0.get(runtime) {
+        Some(driver) => *driver == DriverName::Native,
+        // Without a name there is nothing to run it.
+        None => runtime.is_empty() || shim::driver::is_of_host_processes(runtime),
+    }
+}
+
+/// Whether the own shim serves a pod like that as the runtime's would.
+fn own_fits(info: &SandboxInfo, config: &Config) -> bool {
+    let kind = info.runtime_options.as_ref().map_or("", |options| options.type_url.as_str());
+    own::replaces(&info.runtime_name)
+        // An operator has named another shim.
+        && !config.shims.0.contains_key(&info.runtime_name)
+        && ["", RUNC_OPTIONS].contains(&kind.rsplit('/').next().unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Drivers, ShimBinaries};
+    use crate::podsandbox::Payload;
+
+    const RUNC: &str = "io.containerd.runc.v2";
+
+    fn info(runtime: &str, options: Option<&str>) -> SandboxInfo {
+        SandboxInfo {
+            runtime_name: runtime.to_owned(),
+            runtime_options: options
+                .map(|kind| Payload { type_url: kind.to_owned(), value: vec![1].into() }),
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn every_setting_has_its_owner() {
+        for (shim, owner) in [
+            (ShimOwner::Own, (Owner::Sandboxer, true)),
+            (ShimOwner::Runtime, (Owner::Sandboxer, false)),
+            (ShimOwner::Started, (Owner::Started, false)),
+            (ShimOwner::Containerd, (Owner::Containerd, false)),
+        ] {
+            let mut config = Config { shim, ..Config::default() };
+            assert_eq!(choose(&info(RUNC, None), &config, true), owner);
+            config.drivers = Drivers([(RUNC.to_owned(), DriverName::Shim)].into());
+            assert_eq!(choose(&info(RUNC, None), &config, true), (Owner::Driver, false));
+            let other = info("io.containerd.runsc.v1", None);
+            assert_eq!(choose(&other, &config, true), (Owner::Driver, false));
+        }
+    }
+
+    #[test]
+    fn the_own_shim_serves_runc_with_its_options_if_it_is_there() {
+        let config = Config { shim: ShimOwner::Own, ..Config::default() };
+        for (runtime, options, own) in [
+            (RUNC, None, true),
+            (RUNC, Some("containerd.runc.v1.Options"), true),
+            (RUNC, Some("types.containerd.io/containerd.runc.v1.Options"), true),
+            (RUNC, Some("runtimeoptions.v1.Options"), false),
+            (RUNC, Some("other.containerd.runc.v1.Options"), false),
+            ("io.containerd.crun.v2", None, false),
+            ("/usr/bin/containerd-shim-runc-v2", None, false),
+            ("", None, false),
+        ] {
+            let chosen = choose(&info(runtime, options), &config, true);
+            assert_eq!(chosen, (Owner::Sandboxer, own), "{runtime} {options:?}");
+        }
+        assert_eq!(choose(&info(RUNC, None), &config, false), (Owner::Sandboxer, false));
+        let shims = ShimBinaries([(RUNC.to_owned(), "/other".into())].into());
+        let config = Config { shims, ..config };
+        assert_eq!(choose(&info(RUNC, None), &config, true), (Owner::Sandboxer, false));
+    }
+}

@@ -1,0 +1,120 @@
+//! The sandboxer's own shim: which program it is, and what becomes of its pods without it.
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context as _, Result, ensure};
+use kit::machine::processes::{self, Proc};
+use kit::{ContainerSpec, until};
+use nix::sys::signal::Signal;
+
+use crate::harness::{
+    Case, Harness, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, removed, signal,
+};
+
+pub(crate) fn cases() -> Vec<Case> {
+    cases![Kind::Own =>
+        an_own_shim_has_nothing_of_the_daemon,
+        a_daemon_has_one_version_of_its_shim,
+        pods_outlive_the_program_of_their_shim,
+    ]
+}
+
+fn program(shim: &Proc) -> Result<String> {
+    let path = fs::read_link(format!("/proc/{}/exe", shim.pid)).context("program")?;
+    Ok(path.file_name().unwrap_or_default().to_string_lossy().into_owned())
+}
+
+async fn an_own_shim_has_nothing_of_the_daemon(harness: Arc<Harness>) -> Result<()> {
+    let pod = harness.pod("alone").await?;
+    pod.run(ContainerSpec::sleeping("a")).await?;
+    let shim = one_shim(&pod).await?;
+    ensure!(program(&shim)? == kit::shim::NAME, "it is {}", program(&shim)?);
+    let name = fs::read_to_string(format!("/proc/{}/comm", shim.pid))?;
+    ensure!(name == "runc-shim\n", "its name is {name:?}");
+    let daemon = processes::one(harness.node.sandboxer_pid()?)?;
+    ensure!(shim.cgroups == daemon.cgroups, "{} and {}", shim.cgroups, daemon.cgroups);
+    // What the daemon has open: its lock, records, the programs of pause and shim.
+    for entry in fs::read_dir(format!("/proc/{}/fd", shim.pid))? {
+        let to = fs::read_link(entry?.path())?.to_string_lossy().into_owned();
+        let log = harness.record(&pod).with_file_name("log");
+        let own = ["/dev/null", "socket:", "anon_inode:", "pipe:"];
+        let streams = harness.node.layout().state().display().to_string();
+        ensure!(
+            own.iter().any(|prefix| to.starts_with(prefix))
+                || to.starts_with(&streams)
+                || Path::new(&to) == log,
+            "it has {to}"
+        );
+    }
+    let limit = |pid: &str| -> Result<String> {
+        let limits = fs::read_to_string(format!("/proc/{pid}/limits"))?;
+        let line = limits.lines().find(|line| line.starts_with("Max open files"));
+        Ok(line.context("no limit of open files")?.to_owned())
+    };
+    ensure!(limit(&shim.pid.to_string())? == limit("self")?, "its limit of open files");
+    removed(&pod).await?;
+    no_shim(&pod).await
+}
+
+/// An upgrade replaces the file while the daemon runs.
+async fn a_daemon_has_one_version_of_its_shim(harness: Arc<Harness>) -> Result<()> {
+    let file = harness.own_shim();
+    fs::remove_file(&file)?;
+    fs::write(&file, "#!/bin/sh\nexit 9\n")?;
+    fs::set_permissions(&file, fs::Permissions::from_mode(0o755))?;
+    let pod = harness.pod("before").await?;
+    let ran = pod.run(ContainerSpec::sleeping("a")).await;
+    fs::remove_file(&file)?;
+    symlink(std::env::current_exe()?, &file)?;
+    ran?;
+    ensure!(program(&one_shim(&pod).await?)? == kit::shim::NAME, "another program");
+    removed(&pod).await?;
+    no_shim(&pod).await
+}
+
+/// A daemon without the program of its shim: it says so, its pods keep their shims and get the
+/// runtime's, and what an own shim has left is cleaned up by the runtime's.
+async fn pods_outlive_the_program_of_their_shim(harness: Arc<Harness>) -> Result<()> {
+    let (served, idle) = (harness.pod("served").await?, harness.pod("idle").await?);
+    let container = served.run(ContainerSpec::sleeping("a")).await?;
+    let shim = one_shim(&served).await?;
+    let file = harness.own_shim();
+    fs::remove_file(&file)?;
+    harness.restart().await?;
+    let without = async {
+        let log = fs::read_to_string(harness.node.layout().sandboxer_log())?;
+        let warning = format!(
+            "own shim is not available; new pods get the runtime's shim: open shim {}: No such \
+             file or directory (os error 2)",
+            file.display()
+        );
+        ensure!(log.matches(&warning).count() == 1, "the log does not say once {warning:?}");
+        ensure!(one_shim(&served).await?.pid == shim.pid, "another shim");
+        ensure!(container.sh("echo hello").await?.trim() == "hello", "exec");
+        let new = harness.pod("new").await?;
+        for pod in [&new, &idle] {
+            pod.run(ContainerSpec::sleeping("b")).await?;
+            let program = program(&one_shim(pod).await?)?;
+            ensure!(program == "containerd-shim-runc-v2", "it is {program}");
+        }
+        signal(shim.pid, Signal::SIGKILL)?;
+        until("not ready", SOON, async || not_ready(&served).await).await?;
+        until("no process of the container", SOON, async || none(&inside(container.id())?)).await?;
+        for pod in [&served, &new] {
+            removed(pod).await?;
+            no_shim(pod).await?;
+        }
+        anyhow::Ok(())
+    };
+    let done = without.await;
+    symlink(std::env::current_exe()?, &file)?;
+    harness.restart().await?;
+    done?;
+    // Served by the runtime's shim still, as that lives.
+    ensure!(program(&one_shim(&idle).await?)? == "containerd-shim-runc-v2", "another program");
+    removed(&idle).await?;
+    no_shim(&idle).await
+}
