@@ -359,7 +359,7 @@ fn tests_that_are_named_exist() {
     }
     let nowhere =
         ["no_such_test", "tests/nowhere.rs", "make nothing"].iter().all(|name| !exists(name, None));
-    assert!(nowhere && !exists("tests_that_are_named_exist", Some("tests/life.rs")));
+    assert!(nowhere && !exists("tests_that_are_named_exist", Some("tests/life/main.rs")));
 }
 
 /// Each attack has a defence with its test, or a sentence that says why there is none.

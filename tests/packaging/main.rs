@@ -9,6 +9,7 @@
 
 mod containerd;
 mod debian;
+mod installer;
 mod kubernetes;
 mod prometheus;
 

@@ -32,6 +32,7 @@ pub mod nri;
 pub mod shim;
 
 mod config;
+mod container;
 mod events;
 mod forward;
 mod node;
@@ -44,13 +45,14 @@ mod teardown;
 mod wait;
 
 pub use config::driver;
+pub use container::{Container, ContainerSpec};
 pub use cri::Cri;
 pub use events::Events;
 pub use forward::port_forward;
 pub use image::{PAUSE_IMAGE, PROBE, TEST_IMAGE, write_archive as write_images};
 pub use node::{Handler, Node, Options};
 pub use parts::Parts;
-pub use pod::{Container, ContainerSpec, Pod, PodHome, PodSpec};
+pub use pod::{Pod, PodHome, PodSpec};
 pub use privilege::skip_without_root;
 pub use process::Process;
 pub use snapshot::{Snapshot, Thing};

@@ -1,0 +1,75 @@
+//! What pods leave on the machine.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+
+use super::Node;
+use crate::cri::api;
+use crate::patient;
+use crate::snapshot::{Snapshot, Thing};
+use crate::teardown;
+
+impl Node {
+    /// Everything of this node that is on the machine now.
+    ///
+    /// # Errors
+    /// The machine does not tell.
+    pub fn snapshot(&self) -> Result<Snapshot> {
+        Snapshot::take(&self.layout, &self.daemons())
+    }
+
+    /// Waits until nothing is on the machine that was not there `before`; some things end a little
+    /// after SIGTERM.
+    ///
+    /// # Errors
+    /// Names all that is left after a few seconds.
+    pub async fn settles_to(&self, before: &Snapshot) -> Result<()> {
+        /// More than a shim takes to end on a busy machine.
+        const SETTLE: Duration = Duration::from_secs(10);
+        let left = self.left_since(before, SETTLE).await?;
+        let lines: Vec<String> = left.iter().map(ToString::to_string).collect();
+        ensure!(left.is_empty(), "left behind:\n  {}", lines.join("\n  "));
+        Ok(())
+    }
+
+    /// What is on the machine, and in containerd's list of pods, that was not there `before` and
+    /// does not go within `limit`, made [`patient`].
+    ///
+    /// # Errors
+    /// The machine or containerd does not tell.
+    pub async fn left_since(&self, before: &Snapshot, limit: Duration) -> Result<Vec<Thing>> {
+        /// The longest time between two looks.
+        const SELDOM: Duration = Duration::from_millis(160);
+        let (begun, limit) = (Instant::now(), patient(limit));
+        let mut pace = Duration::from_millis(20);
+        loop {
+            let mut left = self.snapshot()?.beyond(before);
+            for pod in self.cri.list_pod_sandbox(api::PodSandboxFilter::new()).await? {
+                left.push(Thing::Pod(pod.id, format!("{:?}", pod.state)));
+            }
+            if left.is_empty() || begun.elapsed() > limit {
+                return Ok(left);
+            }
+            // A look reads the whole machine: what stays is not to keep it busy.
+            tokio::time::sleep(pace).await;
+            pace = (pace * 2).min(SELDOM);
+        }
+    }
+
+    /// Removes what was left: pods by containerd, everything else by force.
+    ///
+    /// # Errors
+    /// Names what could not be removed.
+    pub async fn remove_left(&self, left: &[Thing]) -> Result<()> {
+        for thing in left {
+            if let Thing::Pod(id, _) = thing {
+                let stopped = self.cri.stop_pod_sandbox(id).await;
+                stopped
+                    .and(self.cri.remove_pod_sandbox(id).await)
+                    .with_context(|| thing.to_string())?;
+            }
+        }
+        teardown::remove(left)
+    }
+}

@@ -1,0 +1,263 @@
+//! A driver whose pauses live and die on order, and a node with it.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime};
+
+use futures::future::BoxFuture;
+use nix::mount::{MntFlags, umount2};
+use pause_sandboxer::cgroup::CgroupRef;
+use pause_sandboxer::config::Config;
+use pause_sandboxer::controller::Controller;
+use pause_sandboxer::error::StepError;
+use pause_sandboxer::pause::{Driver, Plan};
+use pause_sandboxer::podsandbox::{CreateRequest, Environment, Payload, SandboxInfo};
+use pause_sandboxer::process::{Adoption, Exit, Identity, Process};
+use pause_sandboxer::protos::cri::{
+    LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption,
+    PodSandboxConfig,
+};
+use protobuf::Message as _;
+use tokio::sync::watch;
+
+#[derive(Debug, Default)]
+pub(crate) struct Orders {
+    pub(crate) fail_start: bool,
+    pub(crate) start_takes: Duration,
+    pub(crate) fail_cleanups: u32,
+    pub(crate) panic_in_cleanup: bool,
+    /// The next cleanup lasts until the other end is dropped.
+    pub(crate) hold_cleanup: Option<std::sync::mpsc::Receiver<()>>,
+    pub(crate) cannot_tell: bool,
+}
+
+/// Makes pauses out of nothing. Lives longer than the controllers that use it, as the kernel does.
+#[derive(Debug, Default)]
+pub(crate) struct Fake {
+    pub(crate) orders: Mutex<Orders>,
+    pub(crate) pauses: Mutex<HashMap<u32, watch::Sender<Option<Exit>>>>,
+    /// Whose they are.
+    pub(crate) ids: Mutex<HashMap<u32, String>>,
+    pub(crate) next: AtomicU32,
+    pub(crate) cleanups: AtomicU32,
+    pub(crate) panic_in_kill: Arc<AtomicBool>,
+}
+
+#[derive(Debug)]
+pub(crate) struct FakePause {
+    pub(crate) identity: Identity,
+    pub(crate) end: watch::Sender<Option<Exit>>,
+    pub(crate) panic_in_kill: Arc<AtomicBool>,
+}
+
+impl Fake {
+    /// Makes a pause; its process id.
+    pub(crate) fn make(&self, id: &str) -> u32 {
+        let pid = 1000 + self.next.fetch_add(1, Ordering::SeqCst);
+        self.pauses.lock().unwrap().insert(pid, watch::channel(None).0);
+        self.ids.lock().unwrap().insert(pid, id.to_owned());
+        pid
+    }
+
+    pub(crate) fn pause(&self, pid: u32) -> Option<FakePause> {
+        let end = self.pauses.lock().unwrap().get(&pid)?.clone();
+        let panic_in_kill = self.panic_in_kill.clone();
+        Some(FakePause { identity: identity(pid), end, panic_in_kill })
+    }
+
+    pub(crate) fn end(&self, pid: u32, status: u32) {
+        let end = self.pauses.lock().unwrap().remove(&pid).unwrap();
+        end.send_replace(Some(Exit { status, at: SystemTime::now() }));
+    }
+
+    pub(crate) fn alive(&self) -> usize {
+        self.pauses.lock().unwrap().values().filter(|end| end.borrow().is_none()).count()
+    }
+}
+
+pub(crate) fn identity(pid: u32) -> Identity {
+    Identity {
+        pid,
+        start_time: u64::from(pid) * 7,
+        pid_namespace: 4_026_531_836,
+        boot_id: "boot".into(),
+    }
+}
+
+impl Driver for Fake {
+    fn name(&self) -> &'static str {
+        "fake"
+    }
+
+    fn start(&self, plan: &Plan) -> Result<Box<dyn Process>, StepError> {
+        let orders = self.orders.lock().unwrap();
+        std::thread::sleep(orders.start_takes);
+        if orders.fail_start {
+            return Err(StepError::at(
+                "clone",
+                "/on/order",
+                std::io::Error::from_raw_os_error(libc::EAGAIN),
+            ));
+        }
+        drop(orders);
+        Ok(Box::new(self.pause(self.make(&plan.id)).unwrap()))
+    }
+
+    fn adopt(&self, _site: &CgroupRef, identity: &Identity) -> Adoption {
+        if self.orders.lock().unwrap().cannot_tell {
+            return Adoption::Unknown(StepError::new(
+                "look",
+                std::io::Error::from_raw_os_error(libc::EMFILE),
+            ));
+        }
+        match self.pause(identity.pid) {
+            Some(pause) => Adoption::Alive(Box::new(pause)),
+            None => Adoption::Dead(Exit { status: 255, at: SystemTime::now() }),
+        }
+    }
+
+    fn cleanup(&self, _site: &CgroupRef) -> Result<(), Vec<StepError>> {
+        self.cleanups.fetch_add(1, Ordering::SeqCst);
+        let held = self.orders.lock().unwrap().hold_cleanup.take();
+        if let Some(held) = held {
+            let _ = held.recv();
+        }
+        let mut orders = self.orders.lock().unwrap();
+        if orders.panic_in_cleanup {
+            orders.panic_in_cleanup = false;
+            drop(orders);
+            panic!("on order");
+        }
+        if orders.fail_cleanups > 0 {
+            orders.fail_cleanups -= 1;
+            return Err(vec![StepError::at(
+                "remove cgroup",
+                "/a/b",
+                std::io::Error::from_raw_os_error(libc::EBUSY),
+            )]);
+        }
+        Ok(())
+    }
+
+    fn kill_orphans(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>> {
+        let ids = self.ids.lock().unwrap();
+        let strays: Vec<u32> =
+            ids.iter().filter(|(_, id)| !recorded(id)).map(|(pid, _)| *pid).collect();
+        strays.iter().filter_map(|pid| self.pause(*pid)).for_each(|pause| pause.kill().unwrap());
+        Ok(())
+    }
+}
+
+impl Process for FakePause {
+    fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    fn kill(&self) -> Result<(), StepError> {
+        assert!(!self.panic_in_kill.swap(false, Ordering::SeqCst), "on order");
+        self.end.send_replace(Some(Exit { status: 137, at: SystemTime::now() }));
+        Ok(())
+    }
+
+    fn exited(&self) -> BoxFuture<'_, Exit> {
+        let mut ends = self.end.subscribe();
+        Box::pin(async move { ends.wait_for(Option::is_some).await.unwrap().unwrap() })
+    }
+}
+
+pub(crate) struct Node {
+    pub(crate) dir: tempfile::TempDir,
+    pub(crate) fake: Arc<Fake>,
+}
+
+impl Node {
+    pub(crate) fn new() -> Self {
+        Self { dir: tempfile::tempdir().unwrap(), fake: Arc::default() }
+    }
+
+    pub(crate) fn config(&self) -> Config {
+        let dir = self.dir.path();
+        Config {
+            state_dir: dir.join("state"),
+            containerd_root: dir.join("root"),
+            containerd_state: dir.join("run"),
+            containerd_address: dir.join("containerd.sock"),
+            ..Config::default()
+        }
+    }
+
+    pub(crate) async fn controller(&self) -> Arc<Controller> {
+        let environment = Environment::new(self.config(), self.fake.clone(), None, None).unwrap();
+        Controller::open(Arc::new(environment)).await.unwrap()
+    }
+
+    /// Everything that a sandbox may leave, by path.
+    pub(crate) fn leftovers(&self) -> Vec<String> {
+        let cri = "io.containerd.grpc.v1.cri/sandboxes";
+        let dirs = ["state/sandboxes".to_owned(), format!("root/{cri}"), format!("run/{cri}")];
+        let mut left: Vec<String> = Vec::new();
+        for dir in dirs {
+            let Ok(entries) = std::fs::read_dir(self.dir.path().join(dir)) else { continue };
+            left.extend(entries.map(|e| e.unwrap().path().display().to_string()));
+        }
+        let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+        let shm = |line: &&str| {
+            line.contains(&*self.dir.path().to_string_lossy()) && line.contains("tmpfs shm")
+        };
+        left.extend(mounts.lines().filter(shm).map(str::to_owned));
+        left
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+        let at = |line: &str| line.split(' ').nth(4).unwrap().to_owned();
+        let dir = self.dir.path().to_path_buf();
+        for path in mounts
+            .lines()
+            .map(at)
+            .filter(|p| Path::new(p).starts_with(&dir))
+            .collect::<Vec<_>>()
+            .iter()
+            .rev()
+        {
+            let _ = umount2(path.as_str(), MntFlags::MNT_DETACH);
+        }
+    }
+}
+
+pub(crate) fn request(id: &str) -> CreateRequest {
+    let namespaces = NamespaceOption { network: NamespaceMode::NODE.into(), ..Default::default() };
+    let security = LinuxSandboxSecurityContext {
+        namespace_options: Some(namespaces).into(),
+        ..Default::default()
+    };
+    let linux =
+        LinuxPodSandboxConfig { security_context: Some(security).into(), ..Default::default() };
+    let config = PodSandboxConfig { linux: Some(linux).into(), ..Default::default() };
+    CreateRequest {
+        id: id.into(),
+        options: Some(Payload {
+            type_url: "runtime.v1.PodSandboxConfig".to_owned(),
+            value: config.write_to_bytes().unwrap().into(),
+        }),
+        netns_path: String::new(),
+        sandbox: Some(SandboxInfo {
+            runtime_name: "io.containerd.runc.v2".to_owned(),
+            ..Default::default()
+        }),
+    }
+}
+
+pub(crate) async fn soon<T>(what: &str, mut look: impl AsyncFnMut() -> Option<T>) -> T {
+    for _ in 0..400 {
+        if let Some(found) = look().await {
+            return found;
+        }
+        tokio::time::sleep(Duration::from_millis(25)).await;
+    }
+    panic!("never came: {what}");
+}

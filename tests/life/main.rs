@@ -1,0 +1,249 @@
+//! The life of a sandbox on a fake driver: real files, real mounts, a pause that lives and dies on
+//! order.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+mod fixture;
+mod recovery;
+
+use fixture::{Node, request, soon};
+use nix::mount::{MntFlags, umount2};
+use pause_sandboxer::config::Config;
+use pause_sandboxer::controller::Controller;
+use pause_sandboxer::podsandbox::{CreateRequest, Environment, Error};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn run_stop_remove() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    controller.create(request("a")).await.unwrap();
+    assert!(matches!(controller.create(request("a")).await, Err(Error::AlreadyExists { .. })));
+    let status = controller.status("a", false).await.unwrap();
+    assert_eq!((status.pid, status.state), (0, "SANDBOX_NOTREADY"));
+
+    let started = controller.start("a").await.unwrap();
+    assert_eq!(started.version, 3);
+    assert!(started.spec.is_some());
+    assert!(matches!(controller.start("a").await, Err(Error::State { .. })));
+    let status = controller.status("a", true).await.unwrap();
+    assert_eq!((status.pid, status.state), (started.pid, "SANDBOX_READY"));
+    assert_eq!(status.created_at, started.created_at);
+
+    let waiting = tokio::spawn({
+        let controller = controller.clone();
+        async move { controller.wait("a").await }
+    });
+    controller.stop("a").await.unwrap();
+    assert_eq!(waiting.await.unwrap().unwrap().status, 137);
+    assert_eq!(
+        controller.wait("a").await.unwrap().status,
+        137,
+        "Wait after the exit answers as well"
+    );
+    let status = controller.status("a", false).await.unwrap();
+    assert_eq!((status.state, status.exited_at.is_some()), ("SANDBOX_NOTREADY", true));
+    controller.stop("a").await.unwrap();
+    controller.shutdown("a").await.unwrap();
+    controller.shutdown("a").await.unwrap();
+    assert!(matches!(controller.stop("a").await, Err(Error::NotFound { .. })));
+    assert_eq!(node.leftovers(), Vec::<String>::new());
+    controller.create(request("a")).await.unwrap();
+    controller.shutdown("a").await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_failed_start_leaves_nothing() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    node.fake.orders.lock().unwrap().fail_start = true;
+    controller.create(request("a")).await.unwrap();
+    let error = controller.start("a").await.unwrap_err().to_string();
+    for part in ["a", "start", "clone", "/on/order", "os error 11"] {
+        assert!(error.contains(part), "{error}");
+    }
+    assert_eq!(node.leftovers(), Vec::<String>::new());
+    assert!(matches!(controller.status("a", false).await, Err(Error::NotFound { .. })));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_start_whose_caller_gives_up_leaves_nothing() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    node.fake.orders.lock().unwrap().start_takes = Duration::from_millis(200);
+    controller.create(request("a")).await.unwrap();
+    assert!(tokio::time::timeout(Duration::from_millis(50), controller.start("a")).await.is_err());
+    soon("the removal", async || controller.status("a", false).await.is_err().then_some(())).await;
+    assert_eq!(node.leftovers(), Vec::<String>::new());
+    assert_eq!(node.fake.alive(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_exit_is_published_before_a_cleanup_that_fails_and_is_retried() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    controller.create(request("a")).await.unwrap();
+    let pid = controller.start("a").await.unwrap().pid;
+    {
+        let mut orders = node.fake.orders.lock().unwrap();
+        orders.fail_cleanups = 1;
+        orders.panic_in_cleanup = true;
+    }
+    node.fake.end(pid, 3);
+    assert_eq!(controller.wait("a").await.unwrap().status, 3);
+    // One panic, one EBUSY, then success: all by themselves.
+    soon("three tries", async || (node.fake.cleanups.load(Ordering::SeqCst) >= 3).then_some(()))
+        .await;
+    controller.stop("a").await.unwrap();
+    controller.shutdown("a").await.unwrap();
+    assert_eq!(node.leftovers(), Vec::<String>::new());
+}
+
+/// The owner itself kills, so what panics there is the owner.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_panic_of_an_actor_loses_no_sandbox() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    controller.create(request("a")).await.unwrap();
+    let pid = controller.start("a").await.unwrap().pid;
+    let wait = tokio::spawn(controller.wait("a"));
+    node.fake.panic_in_kill.store(true, Ordering::SeqCst);
+    let stop = {
+        let controller = controller.clone();
+        tokio::spawn(async move { controller.stop("a").await })
+    };
+    soon("the fault", async || (!node.fake.panic_in_kill.load(Ordering::SeqCst)).then_some(()))
+        .await;
+    // Whatever comes while the owner is at fault, too.
+    let shutdown = controller.shutdown("a").await;
+    for answer in [stop.await.unwrap(), shutdown] {
+        assert!(
+            matches!(&answer, Err(Error::Fault { reason, .. }) if reason.contains("on order")),
+            "{answer:?}"
+        );
+    }
+    assert_eq!((node.fake.alive(), wait.is_finished()), (1, false));
+    let status = controller.status("a", false).await.unwrap();
+    assert_eq!((status.state, status.pid), ("SANDBOX_READY", pid));
+    controller.stop("a").await.unwrap();
+    assert_eq!(wait.await.unwrap().unwrap().status, 137);
+    controller.shutdown("a").await.unwrap();
+    assert_eq!((node.leftovers(), node.fake.alive()), (Vec::new(), 0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stop_names_the_step_of_a_cleanup_that_fails() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    controller.create(request("a")).await.unwrap();
+    controller.start("a").await.unwrap();
+    node.fake.orders.lock().unwrap().fail_cleanups = 1;
+    let error = controller.stop("a").await.unwrap_err().to_string();
+    assert!(error.contains("remove cgroup /a/b") && error.contains("os error 16"), "{error}");
+    controller.stop("a").await.unwrap();
+    controller.shutdown("a").await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn files_come_back_with_the_same_shared_memory() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    controller.create(request("a")).await.unwrap();
+    controller.start("a").await.unwrap();
+    let cri = "io.containerd.grpc.v1.cri/sandboxes/a";
+    let (root, run) =
+        (node.dir.path().join("root").join(cri), node.dir.path().join("run").join(cri));
+    std::fs::write(run.join("shm/word"), "kept").unwrap();
+    // As containerd does at its start with what it does not know.
+    umount2(&run.join("shm"), MntFlags::MNT_DETACH).unwrap();
+    std::fs::remove_dir_all(&run).unwrap();
+    std::fs::remove_dir_all(&root).unwrap();
+    // Not right after Start, when it takes its own files for granted.
+    let back = async || {
+        controller.status("a", false).await.unwrap();
+        std::fs::read_to_string(run.join("shm/word")).ok()
+    };
+    assert_eq!(soon("the files", back).await, "kept");
+    let of_node = std::fs::read("/proc/sys/kernel/hostname").unwrap();
+    assert_eq!(std::fs::read(root.join("hostname")).unwrap(), of_node);
+    assert_eq!(std::fs::read(root.join("hosts")).unwrap(), std::fs::read("/etc/hosts").unwrap());
+    assert!(root.join("resolv.conf").exists());
+    controller.shutdown("a").await.unwrap();
+    assert_eq!(node.leftovers(), Vec::<String>::new());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sandbox_that_is_never_started_is_removed() {
+    let node = Node::new();
+    let mut config = node.config();
+    config.abandoned_after = Duration::from_millis(300);
+    let environment = Environment::new(config, node.fake.clone(), None, None).unwrap();
+    let controller = Controller::open(Arc::new(environment)).await.unwrap();
+    controller.create(request("a")).await.unwrap();
+    assert!(controller.status("a", false).await.is_ok());
+    soon("the removal", async || controller.status("a", false).await.is_err().then_some(())).await;
+    assert_eq!(node.leftovers(), Vec::<String>::new());
+}
+
+/// containerd is asked in the namespace of the settings alone, and would say that it does not know
+/// the sandbox.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sandbox_of_another_namespace_is_not_garbage_collected() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    controller.create(request("a")).await.unwrap();
+    controller.start("a").await.unwrap();
+    for (namespace, unasked) in [("other", false), ("k8s.io", true)] {
+        let config = Config { containerd_namespace: namespace.to_owned(), ..node.config() };
+        let environment = Environment::new(config, node.fake.clone(), None, None).unwrap();
+        let controller = Controller::open(Arc::new(environment)).await.unwrap();
+        let live = controller.live();
+        assert_eq!(
+            live.iter().map(|of| (of.id(), of.is_unasked())).collect::<Vec<_>>(),
+            [("a", unasked)],
+            "{namespace}"
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bad_requests_name_the_field_and_leave_nothing() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    let with = |change: fn(&mut CreateRequest)| {
+        let mut request = request("a");
+        change(&mut request);
+        request
+    };
+    let cases: [(&str, CreateRequest); 6] = [
+        ("sandbox_id", with(|r| r.id = "../a".into())),
+        ("sandbox_id", with(|r| r.id = "x".repeat(4096).into())),
+        ("options", with(|r| r.options = None)),
+        (
+            "options",
+            with(|r| r.options.as_mut().unwrap().type_url = "google.protobuf.Empty".to_owned()),
+        ),
+        ("options", with(|r| r.options.as_mut().unwrap().value = vec![0xff, 0xff].into())),
+        (
+            "netns_path",
+            with(|r| {
+                r.options.as_mut().unwrap().value = Default::default();
+                r.netns_path = "/etc/hosts".to_owned();
+            }),
+        ),
+    ];
+    for (field, request) in cases {
+        let error = controller.create(request).await.unwrap_err();
+        assert!(matches!(error, Error::Invalid { .. }), "{error}");
+        assert!(error.to_string().contains(field), "{error}");
+        assert!(error.to_string().len() < 300, "{error}");
+    }
+    assert_eq!(node.leftovers(), Vec::<String>::new());
+}

@@ -1,0 +1,176 @@
+//! What a new daemon makes of the records of an earlier one.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use pause_sandboxer::controller::Controller;
+use pause_sandboxer::podsandbox::{Environment, Error};
+use tokio::runtime::Builder;
+
+use crate::fixture::{Node, request};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_restart_recovers_running_exited_and_unknown_sandboxes() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    for id in ["alive", "dead", "stopped", "created"] {
+        controller.create(request(id)).await.unwrap();
+    }
+    let alive = controller.start("alive").await.unwrap();
+    let dead = controller.start("dead").await.unwrap();
+    controller.start("stopped").await.unwrap();
+    controller.stop("stopped").await.unwrap();
+    controller.drain().await;
+    assert!(matches!(controller.status("alive", false).await, Err(Error::Stopping { .. })));
+    drop(controller);
+    // It dies unwatched.
+    node.fake.pauses.lock().unwrap().remove(&dead.pid);
+
+    // On a runtime of its own: it ends as a killed daemon does, and its owners do not race with
+    // their successors.
+    let daemon = tokio::runtime::Runtime::new().unwrap();
+    let environment =
+        Arc::new(Environment::new(node.config(), node.fake.clone(), None, None).unwrap());
+    let controller = daemon.spawn(Controller::open(environment)).await.unwrap().unwrap();
+    let status = controller.status("alive", false).await.unwrap();
+    assert_eq!(
+        (status.pid, status.state, status.created_at),
+        (alive.pid, "SANDBOX_READY", alive.created_at)
+    );
+    assert_eq!(controller.wait("dead").await.unwrap().status, 255);
+    assert_eq!(controller.wait("stopped").await.unwrap().status, 137, "the exit is on record");
+    controller.start("created").await.unwrap();
+    node.fake.end(alive.pid, 9);
+    assert_eq!(controller.wait("alive").await.unwrap().status, 9, "its exit is watched again");
+    drop(controller);
+    daemon.shutdown_background();
+
+    node.fake.orders.lock().unwrap().cannot_tell = true;
+    let controller = node.controller().await;
+    assert_eq!(controller.status("created", false).await.unwrap().state, "SANDBOX_UNKNOWN");
+    assert!(controller.stop("created").await.unwrap_err().to_string().contains("os error 24"));
+    node.fake.orders.lock().unwrap().cannot_tell = false;
+    controller.stop("created").await.unwrap();
+    assert_eq!(controller.wait("created").await.unwrap().status, 137);
+    for id in ["alive", "dead", "stopped", "created"] {
+        controller.shutdown(id).await.unwrap();
+    }
+    assert_eq!(node.leftovers(), Vec::<String>::new());
+}
+
+/// As on a node that has no process ids left: the threads of the first runtime are to have more
+/// stack than there is memory.
+#[test]
+fn a_recovery_without_threads_quarantines_no_record() {
+    let without_threads =
+        Builder::new_current_thread().thread_stack_size(1 << 60).enable_all().build().unwrap();
+    let with_threads = Builder::new_current_thread().enable_all().build().unwrap();
+    let node = Node::new();
+    with_threads
+        .block_on(async { node.controller().await.create(request("created")).await.unwrap() });
+    let environment =
+        || Arc::new(Environment::new(node.config(), node.fake.clone(), None, None).unwrap());
+    let failed = without_threads.block_on(Controller::open(environment())).unwrap_err();
+    assert_eq!(
+        failed.to_string(),
+        "start a thread: Resource temporarily unavailable (os error 11)"
+    );
+    with_threads.block_on(async {
+        let controller = node.controller().await;
+        controller.start("created").await.unwrap();
+        controller.shutdown("created").await.unwrap();
+    });
+    assert_eq!(node.leftovers(), Vec::<String>::new());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_record_that_cannot_be_read_is_kept_and_its_id_stays_taken() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    controller.create(request("newer")).await.unwrap();
+    drop(controller);
+    let record = node.dir.path().join("state/sandboxes/newer/record.json");
+    let text =
+        std::fs::read_to_string(&record).unwrap().replacen("\"version\":1", "\"version\":99", 1);
+    std::fs::write(&record, &text).unwrap();
+    std::fs::create_dir(node.dir.path().join("state/sandboxes/broken")).unwrap();
+    std::fs::write(node.dir.path().join("state/sandboxes/broken/record.json"), "{").unwrap();
+    std::fs::create_dir(node.dir.path().join("state/sandboxes/empty")).unwrap();
+
+    let controller = node.controller().await;
+    assert!(matches!(controller.create(request("newer")).await, Err(Error::AlreadyExists { .. })));
+    let error = controller.status("newer", false).await.unwrap_err().to_string();
+    assert!(error.contains("version 99"), "{error}");
+    assert!(
+        matches!(controller.wait("newer").await, Err(Error::Stopping { .. })),
+        "Wait must be asked again later"
+    );
+    assert!(controller.status("broken", false).await.is_err());
+    assert!(matches!(controller.status("empty", false).await, Err(Error::NotFound { .. })));
+    assert_eq!(std::fs::read_to_string(&record).unwrap(), text);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn recovery_undoes_an_interrupted_start() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    controller.create(request("cut")).await.unwrap();
+    drop(controller);
+    // The first thing that a start makes.
+    std::fs::create_dir(node.dir.path().join("state/sandboxes/cut/shm")).unwrap();
+    let controller = node.controller().await;
+    assert!(matches!(controller.status("cut", false).await, Err(Error::NotFound { .. })));
+    assert_eq!(node.leftovers(), Vec::<String>::new());
+}
+
+/// Recovery's removal of a cut-off start hangs beyond the record's time: the id stays taken until
+/// it has ended, and nothing is done for the sandbox beside it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sandbox_waits_for_what_recovery_left_under_way() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    controller.create(request("cut")).await.unwrap();
+    drop(controller);
+    std::fs::create_dir(node.dir.path().join("state/sandboxes/cut/shm")).unwrap();
+    let (release, held) = std::sync::mpsc::channel();
+    node.fake.orders.lock().unwrap().hold_cleanup = Some(held);
+    let controller = node.controller().await;
+    let mut removal = Box::pin(controller.shutdown("cut"));
+    assert!(
+        tokio::time::timeout(Duration::from_secs(1), &mut removal).await.is_err(),
+        "removed beside the first removal"
+    );
+    assert_eq!(node.fake.cleanups.load(Ordering::SeqCst), 1);
+    assert!(matches!(controller.create(request("cut")).await, Err(Error::AlreadyExists { .. })));
+    drop(release);
+    removal.await.unwrap();
+    controller.create(request("cut")).await.unwrap();
+    controller.start("cut").await.unwrap();
+    controller.shutdown("cut").await.unwrap();
+    assert_eq!((node.leftovers(), node.fake.alive()), (Vec::new(), 0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_an_older_daemon_made_ahead_is_removed_and_the_sandbox_can_be_started() {
+    let node = Node::new();
+    let killed = node.controller().await;
+    killed.create(request("a")).await.unwrap();
+    let record = node.dir.path().join("state/sandboxes/a");
+    // As it left them: its sign, the held shared memory, a file and a pause.
+    for dir in ["ahead", "shm"] {
+        std::fs::create_dir(record.join(dir)).unwrap();
+    }
+    let files = node.dir.path().join("root/io.containerd.grpc.v1.cri/sandboxes/a");
+    std::fs::create_dir_all(&files).unwrap();
+    std::fs::write(files.join("hostname"), "old").unwrap();
+    let made = node.fake.make("a");
+    let controller = node.controller().await;
+    assert!(!record.join("ahead").exists() && !record.join("shm").exists() && !files.exists());
+    assert!(node.fake.cleanups.load(Ordering::SeqCst) > 0, "its cgroup");
+    assert_eq!(node.fake.alive(), 0, "its pause");
+    assert_ne!(controller.start("a").await.unwrap().pid, made);
+    controller.shutdown("a").await.unwrap();
+    assert_eq!((node.leftovers(), node.fake.alive()), (Vec::new(), 0));
+    drop(killed);
+}

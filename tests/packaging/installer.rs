@@ -1,0 +1,392 @@
+//! The script that the DaemonSets run, on the root of a node: what it installs, it removes.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{BufRead as _, BufReader};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+
+use super::file;
+use super::kubernetes::DIR;
+use super::kubernetes::drop_in;
+
+/// What an installation that has nothing to change asks for.
+const CHECKED: &str = "/usr/local/bin/pause-sandboxer check\n\
+    label {\"metadata\":{\"labels\":{\"pause-sandboxer/ready\":\"true\"}}}\n";
+
+/// A node's root and what is done on it: commands are written down, `list` answers what `alive`
+/// holds, or as a daemon that is down where there is `down`, `config dump` what `dump` holds; the
+/// command that `fails` holds fails. Labels are written down as well.
+struct Node(tempfile::TempDir);
+
+impl Node {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let node = Self(dir);
+        for path in ["host/etc/containerd", "dist"] {
+            fs::create_dir_all(node.path(path)).unwrap();
+        }
+        for source in [
+            "systemd/pause-sandboxer.service",
+            "systemd/pause-sandboxer.socket",
+            "containerd/pause-sandboxer.toml",
+        ] {
+            let name = source.split('/').nth(1).unwrap();
+            fs::write(node.path(&format!("dist/{name}")), file(&format!("packaging/{source}")))
+                .unwrap();
+        }
+        fs::write(node.path("dist/pause-sandboxer"), "program").unwrap();
+        fs::write(node.path("alive"), "SANDBOX\n").unwrap();
+        fs::write(node.path("fails"), "nothing").unwrap();
+        fs::write(node.path("dump"), "").unwrap();
+        let curl = "#!/bin/sh\nwhile [ \"$1\" != -d ]; do shift; done\n\
+            echo \"label $2\" >>\"${0%/*}/../asked\"\n";
+        fs::create_dir(node.path("bin")).unwrap();
+        fs::write(node.path("bin/curl"), curl).unwrap();
+        fs::set_permissions(node.path("bin/curl"), fs::Permissions::from_mode(0o755)).unwrap();
+        let stub = format!(
+            "#!/bin/sh\necho \"$*\" >>{0}/asked\ncase $* in \"$(cat {0}/fails)\") exit 1 ;; *list) \
+             [ ! -e {0}/down ] || exit 3; cat {0}/alive ;; *dump) cat {0}/dump ;; esac\n",
+            node.0.path().display()
+        );
+        fs::write(node.path("on-host"), stub).unwrap();
+        fs::set_permissions(node.path("on-host"), fs::Permissions::from_mode(0o755)).unwrap();
+        node
+    }
+
+    fn path(&self, name: &str) -> std::path::PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn script(&self, command: &str) -> Output {
+        self.command(command).output().unwrap()
+    }
+
+    fn command(&self, word: &str) -> Command {
+        let mut command =
+            Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join(DIR).join("install.sh"));
+        command
+            .arg(word)
+            .env("HOST", self.path("host"))
+            .env("DIST", self.path("dist"))
+            .env("ON_HOST", self.path("on-host"))
+            .env("ONCE", "1")
+            .env("EVERY", "0.05")
+            .env(
+                "PATH",
+                format!("{}:{}", self.path("bin").display(), std::env::var("PATH").unwrap()),
+            )
+            .env("KUBERNETES_SERVICE_HOST", "api")
+            .env("NODE_NAME", "node")
+            .stderr(Stdio::null());
+        command
+    }
+
+    /// Starts an uninstallation, which must wait; it does so with everything in place, as what it
+    /// says names `why`.
+    fn waiting(&self, why: &str) -> Child {
+        let mut child =
+            self.command("uninstall").stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        let said = BufReader::new(child.stdout.as_mut().unwrap()).lines().map(Result::unwrap);
+        assert!(said.take(20).any(|line| line.contains(why)), "it waits for {why}");
+        assert!(self.path("host/usr/local/bin/pause-sandboxer").exists());
+        let asked = fs::read_to_string(self.path("asked")).unwrap_or_default();
+        assert!(!asked.contains("disable"), "{asked}");
+        child
+    }
+
+    /// What was asked, without how containerd is set.
+    fn asked(&self) -> String {
+        let text = fs::read_to_string(self.path("asked")).unwrap_or_default();
+        let _ = fs::remove_file(self.path("asked"));
+        text.lines()
+            .filter(|line| !line.ends_with("config dump"))
+            .fold(String::new(), |text, line| text + line + "\n")
+    }
+
+    /// All files of the node.
+    fn files(&self) -> BTreeSet<String> {
+        let output = Command::new("find")
+            .arg(self.path("host"))
+            .args(["-type", "f", "-printf", "%P\n"])
+            .output()
+            .unwrap();
+        String::from_utf8(output.stdout).unwrap().lines().map(str::to_owned).collect()
+    }
+}
+
+#[test]
+fn the_uninstaller_removes_everything_installed() {
+    let node = Node::new();
+    fs::write(node.path("host/etc/containerd/config.toml"), "version = 2\n[plugins]\n").unwrap();
+    let before = node.files();
+    let output = node.script("install");
+    assert!(output.status.success(), "{output:?}");
+    let config = fs::read_to_string(node.path("host/etc/containerd/config.toml")).unwrap();
+    assert_eq!(config, "imports = [\"/etc/containerd/conf.d/*.toml\"]\nversion = 2\n[plugins]\n");
+    for path in [
+        "usr/local/bin/pause-sandboxer",
+        "etc/systemd/system/pause-sandboxer.service",
+        "etc/systemd/system/pause-sandboxer.socket",
+        "etc/containerd/conf.d/pause-sandboxer.toml",
+    ] {
+        assert!(node.files().contains(path), "{path}");
+    }
+    let asked = node.asked();
+    for command in [
+        "systemctl enable --now pause-sandboxer.socket",
+        "systemctl restart containerd",
+        "pause-sandboxer check",
+    ] {
+        assert!(asked.contains(command), "{asked}");
+    }
+    // The same again changes nothing, and restarts nothing.
+    assert!(node.script("install").status.success());
+    assert_eq!(node.asked(), CHECKED);
+    // A new version restarts the daemon and leaves containerd alone.
+    fs::write(node.path("dist/pause-sandboxer"), "newer").unwrap();
+    assert!(node.script("install").status.success());
+    let asked = node.asked();
+    assert!(
+        asked.contains("restart pause-sandboxer.service") && !asked.contains("restart containerd"),
+        "{asked}"
+    );
+    assert!(node.script("ready").status.success());
+
+    fs::create_dir_all(node.path("host/run/pause-sandboxer/shims")).unwrap();
+    fs::write(node.path("host/run/pause-sandboxer/lock"), "1").unwrap();
+    let output = node.script("uninstall");
+    assert!(output.status.success(), "{output:?}");
+    assert!(!node.path("host/run/pause-sandboxer").exists());
+    let left: Vec<String> = node.files().difference(&before).cloned().collect();
+    assert_eq!(left, ["etc/containerd/config.toml.before-pause-sandboxer"]);
+    assert!(
+        node.asked()
+            .contains("systemctl disable --now pause-sandboxer.socket pause-sandboxer.service")
+    );
+}
+
+/// kubeadm's default of kubelet; without it runc and kubelet disagree, and `check` keeps the node
+/// from its label.
+#[test]
+fn the_handler_makes_cgroups_as_kubelet_does() {
+    let node = Node::new();
+    fs::create_dir_all(node.path("host/var/lib/kubelet")).unwrap();
+    for (line, systemd) in [
+        ("cgroupDriver: systemd", true),
+        ("# cgroupDriver: systemd", false),
+        ("cgroupDriver: \"systemd\" # kubeadm", true),
+        ("cgroupDriver: cgroupfs", false),
+    ] {
+        fs::write(node.path("host/var/lib/kubelet/config.yaml"), format!("a: 1\n{line}\nb: 2\n"))
+            .unwrap();
+        let output = node.script("install");
+        assert!(output.status.success(), "{output:?}");
+        let placed =
+            fs::read_to_string(node.path("host/etc/containerd/conf.d/pause-sandboxer.toml"))
+                .unwrap();
+        let mut expected = drop_in();
+        if systemd {
+            let options = toml::Table::from_iter([("SystemdCgroup".to_owned(), true.into())]);
+            let runtimes =
+                &mut expected["plugins"]["io.containerd.cri.v1.runtime"]["containerd"]["runtimes"];
+            runtimes["runc-pause"]
+                .as_table_mut()
+                .unwrap()
+                .insert("options".to_owned(), options.into());
+        }
+        assert_eq!(placed.parse::<toml::Table>().unwrap(), expected, "{line}");
+        assert!(node.asked().contains("restart containerd"), "{line}");
+        // It stays so, without another restart.
+        assert!(node.script("install").status.success());
+        assert_eq!(node.asked(), CHECKED, "{line}");
+    }
+}
+
+/// containerd reports its default handler's cgroup driver to kubelet, whatever kubelet's own config
+/// says.
+#[test]
+fn the_handler_makes_cgroups_as_the_default_handler_does() {
+    let node = Node::new();
+    fs::create_dir_all(node.path("host/var/lib/kubelet")).unwrap();
+    let dump = |default: &str, runc: bool, other: bool| {
+        let runtimes = "[plugins.'io.containerd.cri.v1.runtime'.containerd";
+        format!(
+            "version = 3\n[plugins]\n  {runtimes}]\n    default_runtime_name = '{default}'\n    \
+             {runtimes}.runtimes]\n\
+             {runtimes}.runtimes.runc.options]\n  BinaryName = ''\n  SystemdCgroup = {runc}\n\
+             {runtimes}.runtimes.other.options]\n  SystemdCgroup = {other}\n"
+        )
+    };
+    for (kubelet, dump, systemd) in [
+        ("cgroupfs", dump("runc", true, false), true),
+        ("systemd", dump("runc", false, true), false),
+        ("cgroupfs", dump("other", false, true), true),
+        ("cgroupfs", dump("runc-pause", true, false), true),
+        ("systemd", String::new(), true),
+    ] {
+        fs::write(
+            node.path("host/var/lib/kubelet/config.yaml"),
+            format!("cgroupDriver: {kubelet}\n"),
+        )
+        .unwrap();
+        fs::write(node.path("dump"), &dump).unwrap();
+        let output = node.script("install");
+        assert!(output.status.success(), "{output:?}");
+        let placed =
+            fs::read_to_string(node.path("host/etc/containerd/conf.d/pause-sandboxer.toml"))
+                .unwrap();
+        assert_eq!(placed.contains("\nSystemdCgroup = true\n"), systemd, "{kubelet}\n{dump}");
+    }
+}
+
+#[test]
+fn an_interrupted_installation_is_completed_by_the_next() {
+    let steps = [
+        "daemon-reload",
+        "enable --now pause-sandboxer.socket",
+        "restart pause-sandboxer.service",
+        "restart containerd",
+    ];
+    for step in steps {
+        let node = Node::new();
+        fs::write(node.path("fails"), format!("systemctl {step}")).unwrap();
+        assert!(!node.script("install").status.success(), "{step}");
+        assert!(!node.asked().contains("check"), "{step}: not labelled");
+        fs::write(node.path("fails"), "nothing").unwrap();
+        let output = node.script("install");
+        assert!(output.status.success(), "{output:?}");
+        let asked = node.asked();
+        for step in steps {
+            assert!(asked.contains(step), "{step} is left out: {asked}");
+        }
+        assert!(node.script("install").status.success());
+        assert_eq!(node.asked(), CHECKED);
+    }
+}
+
+/// An uninstallation that waited ends well.
+fn ends(mut child: Child) {
+    // Output without a reader must not block it.
+    drop(child.stdout.take().map(|mut said| std::io::copy(&mut said, &mut std::io::sink())));
+    assert!(child.wait().unwrap().success());
+}
+
+#[test]
+fn an_uninstallation_waits_for_pods() {
+    let node = Node::new();
+    assert!(node.script("install").status.success());
+    let _ = node.asked();
+    fs::write(node.path("alive"), "SANDBOX\nabc web\n").unwrap();
+    let child = node.waiting("abc web");
+    fs::write(node.path("alive"), "SANDBOX\n").unwrap();
+    ends(child);
+    assert!(!node.path("host/usr/local/bin/pause-sandboxer").exists());
+    // A kubelet that is restarted without the label would have ended the pod: it went after the
+    // last look, and before the daemon.
+    let asked = node.asked();
+    let at = |part: &str| asked.find(part).unwrap_or_else(|| panic!("{part} is not in\n{asked}"));
+    assert!(
+        at("ready\":null") < asked.rfind("pause-sandboxer list").unwrap()
+            && at("list") < at("ready\":null"),
+        "{asked}"
+    );
+    assert!(asked.rfind("pause-sandboxer list").unwrap() < at("systemctl disable"), "{asked}");
+}
+
+/// A pod that comes between the last look and the removal of the label has its label back while it
+/// is waited for.
+#[test]
+fn a_pod_that_arrives_while_the_label_is_removed_restores_it() {
+    let node = Node::new();
+    assert!(node.script("install").status.success());
+    let _ = node.asked();
+    let curl = node.path("bin/curl");
+    let script = fs::read_to_string(&curl).unwrap();
+    let pod = "\ncase $2 in *null*) [ -e \"$0.come\" ] || printf 'SANDBOX\\nabc web\\n' \
+        >\"${0%/*}/../alive\"; : >\"$0.come\" ;; esac\n";
+    fs::write(&curl, script + pod).unwrap();
+    let child = node.waiting("abc web");
+    let asked = node.asked();
+    assert!(
+        asked.find("ready\":null").unwrap() < asked.find("ready\":\"true\"").unwrap(),
+        "{asked}"
+    );
+    fs::write(node.path("alive"), "SANDBOX\n").unwrap();
+    ends(child);
+    assert!(node.asked().contains("ready\":null"));
+}
+
+/// What a node that is broken says of itself is true, and no pod is lost for it.
+#[test]
+fn a_failed_check_takes_no_label_from_a_node_with_pods() {
+    for (alive, label) in [("SANDBOX\n", true), ("SANDBOX\nabc web\n", false)] {
+        let node = Node::new();
+        fs::write(node.path("alive"), alive).unwrap();
+        fs::write(node.path("fails"), "/usr/local/bin/pause-sandboxer check").unwrap();
+        let output = node.command("install").stderr(Stdio::piped()).output().unwrap();
+        assert!(!output.status.success(), "{output:?}");
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(node.asked().contains("\"pause-sandboxer/ready\":\"false\""), label, "{said}");
+        assert!(
+            said.contains(if label {
+                "has the label pause-sandboxer/ready=false"
+            } else {
+                "the label is unchanged"
+            }),
+            "{said}"
+        );
+    }
+}
+
+#[test]
+fn an_uninstallation_waits_while_the_handler_is_the_default() {
+    let node = Node::new();
+    assert!(node.script("install").status.success());
+    let _ = node.asked();
+    let file_of_default = node.path("host/etc/containerd/conf.d/pause-sandboxer-default.toml");
+    fs::write(&file_of_default, file(&format!("{DIR}/default-handler.toml"))).unwrap();
+    let child = node.waiting("/etc/containerd/conf.d/pause-sandboxer-default.toml");
+    fs::write(
+        &file_of_default,
+        "# default_runtime_name = \"runc-pause\"\ndefault_runtime_name = \"runc\"\n",
+    )
+    .unwrap();
+    ends(child);
+    assert!(!node.path("host/usr/local/bin/pause-sandboxer").exists());
+}
+
+#[test]
+fn a_daemon_that_does_not_answer_does_not_count_as_one_without_pods() {
+    let node = Node::new();
+    assert!(node.script("install").status.success());
+    let _ = node.asked();
+    let record = node.path("host/run/pause-sandboxer/sandboxes/abc");
+    fs::create_dir_all(&record).unwrap();
+    fs::write(node.path("down"), "").unwrap();
+    let child = node.waiting("abc (the daemon does not answer)");
+    fs::remove_dir(&record).unwrap();
+    ends(child);
+    assert!(!node.path("host/usr/local/bin/pause-sandboxer").exists());
+}
+
+#[test]
+fn a_node_with_the_package_is_left_alone() {
+    let node = Node::new();
+    fs::create_dir_all(node.path("host/usr/bin")).unwrap();
+    fs::write(node.path("host/usr/bin/pause-sandboxer"), "").unwrap();
+    let before = node.files();
+    for word in ["install", "uninstall"] {
+        let output = node.script(word);
+        // A pod that fails would hold up the other nodes.
+        assert!(output.status.success(), "{output:?}");
+        assert!(
+            String::from_utf8_lossy(&output.stdout).contains("this node has the Debian package"),
+            "{output:?}"
+        );
+        assert_eq!((node.asked().as_str(), node.files()), ("", before.clone()), "{word}");
+    }
+    assert!(node.script("ready").status.success());
+    assert_eq!(node.asked(), "/usr/bin/pause-sandboxer list\n");
+}
