@@ -2,16 +2,24 @@
 
 use std::fs;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use cgroup_metrics::{v1, v2};
 use protobuf::Message as _;
 use protobuf::well_known_types::any::Any;
+use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::error::{Context as _, Error};
 
 /// Where hierarchies are mounted.
 const ROOT: &str = "/sys/fs/cgroup";
+
+/// How often, and after which wait, a cgroup is tried to be removed once more: processes that were
+/// killed are in it until they have ended.
+const REMOVE_TRIES: u32 = 100;
+const REMOVE_WAIT: Duration = Duration::from_millis(20);
 
 /// A cgroup.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,6 +52,42 @@ impl Cgroup {
             controllers.extend(named.map(|name| (name.to_owned(), root.join(name).join(path))));
         }
         (!unified && !controllers.is_empty()).then_some(Self::V1(controllers))
+    }
+
+    /// The cgroup of an OCI config's `cgroupsPath` (`/PATH/NAME`, or `SLICE:PREFIX:NAME` of
+    /// systemd), if its name is `id`.
+    pub fn named(path: &str, id: &str) -> Option<Self> {
+        let path = in_hierarchy(path, id)?;
+        let root = Path::new(ROOT);
+        if root.join("cgroup.controllers").exists() {
+            return Some(Self::V2(root.join(path)));
+        }
+        let entries = fs::read_dir(root).ok()?.flatten();
+        // Links name the same hierarchy.
+        let dirs = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+        let paths = dirs
+            .map(|dir| (dir.file_name().to_string_lossy().into_owned(), dir.path().join(&path)));
+        Some(Self::V1(paths.filter(|(_, path)| path.is_dir()).collect()))
+    }
+
+    /// Kills what is in it and removes it. One that is not there is success.
+    pub fn remove(&self) -> Result<(), Error> {
+        let paths: Vec<&Path> = match self {
+            Self::V1(paths) => paths.iter().map(|(_, path)| path.as_path()).collect(),
+            Self::V2(path) => vec![path],
+        };
+        let mut tries = 0;
+        loop {
+            let removed = paths.iter().try_for_each(|path| remove_below(path));
+            match removed {
+                Err(e) if tries < REMOVE_TRIES && e.raw_os_error() == Some(libc::EBUSY) => {
+                    tries += 1;
+                    paths.iter().try_for_each(|path| kill_below(path))?;
+                    std::thread::sleep(REMOVE_WAIT);
+                }
+                other => return Ok(other?),
+            }
+        }
     }
 
     /// The path in the hierarchy of a controller.
@@ -108,6 +152,64 @@ impl Cgroup {
     }
 }
 
+fn in_hierarchy(path: &str, id: &str) -> Option<PathBuf> {
+    let plain = |name: &str| !["", ".", ".."].contains(&name) && !name.contains('/');
+    if let [slice, prefix, name] = path.split(':').collect::<Vec<_>>()[..] {
+        let stem = slice.strip_suffix(".slice")?;
+        if name != id || !plain(prefix) || !plain(stem) {
+            return None;
+        }
+        // a-b.slice is in a.slice.
+        let ends = stem.match_indices('-').map(|(at, _)| at).chain([stem.len()]);
+        let slices = ends.map(|end| format!("{}.slice", stem.get(..end).unwrap_or_default()));
+        let mut path: PathBuf = slices.collect();
+        path.push(format!("{prefix}-{name}.scope"));
+        return Some(path);
+    }
+    let parts: Vec<&str> = path.strip_prefix('/')?.split('/').collect();
+    (parts.iter().all(|part| plain(part)) && parts.last() == Some(&id))
+        .then(|| parts.iter().collect())
+}
+
+/// Removes a cgroup and those in it.
+fn remove_below(cgroup: &Path) -> io::Result<()> {
+    let entries = match fs::read_dir(cgroup) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other?,
+    };
+    for entry in entries.flatten() {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            remove_below(&entry.path())?;
+        }
+    }
+    match fs::remove_dir(cgroup) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+/// Kills the processes of a cgroup and of those in it, one by one: each is held by a descriptor
+/// before it is looked for again.
+fn kill_below(cgroup: &Path) -> io::Result<()> {
+    let pids = || {
+        let mut pids = Vec::new();
+        collect_pids(cgroup, &mut pids).map(|()| pids)
+    };
+    let held: Vec<(i32, OwnedFd)> = pids()?
+        .into_iter()
+        .filter_map(|pid| {
+            let pidfd = rustix::process::pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty());
+            pidfd.ok().map(|fd| (pid, fd))
+        })
+        .collect();
+    let there = pids()?;
+    for (_, fd) in held.iter().filter(|(pid, _)| there.contains(pid)) {
+        // It may end by itself.
+        let _ = rustix::process::pidfd_send_signal(fd, Signal::KILL);
+    }
+    Ok(())
+}
+
 fn collect_pids(cgroup: &Path, pids: &mut Vec<i32>) -> io::Result<()> {
     let gone = |e: &io::Error| {
         e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ENODEV)
@@ -168,6 +270,31 @@ mod tests {
             }
             fs::write(dir.path().join(file), thawed).unwrap();
             assert!(!cgroup.is_frozen());
+        }
+    }
+
+    #[test]
+    fn a_named_cgroup_is_the_container_s_own() {
+        let path = |path: &str| in_hierarchy(path, "id").map(|path| path.display().to_string());
+        assert_eq!(path("/kubepods/pod1/id").as_deref(), Some("kubepods/pod1/id"));
+        assert_eq!(path("/id").as_deref(), Some("id"));
+        let systemd = "kubepods.slice/kubepods-pod1.slice/cri-containerd-id.scope";
+        assert_eq!(path("kubepods-pod1.slice:cri-containerd:id").as_deref(), Some(systemd));
+        for other in [
+            "",
+            "/",
+            "id",
+            "/a/id/",
+            "/a/other",
+            "/../id",
+            "/a/../id",
+            "a.slice:p:other",
+            "a.slice:../p:id",
+            "../a.slice:p:id",
+            "a:p:id",
+            "a.slice:p:id:x",
+        ] {
+            assert_eq!(path(other), None, "{other}");
         }
     }
 

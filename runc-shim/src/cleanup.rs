@@ -11,7 +11,7 @@ use serde::Deserialize;
 use crate::error::{Context as _, Error};
 use crate::exits::Exit;
 use crate::runtime::{self, Place, Runtime};
-use crate::{Arguments, log, mounts, options};
+use crate::{Arguments, container, idmap, log, mounts, options, task};
 
 /// The options of a bundle, as [`crate::options::write`] writes them.
 #[derive(Debug, Default, Deserialize)]
@@ -24,6 +24,7 @@ struct Known {
 
 /// Kills and deletes the container of the bundle, and says so on standard output.
 pub fn delete(arguments: &Arguments) -> Result<(), Error> {
+    task::check_id(&arguments.id)?;
     let bundle = bundle(arguments)?;
     let text = std::fs::read(bundle.join("options.json")).unwrap_or_default();
     let known: Known = serde_json::from_slice(&text).unwrap_or_default();
@@ -39,7 +40,14 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     {
         log::error(format_args!("container {}: {e}", arguments.id));
     }
+    // A runtime that was killed has left a cgroup that it does not know.
+    if let Some(cgroup) = container::cgroup_of(&bundle, &arguments.id)
+        && let Err(e) = cgroup.remove()
+    {
+        log::error(format_args!("container {}: remove cgroup: {e}", arguments.id));
+    }
     mounts::unmount_all(&bundle.join("rootfs"))?;
+    mounts::unmount_all(&bundle.join(idmap::IDMAPPED))?;
     let exit = Exit::now(137);
     let mut response = DeleteResponse::new();
     response.exit_status = exit.status;

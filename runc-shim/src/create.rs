@@ -23,7 +23,7 @@ use crate::runtime::{self, Place, Runtime};
 use crate::server::Reply;
 use crate::shim::{Key, Shim};
 use crate::task::{self, Answer};
-use crate::{events, mounts, options};
+use crate::{events, exits, mounts, options, sys};
 
 /// A process that waits for its logging program.
 #[derive(Debug)]
@@ -50,6 +50,7 @@ impl Shim {
         if self.ending.is_some() {
             return Err(Error::new(Code::Unavailable, "the shim ends"));
         }
+        task::check_id(&request.id)?;
         let id = request.id.clone();
         let made = self.make(reply, request);
         if made.is_err() {
@@ -61,6 +62,10 @@ impl Shim {
     fn make(&mut self, reply: Reply, request: api::CreateTaskRequest) -> Answer {
         let options = options::parse(request.options.as_ref())?;
         let bundle = PathBuf::from(&request.bundle);
+        if !bundle.is_absolute() {
+            let message = format!("bundle {:?} is no absolute path", request.bundle);
+            return Err(Error::new(Code::InvalidArgument, message));
+        }
         options::write(&bundle, &options)?;
         let stdio = Stdio {
             stdin: request.stdin.clone(),
@@ -135,23 +140,48 @@ impl Shim {
         if let Ok(process) = self.known_process(&key) {
             process.logger = pid;
         }
-        let run = ready.and_then(|()| self.run_process(key.clone(), reply, prepared, started));
-        if let Err(e) = run {
-            let failed = self.process_failed(&key, reply, e);
-            if let Some(reply) = reply {
-                self.answer(reply, failed);
-            }
+        let answer = ready
+            .and_then(|()| self.run_process(key.clone(), reply, prepared, started))
+            .or_else(|e| self.process_failed(&key, reply, e, started));
+        if let Some(reply) = reply {
+            self.answer(reply, answer);
         }
         self.release(&key);
     }
 
-    /// A process was not started, or cannot be used: what is left of it goes.
-    fn process_failed(&mut self, key: &Key, reply: Option<Reply>, e: Error) -> Answer {
-        if key.exec.is_empty() {
+    /// A process was not started, or was `made` and cannot be used: what is left of it goes.
+    pub fn process_failed(
+        &mut self,
+        key: &Key,
+        reply: Option<Reply>,
+        e: Error,
+        made: bool,
+    ) -> Answer {
+        self.exits.claim(key, None);
+        if key.exec.is_empty() && matches!(self.known(key)?.state, State::Creating) {
             return self.create_failed(key, reply, e);
         }
-        self.exec_failed(key);
+        if made {
+            self.end_unusable(key);
+        }
+        if key.exec.is_empty() {
+            self.change(key, Event::StartFailed);
+        } else {
+            self.exec_failed(key);
+        }
         Err(e)
+    }
+
+    /// Ends a process that the runtime has just made.
+    fn end_unusable(&mut self, key: &Key) {
+        let Ok(pid) = self.pid_of(key) else { return };
+        let known = self.jobs.contains_key(&pid)
+            || self.processes.contains_key(&pid)
+            || self.loggers.contains_key(&pid);
+        if !known && exits::is_child(pid) {
+            // It was not reaped: its number is its own.
+            let _ = sys::kill(pid, libc::SIGKILL);
+        }
     }
 
     /// Has the runtime make the process whose streams are ready.
@@ -205,7 +235,7 @@ impl Shim {
             false => Purpose::Exec(console),
         };
         self.run_in(key.clone(), reply, purpose, &arguments, &place)?;
-        self.exits.begin();
+        self.exits.begin(&key);
         // Copied once the process is made: what the runtime says until then is not its.
         let process = self.known_process(&key)?;
         process.stdin = prepared.stdin;
@@ -253,17 +283,13 @@ impl Shim {
         console: Option<ConsoleSocket>,
         done: Result<(), Error>,
     ) -> Answer {
-        match done.and_then(|()| self.take_over(key, reply, console)) {
-            Err(e) => self.create_failed(key, reply, e),
-            answer => answer,
-        }
+        let made = done.is_ok();
+        done.and_then(|()| self.take_over(key, reply, console))
+            .or_else(|e| self.process_failed(key, reply, e, made))
     }
 
     /// A container cannot be created: what the runtime has left of it goes first.
     fn create_failed(&mut self, key: &Key, reply: Option<Reply>, e: Error) -> Answer {
-        if matches!(self.known(key)?.state, State::Creating) {
-            self.exits.claim(None);
-        }
         let container = self.known(key)?;
         if container.runtime.knows(&key.id) {
             let purpose = Purpose::Discard(e.clone());
@@ -304,11 +330,12 @@ impl Shim {
         if matches!(self.known(key)?.state, State::Starting { .. }) {
             return self.started(key, pid);
         }
-        let exit = self.exits.claim(Some(pid));
+        let exit = self.exits.claim(key, Some(pid));
         if exit.is_none() {
             self.processes.insert(pid, key.clone());
+            // One that has ended has none, and its number may be another's.
+            self.known(key)?.cgroup = Cgroup::of(pid);
         }
-        self.known(key)?.cgroup = Cgroup::of(pid);
         let answer = self.created(key, Some(pid))?;
         self.watch_memory(&key.id);
         if let Some(exit) = exit {
@@ -371,8 +398,11 @@ const READ: rustix::event::epoll::EventFlags = rustix::event::epoll::EventFlags:
 
 /// Where the runtime writes the pid of a process.
 pub fn pid_file(bundle: &Path, key: &Key) -> PathBuf {
-    let name = if key.exec.is_empty() { "init" } else { &key.exec };
-    bundle.join(format!("{name}.pid"))
+    match key.exec.as_str() {
+        "" => bundle.join("init.pid"),
+        // Whatever its name is, the file is not the container's.
+        exec => bundle.join(format!("exec-{exec}.pid")),
+    }
 }
 
 fn create_event(request: &api::CreateTaskRequest) -> task_events::TaskCreate {

@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::server::Reply;
 use crate::shim::{Key, Shim};
 use crate::task::{self, Answer};
-use crate::{events, exec, mounts};
+use crate::{events, exec, exits, mounts};
 
 /// How long a deletion waits for the last output.
 const DRAIN: Duration = Duration::from_secs(10);
@@ -62,7 +62,7 @@ impl Shim {
     pub fn delete_finished(&mut self, key: &Key, done: Result<(), Error>) -> Answer {
         // A checkpoint that ends the container has deleted it already.
         let mut done = match done {
-            Err(e) if e.message.contains("does not exist") => Ok(()),
+            Err(_) if !self.known(key)?.runtime.knows(&key.id) => Ok(()),
             other => other,
         };
         if let Some(rootfs) = &self.known(key)?.rootfs
@@ -75,8 +75,9 @@ impl Shim {
             self.change(key, Event::Failed);
             return Err(e);
         }
+        // What was never started is killed by the deletion.
+        self.take_last_exits(&key.id);
         let state = self.known(key)?.state;
-        // What was never started is killed by the deletion; its exit may be reported after.
         let exit = state.exit();
         let mut event = task_events::TaskDelete::new();
         event.container_id.clone_from(&key.id);
@@ -93,13 +94,36 @@ impl Shim {
         task::now(&response)
     }
 
+    /// Handles the exits of a container's processes that have ended and were not looked at yet.
+    fn take_last_exits(&mut self, id: &str) {
+        let of = self.processes.iter().filter(|(_, key)| key.id == *id);
+        // Execs before the container.
+        let mut ended: Vec<(bool, i32)> =
+            of.map(|(pid, key)| (key.exec.is_empty(), *pid)).collect();
+        ended.sort_unstable();
+        for (_, pid) in ended {
+            if let Some(exit) = exits::ended_one(pid)
+                && let Some(key) = self.processes.remove(&pid)
+            {
+                self.process_exited(&key, exit);
+            }
+        }
+    }
+
     /// Forgets a container that is deleted.
     fn forget(&mut self, id: &str) {
+        self.unwatch_memory(id);
         let Some(container) = self.containers.remove(id) else { return };
         self.processes.retain(|_, key| key.id != *id);
         self.close_process(container.process);
         for exec in container.execs.into_values() {
             self.close_process(exec.process);
+            if let Some((reply, _)) = exec.drain {
+                self.answer(reply, Err(Error::not_found("process was deleted")));
+            }
+            for (reply, request) in exec.queue {
+                self.dispatch(reply, request);
+            }
         }
         for (reply, request) in container.busy.unwrap_or_default() {
             self.dispatch(reply, request);
@@ -110,6 +134,9 @@ impl Shim {
     pub fn delete_exec(&mut self, reply: Reply, key: &Key) -> Answer {
         let exec = self.exec(key)?;
         exec::state::step(exec.state, exec::state::Event::Delete).map_err(Error::state)?;
+        if exec.drain.is_some() {
+            return Err(Error::state("the process is being deleted"));
+        }
         let streams = exec.process.streams.clone();
         if streams.into_iter().any(|stream| self.streams.is_copying(stream)) {
             self.exec(key)?.drain = Some((reply, Instant::now() + DRAIN));

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use containerd_shim_protos::events::task::TaskOOM;
 use containerd_shim_protos::shim::event::Envelope;
 use containerd_shim_protos::shim::events::ForwardRequest;
 use containerd_shim_protos::ttrpc::proto::{KeyValue, Request, Response};
@@ -15,7 +16,7 @@ use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use crate::error::Error;
+use crate::error::{Code, Error};
 use crate::frame::{self, Decoder, Incoming};
 use crate::log;
 use crate::reactor::{Reactor, Source};
@@ -26,8 +27,10 @@ const SERVICE: &str = "containerd.services.events.ttrpc.v1.Events";
 const FIRST_WAIT: Duration = Duration::from_millis(50);
 const LONGEST_WAIT: Duration = Duration::from_secs(2);
 
-/// How often containerd may refuse an event that it has read.
+/// How often containerd may refuse an event that it has read: if the event is what is wrong, and
+/// for other reasons, which pass. No event keeps the others waiting for ever.
 const REFUSALS: u32 = 5;
+const REFUSALS_OF_OTHERS: u32 = 150;
 
 /// An event's topic and the name of its message.
 pub type Kind = (&'static str, &'static str);
@@ -51,7 +54,7 @@ pub const RESUMED: Kind = ("/tasks/resumed", "containerd.events.TaskResumed");
 /// A checkpoint was made.
 pub const CHECKPOINTED: Kind = ("/tasks/checkpointed", "containerd.events.TaskCheckpointed");
 /// A process was killed for want of memory.
-pub const OOM: Kind = ("/tasks/oom", "containerd.events.TaskOOM");
+const OOM: Kind = ("/tasks/oom", "containerd.events.TaskOOM");
 
 /// An event that waits.
 #[derive(Debug)]
@@ -59,6 +62,8 @@ struct Queued {
     /// Its encoded [`ForwardRequest`].
     request: Vec<u8>,
     refusals: u32,
+    /// It says no more than another one of the same container: that it was short of memory.
+    repeats: Option<String>,
 }
 
 /// A connection to containerd.
@@ -92,7 +97,26 @@ impl Events {
     }
 
     /// Queues an event.
-    pub fn send(&mut self, (topic, name): Kind, event: &impl Message, reactor: &Reactor) {
+    pub fn send(&mut self, kind: Kind, event: &impl Message, reactor: &Reactor) {
+        self.queue(kind, event, None, reactor);
+    }
+
+    /// Queues an event that a container causes as often as it likes, unless one of its is queued
+    /// and not on its way.
+    pub fn send_oom(&mut self, event: &TaskOOM, reactor: &Reactor) {
+        let id = Some(event.container_id.clone());
+        if self.queue.iter().skip(1).all(|queued| queued.repeats != id) {
+            self.queue(OOM, event, id, reactor);
+        }
+    }
+
+    fn queue(
+        &mut self,
+        (topic, name): Kind,
+        event: &impl Message,
+        repeats: Option<String>,
+        reactor: &Reactor,
+    ) {
         if self.address.is_none() {
             return;
         }
@@ -111,7 +135,7 @@ impl Events {
         let mut request = ForwardRequest::new();
         request.envelope = MessageField::some(envelope);
         let request = request.write_to_bytes().unwrap_or_default();
-        self.queue.push_back(Queued { request, refusals: 0 });
+        self.queue.push_back(Queued { request, refusals: 0, repeats });
         if self.again.is_none() {
             self.advance(reactor);
         }
@@ -247,7 +271,9 @@ impl Events {
             && let Some(first) = self.queue.front_mut()
         {
             first.refusals += 1;
-            if first.refusals < REFUSALS {
+            let malformed = response.status.code.value() == Code::InvalidArgument as i32;
+            let most = if malformed { REFUSALS } else { REFUSALS_OF_OTHERS };
+            if first.refusals < most {
                 return Err(Error::unknown(response.status.message.clone()));
             }
             log::warn(format_args!("containerd refuses an event: {}", response.status.message));

@@ -11,6 +11,9 @@ use rustix::process::{Pid, WaitOptions};
 use crate::error::{Code, Context as _, Error};
 use crate::sys;
 
+/// Where lower directories are mounted for a moment, in the bundle.
+pub const IDMAPPED: &str = "idmapped";
+
 /// A user namespace with these maps, as a mount's options have them: `CONTAINER:HOST:SIZE`, more
 /// than one separated by commas.
 pub fn user_namespace(users: &str, groups: &str) -> Result<OwnedFd, Error> {
@@ -59,7 +62,7 @@ pub fn mount(
     let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     let tree = rustix::mount::open_tree(CWD, source, flags).context(what())?;
     sys::map_mount(tree.as_fd(), users, read_only).context(what())?;
-    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_SYMLINKS;
     rustix::mount::move_mount(&tree, c"", CWD, target, flags).context(what())
 }
 
@@ -75,7 +78,7 @@ impl Lower {
         let apart =
             || Error::new(Code::InvalidArgument, "lower directories lie in no directory to map");
         let common = super::mounts::shorten(data).ok_or_else(apart)?;
-        let dir = beside.join("idmapped");
+        let dir = beside.join(IDMAPPED);
         fs::create_dir_all(&dir).context(format_args!("make directory {}", dir.display()))?;
         let made = Self(dir);
         mount(&common, &made.0, users, true)?;

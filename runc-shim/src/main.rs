@@ -68,6 +68,7 @@ fn run() -> Result<(), Error> {
 fn serve(arguments: Arguments) -> Result<(), Error> {
     let listener = sys::inherited(SOCKET)
         .ok_or_else(|| Error::unknown("descriptor 3 is no socket: not started by the daemon"))?;
+    sys::close_rest_on_exec();
     rustix::thread::set_name(NAME).context("set name of process")?;
     // Who can trace this process is root in the node; a core would hold what containers have said.
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)

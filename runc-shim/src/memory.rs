@@ -11,7 +11,6 @@ use rustix::event::epoll::EventFlags;
 
 use crate::cgroup::Cgroup;
 use crate::error::{Context as _, Error};
-use crate::events;
 use crate::log;
 use crate::reactor::Source;
 use crate::shim::Shim;
@@ -112,7 +111,7 @@ impl Shim {
         if watch.has_killed() {
             let mut event = TaskOOM::new();
             event.container_id.clone_from(&watch.id);
-            self.events.send(events::OOM, &event, &self.reactor);
+            self.events.send_oom(&event, &self.reactor);
         }
     }
 

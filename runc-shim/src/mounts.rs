@@ -1,13 +1,14 @@
 //! The root file system of a container: mounts in containerd's form, made and undone.
 
 use std::fs::{self, File};
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use containerd_shim_protos::api::Mount;
+use rustix::fs::{Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags};
 
@@ -106,11 +107,11 @@ pub fn mount_all(mounts: &[Mount], root: &Path) -> Result<(), Error> {
     }
     let beside = root.parent().unwrap_or(root);
     let made = mounts.iter().try_for_each(|mount| {
-        let target = below(root, &mount.target);
-        mount_one(mount, &target, beside).context(format_args!(
-            "mount source {:?} at {:?}, fstype {}",
+        mount_one(mount, root, beside).context(format_args!(
+            "mount source {:?} at {:?} in {:?}, fstype {}",
             mount.source,
-            target.display(),
+            mount.target,
+            root.display(),
             mount.type_
         ))
     });
@@ -121,13 +122,32 @@ pub fn mount_all(mounts: &[Mount], root: &Path) -> Result<(), Error> {
     made
 }
 
-fn below(root: &Path, target: &str) -> PathBuf {
-    let parts = Path::new(target).components();
-    let plain = parts.filter(|part| matches!(part, std::path::Component::Normal(_)));
-    plain.fold(root.to_owned(), |path, part| path.join(part))
+/// A place at a root or below.
+#[derive(Debug)]
+struct Target {
+    path: PathBuf,
+    /// What the path names.
+    _opened: Option<OwnedFd>,
 }
 
-fn mount_one(mount: &Mount, target: &Path, beside: &Path) -> Result<(), Error> {
+impl Target {
+    /// Finds `name` in `root`. No link of the image leads out of it.
+    fn find(root: &Path, name: &str) -> Result<Self, Error> {
+        if name.is_empty() {
+            return Ok(Self { path: root.to_owned(), _opened: None });
+        }
+        let root = File::open(root).context("open root")?;
+        let (flags, resolve) = (OFlags::PATH | OFlags::CLOEXEC, ResolveFlags::IN_ROOT);
+        let opened = rustix::fs::openat2(&root, name, flags, Mode::empty(), resolve)
+            .context(format_args!("open {name:?}"))?;
+        let path = PathBuf::from(format!("/proc/self/fd/{}", opened.as_raw_fd()));
+        Ok(Self { path, _opened: Some(opened) })
+    }
+}
+
+fn mount_one(mount: &Mount, root: &Path, beside: &Path) -> Result<(), Error> {
+    // What is mounted by one step is found by the next.
+    let target = || Target::find(root, &mount.target);
     let mut options = Options::parse(&mount.options)?;
     if options.loops || mount.type_.starts_with("fuse.") || mount.type_.starts_with("fuse3.") {
         let message = "loop devices and FUSE helpers are not supported";
@@ -155,15 +175,17 @@ fn mount_one(mount: &Mount, target: &Path, beside: &Path) -> Result<(), Error> {
         return Err(Error::new(Code::InvalidArgument, "mount options is too long"));
     }
     let in_directory = directory.map(Directory::enter).transpose()?;
-    let mounted = call_mount(mount, &options, target, &data);
+    let mounted = target().and_then(|at| call_mount(mount, &options, &at.path, &data));
     drop((in_directory, lower));
     mounted?;
     if options.flags.contains(MountFlags::BIND | MountFlags::RDONLY) {
         let flags = options.flags;
-        rustix::mount::mount_remount(target, flags, c"").context("remount read-only")?;
+        let at = target()?;
+        rustix::mount::mount_remount(&at.path, flags, c"").context("remount read-only")?;
     }
     if let (Some(users), false) = (&users, is_overlay) {
-        idmap::mount(target, target, users.as_fd(), false)?;
+        let at = target()?;
+        idmap::mount(&at.path, &at.path, users.as_fd(), false)?;
     }
     Ok(())
 }
@@ -222,8 +244,13 @@ impl Drop for Directory {
 
 /// Undoes all mounts at `root` and below. One that is not there is success.
 pub fn unmount_all(root: &Path) -> Result<(), Error> {
+    // The table has no links.
+    let root = match fs::canonicalize(root) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        other => other.context(format_args!("find {}", root.display()))?,
+    };
     let table = fs::read("/proc/self/mountinfo").context("read mounts")?;
-    let mut points = points_below(&table, root);
+    let mut points = points_below(&table, &root);
     points.sort_by_key(|point| std::cmp::Reverse(point.as_os_str().len()));
     for point in points {
         unmount(&point).context(format_args!("unmount {}", point.display()))?;
@@ -314,7 +341,18 @@ mod tests {
 
     #[test]
     fn a_target_stays_below_the_root() {
-        assert_eq!(below(Path::new("/r"), "../../etc"), Path::new("/r/etc"));
-        assert_eq!(below(Path::new("/r"), ""), Path::new("/r"));
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().canonicalize().unwrap().join("root");
+        fs::create_dir_all(root.join("etc")).unwrap();
+        std::os::unix::fs::symlink("/etc", root.join("absolute")).unwrap();
+        std::os::unix::fs::symlink("../../../etc", root.join("relative")).unwrap();
+        let found = |name: &str| {
+            Target::find(&root, name).map(|target| fs::canonicalize(&target.path).unwrap())
+        };
+        assert_eq!(found("").unwrap(), root);
+        for name in ["etc", "/etc", "../../etc", "absolute", "relative"] {
+            assert_eq!(found(name).unwrap(), root.join("etc"), "{name}");
+        }
+        assert!(found("none").is_err());
     }
 }

@@ -103,6 +103,8 @@ impl Shim {
     pub fn sweep(&mut self, key: &Key) {
         let Some(container) = self.containers.get_mut(&key.id) else { return };
         container.sweeping = false;
+        let execs = container.execs.values().map(|exec| exec.state);
+        let execs: Vec<i32> = execs.filter(|state| state.is_live()).map(|s| s.pid()).collect();
         let leaves = !container.own_pids;
         if leaves && !matches!(container.state, State::Deleting { .. }) {
             let arguments = ["kill", "--all", &key.id, "9"];
@@ -113,6 +115,11 @@ impl Shim {
                     }
                 }
                 Err(e) => commands::log_failure(key, &e),
+            }
+            // Whatever becomes of the command, no exec keeps the exit from being announced.
+            for pid in execs.into_iter().filter(|pid| self.processes.contains_key(pid)) {
+                // It was not reaped: its number is its own.
+                let _ = sys::kill(pid, libc::SIGKILL);
             }
         }
         self.settle(&key.id);
@@ -148,7 +155,7 @@ impl Shim {
         let waiters = std::mem::take(&mut process.waiters);
         if process.console.take().is_some() {
             process.stdin = None;
-            for stream in std::mem::take(&mut process.streams) {
+            for stream in process.streams.clone() {
                 self.streams.finish(stream);
             }
         }
@@ -169,7 +176,7 @@ impl Shim {
             process.console = None;
             process.streams = Vec::new();
             for stream in &streams {
-                self.streams.finish(*stream);
+                self.streams.hang_up(*stream);
             }
         }
         if !streams.iter().any(|stream| self.streams.is_copying(*stream)) {
@@ -188,10 +195,20 @@ impl Shim {
         })
     }
 
+    /// A logging program has ended: its number may be another's.
+    pub fn logger_ended(&mut self, pid: i32) {
+        for container in self.containers.values_mut() {
+            let execs = container.execs.values_mut().map(|exec| &mut exec.process);
+            for process in execs.chain([&mut container.process]) {
+                process.logger = process.logger.filter(|logger| *logger != pid);
+            }
+        }
+    }
+
     /// Closes what a process had.
     pub fn close_process(&mut self, process: Process) {
         for stream in &process.streams {
-            self.streams.remove(*stream);
+            self.streams.leave(*stream);
         }
         for waiter in &process.waiters {
             let gone = Err(Error::not_found("process was deleted"));

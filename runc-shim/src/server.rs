@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
 
 use containerd_shim_protos::ttrpc::proto::{Request, Response, Status};
 use protobuf::{EnumOrUnknown, Message, MessageField};
@@ -16,6 +17,9 @@ use crate::reactor::{Reactor, Source};
 
 /// Answers that a caller has not read; bytes. Beyond, nothing more is read from it.
 const UNREAD: usize = 1 << 20;
+
+/// How long no connection is accepted after one that could not be.
+const ACCEPT_WAIT: Duration = Duration::from_millis(100);
 
 /// Where an answer goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -52,6 +56,8 @@ pub struct Server {
     /// The number of the next connection. No number is used twice, so that no answer goes to
     /// another caller.
     next: u32,
+    /// When connections are accepted again.
+    again: Option<Instant>,
 }
 
 impl Server {
@@ -59,13 +65,20 @@ impl Server {
     pub fn new(listener: OwnedFd, reactor: &Reactor) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&listener, true)?;
         reactor.add(&listener, Source::Listener, EventFlags::IN)?;
-        Ok(Self { listener, connections: BTreeMap::new(), next: 0 })
+        Ok(Self { listener, connections: BTreeMap::new(), next: 0, again: None })
     }
 
     /// Takes those who call. Only root and this process's own user are served.
     pub fn accept(&mut self, reactor: &Reactor) {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        while let Ok(socket) = rustix::net::accept_with(&self.listener, flags) {
+        loop {
+            let socket = match rustix::net::accept_with(&self.listener, flags) {
+                Ok(socket) => socket,
+                Err(Errno::AGAIN) => return,
+                Err(Errno::INTR | Errno::CONNABORTED) => continue,
+                // Too many descriptors: a caller waits, and this process does not spin.
+                Err(_) => return self.listen(false, reactor),
+            };
             let own = rustix::process::geteuid();
             match sockopt::socket_peercred(&socket) {
                 Ok(peer) if peer.uid == own || peer.uid.is_root() => {}
@@ -78,6 +91,25 @@ impl Server {
                 let (decoder, out) = Default::default();
                 self.connections.insert(number, Connection { socket, decoder, out, flags });
             }
+        }
+    }
+
+    /// When [`Server::retry`] is to be called.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.again
+    }
+
+    /// Accepts connections again.
+    pub fn retry(&mut self, reactor: &Reactor) {
+        self.again = None;
+        self.listen(true, reactor);
+    }
+
+    fn listen(&mut self, listens: bool, reactor: &Reactor) {
+        let flags = if listens { EventFlags::IN } else { EventFlags::empty() };
+        let changed = reactor.change(&self.listener, Source::Listener, flags);
+        if changed.is_err() || !listens {
+            self.again = Some(Instant::now() + ACCEPT_WAIT);
         }
     }
 

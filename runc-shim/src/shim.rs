@@ -12,7 +12,7 @@ use crate::container::Container;
 use crate::create::Pending;
 use crate::error::{Context as _, Error};
 use crate::events::Events;
-use crate::exits::Exits;
+use crate::exits::{self, Exit, Exits};
 use crate::io::stream::Streams;
 use crate::log;
 use crate::memory::Watch;
@@ -22,6 +22,9 @@ use crate::signals::Signals;
 
 /// How long the end waits for containerd to take the last events, and for commands of the runtime.
 const LAST_WORK: Duration = Duration::from_secs(5);
+
+/// How many exits are handled before others have their turn.
+const TURN: usize = 256;
 
 /// A process of a container: the container, and the exec unless it is the first process.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -78,6 +81,8 @@ pub struct Shim {
     /// It is to end when all is said, or then.
     pub ending: Option<Instant>,
     signals: Signals,
+    /// There may be exits that are not handled, whatever signals say.
+    more_exits: bool,
 }
 
 impl Shim {
@@ -107,6 +112,7 @@ impl Shim {
             next: 0,
             ending: None,
             signals,
+            more_exits: false,
         })
     }
 
@@ -126,7 +132,8 @@ impl Shim {
     }
 
     fn has_ended(&self) -> bool {
-        let done = self.events.is_empty() && !self.server.has_unsent() && self.jobs.is_empty();
+        let said = self.events.is_empty() && !self.server.has_unsent() && !self.streams.has_left();
+        let done = said && self.jobs.is_empty();
         self.ending.is_some_and(|at| done || at <= Instant::now())
     }
 
@@ -168,21 +175,35 @@ impl Shim {
         self.reap();
     }
 
+    /// Handles exits, up to a bound: others have their turn while a container makes children of
+    /// this process faster than they are reaped.
     fn reap(&mut self) {
-        for (pid, exit) in Exits::reap() {
-            if let Some(job) = self.jobs.remove(&pid) {
-                self.finished(job, exit);
-            } else if let Some(key) = self.processes.remove(&pid) {
-                self.process_exited(&key, exit);
-            } else if self.loggers.remove(&pid).is_none() {
-                self.exits.keep(pid, exit);
-            }
+        for _ in 0..TURN {
+            let Some((pid, exit)) = exits::ended() else {
+                self.more_exits = false;
+                return;
+            };
+            self.child_ended(pid, exit);
+            exits::reap(pid);
+        }
+        self.more_exits = true;
+    }
+
+    fn child_ended(&mut self, pid: i32, exit: Exit) {
+        if let Some(job) = self.jobs.remove(&pid) {
+            self.finished(job, exit);
+        } else if let Some(key) = self.processes.remove(&pid) {
+            self.process_exited(&key, exit);
+        } else if self.loggers.remove(&pid).is_some() {
+            self.logger_ended(pid);
+        } else {
+            self.exits.keep(pid, exit);
         }
     }
 
     /// When something is to be done although nothing is ready.
     fn deadline(&self) -> Option<Instant> {
-        if self.streams.has_more() {
+        if self.streams.has_more() || self.more_exits {
             return Some(Instant::now());
         }
         let drains = self.containers.values().flat_map(|container| {
@@ -191,7 +212,8 @@ impl Shim {
         });
         let pending = self.pending.values().map(|pending| pending.until);
         let loggers = self.loggers.values().copied().flatten();
-        let rest = [self.events.deadline(), self.streams.deadline(), self.ending];
+        let rest =
+            [self.events.deadline(), self.server.deadline(), self.streams.deadline(), self.ending];
         drains.chain(pending).chain(loggers).chain(rest.into_iter().flatten()).min()
     }
 
@@ -199,11 +221,17 @@ impl Shim {
     fn pass_time(&mut self) {
         let now = Instant::now();
         let due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
+        if self.more_exits {
+            self.reap();
+        }
+        if due(self.server.deadline()) {
+            self.server.retry(&self.reactor);
+        }
         if due(self.events.deadline()) {
             self.events.retry(&self.reactor);
         }
         if due(self.streams.deadline()) {
-            self.streams.close_read();
+            self.streams.pass_time();
         }
         for (pid, at) in &mut self.loggers {
             if due(*at) {

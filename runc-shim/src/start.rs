@@ -53,7 +53,7 @@ impl Shim {
         let place = Place { stdio: Some(child), directory: Some(bundle.as_fd()), given: None };
         let purpose = Purpose::Restore(console);
         self.run_in(key.clone(), Some(reply), purpose, &arguments, &place)?;
-        self.exits.begin();
+        self.exits.begin(key);
         let process = self.known_process(key)?;
         (process.stdin, process.prepared) = (prepared.stdin, prepared.streams);
         Ok(())
@@ -80,24 +80,24 @@ impl Shim {
         console: Option<ConsoleSocket>,
         done: Result<(), Error>,
     ) -> Answer {
-        let answer = done.and_then(|()| self.take_over(key, reply, console));
-        if answer.is_err() {
-            self.exits.claim(None);
-            self.change(key, Event::StartFailed);
-        }
-        answer
+        let made = done.is_ok();
+        done.and_then(|()| self.take_over(key, reply, console))
+            .or_else(|e| self.process_failed(key, reply, e, made))
     }
 
+    /// A container runs.
     pub fn started(&mut self, key: &Key, pid: i32) -> Answer {
         let restored = matches!(self.known(key)?.state, State::Starting { pid: None, .. });
-        let early = if restored { self.exits.claim(Some(pid)) } else { None };
+        let early = if restored { self.exits.claim(key, Some(pid)) } else { None };
         self.change(key, Event::Started(pid));
-        if restored {
-            self.known(key)?.cgroup = Cgroup::of(pid);
-            match early {
-                Some(exit) => self.process_exited(key, exit),
-                None => drop(self.processes.insert(pid, key.clone())),
+        match early {
+            Some(exit) => self.process_exited(key, exit),
+            None if restored => {
+                self.known(key)?.cgroup = Cgroup::of(pid);
+                self.processes.insert(pid, key.clone());
+                self.watch_memory(&key.id);
             }
+            None => {}
         }
         self.settle(&key.id);
         let mut response = api::StartResponse::new();
@@ -139,12 +139,9 @@ impl Shim {
         console: Option<ConsoleSocket>,
         done: Result<(), Error>,
     ) -> Answer {
-        let answer = done.and_then(|()| self.take_over(key, reply, console));
-        if answer.is_err() {
-            self.exits.claim(None);
-            self.exec_failed(key);
-        }
-        answer
+        let made = done.is_ok();
+        done.and_then(|()| self.take_over(key, reply, console))
+            .or_else(|e| self.process_failed(key, reply, e, made))
     }
 
     /// An exec was not started.
@@ -163,7 +160,7 @@ impl Shim {
 
     /// An exec runs.
     pub fn exec_started(&mut self, key: &Key, pid: i32) -> Answer {
-        let exit = self.exits.claim(Some(pid));
+        let exit = self.exits.claim(key, Some(pid));
         let exec = self.exec(key)?;
         let next = exec::state::step(exec.state, exec::state::Event::Started(pid));
         if let Some(next) = next.map_err(Error::state)? {

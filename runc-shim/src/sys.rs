@@ -70,6 +70,7 @@ struct Work<'a> {
     spawn: &'a Spawn<'a>,
     arguments: Vec<*const c_char>,
     environment: Vec<*const c_char>,
+    parent: c_int,
     errno: c_int,
 }
 
@@ -82,6 +83,7 @@ pub fn spawn(spawn: &Spawn<'_>) -> io::Result<i32> {
         spawn,
         arguments: pointers(spawn.arguments),
         environment: pointers(spawn.environment),
+        parent: own_pid(),
         errno: 0,
     };
     let mut stack = vec![0u128; STACK / size_of::<u128>()];
@@ -149,14 +151,59 @@ fn become_program(work: &Work<'_>) -> c_int {
         if libc::sigprocmask(libc::SIG_SETMASK, none.as_ptr(), ptr::null_mut()) != 0 {
             return errno();
         }
-        if spawn.dies_with_parent
-            && libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as libc::c_ulong, 0, 0, 0) != 0
-        {
-            return errno();
+        if spawn.dies_with_parent && !die_with(work.parent) {
+            return libc::ESRCH;
         }
         libc::execve(spawn.program.as_ptr(), work.arguments.as_ptr(), work.environment.as_ptr());
     }
     errno()
+}
+
+/// Has the kernel kill this process when its parent ends. Whether the parent still lives: one that
+/// has ended before sends nothing.
+///
+/// # Safety
+/// None: it is unsafe only to be called where nothing else is allowed, in a child.
+unsafe fn die_with(parent: c_int) -> bool {
+    let kill = libc::SIGKILL as libc::c_ulong;
+    // SAFETY: both calls take numbers only.
+    unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, kill, 0, 0, 0) == 0 && libc::getppid() == parent }
+}
+
+fn own_pid() -> c_int {
+    // SAFETY: getpid takes nothing and does not fail.
+    unsafe { libc::getpid() }
+}
+
+/// Closes all descriptors above the first four when a program is executed, as far as the kernel
+/// knows how.
+pub fn close_rest_on_exec() {
+    // SAFETY: the call takes numbers only, and changes a flag of descriptors.
+    unsafe {
+        libc::syscall(libc::SYS_close_range, 4, c_int::MAX, libc::CLOSE_RANGE_CLOEXEC);
+    }
+}
+
+/// A child, or this one, that has ended and is not reaped, and its status: 128 and the signal for one that was
+/// killed. It stays as it is, so that its number is not another's.
+pub fn ended_child(pid: Option<i32>) -> Option<(i32, u32)> {
+    let (kind, pid) = match pid {
+        Some(pid) => (libc::P_PID, libc::id_t::try_from(pid).ok()?),
+        None => (libc::P_ALL, 0),
+    };
+    let mut info = MaybeUninit::<libc::siginfo_t>::zeroed();
+    let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+    // SAFETY: the kernel fills the structure, of which all-zero is a value too; after waitid it has
+    // the fields of a SIGCHLD.
+    let (pid, code, status) = unsafe {
+        if libc::waitid(kind, pid, info.as_mut_ptr(), flags) != 0 {
+            return None;
+        }
+        let info = info.assume_init();
+        (info.si_pid(), info.si_code, info.si_status())
+    };
+    let status = if code == libc::CLD_EXITED { status } else { 128 + status };
+    (pid > 0).then(|| (pid, u32::try_from(status).unwrap_or(255)))
 }
 
 /// Maps the users of a detached mount by a user namespace (`mount_setattr`).
@@ -185,16 +232,17 @@ pub fn map_mount(mount: BorrowedFd<'_>, users: BorrowedFd<'_>, read_only: bool) 
 /// lives as long as the process or a descriptor of it.
 pub fn user_namespace_holder() -> io::Result<i32> {
     // SAFETY: a clone without shared memory and without a new stack is a fork. The child calls
-    // nothing but two system calls that take no memory.
+    // nothing but system calls that take no memory.
     unsafe {
         let flags = libc::CLONE_NEWUSER | libc::SIGCHLD;
         let zero = 0 as libc::c_ulong;
+        let parent = own_pid();
         let pid = libc::syscall(libc::SYS_clone, flags as libc::c_ulong, zero, zero, zero, zero);
         if pid == 0 {
-            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as libc::c_ulong, 0, 0, 0);
-            loop {
+            while die_with(parent) {
                 libc::pause();
             }
+            libc::_exit(0);
         }
         if pid < 0 {
             return Err(io::Error::last_os_error());

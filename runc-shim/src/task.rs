@@ -19,6 +19,12 @@ use crate::shim::{Key, Shim};
 
 const SERVICE: &str = "containerd.task.v3.Task";
 
+/// The longest id; bytes. Those of containerd have 76 at most.
+const LONGEST_ID: usize = 128;
+
+/// How many calls may wait for the end of one process.
+const WAITERS: usize = 1024;
+
 /// What an answer is: the message, or it comes later.
 pub type Answer = Result<Option<Vec<u8>>, Error>;
 
@@ -218,9 +224,7 @@ impl Shim {
         if container.execs.contains_key(id) {
             return Err(Error::new(Code::AlreadyExists, format!("id {id}")));
         }
-        if id.is_empty() || id.contains('/') || id.contains('\0') {
-            return Err(Error::new(Code::InvalidArgument, format!("exec id {id:?}")));
-        }
+        check_id(id)?;
         match container.state {
             State::Restorable => return Err(Error::state("cannot exec in a created state")),
             State::Pausing { .. } | State::Paused { .. } => {
@@ -270,6 +274,12 @@ impl Shim {
         let process = self.process(key)?;
         process.waiters = there;
         process.waiters.push(reply);
+        if process.waiters.len() > WAITERS {
+            // A caller that has given up does not say so: most likely it is the first.
+            let first = process.waiters.remove(0);
+            let refused = Error::new(Code::ResourceExhausted, "too many calls wait for this");
+            self.answer(first, Err(refused));
+        }
         Ok(None)
     }
 
@@ -365,6 +375,16 @@ impl Shim {
         }
         now(&response)
     }
+}
+
+/// Refuses an id that is no name: it becomes a part of paths and an argument of the runtime.
+pub fn check_id(id: &str) -> Result<(), Error> {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._+-".contains(&byte);
+    let named = id.starts_with(|first: char| first.is_ascii_alphanumeric());
+    if named && id.len() <= LONGEST_ID && id.bytes().all(plain) {
+        return Ok(());
+    }
+    Err(Error::new(Code::InvalidArgument, format!("malformed id {id:.80?}")))
 }
 
 /// The answer to a Wait.

@@ -97,6 +97,8 @@ struct Config {
 struct Linux {
     #[serde(default)]
     namespaces: Vec<Namespace>,
+    #[serde(default, rename = "cgroupsPath")]
+    cgroups_path: String,
 }
 
 #[derive(Debug, Deserialize)]
@@ -107,15 +109,24 @@ struct Namespace {
     path: String,
 }
 
+fn config(bundle: &Path) -> Option<Linux> {
+    let config = std::fs::read(bundle.join("config.json")).ok();
+    let config: Option<Config> = config.and_then(|text| serde_json::from_slice(&text).ok());
+    config.and_then(|config| config.linux)
+}
+
 /// Whether the container of a bundle gets a PID namespace of its own. What cannot be read says no:
 /// then all processes are killed one by one.
 pub fn has_own_pids(bundle: &Path) -> bool {
-    let config = std::fs::read(bundle.join("config.json")).ok();
-    let config: Option<Config> = config.and_then(|text| serde_json::from_slice(&text).ok());
-    let linux = config.and_then(|config| config.linux);
-    linux.is_some_and(|linux| {
+    config(bundle).is_some_and(|linux| {
         linux.namespaces.iter().any(|one| one.kind == "pid" && one.path.is_empty())
     })
+}
+
+/// The cgroup that a bundle asks for, if its name is the container's: no other container's is
+/// meant then.
+pub fn cgroup_of(bundle: &Path, id: &str) -> Option<Cgroup> {
+    Cgroup::named(&config(bundle)?.cgroups_path, id)
 }
 
 #[cfg(test)]

@@ -21,6 +21,9 @@ const BUFFER: usize = 4096;
 const FIRST_WAIT: Duration = Duration::from_millis(20);
 const LONGEST_WAIT: Duration = Duration::from_secs(1);
 
+/// How long a full disk is left alone.
+const FULL_WAIT: Duration = Duration::from_millis(500);
+
 /// One direction of one stream.
 #[derive(Debug)]
 pub struct Stream {
@@ -35,6 +38,12 @@ pub struct Stream {
     held: Vec<u8>,
     /// All is copied; the FIFO is kept until a reader comes.
     last_wait: Option<(Instant, Duration)>,
+    /// The process has ended: there is no more than what is there.
+    finishing: bool,
+    /// The process is deleted: it is copied as long as there is a reader.
+    left: bool,
+    /// The disk was full; it is tried again then.
+    again: Option<Instant>,
 }
 
 /// What became of a turn.
@@ -51,8 +60,9 @@ enum Turn {
 impl Stream {
     /// From a process to containerd.
     pub fn output(from: OwnedFd, to: OwnedFd, reader: Option<OwnedFd>) -> Self {
-        let (buffered, held, last_wait) = Default::default();
-        Self { from, to, reader, is_output: true, buffered, held, last_wait }
+        let (buffered, held, last_wait, finishing, left, again) = Default::default();
+        let is_output = true;
+        Self { from, to, reader, is_output, buffered, held, last_wait, finishing, left, again }
     }
 
     /// From containerd to a process.
@@ -67,7 +77,12 @@ impl Stream {
             match step {
                 Ok(0) => return Turn::Ended,
                 Ok(count) => moved += count,
+                Err(Errno::AGAIN) if self.is_over() => return Turn::Ended,
                 Err(Errno::AGAIN) => return Turn::Blocked,
+                Err(Errno::NOSPC | Errno::DQUOT) => {
+                    self.again = Some(Instant::now() + FULL_WAIT);
+                    return Turn::Blocked;
+                }
                 Err(Errno::INTR) => {}
                 Err(Errno::INVAL) if !self.buffered => self.buffered = true,
                 // The other end is gone; a terminal's master says EIO.
@@ -100,15 +115,30 @@ impl Stream {
         Ok(count)
     }
 
+    /// Whether nothing more can be copied, although not all writers are gone.
+    fn is_over(&self) -> bool {
+        let drained = self.held.is_empty() && !is(&self.from, PollFlags::IN);
+        (self.finishing && drained) || (self.left && !self.has_reader())
+    }
+
+    /// Whether the FIFO has a reader other than this process, which is none any more.
+    fn has_reader(&self) -> bool {
+        !is(&self.to, PollFlags::ERR)
+    }
+
     /// Whether the FIFO may be closed: it has a reader, or nothing is in it.
     fn may_close(&mut self) -> bool {
         self.reader = None;
-        let mut fds = [PollFd::new(&self.to, PollFlags::OUT)];
-        let polled = rustix::event::poll(&mut fds, Some(&Timespec::default()));
-        let [fd] = fds;
-        let unread = polled.is_ok() && fd.revents().contains(PollFlags::ERR);
-        !unread || rustix::io::ioctl_fionread(&self.to).unwrap_or(0) == 0
+        self.has_reader() || rustix::io::ioctl_fionread(&self.to).unwrap_or(0) == 0
     }
+}
+
+/// Whether poll reports `flag` now.
+fn is(fd: &OwnedFd, flag: PollFlags) -> bool {
+    let mut fds = [PollFd::new(fd, flag)];
+    let polled = rustix::event::poll(&mut fds, Some(&Timespec::default()));
+    let [fd] = fds;
+    polled.is_ok() && fd.revents().contains(flag)
 }
 
 /// All streams.
@@ -167,8 +197,19 @@ impl Streams {
         !self.ready.is_empty()
     }
 
-    /// The process has ended: copies what is left of a terminal's output, and ends it.
+    /// The process has ended: what is left of a terminal's output is copied, and no more.
     pub fn finish(&mut self, number: u32) {
+        match self.streams.get_mut(&number) {
+            Some(stream) if stream.is_output => {
+                stream.finishing = true;
+                self.ready(number);
+            }
+            _ => self.remove(number),
+        }
+    }
+
+    /// A terminal is hung up: copies what is there, and ends it.
+    pub fn hang_up(&mut self, number: u32) {
         if let Some(stream) = self.streams.get_mut(&number) {
             // Others may still write to it: what was there is less than this.
             let _ = (0..16).find(|_| stream.turn() != Turn::More);
@@ -183,19 +224,48 @@ impl Streams {
             .is_some_and(|stream| stream.is_output && stream.last_wait.is_none())
     }
 
-    /// Forgets a stream.
-    pub fn remove(&mut self, number: u32) {
+    /// The process is deleted. Output that a slow reader has not taken is still copied.
+    pub fn leave(&mut self, number: u32) {
+        if self.is_copying(number)
+            && let Some(stream) = self.streams.get_mut(&number)
+            && stream.reader.take().is_some()
+            && stream.has_reader()
+        {
+            stream.left = true;
+        } else {
+            self.remove(number);
+        }
+    }
+
+    /// Whether output of a deleted process is being copied.
+    pub fn has_left(&self) -> bool {
+        self.streams.values().any(|stream| stream.left)
+    }
+
+    fn remove(&mut self, number: u32) {
         self.streams.remove(&number);
     }
 
-    /// When [`Streams::close_read`] is to be called.
+    /// When [`Streams::pass_time`] is to be called.
     pub fn deadline(&self) -> Option<Instant> {
-        self.streams.values().filter_map(|stream| stream.last_wait).map(|(at, _)| at).min()
+        let times = self.streams.values().map(|stream| {
+            let last = stream.last_wait.map(|(at, _)| at);
+            last.or(stream.again)
+        });
+        times.flatten().min()
     }
 
-    /// Closes the FIFOs that have found a reader.
-    pub fn close_read(&mut self) {
+    /// Closes the FIFOs that have found a reader, and tries full disks again.
+    pub fn pass_time(&mut self) {
         let now = Instant::now();
+        let full = self
+            .streams
+            .iter_mut()
+            .filter_map(|(number, stream)| stream.again.take_if(|at| *at <= now).map(|_| *number));
+        let full: Vec<u32> = full.collect();
+        for number in full {
+            self.ready(number);
+        }
         self.streams.retain(|_, stream| {
             let Some((at, wait)) = stream.last_wait else { return true };
             if at <= now {

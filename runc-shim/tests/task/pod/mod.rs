@@ -7,9 +7,10 @@ use std::fs::{self, File};
 use std::io::{Read as _, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{OpenOptionsExt as _, symlink};
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -22,6 +23,7 @@ use containerd_shim_protos::shim::oci::Options;
 use containerd_shim_protos::ttrpc::{self, context};
 use serde_json::{Value, json};
 
+pub use self::containerd::Answers;
 use self::containerd::{Containerd, Taken};
 
 /// How long anything may take.
@@ -55,8 +57,36 @@ pub struct Container {
     pub rootfs: Vec<Mount>,
 }
 
+/// The runtime that the tests run with: `$RUNTIME` (`crun`), else runc.
+pub fn runtime() -> PathBuf {
+    match std::env::var_os("RUNTIME") {
+        Some(name) => std::env::split_paths(&std::env::var_os("PATH").unwrap())
+            .map(|dir| dir.join(&name))
+            .find(|path| path.is_file())
+            .expect("the runtime is installed"),
+        None => runc(),
+    }
+}
+
+/// Whether the tests run with runc.
+pub fn is_runc() -> bool {
+    std::env::var_os("RUNTIME").is_none()
+}
+
 pub fn runc() -> PathBuf {
-    kit::Parts::get().unwrap().runc()
+    static RUNC: OnceLock<PathBuf> = OnceLock::new();
+    RUNC.get_or_init(|| kit::Parts::get().unwrap().runc()).clone()
+}
+
+/// The number of an environment variable, for runs by hand; else `usual`.
+pub fn count(variable: &str, usual: usize) -> usize {
+    std::env::var(variable).map_or(usual, |number| number.parse().unwrap())
+}
+
+/// The program under test.
+fn program() -> PathBuf {
+    let built = env!("CARGO_BIN_EXE_pause-sandboxer-runc-shim");
+    std::env::var_os("SHIM_PROGRAM").map_or(built.into(), PathBuf::from)
 }
 
 /// Waits until `check` holds.
@@ -79,22 +109,27 @@ pub fn context() -> context::Context {
 
 impl Pod {
     pub fn new() -> Self {
+        Self::with_log(Stdio::inherit())
+    }
+
+    /// One whose log goes there.
+    pub fn with_log(log: Stdio) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(dir.path().join("s")).unwrap();
         let shim = Command::new("/bin/sh")
             .args(["-c", "exec \"$0\" \"$@\" 3<&0 0</dev/null"])
-            .arg(env!("CARGO_BIN_EXE_pause-sandboxer-runc-shim"))
+            .arg(program())
             .args(["-namespace", "test", "-id", "pod", "-address", "/none"])
             .env_clear()
             .env("PATH", std::env::var("PATH").unwrap())
             .env("SET_BY_OPERATOR", "yes")
             .env("TTRPC_ADDRESS", dir.path().join("e"))
             .stdin(Stdio::from(OwnedFd::from(listener)))
+            .stderr(log)
             .current_dir(dir.path())
             .spawn()
             .unwrap();
-        let address = format!("unix://{}", dir.path().join("s").display());
-        let client = TaskClient::new(ttrpc::Client::connect(&address).unwrap());
+        let client = connect(&dir.path().join("s"));
         let root = dir.path().join("root/bin");
         fs::create_dir_all(&root).unwrap();
         fs::copy("/bin/busybox", root.join("busybox")).unwrap();
@@ -114,8 +149,31 @@ impl Pod {
 
     /// Begins to take events; with `dies`, to hang up on each connection before it answers.
     pub fn start_containerd(&mut self, dies: bool) {
+        self.start_containerd_that(if dies { Answers::Dies } else { Answers::Takes });
+    }
+
+    /// Begins to take events, or not.
+    pub fn start_containerd_that(&mut self, answers: Answers) {
         let path = self.dir.path().join("e");
-        self.containerd = Some(Containerd::start(&path, self.taken.clone(), dies));
+        self.containerd = Some(Containerd::start(&path, self.taken.clone(), answers));
+    }
+
+    /// A connection of its own to the shim.
+    pub fn connect(&self) -> TaskClient {
+        connect(&self.dir.path().join("s"))
+    }
+
+    /// The same without a client.
+    pub fn socket(&self) -> UnixStream {
+        UnixStream::connect(self.dir.path().join("s")).unwrap()
+    }
+
+    /// The proportional set size of the shim, kB.
+    pub fn memory(&self) -> u64 {
+        let path = format!("/proc/{}/smaps_rollup", self.shim.id());
+        let text = fs::read_to_string(path).unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix("Pss:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse().unwrap()
     }
 
     /// Takes no events any more.
@@ -153,7 +211,7 @@ impl Pod {
         fs::write(bundle.join("config.json"), config.to_string()).unwrap();
         let mut options = with.options.clone();
         if options.binary_name.is_empty() {
-            options.binary_name = runc().display().to_string();
+            options.binary_name = runtime().display().to_string();
         }
         options.root = self.root();
         let mut any = Any::new();
@@ -301,7 +359,7 @@ impl Pod {
 
     /// What containerd runs to delete a container whose shim is gone.
     pub fn deletion(&self, id: &str) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_pause-sandboxer-runc-shim"));
+        let mut command = Command::new(program());
         command.args(["-namespace", "test", "-id", &self.id(id), "-bundle"]);
         command.arg(self.bundle(id)).arg("delete");
         command
@@ -353,7 +411,7 @@ impl Drop for Pod {
         // A test that failed leaves containers: they die with their shim's commands.
         if self.shim.try_wait().unwrap().is_none() {
             for id in fs::read_dir(self.path("runc/test")).into_iter().flatten().flatten() {
-                let _ = Command::new(runc())
+                let _ = Command::new(runtime())
                     .args(["--root", &self.path("runc/test"), "delete", "--force"])
                     .arg(id.file_name())
                     .status();
@@ -376,6 +434,17 @@ fn process(script: &str, terminal: bool) -> Value {
             "bounding": ["CAP_KILL"], "effective": ["CAP_KILL"], "permitted": ["CAP_KILL"],
         },
     })
+}
+
+fn connect(path: &Path) -> TaskClient {
+    let address = format!("unix://{}", path.display());
+    TaskClient::new(ttrpc::Client::connect(&address).unwrap())
+}
+
+/// Makes a script that can be run.
+pub fn script(path: &str, text: &str) {
+    fs::write(path, format!("#!/bin/sh\n{text}\n")).unwrap();
+    fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
 }
 
 /// Signals a child.

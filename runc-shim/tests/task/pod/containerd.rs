@@ -4,17 +4,30 @@ use std::io::{self, Read as _, Write as _};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-use containerd_shim_protos::protobuf::Message as _;
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
+use containerd_shim_protos::protobuf::{EnumOrUnknown, Message as _};
 use containerd_shim_protos::shim::events::ForwardRequest;
-use containerd_shim_protos::ttrpc::proto::{Request, Response};
+use containerd_shim_protos::ttrpc::proto::{Code, Request, Response};
 
 /// Events that were taken: topic and message.
 pub type Taken = Arc<Mutex<Vec<(String, Any)>>>;
+
+/// What is done with an event.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Answers {
+    /// It is taken.
+    Takes,
+    /// It is taken, and the connection is closed before the answer.
+    Dies,
+    /// It is taken, and not answered: containerd is stopped.
+    Hangs,
+    /// So many are refused for a reason that passes.
+    Refuses(u32),
+}
 
 /// A containerd that runs until it is dropped.
 pub struct Containerd {
@@ -25,14 +38,15 @@ pub struct Containerd {
 }
 
 impl Containerd {
-    /// Listens at `path`. With `dies` it takes one event and hangs up before it answers.
-    pub fn start(path: &Path, taken: Taken, dies: bool) -> Self {
+    /// Listens at `path`.
+    pub fn start(path: &Path, taken: Taken, answers: Answers) -> Self {
         // One that was there before leaves its socket behind.
         let _ = std::fs::remove_file(path);
         let listener = UnixListener::bind(path).unwrap();
         let ends = Arc::new(AtomicBool::new(false));
         let connections: Arc<Mutex<Vec<UnixStream>>> = Arc::default();
         let (ended, known) = (ends.clone(), connections.clone());
+        let refused = Arc::new(AtomicU32::new(0));
         let thread = std::thread::spawn(move || {
             for stream in listener.incoming() {
                 if ended.load(Ordering::SeqCst) {
@@ -40,8 +54,8 @@ impl Containerd {
                 }
                 let stream = stream.unwrap();
                 known.lock().unwrap().push(stream.try_clone().unwrap());
-                let taken = taken.clone();
-                std::thread::spawn(move || serve(stream, &taken, dies));
+                let (taken, refused) = (taken.clone(), refused.clone());
+                std::thread::spawn(move || serve(stream, &taken, answers, &refused));
             }
         });
         Self { path: path.to_owned(), ends, connections, thread: Some(thread) }
@@ -60,7 +74,12 @@ impl Drop for Containerd {
     }
 }
 
-fn serve(mut stream: UnixStream, taken: &Taken, dies: bool) -> io::Result<()> {
+fn serve(
+    mut stream: UnixStream,
+    taken: &Taken,
+    answers: Answers,
+    refused: &AtomicU32,
+) -> io::Result<()> {
     loop {
         let mut head = [0; 10];
         stream.read_exact(&mut head)?;
@@ -72,11 +91,24 @@ fn serve(mut stream: UnixStream, taken: &Taken, dies: bool) -> io::Result<()> {
         let forward = ForwardRequest::parse_from_bytes(&request.payload).unwrap();
         let envelope = forward.envelope.unwrap_or_default();
         assert_eq!(envelope.namespace, "test");
-        taken.lock().unwrap().push((envelope.topic, envelope.event.unwrap_or_default()));
-        if dies {
-            return stream.shutdown(Shutdown::Both);
+        let mut answer = Response::new();
+        match answers {
+            Answers::Refuses(times) if refused.fetch_add(1, Ordering::SeqCst) < times => {
+                let status = answer.status.mut_or_insert_default();
+                status.code = EnumOrUnknown::new(Code::UNAVAILABLE);
+                status.message = "not yet".to_owned();
+            }
+            _ => {
+                let event = (envelope.topic, envelope.event.unwrap_or_default());
+                taken.lock().unwrap().push(event);
+            }
         }
-        let answer = Response::new().write_to_bytes().unwrap();
+        match answers {
+            Answers::Dies => return stream.shutdown(Shutdown::Both),
+            Answers::Hangs => continue,
+            _ => {}
+        }
+        let answer = answer.write_to_bytes().unwrap();
         let mut frame = (answer.len() as u32).to_be_bytes().to_vec();
         frame.extend(&head[4..8]);
         frame.extend([2, 0]);

@@ -1,0 +1,202 @@
+//! Containers: their life, resources, processes.
+
+use containerd_shim_protos::api::*;
+use containerd_shim_protos::protobuf::Message as _;
+use containerd_shim_protos::ttrpc::Code;
+use containerd_shim_protos::{cgroups, cgroups_v2};
+
+use crate::pod::{self, Container, Pod, code, context, eventually, exists, reader};
+
+#[test]
+fn a_container_runs_and_its_events_come_in_order() {
+    let mut pod = Pod::new();
+    let (out, err) = (pod.fifo("out"), pod.fifo("err"));
+    let (stdout, stderr) = (reader(&out), reader(&err));
+    let with = Container { stdout: out, stderr: err, ..Default::default() };
+    let pid = pod.create("a", "echo out; echo err >&2; exit 7", &with);
+    assert!(exists(format!("/proc/{pid}")));
+    assert_eq!(pod.status("a"), Status::CREATED);
+    assert_eq!(code(&pod.try_create("a", "true", &with).unwrap_err()), Code::ALREADY_EXISTS);
+    assert_eq!(pod.start("a", "").unwrap(), pid);
+    assert_eq!(pod.wait("a", "").unwrap(), 7);
+    let state = pod.state("a", "").unwrap();
+    assert_eq!((state.status.enum_value(), state.exit_status), (Ok(Status::STOPPED), 7));
+    assert_eq!(
+        (stdout.join().unwrap(), stderr.join().unwrap()),
+        (b"out\n".into(), b"err\n".into())
+    );
+    assert_eq!(code(&pod.kill("a", "", 9).unwrap_err()), Code::NOT_FOUND);
+    assert_eq!(code(&pod.start("a", "").unwrap_err()), Code::FAILED_PRECONDITION);
+    for name in ["init.pid", "options.json", "runtime"] {
+        assert!(exists(pod.bundle("a").join(name)), "{name}");
+    }
+    let deleted = pod.delete("a", "").unwrap();
+    assert_eq!((deleted.pid, deleted.exit_status), (pid, 7));
+    assert_eq!(code(&pod.state("a", "").unwrap_err()), Code::NOT_FOUND);
+    assert_eq!(pod.events_of(&["a"], 4), ["create a", "start a", "exit a 7", "delete a"]);
+    pod.shut_down();
+}
+
+#[test]
+fn a_container_that_was_not_started_can_be_killed_and_deleted() {
+    let mut pod = Pod::new();
+    let pid = pod.create("a", "true", &Container::default());
+    assert_eq!(pod.delete("a", "").unwrap().pid, pid);
+    assert_eq!(pod.events_of(&["a"], 3).len(), 3);
+    pod.create("b", "true", &Container::default());
+    pod.kill("b", "", 9).unwrap();
+    assert_eq!(pod.wait("b", "").unwrap(), 137);
+    pod.delete("b", "").unwrap();
+    pod.shut_down();
+}
+
+#[test]
+fn what_cannot_be_created_leaves_nothing_and_says_why() {
+    let mut pod = Pod::new();
+    let mut with = Container::default();
+    with.options.binary_name = "/no/such/runtime".to_owned();
+    let error = pod.try_create("a", "true", &with).unwrap_err();
+    assert!(error.to_string().contains("/no/such/runtime"), "{error}");
+    let with = Container { memory: Some(1), ..Default::default() };
+    let error = pod.try_create("a", "true", &with).unwrap_err().to_string();
+    assert!(error.contains("OCI runtime create failed: "), "{error}");
+    assert!(!exists(pod.path("runc/test").to_owned() + "/" + &pod.id("a")));
+    assert_eq!(code(&pod.state("a", "").unwrap_err()), Code::NOT_FOUND);
+    let with = Container { stdout: pod.path("no-fifo"), ..Default::default() };
+    let error = pod.try_create("a", "true", &with).unwrap_err().to_string();
+    assert!(error.contains("no-fifo"), "{error}");
+    pod.run("a", "sleep 1000", &Container::default());
+    pod.end("a");
+    pod.shut_down();
+}
+
+#[test]
+fn a_container_is_paused_and_resumed() {
+    let mut pod = Pod::new();
+    let pid = pod.run("a", "sleep 1000", &Container::default());
+    let (mut pause, mut resume) = (PauseRequest::new(), ResumeRequest::new());
+    (pause.id, resume.id) = (pod.id("a"), pod.id("a"));
+    pod.client.pause(context(), &pause).unwrap();
+    assert_eq!(pod.status("a"), Status::PAUSED);
+    let refused = pod.client.pause(context(), &pause).unwrap_err();
+    assert_eq!(code(&refused), Code::FAILED_PRECONDITION);
+    let refused = pod.exec("a", "e", "true", &Container::default()).unwrap_err();
+    assert_eq!(code(&refused), Code::FAILED_PRECONDITION);
+    pod.client.resume(context(), &resume).unwrap();
+    assert_eq!(pod.status("a"), Status::RUNNING);
+    let mut request = PidsRequest::new();
+    request.id = pod.id("a");
+    let pids = pod.client.pids(context(), &request).unwrap();
+    assert_eq!(pids.processes.iter().map(|process| process.pid).collect::<Vec<_>>(), [pid]);
+    let mut request = ConnectRequest::new();
+    request.id = pod.id("a");
+    let connected = pod.client.connect(context(), &request).unwrap();
+    assert_eq!((connected.shim_pid, connected.task_pid), (pod.shim.id(), pid));
+    pod.client.pause(context(), &pause).unwrap();
+    pod.end("a");
+    let events = pod.events_of(&["a"], 7);
+    let expected = ["create a", "start a", "paused a", "resumed a", "paused a", "exit a 137"];
+    assert_eq!(events[..6], expected);
+    pod.shut_down();
+}
+
+#[test]
+fn all_processes_end_with_a_container_that_shares_its_pid_namespace() {
+    let mut pod = Pod::new();
+    let with = Container { host_pids: true, ..Default::default() };
+    pod.run("a", "sleep 1000 & sleep 1000 & exec sleep 1000", &with);
+    let mut request = PidsRequest::new();
+    request.id = pod.id("a");
+    let pids = eventually("three processes", || {
+        let pids = pod.client.pids(context(), &request).unwrap().processes;
+        (pids.len() == 3).then_some(pids)
+    });
+    pod.kill("a", "", 15).unwrap();
+    assert_eq!(pod.wait("a", "").unwrap(), 143);
+    for process in pids {
+        eventually("its end", || (!exists(format!("/proc/{}", process.pid))).then_some(()));
+    }
+    pod.delete("a", "").unwrap();
+    pod.shut_down();
+}
+
+#[test]
+fn a_kill_for_want_of_memory_is_announced_before_the_exit() {
+    let mut pod = Pod::new();
+    let with = Container { memory: Some(8 << 20), ..Default::default() };
+    pod.run("a", "exec tail /dev/zero", &with);
+    assert_eq!(pod.wait("a", "").unwrap(), 137);
+    pod.delete("a", "").unwrap();
+    let events = pod.events_of(&["a"], 5);
+    let oom = events.iter().position(|event| event == "oom a").expect("an OOM event");
+    let exit = events.iter().position(|event| event == "exit a 137").expect("an exit");
+    assert!(oom < exit, "{events:?}");
+    pod.shut_down();
+}
+
+#[test]
+fn the_runtime_has_the_environment_without_what_is_the_shim_s_own() {
+    let mut pod = Pod::new();
+    let (script, seen) = (pod.path("runtime"), pod.path("seen"));
+    let runc = pod::runtime().display().to_string();
+    let text = format!("#!/bin/sh\nenv >>{seen}\nexec {runc} \"$@\"\n");
+    std::fs::write(&script, text).unwrap();
+    std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let mut with = Container::default();
+    with.options.binary_name = script;
+    pod.run("a", "true", &with);
+    pod.wait("a", "").unwrap();
+    pod.delete("a", "").unwrap();
+    let seen = std::fs::read_to_string(seen).unwrap();
+    // A shell adds the working directory.
+    let names: std::collections::BTreeSet<&str> = seen
+        .lines()
+        .filter_map(|line| line.split_once('=').map(|(name, _)| name))
+        .filter(|name| !["PWD", "OLDPWD", "SHLVL", "_"].contains(name))
+        .collect();
+    assert_eq!(names.into_iter().collect::<Vec<_>>(), ["PATH", "SET_BY_OPERATOR"]);
+    let name = std::fs::read_to_string(format!("/proc/{}/comm", pod.shim.id())).unwrap();
+    assert_eq!(name, "runc-shim\n");
+    pod.shut_down();
+}
+
+/// The memory limit and the number of tasks in the metrics of a cgroup.
+fn limit_and_pids(name: &str, value: &[u8]) -> (u64, u64) {
+    match name {
+        "io.containerd.cgroups.v1.Metrics" => {
+            let metrics = cgroups::metrics::Metrics::parse_from_bytes(value).unwrap();
+            (metrics.memory.usage.limit, metrics.pids.current)
+        }
+        "io.containerd.cgroups.v2.Metrics" => {
+            let metrics = cgroups_v2::metrics::Metrics::parse_from_bytes(value).unwrap();
+            (metrics.memory.usage_limit, metrics.pids.current)
+        }
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn resources_are_changed_and_read() {
+    let mut pod = Pod::new();
+    let with = Container { memory: Some(64 << 20), ..Default::default() };
+    pod.run("a", "sleep 1000", &with);
+    let mut request = UpdateTaskRequest::new();
+    request.id = pod.id("a");
+    request.resources.mut_or_insert_default().value =
+        br#"{"memory":{"limit":33554432,"swap":33554432}}"#.to_vec();
+    pod.client.update(context(), &request).unwrap();
+    let mut stats = StatsRequest::new();
+    stats.id = pod.id("a");
+    // The runtime's threads are gone when the container's program is executed.
+    eventually("the limit, and one process", || {
+        let stats = pod.client.stats(context(), &stats).unwrap().stats.unwrap_or_default();
+        (limit_and_pids(&stats.type_url, &stats.value) == (32 << 20, 1)).then_some(())
+    });
+    stats.id = pod.id("none");
+    assert_eq!(code(&pod.client.stats(context(), &stats).unwrap_err()), Code::NOT_FOUND);
+    request.resources.mut_or_insert_default().value = b"rubbish".to_vec();
+    let refused = pod.client.update(context(), &request).unwrap_err();
+    assert_eq!(code(&refused), Code::INVALID_ARGUMENT);
+    pod.end("a");
+    pod.shut_down();
+}

@@ -1,0 +1,95 @@
+//! Ends of the shim, and what is left of it.
+
+use containerd_shim_protos::api::*;
+
+use crate::pod::{self, Container, Pod, context, eventually, exists};
+
+#[test]
+fn a_shim_with_containers_does_not_shut_down() {
+    let mut pod = Pod::new();
+    pod.run("a", "sleep 1000", &Container::default());
+    pod.client.shutdown(context(), &ShutdownRequest::new()).unwrap();
+    assert_eq!(pod.status("a"), Status::RUNNING);
+    pod.end("a");
+    pod.shut_down();
+}
+
+#[test]
+fn a_signal_ends_the_shim_and_not_its_containers() {
+    for signal in [libc::SIGTERM, libc::SIGINT] {
+        let mut pod = Pod::new();
+        let pid = pod.run("a", "sleep 1000", &Container::default());
+        pod.events_of(&["a"], 2);
+        pod.stop_containerd();
+        pod.run("b", "exit 3", &Container::default());
+        assert_eq!(pod.wait("b", "").unwrap(), 3);
+        pod::signal(&pod.shim, signal);
+        pod.start_containerd(false);
+        pod.has_ended();
+        assert_eq!(pod.events_of(&["b"], 3), ["create b", "start b", "exit b 3"]);
+        assert!(exists(format!("/proc/{pid}")));
+        for id in ["a", "b"] {
+            pod.delete_after_shim(id);
+        }
+    }
+}
+
+/// A runtime that creates the first file when `action` is called, and waits for the second.
+fn slow_runtime(pod: &Pod, action: &str) -> (Container, String, String) {
+    let (script, began, go) = (pod.path("slow"), pod.path("began"), pod.path("go"));
+    let runc = pod::runtime().display().to_string();
+    let text = format!(
+        "#!/bin/sh\ncase \" $* \" in *\" {action} \"*) >{began}; while ! test -e {go}; do \
+         sleep 0.01; done;; esac\nexec {runc} \"$@\"\n"
+    );
+    std::fs::write(&script, text).unwrap();
+    std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let mut with = Container::default();
+    with.options.binary_name = script;
+    (with, began, go)
+}
+
+#[test]
+fn a_deletion_after_the_shim_is_not_interrupted() {
+    let mut pod = Pod::new();
+    let (with, began, go) = slow_runtime(&pod, "delete");
+    pod.run("a", "sleep 1000", &with);
+    pod::signal(&pod.shim, libc::SIGKILL);
+    pod.shim.wait().unwrap();
+    let mut deletion = pod.deletion("a").stdout(std::process::Stdio::null()).spawn().unwrap();
+    eventually("the runtime runs", || exists(&began).then_some(()));
+    for signal in [libc::SIGTERM, libc::SIGINT] {
+        pod::signal(&deletion, signal);
+    }
+    std::fs::write(&go, "").unwrap();
+    assert!(deletion.wait().unwrap().success());
+    assert!(!exists(format!("{}/{}", pod.path("runc/test"), pod.id("a"))));
+}
+
+#[test]
+fn a_container_that_is_being_created_is_answered_before_the_end() {
+    let mut pod = Pod::new();
+    let (with, began, go) = slow_runtime(&pod, "create");
+    let pid = std::thread::scope(|scope| {
+        let created = scope.spawn(|| pod.try_create("a", "sleep 1000", &with));
+        eventually("the runtime runs", || exists(&began).then_some(()));
+        pod::signal(&pod.shim, libc::SIGTERM);
+        std::fs::write(&go, "").unwrap();
+        created.join().unwrap().unwrap()
+    });
+    pod.has_ended();
+    assert_eq!(pod.events_of(&["a"], 1), ["create a"]);
+    assert!(exists(format!("/proc/{pid}")));
+    pod.delete_after_shim("a");
+}
+
+#[test]
+fn what_a_dead_shim_has_left_is_deleted() {
+    let mut pod = Pod::new();
+    let pid = pod.run("a", "sleep 1000", &Container::default());
+    pod.shim.kill().unwrap();
+    pod.shim.wait().unwrap();
+    assert!(exists(format!("/proc/{pid}")));
+    let deleted = pod.delete_after_shim("a");
+    assert_eq!((deleted.pid, deleted.exit_status), (pid, 137));
+}

@@ -1,0 +1,13 @@
+//! The Task service with a real runtime. Needs root.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod containers;
+mod counts;
+mod ends;
+mod events;
+mod execs;
+mod hostile;
+mod pod;
+mod rootfs;
+mod streams;
