@@ -10,11 +10,11 @@ use std::fs;
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
 use nix::fcntl::{OFlag, open, readlinkat};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, getsockopt, socket};
 use nix::sys::{socket::sockopt::PeerCredentials, stat::Mode};
+use parking_lot::Mutex;
 
 use crate::error::StepError;
 
@@ -182,7 +182,7 @@ impl Mounts {
     /// # Errors
     /// containerd does not see what is mounted here.
     pub fn admit(&self) -> Result<(), StepError> {
-        let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut found = self.found.lock();
         let known = found.as_ref().filter(|known| {
             readlinkat(&known.process, NAMESPACE).is_ok_and(|name| name == known.namespace)
         });
@@ -268,7 +268,7 @@ mod tests {
         let _listener = UnixListener::bind(&address).unwrap();
         assert_eq!(view("self", &address, dir.path()).unwrap(), View::Same);
         mounts.admit().unwrap();
-        assert!(mounts.found.lock().unwrap().is_some());
+        assert!(mounts.found.lock().is_some());
         mounts.admit().unwrap();
     }
 

@@ -9,9 +9,10 @@
 use std::any::Any;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::{Semaphore, oneshot};
 
 use crate::error::StepError;
@@ -108,7 +109,7 @@ pub async fn run<T: Send + 'static>(
     };
     // The runtime panics where it has no thread and can start none, and keeps the job: a later
     // thread must find nothing in it.
-    if catch_unwind(|| drop(tokio::task::spawn_blocking(work))).is_err()
+    if catch_unwind(AssertUnwindSafe(|| drop(tokio::task::spawn_blocking(work)))).is_err()
         && take_slot(&job).is_some()
     {
         return Err(StepError::new("start a thread", io::Error::from_raw_os_error(libc::EAGAIN)));
@@ -118,7 +119,7 @@ pub async fn run<T: Send + 'static>(
 
 /// A panic elsewhere leaves the value whole.
 fn take_slot<T>(slot: &Mutex<Option<T>>) -> Option<T> {
-    slot.lock().unwrap_or_else(PoisonError::into_inner).take()
+    slot.lock().take()
 }
 
 /// A panic as a failed step.

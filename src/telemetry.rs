@@ -3,10 +3,11 @@
 //! Each metric is one entry of a table below. Counting an event costs an atomic addition. The
 //! current state, such as the number of sandboxes, is read when the text is requested.
 
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use prometheus_client::encoding::{EncodeLabelSet, text};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -182,7 +183,7 @@ impl Telemetry {
 
     /// All metrics as text. Blocks: reads `/proc`.
     pub fn text(&self, census: &Census) -> String {
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = self.turn.lock();
         self.sandboxes.clear();
         for (_, driver) in &census.sandboxes {
             for state in &census.states {

@@ -7,10 +7,10 @@
 
 use std::future::Future;
 use std::io;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures::StreamExt as _;
+use parking_lot::Mutex;
 use tokio::runtime::{Builder, Handle, Runtime};
 use zbus::message::Type;
 use zbus::{Connection, DynamicType, MatchRule, MessageStream, OwnedObjectPath, Variant};
@@ -183,7 +183,7 @@ impl Systemd {
     }
 
     fn handle(&self) -> io::Result<Handle> {
-        let mut runtime = self.runtime.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut runtime = self.runtime.lock();
         if let Some(runtime) = &*runtime {
             return Ok(runtime.handle().clone());
         }
@@ -213,8 +213,7 @@ impl Drop for Systemd {
     fn drop(&mut self) {
         // Waiting for its thread is not allowed on a thread that runs tasks, where a driver may be
         // dropped.
-        if let Some(runtime) = self.runtime.get_mut().unwrap_or_else(PoisonError::into_inner).take()
-        {
+        if let Some(runtime) = self.runtime.get_mut().take() {
             runtime.shutdown_background();
         }
     }

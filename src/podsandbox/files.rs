@@ -10,10 +10,11 @@ use std::fs;
 use std::io::{self, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::layout::Layout;
@@ -146,7 +147,7 @@ impl SandboxFiles {
     /// # Errors
     /// The failed step.
     pub fn begin(&self) -> Result<(), StepError> {
-        *self.turn() = false;
+        *self.released.lock() = false;
         make_dir(&self.held_shm(), 0o700)
     }
 
@@ -156,7 +157,7 @@ impl SandboxFiles {
     /// # Errors
     /// The failed step; call [`SandboxFiles::remove`] then.
     pub fn make_all(&self, files: &Files, label: &str) -> Result<(), StepError> {
-        let _turn = self.turn();
+        let _turn = self.released.lock();
         self.make_shm(files, label)?;
         self.write_all(files)
     }
@@ -172,7 +173,7 @@ impl SandboxFiles {
         shm: bool,
         files: impl FnOnce() -> Result<Files, StepError>,
     ) -> Result<bool, StepErrors> {
-        let released = self.turn();
+        let released = self.released.lock();
         if *released {
             return Ok(false);
         }
@@ -232,7 +233,7 @@ impl SandboxFiles {
     /// # Errors
     /// Every step that failed.
     pub fn release_shm(&self) -> Result<(), StepErrors> {
-        let mut released = self.turn();
+        let mut released = self.released.lock();
         *released = true;
         let mounts = [self.shm(), self.held_shm()];
         mounts.iter().filter_map(|path| unmount(path).err()).collect::<StepErrors>().into_result()
@@ -255,10 +256,6 @@ impl SandboxFiles {
             errors.check(gone(fs::remove_dir(&dir)).step_at("remove directory", dir));
         }
         errors.into_result()
-    }
-
-    fn turn(&self) -> std::sync::MutexGuard<'_, bool> {
-        self.released.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn make_shm(&self, files: &Files, label: &str) -> Result<(), StepError> {

@@ -4,9 +4,10 @@
 //! threads costs as much as a step.
 
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use parking_lot::Mutex;
 use tokio::task::JoinHandle;
 
 use super::files::SandboxFiles;
@@ -184,7 +185,7 @@ impl Jobs {
 
     /// Keeps what Start makes, so that it need not be read from the disk.
     pub fn keep(&self, created: ToStart) {
-        *self.to_start() = Some(Arc::new(created));
+        *self.to_start.lock() = Some(Arc::new(created));
     }
 
     /// Makes files and pause and records them.
@@ -219,7 +220,7 @@ impl Jobs {
             self.kill_unheard(&*pause).await;
             return Err(step);
         }
-        *self.to_start() = None;
+        *self.to_start.lock() = None;
         Ok(pause)
     }
 
@@ -278,7 +279,7 @@ impl Jobs {
 
     /// Makes the spec, unless it is there.
     fn describe(&self, created: &ToStart) -> Result<(), StepError> {
-        let mut description = self.description();
+        let mut description = self.description.lock();
         if description.is_none() {
             let Environment { layout, config, .. } = &*self.environment;
             let made = oci_spec::describe(&created.record, &created.pod, layout, config);
@@ -296,19 +297,19 @@ impl Jobs {
             return Ok(());
         }
         self.describe(created)?;
-        let description = self.description();
+        let description = self.description.lock();
         let spec = description.as_ref().map_or(&[][..], |made| &made.spec);
         self.shim.describe(spec, &created.record.plan)
     }
 
     /// Lets the next job wait for what is still under way.
     pub fn wait_for(&self, late: Option<JoinHandle<()>>) {
-        *self.late.lock().unwrap_or_else(PoisonError::into_inner) = late;
+        *self.late.lock() = late;
     }
 
     /// Waits for that.
     pub async fn begin(&self) {
-        let late = self.late.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let late = self.late.lock().take();
         if let Some(late) = late {
             let _ = late.await;
             log::info!(sandbox = self.id().as_str(); "overdue recovery step finished");
@@ -317,25 +318,17 @@ impl Jobs {
 
     /// Spec and labels, once, after a start.
     pub fn give_description(&self) -> Option<Description> {
-        self.description().take()
-    }
-
-    fn description(&self) -> MutexGuard<'_, Option<Description>> {
-        self.description.lock().unwrap_or_else(PoisonError::into_inner)
+        self.description.lock().take()
     }
 
     /// What Start makes: what Create kept, or the record on disk.
     fn created(&self) -> Result<Arc<ToStart>, StepError> {
-        if let Some(created) = self.to_start().clone() {
+        if let Some(created) = self.to_start.lock().clone() {
             return Ok(created);
         }
         let record = self.store.read_record()?;
         let pod = record.decode_config().map_err(io::Error::other).step("read record")?;
         Ok(Arc::new(ToStart { record, pod }))
-    }
-
-    fn to_start(&self) -> MutexGuard<'_, Option<Arc<ToStart>>> {
-        self.to_start.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Kills a pause that no caller knows of and waits for its exit.

@@ -9,9 +9,10 @@ use std::collections::HashMap;
 use std::fs;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use nix::sys::statfs::{FsType, statfs};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
@@ -180,7 +181,7 @@ pub struct HeldLevel {
 
 impl Drop for HeldLevel {
     fn drop(&mut self) {
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = self.taken.lock();
         if let Some(pods) = taken.get_mut(&self.level) {
             *pods -= 1;
             if *pods == 0 {
@@ -253,7 +254,7 @@ impl Selinux {
     }
 
     fn hold_level(&self, level: String) -> HeldLevel {
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = self.taken.lock();
         *taken.entry(level.clone()).or_default() += 1;
         drop(taken);
         HeldLevel { level, taken: self.taken.clone() }
@@ -265,7 +266,7 @@ impl Selinux {
     fn take_free(&self, categories: u32) -> Result<HeldLevel, StepError> {
         let pairs = u64::from(categories) * u64::from(categories - 1) / 2;
         let first = random()? % pairs;
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = self.taken.lock();
         for number in (first..pairs).chain(0..first) {
             let (low, high) = pair(number);
             let level = format!("s0:c{low},c{high}");
@@ -394,9 +395,9 @@ mod tests {
         // Two may ask for the same; it is free when both are gone.
         let held = selinux.hold(&labels).unwrap();
         drop(first);
-        assert_eq!(selinux.taken.lock().unwrap().get("s0:c1,c2"), Some(&1));
+        assert_eq!(selinux.taken.lock().get("s0:c1,c2"), Some(&1));
         drop(held);
-        assert!(selinux.taken.lock().unwrap().is_empty());
+        assert!(selinux.taken.lock().is_empty());
         let (labels, _level) =
             selinux.labels(&contexts(), 1024, Some(&options("", "", "spc_t", ""))).unwrap();
         assert!(labels.process.starts_with("system_u:system_r:spc_t:s0:c"), "{labels:?}");

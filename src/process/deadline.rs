@@ -10,9 +10,11 @@ use std::ffi::{CString, c_int};
 use std::fs::{self, File};
 use std::io::{self, Read as _};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::identity;
 use crate::sys::{self, Born, Errno};
@@ -107,7 +109,7 @@ impl Deadline {
     fn begin(&self) -> io::Result<Arc<Child>> {
         let (begun, born) = (Instant::now(), Born::default());
         let child = Arc::new(Child { begun, born, fate: Mutex::new(Fate::UnderWay) });
-        let mut children = lock(&self.0.children);
+        let mut children = self.0.children.lock();
         if !children.watched {
             let (shared, every) = (Arc::downgrade(&self.0), self.0.within / LOOKS);
             let thread = thread::Builder::new().name("deadline".to_owned()).stack_size(64 * 1024);
@@ -121,8 +123,8 @@ impl Deadline {
     /// Whether it was killed. Waits for a kill that is under way, so that the child can be reaped
     /// afterwards.
     fn finish(&self, child: &Arc<Child>) -> bool {
-        lock(&self.0.children).under_way.retain(|other| !Arc::ptr_eq(other, child));
-        std::mem::replace(&mut *lock(&child.fate), Fate::Past) == Fate::Killed
+        self.0.children.lock().under_way.retain(|other| !Arc::ptr_eq(other, child));
+        std::mem::replace(&mut *child.fate.lock(), Fate::Past) == Fate::Killed
     }
 }
 
@@ -133,7 +135,7 @@ fn watch(shared: &Weak<Shared>, every: Duration) {
         thread::sleep(every);
         let Some(shared) = shared.upgrade() else { return };
         let late: Vec<Arc<Child>> = {
-            let mut children = lock(&shared.children);
+            let mut children = shared.children.lock();
             quiet = if children.under_way.is_empty() { quiet + 1 } else { 0 };
             if quiet == QUIET {
                 children.watched = false;
@@ -152,7 +154,7 @@ fn watch(shared: &Weak<Shared>, every: Duration) {
 
 impl Shared {
     fn kill(&self, child: &Child) {
-        let mut fate = lock(&child.fate);
+        let mut fate = child.fate.lock();
         // Not reaped before this is past, so the pid is the child's.
         let Some(pid) = child.born.pid().filter(|_| *fate != Fate::Past) else { return };
         let killed = child.born.kill();
@@ -227,11 +229,6 @@ pub(crate) fn thaw_if_frozen(freezer: &OwnedFd, pid: u32) -> io::Result<()> {
     }
 }
 
-/// A panic elsewhere leaves these values whole.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 #[cfg(test)]
 mod tests {
     use std::ffi::CString;
@@ -284,13 +281,13 @@ mod tests {
             assert!(!cloned.late);
             assert_eq!(sys::reap(cloned.pidfd.as_fd(), true), Ok(Some(sys::End::Code(7))));
         }
-        assert!(lock(&deadline.0.children).watched);
+        assert!(deadline.0.children.lock().watched);
         let begun = Instant::now();
-        while lock(&deadline.0.children).watched {
+        while deadline.0.children.lock().watched {
             assert!(begun.elapsed() < Duration::from_secs(30));
             thread::sleep(SHORT / LOOKS);
         }
-        assert!(lock(&deadline.0.children).under_way.is_empty());
+        assert!(deadline.0.children.lock().under_way.is_empty());
     }
 
     #[test]

@@ -7,11 +7,12 @@ use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::task::Waker;
 
 use nix::errno::Errno;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use parking_lot::Mutex;
 use tokio::io::unix::AsyncFd;
 
 use crate::error::{IoContext as _, StepError};
@@ -57,7 +58,7 @@ impl Watch {
         file: Arc<OwnedFd>,
         waker: Waker,
     ) -> io::Result<Watched> {
-        let mut wakers = self.wakers();
+        let mut wakers = self.wakers.lock();
         if !wakers.attended {
             // Another number for the same instance: it is the runtime's until its task ends.
             let ready = sys::watch(Arc::new(self.epoll.0.try_clone()?))?;
@@ -81,16 +82,11 @@ impl Watch {
             other => other?,
         };
         for event in events.iter().take(count) {
-            let waker = self.wakers().of.get(&event.data()).cloned();
+            let waker = self.wakers.lock().of.get(&event.data()).cloned();
             // A waker that panics must not keep the others from being woken.
             let _ = waker.map(|waker| catch_unwind(AssertUnwindSafe(|| waker.wake())));
         }
         Ok(count == AT_ONCE)
-    }
-
-    /// A panic elsewhere leaves them whole.
-    fn wakers(&self) -> MutexGuard<'_, Wakers> {
-        self.wakers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -100,7 +96,7 @@ struct Attendance(Weak<Watch>);
 impl Drop for Attendance {
     fn drop(&mut self) {
         if let Some(watch) = self.0.upgrade() {
-            watch.wakers().attended = false;
+            watch.wakers.lock().attended = false;
         }
     }
 }
@@ -135,7 +131,7 @@ impl Drop for Watched {
         // While it is still open here: elsewhere it may be for longer, and the watch would
         // continue.
         let removed = self.watch.epoll.delete(&*self.file);
-        let waker = self.watch.wakers().of.remove(&self.number);
+        let waker = self.watch.wakers.lock().of.remove(&self.number);
         // What it holds may be watched itself.
         drop(waker);
         if let Err(e) = removed {
@@ -197,7 +193,7 @@ mod tests {
         other.write_all(b"4").unwrap();
         after.now.notified().await;
         assert_eq!(bell.rung.load(SeqCst), 2);
-        assert_eq!(watch.wakers().of.len(), 1);
+        assert_eq!(watch.wakers.lock().of.len(), 1);
     }
 
     #[tokio::test]
@@ -239,7 +235,7 @@ mod tests {
         while bell.rung.load(SeqCst) < AT_ONCE {
             bell.now.notified().await;
         }
-        assert!(watch.wakers().attended);
+        assert!(watch.wakers.lock().attended);
     }
 
     #[test]

@@ -4,13 +4,14 @@ use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::os::fd::{AsFd, OwnedFd};
 use std::pin::pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Wake;
 use std::thread;
 use std::time::{Duration, SystemTime};
 
 use futures::future::BoxFuture;
+use parking_lot::Mutex;
 use rustix::process::Signal;
 use tokio::sync::Notify;
 
@@ -57,7 +58,7 @@ impl PidfdProcess {
 
     /// The exit, if it has ended; reaps it if it is a child. `None`: it lives.
     pub(crate) fn collect(&self) -> Option<Exit> {
-        let mut exit = lock(&self.exit);
+        let mut exit = self.exit.lock();
         if exit.is_none() {
             let status = exit_status(self.pidfd.as_fd(), &self.identity)?;
             *exit = Some(Exit { status, at: SystemTime::now() });
@@ -67,7 +68,7 @@ impl PidfdProcess {
 
     /// From now on its end wakes those who wait for `ended`.
     fn watch(&self) -> std::io::Result<()> {
-        let mut watched = lock(&self.watched);
+        let mut watched = self.watched.lock();
         if watched.is_none() {
             *watched = Some(
                 self.common.watch.readable(self.pidfd.clone(), Arc::clone(&self.ended).into())?,
@@ -245,7 +246,7 @@ impl Reaper {
         if !matches!(sys::reap(pidfd.as_fd(), false), Ok(None)) {
             return;
         }
-        let mut orphans = lock(&self.orphans);
+        let mut orphans = self.orphans.lock();
         // One child, however often it was held.
         let orphan = orphans.children.entry(pid).or_insert(Orphan { pidfd, killed });
         orphan.killed |= killed;
@@ -273,7 +274,7 @@ impl Reaper {
         loop {
             thread::sleep(pause);
             pause = (pause * 2).min(REAP.1);
-            let mut orphans = lock(&self.orphans);
+            let mut orphans = self.orphans.lock();
             orphans.sweep();
             if !orphans.children.values().any(|orphan| orphan.killed) {
                 orphans.reaped = false;
@@ -284,7 +285,7 @@ impl Reaper {
 
     /// Reaps the orphans that have ended.
     pub(crate) fn sweep(&self) {
-        lock(&self.orphans).sweep();
+        self.orphans.lock().sweep();
     }
 }
 
@@ -293,11 +294,6 @@ impl Orphans {
         self.children
             .retain(|_, orphan| matches!(sys::reap(orphan.pidfd.as_fd(), false), Ok(None)));
     }
-}
-
-/// A panic elsewhere leaves these values whole.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -326,7 +322,7 @@ mod tests {
         let killed = process(pid, &common);
         killed.killed.store(true, Relaxed);
         drop(killed);
-        let orphans = lock(&common.orphans);
+        let orphans = common.orphans.lock();
         assert!(orphans.children.is_empty() && !orphans.reaped);
         drop(orphans);
         held.kill().unwrap();
@@ -342,16 +338,16 @@ mod tests {
             let held = process(child.id(), &common);
             held.killed.store(true, Relaxed);
         }
-        let orphans = lock(&common.orphans);
+        let orphans = common.orphans.lock();
         assert_eq!((orphans.children.len(), orphans.reaped), (1, true));
         drop(orphans);
         // One thread looks for all of them, and ends with the last.
         assert_eq!(Arc::strong_count(&common), 2);
         process(child.id(), &common).kill().unwrap();
-        while lock(&common.orphans).reaped {
+        while common.orphans.lock().reaped {
             thread::sleep(Duration::from_millis(1));
         }
-        assert!(lock(&common.orphans).children.is_empty());
+        assert!(common.orphans.lock().children.is_empty());
         assert_eq!(sys::pidfd_open(c_int::try_from(child.id()).unwrap()).unwrap_err(), Errno::SRCH);
     }
 }

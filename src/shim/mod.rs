@@ -31,9 +31,10 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
@@ -232,7 +233,7 @@ impl Shims {
             ))),
             Owner::Driver => {
                 let endpoint = Arc::new(SelfStarted::new(self.pod_shim(id, true, runtime), true));
-                let mut known = self.runs_pause.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut known = self.runs_pause.lock();
                 known.retain(|_, endpoint| endpoint.strong_count() > 0);
                 known.insert(id.clone(), Arc::downgrade(&endpoint));
                 Endpoint::SelfStarted(endpoint)
@@ -251,7 +252,7 @@ impl Shims {
 
     /// The endpoint of a sandbox whose shim runs the pause.
     fn that_runs_pause(&self, id: &str) -> Option<Arc<SelfStarted>> {
-        self.runs_pause.lock().unwrap_or_else(PoisonError::into_inner).get(id)?.upgrade()
+        self.runs_pause.lock().get(id)?.upgrade()
     }
 }
 

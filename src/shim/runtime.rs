@@ -1,9 +1,10 @@
 //! What pods' shims are of: runtime handlers, of which a node has few.
 
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use containerd_shim_protos::shim::oci::Options;
+use parking_lot::Mutex;
 use protobuf::Message as _;
 
 use crate::error::{IoContext as _, StepError};
@@ -44,7 +45,7 @@ pub(super) struct Runtimes(Mutex<Vec<Weak<Runtime>>>);
 impl Runtimes {
     /// The one that is the same as `runtime`.
     pub(super) fn share(&self, runtime: Runtime) -> Arc<Runtime> {
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.0.lock();
         known.retain(|one| one.strong_count() > 0);
         if let Some(same) = known.iter().filter_map(Weak::upgrade).find(|one| **one == runtime) {
             return same;
@@ -82,6 +83,6 @@ mod tests {
                 own_shim: false
             }
         );
-        assert_eq!(runtimes.0.lock().unwrap().len(), 1);
+        assert_eq!(runtimes.0.lock().len(), 1);
     }
 }

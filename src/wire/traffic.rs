@@ -1,8 +1,9 @@
 //! What the connections of a socket are used for, so that idle ones make room for others.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 /// The connections of one socket.
@@ -45,7 +46,7 @@ impl Traffic {
             evicted: AtomicBool::default(),
             end: Notify::default(),
         });
-        let mut connections = self.turn();
+        let mut connections = self.connections.lock();
         connections.retain(|of| of.strong_count() > 0);
         connections.push(Arc::downgrade(&connection));
         connection
@@ -55,7 +56,7 @@ impl Traffic {
     /// any, then the one that is idle for longest. A connection with the Wait of a pod is never
     /// ended. False: all are in use.
     pub(super) fn evict(&self) -> bool {
-        let connections = self.turn();
+        let connections = self.connections.lock();
         let idle = connections.iter().filter_map(Weak::upgrade).filter(|of| of.is_idle());
         let least = idle
             .min_by_key(|of| (of.used.load(Ordering::Relaxed), of.since.load(Ordering::Relaxed)));
@@ -73,10 +74,6 @@ impl Traffic {
 
     fn tick(&self) -> u64 {
         self.clock.fetch_add(1, Ordering::Relaxed)
-    }
-
-    fn turn(&self) -> MutexGuard<'_, Vec<Weak<Connection>>> {
-        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -142,6 +139,6 @@ mod tests {
         assert!(traffic.evict() && is_evicted(&waits));
         drop((waits, old, fresh, unused));
         traffic.connection();
-        assert_eq!(traffic.turn().len(), 1);
+        assert_eq!(traffic.connections.lock().len(), 1);
     }
 }
