@@ -2,7 +2,9 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build shim install deb package-files demo parity test test-unprivileged test-node check fmt lint doc deny machete parts unit lts releases conformance fuzz fuzz-short soak test-deb test-vm bench bench-quick flame clean
+.PHONY: help build shim install deb package-files demo parity test test-unprivileged test-node \
+	check fmt lint doc deny machete parts unit lts releases conformance fuzz fuzz-short soak \
+	test-deb test-vm bench bench-quick flame clean
 
 CARGO ?= cargo
 PREFIX ?= /usr/local
@@ -13,7 +15,8 @@ MACHETE_VERSION := 0.9.2
 MACHETE := target/tools/bin/cargo-machete
 DEB_VERSION := 3.8.0
 DEB := target/tools/bin/cargo-deb
-# containerd's long-term release, and the newest of the other supported ones; `debian` is Debian's 2.1.
+# containerd's long-term release, and the newest of the other supported ones; `debian` is Debian's
+# 2.1.
 LTS := 2.3.7
 RELEASES := 2.0.14 debian 2.4.2
 # Of critest and crictl, and the releases that `make conformance` runs it on.
@@ -22,26 +25,28 @@ CONFORMANCE ?= $(LTS)
 DEB_BINARY ?= target/release/pause-sandboxer
 DEB_REVISION ?= 1
 
-help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-build: ## the daemon, optimised: target/release/pause-sandboxer
+build: ## the optimised daemon: target/release/pause-sandboxer
 	$(CARGO) build --release --locked
 
 # Static and at a fixed address, so that the pods' shims share nearly all of their pages.
-shim: ## the pods' own shim for runc and crun: target/SHIM_TARGET/shim/pause-sandboxer-runc-shim
+shim: ## the shim for runc and crun: target/SHIM_TARGET/shim/pause-sandboxer-runc-shim
 	@test -d "$$(rustc --print target-libdir --target $(SHIM_TARGET))" || \
 		{ echo "make shim: rustup target add $(SHIM_TARGET)" >&2; exit 1; }
 	RUSTFLAGS="-C target-feature=+crt-static -C relocation-model=static" \
 		$(CARGO) build --locked --profile shim --target $(SHIM_TARGET) -p pause-sandboxer-runc-shim
 
-install: build ## copies it to PREFIX/bin (default /usr/local)
+install: build ## copy the daemon to PREFIX/bin (default /usr/local)
 	install -D -m 0755 target/release/pause-sandboxer $(DESTDIR)$(PREFIX)/bin/pause-sandboxer
 
 # Without dpkg-shlibdeps cargo-deb only warns, and the package depends on no libc.
 deb: ## the Debian package: target/debian/pause-sandboxer_VERSION_ARCH.deb
-	@command -v dpkg-shlibdeps >/dev/null || { echo "make deb: there is no dpkg-shlibdeps: apt install dpkg-dev" >&2; exit 1; }
-	@command -v cc >/dev/null || { echo "make deb: there is no C compiler to link with: apt install gcc" >&2; exit 1; }
+	@command -v dpkg-shlibdeps >/dev/null || \
+		{ echo "make deb: dpkg-shlibdeps is missing: apt install dpkg-dev" >&2; exit 1; }
+	@command -v cc >/dev/null || \
+		{ echo "make deb: a C compiler is missing, to link with: apt install gcc" >&2; exit 1; }
 	$(MAKE) build $(DEB) package-files
 	$(DEB) --no-build --locked --deb-revision $(DEB_REVISION) $(DEB_FLAGS)
 
@@ -55,20 +60,21 @@ $(DEB):
 demo: parts build ## a pod from its start to its end on a real containerd; needs root
 	$(CARGO) run --quiet --locked --example demo -- target/release/pause-sandboxer
 
-parity: parts ## the same pods by containerd's built-in controller and by this one, field by field; needs root
+parity: parts ## compare each field of pods with containerd's built-in controller; needs root
 	$(CARGO) test --locked --test parity
 
-test: parts check unit releases fuzz-short ## lints, unit tests, and pods under a real containerd; needs root and fetches what it runs on
+test: parts check unit releases fuzz-short ## lints and all tests of this machine; needs root
 
 # The kit's skip_without_root() lists the tests that are skipped.
-test-unprivileged: ## unit tests and those of packages and documents, by any user; skips what needs root
+test-unprivileged: ## what any user can run; counts the tests that need root as skipped
 	@mkdir -p target && rm -f target/skipped-tests && : >target/skipped-tests
-	SKIPPED_TESTS=$(CURDIR)/target/skipped-tests $(CARGO) test --locked --lib --test architecture --test docs --test packaging
+	SKIPPED_TESTS=$(CURDIR)/target/skipped-tests $(CARGO) test --locked --lib \
+		--test architecture --test docs --test packaging
 	@echo "skipped without root: $$(wc -l <target/skipped-tests) tests, listed in target/skipped-tests"
 
-test-node: test-vm test-deb ## the same pods, the units and the package on an emulated node with systemd and cgroup v2
+test-node: test-vm test-deb ## both tests on an emulated node
 
-check: fmt lint doc deny machete ## format, lints, documentation, dependencies
+check: fmt lint doc deny machete ## format, lints, documentation, licences, dependencies
 
 fmt:
 	$(CARGO) fmt --all --check
@@ -97,20 +103,21 @@ machete: $(MACHETE)
 $(MACHETE):
 	$(CARGO) install --debug --locked --root target/tools --version $(MACHETE_VERSION) cargo-machete
 
-parts: ## what the tests run on: Debian's containerd, and packages that the machine lacks
+parts: ## fetch Debian's containerd for the tests, and packages that the machine lacks
 	tests/kit/fetch-parts
 	packaging/prometheus/fetch-promtool target/tools/bin
 
-unit:
+unit: ## all tests of the workspace, with containerd's long-term release; needs root and Go
 	tests/kit/suites all $(LTS)
 
-lts: ## the containerd, fault and shim suites on containerd's long-term release, built with Go
+lts: ## the suites with containerd's long-term release; needs root and Go
 	tests/kit/suites whole $(LTS)
 
-releases: ## the short suite on the newest of the other supported releases: containerd, restarts, shims
+releases: ## the short suite with the other supported releases; needs root and Go
 	tests/kit/suites short $(RELEASES)
 
-conformance: ## kubelet's test suite of CRI, critest, with both controllers, on the long-term release; CONFORMANCE="2.0.14 debian" on others
+# CONFORMANCE="2.0.14 debian" runs it on others than the long-term release.
+conformance: ## critest, kubelet's test suite of CRI, with both controllers; needs root and Go
 	directory=$$(tests/kit/fetch-conformance $(CRI_TOOLS)) && \
 	export CONFORMANCE_DIR="$$directory" RESULTS_DIR="$(CURDIR)/target/results" && \
 	for release in $(CONFORMANCE); do \
@@ -118,31 +125,31 @@ conformance: ## kubelet's test suite of CRI, critest, with both controllers, on 
 		PARTS_DIR="$$parts" $(CARGO) test --locked --test conformance || exit 1; \
 	done
 
-fuzz-short: ## fuzzes all that the daemon decodes for 30 s; FUZZ_SECONDS sets another length
+fuzz-short: ## fuzz everything that the daemon decodes for 30 s, or FUZZ_SECONDS
 	fuzz/run short
 
-fuzz: ## the same optimised, each target for 10 minutes; fuzz/README.md has more
+fuzz: ## the same, optimised, each target for 10 minutes; see fuzz/README.md
 	FUZZ_PROFILE=release FUZZ_EACH=$${FUZZ_EACH:-600} fuzz/run short
 
 # Pods, restarts and deaths at random; SOAK_SEED repeats a run.
-soak: parts ## 10 minutes of random churn; SOAK_SECONDS sets another length
+soak: parts ## random churn for 10 minutes, or SOAK_SECONDS; needs root
 	SOAK_SECONDS=$${SOAK_SECONDS:-600} $(CARGO) test --locked --test faults -- node_soak
 
-test-deb: $(DEB) ## the Debian package on that node: install, pods, restarts, upgrade, reboot, removal
+test-deb: $(DEB) ## the Debian package on an emulated node, from installation to removal
 	tests/deb/run-in-vm
 
-test-vm: parts ## pods, fields, restarts and units on a Debian node with systemd and cgroup v2, emulated; slow
+test-vm: parts ## the tests on an emulated Debian node with systemd and cgroup v2; slow
 	tests/vm/test
 	tests/selinux/run-in-vm
 
-bench: parts ## what pods cost, beside the built-in controller, a floor and the kernel; target/bench/report.json; 12 minutes; needs root
+bench: parts ## what pods cost, to target/bench/report.json; 12 minutes; needs root
 	$(CARGO) bench --locked --bench bench
 
-bench-quick: parts ## the same with fewer rounds, in 3 minutes
+bench-quick: parts ## the same with fewer rounds; 3 minutes; needs root
 	$(CARGO) bench --locked --bench bench -- --quick
 
-flame: parts ## where the time of a Start goes, system call by system call; needs root
+flame: parts ## the time of a Start by system call; needs root
 	$(CARGO) bench --locked --bench bench -- profile
 
-clean: ## removes all that was built and fetched
+clean: ## remove everything that was built and fetched
 	rm -rf target

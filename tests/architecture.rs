@@ -1,5 +1,5 @@
 //! Compares the sources with `ARCHITECTURE.md` (imports, unsafe code) and with the style of
-//! `CONTRIBUTING.md` (lengths, columns, words).
+//! `CONTRIBUTING.md` (lengths, columns, words), which holds for scripts too.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -273,9 +273,25 @@ fn long_lines(path: &str, text: &str) -> Vec<String> {
     long
 }
 
+/// Shell scripts, which have no ending, and files of make, cargo and protobuf.
+fn scripts() -> Vec<(String, String)> {
+    let names = ["Makefile", "tests", "packaging", "protos", "crates", "runc-shim"];
+    let top =
+        ["Cargo.toml", "clippy.toml", "deny.toml", "fuzz/Cargo.toml", "fuzz/run", "fuzz/rustc"];
+    files(&[&names[..], &top].concat(), |path| {
+        let name = path.rsplit('/').next().unwrap_or(path);
+        match name.rsplit_once('.') {
+            None => !name.ends_with("LICENSE"),
+            Some((_, ending)) => ["sh", "toml", "proto"].contains(&ending),
+        }
+    })
+}
+
 #[test]
 fn lines_have_at_most_100_columns() {
-    let all = styled_sources().into_iter().chain(documents());
+    let scripts = scripts();
+    assert!(scripts.len() > 30, "only {} scripts were seen", scripts.len());
+    let all = styled_sources().into_iter().chain(documents()).chain(scripts);
     let long: Vec<String> = all.flat_map(|(path, text)| long_lines(&path, &text)).collect();
     assert!(long.is_empty(), "over {COLUMNS_MAX} columns:\n{}", long.join("\n"));
     let line = "x".repeat(COLUMNS_MAX + 1);
@@ -301,8 +317,8 @@ fn phrases(text: &str, list: &str) -> Vec<String> {
 #[test]
 fn prose_has_no_banned_words() {
     let list = fs::read_to_string(root().join("tests/banned-words.txt")).unwrap();
-    let packaging = files(&["packaging", "Makefile"], |_| true);
-    let all = styled_sources().into_iter().chain(documents()).chain(packaging);
+    let packaging = files(&["packaging"], |_| true);
+    let all = styled_sources().into_iter().chain(documents()).chain(packaging).chain(scripts());
     let found: Vec<String> = all
         .filter(|(path, _)| !UNWORDED.contains(&path.as_str()))
         .flat_map(|(path, text)| {

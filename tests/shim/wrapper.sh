@@ -1,6 +1,7 @@
 #!/bin/sh
-# A shim that misbehaves on order: ORDER_FILE holds one word, REAL_SHIM is the shim that it wraps. With the order `proxy` the calls of its
-# Task API pass through THIS_TEST, which has orders for each of them.
+# A shim that misbehaves on order: ORDER_FILE holds one word, REAL_SHIM is the shim that it wraps.
+# With the order `proxy` the calls of its Task API pass through THIS_TEST, which has orders for each
+# of them.
 order=$(cat ORDER_FILE)
 case " $* " in
 *" delete "*)
@@ -16,7 +17,7 @@ case " $* " in
     chatter) exec yes "much too much" ;;
     slow) sleep 1; exec REAL_SHIM "$@" ;;
     rubbish) echo "no address at all"; exit 0 ;;
-    elsewhere) echo "unix://ORDER_FILE.nobody"; exit 0 ;;
+    elsewhere) echo "unix://ORDER_FILE.no caller"; exit 0 ;;
     proxy) exec THIS_TEST wrap-start REAL_SHIM ORDER_FILE "$@" ;;
     *) exec REAL_SHIM "$@" ;;
     esac
