@@ -17,7 +17,7 @@ case " $* " in
     chatter) exec yes "much too much" ;;
     slow) sleep 1; exec REAL_SHIM "$@" ;;
     rubbish) echo "no address at all"; exit 0 ;;
-    elsewhere) echo "unix://ORDER_FILE.no caller"; exit 0 ;;
+    elsewhere) echo "unix://ORDER_FILE.none"; exit 0 ;;
     proxy) exec THIS_TEST wrap-start REAL_SHIM ORDER_FILE "$@" ;;
     *) exec REAL_SHIM "$@" ;;
     esac
