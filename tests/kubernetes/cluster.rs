@@ -65,7 +65,9 @@ pub(crate) fn until<T>(
 
 /// Runs a program to its end, with these bytes as its input.
 pub(crate) fn output(mut command: Command, input: &[u8]) -> Result<String> {
-    let shown = format!("{command:?}");
+    let program = Path::new(command.get_program()).file_name().unwrap_or_default();
+    let words = std::iter::once(program).chain(command.get_args());
+    let shown = words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ");
     let mut child = command
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -127,6 +129,9 @@ impl Cluster {
     fn prepare(&self) -> Result<()> {
         run("ip", &["address", "add", &format!("{ADDRESS}/32"), "dev", "lo"])?;
         run("ip", &["address", "add", &format!("{API}/32"), "dev", "lo"])?;
+        // As systemd has it: mounts of the node appear in containers that ask for them.
+        let shared = MsFlags::MS_REC | MsFlags::MS_SHARED;
+        mount(None::<&str>, "/", None::<&str>, shared, None::<&str>).context("share all mounts")?;
         for over in ["etc", "opt", "usr/local", "var"] {
             let at = |kind: &str| self.top.join("over").join(kind).join(over);
             fs::create_dir_all(at("upper"))?;
@@ -237,11 +242,17 @@ impl Cluster {
 
     /// Starts one of the programs. It need not be ready yet.
     pub(crate) fn start_program(&self, name: &'static str) -> Result<()> {
-        let mut command = Command::new(match name {
+        let path = match name {
             "containerd" => self.parts.program(name),
             "pause-sandboxer" => PathBuf::from(env!("CARGO_BIN_EXE_pause-sandboxer")),
             _ => self.kubernetes.join("bin").join(name),
-        });
+        };
+        self.start_program_as(name, &path)
+    }
+
+    /// The same, from another file.
+    pub(crate) fn start_program_as(&self, name: &'static str, path: &Path) -> Result<()> {
+        let mut command = Command::new(path);
         let top = self.top.to_string_lossy();
         command.args(arguments(name).into_iter().map(|argument| argument.replace("{top}", &top)));
         let path = std::env::var("PATH").unwrap_or_default();

@@ -99,7 +99,7 @@ fn user_namespace(side: &Side) -> Result<Facts> {
             "volumes": [{ "name": "files", "emptyDir": {} }],
         }),
     )?;
-    facts.expect("the node's", of_the_node(side, "users")?, "")?;
+    facts.add("the node's", of_the_node(side, "users")?);
     let map = side.sh("users", "cat /proc/self/uid_map")?;
     let numbers: Vec<&str> = map.split_whitespace().collect();
     facts.expect("first id", numbers.first().context("no uid_map")?, "0")?;
@@ -227,8 +227,14 @@ fn dns(side: &Side) -> Result<Facts> {
     }
     for (name, _) in &kinds {
         side.wait(&format!("pod/{name}"), "condition=Ready")?;
-        let read = side.sh(name, "cat /etc/resolv.conf")?;
-        facts.add(*name, read.replace(side.namespace(), "NS"));
+        let read = side.sh(name, "cat /etc/resolv.conf")?.replace(side.namespace(), "NS");
+        // kubelet keeps options in a map: they have any order.
+        let (options, rest): (Vec<&str>, Vec<&str>) =
+            read.lines().partition(|line| line.starts_with("options"));
+        let mut options: Vec<&str> = options.iter().flat_map(|line| line.split(' ')).collect();
+        options.sort_unstable();
+        facts.add(*name, rest.join("\n"));
+        facts.add(format!("{name}: options"), options.join(" "));
         facts.add(format!("{name}: mode"), side.sh(name, "stat -c '%a %u:%g' /etc/resolv.conf")?);
     }
     let all: Vec<String> = kinds.iter().map(|(name, _)| format!("pod/{name}")).collect();

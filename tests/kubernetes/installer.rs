@@ -1,5 +1,264 @@
-//! The DaemonSets that install and remove the sandboxer.
+//! The DaemonSets that install and remove the sandboxer. Their image holds what the Dockerfile puts
+//! into it, on this machine's programs in place of its base image. The node has no systemd: what
+//! the script asks of `systemctl` is answered here.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Context, Result, bail, ensure};
+use kit::image::{self, Image, Layer};
+use nix::sys::signal::Signal;
+use nix::sys::stat::Mode;
+use serde_json::json;
 
 use crate::Run;
+use crate::cluster::{Cluster, NODE, output, until};
+use crate::side::{Facts, LIMIT, Side, at, sleeping};
 
-pub(crate) const CASES: &[(&str, Run)] = &[];
+pub(crate) const CASES: &[(&str, Run)] = &[("installer_and_uninstaller", Run::Both(installer))];
+
+const ROOT: &str = env!("CARGO_MANIFEST_DIR");
+const NAME: &str =
+    concat!("registry.example/pause-sandboxer-installer:", env!("CARGO_PKG_VERSION"));
+const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+/// What the script runs, of the base image's and of the packages that the Dockerfile adds.
+const PROGRAMS: [&str; 22] = [
+    "awk", "cat", "cmp", "cp", "curl", "dirname", "find", "grep", "install", "mkdir", "mktemp",
+    "mv", "nsenter", "rm", "sed", "sh", "sleep", "tail", "true", "umount", "id", "env",
+];
+/// What is placed on the node.
+const PLACED: [&str; 4] = [
+    "/usr/local/bin/pause-sandboxer",
+    "/etc/systemd/system/pause-sandboxer.service",
+    "/etc/systemd/system/pause-sandboxer.socket",
+    "/etc/containerd/conf.d/pause-sandboxer.toml",
+];
+const CONFIG: &str = "/etc/containerd/config.toml";
+const IMPORTS: &str = "imports = [\"/etc/containerd/conf.d/*.toml\"]\n";
+
+/// The image of the Dockerfile.
+fn image() -> Result<Image> {
+    let mut layer = Layer::new(Vec::new());
+    for directory in ["usr/", "usr/bin/", "usr/lib/", "usr/lib64/", "usr/local/", "dist/", "host/"]
+    {
+        layer.directory(directory, 0o755)?;
+    }
+    for directory in ["usr/local/bin/", "dev/", "etc/", "proc/", "sys/", "var/", "run/"] {
+        layer.directory(directory, 0o755)?;
+    }
+    layer.directory("tmp/", 0o1777)?;
+    for link in ["bin", "lib", "lib64"] {
+        layer.symlink(link, &format!("usr/{link}"))?;
+    }
+    let mut files = BTreeSet::new();
+    for program in PROGRAMS {
+        let at = Path::new("/usr/bin").join(program);
+        layer.file(&format!("usr/bin/{program}"), 0o755, &fs::read(&at).context(program)?)?;
+        let mut ldd = Command::new("ldd");
+        ldd.arg(&at);
+        files.extend(output(ldd, b"")?.split_whitespace().filter_map(|word| {
+            let below_usr = word.strip_prefix("/lib").map(|rest| format!("/usr/lib{rest}"));
+            word.starts_with('/').then(|| below_usr.unwrap_or_else(|| word.to_owned()))
+        }));
+    }
+    for library in files {
+        layer.file(
+            library.trim_start_matches('/'),
+            0o755,
+            &fs::read(&library).with_context(|| library.clone())?,
+        )?;
+    }
+    for (path, mode, from) in [
+        ("dist/pause-sandboxer", 0o755, env!("CARGO_BIN_EXE_pause-sandboxer").to_owned()),
+        ("dist/pause-sandboxer.service", 0o644, in_packaging("systemd/pause-sandboxer.service")),
+        ("dist/pause-sandboxer.socket", 0o644, in_packaging("systemd/pause-sandboxer.socket")),
+        ("dist/pause-sandboxer.toml", 0o644, in_packaging("containerd/pause-sandboxer.toml")),
+        ("usr/local/bin/install.sh", 0o755, in_packaging("kubernetes/install.sh")),
+    ] {
+        layer.file(path, mode, &fs::read(&from).context(from)?)?;
+    }
+    Image::with_path(NAME, &layer.finish()?, &["install.sh"], "", PATH)
+}
+
+fn in_packaging(file: &str) -> String {
+    format!("{ROOT}/packaging/{file}")
+}
+
+/// The node's systemd, as far as the script uses it: requests come by one pipe, answers go back by
+/// another.
+struct Systemctl<'a> {
+    cluster: &'a Cluster,
+    requests: PathBuf,
+    answers: PathBuf,
+    seen: Mutex<Vec<String>>,
+    done: AtomicBool,
+}
+
+impl<'a> Systemctl<'a> {
+    fn new(cluster: &'a Cluster) -> Result<Self> {
+        let (requests, answers) = (cluster.file("requests"), cluster.file("answers"));
+        for pipe in [&requests, &answers] {
+            nix::unistd::mkfifo(pipe, Mode::S_IRWXU)?;
+        }
+        let script = format!(
+            "#!/bin/sh\necho \"$*\" >{}\nread -r code <{}\nexit \"$code\"\n",
+            requests.display(),
+            answers.display()
+        );
+        let program = Path::new("/usr/local/bin/systemctl");
+        fs::write(program, script)?;
+        fs::set_permissions(program, fs::Permissions::from_mode(0o755))?;
+        let (seen, done) = (Mutex::default(), AtomicBool::new(false));
+        Ok(Self { cluster, requests, answers, seen, done })
+    }
+
+    fn serve(&self) -> Result<()> {
+        loop {
+            let mut request = String::new();
+            BufReader::new(fs::File::open(&self.requests)?).read_line(&mut request)?;
+            if self.done.load(Ordering::Relaxed) {
+                return Ok(());
+            }
+            let request = request.trim();
+            self.seen.lock().expect("no panic").push(request.to_owned());
+            let answer = self.answer(request);
+            fs::write(&self.answers, if answer.is_ok() { "0\n" } else { "1\n" })?;
+            answer.with_context(|| format!("systemctl {request}"))?;
+        }
+    }
+
+    fn answer(&self, request: &str) -> Result<()> {
+        match request {
+            "daemon-reload"
+            | "enable --now pause-sandboxer.socket"
+            | "enable pause-sandboxer.service" => Ok(()),
+            "restart pause-sandboxer.service" => {
+                // It may not run yet.
+                let _ = self.cluster.end_program("pause-sandboxer", Signal::SIGTERM);
+                self.cluster.start_program_as("pause-sandboxer", Path::new(PLACED[0]))
+            }
+            "restart containerd" => {
+                self.cluster.end_program("containerd", Signal::SIGTERM)?;
+                self.cluster.start_program("containerd")
+            }
+            "disable --now pause-sandboxer.socket pause-sandboxer.service" => {
+                self.cluster.end_program("pause-sandboxer", Signal::SIGTERM)
+            }
+            other => bail!("{other:?} is not what the script asks"),
+        }
+    }
+
+    /// Ends [`Systemctl::serve`].
+    fn end(&self) -> Result<()> {
+        self.done.store(true, Ordering::Relaxed);
+        Ok(fs::write(&self.requests, "\n")?)
+    }
+}
+
+fn installer(sides: &[Side; 2]) -> Result<[Facts; 2]> {
+    let cluster = sides[0].cluster;
+    let archive = cluster.file("installer.tar");
+    image::write(&archive, &[image()?])?;
+    cluster.import(&archive)?;
+    symlink(cluster.parts().program("containerd"), "/usr/local/bin/containerd")?;
+    let config = fs::read_to_string(CONFIG)?;
+    let drop_in = fs::read(PLACED[3])?;
+    without_the_sandboxer(cluster, &config)?;
+    let systemctl = Systemctl::new(cluster)?;
+    let facts = std::thread::scope(|scope| {
+        let serving = scope.spawn(|| systemctl.serve());
+        let facts = from_installation_to_removal(sides, &systemctl);
+        systemctl.end()?;
+        serving.join().expect("systemctl panicked")?;
+        facts
+    })?;
+    // As it was before.
+    fs::write(CONFIG, &config)?;
+    fs::write(PLACED[3], drop_in)?;
+    cluster.start_program("pause-sandboxer")?;
+    cluster.end_program("containerd", Signal::SIGTERM)?;
+    cluster.start_program("containerd")?;
+    let class = fs::read(in_packaging("kubernetes/runtimeclass.yaml"))?;
+    output(cluster.kubectl_command(&["apply", "-f", "-"]), &class)?;
+    cluster.kubectl(&["label", "node", NODE, "pause-sandboxer/ready=true"])?;
+    cluster.kubelet_answers()?;
+    // There is nothing to compare: it must hold with pods of both.
+    Ok([facts.clone(), facts])
+}
+
+/// Takes away what the cluster has begun with.
+fn without_the_sandboxer(cluster: &Cluster, config: &str) -> Result<()> {
+    cluster.kubectl(&["label", "node", NODE, "pause-sandboxer/ready-"])?;
+    cluster.kubectl(&["delete", "runtimeclass", "runc-pause"])?;
+    cluster.end_program("pause-sandboxer", Signal::SIGTERM)?;
+    fs::remove_file(PLACED[3])?;
+    fs::write(CONFIG, config.replace(IMPORTS, ""))?;
+    cluster.end_program("containerd", Signal::SIGTERM)?;
+    cluster.start_program("containerd")?;
+    cluster.kubelet_answers()
+}
+
+fn from_installation_to_removal(sides: &[Side; 2], systemctl: &Systemctl) -> Result<Facts> {
+    let ([builtin, ours], cluster) = (sides, sides[0].cluster);
+    let mut facts = Facts::default();
+    builtin.run("lives", json!({ "containers": [sleeping("main")] }))?;
+    let alive = || -> Result<String> {
+        Ok(at(&builtin.get("pod/lives")?, "status.containerStatuses.0.containerID"))
+    };
+    let before = alive()?;
+    cluster.kubectl(&["apply", "-k", &in_packaging("kubernetes")])?;
+    let set = "daemonset/pause-sandboxer-installer";
+    let rolled = ["rollout", "status", "-n", "kube-system", set, "--timeout=180s"];
+    cluster.kubectl(&rolled).with_context(|| logs(cluster))?;
+    until("the node has the label", LIMIT, || {
+        let node: serde_json::Value =
+            serde_json::from_str(&cluster.kubectl(&["get", "node", NODE, "-o", "json"])?)?;
+        let label = &node["metadata"]["labels"]["pause-sandboxer/ready"];
+        ensure!(*label == "true", "{label}: {}", logs(cluster));
+        Ok(())
+    })?;
+    facts.add("label", "true");
+    for path in PLACED {
+        ensure!(Path::new(path).exists(), "{path} is not there");
+    }
+    facts.expect("imports", fs::read_to_string(CONFIG)?.starts_with(IMPORTS), "true")?;
+    ours.run("installed", json!({ "containers": [sleeping("main")] }))?;
+    facts.expect("pod of the class", ours.sh("installed", "hostname")?, "installed")?;
+
+    cluster.kubectl(&["delete", "runtimeclass", "runc-pause"])?;
+    cluster.kubectl(&["apply", "-k", &in_packaging("kubernetes/uninstaller")])?;
+    until("the uninstaller waits for the pod", LIMIT, || {
+        let logs = logs(cluster);
+        ensure!(logs.contains("waiting for the end of these pods"), "{logs}");
+        Ok(())
+    })?;
+    facts.expect("pod while it waits", ours.sh("installed", "echo runs")?, "runs")?;
+    ours.delete(&["pod/installed"])?;
+    until("the uninstaller is done", LIMIT, || {
+        let logs = logs(cluster);
+        ensure!(logs.contains("install.sh: done"), "{logs}");
+        Ok(())
+    })?;
+    let left: Vec<&str> = PLACED.into_iter().filter(|path| Path::new(path).exists()).collect();
+    facts.expect("left", left.join(" "), "")?;
+    facts.expect("state", Path::new("/run/pause-sandboxer/sandboxes").exists(), "false")?;
+    cluster.kubelet_answers()?;
+    cluster.kubectl(&["delete", "-k", &in_packaging("kubernetes/uninstaller")])?;
+    ensure!(before == alive()?, "the built-in's pod was restarted");
+    builtin.delete(&["pod/lives"])?;
+    facts.add("systemctl", systemctl.seen.lock().expect("no panic").join("; "));
+    Ok(facts)
+}
+
+/// What the pods of the DaemonSet have said.
+fn logs(cluster: &Cluster) -> String {
+    let label = "app.kubernetes.io/component=installer";
+    let logs = ["logs", "-n", "kube-system", "-l", label, "--tail=100"];
+    cluster.kubectl(&logs).unwrap_or_else(|e| format!("{e:#}"))
+}

@@ -1,6 +1,6 @@
 //! The life of a pod: its containers, and what kubectl does with them.
 
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::net::TcpStream;
 use std::time::Duration;
 
@@ -54,11 +54,12 @@ fn exec_attach_and_logs(side: &Side) -> Result<Facts> {
     let mut facts = Facts::default();
     let script = "echo begun; echo failing >&2; cat; echo ended";
     let main = with(container("main", script), json!({ "stdin": true, "stdinOnce": true }));
+    let terminal = with(container("terminal", "tty; exec sleep 100000"), json!({ "tty": true }));
     side.run(
         "talks",
         json!({
             "restartPolicy": "Never",
-            "containers": [main, sleeping("other")],
+            "containers": [main, terminal],
         }),
     )?;
     facts.expect("exec", side.sh("talks", "echo $((6 * 7))")?, "42")?;
@@ -66,8 +67,7 @@ fn exec_attach_and_logs(side: &Side) -> Result<Facts> {
     facts.expect("exec with input", piped, "4")?;
     let failed = side.sh("talks", "exit 7").expect_err("it exits with 7").to_string();
     facts.expect("exit status", failed.contains("exit code 7"), "true")?;
-    let terminal = side.kubectl(&["exec", "-t", "talks", "-c", "other", "--", "tty"]);
-    facts.add("terminal", terminal.unwrap_or_else(|e| format!("{e:#}")));
+    facts.expect("terminal", side.logs(&["talks", "-c", "terminal"])?, "/dev/pts/0")?;
     let attached = side.kubectl_with(&["attach", "-i", "talks", "-c", "main"], "by attach\n")?;
     facts.expect("attach", attached.contains("by attach"), "true")?;
     side.until("pod/talks", "main ends", |pod| {
@@ -83,6 +83,16 @@ fn exec_attach_and_logs(side: &Side) -> Result<Facts> {
     Ok(facts)
 }
 
+/// The line that answers a line.
+fn ask(mut stream: TcpStream, line: &str) -> Result<String> {
+    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+    writeln!(stream, "{line}")?;
+    let mut answer = String::new();
+    BufReader::new(stream).read_line(&mut answer)?;
+    ensure!(!answer.is_empty(), "it closes");
+    Ok(answer)
+}
+
 fn port_forward(side: &Side) -> Result<Facts> {
     let mut facts = Facts::default();
     let serve = container("main", "exec probe serve 7000 answers");
@@ -90,23 +100,14 @@ fn port_forward(side: &Side) -> Result<Facts> {
     let local: u16 = if side.namespace() == "ours" { 17001 } else { 17000 };
     let mut forwarding = side.spawn(&["port-forward", "pod/served", &format!("{local}:7000")])?;
     let answer = until("the forwarded port answers", LIMIT, || {
-        let mut stream = TcpStream::connect(("127.0.0.1", local))?;
-        stream.set_read_timeout(Some(Duration::from_secs(5)))?;
-        stream.write_all(b"hello\n")?;
-        let mut answer = [0; 64];
-        let length = stream.read(&mut answer)?;
-        ensure!(length > 0, "it closes");
-        Ok(String::from_utf8_lossy(&answer[..length]).into_owned())
+        ask(TcpStream::connect(("127.0.0.1", local))?, "hello")
     });
     forwarding.kill()?;
     forwarding.wait()?;
     facts.expect("answer", answer?, "answers: hello")?;
     let ip = at(&side.get("pod/served")?, "status.podIP");
-    let mut stream = TcpStream::connect((ip.as_str(), 7000))?;
-    stream.write_all(b"direct\n")?;
-    let mut answer = [0; 64];
-    let length = stream.read(&mut answer)?;
-    facts.expect("from the node", String::from_utf8_lossy(&answer[..length]), "answers: direct")?;
+    let stream = TcpStream::connect((ip.as_str(), 7000))?;
+    facts.expect("from the node", ask(stream, "direct")?, "answers: direct")?;
     side.delete(&["pod/served"])?;
     Ok(facts)
 }
@@ -180,8 +181,7 @@ fn ephemeral(side: &Side) -> Result<Facts> {
     let mut facts = Facts::default();
     side.run("debugged", json!({ "containers": [sleeping("main")] }))?;
     let image = format!("--image={}", kit::TEST_IMAGE);
-    let script = "ps -o args | grep -c '[s]leep 100000'; readlink /proc/1/ns/pid >/dev/null && \
-                  echo sees; sleep 100000";
+    let script = "cat /proc/1/comm; tr '\\0' ' ' </proc/1/cmdline; echo; echo sees; sleep 100000";
     side.kubectl(&[
         "debug",
         "debugged",

@@ -39,7 +39,7 @@ fn identity(side: &Side, name: &str) -> Result<Value> {
         "ip": pod["status"]["podIP"],
         "container": container["containerID"],
         "restarts": container["restartCount"],
-        "began": side.sh(name, "cut -d' ' -f22 /proc/1/stat; readlink /proc/1/ns/net")?,
+        "namespaces": side.sh(name, "for of in net ipc uts; do readlink /proc/self/ns/$of; done")?,
     }))
 }
 
@@ -132,7 +132,7 @@ fn dead_pause(side: &Side) -> Result<Facts> {
     )?;
     let first = side.get("pod/orphaned")?;
     // A process that holds no other namespace of the pod is its pause.
-    let inside = side.sh("orphaned", "readlink /proc/1/ns/pid")?;
+    let inside = side.sh("orphaned", "readlink /proc/self/ns/pid")?;
     let pause = std::fs::read_dir("/proc")?
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok())
         .find(|pid| is_first_of(*pid, inside.trim()))

@@ -97,7 +97,7 @@ impl Side<'_> {
     pub(crate) fn create(&self, name: &str, spec: Value) -> Result<()> {
         self.apply(&json!({
             "apiVersion": "v1", "kind": "Pod",
-            "metadata": { "name": name, "labels": { "app": name } },
+            "metadata": { "name": name, "labels": { "app": name.get(..63).unwrap_or(name) } },
             "spec": self.spec(spec),
         }))
     }
