@@ -219,8 +219,9 @@ uninstall_all() {
     rm -f "$host$drop_in" "$host$program" "$host$unfinished" \
         "$host$units/pause-sandboxer.service" "$host$units/pause-sandboxer.socket"
     # It has no records, so the only mount can be the directory of the records, of a killed daemon.
+    # Removed on the node: this container has a copy of the mount, which would keep the directory.
     node umount $records 2>/dev/null || :
-    rm -rf --one-file-system "${host:?}$state" || say "cannot remove $state"
+    node rm -rf --one-file-system $state || say "cannot remove $state"
     node systemctl daemon-reload
     [ "$edit" != true ] || node systemctl restart containerd
     say "done; $config still imports /etc/containerd/conf.d, which has no effect"

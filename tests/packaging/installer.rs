@@ -47,7 +47,8 @@ impl Node {
         fs::set_permissions(node.path("bin/curl"), fs::Permissions::from_mode(0o755)).unwrap();
         let stub = format!(
             "#!/bin/sh\necho \"$*\" >>{0}/asked\ncase $* in \"$(cat {0}/fails)\") exit 1 ;; *list) \
-             [ ! -e {0}/down ] || exit 3; cat {0}/alive ;; *dump) cat {0}/dump ;; esac\n",
+             [ ! -e {0}/down ] || exit 3; cat {0}/alive ;; *dump) cat {0}/dump ;; \
+             \"rm -rf --one-file-system \"*) rm -rf {0}/host$4 ;; esac\n",
             node.0.path().display()
         );
         fs::write(node.path("on-host"), stub).unwrap();
@@ -158,12 +159,15 @@ fn the_uninstaller_removes_everything_installed() {
     fs::write(node.path("host/run/pause-sandboxer/lock"), "1").unwrap();
     let output = node.script("uninstall");
     assert!(output.status.success(), "{output:?}");
+    // By the node: the container that runs the script has copies of the node's mounts.
     assert!(!node.path("host/run/pause-sandboxer").exists());
     let left: Vec<String> = node.files().difference(&before).cloned().collect();
     assert_eq!(left, ["etc/containerd/config.toml.before-pause-sandboxer"]);
+    let asked = node.asked();
     assert!(
-        node.asked()
-            .contains("systemctl disable --now pause-sandboxer.socket pause-sandboxer.service")
+        asked.contains("systemctl disable --now pause-sandboxer.socket pause-sandboxer.service")
+            && asked.contains("rm -rf --one-file-system /run/pause-sandboxer"),
+        "{asked:?}"
     );
 }
 
