@@ -8,7 +8,11 @@
 
 CARGO ?= cargo
 PREFIX ?= /usr/local
-SHIM_TARGET ?= $(shell uname -m)-unknown-linux-musl
+SHIM := pause-sandboxer-runc-shim
+# Of the pods' shim: musl where its target is installed, or else glibc; the program is static with both.
+SHIM_TARGET ?= $(shell musl=$$(uname -m)-unknown-linux-musl; \
+	if [ -d "$$(rustc --print target-libdir --target $$musl)" ]; then echo $$musl; \
+	else echo $$(uname -m)-unknown-linux-gnu; fi)
 DENY_VERSION := 0.20.2
 DENY := target/tools/bin/cargo-deny
 MACHETE_VERSION := 0.9.2
@@ -28,17 +32,17 @@ DEB_REVISION ?= 1
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-build: ## the optimised daemon: target/release/pause-sandboxer
+build: shim ## the daemon and the pods' shim, optimised, in target/release
 	$(CARGO) build --release --locked
 
 # Static and at a fixed address, so that the pods' shims share nearly all of their pages.
-shim: ## the shim for runc and crun: target/SHIM_TARGET/shim/pause-sandboxer-runc-shim
-	@test -d "$$(rustc --print target-libdir --target $(SHIM_TARGET))" || \
-		{ echo "make shim: rustup target add $(SHIM_TARGET)" >&2; exit 1; }
+shim: ## the pods' shim alone; without the musl target of rustup it links with glibc
 	RUSTFLAGS="-C target-feature=+crt-static -C relocation-model=static" \
-		$(CARGO) build --locked --profile shim --target $(SHIM_TARGET) -p pause-sandboxer-runc-shim
+		$(CARGO) build --locked --profile shim --target $(SHIM_TARGET) -p $(SHIM)
+	install -D -m 0755 target/$(SHIM_TARGET)/shim/$(SHIM) target/release/$(SHIM)
 
-install: build ## copy the daemon to PREFIX/bin (default /usr/local)
+install: build ## copy both to PREFIX/bin (default /usr/local)
+	install -D -m 0755 target/release/$(SHIM) $(DESTDIR)$(PREFIX)/bin/$(SHIM)
 	install -D -m 0755 target/release/pause-sandboxer $(DESTDIR)$(PREFIX)/bin/pause-sandboxer
 
 # Without dpkg-shlibdeps cargo-deb only warns, and the package depends on no libc.
@@ -142,10 +146,10 @@ test-vm: parts ## the tests on an emulated Debian node with systemd and cgroup v
 	tests/vm/test
 	tests/selinux/run-in-vm
 
-bench: parts ## what pods cost, to target/bench/report.json; 12 minutes; needs root
+bench: parts shim ## what pods cost, to target/bench/report.json; 12 minutes; needs root
 	$(CARGO) bench --locked --bench bench
 
-bench-quick: parts ## the same with fewer rounds; 3 minutes; needs root
+bench-quick: parts shim ## the same with fewer rounds; 3 minutes; needs root
 	$(CARGO) bench --locked --bench bench -- --quick
 
 flame: parts ## the time of a Start by system call; needs root

@@ -4,7 +4,7 @@
 #
 # usage: install.sh install | uninstall | ready
 #
-# install     places program, units and drop-in, starts the daemon, restarts containerd, labels the
+# install     places programs, units and drop-in, starts the daemon, restarts containerd, labels the
 #             node, and sleeps
 # uninstall   waits until no pod has a sandbox of this daemon, removes the label and the placed
 #             files, and sleeps
@@ -24,6 +24,8 @@ every=${EVERY:-30}
 label=pause-sandboxer/ready
 
 program=/usr/local/bin/pause-sandboxer
+# The daemon looks for it in its own directory.
+shim=/usr/local/bin/pause-sandboxer-runc-shim
 packaged=/usr/bin/pause-sandboxer
 units=/etc/systemd/system
 drop_in=/etc/containerd/conf.d/pause-sandboxer.toml
@@ -121,6 +123,7 @@ install_all() {
         say "completing an interrupted installation"
         changed=1 containerd=1
     fi
+    place "$dist/pause-sandboxer-runc-shim" $shim 0755 && changed=1
     place "$dist/pause-sandboxer" $program 0755 && changed=1
     for unit in pause-sandboxer.service pause-sandboxer.socket; do
         place "$dist/$unit" $units/$unit 0644 && changed=1
@@ -216,7 +219,7 @@ uninstall_all() {
         mark '"true"'
     done
     node systemctl disable --now pause-sandboxer.socket pause-sandboxer.service || :
-    rm -f "$host$drop_in" "$host$program" "$host$unfinished" \
+    rm -f "$host$drop_in" "$host$program" "$host$shim" "$host$unfinished" \
         "$host$units/pause-sandboxer.service" "$host$units/pause-sandboxer.socket"
     # It has no records, so the only mount can be the directory of the records, of a killed daemon.
     # Removed on the node: this container has a copy of the mount, which would keep the directory.

@@ -309,8 +309,7 @@ fn before_the_reboot() {
         };
         ["Max processes", "Max core file size", "Max open files"].map(line)
     };
-    let shim =
-        |id: &str| quiet(&format!("pgrep -f 'containerd-shim-runc-v2.* -id {id}' | head -n 1"));
+    let shim = |id: &str| quiet(&format!("pgrep -f 'shim.* -id {id}' | head -n 1"));
     let ours = shim(&web);
     let theirs = shim(&plain);
     assert_eq!(limits(&ours), limits(&theirs), "a shim has the limits that containerd gives one");
@@ -388,9 +387,13 @@ fn after_the_reboot() {
     assert!(!text.contains("these pods"), "{text}");
     run("systemctl restart containerd");
     pods.up();
-    for path in
-        [DROP_IN, "/etc/pause-sandboxer", "/usr/bin/pause-sandboxer", "/run/pause-sandboxer"]
-    {
+    for path in [
+        DROP_IN,
+        "/etc/pause-sandboxer",
+        "/usr/bin/pause-sandboxer",
+        "/usr/bin/pause-sandboxer-runc-shim",
+        "/run/pause-sandboxer",
+    ] {
         assert!(!Path::new(path).exists(), "{path} is left");
     }
     assert_eq!(quiet("systemctl list-unit-files --no-legend 'pause-sandboxer*'"), "");

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use clap::CommandFactory as _;
+use pause_sandboxer::shim::own;
 use toml::Table;
 
 use super::file;
@@ -31,6 +32,11 @@ fn every_packaged_file_exists() {
             Some("config.toml") => {
                 assert!(file("packaging/debian/generate").contains(">config.toml\n"))
             }
+            Some(shim @ own::NAME) => {
+                assert!(file("packaging/debian/generate").contains(&format!("/{shim}\" \"$2/\"")));
+                // The daemon looks for it beside its own program.
+                assert_eq!(target, "usr/bin/");
+            }
             Some(written) => assert!(generated.path().join(written).is_file(), "{written}"),
             None if source == "target/release/pause-sandboxer" => {}
             None if name.contains('*') => {
@@ -43,6 +49,9 @@ fn every_packaged_file_exists() {
         } else {
             format!("/{target}")
         });
+    }
+    for program in ["/usr/bin/pause-sandboxer", "/usr/bin/pause-sandboxer-runc-shim"] {
+        assert!(places.iter().any(|place| place == program), "{program}");
     }
     for conf in deb["conf-files"].as_array().unwrap() {
         assert!(places.iter().any(|place| place == conf.as_str().unwrap()), "{conf}");

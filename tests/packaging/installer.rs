@@ -36,7 +36,9 @@ impl Node {
             fs::write(node.path(&format!("dist/{name}")), file(&format!("packaging/{source}")))
                 .unwrap();
         }
-        fs::write(node.path("dist/pause-sandboxer"), "program").unwrap();
+        for program in ["pause-sandboxer", "pause-sandboxer-runc-shim"] {
+            fs::write(node.path(&format!("dist/{program}")), "program").unwrap();
+        }
         fs::write(node.path("alive"), "SANDBOX\n").unwrap();
         fs::write(node.path("fails"), "nothing").unwrap();
         fs::write(node.path("dump"), "").unwrap();
@@ -128,6 +130,7 @@ fn the_uninstaller_removes_everything_installed() {
     assert_eq!(config, "imports = [\"/etc/containerd/conf.d/*.toml\"]\nversion = 2\n[plugins]\n");
     for path in [
         "usr/local/bin/pause-sandboxer",
+        "usr/local/bin/pause-sandboxer-runc-shim",
         "etc/systemd/system/pause-sandboxer.service",
         "etc/systemd/system/pause-sandboxer.socket",
         "etc/containerd/conf.d/pause-sandboxer.toml",
@@ -145,14 +148,17 @@ fn the_uninstaller_removes_everything_installed() {
     // The same again changes nothing, and restarts nothing.
     assert!(node.script("install").status.success());
     assert_eq!(node.asked(), CHECKED);
-    // A new version restarts the daemon and leaves containerd alone.
-    fs::write(node.path("dist/pause-sandboxer"), "newer").unwrap();
-    assert!(node.script("install").status.success());
-    let asked = node.asked();
-    assert!(
-        asked.contains("restart pause-sandboxer.service") && !asked.contains("restart containerd"),
-        "{asked}"
-    );
+    // A new version of either program restarts the daemon and leaves containerd alone.
+    for program in ["pause-sandboxer", "pause-sandboxer-runc-shim"] {
+        fs::write(node.path(&format!("dist/{program}")), "newer").unwrap();
+        assert!(node.script("install").status.success());
+        let asked = node.asked();
+        assert!(
+            asked.contains("restart pause-sandboxer.service")
+                && !asked.contains("restart containerd"),
+            "{program}: {asked}"
+        );
+    }
     assert!(node.script("ready").status.success());
 
     fs::create_dir_all(node.path("host/run/pause-sandboxer/shims")).unwrap();

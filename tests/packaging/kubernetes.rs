@@ -134,6 +134,7 @@ fn the_image_holds_what_the_script_installs() {
         .collect();
     for name in [
         "pause-sandboxer",
+        "pause-sandboxer-runc-shim",
         "pause-sandboxer.service",
         "pause-sandboxer.socket",
         "pause-sandboxer.toml",

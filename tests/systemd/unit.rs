@@ -38,6 +38,8 @@ fn install() {
                 "/usr/local/bin/pause-sandboxer",
             ],
         );
+        let shim = Path::new(env!("CARGO_BIN_EXE_pause-sandboxer")).with_file_name(kit::shim::NAME);
+        run("install", &["-m", "0755", &shim.display().to_string(), "/usr/local/bin/"]);
         for unit in [SERVICE, SOCKET] {
             run("install", &["-m", "0644", &format!("{UNITS}/{unit}"), "/etc/systemd/system/"]);
         }
