@@ -2,6 +2,7 @@
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use containerd_shim_protos::api::DeleteResponse;
 use protobuf::{Message as _, MessageField};
@@ -12,6 +13,10 @@ use crate::error::{Context as _, Error};
 use crate::exits::Exit;
 use crate::runtime::{self, Place, Runtime};
 use crate::{Arguments, container, idmap, log, mounts, options, task};
+
+/// How long commands of the runtime are waited for, and how long at once.
+const LAST_COMMAND: Duration = Duration::from_secs(5);
+const COMMAND_WAIT: Duration = Duration::from_millis(10);
 
 /// The options of a bundle, as [`crate::options::write`] writes them.
 #[derive(Debug, Default, Deserialize)]
@@ -34,6 +39,7 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
         root: options::root_of(&known.root, &arguments.namespace),
         systemd_cgroup: known.systemd_cgroup,
     };
+    wait_for_commands(&runtime.root, &arguments.id);
     // A container that the runtime does not know is deleted.
     if runtime.knows(&arguments.id)
         && let Err(e) = run(&runtime, &arguments.id, &bundle)
@@ -55,6 +61,27 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     let pid = runtime::read_pid(&bundle.join("init.pid")).ok();
     response.pid = pid.and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0);
     std::io::stdout().write_all(&response.write_to_bytes()?).context("write answer")
+}
+
+/// Waits for commands of the runtime that have died with the shim: one that is in a system call
+/// ends after it, and that may be what makes a cgroup. Any process may look like one, and is waited
+/// for in vain.
+fn wait_for_commands(root: &str, id: &str) {
+    let until = Instant::now() + LAST_COMMAND;
+    while Instant::now() < until && has_command(root, id) {
+        std::thread::sleep(COMMAND_WAIT);
+    }
+}
+
+fn has_command(root: &str, id: &str) -> bool {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.into_iter().any(|entry| {
+        // One that has ended has none.
+        let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let has =
+            |wanted: &str| line.split(|byte| *byte == 0).any(|word| word == wanted.as_bytes());
+        has("--root") && has(root) && has(id)
+    })
 }
 
 fn run(runtime: &Runtime, id: &str, bundle: &Path) -> Result<(), Error> {

@@ -216,6 +216,7 @@ fn change(tid: Pid) -> Option<String> {
         libc::SYS_unlinkat => name("unlinkat", 1),
         libc::SYS_renameat | libc::SYS_renameat2 => name("renameat", 3),
         libc::SYS_mount => name("mount", 1),
+        libc::SYS_move_mount => name("move_mount", 3),
         libc::SYS_umount2 => name("umount2", 0),
         libc::SYS_openat if call.arguments[2] & (libc::O_CREAT | libc::O_TRUNC) as u64 != 0 => {
             name("openat", 1)

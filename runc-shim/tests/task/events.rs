@@ -1,6 +1,6 @@
 //! Events, while containerd goes away and returns.
 
-use crate::pod::{Container, Pod, eventually};
+use crate::pod::{Answers, Container, Pod, eventually};
 
 #[test]
 fn events_outlive_containerd() {
@@ -32,5 +32,68 @@ fn events_outlive_containerd() {
     pod.start_containerd(false);
     pod.end("a");
     assert_eq!(pod.events_of(&["a"], 4), ["create a", "start a", "exit a 137", "delete a"]);
+    pod.shut_down();
+}
+
+/// An event comes at least once, and in its place. It comes again only if containerd has taken it
+/// and gone before it has answered.
+#[test]
+fn events_come_in_order_over_ten_restarts_of_any_kind() {
+    let mut pod = Pod::new();
+    pod.run("a", "sleep 1000", &Container::default());
+    let mut expected = vec!["create a".to_owned(), "start a".to_owned()];
+    pod.events_of(&["a"], 2);
+    for round in 0..10 {
+        pod.stop_containerd();
+        match round % 3 {
+            0 => {}
+            1 => pod.start_containerd_that(Answers::Dies),
+            _ => pod.start_containerd_that(Answers::Hangs),
+        }
+        let exec = format!("e{round}");
+        pod.exec("a", &exec, "exit 1", &Container::default()).unwrap();
+        pod.start("a", &exec).unwrap();
+        pod.wait("a", &exec).unwrap();
+        pod.delete("a", &exec).unwrap();
+        expected.push(format!("exec-added {exec}"));
+        expected.push(format!("exec-started {exec}"));
+        expected.push(format!("exit {exec} 1"));
+        if round % 3 > 0 {
+            // One is on its way.
+            eventually("an event without an answer", || {
+                pod.events().iter().any(|(_, id, _)| *id == exec).then_some(())
+            });
+            pod.stop_containerd();
+        }
+        pod.start_containerd(false);
+        let exit = format!("exit {exec} 1");
+        eventually("the exit", || pod.events_of(&[&exec], 3).contains(&exit).then_some(()));
+    }
+    pod.end("a");
+    expected.extend(["exit a 137".to_owned(), "delete a".to_owned()]);
+    let mut ids: Vec<String> = (0..10).map(|round| format!("e{round}")).collect();
+    ids.push("a".to_owned());
+    let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
+    let mut events = eventually("the last event", || {
+        let events = pod.events_of(&ids, 1);
+        events.iter().any(|event| event == "delete a").then_some(events)
+    });
+    let all = events.len();
+    events.dedup();
+    assert_eq!(events, expected);
+    assert!(all > expected.len(), "none came twice");
+    pod.shut_down();
+}
+
+#[test]
+fn an_event_that_containerd_refuses_for_a_while_is_not_lost() {
+    let mut pod = Pod::new();
+    pod.stop_containerd();
+    pod.start_containerd_that(Answers::Refuses(7));
+    pod.run("a", "exit 3", &Container::default());
+    assert_eq!(pod.wait("a", "").unwrap(), 3);
+    pod.delete("a", "").unwrap();
+    let expected = ["create a", "start a", "exit a 3", "delete a"];
+    assert_eq!(pod.events_of(&["a"], 4), expected);
     pod.shut_down();
 }

@@ -1,7 +1,6 @@
 //! Callers, containers and disks that do what they should not.
 
 use std::io::{Read as _, Write as _};
-use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use containerd_shim_protos::api::*;
@@ -117,7 +116,7 @@ fn a_log_that_no_one_reads_stops_nothing() {
     rustix::io::ioctl_fionbio(&write, true).unwrap();
     while rustix::io::write(&write, &[0; 4096]).is_ok() {}
     rustix::io::ioctl_fionbio(&write, false).unwrap();
-    let mut pod = Pod::with_log(OwnedFd::from(write).into());
+    let mut pod = Pod::with_log(write.into());
     pod.stop_containerd();
     // It logs that containerd takes no events.
     pod.run("a", "exit 3", &Container::default());
@@ -241,7 +240,7 @@ fn a_container_has_no_descriptor_of_the_shim() {
     let with = Container { stdout: out, ..Default::default() };
     // The last one is of the directory that is listed.
     let list = "exec echo /proc/self/fd/*";
-    pod.run("a", &format!("{list}"), &with);
+    pod.run("a", list, &with);
     pod.wait("a", "").unwrap();
     let said = String::from_utf8(stdout.join().unwrap()).unwrap();
     let numbers: Vec<&str> =

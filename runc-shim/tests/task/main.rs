@@ -4,6 +4,7 @@
 
 mod containers;
 mod counts;
+mod crash;
 mod ends;
 mod events;
 mod execs;
@@ -11,3 +12,7 @@ mod hostile;
 mod pod;
 mod rootfs;
 mod streams;
+
+// The one that kills the daemon.
+#[path = "../../../tests/faults/tracer.rs"]
+mod tracer;

@@ -1,8 +1,11 @@
 //! Standard streams: FIFOs, terminals, files, logging programs.
 
+use std::io::Read as _;
+use std::time::{Duration, Instant};
+
 use containerd_shim_protos::api::*;
 
-use crate::pod::{self, Container, Pod, context, eventually, reader, write};
+use crate::pod::{self, Container, Pod, context, count, eventually, reader, write};
 
 #[test]
 fn standard_input_ends_when_it_is_closed() {
@@ -129,5 +132,130 @@ fn output_goes_to_files_and_programs() {
     let with = Container { stdout: "binary-v2:///bin/true".to_owned(), ..Default::default() };
     let error = pod.try_create("d", "true", &with).unwrap_err().to_string();
     assert!(error.contains("did not call ready"), "{error}");
+    pod.shut_down();
+}
+
+/// Numbers that look like any, from 1 on.
+struct Numbers(u64);
+
+impl Numbers {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    fn below(&mut self, bound: usize) -> usize {
+        (self.next() % bound as u64) as usize
+    }
+}
+
+/// Reads so many bytes, by readers that come, are slow, and go.
+fn read_by_many(path: &str, count: usize, numbers: &mut Numbers) -> Vec<u8> {
+    let mut all = Vec::with_capacity(count);
+    while all.len() < count {
+        std::thread::sleep(Duration::from_millis(numbers.below(20) as u64));
+        let mut fifo = pod::open(path);
+        let end = (all.len() + 1 + numbers.below(4 << 20)).min(count);
+        let slow = numbers.below(4) == 0;
+        while all.len() < end {
+            let mut part = vec![0; (end - all.len()).min(1 + numbers.below(1 << 17))];
+            match fifo.read(&mut part) {
+                Ok(read) => {
+                    assert!(read > 0 || all.is_empty(), "an end after {} bytes", all.len());
+                    all.extend(&part[..read]);
+                }
+                Err(e) => assert_eq!(e.kind(), std::io::ErrorKind::WouldBlock),
+            }
+            if slow {
+                std::thread::sleep(Duration::from_micros(300));
+            }
+        }
+    }
+    all
+}
+
+/// `OUTPUT_MB` says how much.
+#[test]
+fn no_byte_is_lost_or_doubled_whatever_the_reader_does() {
+    let mut pod = Pod::new();
+    let blocks = count("OUTPUT_MB", 24);
+    let mut numbers = Numbers(0x9e37_79b9_7f4a_7c15);
+    let block: Vec<u8> = (0..1 << 17).flat_map(|_| numbers.next().to_le_bytes()).collect();
+    std::fs::write(pod.path("root/block"), &block).unwrap();
+    let out = pod.fifo("out");
+    let with = Container { stdout: out.clone(), ..Default::default() };
+    let before = pod.memory();
+    let script = format!(
+        "i=0; while test $i -lt {blocks}; do echo $i; cat /block; i=$((i+1)); done; exit 9"
+    );
+    let begun = Instant::now();
+    pod.run("a", &script, &with);
+    let mut most = 0;
+    for number in 0..blocks {
+        let head = format!("{number}\n").into_bytes();
+        let read = read_by_many(&out, head.len() + block.len(), &mut numbers);
+        let same = read[..head.len()] == head && read[head.len()..] == block;
+        assert!(same, "block {number}");
+        most = most.max(pod.memory());
+    }
+    // The last writer has gone when all was read.
+    assert_eq!(pod.wait("a", "").unwrap(), 9);
+    pod.delete("a", "").unwrap();
+    assert_eq!(pod::reader_that_may_find_nothing(&out), b"");
+    eprintln!("{blocks} MB in {:?}; shim {before} kB, at most {most} kB", begun.elapsed());
+    assert!(most < before + 512, "{before} kB, at most {most} kB");
+    pod.shut_down();
+}
+
+#[test]
+fn the_last_output_of_a_terminal_waits_for_its_reader() {
+    let mut pod = Pod::new();
+    let out = pod.fifo("out");
+    let with = Container { stdout: out.clone(), terminal: true, ..Default::default() };
+    // More than the FIFO holds: the rest is in the terminal when its process ends.
+    pod.run("a", "seq 10001 19600; exit 4", &with);
+    let expected: String = (10_001..=19_600).map(|number| format!("{number}\r\n")).collect();
+    assert!(expected.len() > 64 << 10 && expected.len() < 68 << 10);
+    assert_eq!(pod.wait("a", "").unwrap(), 4);
+    let said = reader(&out).join().unwrap();
+    assert!(said == expected.as_bytes(), "{} of {} bytes", said.len(), expected.len());
+    pod.delete("a", "").unwrap();
+    pod.shut_down();
+}
+
+#[test]
+fn a_terminal_outlives_its_readers() {
+    let mut pod = Pod::new();
+    let out = pod.fifo("out");
+    let with = Container { stdout: out.clone(), terminal: true, ..Default::default() };
+    pod.run("a", "seq 100001 199999; exit 4", &with);
+    let expected: String = (100_001..=199_999).map(|number| format!("{number}\r\n")).collect();
+    let said = read_by_many(&out, expected.len(), &mut Numbers(7));
+    assert!(said == expected.as_bytes());
+    assert_eq!(pod.wait("a", "").unwrap(), 4);
+    pod.delete("a", "").unwrap();
+    pod.shut_down();
+}
+
+#[test]
+fn a_slow_reader_has_all_output_of_a_deleted_container() {
+    let mut pod = Pod::new();
+    let out = pod.fifo("out");
+    let mut fifo = pod::open(&out);
+    let with = Container { stdout: out.clone(), ..Default::default() };
+    // What FIFO and pipe hold.
+    pod.run("a", "seq 100001 116000; exit 4", &with);
+    assert_eq!(pod.wait("a", "").unwrap(), 4);
+    // This waits for the reader, and then no more.
+    pod.delete("a", "").unwrap();
+    let expected: String = (100_001..=116_000).map(|number| format!("{number}\n")).collect();
+    let mut said = Vec::new();
+    eventually("all output", || match fifo.read_to_end(&mut said) {
+        Ok(_) => Some(()),
+        Err(_) => None,
+    });
+    assert!(said == expected.as_bytes(), "{} of {} bytes", said.len(), expected.len());
     pod.shut_down();
 }

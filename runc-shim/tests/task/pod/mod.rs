@@ -27,7 +27,7 @@ pub use self::containerd::Answers;
 use self::containerd::{Containerd, Taken};
 
 /// How long anything may take.
-const WITHIN: Duration = Duration::from_secs(30);
+const WITHIN: Duration = Duration::from_secs(90);
 
 /// A number of its own for each pod of the process.
 static PODS: AtomicU32 = AtomicU32::new(0);
@@ -133,7 +133,9 @@ impl Pod {
         let root = dir.path().join("root/bin");
         fs::create_dir_all(&root).unwrap();
         fs::copy("/bin/busybox", root.join("busybox")).unwrap();
-        for applet in ["sh", "sleep", "cat", "echo", "dd", "true", "stty", "tail", "test", "id"] {
+        for applet in
+            ["sh", "sleep", "cat", "echo", "dd", "true", "stty", "tail", "test", "id", "seq"]
+        {
             symlink("busybox", root.join(applet)).unwrap();
         }
         for mount_point in ["proc", "dev", "tmp"] {
@@ -192,7 +194,7 @@ impl Pod {
     }
 
     pub fn bundle(&self, id: &str) -> PathBuf {
-        self.dir.path().join(id)
+        self.dir.path().join(self.id(id))
     }
 
     /// Where the container's state is, so that pods do not meet.
@@ -296,6 +298,11 @@ impl Pod {
         }
         self.wait(id, "").unwrap();
         self.delete(id, "").unwrap();
+    }
+
+    /// How many events were taken.
+    pub fn event_count(&self) -> usize {
+        self.taken.lock().unwrap().len()
     }
 
     /// All events that were taken: topic, container or exec id, status for an exit.
@@ -474,6 +481,14 @@ pub fn reader(path: &str) -> std::thread::JoinHandle<Vec<u8>> {
         }
         panic!("no end of {} bytes", all.len());
     })
+}
+
+/// What is in a FIFO now.
+pub fn reader_that_may_find_nothing(path: &str) -> Vec<u8> {
+    let mut all = Vec::new();
+    // Without a writer it ends, with one it would wait.
+    let _ = open(path).read_to_end(&mut all);
+    all
 }
 
 /// Writes to a FIFO that has a reader.

@@ -1,0 +1,200 @@
+//! The shim is killed at every system call that changes the system, and at moments in between. What
+//! containerd runs then leaves no process, mount or cgroup of the container.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use containerd_shim_protos::api::Mount;
+
+use crate::pod::{self, Container, Pod, exists};
+use crate::tracer::Tracer;
+
+/// What is under way when the shim is killed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Call {
+    Create,
+    CreateWithMounts,
+    Start,
+    Exec,
+    Delete,
+}
+
+const CALLS: [Call; 5] =
+    [Call::Create, Call::CreateWithMounts, Call::Start, Call::Exec, Call::Delete];
+
+/// The layers of a container's root file system, whose users are mapped where the runtime knows.
+fn container(pod: &Pod, call: Call) -> Container {
+    let mut with = Container::default();
+    if call != Call::CreateWithMounts {
+        return with;
+    }
+    let layer = pod.path("layer");
+    std::fs::create_dir_all(&layer).unwrap();
+    let mut mount = Mount::new();
+    (mount.type_, mount.source) = ("overlay".to_owned(), "overlay".to_owned());
+    mount.options = vec![
+        format!("lowerdir={}:{layer}", pod.path("root")),
+        "uidmap=0:70000:65536".to_owned(),
+        "gidmap=0:70000:65536".to_owned(),
+    ];
+    with.rootfs = vec![mount];
+    with
+}
+
+fn prepare(pod: &Pod, call: Call) {
+    let with = container(pod, call);
+    match call {
+        Call::Create | Call::CreateWithMounts => {}
+        Call::Start => drop(pod.create("a", "exec sleep 1000", &with)),
+        Call::Exec => {
+            pod.run("a", "exec sleep 1000", &with);
+            pod.exec("a", "e", "exec sleep 1000", &with).unwrap();
+        }
+        Call::Delete => {
+            pod.run("a", "exec sleep 1000", &with);
+            pod.kill("a", "", 9).unwrap();
+            pod.wait("a", "").unwrap();
+        }
+    }
+}
+
+/// The call; what it answers when the shim is killed is of no interest.
+fn act(pod: &Pod, call: Call) {
+    match call {
+        Call::Create | Call::CreateWithMounts => {
+            let _ = pod.try_create("a", "exec sleep 1000", &container(pod, call));
+        }
+        Call::Start => drop(pod.start("a", "")),
+        Call::Exec => drop(pod.start("a", "e")),
+        Call::Delete => drop(pod.delete("a", "")),
+    }
+}
+
+/// Processes in a cgroup of the container, its cgroups, and mounts of the pod.
+fn traces(pod: &Pod) -> Vec<String> {
+    let id = pod.id("a");
+    let mut traces = Vec::new();
+    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
+        let cgroups = std::fs::read_to_string(entry.path().join("cgroup")).unwrap_or_default();
+        if cgroups.lines().any(|line| line.ends_with(&format!("/{id}"))) {
+            traces.push(format!("process {}", entry.path().display()));
+        }
+    }
+    for entry in std::fs::read_dir("/sys/fs/cgroup").unwrap().flatten() {
+        for path in [entry.path(), "/sys/fs/cgroup".into()] {
+            let cgroup = path.join("runc-shim").join(&id);
+            // Not a directory of the tmpfs above, where no hierarchy of version 2 is mounted.
+            if is_cgroup(&cgroup) {
+                traces.push(format!("cgroup {}", cgroup.display()));
+            }
+        }
+    }
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+    let bundle = pod.bundle("a").display().to_string();
+    traces.extend(mounts.lines().filter(|line| line.contains(&bundle)).map(str::to_owned));
+    traces
+}
+
+fn is_cgroup(path: &Path) -> bool {
+    const MAGIC: [i64; 2] = [libc::CGROUP_SUPER_MAGIC, libc::CGROUP2_SUPER_MAGIC];
+    rustix::fs::statfs(path).is_ok_and(|stat| MAGIC.contains(&stat.f_type))
+}
+
+fn leaves_nothing(pod: &mut Pod, what: &str) {
+    pod.shim.wait().unwrap();
+    if exists(pod.bundle("a").join("options.json")) {
+        pod.delete_after_shim("a");
+    }
+    let mut last = Vec::new();
+    let end = Instant::now() + Duration::from_secs(20);
+    while Instant::now() < end {
+        last = traces(pod);
+        if last.is_empty() {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    panic!("{what} leaves {last:#?}");
+}
+
+#[test]
+fn a_shim_that_is_killed_at_any_call_leaves_nothing() {
+    let mut kills = 0;
+    for call in CALLS {
+        for nth in 1.. {
+            let mut pod = Pod::new();
+            prepare(&pod, call);
+            let tracer = Tracer::attach(pod.shim.id(), nth).unwrap();
+            act(&pod, call);
+            let seen = tracer.finish().unwrap();
+            if !seen.killed {
+                assert!(nth > 2, "{call:?}: {:?}", seen.calls);
+                pod::signal(&pod.shim, libc::SIGKILL);
+                leaves_nothing(&mut pod, &format!("{call:?}"));
+                break;
+            }
+            kills += 1;
+            leaves_nothing(&mut pod, &format!("{call:?}, killed at {:?}", seen.calls.last()));
+        }
+    }
+    eprintln!("the shim was killed at {kills} calls");
+}
+
+#[test]
+fn a_shim_that_is_killed_while_the_runtime_works_leaves_nothing() {
+    let step = Duration::from_millis(4);
+    for call in CALLS {
+        for steps in 0..12 {
+            let mut pod = Pod::new();
+            prepare(&pod, call);
+            let pod_ref = &pod;
+            std::thread::scope(|scope| {
+                scope.spawn(|| act(pod_ref, call));
+                std::thread::sleep(step * steps);
+                pod::signal(&pod_ref.shim, libc::SIGKILL);
+            });
+            leaves_nothing(&mut pod, &format!("{call:?} after {:?}", step * steps));
+        }
+    }
+}
+
+#[test]
+fn containerd_s_own_shim_cleans_up_too() {
+    if !pod::is_runc() {
+        return;
+    }
+    for steps in 0..8 {
+        let mut pod = Pod::new();
+        let pod_ref = &pod;
+        std::thread::scope(|scope| {
+            scope.spawn(|| act(pod_ref, Call::CreateWithMounts));
+            std::thread::sleep(Duration::from_millis(12) * steps);
+            pod::signal(&pod_ref.shim, libc::SIGKILL);
+        });
+        pod.shim.wait().unwrap();
+        let bundle = pod.bundle("a");
+        if !exists(bundle.join("runtime")) {
+            continue;
+        }
+        let shim = kit::Parts::get().unwrap().program("containerd-shim-runc-v2");
+        let output = std::process::Command::new(shim)
+            .args(["-namespace", "test", "-id", &pod.id("a"), "-bundle"])
+            .arg(&bundle)
+            .arg("delete")
+            .current_dir(&bundle)
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{output:?}");
+        // It knows nothing of a cgroup that runc was killed in, nor of the mapped layers.
+        let known = |trace: &String| !trace.starts_with("cgroup") && !trace.contains("/idmapped ");
+        let end = Instant::now() + Duration::from_secs(20);
+        while traces(&pod).iter().any(known) {
+            assert!(Instant::now() < end, "{:#?}", traces(&pod));
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let _ = rustix::mount::unmount(
+            Path::new(&bundle).join("idmapped"),
+            rustix::mount::UnmountFlags::DETACH,
+        );
+    }
+}
