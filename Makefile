@@ -9,7 +9,8 @@
 CARGO ?= cargo
 PREFIX ?= /usr/local
 SHIM := pause-sandboxer-runc-shim
-# Of the pods' shim: musl where its target is installed, or else glibc; the program is static with both.
+# Of the pods' shim: musl where its target is installed, or else glibc; the program is static with
+# both.
 SHIM_TARGET ?= $(shell musl=$$(uname -m)-unknown-linux-musl; \
 	if [ -d "$$(rustc --print target-libdir --target $$musl)" ]; then echo $$musl; \
 	else echo $$(uname -m)-unknown-linux-gnu; fi)

@@ -184,8 +184,8 @@ pub fn close_rest_on_exec() {
     }
 }
 
-/// A child, or this one, that has ended and is not reaped, and its status: 128 and the signal for one that was
-/// killed. It stays as it is, so that its number is not another's.
+/// A child, or this one, that has ended and is not reaped, and its status: 128 and the signal for
+/// one that was killed. It stays as it is, so that its number is not another's.
 pub fn ended_child(pid: Option<i32>) -> Option<(i32, u32)> {
     let (kind, pid) = match pid {
         Some(pid) => (libc::P_PID, libc::id_t::try_from(pid).ok()?),

@@ -20,7 +20,7 @@ mod files;
 mod running;
 mod shims;
 
-use running::{Flags, Program, Running};
+use running::{ContainerdProgram, Flags, Running};
 
 const SUBJECT: &str = "containerd";
 const CONFIG: &str = "containerd config";
@@ -46,11 +46,11 @@ pub(super) fn examine(subject: &Subject) -> Vec<Finding> {
     let (program, flags, started) = match Running::find(address) {
         Ok(mut running) => {
             let (flags, started) = (mem::take(&mut running.flags), Some(running.started));
-            (Program::Running(running), flags, started)
+            (ContainerdProgram::Running(running), flags, started)
         }
-        Err(_) => (Program::File(CONTAINERD.into()), Flags::default(), None),
+        Err(_) => (ContainerdProgram::File(CONTAINERD.into()), Flags::default(), None),
     };
-    let program = subject.containerd_program.clone().map_or(program, Program::File);
+    let program = subject.containerd_program.clone().map_or(program, ContainerdProgram::File);
     let named = subject.containerd_config.as_ref().or(flags.config.as_ref());
     let file = named.map_or(Path::new(CONFIG_FILE), PathBuf::as_path);
     let (version, is_containerd) = examine_program(&program);
@@ -69,7 +69,7 @@ pub(super) fn examine(subject: &Subject) -> Vec<Finding> {
 }
 
 fn examine_config(
-    program: &Program,
+    program: &ContainerdProgram,
     file: &Path,
     flags: &Flags,
     started: Option<SystemTime>,
@@ -119,7 +119,7 @@ fn examine_config(
 }
 
 /// What the program says of its version, and whether it is a containerd.
-fn examine_program(program: &Program) -> (Finding, bool) {
+fn examine_program(program: &ContainerdProgram) -> (Finding, bool) {
     let shown = program.path().display();
     let mut command = program.command();
     command.arg("--version");

@@ -283,7 +283,8 @@ fn volumes(side: &Side) -> Result<Facts> {
         ("empty", "touch /empty/a && stat -c '%a %u:%g' /empty"),
         (
             "memory",
-            "grep ' /memory ' /proc/mounts | cut -d' ' -f3; df -k /memory | tail -1 | awk '{print $2}'",
+            "grep ' /memory ' /proc/mounts | cut -d' ' -f3; \
+             df -k /memory | tail -1 | awk '{print $2}'",
         ),
         ("host", "cat /host/file; echo from the pod >/host/other"),
         ("settings", "cat /settings/key /sub/key"),
@@ -326,9 +327,8 @@ fn security_context(side: &Side) -> Result<Facts> {
             "volumes": [{ "name": "files", "emptyDir": {} }],
         }),
     )?;
-    side.run("free", json!({
-        "containers": [with(sleeping("main"), json!({ "securityContext": { "privileged": true } }))],
-    }))?;
+    let privileged = json!({ "securityContext": { "privileged": true } });
+    side.run("free", json!({ "containers": [with(sleeping("main"), privileged)] }))?;
     let status = "grep -E '^(Cap|NoNewPrivs|Seccomp:)' /proc/self/status";
     for (pod, what, script) in [
         ("confined", "ids", "id -u; id -g; id -G"),

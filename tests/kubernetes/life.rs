@@ -119,7 +119,9 @@ fn probes(side: &Side) -> Result<Facts> {
     let main = with(
         container("main", script),
         json!({
-            "startupProbe": { "tcpSocket": { "port": 8080 }, "periodSeconds": 1, "failureThreshold": 60 },
+            "startupProbe": {
+                "tcpSocket": { "port": 8080 }, "periodSeconds": 1, "failureThreshold": 60,
+            },
             "readinessProbe": { "httpGet": { "path": "/ready", "port": 8080 }, "periodSeconds": 1 },
             "livenessProbe": {
                 "exec": { "command": ["test", "-e", "/tmp/alive"] },
@@ -216,7 +218,9 @@ fn hooks(side: &Side) -> Result<Facts> {
         json!({
             "lifecycle": {
                 "postStart": { "exec": { "command": ["touch", "/shared/started"] } },
-                "preStop": { "exec": { "command": ["sh", "-c", "echo stopping >/shared/stopping"] } },
+                "preStop": {
+                    "exec": { "command": ["sh", "-c", "echo stopping >/shared/stopping"] },
+                },
             },
             "terminationMessagePath": "/shared/message",
             "volumeMounts": [{ "name": "shared", "mountPath": "/shared" }],

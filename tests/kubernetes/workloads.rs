@@ -98,7 +98,9 @@ fn job(side: &Side) -> Result<Facts> {
             "restartPolicy": "Never", "containers": [container("main", script)],
         }));
         let spec = with(json!({ "template": { "spec": pod } }), more);
-        json!({ "apiVersion": "batch/v1", "kind": "Job", "metadata": { "name": name }, "spec": spec })
+        json!({
+            "apiVersion": "batch/v1", "kind": "Job", "metadata": { "name": name }, "spec": spec,
+        })
     };
     let indexed = json!({ "completions": 3, "parallelism": 2, "completionMode": "Indexed" });
     side.apply(&job("works", "echo $JOB_COMPLETION_INDEX", indexed))?;

@@ -255,7 +255,7 @@ fn a_container_that_forks_floods_and_stops_others_is_killed() {
     let mut pod = Pod::new();
     let (out, err) = (pod.fifo("out"), pod.fifo("err"));
     let with = Container { stdout: out, stderr: err, host_pids: true, ..Default::default() };
-    // Orphans are the shim's children; nobody reads what is written.
+    // Orphans are the shim's children; nothing reads the output.
     let forks = "while :; do (true &); done & dd if=/dev/zero & dd if=/dev/zero >&2 & \
                  exec sleep 1000";
     pod.run("forks", forks, &with);

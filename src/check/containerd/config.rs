@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt as _};
 use toml::{Table, Value};
 
-use super::running::{Flags, Program};
+use super::running::{ContainerdProgram, Flags};
 use crate::error::IoContext as _;
 
 /// A dump takes a tenth of a second.
@@ -25,7 +25,7 @@ const REASON_MAX: usize = 500;
 ///
 /// # Errors
 /// Why there is none, in containerd's words if it has some.
-pub(super) fn dump(program: &Program, file: &Path) -> Result<Table, String> {
+pub(super) fn dump(program: &ContainerdProgram, file: &Path) -> Result<Table, String> {
     let mut command = program.command();
     command.arg("--config").arg(file).args(["config", "dump"]);
     let output = run(command)?;

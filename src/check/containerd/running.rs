@@ -136,14 +136,14 @@ fn moment(ticks: u64) -> io::Result<SystemTime> {
 
 /// A containerd that can be executed.
 #[derive(Debug)]
-pub(super) enum Program {
+pub(super) enum ContainerdProgram {
     /// The one that runs.
     Running(Running),
     /// A file, or a bare name that is searched in `PATH`.
     File(PathBuf),
 }
 
-impl Program {
+impl ContainerdProgram {
     /// A command of it.
     pub(super) fn command(&self) -> Command {
         match self {

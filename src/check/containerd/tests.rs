@@ -175,7 +175,8 @@ fn versions() {
 
 #[test]
 fn a_program_that_is_not_there_is_reported() {
-    let (finding, is_containerd) = examine_program(&Program::File("/nowhere/containerd".into()));
+    let (finding, is_containerd) =
+        examine_program(&ContainerdProgram::File("/nowhere/containerd".into()));
     assert!(!is_containerd);
     assert_eq!(finding.level, Level::Warn);
     assert!(finding.fact.contains("/nowhere/containerd"), "{finding}");
