@@ -95,8 +95,9 @@ pub(crate) fn of_pods(node: &kit::Node) -> Result<Vec<u32>> {
     let (top, inside) =
         (node.layout().top.to_string_lossy().into_owned(), format!(":{}/", node.layout().cgroup()));
     let all = processes::all()?;
-    let shim =
-        |p: &processes::Proc| p.comm.starts_with("containerd-shim") && p.command.contains(&top);
+    let shim = |p: &processes::Proc| {
+        (p.comm.starts_with("containerd-shim") || p.comm == "runc-shim") && p.command.contains(&top)
+    };
     let pause =
         |p: &processes::Proc| p.command.starts_with("/pause") && p.cgroups.contains(&inside);
     Ok(all.iter().filter(|p| shim(p) || pause(p)).map(|p| p.pid).collect())
