@@ -148,7 +148,7 @@ settings! {
     /// stops it with the pod. `started`: the same as `runtime`, but with the pod and by the shim's
     /// own `start`, for shims that do not accept a socket. `containerd`: containerd starts the
     /// runtime's shim with the first container. Applies to pods created after the change.
-    shim: ShimOwner = ShimOwner::Runtime;
+    shim: ShimOwner = ShimOwner::Own;
     /// Shims that replace those that containerd would find, by runtime name, for example
     /// `shims = { "io.containerd.runc.v2" = "/usr/local/bin/containerd-shim-other-v2" }`.
     shims: ShimBinaries = ShimBinaries::default();

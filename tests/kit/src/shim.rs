@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use anyhow::{Context, Result, bail, ensure};
 
 /// What the sandboxer's setting `shim` has by default.
-const DEFAULT: &str = "runtime";
+const DEFAULT: &str = "own";
 
 /// Name of the sandboxer's own shim, in the directory of the sandboxer.
 pub const NAME: &str = "pause-sandboxer-runc-shim";
