@@ -57,7 +57,7 @@ impl Running {
         if peer.pid() <= 0 {
             return Err(io::Error::other("its PID namespace is not visible from here"));
         }
-        if peer.uid() != 0 && peer.uid() != geteuid().as_raw() {
+        if !is_trusted(peer.uid()) {
             return Err(io::Error::other(format!("the listener belongs to user {}", peer.uid())));
         }
         let directory = PathBuf::from(format!("/proc/{}", peer.pid()));
@@ -83,6 +83,11 @@ impl Running {
         command.arg0(&self.name);
         command
     }
+}
+
+/// Whether the caller may execute the program of this user: root's, or its own.
+fn is_trusted(user: u32) -> bool {
+    user == 0 || user == geteuid().as_raw()
 }
 
 /// Whether the other end of a connection is closed.
@@ -195,6 +200,12 @@ mod tests {
         assert!(String::from_utf8_lossy(&output.stdout).contains("the_listener_is_the_program"));
         drop(listener);
         assert_eq!(Running::find(&address).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+    }
+
+    #[test]
+    fn the_program_of_another_user_is_not_executed() {
+        let own = geteuid().as_raw();
+        assert!(is_trusted(0) && is_trusted(own) && !is_trusted(own + 1));
     }
 
     #[test]
