@@ -73,7 +73,7 @@ pub(crate) async fn remove(pods: Vec<Pod>) -> Result<()> {
 }
 
 fn specs(count: usize) -> Vec<PodSpec> {
-    (0..count).map(|number| PodSpec::new(&format!("crowd-{number}"))).collect()
+    (0..count).map(|number| PodSpec::new(&format!("concurrent-{number}"))).collect()
 }
 
 pub(crate) async fn measure(setup: &mut Setup, plan: &Plan, report: &mut Report) -> Result<()> {

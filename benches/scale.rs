@@ -28,7 +28,7 @@ pub(crate) async fn measure(setup: &mut Setup, plan: &Plan, report: &mut Report)
     // A daemon that has done nothing yet but what every daemon has: memory that it once had is not
     // growth.
     restart(setup).await?;
-    let parent = format!("{}/crowd", setup.node.layout().cgroup());
+    let parent = format!("{}/scale", setup.node.layout().cgroup());
     cgroup::make(&parent)?;
     let ours = setup.target(OURS).clone();
     let (warm, _) = concurrency::run(setup, &ours, specs(0, 50, &parent)).await?;

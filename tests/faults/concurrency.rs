@@ -18,7 +18,7 @@ use crate::standalone::Standalone;
 use crate::strace::Fault;
 
 /// More than the daemon has threads of any kind.
-const CROWD: usize = 100;
+const CONCURRENT: usize = 100;
 
 /// Removals that hang: twice as many as shims are called at once.
 const HANGING: usize = 64;
@@ -29,7 +29,7 @@ const WAITS: usize = 500;
 /// How long a caller of the daemon may wait for one RPC, with all restarts in it.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// A pod that has nothing to do with the crowd is not to notice it.
+/// A pod that is not concerned is not delayed.
 const OTHER: Duration = Duration::from_secs(10);
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -102,7 +102,7 @@ async fn ended(mut under_way: JoinSet<Result<()>>) -> Result<()> {
 /// All are stopped, and then shut down at once: each has work for a thread within its removal.
 async fn concurrent_removals_with_leftovers() -> Result<()> {
     let standalone = with_slow_deletions(1).await?;
-    let ids = with_left_overs(&standalone, CROWD).await?;
+    let ids = with_left_overs(&standalone, CONCURRENT).await?;
     let controller = Arc::new(standalone.controller());
     for id in &ids {
         controller.stop(id).await?;
@@ -201,13 +201,13 @@ async fn concurrent_calls_and_a_restart() -> Result<()> {
     let standalone = Standalone::started().await?;
     let (controller, shape) = (Arc::new(standalone.controller()), Shape::plain(&standalone));
     let old: Vec<String> =
-        (0..CROWD).map(|number| standalone.id(&format!("old-{number}"))).collect();
+        (0..CONCURRENT).map(|number| standalone.id(&format!("old-{number}"))).collect();
     for id in &old {
         shape.run(&controller, id).await?;
     }
     let mut waits = JoinSet::new();
     for number in 0..WAITS {
-        let (controller, id) = (controller.clone(), old[number % CROWD].clone());
+        let (controller, id) = (controller.clone(), old[number % CONCURRENT].clone());
         waits.spawn(async move {
             match asked(|| controller.wait(&id)).await {
                 Ok(_) => Ok(()),
@@ -217,10 +217,10 @@ async fn concurrent_calls_and_a_restart() -> Result<()> {
             }
         });
     }
-    let mut crowd = JoinSet::new();
+    let mut tasks = JoinSet::new();
     for id in old {
         let controller = controller.clone();
-        crowd.spawn(async move {
+        tasks.spawn(async move {
             // Once removed it is not found, which containerd takes for success.
             match asked(|| controller.stop(&id)).await {
                 Err(e) if code(&e) != Some(grpc::NOT_FOUND) => {
@@ -232,15 +232,15 @@ async fn concurrent_calls_and_a_restart() -> Result<()> {
         });
     }
     let new: Vec<String> =
-        (0..CROWD).map(|number| standalone.id(&format!("new-{number}"))).collect();
+        (0..CONCURRENT).map(|number| standalone.id(&format!("new-{number}"))).collect();
     for id in new.clone() {
         let (controller, shape) = (controller.clone(), shape.clone());
-        crowd.spawn(async move { run(&controller, &shape, &id).await });
+        tasks.spawn(async move { run(&controller, &shape, &id).await });
     }
     tokio::time::sleep(Duration::from_millis(100)).await;
     standalone.kill()?;
     standalone.start().await?;
-    ended(crowd).await?;
+    ended(tasks).await?;
     ended(waits).await?;
     for id in &new {
         is_whole(&standalone, &controller, id).await?;

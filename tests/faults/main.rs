@@ -13,9 +13,9 @@ mod standalone;
 mod strace;
 mod tracer;
 
-mod collected;
 mod concurrency;
 mod directories;
+mod garbage_collection;
 mod injected_faults;
 mod killed;
 mod limits;
@@ -28,7 +28,7 @@ mod untrusted;
 fn main() -> std::process::ExitCode {
     let cases = [
         recovery::cases(),
-        collected::cases(),
+        garbage_collection::cases(),
         killed::cases(),
         untrusted::cases(),
         injected_faults::cases(),

@@ -41,7 +41,7 @@ async fn gone(pod: &Pod) -> Result<()> {
 }
 
 async fn a_shim_that_dies_under_an_exec_and_a_stop_ends_both(harness: Arc<Harness>) -> Result<()> {
-    let pod = harness.pod("amid").await?;
+    let pod = harness.pod("dying-shim").await?;
     // Does not exit on SIGTERM, and shows that it received it.
     let container = pod
         .run(ContainerSpec::sh("a", "trap 'sleep 1002 &' TERM; while true; do sleep 1; done"))

@@ -11,17 +11,17 @@ use crate::{Node, SOON, begin_waits, status, until_waiting};
 /// The connection with a pending Wait stays, and later callers are served.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn idle_connections_make_room() {
-    const CROWD: usize = 2000;
+    const CONNECTIONS: usize = 2000;
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
     let node = Node::start();
     let clients = node.clients().await;
     let mut waits: Vec<_> = clients.iter().map(|client| begin_waits(client, 1)).collect();
     until_waiting(&node.sandboxes, 2).await;
-    let mut crowd = Vec::new();
+    let mut connections = Vec::new();
     for socket in [node.grpc_socket(), node.ttrpc_socket()] {
-        for _ in 0..CROWD {
-            crowd.push(UnixStream::connect(&socket).await.unwrap());
+        for _ in 0..CONNECTIONS {
+            connections.push(UnixStream::connect(&socket).await.unwrap());
         }
     }
     // Such as have spoken too, and then say nothing.
@@ -43,5 +43,5 @@ async fn idle_connections_make_room() {
     for waits in &mut waits {
         assert_eq!(waits.join_next().await.unwrap().unwrap().unwrap().exit_status, 137);
     }
-    drop((crowd, spoken));
+    drop((connections, spoken));
 }
