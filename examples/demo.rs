@@ -69,8 +69,12 @@ async fn main() -> Result<()> {
     })
     .await?;
     say(&format!("ready: {}", pod.is_ready().await?));
+    for container in [&web, &log] {
+        container.exited(Duration::from_secs(10)).await?;
+    }
+    say("both containers ended with it, the init of their PID namespace");
 
-    title("All is removed");
+    title("Everything is removed");
     pod.remove().await?;
     node.settles_to(&clean).await.context("something is left of the pod")?;
     say("no process, shim, mount, network namespace, cgroup, socket or directory of the pod is \
