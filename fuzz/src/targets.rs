@@ -9,6 +9,9 @@ mod create;
 mod grpc;
 mod proc;
 mod record;
+mod shim_calls;
+mod shim_files;
+mod shim_frames;
 mod status;
 mod ttrpc;
 mod words;
@@ -52,6 +55,27 @@ pub const TARGETS: &[Target] = &[
     Target { name: "grpc", run: grpc::run, seeds: grpc::seeds, memory: 1024, frame: 0 },
     Target { name: "proc", run: proc::run, seeds: proc::seeds, memory: 256, frame: 0 },
     Target { name: "record", run: record::run, seeds: record::seeds, memory: 256, frame: 0 },
+    Target {
+        name: "shim_calls",
+        run: shim_calls::run,
+        seeds: shim_calls::seeds,
+        memory: 512,
+        frame: PACKED,
+    },
+    Target {
+        name: "shim_files",
+        run: shim_files::run,
+        seeds: shim_files::seeds,
+        memory: 512,
+        frame: 0,
+    },
+    Target {
+        name: "shim_frames",
+        run: shim_frames::run,
+        seeds: shim_frames::seeds,
+        memory: 256,
+        frame: 0,
+    },
     Target { name: "status", run: status::run, seeds: status::seeds, memory: 256, frame: 0 },
     Target { name: "ttrpc", run: ttrpc::run, seeds: ttrpc::seeds, memory: 1024, frame: FRAME },
     Target { name: "words", run: words::run, seeds: words::seeds, memory: 256, frame: 0 },

@@ -3,7 +3,7 @@
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 use cgroup_metrics::{v1, v2};
@@ -39,12 +39,16 @@ impl Cgroup {
     }
 
     /// Reads `/proc/PID/cgroup` (cgroups(7)).
-    fn parse(text: &str, root: &Path, unified: bool) -> Option<Self> {
+    pub fn parse(text: &str, root: &Path, unified: bool) -> Option<Self> {
         let mut controllers = Vec::new();
         for line in text.lines() {
             let mut fields = line.splitn(3, ':');
             let (hierarchy, names, path) = (fields.next()?, fields.next()?, fields.next()?);
             let path = path.trim_start_matches('/');
+            if Path::new(path).components().any(|part| part == Component::ParentDir) {
+                // It is in none that this process can see.
+                continue;
+            }
             if unified && hierarchy == "0" {
                 return Some(Self::V2(root.join(path)));
             }
@@ -67,7 +71,7 @@ impl Cgroup {
         let dirs = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
         let paths = dirs
             .map(|dir| (dir.file_name().to_string_lossy().into_owned(), dir.path().join(&path)));
-        Some(Self::V1(paths.filter(|(_, path)| path.is_dir()).collect()))
+        Some(Self::V1(paths.filter(|(_, path)| is_cgroup(path)).collect()))
     }
 
     /// Kills what is in it and removes it. One that is not there is success.
@@ -78,7 +82,9 @@ impl Cgroup {
         };
         let mut tries = 0;
         loop {
-            let removed = paths.iter().try_for_each(|path| remove_below(path));
+            // All, also if one cannot be.
+            let each = paths.iter().map(|path| remove_below(path));
+            let removed = each.fold(Ok(()), |all, one| all.and(one));
             match removed {
                 Err(e) if tries < REMOVE_TRIES && e.raw_os_error() == Some(libc::EBUSY) => {
                     tries += 1;
@@ -152,7 +158,8 @@ impl Cgroup {
     }
 }
 
-fn in_hierarchy(path: &str, id: &str) -> Option<PathBuf> {
+/// A path as [`Cgroup::named`] takes it, in a hierarchy.
+pub fn in_hierarchy(path: &str, id: &str) -> Option<PathBuf> {
     let plain = |name: &str| !["", ".", ".."].contains(&name) && !name.contains('/');
     if let [slice, prefix, name] = path.split(':').collect::<Vec<_>>()[..] {
         let stem = slice.strip_suffix(".slice")?;
@@ -169,6 +176,12 @@ fn in_hierarchy(path: &str, id: &str) -> Option<PathBuf> {
     let parts: Vec<&str> = path.strip_prefix('/')?.split('/').collect();
     (parts.iter().all(|part| plain(part)) && parts.last() == Some(&id))
         .then(|| parts.iter().collect())
+}
+
+/// Whether this is a cgroup, and no directory of the file system that hierarchies are mounted on.
+fn is_cgroup(path: &Path) -> bool {
+    const MAGIC: [i64; 2] = [libc::CGROUP_SUPER_MAGIC, libc::CGROUP2_SUPER_MAGIC];
+    rustix::fs::statfs(path).is_ok_and(|stat| MAGIC.contains(&stat.f_type))
 }
 
 /// Removes a cgroup and those in it.
@@ -249,7 +262,7 @@ mod tests {
         assert_eq!(found, expected);
         let unified = Cgroup::parse("0::/a/b\n", root, true);
         assert_eq!(unified, Some(Cgroup::V2("/r/a/b".into())));
-        for none in ["", "rubbish", "0::/u\n"] {
+        for none in ["", "rubbish", "0::/u\n", "4:memory:/../b\n"] {
             assert_eq!(Cgroup::parse(none, root, false), None, "{none}");
         }
     }

@@ -1,12 +1,13 @@
 //! The `delete` of a shim's command line: removes what a container of a dead shim has left.
 
 use std::io::Write as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use containerd_shim_protos::api::DeleteResponse;
 use protobuf::{Message as _, MessageField};
-use rustix::process::{Pid, WaitOptions};
+use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, pidfd_open, pidfd_send_signal};
 use serde::Deserialize;
 
 use crate::error::{Context as _, Error};
@@ -39,7 +40,7 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
         root: options::root_of(&known.root, &arguments.namespace),
         systemd_cgroup: known.systemd_cgroup,
     };
-    wait_for_commands(&runtime.root, &arguments.id);
+    end_commands(&runtime, &arguments.id, &bundle);
     // A container that the runtime does not know is deleted.
     if runtime.knows(&arguments.id)
         && let Err(e) = run(&runtime, &arguments.id, &bundle)
@@ -63,25 +64,43 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     std::io::stdout().write_all(&response.write_to_bytes()?).context("write answer")
 }
 
-/// Waits for commands of the runtime that have died with the shim: one that is in a system call
-/// ends after it, and that may be what makes a cgroup. Any process may look like one, and is waited
-/// for in vain.
-fn wait_for_commands(root: &str, id: &str) {
+/// Ends commands of the runtime that the shim has left, and their children, which do not die with
+/// it, and waits for their end: one that is in a system call ends after that, which may be what
+/// makes a cgroup.
+fn end_commands(runtime: &Runtime, id: &str, bundle: &Path) {
     let until = Instant::now() + LAST_COMMAND;
-    while Instant::now() < until && has_command(root, id) {
+    while Instant::now() < until {
+        let commands = commands(runtime, id, bundle);
+        if commands.is_empty() {
+            return;
+        }
+        for pid in commands.into_iter().filter_map(Pid::from_raw) {
+            let Ok(held) = pidfd_open(pid, PidfdFlags::empty()) else { continue };
+            // The number may be another's since it was found.
+            if is_command(pid.as_raw_nonzero().get(), runtime, id, bundle) {
+                let _ = pidfd_send_signal(&held, Signal::KILL);
+            }
+        }
         std::thread::sleep(COMMAND_WAIT);
     }
 }
 
-fn has_command(root: &str, id: &str) -> bool {
+fn commands(runtime: &Runtime, id: &str, bundle: &Path) -> Vec<i32> {
     let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
-    entries.into_iter().any(|entry| {
-        // One that has ended has none.
-        let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
-        let has =
-            |wanted: &str| line.split(|byte| *byte == 0).any(|word| word == wanted.as_bytes());
-        has("--root") && has(root) && has(id)
-    })
+    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    pids.filter(|pid| is_command(*pid, runtime, id, bundle)).collect()
+}
+
+/// Whether this is a command of the runtime for the container: it works in the bundle, which no
+/// process of a container can enter, and has the arguments.
+fn is_command(pid: i32, runtime: &Runtime, id: &str, bundle: &Path) -> bool {
+    let file = |name: &str| PathBuf::from(format!("/proc/{pid}/{name}"));
+    let (Ok(works), Ok(bundle)) = (file("cwd").metadata(), bundle.metadata()) else { return false };
+    // One that has ended has no arguments.
+    let line = std::fs::read(file("cmdline")).unwrap_or_default();
+    let has = |wanted: &str| line.split(|byte| *byte == 0).any(|word| word == wanted.as_bytes());
+    (works.dev(), works.ino()) == (bundle.dev(), bundle.ino())
+        && ["--root", &runtime.root, id].into_iter().all(has)
 }
 
 fn run(runtime: &Runtime, id: &str, bundle: &Path) -> Result<(), Error> {

@@ -47,11 +47,13 @@ pub enum Purpose {
     /// Deletes a container.
     Delete,
     /// Signals it.
-    Kill,
+    Kill(i32),
     /// Kills what a container's first process has left.
     Sweep,
     /// Lets what is left in a paused container end.
     Thaw,
+    /// Lets a paused container end that was killed.
+    ThawKilled,
     /// Pauses it.
     Pause,
     /// Resumes it.
@@ -86,7 +88,11 @@ impl Shim {
     ) -> Result<(), Error> {
         let missing = || Error::not_found("container not created");
         let container = self.containers.get_mut(&key.id).ok_or_else(missing)?;
-        let command = container.runtime.start(arguments, place)?;
+        // By this the `delete` of the command line knows what is left of a dead shim.
+        let bundle = container.open_bundle().ok();
+        let here = bundle.as_ref().map(|bundle| bundle.as_fd());
+        let place = Place { directory: place.directory.or(here), ..*place };
+        let command = container.runtime.start(arguments, &place)?;
         if key.exec.is_empty() {
             container.busy.get_or_insert_default();
         }
@@ -126,9 +132,22 @@ impl Shim {
                 self.exec_finished(&key, reply, console, done)
             }
             Purpose::Delete => self.delete_finished(&key, done("failed to delete task")),
-            Purpose::Kill => done("")
-                .map_err(|e| runtime::kill_error(without_prefix(e)))
-                .and_then(|()| task::empty()),
+            Purpose::Kill(signal) => {
+                let done = done("").map_err(|e| runtime::kill_error(without_prefix(e)));
+                if done.is_ok() && signal == libc::SIGKILL {
+                    self.thaw_killed(&key);
+                }
+                done.and_then(|()| task::empty())
+            }
+            Purpose::ThawKilled => {
+                // Its end may have come before.
+                if let Err(e) = done("resume killed container")
+                    && self.is_frozen(&key)
+                {
+                    log_failure(&key, &e);
+                }
+                Ok(None)
+            }
             Purpose::Sweep => {
                 if let Err(e) = done("OCI runtime killall failed") {
                     log_failure(&key, &e);

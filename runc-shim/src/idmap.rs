@@ -27,7 +27,7 @@ pub fn user_namespace(users: &str, groups: &str) -> Result<OwnedFd, Error> {
 }
 
 /// The form in which the kernel takes a map.
-fn id_map(map: &str) -> Result<String, Error> {
+pub fn id_map(map: &str) -> Result<String, Error> {
     let malformed = || Error::new(Code::InvalidArgument, format!("id map {map:?}"));
     let mut lines = String::new();
     for entry in map.split(',') {

@@ -27,10 +27,12 @@ const BUSY_WAIT: Duration = Duration::from_millis(20);
 
 /// What the options of a mount ask for.
 #[derive(Debug, PartialEq, Eq)]
-struct Options {
-    flags: MountFlags,
+pub struct Options {
+    /// Flags of the mount.
+    pub flags: MountFlags,
     is_remount: bool,
-    data: Vec<String>,
+    /// What the file system takes.
+    pub data: Vec<String>,
     loops: bool,
     users: Option<String>,
     groups: Option<String>,
@@ -65,7 +67,8 @@ const FLAGS: [(&str, bool, MountFlags); 24] = [
 ];
 
 impl Options {
-    fn parse(options: &[String]) -> Result<Self, Error> {
+    /// Reads them in their order.
+    pub fn parse(options: &[String]) -> Result<Self, Error> {
         let mut parsed = Self {
             flags: MountFlags::empty(),
             is_remount: false,
@@ -274,7 +277,7 @@ fn unmount(point: &Path) -> Result<(), Error> {
 }
 
 /// The mount points at `root` and below, of a table as proc_pid_mountinfo(5) has it.
-fn points_below(table: &[u8], root: &Path) -> Vec<PathBuf> {
+pub fn points_below(table: &[u8], root: &Path) -> Vec<PathBuf> {
     let lines = table.split(|byte| *byte == b'\n');
     let points = lines.filter_map(|line| line.split(|byte| *byte == b' ').nth(4)).map(unescaped);
     points

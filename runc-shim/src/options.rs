@@ -68,7 +68,7 @@ fn write_file(path: &Path, content: &[u8]) -> Result<(), Error> {
 }
 
 /// The fields that are set, by their names.
-fn json(options: &Options) -> Value {
+pub fn json(options: &Options) -> Value {
     let mut fields = Map::new();
     let mut put = |name: &str, value: Value, set: bool| {
         if set {

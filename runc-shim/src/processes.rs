@@ -45,11 +45,12 @@ impl Shim {
             return Err(finished());
         }
         // The runtime reaches all processes of a container, and those of one that is paused.
+        let purpose = Purpose::Kill(signal);
         let signal = signal.to_string();
         let mut arguments = vec!["kill"];
         arguments.extend(request.all.then_some("--all"));
         arguments.extend([key.id.as_str(), &signal]);
-        self.run_for(key.clone(), Some(reply), Purpose::Kill, &arguments)?;
+        self.run_for(key.clone(), Some(reply), purpose, &arguments)?;
         Ok(None)
     }
 
@@ -95,6 +96,20 @@ impl Shim {
             Err(e) => {
                 commands::log_failure(key, &e);
                 false
+            }
+        }
+    }
+
+    /// A frozen process ends of a signal when it is thawed: runc does that, crun does not.
+    pub fn thaw_killed(&mut self, key: &Key) {
+        let paused = self
+            .containers
+            .get(&key.id)
+            .is_some_and(|container| matches!(container.state, State::Paused { .. }));
+        if paused && self.is_frozen(key) {
+            let arguments = ["resume", &key.id];
+            if let Err(e) = self.run_for(key.clone(), None, Purpose::ThawKilled, &arguments) {
+                commands::log_failure(key, &e);
             }
         }
     }

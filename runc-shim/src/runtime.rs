@@ -53,7 +53,7 @@ pub struct Command {
 }
 
 /// What a command gets as its standard streams and working directory.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Clone, Copy)]
 pub struct Place<'a> {
     /// Descriptors 0 to 2; those of a process that it starts. `None`: its output is kept.
     pub stdio: Option<[Option<BorrowedFd<'a>>; 3]>,
@@ -154,7 +154,7 @@ fn text(file: &mut File) -> String {
 }
 
 /// The last error in a log of JSON lines.
-fn last_error(log: &str) -> Option<String> {
+pub fn last_error(log: &str) -> Option<String> {
     #[derive(Deserialize)]
     struct Line {
         level: String,

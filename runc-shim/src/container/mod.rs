@@ -111,16 +111,29 @@ struct Namespace {
 
 fn config(bundle: &Path) -> Option<Linux> {
     let config = std::fs::read(bundle.join("config.json")).ok();
-    let config: Option<Config> = config.and_then(|text| serde_json::from_slice(&text).ok());
-    config.and_then(|config| config.linux)
+    linux_of(&config?)
+}
+
+fn linux_of(text: &[u8]) -> Option<Linux> {
+    serde_json::from_slice::<Config>(text).ok()?.linux
 }
 
 /// Whether the container of a bundle gets a PID namespace of its own. What cannot be read says no:
 /// then all processes are killed one by one.
 pub fn has_own_pids(bundle: &Path) -> bool {
-    config(bundle).is_some_and(|linux| {
-        linux.namespaces.iter().any(|one| one.kind == "pid" && one.path.is_empty())
-    })
+    config(bundle).is_some_and(|linux| linux.has_own_pids())
+}
+
+impl Linux {
+    fn has_own_pids(&self) -> bool {
+        self.namespaces.iter().any(|one| one.kind == "pid" && one.path.is_empty())
+    }
+}
+
+/// What is found in a `config.json`.
+#[cfg(feature = "fuzzing")]
+pub fn fuzzed_config(text: &[u8]) -> (bool, String) {
+    linux_of(text).map(|linux| (linux.has_own_pids(), linux.cgroups_path)).unwrap_or_default()
 }
 
 /// The cgroup that a bundle asks for, if its name is the container's: no other container's is

@@ -20,7 +20,8 @@ pub const END_WITHIN: Duration = Duration::from_secs(12);
 /// What an URI asks for.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Program {
-    arguments: Vec<CString>,
+    /// Its path and its arguments.
+    pub arguments: Vec<CString>,
     /// It writes a byte when it is ready; else closing the descriptor is enough.
     strict: bool,
 }

@@ -170,11 +170,10 @@ impl Pod {
         UnixStream::connect(self.dir.path().join("s")).unwrap()
     }
 
-    /// The proportional set size of the shim, kB.
+    /// The memory of the shim that it shares with no other, kB.
     pub fn memory(&self) -> u64 {
-        let path = format!("/proc/{}/smaps_rollup", self.shim.id());
-        let text = fs::read_to_string(path).unwrap();
-        let line = text.lines().find_map(|line| line.strip_prefix("Pss:")).unwrap();
+        let text = fs::read_to_string(format!("/proc/{}/status", self.shim.id())).unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
         line.trim().trim_end_matches(" kB").parse().unwrap()
     }
 
@@ -375,6 +374,7 @@ impl Pod {
     /// Runs it.
     pub fn delete_after_shim(&self, id: &str) -> DeleteResponse {
         let output = self.deletion(id).output().unwrap();
+        eprint!("{}", String::from_utf8_lossy(&output.stderr));
         assert!(output.status.success(), "{output:?}");
         let left = format!("{}/{}", self.path("runc/test"), self.id(id));
         assert!(!exists(&left), "{left}");

@@ -1,0 +1,148 @@
+//! A containerd shim for OCI runtimes: serves `containerd.task.v3.Task` for the containers of one
+//! pod on a socket that it is handed as descriptor 3, and runs runc or crun. One thread.
+
+mod cgroup;
+mod cleanup;
+mod commands;
+mod container;
+mod create;
+mod delete;
+mod error;
+mod events;
+mod exec;
+mod exits;
+mod frame;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
+mod idmap;
+mod io;
+mod log;
+mod memory;
+mod mounts;
+mod options;
+mod processes;
+mod reactor;
+mod runtime;
+mod server;
+mod shim;
+mod signals;
+mod start;
+mod sys;
+mod task;
+
+use std::env;
+use std::process::ExitCode;
+
+use rustix::process::DumpableBehavior;
+
+use crate::error::{Context as _, Error};
+use crate::signals::Signals;
+
+/// The name of the process; the program may be run by a descriptor.
+const NAME: &std::ffi::CStr = c"runc-shim";
+
+/// Where the socket is.
+const SOCKET: i32 = 3;
+
+/// The program.
+pub fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            log::error(format_args!("{e}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<(), Error> {
+    let arguments = Arguments::parse(env::args().skip(1))?;
+    match arguments.action.as_str() {
+        "" => serve(arguments),
+        "delete" => {
+            // As containerd's shim, this ends when its work is done.
+            let _blocked = Signals::new().context("block signals")?;
+            cleanup::delete(&arguments)
+        }
+        other => Err(Error::unknown(format!("{other:?} is for shims that start themselves"))),
+    }
+}
+
+fn serve(arguments: Arguments) -> Result<(), Error> {
+    let listener = sys::inherited(SOCKET)
+        .ok_or_else(|| Error::unknown("descriptor 3 is no socket: not started by the daemon"))?;
+    sys::close_rest_on_exec();
+    rustix::thread::set_name(NAME).context("set name of process")?;
+    // Who can trace this process is root in the node; a core would hold what containers have said.
+    rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
+        .context("forbid core dumps")?;
+    rustix::process::set_child_subreaper(Some(rustix::process::getpid()))
+        .context("become subreaper")?;
+    let signals = Signals::new().context("watch signals")?;
+    let address = env::var("TTRPC_ADDRESS").ok().filter(|address| !address.is_empty());
+    shim::Shim::new(listener, signals, arguments.namespace, address)?.run()
+}
+
+/// What is used of the arguments of containerd's shims.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Arguments {
+    /// containerd's namespace.
+    pub namespace: String,
+    /// The container to delete.
+    pub id: String,
+    /// Its bundle.
+    pub bundle: String,
+    /// What is to be done; empty: to serve.
+    pub action: String,
+}
+
+impl Arguments {
+    fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self, Error> {
+        let mut parsed = Self::default();
+        while let Some(argument) = arguments.next() {
+            let Some(flag) = argument.strip_prefix('-') else {
+                parsed.action = argument;
+                continue;
+            };
+            let flag = flag.trim_start_matches('-');
+            let (name, value) = match flag.split_once('=') {
+                Some((name, value)) => (name, value.to_owned()),
+                None if flag == "debug" => continue,
+                None => (flag, arguments.next().unwrap_or_default()),
+            };
+            match name {
+                "namespace" => parsed.namespace = value,
+                "id" => parsed.id = value,
+                "bundle" => parsed.bundle = value,
+                _ => {}
+            }
+        }
+        if parsed.namespace.is_empty() || parsed.namespace.contains('/') {
+            return Err(Error::unknown("-namespace names no namespace"));
+        }
+        Ok(parsed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_are_those_of_containerd_s_shims() {
+        let of = |line: &str| Arguments::parse(line.split_whitespace().map(str::to_owned)).ok();
+        let serve =
+            Arguments { namespace: "k8s.io".to_owned(), id: "a".to_owned(), ..Default::default() };
+        assert_eq!(of("-namespace k8s.io -id a -address /run/c.sock"), Some(serve));
+        let delete = Arguments {
+            namespace: "k8s.io".to_owned(),
+            id: "-namespace".to_owned(),
+            bundle: "/b".to_owned(),
+            action: "delete".to_owned(),
+        };
+        let line = "-debug -id -namespace --namespace=k8s.io -publish-binary c -bundle /b delete";
+        assert_eq!(of(line), Some(delete));
+        assert_eq!(of("-id a"), None);
+        assert_eq!(of("-namespace ../a"), None);
+    }
+}
