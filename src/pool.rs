@@ -3,8 +3,9 @@
 //! Long work is a task, which waits without a thread; only its blocking pieces get one, by [`run`].
 //! A piece is short, and never waits for another piece, nor for a lock that is held across one.
 //! Each class of pieces has threads of its own: pieces of one class that hang keep no other class
-//! from its work. This is the only module that hands work to the runtime's blocking threads
-//! (`clippy.toml`).
+//! from its work. A piece of recovery that hangs keeps no other piece of recovery from its work
+//! either: after [`TURN`] it gives its turn up, and keeps only its thread. This is the only module
+//! that hands work to the runtime's blocking threads (`clippy.toml`).
 
 use std::any::Any;
 use std::io;
@@ -13,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::{Semaphore, SemaphorePermit, oneshot};
 
 use crate::error::StepError;
 
@@ -33,11 +34,22 @@ pub enum Class {
     Recovery,
 }
 
+/// How long a piece of recovery keeps others waiting for its turn: as long as recovery waits for
+/// it.
+pub const TURN: Duration = Duration::from_secs(10);
+
+/// How many pieces may run without a turn. A node on which more records hang in the kernel needs a
+/// reboot; the records beyond are quarantined, and their pods run.
+const OVERDUE: usize = 128;
+
 static START: Semaphore = Semaphore::const_new(Class::Start.threads());
 static END: Semaphore = Semaphore::const_new(Class::End.threads());
 static SHIM: Semaphore = Semaphore::const_new(Class::Shim.threads());
 static QUERY: Semaphore = Semaphore::const_new(Class::Query.threads());
 static RECOVERY: Semaphore = Semaphore::const_new(Class::Recovery.threads());
+
+/// Of pieces that gave up their turn.
+static OVERDUE_TURNS: Semaphore = Semaphore::const_new(OVERDUE);
 
 /// For what the libraries do on such threads.
 const OTHERS: usize = 8;
@@ -48,6 +60,7 @@ pub const THREADS: usize = Class::Start.threads()
     + Class::Shim.threads()
     + Class::Query.threads()
     + Class::Recovery.threads()
+    + OVERDUE
     + OTHERS;
 
 impl Class {
@@ -97,14 +110,15 @@ pub async fn run<T: Send + 'static>(
 ) -> Result<T, StepError> {
     let ending = || StepError::new("run job", io::Error::other("the runtime is going down"));
     let turn = class.turns().acquire().await.map_err(|_| ending())?;
-    let (sender, receiver) = oneshot::channel();
-    let job = Arc::new(Mutex::new(Some((turn, piece, sender))));
+    let (sender, mut receiver) = oneshot::channel();
+    let turn = Arc::new(Mutex::new(Some(turn)));
+    let job = Arc::new(Mutex::new(Some((Arc::clone(&turn), piece, sender))));
     let queued = Arc::clone(&job);
     let work = move || {
         let Some((turn, piece, sender)) = take_slot(&queued) else { return };
         let done = catch_unwind(AssertUnwindSafe(piece)).map_err(|panic| panicked(&*panic));
         // Held for as long as the thread is, also when the future is dropped.
-        drop(turn);
+        drop(take_slot(&turn));
         let _ = sender.send(done);
     };
     // The runtime panics where it has no thread and can start none, and keeps the job: a later
@@ -114,7 +128,27 @@ pub async fn run<T: Send + 'static>(
     {
         return Err(StepError::new("start a thread", io::Error::from_raw_os_error(libc::EAGAIN)));
     }
+    if class == Class::Recovery {
+        tokio::select! {
+            biased;
+            done = &mut receiver => return done.unwrap_or_else(|_| Err(ending())),
+            overdue = overdue() => {
+                // The piece may have ended meanwhile, and its turn with it.
+                let mut turn = turn.lock();
+                if turn.is_some() {
+                    *turn = overdue;
+                }
+            }
+        }
+    }
     receiver.await.unwrap_or_else(|_| Err(ending()))
+}
+
+/// What a piece that has had its time holds instead of its turn.
+async fn overdue() -> Option<SemaphorePermit<'static>> {
+    tokio::time::sleep(TURN).await;
+    // Never closed.
+    OVERDUE_TURNS.acquire().await.ok()
 }
 
 /// A panic elsewhere leaves the value whole.
@@ -206,6 +240,60 @@ mod tests {
                 hung.await.unwrap().unwrap();
             }
             assert_eq!(stuck(Duration::from_secs(10)).await, []);
+        });
+    }
+
+    /// The clock does not advance by itself while pieces run.
+    async fn pass(time: Duration) {
+        async fn settle() {
+            for _ in 0..1000 {
+                tokio::task::yield_now().await;
+            }
+        }
+        settle().await;
+        tokio::time::advance(time).await;
+        settle().await;
+    }
+
+    /// As records of a file system that does not answer, more than there are threads.
+    #[test]
+    fn pieces_of_recovery_that_hang_keep_no_other_one_from_its_work() {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .max_blocking_threads(THREADS)
+            .enable_all()
+            .start_paused(true)
+            .build()
+            .unwrap();
+        runtime.block_on(async {
+            let mut ends = Vec::new();
+            let mut hanging = Vec::new();
+            let mut hang = |number| {
+                for _ in 0..number {
+                    let (end, ended) = mpsc::channel::<()>();
+                    ends.push(end);
+                    let piece = run(Class::Recovery, move || assert!(ended.recv().is_err()));
+                    hanging.push(tokio::spawn(piece));
+                }
+            };
+            hang(Class::Recovery.threads());
+            let next = tokio::spawn(run(Class::Recovery, || ()));
+            pass(TURN - Duration::from_secs(1)).await;
+            assert!(!next.is_finished(), "more pieces run than there are turns");
+            pass(Duration::from_secs(1)).await;
+            next.await.unwrap().unwrap();
+            // Their threads are bounded all the same.
+            hang(OVERDUE);
+            let last = tokio::spawn(run(Class::Recovery, || ()));
+            for _ in 0..2 * OVERDUE / Class::Recovery.threads() {
+                pass(TURN).await;
+            }
+            assert!(!last.is_finished(), "more threads hang than there may be");
+            drop(ends);
+            for piece in hanging {
+                piece.await.unwrap().unwrap();
+            }
+            last.await.unwrap().unwrap();
+            assert_eq!(OVERDUE_TURNS.available_permits(), OVERDUE);
         });
     }
 

@@ -60,7 +60,8 @@ fn attempt(driver: &dyn Driver, plan: &Plan) -> Result<(), StepError> {
         .step("make a runtime")?;
     runtime.block_on(async {
         let pause = driver.start(plan)?;
-        pause.kill()?;
+        // The runtime has nothing else to do.
+        pause.kill().and_then(|()| pause.thaw())?;
         let exit = tokio::time::timeout(PATIENCE, pause.exited()).await;
         let cleaned = driver.cleanup(&plan.cgroup_ref()).map_err(|mut steps| steps.swap_remove(0));
         exit.map(drop).step("wait for the end of the pause process").and(cleaned)

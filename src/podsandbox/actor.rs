@@ -16,7 +16,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::Error;
-use super::jobs::{Jobs, StartFailure};
+use super::jobs::{self, Jobs, StartFailure};
 use super::machine::{Action, Event, Job, Machine, Phase, Rpc};
 use crate::error::{StepError, StepErrors};
 use crate::exit::{self, ExitWaiter};
@@ -49,6 +49,8 @@ pub enum Message {
     Exited(Exit),
     /// The pod's shim has died with containers in it.
     ShimDied,
+    /// The killed pause may still be frozen.
+    ThawFailed(StepError),
     /// A job has ended.
     Done(Outcome),
     /// A caller wants to know when nothing is under way.
@@ -222,7 +224,7 @@ impl Actor {
                 Message::Ask(rpc, _, reply) => asked.push((rpc, reply)),
                 Message::ShimDied => shim_died = true,
                 Message::WhenAtRest(waiting) => self.at_rest.push(waiting),
-                Message::Exited(_) | Message::Done(_) => {}
+                Message::Exited(_) | Message::ThawFailed(_) | Message::Done(_) => {}
             }
         }
         for (rpc, reply) in asked {
@@ -289,6 +291,12 @@ impl Actor {
             }
             Message::Exited(exit) => self.exited(exit),
             Message::ShimDied => self.feed(Event::ShimDied),
+            Message::ThawFailed(step) => {
+                if self.pause.is_some() {
+                    self.fail("failed to kill pause", step.into());
+                    self.feed(Event::KillFailed);
+                }
+            }
             Message::Done(Outcome::Start(Ok(pause))) => {
                 self.pause = Some(pause);
                 self.alarm = None;
@@ -363,9 +371,18 @@ impl Actor {
                 self.jobs.telemetry().pause_exits.inc();
             }
             Action::Kill => {
-                if let Some(Err(step)) = self.pause.as_ref().map(|pause| pause.kill()) {
+                let pause = self.pause.clone()?;
+                if let Err(step) = pause.kill() {
                     self.fail("failed to kill pause", step.into());
                     return Some(Event::KillFailed);
+                }
+                if pause.may_be_frozen() {
+                    let to_self = self.to_self.clone();
+                    drop(tokio::spawn(async move {
+                        if let Err(step) = jobs::thaw(pause).await {
+                            let _ = to_self.unbounded_send(Message::ThawFailed(step));
+                        }
+                    }));
                 }
             }
             Action::Watch => self.watch(),

@@ -217,7 +217,7 @@ impl Jobs {
         };
         if let Err(step) = recorded {
             // No later daemon would find a pause without a record.
-            self.kill_unheard(&*pause).await;
+            self.kill_unheard(&pause).await;
             return Err(step);
         }
         *self.to_start.lock() = None;
@@ -332,8 +332,12 @@ impl Jobs {
     }
 
     /// Kills a pause that no caller knows of and waits for its exit.
-    async fn kill_unheard(&self, pause: &dyn Process) {
-        let ended = match pause.kill() {
+    async fn kill_unheard(&self, pause: &Arc<dyn Process>) {
+        let killed = match pause.kill() {
+            Ok(()) if pause.may_be_frozen() => thaw(pause.clone()).await,
+            other => other,
+        };
+        let ended = match killed {
             Ok(()) => {
                 let late = |_| io::Error::from(io::ErrorKind::TimedOut);
                 tokio::time::timeout(ENDS_WITHIN, pause.exited())
@@ -459,4 +463,12 @@ impl Jobs {
         };
         self.steps(Class::End, rest).await.into_result()
     }
+}
+
+/// Moves a killed pause out of a cgroup that holds it frozen.
+///
+/// # Errors
+/// The failed step.
+pub async fn thaw(pause: Arc<dyn Process>) -> Result<(), StepError> {
+    pool::run(Class::End, move || pause.thaw()).await.flatten()
 }

@@ -32,7 +32,7 @@ use crate::process::{Adoption, Identity};
 const AT_ONCE: usize = 32;
 
 /// How long one record may take.
-const WITHIN: Duration = Duration::from_secs(10);
+const WITHIN: Duration = pool::TURN;
 
 /// What became of one record.
 #[derive(Debug)]

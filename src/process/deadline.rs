@@ -189,8 +189,12 @@ pub(crate) fn poll_until(until: Instant, mut done: impl FnMut() -> bool) -> io::
 }
 
 /// Moves a killed process out of its cgroup if version 1 holds it frozen there: it does not exit
-/// before. It keeps its pid as long.
-pub(crate) fn thaw_if_frozen(freezer: &OwnedFd, pid: u32) -> io::Result<()> {
+/// before. It keeps its pid as long, so what was read is the process's own if it still `lives`.
+pub(crate) fn thaw_if_frozen(
+    freezer: &OwnedFd,
+    pid: u32,
+    lives: impl FnOnce() -> bool,
+) -> io::Result<()> {
     let cgroups = match fs::read_to_string(format!("/proc/{pid}/cgroup")) {
         Ok(cgroups) => cgroups,
         Err(e) if identity::gone(&e) => return Ok(()),
@@ -222,6 +226,8 @@ pub(crate) fn thaw_if_frozen(freezer: &OwnedFd, pid: u32) -> io::Result<()> {
     }
     match frozen.trim() {
         "THAWED" => Ok(()),
+        // Another process may have its pid by now.
+        _ if !lives() => Ok(()),
         _ => match thaw(freezer, pid.cast_signed()) {
             Err(Errno::SRCH) => Ok(()),
             other => other.map_err(Into::into),

@@ -77,11 +77,25 @@ pub trait Process: Send + Sync + fmt::Debug {
     /// What names it across restarts.
     fn identity(&self) -> &Identity;
 
-    /// Sends SIGKILL. A process that has ended is success.
+    /// Sends SIGKILL, and does not block. A process that has ended is success.
     ///
     /// # Errors
     /// The failed step.
     fn kill(&self) -> Result<(), StepError>;
+
+    /// Version 1 may hold the killed process frozen: [`Process::thaw`] is to follow.
+    fn may_be_frozen(&self) -> bool {
+        false
+    }
+
+    /// Moves the killed process out of a cgroup that holds it frozen. One that is not frozen, or
+    /// has ended, is success. Blocks on the kernel's locks of cgroups.
+    ///
+    /// # Errors
+    /// The failed step.
+    fn thaw(&self) -> Result<(), StepError> {
+        Ok(())
+    }
 
     /// Ends when the process has ended; may be asked any number of times and then answers the same.
     fn exited(&self) -> BoxFuture<'_, Exit>;

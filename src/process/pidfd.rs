@@ -96,16 +96,19 @@ impl Process for PidfdProcess {
     fn kill(&self) -> Result<(), StepError> {
         self.killed.store(true, Relaxed);
         match rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL) {
-            Ok(()) => {}
-            Err(Errno::SRCH) => return Ok(()),
-            Err(e) => return Err(e).step("kill the process"),
+            Ok(()) | Err(Errno::SRCH) => Ok(()),
+            Err(e) => Err(e).step("kill the process"),
         }
-        match &self.common.freezer {
-            Some(freezer) => {
-                deadline::thaw_if_frozen(freezer, self.identity.pid).step("thaw the killed process")
-            }
-            None => Ok(()),
-        }
+    }
+
+    fn may_be_frozen(&self) -> bool {
+        self.common.freezer.is_some()
+    }
+
+    fn thaw(&self) -> Result<(), StepError> {
+        let Some(freezer) = &self.common.freezer else { return Ok(()) };
+        let lives = || !sys::ended(self.pidfd.as_fd());
+        deadline::thaw_if_frozen(freezer, self.identity.pid, lives).step("thaw the killed process")
     }
 
     fn exited(&self) -> BoxFuture<'_, Exit> {
@@ -306,6 +309,66 @@ mod tests {
         let pidfd = sys::pidfd_open(c_int::try_from(pid).unwrap()).unwrap();
         let boot = identity::boot_id().unwrap();
         PidfdProcess::new(pidfd, identity::read_identity(pid, &boot).unwrap(), Arc::clone(common))
+    }
+
+    /// What the kernel says of this process's cgroup of version 1; `None` where it has none.
+    fn freezer_cgroup() -> Option<String> {
+        let cgroups = std::fs::read_to_string("/proc/self/cgroup").unwrap();
+        let path = cgroups.lines().find_map(|line| line.split_once(":freezer:"));
+        if path.is_none() {
+            eprintln!("skipped: no freezer of version 1 on this machine");
+        }
+        path.map(|(_, path)| path.to_owned())
+    }
+
+    /// As where there is no descriptor left to look at the freezer.
+    #[tokio::test]
+    #[expect(clippy::zombie_processes, reason = "it is reaped by what is tested")]
+    async fn a_kill_succeeds_though_the_freezer_cannot_be_read() {
+        if freezer_cgroup().is_none() {
+            return;
+        }
+        // Below what is no directory nothing can be opened.
+        let freezer = Arc::new(OwnedFd::from(std::fs::File::open("/dev/null").unwrap()));
+        let common = Reaper::new(Some(freezer)).unwrap();
+        let child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let process = process(child.id(), &common);
+        process.kill().unwrap();
+        process.thaw().unwrap();
+        assert_eq!(process.exited().await.status, 137);
+    }
+
+    /// As behind the kernel's locks of cgroups.
+    #[test]
+    fn a_kill_does_not_wait_for_the_freezer_and_a_thaw_does() {
+        let Some(cgroup) = freezer_cgroup() else { return };
+        let root = tempfile::tempdir().unwrap();
+        let own = root.path().join(cgroup.trim_start_matches('/'));
+        std::fs::create_dir_all(&own).unwrap();
+        // The kernel says the root of one that is ending.
+        let state = root.path().join("freezer.state");
+        nix::unistd::mkfifo(&state, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        if own != root.path().join("") {
+            std::os::unix::fs::symlink(&state, own.join("freezer.state")).unwrap();
+        }
+        let freezer = Arc::new(OwnedFd::from(std::fs::File::open(root.path()).unwrap()));
+        let common = Reaper::new(Some(freezer)).unwrap();
+        // Not reaped before its cgroup is read.
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let killed = Arc::new(process(child.id(), &common));
+        let (sender, answers) = std::sync::mpsc::channel();
+        let of = Arc::clone(&killed);
+        let both = thread::spawn(move || {
+            sender.send(of.kill()).unwrap();
+            sender.send(of.thaw()).unwrap();
+        });
+        answers.recv_timeout(Duration::from_secs(20)).expect("it waits").unwrap();
+        answers.recv_timeout(Duration::from_millis(100)).expect_err("it does not wait");
+        // The kernel's answer comes; its cgroup is not frozen.
+        std::fs::write(&state, "THAWED\n").unwrap();
+        answers.recv_timeout(Duration::from_secs(20)).unwrap().unwrap();
+        both.join().unwrap();
+        child.wait().unwrap();
     }
 
     #[test]

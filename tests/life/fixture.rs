@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
@@ -29,9 +30,14 @@ pub(crate) struct Orders {
     pub(crate) fail_cleanups: u32,
     pub(crate) panic_in_cleanup: bool,
     /// The next cleanup lasts until the other end is dropped.
-    pub(crate) hold_cleanup: Option<std::sync::mpsc::Receiver<()>>,
+    pub(crate) hold_cleanup: Option<Receiver<()>>,
     pub(crate) cannot_tell: bool,
+    /// The next adoptions last until the other ends are dropped.
+    pub(crate) hold_adoptions: Vec<Receiver<()>>,
 }
+
+/// What a pause that is frozen waits for before it can be thawed.
+type HoldThaw = Arc<Mutex<Option<Receiver<()>>>>;
 
 /// Makes pauses out of nothing. Lives longer than the controllers that use it, as the kernel does.
 #[derive(Debug, Default)]
@@ -43,6 +49,7 @@ pub(crate) struct Fake {
     pub(crate) next: AtomicU32,
     pub(crate) cleanups: AtomicU32,
     pub(crate) panic_in_kill: Arc<AtomicBool>,
+    pub(crate) hold_thaw: HoldThaw,
 }
 
 #[derive(Debug)]
@@ -50,6 +57,7 @@ pub(crate) struct FakePause {
     pub(crate) identity: Identity,
     pub(crate) end: watch::Sender<Option<Exit>>,
     pub(crate) panic_in_kill: Arc<AtomicBool>,
+    pub(crate) hold_thaw: HoldThaw,
 }
 
 impl Fake {
@@ -64,7 +72,8 @@ impl Fake {
     pub(crate) fn pause(&self, pid: u32) -> Option<FakePause> {
         let end = self.pauses.lock().unwrap().get(&pid)?.clone();
         let panic_in_kill = self.panic_in_kill.clone();
-        Some(FakePause { identity: identity(pid), end, panic_in_kill })
+        let hold_thaw = self.hold_thaw.clone();
+        Some(FakePause { identity: identity(pid), end, panic_in_kill, hold_thaw })
     }
 
     pub(crate) fn end(&self, pid: u32, status: u32) {
@@ -112,6 +121,10 @@ impl Driver for Fake {
                 std::io::Error::from_raw_os_error(libc::EMFILE),
             ));
         }
+        let held = self.orders.lock().unwrap().hold_adoptions.pop();
+        if let Some(held) = held {
+            let _ = held.recv();
+        }
         match self.pause(identity.pid) {
             Some(pause) => Adoption::Alive(Box::new(pause)),
             None => Adoption::Dead(Exit { status: 255, at: SystemTime::now() }),
@@ -157,6 +170,21 @@ impl Process for FakePause {
 
     fn kill(&self) -> Result<(), StepError> {
         assert!(!self.panic_in_kill.swap(false, Ordering::SeqCst), "on order");
+        if !self.may_be_frozen() {
+            self.end.send_replace(Some(Exit { status: 137, at: SystemTime::now() }));
+        }
+        Ok(())
+    }
+
+    fn may_be_frozen(&self) -> bool {
+        self.hold_thaw.lock().unwrap().is_some()
+    }
+
+    fn thaw(&self) -> Result<(), StepError> {
+        let held = self.hold_thaw.lock().unwrap().take().unwrap();
+        if held.recv_timeout(Duration::from_secs(30)) == Err(RecvTimeoutError::Timeout) {
+            return Err(StepError::new("thaw", std::io::ErrorKind::TimedOut.into()));
+        }
         self.end.send_replace(Some(Exit { status: 137, at: SystemTime::now() }));
         Ok(())
     }

@@ -9,6 +9,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc;
 use std::time::Duration;
 
 mod fixture;
@@ -246,4 +247,28 @@ async fn bad_requests_name_the_field_and_leave_nothing() {
         assert!(error.to_string().len() < 300, "{error}");
     }
     assert_eq!(node.leftovers(), Vec::<String>::new());
+}
+
+/// The kernel keeps a thaw waiting, as behind its locks of cgroups: the runtime has other work.
+#[tokio::test]
+async fn a_thaw_that_hangs_keeps_no_other_sandbox_waiting() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    for id in ["frozen", "other"] {
+        controller.create(request(id)).await.unwrap();
+        controller.start(id).await.unwrap();
+    }
+    let (release, held) = mpsc::channel();
+    *node.fake.hold_thaw.lock().unwrap() = Some(held);
+    let of = controller.clone();
+    let stop = tokio::spawn(async move { of.stop("frozen").await });
+    soon("the thaw", async || node.fake.hold_thaw.lock().unwrap().is_none().then_some(())).await;
+    controller.stop("other").await.unwrap();
+    assert!(!stop.is_finished(), "stopped before it is thawed");
+    drop(release);
+    stop.await.unwrap().unwrap();
+    for id in ["frozen", "other"] {
+        controller.shutdown(id).await.unwrap();
+    }
+    assert_eq!((node.leftovers(), node.fake.alive()), (Vec::new(), 0));
 }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc;
 use std::time::Duration;
 
 use pause_sandboxer::controller::Controller;
@@ -133,7 +134,7 @@ async fn a_sandbox_waits_for_what_recovery_left_under_way() {
     controller.create(request("cut")).await.unwrap();
     drop(controller);
     std::fs::create_dir(node.dir.path().join("state/sandboxes/cut/shm")).unwrap();
-    let (release, held) = std::sync::mpsc::channel();
+    let (release, held) = mpsc::channel();
     node.fake.orders.lock().unwrap().hold_cleanup = Some(held);
     let controller = node.controller().await;
     let mut removal = Box::pin(controller.shutdown("cut"));
@@ -148,6 +149,36 @@ async fn a_sandbox_waits_for_what_recovery_left_under_way() {
     controller.create(request("cut")).await.unwrap();
     controller.start("cut").await.unwrap();
     controller.shutdown("cut").await.unwrap();
+    assert_eq!((node.leftovers(), node.fake.alive()), (Vec::new(), 0));
+}
+
+/// As many adoptions hang in the kernel as recovery has threads: the other records have theirs all
+/// the same.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn records_that_hang_keep_no_other_record_from_recovery() {
+    const HANG: usize = 32;
+    const ALL: usize = HANG + 4;
+    let node = Node::new();
+    let controller = node.controller().await;
+    for number in 0..ALL {
+        let id = format!("pod-{number}");
+        controller.create(request(&id)).await.unwrap();
+        controller.start(&id).await.unwrap();
+    }
+    drop(controller);
+    let (releases, held): (Vec<_>, Vec<_>) = (0..HANG).map(|_| mpsc::channel()).unzip();
+    node.fake.orders.lock().unwrap().hold_adoptions = held;
+    let controller = node.controller().await;
+    let mut ready = 0;
+    for number in 0..ALL {
+        let state = controller.status(&format!("pod-{number}"), false).await.unwrap().state;
+        ready += usize::from(state == "SANDBOX_READY");
+    }
+    assert_eq!(ready, ALL - HANG, "pods are ready");
+    drop(releases);
+    for number in 0..ALL {
+        controller.shutdown(&format!("pod-{number}")).await.unwrap();
+    }
     assert_eq!((node.leftovers(), node.fake.alive()), (Vec::new(), 0));
 }
 

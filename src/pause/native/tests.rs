@@ -154,7 +154,7 @@ async fn a_kill_ends_a_pause_that_is_frozen() {
     };
     let state = root.join(&*plan.id).join("freezer.state");
     fs::write(&state, "FROZEN").unwrap();
-    adopted.kill().unwrap();
+    adopted.kill().and_then(|()| adopted.thaw()).unwrap();
     let exit = tokio::time::timeout(std::time::Duration::from_secs(30), pause.exited()).await;
     assert_eq!(exit.expect("it has not exited").status, 137);
     assert_eq!(fs::read_to_string(&state).unwrap().trim(), "FROZEN", "the cgroup is as it was");
