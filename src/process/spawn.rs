@@ -553,6 +553,36 @@ mod tests {
         }
     }
 
+    /// On each kernel: a filter answers the one call that makes a domain for the child, and no
+    /// other.
+    #[tokio::test]
+    async fn asks_for_a_core_scheduling_domain_for_itself() {
+        let launched = |errno, core_domain| {
+            let launch = move || {
+                let directory = tempfile::tempdir().unwrap();
+                let socket = UnixListener::bind(directory.path().join("s")).unwrap();
+                sys::filter::with_core_domains(std::process::id(), errno);
+                Launcher::new(None).unwrap().launch(&Launch {
+                    program: Path::new("/bin/true"),
+                    arguments: &[],
+                    environment: &[],
+                    core_domain,
+                    directory: directory.path(),
+                    socket: socket.as_fd(),
+                    errors: None,
+                })
+            };
+            // The filter is the thread's and its children's.
+            std::thread::spawn(launch).join().unwrap()
+        };
+        assert_eq!(launched(0, true).unwrap().exited().await.status, 0);
+        let refused = launched(libc::EDOM, true).unwrap_err().to_string();
+        let reason = io::Error::from_raw_os_error(libc::EDOM).to_string();
+        assert!(refused.starts_with("make core scheduling domain"), "{refused}");
+        assert!(refused.ends_with(&reason), "{refused}");
+        assert_eq!(launched(libc::EDOM, false).unwrap().exited().await.status, 0);
+    }
+
     #[tokio::test]
     async fn a_program_that_is_not_there_is_named() {
         let directory = tempfile::tempdir().unwrap();

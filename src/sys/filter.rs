@@ -59,3 +59,29 @@ pub(crate) fn without_close_at_execute(errno: i32) {
     ];
     rustix::thread::set_no_new_privs(true).and_then(|()| install(&filter)).unwrap();
 }
+
+/// Has this thread and its children answered `errno`, or success by 0, where they ask for a core
+/// scheduling domain for all threads of a process other than `but` (PR_SCHED_CORE_CREATE,
+/// PIDTYPE_TGID), in the stead of a kernel that has such domains. No other call is touched.
+#[cfg(test)]
+pub(crate) fn with_core_domains(but: u32, errno: i32) {
+    const SCHED_CORE: u32 = 62;
+    const CREATE: u32 = 1;
+    const THREAD_GROUP: u32 = 1;
+    let argument = |number: u32| load(ARGUMENT_0 + number * 8);
+    let filter = [
+        load(NUMBER),
+        equal(1, libc::SYS_prctl as u32, 2, 11),
+        argument(0),
+        equal(3, SCHED_CORE, 4, 11),
+        argument(1),
+        equal(5, CREATE, 6, 11),
+        argument(2),
+        equal(7, but, 11, 8),
+        argument(3),
+        equal(9, THREAD_GROUP, 10, 11),
+        answer(libc::SECCOMP_RET_ERRNO | errno.unsigned_abs()),
+        answer(libc::SECCOMP_RET_ALLOW),
+    ];
+    rustix::thread::set_no_new_privs(true).and_then(|()| install(&filter)).unwrap();
+}
