@@ -7,10 +7,10 @@
 use std::ffi::c_int;
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use nix::sys::socket::{UnixAddr, getsockname, getsockopt, sockopt};
+use nix::sys::socket::{SockType, UnixAddr, getsockname, getsockopt, sockopt};
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 
 use super::Identity;
@@ -56,12 +56,23 @@ impl Held {
     }
 }
 
+/// What names a socket among all that there ever are until the next boot (`SO_COOKIE`): a socket of
+/// another mount namespace may be bound to the same path. `None` where the kernel does not say.
+pub fn socket_cookie(socket: BorrowedFd<'_>) -> Option<u64> {
+    sys::socket_cookie(socket).ok()
+}
+
 /// A descriptor of our own for the socket of a process that listens at `address`, as the socket
-/// itself tells. `None`: the process has exited, or has no such socket.
+/// itself tells, and has this cookie, if that is known. `None`: the process has exited, or has no
+/// such socket.
 ///
 /// # Errors
 /// It cannot be taken; Linux older than 5.6 and some security modules refuse.
-pub fn listening_socket(identity: &Identity, address: &Path) -> Result<Option<OwnedFd>, StepError> {
+pub fn listening_socket(
+    identity: &Identity,
+    address: &Path,
+    cookie: Option<u64>,
+) -> Result<Option<OwnedFd>, StepError> {
     let Some(process) = Held::open(identity.pid)? else { return Ok(None) };
     // Checked when the process is held: its pid may be another's by now.
     if !identity::matches(identity)? {
@@ -76,7 +87,7 @@ pub fn listening_socket(identity: &Identity, address: &Path) -> Result<Option<Ow
             continue;
         };
         match pidfd_getfd(&process.pidfd, number, PidfdGetfdFlags::empty()) {
-            Ok(socket) if listens_at(&socket, address) => return Ok(Some(socket)),
+            Ok(socket) if is_own_listener(&socket, address, cookie) => return Ok(Some(socket)),
             // Closed meanwhile.
             Ok(_) | Err(Errno::BADF) => {}
             Err(e) => return Err(e).step("take a socket of a process"),
@@ -85,10 +96,16 @@ pub fn listening_socket(identity: &Identity, address: &Path) -> Result<Option<Ow
     Ok(None)
 }
 
-fn listens_at(socket: &OwnedFd, address: &Path) -> bool {
+/// The socket takes connections at `address` since a process of the daemon's own user, root, let it
+/// listen, and is the one with this cookie.
+fn is_own_listener(socket: &OwnedFd, address: &Path, cookie: Option<u64>) -> bool {
     let bound = getsockname::<UnixAddr>(socket.as_raw_fd());
+    let listened = getsockopt(socket, sockopt::PeerCredentials);
     getsockopt(socket, sockopt::AcceptConn).unwrap_or(false)
+        && getsockopt(socket, sockopt::SockType) == Ok(SockType::Stream)
         && bound.is_ok_and(|bound| bound.path() == Some(address))
+        && listened.is_ok_and(|by| by.uid() == nix::unistd::geteuid().as_raw())
+        && cookie.is_none_or(|cookie| socket_cookie(socket.as_fd()) == Some(cookie))
 }
 
 /// When a process was started, in clock ticks after boot; of one that cannot be reaped meanwhile.
@@ -207,6 +224,40 @@ mod tests {
         assert!(refused(&gone).unwrap_err().contains("has ended"));
         call.kill().unwrap();
         call.wait().unwrap();
+    }
+
+    /// As a process that also holds a socket of another mount namespace: the path alone does not
+    /// tell the two.
+    #[test]
+    fn a_socket_is_taken_by_its_path_kind_and_cookie() {
+        use std::os::unix::net::{UnixDatagram, UnixListener};
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        let bind = || {
+            let _ = fs::remove_file(&path);
+            let listener = UnixListener::bind(&path).unwrap();
+            let cookie = socket_cookie(listener.as_fd());
+            (listener, cookie)
+        };
+        let datagrams = UnixDatagram::bind(&path).unwrap();
+        let own = identity::read_identity(std::process::id(), &identity::boot_id().unwrap());
+        let own = own.unwrap();
+        let take = |cookie| {
+            let taken = listening_socket(&own, &path, cookie).unwrap();
+            taken.map(|socket| socket_cookie(socket.as_fd()))
+        };
+        assert_eq!(take(None), None, "it does not listen");
+        let ((first, one), (second, other)) = (bind(), bind());
+        assert!(one.is_some() && one != other, "{one:?} and {other:?}");
+        assert_eq!((take(one), take(other)), (Some(one), Some(other)));
+        // As recorded by an older daemon, which has none on record.
+        assert!(take(None).is_some());
+        drop(second);
+        assert_eq!(take(other), None, "another socket has the path");
+        // As if the pid had gone to another.
+        let stranger = Identity { start_time: own.start_time + 1, ..own.clone() };
+        assert!(listening_socket(&stranger, &path, one).unwrap().is_none());
+        drop((first, datagrams));
     }
 
     #[test]

@@ -563,7 +563,7 @@ mod tests {
                 let socket = UnixListener::bind(directory.path().join("s")).unwrap();
                 sys::filter::with_core_domains(std::process::id(), errno);
                 Launcher::new(None).unwrap().launch(&Launch {
-                    program: Path::new("/bin/true"),
+                    program: Program::Path(Path::new("/bin/true")),
                     arguments: &[],
                     environment: &[],
                     core_domain,

@@ -28,9 +28,12 @@ pub enum Recorded {
     /// It is about to be launched, or has been just now.
     Launching,
     /// It runs, as far as the record knows.
-    RunningShim {
+    Running {
         /// What names it.
         identity: Identity,
+        /// What names the socket that it was handed.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        socket: Option<u64>,
     },
 }
 
@@ -235,5 +238,23 @@ mod tests {
         assert_eq!(bundle.recorded().unwrap(), Some(Recorded::Launching), "a record without sense");
         fs::write(bundle.dir().join(BOOTSTRAP), "").unwrap();
         assert!(bundle.bootstrap().is_err());
+    }
+
+    /// A newer daemon must find the shims of an older one.
+    #[test]
+    fn the_record_of_an_older_daemon_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let bundle = Bundle::new(dir.path().join("b"));
+        bundle.make_bundle("pod", true).unwrap();
+        let older = r#"{"running":{"identity":{"pid":7,"start_time":8,"pid_namespace":9,
+            "boot_id":"boot"}}}"#;
+        fs::write(bundle.dir().join(RECORD), older).unwrap();
+        let identity = Identity { pid: 7, start_time: 8, pid_namespace: 9, boot_id: "boot".into() };
+        let read = bundle.recorded().unwrap();
+        assert_eq!(read, Some(Recorded::Running { identity, socket: None }));
+        // An older daemon reads what a newer one writes.
+        bundle.record(read.as_ref()).unwrap();
+        let written = fs::read_to_string(bundle.dir().join(RECORD)).unwrap();
+        assert!(written.starts_with(r#"{"running":{"identity":{"pid":7,"#), "{written}");
     }
 }

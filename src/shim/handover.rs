@@ -195,9 +195,11 @@ impl Handover {
             }
         }
         let found = self.shim.find_recorded()?;
-        if let RecordedShim::Alive { process, cut_off } = found {
-            let listener = self.take_listener(&*process);
-            let running = self.shim.adopt(process, cut_off);
+        if let RecordedShim::Alive { process, socket, cut_off } = found {
+            let listener = self.take_listener(&*process, socket);
+            let taken =
+                listener.as_ref().and_then(|listener| held::socket_cookie(listener.as_fd()));
+            let running = self.shim.adopt(process, cut_off, taken);
             let mut state = self.state();
             (state.open, state.unrecovered, state.listener) = (true, false, listener);
             state.running = Some(running);
@@ -218,12 +220,12 @@ impl Handover {
     /// The endpoint's socket, from the shim that holds it: callers then wait in its queue while one
     /// shim exits and the next is launched, as they do with the daemon that has made it. Without it
     /// the endpoint gets a new socket at the same path when the shim has exited.
-    fn take_listener(&self, process: &dyn Process) -> Option<Arc<OwnedFd>> {
+    fn take_listener(&self, process: &dyn Process, cookie: Option<u64>) -> Option<Arc<OwnedFd>> {
         // A socket that cannot be found by its path is of no use.
         if !self.socket().exists() {
             return None;
         }
-        match held::listening_socket(process.identity(), &self.new_socket()) {
+        match held::listening_socket(process.identity(), &self.new_socket(), cookie) {
             Ok(listener) => listener.map(Arc::new),
             Err(step) => {
                 log::info!(sandbox = self.shim.id();

@@ -17,7 +17,7 @@ use crate::error::{IoContext as _, StepError};
 use crate::id::SandboxId;
 use crate::pool::{self, Class};
 use crate::process::spawn::{Launch, Program};
-use crate::process::{Adoption, Exit, Process};
+use crate::process::{Adoption, Exit, Process, held};
 
 /// How long a shim may take to answer, and to exit after it has been asked to.
 pub(super) const WITHIN: Duration = Duration::from_secs(10);
@@ -70,6 +70,8 @@ pub(super) enum RecordedShim {
     Alive {
         /// The shim.
         process: Arc<dyn Process>,
+        /// What names the socket that it was handed, if that is on record.
+        socket: Option<u64>,
         /// Its launch was cut off before it was on record as running.
         cut_off: bool,
     },
@@ -176,7 +178,7 @@ impl PodShim {
         let process = launched.inspect_err(|_| self.clear_record())?;
         // Recorded last: what a killed daemon has not done is done for a shim that is still on
         // record as being launched.
-        if let Err(step) = self.settle(&*process) {
+        if let Err(step) = self.settle(&*process, held::socket_cookie(socket)) {
             process.kill().inspect_err(|_| self.clear_record())?;
             self.clear_record();
             return Err(step);
@@ -187,9 +189,9 @@ impl PodShim {
     }
 
     /// Does what containerd's own shims do for themselves in their `start`, and records the shim.
-    fn settle(&self, process: &dyn Process) -> Result<(), StepError> {
+    fn settle(&self, process: &dyn Process, socket: Option<u64>) -> Result<(), StepError> {
         self.place(process)?;
-        self.record_running(process)
+        self.record_running(process, socket)
     }
 
     fn place(&self, process: &dyn Process) -> Result<(), StepError> {
@@ -198,9 +200,9 @@ impl PodShim {
         placement::join_cgroup(pid, &self.runtime)
     }
 
-    fn record_running(&self, process: &dyn Process) -> Result<(), StepError> {
+    fn record_running(&self, process: &dyn Process, socket: Option<u64>) -> Result<(), StepError> {
         let identity = process.identity().clone();
-        self.bundle().record(Some(&Recorded::RunningShim { identity }))
+        self.bundle().record(Some(&Recorded::Running { identity, socket }))
     }
 
     /// Records that there is no shim.
@@ -218,14 +220,16 @@ impl PodShim {
         match self.bundle().recorded()? {
             None => Ok(RecordedShim::None),
             Some(Recorded::Launching) => Ok(match self.find_unrecorded()? {
-                Some(process) => RecordedShim::Alive { process, cut_off: true },
+                Some(process) => RecordedShim::Alive { process, socket: None, cut_off: true },
                 None => RecordedShim::None,
             }),
-            Some(Recorded::RunningShim { identity }) => {
+            Some(Recorded::Running { identity, socket }) => {
                 match self.shims.launcher.adopt(&identity) {
-                    Adoption::Alive(process) => {
-                        Ok(RecordedShim::Alive { process: Arc::from(process), cut_off: false })
-                    }
+                    Adoption::Alive(process) => Ok(RecordedShim::Alive {
+                        process: Arc::from(process),
+                        socket,
+                        cut_off: false,
+                    }),
                     Adoption::Dead(exit) => Ok(RecordedShim::Dead(exit)),
                     Adoption::Unknown(step) => Err(step),
                 }
@@ -244,13 +248,19 @@ impl PodShim {
         }
     }
 
-    /// Takes over a shim of an earlier daemon: completes its launch if that was `cut_off`, and
-    /// reads its log again. It serves, so it is kept, whatever fails. Blocks.
-    pub(super) fn adopt(&self, process: Arc<dyn Process>, cut_off: bool) -> RunningShim {
+    /// Takes over a shim of an earlier daemon: completes its launch if that was `cut_off`, with the
+    /// socket that it was handed, and reads its log again. It serves, so it is kept, whatever
+    /// fails. Blocks.
+    pub(super) fn adopt(
+        &self,
+        process: Arc<dyn Process>,
+        cut_off: bool,
+        socket: Option<u64>,
+    ) -> RunningShim {
         log::info!(sandbox = self.id(), pid = process.identity().pid; "adopted shim");
         if cut_off {
             // It serves: without a record, its exit while no daemon runs would be missed.
-            for step in [self.place(&*process), self.record_running(&*process)] {
+            for step in [self.place(&*process), self.record_running(&*process, socket)] {
                 if let Err(step) = step {
                     log::error!(sandbox = self.id(); "failed to complete launch of shim: {step}");
                 }

@@ -187,7 +187,8 @@ impl SelfStarted {
         let process = process.ok_or_else(missing).step_at("find shim", binary)?;
         // From here on it may be killed.
         held::check_started_since(process.identity(), started.since)?;
-        bundle.record(Some(&Recorded::RunningShim { identity: process.identity().clone() }))?;
+        let identity = process.identity().clone();
+        bundle.record(Some(&Recorded::Running { identity, socket: None }))?;
         Ok((bootstrap, process))
     }
 
@@ -222,7 +223,9 @@ impl SelfStarted {
         let bootstrap = self.shim.bundle().bootstrap()?;
         let (running, missed) = match self.shim.find_recorded()? {
             // Its own `start` has placed it.
-            RecordedShim::Alive { process, .. } => (Some(self.shim.adopt(process, false)), None),
+            RecordedShim::Alive { process, .. } => {
+                (Some(self.shim.adopt(process, false, None)), None)
+            }
             RecordedShim::Dead(exit) => (None, Some(exit)),
             RecordedShim::None => (None, None),
         };

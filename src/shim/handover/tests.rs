@@ -6,10 +6,13 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::Duration;
 
+use containerd_shim_protos::shim::oci::Options;
+use protobuf::Message as _;
+
 use super::*;
 use crate::process::held::HeldNamespace;
 use crate::shim::bundle::Recorded;
-use crate::shim::{Endpoint, Owner, ShimSettings, Shims};
+use crate::shim::{Endpoint, Owner, Runtime, ShimSettings, Shims};
 
 /// The endpoint of a sandbox below `dir`, and what all share.
 fn make_endpoint(dir: &Path) -> (Arc<Shims>, Arc<Handover>) {
@@ -59,7 +62,7 @@ fn recorded(shims: &Shims, endpoint: &Handover) -> Child {
     let child = Command::new("sleep").arg("1000").spawn().unwrap();
     let identity = shims.launcher.open(child.id()).unwrap().unwrap().identity().clone();
     endpoint.shim.bundle().make_bundle("pod", true).unwrap();
-    endpoint.shim.bundle().record(Some(&Recorded::RunningShim { identity })).unwrap();
+    endpoint.shim.bundle().record(Some(&Recorded::Running { identity, socket: None })).unwrap();
     child
 }
 
@@ -84,6 +87,30 @@ async fn the_end_kills_the_recorded_shim() {
     // Its end was seen, which takes a child away.
     assert!(child.try_wait().is_err(), "the shim lives");
     assert!(!endpoint.shim.bundle().dir().exists());
+}
+
+/// Its handler names a cgroup that is not there; its exit while no daemon runs is missed without a
+/// record all the same.
+#[tokio::test]
+async fn a_shim_that_cannot_be_placed_is_recorded_when_its_launch_was_cut_off() {
+    let dir = tempfile::tempdir().unwrap();
+    let (shims, _) = make_endpoint(dir.path());
+    let options = Options { shim_cgroup: "/no/such/cgroup".to_owned(), ..Default::default() };
+    let options = ("containerd.runc.v1.Options".to_owned(), options.write_to_bytes().unwrap());
+    let runtime = Runtime { options: Some(options), ..Runtime::default() };
+    let endpoint = shims.endpoint(Owner::Sandboxer, &"pod".into(), &Arc::new(runtime));
+    let Endpoint::Handover(endpoint) = endpoint else { unreachable!("its owner") };
+    let mut child = recorded(&shims, &endpoint);
+    let bundle = endpoint.shim.bundle();
+    bundle.record(Some(&Recorded::Launching)).unwrap();
+    let process = shims.launcher.open(child.id()).unwrap().unwrap();
+    let identity = process.identity().clone();
+    let running = endpoint.shim.adopt(process, true, Some(7));
+    assert_eq!(bundle.recorded().unwrap(), Some(Recorded::Running { identity, socket: Some(7) }));
+    drop(running);
+    endpoint.end_shim().await.unwrap();
+    // Its end was seen, which takes a child away.
+    assert!(child.try_wait().is_err(), "the shim lives");
 }
 
 #[tokio::test]
