@@ -80,6 +80,7 @@ async fn read_requests<V: SandboxService>(
             continue;
         }
         while calls.try_join_next().is_some() {}
+        // Only this connection waits: its frames come in order, and are read in order.
         let asked = match handler.room().reserve(length).await {
             Ok(held) => {
                 let payload = payload(reader, length, held.is_some()).await?;
