@@ -147,7 +147,7 @@ impl Controller {
     /// # Errors
     /// [`Error::NotFound`].
     pub async fn platform(&self, id: &str) -> Result<Platform, Error> {
-        self.sandbox(id)?.prepare();
+        self.sandbox(id)?.prepare().await;
         Ok(Platform::node())
     }
 

@@ -460,10 +460,11 @@ impl Sandbox {
         }
     }
 
-    /// A container of the pod is coming. Returns at once.
-    pub fn prepare(&self) {
+    /// A container of the pod is coming: its shim is there when this ends, or comes with the first
+    /// call.
+    pub async fn prepare(&self) {
         if self.phase() == Phase::Ready {
-            self.jobs.shim.prepare();
+            self.jobs.shim.prepare().await;
         }
     }
 

@@ -375,11 +375,13 @@ impl Endpoint {
         }
     }
 
-    /// A container is coming: its shim is started now rather than when a caller connects. Returns
-    /// at once.
-    pub fn prepare(&self) {
-        if let Self::Handover(endpoint) = self {
-            endpoint.prepare();
+    /// A container is coming: its shim is started now rather than when a caller connects. Waits
+    /// only for a shim whose socket is not there before its start.
+    pub async fn prepare(&self) {
+        match self {
+            Self::ContainerdOwned(_) => {}
+            Self::Handover(endpoint) => endpoint.prepare(),
+            Self::SelfStarted(endpoint) => endpoint.await_shim().await,
         }
     }
 

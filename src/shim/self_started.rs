@@ -6,6 +6,7 @@
 //! the same address.
 
 use std::path::{Path, PathBuf};
+use std::pin::pin;
 use std::sync::Arc;
 use std::{fs, io};
 
@@ -18,11 +19,14 @@ use super::bundle::{Bundle, Recorded};
 use super::pod_shim::{AGAIN, PodShim, RecordedShim, RunningShim, SHUTDOWNS, WITHIN};
 use super::rootfs::Rootfs;
 use super::task::{TaskError, Tasks};
-use super::{Pod, command, containerd_owned, log as shim_log};
+use super::{Pod, command, containerd_owned, log as shim_log, task};
 use crate::error::{IoContext as _, StepError, gone};
 use crate::pause::Plan;
 use crate::pool::{self, Class};
 use crate::process::{Exit, Process, held};
+
+/// How many shims of less than a second in a row are worth a warning.
+const SUSPECT: u32 = 5;
 
 /// An endpoint whose shim is started by its `start`.
 #[derive(Debug)]
@@ -33,6 +37,10 @@ pub struct SelfStarted {
     state: Mutex<SelfStartedState>,
     /// Wakes the serving task after a change of the state.
     changed: Notify,
+    /// Wakes those who wait for a shim, after its start and at the end of the endpoint.
+    started: Notify,
+    /// A container is coming: the next start of a shim is not delayed.
+    wanted: Notify,
     /// It is known what an exited shim has left, and the pause is no longer needed to find it.
     searched: watch::Sender<bool>,
     /// Held while a shim is searched or started, and by the end. Waiting for it takes no thread.
@@ -73,6 +81,8 @@ impl SelfStarted {
             runs_pause,
             state: Mutex::default(),
             changed: Notify::new(),
+            started: Notify::new(),
+            wanted: Notify::new(),
             searched: watch::channel(false).0,
             turn: Default::default(),
         }
@@ -140,6 +150,7 @@ impl SelfStarted {
                 state.bootstrap = Some(bootstrap);
                 drop(state);
                 self.changed.notify_one();
+                self.started.notify_waiters();
                 Ok(())
             }
             Err(step) => {
@@ -190,6 +201,42 @@ impl SelfStarted {
         let identity = process.identity().clone();
         bundle.record(Some(&Recorded::Running { identity, socket: None }))?;
         Ok((bootstrap, process))
+    }
+
+    /// A container is coming: waits until the shim answers. containerd from 2.4 on ends an empty
+    /// shim after each container, and fails the next one while there is no socket. What is missing
+    /// after [`WITHIN`] is for containerd to report.
+    pub(super) async fn await_shim(&self) {
+        // With the pause in it, it is never empty.
+        if !self.runs_pause && timeout(WITHIN, self.answers()).await.is_err() {
+            log::warn!(sandbox = self.id();
+                "no shim for a container that is coming: not done after {} s", WITHIN.as_secs());
+        }
+    }
+
+    /// Ends when the shim answers, or there is to be none.
+    async fn answers(&self) {
+        loop {
+            let mut started = pin!(self.started.notified());
+            // From here on a start is not missed.
+            started.as_mut().enable();
+            let (ended, running) = {
+                let state = self.state();
+                (state.ended || !state.open, state.running.as_ref().map(|run| run.process.clone()))
+            };
+            if ended {
+                return;
+            }
+            if let (Some(process), Some(known)) = (running, self.bootstrap()) {
+                // One that is exiting does not accept any more.
+                if task::probe(&known.socket(), self.id(), WITHIN).await.is_ok() {
+                    return;
+                }
+                process.exited().await;
+            }
+            self.wanted.notify_one();
+            started.await;
+        }
     }
 
     /// Adopts the shim of an earlier daemon. The serving task retries what fails.
@@ -243,6 +290,8 @@ impl SelfStarted {
             // The daemon may have been killed between the record of it and what follows from it.
             pod.fail();
         }
+        // Of shims one after the other that exited soon after their start.
+        let mut short_lived = 0;
         loop {
             match self.next(&*pod) {
                 SelfStartedStep::Ended => return,
@@ -260,7 +309,10 @@ impl SelfStarted {
                     let exit = process.exited().await;
                     self.state().running = None;
                     self.handle_exit(exit, &pod).await;
-                    self.throttle_restart(begun, &*pod).await;
+                    short_lived = if begun.elapsed() < AGAIN { short_lived + 1 } else { 0 };
+                    if short_lived > 1 && !self.runs_pause && pod.lives() {
+                        self.throttle_restart(begun, short_lived).await;
+                    }
                 }
                 SelfStartedStep::Start => {
                     if let Err(step) = self.start().await {
@@ -273,14 +325,17 @@ impl SelfStarted {
         }
     }
 
-    /// Delays the next start of a shim that exited soon after its own.
-    async fn throttle_restart(&self, begun: Instant, pod: &dyn Pod) {
-        let lived = begun.elapsed();
-        if lived < AGAIN && !self.runs_pause && pod.lives() && !self.state().ended {
-            log::warn!(sandbox = self.id();
-                "shim exited too soon: {} ms after its start", lived.as_millis());
-            sleep(AGAIN).await;
+    /// Delays the next start of a shim that exited soon after its own, as the one before it did.
+    /// With containerd from 2.4 on that is no fault of the shim where containers are short.
+    async fn throttle_restart(&self, begun: Instant, in_a_row: u32) {
+        if self.state().ended {
+            return;
         }
+        if in_a_row >= SUSPECT {
+            log::warn!(sandbox = self.id();
+                "shim exited too soon: {} ms after its start", begun.elapsed().as_millis());
+        }
+        let _ = timeout(AGAIN, self.wanted.notified()).await;
     }
 
     fn next(&self, pod: &dyn Pod) -> SelfStartedStep {
@@ -421,6 +476,7 @@ impl SelfStarted {
     pub(super) async fn close(self: &Arc<Self>) -> Result<(), Vec<StepError>> {
         self.state().ended = true;
         self.changed.notify_one();
+        self.started.notify_waiters();
         let _turn = self.turn.lock().await;
         self.end_shim().await?;
         self.blocking(|endpoint| endpoint.remove()).await.unwrap_or_else(|step| Err(vec![step]))

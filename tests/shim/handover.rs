@@ -13,8 +13,8 @@ use nix::sys::signal::Signal;
 use sha2::{Digest as _, Sha256};
 
 use crate::harness::{
-    Case, Harness, SOON, cases_of_both, inside, no_shim, none, not_ready, one_shim, removed, shims,
-    signal,
+    Case, Harness, SOON, cases_of_both, end_empty, inside, no_shim, none, not_ready, one_shim,
+    removed, shims, signal,
 };
 use crate::self_started::a_shim_has_the_variables_that_are_set;
 use kit::until;
@@ -66,14 +66,14 @@ async fn platform_brings_the_shim(harness: Arc<Harness>) -> Result<()> {
     no_shim(&pod).await
 }
 
-/// What containerd does from 2.4 on; here the shim gets a signal, with the same effect.
+/// As containerd has an empty shim do from 2.4 on.
 async fn an_empty_shim_that_ends_is_followed_by_another(harness: Arc<Harness>) -> Result<()> {
     let pod = harness.pod("again").await?;
     let first = pod.run(ContainerSpec::sleeping("a")).await?;
+    let shim = one_shim(&pod).await?;
     first.stop().await?;
     first.remove().await?;
-    let shim = one_shim(&pod).await?;
-    signal(shim.pid, Signal::SIGTERM)?;
+    end_empty(&pod, &shim).await?;
     no_shim(&pod).await?;
     ensure!(pod.is_ready().await?, "the pod ended with its empty shim");
     pod.run(ContainerSpec::sleeping("b")).await?;
@@ -193,10 +193,10 @@ async fn the_end_of_a_shim_touches_no_container_of_another_pod(
     // An empty shim that ends, as with containerd 2.4 after each container.
     for name in ["a", "b"] {
         let container = pod.run(ContainerSpec::sleeping(name)).await?;
+        let shim = one_shim(&pod).await?;
         container.stop().await?;
         container.remove().await?;
-        let shim = one_shim(&pod).await?;
-        signal(shim.pid, Signal::SIGTERM)?;
+        end_empty(&pod, &shim).await?;
         no_shim(&pod).await?;
     }
     pod.run(ContainerSpec::sleeping("c")).await.context("after the shims that ended")?;
@@ -264,7 +264,7 @@ async fn a_killed_daemon_finds_the_shim_again(harness: Arc<Harness>) -> Result<(
         container.stop().await?;
         container.remove().await?;
     }
-    signal(shim.pid, Signal::SIGTERM)?;
+    end_empty(&busy, &shim).await?;
     no_shim(&busy).await?;
     busy.run(ContainerSpec::sleeping("c")).await.context("after the shim that was taken over")?;
     for pod in [idle, busy] {
@@ -295,7 +295,7 @@ async fn a_restarted_daemon_keeps_the_socket_that_its_shim_has(
     }
     first.stop().await?;
     first.remove().await?;
-    signal(shim.pid, Signal::SIGTERM)?;
+    end_empty(&pod, &shim).await?;
     no_shim(&pod).await?;
     let second = pod.run(ContainerSpec::sleeping("b")).await?;
     ensure!(one_shim(&pod).await?.pid != shim.pid, "the same shim");
@@ -305,15 +305,29 @@ async fn a_restarted_daemon_keeps_the_socket_that_its_shim_has(
     no_shim(&pod).await
 }
 
+/// containerd stands still: else it may have cleaned up after the container before the daemon
+/// looks.
 async fn a_shim_that_dies_without_a_daemon_ends_the_pod(harness: Arc<Harness>) -> Result<()> {
     let pod = harness.pod("unseen").await?;
     let container = pod.run(ContainerSpec::sleeping("a")).await?;
     let shim = one_shim(&pod).await?;
     harness.node.kill_sandboxer()?;
+    let containerd = harness.node.containerd_pid()?;
+    signal(containerd, Signal::SIGSTOP)?;
     signal(shim.pid, Signal::SIGKILL)?;
-    harness.node.start_sandboxer().await?;
-    until("not ready", SOON, async || not_ready(&pod).await).await?;
+    let ends = async {
+        let ended = until("not ready", SOON, async || {
+            let state = harness.node.sandboxer().status(pod.id(), false).await?.state;
+            ensure!(state == "SANDBOX_NOTREADY", "{state}");
+            Ok(())
+        });
+        let ended = ended.await;
+        signal(containerd, Signal::SIGCONT).and(ended)
+    };
+    let (started, ended) = futures::future::join(harness.node.start_sandboxer(), ends).await;
+    ended.and(started)?;
     until("no process of the container", SOON, async || none(&inside(container.id())?)).await?;
+    until("not ready in CRI", SOON, async || not_ready(&pod).await).await?;
     removed(&pod).await
 }
 
@@ -335,12 +349,11 @@ pub(crate) async fn a_shim_that_cannot_be_looked_for_is_found_later(
     ensure!(one_shim(&pod).await?.pid == shim.pid, "another shim");
     ensure!(processes::one(pause)?.state != 'Z', "the pause has ended");
     ensure!(container.sh("echo hello").await?.trim() == "hello", "exec");
-    container.stop().await?;
-    container.remove().await?;
     // An end of the sandbox that does not know of the shim would leave it.
     let unknown = harness.node.sandboxer().shutdown(pod.id()).await;
     ensure!(unknown.is_err(), "the sandbox is gone");
     ensure!(one_shim(&pod).await?.pid == shim.pid, "the shim is gone");
+    ensure!(!inside(container.id())?.is_empty(), "the container is gone");
     fs::remove_dir(&record)?;
     fs::rename(&aside, &record)?;
     removed(&pod).await?;

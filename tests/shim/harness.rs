@@ -170,6 +170,24 @@ pub(crate) async fn no_shim(pod: &Pod) -> Result<()> {
     until("no shim", SOON, async || none(&shims_and_calls(pod)?)).await
 }
 
+/// Ends a shim that has no containers any more. From 2.4 on containerd has done so with the last
+/// container; before, it is a signal, with the same effect.
+pub(crate) async fn end_empty(pod: &Pod, shim: &Proc) -> Result<()> {
+    until("the end of the empty shim", SOON, async || {
+        let now = shims(pod)?;
+        if now.iter().any(|now| now.pid == shim.pid) {
+            // Again and again: one that has just been executed passes it over.
+            match signal(shim.pid, nix::sys::signal::Signal::SIGTERM) {
+                Err(e) if e.downcast_ref() == Some(&nix::Error::ESRCH) => {}
+                other => other?,
+            }
+            bail!("{now:?}");
+        }
+        Ok(())
+    })
+    .await
+}
+
 pub(crate) fn none(processes: &[Proc]) -> Result<()> {
     ensure!(processes.is_empty(), "{processes:?}");
     Ok(())

@@ -10,13 +10,14 @@ use nix::sys::signal::Signal;
 
 use crate::handover::a_shim_that_cannot_be_looked_for_is_found_later;
 use crate::harness::{
-    Case, Harness, Kind, SOON, cases, inside, no_shim, none, not_ready, one_shim, refused, removed,
-    shims, signal,
+    Case, Harness, Kind, SOON, cases, end_empty, inside, no_shim, none, not_ready, one_shim,
+    refused, removed, shims, signal,
 };
 
 pub(crate) fn cases() -> Vec<Case> {
     cases![Kind::SelfStarted =>
         a_pod_has_its_shim_from_start_to_shutdown,
+        a_container_waits_for_the_shim_that_follows_an_empty_one,
         a_start_that_fails_is_an_error,
         a_process_that_a_shim_takes_itself_for_is_not_killed,
         a_shim_that_dies_with_containers_ends_the_pod_too,
@@ -36,8 +37,7 @@ async fn a_pod_has_its_shim_from_start_to_shutdown(harness: Arc<Harness>) -> Res
     ensure!(one_shim(&pod).await?.pid == shim.pid, "the container has another shim");
     first.stop().await?;
     first.remove().await?;
-    // As containerd tells an empty one from 2.4 on.
-    signal(shim.pid, Signal::SIGTERM)?;
+    end_empty(&pod, &shim).await?;
     until("another shim", SOON, async || {
         let now = shims(&pod)?;
         ensure!(now.len() == 1 && now.iter().all(|now| now.pid != shim.pid), "{now:?}");
@@ -47,6 +47,24 @@ async fn a_pod_has_its_shim_from_start_to_shutdown(harness: Arc<Harness>) -> Res
     ensure!(pod.is_ready().await?, "the pod ended with its empty shim");
     pod.run(ContainerSpec::sleeping("b")).await?;
     pod.remove().await?;
+    no_shim(&pod).await
+}
+
+/// As after each container that ends alone, from containerd 2.4 on: the next one is created while
+/// there is no socket. Also the third shim within a second comes at once where it is needed.
+async fn a_container_waits_for_the_shim_that_follows_an_empty_one(
+    harness: Arc<Harness>,
+) -> Result<()> {
+    let pod = harness.pod("followed").await?;
+    for round in 0..3 {
+        let shim = one_shim(&pod).await?;
+        end_empty(&pod, &shim).await?;
+        let container = pod.run(ContainerSpec::sleeping(&format!("c{round}"))).await?;
+        container.stop().await?;
+        container.remove().await?;
+    }
+    ensure!(pod.is_ready().await?, "the pod ended with an empty shim");
+    removed(&pod).await?;
     no_shim(&pod).await
 }
 
