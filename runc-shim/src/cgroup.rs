@@ -52,7 +52,8 @@ impl Cgroup {
             if unified && hierarchy == "0" {
                 return Some(Self::V2(root.join(path)));
             }
-            let named = names.split(',').filter(|name| !name.is_empty() && !name.contains('='));
+            let named =
+                names.split(',').filter(|name| !name.is_empty() && !name.contains(['=', '/', '.']));
             controllers.extend(named.map(|name| (name.to_owned(), root.join(name).join(path))));
         }
         (!unified && !controllers.is_empty()).then_some(Self::V1(controllers))
@@ -262,7 +263,7 @@ mod tests {
         assert_eq!(found, expected);
         let unified = Cgroup::parse("0::/a/b\n", root, true);
         assert_eq!(unified, Some(Cgroup::V2("/r/a/b".into())));
-        for none in ["", "rubbish", "0::/u\n", "4:memory:/../b\n"] {
+        for none in ["", "rubbish", "0::/u\n", "4:memory:/../b\n", "4:/b:/a\n"] {
             assert_eq!(Cgroup::parse(none, root, false), None, "{none}");
         }
     }

@@ -88,6 +88,8 @@ impl Shim {
         let announced = create_event(&request);
         self.announced.insert(request.id.clone(), announced);
         if restored {
+            // The runtime has nothing to do before the start.
+            self.known(&key)?.busy = None;
             return self.created(&key, None);
         }
         let prepared = if stdio.terminal {

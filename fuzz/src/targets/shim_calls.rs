@@ -3,7 +3,6 @@
 
 use containerd_shim_protos::api;
 use containerd_shim_protos::shim::oci::Options;
-use protobuf::Message;
 use runc_shim::fuzzing::{call, is_id, options_json, process_json};
 use serde_json::Value;
 
@@ -65,10 +64,10 @@ fn of_process(content: &[u8]) {
     for terminal in [true, false] {
         match process_json(content, terminal) {
             Ok(json) => {
+                // Numbers and depths that this parser does not take are passed on as they are.
+                let Ok(mut given) = serde_json::from_slice::<Value>(content) else { continue };
                 let made: Value = serde_json::from_slice(&json).expect("it is JSON");
                 assert_eq!(made["terminal"], terminal);
-                // Deeper than this the other parser does not go.
-                let Ok(mut given) = serde_json::from_slice::<Value>(content) else { continue };
                 given["terminal"] = terminal.into();
                 assert_eq!(made, given);
             }

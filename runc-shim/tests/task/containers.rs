@@ -200,3 +200,39 @@ fn resources_are_changed_and_read() {
     pod.end("a");
     pod.shut_down();
 }
+
+/// A runtime that begins a container anew instead of restoring it: what the shim does of a restore
+/// is the same, and CRIU does not run on every kernel.
+fn restoring_runtime(pod: &Pod) -> Container {
+    let path = pod.path("restores");
+    let runtime = pod::runtime().display().to_string();
+    let text = format!(
+        "root=$2 log=$4; shift 6\n\
+         test $1 = restore || exec {runtime} --root $root --log $log --log-format json \"$@\"\n\
+         while test $# -gt 1; do case $1 in --pid-file) file=$2;; --bundle) bundle=$2;; esac; \
+         shift; done\n\
+         exec {runtime} --root $root run --detach --pid-file $file --bundle $bundle $1"
+    );
+    pod::script(&path, &text);
+    let mut with = Container { checkpoint: pod.path("checkpoint"), ..Default::default() };
+    with.options.binary_name = path;
+    with
+}
+
+#[test]
+fn a_restored_container_runs_and_its_exit_is_not_lost() {
+    let mut pod = Pod::new();
+    let with = restoring_runtime(&pod);
+    for round in 0..10 {
+        let id = format!("a{round}");
+        assert_eq!(pod.create(&id, &format!("exit {round}"), &with), 0);
+        let pid = pod.start(&id, "").unwrap();
+        assert_eq!(pod.wait(&id, "").unwrap(), round);
+        let deleted = pod.delete(&id, "").unwrap();
+        assert_eq!((deleted.pid, deleted.exit_status), (pid, round));
+        let expected =
+            [format!("create {id}"), format!("start {id}"), format!("exit {id} {round}")];
+        assert_eq!(pod.events_of(&[&id], 4)[..3], expected);
+    }
+    pod.shut_down();
+}

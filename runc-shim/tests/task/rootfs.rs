@@ -3,7 +3,7 @@
 use containerd_shim_protos::api::*;
 use containerd_shim_protos::ttrpc::Code;
 
-use crate::pod::{Container, Pod, code, exists};
+use crate::pod::{self, Container, Pod, code, exists};
 
 #[test]
 fn root_file_systems_are_mounted_and_unmounted() {
@@ -59,5 +59,94 @@ fn root_file_systems_are_mounted_and_unmounted() {
     let with = Container { rootfs: vec![overlay(&dirs, &["ro"]), refused], ..Default::default() };
     pod.try_create("c", "true", &with).unwrap_err();
     assert!(!mounts().contains(&pod.bundle("c").display().to_string()));
+    pod.shut_down();
+}
+
+#[test]
+fn a_mount_does_not_leave_the_root_by_a_link_of_the_image() {
+    let mut pod = Pod::new();
+    let (image, outside) = (pod.path("image"), pod.path("outside"));
+    for dir in [&pod.path("layer"), &image, &outside, &format!("{image}{outside}")] {
+        std::fs::create_dir_all(dir).unwrap();
+    }
+    std::os::unix::fs::symlink(&outside, format!("{image}/link")).unwrap();
+    let mut overlay = Mount::new();
+    (overlay.type_, overlay.source) = ("overlay".to_owned(), "overlay".to_owned());
+    overlay.options = vec![format!("lowerdir={image}:{}:{}", pod.path("root"), pod.path("layer"))];
+    let mut inner = Mount::new();
+    (inner.type_, inner.source) = ("tmpfs".to_owned(), "tmpfs".to_owned());
+    inner.target = "link".to_owned();
+    let with = Container { rootfs: vec![overlay, inner], ..Default::default() };
+    pod.create("a", "true", &with);
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+    let points: Vec<&str> = mounts.lines().filter_map(|line| line.split(' ').nth(4)).collect();
+    let inside = format!("{}/rootfs{outside}", pod.bundle("a").display());
+    assert!(points.contains(&inside.as_str()) && !points.contains(&outside.as_str()));
+    pod.end("a");
+    assert!(!std::fs::read_to_string("/proc/self/mountinfo").unwrap().contains(&inside));
+    pod.shut_down();
+}
+
+#[test]
+fn mounts_of_a_bundle_behind_a_link_are_undone() {
+    let mut pod = Pod::new();
+    let real = pod.path("real");
+    for dir in [&real, &pod.path("layer")] {
+        std::fs::create_dir(dir).unwrap();
+    }
+    std::os::unix::fs::symlink(&real, pod.bundle("a")).unwrap();
+    let mut overlay = Mount::new();
+    (overlay.type_, overlay.source) = ("overlay".to_owned(), "overlay".to_owned());
+    overlay.options = vec![format!("lowerdir={}:{}", pod.path("root"), pod.path("layer"))];
+    let with = Container { rootfs: vec![overlay], ..Default::default() };
+    let mounted = || std::fs::read_to_string("/proc/self/mountinfo").unwrap().contains(&real);
+    pod.run("a", "exit 3", &with);
+    assert!(mounted());
+    assert_eq!(pod.wait("a", "").unwrap(), 3);
+    pod.delete("a", "").unwrap();
+    assert!(!mounted());
+    pod.shut_down();
+}
+
+/// The root file system, a volume and the standard streams of a container whose root is another
+/// user of the node.
+#[test]
+fn a_user_namespace_has_mapped_mounts_and_its_own_streams() {
+    if !pod::is_runc() {
+        eprintln!("skipped: only runc maps users of mounts here");
+        return;
+    }
+    use std::os::unix::fs::{MetadataExt as _, PermissionsExt};
+    let mut pod = Pod::new();
+    std::fs::set_permissions(pod.dir.path(), PermissionsExt::from_mode(0o711)).unwrap();
+    for dir in ["layer", "data", "upper", "work"] {
+        std::fs::create_dir(pod.path(dir)).unwrap();
+    }
+    let mut overlay = Mount::new();
+    (overlay.type_, overlay.source) = ("overlay".to_owned(), "overlay".to_owned());
+    overlay.options = vec![
+        format!("lowerdir={}:{}", pod.path("root"), pod.path("layer")),
+        "uidmap=0:70000:65536".to_owned(),
+        "gidmap=0:70000:65536".to_owned(),
+    ];
+    let (out, err) = (pod.fifo("out"), pod.fifo("err"));
+    let stdout = pod::reader(&out);
+    let mut with = Container { stdout: out, stderr: err, ..Default::default() };
+    (with.rootfs, with.root_is) = (vec![overlay], Some(70000));
+    (with.options.io_uid, with.options.io_gid) = (70000, 70000);
+    let script = "id -u >/dev/stdout; ls -n /bin/busybox | { read a b user rest; echo $user; }; \
+                  echo x >/tmp/file; ls -n /tmp/file | { read a b user rest; echo $user; }; \
+                  exec sleep 1000";
+    let pid = pod.run("a", script, &with);
+    let map = std::fs::read_to_string(format!("/proc/{pid}/uid_map")).unwrap();
+    assert_eq!(map.split_whitespace().collect::<Vec<_>>(), ["0", "70000", "65536"]);
+    let written = pod.path("data/file");
+    pod::eventually("a file", || std::fs::metadata(&written).ok().filter(|file| file.uid() == 0));
+    pod.exec("a", "e", "exit $(id -u)", &Container::default()).unwrap();
+    pod.start("a", "e").unwrap();
+    assert_eq!(pod.wait("a", "e").unwrap(), 0);
+    pod.end("a");
+    assert_eq!(String::from_utf8(stdout.join().unwrap()).unwrap(), "0\n0\n0\n");
+    assert!(!std::fs::read_to_string("/proc/self/mountinfo").unwrap().contains("/rootfs"));
     pod.shut_down();
 }

@@ -53,6 +53,10 @@ pub struct Container {
     pub memory: Option<i64>,
     /// The node's PID namespace.
     pub host_pids: bool,
+    /// A user namespace, in which root is this user of the node; `/tmp` is a directory of the pod
+    /// whose users are mapped too.
+    pub root_is: Option<u32>,
+    pub checkpoint: String,
     pub options: Options,
     pub rootfs: Vec<Mount>,
 }
@@ -134,7 +138,7 @@ impl Pod {
         fs::create_dir_all(&root).unwrap();
         fs::copy("/bin/busybox", root.join("busybox")).unwrap();
         for applet in
-            ["sh", "sleep", "cat", "echo", "dd", "true", "stty", "tail", "test", "id", "seq"]
+            ["sh", "sleep", "cat", "echo", "dd", "true", "stty", "tail", "test", "id", "seq", "ls"]
         {
             symlink("busybox", root.join(applet)).unwrap();
         }
@@ -226,6 +230,7 @@ impl Pod {
         request.stderr.clone_from(&with.stderr);
         request.terminal = with.terminal;
         request.rootfs.clone_from(&with.rootfs);
+        request.checkpoint.clone_from(&with.checkpoint);
         request.options = MessageField::some(any);
         self.client.create(context(), &request).map(|response| response.pid)
     }
@@ -386,6 +391,21 @@ impl Pod {
         if !with.host_pids {
             namespaces.push(json!({"type": "pid"}));
         }
+        let mut mounts = vec![
+            json!({"destination": "/proc", "type": "proc", "source": "proc"}),
+            json!({"destination": "/dev", "type": "tmpfs", "source": "tmpfs",
+                   "options": ["nosuid", "mode=755"]}),
+            json!({"destination": "/dev/pts", "type": "devpts", "source": "devpts",
+                   "options": ["newinstance", "ptmxmode=0666", "mode=0620"]}),
+        ];
+        let mut mappings = Value::Null;
+        if let Some(user) = with.root_is {
+            namespaces.push(json!({"type": "user"}));
+            mappings = json!([{"containerID": 0, "hostID": user, "size": 65536}]);
+            mounts.push(json!({"destination": "/tmp", "type": "bind", "source": self.path("data"),
+                               "options": ["bind"], "uidMappings": mappings,
+                               "gidMappings": mappings}));
+        }
         let root = match with.rootfs.is_empty() {
             true => self.path("root"),
             false => "rootfs".to_owned(),
@@ -395,15 +415,11 @@ impl Pod {
             "process": process(script, with.terminal),
             "root": {"path": root, "readonly": true},
             "hostname": "",
-            "mounts": [
-                {"destination": "/proc", "type": "proc", "source": "proc"},
-                {"destination": "/dev", "type": "tmpfs", "source": "tmpfs",
-                 "options": ["nosuid", "mode=755"]},
-                {"destination": "/dev/pts", "type": "devpts", "source": "devpts",
-                 "options": ["newinstance", "ptmxmode=0666", "mode=0620"]},
-            ],
+            "mounts": mounts,
             "linux": {
                 "namespaces": namespaces,
+                "uidMappings": mappings,
+                "gidMappings": mappings,
                 "cgroupsPath": format!("/runc-shim/{}", self.id(id)),
                 "resources": {"memory": {"limit": with.memory, "swap": with.memory}},
             },
