@@ -31,6 +31,7 @@ mod sys;
 mod task;
 
 use std::env;
+use std::io::Write as _;
 use std::process::ExitCode;
 
 use rustix::process::DumpableBehavior;
@@ -56,7 +57,12 @@ pub fn main() -> ExitCode {
 }
 
 fn run() -> Result<(), Error> {
-    let arguments = Arguments::parse(env::args().skip(1))?;
+    let mut given = env::args().skip(1).peekable();
+    if given.peek().is_some_and(|first| ["-v", "--version"].contains(&first.as_str())) {
+        let version = concat!(env!("CARGO_PKG_NAME"), " ", env!("CARGO_PKG_VERSION"));
+        return writeln!(std::io::stdout(), "{version}").context("write version");
+    }
+    let arguments = Arguments::parse(given)?;
     match arguments.action.as_str() {
         "" => serve(arguments),
         "delete" => {
