@@ -84,8 +84,8 @@ impl Cgroup {
         let mut tries = 0;
         loop {
             // All, also if one cannot be.
-            let each = paths.iter().map(|path| remove_below(path));
-            let removed = each.fold(Ok(()), |all, one| all.and(one));
+            let each: Vec<_> = paths.iter().map(|path| remove_below(path)).collect();
+            let removed = each.into_iter().collect::<io::Result<()>>();
             match removed {
                 Err(e) if tries < REMOVE_TRIES && e.raw_os_error() == Some(libc::EBUSY) => {
                     tries += 1;
