@@ -3,8 +3,8 @@
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help build shim install deb package-files demo parity test test-unprivileged test-node \
-	check fmt lint doc deny machete parts unit lts releases conformance fuzz fuzz-short soak \
-	test-deb test-vm bench bench-quick flame clean
+	check fmt lint doc deny machete parts unit lts releases conformance test-kubernetes fuzz \
+	fuzz-short soak test-deb test-vm bench bench-quick flame clean
 
 CARGO ?= cargo
 PREFIX ?= /usr/local
@@ -24,6 +24,8 @@ DEB := target/tools/bin/cargo-deb
 # 2.1.
 LTS := 2.3.7
 RELEASES := 2.0.14 debian 2.4.2
+# The release whose kubelet and control plane `make test-kubernetes` runs.
+KUBERNETES := 1.36.4
 # Of critest and crictl, and the releases that `make conformance` runs it on.
 CRI_TOOLS := 1.36.0
 CONFORMANCE ?= $(LTS)
@@ -95,7 +97,7 @@ fmt:
 # Those that run on another node are no targets by themselves.
 lint:
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
-	$(CARGO) clippy --locked --test deb --test systemd --test selinux --test conformance -- -D warnings
+	$(CARGO) clippy --locked --test deb --test systemd --test selinux --test conformance --test kubernetes -- -D warnings
 	fuzz/run lint
 
 doc:
@@ -136,6 +138,17 @@ conformance: ## critest, kubelet's test suite of CRI, with both controllers; nee
 		parts=$$(tests/kit/fetch-release $$release) && \
 		PARTS_DIR="$$parts" $(CARGO) test --locked --test conformance || exit 1; \
 	done
+
+# One case with its name: KUBERNETES_CASES=deployment
+test-kubernetes: ## pods of every kind in a cluster, which it builds first; needs root, cgroup v1
+	parts=$$(tests/kit/fetch-release $(LTS)) && \
+	kubernetes=$$(tests/kit/fetch-kubernetes $(KUBERNETES)) && \
+	$(CARGO) test --locked --no-run --test kubernetes && \
+	echo "kubernetes env PARTS_DIR=$$parts KUBERNETES_DIR=$$kubernetes \
+		RESULTS_DIR=$(CURDIR)/target/results CARGO_NET_OFFLINE=true \
+		$(CARGO) test --locked --test kubernetes -- $(KUBERNETES_CASES)" | \
+		tests/kit/lanes 1 $(CURDIR)/target/suites/kubernetes
+	cat target/suites/kubernetes/kubernetes.log
 
 fuzz-short: ## fuzz everything that the daemon decodes for 30 s, or FUZZ_SECONDS
 	fuzz/run short

@@ -9,6 +9,10 @@
     reason = "a test fails by panicking"
 )]
 
+#[path = "kubernetes/known.rs"]
+#[allow(dead_code, reason = "the rest is for the cases themselves")]
+mod known;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -54,6 +58,9 @@ const SUITE_HEAD: [&str; 5] = ["containerd", "suite", "cases", "failed", "date"]
 const CONFORMANCE_TITLE: &str = "## Conformance\n";
 const CONFORMANCE_HEAD: [&str; 7] =
     ["containerd", "critest", "both pass", "built-in only", "ours only", "neither", "date"];
+const KUBERNETES_TITLE: &str = "## Kubernetes\n";
+const KUBERNETES_HEAD: [&str; 7] =
+    ["Kubernetes", "containerd", "same", "known differences", "failed", "skipped", "date"];
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -97,11 +104,36 @@ fn conformance_row(result: &Value) -> Vec<String> {
     ]
 }
 
+fn kubernetes_row(result: &Value) -> Vec<String> {
+    ["kubernetes", "containerd", "same", "explained", "failed", "skipped", "date"]
+        .map(|key| text(&result[key]))
+        .into()
+}
+
+/// What is known of the cases with Kubernetes.
+fn known_differences() -> String {
+    let mut text =
+        "| case | what | built-in | this sandboxer | reason |\n|---|---|---|---|---|\n".to_owned();
+    for known in known::DIFFERENCES {
+        let cells = [known.fact, known.builtin, known.ours].map(|cell| format!("`{cell}`"));
+        text += &format!("| `{}` | {} | {} |\n", known.case, cells.join(" | "), known.why);
+    }
+    text
+}
+
+fn known_skips() -> String {
+    let rows = known::CANNOT_RUN.iter().map(|(case, why)| format!("| `{case}` | {why} |\n"));
+    "| case | why it is skipped |\n|---|---|\n".to_owned() + &rows.collect::<String>()
+}
+
 /// The page with other tables in their sections.
-fn with(page: &str, suites: &Table, conformance: &Table) -> String {
+fn with(page: &str, [suites, conformance, kubernetes]: [&Table; 3]) -> String {
     let tables = [
         (SUITE_TITLE, suites.show(&SUITE_HEAD)),
         (CONFORMANCE_TITLE, conformance.show(&CONFORMANCE_HEAD)),
+        (KUBERNETES_TITLE, kubernetes.show(&KUBERNETES_HEAD)),
+        ("### Known differences\n", known_differences()),
+        ("### Skipped\n", known_skips()),
     ];
     let mut page = page.to_owned();
     for (title, table) in tables {
@@ -113,23 +145,25 @@ fn with(page: &str, suites: &Table, conformance: &Table) -> String {
     page
 }
 
-fn tables(page: &str) -> (Table, Table) {
-    let section = |title| page.split_once(title).map_or("", |(_, rest)| rest);
-    (Table::read(section(SUITE_TITLE)), Table::read(section(CONFORMANCE_TITLE)))
+fn tables(page: &str) -> [Table; 3] {
+    [SUITE_TITLE, CONFORMANCE_TITLE, KUBERNETES_TITLE]
+        .map(|title| Table::read(page.split_once(title).map_or("", |(_, rest)| rest)))
 }
 
 #[test]
 fn the_page_says_what_ran() {
     let path = root().join(PAGE);
     let page = fs::read_to_string(&path).unwrap();
-    let (mut suites, mut conformance) = tables(&page);
+    let [mut suites, mut conformance, mut kubernetes] = tables(&page);
     if std::env::var_os("UPDATE_DOCS").is_some() {
         results("suite-").iter().for_each(|result| suites.add(suite_row(result)));
         results("conformance-").iter().for_each(|result| conformance.add(conformance_row(result)));
-        fs::write(&path, with(&page, &suites, &conformance)).unwrap();
+        results("kubernetes-").iter().for_each(|result| kubernetes.add(kubernetes_row(result)));
+        fs::write(&path, with(&page, [&suites, &conformance, &kubernetes])).unwrap();
         return;
     }
-    assert_eq!(with(&page, &suites, &conformance), page, "{PAGE} is not as it is generated");
+    let generated = with(&page, [&suites, &conformance, &kubernetes]);
+    assert_eq!(generated, page, "{PAGE} is not as it is generated");
     for cells in suites.0.values() {
         assert!(SUITES.contains(&cells[1].as_str()), "{cells:?}");
         assert!(cells[2].parse::<u32>().unwrap() > 0 && cells[3] == "0", "{cells:?}");
@@ -137,7 +171,11 @@ fn the_page_says_what_ran() {
     for cells in conformance.0.values() {
         assert!(cells[2].parse::<u32>().unwrap() > 0 && cells[3] == "0", "{cells:?}");
     }
-    for cells in suites.0.values().chain(conformance.0.values()) {
+    for cells in kubernetes.0.values() {
+        assert!(cells[2].parse::<u32>().unwrap() > 0 && cells[4] == "0", "{cells:?}");
+    }
+    for cells in [&suites, &conformance, &kubernetes].into_iter().flat_map(|table| table.0.values())
+    {
         let date: Vec<usize> = cells.last().unwrap().split('-').map(str::len).collect();
         assert_eq!(date, [4, 2, 2], "{cells:?}");
     }
@@ -154,13 +192,15 @@ fn of_makefile(name: &str) -> String {
 #[test]
 fn every_release_of_the_makefile_is_on_the_page() {
     let page = fs::read_to_string(root().join(PAGE)).unwrap();
-    let (suites, conformance) = tables(&page);
+    let [suites, conformance, kubernetes] = tables(&page);
     let has = |table: &Table, release: &str, what: Option<&str>| {
         table.0.values().any(|c| c[0].starts_with(release) && what.is_none_or(|w| c[1] == w))
     };
     let lts = of_makefile("LTS");
     assert!(has(&suites, &lts, Some("whole")), "the suites on {lts}");
     assert!(has(&conformance, &lts, None), "conformance on {lts}");
+    let version = of_makefile("KUBERNETES");
+    assert!(has(&kubernetes, &version, Some(&lts)), "Kubernetes {version} on {lts}");
     // `debian` is 2.1.
     for release in of_makefile("RELEASES").replace("debian", "2.1.").split_whitespace() {
         assert!(has(&suites, release, Some("short")), "the short suite on {release}");

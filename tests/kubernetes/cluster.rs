@@ -183,7 +183,7 @@ impl Cluster {
                     "ranges": [[{ "subnet": "10.100.0.0/20" }]],
                     "routes": [{ "dst": "0.0.0.0/0" }],
                 },
-            }],
+            }, { "type": "portmap", "capabilities": { "portMappings": true } }],
         });
         fs::write("/etc/cni/net.d/10-pods.conflist", network.to_string())?;
         fs::write("/etc/containerd/config.toml", CONTAINERD.replace("{PAUSE}", kit::PAUSE_IMAGE))?;

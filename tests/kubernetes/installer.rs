@@ -247,7 +247,9 @@ fn from_installation_to_removal(sides: &[Side; 2], systemctl: &Systemctl) -> Res
     })?;
     let left: Vec<&str> = PLACED.into_iter().filter(|path| Path::new(path).exists()).collect();
     facts.expect("left", left.join(" "), "")?;
-    facts.expect("state", Path::new("/run/pause-sandboxer/sandboxes").exists(), "false")?;
+    facts
+        .expect("state", Path::new("/run/pause-sandboxer").exists(), "false")
+        .with_context(|| logs(cluster))?;
     cluster.kubelet_answers()?;
     cluster.kubectl(&["delete", "-k", &in_packaging("kubernetes/uninstaller")])?;
     ensure!(before == alive()?, "the built-in's pod was restarted");

@@ -19,6 +19,9 @@ pub(crate) const CASES: &[(&str, Run)] = &[
     ("init_and_sidecar_containers", Run::Each(init_and_sidecar)),
     ("ephemeral_container", Run::Each(ephemeral)),
     ("lifecycle_hooks", Run::Each(hooks)),
+    ("host_port", Run::Each(host_port)),
+    ("missing_image", Run::Each(missing_image)),
+    ("forced_deletion", Run::Each(forced_deletion)),
 ];
 
 fn a_pod(side: &Side) -> Result<Facts> {
@@ -258,5 +261,66 @@ fn hooks(side: &Side) -> Result<Facts> {
     side.delete(&["pod/hooked"])?;
     let said = following.wait_with_output()?.stdout;
     facts.expect("preStop", String::from_utf8_lossy(&said), "stopping")?;
+    Ok(facts)
+}
+
+fn host_port(side: &Side) -> Result<Facts> {
+    let mut facts = Facts::default();
+    let port: u16 = if side.namespace() == "ours" { 18001 } else { 18000 };
+    let ports = json!({ "ports": [{ "containerPort": 7000, "hostPort": port }] });
+    let serve = with(container("main", "exec probe serve 7000 answers"), ports);
+    side.run("mapped", json!({ "containers": [serve] }))?;
+    let address = at(&side.get("pod/mapped")?, "status.hostIP");
+    let answer = until("the port of the node answers", LIMIT, || {
+        ask(TcpStream::connect((address.as_str(), port))?, "hello")
+    });
+    facts.expect("answer", answer?, "answers: hello")?;
+    side.delete(&["pod/mapped"])?;
+    let refused = TcpStream::connect((address.as_str(), port)).is_err();
+    facts.expect("closed after the pod", refused, "true")?;
+    Ok(facts)
+}
+
+/// One container runs, the other cannot.
+fn missing_image(side: &Side) -> Result<Facts> {
+    let mut facts = Facts::default();
+    let missing = with(
+        sleeping("missing"),
+        json!({ "image": "localhost/no-such-image:1", "imagePullPolicy": "Never" }),
+    );
+    side.create("lacks", json!({ "containers": [sleeping("main"), missing] }))?;
+    let pod = side.until("pod/lacks", "lacks an image", |pod| {
+        let waiting = "state.waiting.reason";
+        let statuses = pod["status"]["containerStatuses"].as_array();
+        let statuses = statuses.map(Vec::as_slice).unwrap_or_default();
+        statuses.iter().any(|status| at(status, waiting) == "ErrImageNeverPull")
+            && statuses.iter().any(|status| status["state"]["running"].is_object())
+    })?;
+    facts.add("phase", at(&pod, "status.phase"));
+    facts.expect("the other", side.sh("lacks", "echo runs")?, "runs")?;
+    side.delete(&["pod/lacks"])?;
+    facts.add("events", side.events("lacks")?);
+    Ok(facts)
+}
+
+/// A container that ignores SIGTERM, deleted without grace.
+fn forced_deletion(side: &Side) -> Result<Facts> {
+    let mut facts = Facts::default();
+    let stubborn = container("main", "trap '' TERM; while :; do sleep 1; done");
+    side.run(
+        "stubborn",
+        json!({
+            "terminationGracePeriodSeconds": 600,
+            "containers": [stubborn],
+        }),
+    )?;
+    let uid = at(&side.get("pod/stubborn")?, "metadata.uid");
+    side.kubectl(&["delete", "pod", "stubborn", "--force", "--grace-period=0"])?;
+    let directory = std::path::Path::new("/var/lib/kubelet/pods").join(uid);
+    until("kubelet has removed the pod", LIMIT, || {
+        ensure!(!directory.exists(), "{} is there", directory.display());
+        Ok(())
+    })?;
+    facts.add("removed", true);
     Ok(facts)
 }

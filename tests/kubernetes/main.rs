@@ -75,8 +75,9 @@ fn cases() -> Vec<Case> {
 
 /// What all cases share.
 struct Shared {
+    cluster: Cluster,
     /// Taken for writing by a case that runs alone.
-    cluster: RwLock<Cluster>,
+    alone: RwLock<()>,
     outcomes: Mutex<BTreeMap<&'static str, Outcome>>,
 }
 
@@ -87,26 +88,26 @@ fn sides(cluster: &Cluster) -> [Side<'_>; 2] {
 fn one(shared: &Shared, case: &Case) -> Result<()> {
     let [builtin, ours] = match case.run {
         Run::Each(run) => {
-            let cluster = shared.cluster.read().unwrap();
-            let [builtin, ours] = sides(&cluster);
+            let _beside_others = shared.alone.read().unwrap();
+            let [builtin, ours] = sides(&shared.cluster);
             std::thread::scope(|scope| {
                 let ours = scope.spawn(move || run(&ours));
                 [run(&builtin), ours.join().expect("a case panicked")]
             })
         }
         Run::Alone(run) => {
-            let cluster = shared.cluster.write().unwrap();
-            sides(&cluster).map(|side| run(&side))
+            let _alone = shared.alone.write().unwrap();
+            sides(&shared.cluster).map(|side| run(&side))
         }
         Run::Both(run) => {
-            let cluster = shared.cluster.write().unwrap();
-            match run(&sides(&cluster)) {
+            let _alone = shared.alone.write().unwrap();
+            match run(&sides(&shared.cluster)) {
                 Ok(facts) => facts.map(Ok),
                 Err(e) => [Err(anyhow::Error::msg("see the other")), Err(e)],
             }
         }
     };
-    shared.cluster.read().unwrap().check_programs()?;
+    shared.cluster.check_programs()?;
     let outcome = Outcome::of(case.name, &builtin, &ours);
     let unexplained = outcome.unexplained();
     shared.outcomes.lock().unwrap().insert(case.name, outcome);
@@ -138,18 +139,18 @@ fn main() -> ExitCode {
     };
     let trials = cases().into_iter().map(|case| {
         let (name, shared) = (case.name, shared.clone());
-        let cannot = known::why_not(name).is_some();
-        let run = move || {
+        Trial::test(name, move || {
             let shared = shared.as_ref().as_ref().expect("a cluster");
             one(shared, &case).map_err(|e| Failed::from(format!("{e:#}")))
-        };
-        Trial::test(name, run).with_ignored_flag(cannot)
+        })
     });
-    let conclusion = libtest_mimic::run(&arguments, trials.collect());
+    let skipped = known::CANNOT_RUN.iter().map(|(name, why)| {
+        Trial::test(*name, move || Err(Failed::from(*why))).with_ignored_flag(true)
+    });
+    let conclusion = libtest_mimic::run(&arguments, trials.chain(skipped).collect());
     let Some(shared) = shared.as_ref() else { return conclusion.exit_code() };
     let whole = arguments.filter.is_none() && arguments.skip.is_empty();
-    let cluster = shared.cluster.read().unwrap();
-    if let Err(e) = results::report(&cluster, &shared.outcomes.lock().unwrap(), whole) {
+    if let Err(e) = results::report(&shared.cluster, &shared.outcomes.lock().unwrap(), whole) {
         eprintln!("kubernetes: {e:#}");
         return ExitCode::FAILURE;
     }
@@ -168,5 +169,5 @@ fn start(arguments: &Arguments, kubernetes: &std::path::Path) -> Result<Option<S
     for side in sides(&cluster) {
         side.prepare()?;
     }
-    Ok(Some(Shared { cluster: RwLock::new(cluster), outcomes: Mutex::default() }))
+    Ok(Some(Shared { cluster, alone: RwLock::default(), outcomes: Mutex::default() }))
 }

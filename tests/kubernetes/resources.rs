@@ -187,7 +187,9 @@ fn crash_loop(side: &Side) -> Result<Facts> {
         side.until("pod/crashes", "has an address", |pod| at(pod, "status.podIP") != "none")?;
     let pod = side.until("pod/crashes", "waits to be restarted", |pod| {
         at(pod, "status.containerStatuses.0.state.waiting.reason") == "CrashLoopBackOff"
-            && at(pod, "status.containerStatuses.0.restartCount") >= "2".to_owned()
+            && at(pod, "status.containerStatuses.0.restartCount")
+                .parse()
+                .is_ok_and(|restarts: u32| restarts >= 2)
     })?;
     let last = "status.containerStatuses.0.lastState.terminated";
     facts.expect("exit code", at(&pod, &format!("{last}.exitCode")), "3")?;

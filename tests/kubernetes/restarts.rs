@@ -15,6 +15,7 @@ pub(crate) const CASES: &[(&str, Run)] = &[
     ("restart_of_the_sandboxer", Run::Both(sandboxer)),
     ("restart_of_containerd", Run::Both(containerd)),
     ("restart_of_kubelet", Run::Both(kubelet)),
+    ("without_the_sandboxer", Run::Both(without_the_sandboxer)),
     ("death_of_the_pause_process", Run::Each(dead_pause)),
 ];
 
@@ -119,6 +120,37 @@ fn identities(sides: &[Side; 2]) -> Result<[Vec<Value>; 2]> {
     let of =
         |side: &Side| LIVING.iter().map(|name| identity(side, name)).collect::<Result<Vec<_>>>();
     Ok([of(&sides[0])?, of(&sides[1])?])
+}
+
+/// While the sandboxer is down, its pods neither begin nor end; those of the built-in do. Both
+/// happens when it is back.
+fn without_the_sandboxer(sides: &[Side; 2]) -> Result<[Facts; 2]> {
+    let ([builtin, ours], cluster) = (sides, sides[0].cluster);
+    let mut facts = Facts::default();
+    let spec = || json!({ "containers": [sleeping("main")] });
+    ours.run("ends-later", spec())?;
+    ours.run("lives-on", spec())?;
+    let before = at(&ours.get("pod/lives-on")?, "status.containerStatuses.0.containerID");
+    cluster.end_program("pause-sandboxer", Signal::SIGTERM)?;
+    ours.create("begins-later", spec())?;
+    ours.kubectl(&["delete", "pod", "ends-later", "--wait=false"])?;
+    builtin.run("begins-now", spec())?;
+    builtin.delete(&["pod/begins-now"])?;
+    until("kubelet says why the pod waits", LIMIT, || {
+        let events = ours.events("begins-later")?;
+        ensure!(events.contains("FailedCreatePodSandBox"), "{events}");
+        Ok(())
+    })?;
+    ensure!(ours.get("pod/ends-later").is_ok(), "a pod ended without its sandboxer");
+    facts.expect("a living pod", ours.sh("lives-on", "echo runs")?, "runs")?;
+    cluster.start_program("pause-sandboxer")?;
+    ours.wait("pod/begins-later", "condition=Ready")?;
+    ours.wait("pod/ends-later", "delete")?;
+    let after = at(&ours.get("pod/lives-on")?, "status.containerStatuses.0.containerID");
+    ensure!(before == after, "the living pod was restarted");
+    ours.delete(&["pod/begins-later", "pod/lives-on"])?;
+    // There is nothing to compare.
+    Ok([facts.clone(), facts])
 }
 
 /// kubelet makes a pod's sandbox again when its pause process dies.
