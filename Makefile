@@ -97,7 +97,8 @@ fmt:
 # Those that run on another node are no targets by themselves.
 lint:
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
-	$(CARGO) clippy --locked --test deb --test systemd --test selinux --test conformance --test kubernetes -- -D warnings
+	$(CARGO) clippy --locked --test deb --test systemd --test selinux --test conformance \
+		--test kubernetes -- -D warnings
 	fuzz/run lint
 
 doc:
