@@ -322,7 +322,7 @@ fn tests_that_are_named_exist() {
     let below = |dir: &str| -> String {
         files(dir, "rs").iter().map(|path| fs::read_to_string(path).unwrap()).collect()
     };
-    let everything = below("src") + &below("tests");
+    let everything = below("src") + &below("tests") + &below("runc-shim");
     let (stages, makefile) = (file("tests/vm/stages"), file("Makefile"));
     let exists = |name: &str, place: Option<&str>| {
         let sources = match place.map(|place| (root().join(place), place)) {

@@ -130,11 +130,11 @@ pub fn terminal(
         Output::Paths if stdio.stdout.is_empty() => {}
         Output::Paths => {
             let path = stdio.stdout.strip_prefix("fifo://").unwrap_or(&stdio.stdout);
-            prepared.streams.push(sink(path, master.try_clone()?)?);
+            prepared.streams.push(sink(path, master.try_clone()?)?.of_terminal());
         }
         Output::File(path) => {
             make_file(path)?;
-            prepared.streams.push(sink(path, master.try_clone()?)?);
+            prepared.streams.push(sink(path, master.try_clone()?)?.of_terminal());
         }
         Output::Program(program) => {
             let owner = Owner { uid: 0, gid: 0 };
@@ -142,7 +142,8 @@ pub fn terminal(
             let started = program.start(id, namespace, stdout.0.as_fd(), stderr.0.as_fd())?;
             prepared.logger = Some(started);
             rustix::io::ioctl_fionbio(&stdout.1, true)?;
-            prepared.streams.push(Stream::output(master.try_clone()?, stdout.1, None));
+            let output = Stream::output(master.try_clone()?, stdout.1, None);
+            prepared.streams.push(output.of_terminal());
         }
     }
     if !stdio.stdin.is_empty() {

@@ -65,6 +65,12 @@ impl Stream {
         Self { from, to, reader, is_output, buffered, held, last_wait, finishing, left, again }
     }
 
+    /// The same from a terminal: the kernel would give each piece a page of the FIFO, however
+    /// short it is, so that little has room while no one reads.
+    pub fn of_terminal(self) -> Self {
+        Self { buffered: true, ..self }
+    }
+
     /// From containerd to a process.
     pub fn input(from: OwnedFd, to: OwnedFd) -> Self {
         Self { is_output: false, ..Self::output(from, to, None) }

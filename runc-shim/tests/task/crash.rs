@@ -43,6 +43,11 @@ fn container(pod: &Pod, call: Call) -> Container {
 
 fn prepare(pod: &Pod, call: Call) {
     let with = container(pod, call);
+    // Until then it is the shell that starts it.
+    pod::eventually("the shim", || {
+        let name = std::fs::read_to_string(format!("/proc/{}/comm", pod.shim.id())).unwrap();
+        (name == "runc-shim\n").then_some(())
+    });
     match call {
         Call::Create | Call::CreateWithMounts => {}
         Call::Start => drop(pod.create("a", "exec sleep 1000", &with)),
