@@ -6,6 +6,7 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
 use crate::Run;
+use crate::cluster::NODE;
 use crate::side::{Facts, Side, at, sleeping, with};
 
 pub(crate) const CASES: &[(&str, Run)] = &[
@@ -87,6 +88,14 @@ fn shared_pid(side: &Side) -> Result<Facts> {
     Ok(facts)
 }
 
+/// What kubelet reports of the handler in the node's status.
+fn features(side: &Side) -> Result<String> {
+    let node = side.get(&format!("node/{NODE}"))?;
+    let handlers = node["status"]["runtimeHandlers"].as_array().context("no handlers")?;
+    let ours = handlers.iter().find(|handler| handler["name"] == side.handler.name());
+    Ok(ours.with_context(|| format!("no {}", side.handler.name()))?["features"].to_string())
+}
+
 fn user_namespace(side: &Side) -> Result<Facts> {
     let mut facts = Facts::default();
     side.run(
@@ -114,6 +123,7 @@ fn user_namespace(side: &Side) -> Result<Facts> {
     facts.add("set the hostname", side.sh("users", "hostname other 2>&1; true")?);
     facts.add("capabilities", side.sh("users", "grep CapEff /proc/self/status")?);
     facts.add("owner of sysctls", side.sh("users", "stat -c %u /proc/sys/net/ipv4/ip_forward")?);
+    facts.add("features of the handler", features(side)?);
     side.delete(&["pod/users"])?;
     Ok(facts)
 }
