@@ -23,6 +23,7 @@ pub use value::{
 use toml::Spanned;
 use toml::de::DeValue;
 
+use crate::id::{IDENTIFIER_MAX, check_identifier};
 use value::SettingValue;
 
 /// The config file that is read when none is named; it need not exist.
@@ -40,9 +41,6 @@ const SOCKET_PATH_SPARE: usize = 4;
 /// Size of what follows the state directory in the path of a shim's socket, bytes; equal to
 /// `crate::shim::SOCKET_SUFFIX`.
 pub const SHIM_SOCKET_SUFFIX: usize = 43;
-
-/// Longest containerd identifier, bytes (containerd `pkg/identifiers`).
-const IDENTIFIER_MAX: usize = 76;
 
 /// How much of a wrong value an error shows, characters.
 const SHOWN_MAX: usize = 200;
@@ -398,21 +396,14 @@ impl Config {
         if self.socket == self.containerd_address {
             return Some(("socket", "must not be containerd's own socket".to_owned()));
         }
-        identifier_fault(&self.containerd_namespace).map(|reason| ("containerd_namespace", reason))
+        check_identifier(&self.containerd_namespace).err().map(|_| {
+            let reason = format!(
+                "must be a containerd identifier (letters and digits joined by single . _ -, at \
+                 most {IDENTIFIER_MAX} bytes)"
+            );
+            ("containerd_namespace", reason)
+        })
     }
-}
-
-/// What keeps `text` from being a containerd identifier: runs of letters and digits, joined by
-/// single `.`, `_` or `-`.
-fn identifier_fault(text: &str) -> Option<String> {
-    let joined = |part: &str| !part.is_empty() && part.chars().all(|c| c.is_ascii_alphanumeric());
-    if text.len() <= IDENTIFIER_MAX && text.split(['.', '_', '-']).all(joined) {
-        return None;
-    }
-    Some(format!(
-        "must be a containerd identifier (letters and digits joined by single . _ -, at most \
-         {IDENTIFIER_MAX} bytes)"
-    ))
 }
 
 #[cfg(test)]

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::future::ready;
 use std::ops::Bound;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::StepError;
 use crate::id::SandboxId;
@@ -16,6 +16,7 @@ use crate::podsandbox::{
 use crate::pool::{self, Class};
 use crate::telemetry::{Census, Telemetry};
 use futures::future::Either;
+use parking_lot::Mutex;
 
 /// All sandboxes of the daemon.
 #[derive(Debug)]
@@ -37,15 +38,13 @@ enum Slot {
 }
 
 #[derive(Debug, Default)]
-struct Register(Mutex<BTreeMap<SandboxId, Slot>>);
+struct Register {
+    slots: Mutex<BTreeMap<SandboxId, Slot>>,
+}
 
 impl Register {
-    fn turn(&self) -> MutexGuard<'_, BTreeMap<SandboxId, Slot>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn free(&self, id: &str) {
-        self.turn().remove(id);
+        self.slots.lock().remove(id);
     }
 }
 
@@ -58,7 +57,7 @@ struct Reserved {
 
 impl Drop for Reserved {
     fn drop(&mut self) {
-        let mut slots = self.register.turn();
+        let mut slots = self.register.slots.lock();
         if matches!(slots.get(self.id.as_str()), Some(Slot::Reserved)) {
             slots.remove(self.id.as_str());
         }
@@ -83,7 +82,7 @@ impl Controller {
             quarantined,
         );
         {
-            let mut slots = sandboxes.turn();
+            let mut slots = sandboxes.slots.lock();
             for one in recovered {
                 let (id, slot) = match one {
                     // Its time was over; whoever frees its id waits for the lock or came too early.
@@ -91,9 +90,7 @@ impl Controller {
                     Recovered::Sandbox(sandbox) => {
                         (sandbox.shared_id().clone(), Slot::Live(Arc::new(sandbox)))
                     }
-                    Recovered::Quarantined { id, reason } => {
-                        (id.into(), Slot::Quarantined(reason.into()))
-                    }
+                    Recovered::Quarantined { id, reason } => (id, Slot::Quarantined(reason.into())),
                 };
                 slots.insert(id, slot);
             }
@@ -106,10 +103,9 @@ impl Controller {
     /// # Errors
     /// [`Error::Invalid`], [`Error::AlreadyExists`], or the failed step; nothing is left then.
     pub async fn create(&self, request: CreateRequest) -> Result<(), Error> {
-        self.check(&request.id)?;
-        let id = request.id.clone();
+        let id = self.check(&request.id)?;
         {
-            let mut slots = self.sandboxes.turn();
+            let mut slots = self.sandboxes.slots.lock();
             if slots.contains_key(id.as_str()) {
                 return Err(Error::AlreadyExists { id: id.to_string() });
             }
@@ -120,9 +116,9 @@ impl Controller {
         // A task of its own: the reservation must end however the caller does.
         let job = tokio::spawn(async move {
             let register = reserved.register.clone();
-            let (free, id) = (register.clone(), request.id.clone());
+            let (free, id) = (register.clone(), reserved.id.clone());
             let sandbox = Sandbox::create(environment, request, move |id| free.free(id)).await?;
-            register.turn().insert(id, Slot::Live(Arc::new(sandbox)));
+            register.slots.lock().insert(id, Slot::Live(Arc::new(sandbox)));
             drop(reserved);
             Ok(())
         });
@@ -226,7 +222,7 @@ impl Controller {
         usage: bool,
     ) -> Result<(Vec<SandboxSummary>, bool), Error> {
         let mut slots: Vec<(SandboxId, Slot)> = {
-            let slots = self.sandboxes.turn();
+            let slots = self.sandboxes.slots.lock();
             let behind = slots.range::<str, _>((Bound::Excluded(after), Bound::Unbounded));
             let behind = behind
                 .filter(|(_, slot)| !matches!(slot, Slot::Reserved))
@@ -255,7 +251,7 @@ impl Controller {
     /// [`Error::NotFound`].
     pub async fn inspect(&self, id: &str) -> Result<serde_json::Value, Error> {
         self.check(id)?;
-        let slot = self.sandboxes.turn().get(id).cloned();
+        let slot = self.sandboxes.slots.lock().get(id).cloned();
         match slot {
             Some(Slot::Live(sandbox)) => {
                 pool::run(Class::Query, move || sandbox.inspect()).await.map_err(|e| Error::Fault {
@@ -297,7 +293,7 @@ impl Controller {
 
     /// All sandboxes, in no order.
     pub fn live(&self) -> Vec<Arc<Sandbox>> {
-        let slots = self.sandboxes.turn();
+        let slots = self.sandboxes.slots.lock();
         slots
             .values()
             .filter_map(
@@ -306,17 +302,17 @@ impl Controller {
             .collect()
     }
 
-    fn check(&self, id: &str) -> Result<(), Error> {
-        podsandbox::check_id(id)?;
+    fn check(&self, id: &str) -> Result<SandboxId, Error> {
+        let checked = podsandbox::check_id(id)?;
         if self.stopping.load(Ordering::Acquire) {
             return Err(Error::Stopping { id: id.to_owned() });
         }
-        Ok(())
+        Ok(checked)
     }
 
     fn sandbox(&self, id: &str) -> Result<Arc<Sandbox>, Error> {
         self.check(id)?;
-        match self.sandboxes.turn().get(id) {
+        match self.sandboxes.slots.lock().get(id) {
             Some(Slot::Live(sandbox)) => Ok(sandbox.clone()),
             Some(Slot::Quarantined(reason)) => Err(Error::Fault {
                 id: id.to_owned(),

@@ -9,7 +9,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::future::Future;
 use std::num::NonZeroU128;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use crate::id::SandboxId;
 
@@ -95,7 +97,7 @@ impl LogContext {
     /// Makes it known that the sandbox of this id is the pod's.
     pub fn new(id: SandboxId, pod: PodNames) -> Self {
         let known = Arc::new(Known { pod, trace: Mutex::new(None) });
-        lock(&KNOWN).insert(id.clone(), Arc::clone(&known));
+        KNOWN.lock().insert(id.clone(), Arc::clone(&known));
         Self { id, known }
     }
 
@@ -106,13 +108,13 @@ impl LogContext {
 
     /// What is done for the sandbox from now on belongs to `trace`, whichever task does it.
     pub fn follow(&self, trace: Option<TraceId>) {
-        *lock(&self.known.trace) = trace;
+        *self.known.trace.lock() = trace;
     }
 }
 
 impl Drop for LogContext {
     fn drop(&mut self) {
-        let mut known = lock(&KNOWN);
+        let mut known = KNOWN.lock();
         // Another sandbox may have the id by now.
         if known.get(self.id.as_str()).is_some_and(|of| Arc::ptr_eq(of, &self.known)) {
             known.remove(self.id.as_str());
@@ -122,14 +124,9 @@ impl Drop for LogContext {
 
 /// The pod of a sandbox, and the trace that is followed for it.
 pub fn of_sandbox(sandbox: &str) -> Option<(PodNames, Option<TraceId>)> {
-    let known = lock(&KNOWN).get(sandbox).cloned()?;
-    let trace = *lock(&known.trace);
+    let known = KNOWN.lock().get(sandbox).cloned()?;
+    let trace = *known.trace.lock();
     Some((known.pod.clone(), trace))
-}
-
-/// A panic elsewhere leaves these values whole.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -170,10 +167,10 @@ mod tests {
     #[test]
     fn a_subject_is_known_as_long_as_it_lives() {
         let pod = |name: &str| PodNames { name: name.into(), ..PodNames::default() };
-        let first = LogContext::new("trace-test".into(), pod("first"));
+        let first = LogContext::new("trace-test".try_into().unwrap(), pod("first"));
         first.follow(TraceId::of_traceparent(PARENT));
         assert_eq!(of_sandbox("trace-test"), Some((pod("first"), TraceId::of_traceparent(PARENT))));
-        let second = LogContext::new("trace-test".into(), pod("second"));
+        let second = LogContext::new("trace-test".try_into().unwrap(), pod("second"));
         drop(first);
         assert_eq!(of_sandbox("trace-test"), Some((pod("second"), None)));
         drop(second);

@@ -310,7 +310,7 @@ mod tests {
             namespace: "prod".into(),
             ..Default::default()
         };
-        let subject = log_context::LogContext::new("logging-test".into(), pod);
+        let subject = log_context::LogContext::new("logging-test".try_into().unwrap(), pod);
         let trace = |digit: &str| {
             log_context::TraceId::of_traceparent(&format!(
                 "00-{}-00f067aa0ba902b7-01",

@@ -83,7 +83,38 @@ pub struct Plan {
     pub selinux_label: String,
 }
 
+/// What the built-in controller asks for (`defaultSandboxOOMAdj`).
+const OOM_SCORE_ADJ: i32 = -998;
+
+/// The `oom_score_adj` of a pause; where it is `restricted`, it is not below the daemon's own
+/// (containerd `WithPodOOMScoreAdj`).
+pub fn oom_score_adj(restricted: bool) -> i32 {
+    let own = || std::fs::read_to_string("/proc/self/oom_score_adj").ok()?.trim().parse().ok();
+    not_below(restricted.then(|| own().unwrap_or(0)))
+}
+
+fn not_below(own: Option<i32>) -> i32 {
+    own.unwrap_or(OOM_SCORE_ADJ).max(OOM_SCORE_ADJ)
+}
+
 impl Plan {
+    /// A pause with namespaces of its own on the node's network, and nothing else.
+    pub fn new(id: SandboxId) -> Self {
+        Self {
+            id,
+            netns: None,
+            pid: Namespace::Private,
+            ipc: Namespace::Private,
+            uts: Namespace::Private,
+            hostname: String::new(),
+            userns: None,
+            sysctls: Vec::new(),
+            cgroup_parent: String::new(),
+            oom_score_adj: OOM_SCORE_ADJ,
+            selinux_label: String::new(),
+        }
+    }
+
     /// What names its cgroup.
     pub fn cgroup_ref(&self) -> CgroupRef {
         CgroupRef { id: self.id.clone(), cgroup_parent: self.cgroup_parent.as_str().into() }
@@ -120,5 +151,16 @@ pub trait Driver: Send + Sync + fmt::Debug {
     /// Every step that failed; the others were done all the same.
     fn kill_orphans(&self, _recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_restricted_score_is_not_below_the_daemons_own() {
+        assert_eq!(oom_score_adj(false), -998);
+        assert_eq!([Some(0), Some(-999), None].map(not_below), [0, -998, -998]);
     }
 }

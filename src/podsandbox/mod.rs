@@ -5,7 +5,6 @@ use std::time::SystemTime;
 
 use bytes::Bytes;
 
-use crate::id::SandboxId;
 pub use crate::process::Exit;
 
 mod actor;
@@ -61,7 +60,7 @@ pub struct SandboxInfo {
 #[derive(Clone, Debug, Default)]
 pub struct CreateRequest {
     /// The sandbox id, unchecked.
-    pub id: SandboxId,
+    pub id: String,
     /// The CRI `PodSandboxConfig`.
     pub options: Option<Payload>,
     /// Bind-mounted network namespace; empty with host network.

@@ -12,9 +12,10 @@ use std::os::unix::fs::{
     DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _,
 };
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::SystemTime;
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::files::Files;
@@ -135,6 +136,28 @@ pub struct RecordedAny {
     /// The value, standard base64 with padding.
     #[serde(with = "base64_bytes")]
     pub value: Vec<u8>,
+}
+
+#[cfg(test)]
+impl Record {
+    /// A record with this plan, and nothing else.
+    pub fn of_plan(plan: Plan) -> Self {
+        Self {
+            version: VERSION,
+            id: plan.id.clone(),
+            created_at: SystemTime::UNIX_EPOCH,
+            driver: "native".to_owned(),
+            plan,
+            files: Files { hostname: String::new(), dns: None, shm: true },
+            config: RecordedAny::default(),
+            netns_path: String::new(),
+            info: Info::default(),
+            shim: Default::default(),
+            own_shim: false,
+            labels: Default::default(),
+            containerd_namespace: String::new(),
+        }
+    }
 }
 
 impl From<&Payload> for RecordedAny {
@@ -271,7 +294,7 @@ impl RecordStore {
             other => other.step_at("make record directory", self.dir())?,
         }
         let written = {
-            let _turn = self.turn();
+            let _turn = self.turn.lock();
             self.replace(RECORD, record)
         };
         written.inspect_err(|_| {
@@ -324,7 +347,7 @@ impl RecordStore {
     /// # Errors
     /// The failed step; the old stage still stands then.
     pub fn set_stage(&self, stage: &Stage) -> Result<(), StepError> {
-        let _turn = self.turn();
+        let _turn = self.turn.lock();
         self.replace(STAGE, stage)
     }
 
@@ -362,7 +385,7 @@ impl RecordStore {
     /// # Errors
     /// Why it could not be read or written; the old record still stands then.
     pub fn change(&self, change: impl FnOnce(&mut Record)) -> Result<(), StepError> {
-        let _turn = self.turn();
+        let _turn = self.turn.lock();
         let mut record = self.read_record().map_err(StepError::from)?;
         change(&mut record);
         self.replace(RECORD, &record)
@@ -373,7 +396,7 @@ impl RecordStore {
     /// # Errors
     /// The failed step.
     pub fn remove(&self) -> Result<(), StepError> {
-        let _turn = self.turn();
+        let _turn = self.turn.lock();
         // The stage goes last: a record without its stage would look like a sandbox that was never
         // started.
         let dir = self.dir();
@@ -383,10 +406,6 @@ impl RecordStore {
             gone(fs::remove_file(&path)).step_at("remove record", path)?;
         }
         gone(fs::remove_dir(&dir)).step_at("remove record directory", dir)
-    }
-
-    fn turn(&self) -> MutexGuard<'_, ()> {
-        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn temporary(&self, name: &str) -> PathBuf {
@@ -496,6 +515,30 @@ mod tests {
     }
 
     #[test]
+    fn a_record_with_a_bad_id_is_malformed() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Arc::new(Layout {
+            root: "/".into(),
+            volatile: "/".into(),
+            records: dir.path().to_owned(),
+        });
+        let store = RecordStore::new(&layout, &"id".try_into().unwrap());
+        fs::create_dir(store.dir()).unwrap();
+        let record = Record::of_plan(Plan::new("id".try_into().unwrap()));
+        let mut json = serde_json::to_value(record).unwrap();
+        for (place, id) in [("/id", "../id"), ("/plan/id", "a b"), ("/id", "other")] {
+            let good = std::mem::replace(json.pointer_mut(place).unwrap(), id.into());
+            fs::write(store.dir().join(RECORD), json.to_string()).unwrap();
+            let e = store.read_record().unwrap_err();
+            assert!(matches!(e, RecordError::Malformed { .. }), "{e}");
+            assert!(e.to_string().contains(&format!("{id:?}")), "{e}");
+            *json.pointer_mut(place).unwrap() = good;
+        }
+        fs::write(store.dir().join(RECORD), json.to_string()).unwrap();
+        assert!(store.read_record().is_ok());
+    }
+
+    #[test]
     fn what_others_may_read_is_made_private_and_whom_it_lets_pass_still_passes() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Arc::new(Layout {
@@ -503,7 +546,7 @@ mod tests {
             volatile: "/".into(),
             records: dir.path().to_owned(),
         });
-        let store = RecordStore::new(&layout, &"id".into());
+        let store = RecordStore::new(&layout, &"id".try_into().unwrap());
         fs::create_dir(store.dir()).unwrap();
         let record = store.dir().join(RECORD);
         fs::write(&record, "{}").unwrap();
@@ -584,7 +627,7 @@ mod tests {
             volatile: "/".into(),
             records: dir.path().to_owned(),
         });
-        let store = RecordStore::new(&layout, &"id".into());
+        let store = RecordStore::new(&layout, &"id".try_into().unwrap());
         fs::create_dir(store.dir()).unwrap();
         let error = store.replace(RECORD, &"x".repeat(64 << 20)).unwrap_err().to_string();
         assert!(error.contains("os error 27") && error.contains(RECORD), "{error}");

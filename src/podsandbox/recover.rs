@@ -42,7 +42,7 @@ pub enum Recovered {
     /// It could not be taken over. Nothing of a record that cannot be read was touched.
     Quarantined {
         /// The id: the name of its directory.
-        id: String,
+        id: SandboxId,
         /// Why.
         reason: String,
     },
@@ -121,11 +121,14 @@ async fn kill_orphans(environment: &Arc<Environment>) {
     let mut patience = Patience::new(WITHIN);
     let ended = patience.piece(move || {
         let recorded = |id: &str| {
-            if let Err(e) = check_id(id) {
-                log::error!("leaving a pause without a valid id alone: {e}");
-                return true;
-            }
-            let store = RecordStore::new(&environment.layout, &id.into());
+            let id = match check_id(id) {
+                Ok(id) => id,
+                Err(e) => {
+                    log::error!("leaving a pause without a valid id alone: {e}");
+                    return true;
+                }
+            };
+            let store = RecordStore::new(&environment.layout, &id);
             match store.stage() {
                 Ok(Stage::Created | Stage::Exited { .. }) => {
                     !matches!(store.read_record(), Ok(_) | Err(RecordError::Missing(_)))
@@ -247,15 +250,16 @@ pub fn unmount_if_empty(environment: &Environment) {
     }
 }
 
-fn ids(sandboxes: &Path) -> Result<Vec<String>, StepError> {
+fn ids(sandboxes: &Path) -> Result<Vec<SandboxId>, StepError> {
     let mut ids = Vec::new();
     for entry in fs::read_dir(sandboxes).step_at("read directory", sandboxes)? {
         let entry = entry.step_at("read directory", sandboxes)?;
         // Not followed: what a link leads to is not ours.
         let directory = entry.file_type().is_ok_and(|kind| kind.is_dir());
-        match entry.file_name().into_string() {
-            Ok(name) if directory && check_id(&name).is_ok() => ids.push(name),
-            _ => log::error!("{} is not the directory of a sandbox", entry.path().display()),
+        let name = entry.file_name().into_string().ok().filter(|_| directory);
+        match name.and_then(|name| SandboxId::try_from(name).ok()) {
+            Some(id) => ids.push(id),
+            None => log::error!("{} is not the directory of a sandbox", entry.path().display()),
         }
     }
     Ok(ids)
@@ -289,7 +293,7 @@ type Returned = (Arc<Jobs>, Entry, Option<Instant>);
 /// Why it must be quarantined.
 async fn recover_record(
     environment: &Arc<Environment>,
-    id: String,
+    id: SandboxId,
 ) -> Result<Option<Returned>, String> {
     let of = (environment.clone(), id.clone());
     let mut patience = Patience::new(WITHIN);
@@ -361,9 +365,8 @@ async fn adopt(id: &str, patience: &mut Patience, jobs: &Arc<Jobs>, identity: Id
 }
 
 /// Reads one sandbox.
-fn read_sandbox(environment: &Arc<Environment>, id: &str) -> Result<OnDisk, String> {
-    let id = SandboxId::from(id);
-    let store = RecordStore::new(&environment.layout, &id);
+fn read_sandbox(environment: &Arc<Environment>, id: &SandboxId) -> Result<OnDisk, String> {
+    let store = RecordStore::new(&environment.layout, id);
     // Its pod lives with it or without.
     if let Err(step) = store.keep_private() {
         log::error!(sandbox = id.as_str(); "failed to make the record private: {step}");
@@ -373,7 +376,7 @@ fn read_sandbox(environment: &Arc<Environment>, id: &str) -> Result<OnDisk, Stri
         // A daemon ended between making the directory and writing the record, or between removing
         // the two; or someone else has removed the record.
         Err(RecordError::Missing(_)) => {
-            let removed = SandboxFiles::new(&environment.layout, &id)
+            let removed = SandboxFiles::new(&environment.layout, id)
                 .remove()
                 .map_err(|steps| steps.to_string());
             let removed = removed.and_then(|()| store.remove().map_err(|step| step.to_string()));

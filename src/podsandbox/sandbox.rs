@@ -184,11 +184,8 @@ impl Sandbox {
         on_gone: impl FnOnce(&str) + Send + 'static,
     ) -> Result<Self, Error> {
         let (of, id) = (environment.clone(), request.id.clone());
-        let failed = |step: StepError| Error::Failed {
-            id: id.to_string(),
-            rpc: "create",
-            steps: step.into(),
-        };
+        let failed =
+            |step: StepError| Error::Failed { id: id.clone(), rpc: "create", steps: step.into() };
         let recorded = pool::run(Class::Start, move || Self::record(&of, &request)).await;
         let (jobs, described) = recorded.map_err(failed)??;
         if let Err(step) = described {
@@ -208,7 +205,7 @@ impl Sandbox {
         request: &CreateRequest,
     ) -> Result<(Arc<Jobs>, Result<(), StepError>), Error> {
         let failed = |step: StepError| Error::Failed {
-            id: request.id.to_string(),
+            id: request.id.clone(),
             rpc: "create",
             steps: step.into(),
         };

@@ -60,7 +60,7 @@ pub(super) fn sandbox_info(sandbox: types::Sandbox) -> SandboxInfo {
 /// `rootfs` and `annotations` are for sandboxes with a root of their own; CRI leaves them empty.
 pub(super) fn create(request: ControllerCreateRequest) -> CreateRequest {
     CreateRequest {
-        id: request.sandbox_id.into(),
+        id: request.sandbox_id,
         options: request.options.into_option().map(payload),
         netns_path: request.netns_path,
         sandbox: request.sandbox.into_option().map(sandbox_info),

@@ -225,7 +225,7 @@ async fn bad_requests_name_the_field_and_leave_nothing() {
     };
     let cases: [(&str, CreateRequest); 6] = [
         ("sandbox_id", with(|r| r.id = "../a".into())),
-        ("sandbox_id", with(|r| r.id = "x".repeat(4096).into())),
+        ("sandbox_id", with(|r| r.id = "x".repeat(4096))),
         ("options", with(|r| r.options = None)),
         (
             "options",

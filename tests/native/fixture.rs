@@ -38,17 +38,9 @@ pub(crate) fn plan() -> Plan {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     Plan {
-        id: format!("test-{}-{number}", std::process::id()).into(),
-        netns: None,
-        pid: Namespace::Private,
-        ipc: Namespace::Private,
         uts: Namespace::Node,
-        hostname: String::new(),
-        userns: None,
-        sysctls: Vec::new(),
-        cgroup_parent: String::new(),
         oom_score_adj: own_oom_score(),
-        selinux_label: String::new(),
+        ..Plan::new(format!("test-{}-{number}", std::process::id()).try_into().unwrap())
     }
 }
 

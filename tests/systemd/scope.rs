@@ -21,17 +21,9 @@ fn plan() -> Plan {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     Plan {
-        id: format!("{}-{number}", std::process::id()).into(),
-        netns: None,
-        pid: Namespace::Private,
-        ipc: Namespace::Private,
-        uts: Namespace::Private,
         hostname: "pod".to_owned(),
-        userns: None,
-        sysctls: Vec::new(),
         cgroup_parent: format!("psbtest-pod{number}.slice"),
-        oom_score_adj: -998,
-        selinux_label: String::new(),
+        ..Plan::new(format!("{}-{number}", std::process::id()).try_into().unwrap())
     }
 }
 

@@ -30,7 +30,7 @@ static PLACE: LazyLock<Place> = LazyLock::new(|| {
     let layout = Arc::new(Layout::new(&Config { state_dir, ..Config::default() }));
     let dir = layout.sandbox(ID);
     fs::create_dir_all(&dir).expect("a directory");
-    Place { store: RecordStore::new(&layout, &ID.into()), dir }
+    Place { store: RecordStore::new(&layout, &ID.try_into().expect("an id")), dir }
 });
 
 pub fn run(input: &[u8]) {
@@ -112,7 +112,7 @@ fn stage(content: &[u8]) {
 pub fn whole() -> Record {
     let mapping = IdMapping { container_id: 0, host_id: 100_000, length: 65536 };
     let plan = Plan {
-        id: ID.into(),
+        id: ID.try_into().expect("an id"),
         netns: Some("/run/netns/cni-1".into()),
         pid: Namespace::Private,
         ipc: Namespace::Private,

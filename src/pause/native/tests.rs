@@ -7,17 +7,10 @@ use super::*;
 fn plan(id: &str, cgroup_parent: &str) -> Plan {
     let score = fs::read_to_string("/proc/self/oom_score_adj").unwrap();
     Plan {
-        id: format!("{id}-{}", std::process::id()).into(),
-        netns: None,
-        pid: Namespace::Private,
-        ipc: Namespace::Private,
-        uts: Namespace::Private,
         hostname: "pod".to_owned(),
-        userns: None,
-        sysctls: Vec::new(),
         cgroup_parent: cgroup_parent.to_owned(),
         oom_score_adj: score.trim().parse().unwrap(),
-        selinux_label: String::new(),
+        ..Plan::new(format!("{id}-{}", std::process::id()).try_into().unwrap())
     }
 }
 

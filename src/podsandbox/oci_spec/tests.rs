@@ -1,15 +1,13 @@
 //! Specs of pods as kubelet makes them, against specs written by hand after containerd's built-in
 //! controller.
 
-use std::time::SystemTime;
-
 use protobuf::{EnumOrUnknown, Message as _, MessageField};
 use serde_json::{Value, json};
 
 use super::*;
 use crate::pause::{Plan, UserNamespace};
 use crate::podsandbox::files::Files;
-use crate::podsandbox::record::{Info, RecordedAny};
+use crate::podsandbox::record::RecordedAny;
 use crate::protos::cri::{
     LinuxContainerResources, LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode,
     NamespaceOption, PodSandboxMetadata,
@@ -64,41 +62,20 @@ fn description(record: &Record, config: &Config) -> Result<Description, String> 
 
 fn record(pod: &PodSandboxConfig) -> Record {
     let netns = "/var/run/netns/cni-0f5b2c3d-1111-2222-3333-444455556666";
+    let plan = Plan {
+        netns: Some(netns.into()),
+        hostname: pod.hostname.clone(),
+        cgroup_parent: pod.linux.cgroup_parent.rsplit('/').next().unwrap_or_default().to_owned(),
+        ..Plan::new(ID.try_into().unwrap())
+    };
     Record {
-        version: 1,
-        id: ID.into(),
-        created_at: SystemTime::UNIX_EPOCH,
-        driver: "native".to_owned(),
-        plan: Plan {
-            id: ID.into(),
-            netns: Some(netns.into()),
-            pid: Namespace::Private,
-            ipc: Namespace::Private,
-            uts: Namespace::Private,
-            hostname: pod.hostname.clone(),
-            userns: None,
-            sysctls: Vec::new(),
-            cgroup_parent: pod
-                .linux
-                .cgroup_parent
-                .rsplit('/')
-                .next()
-                .unwrap_or_default()
-                .to_owned(),
-            oom_score_adj: -998,
-            selinux_label: String::new(),
-        },
         files: Files { hostname: pod.hostname.clone(), dns: None, shm: true },
         config: RecordedAny {
             type_url: "runtime.v1.PodSandboxConfig".to_owned(),
             value: pod.write_to_bytes().unwrap(),
         },
         netns_path: netns.to_owned(),
-        info: Info::default(),
-        shim: Default::default(),
-        own_shim: false,
-        labels: Default::default(),
-        containerd_namespace: String::new(),
+        ..Record::of_plan(plan)
     }
 }
 

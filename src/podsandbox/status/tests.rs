@@ -7,7 +7,7 @@ use protobuf::{EnumOrUnknown, Message as _, MessageField};
 use serde_json::json;
 
 use super::*;
-use crate::pause::{Namespace, Plan};
+use crate::pause::Plan;
 use crate::podsandbox::files::Files;
 use crate::podsandbox::record::{Info, RecordedAny};
 use crate::process::Exit;
@@ -69,24 +69,12 @@ fn record(pod: &PodSandboxConfig) -> Record {
         systemd_cgroup: true,
         ..Default::default()
     };
+    let plan = Plan {
+        netns: Some("/proc/self/ns/net".into()),
+        hostname: "web".to_owned(),
+        ..Plan::new(ID.try_into().unwrap())
+    };
     Record {
-        version: 1,
-        id: ID.into(),
-        created_at: SystemTime::UNIX_EPOCH,
-        driver: "native".to_owned(),
-        plan: Plan {
-            id: ID.into(),
-            netns: Some("/proc/self/ns/net".into()),
-            pid: Namespace::Private,
-            ipc: Namespace::Private,
-            uts: Namespace::Private,
-            hostname: "web".to_owned(),
-            userns: None,
-            sysctls: Vec::new(),
-            cgroup_parent: String::new(),
-            oom_score_adj: -998,
-            selinux_label: String::new(),
-        },
         files: Files { hostname: "web".to_owned(), dns: None, shm: true },
         config: blob("runtime.v1.PodSandboxConfig", pod.write_to_bytes().unwrap()),
         netns_path: "/proc/self/ns/net".to_owned(),
@@ -99,10 +87,7 @@ fn record(pod: &PodSandboxConfig) -> Record {
             labels: BTreeMap::new(),
             extensions: [("metadata".to_owned(), blob("m", metadata().to_string()))].into(),
         },
-        shim: Default::default(),
-        own_shim: false,
-        labels: Default::default(),
-        containerd_namespace: String::new(),
+        ..Record::of_plan(plan)
     }
 }
 

@@ -30,7 +30,7 @@ fn make_endpoint(dir: &Path) -> (Arc<Shims>, Arc<Handover>) {
     };
     let shims = Arc::new(Shims::new(settings).unwrap());
     let Endpoint::Handover(endpoint) =
-        shims.endpoint(Owner::Sandboxer, &"pod".into(), &Arc::default())
+        shims.endpoint(Owner::Sandboxer, &"pod".try_into().unwrap(), &Arc::default())
     else {
         unreachable!("its owner is the sandboxer")
     };
