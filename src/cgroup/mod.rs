@@ -18,44 +18,26 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{AtFlags, Mode, mkdirat, unlinkat};
+use rustix::fs::{AtFlags, unlinkat};
 
 use crate::error::{IoContext, StepError};
 use crate::process::deadline;
 use crate::sys::{self, Errno};
 
+mod hierarchy;
 pub mod mounts;
+mod new_cgroup;
 mod placement;
 pub mod slice;
 mod systemd;
 
+use hierarchy::{OpenHierarchy, THAWED, UNFROZEN, below};
 use mounts::Mounted;
+pub(crate) use new_cgroup::NewCgroup;
 pub use placement::{CgroupRef, check_parent};
 pub(crate) use placement::{Placement, placement};
 use slice::Scope;
 use systemd::Systemd;
-
-/// One mounted hierarchy.
-#[derive(Debug)]
-struct OpenHierarchy {
-    mount: PathBuf,
-    root: Arc<OwnedFd>,
-    /// Version 1 with the freezer controller.
-    freezer: bool,
-    /// Version 1 with the cpuset controller: a new cgroup has no CPUs and takes no process until it
-    /// is given some.
-    cpuset: bool,
-    /// File and value that give a pause the least CPU time of all that want some.
-    weight: Option<Weight>,
-}
-
-type Weight = (&'static CStr, &'static [u8]);
-
-/// As containerd gives its sandboxes (`DefaultSandboxCPUshares`).
-const SHARES: Weight = (c"cpu.shares", b"2");
-
-/// What runc makes of these shares for version 2.
-const WEIGHT: Weight = (c"cpu.weight", b"1");
 
 /// The same for a scope: without it systemd gives its cgroup what every unit has.
 const SCOPE_SHARES: (&str, u64) = ("CPUShares", 2);
@@ -70,20 +52,8 @@ pub(crate) struct Cgroups {
     systemd: Systemd,
 }
 
-/// Files of version 1's cpuset controller that are empty in a new cgroup.
-const CPUSET: [&CStr; 2] = [c"cpuset.cpus", c"cpuset.mems"];
-
-/// File of version 1's freezer, and what it says of a cgroup in which processes run: it counts
-/// those above in.
-const THAWED: (&CStr, &[u8]) = (c"freezer.state", b"THAWED");
-/// The same for version 2.
-const UNFROZEN: (&CStr, &[u8]) = (c"cgroup.events", b"frozen 0");
-
 /// How often a cgroup is made when it goes before there is a process in it.
 pub(crate) const TRIES: u32 = 3;
-
-/// Mode of a new cgroup.
-const DIRECTORY_MODE: Mode = Mode::from_bits_retain(0o755);
 
 /// How often and how long the removal of a busy cgroup is tried again: 511 ms in all.
 const RETRIES: u32 = 9;
@@ -99,24 +69,7 @@ impl Cgroups {
 
     fn open(mounted: Mounted) -> Result<Self, StepError> {
         let unified = matches!(mounted, Mounted::V2(_));
-        let open = |mount: PathBuf, controllers: &[String]| {
-            let root = c_path(&mount).and_then(|path| {
-                sys::open(None, &path, libc::O_PATH | libc::O_DIRECTORY, 0).step_at("open", &mount)
-            })?;
-            // Of version 1's hierarchies one has it, its root too. With version 2 it depends on the
-            // parent cgroup.
-            let has_shares =
-                unified || sys::open(Some(root.as_fd()), SHARES.0, libc::O_PATH, 0).is_ok();
-            let weight = has_shares.then_some(if unified { WEIGHT } else { SHARES });
-            let has = |controller: &str| controllers.iter().any(|name| name == controller);
-            Ok(OpenHierarchy {
-                mount,
-                root: Arc::new(root),
-                freezer: has("freezer"),
-                cpuset: has("cpuset"),
-                weight,
-            })
-        };
+        let open = |mount, controllers: &[String]| OpenHierarchy::open(mount, controllers, unified);
         let hierarchies = match mounted {
             Mounted::V2(point) => vec![open(point, &[])?],
             Mounted::V1(found) => found
@@ -262,14 +215,14 @@ impl Cgroups {
         }
         let mut made = NewCgroup { cgroups: self, hand_down, directories: Vec::new(), leaf: None };
         for (index, hierarchy) in self.hierarchies.iter().enumerate() {
-            made.leaf(index, hierarchy, cgroup)
+            made.make_in(index, hierarchy, cgroup)
                 .map_err(|(path, e)| StepError::at(MAKE, self.path(index, &path), e.into()))?;
         }
         self.refuse_frozen(cgroup)?;
         if self.unified
             && let Some(hierarchy) = self.hierarchies.first()
         {
-            let leaf = open_directory(hierarchy, cgroup);
+            let leaf = hierarchy.open_directory(cgroup);
             made.leaf = Some(leaf.step_at("open cgroup", self.path(0, cgroup))?);
         }
         Ok(made)
@@ -283,7 +236,7 @@ impl Cgroups {
                 continue;
             }
             let what = "place the pause in cgroup";
-            let state = match read_file(hierarchy, &below(cgroup, thawed.0)) {
+            let state = match hierarchy.read_file(&below(cgroup, thawed.0)) {
                 // Gone meanwhile: the child finds the same.
                 Err(Errno::NOENT | Errno::NODEV) => continue,
                 state => state.step_at(what, self.path(index, cgroup))?,
@@ -323,7 +276,7 @@ impl Cgroups {
     fn exists(&self, cgroup: &CStr) -> bool {
         // An empty path is the root.
         cgroup.is_empty()
-            || self.hierarchies.iter().any(|hierarchy| open_directory(hierarchy, cgroup).is_ok())
+            || self.hierarchies.iter().any(|hierarchy| hierarchy.open_directory(cgroup).is_ok())
     }
 
     /// Removes the cgroup from every hierarchy where it is empty by then. What is in it stays.
@@ -375,7 +328,7 @@ impl Cgroups {
 
     /// Kills what is in a cgroup of ours.
     fn kill_members(&self, hierarchy: &OpenHierarchy, cgroup: &CStr) -> Result<(), Errno> {
-        let members = match read_file(hierarchy, &below(cgroup, c"cgroup.procs")) {
+        let members = match hierarchy.read_file(&below(cgroup, c"cgroup.procs")) {
             Err(Errno::NOENT | Errno::NOTDIR | Errno::NODEV) => return Ok(()),
             members => members?,
         };
@@ -383,7 +336,7 @@ impl Cgroups {
             // Not to kill a stranger who got the pid meanwhile: only what is still a member once it
             // is held.
             let Ok(pidfd) = sys::pidfd_open(pid) else { continue };
-            let still = read_file(hierarchy, &below(cgroup, c"cgroup.procs")).unwrap_or_default();
+            let still = hierarchy.read_file(&below(cgroup, c"cgroup.procs")).unwrap_or_default();
             if String::from_utf8_lossy(&still).lines().any(|line| line.parse() == Ok(pid)) {
                 match sys::kill(pidfd.as_fd()) {
                     Ok(()) | Err(Errno::SRCH) => {}
@@ -399,7 +352,7 @@ impl Cgroups {
     /// its pid.
     fn thaw_killed(&self, cgroup: &CStr, pid: libc::c_int) {
         for hierarchy in self.hierarchies.iter().filter(|h| h.freezer) {
-            let state = read_file(hierarchy, &below(cgroup, THAWED.0)).unwrap_or_default();
+            let state = hierarchy.read_file(&below(cgroup, THAWED.0)).unwrap_or_default();
             if state.trim_ascii() != THAWED.1
                 && !state.is_empty()
                 && let Err(e) = deadline::thaw(&hierarchy.root, pid)
@@ -410,194 +363,14 @@ impl Cgroups {
     }
 }
 
-fn open_directory(hierarchy: &OpenHierarchy, cgroup: &CStr) -> Result<OwnedFd, Errno> {
-    sys::open(Some(hierarchy.root.as_fd()), cgroup, libc::O_PATH | libc::O_DIRECTORY, 0)
-}
-
-/// Directories that a Start has made; removed when dropped, unless kept.
-#[derive(Debug)]
-pub(crate) struct NewCgroup<'a> {
-    cgroups: &'a Cgroups,
-    hand_down: bool,
-    /// Hierarchy and path, parents first.
-    directories: Vec<(usize, CString)>,
-    leaf: Option<OwnedFd>,
-}
-
-impl NewCgroup<'_> {
-    /// The cgroup's own directory, version 2.
-    pub(crate) fn v2(&self) -> Option<BorrowedFd<'_>> {
-        self.leaf.as_ref().map(AsFd::as_fd)
-    }
-
-    /// Leaves all as it is.
-    pub(crate) fn keep(mut self) {
-        self.directories.clear();
-    }
-
-    fn leaf(
-        &mut self,
-        index: usize,
-        hierarchy: &OpenHierarchy,
-        cgroup: &CStr,
-    ) -> Result<(), (CString, Errno)> {
-        let fail = |e| (cgroup.to_owned(), e);
-        // A parent that another Start had made may go between its making and its use.
-        let mut attempts = 3;
-        loop {
-            attempts -= 1;
-            match mkdirat(hierarchy.root.as_fd(), cgroup, DIRECTORY_MODE) {
-                Ok(()) => break self.directories.push((index, cgroup.to_owned())),
-                // Left over from a Start of the same sandbox that was cut short.
-                Err(Errno::EXIST) => {
-                    break self.directories.push((index, cgroup.to_owned()));
-                }
-                Err(Errno::NOENT) if attempts > 0 => self.parents(index, hierarchy, cgroup)?,
-                Err(e) => return Err(fail(e)),
-            }
-        }
-        if let Some((file, value)) = hierarchy.weight {
-            let write = || sys::write_file(hierarchy.root.as_fd(), &below(cgroup, file), value);
-            let written = match write() {
-                Err(Errno::NOENT) if self.hand_down => {
-                    hand_down_cpu(hierarchy, cgroup);
-                    write()
-                }
-                written => written,
-            };
-            match written {
-                // Its parents have no such controller to hand down.
-                Ok(()) | Err(Errno::NOENT) => {}
-                Err(e) => return Err(fail(e)),
-            }
-        }
-        if hierarchy.cpuset { fill_cpuset(hierarchy, cgroup).map_err(fail) } else { Ok(()) }
-    }
-
-    fn parents(
-        &mut self,
-        index: usize,
-        hierarchy: &OpenHierarchy,
-        cgroup: &CStr,
-    ) -> Result<(), (CString, Errno)> {
-        for parent in ancestors(cgroup) {
-            match mkdirat(hierarchy.root.as_fd(), &parent, DIRECTORY_MODE) {
-                Ok(()) => self.directories.push((index, parent)),
-                Err(Errno::EXIST) => {}
-                Err(e) => return Err((parent, e)),
-            }
-        }
-        Ok(())
-    }
-}
-
-impl Drop for NewCgroup<'_> {
-    fn drop(&mut self) {
-        for (index, path) in self.directories.drain(..).rev() {
-            let Some(hierarchy) = self.cgroups.hierarchies.get(index) else { continue };
-            // A parent that is in use by now stays; the cleanup finds what else fails, or it does
-            // no harm.
-            match unlinkat(hierarchy.root.as_fd(), &path, AtFlags::REMOVEDIR) {
-                Ok(()) | Err(Errno::NOENT | Errno::NOTEMPTY | Errno::BUSY) => {}
-                Err(e) => {
-                    log::warn!(
-                        "remove cgroup {}: {}",
-                        self.cgroups.path(index, &path).display(),
-                        io::Error::from(e)
-                    )
-                }
-            }
-        }
-    }
-}
-
-/// All parents of a path, the topmost first.
-fn ancestors(cgroup: &CStr) -> Vec<CString> {
-    let bytes = cgroup.to_bytes();
-    let slashes = bytes.iter().enumerate().filter(|(_, byte)| **byte == b'/');
-    slashes.filter_map(|(at, _)| CString::new(&bytes[..at]).ok()).collect()
-}
-
-/// Lets every parent of a cgroup of version 2 hand the cpu controller down, as runc does it for the
-/// pod's containers. One that has processes of its own cannot; what is below it has no weights
-/// then.
-fn hand_down_cpu(hierarchy: &OpenHierarchy, cgroup: &CStr) {
-    const CONTROL: &CStr = c"cgroup.subtree_control";
-    let parents = ancestors(cgroup).into_iter().map(|parent| below(&parent, CONTROL));
-    for control in [CONTROL.to_owned()].into_iter().chain(parents) {
-        if let Err(e) = sys::write_file(hierarchy.root.as_fd(), &control, b"+cpu") {
-            log::debug!(
-                "write +cpu to {} of {}: {}",
-                control.to_string_lossy(),
-                hierarchy.mount.display(),
-                io::Error::from(e)
-            );
-        }
-    }
-}
-
-/// Gives a cgroup the CPUs and memory nodes of its parent, and the parent those of its own where it
-/// has none.
-fn fill_cpuset(hierarchy: &OpenHierarchy, cgroup: &CStr) -> Result<(), Errno> {
-    for file in CPUSET {
-        let mut chain = ancestors(cgroup);
-        // The nearest that has some; the root always has.
-        let mut value = Vec::new();
-        let mut empty = vec![cgroup.to_owned()];
-        while let Some(path) = chain.pop() {
-            value = read_file(hierarchy, &below(&path, file))?;
-            if !value.trim_ascii().is_empty() {
-                break;
-            }
-            empty.push(path);
-        }
-        if value.trim_ascii().is_empty() {
-            value = read_file(hierarchy, file)?;
-        }
-        while let Some(path) = empty.pop() {
-            sys::write_file(hierarchy.root.as_fd(), &below(&path, file), &value)?;
-        }
-    }
-    Ok(())
-}
-
-fn below(directory: &CStr, file: &CStr) -> CString {
-    let path = [directory.to_bytes(), b"/", file.to_bytes()].concat();
-    CString::new(path).unwrap_or_default()
-}
-
 /// Path of version 1's `tasks` in a cgroup.
 pub(crate) fn tasks(cgroup: &CStr) -> CString {
     below(cgroup, c"tasks")
 }
 
-fn read_file(hierarchy: &OpenHierarchy, path: &CStr) -> Result<Vec<u8>, Errno> {
-    let file = sys::open(Some(hierarchy.root.as_fd()), path, libc::O_RDONLY, 0)?;
-    let mut content = Vec::new();
-    // Not read_to_end: it begins with tiny reads, and asks for the size, which these files do not
-    // tell.
-    let mut buffer = [0; 4096];
-    loop {
-        match rustix::io::read(&file, &mut buffer)? {
-            0 => break Ok(content),
-            length => content.extend_from_slice(buffer.get(..length).unwrap_or_default()),
-        }
-    }
-}
-
-fn c_path(path: &Path) -> Result<CString, StepError> {
-    CString::new(path.as_os_str().as_bytes()).step_at("open", path)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn ancestors_topmost_first() {
-        assert_eq!(ancestors(c"a/b/id"), [c"a".to_owned(), c"a/b".to_owned()]);
-        assert_eq!(ancestors(c"id"), Vec::<CString>::new());
-    }
 
     #[test]
     fn nothing_mounted() {

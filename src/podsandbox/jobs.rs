@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime};
 use parking_lot::Mutex;
 use tokio::task::JoinHandle;
 
+use super::drivers::PauseDriver;
 use super::files::SandboxFiles;
 use super::oci_spec::{self, Description};
 use super::record::{Record, RecordStore, Stage};
@@ -19,12 +20,11 @@ use crate::cgroup::CgroupRef;
 use crate::error::{IoContext as _, StepError, StepErrors};
 use crate::id::SandboxId;
 use crate::log_context::{LogContext, PodNames};
-use crate::pause::{Driver, Namespace, Plan};
+use crate::pause::{Namespace, Plan};
 use crate::pool::{self, Class};
 use crate::process::{Adoption, Exit, Identity, Process};
 use crate::protos::cri::PodSandboxConfig;
 use crate::shim;
-use crate::shim::driver::ShimDriver;
 use crate::telemetry::Telemetry;
 
 /// How long a killed pause may take to end before a start that has failed answers without it.
@@ -84,25 +84,6 @@ pub struct Jobs {
     late: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// Who makes the pauses.
-#[derive(Clone, Debug)]
-pub enum PauseDriver {
-    /// This program; its calls block.
-    Native(Arc<dyn Driver>),
-    /// The pods' shims, which answer when they like.
-    Shim(Arc<ShimDriver>),
-}
-
-impl PauseDriver {
-    /// The driver's name in config, record and metrics.
-    pub fn name(&self) -> &'static str {
-        match self {
-            Self::Native(driver) => driver.name(),
-            Self::Shim(_) => shim::driver::NAME,
-        }
-    }
-}
-
 /// A pause, and whether it is on record.
 type StartedPause = (Arc<dyn Process>, Result<(), StepError>);
 
@@ -145,7 +126,7 @@ impl Jobs {
         let Environment { layout, shims, config, .. } = &**environment;
         let runtime = shims.runtime(record.runtime());
         Self {
-            driver: environment.driver(&record.driver),
+            driver: environment.drivers.of_record(&record.driver),
             files: SandboxFiles::new(layout, &record.id),
             store: RecordStore::new(layout, &record.id),
             shim: shims.endpoint(record.shim, &record.id, &runtime),

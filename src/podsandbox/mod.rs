@@ -8,6 +8,7 @@ use bytes::Bytes;
 pub use crate::process::Exit;
 
 mod actor;
+mod drivers;
 mod error;
 mod files;
 #[cfg(any(test, feature = "fuzzing"))]

@@ -139,7 +139,7 @@ async fn kill_orphans(environment: &Arc<Environment>) {
                 Err(_) => true,
             }
         };
-        environment.native.kill_orphans(&recorded)
+        environment.drivers.kill_orphans(&recorded)
     });
     match ended.await {
         Ok(Ok(())) => {}

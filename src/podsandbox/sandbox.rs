@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
 use super::actor::{Actor, ActorHandle, Entry, Message, Published, abandoned_at};
-use super::jobs::{Jobs, PauseDriver, ToStart};
+use super::drivers::DriverRegistry;
+use super::jobs::{Jobs, ToStart};
 use super::layout::Layout;
 use super::machine::{Phase, Rpc};
 use super::record::{Record, Stage};
@@ -29,7 +30,6 @@ use crate::pause::Driver;
 use crate::pool::{self, Class};
 use crate::process::held::{self, HeldNamespace};
 use crate::shim;
-use crate::shim::driver::ShimDriver;
 use crate::shim::own::OwnShim;
 use crate::telemetry::Telemetry;
 
@@ -59,10 +59,8 @@ const _: () = assert!(
 pub struct Environment {
     /// Settings.
     pub config: Arc<Config>,
-    /// Makes the pauses that this program runs.
-    pub native: Arc<dyn Driver>,
-    /// Makes those that a runtime runs.
-    pub shim_driver: Arc<ShimDriver>,
+    /// What makes the pauses.
+    pub(super) drivers: DriverRegistry,
     /// Makes the pods' Task endpoints.
     pub shims: Arc<shim::Shims>,
     /// Where the sandboxes' files are.
@@ -106,23 +104,14 @@ impl Environment {
             own_shim,
         };
         let shims = Arc::new(shim::Shims::new(settings)?);
-        let shim_driver = Arc::new(ShimDriver::new(shims.clone()));
+        let drivers = DriverRegistry::new(native, shims.clone());
         let mounts = Arc::new(Mounts::new(
             config.containerd_address.clone(),
             config.containerd_state.clone(),
         ));
         let config = Arc::new(config);
         let (selinux, telemetry) = (Selinux::default(), Arc::default());
-        Ok(Self { config, native, shim_driver, shims, layout, mounts, selinux, telemetry })
-    }
-
-    /// The driver of that name, which makes and finds the pauses of a record.
-    pub(super) fn driver(&self, name: &str) -> PauseDriver {
-        if name == self.shim_driver.name() {
-            PauseDriver::Shim(self.shim_driver.clone())
-        } else {
-            PauseDriver::Native(self.native.clone())
-        }
+        Ok(Self { config, drivers, shims, layout, mounts, selinux, telemetry })
     }
 }
 
@@ -213,7 +202,7 @@ impl Sandbox {
         let Validated { record, pod, level } = validate::check(
             request,
             &environment.config,
-            environment.native.name(),
+            environment.drivers.native_name(),
             &environment.selinux,
             environment.shims.has_own(),
         )?;

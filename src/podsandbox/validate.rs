@@ -3,8 +3,8 @@
 
 mod security;
 mod shim_choice;
+mod sysctls;
 
-use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
 use std::time::SystemTime;
 
@@ -19,9 +19,7 @@ use crate::config::{CgroupDriver, Config};
 use crate::error::StepError;
 use crate::id::SandboxId;
 use crate::pause::{self, IdMapping, Namespace, Plan, UserNamespace, native};
-use crate::protos::cri::{
-    IDMapping, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption, PodSandboxConfig,
-};
+use crate::protos::cri::{IDMapping, NamespaceMode, NamespaceOption, PodSandboxConfig};
 use crate::shim;
 
 /// Type of the CRI config in Create's options.
@@ -128,7 +126,7 @@ fn plan(
         uts: if host_network { Namespace::Node } else { Namespace::Private },
         hostname: hostname(id, &pod.hostname, host_network)?,
         userns: userns(id, namespaces)?,
-        sysctls: sysctls(id, pod, config, host_network, ipc, security)?,
+        sysctls: sysctls::check(id, pod, config, host_network, ipc, security)?,
         cgroup_parent: cgroup_parent(id, parent, config.cgroup_driver, systemd_runs())?,
         oom_score_adj: pause::oom_score_adj(config.restrict_oom_score_adj),
         selinux_label,
@@ -315,86 +313,6 @@ fn one_mapping(id: &str, field: &str, mappings: &[IDMapping]) -> Result<IdMappin
     Ok(IdMapping { container_id: one.container_id, host_id: one.host_id, length: one.length })
 }
 
-fn sysctls(
-    id: &str,
-    pod: &PodSandboxConfig,
-    config: &Config,
-    host_network: bool,
-    ipc: Namespace,
-    security: &LinuxSandboxSecurityContext,
-) -> Result<Vec<(String, String)>, Error> {
-    let mut wanted: Vec<(String, String)> =
-        pod.linux.sysctls.iter().map(|(k, v)| (k.replace('/', "."), v.clone())).collect();
-    wanted.sort();
-    for (name, value) in &wanted {
-        let refuse = |reason: &str| {
-            Err(invalid(id, &format!("linux.sysctls[{:?}]", shorten(name)), reason.to_owned()))
-        };
-        let plain = name.split('.').all(|part| !part.is_empty() && !part.contains(['/', '\0']));
-        if !plain || value.contains('\0') {
-            return refuse("is no sysctl name, or its value has a zero byte");
-        }
-        match namespace_of(name) {
-            Some(Sysctl::Network) if host_network => {
-                return refuse("the pod uses the node's network");
-            }
-            Some(Sysctl::Ipc) if ipc == Namespace::Node => {
-                return refuse("the pod uses the node's IPC");
-            }
-            Some(Sysctl::Uts) if host_network => {
-                return refuse("the pod uses the node's network and so its UTS namespace");
-            }
-            Some(_) => {}
-            None => return refuse("is not namespaced, it would change the node"),
-        }
-    }
-    if !host_network {
-        let given: BTreeSet<&str> = pod.linux.sysctls.keys().map(String::as_str).collect();
-        let userns = security.namespace_options.userns_options.as_ref();
-        let userns = userns.is_some_and(|u| u.mode.enum_value() == Ok(NamespaceMode::POD));
-        let (ports, ping) = ("net.ipv4.ip_unprivileged_port_start", "net.ipv4.ping_group_range");
-        let mut defaults = Vec::new();
-        if config.enable_unprivileged_ports && !given.contains(ports) {
-            defaults.push((ports.to_owned(), "0".to_owned()));
-        }
-        if config.enable_unprivileged_icmp && !given.contains(ping) && !userns {
-            defaults.push((ping.to_owned(), "0 2147483647".to_owned()));
-        }
-        wanted.extend(defaults);
-    }
-    Ok(wanted)
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Sysctl {
-    Network,
-    Ipc,
-    Uts,
-}
-
-/// The namespace that a sysctl belongs to, as runc knows it; `None`: it is the node's.
-fn namespace_of(name: &str) -> Option<Sysctl> {
-    const IPC: [&str; 8] = [
-        "kernel.msgmax",
-        "kernel.msgmnb",
-        "kernel.msgmni",
-        "kernel.sem",
-        "kernel.shmall",
-        "kernel.shmmax",
-        "kernel.shmmni",
-        "kernel.shm_rmid_forced",
-    ];
-    if IPC.contains(&name) || name.starts_with("fs.mqueue.") {
-        Some(Sysctl::Ipc)
-    } else if name.starts_with("net.") {
-        Some(Sysctl::Network)
-    } else if name == "kernel.domainname" {
-        Some(Sysctl::Uts)
-    } else {
-        None
-    }
-}
-
 fn dns(id: &str, pod: &PodSandboxConfig) -> Result<Option<Dns>, Error> {
     let Some(dns) = pod.dns_config.as_ref() else { return Ok(None) };
     for (field, values) in
@@ -424,125 +342,4 @@ fn check_labels(id: &str, pod: &PodSandboxConfig) -> Result<(), Error> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_error_of_an_id_is_one_short_line() {
-        assert_eq!(check_id("a-1").unwrap(), "a-1");
-        for bad in ["", "a\n", &"f".repeat(4096)] {
-            let error = check_id(bad).unwrap_err().to_string();
-            assert!(error.contains("sandbox_id"), "{error}");
-            assert!(error.len() < 250 && !error.contains('\n'), "{error}");
-        }
-    }
-
-    #[test]
-    fn cgroup_parents_by_driver() {
-        let checked = |parent: &str, driver| {
-            cgroup_parent("id", parent, driver, true).map_err(|e| e.to_string())
-        };
-        let kubelet = "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-podX.slice";
-        let bare = "kubepods-burstable-podX.slice";
-        for driver in [CgroupDriver::Auto, CgroupDriver::Systemd] {
-            for parent in [kubelet, bare, "/kubepods-burstable-podX.slice/"] {
-                assert_eq!(checked(parent, driver).unwrap(), bare);
-            }
-            for bad in ["/kubepods-.slice", "..slice/../a.slice", "/a.slice/x@1.slice"] {
-                assert!(checked(bad, driver).unwrap_err().contains("linux.cgroup_parent"), "{bad}");
-            }
-            assert_eq!(checked("", driver).unwrap(), "");
-        }
-        for (driver, systemd) in [(CgroupDriver::Cgroupfs, true), (CgroupDriver::Auto, false)] {
-            let checked = |parent: &str| cgroup_parent("id", parent, driver, systemd).unwrap();
-            assert_eq!(checked(kubelet), kubelet);
-            assert_eq!(checked("a.slice"), "/a.slice");
-        }
-        for path in ["/kubepods/podX", "kubepods", "/a.slice/b"] {
-            assert_eq!(checked(path, CgroupDriver::Auto).unwrap(), path);
-            assert!(
-                checked(path, CgroupDriver::Systemd).unwrap_err().contains("is no systemd slice"),
-                "{path}"
-            );
-        }
-    }
-
-    #[test]
-    fn sysctls_have_the_namespaces_that_runc_gives_them() {
-        assert_eq!(namespace_of("net.core.somaxconn"), Some(Sysctl::Network));
-        assert_eq!(namespace_of("kernel.shmmax"), Some(Sysctl::Ipc));
-        assert_eq!(namespace_of("fs.mqueue.msg_max"), Some(Sysctl::Ipc));
-        assert_eq!(namespace_of("kernel.domainname"), Some(Sysctl::Uts));
-        for node in [
-            "vm.swappiness",
-            "kernel.pid_max",
-            "kernel.shmmaxx",
-            "fs.file-max",
-            "kernel.hostname",
-            "netx.a",
-        ] {
-            assert_eq!(namespace_of(node), None, "{node}");
-        }
-    }
-
-    #[test]
-    fn users_that_no_container_could_have_are_refused() {
-        let mapping = |container_id, length| IDMapping {
-            container_id,
-            host_id: 100_000,
-            length,
-            ..Default::default()
-        };
-        let checked = |uids: IDMapping, gids: IDMapping, pid: NamespaceMode, ipc: NamespaceMode| {
-            let users = crate::protos::cri::UserNamespace {
-                mode: NamespaceMode::POD.into(),
-                uids: vec![uids],
-                gids: vec![gids],
-                ..Default::default()
-            };
-            let options = NamespaceOption {
-                pid: pid.into(),
-                ipc: ipc.into(),
-                userns_options: Some(users).into(),
-                ..Default::default()
-            };
-            userns("id", &options).map(drop).map_err(|e| e.to_string())
-        };
-        let (whole, pod, node) = (|| mapping(0, 65536), NamespaceMode::POD, NamespaceMode::NODE);
-        assert_eq!(checked(whole(), whole(), pod, pod), Ok(()));
-        for (refused, word) in [
-            (
-                checked(mapping(1, 65536), whole(), pod, pod),
-                "uids: begins at id 1: no mapping found for id 0",
-            ),
-            (
-                checked(whole(), mapping(1, 65536), pod, pod),
-                "gids: begins at id 1: no mapping found for id 0",
-            ),
-            (checked(mapping(0, 1), whole(), pod, pod), "uids: maps id 0 alone"),
-            (checked(whole(), mapping(0, 1), pod, pod), "gids: maps id 0 alone"),
-            (checked(whole(), whole(), node, pod), "namespace_options.pid: mode NODE"),
-            (checked(whole(), whole(), pod, node), "namespace_options.ipc: mode NODE"),
-        ] {
-            assert!(
-                refused.as_ref().is_err_and(|e| e.contains(word)),
-                "{word:?} is not in {refused:?}"
-            );
-        }
-    }
-
-    #[test]
-    fn labels_are_as_long_as_containerd_takes_them() {
-        let of = |length: usize| {
-            let mut pod = PodSandboxConfig::new();
-            pod.labels.insert("k".repeat(96), "v".repeat(length));
-            check_labels("id", &pod).map_err(|e| e.to_string())
-        };
-        assert_eq!(of(4000), Ok(()));
-        let error = of(4001).unwrap_err();
-        assert!(
-            error.contains("has 4097 bytes, key and value together, more than 4096"),
-            "{error}"
-        );
-    }
-}
+mod tests;

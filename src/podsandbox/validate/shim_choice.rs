@@ -1,8 +1,8 @@
 //! Whose a pod's shim is: the one place that decides it. The record keeps the decision.
 
-use super::super::SandboxInfo;
+use super::super::{SandboxInfo, drivers};
 use crate::config::{Config, DriverName, ShimOwner};
-use crate::shim::{self, Owner, own};
+use crate::shim::{Owner, own};
 
 /// The type of the options that this project's own shim reads.
 const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
@@ -11,20 +11,13 @@ const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
 /// can be used.
 pub(super) fn choose(info: &SandboxInfo, config: &Config, has_own: bool) -> (Owner, bool) {
     match config.shim {
-        _ if !is_native(&info.runtime_name, config) => (Owner::Driver, false),
+        _ if drivers::choose(&info.runtime_name, config) == DriverName::Shim => {
+            (Owner::Driver, false)
+        }
         ShimOwner::Own => (Owner::Sandboxer, has_own && own_fits(info, config)),
         ShimOwner::Runtime => (Owner::Sandboxer, false),
         ShimOwner::Started => (Owner::Started, false),
         ShimOwner::Containerd => (Owner::Containerd, false),
-    }
-}
-
-/// Whether this program runs the pause of a pod of that runtime.
-fn is_native(runtime: &str, config: &Config) -> bool {
-    match config.drivers.0.get(runtime) {
-        Some(driver) => *driver == DriverName::Native,
-        // Without a name there is nothing to run it.
-        None => runtime.is_empty() || shim::driver::is_of_host_processes(runtime),
     }
 }
 

@@ -1,0 +1,98 @@
+use super::*;
+
+#[test]
+fn the_error_of_an_id_is_one_short_line() {
+    assert_eq!(check_id("a-1").unwrap(), "a-1");
+    for bad in ["", "a\n", &"f".repeat(4096)] {
+        let error = check_id(bad).unwrap_err().to_string();
+        assert!(error.contains("sandbox_id"), "{error}");
+        assert!(error.len() < 250 && !error.contains('\n'), "{error}");
+    }
+}
+
+#[test]
+fn cgroup_parents_by_driver() {
+    let checked =
+        |parent: &str, driver| cgroup_parent("id", parent, driver, true).map_err(|e| e.to_string());
+    let kubelet = "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-podX.slice";
+    let bare = "kubepods-burstable-podX.slice";
+    for driver in [CgroupDriver::Auto, CgroupDriver::Systemd] {
+        for parent in [kubelet, bare, "/kubepods-burstable-podX.slice/"] {
+            assert_eq!(checked(parent, driver).unwrap(), bare);
+        }
+        for bad in ["/kubepods-.slice", "..slice/../a.slice", "/a.slice/x@1.slice"] {
+            assert!(checked(bad, driver).unwrap_err().contains("linux.cgroup_parent"), "{bad}");
+        }
+        assert_eq!(checked("", driver).unwrap(), "");
+    }
+    for (driver, systemd) in [(CgroupDriver::Cgroupfs, true), (CgroupDriver::Auto, false)] {
+        let checked = |parent: &str| cgroup_parent("id", parent, driver, systemd).unwrap();
+        assert_eq!(checked(kubelet), kubelet);
+        assert_eq!(checked("a.slice"), "/a.slice");
+    }
+    for path in ["/kubepods/podX", "kubepods", "/a.slice/b"] {
+        assert_eq!(checked(path, CgroupDriver::Auto).unwrap(), path);
+        assert!(
+            checked(path, CgroupDriver::Systemd).unwrap_err().contains("is no systemd slice"),
+            "{path}"
+        );
+    }
+}
+
+#[test]
+fn users_that_no_container_could_have_are_refused() {
+    let mapping = |container_id, length| IDMapping {
+        container_id,
+        host_id: 100_000,
+        length,
+        ..Default::default()
+    };
+    let checked = |uids: IDMapping, gids: IDMapping, pid: NamespaceMode, ipc: NamespaceMode| {
+        let users = crate::protos::cri::UserNamespace {
+            mode: NamespaceMode::POD.into(),
+            uids: vec![uids],
+            gids: vec![gids],
+            ..Default::default()
+        };
+        let options = NamespaceOption {
+            pid: pid.into(),
+            ipc: ipc.into(),
+            userns_options: Some(users).into(),
+            ..Default::default()
+        };
+        userns("id", &options).map(drop).map_err(|e| e.to_string())
+    };
+    let (whole, pod, node) = (|| mapping(0, 65536), NamespaceMode::POD, NamespaceMode::NODE);
+    assert_eq!(checked(whole(), whole(), pod, pod), Ok(()));
+    for (refused, word) in [
+        (
+            checked(mapping(1, 65536), whole(), pod, pod),
+            "uids: begins at id 1: no mapping found for id 0",
+        ),
+        (
+            checked(whole(), mapping(1, 65536), pod, pod),
+            "gids: begins at id 1: no mapping found for id 0",
+        ),
+        (checked(mapping(0, 1), whole(), pod, pod), "uids: maps id 0 alone"),
+        (checked(whole(), mapping(0, 1), pod, pod), "gids: maps id 0 alone"),
+        (checked(whole(), whole(), node, pod), "namespace_options.pid: mode NODE"),
+        (checked(whole(), whole(), pod, node), "namespace_options.ipc: mode NODE"),
+    ] {
+        assert!(
+            refused.as_ref().is_err_and(|e| e.contains(word)),
+            "{word:?} is not in {refused:?}"
+        );
+    }
+}
+
+#[test]
+fn labels_are_as_long_as_containerd_takes_them() {
+    let of = |length: usize| {
+        let mut pod = PodSandboxConfig::new();
+        pod.labels.insert("k".repeat(96), "v".repeat(length));
+        check_labels("id", &pod).map_err(|e| e.to_string())
+    };
+    assert_eq!(of(4000), Ok(()));
+    let error = of(4001).unwrap_err();
+    assert!(error.contains("has 4097 bytes, key and value together, more than 4096"), "{error}");
+}

@@ -1,0 +1,249 @@
+use std::os::unix::net::UnixListener;
+
+use super::*;
+
+fn arguments(script: &str) -> Vec<OsString> {
+    ["-c", script].map(OsString::from).to_vec()
+}
+
+fn launch(
+    launcher: &Launcher,
+    directory: &Path,
+    program: &str,
+    arguments: &[OsString],
+) -> Result<Arc<dyn Process>, StepError> {
+    let socket = UnixListener::bind(directory.join("s")).unwrap();
+    launcher.launch(&Launch {
+        program: Program::Path(Path::new(program)),
+        arguments,
+        environment: &["A=b".into()],
+        core_domain: false,
+        directory,
+        socket: socket.as_fd(),
+        errors: None,
+    })
+}
+
+#[tokio::test]
+async fn has_its_socket_and_nothing_else_of_the_daemon() {
+    let directory = tempfile::tempdir().unwrap();
+    let launcher = Launcher::new(Some(77)).unwrap();
+    // The shell blocks signals of its own while it starts a program, so its status is read
+    // before and by itself.
+    let script = "exec >out; while read -r line; do echo \"$line\"; done </proc/$$/status; \
+                  ls -l /proc/$$/fd; cat /proc/$$/limits /proc/$$/environ; exit 3";
+    let process = launch(&launcher, directory.path(), "/bin/sh", &arguments(script)).unwrap();
+    assert_eq!(process.exited().await.status, 3);
+    let out =
+        String::from_utf8_lossy(&std::fs::read(directory.path().join("out")).unwrap()).into_owned();
+    let links: Vec<&str> = out.lines().filter_map(|line| line.split(" -> ").nth(1)).collect();
+    // The shell itself keeps a copy of what it redirects at 10 or above, if at all.
+    assert!(links.iter().filter(|to| to.starts_with("socket:")).count() == 1, "{out}");
+    assert!(
+        links
+            .iter()
+            .all(|to| ["/dev/null", "socket:"].iter().any(|p| to.starts_with(p))
+                || to.ends_with("/out")),
+        "{out}"
+    );
+    assert!(out.contains("SigBlk:\t0000000000000000") && out.contains("A=b"), "{out}");
+    let ignored = out.lines().find_map(|line| line.strip_prefix("SigIgn:\t")).unwrap();
+    let ignored = u64::from_str_radix(ignored, 16).unwrap();
+    assert_eq!(ignored & (1 << (libc::SIGPIPE - 1)), 0, "{ignored:x}");
+    let limit = out.lines().find(|line| line.starts_with("Max open files")).unwrap();
+    assert_eq!(limit.split_whitespace().nth(3), Some("77"), "{limit}");
+}
+
+#[tokio::test]
+async fn has_nothing_else_of_the_daemon_where_the_kernel_cannot_close_at_the_exec() {
+    for errno in [libc::EINVAL, libc::ENOSYS] {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().to_owned();
+        // As every descriptor of a parent that does not mark its own.
+        let inherited = std::fs::File::open("/etc/passwd").unwrap();
+        nix::fcntl::fcntl(&inherited, nix::fcntl::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
+        // The filter is the thread's and its children's.
+        let launched = std::thread::spawn(move || {
+            sys::filter::without_close_at_execute(errno);
+            let script = "ls -l /proc/$$/fd >out; exit 3";
+            launch(&Launcher::new(None).unwrap(), &path, "/bin/sh", &arguments(script))
+        });
+        let process = launched.join().unwrap().unwrap();
+        assert_eq!(process.exited().await.status, 3);
+        let out = std::fs::read_to_string(directory.path().join("out")).unwrap();
+        assert!(out.contains("socket:") && !out.contains("passwd"), "{out}");
+    }
+}
+
+#[test]
+fn a_command_has_the_limit_of_open_files_that_it_is_given() {
+    let limit = |soft| {
+        let mut command = Command::new("/bin/sh");
+        limit_open_files(command.args(["-c", "ulimit -Sn; ulimit -Hn"]), soft);
+        String::from_utf8(command.output().unwrap().stdout).unwrap()
+    };
+    let own = limit(None);
+    let hard = own.lines().nth(1).unwrap();
+    assert_eq!(limit(Some(77)), format!("77\n{hard}\n"));
+    if hard != "unlimited" {
+        assert_eq!(limit(Some(u64::MAX)), format!("{hard}\n{hard}\n"));
+    }
+}
+
+#[tokio::test]
+async fn is_found_again_without_a_record_and_with_one() {
+    let directory = tempfile::tempdir().unwrap();
+    let launcher = Launcher::new(None).unwrap();
+    // Others on this machine may sleep as long.
+    let seconds: &[OsString] = &[format!("1000.{}", std::process::id()).into()];
+    let process = launch(&launcher, directory.path(), "/bin/sleep", seconds).unwrap();
+    let found = loop {
+        // An executed program has its arguments an instant later.
+        match launcher.find_process(directory.path(), seconds).unwrap() {
+            Some(found) => break found,
+            None => tokio::task::yield_now().await,
+        }
+    };
+    assert_eq!(found.identity(), process.identity());
+    assert!(launcher.find_process(directory.path(), &["100".into()]).unwrap().is_none());
+    assert!(launcher.find_process(Path::new("/"), seconds).unwrap().is_none());
+    assert!(matches!(launcher.adopt(process.identity()), Adoption::Alive(_)));
+    found.kill().unwrap();
+    assert_eq!(process.exited().await.status, 137);
+    assert!(matches!(launcher.adopt(process.identity()), Adoption::Dead(_)));
+    assert!(launcher.find_process(directory.path(), seconds).unwrap().is_none());
+}
+
+/// Looks from a mount namespace of its own, where `/proc` shows nothing.
+fn hidden<T: Send + 'static>(look: impl FnOnce() -> T + Send + 'static) -> T {
+    use nix::mount::{MsFlags, mount};
+
+    let thread = std::thread::spawn(move || {
+        sys::unshare(libc::CLONE_NEWNS).unwrap();
+        let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
+        mount(None::<&str>, "/", None::<&str>, private, None::<&str>).unwrap();
+        mount(Some("none"), "/proc", Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
+        look()
+    });
+    thread.join().unwrap()
+}
+
+#[tokio::test]
+async fn one_that_is_hidden_is_not_taken_for_dead() {
+    if kit::skip_without_root() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let launcher = Arc::new(Launcher::new(None).unwrap());
+    let process = launch(&launcher, directory.path(), "/bin/sleep", &["1000".into()]).unwrap();
+    let look = || {
+        let (launcher, identity) = (Arc::clone(&launcher), process.identity().clone());
+        hidden(move || (launcher.adopt(&identity), launcher.open(identity.pid)))
+    };
+    let (adopted, opened) = look();
+    assert!(matches!(adopted, Adoption::Unknown(_)), "{adopted:?}");
+    assert!(opened.unwrap_err().to_string().contains("/stat"));
+    process.kill().unwrap();
+    process.exited().await;
+    let (adopted, opened) = look();
+    assert!(matches!(adopted, Adoption::Dead(_)), "{adopted:?}");
+    assert!(opened.unwrap().is_none());
+}
+
+#[tokio::test]
+async fn is_found_behind_a_link() {
+    let directory = tempfile::tempdir().unwrap();
+    let (real, link) = (directory.path().join("real"), directory.path().join("link"));
+    std::fs::create_dir_all(real.join("same")).unwrap();
+    std::fs::create_dir_all(directory.path().join("other/same")).unwrap();
+    std::os::unix::fs::symlink(&real, &link).unwrap();
+    let launcher = Launcher::new(None).unwrap();
+    let process = launch(&launcher, &link.join("same"), "/bin/sleep", &["1001".into()]).unwrap();
+    let find = |at: &Path| launcher.find_process(&at.join("same"), &["1001".into()]).unwrap();
+    while find(&real).is_none() {
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(find(&link).unwrap().identity(), process.identity());
+    assert!(find(&directory.path().join("other")).is_none(), "the name is not all");
+    assert!(find(&directory.path().join("none")).is_none());
+    process.kill().unwrap();
+    process.exited().await;
+}
+
+fn core_cookie(pid: u32) -> u64 {
+    let pid = rustix::process::Pid::from_raw(pid.cast_signed()).unwrap();
+    rustix::thread::core_scheduling_cookie(pid, CoreSchedulingScope::Thread).unwrap()
+}
+
+/// Or none is launched, where the kernel has no such domains.
+#[tokio::test]
+async fn has_a_core_scheduling_domain_if_asked() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = UnixListener::bind(directory.path().join("s")).unwrap();
+    let launched = Launcher::new(None).unwrap().launch(&Launch {
+        program: Program::Path(Path::new("/bin/sleep")),
+        arguments: &["1000".into()],
+        environment: &[],
+        core_domain: true,
+        directory: directory.path(),
+        socket: socket.as_fd(),
+        errors: None,
+    });
+    // What the kernel says to another process.
+    let script = "import ctypes; c = ctypes.CDLL(None, use_errno=True); \
+                  print(0 if c.prctl(62, 1, 0, 1, 0) == 0 else ctypes.get_errno())";
+    let said = Command::new("python3").args(["-c", script]).output().unwrap();
+    let errno: i32 = String::from_utf8(said.stdout).unwrap().trim().parse().unwrap();
+    match launched {
+        Ok(process) => {
+            let cookie = core_cookie(process.identity().pid);
+            process.kill().unwrap();
+            assert_eq!(errno, 0);
+            assert!(cookie != 0 && cookie != core_cookie(std::process::id()), "{cookie}");
+        }
+        Err(step) => {
+            let error = io::Error::from_raw_os_error(errno);
+            let expected =
+                format!("make core scheduling domain {}: {error}", directory.path().display());
+            assert_eq!(step.to_string(), expected);
+        }
+    }
+}
+
+/// On each kernel: a filter answers the one call that makes a domain for the child, and no
+/// other.
+#[tokio::test]
+async fn asks_for_a_core_scheduling_domain_for_itself() {
+    let launched = |errno, core_domain| {
+        let launch = move || {
+            let directory = tempfile::tempdir().unwrap();
+            let socket = UnixListener::bind(directory.path().join("s")).unwrap();
+            sys::filter::with_core_domains(std::process::id(), errno);
+            Launcher::new(None).unwrap().launch(&Launch {
+                program: Program::Path(Path::new("/bin/true")),
+                arguments: &[],
+                environment: &[],
+                core_domain,
+                directory: directory.path(),
+                socket: socket.as_fd(),
+                errors: None,
+            })
+        };
+        // The filter is the thread's and its children's.
+        std::thread::spawn(launch).join().unwrap()
+    };
+    assert_eq!(launched(0, true).unwrap().exited().await.status, 0);
+    let refused = launched(libc::EDOM, true).unwrap_err().to_string();
+    let reason = io::Error::from_raw_os_error(libc::EDOM).to_string();
+    assert!(refused.starts_with("make core scheduling domain"), "{refused}");
+    assert!(refused.ends_with(&reason), "{refused}");
+    assert_eq!(launched(libc::EDOM, false).unwrap().exited().await.status, 0);
+}
+
+#[tokio::test]
+async fn a_program_that_is_not_there_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let launcher = Launcher::new(None).unwrap();
+    let error = launch(&launcher, directory.path(), "/no/such/shim", &[]).unwrap_err().to_string();
+    assert_eq!(error, "execute /no/such/shim: No such file or directory (os error 2)");
+}
