@@ -59,6 +59,7 @@ pub struct Setting {
     /// What values it takes.
     pub kind: &'static str,
     set: fn(&mut Config, Spanned<DeValue<'_>>) -> Result<(), String>,
+    set_text: fn(&mut Config, &str) -> Result<(), String>,
     show: fn(&Config) -> String,
 }
 
@@ -104,6 +105,10 @@ macro_rules! settings {
             kind: <$type as SettingValue>::KIND,
             set: |config, value| {
                 config.$name = <$type as SettingValue>::parse(value)?;
+                Ok(())
+            },
+            set_text: |config, text| {
+                config.$name = <$type as SettingValue>::from_flag(text)?;
                 Ok(())
             },
             show: |config| config.$name.to_toml(),
@@ -230,24 +235,25 @@ struct Gathered {
 }
 
 impl Gathered {
-    /// Sets what `value` says, which is written as `shown`.
+    /// Sets what `set` reads from the text `shown`.
     fn set(
         &mut self,
         name: &str,
-        value: Spanned<DeValue<'_>>,
         shown: &str,
         origin: String,
+        set: impl FnOnce(&Setting, &mut Config) -> Result<(), String>,
     ) -> Result<(), ConfigError> {
         let unknown = || "unknown setting (`pause-sandboxer config default` prints all)".to_owned();
         let set = Setting::named(name).ok_or_else(unknown).and_then(|setting| {
-            let set = (setting.set)(&mut self.config, value);
-            set.map(|()| setting.name).map_err(|reason| match reason.as_str() {
-                "" => {
-                    let line = shown.lines().next().unwrap_or_default();
-                    let shown: String = line.chars().take(SHOWN_MAX).collect();
-                    format!("must be {}, is {shown}", setting.kind)
+            set(setting, &mut self.config).map(|()| setting.name).map_err(|reason| {
+                match reason.as_str() {
+                    "" => {
+                        let line = shown.lines().next().unwrap_or_default();
+                        let shown: String = line.chars().take(SHOWN_MAX).collect();
+                        format!("must be {}, is {shown}", setting.kind)
+                    }
+                    _ => reason,
                 }
-                _ => reason,
             })
         });
         match set {
@@ -266,13 +272,16 @@ impl Gathered {
         let shown = format!("{text:?}");
         if let Ok(value) = DeValue::parse(text) {
             let whole = matches!(value.get_ref(), DeValue::Array(_) | DeValue::Table(_));
-            let set = self.set(name, value, &shown, origin.clone());
+            let set =
+                self.set(name, &shown, origin.clone(), |setting, config| match value.get_ref() {
+                    DeValue::String(text) => (setting.set_text)(config, text),
+                    _ => (setting.set)(config, value),
+                });
             if whole || set.is_ok() {
                 return set;
             }
         }
-        let string = Spanned::new(0..text.len(), DeValue::String(text.into()));
-        self.set(name, string, &shown, origin)
+        self.set(name, &shown, origin, |setting, config| (setting.set_text)(config, text))
     }
 
     fn checked(self) -> Result<Config, ConfigError> {

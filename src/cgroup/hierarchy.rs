@@ -107,8 +107,8 @@ impl OpenHierarchy {
         }
     }
 
-    /// Gives a cgroup the CPUs and memory nodes of its parent, and the parent those of its own where it
-    /// has none.
+    /// Gives a cgroup the CPUs and memory nodes of its parent, and the parent those of its own
+    /// where it has none.
     pub(super) fn fill_cpuset(&self, cgroup: &CStr) -> Result<(), Errno> {
         for file in CPUSET {
             let mut chain = ancestors(cgroup);

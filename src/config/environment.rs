@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::value::{SettingValue, Strings};
+use super::value::SettingValue;
 
 /// Variables of the runtime-v2 protocol, which describe the node to a shim: the sandboxer alone
 /// sets them.
@@ -40,21 +40,21 @@ impl Variables {
 
 impl SettingValue for Variables {
     const KIND: &'static str = "a list of NAME=value";
-    type Form = Strings;
+    type Form = Vec<String>;
 
-    fn check(form: Strings) -> Result<Self, String> {
-        let texts = match form {
-            Strings::Many(texts) => texts,
-            // As it is: a value may have commas.
-            Strings::One(text) => Vec::from_iter((!text.is_empty()).then_some(text)),
-        };
+    fn check(texts: Vec<String>) -> Result<Self, String> {
         let mut variables = Self::default();
         texts.iter().try_for_each(|text| variables.add(text))?;
         Ok(variables)
     }
 
-    fn form(&self) -> Strings {
-        Strings::Many(self.lines().collect())
+    fn form(&self) -> Vec<String> {
+        self.lines().collect()
+    }
+
+    /// One variable, as it is: a value may have commas.
+    fn from_flag(text: &str) -> Result<Self, String> {
+        Self::check(Vec::from_iter((!text.is_empty()).then(|| text.to_owned())))
     }
 }
 

@@ -20,7 +20,9 @@ pub(super) fn gather(path: &Path, text: &str, gathered: &mut Gathered) -> Result
     for (key, value) in entries {
         let origin = format!("{}:{}", path.display(), line_of(text, key.span().start));
         let shown = text.get(value.span()).unwrap_or_default();
-        gathered.set(key.get_ref(), value.clone(), shown, origin)?;
+        gathered.set(key.get_ref(), shown, origin, |setting, config| {
+            (setting.set)(config, value.clone())
+        })?;
     }
     Ok(())
 }

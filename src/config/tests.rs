@@ -163,6 +163,49 @@ fn settings_that_do_not_fit_together_are_named_where_they_were_set() {
     );
 }
 
+/// serde takes a table of one key for an enum, and an untagged enum takes a string for a list.
+#[test]
+fn words_and_lists_are_nothing_else() {
+    for (text, fault) in [
+        ("log_format = { json = {} }", "log_format: must be one of text, json, is { json = {} }"),
+        ("shim = { sandboxer = {} }", "shim: must be one of "),
+        (
+            "cgroup_driver = [\"auto\"]",
+            "cgroup_driver: must be one of auto, cgroupfs, systemd, is ",
+        ),
+        ("shim_env = \"A=b\"", "shim_env: must be a list of NAME=value, is \"A=b\""),
+        ("pod_annotations = \"a\"", "pod_annotations: must be a list of patterns, is \"a\""),
+    ] {
+        let e = load(text, &[]).unwrap_err();
+        assert!(e.starts_with(&format!("c.toml:1: {fault}")), "{text}: {e}");
+    }
+}
+
+#[test]
+fn errors_of_a_table_name_the_entry() {
+    for (text, fault) in [
+        (
+            "drivers = { a = \"native\", b = \"x\" }",
+            "drivers: \"b\" must be native or shim, is \"x\"",
+        ),
+        (
+            "drivers = { a = { shim = {} } }",
+            "drivers: \"a\" must be native or shim, is { \"shim\" = {} }",
+        ),
+        ("drivers = 1", "drivers: must be a table of `native` or `shim` by runtime name, is 1"),
+        ("shims = { a = \"/a\", b = 1 }", "shims: \"b\" must be an absolute path, is 1"),
+        ("shims = { b = \"b\" }", "shims: \"b\" must be an absolute path, is \"b\""),
+        (
+            "shims = { b = \"/a/../b\" }",
+            "shims: \"b\" must be an absolute path without \"..\", is \"/a/../b\"",
+        ),
+    ] {
+        assert_eq!(load(text, &[]).unwrap_err(), format!("c.toml:1: {fault}"), "{text}");
+    }
+    let flag = load("", &[("shims", "{ b = 'b' }")]).unwrap_err();
+    assert_eq!(flag, "flag --shims: shims: \"b\" must be an absolute path, is \"b\"");
+}
+
 #[test]
 fn patterns_are_plain_words_in_a_flag() {
     let shown = |text: &str| {

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use log::LevelFilter;
 use serde::de::DeserializeOwned;
+use serde::de::value::{Error as FormError, StrDeserializer};
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 use toml::Spanned;
@@ -41,10 +42,43 @@ pub(super) trait SettingValue: Sized {
         form.map_err(|_| String::new()).and_then(Self::check)
     }
 
+    /// Reads what a flag says as plain text.
+    ///
+    /// # Errors
+    /// As [`SettingValue::check`].
+    fn from_flag(text: &str) -> Result<Self, String> {
+        word(text).and_then(Self::check)
+    }
+
     /// The value as TOML, on one line.
     fn to_toml(&self) -> String {
         serde_json::to_value(self.form()).as_ref().map_or_else(|_| String::new(), toml)
     }
+}
+
+/// What serde makes of one word. A table of one key, which serde takes for an enum too, is none.
+fn word<T: DeserializeOwned>(text: &str) -> Result<T, String> {
+    T::deserialize(StrDeserializer::<FormError>::new(text)).map_err(|_| String::new())
+}
+
+/// The values of a table, each checked alone, so that an error names the wrong one.
+///
+/// # Errors
+/// What is wrong with the first wrong entry.
+fn entries<T: SettingValue<Form = String>>(
+    form: BTreeMap<String, Json>,
+) -> Result<BTreeMap<String, T>, String> {
+    let check = |(name, value): (String, Json)| {
+        let checked = value.as_str().map_or_else(|| Err(String::new()), T::from_flag);
+        match checked {
+            Ok(checked) => Ok((name, checked)),
+            Err(reason) if reason.is_empty() => {
+                Err(format!("{name:?} must be {}, is {}", T::KIND, toml(&value)))
+            }
+            Err(reason) => Err(format!("{name:?} {reason}")),
+        }
+    };
+    form.into_iter().map(check).collect()
 }
 
 /// JSON as TOML. All escapes of JSON are those of TOML; TOML escapes DEL too.
@@ -84,10 +118,30 @@ macro_rules! plain {
 
 plain!(String, "a string");
 plain!(bool, "true or false");
-plain!(Drivers, "a table of `native` or `shim` by runtime name");
-plain!(CgroupDriver, "one of auto, cgroupfs, systemd");
-plain!(LogFormat, "one of text, json");
-plain!(ShimOwner, "one of own, runtime, started, containerd");
+
+/// An enum that serde reads and writes as one word.
+macro_rules! words {
+    ($type:ty, $kind:literal) => {
+        impl SettingValue for $type {
+            const KIND: &'static str = $kind;
+            type Form = String;
+
+            fn check(text: String) -> Result<Self, String> {
+                word(&text)
+            }
+
+            fn form(&self) -> String {
+                let json = serde_json::to_value(self).unwrap_or_default();
+                json.as_str().unwrap_or_default().to_owned()
+            }
+        }
+    };
+}
+
+words!(DriverName, "native or shim");
+words!(CgroupDriver, "one of auto, cgroupfs, systemd");
+words!(LogFormat, "one of text, json");
+words!(ShimOwner, "one of own, runtime, started, containerd");
 
 impl SettingValue for PathBuf {
     const KIND: &'static str = "an absolute path";
@@ -110,32 +164,24 @@ impl SettingValue for PathBuf {
     }
 }
 
-/// A list of strings; as a flag, a single string too.
-#[derive(Debug, Deserialize, Serialize)]
-#[serde(untagged)]
-pub(super) enum Strings {
-    Many(Vec<String>),
-    One(String),
-}
-
 impl SettingValue for Vec<Pattern> {
     const KIND: &'static str = "a list of patterns";
-    type Form = Strings;
+    type Form = Vec<String>;
 
-    fn check(form: Strings) -> Result<Self, String> {
+    fn check(texts: Vec<String>) -> Result<Self, String> {
         let pattern =
-            |text: &str| text.parse().map_err(|()| format!("{text:?} is not a valid pattern"));
-        match form {
-            Strings::Many(texts) => texts.iter().map(|text| pattern(text)).collect(),
-            Strings::One(text) => {
-                let words = text.split(',').map(str::trim).filter(|word| !word.is_empty());
-                words.map(pattern).collect()
-            }
-        }
+            |text: &String| text.parse().map_err(|()| format!("{text:?} is not a valid pattern"));
+        texts.iter().map(pattern).collect()
     }
 
-    fn form(&self) -> Strings {
-        Strings::Many(self.iter().map(|pattern| pattern.as_str().to_owned()).collect())
+    fn form(&self) -> Vec<String> {
+        self.iter().map(|pattern| pattern.as_str().to_owned()).collect()
+    }
+
+    /// Separated by commas.
+    fn from_flag(text: &str) -> Result<Self, String> {
+        let words = text.split(',').map(str::trim).filter(|word| !word.is_empty());
+        Self::check(words.map(str::to_owned).collect())
     }
 }
 
@@ -145,21 +191,33 @@ pub struct ShimBinaries(pub BTreeMap<String, PathBuf>);
 
 impl SettingValue for ShimBinaries {
     const KIND: &'static str = "a table of absolute paths by runtime name";
-    type Form = BTreeMap<String, String>;
+    type Form = BTreeMap<String, Json>;
 
     fn check(form: Self::Form) -> Result<Self, String> {
-        let entry = |(name, path)| Ok((name, PathBuf::check(path)?));
-        form.into_iter().map(entry).collect::<Result<_, _>>().map(Self)
+        entries(form).map(Self)
     }
 
     fn form(&self) -> Self::Form {
-        self.0.iter().map(|(name, path)| (name.clone(), path.form())).collect()
+        self.0.iter().map(|(name, path)| (name.clone(), path.form().into())).collect()
     }
 }
 
 /// Drivers by runtime name.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Drivers(pub BTreeMap<String, DriverName>);
+
+impl SettingValue for Drivers {
+    const KIND: &'static str = "a table of `native` or `shim` by runtime name";
+    type Form = BTreeMap<String, Json>;
+
+    fn check(form: Self::Form) -> Result<Self, String> {
+        entries(form).map(Self)
+    }
+
+    fn form(&self) -> Self::Form {
+        self.0.iter().map(|(name, driver)| (name.clone(), driver.form().into())).collect()
+    }
+}
 
 /// A number of MCS categories.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
