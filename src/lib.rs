@@ -23,6 +23,7 @@ pub mod podsandbox;
 pub mod pool;
 pub mod process;
 pub mod protos;
+mod replace_file;
 pub mod shim;
 mod sys;
 pub mod telemetry;

@@ -7,7 +7,7 @@
 
 use std::borrow::Cow;
 use std::fs;
-use std::io::{self, Write as _};
+use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 use super::layout::Layout;
 use crate::error::{IoContext as _, StepError, StepErrors, gone};
 use crate::id::SandboxId;
+use crate::replace_file::replace_file;
 
 /// Size and mode of a pod's /dev/shm, as containerd's built-in controller makes it
 /// (`defaultShmSize`).
@@ -218,7 +219,7 @@ impl SandboxFiles {
             match content(&files, name) {
                 // It is empty, as it is to be.
                 Ok(content) if content.is_empty() && path.exists() => {}
-                Ok(content) => match replace(&path, &content) {
+                Ok(content) => match replace_file(&path, 0o666, &content) {
                     Ok(()) => restored = true,
                     Err(step) => errors.check(Err(step)),
                 },
@@ -325,20 +326,6 @@ fn is_written(path: &Path) -> bool {
     let changed =
         || Some(file.modified().ok()?.duration_since(file.created().ok()?).ok()? > MADE_WITHIN);
     file.len() > 0 || changed().unwrap_or(false)
-}
-
-/// Writes a file beside its place and moves it there: at its place there is never less than all of
-/// it.
-fn replace(path: &Path, content: &[u8]) -> Result<(), StepError> {
-    let temporary = path.with_added_extension("new");
-    let written = fs::File::create(&temporary).and_then(|mut file| file.write_all(content));
-    let replaced = match written.step_at("write file", &temporary) {
-        Ok(()) => fs::rename(&temporary, path).step_at("replace file", path),
-        failed => failed,
-    };
-    replaced.inspect_err(|_| {
-        let _ = fs::remove_file(&temporary);
-    })
 }
 
 /// `rootcontext`, not `context`: containerd sets the label of what it mounts into each container

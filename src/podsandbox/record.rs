@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, Read as _};
 use std::os::unix::fs::{
     DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _,
 };
@@ -28,6 +28,7 @@ use crate::id::SandboxId;
 use crate::pause::Plan;
 use crate::process::{Exit, Identity};
 use crate::protos::cri::PodSandboxConfig;
+use crate::replace_file::{replace_file, temporary};
 use crate::shim;
 
 /// The version that this daemon writes.
@@ -311,9 +312,7 @@ impl RecordStore {
     pub fn keep_private(&self) -> Result<(), StepError> {
         const STEP: &str = "make the record private";
         let dir = self.dir();
-        let files =
-            [dir.join(RECORD), dir.join(STAGE), self.temporary(RECORD), self.temporary(STAGE)];
-        let files = files.into_iter().map(|file| (file, PRIVATE, 0o077));
+        let files = self.files().into_iter().map(|file| (file, PRIVATE, 0o077));
         for (path, mode, too_much) in files.chain([(dir, 0o700, 0o066)]) {
             // The reader reports links and other files that are no records.
             match fs::symlink_metadata(&path) {
@@ -400,20 +399,20 @@ impl RecordStore {
         // The stage goes last: a record without its stage would look like a sandbox that was never
         // started.
         let dir = self.dir();
-        for path in
-            [self.temporary(RECORD), dir.join(RECORD), self.temporary(STAGE), dir.join(STAGE)]
-        {
+        for path in self.files() {
             gone(fs::remove_file(&path)).step_at("remove record", path)?;
         }
         gone(fs::remove_dir(&dir)).step_at("remove record directory", dir)
     }
 
-    fn temporary(&self, name: &str) -> PathBuf {
-        self.dir().join(format!("{name}.new"))
+    /// All files of the record.
+    fn files(&self) -> [PathBuf; 4] {
+        let (record, stage) = (self.dir().join(RECORD), self.dir().join(STAGE));
+        [temporary(&record), record, temporary(&stage), stage]
     }
 
     fn replace<T: Serialize>(&self, name: &str, value: &T) -> Result<(), StepError> {
-        let (path, temporary) = (self.dir().join(name), self.temporary(name));
+        let path = self.dir().join(name);
         let text = serde_json::to_vec(value).map_err(io::Error::other).step("encode record")?;
         // What the next daemon would refuse to read is not to be written: a sandbox would be kept
         // aside.
@@ -424,19 +423,7 @@ impl RecordStore {
                 io::Error::from_raw_os_error(libc::EFBIG),
             ));
         }
-        let mut options = fs::File::options();
-        options
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(PRIVATE)
-            .custom_flags(libc::O_NOFOLLOW);
-        let written = options.open(&temporary).and_then(|mut file| file.write_all(&text));
-        if let Err(e) = written.step_at("write record", &temporary) {
-            let _ = fs::remove_file(&temporary);
-            return Err(e);
-        }
-        fs::rename(&temporary, &path).step_at("replace record", path)
+        replace_file(&path, PRIVATE, &text)
     }
 }
 

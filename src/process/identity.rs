@@ -27,6 +27,8 @@ pub(crate) fn boot_id() -> Result<Arc<str>, StepError> {
 pub(crate) struct Stat {
     /// Field 3: `Z` and `X` have ended.
     pub(crate) state: u8,
+    /// Field 9: flags of the kernel (`PF_`).
+    pub(crate) flags: u64,
     /// Field 22, clock ticks after boot.
     pub(crate) start_time: u64,
     /// Field 52, as wait4(2) gives it; 0 for who may not know.
@@ -55,6 +57,7 @@ impl Stat {
         let field = |number: usize| fields.get(number - 3).copied();
         Some(Self {
             state: *field(3)?.as_bytes().first()?,
+            flags: field(9)?.parse().ok()?,
             start_time: field(22)?.parse().ok()?,
             exit_status: field(52)?.parse().ok()?,
         })
@@ -63,6 +66,13 @@ impl Stat {
     /// The process has ended and waits to be reaped.
     pub(crate) fn ended(&self) -> bool {
         matches!(self.state, b'Z' | b'X')
+    }
+
+    /// The process is ending, or has ended: the first process of a PID namespace is no zombie until
+    /// all others of it are reaped, by whoever has to.
+    pub(crate) fn ending(&self) -> bool {
+        const PF_EXITING: u64 = 0x4;
+        self.ended() || self.flags & PF_EXITING != 0
     }
 
     /// How it ended.
@@ -123,7 +133,7 @@ mod tests {
             line.extend(format!(" {}", number * 10).bytes());
         }
         let stat = Stat::parse(&line).unwrap();
-        assert_eq!(stat, Stat { state: b'Z', start_time: 220, exit_status: 520 });
+        assert_eq!(stat, Stat { state: b'Z', flags: 90, start_time: 220, exit_status: 520 });
         assert!(stat.ended());
     }
 

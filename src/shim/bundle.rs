@@ -13,6 +13,7 @@ use super::bootstrap::Bootstrap;
 use super::log as shim_log;
 use crate::error::{IoContext as _, StepError, gone};
 use crate::process::Identity;
+use crate::replace_file::replace_file;
 
 /// What a file has at the end of its name until it is complete.
 pub const NEW: &str = ".new";
@@ -207,9 +208,7 @@ impl Bundle {
     }
 
     fn replace(&self, name: &str, content: &[u8]) -> Result<(), StepError> {
-        let (path, new) = (self.dir.join(name), self.dir.join(format!("{name}{NEW}")));
-        fs::write(&new, content).step_at("write file", &new)?;
-        fs::rename(&new, &path).step_at("replace file", path)
+        replace_file(&self.dir.join(name), 0o666, content)
     }
 }
 

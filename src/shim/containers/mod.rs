@@ -24,6 +24,7 @@ use containerd_shim_protos::shim::oci::Options;
 use crate::cgroup::mounts::ROOT;
 use crate::error::{IoContext as _, StepError};
 use crate::process::held::{Held, HeldNamespace};
+use crate::process::identity::Stat;
 use crate::process::spawn::pids;
 use origin::{Origin, SANDBOX};
 
@@ -116,23 +117,10 @@ pub fn forgotten(root: &Path, tasks: &Path, sandbox: &str) -> Result<Vec<Contain
     Ok(containers)
 }
 
-/// Where the kernel's flags of a process are in `/proc/PID/stat`, counted from the state
-/// (proc_pid_stat(5)), and the one that says that it is ending.
-const FLAGS: usize = 6;
-const PF_EXITING: u64 = 0x4;
-
 /// The process is ending, or has ended and waits for its parent, which may be slow to look. One
 /// whose first thread has ended, and another has not, lives.
 fn is_ending(pid: u32) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The name is in parentheses and may hold anything.
-    let ended = stat.rsplit_once(") ").is_some_and(|(_, fields)| {
-        // The first process of a PID namespace is no zombie until all others of it are reaped, by
-        // whoever has to.
-        let flags: u64 =
-            fields.split(' ').nth(FLAGS).and_then(|flags| flags.parse().ok()).unwrap_or(0);
-        fields.starts_with(['Z', 'X']) || flags & PF_EXITING != 0
-    });
+    let ended = Stat::of_process(pid).is_ok_and(|stat| stat.ending());
     ended && fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|threads| threads.count() <= 1)
 }
 

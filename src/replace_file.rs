@@ -1,0 +1,68 @@
+//! Replaces a file as a whole: at its place there is never less than all of it.
+
+use std::fs;
+use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+
+use crate::error::{IoContext as _, StepError};
+
+/// The extension that a file has beside its place.
+const NEW: &str = "new";
+
+/// Where [`replace_file`] writes before it moves.
+pub fn temporary(path: &Path) -> PathBuf {
+    path.with_added_extension(NEW)
+}
+
+/// Writes a file with these permissions beside its place and moves it there. What fails leaves
+/// nothing beside it.
+///
+/// # Errors
+/// The failed step; the old file is still there then.
+pub fn replace_file(path: &Path, permissions: u32, content: &[u8]) -> Result<(), StepError> {
+    let temporary = temporary(path);
+    let mut options = fs::File::options();
+    options.write(true).create(true).truncate(true).mode(permissions);
+    let written = options
+        .custom_flags(libc::O_NOFOLLOW)
+        .open(&temporary)
+        .and_then(|mut file| file.write_all(content));
+    let replaced = match written.step_at("write file", &temporary) {
+        Ok(()) => fs::rename(&temporary, path).step_at("replace file", path),
+        failed => failed,
+    };
+    replaced.inspect_err(|_| {
+        let _ = fs::remove_file(&temporary);
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt as _, symlink};
+
+    use super::*;
+
+    #[test]
+    fn a_file_is_replaced_or_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.json");
+        replace_file(&path, 0o600, b"1").unwrap();
+        replace_file(&path, 0o600, b"2").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"2");
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        // Nothing is written through a link.
+        symlink(dir.path().join("other"), temporary(&path)).unwrap();
+        let e = replace_file(&path, 0o600, b"3").unwrap_err().to_string();
+        assert!(e.starts_with("write file") && e.contains("a.json.new"), "{e}");
+        assert_eq!(fs::read(&path).unwrap(), b"2");
+        // A directory cannot be replaced by a file.
+        let directory = dir.path().join("d");
+        fs::create_dir(&directory).unwrap();
+        assert!(replace_file(&directory, 0o600, b"4").is_err());
+        let mut names: Vec<_> =
+            fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        assert_eq!(names, ["a.json", "d"]);
+    }
+}
