@@ -84,6 +84,13 @@ pub fn unified(root: &Path) -> Result<bool, StepError> {
     }
 }
 
+/// Mount point of the unified hierarchy, which a node of version 1 may have too, without
+/// controllers of its own. It is found by a file that each of its directories has.
+pub fn unified_point(root: &Path) -> Option<PathBuf> {
+    let mut places = [root.to_owned(), root.join("unified")].into_iter();
+    places.find(|dir| dir.join("cgroup.controllers").exists())
+}
+
 /// Reads the hierarchies of version 1 from proc_pid_mountinfo(5). One that is mounted twice counts
 /// once, at its mount point below `root`, else at the first. Without any controller there is
 /// nothing to put a process in.

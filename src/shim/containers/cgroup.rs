@@ -6,6 +6,7 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Component, Path, PathBuf};
 
+use crate::cgroup::mounts::unified_point;
 use crate::error::{IoContext as _, StepError};
 
 /// Whether a process with this content of `/proc/PID/cgroup` is in the cgroup that is named by the
@@ -43,16 +44,10 @@ pub fn holds(mount: &Path, cgroups: &str, id: &str) -> bool {
 /// for each controller, and names its hierarchies without controllers.
 fn roots(mount: &Path, controllers: &str) -> Vec<PathBuf> {
     if controllers.is_empty() {
-        return unified(mount).into_iter().collect();
+        return unified_point(mount).into_iter().collect();
     }
     let directory = |name: &str| mount.join(name.strip_prefix("name=").unwrap_or(name));
     controllers.split(',').map(directory).collect()
-}
-
-/// Mount point of the unified hierarchy.
-fn unified(mount: &Path) -> Option<PathBuf> {
-    let mut places = [mount.to_owned(), mount.join("unified")].into_iter();
-    places.find(|dir| dir.join("cgroup.controllers").exists())
 }
 
 fn is_named(part: &str, id: &str) -> bool {
@@ -90,7 +85,7 @@ fn lines(cgroups: &str) -> impl Iterator<Item = (&str, &str)> {
 pub fn kill_or_thaw(mount: &Path, cgroups: &str, id: &str) -> Result<(), StepError> {
     for (controllers, path) in lines(cgroups) {
         if controllers.is_empty() {
-            let Some(unified) = unified(mount) else { continue };
+            let Some(unified) = unified_point(mount) else { continue };
             // All below it too.
             for dir in below(&unified, path, id).into_iter().take(1) {
                 write_word(&dir.join("cgroup.kill"), "1")?;
