@@ -98,7 +98,7 @@ async fn a_shim_that_cannot_be_placed_is_recorded_when_its_launch_was_cut_off() 
     let options = Options { shim_cgroup: "/no/such/cgroup".to_owned(), ..Default::default() };
     let options = ("containerd.runc.v1.Options".to_owned(), options.write_to_bytes().unwrap());
     let runtime = Runtime { options: Some(options), ..Runtime::default() };
-    let endpoint = shims.endpoint(Owner::Sandboxer, &"pod".into(), &Arc::new(runtime));
+    let endpoint = shims.endpoint(Owner::Sandboxer, &"pod".try_into().unwrap(), &Arc::new(runtime));
     let Endpoint::Handover(endpoint) = endpoint else { unreachable!("its owner") };
     let mut child = recorded(&shims, &endpoint);
     let bundle = endpoint.shim.bundle();
