@@ -12,7 +12,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// About 500 lines is the rule, this is the limit.
-const LINES_MAX: usize = 550;
+const LINES_MAX: usize = 600;
 
 /// The same for tests, benchmarks and examples.
 const TEST_LINES_MAX: usize = 500;
