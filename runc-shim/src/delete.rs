@@ -125,6 +125,7 @@ impl Shim {
                 self.dispatch(reply, request);
             }
         }
+        // Before the deletion itself is answered: containerd then closes the connection.
         for (reply, request) in container.busy.unwrap_or_default() {
             self.dispatch(reply, request);
         }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use containerd_shim_protos::api::*;
 use containerd_shim_protos::protobuf::Message as _;
 use containerd_shim_protos::ttrpc::Code;
-use containerd_shim_protos::ttrpc::proto::Request;
+use containerd_shim_protos::ttrpc::proto::{Request, Response};
 
 use crate::pod::{self, Container, Pod, code, context, eventually, exists, script};
 
@@ -215,6 +215,43 @@ fn calls_for_an_exec_are_answered_when_its_container_is_deleted() {
         std::fs::write(&go, "").unwrap();
         assert_eq!(code(&started.join().unwrap().unwrap_err()), Code::NOT_FOUND);
     });
+    pod.shut_down();
+}
+
+/// containerd closes the connection when a Delete is answered. A Kill that is not answered by then
+/// fails.
+#[test]
+fn calls_that_come_during_a_deletion_are_answered_before_it() {
+    let mut pod = Pod::new();
+    let (with, began, go) = late_runtime(&pod, "delete");
+    pod.run("a", "true", &Container { host_pids: true, ..with });
+    pod.wait("a", "").unwrap();
+    let (mut delete, mut kill) = (DeleteRequest::new(), KillRequest::new());
+    (delete.id, kill.id, kill.signal) = (pod.id("a"), pod.id("a"), 9);
+    let mut state = StateRequest::new();
+    state.id = pod.id("a");
+    let mut socket = pod.socket();
+    socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    socket.write_all(&frame(1, "Delete", &delete)).unwrap();
+    eventually("the runtime deletes it", || exists(&began).then_some(()));
+    socket.write_all(&frame(3, "Kill", &kill)).unwrap();
+    // Calls of one connection are taken in order: with its answer the Kill was taken.
+    socket.write_all(&frame(5, "State", &state)).unwrap();
+    let mut answers = vec![answer(&mut socket)];
+    while answers.iter().all(|(stream, _)| *stream != 5) {
+        answers.push(answer(&mut socket));
+    }
+    std::fs::write(&go, "").unwrap();
+    while answers.len() < 3 {
+        answers.push(answer(&mut socket));
+    }
+    answers.retain(|(stream, _)| *stream != 5);
+    let order: Vec<u32> = answers.iter().map(|(stream, _)| *stream).collect();
+    assert_eq!(order, [3, 1]);
+    let killed = Response::parse_from_bytes(&answers[0].1).unwrap();
+    assert_eq!(killed.status.code.enum_value(), Ok(Code::NOT_FOUND), "{killed:?}");
+    let deleted = Response::parse_from_bytes(&answers[1].1).unwrap();
+    assert!(deleted.status.is_none(), "{deleted:?}");
     pod.shut_down();
 }
 
