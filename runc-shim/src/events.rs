@@ -201,7 +201,7 @@ impl Events {
             return;
         }
         if self.wait == FIRST_WAIT {
-            log::warn(format_args!("containerd takes no events: {why}; trying again"));
+            log::warn(format_args!("failed to send events to containerd; retrying: {why}"));
         }
         self.again = Some(Instant::now() + self.wait);
         self.wait = (self.wait * 2).min(LONGEST_WAIT);
@@ -276,7 +276,8 @@ impl Events {
             if first.refusals < most {
                 return Err(Error::unknown(response.status.message.clone()));
             }
-            log::warn(format_args!("containerd refuses an event: {}", response.status.message));
+            let (times, reason) = (first.refusals, &response.status.message);
+            log::warn(format_args!("containerd refused an event {times} times; dropped: {reason}"));
         }
         self.wait = FIRST_WAIT;
         self.queue.pop_front();

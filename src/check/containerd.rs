@@ -61,7 +61,7 @@ pub(super) fn examine(subject: &Subject) -> Vec<Finding> {
         // Only a containerd is asked for its config: any program may listen at the socket.
         findings.push(Finding::fail(
             CONFIG,
-            format!("{} was not examined: it takes a containerd 2.x", file.display()),
+            format!("{} was not examined: this needs containerd 2.x", file.display()),
             "see the finding of containerd's version",
         ));
     }

@@ -118,7 +118,7 @@ fn a_log_that_no_one_reads_stops_nothing() {
     rustix::io::ioctl_fionbio(&write, false).unwrap();
     let mut pod = Pod::with_log(write.into());
     pod.stop_containerd();
-    // It logs that containerd takes no events.
+    // It logs that containerd cannot be reached.
     pod.run("a", "exit 3", &Container::default());
     assert_eq!(pod.wait("a", "").unwrap(), 3);
     pod.start_containerd(false);
