@@ -263,7 +263,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_report_has_what_fits() {
+    fn a_report_omits_fields_that_are_too_long() {
         let [short, long, last] = fitting(
             [("short", json!("12345678")), ("long", json!("123456789")), ("last", json!(0))],
             20,

@@ -406,7 +406,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_record_has_its_time_once_and_what_is_late_is_waited_for() {
+    async fn a_record_has_one_time_limit_and_late_steps_are_awaited() {
         let mut patience = Patience::new(WITHIN);
         assert_eq!(patience.act(async { 1 }).await, Ok(1));
         assert!(patience.within(tokio::time::sleep(WITHIN / 2)).await.is_ok());
@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_late_answer_is_waited_for_by_no_one() {
+    async fn only_late_acts_are_awaited() {
         let mut patience = Patience::new(WITHIN);
         assert!(patience.within(std::future::pending::<()>()).await.is_err());
         assert!(patience.late().is_none());

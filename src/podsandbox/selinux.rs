@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn pairs_are_all_there_are() {
+    fn each_pair_of_categories_occurs_once() {
         let all: Vec<_> = (0..1024 * 1023 / 2).map(pair).collect();
         assert_eq!(&all[..4], [(0, 1), (0, 2), (1, 2), (0, 3)]);
         assert_eq!(all.last(), Some(&(1022, 1023)));
@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_pod_asks_for_is_what_it_gets() {
+    fn a_pod_gets_the_label_that_it_requests() {
         let selinux = Selinux::default();
         let options = |user: &str, role: &str, kind: &str, level: &str| SELinuxOption {
             user: user.to_owned(),
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_where_it_is_not_enabled() {
+    fn no_labels_where_selinux_is_disabled() {
         let (labels, level) = Selinux::default().label(&Config::default(), None).unwrap();
         assert!(labels.is_empty() && level.is_none());
         assert_eq!(executable(&Config::default()).unwrap(), None);

@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_in_time_is_let_be_and_the_thread_goes() {
+    fn a_child_in_time_is_not_killed_and_the_thread_ends() {
         let deadline = Deadline::within(SHORT, None);
         for _ in 0..3 {
             let cloned = deadline.clone_child(how(), &(), exit_at_once).unwrap();

@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn wakes_for_what_was_there_and_for_what_comes() {
+    async fn a_watch_wakes_for_earlier_and_later_input() {
         let watch = Watch::new().unwrap();
         let ((mut near, far), bell) = (pair(), Arc::new(Bell::default()));
         near.write_all(b"1").unwrap();
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_descriptor_that_lives_on_elsewhere_is_forgotten() {
+    async fn a_descriptor_with_a_duplicate_is_removed_from_epoll() {
         let watch = Watch::new().unwrap();
         let ((mut near, far), bell) = (pair(), Arc::new(Bell::default()));
         let elsewhere = far.try_clone().unwrap();
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_waker_that_panics_keeps_no_other_from_being_woken() {
+    async fn a_waker_that_panics_does_not_affect_others() {
         struct Fall;
         impl Wake for Fall {
             fn wake(self: Arc<Self>) {
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn another_runtime_goes_on_where_the_first_ended() {
+    fn a_second_runtime_uses_the_watch_after_the_first_ended() {
         let watch = Watch::new().unwrap();
         let (mut near, far) = pair();
         for _ in 0..2 {

@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stat_of_an_odd_name() {
+    fn the_name_of_a_process_changes_no_field_of_stat() {
         let mut line = b"42 (a) R (b) Z 1 2 3".to_vec();
         for number in 7..=52 {
             line.extend(format!(" {}", number * 10).bytes());
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn own_identity() {
+    fn the_identity_of_this_process_is_read() {
         let boot = boot_id().unwrap();
         let me = read_identity(std::process::id(), &boot).unwrap();
         assert_eq!(me, read_identity(std::process::id(), &boot).unwrap());

@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn of_anothers_child_nothing_is_kept() {
+    fn a_child_of_another_process_is_not_kept() {
         let common = Reaper::new(None).unwrap();
         // Its parent ends, so it is no child of this process.
         let out = Command::new("sh")
@@ -393,7 +393,7 @@ mod tests {
 
     #[test]
     #[expect(clippy::zombie_processes, reason = "it is reaped by what is tested")]
-    fn a_child_that_does_not_end_is_kept_once_and_reaped_in_the_end() {
+    fn a_child_that_does_not_exit_is_kept_once_and_reaped_later() {
         let common = Reaper::new(None).unwrap();
         let child = Command::new("sleep").arg("1000").spawn().unwrap();
         // As if it had been killed, and the kernel kept it.

@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn every_form_that_containerd_takes() {
+    fn every_form_that_containerd_accepts() {
         let address = "unix:///run/containerd/s/0123";
         assert_eq!(
             Bootstrap::parse(format!("{address}\n").as_bytes()).unwrap(),
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_used_is_told() {
+    fn unusable_answers_are_errors_with_the_reason() {
         for (said, reason) in [
             (&b""[..], "is no address"),
             (b"\n", "is no address"),

@@ -266,7 +266,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_an_operator_sets_goes_before_all_else_and_is_there_once() {
+    fn set_variables_override_all_others_and_occur_once() {
         let set = |name: &str, value: &str| (name.to_owned(), value.to_owned());
         let settings = |variables: &[(String, String)]| ShimSettings {
             containerd_address: "/c.sock".into(),
@@ -328,13 +328,13 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_call_that_hangs_is_given_up() {
+    async fn a_call_that_hangs_times_out() {
         let error = shell("exec sleep 1000").await.unwrap_err();
         assert!(error.contains("not done after 10 s"), "{error}");
     }
 
     #[tokio::test]
-    async fn a_call_that_is_given_up_ends_with_all_that_it_has_called() {
+    async fn a_call_that_times_out_is_killed_with_its_children() {
         let mut command = Command::new("/bin/sh");
         command
             .args(["-c", "sleep 1000 >/dev/null & echo $! $$; exec >&-; wait"])

@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_socket_that_nobody_made_is_gone_already() {
+    async fn the_end_of_a_shim_without_a_socket_succeeds() {
         if kit::skip_without_root() {
             return;
         }

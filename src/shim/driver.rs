@@ -475,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn exits_have_the_time_that_the_shim_tells() {
+    fn exits_have_the_time_that_the_shim_reports() {
         let at = Timestamp { seconds: 1_000_000_000, nanos: 5, ..Default::default() };
         assert_eq!(
             exit(137, Some(&at)).at,

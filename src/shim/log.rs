@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_last_words_are_told() {
+    async fn the_last_lines_of_a_shim_are_read() {
         use std::io::Write as _;
         let dir = tempfile::tempdir().unwrap();
         let fifo = dir.path().join("log");

@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_containerds() {
+    fn names_are_those_of_containerd() {
         assert_eq!(name("io.containerd.runc.v2").unwrap(), "containerd-shim-runc-v2");
         assert_eq!(name("kata.v2").unwrap(), "containerd-shim-kata-v2");
         for bad in [
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn looks_in_path_first_and_then_beside_containerd() {
+    fn path_is_searched_before_the_directory_of_containerd() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("s");
         let _listener = UnixListener::bind(&socket).unwrap();

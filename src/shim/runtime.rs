@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_runtime_is_kept_once_and_as_long_as_a_pod_has_it() {
+    fn equal_runtimes_share_one_value_until_the_last_pod_ends() {
         let runtimes = Runtimes::default();
         let of = |name: &str, value: &[u8]| {
             runtimes.share(Runtime {

@@ -358,7 +358,7 @@ fn the_first_exit_stays() {
 }
 
 #[test]
-fn an_unheard_start_is_undone() {
+fn a_start_whose_caller_gave_up_is_undone() {
     let mut machine = Machine::new(Phase::Created, None);
     machine.on(Event::Asked(Rpc::Start));
     machine.on(Event::Started);

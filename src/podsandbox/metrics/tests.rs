@@ -20,7 +20,7 @@ fn tree(files: &[(&str, &str)]) -> TempDir {
 }
 
 #[test]
-fn where_the_parent_is() {
+fn the_parent_cgroup_of_each_driver() {
     for (given, expected) in [
         ("/kubepods/burstable/pod1", "kubepods/burstable/pod1"),
         ("kubepods//pod1/", "kubepods/pod1"),
@@ -184,7 +184,7 @@ fn version_2_without_controllers() {
 }
 
 #[test]
-fn what_the_kernel_never_writes_is_an_error_that_names_the_file() {
+fn malformed_kernel_files_are_errors_that_name_the_file() {
     for (file, content) in [
         ("pids/p/pids.current", "many\n"),
         ("memory/p/memory.stat", "cache\n"),

@@ -50,7 +50,7 @@ fn a_record_with_a_bad_id_is_malformed() {
 }
 
 #[test]
-fn what_others_may_read_is_made_private_and_whom_it_lets_pass_still_passes() {
+fn readable_records_become_private_and_a_0711_directory_stays() {
     let dir = tempfile::tempdir().unwrap();
     let layout =
         Arc::new(Layout { root: "/".into(), volatile: "/".into(), records: dir.path().to_owned() });

@@ -146,7 +146,7 @@ fn a_sandbox_that_has_ended() {
 }
 
 #[test]
-fn a_resize_shows() {
+fn updated_resources_are_shown() {
     let mut record = record(&pod());
     let updated = json!({
         "Overhead": null,
@@ -159,7 +159,7 @@ fn a_resize_shows() {
 }
 
 #[test]
-fn what_is_malformed_becomes_null() {
+fn malformed_fields_are_null() {
     let well_formed = metadata().to_string();
     for odd in [
         "",

@@ -25,7 +25,7 @@ fn launch(
 }
 
 #[tokio::test]
-async fn has_its_socket_and_nothing_else_of_the_daemon() {
+async fn a_process_gets_its_socket_and_nothing_else_of_the_daemon() {
     let directory = tempfile::tempdir().unwrap();
     let launcher = Launcher::new(Some(77)).unwrap();
     // The shell blocks signals of its own while it starts a program, so its status is read
@@ -55,7 +55,7 @@ async fn has_its_socket_and_nothing_else_of_the_daemon() {
 }
 
 #[tokio::test]
-async fn has_nothing_else_of_the_daemon_where_the_kernel_cannot_close_at_the_exec() {
+async fn a_process_inherits_nothing_else_on_kernels_that_cannot_close_at_exec() {
     for errno in [libc::EINVAL, libc::ENOSYS] {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().to_owned();
@@ -91,7 +91,7 @@ fn a_command_has_the_limit_of_open_files_that_it_is_given() {
 }
 
 #[tokio::test]
-async fn is_found_again_without_a_record_and_with_one() {
+async fn a_process_is_found_with_and_without_a_record() {
     let directory = tempfile::tempdir().unwrap();
     let launcher = Launcher::new(None).unwrap();
     // Others on this machine may sleep as long.
@@ -129,7 +129,7 @@ fn hidden<T: Send + 'static>(look: impl FnOnce() -> T + Send + 'static) -> T {
 }
 
 #[tokio::test]
-async fn one_that_is_hidden_is_not_taken_for_dead() {
+async fn a_process_that_proc_hides_is_not_reported_as_dead() {
     if kit::skip_without_root() {
         return;
     }
@@ -151,7 +151,7 @@ async fn one_that_is_hidden_is_not_taken_for_dead() {
 }
 
 #[tokio::test]
-async fn is_found_behind_a_link() {
+async fn a_process_is_found_behind_a_symbolic_link() {
     let directory = tempfile::tempdir().unwrap();
     let (real, link) = (directory.path().join("real"), directory.path().join("link"));
     std::fs::create_dir_all(real.join("same")).unwrap();
@@ -177,7 +177,7 @@ fn core_cookie(pid: u32) -> u64 {
 
 /// Or none is launched, where the kernel has no such domains.
 #[tokio::test]
-async fn has_a_core_scheduling_domain_if_asked() {
+async fn a_process_gets_a_core_scheduling_domain_on_request() {
     let directory = tempfile::tempdir().unwrap();
     let socket = UnixListener::bind(directory.path().join("s")).unwrap();
     let launched = Launcher::new(None).unwrap().launch(&Launch {
@@ -213,7 +213,7 @@ async fn has_a_core_scheduling_domain_if_asked() {
 /// On each kernel: a filter answers the one call that makes a domain for the child, and no
 /// other.
 #[tokio::test]
-async fn asks_for_a_core_scheduling_domain_for_itself() {
+async fn the_child_requests_the_core_scheduling_domain_for_itself() {
     let launched = |errno, core_domain| {
         let launch = move || {
             let directory = tempfile::tempdir().unwrap();
@@ -241,7 +241,7 @@ async fn asks_for_a_core_scheduling_domain_for_itself() {
 }
 
 #[tokio::test]
-async fn a_program_that_is_not_there_is_named() {
+async fn a_missing_program_is_named() {
     let directory = tempfile::tempdir().unwrap();
     let launcher = Launcher::new(None).unwrap();
     let error = launch(&launcher, directory.path(), "/no/such/shim", &[]).unwrap_err().to_string();

@@ -287,7 +287,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_ended_process_is_a_zombie_until_its_parent_looks() {
+    fn an_exited_process_is_a_zombie_until_it_is_reaped() {
         let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
         assert!(!is_ending(child.id()));
         child.kill().unwrap();
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_inside_is_the_sandboxs_only_if_root_has_written_so() {
+    fn processes_belong_to_the_sandbox_only_if_files_of_root_say_so() {
         let dir = tempfile::tempdir().unwrap();
         let (tasks, root) = (dir.path().join("tasks"), dir.path().join("runc"));
         let [own, foreign, unknown, pod] = ["a", "b", "c", "d"].map(|digit| digit.repeat(64));
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn forgotten_are_those_of_the_sandbox_that_have_a_state_and_no_bundle() {
+    fn containers_with_a_state_and_no_bundle_are_found() {
         let dir = tempfile::tempdir().unwrap();
         let (root, tasks) = (dir.path().join("runc"), dir.path().join("tasks"));
         let runc = |of: &str| {

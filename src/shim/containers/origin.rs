@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_container_is_the_sandboxs_only_if_root_has_written_so() {
+    fn a_container_belongs_to_the_sandbox_only_if_files_of_root_say_so() {
         let dir = tempfile::tempdir().unwrap();
         let (tasks, root) = (dir.path().join("tasks"), dir.path().join("runc"));
         let spec = |of: &str| {

@@ -157,7 +157,7 @@ async fn an_idle_endpoint_has_no_task() {
 
 /// The flag belongs to the socket, which the shim shares.
 #[tokio::test]
-async fn a_shim_that_lets_accept_block_holds_up_no_thread() {
+async fn an_accept_that_blocks_blocks_no_thread() {
     let dir = tempfile::tempdir().unwrap();
     let (_shims, endpoint) = make_endpoint(dir.path());
     endpoint.listen().await.unwrap();
