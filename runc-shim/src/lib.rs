@@ -82,6 +82,9 @@ fn serve(arguments: Arguments) -> Result<(), Error> {
     // Who can trace this process is root in the node; a core would hold what containers have said.
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
         .context("forbid core dumps")?;
+    if let Err(e) = sys::raise_open_files() {
+        log::warn(format_args!("failed to raise open file limit: {e}"));
+    }
     rustix::process::set_child_subreaper(Some(rustix::process::getpid()))
         .context("become subreaper")?;
     let signals = Signals::new().context("watch signals")?;

@@ -7,6 +7,10 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
 use std::ptr;
+use std::sync::OnceLock;
+
+/// The limits of open files that this process was started with, and its children get.
+static OPEN_FILES: OnceLock<libc::rlimit> = OnceLock::new();
 
 /// Bytes of stack that a child needs until it executes its program.
 const STACK: usize = 16 << 10;
@@ -47,6 +51,23 @@ pub fn signals(wanted: &[c_int]) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
+/// Lets this process have as many open files as it may. Its children get the limits from before.
+pub fn raise_open_files() -> io::Result<()> {
+    let mut before = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the kernel fills the structure, and reads the other.
+    unsafe {
+        if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut before) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let before = OPEN_FILES.get_or_init(|| before);
+        let raised = libc::rlimit { rlim_cur: before.rlim_max, ..*before };
+        if libc::setrlimit(libc::RLIMIT_NOFILE, &raw const raised) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
 /// A program to run.
 #[derive(Debug)]
 pub struct Spawn<'a> {
@@ -71,6 +92,7 @@ struct Work<'a> {
     arguments: Vec<*const c_char>,
     environment: Vec<*const c_char>,
     parent: c_int,
+    open_files: Option<&'static libc::rlimit>,
     errno: c_int,
 }
 
@@ -84,6 +106,7 @@ pub fn spawn(spawn: &Spawn<'_>) -> io::Result<i32> {
         arguments: pointers(spawn.arguments),
         environment: pointers(spawn.environment),
         parent: own_pid(),
+        open_files: OPEN_FILES.get(),
         errno: 0,
     };
     let mut stack = vec![0u128; STACK / size_of::<u128>()];
@@ -142,6 +165,11 @@ fn become_program(work: &Work<'_>) -> c_int {
         }
         if let Some(directory) = spawn.directory
             && libc::fchdir(directory.as_raw_fd()) != 0
+        {
+            return errno();
+        }
+        if let Some(limit) = work.open_files
+            && libc::setrlimit(libc::RLIMIT_NOFILE, limit) != 0
         {
             return errno();
         }

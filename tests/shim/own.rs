@@ -54,7 +54,9 @@ async fn an_own_shim_has_nothing_of_the_daemon(harness: Arc<Harness>) -> Result<
         let line = limits.lines().find(|line| line.starts_with("Max open files"));
         Ok(line.context("no limit of open files")?.to_owned())
     };
-    ensure!(limit(&shim.pid.to_string())? == limit("self")?, "its limit of open files");
+    let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", shim.pid))?;
+    let container = children.split_whitespace().next().context("no child of the shim")?;
+    ensure!(limit(container)? == limit("self")?, "limit of open files of its container");
     removed(&pod).await?;
     no_shim(&pod).await
 }

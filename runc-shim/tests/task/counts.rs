@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::pod::{self, Container, Pod, code, count, eventually, exists, script};
+use crate::pod::{self, Container, Pod, code, count, eventually, exists, reader, script};
 use containerd_shim_protos::ttrpc::Code;
 
 /// How many callers there are at a time.
@@ -143,5 +143,30 @@ fn many_execs_at_once_end_before_their_container() {
         pod.events().into_iter().filter(|event| event.0 == "exit").map(|event| event.1).collect();
     assert_eq!(exits.len(), names.len() + 1);
     assert_eq!(exits.last().map(String::as_str), Some("a"));
+    pod.shut_down();
+}
+
+/// The streams of an exec take several descriptors of the shim each.
+#[test]
+fn the_limit_of_open_files_is_the_containers_and_not_the_shims() {
+    let mut pod = Pod::with_open_files(64);
+    let out = pod.fifo("out");
+    let (stdout, limit) = (reader(&out), Container { stdout: out, ..Default::default() });
+    pod.run("a", "ulimit -Sn; exec sleep 1000", &limit);
+    let names: Vec<String> = (0..20).map(|number| format!("e{number}")).collect();
+    for name in &names {
+        let (stdin, stdout) = (pod.fifo(&format!("{name}-in")), pod.fifo(&format!("{name}-out")));
+        let with = Container { stdin, stdout, ..Default::default() };
+        pod.exec("a", name, "exec sleep 1000", &with).unwrap();
+        pod.start("a", name).unwrap();
+    }
+    pod.kill("a", "", 9).unwrap();
+    assert_eq!(pod.wait("a", "").unwrap(), 137);
+    for name in &names {
+        assert_eq!(pod.wait("a", name).unwrap(), 137);
+        pod.delete("a", name).unwrap();
+    }
+    pod.delete("a", "").unwrap();
+    assert_eq!(stdout.join().unwrap(), b"64\n");
     pod.shut_down();
 }

@@ -118,10 +118,20 @@ impl Pod {
 
     /// One whose log goes there.
     pub fn with_log(log: Stdio) -> Self {
+        Self::launch(":", log)
+    }
+
+    /// One whose shim is started with this soft limit of open files.
+    pub fn with_open_files(soft: u32) -> Self {
+        Self::launch(&format!("ulimit -Sn {soft}"), Stdio::inherit())
+    }
+
+    /// One whose shim is executed after these commands.
+    fn launch(before: &str, log: Stdio) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(dir.path().join("s")).unwrap();
         let shim = Command::new("/bin/sh")
-            .args(["-c", "exec \"$0\" \"$@\" 3<&0 0</dev/null"])
+            .args(["-c", &format!("{before}; exec \"$0\" \"$@\" 3<&0 0</dev/null")])
             .arg(program())
             .args(["-namespace", "test", "-id", "pod", "-address", "/none"])
             .env_clear()
