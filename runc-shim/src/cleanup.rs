@@ -1,12 +1,12 @@
 //! The `delete` of a shim's command line: removes what a container of a dead shim has left.
 
 use std::io::Write as _;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use containerd_shim_protos::api::DeleteResponse;
 use protobuf::{Message as _, MessageField};
+use rustix::fs::{AtFlags, CWD, StatxFlags};
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, pidfd_open, pidfd_send_signal};
 use serde::Deserialize;
 
@@ -69,6 +69,8 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
 /// makes a cgroup.
 fn end_commands(runtime: &Runtime, id: &str, bundle: &Path) {
     let until = Instant::now() + LAST_COMMAND;
+    // As `/proc` names it.
+    let bundle = &std::fs::canonicalize(bundle).unwrap_or_else(|_| bundle.to_owned());
     while Instant::now() < until {
         let commands = commands(runtime, id, bundle);
         if commands.is_empty() {
@@ -95,12 +97,26 @@ fn commands(runtime: &Runtime, id: &str, bundle: &Path) -> Vec<i32> {
 /// process of a container can enter, and has the arguments.
 fn is_command(pid: i32, runtime: &Runtime, id: &str, bundle: &Path) -> bool {
     let file = |name: &str| PathBuf::from(format!("/proc/{pid}/{name}"));
-    let (Ok(works), Ok(bundle)) = (file("cwd").metadata(), bundle.metadata()) else { return false };
+    // The name first, and what the kernel knows: no file system of another process, which may not
+    // answer, is asked.
+    let works = std::fs::read_link(file("cwd")).ok();
+    if works.as_deref().and_then(Path::file_name) != bundle.file_name() {
+        return false;
+    }
+    let (works, bundle) = (place(&file("cwd")), place(bundle));
+    if works.is_none() || works != bundle {
+        return false;
+    }
     // One that has ended has no arguments.
     let line = std::fs::read(file("cmdline")).unwrap_or_default();
     let has = |wanted: &str| line.split(|byte| *byte == 0).any(|word| word == wanted.as_bytes());
-    (works.dev(), works.ino()) == (bundle.dev(), bundle.ino())
-        && ["--root", &runtime.root, id].into_iter().all(has)
+    ["--root", &runtime.root, id].into_iter().all(has)
+}
+
+/// The device and the inode of a file, as the kernel has them.
+fn place(path: &Path) -> Option<(u32, u32, u64)> {
+    let about = rustix::fs::statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::INO).ok()?;
+    Some((about.stx_dev_major, about.stx_dev_minor, about.stx_ino))
 }
 
 fn run(runtime: &Runtime, id: &str, bundle: &Path) -> Result<(), Error> {

@@ -1,6 +1,9 @@
 //! The shim is killed at every system call that changes the system, and at moments in between. What
 //! containerd runs then leaves no process, mount or cgroup of the container.
 
+use std::fs::File;
+use std::io::{Read as _, Write as _};
+use std::os::fd::AsRawFd as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -202,4 +205,65 @@ fn containerd_s_own_shim_cleans_up_too() {
             rustix::mount::UnmountFlags::DETACH,
         );
     }
+}
+
+/// Mounts a file system at a directory that lets a process work in it, and answers nothing else.
+/// It is gone when the file is closed.
+fn mount_silent(at: &Path) -> File {
+    const INIT: usize = 24;
+    let fuse = File::options().read(true).write(true).open("/dev/fuse").unwrap();
+    let options =
+        format!("fd={},rootmode=40000,user_id=0,group_id=0,allow_other", fuse.as_raw_fd());
+    let options = std::ffi::CString::new(options).unwrap();
+    let flags = rustix::mount::MountFlags::empty();
+    rustix::mount::mount(c"silent", at, c"fuse", flags, Some(options.as_c_str())).unwrap();
+    // The version 7.31, and nothing that is optional.
+    let init = [&7u32.to_ne_bytes()[..], &31u32.to_ne_bytes(), &[0; INIT - 8], &[0; 40]].concat();
+    answer(&fuse, 0, &init);
+    fuse
+}
+
+/// Answers the next request.
+fn answer(mut fuse: &File, errno: i32, content: &[u8]) {
+    let mut request = vec![0; 1 << 17];
+    let count = fuse.read(&mut request).unwrap();
+    assert!(count >= 40, "{count}");
+    let length = u32::try_from(16 + content.len()).unwrap().to_ne_bytes();
+    let answer = [&length[..], &(-errno).to_ne_bytes(), &request[8..16], content].concat();
+    assert_eq!(fuse.write(&answer).unwrap(), answer.len());
+}
+
+#[test]
+fn a_file_system_of_another_process_does_not_hold_up_the_cleanup() {
+    let mut pod = Pod::new();
+    pod.run("a", "sleep 1000", &Container::default());
+    let dir = tempfile::tempdir().unwrap();
+    // Named like the bundle.
+    let silent = dir.path().join(pod.bundle("a").file_name().unwrap());
+    std::fs::create_dir(&silent).unwrap();
+    let fuse = mount_silent(&silent);
+    let mut worker = std::process::Command::new("sleep");
+    worker.arg("1000").current_dir(&silent);
+    let worker = std::thread::scope(|scope| {
+        // It asks whether it may work there.
+        scope.spawn(|| answer(&fuse, libc::ENOSYS, &[]));
+        worker.spawn()
+    });
+    pod::signal(&pod.shim, libc::SIGKILL);
+    let begun = Instant::now();
+    // Answers fail from then on, so that the test ends in any case.
+    let (ended, end) = std::sync::mpsc::channel::<()>();
+    let closer = std::thread::spawn(move || {
+        let _ = end.recv_timeout(Duration::from_secs(10));
+        drop(fuse);
+    });
+    leaves_nothing(&mut pod, "a cleanup beside a silent file system");
+    let took = begun.elapsed();
+    drop(ended);
+    closer.join().unwrap();
+    let mut worker = worker.unwrap();
+    worker.kill().unwrap();
+    worker.wait().unwrap();
+    rustix::mount::unmount(&silent, rustix::mount::UnmountFlags::DETACH).unwrap();
+    assert!(took < Duration::from_secs(8), "{took:?}");
 }
