@@ -145,12 +145,13 @@ settings! {
     /// Which shim serves a pod's containers and what starts it, unless the shim runs the pause
     /// process. `own`: the sandboxer starts its own, smaller shim, `pause-sandboxer-runc-shim`,
     /// which is in the directory of the daemon's program and replaces `containerd-shim-runc-v2`.
-    /// Pods of other runtimes, and of runtimes that `shims` names, get `runtime`, and so do all
-    /// pods if the program is missing. `runtime` (formerly `sandboxer`): the sandboxer starts the
-    /// runtime's shim. In both cases it does so before the first container, supervises the shim and
-    /// stops it with the pod. `started`: the same as `runtime`, but with the pod and by the shim's
-    /// own `start`, for shims that do not accept a socket. `containerd`: containerd starts the
-    /// runtime's shim with the first container. Applies to pods created after the change.
+    /// Pods of other runtimes, with other runtime options, or of runtimes that `shims` names, get
+    /// `runtime`, and so do all pods if the program is missing or cannot be used. `runtime`
+    /// (formerly `sandboxer`): the sandboxer starts the runtime's shim. In both cases it does so
+    /// before the first container, supervises the shim and stops it with the pod. `started`: the
+    /// same as `runtime`, but with the pod and by the shim's own `start`, for shims that do not
+    /// accept a socket. `containerd`: containerd starts the runtime's shim with the first
+    /// container. Applies to pods created after the change.
     shim: ShimOwner = ShimOwner::Own;
     /// Shims that replace those that containerd would find, by runtime name, for example
     /// `shims = { "io.containerd.runc.v2" = "/usr/local/bin/containerd-shim-other-v2" }`.

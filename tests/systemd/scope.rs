@@ -9,12 +9,18 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pause_sandboxer::pause::native::Native;
-use pause_sandboxer::pause::{Driver, IdMapping, Namespace, Plan, UserNamespace};
+use pause_sandboxer::pause::{Driver, IdMapping, Plan, UserNamespace};
 use pause_sandboxer::process::{Adoption, Exit, Process};
+use tokio::runtime::{Builder, Runtime};
 
 use super::node::{alone, cgroup, eventually, known, run, show, unified};
 
 static DRIVER: LazyLock<Native> = LazyLock::new(|| Native::new().unwrap());
+
+/// One for all threads, as in the daemon: the driver watches exits on the runtime that first waits
+/// for one, and the waits of other runtimes hang when it ends.
+static RUNTIME: LazyLock<Runtime> =
+    LazyLock::new(|| Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap());
 
 /// A plan below a slice of its own, and that is not there yet.
 fn plan() -> Plan {
@@ -41,8 +47,7 @@ fn start(plan: &Plan) -> Box<dyn Process> {
 
 fn end(pause: &dyn Process) -> Exit {
     pause.kill().unwrap();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(pause.exited())
+    RUNTIME.block_on(pause.exited())
 }
 
 /// The cgroups that the pause is in, but for those of hierarchies in which it is where its daemon
