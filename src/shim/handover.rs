@@ -9,8 +9,8 @@
 //!
 //! The socket outlives the shims: a caller waits in its queue until a shim accepts, also while one
 //! shim exits and the next is launched. Only shims accept there. At most one task serves an
-//! endpoint, so that no two shims are launched; [`Handover::end`] and a launch take turns, so that
-//! no shim is launched after the end. An idle endpoint has no task: whatever changes its state
+//! endpoint, so that no two shims are launched; [`Handover::close`] and a launch take turns, so
+//! that no shim is launched after the end. An idle endpoint has no task: whatever changes its state
 //! starts one.
 
 use std::fmt;

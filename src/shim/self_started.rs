@@ -117,7 +117,7 @@ impl SelfStarted {
     /// program and belongs to the root of the pod's user namespace, and a pin of that. Blocks.
     ///
     /// # Errors
-    /// The failed step; call [`SelfStarted::end`] then.
+    /// The failed step; call [`SelfStarted::close`] then.
     pub fn describe(&self, spec: &[u8], plan: &Plan) -> Result<(), StepError> {
         if !self.runs_pause {
             return Ok(());
