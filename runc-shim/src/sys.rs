@@ -168,10 +168,16 @@ fn become_program(work: &Work<'_>) -> c_int {
         {
             return errno();
         }
-        if let Some(limit) = work.open_files
-            && libc::setrlimit(libc::RLIMIT_NOFILE, limit) != 0
-        {
-            return errno();
+        if let Some(before) = work.open_files {
+            // The hard limit may have been lowered meanwhile.
+            let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+            if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) != 0 {
+                return errno();
+            }
+            limit.rlim_cur = before.rlim_cur.min(limit.rlim_max);
+            if libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) != 0 {
+                return errno();
+            }
         }
         libc::signal(libc::SIGPIPE, libc::SIG_DFL);
         let mut none = MaybeUninit::<libc::sigset_t>::uninit();

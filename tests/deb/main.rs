@@ -307,7 +307,11 @@ fn before_the_reboot() {
                 .collect::<Vec<_>>()
                 .join(" ")
         };
-        ["Max processes", "Max core file size", "Max open files"].map(line)
+        let [processes, core, files] =
+            ["Max processes", "Max core file size", "Max open files"].map(line);
+        // Both shims raise their soft limit, and give the runtime the one from before.
+        let hard = files.split(' ').nth(4).map(str::to_owned);
+        (processes, core, hard)
     };
     let shim = |id: &str| quiet(&format!("pgrep -f 'shim.* -id {id}' | head -n 1"));
     let ours = shim(&web);
