@@ -3,9 +3,9 @@
 //! Long work is a task, which waits without a thread; only its blocking pieces get one, by [`run`].
 //! A piece is short, and never waits for another piece, nor for a lock that is held across one.
 //! Each class of pieces has threads of its own: pieces of one class that hang keep no other class
-//! from its work. A piece of recovery that hangs keeps no other piece of recovery from its work
-//! either: after [`TURN`] it gives its turn up, and keeps only its thread. This is the only module
-//! that hands work to the runtime's blocking threads (`clippy.toml`).
+//! from its work. In recovery and in the work of shims, one that hangs keeps no other one of its
+//! class from its work either: after [`TURN`] it gives its turn up, and keeps only its thread. This
+//! is the only module that hands work to the runtime's blocking threads (`clippy.toml`).
 
 use std::any::Any;
 use std::io;
@@ -25,7 +25,8 @@ pub enum Class {
     Start,
     /// Stop and Shutdown, and what follows the end of a pause.
     End,
-    /// The pods' shims: looked for, launched, cleaned up after.
+    /// The pods' shims: looked for, launched, cleaned up after. They depend on file systems and
+    /// processes of one pod, which may hang while those of the others do not.
     Shim,
     /// Status, and what operators ask.
     Query,
@@ -34,22 +35,20 @@ pub enum Class {
     Recovery,
 }
 
-/// How long a piece of recovery keeps others waiting for its turn: as long as recovery waits for
-/// it.
+/// How long a piece of recovery or of a shim keeps others waiting for its turn: as long as recovery
+/// waits for it, and less than the watchdog of the packaged unit waits for a class.
 pub const TURN: Duration = Duration::from_secs(10);
 
-/// How many pieces may run without a turn. A node on which more records hang in the kernel needs a
-/// reboot; the records beyond are quarantined, and their pods run.
+/// How many pieces of one class may run without a turn. A node on which more records or shims hang
+/// in the kernel needs a reboot. The records beyond are quarantined, and their pods run; the shims
+/// beyond wait, and the watchdog gets no keep-alive.
 const OVERDUE: usize = 128;
 
-static START: Semaphore = Semaphore::const_new(Class::Start.threads());
-static END: Semaphore = Semaphore::const_new(Class::End.threads());
-static SHIM: Semaphore = Semaphore::const_new(Class::Shim.threads());
-static QUERY: Semaphore = Semaphore::const_new(Class::Query.threads());
-static RECOVERY: Semaphore = Semaphore::const_new(Class::Recovery.threads());
-
-/// Of pieces that gave up their turn.
-static OVERDUE_TURNS: Semaphore = Semaphore::const_new(OVERDUE);
+static START: Turns = Turns::of(Class::Start);
+static END: Turns = Turns::of(Class::End);
+static SHIM: Turns = Turns::of(Class::Shim);
+static QUERY: Turns = Turns::of(Class::Query);
+static RECOVERY: Turns = Turns::of(Class::Recovery);
 
 /// For what the libraries do on such threads.
 const OTHERS: usize = 8;
@@ -60,7 +59,7 @@ pub const THREADS: usize = Class::Start.threads()
     + Class::Shim.threads()
     + Class::Query.threads()
     + Class::Recovery.threads()
-    + OVERDUE
+    + 2 * OVERDUE
     + OTHERS;
 
 impl Class {
@@ -87,7 +86,12 @@ impl Class {
         }
     }
 
-    fn turns(self) -> &'static Semaphore {
+    /// Whether a piece that has had its time gives its turn up.
+    const fn gives_up(self) -> bool {
+        matches!(self, Self::Shim | Self::Recovery)
+    }
+
+    fn turns(self) -> &'static Turns {
         match self {
             Self::Start => &START,
             Self::End => &END,
@@ -98,57 +102,83 @@ impl Class {
     }
 }
 
+/// The turns of a class.
+struct Turns {
+    /// As many as pieces run at once.
+    free: Semaphore,
+    /// Of pieces that gave their turn up; `None` where they keep it.
+    overdue: Option<Semaphore>,
+}
+
+/// What a piece holds while it runs.
+type Turn = Arc<Mutex<Option<SemaphorePermit<'static>>>>;
+
 /// Runs a piece on a thread of its class. When the future is dropped, a piece that has begun runs
 /// to its end, and one that has not is dropped.
 ///
 /// # Errors
 /// The piece has panicked, no thread can be started, or the runtime is going down.
-#[expect(clippy::disallowed_methods, reason = "the one place that does")]
 pub async fn run<T: Send + 'static>(
     class: Class,
     piece: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, StepError> {
-    let ending = || StepError::new("run job", io::Error::other("the runtime is going down"));
-    let turn = class.turns().acquire().await.map_err(|_| ending())?;
-    let (sender, mut receiver) = oneshot::channel();
-    let turn = Arc::new(Mutex::new(Some(turn)));
-    let job = Arc::new(Mutex::new(Some((Arc::clone(&turn), piece, sender))));
-    let queued = Arc::clone(&job);
-    let work = move || {
-        let Some((turn, piece, sender)) = take_slot(&queued) else { return };
-        let done = catch_unwind(AssertUnwindSafe(piece)).map_err(|panic| panicked(&*panic));
-        // Held for as long as the thread is, also when the future is dropped.
-        drop(take_slot(&turn));
-        let _ = sender.send(done);
-    };
-    // The runtime panics where it has no thread and can start none, and keeps the job: a later
-    // thread must find nothing in it.
-    if catch_unwind(AssertUnwindSafe(|| drop(tokio::task::spawn_blocking(work)))).is_err()
-        && take_slot(&job).is_some()
-    {
-        return Err(StepError::new("start a thread", io::Error::from_raw_os_error(libc::EAGAIN)));
-    }
-    if class == Class::Recovery {
-        tokio::select! {
-            biased;
-            done = &mut receiver => return done.unwrap_or_else(|_| Err(ending())),
-            overdue = overdue() => {
-                // The piece may have ended meanwhile, and its turn with it.
-                let mut turn = turn.lock();
-                if turn.is_some() {
-                    *turn = overdue;
-                }
-            }
-        }
-    }
-    receiver.await.unwrap_or_else(|_| Err(ending()))
+    class.turns().run(piece).await
 }
 
-/// What a piece that has had its time holds instead of its turn.
-async fn overdue() -> Option<SemaphorePermit<'static>> {
-    tokio::time::sleep(TURN).await;
+impl Turns {
+    const fn of(class: Class) -> Self {
+        let overdue = if class.gives_up() { Some(Semaphore::const_new(OVERDUE)) } else { None };
+        Self { free: Semaphore::const_new(class.threads()), overdue }
+    }
+
+    /// As [`run`].
+    #[expect(clippy::disallowed_methods, reason = "the one place that does")]
+    async fn run<T: Send + 'static>(
+        &'static self,
+        piece: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, StepError> {
+        let ending = || StepError::new("run job", io::Error::other("the runtime is going down"));
+        let turn = self.free.acquire().await.map_err(|_| ending())?;
+        let turn: Turn = Arc::new(Mutex::new(Some(turn)));
+        let ((sender, receiver), (end, ended)) = (oneshot::channel(), oneshot::channel::<()>());
+        let job = Arc::new(Mutex::new(Some((Arc::clone(&turn), piece, sender, end))));
+        let queued = Arc::clone(&job);
+        let work = move || {
+            let Some((turn, piece, sender, end)) = take_slot(&queued) else { return };
+            let done = catch_unwind(AssertUnwindSafe(piece)).map_err(|panic| panicked(&*panic));
+            // Held for as long as the thread is, also when the future is dropped.
+            drop(take_slot(&turn));
+            drop(end);
+            let _ = sender.send(done);
+        };
+        // The runtime panics where it has no thread and can start none, and keeps the job: a later
+        // thread must find nothing in it.
+        if catch_unwind(AssertUnwindSafe(|| drop(tokio::task::spawn_blocking(work)))).is_err()
+            && take_slot(&job).is_some()
+        {
+            let error = io::Error::from_raw_os_error(libc::EAGAIN);
+            return Err(StepError::new("start a thread", error));
+        }
+        if let Some(overdue) = &self.overdue {
+            // Also of a piece for which no caller waits any longer.
+            tokio::spawn(give_up(turn, overdue, ended));
+        }
+        receiver.await.unwrap_or_else(|_| Err(ending()))
+    }
+}
+
+/// Has a piece that has had its time hold something else instead of its turn.
+async fn give_up(turn: Turn, overdue: &'static Semaphore, ended: oneshot::Receiver<()>) {
+    if tokio::time::timeout(TURN, ended).await.is_ok() {
+        return;
+    }
     // Never closed.
-    OVERDUE_TURNS.acquire().await.ok()
+    let Ok(overdue) = overdue.acquire().await else { return };
+    let mut turn = turn.lock();
+    // The piece may have ended meanwhile, and its turn with it.
+    if turn.is_some() {
+        *turn = Some(overdue);
+    }
 }
 
 /// A panic elsewhere leaves the value whole.
@@ -170,7 +200,7 @@ pub fn panicked(panic: &(dyn Any + Send)) -> StepError {
 /// each class would keep that many threads from ending, on a node where nothing happens.
 pub async fn stuck(within: Duration) -> Vec<Class> {
     let turns = Class::VITAL.map(|class| async move {
-        let turn = tokio::time::timeout(within, class.turns().acquire()).await;
+        let turn = tokio::time::timeout(within, class.turns().free.acquire()).await;
         (!matches!(turn, Ok(Ok(_)))).then_some(class)
     });
     let stuck: Vec<Class> = futures::future::join_all(turns).await.into_iter().flatten().collect();
@@ -231,7 +261,7 @@ mod tests {
                     tokio::spawn(run(Class::Shim, move || assert!(ended.recv().is_err())))
                 })
                 .collect();
-            while SHIM.available_permits() > 0 {
+            while SHIM.free.available_permits() > 0 {
                 tokio::task::yield_now().await;
             }
             assert_eq!(stuck(Duration::from_millis(200)).await, [Class::Shim]);
@@ -255,46 +285,69 @@ mod tests {
         settle().await;
     }
 
-    /// As records of a file system that does not answer, more than there are threads.
+    /// As records or shims that wait for a file system that does not answer, more than there are
+    /// threads.
     #[test]
-    fn pieces_of_recovery_that_hang_keep_no_other_one_from_its_work() {
+    fn pieces_that_hang_give_their_turns_up() {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .max_blocking_threads(THREADS)
             .enable_all()
             .start_paused(true)
             .build()
             .unwrap();
-        runtime.block_on(async {
-            let mut ends = Vec::new();
-            let mut hanging = Vec::new();
-            let mut hang = |number| {
-                for _ in 0..number {
-                    let (end, ended) = mpsc::channel::<()>();
-                    ends.push(end);
-                    let piece = run(Class::Recovery, move || assert!(ended.recv().is_err()));
-                    hanging.push(tokio::spawn(piece));
+        for class in [Class::Recovery, Class::Shim] {
+            // Not the turns of other tests.
+            let turns: &'static Turns = Box::leak(Box::new(Turns::of(class)));
+            runtime.block_on(async {
+                let mut ends = Vec::new();
+                let mut hanging = Vec::new();
+                let mut hang = |number| {
+                    for _ in 0..number {
+                        let (end, ended) = mpsc::channel::<()>();
+                        ends.push(end);
+                        let piece = turns.run(move || assert!(ended.recv().is_err()));
+                        hanging.push(tokio::spawn(piece));
+                    }
+                };
+                hang(class.threads());
+                let next = tokio::spawn(turns.run(|| ()));
+                pass(TURN - Duration::from_secs(1)).await;
+                assert!(!next.is_finished(), "more pieces run than there are turns");
+                pass(Duration::from_secs(1)).await;
+                next.await.unwrap().unwrap();
+                // Their threads are bounded all the same.
+                hang(OVERDUE);
+                let last = tokio::spawn(turns.run(|| ()));
+                for _ in 0..2 * OVERDUE / class.threads() {
+                    pass(TURN).await;
                 }
-            };
-            hang(Class::Recovery.threads());
-            let next = tokio::spawn(run(Class::Recovery, || ()));
-            pass(TURN - Duration::from_secs(1)).await;
-            assert!(!next.is_finished(), "more pieces run than there are turns");
-            pass(Duration::from_secs(1)).await;
-            next.await.unwrap().unwrap();
-            // Their threads are bounded all the same.
-            hang(OVERDUE);
-            let last = tokio::spawn(run(Class::Recovery, || ()));
-            for _ in 0..2 * OVERDUE / Class::Recovery.threads() {
-                pass(TURN).await;
-            }
-            assert!(!last.is_finished(), "more threads hang than there may be");
-            drop(ends);
-            for piece in hanging {
-                piece.await.unwrap().unwrap();
-            }
-            last.await.unwrap().unwrap();
-            assert_eq!(OVERDUE_TURNS.available_permits(), OVERDUE);
-        });
+                assert!(!last.is_finished(), "more threads hang than there may be");
+                drop(ends);
+                for piece in hanging {
+                    piece.await.unwrap().unwrap();
+                }
+                last.await.unwrap().unwrap();
+                pass(Duration::ZERO).await;
+                let overdue = turns.overdue.as_ref().unwrap();
+                assert_eq!(overdue.available_permits(), OVERDUE);
+                assert_eq!(turns.free.available_permits(), class.threads());
+            });
+        }
+    }
+
+    /// A caller with a time limit of its own has its answer, and the piece hangs on.
+    #[tokio::test(start_paused = true)]
+    async fn a_piece_that_hangs_gives_its_turn_up_without_a_caller() {
+        let turns: &'static Turns = Box::leak(Box::new(Turns::of(Class::Shim)));
+        let (end, ended) = mpsc::channel::<()>();
+        let piece = tokio::spawn(turns.run(move || assert!(ended.recv().is_err())));
+        pass(Duration::ZERO).await;
+        piece.abort();
+        pass(Duration::ZERO).await;
+        assert_eq!(turns.free.available_permits(), Class::Shim.threads() - 1);
+        pass(TURN).await;
+        assert_eq!(turns.free.available_permits(), Class::Shim.threads());
+        drop(end);
     }
 
     #[tokio::test]
@@ -305,9 +358,9 @@ mod tests {
             run(Class::Recovery, move || assert!(ended.recv().is_err())),
         );
         assert!(given_up.await.is_err());
-        assert!(RECOVERY.available_permits() < Class::Recovery.threads());
+        assert!(RECOVERY.free.available_permits() < Class::Recovery.threads());
         drop(end);
-        while RECOVERY.available_permits() < Class::Recovery.threads() {
+        while RECOVERY.free.available_permits() < Class::Recovery.threads() {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     }
