@@ -164,12 +164,19 @@ pub fn executable(config: &Config) -> Result<Option<String>, StepError> {
 /// # Errors
 /// The policy's file cannot be read.
 pub fn of_pause(label: &str, runtime: &str) -> Result<String, StepError> {
+    of_pause_with(label, runtime, Contexts::from_policy)
+}
+
+/// As [`of_pause`], by these contexts.
+fn of_pause_with(
+    label: &str,
+    runtime: &str,
+    contexts: impl FnOnce() -> Result<Option<Contexts>, StepError>,
+) -> Result<String, StepError> {
     if label.is_empty() || !runtime.contains(OF_VIRTUAL_MACHINES) {
         return Ok(label.to_owned());
     }
-    Ok(Contexts::from_policy()?
-        .and_then(|contexts| contexts.of_virtual_machine(label))
-        .unwrap_or_default())
+    Ok(contexts()?.and_then(|contexts| contexts.of_virtual_machine(label)).unwrap_or_default())
 }
 
 /// A level that is taken as long as this lives.
@@ -328,8 +335,11 @@ mod tests {
     #[test]
     fn the_pause_of_a_virtual_machine_has_its_type() {
         let given = "u:r:spc_t:s0:c1,c2";
-        let of_vm =
-            |text: &str| Contexts::parse(text).unwrap().unwrap().of_virtual_machine(given).unwrap();
+        let of = |label: &str, runtime: &str, text: &str| {
+            let contexts = Contexts::parse(text).unwrap();
+            of_pause_with(label, runtime, || Ok(contexts)).unwrap()
+        };
+        let of_vm = |text: &str| of(given, "io.containerd.kata.v2", text);
         let with = format!("kvm_process = \"system_u:system_r:container_kvm_t:s0\"\n{FILE}");
         assert_eq!(of_vm(&with), "u:r:container_kvm_t:s0:c1,c2", "the type alone is another");
         assert_eq!(
@@ -338,13 +348,9 @@ mod tests {
             "a policy without it has that of containers"
         );
         for runtime in ["io.containerd.runc.v2", "io.containerd.runsc.v1", ""] {
-            assert_eq!(of_pause(given, runtime).unwrap(), given);
+            assert_eq!(of(given, runtime, &with), given);
         }
-        assert_eq!(
-            of_pause("", "io.containerd.kata.v2").unwrap(),
-            "",
-            "there are none without SELinux"
-        );
+        assert_eq!(of("", "io.containerd.kata.v2", &with), "", "there are none without SELinux");
     }
 
     #[test]
