@@ -258,6 +258,11 @@ impl Drop for Node {
 }
 
 pub(crate) fn request(id: &str) -> CreateRequest {
+    request_with(id, |_| {})
+}
+
+/// A request with a changed config.
+pub(crate) fn request_with(id: &str, change: impl FnOnce(&mut PodSandboxConfig)) -> CreateRequest {
     let namespaces = NamespaceOption { network: NamespaceMode::NODE.into(), ..Default::default() };
     let security = LinuxSandboxSecurityContext {
         namespace_options: Some(namespaces).into(),
@@ -265,7 +270,8 @@ pub(crate) fn request(id: &str) -> CreateRequest {
     };
     let linux =
         LinuxPodSandboxConfig { security_context: Some(security).into(), ..Default::default() };
-    let config = PodSandboxConfig { linux: Some(linux).into(), ..Default::default() };
+    let mut config = PodSandboxConfig { linux: Some(linux).into(), ..Default::default() };
+    change(&mut config);
     CreateRequest {
         id: id.into(),
         options: Some(Payload {

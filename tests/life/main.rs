@@ -15,17 +15,25 @@ use std::time::Duration;
 mod fixture;
 mod recovery;
 
-use fixture::{Node, request, soon};
+use fixture::{Node, request, request_with, soon};
 use nix::mount::{MntFlags, umount2};
 use pause_sandboxer::config::Config;
 use pause_sandboxer::controller::Controller;
-use pause_sandboxer::podsandbox::{CreateRequest, Environment, Error};
+use pause_sandboxer::podsandbox::{CreateRequest, Environment, Error, Payload, SandboxInfo};
+use pause_sandboxer::protos::cri::{
+    IDMapping, Int64Value, LinuxSandboxSecurityContext, NamespaceMode, SecurityProfile,
+    UserNamespace, security_profile::ProfileType,
+};
+
+/// By which containerd's store finds sandboxes.
+const KIND: &str = "io.cri-containerd.kind";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn run_stop_remove() {
     let node = Node::new();
     let controller = node.controller().await;
-    controller.create(request("a")).await.unwrap();
+    let labelled = request_with("a", |pod| drop(pod.labels.insert("app".into(), "web".into())));
+    controller.create(labelled).await.unwrap();
     assert!(matches!(controller.create(request("a")).await, Err(Error::AlreadyExists { .. })));
     let status = controller.status("a", false).await.unwrap();
     assert_eq!((status.pid, status.state), (0, "SANDBOX_NOTREADY"));
@@ -33,6 +41,7 @@ async fn run_stop_remove() {
     let started = controller.start("a").await.unwrap();
     assert_eq!(started.version, 3);
     assert!(started.spec.is_some());
+    assert_eq!((&*started.labels["app"], &*started.labels[KIND]), ("web", "sandbox"));
     assert!(matches!(controller.start("a").await, Err(Error::State { .. })));
     let status = controller.status("a", true).await.unwrap();
     assert_eq!((status.pid, status.state), (started.pid, "SANDBOX_READY"));
@@ -247,6 +256,90 @@ async fn bad_requests_name_the_field_and_leave_nothing() {
         assert!(error.to_string().len() < 300, "{error}");
     }
     assert_eq!(node.leftovers(), Vec::<String>::new());
+}
+
+/// What no container of the pod could run with, although the sandbox could.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn configs_that_the_built_in_controller_refuses_are_refused() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    let security = |change: fn(&mut LinuxSandboxSecurityContext)| {
+        request_with("a", |pod| {
+            let linux = pod.linux.mut_or_insert_default();
+            change(linux.security_context.mut_or_insert_default());
+        })
+    };
+    let cases: [(&str, CreateRequest); 4] = [
+        (
+            "userns_options.uids",
+            security(|of| {
+                let mapping = |container_id| IDMapping {
+                    container_id,
+                    host_id: 100_000,
+                    length: 65536,
+                    ..Default::default()
+                };
+                let users = UserNamespace {
+                    mode: NamespaceMode::POD.into(),
+                    uids: vec![mapping(1)],
+                    gids: vec![mapping(0)],
+                    ..Default::default()
+                };
+                of.namespace_options.mut_or_insert_default().userns_options = Some(users).into();
+            }),
+        ),
+        (
+            "run_as_user",
+            security(|of| {
+                of.run_as_user = Some(Int64Value { value: -1, ..Default::default() }).into();
+            }),
+        ),
+        (
+            "seccomp.localhost_ref",
+            security(|of| {
+                let profile = SecurityProfile {
+                    profile_type: ProfileType::Localhost.into(),
+                    localhost_ref: "/no/such/profile".to_owned(),
+                    ..Default::default()
+                };
+                of.seccomp = Some(profile).into();
+            }),
+        ),
+        (
+            "labels",
+            request_with("a", |pod| drop(pod.labels.insert("long".into(), "x".repeat(4096)))),
+        ),
+    ];
+    for (field, request) in cases {
+        let refused = controller.create(request).await;
+        let named = matches!(&refused, Err(Error::Invalid { field: of, .. }) if of.contains(field));
+        assert!(named, "{field}: {refused:?}");
+    }
+    assert_eq!(node.leftovers(), Vec::<String>::new());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_update_of_one_extension_keeps_the_others() {
+    let node = Node::new();
+    let controller = node.controller().await;
+    let info = |extensions: &[(&str, &str)]| {
+        let payload =
+            |value: &str| Payload { type_url: value.to_owned(), value: Default::default() };
+        let extensions =
+            extensions.iter().map(|(key, value)| ((*key).to_owned(), payload(value))).collect();
+        SandboxInfo { extensions, ..request("a").sandbox.unwrap() }
+    };
+    let request =
+        CreateRequest { sandbox: Some(info(&[("kept", "1"), ("given", "1")])), ..request("a") };
+    controller.create(request).await.unwrap();
+    let update = info(&[("given", "2"), ("other", "2")]);
+    controller.update("a", update, vec!["extensions.given".to_owned()]).await.unwrap();
+    let record = std::fs::read(node.dir.path().join("state/sandboxes/a/record.json")).unwrap();
+    let record: serde_json::Value = serde_json::from_slice(&record).unwrap();
+    let extensions = record["info"]["extensions"].as_object().unwrap();
+    let values = extensions.iter().map(|(key, of)| format!("{key}={}", of["type_url"]));
+    assert_eq!(values.collect::<Vec<_>>().join(" "), "given=\"2\" kept=\"1\"");
+    controller.shutdown("a").await.unwrap();
 }
 
 /// The kernel keeps a thaw waiting, as behind its locks of cgroups: the runtime has other work.

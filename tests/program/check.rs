@@ -126,6 +126,50 @@ fn the_config_is_what_containerd_makes_of_its_files() {
     assert!(output.contains("its state is /two, but"), "{output}");
 }
 
+/// containerd takes such a file as one of its newest version.
+#[test]
+fn a_config_without_a_version_is_accepted() {
+    let scratch = Scratch::new();
+    let config = containerd_config(&scratch, "mine");
+    let text = fs::read_to_string(&config).unwrap().replace("version = 3\n", "");
+    assert!(!text.contains("version"), "{text}");
+    fs::write(&config, text).unwrap();
+    let output = command(&scratch.flags(), &config).output().unwrap();
+    let output = stdout(&output);
+    assert!(
+        output.contains("ok    containerd config: named by runtime handler \"fast\""),
+        "{output}"
+    );
+    assert!(!output.contains("FAIL  containerd config"), "{output}");
+}
+
+/// kubelet takes the driver from containerd, and containerd from its default handler.
+#[test]
+fn the_cgroup_driver_is_compared_with_that_of_containerds_default_handler() {
+    let scratch = Scratch::new();
+    let config = containerd_config(&scratch, "mine");
+    let text = fs::read_to_string(&config).unwrap();
+    let other = |systemd: bool| {
+        let section = "[plugins.\"io.containerd.cri.v1.runtime\".containerd";
+        let set = format!(
+            "{text}{section}]\ndefault_runtime_name = \"usual\"\n{section}.runtimes.usual]\n\
+             runtime_type = \"io.containerd.runc.v2\"\n{section}.runtimes.usual.options]\n\
+             SystemdCgroup = {systemd}\n"
+        );
+        fs::write(&config, set).unwrap();
+        stdout(&command(&scratch.flags(), &config).output().unwrap()).to_owned()
+    };
+    let output = other(false);
+    assert!(
+        output.contains("ok    kubelet: cgroups of runtime handler \"fast\" by cgroupfs"),
+        "{output}"
+    );
+    let output = other(true);
+    let differs = "FAIL  kubelet: SystemdCgroup of runtime handler \"fast\" is false, but containerd \
+        reports systemd to kubelet, by its runtime handler \"usual\"";
+    assert!(output.contains(differs), "{output}");
+}
+
 /// containerd 2.0 to 2.2 lose them, later versions do not.
 #[test]
 fn handlers_that_containerd_drops_are_reported() {
