@@ -314,6 +314,7 @@ mod tests {
                 pass(TURN - Duration::from_secs(1)).await;
                 assert!(!next.is_finished(), "more pieces run than there are turns");
                 pass(Duration::from_secs(1)).await;
+                assert!(next.is_finished(), "pieces that hang keep their turns");
                 next.await.unwrap().unwrap();
                 // Their threads are bounded all the same.
                 hang(OVERDUE);
