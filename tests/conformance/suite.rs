@@ -15,6 +15,9 @@ use crate::known;
 /// What a run may take; a hang is a failure that says where.
 const LIMIT: Duration = Duration::from_secs(1200);
 
+/// How much of a case's message is kept, characters.
+const LONGEST_MESSAGE: usize = 2000;
+
 /// What became of a case.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
@@ -135,10 +138,7 @@ fn parse(report: &Path) -> Result<Outcomes> {
     let specs = suites[0]["SpecReports"].as_array().context("no SpecReports")?;
     let mut outcomes = Outcomes::new();
     for spec in specs {
-        let message = || {
-            let message = spec["Failure"]["Message"].as_str().unwrap_or_default();
-            message.lines().next().unwrap_or_default().to_owned()
-        };
+        let message = || spec["Failure"]["Message"].as_str().map(one_line).unwrap_or_default();
         let is_case = spec["LeafNodeType"] == "It";
         let outcome = match spec["State"].as_str() {
             // What the filter leaves out is skipped without a word.
@@ -146,7 +146,9 @@ fn parse(report: &Path) -> Result<Outcomes> {
             Some("pending") => continue,
             Some("passed") => Outcome::Passed,
             Some("skipped") => Outcome::Skipped(message()),
-            Some(state) => Outcome::Failed(format!("{state}: {}", message())),
+            Some(state) => {
+                Outcome::Failed(format!("{state}: {} at {}", message(), place(&spec["Failure"])))
+            }
             None => bail!("a spec without a state: {spec}"),
         };
         if is_case {
@@ -162,6 +164,20 @@ fn parse(report: &Path) -> Result<Outcomes> {
         }
     }
     Ok(outcomes)
+}
+
+/// A message as one line. Its first words are often no more than that there was an error, which
+/// follows.
+fn one_line(message: &str) -> String {
+    let words: Vec<&str> = message.split_whitespace().collect();
+    words.join(" ").chars().take(LONGEST_MESSAGE).collect()
+}
+
+/// Which call of a case has failed: several have the same message.
+fn place(failure: &Value) -> String {
+    let path = failure["Location"]["FileName"].as_str().unwrap_or_default();
+    let file = path.rsplit('/').next().unwrap_or(path);
+    format!("{file}:{}", failure["Location"]["LineNumber"])
 }
 
 fn name(spec: &Value) -> String {
