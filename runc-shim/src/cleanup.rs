@@ -6,18 +6,23 @@ use std::time::{Duration, Instant};
 
 use containerd_shim_protos::api::DeleteResponse;
 use protobuf::{Message as _, MessageField};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{AtFlags, CWD, StatxFlags};
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, pidfd_open, pidfd_send_signal};
 use serde::Deserialize;
 
 use crate::error::{Context as _, Error};
-use crate::exits::Exit;
+use crate::exits::{self, Exit};
+use crate::helper::{self, Action, Work};
 use crate::runtime::{self, Place, Runtime};
-use crate::{Arguments, container, idmap, log, mounts, options, task};
+use crate::{Arguments, container, log, mounts, options, task};
 
 /// How long commands of the runtime are waited for, and how long at once.
 const LAST_COMMAND: Duration = Duration::from_secs(5);
 const COMMAND_WAIT: Duration = Duration::from_millis(10);
+
+/// How long file systems may take to be unmounted.
+const LAST_UNMOUNT: Duration = Duration::from_secs(5);
 
 /// The options of a bundle, as [`crate::options::write`] writes them.
 #[derive(Debug, Default, Deserialize)]
@@ -41,20 +46,20 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
         systemd_cgroup: known.systemd_cgroup,
     };
     end_commands(&runtime, &arguments.id, &bundle);
+    let failed = |e: Error| log::error(format_args!("container {}: {e}", arguments.id));
     // A container that the runtime does not know is deleted.
-    if runtime.knows(&arguments.id)
-        && let Err(e) = run(&runtime, &arguments.id, &bundle)
-    {
-        log::error(format_args!("container {}: {e}", arguments.id));
-    }
+    let delete = || match runtime.knows(&arguments.id) {
+        true => run(&runtime, &arguments.id, &bundle),
+        false => Ok(()),
+    };
+    let first = delete();
     // A runtime that was killed has left a cgroup that it does not know.
-    if let Some(cgroup) = container::cgroup_of(&bundle, &arguments.id)
-        && let Err(e) = cgroup.remove()
-    {
-        log::error(format_args!("container {}: remove cgroup: {e}", arguments.id));
-    }
-    mounts::unmount_all(&bundle.join("rootfs"))?;
-    mounts::unmount_all(&bundle.join(idmap::IDMAPPED))?;
+    let cgroup = container::cgroup_of(&bundle, &arguments.id);
+    let removed = cgroup.map_or(Ok(()), |cgroup| cgroup.remove().context("remove cgroup"));
+    removed.unwrap_or_else(failed);
+    // It may have failed because of the cgroup.
+    first.or_else(|_| delete()).unwrap_or_else(failed);
+    unmount(arguments, &bundle)?;
     let exit = Exit::now(137);
     let mut response = DeleteResponse::new();
     response.exit_status = exit.status;
@@ -62,6 +67,47 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     let pid = runtime::read_pid(&bundle.join("init.pid")).ok();
     response.pid = pid.and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0);
     std::io::stdout().write_all(&response.write_to_bytes()?).context("write answer")
+}
+
+/// Undoes the mounts of a bundle. A file system that does not answer in time is detached.
+fn unmount(arguments: &Arguments, bundle: &Path) -> Result<(), Error> {
+    let action = Action::Unmount;
+    let (namespace, id) = (arguments.namespace.as_str(), arguments.id.as_str());
+    match helper::start(&Work { action, namespace, id, bundle, given: None }) {
+        Ok(mut command) => {
+            if let Some(exit) = ended_within(command.pid, LAST_UNMOUNT)
+                && exit.status != 0
+            {
+                return Err(command.failure("failed rootfs umount", exit.status, bundle));
+            }
+        }
+        // There may be no process left to have.
+        Err(_) => mounts::unmount_bundle(bundle)?,
+    }
+    mounts::detach_bundle(bundle)
+}
+
+/// How a child has ended, if it has in time. Else it is killed, and not waited for: the kernel may
+/// not let it end.
+fn ended_within(pid: i32, time: Duration) -> Option<Exit> {
+    let until = Instant::now() + time;
+    let held = Pid::from_raw(pid).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok())?;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        let mut fds = [PollFd::new(&held, PollFlags::IN)];
+        let timeout = Timespec::try_from(left).ok();
+        match rustix::event::poll(&mut fds, timeout.as_ref()) {
+            Err(rustix::io::Errno::INTR) => {}
+            Ok(1..) => break,
+            _ => {
+                let _ = pidfd_send_signal(&held, Signal::KILL);
+                return None;
+            }
+        }
+    }
+    let exit = exits::ended_one(pid);
+    exits::reap(pid);
+    exit
 }
 
 /// Ends commands of the runtime that the shim has left, and their children, which do not die with
@@ -110,7 +156,9 @@ fn is_command(pid: i32, runtime: &Runtime, id: &str, bundle: &Path) -> bool {
     // One that has ended has no arguments.
     let line = std::fs::read(file("cmdline")).unwrap_or_default();
     let has = |wanted: &str| line.split(|byte| *byte == 0).any(|word| word == wanted.as_bytes());
-    ["--root", &runtime.root, id].into_iter().all(has)
+    // A helper of the shim that mounts is one too.
+    let helps = ["-id", id, Action::Mount.word()].into_iter().all(has);
+    helps || ["--root", &runtime.root, id].into_iter().all(has)
 }
 
 /// The device and the inode of a file, as the kernel has them.

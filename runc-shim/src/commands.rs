@@ -1,6 +1,6 @@
 //! Commands of the runtime that are under way, and what their ends mean.
 
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::PathBuf;
 
 use containerd_shim_protos::api;
@@ -10,6 +10,7 @@ use crate::container::state::{Event, Notice};
 use crate::error::{Code, Context as _, Error};
 use crate::events;
 use crate::exits::Exit;
+use crate::helper::{self, Action, Work};
 use crate::io::Stdio;
 use crate::io::console::ConsoleSocket;
 use crate::options;
@@ -36,8 +37,13 @@ pub struct Job {
 pub enum Purpose {
     /// Creates a container; its terminal comes by the socket.
     Create(Option<ConsoleSocket>),
-    /// Removes what is left of a container that could not be created, for this reason.
-    Discard(Error),
+    /// Mounts a container's root file system.
+    Mount,
+    /// Removes what the runtime has left of a container that could not be created, for this reason;
+    /// without one its caller is gone or has asked for the deletion.
+    Discard(Option<Error>),
+    /// Undoes the mounts of such a container.
+    DiscardMounts(Option<Error>),
     /// Starts a container.
     Start,
     /// Restores one from a checkpoint.
@@ -45,7 +51,11 @@ pub enum Purpose {
     /// Starts an exec.
     Exec(Option<ConsoleSocket>),
     /// Deletes a container.
-    Delete,
+    Delete(Attempt),
+    /// Removes the cgroup of a container that the runtime could not delete, for this reason.
+    RemoveCgroup(Error),
+    /// Unmounts the root file system of a deleted container.
+    Unmount,
     /// Signals it.
     Kill(i32),
     /// Kills what a container's first process has left.
@@ -62,6 +72,15 @@ pub enum Purpose {
     Update,
     /// Writes a checkpoint: into the first; the second directory is removed.
     Checkpoint(String, Option<PathBuf>),
+}
+
+/// Which attempt to delete a container it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Attempt {
+    /// The first: if it fails, the shim removes the cgroup.
+    First,
+    /// The one after that.
+    Last,
 }
 
 impl Shim {
@@ -100,6 +119,25 @@ impl Shim {
         Ok(())
     }
 
+    /// Starts a helper for a container, which is busy until its end.
+    pub fn run_helper(
+        &mut self,
+        key: Key,
+        reply: Option<Reply>,
+        purpose: Purpose,
+        action: Action,
+        given: Option<BorrowedFd<'_>>,
+    ) -> Result<(), Error> {
+        let missing = || Error::not_found("container not created");
+        let container = self.containers.get_mut(&key.id).ok_or_else(missing)?;
+        let (namespace, bundle) = (self.namespace.as_str(), container.bundle.as_path());
+        let work = Work { action, namespace, id: &key.id, bundle, given };
+        let command = helper::start(&work)?;
+        container.busy.get_or_insert_default();
+        self.jobs.insert(command.pid, Job { command, purpose, key, reply });
+        Ok(())
+    }
+
     /// A command has ended.
     pub fn finished(&mut self, job: Job, exit: Exit) {
         let Job { mut command, purpose, key, reply } = job;
@@ -112,26 +150,31 @@ impl Shim {
         };
         let answer = match purpose {
             Purpose::Create(console) => {
-                let done = done("OCI runtime create failed");
-                self.create_finished(&key, reply, console, done)
+                self.launched(&key, reply, console, done("OCI runtime create failed"))
+            }
+            Purpose::Mount => {
+                self.rootfs_mounted(&key, reply, done("failed to mount rootfs component"))
             }
             Purpose::Discard(reason) => {
-                if let Err(e) = done("discard") {
-                    log_failure(&key, &e);
-                }
-                self.discard(&key.id);
-                Err(reason)
+                self.runtime_discarded(&key, reply, reason, done("failed to delete task"))
+            }
+            Purpose::DiscardMounts(reason) => {
+                self.mounts_discarded(&key, reply, reason, done("failed rootfs umount"))
             }
             Purpose::Start => self.start_finished(&key, done("OCI runtime start failed")),
             Purpose::Restore(console) => {
-                let done = done("OCI runtime restore failed");
-                self.restore_finished(&key, reply, console, done)
+                self.launched(&key, reply, console, done("OCI runtime restore failed"))
             }
             Purpose::Exec(console) => {
-                let done = done("OCI runtime exec failed");
-                self.exec_finished(&key, reply, console, done)
+                self.launched(&key, reply, console, done("OCI runtime exec failed"))
             }
-            Purpose::Delete => self.delete_finished(&key, done("failed to delete task")),
+            Purpose::Delete(attempt) => {
+                self.runtime_deleted(&key, reply, attempt, done("failed to delete task"))
+            }
+            Purpose::RemoveCgroup(reason) => {
+                self.cgroup_removed(&key, reply, reason, done("remove cgroup"))
+            }
+            Purpose::Unmount => self.unmounted(&key, done("failed rootfs umount")),
             Purpose::Kill(signal) => {
                 let done = done("").map_err(|e| runtime::kill_error(without_prefix(e)));
                 if done.is_ok() && signal == libc::SIGKILL {

@@ -6,7 +6,7 @@ use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use containerd_shim_protos::api;
+use containerd_shim_protos::api::{self, Mount};
 use containerd_shim_protos::events::task as task_events;
 use containerd_shim_protos::shim::oci::Options;
 
@@ -15,6 +15,8 @@ use crate::commands::Purpose;
 use crate::container::state::{self, Event, Notice, State};
 use crate::container::{self, Container, Process};
 use crate::error::{Code, Context as _, Error};
+use crate::exits::Exit;
+use crate::helper::{self, Action};
 use crate::io::console::ConsoleSocket;
 use crate::io::{self, Owner, Prepared, Stdio};
 use crate::log;
@@ -43,62 +45,72 @@ pub struct Pending {
 impl Shim {
     /// Creates a container.
     pub fn create(&mut self, reply: Reply, request: api::CreateTaskRequest) -> Answer {
-        if self.containers.contains_key(&request.id) {
-            let message = format!("container {} exists", request.id);
+        if let Some(there) = self.containers.get(&request.id) {
+            let what = if there.state == State::Discarding { "is being removed" } else { "exists" };
+            let message = format!("container {} {what}", request.id);
             return Err(Error::new(Code::AlreadyExists, message));
         }
         if self.ending.is_some() {
             return Err(Error::new(Code::Unavailable, "the shim ends"));
         }
         task::check_id(&request.id)?;
-        let id = request.id.clone();
-        let made = self.make(reply, request);
-        if made.is_err() {
-            self.discard(&id);
-        }
-        made
-    }
-
-    fn make(&mut self, reply: Reply, request: api::CreateTaskRequest) -> Answer {
         let options = options::parse(request.options.as_ref())?;
         let bundle = PathBuf::from(&request.bundle);
         if !bundle.is_absolute() {
-            let message = format!("bundle {:?} is no absolute path", request.bundle);
+            let message = format!("bundle path is not absolute: {}", request.bundle);
             return Err(Error::new(Code::InvalidArgument, message));
         }
         options::write(&bundle, &options)?;
-        let stdio = Stdio {
-            stdin: request.stdin.clone(),
-            stdout: request.stdout.clone(),
-            stderr: request.stderr.clone(),
-            terminal: request.terminal,
-        };
         let key = Key::new(&request.id, "");
-        let made = new_container(&request, &options, &bundle, stdio.clone(), &self.namespace);
-        let owner = made.owner;
-        let restored = !made.restore.is_empty();
-        self.containers.insert(request.id.clone(), made);
-        if !request.rootfs.is_empty() {
-            let rootfs = bundle.join("rootfs");
-            self.known(&key)?.rootfs = Some(rootfs.clone());
-            mounts::mount_all(&request.rootfs, &rootfs)
-                .context("failed to mount rootfs component")?;
-        }
-        // Before the runtime has made anything, so that nothing is left if it cannot be announced.
-        let announced = create_event(&request);
-        self.announced.insert(request.id.clone(), announced);
-        if restored {
+        let container = new_container(&request, &options, &bundle, &self.namespace);
+        self.containers.insert(request.id.clone(), container);
+        // Before anything is made, so that nothing is left if it cannot be announced.
+        self.announced.insert(request.id.clone(), create_event(&request));
+        let begun = if request.rootfs.is_empty() {
+            self.prepare(&key, Some(reply))
+        } else {
+            self.mount_rootfs(&key, reply, request.rootfs)
+        };
+        begun.or_else(|e| self.create_failed(&key, Some(reply), e))
+    }
+
+    /// Has a helper mount the root file system of a container.
+    fn mount_rootfs(&mut self, key: &Key, reply: Reply, mounts: Vec<Mount>) -> Answer {
+        let given = helper::mounts_file(mounts)?;
+        let given = Some(given.as_fd());
+        self.run_helper(key.clone(), Some(reply), Purpose::Mount, Action::Mount, given)?;
+        let container = self.known(key)?;
+        container.rootfs = Some(mounts::rootfs(&container.bundle));
+        Ok(None)
+    }
+
+    /// The root file system of a container is mounted, or not.
+    pub fn rootfs_mounted(
+        &mut self,
+        key: &Key,
+        reply: Option<Reply>,
+        done: Result<(), Error>,
+    ) -> Answer {
+        done.and_then(|()| self.prepare(key, reply)).or_else(|e| self.create_failed(key, reply, e))
+    }
+
+    /// Prepares the streams of a container that has its root file system, and has the runtime
+    /// create it.
+    fn prepare(&mut self, key: &Key, reply: Option<Reply>) -> Answer {
+        let container = self.known(key)?;
+        if !container.restore.is_empty() {
             // The runtime has nothing to do before the start.
-            self.known(&key)?.busy = None;
-            return self.created(&key, None);
+            container.busy = None;
+            return self.created(key, None);
         }
+        let (stdio, owner) = (container.process.stdio.clone(), container.owner);
         let prepared = if stdio.terminal {
             Prepared::default()
         } else {
-            io::prepare(&stdio, owner, &request.id, &self.namespace)
+            io::prepare(&stdio, owner, &key.id, &self.namespace)
                 .context("failed to create init process I/O")?
         };
-        self.await_logger(key, Some(reply), prepared, false)
+        self.await_logger(key.clone(), reply, prepared, false)
     }
 
     /// Waits for a logging program, if there is one, and then runs the process.
@@ -152,13 +164,7 @@ impl Shim {
     }
 
     /// A process was not started, or was `made` and cannot be used: what is left of it goes.
-    pub fn process_failed(
-        &mut self,
-        key: &Key,
-        reply: Option<Reply>,
-        e: Error,
-        made: bool,
-    ) -> Answer {
+    fn process_failed(&mut self, key: &Key, reply: Option<Reply>, e: Error, made: bool) -> Answer {
         self.exits.claim(key, None);
         if key.exec.is_empty() && matches!(self.known(key)?.state, State::Creating) {
             return self.create_failed(key, reply, e);
@@ -260,7 +266,7 @@ impl Shim {
     }
 
     /// The runtime has made a process: takes over its terminal, and begins to copy.
-    pub fn take_over(
+    fn take_over(
         &mut self,
         key: &Key,
         reply: Option<Reply>,
@@ -277,8 +283,9 @@ impl Shim {
         self.await_logger(key.clone(), reply, prepared, true)
     }
 
-    /// The runtime has created a container, or not.
-    pub fn create_finished(
+    /// The runtime has made a process, or not: of a container that is created or restored, or of
+    /// an exec.
+    pub fn launched(
         &mut self,
         key: &Key,
         reply: Option<Reply>,
@@ -290,38 +297,15 @@ impl Shim {
             .or_else(|e| self.process_failed(key, reply, e, made))
     }
 
-    /// A container cannot be created: what the runtime has left of it goes first.
-    fn create_failed(&mut self, key: &Key, reply: Option<Reply>, e: Error) -> Answer {
-        let container = self.known(key)?;
-        if container.runtime.knows(&key.id) {
-            let purpose = Purpose::Discard(e.clone());
-            if self.run_for(key.clone(), reply, purpose, &["delete", "--force", &key.id]).is_ok() {
-                return Ok(None);
-            }
-        }
-        self.discard(&key.id);
-        Err(e)
-    }
-
-    /// Forgets a container that could not be created.
-    pub fn discard(&mut self, id: &str) {
-        self.announced.remove(id);
-        let Some(container) = self.containers.remove(id) else { return };
-        if let Some(rootfs) = &container.rootfs
-            && let Err(e) = mounts::unmount_all(rootfs)
-        {
-            log::warn(format_args!("container {id}: unmount rootfs: {e}"));
-        }
-        let calls = container.busy.unwrap_or_default();
-        self.close_process(container.process);
-        for (reply, request) in calls {
-            self.dispatch(reply, request);
-        }
-    }
-
     fn pid_of(&mut self, key: &Key) -> Result<i32, Error> {
         let bundle = &self.known(key)?.bundle;
         runtime::read_pid(&pid_file(bundle, key))
+    }
+
+    /// The exit of a process that was just made, if it has ended.
+    pub fn claim(&mut self, key: &Key, pid: i32) -> Option<Exit> {
+        let file = self.containers.get(&key.id).map(|it| pid_file(&it.bundle, key));
+        self.exits.claim(key, Some((pid, &file.unwrap_or_default())))
     }
 
     /// A process is there, with its streams.
@@ -332,7 +316,7 @@ impl Shim {
         if matches!(self.known(key)?.state, State::Starting { .. }) {
             return self.started(key, pid);
         }
-        let exit = self.exits.claim(key, Some(pid));
+        let exit = self.claim(key, pid);
         if exit.is_none() {
             self.processes.insert(pid, key.clone());
             // One that has ended has none, and its number may be another's.
@@ -373,7 +357,8 @@ impl Shim {
                 }
             }
             Err(reason) => {
-                log::warn(format_args!("container {}: {event:?} in {before:?}: {reason}", key.id));
+                let id = &key.id;
+                log::warn(format_args!("container {id}: {event} while it is {before}: {reason}"));
             }
         }
     }
@@ -425,9 +410,14 @@ fn new_container(
     request: &api::CreateTaskRequest,
     options: &Options,
     bundle: &Path,
-    stdio: Stdio,
     namespace: &str,
 ) -> Container {
+    let stdio = Stdio {
+        stdin: request.stdin.clone(),
+        stdout: request.stdout.clone(),
+        stderr: request.stderr.clone(),
+        terminal: request.terminal,
+    };
     Container {
         bundle: bundle.to_owned(),
         runtime: Runtime {
@@ -448,6 +438,7 @@ fn new_container(
         busy: Some(VecDeque::new()),
         sweeping: false,
         drain: None,
+        retry: None,
     }
 }
 

@@ -6,14 +6,15 @@ use containerd_shim_protos::api;
 use containerd_shim_protos::events::task as task_events;
 use protobuf::MessageField;
 
-use crate::commands::Purpose;
-use crate::container::state::{self, Event};
+use crate::commands::{Attempt, Purpose};
+use crate::container::state::{self, Event, State};
 use crate::create::pid_file;
 use crate::error::Error;
+use crate::helper::Action;
 use crate::server::Reply;
 use crate::shim::{Key, Shim};
 use crate::task::{self, Answer};
-use crate::{events, exec, exits, mounts};
+use crate::{events, exec, exits};
 
 /// How long a deletion waits for the last output.
 const DRAIN: Duration = Duration::from_secs(10);
@@ -22,7 +23,10 @@ impl Shim {
     /// Deletes a container.
     pub fn delete(&mut self, reply: Reply, id: &str) -> Answer {
         let key = Key::new(id, "");
-        let container = self.container(id)?;
+        let container = self.deletable(id)?;
+        if container.state == State::Discarding {
+            return self.discard(&key, Some(reply), None);
+        }
         let (next, _) = state::step(container.state, Event::Delete).map_err(Error::state)?;
         container.state = next;
         let streams = container.process.streams.clone();
@@ -32,7 +36,7 @@ impl Shim {
             container.busy.get_or_insert_default();
             return Ok(None);
         }
-        self.run_delete(&key, reply)
+        self.run_delete(&key, Some(reply), Attempt::First)
     }
 
     /// All output of a process is copied, or its time is over: its deletion continues.
@@ -45,36 +49,78 @@ impl Shim {
             (exec.and_then(|exec| exec.drain.take()), true)
         };
         let Some((reply, _)) = drain else { return };
-        let answer = if exec { self.remove_exec(key) } else { self.run_delete(key, reply) };
+        let answer = if exec {
+            self.remove_exec(key)
+        } else {
+            self.run_delete(key, Some(reply), Attempt::First)
+        };
         self.answer(reply, answer);
         self.release(key);
     }
 
-    fn run_delete(&mut self, key: &Key, reply: Reply) -> Answer {
-        let run = self.run_for(key.clone(), Some(reply), Purpose::Delete, &["delete", &key.id]);
-        if run.is_err() {
-            self.change(key, Event::Failed);
-        }
-        run.map(|()| None)
+    fn run_delete(&mut self, key: &Key, reply: Option<Reply>, attempt: Attempt) -> Answer {
+        let run = self.run_for(key.clone(), reply, Purpose::Delete(attempt), &["delete", &key.id]);
+        run.map(|()| None).or_else(|e| self.delete_failed(key, e))
     }
 
     /// The runtime has deleted a container, or not.
-    pub fn delete_finished(&mut self, key: &Key, done: Result<(), Error>) -> Answer {
-        // A checkpoint that ends the container has deleted it already.
-        let mut done = match done {
-            Err(_) if !self.known(key)?.runtime.knows(&key.id) => Ok(()),
-            other => other,
+    pub fn runtime_deleted(
+        &mut self,
+        key: &Key,
+        reply: Option<Reply>,
+        attempt: Attempt,
+        done: Result<(), Error>,
+    ) -> Answer {
+        let container = self.known(key)?;
+        let begun = match done {
+            // If the runtime knows it no more, a checkpoint that ends the container has deleted it.
+            Err(e) if container.runtime.knows(&key.id) => match attempt {
+                // runc removes no cgroup whose path is too long for a system call.
+                Attempt::First => {
+                    let purpose = Purpose::RemoveCgroup(e.clone());
+                    let run =
+                        self.run_helper(key.clone(), reply, purpose, Action::RemoveCgroup, None);
+                    run.map_err(|_| e)
+                }
+                Attempt::Last => Err(e),
+            },
+            _ if container.rootfs.is_some() => {
+                self.run_helper(key.clone(), reply, Purpose::Unmount, Action::Unmount, None)
+            }
+            _ => return self.deleted(key),
         };
-        if let Some(rootfs) = &self.known(key)?.rootfs
-            && let Err(e) = mounts::unmount_all(rootfs)
-            && done.is_ok()
-        {
-            done = Err(e.context("failed rootfs umount"));
+        begun.map(|()| None).or_else(|e| self.delete_failed(key, e))
+    }
+
+    /// The cgroup of a container that the runtime could not delete is removed, or not.
+    pub fn cgroup_removed(
+        &mut self,
+        key: &Key,
+        reply: Option<Reply>,
+        reason: Error,
+        done: Result<(), Error>,
+    ) -> Answer {
+        match done {
+            Ok(()) => self.run_delete(key, reply, Attempt::Last),
+            Err(e) => {
+                let message = format!("{reason}; {e}");
+                self.delete_failed(key, Error { message, ..reason })
+            }
         }
-        if let Err(e) = done {
-            self.change(key, Event::Failed);
-            return Err(e);
-        }
+    }
+
+    /// The root file system of a deleted container is unmounted, or not.
+    pub fn unmounted(&mut self, key: &Key, done: Result<(), Error>) -> Answer {
+        done.or_else(|e| self.delete_failed(key, e).map(drop))?;
+        self.deleted(key)
+    }
+
+    fn delete_failed(&mut self, key: &Key, e: Error) -> Answer {
+        self.change(key, Event::Failed);
+        Err(e)
+    }
+
+    fn deleted(&mut self, key: &Key) -> Answer {
         // What was never started is killed by the deletion.
         self.take_last_exits(&key.id);
         let state = self.known(key)?.state;

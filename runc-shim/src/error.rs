@@ -27,6 +27,25 @@ pub enum Code {
     Unavailable = 14,
 }
 
+impl Code {
+    /// The code of a number; [`Code::Unknown`] for any other.
+    pub fn of_number(number: i32) -> Self {
+        [
+            Self::InvalidArgument,
+            Self::DeadlineExceeded,
+            Self::NotFound,
+            Self::AlreadyExists,
+            Self::ResourceExhausted,
+            Self::FailedPrecondition,
+            Self::Unimplemented,
+            Self::Unavailable,
+        ]
+        .into_iter()
+        .find(|code| *code as i32 == number)
+        .unwrap_or(Self::Unknown)
+    }
+}
+
 /// Why a call fails.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Error {

@@ -59,6 +59,7 @@ const OOM: Kind = ("/tasks/oom", "containerd.events.TaskOOM");
 /// An event that waits.
 #[derive(Debug)]
 struct Queued {
+    topic: &'static str,
     /// Its encoded [`ForwardRequest`].
     request: Vec<u8>,
     refusals: u32,
@@ -135,7 +136,7 @@ impl Events {
         let mut request = ForwardRequest::new();
         request.envelope = MessageField::some(envelope);
         let request = request.write_to_bytes().unwrap_or_default();
-        self.queue.push_back(Queued { request, refusals: 0, repeats });
+        self.queue.push_back(Queued { topic, request, refusals: 0, repeats });
         if self.again.is_none() {
             self.advance(reactor);
         }
@@ -273,11 +274,13 @@ impl Events {
             first.refusals += 1;
             let malformed = response.status.code.value() == Code::InvalidArgument as i32;
             let most = if malformed { REFUSALS } else { REFUSALS_OF_OTHERS };
-            if first.refusals < most {
-                return Err(Error::unknown(response.status.message.clone()));
+            let (topic, times, reason) = (first.topic, first.refusals, &response.status.message);
+            if times < most {
+                return Err(Error::unknown(format!("event {topic}: {reason}")));
             }
-            let (times, reason) = (first.refusals, &response.status.message);
-            log::warn(format_args!("containerd refused an event {times} times; dropped: {reason}"));
+            log::warn(format_args!(
+                "containerd refused event {topic} {times} times; dropped: {reason}"
+            ));
         }
         self.wait = FIRST_WAIT;
         self.queue.pop_front();

@@ -7,6 +7,7 @@ mod commands;
 mod container;
 mod create;
 mod delete;
+mod discard;
 mod error;
 mod events;
 mod exec;
@@ -14,6 +15,7 @@ mod exits;
 mod frame;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
+mod helper;
 mod idmap;
 mod io;
 mod log;
@@ -48,7 +50,7 @@ const SOCKET: i32 = 3;
 /// The program.
 pub fn main() -> ExitCode {
     match run() {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(e) => {
             log::error(format_args!("{e}"));
             ExitCode::FAILURE
@@ -56,22 +58,32 @@ pub fn main() -> ExitCode {
     }
 }
 
-fn run() -> Result<(), Error> {
+fn run() -> Result<ExitCode, Error> {
     let mut given = env::args().skip(1).peekable();
     if given.peek().is_some_and(|first| ["-v", "--version"].contains(&first.as_str())) {
         let version = concat!(env!("CARGO_PKG_NAME"), " ", env!("CARGO_PKG_VERSION"));
-        return writeln!(std::io::stdout(), "{version}").context("write version");
+        writeln!(std::io::stdout(), "{version}").context("write version")?;
+        return Ok(ExitCode::SUCCESS);
     }
     let arguments = Arguments::parse(given)?;
     match arguments.action.as_str() {
-        "" => serve(arguments),
+        "" => serve(arguments)?,
         "delete" => {
             // As containerd's shim, this ends when its work is done.
             let _blocked = Signals::new().context("block signals")?;
-            cleanup::delete(&arguments)
+            cleanup::delete(&arguments)?;
         }
-        other => Err(Error::unknown(format!("{other:?} is for shims that start themselves"))),
+        other => {
+            let foreign = || Error::unknown(format!("{other} is for shims that start themselves"));
+            let action = helper::Action::of_word(other).ok_or_else(foreign)?;
+            // Who has started it says what has failed.
+            return Ok(match helper::run(action, &arguments) {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(_) => ExitCode::FAILURE,
+            });
+        }
     }
+    Ok(ExitCode::SUCCESS)
 }
 
 fn serve(arguments: Arguments) -> Result<(), Error> {

@@ -25,6 +25,9 @@ const LONGEST: usize = PAGE - 512;
 const BUSY_TRIES: u32 = 50;
 const BUSY_WAIT: Duration = Duration::from_millis(20);
 
+/// How often something may be mounted once more while a bundle's mounts are detached.
+const DETACH_TRIES: u32 = 8;
+
 /// What the options of a mount ask for.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Options {
@@ -120,7 +123,7 @@ pub fn mount_all(mounts: &[Mount], root: &Path) -> Result<(), Error> {
     });
     if made.is_err() {
         // What cannot be undone now is undone with the bundle.
-        let _ = unmount_all(root);
+        let _ = unmount_all(&[root.to_owned()]);
     }
     made
 }
@@ -245,15 +248,64 @@ impl Drop for Directory {
     }
 }
 
-/// Undoes all mounts at `root` and below. One that is not there is success.
-pub fn unmount_all(root: &Path) -> Result<(), Error> {
-    // The table has no links.
-    let root = match fs::canonicalize(root) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        other => other.context(format_args!("find {}", root.display()))?,
-    };
+/// Where the root file system of a bundle is mounted.
+pub fn rootfs(bundle: &Path) -> PathBuf {
+    bundle.join("rootfs")
+}
+
+/// All places of a bundle where something is mounted.
+fn places(bundle: &Path) -> [PathBuf; 2] {
+    [rootfs(bundle), bundle.join(idmap::IDMAPPED)]
+}
+
+/// Undoes all mounts of a bundle. One that is not there is success.
+pub fn unmount_bundle(bundle: &Path) -> Result<(), Error> {
+    unmount_all(&places(bundle))
+}
+
+/// Takes all mounts of a bundle out of the tree at once, whatever their file systems answer. A mount
+/// that another process is making finds no place afterwards. Each file system ends when nothing uses
+/// it any more.
+pub fn detach_bundle(bundle: &Path) -> Result<(), Error> {
+    for place in places(bundle) {
+        for _ in 0..DETACH_TRIES {
+            // Mounts may be stacked.
+            let what = || format!("detach {}", place.display());
+            while detach(&place).context(what())? {}
+            // One with content was there before the mounts, and stays.
+            if rustix::fs::rmdir(&place) != Err(Errno::BUSY) {
+                break;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether something was mounted at a place, which it is no more.
+fn detach(place: &Path) -> rustix::io::Result<bool> {
+    match rustix::mount::unmount(place, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
+        Ok(()) => Ok(true),
+        Err(Errno::INVAL | Errno::NOENT) => Ok(false),
+        Err(e) => Err(e),
+    }
+}
+
+/// Undoes all mounts at these roots and below.
+fn unmount_all(roots: &[PathBuf]) -> Result<(), Error> {
+    let mut found = Vec::new();
+    for root in roots {
+        // The table has no links.
+        match fs::canonicalize(root) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+            other => found.push(other.context(format_args!("find {}", root.display()))?),
+        }
+    }
+    if found.is_empty() {
+        return Ok(());
+    }
     let table = fs::read("/proc/self/mountinfo").context("read mounts")?;
-    let mut points = points_below(&table, &root);
+    let mut points: Vec<PathBuf> =
+        found.iter().flat_map(|root| points_below(&table, root)).collect();
     points.sort_by_key(|point| std::cmp::Reverse(point.as_os_str().len()));
     for point in points {
         unmount(&point).context(format_args!("unmount {}", point.display()))?;

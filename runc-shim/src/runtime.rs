@@ -13,14 +13,14 @@ use rustix::fs::MemfdFlags;
 use serde::Deserialize;
 
 use crate::error::{Code, Context as _, Error};
-use crate::sys;
+use crate::{helper, sys};
 
 /// What is read of a command's output; bytes.
 const MOST: u64 = 64 << 10;
 
 /// Where a command finds its log and what it is given as a file.
 const LOG: i32 = 3;
-const GIVEN: i32 = 4;
+pub const GIVEN: i32 = 4;
 
 /// Variables that are the shim's own and not the runtime's.
 const OWN: [&str; 6] = [
@@ -48,7 +48,8 @@ pub struct Runtime {
 pub struct Command {
     /// Its pid.
     pub pid: i32,
-    log: File,
+    /// `None`: a helper, which writes no log.
+    log: Option<File>,
     output: Option<File>,
 }
 
@@ -106,27 +107,36 @@ impl Runtime {
             dies_with_parent: true,
         });
         let pid = spawned.context(format_args!("exec {name}"))?;
-        Ok(Command { pid, log, output })
+        Ok(Command { pid, log: Some(log), output })
     }
 }
 
 impl Command {
+    /// A helper, with its standard output.
+    pub fn without_log(pid: i32, output: File) -> Self {
+        Self { pid, log: None, output: Some(output) }
+    }
+
     /// What the command has written to its standard streams, if they were kept.
-    pub fn output(&mut self) -> String {
-        self.output.as_mut().map(text).unwrap_or_default()
+    fn output(&mut self) -> Vec<u8> {
+        self.output.as_mut().map(content).unwrap_or_default()
     }
 
     /// Why the command has failed: the last error of its log, or what it wrote, or its status. The
     /// log is added to the bundle's.
     pub fn failure(&mut self, what: &str, status: u32, bundle: &Path) -> Error {
-        let log = text(&mut self.log);
+        let output = self.output();
+        let Some(log) = &mut self.log else {
+            return helper::failure(&output, status).context(what);
+        };
+        let log = String::from_utf8_lossy(&content(log)).into_owned();
         if let Ok(mut file) =
             File::options().append(true).create(true).open(bundle.join("log.json"))
         {
             // For whoever looks for it; the answer has the error.
             let _ = file.write_all(log.as_bytes());
         }
-        let output = self.output();
+        let output = String::from_utf8_lossy(&output);
         let reason = last_error(&log)
             .or_else(|| Some(output.trim().to_owned()).filter(|output| !output.is_empty()))
             .unwrap_or_else(|| format!("exit status {status}"));
@@ -141,16 +151,17 @@ pub fn memory_file_of(content: &[u8]) -> Result<OwnedFd, Error> {
     Ok(file.into())
 }
 
-fn memory_file() -> Result<File, Error> {
+/// An empty file in memory.
+pub fn memory_file() -> Result<File, Error> {
     let made = rustix::fs::memfd_create(c"runtime", MemfdFlags::CLOEXEC);
     made.map(File::from).context("make memory file")
 }
 
-fn text(file: &mut File) -> String {
+fn content(file: &mut File) -> Vec<u8> {
     let mut bytes = Vec::new();
     // What cannot be read is not there.
     let _ = file.rewind().and_then(|()| file.take(MOST).read_to_end(&mut bytes));
-    String::from_utf8_lossy(&bytes).into_owned()
+    bytes
 }
 
 /// The last error in a log of JSON lines.
@@ -198,7 +209,8 @@ fn find(name: &str) -> Option<CString> {
     CString::new(path.into_os_string().into_vec()).ok()
 }
 
-fn environment() -> Vec<CString> {
+/// The environment of what is run: this process's without the variables that are its own.
+pub fn environment() -> Vec<CString> {
     let join = |(mut name, value): (OsString, OsString)| {
         name.push("=");
         name.push(value);
@@ -208,7 +220,8 @@ fn environment() -> Vec<CString> {
     kept.filter_map(join).collect()
 }
 
-fn string(text: &str) -> Result<CString, Error> {
+/// An argument of a command.
+pub fn string(text: &str) -> Result<CString, Error> {
     CString::new(text).map_err(|_| Error::new(Code::InvalidArgument, "a zero byte in a request"))
 }
 

@@ -212,8 +212,13 @@ impl Shim {
         });
         let pending = self.pending.values().map(|pending| pending.until);
         let loggers = self.loggers.values().copied().flatten();
-        let rest =
-            [self.events.deadline(), self.server.deadline(), self.streams.deadline(), self.ending];
+        let rest = [
+            self.events.deadline(),
+            self.server.deadline(),
+            self.streams.deadline(),
+            self.discard_deadline(),
+            self.ending,
+        ];
         drains.chain(pending).chain(loggers).chain(rest.into_iter().flatten()).min()
     }
 
@@ -245,6 +250,7 @@ impl Shim {
         for number in late {
             self.logger_late(number);
         }
+        self.retry_discards(now);
         let is_due = |drain: &Option<(_, Instant)>| due(drain.as_ref().map(|(_, at)| *at));
         let mut drained = Vec::new();
         for (id, container) in &self.containers {

@@ -9,7 +9,6 @@ use crate::cgroup::Cgroup;
 use crate::commands::Purpose;
 use crate::container::state::{self, Event, State};
 use crate::error::{Context as _, Error};
-use crate::io::console::ConsoleSocket;
 use crate::io::{self, Prepared};
 use crate::runtime::Place;
 use crate::server::Reply;
@@ -72,23 +71,10 @@ impl Shim {
         }
     }
 
-    /// The runtime has restored a container, or not.
-    pub fn restore_finished(
-        &mut self,
-        key: &Key,
-        reply: Option<Reply>,
-        console: Option<ConsoleSocket>,
-        done: Result<(), Error>,
-    ) -> Answer {
-        let made = done.is_ok();
-        done.and_then(|()| self.take_over(key, reply, console))
-            .or_else(|e| self.process_failed(key, reply, e, made))
-    }
-
     /// A container runs.
     pub fn started(&mut self, key: &Key, pid: i32) -> Answer {
         let restored = matches!(self.known(key)?.state, State::Starting { pid: None, .. });
-        let early = if restored { self.exits.claim(key, Some(pid)) } else { None };
+        let early = if restored { self.claim(key, pid) } else { None };
         self.change(key, Event::Started(pid));
         match early {
             Some(exit) => self.process_exited(key, exit),
@@ -131,19 +117,6 @@ impl Shim {
         run
     }
 
-    /// The runtime has started an exec, or not.
-    pub fn exec_finished(
-        &mut self,
-        key: &Key,
-        reply: Option<Reply>,
-        console: Option<ConsoleSocket>,
-        done: Result<(), Error>,
-    ) -> Answer {
-        let made = done.is_ok();
-        done.and_then(|()| self.take_over(key, reply, console))
-            .or_else(|e| self.process_failed(key, reply, e, made))
-    }
-
     /// An exec was not started.
     pub fn exec_failed(&mut self, key: &Key) {
         let Ok(exec) = self.exec(key) else { return };
@@ -160,7 +133,7 @@ impl Shim {
 
     /// An exec runs.
     pub fn exec_started(&mut self, key: &Key, pid: i32) -> Answer {
-        let exit = self.exits.claim(key, Some(pid));
+        let exit = self.claim(key, pid);
         let exec = self.exec(key)?;
         let next = exec::state::step(exec.state, exec::state::Event::Started(pid));
         if let Some(next) = next.map_err(Error::state)? {

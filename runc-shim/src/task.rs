@@ -178,7 +178,10 @@ impl Shim {
             Request::Update(r) => Key::new(&r.id, ""),
             _ => return Ok(Some(request)),
         };
-        let container = self.container(&key.id)?;
+        let container = match &request {
+            Request::Delete(_) => self.deletable(&key.id)?,
+            _ => self.container(&key.id)?,
+        };
         let queue = if key.exec.is_empty() {
             container.busy.as_mut()
         } else {
@@ -199,7 +202,7 @@ impl Shim {
     pub fn container(&mut self, id: &str) -> Result<&mut Container, Error> {
         let container = self.containers.get_mut(id);
         container
-            .filter(|container| container.state != State::Creating)
+            .filter(|it| !matches!(it.state, State::Creating | State::Discarding))
             .ok_or_else(|| Error::not_found("container not created"))
     }
 
@@ -404,9 +407,8 @@ pub fn unsigned(pid: i32) -> u32 {
 
 fn status(state: State) -> Status {
     match state {
-        State::Creating | State::Created { .. } | State::Restorable | State::Starting { .. } => {
-            Status::CREATED
-        }
+        State::Creating | State::Discarding | State::Created { .. } => Status::CREATED,
+        State::Restorable | State::Starting { .. } => Status::CREATED,
         State::Running { .. } | State::Exiting { .. } => Status::RUNNING,
         State::Pausing { .. } => Status::PAUSING,
         State::Paused { .. } | State::Resuming { .. } => Status::PAUSED,

@@ -63,6 +63,12 @@ impl Tracer {
         Ok(Self { thread, end })
     }
 
+    /// Whether it has nothing to follow any more: the daemon was killed, or has ended.
+    #[allow(dead_code, reason = "not every suite that follows a daemon asks")]
+    pub(crate) fn is_finished(&self) -> bool {
+        self.thread.is_finished()
+    }
+
     /// Lets the daemon, or what it has left, go.
     pub(crate) fn finish(self) -> Result<Seen> {
         self.end.store(true, Ordering::Release);

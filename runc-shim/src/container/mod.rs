@@ -12,6 +12,7 @@ use serde::Deserialize;
 
 use self::state::State;
 use crate::cgroup::Cgroup;
+use crate::discard::Retry;
 use crate::error::{Context as _, Error};
 use crate::exec::Exec;
 use crate::io::stream::Stream;
@@ -53,6 +54,8 @@ pub struct Container {
     pub sweeping: bool,
     /// Its deletion waits for the last output until then.
     pub drain: Option<(Reply, Instant)>,
+    /// It could not be created, and what is left of it could not be removed.
+    pub retry: Option<Retry>,
 }
 
 /// The streams of a process and who waits for its end.

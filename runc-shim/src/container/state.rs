@@ -3,14 +3,16 @@
 //! ```text
 //! Creating -> Created -> Starting -> Running <-> Pausing, Paused, Resuming
 //!     |          |           |          |             |
-//!   (none)       +-----------+----------+-------------+--> Exiting -> Stopped
-//!                                                                        |
-//!                                                          (none) <- Deleting
+//! Discarding     +-----------+----------+-------------+--> Exiting -> Stopped
+//!     |                                                                  |
+//!   (none)                                                 (none) <- Deleting
 //! ```
 //!
 //! An exit that is seen while the runtime starts the container is kept until it is done, so that
 //! the start is announced first. `Exiting` is left when no process that was executed in the
 //! container is left: its exit is announced last.
+
+use std::fmt;
 
 use crate::exits::Exit;
 
@@ -19,6 +21,8 @@ use crate::exits::Exit;
 pub enum State {
     /// The runtime creates it.
     Creating,
+    /// It could not be created: what is left of it is removed.
+    Discarding,
     /// Its process waits for its start.
     Created {
         /// Its process.
@@ -81,6 +85,8 @@ pub enum State {
 pub enum Event {
     /// The runtime has created it; without a process if it is to be restored.
     Created(Option<i32>),
+    /// It cannot be created.
+    CreateFailed,
     /// A start is asked for.
     Start,
     /// The runtime has started or restored it as this process.
@@ -127,6 +133,7 @@ pub fn step(state: State, event: Event) -> Result<(State, Notice), &'static str>
     match (state, event) {
         (S::Creating, E::Created(Some(pid))) => quiet(S::Created { pid }),
         (S::Creating, E::Created(None)) => quiet(S::Restorable),
+        (S::Creating, E::CreateFailed) => quiet(S::Discarding),
         (S::Created { pid }, E::Start) => quiet(S::Starting { pid: Some(pid), exit: None }),
         (S::Restorable, E::Start) => quiet(S::Starting { pid: None, exit: None }),
         (S::Starting { exit: None, .. }, E::Started(pid)) => {
@@ -199,7 +206,7 @@ impl State {
     /// Its process, 0 without.
     pub fn pid(&self) -> i32 {
         match *self {
-            Self::Creating | Self::Restorable => 0,
+            Self::Creating | Self::Discarding | Self::Restorable => 0,
             Self::Starting { pid, .. } => pid.unwrap_or(0),
             Self::Created { pid }
             | Self::Running { pid }
@@ -231,6 +238,44 @@ impl State {
     }
 }
 
+impl fmt::Display for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Creating => "being created",
+            Self::Discarding => "being removed",
+            Self::Created { .. } => "created",
+            Self::Restorable => "to be restored",
+            Self::Starting { .. } => "being started",
+            Self::Running { .. } => "running",
+            Self::Pausing { .. } => "being paused",
+            Self::Paused { .. } => "paused",
+            Self::Resuming { .. } => "being resumed",
+            Self::Exiting { .. } => "exiting",
+            Self::Stopped { .. } => "stopped",
+            Self::Deleting { .. } => "being deleted",
+        })
+    }
+}
+
+impl fmt::Display for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Created(_) => "end of its creation",
+            Self::CreateFailed => "failed creation",
+            Self::Start => "start",
+            Self::Started(_) => "end of its start",
+            Self::StartFailed => "failed start",
+            Self::Pause => "pause",
+            Self::Resume => "resume",
+            Self::Done => "end of a command",
+            Self::Failed => "failed command",
+            Self::Exited(_) => "exit",
+            Self::Alone => "end of its last process",
+            Self::Delete => "deletion",
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -241,6 +286,7 @@ mod tests {
         let exit = Exit { status: 3, seconds: 1, nanos: 2 };
         let one = prop_oneof![
             prop::option::of(Just(7)).prop_map(Event::Created),
+            Just(Event::CreateFailed),
             Just(Event::Start),
             Just(Event::Started(7)),
             Just(Event::StartFailed),

@@ -70,6 +70,88 @@ fn what_cannot_be_created_leaves_nothing_and_says_why() {
     pod.shut_down();
 }
 
+/// A runtime that is gone once it has created a container, until it is put back.
+fn leaving_runtime(pod: &Pod) -> Container {
+    let path = pod.path("leaves");
+    let runtime = pod::runtime().display().to_string();
+    let text = format!(
+        "{runtime} \"$@\" || exit\ncase \" $* \" in *\" create \"*) mv {path} {path}.gone;; esac"
+    );
+    pod::script(&path, &text);
+    let mut with = Container { terminal: true, ..Default::default() };
+    // What follows the creation fails.
+    with.stdout = "binary-v2:///bin/true".to_owned();
+    with.options.binary_name = path;
+    with
+}
+
+#[test]
+fn what_a_failed_creation_has_left_is_removed_once_the_runtime_can_be_run() {
+    for deletes in [false, true] {
+        let mut pod = Pod::new();
+        let with = leaving_runtime(&pod);
+        let error = pod.try_create("a", "sleep 1000", &with).unwrap_err().to_string();
+        assert!(error.contains("did not call ready"), "{error}");
+        let pid = std::fs::read_to_string(pod.bundle("a").join("init.pid")).unwrap();
+        let (process, state) = (format!("/proc/{pid}"), pod.runtime_state("a"));
+        assert!(exists(&process) && exists(&state));
+        assert_eq!(code(&pod.state("a", "").unwrap_err()), Code::NOT_FOUND);
+        let refused = pod.try_create("a", "true", &Container::default()).unwrap_err();
+        assert_eq!(code(&refused), Code::ALREADY_EXISTS);
+        let refused = pod.delete("a", "").unwrap_err().to_string();
+        assert!(refused.contains("No such file"), "{refused}");
+        // It keeps the shim, which removes it.
+        pod.client.shutdown(context(), &ShutdownRequest::new()).unwrap();
+        let path = &with.options.binary_name;
+        std::fs::rename(format!("{path}.gone"), path).unwrap();
+        if deletes {
+            match pod.delete("a", "") {
+                // The shim was first.
+                Err(e) => assert_eq!(code(&e), Code::NOT_FOUND),
+                Ok(deleted) => assert_eq!(deleted.pid, 0),
+            }
+            assert!(!exists(&state));
+        }
+        eventually("its end", || (!exists(&process) && !exists(&state)).then_some(()));
+        pod.run("a", "exit 3", &Container::default());
+        assert_eq!(pod.wait("a", "").unwrap(), 3);
+        pod.delete("a", "").unwrap();
+        assert_eq!(pod.events_of(&["a"], 4), ["create a", "start a", "exit a 3", "delete a"]);
+        pod.shut_down();
+    }
+}
+
+/// Cgroups in the container's, one in the other: their path is longer than a system call takes.
+fn nest_cgroups(pid: u32, depth: usize) -> Vec<std::path::PathBuf> {
+    use rustix::fs::{CWD, Mode, OFlags, mkdirat, openat};
+    let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap();
+    let controller = if text.contains(":pids:") { "pids" } else { "" };
+    let line = text.lines().find(|line| line.split(':').nth(1) == Some(controller)).unwrap();
+    let path = line.splitn(3, ':').nth(2).unwrap().trim_start_matches('/');
+    let cgroup = std::path::Path::new("/sys/fs/cgroup").join(controller).join(path);
+    let mut at = openat(CWD, &cgroup, OFlags::RDONLY, Mode::empty()).unwrap();
+    for _ in 0..depth {
+        mkdirat(&at, c"nested", Mode::RWXU).unwrap();
+        at = openat(&at, c"nested", OFlags::RDONLY, Mode::empty()).unwrap();
+    }
+    vec![cgroup]
+}
+
+#[test]
+fn cgroups_are_removed_however_deep_they_are_nested() {
+    let mut pod = Pod::new();
+    let pid = pod.run("a", "exec sleep 1000", &Container::default());
+    let cgroups = nest_cgroups(pid, 1500);
+    pod.end("a");
+    assert!(cgroups.iter().all(|cgroup| !exists(cgroup)), "{cgroups:?}");
+    let pid = pod.run("b", "exec sleep 1000", &Container::default());
+    let cgroups = nest_cgroups(pid, 1500);
+    pod::signal(&pod.shim, libc::SIGKILL);
+    pod.shim.wait().unwrap();
+    pod.delete_after_shim("b");
+    assert!(cgroups.iter().all(|cgroup| !exists(cgroup)), "{cgroups:?}");
+}
+
 #[test]
 fn a_container_is_paused_and_resumed() {
     let mut pod = Pod::new();

@@ -1,14 +1,13 @@
 //! The shim is killed at every system call that changes the system, and at moments in between. What
 //! containerd runs then leaves no process, mount or cgroup of the container.
 
-use std::fs::File;
-use std::io::{Read as _, Write as _};
-use std::os::fd::AsRawFd as _;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use containerd_shim_protos::api::Mount;
 
+use crate::fuse::Fuse;
 use crate::pod::{self, Container, Pod, exists};
 use crate::tracer::Tracer;
 
@@ -27,10 +26,11 @@ const CALLS: [Call; 5] =
 
 /// The layers of a container's root file system, whose users are mapped where the runtime knows.
 fn container(pod: &Pod, call: Call) -> Container {
-    let mut with = Container::default();
-    if call != Call::CreateWithMounts {
-        return with;
-    }
+    let rootfs = if call == Call::CreateWithMounts { layers(pod) } else { Vec::new() };
+    Container { rootfs, ..Default::default() }
+}
+
+fn layers(pod: &Pod) -> Vec<Mount> {
     let layer = pod.path("layer");
     std::fs::create_dir_all(&layer).unwrap();
     let mut mount = Mount::new();
@@ -40,8 +40,7 @@ fn container(pod: &Pod, call: Call) -> Container {
         "uidmap=0:70000:65536".to_owned(),
         "gidmap=0:70000:65536".to_owned(),
     ];
-    with.rootfs = vec![mount];
-    with
+    vec![mount]
 }
 
 fn prepare(pod: &Pod, call: Call) {
@@ -207,30 +206,47 @@ fn containerd_s_own_shim_cleans_up_too() {
     }
 }
 
-/// Mounts a file system at a directory that lets a process work in it, and answers nothing else.
-/// It is gone when the file is closed.
-fn mount_silent(at: &Path) -> File {
-    const INIT: usize = 24;
-    let fuse = File::options().read(true).write(true).open("/dev/fuse").unwrap();
-    let options =
-        format!("fd={},rootmode=40000,user_id=0,group_id=0,allow_other", fuse.as_raw_fd());
-    let options = std::ffi::CString::new(options).unwrap();
-    let flags = rustix::mount::MountFlags::empty();
-    rustix::mount::mount(c"silent", at, c"fuse", flags, Some(options.as_c_str())).unwrap();
-    // The version 7.31, and nothing that is optional.
-    let init = [&7u32.to_ne_bytes()[..], &31u32.to_ne_bytes(), &[0; INIT - 8], &[0; 40]].concat();
-    answer(&fuse, 0, &init);
-    fuse
-}
-
-/// Answers the next request.
-fn answer(mut fuse: &File, errno: i32, content: &[u8]) {
-    let mut request = vec![0; 1 << 17];
-    let count = fuse.read(&mut request).unwrap();
-    assert!(count >= 40, "{count}");
-    let length = u32::try_from(16 + content.len()).unwrap().to_ne_bytes();
-    let answer = [&length[..], &(-errno).to_ne_bytes(), &request[8..16], content].concat();
-    assert_eq!(fuse.write(&answer).unwrap(), answer.len());
+/// The helper that mounts root file systems is killed, as it is when its shim ends, at each of its
+/// calls that change the system.
+#[test]
+fn a_mount_that_is_killed_at_any_call_leaves_nothing() {
+    let mut kills = 0;
+    for nth in 1.. {
+        let pod = Pod::new();
+        let bundle = pod.bundle("a");
+        std::fs::create_dir(&bundle).unwrap();
+        // It waits for the end of what it is given.
+        let (given, write) = rustix::pipe::pipe().unwrap();
+        let mut helper = pod.helper("a", "mount", given.into());
+        let tracer = Tracer::attach(helper.id(), nth).unwrap();
+        let mut request = containerd_shim_protos::api::CreateTaskRequest::new();
+        request.rootfs = layers(&pod);
+        let request = containerd_shim_protos::protobuf::Message::write_to_bytes(&request).unwrap();
+        assert_eq!(rustix::io::write(write.as_fd(), &request), Ok(request.len()));
+        drop::<OwnedFd>(write);
+        let mounted = || !traces(&pod).is_empty();
+        let killed = loop {
+            // A tracer that has killed it has ended.
+            if tracer.is_finished() {
+                break true;
+            }
+            if mounted() && !exists(bundle.join("idmapped")) {
+                break false;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        };
+        let seen = tracer.finish().unwrap();
+        let status = helper.wait().unwrap();
+        pod.delete_after_shim("a");
+        assert!(!mounted(), "killed at {:?}: {:#?}", seen.calls.last(), traces(&pod));
+        assert!(!exists(bundle.join("rootfs")), "a mount that is late finds a place");
+        if !killed {
+            assert!(status.success() && nth > 5, "{status} {:?}", seen.calls);
+            break;
+        }
+        kills += 1;
+    }
+    eprintln!("the helper was killed at {kills} calls");
 }
 
 #[test]
@@ -241,29 +257,16 @@ fn a_file_system_of_another_process_does_not_hold_up_the_cleanup() {
     // Named like the bundle.
     let silent = dir.path().join(pod.bundle("a").file_name().unwrap());
     std::fs::create_dir(&silent).unwrap();
-    let fuse = mount_silent(&silent);
+    let fuse = Fuse::mount(&silent);
     let mut worker = std::process::Command::new("sleep");
-    worker.arg("1000").current_dir(&silent);
-    let worker = std::thread::scope(|scope| {
-        // It asks whether it may work there.
-        scope.spawn(|| answer(&fuse, libc::ENOSYS, &[]));
-        worker.spawn()
-    });
+    let mut worker = worker.arg("1000").current_dir(&silent).spawn().unwrap();
+    fuse.fall_silent();
     pod::signal(&pod.shim, libc::SIGKILL);
     let begun = Instant::now();
-    // Answers fail from then on, so that the test ends in any case.
-    let (ended, end) = std::sync::mpsc::channel::<()>();
-    let closer = std::thread::spawn(move || {
-        let _ = end.recv_timeout(Duration::from_secs(10));
-        drop(fuse);
-    });
     leaves_nothing(&mut pod, "a cleanup beside a silent file system");
     let took = begun.elapsed();
-    drop(ended);
-    closer.join().unwrap();
-    let mut worker = worker.unwrap();
+    drop(fuse);
     worker.kill().unwrap();
     worker.wait().unwrap();
-    rustix::mount::unmount(&silent, rustix::mount::UnmountFlags::DETACH).unwrap();
     assert!(took < Duration::from_secs(8), "{took:?}");
 }

@@ -1,5 +1,7 @@
 //! Events, while containerd goes away and returns.
 
+use std::io::Read as _;
+
 use crate::pod::{Answers, Container, Pod, eventually};
 
 #[test]
@@ -96,4 +98,23 @@ fn an_event_that_containerd_refuses_for_a_while_is_not_lost() {
     let expected = ["create a", "start a", "exit a 3", "delete a"];
     assert_eq!(pod.events_of(&["a"], 4), expected);
     pod.shut_down();
+}
+
+#[test]
+fn a_dropped_event_is_logged_with_its_topic() {
+    let (read, write) = rustix::pipe::pipe().unwrap();
+    let mut pod = Pod::with_log(write.into());
+    pod.stop_containerd();
+    pod.start_containerd_that(Answers::Malformed(5));
+    pod.run("a", "exit 3", &Container::default());
+    assert_eq!(pod.wait("a", "").unwrap(), 3);
+    pod.delete("a", "").unwrap();
+    // The first one was dropped.
+    assert_eq!(pod.events_of(&["a"], 3), ["start a", "exit a 3", "delete a"]);
+    pod.shut_down();
+    let mut log = String::new();
+    std::fs::File::from(read).read_to_string(&mut log).unwrap();
+    assert!(log.contains("retrying: event /tasks/create: malformed"), "{log}");
+    let dropped = "containerd refused event /tasks/create 5 times; dropped: malformed";
+    assert!(log.contains(dropped), "{log}");
 }

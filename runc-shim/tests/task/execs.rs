@@ -34,3 +34,26 @@ fn an_exec_that_cannot_be_started_says_why_and_is_deleted() {
     pod.end("a");
     pod.shut_down();
 }
+
+/// The number of an exec that has ended is another process's when its start is answered.
+#[test]
+fn an_exec_whose_number_another_process_has_does_not_hang() {
+    let mut pod = Pod::new();
+    let (path, other) = (pod.path("reuses"), std::process::id());
+    let runtime = pod::runtime().display().to_string();
+    let text = format!(
+        "case \" $* \" in *\" exec \"*)\n\
+         while test $# -gt 1; do test $1 = --pid-file && file=$2; shift; done\n\
+         echo {other} >$file; exit;; esac\nexec {runtime} \"$@\""
+    );
+    pod::script(&path, &text);
+    let mut with = Container::default();
+    with.options.binary_name = path;
+    pod.run("a", "exec sleep 1000", &with);
+    pod.exec("a", "e", "exit 4", &Container::default()).unwrap();
+    assert_eq!(pod.start("a", "e").unwrap(), other);
+    assert_eq!(pod.wait("a", "e").unwrap(), 255);
+    assert_eq!(pod.delete("a", "e").unwrap().exit_status, 255);
+    pod.end("a");
+    pod.shut_down();
+}

@@ -8,8 +8,11 @@ mod crash;
 mod ends;
 mod events;
 mod execs;
+mod fuse;
+mod hangs;
 mod hostile;
 mod pod;
+mod rights;
 mod rootfs;
 mod streams;
 

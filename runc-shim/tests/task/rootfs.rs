@@ -147,6 +147,7 @@ fn a_user_namespace_has_mapped_mounts_and_its_own_streams() {
     assert_eq!(pod.wait("a", "e").unwrap(), 0);
     pod.end("a");
     assert_eq!(String::from_utf8(stdout.join().unwrap()).unwrap(), "0\n0\n0\n");
-    assert!(!std::fs::read_to_string("/proc/self/mountinfo").unwrap().contains("/rootfs"));
+    let rootfs = pod.bundle("a").join("rootfs").display().to_string();
+    assert!(!std::fs::read_to_string("/proc/self/mountinfo").unwrap().contains(&rootfs));
     pod.shut_down();
 }

@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
-use containerd_shim_protos::protobuf::{EnumOrUnknown, Message as _};
+use containerd_shim_protos::protobuf::{EnumOrUnknown, Message as _, MessageField};
 use containerd_shim_protos::shim::events::ForwardRequest;
-use containerd_shim_protos::ttrpc::proto::{Code, Request, Response};
+use containerd_shim_protos::ttrpc::proto::{Code, Request, Response, Status};
 
 /// Events that were taken: topic and message.
 pub type Taken = Arc<Mutex<Vec<(String, Any)>>>;
@@ -27,6 +27,8 @@ pub enum Answers {
     Hangs,
     /// So many are refused for a reason that passes.
     Refuses(u32),
+    /// So many are refused as malformed.
+    Malformed(u32),
 }
 
 /// A containerd that runs until it is dropped.
@@ -74,6 +76,12 @@ impl Drop for Containerd {
     }
 }
 
+fn refusal(code: Code, message: &str) -> MessageField<Status> {
+    let mut status = Status::new();
+    (status.code, status.message) = (EnumOrUnknown::new(code), message.to_owned());
+    MessageField::some(status)
+}
+
 fn serve(
     mut stream: UnixStream,
     taken: &Taken,
@@ -94,9 +102,10 @@ fn serve(
         let mut answer = Response::new();
         match answers {
             Answers::Refuses(times) if refused.fetch_add(1, Ordering::SeqCst) < times => {
-                let status = answer.status.mut_or_insert_default();
-                status.code = EnumOrUnknown::new(Code::UNAVAILABLE);
-                status.message = "not yet".to_owned();
+                answer.status = refusal(Code::UNAVAILABLE, "not yet");
+            }
+            Answers::Malformed(times) if refused.fetch_add(1, Ordering::SeqCst) < times => {
+                answer.status = refusal(Code::INVALID_ARGUMENT, "malformed");
             }
             _ => {
                 let event = (envelope.topic, envelope.event.unwrap_or_default());

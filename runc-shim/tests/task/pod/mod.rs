@@ -88,7 +88,7 @@ pub fn count(variable: &str, usual: usize) -> usize {
 }
 
 /// The program under test.
-fn program() -> PathBuf {
+pub fn program() -> PathBuf {
     let built = env!("CARGO_BIN_EXE_pause-sandboxer-runc-shim");
     std::env::var_os("SHIM_PROGRAM").map_or(built.into(), PathBuf::from)
 }
@@ -378,6 +378,11 @@ impl Pod {
         assert!(status.success(), "{status}");
     }
 
+    /// Where the runtime keeps the state of a container.
+    pub fn runtime_state(&self, id: &str) -> String {
+        format!("{}/{}", self.path("runc/test"), self.id(id))
+    }
+
     /// What containerd runs to delete a container whose shim is gone.
     pub fn deletion(&self, id: &str) -> Command {
         let mut command = Command::new(program());
@@ -386,12 +391,21 @@ impl Pod {
         command
     }
 
+    /// A helper of the shim that does `action` for a container, with what it is given.
+    pub fn helper(&self, id: &str, action: &str, given: OwnedFd) -> Child {
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", "exec \"$0\" \"$@\" 4<&0 0</dev/null"]).arg(program());
+        command.args(["-namespace", "test", "-id", &self.id(id), "-bundle"]);
+        command.arg(self.bundle(id)).arg(action).current_dir(self.bundle(id));
+        command.stdin(Stdio::from(given)).stdout(Stdio::null()).spawn().unwrap()
+    }
+
     /// Runs it.
     pub fn delete_after_shim(&self, id: &str) -> DeleteResponse {
         let output = self.deletion(id).output().unwrap();
         eprint!("{}", String::from_utf8_lossy(&output.stderr));
         assert!(output.status.success(), "{output:?}");
-        let left = format!("{}/{}", self.path("runc/test"), self.id(id));
+        let left = self.runtime_state(id);
         assert!(!exists(&left), "{left}");
         DeleteResponse::parse_from_bytes(&output.stdout).unwrap()
     }
@@ -469,7 +483,7 @@ fn process(script: &str, terminal: bool) -> Value {
     })
 }
 
-fn connect(path: &Path) -> TaskClient {
+pub fn connect(path: &Path) -> TaskClient {
     let address = format!("unix://{}", path.display());
     TaskClient::new(ttrpc::Client::connect(&address).unwrap())
 }

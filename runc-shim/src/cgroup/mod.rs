@@ -1,14 +1,17 @@
 //! The cgroup of a container: its processes, and kills for want of memory.
 
+mod tree;
+
 use std::fs;
-use std::io;
-use std::os::fd::OwnedFd;
+use std::io::{self, Read as _};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 use cgroup_metrics::{v1, v2};
 use protobuf::Message as _;
 use protobuf::well_known_types::any::Any;
+use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::error::{Context as _, Error};
@@ -84,7 +87,7 @@ impl Cgroup {
         let mut tries = 0;
         loop {
             // All, also if one cannot be.
-            let each: Vec<_> = paths.iter().map(|path| remove_below(path)).collect();
+            let each: Vec<_> = paths.iter().map(|path| tree::remove(path)).collect();
             let removed = each.into_iter().collect::<io::Result<()>>();
             match removed {
                 Err(e) if tries < REMOVE_TRIES && e.raw_os_error() == Some(libc::EBUSY) => {
@@ -152,8 +155,11 @@ impl Cgroup {
             .find_map(|controller| self.controller(controller));
         let mut pids = Vec::new();
         if let Some(path) = path {
-            collect_pids(path, &mut pids)
-                .context(format_args!("read cgroup {}", path.display()))?;
+            tree::visit(path, &mut |dir| {
+                pids.extend(processes(dir)?);
+                Ok(())
+            })
+            .context(format_args!("read cgroup {}", path.display()))?;
         }
         Ok(pids)
     }
@@ -185,66 +191,41 @@ fn is_cgroup(path: &Path) -> bool {
     rustix::fs::statfs(path).is_ok_and(|stat| MAGIC.contains(&stat.f_type))
 }
 
-/// Removes a cgroup and those in it.
-fn remove_below(cgroup: &Path) -> io::Result<()> {
-    let entries = match fs::read_dir(cgroup) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-        other => other?,
-    };
-    for entry in entries.flatten() {
-        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            remove_below(&entry.path())?;
-        }
-    }
-    match fs::remove_dir(cgroup) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other,
-    }
-}
-
-/// Kills the processes of a cgroup and of those in it, one by one: each is held by a descriptor
+/// Kills the processes of a cgroup and of those below it, one by one: each is held by a descriptor
 /// before it is looked for again.
 fn kill_below(cgroup: &Path) -> io::Result<()> {
-    let pids = || {
-        let mut pids = Vec::new();
-        collect_pids(cgroup, &mut pids).map(|()| pids)
-    };
-    let held: Vec<(i32, OwnedFd)> = pids()?
-        .into_iter()
-        .filter_map(|pid| {
-            let pidfd = rustix::process::pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty());
-            pidfd.ok().map(|fd| (pid, fd))
-        })
-        .collect();
-    let there = pids()?;
-    for (_, fd) in held.iter().filter(|(pid, _)| there.contains(pid)) {
-        // It may end by itself.
-        let _ = rustix::process::pidfd_send_signal(fd, Signal::KILL);
-    }
-    Ok(())
+    tree::visit(cgroup, &mut |dir| {
+        let held: Vec<(i32, OwnedFd)> = processes(dir)?
+            .into_iter()
+            .filter_map(|pid| {
+                let pidfd = rustix::process::pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty());
+                pidfd.ok().map(|fd| (pid, fd))
+            })
+            .collect();
+        let there = if held.is_empty() { Vec::new() } else { processes(dir)? };
+        for (_, fd) in held.iter().filter(|(pid, _)| there.contains(pid)) {
+            // It may end by itself.
+            let _ = rustix::process::pidfd_send_signal(fd, Signal::KILL);
+        }
+        Ok(())
+    })
 }
 
-fn collect_pids(cgroup: &Path, pids: &mut Vec<i32>) -> io::Result<()> {
-    let gone = |e: &io::Error| {
-        e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ENODEV)
-    };
-    match fs::read_to_string(cgroup.join("cgroup.procs")) {
-        Ok(text) => pids.extend(text.lines().filter_map(|line| line.parse::<i32>().ok())),
-        Err(e) if gone(&e) => return Ok(()),
+/// The pids of the processes of an open cgroup. One that is gone has none.
+fn processes(cgroup: BorrowedFd<'_>) -> io::Result<Vec<i32>> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+    let mut text = String::new();
+    let read = rustix::fs::openat(cgroup, c"cgroup.procs", flags, Mode::empty())
+        .map_err(io::Error::from)
+        .and_then(|file| fs::File::from(file).read_to_string(&mut text));
+    match read {
+        Ok(_) => Ok(text.lines().filter_map(|line| line.parse().ok()).collect()),
         // A threaded cgroup has its processes above.
-        Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) => {}
-        Err(e) => return Err(e),
+        Err(e) => match e.raw_os_error() {
+            Some(libc::ENOENT | libc::ENODEV | libc::EOPNOTSUPP) => Ok(Vec::new()),
+            _ => Err(e),
+        },
     }
-    let entries = match fs::read_dir(cgroup) {
-        Err(e) if gone(&e) => return Ok(()),
-        other => other?,
-    };
-    for entry in entries.flatten() {
-        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            collect_pids(&entry.path(), pids)?;
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]

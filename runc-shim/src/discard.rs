@@ -1,0 +1,140 @@
+//! Removal of what is left of a container that could not be created. It is tried again until
+//! nothing is left: there may be no process or descriptor for a command of the runtime at first.
+
+use std::time::{Duration, Instant};
+
+use containerd_shim_protos::api::DeleteResponse;
+use protobuf::MessageField;
+
+use crate::commands::{self, Purpose};
+use crate::container::Container;
+use crate::container::state::{Event, State};
+use crate::error::Error;
+use crate::exits::{Exit, UNKNOWN};
+use crate::helper::Action;
+use crate::server::Reply;
+use crate::shim::{Key, Shim};
+use crate::task::{self, Answer};
+
+/// Waits between attempts: the first, and the longest.
+const FIRST_WAIT: Duration = Duration::from_millis(200);
+const LONGEST_WAIT: Duration = Duration::from_secs(60);
+
+/// The next attempt to remove what is left of a container.
+#[derive(Debug, Clone, Copy)]
+pub struct Retry {
+    /// When it is made.
+    pub at: Instant,
+    wait: Duration,
+}
+
+impl Shim {
+    /// A container cannot be created, for this reason: what is left of it goes first.
+    pub fn create_failed(&mut self, key: &Key, reply: Option<Reply>, reason: Error) -> Answer {
+        self.change(key, Event::CreateFailed);
+        self.announced.remove(&key.id);
+        self.discard(key, reply, Some(reason))
+    }
+
+    /// Removes what is left of a container that could not be created, one step after another. The
+    /// caller is answered with the reason, or, if it has asked for the deletion, with the result.
+    pub fn discard(&mut self, key: &Key, reply: Option<Reply>, reason: Option<Error>) -> Answer {
+        let container = self.known(key)?;
+        let begun = if container.runtime.knows(&key.id) {
+            let purpose = Purpose::Discard(reason.clone());
+            self.run_for(key.clone(), reply, purpose, &["delete", "--force", &key.id])
+        } else if container.rootfs.is_some() {
+            let purpose = Purpose::DiscardMounts(reason.clone());
+            self.run_helper(key.clone(), reply, purpose, Action::Unmount, None)
+        } else {
+            self.forget_discarded(&key.id);
+            return reason.map_or_else(deleted, Err);
+        };
+        begun.map(|()| None).or_else(|e| self.discard_failed(key, reason, e))
+    }
+
+    /// The runtime has deleted what it has left of such a container, or not.
+    pub fn runtime_discarded(
+        &mut self,
+        key: &Key,
+        reply: Option<Reply>,
+        reason: Option<Error>,
+        done: Result<(), Error>,
+    ) -> Answer {
+        if !self.known(key)?.runtime.knows(&key.id) {
+            return self.discard(key, reply, reason);
+        }
+        let left = || Error::unknown("the runtime has not removed its state");
+        self.discard_failed(key, reason, done.err().unwrap_or_else(left))
+    }
+
+    /// The mounts of such a container are undone, or not.
+    pub fn mounts_discarded(
+        &mut self,
+        key: &Key,
+        reply: Option<Reply>,
+        reason: Option<Error>,
+        done: Result<(), Error>,
+    ) -> Answer {
+        if let Err(e) = done {
+            return self.discard_failed(key, reason, e);
+        }
+        self.known(key)?.rootfs = None;
+        self.discard(key, reply, reason)
+    }
+
+    fn discard_failed(&mut self, key: &Key, reason: Option<Error>, e: Error) -> Answer {
+        let container = self.known(key)?;
+        let wait = container.retry.map_or(FIRST_WAIT, |retry| (retry.wait * 2).min(LONGEST_WAIT));
+        container.retry = Some(Retry { at: Instant::now() + wait, wait });
+        let e = e.context("remove what a failed creation has left; retrying");
+        commands::log_failure(key, &e);
+        Err(reason.unwrap_or(e))
+    }
+
+    /// When something is to be removed once more.
+    pub fn discard_deadline(&self) -> Option<Instant> {
+        // One that the runtime works on is not due.
+        let idle = self.containers.values().filter(|container| container.busy.is_none());
+        idle.filter_map(|container| container.retry).map(|retry| retry.at).min()
+    }
+
+    /// Removes what is due.
+    pub fn retry_discards(&mut self, now: Instant) {
+        let is_due = |container: &Container| {
+            container.busy.is_none() && container.retry.is_some_and(|retry| retry.at <= now)
+        };
+        let due = self.containers.iter().filter(|(_, container)| is_due(container));
+        let due: Vec<Key> = due.map(|(id, _)| Key::new(id, "")).collect();
+        for key in due {
+            // What fails is logged, and has a new time.
+            let _ = self.discard(&key, None, None);
+        }
+    }
+
+    /// A container that can be deleted: one that is created, or could not be.
+    pub fn deletable(&mut self, id: &str) -> Result<&mut Container, Error> {
+        let container = self.containers.get_mut(id);
+        container
+            .filter(|container| container.state != State::Creating)
+            .ok_or_else(|| Error::not_found("container not created"))
+    }
+
+    fn forget_discarded(&mut self, id: &str) {
+        let Some(container) = self.containers.remove(id) else { return };
+        let calls = container.busy.unwrap_or_default();
+        self.close_process(container.process);
+        for (reply, request) in calls {
+            self.dispatch(reply, request);
+        }
+    }
+}
+
+/// The answer to a deletion of what never ran.
+fn deleted() -> Answer {
+    let exit = Exit::now(UNKNOWN);
+    let mut response = DeleteResponse::new();
+    response.exit_status = exit.status;
+    response.exited_at = MessageField::some(exit.at());
+    task::now(&response)
+}
