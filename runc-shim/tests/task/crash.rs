@@ -1,11 +1,11 @@
 //! The shim is killed at every system call that changes the system, and at moments in between. What
 //! containerd runs then leaves no process, mount or cgroup of the container.
 
-use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use containerd_shim_protos::api::Mount;
+use containerd_shim_protos::api::{CreateTaskRequest, Mount};
+use containerd_shim_protos::protobuf::Message as _;
 
 use crate::fuse::Fuse;
 use crate::pod::{self, Container, Pod, exists};
@@ -216,32 +216,30 @@ fn a_mount_that_is_killed_at_any_call_leaves_nothing() {
         let bundle = pod.bundle("a");
         std::fs::create_dir(&bundle).unwrap();
         // It waits for the end of what it is given.
-        let (given, write) = rustix::pipe::pipe().unwrap();
-        let mut helper = pod.helper("a", "mount", given.into());
+        let (given, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
+        let mut helper = pod.helper("a", "mount", given);
+        let name = format!("/proc/{}/comm", helper.id());
+        // Until then it is the shell that starts it.
+        pod::eventually("the helper", || {
+            std::fs::read_to_string(&name).unwrap().starts_with("pause").then_some(())
+        });
         let tracer = Tracer::attach(helper.id(), nth).unwrap();
-        let mut request = containerd_shim_protos::api::CreateTaskRequest::new();
+        let mut request = CreateTaskRequest::new();
         request.rootfs = layers(&pod);
-        let request = containerd_shim_protos::protobuf::Message::write_to_bytes(&request).unwrap();
-        assert_eq!(rustix::io::write(write.as_fd(), &request), Ok(request.len()));
-        drop::<OwnedFd>(write);
-        let mounted = || !traces(&pod).is_empty();
-        let killed = loop {
-            // A tracer that has killed it has ended.
-            if tracer.is_finished() {
-                break true;
-            }
-            if mounted() && !exists(bundle.join("idmapped")) {
-                break false;
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        };
+        let request = request.write_to_bytes().unwrap();
+        assert_eq!(rustix::io::write(&write, &request), Ok(request.len()));
+        drop(write);
+        pod::eventually("its end", || tracer.is_finished().then_some(()));
         let seen = tracer.finish().unwrap();
-        let status = helper.wait().unwrap();
+        // The tracer may have reaped it.
+        let _ = helper.wait();
+        let made = traces(&pod);
         pod.delete_after_shim("a");
-        assert!(!mounted(), "killed at {:?}: {:#?}", seen.calls.last(), traces(&pod));
+        let left = traces(&pod);
+        assert!(left.is_empty(), "killed at {:?}: {left:#?}", seen.calls.last());
         assert!(!exists(bundle.join("rootfs")), "a mount that is late finds a place");
-        if !killed {
-            assert!(status.success() && nth > 5, "{status} {:?}", seen.calls);
+        if !seen.killed {
+            assert!(made.len() == 1 && nth > 5, "{made:?} {:?}", seen.calls);
             break;
         }
         kills += 1;

@@ -102,7 +102,7 @@ fn an_event_that_containerd_refuses_for_a_while_is_not_lost() {
 
 #[test]
 fn a_dropped_event_is_logged_with_its_topic() {
-    let (read, write) = rustix::pipe::pipe().unwrap();
+    let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
     let mut pod = Pod::with_log(write.into());
     pod.stop_containerd();
     pod.start_containerd_that(Answers::Malformed(5));
