@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn a_running_process_has_no_exit_whatever_its_number_had_before() {
+    fn a_running_process_does_not_get_the_exit_of_an_earlier_pid_holder() {
         let mut exits = Exits::default();
         let key = Key::new("a", "");
         let (child, file) = (Child::new(), pid_file(Duration::ZERO));
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_another_s_number_hides_has_ended() {
+    fn a_process_whose_pid_was_reused_has_ended() {
         let mut exits = Exits::default();
         let key = Key::new("a", "");
         let (child, file) = (Child::new(), pid_file(Duration::from_secs(1)));

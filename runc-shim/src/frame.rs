@@ -125,7 +125,7 @@ mod tests {
         }
 
         #[test]
-        fn no_bytes_make_it_fail_or_keep_more_than_they_are(
+        fn any_bytes_are_decoded_without_failure_in_bounded_memory(
             bytes in prop::collection::vec(any::<u8>(), 0..300),
         ) {
             let mut decoder = Decoder::default();

@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_word_is_an_action() {
+    fn an_action_is_found_by_its_word() {
         for action in [Action::Mount, Action::Unmount, Action::RemoveCgroup] {
             assert_eq!(Action::of_word(action.word()), Some(action));
         }

@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn maps_have_the_kernel_s_form() {
+    fn an_id_map_becomes_lines_for_the_kernel() {
         assert_eq!(id_map("0:65536:1000").unwrap(), "0 65536 1000\n");
         assert_eq!(id_map("0:1:2,5:6:7").unwrap(), "0 1 2\n5 6 7\n");
         for malformed in ["", "0:1", "0:1:2:3", "a:b:c", "0:1:2,"] {

@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn arguments_are_those_of_containerd_s_shims() {
+    fn the_arguments_of_a_shim_are_parsed() {
         let of = |line: &str| Arguments::parse(line.split_whitespace().map(str::to_owned)).ok();
         let serve =
             Arguments { namespace: "k8s.io".to_owned(), id: "a".to_owned(), ..Default::default() };

@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn options_are_those_of_runc() {
+    fn options_of_other_types_are_refused() {
         let mut options = Options::new();
         options.binary_name = "crun".to_owned();
         for name in ["containerd.runc.v1.Options", "types.containerd.io/containerd.runc.v1.Options"]
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bundle_tells_its_options() {
+    fn options_are_written_into_the_bundle() {
         let dir = tempfile::tempdir().unwrap();
         let mut options = Options::new();
         options.binary_name = "/usr/bin/crun".to_owned();

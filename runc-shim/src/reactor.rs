@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_source_has_a_number_of_its_own() {
+    fn a_source_survives_its_encoding() {
         let all = [
             Source::Listener,
             Source::Signals,

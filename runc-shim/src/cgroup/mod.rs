@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_named_cgroup_is_the_container_s_own() {
+    fn only_a_cgroup_named_by_the_id_is_found() {
         let path = |path: &str| in_hierarchy(path, "id").map(|path| path.display().to_string());
         assert_eq!(path("/kubepods/pod1/id").as_deref(), Some("kubepods/pod1/id"));
         assert_eq!(path("/id").as_deref(), Some("id"));

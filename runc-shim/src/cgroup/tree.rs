@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_be_removed_is_however_deep_it_is_nested() {
+    fn cgroups_without_processes_are_removed_however_deep_they_are() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("root");
         for name in ["a", "b", "c/busy/empty", "d"] {

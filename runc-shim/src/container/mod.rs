@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pid_namespace_of_its_own_is_a_new_one() {
+    fn only_a_new_pid_namespace_counts_as_own() {
         let dir = tempfile::tempdir().unwrap();
         let has = |config: &str| {
             std::fs::write(dir.path().join("config.json"), config).unwrap();

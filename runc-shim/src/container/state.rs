@@ -333,7 +333,7 @@ mod tests {
         }
 
         #[test]
-        fn a_living_process_can_not_be_deleted(events in events()) {
+        fn a_container_that_runs_is_not_deleted(events in events()) {
             let mut state = State::Creating;
             for event in events {
                 if let Ok((next, _)) = step(state, event) {

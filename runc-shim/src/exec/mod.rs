@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_terminal_is_as_the_call_says_and_all_else_as_it_was() {
+    fn a_process_json_changes_only_in_its_terminal() {
         let json = process_json(br#"{"terminal":true,"args":["a",1.50],"x":{}}"#, false).unwrap();
         let expected = br#"{"args":["a",1.50],"terminal":false,"x":{}}"#;
         assert_eq!(json, expected);

@@ -89,7 +89,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_runs_is_not_deleted_and_what_ended_keeps_its_status(
+        fn a_running_exec_is_not_deleted_and_an_exit_is_kept(
             events in prop::collection::vec(0usize..5, 0..30),
         ) {
             let exit = Exit { status: 3, seconds: 1, nanos: 2 };

@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_uri_has_a_path_and_arguments() {
+    fn a_log_uri_is_parsed_into_path_and_arguments() {
         let program = Program::parse("/usr/bin/log%20ger?--id=a%2Fb+c&-v", false).unwrap();
         let expected = [c"/usr/bin/log ger", c"--id", c"a/b c", c"-v", c""];
         assert_eq!(program.arguments, expected.map(ToOwned::to_owned));
