@@ -291,6 +291,11 @@ impl Controller {
         recover::unmount_if_empty(&self.environment);
     }
 
+    /// The id is taken, by whatever.
+    pub fn has(&self, id: &str) -> bool {
+        self.sandboxes.slots.lock().contains_key(id)
+    }
+
     /// All sandboxes, in no order.
     pub fn live(&self) -> Vec<Arc<Sandbox>> {
         let slots = self.sandboxes.slots.lock();

@@ -11,10 +11,11 @@ use nix::sys::stat::{Mode, umask};
 use pause_sandboxer::cli::SettingsSource;
 use pause_sandboxer::config::{Config, ShimOwner};
 use pause_sandboxer::containerd::SandboxStore;
+use pause_sandboxer::containerd::containers::Containers;
 use pause_sandboxer::controller::Controller;
 use pause_sandboxer::error::{IoContext as _, StepError};
 use pause_sandboxer::pause::native::Native;
-use pause_sandboxer::podsandbox::{Environment, selinux};
+use pause_sandboxer::podsandbox::{Environment, container_record, selinux};
 use pause_sandboxer::shim::own::OwnShim;
 use pause_sandboxer::{gc, logging, metrics_http, pool, process, wire};
 use sd_notify::NotifyState;
@@ -147,12 +148,17 @@ fn own_shim(config: &Config) -> Option<OwnShim> {
 }
 
 /// Starts the tasks that no call waits for.
-fn background(config: &Config, controller: &Arc<Controller>) -> [JoinHandle<()>; 2] {
+fn background(config: &Config, controller: &Arc<Controller>) -> [JoinHandle<()>; 3] {
     let store = SandboxStore {
         address: config.containerd_address.clone(),
         namespace: config.containerd_namespace.clone(),
     };
+    let containers = Containers::new(store.clone(), &config.state_dir);
+    let known = Arc::clone(controller);
+    let strays =
+        async move { container_record::remove_strays(&containers, |id| known.has(id)).await };
     [
+        tokio::spawn(strays),
         tokio::spawn(gc::collect(Arc::clone(controller), store, config.forgotten_interval)),
         tokio::spawn(metrics_http::serve(Arc::clone(controller), config.metrics.clone())),
     ]

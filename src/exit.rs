@@ -50,6 +50,10 @@ pub struct Backoff {
 pub const CLEANUP: Backoff =
     Backoff { first: Duration::from_secs(1), longest: Duration::from_secs(300) };
 
+/// For what is done in containerd beside a sandbox's life.
+pub const CONTAINERD: Backoff =
+    Backoff { first: Duration::from_secs(1), longest: Duration::from_secs(60) };
+
 impl Backoff {
     /// Delays from `first` to `longest`; `None` when `first` is zero or above `longest`.
     pub const fn new(first: Duration, longest: Duration) -> Option<Self> {

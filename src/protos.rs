@@ -4,6 +4,8 @@
 //! |---|---|
 //! | [`controller`], [`controller_ttrpc`] | `containerd.services.sandbox.v1` |
 //! | [`store`] | `containerd.services.sandbox.v1` |
+//! | [`containers`] | `containerd.services.containers.v1` |
+//! | [`tasks`] | `containerd.services.tasks.v1` |
 //! | [`types`] | `containerd.types` |
 //! | [`cri`] | `runtime.v1` |
 //! | [`version`] | `containerd.services.version.v1` |

@@ -392,7 +392,8 @@ pub fn pid_file(bundle: &Path, key: &Key) -> PathBuf {
     }
 }
 
-fn create_event(request: &api::CreateTaskRequest) -> task_events::TaskCreate {
+/// The event of a Create.
+pub fn create_event(request: &api::CreateTaskRequest) -> task_events::TaskCreate {
     let mut event = task_events::TaskCreate::new();
     event.container_id.clone_from(&request.id);
     event.bundle.clone_from(&request.bundle);

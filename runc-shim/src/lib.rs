@@ -25,6 +25,7 @@ mod options;
 mod processes;
 mod reactor;
 mod runtime;
+mod sandbox;
 mod server;
 mod shim;
 mod signals;
@@ -101,7 +102,7 @@ fn serve(arguments: Arguments) -> Result<(), Error> {
         .context("become subreaper")?;
     let signals = Signals::new().context("watch signals")?;
     let address = env::var("TTRPC_ADDRESS").ok().filter(|address| !address.is_empty());
-    shim::Shim::new(listener, signals, arguments.namespace, address)?.run()
+    shim::Shim::new(listener, signals, arguments.namespace, arguments.id, address)?.run()
 }
 
 /// What is used of the arguments of containerd's shims.
@@ -109,7 +110,7 @@ fn serve(arguments: Arguments) -> Result<(), Error> {
 pub struct Arguments {
     /// containerd's namespace.
     pub namespace: String,
-    /// The container to delete.
+    /// The sandbox, or the container to delete.
     pub id: String,
     /// Its bundle.
     pub bundle: String,

@@ -24,6 +24,8 @@ pub enum Source {
     Logger(u32),
     /// Memory events of a container's cgroup.
     Memory(u32),
+    /// The end of the pause.
+    Pause,
 }
 
 impl Source {
@@ -36,6 +38,7 @@ impl Source {
             Self::Stream(slot) => (4, slot),
             Self::Logger(slot) => (5, slot),
             Self::Memory(slot) => (6, slot),
+            Self::Pause => (7, 0),
         };
         kind << 32 | u64::from(slot)
     }
@@ -50,6 +53,7 @@ impl Source {
             4 => Self::Stream(slot),
             5 => Self::Logger(slot),
             6 => Self::Memory(slot),
+            7 => Self::Pause,
             _ => return None,
         })
     }
@@ -116,6 +120,7 @@ mod tests {
             Source::Stream(7),
             Source::Logger(0),
             Source::Memory(1),
+            Source::Pause,
         ];
         for source in all {
             assert_eq!(Source::of_number(source.number()), Some(source));

@@ -17,6 +17,7 @@ use crate::io::stream::Streams;
 use crate::log;
 use crate::memory::Watch;
 use crate::reactor::{Reactor, Source};
+use crate::sandbox::Sandbox;
 use crate::server::Server;
 use crate::signals::Signals;
 
@@ -62,6 +63,8 @@ pub struct Shim {
     pub streams: Streams,
     /// containerd's namespace.
     pub namespace: String,
+    /// The pod's sandbox id.
+    pub id: String,
     /// The containers by their ids.
     pub containers: BTreeMap<String, Container>,
     /// The events of containers that are being created.
@@ -74,6 +77,8 @@ pub struct Shim {
     pub pending: BTreeMap<u32, Pending>,
     /// Logging programs that are to end, and when they are killed.
     pub loggers: BTreeMap<i32, Option<Instant>>,
+    /// The pod's sandbox, once the daemon has named its pause.
+    pub sandbox: Option<Sandbox>,
     /// What watches the containers' memory.
     pub memory: BTreeMap<u32, Watch>,
     /// A number for what needs one.
@@ -91,6 +96,7 @@ impl Shim {
         listener: OwnedFd,
         signals: Signals,
         namespace: String,
+        id: String,
         events: Option<String>,
     ) -> Result<Self, Error> {
         let reactor = Reactor::new().context("make epoll instance")?;
@@ -102,12 +108,14 @@ impl Shim {
             exits: Exits::default(),
             streams: Streams::default(),
             namespace,
+            id,
             containers: BTreeMap::new(),
             announced: BTreeMap::new(),
             jobs: BTreeMap::new(),
             processes: BTreeMap::new(),
             pending: BTreeMap::new(),
             loggers: BTreeMap::new(),
+            sandbox: None,
             memory: BTreeMap::new(),
             next: 0,
             ending: None,
@@ -162,6 +170,7 @@ impl Shim {
             Source::Stream(number) => self.streams.ready(number),
             Source::Logger(number) => self.logger_ready(number),
             Source::Memory(number) => self.memory_event(number),
+            Source::Pause => self.pause_ready(),
         }
     }
 

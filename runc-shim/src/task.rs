@@ -14,6 +14,7 @@ use crate::events;
 use crate::exec::{self, Exec};
 use crate::exits::Exit;
 use crate::io::Stdio;
+use crate::sandbox::{self, Pause, Sandbox};
 use crate::server::{Call, Reply};
 use crate::shim::{Key, Shim};
 
@@ -23,7 +24,7 @@ const SERVICE: &str = "containerd.task.v3.Task";
 const LONGEST_ID: usize = 128;
 
 /// How many calls may wait for the end of one process.
-const WAITERS: usize = 1024;
+pub const WAITERS: usize = 1024;
 
 /// What an answer is: the message, or it comes later.
 pub type Answer = Result<Option<Vec<u8>>, Error>;
@@ -63,8 +64,10 @@ pub enum Request {
     Stats(api::StatsRequest),
     /// The pids of shim and container.
     Connect(api::ConnectRequest),
-    /// Ends the shim, if it has no container.
+    /// Ends the shim, if it has no container and its sandbox no task.
     Shutdown,
+    /// Names the pause: of the daemon's own service.
+    SetPause(Pause),
 }
 
 /// Decodes a request.
@@ -74,6 +77,7 @@ pub fn decode(service: &str, method: &str, payload: &[u8]) -> Result<Request, Er
     }
     let p = payload;
     Ok(match method {
+        _ if service == sandbox::SERVICE => Request::SetPause(Pause::decode(method, p)?),
         _ if service != SERVICE => {
             return Err(Error::new(Code::Unimplemented, format!("service {service}")));
         }
@@ -137,6 +141,10 @@ impl Shim {
     }
 
     fn act(&mut self, reply: Reply, request: Request) -> Answer {
+        let request = match self.sandbox_call(reply, request) {
+            Ok(answer) => return answer,
+            Err(request) => request,
+        };
         let Some(request) = self.queue(reply, request)? else { return Ok(None) };
         match request {
             Request::Create(r) => self.create(reply, *r),
@@ -158,11 +166,13 @@ impl Shim {
             Request::Stats(r) => self.stats(&r.id),
             Request::Connect(r) => self.connect(&r.id),
             Request::Shutdown => {
-                if self.containers.is_empty() {
+                let sandbox = self.sandbox.as_ref().is_some_and(Sandbox::runs);
+                if self.containers.is_empty() && !sandbox {
                     self.end();
                 }
                 empty()
             }
+            Request::SetPause(pause) => self.set_pause(pause),
         }
     }
 
@@ -375,6 +385,8 @@ impl Shim {
         response.shim_pid = std::process::id();
         if let Ok(container) = self.container(id) {
             response.task_pid = unsigned(container.state.pid());
+        } else if let Some(pid) = self.sandbox_pid(id) {
+            response.task_pid = pid;
         }
         now(&response)
     }

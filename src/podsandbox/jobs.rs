@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime};
 use parking_lot::Mutex;
 use tokio::task::JoinHandle;
 
+use super::container_record::ContainerRecord;
 use super::drivers::PauseDriver;
 use super::files::SandboxFiles;
 use super::oci_spec::{self, Description};
@@ -71,6 +72,8 @@ pub struct Jobs {
     pub store: RecordStore,
     /// The Task endpoint of the pod's containers.
     pub shim: shim::Endpoint,
+    /// The sandbox as a container in containerd.
+    pub container: ContainerRecord,
     /// The context of log lines about the sandbox.
     pub log_context: LogContext,
     /// What Start makes; dropped once it is made, as it is on disk.
@@ -140,6 +143,7 @@ impl Jobs {
                 created_at: record.created_at,
                 runtime,
             },
+            container: ContainerRecord::default(),
             log_context: LogContext::new(record.id.clone(), pod),
             to_start: Mutex::default(),
             description: Mutex::default(),
@@ -157,6 +161,11 @@ impl Jobs {
     /// The driver's name in config, record and metrics.
     pub fn driver_name(&self) -> &'static str {
         self.driver.name()
+    }
+
+    /// What all sandboxes share.
+    pub(super) fn environment(&self) -> &Arc<Environment> {
+        &self.environment
     }
 
     /// Counts what happens.
@@ -183,6 +192,8 @@ impl Jobs {
     }
 
     async fn try_start(self: &Arc<Self>) -> Result<Arc<dyn Process>, StepError> {
+        self.record_container();
+        self.container_recorded().await;
         let (pause, recorded) = match &self.driver {
             PauseDriver::Native(driver) if self.shim.listens_only() => {
                 let (_turn, driver) = (self.shim.turn().await, driver.clone());
@@ -240,7 +251,7 @@ impl Jobs {
     }
 
     /// Runs what blocks on a thread for it.
-    async fn piece<T: Send + 'static>(
+    pub(super) async fn piece<T: Send + 'static>(
         self: &Arc<Self>,
         class: Class,
         piece: impl FnOnce(&Self) -> T + Send + 'static,
@@ -303,7 +314,7 @@ impl Jobs {
     }
 
     /// What Start makes: what Create kept, or the record on disk.
-    fn created(&self) -> Result<Arc<ToStart>, StepError> {
+    pub(super) fn created(&self) -> Result<Arc<ToStart>, StepError> {
         if let Some(created) = self.to_start.lock().clone() {
             return Ok(created);
         }
@@ -415,6 +426,7 @@ impl Jobs {
     /// # Errors
     /// Every step that failed.
     pub async fn cleanup(self: &Arc<Self>, pid: u32, exit: Option<Exit>) -> Result<(), StepErrors> {
+        self.delete_task();
         let record = move |jobs: &Self| {
             let recorded = exit.map(|exit| jobs.store.set_stage(&Stage::Exited { pid, exit }));
             if let Some(Err(step)) = recorded {
@@ -434,7 +446,9 @@ impl Jobs {
     pub async fn remove(self: &Arc<Self>) -> Result<(), StepErrors> {
         // A shim that runs the pause as well must be rid of it before it ends.
         let mut errors = self.driver_cleanup_and(|_| {}, |_, _| {}).await;
+        self.task_deleted().await;
         errors.check_all(self.shim.close().await);
+        self.remove_container();
         let rest = move |jobs: &Self| {
             errors.check_all(jobs.files.remove());
             if errors.is_empty() {

@@ -22,6 +22,8 @@ use super::{
     StatusReport, inspect, metrics, status,
 };
 use crate::config::Config;
+use crate::containerd::SandboxStore;
+use crate::containerd::containers::Containers;
 use crate::error::StepError;
 use crate::id::SandboxId;
 use crate::log_context;
@@ -61,6 +63,8 @@ pub struct Environment {
     pub config: Arc<Config>,
     /// What makes the pauses.
     pub(super) drivers: DriverRegistry,
+    /// containerd's containers, of which each sandbox can be one.
+    pub containers: Containers,
     /// Makes the pods' Task endpoints.
     pub shims: Arc<shim::Shims>,
     /// Where the sandboxes' files are.
@@ -109,9 +113,14 @@ impl Environment {
             config.containerd_address.clone(),
             config.containerd_state.clone(),
         ));
+        let store = SandboxStore {
+            address: config.containerd_address.clone(),
+            namespace: config.containerd_namespace.clone(),
+        };
+        let containers = Containers::new(store, &config.state_dir);
         let config = Arc::new(config);
         let (selinux, telemetry) = (Selinux::default(), Arc::default());
-        Ok(Self { config, drivers, shims, layout, mounts, selinux, telemetry })
+        Ok(Self { config, drivers, containers, shims, layout, mounts, selinux, telemetry })
     }
 }
 
@@ -139,6 +148,10 @@ impl shim::Pod for PodOfEndpoint {
 
     fn lives(&self) -> bool {
         !matches!(self.actor.published().phase, Phase::NotReady | Phase::Gone)
+    }
+
+    fn is_served(&self) {
+        self.jobs.record_task();
     }
 
     fn fail(&self) {
@@ -183,6 +196,7 @@ impl Sandbox {
             }
             return Err(failed(step));
         }
+        jobs.record_container();
         let abandoned = abandoned_at(jobs.facts.created_at, environment.config.abandoned_after);
         Ok(Self::enter(environment, jobs, Entry::Created, Some(abandoned), on_gone))
     }
@@ -207,6 +221,7 @@ impl Sandbox {
             environment.shims.has_own(),
         )?;
         let jobs = Jobs::new(environment, &record, inspect::pod_names(&pod), level);
+        jobs.container.set_new();
         jobs.store.create(&record).map_err(failed)?;
         let created = ToStart { record, pod };
         let described = jobs.describe_to_shim(&created);
@@ -280,7 +295,7 @@ impl Sandbox {
     /// The failed step, or [`Error::Timeout`]; what is left continues in the background.
     pub async fn stop(&self) -> Result<(), Error> {
         self.request(Rpc::Stop, Some(END_WITHIN)).await?;
-        self.jobs.shim.dismiss();
+        self.jobs.dismiss_shim();
         Ok(())
     }
 

@@ -27,12 +27,13 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
+use super::Pod;
 use super::bundle::NEW;
 use super::pod_shim::{AGAIN, PodShim, RecordedShim, RunningShim, SHUTDOWNS, WITHIN};
-use super::{Pod, task};
+use super::task::{self, PauseRefused};
 use crate::error::{IoContext as _, StepError, gone};
 use crate::pool::{self, Class};
-use crate::process::{Exit, Process, epoll::Watched, held};
+use crate::process::{Exit, Identity, Process, epoll::Watched, held};
 
 /// An endpoint whose shim gets its socket from the daemon.
 #[derive(Debug)]
@@ -120,6 +121,20 @@ impl Handover {
     /// Why a shim exited with containers in it, if one did.
     pub fn death(&self) -> Option<String> {
         self.shim.bundle().death()
+    }
+
+    /// Its shim is, or will be, this project's own.
+    pub(super) fn has_own_shim(&self) -> bool {
+        self.shim.own_shim().is_some()
+    }
+
+    /// Names the pause to the shim.
+    pub(super) async fn set_pause(&self, pause: &Identity) -> Result<(), PauseRefused> {
+        // No caller: a pod that gets no container gets no shim.
+        if !self.has_shim() {
+            return Err(PauseRefused::Unsupported);
+        }
+        task::set_pause(&self.socket(), self.shim.id(), pause, WITHIN).await
     }
 
     /// The name to which a socket is bound, and which it has until it listens.
@@ -285,6 +300,7 @@ impl Handover {
                 // There are as many of these futures as there are shims: what is not awaited now is
                 // boxed.
                 HandoverStep::Watch(process) => {
+                    pod.is_served();
                     let exit = process.exited().await;
                     self.forget_running();
                     Box::pin(self.handle_exit(exit, &pod)).await;
@@ -363,6 +379,7 @@ impl Handover {
         };
         match answered {
             Ok(()) => {
+                pod.is_served();
                 let exit = process.exited().await;
                 self.forget_running();
                 self.handle_exit(exit, pod).await;

@@ -41,6 +41,7 @@ use sha2::{Digest as _, Sha256};
 use crate::error::{IoContext as _, StepError, gone};
 use crate::id::SandboxId;
 use crate::pause::Plan;
+use crate::process::Identity;
 use crate::process::held::HeldNamespace;
 use crate::process::spawn::Launcher;
 
@@ -54,6 +55,7 @@ use self_started::SelfStarted;
 pub use command::path;
 pub use rootfs::user_namespace;
 pub use runtime::Runtime;
+pub use task::PauseRefused;
 
 /// Whose a pod's shim is. Recorded with the pod, as containerd receives the endpoint once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -267,6 +269,9 @@ pub trait Pod: Send + Sync {
     /// It has not ended, as far as is known: it may get containers.
     fn lives(&self) -> bool;
 
+    /// Its shim serves: one that was launched now, or by an earlier daemon. Returns at once.
+    fn is_served(&self) {}
+
     /// The sandbox fails: its shim has exited with containers in it.
     fn fail(&self);
 }
@@ -411,6 +416,22 @@ impl Endpoint {
                 drop(tokio::spawn(endpoint.clone().dismiss()))
             }
             Self::Handover(_) | Self::SelfStarted(_) => {}
+        }
+    }
+
+    /// The pod's shim can serve a task of the sandbox itself: it is this project's own.
+    pub fn serves_sandbox(&self) -> bool {
+        matches!(self, Self::Handover(endpoint) if endpoint.has_own_shim())
+    }
+
+    /// Names the pause to the pod's shim, for the sandbox's task.
+    ///
+    /// # Errors
+    /// The shim cannot serve it, or the failed step.
+    pub async fn set_pause(&self, pause: &Identity) -> Result<(), PauseRefused> {
+        match self {
+            Self::Handover(endpoint) => endpoint.set_pause(pause).await,
+            Self::ContainerdOwned(_) | Self::SelfStarted(_) => Err(PauseRefused::Unsupported),
         }
     }
 

@@ -120,7 +120,7 @@ impl PodShim {
 
     /// This project's own shim, if the pod has it. A daemon that has none launches the runtime's
     /// and cleans up by it: both have the same bundles.
-    fn own_shim(&self) -> Option<&OwnShim> {
+    pub(super) fn own_shim(&self) -> Option<&OwnShim> {
         self.settings().own_shim.as_ref().filter(|_| self.runtime.own_shim)
     }
 

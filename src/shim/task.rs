@@ -12,6 +12,7 @@ use ttrpc::{Code, Error};
 
 use super::bootstrap::Bootstrap;
 use crate::error::StepError;
+use crate::process::Identity;
 
 /// The services of the two versions.
 const VERSION_3: &str = "containerd.task.v3.Task";
@@ -157,6 +158,51 @@ pub async fn shut_down(socket: &Path, id: &str, within: Duration) -> Result<(), 
         }
     };
     within_time("shut down shim", socket, within, call).await
+}
+
+/// This project's own service at the sockets of its shims.
+const OWN_SERVICE: &str = "pause_sandboxer.shim.v1.Sandbox";
+
+/// Why a shim does not serve the sandbox's task.
+#[derive(Debug)]
+pub enum PauseRefused {
+    /// It does not know how: it is another shim, or one of an earlier version.
+    Unsupported,
+    /// The step that failed.
+    Failed(StepError),
+}
+
+/// Names the pause to this project's own shim, which makes sure that it is that process.
+///
+/// # Errors
+/// The shim cannot serve it, or the failed step.
+pub async fn set_pause(
+    socket: &Path,
+    id: &str,
+    pause: &Identity,
+    within: Duration,
+) -> Result<(), PauseRefused> {
+    let call = async {
+        let client = connect(socket).await?;
+        let named =
+            serde_json::json!({ "id": id, "pid": pause.pid, "start_time": pause.start_time });
+        let call = Request {
+            service: OWN_SERVICE.to_owned(),
+            method: "SetPause".to_owned(),
+            payload: named.to_string().into_bytes(),
+            timeout_nano: i64::try_from(within.as_nanos()).unwrap_or(i64::MAX),
+            ..Default::default()
+        };
+        match client.request(call).await {
+            Err(Error::RpcStatus(status)) if status.code() == Code::UNIMPLEMENTED => Ok(false),
+            other => other.map(|_| true),
+        }
+    };
+    match within_time("name the pause to the shim", socket, within, call).await {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(PauseRefused::Unsupported),
+        Err(failed) => Err(PauseRefused::Failed(failed.step())),
+    }
 }
 
 /// Calls the shim about a task that it need not have: returns when it answers at all.

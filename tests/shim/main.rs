@@ -6,6 +6,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod container_record;
 mod cores;
 mod driver;
 mod frozen;
@@ -76,6 +77,7 @@ fn main() -> ExitCode {
     let mut cases: Vec<Case> = [
         handover::cases(),
         own::cases(),
+        container_record::cases(),
         frozen::cases(),
         cores::cases(),
         interrupted_calls::cases(),

@@ -56,8 +56,9 @@ pub fn of_sandbox(tasks: &Path, sandbox: &str) -> Result<Vec<Container>, StepErr
     for entry in entries.flatten() {
         let bundle = entry.path();
         let Ok(id) = entry.file_name().into_string() else { continue };
-        // Hidden ones are being deleted.
-        if !id.starts_with('.')
+        // Hidden ones are being deleted, and `sandbox` itself is none.
+        if id != sandbox
+            && !id.starts_with('.')
             && fs::read(bundle.join(SANDBOX)).is_ok_and(|name| name == sandbox.as_bytes())
         {
             containers.push(Container { id, bundle });
@@ -337,6 +338,8 @@ mod tests {
             fs::write(tasks.path().join(id).join(SANDBOX), sandbox).unwrap();
         }
         fs::create_dir(tasks.path().join("d")).unwrap();
+        fs::create_dir(tasks.path().join("pod")).unwrap();
+        fs::write(tasks.path().join("pod").join(SANDBOX), "pod").unwrap();
         let found = of_sandbox(tasks.path(), "pod").unwrap();
         assert_eq!(found, [Container { id: "a".to_owned(), bundle: tasks.path().join("a") }]);
         assert_eq!(of_sandbox(&tasks.path().join("none"), "pod").unwrap(), []);
