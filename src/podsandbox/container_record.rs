@@ -69,6 +69,8 @@ struct Progress {
     goal: Goal,
     /// What containerd has, as far as it is known; [`Goal::Any`]: unknown.
     done: Goal,
+    /// Which time it is that a goal was set.
+    asked: u32,
     /// A task works on it.
     working: bool,
     /// Its last try has failed.
@@ -124,20 +126,23 @@ impl ContainerRecord {
         if progress.goal == Goal::Nothing || ends(progress.goal) && !ends(goal) {
             return false;
         }
-        match goal {
-            // A shim that has come later serves no task of the one before.
-            Goal::Task => progress.done = Goal::Any,
-            _ => {}
+        if progress.goal != goal || goal == Goal::Task {
+            (progress.goal, progress.failing) = (goal, false);
+            progress.asked = progress.asked.wrapping_add(1);
         }
-        progress.goal = goal;
+        if goal == Goal::Task {
+            // A shim that has come later serves no task of the one before.
+            progress.done = Goal::Any;
+        }
         self.changed.notify_waiters();
         let work = !progress.is_done() && !progress.working;
         progress.working |= work;
         work
     }
 
-    /// The goal, unless it is reached or given up; nothing works on it then.
-    fn next(&self) -> Option<Goal> {
+    /// The goal, and which time it was set, unless it is reached or given up; nothing works on it
+    /// then.
+    fn next(&self) -> Option<(Goal, u32)> {
         let mut progress = self.progress.lock();
         if progress.is_done() {
             progress.working = false;
@@ -146,12 +151,15 @@ impl ContainerRecord {
         }
         // An answer may be lost.
         progress.done = Goal::Any;
-        Some(progress.goal)
+        Some((progress.goal, progress.asked))
     }
 
-    fn reached(&self, goal: Goal) {
+    /// The goal is reached that was set at that time.
+    fn reached(&self, goal: Goal, asked: u32) {
         let mut progress = self.progress.lock();
-        (progress.done, progress.failing) = (goal, false);
+        if progress.asked == asked {
+            (progress.done, progress.failing) = (goal, false);
+        }
         self.changed.notify_waiters();
     }
 
@@ -160,13 +168,13 @@ impl ContainerRecord {
         self.changed.notify_waiters();
     }
 
-    /// Waits until the goal is another one; at most that long.
-    async fn goal_changed(&self, from: Goal, within: Duration) {
+    /// Waits until a goal is set after that time; at most that long.
+    async fn asked_again(&self, asked: u32, within: Duration) {
         let other = async {
             loop {
                 let mut changed = pin!(self.changed.notified());
                 changed.as_mut().enable();
-                if self.progress.lock().goal != from {
+                if self.progress.lock().asked != asked {
                     return;
                 }
                 changed.await;
@@ -176,13 +184,14 @@ impl ContainerRecord {
         let _ = timeout(within, other).await;
     }
 
-    /// Gives `goal` up, unless there is another one by now.
-    fn give_up(&self, goal: Goal) {
+    /// Gives the goal up that was set at that time.
+    fn give_up(&self, asked: u32) {
         let mut progress = self.progress.lock();
-        if progress.goal == goal && !matches!(goal, Goal::Nothing) {
-            progress.goal = Goal::Any;
-        } else if progress.goal == goal {
-            progress.done = goal;
+        match progress.goal {
+            _ if progress.asked != asked => {}
+            // Nothing is made after it.
+            Goal::Nothing => progress.done = Goal::Nothing,
+            _ => progress.goal = Goal::Any,
         }
     }
 
@@ -362,10 +371,10 @@ impl Jobs {
 
 /// Works until the goal is reached or given up.
 async fn work(jobs: Arc<Jobs>) {
-    let (mut failures, mut refusals, mut last) = (0, 0, Goal::Any);
-    while let Some(goal) = jobs.container.next() {
-        if goal != last {
-            (failures, refusals, last) = (0, 0, goal);
+    let (mut failures, mut refusals, mut last) = (0, 0, None);
+    while let Some((goal, asked)) = jobs.container.next() {
+        if last != Some(asked) {
+            (failures, refusals, last) = (0, 0, Some(asked));
         }
         let tried = {
             // Never closed.
@@ -374,26 +383,26 @@ async fn work(jobs: Arc<Jobs>) {
         };
         let id = jobs.id().as_str();
         match tried {
-            Ok(()) => jobs.container.reached(goal),
+            Ok(()) => jobs.container.reached(goal, asked),
             Err(Failure::Unfit(reason)) => {
                 log::info!(sandbox = id; "sandbox has no task in containerd: {reason}");
-                jobs.container.give_up(goal);
+                jobs.container.give_up(asked);
             }
             Err(Failure::Final(step)) => {
                 log::warn!(sandbox = id; "containerd refuses the sandbox's container: {step}");
-                jobs.container.give_up(goal);
+                jobs.container.give_up(asked);
             }
             Err(Failure::Again { step, unavailable }) => {
                 failures += 1;
                 refusals += u32::from(!unavailable);
                 if refusals >= REFUSALS {
                     log::warn!(sandbox = id; "giving up the sandbox's container: {step}");
-                    jobs.container.give_up(goal);
+                    jobs.container.give_up(asked);
                     continue;
                 }
                 log::debug!(sandbox = id; "sandbox's container in containerd: {step}");
                 jobs.container.failed();
-                jobs.container.goal_changed(goal, AGAIN.delay(failures)).await;
+                jobs.container.asked_again(asked, AGAIN.delay(failures)).await;
             }
         }
     }
@@ -436,12 +445,19 @@ mod tests {
         record
     }
 
-    fn step(record: &ContainerRecord, goal: Goal) -> Option<Goal> {
+    /// What a task works on that begins with this goal.
+    fn step(record: &ContainerRecord, goal: Goal) -> Option<(Goal, u32)> {
         record.aim(goal).then(|| record.next()).flatten()
     }
 
-    fn done(record: &ContainerRecord, goal: Goal) {
-        record.reached(goal);
+    fn begins(record: &ContainerRecord, goal: Goal) -> u32 {
+        let (next, asked) = step(record, goal).unwrap();
+        assert_eq!(next, goal);
+        asked
+    }
+
+    fn does(record: &ContainerRecord, goal: Goal) {
+        record.reached(goal, begins(record, goal));
         assert_eq!(record.next(), None);
     }
 
@@ -449,9 +465,7 @@ mod tests {
     fn a_sandbox_gets_a_container_then_a_task_and_loses_both() {
         let record = new();
         for goal in [Goal::Container, Goal::Task, Goal::NoTask, Goal::Nothing] {
-            assert_eq!(step(&record, goal), Some(goal));
-            assert!(!record.aim(goal), "one task works");
-            done(&record, goal);
+            does(&record, goal);
         }
         assert_eq!(step(&record, Goal::Task), None, "a removed sandbox gets none");
     }
@@ -462,42 +476,58 @@ mod tests {
         assert_eq!(step(&record, Goal::NoTask), None);
         assert_eq!(step(&record, Goal::Nothing), None);
         // An earlier daemon may have made it.
-        assert_eq!(step(&ContainerRecord::default(), Goal::NoTask), Some(Goal::NoTask));
+        does(&ContainerRecord::default(), Goal::NoTask);
     }
 
     #[test]
     fn the_next_shim_gets_a_task_again() {
         let record = ContainerRecord::default();
-        assert_eq!(step(&record, Goal::Task), Some(Goal::Task));
-        done(&record, Goal::Task);
+        does(&record, Goal::Task);
         assert_eq!(step(&record, Goal::Container), None, "it has one");
-        assert_eq!(step(&record, Goal::Task), Some(Goal::Task));
+        let first = begins(&record, Goal::Task);
+        assert!(!record.aim(Goal::Task), "one task works");
+        // Of the shim before, whether it was made or not.
+        record.reached(Goal::Task, first);
+        record.give_up(first);
+        let (goal, second) = record.next().unwrap();
+        assert_eq!(goal, Goal::Task);
+        record.reached(goal, second);
+        assert_eq!(record.next(), None);
     }
 
     #[test]
     fn what_is_given_up_is_tried_with_the_next_change() {
         let record = new();
-        assert_eq!(step(&record, Goal::Container), Some(Goal::Container));
-        record.give_up(Goal::Container);
+        record.give_up(begins(&record, Goal::Container));
         assert_eq!(record.next(), None);
-        assert_eq!(step(&record, Goal::Task), Some(Goal::Task));
+        let asked = begins(&record, Goal::Task);
         // A later goal is not given up with the one before.
+        assert!(!record.aim(Goal::Nothing));
+        record.give_up(asked);
+        assert_eq!(record.next().map(|(goal, _)| goal), Some(Goal::Nothing));
+    }
+
+    #[test]
+    fn what_may_have_been_made_is_removed() {
+        let record = new();
+        // The answer was lost.
+        begins(&record, Goal::Container);
+        record.failed();
         record.aim(Goal::Nothing);
-        record.give_up(Goal::Task);
-        assert_eq!(record.next(), Some(Goal::Nothing));
+        assert_eq!(record.next().map(|(goal, _)| goal), Some(Goal::Nothing));
     }
 
     #[tokio::test(start_paused = true)]
     async fn waiting_for_the_record_is_bounded() {
         let record = new();
         record.settled(BEFORE_START).await;
-        assert!(record.aim(Goal::Container));
+        let asked = begins(&record, Goal::Container);
         let begun = tokio::time::Instant::now();
         record.settled(BEFORE_START).await;
         assert_eq!(begun.elapsed(), BEFORE_START);
         record.failed();
         record.settled(Duration::MAX).await;
-        record.reached(Goal::Container);
+        record.reached(Goal::Container, asked);
         record.settled(Duration::MAX).await;
     }
 }

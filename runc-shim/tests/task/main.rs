@@ -14,6 +14,7 @@ mod hostile;
 mod pod;
 mod rights;
 mod rootfs;
+mod sandbox;
 mod streams;
 
 // The one that kills the daemon.
