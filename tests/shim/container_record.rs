@@ -216,26 +216,22 @@ async fn the_next_shim_serves_the_task_again(harness: Arc<Harness>) -> Result<()
     is_gone(&harness.node, pod.id()).await
 }
 
+/// As with the built-in controller: the end of the pause is the pod's.
 async fn a_signal_to_the_task_reaches_the_pause(harness: Arc<Harness>) -> Result<()> {
-    for handler in Handler::ALL {
-        let pod = harness.node.run(handler, PodSpec::new("signal").host_network()).await?;
-        pod.run(ContainerSpec::sleeping("a")).await?;
-        has_task(&pod).await?;
-        ctr(&harness.node, &["tasks", "kill", "--signal", "SIGKILL", pod.id()])?;
-        until("not ready", SOON, async || not_ready(&pod).await)
-            .await
-            .with_context(|| format!("{handler:?}"))?;
-        until("no task", SOON, async || {
-            let task = task(&harness.node, pod.id())?;
-            ensure!(task.is_none(), "{task:?}");
-            Ok(())
-        })
-        .await?;
-        ensure!(is_recorded(&harness.node, pod.id())?, "{handler:?}: not recorded");
-        removed(&pod).await?;
-        is_gone(&harness.node, pod.id()).await?;
-    }
-    Ok(())
+    let pod = harness.pod("signal").await?;
+    pod.run(ContainerSpec::sleeping("a")).await?;
+    has_task(&pod).await?;
+    ctr(&harness.node, &["tasks", "kill", "--signal", "SIGKILL", pod.id()])?;
+    until("not ready", SOON, async || not_ready(&pod).await).await?;
+    until("no task", SOON, async || {
+        let task = task(&harness.node, pod.id())?;
+        ensure!(task.is_none(), "{task:?}");
+        Ok(())
+    })
+    .await?;
+    ensure!(is_recorded(&harness.node, pod.id())?, "it is not recorded");
+    removed(&pod).await?;
+    is_gone(&harness.node, pod.id()).await
 }
 
 async fn it_is_removed_when_containerd_was_down_at_the_removal(
