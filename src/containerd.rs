@@ -1,4 +1,4 @@
-//! gRPC client of containerd: whether it knows a sandbox, its version, and its containers and tasks.
+//! gRPC client of containerd: whether it knows a sandbox, its version, its containers and tasks.
 //!
 //! Each call has a connection of its own, as calls are rare.
 

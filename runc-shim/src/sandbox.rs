@@ -3,10 +3,10 @@
 //! signalled by a pidfd and never reaped here, so its exit status is not known.
 //!
 //! ```text
-//!          SetPause            Create              Start              the pause has ended
-//!   (none) --------> known ------------> created ----------> running ---------------------> stopped
-//!                      ^                   | Delete                                           | Delete
-//!                      +-------------------+--------------------------------------------------+
+//!         SetPause         Create            Start           the pause has ended
+//!  (none) --------> known --------> created -------> running -------------------> stopped
+//!                     ^               | Delete                                       | Delete
+//!                     +---------------+----------------------------------------------+
 //! ```
 
 use std::fs;

@@ -278,7 +278,8 @@ impl Jobs {
         }
     }
 
-    /// The pod was stopped: its shim ends if it is empty, after the sandbox's task. Returns at once.
+    /// The pod was stopped: its shim ends if it is empty, after the sandbox's task. Returns at
+    /// once.
     pub fn dismiss_shim(self: &Arc<Self>) {
         if !self.can_be_recorded() || !self.shim.has_shim() {
             return self.shim.dismiss();
@@ -412,27 +413,27 @@ async fn work(jobs: Arc<Jobs>) {
 /// that was killed, or for which containerd was down. Tries until it is done.
 pub async fn remove_strays(containers: &Containers, is_known: impl Fn(&str) -> bool) {
     let mut failures = 0;
-    loop {
-        let failed = match containers.own().await {
-            Err(e) => Some(e.step()),
-            Ok(ids) => {
-                let mut failed = None;
-                for id in ids.into_iter().filter(|id| !is_known(id)) {
-                    match containers.remove(&id).await {
-                        Ok(()) => {
-                            log::info!(sandbox = id.as_str(); "removed container of removed sandbox");
-                        }
-                        Err(e) => failed = Some(e.step()),
-                    }
-                }
-                failed
-            }
-        };
-        let Some(step) = failed else { return };
+    while let Err(e) = try_remove_strays(containers, &is_known).await {
         failures += 1;
+        let step = e.step();
         log::debug!("failed to remove containers of removed sandboxes; retrying: {step}");
         tokio::time::sleep(AGAIN.delay(failures)).await;
     }
+}
+
+async fn try_remove_strays(
+    containers: &Containers,
+    is_known: impl Fn(&str) -> bool,
+) -> Result<(), CallError> {
+    let mut result = Ok(());
+    for id in containers.own().await?.into_iter().filter(|id| !is_known(id)) {
+        match containers.remove(&id).await {
+            Ok(()) => log::info!(sandbox = id.as_str(); "removed container of removed sandbox"),
+            // The others go all the same.
+            Err(e) => result = Err(e),
+        }
+    }
+    result
 }
 
 #[cfg(test)]
