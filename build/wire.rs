@@ -12,7 +12,8 @@ use ttrpc_codegen::{Codegen, Customize, ProtobufCustomize};
 /// The files of `protos/` without their ending. The generated modules have these names, so no two
 /// may be equal, and a file holds at most one service: the generator names handlers by method
 /// alone.
-const FILES: [&str; 6] = ["types", "controller", "store", "cri", "inspect", "version"];
+const FILES: [&str; 8] =
+    ["types", "controller", "store", "cri", "inspect", "version", "cri_calls", "image_store"];
 
 /// Generates one module per file and a `mod.rs` that names them all into `OUT_DIR/protos`.
 pub(crate) fn generate() {

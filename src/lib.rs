@@ -9,6 +9,7 @@ pub mod client;
 pub mod config;
 pub mod containerd;
 pub mod controller;
+pub mod enable;
 pub mod error;
 pub mod exit;
 pub mod gc;
