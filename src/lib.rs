@@ -25,6 +25,7 @@ pub mod pool;
 pub mod process;
 pub mod protos;
 mod replace_file;
+pub mod selftest;
 pub mod shim;
 mod sys;
 pub mod telemetry;

@@ -15,6 +15,7 @@ use pause_sandboxer::config::{self, Config};
 use pause_sandboxer::enable::{self, Disablement, Enablement, RestartBy};
 use pause_sandboxer::error::StepError;
 use pause_sandboxer::oci_image;
+use pause_sandboxer::selftest::{self, Selftest};
 
 mod daemon;
 
@@ -82,6 +83,7 @@ fn run(command: Command) -> Result<ExitCode, CommandFailure> {
         Command::Check(options) => return check(&options),
         Command::Enable(options) => enable(&options)?,
         Command::Disable(options) => disable(&options)?,
+        Command::Selftest(options) => selftest(&options)?,
         Command::Config(ConfigCommand::Default) => print(&Config::default().to_toml())?,
         Command::Config(ConfigCommand::Show(settings)) => print(&settings.load()?.to_toml())?,
         Command::Image { output } => write_image(output.as_deref())?,
@@ -152,6 +154,21 @@ fn disable(options: &cli::Disable) -> Result<(), CommandFailure> {
         within: Duration::from_secs(change.timeout.into()),
     };
     enable::disable(&wanted, &mut say).map_err(|e| e.to_string().into())
+}
+
+fn selftest(options: &cli::SelftestOptions) -> Result<(), CommandFailure> {
+    let wanted = Selftest {
+        subject: check::Subject {
+            config: options.settings.load()?,
+            containerd_config: options.containerd_config.clone(),
+            containerd_program: options.containerd.clone(),
+        },
+        handler: options.handler.clone(),
+        restart: options.restart_sandboxer.then(|| options.restart_command.clone()),
+        within: Duration::from_secs(options.timeout.into()),
+    };
+    let table = selftest::run(&wanted, &mut say).map_err(|e| e.to_string())?;
+    Ok(print(&table)?)
 }
 
 /// Shows the resource usage of the pods, until interrupted or once.

@@ -82,6 +82,11 @@ pub enum Command {
     Enable(Enable),
     /// Remove this sandboxer from containerd's config; refuses while pods need it
     Disable(Disable),
+    /// Run a whole pod through this node's CRI, beside one of the default handler, and remove it
+    ///
+    /// Prints the time of each step. Fails if a step does, or if anything of the pod is left on the
+    /// machine. Other pods are not touched; no registry is needed.
+    Selftest(SelftestOptions),
     /// Print settings as a config file
     #[command(subcommand)]
     Config(ConfigCommand),
@@ -178,6 +183,35 @@ pub struct Disable {
     /// What to change.
     #[command(flatten)]
     pub change: Change,
+}
+
+/// Options of `selftest`.
+#[derive(Args, Debug)]
+pub struct SelftestOptions {
+    /// Runtime handler to test [default: the first one of this sandboxer]
+    #[arg(long, value_name = "NAME")]
+    pub handler: Option<String>,
+    /// Restart the sandboxer while the pod runs; other pods keep running
+    #[arg(long)]
+    pub restart_sandboxer: bool,
+    /// Command of the shell that restarts it
+    #[arg(long, value_name = "COMMAND", requires = "restart_sandboxer")]
+    #[arg(default_value = "systemctl restart pause-sandboxer.service")]
+    pub restart_command: String,
+    /// Seconds that all steps may take
+    #[arg(long, value_name = "SECONDS", default_value = "120")]
+    #[arg(value_parser = value_parser!(u32).range(1..))]
+    pub timeout: u32,
+    /// containerd's config file [default: the one that the running containerd was started with, or
+    /// /etc/containerd/config.toml]
+    #[arg(long, value_name = "FILE")]
+    pub containerd_config: Option<PathBuf>,
+    /// containerd's executable [default: the running containerd's, or containerd of PATH]
+    #[arg(long, value_name = "PROGRAM")]
+    pub containerd: Option<PathBuf>,
+    /// The daemon's settings.
+    #[command(flatten)]
+    pub settings: SettingsSource,
 }
 
 /// A name that CRI takes for a runtime handler (Kubernetes: DNS label).
