@@ -10,7 +10,7 @@ pub mod cri;
 mod grpc;
 pub mod images;
 
-pub use grpc::{Endpoint, Reply};
+pub use grpc::{GrpcEndpoint, GrpcReply};
 
 use crate::error::{IoContext as _, StepError};
 use crate::protos::store::StoreGetRequest;
@@ -80,8 +80,8 @@ impl SandboxStore {
         what: &'static str,
         method: &str,
         message: &impl protobuf::Message,
-    ) -> Result<Reply, StepError> {
-        let endpoint = Endpoint::new(&self.address, &self.namespace);
+    ) -> Result<GrpcReply, StepError> {
+        let endpoint = GrpcEndpoint::new(&self.address, &self.namespace);
         endpoint.reply(what, method, message, WITHIN).await
     }
 }

@@ -1,4 +1,4 @@
-//! `pause-sandboxer enable` and `disable`: add this sandboxer to containerd's config, and remove it.
+//! `pause-sandboxer enable` and `disable`: add this sandboxer to containerd's config and remove it.
 //!
 //! Each reads the config that containerd itself makes of its files, decides what to write, writes
 //! it, and compares what containerd makes of it then. Whatever fails is taken back. All files are
@@ -16,7 +16,7 @@ use toml::Table;
 use crate::check::Subject;
 use crate::check::containerd::NodeContainerd;
 use crate::config;
-use crate::containerd::Endpoint;
+use crate::containerd::GrpcEndpoint;
 use crate::containerd::cri::CriClient;
 use crate::containerd::images::{self, PINNED};
 use crate::error::{IoContext as _, StepError, StepErrors};
@@ -269,7 +269,7 @@ fn import_pause(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), 
         return Ok(());
     }
     let image = oci_image::pause().step("make image")?;
-    let endpoint = Endpoint::new(&config.containerd_address, &config.containerd_namespace);
+    let endpoint = GrpcEndpoint::new(&config.containerd_address, &config.containerd_namespace);
     runtime.block_on(images::import(&endpoint, &image, &[PINNED]))?;
     say(format!("imported {}", image.name));
     Ok(())
@@ -288,7 +288,7 @@ fn restart_daemon(
     match restarted {
         Ok(true) => say("restarted pause-sandboxer; pods keep running".to_owned()),
         Ok(false) => {
-            say("pause-sandboxer reads its settings when it is restarted; pods keep running".into());
+            say("its settings have changed: restart pause-sandboxer; pods keep running".into());
         }
         Err(reason) => return Err(taken_back(changes, reason)),
     }

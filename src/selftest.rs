@@ -15,7 +15,7 @@ use toml::{Table, Value};
 
 use crate::check::Subject;
 use crate::check::containerd::{self as node, NodeContainerd};
-use crate::containerd::Endpoint;
+use crate::containerd::GrpcEndpoint;
 use crate::containerd::cri::CriClient;
 use crate::containerd::images;
 use crate::error::{IoContext as _, StepError, StepErrors};
@@ -177,7 +177,7 @@ async fn import(wanted: &Selftest) -> Result<String, StepError> {
         "Labels": { "pause-sandboxer.selftest": unique },
     });
     let image = oci_image::of_program(&name, pod::PROGRAM_NAME, SELFTEST, &about);
-    let endpoint = Endpoint::new(&config.containerd_address, &config.containerd_namespace);
+    let endpoint = GrpcEndpoint::new(&config.containerd_address, &config.containerd_namespace);
     images::import(&endpoint, &image.step("make image")?, &[]).await?;
     Ok(name)
 }

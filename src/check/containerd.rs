@@ -241,7 +241,8 @@ pub(crate) fn proxy(table: &Table, config: &Config) -> Result<String, Finding> {
             CONFIG,
             "no proxy plugin of type \"sandbox\"",
             format!(
-                "{ENABLE}; or add: [proxy_plugins.{NAME}] with type = \"sandbox\" and address = \"{socket}\""
+                "{ENABLE}; or add: [proxy_plugins.{NAME}] with type = \"sandbox\" and address = \
+                 \"{socket}\""
             ),
         )),
         (None, false) => Err(Finding::fail(
@@ -313,8 +314,8 @@ fn handlers(table: &Table, sandboxer: &str) -> Vec<Finding> {
         CONFIG,
         format!("no runtime handler has sandboxer = \"{sandboxer}\""),
         format!(
-            "{ENABLE}; or add: [plugins.\"{RUNTIME}\".containerd.runtimes.{NAME}] with runtime_type = \
-             \"io.containerd.runc.v2\" and sandboxer = \"{sandboxer}\""
+            "{ENABLE}; or add: [plugins.\"{RUNTIME}\".containerd.runtimes.{NAME}] with \
+             runtime_type = \"io.containerd.runc.v2\" and sandboxer = \"{sandboxer}\""
         ),
     ));
     findings

@@ -7,7 +7,7 @@ use protobuf::Message;
 use protobuf::MessageField;
 use protobuf::well_known_types::empty::Empty;
 
-use super::grpc::Endpoint;
+use super::grpc::GrpcEndpoint;
 use crate::error::StepError;
 use crate::protos::cri::PodSandboxConfig;
 use crate::protos::cri_calls::{
@@ -30,14 +30,14 @@ const QUERY: Duration = Duration::from_secs(10);
 /// CRI's services.
 #[derive(Clone, Debug)]
 pub struct CriClient {
-    endpoint: Endpoint,
+    endpoint: GrpcEndpoint,
 }
 
 impl CriClient {
     /// CRI of the containerd that listens at `address`.
     pub fn new(address: impl Into<PathBuf>) -> Self {
         // CRI chooses its namespace itself.
-        Self { endpoint: Endpoint::new(address, "") }
+        Self { endpoint: GrpcEndpoint::new(address, "") }
     }
 
     async fn call<A: Message>(

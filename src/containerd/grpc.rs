@@ -28,7 +28,7 @@ pub const ALREADY_EXISTS: &str = "6";
 
 /// The outcome of a call.
 #[derive(Debug)]
-pub struct Reply {
+pub struct GrpcReply {
     /// gRPC's status code, as its decimal number.
     pub status: String,
     /// What the server says about the status.
@@ -39,7 +39,7 @@ pub struct Reply {
 
 /// containerd's gRPC socket, and the metadata of each call.
 #[derive(Clone, Debug)]
-pub struct Endpoint {
+pub struct GrpcEndpoint {
     /// The socket.
     pub address: PathBuf,
     /// containerd's namespace.
@@ -48,7 +48,7 @@ pub struct Endpoint {
     pub lease: String,
 }
 
-impl Endpoint {
+impl GrpcEndpoint {
     /// An endpoint without a lease.
     pub fn new(address: impl Into<PathBuf>, namespace: impl Into<String>) -> Self {
         Self { address: address.into(), namespace: namespace.into(), lease: String::new() }
@@ -80,7 +80,7 @@ impl Endpoint {
         method: &str,
         request: &impl Message,
         within: Duration,
-    ) -> Result<Reply, StepError> {
+    ) -> Result<GrpcReply, StepError> {
         let sent = async {
             let request = request.write_to_bytes().map_err(io::Error::other)?;
             self.send(method, &request).await
@@ -95,8 +95,8 @@ impl Endpoint {
     ///
     /// # Errors
     /// The status and what the server says about it.
-    pub fn succeeded(&self, what: &'static str, reply: &Reply) -> Result<(), StepError> {
-        let Reply { status, words, .. } = reply;
+    pub fn succeeded(&self, what: &'static str, reply: &GrpcReply) -> Result<(), StepError> {
+        let GrpcReply { status, words, .. } = reply;
         if status == OK {
             return Ok(());
         }
@@ -107,7 +107,7 @@ impl Endpoint {
         Err(StepError::at(what, &self.address, io::Error::other(reason)))
     }
 
-    async fn send(&self, method: &str, request: &[u8]) -> io::Result<Reply> {
+    async fn send(&self, method: &str, request: &[u8]) -> io::Result<GrpcReply> {
         let mut frame = BytesMut::with_capacity(request.len() + HEAD);
         frame.put_u8(0);
         frame.put_u32(u32::try_from(request.len()).map_err(io::Error::other)?);
@@ -133,7 +133,7 @@ impl Endpoint {
         let (head, mut body) = response.await.map_err(io::Error::other)?.into_parts();
         // A response without a message has its status in the headers.
         if let Some((status, words)) = status(&head.headers) {
-            return Ok(Reply { status, words, message: Bytes::new() });
+            return Ok(GrpcReply { status, words, message: Bytes::new() });
         }
         let mut answer = BytesMut::new();
         while let Some(data) = body.data().await {
@@ -147,7 +147,7 @@ impl Endpoint {
         let trailers = body.trailers().await.map_err(io::Error::other)?.unwrap_or_default();
         let (status, words) = status(&trailers)
             .ok_or_else(|| io::Error::other("a response without a gRPC status"))?;
-        Ok(Reply { status, words, message: first(answer.freeze()) })
+        Ok(GrpcReply { status, words, message: first(answer.freeze()) })
     }
 }
 

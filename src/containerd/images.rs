@@ -6,7 +6,7 @@ use std::time::Duration;
 use protobuf::well_known_types::empty::Empty;
 use protobuf::{Message, MessageField};
 
-use super::grpc::{ALREADY_EXISTS, Endpoint};
+use super::grpc::{ALREADY_EXISTS, GrpcEndpoint};
 use crate::error::StepError;
 use crate::protos::image_store::{
     ContentDescriptor, CreateImageRequest, CreateLeaseRequest, DeleteLeaseRequest, StoredImage,
@@ -50,7 +50,7 @@ pub struct ImageInMemory {
 /// # Errors
 /// The call that failed.
 pub async fn import(
-    endpoint: &Endpoint,
+    endpoint: &GrpcEndpoint,
     image: &ImageInMemory,
     labels: &[(&str, &str)],
 ) -> Result<(), StepError> {
@@ -62,7 +62,7 @@ pub async fn import(
     if reply.status != ALREADY_EXISTS {
         endpoint.succeeded(IMPORT, &reply)?;
     }
-    let leased = Endpoint { lease: lease.clone(), ..endpoint.clone() };
+    let leased = GrpcEndpoint { lease: lease.clone(), ..endpoint.clone() };
     let stored = store(&leased, image, labels).await;
     let deleted = DeleteLeaseRequest { id: lease, ..Default::default() };
     let method = "containerd.services.leases.v1.Leases/Delete";
@@ -71,7 +71,7 @@ pub async fn import(
 }
 
 async fn store(
-    endpoint: &Endpoint,
+    endpoint: &GrpcEndpoint,
     image: &ImageInMemory,
     labels: &[(&str, &str)],
 ) -> Result<(), StepError> {
@@ -113,17 +113,17 @@ async fn store(
 }
 
 async fn images(
-    endpoint: &Endpoint,
+    endpoint: &GrpcEndpoint,
     method: &str,
     request: &impl Message,
-) -> Result<super::Reply, StepError> {
+) -> Result<super::GrpcReply, StepError> {
     let method = format!("containerd.services.images.v1.Images/{method}");
     endpoint.reply(IMPORT, &method, request, WITHIN).await
 }
 
 /// Writes a blob; one that is there already is success.
 async fn write(
-    endpoint: &Endpoint,
+    endpoint: &GrpcEndpoint,
     blob: &ImageBlob,
     labels: HashMap<String, String>,
 ) -> Result<(), StepError> {

@@ -14,7 +14,7 @@ const CRI_OF_2: &str = "io.containerd.grpc.v1.cri";
 const IMAGES: &str = "io.containerd.cri.v1.images";
 
 /// The first line of a file that `enable` has written.
-const MARK: &str = "# Written by `pause-sandboxer enable`; `pause-sandboxer disable` removes it. Edits are lost.\n";
+const MARK: &str = "# Written by `pause-sandboxer enable`; `pause-sandboxer disable` removes it.\n";
 
 /// The line that names the handler whose settings were taken over, around its name.
 const BASE: (&str, &str) = ("# The handler has the settings of runtime handler ", ".\n");

@@ -105,8 +105,8 @@ impl MainConfig {
         self.imported().iter().any(|imported| Some(imported.as_path()) == directory)
     }
 
-    /// Adds the change by which the file imports the directory of `drop_in`, with a copy of the file
-    /// beside it. `newest` is the version of a file that there is not yet.
+    /// Adds the change by which the file imports the directory of `drop_in`, with a copy of the
+    /// file beside it. `newest` is the version of a file that there is not yet.
     ///
     /// # Errors
     /// Another program writes the file, or the copy cannot be read.

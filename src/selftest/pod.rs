@@ -199,7 +199,7 @@ impl TestPod {
 
     /// Whether another, such as kubelet, has ended it.
     pub(super) async fn was_ended(&self) -> bool {
-        use crate::protos::cri_calls::PodSandboxState::SANDBOX_READY;
+        use crate::protos::cri::PodSandboxState::SANDBOX_READY;
         let (Some(id), Ok(pods)) = (&self.sandbox, self.cri.pods().await) else { return false };
         !pods.iter().any(|pod| pod.id == *id && pod.state.enum_value() == Ok(SANDBOX_READY))
     }

@@ -33,6 +33,7 @@ pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
         an_interrupted_command_is_completed_or_undone,
         what_others_can_write_and_a_second_command_are_refused,
         a_full_disk_leaves_nothing_half_written,
+        selftest_runs_a_pod_of_each_handler,
     ]
 }
 
@@ -247,4 +248,40 @@ async fn a_full_disk_leaves_nothing_half_written(node: Arc<Node>) -> Result<()> 
     })();
     umount2(&etc.directory(), MntFlags::MNT_DETACH)?;
     done
+}
+
+/// Both handlers' pods run, and nothing of them is left, also where the sandboxer is restarted under
+/// one, or the test is interrupted.
+async fn selftest_runs_a_pod_of_each_handler(node: Arc<Node>) -> Result<()> {
+    node.start_sandboxer().await?;
+    let etc = Etc { node: node.clone() };
+    let before = node.snapshot()?;
+    let said = etc.run_beside(&["selftest"]).await?.well()?;
+    for part in ["STEP", "run the sandbox", "run a command in it", "remove the sandbox"] {
+        ensure!(said.contains(part), "{part} is missing in {said}");
+    }
+    for handler in ["runc-pause", "runc"] {
+        ensure!(said.contains(&format!("{handler}: nothing of the pod is left")), "{said}");
+    }
+    node.settles_to(&before).await?;
+
+    let restart = ["selftest", "--restart-sandboxer", "--restart-command", "exit 9"];
+    etc.run_beside(&restart).await?.refused("`exit 9` fails: exit status: 9")?;
+    node.settles_to(&before).await?;
+
+    // In the midst of it.
+    let hold = ["selftest", "--restart-sandboxer", "--restart-command", "sleep 60"];
+    let child = etc.command(&hold).stderr(Stdio::piped()).spawn()?;
+    kit::until("the pod runs", std::time::Duration::from_secs(30), async || {
+        let pods = node.cri().list_pod_sandbox(Default::default()).await?;
+        ensure!(!pods.is_empty(), "it does not");
+        Ok(())
+    })
+    .await?;
+    let pid = nix::unistd::Pid::from_raw(child.id().cast_signed());
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM)?;
+    let output = tokio::task::spawn_blocking(move || child.wait_with_output()).await??;
+    let said = String::from_utf8(output.stderr)?;
+    ensure!(!output.status.success() && said.contains("stopped by SIGTERM"), "{said}");
+    node.settles_to(&before).await
 }

@@ -87,6 +87,14 @@ impl Etc {
         Ran { success: output.status.success(), text: String::from_utf8(text).unwrap() }
     }
 
+    /// A command beside which the runtime has other work.
+    pub(crate) async fn run_beside(&self, words: &[&str]) -> Result<Ran> {
+        let mut command = self.command(words);
+        let output = tokio::task::spawn_blocking(move || command.output()).await??;
+        let text = String::from_utf8([output.stdout, output.stderr].concat())?;
+        Ok(Ran { success: output.status.success(), text })
+    }
+
     pub(crate) fn command(&self, words: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pause-sandboxer"));
         command.args(words).arg("--config").arg(self.node.layout().sandboxer_config());
