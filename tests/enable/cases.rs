@@ -250,8 +250,8 @@ async fn a_full_disk_leaves_nothing_half_written(node: Arc<Node>) -> Result<()> 
     done
 }
 
-/// Both handlers' pods run, and nothing of them is left, also where the sandboxer is restarted under
-/// one, or the test is interrupted.
+/// Both handlers' pods run, and nothing of them is left, also where a step fails or the test is
+/// interrupted.
 async fn selftest_runs_a_pod_of_each_handler(node: Arc<Node>) -> Result<()> {
     node.start_sandboxer().await?;
     let etc = Etc { node: node.clone() };
