@@ -271,6 +271,27 @@ async fn selftest_runs_a_pod_of_each_handler(node: Arc<Node>) -> Result<()> {
     etc.run_beside(&restart).await?.refused("`exit 9` fails: exit status: 9")?;
     node.settles_to(&before).await?;
 
+    // A new daemon adopts the pod.
+    let asked = node.layout().top.join("asked");
+    let script = format!("touch {0} && while [ -e {0} ]; do sleep 0.05; done", asked.display());
+    let words = ["selftest", "--restart-sandboxer", "--restart-command", &script];
+    let restarts = async {
+        let soon = std::time::Duration::from_secs(30);
+        kit::until("the restart is asked for", soon, async || {
+            ensure!(asked.exists(), "it is not");
+            Ok(())
+        })
+        .await?;
+        node.stop_sandboxer().await?;
+        node.start_sandboxer().await?;
+        Ok(fs::remove_file(&asked)?)
+    };
+    let (said, restarted) = tokio::join!(etc.run_beside(&words), restarts);
+    restarted?;
+    let said = said?.well()?;
+    ensure!(said.contains("run a command again"), "{said}");
+    node.settles_to(&before).await?;
+
     // In the midst of it.
     let hold = ["selftest", "--restart-sandboxer", "--restart-command", "sleep 60"];
     let child = etc.command(&hold).stderr(Stdio::piped()).spawn()?;
