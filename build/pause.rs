@@ -1,11 +1,14 @@
-//! Compiles the freestanding pause program to `$OUT_DIR/pause`, which the daemon embeds.
+//! Compiles the freestanding programs to `$OUT_DIR/pause` and `$OUT_DIR/selftest`, which the daemon
+//! embeds.
 
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
 
-const SOURCE: &str = "src/pause/program/main.rs";
+/// Names and sources.
+const PROGRAMS: [(&str, &str); 2] =
+    [("pause", "src/pause/program/main.rs"), ("selftest", "src/pause/program/selftest.rs")];
 
 /// How the program is laid out: one segment that is read and executed and nothing writable but the
 /// stack.
@@ -19,14 +22,21 @@ const LAYOUT: [&str; 7] = [
     "-zmax-page-size=4096",
 ];
 
-/// Compiles the pause program for cargo's target. Links with the toolchain's own rust-lld where
-/// there is one, so that a cross build needs no C toolchain; else with the C compiler driver.
+/// Compiles the programs for cargo's target.
 pub(crate) fn compile() {
-    println!("cargo:rerun-if-changed={SOURCE}");
     println!("cargo:rerun-if-changed=build/pause.rs");
+    for (name, source) in PROGRAMS {
+        println!("cargo:rerun-if-changed={source}");
+        compile_one(name, source);
+    }
+}
+
+/// Links with the toolchain's own rust-lld where there is one, so that a cross build needs no C
+/// toolchain; else with the C compiler driver.
+fn compile_one(name: &str, source: &str) {
     let rustc = variable("RUSTC");
     let target = variable("TARGET");
-    let out = PathBuf::from(variable("OUT_DIR")).join("pause");
+    let out = PathBuf::from(variable("OUT_DIR")).join(name);
     let arch = variable("CARGO_CFG_TARGET_ARCH");
     if !["x86_64", "aarch64"].iter().any(|known| arch == *known) {
         fail(&format!(
@@ -36,7 +46,7 @@ pub(crate) fn compile() {
     }
     let mut command = Command::new(&rustc);
     command
-        .args(["--edition=2024", "--crate-type=bin", "--crate-name=pause", SOURCE])
+        .args(["--edition=2024", "--crate-type=bin", "--crate-name", name, source])
         .args(["-Dwarnings", "-Cpanic=abort", "-Copt-level=s", "-Cstrip=symbols", "-Cdebuginfo=0"])
         .args(["-Crelocation-model=static", "-Cforce-unwind-tables=no"])
         .arg("--target")
@@ -60,8 +70,8 @@ pub(crate) fn compile() {
     }
     match command.status() {
         Ok(status) if status.success() => {}
-        Ok(status) => fail(&format!("compile {SOURCE}: {command:?}: {status}")),
-        Err(e) => fail(&format!("compile {SOURCE}: run {}: {e}", rustc.display())),
+        Ok(status) => fail(&format!("compile {source}: {command:?}: {status}")),
+        Err(e) => fail(&format!("compile {source}: run {}: {e}", rustc.display())),
     }
 }
 

@@ -12,8 +12,18 @@ use ttrpc_codegen::{Codegen, Customize, ProtobufCustomize};
 /// The files of `protos/` without their ending. The generated modules have these names, so no two
 /// may be equal, and a file holds at most one service: the generator names handlers by method
 /// alone.
-const FILES: [&str; 8] =
-    ["types", "controller", "store", "containers", "tasks", "cri", "inspect", "version"];
+const FILES: [&str; 10] = [
+    "types",
+    "controller",
+    "store",
+    "containers",
+    "tasks",
+    "cri",
+    "inspect",
+    "version",
+    "cri_calls",
+    "image_store",
+];
 
 /// Generates one module per file and a `mod.rs` that names them all into `OUT_DIR/protos`.
 pub(crate) fn generate() {

@@ -11,10 +11,10 @@ use crate::config::Config;
 
 mod capabilities;
 mod cgroup;
-mod containerd;
+pub(crate) mod containerd;
 mod daemon;
 mod kernel;
-mod kubelet;
+pub(crate) mod kubelet;
 mod sandboxes;
 mod smoke;
 mod systemd;

@@ -12,8 +12,10 @@ use pause_sandboxer::cli::{
 };
 use pause_sandboxer::client::{self, Client};
 use pause_sandboxer::config::{self, Config};
+use pause_sandboxer::enable::{self, Disablement, Enablement, RestartBy};
 use pause_sandboxer::error::StepError;
 use pause_sandboxer::oci_image;
+use pause_sandboxer::selftest::{self, Selftest};
 
 mod daemon;
 
@@ -79,6 +81,9 @@ fn run(command: Command) -> Result<ExitCode, CommandFailure> {
         }
         Command::Stats { once, interval, settings } => stats(once, interval, &settings)?,
         Command::Check(options) => return check(&options),
+        Command::Enable(options) => enable(&options)?,
+        Command::Disable(options) => disable(&options)?,
+        Command::Selftest(options) => selftest(&options)?,
         Command::Config(ConfigCommand::Default) => print(&Config::default().to_toml())?,
         Command::Config(ConfigCommand::Show(settings)) => print(&settings.load()?.to_toml())?,
         Command::Image { output } => write_image(output.as_deref())?,
@@ -102,6 +107,68 @@ fn check(options: &cli::Check) -> Result<ExitCode, CommandFailure> {
         Level::Ok | Level::Warn => ExitCode::SUCCESS,
         Level::Fail => ExitCode::FAILURE,
     })
+}
+
+/// Prints the lines of a command at once: it may take long.
+fn say(line: String) {
+    // The command's work does not depend on a reader.
+    let _ = print(&format!("{line}\n"));
+}
+
+/// The node that a command changes, and how containerd is restarted.
+fn node(change: &cli::Change) -> Result<(check::Subject, Option<RestartBy>), CommandFailure> {
+    let subject = check::Subject {
+        config: change.settings.load()?,
+        containerd_config: change.containerd_config.clone(),
+        containerd_program: change.containerd.clone(),
+    };
+    let by = change.restart_command.clone().map_or(RestartBy::Systemd, RestartBy::Command);
+    Ok((subject, change.restart.then_some(by)))
+}
+
+fn enable(options: &cli::Enable) -> Result<(), CommandFailure> {
+    let change = &options.change;
+    let (subject, restart) = node(change)?;
+    let wanted = Enablement {
+        subject,
+        settings: enable::settings_file(change.settings.file.as_deref()),
+        handler: options.handler.clone(),
+        options_of: options.options_of.clone(),
+        default: options.default,
+        offline: options.offline,
+        dry_run: change.dry_run,
+        restart,
+        within: Duration::from_secs(change.timeout.into()),
+    };
+    enable::enable(&wanted, &mut say).map_err(|e| e.to_string().into())
+}
+
+fn disable(options: &cli::Disable) -> Result<(), CommandFailure> {
+    let change = &options.change;
+    let (subject, restart) = node(change)?;
+    let wanted = Disablement {
+        subject,
+        dry_run: change.dry_run,
+        wait: options.wait,
+        restart,
+        within: Duration::from_secs(change.timeout.into()),
+    };
+    enable::disable(&wanted, &mut say).map_err(|e| e.to_string().into())
+}
+
+fn selftest(options: &cli::SelftestOptions) -> Result<(), CommandFailure> {
+    let wanted = Selftest {
+        subject: check::Subject {
+            config: options.settings.load()?,
+            containerd_config: options.containerd_config.clone(),
+            containerd_program: options.containerd.clone(),
+        },
+        handler: options.handler.clone(),
+        restart: options.restart_sandboxer.then(|| options.restart_command.clone()),
+        within: Duration::from_secs(options.timeout.into()),
+    };
+    let table = selftest::run(&wanted, &mut say).map_err(|e| e.to_string())?;
+    Ok(print(&table)?)
 }
 
 /// Shows the resource usage of the pods, until interrupted or once.

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tar::{Builder, EntryType, Header};
 
+use crate::containerd::images::{ImageBlob, ImageInMemory};
 use crate::pause::binary::PROGRAM;
 use crate::podsandbox::Platform;
 
@@ -25,30 +26,69 @@ const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 const CONFIG: &str = "application/vnd.oci.image.config.v1+json";
 const LAYER: &str = "application/vnd.oci.image.layer.v1.tar";
 
-/// A file of the archive that is named by its own digest.
-struct Blob {
-    digest: String,
-    bytes: Vec<u8>,
-}
-
-impl Blob {
-    fn new(bytes: Vec<u8>) -> Self {
-        let digest = Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect();
-        Self { digest, bytes }
+impl ImageBlob {
+    fn new(media_type: &str, bytes: Vec<u8>) -> Self {
+        let digest: String = Sha256::digest(&bytes).iter().map(|b| format!("{b:02x}")).collect();
+        Self { media_type: media_type.to_owned(), digest: format!("sha256:{digest}"), bytes }
     }
 
-    fn json(value: &Value) -> Self {
-        Self::new(value.to_string().into_bytes())
+    fn json(media_type: &str, value: &Value) -> Self {
+        Self::new(media_type, value.to_string().into_bytes())
     }
 
     /// What names it elsewhere (OCI image spec, descriptor).
-    fn descriptor(&self, media_type: &str) -> Value {
-        json!({
-            "mediaType": media_type,
-            "digest": format!("sha256:{}", self.digest),
-            "size": self.bytes.len(),
-        })
+    fn descriptor(&self) -> Value {
+        json!({ "mediaType": self.media_type, "digest": self.digest, "size": self.bytes.len() })
     }
+}
+
+/// The pause program as an image.
+///
+/// # Errors
+/// The layer cannot be written.
+pub fn pause() -> io::Result<ImageInMemory> {
+    let config = json!({ "Entrypoint": ["/pause"], "User": USER, "WorkingDir": "/" });
+    of_program(NAME, "pause", PROGRAM, &config)
+}
+
+/// An image of one program in the root directory, for the node's platform. `config` is the `config`
+/// of the image's config (OCI image spec).
+///
+/// # Errors
+/// The layer cannot be written.
+pub fn of_program(
+    name: &str,
+    file_name: &str,
+    program: &[u8],
+    config: &Value,
+) -> io::Result<ImageInMemory> {
+    let mut layer = Builder::new(Vec::new());
+    file(&mut layer, file_name, 0o755, program)?;
+    let layer = ImageBlob::new(LAYER, layer.into_inner()?);
+    let mut about = platform();
+    about["config"] = config.clone();
+    about["rootfs"] = json!({ "type": "layers", "diff_ids": [layer.digest] });
+    let config = ImageBlob::json(CONFIG, &about);
+    let manifest = ImageBlob::json(
+        MANIFEST,
+        &json!({
+            "schemaVersion": 2,
+            "mediaType": MANIFEST,
+            "config": config.descriptor(),
+            "layers": [layer.descriptor()],
+        }),
+    );
+    Ok(ImageInMemory { name: name.to_owned(), layer, config, manifest })
+}
+
+/// The node's platform (OCI image spec).
+fn platform() -> Value {
+    let Platform { os, architecture, variant } = Platform::node();
+    let mut platform = json!({ "architecture": architecture, "os": os });
+    if !variant.is_empty() {
+        platform["variant"] = variant.into();
+    }
+    platform
 }
 
 /// Writes the archive (OCI image layout in a tar) to `to`.
@@ -56,31 +96,13 @@ impl Blob {
 /// # Errors
 /// That of `to`.
 pub fn write(to: impl Write) -> io::Result<()> {
-    let Platform { os, architecture, variant } = Platform::node();
-    let mut platform = json!({ "architecture": architecture, "os": os });
-    if !variant.is_empty() {
-        platform["variant"] = variant.into();
-    }
-    let mut layer = Builder::new(Vec::new());
-    file(&mut layer, "pause", 0o755, PROGRAM)?;
-    let layer = Blob::new(layer.into_inner()?);
-    let mut config = platform.clone();
-    config["config"] = json!({ "Entrypoint": ["/pause"], "User": USER, "WorkingDir": "/" });
-    config["rootfs"] =
-        json!({ "type": "layers", "diff_ids": [format!("sha256:{}", layer.digest)] });
-    let config = Blob::json(&config);
-    let manifest = Blob::json(&json!({
-        "schemaVersion": 2,
-        "mediaType": MANIFEST,
-        "config": config.descriptor(CONFIG),
-        "layers": [layer.descriptor(LAYER)],
-    }));
-    let mut entry = manifest.descriptor(MANIFEST);
-    entry["platform"] = platform;
+    let ImageInMemory { name, layer, config, manifest } = pause()?;
+    let mut entry = manifest.descriptor();
+    entry["platform"] = platform();
     // The first is containerd's own, the second what others read.
     entry["annotations"] = json!({
-        "io.containerd.image.name": NAME,
-        "org.opencontainers.image.ref.name": NAME.rsplit(':').next(),
+        "io.containerd.image.name": name,
+        "org.opencontainers.image.ref.name": name.rsplit(':').next(),
     });
     let index = json!({ "schemaVersion": 2, "mediaType": INDEX, "manifests": [entry] });
 
@@ -88,7 +110,8 @@ pub fn write(to: impl Write) -> io::Result<()> {
     file(&mut archive, "oci-layout", 0o644, br#"{"imageLayoutVersion":"1.0.0"}"#)?;
     file(&mut archive, "index.json", 0o644, index.to_string().as_bytes())?;
     for blob in [layer, config, manifest] {
-        file(&mut archive, &format!("blobs/sha256/{}", blob.digest), 0o644, &blob.bytes)?;
+        let path = format!("blobs/{}", blob.digest.replace(':', "/"));
+        file(&mut archive, &path, 0o644, &blob.bytes)?;
     }
     archive.into_inner()?.flush()
 }
@@ -142,7 +165,7 @@ mod tests {
         let blob = |descriptor: &Value| {
             let digest = descriptor["digest"].as_str().unwrap();
             let bytes = &files[&format!("blobs/{}", digest.replace(':', "/"))];
-            assert_eq!(format!("sha256:{}", Blob::new(bytes.clone()).digest), digest);
+            assert_eq!(ImageBlob::new("", bytes.clone()).digest, digest);
             assert_eq!(descriptor["size"], bytes.len());
             bytes
         };

@@ -1,8 +1,8 @@
 //! Replaces a file as a whole: at its place there is never less than all of it.
 
 use std::fs;
-use std::io::Write as _;
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::io::{self, Write as _};
+use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
 use crate::error::{IoContext as _, StepError};
@@ -21,13 +21,49 @@ pub fn temporary(path: &Path) -> PathBuf {
 /// # Errors
 /// The failed step; the old file is still there then.
 pub fn replace_file(path: &Path, permissions: u32, content: &[u8]) -> Result<(), StepError> {
+    replace(path, permissions, content, |_| Ok(()))
+}
+
+/// The same for a file that must survive a loss of power, and whose permissions the umask does not
+/// change.
+///
+/// # Errors
+/// As above; if the last step fails, that of the directory, the new file is in its place.
+pub fn replace_lasting_file(
+    path: &Path,
+    permissions: u32,
+    content: &[u8],
+) -> Result<(), StepError> {
+    replace(path, permissions, content, |file| {
+        file.set_permissions(fs::Permissions::from_mode(permissions))?;
+        file.sync_all()
+    })?;
+    sync_directory_of(path)
+}
+
+/// Writes the entries of a file's directory to the disk.
+///
+/// # Errors
+/// The failed step.
+pub fn sync_directory_of(path: &Path) -> Result<(), StepError> {
+    let directory = path.parent().unwrap_or(Path::new("/"));
+    let synced = fs::File::open(directory).and_then(|directory| directory.sync_all());
+    synced.step_at("write directory", directory)
+}
+
+fn replace(
+    path: &Path,
+    permissions: u32,
+    content: &[u8],
+    complete: impl FnOnce(&mut fs::File) -> io::Result<()>,
+) -> Result<(), StepError> {
     let temporary = temporary(path);
     let mut options = fs::File::options();
     options.write(true).create(true).truncate(true).mode(permissions);
-    let written = options
-        .custom_flags(libc::O_NOFOLLOW)
-        .open(&temporary)
-        .and_then(|mut file| file.write_all(content));
+    let written = options.custom_flags(libc::O_NOFOLLOW).open(&temporary).and_then(|mut file| {
+        file.write_all(content)?;
+        complete(&mut file)
+    });
     let replaced = match written.step_at("write file", &temporary) {
         Ok(()) => fs::rename(&temporary, path).step_at("replace file", path),
         failed => failed,
@@ -39,7 +75,7 @@ pub fn replace_file(path: &Path, permissions: u32, content: &[u8]) -> Result<(),
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::{PermissionsExt as _, symlink};
+    use std::os::unix::fs::symlink;
 
     use super::*;
 
@@ -51,6 +87,8 @@ mod tests {
         replace_file(&path, 0o600, b"2").unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"2");
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        replace_lasting_file(&path, 0o666, b"2").unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o666);
         // Nothing is written through a link.
         symlink(dir.path().join("other"), temporary(&path)).unwrap();
         let e = replace_file(&path, 0o600, b"3").unwrap_err().to_string();

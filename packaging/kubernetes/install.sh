@@ -4,16 +4,18 @@
 #
 # usage: install.sh install | uninstall | ready
 #
-# install     places programs, units and drop-in, starts the daemon, restarts containerd, labels the
-#             node, and sleeps
-# uninstall   waits until no pod has a sandbox of this daemon, removes the label and the placed
-#             files, and sleeps
+# install     places programs and units, starts the daemon, adds its handler to containerd's config
+#             (`pause-sandboxer enable --restart`), labels the node, and sleeps
+# uninstall   waits until no pod has a sandbox of this daemon, removes the label, the handler
+#             (`pause-sandboxer disable --restart`) and the placed files, and sleeps
 # ready       succeeds if the node's sandboxer answers
 #
 # The script does not change a node with the Debian package.
 #
 # HOST is the mount point of the node's root, DIST the directory of the files to install. ON_HOST
-# runs a command on the node. EVERY is the polling interval in seconds.
+# runs a command on the node. ENABLE_OPTIONS are options of `pause-sandboxer enable`, such as
+# `--default`: without them the script undoes these options of an earlier command. EVERY is the
+# polling interval in seconds.
 set -eu
 
 host=${HOST-/host}
@@ -30,9 +32,8 @@ packaged=/usr/bin/pause-sandboxer
 units=/etc/systemd/system
 drop_in=/etc/containerd/conf.d/pause-sandboxer.toml
 config=/etc/containerd/config.toml
-kubelet=/var/lib/kubelet/config.yaml
-# Exists from the first change of a file until the services that read the files have been restarted,
-# so that the next run completes an interrupted installation.
+# Exists from the first change of a file until the daemon has been restarted, so that the next run
+# completes an interrupted installation. `enable` completes an interrupted `enable`.
 unfinished=/var/lib/pause-sandboxer.unfinished
 state=/run/pause-sandboxer
 records=$state/sandboxes
@@ -60,40 +61,6 @@ place() {
     say "placed $2"
 }
 
-# Prints SystemdCgroup of the node's default handler, from which kubelet takes its cgroup driver, or
-# of runc if this handler is the default. Prints nothing if containerd does not show its config.
-default_driver() {
-    node containerd --config $config config dump 2>/dev/null | awk '
-        { gsub(/[ \t"\047]/, "") }
-        /^\[/ {
-            section = $0
-            sub(/\].*/, "", section)
-            sub(/^\[plugins\.io\.containerd\.cri\.v1\.runtime\.containerd/, "", section)
-        }
-        section == "" && /^default_runtime_name=/ { sub(/^[^=]*=/, ""); default_name = $0 }
-        /^SystemdCgroup=/ { sub(/^[^=]*=/, ""); set[section] = $0 }
-        END {
-            if (default_name == "" || default_name == "runc-pause") default_name = "runc"
-            print set[".runtimes." default_name ".options"]
-        }'
-}
-
-# Prints the drop-in for this node. Its handler has the cgroup driver of the default handler, or
-# else that of kubelet's own config (`systemd` with kubeadm).
-drop_in_of_node() {
-    driver=$(default_driver)
-    systemd="^cgroupDriver:[[:space:]]*[\"']?systemd[\"']?[[:space:]]*(#.*)?\$"
-    if [ -z "$driver" ] && grep -Eqs "$systemd" "$host$kubelet"; then
-        driver=true
-    fi
-    if [ "$driver" = true ]; then
-        sed -e 's/^#\(\[plugins.*\.runc-pause\.options\]\)$/\1/' \
-            -e 's/^#\(SystemdCgroup = true\)$/\1/' "$dist/pause-sandboxer.toml"
-    else
-        cat "$dist/pause-sandboxer.toml"
-    fi
-}
-
 # mark VALUE: labels the node; null removes the label. kubelet also uses the label: when it restarts
 # on a node without it, it terminates the running pods of the RuntimeClass. Therefore a node with
 # such pods keeps its label.
@@ -117,21 +84,17 @@ is_packaged() {
 
 install_all() {
     ! is_packaged || return 0
-    changed='' containerd=''
+    changed=''
     # The progress of an interrupted installation is unknown.
     if [ -e "$host$unfinished" ]; then
         say "completing an interrupted installation"
-        changed=1 containerd=1
+        changed=1
     fi
     place "$dist/pause-sandboxer-runc-shim" $shim 0755 && changed=1
     place "$dist/pause-sandboxer" $program 0755 && changed=1
     for unit in pause-sandboxer.service pause-sandboxer.socket; do
         place "$dist/$unit" $units/$unit 0644 && changed=1
     done
-    made=$(mktemp)
-    drop_in_of_node >"$made"
-    place "$made" $drop_in 0644 && containerd=1
-    rm "$made"
     if [ -n "$changed" ]; then
         node systemctl daemon-reload
         node systemctl enable --now pause-sandboxer.socket
@@ -139,25 +102,14 @@ install_all() {
         # Pods outlive it, and callers wait on the socket.
         node systemctl restart pause-sandboxer.service
     fi
-    if ! grep -qs '^imports' "$host$config"; then
-        if [ "$edit" = true ]; then
-            begin
-            [ -e "$host$config" ] || echo 'version = 3' >"$host$config"
-            cp -p "$host$config" "$host$config.before-pause-sandboxer"
-            sed '1i imports = ["/etc/containerd/conf.d/*.toml"]' \
-                "$host$config.before-pause-sandboxer" >"$host$config.new"
-            mv "$host$config.new" "$host$config"
-            say "$config now imports /etc/containerd/conf.d; backup: $config.before-pause-sandboxer"
-            containerd=1
-        else
-            say "$config imports nothing: add this line to it and restart containerd:"
-            say "imports = [\"/etc/containerd/conf.d/*.toml\"]"
-        fi
-    fi
-    if [ -n "$containerd" ] && [ "$edit" = true ]; then
-        node systemctl restart containerd
-    fi
     rm -f "$host$unfinished"
+    how=--restart
+    if [ "$edit" != true ]; then
+        how=--dry-run
+        say "run \`pause-sandboxer enable --restart\` on the node, which makes these changes:"
+    fi
+    # shellcheck disable=SC2086 # a list of words
+    node $program enable ${ENABLE_OPTIONS-} $how || die "cannot add the handler to containerd"
     if ! node $program check; then
         if running=$(pods) && [ -z "$running" ]; then
             mark '"false"'
@@ -204,6 +156,7 @@ uninstall_all() {
     ! is_packaged || return 0
     while made_default=$(defaults); [ -n "$made_default" ]; do
         say "waiting: runc-pause is the node's default handler"
+        say "run \`pause-sandboxer enable --restart\`, or"
         say "remove default_runtime_name from these files and restart containerd:"
         echo "$made_default"
         sleep "$every"
@@ -218,16 +171,21 @@ uninstall_all() {
     do
         mark '"true"'
     done
+    how=--restart
+    [ "$edit" = true ] || how=
+    # An interrupted removal has no program.
+    # shellcheck disable=SC2086 # a list of words
+    [ ! -e "$host$program" ] || node $program disable $how ||
+        die "cannot remove the handler from containerd"
     node systemctl disable --now pause-sandboxer.socket pause-sandboxer.service || :
-    rm -f "$host$drop_in" "$host$program" "$host$shim" "$host$unfinished" \
+    rm -f "$host$program" "$host$shim" "$host$unfinished" \
         "$host$units/pause-sandboxer.service" "$host$units/pause-sandboxer.socket"
     # It has no records, so the only mount can be the directory of the records, of a killed daemon.
     # Removed on the node: this container has a copy of the mount, which would keep the directory.
     node umount $records 2>/dev/null || :
     node rm -rf --one-file-system $state || say "cannot remove $state"
     node systemctl daemon-reload
-    [ "$edit" != true ] || node systemctl restart containerd
-    say "done; $config still imports /etc/containerd/conf.d, which has no effect"
+    say "done"
 }
 
 case ${1-} in

@@ -3,11 +3,9 @@
 use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::io;
-use std::mem;
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::path::Path;
 
 use toml::{Table, Value};
 
@@ -17,10 +15,12 @@ use crate::config::{Config, Pattern, ShimOwner};
 mod config;
 mod environment;
 mod files;
+mod node;
 mod running;
 mod shims;
 
-use running::{ContainerdProgram, Flags, Running};
+pub(crate) use node::NodeContainerd;
+use running::ContainerdProgram;
 
 const SUBJECT: &str = "containerd";
 const CONFIG: &str = "containerd config";
@@ -28,14 +28,11 @@ const CONFIG: &str = "containerd config";
 /// The proxy plugin's name that the advice and the documents use.
 const NAME: &str = "pause-sandboxer";
 
-/// The program to examine if none runs.
-const CONTAINERD: &str = "containerd";
-
-/// Its config file, unless its options name another.
-const CONFIG_FILE: &str = "/etc/containerd/config.toml";
+/// The command that corrects most of what is wrong.
+const ENABLE: &str = "pause-sandboxer enable --restart";
 
 /// The plugin that holds CRI's runtime settings.
-const RUNTIME: &str = "io.containerd.cri.v1.runtime";
+pub(crate) const RUNTIME: &str = "io.containerd.cri.v1.runtime";
 
 /// The plugin that listens, from containerd 2.3 on.
 const SERVER: &str = "io.containerd.server.v1.grpc";
@@ -43,63 +40,45 @@ const SERVER: &str = "io.containerd.server.v1.grpc";
 /// Examines containerd's program, socket and config.
 pub(super) fn examine(subject: &Subject) -> Vec<Finding> {
     let address = &subject.config.containerd_address;
-    let (program, flags, started) = match Running::find(address) {
-        Ok(mut running) => {
-            let (flags, started) = (mem::take(&mut running.flags), Some(running.started));
-            (ContainerdProgram::Running(running), flags, started)
-        }
-        Err(_) => (ContainerdProgram::File(CONTAINERD.into()), Flags::default(), None),
-    };
-    let program = subject.containerd_program.clone().map_or(program, ContainerdProgram::File);
-    let named = subject.containerd_config.as_ref().or(flags.config.as_ref());
-    let file = named.map_or(Path::new(CONFIG_FILE), PathBuf::as_path);
-    let (version, is_containerd) = examine_program(&program);
+    let node = NodeContainerd::find(subject);
+    let (version, is_containerd) = examine_program(&node.program);
     let mut findings = vec![version, socket(address)];
     if is_containerd {
-        findings.extend(examine_config(&program, file, &flags, started, &subject.config));
+        findings.extend(examine_config(&node, &subject.config));
     } else {
         // Only a containerd is asked for its config: any program may listen at the socket.
         findings.push(Finding::fail(
             CONFIG,
-            format!("{} was not examined: this needs containerd 2.x", file.display()),
+            format!("{} was not examined: this needs containerd 2.x", node.file.display()),
             "see the finding of containerd's version",
         ));
     }
     findings
 }
 
-fn examine_config(
-    program: &ContainerdProgram,
-    file: &Path,
-    flags: &Flags,
-    started: Option<SystemTime>,
-    config: &Config,
-) -> Vec<Finding> {
-    let shown = file.display();
-    let main = match files::Main::read(file) {
+fn examine_config(node: &NodeContainerd, config: &Config) -> Vec<Finding> {
+    let shown = node.file.display();
+    let main = match files::Main::read(&node.file) {
         Ok(main) => main,
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
             return vec![Finding::fail(
                 CONFIG,
                 format!("{shown}: {e}"),
-                "create it (`containerd config default` prints one) and add this sandboxer to it, \
-                 or set its path by --containerd-config",
+                format!("{ENABLE} creates it, or set its path by --containerd-config"),
             )];
         }
         Err(e) => return vec![Finding::fail(CONFIG, format!("{shown}: {e}"), "make it readable")],
     };
-    let mut table = match config::dump(program, file) {
+    let table = match node.dump() {
         Ok(table) => table,
         Err(reason) => {
-            let command = format!("{} --config {shown} config dump", program.path().display());
             return vec![Finding::fail(
                 CONFIG,
-                format!("`{command}` fails: {reason}"),
+                reason,
                 "run the command; containerd does not start with a config that it cannot load",
             )];
         }
     };
-    config::apply(flags, &mut table);
     let mut findings = vec![Finding::ok(CONFIG, format!("{shown} with its imports"))];
     findings.extend(main.missing_imports());
     findings.extend(main.lost_handlers(&table));
@@ -111,7 +90,7 @@ fn examine_config(
             return findings;
         }
     }
-    findings.extend(started.and_then(|started| main.written_after(started)));
+    findings.extend(node.started.and_then(|started| main.written_after(started)));
     findings.extend(judge(&table, config));
     findings.extend(shims::examine(&ours(&table, config), config));
     findings.extend(kubelet::examine(&all(&table, config)));
@@ -220,7 +199,7 @@ fn disabled(table: &Table) -> Vec<Finding> {
 
 /// Whether two paths lead to one file, as they do over a link such as `/var/run`. What is not there
 /// yet counts by its directory.
-fn one_place(a: &Path, b: &Path) -> bool {
+pub(crate) fn one_place(a: &Path, b: &Path) -> bool {
     let id = |path: &Path| path.metadata().ok().map(|meta| (meta.dev(), meta.ino()));
     let place = |path: &Path| Some((id(path.parent()?)?, path.file_name()?.to_owned()));
     a == b
@@ -232,7 +211,7 @@ fn one_place(a: &Path, b: &Path) -> bool {
 }
 
 /// The name of the proxy plugin that is this sandboxer.
-fn proxy(table: &Table, config: &Config) -> Result<String, Finding> {
+pub(crate) fn proxy(table: &Table, config: &Config) -> Result<String, Finding> {
     let socket = config.socket.display().to_string();
     let dialled =
         |address: &str| Path::new(address.strip_prefix("unix://").unwrap_or(address)).to_owned();
@@ -262,7 +241,8 @@ fn proxy(table: &Table, config: &Config) -> Result<String, Finding> {
             CONFIG,
             "no proxy plugin of type \"sandbox\"",
             format!(
-                "add: [proxy_plugins.{NAME}] with type = \"sandbox\" and address = \"{socket}\""
+                "{ENABLE}; or add: [proxy_plugins.{NAME}] with type = \"sandbox\" and address = \
+                 \"{socket}\""
             ),
         )),
         (None, false) => Err(Finding::fail(
@@ -274,7 +254,7 @@ fn proxy(table: &Table, config: &Config) -> Result<String, Finding> {
 }
 
 /// CRI's runtime settings.
-fn runtime(table: &Table) -> Option<&Value> {
+pub(crate) fn runtime(table: &Table) -> Option<&Value> {
     table.get("plugins")?.get(RUNTIME)
 }
 
@@ -285,7 +265,7 @@ fn runtimes(table: &Table) -> impl Iterator<Item = (&String, &Value)> {
 }
 
 /// The runtime handlers that name this sandboxer, by name.
-fn ours(table: &Table, config: &Config) -> Vec<(String, Table)> {
+pub(crate) fn ours(table: &Table, config: &Config) -> Vec<(String, Table)> {
     let Ok(sandboxer) = proxy(table, config) else { return Vec::new() };
     let named = runtimes(table).filter(|(_, handler)| {
         handler.get("sandboxer").and_then(Value::as_str) == Some(&sandboxer)
@@ -294,7 +274,7 @@ fn ours(table: &Table, config: &Config) -> Vec<(String, Table)> {
 }
 
 /// All runtime handlers, with which of them name this sandboxer and which is the default.
-fn all(table: &Table, config: &Config) -> kubelet::Handlers {
+pub(crate) fn all(table: &Table, config: &Config) -> kubelet::Handlers {
     let default =
         runtime(table).and_then(|cri| cri.get("containerd")?.get("default_runtime_name")?.as_str());
     let all = runtimes(table)
@@ -334,8 +314,8 @@ fn handlers(table: &Table, sandboxer: &str) -> Vec<Finding> {
         CONFIG,
         format!("no runtime handler has sandboxer = \"{sandboxer}\""),
         format!(
-            "add: [plugins.\"{RUNTIME}\".containerd.runtimes.{NAME}] with runtime_type = \
-             \"io.containerd.runc.v2\" and sandboxer = \"{sandboxer}\""
+            "{ENABLE}; or add: [plugins.\"{RUNTIME}\".containerd.runtimes.{NAME}] with \
+             runtime_type = \"io.containerd.runc.v2\" and sandboxer = \"{sandboxer}\""
         ),
     ));
     findings
@@ -378,7 +358,7 @@ fn places(table: &Table, config: &Config) -> Vec<Finding> {
             .map_or(default.as_path(), Path::new);
         let fact =
             format!("its {key} is {}, but {setting} is {}", theirs.display(), ours.display());
-        let advice = format!("set {setting} = \"{}\"", theirs.display());
+        let advice = format!("{ENABLE}, or set {setting} = \"{}\"", theirs.display());
         if !one_place(theirs, ours) {
             return Some(Finding::fail(CONFIG, fact, advice));
         }
@@ -415,7 +395,7 @@ fn switches(table: &Table, config: &Config) -> Vec<Finding> {
 
 fn differs(key: &str, theirs: &dyn Display, ours: &dyn Display) -> Finding {
     let fact = format!("its {key} is {theirs}, but this sandboxer's is {ours}");
-    Finding::warn(CONFIG, fact, format!("set {key} the same in both"))
+    Finding::warn(CONFIG, fact, format!("{ENABLE} adopts it; or set {key} the same in both"))
 }
 
 /// The levels of pods must be of the same range, or two pods of two sandboxers may get one level.

@@ -22,13 +22,13 @@ const DEFAULT: &str = "runc";
 
 /// What is known of the handlers of containerd's merged config.
 #[derive(Debug, Default)]
-pub(super) struct Handlers {
+pub(crate) struct Handlers {
     /// `default_runtime_name`; empty where the config does not name one.
-    pub(super) default: String,
+    pub(crate) default: String,
     /// All, by name.
-    pub(super) all: BTreeMap<String, Table>,
+    pub(crate) all: BTreeMap<String, Table>,
     /// The names of those that name this sandboxer.
-    pub(super) ours: Vec<String>,
+    pub(crate) ours: Vec<String>,
 }
 
 /// Compares the handlers of this sandboxer with the cgroup driver that containerd reports to
@@ -64,8 +64,8 @@ fn judge(handlers: &Handlers, systemd_runs: bool) -> Vec<Finding> {
                      {driver} to kubelet, by {by}: its containers cannot start"
                 ),
                 format!(
-                    "set SystemdCgroup = {default} under [….containerd.runtimes.{name}.options], \
-                     then systemctl restart containerd"
+                    "pause-sandboxer enable --restart; or set SystemdCgroup = {default} under \
+                     [….containerd.runtimes.{name}.options], then systemctl restart containerd"
                 ),
             )
         })

@@ -8,6 +8,7 @@ use clap::{Arg, ArgAction, ArgMatches, Args, FromArgMatches, Parser, Subcommand,
 use clap::{ValueHint, value_parser};
 
 use crate::config::{self, Config, SETTINGS, Setting};
+use crate::enable;
 
 pub mod table;
 
@@ -74,6 +75,18 @@ pub enum Command {
     },
     /// Check the node: print each problem, its meaning and the command that solves it
     Check(Check),
+    /// Add this sandboxer to containerd's config, with a runtime handler that pods select by name
+    ///
+    /// The options describe the whole state: without --default or --offline, an earlier one of them
+    /// is undone. Repeating the command changes nothing. Pods keep running.
+    Enable(Enable),
+    /// Remove this sandboxer from containerd's config; refuses while pods need it
+    Disable(Disable),
+    /// Run a whole pod through this node's CRI, beside one of the default handler, and remove it
+    ///
+    /// Prints the time of each step. Fails if a step does, or if anything of the pod is left on the
+    /// machine. Other pods are not touched; no registry is needed.
+    Selftest(SelftestOptions),
     /// Print settings as a config file
     #[command(subcommand)]
     Config(ConfigCommand),
@@ -108,6 +121,107 @@ pub struct Check {
     /// The daemon's settings.
     #[command(flatten)]
     pub settings: SettingsSource,
+}
+
+/// The containerd to change, and how it is restarted.
+#[derive(Args, Debug)]
+pub struct Change {
+    /// Print the changes as a diff, and make none
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Restart containerd and wait until CRI answers; if it does not, take everything back
+    #[arg(long)]
+    pub restart: bool,
+    /// Command of the shell that restarts containerd [default: systemctl restart its unit]
+    #[arg(long, value_name = "COMMAND", requires = "restart")]
+    pub restart_command: Option<String>,
+    /// Seconds that the restart may take
+    #[arg(long, value_name = "SECONDS", default_value = "60")]
+    #[arg(value_parser = value_parser!(u32).range(1..))]
+    pub timeout: u32,
+    /// containerd's config file [default: the one that the running containerd was started with, or
+    /// /etc/containerd/config.toml]
+    #[arg(long, value_name = "FILE")]
+    pub containerd_config: Option<PathBuf>,
+    /// containerd's executable [default: the running containerd's, or containerd of PATH]
+    #[arg(long, value_name = "PROGRAM")]
+    pub containerd: Option<PathBuf>,
+    /// The daemon's settings.
+    #[command(flatten)]
+    pub settings: SettingsSource,
+}
+
+/// Options of `enable`.
+#[derive(Args, Debug)]
+pub struct Enable {
+    /// Name of the runtime handler
+    #[arg(long, value_name = "NAME", default_value = enable::HANDLER)]
+    #[arg(value_parser = handler_name)]
+    pub handler: String,
+    /// Runtime handler whose settings it takes over, such as SystemdCgroup [default: the default
+    /// one if it is runc's, or else runc]
+    #[arg(long, value_name = "NAME")]
+    pub options_of: Option<String>,
+    /// Make it the default handler, which pods without a RuntimeClass get
+    #[arg(long)]
+    pub default: bool,
+    /// Import the pause image of this program and let containerd use it, for nodes without a
+    /// registry
+    #[arg(long)]
+    pub offline: bool,
+    /// What to change.
+    #[command(flatten)]
+    pub change: Change,
+}
+
+/// Options of `disable`.
+#[derive(Args, Debug)]
+pub struct Disable {
+    /// Wait until no pod needs the handler
+    #[arg(long)]
+    pub wait: bool,
+    /// What to change.
+    #[command(flatten)]
+    pub change: Change,
+}
+
+/// Options of `selftest`.
+#[derive(Args, Debug)]
+pub struct SelftestOptions {
+    /// Runtime handler to test [default: the first one of this sandboxer]
+    #[arg(long, value_name = "NAME")]
+    pub handler: Option<String>,
+    /// Restart the sandboxer while the pod runs; other pods keep running
+    #[arg(long)]
+    pub restart_sandboxer: bool,
+    /// Command of the shell that restarts it
+    #[arg(long, value_name = "COMMAND", requires = "restart_sandboxer")]
+    #[arg(default_value = "systemctl restart pause-sandboxer.service")]
+    pub restart_command: String,
+    /// Seconds that all steps may take
+    #[arg(long, value_name = "SECONDS", default_value = "120")]
+    #[arg(value_parser = value_parser!(u32).range(1..))]
+    pub timeout: u32,
+    /// containerd's config file [default: the one that the running containerd was started with, or
+    /// /etc/containerd/config.toml]
+    #[arg(long, value_name = "FILE")]
+    pub containerd_config: Option<PathBuf>,
+    /// containerd's executable [default: the running containerd's, or containerd of PATH]
+    #[arg(long, value_name = "PROGRAM")]
+    pub containerd: Option<PathBuf>,
+    /// The daemon's settings.
+    #[command(flatten)]
+    pub settings: SettingsSource,
+}
+
+/// A name that CRI takes for a runtime handler (Kubernetes: DNS label).
+fn handler_name(text: &str) -> std::result::Result<String, String> {
+    let word = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+    let ends = text.starts_with('-') || text.ends_with('-');
+    if text.is_empty() || text.len() > 63 || ends || !text.chars().all(word) {
+        return Err("must be a DNS label: at most 63 of a-z, 0-9 and -".to_owned());
+    }
+    Ok(text.to_owned())
 }
 
 /// A command of `config`.

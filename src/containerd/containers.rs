@@ -9,7 +9,8 @@ use protobuf::well_known_types::any::Any;
 use protobuf::well_known_types::empty::Empty;
 use protobuf::{Message as _, MessageField};
 
-use super::{CallError, SandboxStore, code};
+use super::grpc::code;
+use super::{CallError, SandboxStore};
 use crate::protos::containers::{
     Container, ContainerRuntime, CreateContainerRequest, DeleteContainerRequest,
     GetContainerRequest, GetContainerResponse, ListContainerMessage, ListContainersRequest,
@@ -19,8 +20,8 @@ use crate::protos::tasks::{
     TaskStatus,
 };
 
-const CONTAINERS: &str = "http://localhost/containerd.services.containers.v1.Containers";
-const TASKS: &str = "http://localhost/containerd.services.tasks.v1.Tasks";
+const CONTAINERS: &str = "containerd.services.containers.v1.Containers";
+const TASKS: &str = "containerd.services.tasks.v1.Tasks";
 
 /// The extension that marks the records of a daemon; its value is the daemon's state directory. No
 /// label, as the labels are the built-in controller's.

@@ -21,6 +21,9 @@ use crate::sys::{self, Errno};
 /// The pause program, an ELF executable without dependencies.
 pub static PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/pause"));
 
+/// The program of the containers of `pause-sandboxer selftest`.
+pub static SELFTEST: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/selftest"));
+
 /// Owner (root) reads, all execute.
 const MODE: u32 = 0o511;
 

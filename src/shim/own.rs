@@ -91,10 +91,10 @@ fn open(path: &Path) -> io::Result<OwnedFd> {
     Ok(rustix::io::fcntl_dupfd_cloexec(&file, LOWEST)?)
 }
 
-/// Whether the own shim can serve pods of that runtime in place of the runtime's: containerd would
-/// start `containerd-shim-runc-v2`.
-pub fn replaces(runtime: &str) -> bool {
-    resolve::name(runtime).is_ok_and(|name| name == REPLACED)
+/// Whether the own shim serves pods of that runtime in place of the runtime's: containerd would
+/// start `containerd-shim-runc-v2`, and the operator has not named another (`has_other`).
+pub fn serves(runtime: &str, has_other: bool) -> bool {
+    !has_other && resolve::name(runtime).is_ok_and(|name| name == REPLACED)
 }
 
 #[cfg(test)]
@@ -146,7 +146,8 @@ mod tests {
             ("/usr/bin/containerd-shim-runc-v2", false),
             ("", false),
         ] {
-            assert_eq!(replaces(runtime), replaced, "{runtime}");
+            assert_eq!(serves(runtime, false), replaced, "{runtime}");
+            assert!(!serves(runtime, true), "{runtime}");
         }
     }
 }

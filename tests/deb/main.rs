@@ -267,20 +267,11 @@ fn before_the_reboot() {
     }
     let (code, findings) = typed("pause-sandboxer check");
     assert_eq!(code, 1, "containerd knows nothing of it yet");
-    let advice = findings
-        .lines()
-        .find_map(|line| line.trim().strip_prefix("-> sed "))
-        .expect("a command that corrects it");
+    assert!(findings.contains("-> pause-sandboxer enable --restart"), "{findings}");
 
-    says("What it tells to do");
-    run(&format!("sed {}", advice.split(" && ").next().unwrap()));
+    says("One command adds it");
     // The node has no registry: the pause comes from the binary.
-    run("pause-sandboxer image | ctr -n k8s.io images import -");
-    run(&format!(
-        "sed -i -e 's/^#\\(.plugins.*pinned_images\\)/\\1/' -e 's/^#\\(sandbox = \\)/\\1/' \
-         {DROP_IN}"
-    ));
-    run("systemctl restart containerd");
+    run("pause-sandboxer enable --offline --restart");
     pods.up();
     assert_eq!(typed("pause-sandboxer check").0, 0);
 
@@ -340,10 +331,8 @@ fn before_the_reboot() {
     assert_eq!(pause_of("web"), pause, "the same pause");
     assert_eq!(pods.exec(&first, &["echo", "still here"]), "still here");
     assert!(
-        fs::read_to_string(DROP_IN)
-            .unwrap()
-            .contains("\n[plugins.\"io.containerd.cri.v1.images\".pinned_images]"),
-        "what was edited stays"
+        fs::read_to_string(DROP_IN).unwrap().contains("localhost/pause-sandboxer/pause:1"),
+        "what was enabled stays"
     );
     run("pause-sandboxer list");
 
@@ -387,9 +376,9 @@ fn after_the_reboot() {
 
     says("Removed for good");
     pods.remove("web", &web);
+    run("pause-sandboxer disable --restart");
     let text = run("dpkg -P pause-sandboxer");
     assert!(!text.contains("these pods"), "{text}");
-    run("systemctl restart containerd");
     pods.up();
     for path in [
         DROP_IN,

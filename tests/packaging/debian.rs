@@ -192,6 +192,28 @@ fn a_removal_deletes_the_run_directory_unless_pods_have_records() {
     assert!(output.status.success() && !run.exists(), "{output:?}");
 }
 
+/// An operator's own file of that name stays.
+#[test]
+fn a_purge_deletes_the_drop_in_that_enable_has_written() {
+    let root = tempfile::tempdir().unwrap();
+    let drop_in = root.path().join("etc/containerd/conf.d/pause-sandboxer.toml");
+    fs::create_dir_all(drop_in.parent().unwrap()).unwrap();
+    let place = |path: &str| format!("{}{path}", root.path().display());
+    let script = file("packaging/debian/scripts/postrm")
+        .replace("/run/", &place("/run/"))
+        .replace("/etc/", &place("/etc/"))
+        .replace("/usr/bin/deb-systemd-helper", "/nowhere");
+    let mark = "# Written by `pause-sandboxer enable`; `pause-sandboxer disable` removes it.\n";
+    for (word, text, left) in
+        [("remove", mark, true), ("purge", "# My own.\n", true), ("purge", mark, false)]
+    {
+        fs::write(&drop_in, text).unwrap();
+        let output = Command::new("sh").args(["-c", &script, "postrm", word]).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        assert_eq!(drop_in.exists(), left, "{word} {text}");
+    }
+}
+
 /// The documented command must work with pods of DaemonSets, as there are on every node that
 /// has the installer.
 #[test]

@@ -9,15 +9,15 @@ use std::process::{Child, Command, Output, Stdio};
 
 use super::file;
 use super::kubernetes::DIR;
-use super::kubernetes::drop_in;
 
 /// What an installation that has nothing to change asks for.
-const CHECKED: &str = "/usr/local/bin/pause-sandboxer check\n\
+const CHECKED: &str = "/usr/local/bin/pause-sandboxer enable --restart\n\
+    /usr/local/bin/pause-sandboxer check\n\
     label {\"metadata\":{\"labels\":{\"pause-sandboxer/ready\":\"true\"}}}\n";
 
 /// A node's root and what is done on it: commands are written down, `list` answers what `alive`
-/// holds, or as a daemon that is down where there is `down`, `config dump` what `dump` holds; the
-/// command that `fails` holds fails. Labels are written down as well.
+/// holds, or as a daemon that is down where there is `down`; the command that `fails` holds fails.
+/// Labels are written down as well.
 struct Node(tempfile::TempDir);
 
 impl Node {
@@ -27,11 +27,7 @@ impl Node {
         for path in ["host/etc/containerd", "dist"] {
             fs::create_dir_all(node.path(path)).unwrap();
         }
-        for source in [
-            "systemd/pause-sandboxer.service",
-            "systemd/pause-sandboxer.socket",
-            "containerd/pause-sandboxer.toml",
-        ] {
+        for source in ["systemd/pause-sandboxer.service", "systemd/pause-sandboxer.socket"] {
             let name = source.split('/').nth(1).unwrap();
             fs::write(node.path(&format!("dist/{name}")), file(&format!("packaging/{source}")))
                 .unwrap();
@@ -41,7 +37,6 @@ impl Node {
         }
         fs::write(node.path("alive"), "SANDBOX\n").unwrap();
         fs::write(node.path("fails"), "nothing").unwrap();
-        fs::write(node.path("dump"), "").unwrap();
         let curl = "#!/bin/sh\nwhile [ \"$1\" != -d ]; do shift; done\n\
             echo \"label $2\" >>\"${0%/*}/../asked\"\n";
         fs::create_dir(node.path("bin")).unwrap();
@@ -49,7 +44,7 @@ impl Node {
         fs::set_permissions(node.path("bin/curl"), fs::Permissions::from_mode(0o755)).unwrap();
         let stub = format!(
             "#!/bin/sh\necho \"$*\" >>{0}/asked\ncase $* in \"$(cat {0}/fails)\") exit 1 ;; *list) \
-             [ ! -e {0}/down ] || exit 3; cat {0}/alive ;; *dump) cat {0}/dump ;; \
+             [ ! -e {0}/down ] || exit 3; cat {0}/alive ;; \
              \"rm -rf --one-file-system \"*) rm -rf {0}/host$4 ;; esac\n",
             node.0.path().display()
         );
@@ -99,13 +94,11 @@ impl Node {
         child
     }
 
-    /// What was asked, without how containerd is set.
+    /// What was asked.
     fn asked(&self) -> String {
         let text = fs::read_to_string(self.path("asked")).unwrap_or_default();
         let _ = fs::remove_file(self.path("asked"));
-        text.lines()
-            .filter(|line| !line.ends_with("config dump"))
-            .fold(String::new(), |text, line| text + line + "\n")
+        text
     }
 
     /// All files of the node.
@@ -127,20 +120,19 @@ fn the_uninstaller_removes_everything_installed() {
     let output = node.script("install");
     assert!(output.status.success(), "{output:?}");
     let config = fs::read_to_string(node.path("host/etc/containerd/config.toml")).unwrap();
-    assert_eq!(config, "imports = [\"/etc/containerd/conf.d/*.toml\"]\nversion = 2\n[plugins]\n");
+    assert_eq!(config, "version = 2\n[plugins]\n", "`enable` alone edits it");
     for path in [
         "usr/local/bin/pause-sandboxer",
         "usr/local/bin/pause-sandboxer-runc-shim",
         "etc/systemd/system/pause-sandboxer.service",
         "etc/systemd/system/pause-sandboxer.socket",
-        "etc/containerd/conf.d/pause-sandboxer.toml",
     ] {
         assert!(node.files().contains(path), "{path}");
     }
     let asked = node.asked();
     for command in [
         "systemctl enable --now pause-sandboxer.socket",
-        "systemctl restart containerd",
+        "pause-sandboxer enable --restart",
         "pause-sandboxer check",
     ] {
         assert!(asked.contains(command), "{asked}");
@@ -168,8 +160,10 @@ fn the_uninstaller_removes_everything_installed() {
     // By the node: the container that runs the script has copies of the node's mounts.
     assert!(!node.path("host/run/pause-sandboxer").exists());
     let left: Vec<String> = node.files().difference(&before).cloned().collect();
-    assert_eq!(left, ["etc/containerd/config.toml.before-pause-sandboxer"]);
+    assert_eq!(left, [""; 0]);
     let asked = node.asked();
+    let at = |part: &str| asked.find(part).unwrap_or_else(|| panic!("{part} is not in\n{asked}"));
+    assert!(at("pause-sandboxer disable --restart") < at("systemctl disable"), "{asked}");
     assert!(
         asked.contains("systemctl disable --now pause-sandboxer.socket pause-sandboxer.service")
             && asked.contains("rm -rf --one-file-system /run/pause-sandboxer"),
@@ -177,98 +171,48 @@ fn the_uninstaller_removes_everything_installed() {
     );
 }
 
-/// kubeadm's default of kubelet; without it runc and kubelet disagree, and `check` keeps the node
-/// from its label.
+/// The options of the operator are those of `enable`; without leave the script changes nothing.
 #[test]
-fn the_handler_makes_cgroups_as_kubelet_does() {
-    let node = Node::new();
-    fs::create_dir_all(node.path("host/var/lib/kubelet")).unwrap();
-    for (line, systemd) in [
-        ("cgroupDriver: systemd", true),
-        ("# cgroupDriver: systemd", false),
-        ("cgroupDriver: \"systemd\" # kubeadm", true),
-        ("cgroupDriver: cgroupfs", false),
+fn containerd_is_changed_by_one_command() {
+    for (edit, options, asked) in [
+        ("true", "", "enable --restart\n"),
+        ("true", "--default --offline", "enable --default --offline --restart\n"),
+        ("false", "", "enable --dry-run\n"),
     ] {
-        fs::write(node.path("host/var/lib/kubelet/config.yaml"), format!("a: 1\n{line}\nb: 2\n"))
-            .unwrap();
-        let output = node.script("install");
-        assert!(output.status.success(), "{output:?}");
-        let placed =
-            fs::read_to_string(node.path("host/etc/containerd/conf.d/pause-sandboxer.toml"))
-                .unwrap();
-        let mut expected = drop_in();
-        if systemd {
-            let options = toml::Table::from_iter([("SystemdCgroup".to_owned(), true.into())]);
-            let runtimes =
-                &mut expected["plugins"]["io.containerd.cri.v1.runtime"]["containerd"]["runtimes"];
-            runtimes["runc-pause"]
-                .as_table_mut()
-                .unwrap()
-                .insert("options".to_owned(), options.into());
-        }
-        assert_eq!(placed.parse::<toml::Table>().unwrap(), expected, "{line}");
-        assert!(node.asked().contains("restart containerd"), "{line}");
-        // It stays so, without another restart.
-        assert!(node.script("install").status.success());
-        assert_eq!(node.asked(), CHECKED, "{line}");
-    }
-}
-
-/// containerd reports its default handler's cgroup driver to kubelet, whatever kubelet's own config
-/// says.
-#[test]
-fn the_handler_makes_cgroups_as_the_default_handler_does() {
-    let node = Node::new();
-    fs::create_dir_all(node.path("host/var/lib/kubelet")).unwrap();
-    let dump = |default: &str, runc: bool, other: bool| {
-        let runtimes = "[plugins.'io.containerd.cri.v1.runtime'.containerd";
-        format!(
-            "version = 3\n[plugins]\n  {runtimes}]\n    default_runtime_name = '{default}'\n    \
-             {runtimes}.runtimes]\n\
-             {runtimes}.runtimes.runc.options]\n  BinaryName = ''\n  SystemdCgroup = {runc}\n\
-             {runtimes}.runtimes.other.options]\n  SystemdCgroup = {other}\n"
-        )
-    };
-    for (kubelet, dump, systemd) in [
-        ("cgroupfs", dump("runc", true, false), true),
-        ("systemd", dump("runc", false, true), false),
-        ("cgroupfs", dump("other", false, true), true),
-        ("cgroupfs", dump("runc-pause", true, false), true),
-        ("systemd", String::new(), true),
-    ] {
-        fs::write(
-            node.path("host/var/lib/kubelet/config.yaml"),
-            format!("cgroupDriver: {kubelet}\n"),
-        )
-        .unwrap();
-        fs::write(node.path("dump"), &dump).unwrap();
-        let output = node.script("install");
-        assert!(output.status.success(), "{output:?}");
-        let placed =
-            fs::read_to_string(node.path("host/etc/containerd/conf.d/pause-sandboxer.toml"))
-                .unwrap();
-        assert_eq!(placed.contains("\nSystemdCgroup = true\n"), systemd, "{kubelet}\n{dump}");
+        let node = Node::new();
+        let mut command = node.command("install");
+        command.env("EDIT_CONTAINERD_CONFIG", edit).env("ENABLE_OPTIONS", options);
+        assert!(command.status().unwrap().success());
+        let all = node.asked();
+        assert!(all.contains(&format!("/usr/local/bin/pause-sandboxer {asked}")), "{all}");
+        let mut command = node.command("uninstall");
+        assert!(command.env("EDIT_CONTAINERD_CONFIG", edit).status().unwrap().success());
+        let all = node.asked();
+        let restarts = all.contains("pause-sandboxer disable --restart\n");
+        assert!(restarts == (edit == "true") && all.contains("pause-sandboxer disable"), "{all}");
     }
 }
 
 #[test]
 fn an_interrupted_installation_is_completed_by_the_next() {
     let steps = [
-        "daemon-reload",
-        "enable --now pause-sandboxer.socket",
-        "restart pause-sandboxer.service",
-        "restart containerd",
+        "systemctl daemon-reload",
+        "systemctl enable --now pause-sandboxer.socket",
+        "systemctl restart pause-sandboxer.service",
+        "/usr/local/bin/pause-sandboxer enable --restart",
     ];
     for step in steps {
         let node = Node::new();
-        fs::write(node.path("fails"), format!("systemctl {step}")).unwrap();
+        fs::write(node.path("fails"), step).unwrap();
         assert!(!node.script("install").status.success(), "{step}");
         assert!(!node.asked().contains("check"), "{step}: not labelled");
         fs::write(node.path("fails"), "nothing").unwrap();
         let output = node.script("install");
         assert!(output.status.success(), "{output:?}");
         let asked = node.asked();
-        for step in steps {
+        // `enable` is what ends the work of the script, and completes its own.
+        let left = if step.ends_with("--restart") { &steps[3..] } else { &steps[..] };
+        for step in left {
             assert!(asked.contains(step), "{step} is left out: {asked}");
         }
         assert!(node.script("install").status.success());
@@ -355,6 +299,7 @@ fn an_uninstallation_waits_while_the_handler_is_the_default() {
     let node = Node::new();
     assert!(node.script("install").status.success());
     let _ = node.asked();
+    fs::create_dir_all(node.path("host/etc/containerd/conf.d")).unwrap();
     let file_of_default = node.path("host/etc/containerd/conf.d/pause-sandboxer-default.toml");
     fs::write(&file_of_default, file(&format!("{DIR}/default-handler.toml"))).unwrap();
     let child = node.waiting("/etc/containerd/conf.d/pause-sandboxer-default.toml");

@@ -44,12 +44,7 @@ fn the_runtime_class_names_the_handler_and_the_label() {
         // On nodes with the package an administrator sets it, as documented.
         let by_hand =
             format!("kubectl label node NODE {label}={}", labels[label].as_str().unwrap());
-        for page in [
-            "README.md",
-            "docs/install.md",
-            "docs/kubernetes.md",
-            "packaging/debian/scripts/postinst",
-        ] {
+        for page in ["README.md", "docs/install.md", "docs/kubernetes.md"] {
             assert!(file(page).contains(&by_hand), "{page} does not contain {by_hand}");
         }
     }

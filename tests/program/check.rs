@@ -76,7 +76,8 @@ fn check_reports_problems_and_sets_the_exit_status() {
     assert_eq!(bad.status.code(), Some(1));
     assert!(
         stdout(&bad).contains(
-            "FAIL  containerd config: no runtime handler has sandboxer = \"mine\"\n      -> add: ["
+            "FAIL  containerd config: no runtime handler has sandboxer = \"mine\"\n      -> \
+             pause-sandboxer enable --restart; or add: ["
         ),
         "{}",
         stdout(&bad)

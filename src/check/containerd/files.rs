@@ -8,7 +8,7 @@ use std::time::SystemTime;
 use toml::{Table, Value};
 
 use super::super::Finding;
-use super::{CONFIG, RUNTIME};
+use super::{CONFIG, ENABLE, RUNTIME};
 
 /// Where the package puts its drop-in.
 const DROP_IN: &str = "/etc/containerd/conf.d/pause-sandboxer.toml";
@@ -80,20 +80,11 @@ impl Main {
     /// A drop-in that is there, and that the file does not import.
     pub(super) fn not_imported(&self, drop_in: &Path) -> Finding {
         let main = self.path.display();
-        let pattern = format!("{}/*.toml", drop_in.parent().unwrap_or(drop_in).display());
         let fact = format!(
             "{main} does not import {}, so containerd does not know this sandboxer",
             drop_in.display()
         );
-        let advice = if self.table.contains_key("imports") {
-            format!(
-                "add \"{pattern}\" to the list `imports` in {main}, then systemctl restart \
-                 containerd"
-            )
-        } else {
-            format!("sed -i '1i imports = [\"{pattern}\"]' {main} && systemctl restart containerd")
-        };
-        Finding::fail(CONFIG, fact, advice)
+        Finding::fail(CONFIG, fact, ENABLE)
     }
 
     /// Imported files that do not exist: `config dump` ignores them, and containerd does not start.
@@ -211,12 +202,9 @@ mod tests {
     #[test]
     fn a_drop_in_that_is_not_imported_is_reported_with_the_command() {
         let drop_in = Path::new("/etc/conf.d/x.toml");
-        let advice = |text: &str| main(text).not_imported(drop_in).advice;
-        assert_eq!(
-            advice("version = 2"),
-            "sed -i '1i imports = [\"/etc/conf.d/*.toml\"]' /c.toml && systemctl restart containerd"
-        );
-        assert!(advice("imports = ['/x']").starts_with("add \"/etc/conf.d/*.toml\" to the list"));
+        let finding = main("version = 2").not_imported(drop_in);
+        assert!(finding.fact.starts_with("/c.toml does not import /etc/conf.d/x.toml"));
+        assert_eq!(finding.advice, "pause-sandboxer enable --restart");
         let table = |text: &str| toml::from_str(text).unwrap();
         let drop_in = DropIn { path: drop_in.into(), table: table("[proxy_plugins.mine]") };
         assert!(drop_in.is_in(&table("[proxy_plugins.other]\n[proxy_plugins.mine]")));

@@ -40,6 +40,10 @@ pub(super) struct Running {
     pub(super) flags: Flags,
     /// When it was started, to the second, rounded up.
     pub(super) started: SystemTime,
+    /// Its process id.
+    pub(super) pid: i32,
+    /// The service of systemd that it belongs to.
+    pub(super) unit: Option<String>,
 }
 
 impl Running {
@@ -68,6 +72,7 @@ impl Running {
         if let Some(config) = &mut flags.config {
             *config = fs::read_link(directory.join("cwd"))?.join(&config);
         }
+        let unit = unit_of(&fs::read_to_string(directory.join("cgroup")).unwrap_or_default());
         let ticks = started_at(peer.pid().unsigned_abs()).map_err(io::Error::other)?;
         let started = moment(ticks)?;
         // Its sockets end with it: only then the id may have become another process's.
@@ -75,7 +80,7 @@ impl Running {
             return Err(io::ErrorKind::ConnectionReset.into());
         }
         let name = arguments.into_iter().next().unwrap_or_else(|| path.clone().into());
-        Ok(Self { executable, path, name, flags, started })
+        Ok(Self { executable, path, name, flags, started, pid: peer.pid(), unit })
     }
 
     fn command(&self) -> Command {
@@ -83,6 +88,16 @@ impl Running {
         command.arg0(&self.name);
         command
     }
+}
+
+/// The service in a process's `/proc/PID/cgroup` (cgroups(7)).
+fn unit_of(cgroups: &str) -> Option<String> {
+    let hierarchies = cgroups.lines().filter_map(|line| line.split_once(':')?.1.split_once(':'));
+    let mut paths = hierarchies
+        .filter(|(controllers, _)| ["", "name=systemd"].contains(controllers))
+        .map(|(_, path)| path);
+    let services = paths.find_map(|path| path.split('/').rfind(|part| part.ends_with(".service")));
+    services.map(str::to_owned)
 }
 
 /// Whether the caller may execute the program of this user: root's, or its own.
@@ -185,6 +200,16 @@ mod tests {
         );
         assert_eq!(of("containerd --config"), Flags::default(), "a value is missing");
         assert_eq!(arguments(b"containerd\0-c\0/x y\0"), ["containerd", "-c", "/x y"]);
+    }
+
+    #[test]
+    fn the_unit_of_a_process_is_its_service() {
+        let of = |text: &str| unit_of(text);
+        assert_eq!(of("0::/system.slice/k3s.service\n").as_deref(), Some("k3s.service"));
+        let first = "4:memory:/x.service\n1:name=systemd:/system.slice/a:b.service/x\n0::/\n";
+        assert_eq!(of(first).as_deref(), Some("a:b.service"));
+        assert_eq!(of("0::/user.slice/session-1.scope\n"), None);
+        assert_eq!(of(""), None);
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! Whether the shims of the handlers that name this sandboxer are there.
 
+use std::path::{Path, PathBuf};
+
 use toml::{Table, Value};
 
 use super::super::Finding;
@@ -10,6 +12,9 @@ use crate::shim::own::{self, OwnShim};
 
 const SUBJECT: &str = "shim";
 
+/// Name of the daemon's program.
+const NAME: &str = "pause-sandboxer";
+
 /// Examines the shims of these runtime handlers.
 pub(super) fn examine(handlers: &[(String, Table)], config: &Config) -> Vec<Finding> {
     let mut kinds: Vec<&str> = handlers
@@ -19,11 +24,10 @@ pub(super) fn examine(handlers: &[(String, Table)], config: &Config) -> Vec<Find
         .collect();
     kinds.sort_unstable();
     kinds.dedup();
-    let mut findings = Vec::new();
-    let is_own = |kind: &&str| own::replaces(kind) && !config.shims.0.contains_key(*kind);
-    if config.shim == ShimOwner::Own && kinds.iter().any(is_own) {
-        findings.push(own_shim(OwnShim::open_beside()));
-    }
+    let serves = |kind: &&str| own::serves(kind, config.shims.0.contains_key(*kind));
+    let own = (config.shim == ShimOwner::Own && kinds.iter().any(serves)).then(|| open_own(config));
+    let has_own = matches!(own, Some(Ok(_)));
+    let mut findings: Vec<Finding> = own.into_iter().map(own_shim).collect();
     let path = shim::path();
     findings.extend(kinds.into_iter().map(|kind| {
         let found = match config.shims.0.get(kind) {
@@ -32,14 +36,45 @@ pub(super) fn examine(handlers: &[(String, Table)], config: &Config) -> Vec<Find
         };
         match found {
             Ok(found) => Finding::ok(SUBJECT, format!("of {kind}: {}", found.display())),
-            Err(step) => Finding::fail(
-                SUBJECT,
-                format!("{step}, so no container of {kind} will start"),
-                "install containerd whole, or name the shim by `shims` in this sandboxer's config",
-            ),
+            Err(step) => missing(kind, &step, has_own && serves(&kind)),
         }
     }));
     findings
+}
+
+/// The finding about the shim of a runtime that is not there. `is_served`: pods of it have the own
+/// shim.
+fn missing(kind: &str, step: &StepError, is_served: bool) -> Finding {
+    let advice = "install containerd whole, or name the shim by `shims` in this sandboxer's config";
+    if is_served {
+        let fact = format!(
+            "{step}; pods of {kind} have the own shim, but nothing takes its place if it is lost"
+        );
+        return Finding::warn(SUBJECT, fact, advice);
+    }
+    Finding::fail(SUBJECT, format!("{step}, so no container of {kind} will start"), advice)
+}
+
+/// Opens the own shim as the daemon does: beside the program that runs, or else beside this one.
+fn open_own(config: &Config) -> Result<OwnShim, StepError> {
+    match running_daemon(config) {
+        Some(program) => OwnShim::open(program.with_file_name(own::NAME)),
+        None => OwnShim::open_beside(),
+    }
+}
+
+/// The program of the daemon that holds the lock of the state directory.
+fn running_daemon(config: &Config) -> Option<PathBuf> {
+    let holder = std::fs::read_to_string(config.state_dir.join("lock")).ok()?;
+    let holder: u32 = holder.trim().parse().ok()?;
+    let program = std::fs::read_link(format!("/proc/{holder}/exe")).ok()?;
+    // Replaced since it was started.
+    let path = program.to_str()?;
+    let path = Path::new(path.strip_suffix(" (deleted)").unwrap_or(path));
+    // Of a daemon that was killed, the number may be another process's.
+    let own = std::env::current_exe().ok()?;
+    let is_daemon = path.file_name() == own.file_name() || path.file_name() == Some(NAME.as_ref());
+    is_daemon.then(|| path.to_owned())
 }
 
 /// The finding about this project's own shim, as a daemon with this program would open it.
@@ -61,6 +96,23 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_program_of_the_daemon_is_found_by_its_lock() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = Config { state_dir: dir.path().to_owned(), ..Config::default() };
+        assert_eq!(running_daemon(&config), None);
+        let lock = |pid: u32| std::fs::write(dir.path().join("lock"), format!("{pid}\n")).unwrap();
+        lock(std::process::id());
+        assert_eq!(running_daemon(&config), std::env::current_exe().ok());
+        // Another program has the number of a daemon that has ended.
+        let mut other = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        lock(other.id());
+        let found = running_daemon(&config);
+        other.kill().unwrap();
+        other.wait().unwrap();
+        assert_eq!(found, None);
+    }
+
+    #[test]
     fn a_missing_own_shim_is_a_warning_where_pods_would_have_it() {
         let finding = own_shim(OwnShim::open("/no/such/shim".into()));
         assert_eq!(finding.level, Level::Warn);
@@ -69,6 +121,10 @@ mod tests {
             "open shim /no/such/shim: No such file or directory (os error 2), so pods get the \
              runtime's shim"
         );
+        let step = || StepError::new("find", std::io::ErrorKind::NotFound.into());
+        let (served, lost) = (missing("a.b.v1", &step(), true), missing("a.b.v1", &step(), false));
+        assert_eq!((served.level, lost.level), (Level::Warn, Level::Fail));
+        assert!(lost.fact.ends_with("so no container of a.b.v1 will start"), "{lost}");
         let handlers = |kind: &str| {
             let handler: Table = toml::from_str(&format!("runtime_type = {kind:?}")).unwrap();
             [("handler".to_owned(), handler)]

@@ -24,9 +24,7 @@ pub(super) fn choose(info: &SandboxInfo, config: &Config, has_own: bool) -> (Own
 /// Whether the own shim serves a pod like that as the runtime's would.
 fn own_fits(info: &SandboxInfo, config: &Config) -> bool {
     let kind = info.runtime_options.as_ref().map_or("", |options| options.type_url.as_str());
-    own::replaces(&info.runtime_name)
-        // An operator has named another shim.
-        && !config.shims.0.contains_key(&info.runtime_name)
+    own::serves(&info.runtime_name, config.shims.0.contains_key(&info.runtime_name))
         && ["", RUNC_OPTIONS].contains(&kind.rsplit('/').next().unwrap_or_default())
 }
 

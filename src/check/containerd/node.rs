@@ -1,0 +1,88 @@
+//! The containerd of the node: which program, with which config file and options.
+
+use std::mem;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use toml::Table;
+
+use super::super::Subject;
+use super::config;
+use super::files::Main;
+use super::running::{ContainerdProgram, Flags, Running};
+
+/// The program to examine if none runs.
+const CONTAINERD: &str = "containerd";
+
+/// Its config file, unless its options name another.
+const CONFIG_FILE: &str = "/etc/containerd/config.toml";
+
+/// The unit that most nodes start it by.
+const UNIT: &str = "containerd.service";
+
+/// The containerd that listens at the node's socket, or the one that would.
+#[derive(Debug)]
+pub(crate) struct NodeContainerd {
+    pub(super) program: ContainerdProgram,
+    /// Its config file, which need not exist.
+    pub(crate) file: PathBuf,
+    flags: Flags,
+    /// When it was started, if it runs.
+    pub(super) started: Option<SystemTime>,
+    /// Its process id, if it runs.
+    pub(crate) pid: Option<i32>,
+    /// The unit of systemd that starts it.
+    pub(crate) unit: String,
+}
+
+impl NodeContainerd {
+    /// Finds it at its socket.
+    pub(crate) fn find(subject: &Subject) -> Self {
+        let running = Running::find(&subject.config.containerd_address);
+        let pid = running.as_ref().ok().map(|running| running.pid);
+        let (program, flags, started, unit) = match running {
+            Ok(mut running) => {
+                let (flags, started) = (mem::take(&mut running.flags), Some(running.started));
+                let unit = running.unit.take();
+                (ContainerdProgram::Running(running), flags, started, unit)
+            }
+            Err(_) => (ContainerdProgram::File(CONTAINERD.into()), Flags::default(), None, None),
+        };
+        let program = subject.containerd_program.clone().map_or(program, ContainerdProgram::File);
+        let named = subject.containerd_config.as_ref().or(flags.config.as_ref());
+        let file = named.map_or(Path::new(CONFIG_FILE), PathBuf::as_path).to_owned();
+        let unit = unit.unwrap_or_else(|| UNIT.to_owned());
+        Self { program, file, flags, started, pid, unit }
+    }
+
+    /// What the program makes of its files and options: the merged config in the newest version.
+    /// Without a config file these are its defaults.
+    ///
+    /// # Errors
+    /// The command that fails, and why.
+    pub(crate) fn dump(&self) -> Result<Table, String> {
+        let shown = self.file.display();
+        let mut table = config::dump(&self.program, &self.file).map_err(|reason| {
+            let program = self.program.path().display();
+            format!("`{program} --config {shown} config dump` fails: {reason}")
+        })?;
+        config::apply(&self.flags, &mut table);
+        Ok(table)
+    }
+
+    /// Whether its files were written after its start.
+    pub(crate) fn has_unread_files(&self) -> bool {
+        let main = Main::read(&self.file).ok();
+        self.started
+            .is_some_and(|started| main.is_some_and(|main| main.written_after(started).is_some()))
+    }
+
+    /// Fails unless the program is a containerd that supports external sandboxers.
+    ///
+    /// # Errors
+    /// What it is instead.
+    pub(crate) fn supported(&self) -> Result<(), String> {
+        let (finding, supported) = super::examine_program(&self.program);
+        if supported { Ok(()) } else { Err(format!("containerd: {}", finding.fact)) }
+    }
+}

@@ -1,0 +1,241 @@
+//! Calls of containerd's gRPC services, each over a connection of its own, as they are rare.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
+use http::{HeaderMap, Request};
+use protobuf::Message;
+use tokio::net::UnixStream;
+
+use crate::error::{IoContext as _, StepError};
+
+/// Size of the prefix of a gRPC message, a flag and the length; bytes.
+const HEAD: usize = 5;
+
+/// Maximum size of a response's message, bytes.
+const LARGEST: usize = 16 << 20;
+
+/// gRPC's codes.
+pub(super) mod code {
+    pub(in crate::containerd) const OK: u32 = 0;
+    pub(in crate::containerd) const INVALID_ARGUMENT: u32 = 3;
+    pub(in crate::containerd) const NOT_FOUND: u32 = 5;
+    pub(in crate::containerd) const ALREADY_EXISTS: u32 = 6;
+    pub(in crate::containerd) const PERMISSION_DENIED: u32 = 7;
+    pub(in crate::containerd) const FAILED_PRECONDITION: u32 = 9;
+    pub(in crate::containerd) const UNIMPLEMENTED: u32 = 12;
+    pub(in crate::containerd) const UNAVAILABLE: u32 = 14;
+}
+
+/// The outcome of a call.
+#[derive(Debug)]
+pub struct GrpcReply {
+    /// gRPC's status code.
+    pub status: u32,
+    /// What the server says about the status.
+    pub words: String,
+    /// The first message of the response; empty if there is none, or if each was handed on.
+    pub message: Bytes,
+}
+
+/// containerd's gRPC socket, and the metadata of each call.
+#[derive(Clone, Debug)]
+pub struct GrpcEndpoint {
+    /// The socket.
+    pub address: PathBuf,
+    /// containerd's namespace.
+    pub namespace: String,
+    /// Id of the lease that keeps what a call makes from the garbage collection; may be empty.
+    pub lease: String,
+}
+
+impl GrpcEndpoint {
+    /// An endpoint without a lease.
+    pub fn new(address: impl Into<PathBuf>, namespace: impl Into<String>) -> Self {
+        Self { address: address.into(), namespace: namespace.into(), lease: String::new() }
+    }
+
+    /// A call whose status must be OK; its response.
+    ///
+    /// # Errors
+    /// There is no answer within `within`, or its status is another.
+    pub async fn call<A: Message>(
+        &self,
+        what: &'static str,
+        method: &str,
+        request: &impl Message,
+        within: Duration,
+    ) -> Result<A, StepError> {
+        let reply = self.reply(what, method, request, within).await?;
+        self.succeeded(what, &reply)?;
+        A::parse_from_bytes(&reply.message).map_err(io::Error::other).step_at(what, &self.address)
+    }
+
+    /// A call with whatever status.
+    ///
+    /// # Errors
+    /// There is no answer within `within`.
+    pub async fn reply(
+        &self,
+        what: &'static str,
+        method: &str,
+        request: &impl Message,
+        within: Duration,
+    ) -> Result<GrpcReply, StepError> {
+        let mut first = None;
+        let keep = |message: &[u8]| {
+            first.get_or_insert_with(|| Bytes::copy_from_slice(message));
+            Ok(())
+        };
+        let reply = self.stream(what, method, request, within, keep).await?;
+        Ok(GrpcReply { message: first.unwrap_or_default(), ..reply })
+    }
+
+    /// A call with any number of answers, which `each` gets one by one, with whatever status.
+    ///
+    /// # Errors
+    /// There is no end of it within `within`, or `each` refuses a message.
+    pub async fn stream(
+        &self,
+        what: &'static str,
+        method: &str,
+        request: &impl Message,
+        within: Duration,
+        each: impl FnMut(&[u8]) -> io::Result<()> + Send,
+    ) -> Result<GrpcReply, StepError> {
+        let sent = async {
+            let request = request.write_to_bytes().map_err(io::Error::other)?;
+            self.send(method, &request, each).await
+        };
+        let answered = tokio::time::timeout(within, sent).await;
+        answered
+            .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+            .step_at(what, &self.address)
+    }
+
+    /// Fails unless the status is OK.
+    ///
+    /// # Errors
+    /// The status and what the server says about it.
+    pub fn succeeded(&self, what: &'static str, reply: &GrpcReply) -> Result<(), StepError> {
+        let GrpcReply { status, words, .. } = reply;
+        if *status == code::OK {
+            return Ok(());
+        }
+        let reason = match words.as_str() {
+            "" => format!("gRPC status {status}"),
+            words => format!("{words} (gRPC status {status})"),
+        };
+        Err(StepError::at(what, &self.address, io::Error::other(reason)))
+    }
+
+    async fn send(
+        &self,
+        method: &str,
+        request: &[u8],
+        mut each: impl FnMut(&[u8]) -> io::Result<()> + Send,
+    ) -> io::Result<GrpcReply> {
+        let mut frame = BytesMut::with_capacity(request.len() + HEAD);
+        frame.put_u8(0);
+        frame.put_u32(u32::try_from(request.len()).map_err(io::Error::other)?);
+        frame.put_slice(request);
+
+        let stream = UnixStream::connect(&self.address).await?;
+        let (requests, connection) =
+            h2::client::handshake(stream).await.map_err(io::Error::other)?;
+        // Ends with the last handle on it.
+        tokio::spawn(async move { drop(connection.await) });
+        let mut requests = requests.ready().await.map_err(io::Error::other)?;
+        let mut head = Request::post(format!("http://localhost/{method}"))
+            .header("content-type", "application/grpc")
+            .header("te", "trailers")
+            .header("containerd-namespace", &self.namespace);
+        if !self.lease.is_empty() {
+            head = head.header("containerd-lease", &self.lease);
+        }
+        let head = head.body(()).map_err(io::Error::other)?;
+        let (response, mut body) = requests.send_request(head, false).map_err(io::Error::other)?;
+        body.send_data(frame.freeze(), true).map_err(io::Error::other)?;
+
+        let (head, mut body) = response.await.map_err(io::Error::other)?.into_parts();
+        // A response without a message has its status in the headers.
+        if let Some((status, words)) = status(&head.headers) {
+            return Ok(GrpcReply { status, words, message: Bytes::new() });
+        }
+        let mut rest = BytesMut::new();
+        while let Some(data) = body.data().await {
+            let data: Bytes = data.map_err(io::Error::other)?;
+            body.flow_control().release_capacity(data.len()).map_err(io::Error::other)?;
+            rest.extend_from_slice(&data);
+            while let Some(message) = next_message(&mut rest)? {
+                each(&message)?;
+            }
+        }
+        let trailers = body.trailers().await.map_err(io::Error::other)?.unwrap_or_default();
+        let (status, words) = status(&trailers)
+            .ok_or_else(|| io::Error::other("a response without a gRPC status"))?;
+        Ok(GrpcReply { status, words, message: Bytes::new() })
+    }
+}
+
+/// Takes the first message, if all of it is there: a flag, its length in four bytes, and itself.
+fn next_message(bytes: &mut BytesMut) -> io::Result<Option<Bytes>> {
+    let Some([_, a, b, c, d]) = bytes.first_chunk::<HEAD>().copied() else { return Ok(None) };
+    let length = u32::from_be_bytes([a, b, c, d]) as usize;
+    if length > LARGEST {
+        return Err(io::Error::other(format!("a message of {length} bytes")));
+    }
+    if bytes.len() < HEAD + length {
+        return Ok(None);
+    }
+    bytes.advance(HEAD);
+    Ok(Some(bytes.split_to(length).freeze()))
+}
+
+/// Status and words, if the headers have a status.
+fn status(headers: &HeaderMap) -> Option<(u32, String)> {
+    let text = |name| headers.get(name).and_then(|value| value.to_str().ok());
+    let words = text("grpc-message").map(decoded).unwrap_or_default();
+    Some((text("grpc-status")?.parse().ok()?, words))
+}
+
+/// Undoes the percent-encoding of `grpc-message`.
+fn decoded(text: &str) -> String {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let [first, tail @ ..] = rest {
+        let digits = (*first == b'%').then(|| tail.get(..2)).flatten();
+        let byte = digits
+            .and_then(|digits| std::str::from_utf8(digits).ok())
+            .and_then(|digits| u8::from_str_radix(digits, 16).ok());
+        bytes.push(byte.unwrap_or(*first));
+        rest = if byte.is_some() { &tail[2..] } else { tail };
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_of_a_status_are_decoded() {
+        assert_eq!(decoded("a%20b%"), "a b%");
+        assert_eq!(decoded("%zz%C3%A4"), "%zz\u{e4}");
+    }
+
+    #[test]
+    fn messages_are_taken_whole() {
+        let mut bytes = BytesMut::from(&[0, 0, 0, 0, 2, 7][..]);
+        assert_eq!(next_message(&mut bytes).unwrap(), None);
+        bytes.extend_from_slice(&[8, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(next_message(&mut bytes).unwrap().as_deref(), Some(&[7, 8][..]));
+        assert_eq!(next_message(&mut bytes).unwrap().as_deref(), Some(&[][..]));
+        assert_eq!(next_message(&mut bytes).unwrap(), None);
+        assert_eq!(bytes.len(), 2);
+        let mut long = BytesMut::from(&[0, 255, 0, 0, 0][..]);
+        assert!(next_message(&mut long).is_err());
+    }
+}

@@ -1,0 +1,149 @@
+//! Stores an image in containerd, blob by blob: no registry and no other program is needed.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use protobuf::well_known_types::empty::Empty;
+use protobuf::{Message, MessageField};
+
+use super::grpc::{GrpcEndpoint, code};
+use crate::error::StepError;
+use crate::protos::image_store::{
+    ContentDescriptor, CreateImageRequest, CreateLeaseRequest, DeleteLeaseRequest, StoredImage,
+    UpdateImageRequest, UpdatedFields, WriteAction, WriteContentRequest,
+};
+
+const IMPORT: &str = "import image";
+
+/// Timeout of a call.
+const WITHIN: Duration = Duration::from_secs(30);
+
+/// The label by which kubelet's garbage collection leaves an image alone.
+pub const PINNED: (&str, &str) = ("io.cri-containerd.pinned", "pinned");
+
+/// A part of an image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImageBlob {
+    /// Its media type (OCI image spec).
+    pub media_type: String,
+    /// Its digest, with `sha256:`.
+    pub digest: String,
+    /// Its content.
+    pub bytes: Vec<u8>,
+}
+
+/// An image in memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImageInMemory {
+    /// Its name.
+    pub name: String,
+    /// Its only layer.
+    pub layer: ImageBlob,
+    /// Its config.
+    pub config: ImageBlob,
+    /// Its manifest.
+    pub manifest: ImageBlob,
+}
+
+/// Stores an image under its name, in place of what has that name.
+///
+/// # Errors
+/// The call that failed.
+pub async fn import(
+    endpoint: &GrpcEndpoint,
+    image: &ImageInMemory,
+    labels: &[(&str, &str)],
+) -> Result<(), StepError> {
+    // Until the image refers to the blobs, only a lease keeps them.
+    let lease = format!("pause-sandboxer-import-{}", std::process::id());
+    let created = CreateLeaseRequest { id: lease.clone(), ..Default::default() };
+    let method = "containerd.services.leases.v1.Leases/Create";
+    let reply = endpoint.reply(IMPORT, method, &created, WITHIN).await?;
+    if reply.status != code::ALREADY_EXISTS {
+        endpoint.succeeded(IMPORT, &reply)?;
+    }
+    let leased = GrpcEndpoint { lease: lease.clone(), ..endpoint.clone() };
+    let stored = store(&leased, image, labels).await;
+    let deleted = DeleteLeaseRequest { id: lease, ..Default::default() };
+    let method = "containerd.services.leases.v1.Leases/Delete";
+    let released = endpoint.call::<Empty>(IMPORT, method, &deleted, WITHIN).await;
+    stored.and(released.map(drop))
+}
+
+async fn store(
+    endpoint: &GrpcEndpoint,
+    image: &ImageInMemory,
+    labels: &[(&str, &str)],
+) -> Result<(), StepError> {
+    write(endpoint, &image.layer, HashMap::new()).await?;
+    write(endpoint, &image.config, HashMap::new()).await?;
+    // The garbage collection follows these from the image on.
+    let refers = [("config", &image.config), ("l.0", &image.layer)];
+    let refers = refers
+        .map(|(name, blob)| (format!("containerd.io/gc.ref.content.{name}"), blob.digest.clone()));
+    write(endpoint, &image.manifest, refers.into()).await?;
+
+    let target = ContentDescriptor {
+        media_type: image.manifest.media_type.clone(),
+        digest: image.manifest.digest.clone(),
+        size: size(&image.manifest),
+        ..Default::default()
+    };
+    let stored = MessageField::some(StoredImage {
+        name: image.name.clone(),
+        labels: labels.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect(),
+        target: MessageField::some(target),
+        ..Default::default()
+    });
+    let create = CreateImageRequest { image: stored.clone(), ..Default::default() };
+    let reply = images(endpoint, "Create", &create).await?;
+    if reply.status != code::ALREADY_EXISTS {
+        return endpoint.succeeded(IMPORT, &reply);
+    }
+    // Labels that others have set stay.
+    let labels = labels.iter().map(|(key, _)| format!("labels.{key}"));
+    let paths = ["target".to_owned()].into_iter().chain(labels).collect();
+    let fields = UpdatedFields { paths, ..Default::default() };
+    let update = UpdateImageRequest {
+        image: stored,
+        update_mask: MessageField::some(fields),
+        ..Default::default()
+    };
+    endpoint.succeeded(IMPORT, &images(endpoint, "Update", &update).await?)
+}
+
+async fn images(
+    endpoint: &GrpcEndpoint,
+    method: &str,
+    request: &impl Message,
+) -> Result<super::GrpcReply, StepError> {
+    let method = format!("containerd.services.images.v1.Images/{method}");
+    endpoint.reply(IMPORT, &method, request, WITHIN).await
+}
+
+/// Writes a blob; one that is there already is success.
+async fn write(
+    endpoint: &GrpcEndpoint,
+    blob: &ImageBlob,
+    labels: HashMap<String, String>,
+) -> Result<(), StepError> {
+    let request = WriteContentRequest {
+        action: WriteAction::COMMIT.into(),
+        ref_: format!("pause-sandboxer-{}-{}", std::process::id(), blob.digest),
+        total: size(blob),
+        expected: blob.digest.clone(),
+        data: blob.bytes.clone(),
+        labels,
+        ..Default::default()
+    };
+    let method = "containerd.services.content.v1.Content/Write";
+    let reply = endpoint.reply(IMPORT, method, &request, WITHIN).await?;
+    if reply.status == code::ALREADY_EXISTS {
+        return Ok(());
+    }
+    endpoint.succeeded(IMPORT, &reply)
+}
+
+fn size(blob: &ImageBlob) -> i64 {
+    i64::try_from(blob.bytes.len()).unwrap_or(i64::MAX)
+}

@@ -1,0 +1,367 @@
+//! `pause-sandboxer enable` and `disable`: add this sandboxer to containerd's config and remove it.
+//!
+//! Each reads the config that containerd itself makes of its files, decides what to write, writes
+//! it, and compares what containerd makes of it then. Whatever fails is taken back. All files are
+//! replaced as a whole, in an order in which each state between two of them is valid: the drop-in
+//! before its import. A command that is killed is completed by `enable`, or undone by `disable`.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use nix::fcntl::{Flock, FlockArg};
+use tokio::runtime::Runtime;
+use toml::Table;
+
+use crate::check::Subject;
+use crate::check::containerd::NodeContainerd;
+use crate::config;
+use crate::containerd::GrpcEndpoint;
+use crate::containerd::cri::CriClient;
+use crate::containerd::images::{self, PINNED};
+use crate::error::{IoContext as _, StepError, StepErrors};
+use crate::oci_image;
+
+mod changes;
+mod diff;
+mod disable;
+mod drop_in;
+mod main_config;
+mod plan;
+mod pods;
+mod restart;
+mod settings;
+mod toml_text;
+
+use changes::{Changes, FileChange, check_trusted};
+pub use disable::{Disablement, disable};
+use main_config::MainConfig;
+use plan::HandlerPlan;
+pub use restart::RestartBy;
+
+/// The handler's usual name.
+pub const HANDLER: &str = "runc-pause";
+
+/// Why nothing has changed.
+#[derive(Debug, thiserror::Error)]
+pub enum EnableError {
+    /// A step failed.
+    #[error(transparent)]
+    Step(#[from] StepError),
+    /// Steps failed.
+    #[error("{0}")]
+    Steps(StepErrors),
+    /// The node is not as it must be, or containerd does not accept the change.
+    #[error("{0}")]
+    Refused(String),
+    /// Files have changed, because taking them back failed.
+    #[error("{reason}; taking the files back failed too: {steps}")]
+    NotTakenBack {
+        /// Why they were taken back.
+        reason: String,
+        /// The steps of the way back that failed.
+        steps: StepErrors,
+    },
+}
+
+impl From<StepErrors> for EnableError {
+    fn from(steps: StepErrors) -> Self {
+        Self::Steps(steps)
+    }
+}
+
+/// What `enable` is to do: the whole state, whatever an earlier command has set.
+#[derive(Clone, Debug)]
+pub struct Enablement {
+    /// The node.
+    pub subject: Subject,
+    /// The sandboxer's config file.
+    pub settings: PathBuf,
+    /// The runtime handler.
+    pub handler: String,
+    /// The handler whose settings it takes over; `None`: the default one, or runc's.
+    pub options_of: Option<String>,
+    /// Make it the default handler.
+    pub default: bool,
+    /// Import the pause image of the binary, and let containerd use it.
+    pub offline: bool,
+    /// Show the changes only.
+    pub dry_run: bool,
+    /// Restart containerd, by this.
+    pub restart: Option<RestartBy>,
+    /// How long the restart may take, until CRI answers.
+    pub within: Duration,
+}
+
+/// The lock of containerd's config: a second command of this program must not write at the same
+/// time.
+type ConfigLock = Flock<File>;
+
+fn refuse<T>(reason: impl Into<String>) -> Result<T, EnableError> {
+    Err(EnableError::Refused(reason.into()))
+}
+
+/// What both commands begin with: root, a containerd, and the lock of its config's directory.
+fn begin(
+    subject: &Subject,
+    restart: Option<&RestartBy>,
+    dry_run: bool,
+) -> Result<(NodeContainerd, MainConfig, Option<ConfigLock>), EnableError> {
+    if !nix::unistd::geteuid().is_root() {
+        return refuse("must run as root");
+    }
+    restart.map_or(Ok(()), RestartBy::check).map_err(EnableError::Refused)?;
+    let node = NodeContainerd::find(subject);
+    node.supported().map_err(EnableError::Refused)?;
+    let home = node.file.parent().unwrap_or(Path::new("/")).to_owned();
+    let lock = if dry_run && !home.exists() { None } else { Some(lock(&home)?) };
+    let main = MainConfig::read(&node.file)?;
+    for path in [main.path(), &main.drop_in()] {
+        check_trusted(path)?;
+    }
+    Ok((node, main, lock))
+}
+
+fn lock(directory: &Path) -> Result<ConfigLock, EnableError> {
+    const STEP: &str = "lock directory";
+    std::fs::create_dir_all(directory).step_at("make directory", directory)?;
+    let opened = File::open(directory).step_at(STEP, directory)?;
+    Flock::lock(opened, FlockArg::LockExclusiveNonblock).map_err(|(_, e)| match e {
+        nix::Error::EWOULDBLOCK => EnableError::Refused(format!(
+            "another `pause-sandboxer enable` or `disable` runs (lock of {})",
+            directory.display()
+        )),
+        e => StepError::at(STEP, directory, e.into()).into(),
+    })
+}
+
+fn runtime() -> Result<Runtime, StepError> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().step("make a runtime")
+}
+
+/// Takes changes back because of `reason`.
+fn taken_back(changes: &Changes, reason: String) -> EnableError {
+    match changes.undo() {
+        Ok(()) => EnableError::Refused(format!("{reason}; the files are as before")),
+        Err(steps) => EnableError::NotTakenBack { reason, steps },
+    }
+}
+
+/// Takes changes back because of `reason`, and restarts containerd with the old files.
+fn restarted_back(
+    changes: &Changes,
+    reason: String,
+    by: &RestartBy,
+    subject: &Subject,
+    within: Duration,
+) -> EnableError {
+    let error = taken_back(changes, reason);
+    let again = runtime()
+        .map_err(|step| step.to_string())
+        .and_then(|runtime| runtime.block_on(restart::restart(by, subject, within, |_| true)));
+    EnableError::Refused(match again {
+        Ok(()) => format!("{error}, and containerd serves CRI with them again"),
+        Err(reason) => format!("{error}; but containerd does not come up with them: {reason}"),
+    })
+}
+
+/// Adds the sandboxer to containerd's config. `say` gets a line for each thing done.
+///
+/// # Errors
+/// Nothing has changed, unless the error says so.
+pub fn enable(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), EnableError> {
+    let subject = &wanted.subject;
+    let (node, main, _lock) = begin(subject, wanted.restart.as_ref(), wanted.dry_run)?;
+    let before = node.dump().map_err(EnableError::Refused)?;
+    let path = main.drop_in();
+    let old = changes::FileState::read(&path)?;
+    let old = old.map(|old| String::from_utf8_lossy(&old.bytes).into_owned());
+    let plan = HandlerPlan::new(wanted, before.clone(), old.as_deref())?;
+    keep_handlers_in_use(wanted, old.as_deref())?;
+    let mut changes = adopt_settings(wanted, &before, &plan.settings)?;
+    let adopts = !changes.is_empty();
+    if let Some(old) = old.filter(|old| !drop_in::is_ours(old)) {
+        let backup = path.with_added_extension("before-pause-sandboxer");
+        changes.add(FileChange::new(backup, Some(old.into_bytes()))?);
+    }
+    changes.directory(path.parent().unwrap_or(Path::new("/")));
+    let text = plan.drop_in(wanted, &main)?;
+    changes.add(FileChange::new(path.clone(), Some(text.into_bytes()))?);
+    main.import(&path, plan.newest_version(), &mut changes)?;
+    if wanted.dry_run {
+        say(shown(&changes));
+        return Ok(());
+    }
+    if wanted.offline {
+        import_pause(wanted, say)?;
+    }
+    changes.apply()?;
+    let checked = node.dump().and_then(|after| plan.verify(wanted, &after));
+    if let Err(reason) = checked {
+        return Err(taken_back(&changes, reason));
+    }
+    changes.paths().for_each(|path| say(format!("wrote {}", path.display())));
+    if changes.is_empty() {
+        say("the files are as they should be".to_owned());
+    }
+    if adopts {
+        restart_daemon(wanted, &changes, say)?;
+    }
+    load(wanted, &node, &changes, say)
+}
+
+/// The lines of a dry run.
+fn shown(changes: &Changes) -> String {
+    if changes.is_empty() {
+        return "the files are as they should be".to_owned();
+    }
+    changes.diff().trim_end().to_owned()
+}
+
+/// The changes of the sandboxer's own settings.
+fn adopt_settings(
+    wanted: &Enablement,
+    merged: &Table,
+    handler: &Table,
+) -> Result<Changes, EnableError> {
+    let mut changes = Changes::default();
+    let path = &wanted.settings;
+    let state = changes::FileState::read(path)?;
+    let text = state.map(|state| String::from_utf8_lossy(&state.bytes).into_owned());
+    let old = text.clone().unwrap_or_default();
+    let config = &wanted.subject.config;
+    let new = settings::adopt(&old, config, merged, handler)
+        .map_err(|reason| EnableError::Refused(format!("{} {reason}", path.display())))?;
+    if new != old {
+        check_trusted(path)?;
+        changes.directory(path.parent().unwrap_or(Path::new("/")));
+        changes.add(FileChange::new(path.clone(), Some(new.into_bytes()))?);
+    }
+    Ok(changes)
+}
+
+/// A handler that a drop-in has defined, and the new one will not, must have no pods.
+fn keep_handlers_in_use(wanted: &Enablement, old: Option<&str>) -> Result<(), EnableError> {
+    let mut gone = old.map(drop_in::handlers_of).unwrap_or_default();
+    gone.retain(|name| *name != wanted.handler);
+    if gone.is_empty() {
+        return Ok(());
+    }
+    let config = &wanted.subject.config;
+    let all = runtime()?.block_on(async {
+        let cri = CriClient::new(&config.containerd_address);
+        cri.pods().await
+    })?;
+    match all.iter().filter(|pod| gone.contains(&pod.runtime_handler)).count() {
+        0 => Ok(()),
+        count => refuse(format!(
+            "{count} pods have the runtime handler {gone:?}, which would be gone: remove them, or \
+             keep it by --handler"
+        )),
+    }
+}
+
+fn import_pause(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), EnableError> {
+    let config = &wanted.subject.config;
+    let runtime = runtime()?;
+    let cri = CriClient::new(&config.containerd_address);
+    if matches!(runtime.block_on(cri.image(oci_image::NAME)), Ok(Some(true))) {
+        return Ok(());
+    }
+    let image = oci_image::pause().step("make image")?;
+    let endpoint = GrpcEndpoint::new(&config.containerd_address, &config.containerd_namespace);
+    runtime.block_on(images::import(&endpoint, &image, &[PINNED]))?;
+    say(format!("imported {}", image.name));
+    Ok(())
+}
+
+/// Lets the daemon read its settings.
+fn restart_daemon(
+    wanted: &Enablement,
+    changes: &Changes,
+    say: &mut dyn FnMut(String),
+) -> Result<(), EnableError> {
+    let restarted = match wanted.restart {
+        Some(_) => runtime()?.block_on(restart::restart_daemon(wanted.within)),
+        None => Ok(false),
+    };
+    match restarted {
+        Ok(true) => say("restarted pause-sandboxer; pods keep running".to_owned()),
+        Ok(false) => {
+            say("its settings have changed: restart pause-sandboxer; pods keep running".into());
+        }
+        Err(reason) => return Err(taken_back(changes, reason)),
+    }
+    Ok(())
+}
+
+/// Restarts containerd if it has to read the files.
+fn load(
+    wanted: &Enablement,
+    node: &NodeContainerd,
+    changes: &Changes,
+    say: &mut dyn FnMut(String),
+) -> Result<(), EnableError> {
+    let (subject, handler) = (&wanted.subject, &wanted.handler);
+    let known = runtime()?.block_on(async {
+        let cri = CriClient::new(&subject.config.containerd_address);
+        restart::handlers(&cri).await.is_ok_and(|handlers| handlers.contains(handler))
+    });
+    if known && changes.is_empty() && !node.has_unread_files() {
+        say(format!("containerd has the runtime handler {handler}"));
+        return Ok(());
+    }
+    let Some(by) = &wanted.restart else {
+        let command = RestartBy::Systemd.command(&node.unit);
+        say(format!(
+            "containerd reads the files when it is restarted; pods keep running: {command}"
+        ));
+        return Ok(());
+    };
+    let has_handler = |handlers: &[String]| handlers.contains(handler);
+    let restarted = restart::restart(by, subject, wanted.within, has_handler);
+    if let Err(reason) = runtime()?.block_on(restarted) {
+        return Err(restarted_back(changes, reason, by, subject, wanted.within));
+    }
+    say(format!("restarted containerd: it has the runtime handler {handler}"));
+    Ok(())
+}
+
+/// The config file of the sandboxer that a command line names, or the one that is read without.
+pub fn settings_file(named: Option<&Path>) -> PathBuf {
+    named.unwrap_or(Path::new(config::DEFAULT_FILE)).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `enable` without options.
+    pub(super) fn enablement() -> Enablement {
+        Enablement {
+            subject: Subject {
+                config: config::Config::default(),
+                containerd_config: None,
+                containerd_program: None,
+            },
+            settings: "/nowhere/config.toml".into(),
+            handler: HANDLER.to_owned(),
+            options_of: None,
+            default: false,
+            offline: false,
+            dry_run: true,
+            restart: None,
+            within: Duration::from_secs(1),
+        }
+    }
+
+    #[test]
+    fn a_directory_has_one_lock() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = lock(dir.path()).unwrap();
+        let error = lock(dir.path()).unwrap_err().to_string();
+        assert!(error.starts_with("another `pause-sandboxer enable` or `disable` runs"), "{error}");
+        drop(first);
+        lock(dir.path()).unwrap();
+    }
+}

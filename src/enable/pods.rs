@@ -1,0 +1,111 @@
+//! The pods that need a runtime handler until they are gone.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use crate::client::{Client, ClientError};
+use crate::config::Config;
+use crate::containerd::cri::CriClient;
+use crate::error::{IoContext as _, StepError};
+
+/// Most pods that a message names.
+const NAMED: usize = 10;
+
+/// Pods by sandbox id, as `NAMESPACE/NAME`.
+pub(super) type Pods = BTreeMap<String, String>;
+
+/// The pods of runtime handlers that CRI knows, and the sandboxes of the daemon: those of pods that
+/// the default handler got, and those that CRI has lost. Without a daemon its records count.
+///
+/// # Errors
+/// containerd answers, but not this; or the daemon's directory cannot be read.
+pub(super) async fn of_handlers(
+    config: &Config,
+    cri: Option<&CriClient>,
+    handlers: &[String],
+) -> Result<Pods, StepError> {
+    let mut pods = Pods::new();
+    if let Some(cri) = cri {
+        for pod in cri.pods().await? {
+            if handlers.contains(&pod.runtime_handler) {
+                let name = format!("{}/{}", pod.metadata.namespace, pod.metadata.name);
+                pods.insert(pod.id, name);
+            }
+        }
+    }
+    let config = config.clone();
+    // The client has a runtime of its own.
+    let asked = tokio::task::spawn_blocking(move || of_daemon(&config)).await;
+    let of_daemon = asked.map_err(std::io::Error::other).step("list sandboxes")??;
+    for (id, name) in of_daemon {
+        pods.entry(id).or_insert(name);
+    }
+    Ok(pods)
+}
+
+fn of_daemon(config: &Config) -> Result<Pods, StepError> {
+    match Client::connect(config).and_then(|client| client.list(false)) {
+        Ok(all) => {
+            let named = |pod: &str, namespace: &str| match pod {
+                "" => "a sandbox without a pod".to_owned(),
+                pod => format!("{namespace}/{pod}"),
+            };
+            Ok(all.into_iter().map(|of| (of.id, named(&of.pod, &of.namespace))).collect())
+        }
+        Err(ClientError::Step(step)) => Err(step),
+        // It may only be down: its pods live on.
+        Err(_) => records(&config.state_dir.join("sandboxes")),
+    }
+}
+
+fn records(directory: &Path) -> Result<Pods, StepError> {
+    const STEP: &str = "read records of sandboxes";
+    let entries = match std::fs::read_dir(directory) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Pods::new()),
+        entries => entries.step_at(STEP, directory)?,
+    };
+    let mut pods = Pods::new();
+    for entry in entries {
+        let id = entry.step_at(STEP, directory)?.file_name().to_string_lossy().into_owned();
+        pods.insert(id, "a sandbox whose daemon does not answer".to_owned());
+    }
+    Ok(pods)
+}
+
+/// The pods as words: how many, and the names of some.
+pub(super) fn shown(pods: &Pods) -> String {
+    let named = pods.iter().take(NAMED).map(|(id, name)| {
+        let id: String = id.chars().take(13).collect();
+        format!("{name} ({id})")
+    });
+    let more = if pods.len() > NAMED { ", …" } else { "" };
+    let noun = if pods.len() == 1 { "pod" } else { "pods" };
+    format!("{} {noun}: {}{more}", pods.len(), named.collect::<Vec<_>>().join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn records_count_where_no_daemon_answers() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = Config {
+            socket: dir.path().join("s"),
+            state_dir: dir.path().to_owned(),
+            ..Config::default()
+        };
+        assert!(of_handlers(&config, None, &[]).await.unwrap().is_empty());
+        std::fs::create_dir_all(dir.path().join("sandboxes/0123456789abcdef")).unwrap();
+        let pods = of_handlers(&config, None, &[]).await.unwrap();
+        assert_eq!(shown(&pods), "1 pod: a sandbox whose daemon does not answer (0123456789abc)");
+    }
+
+    #[test]
+    fn many_pods_are_counted() {
+        let pods = (0..12).map(|n| (format!("{n:02}"), format!("default/web-{n}"))).collect();
+        let shown = shown(&pods);
+        assert!(shown.starts_with("12 pods: default/web-0 (00), default/web-1 (01), "), "{shown}");
+        assert!(shown.ends_with("default/web-9 (09), …"), "{shown}");
+    }
+}

@@ -1,0 +1,301 @@
+//! `pause-sandboxer selftest`: a whole pod through this node's own CRI, beside one of the default
+//! handler.
+//!
+//! The image is made in memory and imported, so that no registry is needed. Names have a random
+//! part: pods of the node are not touched, and only what the test has made is removed, also after a
+//! signal, a failure or the deadline. At the end nothing on the machine may name the pod: no mount,
+//! cgroup, process, network namespace or file.
+
+use std::pin::{Pin, pin};
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use tokio::signal::unix::{SignalKind, signal};
+use toml::{Table, Value};
+
+use crate::check::Subject;
+use crate::check::containerd::{self as node, NodeContainerd};
+use crate::containerd::GrpcEndpoint;
+use crate::containerd::cri::CriClient;
+use crate::containerd::images;
+use crate::error::{IoContext as _, StepError, StepErrors};
+use crate::oci_image;
+use crate::pause::binary::SELFTEST;
+
+mod machine;
+mod pod;
+
+use pod::{PodPlan, TestPod, Timing};
+
+/// How long what a pod leaves may take to go.
+const SETTLED: Duration = Duration::from_secs(15);
+
+/// Between two looks at the machine.
+const INTERVAL: Duration = Duration::from_millis(100);
+
+/// kubelet ends pods that it does not know, at its next look; then the test is repeated.
+const ATTEMPTS: usize = 5;
+
+/// Why the test failed.
+#[derive(Debug, thiserror::Error)]
+pub enum SelftestError {
+    /// A step failed.
+    #[error(transparent)]
+    Step(#[from] StepError),
+    /// Something is not as it must be.
+    #[error("{0}")]
+    Failed(String),
+    /// A signal or the deadline; what was made is removed.
+    #[error("{0}; what the test has made is removed")]
+    Stopped(String),
+    /// What was made could not be removed.
+    #[error("{reason}cannot remove what the test has made: {steps}")]
+    Left {
+        /// What failed before, with what separates the two.
+        reason: String,
+        /// The steps that failed.
+        steps: StepErrors,
+    },
+}
+
+/// What to test.
+#[derive(Clone, Debug)]
+pub struct Selftest {
+    /// The node.
+    pub subject: Subject,
+    /// The runtime handler; `None`: the first one of this sandboxer.
+    pub handler: Option<String>,
+    /// A command of the shell that restarts the sandboxer while the pod runs.
+    pub restart: Option<String>,
+    /// Deadline of all steps.
+    pub within: Duration,
+}
+
+/// The outcome of one handler's pod.
+struct Column {
+    handler: String,
+    timings: Vec<Timing>,
+    failed: Option<SelftestError>,
+}
+
+/// Runs the test; the table of its times. `say` gets a line for what is repeated.
+///
+/// # Errors
+/// A step of this sandboxer's pod failed, or left something.
+pub fn run(wanted: &Selftest, say: &mut dyn FnMut(String)) -> Result<String, SelftestError> {
+    if !nix::unistd::geteuid().is_root() {
+        return Err(SelftestError::Failed("must run as root".to_owned()));
+    }
+    let merged = NodeContainerd::find(&wanted.subject).dump().map_err(SelftestError::Failed)?;
+    let (ours, others) = handlers(wanted, &merged)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.step("make a runtime")?.block_on(async {
+        let mut stop = pin!(stopped(wanted.within)?);
+        let config = &wanted.subject.config;
+        let cri = CriClient::new(&config.containerd_address);
+        let conditions = cri.status().await?.status.unwrap_or_default().conditions;
+        let own_network = conditions
+            .iter()
+            .any(|condition| condition.type_ == "NetworkReady" && condition.status);
+        let image = import(wanted).await?;
+        let plan = |handler: &str, restart: Option<String>| PodPlan {
+            handler: handler.to_owned(),
+            systemd_cgroup: uses_systemd(&merged, handler),
+            own_network,
+            image: image.clone(),
+            restart,
+        };
+        let mut columns = vec![
+            column(wanted, &cri, plan(&ours, wanted.restart.clone()), stop.as_mut(), say).await,
+        ];
+        if let (Some(other), None) = (others, &columns[0].failed) {
+            columns.push(column(wanted, &cri, plan(&other, None), stop.as_mut(), say).await);
+        }
+        let removed = cri.remove_image(&image).await;
+        let table = table(&columns);
+        match columns.swap_remove(0).failed {
+            Some(failed) => Err(failed),
+            None => removed.map(|()| table).map_err(SelftestError::Step),
+        }
+    })
+}
+
+/// The handler of this sandboxer, and the default one to compare it with.
+fn handlers(wanted: &Selftest, merged: &Table) -> Result<(String, Option<String>), SelftestError> {
+    let known = node::all(merged, &wanted.subject.config);
+    let ours = match &wanted.handler {
+        Some(named) if known.ours.contains(named) => named.clone(),
+        Some(named) => {
+            let reason =
+                format!("{named:?} is no runtime handler of this sandboxer, but {:?}", known.ours);
+            return Err(SelftestError::Failed(reason));
+        }
+        None => known.ours.first().cloned().ok_or_else(|| {
+            let reason = "containerd has no runtime handler of this sandboxer -> \
+                          pause-sandboxer enable --restart";
+            SelftestError::Failed(reason.to_owned())
+        })?,
+    };
+    let default = if known.default.is_empty() { "runc".to_owned() } else { known.default };
+    let other = Some(default).filter(|default| !known.ours.contains(default));
+    Ok((ours, other))
+}
+
+/// `SystemdCgroup` of a handler.
+fn uses_systemd(merged: &Table, handler: &str) -> bool {
+    let runtimes = node::runtime(merged).and_then(|cri| cri.get("containerd")?.get("runtimes"));
+    let set = runtimes.and_then(|all| all.get(handler)?.get("options")?.get("SystemdCgroup"));
+    set.and_then(Value::as_bool).unwrap_or(false)
+}
+
+/// Resolves with the reason to stop: a signal or the deadline. Signals are taken from the call on.
+fn stopped(within: Duration) -> Result<impl Future<Output = String>, StepError> {
+    let step = "take signals";
+    let mut interrupt = signal(SignalKind::interrupt()).step(step)?;
+    let mut terminate = signal(SignalKind::terminate()).step(step)?;
+    Ok(async move {
+        tokio::select! {
+            _ = interrupt.recv() => "stopped by SIGINT".to_owned(),
+            _ = terminate.recv() => "stopped by SIGTERM".to_owned(),
+            () = tokio::time::sleep(within) => {
+                format!("stopped after {} s", within.as_secs())
+            }
+        }
+    })
+}
+
+/// An image with the program, of a name and a config that no other has: a second test of the node
+/// removes only its own.
+async fn import(wanted: &Selftest) -> Result<String, StepError> {
+    let config = &wanted.subject.config;
+    const UUID: &str = "/proc/sys/kernel/random/uuid";
+    let unique = std::fs::read_to_string(UUID).step_at("read file", UUID)?.trim().to_owned();
+    let name = format!("localhost/pause-sandboxer/selftest:{unique}");
+    let about = json!({
+        "Entrypoint": [format!("/{}", pod::PROGRAM_NAME)],
+        "User": "65535:65535",
+        "Labels": { "pause-sandboxer.selftest": unique },
+    });
+    let image = oci_image::of_program(&name, pod::PROGRAM_NAME, SELFTEST, &about);
+    let endpoint = GrpcEndpoint::new(&config.containerd_address, &config.containerd_namespace);
+    images::import(&endpoint, &image.step("make image")?, &[]).await?;
+    Ok(name)
+}
+
+/// One handler's pod, repeated while another program ends it.
+async fn column(
+    wanted: &Selftest,
+    cri: &CriClient,
+    plan: PodPlan,
+    mut stop: Pin<&mut impl Future<Output = String>>,
+    say: &mut dyn FnMut(String),
+) -> Column {
+    let handler = plan.handler.clone();
+    let mut attempt = 0;
+    loop {
+        attempt += 1;
+        let mut pod = match TestPod::new(cri.clone(), plan.clone()) {
+            Ok(pod) => pod,
+            Err(step) => return Column { handler, timings: Vec::new(), failed: Some(step.into()) },
+        };
+        let mut is_stopped = false;
+        let done = tokio::select! {
+            done = pod.run() => done,
+            reason = stop.as_mut() => {
+                is_stopped = true;
+                Err(SelftestError::Stopped(reason))
+            }
+        };
+        let was_ended = done.is_err() && !is_stopped && pod.was_ended().await;
+        let settled = settle(wanted, &mut pod).await;
+        if was_ended && settled.is_ok() && attempt < ATTEMPTS {
+            say("another program has ended the pod, as kubelet does: once more".to_owned());
+            continue;
+        }
+        let failed = match (done, settled) {
+            (Ok(()), Ok(())) => None,
+            (Err(failed), Ok(())) => Some(failed),
+            (Ok(()), Err(steps)) => Some(SelftestError::Left { reason: String::new(), steps }),
+            (Err(failed), Err(steps)) => {
+                Some(SelftestError::Left { reason: format!("{failed}; "), steps })
+            }
+        };
+        return Column { handler, timings: pod.timings().to_vec(), failed };
+    }
+}
+
+/// Removes the pod until nothing on the machine names it.
+async fn settle(wanted: &Selftest, pod: &mut TestPod) -> Result<(), StepErrors> {
+    let begun = Instant::now();
+    loop {
+        let removed = pod.clean_up().await;
+        let (words, paths) = pod.identity(&wanted.subject.config);
+        let left = machine::traces(&words, &paths);
+        if removed.is_ok() && left.is_empty() {
+            return Ok(());
+        }
+        if begun.elapsed() > SETTLED {
+            let mut steps = StepErrors::default();
+            steps.check_all(removed);
+            if !left.is_empty() {
+                let left: Vec<String> = left.into_iter().collect();
+                let reason = std::io::Error::other(left.join(", "));
+                steps.check(Err(StepError::new("these are left", reason)));
+            }
+            return Err(steps);
+        }
+        tokio::time::sleep(INTERVAL).await;
+    }
+}
+
+/// The times in a table: a row for each step of the first column.
+fn table(columns: &[Column]) -> String {
+    let width = columns.iter().map(|of| of.handler.len()).max().unwrap_or_default().max(10);
+    let mut text = format!("{:<24}", "STEP");
+    for column in columns {
+        text += &format!("  {:>width$}", column.handler);
+    }
+    text.push('\n');
+    for (step, _) in columns.first().map_or(&[][..], |first| &first.timings) {
+        text += &format!("{step:<24}");
+        for column in columns {
+            let time = column.timings.iter().find(|(name, _)| name == step);
+            let time = time.map(|(_, time)| format!("{:.1} ms", time.as_secs_f64() * 1000.0));
+            text += &format!("  {:>width$}", time.unwrap_or_else(|| "-".to_owned()));
+        }
+        text.push('\n');
+    }
+    for column in columns {
+        match &column.failed {
+            None => text += &format!("{}: nothing of the pod is left\n", column.handler),
+            Some(failed) => text += &format!("{}: {failed}\n", column.handler),
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_has_a_row_for_each_step() {
+        let of = |handler: &str, timings: &[Timing], failed| Column {
+            handler: handler.to_owned(),
+            timings: timings.to_vec(),
+            failed,
+        };
+        let ms = Duration::from_millis;
+        let columns = [
+            of("runc-pause", &[("a", ms(1)), ("b", ms(1500))], None),
+            of("runc", &[("a", ms(20))], Some(SelftestError::Failed("no image".to_owned()))),
+        ];
+        let shown = table(&columns);
+        let lines: Vec<Vec<&str>> =
+            shown.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(lines[0], ["STEP", "runc-pause", "runc"]);
+        assert_eq!(lines[1], ["a", "1.0", "ms", "20.0", "ms"]);
+        assert_eq!(lines[2], ["b", "1500.0", "ms", "-"]);
+        assert!(shown.ends_with("runc-pause: nothing of the pod is left\nrunc: no image\n"));
+    }
+}

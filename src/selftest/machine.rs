@@ -1,0 +1,88 @@
+//! What of a pod is on the machine: read from the machine, never asked of a daemon.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Where the cgroup hierarchies are mounted.
+const CGROUPS: &str = "/sys/fs/cgroup";
+
+/// Depth of directories below a mount of cgroups that are searched: those of a pod without kubelet
+/// are near the root.
+const DEPTH: usize = 6;
+
+/// Mounts, cgroups and processes that name one of the words, and the paths that exist, one line
+/// each.
+pub(super) fn traces(words: &[String], paths: &[PathBuf]) -> BTreeSet<String> {
+    let names = |text: &str| words.iter().any(|word| text.contains(word.as_str()));
+    let mut found = BTreeSet::new();
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let mounts = mounts.lines().filter_map(|line| line.split(' ').nth(4));
+    found.extend(mounts.filter(|place| names(place)).map(|place| format!("mount {place}")));
+    cgroups(Path::new(CGROUPS), DEPTH, &names, &mut found);
+    for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let Some(pid) = name.to_str().filter(|name| name.starts_with(|c: char| c.is_ascii_digit()))
+        else {
+            continue;
+        };
+        if pid == std::process::id().to_string() {
+            continue;
+        }
+        let read = |file: &str| {
+            String::from_utf8_lossy(&fs::read(entry.path().join(file)).unwrap_or_default())
+                .replace('\0', " ")
+        };
+        let command = read("cmdline");
+        if names(&command) || names(&read("cgroup")) {
+            found.insert(format!("process {pid}: {}", command.trim()));
+        }
+    }
+    let there = paths.iter().filter(|path| path.exists());
+    found.extend(there.map(|path| format!("file {}", path.display())));
+    found
+}
+
+fn cgroups(
+    directory: &Path,
+    depth: usize,
+    names: &impl Fn(&str) -> bool,
+    found: &mut BTreeSet<String>,
+) {
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        if !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            continue;
+        }
+        if entry.file_name().to_str().is_some_and(names) {
+            found.insert(format!("cgroup {}", entry.path().display()));
+        }
+        if depth > 0 {
+            cgroups(&entry.path(), depth - 1, names, found);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn traces_are_those_of_the_words_and_paths() {
+        let dir = tempfile::tempdir().unwrap();
+        let word = dir.path().file_name().unwrap().to_str().unwrap().to_owned();
+        // The word is the name of the shell's script, which waits for the end of its input.
+        let mut child = std::process::Command::new("/bin/sh")
+            .args(["-c", "read -r _", &word])
+            .stdin(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        let child_line = format!("process {}", child.id());
+        let found = traces(&[word], &[dir.path().to_owned(), "/nowhere".into()]);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let has = |part: &str| found.iter().any(|line| line.contains(part));
+        assert!(has(&format!("file {}", dir.path().display())), "{found:?}");
+        assert!(!has("/nowhere"), "{found:?}");
+        assert!(has(&child_line) && found.len() == 2, "{found:?}");
+    }
+}
