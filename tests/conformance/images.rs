@@ -53,7 +53,11 @@ pub(crate) fn all(registry: &str, busybox: &Path) -> Result<Vec<(String, Image)>
     ] {
         add(&format!("{CRI_TOOLS}/{name}:latest"), &system.with(&[])?, shell, user)?;
     }
-    // Those with one tag differ, and those with the same name do not.
+    // Those with one tag differ, and those with the same name do not. They run until they are
+    // killed: a case starts one and removes it at once, which containerd refuses for some
+    // milliseconds after it has deleted the task of a container that ended by itself ("container is
+    // still running, to stop first").
+    let stay = ["/bin/sleep", "3600"];
     for (name, file) in [
         ("test-image-1:latest", "1"),
         ("test-image-2:latest", "2"),
@@ -66,7 +70,7 @@ pub(crate) fn all(registry: &str, busybox: &Path) -> Result<Vec<(String, Image)>
         ("test-image-tags:3", "same"),
     ] {
         let layer = system.with(&[(file, 0o644, b"")])?;
-        add(&format!("{CRI_TOOLS}/{name}"), &layer, shell, "")?;
+        add(&format!("{CRI_TOOLS}/{name}"), &layer, &stay, "")?;
     }
     Ok(images)
 }
