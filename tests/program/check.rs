@@ -166,8 +166,8 @@ fn the_cgroup_driver_is_compared_with_that_of_containerds_default_handler() {
         "{output}"
     );
     let output = other(true);
-    let differs = "FAIL  kubelet: SystemdCgroup of runtime handler \"fast\" is false, but containerd \
-        reports systemd to kubelet, by its runtime handler \"usual\"";
+    let differs = "FAIL  kubelet: SystemdCgroup of runtime handler \"fast\" is false, but \
+        containerd reports systemd to kubelet, by its runtime handler \"usual\"";
     assert!(output.contains(differs), "{output}");
 }
 
