@@ -177,10 +177,7 @@ impl Shim {
             Purpose::Unmount => self.unmounted(&key, done("failed rootfs umount")),
             Purpose::Kill(signal) => {
                 let done = done("").map_err(|e| runtime::kill_error(without_prefix(e)));
-                if done.is_ok() && signal == libc::SIGKILL {
-                    self.thaw_killed(&key);
-                }
-                done.and_then(|()| task::empty())
+                self.killed(&key, signal, done)
             }
             Purpose::ThawKilled => {
                 // Its end may have come before.
@@ -220,6 +217,13 @@ impl Shim {
             self.answer(reply, answer);
         }
         self.release(&key);
+    }
+
+    fn killed(&mut self, key: &Key, signal: i32, done: Result<(), Error>) -> Answer {
+        if done.is_ok() && signal == libc::SIGKILL {
+            self.thaw_killed(key);
+        }
+        done.and_then(|()| task::empty())
     }
 
     /// The runtime is done with a process, unless there is another command: the calls that have

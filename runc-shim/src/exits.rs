@@ -6,9 +6,9 @@
 //! number is used once it may be another's. While the runtime starts a process whose pid is not
 //! known yet, the exits of unknown children are kept: one of them may be its.
 //!
-//! A process that has ended before its pid is known may have left its number to another one. It is
-//! told from that by two facts: a process that a runtime has started is a child of this one once the
-//! runtime has ended, and it was started before the runtime wrote its pid.
+//! Another process may have the pid of one that has ended before its pid was known. Two facts
+//! distinguish them: a process that a runtime has started is a child of this one once the runtime
+//! has ended, and it was started before the runtime wrote its pid.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;

@@ -263,9 +263,9 @@ pub fn unmount_bundle(bundle: &Path) -> Result<(), Error> {
     unmount_all(&places(bundle))
 }
 
-/// Takes all mounts of a bundle out of the tree at once, whatever their file systems answer. A mount
-/// that another process is making finds no place afterwards. Each file system ends when nothing uses
-/// it any more.
+/// Takes all mounts of a bundle out of the tree at once, whatever their file systems answer. A
+/// mount that another process is making finds no place afterwards. Each file system ends when
+/// nothing uses it any more.
 pub fn detach_bundle(bundle: &Path) -> Result<(), Error> {
     for place in places(bundle) {
         for _ in 0..DETACH_TRIES {

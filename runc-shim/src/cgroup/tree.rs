@@ -1,6 +1,6 @@
 //! A cgroup and all below it, however deep they are nested: a container with a delegated cgroup may
-//! nest more of them than a path is long. Each is found from its parent by a descriptor, so that one
-//! level of depth takes 8 bytes and no more descriptors.
+//! nest more of them than a path is long. Each is found from its parent by a descriptor, so that
+//! one level of depth takes 8 bytes and no more descriptors.
 
 use std::ffi::CString;
 use std::io;
