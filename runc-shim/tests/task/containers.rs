@@ -113,6 +113,10 @@ fn what_a_failed_creation_has_left_is_removed_once_the_runtime_can_be_run() {
             assert!(!exists(&state));
         }
         eventually("its end", || (!exists(&process) && !exists(&state)).then_some(()));
+        // The runtime's command may end later.
+        eventually("its removal", || {
+            pod.delete("a", "").err().filter(|e| code(e) == Code::NOT_FOUND)
+        });
         pod.run("a", "exit 3", &Container::default());
         assert_eq!(pod.wait("a", "").unwrap(), 3);
         pod.delete("a", "").unwrap();
@@ -139,6 +143,10 @@ fn nest_cgroups(pid: u32, depth: usize) -> Vec<std::path::PathBuf> {
 
 #[test]
 fn cgroups_are_removed_however_deep_they_are_nested() {
+    if !pod::is_runc() {
+        eprintln!("skipped: the deletion of crun 1.8.1 does not end with such cgroups");
+        return;
+    }
     let mut pod = Pod::new();
     let pid = pod.run("a", "exec sleep 1000", &Container::default());
     let cgroups = nest_cgroups(pid, 1500);
