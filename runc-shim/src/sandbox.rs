@@ -10,6 +10,7 @@
 //! ```
 
 use std::fs;
+use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 
 use containerd_shim_protos::api;
@@ -200,26 +201,26 @@ impl Shim {
         task::empty()
     }
 
-    /// The answer to a call for the sandbox; `Err`: the call is for another task.
-    pub fn sandbox_call(&mut self, reply: Reply, request: Request) -> Result<Answer, Request> {
+    /// The answer to a call for the sandbox, or the call if it is for another task.
+    pub fn sandbox_call(&mut self, reply: Reply, request: Request) -> ControlFlow<Answer, Request> {
         let Some(sandbox) = &mut self.sandbox else {
             return match request {
                 // It is no container to run.
                 Request::Create(r) if r.id == self.id => {
-                    Ok(Err(Error::state("the daemon has not named the pause")))
+                    ControlFlow::Break(Err(Error::state("the daemon has not named the pause")))
                 }
-                other => Err(other),
+                other => ControlFlow::Continue(other),
             };
         };
         if task_of(&request) != Some((sandbox.pause.id.as_str(), true)) {
-            return Err(request);
+            return ControlFlow::Continue(request);
         }
         if !matches!(request, Request::Create(_))
             && let Err(e) = sandbox.created()
         {
-            return Ok(Err(e));
+            return ControlFlow::Break(Err(e));
         }
-        Ok(match request {
+        ControlFlow::Break(match request {
             Request::Create(r) => self.create_sandbox(&r),
             Request::Start(_) => self.start_sandbox(),
             Request::Delete(_) => self.delete_sandbox(),

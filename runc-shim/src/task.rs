@@ -1,5 +1,7 @@
 //! The Task service: decodes calls, and answers those that need no command of the runtime.
 
+use std::ops::ControlFlow;
+
 use containerd_shim_protos::api;
 use containerd_shim_protos::events::task as task_events;
 use containerd_shim_protos::shim::oci::ProcessDetails;
@@ -142,8 +144,8 @@ impl Shim {
 
     fn act(&mut self, reply: Reply, request: Request) -> Answer {
         let request = match self.sandbox_call(reply, request) {
-            Ok(answer) => return answer,
-            Err(request) => request,
+            ControlFlow::Break(answer) => return answer,
+            ControlFlow::Continue(request) => request,
         };
         let Some(request) = self.queue(reply, request)? else { return Ok(None) };
         match request {
