@@ -68,7 +68,7 @@ fn task(node: &Node, id: &str) -> Result<Option<(u32, String)>> {
 }
 
 /// The task runs as the pod's pause.
-async fn has_task(pod: &Pod) -> Result<()> {
+pub(crate) async fn has_task(pod: &Pod) -> Result<()> {
     let pause = pod.pause_pid().await?;
     until("a task that runs", SOON, async || {
         let task = task(pod.node(), pod.id())?;

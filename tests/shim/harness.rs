@@ -125,6 +125,13 @@ impl Harness {
         self.node.run(Handler::Ours, PodSpec::new(name).host_network()).await
     }
 
+    /// Starts the shim of a pod before its first container, with all that comes with it.
+    pub(crate) async fn bring_shim(&self, pod: &Pod) -> Result<()> {
+        self.node.sandboxer().platform(pod.id()).await?;
+        one_shim(pod).await?;
+        if self.kind == Kind::Own { crate::container_record::has_task(pod).await } else { Ok(()) }
+    }
+
     /// The program beside the sandboxer's, of [`Kind::Own`].
     pub(crate) fn own_shim(&self) -> PathBuf {
         self.dir.path().join(kit::shim::NAME)

@@ -97,8 +97,10 @@ async fn a_create_that_hangs_slows_no_other_pod(harness: Arc<Harness>) -> Result
 
 async fn a_start_that_is_refused_leaves_nothing(harness: Arc<Harness>) -> Result<()> {
     harness.order("proxy")?;
-    harness.misbehave("Start", "fail 1")?;
     let pod = harness.pod("refused").await?;
+    // The sandbox's task is started as well.
+    harness.bring_shim(&pod).await?;
+    harness.misbehave("Start", "fail 1")?;
     ensure!(pod.run(ContainerSpec::sleeping("a")).await.is_err(), "the container runs");
     pod.run(ContainerSpec::sleeping("b")).await.context("the next container")?;
     gone(&pod).await
