@@ -47,6 +47,7 @@ fn every_setting_takes_effect_from_file_and_flag() {
         shim = "containerd"
         shims = { "io.x.v2" = "/a/shim", "y.v1" = "/b" }
         shim_env = ["SCHED_CORE=1", "B=x, y=z"]
+        container_record = false
         restrict_oom_score_adj = true
         enable_unprivileged_ports = false
         enable_unprivileged_icmp = false
