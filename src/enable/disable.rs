@@ -139,12 +139,17 @@ fn verify(
 
 fn in_the_way(subject: &Subject, handlers: &[String]) -> Result<pods::Pods, StepError> {
     let config = &subject.config;
-    runtime()?.block_on(async {
+    let mut all = pods::of_daemon(config)?;
+    let of_cri = runtime()?.block_on(async {
         let cri = CriClient::new(&config.containerd_address);
         // A containerd that does not run cannot say which; the daemon or its records can.
-        let answers = cri.status().await.is_ok();
-        pods::of_handlers(config, answers.then_some(&cri), handlers).await
-    })
+        match cri.status().await {
+            Ok(_) => pods::of_cri(&cri, handlers).await,
+            Err(_) => Ok(pods::Pods::new()),
+        }
+    })?;
+    all.extend(of_cri);
+    Ok(all)
 }
 
 /// Returns when no pod needs the handlers.

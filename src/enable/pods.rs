@@ -14,36 +14,28 @@ const NAMED: usize = 10;
 /// Pods by sandbox id, as `NAMESPACE/NAME`.
 pub(super) type Pods = BTreeMap<String, String>;
 
-/// The pods of runtime handlers that CRI knows, and the sandboxes of the daemon: those of pods that
-/// the default handler got, and those that CRI has lost. Without a daemon its records count.
+/// The pods of runtime handlers that CRI knows.
 ///
 /// # Errors
-/// containerd answers, but not this; or the daemon's directory cannot be read.
-pub(super) async fn of_handlers(
-    config: &Config,
-    cri: Option<&CriClient>,
-    handlers: &[String],
-) -> Result<Pods, StepError> {
-    let mut pods = Pods::new();
-    if let Some(cri) = cri {
-        for pod in cri.pods().await? {
-            if handlers.contains(&pod.runtime_handler) {
-                let name = format!("{}/{}", pod.metadata.namespace, pod.metadata.name);
-                pods.insert(pod.id, name);
-            }
-        }
-    }
-    let config = config.clone();
-    // The client has a runtime of its own.
-    let asked = tokio::task::spawn_blocking(move || of_daemon(&config)).await;
-    let of_daemon = asked.map_err(std::io::Error::other).step("list sandboxes")??;
-    for (id, name) in of_daemon {
-        pods.entry(id).or_insert(name);
-    }
-    Ok(pods)
+/// The call failed.
+pub(super) async fn of_cri(cri: &CriClient, handlers: &[String]) -> Result<Pods, StepError> {
+    let all = cri.pods().await?.into_iter();
+    let theirs = all.filter(|pod| handlers.contains(&pod.runtime_handler));
+    Ok(theirs
+        .map(|pod| {
+            let name = format!("{}/{}", pod.metadata.namespace, pod.metadata.name);
+            (pod.id, name)
+        })
+        .collect())
 }
 
-fn of_daemon(config: &Config) -> Result<Pods, StepError> {
+/// The sandboxes of the daemon: also those of pods that the default handler got, and those that CRI
+/// has lost. Without a daemon its records count. Not for a task: the client has a runtime of its
+/// own.
+///
+/// # Errors
+/// A local step failed, or the daemon's directory cannot be read.
+pub(super) fn of_daemon(config: &Config) -> Result<Pods, StepError> {
     match Client::connect(config).and_then(|client| client.list(false)) {
         Ok(all) => {
             let named = |pod: &str, namespace: &str| match pod {
@@ -87,17 +79,17 @@ pub(super) fn shown(pods: &Pods) -> String {
 mod tests {
     use super::*;
 
-    #[tokio::test]
-    async fn records_count_where_no_daemon_answers() {
+    #[test]
+    fn records_count_where_no_daemon_answers() {
         let dir = tempfile::tempdir().unwrap();
         let config = Config {
             socket: dir.path().join("s"),
             state_dir: dir.path().to_owned(),
             ..Config::default()
         };
-        assert!(of_handlers(&config, None, &[]).await.unwrap().is_empty());
+        assert!(of_daemon(&config).unwrap().is_empty());
         std::fs::create_dir_all(dir.path().join("sandboxes/0123456789abcdef")).unwrap();
-        let pods = of_handlers(&config, None, &[]).await.unwrap();
+        let pods = of_daemon(&config).unwrap();
         assert_eq!(shown(&pods), "1 pod: a sandbox whose daemon does not answer (0123456789abc)");
     }
 

@@ -284,7 +284,7 @@ async fn selftest_runs_a_pod_of_each_handler(node: Arc<Node>) -> Result<()> {
         .await?;
         node.stop_sandboxer().await?;
         node.start_sandboxer().await?;
-        Ok(fs::remove_file(&asked)?)
+        anyhow::Ok(fs::remove_file(&asked)?)
     };
     let (said, restarted) = tokio::join!(etc.run_beside(&words), restarts);
     restarted?;
@@ -303,6 +303,7 @@ async fn selftest_runs_a_pod_of_each_handler(node: Arc<Node>) -> Result<()> {
     .await?;
     let pid = nix::unistd::Pid::from_raw(child.id().cast_signed());
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM)?;
+    #[allow(clippy::disallowed_methods, reason = "a test's own thread")]
     let output = tokio::task::spawn_blocking(move || child.wait_with_output()).await??;
     let said = String::from_utf8(output.stderr)?;
     ensure!(!output.status.success() && said.contains("stopped by SIGTERM"), "{said}");

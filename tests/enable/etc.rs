@@ -90,6 +90,7 @@ impl Etc {
     /// A command beside which the runtime has other work.
     pub(crate) async fn run_beside(&self, words: &[&str]) -> Result<Ran> {
         let mut command = self.command(words);
+        #[allow(clippy::disallowed_methods, reason = "a test's own thread")]
         let output = tokio::task::spawn_blocking(move || command.output()).await??;
         let text = String::from_utf8([output.stdout, output.stderr].concat())?;
         Ok(Ran { success: output.status.success(), text })
