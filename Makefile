@@ -2,9 +2,10 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build shim install deb package-files demo parity test test-unprivileged test-node \
-	check fmt lint doc deny machete parts unit lts releases conformance test-kubernetes fuzz \
-	fuzz-short soak test-deb test-vm bench bench-quick flame clean
+.PHONY: help build shim install deb package-files release release-check installer-image manifests \
+	demo parity test test-unprivileged test-node check fmt lint doc deny machete parts unit lts \
+	releases conformance test-kubernetes chart fuzz fuzz-short soak test-deb test-vm bench \
+	bench-quick flame clean
 
 CARGO ?= cargo
 PREFIX ?= /usr/local
@@ -20,6 +21,14 @@ MACHETE_VERSION := 0.9.2
 MACHETE := target/tools/bin/cargo-machete
 DEB_VERSION := 3.8.0
 DEB := target/tools/bin/cargo-deb
+RPM_VERSION := 0.21.1
+RPM := target/tools/bin/cargo-generate-rpm
+CYCLONEDX_VERSION := 0.5.9
+CYCLONEDX := target/tools/bin/cargo-cyclonedx
+HELM_VERSION := 3.22.0
+HELM := target/tools/bin/helm
+# Architectures of a release; the machine's own must be among them.
+ARCHES ?= amd64 arm64
 # containerd's long-term release, and the newest of the other supported ones; `debian` is Debian's
 # 2.1.
 LTS := 2.3.7
@@ -64,6 +73,33 @@ package-files:
 $(DEB):
 	$(CARGO) install --debug --locked --root target/tools --version $(DEB_VERSION) cargo-deb
 
+release: $(DEB) $(RPM) $(CYCLONEDX) ## all files of a release, in target/dist; needs root
+	ARCHES="$(ARCHES)" packaging/release/build target/dist
+
+release-check: $(DEB) $(RPM) $(CYCLONEDX) ## build the release from two clones and compare the files
+	ARCHES="$(ARCHES)" packaging/release/check
+
+installer-image: ## the installer's image, an OCI archive in target/image; needs root
+	packaging/release/programs $(ARCHES)
+	mkdir -p target/image
+	packaging/kubernetes/installer-image target/image/pause-sandboxer-installer $(ARCHES)
+
+manifests: $(HELM) ## the manifests of the kustomizations, from the Helm chart
+	packaging/kubernetes/generate $(HELM)
+
+$(RPM):
+	$(CARGO) install --debug --locked --root target/tools --version $(RPM_VERSION) \
+		cargo-generate-rpm
+
+$(CYCLONEDX):
+	$(CARGO) install --debug --locked --root target/tools --version $(CYCLONEDX_VERSION) \
+		cargo-cyclonedx
+
+$(HELM):
+	tests/kit/go-module helm.sh/helm/v3 v$(HELM_VERSION) build -ldflags \
+		"-s -w -X helm.sh/helm/v3/internal/version.version=v$(HELM_VERSION)" \
+		-o $(CURDIR)/$(HELM) ./cmd/helm
+
 # With the tests' profile: the release profile optimises the whole program, which takes longer than
 # the rest of the demo.
 demo: ## a pod from its start to its end on a real containerd; needs root
@@ -88,7 +124,7 @@ test-unprivileged: ## what any user can run; counts the tests that need root as 
 
 test-node: test-vm test-deb ## both tests on an emulated node
 
-check: fmt lint doc deny machete ## format, lints, documentation, licences, dependencies
+check: fmt lint doc deny machete chart ## format, lints, documentation, licences, manifests
 
 fmt:
 	$(CARGO) fmt --all --check
@@ -117,6 +153,10 @@ machete: $(MACHETE)
 
 $(MACHETE):
 	$(CARGO) install --debug --locked --root target/tools --version $(MACHETE_VERSION) cargo-machete
+
+# The chart renders what is committed, and other values render what Kubernetes' types accept.
+chart: $(HELM) ## check the Helm chart and the manifests of the kustomizations; needs Go
+	packaging/kubernetes/check-chart $(HELM)
 
 parts: ## fetch Debian's containerd for the tests, and packages that the machine lacks
 	tests/kit/fetch-parts

@@ -25,10 +25,6 @@ use kit::cri::api::{
     PodSandboxState,
 };
 
-/// The package, and the one that is upgraded to.
-const FIRST: &str = "pause-sandboxer_0.1.0-1_amd64.deb";
-const SECOND: &str = "pause-sandboxer_0.1.0-2_amd64.deb";
-
 const HANDLER: &str = "runc-pause";
 const DROP_IN: &str = "/etc/containerd/conf.d/pause-sandboxer.toml";
 const SERVICE: &str = "pause-sandboxer.service";
@@ -39,8 +35,19 @@ const SOON: Duration = Duration::from_secs(120);
 fn main() {
     match std::env::var("VM_BOOT").as_deref() {
         Ok("2") => after_the_reboot(),
-        _ => before_the_reboot(),
+        _ => {
+            let packages: Vec<String> = std::env::args().skip(1).collect();
+            let [first, second] = &packages[..] else {
+                panic!("usage: deb FIRST SECOND: the packages before and after the upgrade");
+            };
+            before_the_reboot(first, second);
+        }
     }
+}
+
+/// The version in a package's file name, `NAME_VERSION_ARCHITECTURE.deb`.
+fn version(package: &str) -> &str {
+    package.split('_').nth(1).unwrap_or_else(|| panic!("{package} has no version"))
 }
 
 /// Runs a line of shell as if typed, shows it and its output, and answers exit code and output.
@@ -246,7 +253,7 @@ fn main_pid() -> String {
     quiet(&format!("systemctl show --value --property MainPID {SERVICE}"))
 }
 
-fn before_the_reboot() {
+fn before_the_reboot(first_package: &str, second_package: &str) {
     let pods = Pods::new();
     pods.up();
     // What a node gets from a registry otherwise.
@@ -255,7 +262,7 @@ fn before_the_reboot() {
     let config = fs::read_to_string("/etc/containerd/config.toml").unwrap();
 
     says("Installed in a minute");
-    run(&format!("dpkg -i {FIRST}"));
+    run(&format!("dpkg -i {first_package}"));
     assert_eq!(
         fs::read_to_string("/etc/containerd/config.toml").unwrap(),
         config,
@@ -324,9 +331,14 @@ fn before_the_reboot() {
 
     says("Upgraded");
     let daemon = main_pid();
-    run(&format!("dpkg -i {SECOND}"));
+    run(&format!("dpkg -i {second_package}"));
     assert_ne!(main_pid(), daemon, "the new one runs");
-    assert!(quiet("dpkg-query -W -f '${Version}' pause-sandboxer").ends_with("-2"));
+    assert_eq!(
+        quiet("dpkg-query -W -f '${Version}' pause-sandboxer"),
+        version(second_package),
+        "upgraded from {}",
+        version(first_package)
+    );
     pods.ready("web");
     assert_eq!(pause_of("web"), pause, "the same pause");
     assert_eq!(pods.exec(&first, &["echo", "still here"]), "still here");
@@ -346,7 +358,7 @@ fn before_the_reboot() {
     assert!(Path::new(&format!("/proc/{pause}/ns")).exists(), "the pause lives on");
     assert!(!Path::new("/usr/bin/pause-sandboxer").exists());
     assert!(Path::new(DROP_IN).exists(), "a removal keeps what was configured");
-    run(&format!("dpkg -i {SECOND}"));
+    run(&format!("dpkg -i {second_package}"));
     assert_eq!(pause_of("web"), pause);
     pods.ready("web");
     pods.remove("plain", &plain);

@@ -1,6 +1,7 @@
-//! The DaemonSets that install and remove the sandboxer. Their image holds what the Dockerfile puts
-//! into it, on this machine's programs in place of its base image. The node has no systemd: what
-//! the script asks of `systemctl` is answered here.
+//! The DaemonSets that install and remove the sandboxer. Their image holds what
+//! `packaging/kubernetes/installer-image` puts into it, with this machine's programs in place of
+//! Debian's packages. The node has no systemd: what the script asks of `systemctl` is answered
+//! here.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -27,22 +28,23 @@ const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 const NAME: &str =
     concat!("registry.example/pause-sandboxer-installer:", env!("CARGO_PKG_VERSION"));
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-/// What the script runs, of the base image's and of the packages that the Dockerfile adds.
-const PROGRAMS: [&str; 22] = [
-    "awk", "cat", "cmp", "cp", "curl", "dirname", "find", "grep", "install", "mkdir", "mktemp",
-    "mv", "nsenter", "rm", "sed", "sh", "sleep", "tail", "true", "umount", "id", "env",
+/// What the scripts run, of the packages that the image has.
+const PROGRAMS: [&str; 23] = [
+    "awk", "cat", "cmp", "cp", "curl", "dirname", "find", "grep", "head", "install", "mkdir",
+    "mktemp", "mv", "nsenter", "rm", "sed", "sh", "sleep", "tail", "true", "umount", "id", "env",
 ];
 /// What is placed on the node.
-const PLACED: [&str; 4] = [
+const PLACED: [&str; 5] = [
     "/usr/local/bin/pause-sandboxer",
     "/etc/systemd/system/pause-sandboxer.service",
     "/etc/systemd/system/pause-sandboxer.socket",
     "/etc/containerd/conf.d/pause-sandboxer.toml",
+    "/usr/local/bin/pause-sandboxer-runc-shim",
 ];
 const CONFIG: &str = "/etc/containerd/config.toml";
 const IMPORTS: &str = "imports = [\"/etc/containerd/conf.d/*.toml\"]\n";
 
-/// The image of the Dockerfile.
+/// The installer's image.
 fn image() -> Result<Image> {
     let mut layer = Layer::new(Vec::new());
     for directory in ["usr/", "usr/bin/", "usr/lib/", "usr/lib64/", "usr/local/", "dist/", "host/"]
@@ -74,16 +76,21 @@ fn image() -> Result<Image> {
             &fs::read(&library).with_context(|| library.clone())?,
         )?;
     }
+    let sandboxer = env!("CARGO_BIN_EXE_pause-sandboxer");
+    kit::shim::prepare(Path::new(sandboxer))?;
+    let shim = Path::new(sandboxer).with_file_name(kit::shim::NAME);
     for (path, mode, from) in [
-        ("dist/pause-sandboxer", 0o755, env!("CARGO_BIN_EXE_pause-sandboxer").to_owned()),
+        ("dist/pause-sandboxer", 0o755, sandboxer.to_owned()),
+        ("dist/pause-sandboxer-runc-shim", 0o755, shim.display().to_string()),
         ("dist/pause-sandboxer.service", 0o644, in_packaging("systemd/pause-sandboxer.service")),
         ("dist/pause-sandboxer.socket", 0o644, in_packaging("systemd/pause-sandboxer.socket")),
         ("dist/pause-sandboxer.toml", 0o644, in_packaging("containerd/pause-sandboxer.toml")),
         ("usr/local/bin/install.sh", 0o755, in_packaging("kubernetes/install.sh")),
+        ("usr/local/bin/rollout.sh", 0o755, in_packaging("kubernetes/rollout.sh")),
     ] {
         layer.file(path, mode, &fs::read(&from).context(from)?)?;
     }
-    Image::with_path(NAME, &layer.finish()?, &["install.sh"], "", PATH)
+    Image::with_path(NAME, &layer.finish()?, &["rollout.sh"], "", PATH)
 }
 
 fn in_packaging(file: &str) -> String {
@@ -224,6 +231,9 @@ fn from_installation_to_removal(sides: &[Side; 2], systemctl: &Systemctl) -> Res
         Ok(())
     })?;
     facts.add("label", "true");
+    let lease = ["get", "lease", "-n", "kube-system", "--ignore-not-found", "-o", "name"];
+    let lease = cluster.kubectl(&[&lease[..], &["pause-sandboxer-rollout"]].concat())?;
+    facts.expect("lease after the rollout", lease.trim(), "")?;
     for path in PLACED {
         ensure!(Path::new(path).exists(), "{path} is not there");
     }
@@ -245,6 +255,7 @@ fn from_installation_to_removal(sides: &[Side; 2], systemctl: &Systemctl) -> Res
         ensure!(logs.contains("install.sh: done"), "{logs}");
         Ok(())
     })?;
+    cluster.kubectl(&rolled).with_context(|| logs(cluster))?;
     let left: Vec<&str> = PLACED.into_iter().filter(|path| Path::new(path).exists()).collect();
     facts.expect("left", left.join(" "), "")?;
     facts

@@ -33,7 +33,7 @@ fn every_packaged_file_exists() {
                 assert!(file("packaging/debian/generate").contains(">config.toml\n"))
             }
             Some(shim @ own::NAME) => {
-                assert!(file("packaging/debian/generate").contains(&format!("/{shim}\" \"$2/\"")));
+                assert!(file("packaging/debian/generate").contains(&format!(" \"$2/{shim}\"\n")));
                 // The daemon looks for it beside its own program.
                 assert_eq!(target, "usr/bin/");
             }

@@ -1,14 +1,16 @@
 //! The manifests and the pages about them: every name leads somewhere.
 
-use std::collections::BTreeSet;
 use std::path::Path;
 
 use serde::Deserialize as _;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::file;
 
 pub(super) const DIR: &str = "packaging/kubernetes";
+
+const IMAGE: &str =
+    concat!("registry.example/pause-sandboxer-installer:", env!("CARGO_PKG_VERSION"));
 
 /// The documents of a manifest.
 fn documents(path: &str) -> Vec<Value> {
@@ -57,7 +59,7 @@ fn the_runtime_class_names_the_handler_and_the_label() {
 
 #[test]
 fn kustomizations_name_existing_files() {
-    for dir in ["", "installer/", "uninstaller/"] {
+    for dir in ["", "installer/", "uninstaller/", "rbac/"] {
         let kustomization = one(&format!("{dir}kustomization.yaml"));
         for resource in kustomization["resources"].as_array().unwrap() {
             let path = Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -72,70 +74,86 @@ fn kustomizations_name_existing_files() {
 
 #[test]
 fn the_parts_of_the_installer_fit_together() {
-    let set = one("installer/daemonset.yaml");
-    let (name, spec) = (&set["metadata"]["name"], &set["spec"]["template"]["spec"]);
+    let (rbac, script) = (documents("rbac/rbac.yaml"), file(&format!("{DIR}/rollout.sh")));
+    for dir in ["installer", "uninstaller"] {
+        let set = one(&format!("{dir}/daemonset.yaml"));
+        let spec = &set["spec"]["template"]["spec"];
+        assert_eq!(set["metadata"]["name"], "pause-sandboxer-installer", "one replaces the other");
+        assert_eq!(
+            set["spec"]["selector"]["matchLabels"],
+            set["spec"]["template"]["metadata"]["labels"]
+        );
+        let container = &spec["containers"][0];
+        assert_eq!(container["image"], IMAGE);
+        assert_eq!(
+            (&spec["hostPID"], &container["securityContext"]["privileged"]),
+            (&true.into(), &true.into())
+        );
+        assert_eq!(container["volumeMounts"][0]["name"], spec["volumes"][0]["name"]);
+        let command = container["args"][0].as_str().unwrap();
+        assert!(script.contains(&format!("\n{command})\n")), "rollout.sh has no {command}");
+        assert_eq!(container["readinessProbe"]["exec"]["command"][0], "rollout.sh");
+        let account = &spec["serviceAccountName"];
+        let of_account = |kind: &str, pointer: &str| {
+            rbac.iter().any(|of| of["kind"] == kind && of.pointer(pointer) == Some(account))
+        };
+        assert!(of_account("ServiceAccount", "/metadata/name"));
+        assert!(of_account("ClusterRoleBinding", "/subjects/0/name"));
+        assert!(of_account("RoleBinding", "/subjects/0/name"));
+    }
+}
+
+/// What the scripts ask of the API server, and nothing else.
+#[test]
+fn the_account_may_do_what_the_scripts_do() {
+    let rbac = documents("rbac/rbac.yaml");
+    let rules = |kind: &str| {
+        let role = rbac.iter().find(|of| of["kind"] == kind).unwrap();
+        role["rules"].as_array().unwrap().clone()
+    };
     assert_eq!(
-        set["spec"]["selector"]["matchLabels"],
-        set["spec"]["template"]["metadata"]["labels"]
+        rules("ClusterRole"),
+        [json!({ "apiGroups": [""], "resources": ["nodes"], "verbs": ["patch"] })]
     );
-    let container = &spec["containers"][0];
-    let images = one("installer/kustomization.yaml");
-    assert_eq!(container["image"], images["images"][0]["name"]);
-    assert_eq!(images["images"][0]["newTag"], env!("CARGO_PKG_VERSION"));
+    let group = json!(["coordination.k8s.io"]);
+    let leases = json!(["leases"]);
+    let name = env_of("installer", "LEASE").unwrap()["value"].clone();
     assert_eq!(
-        (&spec["hostPID"], &container["securityContext"]["privileged"]),
-        (&true.into(), &true.into())
+        rules("Role"),
+        [
+            json!({ "apiGroups": group, "resources": leases, "verbs": ["create"] }),
+            json!({ "apiGroups": group, "resources": leases, "resourceNames": [name],
+                "verbs": ["get", "delete"] }),
+        ]
     );
-    assert_eq!(container["volumeMounts"][0]["name"], spec["volumes"][0]["name"]);
-    // The account that it runs as is made, and may do what the script does.
-    let rbac = documents("installer/rbac.yaml");
-    let account = &spec["serviceAccountName"];
-    assert!(
-        rbac.iter().any(|of| of["kind"] == "ServiceAccount" && of["metadata"]["name"] == *account)
-    );
-    assert!(
-        rbac.iter()
-            .any(|of| of["kind"] == "ClusterRoleBinding" && of["subjects"][0]["name"] == *account)
-    );
-    assert!(
-        rbac.iter()
-            .any(|of| of["kind"] == "ClusterRole" && of["rules"][0]["resources"][0] == "nodes")
-    );
-    // What the patch of the uninstaller replaces is there.
-    let patch = &one("uninstaller/kustomization.yaml")["patches"][0];
-    assert_eq!(patch["target"]["name"], *name);
-    let operations: Vec<Value> = serde_yaml_ng::from_str(patch["patch"].as_str().unwrap()).unwrap();
-    for operation in operations {
-        let path = operation["path"].as_str().unwrap();
-        assert!(set.pointer(path).is_some(), "{path}");
+    assert!(env_of("uninstaller", "LEASE").is_none(), "a node whose pods stay holds up no other");
+}
+
+/// A variable of the container of `dir`.
+fn env_of(dir: &str, name: &str) -> Option<Value> {
+    let set = one(&format!("{dir}/daemonset.yaml"));
+    let env = set.pointer("/spec/template/spec/containers/0/env").unwrap().as_array().unwrap();
+    env.iter().find(|variable| variable["name"] == name).cloned()
+}
+
+/// A variable that a script needs and the pod does not set would end it, or change what it does.
+#[test]
+fn the_pod_sets_the_variables_of_the_rollout() {
+    let script = file(&format!("{DIR}/rollout.sh"));
+    for name in ["LEASE", "NAMESPACE", "POD_NAME", "POD_UID", "NODE_NAME"] {
+        assert!(script.contains(&format!("${name}")) || script.contains(&format!("${{{name}-}}")));
+        assert!(env_of("installer", name).is_some(), "{name}");
     }
 }
 
 #[test]
-fn the_image_holds_what_the_script_installs() {
-    let (image, script) = (file(&format!("{DIR}/Dockerfile")), file(&format!("{DIR}/install.sh")));
-    let copied: BTreeSet<&str> = image
-        .lines()
-        .filter_map(|line| line.strip_prefix("COPY "))
-        .flat_map(|line| line.split(' ').rev().skip(1))
-        .inspect(|source| {
-            let built = source.starts_with("target/");
-            assert!(
-                built || Path::new(env!("CARGO_MANIFEST_DIR")).join(source).is_file(),
-                "{source}"
-            );
-        })
-        .map(|source| source.rsplit('/').next().unwrap())
-        .collect();
-    for name in [
-        "pause-sandboxer",
-        "pause-sandboxer-runc-shim",
-        "pause-sandboxer.service",
-        "pause-sandboxer.socket",
-        "pause-sandboxer.toml",
-        "install.sh",
-    ] {
-        assert!(copied.contains(name) && script.contains(name), "{name}");
+fn a_node_that_fails_stops_an_update_and_one_whose_pods_stay_no_removal() {
+    for (dir, unavailable) in [("installer", json!(1)), ("uninstaller", json!("100%"))] {
+        let set = one(&format!("{dir}/daemonset.yaml"));
+        let strategy = &set["spec"]["updateStrategy"];
+        assert_eq!(strategy["type"], "RollingUpdate");
+        assert_eq!(strategy["rollingUpdate"]["maxUnavailable"], unavailable);
+        assert!(set["spec"]["minReadySeconds"].as_u64().unwrap() > 0);
     }
 }
 

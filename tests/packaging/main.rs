@@ -12,6 +12,8 @@ mod debian;
 mod installer;
 mod kubernetes;
 mod prometheus;
+mod release;
+mod rollout;
 
 /// The text of a file of the repository.
 fn file(path: &str) -> String {

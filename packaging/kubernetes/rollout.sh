@@ -1,0 +1,110 @@
+#!/bin/sh
+# Runs install.sh on the nodes of a cluster, on one node after the other. The DaemonSets of
+# installer/ and uninstaller/ run this script.
+#
+# usage: rollout.sh install | uninstall | ready
+#
+# install     waits for the Lease, runs `install.sh install`, gives the Lease back, and sleeps
+# uninstall   runs `install.sh uninstall`, and sleeps
+# ready       succeeds if the command is done on this node; after an installation the node's
+#             sandboxer must answer too
+#
+# The Lease exists while a node is changed. A node on which the installation fails keeps it, so that
+# all other nodes stay as they are, until the installation succeeds there or an operator deletes the
+# Lease. Its owner is the pod that made it: Kubernetes deletes it with the pod, or with the node.
+#
+# LEASE is the name of the Lease: without it the script does not wait for other nodes. NAMESPACE,
+# POD_NAME, POD_UID and NODE_NAME come from the pod. EVERY is the polling interval in seconds.
+set -eu
+
+command=${1-}
+lease=${LEASE-}
+every=${EVERY:-10}
+# In the container: a container that is restarted begins again.
+finished=${FINISHED:-/run/rollout.finished}
+account=${ACCOUNT:-/var/run/secrets/kubernetes.io/serviceaccount}
+answer=$(mktemp)
+waiting=
+trap 'rm -f "$answer"; [ -z "$waiting" ] || kill "$waiting" 2>/dev/null || :' EXIT
+trap 'exit 143' TERM
+
+say() { echo "rollout.sh: $*"; }
+# Runs a command that is interrupted when the pod is deleted.
+interruptible() {
+    "$@" &
+    waiting=$!
+    wait "$waiting"
+    waiting=
+}
+
+# ask METHOD PATH [DATA]: a request to the API server about Leases. Prints the status code, 000
+# without an answer, which is in $answer.
+ask() {
+    : >"$answer"
+    api=https://$KUBERNETES_SERVICE_HOST:${KUBERNETES_SERVICE_PORT-443}
+    curl --silent --show-error --max-time 30 --cacert "$account/ca.crt" \
+        -H "Authorization: Bearer $(cat "$account/token")" -H 'Content-Type: application/json' \
+        -X "$1" ${3:+--data "$3"} --output "$answer" --write-out '%{http_code}' \
+        "$api/apis/coordination.k8s.io/v1/namespaces/$NAMESPACE/leases$2" || :
+}
+
+# Waits until this pod has the Lease.
+take_lease() {
+    owner="{\"apiVersion\":\"v1\",\"kind\":\"Pod\",\"name\":\"$POD_NAME\",\"uid\":\"$POD_UID\"}"
+    object="{\"apiVersion\":\"coordination.k8s.io/v1\",\"kind\":\"Lease\",\"metadata\":{\
+\"name\":\"$lease\",\"ownerReferences\":[$owner]},\"spec\":{\"holderIdentity\":\"$NODE_NAME\"}}"
+    while :; do
+        code=$(ask POST '' "$object")
+        case $code in
+        201) return 0 ;;
+        409)
+            code=$(ask GET "/$lease")
+            # Of an earlier container of this pod.
+            ! grep -q "\"$POD_UID\"" "$answer" || [ "$code" != 200 ] || return 0
+            holder=$(sed -n 's/.*"holderIdentity": *"\([^"]*\)".*/\1/p' "$answer")
+            [ "$code" = 404 ] || say "waiting for node ${holder:-unknown}, which has Lease $lease"
+            ;;
+        *) say "cannot create Lease $lease: status $code: $(head -c 500 "$answer")" ;;
+        esac
+        interruptible sleep "$every"
+    done
+}
+
+give_lease_back() {
+    while code=$(ask DELETE "/$lease"); [ "$code" != 200 ] && [ "$code" != 404 ]; do
+        say "cannot delete Lease $lease: status $code: $(head -c 500 "$answer")"
+        interruptible sleep "$every"
+    done
+}
+
+case $command in
+install)
+    rm -f "$finished"
+    [ -z "$lease" ] || take_lease
+    # A failure ends the script here. The container starts again, and the pod still has the Lease.
+    # Not interrupted: it has the pod's grace period to complete.
+    ONCE=1 install.sh install
+    [ -z "$lease" ] || give_lease_back
+    echo install >"$finished"
+    ;;
+uninstall)
+    rm -f "$finished"
+    export ONCE=1
+    interruptible install.sh uninstall
+    echo uninstall >"$finished"
+    ;;
+ready)
+    case $(cat "$finished" 2>/dev/null) in
+    install) install.sh ready ;;
+    uninstall) ;;
+    *) exit 1 ;;
+    esac
+    exit 0
+    ;;
+*)
+    sed -n 's/^# usage: /usage: /p' "$0" >&2
+    exit 2
+    ;;
+esac
+[ -z "${ROLLOUT_ONCE-}" ] || exit 0
+while :; do interruptible sleep 3600; done

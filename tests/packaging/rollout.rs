@@ -1,0 +1,202 @@
+//! The script that runs the installation on one node after the other, with an API server and an
+//! `install.sh` of the test.
+
+use std::fs;
+use std::io::{BufRead as _, BufReader};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use super::kubernetes::DIR;
+
+/// Creates, shows and deletes the one Lease; where there is the file `refuses`, answers 500.
+const CURL: &str = r#"#!/bin/sh
+while [ $# -gt 0 ]; do
+    case $1 in
+    -X) method=$2 ;;
+    --data) data=$2 ;;
+    --output) output=$2 ;;
+    esac
+    last=$1
+    shift
+done
+leases=https://api:443/apis/coordination.k8s.io/v1/namespaces/system/leases
+case "$method $last" in
+"POST $leases" | "GET $leases/rollout" | "DELETE $leases/rollout") ;;
+*) exit 9 ;;
+esac
+cd "$CLUSTER"
+if [ -e refuses ]; then
+    echo refused >"$output"
+    printf 500
+    exit 0
+fi
+case $method in
+POST) (set -C; echo "$data" >lease) 2>/dev/null && printf 201 || printf 409 ;;
+GET) cat lease >"$output" 2>/dev/null && printf 200 || printf 404 ;;
+DELETE) rm lease 2>/dev/null && printf 200 || printf 404 ;;
+esac
+"#;
+
+/// Notes what runs; fails on the node that the file `fails` names, and where two run at once.
+const INSTALL: &str = r#"#!/bin/sh
+cd "$CLUSTER"
+[ "$1" != ready ] || exit 0
+[ "$ONCE" = 1 ] || exit 8
+mkdir busy || { echo overlap >>journal; exit 7; }
+echo "$1 $NODE_NAME" >>journal
+sleep 0.2
+rmdir busy
+[ "$NODE_NAME" != "$(cat fails)" ]
+"#;
+
+struct Cluster(tempfile::TempDir);
+
+impl Cluster {
+    fn new() -> Self {
+        let cluster = Self(tempfile::tempdir().unwrap());
+        fs::create_dir(cluster.path("bin")).unwrap();
+        for (name, text) in [("curl", CURL), ("install.sh", INSTALL)] {
+            let path = cluster.path("bin").join(name);
+            fs::write(&path, text).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        for (name, text) in [("token", "secret"), ("fails", "none"), ("journal", "")] {
+            fs::write(cluster.path(name), text).unwrap();
+        }
+        cluster
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn command(&self, node: &str, word: &str) -> Command {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join(DIR).join("rollout.sh");
+        let path = std::env::var("PATH").unwrap();
+        let mut command = Command::new(script);
+        command
+            .arg(word)
+            .env("CLUSTER", self.0.path())
+            .env("ACCOUNT", self.0.path())
+            .env("PATH", format!("{}:{path}", self.path("bin").display()))
+            .env("KUBERNETES_SERVICE_HOST", "api")
+            .env("KUBERNETES_SERVICE_PORT", "443")
+            .env("NAMESPACE", "system")
+            .env("POD_NAME", format!("installer-{node}"))
+            .env("POD_UID", format!("uid-{node}"))
+            .env("NODE_NAME", node)
+            .env("FINISHED", self.path(&format!("finished-{node}")))
+            .env("ROLLOUT_ONCE", "1")
+            .env("EVERY", "0.05");
+        if word == "install" {
+            command.env("LEASE", "rollout");
+        }
+        command
+    }
+
+    fn succeeds(&self, node: &str, word: &str) -> bool {
+        self.command(node, word).output().unwrap().status.success()
+    }
+
+    /// Starts an installation, and returns when its output contains `why`.
+    fn waiting(&self, node: &str, why: &str) -> Child {
+        let mut child = self.command(node, "install").stdout(Stdio::piped()).spawn().unwrap();
+        let lines = BufReader::new(child.stdout.as_mut().unwrap()).lines().map(Result::unwrap);
+        let seen: Vec<String> = lines.take(1).collect();
+        assert!(seen[0].contains(why), "{seen:?}");
+        child
+    }
+
+    fn journal(&self) -> String {
+        fs::read_to_string(self.path("journal")).unwrap()
+    }
+
+    fn lease(&self) -> Option<serde_json::Value> {
+        let text = fs::read_to_string(self.path("lease")).ok()?;
+        Some(serde_json::from_str(&text).unwrap())
+    }
+}
+
+/// An installation that waited succeeds.
+fn ends(mut child: Child) {
+    // Output without a reader must not block it.
+    drop(child.stdout.take().map(|mut said| std::io::copy(&mut said, &mut std::io::sink())));
+    assert!(child.wait().unwrap().success());
+}
+
+#[test]
+fn nodes_are_changed_one_after_the_other() {
+    let cluster = Cluster::new();
+    let nodes = ["a", "b", "c", "d"];
+    let running: Vec<Child> = nodes
+        .map(|node| cluster.command(node, "install").stdout(Stdio::null()).spawn().unwrap())
+        .into();
+    for mut child in running {
+        assert!(child.wait().unwrap().success());
+    }
+    let journal = cluster.journal();
+    let mut lines: Vec<&str> = journal.lines().collect();
+    lines.sort_unstable();
+    assert_eq!(lines, nodes.map(|node| format!("install {node}")), "{journal}");
+    assert_eq!(cluster.lease(), None);
+    assert!(nodes.iter().all(|node| cluster.succeeds(node, "ready")));
+}
+
+#[test]
+fn a_failed_installation_stops_the_others_until_it_succeeds() {
+    let cluster = Cluster::new();
+    fs::write(cluster.path("fails"), "a").unwrap();
+    assert!(!cluster.succeeds("a", "install"));
+    let lease = cluster.lease().expect("the node keeps it");
+    assert_eq!(lease["spec"]["holderIdentity"], "a");
+    // Kubernetes deletes it with this pod.
+    assert_eq!(lease["metadata"]["ownerReferences"][0]["uid"], "uid-a");
+    assert!(!cluster.succeeds("a", "ready"), "an unavailable pod stops the DaemonSet's update");
+    let b = cluster.waiting("b", "waiting for node a, which has Lease rollout");
+    // Its container is restarted.
+    assert!(!cluster.succeeds("a", "install"));
+    assert!(!cluster.journal().contains("install b"), "{}", cluster.journal());
+    fs::write(cluster.path("fails"), "none").unwrap();
+    assert!(cluster.succeeds("a", "install"));
+    ends(b);
+    assert_eq!(cluster.journal(), "install a\ninstall a\ninstall a\ninstall b\n");
+    assert_eq!(cluster.lease(), None);
+}
+
+/// By hand, or by Kubernetes with the pod that owns it.
+#[test]
+fn the_others_continue_when_the_lease_of_a_failed_node_is_deleted() {
+    let cluster = Cluster::new();
+    fs::write(cluster.path("fails"), "a").unwrap();
+    assert!(!cluster.succeeds("a", "install"));
+    let b = cluster.waiting("b", "waiting for node a");
+    fs::remove_file(cluster.path("lease")).unwrap();
+    ends(b);
+    assert_eq!(cluster.journal(), "install a\ninstall b\n");
+}
+
+#[test]
+fn nothing_is_installed_while_the_api_server_does_not_answer() {
+    let cluster = Cluster::new();
+    fs::write(cluster.path("refuses"), "").unwrap();
+    let a = cluster.waiting("a", "cannot create Lease rollout: status 500: refused");
+    assert_eq!(cluster.journal(), "");
+    fs::remove_file(cluster.path("refuses")).unwrap();
+    ends(a);
+    assert_eq!(cluster.journal(), "install a\n");
+}
+
+#[test]
+fn a_removal_is_ready_when_it_is_done_and_takes_no_lease() {
+    let cluster = Cluster::new();
+    fs::write(cluster.path("lease"), "{}").unwrap();
+    assert!(!cluster.succeeds("a", "ready"));
+    fs::write(cluster.path("fails"), "a").unwrap();
+    assert!(!cluster.succeeds("a", "uninstall"));
+    assert!(!cluster.succeeds("a", "ready"));
+    fs::write(cluster.path("fails"), "none").unwrap();
+    assert!(cluster.succeeds("a", "uninstall"));
+    assert!(cluster.succeeds("a", "ready"));
+    assert!(cluster.lease().is_some());
+}
