@@ -106,14 +106,14 @@ demo: ## a pod from its start to its end on a real containerd; needs root
 	@echo "demo 1/3: fetching containerd and the packages that the machine lacks"
 	tests/kit/fetch-parts
 	@echo "demo 2/3: compiling, the first time 2 to 3 minutes on 2 cores"
-	$(CARGO) build --locked --bin pause-sandboxer --example demo
+	$(CARGO) build --locked -p pause-sandboxer -p $(SHIM) --bins --example demo
 	@echo "demo 3/3: running pods, 10 s"
 	target/debug/examples/demo target/debug/pause-sandboxer
 
 parity: parts ## compare each field of pods with containerd's built-in controller; needs root
 	$(CARGO) test --locked --test parity
 
-test: parts check unit releases fuzz-short ## lints and all tests of this machine; needs root
+test: parts check unit demo releases fuzz-short ## lints and all tests of this machine; needs root
 
 # The kit's skip_without_root() lists the tests that are skipped.
 test-unprivileged: ## what any user can run; counts the tests that need root as skipped
