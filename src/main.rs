@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use pause_sandboxer::check::{self, Level};
 use pause_sandboxer::cli::{
-    self, Command, ConfigCommand, DOWN, Format, SettingsSource, WARNED, table,
+    self, Command, ConfigCommand, DOWN, Format, SettingsSource, WARNED, table, watch::Watch,
 };
 use pause_sandboxer::client::{self, Client};
 use pause_sandboxer::config::{self, Config};
@@ -18,6 +18,9 @@ use pause_sandboxer::oci_image;
 use pause_sandboxer::selftest::{self, Selftest};
 
 mod daemon;
+
+/// Between two looks of `list --watch`.
+const WATCH_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Why a command failed: the reason, and the exit status.
 struct CommandFailure {
@@ -65,7 +68,8 @@ fn main() -> ExitCode {
 fn run(command: Command) -> Result<ExitCode, CommandFailure> {
     match command {
         Command::Serve(settings) => daemon::serve(&settings.load()?, &settings)?,
-        Command::List { output, settings } => {
+        Command::List { watch: true, settings, .. } => watch(&settings)?,
+        Command::List { output, settings, .. } => {
             let all = Client::connect(&settings.load()?)?.list(true)?;
             print(&match output {
                 Format::Json => pretty(&table::list_json(&all)),
@@ -169,6 +173,16 @@ fn selftest(options: &cli::SelftestOptions) -> Result<(), CommandFailure> {
     };
     let table = selftest::run(&wanted, &mut say).map_err(|e| e.to_string())?;
     Ok(print(&table)?)
+}
+
+/// Prints each change of the list, until interrupted.
+fn watch(settings: &SettingsSource) -> Result<(), CommandFailure> {
+    let client = Client::connect(&settings.load()?)?;
+    let mut watch = Watch::default();
+    loop {
+        print(&watch.next(&client.list(true)?, SystemTime::now()))?;
+        std::thread::sleep(WATCH_INTERVAL);
+    }
 }
 
 /// Shows the resource usage of the pods, until interrupted or once.

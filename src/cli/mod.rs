@@ -11,6 +11,7 @@ use crate::config::{self, Config, SETTINGS, Setting};
 use crate::enable;
 
 pub mod table;
+pub mod watch;
 
 /// Exit status: no daemon answers.
 pub const DOWN: u8 = 3;
@@ -45,6 +46,10 @@ pub enum Command {
         /// Output format
         #[arg(short, long, default_value = "text")]
         output: Format,
+        /// After the list, print a line for each sandbox whose state or pid changes, until
+        /// interrupted
+        #[arg(short, long, conflicts_with = "output")]
+        watch: bool,
         /// Where the daemon is.
         #[command(flatten)]
         settings: SettingsSource,

@@ -11,26 +11,35 @@ use crate::time::{rfc3339, span};
 /// As many characters of an id as crictl shows.
 const SHORT: usize = 13;
 
+/// Columns of the list.
+pub(super) const COLUMNS: usize = 8;
+
+/// A line of the list.
+pub(super) type Row = [String; COLUMNS];
+
+/// The first line of the list.
+pub(super) const HEADING: [&str; COLUMNS] =
+    ["SANDBOX", "POD", "NAMESPACE", "STATE", "PID", "AGE", "DRIVER", "MEMORY"];
+
 /// The list of sandboxes.
 pub fn list(sandboxes: &[Sandbox], now: SystemTime) -> String {
-    let mut rows = vec![
-        ["SANDBOX", "POD", "NAMESPACE", "STATE", "PID", "AGE", "DRIVER", "MEMORY"]
-            .map(str::to_owned),
-    ];
-    for of in sandboxes {
-        let age = created(of).map(|at| span(now.duration_since(at).unwrap_or_default()));
-        rows.push([
-            short(&of.id),
-            or_dash(&of.pod),
-            or_dash(&of.namespace),
-            state(of),
-            if of.pid == 0 { dash() } else { of.pid.to_string() },
-            age.unwrap_or_else(dash),
-            or_dash(&of.driver),
-            of.usage.as_ref().map_or_else(dash, |usage| bytes(usage.memory)),
-        ]);
-    }
-    aligned(&rows)
+    let rows = sandboxes.iter().map(|of| row(of, now));
+    aligned(&Vec::from_iter([HEADING.map(str::to_owned)].into_iter().chain(rows)))
+}
+
+/// The line of one sandbox.
+pub(super) fn row(of: &Sandbox, now: SystemTime) -> Row {
+    let age = created(of).map(|at| span(now.duration_since(at).unwrap_or_default()));
+    [
+        short(&of.id),
+        or_dash(&of.pod),
+        or_dash(&of.namespace),
+        state(of),
+        if of.pid == 0 { dash() } else { of.pid.to_string() },
+        age.unwrap_or_else(dash),
+        or_dash(&of.driver),
+        of.usage.as_ref().map_or_else(dash, |usage| bytes(usage.memory)),
+    ]
 }
 
 /// The list as JSON, with whole ids.
@@ -45,6 +54,7 @@ pub fn list_json(sandboxes: &[Sandbox]) -> Value {
                 "memory_bytes": usage.memory, "cpu_microseconds": usage.cpu_usec,
                 "tasks": usage.tasks,
             })),
+            "shim_memory_bytes": of.shim_memory,
         })
     };
     sandboxes.iter().map(one).collect()
@@ -59,10 +69,11 @@ impl Stats {
     /// time.
     pub fn next(&mut self, sandboxes: &[Sandbox], now: SystemTime) -> String {
         let mut rows = vec![
-            ["POD", "NAMESPACE", "STATE", "CPU", "CPU TIME", "MEMORY", "TASKS"].map(str::to_owned),
+            ["POD", "NAMESPACE", "STATE", "CPU", "CPU TIME", "MEMORY", "TASKS", "SHIM"]
+                .map(str::to_owned),
         ];
         let mut seen = HashMap::new();
-        let (mut memory, mut tasks) = (0, 0);
+        let (mut memory, mut tasks, mut shims) = (0, 0, 0);
         for of in sandboxes {
             let usage = of.usage.as_ref();
             let number = |of: fn(&Usage) -> String| usage.map_or_else(dash, of);
@@ -87,14 +98,17 @@ impl Stats {
                 number(|usage| format!("{:.1}s", usage.cpu_usec as f64 / 1e6)),
                 number(|usage| bytes(usage.memory)),
                 number(|usage| usage.tasks.to_string()),
+                of.shim_memory.map_or_else(dash, bytes),
             ]);
+            shims += of.shim_memory.unwrap_or_default();
         }
         self.0 = seen;
         let ready = sandboxes.iter().filter(|of| of.state == "ready").count();
         format!(
-            "sandboxes: {}, ready: {ready}; memory: {}, tasks: {tasks}\n{}",
+            "sandboxes: {}, ready: {ready}; memory: {}, tasks: {tasks}, shims: {}\n{}",
             sandboxes.len(),
             bytes(memory),
+            bytes(shims),
             aligned(&rows)
         )
     }
@@ -172,7 +186,7 @@ fn created(of: &Sandbox) -> Option<SystemTime> {
 }
 
 /// The state, with what is wrong about it.
-fn state(of: &Sandbox) -> String {
+pub(super) fn state(of: &Sandbox) -> String {
     match of.failed_cleanups {
         0 => or_dash(&of.state),
         failed => format!("{} (cleanup failed {failed}x)", of.state),
@@ -183,7 +197,7 @@ fn short(id: &str) -> String {
     shown(id.char_indices().nth(SHORT).map_or(id, |(end, _)| &id[..end]))
 }
 
-fn dash() -> String {
+pub(super) fn dash() -> String {
     "-".to_owned()
 }
 
@@ -209,14 +223,23 @@ pub fn bytes(bytes: u64) -> String {
 
 /// Rows below each other, columns two blanks apart.
 fn aligned<const N: usize>(rows: &[[String; N]]) -> String {
-    let width = |column: usize| {
-        rows.iter().map(|row| row[column].chars().count()).max().unwrap_or_default()
-    };
-    let widths: [usize; N] = std::array::from_fn(width);
+    aligned_at_least(rows, &mut [0; N])
+}
+
+/// The same, with columns of at least these widths, which grow with the rows.
+pub(super) fn aligned_at_least<const N: usize>(
+    rows: &[[String; N]],
+    widths: &mut [usize; N],
+) -> String {
+    for row in rows {
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = cell.chars().count().max(*width);
+        }
+    }
     let mut text = String::new();
     for row in rows {
         let cells: String =
-            row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}  ")).collect();
+            row.iter().zip(&*widths).map(|(cell, width)| format!("{cell:width$}  ")).collect();
         text.push_str(cells.trim_end());
         text.push('\n');
     }
@@ -245,6 +268,7 @@ mod tests {
                 tasks: 2,
                 ..Default::default()
             }),
+            shim_memory: Some(132 << 10),
             ..Default::default()
         }
     }
@@ -275,13 +299,19 @@ b?[2J          -    -          quarantined  -     -      -       -
     fn stats_show_the_usage_since_the_last_time() {
         let mut stats = Stats::default();
         let first = stats.next(&[sandbox()], at(10));
-        assert!(first.starts_with("sandboxes: 1, ready: 1; memory: 3.0MiB, tasks: 2\n"), "{first}");
-        assert!(first.ends_with("web  default    ready  -    1.5s      3.0MiB  2\n"), "{first}");
+        assert!(
+            first
+                .starts_with("sandboxes: 1, ready: 1; memory: 3.0MiB, tasks: 2, shims: 132.0KiB\n")
+        );
+        assert!(
+            first.ends_with("web  default    ready  -    1.5s      3.0MiB  2      132.0KiB\n"),
+            "{first}"
+        );
         let mut later = sandbox();
         later.usage.mut_or_insert_default().cpu_usec += 500_000;
         let second = stats.next(&[later], at(12));
         assert!(
-            second.ends_with("web  default    ready  25.0%  2.0s      3.0MiB  2\n"),
+            second.ends_with("web  default    ready  25.0%  2.0s      3.0MiB  2      132.0KiB\n"),
             "{second}"
         );
     }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::actor::Published;
 use super::jobs::Jobs;
 use super::machine::Phase;
-use super::metrics::usage::Usage;
+use super::metrics::usage::{Usage, read_usage};
 use super::record::{Record, Stage};
 use super::status;
 use crate::log_context::PodNames;
@@ -53,6 +53,9 @@ pub struct SandboxSummary {
     pub reason: Option<String>,
     /// What the pod uses; `None` if it was not requested or is unknown.
     pub usage: Option<Usage>,
+    /// Memory that the pod's shim has for itself, bytes; `None` if it was not requested, the pod has
+    /// no shim, or containerd watches the shim.
+    pub shim_memory: Option<u64>,
 }
 
 impl SandboxSummary {
@@ -69,6 +72,7 @@ impl SandboxSummary {
             failed_cleanups: 0,
             reason: Some(bounded(reason, LONGEST_REASON)),
             usage: None,
+            shim_memory: None,
         }
     }
 
@@ -92,12 +96,15 @@ impl SandboxSummary {
                 "cpu_microseconds": usage.cpu_usec,
                 "tasks": usage.tasks,
             })),
+            "shim_memory_bytes": self.shim_memory,
         })
     }
 }
 
-/// The line of a sandbox. `usage` is what its pod uses.
-pub(super) fn summarize(jobs: &Jobs, published: Published, usage: Option<Usage>) -> SandboxSummary {
+/// The line of a sandbox. With `usage` it has what the pod and its shim use, and blocks.
+pub(super) fn summarize(jobs: &Jobs, published: Published, usage: bool) -> SandboxSummary {
+    let (usage, shim_memory) =
+        if usage { (pod_usage(jobs), shim_memory(jobs)) } else { (None, None) };
     SandboxSummary {
         id: jobs.id().to_string(),
         pod: jobs.log_context.pod().clone(),
@@ -109,7 +116,18 @@ pub(super) fn summarize(jobs: &Jobs, published: Published, usage: Option<Usage>)
         failed_cleanups: published.failures,
         reason: jobs.shim.death().map(|reason| bounded(&reason, LONGEST_REASON)),
         usage,
+        shim_memory,
     }
+}
+
+fn pod_usage(jobs: &Jobs) -> Option<Usage> {
+    let read = read_usage(&jobs.facts.site.cgroup_parent);
+    read.inspect_err(|step| log::debug!(sandbox = jobs.id().as_str(); "{step}")).ok().flatten()
+}
+
+fn shim_memory(jobs: &Jobs) -> Option<u64> {
+    let read = jobs.shim.private_memory();
+    read.inspect_err(|step| log::debug!(sandbox = jobs.id().as_str(); "{step}")).ok().flatten()
 }
 
 /// Process id of the pause; 0 where none lives, for who asks may take it for a process of this
@@ -127,11 +145,10 @@ fn living(published: Published) -> u32 {
 pub(super) fn report(
     jobs: &Jobs,
     published: Published,
-    usage: Option<Usage>,
     record: &Result<Record, String>,
     stage: &Result<Stage, String>,
 ) -> Value {
-    let mut all = summarize(jobs, published, usage).to_json();
+    let mut all = summarize(jobs, published, true).to_json();
     let pid = living(published);
     let add = [
         ("exit", published.exit.map_or(Value::Null, exit)),

@@ -427,7 +427,6 @@ impl Sandbox {
     /// A line for the list of sandboxes, with what the pod uses if `usage` is asked for. Blocks
     /// then.
     pub fn summary(&self, usage: bool) -> SandboxSummary {
-        let usage = if usage { self.usage() } else { None };
         inspect::summarize(&self.jobs, self.published(), usage)
     }
 
@@ -435,12 +434,7 @@ impl Sandbox {
     pub fn inspect(&self) -> serde_json::Value {
         let record = self.jobs.store.read_record().map_err(|e| e.to_string());
         let stage = self.jobs.store.stage().map_err(|e| e.to_string());
-        inspect::report(&self.jobs, self.published(), self.usage(), &record, &stage)
-    }
-
-    fn usage(&self) -> Option<metrics::usage::Usage> {
-        let read = metrics::usage::read_usage(&self.jobs.facts.site.cgroup_parent);
-        read.inspect_err(|step| log::debug!(sandbox = self.id(); "{step}")).ok().flatten()
+        inspect::report(&self.jobs, self.published(), &record, &stage)
     }
 
     /// It is created, runs or has ended, its pod has no shim, no call has asked this daemon for its

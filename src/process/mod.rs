@@ -18,6 +18,7 @@ pub mod epoll;
 pub mod fuzzing;
 pub mod held;
 pub(crate) mod identity;
+pub(crate) mod memory;
 pub(crate) mod pidfd;
 pub(crate) mod report;
 pub mod spawn;

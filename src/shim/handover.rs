@@ -113,6 +113,11 @@ impl Handover {
         self.shim.settings().socket(self.shim.id())
     }
 
+    /// The shim's process, while it runs.
+    pub(super) fn process(&self) -> Option<Arc<dyn Process>> {
+        self.state().running.as_ref().map(|running| running.process.clone())
+    }
+
     /// There is a shim now.
     pub fn has_shim(&self) -> bool {
         self.state().running.is_some()
@@ -464,10 +469,6 @@ impl Handover {
                 }
             }
         }
-    }
-
-    fn process(&self) -> Option<Arc<dyn Process>> {
-        self.state().running.as_ref().map(|running| running.process.clone())
     }
 
     /// Ends shim, socket and bundle. Gone already is success.

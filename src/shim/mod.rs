@@ -43,6 +43,7 @@ use crate::id::SandboxId;
 use crate::pause::Plan;
 use crate::process::Identity;
 use crate::process::held::HeldNamespace;
+use crate::process::memory::private_memory;
 use crate::process::spawn::Launcher;
 
 use containerd_owned::ContainerdOwned;
@@ -397,6 +398,20 @@ impl Endpoint {
             Self::Handover(endpoint) => endpoint.has_shim(),
             Self::SelfStarted(endpoint) => endpoint.process().is_some(),
         }
+    }
+
+    /// Memory that the pod's shim has for itself, bytes; `None`: there is none, or containerd
+    /// watches it. Blocks.
+    ///
+    /// # Errors
+    /// The failed step.
+    pub fn private_memory(&self) -> Result<Option<u64>, StepError> {
+        let process = match self {
+            Self::ContainerdOwned(_) => None,
+            Self::Handover(endpoint) => endpoint.process(),
+            Self::SelfStarted(endpoint) => endpoint.process(),
+        };
+        process.map_or(Ok(None), |process| private_memory(process.identity()))
     }
 
     /// The pod has a shim that came with its first container.

@@ -61,6 +61,7 @@ fn sandbox(line: SandboxSummary) -> i::Sandbox {
         failed_cleanups: line.failed_cleanups,
         reason: line.reason.unwrap_or_default(),
         usage: line.usage.map(usage).map_or_else(MessageField::none, MessageField::some),
+        shim_memory: line.shim_memory,
         ..Default::default()
     }
 }

@@ -3,11 +3,12 @@
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result, ensure};
 use kit::machine::processes::{self, Proc};
-use kit::{ContainerSpec, until};
+use kit::{ContainerSpec, Pod, until};
 use nix::sys::signal::Signal;
 
 use crate::harness::{
@@ -17,6 +18,7 @@ use crate::harness::{
 pub(crate) fn cases() -> Vec<Case> {
     cases![Kind::Own =>
         an_own_shim_has_nothing_of_the_daemon,
+        the_memory_of_a_shim_is_shown_while_there_is_one,
         a_daemon_has_one_version_of_its_shim,
         pods_outlive_the_program_of_their_shim,
     ]
@@ -57,6 +59,34 @@ async fn an_own_shim_has_nothing_of_the_daemon(harness: Arc<Harness>) -> Result<
     let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", shim.pid))?;
     let container = children.split_whitespace().next().context("no child of the shim")?;
     ensure!(limit(container)? == limit("self")?, "limit of open files of its container");
+    removed(&pod).await?;
+    no_shim(&pod).await
+}
+
+/// What `list -o json` shows of the shim of that pod.
+fn shim_memory(harness: &Harness, pod: &Pod) -> Result<Option<u64>> {
+    let output = Command::new(env!("CARGO_BIN_EXE_pause-sandboxer"))
+        .args(["list", "-o", "json", "--config"])
+        .arg(harness.node.layout().sandboxer_config())
+        .output()?;
+    ensure!(output.status.success(), "list: {}", String::from_utf8_lossy(&output.stderr));
+    let all: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout)?;
+    let of = all.iter().find(|of| of["id"] == pod.id()).context("the pod is not listed")?;
+    Ok(of["shim_memory_bytes"].as_u64())
+}
+
+async fn the_memory_of_a_shim_is_shown_while_there_is_one(harness: Arc<Harness>) -> Result<()> {
+    let pod = harness.pod("measured").await?;
+    let without = shim_memory(&harness, &pod)?;
+    ensure!(without.is_none(), "{without:?} of no shim");
+    pod.run(ContainerSpec::sleeping("a")).await?;
+    let shim = one_shim(&pod).await?;
+    let shown = shim_memory(&harness, &pod)?.context("no memory of the shim")?;
+    let status = fs::read_to_string(format!("/proc/{}/status", shim.pid))?;
+    let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let resident = resident.and_then(|kilobytes| kilobytes.split_whitespace().next());
+    let resident: u64 = resident.context("no VmRSS")?.parse()?;
+    ensure!((1..=resident << 10).contains(&shown), "{shown} of {resident} kB in RAM");
     removed(&pod).await?;
     no_shim(&pod).await
 }
