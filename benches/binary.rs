@@ -15,7 +15,7 @@ pub(crate) async fn measure(setup: &mut Setup, report: &mut Report) -> Result<()
     let (mut starts, mut rest) = (Samples::default(), Vec::new());
     for number in 0..10 {
         let mut daemon = Daemon::ours(&setup.node, &format!("fresh-{number}"), "")?;
-        starts.push(daemon.start().await?);
+        starts.push(daemon.start().await?.listening);
         tokio::time::sleep(Duration::from_millis(100)).await;
         rest.push(pss(daemon.pid()?)?);
         daemon.kill()?;

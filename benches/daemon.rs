@@ -14,6 +14,15 @@ pub(crate) const BINARY: &str = env!("CARGO_BIN_EXE_pause-sandboxer");
 /// How long it may take to answer.
 const UP: Duration = Duration::from_secs(60);
 
+/// How long a start took.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StartUp {
+    /// Until it listened. It holds calls until it has recovered its pods.
+    pub(crate) listening: Duration,
+    /// Until it answered its first call.
+    pub(crate) answering: Duration,
+}
+
 /// One sandboxer.
 #[derive(Debug)]
 pub(crate) struct Daemon {
@@ -55,8 +64,8 @@ impl Daemon {
         Self { words, program: program.into(), socket: socket(node, name), log, process: None }
     }
 
-    /// Starts it and waits until it answers; how long that took.
-    pub(crate) async fn start(&mut self) -> Result<Duration> {
+    /// Starts it and waits until it answers.
+    pub(crate) async fn start(&mut self) -> Result<StartUp> {
         /// Between two looks at the socket.
         const LOOK: Duration = Duration::from_micros(200);
         let mut command = Command::new(&self.program);
@@ -70,14 +79,14 @@ impl Daemon {
             anyhow::ensure!(begun.elapsed() < UP, "{} does not listen", self.log.display());
             tokio::time::sleep(LOOK).await;
         }
-        let took = begun.elapsed();
+        let listening = begun.elapsed();
         let direct = self.client();
         until("the sandboxer answers", UP, async || match direct.status("unknown", false).await {
             Err(status) if status.code == grpc::NOT_FOUND => Ok(()),
             other => anyhow::bail!("status of an unknown id: {other:?}"),
         })
         .await?;
-        Ok(took)
+        Ok(StartUp { listening, answering: begun.elapsed() })
     }
 
     /// Ends it with SIGKILL. Pods keep running.

@@ -75,7 +75,7 @@ fn specs(from: usize, to: usize, parent: &str) -> Vec<PodSpec> {
 async fn restart(setup: &mut Setup) -> Result<std::time::Duration> {
     let daemon = setup.daemons.get_mut(OURS).context("our daemon")?;
     daemon.kill()?;
-    let took = daemon.start().await?;
+    let took = daemon.start().await?.answering;
     setup.accounts[OURS].take(daemon.pid()?)?;
     Ok(took)
 }
@@ -126,7 +126,7 @@ async fn recovery(setup: &mut Setup, live: usize, pods: &[Pod], report: &mut Rep
     for number in 0..3 {
         full.push(restart(setup).await?.as_secs_f64() * 1e6);
         let mut daemon = crate::daemon::Daemon::ours(&setup.node, &format!("empty-{number}"), "")?;
-        empty.push(daemon.start().await?.as_secs_f64() * 1e6);
+        empty.push(daemon.start().await?.answering.as_secs_f64() * 1e6);
         daemon.kill()?;
     }
     let daemon = setup.daemons[OURS].client();
