@@ -1,5 +1,5 @@
-//! gRPC client of containerd: whether it knows a sandbox, its version, its containers and tasks, its
-//! CRI and its images.
+//! gRPC client of containerd: whether it knows a sandbox, its version, its containers and tasks,
+//! its CRI and its images.
 
 use std::io;
 use std::path::PathBuf;

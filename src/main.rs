@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use pause_sandboxer::check::{self, Level};
 use pause_sandboxer::cli::{
-    self, Command, ConfigCommand, DOWN, Format, SettingsSource, WARNED, table, watch::Watch,
+    self, Command, ConfigCommand, DOWN, Format, SettingsSource, WARNED, table, watch::ListWatch,
 };
 use pause_sandboxer::client::{self, Client};
 use pause_sandboxer::config::{self, Config};
@@ -178,7 +178,7 @@ fn selftest(options: &cli::SelftestOptions) -> Result<(), CommandFailure> {
 /// Prints each change of the list, until interrupted.
 fn watch(settings: &SettingsSource) -> Result<(), CommandFailure> {
     let client = Client::connect(&settings.load()?)?;
-    let mut watch = Watch::default();
+    let mut watch = ListWatch::default();
     loop {
         print(&watch.next(&client.list(true)?, SystemTime::now()))?;
         std::thread::sleep(WATCH_INTERVAL);

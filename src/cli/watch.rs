@@ -8,14 +8,14 @@ use crate::client::Sandbox;
 
 /// What was printed of each sandbox.
 #[derive(Clone, Debug, Default)]
-pub struct Watch {
+pub struct ListWatch {
     /// By sandbox id: the state and the pid, and the row.
     shown: BTreeMap<String, ((String, u32), Row)>,
     /// Of the columns; they only grow, so that most lines are aligned.
     widths: [usize; COLUMNS],
 }
 
-impl Watch {
+impl ListWatch {
     /// The lines to print now: a heading and all sandboxes the first time, and then those whose
     /// state or pid is another. The last line of one that is removed has the state `removed`.
     pub fn next(&mut self, sandboxes: &[Sandbox], now: SystemTime) -> String {
@@ -53,7 +53,7 @@ mod tests {
     #[test]
     fn a_watched_list_has_a_line_for_each_change() {
         let now = SystemTime::UNIX_EPOCH;
-        let mut watch = Watch::default();
+        let mut watch = ListWatch::default();
         let first = watch.next(&[sandbox("a", "created", 0), sandbox("b", "ready", 7)], now);
         assert_eq!(
             first,
@@ -78,7 +78,7 @@ b        -    -          removed  -      -    -       -
 
     #[test]
     fn an_empty_list_is_watched_under_its_heading() {
-        let mut watch = Watch::default();
+        let mut watch = ListWatch::default();
         assert!(watch.next(&[], SystemTime::UNIX_EPOCH).starts_with("SANDBOX "));
         assert_eq!(watch.next(&[], SystemTime::UNIX_EPOCH), "");
     }

@@ -53,8 +53,8 @@ pub struct SandboxSummary {
     pub reason: Option<String>,
     /// What the pod uses; `None` if it was not requested or is unknown.
     pub usage: Option<Usage>,
-    /// Memory that the pod's shim has for itself, bytes; `None` if it was not requested, the pod has
-    /// no shim, or containerd watches the shim.
+    /// Memory that the pod's shim has for itself, bytes; `None` if it was not requested, the pod
+    /// has no shim, or containerd watches the shim.
     pub shim_memory: Option<u64>,
 }
 

@@ -36,8 +36,8 @@ fn set_pause(pod: &Pod, id: &str, pid: u32, start_time: u64) -> i32 {
 
 fn start_time(pid: u32) -> u64 {
     let line = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-    let fields = line.rsplit_once(')').unwrap().1.split_whitespace();
-    fields.skip(22 - 3).next().unwrap().parse().unwrap()
+    let mut fields = line.rsplit_once(')').unwrap().1.split_whitespace();
+    fields.nth(22 - 3).unwrap().parse().unwrap()
 }
 
 fn create(pod: &Pod) -> Result<u32, Code> {
