@@ -1,5 +1,6 @@
 //! Calls of the Task service: the first byte says which, the rest is the request's message. Beside
-//! them what is in requests: runtime options (17), the process of an exec (18), ids (19).
+//! them what is in requests: runtime options (17), the process of an exec (18), ids (19). Also the
+//! pause process, which the daemon names (20).
 
 use containerd_shim_protos::api;
 use containerd_shim_protos::shim::oci::Options;
@@ -35,6 +36,7 @@ pub fn run(input: &[u8]) {
         17 => of_options(content),
         18 => of_process(content),
         19 => of_id(content),
+        20 => of_pause(content),
         _ => {
             let method = METHODS[usize::from(*kind) % METHODS.len()];
             if let Err(e) = call(SERVICE, method, content) {
@@ -85,6 +87,20 @@ fn of_id(content: &[u8]) {
     }
 }
 
+/// Only a whole request for the one method is accepted.
+fn of_pause(content: &[u8]) {
+    const SERVICE: &str = "pause_sandboxer.shim.v1.Sandbox";
+    match call(SERVICE, "SetPause", content) {
+        Ok(()) => {
+            let pause: Value = serde_json::from_slice(content).expect("it is JSON");
+            assert!(pause["pid"].as_i64().expect("a pid") > 1);
+            assert!(is_id(pause["id"].as_str().expect("an id")));
+        }
+        Err(e) => assert_told(&e),
+    }
+    assert!(call(SERVICE, "Other", content).is_err());
+}
+
 pub fn seeds() -> Seeds {
     let of = |kind: u8, content: &[u8]| [&[kind], content].concat();
     let encoded =
@@ -116,5 +132,6 @@ pub fn seeds() -> Seeds {
         ("process".into(), of(18, br#"{"terminal":true,"args":["a",1.50,null],"x":{"y":[1e9]}}"#)),
         ("id".into(), of(19, b"0123-a_b.c")),
         ("id-path".into(), of(19, b"../a")),
+        ("pause".into(), of(20, br#"{"id":"a","pid":7,"start_time":9}"#)),
     ]
 }
