@@ -10,7 +10,7 @@ use toml::{Table, Value};
 use super::super::Finding;
 use super::{CONFIG, ENABLE, RUNTIME};
 
-/// Where the package puts its drop-in.
+/// Where `enable` puts its drop-in if no other directory is imported.
 const DROP_IN: &str = "/etc/containerd/conf.d/pause-sandboxer.toml";
 
 /// The plugin that holds CRI's settings in a config of version 2.
@@ -29,7 +29,7 @@ pub(super) struct DropIn {
     table: Table,
 }
 
-/// The packaged drop-in, if it is there.
+/// That drop-in, if it is there.
 pub(super) fn drop_in() -> Option<DropIn> {
     let table = toml::from_str(&std::fs::read_to_string(DROP_IN).ok()?).unwrap_or_default();
     Some(DropIn { path: DROP_IN.into(), table })
