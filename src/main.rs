@@ -171,8 +171,9 @@ fn selftest(options: &cli::SelftestOptions) -> Result<(), CommandFailure> {
         restart: options.restart_sandboxer.then(|| options.restart_command.clone()),
         within: Duration::from_secs(options.timeout.into()),
     };
-    let table = selftest::run(&wanted, &mut say).map_err(|e| e.to_string())?;
-    Ok(print(&table)?)
+    let report = selftest::run(&wanted, &mut say).map_err(|e| e.to_string())?;
+    print(&report.table)?;
+    report.failed.map_or(Ok(()), |failed| Err(failed.to_string().into()))
 }
 
 /// Prints each change of the list, until interrupted.

@@ -1,4 +1,4 @@
-//! `pause-sandboxer selftest`: a whole pod through this node's own CRI, beside one of the default
+//! `pause-sandboxer selftest`: a whole pod through this node's own CRI, and then one of the default
 //! handler.
 //!
 //! The image is made in memory and imported, so that no registry is needed. Names have a random
@@ -45,9 +45,19 @@ pub enum SelftestError {
     /// Something is not as it must be.
     #[error("{0}")]
     Failed(String),
-    /// A signal or the deadline; what was made is removed.
-    #[error("{0}; what the test has made is removed")]
+    /// A signal or the deadline.
+    #[error("{0}")]
     Stopped(String),
+    /// A step of a handler's pod failed.
+    #[error("runtime handler {handler}, step {step}: {reason}")]
+    Pod {
+        /// The runtime handler.
+        handler: String,
+        /// The step.
+        step: &'static str,
+        /// Why.
+        reason: Box<SelftestError>,
+    },
     /// What was made could not be removed.
     #[error("{reason}cannot remove what the test has made: {steps}")]
     Left {
@@ -75,14 +85,27 @@ pub struct Selftest {
 struct Column {
     handler: String,
     timings: Vec<Timing>,
-    failed: Option<SelftestError>,
+    /// The step that failed, and why.
+    failed: Option<(&'static str, SelftestError)>,
 }
 
-/// Runs the test; the table of its times. `say` gets a line for what is repeated.
+/// The outcome of a test whose pods were started.
+#[derive(Debug)]
+pub struct SelftestReport {
+    /// The table of the times, also of a test that failed.
+    pub table: String,
+    /// Why it failed: a step of a pod, something that is left, or the image that is.
+    pub failed: Option<SelftestError>,
+}
+
+/// Runs the test. `say` gets a line for what is repeated.
 ///
 /// # Errors
-/// A step of this sandboxer's pod failed, or left something.
-pub fn run(wanted: &Selftest, say: &mut dyn FnMut(String)) -> Result<String, SelftestError> {
+/// No pod was started, and nothing is left.
+pub fn run(
+    wanted: &Selftest,
+    say: &mut dyn FnMut(String),
+) -> Result<SelftestReport, SelftestError> {
     if !nix::unistd::geteuid().is_root() {
         return Err(SelftestError::Failed("must run as root".to_owned()));
     }
@@ -113,11 +136,40 @@ pub fn run(wanted: &Selftest, say: &mut dyn FnMut(String)) -> Result<String, Sel
         }
         let removed = cri.remove_image(&image).await;
         let table = table(&columns);
-        match columns.swap_remove(0).failed {
-            Some(failed) => Err(failed),
-            None => removed.map(|()| table).map_err(SelftestError::Step),
-        }
+        // The second pod runs only if the first one has not failed.
+        let failed = columns.into_iter().find_map(Column::failure);
+        Ok(SelftestReport {
+            table,
+            failed: with_removal(failed, removed.map_err(StepErrors::from)),
+        })
     })
+}
+
+impl Column {
+    fn failure(self) -> Option<SelftestError> {
+        let (step, reason) = self.failed?;
+        Some(SelftestError::Pod { handler: self.handler, step, reason: Box::new(reason) })
+    }
+}
+
+/// What failed, and that what was made could not be removed.
+fn with_removal(
+    failed: Option<SelftestError>,
+    removed: Result<(), StepErrors>,
+) -> Option<SelftestError> {
+    match (failed, removed) {
+        (failed, Ok(())) => failed,
+        (None, Err(steps)) => Some(SelftestError::Left { reason: String::new(), steps }),
+        (Some(failed), Err(steps)) => {
+            Some(SelftestError::Left { reason: format!("{failed}; "), steps })
+        }
+    }
+}
+
+/// A word that no other test of the node has.
+fn unique() -> Result<String, StepError> {
+    const UUID: &str = "/proc/sys/kernel/random/uuid";
+    Ok(std::fs::read_to_string(UUID).step_at("read file", UUID)?.trim().to_owned())
 }
 
 /// The handler of this sandboxer, and the default one to compare it with.
@@ -168,8 +220,7 @@ fn stopped(within: Duration) -> Result<impl Future<Output = String>, StepError> 
 /// removes only its own.
 async fn import(wanted: &Selftest) -> Result<String, StepError> {
     let config = &wanted.subject.config;
-    const UUID: &str = "/proc/sys/kernel/random/uuid";
-    let unique = std::fs::read_to_string(UUID).step_at("read file", UUID)?.trim().to_owned();
+    let unique = unique()?;
     let name = format!("localhost/pause-sandboxer/selftest:{unique}");
     let about = json!({
         "Entrypoint": [format!("/{}", pod::PROGRAM_NAME)],
@@ -196,7 +247,10 @@ async fn column(
         attempt += 1;
         let mut pod = match TestPod::new(cri.clone(), plan.clone()) {
             Ok(pod) => pod,
-            Err(step) => return Column { handler, timings: Vec::new(), failed: Some(step.into()) },
+            Err(step) => {
+                let failed = Some(("make the pod's name", step.into()));
+                return Column { handler, timings: Vec::new(), failed };
+            }
         };
         let mut is_stopped = false;
         let done = tokio::select! {
@@ -209,17 +263,15 @@ async fn column(
         let was_ended = done.is_err() && !is_stopped && pod.was_ended().await;
         let settled = settle(wanted, &mut pod).await;
         if was_ended && settled.is_ok() && attempt < ATTEMPTS {
-            say("another program has ended the pod, as kubelet does: once more".to_owned());
+            say(format!(
+                "another program, usually kubelet, ended the pod of {handler}; repeating the test \
+                 ({} of {ATTEMPTS})",
+                attempt + 1
+            ));
             continue;
         }
-        let failed = match (done, settled) {
-            (Ok(()), Ok(())) => None,
-            (Err(failed), Ok(())) => Some(failed),
-            (Ok(()), Err(steps)) => Some(SelftestError::Left { reason: String::new(), steps }),
-            (Err(failed), Err(steps)) => {
-                Some(SelftestError::Left { reason: format!("{failed}; "), steps })
-            }
-        };
+        let step = pod.last_step();
+        let failed = with_removal(done.err(), settled).map(|reason| (step, reason));
         return Column { handler, timings: pod.timings().to_vec(), failed };
     }
 }
@@ -268,7 +320,7 @@ fn table(columns: &[Column]) -> String {
     for column in columns {
         match &column.failed {
             None => text += &format!("{}: nothing of the pod is left\n", column.handler),
-            Some(failed) => text += &format!("{}: {failed}\n", column.handler),
+            Some((step, _)) => text += &format!("{}: failed in step {step}\n", column.handler),
         }
     }
     text
@@ -286,9 +338,10 @@ mod tests {
             failed,
         };
         let ms = Duration::from_millis;
+        let failed = || SelftestError::Failed("no image".to_owned());
         let columns = [
             of("runc-pause", &[("a", ms(1)), ("b", ms(1500))], None),
-            of("runc", &[("a", ms(20))], Some(SelftestError::Failed("no image".to_owned()))),
+            of("runc", &[("a", ms(20))], Some(("b", failed()))),
         ];
         let shown = table(&columns);
         let lines: Vec<Vec<&str>> =
@@ -296,6 +349,22 @@ mod tests {
         assert_eq!(lines[0], ["STEP", "runc-pause", "runc"]);
         assert_eq!(lines[1], ["a", "1.0", "ms", "20.0", "ms"]);
         assert_eq!(lines[2], ["b", "1500.0", "ms", "-"]);
-        assert!(shown.ends_with("runc-pause: nothing of the pod is left\nrunc: no image\n"));
+        let end = "runc-pause: nothing of the pod is left\nrunc: failed in step b\n";
+        assert!(shown.ends_with(end), "{shown}");
+        // The second handler's failure is one of the test.
+        let failed = columns.into_iter().find_map(Column::failure).unwrap();
+        assert_eq!(failed.to_string(), "runtime handler runc, step b: no image");
+    }
+
+    #[test]
+    fn an_error_of_the_removal_is_added() {
+        let failed = || Some(SelftestError::Failed("no image".to_owned()));
+        let step = || StepErrors::from(StepError::new("remove image", std::io::Error::other("x")));
+        assert!(with_removal(None, Ok(())).is_none());
+        let of = |failed, removed| with_removal(failed, removed).unwrap().to_string();
+        assert_eq!(of(failed(), Ok(())), "no image");
+        let left = "cannot remove what the test has made: remove image: x";
+        assert_eq!(of(None, Err(step())), left);
+        assert_eq!(of(failed(), Err(step())), format!("no image; {left}"));
     }
 }

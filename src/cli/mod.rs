@@ -87,7 +87,7 @@ pub enum Command {
     Enable(Enable),
     /// Remove this sandboxer from containerd's config; refuses while pods need it
     Disable(Disable),
-    /// Run a whole pod through this node's CRI, beside one of the default handler, and remove it
+    /// Run a whole pod through this node's CRI, and then one of the default handler; remove both
     ///
     /// Prints the time of each step. Fails if a step does, or if anything of the pod is left on the
     /// machine. Other pods are not touched; no registry is needed.

@@ -59,6 +59,8 @@ pub(super) struct TestPod {
     sandbox: Option<String>,
     container: Option<String>,
     network: Option<PathBuf>,
+    /// The step that was begun last.
+    step: &'static str,
     timings: Vec<Timing>,
 }
 
@@ -68,11 +70,11 @@ impl TestPod {
     /// # Errors
     /// The kernel has no random number.
     pub(super) fn new(cri: CriClient, plan: PodPlan) -> Result<Self, StepError> {
-        const UUID: &str = "/proc/sys/kernel/random/uuid";
-        let uid = std::fs::read_to_string(UUID).step_at("read file", UUID)?.trim().to_owned();
+        let uid = super::unique()?;
         let logs = PathBuf::from(format!("/run/{NAMESPACE}-{uid}"));
         let (sandbox, container, network) = (None, None, None);
-        Ok(Self { cri, plan, uid, logs, sandbox, container, network, timings: Vec::new() })
+        let (step, timings) = ("make the log directory", Vec::new());
+        Ok(Self { cri, plan, uid, logs, sandbox, container, network, step, timings })
     }
 
     fn namespaces(&self) -> NamespaceOption {
@@ -138,6 +140,7 @@ impl TestPod {
         name: &'static str,
         work: impl Future<Output = Result<T, E>>,
     ) -> Result<T, E> {
+        self.step = name;
         let begun = Instant::now();
         let done = work.await;
         self.timings.push((name, begun.elapsed()));
@@ -202,6 +205,11 @@ impl TestPod {
         use crate::protos::cri::PodSandboxState::SANDBOX_READY;
         let (Some(id), Ok(pods)) = (&self.sandbox, self.cri.pods().await) else { return false };
         !pods.iter().any(|pod| pod.id == *id && pod.state.enum_value() == Ok(SANDBOX_READY))
+    }
+
+    /// The step that was begun last.
+    pub(super) fn last_step(&self) -> &'static str {
+        self.step
     }
 
     /// The times of its steps.

@@ -76,6 +76,10 @@ async fn there_and_back(etc: &Etc) -> Result<()> {
     ensure!(again.contains("the files are as they should be"), "{again}");
     ensure!((etc.files(), etc.node.containerd_pid()?) == (after, pid), "the second has an effect");
 
+    let complete = etc.files();
+    let dry = etc.run(&["disable", "--dry-run"]).well()?;
+    ensure!(dry.contains("-[plugins.") && dry.contains(".runtimes.runc-pause]"), "{dry}");
+    ensure!(etc.files() == complete, "a dry run has written");
     etc.with_restart(&["disable"], always).await?.well()?;
     let mut left = etc.files();
     // The sandboxer's own settings stay.
@@ -268,7 +272,9 @@ async fn selftest_runs_a_pod_of_each_handler(node: Arc<Node>) -> Result<()> {
     node.settles_to(&before).await?;
 
     let restart = ["selftest", "--restart-sandboxer", "--restart-command", "exit 9"];
-    etc.run_beside(&restart).await?.refused("`exit 9` fails: exit status: 9")?;
+    etc.run_beside(&restart).await?.refused(
+        "runtime handler runc-pause, step restart the sandboxer: `exit 9` fails: exit status: 9",
+    )?;
     node.settles_to(&before).await?;
 
     // A new daemon adopts the pod.
