@@ -35,7 +35,7 @@ mod toml_text;
 
 use changes::{Changes, FileChange, check_trusted};
 pub use disable::{Disablement, disable};
-use main_config::MainConfig;
+use main_config::{BACKUP, MainConfig};
 use plan::HandlerPlan;
 pub use restart::RestartBy;
 
@@ -55,13 +55,27 @@ pub enum EnableError {
     #[error("{0}")]
     Refused(String),
     /// Files have changed, because taking them back failed.
-    #[error("{reason}; taking the files back failed too: {steps}")]
+    #[error("{reason}; taking the files back failed too: {steps}{services}")]
     NotTakenBack {
         /// Why they were taken back.
         reason: String,
         /// The steps of the way back that failed.
         steps: StepErrors,
+        /// What the services do with the files as they are now, with what separates the two.
+        services: String,
     },
+}
+
+impl EnableError {
+    /// With what the services do after the way back.
+    fn with_services(self, more: &str) -> Self {
+        match self {
+            Self::NotTakenBack { reason, steps, services } => {
+                Self::NotTakenBack { reason, steps, services: services + more }
+            }
+            error => Self::Refused(format!("{error}{more}")),
+        }
+    }
 }
 
 impl From<StepErrors> for EnableError {
@@ -143,11 +157,11 @@ fn runtime() -> Result<Runtime, StepError> {
 fn taken_back(changes: &Changes, reason: String) -> EnableError {
     match changes.undo() {
         Ok(()) => EnableError::Refused(format!("{reason}; the files are as before")),
-        Err(steps) => EnableError::NotTakenBack { reason, steps },
+        Err(steps) => EnableError::NotTakenBack { reason, steps, services: String::new() },
     }
 }
 
-/// Takes changes back because of `reason`, and restarts containerd with the old files.
+/// Takes changes back because of `reason`, and restarts containerd with the files as they are then.
 fn restarted_back(
     changes: &Changes,
     reason: String,
@@ -159,9 +173,24 @@ fn restarted_back(
     let again = runtime()
         .map_err(|step| step.to_string())
         .and_then(|runtime| runtime.block_on(restart::restart(by, subject, within, |_| true)));
-    EnableError::Refused(match again {
-        Ok(()) => format!("{error}, and containerd serves CRI with them again"),
-        Err(reason) => format!("{error}; but containerd does not come up with them: {reason}"),
+    let with = match &error {
+        EnableError::NotTakenBack { .. } => "the files as they are now",
+        _ => "them",
+    };
+    error.with_services(&match again {
+        Ok(()) => format!("; containerd serves CRI with {with} again"),
+        Err(reason) => format!("; but containerd does not come up with {with}: {reason}"),
+    })
+}
+
+/// Restarts the daemon, which has read changes that are taken back because of `error`.
+fn daemon_restarted_back(error: EnableError, within: Duration) -> EnableError {
+    let again = runtime()
+        .map_err(|step| step.to_string())
+        .and_then(|runtime| runtime.block_on(restart::restart_daemon_again(within)));
+    error.with_services(&match again {
+        Ok(()) => "; pause-sandboxer is restarted too".to_owned(),
+        Err(reason) => format!("; restart pause-sandboxer: it may have the new settings: {reason}"),
     })
 }
 
@@ -181,7 +210,7 @@ pub fn enable(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), En
     let mut changes = adopt_settings(wanted, &before, &plan.settings)?;
     let adopts = !changes.is_empty();
     if let Some(old) = old.filter(|old| !drop_in::is_ours(old)) {
-        let backup = path.with_added_extension("before-pause-sandboxer");
+        let backup = path.with_added_extension(BACKUP);
         changes.add(FileChange::new(backup, Some(old.into_bytes()))?);
     }
     changes.directory(path.parent().unwrap_or(Path::new("/")));
@@ -204,10 +233,13 @@ pub fn enable(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), En
     if changes.is_empty() {
         say("the files are as they should be".to_owned());
     }
-    if adopts {
-        restart_daemon(wanted, &changes, say)?;
-    }
-    load(wanted, &node, &changes, say)
+    let has_adopted = adopts && restart_daemon(wanted, &changes, say)?;
+    load(wanted, &node, &changes, say).map_err(|error| match error {
+        error @ (EnableError::Refused(_) | EnableError::NotTakenBack { .. }) if has_adopted => {
+            daemon_restarted_back(error, wanted.within)
+        }
+        error => error,
+    })
 }
 
 /// The lines of a dry run.
@@ -275,24 +307,25 @@ fn import_pause(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), 
     Ok(())
 }
 
-/// Lets the daemon read its settings.
+/// Lets the daemon read its settings; whether it has been restarted.
 fn restart_daemon(
     wanted: &Enablement,
     changes: &Changes,
     say: &mut dyn FnMut(String),
-) -> Result<(), EnableError> {
+) -> Result<bool, EnableError> {
     let restarted = match wanted.restart {
         Some(_) => runtime()?.block_on(restart::restart_daemon(wanted.within)),
         None => Ok(false),
     };
-    match restarted {
-        Ok(true) => say("restarted pause-sandboxer; pods keep running".to_owned()),
-        Ok(false) => {
-            say("its settings have changed: restart pause-sandboxer; pods keep running".into());
-        }
-        Err(reason) => return Err(taken_back(changes, reason)),
-    }
-    Ok(())
+    let restarted = restarted
+        .map_err(|reason| daemon_restarted_back(taken_back(changes, reason), wanted.within))?;
+    let said = if restarted {
+        "restarted pause-sandboxer; pods keep running"
+    } else {
+        "the settings of pause-sandboxer have changed: restart it; pods keep running"
+    };
+    say(said.to_owned());
+    Ok(restarted)
 }
 
 /// Restarts containerd if it has to read the files.
@@ -353,6 +386,17 @@ mod tests {
             restart: None,
             within: Duration::from_secs(1),
         }
+    }
+
+    #[test]
+    fn files_that_are_not_taken_back_are_reported_so() {
+        let steps = StepErrors::from(StepError::new("write", std::io::Error::other("full")));
+        let (reason, services) = ("it fails".to_owned(), String::new());
+        let error = EnableError::NotTakenBack { reason, steps, services };
+        let error = error.with_services("; a").with_services("; b");
+        assert!(matches!(error, EnableError::NotTakenBack { .. }));
+        let text = "it fails; taking the files back failed too: write: full; a; b";
+        assert_eq!(error.to_string(), text);
     }
 
     #[test]

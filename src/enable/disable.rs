@@ -5,7 +5,7 @@ use std::time::Duration;
 use toml::Table;
 
 use super::changes::{Changes, FileChange, FileState};
-use super::main_config::MainConfig;
+use super::main_config::{BACKUP, MainConfig};
 use super::restart::{self, RestartBy};
 use super::{
     EnableError, begin, drop_in, plan, pods, refuse, restarted_back, runtime, shown, taken_back,
@@ -76,7 +76,11 @@ pub fn disable(wanted: &Disablement, say: &mut dyn FnMut(String)) -> Result<(), 
         }
         removal.changes.undo()?;
         if !wanted.wait {
-            return refuse(format!("{} came meanwhile", pods::shown(&left)));
+            return refuse(format!(
+                "{} started during the removal, so the files are as before: remove them, or use \
+                 --wait",
+                pods::shown(&left)
+            ));
         }
     }
     removal.changes.paths().for_each(|path| say(format!("removed or restored {}", path.display())));
@@ -98,7 +102,7 @@ fn removal(
     let offline = text.as_deref().is_some_and(|text| text.contains(oci_image::NAME));
     if let Some(text) = text {
         if !drop_in::is_ours(&text) {
-            let backup = path.with_added_extension("before-pause-sandboxer");
+            let backup = path.with_added_extension(BACKUP);
             changes.add(FileChange::new(backup, Some(text.into_bytes()))?);
         }
         changes.add(FileChange::new(path, None)?);

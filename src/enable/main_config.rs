@@ -9,7 +9,7 @@ use super::{EnableError, toml_text};
 use crate::error::{IoContext as _, StepError};
 
 /// The extension of the file as it was before `enable`.
-const BACKUP: &str = "before-pause-sandboxer";
+pub(super) const BACKUP: &str = "before-pause-sandboxer";
 
 /// The directory that is imported if none is.
 const DIRECTORY: &str = "conf.d";

@@ -130,7 +130,8 @@ impl HandlerPlan {
         let known = node::all(after, config);
         let there = known.all.get(&wanted.handler);
         if !known.ours.contains(&wanted.handler) {
-            return Err(format!("its merged config has no runtime handler {:?}", wanted.handler));
+            let handler = &wanted.handler;
+            return Err(format!("containerd's merged config has no runtime handler {handler:?}"));
         }
         let mut expected = self.contents(wanted).handler_table();
         let mut there = there.map(drop_in::taken_over).unwrap_or_default();

@@ -84,7 +84,11 @@ pub(super) async fn restart(
     loop {
         let now = NodeContainerd::find(subject);
         let reason = if now.pid.is_some() && now.pid == before.pid {
-            format!("process {} still listens", before.pid.unwrap_or_default())
+            format!(
+                "process {}, which was to be restarted, still listens at {}",
+                before.pid.unwrap_or_default(),
+                subject.config.containerd_address.display()
+            )
         } else {
             match handlers(&cri).await {
                 Ok(handlers) if wanted(&handlers) => return Ok(()),
@@ -94,7 +98,11 @@ pub(super) async fn restart(
         };
         if Instant::now() >= deadline {
             let within = within.as_secs();
-            return Err(format!("containerd does not serve CRI within {within} s: {reason}"));
+            let see = match by {
+                RestartBy::Systemd => format!("; see journalctl -u {}", before.unit),
+                RestartBy::Command(_) => String::new(),
+            };
+            return Err(format!("containerd does not serve CRI within {within} s: {reason}{see}"));
         }
         tokio::time::sleep(INTERVAL).await;
     }
@@ -127,7 +135,15 @@ pub(super) async fn restart_daemon(within: Duration) -> Result<bool, String> {
     if !asked.is_ok_and(|status| status.success()) {
         return Ok(false);
     }
-    run(&format!("systemctl restart {DAEMON}"), within).await.map(|()| true)
+    restart_daemon_again(within).await.map(|()| true)
+}
+
+/// Restarts the daemon, which systemd runs, also if it has failed.
+///
+/// # Errors
+/// The command failed.
+pub(super) async fn restart_daemon_again(within: Duration) -> Result<(), String> {
+    run(&format!("systemctl restart {DAEMON}"), within).await
 }
 
 #[cfg(test)]
