@@ -1,7 +1,7 @@
 //! Stores an image in containerd, blob by blob: no registry and no other program is needed.
 
 use std::collections::HashMap;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use protobuf::well_known_types::empty::Empty;
 use protobuf::{Message, MessageField};
@@ -12,11 +12,15 @@ use crate::protos::image_store::{
     ContentDescriptor, CreateImageRequest, CreateLeaseRequest, DeleteLeaseRequest, StoredImage,
     UpdateImageRequest, UpdatedFields, WriteAction, WriteContentRequest,
 };
+use crate::time::rfc3339;
 
 const IMPORT: &str = "import image";
 
 /// Timeout of a call.
 const WITHIN: Duration = Duration::from_secs(30);
+
+/// How long an import may take: each of its calls as long as it may.
+const LEASED: Duration = Duration::from_secs(600);
 
 /// The label by which kubelet's garbage collection leaves an image alone.
 pub const PINNED: (&str, &str) = ("io.cri-containerd.pinned", "pinned");
@@ -56,7 +60,11 @@ pub async fn import(
 ) -> Result<(), StepError> {
     // Until the image refers to the blobs, only a lease keeps them.
     let lease = format!("pause-sandboxer-import-{}", std::process::id());
-    let created = CreateLeaseRequest { id: lease.clone(), ..Default::default() };
+    // A command that is killed leaves it.
+    let expires = ("containerd.io/gc.expire".to_owned(), rfc3339(SystemTime::now() + LEASED));
+    let labels_of_lease = HashMap::from([expires]);
+    let created =
+        CreateLeaseRequest { id: lease.clone(), labels: labels_of_lease, ..Default::default() };
     let method = "containerd.services.leases.v1.Leases/Create";
     let reply = endpoint.reply(IMPORT, method, &created, WITHIN).await?;
     if reply.status != code::ALREADY_EXISTS {
