@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs the sandboxer on the node of this container, or removes it. The DaemonSets of installer/
-# and uninstaller/ run this script.
+# and uninstaller/ run rollout.sh, which runs this script.
 #
 # usage: install.sh install | uninstall | ready
 #
@@ -10,12 +10,13 @@
 #             (`pause-sandboxer disable --restart`) and the placed files, and sleeps
 # ready       succeeds if the node's sandboxer answers
 #
-# The script does not change a node with the Debian package.
+# The script does not change a node with the Debian or RPM package.
 #
 # HOST is the mount point of the node's root, DIST the directory of the files to install. ON_HOST
 # runs a command on the node. ENABLE_OPTIONS are options of `pause-sandboxer enable`, such as
-# `--default`: without them the script undoes these options of an earlier command. EVERY is the
-# polling interval in seconds.
+# `--default`: without them the script undoes these options of an earlier command. With
+# EDIT_CONTAINERD_CONFIG=false an operator runs `enable` and `disable`: the script prints what they
+# would change, and fails until they have run. EVERY is the polling interval in seconds.
 set -eu
 
 host=${HOST-/host}
@@ -75,11 +76,11 @@ mark() {
         >/dev/null || die "cannot label node $NODE_NAME"
 }
 
-# Succeeds if the node's sandboxer is the Debian package's. This is not a failure of the script,
+# Succeeds if the node's sandboxer is that of a package. This is not a failure of the script,
 # because a DaemonSet's update stops at a node whose pod fails.
 is_packaged() {
     [ -e "$host$packaged" ] || return 1
-    say "this node has the Debian package: upgrade or remove the package; nothing is changed here"
+    say "this node has the package: upgrade or remove the package; nothing is changed here"
 }
 
 install_all() {
@@ -152,6 +153,26 @@ wait_for_pods() {
     done
 }
 
+# Removes the handler from containerd's config, or fails until an operator has done so: containerd
+# must not have a handler without a program.
+remove_handler() {
+    if [ "$edit" = true ]; then
+        node $program disable --restart || die "cannot remove the handler from containerd"
+        return 0
+    fi
+    left=$(node $program disable --dry-run) || die "cannot read containerd's config (see above)"
+    # Without a change `disable` prints this line.
+    if [ "$left" = "the files are as they should be" ]; then
+        # Files that `enable` has not written. The path is the directory of the daemon's socket.
+        left=$(grep -Es "^[^#]*$state/" "$host$config" "$host${drop_in%/*}"/*.toml |
+            sed "s|^$host||")
+    fi
+    [ -n "$left" ] || return 0
+    say "containerd's config has the handler:"
+    echo "$left"
+    die "run \`pause-sandboxer disable --restart\` on the node; nothing is removed until then"
+}
+
 uninstall_all() {
     ! is_packaged || return 0
     while made_default=$(defaults); [ -n "$made_default" ]; do
@@ -171,12 +192,8 @@ uninstall_all() {
     do
         mark '"true"'
     done
-    how=--restart
-    [ "$edit" = true ] || how=
     # An interrupted removal has no program.
-    # shellcheck disable=SC2086 # a list of words
-    [ ! -e "$host$program" ] || node $program disable $how ||
-        die "cannot remove the handler from containerd"
+    [ ! -e "$host$program" ] || remove_handler
     node systemctl disable --now pause-sandboxer.socket pause-sandboxer.service || :
     rm -f "$host$program" "$host$shim" "$host$unfinished" \
         "$host$units/pause-sandboxer.service" "$host$units/pause-sandboxer.socket"

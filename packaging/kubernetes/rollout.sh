@@ -48,6 +48,12 @@ ask() {
         "$api/apis/coordination.k8s.io/v1/namespaces/$NAMESPACE/leases$2" || :
 }
 
+# Succeeds if the Lease in $answer is this pod's.
+is_ours() { grep -q "\"$POD_UID\"" "$answer"; }
+
+# Prints the strings of KEY in $answer.
+strings() { tr ',{}' '\n' <"$answer" | sed -n "s/^[[:space:]]*\"$1\": *\"\([^\"]*\)\".*/\1/p"; }
+
 # Waits until this pod has the Lease.
 take_lease() {
     owner="{\"apiVersion\":\"v1\",\"kind\":\"Pod\",\"name\":\"$POD_NAME\",\"uid\":\"$POD_UID\"}"
@@ -60,7 +66,7 @@ take_lease() {
         409)
             code=$(ask GET "/$lease")
             # Of an earlier container of this pod.
-            ! grep -q "\"$POD_UID\"" "$answer" || [ "$code" != 200 ] || return 0
+            ! is_ours || [ "$code" != 200 ] || return 0
             holder=$(sed -n 's/.*"holderIdentity": *"\([^"]*\)".*/\1/p' "$answer")
             [ "$code" = 404 ] || say "waiting for node ${holder:-unknown}, which has Lease $lease"
             ;;
@@ -70,8 +76,22 @@ take_lease() {
     done
 }
 
+# Deletes the Lease of this pod, and no other: an operator may have deleted it, and another node may
+# have taken it since, also between the two requests.
 give_lease_back() {
-    while code=$(ask DELETE "/$lease"); [ "$code" != 200 ] && [ "$code" != 404 ]; do
+    while :; do
+        code=$(ask GET "/$lease")
+        if [ "$code" = 200 ]; then
+            is_ours || { say "another pod has Lease $lease"; return 0; }
+            # The owner also has a uid.
+            uid=$(strings uid | grep -vxF "$POD_UID" | head -n 1)
+            version=$(strings resourceVersion | head -n 1)
+            code=$(ask DELETE "/$lease" "{\"apiVersion\":\"v1\",\"kind\":\"DeleteOptions\",\
+\"preconditions\":{\"uid\":\"$uid\",\"resourceVersion\":\"$version\"}}")
+        fi
+        case $code in
+        200 | 404) return 0 ;;
+        esac
         say "cannot delete Lease $lease: status $code: $(head -c 500 "$answer")"
         interruptible sleep "$every"
     done

@@ -84,7 +84,6 @@ fn image() -> Result<Image> {
         ("dist/pause-sandboxer-runc-shim", 0o755, shim.display().to_string()),
         ("dist/pause-sandboxer.service", 0o644, in_packaging("systemd/pause-sandboxer.service")),
         ("dist/pause-sandboxer.socket", 0o644, in_packaging("systemd/pause-sandboxer.socket")),
-        ("dist/pause-sandboxer.toml", 0o644, in_packaging("containerd/pause-sandboxer.toml")),
         ("usr/local/bin/install.sh", 0o755, in_packaging("kubernetes/install.sh")),
         ("usr/local/bin/rollout.sh", 0o755, in_packaging("kubernetes/rollout.sh")),
     ] {

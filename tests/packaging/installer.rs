@@ -15,8 +15,12 @@ const CHECKED: &str = "/usr/local/bin/pause-sandboxer enable --restart\n\
     /usr/local/bin/pause-sandboxer check\n\
     label {\"metadata\":{\"labels\":{\"pause-sandboxer/ready\":\"true\"}}}\n";
 
+/// What `disable --dry-run` prints when it would change nothing.
+const UNCHANGED: &str = "the files are as they should be";
+
 /// A node's root and what is done on it: commands are written down, `list` answers what `alive`
-/// holds, or as a daemon that is down where there is `down`; the command that `fails` holds fails.
+/// holds, or as a daemon that is down where there is `down`; `disable --dry-run` answers what
+/// `plan` holds; the command that `fails` holds fails.
 /// Labels are written down as well.
 struct Node(tempfile::TempDir);
 
@@ -36,6 +40,7 @@ impl Node {
             fs::write(node.path(&format!("dist/{program}")), "program").unwrap();
         }
         fs::write(node.path("alive"), "SANDBOX\n").unwrap();
+        fs::write(node.path("plan"), format!("{UNCHANGED}\n")).unwrap();
         fs::write(node.path("fails"), "nothing").unwrap();
         let curl = "#!/bin/sh\nwhile [ \"$1\" != -d ]; do shift; done\n\
             echo \"label $2\" >>\"${0%/*}/../asked\"\n";
@@ -45,6 +50,7 @@ impl Node {
         let stub = format!(
             "#!/bin/sh\necho \"$*\" >>{0}/asked\ncase $* in \"$(cat {0}/fails)\") exit 1 ;; *list) \
              [ ! -e {0}/down ] || exit 3; cat {0}/alive ;; \
+             *\" disable --dry-run\") cat {0}/plan ;; \
              \"rm -rf --one-file-system \"*) rm -rf {0}/host$4 ;; esac\n",
             node.0.path().display()
         );
@@ -188,9 +194,50 @@ fn containerd_is_changed_by_one_command() {
         let mut command = node.command("uninstall");
         assert!(command.env("EDIT_CONTAINERD_CONFIG", edit).status().unwrap().success());
         let all = node.asked();
-        let restarts = all.contains("pause-sandboxer disable --restart\n");
-        assert!(restarts == (edit == "true") && all.contains("pause-sandboxer disable"), "{all}");
+        let how = if edit == "true" { "--restart" } else { "--dry-run" };
+        assert!(all.contains(&format!("/usr/local/bin/pause-sandboxer disable {how}\n")), "{all}");
+        assert_eq!(all.matches("pause-sandboxer disable").count(), 1, "{all}");
     }
+}
+
+/// Without leave the script changes nothing of containerd, and nothing that containerd needs.
+#[test]
+fn a_removal_fails_while_an_operator_has_the_handler_in_the_config() {
+    assert!(file("src/enable.rs").contains(&format!("return \"{UNCHANGED}\"")));
+    let node = Node::new();
+    assert!(node.script("install").status.success());
+    let config = node.path("host/etc/containerd/config.toml");
+    let by_hand = "[proxy_plugins.x]\n  address = '/run/pause-sandboxer/sandboxer.sock'\n";
+    let before = node.files();
+    let uninstall = || {
+        let _ = node.asked();
+        let mut command = node.command("uninstall");
+        command.env("EDIT_CONTAINERD_CONFIG", "false").stderr(Stdio::piped()).output().unwrap()
+    };
+    for (plan, text, shown) in [
+        ("-imports = []\n", "", "-imports = []"),
+        (UNCHANGED, by_hand, "/etc/containerd/config.toml:  address"),
+    ] {
+        fs::write(node.path("plan"), plan).unwrap();
+        fs::write(&config, text).unwrap();
+        let output = uninstall();
+        assert!(!output.status.success(), "{output:?}");
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(said.contains(shown), "{said}");
+        let reason = String::from_utf8_lossy(&output.stderr);
+        assert!(reason.contains("run `pause-sandboxer disable --restart` on the node"), "{reason}");
+        let asked = node.asked();
+        assert!(!asked.contains("disable --restart") && !asked.contains("systemctl"), "{asked}");
+        fs::remove_file(&config).unwrap();
+        assert_eq!(node.files(), before);
+    }
+    fs::write(node.path("fails"), "/usr/local/bin/pause-sandboxer disable --dry-run").unwrap();
+    assert!(!uninstall().status.success());
+    assert_eq!(node.files(), before);
+    fs::write(node.path("fails"), "nothing").unwrap();
+    fs::write(&config, "# /run/pause-sandboxer/ was here\n").unwrap();
+    assert!(uninstall().status.success());
+    assert!(!node.path("host/usr/local/bin/pause-sandboxer").exists());
 }
 
 #[test]
@@ -337,7 +384,7 @@ fn a_node_with_the_package_is_left_alone() {
         // A pod that fails would hold up the other nodes.
         assert!(output.status.success(), "{output:?}");
         assert!(
-            String::from_utf8_lossy(&output.stdout).contains("this node has the Debian package"),
+            String::from_utf8_lossy(&output.stdout).contains("this node has the package"),
             "{output:?}"
         );
         assert_eq!((node.asked().as_str(), node.files()), ("", before.clone()), "{word}");

@@ -125,7 +125,6 @@ fn the_image_has_what_the_scripts_need() {
     for (source, placed) in [
         ("packaging/systemd/pause-sandboxer.service", true),
         ("packaging/systemd/pause-sandboxer.socket", true),
-        ("packaging/containerd/pause-sandboxer.toml", true),
         ("packaging/kubernetes/install.sh", false),
         ("packaging/kubernetes/rollout.sh", false),
     ] {

@@ -9,7 +9,8 @@ use std::process::{Child, Command, Stdio};
 
 use super::kubernetes::DIR;
 
-/// Creates, shows and deletes the one Lease; where there is the file `refuses`, answers 500.
+/// Creates, shows and deletes the one Lease, with the preconditions of the request; where there is
+/// the file `refuses`, answers 500. After the next GET `swapped-at-get` replaces the Lease.
 const CURL: &str = r#"#!/bin/sh
 while [ $# -gt 0 ]; do
     case $1 in
@@ -32,13 +33,32 @@ if [ -e refuses ]; then
     exit 0
 fi
 case $method in
-POST) (set -C; echo "$data" >lease) 2>/dev/null && printf 201 || printf 409 ;;
-GET) cat lease >"$output" 2>/dev/null && printf 200 || printf 404 ;;
-DELETE) rm lease 2>/dev/null && printf 200 || printf 404 ;;
+POST)
+    made='"metadata":{"uid":"lease-'$$'","resourceVersion":"'$$'",'
+    data=$(echo "$data" | sed "s/\"metadata\":{/$made/")
+    (set -C; echo "$data" >lease) 2>/dev/null && printf 201 || printf 409
+    ;;
+GET)
+    # For curl the server indents.
+    [ -e lease ] && sed 's/[,{]/&\n  /g; s/":/": /g' lease >"$output" && printf 200 || printf 404
+    [ ! -e swapped-at-get ] || mv swapped-at-get lease
+    ;;
+DELETE)
+    wanted=$(echo "$data" | sed -n 's/.*"preconditions":{\(.*\)}}$/\1/p')
+    [ -n "$wanted" ] || exit 9
+    if [ ! -e lease ]; then
+        printf 404
+    elif grep -qF "$wanted," lease; then
+        rm lease && printf 200
+    else
+        printf 409
+    fi
+    ;;
 esac
 "#;
 
 /// Notes what runs; fails on the node that the file `fails` names, and where two run at once.
+/// While it runs `swapped-at-work` replaces the Lease.
 const INSTALL: &str = r#"#!/bin/sh
 cd "$CLUSTER"
 [ "$1" != ready ] || exit 0
@@ -46,6 +66,7 @@ cd "$CLUSTER"
 mkdir busy || { echo overlap >>journal; exit 7; }
 echo "$1 $NODE_NAME" >>journal
 sleep 0.2
+[ ! -e swapped-at-work ] || mv swapped-at-work lease
 rmdir busy
 [ "$NODE_NAME" != "$(cat fails)" ]
 "#;
@@ -174,6 +195,22 @@ fn the_others_continue_when_the_lease_of_a_failed_node_is_deleted() {
     fs::remove_file(cluster.path("lease")).unwrap();
     ends(b);
     assert_eq!(cluster.journal(), "install a\ninstall b\n");
+}
+
+/// An operator deletes the Lease of a node that works, and another node takes it.
+#[test]
+fn the_lease_of_another_node_is_not_deleted() {
+    const OTHERS: &str = r#"{"metadata":{"uid":"lease-b","resourceVersion":"7",
+        "ownerReferences":[{"uid":"uid-b"}]},"spec":{"holderIdentity":"b"}}"#;
+    for when in ["swapped-at-work", "swapped-at-get"] {
+        let cluster = Cluster::new();
+        fs::write(cluster.path(when), OTHERS).unwrap();
+        assert!(cluster.succeeds("a", "install"), "{when}");
+        assert!(!cluster.path(when).exists(), "{when}");
+        let lease = cluster.lease().unwrap_or_else(|| panic!("{when}: the Lease is deleted"));
+        assert_eq!(lease["spec"]["holderIdentity"], "b", "{when}");
+        assert!(cluster.succeeds("a", "ready"), "{when}");
+    }
 }
 
 #[test]
