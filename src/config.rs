@@ -162,7 +162,7 @@ settings! {
     /// in a separate core scheduling domain; on a kernel without support no shim starts.
     shim_env: Variables = Variables::default();
     /// Record each sandbox in containerd as a container, and as a task while the pod's shim runs:
-    /// cAdvisor finds the pod's network by them, and `ctr` lists them. Only for pods that the
+    /// `ctr` lists them, and cAdvisor looks for a pod's network there. Only for pods that the
     /// sandboxer's own shim serves (`shim`). Applies to pods created after the change.
     container_record: bool = true;
     /// Do not lower `oom_score_adj` below the daemon's own. Same as containerd's setting of this

@@ -46,8 +46,8 @@ pub enum Command {
         /// Output format
         #[arg(short, long, default_value = "text")]
         output: Format,
-        /// After the list, print a line for each sandbox whose state or pid changes, until
-        /// interrupted
+        /// After the list, look once a second and print a line for each sandbox whose state or pid
+        /// has changed, until interrupted or the daemon exits
         #[arg(short, long, conflicts_with = "output")]
         watch: bool,
         /// Where the daemon is.

@@ -69,7 +69,7 @@ struct Progress {
     goal: Goal,
     /// What containerd has, as far as it is known; [`Goal::Any`]: unknown.
     done: Goal,
-    /// Which time it is that a goal was set.
+    /// Number of goals set so far.
     asked: u32,
     /// A task works on it.
     working: bool,
@@ -140,7 +140,7 @@ impl ContainerRecord {
         work
     }
 
-    /// The goal, and which time it was set, unless it is reached or given up; nothing works on it
+    /// The goal, and its number, unless it is reached or given up; nothing works on it
     /// then.
     fn next(&self) -> Option<(Goal, u32)> {
         let mut progress = self.progress.lock();
@@ -210,7 +210,7 @@ impl ContainerRecord {
                 changed.await;
             }
         };
-        // Without it the sandbox goes its way all the same.
+        // Without it the sandbox continues.
         let _ = timeout(within, settled).await;
     }
 }
@@ -386,18 +386,21 @@ async fn work(jobs: Arc<Jobs>) {
         match tried {
             Ok(()) => jobs.container.reached(goal, asked),
             Err(Failure::Unfit(reason)) => {
-                log::info!(sandbox = id; "sandbox has no task in containerd: {reason}");
+                log::info!(sandbox = id;
+                    "sandbox has no container or task in containerd: {reason}");
                 jobs.container.give_up(asked);
             }
             Err(Failure::Final(step)) => {
-                log::warn!(sandbox = id; "containerd refuses the sandbox's container: {step}");
+                log::warn!(sandbox = id;
+                    "containerd refuses to record sandbox as a container; the pod runs: {step}");
                 jobs.container.give_up(asked);
             }
             Err(Failure::Again { step, unavailable }) => {
                 failures += 1;
                 refusals += u32::from(!unavailable);
                 if refusals >= REFUSALS {
-                    log::warn!(sandbox = id; "giving up the sandbox's container: {step}");
+                    log::warn!(sandbox = id;
+                        "gave up recording sandbox as a container; the pod runs: {step}");
                     jobs.container.give_up(asked);
                     continue;
                 }
