@@ -11,6 +11,7 @@ use protobuf::{Message as _, MessageField};
 
 use super::grpc::code;
 use super::{CallError, SandboxStore};
+use crate::error::StepError;
 use crate::protos::containers::{
     Container, ContainerRuntime, CreateContainerRequest, DeleteContainerRequest,
     GetContainerRequest, GetContainerResponse, ListContainerMessage, ListContainersRequest,
@@ -86,6 +87,14 @@ impl Containers {
     /// Those of a containerd, with the records of the daemon of that state directory.
     pub fn new(at: SandboxStore, state_dir: &Path) -> Self {
         Self { at, mark: state_dir.as_os_str().as_bytes().to_vec() }
+    }
+
+    /// Whether containerd knows the sandbox.
+    ///
+    /// # Errors
+    /// containerd does not say.
+    pub async fn knows_sandbox(&self, id: &str) -> Result<bool, StepError> {
+        self.at.knows(id).await
     }
 
     /// Whose the record of `id` is.

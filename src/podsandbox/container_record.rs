@@ -354,8 +354,13 @@ impl Jobs {
             }
             Err(PauseRefused::Failed(step)) => return Err(step.into()),
         }
-        self.make_container(containers).await?;
         let id = self.id().as_str();
+        // For a sandbox that it does not know, containerd starts a shim of its own, whatever address
+        // the request has.
+        if !containers.knows_sandbox(id).await? {
+            return Err(Failure::Unfit("containerd does not know the sandbox"));
+        }
+        self.make_container(containers).await?;
         containers.create_task(id, &self.shim.address()).await?;
         match containers.task(id).await? {
             TaskState::Running(pid) if pid == identity.pid => Ok(()),
