@@ -355,8 +355,8 @@ impl Jobs {
             Err(PauseRefused::Failed(step)) => return Err(step.into()),
         }
         let id = self.id().as_str();
-        // For a sandbox that it does not know, containerd starts a shim of its own, whatever address
-        // the request has.
+        // For a sandbox that it does not know, containerd starts a shim of its own, whatever
+        // address the request has.
         if !containers.knows_sandbox(id).await? {
             return Err(Failure::Unfit("containerd does not know the sandbox"));
         }
