@@ -1,5 +1,6 @@
 //! Replaces a file as a whole: at its place there is never less than all of it.
 
+use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Write as _};
 use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
@@ -15,17 +16,26 @@ pub fn temporary(path: &Path) -> PathBuf {
     path.with_added_extension(NEW)
 }
 
+/// Where [`replace_lasting_file`] writes before it moves: its directory has files of others, of
+/// which none has such a name.
+pub fn lasting_temporary(path: &Path) -> PathBuf {
+    let mut name = OsString::from(".");
+    name.push(path.file_name().unwrap_or_default());
+    name.push(".pause-sandboxer");
+    path.with_file_name(name)
+}
+
 /// Writes a file with these permissions beside its place and moves it there. What fails leaves
 /// nothing beside it.
 ///
 /// # Errors
 /// The failed step; the old file is still there then.
 pub fn replace_file(path: &Path, permissions: u32, content: &[u8]) -> Result<(), StepError> {
-    replace(path, permissions, content, |_| Ok(()))
+    replace(path, &temporary(path), permissions, content, |_| Ok(()))
 }
 
 /// The same for a file that must survive a loss of power, and whose permissions the umask does not
-/// change.
+/// change. It is written at [`lasting_temporary`].
 ///
 /// # Errors
 /// As above; if the last step fails, that of the directory, the new file is in its place.
@@ -34,7 +44,7 @@ pub fn replace_lasting_file(
     permissions: u32,
     content: &[u8],
 ) -> Result<(), StepError> {
-    replace(path, permissions, content, |file| {
+    replace(path, &lasting_temporary(path), permissions, content, |file| {
         file.set_permissions(fs::Permissions::from_mode(permissions))?;
         file.sync_all()
     })?;
@@ -53,23 +63,23 @@ pub fn sync_directory_of(path: &Path) -> Result<(), StepError> {
 
 fn replace(
     path: &Path,
+    temporary: &Path,
     permissions: u32,
     content: &[u8],
     complete: impl FnOnce(&mut fs::File) -> io::Result<()>,
 ) -> Result<(), StepError> {
-    let temporary = temporary(path);
     let mut options = fs::File::options();
     options.write(true).create(true).truncate(true).mode(permissions);
-    let written = options.custom_flags(libc::O_NOFOLLOW).open(&temporary).and_then(|mut file| {
+    let written = options.custom_flags(libc::O_NOFOLLOW).open(temporary).and_then(|mut file| {
         file.write_all(content)?;
         complete(&mut file)
     });
-    let replaced = match written.step_at("write file", &temporary) {
-        Ok(()) => fs::rename(&temporary, path).step_at("replace file", path),
+    let replaced = match written.step_at("write file", temporary) {
+        Ok(()) => fs::rename(temporary, path).step_at("replace file", path),
         failed => failed,
     };
     replaced.inspect_err(|_| {
-        let _ = fs::remove_file(&temporary);
+        let _ = fs::remove_file(temporary);
     })
 }
 
@@ -87,7 +97,10 @@ mod tests {
         replace_file(&path, 0o600, b"2").unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"2");
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        fs::write(temporary(&path), "of another").unwrap();
         replace_lasting_file(&path, 0o666, b"2").unwrap();
+        assert_eq!(fs::read(temporary(&path)).unwrap(), b"of another");
+        fs::remove_file(temporary(&path)).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o666);
         // Nothing is written through a link.
         symlink(dir.path().join("other"), temporary(&path)).unwrap();

@@ -8,7 +8,7 @@ use std::time::SystemTime;
 
 use super::diff;
 use crate::error::{IoContext as _, StepError, StepErrors, gone};
-use crate::replace_file::{replace_lasting_file, sync_directory_of, temporary};
+use crate::replace_file::{lasting_temporary, replace_lasting_file, sync_directory_of};
 
 /// Permissions of a new file: containerd's config has no secrets.
 const NEW_FILE: u32 = 0o644;
@@ -91,7 +91,7 @@ impl FileChange {
 
     fn apply(&self) -> Result<(), StepError> {
         // Of a process that was killed.
-        let left = temporary(&self.path);
+        let left = lasting_temporary(&self.path);
         gone(fs::remove_file(&left)).step_at("remove file", &left)?;
         match (&self.after, &self.before) {
             (Some(after), Some(before)) => before.write(&self.path, after),
@@ -246,7 +246,8 @@ mod tests {
         fs::write(at("main"), b"a\r\n\xff").unwrap();
         fs::set_permissions(at("main"), fs::Permissions::from_mode(0o640)).unwrap();
         fs::write(at("old"), "old").unwrap();
-        fs::write(at("main.new"), "of a killed process").unwrap();
+        fs::write(at(".main.pause-sandboxer"), "of a killed process").unwrap();
+        fs::write(at("main.new"), "of the operator").unwrap();
         let before = FileState::read(&at("main")).unwrap();
         let mut changes = Changes::default();
         changes.directory(&at("conf.d"));
@@ -258,11 +259,11 @@ mod tests {
         }
         assert_eq!(changes.files.len(), 3);
         changes.apply().unwrap();
-        assert_eq!(names(dir.path()), ["conf.d", "main"]);
+        assert_eq!(names(dir.path()), ["conf.d", "main", "main.new"]);
         assert_eq!(fs::read(at("main")).unwrap(), b"new");
         assert_eq!(fs::metadata(at("main")).unwrap().mode() & 0o777, 0o640);
         changes.undo().unwrap();
-        assert_eq!(names(dir.path()), ["main", "old"]);
+        assert_eq!(names(dir.path()), ["main", "main.new", "old"]);
         assert_eq!(FileState::read(&at("main")).unwrap(), before);
     }
 
@@ -275,11 +276,11 @@ mod tests {
         let mut changes = Changes::default();
         changes.add(FileChange::new(at("first"), Some(b"2".to_vec())).unwrap());
         changes.add(FileChange::new(at("second"), Some(b"2".to_vec())).unwrap());
-        fs::create_dir(at("second.new")).unwrap();
+        fs::create_dir(at(".second.pause-sandboxer")).unwrap();
         let error = changes.apply().unwrap_err().to_string();
-        assert!(error.contains("second.new"), "{error}");
+        assert!(error.contains(".second.pause-sandboxer"), "{error}");
         assert_eq!(fs::read(at("first")).unwrap(), b"1");
-        assert_eq!(names(dir.path()), ["first", "second.new"]);
+        assert_eq!(names(dir.path()), [".second.pause-sandboxer", "first"]);
     }
 
     #[test]

@@ -193,7 +193,7 @@ async fn an_interrupted_command_is_completed_or_undone(node: Arc<Node>) -> Resul
     for (with_backup, next) in [(true, "enable"), (false, "enable"), (true, "disable")] {
         // The drop-in is there, its import is not.
         fs::write(etc.file(), &before[&etc.file()])?;
-        fs::write(etc.directory().join("config.toml.new"), "half")?;
+        fs::write(etc.directory().join(".config.toml.pause-sandboxer"), "half")?;
         if !with_backup {
             fs::remove_file(&backup)?;
         }
