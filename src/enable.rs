@@ -32,12 +32,14 @@ mod pods;
 mod restart;
 mod settings;
 mod toml_text;
+mod trust;
 
-use changes::{Changes, FileChange, check_trusted};
+use changes::{Changes, FileChange};
 pub use disable::{Disablement, disable};
 use main_config::{BACKUP, MainConfig};
 use plan::HandlerPlan;
 pub use restart::RestartBy;
+use trust::check_trusted;
 
 /// The handler's usual name.
 pub const HANDLER: &str = "runc-pause";
@@ -130,7 +132,7 @@ fn begin(
     let home = node.file.parent().unwrap_or(Path::new("/")).to_owned();
     let lock = if dry_run && !home.exists() { None } else { Some(lock(&home)?) };
     let main = MainConfig::read(&node.file)?;
-    for path in [main.path(), &main.drop_in()] {
+    for path in [&node.file, &main.drop_in()] {
         check_trusted(path)?;
     }
     Ok((node, main, lock))

@@ -13,12 +13,6 @@ use crate::replace_file::{lasting_temporary, replace_lasting_file, sync_director
 /// Permissions of a new file: containerd's config has no secrets.
 const NEW_FILE: u32 = 0o644;
 
-/// Who is in the group of the file, and any other user, can write it.
-const GROUP_WRITABLE: u32 = 0o020;
-const WRITABLE: u32 = 0o002;
-/// Of a directory: only its owner can rename and remove an entry.
-const STICKY: u32 = 0o1000;
-
 /// A file as it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct FileState {
@@ -197,34 +191,6 @@ impl Changes {
     }
 }
 
-/// Fails if a user other than root can change the file at `path`, or put another in its place. It
-/// need not exist.
-///
-/// # Errors
-/// The path that others can write, and by what.
-pub(super) fn check_trusted(path: &Path) -> Result<(), StepError> {
-    const STEP: &str = "trust file";
-    for place in path.ancestors() {
-        let about = match fs::metadata(place) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
-            about => about.step_at(STEP, place)?,
-        };
-        let (mode, user, group) = (about.mode() & 0o7777, about.uid(), about.gid());
-        let by_others = mode & WRITABLE != 0 || mode & GROUP_WRITABLE != 0 && group != 0;
-        let kept = about.is_dir() && mode & STICKY != 0 && place != path;
-        if user != 0 || by_others && !kept {
-            let reason = format!(
-                "users other than root can write it (owner {user}, group {group}, mode {mode:o}); \
-                 examine it, then: chown root:root {0} && chmod go-w {0}",
-                place.display()
-            );
-            let reason = io::Error::new(io::ErrorKind::PermissionDenied, reason);
-            return Err(StepError::at(STEP, place, reason));
-        }
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt as _;
@@ -282,33 +248,4 @@ mod tests {
         assert_eq!(fs::read(at("first")).unwrap(), b"1");
         assert_eq!(names(dir.path()), [".second.pause-sandboxer", "first"]);
     }
-
-    #[test]
-    fn what_others_can_write_is_not_trusted() {
-        if kit::skip_without_root() {
-            return;
-        }
-        let dir = tempfile::tempdir().unwrap();
-        let (directory, file) = (dir.path().join("d"), dir.path().join("d/f"));
-        fs::create_dir(&directory).unwrap();
-        fs::write(&file, "").unwrap();
-        check_trusted(&file).unwrap();
-        check_trusted(&directory.join("missing/x")).unwrap();
-        let set = |path: &Path, mode| {
-            fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
-        };
-        for (path, wrong, right) in
-            [(&file, 0o646, 0o664), (&directory, 0o777, 0o1777), (&directory, 0o757, 0o775)]
-        {
-            set(path, wrong);
-            let error = check_trusted(&file).unwrap_err();
-            assert_eq!((error.path(), error.io().kind()), (Some(path.as_path()), PERMISSION));
-            set(path, right);
-            check_trusted(&file).unwrap();
-        }
-        chown(&file, Some(65534), None).unwrap();
-        assert!(check_trusted(&file).unwrap_err().to_string().contains("owner 65534"));
-    }
-
-    const PERMISSION: io::ErrorKind = io::ErrorKind::PermissionDenied;
 }

@@ -59,11 +59,6 @@ impl MainConfig {
         Ok(Self { named: named.to_owned(), path, text, table })
     }
 
-    /// Its path without links.
-    pub(super) fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// Its version. containerd reads a file without one, or of version 1, as it is.
     pub(super) fn version(&self) -> Option<i64> {
         self.table.get("version").and_then(Value::as_integer).filter(|version| *version > 1)

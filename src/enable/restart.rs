@@ -4,7 +4,9 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
-use tokio::process::Command;
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
+use tokio::process::{Child, Command};
 use tokio::time::Instant;
 
 use crate::check::Subject;
@@ -57,13 +59,25 @@ fn systemd_runs() -> bool {
 async fn run(command: &str, within: Duration) -> Result<(), String> {
     let mut shell = Command::new("/bin/sh");
     // Its output is the operator's: a daemon that it starts would keep a pipe open.
-    shell.args(["-c", command]).stdin(Stdio::null()).kill_on_drop(true);
-    match tokio::time::timeout(within, shell.status()).await {
+    shell.args(["-c", command]).stdin(Stdio::null()).process_group(0).kill_on_drop(true);
+    let mut shell = shell.spawn().map_err(|e| format!("`{command}`: {e}"))?;
+    match tokio::time::timeout(within, shell.wait()).await {
         Ok(Ok(status)) if status.success() => Ok(()),
         Ok(Ok(status)) => Err(format!("`{command}` fails: {status}")),
         Ok(Err(e)) => Err(format!("`{command}`: {e}")),
-        Err(_) => Err(format!("`{command}` does not end within {} s", within.as_secs())),
+        Err(_) => {
+            let left = kill_group(&shell).err().map(|e| format!(", and is not killed: {e}"));
+            let (within, left) = (within.as_secs(), left.unwrap_or_default());
+            Err(format!("`{command}` does not end within {within} s{left}"))
+        }
     }
+}
+
+/// Kills a shell that is not reaped, with what it has started: that must not restart containerd
+/// when the files are taken back.
+fn kill_group(shell: &Child) -> nix::Result<()> {
+    let Some(group) = shell.id().and_then(|pid| i32::try_from(pid).ok()) else { return Ok(()) };
+    killpg(Pid::from_raw(group), Signal::SIGKILL)
 }
 
 /// Restarts containerd, and waits until another process serves CRI whose handlers are as `wanted`
@@ -158,6 +172,22 @@ mod tests {
         assert_eq!(error, "`exit 3` fails: exit status: 3");
         let error = run("exec sleep 60", Duration::ZERO).await.unwrap_err();
         assert_eq!(error, "`exec sleep 60` does not end within 0 s");
+    }
+
+    #[tokio::test]
+    async fn a_command_that_does_not_end_is_killed_with_its_children() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("pid");
+        let command = format!("sleep 600 & echo $! >{}; wait", file.display());
+        run(&command, Duration::from_secs(2)).await.unwrap_err();
+        let pid = std::fs::read_to_string(file).unwrap();
+        let stat = format!("/proc/{}/stat", pid.trim());
+        let ends = Instant::now() + Duration::from_secs(20);
+        // It is a zombie until init reaps it.
+        while std::fs::read_to_string(&stat).is_ok_and(|stat| !stat.contains(") Z ")) {
+            assert!(Instant::now() < ends, "{stat} is still there");
+            tokio::time::sleep(INTERVAL).await;
+        }
     }
 
     #[test]
