@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::{MetadataExt as _, chown};
+use std::os::unix::fs::{MetadataExt as _, chown, symlink};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -68,15 +68,28 @@ pub(super) struct FileChange {
     before: Option<FileState>,
     /// `None`: it is removed.
     after: Option<Vec<u8>>,
+    /// What the link holds that is removed in place of the file that it leads to.
+    link: Option<PathBuf>,
 }
 
 impl FileChange {
-    /// A change of the file at `path` to `after`.
+    /// A change of the file at `path` to `after`. Of a link the file that it leads to is replaced,
+    /// or else the link is removed.
     ///
     /// # Errors
     /// The file cannot be read.
     pub(super) fn new(path: PathBuf, after: Option<Vec<u8>>) -> Result<Self, StepError> {
-        Ok(Self { before: FileState::read(&path)?, path, after })
+        let before = FileState::read(&path)?;
+        let is_link = before.is_some() && path.is_symlink();
+        let (path, link) = match (is_link, &after) {
+            (false, _) => (path, None),
+            (true, Some(_)) => (path.canonicalize().step_at("find file", &path)?, None),
+            (true, None) => {
+                let link = fs::read_link(&path).step_at("read link", &path)?;
+                (path, Some(link))
+            }
+        };
+        Ok(Self { path, before, after, link })
     }
 
     fn changes(&self) -> bool {
@@ -95,9 +108,14 @@ impl FileChange {
     }
 
     fn undo(&self) -> Result<(), StepError> {
-        match &self.before {
-            Some(before) => before.restore(&self.path),
-            None => remove(&self.path),
+        match (&self.before, &self.link) {
+            (_, Some(link)) => {
+                remove(&self.path)?;
+                symlink(link, &self.path).step_at("make link", &self.path)?;
+                sync_directory_of(&self.path)
+            }
+            (Some(before), None) => before.restore(&self.path),
+            (None, None) => remove(&self.path),
         }
     }
 }
@@ -231,6 +249,30 @@ mod tests {
         changes.undo().unwrap();
         assert_eq!(names(dir.path()), ["main", "main.new", "old"]);
         assert_eq!(FileState::read(&at("main")).unwrap(), before);
+    }
+
+    #[test]
+    fn a_link_stays_or_is_removed_itself() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        fs::write(at("real"), "old").unwrap();
+        symlink("real", at("link")).unwrap();
+        let read = |name| fs::read_to_string(at(name)).unwrap();
+        for (after, during, left) in
+            [(Some("new"), "new", ["link", "real"].as_slice()), (None, "old", &["real"])]
+        {
+            let mut changes = Changes::default();
+            let after = after.map(|text| text.as_bytes().to_vec());
+            changes.add(FileChange::new(at("link"), after).unwrap());
+            changes.apply().unwrap();
+            assert_eq!(
+                (read("real").as_str(), names(dir.path())),
+                (during, left.iter().map(|n| n.to_string()).collect())
+            );
+            changes.undo().unwrap();
+            assert_eq!((read("link").as_str(), names(dir.path()).len()), ("old", 2));
+            assert_eq!(fs::read_link(at("link")).unwrap(), Path::new("real"));
+        }
     }
 
     /// The second change cannot be made: a directory is in its way.
