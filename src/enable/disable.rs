@@ -156,6 +156,19 @@ fn in_the_way(subject: &Subject, handlers: &[String]) -> Result<pods::Pods, Step
     Ok(all)
 }
 
+/// Fails if a pod came before the restart, by which containerd has lost the handler that it needs.
+fn still_unused(removal: &Removal, subject: &Subject) -> Result<(), String> {
+    if removal.changes.is_empty() {
+        // No file would give the handler back.
+        return Ok(());
+    }
+    let left = in_the_way(subject, &removal.handlers).map_err(|step| step.to_string())?;
+    if left.is_empty() {
+        return Ok(());
+    }
+    Err(format!("{} started before the restart", pods::shown(&left)))
+}
+
 /// Returns when no pod needs the handlers.
 fn wait_for_pods(
     wanted: &Disablement,
@@ -211,6 +224,9 @@ fn unload(
     let without = |known: &[String]| !removal.handlers.iter().any(|one| known.contains(one));
     let restarted = restart::restart(by, subject, wanted.within, without);
     if let Err(reason) = runtime()?.block_on(restarted) {
+        return Err(restarted_back(&removal.changes, reason, by, subject, wanted.within));
+    }
+    if let Err(reason) = still_unused(removal, subject) {
         return Err(restarted_back(&removal.changes, reason, by, subject, wanted.within));
     }
     say("restarted containerd: it does not have the runtime handler".to_owned());
