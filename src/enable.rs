@@ -5,11 +5,9 @@
 //! replaced as a whole, in an order in which each state between two of them is valid: the drop-in
 //! before its import. A command that is killed is completed by `enable`, or undone by `disable`.
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use nix::fcntl::{Flock, FlockArg};
 use tokio::runtime::Runtime;
 use toml::Table;
 
@@ -26,6 +24,7 @@ mod changes;
 mod diff;
 mod disable;
 mod drop_in;
+mod lock;
 mod main_config;
 mod plan;
 mod pods;
@@ -36,6 +35,7 @@ mod trust;
 
 use changes::{Changes, FileChange};
 pub use disable::{Disablement, disable};
+use lock::ConfigLock;
 use main_config::{BACKUP, MainConfig};
 use plan::HandlerPlan;
 pub use restart::RestartBy;
@@ -109,10 +109,6 @@ pub struct Enablement {
     pub within: Duration,
 }
 
-/// The lock of containerd's config: a second command of this program must not write at the same
-/// time.
-type ConfigLock = Flock<File>;
-
 fn refuse<T>(reason: impl Into<String>) -> Result<T, EnableError> {
     Err(EnableError::Refused(reason.into()))
 }
@@ -130,25 +126,13 @@ fn begin(
     let node = NodeContainerd::find(subject);
     node.supported().map_err(EnableError::Refused)?;
     let home = node.file.parent().unwrap_or(Path::new("/")).to_owned();
-    let lock = if dry_run && !home.exists() { None } else { Some(lock(&home)?) };
+    // The lock is only for root where only root makes files.
+    check_trusted(&node.file)?;
+    // A dry run makes no file.
+    let lock = if dry_run { None } else { Some(ConfigLock::take(&home)?) };
     let main = MainConfig::read(&node.file)?;
-    for path in [&node.file, &main.drop_in()] {
-        check_trusted(path)?;
-    }
+    check_trusted(&main.drop_in())?;
     Ok((node, main, lock))
-}
-
-fn lock(directory: &Path) -> Result<ConfigLock, EnableError> {
-    const STEP: &str = "lock directory";
-    std::fs::create_dir_all(directory).step_at("make directory", directory)?;
-    let opened = File::open(directory).step_at(STEP, directory)?;
-    Flock::lock(opened, FlockArg::LockExclusiveNonblock).map_err(|(_, e)| match e {
-        nix::Error::EWOULDBLOCK => EnableError::Refused(format!(
-            "another `pause-sandboxer enable` or `disable` runs (lock of {})",
-            directory.display()
-        )),
-        e => StepError::at(STEP, directory, e.into()).into(),
-    })
 }
 
 fn runtime() -> Result<Runtime, StepError> {
@@ -203,8 +187,9 @@ fn daemon_restarted_back(error: EnableError, within: Duration) -> EnableError {
 pub fn enable(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), EnableError> {
     let subject = &wanted.subject;
     let (node, main, _lock) = begin(subject, wanted.restart.as_ref(), wanted.dry_run)?;
-    let before = node.dump().map_err(EnableError::Refused)?;
     let path = main.drop_in();
+    node.has_imports(&path).map_err(EnableError::Refused)?;
+    let before = node.dump().map_err(EnableError::Refused)?;
     let old = changes::FileState::read(&path)?;
     let old = old.map(|old| String::from_utf8_lossy(&old.bytes).into_owned());
     let plan = HandlerPlan::new(wanted, before.clone(), old.as_deref())?;
@@ -399,15 +384,5 @@ mod tests {
         assert!(matches!(error, EnableError::NotTakenBack { .. }));
         let text = "it fails; taking the files back failed too: write: full; a; b";
         assert_eq!(error.to_string(), text);
-    }
-
-    #[test]
-    fn a_directory_has_one_lock() {
-        let dir = tempfile::tempdir().unwrap();
-        let first = lock(dir.path()).unwrap();
-        let error = lock(dir.path()).unwrap_err().to_string();
-        assert!(error.starts_with("another `pause-sandboxer enable` or `disable` runs"), "{error}");
-        drop(first);
-        lock(dir.path()).unwrap();
     }
 }

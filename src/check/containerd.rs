@@ -80,7 +80,7 @@ fn examine_config(node: &NodeContainerd, config: &Config) -> Vec<Finding> {
         }
     };
     let mut findings = vec![Finding::ok(CONFIG, format!("{shown} with its imports"))];
-    findings.extend(main.missing_imports());
+    findings.extend(main.missing_imports(None));
     findings.extend(main.lost_handlers(&table));
     if let Some(drop_in) = files::drop_in().filter(|drop_in| !drop_in.is_in(&table)) {
         // Who names the sandboxer without the drop-in does not need it.

@@ -28,8 +28,10 @@ pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
         a_config_of_version_3,
         a_config_of_version_4,
         a_config_with_imports,
+        a_missing_import_is_refused,
         a_containerd_that_does_not_come_up_gets_its_files_back,
         pods_are_in_the_way_until_they_end,
+        a_pod_that_comes_before_the_restart_keeps_its_handler,
         an_interrupted_command_is_completed_or_undone,
         what_others_can_write_and_a_second_command_are_refused,
         a_full_disk_leaves_nothing_half_written,
@@ -135,6 +137,17 @@ async fn a_config_with_imports(node: Arc<Node>) -> Result<()> {
     Ok(())
 }
 
+/// containerd does not start with it, which `config dump` does not show.
+async fn a_missing_import_is_refused(node: Arc<Node>) -> Result<()> {
+    let etc = Etc::new(node, 3, "").await?;
+    let text = fs::read_to_string(etc.file())?;
+    fs::write(etc.file(), format!("imports = ['a']\n{text}"))?;
+    let before = etc.files();
+    etc.run(&["enable"]).refused("/a, which does not exist: containerd does not start with it")?;
+    ensure!(etc.files() == before, "it has written");
+    Ok(())
+}
+
 async fn a_containerd_that_does_not_come_up_gets_its_files_back(node: Arc<Node>) -> Result<()> {
     let etc = Etc::new(node, 3, "").await?;
     let before = etc.files();
@@ -183,6 +196,41 @@ async fn pods_are_in_the_way_until_they_end(node: Arc<Node>) -> Result<()> {
     Ok(())
 }
 
+async fn a_pod_that_comes_before_the_restart_keeps_its_handler(node: Arc<Node>) -> Result<()> {
+    let etc = Etc::new(node, 3, "").await?;
+    etc.with_restart(&["enable"], always).await?.well()?;
+    etc.node.start_sandboxer().await?;
+    let before = etc.files();
+    let asked = etc.node.layout().top.join("asked");
+    let script = format!("touch {0} && while [ -e {0} ]; do sleep 0.05; done", asked.display());
+    let words = ["disable", "--restart", "--timeout", "60", "--restart-command", &script];
+    let restarts = async {
+        let mut pods = Vec::new();
+        for _ in 0..2 {
+            let soon = std::time::Duration::from_secs(60);
+            kit::until("the restart is asked for", soon, async || {
+                ensure!(asked.exists(), "it is not");
+                Ok(())
+            })
+            .await?;
+            if pods.is_empty() {
+                pods.push(etc.node.run(Handler::Ours, PodSpec::new("late")).await?);
+            }
+            etc.restart().await?;
+            fs::remove_file(&asked)?;
+        }
+        anyhow::Ok(pods)
+    };
+    let (ran, pods) = tokio::join!(etc.run_beside(&words), restarts);
+    let said = ran?.refused("1 pod: default/late (")?;
+    ensure!(said.contains("the files are as before; containerd serves CRI with them"), "{said}");
+    ensure!(etc.files() == before, "{:?}", etc.files().keys());
+    for pod in pods? {
+        pod.remove().await?;
+    }
+    Ok(())
+}
+
 /// A command that is killed leaves one of these.
 async fn an_interrupted_command_is_completed_or_undone(node: Arc<Node>) -> Result<()> {
     let etc = Etc::new(node, 3, "").await?;
@@ -218,8 +266,9 @@ async fn what_others_can_write_and_a_second_command_are_refused(node: Arc<Node>)
         etc.run(&["enable"]).refused("users other than root can write it")?;
         set(&path, mode)?;
     }
-    let directory = fs::File::open(&etc.node.layout().top)?;
-    let lock = Flock::lock(directory, FlockArg::LockExclusiveNonblock).map_err(|(_, e)| e)?;
+    let path = etc.node.layout().top.join(".pause-sandboxer.lock");
+    let file = fs::File::create(&path)?;
+    let lock = Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, e)| e)?;
     etc.run(&["enable"]).refused("another `pause-sandboxer enable` or `disable` runs")?;
     drop(lock);
     ensure!(etc.files() == before, "something has changed");
@@ -231,6 +280,7 @@ async fn what_others_can_write_and_a_second_command_are_refused(node: Arc<Node>)
     });
     let ended = two.map(|mut child| child.wait().unwrap().success());
     ensure!(ended.contains(&true), "both failed");
+    ensure!(!path.exists(), "the lock's file is left");
     ensure!(etc.handler(HANDLER)?.is_some(), "no handler");
     Ok(())
 }

@@ -88,8 +88,10 @@ impl Main {
     }
 
     /// Imported files that do not exist: `config dump` ignores them, and containerd does not start.
-    pub(super) fn missing_imports(&self) -> Vec<Finding> {
+    /// `written` is one that is about to exist.
+    pub(super) fn missing_imports(&self, written: Option<&Path>) -> Vec<Finding> {
         let missing = self.imports().filter(|path| !is_pattern(path) && !path.exists());
+        let missing = missing.filter(|path| Some(path.as_path()) != written);
         missing
             .map(|path| {
                 let fact = format!(
@@ -217,7 +219,8 @@ mod tests {
         std::fs::write(dir.path().join("there.toml"), "").unwrap();
         let mut main = main("imports = ['there.toml', 'no/*.toml', '/nowhere/x.toml', 'y.toml']");
         main.path = dir.path().join("c.toml");
-        let facts: Vec<String> = main.missing_imports().iter().map(|f| f.fact.clone()).collect();
+        let facts: Vec<String> =
+            main.missing_imports(None).iter().map(|f| f.fact.clone()).collect();
         assert_eq!(facts.len(), 2, "{facts:?}");
         assert!(facts[0].contains("imports /nowhere/x.toml, which does not exist"), "{facts:?}");
         assert!(facts[1].contains("/y.toml, which does not exist"), "{facts:?}");

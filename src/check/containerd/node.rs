@@ -70,6 +70,21 @@ impl NodeContainerd {
         Ok(table)
     }
 
+    /// Fails if its config file imports a file that does not exist, other than `written`, which is
+    /// about to be written. [`NodeContainerd::dump`] does not show that.
+    ///
+    /// # Errors
+    /// The finding of `check`.
+    pub(crate) fn has_imports(&self, written: &Path) -> Result<(), String> {
+        // What cannot be read is reported by who reads it.
+        let Ok(main) = Main::read(&self.file) else { return Ok(()) };
+        let missing = main.missing_imports(Some(written));
+        match missing.first() {
+            Some(finding) => Err(format!("{}; {}", finding.fact, finding.advice)),
+            None => Ok(()),
+        }
+    }
+
     /// Whether its files were written after its start.
     pub(crate) fn has_unread_files(&self) -> bool {
         let main = Main::read(&self.file).ok();
