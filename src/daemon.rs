@@ -155,8 +155,10 @@ fn background(config: &Config, controller: &Arc<Controller>) -> [JoinHandle<()>;
     };
     let containers = Containers::new(store.clone(), &config.state_dir);
     let known = Arc::clone(controller);
-    let strays =
-        async move { container_record::remove_strays(&containers, |id| known.has(id)).await };
+    let interval = config.forgotten_interval;
+    let strays = async move {
+        container_record::remove_strays(&containers, interval, |id| known.has(id)).await;
+    };
     [
         tokio::spawn(strays),
         tokio::spawn(gc::collect(Arc::clone(controller), store, config.forgotten_interval)),

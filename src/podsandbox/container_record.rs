@@ -418,14 +418,27 @@ async fn work(jobs: Arc<Jobs>) {
 }
 
 /// Removes the records of sandboxes that are gone, of this daemon's state directory: of a daemon
-/// that was killed, or for which containerd was down. Tries until it is done.
-pub async fn remove_strays(containers: &Containers, is_known: impl Fn(&str) -> bool) {
+/// that was killed, or that containerd refused to remove. At once and every `interval`, forever.
+pub async fn remove_strays(
+    containers: &Containers,
+    interval: Duration,
+    is_known: impl Fn(&str) -> bool,
+) {
     let mut failures = 0;
-    while let Err(e) = try_remove_strays(containers, &is_known).await {
-        failures += 1;
-        let step = e.step();
-        log::debug!("failed to remove containers of removed sandboxes; retrying: {step}");
-        tokio::time::sleep(AGAIN.delay(failures)).await;
+    loop {
+        let pause = match try_remove_strays(containers, &is_known).await {
+            Ok(()) => {
+                failures = 0;
+                interval
+            }
+            Err(e) => {
+                failures += 1;
+                let step = e.step();
+                log::debug!("failed to remove containers of removed sandboxes; retrying: {step}");
+                AGAIN.delay(failures)
+            }
+        };
+        tokio::time::sleep(pause).await;
     }
 }
 
