@@ -289,7 +289,7 @@ async fn a_container_of_another_stays(harness: Arc<Harness>) -> Result<()> {
     let log = node.layout().sandboxer_log();
     until("it is refused", SOON, async || {
         let text = fs::read_to_string(&log)?;
-        let refused = "sandbox has no task in containerd: containerd has another container";
+        let refused = "sandbox has no container or task in containerd: containerd has another";
         ensure!(text.lines().any(|l| l.contains(refused) && l.contains(&id)), "it says nothing");
         Ok(())
     })
