@@ -1,4 +1,5 @@
-//! The lock of containerd's config: a second command of this program must not write at the same time.
+//! The lock of containerd's config: a second command of this program must not write at the same
+//! time.
 
 use std::fs::{self, File};
 use std::io;

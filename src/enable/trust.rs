@@ -20,8 +20,9 @@ const STICKY: u32 = 0o1000;
 /// How many links the kernel follows on one path (path_resolution(7)).
 const LINKS_MAX: usize = 40;
 
-/// Fails if a user other than root can change the file at `path`, or put another in its place: every
-/// directory and link on the way is examined, and the ways of the links. The file need not exist.
+/// Fails if a user other than root can change the file at `path`, or put another in its place.
+/// Every directory and link on the way is examined, and the ways of the links. The file need not
+/// exist.
 ///
 /// # Errors
 /// The path that others can write, and by what.
