@@ -316,12 +316,15 @@ impl SelfStarted {
                         self.throttle_restart(begun, short_lived).await;
                     }
                 }
-                SelfStartedStep::Start => {
-                    if let Err(step) = self.start().await {
+                SelfStartedStep::Start => match self.start().await {
+                    // The pod was stopped meanwhile, and what ends its shim has found none.
+                    Ok(()) if !pod.lives() => drop(tokio::spawn(self.clone().dismiss())),
+                    Ok(()) => {}
+                    Err(step) => {
                         log::error!(sandbox = self.id(); "failed to start shim; retrying: {step}");
                         sleep(AGAIN).await;
                     }
-                }
+                },
                 SelfStartedStep::Wait => self.changed.notified().await,
             }
         }

@@ -5,7 +5,7 @@ use std::fs;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result, ensure};
-use kit::{Container, ContainerSpec, Pod};
+use kit::{Container, ContainerSpec, Pod, until};
 
 use crate::harness::{
     Case, Harness, Kind, SOON, cases, cases_of_both, no_shim, none, one_shim, removed, shims,
@@ -48,6 +48,14 @@ async fn a_stopped_pod_keeps_no_shim(harness: Arc<Harness>) -> Result<()> {
     let code = stopped.status().await?.exit_code;
     let containers = [(&completed, 3), (&stopped, code)];
     rests(&pod, &containers).await?;
+    // A daemon that is killed before it has seen this end leaves it to the next one, as a failure.
+    until("the daemon has seen the end of the shim", SOON, async || {
+        let log = fs::read_to_string(harness.node.layout().sandboxer_log())?;
+        let seen = |line: &str| line.contains("empty shim exited") && line.contains(pod.id());
+        ensure!(log.lines().any(seen), "it says nothing");
+        Ok(())
+    })
+    .await?;
     harness.restart().await?;
     rests(&pod, &containers).await.context("after a restart of the sandboxer")?;
     harness.node.kill_containerd()?;
