@@ -14,9 +14,8 @@ import sys
 SCENES = [
     ("Installed in a minute", "install the package", [
         ("dpkg -i", 5), ("pause-sandboxer check", 5)]),
-    ("What it tells to do", "do what check says", [
-        ("sed -i '1i imports", 0), ("systemctl restart containerd", 0),
-        ("pause-sandboxer check", 9)]),
+    ("One command adds it", "add its handler to containerd", [
+        ("pause-sandboxer enable", 5), ("pause-sandboxer check", 5)]),
     ("A pod", "run a pod", [
         ('pod run --handler "runc-pause"', 1), ("pod container web main", 1),
         ("pause-sandboxer list", 2), ("pause-sandboxer stats", 3)]),
@@ -24,8 +23,7 @@ SCENES = [
         ("systemctl restart pause-sandboxer.service", 0), ("systemctl restart containerd", 0),
         ("pod list", 2), ("pause-sandboxer list", 2), ("pod container web second", 1)]),
     ("Removed for good", "remove it", [
-        ("pod remove web", 0), ("dpkg -P pause-sandboxer", 2),
-        ("systemctl restart containerd", 0)]),
+        ("pod remove web", 0), ("pause-sandboxer disable", 5), ("dpkg -P pause-sandboxer", 2)]),
 ]
 # What viewers without animation show.
 STILL = "A pod"
