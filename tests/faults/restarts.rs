@@ -272,6 +272,12 @@ async fn node_containerd_restarts(node: Arc<Node>) -> Result<()> {
     Ok(())
 }
 
+/// How often containerd has logged that it has recovered its pods and serves.
+fn boots(node: &Node) -> Result<usize> {
+    let log = fs::read(node.layout().containerd_log())?;
+    Ok(String::from_utf8_lossy(&log).matches("containerd successfully booted").count())
+}
+
 async fn restart(node: &Arc<Node>, how: &str) -> Result<()> {
     match how {
         "alone" => {
@@ -319,9 +325,19 @@ async fn restart(node: &Arc<Node>, how: &str) -> Result<()> {
             let script =
                 format!("LISTEN_PID=$$ LISTEN_FDS=1 exec \"$@\" 3<&{}", listener.as_raw_fd());
             command.args(["-c", &script, "bash"]).arg(plain.get_program()).args(plain.get_args());
+            let boots_before = boots(node)?;
             let starting = Arc::clone(node);
             let containerd = tokio::spawn(async move { starting.start_containerd().await });
-            tokio::time::sleep(Duration::from_millis(if how == "late" { 500 } else { 4000 })).await;
+            if how == "late" {
+                tokio::time::sleep(Duration::from_millis(500)).await;
+            } else {
+                // It has given up on the sandboxer by then, however slow the machine is.
+                until("containerd has booted", LIMIT, async || {
+                    ensure!(boots(node)? > boots_before, "it has not");
+                    Ok(())
+                })
+                .await?;
+            }
             node.start_sandboxer_as(command).await?;
             containerd.await??;
             drop(listener);
