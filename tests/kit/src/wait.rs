@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
-/// How often a condition is looked at.
+/// How often a condition is looked at, on a machine of usual speed: a look takes as many times
+/// longer on a slow one, which is to do more than look.
 const PACE: Duration = Duration::from_millis(10);
 
 /// How many times longer than usual everything may take, which a slow machine such as an emulated
@@ -50,7 +51,7 @@ where
             Err(reason) if begun.elapsed() >= limit => {
                 bail!("{what}: not so after {:.1} s: {reason:#}", begun.elapsed().as_secs_f32())
             }
-            Err(_) => tokio::time::sleep(PACE).await,
+            Err(_) => tokio::time::sleep(patient(PACE)).await,
         }
     }
 }

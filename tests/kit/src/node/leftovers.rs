@@ -42,7 +42,7 @@ impl Node {
         /// The longest time between two looks.
         const SELDOM: Duration = Duration::from_millis(160);
         let (begun, limit) = (Instant::now(), patient(limit));
-        let mut pace = Duration::from_millis(20);
+        let mut pace = patient(Duration::from_millis(20));
         loop {
             let mut left = self.snapshot()?.beyond(before);
             for pod in self.cri.list_pod_sandbox(api::PodSandboxFilter::new()).await? {
@@ -53,7 +53,7 @@ impl Node {
             }
             // A look reads the whole machine: what stays is not to keep it busy.
             tokio::time::sleep(pace).await;
-            pace = (pace * 2).min(SELDOM);
+            pace = (pace * 2).min(patient(SELDOM));
         }
     }
 
