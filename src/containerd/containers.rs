@@ -105,7 +105,7 @@ impl Containers {
         let request = GetContainerRequest { id: id.to_owned(), ..Default::default() };
         let method = format!("{CONTAINERS}/Get");
         let what = "query containerd for the container";
-        match self.at.call::<_, GetContainerResponse>(what, &method, &request).await {
+        match self.at.call::<GetContainerResponse>(what, &method, &request).await {
             Err(e) if e.is(code::NOT_FOUND) => Ok(RecordOwner::Missing),
             Err(e) => Err(e),
             Ok(answer) if self.is_own(&answer.container) => Ok(RecordOwner::Own),
@@ -161,7 +161,7 @@ impl Containers {
             CreateContainerRequest { container: MessageField::some(record), ..Default::default() };
         let method = format!("{CONTAINERS}/Create");
         let what = "record the sandbox as a container";
-        match self.at.call::<_, Empty>(what, &method, &request).await {
+        match self.at.call::<Empty>(what, &method, &request).await {
             // Also after an answer that was lost.
             Err(e) if e.is(code::ALREADY_EXISTS) => self.owner(&container.id).await,
             Err(e) => Err(e),
@@ -181,7 +181,7 @@ impl Containers {
         let request = DeleteContainerRequest { id: id.to_owned(), ..Default::default() };
         let method = format!("{CONTAINERS}/Delete");
         let what = "remove the sandbox's container";
-        match self.at.call::<_, Empty>(what, &method, &request).await {
+        match self.at.call::<Empty>(what, &method, &request).await {
             Err(e) if e.is(code::NOT_FOUND) => Ok(()),
             other => other.map(drop),
         }
@@ -212,7 +212,7 @@ impl Containers {
             ..Default::default()
         };
         let method = format!("{TASKS}/Create");
-        match self.at.call::<_, Empty>("create the sandbox's task", &method, &request).await {
+        match self.at.call::<Empty>("create the sandbox's task", &method, &request).await {
             Err(e) if e.is(code::ALREADY_EXISTS) => Ok(false),
             Err(e) => Err(e),
             Ok(_) => Ok(true),
@@ -226,7 +226,7 @@ impl Containers {
     pub async fn start_task(&self, id: &str) -> Result<(), CallError> {
         let request = StartTaskRequest { container_id: id.to_owned(), ..Default::default() };
         let method = format!("{TASKS}/Start");
-        self.at.call::<_, Empty>("start the sandbox's task", &method, &request).await.map(drop)
+        self.at.call::<Empty>("start the sandbox's task", &method, &request).await.map(drop)
     }
 
     /// How a task stands.
@@ -237,7 +237,7 @@ impl Containers {
         let request = GetTaskRequest { container_id: id.to_owned(), ..Default::default() };
         let method = format!("{TASKS}/Get");
         let what = "query containerd for the sandbox's task";
-        match self.at.call::<_, GetTaskResponse>(what, &method, &request).await {
+        match self.at.call::<GetTaskResponse>(what, &method, &request).await {
             Err(e) if e.is(code::NOT_FOUND) => Ok(TaskState::Missing),
             Err(lost @ CallError::Lost(_)) => Err(lost),
             // Of its shim.
@@ -260,7 +260,7 @@ impl Containers {
         let method = format!("{TASKS}/Delete");
         let mut again = true;
         loop {
-            match self.at.call::<_, Empty>("delete the sandbox's task", &method, &request).await {
+            match self.at.call::<Empty>("delete the sandbox's task", &method, &request).await {
                 Err(e) if e.is(code::NOT_FOUND) => return Ok(()),
                 Err(CallError::Refused { .. }) if again => again = false,
                 other => return other.map(drop),

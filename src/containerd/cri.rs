@@ -47,7 +47,7 @@ impl CriClient {
         request: &impl Message,
         within: Duration,
     ) -> Result<A, StepError> {
-        self.endpoint.call(what, method, request, within).await
+        Ok(self.endpoint.call(what, method, request, within).await?)
     }
 
     async fn runtime<A: Message>(

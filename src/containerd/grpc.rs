@@ -29,15 +29,62 @@ pub(super) mod code {
     pub(in crate::containerd) const UNAVAILABLE: u32 = 14;
 }
 
-/// The outcome of a call.
+/// The status of a call.
 #[derive(Debug)]
-pub struct GrpcReply {
+struct GrpcStatus {
     /// gRPC's status code.
-    pub status: u32,
-    /// What the server says about the status.
-    pub words: String,
-    /// The first message of the response; empty if there is none, or if each was handed on.
-    pub message: Bytes,
+    code: u32,
+    /// What the server says about it.
+    words: String,
+}
+
+/// Why a call has no result.
+#[derive(Clone, Debug)]
+pub enum CallError {
+    /// There was no answer: what containerd has done is unknown.
+    Lost(StepError),
+    /// containerd has answered with another code than OK.
+    Refused {
+        /// The code (gRPC).
+        code: u32,
+        /// The failed step.
+        step: StepError,
+    },
+}
+
+impl CallError {
+    /// The failed step.
+    pub fn step(self) -> StepError {
+        match self {
+            Self::Lost(step) | Self::Refused { step, .. } => step,
+        }
+    }
+
+    pub(super) fn is(&self, wanted: u32) -> bool {
+        matches!(self, Self::Refused { code, .. } if *code == wanted)
+    }
+
+    /// containerd does not run, or does not answer yet.
+    pub fn is_unavailable(&self) -> bool {
+        matches!(self, Self::Lost(_)) || self.is(code::UNAVAILABLE)
+    }
+
+    /// The same call will be refused again.
+    pub fn is_final(&self) -> bool {
+        let codes = [
+            code::INVALID_ARGUMENT,
+            code::PERMISSION_DENIED,
+            code::FAILED_PRECONDITION,
+            code::UNIMPLEMENTED,
+        ];
+        codes.into_iter().any(|code| self.is(code))
+    }
+}
+
+impl From<CallError> for StepError {
+    fn from(e: CallError) -> Self {
+        e.step()
+    }
 }
 
 /// containerd's gRPC socket, and the metadata of each call.
@@ -57,78 +104,56 @@ impl GrpcEndpoint {
         Self { address: address.into(), namespace: namespace.into(), lease: String::new() }
     }
 
-    /// A call whose status must be OK; its response.
+    /// A call with one answer, within `within`; an answer without a message is a default one.
     ///
     /// # Errors
-    /// There is no answer within `within`, or its status is another.
+    /// There is no answer in time, or its status is not OK.
     pub async fn call<A: Message>(
         &self,
         what: &'static str,
         method: &str,
         request: &impl Message,
         within: Duration,
-    ) -> Result<A, StepError> {
-        let reply = self.reply(what, method, request, within).await?;
-        self.succeeded(what, &reply)?;
-        A::parse_from_bytes(&reply.message).map_err(io::Error::other).step_at(what, &self.address)
+    ) -> Result<A, CallError> {
+        let mut answer = A::new();
+        self.stream(what, method, request, within, |message| answer = message).await?;
+        Ok(answer)
     }
 
-    /// A call with whatever status.
+    /// A call with any number of answers within `within`, which `each` gets one by one.
     ///
     /// # Errors
-    /// There is no answer within `within`.
-    pub async fn reply(
+    /// There is no end of it in time, or its status is not OK.
+    pub async fn stream<A: Message>(
         &self,
         what: &'static str,
         method: &str,
         request: &impl Message,
         within: Duration,
-    ) -> Result<GrpcReply, StepError> {
-        let mut first = None;
-        let keep = |message: &[u8]| {
-            first.get_or_insert_with(|| Bytes::copy_from_slice(message));
+        mut each: impl FnMut(A) + Send,
+    ) -> Result<(), CallError> {
+        let each = |message: &[u8]| {
+            each(A::parse_from_bytes(message).map_err(io::Error::other)?);
             Ok(())
         };
-        let reply = self.stream(what, method, request, within, keep).await?;
-        Ok(GrpcReply { message: first.unwrap_or_default(), ..reply })
-    }
-
-    /// A call with any number of answers, which `each` gets one by one, with whatever status.
-    ///
-    /// # Errors
-    /// There is no end of it within `within`, or `each` refuses a message.
-    pub async fn stream(
-        &self,
-        what: &'static str,
-        method: &str,
-        request: &impl Message,
-        within: Duration,
-        each: impl FnMut(&[u8]) -> io::Result<()> + Send,
-    ) -> Result<GrpcReply, StepError> {
         let sent = async {
             let request = request.write_to_bytes().map_err(io::Error::other)?;
             self.send(method, &request, each).await
         };
         let answered = tokio::time::timeout(within, sent).await;
-        answered
+        let GrpcStatus { code, words } = answered
             .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
             .step_at(what, &self.address)
-    }
-
-    /// Fails unless the status is OK.
-    ///
-    /// # Errors
-    /// The status and what the server says about it.
-    pub fn succeeded(&self, what: &'static str, reply: &GrpcReply) -> Result<(), StepError> {
-        let GrpcReply { status, words, .. } = reply;
-        if *status == code::OK {
+            .map_err(CallError::Lost)?;
+        if code == code::OK {
             return Ok(());
         }
         let reason = match words.as_str() {
-            "" => format!("gRPC status {status}"),
-            words => format!("{words} (gRPC status {status})"),
+            "" => format!("gRPC status {code}"),
+            words => format!("{words} (gRPC status {code})"),
         };
-        Err(StepError::at(what, &self.address, io::Error::other(reason)))
+        let step = StepError::at(what, &self.address, io::Error::other(reason));
+        Err(CallError::Refused { code, step })
     }
 
     async fn send(
@@ -136,7 +161,7 @@ impl GrpcEndpoint {
         method: &str,
         request: &[u8],
         mut each: impl FnMut(&[u8]) -> io::Result<()> + Send,
-    ) -> io::Result<GrpcReply> {
+    ) -> io::Result<GrpcStatus> {
         let mut frame = BytesMut::with_capacity(request.len() + HEAD);
         frame.put_u8(0);
         frame.put_u32(u32::try_from(request.len()).map_err(io::Error::other)?);
@@ -161,8 +186,8 @@ impl GrpcEndpoint {
 
         let (head, mut body) = response.await.map_err(io::Error::other)?.into_parts();
         // A response without a message has its status in the headers.
-        if let Some((status, words)) = status(&head.headers) {
-            return Ok(GrpcReply { status, words, message: Bytes::new() });
+        if let Some(status) = status(&head.headers) {
+            return Ok(status);
         }
         let mut rest = BytesMut::new();
         while let Some(data) = body.data().await {
@@ -174,9 +199,7 @@ impl GrpcEndpoint {
             }
         }
         let trailers = body.trailers().await.map_err(io::Error::other)?.unwrap_or_default();
-        let (status, words) = status(&trailers)
-            .ok_or_else(|| io::Error::other("a response without a gRPC status"))?;
-        Ok(GrpcReply { status, words, message: Bytes::new() })
+        status(&trailers).ok_or_else(|| io::Error::other("a response without a gRPC status"))
     }
 }
 
@@ -194,11 +217,11 @@ fn next_message(bytes: &mut BytesMut) -> io::Result<Option<Bytes>> {
     Ok(Some(bytes.split_to(length).freeze()))
 }
 
-/// Status and words, if the headers have a status.
-fn status(headers: &HeaderMap) -> Option<(u32, String)> {
+/// The status, if the headers have one.
+fn status(headers: &HeaderMap) -> Option<GrpcStatus> {
     let text = |name| headers.get(name).and_then(|value| value.to_str().ok());
     let words = text("grpc-message").map(decoded).unwrap_or_default();
-    Some((text("grpc-status")?.parse().ok()?, words))
+    Some(GrpcStatus { code: text("grpc-status")?.parse().ok()?, words })
 }
 
 /// Undoes the percent-encoding of `grpc-message`.

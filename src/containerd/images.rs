@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 use protobuf::well_known_types::empty::Empty;
 use protobuf::{Message, MessageField};
 
-use super::grpc::{GrpcEndpoint, code};
+use super::grpc::{CallError, GrpcEndpoint, code};
 use crate::error::StepError;
 use crate::protos::image_store::{
     ContentDescriptor, CreateImageRequest, CreateLeaseRequest, DeleteLeaseRequest, StoredImage,
@@ -66,16 +66,13 @@ pub async fn import(
     let created =
         CreateLeaseRequest { id: lease.clone(), labels: labels_of_lease, ..Default::default() };
     let method = "containerd.services.leases.v1.Leases/Create";
-    let reply = endpoint.reply(IMPORT, method, &created, WITHIN).await?;
-    if reply.status != code::ALREADY_EXISTS {
-        endpoint.succeeded(IMPORT, &reply)?;
-    }
+    or_exists(endpoint.call::<Empty>(IMPORT, method, &created, WITHIN).await)?;
     let leased = GrpcEndpoint { lease: lease.clone(), ..endpoint.clone() };
     let stored = store(&leased, image, labels).await;
     let deleted = DeleteLeaseRequest { id: lease, ..Default::default() };
     let method = "containerd.services.leases.v1.Leases/Delete";
     let released = endpoint.call::<Empty>(IMPORT, method, &deleted, WITHIN).await;
-    stored.and(released.map(drop))
+    stored.and(Ok(released.map(drop)?))
 }
 
 async fn store(
@@ -104,9 +101,9 @@ async fn store(
         ..Default::default()
     });
     let create = CreateImageRequest { image: stored.clone(), ..Default::default() };
-    let reply = images(endpoint, "Create", &create).await?;
-    if reply.status != code::ALREADY_EXISTS {
-        return endpoint.succeeded(IMPORT, &reply);
+    match images(endpoint, "Create", &create).await {
+        Err(e) if e.is(code::ALREADY_EXISTS) => {}
+        created => return Ok(created?),
     }
     // Labels that others have set stay.
     let labels = labels.iter().map(|(key, _)| format!("labels.{key}"));
@@ -117,16 +114,16 @@ async fn store(
         update_mask: MessageField::some(fields),
         ..Default::default()
     };
-    endpoint.succeeded(IMPORT, &images(endpoint, "Update", &update).await?)
+    Ok(images(endpoint, "Update", &update).await?)
 }
 
 async fn images(
     endpoint: &GrpcEndpoint,
     method: &str,
     request: &impl Message,
-) -> Result<super::GrpcReply, StepError> {
+) -> Result<(), CallError> {
     let method = format!("containerd.services.images.v1.Images/{method}");
-    endpoint.reply(IMPORT, &method, request, WITHIN).await
+    endpoint.call::<Empty>(IMPORT, &method, request, WITHIN).await.map(drop)
 }
 
 /// Writes a blob; one that is there already is success.
@@ -145,11 +142,15 @@ async fn write(
         ..Default::default()
     };
     let method = "containerd.services.content.v1.Content/Write";
-    let reply = endpoint.reply(IMPORT, method, &request, WITHIN).await?;
-    if reply.status == code::ALREADY_EXISTS {
-        return Ok(());
+    or_exists(endpoint.stream::<Empty>(IMPORT, method, &request, WITHIN, drop).await)
+}
+
+/// What is there already counts as made.
+fn or_exists<T>(made: Result<T, CallError>) -> Result<(), StepError> {
+    match made {
+        Err(e) if e.is(code::ALREADY_EXISTS) => Ok(()),
+        other => Ok(other.map(drop)?),
     }
-    endpoint.succeeded(IMPORT, &reply)
 }
 
 fn size(blob: &ImageBlob) -> i64 {
