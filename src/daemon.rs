@@ -15,7 +15,7 @@ use pause_sandboxer::containerd::containers::Containers;
 use pause_sandboxer::controller::Controller;
 use pause_sandboxer::error::{IoContext as _, StepError};
 use pause_sandboxer::pause::native::Native;
-use pause_sandboxer::podsandbox::{Environment, container_record, selinux};
+use pause_sandboxer::podsandbox::{Environment, selinux};
 use pause_sandboxer::shim::own::OwnShim;
 use pause_sandboxer::{gc, logging, metrics_http, pool, process, wire};
 use sd_notify::NotifyState;
@@ -154,14 +154,10 @@ fn background(config: &Config, controller: &Arc<Controller>) -> [JoinHandle<()>;
         namespace: config.containerd_namespace.clone(),
     };
     let containers = Containers::new(store.clone(), &config.state_dir);
-    let known = Arc::clone(controller);
     let interval = config.forgotten_interval;
-    let strays = async move {
-        container_record::remove_strays(&containers, interval, |id| known.has(id)).await;
-    };
     [
-        tokio::spawn(strays),
-        tokio::spawn(gc::collect(Arc::clone(controller), store, config.forgotten_interval)),
+        tokio::spawn(gc::collect_containers(Arc::clone(controller), containers, interval)),
+        tokio::spawn(gc::collect(Arc::clone(controller), store, interval)),
         tokio::spawn(metrics_http::serve(Arc::clone(controller), config.metrics.clone())),
     ]
 }

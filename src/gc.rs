@@ -1,4 +1,5 @@
-//! Garbage collection of sandboxes that containerd no longer knows.
+//! Garbage collection of sandboxes that containerd no longer knows, and of containerd's containers
+//! of sandboxes that are gone.
 //!
 //! If RunPodSandbox is cancelled before Start, or right after the response to Start, CRI drops its
 //! record of the sandbox and calls neither Stop nor Shutdown. No client has ever asked for such a
@@ -9,8 +10,10 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::containerd::SandboxStore;
+use crate::containerd::containers::Containers;
+use crate::containerd::{CallError, SandboxStore};
 use crate::controller::Controller;
+use crate::exit;
 use crate::podsandbox::Sandbox;
 
 /// Collects every `interval`, forever.
@@ -54,4 +57,45 @@ async fn remove(sandbox: Arc<Sandbox>) {
     if let Err(e) = sandbox.shutdown().await {
         log::error!(sandbox = sandbox.id(); "failed to remove sandbox unknown to containerd: {e}");
     }
+}
+
+/// Removes the containers of removed sandboxes of this daemon's state directory: those that a
+/// killed daemon has left, or that containerd refused to remove. At once and every `interval`,
+/// forever.
+pub async fn collect_containers(
+    controller: Arc<Controller>,
+    containers: Containers,
+    interval: Duration,
+) {
+    let mut failures = 0;
+    loop {
+        let pause = match remove_containers(&controller, &containers).await {
+            Ok(()) => {
+                failures = 0;
+                interval
+            }
+            Err(e) => {
+                failures += 1;
+                let step = e.step();
+                log::debug!("failed to remove containers of removed sandboxes; retrying: {step}");
+                exit::CONTAINERD.delay(failures)
+            }
+        };
+        tokio::time::sleep(pause).await;
+    }
+}
+
+async fn remove_containers(
+    controller: &Controller,
+    containers: &Containers,
+) -> Result<(), CallError> {
+    let mut result = Ok(());
+    for id in containers.own().await?.into_iter().filter(|id| !controller.has(id)) {
+        match containers.remove(&id).await {
+            Ok(()) => log::info!(sandbox = id.as_str(); "removed container of removed sandbox"),
+            // The others go all the same.
+            Err(e) => result = Err(e),
+        }
+    }
+    result
 }

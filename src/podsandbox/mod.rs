@@ -8,7 +8,7 @@ use bytes::Bytes;
 pub use crate::process::Exit;
 
 mod actor;
-pub mod container_record;
+mod container_record;
 mod drivers;
 mod error;
 mod files;

@@ -1,0 +1,252 @@
+//! The worker: brings containerd's container and task of a sandbox to the goal.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::Semaphore;
+
+use super::Goal;
+use crate::containerd::CallError;
+use crate::containerd::containers::{Containers, RecordOwner, SandboxContainer, TaskState};
+use crate::error::{IoContext as _, StepError};
+use crate::exit::{self, Backoff};
+use crate::podsandbox::jobs::Jobs;
+use crate::podsandbox::oci_spec;
+use crate::podsandbox::record::Stage;
+use crate::podsandbox::sandbox::Environment;
+use crate::pool::Class;
+use crate::shim::PauseRefused;
+
+/// How many sandboxes are worked on at once: containerd writes one record after another.
+static TURNS: Semaphore = Semaphore::const_new(8);
+
+/// Between two tries.
+const AGAIN: Backoff = exit::CONTAINERD;
+
+/// How often containerd may refuse before a record is given up; it is tried again with the next
+/// change of the sandbox. While containerd is down no try counts.
+const REFUSALS: u32 = 8;
+
+/// How long Start waits for the container's record, which was begun by Create.
+const BEFORE_START: Duration = Duration::from_millis(250);
+
+/// How long the end of a pod's shim waits for the deletion of the sandbox's task.
+const BEFORE_SHIM_ENDS: Duration = Duration::from_secs(2);
+
+/// Why a step failed.
+enum Failure {
+    /// It is tried again, as often as [`REFUSALS`] unless containerd is not there.
+    Again { step: StepError, unavailable: bool },
+    /// It will not succeed.
+    Final(StepError),
+    /// The record of this id is another's, or the pod's shim cannot serve the task.
+    Unfit(&'static str),
+}
+
+impl From<CallError> for Failure {
+    fn from(e: CallError) -> Self {
+        let unavailable = e.is_unavailable();
+        if e.is_final() {
+            Self::Final(e.step())
+        } else {
+            Self::Again { step: e.step(), unavailable }
+        }
+    }
+}
+
+impl From<StepError> for Failure {
+    fn from(step: StepError) -> Self {
+        Self::Again { step, unavailable: false }
+    }
+}
+
+impl Jobs {
+    /// The settings ask for it.
+    fn records_containers(&self) -> bool {
+        self.environment().config.container_record
+    }
+
+    /// containerd can have a record of the sandbox: it is of containerd's namespace, and this
+    /// project's shim serves its task.
+    fn can_be_recorded(&self) -> bool {
+        self.facts.in_namespace && self.shim.serves_sandbox()
+    }
+
+    fn aim(self: &Arc<Self>, goal: Goal) {
+        if self.can_be_recorded() && self.container.aim(goal) {
+            drop(tokio::spawn(work(self.clone())));
+        }
+    }
+
+    /// The sandbox is created, or about to be started: it gets its container. Returns at once.
+    pub fn record_container(self: &Arc<Self>) {
+        if self.records_containers() {
+            self.aim(Goal::Container);
+        }
+    }
+
+    /// Waits a moment for that.
+    pub async fn container_recorded(self: &Arc<Self>) {
+        if self.records_containers() && self.can_be_recorded() {
+            self.container.settled(BEFORE_START).await;
+        }
+    }
+
+    /// The pod's shim serves: the sandbox gets its task. Returns at once.
+    pub fn record_task(self: &Arc<Self>) {
+        if self.records_containers() {
+            self.aim(Goal::Task);
+        }
+    }
+
+    /// The pause has exited: its task is deleted. Returns at once.
+    pub fn delete_task(self: &Arc<Self>) {
+        self.aim(Goal::NoTask);
+    }
+
+    /// Deletes the task before its server, the pod's shim, ends, if containerd answers in time.
+    pub async fn task_deleted(self: &Arc<Self>) {
+        if self.can_be_recorded() {
+            self.delete_task();
+            self.container.settled(BEFORE_SHIM_ENDS).await;
+        }
+    }
+
+    /// The pod was stopped: its shim ends if it is empty, after the sandbox's task. Returns at
+    /// once.
+    pub fn dismiss_shim(self: &Arc<Self>) {
+        if !self.can_be_recorded() || !self.shim.has_shim() {
+            return self.shim.dismiss();
+        }
+        let jobs = self.clone();
+        drop(tokio::spawn(async move {
+            jobs.task_deleted().await;
+            jobs.shim.dismiss();
+        }));
+    }
+
+    /// The sandbox is removed: its container goes too. Returns at once.
+    pub fn remove_container(self: &Arc<Self>) {
+        self.aim(Goal::Nothing);
+    }
+
+    /// One try to reach a goal.
+    async fn reach(self: &Arc<Self>, goal: Goal) -> Result<(), Failure> {
+        let (containers, id) = (&self.environment().containers, self.id().as_str());
+        match goal {
+            Goal::Any => Ok(()),
+            Goal::Container => self.make_container(containers).await,
+            Goal::Task => self.make_task(containers).await,
+            Goal::NoTask => {
+                if containers.owner(id).await? == RecordOwner::Own {
+                    containers.delete_task(id).await?;
+                }
+                Ok(())
+            }
+            Goal::Nothing => Ok(containers.remove(id).await?),
+        }
+    }
+
+    async fn make_container(self: &Arc<Self>, containers: &Containers) -> Result<(), Failure> {
+        let described = self.piece(Class::Query, Self::describe_container).await;
+        match containers.create(&described.flatten()?).await? {
+            RecordOwner::Own => Ok(()),
+            RecordOwner::Foreign => {
+                Err(Failure::Unfit("containerd has another container of its id"))
+            }
+            RecordOwner::Missing => {
+                let gone = std::io::Error::other("its container has just been removed");
+                Err(StepError::new("record the sandbox as a container", gone).into())
+            }
+        }
+    }
+
+    /// What containerd is to record: the same as Start answers, which does not stay in memory.
+    fn describe_container(&self) -> Result<SandboxContainer, StepError> {
+        let created = self.created()?;
+        let Environment { layout, config, .. } = &**self.environment();
+        let made = oci_spec::describe(&created.record, &created.pod, layout, config);
+        let made = made.map_err(std::io::Error::other).step("make the spec")?;
+        Ok(SandboxContainer {
+            id: self.id().to_string(),
+            labels: made.labels,
+            runtime: self.facts.runtime.name.clone(),
+            runtime_options: self.facts.runtime.options.clone(),
+            spec: made.spec.into(),
+        })
+    }
+
+    async fn make_task(self: &Arc<Self>, containers: &Containers) -> Result<(), Failure> {
+        let stage = self.piece(Class::Query, |jobs| jobs.store.stage()).await?;
+        let stage = stage.map_err(StepError::from)?;
+        let Stage::Started { identity } = stage else { return Err(Failure::Unfit("no pause")) };
+        // First, as a shim that cannot serve the task would take it for a container to run.
+        match self.shim.set_pause(&identity).await {
+            Ok(()) => {}
+            Err(PauseRefused::Unsupported) => {
+                return Err(Failure::Unfit("its shim cannot serve one"));
+            }
+            Err(PauseRefused::Failed(step)) => return Err(step.into()),
+        }
+        let id = self.id().as_str();
+        // For a sandbox that it does not know, containerd starts a shim of its own, whatever
+        // address the request has.
+        if !containers.knows_sandbox(id).await? {
+            return Err(Failure::Unfit("containerd does not know the sandbox"));
+        }
+        self.make_container(containers).await?;
+        containers.create_task(id, &self.shim.address()).await?;
+        match containers.task(id).await? {
+            TaskState::Running(pid) if pid == identity.pid => Ok(()),
+            TaskState::Created => Ok(containers.start_task(id).await?),
+            state => {
+                // Of a shim that has ended: the next try finds none.
+                containers.delete_task(id).await?;
+                let stale = std::io::Error::other(format!("containerd had an old task: {state:?}"));
+                Err(StepError::new("create the sandbox's task", stale).into())
+            }
+        }
+    }
+}
+
+/// Works until the goal is reached or given up.
+async fn work(jobs: Arc<Jobs>) {
+    let (mut failures, mut refusals, mut last) = (0, 0, None);
+    while let Some((goal, asked)) = jobs.container.next() {
+        if last != Some(asked) {
+            (failures, refusals, last) = (0, 0, Some(asked));
+        }
+        let tried = {
+            // Never closed.
+            let _turn = TURNS.acquire().await;
+            jobs.reach(goal).await
+        };
+        let id = jobs.id().as_str();
+        match tried {
+            Ok(()) => jobs.container.reached(goal, asked),
+            Err(Failure::Unfit(reason)) => {
+                log::info!(sandbox = id;
+                    "sandbox has no container or task in containerd: {reason}");
+                jobs.container.give_up(asked);
+            }
+            Err(Failure::Final(step)) => {
+                log::warn!(sandbox = id;
+                    "containerd refuses to record sandbox as a container; the pod runs: {step}");
+                jobs.container.give_up(asked);
+            }
+            Err(Failure::Again { step, unavailable }) => {
+                failures += 1;
+                refusals += u32::from(!unavailable);
+                if refusals >= REFUSALS {
+                    log::warn!(sandbox = id;
+                        "gave up recording sandbox as a container; the pod runs: {step}");
+                    jobs.container.give_up(asked);
+                    continue;
+                }
+                log::debug!(sandbox = id; "sandbox's container in containerd: {step}");
+                jobs.container.failed();
+                jobs.container.asked_again(asked, AGAIN.delay(failures)).await;
+            }
+        }
+    }
+}
