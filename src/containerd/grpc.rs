@@ -107,7 +107,7 @@ impl GrpcEndpoint {
     /// A call with one answer, within `within`; an answer without a message is a default one.
     ///
     /// # Errors
-    /// There is no answer in time, or its status is not OK.
+    /// There is no answer in time, it is no such message, or the status is not OK.
     pub async fn call<A: Message>(
         &self,
         what: &'static str,
@@ -123,7 +123,7 @@ impl GrpcEndpoint {
     /// A call with any number of answers within `within`, which `each` gets one by one.
     ///
     /// # Errors
-    /// There is no end of it in time, or its status is not OK.
+    /// The call does not end in time, a message is invalid, or the status is not OK.
     pub async fn stream<A: Message>(
         &self,
         what: &'static str,

@@ -72,7 +72,7 @@ pub async fn import(
     let deleted = DeleteLeaseRequest { id: lease, ..Default::default() };
     let method = "containerd.services.leases.v1.Leases/Delete";
     let released = endpoint.call::<Empty>(IMPORT, method, &deleted, WITHIN).await;
-    stored.and(Ok(released.map(drop)?))
+    stored.and(released.map(drop).map_err(CallError::step))
 }
 
 async fn store(
@@ -145,7 +145,7 @@ async fn write(
     or_exists(endpoint.stream::<Empty>(IMPORT, method, &request, WITHIN, drop).await)
 }
 
-/// What is there already counts as made.
+/// ALREADY_EXISTS is success.
 fn or_exists<T>(made: Result<T, CallError>) -> Result<(), StepError> {
     match made {
         Err(e) if e.is(code::ALREADY_EXISTS) => Ok(()),

@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
-/// How often a condition is looked at, on a machine of usual speed: a look takes as many times
-/// longer on a slow one, which is to do more than look.
+/// Polling interval on a machine of usual speed. On a slow machine it is longer, in proportion, so
+/// that polling does not take most of its time.
 const PACE: Duration = Duration::from_millis(10);
 
 /// How many times longer than usual everything may take, which a slow machine such as an emulated
