@@ -185,7 +185,7 @@ mod tests {
         record
     }
 
-    /// What a task works on that begins with this goal.
+    /// What a worker works on that begins with this goal.
     fn step(record: &ContainerRecord, goal: Goal) -> Option<(Goal, u32)> {
         record.aim(goal).then(|| record.next()).flatten()
     }
@@ -225,7 +225,7 @@ mod tests {
         does(&record, Goal::Task);
         assert_eq!(step(&record, Goal::Container), None, "it has one");
         let first = begins(&record, Goal::Task);
-        assert!(!record.aim(Goal::Task), "one task works");
+        assert!(!record.aim(Goal::Task), "one worker is under way");
         // Of the shim before, whether it was made or not.
         record.reached(Goal::Task, first);
         record.give_up(first);

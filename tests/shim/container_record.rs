@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::process::Command;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use kit::{ContainerSpec, Handler, Node, Pod, PodSpec, until};
@@ -26,6 +27,7 @@ pub(crate) fn cases() -> Vec<Case> {
         it_is_removed_by_the_next_daemon,
         a_container_of_another_stays,
         many_at_once_are_recorded_and_removed,
+        shims_that_hang_delay_no_container_of_a_new_pod,
         the_setting_turns_it_off,
     ]
 }
@@ -339,6 +341,53 @@ async fn many_at_once_are_recorded_and_removed(harness: Arc<Harness>) -> Result<
         Ok(())
     })
     .await
+}
+
+/// The tasks of pods that have ended cannot be deleted while their shims hang.
+async fn shims_that_hang_delay_no_container_of_a_new_pod(harness: Arc<Harness>) -> Result<()> {
+    /// More than the daemon works on at once.
+    const HANGING: usize = 10;
+    /// How long a call to a shim that hangs takes: then the next one is due.
+    const CALL: Duration = Duration::from_secs(10);
+    let mut hanging = Vec::new();
+    for number in 0..HANGING {
+        let pod = harness.pod(&format!("hangs-{number}")).await?;
+        pod.run(ContainerSpec::sleeping("a")).await?;
+        has_task(&pod).await?;
+        let (shim, pause) = (one_shim(&pod).await?.pid, pod.pause_pid().await?);
+        hanging.push((pod, shim, pause));
+    }
+    let begun = Instant::now();
+    let tried = recorded_beside(&harness, &hanging).await;
+    let took = begun.elapsed();
+    for (_, shim, _) in &hanging {
+        signal(*shim, Signal::SIGCONT)?;
+    }
+    removed(&tried?).await?;
+    ensure!(took < CALL, "it took {took:?}: no shim was waited for any more");
+    for (pod, ..) in &hanging {
+        removed(pod).await?;
+        is_gone(&harness.node, pod.id()).await?;
+    }
+    Ok(())
+}
+
+/// Stops the shims, ends the pauses, and runs another pod.
+async fn recorded_beside(harness: &Harness, hanging: &[(Pod, u32, u32)]) -> Result<Pod> {
+    for (_, shim, pause) in hanging {
+        signal(*shim, Signal::SIGSTOP)?;
+        signal(*pause, Signal::SIGKILL)?;
+    }
+    for (pod, ..) in hanging {
+        until("not ready", SOON, async || not_ready(pod).await).await?;
+    }
+    let new = harness.pod("new").await?;
+    until("recorded", Duration::from_secs(2), async || {
+        ensure!(is_recorded(&harness.node, new.id())?, "it is not recorded");
+        Ok(())
+    })
+    .await?;
+    Ok(new)
 }
 
 async fn the_setting_turns_it_off(harness: Arc<Harness>) -> Result<()> {

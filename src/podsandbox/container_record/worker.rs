@@ -17,8 +17,12 @@ use crate::podsandbox::sandbox::Environment;
 use crate::pool::Class;
 use crate::shim::PauseRefused;
 
-/// How many sandboxes are worked on at once: containerd writes one record after another.
-static TURNS: Semaphore = Semaphore::const_new(8);
+/// How many containers are recorded at once: containerd writes one record after another.
+static CONTAINER_TURNS: Semaphore = Semaphore::const_new(8);
+
+/// How many sandboxes are worked on at once for any other goal. These calls may reach a shim, which
+/// may hang; the container of a new pod does not wait for them.
+static TASK_TURNS: Semaphore = Semaphore::const_new(8);
 
 /// Between two tries.
 const AGAIN: Backoff = exit::CONTAINERD;
@@ -217,8 +221,9 @@ async fn work(jobs: Arc<Jobs>) {
             (failures, refusals, last) = (0, 0, Some(asked));
         }
         let tried = {
+            let turns = if goal == Goal::Container { &CONTAINER_TURNS } else { &TASK_TURNS };
             // Never closed.
-            let _turn = TURNS.acquire().await;
+            let _turn = turns.acquire().await;
             jobs.reach(goal).await
         };
         let id = jobs.id().as_str();
