@@ -122,7 +122,7 @@ fn a_removal_is_refused_where_new_pods_need_it() {
     for (path, text) in [
         (
             conf.join("pause-sandboxer-default.toml"),
-            &*file("packaging/kubernetes/default-handler.toml"),
+            "[plugins.x.containerd]\ndefault_runtime_name = \"runc-pause\"\n",
         ),
         (main.clone(), "[plugins.x.containerd]\n  default_runtime_name = 'runc-pause'\n"),
     ] {

@@ -348,7 +348,7 @@ fn an_uninstallation_waits_while_the_handler_is_the_default() {
     let _ = node.asked();
     fs::create_dir_all(node.path("host/etc/containerd/conf.d")).unwrap();
     let file_of_default = node.path("host/etc/containerd/conf.d/pause-sandboxer-default.toml");
-    fs::write(&file_of_default, file(&format!("{DIR}/default-handler.toml"))).unwrap();
+    fs::write(&file_of_default, "default_runtime_name = \"runc-pause\"\n").unwrap();
     let child = node.waiting("/etc/containerd/conf.d/pause-sandboxer-default.toml");
     fs::write(
         &file_of_default,

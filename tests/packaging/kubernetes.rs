@@ -50,11 +50,6 @@ fn the_runtime_class_names_the_handler_and_the_label() {
             assert!(file(page).contains(&by_hand), "{page} does not contain {by_hand}");
         }
     }
-    let default: toml::Table =
-        toml::from_str(&file(&format!("{DIR}/default-handler.toml"))).unwrap();
-    let default =
-        &default["plugins"]["io.containerd.cri.v1.runtime"]["containerd"]["default_runtime_name"];
-    assert_eq!(default.as_str(), Some(handler));
 }
 
 #[test]
