@@ -4,8 +4,7 @@
 //!
 //! Prints a table, one line per field. An unexplained difference fails, and so does an explanation
 //! of what is none any more. `cargo test --test parity -- WORD...` runs the plain pod and the cases
-//! whose names have one of the words. `--part N/M` adds of all others the N-th, and every M-th
-//! behind it: two nodes share the work.
+//! whose names have one of the words.
 #![allow(clippy::print_stdout, reason = "the table is the product")]
 
 mod cases;
@@ -19,16 +18,8 @@ mod table;
 
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, ensure};
-
 fn main() -> ExitCode {
-    let wanted = match Wanted::asked(std::env::args().skip(1)) {
-        Ok(wanted) => wanted,
-        Err(e) => {
-            eprintln!("parity: {e:#}");
-            return ExitCode::FAILURE;
-        }
-    };
+    let wanted = Wanted(std::env::args().skip(1).filter(|word| !word.starts_with('-')).collect());
     let runtime = match tokio::runtime::Runtime::new() {
         Ok(runtime) => runtime,
         Err(e) => {
@@ -46,37 +37,11 @@ fn main() -> ExitCode {
     }
 }
 
-/// Which cases are run.
-struct Wanted {
-    words: Vec<String>,
-    /// The first of the others, from 0, and every which behind it.
-    part: Option<(usize, usize)>,
-}
+/// The words of the cases that are run; without words all are.
+struct Wanted(Vec<String>);
 
 impl Wanted {
-    fn asked(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
-        let (mut words, mut part) = (Vec::new(), None);
-        while let Some(argument) = arguments.next() {
-            if argument == "--part" {
-                let value = arguments.next().context("--part N/M")?;
-                let (first, every) = value.split_once('/').context("--part N/M")?;
-                let (first, every): (usize, usize) = (first.parse()?, every.parse()?);
-                ensure!(
-                    (1..=every).contains(&first),
-                    "--part {value}: the first is 1, the last {every}"
-                );
-                part = Some((first - 1, every));
-            } else if !argument.starts_with('-') {
-                words.push(argument);
-            }
-        }
-        Ok(Self { words, part })
-    }
-
-    /// All, where nothing else is asked for.
-    fn has(&self, index: usize, name: &str) -> bool {
-        let in_part =
-            self.part.map_or(self.words.is_empty(), |(first, every)| index % every == first);
-        in_part || self.words.iter().any(|word| name.contains(word))
+    fn has(&self, name: &str) -> bool {
+        self.0.is_empty() || self.0.iter().any(|word| name.contains(word))
     }
 }
