@@ -115,12 +115,12 @@ parity: parts ## compare each field of pods with containerd's built-in controlle
 
 test: parts check unit demo releases fuzz-short ## lints and all tests of this machine; needs root
 
-# The kit's skip_without_root() lists the tests that are skipped.
+# The kit's skip() lists the tests that are skipped.
 test-unprivileged: ## what any user can run; counts the tests that need root as skipped
 	@mkdir -p target && rm -f target/skipped-tests && : >target/skipped-tests
 	SKIPPED_TESTS=$(CURDIR)/target/skipped-tests $(CARGO) test --locked --lib \
 		--test architecture --test docs --test packaging
-	@echo "skipped without root: $$(wc -l <target/skipped-tests) tests, listed in target/skipped-tests"
+	@echo "skipped: $$(wc -l <target/skipped-tests) tests, listed in target/skipped-tests"
 
 test-node: test-vm test-deb ## both tests on an emulated node
 

@@ -279,6 +279,14 @@ mod tests {
         sys::exit(7)
     }
 
+    /// What `work` returns. A clone without a deadline does not return, and the test fails.
+    fn returned<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        drop(thread::spawn(move || sender.send(work())));
+        let returned = receiver.recv_timeout(Duration::from_secs(30));
+        returned.unwrap_or_else(|e| panic!("the clone has not returned: {e}"))
+    }
+
     #[test]
     fn a_child_in_time_is_not_killed_and_the_thread_ends() {
         let deadline = Deadline::within(SHORT, None);
@@ -302,8 +310,9 @@ mod tests {
         let fifo = directory.path().join("fifo");
         nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRUSR).unwrap();
         let fifo = CString::new(fifo.as_os_str().as_bytes()).unwrap();
-        let deadline = Deadline::within(SHORT, None);
-        let cloned = deadline.clone_child(how(), &fifo, hang).unwrap();
+        let cloned = returned(move || {
+            Deadline::within(SHORT, None).clone_child(how(), &fifo, hang).unwrap()
+        });
         assert!(cloned.late);
         assert_eq!(
             sys::reap(cloned.pidfd.as_fd(), true),
@@ -317,7 +326,7 @@ mod tests {
             return;
         }
         if !Path::new(FREEZER).exists() {
-            eprintln!("skipped: no freezer of version 1 on this machine");
+            kit::skip("no freezer of version 1 on this machine");
             return;
         }
         let name = format!("pause-sandboxer-frozen-{}", std::process::id());
@@ -326,10 +335,11 @@ mod tests {
         fs::write(cgroup.join("freezer.state"), "FROZEN").unwrap();
         let root = Arc::new(OwnedFd::from(fs::File::open(FREEZER).unwrap()));
         let tasks = CString::new(Path::new(&name).join("tasks").as_os_str().as_bytes()).unwrap();
-        let deadline = Deadline::within(SHORT, Some(Arc::clone(&root)));
-        let cloned = deadline
-            .clone_child(how(), &Joiner { freezer: root.as_fd(), tasks }, join_and_end)
-            .unwrap();
+        let cloned = returned(move || {
+            let deadline = Deadline::within(SHORT, Some(Arc::clone(&root)));
+            let joiner = Joiner { freezer: root.as_fd(), tasks };
+            deadline.clone_child(how(), &joiner, join_and_end).unwrap()
+        });
         assert!(cloned.late);
         assert_eq!(
             sys::reap(cloned.pidfd.as_fd(), true),
@@ -337,7 +347,6 @@ mod tests {
         );
         assert_eq!(fs::read_to_string(cgroup.join("cgroup.procs")).unwrap(), "");
         fs::remove_dir(&cgroup).unwrap();
-        drop(deadline);
         let begun = Instant::now();
         while threads() > 0 {
             assert!(begun.elapsed() < Duration::from_secs(30));

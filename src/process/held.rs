@@ -215,7 +215,7 @@ mod tests {
             other.kill().unwrap();
             other.wait().unwrap();
         } else {
-            eprintln!("skipped: only root can start a process of another user");
+            kit::skip("only root can start a process of another user");
         }
         let older = check_started_since(&of(call.id()), since + 1).unwrap_err().to_string();
         assert!(older.contains("older than the call"), "{older}");

@@ -316,7 +316,7 @@ mod tests {
         let cgroups = std::fs::read_to_string("/proc/self/cgroup").unwrap();
         let path = cgroups.lines().find_map(|line| line.split_once(":freezer:"));
         if path.is_none() {
-            eprintln!("skipped: no freezer of version 1 on this machine");
+            kit::skip("no freezer of version 1 on this machine");
         }
         path.map(|(_, path)| path.to_owned())
     }

@@ -113,7 +113,7 @@ fn mounts_of_a_bundle_behind_a_link_are_undone() {
 #[test]
 fn a_user_namespace_has_mapped_mounts_and_its_own_streams() {
     if !pod::is_runc() {
-        eprintln!("skipped: only runc maps users of mounts here");
+        kit::skip("only runc maps users of mounts here");
         return;
     }
     use std::os::unix::fs::{MetadataExt as _, PermissionsExt};

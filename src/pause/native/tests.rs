@@ -103,7 +103,7 @@ fn no_pause_is_put_into_a_frozen_cgroup_of_version_1() {
     }
     let root = Path::new("/sys/fs/cgroup/freezer");
     if !root.exists() {
-        eprintln!("skipped: no freezer of version 1 on this machine");
+        kit::skip("no freezer of version 1 on this machine");
         return;
     }
     let parent = format!("pause-sandboxer-frozen-v1-{}", std::process::id());
@@ -135,7 +135,7 @@ async fn a_kill_ends_a_pause_that_is_frozen() {
     }
     let root = Path::new("/sys/fs/cgroup/freezer");
     if !root.exists() {
-        eprintln!("skipped: no freezer of version 1 on this machine");
+        kit::skip("no freezer of version 1 on this machine");
         return;
     }
     let driver = Native::with(Cgroups::find().unwrap(), binary::open().unwrap()).unwrap();
@@ -161,7 +161,7 @@ fn a_cleanup_ends_what_is_frozen() {
     }
     let root = Path::new("/sys/fs/cgroup/freezer");
     if !root.exists() {
-        eprintln!("skipped: no freezer of version 1 on this machine");
+        kit::skip("no freezer of version 1 on this machine");
         return;
     }
     let driver = Native::with(Cgroups::find().unwrap(), binary::open().unwrap()).unwrap();

@@ -53,7 +53,7 @@ pub use image::{PAUSE_IMAGE, PROBE, TEST_IMAGE, write_archive as write_images};
 pub use node::{Handler, Node, Options};
 pub use parts::Parts;
 pub use pod::{Pod, PodHome, PodSpec};
-pub use privilege::skip_without_root;
+pub use privilege::{skip, skip_without_root};
 pub use process::Process;
 pub use snapshot::{Snapshot, Thing};
 pub use wait::{fewer, patient, until};

@@ -1,9 +1,9 @@
-//! Tests that need root, where there is none.
+//! Tests that cannot run because they need root, or something that this machine does not have.
 
 use std::fs::OpenOptions;
 use std::io::Write as _;
 
-/// The variable by which `make test-unprivileged` names the file that lists skipped tests.
+/// The variable that names the file which lists skipped tests.
 const SKIPPED: &str = "SKIPPED_TESTS";
 
 /// Whether the calling test must return at once, as it needs root; it is listed as skipped then.
@@ -14,14 +14,27 @@ pub fn skip_without_root() -> bool {
     if nix::unistd::geteuid().is_root() {
         return false;
     }
-    let list = std::env::var_os(SKIPPED)
-        .unwrap_or_else(|| panic!("needs root; `make test-unprivileged` skips this test"));
+    assert!(
+        std::env::var_os(SKIPPED).is_some(),
+        "needs root; `make test-unprivileged` skips this test"
+    );
+    skip("needs root");
+    true
+}
+
+/// Lists the calling test, or a part of it, as skipped, and why. Without a list it only prints it.
+///
+/// # Panics
+/// The list cannot be written.
+pub fn skip(reason: &str) {
     let thread = std::thread::current();
+    let line = format!("{}: {reason}", thread.name().unwrap_or("unnamed"));
+    eprintln!("skipped: {line}");
+    let Some(list) = std::env::var_os(SKIPPED) else { return };
     OpenOptions::new()
         .create(true)
         .append(true)
         .open(&list)
-        .and_then(|mut file| writeln!(file, "{}", thread.name().unwrap_or("unnamed")))
+        .and_then(|mut file| file.write_all(format!("{line}\n").as_bytes()))
         .unwrap_or_else(|e| panic!("{}: {e}", list.display()));
-    true
 }
