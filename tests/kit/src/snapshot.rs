@@ -107,10 +107,8 @@ impl Snapshot {
         files(layout, &layout.top, &mut things)?;
         things.extend(cgroup::below(&layout.cgroup())?.into_iter().map(Thing::Cgroup));
         if CgroupDriver::chosen() == CgroupDriver::Systemd {
-            let units = cgroup_driver::units(&[
-                "cri-containerd-*.scope",
-                &format!("{}*.slice", layout.name),
-            ])?;
+            let mut units = cgroup_driver::scopes(&layout.name)?;
+            units.extend(cgroup_driver::units(&[&format!("{}*.slice", layout.name)])?);
             things.extend(units.into_iter().map(Thing::Unit));
         }
         let ports = names(&Path::new("/sys/class/net").join(&layout.name).join("brif"));

@@ -67,6 +67,24 @@ pub(crate) fn units(patterns: &[&str]) -> Result<Vec<String>> {
         .collect())
 }
 
+/// The scopes of containerd's containers and sandboxes, in any state, but those in a slice of a node
+/// other than `name`: several nodes share the machine's systemd.
+///
+/// # Errors
+/// systemd does not answer.
+pub(crate) fn scopes(name: &str) -> Result<Vec<String>> {
+    let shown = systemctl(&["show", "--property=Id,Slice", "cri-containerd-*.scope"])?;
+    let mut scopes = Vec::new();
+    for unit in shown.split("\n\n") {
+        let property = |key| unit.lines().find_map(|line| line.strip_prefix(key));
+        let (Some(id), Some(slice)) = (property("Id="), property("Slice=")) else { continue };
+        if slice.starts_with(name) || !slice.starts_with(crate::teardown::PREFIX) {
+            scopes.push(id.to_owned());
+        }
+    }
+    Ok(scopes)
+}
+
 fn systemctl(arguments: &[&str]) -> Result<String> {
     let done = Command::new("systemctl").args(arguments).output().context("run systemctl")?;
     let error = String::from_utf8_lossy(&done.stderr);
