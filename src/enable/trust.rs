@@ -42,8 +42,8 @@ pub(super) fn check_trusted(path: &Path) -> Result<(), StepError> {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return check(&at, &about, false),
             found => found.step_at(STEP, &next)?,
         };
-        // A file is replaced by another, which is written beside it: where others make files, one of
-        // theirs can be in its way.
+        // A file is replaced by another, which is written beside it: where others make files, one
+        // of theirs can be in its way.
         check(&at, &about, found.is_dir() || found.is_symlink())?;
         if !found.is_symlink() {
             (at, about) = (next, found);

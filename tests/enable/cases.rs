@@ -290,7 +290,7 @@ async fn a_full_disk_leaves_nothing_half_written(node: Arc<Node>) -> Result<()> 
     // The drop-in fits elsewhere; the config file's directory has no room for a second one.
     let text = fs::read(etc.file())?;
     let none: Option<&str> = None;
-    let size = format!("size={}", (text.len() / 4096 + 1) * 4096);
+    let size = format!("mode=755,size={}", (text.len() / 4096 + 1) * 4096);
     let tmpfs = Some(size.as_str());
     mount(none, &etc.directory(), Some("tmpfs"), MsFlags::empty(), tmpfs)?;
     let done = (|| {

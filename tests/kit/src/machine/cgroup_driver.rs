@@ -67,8 +67,8 @@ pub(crate) fn units(patterns: &[&str]) -> Result<Vec<String>> {
         .collect())
 }
 
-/// The scopes of containerd's containers and sandboxes, in any state, but those in a slice of a node
-/// other than `name`: several nodes share the machine's systemd.
+/// The scopes of containerd's containers and sandboxes, in any state, but those in a slice of a
+/// node other than `name`: several nodes share the machine's systemd.
 ///
 /// # Errors
 /// systemd does not answer.
