@@ -198,6 +198,9 @@ impl GrpcEndpoint {
                 each(&message)?;
             }
         }
+        if !rest.is_empty() {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
         let trailers = body.trailers().await.map_err(io::Error::other)?.unwrap_or_default();
         status(&trailers).ok_or_else(|| io::Error::other("a response without a gRPC status"))
     }
@@ -205,7 +208,10 @@ impl GrpcEndpoint {
 
 /// Takes the first message, if all of it is there: a flag, its length in four bytes, and itself.
 fn next_message(bytes: &mut BytesMut) -> io::Result<Option<Bytes>> {
-    let Some([_, a, b, c, d]) = bytes.first_chunk::<HEAD>().copied() else { return Ok(None) };
+    let Some([flag, a, b, c, d]) = bytes.first_chunk::<HEAD>().copied() else { return Ok(None) };
+    if flag != 0 {
+        return Err(io::Error::other("a compressed message, which no request allows"));
+    }
     let length = u32::from_be_bytes([a, b, c, d]) as usize;
     if length > LARGEST {
         return Err(io::Error::other(format!("a message of {length} bytes")));
@@ -258,6 +264,7 @@ mod tests {
         assert_eq!(next_message(&mut bytes).unwrap().as_deref(), Some(&[][..]));
         assert_eq!(next_message(&mut bytes).unwrap(), None);
         assert_eq!(bytes.len(), 2);
+        assert!(next_message(&mut BytesMut::from(&[1, 0, 0, 0, 0][..])).is_err());
         let mut long = BytesMut::from(&[0, 255, 0, 0, 0][..]);
         assert!(next_message(&mut long).is_err());
     }

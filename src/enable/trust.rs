@@ -11,9 +11,9 @@ use crate::error::{IoContext as _, StepError};
 
 const STEP: &str = "trust file";
 
-/// Who is in the group of the file, and any other user, can write it.
-const GROUP_WRITABLE: u32 = 0o020;
-const WRITABLE: u32 = 0o002;
+/// Other users can write it: those of its group, those of an access control list, which shows in
+/// the bits of the group (acl(5)), or all.
+const WRITABLE: u32 = 0o022;
 /// Of a directory: only its owner can rename and remove an entry.
 const STICKY: u32 = 0o1000;
 
@@ -44,7 +44,7 @@ pub(super) fn check_trusted(path: &Path) -> Result<(), StepError> {
         };
         // A file is replaced by another, which is written beside it: where others make files, one
         // of theirs can be in its way.
-        check(&at, &about, found.is_dir() || found.is_symlink())?;
+        check(&at, &about, found.is_dir() || !rest.is_empty())?;
         if !found.is_symlink() {
             (at, about) = (next, found);
             continue;
@@ -69,13 +69,12 @@ fn parts(path: &Path) -> VecDeque<OsString> {
     parts.map(|part| part.as_os_str().to_owned()).collect()
 }
 
-/// `has_entry`: it is the directory of a directory or link that is there, whose owner is examined
+/// `has_entry`: it is the directory of an entry on the way that is there, whose owner is examined
 /// next.
 fn check(place: &Path, about: &fs::Metadata, has_entry: bool) -> Result<(), StepError> {
-    let (mode, group) = (about.mode(), about.gid());
-    let by_others = mode & WRITABLE != 0 || mode & GROUP_WRITABLE != 0 && group != 0;
+    let mode = about.mode();
     let kept = has_entry && about.is_dir() && mode & STICKY != 0;
-    if about.uid() != 0 || by_others && !kept {
+    if about.uid() != 0 || mode & WRITABLE != 0 && !kept {
         return Err(distrusted(place, about));
     }
     Ok(())
@@ -114,7 +113,7 @@ mod tests {
             fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
         };
         for (path, wrong, right) in
-            [(&file, 0o646, 0o664), (&directory, 0o1777, 0o755), (&directory, 0o757, 0o775)]
+            [(&file, 0o646, 0o644), (&file, 0o664, 0o644), (&directory, 0o1777, 0o755)]
         {
             set(path, wrong);
             let error = check_trusted(&file).unwrap_err();
@@ -156,6 +155,9 @@ mod tests {
         fs::set_permissions(at("etc"), fs::Permissions::from_mode(0o1777)).unwrap();
         lchown(at("etc/root"), Some(65534), None).unwrap();
         assert!(check_trusted(&at("etc/root/x.toml")).is_err());
+        // Beside a link, too, another can make what root writes there.
+        symlink("../right/x.toml", at("etc/file")).unwrap();
+        assert!(check_trusted(&at("etc/file")).is_err());
         // There another can be first to make what is missing.
         assert!(check_trusted(&at("etc/missing/x.toml")).is_err());
     }
