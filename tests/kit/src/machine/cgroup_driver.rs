@@ -76,11 +76,10 @@ pub(crate) fn scopes(name: &str) -> Result<Vec<String>> {
     let shown = systemctl(&["show", "--property=Id,Slice", "cri-containerd-*.scope"])?;
     let mut scopes = Vec::new();
     for unit in shown.split("\n\n").filter(|unit| !unit.trim().is_empty()) {
-        let property = |key: &str| {
-            let found = unit.lines().find_map(|line| line.strip_prefix(key));
-            found.with_context(|| format!("no {key} of a scope in {unit}"))
-        };
-        let (id, slice) = (property("Id=")?, property("Slice=")?);
+        // An empty property is not shown.
+        let property =
+            |key| unit.lines().find_map(|line| line.strip_prefix(key)).unwrap_or_default();
+        let (id, slice) = (property("Id="), property("Slice="));
         if slice.starts_with(name) || !slice.starts_with(crate::teardown::PREFIX) {
             scopes.push(id.to_owned());
         }
