@@ -35,9 +35,14 @@ pub(crate) async fn observe(pod: &Pod, facts: &mut Facts) -> Result<()> {
             other => format!("between the kernel's: {other:?}"),
         };
     facts.add("Metrics: cpu", between(before.cpu, reported.cpu, after.cpu));
-    facts.add("Metrics: processes", between(before.processes, reported.processes, after.processes));
-    let (low, high) = (before.memory.min(after.memory), before.memory.max(after.memory));
-    facts.add("Metrics: memory", between(low, reported.memory, high));
+    for (name, [before, reported, after]) in [
+        ("processes", [before.processes, reported.processes, after.processes]),
+        ("memory", [before.memory, reported.memory, after.memory]),
+    ] {
+        // Less when something ends between the two.
+        let value = between(before.min(after), reported, before.max(after));
+        facts.add(format!("Metrics: {name}"), value);
+    }
     facts.add("Metrics: limit of memory", between(before.limit, reported.limit, after.limit));
     Ok(())
 }
