@@ -28,6 +28,7 @@ pub(crate) fn cases() -> Vec<Case> {
         a_container_of_another_stays,
         many_at_once_are_recorded_and_removed,
         shims_that_hang_delay_no_container_of_a_new_pod,
+        a_shim_that_hangs_is_not_asked_for_its_task_without_end,
         the_setting_turns_it_off,
     ]
 }
@@ -388,6 +389,29 @@ async fn recorded_beside(harness: &Harness, hanging: &[(Pod, u32, u32)]) -> Resu
     })
     .await?;
     Ok(new)
+}
+
+/// Each try takes the turn of another sandbox for as long as a call may take.
+async fn a_shim_that_hangs_is_not_asked_for_its_task_without_end(
+    harness: Arc<Harness>,
+) -> Result<()> {
+    let pod = harness.pod("hangs").await?;
+    pod.run(ContainerSpec::sleeping("a")).await?;
+    has_task(&pod).await?;
+    let (shim, pause) = (one_shim(&pod).await?.pid, pod.pause_pid().await?);
+    signal(shim, Signal::SIGSTOP)?;
+    signal(pause, Signal::SIGKILL)?;
+    let given_up = until("given up", Duration::from_secs(90), async || {
+        let log = fs::read_to_string(harness.node.layout().sandboxer_log())?;
+        let mut lines = log.lines().filter(|line| line.contains(pod.id()));
+        ensure!(lines.any(|line| line.contains("gave up recording sandbox")), "it is tried again");
+        Ok(())
+    })
+    .await;
+    signal(shim, Signal::SIGCONT)?;
+    given_up?;
+    removed(&pod).await?;
+    is_gone(&harness.node, pod.id()).await
 }
 
 async fn the_setting_turns_it_off(harness: Arc<Harness>) -> Result<()> {

@@ -31,6 +31,10 @@ const AGAIN: Backoff = exit::CONTAINERD;
 /// change of the sandbox. While containerd is down no try counts.
 const REFUSALS: u32 = 8;
 
+/// How many refusals a try counts as in which containerd did not answer, though it answers now: the
+/// shim behind the call hangs, and the try has kept its turn for as long as a call may take.
+const UNANSWERED: u32 = REFUSALS / 2;
+
 /// How long Start waits for the container's record, which was begun by Create.
 const BEFORE_START: Duration = Duration::from_millis(250);
 
@@ -40,27 +44,40 @@ const BEFORE_SHIM_ENDS: Duration = Duration::from_secs(2);
 /// Why a step failed.
 enum Failure {
     /// It is tried again, as often as [`REFUSALS`] unless containerd is not there.
-    Again { step: StepError, unavailable: bool },
+    Again { step: StepError, answer: Answer },
     /// It will not succeed.
     Final(StepError),
     /// The record of this id is another's, or the pod's shim cannot serve the task.
     Unfit(&'static str),
 }
 
+/// What containerd has said to a try that failed.
+enum Answer {
+    /// A refusal; or it was not asked.
+    Refused,
+    /// That it is not ready.
+    Unavailable,
+    /// Nothing: it does not run, or what it waits for hangs.
+    None,
+}
+
 impl From<CallError> for Failure {
     fn from(e: CallError) -> Self {
-        let unavailable = e.is_unavailable();
         if e.is_final() {
-            Self::Final(e.step())
-        } else {
-            Self::Again { step: e.step(), unavailable }
+            return Self::Final(e.step());
         }
+        let answer = match &e {
+            CallError::Lost(_) => Answer::None,
+            _ if e.is_unavailable() => Answer::Unavailable,
+            CallError::Refused { .. } => Answer::Refused,
+        };
+        Self::Again { step: e.step(), answer }
     }
 }
 
 impl From<StepError> for Failure {
     fn from(step: StepError) -> Self {
-        Self::Again { step, unavailable: false }
+        Self::Again { step, answer: Answer::Refused }
     }
 }
 
@@ -132,6 +149,12 @@ impl Jobs {
     /// The sandbox is removed: its container goes too. Returns at once.
     pub fn remove_container(self: &Arc<Self>) {
         self.aim(Goal::Nothing);
+    }
+
+    /// Whether containerd answers a call that reaches no shim.
+    async fn containerd_answers(&self) -> bool {
+        let owner = self.environment().containers.owner(self.id().as_str()).await;
+        !owner.is_err_and(|e| e.is_unavailable())
     }
 
     /// One try to reach a goal.
@@ -239,9 +262,13 @@ async fn work(jobs: Arc<Jobs>) {
                     "containerd refuses to record sandbox as a container; the pod runs: {step}");
                 jobs.container.give_up(asked);
             }
-            Err(Failure::Again { step, unavailable }) => {
+            Err(Failure::Again { step, answer }) => {
                 failures += 1;
-                refusals += u32::from(!unavailable);
+                refusals += match answer {
+                    Answer::Refused => 1,
+                    Answer::None if jobs.containerd_answers().await => UNANSWERED,
+                    Answer::Unavailable | Answer::None => 0,
+                };
                 if refusals >= REFUSALS {
                     log::warn!(sandbox = id;
                         "gave up recording sandbox as a container; the pod runs: {step}");
