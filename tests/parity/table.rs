@@ -22,8 +22,9 @@ pub(crate) struct Table {
     used: Vec<bool>,
     same: usize,
     explained: usize,
-    unexplained: usize,
-    failed: usize,
+    /// The lines that fail, for the end of the table.
+    unexplained: Vec<String>,
+    failed: Vec<String>,
 }
 
 impl Table {
@@ -40,8 +41,8 @@ impl Table {
             used,
             same: 0,
             explained: 0,
-            unexplained: 0,
-            failed: 0,
+            unexplained: Vec::new(),
+            failed: Vec::new(),
         })
     }
 
@@ -58,10 +59,14 @@ impl Table {
             let pair = (value(builtin), value(ours));
             let show = first || self.plain.get(&field) != Some(&pair);
             let verdict = self.verdict(case, &field, &pair);
-            if verdict.is_err() || show {
-                line(&field, &pair, &verdict);
-            } else {
-                unshown += 1;
+            let line = line(&field, &pair, verdict);
+            match verdict {
+                Some(_) if !show => unshown += 1,
+                Some(_) => println!("  {line}"),
+                None => {
+                    println!("  {line}");
+                    self.unexplained.push(format!("{case}: {line}"));
+                }
             }
             if first {
                 self.plain.insert(field, pair);
@@ -72,56 +77,46 @@ impl Table {
         }
     }
 
-    /// `Ok` with the reason, or empty where the two are the same.
-    fn verdict(
-        &mut self,
-        case: &str,
-        field: &str,
-        (builtin, ours): &Pair,
-    ) -> std::result::Result<&'static str, ()> {
+    /// The reason, which is empty where the two are the same; `None`: there is none.
+    fn verdict(&mut self, case: &str, field: &str, (builtin, ours): &Pair) -> Option<&'static str> {
         if builtin == ours {
             self.same += 1;
-            return Ok("");
+            return Some("");
         }
-        let found = self.known.iter().position(|known| {
+        let index = self.known.iter().position(|known| {
             let Known { case: c, field: f, builtin: b, ours: o, .. } = known;
             like(c, case) && like(f, field) && like(b, builtin) && like(o, ours)
-        });
-        match found.and_then(|index| Some((index, *self.known.get(index)?))) {
-            Some((index, known)) => {
-                self.explained += 1;
-                if let Some(used) = self.used.get_mut(index) {
-                    *used = true;
-                }
-                Ok(known.why)
-            }
-            None => {
-                self.unexplained += 1;
-                Err(())
-            }
-        }
+        })?;
+        self.explained += 1;
+        *self.used.get_mut(index)? = true;
+        Some(self.known.get(index)?.why)
     }
 
     /// A case that could not be observed.
     pub(crate) fn fail(&mut self, case: &str, error: &anyhow::Error) {
-        self.failed += 1;
         println!("\n== {case}\n  FAILED: {error:#}");
+        self.failed.push(format!("{case}: FAILED: {error:#}"));
     }
 
     /// Prints the sums; `all`: every case was run. True: the two differ in nothing that is not
     /// explained, and all that is explained was seen.
     pub(crate) fn end(self, all: bool) -> bool {
         let Self { known, used, same, explained, unexplained, failed, .. } = self;
+        println!();
+        for line in unexplained.iter().chain(&failed) {
+            println!("{line}");
+        }
         println!(
-            "\n{same} the same, {explained} explained differences, {unexplained} unexplained, \
-             {failed} cases failed"
+            "{same} the same, {explained} explained differences, {} unexplained, {} cases failed",
+            unexplained.len(),
+            failed.len()
         );
         let unseen: Vec<&Known> =
             known.into_iter().zip(used).filter(|(_, used)| !used).map(|(known, _)| known).collect();
         for Known { case, field, why, .. } in unseen.iter().filter(|_| all) {
             println!("explained, but not seen any more: {case}: {field}: {why}");
         }
-        unexplained == 0 && failed == 0 && (unseen.is_empty() || !all)
+        unexplained.is_empty() && failed.is_empty() && (unseen.is_empty() || !all)
     }
 }
 
@@ -158,11 +153,11 @@ fn fields(builtin: &Facts, ours: &Facts) -> Vec<String> {
     fields
 }
 
-fn line(field: &str, (builtin, ours): &Pair, verdict: &std::result::Result<&'static str, ()>) {
+fn line(field: &str, (builtin, ours): &Pair, verdict: Option<&str>) -> String {
     match verdict {
-        Ok("") => println!("  {field} | {} | same", short(builtin)),
-        Ok(why) => println!("  {field} | {} | {} | {why}", short(builtin), short(ours)),
-        Err(()) => println!("  {field} | {builtin} | {ours} | DIFFERS without a reason"),
+        Some("") => format!("{field} | {} | same", short(builtin)),
+        Some(why) => format!("{field} | {} | {} | {why}", short(builtin), short(ours)),
+        None => format!("{field} | {builtin} | {ours} | DIFFERS without a reason"),
     }
 }
 
