@@ -21,7 +21,7 @@ const FILES: [&str; 10] = [
     "cri",
     "inspect",
     "version",
-    "cri_calls",
+    "cri_runtime",
     "image_store",
 ];
 

@@ -10,12 +10,13 @@ use protobuf::well_known_types::empty::Empty;
 use super::grpc::GrpcEndpoint;
 use crate::error::StepError;
 use crate::protos::cri::PodSandboxConfig;
-use crate::protos::cri_calls::{
-    ContainerConfig, ContainerRequest, CreateContainerRequest, CreateContainerResponse,
-    ExecSyncRequest, ExecSyncResponse, ImageRequest, ImageSpec, ImageStatusResponse,
-    ListPodSandboxRequest, ListPodSandboxResponse, PodSandbox, PodSandboxRequest,
-    PodSandboxStatusRequest, PodSandboxStatusResponse, RunPodSandboxRequest, RunPodSandboxResponse,
-    StatusRequest, StatusResponse, StopContainerRequest,
+use crate::protos::cri_runtime::{
+    ContainerConfig, CreateContainerRequest, CreateContainerResponse, ExecSyncRequest,
+    ExecSyncResponse, ImageSpec, ImageStatusRequest, ImageStatusResponse, ListPodSandboxRequest,
+    ListPodSandboxResponse, PodSandbox, PodSandboxStatusRequest, PodSandboxStatusResponse,
+    RemoveContainerRequest, RemoveImageRequest, RemovePodSandboxRequest, RunPodSandboxRequest,
+    RunPodSandboxResponse, StartContainerRequest, StatusRequest, StatusResponse,
+    StopContainerRequest, StopPodSandboxRequest,
 };
 
 const RUNTIME: &str = "runtime.v1.RuntimeService";
@@ -116,7 +117,8 @@ impl CriClient {
     /// # Errors
     /// The call failed.
     pub async fn stop_pod(&self, id: &str) -> Result<(), StepError> {
-        self.end_pod("stop pod", "StopPodSandbox", id).await
+        let request = StopPodSandboxRequest { pod_sandbox_id: id.to_owned(), ..Default::default() };
+        self.runtime::<Empty>("stop pod", "StopPodSandbox", &request, WORK).await.map(drop)
     }
 
     /// Removes a pod's sandbox and its containers.
@@ -124,12 +126,9 @@ impl CriClient {
     /// # Errors
     /// The call failed.
     pub async fn remove_pod(&self, id: &str) -> Result<(), StepError> {
-        self.end_pod("remove pod", "RemovePodSandbox", id).await
-    }
-
-    async fn end_pod(&self, what: &'static str, method: &str, id: &str) -> Result<(), StepError> {
-        let request = PodSandboxRequest { pod_sandbox_id: id.to_owned(), ..Default::default() };
-        self.runtime::<Empty>(what, method, &request, WORK).await.map(drop)
+        let request =
+            RemovePodSandboxRequest { pod_sandbox_id: id.to_owned(), ..Default::default() };
+        self.runtime::<Empty>("remove pod", "RemovePodSandbox", &request, WORK).await.map(drop)
     }
 
     /// Creates a container of a pod; its id.
@@ -158,7 +157,7 @@ impl CriClient {
     /// # Errors
     /// The call failed.
     pub async fn start_container(&self, id: &str) -> Result<(), StepError> {
-        let request = ContainerRequest { container_id: id.to_owned(), ..Default::default() };
+        let request = StartContainerRequest { container_id: id.to_owned(), ..Default::default() };
         self.runtime::<Empty>("start container", "StartContainer", &request, WORK).await.map(drop)
     }
 
@@ -180,7 +179,7 @@ impl CriClient {
     /// # Errors
     /// The call failed.
     pub async fn remove_container(&self, id: &str) -> Result<(), StepError> {
-        let request = ContainerRequest { container_id: id.to_owned(), ..Default::default() };
+        let request = RemoveContainerRequest { container_id: id.to_owned(), ..Default::default() };
         self.runtime::<Empty>("remove container", "RemoveContainer", &request, WORK).await.map(drop)
     }
 
@@ -204,8 +203,9 @@ impl CriClient {
     /// The call failed.
     pub async fn image(&self, name: &str) -> Result<Option<bool>, StepError> {
         let method = format!("{IMAGE}/ImageStatus");
+        let request = ImageStatusRequest { image: image(name), ..Default::default() };
         let answer: ImageStatusResponse =
-            self.call("query CRI for image", &method, &image(name), QUERY).await?;
+            self.call("query CRI for image", &method, &request, QUERY).await?;
         Ok(answer.image.into_option().map(|image| image.pinned))
     }
 
@@ -215,11 +215,11 @@ impl CriClient {
     /// The call failed.
     pub async fn remove_image(&self, name: &str) -> Result<(), StepError> {
         let method = format!("{IMAGE}/RemoveImage");
-        self.call::<Empty>("remove image", &method, &image(name), WORK).await.map(drop)
+        let request = RemoveImageRequest { image: image(name), ..Default::default() };
+        self.call::<Empty>("remove image", &method, &request, WORK).await.map(drop)
     }
 }
 
-fn image(name: &str) -> ImageRequest {
-    let spec = ImageSpec { image: name.to_owned(), ..Default::default() };
-    ImageRequest { image: MessageField::some(spec), ..Default::default() }
+fn image(name: &str) -> MessageField<ImageSpec> {
+    MessageField::some(ImageSpec { image: name.to_owned(), ..Default::default() })
 }

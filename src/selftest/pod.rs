@@ -14,7 +14,7 @@ use crate::protos::cri::{
     LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode, NamespaceOption,
     PodSandboxConfig, PodSandboxMetadata,
 };
-use crate::protos::cri_calls::{
+use crate::protos::cri_runtime::{
     ContainerConfig, ContainerMetadata, ImageSpec, LinuxContainerConfig,
     LinuxContainerSecurityContext,
 };

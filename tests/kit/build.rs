@@ -12,8 +12,8 @@ fn main() {
 
 /// The messages that the daemon speaks too, and those that only the tests speak.
 const DAEMON: &str = "../../protos";
-const DAEMONS: [&str; 3] = ["types", "controller", "cri"];
-const OWN: [&str; 2] = ["cri_runtime", "nri"];
+const DAEMONS: [&str; 4] = ["types", "controller", "cri", "cri_runtime"];
+const OWN: [&str; 1] = ["nri"];
 
 /// The messages, by the parser that needs no protoc.
 fn messages(out: &PathBuf) {
