@@ -19,8 +19,10 @@ use crate::{Wanted, coverage, metrics, observe};
 
 /// What one pod may take at most.
 const LIMIT: Duration = Duration::from_secs(60);
-/// How long is waited for what does not go.
+/// How long is waited for cgroups that do not go, as both leave parents of some.
 const LEFT: Duration = Duration::from_secs(2);
+/// How long is waited for anything else: a busy machine takes its time.
+const OTHERS_LEFT: Duration = Duration::from_secs(10);
 /// Where runc puts a container without a cgroup parent: containerd's namespace.
 const WITHOUT_PARENT: &str = "/k8s.io";
 /// containerd's table of CRI's runtime service.
@@ -161,7 +163,9 @@ async fn one(node: &Arc<Node>, handler: Handler, case: &Case) -> Result<Facts> {
                 facts.add(format!("on the node: {name}"), kept);
             }
             stopped(&pod, &mut facts).await?;
-            use api::ContainerEventType::CONTAINER_DELETED_EVENT;
+            use api::ContainerEventType::{CONTAINER_DELETED_EVENT, CONTAINER_STOPPED_EVENT};
+            // containerd publishes it on its own, at some time after the stop.
+            events.until(pod.id(), CONTAINER_STOPPED_EVENT, LIMIT).await?;
             node.cri().remove_pod_sandbox(pod.id()).await.context("RemovePodSandbox")?;
             events.until(pod.id(), CONTAINER_DELETED_EVENT, LIMIT).await?;
             let published: Vec<String> =
@@ -233,7 +237,10 @@ async fn stopped(pod: &Pod, facts: &mut Facts) -> Result<()> {
 }
 
 async fn left(node: &Arc<Node>, before: &kit::Snapshot, facts: &mut Facts) -> Result<()> {
-    let left = node.left_since(before, LEFT).await?;
+    let mut left = node.left_since(before, LEFT).await?;
+    if left.iter().any(|thing| !matches!(thing, Thing::Cgroup(_) | Thing::Unit(_))) {
+        left = node.left_since(before, OTHERS_LEFT).await?;
+    }
     let mut kinds: Vec<&str> = left.iter().map(Thing::kind).collect();
     kinds.sort_unstable();
     kinds.dedup();
