@@ -1,7 +1,9 @@
 //! A pod's shim as the daemon starts it, with a real runc, and a stand-in of containerd that takes
 //! its events.
 
+mod container;
 mod containerd;
+mod fifo;
 
 use std::fs::{self, File};
 use std::io::{Read as _, Write as _};
@@ -23,8 +25,11 @@ use containerd_shim_protos::shim::oci::Options;
 use containerd_shim_protos::ttrpc::{self, context};
 use serde_json::{Value, json};
 
+pub use self::container::Container;
+use self::container::process;
 pub use self::containerd::Answers;
 use self::containerd::{Containerd, Taken};
+pub use self::fifo::{open, reader, reader_that_may_find_nothing, write};
 
 /// How long anything may take.
 const WITHIN: Duration = Duration::from_secs(90);
@@ -40,25 +45,6 @@ pub struct Pod {
     name: String,
     taken: Taken,
     containerd: Option<Containerd>,
-}
-
-/// What to run.
-#[derive(Clone, Default)]
-pub struct Container {
-    pub stdin: String,
-    pub stdout: String,
-    pub stderr: String,
-    pub terminal: bool,
-    /// Memory limit in bytes.
-    pub memory: Option<i64>,
-    /// The node's PID namespace.
-    pub host_pids: bool,
-    /// A user namespace, in which root is this user of the node; `/tmp` is a directory of the pod
-    /// whose users are mapped too.
-    pub root_is: Option<u32>,
-    pub checkpoint: String,
-    pub options: Options,
-    pub rootfs: Vec<Mount>,
 }
 
 /// The runtime that the tests run with: `$RUNTIME` (`crun`), else runc.
@@ -409,46 +395,6 @@ impl Pod {
         assert!(!exists(&left), "{left}");
         DeleteResponse::parse_from_bytes(&output.stdout).unwrap()
     }
-
-    fn config(&self, id: &str, script: &str, with: &Container) -> Value {
-        let mut namespaces = vec![json!({"type": "mount"}), json!({"type": "ipc"})];
-        if !with.host_pids {
-            namespaces.push(json!({"type": "pid"}));
-        }
-        let mut mounts = vec![
-            json!({"destination": "/proc", "type": "proc", "source": "proc"}),
-            json!({"destination": "/dev", "type": "tmpfs", "source": "tmpfs",
-                   "options": ["nosuid", "mode=755"]}),
-            json!({"destination": "/dev/pts", "type": "devpts", "source": "devpts",
-                   "options": ["newinstance", "ptmxmode=0666", "mode=0620"]}),
-        ];
-        let mut mappings = Value::Null;
-        if let Some(user) = with.root_is {
-            namespaces.push(json!({"type": "user"}));
-            mappings = json!([{"containerID": 0, "hostID": user, "size": 65536}]);
-            mounts.push(json!({"destination": "/tmp", "type": "bind", "source": self.path("data"),
-                               "options": ["bind"], "uidMappings": mappings,
-                               "gidMappings": mappings}));
-        }
-        let root = match with.rootfs.is_empty() {
-            true => self.path("root"),
-            false => "rootfs".to_owned(),
-        };
-        json!({
-            "ociVersion": "1.0.2",
-            "process": process(script, with.terminal),
-            "root": {"path": root, "readonly": true},
-            "hostname": "",
-            "mounts": mounts,
-            "linux": {
-                "namespaces": namespaces,
-                "uidMappings": mappings,
-                "gidMappings": mappings,
-                "cgroupsPath": format!("/runc-shim/{}", self.id(id)),
-                "resources": {"memory": {"limit": with.memory, "swap": with.memory}},
-            },
-        })
-    }
 }
 
 impl Drop for Pod {
@@ -469,20 +415,6 @@ impl Drop for Pod {
     }
 }
 
-fn process(script: &str, terminal: bool) -> Value {
-    json!({
-        "terminal": terminal,
-        "user": {"uid": 0, "gid": 0},
-        "args": ["/bin/sh", "-c", script],
-        "env": ["PATH=/bin"],
-        "cwd": "/",
-        "noNewPrivileges": true,
-        "capabilities": {
-            "bounding": ["CAP_KILL"], "effective": ["CAP_KILL"], "permitted": ["CAP_KILL"],
-        },
-    })
-}
-
 pub fn connect(path: &Path) -> TaskClient {
     let address = format!("unix://{}", path.display());
     TaskClient::new(ttrpc::Client::connect(&address).unwrap())
@@ -499,46 +431,6 @@ pub fn signal(child: &Child, signal: i32) {
     let pid = rustix::process::Pid::from_child(child);
     let signal = rustix::process::Signal::from_named_raw(signal).unwrap();
     rustix::process::kill_process(pid, signal).unwrap();
-}
-
-/// Reads a FIFO as containerd does, until its end; it is opened before this returns.
-pub fn reader(path: &str) -> std::thread::JoinHandle<Vec<u8>> {
-    let mut fifo = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).unwrap();
-    std::thread::spawn(move || {
-        let (mut all, mut seen) = (Vec::new(), false);
-        let end = Instant::now() + WITHIN;
-        while Instant::now() < end {
-            match fifo.read_to_end(&mut all) {
-                // No writer yet, or none any more.
-                Ok(0) if !seen && all.is_empty() => std::thread::sleep(Duration::from_millis(2)),
-                Ok(_) => return all,
-                Err(e) => {
-                    assert_eq!(e.kind(), std::io::ErrorKind::WouldBlock);
-                    seen = true;
-                    std::thread::sleep(Duration::from_millis(2));
-                }
-            }
-        }
-        panic!("no end of {} bytes", all.len());
-    })
-}
-
-/// What is in a FIFO now.
-pub fn reader_that_may_find_nothing(path: &str) -> Vec<u8> {
-    let mut all = Vec::new();
-    // Without a writer it ends, with one it would wait.
-    let _ = open(path).read_to_end(&mut all);
-    all
-}
-
-/// Writes to a FIFO that has a reader.
-pub fn write(path: &str, content: &[u8]) {
-    File::options().write(true).open(path).unwrap().write_all(content).unwrap();
-}
-
-/// A FIFO's reader that is dropped before the end.
-pub fn open(path: &str) -> File {
-    File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).unwrap()
 }
 
 pub fn code(e: &ttrpc::Error) -> ttrpc::Code {

@@ -1,0 +1,84 @@
+//! What a container runs, and its OCI config.
+
+use containerd_shim_protos::shim::oci::Options;
+use containerd_shim_protos::types::mount::Mount;
+use serde_json::{Value, json};
+
+use super::Pod;
+
+/// What to run.
+#[derive(Clone, Default)]
+pub struct Container {
+    pub stdin: String,
+    pub stdout: String,
+    pub stderr: String,
+    pub terminal: bool,
+    /// Memory limit in bytes.
+    pub memory: Option<i64>,
+    /// The node's PID namespace.
+    pub host_pids: bool,
+    /// A user namespace, in which root is this user of the node; `/tmp` is a directory of the pod
+    /// whose users are mapped too.
+    pub root_is: Option<u32>,
+    pub checkpoint: String,
+    pub options: Options,
+    pub rootfs: Vec<Mount>,
+}
+
+impl Pod {
+    /// The OCI config of a container of the pod.
+    pub(super) fn config(&self, id: &str, script: &str, with: &Container) -> Value {
+        let mut namespaces = vec![json!({"type": "mount"}), json!({"type": "ipc"})];
+        if !with.host_pids {
+            namespaces.push(json!({"type": "pid"}));
+        }
+        let mut mounts = vec![
+            json!({"destination": "/proc", "type": "proc", "source": "proc"}),
+            json!({"destination": "/dev", "type": "tmpfs", "source": "tmpfs",
+                   "options": ["nosuid", "mode=755"]}),
+            json!({"destination": "/dev/pts", "type": "devpts", "source": "devpts",
+                   "options": ["newinstance", "ptmxmode=0666", "mode=0620"]}),
+        ];
+        let mut mappings = Value::Null;
+        if let Some(user) = with.root_is {
+            namespaces.push(json!({"type": "user"}));
+            mappings = json!([{"containerID": 0, "hostID": user, "size": 65536}]);
+            mounts.push(json!({"destination": "/tmp", "type": "bind", "source": self.path("data"),
+                               "options": ["bind"], "uidMappings": mappings,
+                               "gidMappings": mappings}));
+        }
+        let root = match with.rootfs.is_empty() {
+            true => self.path("root"),
+            false => "rootfs".to_owned(),
+        };
+        json!({
+            "ociVersion": "1.0.2",
+            "process": process(script, with.terminal),
+            "root": {"path": root, "readonly": true},
+            "hostname": "",
+            "mounts": mounts,
+            "linux": {
+                "namespaces": namespaces,
+                "uidMappings": mappings,
+                "gidMappings": mappings,
+                "cgroupsPath": format!("/runc-shim/{}", self.id(id)),
+                "resources": {"memory": {"limit": with.memory, "swap": with.memory}},
+            },
+        })
+    }
+}
+
+/// A process of a container or of an exec, as an OCI config has it.
+pub(super) fn process(script: &str, terminal: bool) -> Value {
+    json!({
+        "terminal": terminal,
+        "user": {"uid": 0, "gid": 0},
+        "args": ["/bin/sh", "-c", script],
+        "env": ["PATH=/bin"],
+        "cwd": "/",
+        "noNewPrivileges": true,
+        "capabilities": {
+            "bounding": ["CAP_KILL"], "effective": ["CAP_KILL"], "permitted": ["CAP_KILL"],
+        },
+    })
+}
