@@ -47,7 +47,7 @@ const SHOWN_MAX: usize = 200;
 
 /// Directory of CRI's pod files below containerd's `root` and `state`. At a restart containerd
 /// deletes unknown entries there.
-const CRI_PLUGIN_DIR: &str = "io.containerd.grpc.v1.cri";
+pub const CRI_PLUGIN_DIR: &str = "io.containerd.grpc.v1.cri";
 
 /// One setting: its name, its meaning and how it is set and shown.
 #[derive(Debug)]

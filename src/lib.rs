@@ -26,6 +26,7 @@ pub mod process;
 pub mod protos;
 mod replace_file;
 pub mod selftest;
+mod shell_command;
 pub mod shim;
 mod sys;
 pub mod telemetry;

@@ -34,6 +34,12 @@ const ENABLE: &str = "pause-sandboxer enable --restart";
 /// The plugin that holds CRI's runtime settings.
 pub(crate) const RUNTIME: &str = "io.containerd.cri.v1.runtime";
 
+/// The plugin that holds CRI's settings of images.
+pub(crate) const IMAGES: &str = "io.containerd.cri.v1.images";
+
+/// The plugin that holds all of CRI's settings in a config of version 2.
+pub(crate) const CRI_OF_2: &str = "io.containerd.grpc.v1.cri";
+
 /// The plugin that listens, from containerd 2.3 on.
 const SERVER: &str = "io.containerd.server.v1.grpc";
 
@@ -184,9 +190,7 @@ fn disabled(table: &Table) -> Vec<Finding> {
         .flatten()
         .filter_map(Value::as_str);
     names
-        .filter(|name| {
-            matches!(*name, "cri" | "io.containerd.grpc.v1.cri" | "io.containerd.cri.v1.runtime")
-        })
+        .filter(|name| matches!(*name, "cri" | CRI_OF_2 | RUNTIME))
         .map(|name| {
             Finding::fail(
                 CONFIG,

@@ -4,14 +4,8 @@ use std::path::Path;
 
 use toml::{Table, Value};
 
-use crate::check::containerd::RUNTIME;
+use crate::check::containerd::{CRI_OF_2, IMAGES, RUNTIME};
 use crate::oci_image;
-
-/// The plugin that holds CRI's settings in a config of version 2.
-const CRI_OF_2: &str = "io.containerd.grpc.v1.cri";
-
-/// The plugin that holds CRI's settings of images.
-const IMAGES: &str = "io.containerd.cri.v1.images";
 
 /// The first line of a file that `enable` has written.
 const MARK: &str = "# Written by `pause-sandboxer enable`; `pause-sandboxer disable` removes it.\n";

@@ -5,7 +5,7 @@ use toml::{Table, Value};
 use super::drop_in::{self, DropInSettings};
 use super::main_config::MainConfig;
 use super::{EnableError, Enablement};
-use crate::check::containerd::{self as node, RUNTIME};
+use crate::check::containerd::{self as node, IMAGES, RUNTIME};
 use crate::config::Config;
 
 /// The handler whose settings are taken over where the default one's cannot be.
@@ -179,7 +179,7 @@ pub(super) fn unchanged(
         for path in [
             &[RUNTIME, "containerd", "runtimes"][..],
             &[RUNTIME, "containerd", "default_runtime_name"],
-            &["io.containerd.cri.v1.images", "pinned_images"],
+            &[IMAGES, "pinned_images"],
         ] {
             remove(rest.get_mut("plugins").and_then(Value::as_table_mut), path);
         }

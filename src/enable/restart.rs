@@ -1,17 +1,15 @@
 //! Restarts services, and waits until containerd serves pods again.
 
 use std::path::Path;
-use std::process::Stdio;
 use std::time::Duration;
 
-use nix::sys::signal::{Signal, killpg};
-use nix::unistd::Pid;
-use tokio::process::{Child, Command};
+use tokio::process::Command;
 use tokio::time::Instant;
 
 use crate::check::Subject;
 use crate::check::containerd::NodeContainerd;
 use crate::containerd::cri::CriClient;
+use crate::shell_command;
 
 /// Between two queries.
 const INTERVAL: Duration = Duration::from_millis(200);
@@ -55,31 +53,6 @@ fn systemd_runs() -> bool {
     Path::new("/run/systemd/system").exists()
 }
 
-/// Runs a command of the shell to its end.
-async fn run(command: &str, within: Duration) -> Result<(), String> {
-    let mut shell = Command::new("/bin/sh");
-    // Its output is the operator's: a daemon that it starts would keep a pipe open.
-    shell.args(["-c", command]).stdin(Stdio::null()).process_group(0).kill_on_drop(true);
-    let mut shell = shell.spawn().map_err(|e| format!("`{command}`: {e}"))?;
-    match tokio::time::timeout(within, shell.wait()).await {
-        Ok(Ok(status)) if status.success() => Ok(()),
-        Ok(Ok(status)) => Err(format!("`{command}` fails: {status}")),
-        Ok(Err(e)) => Err(format!("`{command}`: {e}")),
-        Err(_) => {
-            let left = kill_group(&shell).err().map(|e| format!(", and is not killed: {e}"));
-            let (within, left) = (within.as_secs(), left.unwrap_or_default());
-            Err(format!("`{command}` does not end within {within} s{left}"))
-        }
-    }
-}
-
-/// Kills a shell that is not reaped, with what it has started: that must not restart containerd
-/// when the files are taken back.
-fn kill_group(shell: &Child) -> nix::Result<()> {
-    let Some(group) = shell.id().and_then(|pid| i32::try_from(pid).ok()) else { return Ok(()) };
-    killpg(Pid::from_raw(group), Signal::SIGKILL)
-}
-
 /// Restarts containerd, and waits until another process serves CRI whose handlers are as `wanted`
 /// has them.
 ///
@@ -93,7 +66,7 @@ pub(super) async fn restart(
 ) -> Result<(), String> {
     let before = NodeContainerd::find(subject);
     let deadline = Instant::now() + within;
-    run(&by.command(&before.unit), within).await?;
+    shell_command::run(&by.command(&before.unit), within).await?;
     let cri = CriClient::new(&subject.config.containerd_address);
     loop {
         let now = NodeContainerd::find(subject);
@@ -157,38 +130,12 @@ pub(super) async fn restart_daemon(within: Duration) -> Result<bool, String> {
 /// # Errors
 /// The command failed.
 pub(super) async fn restart_daemon_again(within: Duration) -> Result<(), String> {
-    run(&format!("systemctl restart {DAEMON}"), within).await
+    shell_command::run(&format!("systemctl restart {DAEMON}"), within).await
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[tokio::test]
-    async fn a_command_ends_well_in_time_or_fails() {
-        let within = Duration::from_secs(10);
-        run("exit 0", within).await.unwrap();
-        let error = run("exit 3", within).await.unwrap_err();
-        assert_eq!(error, "`exit 3` fails: exit status: 3");
-        let error = run("exec sleep 60", Duration::ZERO).await.unwrap_err();
-        assert_eq!(error, "`exec sleep 60` does not end within 0 s");
-    }
-
-    #[tokio::test]
-    async fn a_command_that_does_not_end_is_killed_with_its_children() {
-        let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("pid");
-        let command = format!("sleep 600 & echo $! >{}; wait", file.display());
-        run(&command, Duration::from_secs(2)).await.unwrap_err();
-        let pid = std::fs::read_to_string(file).unwrap();
-        let stat = format!("/proc/{}/stat", pid.trim());
-        let ends = Instant::now() + Duration::from_secs(20);
-        // It is a zombie until init reaps it.
-        while std::fs::read_to_string(&stat).is_ok_and(|stat| !stat.contains(") Z ")) {
-            assert!(Instant::now() < ends, "{stat} is still there");
-            tokio::time::sleep(INTERVAL).await;
-        }
-    }
 
     #[test]
     fn the_unit_is_the_one_that_runs_containerd() {

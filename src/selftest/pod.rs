@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use protobuf::MessageField;
 
 use super::SelftestError;
-use crate::config::Config;
+use crate::config::{CRI_PLUGIN_DIR, Config};
 use crate::containerd::cri::CriClient;
 use crate::error::{IoContext as _, StepError, StepErrors, gone};
 use crate::protos::cri::{
@@ -18,6 +18,7 @@ use crate::protos::cri_runtime::{
     ContainerConfig, ContainerMetadata, ImageSpec, LinuxContainerConfig,
     LinuxContainerSecurityContext,
 };
+use crate::shell_command;
 
 /// The program in the image.
 pub(super) const PROGRAM_NAME: &str = "selftest";
@@ -27,6 +28,9 @@ const NAMESPACE: &str = "pause-sandboxer-selftest";
 
 /// How long a line may take to its log.
 const LOGGED: Duration = Duration::from_secs(10);
+
+/// How long the command that restarts the sandboxer may take.
+const RESTARTED: Duration = Duration::from_secs(120);
 
 /// Seconds from SIGTERM to SIGKILL.
 const GRACE: u32 = 10;
@@ -223,11 +227,11 @@ impl TestPod {
             [&self.sandbox, &self.container].into_iter().flatten().cloned().collect();
         let mut paths: Vec<PathBuf> = self.network.iter().chain([&self.logs]).cloned().collect();
         for id in &ids {
+            for directory in [&config.containerd_root, &config.containerd_state] {
+                let cri = directory.join(CRI_PLUGIN_DIR);
+                paths.extend([cri.join("sandboxes").join(id), cri.join("containers").join(id)]);
+            }
             for directory in [
-                config.containerd_root.join("io.containerd.grpc.v1.cri/sandboxes"),
-                config.containerd_root.join("io.containerd.grpc.v1.cri/containers"),
-                config.containerd_state.join("io.containerd.grpc.v1.cri/sandboxes"),
-                config.containerd_state.join("io.containerd.grpc.v1.cri/containers"),
                 config.containerd_state.join("io.containerd.runtime.v2.task/k8s.io"),
                 config.state_dir.join("sandboxes"),
             ] {
@@ -279,13 +283,7 @@ async fn executes(cri: &CriClient, id: &str) -> Result<(), SelftestError> {
 }
 
 async fn restarted(command: &str) -> Result<(), SelftestError> {
-    let mut shell = tokio::process::Command::new("/bin/sh");
-    shell.args(["-c", command]).stdin(std::process::Stdio::null()).kill_on_drop(true);
-    let status = shell.status().await.step("run command that restarts the sandboxer")?;
-    if status.success() {
-        return Ok(());
-    }
-    Err(SelftestError::Failed(format!("`{command}` fails: {status}")))
+    shell_command::run(command, RESTARTED).await.map_err(SelftestError::Failed)
 }
 
 #[cfg(test)]
