@@ -1,7 +1,7 @@
 //! The DaemonSets that install and remove the sandboxer. Their image holds what
 //! `packaging/kubernetes/installer-image` puts into it, with this machine's programs in place of
-//! Debian's packages. The node has no systemd: what the script asks of `systemctl` is answered
-//! here.
+//! Debian's packages. The node has no systemd: what the script and `enable` ask of `systemctl` is
+//! answered here.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -42,6 +42,8 @@ const PLACED: [&str; 5] = [
     "/usr/local/bin/pause-sandboxer-runc-shim",
 ];
 const CONFIG: &str = "/etc/containerd/config.toml";
+/// Where systemd runs, this is there (sd_booted(3)).
+const BOOTED: &str = "/run/systemd/system";
 const IMPORTS: &str = "imports = [\"/etc/containerd/conf.d/*.toml\"]\n";
 
 /// The installer's image.
@@ -113,7 +115,8 @@ impl<'a> Systemctl<'a> {
             nix::unistd::mkfifo(pipe, Mode::S_IRWXU)?;
         }
         let script = format!(
-            "#!/bin/sh\necho \"$*\" >{}\nread -r code <{}\nexit \"$code\"\n",
+            "#!/bin/sh\necho \"$*\" >{}\nread -r code words <{}\n\
+             [ -z \"$words\" ] || echo \"$words\"\nexit \"$code\"\n",
             requests.display(),
             answers.display()
         );
@@ -134,30 +137,40 @@ impl<'a> Systemctl<'a> {
             let request = request.trim();
             self.seen.lock().expect("no panic").push(request.to_owned());
             let answer = self.answer(request);
-            fs::write(&self.answers, if answer.is_ok() { "0\n" } else { "1\n" })?;
+            let words = answer.as_ref().map_or_else(|_| "1\n".into(), |say| format!("0 {say}\n"));
+            fs::write(&self.answers, words)?;
             answer.with_context(|| format!("systemctl {request}"))?;
         }
     }
 
-    fn answer(&self, request: &str) -> Result<()> {
+    /// Does what is requested, and says what systemctl prints.
+    fn answer(&self, request: &str) -> Result<&'static str> {
         match request {
             "daemon-reload"
             | "enable --now pause-sandboxer.socket"
-            | "enable pause-sandboxer.service" => Ok(()),
+            | "enable pause-sandboxer.service"
+            | "--quiet is-active pause-sandboxer.service" => {}
+            "is-enabled pause-sandboxer.socket" | "is-enabled pause-sandboxer.service" => {
+                return Ok("enabled");
+            }
+            "is-active pause-sandboxer.socket" | "is-active pause-sandboxer.service" => {
+                return Ok("active");
+            }
             "restart pause-sandboxer.service" => {
                 // It may not run yet.
                 let _ = self.cluster.end_program("pause-sandboxer", Signal::SIGTERM);
-                self.cluster.start_program_as("pause-sandboxer", Path::new(PLACED[0]))
+                self.cluster.start_program_as("pause-sandboxer", Path::new(PLACED[0]))?;
             }
-            "restart containerd" => {
+            "restart containerd.service" => {
                 self.cluster.end_program("containerd", Signal::SIGTERM)?;
-                self.cluster.start_program("containerd")
+                self.cluster.start_program("containerd")?;
             }
             "disable --now pause-sandboxer.socket pause-sandboxer.service" => {
-                self.cluster.end_program("pause-sandboxer", Signal::SIGTERM)
+                self.cluster.end_program("pause-sandboxer", Signal::SIGTERM)?;
             }
-            other => bail!("{other:?} is not what the script asks"),
+            other => bail!("{other:?} is not what the script or `enable` asks"),
         }
+        Ok("")
     }
 
     /// Ends [`Systemctl::serve`].
@@ -177,6 +190,7 @@ fn installer(sides: &[Side; 2]) -> Result<[Facts; 2]> {
     let drop_in = fs::read(PLACED[3])?;
     without_the_sandboxer(cluster, &config)?;
     let systemctl = Systemctl::new(cluster)?;
+    fs::create_dir_all(BOOTED)?;
     let facts = std::thread::scope(|scope| {
         let serving = scope.spawn(|| systemctl.serve());
         let facts = from_installation_to_removal(sides, &systemctl);
@@ -185,6 +199,7 @@ fn installer(sides: &[Side; 2]) -> Result<[Facts; 2]> {
         facts
     })?;
     // As it was before.
+    fs::remove_dir(BOOTED)?;
     fs::write(CONFIG, &config)?;
     fs::write(PLACED[3], drop_in)?;
     cluster.start_program("pause-sandboxer")?;

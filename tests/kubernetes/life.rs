@@ -76,11 +76,11 @@ fn exec_attach_and_logs(side: &Side) -> Result<Facts> {
     side.until("pod/talks", "main ends", |pod| {
         at(pod, "status.containerStatuses.0.state.terminated.exitCode") == "0"
     })?;
-    facts.expect(
-        "logs",
-        side.logs(&["talks", "-c", "main"])?,
-        "begun\nfailing\nby attach\nended",
-    )?;
+    // containerd reads the two streams one beside the other.
+    let logs = side.logs(&["talks", "-c", "main"])?;
+    let (errors, lines): (Vec<&str>, Vec<&str>) = logs.lines().partition(|line| *line == "failing");
+    facts.expect("log of stderr", errors.join(" "), "failing")?;
+    facts.expect("log of stdout", lines.join("\n"), "begun\nby attach\nended")?;
     facts.expect("tail", side.logs(&["talks", "-c", "main", "--tail=1"])?, "ended")?;
     side.delete(&["pod/talks"])?;
     Ok(facts)
