@@ -71,7 +71,12 @@ impl Shim {
         } else {
             self.mount_rootfs(&key, reply, request.rootfs)
         };
-        begun.or_else(|e| self.create_failed(&key, Some(reply), e))
+        let answer = begun.or_else(|e| self.create_failed(&key, Some(reply), e));
+        if answer.is_err() {
+            // No command runs that would release it: what is left is removed later.
+            self.release(&key);
+        }
+        answer
     }
 
     /// Has a helper mount the root file system of a container.
@@ -248,6 +253,7 @@ impl Shim {
         let process = self.known_process(&key)?;
         process.stdin = prepared.stdin;
         process.prepared = prepared.streams;
+        self.copier.close(prepared.child.into_iter().flatten().collect());
         Ok(None)
     }
 
@@ -255,8 +261,7 @@ impl Shim {
     fn attach(&mut self, key: &Key, prepared: Prepared) -> Result<(), Error> {
         let mut streams = std::mem::take(&mut self.known_process(key)?.prepared);
         streams.extend(prepared.streams);
-        let numbers: Vec<u32> =
-            streams.into_iter().map(|stream| self.streams.add(stream, &self.reactor)).collect();
+        let numbers: Vec<u32> = streams.into_iter().map(|stream| self.copier.add(stream)).collect();
         let process = self.known_process(key)?;
         process.streams = numbers;
         if prepared.stdin.is_some() {

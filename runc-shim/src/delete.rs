@@ -30,7 +30,9 @@ impl Shim {
         let (next, _) = state::step(container.state, Event::Delete).map_err(Error::state)?;
         container.state = next;
         let streams = container.process.streams.clone();
-        if streams.into_iter().any(|stream| self.streams.is_copying(stream)) {
+        // Of one that was never started nothing has ended: its deletion ends it.
+        let has_exited = container.state.exit().is_some();
+        if has_exited && streams.into_iter().any(|stream| self.copier.is_copying(stream)) {
             let container = self.container(id)?;
             container.drain = Some((reply, Instant::now() + DRAIN));
             container.busy.get_or_insert_default();
@@ -185,7 +187,7 @@ impl Shim {
             return Err(Error::state("the process is being deleted"));
         }
         let streams = exec.process.streams.clone();
-        if streams.into_iter().any(|stream| self.streams.is_copying(stream)) {
+        if streams.into_iter().any(|stream| self.copier.is_copying(stream)) {
             self.exec(key)?.drain = Some((reply, Instant::now() + DRAIN));
             return Ok(None);
         }

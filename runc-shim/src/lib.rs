@@ -1,5 +1,6 @@
 //! A containerd shim for OCI runtimes: serves `containerd.task.v3.Task` for the containers of one
-//! pod on a socket that it is handed as descriptor 3, and runs runc or crun. One thread.
+//! pod on a socket that it is handed as descriptor 3, and runs runc or crun. One thread serves,
+//! another copies streams.
 
 mod cgroup;
 mod cleanup;

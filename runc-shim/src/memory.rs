@@ -55,8 +55,11 @@ impl Watch {
                 matches!(rustix::io::read(counter.as_fd(), &mut count), Ok(8)) && path.exists()
             }
             Kind::Events(file, known) => {
-                let before = std::mem::replace(known, kills(file));
-                *known > before
+                // A count that cannot be read is 0: what is known stays known.
+                let kills = kills(file);
+                let more = kills > *known;
+                *known = kills.max(*known);
+                more
             }
         }
     }

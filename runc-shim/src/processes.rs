@@ -15,6 +15,7 @@ use crate::events;
 use crate::exec;
 use crate::exits::Exit;
 use crate::io::logger;
+use crate::io::stream::Stream;
 use crate::runtime;
 use crate::server::Reply;
 use crate::shim::{Key, Shim};
@@ -171,7 +172,7 @@ impl Shim {
         if process.console.take().is_some() {
             process.stdin = None;
             for stream in process.streams.clone() {
-                self.streams.finish(stream);
+                self.copier.finish(stream);
             }
         }
         for waiter in waiters {
@@ -189,12 +190,11 @@ impl Shim {
         let streams = process.streams.clone();
         if hung_up {
             process.console = None;
-            process.streams = Vec::new();
             for stream in &streams {
-                self.streams.hang_up(*stream);
+                self.copier.hang_up(*stream);
             }
         }
-        if !streams.iter().any(|stream| self.streams.is_copying(*stream)) {
+        if !streams.iter().any(|stream| self.copier.is_copying(*stream)) {
             self.drained(&key);
         }
     }
@@ -223,8 +223,9 @@ impl Shim {
     /// Closes what a process had.
     pub fn close_process(&mut self, process: Process) {
         for stream in &process.streams {
-            self.streams.leave(*stream);
+            self.copier.leave(*stream);
         }
+        self.copier.close(process.prepared.into_iter().flat_map(Stream::into_ends).collect());
         for waiter in &process.waiters {
             let gone = Err(Error::not_found("process was deleted"));
             self.answer(*waiter, gone);

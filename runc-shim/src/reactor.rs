@@ -20,6 +20,8 @@ pub enum Source {
     Connection(u32),
     /// A stream between a container and containerd.
     Stream(u32),
+    /// News of the thread that copies, or orders for it.
+    Copier,
     /// A logging program says that it is ready.
     Logger(u32),
     /// Memory events of a container's cgroup.
@@ -39,6 +41,7 @@ impl Source {
             Self::Logger(slot) => (5, slot),
             Self::Memory(slot) => (6, slot),
             Self::Pause => (7, 0),
+            Self::Copier => (8, 0),
         };
         kind << 32 | u64::from(slot)
     }
@@ -54,6 +57,7 @@ impl Source {
             5 => Self::Logger(slot),
             6 => Self::Memory(slot),
             7 => Self::Pause,
+            8 => Self::Copier,
             _ => return None,
         })
     }
@@ -121,6 +125,7 @@ mod tests {
             Source::Logger(0),
             Source::Memory(1),
             Source::Pause,
+            Source::Copier,
         ];
         for source in all {
             assert_eq!(Source::of_number(source.number()), Some(source));

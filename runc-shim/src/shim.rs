@@ -13,7 +13,7 @@ use crate::create::Pending;
 use crate::error::{Context as _, Error};
 use crate::events::Events;
 use crate::exits::{self, Exit, Exits};
-use crate::io::stream::Streams;
+use crate::io::copier::Copier;
 use crate::log;
 use crate::memory::Watch;
 use crate::reactor::{Reactor, Source};
@@ -59,8 +59,8 @@ pub struct Shim {
     pub events: Events,
     /// Exits of children that are not known.
     pub exits: Exits,
-    /// Streams that are copied.
-    pub streams: Streams,
+    /// What copies the processes' streams.
+    pub copier: Copier,
     /// containerd's namespace.
     pub namespace: String,
     /// The pod's sandbox id.
@@ -103,10 +103,10 @@ impl Shim {
         reactor.add(&signals, Source::Signals, EventFlags::IN).context("watch signals")?;
         Ok(Self {
             server: Server::new(listener, &reactor).context("serve")?,
-            reactor,
             events: Events::new(events, namespace.clone()),
             exits: Exits::default(),
-            streams: Streams::default(),
+            copier: Copier::start(&reactor).context("start thread that copies")?,
+            reactor,
             namespace,
             id,
             containers: BTreeMap::new(),
@@ -131,7 +131,7 @@ impl Shim {
             for (source, _) in ready {
                 self.ready(source);
             }
-            for number in self.streams.run() {
+            for number in self.copier.take_ended().context("copy streams")? {
                 self.stream_ended(number);
             }
             self.pass_time();
@@ -140,7 +140,7 @@ impl Shim {
     }
 
     fn has_ended(&self) -> bool {
-        let said = self.events.is_empty() && !self.server.has_unsent() && !self.streams.has_left();
+        let said = self.events.is_empty() && !self.server.has_unsent() && !self.copier.has_left();
         let done = said && self.jobs.is_empty();
         self.ending.is_some_and(|at| done || at <= Instant::now())
     }
@@ -167,7 +167,8 @@ impl Shim {
                     self.call(call);
                 }
             }
-            Source::Stream(number) => self.streams.ready(number),
+            // Taken after this; streams are the thread's.
+            Source::Copier | Source::Stream(_) => {}
             Source::Logger(number) => self.logger_ready(number),
             Source::Memory(number) => self.memory_event(number),
             Source::Pause => self.pause_ready(),
@@ -212,7 +213,7 @@ impl Shim {
 
     /// When something is to be done although nothing is ready.
     fn deadline(&self) -> Option<Instant> {
-        if self.streams.has_more() || self.more_exits {
+        if self.more_exits {
             return Some(Instant::now());
         }
         let drains = self.containers.values().flat_map(|container| {
@@ -221,13 +222,8 @@ impl Shim {
         });
         let pending = self.pending.values().map(|pending| pending.until);
         let loggers = self.loggers.values().copied().flatten();
-        let rest = [
-            self.events.deadline(),
-            self.server.deadline(),
-            self.streams.deadline(),
-            self.discard_deadline(),
-            self.ending,
-        ];
+        let rest =
+            [self.events.deadline(), self.server.deadline(), self.discard_deadline(), self.ending];
         drains.chain(pending).chain(loggers).chain(rest.into_iter().flatten()).min()
     }
 
@@ -243,9 +239,6 @@ impl Shim {
         }
         if due(self.events.deadline()) {
             self.events.retry(&self.reactor);
-        }
-        if due(self.streams.deadline()) {
-            self.streams.pass_time();
         }
         for (pid, at) in &mut self.loggers {
             if due(*at) {

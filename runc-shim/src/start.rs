@@ -55,6 +55,7 @@ impl Shim {
         self.exits.begin(key);
         let process = self.known_process(key)?;
         (process.stdin, process.prepared) = (prepared.stdin, prepared.streams);
+        self.copier.close(prepared.child.into_iter().flatten().collect());
         Ok(())
     }
 

@@ -7,6 +7,7 @@
 //! node. Between the two, the kernel moves the pages of a pipe (splice).
 
 pub mod console;
+pub mod copier;
 pub mod logger;
 pub mod stream;
 

@@ -1,4 +1,4 @@
-//! Streams between containers and containerd, copied by the loop.
+//! Streams between containers and containerd, copied by a thread.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -32,6 +32,8 @@ pub struct Stream {
     /// A reader of the FIFO that is written to, so that there is always one.
     reader: Option<OwnedFd>,
     is_output: bool,
+    /// It comes from a terminal.
+    is_terminal: bool,
     /// The kernel cannot move pages between the two.
     buffered: bool,
     /// What was read and could not be written.
@@ -60,20 +62,40 @@ enum Turn {
 impl Stream {
     /// From a process to containerd.
     pub fn output(from: OwnedFd, to: OwnedFd, reader: Option<OwnedFd>) -> Self {
-        let (buffered, held, last_wait, finishing, left, again) = Default::default();
-        let is_output = true;
-        Self { from, to, reader, is_output, buffered, held, last_wait, finishing, left, again }
+        Self {
+            from,
+            to,
+            reader,
+            is_output: true,
+            is_terminal: false,
+            buffered: false,
+            held: Vec::new(),
+            last_wait: None,
+            finishing: false,
+            left: false,
+            again: None,
+        }
     }
 
     /// The same from a terminal: the kernel would give each piece a page of the FIFO, however
     /// short it is, so that little has room while no one reads.
     pub fn of_terminal(self) -> Self {
-        Self { buffered: true, ..self }
+        Self { is_terminal: true, buffered: true, ..self }
     }
 
     /// From containerd to a process.
     pub fn input(from: OwnedFd, to: OwnedFd) -> Self {
         Self { is_output: false, ..Self::output(from, to, None) }
+    }
+
+    /// Whether it copies from a process.
+    pub fn is_output(&self) -> bool {
+        self.is_output
+    }
+
+    /// Its descriptors, for one that is not copied.
+    pub fn into_ends(self) -> impl Iterator<Item = OwnedFd> {
+        [self.from, self.to].into_iter().chain(self.reader)
     }
 
     fn turn(&mut self) -> Turn {
@@ -91,7 +113,7 @@ impl Stream {
                 }
                 Err(Errno::INTR) => {}
                 Err(Errno::INVAL) if !self.buffered => self.buffered = true,
-                // The other end is gone; a terminal's master says EIO.
+                // The other end is gone.
                 Err(_) => return Turn::Ended,
             }
         }
@@ -106,7 +128,11 @@ impl Stream {
     fn copy(&mut self) -> Result<usize, Errno> {
         if self.held.is_empty() {
             let mut buffer = [0; BUFFER];
-            let count = rustix::io::read(&self.from, &mut buffer)?;
+            let count = match rustix::io::read(&self.from, &mut buffer) {
+                // No process has the terminal open, and one may open it again.
+                Err(Errno::IO) if self.is_terminal => return Err(Errno::AGAIN),
+                read => read?,
+            };
             self.held.extend_from_slice(buffer.get(..count).unwrap_or_default());
             if count == 0 {
                 return Ok(0);
@@ -151,16 +177,15 @@ fn is(fd: &OwnedFd, flag: PollFlags) -> bool {
 #[derive(Debug, Default)]
 pub struct Streams {
     streams: BTreeMap<u32, Stream>,
-    next: u32,
+    /// Those that have ended.
+    ended: Vec<u32>,
     /// Those that have more to copy and have had their turn.
     ready: Vec<u32>,
 }
 
 impl Streams {
-    /// Begins to copy; the stream's number.
-    pub fn add(&mut self, stream: Stream, reactor: &Reactor) -> u32 {
-        let number = self.next;
-        self.next = self.next.wrapping_add(1);
+    /// Begins to copy a stream, which gets this number.
+    pub fn add(&mut self, number: u32, stream: Stream, reactor: &Reactor) {
         let source = Source::Stream(number);
         let (read, write) = (EventFlags::IN | EventFlags::ET, EventFlags::OUT | EventFlags::ET);
         // A file is always ready.
@@ -168,7 +193,6 @@ impl Streams {
         let _ = reactor.add(&stream.to, source, write);
         self.streams.insert(number, stream);
         self.ready.push(number);
-        number
     }
 
     /// A stream is ready.
@@ -178,9 +202,8 @@ impl Streams {
         }
     }
 
-    /// Copies; the numbers of those that have ended.
-    pub fn run(&mut self) -> Vec<u32> {
-        let mut ended = Vec::new();
+    /// Copies.
+    pub fn run(&mut self) {
         for number in std::mem::take(&mut self.ready) {
             let Some(stream) = self.streams.get_mut(&number) else { continue };
             if stream.last_wait.is_some() {
@@ -189,18 +212,14 @@ impl Streams {
             match stream.turn() {
                 Turn::Blocked => {}
                 Turn::More => self.ready.push(number),
-                Turn::Ended => {
-                    ended.push(number);
-                    self.end(number);
-                }
+                Turn::Ended => self.end(number),
             }
         }
-        ended
     }
 
-    /// Whether some have more to copy.
-    pub fn has_more(&self) -> bool {
-        !self.ready.is_empty()
+    /// The numbers of those that have ended since the last call.
+    pub fn take_ended(&mut self) -> Vec<u32> {
+        std::mem::take(&mut self.ended)
     }
 
     /// The process has ended: what is left of a terminal's output is copied, and no more.
@@ -223,17 +242,11 @@ impl Streams {
         }
     }
 
-    /// Whether a process's output is still being copied.
-    pub fn is_copying(&self, number: u32) -> bool {
-        self.streams
-            .get(&number)
-            .is_some_and(|stream| stream.is_output && stream.last_wait.is_none())
-    }
-
     /// The process is deleted. Output that a slow reader has not taken is still copied.
     pub fn leave(&mut self, number: u32) {
-        if self.is_copying(number)
-            && let Some(stream) = self.streams.get_mut(&number)
+        if let Some(stream) = self.streams.get_mut(&number)
+            && stream.is_output
+            && stream.last_wait.is_none()
             && stream.reader.take().is_some()
             && stream.has_reader()
         {
@@ -252,8 +265,12 @@ impl Streams {
         self.streams.remove(&number);
     }
 
-    /// When [`Streams::pass_time`] is to be called.
+    /// When there is something to do although nothing is ready: more to copy, or a time that has
+    /// come ([`Streams::pass_time`]).
     pub fn deadline(&self) -> Option<Instant> {
+        if !self.ready.is_empty() {
+            return Some(Instant::now());
+        }
         let times = self.streams.values().map(|stream| {
             let last = stream.last_wait.map(|(at, _)| at);
             last.or(stream.again)
@@ -289,6 +306,7 @@ impl Streams {
     /// which there may not be while containerd is restarted.
     fn end(&mut self, number: u32) {
         let Some(stream) = self.streams.get_mut(&number) else { return };
+        self.ended.push(number);
         let keeps = stream.reader.is_some() && !stream.may_close();
         if keeps {
             stream.last_wait = Some((Instant::now() + FIRST_WAIT, FIRST_WAIT));

@@ -5,7 +5,7 @@ use containerd_shim_protos::protobuf::Message as _;
 use containerd_shim_protos::ttrpc::Code;
 use containerd_shim_protos::{cgroups, cgroups_v2};
 
-use crate::pod::{self, Container, Pod, code, context, eventually, exists, reader};
+use crate::pod::{self, Container, Pod, code, context, eventually, exists, reader, script};
 
 #[test]
 fn a_container_runs_and_its_events_come_in_order() {
@@ -43,6 +43,11 @@ fn a_container_that_was_not_started_can_be_killed_and_deleted() {
     let pid = pod.create("a", "true", &Container::default());
     assert_eq!(pod.delete("a", "").unwrap().pid, pid);
     assert_eq!(pod.events_of(&["a"], 3).len(), 3);
+    // Nothing has ended that could end its output before.
+    let (out, begun) = (pod.fifo("out"), std::time::Instant::now());
+    pod.create("c", "true", &Container { stdout: out, ..Default::default() });
+    pod.delete("c", "").unwrap();
+    assert!(begun.elapsed() < std::time::Duration::from_secs(8), "{:?}", begun.elapsed());
     pod.create("b", "true", &Container::default());
     pod.kill("b", "", 9).unwrap();
     assert_eq!(pod.wait("b", "").unwrap(), 137);
@@ -123,6 +128,23 @@ fn what_a_failed_creation_has_left_is_removed_once_the_runtime_can_be_run() {
         assert_eq!(pod.events_of(&["a"], 4), ["create a", "start a", "exit a 3", "delete a"]);
         pod.shut_down();
     }
+}
+
+#[test]
+fn a_creation_that_fails_at_once_is_discarded_once_the_runtime_can_be_run() {
+    let mut pod = Pod::new();
+    let (runtime, state) = (pod.path("runtime"), pod.runtime_state("a"));
+    std::fs::create_dir_all(&state).unwrap();
+    let mut with = Container { stdout: pod.path("missing"), ..Default::default() };
+    with.options.binary_name.clone_from(&runtime);
+    let error = pod.try_create("a", "true", &with).unwrap_err().to_string();
+    assert!(error.contains("missing"), "{error}");
+    let refused = pod.delete("a", "").unwrap_err().to_string();
+    assert!(refused.contains("/runtime"), "{refused}");
+    script(&runtime, &format!("rm -rf {state}"));
+    eventually("its removal", || (!exists(&state)).then_some(()));
+    eventually("its end", || pod.delete("a", "").err().filter(|e| code(e) == Code::NOT_FOUND));
+    pod.shut_down();
 }
 
 /// Cgroups in the container's, one in the other: their path is longer than a system call takes.

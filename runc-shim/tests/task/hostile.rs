@@ -378,3 +378,33 @@ fn a_full_disk_refuses_a_container_and_loses_no_output() {
     drop(full);
     pod.shut_down();
 }
+
+/// Whether a thread of a process sleeps so that no signal wakes it.
+fn sleeps_uninterruptibly(pid: u32) -> bool {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
+    let mut stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
+    stats.any(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('D')))
+}
+
+#[test]
+fn a_process_that_holds_the_lock_of_its_pipe_can_be_killed() {
+    let mut pod = Pod::new();
+    let (input, out) = (pod.fifo("in"), pod.fifo("out"));
+    let stdout = pod::reader(&out);
+    let with = Container { stdin: input.clone(), stdout: out, ..Default::default() };
+    pod.run("a", "exec probe hold-input", &with);
+    let other = pod.run("b", "sleep 1000", &Container::default());
+    eventually("the lock", || {
+        pod::write(&input, b"more");
+        sleeps_uninterruptibly(pod.shim.id()).then_some(())
+    });
+    let begun = std::time::Instant::now();
+    assert_eq!(pod.state("b", "").unwrap().pid, other);
+    pod.kill("a", "", 9).unwrap();
+    assert_eq!(pod.wait("a", "").unwrap(), 137);
+    pod.delete("a", "").unwrap();
+    assert!(begun.elapsed() < Duration::from_secs(8), "{:?}", begun.elapsed());
+    assert_eq!(stdout.join().unwrap(), b"full\n");
+    pod.end("b");
+    pod.shut_down();
+}

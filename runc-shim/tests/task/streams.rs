@@ -259,3 +259,18 @@ fn a_slow_reader_has_all_output_of_a_deleted_container() {
     assert!(said == expected.as_bytes(), "{} of {} bytes", said.len(), expected.len());
     pod.shut_down();
 }
+
+#[test]
+fn a_terminal_that_no_process_has_open_for_a_while_stays() {
+    let mut pod = Pod::new();
+    let out = pod.fifo("out");
+    let stdout = reader(&out);
+    let with = Container { stdout: out, terminal: true, ..Default::default() };
+    // Long enough for the shim to see it closed.
+    let script = "exec </dev/null >/dev/null 2>&1; sleep 1; echo again >/dev/console; exit 4";
+    pod.run("a", script, &with);
+    assert_eq!(pod.wait("a", "").unwrap(), 4);
+    assert_eq!(String::from_utf8(stdout.join().unwrap()).unwrap(), "again\r\n");
+    pod.delete("a", "").unwrap();
+    pod.shut_down();
+}

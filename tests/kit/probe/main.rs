@@ -8,13 +8,17 @@
 //!   `/run/NAME.pid`, NAME being its program's, and the words are there to be seen in its
 //!   arguments.
 //! - `euid`: prints its effective user id.
+//! - `hold-input`: keeps the kernel's lock of the pipe that is its standard input, from the first
+//!   byte on.
 //!
 //! With `PROBE_AS=stranger` in its environment it waits for ever, whatever its arguments are, and
 //! with `PROBE_AS=hidden` it takes the memory of its arguments away before.
 
-use std::ffi::{c_int, c_ulong, c_void};
+use std::ffi::{c_int, c_uint, c_ulong, c_void};
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsRawFd as _;
+use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 use std::{env, ptr, thread};
 
@@ -28,6 +32,14 @@ unsafe extern "C" {
     fn geteuid() -> u32;
     fn prctl(option: c_int, ...) -> c_int;
     fn munmap(address: *mut c_void, length: usize) -> c_int;
+    fn splice(
+        from: c_int,
+        from_offset: *mut i64,
+        to: c_int,
+        to_offset: *mut i64,
+        length: usize,
+        flags: c_uint,
+    ) -> isize;
 }
 
 const SIGCHLD: c_int = 17;
@@ -38,7 +50,7 @@ const IPC_CREAT: c_int = 0o1000;
 const IPC_EXCL: c_int = 0o2000;
 const IPC_RMID: c_int = 0;
 const USAGE: &str = "usage: probe pause | shm-make KEY TEXT | shm-read KEY | shm-remove KEY | \
-                     core-domain PID | serve PORT NAME | web PORT WORD... | euid";
+                     core-domain PID | serve PORT NAME | web PORT WORD... | euid | hold-input";
 /// Size of every segment, bytes.
 const SEGMENT: usize = 4096;
 
@@ -56,6 +68,7 @@ fn main() -> ExitCode {
         ["serve", port, name] => parse(port).and_then(|port: u16| serve(port, name)),
         ["web", port, ..] => parse(port).and_then(web),
         ["euid"] => euid(),
+        ["hold-input"] => hold_input(),
         _ => Err(io::Error::other(USAGE)),
     };
     match done {
@@ -116,6 +129,21 @@ fn hide() -> io::Result<()> {
         wait_for_ever()
     });
     thread.join().unwrap_or(Ok(()))
+}
+
+/// Moves its input to a socket that has no room: meanwhile the kernel holds the pipe's lock.
+fn hold_input() -> io::Result<()> {
+    let (mut full, _kept) = UnixStream::pair()?;
+    full.set_nonblocking(true)?;
+    while full.write(&[0; 4096]).is_ok() {}
+    full.set_nonblocking(false)?;
+    println!("full");
+    let none = ptr::null_mut();
+    // SAFETY: both descriptors are open, and no offset is given.
+    if unsafe { splice(0, none, full.as_raw_fd(), none, SEGMENT, 0) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
 }
 
 /// The id of the segment of `key`.

@@ -5,10 +5,9 @@ mod container;
 mod containerd;
 mod fifo;
 
-use std::fs::{self, File};
-use std::io::{Read as _, Write as _};
+use std::fs;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{OpenOptionsExt as _, symlink};
+use std::os::unix::fs::symlink;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -21,14 +20,13 @@ use containerd_shim_protos::api::*;
 use containerd_shim_protos::events::task as task_events;
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
 use containerd_shim_protos::protobuf::{Message as _, MessageField};
-use containerd_shim_protos::shim::oci::Options;
 use containerd_shim_protos::ttrpc::{self, context};
-use serde_json::{Value, json};
 
 pub use self::container::Container;
 use self::container::process;
 pub use self::containerd::Answers;
 use self::containerd::{Containerd, Taken};
+#[allow(unused_imports, reason = "not every program of tests uses them")]
 pub use self::fifo::{open, reader, reader_that_may_find_nothing, write};
 
 /// How long anything may take.
@@ -138,6 +136,12 @@ impl Pod {
         {
             symlink("busybox", root.join(applet)).unwrap();
         }
+        fs::write(root.join("probe"), kit::image::PROBE).unwrap();
+        fs::set_permissions(
+            root.join("probe"),
+            fs::metadata("/bin/busybox").unwrap().permissions(),
+        )
+        .unwrap();
         for mount_point in ["proc", "dev", "tmp"] {
             fs::create_dir(dir.path().join("root").join(mount_point)).unwrap();
         }
