@@ -44,7 +44,7 @@ const BEFORE_SHIM_ENDS: Duration = Duration::from_secs(2);
 /// Why a step failed.
 enum Failure {
     /// It is tried again, as often as [`REFUSALS`] unless containerd is not there.
-    Again { step: StepError, answer: Answer },
+    Again { step: StepError, answer: ContainerdAnswer },
     /// It will not succeed.
     Final(StepError),
     /// The record of this id is another's, or the pod's shim cannot serve the task.
@@ -52,7 +52,7 @@ enum Failure {
 }
 
 /// What containerd has said to a try that failed.
-enum Answer {
+enum ContainerdAnswer {
     /// A refusal; or it was not asked.
     Refused,
     /// That it is not ready.
@@ -67,9 +67,9 @@ impl From<CallError> for Failure {
             return Self::Final(e.step());
         }
         let answer = match &e {
-            CallError::Lost(_) => Answer::None,
-            _ if e.is_unavailable() => Answer::Unavailable,
-            CallError::Refused { .. } => Answer::Refused,
+            CallError::Lost(_) => ContainerdAnswer::None,
+            _ if e.is_unavailable() => ContainerdAnswer::Unavailable,
+            CallError::Refused { .. } => ContainerdAnswer::Refused,
         };
         Self::Again { step: e.step(), answer }
     }
@@ -77,7 +77,7 @@ impl From<CallError> for Failure {
 
 impl From<StepError> for Failure {
     fn from(step: StepError) -> Self {
-        Self::Again { step, answer: Answer::Refused }
+        Self::Again { step, answer: ContainerdAnswer::Refused }
     }
 }
 
@@ -265,9 +265,9 @@ async fn work(jobs: Arc<Jobs>) {
             Err(Failure::Again { step, answer }) => {
                 failures += 1;
                 refusals += match answer {
-                    Answer::Refused => 1,
-                    Answer::None if jobs.containerd_answers().await => UNANSWERED,
-                    Answer::Unavailable | Answer::None => 0,
+                    ContainerdAnswer::Refused => 1,
+                    ContainerdAnswer::None if jobs.containerd_answers().await => UNANSWERED,
+                    ContainerdAnswer::Unavailable | ContainerdAnswer::None => 0,
                 };
                 if refusals >= REFUSALS {
                     log::warn!(sandbox = id;
