@@ -165,7 +165,7 @@ fn restarted_back(
     };
     error.with_services(&match again {
         Ok(()) => format!("; containerd serves CRI with {with} again"),
-        Err(reason) => format!("; but containerd does not come up with {with}: {reason}"),
+        Err(reason) => format!("; but containerd does not serve CRI with {with}: {reason}"),
     })
 }
 
@@ -338,6 +338,16 @@ fn load(
         ));
         return Ok(());
     };
+    let stopped = pods::of_stopped_daemon(&subject.config)?;
+    if !stopped.is_empty() {
+        let reason = format!(
+            "the daemon does not answer and has {}: start it first (systemctl status \
+             pause-sandboxer has the reason), as a containerd that starts without it lists these \
+             pods as NotReady",
+            pods::shown(&stopped)
+        );
+        return Err(taken_back(changes, reason));
+    }
     let has_handler = |handlers: &[String]| handlers.contains(handler);
     let restarted = restart::restart(by, subject, wanted.within, has_handler);
     if let Err(reason) = runtime()?.block_on(restarted) {

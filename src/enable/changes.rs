@@ -26,7 +26,7 @@ impl FileState {
     /// Reads a file, if it is there.
     ///
     /// # Errors
-    /// It cannot be read, or is no regular file.
+    /// It cannot be read, or is not a regular file.
     pub(super) fn read(path: &Path) -> Result<Option<Self>, StepError> {
         const STEP: &str = "read file";
         let about = match fs::metadata(path) {
@@ -34,7 +34,7 @@ impl FileState {
             about => about.step_at(STEP, path)?,
         };
         if !about.is_file() {
-            let reason = io::Error::other("it is no regular file");
+            let reason = io::Error::other("it is not a regular file");
             return Err(StepError::at(STEP, path, reason));
         }
         Ok(Some(Self {

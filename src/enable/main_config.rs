@@ -50,7 +50,7 @@ impl MainConfig {
         };
         let text = match FileState::read(&path)? {
             Some(state) => Some(
-                String::from_utf8(state.bytes).map_err(|_| not_text("is no UTF-8".to_owned()))?,
+                String::from_utf8(state.bytes).map_err(|_| not_text("is not UTF-8".to_owned()))?,
             ),
             None => None,
         };

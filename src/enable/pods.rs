@@ -36,18 +36,37 @@ pub(super) async fn of_cri(cri: &CriClient, handlers: &[String]) -> Result<Pods,
 /// # Errors
 /// A local step failed, or the daemon's directory cannot be read.
 pub(super) fn of_daemon(config: &Config) -> Result<Pods, StepError> {
-    match Client::connect(config).and_then(|client| client.list(false)) {
-        Ok(all) => {
-            let named = |pod: &str, namespace: &str| match pod {
-                "" => "a sandbox without a pod".to_owned(),
-                pod => format!("{namespace}/{pod}"),
-            };
-            Ok(all.into_iter().map(|of| (of.id, named(&of.pod, &of.namespace))).collect())
-        }
-        Err(ClientError::Step(step)) => Err(step),
-        // It may only be down: its pods live on.
-        Err(_) => records(&config.state_dir.join("sandboxes")),
+    match listed(config)? {
+        Some(pods) => Ok(pods),
+        // It may only be down: its pods keep running.
+        None => records(&config.state_dir.join("sandboxes")),
     }
+}
+
+/// The recorded sandboxes of a daemon that does not answer; none where it does. Not for a task, as
+/// [`of_daemon`].
+///
+/// # Errors
+/// A local step failed, or the daemon's directory cannot be read.
+pub(super) fn of_stopped_daemon(config: &Config) -> Result<Pods, StepError> {
+    match listed(config)? {
+        Some(_) => Ok(Pods::new()),
+        None => records(&config.state_dir.join("sandboxes")),
+    }
+}
+
+/// What the daemon lists; `None` if it does not answer.
+fn listed(config: &Config) -> Result<Option<Pods>, StepError> {
+    let all = match Client::connect(config).and_then(|client| client.list(false)) {
+        Ok(all) => all,
+        Err(ClientError::Step(step)) => return Err(step),
+        Err(_) => return Ok(None),
+    };
+    let named = |pod: &str, namespace: &str| match pod {
+        "" => "a sandbox without a pod".to_owned(),
+        pod => format!("{namespace}/{pod}"),
+    };
+    Ok(Some(all.into_iter().map(|of| (of.id, named(&of.pod, &of.namespace))).collect()))
 }
 
 fn records(directory: &Path) -> Result<Pods, StepError> {
@@ -91,6 +110,7 @@ mod tests {
         std::fs::create_dir_all(dir.path().join("sandboxes/0123456789abcdef")).unwrap();
         let pods = of_daemon(&config).unwrap();
         assert_eq!(shown(&pods), "1 pod: a sandbox whose daemon does not answer (0123456789abc)");
+        assert_eq!(of_stopped_daemon(&config).unwrap(), pods);
     }
 
     #[test]

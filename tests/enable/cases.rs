@@ -178,6 +178,12 @@ async fn pods_are_in_the_way_until_they_end(node: Arc<Node>) -> Result<()> {
     let before = etc.files();
     let said = etc.run(&["disable"]).refused("1 pod: default/web (")?;
     ensure!(said.contains("--wait") && etc.files() == before, "{said}");
+    // containerd must not start without a daemon that has pods.
+    etc.node.stop_sandboxer().await?;
+    let said = etc.with_restart(&["enable", "--default"], always).await?;
+    let said = said.refused("start it first")?;
+    ensure!(etc.files() == before, "the files are not as before: {said}");
+    etc.node.start_sandboxer().await?;
     // The default handler has the image too.
     let plain = etc.node.run(Handler::Builtin, PodSpec::new("plain")).await?;
     plain.remove().await?;
