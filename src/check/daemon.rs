@@ -89,10 +89,10 @@ fn socket(config: &Config) -> Finding {
     };
     match step.io().kind() {
         io::ErrorKind::NotFound => {
-            Finding::warn(SUBJECT, format!("is not running: no {shown}"), start)
+            Finding::fail(SUBJECT, format!("is not running: no {shown}"), start)
         }
         io::ErrorKind::ConnectionRefused => {
-            Finding::warn(SUBJECT, format!("is not running: no listener on {shown}"), start)
+            Finding::fail(SUBJECT, format!("is not running: no listener on {shown}"), start)
         }
         io::ErrorKind::TimedOut => Finding::fail(
             SUBJECT,

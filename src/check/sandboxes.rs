@@ -41,7 +41,7 @@ fn judge(all: &[Sandbox]) -> Vec<Finding> {
         findings.push(Finding::warn(
             SUBJECT,
             format!("{} have an unknown state: {}", unknown.len(), unknown.join(", ")),
-            "delete their pods, which makes the daemon examine them again",
+            "systemctl restart pause-sandboxer, which examines them again; pods keep running",
         ));
     }
     let failing = of(|of| of.failed_cleanups > 0);

@@ -52,6 +52,11 @@ fn judge(unit: &str, enabled: &str, active: &str) -> Vec<Finding> {
         ("enabled", "active") => {
             vec![Finding::ok(SUBJECT, format!("{unit} is enabled and active"))]
         }
+        ("enabled", "activating") => vec![Finding::warn(
+            SUBJECT,
+            format!("{unit} is starting, or restarts repeatedly"),
+            format!("journalctl -u {unit} has the reason"),
+        )],
         ("enabled", _) => vec![Finding::warn(SUBJECT, format!("{unit} is {active}"), start)],
         _ => vec![Finding::warn(
             SUBJECT,
@@ -74,6 +79,7 @@ mod tests {
         for (enabled, active, level) in [
             ("enabled", "active", Level::Ok),
             ("enabled", "inactive", Level::Warn),
+            ("enabled", "activating", Level::Warn),
             ("enabled", "failed", Level::Fail),
             ("disabled", "active", Level::Warn),
             ("masked", "inactive", Level::Fail),
