@@ -34,7 +34,7 @@ const WORKERS: usize = 2;
 /// Timeout of the watchdog without a service manager.
 const WATCHDOG_DEFAULT: Duration = Duration::from_secs(60);
 
-/// Timeout of the drain; systemd kills after 90 s.
+/// Timeout of the drain: less than `TimeoutStopSec=` of the packaged unit, 30 s.
 const DRAIN: Duration = Duration::from_secs(20);
 
 /// Runs the daemon until SIGTERM or SIGINT. `settings` are the sources of `config`, for SIGHUP.

@@ -67,7 +67,8 @@ fn main() -> ExitCode {
 
 fn run(command: Command) -> Result<ExitCode, CommandFailure> {
     match command {
-        Command::Serve(settings) => daemon::serve(&settings.load()?, &settings)?,
+        Command::Serve(settings) => daemon::serve(&settings.load()?, &settings)
+            .inspect_err(|step| log::error!("daemon exits: {step}"))?,
         Command::List { watch: true, settings, .. } => watch(&settings)?,
         Command::List { output, settings, .. } => {
             let all = Client::connect(&settings.load()?)?.list(true)?;

@@ -101,7 +101,7 @@ impl Drop for NewCgroup<'_> {
                 Ok(()) | Err(Errno::NOENT | Errno::NOTEMPTY | Errno::BUSY) => {}
                 Err(e) => {
                     log::warn!(
-                        "remove cgroup {}: {}",
+                        "failed to remove cgroup {}: {}",
                         self.cgroups.path(index, &path).display(),
                         io::Error::from(e)
                     )

@@ -241,10 +241,10 @@ pub enum ConfigCommand {
 /// Format of a command's output.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Format {
-    /// For people.
+    /// Tables and lines.
     #[default]
     Text,
-    /// For scripts.
+    /// JSON, for scripts.
     Json,
 }
 

@@ -283,7 +283,7 @@ impl Driver for Native {
             Err(e) => {
                 self.kill_and_reap(pid, &pidfd)?;
                 for left in self.cgroups.remove(&placement) {
-                    log::warn!(sandbox = plan.id.as_str(); "undo a start that failed: {left}");
+                    log::warn!(sandbox = plan.id.as_str(); "failed to undo start of pause: {left}");
                 }
                 return Err(e);
             }

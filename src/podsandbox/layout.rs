@@ -2,12 +2,10 @@
 
 use std::path::PathBuf;
 
-use crate::config::Config;
+use crate::config::{CRI_PLUGIN_DIR, Config};
 
-/// Directory of CRI's sandboxes below containerd's `root` and `state` (containerd `criservice`).
-const CRI_SANDBOXES: &str = "io.containerd.grpc.v1.cri/sandboxes";
-
-/// Directory of all records in the daemon's own.
+/// Directory of all sandboxes: of their files below CRI's directories (containerd `criservice`), of
+/// their records in the daemon's own.
 const SANDBOXES: &str = "sandboxes";
 
 /// Where the files of all sandboxes are: directories of which each has one of its own, named by its
@@ -26,8 +24,8 @@ impl Layout {
     /// The layout of a daemon with these settings.
     pub fn new(config: &Config) -> Self {
         Self {
-            root: config.containerd_root.join(CRI_SANDBOXES),
-            volatile: config.containerd_state.join(CRI_SANDBOXES),
+            root: config.containerd_root.join(CRI_PLUGIN_DIR).join(SANDBOXES),
+            volatile: config.containerd_state.join(CRI_PLUGIN_DIR).join(SANDBOXES),
             records: config.state_dir.join(SANDBOXES),
         }
     }

@@ -441,7 +441,7 @@ fn slurp(path: &Path, largest: u64) -> Result<Vec<u8>, RecordError> {
     };
     let about = file.metadata().step_at(READ, path)?;
     if !about.is_file() {
-        return Err(refuse("it is no regular file".to_owned()));
+        return Err(refuse("it is not a regular file".to_owned()));
     }
     if about.uid() != 0 {
         return Err(refuse(format!("it belongs to user {}, not to root", about.uid())));

@@ -232,7 +232,10 @@ impl TestPod {
                 paths.extend([cri.join("sandboxes").join(id), cri.join("containers").join(id)]);
             }
             for directory in [
-                config.containerd_state.join("io.containerd.runtime.v2.task/k8s.io"),
+                config
+                    .containerd_state
+                    .join("io.containerd.runtime.v2.task")
+                    .join(&config.containerd_namespace),
                 config.state_dir.join("sandboxes"),
             ] {
                 paths.push(directory.join(id));

@@ -73,14 +73,14 @@ fn open(path: &Path) -> io::Result<OwnedFd> {
     let about = file.metadata()?;
     let refuse = |reason: String| Err(io::Error::new(io::ErrorKind::PermissionDenied, reason));
     if !about.is_file() {
-        return refuse("it is no regular file".to_owned());
+        return refuse("it is not a regular file".to_owned());
     }
     if about.uid() != 0 {
         return refuse(format!("it belongs to user {}, not to root", about.uid()));
     }
     let mode = about.mode() & 0o7777;
     if mode & WRITABLE != 0 {
-        return refuse(format!("others than its owner can write it (mode {mode:o})"));
+        return refuse(format!("users other than its owner can write it (mode {mode:o})"));
     }
     if mode & 0o111 == 0 {
         return refuse(format!("it is not executable (mode {mode:o})"));

@@ -85,6 +85,8 @@ fn beside(path: &Path) -> PathBuf {
 /// A listener that yields connections of one user.
 pub(super) struct Listener {
     listener: UnixListener,
+    /// Its path, for messages.
+    address: String,
     /// The user who may connect.
     uid: libc::uid_t,
     delay: Duration,
@@ -98,8 +100,11 @@ impl Listener {
     /// The failed step.
     pub(super) fn new(listener: net::UnixListener, uid: libc::uid_t) -> Result<Self, StepError> {
         listener.set_nonblocking(true).step("make listener non-blocking")?;
+        let address = listener.local_addr().step("query address of listener")?;
+        let address =
+            address.as_pathname().map_or_else(String::new, |path| path.display().to_string());
         let listener = UnixListener::from_std(listener).step("watch listener")?;
-        Ok(Self { listener, uid, delay: MIN_DELAY, not_before: None })
+        Ok(Self { listener, address, uid, delay: MIN_DELAY, not_before: None })
     }
 
     /// The next connection of the user who may connect. May be dropped and called again at any
@@ -122,7 +127,11 @@ impl Listener {
                     }
                 }
                 Err(e) => {
-                    log::warn!("accept: {e}; trying again in {} ms", self.delay.as_millis());
+                    log::warn!(
+                        "failed to accept a connection on {}; retrying in {} ms: {e}",
+                        self.address,
+                        self.delay.as_millis()
+                    );
                     self.not_before = Some(Instant::now() + self.delay);
                     self.delay = (self.delay * 2).min(MAX_DELAY);
                 }
@@ -135,14 +144,15 @@ impl Listener {
             Ok(peer) if peer.uid() == self.uid => true,
             Ok(peer) => {
                 log::warn!(
-                    "refused a connection of uid {}, pid {}",
+                    "refused a connection on {} of uid {}, pid {}",
+                    self.address,
                     peer.uid(),
                     peer.pid().unwrap_or(0)
                 );
                 false
             }
             Err(e) => {
-                log::warn!("refused a connection without credentials: {e}");
+                log::warn!("refused a connection on {} without credentials: {e}", self.address);
                 false
             }
         }

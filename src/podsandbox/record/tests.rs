@@ -22,7 +22,7 @@ fn only_a_regular_file_of_roots_is_read() {
     symlink("/dev", path("dev")).unwrap();
     for odd in [path("fifo"), path("dev/zero"), directory.path().to_owned()] {
         let e = slurp(&odd, 10).unwrap_err().to_string();
-        assert!(e.contains("it is no regular file"), "{e}");
+        assert!(e.contains("it is not a regular file"), "{e}");
     }
     chown(path("good"), Some(65534), None).unwrap();
     assert!(slurp(&path("good"), 10).unwrap_err().to_string().contains("it belongs to user 65534"));
