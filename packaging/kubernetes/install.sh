@@ -136,9 +136,15 @@ pods() {
 # Prints the files that make the handler the node's default. containerd does not serve CRI with an
 # unknown default handler.
 defaults() {
-    default="^[^#]*default_runtime_name[\"']?[[:space:]]*=[[:space:]]*[\"']runc-pause[\"']"
+    key="^[^#]*default_runtime_name[\"']?[[:space:]]*=[[:space:]]*"
     for file in "$host$config" "$host${drop_in%/*}"/*.toml; do
-        if grep -Eqs "$default" "$file"; then
+        handler=runc-pause
+        # shellcheck disable=SC2016 # no command
+        if head -n 1 "$file" 2>/dev/null | grep -q '^# Written by `pause-sandboxer enable`;'; then
+            # Such a file has the key only with --default. --handler names any handler.
+            handler="[^\"']+"
+        fi
+        if grep -Eqs "$key[\"']$handler[\"']" "$file"; then
             echo "${file#"$host"}"
         fi
     done
@@ -176,8 +182,8 @@ remove_handler() {
 uninstall_all() {
     ! is_packaged || return 0
     while made_default=$(defaults); [ -n "$made_default" ]; do
-        say "waiting: runc-pause is the node's default handler"
-        say "run \`pause-sandboxer enable --restart\`, or"
+        say "waiting: the node's default handler is of this sandboxer"
+        say "run \`pause-sandboxer enable --restart\` (with --handler, if you have named one), or"
         say "remove default_runtime_name from these files and restart containerd:"
         echo "$made_default"
         sleep "$every"

@@ -98,6 +98,9 @@ fn manual_pages_and_completions_have_every_command_and_option() {
     assert!(seen > 100, "only {seen} options were seen");
 }
 
+/// The first line of the drop-in that `enable` writes.
+const MARK: &str = "# Written by `pause-sandboxer enable`; `pause-sandboxer disable` removes it.\n";
+
 /// The script before a removal, on a node below `root` whose `pause-sandboxer list` does what the
 /// shell makes of `list`.
 fn removal(root: &Path, list: &str) -> Output {
@@ -136,6 +139,20 @@ fn a_removal_is_refused_where_new_pods_need_it() {
     fs::write(&main, "default_runtime_name = \"runc\"\n#default_runtime_name = \"runc-pause\"\n")
         .unwrap();
     assert!(removal(root.path(), "exit 3").status.success());
+    // The drop-in names what `--handler` has named; another file's default is not of this program.
+    let drop_in = conf.join("pause-sandboxer.toml");
+    fs::write(&drop_in, format!("{MARK}default_runtime_name = \"small\"\n")).unwrap();
+    let output = removal(root.path(), "exit 3");
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains(&format!("{} makes small the default", drop_in.display())), "{said}");
+    assert!(said.contains("pause-sandboxer enable --handler small --restart"), "{said}");
+    for text in
+        ["default_runtime_name = \"small\"\n", &format!("{MARK}#default_runtime_name = 'x'\n")]
+    {
+        fs::write(&drop_in, text).unwrap();
+        assert!(removal(root.path(), "exit 3").status.success(), "{text}");
+    }
 }
 
 #[test]
@@ -203,11 +220,19 @@ fn a_purge_deletes_the_drop_in_that_enable_has_written() {
         .replace("/run/", &place("/run/"))
         .replace("/etc/", &place("/etc/"))
         .replace("/usr/bin/deb-systemd-helper", "/nowhere");
-    let mark = "# Written by `pause-sandboxer enable`; `pause-sandboxer disable` removes it.\n";
-    for (word, text, left) in
-        [("remove", mark, true), ("purge", "# My own.\n", true), ("purge", mark, false)]
-    {
+    let record = root.path().join("run/pause-sandboxer/sandboxes/abc");
+    for (word, text, has_record, left) in [
+        ("remove", MARK, false, true),
+        ("purge", "# My own.\n", false, true),
+        // Pods need the handler.
+        ("purge", MARK, true, true),
+        ("purge", MARK, false, false),
+    ] {
         fs::write(&drop_in, text).unwrap();
+        let _ = fs::remove_dir_all(root.path().join("run"));
+        if has_record {
+            fs::create_dir_all(&record).unwrap();
+        }
         let output = Command::new("sh").args(["-c", &script, "postrm", word]).output().unwrap();
         assert!(output.status.success(), "{output:?}");
         assert_eq!(drop_in.exists(), left, "{word} {text}");

@@ -343,20 +343,24 @@ fn a_failed_check_takes_no_label_from_a_node_with_pods() {
 
 #[test]
 fn an_uninstallation_waits_while_the_handler_is_the_default() {
-    let node = Node::new();
-    assert!(node.script("install").status.success());
-    let _ = node.asked();
-    fs::create_dir_all(node.path("host/etc/containerd/conf.d")).unwrap();
-    let file_of_default = node.path("host/etc/containerd/conf.d/pause-sandboxer-default.toml");
-    fs::write(&file_of_default, "default_runtime_name = \"runc-pause\"\n").unwrap();
-    let child = node.waiting("/etc/containerd/conf.d/pause-sandboxer-default.toml");
-    fs::write(
-        &file_of_default,
-        "# default_runtime_name = \"runc-pause\"\ndefault_runtime_name = \"runc\"\n",
-    )
-    .unwrap();
-    ends(child);
-    assert!(!node.path("host/usr/local/bin/pause-sandboxer").exists());
+    let mark = "# Written by `pause-sandboxer enable`; `pause-sandboxer disable` removes it.\n";
+    for (name, text) in [
+        ("pause-sandboxer-default.toml", "default_runtime_name = \"runc-pause\"\n".to_owned()),
+        // `enable --handler small --default`.
+        ("pause-sandboxer.toml", format!("{mark}default_runtime_name = \"small\"\n")),
+    ] {
+        let node = Node::new();
+        assert!(node.script("install").status.success());
+        let _ = node.asked();
+        let conf = node.path("host/etc/containerd/conf.d");
+        fs::create_dir_all(&conf).unwrap();
+        fs::write(conf.join(name), text).unwrap();
+        let other = "# default_runtime_name = \"runc-pause\"\ndefault_runtime_name = \"runc\"\n";
+        let child = node.waiting(&format!("/etc/containerd/conf.d/{name}"));
+        fs::write(conf.join(name), other).unwrap();
+        ends(child);
+        assert!(!node.path("host/usr/local/bin/pause-sandboxer").exists());
+    }
 }
 
 #[test]
