@@ -155,6 +155,55 @@ fn a_removal_is_refused_where_new_pods_need_it() {
     }
 }
 
+/// Programs and units of another installation count before those of the package.
+#[test]
+fn an_installation_warns_of_files_that_take_precedence() {
+    let root = tempfile::tempdir().unwrap();
+    let place = |path: &str| format!("{}{path}", root.path().display());
+    // The machine's own would change its units.
+    for name in ["deb-systemd-helper", "deb-systemd-invoke", "systemctl"] {
+        let stub = root.path().join(name);
+        fs::write(&stub, "#!/bin/sh\n").unwrap();
+        fs::set_permissions(&stub, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    let installed = |path: &str, words: &[&str]| {
+        let script = ["/run/", "/etc/", "/usr/local/"]
+            .into_iter()
+            .fold(file(path), |script, part| script.replace(part, &place(part)));
+        let mut command = Command::new("sh");
+        command.args(["-c", &script, "script"]).args(words).env("PATH", place(":/usr/bin:/bin"));
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let unit = place("/etc/systemd/system/pause-sandboxer.service");
+    let program = place("/usr/local/bin/pause-sandboxer");
+    for path in [&unit, &program] {
+        fs::create_dir_all(Path::new(path).parent().unwrap()).unwrap();
+    }
+    let scripts: [(&str, &[&str]); 3] = [
+        ("packaging/debian/scripts/postinst", &["configure", ""]),
+        ("packaging/debian/scripts/postinst", &["configure", "0.1.0-1"]),
+        ("packaging/rpm/post-install", &["1"]),
+    ];
+    // A unit that is masked.
+    std::os::unix::fs::symlink("/dev/null", &unit).unwrap();
+    for (path, words) in scripts {
+        let said = installed(path, words);
+        assert!(!said.contains("warning"), "{said}");
+    }
+    fs::remove_file(&unit).unwrap();
+    for path in [&unit, &program] {
+        fs::write(path, "").unwrap();
+    }
+    for (path, words) in scripts {
+        let said = installed(path, words);
+        assert!(said.contains(&format!("    rm {program} {unit}\n")), "{path}: {said}");
+        assert!(said.contains("systemctl reenable pause-sandboxer.socket"), "{path}: {said}");
+    }
+    assert_eq!(installed(scripts[0].0, &["abort-remove"]).matches("warning").count(), 0);
+}
+
 #[test]
 fn a_removal_names_the_pods_that_are_left() {
     let root = tempfile::tempdir().unwrap();
