@@ -8,7 +8,7 @@
 #             (`pause-sandboxer enable --restart`), labels the node, and sleeps
 # uninstall   waits until no pod has a sandbox of this daemon, removes the label, the handler
 #             (`pause-sandboxer disable --restart`) and the placed files, and sleeps
-# ready       succeeds if the node's sandboxer answers
+# ready       succeeds if the node's sandboxer answers, or is that of a package
 #
 # The script does not change a node with the Debian or RPM package.
 #
@@ -216,7 +216,8 @@ case ${1-} in
 install) install_all; forever ;;
 uninstall) uninstall_all; forever ;;
 ready)
-    [ ! -e "$host$packaged" ] || program=$packaged
+    # A package's daemon that is stopped must not stop the update of other nodes.
+    [ ! -e "$host$packaged" ] || exit 0
     node $program list >/dev/null
     ;;
 *) sed -n 's/^# usage: /usage: /p' "$0" >&2; exit 2 ;;

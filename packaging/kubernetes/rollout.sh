@@ -7,7 +7,7 @@
 # install     waits for the Lease, runs `install.sh install`, gives the Lease back, and sleeps
 # uninstall   runs `install.sh uninstall`, and sleeps
 # ready       succeeds if the command is done on this node; after an installation the node's
-#             sandboxer must answer too
+#             sandboxer must answer too, unless it is that of a package
 #
 # The Lease exists while a node is changed. A node on which the installation fails keeps it, so that
 # all other nodes stay as they are, until the installation succeeds there or an operator deletes the
