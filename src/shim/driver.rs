@@ -421,7 +421,8 @@ async fn kill_on_request(endpoint: &Arc<SelfStarted>, requested: &Notify) -> Exi
                         "shim refuses to kill the pause; killing it");
                 }
                 (unanswered, refused) = (0, 0);
-                if let Err(step) = shim.kill() {
+                // The exit of the pause follows from the shim's.
+                if let Err(step) = endpoint.shim().kill(&*shim).await {
                     log::error!(sandbox = id; "failed to kill shim: {step}");
                 }
             }

@@ -301,11 +301,11 @@ impl PodShim {
     /// # Errors
     /// It still runs.
     pub(super) async fn end_process(
-        &self,
+        self: &Arc<Self>,
         process: &dyn Process,
         socket: Option<&Path>,
     ) -> Result<(), StepError> {
-        let Some(socket) = socket else { return Self::kill(process).await };
+        let Some(socket) = socket else { return self.kill(process).await };
         let answer = tokio::select! {
             _ = process.exited() => return Ok(()),
             answer = task::shut_down(socket, &self.id, WITHIN) => answer,
@@ -322,7 +322,7 @@ impl PodShim {
         let still_runs = || "it still runs after Shutdown".to_owned();
         let reason = answer.err().map_or_else(still_runs, |failure| failure.step().to_string());
         log::warn!(sandbox = self.id(); "killing shim: {reason}");
-        Self::kill(process).await
+        self.kill(process).await
     }
 
     /// Asks the shim of a stopped pod to exit, unless bundles or the runtime's state name a
@@ -346,13 +346,26 @@ impl PodShim {
         Ok(timeout(WITHIN / 2, process.exited()).await.is_ok())
     }
 
-    /// Kills a shim and waits for its exit.
+    /// Kills a shim whose containers are to end with it, and waits for its exit. Where that does
+    /// not come, the shim may wait in the kernel for a lock that a container holds, such as that of
+    /// the pipe which is the container's output, and no signal ends it before the container: then
+    /// the containers are killed first. A killed shim makes no others.
     ///
     /// # Errors
     /// It still runs.
-    pub(super) async fn kill(process: &dyn Process) -> Result<(), StepError> {
-        process.kill()?;
+    pub(super) async fn kill(self: &Arc<Self>, process: &dyn Process) -> Result<(), StepError> {
         let late = |_| io::Error::from(io::ErrorKind::TimedOut);
+        process.kill()?;
+        if timeout(WITHIN, process.exited()).await.is_ok() {
+            return Ok(());
+        }
+        log::warn!(sandbox = self.id(), pid = process.identity().pid;
+            "killed shim does not exit; killing its containers");
+        let killed = timeout(WITHIN, self.kill_known()).await;
+        if let Err(step) = killed.map_err(late).step("kill containers").flatten() {
+            log::warn!(sandbox = self.id();
+                "failed to kill containers of shim that does not exit: {step}");
+        }
         timeout(WITHIN, process.exited()).await.map_err(late).step("kill shim").map(drop)
     }
 

@@ -101,7 +101,7 @@ impl SelfStarted {
     }
 
     /// The pod's shim.
-    pub(super) fn shim(&self) -> &PodShim {
+    pub(super) fn shim(&self) -> &Arc<PodShim> {
         &self.shim
     }
 

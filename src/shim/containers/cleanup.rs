@@ -207,6 +207,15 @@ impl PodShim {
             && self.find_forgotten()?.is_empty())
     }
 
+    /// Kills the containers that have a bundle, or only a state of the runtime's, and deletes none
+    /// of them: their shim has not exited yet.
+    ///
+    /// # Errors
+    /// They cannot be found, or what could not be killed.
+    pub(in crate::shim) async fn kill_known(self: &Arc<Self>) -> Result<(), StepError> {
+        self.blocking(|shim| containers::kill(&shim.find_known()?)).await.flatten()
+    }
+
     /// Kills the containers of an exited shim and has the shim's program delete them.
     async fn clean_up(self: &Arc<Self>, left: Vec<Container>) -> Vec<StepError> {
         if left.is_empty() {

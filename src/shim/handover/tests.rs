@@ -1,16 +1,17 @@
 //! An endpoint without a node.
 
-use std::io::Read as _;
+use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Child, Command};
-use std::time::Duration;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use containerd_shim_protos::shim::oci::Options;
 use protobuf::Message as _;
 
 use super::*;
 use crate::process::held::HeldNamespace;
+use crate::process::identity::Stat;
 use crate::shim::bundle::Recorded;
 use crate::shim::{Endpoint, Owner, Runtime, ShimSettings, Shims};
 
@@ -23,7 +24,8 @@ fn make_endpoint(dir: &Path) -> (Arc<Shims>, Arc<Handover>) {
         state_dir: dir.to_owned(),
         sandboxes: dir.to_owned(),
         on_demand_address: String::new(),
-        binaries: Default::default(),
+        // Deletes nothing, and does not fail.
+        binaries: [(String::new(), "/bin/true".into())].into(),
         open_files: None,
         environment: Default::default(),
         own_shim: None,
@@ -60,10 +62,14 @@ fn next(endpoint: &Arc<Handover>) -> HandoverStep {
 /// A process that is on record as the shim.
 fn recorded(shims: &Shims, endpoint: &Handover) -> Child {
     let child = Command::new("sleep").arg("1000").spawn().unwrap();
+    record(shims, endpoint, &child);
+    child
+}
+
+fn record(shims: &Shims, endpoint: &Handover, child: &Child) {
     let identity = shims.launcher.open(child.id()).unwrap().unwrap().identity().clone();
     endpoint.shim.bundle().make_bundle("pod", true).unwrap();
     endpoint.shim.bundle().record(Some(&Recorded::Running { identity, socket: None })).unwrap();
-    child
 }
 
 #[tokio::test]
@@ -86,6 +92,91 @@ async fn the_end_kills_the_recorded_shim() {
     endpoint.close().await.unwrap();
     // Its end was seen, which takes a child away.
     assert!(child.try_wait().is_err(), "the shim lives");
+    assert!(!endpoint.shim.bundle().dir().exists());
+}
+
+/// A process in a cgroup that is named by its container's id, with a bundle of `sandbox`.
+struct InContainer {
+    child: Child,
+    cgroup: String,
+}
+
+impl InContainer {
+    fn new(dir: &Path, digit: &str, sandbox: &str, child: Child) -> Self {
+        // As long as CRI's ids, and no other test process's.
+        let id = format!("{:08x}{}", std::process::id(), digit.repeat(56));
+        let bundle = dir.join("state/io.containerd.runtime.v2.task/k8s.io").join(&id);
+        std::fs::create_dir_all(&bundle).unwrap();
+        std::fs::write(bundle.join("sandbox"), sandbox).unwrap();
+        let cgroup = format!("/{id}");
+        let of = Self { child, cgroup };
+        kit::machine::cgroup::make(&of.cgroup).unwrap();
+        for dir in kit::machine::cgroup::below(&of.cgroup).unwrap() {
+            std::fs::write(dir.join("cgroup.procs"), of.child.id().to_string()).unwrap();
+        }
+        of
+    }
+}
+
+impl Drop for InContainer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        kit::machine::cgroup::remove(&self.cgroup).unwrap();
+    }
+}
+
+/// Waits for what is to be the case soon.
+fn until(what: &str, is_so: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < Duration::from_secs(20), "not in time: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Splices from standard input, a pipe with something in it, to a socket that takes no more: it
+/// holds the lock of the pipe as long as it lives.
+const HOLD_PIPE: &str = r#"
+    use Socket; use IO::Handle;
+    socketpair(my $full, my $other, AF_UNIX, SOCK_STREAM, 0) or die;
+    $full->blocking(0);
+    1 while defined syswrite($full, "x" x 4096);
+    $full->blocking(1);
+    syscall($ARGV[0] + 0, 0, 0, fileno($full), 0, 4096, 0);
+"#;
+
+/// The shim waits for the lock of a pipe that a container holds: a signal does not end it before
+/// the container.
+#[tokio::test]
+async fn the_end_frees_a_shim_that_a_container_holds_in_the_kernel() {
+    if kit::skip_without_root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let (shims, endpoint) = make_endpoint(dir.path());
+    let (output, mut input) = std::io::pipe().unwrap();
+    input.write_all(b"written by the container").unwrap();
+    let splice = libc::SYS_splice.to_string();
+    let mut container = Command::new("perl");
+    container.args(["-e", HOLD_PIPE, &splice]).stdin(output.try_clone().unwrap());
+    let mut container = InContainer::new(dir.path(), "a", "pod", container.spawn().unwrap());
+    let sleeps = Command::new("sleep").arg("1000").spawn().unwrap();
+    let mut other = InContainer::new(dir.path(), "b", "other", sleeps);
+    let state = |pid: u32| Stat::of_process(pid).map_or(0, |stat| stat.state);
+    let holder = container.child.id();
+    until("the container holds the pipe", || {
+        let call = fs::read_to_string(format!("/proc/{holder}/syscall")).unwrap_or_default();
+        call.split(' ').next() == Some(&splice) && state(holder) == b'S'
+    });
+    let mut shim = Command::new("cat").stdin(output).stdout(Stdio::null()).spawn().unwrap();
+    until("the shim waits for the pipe", || state(shim.id()) == b'D');
+    record(&shims, &endpoint, &shim);
+    timeout(Duration::from_secs(60), endpoint.close()).await.unwrap().unwrap();
+    // Its end was seen, which takes a child away.
+    assert!(shim.try_wait().is_err(), "the shim lives");
+    assert!(container.child.try_wait().unwrap().is_some(), "the container lives");
+    assert!(other.child.try_wait().unwrap().is_none(), "another pod's container was killed");
     assert!(!endpoint.shim.bundle().dir().exists());
 }
 

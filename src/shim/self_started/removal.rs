@@ -170,7 +170,7 @@ impl SelfStarted {
         let killed = async {
             let found = self.shim.blocking(PodShim::find_unrecorded).await.flatten()?;
             let Some(process) = found else { return Ok(()) };
-            PodShim::kill(&*process).await?;
+            self.shim.kill(&*process).await?;
             self.delete_orphaned_pause().await?;
             self.shim.clean_up_all().await
         };
