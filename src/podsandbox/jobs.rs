@@ -340,7 +340,8 @@ impl Jobs {
             Err(kill) => Err(kill),
         };
         if let Err(step) = ended {
-            log::error!(sandbox = self.id().as_str(); "failed to end the pause of a start that was given up: {step}");
+            log::error!(sandbox = self.id().as_str();
+                "failed to end the pause of a start that was given up: {step}");
         }
     }
 

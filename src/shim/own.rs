@@ -132,7 +132,7 @@ mod tests {
         chown(&path, Some(65534), None).unwrap();
         assert!(refused().contains("it belongs to user 65534"));
         let directory = OwnShim::open(dir.path().to_owned()).unwrap_err().to_string();
-        assert!(directory.contains("no regular file"), "{directory}");
+        assert!(directory.contains("not a regular file"), "{directory}");
     }
 
     #[test]

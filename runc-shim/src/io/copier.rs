@@ -1,10 +1,10 @@
 //! The thread that copies, and the loop's end of it. Only this thread reads, writes and closes what
 //! a container shares with the shim.
 //!
-//! A process keeps the kernel's lock of a pipe for as long as it likes, by a splice between the pipe
-//! and a socket. Whoever uses or closes the pipe meanwhile sleeps, and not even SIGKILL ends that
-//! sleep (`pipe_double_lock` of Linux `fs/pipe.c`). The loop must stay awake: its Kill ends the
-//! process, and so the sleep.
+//! A process keeps the kernel's lock of a pipe for as long as it likes, by a splice between the
+//! pipe and a socket. Whoever uses or closes the pipe meanwhile sleeps, and not even SIGKILL ends
+//! that sleep (`pipe_double_lock` of Linux `fs/pipe.c`). The loop must stay awake: its Kill ends
+//! the process, and so the sleep.
 
 use std::collections::BTreeSet;
 use std::io;
