@@ -338,7 +338,8 @@ fn load(
         ));
         return Ok(());
     };
-    let stopped = pods::of_stopped_daemon(&subject.config)?;
+    let stopped = pods::of_stopped_daemon(&subject.config)
+        .map_err(|step| taken_back(changes, step.to_string()))?;
     if !stopped.is_empty() {
         let reason = format!(
             "the daemon does not answer and has {}: start it first (systemctl status \

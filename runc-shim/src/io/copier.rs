@@ -1,5 +1,5 @@
-//! The thread that copies, and the loop's end of it. Only this thread reads, writes and closes what
-//! a container shares with the shim.
+//! The thread that copies, and the loop's end of it. Only this thread reads, writes and closes the
+//! pipes that a container shares with the shim.
 //!
 //! A process keeps the kernel's lock of a pipe for as long as it likes, by a splice between the
 //! pipe and a socket. Whoever uses or closes the pipe meanwhile sleeps, and not even SIGKILL ends

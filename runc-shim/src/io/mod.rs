@@ -4,7 +4,7 @@
 //! containerd neither loses a byte nor kills a writer. The process gets pipes of its own: the
 //! runtime writes its own errors to the standard error of the process that it cannot start, which
 //! is not for containerd's, and a security profile of the container would apply to a FIFO of the
-//! node. Between the two, the kernel moves the pages of a pipe (splice).
+//! node.
 
 pub mod console;
 pub mod copier;

@@ -7,15 +7,14 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll::EventFlags;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
-use rustix::pipe::SpliceFlags;
 
 use crate::reactor::{Reactor, Source};
 
 /// What one stream moves before others have their turn; bytes.
 const TURN: usize = 1 << 20;
 
-/// What is read at once where pages cannot be moved; bytes.
-const BUFFER: usize = 4096;
+/// What is read at once; bytes.
+const BUFFER: usize = 8192;
 
 /// Waits for a reader of the last output: the first, and the longest.
 const FIRST_WAIT: Duration = Duration::from_millis(20);
@@ -34,8 +33,6 @@ pub struct Stream {
     is_output: bool,
     /// It comes from a terminal.
     is_terminal: bool,
-    /// The kernel cannot move pages between the two.
-    buffered: bool,
     /// What was read and could not be written.
     held: Vec<u8>,
     /// All is copied; the FIFO is kept until a reader comes.
@@ -68,7 +65,6 @@ impl Stream {
             reader,
             is_output: true,
             is_terminal: false,
-            buffered: false,
             held: Vec::new(),
             last_wait: None,
             finishing: false,
@@ -77,10 +73,9 @@ impl Stream {
         }
     }
 
-    /// The same from a terminal: the kernel would give each piece a page of the FIFO, however
-    /// short it is, so that little has room while no one reads.
+    /// The same from a terminal.
     pub fn of_terminal(self) -> Self {
-        Self { is_terminal: true, buffered: true, ..self }
+        Self { is_terminal: true, ..self }
     }
 
     /// From containerd to a process.
@@ -101,8 +96,7 @@ impl Stream {
     fn turn(&mut self) -> Turn {
         let mut moved = 0;
         while moved < TURN {
-            let step = if self.buffered { self.copy() } else { self.splice() };
-            match step {
+            match self.copy() {
                 Ok(0) => return Turn::Ended,
                 Ok(count) => moved += count,
                 Err(Errno::AGAIN) if self.is_over() => return Turn::Ended,
@@ -112,7 +106,6 @@ impl Stream {
                     return Turn::Blocked;
                 }
                 Err(Errno::INTR) => {}
-                Err(Errno::INVAL) if !self.buffered => self.buffered = true,
                 // The other end is gone.
                 Err(_) => return Turn::Ended,
             }
@@ -120,11 +113,8 @@ impl Stream {
         Turn::More
     }
 
-    fn splice(&mut self) -> Result<usize, Errno> {
-        let flags = SpliceFlags::NONBLOCK | SpliceFlags::MOVE;
-        rustix::pipe::splice(&self.from, None, &self.to, None, TURN, flags)
-    }
-
+    /// Reads, and writes what was read. No splice: it holds the locks of both pipes, so that
+    /// containerd would sleep with this thread.
     fn copy(&mut self) -> Result<usize, Errno> {
         if self.held.is_empty() {
             let mut buffer = [0; BUFFER];
