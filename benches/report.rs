@@ -30,13 +30,15 @@ const BOUNDS: [Bound; 25] = [
         key: "start_builtin_over_ours",
         what: "the controller's Start through containerd, real netns, no CNI",
         hold: AtLeast(50.0),
-        held_back_by: "containerd's own share of the call, which the floor shows",
+        held_back_by: "the wait for containerd's record of the sandbox (container_record), which is \
+            start_ours_ms less start_inside_ours_us and start_floor_ms",
     },
     Bound {
         key: "create_start_ours_over_floor",
         what: "the controller's Create and Start together, against the floor",
         hold: AtMost(2.0),
-        held_back_by: "the kernel's steps alone, kernel_start_us, take longer than the floor",
+        held_back_by: "the kernel's steps alone, kernel_start_us, take longer than the floor, and \
+            so does the wait for containerd's record",
     },
     Bound {
         key: "start_ours_over_kernel",
