@@ -30,8 +30,8 @@ const BOUNDS: [Bound; 25] = [
         key: "start_builtin_over_ours",
         what: "the controller's Start through containerd, real netns, no CNI",
         hold: AtLeast(50.0),
-        held_back_by: "the wait for containerd's record of the sandbox (container_record), which is \
-            start_ours_ms less start_inside_ours_us and start_floor_ms",
+        held_back_by: "the wait for containerd's record of the sandbox (container_record), which \
+            is start_ours_ms less start_inside_ours_us and start_floor_ms",
     },
     Bound {
         key: "create_start_ours_over_floor",
