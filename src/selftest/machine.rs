@@ -64,6 +64,8 @@ fn cgroups(
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read as _;
+
     use super::*;
 
     #[test]
@@ -72,10 +74,13 @@ mod tests {
         let word = dir.path().file_name().unwrap().to_str().unwrap().to_owned();
         // The word is the name of the shell's script, which waits for the end of its input.
         let mut child = std::process::Command::new("/bin/sh")
-            .args(["-c", "read -r _", &word])
+            .args(["-c", "echo; read -r _", &word])
             .stdin(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::piped())
             .spawn()
             .unwrap();
+        // A process has no command line for a moment after its parent's fork has returned.
+        child.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
         let child_line = format!("process {}", child.id());
         let found = traces(&[word], &[dir.path().to_owned(), "/nowhere".into()]);
         child.kill().unwrap();
