@@ -10,10 +10,9 @@ use containerd_shim_protos::api::{self, Mount};
 use containerd_shim_protos::events::task as task_events;
 use containerd_shim_protos::shim::oci::Options;
 
-use crate::cgroup::Cgroup;
 use crate::commands::Purpose;
 use crate::container::state::{self, Event, Notice, State};
-use crate::container::{self, Container, Process};
+use crate::container::{self, Container, Process, cgroup_with};
 use crate::error::{Code, Context as _, Error};
 use crate::exits::Exit;
 use crate::helper::{self, Action};
@@ -109,6 +108,7 @@ impl Shim {
             return self.created(key, None);
         }
         let (stdio, owner) = (container.process.stdio.clone(), container.owner);
+        self.copier.check_room()?;
         let prepared = if stdio.terminal {
             Prepared::default()
         } else {
@@ -324,8 +324,9 @@ impl Shim {
         let exit = self.claim(key, pid);
         if exit.is_none() {
             self.processes.insert(pid, key.clone());
-            // One that has ended has none, and its number may be another's.
-            self.known(key)?.cgroup = Cgroup::of(pid);
+            // One that was reaped has none, and its number may be another's.
+            let container = self.known(key)?;
+            container.cgroup = cgroup_with(&container.bundle, &key.id, pid);
         }
         let answer = self.created(key, Some(pid))?;
         self.watch_memory(&key.id);

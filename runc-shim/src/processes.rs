@@ -169,11 +169,12 @@ impl Shim {
         self.events.send(events::EXIT, &event, &self.reactor);
         let Ok(process) = self.process(key) else { return };
         let waiters = std::mem::take(&mut process.waiters);
-        if process.console.take().is_some() {
+        if let Some(console) = process.console.take() {
             process.stdin = None;
             for stream in process.streams.clone() {
                 self.copier.finish(stream);
             }
+            self.copier.close(vec![console]);
         }
         for waiter in waiters {
             let answer = task::now(&task::waited(Some(exit)));
@@ -186,13 +187,13 @@ impl Shim {
     pub fn stream_ended(&mut self, number: u32) {
         let Some(key) = self.stream_owner(number) else { return };
         let Ok(process) = self.process(&key) else { return };
-        let hung_up = process.console.is_some();
+        let console = process.console.take();
         let streams = process.streams.clone();
-        if hung_up {
-            process.console = None;
+        if let Some(console) = console {
             for stream in &streams {
                 self.copier.hang_up(*stream);
             }
+            self.copier.close(vec![console]);
         }
         if !streams.iter().any(|stream| self.copier.is_copying(*stream)) {
             self.drained(&key);
@@ -225,7 +226,8 @@ impl Shim {
         for stream in &process.streams {
             self.copier.leave(*stream);
         }
-        self.copier.close(process.prepared.into_iter().flat_map(Stream::into_ends).collect());
+        let prepared = process.prepared.into_iter().flat_map(Stream::into_ends);
+        self.copier.close(prepared.chain(process.console).collect());
         for waiter in &process.waiters {
             let gone = Err(Error::not_found("process was deleted"));
             self.answer(*waiter, gone);

@@ -5,8 +5,8 @@ use std::os::fd::AsFd as _;
 use containerd_shim_protos::api;
 use containerd_shim_protos::events::task as task_events;
 
-use crate::cgroup::Cgroup;
 use crate::commands::Purpose;
+use crate::container::cgroup_with;
 use crate::container::state::{self, Event, State};
 use crate::error::{Context as _, Error};
 use crate::io::{self, Prepared};
@@ -80,7 +80,8 @@ impl Shim {
         match early {
             Some(exit) => self.process_exited(key, exit),
             None if restored => {
-                self.known(key)?.cgroup = Cgroup::of(pid);
+                let container = self.known(key)?;
+                container.cgroup = cgroup_with(&container.bundle, &key.id, pid);
                 self.processes.insert(pid, key.clone());
                 self.watch_memory(&key.id);
             }
@@ -100,6 +101,7 @@ impl Shim {
             return Err(Error::state(message));
         }
         let owner = container.owner;
+        self.copier.check_room()?;
         let exec = self.exec(key)?;
         let next = exec::state::step(exec.state, exec::state::Event::Start);
         let Some(next) = next.map_err(Error::state)? else { return task::empty() };

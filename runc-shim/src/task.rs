@@ -334,7 +334,13 @@ impl Shim {
         let container = self.container(id)?;
         let mut response = api::PidsResponse::new();
         let pids = container.cgroup.as_ref().map(|cgroup| cgroup.pids()).transpose()?;
-        for pid in pids.unwrap_or_default() {
+        let mut pids = pids.unwrap_or_default();
+        if pids.is_empty() && container.state.pid() != 0 {
+            // A containerd that starts deletes a task without processes, and with it an exit and
+            // output that it has not seen (core/runtime/v2, `loadShims`).
+            pids.push(container.state.pid());
+        }
+        for pid in pids {
             let mut info = ProcessInfo::new();
             info.pid = unsigned(pid);
             let exec = container.execs.iter().find(|(_, exec)| exec.state.pid() == pid);
@@ -356,14 +362,15 @@ impl Shim {
         if !key.exec.is_empty() && self.exec(&key)?.state.exit().is_some() {
             return Err(Error::state("cannot resize a stopped container"));
         }
-        if let Some(console) = &self.process(&key)?.console {
+        let console = self.process(&key)?.console.as_ref();
+        if let Some(console) = console.map(|console| console.try_clone()).transpose()? {
             let size = rustix::termios::Winsize {
                 ws_row: u16::try_from(request.height).unwrap_or(u16::MAX),
                 ws_col: u16::try_from(request.width).unwrap_or(u16::MAX),
                 ws_xpixel: 0,
                 ws_ypixel: 0,
             };
-            rustix::termios::tcsetwinsize(console, size)?;
+            self.copier.resize(console, size)?;
         }
         empty()
     }

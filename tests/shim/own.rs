@@ -21,6 +21,7 @@ pub(crate) fn cases() -> Vec<Case> {
         the_memory_of_a_shim_is_shown_while_there_is_one,
         a_daemon_has_one_version_of_its_shim,
         pods_outlive_the_program_of_their_shim,
+        a_container_that_ends_while_containerd_is_down_keeps_its_exit,
     ]
 }
 
@@ -59,6 +60,37 @@ async fn an_own_shim_has_nothing_of_the_daemon(harness: Arc<Harness>) -> Result<
     let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", shim.pid))?;
     let container = children.split_whitespace().next().context("no child of the shim")?;
     ensure!(limit(container)? == limit("self")?, "limit of open files of its container");
+    removed(&pod).await?;
+    no_shim(&pod).await
+}
+
+/// The exit code, and output that containerd has not read. With containerd's own shim the status is
+/// 255 and the output is lost: a containerd that starts deletes a task without processes.
+async fn a_container_that_ends_while_containerd_is_down_keeps_its_exit(
+    harness: Arc<Harness>,
+) -> Result<()> {
+    let pod = harness.pod("interrupted").await?;
+    let script = "touch /dev/shm/runs
+        while [ -e /dev/shm/runs ]; do sleep 0.1; done
+        echo last
+        exit 7";
+    let ends = pod.run(ContainerSpec::sh("ends", script)).await?;
+    let stays = pod.run(ContainerSpec::sleeping("stays")).await?;
+    until("it runs", SOON, async || stays.sh("test -e /dev/shm/runs").await.map(drop)).await?;
+    let inside_of = inside(ends.id())?;
+    let process = inside_of.first().context("no process of the container")?;
+    let shared = format!("/proc/{}/root/dev/shm/runs", process.pid);
+    harness.node.stop_containerd().await?;
+    fs::remove_file(shared)?;
+    until("it has ended", SOON, async || none(&inside(ends.id())?)).await?;
+    harness.node.start_containerd().await?;
+    ensure!(ends.exited(SOON).await? == 7, "its exit code is another");
+    until("its last output is in the log", SOON, async || {
+        let log = ends.log()?;
+        ensure!(log.iter().any(|(_, text)| text == "last"), "{log:?}");
+        Ok(())
+    })
+    .await?;
     removed(&pod).await?;
     no_shim(&pod).await
 }

@@ -15,6 +15,7 @@ use crate::cgroup::Cgroup;
 use crate::discard::Retry;
 use crate::error::{Context as _, Error};
 use crate::exec::Exec;
+use crate::exits;
 use crate::io::stream::Stream;
 use crate::io::{Owner, Stdio};
 use crate::runtime::Runtime;
@@ -145,9 +146,32 @@ pub fn cgroup_of(bundle: &Path, id: &str) -> Option<Cgroup> {
     Cgroup::named(&config(bundle)?.cgroups_path, id)
 }
 
+/// The cgroup of a container whose first process this is: what the kernel says, or else what the
+/// bundle asks for. Of a process that has ended version 1 says the root.
+pub fn cgroup_with(bundle: &Path, id: &str, pid: i32) -> Option<Cgroup> {
+    let seen = Cgroup::of(pid).filter(|_| exits::ended_one(pid).is_none());
+    seen.or_else(|| cgroup_of(bundle, id))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_process_that_has_ended_does_not_tell_its_cgroup() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = r#"{"linux":{"cgroupsPath":"/x/id"}}"#;
+        std::fs::write(dir.path().join("config.json"), config).unwrap();
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        while exits::ended_one(pid).is_none() {
+            std::thread::yield_now();
+        }
+        let wanted = Cgroup::named("/x/id", "id");
+        assert!(wanted.is_some());
+        assert_eq!(cgroup_with(dir.path(), "id", pid), wanted);
+        child.wait().unwrap();
+    }
 
     #[test]
     fn only_a_new_pid_namespace_counts_as_own() {

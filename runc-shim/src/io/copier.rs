@@ -14,12 +14,18 @@ use std::time::Instant;
 
 use rustix::event::EventfdFlags;
 use rustix::event::epoll::EventFlags;
+use rustix::termios::Winsize;
 
 use super::stream::{Stream, Streams};
+use crate::error::{Code, Error};
 use crate::reactor::{Reactor, Source};
 
 /// The thread's stack, bytes: it calls little, and has one buffer.
 const STACK: usize = 128 << 10;
+
+/// How many orders may wait: no process gets streams meanwhile, as a container makes the thread
+/// sleep. An exec has about six, with nine descriptors.
+const MOST_WAITING: usize = 4096;
 
 /// What the thread is to do.
 #[derive(Debug)]
@@ -28,6 +34,7 @@ enum Order {
     Finish(u32),
     HangUp(u32),
     Leave(u32),
+    Resize(OwnedFd, Winsize),
     Close(Vec<OwnedFd>),
 }
 
@@ -107,6 +114,18 @@ impl Copier {
         set(&self.shared.orders);
     }
 
+    /// Whether another process can get streams.
+    ///
+    /// # Errors
+    /// The thread sleeps, and too much waits for it.
+    pub fn check_room(&self) -> Result<(), Error> {
+        if self.shared.state().orders.len() < MOST_WAITING {
+            return Ok(());
+        }
+        let reason = "a container of the pod holds the kernel's lock of its standard streams";
+        Err(Error::new(Code::ResourceExhausted, reason))
+    }
+
     /// Begins to copy; the stream's number.
     pub fn add(&mut self, stream: Stream) -> u32 {
         let number = self.next;
@@ -149,6 +168,16 @@ impl Copier {
         self.order(Order::Leave(number));
     }
 
+    /// Changes the size of a terminal, of which a process can hold the lock, too (`tiocgwinsz`).
+    ///
+    /// # Errors
+    /// As [`Copier::check_room`].
+    pub fn resize(&self, terminal: OwnedFd, size: Winsize) -> Result<(), Error> {
+        self.check_room()?;
+        self.order(Order::Resize(terminal, size));
+        Ok(())
+    }
+
     /// Closes descriptors that a container shares.
     pub fn close(&self, ends: Vec<OwnedFd>) {
         if !ends.is_empty() {
@@ -189,6 +218,10 @@ fn copy(reactor: &Reactor, shared: &Shared) -> io::Result<()> {
                 Order::Finish(number) => streams.finish(number),
                 Order::HangUp(number) => streams.hang_up(number),
                 Order::Leave(number) => streams.leave(number),
+                Order::Resize(terminal, size) => {
+                    // One that is hung up has none.
+                    let _ = rustix::termios::tcsetwinsize(&terminal, size);
+                }
                 Order::Close(ends) => drop(ends),
             }
         }
@@ -205,5 +238,22 @@ fn copy(reactor: &Reactor, shared: &Shared) -> io::Result<()> {
         if has_news {
             set(&shared.news);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_process_gets_streams_while_too_many_orders_wait() {
+        // Without a thread that takes them.
+        let shared = Arc::new(Shared::new().unwrap());
+        let copier = Copier { shared, next: 0, outputs: BTreeSet::new() };
+        for _ in 0..MOST_WAITING {
+            copier.check_room().unwrap();
+            copier.finish(0);
+        }
+        assert_eq!(copier.check_room().unwrap_err().code, Code::ResourceExhausted);
     }
 }

@@ -37,6 +37,19 @@ fn a_container_runs_and_its_events_come_in_order() {
     pod.shut_down();
 }
 
+/// As a containerd that starts deletes a task without processes, with an exit that it has not seen.
+#[test]
+fn a_container_that_has_ended_has_a_process_until_its_deletion() {
+    let mut pod = Pod::new();
+    let pid = pod.run("a", "exit 3", &Container::default());
+    assert_eq!(pod.wait("a", "").unwrap(), 3);
+    let request = PidsRequest { id: pod.id("a"), ..Default::default() };
+    let pids = pod.client.pids(context(), &request).unwrap().processes;
+    assert_eq!(pids.iter().map(|process| process.pid).collect::<Vec<_>>(), [pid]);
+    pod.delete("a", "").unwrap();
+    pod.shut_down();
+}
+
 #[test]
 fn a_container_that_was_not_started_can_be_killed_and_deleted() {
     let mut pod = Pod::new();
