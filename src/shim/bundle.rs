@@ -163,11 +163,17 @@ impl Bundle {
 
     /// Makes a bundle in which the shim's `delete` finds what it needs to end container `id`: the
     /// container's own is containerd's, which removes it at any moment. runc's shim looks for
-    /// runc's options in two files (`runc.ReadOptions`, `runc.ReadRuntime`).
+    /// runc's options in two files (`runc.ReadOptions`, `runc.ReadRuntime`), our own for the cgroup
+    /// in the container's config, which is copied from `containerds` bundle.
     ///
     /// # Errors
     /// The failed step.
-    pub fn last(&self, id: &str, options: Option<&Options>) -> Result<PathBuf, StepError> {
+    pub fn last(
+        &self,
+        id: &str,
+        options: Option<&Options>,
+        containerds: &Path,
+    ) -> Result<PathBuf, StepError> {
         let dir = self.dir.join("dead").join(id);
         fs::DirBuilder::new()
             .recursive(true)
@@ -175,6 +181,8 @@ impl Bundle {
             .create(&dir)
             .step_at("make directory", &dir)?;
         Self::write_runtime(&dir, options)?;
+        // It names the cgroup. containerd may have removed it.
+        let _ = fs::copy(containerds.join("config.json"), dir.join("config.json"));
         Ok(dir)
     }
 

@@ -13,6 +13,8 @@
 //! that no shim is launched after the end. An idle endpoint has no task: whatever changes its state
 //! starts one.
 
+mod launch;
+
 use std::fmt;
 use std::fs;
 use std::io;
@@ -301,14 +303,13 @@ impl Handover {
                     }
                 }
                 HandoverStep::FailSandbox => pod.fail(),
-                HandoverStep::HandleExit(exit) => self.handle_exit(exit, &pod).await,
+                HandoverStep::HandleExit(exit) => self.end_running(exit, &pod).await,
                 // There are as many of these futures as there are shims: what is not awaited now is
                 // boxed.
                 HandoverStep::Watch(process) => {
                     pod.is_served();
                     let exit = process.exited().await;
-                    self.forget_running();
-                    Box::pin(self.handle_exit(exit, &pod)).await;
+                    Box::pin(self.end_running(exit, &pod)).await;
                 }
                 HandoverStep::Launch => Box::pin(self.launch_and_watch(&pod)).await,
                 HandoverStep::Listen => {
@@ -360,99 +361,6 @@ impl Handover {
         };
         state.idle = Some(Idle { pod: pod.clone(), _called: called });
         HandoverStep::Nothing
-    }
-
-    /// From the launch of a shim to its exit.
-    async fn launch_and_watch(self: &Arc<Self>, pod: &Arc<dyn Pod>) {
-        let launched = {
-            let _turn = self.turn.lock().await;
-            self.blocking(Self::launch).await.flatten()
-        };
-        let process = match launched {
-            Ok(Some(process)) => process,
-            Ok(None) => return,
-            Err(step) => return self.reject_callers(&step.to_string()).await,
-        };
-        let socket = self.socket();
-        let answered = tokio::select! {
-            exit = process.exited() => {
-                Err(format!("it exited with status {} before it answered", exit.status))
-            }
-            answer = task::probe(&socket, self.shim.id(), WITHIN) => {
-                answer.map_err(|step| format!("it did not answer: {step}"))
-            }
-        };
-        match answered {
-            Ok(()) => {
-                pod.is_served();
-                let exit = process.exited().await;
-                self.forget_running();
-                self.handle_exit(exit, pod).await;
-            }
-            // Callers must not wait for ever.
-            Err(reason) => {
-                if let Err(step) = process.kill() {
-                    log::error!(sandbox = self.shim.id(); "failed to kill shim: {step}");
-                }
-                process.exited().await;
-                self.forget_running();
-                self.reject_callers(&reason).await;
-            }
-        }
-    }
-
-    /// Launches the shim. `None`: the endpoint has ended. To be called with the turn held.
-    fn launch(self: &Arc<Self>) -> Result<Option<Arc<dyn Process>>, StepError> {
-        let listener = {
-            let mut state = self.state();
-            state.wanted = false;
-            match &state.listener {
-                Some(listener) if !state.ended => listener.clone(),
-                _ => return Ok(None),
-            }
-        };
-        let running = self.shim.launch(listener.as_fd())?;
-        let process = running.process.clone();
-        let mut state = self.state();
-        // It serves those who have called meanwhile too.
-        (state.running, state.wanted) = (Some(running), false);
-        Ok(Some(process))
-    }
-
-    /// To be called after the exit of the shim.
-    fn forget_running(&self) {
-        let ended = {
-            let mut state = self.state();
-            state.running = None;
-            state.ended
-        };
-        if !ended {
-            self.shim.clear_record();
-        }
-    }
-
-    /// No shim comes: hangs up on the callers, as containerd would wait for ever.
-    async fn reject_callers(self: &Arc<Self>, reason: &str) {
-        let runtime = self.shim.runtime().name.as_str();
-        log::error!(sandbox = self.shim.id(), runtime = runtime; "failed to launch shim: {reason}");
-        let hung_up = self.blocking(|endpoint| {
-            let listener = endpoint.state().listener.clone();
-            let Some(Ok(listener)) = listener.map(|listener| listener.try_clone()) else { return };
-            let listener = UnixListener::from(listener);
-            // The flag is the socket's, not the descriptor's: a shim may have cleared it.
-            if listener.set_nonblocking(true).is_ok() {
-                while listener.accept().is_ok() {}
-            }
-        });
-        if let Err(step) = hung_up.await {
-            log::error!(sandbox = self.shim.id(); "failed to hang up on callers: {step}");
-        }
-        sleep(AGAIN / 10).await;
-    }
-
-    /// After the exit of a shim that has served.
-    async fn handle_exit(&self, exit: Exit, pod: &Arc<dyn Pod>) {
-        self.shim.handle_shim_exit(exit, pod, || self.state().ended).await;
     }
 
     /// The pod was stopped: shuts the shim down when it is empty. The endpoint stays, for calls

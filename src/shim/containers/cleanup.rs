@@ -221,19 +221,25 @@ impl PodShim {
         if left.is_empty() {
             return Vec::new();
         }
+        // First: containerd removes its bundles at any moment.
+        let options = self.runtime().runc_options().ok().flatten();
+        let last = |of: &Container| self.bundle().last(&of.id, options.as_ref(), &of.bundle);
+        let bundles: Vec<_> = left.iter().map(last).collect();
         let killed = left.clone();
         let killed = self.blocking(move |_| containers::kill(&killed)).await.flatten();
         let mut failed = Vec::from_iter(killed.err());
-        for container in &left {
-            failed.extend(self.delete_container(&container.id).await.err());
+        for (container, bundle) in left.iter().zip(bundles) {
+            failed.extend(self.delete_container(&container.id, bundle).await.err());
         }
         failed
     }
 
-    async fn delete_container(&self, id: &str) -> Result<(), StepError> {
-        let options = self.runtime().runc_options().ok().flatten();
-        let bundle = self.bundle().last(id, options.as_ref())?;
-        command::delete(self.settings(), &self.cleaner()?, id, &bundle).await
+    async fn delete_container(
+        &self,
+        id: &str,
+        bundle: Result<PathBuf, StepError>,
+    ) -> Result<(), StepError> {
+        command::delete(self.settings(), &self.cleaner()?, id, &bundle?).await
     }
 
     /// Cleans up all containers of the pod, whose shim has exited.

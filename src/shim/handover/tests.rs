@@ -340,3 +340,46 @@ async fn a_search_for_remaining_containers_is_retried() {
     endpoint.handle_exit(exit, &(pod.clone() as Arc<dyn Pod>)).await;
     assert_eq!(pod.0.load(std::sync::atomic::Ordering::Relaxed), 3);
 }
+
+/// Sees whether the shim is on record while its containers are looked for.
+struct LooksAt {
+    record: std::path::PathBuf,
+    seen: std::sync::atomic::AtomicBool,
+}
+
+impl Pod for LooksAt {
+    fn namespaces(&self) -> Result<Vec<HeldNamespace>, StepError> {
+        self.seen.store(self.record.exists(), std::sync::atomic::Ordering::Relaxed);
+        Ok(Vec::new())
+    }
+
+    fn lives(&self) -> bool {
+        true
+    }
+
+    fn fail(&self) {}
+}
+
+/// A daemon that is killed meanwhile leaves the rest to the next, which knows the shim by its
+/// record.
+#[tokio::test]
+async fn a_shim_is_on_record_until_its_exit_is_handled() {
+    let dir = tempfile::tempdir().unwrap();
+    let (shims, endpoint) = make_endpoint(dir.path());
+    let mut child = recorded(&shims, &endpoint);
+    endpoint.recover().await;
+    let record = endpoint.shim.bundle().dir().join("shim.json");
+    assert!(record.exists());
+    let pod = Arc::new(LooksAt { record: record.clone(), seen: Default::default() });
+    endpoint.serve(pod.clone());
+    child.kill().unwrap();
+    let gone = async {
+        while record.exists() {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(Duration::from_secs(20), gone).await.unwrap();
+    assert!(pod.seen.load(std::sync::atomic::Ordering::Relaxed), "the record is removed first");
+    assert!(child.try_wait().is_err(), "its end was not seen");
+    endpoint.close().await.unwrap();
+}

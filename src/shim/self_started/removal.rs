@@ -175,6 +175,8 @@ impl SelfStarted {
             self.shim.clean_up_all().await
         };
         let mut failed = Vec::from_iter(killed.await.err());
+        // By its record the next attempt finds one that may still run.
+        let has_ended = failed.is_empty();
         // Also a shim that is unlike containerd's own can clean up after itself, if it works at
         // all.
         let deleted = command::delete(self.shim.settings(), binary, self.id(), bundle.dir()).await;
@@ -183,7 +185,9 @@ impl SelfStarted {
                 "failed to delete what a cut-off start has left: {step}");
         }
         failed.append(&mut self.remove_sockets());
-        failed.extend(bundle.record(None).err());
+        if has_ended {
+            failed.extend(bundle.record(None).err());
+        }
         failed
     }
 }

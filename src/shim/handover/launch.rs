@@ -1,0 +1,116 @@
+//! From the launch of a shim to its exit.
+
+use std::os::fd::AsFd as _;
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+
+use tokio::time::sleep;
+
+use super::Handover;
+use crate::error::StepError;
+use crate::process::{Exit, Process};
+use crate::shim::Pod;
+use crate::shim::pod_shim::{AGAIN, WITHIN};
+use crate::shim::task;
+
+impl Handover {
+    /// Launches a shim, and returns after its exit.
+    pub(super) async fn launch_and_watch(self: &Arc<Self>, pod: &Arc<dyn Pod>) {
+        let launched = {
+            let _turn = self.turn.lock().await;
+            self.blocking(Self::launch).await.flatten()
+        };
+        let process = match launched {
+            Ok(Some(process)) => process,
+            Ok(None) => return,
+            Err(step) => return self.reject_callers(&step.to_string()).await,
+        };
+        let socket = self.socket();
+        let answered = tokio::select! {
+            exit = process.exited() => {
+                Err(format!("it exited with status {} before it answered", exit.status))
+            }
+            answer = task::probe(&socket, self.shim.id(), WITHIN) => {
+                answer.map_err(|step| format!("it did not answer: {step}"))
+            }
+        };
+        match answered {
+            Ok(()) => {
+                pod.is_served();
+                let exit = process.exited().await;
+                self.end_running(exit, pod).await;
+            }
+            // Callers must not wait for ever.
+            Err(reason) => {
+                if let Err(step) = process.kill() {
+                    log::error!(sandbox = self.shim.id(); "failed to kill shim: {step}");
+                }
+                process.exited().await;
+                self.forget_running();
+                self.reject_callers(&reason).await;
+            }
+        }
+    }
+
+    /// Launches the shim. `None`: the endpoint has ended. To be called with the turn held.
+    fn launch(self: &Arc<Self>) -> Result<Option<Arc<dyn Process>>, StepError> {
+        let listener = {
+            let mut state = self.state();
+            state.wanted = false;
+            match &state.listener {
+                Some(listener) if !state.ended => listener.clone(),
+                _ => return Ok(None),
+            }
+        };
+        let running = self.shim.launch(listener.as_fd())?;
+        let process = running.process.clone();
+        let mut state = self.state();
+        // It serves those who have called meanwhile too.
+        (state.running, state.wanted) = (Some(running), false);
+        Ok(Some(process))
+    }
+
+    /// After the exit of a shim that has served. Its record is removed last: by it a later daemon
+    /// finds what this one has left to do.
+    pub(super) async fn end_running(&self, exit: Exit, pod: &Arc<dyn Pod>) {
+        self.state().running = None;
+        self.handle_exit(exit, pod).await;
+        self.forget_running();
+    }
+
+    /// To be called after the exit of the shim.
+    fn forget_running(&self) {
+        let ended = {
+            let mut state = self.state();
+            state.running = None;
+            state.ended
+        };
+        if !ended {
+            self.shim.clear_record();
+        }
+    }
+
+    /// No shim comes: hangs up on the callers, as containerd would wait for ever.
+    pub(super) async fn reject_callers(self: &Arc<Self>, reason: &str) {
+        let runtime = self.shim.runtime().name.as_str();
+        log::error!(sandbox = self.shim.id(), runtime = runtime; "failed to launch shim: {reason}");
+        let hung_up = self.blocking(|endpoint| {
+            let listener = endpoint.state().listener.clone();
+            let Some(Ok(listener)) = listener.map(|listener| listener.try_clone()) else { return };
+            let listener = UnixListener::from(listener);
+            // The flag is the socket's, not the descriptor's: a shim may have cleared it.
+            if listener.set_nonblocking(true).is_ok() {
+                while listener.accept().is_ok() {}
+            }
+        });
+        if let Err(step) = hung_up.await {
+            log::error!(sandbox = self.shim.id(); "failed to hang up on callers: {step}");
+        }
+        sleep(AGAIN / 10).await;
+    }
+
+    /// After the exit of a shim that has served.
+    pub(super) async fn handle_exit(&self, exit: Exit, pod: &Arc<dyn Pod>) {
+        self.shim.handle_shim_exit(exit, pod, || self.state().ended).await;
+    }
+}
