@@ -41,7 +41,7 @@ fn judge(all: &[Sandbox]) -> Vec<Finding> {
         findings.push(Finding::warn(
             SUBJECT,
             format!("{} have an unknown state: {}", unknown.len(), unknown.join(", ")),
-            "systemctl restart pause-sandboxer, which examines them again; pods keep running",
+            "the daemon looks for their pauses again; its log says what fails. Pods keep running",
         ));
     }
     let failing = of(|of| of.failed_cleanups > 0);

@@ -178,7 +178,11 @@ impl Actor {
             replies: Vec::new(),
             at_rest: Vec::new(),
             failed: StepErrors::default(),
-            alarm: abandoned.filter(|_| phase == Phase::Created),
+            alarm: match phase {
+                Phase::Created => abandoned,
+                Phase::Unknown => Some(Instant::now() + exit::CLEANUP.delay(1)),
+                _ => None,
+            },
             on_gone: Some(Box::new(on_gone)),
             retired: false,
             job: None,
@@ -412,11 +416,19 @@ impl Actor {
             }
             Action::RetryAfter(failures) => {
                 let delay = exit::CLEANUP.delay(failures);
-                log::warn!(
-                    sandbox = self.id(), failures = failures;
-                    "retrying cleanup in {} s", delay.as_secs()
-                );
-                self.jobs.telemetry().cleanup_failures.inc();
+                if self.machine.phase() == Phase::Unknown {
+                    log::warn!(
+                        sandbox = self.id(), failures = failures;
+                        "cannot determine whether the pause lives; retrying in {} s: {}",
+                        delay.as_secs(), self.failed
+                    );
+                } else {
+                    log::warn!(
+                        sandbox = self.id(), failures = failures;
+                        "retrying cleanup in {} s", delay.as_secs()
+                    );
+                    self.jobs.telemetry().cleanup_failures.inc();
+                }
                 self.alarm = Some(Instant::now() + delay);
             }
             Action::Retire => self.retire(),

@@ -199,9 +199,9 @@ impl Machine {
         self.exit
     }
 
-    /// Cleanups that have failed in a row and are retried.
+    /// Cleanups that have failed in a row and are retried; a search for the pause is none.
     pub fn failures(&self) -> u32 {
-        self.failures
+        if self.phase == Phase::Unknown { 0 } else { self.failures }
     }
 
     /// Nothing is under way: no job runs and the pause is not being ended.
@@ -244,8 +244,10 @@ impl Machine {
             }
             Event::AdoptFailed => {
                 self.job = None;
-                out.push(Action::Publish);
-                self.not_ended(&mut out);
+                self.settle(Rpc::Stop, false, &mut out);
+                self.settle(Rpc::Shutdown, false, &mut out);
+                // A pause that lives must not stay unknown after a fault that passes.
+                self.retry(&mut out);
             }
             Event::Exited(exit) => self.exited(exit, &mut out),
             Event::ShimDied => match self.phase {
@@ -323,6 +325,7 @@ impl Machine {
         self.exit.get_or_insert(exit);
         self.phase = Phase::NotReady;
         self.dirty = true;
+        self.failures = 0;
         self.shim_died = false;
         out.push(Action::Publish);
         self.proceed(out);
@@ -334,6 +337,7 @@ impl Machine {
 
     fn alive(&mut self, out: &mut Vec<Action>) {
         self.phase = Phase::Ready;
+        self.failures = 0;
         out.extend([Action::Publish, Action::Watch]);
     }
 
@@ -351,7 +355,7 @@ impl Machine {
         }
         match self.phase {
             Phase::Ready => self.end_if_wanted(out),
-            Phase::Unknown if self.doomed || self.stop_waits => self.run(Job::Adopt, out),
+            Phase::Unknown => self.run(Job::Adopt, out),
             Phase::NotReady if self.dirty => self.run(Job::Cleanup, out),
             Phase::NotReady if !self.doomed => self.settle(Rpc::Stop, true, out),
             Phase::NotReady | Phase::Created if self.doomed => self.run(Job::Remove, out),
@@ -364,7 +368,7 @@ impl Machine {
         out.push(Action::Run(job));
     }
 
-    /// The pause could not be ended, or it is not known whether it lives.
+    /// The pause could not be ended.
     fn not_ended(&mut self, out: &mut Vec<Action>) {
         self.settle(Rpc::Stop, false, out);
         self.settle(Rpc::Shutdown, false, out);

@@ -345,6 +345,16 @@ fn a_pause_that_is_adopted_ends_with_its_dead_shim() {
     assert_eq!(machine.on(Event::ShimDied), []);
 }
 
+#[test]
+fn an_unknown_pause_is_looked_for_until_it_is_found() {
+    let mut machine = Machine::new(Phase::Unknown, None);
+    assert_eq!(machine.on(Event::RetryDue), [Action::Run(Job::Adopt)]);
+    assert_eq!(machine.on(Event::AdoptFailed), [Action::Publish, Action::RetryAfter(1)]);
+    assert_eq!(machine.on(Event::RetryDue), [Action::Run(Job::Adopt)]);
+    assert_eq!(machine.on(Event::AdoptedAlive), [Action::Publish, Action::Watch]);
+    assert_eq!(machine.failures(), 0);
+}
+
 /// The exit that callers have seen stays, whatever the driver says after a fault of the actor.
 #[test]
 fn the_first_exit_stays() {
