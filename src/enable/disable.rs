@@ -53,8 +53,8 @@ pub fn disable(wanted: &Disablement, say: &mut dyn FnMut(String)) -> Result<(), 
     let subject = &wanted.subject;
     let (node, main, _lock) = begin(subject, wanted.restart.as_ref(), wanted.dry_run)?;
     // A config that containerd does not load is no obstacle: this may be what corrects it.
-    let before = node.dump().ok();
-    let removal = removal(&main, before.as_ref(), subject)?;
+    let mut before = node.dump().ok();
+    let mut removal = find_removal(&main, before.as_ref(), subject)?;
     if wanted.dry_run {
         say(shown(&removal.changes));
         return Ok(());
@@ -64,7 +64,11 @@ pub fn disable(wanted: &Disablement, say: &mut dyn FnMut(String)) -> Result<(), 
         return unload(wanted, &node, &removal, say);
     }
     loop {
-        wait_for_pods(wanted, &removal.handlers, say)?;
+        if wait_for_pods(wanted, &removal.handlers, say)? {
+            // It may have been days: what others have written since stays.
+            before = node.dump().ok();
+            removal = find_removal(&MainConfig::read(&node.file)?, before.as_ref(), subject)?;
+        }
         removal.changes.apply()?;
         if let Err(reason) = verify(&node, before.as_ref(), &removal, subject) {
             return Err(taken_back(&removal.changes, reason));
@@ -87,7 +91,7 @@ pub fn disable(wanted: &Disablement, say: &mut dyn FnMut(String)) -> Result<(), 
     unload(wanted, &node, &removal, say)
 }
 
-fn removal(
+fn find_removal(
     main: &MainConfig,
     before: Option<&Table>,
     subject: &Subject,
@@ -169,17 +173,17 @@ fn still_unused(removal: &Removal, subject: &Subject) -> Result<(), String> {
     Err(format!("{} started before the restart", pods::shown(&left)))
 }
 
-/// Returns when no pod needs the handlers.
+/// Returns when no pod needs the handlers; whether it has waited.
 fn wait_for_pods(
     wanted: &Disablement,
     handlers: &[String],
     say: &mut dyn FnMut(String),
-) -> Result<(), EnableError> {
+) -> Result<bool, EnableError> {
     let mut last = pods::Pods::new();
     loop {
         let left = in_the_way(&wanted.subject, handlers)?;
         if left.is_empty() {
-            return Ok(());
+            return Ok(!last.is_empty());
         }
         let shown = pods::shown(&left);
         if !wanted.wait {

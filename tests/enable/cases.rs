@@ -166,6 +166,9 @@ async fn a_containerd_that_does_not_come_up_gets_its_files_back(node: Arc<Node>)
     Ok(())
 }
 
+/// What an operator adds while `disable --wait` waits.
+const EDIT: &str = "# of an operator\n";
+
 async fn pods_are_in_the_way_until_they_end(node: Arc<Node>) -> Result<()> {
     let etc = Etc::new(node, 3, "").await?;
     etc.with_restart(&["enable", "--offline"], always).await?.well()?;
@@ -191,6 +194,8 @@ async fn pods_are_in_the_way_until_they_end(node: Arc<Node>) -> Result<()> {
     let removed = async {
         tokio::time::sleep(std::time::Duration::from_secs(2)).await;
         ensure!(etc.drop_in().exists(), "it has not waited");
+        let edited = fs::read_to_string(etc.file())? + EDIT;
+        fs::write(etc.file(), edited)?;
         pod.remove().await
     };
     let waits = etc.with_restart(&["disable", "--wait"], always);
@@ -199,6 +204,7 @@ async fn pods_are_in_the_way_until_they_end(node: Arc<Node>) -> Result<()> {
     let said = waited?.well()?;
     ensure!(said.contains("waiting for 1 pod: default/web (") && !etc.drop_in().exists(), "{said}");
     ensure!(etc.node.cri().image_id(image).await?.is_none(), "the image is left");
+    ensure!(fs::read_to_string(etc.file())?.ends_with(EDIT), "what was written meanwhile is lost");
     Ok(())
 }
 
