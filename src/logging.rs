@@ -29,6 +29,10 @@ const OWN_TARGET: &str = "pause_sandboxer";
 /// Other crates' messages are shown from this level on, unless the environment says otherwise.
 const FOREIGN_LEVEL: LevelFilter = LevelFilter::Warn;
 
+/// Logs its errors without a subject, and returns them as well: they are logged with sandbox and
+/// step.
+const SILENT_TARGET: &str = "ttrpc";
+
 static LOGGER: OnceLock<Logger> = OnceLock::new();
 
 /// Begins logging as `config` and the environment say.
@@ -93,6 +97,8 @@ impl Directives {
         }
         self.default.unwrap_or(if within(target, OWN_TARGET) {
             own
+        } else if within(target, SILENT_TARGET) {
+            LevelFilter::Off
         } else {
             FOREIGN_LEVEL.min(own)
         })
@@ -389,17 +395,19 @@ mod tests {
 
     #[test]
     fn levels_of_own_and_other_crates() {
-        use LevelFilter::{Debug, Error, Info, Trace, Warn};
+        use LevelFilter::{Debug, Error, Info, Off, Trace, Warn};
         let none = Directives::default();
         assert_eq!(none.level("pause_sandboxer::wire", Debug), Debug);
         assert_eq!(none.level("pause_sandboxerx", Debug), Warn);
         assert_eq!(none.level("h2", Error), Error);
+        assert_eq!(none.level("ttrpc::asynchronous", Debug), Off);
         assert_eq!(none.most(Debug), Debug);
         let some = Directives::parse("info, h2=trace,pause_sandboxer::wire=debug,").unwrap();
         assert_eq!(some.level("pause_sandboxer", Error), Info);
         assert_eq!(some.level("pause_sandboxer::wire::peer", Error), Debug);
         assert_eq!(some.level("h2::codec", Error), Trace);
         assert_eq!(some.most(Error), Trace);
+        assert_eq!(some.level("ttrpc", Error), Info);
         assert!(Directives::parse("loud").unwrap_err().contains("\"loud\" is no level"));
         assert!(Directives::parse("a=").is_err());
     }
