@@ -24,8 +24,8 @@ use nix::unistd::Pid;
 
 /// How often is looked for news when there were none.
 const PACE: Duration = Duration::from_micros(50);
-/// The op of a stop at the entry of a call (`PTRACE_SYSCALL_INFO_ENTRY`).
-const ENTRY: u8 = 1;
+/// The message of a stop at the entry of a call (`PTRACE_EVENTMSG_SYSCALL_ENTRY`, Linux 5.3).
+const ENTRY: libc::c_long = 1;
 
 /// What was seen.
 #[derive(Debug, Default)]
@@ -122,7 +122,7 @@ fn follow(daemon: u32, nth: usize, stop: &AtomicBool) -> Result<Seen> {
                 continue;
             }
             Ok(WaitStatus::PtraceSyscall(tid)) => {
-                let entry = ptrace::syscall_info(tid).is_ok_and(|info| info.op == ENTRY);
+                let entry = ptrace::getevent(tid) == Ok(ENTRY);
                 if let Some(call) = entry.then(|| change(tid)).flatten() {
                     let child = if tgid(tid) == Some(daemon) { "" } else { "child: " };
                     seen.calls.push(format!("{child}{call}"));

@@ -62,10 +62,10 @@ impl Running {
     }
 
     /// Waits until the kernel has finished its execve(2), which resumes the parent a moment
-    /// before.
+    /// before, with the arguments of the parent still.
     pub(crate) fn settled(self) -> Self {
         eventually("the program is executed", || {
-            !fs::read(self.proc("cmdline")).unwrap().is_empty()
+            fs::read(self.proc("cmdline")).unwrap().starts_with(b"/pause\0")
         });
         self
     }
