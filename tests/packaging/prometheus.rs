@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pause_sandboxer::telemetry::{Census, Telemetry};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::file;
 
@@ -165,19 +165,64 @@ fn every_metric_is_described() {
     }
 }
 
-/// Prometheus' own judgement.
-#[test]
-fn promtool_accepts_the_rules() {
-    let fetched = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/tools/bin/promtool");
+/// Runs Prometheus' own checker in the repository.
+fn promtool(arguments: &[&str]) {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let fetched = root.join("target/tools/bin/promtool");
     let promtool = if fetched.exists() { fetched.into_os_string() } else { "promtool".into() };
-    let rules = Path::new(env!("CARGO_MANIFEST_DIR")).join("packaging/prometheus/alerts.yaml");
-    let output = Command::new(promtool).args(["check", "rules"]).arg(rules).output();
+    let output = Command::new(promtool).args(arguments).current_dir(root).output();
     let output = output.unwrap_or_else(|e| {
         panic!("promtool: {e}; `make parts` fetches it from Debian's package prometheus")
     });
     let text = String::from_utf8_lossy(&output.stdout).into_owned()
         + &String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{text}");
+}
+
+#[test]
+fn promtool_accepts_the_rules() {
+    promtool(&["check", "rules", "packaging/prometheus/alerts.yaml"]);
+}
+
+/// As rules, with values for the variables of Grafana.
+#[test]
+fn promtool_accepts_the_queries_of_the_dashboard() {
+    let dashboard: Value =
+        serde_json::from_str(&file("packaging/prometheus/dashboard.json")).unwrap();
+    let of = |list: &Value| list.as_array().cloned().unwrap_or_default();
+    let targets = of(&dashboard["panels"]).into_iter().flat_map(|panel| of(&panel["targets"]));
+    let queries = targets.chain(of(&dashboard["annotations"]["list"]));
+    let rules: Vec<Value> = queries
+        .filter_map(|query| query["expr"].as_str().map(str::to_owned))
+        .map(|query| query.replace("$__rate_interval", "5m").replace("$node", ".*"))
+        .enumerate()
+        .map(|(number, expr)| json!({ "record": format!("query{number}"), "expr": expr }))
+        .collect();
+    assert!(rules.len() > 20, "{rules:?}");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("rules.yaml");
+    let groups = json!({ "groups": [{ "name": "dashboard", "rules": rules }] });
+    std::fs::write(&path, groups.to_string()).unwrap();
+    promtool(&["check", "rules", path.to_str().unwrap()]);
+}
+
+#[test]
+fn every_alert_fires_on_its_series_alone() {
+    const CASES: &str = "tests/packaging/alerts.yaml";
+    promtool(&["test", "rules", CASES]);
+    let (rules, cases) = (file("packaging/prometheus/alerts.yaml"), file(CASES));
+    for line in rules.lines() {
+        let Some(name) = line.trim().strip_prefix("- alert: ") else { continue };
+        for begins in ["- { alertname: ", "- alertname: "] {
+            let case = format!("{begins}{name}");
+            let has = cases.lines().any(|line| {
+                line.trim()
+                    .strip_prefix(&case)
+                    .is_some_and(|rest| !rest.starts_with(char::is_alphanumeric))
+            });
+            assert!(has, "{CASES} lacks {case}");
+        }
+    }
 }
 
 #[test]
