@@ -4,8 +4,8 @@
 .NOTPARALLEL:
 .PHONY: help build shim install deb package-files release release-check installer-image manifests \
 	demo parity test test-unprivileged test-node check fmt lint doc deny machete parts unit lts \
-	releases conformance test-kubernetes chart fuzz fuzz-short soak test-deb test-vm bench \
-	bench-quick flame clean
+	releases conformance test-kubernetes chart fuzz fuzz-short soak test-deb test-vm test-arm64 \
+	prepare tools bench bench-quick flame clean
 
 CARGO ?= cargo
 PREFIX ?= /usr/local
@@ -42,7 +42,7 @@ DEB_BINARY ?= target/release/pause-sandboxer
 DEB_REVISION ?= 1
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 build: shim ## the daemon and the pods' shim, optimised, in target/release
 	$(CARGO) build --release --locked
@@ -113,7 +113,8 @@ demo: ## a pod from its start to its end on a real containerd; needs root
 parity: parts ## compare each field of pods with containerd's built-in controller; needs root
 	$(CARGO) test --locked --test parity
 
-test: parts check unit demo releases fuzz-short ## lints and all tests of this machine; needs root
+# The checks whose tools take longest to build come last: `unit` builds them beside its tests.
+test: parts fmt lint doc unit demo releases fuzz-short deny machete chart ## all tests; needs root
 
 # The kit's skip() lists the tests that are skipped.
 test-unprivileged: ## what any user can run; counts the tests that need root as skipped
@@ -147,6 +148,8 @@ deny: $(DENY)
 $(DENY):
 	$(CARGO) install --debug --locked --root target/tools --version $(DENY_VERSION) cargo-deny
 
+tools: $(DENY) $(MACHETE) $(HELM)
+
 # Dependencies that no source uses.
 machete: $(MACHETE)
 	$(MACHETE) --skip-target-dir
@@ -163,13 +166,20 @@ parts: ## fetch Debian's containerd for the tests, and packages that the machine
 	packaging/prometheus/fetch-promtool target/tools/bin
 
 unit: ## all tests of the workspace, with containerd's long-term release; needs root and Go
-	tests/kit/suites all $(LTS)
+	MEANWHILE='for release in $(RELEASES); do tests/kit/fetch-release $$release; done; \
+		make tools' tests/kit/suites all $(LTS)
 
 lts: ## the suites with containerd's long-term release; needs root and Go
 	tests/kit/suites whole $(LTS)
 
 releases: ## the short suite with the other supported releases; needs root and Go
-	tests/kit/suites short $(RELEASES)
+	MEANWHILE='$(MEANWHILE)' tests/kit/suites short $(RELEASES)
+
+# `make test MEANWHILE='make prepare'` does it while tests wait.
+prepare: ## fetch and build what `conformance` and `test-node` need; needs root and Go
+	tests/kit/fetch-conformance $(CRI_TOOLS)
+	tests/vm/build-image
+	$(MAKE) $(DEB)
 
 # CONFORMANCE="2.0.14 debian" runs it on others than the long-term release.
 conformance: ## critest, kubelet's test suite of CRI, with both controllers; needs root and Go
@@ -207,6 +217,10 @@ test-deb: $(DEB) ## the Debian package on an emulated node, from installation to
 test-vm: parts ## the tests on an emulated Debian node with systemd and cgroup v2; slow
 	tests/vm/test
 	tests/selinux/run-in-vm
+
+# Not part of `make test-node`: emulating another architecture takes as long again.
+test-arm64: ## the short suite on an emulated arm64 node; 20 minutes; needs root
+	VM_ARCH=arm64 VM_LIMIT=3600 tests/vm/test
 
 bench: parts shim ## what pods cost, to target/bench/report.json; 12 minutes; needs root
 	$(CARGO) bench --locked --bench bench

@@ -21,6 +21,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use kit::machine::cgroup;
 use kit::{Handler, Node, Options, Thing};
 use nix::sched::{CloneFlags, unshare};
 use serde_json::json;
@@ -94,6 +95,8 @@ async fn both(directory: &Path, focus: &[String]) -> Result<bool> {
             ensure!(left.is_empty(), "left behind:\n  {}", left.join("\n  "));
         }
     }
+    // Pods without a cgroup parent have made it. Another node's may be in it.
+    drop(cgroup::remove(cgroup::WITHOUT_PARENT));
     let [builtin, ours] = runs.as_slice() else { unreachable!("two handlers") };
     let fine = compare(builtin, ours);
     let version = node.parts().version();

@@ -3,7 +3,7 @@
 //!
 //! For a node that may be messed up, with systemd, containerd and dpkg; `tests/deb/run-in-vm` runs
 //! it on the machine of `tests/vm`. What it does and what the node answers is printed as at a
-//! terminal; `pod` stands for kubelet.
+//! terminal; `pod` calls CRI as kubelet does.
 
 #![allow(
     clippy::unwrap_used,

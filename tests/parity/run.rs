@@ -23,8 +23,6 @@ const LIMIT: Duration = Duration::from_secs(60);
 const LEFT: Duration = Duration::from_secs(2);
 /// How long is waited for anything else: a busy machine takes its time.
 const OTHERS_LEFT: Duration = Duration::from_secs(10);
-/// Where runc puts a container without a cgroup parent: containerd's namespace.
-const WITHOUT_PARENT: &str = "/k8s.io";
 /// containerd's table of CRI's runtime service.
 const RUNTIME_TABLE: &str = "[plugins.\"io.containerd.cri.v1.runtime\"]\n";
 
@@ -57,7 +55,7 @@ pub(crate) async fn all(wanted: &Wanted) -> Result<bool> {
         }
     }
     // The built-in's pods without a cgroup parent have made it. Another node's may be in it.
-    drop(cgroup::remove(WITHOUT_PARENT));
+    drop(cgroup::remove(cgroup::WITHOUT_PARENT));
     let missing = coverage::missing(cases.iter().map(|case| case.pod.config()));
     for field in &missing {
         println!("no case gives the field {field}");
@@ -172,7 +170,7 @@ async fn one(node: &Arc<Node>, handler: Handler, case: &Case) -> Result<Facts> {
                 events.of(pod.id())?.iter().map(|kind| format!("{kind:?}")).collect();
             facts.add("events", published.join(" "));
             pod.clear().await.context("after the removal")?;
-            let levels = cgroup::below(WITHOUT_PARENT)?;
+            let levels = cgroup::below(cgroup::WITHOUT_PARENT)?;
             facts.add(
                 "left behind in k8s.io",
                 levels.iter().filter(|path| path.ends_with(pod.id())).count(),

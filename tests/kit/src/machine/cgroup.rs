@@ -8,6 +8,9 @@ use anyhow::{Context, Result};
 
 use super::{cgroup_driver, mounts};
 
+/// Where runc puts a container without a cgroup parent: containerd's namespace.
+pub const WITHOUT_PARENT: &str = "/k8s.io";
+
 /// The mount points of all cgroup hierarchies, of both versions.
 ///
 /// # Errors
