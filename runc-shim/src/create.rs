@@ -104,18 +104,24 @@ impl Shim {
         let container = self.known(key)?;
         if !container.restore.is_empty() {
             // The runtime has nothing to do before the start.
-            container.busy = None;
-            return self.created(key, None);
+            let answer = self.created(key, None);
+            self.release(key);
+            return answer;
         }
-        let (stdio, owner) = (container.process.stdio.clone(), container.owner);
         self.copier.check_room()?;
-        let prepared = if stdio.terminal {
-            Prepared::default()
-        } else {
-            io::prepare(&stdio, owner, &key.id, &self.namespace)
-                .context("failed to create init process I/O")?
-        };
+        let prepared = self.prepare_streams(key)?;
         self.await_logger(key.clone(), reply, prepared, false)
+    }
+
+    /// The streams of a process that the runtime is to make. Those of a terminal come from it.
+    pub fn prepare_streams(&mut self, key: &Key) -> Result<Prepared, Error> {
+        let owner = self.known(key)?.owner;
+        let stdio = self.known_process(key)?.stdio.clone();
+        if stdio.terminal {
+            return Ok(Prepared::default());
+        }
+        io::prepare(&stdio, owner, key.process(), &self.namespace)
+            .context("failed to create init process I/O")
     }
 
     /// Waits for a logging program, if there is one, and then runs the process.
@@ -217,20 +223,25 @@ impl Shim {
         let pid_file = pid_file(&container.bundle, &key).display().to_string();
         let path = container.bundle.display().to_string();
         let (no_pivot, no_keyring) = (container.no_pivot_root, container.no_new_keyring);
+        let restore = container.restore.clone();
         let mut arguments: Vec<&str> = Vec::new();
-        let (given_path, given);
-        if key.exec.is_empty() {
+        let (given_path, mut given) = (runtime::given(), None);
+        let purpose: fn(Option<ConsoleSocket>) -> Purpose;
+        if key.exec.is_empty() && !restore.is_empty() {
+            arguments.extend(restore.iter().map(String::as_str));
+            purpose = Purpose::Restore;
+        } else if key.exec.is_empty() {
             arguments.extend(["create", "--bundle", &path, "--pid-file", &pid_file]);
             arguments.extend(no_pivot.then_some("--no-pivot"));
             arguments.extend(no_keyring.then_some("--no-new-keyring"));
-            given = None;
+            purpose = Purpose::Create;
         } else {
-            given_path = runtime::given();
             arguments.extend(["exec", "--process", &given_path, "--detach"]);
             arguments.extend(["--pid-file", &pid_file]);
             let spec =
                 container.execs.get_mut(&key.exec).map(|exec| std::mem::take(&mut exec.spec));
             given = Some(runtime::memory_file_of(&spec.unwrap_or_default())?);
+            purpose = Purpose::Exec;
         }
         let name = console.as_ref().map(|console| console.name().to_owned());
         if let Some(name) = &name {
@@ -243,11 +254,7 @@ impl Shim {
             directory: Some(bundle.as_fd()),
             given: given.as_ref().map(|given| given.as_fd()),
         };
-        let purpose = match key.exec.is_empty() {
-            true => Purpose::Create(console),
-            false => Purpose::Exec(console),
-        };
-        self.run_in(key.clone(), reply, purpose, &arguments, &place)?;
+        self.run_in(key.clone(), reply, purpose(console), &arguments, &place)?;
         self.exits.begin(&key);
         // Copied once the process is made: what the runtime says until then is not its.
         let process = self.known_process(&key)?;

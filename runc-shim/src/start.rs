@@ -1,16 +1,12 @@
 //! Start of containers and execs.
 
-use std::os::fd::AsFd as _;
-
 use containerd_shim_protos::api;
 use containerd_shim_protos::events::task as task_events;
 
 use crate::commands::Purpose;
 use crate::container::cgroup_with;
 use crate::container::state::{self, Event, State};
-use crate::error::{Context as _, Error};
-use crate::io::{self, Prepared};
-use crate::runtime::Place;
+use crate::error::Error;
 use crate::server::Reply;
 use crate::shim::{Key, Shim};
 use crate::task::{self, Answer};
@@ -23,7 +19,7 @@ impl Shim {
         let before = self.container(id)?.state;
         let (next, _) = state::step(before, Event::Start).map_err(Error::state)?;
         let run = match before {
-            State::Restorable => self.restore(&key, reply),
+            State::Restorable => self.restore(&key, reply).map(drop),
             _ => self.run_for(key.clone(), Some(reply), Purpose::Start, &["start", id]),
         };
         run?;
@@ -31,32 +27,15 @@ impl Shim {
         Ok(None)
     }
 
-    fn restore(&mut self, key: &Key, reply: Reply) -> Result<(), Error> {
-        let stdio = self.known_process(key)?.stdio.clone();
-        let owner = self.known(key)?.owner;
-        let console = self.console_socket(&key.id, &stdio)?;
-        let prepared = match stdio.terminal {
-            true => Prepared::default(),
-            false => io::prepare(&stdio, owner, &key.id, &self.namespace)?,
-        };
-        let container = self.known(key)?;
-        let bundle = container.open_bundle()?;
-        let restore = container.restore.clone();
-        let mut arguments: Vec<&str> = restore.iter().map(String::as_str).collect();
-        let name = console.as_ref().map(|console| console.name().to_owned());
-        if let Some(name) = &name {
-            arguments.extend(["--console-socket", name]);
+    fn restore(&mut self, key: &Key, reply: Reply) -> Answer {
+        self.copier.check_room()?;
+        let prepared = self.prepare_streams(key)?;
+        self.known(key)?.busy.get_or_insert_default();
+        let run = self.await_logger(key.clone(), Some(reply), prepared, false);
+        if run.is_err() {
+            self.release(key);
         }
-        arguments.push(&key.id);
-        let child = prepared.child.each_ref().map(|fd| fd.as_ref().map(|fd| fd.as_fd()));
-        let place = Place { stdio: Some(child), directory: Some(bundle.as_fd()), given: None };
-        let purpose = Purpose::Restore(console);
-        self.run_in(key.clone(), Some(reply), purpose, &arguments, &place)?;
-        self.exits.begin(key);
-        let process = self.known_process(key)?;
-        (process.stdin, process.prepared) = (prepared.stdin, prepared.streams);
-        self.copier.close(prepared.child.into_iter().flatten().collect());
-        Ok(())
+        run
     }
 
     /// The runtime has started a container, or not.
@@ -100,20 +79,14 @@ impl Shim {
             let message = format!("container {} init process is not running", key.id);
             return Err(Error::state(message));
         }
-        let owner = container.owner;
         self.copier.check_room()?;
         let exec = self.exec(key)?;
         let next = exec::state::step(exec.state, exec::state::Event::Start);
         let Some(next) = next.map_err(Error::state)? else { return task::empty() };
-        let stdio = exec.process.stdio.clone();
         exec.state = next;
-        let prepared = match stdio.terminal {
-            true => Ok(Prepared::default()),
-            false => io::prepare(&stdio, owner, &key.exec, &self.namespace)
-                .context("failed to create init process I/O"),
-        };
-        let run =
-            prepared.and_then(|ready| self.await_logger(key.clone(), Some(reply), ready, false));
+        let run = self
+            .prepare_streams(key)
+            .and_then(|ready| self.await_logger(key.clone(), Some(reply), ready, false));
         if run.is_err() {
             self.exec_failed(key);
         }

@@ -361,3 +361,27 @@ fn a_restored_container_runs_and_its_exit_is_not_lost() {
     }
     pod.shut_down();
 }
+
+#[test]
+fn a_restored_container_has_its_logging_program() {
+    let mut pod = Pod::new();
+    let (path, log) = (pod.path("logger"), pod.path("log"));
+    // It is ready late: the restore waits for it.
+    pod::script(&path, &format!("sleep 0.2; exec 5>&- >>{log}.$CONTAINER_ID; cat <&3; echo end"));
+    let mut with = restoring_runtime(&pod);
+    with.stdout = format!("binary-v2://{path}");
+    assert_eq!(pod.create("a", "echo out; exit 3", &with), 0);
+    pod.start("a", "").unwrap_err();
+    with.stdout = format!("binary://{path}");
+    assert_eq!(pod.create("b", "echo out; exit 3", &with), 0);
+    pod.start("b", "").unwrap();
+    assert_eq!(pod.wait("b", "").unwrap(), 3);
+    let log = format!("{log}.{}", pod.id("b"));
+    eventually("the program's end", || {
+        std::fs::read_to_string(&log).ok().filter(|text| text == "out\nend\n")
+    });
+    // One that was not restored can be deleted.
+    pod.delete("a", "").unwrap();
+    pod.delete("b", "").unwrap();
+    pod.shut_down();
+}
