@@ -24,6 +24,10 @@ const COMMAND_WAIT: Duration = Duration::from_millis(10);
 /// How long file systems may take to be unmounted.
 const LAST_UNMOUNT: Duration = Duration::from_secs(5);
 
+/// In a bundle that the daemon has made for the deletion: a link to containerd's bundle of the
+/// container, in which the dead shim worked. containerd removes that at any moment.
+const CONTAINERDS: &str = "containerd";
+
 /// The options of a bundle, as [`crate::options::write`] writes them.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
@@ -45,7 +49,8 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
         root: options::root_of(&known.root, &arguments.namespace),
         systemd_cgroup: known.systemd_cgroup,
     };
-    end_commands(&runtime, &arguments.id, &bundle);
+    let worked = std::fs::read_link(bundle.join(CONTAINERDS)).unwrap_or_else(|_| bundle.clone());
+    end_commands(&runtime, &arguments.id, &worked);
     let failed = |e: Error| log::error(format_args!("container {}: {e}", arguments.id));
     // A container that the runtime does not know is deleted.
     let delete = || match runtime.knows(&arguments.id) {
@@ -59,7 +64,7 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     removed.unwrap_or_else(failed);
     // It may have failed because of the cgroup.
     first.or_else(|_| delete()).unwrap_or_else(failed);
-    unmount(arguments, &bundle)?;
+    unmount(arguments, &worked)?;
     let exit = Exit::now(137);
     let mut response = DeleteResponse::new();
     response.exit_status = exit.status;

@@ -22,6 +22,9 @@ const RECORD: &str = "shim.json";
 const BOOTSTRAP: &str = "bootstrap.json";
 const DEATH: &str = "death";
 
+/// See [`Bundle::last`]; `runc-shim/src/cleanup.rs` has the same name.
+const CONTAINERDS: &str = "containerd";
+
 /// What is on record of the shim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -163,8 +166,9 @@ impl Bundle {
 
     /// Makes a bundle in which the shim's `delete` finds what it needs to end container `id`: the
     /// container's own is containerd's, which removes it at any moment. runc's shim looks for
-    /// runc's options in two files (`runc.ReadOptions`, `runc.ReadRuntime`), our own for the cgroup
-    /// in the container's config, which is copied from `containerds` bundle.
+    /// runc's options in two files (`runc.ReadOptions`, `runc.ReadRuntime`). Our own looks for the
+    /// cgroup in the container's config, which is copied from `containerds` bundle, and follows a
+    /// link to that bundle for commands of the runtime and mounts that the dead shim has left.
     ///
     /// # Errors
     /// The failed step.
@@ -183,6 +187,11 @@ impl Bundle {
         Self::write_runtime(&dir, options)?;
         // It names the cgroup. containerd may have removed it.
         let _ = fs::copy(containerds.join("config.json"), dir.join("config.json"));
+        let link = dir.join(CONTAINERDS);
+        match std::os::unix::fs::symlink(containerds, &link) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+            made => made.step_at("make link", &link)?,
+        }
         Ok(dir)
     }
 
@@ -245,6 +254,18 @@ mod tests {
         assert_eq!(bundle.recorded().unwrap(), Some(Recorded::Launching), "a record without sense");
         fs::write(bundle.dir().join(BOOTSTRAP), "").unwrap();
         assert!(bundle.bootstrap().is_err());
+    }
+
+    #[test]
+    fn a_last_bundle_leads_to_containerds_even_if_that_is_gone() {
+        let dir = tempfile::tempdir().unwrap();
+        let containerds = dir.path().join("tasks/a");
+        let bundle = Bundle::new(dir.path().join("b"));
+        for _ in 0..2 {
+            let last = bundle.last("a", Some(&Options::default()), &containerds).unwrap();
+            assert_eq!(fs::read_link(last.join(CONTAINERDS)).unwrap(), containerds);
+            assert!(last.join("options.json").exists());
+        }
     }
 
     /// A newer daemon must find the shims of an older one.

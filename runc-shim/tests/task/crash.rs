@@ -107,10 +107,20 @@ fn is_cgroup(path: &Path) -> bool {
     rustix::fs::statfs(path).is_ok_and(|stat| MAGIC.contains(&stat.f_type))
 }
 
-fn leaves_nothing(pod: &mut Pod, what: &str) {
+/// Who deletes the container of the dead shim.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum By {
+    Containerd,
+    Daemon,
+}
+
+fn leaves_nothing(pod: &mut Pod, by: By, what: &str) {
     pod.shim.wait().unwrap();
     if exists(pod.bundle("a").join("options.json")) {
-        pod.delete_after_shim("a");
+        match by {
+            By::Containerd => pod.delete_after_shim("a"),
+            By::Daemon => pod.delete_by_daemon("a"),
+        };
     }
     let mut last = Vec::new();
     let end = Instant::now() + Duration::from_secs(20);
@@ -137,11 +147,12 @@ fn a_shim_that_is_killed_at_any_call_leaves_nothing() {
             if !seen.killed {
                 assert!(nth > 2, "{call:?}: {:?}", seen.calls);
                 pod::signal(&pod.shim, libc::SIGKILL);
-                leaves_nothing(&mut pod, &format!("{call:?}"));
+                leaves_nothing(&mut pod, By::Containerd, &format!("{call:?}"));
                 break;
             }
             kills += 1;
-            leaves_nothing(&mut pod, &format!("{call:?}, killed at {:?}", seen.calls.last()));
+            let what = format!("{call:?}, killed at {:?}", seen.calls.last());
+            leaves_nothing(&mut pod, By::Containerd, &what);
         }
     }
     eprintln!("the shim was killed at {kills} calls");
@@ -150,7 +161,8 @@ fn a_shim_that_is_killed_at_any_call_leaves_nothing() {
 #[test]
 fn a_shim_that_is_killed_while_the_runtime_works_leaves_nothing() {
     let step = Duration::from_millis(4);
-    for call in CALLS {
+    let ways = [By::Containerd, By::Daemon];
+    for (call, by) in CALLS.into_iter().flat_map(|call| ways.map(|by| (call, by))) {
         for steps in 0..12 {
             let mut pod = Pod::new();
             prepare(&pod, call);
@@ -160,7 +172,8 @@ fn a_shim_that_is_killed_while_the_runtime_works_leaves_nothing() {
                 std::thread::sleep(step * steps);
                 pod::signal(&pod_ref.shim, libc::SIGKILL);
             });
-            leaves_nothing(&mut pod, &format!("{call:?} after {:?}", step * steps));
+            let what = format!("{call:?} after {:?}, deleted by {by:?}", step * steps);
+            leaves_nothing(&mut pod, by, &what);
         }
     }
 }
@@ -261,7 +274,7 @@ fn a_file_system_of_another_process_does_not_hold_up_the_cleanup() {
     fuse.fall_silent();
     pod::signal(&pod.shim, libc::SIGKILL);
     let begun = Instant::now();
-    leaves_nothing(&mut pod, "a cleanup beside a silent file system");
+    leaves_nothing(&mut pod, By::Containerd, "a cleanup beside a silent file system");
     let took = begun.elapsed();
     drop(fuse);
     worker.kill().unwrap();

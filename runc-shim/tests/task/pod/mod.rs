@@ -375,9 +375,13 @@ impl Pod {
 
     /// What containerd runs to delete a container whose shim is gone.
     pub fn deletion(&self, id: &str) -> Command {
+        self.deletion_in(id, self.bundle(id).as_ref())
+    }
+
+    fn deletion_in(&self, id: &str, bundle: &Path) -> Command {
         let mut command = Command::new(program());
         command.args(["-namespace", "test", "-id", &self.id(id), "-bundle"]);
-        command.arg(self.bundle(id)).arg("delete");
+        command.arg(bundle).arg("delete");
         command
     }
 
@@ -392,7 +396,25 @@ impl Pod {
 
     /// Runs it.
     pub fn delete_after_shim(&self, id: &str) -> DeleteResponse {
-        let output = self.deletion(id).output().unwrap();
+        self.delete_by(self.deletion(id), id)
+    }
+
+    /// Runs what the daemon runs instead: in a bundle of its own, as containerd removes its own at
+    /// any moment.
+    pub fn delete_by_daemon(&self, id: &str) -> DeleteResponse {
+        let own = Path::new(&self.path("dead")).join(self.id(id));
+        fs::create_dir_all(&own).unwrap();
+        let bundle = self.bundle(id);
+        let bundle: &Path = bundle.as_ref();
+        for name in ["config.json", "options.json", "runtime"] {
+            fs::copy(bundle.join(name), own.join(name)).unwrap();
+        }
+        symlink(bundle, own.join("containerd")).unwrap();
+        self.delete_by(self.deletion_in(id, &own), id)
+    }
+
+    fn delete_by(&self, mut deletion: Command, id: &str) -> DeleteResponse {
+        let output = deletion.output().unwrap();
         eprint!("{}", String::from_utf8_lossy(&output.stderr));
         assert!(output.status.success(), "{output:?}");
         let left = self.runtime_state(id);
