@@ -17,12 +17,13 @@ use crate::helper::{self, Action, Work};
 use crate::runtime::{self, Place, Runtime};
 use crate::{Arguments, container, log, mounts, options, task};
 
-/// How long commands of the runtime are waited for, and how long at once.
-const LAST_COMMAND: Duration = Duration::from_secs(5);
+/// How long commands of the runtime are waited for, and how long at once. With [`LAST_UNMOUNT`] less
+/// than the 5 s that containerd gives all (`io.containerd.timeout.shim.cleanup`).
+const LAST_COMMAND: Duration = Duration::from_secs(2);
 const COMMAND_WAIT: Duration = Duration::from_millis(10);
 
 /// How long file systems may take to be unmounted.
-const LAST_UNMOUNT: Duration = Duration::from_secs(5);
+const LAST_UNMOUNT: Duration = Duration::from_secs(2);
 
 /// In a bundle that the daemon has made for the deletion: a link to containerd's bundle of the
 /// container, in which the dead shim worked. containerd removes that at any moment.
