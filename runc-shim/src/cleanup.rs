@@ -8,22 +8,26 @@ use containerd_shim_protos::api::DeleteResponse;
 use protobuf::{Message as _, MessageField};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{AtFlags, CWD, StatxFlags};
-use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, pidfd_open, pidfd_send_signal};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::Deserialize;
 
-use crate::error::{Context as _, Error};
+use crate::error::{Code, Context as _, Error};
 use crate::exits::{self, Exit};
 use crate::helper::{self, Action, Work};
 use crate::runtime::{self, Place, Runtime};
 use crate::{Arguments, container, log, mounts, options, task};
 
-/// How long commands of the runtime are waited for, and how long at once. With [`LAST_UNMOUNT`] less
-/// than the 5 s that containerd gives all (`io.containerd.timeout.shim.cleanup`).
+/// How long commands of the runtime are waited for, and how long at once. What mounts is ended, and
+/// the mounts are undone, within the 5 s that containerd gives all
+/// (`io.containerd.timeout.shim.cleanup`); all is done within the daemon's 10 s.
 const LAST_COMMAND: Duration = Duration::from_secs(2);
 const COMMAND_WAIT: Duration = Duration::from_millis(10);
 
 /// How long file systems may take to be unmounted.
 const LAST_UNMOUNT: Duration = Duration::from_secs(2);
+
+/// How long the runtime may take to delete a container: it waits for processes that do not end.
+const LAST_DELETE: Duration = Duration::from_secs(3);
 
 /// In a bundle that the daemon has made for the deletion: a link to containerd's bundle of the
 /// container, in which the dead shim worked. containerd removes that at any moment.
@@ -53,6 +57,8 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     let worked = std::fs::read_link(bundle.join(CONTAINERDS)).unwrap_or_else(|_| bundle.clone());
     end_commands(&runtime, &arguments.id, &worked);
     let failed = |e: Error| log::error(format_args!("container {}: {e}", arguments.id));
+    // First, as the rest may be cut off. A container that runs has its own mount of it.
+    let unmounted = unmount(arguments, &worked);
     // A container that the runtime does not know is deleted.
     let delete = || match runtime.knows(&arguments.id) {
         true => run(&runtime, &arguments.id, &bundle),
@@ -63,9 +69,13 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     let cgroup = container::cgroup_of(&bundle, &arguments.id);
     let removed = cgroup.map_or(Ok(()), |cgroup| cgroup.remove().context("remove cgroup"));
     removed.unwrap_or_else(failed);
-    // It may have failed because of the cgroup.
-    first.or_else(|_| delete()).unwrap_or_else(failed);
-    unmount(arguments, &worked)?;
+    let again = |e: Error| match e.code {
+        Code::DeadlineExceeded => Err(e),
+        // It may have failed because of the cgroup.
+        _ => delete(),
+    };
+    first.or_else(again).unwrap_or_else(failed);
+    unmounted?;
     let exit = Exit::now(137);
     let mut response = DeleteResponse::new();
     response.exit_status = exit.status;
@@ -75,21 +85,22 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     std::io::stdout().write_all(&response.write_to_bytes()?).context("write answer")
 }
 
-/// Undoes the mounts of a bundle. A file system that does not answer in time is detached.
+/// Undoes the mounts of a bundle. A file system that does not answer in time, or that another
+/// process uses, is detached.
 fn unmount(arguments: &Arguments, bundle: &Path) -> Result<(), Error> {
     let action = Action::Unmount;
     let (namespace, id) = (arguments.namespace.as_str(), arguments.id.as_str());
-    match helper::start(&Work { action, namespace, id, bundle, given: None }) {
-        Ok(mut command) => {
-            if let Some(exit) = ended_within(command.pid, LAST_UNMOUNT)
-                && exit.status != 0
-            {
-                return Err(command.failure("failed rootfs umount", exit.status, bundle));
+    let unmounted = match helper::start(&Work { action, namespace, id, bundle, given: None }) {
+        Ok(mut command) => match ended_within(command.pid, LAST_UNMOUNT) {
+            Some(exit) if exit.status != 0 => {
+                Err(command.failure("failed rootfs umount", exit.status, bundle))
             }
-        }
+            _ => Ok(()),
+        },
         // There may be no process left to have.
-        Err(_) => mounts::unmount_bundle(bundle)?,
-    }
+        Err(_) => mounts::unmount_bundle(bundle),
+    };
+    unmounted.unwrap_or_else(|e| log::error(format_args!("container {id}: {e}")));
     mounts::detach_bundle(bundle)
 }
 
@@ -175,13 +186,12 @@ fn place(path: &Path) -> Option<(u32, u32, u64)> {
 
 fn run(runtime: &Runtime, id: &str, bundle: &Path) -> Result<(), Error> {
     let mut command = runtime.start(&["delete", "--force", id], &Place::default())?;
-    let pid = Pid::from_raw(command.pid);
-    loop {
-        match rustix::process::waitpid(pid, WaitOptions::empty()) {
-            Err(rustix::io::Errno::INTR) => {}
-            Ok(Some((_, status))) if status.exit_status() == Some(0) => return Ok(()),
-            Ok(_) => return Err(command.failure("failed to delete task", 1, bundle)),
-            Err(e) => return Err(e.into()),
+    match ended_within(command.pid, LAST_DELETE) {
+        Some(exit) if exit.status == 0 => Ok(()),
+        Some(exit) => Err(command.failure("failed to delete task", exit.status, bundle)),
+        None => {
+            let late = format!("the runtime does not delete it within {} s", LAST_DELETE.as_secs());
+            Err(Error::new(Code::DeadlineExceeded, late))
         }
     }
 }

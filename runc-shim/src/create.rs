@@ -161,7 +161,12 @@ impl Shim {
     fn logger_done(&mut self, number: u32, ready: Result<(), Error>) {
         let Some(pending) = self.pending.remove(&number) else { return };
         let Pending { key, reply, prepared, started, .. } = pending;
+        // One that has ended is no child any more: its number may be another's.
         let pid = prepared.logger.as_ref().map(|logger| logger.pid);
+        let pid = pid.filter(|pid| self.loggers.contains_key(pid));
+        if let (Err(_), Some(pid)) = (&ready, pid) {
+            self.end_logger(pid);
+        }
         if let Ok(process) = self.known_process(&key) {
             process.logger = pid;
         }

@@ -232,10 +232,15 @@ impl Shim {
             let gone = Err(Error::not_found("process was deleted"));
             self.answer(*waiter, gone);
         }
-        if let Some(pid) = process.logger
-            && let Some(end) = self.loggers.get_mut(&pid)
-        {
-            // It ends by itself when its input does; this is for one that does not.
+        if let Some(pid) = process.logger {
+            self.end_logger(pid);
+        }
+    }
+
+    /// Ends a logging program, if it has not ended. It ends by itself when its input does; this is
+    /// for one that does not.
+    pub fn end_logger(&mut self, pid: i32) {
+        if let Some(end) = self.loggers.get_mut(&pid) {
             let _ = sys::kill(pid, libc::SIGTERM);
             *end = Some(Instant::now() + logger::END_WITHIN);
         }

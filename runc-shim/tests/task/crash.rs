@@ -261,6 +261,18 @@ fn a_mount_that_is_killed_at_any_call_leaves_nothing() {
 }
 
 #[test]
+fn a_root_file_system_in_use_is_detached() {
+    for by in [By::Containerd, By::Daemon] {
+        let mut pod = Pod::new();
+        pod.run("a", "exec sleep 1000", &container(&pod, Call::CreateWithMounts));
+        let used = std::fs::File::open(pod.bundle("a").join("rootfs/proc")).unwrap();
+        pod::signal(&pod.shim, libc::SIGKILL);
+        leaves_nothing(&mut pod, by, "a root file system in use");
+        drop(used);
+    }
+}
+
+#[test]
 fn a_file_system_of_another_process_does_not_hold_up_the_cleanup() {
     let mut pod = Pod::new();
     pod.run("a", "sleep 1000", &Container::default());
