@@ -38,7 +38,7 @@ const SEARCH: Duration = Duration::from_secs(4);
 pub(super) const DECIDED: Duration = Duration::from_secs(5);
 
 /// How long processes may be in the middle of their execve(2), all together.
-const EXECUTES: Duration = Duration::from_millis(200);
+const EXECUTES: Duration = Duration::from_secs(1);
 
 /// How long killed pauses may take to end, all together.
 pub(super) const ENDS: Duration = Duration::from_secs(4);

@@ -11,6 +11,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::task::Waker;
+use std::time::{Duration, Instant};
 
 use super::deadline::{Cloned, Deadline};
 use rustix::process::getpid;
@@ -26,6 +27,11 @@ use crate::sys::{self, Errno};
 /// Number of the first descriptor behind the standard ones, where a program expects a socket that
 /// it is handed.
 const SOCKET: i32 = 3;
+
+/// How long a process may be in the middle of execve(2), where it has no arguments, and between two
+/// looks at it.
+const EXECUTED_WITHIN: Duration = Duration::from_secs(2);
+const EXECUTED_AGAIN: Duration = Duration::from_millis(5);
 
 /// What is launched.
 #[derive(Debug)]
@@ -213,15 +219,32 @@ impl Launcher {
         let (name, place) = (directory.file_name(), (about.dev(), about.ino()));
         // Any process that may enter the directory can have these arguments.
         let is_own = |pid| held::is_own_users(pid).unwrap_or(false);
-        let wanted =
-            |pid| works_in(pid, name, place) && has_arguments(pid, &expected) && is_own(pid);
-        for pid in pids()?.into_iter().filter(|pid| wanted(*pid)) {
-            // Looked at again when the process is held: it may be another by now.
-            if let Some(found) = self.open(pid)?.filter(|_| wanted(pid)) {
-                return Ok(Some(found));
+        let seen = |pid| {
+            let is_candidate = works_in(pid, name, place) && is_own(pid);
+            is_candidate.then(|| arguments_of(pid, expected.len()))
+        };
+        let until = Instant::now() + EXECUTED_WITHIN;
+        loop {
+            let mut executes = false;
+            for pid in pids()? {
+                match seen(pid) {
+                    Some(of) if of.as_deref() == Some(&*expected) => {}
+                    of => {
+                        executes |= of == Some(None);
+                        continue;
+                    }
+                }
+                // Looked at again when the process is held: it may be another by now.
+                let found = self.open(pid)?;
+                if found.is_some() && seen(pid).flatten().as_deref() == Some(&*expected) {
+                    return Ok(found);
+                }
             }
+            if !executes || Instant::now() > until {
+                return Ok(None);
+            }
+            std::thread::sleep(EXECUTED_AGAIN);
         }
-        Ok(None)
     }
 
     /// Wakes `waker` if a connection waits at a listening socket, and for each new connection,
@@ -251,16 +274,19 @@ fn works_in(pid: u32, name: Option<&OsStr>, place: (u64, u64)) -> bool {
         && CString::new(link).is_ok_and(|link| identity::device_and_inode(&link) == Ok(place))
 }
 
-/// Whether the process has these arguments behind its name. Reads the process's memory, so it is
-/// for one that is known already.
-fn has_arguments(pid: u32, expected: &[u8]) -> bool {
+/// The arguments of a process behind its name, as far as they matter for a comparison with some
+/// that are `longest` bytes long. `None`: it has no name either, as in the middle of execve(2).
+/// Reads the process's memory, so it is for one that is known already.
+fn arguments_of(pid: u32, longest: usize) -> Option<Vec<u8>> {
     const LONGEST_NAME: u64 = libc::PATH_MAX as u64;
     let mut line = Vec::new();
-    let read = File::open(format!("/proc/{pid}/cmdline")).and_then(|file| {
-        file.take(LONGEST_NAME + expected.len() as u64 + 1).read_to_end(&mut line)
-    });
+    let read = File::open(format!("/proc/{pid}/cmdline"))
+        .and_then(|file| file.take(LONGEST_NAME + longest as u64 + 1).read_to_end(&mut line));
+    if read.is_ok() && line.is_empty() {
+        return None;
+    }
     let name = line.iter().position(|byte| *byte == 0).map_or(line.len(), |end| end + 1);
-    read.is_ok() && line.get(name..) == Some(expected)
+    Some(line.split_off(name))
 }
 
 /// All processes of the node, as far as this one sees them.

@@ -30,9 +30,6 @@ pub(super) const AGAIN: Duration = Duration::from_secs(1);
 pub(super) const SHUTDOWNS: [Duration; 4] =
     [Duration::ZERO, Duration::from_secs(1), Duration::from_secs(10), Duration::from_secs(60)];
 
-/// Longer than the kernel takes from the end of a vfork to the new program's arguments.
-const EXECUTED: Duration = Duration::from_millis(20);
-
 /// One pod's shim.
 #[derive(Debug)]
 pub(super) struct PodShim {
@@ -286,12 +283,6 @@ impl PodShim {
     pub(super) fn find_unrecorded(&self) -> Result<Option<Arc<dyn Process>>, StepError> {
         let arguments = command::server_arguments(self.settings(), &self.id);
         let bundle = self.bundle();
-        let found = self.shims.launcher.find_process(bundle.dir(), &arguments)?;
-        if found.is_some() {
-            return Ok(found);
-        }
-        // One that has just been executed shows its arguments an instant later.
-        std::thread::sleep(EXECUTED);
         self.shims.launcher.find_process(bundle.dir(), &arguments)
     }
 
