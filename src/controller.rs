@@ -280,6 +280,7 @@ impl Controller {
             cleanups_pending: lines.iter().filter(|line| line.failed_cleanups > 0).count(),
             sandboxes: lines.into_iter().map(|line| (line.state, line.driver)).collect(),
             states: Phase::ALL.iter().map(|phase| phase.name()).collect(),
+            driver: self.environment.native_driver(),
         }
     }
 

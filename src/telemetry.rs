@@ -125,6 +125,8 @@ pub struct Census {
     pub sandboxes: Vec<(&'static str, String)>,
     /// All states, so that one without sandboxes is shown as 0.
     pub states: Vec<&'static str>,
+    /// The usual driver, which is shown without sandboxes, too.
+    pub driver: &'static str,
     /// Sandboxes whose cleanup failed and is retried.
     pub cleanups_pending: usize,
 }
@@ -185,11 +187,11 @@ impl Telemetry {
     pub fn text(&self, census: &Census) -> String {
         let _turn = self.turn.lock();
         self.sandboxes.clear();
-        for (_, driver) in &census.sandboxes {
+        let of_sandboxes = census.sandboxes.iter().map(|(_, driver)| driver.as_str());
+        for driver in of_sandboxes.chain([census.driver]) {
             for state in &census.states {
-                drop(
-                    self.sandboxes.get_or_create(&SandboxLabels { state, driver: driver.clone() }),
-                );
+                let labels = SandboxLabels { state, driver: driver.to_owned() };
+                drop(self.sandboxes.get_or_create(&labels));
             }
         }
         for (state, driver) in &census.sandboxes {
@@ -250,6 +252,7 @@ mod tests {
         let census = Census {
             sandboxes: vec![("ready", "native".to_owned()), ("ready", "native".to_owned())],
             states: vec!["ready", "created"],
+            driver: "native",
             cleanups_pending: 1,
         };
         let text = telemetry.text(&census);
@@ -275,8 +278,14 @@ mod tests {
             .find_map(|line| line.strip_prefix("process_resident_memory_bytes "))
             .unwrap();
         assert!(memory.parse::<u64>().unwrap() > 4096);
-        // Sandboxes that are gone are not shown any more.
         running.ended("OK");
-        assert!(!telemetry.text(&Census::default()).contains("pause_sandboxer_sandboxes{"));
+        // A driver whose sandboxes are gone is not shown any more, but for the usual one.
+        let sandboxes = vec![("ready", "shim".to_owned())];
+        let shim = "pause_sandboxer_sandboxes{state=\"ready\",driver=\"shim\"} 1";
+        assert!(telemetry.text(&Census { sandboxes, ..census.clone() }).contains(shim));
+        let empty = telemetry.text(&Census { sandboxes: Vec::new(), ..census });
+        assert!(!empty.contains("driver=\"shim\""), "{empty}");
+        let none = "pause_sandboxer_sandboxes{state=\"ready\",driver=\"native\"} 0\n";
+        assert!(empty.contains(none), "{empty}");
     }
 }

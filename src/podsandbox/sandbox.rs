@@ -78,6 +78,11 @@ pub struct Environment {
 }
 
 impl Environment {
+    /// The name of the driver that runs pauses natively.
+    pub fn native_driver(&self) -> &'static str {
+        self.drivers.native_name()
+    }
+
     /// Directory of all records.
     pub fn sandboxes(&self) -> &Path {
         &self.layout.records

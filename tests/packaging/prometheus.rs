@@ -29,6 +29,7 @@ fn exported() -> BTreeMap<String, BTreeSet<String>> {
     let census = Census {
         sandboxes: vec![("ready", "native".to_owned())],
         states: vec!["ready"],
+        driver: "native",
         cleanups_pending: 1,
     };
     let mut series: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
