@@ -57,7 +57,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("pid");
         let command = format!("sleep 600 & echo $! >{}; wait", file.display());
-        run(&command, Duration::from_secs(2)).await.unwrap_err();
+        run(&command, Duration::from_secs(5)).await.unwrap_err();
         let pid = std::fs::read_to_string(file).unwrap();
         let stat = format!("/proc/{}/stat", pid.trim());
         let ends = Instant::now() + Duration::from_secs(20);

@@ -289,7 +289,8 @@ mod tests {
 
     #[test]
     fn a_child_in_time_is_not_killed_and_the_thread_ends() {
-        let deadline = Deadline::within(SHORT, None);
+        // The thread ends after twice the time.
+        let deadline = Deadline::within(Duration::from_secs(2), None);
         for _ in 0..3 {
             let cloned = deadline.clone_child(how(), &(), exit_at_once).unwrap();
             assert!(!cloned.late);

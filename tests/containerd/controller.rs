@@ -40,6 +40,8 @@ async fn waits(bench: &Bench, controller: Arc<Controller>) -> Result<()> {
     /// Times that a Status may take beside the Waits, against one alone: noise, and far less than
     /// standing in line behind hundreds.
     const SLOWER: u32 = 20;
+    /// What a busy machine may add to either.
+    const NOISE: Duration = Duration::from_millis(50);
     let pod = bench.run(PodSpec::new("waits").host_network()).await?;
     let alone = status_time(&controller, pod.id()).await?;
     let mut waits = JoinSet::new();
@@ -49,7 +51,7 @@ async fn waits(bench: &Bench, controller: Arc<Controller>) -> Result<()> {
     }
     let beside = status_time(&controller, pod.id()).await?;
     ensure!(
-        beside < alone * SLOWER,
+        beside < alone * SLOWER + NOISE,
         "a Status took {beside:?} beside {WAITS} Waits, {alone:?} alone"
     );
     ensure!(waits.try_join_next().is_none(), "a Wait has ended before the pod");

@@ -80,7 +80,7 @@ async fn life(bench: Bench) -> Result<()> {
         CONTAINER_CREATED_EVENT, CONTAINER_DELETED_EVENT, CONTAINER_STARTED_EVENT,
         CONTAINER_STOPPED_EVENT,
     };
-    events.until(pod.id(), CONTAINER_DELETED_EVENT, std::time::Duration::from_secs(5)).await?;
+    events.until(pod.id(), CONTAINER_DELETED_EVENT, std::time::Duration::from_secs(20)).await?;
     let published = events.of(pod.id())?;
     let expected = [
         CONTAINER_CREATED_EVENT,

@@ -1,7 +1,6 @@
 //! A hundred of everything at once, at a daemon whose threads are bounded.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -47,8 +46,7 @@ pub(crate) fn cases() -> Vec<Case> {
 async fn with_slow_deletions(seconds: u32) -> Result<Standalone> {
     let standalone = Standalone::new("")?;
     let shim = standalone.path("shim");
-    fs::write(&shim, format!("#!/bin/sh\nexec sleep {seconds}\n"))?;
-    fs::set_permissions(&shim, fs::Permissions::from_mode(0o755))?;
+    kit::write_program(&shim, format!("#!/bin/sh\nexec sleep {seconds}\n").as_bytes())?;
     let config = standalone.path("config.toml");
     let settings = fs::read_to_string(&config)?;
     fs::write(

@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
@@ -122,8 +122,7 @@ impl<'a> Systemctl<'a> {
             answers.display()
         );
         let program = Path::new("/usr/local/bin/systemctl");
-        fs::write(program, script)?;
-        fs::set_permissions(program, fs::Permissions::from_mode(0o755))?;
+        kit::write_program(program, script.as_bytes())?;
         let (seen, done) = (Mutex::default(), AtomicBool::new(false));
         Ok(Self { cluster, requests, answers, seen, done })
     }

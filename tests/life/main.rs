@@ -87,7 +87,7 @@ async fn a_failed_start_leaves_nothing() {
 async fn a_start_whose_caller_gives_up_leaves_nothing() {
     let node = Node::new();
     let controller = node.controller().await;
-    node.fake.orders.lock().unwrap().start_takes = Duration::from_millis(200);
+    node.fake.orders.lock().unwrap().start_takes = Duration::from_secs(2);
     controller.create(request("a")).await.unwrap();
     assert!(tokio::time::timeout(Duration::from_millis(50), controller.start("a")).await.is_err());
     soon("the removal", async || controller.status("a", false).await.is_err().then_some(())).await;
@@ -193,7 +193,7 @@ async fn files_come_back_with_the_same_shared_memory() {
 async fn a_sandbox_that_is_never_started_is_removed() {
     let node = Node::new();
     let mut config = node.config();
-    config.abandoned_after = Duration::from_millis(300);
+    config.abandoned_after = Duration::from_secs(2);
     let environment = Environment::new(config, node.fake.clone(), None, None).unwrap();
     let controller = Controller::open(Arc::new(environment)).await.unwrap();
     controller.create(request("a")).await.unwrap();

@@ -1,7 +1,6 @@
 //! The package's own description in Cargo.toml: what it names is there.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{Command, Output};
 
@@ -105,8 +104,7 @@ const MARK: &str = "# Written by `pause-sandboxer enable`; `pause-sandboxer disa
 /// shell makes of `list`.
 fn removal(root: &Path, list: &str) -> Output {
     let sandboxer = root.join("pause-sandboxer");
-    fs::write(&sandboxer, format!("#!/bin/sh\n{list}\n")).unwrap();
-    fs::set_permissions(&sandboxer, fs::Permissions::from_mode(0o755)).unwrap();
+    kit::write_program(&sandboxer, format!("#!/bin/sh\n{list}\n").as_bytes()).unwrap();
     let root = root.display();
     let script = file("packaging/debian/scripts/prerm")
         .replace("/etc/containerd", &format!("{root}/etc/containerd"))
@@ -162,9 +160,7 @@ fn an_installation_warns_of_files_that_take_precedence() {
     let place = |path: &str| format!("{}{path}", root.path().display());
     // The machine's own would change its units.
     for name in ["deb-systemd-helper", "deb-systemd-invoke", "systemctl"] {
-        let stub = root.path().join(name);
-        fs::write(&stub, "#!/bin/sh\n").unwrap();
-        fs::set_permissions(&stub, fs::Permissions::from_mode(0o755)).unwrap();
+        kit::write_program(root.path().join(name), b"#!/bin/sh\n").unwrap();
     }
     let installed = |path: &str, words: &[&str]| {
         let script = ["/run/", "/etc/", "/usr/local/"]

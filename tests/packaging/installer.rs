@@ -3,7 +3,6 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead as _, BufReader};
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
@@ -45,8 +44,7 @@ impl Node {
         let curl = "#!/bin/sh\nwhile [ \"$1\" != -d ]; do shift; done\n\
             echo \"label $2\" >>\"${0%/*}/../asked\"\n";
         fs::create_dir(node.path("bin")).unwrap();
-        fs::write(node.path("bin/curl"), curl).unwrap();
-        fs::set_permissions(node.path("bin/curl"), fs::Permissions::from_mode(0o755)).unwrap();
+        kit::write_program(node.path("bin/curl"), curl.as_bytes()).unwrap();
         let stub = format!(
             "#!/bin/sh\necho \"$*\" >>{0}/asked\ncase $* in \"$(cat {0}/fails)\") exit 1 ;; *list) \
              [ ! -e {0}/down ] || exit 3; cat {0}/alive ;; \
@@ -54,8 +52,7 @@ impl Node {
              \"rm -rf --one-file-system \"*) rm -rf {0}/host$4 ;; esac\n",
             node.0.path().display()
         );
-        fs::write(node.path("on-host"), stub).unwrap();
-        fs::set_permissions(node.path("on-host"), fs::Permissions::from_mode(0o755)).unwrap();
+        kit::write_program(node.path("on-host"), stub.as_bytes()).unwrap();
         node
     }
 

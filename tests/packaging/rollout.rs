@@ -3,7 +3,6 @@
 
 use std::fs;
 use std::io::{BufRead as _, BufReader};
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
@@ -78,9 +77,7 @@ impl Cluster {
         let cluster = Self(tempfile::tempdir().unwrap());
         fs::create_dir(cluster.path("bin")).unwrap();
         for (name, text) in [("curl", CURL), ("install.sh", INSTALL)] {
-            let path = cluster.path("bin").join(name);
-            fs::write(&path, text).unwrap();
-            fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+            kit::write_program(cluster.path("bin").join(name), text.as_bytes()).unwrap();
         }
         for (name, text) in [("token", "secret"), ("fails", "none"), ("journal", "")] {
             fs::write(cluster.path(name), text).unwrap();

@@ -16,6 +16,9 @@ use crate::harness::{
     shims, signal,
 };
 
+/// How long a call to a shim that hangs takes: then the next one is due.
+const CALL: Duration = Duration::from_secs(10);
+
 pub(crate) fn cases() -> Vec<Case> {
     cases![Kind::Own =>
         a_sandbox_is_a_container_with_a_task_as_the_built_ins,
@@ -153,7 +156,11 @@ async fn a_sandbox_is_a_container_with_a_task_as_the_built_ins(
 /// It is recorded before its cgroup is made, and stays as small as it was.
 async fn a_pod_without_containers_has_no_task(harness: Arc<Harness>) -> Result<()> {
     let pod = harness.pod("idle").await?;
-    ensure!(is_recorded(&harness.node, pod.id())?, "it is not recorded");
+    until("recorded", SOON, async || {
+        ensure!(is_recorded(&harness.node, pod.id())?, "it is not recorded");
+        Ok(())
+    })
+    .await?;
     ensure!(task(&harness.node, pod.id())?.is_none(), "it has a task");
     none(&shims(&pod)?)?;
     removed(&pod).await?;
@@ -348,8 +355,6 @@ async fn many_at_once_are_recorded_and_removed(harness: Arc<Harness>) -> Result<
 async fn shims_that_hang_delay_no_container_of_a_new_pod(harness: Arc<Harness>) -> Result<()> {
     /// More than the daemon works on at once.
     const HANGING: usize = 10;
-    /// How long a call to a shim that hangs takes: then the next one is due.
-    const CALL: Duration = Duration::from_secs(10);
     let mut hanging = Vec::new();
     for number in 0..HANGING {
         let pod = harness.pod(&format!("hangs-{number}")).await?;
@@ -383,7 +388,7 @@ async fn recorded_beside(harness: &Harness, hanging: &[(Pod, u32, u32)]) -> Resu
         until("not ready", SOON, async || not_ready(pod).await).await?;
     }
     let new = harness.pod("new").await?;
-    until("recorded", Duration::from_secs(2), async || {
+    until("recorded", CALL, async || {
         ensure!(is_recorded(&harness.node, new.id())?, "it is not recorded");
         Ok(())
     })

@@ -41,7 +41,9 @@ async fn an_own_shim_has_nothing_of_the_daemon(harness: Arc<Harness>) -> Result<
     ensure!(shim.cgroups == daemon.cgroups, "{} and {}", shim.cgroups, daemon.cgroups);
     // What the daemon has open: its lock, records, the programs of pause and shim.
     for entry in fs::read_dir(format!("/proc/{}/fd", shim.pid))? {
-        let to = fs::read_link(entry?.path())?.to_string_lossy().into_owned();
+        // It may have closed one meanwhile.
+        let Ok(to) = fs::read_link(entry?.path()) else { continue };
+        let to = to.to_string_lossy().into_owned();
         let log = harness.record(&pod).with_file_name("log");
         let own = ["/dev/null", "socket:", "anon_inode:", "pipe:"];
         let streams = harness.node.layout().state().display().to_string();

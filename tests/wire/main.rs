@@ -295,7 +295,8 @@ async fn a_thousand_pending_waits_slow_nothing() {
         until_waiting(&node.sandboxes, 1000).await;
         let beside = status_time(&client).await;
         // Noise, and far less than standing in line behind a thousand.
-        assert!(beside < alone * 20, "{beside:?} beside the Waits, {alone:?} alone");
+        let most = alone * 20 + Duration::from_millis(20);
+        assert!(beside < most, "{beside:?} beside the Waits, {alone:?} alone");
         node.sandboxes.end.notify_waiters();
         while let Some(ended) = waits.join_next().await {
             assert_eq!(ended.unwrap().unwrap().exit_status, 137);

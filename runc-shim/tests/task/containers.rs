@@ -264,9 +264,7 @@ fn the_runtime_has_the_environment_without_what_is_the_shim_s_own() {
     let mut pod = Pod::new();
     let (script, seen) = (pod.path("runtime"), pod.path("seen"));
     let runc = pod::runtime().display().to_string();
-    let text = format!("#!/bin/sh\nenv >>{seen}\nexec {runc} \"$@\"\n");
-    std::fs::write(&script, text).unwrap();
-    std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    pod::script(&script, &format!("env >>{seen}\nexec {runc} \"$@\""));
     let mut with = Container::default();
     with.options.binary_name = script;
     pod.run("a", "true", &with);
@@ -365,13 +363,17 @@ fn a_restored_container_runs_and_its_exit_is_not_lost() {
 #[test]
 fn a_restored_container_has_its_logging_program() {
     let mut pod = Pod::new();
-    let (path, log) = (pod.path("logger"), pod.path("log"));
+    let (path, log, hangs) = (pod.path("logger"), pod.path("log"), pod.path("hangs"));
     // It is ready late: the restore waits for it.
     pod::script(&path, &format!("sleep 0.2; exec 5>&- >>{log}.$CONTAINER_ID; cat <&3; echo end"));
+    pod::script(&hangs, &format!("echo $$ >{log}.pid; exec sleep 1000 5>&-"));
     let mut with = restoring_runtime(&pod);
-    with.stdout = format!("binary-v2://{path}");
+    with.stdout = format!("binary-v2://{hangs}");
     assert_eq!(pod.create("a", "echo out; exit 3", &with), 0);
     pod.start("a", "").unwrap_err();
+    let pid = std::fs::read_to_string(format!("{log}.pid")).unwrap();
+    let ended = || !exists(format!("/proc/{}", pid.trim()));
+    eventually("the end of a program that is not ready", || ended().then_some(()));
     with.stdout = format!("binary://{path}");
     assert_eq!(pod.create("b", "echo out; exit 3", &with), 0);
     pod.start("b", "").unwrap();

@@ -39,11 +39,10 @@ fn slow_runtime(pod: &Pod, action: &str) -> (Container, String, String) {
     let (script, began, go) = (pod.path("slow"), pod.path("began"), pod.path("go"));
     let runc = pod::runtime().display().to_string();
     let text = format!(
-        "#!/bin/sh\ncase \" $* \" in *\" {action} \"*) >{began}; while ! test -e {go}; do \
-         sleep 0.01; done;; esac\nexec {runc} \"$@\"\n"
+        "case \" $* \" in *\" {action} \"*) >{began}; while ! test -e {go}; do \
+         sleep 0.01; done;; esac\nexec {runc} \"$@\""
     );
-    std::fs::write(&script, text).unwrap();
-    std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    pod::script(&script, &text);
     let mut with = Container::default();
     with.options.binary_name = script;
     (with, began, go)

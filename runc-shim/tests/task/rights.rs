@@ -36,8 +36,7 @@ fn no_process_of_the_same_user_can_read_the_shim() {
     std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o711)).unwrap();
     let (program, socket) = (dir.path().join("shim"), dir.path().join("s"));
     // One that the user cannot read could not be dumped for this reason alone.
-    std::fs::copy(pod::program(), &program).unwrap();
-    std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
+    kit::write_program(&program, &std::fs::read(pod::program()).unwrap()).unwrap();
     let listener = UnixListener::bind(&socket).unwrap();
     let mut shim = as_user("/bin/sh")
         .args(["-c", "exec \"$0\" -namespace test 3<&0 0</dev/null"])

@@ -111,12 +111,11 @@ fn output_goes_to_files_and_programs() {
 
     let (script, log) = (pod.path("logger"), pod.path("log"));
     let text = format!(
-        "#!/bin/sh\necho ready >&5; exec 5>&-\n\
+        "echo ready >&5; exec 5>&-\n\
          {{ echo $CONTAINER_NAMESPACE $1 $2; cat <&3; cat <&4; \
-         echo end; }} >{log}\n"
+         echo end; }} >{log}"
     );
-    std::fs::write(&script, text).unwrap();
-    std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    pod::script(&script, &text);
     for (id, scheme) in [("b", "binary"), ("c", "binary-v2")] {
         let with =
             Container { stdout: format!("{scheme}://{script}?--a=b%20c"), ..Default::default() };

@@ -295,7 +295,7 @@ async fn a_shim_that_hangs_up_is_not_killed() {
     let socket = dir.path().join("shim.sock");
     let listener = tokio::net::UnixListener::bind(&socket).unwrap();
     let mut command = Command::new("sh");
-    command.args(["-c", "read line; sleep 0.2; exit 5"]).stdin(std::process::Stdio::piped());
+    command.args(["-c", "read line; exit 5"]).stdin(std::process::Stdio::piped());
     let mut child = command.spawn().unwrap();
     let shim = shims.launcher.open(child.id()).unwrap().unwrap();
     let input = child.stdin.take().unwrap();

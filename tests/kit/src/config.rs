@@ -1,7 +1,7 @@
 //! The files that a node's programs are configured with, and where everything of a node is.
 
 use std::fs;
-use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -12,6 +12,7 @@ use crate::image::PAUSE_IMAGE;
 use crate::machine::cgroup_driver::CgroupDriver;
 use crate::node::{Handler, Options};
 use crate::parts::Parts;
+use crate::program::write_program;
 use crate::teardown;
 
 /// containerd's namespace of everything that CRI makes.
@@ -326,7 +327,5 @@ ADD)
 VERSION) echo '{"cniVersion":"1.0.0","supportedVersions":["1.0.0"]}' ;;
 esac
 "#;
-    fs::write(&plugin, script).with_context(|| format!("write {}", plugin.display()))?;
-    fs::set_permissions(&plugin, fs::Permissions::from_mode(0o755))?;
-    Ok(())
+    write_program(&plugin, script.as_bytes())
 }

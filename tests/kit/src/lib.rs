@@ -40,6 +40,7 @@ mod parts;
 mod pod;
 mod privilege;
 mod process;
+mod program;
 mod snapshot;
 mod teardown;
 mod wait;
@@ -55,6 +56,7 @@ pub use parts::Parts;
 pub use pod::{Pod, PodHome, PodSpec};
 pub use privilege::{skip, skip_without_root};
 pub use process::Process;
+pub use program::write_program;
 pub use snapshot::{Snapshot, Thing};
 pub use wait::{fewer, patient, until};
 

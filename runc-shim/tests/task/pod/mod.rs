@@ -448,8 +448,7 @@ pub fn connect(path: &Path) -> TaskClient {
 
 /// Makes a script that can be run.
 pub fn script(path: &str, text: &str) {
-    fs::write(path, format!("#!/bin/sh\n{text}\n")).unwrap();
-    fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    kit::write_program(path, format!("#!/bin/sh\n{text}\n").as_bytes()).unwrap();
 }
 
 /// Signals a child.
