@@ -17,16 +17,17 @@ use crate::helper::{self, Action, Work};
 use crate::runtime::{self, Place, Runtime};
 use crate::{Arguments, container, log, mounts, options, task};
 
-/// How long commands of the runtime are waited for, and how long at once. What mounts is ended, and
-/// the mounts are undone, within the 5 s that containerd gives all
-/// (`io.containerd.timeout.shim.cleanup`); all is done within the daemon's 10 s.
+/// How long commands of the runtime are waited for, and how long at once. Commands are ended, and
+/// the mounts undone, within the 5 s that containerd allows for `delete`
+/// (`io.containerd.timeout.shim.cleanup`); everything is done within the daemon's 10 s.
 const LAST_COMMAND: Duration = Duration::from_secs(2);
 const COMMAND_WAIT: Duration = Duration::from_millis(10);
 
 /// How long file systems may take to be unmounted.
 const LAST_UNMOUNT: Duration = Duration::from_secs(2);
 
-/// How long the runtime may take to delete a container: it waits for processes that do not end.
+/// How long the runtime may take to delete a container: it waits for processes that do not end. A
+/// second attempt begins only within this time, and has what is left of it.
 const LAST_DELETE: Duration = Duration::from_secs(3);
 
 /// In a bundle that the daemon has made for the deletion: a link to containerd's bundle of the
@@ -59,9 +60,10 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     let failed = |e: Error| log::error(format_args!("container {}: {e}", arguments.id));
     // First, as the rest may be cut off. A container that runs has its own mount of it.
     let unmounted = unmount(arguments, &worked);
+    let until = Instant::now() + LAST_DELETE;
     // A container that the runtime does not know is deleted.
     let delete = || match runtime.knows(&arguments.id) {
-        true => run(&runtime, &arguments.id, &bundle),
+        true => run(&runtime, &arguments.id, &bundle, until),
         false => Ok(()),
     };
     let first = delete();
@@ -69,11 +71,8 @@ pub fn delete(arguments: &Arguments) -> Result<(), Error> {
     let cgroup = container::cgroup_of(&bundle, &arguments.id);
     let removed = cgroup.map_or(Ok(()), |cgroup| cgroup.remove().context("remove cgroup"));
     removed.unwrap_or_else(failed);
-    let again = |e: Error| match e.code {
-        Code::DeadlineExceeded => Err(e),
-        // It may have failed because of the cgroup.
-        _ => delete(),
-    };
+    // It may have failed because of the cgroup.
+    let again = |e: Error| if Instant::now() < until { delete() } else { Err(e) };
     first.or_else(again).unwrap_or_else(failed);
     unmounted?;
     let exit = Exit::now(137);
@@ -184,9 +183,9 @@ fn place(path: &Path) -> Option<(u32, u32, u64)> {
     Some((about.stx_dev_major, about.stx_dev_minor, about.stx_ino))
 }
 
-fn run(runtime: &Runtime, id: &str, bundle: &Path) -> Result<(), Error> {
+fn run(runtime: &Runtime, id: &str, bundle: &Path, until: Instant) -> Result<(), Error> {
     let mut command = runtime.start(&["delete", "--force", id], &Place::default())?;
-    match ended_within(command.pid, LAST_DELETE) {
+    match ended_within(command.pid, until.saturating_duration_since(Instant::now())) {
         Some(exit) if exit.status == 0 => Ok(()),
         Some(exit) => Err(command.failure("failed to delete task", exit.status, bundle)),
         None => {

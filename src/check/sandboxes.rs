@@ -41,7 +41,10 @@ fn judge(all: &[Sandbox]) -> Vec<Finding> {
         findings.push(Finding::warn(
             SUBJECT,
             format!("{} have an unknown state: {}", unknown.len(), unknown.join(", ")),
-            "the daemon looks for their pauses again; its log says what fails. Pods keep running",
+            format!(
+                "journalctl -u pause-sandboxer | grep {} names the failed step; pods keep running",
+                unknown[0]
+            ),
         ));
     }
     let failing = of(|of| of.failed_cleanups > 0);

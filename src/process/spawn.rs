@@ -28,9 +28,11 @@ use crate::sys::{self, Errno};
 /// it is handed.
 const SOCKET: i32 = 3;
 
-/// How long a process may be in the middle of execve(2), where it has no arguments, and between two
-/// looks at it.
+/// How long [`Launcher::find_process`] waits for processes in the middle of execve(2), which have no
+/// arguments.
 const EXECUTED_WITHIN: Duration = Duration::from_secs(2);
+
+/// The pause between two of its searches.
 const EXECUTED_AGAIN: Duration = Duration::from_millis(5);
 
 /// What is launched.

@@ -108,7 +108,7 @@ fn is_cgroup(path: &Path) -> bool {
 }
 
 /// Who deletes the container of the dead shim.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug)]
 enum By {
     Containerd,
     Daemon,

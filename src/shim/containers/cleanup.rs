@@ -221,12 +221,18 @@ impl PodShim {
         if left.is_empty() {
             return Vec::new();
         }
-        // First: containerd removes its bundles at any moment.
-        let options = self.runtime().runc_options().ok().flatten();
-        let last = |of: &Container| self.bundle().last(&of.id, options.as_ref(), &of.bundle);
-        let bundles: Vec<_> = left.iter().map(last).collect();
-        let killed = left.clone();
-        let killed = self.blocking(move |_| containers::kill(&killed)).await.flatten();
+        let all = left.clone();
+        let begin = move |shim: &Self| {
+            // First: containerd removes its bundles at any moment.
+            let options = shim.runtime().runc_options().ok().flatten();
+            let last = |of: &Container| shim.bundle().last(&of.id, options.as_ref(), &of.bundle);
+            let bundles: Vec<_> = all.iter().map(last).collect();
+            (bundles, containers::kill(&all))
+        };
+        let (bundles, killed) = match self.blocking(begin).await {
+            Ok(begun) => begun,
+            Err(step) => return vec![step],
+        };
         let mut failed = Vec::from_iter(killed.err());
         for (container, bundle) in left.iter().zip(bundles) {
             failed.extend(self.delete_container(&container.id, bundle).await.err());

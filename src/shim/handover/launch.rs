@@ -78,7 +78,7 @@ impl Handover {
         self.forget_running();
     }
 
-    /// To be called after the exit of the shim.
+    /// Removes the record of a shim that has exited, unless the endpoint has ended.
     fn forget_running(&self) {
         let ended = {
             let mut state = self.state();
@@ -109,7 +109,7 @@ impl Handover {
         sleep(AGAIN / 10).await;
     }
 
-    /// After the exit of a shim that has served.
+    /// Handles the containers of a shim that has exited.
     pub(super) async fn handle_exit(&self, exit: Exit, pod: &Arc<dyn Pod>) {
         self.shim.handle_shim_exit(exit, pod, || self.state().ended).await;
     }

@@ -9,6 +9,9 @@ use anyhow::{Context as _, Result, ensure};
 /// Writes a program that can be executed at once. Another process writes it: a descriptor of this
 /// one is shared by children that other threads are just starting, and what is open for writing is
 /// not executed (`ETXTBSY` of execve(2)).
+///
+/// # Errors
+/// It cannot be written.
 pub fn write_program(path: impl AsRef<Path>, content: &[u8]) -> Result<()> {
     let path = path.as_ref();
     let mut writer = Command::new("/bin/sh")
@@ -16,7 +19,7 @@ pub fn write_program(path: impl AsRef<Path>, content: &[u8]) -> Result<()> {
         .arg(path)
         .stdin(Stdio::piped())
         .spawn()?;
-    writer.stdin.take().context("no standard input")?.write_all(content)?;
+    let written = writer.stdin.take().context("no standard input")?.write_all(content);
     ensure!(writer.wait()?.success(), "cannot write {}", path.display());
-    Ok(())
+    Ok(written?)
 }

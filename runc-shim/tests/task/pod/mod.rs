@@ -406,8 +406,12 @@ impl Pod {
         fs::create_dir_all(&own).unwrap();
         let bundle = self.bundle(id);
         let bundle: &Path = bundle.as_ref();
+        // The daemon writes the options that it knows itself; a killed shim may have written one.
         for name in ["config.json", "options.json", "runtime"] {
-            fs::copy(bundle.join(name), own.join(name)).unwrap();
+            match fs::copy(bundle.join(name), own.join(name)) {
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+                copied => drop(copied.unwrap()),
+            }
         }
         symlink(bundle, own.join("containerd")).unwrap();
         self.delete_by(self.deletion_in(id, &own), id)
