@@ -12,10 +12,10 @@ use tokio::task::JoinHandle;
 
 use super::container_record::ContainerRecord;
 use super::drivers::PauseDriver;
+use super::environment::Environment;
 use super::files::SandboxFiles;
 use super::oci_spec::{self, Description};
 use super::record::{Record, RecordStore, Stage};
-use super::sandbox::Environment;
 use super::selinux::HeldLevel;
 use crate::cgroup::CgroupRef;
 use crate::error::{IoContext as _, StepError, StepErrors};

@@ -10,6 +10,7 @@ pub use crate::process::Exit;
 mod actor;
 mod container_record;
 mod drivers;
+mod environment;
 mod error;
 mod files;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -29,11 +30,12 @@ pub mod selinux;
 mod status;
 mod validate;
 
+pub use environment::Environment;
 pub use error::Error;
 pub use inspect::SandboxSummary;
 pub use machine::Phase;
 pub use metrics::usage::Usage;
-pub use sandbox::{Environment, Sandbox};
+pub use sandbox::Sandbox;
 pub use validate::check_id;
 
 /// A typed payload that is passed on as it is (`google.protobuf.Any`).

@@ -17,11 +17,12 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::actor::{Entry, abandoned_at};
+use super::environment::Environment;
 use super::files::SandboxFiles;
 use super::inspect::pod_names;
 use super::jobs::Jobs;
 use super::record::{RecordError, RecordStore, Stage};
-use super::sandbox::{Environment, Sandbox};
+use super::sandbox::Sandbox;
 use super::validate::check_id;
 use crate::error::{IoContext as _, StepError, StepErrors};
 use crate::id::SandboxId;

@@ -1,7 +1,6 @@
 //! One sandbox as the RPCs see it.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -9,31 +8,22 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
 use super::actor::{Actor, ActorHandle, Entry, Message, Published, abandoned_at};
-use super::drivers::DriverRegistry;
+use super::environment::Environment;
 use super::jobs::{Jobs, ToStart};
-use super::layout::Layout;
 use super::machine::{Phase, Rpc};
 use super::record::{Record, Stage};
 use super::restore::RestoreState;
-use super::selinux::Selinux;
 use super::validate::{self, Validated};
 use super::{
     CreateRequest, Error, Exit, Metric, Payload, SandboxInfo, SandboxSummary, StartResponse,
     StatusReport, inspect, metrics, status,
 };
-use crate::config::Config;
-use crate::containerd::SandboxStore;
-use crate::containerd::containers::Containers;
 use crate::error::StepError;
 use crate::id::SandboxId;
 use crate::log_context;
-use crate::mounts::Mounts;
-use crate::pause::Driver;
 use crate::pool::{self, Class};
 use crate::process::held::{self, HeldNamespace};
 use crate::shim;
-use crate::shim::own::OwnShim;
-use crate::telemetry::Telemetry;
 
 /// How long a caller of Stop or Shutdown waits for the end of a pause and its cleanup before it is
 /// answered that they continue without it.
@@ -50,84 +40,6 @@ const SPEC_TYPE: &str = "types.containerd.io/opencontainers/runtime-spec/1/Spec"
 /// Key of the verbose information that says why the sandbox ended, where we know more than that its
 /// pause did.
 const REASON: &str = "reason";
-
-const _: () = assert!(
-    crate::config::SHIM_SOCKET_SUFFIX == shim::SOCKET_SUFFIX,
-    "the state directory's length is checked by it"
-);
-
-/// What all sandboxes of a daemon share.
-#[derive(Debug)]
-pub struct Environment {
-    /// Settings.
-    pub config: Arc<Config>,
-    /// What makes the pauses.
-    pub(super) drivers: DriverRegistry,
-    /// containerd's containers, of which each sandbox can be one.
-    pub containers: Containers,
-    /// Makes the pods' Task endpoints.
-    pub shims: Arc<shim::Shims>,
-    /// Where the sandboxes' files are.
-    pub(super) layout: Arc<Layout>,
-    /// Whether containerd sees what is mounted here.
-    pub mounts: Arc<Mounts>,
-    /// Gives the pods their labels.
-    pub selinux: Selinux,
-    /// Counts what happens.
-    pub telemetry: Arc<Telemetry>,
-}
-
-impl Environment {
-    /// The name of the driver that runs pauses natively.
-    pub fn native_driver(&self) -> &'static str {
-        self.drivers.native_name()
-    }
-
-    /// Directory of all records.
-    pub fn sandboxes(&self) -> &Path {
-        &self.layout.records
-    }
-
-    /// Settings and native driver with the endpoints that go with them. `open_files` is the soft
-    /// limit that shims get, `own_shim` this project's own shim, if it can be used.
-    ///
-    /// # Errors
-    /// The boot id cannot be read.
-    pub fn new(
-        config: Config,
-        native: Arc<dyn Driver>,
-        open_files: Option<u64>,
-        own_shim: Option<OwnShim>,
-    ) -> Result<Self, StepError> {
-        let layout = Arc::new(Layout::new(&config));
-        let settings = shim::ShimSettings {
-            containerd_address: config.containerd_address.clone(),
-            containerd_namespace: config.containerd_namespace.clone(),
-            containerd_state: config.containerd_state.clone(),
-            state_dir: config.state_dir.clone(),
-            sandboxes: layout.records.clone(),
-            on_demand_address: format!("ttrpc+unix://{}", config.ttrpc_socket().display()),
-            binaries: config.shims.0.clone(),
-            open_files,
-            environment: config.shim_env.0.clone(),
-            own_shim,
-        };
-        let shims = Arc::new(shim::Shims::new(settings)?);
-        let drivers = DriverRegistry::new(native, shims.clone());
-        let mounts = Arc::new(Mounts::new(
-            config.containerd_address.clone(),
-            config.containerd_state.clone(),
-        ));
-        let store = SandboxStore {
-            address: config.containerd_address.clone(),
-            namespace: config.containerd_namespace.clone(),
-        };
-        let containers = Containers::new(store, &config.state_dir);
-        let config = Arc::new(config);
-        let (selinux, telemetry) = (Selinux::default(), Arc::default());
-        Ok(Self { config, drivers, containers, shims, layout, mounts, selinux, telemetry })
-    }
-}
 
 /// The sandbox as its Task endpoint sees it.
 struct PodOfEndpoint {

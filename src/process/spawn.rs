@@ -28,8 +28,8 @@ use crate::sys::{self, Errno};
 /// it is handed.
 const SOCKET: i32 = 3;
 
-/// How long [`Launcher::find_process`] waits for processes in the middle of execve(2), which have no
-/// arguments.
+/// How long [`Launcher::find_process`] waits for processes in the middle of execve(2), which have
+/// no arguments.
 const EXECUTED_WITHIN: Duration = Duration::from_secs(2);
 
 /// The pause between two of its searches.

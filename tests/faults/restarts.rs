@@ -329,8 +329,8 @@ async fn restart(node: &Arc<Node>, how: &str) -> Result<()> {
             let starting = Arc::clone(node);
             let containerd = tokio::spawn(async move { starting.start_containerd().await });
             if how == "late" {
-                // It waits a second for the answer to its first call, which it has not made yet on a
-                // slow machine.
+                // It waits a second for the answer to its first call, which it has not made yet on
+                // a slow machine.
                 tokio::time::sleep(Duration::from_millis(300)).await;
             } else {
                 // It has given up on the sandboxer by then, however slow the machine is.

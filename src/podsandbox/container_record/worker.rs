@@ -10,10 +10,10 @@ use crate::containerd::CallError;
 use crate::containerd::containers::{Containers, RecordOwner, SandboxContainer, TaskState};
 use crate::error::{IoContext as _, StepError};
 use crate::exit::{self, Backoff};
+use crate::podsandbox::environment::Environment;
 use crate::podsandbox::jobs::Jobs;
 use crate::podsandbox::oci_spec;
 use crate::podsandbox::record::Stage;
-use crate::podsandbox::sandbox::Environment;
 use crate::pool::Class;
 use crate::shim::PauseRefused;
 

@@ -1,0 +1,95 @@
+//! What all sandboxes of a daemon share.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use super::drivers::DriverRegistry;
+use super::layout::Layout;
+use super::selinux::Selinux;
+use crate::config::Config;
+use crate::containerd::SandboxStore;
+use crate::containerd::containers::Containers;
+use crate::error::StepError;
+use crate::mounts::Mounts;
+use crate::pause::Driver;
+use crate::shim::own::OwnShim;
+use crate::shim::{self, Shims};
+use crate::telemetry::Telemetry;
+
+const _: () = assert!(
+    crate::config::SHIM_SOCKET_SUFFIX == shim::SOCKET_SUFFIX,
+    "the state directory's length is checked by it"
+);
+
+/// The settings of a daemon, and what it has once.
+#[derive(Debug)]
+pub struct Environment {
+    /// Settings.
+    pub config: Arc<Config>,
+    /// What makes the pauses.
+    pub(super) drivers: DriverRegistry,
+    /// containerd's containers, of which each sandbox can be one.
+    pub containers: Containers,
+    /// Makes the pods' Task endpoints.
+    pub shims: Arc<Shims>,
+    /// Where the sandboxes' files are.
+    pub(super) layout: Arc<Layout>,
+    /// Whether containerd sees what is mounted here.
+    pub mounts: Arc<Mounts>,
+    /// Gives the pods their labels.
+    pub selinux: Selinux,
+    /// Counts what happens.
+    pub telemetry: Arc<Telemetry>,
+}
+
+impl Environment {
+    /// The name of the driver that runs pauses natively.
+    pub fn native_driver(&self) -> &'static str {
+        self.drivers.native_name()
+    }
+
+    /// Directory of all records.
+    pub fn sandboxes(&self) -> &Path {
+        &self.layout.records
+    }
+
+    /// Settings and native driver with the endpoints that go with them. `open_files` is the soft
+    /// limit that shims get, `own_shim` this project's own shim, if it can be used.
+    ///
+    /// # Errors
+    /// The boot id cannot be read.
+    pub fn new(
+        config: Config,
+        native: Arc<dyn Driver>,
+        open_files: Option<u64>,
+        own_shim: Option<OwnShim>,
+    ) -> Result<Self, StepError> {
+        let layout = Arc::new(Layout::new(&config));
+        let settings = shim::ShimSettings {
+            containerd_address: config.containerd_address.clone(),
+            containerd_namespace: config.containerd_namespace.clone(),
+            containerd_state: config.containerd_state.clone(),
+            state_dir: config.state_dir.clone(),
+            sandboxes: layout.records.clone(),
+            on_demand_address: format!("ttrpc+unix://{}", config.ttrpc_socket().display()),
+            binaries: config.shims.0.clone(),
+            open_files,
+            environment: config.shim_env.0.clone(),
+            own_shim,
+        };
+        let shims = Arc::new(Shims::new(settings)?);
+        let drivers = DriverRegistry::new(native, shims.clone());
+        let mounts = Arc::new(Mounts::new(
+            config.containerd_address.clone(),
+            config.containerd_state.clone(),
+        ));
+        let store = SandboxStore {
+            address: config.containerd_address.clone(),
+            namespace: config.containerd_namespace.clone(),
+        };
+        let containers = Containers::new(store, &config.state_dir);
+        let config = Arc::new(config);
+        let (selinux, telemetry) = (Selinux::default(), Arc::default());
+        Ok(Self { config, drivers, containers, shims, layout, mounts, selinux, telemetry })
+    }
+}
