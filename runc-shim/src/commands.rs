@@ -1,4 +1,4 @@
-//! Commands of the runtime that are under way, and what their ends mean.
+//! Running commands of the runtime and running helpers, and what happens when they end.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::PathBuf;
@@ -19,72 +19,75 @@ use crate::server::Reply;
 use crate::shim::{Key, Shim};
 use crate::task::{self, Answer};
 
-/// A command and who waits for it.
+/// A running command or helper, and the caller that waits for it.
 #[derive(Debug)]
 pub struct Job {
     /// The command.
     pub command: Command,
-    /// What it is for.
+    /// The purpose of the command.
     pub purpose: Purpose,
-    /// The container, or its exec.
+    /// The container or exec that the command works on.
     pub key: Key,
-    /// Whom to answer.
+    /// The caller that waits for the result, if any.
     pub reply: Option<Reply>,
 }
 
-/// What a command is for.
+/// The purpose of a command or helper.
 #[derive(Debug)]
 pub enum Purpose {
-    /// Creates a container; its terminal comes by the socket.
+    /// Creates a container. The runtime sends its terminal through the socket.
     Create(Option<ConsoleSocket>),
     /// Mounts a container's root file system.
     Mount,
-    /// Removes what the runtime has left of a container that could not be created, for this reason;
-    /// without one its caller is gone or has asked for the deletion.
+    /// Has the runtime delete what is left of a container whose creation failed with this error.
+    /// `None`: a later attempt or a Delete, so that no Create waits for the error.
     Discard(Option<Error>),
-    /// Undoes the mounts of such a container.
+    /// Unmounts the root file system of such a container.
     DiscardMounts(Option<Error>),
     /// Starts a container.
     Start,
-    /// Restores one from a checkpoint.
+    /// Restores a container from a checkpoint.
     Restore(Option<ConsoleSocket>),
     /// Starts an exec.
     Exec(Option<ConsoleSocket>),
     /// Deletes a container.
     Delete(Attempt),
-    /// Removes the cgroup of a container that the runtime could not delete, for this reason.
+    /// Removes the cgroup of a container that the runtime failed to delete with this error.
     RemoveCgroup(Error),
     /// Unmounts the root file system of a deleted container.
     Unmount,
-    /// Signals it.
+    /// Sends this signal to a container.
     Kill(i32),
-    /// Kills what a container's first process has left.
-    Sweep,
-    /// Lets what is left in a paused container end.
-    Thaw,
-    /// Lets a paused container end that was killed.
+    /// Kills the processes that remain after a container's first process has exited.
+    KillRemaining,
+    /// Resumes a paused container whose first process has exited, so that the remaining processes
+    /// can be killed.
+    ThawRemaining,
+    /// Resumes a paused container that was sent SIGKILL.
     ThawKilled,
-    /// Pauses it.
+    /// Pauses a container.
     Pause,
-    /// Resumes it.
+    /// Resumes a container.
     Resume,
-    /// Changes its resources.
+    /// Changes the resources of a container.
     Update,
-    /// Writes a checkpoint: into the first; the second directory is removed.
+    /// Writes a checkpoint into the first directory; the second one is CRIU's work directory, which
+    /// is removed afterwards.
     Checkpoint(String, Option<PathBuf>),
 }
 
-/// Which attempt to delete a container it is.
+/// Which attempt of the runtime to delete a container a command is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Attempt {
-    /// The first: if it fails, the shim removes the cgroup.
+    /// The first attempt. If it fails, the shim removes the cgroup.
     First,
-    /// The one after that.
+    /// The attempt after the removal of the cgroup.
     Last,
 }
 
 impl Shim {
-    /// Starts a command for a container, which is busy until its end.
+    /// Starts a command of the runtime. A container is busy until a command for it, and not for one
+    /// of its execs, has ended.
     pub fn run_for(
         &mut self,
         key: Key,
@@ -96,7 +99,7 @@ impl Shim {
         self.run_in(key, reply, purpose, arguments, &place)
     }
 
-    /// [`Shim::run_for`] with standard streams or a file.
+    /// [`Shim::run_for`] with descriptors for the command.
     pub fn run_in(
         &mut self,
         key: Key,
@@ -107,7 +110,7 @@ impl Shim {
     ) -> Result<(), Error> {
         let missing = || Error::not_found("container not created");
         let container = self.containers.get_mut(&key.id).ok_or_else(missing)?;
-        // By this the `delete` of the command line knows what is left of a dead shim.
+        // The working directory identifies the commands of a dead shim to `cleanup::delete`.
         let bundle = container.open_bundle().ok();
         let here = bundle.as_ref().map(|bundle| bundle.as_fd());
         let place = Place { directory: place.directory.or(here), ..*place };
@@ -119,26 +122,26 @@ impl Shim {
         Ok(())
     }
 
-    /// Starts a helper for a container, which is busy until its end.
+    /// Starts a helper for a container, which is busy until the helper has exited.
     pub fn run_helper(
         &mut self,
         key: Key,
         reply: Option<Reply>,
         purpose: Purpose,
         action: Action,
-        given: Option<BorrowedFd<'_>>,
+        input_file: Option<BorrowedFd<'_>>,
     ) -> Result<(), Error> {
         let missing = || Error::not_found("container not created");
         let container = self.containers.get_mut(&key.id).ok_or_else(missing)?;
         let (namespace, bundle) = (self.namespace.as_str(), container.bundle.as_path());
-        let work = Work { action, namespace, id: &key.id, bundle, given };
+        let work = Work { action, namespace, id: &key.id, bundle, input_file };
         let command = helper::start(&work)?;
         container.busy.get_or_insert_default();
         self.jobs.insert(command.pid, Job { command, purpose, key, reply });
         Ok(())
     }
 
-    /// A command has ended.
+    /// Handles the exit of a command or helper.
     pub fn finished(&mut self, job: Job, exit: Exit) {
         let Job { mut command, purpose, key, reply } = job;
         let status = exit.status;
@@ -180,7 +183,7 @@ impl Shim {
                 self.killed(&key, signal, done)
             }
             Purpose::ThawKilled => {
-                // Its end may have come before.
+                // The container may have exited before.
                 if let Err(e) = done("resume killed container")
                     && self.is_frozen(&key)
                 {
@@ -188,21 +191,21 @@ impl Shim {
                 }
                 Ok(None)
             }
-            Purpose::Sweep => {
+            Purpose::KillRemaining => {
                 if let Err(e) = done("OCI runtime killall failed") {
                     log_failure(&key, &e);
                 }
-                self.swept(&key);
+                self.remaining_killed(&key);
                 Ok(None)
             }
-            Purpose::Thaw => {
-                // One that was thawed meanwhile cannot be resumed.
+            Purpose::ThawRemaining => {
+                // A container that was thawed meanwhile cannot be resumed.
                 if let Err(e) = done("resume exited container")
                     && self.is_frozen(&key)
                 {
                     log_failure(&key, &e);
                 }
-                self.sweep(&key);
+                self.kill_remaining(&key);
                 Ok(None)
             }
             Purpose::Pause => self.pause_finished(&key, done("OCI runtime pause failed")),
@@ -226,13 +229,12 @@ impl Shim {
         done.and_then(|()| task::empty())
     }
 
-    /// The runtime is done with a process, unless there is another command: the calls that have
-    /// waited have their turn.
+    /// Runs the queued calls of a container or exec, if nothing else is pending for it.
     pub fn release(&mut self, key: &Key) {
         let Some(container) = self.containers.get_mut(&key.id) else { return };
         if key.exec.is_empty() {
             let is_own = |job: &Job| job.key == *key;
-            let waits = self.pending.values().any(|pending| pending.key == *key);
+            let waits = self.pending_starts.values().any(|pending| pending.key == *key);
             if waits || container.drain.is_some() || self.jobs.values().any(is_own) {
                 return;
             }
@@ -268,7 +270,7 @@ impl Shim {
     fn pause_finished(&mut self, key: &Key, done: Result<(), Error>) -> Answer {
         let event = if done.is_ok() { Event::Done } else { Event::Failed };
         let container = self.container(&key.id)?;
-        // The container may have ended meanwhile.
+        // The container may have exited meanwhile.
         if let Ok((next, notice)) = crate::container::state::step(container.state, event) {
             container.state = next;
             self.announce(&key.id, notice);
@@ -276,7 +278,7 @@ impl Shim {
         done.and_then(|()| task::empty())
     }
 
-    /// Announces what has happened to a container.
+    /// Sends the event that belongs to a change of a container's state.
     pub fn announce(&mut self, id: &str, notice: Notice) {
         match notice {
             Notice::Nothing => {}
@@ -309,9 +311,9 @@ impl Shim {
         serde_json::from_slice::<serde::de::IgnoredAny>(resources)
             .map_err(|e| Error::new(Code::InvalidArgument, format!("resources: {e}")))?;
         let file = runtime::memory_file_of(resources)?;
-        let place = Place { given: Some(file.as_fd()), ..Place::default() };
-        let given = runtime::given();
-        let arguments = ["update", "--resources", &given, &request.id];
+        let place = Place { input_file: Some(file.as_fd()), ..Place::default() };
+        let input_path = runtime::input_path();
+        let arguments = ["update", "--resources", &input_path, &request.id];
         let key = Key::new(&request.id, "");
         self.run_in(key, Some(reply), Purpose::Update, &arguments, &place)?;
         Ok(None)
@@ -364,7 +366,7 @@ impl Shim {
     ) -> Answer {
         let dump = self.container(&key.id)?.bundle.join("criu-dump.log");
         if let (Err(_), Some(work)) = (&done, &work) {
-            // It may have failed before there was one.
+            // The runtime may have failed before it wrote the log.
             let _ = std::fs::copy(work.join("dump.log"), &dump);
         }
         if let Some(work) = work {
@@ -380,7 +382,7 @@ impl Shim {
         task::empty()
     }
 
-    /// A socket for a terminal, if the process gets one.
+    /// Makes the socket through which the runtime sends a terminal, if the process gets one.
     pub fn console_socket(
         &mut self,
         id: &str,
@@ -389,7 +391,7 @@ impl Shim {
         if !stdio.terminal {
             return Ok(None);
         }
-        let name = format!("pty{}.sock", self.number());
+        let name = format!("pty{}.sock", self.new_id());
         let container = self.containers.get(id).ok_or_else(|| Error::not_found("container"))?;
         let bundle = container.open_bundle()?;
         ConsoleSocket::new(bundle.as_fd(), name)
@@ -402,7 +404,7 @@ fn without_prefix(e: Error) -> Error {
     Error { message: e.message.trim_start_matches(": ").to_owned(), ..e }
 }
 
-/// Logs a command whose failure no caller waits for.
+/// Logs the failure of a command that no caller waits for.
 pub fn log_failure(key: &Key, e: &Error) {
     crate::log::error(format_args!("container {}: {e}", key.id));
 }

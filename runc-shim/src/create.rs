@@ -1,5 +1,5 @@
-//! How a container or an exec comes to be: its streams, its logging program, the command of the
-//! runtime that makes its process, its terminal.
+//! Creation of containers and of the processes of execs: streams, the logging program, the command
+//! of the runtime that creates the process, the terminal.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::AsFd as _;
@@ -26,18 +26,18 @@ use crate::shim::{Key, Shim};
 use crate::task::{self, Answer};
 use crate::{events, exits, mounts, options, sys};
 
-/// A process that waits for its logging program.
+/// The start of a process that waits for its logging program to be ready.
 #[derive(Debug)]
-pub struct Pending {
+pub struct PendingStart {
     /// The process.
     pub key: Key,
-    /// Whom to answer.
+    /// The caller that waits for the result, if any.
     pub reply: Option<Reply>,
-    /// Its streams.
+    /// The streams of the process.
     pub prepared: Prepared,
-    /// It is given up then.
-    pub until: Instant,
-    /// It has been started already: its terminal came with that.
+    /// The start fails if the logging program is not ready at this time.
+    pub deadline: Instant,
+    /// The runtime has created the process already: it has a terminal, which came with that.
     pub started: bool,
 }
 
@@ -49,8 +49,8 @@ impl Shim {
             let message = format!("container {} {what}", request.id);
             return Err(Error::new(Code::AlreadyExists, message));
         }
-        if self.ending.is_some() {
-            return Err(Error::new(Code::Unavailable, "the shim ends"));
+        if self.shutdown_deadline.is_some() {
+            return Err(Error::new(Code::Unavailable, "the shim is shutting down"));
         }
         task::check_id(&request.id)?;
         let options = options::parse(request.options.as_ref())?;
@@ -63,8 +63,8 @@ impl Shim {
         let key = Key::new(&request.id, "");
         let container = new_container(&request, &options, &bundle, &self.namespace);
         self.containers.insert(request.id.clone(), container);
-        // Before anything is made, so that nothing is left if it cannot be announced.
-        self.announced.insert(request.id.clone(), create_event(&request));
+        // Kept until the container is created: only then the event is sent.
+        self.create_events.insert(request.id.clone(), create_event(&request));
         let begun = if request.rootfs.is_empty() {
             self.prepare(&key, Some(reply))
         } else {
@@ -72,23 +72,24 @@ impl Shim {
         };
         let answer = begun.or_else(|e| self.create_failed(&key, Some(reply), e));
         if answer.is_err() {
-            // No command runs that would release it: what is left is removed later.
+            // No command runs whose exit would release the container. What is left is removed
+            // later.
             self.release(&key);
         }
         answer
     }
 
-    /// Has a helper mount the root file system of a container.
+    /// Starts a helper that mounts the root file system of a container.
     fn mount_rootfs(&mut self, key: &Key, reply: Reply, mounts: Vec<Mount>) -> Answer {
-        let given = helper::mounts_file(mounts)?;
-        let given = Some(given.as_fd());
-        self.run_helper(key.clone(), Some(reply), Purpose::Mount, Action::Mount, given)?;
+        let input_file = helper::mounts_file(mounts)?;
+        let input_file = Some(input_file.as_fd());
+        self.run_helper(key.clone(), Some(reply), Purpose::Mount, Action::Mount, input_file)?;
         let container = self.known(key)?;
         container.rootfs = Some(mounts::rootfs(&container.bundle));
         Ok(None)
     }
 
-    /// The root file system of a container is mounted, or not.
+    /// Continues a creation after the helper has mounted the root file system, or has failed.
     pub fn rootfs_mounted(
         &mut self,
         key: &Key,
@@ -98,22 +99,23 @@ impl Shim {
         done.and_then(|()| self.prepare(key, reply)).or_else(|e| self.create_failed(key, reply, e))
     }
 
-    /// Prepares the streams of a container that has its root file system, and has the runtime
-    /// create it.
+    /// Prepares the streams of a container whose root file system is mounted, and has the runtime
+    /// create the container.
     fn prepare(&mut self, key: &Key, reply: Option<Reply>) -> Answer {
         let container = self.known(key)?;
         if !container.restore.is_empty() {
-            // The runtime has nothing to do before the start.
+            // The runtime does nothing for a container to restore before its start.
             let answer = self.created(key, None);
             self.release(key);
             return answer;
         }
-        self.copier.check_room()?;
+        self.copier.check_queue()?;
         let prepared = self.prepare_streams(key)?;
         self.await_logger(key.clone(), reply, prepared, false)
     }
 
-    /// The streams of a process that the runtime is to make. Those of a terminal come from it.
+    /// Prepares the streams of a process that the runtime will create. None for a process with a
+    /// terminal: its streams are prepared when the runtime has sent the terminal.
     pub fn prepare_streams(&mut self, key: &Key) -> Result<Prepared, Error> {
         let owner = self.known(key)?.owner;
         let stdio = self.known_process(key)?.stdio.clone();
@@ -124,7 +126,7 @@ impl Shim {
             .context("failed to create init process I/O")
     }
 
-    /// Waits for a logging program, if there is one, and then runs the process.
+    /// Waits until the logging program is ready, if there is one, and then runs the process.
     pub fn await_logger(
         &mut self,
         key: Key,
@@ -135,33 +137,33 @@ impl Shim {
         let Some(logger) = &prepared.logger else {
             return self.run_process(key, reply, prepared, started);
         };
-        let number = self.number();
-        self.reactor.add(&logger.ready, Source::Logger(number), READ)?;
+        let id = self.new_id();
+        self.reactor.add(&logger.ready, Source::Logger(id), READ)?;
         self.loggers.insert(logger.pid, None);
-        let until = Instant::now() + io::logger::READY_WITHIN;
-        self.pending.insert(number, Pending { key, reply, prepared, until, started });
+        let deadline = Instant::now() + io::logger::READY_TIMEOUT;
+        self.pending_starts.insert(id, PendingStart { key, reply, prepared, deadline, started });
         Ok(None)
     }
 
-    /// A logging program has said something.
-    pub fn logger_ready(&mut self, number: u32) {
-        let Some(pending) = self.pending.get(&number) else { return };
+    /// Continues a start when the logging program has reported that it is ready, or has failed.
+    pub fn logger_ready(&mut self, id: u32) {
+        let Some(pending) = self.pending_starts.get(&id) else { return };
         let Some(logger) = &pending.prepared.logger else { return };
         if let Some(ready) = logger.is_ready() {
-            self.logger_done(number, ready);
+            self.logger_done(id, ready);
         }
     }
 
-    /// A logging program has said nothing.
-    pub fn logger_late(&mut self, number: u32) {
+    /// Fails a start whose logging program was not ready in time.
+    pub fn logger_late(&mut self, id: u32) {
         let late = Error::new(Code::DeadlineExceeded, "logging binary is not ready in time");
-        self.logger_done(number, Err(late));
+        self.logger_done(id, Err(late));
     }
 
-    fn logger_done(&mut self, number: u32, ready: Result<(), Error>) {
-        let Some(pending) = self.pending.remove(&number) else { return };
-        let Pending { key, reply, prepared, started, .. } = pending;
-        // One that has ended is no child any more: its number may be another's.
+    fn logger_done(&mut self, id: u32, ready: Result<(), Error>) {
+        let Some(pending) = self.pending_starts.remove(&id) else { return };
+        let PendingStart { key, reply, prepared, started, .. } = pending;
+        // A logging program that has exited was reaped: its pid may have been reused.
         let pid = prepared.logger.as_ref().map(|logger| logger.pid);
         let pid = pid.filter(|pid| self.loggers.contains_key(pid));
         if let (Err(_), Some(pid)) = (&ready, pid) {
@@ -179,9 +181,10 @@ impl Shim {
         self.release(&key);
     }
 
-    /// A process was not started, or was `made` and cannot be used: what is left of it goes.
+    /// Handles a failed start: the process was not created, or it was created (`made`) and cannot
+    /// be used and is killed.
     fn process_failed(&mut self, key: &Key, reply: Option<Reply>, e: Error, made: bool) -> Answer {
-        self.exits.claim(key, None);
+        self.exits.resolve_start(key, None);
         if key.exec.is_empty() && matches!(self.known(key)?.state, State::Creating) {
             return self.create_failed(key, reply, e);
         }
@@ -196,19 +199,20 @@ impl Shim {
         Err(e)
     }
 
-    /// Ends a process that the runtime has just made.
+    /// Kills a process that the runtime has just created and whose start has failed.
     fn end_unusable(&mut self, key: &Key) {
         let Ok(pid) = self.pid_of(key) else { return };
         let known = self.jobs.contains_key(&pid)
             || self.processes.contains_key(&pid)
             || self.loggers.contains_key(&pid);
         if !known && exits::is_child(pid) {
-            // It was not reaped: its number is its own.
+            // Not reaped yet, so the pid cannot have been reused.
             let _ = sys::kill(pid, libc::SIGKILL);
         }
     }
 
-    /// Has the runtime make the process whose streams are ready.
+    /// Has the runtime create the process whose streams are prepared; or, if it was created with a
+    /// terminal already (`started`), begins to copy its streams.
     fn run_process(
         &mut self,
         key: Key,
@@ -230,7 +234,7 @@ impl Shim {
         let (no_pivot, no_keyring) = (container.no_pivot_root, container.no_new_keyring);
         let restore = container.restore.clone();
         let mut arguments: Vec<&str> = Vec::new();
-        let (given_path, mut given) = (runtime::given(), None);
+        let (input_path, mut input_file) = (runtime::input_path(), None);
         let purpose: fn(Option<ConsoleSocket>) -> Purpose;
         if key.exec.is_empty() && !restore.is_empty() {
             arguments.extend(restore.iter().map(String::as_str));
@@ -241,11 +245,11 @@ impl Shim {
             arguments.extend(no_keyring.then_some("--no-new-keyring"));
             purpose = Purpose::Create;
         } else {
-            arguments.extend(["exec", "--process", &given_path, "--detach"]);
+            arguments.extend(["exec", "--process", &input_path, "--detach"]);
             arguments.extend(["--pid-file", &pid_file]);
             let spec =
                 container.execs.get_mut(&key.exec).map(|exec| std::mem::take(&mut exec.spec));
-            given = Some(runtime::memory_file_of(&spec.unwrap_or_default())?);
+            input_file = Some(runtime::memory_file_of(&spec.unwrap_or_default())?);
             purpose = Purpose::Exec;
         }
         let name = console.as_ref().map(|console| console.name().to_owned());
@@ -257,11 +261,12 @@ impl Shim {
         let place = Place {
             stdio: Some(child),
             directory: Some(bundle.as_fd()),
-            given: given.as_ref().map(|given| given.as_fd()),
+            input_file: input_file.as_ref().map(|input_file| input_file.as_fd()),
         };
         self.run_in(key.clone(), reply, purpose(console), &arguments, &place)?;
-        self.exits.begin(&key);
-        // Copied once the process is made: what the runtime says until then is not its.
+        self.exits.begin_start(&key);
+        // The streams are copied once the process is created: until then the runtime writes its
+        // own errors to them.
         let process = self.known_process(&key)?;
         process.stdin = prepared.stdin;
         process.prepared = prepared.streams;
@@ -273,16 +278,17 @@ impl Shim {
     fn attach(&mut self, key: &Key, prepared: Prepared) -> Result<(), Error> {
         let mut streams = std::mem::take(&mut self.known_process(key)?.prepared);
         streams.extend(prepared.streams);
-        let numbers: Vec<u32> = streams.into_iter().map(|stream| self.copier.add(stream)).collect();
+        let ids: Vec<u32> = streams.into_iter().map(|stream| self.copier.add(stream)).collect();
         let process = self.known_process(key)?;
-        process.streams = numbers;
+        process.streams = ids;
         if prepared.stdin.is_some() {
             process.stdin = prepared.stdin;
         }
         Ok(())
     }
 
-    /// The runtime has made a process: takes over its terminal, and begins to copy.
+    /// Continues after the runtime has created a process: receives its terminal, if it has one, and
+    /// begins to copy.
     fn take_over(
         &mut self,
         key: &Key,
@@ -300,8 +306,8 @@ impl Shim {
         self.await_logger(key.clone(), reply, prepared, true)
     }
 
-    /// The runtime has made a process, or not: of a container that is created or restored, or of
-    /// an exec.
+    /// Continues a Create, a restore or the start of an exec after the command of the runtime that
+    /// creates the process has ended.
     pub fn launched(
         &mut self,
         key: &Key,
@@ -319,13 +325,14 @@ impl Shim {
         runtime::read_pid(&pid_file(bundle, key))
     }
 
-    /// The exit of a process that was just made, if it has ended.
-    pub fn claim(&mut self, key: &Key, pid: i32) -> Option<Exit> {
+    /// Ends the start of a process, which has this pid; see [`exits::Exits::resolve_start`].
+    pub fn resolve_start(&mut self, key: &Key, pid: i32) -> Option<Exit> {
         let file = self.containers.get(&key.id).map(|it| pid_file(&it.bundle, key));
-        self.exits.claim(key, Some((pid, &file.unwrap_or_default())))
+        self.exits.resolve_start(key, Some((pid, &file.unwrap_or_default())))
     }
 
-    /// A process is there, with its streams.
+    /// Completes a Create, a restore or the start of an exec: the process has this pid, and its
+    /// streams are copied.
     fn process_made(&mut self, key: &Key, pid: i32) -> Answer {
         if !key.exec.is_empty() {
             return self.exec_started(key, pid);
@@ -333,10 +340,10 @@ impl Shim {
         if matches!(self.known(key)?.state, State::Starting { .. }) {
             return self.started(key, pid);
         }
-        let exit = self.claim(key, pid);
+        let exit = self.resolve_start(key, pid);
         if exit.is_none() {
             self.processes.insert(pid, key.clone());
-            // One that was reaped has none, and its number may be another's.
+            // Only here: a reaped process has no cgroup, and its pid may have been reused.
             let container = self.known(key)?;
             container.cgroup = cgroup_with(&container.bundle, &key.id, pid);
         }
@@ -353,7 +360,7 @@ impl Shim {
         let (next, _) = state::step(container.state, Event::Created(pid)).map_err(Error::state)?;
         container.state = next;
         let pid = task::unsigned(pid.unwrap_or(0));
-        if let Some(mut event) = self.announced.remove(&key.id) {
+        if let Some(mut event) = self.create_events.remove(&key.id) {
             event.pid = pid;
             self.events.send(events::CREATE, &event, &self.reactor);
         }
@@ -362,8 +369,8 @@ impl Shim {
         task::now(&response)
     }
 
-    /// Changes a container's state, and announces what that means. What the state forbids has no
-    /// effect.
+    /// Changes a container's state and announces the change. Logs and ignores an event that is not
+    /// allowed in the state.
     pub fn change(&mut self, key: &Key, event: Event) {
         let Some(container) = self.containers.get_mut(&key.id) else { return };
         let before = container.state;
@@ -381,13 +388,13 @@ impl Shim {
         }
     }
 
-    /// A container in any state.
+    /// A container in any state, unlike [`Shim::container`].
     pub fn known(&mut self, key: &Key) -> Result<&mut Container, Error> {
         let missing = || Error::not_found("container not created");
         self.containers.get_mut(&key.id).ok_or_else(missing)
     }
 
-    /// The streams of a process of a container in any state.
+    /// The streams of a process of a container in any state, unlike [`Shim::process`].
     pub fn known_process(&mut self, key: &Key) -> Result<&mut Process, Error> {
         if key.exec.is_empty() {
             return Ok(&mut self.known(key)?.process);
@@ -398,19 +405,19 @@ impl Shim {
     }
 }
 
-/// What epoll waits for at a logging program.
+/// The epoll flags for the descriptor of a logging program.
 const READ: rustix::event::epoll::EventFlags = rustix::event::epoll::EventFlags::IN;
 
-/// Where the runtime writes the pid of a process.
+/// The file into which the runtime writes the pid of a process.
 pub fn pid_file(bundle: &Path, key: &Key) -> PathBuf {
     match key.exec.as_str() {
         "" => bundle.join("init.pid"),
-        // Whatever its name is, the file is not the container's.
+        // The prefix keeps an exec with any id from overwriting the container's file.
         exec => bundle.join(format!("exec-{exec}.pid")),
     }
 }
 
-/// The event of a Create.
+/// The TaskCreate event of a Create.
 pub fn create_event(request: &api::CreateTaskRequest) -> task_events::TaskCreate {
     let mut event = task_events::TaskCreate::new();
     event.container_id.clone_from(&request.id);
@@ -449,19 +456,19 @@ fn new_container(
         process: Process { stdio, ..Process::default() },
         execs: BTreeMap::new(),
         rootfs: None,
-        own_pids: container::has_own_pids(bundle),
+        own_pid_namespace: container::has_own_pid_namespace(bundle),
         no_pivot_root: options.no_pivot_root,
         no_new_keyring: options.no_new_keyring,
         restore: restore_arguments(request, options, bundle),
         cgroup: None,
         busy: Some(VecDeque::new()),
-        sweeping: false,
+        killing_remaining: false,
         drain: None,
         retry: None,
     }
 }
 
-/// The arguments that restore a container from a checkpoint; empty: it is created.
+/// The arguments that restore a container from a checkpoint; empty: the container is created.
 fn restore_arguments(
     request: &api::CreateTaskRequest,
     options: &Options,

@@ -30,7 +30,7 @@ impl Shim {
         let (next, _) = state::step(container.state, Event::Delete).map_err(Error::state)?;
         container.state = next;
         let streams = container.process.streams.clone();
-        // Of one that was never started nothing has ended: its deletion ends it.
+        // A container that was never started has not exited: the deletion kills its process.
         let has_exited = container.state.exit().is_some();
         if has_exited && streams.into_iter().any(|stream| self.copier.is_copying(stream)) {
             let container = self.container(id)?;
@@ -41,7 +41,7 @@ impl Shim {
         self.run_delete(&key, Some(reply), Attempt::First)
     }
 
-    /// All output of a process is copied, or its time is over: its deletion continues.
+    /// Continues a deletion when all output of the process is copied, or after [`DRAIN`].
     pub fn drained(&mut self, key: &Key) {
         let Some(container) = self.containers.get_mut(&key.id) else { return };
         let (drain, exec) = if key.exec.is_empty() {
@@ -65,7 +65,7 @@ impl Shim {
         run.map(|()| None).or_else(|e| self.delete_failed(key, e))
     }
 
-    /// The runtime has deleted a container, or not.
+    /// Continues a deletion after the runtime has deleted the container, or has failed to.
     pub fn runtime_deleted(
         &mut self,
         key: &Key,
@@ -75,7 +75,8 @@ impl Shim {
     ) -> Answer {
         let container = self.known(key)?;
         let begun = match done {
-            // If the runtime knows it no more, a checkpoint that ends the container has deleted it.
+            // If the runtime does not know the container, a checkpoint that stops the container has
+            // deleted it.
             Err(e) if container.runtime.knows(&key.id) => match attempt {
                 // runc removes no cgroup whose path is too long for a system call.
                 Attempt::First => {
@@ -94,7 +95,8 @@ impl Shim {
         begun.map(|()| None).or_else(|e| self.delete_failed(key, e))
     }
 
-    /// The cgroup of a container that the runtime could not delete is removed, or not.
+    /// Continues after a helper has removed the cgroup of a container that the runtime could not
+    /// delete, or has failed to.
     pub fn cgroup_removed(
         &mut self,
         key: &Key,
@@ -111,7 +113,8 @@ impl Shim {
         }
     }
 
-    /// The root file system of a deleted container is unmounted, or not.
+    /// Continues after a helper has unmounted the root file system of a deleted container, or has
+    /// failed to.
     pub fn unmounted(&mut self, key: &Key, done: Result<(), Error>) -> Answer {
         done.or_else(|e| self.delete_failed(key, e).map(drop))?;
         self.deleted(key)
@@ -123,7 +126,7 @@ impl Shim {
     }
 
     fn deleted(&mut self, key: &Key) -> Answer {
-        // What was never started is killed by the deletion.
+        // The deletion kills the process of a container that was never started.
         self.take_last_exits(&key.id);
         let state = self.known(key)?.state;
         let exit = state.exit();
@@ -142,7 +145,7 @@ impl Shim {
         task::now(&response)
     }
 
-    /// Handles the exits of a container's processes that have ended and were not looked at yet.
+    /// Handles the exits of a container's processes that were not handled yet.
     fn take_last_exits(&mut self, id: &str) {
         let of = self.processes.iter().filter(|(_, key)| key.id == *id);
         // Execs before the container.
@@ -150,7 +153,7 @@ impl Shim {
             of.map(|(pid, key)| (key.exec.is_empty(), *pid)).collect();
         ended.sort_unstable();
         for (_, pid) in ended {
-            if let Some(exit) = exits::ended_one(pid)
+            if let Some(exit) = exits::exit_of_child(pid)
                 && let Some(key) = self.processes.remove(&pid)
             {
                 self.process_exited(&key, exit);
@@ -199,7 +202,7 @@ impl Shim {
         let file = pid_file(&container.bundle, key);
         let missing = || Error::not_found(format!("process does not exist {}", key.exec));
         let exec = container.execs.remove(&key.exec).ok_or_else(missing)?;
-        // One that was not started has none.
+        // An exec that was not started has no pid file.
         let _ = std::fs::remove_file(file);
         let state = exec.state;
         self.close_process(exec.process);

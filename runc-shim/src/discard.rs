@@ -16,7 +16,7 @@ use crate::server::Reply;
 use crate::shim::{Key, Shim};
 use crate::task::{self, Answer};
 
-/// Waits between attempts: the first, and the longest.
+/// Delays between attempts: the first and the longest.
 const FIRST_WAIT: Duration = Duration::from_millis(200);
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
@@ -29,10 +29,11 @@ pub struct Retry {
 }
 
 impl Shim {
-    /// A container cannot be created, for this reason: what is left of it goes first.
+    /// Handles a failed creation: removes what is left of the container, and then fails the Create
+    /// with `reason`.
     pub fn create_failed(&mut self, key: &Key, reply: Option<Reply>, reason: Error) -> Answer {
         self.change(key, Event::CreateFailed);
-        self.announced.remove(&key.id);
+        self.create_events.remove(&key.id);
         self.discard(key, reply, Some(reason))
     }
 
@@ -53,7 +54,7 @@ impl Shim {
         begun.map(|()| None).or_else(|e| self.discard_failed(key, reason, e))
     }
 
-    /// The runtime has deleted what it has left of such a container, or not.
+    /// Continues after the runtime has deleted such a container, or has failed to.
     pub fn runtime_discarded(
         &mut self,
         key: &Key,
@@ -68,7 +69,8 @@ impl Shim {
         self.discard_failed(key, reason, done.err().unwrap_or_else(left))
     }
 
-    /// The mounts of such a container are undone, or not.
+    /// Continues after a helper has unmounted the root file system of such a container, or has
+    /// failed to.
     pub fn mounts_discarded(
         &mut self,
         key: &Key,
@@ -87,19 +89,19 @@ impl Shim {
         let container = self.known(key)?;
         let wait = container.retry.map_or(FIRST_WAIT, |retry| (retry.wait * 2).min(LONGEST_WAIT));
         container.retry = Some(Retry { at: Instant::now() + wait, wait });
-        let e = e.context("remove what a failed creation has left; retrying");
+        let e = e.context("failed to remove what a failed creation has left; retrying");
         commands::log_failure(key, &e);
         Err(reason.unwrap_or(e))
     }
 
-    /// When something is to be removed once more.
+    /// The time of the next attempt to remove something.
     pub fn discard_deadline(&self) -> Option<Instant> {
-        // One that the runtime works on is not due.
+        // A container with a pending command is not due.
         let idle = self.containers.values().filter(|container| container.busy.is_none());
         idle.filter_map(|container| container.retry).map(|retry| retry.at).min()
     }
 
-    /// Removes what is due.
+    /// Makes the attempts that are due.
     pub fn retry_discards(&mut self, now: Instant) {
         let is_due = |container: &Container| {
             container.busy.is_none() && container.retry.is_some_and(|retry| retry.at <= now)
@@ -107,12 +109,12 @@ impl Shim {
         let due = self.containers.iter().filter(|(_, container)| is_due(container));
         let due: Vec<Key> = due.map(|(id, _)| Key::new(id, "")).collect();
         for key in due {
-            // What fails is logged, and has a new time.
+            // A failure is logged and schedules the next attempt.
             let _ = self.discard(&key, None, None);
         }
     }
 
-    /// A container that can be deleted: one that is created, or could not be.
+    /// A container that can be deleted: it is created, or its creation has failed.
     pub fn deletable(&mut self, id: &str) -> Result<&mut Container, Error> {
         let container = self.containers.get_mut(id);
         container
@@ -130,7 +132,7 @@ impl Shim {
     }
 }
 
-/// The answer to a deletion of what never ran.
+/// The answer to the Delete of a container that never ran.
 fn deleted() -> Answer {
     let exit = Exit::now(UNKNOWN);
     let mut response = DeleteResponse::new();

@@ -1,29 +1,29 @@
-//! Errors of calls: a code of gRPC and a message.
+//! Errors of calls: a gRPC status code and a message.
 
 use std::fmt;
 use std::io;
 
-/// The codes that calls are answered with.
+/// The gRPC status codes that the shim uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(i32)]
 pub enum Code {
     /// Anything else, such as a failure of the OCI runtime.
     Unknown = 2,
-    /// The request makes no sense.
+    /// The request is malformed.
     InvalidArgument = 3,
-    /// It took too long.
+    /// The operation took too long.
     DeadlineExceeded = 4,
     /// There is no such container or process.
     NotFound = 5,
-    /// There is one already.
+    /// There is already such a container or process.
     AlreadyExists = 6,
-    /// More than this program takes.
+    /// A limit of the shim was reached.
     ResourceExhausted = 8,
-    /// The state forbids it.
+    /// The operation is not allowed in this state.
     FailedPrecondition = 9,
     /// There is no such method.
     Unimplemented = 12,
-    /// The program ends.
+    /// The shim is shutting down.
     Unavailable = 14,
 }
 
@@ -49,9 +49,9 @@ impl Code {
 /// Why a call fails.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Error {
-    /// Its code.
+    /// The status code.
     pub code: Code,
-    /// What containerd shows.
+    /// The message, which containerd shows.
     pub message: String,
 }
 
@@ -76,7 +76,7 @@ impl Error {
         Self::new(Code::FailedPrecondition, message)
     }
 
-    /// The same with a message in front.
+    /// The same error with `what` in front of its message.
     pub fn context(self, what: impl fmt::Display) -> Self {
         Self { message: format!("{what}: {}", self.message), ..self }
     }
@@ -108,7 +108,7 @@ impl From<protobuf::Error> for Error {
     }
 }
 
-/// Adds what failed to an error.
+/// Adds a description of the failed operation to an error.
 pub trait Context<T> {
     /// The error with `what` in front.
     fn context(self, what: impl fmt::Display) -> Result<T, Error>;

@@ -1,5 +1,5 @@
-//! Events on their way to containerd: by its ttrpc socket, one after another, each until
-//! containerd has taken it.
+//! The queue of events for containerd. Events are sent to its ttrpc socket one after another, and
+//! each stays queued until containerd has acknowledged it.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -23,48 +23,49 @@ use crate::reactor::{Reactor, Source};
 
 const SERVICE: &str = "containerd.services.events.ttrpc.v1.Events";
 
-/// Waits between attempts to reach containerd: the first, and the longest.
+/// Delays between attempts to reach containerd: the first and the longest.
 const FIRST_WAIT: Duration = Duration::from_millis(50);
 const LONGEST_WAIT: Duration = Duration::from_secs(2);
 
-/// How often containerd may refuse an event that it has read: if the event is what is wrong, and
-/// for other reasons, which pass. No event keeps the others waiting for ever.
-const REFUSALS: u32 = 5;
-const REFUSALS_OF_OTHERS: u32 = 150;
+/// How often containerd may refuse an event before it is dropped, so that it does not block the
+/// others: if containerd reports it as malformed, and for other reasons, which may be temporary.
+const MAX_MALFORMED_REFUSALS: u32 = 5;
+const MAX_OTHER_REFUSALS: u32 = 150;
 
 /// An event's topic and the name of its message.
 pub type Kind = (&'static str, &'static str);
 
 /// A task was created.
 pub const CREATE: Kind = ("/tasks/create", "containerd.events.TaskCreate");
-/// It was started.
+/// A task was started.
 pub const START: Kind = ("/tasks/start", "containerd.events.TaskStart");
-/// A process has ended.
+/// A process has exited.
 pub const EXIT: Kind = ("/tasks/exit", "containerd.events.TaskExit");
-/// It was deleted.
+/// A task was deleted.
 pub const DELETE: Kind = ("/tasks/delete", "containerd.events.TaskDelete");
-/// A process is to be executed in it.
+/// An exec was added to a task.
 pub const EXEC_ADDED: Kind = ("/tasks/exec-added", "containerd.events.TaskExecAdded");
-/// And was started.
+/// An exec was started.
 pub const EXEC_STARTED: Kind = ("/tasks/exec-started", "containerd.events.TaskExecStarted");
-/// It was paused.
+/// A task was paused.
 pub const PAUSED: Kind = ("/tasks/paused", "containerd.events.TaskPaused");
-/// It was resumed.
+/// A task was resumed.
 pub const RESUMED: Kind = ("/tasks/resumed", "containerd.events.TaskResumed");
-/// A checkpoint was made.
+/// A checkpoint of a task was written.
 pub const CHECKPOINTED: Kind = ("/tasks/checkpointed", "containerd.events.TaskCheckpointed");
-/// A process was killed for want of memory.
+/// A process was killed by the OOM killer.
 const OOM: Kind = ("/tasks/oom", "containerd.events.TaskOOM");
 
-/// An event that waits.
+/// A queued event.
 #[derive(Debug)]
 struct Queued {
     topic: &'static str,
-    /// Its encoded [`ForwardRequest`].
+    /// The encoded [`ForwardRequest`].
     request: Vec<u8>,
+    /// How often containerd has refused the event.
     refusals: u32,
-    /// It says no more than another one of the same container: that it was short of memory.
-    repeats: Option<String>,
+    /// The container of a TaskOOM event; all TaskOOM events of one container are equal.
+    oom_container: Option<String>,
 }
 
 /// A connection to containerd.
@@ -72,13 +73,13 @@ struct Queued {
 struct Connection {
     socket: OwnedFd,
     decoder: Decoder,
-    /// Of the request on its way: what is not sent. `None`: there is no request.
+    /// The unsent bytes of the request that is not answered yet; `None`: there is no request.
     sending: Option<Vec<u8>>,
-    /// The request's stream; the next has two more.
+    /// The ttrpc stream id of the request. The id of the next request is higher by two.
     stream: u32,
 }
 
-/// The queue.
+/// The queue of events, and the connection to containerd.
 #[derive(Debug)]
 pub struct Events {
     address: Option<String>,
@@ -86,15 +87,15 @@ pub struct Events {
     queue: VecDeque<Queued>,
     connection: Option<Connection>,
     wait: Duration,
-    /// When containerd is tried again.
-    again: Option<Instant>,
+    /// Time of the next attempt after a failure.
+    retry_at: Option<Instant>,
 }
 
 impl Events {
-    /// Events of a namespace, for the socket at `address`; dropped without one.
+    /// An empty queue for events of a namespace. Without an `address` events are dropped.
     pub fn new(address: Option<String>, namespace: String) -> Self {
-        let (queue, connection, again) = Default::default();
-        Self { address, namespace, queue, connection, wait: FIRST_WAIT, again }
+        let (queue, connection, retry_at) = Default::default();
+        Self { address, namespace, queue, connection, wait: FIRST_WAIT, retry_at }
     }
 
     /// Queues an event.
@@ -102,11 +103,11 @@ impl Events {
         self.queue(kind, event, None, reactor);
     }
 
-    /// Queues an event that a container causes as often as it likes, unless one of its is queued
-    /// and not on its way.
+    /// Queues a TaskOOM event, unless one of the same container is queued behind the first event,
+    /// which may have been sent. A container can cause any number of these events.
     pub fn send_oom(&mut self, event: &TaskOOM, reactor: &Reactor) {
         let id = Some(event.container_id.clone());
-        if self.queue.iter().skip(1).all(|queued| queued.repeats != id) {
+        if self.queue.iter().skip(1).all(|queued| queued.oom_container != id) {
             self.queue(OOM, event, id, reactor);
         }
     }
@@ -115,7 +116,7 @@ impl Events {
         &mut self,
         (topic, name): Kind,
         event: &impl Message,
-        repeats: Option<String>,
+        oom_container: Option<String>,
         reactor: &Reactor,
     ) {
         if self.address.is_none() {
@@ -136,34 +137,34 @@ impl Events {
         let mut request = ForwardRequest::new();
         request.envelope = MessageField::some(envelope);
         let request = request.write_to_bytes().unwrap_or_default();
-        self.queue.push_back(Queued { topic, request, refusals: 0, repeats });
-        if self.again.is_none() {
+        self.queue.push_back(Queued { topic, request, refusals: 0, oom_container });
+        if self.retry_at.is_none() {
             self.advance(reactor);
         }
     }
 
-    /// Whether all events are taken.
+    /// Whether containerd has acknowledged all events.
     pub fn is_empty(&self) -> bool {
         self.queue.is_empty()
     }
 
-    /// When [`Events::advance`] is to be called at the latest.
+    /// When [`Events::retry`] must be called.
     pub fn deadline(&self) -> Option<Instant> {
-        self.again
+        self.retry_at
     }
 
-    /// The time of [`Events::deadline`] has come.
+    /// Retries at the time of [`Events::deadline`].
     pub fn retry(&mut self, reactor: &Reactor) {
-        self.again = None;
+        self.retry_at = None;
         self.advance(reactor);
     }
 
-    /// The connection is ready.
+    /// Reads and writes after the connection has become ready.
     pub fn ready(&mut self, reactor: &Reactor) {
         if let Err(e) = self.receive().and_then(|()| self.transmit()) {
             self.disconnect(&e);
         }
-        if self.again.is_none() {
+        if self.retry_at.is_none() {
             self.advance(reactor);
         }
     }
@@ -195,7 +196,8 @@ impl Events {
         Ok(())
     }
 
-    /// The event that was on its way stays queued: whether containerd has taken it is not known.
+    /// Closes the connection. The event that was sent stays queued, because it is unknown whether
+    /// containerd has received it.
     fn disconnect(&mut self, why: &Error) {
         self.connection = None;
         if self.queue.is_empty() {
@@ -204,11 +206,11 @@ impl Events {
         if self.wait == FIRST_WAIT {
             log::warn(format_args!("failed to send events to containerd; retrying: {why}"));
         }
-        self.again = Some(Instant::now() + self.wait);
+        self.retry_at = Some(Instant::now() + self.wait);
         self.wait = (self.wait * 2).min(LONGEST_WAIT);
     }
 
-    /// Sends what can be sent of the first event.
+    /// Sends as much of the first event as the socket takes.
     fn transmit(&mut self) -> Result<(), Error> {
         let Some(connection) = &mut self.connection else { return Ok(()) };
         if connection.sending.is_none() {
@@ -240,7 +242,7 @@ impl Events {
         Ok(())
     }
 
-    /// Reads answers.
+    /// Reads responses.
     fn receive(&mut self) -> Result<(), Error> {
         let mut buffer = [0; 1024];
         loop {
@@ -273,9 +275,9 @@ impl Events {
         {
             first.refusals += 1;
             let malformed = response.status.code.value() == Code::InvalidArgument as i32;
-            let most = if malformed { REFUSALS } else { REFUSALS_OF_OTHERS };
+            let max = if malformed { MAX_MALFORMED_REFUSALS } else { MAX_OTHER_REFUSALS };
             let (topic, times, reason) = (first.topic, first.refusals, &response.status.message);
-            if times < most {
+            if times < max {
                 return Err(Error::unknown(format!("event {topic}: {reason}")));
             }
             log::warn(format_args!(

@@ -1,14 +1,14 @@
-//! Exits of children: all that were started here, and what was orphaned below, as this process is
-//! a subreaper.
+//! Exits of the shim's children: processes that it started, and orphans, because the shim is a
+//! subreaper.
 //!
-//! A signal says only that there are exits; each is fetched by its own pid, so that it does not
-//! matter how many signals become one. A child is reaped after its exit was handled, so that no
-//! number is used once it may be another's. While the runtime starts a process whose pid is not
-//! known yet, the exits of unknown children are kept: one of them may be its.
+//! A SIGCHLD only says that a child has exited. Each exit is read by waitid(2), so that coalesced
+//! signals lose none. A child is reaped after its exit was handled, so that its pid cannot be
+//! reused before. While the runtime starts a process whose pid is not known yet, the exits of
+//! unknown children are kept, because one of them may be of that process.
 //!
-//! Another process may have the pid of one that has ended before its pid was known. Two facts
-//! distinguish them: a process that a runtime has started is a child of this one once the runtime
-//! has ended, and it was started before the runtime wrote its pid.
+//! A process that exits before its pid is known may lose the pid to another process. Two facts
+//! distinguish them: a process that a runtime has started is a child of the shim once the runtime
+//! has exited, and it was started before the runtime wrote the pid file.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
@@ -20,30 +20,30 @@ use rustix::process::{Pid, WaitOptions};
 use crate::shim::Key;
 use crate::sys;
 
-/// How many exits of unknown children are kept. A container with the node's PID namespace makes
-/// any number of them.
-const KEPT: usize = 4096;
+/// Maximum number of exits of unknown children that are kept. A container in the node's PID
+/// namespace can cause any number of them.
+const MAX_UNCLAIMED: usize = 4096;
 
-/// The status of a process whose end is all that is known, as in containerd.
+/// The exit status of a process that has exited with an unknown status, as in containerd.
 pub const UNKNOWN: u32 = 255;
 
-/// By how many clock ticks the time of a file may be before the start of a process that was older:
-/// the kernel's time of files is that of its last tick.
-const LAG: u64 = 2;
+/// Clock ticks by which the modification time of a file may precede the start of a process that
+/// started before the write: the kernel stamps files with the time of its last tick.
+const MTIME_LAG: u64 = 2;
 
-/// How a process ended.
+/// The exit of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Exit {
-    /// Its status; 128 and the signal for one that was killed.
+    /// The exit status; 128 plus the signal for a process that was killed by a signal.
     pub status: u32,
     /// Seconds since 1970.
     pub seconds: i64,
-    /// And nanoseconds.
+    /// Nanoseconds in that second.
     pub nanos: i32,
 }
 
 impl Exit {
-    /// An exit that is seen now.
+    /// An exit that is observed now.
     pub fn now(status: u32) -> Self {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Self {
@@ -53,7 +53,7 @@ impl Exit {
         }
     }
 
-    /// When it was seen.
+    /// The time at which the exit was observed.
     pub fn at(&self) -> Timestamp {
         let mut at = Timestamp::new();
         (at.seconds, at.nanos) = (self.seconds, self.nanos);
@@ -64,47 +64,47 @@ impl Exit {
 /// The kept exits of unknown children.
 #[derive(Debug, Default)]
 pub struct Exits {
-    /// Processes that are being started and whose pid is not known, and how many exits were dropped
-    /// before.
+    /// Processes that are being started and whose pid is not known yet; for each, the value of
+    /// `dropped` when its start began.
     starting: BTreeMap<Key, u64>,
-    /// In the order of their ends, at most [`KEPT`].
-    unclaimed: VecDeque<Kept>,
-    /// How many exits were dropped.
+    /// In the order in which they were observed, at most [`MAX_UNCLAIMED`].
+    unclaimed: VecDeque<UnclaimedExit>,
+    /// Count of exits that were dropped because too many were kept.
     dropped: u64,
 }
 
-/// The exit of an unknown child.
+/// The exit of an unknown child, which may be a process that is being started.
 #[derive(Debug)]
-struct Kept {
+struct UnclaimedExit {
     pid: i32,
-    /// When it was started; clock ticks after boot.
-    since: Option<u64>,
+    /// The start time of the child, clock ticks after boot.
+    start_time: Option<u64>,
     exit: Exit,
 }
 
 impl Exits {
-    /// A process is about to be started.
-    pub fn begin(&mut self, key: &Key) {
+    /// Announces that a process is being started whose pid is not known yet.
+    pub fn begin_start(&mut self, key: &Key) {
         self.starting.insert(key.clone(), self.dropped);
     }
 
-    /// Keeps the exit of an unknown child, if it may be that of a process that is being started. It
-    /// is not reaped yet.
+    /// Keeps the exit of an unknown child while any process is being started. The child must not be
+    /// reaped yet.
     pub fn keep(&mut self, pid: i32, exit: Exit) {
         if self.starting.is_empty() {
             return;
         }
-        if self.unclaimed.len() >= KEPT {
+        if self.unclaimed.len() >= MAX_UNCLAIMED {
             self.unclaimed.pop_front();
             self.dropped = self.dropped.wrapping_add(1);
         }
-        self.unclaimed.push_back(Kept { pid, since: start_time(pid), exit });
+        self.unclaimed.push_back(UnclaimedExit { pid, start_time: start_time(pid), exit });
     }
 
-    /// The process that was being started has this pid, which the runtime has written to this file,
-    /// or did not start. Its exit, if it has ended. Has no effect for a process that is not being
-    /// started.
-    pub fn claim(&mut self, key: &Key, made: Option<(i32, &Path)>) -> Option<Exit> {
+    /// Ends the start that [`Exits::begin_start`] announced. `made` is the pid and the pid file
+    /// that the runtime wrote; `None`: the start failed. Returns the exit, if the process has
+    /// exited and was reaped. Does nothing for a process that is not being started.
+    pub fn resolve_start(&mut self, key: &Key, made: Option<(i32, &Path)>) -> Option<Exit> {
         let dropped_before = self.starting.remove(key)?;
         let exit = made.and_then(|(pid, file)| self.exit_of(pid, file, dropped_before));
         if self.starting.is_empty() {
@@ -114,36 +114,40 @@ impl Exits {
     }
 
     fn exit_of(&self, pid: i32, file: &Path, dropped_before: u64) -> Option<Exit> {
-        let lives = is_child(pid);
-        let may_have_ended =
+        let is_unreaped = is_child(pid);
+        let may_have_exited =
             || self.dropped != dropped_before || self.unclaimed.iter().any(|kept| kept.pid == pid);
-        if lives && !may_have_ended() {
+        if is_unreaped && !may_have_exited() {
             return None;
         }
         let written = time_of(file);
-        let is_it = |since: Option<u64>| match (since, written) {
-            (Some(since), Some(written)) => since <= written.saturating_add(LAG),
+        let is_that_process = |start_time: Option<u64>| match (start_time, written) {
+            (Some(start_time), Some(written)) => start_time <= written.saturating_add(MTIME_LAG),
             _ => true,
         };
-        if lives && is_it(start_time(pid)) {
+        if is_unreaped && is_that_process(start_time(pid)) {
             return None;
         }
-        // The last one: a number may be used again.
-        let kept = self.unclaimed.iter().rev().find(|kept| kept.pid == pid && is_it(kept.since));
+        // The last match, because the pid may have been reused meanwhile.
+        let kept = self
+            .unclaimed
+            .iter()
+            .rev()
+            .find(|kept| kept.pid == pid && is_that_process(kept.start_time));
         Some(kept.map_or_else(|| Exit::now(UNKNOWN), |kept| kept.exit))
     }
 }
 
-/// When a process was started, in clock ticks after boot (proc_pid_stat(5)); `None`: it is gone.
+/// The start time of a process, clock ticks after boot (proc_pid_stat(5)); `None`: no such process.
 fn start_time(pid: i32) -> Option<u64> {
     let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
-    // Behind the name, which may have any character.
+    // After the process name, which may contain any character.
     let end = stat.iter().rposition(|byte| *byte == b')')?;
     let rest = std::str::from_utf8(stat.get(end + 1..)?).ok()?;
     rest.split_whitespace().nth(19)?.parse().ok()
 }
 
-/// When a file was written last, in clock ticks after boot; `None`: that is not known.
+/// The modification time of a file, clock ticks after boot; `None`: it cannot be determined.
 fn time_of(file: &Path) -> Option<u64> {
     let age = std::fs::metadata(file).ok()?.modified().ok()?.elapsed().ok()?;
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
@@ -153,24 +157,25 @@ fn time_of(file: &Path) -> Option<u64> {
     u64::try_from(written.as_nanos() * ticks / 1_000_000_000).ok()
 }
 
-/// A child that has ended. It is not reaped, so that its pid is no other's until [`reap`].
-pub fn ended() -> Option<(i32, Exit)> {
+/// A child that has exited, and its exit. The child is not reaped, so that its pid cannot be reused
+/// before [`reap`].
+pub fn next_exited() -> Option<(i32, Exit)> {
     sys::ended_child(None).map(|(pid, status)| (pid, Exit::now(status)))
 }
 
-/// How this child has ended, if it has. It is not reaped.
-pub fn ended_one(pid: i32) -> Option<Exit> {
+/// The exit of this child, if it has exited. The child is not reaped.
+pub fn exit_of_child(pid: i32) -> Option<Exit> {
     sys::ended_child(Some(pid)).map(|(_, status)| Exit::now(status))
 }
 
-/// Reaps a child that has ended.
+/// Reaps a child that has exited.
 pub fn reap(pid: i32) {
     while rustix::process::waitpid(Pid::from_raw(pid), WaitOptions::NOHANG)
         .is_err_and(|e| e == rustix::io::Errno::INTR)
     {}
 }
 
-/// Whether the pid is that of a child that was not reaped.
+/// Whether the pid is that of a child that was not reaped yet.
 pub fn is_child(pid: i32) -> bool {
     use rustix::process::{WaitId, WaitIdOptions};
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
@@ -184,11 +189,11 @@ mod tests {
     /// A pid that no process has.
     const GONE: i32 = i32::MAX;
 
-    /// A file without a time: no pid was written.
+    /// A pid file that does not exist, so that its modification time is unknown.
     const NO_FILE: &str = "/nonexistent/pid";
 
-    fn claim(exits: &mut Exits, key: &Key, pid: i32, file: &Path) -> Option<u32> {
-        exits.claim(key, Some((pid, file))).map(|exit| exit.status)
+    fn resolve(exits: &mut Exits, key: &Key, pid: i32, file: &Path) -> Option<u32> {
+        exits.resolve_start(key, Some((pid, file))).map(|exit| exit.status)
     }
 
     /// A child that runs until it is killed.
@@ -211,7 +216,7 @@ mod tests {
         }
     }
 
-    /// A file with a pid, written so long ago.
+    /// A pid file that was written `age` ago.
     fn pid_file(age: Duration) -> tempfile::NamedTempFile {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_modified(SystemTime::now() - age).unwrap();
@@ -225,14 +230,14 @@ mod tests {
         let (a, b) = (Key::new("a", ""), Key::new("a", "b"));
         exits.keep(GONE, exit);
         assert_eq!(exits.unclaimed.len(), 0, "nothing is being started");
-        exits.begin(&a);
-        exits.begin(&b);
+        exits.begin_start(&a);
+        exits.begin_start(&b);
         exits.keep(GONE, exit);
-        assert_eq!(exits.claim(&a, None), None);
-        assert_eq!(exits.claim(&b, Some((GONE, file))), Some(exit));
-        exits.begin(&a);
+        assert_eq!(exits.resolve_start(&a, None), None);
+        assert_eq!(exits.resolve_start(&b, Some((GONE, file))), Some(exit));
+        exits.begin_start(&a);
         exits.keep(GONE, exit);
-        exits.claim(&a, Some((1, file)));
+        exits.resolve_start(&a, Some((1, file)));
         assert_eq!(exits.unclaimed.len(), 0, "kept no longer than needed");
     }
 
@@ -240,24 +245,24 @@ mod tests {
     fn a_start_that_fails_leaves_the_exits_of_others() {
         let mut exits = Exits::default();
         let (runs, fails) = (Key::new("a", "runs"), Key::new("b", ""));
-        exits.begin(&runs);
+        exits.begin_start(&runs);
         exits.keep(GONE, Exit::now(7));
-        // Its logging program has failed: the runtime was not called.
-        assert_eq!(exits.claim(&fails, None), None);
-        assert_eq!(claim(&mut exits, &runs, GONE, Path::new(NO_FILE)), Some(7));
+        // The logging program has failed, so that the runtime was not called.
+        assert_eq!(exits.resolve_start(&fails, None), None);
+        assert_eq!(resolve(&mut exits, &runs, GONE, Path::new(NO_FILE)), Some(7));
     }
 
     #[test]
     fn a_process_whose_exit_was_dropped_has_the_unknown_status() {
         let mut exits = Exits::default();
         let key = Key::new("a", "");
-        exits.begin(&key);
+        exits.begin_start(&key);
         exits.keep(GONE, Exit::now(7));
         for pid in 0..10_000 {
             exits.keep(1_000_000_000 + pid, Exit::now(0));
         }
-        assert_eq!(exits.unclaimed.len(), KEPT);
-        assert_eq!(claim(&mut exits, &key, GONE, Path::new(NO_FILE)), Some(UNKNOWN));
+        assert_eq!(exits.unclaimed.len(), MAX_UNCLAIMED);
+        assert_eq!(resolve(&mut exits, &key, GONE, Path::new(NO_FILE)), Some(UNKNOWN));
     }
 
     #[test]
@@ -265,14 +270,18 @@ mod tests {
         let mut exits = Exits::default();
         let key = Key::new("a", "");
         let (child, file) = (Child::new(), pid_file(Duration::ZERO));
-        exits.begin(&key);
-        assert_eq!(claim(&mut exits, &key, child.pid(), file.path()), None);
-        exits.begin(&key);
-        exits.unclaimed.push_back(Kept { pid: child.pid(), since: Some(1), exit: Exit::now(7) });
-        assert_eq!(claim(&mut exits, &key, child.pid(), file.path()), None);
-        exits.begin(&key);
+        exits.begin_start(&key);
+        assert_eq!(resolve(&mut exits, &key, child.pid(), file.path()), None);
+        exits.begin_start(&key);
+        exits.unclaimed.push_back(UnclaimedExit {
+            pid: child.pid(),
+            start_time: Some(1),
+            exit: Exit::now(7),
+        });
+        assert_eq!(resolve(&mut exits, &key, child.pid(), file.path()), None);
+        exits.begin_start(&key);
         exits.dropped += 1;
-        assert_eq!(claim(&mut exits, &key, child.pid(), file.path()), None);
+        assert_eq!(resolve(&mut exits, &key, child.pid(), file.path()), None);
     }
 
     #[test]
@@ -280,18 +289,22 @@ mod tests {
         let mut exits = Exits::default();
         let key = Key::new("a", "");
         let (child, file) = (Child::new(), pid_file(Duration::from_secs(1)));
-        // Another child has its number, and its own exit was dropped.
-        exits.begin(&key);
+        // Another child has its pid, and its own exit was dropped.
+        exits.begin_start(&key);
         exits.dropped += 1;
-        assert_eq!(claim(&mut exits, &key, child.pid(), file.path()), Some(UNKNOWN));
-        // Its own exit was kept, as was one of a child that had its number after it.
-        exits.begin(&key);
-        for (since, status) in [(Some(1), 7), (start_time(child.pid()), 8)] {
-            exits.unclaimed.push_back(Kept { pid: child.pid(), since, exit: Exit::now(status) });
+        assert_eq!(resolve(&mut exits, &key, child.pid(), file.path()), Some(UNKNOWN));
+        // Its own exit was kept, and also the exit of a later child with the same pid.
+        exits.begin_start(&key);
+        for (start_time, status) in [(Some(1), 7), (start_time(child.pid()), 8)] {
+            exits.unclaimed.push_back(UnclaimedExit {
+                pid: child.pid(),
+                start_time,
+                exit: Exit::now(status),
+            });
         }
-        assert_eq!(claim(&mut exits, &key, child.pid(), file.path()), Some(7));
-        // A process that is no child has it.
-        exits.begin(&key);
-        assert_eq!(claim(&mut exits, &key, 1, file.path()), Some(UNKNOWN));
+        assert_eq!(resolve(&mut exits, &key, child.pid(), file.path()), Some(7));
+        // A process that is not a child has the pid.
+        exits.begin_start(&key);
+        assert_eq!(resolve(&mut exits, &key, 1, file.path()), Some(UNKNOWN));
     }
 }

@@ -1,7 +1,7 @@
 //! Frames of ttrpc: a header of ten bytes (length, stream, type, flags) and the message.
 
-/// Longest message that is read, as in containerd's ttrpc; bytes.
-pub const LONGEST: usize = 4 << 20;
+/// Maximum length of a message that is read, as in containerd's ttrpc; bytes.
+pub const MAX_MESSAGE: usize = 4 << 20;
 
 /// Length of a header.
 pub const HEADER: usize = 10;
@@ -11,61 +11,65 @@ pub const REQUEST: u8 = 1;
 /// Type of a frame that holds a response.
 pub const RESPONSE: u8 = 2;
 
-/// What has arrived.
+/// A decoded frame.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Incoming {
     /// A whole message.
     Message {
-        /// The stream.
+        /// The stream id.
         stream: u32,
-        /// Its type.
+        /// The type of the frame.
         kind: u8,
         /// The message.
         payload: Vec<u8>,
     },
-    /// The head of a message that is longer than [`LONGEST`]. It is skipped.
+    /// The header of a message that is longer than [`MAX_MESSAGE`]. The message is skipped.
     TooLong {
-        /// The stream.
+        /// The stream id.
         stream: u32,
-        /// Its length.
+        /// The length of the message.
         length: usize,
     },
 }
 
-/// Cuts what arrives into frames. Takes no more memory than has arrived.
+/// Splits received bytes into frames. Uses no more memory than the bytes that were received.
 #[derive(Debug, Default)]
 pub struct Decoder {
     head: [u8; HEADER],
-    /// Bytes of the head that are there.
-    known: usize,
+    /// Count of bytes of the header that were received.
+    head_len: usize,
     payload: Vec<u8>,
-    /// Bytes of a message that is too long which have not arrived.
+    /// Count of bytes to skip: the rest of a message that is too long.
     skip: usize,
 }
 
 impl Decoder {
-    /// Takes bytes; returns what is whole with them.
+    /// Adds received bytes, and returns the frames that they complete.
     pub fn feed(&mut self, mut bytes: &[u8]) -> Vec<Incoming> {
         let mut frames = Vec::new();
         loop {
             let skipped = self.skip.min(bytes.len());
             self.skip -= skipped;
             bytes = bytes.get(skipped..).unwrap_or_default();
-            if self.known < HEADER {
-                let taken = (HEADER - self.known).min(bytes.len());
+            if self.head_len < HEADER {
+                let taken = (HEADER - self.head_len).min(bytes.len());
                 let (part, rest) = bytes.split_at(taken);
-                self.head.iter_mut().skip(self.known).zip(part).for_each(|(to, from)| *to = *from);
-                (self.known, bytes) = (self.known + taken, rest);
-                if self.known < HEADER {
+                self.head
+                    .iter_mut()
+                    .skip(self.head_len)
+                    .zip(part)
+                    .for_each(|(to, from)| *to = *from);
+                (self.head_len, bytes) = (self.head_len + taken, rest);
+                if self.head_len < HEADER {
                     return frames;
                 }
             }
             let [a, b, c, d, e, f, g, h, kind, _] = self.head;
             let length = u32::from_be_bytes([a, b, c, d]) as usize;
             let stream = u32::from_be_bytes([e, f, g, h]);
-            if length > LONGEST {
+            if length > MAX_MESSAGE {
                 frames.push(Incoming::TooLong { stream, length });
-                (self.skip, self.known) = (length, 0);
+                (self.skip, self.head_len) = (length, 0);
                 continue;
             }
             let missing = length - self.payload.len();
@@ -75,7 +79,7 @@ impl Decoder {
             if self.payload.len() < length {
                 return frames;
             }
-            self.known = 0;
+            self.head_len = 0;
             let payload = std::mem::take(&mut self.payload);
             frames.push(Incoming::Message { stream, kind, payload });
         }
@@ -137,12 +141,12 @@ mod tests {
     #[test]
     fn a_message_that_is_too_long_is_skipped() {
         let mut bytes = Vec::new();
-        bytes.extend((LONGEST as u32 + 1).to_be_bytes());
+        bytes.extend((MAX_MESSAGE as u32 + 1).to_be_bytes());
         bytes.extend([0, 0, 0, 7, REQUEST, 0]);
         let mut decoder = Decoder::default();
-        let length = LONGEST + 1;
+        let length = MAX_MESSAGE + 1;
         assert_eq!(decoder.feed(&bytes), [Incoming::TooLong { stream: 7, length }]);
-        for _ in 0..LONGEST >> 20 {
+        for _ in 0..MAX_MESSAGE >> 20 {
             assert_eq!(decoder.feed(&vec![1; 1 << 20]), []);
         }
         let mut next = vec![1];

@@ -1,4 +1,4 @@
-//! What `fuzz/` calls of the inside: everything that decodes what comes from elsewhere.
+//! Entry points for `fuzz/`: all functions that decode external input.
 
 use std::path::{Path, PathBuf};
 
@@ -10,8 +10,8 @@ use crate::frame::{Decoder, Incoming};
 use crate::io::logger::Program;
 use crate::{container, exec, idmap, mounts, options, runtime, task};
 
-/// Frames: stream, type and message; a length without them for one that is too long. The input is
-/// cut into parts of `cut` bytes.
+/// Decodes frames: stream id, type and message; only the stream id of a message that is too long.
+/// The input is cut into parts of `cut` bytes.
 pub fn frames(input: &[u8], cut: usize) -> Vec<(u32, Option<(u8, Vec<u8>)>)> {
     let mut decoder = Decoder::default();
     let frames = input.chunks(cut).flat_map(|part| decoder.feed(part));
@@ -22,7 +22,7 @@ pub fn frames(input: &[u8], cut: usize) -> Vec<(u32, Option<(u8, Vec<u8>)>)> {
     frames.collect()
 }
 
-/// Whether this is a call; why not.
+/// Decodes a call.
 ///
 /// # Errors
 /// The refusal.
@@ -42,9 +42,9 @@ pub fn is_id(id: &str) -> bool {
 pub fn options_json(kind: &str, value: &[u8]) -> Result<String, String> {
     let mut any = Any::new();
     (any.type_url, any.value) = (kind.to_owned(), value.to_owned());
-    // Of the other call too.
+    // The options of a Checkpoint are decoded, too.
     let _ = options::parse_checkpoint(Some(&any));
-    options::parse(Some(&any)).map(|options| options::json(&options).to_string()).map_err(said)
+    options::parse(Some(&any)).map(|options| options::json(&options).to_string()).map_err(message)
 }
 
 /// The `process.json` of an exec.
@@ -52,10 +52,10 @@ pub fn options_json(kind: &str, value: &[u8]) -> Result<String, String> {
 /// # Errors
 /// The refusal.
 pub fn process_json(spec: &[u8], terminal: bool) -> Result<Vec<u8>, String> {
-    exec::process_json(spec, terminal).map_err(said)
+    exec::process_json(spec, terminal).map_err(message)
 }
 
-/// Whether a `config.json` gives a PID namespace of its own; its cgroup.
+/// Whether a `config.json` asks for a new PID namespace, and its cgroup path.
 pub fn config(text: &[u8]) -> (bool, String) {
     container::fuzzed_config(text)
 }
@@ -70,10 +70,12 @@ pub fn last_error(log: &str) -> Option<String> {
 /// # Errors
 /// The refusal.
 pub fn mount_options(options: &[String]) -> Result<(u32, Vec<String>), String> {
-    mounts::Options::parse(options).map(|parsed| (parsed.flags.bits(), parsed.data)).map_err(said)
+    mounts::Options::parse(options)
+        .map(|parsed| (parsed.flags.bits(), parsed.data))
+        .map_err(message)
 }
 
-/// The directory that lower directories of an overlay are made relative to.
+/// The directory to which the lower directories of an overlay are made relative.
 pub fn shorten(data: &mut [String]) -> Option<PathBuf> {
     mounts::shorten(data)
 }
@@ -83,12 +85,12 @@ pub fn points_below(table: &[u8], root: &Path) -> Vec<PathBuf> {
     mounts::points_below(table, root)
 }
 
-/// A map of users in the kernel's form.
+/// An id map in the kernel's form.
 ///
 /// # Errors
 /// The refusal.
 pub fn id_map(map: &str) -> Result<String, String> {
-    idmap::id_map(map).map_err(said)
+    idmap::id_map(map).map_err(message)
 }
 
 /// The paths of a process's cgroup.
@@ -110,10 +112,10 @@ pub fn cgroup_in_hierarchy(path: &str, id: &str) -> Option<PathBuf> {
 /// # Errors
 /// The refusal.
 pub fn logging_program(uri: &str) -> Result<Vec<Vec<u8>>, String> {
-    let program = Program::parse(uri, true).map_err(said)?;
+    let program = Program::parse(uri, true).map_err(message)?;
     Ok(program.arguments.into_iter().map(|argument| argument.into_bytes()).collect())
 }
 
-fn said(e: Error) -> String {
+fn message(e: Error) -> String {
     e.message
 }

@@ -1,6 +1,6 @@
-//! Helpers: this program once more, for work of the kernel that may take long. A slow disk, or a
-//! file system whose server does not answer, then keeps the loop from nothing. A helper ends with
-//! the process that has started it, as soon as the kernel lets it.
+//! Helpers: processes of this program that do kernel work that may take long, so that a slow disk
+//! or a file system that does not answer does not block the main loop. The kernel kills a helper
+//! when the process that started it exits; a helper that hangs in the kernel exits later.
 
 use std::fs::File;
 use std::io::Write as _;
@@ -12,7 +12,7 @@ use containerd_shim_protos::ttrpc::proto::Status;
 use protobuf::{EnumOrUnknown, Message as _};
 
 use crate::error::{Code, Context as _, Error};
-use crate::runtime::{self, Command, GIVEN};
+use crate::runtime::{self, Command, INPUT_FD};
 use crate::{Arguments, container, mounts, sys};
 
 /// What a helper does.
@@ -20,14 +20,14 @@ use crate::{Arguments, container, mounts, sys};
 pub enum Action {
     /// Mounts the root file system of a bundle; see [`mounts_file`].
     Mount,
-    /// Unmounts it.
+    /// Unmounts the root file system of a bundle.
     Unmount,
-    /// Removes the cgroup of a container and kills what is in it.
+    /// Kills the processes in the cgroup of a container and removes the cgroup.
     RemoveCgroup,
 }
 
 impl Action {
-    /// Its word on the command line.
+    /// The word on the command line that selects the action.
     pub fn word(self) -> &'static str {
         match self {
             Self::Mount => "mount",
@@ -36,7 +36,7 @@ impl Action {
         }
     }
 
-    /// The action of a word.
+    /// The action that a word selects.
     pub fn of_word(word: &str) -> Option<Self> {
         [Self::Mount, Self::Unmount, Self::RemoveCgroup]
             .into_iter()
@@ -44,25 +44,25 @@ impl Action {
     }
 }
 
-/// What a helper works on.
+/// The input of a helper.
 #[derive(Debug, Clone, Copy)]
 pub struct Work<'a> {
-    /// What it does.
+    /// The action.
     pub action: Action,
     /// containerd's namespace.
     pub namespace: &'a str,
-    /// The container.
+    /// The container's id.
     pub id: &'a str,
-    /// Its bundle.
+    /// The container's bundle.
     pub bundle: &'a Path,
-    /// What it mounts.
-    pub given: Option<BorrowedFd<'a>>,
+    /// The mounts to make; see [`mounts_file`].
+    pub input_file: Option<BorrowedFd<'a>>,
 }
 
-/// The mounts that a helper makes, as a file for it.
+/// A file in memory that contains the mounts for a helper.
 ///
 /// # Errors
-/// There is no memory for it.
+/// The file cannot be created.
 pub fn mounts_file(mounts: Vec<Mount>) -> Result<std::os::fd::OwnedFd, Error> {
     let mut request = CreateTaskRequest::new();
     request.rootfs = mounts;
@@ -72,7 +72,7 @@ pub fn mounts_file(mounts: Vec<Mount>) -> Result<std::os::fd::OwnedFd, Error> {
 /// Starts a helper.
 ///
 /// # Errors
-/// It cannot be started.
+/// The helper cannot be started.
 pub fn start(work: &Work<'_>) -> Result<Command, Error> {
     let words = [
         env!("CARGO_PKG_NAME"),
@@ -87,10 +87,12 @@ pub fn start(work: &Work<'_>) -> Result<Command, Error> {
     let words = words.into_iter().map(runtime::string).collect::<Result<Vec<_>, _>>()?;
     let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
     let output = runtime::memory_file()?;
-    // No stream of this process: who waits for its end would wait for that of the helper too.
+    // Not the streams of this process: a reader that waits until they are closed would also wait
+    // for the helper.
     let mut descriptors = vec![(null.as_fd(), 0), (output.as_fd(), 1), (null.as_fd(), 2)];
-    descriptors.extend(work.given.map(|given| (given, GIVEN)));
-    // By this the `delete` of the command line finds it. A bundle that is gone has no mounts.
+    descriptors.extend(work.input_file.map(|input_file| (input_file, INPUT_FD)));
+    // The working directory identifies the helper to `cleanup::delete`. A bundle that was removed
+    // has no mounts.
     let bundle = File::open(work.bundle).ok();
     let spawned = sys::spawn(&sys::Spawn {
         program: c"/proc/self/exe",
@@ -104,10 +106,10 @@ pub fn start(work: &Work<'_>) -> Result<Command, Error> {
     Ok(Command::without_log(pid, output))
 }
 
-/// Works as a helper. An error is written to standard output, as the status of a call.
+/// Runs as a helper. Writes an error to standard output, encoded as a ttrpc status.
 ///
 /// # Errors
-/// What has failed.
+/// The action has failed.
 pub fn run(action: Action, arguments: &Arguments) -> Result<(), Error> {
     let done = act(action, arguments);
     if let Err(e) = &done {
@@ -123,8 +125,8 @@ fn act(action: Action, arguments: &Arguments) -> Result<(), Error> {
     let bundle = Path::new(&arguments.bundle);
     match action {
         Action::Mount => {
-            let given = std::fs::read(runtime::given()).context("read mounts")?;
-            let request = CreateTaskRequest::parse_from_bytes(&given)?;
+            let input_file = std::fs::read(runtime::input_path()).context("read mounts")?;
+            let request = CreateTaskRequest::parse_from_bytes(&input_file)?;
             mounts::mount_all(&request.rootfs, &mounts::rootfs(bundle))
         }
         Action::Unmount => mounts::unmount_bundle(bundle),
@@ -135,11 +137,11 @@ fn act(action: Action, arguments: &Arguments) -> Result<(), Error> {
     }
 }
 
-/// Why a helper has failed: what it has written, or its status.
+/// The error of a helper that has failed: the one that it has written, or its exit status.
 pub fn failure(output: &[u8], status: u32) -> Error {
     match Status::parse_from_bytes(output) {
-        Ok(said) if !said.message.is_empty() => {
-            Error::new(Code::of_number(said.code.value()), said.message)
+        Ok(status) if !status.message.is_empty() => {
+            Error::new(Code::of_number(status.code.value()), status.message)
         }
         _ => Error::unknown(format!("exit status {status}")),
     }
@@ -154,8 +156,8 @@ mod tests {
         let mut status = Status::new();
         status.code = EnumOrUnknown::from_i32(Code::InvalidArgument as i32);
         status.message = "no such option".to_owned();
-        let said = failure(&status.write_to_bytes().unwrap(), 1);
-        assert_eq!(said, Error::new(Code::InvalidArgument, "no such option"));
+        let error = failure(&status.write_to_bytes().unwrap(), 1);
+        assert_eq!(error, Error::new(Code::InvalidArgument, "no such option"));
         assert_eq!(failure(b"", 137).message, "exit status 137");
         assert_eq!(failure(b"\xff rubbish", 1).message, "exit status 1");
     }

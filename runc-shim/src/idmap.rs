@@ -1,4 +1,4 @@
-//! Mounts whose users are mapped (`uidmap`, `gidmap`).
+//! Idmapped mounts (mount options `uidmap` and `gidmap`).
 
 use std::fs::{self, File};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -11,11 +11,11 @@ use rustix::process::{Pid, WaitOptions};
 use crate::error::{Code, Context as _, Error};
 use crate::sys;
 
-/// Where lower directories are mounted for a moment, in the bundle.
+/// The directory in the bundle on which lower directories are mounted until the overlay is made.
 pub const IDMAPPED: &str = "idmapped";
 
-/// A user namespace with these maps, as a mount's options have them: `CONTAINER:HOST:SIZE`, more
-/// than one separated by commas.
+/// A user namespace with these id maps, in the form of mount options: `CONTAINER:HOST:SIZE`,
+/// several separated by commas.
 pub fn user_namespace(users: &str, groups: &str) -> Result<OwnedFd, Error> {
     let (users, groups) = (id_map(users)?, id_map(groups)?);
     let holder = Holder(sys::user_namespace_holder().context("make user namespace")?);
@@ -26,7 +26,7 @@ pub fn user_namespace(users: &str, groups: &str) -> Result<OwnedFd, Error> {
     Ok(namespace.into())
 }
 
-/// The form in which the kernel takes a map.
+/// An id map in the form of `/proc/PID/uid_map`.
 pub fn id_map(map: &str) -> Result<String, Error> {
     let malformed = || Error::new(Code::InvalidArgument, format!("id map {map:?}"));
     let mut lines = String::new();
@@ -38,7 +38,7 @@ pub fn id_map(map: &str) -> Result<String, Error> {
     Ok(lines)
 }
 
-/// A process that only holds a namespace.
+/// The pid of a process that only keeps a namespace alive; killed and reaped on drop.
 struct Holder(i32);
 
 impl Drop for Holder {
@@ -51,7 +51,7 @@ impl Drop for Holder {
     }
 }
 
-/// Mounts `source` at `target` once more, with its users mapped.
+/// Makes an idmapped copy of the mount at `source`, at `target`.
 pub fn mount(
     source: &Path,
     target: &Path,
@@ -66,17 +66,18 @@ pub fn mount(
     rustix::mount::move_mount(&tree, c"", CWD, target, flags).context(what())
 }
 
-/// The lower directories of an overlay with their users mapped, as long as this lives; the overlay
-/// keeps what it needs of them.
+/// An idmapped mount of the lower directories of an overlay, detached on drop. The overlay keeps
+/// its own references.
 #[derive(Debug)]
 pub struct Lower(PathBuf);
 
 impl Lower {
-    /// Maps the directory in which all lower directories lie, below `beside`, and makes the option
-    /// name them there.
+    /// Makes an idmapped mount of the common parent of all lower directories, in `beside`, and
+    /// changes the option to name the directories there.
     pub fn map(data: &mut [String], beside: &Path, users: BorrowedFd<'_>) -> Result<Self, Error> {
-        let apart =
-            || Error::new(Code::InvalidArgument, "lower directories lie in no directory to map");
+        let apart = || {
+            Error::new(Code::InvalidArgument, "the lower directories have no common parent to map")
+        };
         let common = super::mounts::shorten(data).ok_or_else(apart)?;
         let dir = beside.join(IDMAPPED);
         fs::create_dir_all(&dir).context(format_args!("make directory {}", dir.display()))?;
@@ -95,7 +96,7 @@ impl Lower {
 
 impl Drop for Lower {
     fn drop(&mut self) {
-        // Not mounted, if that has failed.
+        // Fails if the mount has failed.
         let _ = rustix::mount::unmount(&self.0, UnmountFlags::DETACH);
         let _ = fs::remove_dir(&self.0);
     }

@@ -46,10 +46,10 @@ use crate::signals::Signals;
 /// The name of the process; the program may be run by a descriptor.
 const NAME: &std::ffi::CStr = c"runc-shim";
 
-/// Where the socket is.
+/// The descriptor of the listening socket, which the daemon passes.
 const SOCKET: i32 = 3;
 
-/// The program.
+/// The main function of the program.
 pub fn main() -> ExitCode {
     match run() {
         Ok(code) => code,
@@ -71,14 +71,14 @@ fn run() -> Result<ExitCode, Error> {
     match arguments.action.as_str() {
         "" => serve(arguments)?,
         "delete" => {
-            // As containerd's shim, this ends when its work is done.
+            // SIGTERM and SIGINT must not interrupt the deletion, as in containerd's shim.
             let _blocked = Signals::new().context("block signals")?;
             cleanup::delete(&arguments)?;
         }
         other => {
-            let foreign = || Error::unknown(format!("{other} is for shims that start themselves"));
-            let action = helper::Action::of_word(other).ok_or_else(foreign)?;
-            // Who has started it says what has failed.
+            let unsupported = || Error::unknown(format!("unsupported shim command {other:?}"));
+            let action = helper::Action::of_word(other).ok_or_else(unsupported)?;
+            // The error is on standard output: the process that started the helper reports it.
             return Ok(match helper::run(action, &arguments) {
                 Ok(()) => ExitCode::SUCCESS,
                 Err(_) => ExitCode::FAILURE,
@@ -90,10 +90,11 @@ fn run() -> Result<ExitCode, Error> {
 
 fn serve(arguments: Arguments) -> Result<(), Error> {
     let listener = sys::inherited(SOCKET)
-        .ok_or_else(|| Error::unknown("descriptor 3 is no socket: not started by the daemon"))?;
+        .ok_or_else(|| Error::unknown("descriptor 3 is not open: not started by the daemon"))?;
     sys::close_rest_on_exec();
     rustix::thread::set_name(NAME).context("set name of process")?;
-    // Who can trace this process is root in the node; a core would hold what containers have said.
+    // A process that can trace the shim has root's rights on the node, and a core dump would
+    // contain output of containers.
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
         .context("forbid core dumps")?;
     if let Err(e) = sys::raise_open_files() {
@@ -106,16 +107,16 @@ fn serve(arguments: Arguments) -> Result<(), Error> {
     shim::Shim::new(listener, signals, arguments.namespace, arguments.id, address)?.run()
 }
 
-/// What is used of the arguments of containerd's shims.
+/// The arguments of containerd's shims that are used.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Arguments {
     /// containerd's namespace.
     pub namespace: String,
-    /// The sandbox, or the container to delete.
+    /// The id of the sandbox, or of the container that is deleted or that a helper works on.
     pub id: String,
-    /// Its bundle.
+    /// The bundle of the container.
     pub bundle: String,
-    /// What is to be done; empty: to serve.
+    /// The command: `delete` or the word of a helper's action; empty: serve.
     pub action: String,
 }
 
@@ -141,7 +142,7 @@ impl Arguments {
             }
         }
         if parsed.namespace.is_empty() || parsed.namespace.contains('/') {
-            return Err(Error::unknown("-namespace names no namespace"));
+            return Err(Error::unknown("-namespace is missing or malformed"));
         }
         Ok(parsed)
     }

@@ -1,4 +1,4 @@
-//! Kills for want of memory in a container's cgroup.
+//! Detects OOM kills in the cgroups of containers.
 
 use std::fs::{self, File};
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
@@ -15,47 +15,47 @@ use crate::log;
 use crate::reactor::Source;
 use crate::shim::Shim;
 
-/// Watches a cgroup.
+/// A watch for OOM kills in a container's cgroup.
 #[derive(Debug)]
 pub struct Watch {
-    /// The container.
+    /// The container's id.
     id: String,
     kind: Kind,
 }
 
 #[derive(Debug)]
 enum Kind {
-    /// Version 1: counts what the kernel says; the cgroup.
-    Counter(OwnedFd, PathBuf),
-    /// Version 2: `memory.events`, and the kills that are known.
-    Events(File, u64),
+    /// Version 1: an eventfd to which the kernel writes; the path of the cgroup.
+    EventFd(OwnedFd, PathBuf),
+    /// Version 2: `memory.events`, and the highest count of kills that was read.
+    MemoryEvents(File, u64),
 }
 
 impl Watch {
     fn new(id: &str, cgroup: &Cgroup) -> Result<Option<Self>, Error> {
         let Some(path) = cgroup.controller("memory") else { return Ok(None) };
         let kind = match cgroup {
-            Cgroup::V1(_) => Kind::Counter(counter(path)?, path.to_owned()),
+            Cgroup::V1(_) => Kind::EventFd(oom_eventfd(path)?, path.to_owned()),
             Cgroup::V2(_) => {
                 let path = path.join("memory.events");
                 let file = File::open(&path).context(format_args!("open {}", path.display()))?;
                 let kills = kills(&file);
-                Kind::Events(file, kills)
+                Kind::MemoryEvents(file, kills)
             }
         };
         Ok(Some(Self { id: id.to_owned(), kind }))
     }
 
-    /// Whether there was a kill since this was asked last.
+    /// Whether a process was killed since the last call.
     fn has_killed(&mut self) -> bool {
         match &mut self.kind {
-            Kind::Counter(counter, path) => {
+            Kind::EventFd(counter, path) => {
                 let mut count = [0; 8];
-                // The removal of the cgroup counts too.
+                // The kernel also writes when the cgroup is removed.
                 matches!(rustix::io::read(counter.as_fd(), &mut count), Ok(8)) && path.exists()
             }
-            Kind::Events(file, known) => {
-                // A count that cannot be read is 0: what is known stays known.
+            Kind::MemoryEvents(file, known) => {
+                // A count that cannot be read is 0, which must not lower the known count.
                 let kills = kills(file);
                 let more = kills > *known;
                 *known = kills.max(*known);
@@ -65,8 +65,8 @@ impl Watch {
     }
 }
 
-/// Has the kernel count in version 1.
-fn counter(path: &Path) -> Result<OwnedFd, Error> {
+/// An eventfd to which the kernel writes when the cgroup of version 1 is out of memory.
+fn oom_eventfd(path: &Path) -> Result<OwnedFd, Error> {
     let counter = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
     let name = path.join("memory.oom_control");
     let control = File::open(&name).context(format_args!("open {}", name.display()))?;
@@ -76,41 +76,41 @@ fn counter(path: &Path) -> Result<OwnedFd, Error> {
     Ok(counter)
 }
 
-/// The kills in `memory.events`. A cgroup that is gone has no more.
+/// The count of OOM kills in `memory.events`; 0 if the cgroup was removed.
 fn kills(file: &File) -> u64 {
     let mut text = [0; 512];
     let count = file.read_at(&mut text, 0).unwrap_or(0);
     let text = String::from_utf8_lossy(text.get(..count).unwrap_or_default());
     let line = text.lines().find_map(|line| line.strip_prefix("oom_kill "));
-    line.and_then(|number| number.trim().parse().ok()).unwrap_or(0)
+    line.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
 }
 
 impl Shim {
-    /// Watches a container's cgroup. A container that cannot be watched runs all the same.
+    /// Watches a container's cgroup for OOM kills. A failure is logged, and the container runs.
     pub fn watch_memory(&mut self, id: &str) {
         let cgroup = self.containers.get(id).and_then(|container| container.cgroup.as_ref());
         let Some(watch) = cgroup.map(|cgroup| Watch::new(id, cgroup)) else { return };
-        let number = self.number();
+        let watch_id = self.new_id();
         let added = watch.and_then(|watch| {
             let Some(watch) = watch else { return Ok(()) };
-            let source = Source::Memory(number);
+            let source = Source::Memory(watch_id);
             match &watch.kind {
-                Kind::Counter(fd, _) => self.reactor.add(fd, source, EventFlags::IN)?,
-                Kind::Events(fd, _) => {
+                Kind::EventFd(fd, _) => self.reactor.add(fd, source, EventFlags::IN)?,
+                Kind::MemoryEvents(fd, _) => {
                     self.reactor.add(fd, source, EventFlags::PRI | EventFlags::ET)?;
                 }
             }
-            self.memory.insert(number, watch);
+            self.memory.insert(watch_id, watch);
             Ok(())
         });
         if let Err(e) = added {
-            log::warn(format_args!("container {id}: watch memory: {e}"));
+            log::warn(format_args!("container {id}: failed to watch for OOM kills: {e}"));
         }
     }
 
-    /// The kernel says something of a cgroup.
-    pub fn memory_event(&mut self, number: u32) {
-        let Some(watch) = self.memory.get_mut(&number) else { return };
+    /// Handles a notification of the kernel: sends TaskOOM if a process was killed.
+    pub fn memory_event(&mut self, watch_id: u32) {
+        let Some(watch) = self.memory.get_mut(&watch_id) else { return };
         if watch.has_killed() {
             let mut event = TaskOOM::new();
             event.container_id.clone_from(&watch.id);
@@ -118,13 +118,13 @@ impl Shim {
         }
     }
 
-    /// A container's process has ended: looks a last time, so that a kill is announced before the
+    /// Ends the watch of a container, after a last check, so that a kill is announced before the
     /// exit.
     pub fn unwatch_memory(&mut self, id: &str) {
-        let number = self.memory.iter().find(|(_, watch)| watch.id == id).map(|(n, _)| *n);
-        if let Some(number) = number {
-            self.memory_event(number);
-            self.memory.remove(&number);
+        let watch_id = self.memory.iter().find(|(_, watch)| watch.id == id).map(|(n, _)| *n);
+        if let Some(watch_id) = watch_id {
+            self.memory_event(watch_id);
+            self.memory.remove(&watch_id);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The root file system of a container: mounts in containerd's form, made and undone.
+//! The root file system of a container: makes and undoes the mounts that containerd requests.
 
 use std::fs::{self, File};
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
@@ -15,26 +15,26 @@ use rustix::mount::{MountFlags, UnmountFlags};
 use crate::error::{Code, Context as _, Error};
 use crate::idmap;
 
-/// What the kernel takes as data of a mount: less than one page.
-const PAGE: usize = 4096;
+/// The kernel takes less than one page of mount data.
+const PAGE_SIZE: usize = 4096;
 
-/// Longest data of an overlay before its directories are shortened.
-const LONGEST: usize = PAGE - 512;
+/// Length of an overlay's mount data from which its lower directories are made relative.
+const MAX_OVERLAY_DATA: usize = PAGE_SIZE - 512;
 
-/// A mount point may be busy for a moment.
+/// Number of retries to unmount a busy mount point, and the delay before each.
 const BUSY_TRIES: u32 = 50;
 const BUSY_WAIT: Duration = Duration::from_millis(20);
 
-/// How often something may be mounted once more while a bundle's mounts are detached.
+/// Number of attempts to detach a place on which another process mounts meanwhile.
 const DETACH_TRIES: u32 = 8;
 
-/// What the options of a mount ask for.
+/// The parsed options of a mount.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Options {
     /// Flags of the mount.
     pub flags: MountFlags,
     is_remount: bool,
-    /// What the file system takes.
+    /// Options of the file system.
     pub data: Vec<String>,
     loops: bool,
     users: Option<String>,
@@ -70,7 +70,7 @@ const FLAGS: [(&str, bool, MountFlags); 24] = [
 ];
 
 impl Options {
-    /// Reads them in their order.
+    /// Parses options; a later option overrides an earlier one.
     pub fn parse(options: &[String]) -> Result<Self, Error> {
         let mut parsed = Self {
             flags: MountFlags::empty(),
@@ -122,22 +122,22 @@ pub fn mount_all(mounts: &[Mount], root: &Path) -> Result<(), Error> {
         ))
     });
     if made.is_err() {
-        // What cannot be undone now is undone with the bundle.
+        // Mounts that remain are undone with the bundle.
         let _ = unmount_all(&[root.to_owned()]);
     }
     made
 }
 
-/// A place at a root or below.
+/// A mount target at a root or below it.
 #[derive(Debug)]
 struct Target {
     path: PathBuf,
-    /// What the path names.
+    /// Keeps the descriptor open that `path` names.
     _opened: Option<OwnedFd>,
 }
 
 impl Target {
-    /// Finds `name` in `root`. No link of the image leads out of it.
+    /// Resolves `name` inside `root`: no symbolic link of the image leads out of it.
     fn find(root: &Path, name: &str) -> Result<Self, Error> {
         if name.is_empty() {
             return Ok(Self { path: root.to_owned(), _opened: None });
@@ -152,7 +152,7 @@ impl Target {
 }
 
 fn mount_one(mount: &Mount, root: &Path, beside: &Path) -> Result<(), Error> {
-    // What is mounted by one step is found by the next.
+    // Resolved anew for each step, so that a step finds the mount of the step before.
     let target = || Target::find(root, &mount.target);
     let mut options = Options::parse(&mount.options)?;
     if options.loops || mount.type_.starts_with("fuse.") || mount.type_.starts_with("fuse3.") {
@@ -165,19 +165,19 @@ fn mount_one(mount: &Mount, root: &Path, beside: &Path) -> Result<(), Error> {
     };
     let is_overlay = mount.type_ == "overlay";
     let lower = match &users {
-        // An overlay takes no map itself: its lower directories are mapped.
+        // An overlay cannot be idmapped: its lower directories are.
         Some(users) if is_overlay => {
             Some(idmap::Lower::map(&mut options.data, beside, users.as_fd())?)
         }
         _ => None,
     };
     let mut directory = None;
-    if is_overlay && options.data.join(",").len() >= LONGEST {
+    if is_overlay && options.data.join(",").len() >= MAX_OVERLAY_DATA {
         directory = shorten(&mut options.data);
     }
     let data = options.data.join(",");
-    if data.len() >= PAGE {
-        // The kernel would cut it.
+    if data.len() >= PAGE_SIZE {
+        // The kernel would truncate the data.
         return Err(Error::new(Code::InvalidArgument, "mount options is too long"));
     }
     let in_directory = directory.map(Directory::enter).transpose()?;
@@ -207,8 +207,8 @@ fn call_mount(mount: &Mount, options: &Options, target: &Path, data: &str) -> Re
     Ok(())
 }
 
-/// Makes the lower directories of an overlay relative to the directory in which they all lie, and
-/// returns that.
+/// Makes the lower directories of an overlay relative to their common parent directory, and returns
+/// that; `None`: there is none.
 pub fn shorten(data: &mut [String]) -> Option<PathBuf> {
     let option = data.iter_mut().find(|option| option.starts_with("lowerdir="))?;
     let dirs: Vec<&str> = option.strip_prefix("lowerdir=")?.split(':').collect();
@@ -228,7 +228,7 @@ pub fn shorten(data: &mut [String]) -> Option<PathBuf> {
     Some(common.into())
 }
 
-/// The working directory is another as long as this lives: this process has one thread.
+/// Changes the working directory until it is dropped. The process must have only one thread.
 #[derive(Debug)]
 struct Directory(File);
 
@@ -248,31 +248,31 @@ impl Drop for Directory {
     }
 }
 
-/// Where the root file system of a bundle is mounted.
+/// The mount point of the root file system of a bundle.
 pub fn rootfs(bundle: &Path) -> PathBuf {
     bundle.join("rootfs")
 }
 
-/// All places of a bundle where something is mounted.
+/// All places in a bundle on which the shim mounts.
 fn places(bundle: &Path) -> [PathBuf; 2] {
     [rootfs(bundle), bundle.join(idmap::IDMAPPED)]
 }
 
-/// Undoes all mounts of a bundle. One that is not there is success.
+/// Undoes all mounts of a bundle, if there are any.
 pub fn unmount_bundle(bundle: &Path) -> Result<(), Error> {
     unmount_all(&places(bundle))
 }
 
-/// Takes all mounts of a bundle out of the tree at once, whatever their file systems answer. A
-/// mount that another process is making finds no place afterwards. Each file system ends when
-/// nothing uses it any more.
+/// Detaches all mounts of a bundle (`MNT_DETACH`), also if their file systems do not answer, and
+/// removes the mount points, so that a mount in progress fails. The kernel unmounts each file
+/// system when nothing uses it any more.
 pub fn detach_bundle(bundle: &Path) -> Result<(), Error> {
     for place in places(bundle) {
         for _ in 0..DETACH_TRIES {
             // Mounts may be stacked.
             let what = || format!("detach {}", place.display());
             while detach(&place).context(what())? {}
-            // One with content was there before the mounts, and stays.
+            // A directory with content is not empty without the mounts, and stays.
             if rustix::fs::rmdir(&place) != Err(Errno::BUSY) {
                 break;
             }
@@ -281,7 +281,7 @@ pub fn detach_bundle(bundle: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// Whether something was mounted at a place, which it is no more.
+/// Detaches the top mount at a place; false: nothing is mounted there.
 fn detach(place: &Path) -> rustix::io::Result<bool> {
     match rustix::mount::unmount(place, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
         Ok(()) => Ok(true),
@@ -294,7 +294,7 @@ fn detach(place: &Path) -> rustix::io::Result<bool> {
 fn unmount_all(roots: &[PathBuf]) -> Result<(), Error> {
     let mut found = Vec::new();
     for root in roots {
-        // The table has no links.
+        // The mount table has canonical paths.
         match fs::canonicalize(root) {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
             other => found.push(other.context(format_args!("find {}", root.display()))?),
@@ -328,7 +328,7 @@ fn unmount(point: &Path) -> Result<(), Error> {
     }
 }
 
-/// The mount points at `root` and below, of a table as proc_pid_mountinfo(5) has it.
+/// The mount points at `root` and below it in a mount table (proc_pid_mountinfo(5)).
 pub fn points_below(table: &[u8], root: &Path) -> Vec<PathBuf> {
     let lines = table.split(|byte| *byte == b'\n');
     let points = lines.filter_map(|line| line.split(|byte| *byte == b' ').nth(4)).map(unescaped);
@@ -338,7 +338,7 @@ pub fn points_below(table: &[u8], root: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// A field in which white space and backslashes are octal.
+/// Decodes a field in which white space and backslashes are octal escapes.
 fn unescaped(field: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(field.len());
     let mut rest = field;

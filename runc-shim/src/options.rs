@@ -1,5 +1,5 @@
-//! Options of the runtime in a Create, and the files of a bundle that tell of them: a later
-//! containerd finds there how to clean up.
+//! Options of the runtime in a Create, and the files in the bundle that record them, so that a
+//! later containerd can clean up.
 
 use std::fs;
 use std::io::Write as _;
@@ -13,10 +13,10 @@ use serde_json::{Map, Value};
 
 use crate::error::{Code, Context as _, Error};
 
-/// Where runc keeps its state when no option says so.
+/// The default directory of runc's state.
 const ROOT: &str = "/run/containerd/runc";
 
-/// The options of a Create. Those for runtimes in general say nothing to runc.
+/// Decodes the options of a Create. Generic runtime options are ignored, because none is for runc.
 pub fn parse(options: Option<&Any>) -> Result<Options, Error> {
     match options {
         None => Ok(Options::new()),
@@ -43,12 +43,12 @@ fn is(any: &Any, name: &str) -> bool {
     any.type_url.rsplit('/').next() == Some(name) || any.type_url.ends_with(name)
 }
 
-/// Where the runtime keeps the state of a namespace's containers.
+/// The directory in which the runtime keeps the state of a namespace's containers.
 pub fn state_root(options: &Options, namespace: &str) -> String {
     root_of(&options.root, namespace)
 }
 
-/// The same by the option's value.
+/// [`state_root`] for the value of the option `root`.
 pub fn root_of(root: &str, namespace: &str) -> String {
     let root = if root.is_empty() { ROOT } else { root };
     format!("{}/{namespace}", root.trim_end_matches('/'))
@@ -67,7 +67,7 @@ fn write_file(path: &Path, content: &[u8]) -> Result<(), Error> {
         .context(format_args!("write {}", path.display()))
 }
 
-/// The fields that are set, by their names.
+/// The options that are set, as JSON.
 pub fn json(options: &Options) -> Value {
     let mut fields = Map::new();
     let mut put = |name: &str, value: Value, set: bool| {

@@ -1,4 +1,4 @@
-//! What happens to the processes of containers: signals, exits, ends of their streams.
+//! Processes of containers: signals, exits, and the ends of their streams.
 
 use std::time::Instant;
 
@@ -23,7 +23,7 @@ use crate::sys;
 use crate::task::{self, Answer};
 
 impl Shim {
-    /// Signals a process.
+    /// Sends a signal to a process.
     pub fn kill(&mut self, reply: Reply, request: &api::KillRequest) -> Answer {
         let key = Key::new(&request.id, &request.exec_id);
         let signal = i32::try_from(request.signal)
@@ -39,13 +39,13 @@ impl Shim {
         }
         let container = self.container(&key.id)?;
         let plain = matches!(container.state, State::Created { .. } | State::Running { .. });
-        if plain && container.own_pids && !request.all {
+        if plain && container.own_pid_namespace && !request.all {
             return signal_process(container.state.pid(), signal);
         }
-        if container.own_pids && container.state.has_exited() {
+        if container.own_pid_namespace && container.state.has_exited() {
             return Err(finished());
         }
-        // The runtime reaches all processes of a container, and those of one that is paused.
+        // The runtime can signal all processes of a container, and the processes of a paused one.
         let purpose = Purpose::Kill(signal);
         let signal = signal.to_string();
         let mut arguments = vec!["kill"];
@@ -55,7 +55,7 @@ impl Shim {
         Ok(None)
     }
 
-    /// A process of a container has ended.
+    /// Handles the exit of a process of a container.
     pub fn process_exited(&mut self, key: &Key, exit: Exit) {
         if key.exec.is_empty() {
             let paused = self.containers.get(&key.id).is_some_and(|container| {
@@ -63,10 +63,10 @@ impl Shim {
             });
             self.unwatch_memory(&key.id);
             self.change(key, Event::Exited(exit));
-            if paused && self.is_frozen(key) && self.thaw(key) {
+            if paused && self.is_frozen(key) && self.thaw_remaining(key) {
                 return;
             }
-            self.sweep(key);
+            self.kill_remaining(key);
         } else if let Ok(exec) = self.exec(key) {
             let pid = exec.state.pid();
             if let Ok(Some(next)) = exec::state::step(exec.state, exec::state::Event::Exited(exit))
@@ -74,23 +74,25 @@ impl Shim {
                 exec.state = next;
                 self.announce_exit(key, pid, exit);
             }
-            self.settle(&key.id);
+            self.announce_exit_if_done(&key.id);
         }
     }
 
-    /// Whether a container is frozen. A kill by the runtime may have thawed one that was paused.
+    /// Whether the cgroup of a container is frozen. The runtime's kill may have thawed a paused
+    /// container.
     pub fn is_frozen(&self, key: &Key) -> bool {
         let container = self.containers.get(&key.id);
         container.and_then(|container| container.cgroup.as_ref()).is_some_and(Cgroup::is_frozen)
     }
 
-    /// Lets what a paused container's first process has left be killed.
-    fn thaw(&mut self, key: &Key) -> bool {
+    /// Resumes a paused container whose first process has exited, so that the remaining processes
+    /// can be killed. False: the command could not be started.
+    fn thaw_remaining(&mut self, key: &Key) -> bool {
         let arguments = ["resume", &key.id];
-        match self.run_for(key.clone(), None, Purpose::Thaw, &arguments) {
+        match self.run_for(key.clone(), None, Purpose::ThawRemaining, &arguments) {
             Ok(()) => {
                 if let Some(container) = self.containers.get_mut(&key.id) {
-                    container.sweeping = true;
+                    container.killing_remaining = true;
                 }
                 true
             }
@@ -101,7 +103,8 @@ impl Shim {
         }
     }
 
-    /// A frozen process ends of a signal when it is thawed: runc does that, crun does not.
+    /// Resumes a paused container after SIGKILL, because a process may not exit while it is frozen.
+    /// runc thaws the cgroup itself; crun does not.
     pub fn thaw_killed(&mut self, key: &Key) {
         let paused = self
             .containers
@@ -115,50 +118,51 @@ impl Shim {
         }
     }
 
-    /// Kills what a container's first process has left, if that does not end with it.
-    pub fn sweep(&mut self, key: &Key) {
+    /// Kills the processes that remain after the first one has exited, unless the container has its
+    /// own PID namespace, in which the kernel kills them.
+    pub fn kill_remaining(&mut self, key: &Key) {
         let Some(container) = self.containers.get_mut(&key.id) else { return };
-        container.sweeping = false;
+        container.killing_remaining = false;
         let execs = container.execs.values().map(|exec| exec.state);
         let execs: Vec<i32> = execs.filter(|state| state.is_live()).map(|s| s.pid()).collect();
-        let leaves = !container.own_pids;
-        if leaves && !matches!(container.state, State::Deleting { .. }) {
+        let may_remain = !container.own_pid_namespace;
+        if may_remain && !matches!(container.state, State::Deleting { .. }) {
             let arguments = ["kill", "--all", &key.id, "9"];
-            match self.run_for(key.clone(), None, Purpose::Sweep, &arguments) {
+            match self.run_for(key.clone(), None, Purpose::KillRemaining, &arguments) {
                 Ok(()) => {
                     if let Some(container) = self.containers.get_mut(&key.id) {
-                        container.sweeping = true;
+                        container.killing_remaining = true;
                     }
                 }
                 Err(e) => commands::log_failure(key, &e),
             }
-            // Whatever becomes of the command, no exec keeps the exit from being announced.
+            // Also if the command fails, no exec may delay the announcement of the exit.
             for pid in execs.into_iter().filter(|pid| self.processes.contains_key(pid)) {
-                // It was not reaped: its number is its own.
+                // Not reaped yet, so the pid cannot have been reused.
                 let _ = sys::kill(pid, libc::SIGKILL);
             }
         }
-        self.settle(&key.id);
+        self.announce_exit_if_done(&key.id);
     }
 
-    /// A container's processes are killed.
-    pub fn swept(&mut self, key: &Key) {
+    /// Handles the end of the command that kills the remaining processes of a container.
+    pub fn remaining_killed(&mut self, key: &Key) {
         if let Some(container) = self.containers.get_mut(&key.id) {
-            container.sweeping = false;
+            container.killing_remaining = false;
         }
-        self.settle(&key.id);
+        self.announce_exit_if_done(&key.id);
     }
 
-    /// Announces a container's exit, if nothing of it is left.
-    pub fn settle(&mut self, id: &str) {
+    /// Announces the exit of a container, if no exec and no kill of remaining processes is left.
+    pub fn announce_exit_if_done(&mut self, id: &str) {
         let Some(container) = self.containers.get(id) else { return };
-        let alone = !container.sweeping && !container.has_live_execs();
-        if alone && matches!(container.state, State::Exiting { .. }) {
-            self.change(&Key::new(id, ""), Event::Alone);
+        let is_done = !container.killing_remaining && !container.has_live_execs();
+        if is_done && matches!(container.state, State::Exiting { .. }) {
+            self.change(&Key::new(id, ""), Event::ExecsGone);
         }
     }
 
-    /// Announces the exit of a process, and answers those who wait for it.
+    /// Announces the exit of a process, and answers the calls that wait for it.
     pub fn announce_exit(&mut self, key: &Key, pid: i32, exit: Exit) {
         let mut event = task_events::TaskExit::new();
         event.container_id.clone_from(&key.id);
@@ -182,10 +186,10 @@ impl Shim {
         }
     }
 
-    /// A stream has ended: a deletion may wait for it, and a terminal is hung up when its input
-    /// ends.
-    pub fn stream_ended(&mut self, number: u32) {
-        let Some(key) = self.stream_owner(number) else { return };
+    /// Handles the end of a stream: hangs up the terminal of the process, and continues a deletion
+    /// that waits for the last output.
+    pub fn stream_ended(&mut self, stream_id: u32) {
+        let Some(key) = self.stream_owner(stream_id) else { return };
         let Ok(process) = self.process(&key) else { return };
         let console = process.console.take();
         let streams = process.streams.clone();
@@ -200,8 +204,8 @@ impl Shim {
         }
     }
 
-    fn stream_owner(&self, number: u32) -> Option<Key> {
-        let has = |process: &Process| process.streams.contains(&number);
+    fn stream_owner(&self, stream_id: u32) -> Option<Key> {
+        let has = |process: &Process| process.streams.contains(&stream_id);
         self.containers.iter().find_map(|(id, container)| {
             if has(&container.process) {
                 return Some(Key::new(id, ""));
@@ -211,7 +215,7 @@ impl Shim {
         })
     }
 
-    /// A logging program has ended: its number may be another's.
+    /// Forgets a logging program that has exited, because its pid can be reused once it is reaped.
     pub fn logger_ended(&mut self, pid: i32) {
         for container in self.containers.values_mut() {
             let execs = container.execs.values_mut().map(|exec| &mut exec.process);
@@ -221,10 +225,11 @@ impl Shim {
         }
     }
 
-    /// Closes what a process had.
+    /// Closes the streams and the terminal of a deleted process, fails the calls that wait for it,
+    /// and ends its logging program.
     pub fn close_process(&mut self, process: Process) {
         for stream in &process.streams {
-            self.copier.leave(*stream);
+            self.copier.process_deleted(*stream);
         }
         let prepared = process.prepared.into_iter().flat_map(Stream::into_ends);
         self.copier.close(prepared.chain(process.console).collect());
@@ -237,12 +242,12 @@ impl Shim {
         }
     }
 
-    /// Ends a logging program, if it has not ended. It ends by itself when its input does; this is
-    /// for one that does not.
+    /// Sends SIGTERM to a logging program that runs, and sets the time at which it is killed.
+    /// A logging program should exit when its input ends; this is for one that does not.
     pub fn end_logger(&mut self, pid: i32) {
         if let Some(end) = self.loggers.get_mut(&pid) {
             let _ = sys::kill(pid, libc::SIGTERM);
-            *end = Some(Instant::now() + logger::END_WITHIN);
+            *end = Some(Instant::now() + logger::EXIT_TIMEOUT);
         }
     }
 }

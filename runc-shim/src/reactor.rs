@@ -1,4 +1,4 @@
-//! The epoll instance and what each of its descriptors belongs to.
+//! The epoll instance, and what each of its descriptors belongs to.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -7,55 +7,55 @@ use std::time::Instant;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
 
-/// What is ready.
+/// What a descriptor belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
-    /// The socket that calls arrive at.
+    /// The socket on which the shim listens.
     Listener,
-    /// Signals.
+    /// The signalfd.
     Signals,
-    /// The connection to containerd's events.
+    /// The connection on which events are sent to containerd.
     Events,
-    /// A connection, by its slot.
+    /// A connection of a caller, by its id.
     Connection(u32),
-    /// A stream between a container and containerd.
+    /// A stream between a container and containerd, by its id.
     Stream(u32),
-    /// News of the thread that copies, or orders for it.
+    /// Notifications of the copier thread, or commands for it.
     Copier,
-    /// A logging program says that it is ready.
+    /// The ready descriptor of a logging program, by the id of the pending start.
     Logger(u32),
-    /// Memory events of a container's cgroup.
+    /// OOM notifications of a container's cgroup, by the id of the watch.
     Memory(u32),
-    /// The end of the pause.
+    /// The pidfd of the pause process.
     Pause,
 }
 
 impl Source {
-    fn number(self) -> u64 {
-        let (kind, slot) = match self {
+    fn encode(self) -> u64 {
+        let (kind, id) = match self {
             Self::Listener => (0, 0),
             Self::Signals => (1, 0),
             Self::Events => (2, 0),
-            Self::Connection(slot) => (3, slot),
-            Self::Stream(slot) => (4, slot),
-            Self::Logger(slot) => (5, slot),
-            Self::Memory(slot) => (6, slot),
+            Self::Connection(id) => (3, id),
+            Self::Stream(id) => (4, id),
+            Self::Logger(id) => (5, id),
+            Self::Memory(id) => (6, id),
             Self::Pause => (7, 0),
             Self::Copier => (8, 0),
         };
-        kind << 32 | u64::from(slot)
+        kind << 32 | u64::from(id)
     }
 
-    fn of_number(number: u64) -> Option<Self> {
-        let slot = u32::try_from(number & u64::from(u32::MAX)).ok()?;
-        Some(match number >> 32 {
+    fn decode(encoded: u64) -> Option<Self> {
+        let id = u32::try_from(encoded & u64::from(u32::MAX)).ok()?;
+        Some(match encoded >> 32 {
             0 => Self::Listener,
             1 => Self::Signals,
             2 => Self::Events,
-            3 => Self::Connection(slot),
-            4 => Self::Stream(slot),
-            5 => Self::Logger(slot),
-            6 => Self::Memory(slot),
+            3 => Self::Connection(id),
+            4 => Self::Stream(id),
+            5 => Self::Logger(id),
+            6 => Self::Memory(id),
             7 => Self::Pause,
             8 => Self::Copier,
             _ => return None,
@@ -63,31 +63,31 @@ impl Source {
     }
 }
 
-/// Waits for descriptors.
+/// An epoll instance.
 #[derive(Debug)]
 pub struct Reactor {
     epoll: OwnedFd,
 }
 
 impl Reactor {
-    /// An empty one.
+    /// An instance without descriptors.
     pub fn new() -> io::Result<Self> {
         Ok(Self { epoll: epoll::create(epoll::CreateFlags::CLOEXEC)? })
     }
 
-    /// Reports `source` whenever `fd` is ready for `flags`. A descriptor leaves when it is closed.
+    /// Reports `source` whenever `fd` is ready for `flags`, until all copies of `fd` are closed.
     pub fn add(&self, fd: impl AsFd, source: Source, flags: EventFlags) -> io::Result<()> {
-        epoll::add(&self.epoll, fd, EventData::new_u64(source.number()), flags)?;
+        epoll::add(&self.epoll, fd, EventData::new_u64(source.encode()), flags)?;
         Ok(())
     }
 
-    /// Changes what is reported.
+    /// Changes the events that are reported for a descriptor.
     pub fn change(&self, fd: impl AsFd, source: Source, flags: EventFlags) -> io::Result<()> {
-        epoll::modify(&self.epoll, fd, EventData::new_u64(source.number()), flags)?;
+        epoll::modify(&self.epoll, fd, EventData::new_u64(source.encode()), flags)?;
         Ok(())
     }
 
-    /// Waits until something is ready or `until` has passed.
+    /// Waits until a descriptor is ready, or until this time.
     pub fn wait(&self, until: Option<Instant>) -> io::Result<Vec<(Source, EventFlags)>> {
         let timeout = until.map(|until| {
             let left = until.saturating_duration_since(Instant::now());
@@ -104,7 +104,7 @@ impl Reactor {
             other => other?,
         };
         let sources = ready.iter().take(count).filter_map(|event| {
-            Source::of_number(event.data.u64()).map(|source| (source, event.flags))
+            Source::decode(event.data.u64()).map(|source| (source, event.flags))
         });
         Ok(sources.collect())
     }
@@ -128,8 +128,8 @@ mod tests {
             Source::Copier,
         ];
         for source in all {
-            assert_eq!(Source::of_number(source.number()), Some(source));
+            assert_eq!(Source::decode(source.encode()), Some(source));
         }
-        assert_eq!(Source::of_number(u64::MAX), None);
+        assert_eq!(Source::decode(u64::MAX), None);
     }
 }

@@ -1,4 +1,4 @@
-//! The OCI runtime's command line. A command runs beside the loop; its end is one of a child.
+//! The OCI runtime's command line. A command runs as a child while the main loop continues.
 
 use std::env;
 use std::ffi::{CString, OsString};
@@ -15,14 +15,14 @@ use serde::Deserialize;
 use crate::error::{Code, Context as _, Error};
 use crate::{helper, sys};
 
-/// What is read of a command's output; bytes.
-const MOST: u64 = 64 << 10;
+/// Maximum size that is read of a command's output and of its log, bytes.
+const MAX_OUTPUT: u64 = 64 << 10;
 
-/// Where a command finds its log and what it is given as a file.
-const LOG: i32 = 3;
-pub const GIVEN: i32 = 4;
+/// The descriptors of a command's log and of its input file.
+const LOG_FD: i32 = 3;
+pub const INPUT_FD: i32 = 4;
 
-/// Variables that are the shim's own and not the runtime's.
+/// Environment variables of the shim that the runtime does not get.
 const OWN: [&str; 6] = [
     "TTRPC_ADDRESS",
     "GRPC_ADDRESS",
@@ -32,41 +32,42 @@ const OWN: [&str; 6] = [
     "GOMAXPROCS",
 ];
 
-/// How the runtime of a container is called.
+/// The runtime of a container, and its global options.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Runtime {
-    /// Its name or path; empty: runc.
+    /// Name or path of the program; empty: runc.
     pub binary: String,
-    /// Where it keeps its state.
+    /// The directory of its state.
     pub root: String,
-    /// It has systemd make cgroups.
+    /// The runtime has systemd create cgroups.
     pub systemd_cgroup: bool,
 }
 
 /// A command that was started.
 #[derive(Debug)]
 pub struct Command {
-    /// Its pid.
+    /// The pid.
     pub pid: i32,
-    /// `None`: a helper, which writes no log.
+    /// The log; `None` for a helper.
     log: Option<File>,
     output: Option<File>,
 }
 
-/// What a command gets as its standard streams and working directory.
+/// The descriptors of a command: standard streams, working directory and input file.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Place<'a> {
-    /// Descriptors 0 to 2; those of a process that it starts. `None`: its output is kept.
+    /// Descriptors 0 to 2, which a process that the command creates inherits. `None`: the output of
+    /// the command is kept for an error message.
     pub stdio: Option<[Option<BorrowedFd<'a>>; 3]>,
-    /// Its working directory.
+    /// The working directory.
     pub directory: Option<BorrowedFd<'a>>,
-    /// A file for it: see [`given`].
-    pub given: Option<BorrowedFd<'a>>,
+    /// The input file, which the command opens by [`input_path`].
+    pub input_file: Option<BorrowedFd<'a>>,
 }
 
-/// The path by which a command finds what it is given.
-pub fn given() -> String {
-    format!("/proc/self/fd/{GIVEN}")
+/// The path by which a command opens its input file.
+pub fn input_path() -> String {
+    format!("/proc/self/fd/{INPUT_FD}")
 }
 
 impl Runtime {
@@ -81,7 +82,7 @@ impl Runtime {
         let name = if self.binary.is_empty() { "runc" } else { &self.binary };
         let program = find(name)
             .ok_or_else(|| Error::unknown(format!("exec: {name:?}: not found in $PATH")))?;
-        let log_path = format!("/proc/self/fd/{LOG}");
+        let log_path = format!("/proc/self/fd/{LOG_FD}");
         let mut words =
             vec![name, "--root", &self.root, "--log", &log_path, "--log-format", "json"];
         if self.systemd_cgroup {
@@ -96,8 +97,8 @@ impl Runtime {
             (None, Some(output)) => [null.as_fd(), output.as_fd(), output.as_fd()],
             (None, None) => [null.as_fd(); 3],
         };
-        let mut descriptors = vec![(input, 0), (out, 1), (err, 2), (log.as_fd(), LOG)];
-        descriptors.extend(place.given.map(|given| (given, GIVEN)));
+        let mut descriptors = vec![(input, 0), (out, 1), (err, 2), (log.as_fd(), LOG_FD)];
+        descriptors.extend(place.input_file.map(|input_file| (input_file, INPUT_FD)));
         let spawned = sys::spawn(&sys::Spawn {
             program: &program,
             arguments: &words,
@@ -112,7 +113,7 @@ impl Runtime {
 }
 
 impl Command {
-    /// A helper, with its standard output.
+    /// A helper and the file that receives its standard output.
     pub fn without_log(pid: i32, output: File) -> Self {
         Self { pid, log: None, output: Some(output) }
     }
@@ -122,8 +123,8 @@ impl Command {
         self.output.as_mut().map(content).unwrap_or_default()
     }
 
-    /// Why the command has failed: the last error of its log, or what it wrote, or its status. The
-    /// log is added to the bundle's.
+    /// The error of a command that has failed: the last error of its log, or its output, or its
+    /// exit status. Appends the log to `log.json` in the bundle.
     pub fn failure(&mut self, what: &str, status: u32, bundle: &Path) -> Error {
         let output = self.output();
         let Some(log) = &mut self.log else {
@@ -133,7 +134,7 @@ impl Command {
         if let Ok(mut file) =
             File::options().append(true).create(true).open(bundle.join("log.json"))
         {
-            // For whoever looks for it; the answer has the error.
+            // A failure is ignored, because the answer contains the error.
             let _ = file.write_all(log.as_bytes());
         }
         let output = String::from_utf8_lossy(&output);
@@ -144,7 +145,7 @@ impl Command {
     }
 }
 
-/// A file in memory with this content, for [`Place::given`].
+/// A file in memory with this content, for [`Place::input_file`].
 pub fn memory_file_of(content: &[u8]) -> Result<OwnedFd, Error> {
     let file = memory_file()?;
     file.write_all_at(content, 0).context("write memory file")?;
@@ -159,8 +160,8 @@ pub fn memory_file() -> Result<File, Error> {
 
 fn content(file: &mut File) -> Vec<u8> {
     let mut bytes = Vec::new();
-    // What cannot be read is not there.
-    let _ = file.rewind().and_then(|()| file.take(MOST).read_to_end(&mut bytes));
+    // A read error yields what was read before.
+    let _ = file.rewind().and_then(|()| file.take(MAX_OUTPUT).read_to_end(&mut bytes));
     bytes
 }
 
@@ -175,7 +176,7 @@ pub fn last_error(log: &str) -> Option<String> {
     lines.rev().find(|line| line.level == "error").map(|line| line.msg.trim().to_owned())
 }
 
-/// The error of a kill: that there is nothing to kill has a code of its own.
+/// The error of a kill; [`Code::NotFound`] if there is no such process or container.
 pub fn kill_error(error: Error) -> Error {
     let says = |text: &str| error.message.to_lowercase().contains(text);
     if ["process already finished", "container not running", "no such process"]
@@ -190,7 +191,7 @@ pub fn kill_error(error: Error) -> Error {
     }
 }
 
-/// The pid that a command has written.
+/// Reads the pid file that a command has written.
 pub fn read_pid(path: &Path) -> Result<i32, Error> {
     let what = "failed to retrieve OCI runtime container pid";
     let text = std::fs::read_to_string(path).context(what)?;
@@ -198,7 +199,7 @@ pub fn read_pid(path: &Path) -> Result<i32, Error> {
     pid.ok_or_else(|| Error::unknown(format!("{what}: {text:?}")))
 }
 
-/// The executable of a name, looked for as a shell does.
+/// The path of an executable, searched in `PATH` as by a shell.
 fn find(name: &str) -> Option<CString> {
     let path = if name.contains('/') {
         PathBuf::from(name)
@@ -209,7 +210,7 @@ fn find(name: &str) -> Option<CString> {
     CString::new(path.into_os_string().into_vec()).ok()
 }
 
-/// The environment of what is run: this process's without the variables that are its own.
+/// The environment of commands and helpers: that of the shim without [`OWN`].
 pub fn environment() -> Vec<CString> {
     let join = |(mut name, value): (OsString, OsString)| {
         name.push("=");

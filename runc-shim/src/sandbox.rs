@@ -1,6 +1,6 @@
-//! The pod's sandbox as a task: the daemon names the pause process, and containerd asks for it as
-//! for a container (`ctr tasks ls`, cAdvisor). The pause is the daemon's child: it is watched and
-//! signalled by a pidfd and never reaped here, so its exit status is not known.
+//! The pod's sandbox as a task: the daemon names the pause process, and containerd calls the shim
+//! for it as for a container (`ctr tasks ls`, cAdvisor). The pause is a child of the daemon: the
+//! shim watches and signals it by a pidfd and cannot reap it, so that its exit status is unknown.
 //!
 //! ```text
 //!         SetPause         Create            Start           the pause has ended
@@ -37,12 +37,12 @@ pub const SERVICE: &str = "pause_sandboxer.shim.v1.Sandbox";
 /// Its method.
 const SET_PAUSE: &str = "SetPause";
 
-/// The request of SetPause, JSON: what names the pause process. The answer is empty.
+/// The request of SetPause, JSON: it identifies the pause process. The answer is empty.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Pause {
-    /// The sandbox.
+    /// The sandbox id.
     id: String,
-    /// Process id on the node.
+    /// The pid in the node's PID namespace.
     pid: i32,
     /// Field 22 of `/proc/PID/stat`, clock ticks after boot.
     start_time: u64,
@@ -52,7 +52,7 @@ impl Pause {
     /// Decodes a request.
     ///
     /// # Errors
-    /// It is malformed, or for another method.
+    /// The request is malformed, or for another method.
     pub fn decode(method: &str, payload: &[u8]) -> Result<Self, Error> {
         if method != SET_PAUSE {
             return Err(Error::new(Code::Unimplemented, format!("method {method}")));
@@ -62,20 +62,20 @@ impl Pause {
             serde_json::from_slice(payload).map_err(|e| malformed(format!("SetPause: {e}")))?;
         task::check_id(&pause.id)?;
         if pause.pid <= 1 {
-            return Err(malformed(format!("SetPause: {} is no pid of a pause", pause.pid)));
+            return Err(malformed(format!("SetPause: invalid pid {}", pause.pid)));
         }
         Ok(pause)
     }
 }
 
-/// How far the task has come.
+/// The stage of the task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// containerd has no task.
+    /// The pause is known, and containerd has no task.
     Known,
-    /// Created, not started.
+    /// The task was created and not started.
     Created,
-    /// Started; also after the end of the pause.
+    /// The task was started; also after the exit of the pause.
     Started,
 }
 
@@ -83,7 +83,7 @@ enum Stage {
 #[derive(Debug)]
 pub struct Sandbox {
     pause: Pause,
-    /// Names the process; `None` after its end.
+    /// The pidfd of the pause; `None` after its exit.
     process: Option<OwnedFd>,
     stage: Stage,
     exit: Option<Exit>,
@@ -92,12 +92,12 @@ pub struct Sandbox {
 }
 
 impl Sandbox {
-    /// Takes the process that `pause` names, if it is still that one.
+    /// Opens a pidfd of the process that `pause` identifies, unless its pid was reused.
     fn open(pause: Pause, reactor: &Reactor) -> Result<Self, Error> {
         let pid = Pid::from_raw(pause.pid).ok_or_else(|| Error::not_found("no pid"))?;
         let gone = || Error::not_found(format!("process {} is not the pause", pause.pid));
         let process = rustix::process::pidfd_open(pid, PidfdFlags::empty()).map_err(|_| gone())?;
-        // Looked at when it is held: the number may have gone to another process before.
+        // Compared after the pidfd was opened, because the pid may have been reused before.
         if start_time(pause.pid) != Some(pause.start_time) || has_ended(&process) {
             return Err(gone());
         }
@@ -110,8 +110,8 @@ impl Sandbox {
         task::unsigned(self.pause.pid)
     }
 
-    /// containerd has a task, and the pause lives: asked of the kernel, as the loop may not have
-    /// seen its end.
+    /// Whether containerd has a task and the pause runs. Asks the kernel, because the main loop may
+    /// not have handled the exit yet.
     pub fn runs(&self) -> bool {
         self.stage != Stage::Known && !self.process.as_ref().is_none_or(has_ended)
     }
@@ -154,7 +154,7 @@ impl Sandbox {
         task::now(&response)
     }
 
-    /// As with the built-in controller, a signal reaches the pause, and its end is the pod's.
+    /// Signals the pause. As with containerd's built-in controller, its exit stops the pod.
     fn kill(&self, signal: u32) -> Answer {
         let finished = || Error::not_found("process already finished");
         let process = self.process.as_ref().ok_or_else(finished)?;
@@ -170,7 +170,7 @@ impl Sandbox {
     fn stats(&self) -> Answer {
         let missing = || Error::not_found("cgroup does not exist");
         let cgroup = self.process.as_ref().and_then(|process| {
-            // The process still lives after the look, so it was its cgroup.
+            // The pause still runs after its cgroup was read, so that the pid was not reused.
             Cgroup::of(self.pause.pid).filter(|_| !has_ended(process))
         });
         let mut response = api::StatsResponse::new();
@@ -180,7 +180,7 @@ impl Sandbox {
 }
 
 impl Shim {
-    /// The daemon names the pause. Again for the same process is success.
+    /// Sets the pause process of the sandbox. Succeeds if it is already set to the same process.
     pub fn set_pause(&mut self, pause: Pause) -> Answer {
         if pause.id != self.id {
             let reason = format!("this is the shim of sandbox {}", self.id);
@@ -191,7 +191,7 @@ impl Shim {
                 return task::empty();
             }
             if known.stage != Stage::Known && known.exit.is_none() {
-                return Err(Error::state("the sandbox has another pause"));
+                return Err(Error::state("the sandbox already has another pause"));
             }
         }
         if self.containers.contains_key(&pause.id) {
@@ -201,11 +201,11 @@ impl Shim {
         task::empty()
     }
 
-    /// The answer to a call for the sandbox, or the call if it is for another task.
+    /// Answers a call for the sandbox's task, or returns a request that is not for this task.
     pub fn sandbox_call(&mut self, reply: Reply, request: Request) -> ControlFlow<Answer, Request> {
         let Some(sandbox) = &mut self.sandbox else {
             return match request {
-                // It is no container to run.
+                // The sandbox is not a container that the runtime could create.
                 Request::Create(r) if r.id == self.id => {
                     ControlFlow::Break(Err(Error::state("the daemon has not named the pause")))
                 }
@@ -240,8 +240,8 @@ impl Shim {
         (sandbox.stage != Stage::Known).then(|| sandbox.pid())
     }
 
-    /// A task that containerd has forgotten is created again: containerd asks for none that it
-    /// knows.
+    /// Creates the sandbox's task. It may exist already if containerd has forgotten it, because
+    /// containerd creates no task that it knows.
     fn create_sandbox(&mut self, request: &api::CreateTaskRequest) -> Answer {
         let Some(sandbox) = self.sandbox.as_mut().filter(|sandbox| sandbox.exit.is_none()) else {
             return Err(Error::state("the pause has exited"));
@@ -273,7 +273,7 @@ impl Shim {
     }
 
     fn delete_sandbox(&mut self) -> Answer {
-        // Its end may not have been seen yet.
+        // The exit of the pause may not have been handled yet.
         self.pause_ready();
         let Some(sandbox) = &mut self.sandbox else { return task::empty() };
         if sandbox.status() == Status::RUNNING {
@@ -299,21 +299,20 @@ impl Shim {
         if let Some(exit) = sandbox.exit {
             return task::now(&task::waited(Some(exit)));
         }
-        sandbox.waiters.retain(|waiter| self.server.is_there(*waiter));
-        sandbox.waiters.push(reply);
-        if sandbox.waiters.len() > WAITERS {
-            // A caller that has given up does not say so: most likely it is the first.
-            let first = sandbox.waiters.remove(0);
-            let refused = Error::new(Code::ResourceExhausted, "too many calls wait for this");
-            self.answer(first, Err(refused));
+        sandbox.waiters.retain(|waiter| self.server.is_connected(*waiter));
+        // Refuses the new call, not an older one: CRI's Wait is the first, and CRI takes its error
+        // for the exit of the container and kills the container (`handleContainerExit`).
+        if sandbox.waiters.len() >= WAITERS {
+            return Err(Error::new(Code::ResourceExhausted, "too many calls wait for this"));
         }
+        sandbox.waiters.push(reply);
         Ok(None)
     }
 
-    /// The pause may have ended.
+    /// Handles the exit of the pause, if it has exited.
     pub fn pause_ready(&mut self) {
         let Some(sandbox) = &mut self.sandbox else { return };
-        // Closed when it is dropped, and so no longer watched.
+        // Dropping the pidfd closes it and so removes it from epoll.
         let Some(process) = sandbox.process.take_if(|process| has_ended(process)) else { return };
         drop(process);
         let exit = Exit::now(UNKNOWN);
@@ -333,7 +332,7 @@ impl Shim {
     }
 }
 
-/// The task that a call is for, and whether it is for its first process.
+/// The task that a request is for, and whether it is for the task's first process.
 fn task_of(request: &Request) -> Option<(&str, bool)> {
     Some(match request {
         Request::State(r) => (&r.id, r.exec_id.is_empty()),
@@ -355,15 +354,15 @@ fn task_of(request: &Request) -> Option<(&str, bool)> {
     })
 }
 
-/// Whether a process has ended, also if it is not reaped.
+/// Whether the process of a pidfd has exited, reaped or not.
 fn has_ended(process: &OwnedFd) -> bool {
     let mut poll = [PollFd::new(process, PollFlags::IN)];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    // What cannot be asked for is no reason to take it for dead: its end is reported.
+    // An error does not mean that the process has exited: epoll reports the exit.
     rustix::event::poll(&mut poll, Some(&now)).is_ok_and(|ready| ready > 0)
 }
 
-/// When a process was started (field 22 of `/proc/PID/stat`, proc_pid_stat(5)).
+/// The start time of a process (field 22 of `/proc/PID/stat`, proc_pid_stat(5)).
 fn start_time(pid: i32) -> Option<u64> {
     let line = fs::read(format!("/proc/{pid}/stat")).ok()?;
     // Field 2, the name, may hold anything, also brackets and blanks.
@@ -399,7 +398,7 @@ mod tests {
         let decode = |json: &str| Pause::decode(SET_PAUSE, json.as_bytes());
         let pause = Pause { id: "a".to_owned(), pid: 7, start_time: 8 };
         assert_eq!(decode(r#"{"id":"a","pid":7,"start_time":8}"#).unwrap(), pause);
-        // A later daemon may say more.
+        // A later daemon may send more fields.
         assert_eq!(decode(r#"{"id":"a","pid":7,"start_time":8,"x":1}"#).unwrap(), pause);
         for malformed in [
             "",

@@ -15,13 +15,14 @@ use crate::error::{Code, Error};
 use crate::frame::{self, Decoder, Incoming};
 use crate::reactor::{Reactor, Source};
 
-/// Answers that a caller has not read; bytes. Beyond, nothing more is read from it.
-const UNREAD: usize = 1 << 20;
+/// Maximum size of the answers that a caller has not read, bytes. With more, the shim reads no
+/// calls of this caller.
+const MAX_UNREAD: usize = 1 << 20;
 
-/// How long no connection is accepted after one that could not be.
+/// Delay before the next accept after a failed one.
 const ACCEPT_WAIT: Duration = Duration::from_millis(100);
 
-/// Where an answer goes.
+/// Identifies the call that an answer is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Reply {
     connection: u32,
@@ -31,7 +32,7 @@ pub struct Reply {
 /// A call.
 #[derive(Debug)]
 pub struct Call {
-    /// Where its answer goes.
+    /// Identifies the call in [`Server::answer`].
     pub reply: Reply,
     /// The request.
     pub request: Request,
@@ -42,9 +43,9 @@ pub struct Call {
 struct Connection {
     socket: OwnedFd,
     decoder: Decoder,
-    /// Answers that are not sent.
+    /// Encoded answers that are not sent yet.
     out: Vec<u8>,
-    /// What epoll reports.
+    /// The events that epoll reports.
     flags: EventFlags,
 }
 
@@ -53,22 +54,22 @@ struct Connection {
 pub struct Server {
     listener: OwnedFd,
     connections: BTreeMap<u32, Connection>,
-    /// The number of the next connection. No number is used twice, so that no answer goes to
-    /// another caller.
-    next: u32,
-    /// When connections are accepted again.
-    again: Option<Instant>,
+    /// The id of the next connection. No id is used twice, so that no answer goes to another
+    /// caller.
+    next_id: u32,
+    /// After a failed accept: when connections are accepted again.
+    accept_again_at: Option<Instant>,
 }
 
 impl Server {
-    /// Serves at a socket that listens.
+    /// A server on a listening socket.
     pub fn new(listener: OwnedFd, reactor: &Reactor) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&listener, true)?;
         reactor.add(&listener, Source::Listener, EventFlags::IN)?;
-        Ok(Self { listener, connections: BTreeMap::new(), next: 0, again: None })
+        Ok(Self { listener, connections: BTreeMap::new(), next_id: 0, accept_again_at: None })
     }
 
-    /// Takes those who call. Only root and this process's own user are served.
+    /// Accepts the pending connections. Closes those of users other than root and the shim's own.
     pub fn accept(&mut self, reactor: &Reactor) {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         loop {
@@ -76,7 +77,7 @@ impl Server {
                 Ok(socket) => socket,
                 Err(Errno::AGAIN) => return,
                 Err(Errno::INTR | Errno::CONNABORTED) => continue,
-                // Too many descriptors: a caller waits, and this process does not spin.
+                // Mostly too many open files: the caller waits, and the main loop must not spin.
                 Err(_) => return self.listen(false, reactor),
             };
             let own = rustix::process::geteuid();
@@ -84,24 +85,24 @@ impl Server {
                 Ok(peer) if peer.uid == own || peer.uid.is_root() => {}
                 _ => continue,
             }
-            let number = self.next;
-            self.next = self.next.wrapping_add(1);
+            let id = self.next_id;
+            self.next_id = self.next_id.wrapping_add(1);
             let flags = EventFlags::IN;
-            if reactor.add(&socket, Source::Connection(number), flags).is_ok() {
+            if reactor.add(&socket, Source::Connection(id), flags).is_ok() {
                 let (decoder, out) = Default::default();
-                self.connections.insert(number, Connection { socket, decoder, out, flags });
+                self.connections.insert(id, Connection { socket, decoder, out, flags });
             }
         }
     }
 
-    /// When [`Server::retry`] is to be called.
+    /// When [`Server::retry`] must be called.
     pub fn deadline(&self) -> Option<Instant> {
-        self.again
+        self.accept_again_at
     }
 
     /// Accepts connections again.
     pub fn retry(&mut self, reactor: &Reactor) {
-        self.again = None;
+        self.accept_again_at = None;
         self.listen(true, reactor);
     }
 
@@ -109,13 +110,13 @@ impl Server {
         let flags = if listens { EventFlags::IN } else { EventFlags::empty() };
         let changed = reactor.change(&self.listener, Source::Listener, flags);
         if changed.is_err() || !listens {
-            self.again = Some(Instant::now() + ACCEPT_WAIT);
+            self.accept_again_at = Some(Instant::now() + ACCEPT_WAIT);
         }
     }
 
-    /// A connection is ready; the calls that have arrived.
-    pub fn ready(&mut self, number: u32, reactor: &Reactor) -> Vec<Call> {
-        let Some(connection) = self.connections.get_mut(&number) else { return Vec::new() };
+    /// Reads and writes after a connection has become ready. Returns the calls that were received.
+    pub fn ready(&mut self, id: u32, reactor: &Reactor) -> Vec<Call> {
+        let Some(connection) = self.connections.get_mut(&id) else { return Vec::new() };
         let read = connection.read();
         let (frames, open) = match read {
             Ok(frames) => (frames, true),
@@ -123,21 +124,21 @@ impl Server {
         };
         let mut calls = Vec::new();
         for frame in frames {
-            match call(number, frame) {
+            match call(id, frame) {
                 None => {}
                 Some((reply, Ok(request))) => calls.push(Call { reply, request }),
                 Some((reply, Err(e))) => self.answer(reply, Err(e), reactor),
             }
         }
         if open {
-            self.flush(number, reactor);
+            self.flush(id, reactor);
         } else {
-            self.connections.remove(&number);
+            self.connections.remove(&id);
         }
         calls
     }
 
-    /// Answers a call. The answer to a caller that has gone is dropped.
+    /// Answers a call. The answer is dropped if the connection was closed.
     pub fn answer(&mut self, reply: Reply, answer: Result<Vec<u8>, Error>, reactor: &Reactor) {
         let Some(connection) = self.connections.get_mut(&reply.connection) else { return };
         let response = response(answer);
@@ -145,29 +146,29 @@ impl Server {
         self.flush(reply.connection, reactor);
     }
 
-    /// Whether the caller is still there.
-    pub fn is_there(&self, reply: Reply) -> bool {
+    /// Whether the connection of the caller is open.
+    pub fn is_connected(&self, reply: Reply) -> bool {
         self.connections.contains_key(&reply.connection)
     }
 
-    /// Whether an answer is not sent yet.
+    /// Whether any answer is not sent yet.
     pub fn has_unsent(&self) -> bool {
         self.connections.values().any(|connection| !connection.out.is_empty())
     }
 
-    fn flush(&mut self, number: u32, reactor: &Reactor) {
-        let Some(connection) = self.connections.get_mut(&number) else { return };
+    fn flush(&mut self, id: u32, reactor: &Reactor) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
         if connection.write().is_err() {
-            self.connections.remove(&number);
+            self.connections.remove(&id);
             return;
         }
         let mut flags = EventFlags::empty();
-        flags.set(EventFlags::IN, connection.out.len() < UNREAD);
+        flags.set(EventFlags::IN, connection.out.len() < MAX_UNREAD);
         flags.set(EventFlags::OUT, !connection.out.is_empty());
         if flags != connection.flags {
-            let source = Source::Connection(number);
+            let source = Source::Connection(id);
             if reactor.change(&connection.socket, source, flags).is_err() {
-                self.connections.remove(&number);
+                self.connections.remove(&id);
                 return;
             }
             connection.flags = flags;
@@ -176,12 +177,12 @@ impl Server {
 }
 
 impl Connection {
-    /// Reads what is there, up to a bound; `Err`: the caller has gone, after these.
+    /// Reads frames, up to a bound. `Err`: the connection was closed after these frames.
     fn read(&mut self) -> Result<Vec<Incoming>, Vec<Incoming>> {
         let mut frames = Vec::new();
         let mut buffer = [0; 4096];
         for _ in 0..64 {
-            if self.out.len() >= UNREAD {
+            if self.out.len() >= MAX_UNREAD {
                 return Ok(frames);
             }
             match rustix::io::read(&self.socket, &mut buffer) {
@@ -216,11 +217,11 @@ impl Connection {
     }
 }
 
-/// The call in a frame; `None`: it is none.
+/// Decodes a frame; `None`: the frame is not a call.
 fn call(connection: u32, frame: Incoming) -> Option<(Reply, Result<Request, Error>)> {
     match frame {
         Incoming::TooLong { stream, length } => {
-            let message = format!("message length {length} exceeds {}", frame::LONGEST);
+            let message = format!("message length {length} exceeds {}", frame::MAX_MESSAGE);
             let refused = Error::new(Code::ResourceExhausted, message);
             Some((Reply { connection, stream }, Err(refused)))
         }
@@ -243,6 +244,6 @@ fn response(answer: Result<Vec<u8>, Error>) -> Vec<u8> {
             response.status = MessageField::some(status);
         }
     }
-    // Encoding fails for messages of 2 GiB only.
+    // Encoding fails only for messages of 2 GiB.
     response.write_to_bytes().unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! The shim: all that it has, and its loop.
+//! The shim: its whole state, and the main loop.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -9,7 +9,7 @@ use rustix::event::epoll::EventFlags;
 
 use crate::commands::Job;
 use crate::container::Container;
-use crate::create::Pending;
+use crate::create::PendingStart;
 use crate::error::{Context as _, Error};
 use crate::events::Events;
 use crate::exits::{self, Exit, Exits};
@@ -21,13 +21,14 @@ use crate::sandbox::Sandbox;
 use crate::server::Server;
 use crate::signals::Signals;
 
-/// How long the end waits for containerd to take the last events, and for commands of the runtime.
-const LAST_WORK: Duration = Duration::from_secs(5);
+/// How long the shutdown waits until containerd has received the last events, and until running
+/// commands of the runtime have ended.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How many exits are handled before others have their turn.
-const TURN: usize = 256;
+/// Maximum number of exits that are handled before other work.
+const MAX_EXITS_AT_ONCE: usize = 256;
 
-/// A process of a container: the container, and the exec unless it is the first process.
+/// Identifies a process: the first one of a container, or an exec.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key {
     /// The container.
@@ -42,7 +43,7 @@ impl Key {
         Self { id: id.to_owned(), exec: exec.to_owned() }
     }
 
-    /// Its id in events and answers.
+    /// The id of the process in events and answers.
     pub fn process(&self) -> &str {
         if self.exec.is_empty() { &self.id } else { &self.exec }
     }
@@ -51,15 +52,15 @@ impl Key {
 /// The shim.
 #[derive(Debug)]
 pub struct Shim {
-    /// The loop's descriptors.
+    /// The epoll instance of the main loop.
     pub reactor: Reactor,
-    /// Calls and answers.
+    /// The ttrpc server.
     pub server: Server,
-    /// Events for containerd.
+    /// The queue of events for containerd.
     pub events: Events,
-    /// Exits of children that are not known.
+    /// Exits of unknown children.
     pub exits: Exits,
-    /// What copies the processes' streams.
+    /// The thread that copies the processes' streams.
     pub copier: Copier,
     /// containerd's namespace.
     pub namespace: String,
@@ -67,31 +68,31 @@ pub struct Shim {
     pub id: String,
     /// The containers by their ids.
     pub containers: BTreeMap<String, Container>,
-    /// The events of containers that are being created.
-    pub announced: BTreeMap<String, TaskCreate>,
-    /// Commands of the runtime by their pids.
+    /// The TaskCreate events of containers that are being created; sent when that has succeeded.
+    pub create_events: BTreeMap<String, TaskCreate>,
+    /// Running commands of the runtime and helpers, by their pids.
     pub jobs: BTreeMap<i32, Job>,
     /// The containers' processes by their pids.
     pub processes: BTreeMap<i32, Key>,
-    /// Processes that wait for their logging program.
-    pub pending: BTreeMap<u32, Pending>,
-    /// Logging programs that are to end, and when they are killed.
+    /// Starts of processes that wait for a logging program to be ready, by their ids.
+    pub pending_starts: BTreeMap<u32, PendingStart>,
+    /// Running logging programs by their pids, and when SIGKILL follows, if SIGTERM was sent.
     pub loggers: BTreeMap<i32, Option<Instant>>,
     /// The pod's sandbox, once the daemon has named its pause.
     pub sandbox: Option<Sandbox>,
-    /// What watches the containers' memory.
+    /// Watches for OOM kills in the containers' cgroups, by their ids.
     pub memory: BTreeMap<u32, Watch>,
-    /// A number for what needs one.
-    pub next: u32,
-    /// It is to end when all is said, or then.
-    pub ending: Option<Instant>,
+    /// The id that was assigned last, to a console socket, a pending start or a memory watch.
+    pub last_id: u32,
+    /// Shutdown was requested: the shim exits when all work is done, at the latest at this time.
+    pub shutdown_deadline: Option<Instant>,
     signals: Signals,
-    /// There may be exits that are not handled, whatever signals say.
+    /// There may be unhandled exits although no SIGCHLD is pending.
     more_exits: bool,
 }
 
 impl Shim {
-    /// Serves at a socket.
+    /// A shim that serves on a listening socket and sends events to the socket at `events`.
     pub fn new(
         listener: OwnedFd,
         signals: Signals,
@@ -105,20 +106,20 @@ impl Shim {
             server: Server::new(listener, &reactor).context("serve")?,
             events: Events::new(events, namespace.clone()),
             exits: Exits::default(),
-            copier: Copier::start(&reactor).context("start thread that copies")?,
+            copier: Copier::start(&reactor).context("start copier thread")?,
             reactor,
             namespace,
             id,
             containers: BTreeMap::new(),
-            announced: BTreeMap::new(),
+            create_events: BTreeMap::new(),
             jobs: BTreeMap::new(),
             processes: BTreeMap::new(),
-            pending: BTreeMap::new(),
+            pending_starts: BTreeMap::new(),
             loggers: BTreeMap::new(),
             sandbox: None,
             memory: BTreeMap::new(),
-            next: 0,
-            ending: None,
+            last_id: 0,
+            shutdown_deadline: None,
             signals,
             more_exits: false,
         })
@@ -126,35 +127,36 @@ impl Shim {
 
     /// Runs until it is shut down.
     pub fn run(mut self) -> Result<(), Error> {
-        while !self.has_ended() {
+        while !self.may_exit() {
             let ready = self.reactor.wait(self.deadline()).context("wait")?;
             for (source, _) in ready {
                 self.ready(source);
             }
-            for number in self.copier.take_ended().context("copy streams")? {
-                self.stream_ended(number);
+            for stream_id in self.copier.take_ended().context("copy streams")? {
+                self.stream_ended(stream_id);
             }
             self.pass_time();
         }
         Ok(())
     }
 
-    fn has_ended(&self) -> bool {
-        let said = self.events.is_empty() && !self.server.has_unsent() && !self.copier.has_left();
-        let done = said && self.jobs.is_empty();
-        self.ending.is_some_and(|at| done || at <= Instant::now())
+    fn may_exit(&self) -> bool {
+        let delivered =
+            self.events.is_empty() && !self.server.has_unsent() && !self.copier.has_pending_work();
+        let done = delivered && self.jobs.is_empty();
+        self.shutdown_deadline.is_some_and(|at| done || at <= Instant::now())
     }
 
-    /// Asks for the end: when containerd has the events and answers that are due, and the runtime
-    /// has done what was begun.
-    pub fn end(&mut self) {
-        self.ending.get_or_insert(Instant::now() + LAST_WORK);
+    /// Requests the shutdown: the shim exits when all events, answers and streams are delivered and
+    /// no command runs, or after [`SHUTDOWN_TIMEOUT`].
+    pub fn begin_shutdown(&mut self) {
+        self.shutdown_deadline.get_or_insert(Instant::now() + SHUTDOWN_TIMEOUT);
     }
 
-    /// A number that is not used.
-    pub fn number(&mut self) -> u32 {
-        self.next = self.next.wrapping_add(1);
-        self.next
+    /// A new id for a console socket, a pending start or a memory watch.
+    pub fn new_id(&mut self) -> u32 {
+        self.last_id = self.last_id.wrapping_add(1);
+        self.last_id
     }
 
     fn ready(&mut self, source: Source) {
@@ -162,34 +164,35 @@ impl Shim {
             Source::Listener => self.server.accept(&self.reactor),
             Source::Signals => self.signalled(),
             Source::Events => self.events.ready(&self.reactor),
-            Source::Connection(number) => {
-                for call in self.server.ready(number, &self.reactor) {
+            Source::Connection(id) => {
+                for call in self.server.ready(id, &self.reactor) {
                     self.call(call);
                 }
             }
-            // Taken after this; streams are the thread's.
+            // `run` handles ended streams next; the copier thread handles the streams.
             Source::Copier | Source::Stream(_) => {}
-            Source::Logger(number) => self.logger_ready(number),
-            Source::Memory(number) => self.memory_event(number),
+            Source::Logger(id) => self.logger_ready(id),
+            Source::Memory(id) => self.memory_event(id),
             Source::Pause => self.pause_ready(),
         }
     }
 
-    /// Signals have arrived. On SIGTERM the shim ends and its containers keep running.
+    /// Handles pending signals. On SIGTERM and SIGINT the shim shuts down; its containers keep
+    /// running.
     fn signalled(&mut self) {
         if let Some(signal) = self.signals.take() {
             let left = self.containers.len();
             log::warn(format_args!("shim exits on {signal}; containers: {left}"));
-            self.end();
+            self.begin_shutdown();
         }
         self.reap();
     }
 
-    /// Handles exits, up to a bound: others have their turn while a container makes children of
-    /// this process faster than they are reaped.
+    /// Handles at most [`MAX_EXITS_AT_ONCE`] exits, so that a container which causes exits faster
+    /// than they are reaped does not block other work.
     fn reap(&mut self) {
-        for _ in 0..TURN {
-            let Some((pid, exit)) = exits::ended() else {
+        for _ in 0..MAX_EXITS_AT_ONCE {
+            let Some((pid, exit)) = exits::next_exited() else {
                 self.more_exits = false;
                 return;
             };
@@ -211,7 +214,7 @@ impl Shim {
         }
     }
 
-    /// When something is to be done although nothing is ready.
+    /// When [`Shim::pass_time`] has work to do at the latest.
     fn deadline(&self) -> Option<Instant> {
         if self.more_exits {
             return Some(Instant::now());
@@ -220,14 +223,18 @@ impl Shim {
             let execs = container.execs.values().filter_map(|exec| exec.drain);
             execs.chain(container.drain).map(|(_, at)| at)
         });
-        let pending = self.pending.values().map(|pending| pending.until);
+        let pending = self.pending_starts.values().map(|pending| pending.deadline);
         let loggers = self.loggers.values().copied().flatten();
-        let rest =
-            [self.events.deadline(), self.server.deadline(), self.discard_deadline(), self.ending];
+        let rest = [
+            self.events.deadline(),
+            self.server.deadline(),
+            self.discard_deadline(),
+            self.shutdown_deadline,
+        ];
         drains.chain(pending).chain(loggers).chain(rest.into_iter().flatten()).min()
     }
 
-    /// Does what has become due.
+    /// Handles all deadlines that have passed.
     fn pass_time(&mut self) {
         let now = Instant::now();
         let due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
@@ -243,14 +250,14 @@ impl Shim {
         for (pid, at) in &mut self.loggers {
             if due(*at) {
                 *at = None;
-                // It was not reaped: its number is its own.
+                // Not reaped yet, so the pid cannot have been reused.
                 let _ = crate::sys::kill(*pid, libc::SIGKILL);
             }
         }
-        let late = self.pending.iter().filter(|(_, pending)| pending.until <= now);
-        let late: Vec<u32> = late.map(|(number, _)| *number).collect();
-        for number in late {
-            self.logger_late(number);
+        let late = self.pending_starts.iter().filter(|(_, pending)| pending.deadline <= now);
+        let late: Vec<u32> = late.map(|(id, _)| *id).collect();
+        for id in late {
+            self.logger_late(id);
         }
         self.retry_discards(now);
         let is_due = |drain: &Option<(_, Instant)>| due(drain.as_ref().map(|(_, at)| *at));

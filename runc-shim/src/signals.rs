@@ -1,25 +1,26 @@
-//! The signals of the shim, by one descriptor: SIGCHLD, and those that ask for its end.
+//! The signals of the shim, read from a signalfd: SIGCHLD, and SIGTERM and SIGINT, which request
+//! the shutdown.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use crate::sys;
 
-/// Bytes of a signal as it is read (signalfd(2)); its number comes first.
+/// Size of a signal as it is read (signalfd(2)), bytes. The signal number is its first field.
 const SIZE: usize = size_of::<libc::signalfd_siginfo>();
 
-/// The signals, blocked.
+/// A signalfd of blocked signals.
 #[derive(Debug)]
 pub struct Signals(OwnedFd);
 
 impl Signals {
-    /// Blocks them and takes them by a descriptor.
+    /// Blocks the signals and opens the signalfd.
     pub fn new() -> io::Result<Self> {
         sys::signals(&[libc::SIGCHLD, libc::SIGTERM, libc::SIGINT]).map(Self)
     }
 
-    /// Takes what is pending; the name of a signal that asks for the end. What SIGCHLD holds is of
-    /// no interest: exits are fetched from the kernel.
+    /// Reads all pending signals. Returns the name of one that requests the shutdown. The fields of
+    /// SIGCHLD are ignored, because exits are read by waitid(2).
     pub fn take(&self) -> Option<&'static str> {
         let mut asked = None;
         let mut buffer = [0; 4 * SIZE];

@@ -28,7 +28,7 @@ impl Shim {
     }
 
     fn restore(&mut self, key: &Key, reply: Reply) -> Answer {
-        self.copier.check_room()?;
+        self.copier.check_queue()?;
         let prepared = self.prepare_streams(key)?;
         self.known(key)?.busy.get_or_insert_default();
         let run = self.await_logger(key.clone(), Some(reply), prepared, false);
@@ -38,23 +38,23 @@ impl Shim {
         run
     }
 
-    /// The runtime has started a container, or not.
+    /// Continues after the runtime has started a container, or has failed to.
     pub fn start_finished(&mut self, key: &Key, done: Result<(), Error>) -> Answer {
         let pid = self.known(key)?.state.pid();
         match done {
             Ok(()) => self.started(key, pid),
             Err(e) => {
                 self.change(key, Event::StartFailed);
-                self.settle(&key.id);
+                self.announce_exit_if_done(&key.id);
                 Err(e)
             }
         }
     }
 
-    /// A container runs.
+    /// Completes the start or restore of a container.
     pub fn started(&mut self, key: &Key, pid: i32) -> Answer {
         let restored = matches!(self.known(key)?.state, State::Starting { pid: None, .. });
-        let early = if restored { self.claim(key, pid) } else { None };
+        let early = if restored { self.resolve_start(key, pid) } else { None };
         self.change(key, Event::Started(pid));
         match early {
             Some(exit) => self.process_exited(key, exit),
@@ -66,7 +66,7 @@ impl Shim {
             }
             None => {}
         }
-        self.settle(&key.id);
+        self.announce_exit_if_done(&key.id);
         let mut response = api::StartResponse::new();
         response.pid = task::unsigned(pid);
         task::now(&response)
@@ -79,7 +79,7 @@ impl Shim {
             let message = format!("container {} init process is not running", key.id);
             return Err(Error::state(message));
         }
-        self.copier.check_room()?;
+        self.copier.check_queue()?;
         let exec = self.exec(key)?;
         let next = exec::state::step(exec.state, exec::state::Event::Start);
         let Some(next) = next.map_err(Error::state)? else { return task::empty() };
@@ -93,7 +93,7 @@ impl Shim {
         run
     }
 
-    /// An exec was not started.
+    /// Handles the failed start of an exec.
     pub fn exec_failed(&mut self, key: &Key) {
         let Ok(exec) = self.exec(key) else { return };
         if let Ok(Some(next)) = exec::state::step(exec.state, exec::state::Event::StartFailed) {
@@ -104,12 +104,12 @@ impl Shim {
             let answer = task::now(&task::waited(None));
             self.answer(waiter, answer);
         }
-        self.settle(&key.id);
+        self.announce_exit_if_done(&key.id);
     }
 
-    /// An exec runs.
+    /// Completes the start of an exec.
     pub fn exec_started(&mut self, key: &Key, pid: i32) -> Answer {
-        let exit = self.claim(key, pid);
+        let exit = self.resolve_start(key, pid);
         let exec = self.exec(key)?;
         let next = exec::state::step(exec.state, exec::state::Event::Started(pid));
         if let Some(next) = next.map_err(Error::state)? {

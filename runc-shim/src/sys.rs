@@ -9,10 +9,10 @@ use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
 use std::ptr;
 use std::sync::OnceLock;
 
-/// The limits of open files that this process was started with, and its children get.
+/// The open file limits that this process was started with; its children get the soft limit.
 static OPEN_FILES: OnceLock<libc::rlimit> = OnceLock::new();
 
-/// Bytes of stack that a child needs until it executes its program.
+/// Stack size of a child until it executes its program, bytes.
 const STACK: usize = 16 << 10;
 
 /// Descriptors of a child are moved to this number or above before they get their final numbers.
@@ -27,8 +27,8 @@ pub fn inherited(fd: RawFd) -> Option<OwnedFd> {
     known.then(|| unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Blocks these signals and returns a descriptor that is readable when one is pending. One that
-/// was ignored when this process was started is no longer.
+/// Blocks these signals and returns a signalfd for them. Resets their dispositions, because this
+/// process may have inherited `SIG_IGN`.
 pub fn signals(wanted: &[c_int]) -> io::Result<OwnedFd> {
     let mut set = MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: sigemptyset initialises the set that the others read; a default disposition runs no
@@ -51,7 +51,7 @@ pub fn signals(wanted: &[c_int]) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Lets this process have as many open files as it may. Its children get the limits from before.
+/// Raises the soft limit of open files to the hard limit. Children get the earlier soft limit.
 pub fn raise_open_files() -> io::Result<()> {
     let mut before = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the kernel fills the structure, and reads the other.
@@ -73,20 +73,20 @@ pub fn raise_open_files() -> io::Result<()> {
 pub struct Spawn<'a> {
     /// Path of the executable.
     pub program: &'a CStr,
-    /// Arguments with the name.
+    /// Arguments; the first one is the name of the program.
     pub arguments: &'a [CString],
     /// Environment, `NAME=value`.
     pub environment: &'a [CString],
-    /// Working directory; this process's own without.
+    /// Working directory; `None`: that of this process.
     pub directory: Option<BorrowedFd<'a>>,
-    /// Descriptors and the numbers they have in the child. Nothing else is inherited, as all
-    /// descriptors of this process are closed on exec.
+    /// Descriptors, and their numbers in the child. No others are inherited, because all
+    /// descriptors of this process are close-on-exec.
     pub descriptors: &'a [(BorrowedFd<'a>, RawFd)],
-    /// The child is killed when this process ends.
+    /// The kernel kills the child when this process exits.
     pub dies_with_parent: bool,
 }
 
-/// What the child of [`spawn`] works on.
+/// The data that [`spawn`] shares with its child.
 struct Work<'a> {
     spawn: &'a Spawn<'a>,
     arguments: Vec<*const c_char>,
@@ -96,7 +96,7 @@ struct Work<'a> {
     errno: c_int,
 }
 
-/// Runs a program and returns its pid. It has been executed when this returns.
+/// Runs a program and returns its pid. Returns after execve(2) has succeeded or failed.
 pub fn spawn(spawn: &Spawn<'_>) -> io::Result<i32> {
     let pointers = |strings: &[CString]| {
         strings.iter().map(|string| string.as_ptr()).chain([ptr::null()]).collect::<Vec<_>>()
@@ -140,7 +140,7 @@ extern "C" fn child(work: *mut c_void) -> c_int {
     unsafe { libc::_exit(127) }
 }
 
-/// Executes the program; the error number if that fails.
+/// Executes the program; returns the errno if that fails.
 fn become_program(work: &Work<'_>) -> c_int {
     let errno = || io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
     let spawn = work.spawn;
@@ -193,11 +193,11 @@ fn become_program(work: &Work<'_>) -> c_int {
     errno()
 }
 
-/// Has the kernel kill this process when its parent ends. Whether the parent still lives: one that
-/// has ended before sends nothing.
+/// Has the kernel kill this process when its parent exits. False: that failed, or the parent has
+/// exited already, so that no signal will come.
 ///
 /// # Safety
-/// None: it is unsafe only to be called where nothing else is allowed, in a child.
+/// No requirements. It is `unsafe` so that only `unsafe` code, such as that of a child, calls it.
 unsafe fn die_with(parent: c_int) -> bool {
     let kill = libc::SIGKILL as libc::c_ulong;
     // SAFETY: both calls take numbers only.
@@ -209,8 +209,8 @@ fn own_pid() -> c_int {
     unsafe { libc::getpid() }
 }
 
-/// Closes all descriptors above the first four when a program is executed, as far as the kernel
-/// knows how.
+/// Sets close-on-exec for all descriptors except the first four, if the kernel supports
+/// close_range(2) with that flag.
 pub fn close_rest_on_exec() {
     // SAFETY: the call takes numbers only, and changes a flag of descriptors.
     unsafe {
@@ -218,8 +218,8 @@ pub fn close_rest_on_exec() {
     }
 }
 
-/// A child, or this one, that has ended and is not reaped, and its status: 128 and the signal for
-/// one that was killed. It stays as it is, so that its number is not another's.
+/// A child that has exited and is not reaped (any, or only `pid`), and its exit status: 128 plus
+/// the signal if a signal killed it. Does not reap it, so that the pid cannot be reused.
 pub fn ended_child(pid: Option<i32>) -> Option<(i32, u32)> {
     let (kind, pid) = match pid {
         Some(pid) => (libc::P_PID, libc::id_t::try_from(pid).ok()?),
@@ -240,7 +240,7 @@ pub fn ended_child(pid: Option<i32>) -> Option<(i32, u32)> {
     (pid > 0).then(|| (pid, u32::try_from(status).unwrap_or(255)))
 }
 
-/// Maps the users of a detached mount by a user namespace (`mount_setattr`).
+/// Makes a detached mount an idmapped mount by a user namespace (mount_setattr(2)).
 pub fn map_mount(mount: BorrowedFd<'_>, users: BorrowedFd<'_>, read_only: bool) -> io::Result<()> {
     let attributes = libc::mount_attr {
         attr_set: libc::MOUNT_ATTR_IDMAP | if read_only { libc::MOUNT_ATTR_RDONLY } else { 0 },
@@ -262,8 +262,8 @@ pub fn map_mount(mount: BorrowedFd<'_>, users: BorrowedFd<'_>, read_only: bool) 
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Starts a process in a new user namespace that only waits to be killed; its pid. The namespace
-/// lives as long as the process or a descriptor of it.
+/// Starts a process in a new user namespace that only waits to be killed, and returns its pid. The
+/// namespace exists as long as the process or a descriptor of the namespace.
 pub fn user_namespace_holder() -> io::Result<i32> {
     // SAFETY: a clone without shared memory and without a new stack is a fork. The child calls
     // nothing but system calls that take no memory.
@@ -285,7 +285,7 @@ pub fn user_namespace_holder() -> io::Result<i32> {
     }
 }
 
-/// Sends a signal to a process that this one has not reaped.
+/// Sends a signal to a child that was not reaped, so that its pid cannot have been reused.
 pub fn kill(pid: i32, signal: i32) -> io::Result<()> {
     // SAFETY: kill takes no pointer.
     if unsafe { libc::kill(pid, signal) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }

@@ -22,13 +22,13 @@ use crate::shim::{Key, Shim};
 
 const SERVICE: &str = "containerd.task.v3.Task";
 
-/// The longest id; bytes. Those of containerd have 76 at most.
+/// Maximum length of an id, bytes. Ids of containerd have at most 76.
 const LONGEST_ID: usize = 128;
 
-/// How many calls may wait for the end of one process.
+/// Maximum number of calls that wait for the exit of one process.
 pub const WAITERS: usize = 1024;
 
-/// What an answer is: the message, or it comes later.
+/// The result of a call: the encoded response; `None`: the call is answered later.
 pub type Answer = Result<Option<Vec<u8>>, Error>;
 
 /// A request of the Task service.
@@ -46,13 +46,13 @@ pub enum Request {
     Pids(api::PidsRequest),
     /// Pauses a container.
     Pause(api::PauseRequest),
-    /// Resumes it.
+    /// Resumes a container.
     Resume(api::ResumeRequest),
-    /// Writes a checkpoint of it.
+    /// Writes a checkpoint of a container.
     Checkpoint(api::CheckpointTaskRequest),
-    /// Signals a process.
+    /// Sends a signal to a process.
     Kill(api::KillRequest),
-    /// Adds a process.
+    /// Adds an exec.
     Exec(api::ExecProcessRequest),
     /// Changes the size of a terminal.
     ResizePty(api::ResizePtyRequest),
@@ -60,15 +60,15 @@ pub enum Request {
     CloseIo(api::CloseIORequest),
     /// Changes a container's resources.
     Update(api::UpdateTaskRequest),
-    /// Waits for the end of a process.
+    /// Waits for the exit of a process.
     Wait(api::WaitRequest),
     /// The metrics of a container.
     Stats(api::StatsRequest),
     /// The pids of shim and container.
     Connect(api::ConnectRequest),
-    /// Ends the shim, if it has no container and its sandbox no task.
+    /// Shuts down the shim, if it has no container and its sandbox no running task.
     Shutdown,
-    /// Names the pause: of the daemon's own service.
+    /// Sets the pause; a method of the daemon's own service.
     SetPause(Pause),
 }
 
@@ -107,18 +107,18 @@ pub fn decode(service: &str, method: &str, payload: &[u8]) -> Result<Request, Er
     })
 }
 
-/// An answer that is there.
+/// The answer with this response.
 pub fn now(message: &impl Message) -> Answer {
     Ok(Some(message.write_to_bytes()?))
 }
 
-/// The answer without content.
+/// The answer with an empty response.
 pub fn empty() -> Answer {
     Ok(Some(Vec::new()))
 }
 
 impl Shim {
-    /// Takes a call.
+    /// Decodes and executes a call.
     pub fn call(&mut self, call: Call) {
         let Call { reply, request } = call;
         let decoded = decode(&request.service, &request.method, &request.payload);
@@ -129,13 +129,13 @@ impl Shim {
         }
     }
 
-    /// Does what is asked for and answers it, unless that comes later.
+    /// Executes a request and answers it, unless it is answered later.
     pub fn dispatch(&mut self, reply: Reply, request: Request) {
         let answer = self.act(reply, request);
         self.answer(reply, answer);
     }
 
-    /// Answers a call, unless that comes later.
+    /// Answers a call, unless it is answered later.
     pub fn answer(&mut self, reply: Reply, answer: Answer) {
         if let Some(answer) = answer.transpose() {
             self.server.answer(reply, answer, &self.reactor);
@@ -170,7 +170,7 @@ impl Shim {
             Request::Shutdown => {
                 let sandbox = self.sandbox.as_ref().is_some_and(Sandbox::runs);
                 if self.containers.is_empty() && !sandbox {
-                    self.end();
+                    self.begin_shutdown();
                 }
                 empty()
             }
@@ -178,7 +178,8 @@ impl Shim {
         }
     }
 
-    /// Keeps a request that must wait until the runtime has done what it does with the process.
+    /// Queues a request that must wait for a pending command of its container or exec. Returns the
+    /// request if it need not wait.
     fn queue(&mut self, reply: Reply, request: Request) -> Result<Option<Request>, Error> {
         let key = match &request {
             Request::Start(r) => Key::new(&r.id, &r.exec_id),
@@ -210,7 +211,7 @@ impl Shim {
         }
     }
 
-    /// A container that is created.
+    /// A container whose creation has succeeded.
     pub fn container(&mut self, id: &str) -> Result<&mut Container, Error> {
         let container = self.containers.get_mut(id);
         container
@@ -267,7 +268,7 @@ impl Shim {
         empty()
     }
 
-    /// How a process ended, if it has; its start may have failed.
+    /// The exit of a process; `Some(None)`: its start has failed; `None`: it has not exited.
     fn ended(&mut self, key: &Key) -> Result<Option<Option<Exit>>, Error> {
         if key.exec.is_empty() {
             return Ok(self.container(&key.id)?.state.exit().map(Some));
@@ -284,17 +285,16 @@ impl Shim {
         }
         let there: Vec<Reply> = {
             let waiters = std::mem::take(&mut self.process(key)?.waiters);
-            waiters.into_iter().filter(|waiter| self.server.is_there(*waiter)).collect()
+            waiters.into_iter().filter(|waiter| self.server.is_connected(*waiter)).collect()
         };
         let process = self.process(key)?;
         process.waiters = there;
-        process.waiters.push(reply);
-        if process.waiters.len() > WAITERS {
-            // A caller that has given up does not say so: most likely it is the first.
-            let first = process.waiters.remove(0);
-            let refused = Error::new(Code::ResourceExhausted, "too many calls wait for this");
-            self.answer(first, Err(refused));
+        // Refuses the new call, not an older one: CRI's Wait is the first, and CRI takes its error
+        // for the exit of the container and kills the container (`handleContainerExit`).
+        if process.waiters.len() >= WAITERS {
+            return Err(Error::new(Code::ResourceExhausted, "too many calls wait for this"));
         }
+        process.waiters.push(reply);
         Ok(None)
     }
 
@@ -336,8 +336,8 @@ impl Shim {
         let pids = container.cgroup.as_ref().map(|cgroup| cgroup.pids()).transpose()?;
         let mut pids = pids.unwrap_or_default();
         if pids.is_empty() && container.state.pid() != 0 {
-            // A containerd that starts deletes a task without processes, and with it an exit and
-            // output that it has not seen (core/runtime/v2, `loadShims`).
+            // When containerd starts, it deletes a task without processes, and with it an exit and
+            // output that it has not received (core/runtime/v2, `loadShims`).
             pids.push(container.state.pid());
         }
         for pid in pids {
@@ -401,7 +401,7 @@ impl Shim {
     }
 }
 
-/// Refuses an id that is no name: it becomes a part of paths and an argument of the runtime.
+/// Checks an id, which becomes a part of paths and an argument of the runtime.
 pub fn check_id(id: &str) -> Result<(), Error> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._+-".contains(&byte);
     let named = id.starts_with(|first: char| first.is_ascii_alphanumeric());

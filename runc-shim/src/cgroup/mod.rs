@@ -1,4 +1,4 @@
-//! The cgroup of a container: its processes, and kills for want of memory.
+//! The cgroup of a container: its processes, metrics, freezer state, and removal.
 
 mod tree;
 
@@ -16,25 +16,25 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::error::{Context as _, Error};
 
-/// Where hierarchies are mounted.
+/// The directory below which the hierarchies are mounted.
 const ROOT: &str = "/sys/fs/cgroup";
 
-/// How often, and after which wait, a cgroup is tried to be removed once more: processes that were
-/// killed are in it until they have ended.
+/// Number of retries to remove a cgroup, and the delay before each: killed processes are in it
+/// until they have exited.
 const REMOVE_TRIES: u32 = 100;
 const REMOVE_WAIT: Duration = Duration::from_millis(20);
 
 /// A cgroup.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Cgroup {
-    /// Of version 1: its path in the hierarchy of each controller.
+    /// Version 1: each controller, and the cgroup's path in its hierarchy.
     V1(Vec<(String, PathBuf)>),
-    /// Of version 2: its path.
+    /// Version 2: the path of the cgroup.
     V2(PathBuf),
 }
 
 impl Cgroup {
-    /// The cgroup of a process; `None`: it is gone or has none.
+    /// The cgroup of a process; `None`: it has none, or there is no such process.
     pub fn of(pid: i32) -> Option<Self> {
         let text = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
         let unified = Path::new(ROOT).join("cgroup.controllers").exists();
@@ -49,7 +49,7 @@ impl Cgroup {
             let (hierarchy, names, path) = (fields.next()?, fields.next()?, fields.next()?);
             let path = path.trim_start_matches('/');
             if Path::new(path).components().any(|part| part == Component::ParentDir) {
-                // It is in none that this process can see.
+                // The cgroup is outside of this process's cgroup namespace.
                 continue;
             }
             if unified && hierarchy == "0" {
@@ -71,14 +71,15 @@ impl Cgroup {
             return Some(Self::V2(root.join(path)));
         }
         let entries = fs::read_dir(root).ok()?.flatten();
-        // Links name the same hierarchy.
+        // Symbolic links name hierarchies that are listed anyway.
         let dirs = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
         let paths = dirs
             .map(|dir| (dir.file_name().to_string_lossy().into_owned(), dir.path().join(&path)));
         Some(Self::V1(paths.filter(|(_, path)| is_cgroup(path)).collect()))
     }
 
-    /// Kills what is in it and removes it. One that is not there is success.
+    /// Removes the cgroup and all below it, and kills their processes if that is necessary.
+    /// Succeeds if the cgroup does not exist.
     pub fn remove(&self) -> Result<(), Error> {
         let paths: Vec<&Path> = match self {
             Self::V1(paths) => paths.iter().map(|(_, path)| path.as_path()).collect(),
@@ -86,7 +87,7 @@ impl Cgroup {
         };
         let mut tries = 0;
         loop {
-            // All, also if one cannot be.
+            // In all hierarchies, also if one removal fails.
             let each: Vec<_> = paths.iter().map(|path| tree::remove(path)).collect();
             let removed = each.into_iter().collect::<io::Result<()>>();
             match removed {
@@ -124,7 +125,7 @@ impl Cgroup {
     /// Its metrics.
     ///
     /// # Errors
-    /// It cannot be read, or is gone.
+    /// The cgroup does not exist or cannot be read.
     pub fn stats(&self) -> Result<Any, Error> {
         let failed = |e: cgroup_metrics::Error| Error::unknown(e.to_string());
         let mut any = Any::new();
@@ -145,10 +146,10 @@ impl Cgroup {
         Ok(any)
     }
 
-    /// The pids of all of its processes, also in cgroups below.
+    /// The pids of all processes in the cgroup and in cgroups below it; none if it does not exist.
     ///
     /// # Errors
-    /// It cannot be read. One that is gone has no processes.
+    /// The cgroup cannot be read.
     pub fn pids(&self) -> Result<Vec<i32>, Error> {
         let path = ["devices", "pids", "memory", "cpu"]
             .into_iter()
@@ -185,14 +186,16 @@ pub fn in_hierarchy(path: &str, id: &str) -> Option<PathBuf> {
         .then(|| parts.iter().collect())
 }
 
-/// Whether this is a cgroup, and no directory of the file system that hierarchies are mounted on.
+/// Whether this is a cgroup, and not a directory of the file system on which hierarchies are
+/// mounted.
 fn is_cgroup(path: &Path) -> bool {
     const MAGIC: [i64; 2] = [libc::CGROUP_SUPER_MAGIC, libc::CGROUP2_SUPER_MAGIC];
     rustix::fs::statfs(path).is_ok_and(|stat| MAGIC.contains(&stat.f_type))
 }
 
-/// Kills the processes of a cgroup and of those below it, one by one: each is held by a descriptor
-/// before it is looked for again.
+/// Kills the processes of a cgroup and of those below it, one by one. A process is killed by a
+/// pidfd, and only if its pid is still in the cgroup after the pidfd was opened, so that a reused
+/// pid is not killed.
 fn kill_below(cgroup: &Path) -> io::Result<()> {
     tree::visit(cgroup, &mut |dir| {
         let held: Vec<(i32, OwnedFd)> = processes(dir)?
@@ -204,14 +207,14 @@ fn kill_below(cgroup: &Path) -> io::Result<()> {
             .collect();
         let there = if held.is_empty() { Vec::new() } else { processes(dir)? };
         for (_, fd) in held.iter().filter(|(pid, _)| there.contains(pid)) {
-            // It may end by itself.
+            // Fails if the process has exited by itself.
             let _ = rustix::process::pidfd_send_signal(fd, Signal::KILL);
         }
         Ok(())
     })
 }
 
-/// The pids of the processes of an open cgroup. One that is gone has none.
+/// The pids of the processes of an open cgroup; none if the cgroup was removed.
 fn processes(cgroup: BorrowedFd<'_>) -> io::Result<Vec<i32>> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
     let mut text = String::new();
@@ -220,7 +223,7 @@ fn processes(cgroup: BorrowedFd<'_>) -> io::Result<Vec<i32>> {
         .and_then(|file| fs::File::from(file).read_to_string(&mut text));
     match read {
         Ok(_) => Ok(text.lines().filter_map(|line| line.parse().ok()).collect()),
-        // A threaded cgroup has its processes above.
+        // The processes of a threaded cgroup are listed in an ancestor.
         Err(e) => match e.raw_os_error() {
             Some(libc::ENOENT | libc::ENODEV | libc::EOPNOTSUPP) => Ok(Vec::new()),
             _ => Err(e),

@@ -1,6 +1,6 @@
-//! A cgroup and all below it, however deep they are nested: a container with a delegated cgroup may
-//! nest more of them than a path is long. Each is found from its parent by a descriptor, so that
-//! one level of depth takes 8 bytes and no more descriptors.
+//! Traversal and removal of a cgroup and all below it, at any depth: a container with a delegated
+//! cgroup may nest cgroups deeper than the length of a path allows. Each cgroup is opened from its
+//! parent's descriptor; a level of depth takes 8 bytes and no further descriptor.
 
 use std::ffi::CString;
 use std::io;
@@ -11,14 +11,14 @@ use std::path::Path;
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, RawDir, SeekFrom};
 use rustix::io::Errno;
 
-/// What is read of a directory at once; bytes. A name has 255 at most.
+/// Size of the buffer for directory entries, bytes. A name has at most 255.
 const ENTRIES: usize = 1024;
 
 const DIRECTORY: OFlags =
     OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
-/// Calls `each` with the cgroup and then with all below it. One that is not there, or is removed
-/// meanwhile, has none below.
+/// Calls `each` with the cgroup and then with all below it. Skips cgroups that do not exist or are
+/// removed meanwhile.
 ///
 /// # Errors
 /// The first error of `each` or of the system.
@@ -45,7 +45,7 @@ pub fn visit(
     }
 }
 
-/// Removes the cgroup and all below it. Those with processes are left.
+/// Removes the cgroup and all below it, except those with processes.
 ///
 /// # Errors
 /// `EBUSY`: some are left. Any other error of the system.
@@ -54,7 +54,7 @@ pub fn remove(root: &Path) -> io::Result<()> {
         return Ok(());
     };
     let mut at = Position::new(opened);
-    // The entry is one that was left: it is tried again, and not entered again.
+    // The next entry was entered already: its removal is tried again, and it is not entered again.
     let mut entered = false;
     loop {
         while let Some(name) = at.next()? {
@@ -84,7 +84,7 @@ pub fn remove(root: &Path) -> io::Result<()> {
     }
 }
 
-/// What is opened, if it is there.
+/// The opened directory; `None`: it does not exist.
 fn present(opened: rustix::io::Result<OwnedFd>) -> io::Result<Option<OwnedFd>> {
     match opened {
         Ok(fd) => Ok(Some(fd)),
@@ -93,13 +93,13 @@ fn present(opened: rustix::io::Result<OwnedFd>) -> io::Result<Option<OwnedFd>> {
     }
 }
 
-/// A place in the tree: a directory, and where its listing and those above continue.
+/// A position in the tree: a directory, and where its listing and those of its ancestors continue.
 struct Position {
     dir: OwnedFd,
     /// Where the listing continues, and where the last entry was found.
     next: u64,
     last: u64,
-    /// The same of the directories above, from the root on.
+    /// Where the listings of the ancestors continue, from the root on.
     above: Vec<u64>,
 }
 

@@ -1,4 +1,4 @@
-//! A container: its state, its process's streams, and what was executed in it.
+//! A container: its state, the streams of its first process, and its execs.
 
 pub mod state;
 
@@ -25,73 +25,75 @@ use crate::task::Request;
 /// A container.
 #[derive(Debug)]
 pub struct Container {
-    /// What containerd keeps of it.
+    /// The bundle directory, which containerd makes and removes.
     pub bundle: PathBuf,
-    /// How its runtime is called.
+    /// The runtime and its options.
     pub runtime: Runtime,
-    /// Whose its pipes are.
+    /// The owner of the pipes.
     pub owner: Owner,
-    /// Its state.
+    /// The state.
     pub state: State,
-    /// Its first process.
+    /// The first process.
     pub process: Process,
-    /// What was executed in it.
+    /// The execs by their ids.
     pub execs: BTreeMap<String, Exec>,
-    /// Where this shim has mounted its root file system.
+    /// Where this shim has mounted the root file system.
     pub rootfs: Option<PathBuf>,
-    /// It has a PID namespace of its own: all of its processes end with the first.
-    pub own_pids: bool,
-    /// The runtime is not to pivot its root.
+    /// The container has its own PID namespace, so that the kernel kills all of its processes when
+    /// the first one exits.
+    pub own_pid_namespace: bool,
+    /// The runtime must not use pivot_root(2).
     pub no_pivot_root: bool,
-    /// The runtime is not to make a session keyring.
+    /// The runtime must not create a session keyring.
     pub no_new_keyring: bool,
-    /// Arguments that restore it from a checkpoint.
+    /// Arguments that restore the container from a checkpoint; empty: it is created.
     pub restore: Vec<String>,
-    /// Its cgroup.
+    /// The cgroup.
     pub cgroup: Option<Cgroup>,
-    /// The runtime works on it: the calls that have arrived meanwhile, in their order.
+    /// Calls queued while a command, a helper, the start of a logging program or the drain of the
+    /// last output is pending for the container; `None`: nothing is pending.
     pub busy: Option<VecDeque<(Reply, Request)>>,
-    /// Its process has ended and the runtime kills what it has left.
-    pub sweeping: bool,
-    /// Its deletion waits for the last output until then.
+    /// The first process has exited, and a command thaws or kills the remaining processes.
+    pub killing_remaining: bool,
+    /// The Delete that waits for the last output, and its deadline.
     pub drain: Option<(Reply, Instant)>,
-    /// It could not be created, and what is left of it could not be removed.
+    /// The next attempt to remove what a failed creation has left.
     pub retry: Option<Retry>,
 }
 
-/// The streams of a process and who waits for its end.
+/// The streams of a process, and the calls that wait for its exit.
 #[derive(Debug, Default)]
 pub struct Process {
-    /// What containerd has named.
+    /// The streams that containerd named.
     pub stdio: Stdio,
-    /// Its streams that are copied.
+    /// The ids of the streams that are copied.
     pub streams: Vec<u32>,
-    /// Streams that are copied once it is made.
+    /// Streams that are copied once the process is created.
     pub prepared: Vec<Stream>,
-    /// Keeps its standard input open.
+    /// Keeps standard input open until CloseIO.
     pub stdin: Option<OwnedFd>,
-    /// Its terminal.
+    /// The terminal's master.
     pub console: Option<OwnedFd>,
-    /// The program that takes its output.
+    /// The pid of the logging program that receives the output.
     pub logger: Option<i32>,
-    /// Calls that wait for its end.
+    /// The Wait calls that are pending.
     pub waiters: Vec<Reply>,
 }
 
 impl Container {
-    /// Its bundle, opened.
+    /// Opens the bundle directory.
     pub fn open_bundle(&self) -> Result<OwnedFd, Error> {
         let opened = File::open(&self.bundle);
         opened.map(Into::into).context(format_args!("open {}", self.bundle.display()))
     }
 
-    /// Whether something that was executed in it keeps its exit from being announced.
+    /// Whether an exec is being started or runs, so that the container's exit is not announced yet.
     pub fn has_live_execs(&self) -> bool {
         self.execs.values().any(|exec| exec.state.is_live())
     }
 }
 
-/// What is looked for in a container's `config.json`.
+/// The fields of a container's `config.json` that the shim uses.
 #[derive(Debug, Deserialize)]
 struct Config {
     linux: Option<Linux>,
@@ -122,34 +124,36 @@ fn linux_of(text: &[u8]) -> Option<Linux> {
     serde_json::from_slice::<Config>(text).ok()?.linux
 }
 
-/// Whether the container of a bundle gets a PID namespace of its own. What cannot be read says no:
-/// then all processes are killed one by one.
-pub fn has_own_pids(bundle: &Path) -> bool {
-    config(bundle).is_some_and(|linux| linux.has_own_pids())
+/// Whether the container of a bundle gets its own PID namespace. False if `config.json` cannot be
+/// read: the runtime then kills all processes one by one.
+pub fn has_own_pid_namespace(bundle: &Path) -> bool {
+    config(bundle).is_some_and(|linux| linux.has_own_pid_namespace())
 }
 
 impl Linux {
-    fn has_own_pids(&self) -> bool {
+    fn has_own_pid_namespace(&self) -> bool {
         self.namespaces.iter().any(|one| one.kind == "pid" && one.path.is_empty())
     }
 }
 
-/// What is found in a `config.json`.
+/// What the shim reads from a `config.json`, for `fuzz/`.
 #[cfg(feature = "fuzzing")]
 pub fn fuzzed_config(text: &[u8]) -> (bool, String) {
-    linux_of(text).map(|linux| (linux.has_own_pids(), linux.cgroups_path)).unwrap_or_default()
+    linux_of(text)
+        .map(|linux| (linux.has_own_pid_namespace(), linux.cgroups_path))
+        .unwrap_or_default()
 }
 
-/// The cgroup that a bundle asks for, if its name is the container's: no other container's is
-/// meant then.
+/// The cgroup that a bundle asks for, if its last path element is the container's id, so that it
+/// cannot be the cgroup of another container.
 pub fn cgroup_of(bundle: &Path, id: &str) -> Option<Cgroup> {
     Cgroup::named(&config(bundle)?.cgroups_path, id)
 }
 
-/// The cgroup of a container whose first process this is: what the kernel says, or else what the
-/// bundle asks for. Of a process that has ended version 1 says the root.
+/// The cgroup of the container whose first process has this pid: as the kernel reports it, or else
+/// as the bundle asks for it. For a process that has exited, version 1 reports the root cgroup.
 pub fn cgroup_with(bundle: &Path, id: &str, pid: i32) -> Option<Cgroup> {
-    let seen = Cgroup::of(pid).filter(|_| exits::ended_one(pid).is_none());
+    let seen = Cgroup::of(pid).filter(|_| exits::exit_of_child(pid).is_none());
     seen.or_else(|| cgroup_of(bundle, id))
 }
 
@@ -158,13 +162,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_that_has_ended_does_not_tell_its_cgroup() {
+    fn the_cgroup_of_an_exited_process_is_taken_from_the_bundle() {
         let dir = tempfile::tempdir().unwrap();
         let config = r#"{"linux":{"cgroupsPath":"/x/id"}}"#;
         std::fs::write(dir.path().join("config.json"), config).unwrap();
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
-        while exits::ended_one(pid).is_none() {
+        while exits::exit_of_child(pid).is_none() {
             std::thread::yield_now();
         }
         let wanted = Cgroup::named("/x/id", "id");
@@ -178,13 +182,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let has = |config: &str| {
             std::fs::write(dir.path().join("config.json"), config).unwrap();
-            has_own_pids(dir.path())
+            has_own_pid_namespace(dir.path())
         };
         assert!(has(r#"{"linux":{"namespaces":[{"type":"mount"},{"type":"pid"}]}}"#));
         assert!(!has(r#"{"linux":{"namespaces":[{"type":"pid","path":"/proc/1/ns/pid"}]}}"#));
         for without in [r#"{"linux":{"namespaces":[]}}"#, r#"{"linux":{}}"#, "{}", "rubbish"] {
             assert!(!has(without), "{without}");
         }
-        assert!(!has_own_pids(&dir.path().join("none")));
+        assert!(!has_own_pid_namespace(&dir.path().join("none")));
     }
 }

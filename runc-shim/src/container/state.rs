@@ -1,4 +1,4 @@
-//! The states of a container, and what changes them.
+//! The states of a container, and the events that change them.
 //!
 //! ```text
 //! Creating -> Created -> Starting -> Running <-> Pausing, Paused, Resuming
@@ -8,9 +8,9 @@
 //!   (none)                                                 (none) <- Deleting
 //! ```
 //!
-//! An exit that is seen while the runtime starts the container is kept until it is done, so that
-//! the start is announced first. `Exiting` is left when no process that was executed in the
-//! container is left: its exit is announced last.
+//! An exit that is observed while the runtime starts the container is kept until the start is done,
+//! so that the start is announced first. `Exiting` lasts until the execs of the container have
+//! exited, so that the exit of the container is announced last.
 
 use std::fmt;
 
@@ -19,113 +19,113 @@ use crate::exits::Exit;
 /// The state of a container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// The runtime creates it.
+    /// The container is being created.
     Creating,
-    /// It could not be created: what is left of it is removed.
+    /// The creation failed, and what is left of the container is being removed.
     Discarding,
-    /// Its process waits for its start.
+    /// The first process exists and waits for the start.
     Created {
-        /// Its process.
+        /// The first process.
         pid: i32,
     },
-    /// It is to be restored from a checkpoint; there is no process.
+    /// The start will restore the container from a checkpoint; there is no process yet.
     Restorable,
-    /// The runtime starts it, or restores it.
+    /// The runtime starts or restores the container.
     Starting {
-        /// Its process, if it is not restored.
+        /// The first process; `None`: the container is being restored.
         pid: Option<i32>,
-        /// It has ended meanwhile.
+        /// The exit of the first process, if it has exited meanwhile.
         exit: Option<Exit>,
     },
-    /// It runs.
+    /// The container runs.
     Running {
-        /// Its process.
+        /// The first process.
         pid: i32,
     },
-    /// The runtime pauses it.
+    /// The runtime pauses the container.
     Pausing {
-        /// Its process.
+        /// The first process.
         pid: i32,
     },
-    /// It is paused.
+    /// The container is paused.
     Paused {
-        /// Its process.
+        /// The first process.
         pid: i32,
     },
-    /// The runtime resumes it.
+    /// The runtime resumes the container.
     Resuming {
-        /// Its process.
+        /// The first process.
         pid: i32,
     },
-    /// Its process has ended, and others that were executed in it have not.
+    /// The first process has exited; execs or other remaining processes may not have.
     Exiting {
-        /// Its process.
+        /// The first process.
         pid: i32,
-        /// How it ended.
+        /// The exit of the first process.
         exit: Exit,
     },
-    /// It has ended.
+    /// The exit of the container was announced.
     Stopped {
-        /// Its process.
+        /// The first process.
         pid: i32,
-        /// How it ended.
+        /// The exit of the first process.
         exit: Exit,
     },
-    /// The runtime deletes it.
+    /// The container is being deleted.
     Deleting {
-        /// Its process; 0: it never had one.
+        /// The first process; 0: there never was one.
         pid: i32,
-        /// How it ended, if it has.
+        /// The exit of the first process, if it has exited.
         exit: Option<Exit>,
     },
 }
 
-/// What happens.
+/// An event that may change the state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
-    /// The runtime has created it; without a process if it is to be restored.
+    /// The creation has succeeded with this process; `None`: the start will restore the container.
     Created(Option<i32>),
-    /// It cannot be created.
+    /// The creation has failed.
     CreateFailed,
-    /// A start is asked for.
+    /// A Start was requested.
     Start,
-    /// The runtime has started or restored it as this process.
+    /// The runtime has started or restored the container; its first process has this pid.
     Started(i32),
-    /// The runtime could not.
+    /// The start or restore has failed.
     StartFailed,
-    /// A pause is asked for.
+    /// A Pause was requested.
     Pause,
-    /// A resume is asked for.
+    /// A Resume was requested.
     Resume,
-    /// What was asked for last is done.
+    /// The pause or resume has succeeded.
     Done,
-    /// What was asked for last has failed.
+    /// The pause, resume or deletion has failed.
     Failed,
-    /// Its process has ended.
+    /// The first process has exited.
     Exited(Exit),
-    /// No process that was executed in it is left, and no kill of such is under way.
-    Alone,
-    /// A deletion is asked for.
+    /// No exec is being started or runs, and no command kills remaining processes.
+    ExecsGone,
+    /// A Delete was requested.
     Delete,
 }
 
-/// What is to be announced.
+/// The event that must be sent to containerd.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Notice {
-    /// Nothing.
+    /// None.
     Nothing,
-    /// It runs.
+    /// The container was started; the pid of its first process.
     Started(i32),
-    /// It is paused.
+    /// The container was paused.
     Paused,
-    /// It was resumed.
+    /// The container was resumed.
     Resumed,
-    /// Its process has ended.
+    /// The container has exited; the pid of its first process, and its exit.
     Exited(i32, Exit),
 }
 
-/// The state after an event and what is to be announced; `Err`: why the state forbids it, and the
-/// state stays.
+/// The state after an event, and the notice to send. `Err`: the reason why the event is not allowed
+/// in this state, which does not change.
 pub fn step(state: State, event: Event) -> Result<(State, Notice), &'static str> {
     use Event as E;
     use State as S;
@@ -139,7 +139,7 @@ pub fn step(state: State, event: Event) -> Result<(State, Notice), &'static str>
         (S::Starting { exit: None, .. }, E::Started(pid)) => {
             Ok((S::Running { pid }, Notice::Started(pid)))
         }
-        // The exit is announced next, by `Alone`.
+        // The exit is announced next, by `ExecsGone`.
         (S::Starting { exit: Some(exit), .. }, E::Started(pid)) => {
             Ok((S::Exiting { pid, exit }, Notice::Started(pid)))
         }
@@ -165,10 +165,10 @@ pub fn step(state: State, event: Event) -> Result<(State, Notice), &'static str>
             | S::Resuming { pid },
             E::Exited(exit),
         ) => quiet(S::Exiting { pid, exit }),
-        (S::Exiting { pid, exit }, E::Alone) => {
+        (S::Exiting { pid, exit }, E::ExecsGone) => {
             Ok((S::Stopped { pid, exit }, Notice::Exited(pid, exit)))
         }
-        // The runtime kills what was not started when it deletes it.
+        // The runtime kills the process of a created container when it deletes the container.
         (S::Created { pid }, E::Delete) => quiet(S::Deleting { pid, exit: None }),
         (S::Restorable, E::Delete) => quiet(S::Deleting { pid: 0, exit: None }),
         (S::Stopped { pid, exit }, E::Delete) => quiet(S::Deleting { pid, exit: Some(exit) }),
@@ -203,7 +203,7 @@ fn refusal(state: State, event: Event) -> &'static str {
 }
 
 impl State {
-    /// Its process, 0 without.
+    /// The pid of the first process; 0: there is none.
     pub fn pid(&self) -> i32 {
         match *self {
             Self::Creating | Self::Discarding | Self::Restorable => 0,
@@ -219,7 +219,7 @@ impl State {
         }
     }
 
-    /// How it ended, once that is announced.
+    /// The exit of the first process, once it was announced.
     pub fn exit(&self) -> Option<Exit> {
         match *self {
             Self::Stopped { exit, .. } => Some(exit),
@@ -228,7 +228,7 @@ impl State {
         }
     }
 
-    /// Whether its process has ended, announced or not.
+    /// Whether the first process has exited, announced or not.
     pub fn has_exited(&self) -> bool {
         match self {
             Self::Starting { exit, .. } | Self::Deleting { exit, .. } => exit.is_some(),
@@ -270,7 +270,7 @@ impl fmt::Display for Event {
             Self::Done => "end of a command",
             Self::Failed => "failed command",
             Self::Exited(_) => "exit",
-            Self::Alone => "end of its last process",
+            Self::ExecsGone => "end of its last process",
             Self::Delete => "deletion",
         })
     }
@@ -295,7 +295,7 @@ mod tests {
             Just(Event::Done),
             Just(Event::Failed),
             Just(Event::Exited(exit)),
-            Just(Event::Alone),
+            Just(Event::ExecsGone),
             Just(Event::Delete),
         ];
         prop::collection::vec(one, 0..40)
@@ -307,7 +307,7 @@ mod tests {
             let mut state = State::Creating;
             let (mut ended, mut announced, mut started) = (false, 0, 0);
             for event in events {
-                // A process ends once, and only when there is one.
+                // A process exits once, and only if there is one.
                 if matches!(event, Event::Exited(_)) && (state.pid() == 0 || ended) {
                     continue;
                 }

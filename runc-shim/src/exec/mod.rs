@@ -1,4 +1,4 @@
-//! A process that is executed in a container.
+//! An exec: an additional process of a container.
 
 pub mod state;
 
@@ -15,19 +15,19 @@ use crate::task::Request;
 /// An exec.
 #[derive(Debug)]
 pub struct Exec {
-    /// Its state.
+    /// The state.
     pub state: State,
-    /// Its streams.
+    /// The streams.
     pub process: Process,
-    /// Its `process.json`, until it is started.
+    /// The `process.json`, until the exec is started.
     pub spec: Vec<u8>,
-    /// Calls that have arrived while the runtime starts it.
+    /// Calls that were queued while the exec is being started.
     pub queue: VecDeque<(Reply, Request)>,
-    /// Its deletion waits for the last output until then.
+    /// The Delete that waits for the last output, and its deadline.
     pub drain: Option<(Reply, std::time::Instant)>,
 }
 
-/// A `process.json` whose terminal is as the call says.
+/// Sets the field `terminal` of a `process.json` to the value in the Exec request.
 pub fn process_json(spec: &[u8], terminal: bool) -> Result<Vec<u8>, Error> {
     let malformed =
         |e: serde_json::Error| Error::new(Code::InvalidArgument, format!("process: {e}"));

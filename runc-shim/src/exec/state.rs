@@ -1,47 +1,47 @@
-//! The states of a process that is executed in a container, and what changes them.
+//! The states of an exec, and the events that change them.
 
 use crate::exits::Exit;
 
 /// The state of an exec.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// It was not started.
+    /// The exec was added and not started.
     Added,
-    /// The runtime starts it.
+    /// The exec is being started.
     Starting,
-    /// The runtime could not start it.
+    /// The start has failed.
     Failed,
-    /// It runs.
+    /// The process runs.
     Running {
-        /// Its process.
+        /// The process.
         pid: i32,
     },
-    /// It has ended.
+    /// The process has exited.
     Stopped {
-        /// Its process.
+        /// The process.
         pid: i32,
-        /// How it ended.
+        /// Its exit.
         exit: Exit,
     },
 }
 
-/// What happens.
+/// An event that may change the state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
-    /// A start is asked for.
+    /// A Start was requested.
     Start,
-    /// The runtime has started this process.
+    /// The runtime has started the process with this pid.
     Started(i32),
-    /// The runtime could not.
+    /// The start has failed.
     StartFailed,
-    /// Its process has ended.
+    /// The process has exited.
     Exited(Exit),
-    /// A deletion is asked for.
+    /// A Delete was requested.
     Delete,
 }
 
-/// The state after an event, `None` after the deletion; `Err`: why the state forbids it, and the
-/// state stays.
+/// The state after an event; `None`: the exec is deleted. `Err`: the reason why the event is not
+/// allowed in this state, which does not change.
 pub fn step(state: State, event: Event) -> Result<Option<State>, &'static str> {
     use Event as E;
     use State as S;
@@ -59,7 +59,7 @@ pub fn step(state: State, event: Event) -> Result<Option<State>, &'static str> {
 }
 
 impl State {
-    /// Its process, 0 without.
+    /// The pid of the process; 0: there is none.
     pub fn pid(&self) -> i32 {
         match *self {
             Self::Added | Self::Starting | Self::Failed => 0,
@@ -67,7 +67,7 @@ impl State {
         }
     }
 
-    /// How it ended, if it has.
+    /// The exit of the process, if it has exited.
     pub fn exit(&self) -> Option<Exit> {
         match *self {
             Self::Stopped { exit, .. } => Some(exit),
@@ -75,7 +75,8 @@ impl State {
         }
     }
 
-    /// Whether it keeps the exit of its container from being announced.
+    /// Whether the exec is being started or runs, so that the exit of its container is not
+    /// announced yet.
     pub fn is_live(&self) -> bool {
         matches!(self, Self::Starting | Self::Running { .. })
     }

@@ -1,4 +1,4 @@
-//! The socket by which the runtime hands over a terminal's master.
+//! The socket through which the runtime sends the master of a terminal.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -12,7 +12,7 @@ use rustix::net::{
 
 use crate::error::{Context as _, Error};
 
-/// A socket that waits for a terminal. Its file goes with it.
+/// A listening socket for a terminal. Its file is removed on drop.
 #[derive(Debug)]
 pub struct ConsoleSocket {
     socket: OwnedFd,
@@ -21,13 +21,13 @@ pub struct ConsoleSocket {
 }
 
 impl ConsoleSocket {
-    /// Makes a socket with a name of its own in a directory.
+    /// Makes a socket with this name in a directory.
     pub fn new(dir: BorrowedFd<'_>, name: String) -> Result<Self, Error> {
         let what = || format!("make console socket {name}");
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
             .context(what())?;
-        // The bundle's path is longer than a socket's may be.
+        // The path of the bundle may be longer than a socket address allows.
         let path = format!("/proc/self/fd/{}/{name}", dir.as_raw_fd());
         let _ = rustix::fs::unlinkat(dir, &name, AtFlags::empty());
         let address = SocketAddrUnix::new(path).context(what())?;
@@ -38,7 +38,7 @@ impl ConsoleSocket {
         Ok(made)
     }
 
-    /// Its name in its directory, in which the runtime works.
+    /// The name of the socket in its directory, which is the runtime's working directory.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -60,13 +60,13 @@ impl ConsoleSocket {
             RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
             _ => None,
         });
-        sent.ok_or_else(|| Error::unknown("no descriptor came with it"))
+        sent.ok_or_else(|| Error::unknown("the message has no file descriptor"))
     }
 }
 
 impl Drop for ConsoleSocket {
     fn drop(&mut self) {
-        // Gone already is as good.
+        // The file may have been removed already.
         let _ = rustix::fs::unlinkat(&self.dir, &self.name, AtFlags::empty());
     }
 }

@@ -1,10 +1,10 @@
-//! The thread that copies, and the loop's end of it. Only this thread reads, writes and closes the
-//! pipes that a container shares with the shim.
+//! The thread that copies streams, and the main loop's handle of it. Only this thread reads, writes
+//! and closes the pipes that a container shares with the shim.
 //!
-//! A process keeps the kernel's lock of a pipe for as long as it likes, by a splice between the
-//! pipe and a socket. Whoever uses or closes the pipe meanwhile sleeps, and not even SIGKILL ends
-//! that sleep (`pipe_double_lock` of Linux `fs/pipe.c`). The loop must stay awake: its Kill ends
-//! the process, and so the sleep.
+//! A process can hold the kernel's lock of a pipe for any time with a splice between the pipe and a
+//! socket. A thread that uses or closes the pipe meanwhile sleeps uninterruptibly, even for SIGKILL
+//! (`pipe_double_lock` in Linux `fs/pipe.c`). The main loop must never sleep so, because it has to
+//! kill the process that holds the lock.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -20,61 +20,62 @@ use super::stream::{Stream, Streams};
 use crate::error::{Code, Error};
 use crate::reactor::{Reactor, Source};
 
-/// The thread's stack, bytes: it calls little, and has one buffer.
+/// Stack size of the thread, bytes. Its calls are not deep, and use one buffer.
 const STACK: usize = 128 << 10;
 
-/// How many orders may wait: no process gets streams meanwhile, as a container makes the thread
-/// sleep. An exec has about six, with nine descriptors.
-const MOST_WAITING: usize = 4096;
+/// Maximum number of queued commands. Beyond it no process gets streams, because the thread sleeps
+/// in the kernel. An exec queues about six commands with nine descriptors.
+const MAX_QUEUED: usize = 4096;
 
-/// What the thread is to do.
+/// A command for the thread. Stream ids are those that [`Copier::add`] has returned.
 #[derive(Debug)]
-enum Order {
+enum CopierCommand {
     Add(u32, Stream),
     Finish(u32),
     HangUp(u32),
-    Leave(u32),
+    ProcessDeleted(u32),
     Resize(OwnedFd, Winsize),
     Close(Vec<OwnedFd>),
 }
 
-/// What the thread and the loop share.
+/// The state that the thread and the main loop share.
 #[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
-    /// Tells the thread that there are orders.
-    orders: OwnedFd,
-    /// Tells the loop that there is news.
-    news: OwnedFd,
+    /// Readable while the thread may have queued commands.
+    command_eventfd: OwnedFd,
+    /// Readable when the main loop should look at the state.
+    notify_eventfd: OwnedFd,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    orders: Vec<Order>,
-    /// Streams that have ended.
+    commands: Vec<CopierCommand>,
+    /// The ids of streams that have ended.
     ended: Vec<u32>,
-    /// Orders are under way, or output of a deleted process is being copied.
+    /// The thread executes commands, or copies output of a deleted process.
     is_busy: bool,
-    /// The thread has ended because of this.
+    /// The error that has ended the thread.
     failed: Option<io::Error>,
 }
 
 impl Shared {
     fn new() -> io::Result<Self> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let (orders, news) = (rustix::event::eventfd(0, flags)?, rustix::event::eventfd(0, flags)?);
-        Ok(Self { state: Mutex::default(), orders, news })
+        let (command_eventfd, notify_eventfd) =
+            (rustix::event::eventfd(0, flags)?, rustix::event::eventfd(0, flags)?);
+        Ok(Self { state: Mutex::default(), command_eventfd, notify_eventfd })
     }
 
-    /// Held for moments only, never while a stream is used.
+    /// Locks the state. Never held during a system call on a stream, which may block.
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Makes an eventfd readable, or no longer.
+/// Makes an eventfd readable; [`clear`] reverts that.
 fn set(eventfd: &OwnedFd) {
-    // Fails where it is readable already.
+    // Fails only if the counter is full, and then it is readable.
     let _ = rustix::io::write(eventfd, &1_u64.to_ne_bytes());
 }
 
@@ -82,161 +83,163 @@ fn clear(eventfd: &OwnedFd) {
     let _ = rustix::io::read(eventfd, &mut [0; 8]);
 }
 
-/// The loop's end.
+/// The main loop's handle of the thread.
 #[derive(Debug)]
 pub struct Copier {
     shared: Arc<Shared>,
-    next: u32,
-    /// Output of which the end was not reported yet.
+    next_id: u32,
+    /// The ids of output streams whose end was not reported yet.
     outputs: BTreeSet<u32>,
 }
 
 impl Copier {
-    /// Starts the thread. `reactor` reports [`Source::Copier`] when there is news.
+    /// Starts the thread. `reactor` reports [`Source::Copier`] when streams may have ended.
     pub fn start(reactor: &Reactor) -> io::Result<Self> {
         let shared = Arc::new(Shared::new()?);
-        reactor.add(&shared.news, Source::Copier, EventFlags::IN)?;
+        reactor.add(&shared.notify_eventfd, Source::Copier, EventFlags::IN)?;
         let own = Reactor::new()?;
-        own.add(&shared.orders, Source::Copier, EventFlags::IN)?;
-        let of_thread = Arc::clone(&shared);
+        own.add(&shared.command_eventfd, Source::Copier, EventFlags::IN)?;
+        let thread_shared = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name("copier".to_owned()).stack_size(STACK);
         thread.spawn(move || {
-            if let Err(e) = copy(&own, &of_thread) {
-                of_thread.state().failed = Some(e);
-                set(&of_thread.news);
+            if let Err(e) = copy(&own, &thread_shared) {
+                thread_shared.state().failed = Some(e);
+                set(&thread_shared.notify_eventfd);
             }
         })?;
-        Ok(Self { shared, next: 0, outputs: BTreeSet::new() })
+        Ok(Self { shared, next_id: 0, outputs: BTreeSet::new() })
     }
 
-    fn order(&self, order: Order) {
-        self.shared.state().orders.push(order);
-        set(&self.shared.orders);
+    fn send(&self, command: CopierCommand) {
+        self.shared.state().commands.push(command);
+        set(&self.shared.command_eventfd);
     }
 
-    /// Whether another process can get streams.
+    /// Checks that the queue has room for the streams of another process.
     ///
     /// # Errors
-    /// The thread sleeps, and too much waits for it.
-    pub fn check_room(&self) -> Result<(), Error> {
-        if self.shared.state().orders.len() < MOST_WAITING {
+    /// [`MAX_QUEUED`] commands are queued, because the thread sleeps in the kernel.
+    pub fn check_queue(&self) -> Result<(), Error> {
+        if self.shared.state().commands.len() < MAX_QUEUED {
             return Ok(());
         }
         let reason = "a container of the pod holds the kernel's lock of its standard streams";
         Err(Error::new(Code::ResourceExhausted, reason))
     }
 
-    /// Begins to copy; the stream's number.
+    /// Begins to copy a stream and returns its id.
     pub fn add(&mut self, stream: Stream) -> u32 {
-        let number = self.next;
-        self.next = self.next.wrapping_add(1);
+        let id = self.next_id;
+        self.next_id = self.next_id.wrapping_add(1);
         if stream.is_output() {
-            self.outputs.insert(number);
+            self.outputs.insert(id);
         }
-        self.order(Order::Add(number, stream));
-        number
+        self.send(CopierCommand::Add(id, stream));
+        id
     }
 
-    /// The streams that have ended since the last call.
+    /// The ids of the streams that have ended since the last call.
     pub fn take_ended(&mut self) -> io::Result<Vec<u32>> {
-        clear(&self.shared.news);
+        clear(&self.shared.notify_eventfd);
         let mut state = self.shared.state();
         if let Some(e) = state.failed.take() {
             return Err(e);
         }
         let ended = std::mem::take(&mut state.ended);
         drop(state);
-        for number in &ended {
-            self.outputs.remove(number);
+        for id in &ended {
+            self.outputs.remove(id);
         }
         Ok(ended)
     }
 
-    /// The process has ended: what is left of a terminal's output is copied, and no more.
-    pub fn finish(&self, number: u32) {
-        self.order(Order::Finish(number));
+    /// Tells that the process has exited: an output stream ends when its pending output is copied,
+    /// an input stream ends at once.
+    pub fn finish(&self, id: u32) {
+        self.send(CopierCommand::Finish(id));
     }
 
-    /// A terminal is hung up: copies what is there, and ends it.
-    pub fn hang_up(&self, number: u32) {
-        self.order(Order::HangUp(number));
+    /// Copies the pending output of a terminal, and then ends the stream.
+    pub fn hang_up(&self, id: u32) {
+        self.send(CopierCommand::HangUp(id));
     }
 
-    /// The process is deleted. Output that a slow reader has not taken is still copied.
-    pub fn leave(&mut self, number: u32) {
-        self.outputs.remove(&number);
-        self.order(Order::Leave(number));
+    /// Tells that the process was deleted. Output is still copied as long as its FIFO has a reader.
+    pub fn process_deleted(&mut self, id: u32) {
+        self.outputs.remove(&id);
+        self.send(CopierCommand::ProcessDeleted(id));
     }
 
-    /// Changes the size of a terminal, of which a process can hold the lock, too (`tiocgwinsz`).
+    /// Changes the size of a terminal. The thread does it, because a process can hold the lock of a
+    /// terminal, too (`tiocgwinsz`).
     ///
     /// # Errors
-    /// As [`Copier::check_room`].
+    /// Those of [`Copier::check_queue`].
     pub fn resize(&self, terminal: OwnedFd, size: Winsize) -> Result<(), Error> {
-        self.check_room()?;
-        self.order(Order::Resize(terminal, size));
+        self.check_queue()?;
+        self.send(CopierCommand::Resize(terminal, size));
         Ok(())
     }
 
-    /// Closes descriptors that a container shares.
+    /// Has the thread close descriptors that a container shares.
     pub fn close(&self, ends: Vec<OwnedFd>) {
         if !ends.is_empty() {
-            self.order(Order::Close(ends));
+            self.send(CopierCommand::Close(ends));
         }
     }
 
-    /// Whether a process's output is still being copied.
-    pub fn is_copying(&self, number: u32) -> bool {
-        self.outputs.contains(&number)
+    /// Whether an output stream has not ended.
+    pub fn is_copying(&self, id: u32) -> bool {
+        self.outputs.contains(&id)
     }
 
-    /// Whether something is left to do for processes that are deleted.
-    pub fn has_left(&self) -> bool {
+    /// Whether commands are queued or executed, or output of a deleted process is being copied.
+    pub fn has_pending_work(&self) -> bool {
         let state = self.shared.state();
-        state.is_busy || !state.orders.is_empty()
+        state.is_busy || !state.commands.is_empty()
     }
 }
 
-/// The thread.
+/// The main function of the thread.
 fn copy(reactor: &Reactor, shared: &Shared) -> io::Result<()> {
     let mut streams = Streams::default();
     loop {
         for (source, _) in reactor.wait(streams.deadline())? {
             match source {
-                Source::Stream(number) => streams.ready(number),
-                _ => clear(&shared.orders),
+                Source::Stream(id) => streams.ready(id),
+                _ => clear(&shared.command_eventfd),
             }
         }
-        let orders = {
+        let commands = {
             let mut state = shared.state();
-            state.is_busy |= !state.orders.is_empty();
-            std::mem::take(&mut state.orders)
+            state.is_busy |= !state.commands.is_empty();
+            std::mem::take(&mut state.commands)
         };
-        for order in orders {
-            match order {
-                Order::Add(number, stream) => streams.add(number, stream, reactor),
-                Order::Finish(number) => streams.finish(number),
-                Order::HangUp(number) => streams.hang_up(number),
-                Order::Leave(number) => streams.leave(number),
-                Order::Resize(terminal, size) => {
-                    // One that is hung up has none.
+        for command in commands {
+            match command {
+                CopierCommand::Add(id, stream) => streams.add(id, stream, reactor),
+                CopierCommand::Finish(id) => streams.finish(id),
+                CopierCommand::HangUp(id) => streams.hang_up(id),
+                CopierCommand::ProcessDeleted(id) => streams.process_deleted(id),
+                CopierCommand::Resize(terminal, size) => {
+                    // Fails for a terminal that is hung up.
                     let _ = rustix::termios::tcsetwinsize(&terminal, size);
                 }
-                Order::Close(ends) => drop(ends),
+                CopierCommand::Close(ends) => drop(ends),
             }
         }
         streams.run();
         if streams.deadline().is_some_and(|at| at <= Instant::now()) {
             streams.pass_time();
         }
-        let (ended, is_busy) = (streams.take_ended(), streams.has_left());
+        let (ended, is_busy) = (streams.take_ended(), streams.has_output_of_deleted());
         let mut state = shared.state();
-        let has_news = !ended.is_empty() || state.is_busy != is_busy;
+        let must_notify = !ended.is_empty() || state.is_busy != is_busy;
         state.ended.extend(ended);
         state.is_busy = is_busy;
         drop(state);
-        if has_news {
-            set(&shared.news);
+        if must_notify {
+            set(&shared.notify_eventfd);
         }
     }
 }
@@ -246,14 +249,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_process_gets_streams_while_too_many_orders_wait() {
-        // Without a thread that takes them.
+    fn no_process_gets_streams_while_too_many_commands_are_queued() {
+        // There is no thread that executes the commands.
         let shared = Arc::new(Shared::new().unwrap());
-        let copier = Copier { shared, next: 0, outputs: BTreeSet::new() };
-        for _ in 0..MOST_WAITING {
-            copier.check_room().unwrap();
+        let copier = Copier { shared, next_id: 0, outputs: BTreeSet::new() };
+        for _ in 0..MAX_QUEUED {
+            copier.check_queue().unwrap();
             copier.finish(0);
         }
-        assert_eq!(copier.check_room().unwrap_err().code, Code::ResourceExhausted);
+        assert_eq!(copier.check_queue().unwrap_err().code, Code::ResourceExhausted);
     }
 }

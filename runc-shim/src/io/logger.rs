@@ -1,5 +1,6 @@
-//! Programs that take a container's output (`binary://`, `binary-v2://`): standard output is their
-//! descriptor 3, standard error 4, and 5 is closed, or written to, when they are ready.
+//! Logging programs, which receive a container's output (`binary://`, `binary-v2://`): its standard
+//! output is their descriptor 3, its standard error 4. They close descriptor 5, or write to it,
+//! when they are ready.
 
 use std::ffi::CString;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -11,33 +12,33 @@ use rustix::pipe::PipeFlags;
 use crate::error::{Code, Context as _, Error};
 use crate::sys;
 
-/// How long one may take to be ready.
-pub const READY_WITHIN: Duration = Duration::from_secs(30);
+/// How long a logging program may take to be ready.
+pub const READY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long one may take to end after SIGTERM.
-pub const END_WITHIN: Duration = Duration::from_secs(12);
+/// How long a logging program may take to exit after SIGTERM.
+pub const EXIT_TIMEOUT: Duration = Duration::from_secs(12);
 
-/// What an URI asks for.
+/// The logging program that a URI names.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Program {
-    /// Its path and its arguments.
+    /// The path of the program and its arguments.
     pub arguments: Vec<CString>,
-    /// It writes a byte when it is ready; else closing the descriptor is enough.
+    /// The program must write a byte when it is ready; else it may just close the descriptor.
     strict: bool,
 }
 
-/// A program that runs.
+/// A running logging program.
 #[derive(Debug)]
 pub struct Logger {
-    /// Its pid.
+    /// The pid.
     pub pid: i32,
-    /// Readable when it is ready.
+    /// Readable when the program is ready.
     pub ready: OwnedFd,
     strict: bool,
 }
 
 impl Program {
-    /// Reads the URI behind its scheme: a path, and arguments as names and values of the query.
+    /// Parses a URI without its scheme: a path, and arguments as names and values of the query.
     pub fn parse(rest: &str, strict: bool) -> Result<Self, Error> {
         let malformed = |what: &str| Error::new(Code::InvalidArgument, format!("log URI: {what}"));
         let (path, query) = rest.split_once('?').unwrap_or((rest, ""));
@@ -55,7 +56,7 @@ impl Program {
         Ok(Self { arguments: arguments.collect::<Result<_, _>>()?, strict })
     }
 
-    /// Starts it.
+    /// Starts the program.
     pub fn start(
         &self,
         id: &str,
@@ -95,7 +96,7 @@ impl Program {
 }
 
 impl Logger {
-    /// Whether it is ready; `None`: not yet.
+    /// Whether the program is ready, or has failed; `None`: neither yet.
     pub fn is_ready(&self) -> Option<Result<(), Error>> {
         match rustix::io::read(&self.ready, &mut [0; 1]) {
             Ok(0) if self.strict => Some(Err(Error::unknown(

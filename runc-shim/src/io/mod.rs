@@ -1,10 +1,10 @@
-//! The standard streams of a process: what containerd names, and what the process gets.
+//! The standard streams of a process: those that containerd names, and those that the process gets.
 //!
 //! containerd's FIFOs are held open for reading as well as for writing, so that a restart of
-//! containerd neither loses a byte nor kills a writer. The process gets pipes of its own: the
-//! runtime writes its own errors to the standard error of the process that it cannot start, which
-//! is not for containerd's, and a security profile of the container would apply to a FIFO of the
-//! node.
+//! containerd neither loses a byte nor kills a writer. The process gets its own pipes: the runtime
+//! writes its own errors to the standard error of a process that it cannot start, and these must
+//! not reach containerd's FIFO; and a security profile of the container would apply to a FIFO of
+//! the node.
 
 pub mod console;
 pub mod copier;
@@ -35,7 +35,7 @@ pub struct Stdio {
     pub terminal: bool,
 }
 
-/// Whose the pipes of a process are (`IoUid`, `IoGid`).
+/// The owner of the pipes of a process (`IoUid`, `IoGid`).
 #[derive(Debug, Clone, Copy)]
 pub struct Owner {
     /// The user.
@@ -44,20 +44,20 @@ pub struct Owner {
     pub gid: u32,
 }
 
-/// Streams that are ready for a process to be started.
+/// The streams that were prepared for a process.
 #[derive(Debug, Default)]
 pub struct Prepared {
-    /// What the process gets as descriptors 0, 1 and 2.
+    /// Descriptors 0, 1 and 2 of the process.
     pub child: [Option<OwnedFd>; 3],
-    /// What is copied once the process is started.
+    /// The streams that are copied once the process is created.
     pub streams: Vec<Stream>,
     /// Keeps standard input open until CloseIO.
     pub stdin: Option<OwnedFd>,
-    /// A program that takes the output, to be waited for.
+    /// The logging program that receives the output, and must be ready before the start.
     pub logger: Option<logger::Logger>,
 }
 
-/// Where the output goes.
+/// The destination of the output.
 enum Output<'a> {
     Paths,
     File(&'a str),
@@ -111,21 +111,19 @@ pub fn prepare(stdio: &Stdio, owner: Owner, id: &str, namespace: &str) -> Result
         let (read, write) = pipe(owner)?;
         let (from, hold) = fifo(&stdio.stdin)?;
         prepared.stdin = Some(hold);
-        prepared.streams.push(Stream::input(from, write));
+        prepared.streams.push(Stream::input(from, write)?);
         *input = Some(read);
     }
     Ok(prepared)
 }
 
-/// Prepares what copies between a terminal and the FIFOs: the streams and what keeps standard
-/// input open.
+/// Prepares the streams between a terminal and the FIFOs.
 pub fn terminal(
     stdio: &Stdio,
     master: &OwnedFd,
     id: &str,
     namespace: &str,
 ) -> Result<Prepared, Error> {
-    rustix::io::ioctl_fionbio(master, true)?;
     let mut prepared = Prepared::default();
     match output(stdio)? {
         Output::Paths if stdio.stdout.is_empty() => {}
@@ -142,20 +140,20 @@ pub fn terminal(
             let (stdout, stderr) = (pipe(owner)?, pipe(owner)?);
             let started = program.start(id, namespace, stdout.0.as_fd(), stderr.0.as_fd())?;
             prepared.logger = Some(started);
-            rustix::io::ioctl_fionbio(&stdout.1, true)?;
-            let output = Stream::output(master.try_clone()?, stdout.1, None);
+            let output = Stream::output(master.try_clone()?, stdout.1, None)?;
             prepared.streams.push(output.of_terminal());
         }
     }
     if !stdio.stdin.is_empty() {
         let (from, hold) = fifo(&stdio.stdin)?;
         prepared.stdin = Some(hold);
-        prepared.streams.push(Stream::input(from, master.try_clone()?));
+        prepared.streams.push(Stream::input(from, master.try_clone()?)?);
     }
     Ok(prepared)
 }
 
-/// A pipe that belongs to the process's user: the container may open its end again by name.
+/// A pipe that belongs to the process's user, so that the process can reopen its end by
+/// `/proc/self/fd`.
 fn pipe(owner: Owner) -> Result<(OwnedFd, OwnedFd), Error> {
     let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).context("make pipe")?;
     if (owner.uid, owner.gid) != (0, 0) {
@@ -175,19 +173,19 @@ fn make_file(path: &str) -> Result<(), Error> {
     opened.map(drop).context(format_args!("open {path}"))
 }
 
-/// Copies from `from` to what is named: a FIFO, held for reading too, or a file.
+/// An output stream from `from` to a path: a FIFO, which is also opened for reading, or a file.
 fn sink(path: &str, from: OwnedFd) -> Result<Stream, Error> {
-    rustix::io::ioctl_fionbio(&from, true)?;
     let kind = fs::metadata(path).context(format_args!("open {path}"))?.file_type();
     if !kind.is_fifo() {
         let file = OpenOptions::new().append(true).open(path);
-        return Ok(Stream::output(from, file.context(format_args!("open {path}"))?.into(), None));
+        let file = file.context(format_args!("open {path}"))?;
+        return Ok(Stream::output(from, file.into(), None)?);
     }
     let (read, write) = fifo(path)?;
-    Ok(Stream::output(from, write, Some(read)))
+    Ok(Stream::output(from, write, Some(read))?)
 }
 
-/// Both ends of a FIFO, which do not wait.
+/// Opens both ends of a FIFO, non-blocking.
 fn fifo(path: &str) -> Result<(OwnedFd, OwnedFd), Error> {
     let open = |options: &mut OpenOptions| -> Result<File, Error> {
         options.custom_flags(libc::O_NONBLOCK).open(path).context(format_args!("open fifo {path}"))

@@ -1,4 +1,4 @@
-//! Streams between containers and containerd, copied by a thread.
+//! Streams between containers and containerd, copied by the copier thread.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -10,56 +10,68 @@ use rustix::io::Errno;
 
 use crate::reactor::{Reactor, Source};
 
-/// What one stream moves before others have their turn; bytes.
-const TURN: usize = 1 << 20;
+/// Maximum number of bytes that are copied of one stream before the other streams.
+const MAX_BYTES_AT_ONCE: usize = 1 << 20;
 
-/// What is read at once; bytes.
+/// Size of one read, bytes.
 const BUFFER: usize = 8192;
 
-/// Waits for a reader of the last output: the first, and the longest.
+/// Default size of a pipe, bytes (pipe(7)).
+const PIPE_SIZE: usize = 64 << 10;
+
+/// Delays between checks for a reader of the last output: the first and the longest.
 const FIRST_WAIT: Duration = Duration::from_millis(20);
 const LONGEST_WAIT: Duration = Duration::from_secs(1);
 
-/// How long a full disk is left alone.
+/// Delay before another write to a full disk.
 const FULL_WAIT: Duration = Duration::from_millis(500);
 
-/// One direction of one stream.
+/// One stream: bytes are copied in one direction.
 #[derive(Debug)]
 pub struct Stream {
     from: OwnedFd,
     to: OwnedFd,
-    /// A reader of the FIFO that is written to, so that there is always one.
+    /// The shim's own reading end of the FIFO at `to`, so that the FIFO always has a reader.
     reader: Option<OwnedFd>,
     is_output: bool,
-    /// It comes from a terminal.
+    /// `from` is a terminal.
     is_terminal: bool,
-    /// What was read and could not be written.
+    /// Bytes that were read and not written yet.
     held: Vec<u8>,
-    /// All is copied; the FIFO is kept until a reader comes.
+    /// All is copied and the FIFO is kept open for a reader: the time of the next check, and the
+    /// delay before it.
     last_wait: Option<(Instant, Duration)>,
-    /// The process has ended: there is no more than what is there.
+    /// The process has exited: the stream ends when its pending output is copied.
     finishing: bool,
-    /// The process is deleted: it is copied as long as there is a reader.
-    left: bool,
-    /// The disk was full; it is tried again then.
-    again: Option<Instant>,
+    /// The process was deleted: how many bytes are still copied. The stream also ends when nothing
+    /// is pending, and when its FIFO has no reader.
+    left_to_copy: Option<usize>,
+    /// The disk was full; time of the next attempt.
+    retry_at: Option<Instant>,
 }
 
-/// What became of a turn.
+/// The result of [`Stream::copy_available`].
 #[derive(Debug, PartialEq, Eq)]
-enum Turn {
-    /// Nothing can be done now.
+enum CopyResult {
+    /// Nothing more can be copied now.
     Blocked,
-    /// There is more.
+    /// There may be more to copy.
     More,
-    /// All is copied, or nothing can be any more.
+    /// All is copied, or copying has failed.
     Ended,
 }
 
 impl Stream {
-    /// From a process to containerd.
-    pub fn output(from: OwnedFd, to: OwnedFd, reader: Option<OwnedFd>) -> Self {
-        Self {
+    /// A stream from a process to containerd. Makes both ends non-blocking: one thread copies for
+    /// all containers of the pod, and no process may block it.
+    ///
+    /// # Errors
+    /// The kernel refuses that.
+    pub fn output(from: OwnedFd, to: OwnedFd, reader: Option<OwnedFd>) -> Result<Self, Errno> {
+        for end in [&from, &to] {
+            rustix::io::ioctl_fionbio(end, true)?;
+        }
+        Ok(Self {
             from,
             to,
             reader,
@@ -68,58 +80,64 @@ impl Stream {
             held: Vec::new(),
             last_wait: None,
             finishing: false,
-            left: false,
-            again: None,
-        }
+            left_to_copy: None,
+            retry_at: None,
+        })
     }
 
-    /// The same from a terminal.
+    /// The same stream, with a terminal as its source.
     pub fn of_terminal(self) -> Self {
         Self { is_terminal: true, ..self }
     }
 
-    /// From containerd to a process.
-    pub fn input(from: OwnedFd, to: OwnedFd) -> Self {
-        Self { is_output: false, ..Self::output(from, to, None) }
+    /// A stream from containerd to a process, as [`Stream::output`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn input(from: OwnedFd, to: OwnedFd) -> Result<Self, Errno> {
+        Ok(Self { is_output: false, ..Self::output(from, to, None)? })
     }
 
-    /// Whether it copies from a process.
+    /// Whether the stream is output of a process.
     pub fn is_output(&self) -> bool {
         self.is_output
     }
 
-    /// Its descriptors, for one that is not copied.
+    /// The descriptors of a stream that was never copied.
     pub fn into_ends(self) -> impl Iterator<Item = OwnedFd> {
         [self.from, self.to].into_iter().chain(self.reader)
     }
 
-    fn turn(&mut self) -> Turn {
+    fn copy_available(&mut self) -> CopyResult {
         let mut moved = 0;
-        while moved < TURN {
+        while moved < MAX_BYTES_AT_ONCE {
+            if self.left_to_copy == Some(0) {
+                return CopyResult::Ended;
+            }
             match self.copy() {
-                Ok(0) => return Turn::Ended,
+                Ok(0) => return CopyResult::Ended,
                 Ok(count) => moved += count,
-                Err(Errno::AGAIN) if self.is_over() => return Turn::Ended,
-                Err(Errno::AGAIN) => return Turn::Blocked,
+                Err(Errno::AGAIN) if self.is_over() => return CopyResult::Ended,
+                Err(Errno::AGAIN) => return CopyResult::Blocked,
                 Err(Errno::NOSPC | Errno::DQUOT) => {
-                    self.again = Some(Instant::now() + FULL_WAIT);
-                    return Turn::Blocked;
+                    self.retry_at = Some(Instant::now() + FULL_WAIT);
+                    return CopyResult::Blocked;
                 }
                 Err(Errno::INTR) => {}
-                // The other end is gone.
-                Err(_) => return Turn::Ended,
+                // The other end was closed.
+                Err(_) => return CopyResult::Ended,
             }
         }
-        Turn::More
+        CopyResult::More
     }
 
-    /// Reads, and writes what was read. No splice: it holds the locks of both pipes, so that
-    /// containerd would sleep with this thread.
+    /// Reads once and writes what was read. Does not use splice(2), which holds the locks of both
+    /// pipes, so that containerd would sleep together with this thread.
     fn copy(&mut self) -> Result<usize, Errno> {
         if self.held.is_empty() {
             let mut buffer = [0; BUFFER];
             let count = match rustix::io::read(&self.from, &mut buffer) {
-                // No process has the terminal open, and one may open it again.
+                // No process has the terminal open, but one may open it again.
                 Err(Errno::IO) if self.is_terminal => return Err(Errno::AGAIN),
                 read => read?,
             };
@@ -129,6 +147,7 @@ impl Stream {
             }
         }
         let count = rustix::io::write(&self.to, &self.held)?;
+        self.left_to_copy = self.left_to_copy.map(|left| left.saturating_sub(count));
         if count == self.held.len() {
             self.held = Vec::new();
         } else {
@@ -137,18 +156,22 @@ impl Stream {
         Ok(count)
     }
 
-    /// Whether nothing more can be copied, although not all writers are gone.
+    /// Whether the stream ends although not all writers have closed it.
     fn is_over(&self) -> bool {
         let drained = self.held.is_empty() && !is(&self.from, PollFlags::IN);
-        (self.finishing && drained) || (self.left && !self.has_reader())
+        match self.left_to_copy {
+            Some(_) => drained || !self.has_reader(),
+            None => self.finishing && drained,
+        }
     }
 
-    /// Whether the FIFO has a reader other than this process, which is none any more.
+    /// Whether the FIFO has a reader. `reader` must be closed, so that the shim is not counted.
     fn has_reader(&self) -> bool {
         !is(&self.to, PollFlags::ERR)
     }
 
-    /// Whether the FIFO may be closed: it has a reader, or nothing is in it.
+    /// Closes the shim's own reading end, and says whether the FIFO may be closed: it has a reader,
+    /// or it is empty.
     fn may_close(&mut self) -> bool {
         self.reader = None;
         self.has_reader() || rustix::io::ioctl_fionread(&self.to).unwrap_or(0) == 0
@@ -163,121 +186,127 @@ fn is(fd: &OwnedFd, flag: PollFlags) -> bool {
     polled.is_ok() && fd.revents().contains(flag)
 }
 
-/// All streams.
+/// The streams of all processes.
 #[derive(Debug, Default)]
 pub struct Streams {
     streams: BTreeMap<u32, Stream>,
-    /// Those that have ended.
+    /// The ids of streams that have ended.
     ended: Vec<u32>,
-    /// Those that have more to copy and have had their turn.
+    /// The ids of streams that may have more to copy.
     ready: Vec<u32>,
 }
 
 impl Streams {
-    /// Begins to copy a stream, which gets this number.
-    pub fn add(&mut self, number: u32, stream: Stream, reactor: &Reactor) {
-        let source = Source::Stream(number);
+    /// Begins to copy a stream with this id.
+    pub fn add(&mut self, id: u32, stream: Stream, reactor: &Reactor) {
+        let source = Source::Stream(id);
         let (read, write) = (EventFlags::IN | EventFlags::ET, EventFlags::OUT | EventFlags::ET);
-        // A file is always ready.
+        // epoll refuses a regular file, which is always ready.
         let _ = reactor.add(&stream.from, source, read);
         let _ = reactor.add(&stream.to, source, write);
-        self.streams.insert(number, stream);
-        self.ready.push(number);
+        self.streams.insert(id, stream);
+        self.ready.push(id);
     }
 
-    /// A stream is ready.
-    pub fn ready(&mut self, number: u32) {
-        if self.streams.contains_key(&number) && !self.ready.contains(&number) {
-            self.ready.push(number);
+    /// Notes that a stream is ready.
+    pub fn ready(&mut self, id: u32) {
+        if self.streams.contains_key(&id) && !self.ready.contains(&id) {
+            self.ready.push(id);
         }
     }
 
-    /// Copies.
+    /// Copies the streams that are ready.
     pub fn run(&mut self) {
-        for number in std::mem::take(&mut self.ready) {
-            let Some(stream) = self.streams.get_mut(&number) else { continue };
+        for id in std::mem::take(&mut self.ready) {
+            let Some(stream) = self.streams.get_mut(&id) else { continue };
             if stream.last_wait.is_some() {
                 continue;
             }
-            match stream.turn() {
-                Turn::Blocked => {}
-                Turn::More => self.ready.push(number),
-                Turn::Ended => self.end(number),
+            match stream.copy_available() {
+                CopyResult::Blocked => {}
+                CopyResult::More => self.ready.push(id),
+                CopyResult::Ended => self.end(id),
             }
         }
     }
 
-    /// The numbers of those that have ended since the last call.
+    /// The ids of the streams that have ended since the last call.
     pub fn take_ended(&mut self) -> Vec<u32> {
         std::mem::take(&mut self.ended)
     }
 
-    /// The process has ended: what is left of a terminal's output is copied, and no more.
-    pub fn finish(&mut self, number: u32) {
-        match self.streams.get_mut(&number) {
+    /// Ends a stream after the process has exited: an output stream when its pending output is
+    /// copied, an input stream at once.
+    pub fn finish(&mut self, id: u32) {
+        match self.streams.get_mut(&id) {
             Some(stream) if stream.is_output => {
                 stream.finishing = true;
-                self.ready(number);
+                self.ready(id);
             }
-            _ => self.remove(number),
+            _ => self.remove(id),
         }
     }
 
-    /// A terminal is hung up: copies what is there, and ends it.
-    pub fn hang_up(&mut self, number: u32) {
-        if let Some(stream) = self.streams.get_mut(&number) {
-            // Others may still write to it: what was there is less than this.
-            let _ = (0..16).find(|_| stream.turn() != Turn::More);
-            self.end(number);
+    /// Copies the pending output of a terminal, and then ends the stream.
+    pub fn hang_up(&mut self, id: u32) {
+        if let Some(stream) = self.streams.get_mut(&id) {
+            // Bounded, because processes may still write. The pending output is less than this.
+            let _ = (0..16).find(|_| stream.copy_available() != CopyResult::More);
+            self.end(id);
         }
     }
 
-    /// The process is deleted. Output that a slow reader has not taken is still copied.
-    pub fn leave(&mut self, number: u32) {
-        if let Some(stream) = self.streams.get_mut(&number)
+    /// Handles the deletion of the process: pending output is still copied as long as its FIFO has
+    /// a reader; any other stream is closed. What other processes with the same pipe write later is
+    /// not copied: containerd waits for the end of the output of a deleted exec (`process.Delete`
+    /// of its client), and these processes may never exit.
+    pub fn process_deleted(&mut self, id: u32) {
+        if let Some(stream) = self.streams.get_mut(&id)
             && stream.is_output
             && stream.last_wait.is_none()
             && stream.reader.take().is_some()
             && stream.has_reader()
         {
-            stream.left = true;
+            // A terminal has no pipe size; it holds less.
+            let in_pipe = rustix::pipe::fcntl_getpipe_size(&stream.from).unwrap_or(PIPE_SIZE);
+            stream.left_to_copy = Some(in_pipe + stream.held.len());
+            self.ready(id);
         } else {
-            self.remove(number);
+            self.remove(id);
         }
     }
 
     /// Whether output of a deleted process is being copied.
-    pub fn has_left(&self) -> bool {
-        self.streams.values().any(|stream| stream.left)
+    pub fn has_output_of_deleted(&self) -> bool {
+        self.streams.values().any(|stream| stream.left_to_copy.is_some())
     }
 
-    fn remove(&mut self, number: u32) {
-        self.streams.remove(&number);
+    fn remove(&mut self, id: u32) {
+        self.streams.remove(&id);
     }
 
-    /// When there is something to do although nothing is ready: more to copy, or a time that has
-    /// come ([`Streams::pass_time`]).
+    /// When [`Streams::run`] or [`Streams::pass_time`] has work to do at the latest.
     pub fn deadline(&self) -> Option<Instant> {
         if !self.ready.is_empty() {
             return Some(Instant::now());
         }
         let times = self.streams.values().map(|stream| {
             let last = stream.last_wait.map(|(at, _)| at);
-            last.or(stream.again)
+            last.or(stream.retry_at)
         });
         times.flatten().min()
     }
 
-    /// Closes the FIFOs that have found a reader, and tries full disks again.
+    /// Closes the FIFOs that have got a reader, and retries writes to full disks.
     pub fn pass_time(&mut self) {
         let now = Instant::now();
         let full = self
             .streams
             .iter_mut()
-            .filter_map(|(number, stream)| stream.again.take_if(|at| *at <= now).map(|_| *number));
+            .filter_map(|(id, stream)| stream.retry_at.take_if(|at| *at <= now).map(|_| *id));
         let full: Vec<u32> = full.collect();
-        for number in full {
-            self.ready(number);
+        for id in full {
+            self.ready(id);
         }
         self.streams.retain(|_, stream| {
             let Some((at, wait)) = stream.last_wait else { return true };
@@ -292,16 +321,16 @@ impl Streams {
         });
     }
 
-    /// A stream has ended. The last output of a process stays in its FIFO until there is a reader,
-    /// which there may not be while containerd is restarted.
-    fn end(&mut self, number: u32) {
-        let Some(stream) = self.streams.get_mut(&number) else { return };
-        self.ended.push(number);
+    /// Ends a stream. The FIFO stays open until its last output has a reader, because it has none
+    /// while containerd restarts.
+    fn end(&mut self, id: u32) {
+        let Some(stream) = self.streams.get_mut(&id) else { return };
+        self.ended.push(id);
         let keeps = stream.reader.is_some() && !stream.may_close();
         if keeps {
             stream.last_wait = Some((Instant::now() + FIRST_WAIT, FIRST_WAIT));
         } else {
-            self.streams.remove(&number);
+            self.streams.remove(&id);
         }
     }
 }

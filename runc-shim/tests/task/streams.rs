@@ -1,6 +1,6 @@
 //! Standard streams: FIFOs, terminals, files, logging programs.
 
-use std::io::Read as _;
+use std::io::{Read as _, Write as _};
 use std::time::{Duration, Instant};
 
 use containerd_shim_protos::api::*;
@@ -36,7 +36,6 @@ fn output_outlives_its_reader() {
     pod.run("a", "dd if=/dev/zero bs=1k count=1000 2>/dev/null; exec sleep 1000", &with);
     // There is no reader for a while, and the container waits.
     let first = {
-        use std::io::Read as _;
         let mut fifo = pod::open(&out);
         let mut part = vec![0; 10_000];
         eventually("the first bytes", || fifo.read_exact(&mut part).ok());
@@ -271,5 +270,82 @@ fn a_terminal_that_no_process_has_open_for_a_while_stays() {
     assert_eq!(pod.wait("a", "").unwrap(), 4);
     assert_eq!(String::from_utf8(stdout.join().unwrap()).unwrap(), "again\r\n");
     pod.delete("a", "").unwrap();
+    pod.shut_down();
+}
+
+/// How many bytes of a FIFO no one has read.
+fn unread(path: &str) -> u64 {
+    rustix::io::ioctl_fionread(pod::open(path)).unwrap()
+}
+
+#[test]
+fn a_process_that_does_not_read_its_input_delays_no_other_stream() {
+    let mut pod = Pod::new();
+    let input = pod.fifo("in");
+    pod.run("a", "exec sleep 1000", &Container::default());
+    let with = Container { stdin: input.clone(), ..Default::default() };
+    pod.exec("a", "e", "exec sleep 1000", &with).unwrap();
+    pod.start("a", "e").unwrap();
+    let writer = std::thread::spawn({
+        let input = input.clone();
+        // Fails when the process has ended.
+        move || std::fs::File::options().write(true).open(input).unwrap().write_all(&[7; 300 << 10])
+    });
+    eventually("pipe and FIFO are full", || (unread(&input) >= 60 << 10).then_some(()));
+    let out = pod.fifo("out");
+    let stdout = reader(&out);
+    pod.run("b", "echo out", &Container { stdout: out, ..Default::default() });
+    assert_eq!(pod.wait("b", "").unwrap(), 0);
+    assert_eq!(stdout.join().unwrap(), b"out\n");
+    pod.delete("b", "").unwrap();
+    pod.kill("a", "e", 9).unwrap();
+    assert_eq!(pod.wait("a", "e").unwrap(), 137);
+    pod.delete("a", "e").unwrap();
+    assert!(writer.join().unwrap().is_err(), "the input of a deleted process has no reader");
+    pod.end("a");
+    pod.shut_down();
+}
+
+#[test]
+fn no_byte_of_the_input_of_a_slow_process_is_lost() {
+    let mut pod = Pod::new();
+    let (input, out) = (pod.fifo("in"), pod.fifo("out"));
+    let mut numbers = Numbers(11);
+    let block: Vec<u8> = (0..1 << 17).flat_map(|_| numbers.next().to_le_bytes()).collect();
+    pod.run("a", "exec sleep 1000", &Container::default());
+    let stdout = reader(&out);
+    let with = Container { stdin: input.clone(), stdout: out, ..Default::default() };
+    pod.exec("a", "e", "sleep 1; exec cat", &with).unwrap();
+    pod.start("a", "e").unwrap();
+    write(&input, &block);
+    let mut request = CloseIORequest::new();
+    (request.id, request.exec_id, request.stdin) = (pod.id("a"), "e".to_owned(), true);
+    pod.client.close_io(context(), &request).unwrap();
+    assert_eq!(pod.wait("a", "e").unwrap(), 0);
+    assert!(stdout.join().unwrap() == block);
+    pod.delete("a", "e").unwrap();
+    pod.end("a");
+    pod.shut_down();
+}
+
+#[test]
+fn a_deleted_execs_output_ends_although_a_process_keeps_it() {
+    let mut pod = Pod::new();
+    pod.run("a", "exec sleep 1000", &Container::default());
+    for (name, script, whole) in [
+        ("quiet", "echo word; sleep 1000 &", true),
+        ("loud", "echo word; dd if=/dev/zero 2>/dev/null &", false),
+    ] {
+        let out = pod.fifo(name);
+        let stdout = reader(&out);
+        pod.exec("a", name, script, &Container { stdout: out, ..Default::default() }).unwrap();
+        pod.start("a", name).unwrap();
+        assert_eq!(pod.wait("a", name).unwrap(), 0);
+        // This waits for the end, and then no more.
+        pod.delete("a", name).unwrap();
+        let said = stdout.join().unwrap();
+        assert!(said.starts_with(b"word\n") && (!whole || said.len() == 5), "{}", said.len());
+    }
+    pod.end("a");
     pod.shut_down();
 }
