@@ -69,7 +69,7 @@ impl Setting {
         format!("--{}", self.name.replace('_', "-"))
     }
 
-    /// Whether its flag may stand without a value, which then means true.
+    /// Whether its flag may be given without a value, which then means true.
     pub fn is_switch(&self) -> bool {
         self.kind == bool::KIND
     }

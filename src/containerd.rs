@@ -22,7 +22,7 @@ const GET: &str = "containerd.services.sandbox.v1.Store/Get";
 const VERSION: &str = "containerd.services.version.v1.Version/Version";
 
 /// Timeout of a call.
-const WITHIN: Duration = Duration::from_secs(10);
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// containerd's record of sandboxes.
 #[derive(Clone, Debug)]
@@ -80,7 +80,7 @@ impl SandboxStore {
         method: &str,
         request: &impl protobuf::Message,
     ) -> Result<A, CallError> {
-        self.endpoint().call(what, method, request, WITHIN).await
+        self.endpoint().call(what, method, request, CALL_TIMEOUT).await
     }
 
     /// A call with any number of answers.
@@ -91,6 +91,6 @@ impl SandboxStore {
         request: &impl protobuf::Message,
         each: impl FnMut(A) + Send,
     ) -> Result<(), CallError> {
-        self.endpoint().stream(what, method, request, WITHIN, each).await
+        self.endpoint().stream(what, method, request, CALL_TIMEOUT, each).await
     }
 }

@@ -26,7 +26,7 @@ pub struct Controller {
     stopping: AtomicBool,
 }
 
-/// What an id stands for.
+/// What an id refers to.
 #[derive(Clone, Debug)]
 enum Slot {
     /// Taken by a Create that is under way.
@@ -48,7 +48,7 @@ impl Register {
     }
 }
 
-/// The id of a Create that is under way. Frees it when dropped, unless it stands for a sandbox by
+/// The id of a Create that is under way. Frees it when dropped, unless it refers to a sandbox by
 /// then.
 struct Reserved {
     register: Arc<Register>,
@@ -288,7 +288,7 @@ impl Controller {
     pub async fn drain(&self) {
         self.stopping.store(true, Ordering::Release);
         let live: Vec<Arc<Sandbox>> = self.live();
-        futures::future::join_all(live.iter().map(|sandbox| sandbox.at_rest())).await;
+        futures::future::join_all(live.iter().map(|sandbox| sandbox.idle())).await;
         recover::unmount_if_empty(&self.environment);
     }
 

@@ -89,7 +89,7 @@ async fn run(
     let (grpc, ttrpc) = listen(config)?;
     let (stop, stopped) = watch::channel(false);
     let (answering, controllers) = watch::channel(None);
-    let server = wire::Server::ahead(controllers, grpc, ttrpc)
+    let server = wire::Server::before_recovery(controllers, grpc, ttrpc)
         .counted(Arc::clone(&environment.telemetry))
         .of_namespace(&config.containerd_namespace);
     let mut server = RunningServer { stop, task: tokio::spawn(server.run(stopped)) };

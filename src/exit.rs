@@ -50,7 +50,7 @@ pub struct Backoff {
 pub const CLEANUP: Backoff =
     Backoff { first: Duration::from_secs(1), longest: Duration::from_secs(300) };
 
-/// For what is done in containerd beside a sandbox's life.
+/// For changes in containerd that accompany a sandbox's life.
 pub const CONTAINERD: Backoff =
     Backoff { first: Duration::from_secs(1), longest: Duration::from_secs(60) };
 

@@ -69,7 +69,7 @@ pub async fn collect_containers(
 ) {
     let mut failures = 0;
     loop {
-        let pause = match remove_containers(&controller, &containers).await {
+        let delay = match remove_containers(&controller, &containers).await {
             Ok(()) => {
                 failures = 0;
                 interval
@@ -81,7 +81,7 @@ pub async fn collect_containers(
                 exit::CONTAINERD.delay(failures)
             }
         };
-        tokio::time::sleep(pause).await;
+        tokio::time::sleep(delay).await;
     }
 }
 

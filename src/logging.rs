@@ -79,7 +79,7 @@ impl Directives {
             let (target, level) =
                 part.split_once('=').map_or((None, part), |(target, level)| (Some(target), level));
             let level = level.parse().map_err(|_| {
-                format!("{level:?} is no level (off, error, warn, info, debug, trace)")
+                format!("{level:?} is not a level (off, error, warn, info, debug, trace)")
             })?;
             match target {
                 None => directives.default = Some(level),
@@ -238,9 +238,9 @@ fn plain(text: &str) -> bool {
     !text.is_empty() && text.chars().all(|c| c.is_ascii_graphic() && !matches!(c, '"' | '=' | '\\'))
 }
 
-/// A character that a terminal or a viewer of logs may obey instead of showing it: a control
-/// character, an end of a line as Unicode has more of them, one that turns the direction of the
-/// text, or one that takes no room.
+/// Whether a terminal or log viewer may interpret a character instead of showing it: control
+/// characters, Unicode line ends, characters that change the text direction, and zero-width
+/// characters.
 fn is_obeyed(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{feff}')
@@ -408,7 +408,7 @@ mod tests {
         assert_eq!(some.level("h2::codec", Error), Trace);
         assert_eq!(some.most(Error), Trace);
         assert_eq!(some.level("ttrpc", Error), Info);
-        assert!(Directives::parse("loud").unwrap_err().contains("\"loud\" is no level"));
+        assert!(Directives::parse("loud").unwrap_err().contains("\"loud\" is not a level"));
         assert!(Directives::parse("a=").is_err());
     }
 

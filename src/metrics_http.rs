@@ -81,16 +81,16 @@ pub async fn serve(controller: Arc<Controller>, address: Metrics) {
         tokio::time::sleep(RETRY).await;
     };
     log::info!(address = address.to_string(); "serving metrics");
-    let turns = Arc::new(Semaphore::new(AT_ONCE));
+    let permits = Arc::new(Semaphore::new(AT_ONCE));
     let source = Arc::new(Source { controller, last: tokio::sync::Mutex::new(None) });
     loop {
         // Never closed.
-        let Ok(turn) = Arc::clone(&turns).acquire_owned().await else { return };
+        let Ok(permit) = Arc::clone(&permits).acquire_owned().await else { return };
         match listener.accept().await {
             Ok(stream) => {
                 let source = Arc::clone(&source);
                 tokio::spawn(async move {
-                    let _turn = turn;
+                    let _permit = permit;
                     match tokio::time::timeout(TIMEOUT, answer(stream, &source)).await {
                         Ok(Ok(())) => {}
                         Ok(Err(e)) => log::debug!("metrics connection failed: {e}"),

@@ -2,8 +2,8 @@
 //!
 //! The daemon mounts a pod's shared memory below containerd's state directory, and its shims mount
 //! the root file systems of containers. In a mount namespace of its own, which options such as
-//! `PrivateTmp=` give to a unit, all of that stays out of containerd's sight, and no call fails for
-//! it: the pods' containers just have other files than they should.
+//! `PrivateTmp=` give to a unit, containerd does not see these mounts. No call fails, but the pods'
+//! containers get wrong files.
 
 use std::ffi::OsString;
 use std::fs;
@@ -106,7 +106,7 @@ fn compare(of: &str, address: &Path, state: &Path) -> io::Result<ContainerdProce
             View::Apart { pid, theirs: text(&namespace), ours: text(&ours) }
         }
     };
-    // Its socket ends with it: only then the id may have become another process's.
+    // Its socket is closed when it exits: only then its pid may have been reused.
     if ended(&stream) {
         return Err(ErrorKind::ConnectionReset.into());
     }

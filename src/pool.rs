@@ -1,11 +1,11 @@
-//! Threads for work that blocks.
+//! Threads for blocking tasks.
 //!
-//! Long work is a task, which waits without a thread; only its blocking pieces get one, by [`run`].
-//! A piece is short, and never waits for another piece, nor for a lock that is held across one.
-//! Each class of pieces has threads of its own: pieces of one class that hang keep no other class
-//! from its work. In recovery and in the work of shims, one that hangs keeps no other one of its
-//! class from its work either: after [`TURN`] it gives its turn up, and keeps only its thread. This
-//! is the only module that hands work to the runtime's blocking threads (`clippy.toml`).
+//! Long work is an async task and waits without a thread. Only its blocking parts run on a thread,
+//! by [`run`]. A blocking task is short. It never waits for another blocking task, nor for a lock
+//! that is held across one. Each class has its own permits, so that tasks of one class that hang do
+//! not block another class. A task of [`Class::Recovery`] or [`Class::Shim`] that hangs does not
+//! block its own class either: after [`PERMIT_TIMEOUT`] it gives its permit back and occupies only
+//! its thread. No other module calls tokio's `spawn_blocking` (`clippy.toml`).
 
 use std::any::Any;
 use std::io;
@@ -18,7 +18,7 @@ use tokio::sync::{Semaphore, SemaphorePermit, oneshot};
 
 use crate::error::StepError;
 
-/// What a piece belongs to.
+/// What a blocking task belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Class {
     /// Create and Start.
@@ -30,25 +30,25 @@ pub enum Class {
     Shim,
     /// Status, and what operators ask.
     Query,
-    /// What recovery looks at. It gives a piece up that takes too long, and the piece keeps its
-    /// thread.
+    /// The steps of recovery, which stops waiting for a task that takes too long. The task keeps
+    /// its thread.
     Recovery,
 }
 
-/// How long a piece of recovery or of a shim keeps others waiting for its turn: as long as recovery
-/// waits for it, and less than the watchdog of the packaged unit waits for a class.
-pub const TURN: Duration = Duration::from_secs(10);
+/// How long a blocking task of recovery or of a shim may hold its permit. Equal to the time limit
+/// of one record in recovery, and shorter than the watchdog timeout of the packaged unit.
+pub const PERMIT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How many pieces of one class may run without a turn. A node on which more records or shims hang
-/// in the kernel needs a reboot. The records beyond are quarantined, and their pods run; the shims
-/// beyond wait, and the watchdog gets no keep-alive.
+/// How many overdue tasks of one class may run without a permit. With more of them, recovery
+/// quarantines further records (their pods run), tasks of shims wait, and the watchdog gets no
+/// keep-alive. A node with so many tasks that hang in the kernel needs a reboot.
 const OVERDUE: usize = 128;
 
-static START: Turns = Turns::of(Class::Start);
-static END: Turns = Turns::of(Class::End);
-static SHIM: Turns = Turns::of(Class::Shim);
-static QUERY: Turns = Turns::of(Class::Query);
-static RECOVERY: Turns = Turns::of(Class::Recovery);
+static START: Permits = Permits::of(Class::Start);
+static END: Permits = Permits::of(Class::End);
+static SHIM: Permits = Permits::of(Class::Shim);
+static QUERY: Permits = Permits::of(Class::Query);
+static RECOVERY: Permits = Permits::of(Class::Recovery);
 
 /// For what the libraries do on such threads.
 const OTHERS: usize = 8;
@@ -66,7 +66,7 @@ impl Class {
     /// The classes that living pods need.
     pub const VITAL: [Self; 4] = [Self::Start, Self::End, Self::Shim, Self::Query];
 
-    /// How many pieces run at once; more wait for their turn, in their order, without a thread.
+    /// How many tasks run at once. Further ones wait for a permit in their order, without a thread.
     pub const fn threads(self) -> usize {
         match self {
             Self::Start | Self::Query => 16,
@@ -86,12 +86,12 @@ impl Class {
         }
     }
 
-    /// Whether a piece that has had its time gives its turn up.
-    const fn gives_up(self) -> bool {
+    /// Whether an overdue task gives its permit back.
+    const fn releases_overdue(self) -> bool {
         matches!(self, Self::Shim | Self::Recovery)
     }
 
-    fn turns(self) -> &'static Turns {
+    fn permits(self) -> &'static Permits {
         match self {
             Self::Start => &START,
             Self::End => &END,
@@ -102,32 +102,33 @@ impl Class {
     }
 }
 
-/// The turns of a class.
-struct Turns {
-    /// As many as pieces run at once.
+/// The permits of a class.
+struct Permits {
+    /// As many as tasks may run at once.
     free: Semaphore,
-    /// Of pieces that gave their turn up; `None` where they keep it.
+    /// Permits of overdue tasks, which gave theirs back; `None`: the class has no time limit.
     overdue: Option<Semaphore>,
 }
 
-/// What a piece holds while it runs.
-type Turn = Arc<Mutex<Option<SemaphorePermit<'static>>>>;
+/// The permit that a task holds while it runs.
+type Permit = Arc<Mutex<Option<SemaphorePermit<'static>>>>;
 
-/// Runs a piece on a thread of its class. When the future is dropped, a piece that has begun runs
-/// to its end, and one that has not is dropped.
+/// Runs a blocking task on a thread, within the permits of its class. If the future is dropped, a
+/// task that has begun runs to its end, and one that has not is dropped.
 ///
 /// # Errors
-/// The piece has panicked, no thread can be started, or the runtime is going down.
+/// The task panicked, no thread can be started, or the runtime is shutting down.
 pub async fn run<T: Send + 'static>(
     class: Class,
-    piece: impl FnOnce() -> T + Send + 'static,
+    task: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, StepError> {
-    class.turns().run(piece).await
+    class.permits().run(task).await
 }
 
-impl Turns {
+impl Permits {
     const fn of(class: Class) -> Self {
-        let overdue = if class.gives_up() { Some(Semaphore::const_new(OVERDUE)) } else { None };
+        let overdue =
+            if class.releases_overdue() { Some(Semaphore::const_new(OVERDUE)) } else { None };
         Self { free: Semaphore::const_new(class.threads()), overdue }
     }
 
@@ -135,19 +136,19 @@ impl Turns {
     #[expect(clippy::disallowed_methods, reason = "the one place that does")]
     async fn run<T: Send + 'static>(
         &'static self,
-        piece: impl FnOnce() -> T + Send + 'static,
+        task: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, StepError> {
-        let ending = || StepError::new("run job", io::Error::other("the runtime is going down"));
-        let turn = self.free.acquire().await.map_err(|_| ending())?;
-        let turn: Turn = Arc::new(Mutex::new(Some(turn)));
+        let ending = || StepError::new("run job", io::Error::other("the runtime is shutting down"));
+        let permit = self.free.acquire().await.map_err(|_| ending())?;
+        let permit: Permit = Arc::new(Mutex::new(Some(permit)));
         let ((sender, receiver), (end, ended)) = (oneshot::channel(), oneshot::channel::<()>());
-        let job = Arc::new(Mutex::new(Some((Arc::clone(&turn), piece, sender, end))));
+        let job = Arc::new(Mutex::new(Some((Arc::clone(&permit), task, sender, end))));
         let queued = Arc::clone(&job);
         let work = move || {
-            let Some((turn, piece, sender, end)) = take_slot(&queued) else { return };
-            let done = catch_unwind(AssertUnwindSafe(piece)).map_err(|panic| panicked(&*panic));
-            // Held for as long as the thread is, also when the future is dropped.
-            drop(take_slot(&turn));
+            let Some((permit, task, sender, end)) = take_slot(&queued) else { return };
+            let done = catch_unwind(AssertUnwindSafe(task)).map_err(|panic| panicked(&*panic));
+            // The task holds its permit until here, also when the future is dropped.
+            drop(take_slot(&permit));
             drop(end);
             let _ = sender.send(done);
         };
@@ -160,24 +161,28 @@ impl Turns {
             return Err(StepError::new("start a thread", error));
         }
         if let Some(overdue) = &self.overdue {
-            // Also of a piece for which no caller waits any longer.
-            tokio::spawn(give_up(turn, overdue, ended));
+            // Also for a task whose caller has stopped waiting.
+            tokio::spawn(release_overdue(permit, overdue, ended));
         }
         receiver.await.unwrap_or_else(|_| Err(ending()))
     }
 }
 
-/// Has a piece that has had its time hold something else instead of its turn.
-async fn give_up(turn: Turn, overdue: &'static Semaphore, ended: oneshot::Receiver<()>) {
-    if tokio::time::timeout(TURN, ended).await.is_ok() {
+/// Replaces the permit of an overdue task by one of the overdue tasks.
+async fn release_overdue(
+    permit: Permit,
+    overdue: &'static Semaphore,
+    ended: oneshot::Receiver<()>,
+) {
+    if tokio::time::timeout(PERMIT_TIMEOUT, ended).await.is_ok() {
         return;
     }
     // Never closed.
     let Ok(overdue) = overdue.acquire().await else { return };
-    let mut turn = turn.lock();
-    // The piece may have ended meanwhile, and its turn with it.
-    if turn.is_some() {
-        *turn = Some(overdue);
+    let mut permit = permit.lock();
+    // The task may have ended meanwhile and released its permit.
+    if permit.is_some() {
+        *permit = Some(overdue);
     }
 }
 
@@ -193,17 +198,17 @@ pub fn panicked(panic: &(dyn Any + Send)) -> StepError {
     StepError::new("run job", io::Error::other(format!("panicked: {text}")))
 }
 
-/// The classes that living pods need and that have no free thread in time; all of them where the
-/// runtime runs no piece at all.
+/// The vital classes without a free permit within `within`; all vital classes if the runtime runs
+/// no blocking task at all.
 ///
-/// One empty piece answers for the threads of all classes, as there are as many as turns. One for
-/// each class would keep that many threads from ending, on a node where nothing happens.
+/// One empty task probes the threads of all classes, because there are as many threads as permits.
+/// A probe of each class would keep more threads alive on an idle node.
 pub async fn stuck(within: Duration) -> Vec<Class> {
-    let turns = Class::VITAL.map(|class| async move {
-        let turn = tokio::time::timeout(within, class.turns().free.acquire()).await;
-        (!matches!(turn, Ok(Ok(_)))).then_some(class)
+    let probes = Class::VITAL.map(|class| async move {
+        let permit = tokio::time::timeout(within, class.permits().free.acquire()).await;
+        (!matches!(permit, Ok(Ok(_)))).then_some(class)
     });
-    let stuck: Vec<Class> = futures::future::join_all(turns).await.into_iter().flatten().collect();
+    let stuck: Vec<Class> = futures::future::join_all(probes).await.into_iter().flatten().collect();
     let Some(free) = Class::VITAL.into_iter().find(|class| !stuck.contains(class)) else {
         return stuck;
     };
@@ -226,7 +231,7 @@ mod tests {
     /// As on a node that has no process ids left: the runtime's threads are to have more stack than
     /// there is memory.
     #[test]
-    fn where_no_thread_can_be_started_a_piece_fails_and_never_runs() {
+    fn where_no_thread_can_be_started_a_task_fails_and_never_runs() {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .thread_stack_size(1 << 60)
             .enable_all()
@@ -242,10 +247,10 @@ mod tests {
         });
     }
 
-    /// Pieces of one class hang, more of it than there are threads: the others run, and the probe
-    /// says which hangs.
+    /// More tasks of one class hang than it has threads: the other classes run, and the probe says
+    /// which class hangs.
     #[test]
-    fn pieces_that_hang_keep_no_other_class_from_its_work() {
+    fn tasks_that_hang_do_not_block_another_class() {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .max_blocking_threads(THREADS)
@@ -273,7 +278,7 @@ mod tests {
         });
     }
 
-    /// The clock does not advance by itself while pieces run.
+    /// The clock does not advance by itself while blocking tasks run.
     async fn pass(time: Duration) {
         async fn settle() {
             for _ in 0..1000 {
@@ -285,7 +290,7 @@ mod tests {
         settle().await;
     }
 
-    /// A piece that has begun runs on a thread of its own, which needs time of the machine.
+    /// A blocking task that has begun runs on its own thread, which needs real time.
     async fn finishes<T>(task: &tokio::task::JoinHandle<T>) -> bool {
         let begun = std::time::Instant::now();
         while !task.is_finished() && begun.elapsed() < Duration::from_secs(30) {
@@ -298,7 +303,7 @@ mod tests {
     /// As records or shims that wait for a file system that does not answer, more than there are
     /// threads.
     #[test]
-    fn pieces_that_hang_give_their_turns_up() {
+    fn tasks_that_hang_give_their_permits_back() {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .max_blocking_threads(THREADS)
             .enable_all()
@@ -306,8 +311,8 @@ mod tests {
             .build()
             .unwrap();
         for class in [Class::Recovery, Class::Shim] {
-            // Not the turns of other tests.
-            let turns: &'static Turns = Box::leak(Box::new(Turns::of(class)));
+            // Not the permits of other tests.
+            let permits: &'static Permits = Box::leak(Box::new(Permits::of(class)));
             runtime.block_on(async {
                 let mut ends = Vec::new();
                 let mut hanging = Vec::new();
@@ -315,54 +320,54 @@ mod tests {
                     for _ in 0..number {
                         let (end, ended) = mpsc::channel::<()>();
                         ends.push(end);
-                        let piece = turns.run(move || assert!(ended.recv().is_err()));
-                        hanging.push(tokio::spawn(piece));
+                        let task = permits.run(move || assert!(ended.recv().is_err()));
+                        hanging.push(tokio::spawn(task));
                     }
                 };
                 hang(class.threads());
-                let next = tokio::spawn(turns.run(|| ()));
-                pass(TURN - Duration::from_secs(1)).await;
-                assert!(!next.is_finished(), "more pieces run than there are turns");
+                let next = tokio::spawn(permits.run(|| ()));
+                pass(PERMIT_TIMEOUT - Duration::from_secs(1)).await;
+                assert!(!next.is_finished(), "more tasks run than there are permits");
                 pass(Duration::from_secs(1)).await;
-                assert!(finishes(&next).await, "pieces that hang keep their turns");
+                assert!(finishes(&next).await, "tasks that hang keep their permits");
                 next.await.unwrap().unwrap();
                 // Their threads are bounded all the same.
                 hang(OVERDUE);
-                let last = tokio::spawn(turns.run(|| ()));
+                let last = tokio::spawn(permits.run(|| ()));
                 for _ in 0..2 * OVERDUE / class.threads() {
-                    pass(TURN).await;
+                    pass(PERMIT_TIMEOUT).await;
                 }
                 assert!(!last.is_finished(), "more threads hang than there may be");
                 drop(ends);
-                for piece in hanging {
-                    piece.await.unwrap().unwrap();
+                for task in hanging {
+                    task.await.unwrap().unwrap();
                 }
                 last.await.unwrap().unwrap();
                 pass(Duration::ZERO).await;
-                let overdue = turns.overdue.as_ref().unwrap();
+                let overdue = permits.overdue.as_ref().unwrap();
                 assert_eq!(overdue.available_permits(), OVERDUE);
-                assert_eq!(turns.free.available_permits(), class.threads());
+                assert_eq!(permits.free.available_permits(), class.threads());
             });
         }
     }
 
-    /// A caller with a time limit of its own has its answer, and the piece hangs on.
+    /// A caller with its own time limit has its answer while the task still hangs.
     #[tokio::test(start_paused = true)]
-    async fn a_piece_that_hangs_gives_its_turn_up_without_a_caller() {
-        let turns: &'static Turns = Box::leak(Box::new(Turns::of(Class::Shim)));
+    async fn a_task_that_hangs_gives_its_permit_back_without_a_caller() {
+        let permits: &'static Permits = Box::leak(Box::new(Permits::of(Class::Shim)));
         let (end, ended) = mpsc::channel::<()>();
-        let piece = tokio::spawn(turns.run(move || assert!(ended.recv().is_err())));
+        let task = tokio::spawn(permits.run(move || assert!(ended.recv().is_err())));
         pass(Duration::ZERO).await;
-        piece.abort();
+        task.abort();
         pass(Duration::ZERO).await;
-        assert_eq!(turns.free.available_permits(), Class::Shim.threads() - 1);
-        pass(TURN).await;
-        assert_eq!(turns.free.available_permits(), Class::Shim.threads());
+        assert_eq!(permits.free.available_permits(), Class::Shim.threads() - 1);
+        pass(PERMIT_TIMEOUT).await;
+        assert_eq!(permits.free.available_permits(), Class::Shim.threads());
         drop(end);
     }
 
     #[tokio::test]
-    async fn a_piece_that_is_given_up_keeps_its_turn() {
+    async fn a_task_whose_caller_gives_up_keeps_its_permit() {
         let (end, ended) = mpsc::channel::<()>();
         let given_up = tokio::time::timeout(
             Duration::from_millis(10),

@@ -81,9 +81,9 @@ metrics! {
         /// Sandboxes whose last cleanup failed
         cleanups_pending: Gauge = "cleanups_pending";
         /// Times that deleted files of a pod were restored
-        healed_files: Counter = "healed_files";
+        restored_files: Counter = "healed_files";
         /// Failed attempts to restore deleted files of a pod, each of which is retried
-        healing_failures: Counter = "healing_failures";
+        restore_failures: Counter = "healing_failures";
         /// Duration of the recovery at startup
         recovery: Gauge<f64, AtomicU64> = "recovery_duration" [Seconds];
         /// Sandboxes recovered at startup
@@ -138,7 +138,7 @@ pub struct Telemetry {
     metrics: Metrics,
     process: process::Metrics,
     /// Serializes the writers of text: each sets the gauges of the current state.
-    turn: Mutex<()>,
+    render_lock: Mutex<()>,
 }
 
 impl Default for Telemetry {
@@ -149,7 +149,7 @@ impl Default for Telemetry {
         let version = Info::new(vec![("version", env!("CARGO_PKG_VERSION"))]);
         own.register("build", "The running daemon", version);
         let metrics = Metrics::register(own);
-        Self { registry, metrics, process, turn: Mutex::new(()) }
+        Self { registry, metrics, process, render_lock: Mutex::new(()) }
     }
 }
 
@@ -185,7 +185,7 @@ impl Telemetry {
 
     /// All metrics as text. Blocks: reads `/proc`.
     pub fn text(&self, census: &Census) -> String {
-        let _turn = self.turn.lock();
+        let _guard = self.render_lock.lock();
         self.sandboxes.clear();
         let of_sandboxes = census.sandboxes.iter().map(|(_, driver)| driver.as_str());
         for driver in of_sandboxes.chain([census.driver]) {

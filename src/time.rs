@@ -28,7 +28,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn moments() {
+    fn times_are_rfc3339_within_its_years() {
         let time = SystemTime::UNIX_EPOCH + Duration::from_micros(1_795_226_716_000_042);
         assert_eq!(rfc3339(time), "2026-11-21T02:05:16.000042Z");
         assert_eq!(
@@ -39,7 +39,7 @@ mod tests {
     }
 
     #[test]
-    fn spans() {
+    fn durations_have_their_two_largest_units() {
         for (seconds, text) in [
             (0, "0s"),
             (59, "59s"),

@@ -194,7 +194,7 @@ fn every_module_has_its_row() {
     assert_eq!(modules, rows, "src/ (left) and the table of ARCHITECTURE.md (right)");
     for (name, allowed) in table() {
         for other in allowed.into_iter().flatten() {
-            assert!(rows.contains(&other), "{name} may use {other}, which is no module");
+            assert!(rows.contains(&other), "{name} may use {other}, which is not a module");
         }
     }
 }

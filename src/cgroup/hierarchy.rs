@@ -89,9 +89,9 @@ impl OpenHierarchy {
         }
     }
 
-    /// Lets every parent of a cgroup of version 2 hand the cpu controller down, as runc does it for
-    /// the pod's containers. One that has processes of its own cannot; what is below it has no
-    /// weights then.
+    /// Enables the cpu controller in `cgroup.subtree_control` of every ancestor of a version 2
+    /// cgroup, as runc does for the pod's containers. An ancestor with processes of its own
+    /// refuses; the cgroup then has no CPU weight.
     pub(super) fn hand_down_cpu(&self, cgroup: &CStr) {
         const CONTROL: &CStr = c"cgroup.subtree_control";
         let parents = ancestors(cgroup).into_iter().map(|parent| below(&parent, CONTROL));

@@ -6,8 +6,8 @@
 //!
 //! Below a systemd slice the cgroup is a transient scope. Its directory is made here all the same,
 //! before systemd is asked for the scope: the pause is then in its place from its first instruction
-//! on, and a Start that is cut short at any point leaves it where the cleanup looks. systemd takes
-//! over a cgroup that it finds.
+//! on, and a Start that is interrupted at any point leaves it where the cleanup looks. systemd
+//! takes over a cgroup that it finds.
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -123,7 +123,7 @@ impl Cgroups {
             Placement::Inherit => Ok(None),
             Placement::Directory(path) => self.make_directory(path, self.unified).map(Some),
             Placement::Scope(scope) => {
-                // Left over from a Start of the same sandbox that was cut short.
+                // Left over from an interrupted Start of the same sandbox.
                 if self.exists(&scope.path)
                     && let Some(e) = self.remove_scope(scope).into_iter().next()
                 {
@@ -192,7 +192,7 @@ impl Cgroups {
     }
 
     /// Removes the cgroup of a pause. Processes that are in it are killed: those of a Start that
-    /// was cut short. Gone already is success.
+    /// was interrupted. Gone already is success.
     pub(crate) fn remove(&self, placement: &Placement) -> Vec<StepError> {
         match placement {
             Placement::Inherit => Vec::new(),
@@ -242,8 +242,7 @@ impl Cgroups {
                 state => state.step_at(what, self.path(index, cgroup))?,
             };
             if !state.split(|byte| *byte == b'\n').any(|line| line == thawed.1) {
-                let e =
-                    io::Error::new(io::ErrorKind::ResourceBusy, "it is frozen, or one above it is");
+                let e = io::Error::new(io::ErrorKind::ResourceBusy, "it or an ancestor is frozen");
                 return Err(StepError::at(what, self.path(index, cgroup), e));
             }
         }
@@ -357,7 +356,7 @@ impl Cgroups {
                 && !state.is_empty()
                 && let Err(e) = deadline::thaw(&hierarchy.root, pid)
             {
-                log::debug!(pid = pid; "thaw what is killed: {}", io::Error::from(e));
+                log::debug!(pid = pid; "failed to thaw killed process: {}", io::Error::from(e));
             }
         }
     }

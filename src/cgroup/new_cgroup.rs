@@ -48,7 +48,7 @@ impl NewCgroup<'_> {
             attempts -= 1;
             match mkdirat(hierarchy.root.as_fd(), cgroup, DIRECTORY_MODE) {
                 Ok(()) => break self.directories.push((index, cgroup.to_owned())),
-                // Left over from a Start of the same sandbox that was cut short.
+                // Left over from an interrupted Start of the same sandbox.
                 Err(Errno::EXIST) => {
                     break self.directories.push((index, cgroup.to_owned()));
                 }

@@ -50,7 +50,7 @@ impl Scope {
 /// root slice, `-.slice`, is the root itself.
 ///
 /// # Errors
-/// What keeps it from being the name of a slice.
+/// Why it is not the name of a slice.
 pub fn path(slice: &str) -> Result<PathBuf, String> {
     check(slice)?;
     let stem = slice.strip_suffix(SUFFIX).ok_or_else(|| format!("does not end in {SUFFIX:?}"))?;

@@ -23,7 +23,7 @@ const OBJECT: &str = "/org/freedesktop/systemd1";
 const MANAGER: &str = "org.freedesktop.systemd1.Manager";
 
 /// How long a unit may take to start or to stop, connecting to the bus included.
-const WITHIN: Duration = Duration::from_secs(10);
+const JOB_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long a unit of the same name may still be known after its end, and how often that is looked
 /// at.
@@ -172,11 +172,11 @@ impl Systemd {
         let late = || {
             io::Error::new(
                 io::ErrorKind::TimedOut,
-                format!("not done within {} s", WITHIN.as_secs()),
+                format!("not done within {} s", JOB_TIMEOUT.as_secs()),
             )
         };
         let done = self.handle().and_then(|handle| {
-            let bounded = async { tokio::time::timeout(WITHIN, exchange).await };
+            let bounded = async { tokio::time::timeout(JOB_TIMEOUT, exchange).await };
             handle.block_on(bounded).map_err(|_| late())?.map_err(io::Error::from)
         });
         done.map_err(|e| StepError::at(what, unit, e))

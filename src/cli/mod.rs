@@ -87,7 +87,7 @@ pub enum Command {
     Enable(Enable),
     /// Remove this sandboxer from containerd's config; refuses while pods need it
     Disable(Disable),
-    /// Run a whole pod through this node's CRI, and then one of the default handler; remove both
+    /// Run a test pod with this handler and one with the default handler; remove both
     ///
     /// Prints the time of each step. Fails if a step does, or if anything of the pod is left on the
     /// machine. Other pods are not touched; no registry is needed.
@@ -145,7 +145,7 @@ pub struct Change {
     #[arg(value_parser = value_parser!(u32).range(1..))]
     pub timeout: u32,
     /// containerd's config file [default: the one that the running containerd was started with, or
-    /// /etc/containerd/config.toml]
+    /// without --restart also /etc/containerd/config.toml]
     #[arg(long, value_name = "FILE")]
     pub containerd_config: Option<PathBuf>,
     /// containerd's executable [default: the running containerd's, or containerd of PATH]

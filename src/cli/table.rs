@@ -114,7 +114,7 @@ impl Stats {
     }
 }
 
-/// The keys of a report that stand at its head.
+/// The keys of a report that come first.
 const FIRST: [&str; 16] = [
     "id",
     "pod",
@@ -138,7 +138,7 @@ const FIRST: [&str; 16] = [
 pub fn report(report: &Value) -> String {
     let mut text = String::new();
     if let Value::Object(map) = report {
-        // What is asked for first stands first.
+        // What is asked for first comes first.
         for key in FIRST.iter().filter(|key| map.contains_key(**key)) {
             lines(&Map::from_iter([((*key).to_owned(), map[*key].clone())]), 0, &mut text);
         }

@@ -23,7 +23,7 @@ impl Variables {
         let is_name =
             |name: &str| name.chars().all(word) && name.starts_with(|c: char| !c.is_ascii_digit());
         let Some((name, value)) = text.split_once('=').filter(|(name, _)| is_name(name)) else {
-            return Err(format!("{text:?} is no NAME=value"));
+            return Err(format!("{text:?} is not NAME=value"));
         };
         if value.contains(char::is_control) {
             return Err(format!("{text:?} has a control character"));
@@ -84,10 +84,10 @@ mod tests {
             assert_eq!(flag(&list), Ok(variables), "{text}");
         }
         for (text, fault) in [
-            ("A", "\"A\" is no NAME=value"),
-            ("=b", "\"=b\" is no NAME=value"),
-            ("9A=b", "\"9A=b\" is no NAME=value"),
-            ("A B=c", "\"A B=c\" is no NAME=value"),
+            ("A", "\"A\" is not NAME=value"),
+            ("=b", "\"=b\" is not NAME=value"),
+            ("9A=b", "\"9A=b\" is not NAME=value"),
+            ("A B=c", "\"A B=c\" is not NAME=value"),
             ("A=b\0c", "\"A=b\\0c\" has a control character"),
             ("[\"A=b\", \"A=c\"]", "A is there twice"),
             ("[\"A=b\", 1]", "must be a list of NAME=value, is \"[\\\"A=b\\\", 1]\""),

@@ -229,7 +229,7 @@ impl Containers {
         self.at.call::<Empty>("start the sandbox's task", &method, &request).await.map(drop)
     }
 
-    /// How a task stands.
+    /// The state of a task.
     ///
     /// # Errors
     /// containerd does not answer.

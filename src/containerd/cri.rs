@@ -69,6 +69,12 @@ impl CriClient {
         self.runtime("query CRI for its status", "Status", &StatusRequest::new(), QUERY).await
     }
 
+    /// The names of the runtime handlers in an answer of [`CriClient::status`]; empty if containerd
+    /// does not name them.
+    pub fn handlers_of(status: StatusResponse) -> Vec<String> {
+        status.runtime_handlers.into_iter().map(|handler| handler.name).collect()
+    }
+
     /// All pods' sandboxes.
     ///
     /// # Errors

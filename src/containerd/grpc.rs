@@ -94,7 +94,7 @@ pub struct GrpcEndpoint {
     pub address: PathBuf,
     /// containerd's namespace.
     pub namespace: String,
-    /// Id of the lease that keeps what a call makes from the garbage collection; may be empty.
+    /// Id of the lease that protects what a call makes from garbage collection; may be empty.
     pub lease: String,
 }
 

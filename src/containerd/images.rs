@@ -17,7 +17,7 @@ use crate::time::rfc3339;
 const IMPORT: &str = "import image";
 
 /// Timeout of a call.
-const WITHIN: Duration = Duration::from_secs(30);
+const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long an import may take: each of its calls as long as it may.
 const LEASED: Duration = Duration::from_secs(600);
@@ -66,12 +66,12 @@ pub async fn import(
     let created =
         CreateLeaseRequest { id: lease.clone(), labels: labels_of_lease, ..Default::default() };
     let method = "containerd.services.leases.v1.Leases/Create";
-    or_exists(endpoint.call::<Empty>(IMPORT, method, &created, WITHIN).await)?;
+    or_exists(endpoint.call::<Empty>(IMPORT, method, &created, CALL_TIMEOUT).await)?;
     let leased = GrpcEndpoint { lease: lease.clone(), ..endpoint.clone() };
     let stored = store(&leased, image, labels).await;
     let deleted = DeleteLeaseRequest { id: lease, ..Default::default() };
     let method = "containerd.services.leases.v1.Leases/Delete";
-    let released = endpoint.call::<Empty>(IMPORT, method, &deleted, WITHIN).await;
+    let released = endpoint.call::<Empty>(IMPORT, method, &deleted, CALL_TIMEOUT).await;
     stored.and(released.map(drop).map_err(CallError::step))
 }
 
@@ -123,7 +123,7 @@ async fn images(
     request: &impl Message,
 ) -> Result<(), CallError> {
     let method = format!("containerd.services.images.v1.Images/{method}");
-    endpoint.call::<Empty>(IMPORT, &method, request, WITHIN).await.map(drop)
+    endpoint.call::<Empty>(IMPORT, &method, request, CALL_TIMEOUT).await.map(drop)
 }
 
 /// Writes a blob; one that is there already is success.
@@ -142,7 +142,7 @@ async fn write(
         ..Default::default()
     };
     let method = "containerd.services.content.v1.Content/Write";
-    or_exists(endpoint.stream::<Empty>(IMPORT, method, &request, WITHIN, drop).await)
+    or_exists(endpoint.stream::<Empty>(IMPORT, method, &request, CALL_TIMEOUT, drop).await)
 }
 
 /// ALREADY_EXISTS is success.

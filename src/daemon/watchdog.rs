@@ -14,22 +14,22 @@ pub(super) struct Watchdog {
     ticks: Interval,
     /// How long a class of threads may be blocked. With the wait for the next tick it is less than
     /// the service manager's timeout.
-    patience: Duration,
+    max_blocked: Duration,
 }
 
 impl Watchdog {
     /// A watchdog with this timeout.
     pub(super) fn new(within: Duration) -> Self {
-        let patience = within / 4;
-        let mut ticks = tokio::time::interval(patience.max(Duration::from_millis(1)));
+        let max_blocked = within / 4;
+        let mut ticks = tokio::time::interval(max_blocked.max(Duration::from_millis(1)));
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        Self { ticks, patience }
+        Self { ticks, max_blocked }
     }
 
     /// Waits for the next tick; the classes of threads that are blocked.
     pub(super) async fn blocked(&mut self) -> Vec<pool::Class> {
         self.ticks.tick().await;
-        pool::stuck(self.patience).await
+        pool::stuck(self.max_blocked).await
     }
 
     /// Sends a keep-alive, unless threads are blocked.

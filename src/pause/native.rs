@@ -102,7 +102,7 @@ impl Native {
     pub fn for_state_dir(mut self, state_dir: &Path) -> Self {
         match Mark::set(self.image.as_fd(), state_dir) {
             Ok(mark) => self.mark = Some(mark),
-            Err(step) => log::error!("pauses without a record will not be found: {step}"),
+            Err(step) => log::error!("cannot detect pause processes without a record: {step}"),
         }
         self
     }
@@ -309,27 +309,27 @@ impl Driver for Native {
 
     fn kill_orphans(&self, recorded: &dyn Fn(&str) -> bool) -> Result<(), Vec<StepError>> {
         let Some(mark) = &self.mark else { return Ok(()) };
-        let decided = Instant::now() + orphans::DECIDED;
-        let (found, cut_short) = orphans::find_orphans(mark);
-        let mut failed = Vec::from_iter(cut_short);
+        let decided = Instant::now() + orphans::DECISION_TIMEOUT;
+        let (found, unfinished) = orphans::find_orphans(mark);
+        let mut failed = Vec::from_iter(unfinished);
         let orphans: Vec<_> = found.into_iter().filter(|orphan| !recorded(&orphan.id)).collect();
         if Instant::now() > decided {
             // By now new sandboxes may have what these had.
             failed.push(StepError::new(
-                "read the records of pauses that are left",
+                "read the records of orphaned pause processes",
                 io::ErrorKind::TimedOut.into(),
             ));
             return Err(failed);
         }
         let cgroups: Vec<CString> = orphans.iter().flat_map(orphans::Marked::cgroups).collect();
         for orphan in &orphans {
-            log::warn!(sandbox = orphan.id.as_str(); "killing a pause that no record names");
+            log::warn!(sandbox = orphan.id.as_str(); "killing pause process without a record");
             failed.extend(orphan.kill().err());
         }
-        let ends = Instant::now() + orphans::ENDS;
+        let ends = Instant::now() + orphans::EXIT_TIMEOUT;
         failed.extend(orphans.iter().filter_map(|orphan| orphan.ended(ends).err()));
         // By the kernel's word, and only where it is empty: what else is in there is no pause.
-        let free = Instant::now() + orphans::BUSY;
+        let free = Instant::now() + orphans::CGROUP_TIMEOUT;
         failed.extend(cgroups.iter().flat_map(|path| self.cgroups.remove_empty(path, free)));
         if failed.is_empty() { Ok(()) } else { Err(failed) }
     }

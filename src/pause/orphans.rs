@@ -1,4 +1,5 @@
-//! Pauses that no record names: a daemon was killed between their clone and the record's write.
+//! Pause processes without a record: a daemon was killed between their clone and the write of the
+//! record.
 //!
 //! Any process can choose its name, its command line and its environment. So a pause is known by
 //! the program that it executes: that file has an attribute that only root of the node can set
@@ -31,20 +32,20 @@ use crate::sys::{self, Errno};
 const ATTRIBUTE: &CStr = c"trusted.pause-sandboxer";
 
 /// How long the search may take.
-const SEARCH: Duration = Duration::from_secs(4);
+const SEARCH_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// How long it may take to find out which pauses have no record, the search included. What follows
 /// is done within recovery's time.
-pub(super) const DECIDED: Duration = Duration::from_secs(5);
+pub(super) const DECISION_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long processes may be in the middle of their execve(2), all together.
-const EXECUTES: Duration = Duration::from_secs(1);
+const EXEC_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How long killed pauses may take to end, all together.
-pub(super) const ENDS: Duration = Duration::from_secs(4);
+pub(super) const EXIT_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// How long their cgroups may stay busy then, all together.
-pub(super) const BUSY: Duration = Duration::from_millis(500);
+pub(super) const CGROUP_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// What is read of a command line: a pause's is its name and an id.
 const COMMAND_LINE: u64 = 4096;
@@ -115,13 +116,13 @@ pub(super) struct Marked {
     pidfd: OwnedFd,
 }
 
-/// All pauses that bear `mark`, and what kept the search from its end.
+/// All pause processes that bear `mark`, and why the search did not finish.
 pub(super) fn find_orphans(mark: &Mark) -> (Vec<Marked>, Option<StepError>) {
     const STEP: &str = "search processes";
     let (sender, receiver) = mpsc::channel();
     let begun = Instant::now();
     let mark = mark.clone();
-    // A thread of its own, to be left behind should a process hold it up.
+    // A thread of its own, which is left behind if a process blocks it.
     if let Err(e) =
         thread::Builder::new().name("orphans".to_owned()).spawn(move || search(&mark, &sender))
     {
@@ -129,14 +130,14 @@ pub(super) fn find_orphans(mark: &Mark) -> (Vec<Marked>, Option<StepError>) {
     }
     let mut found = Vec::new();
     loop {
-        match receiver.recv_timeout(SEARCH.saturating_sub(begun.elapsed())) {
+        match receiver.recv_timeout(SEARCH_TIMEOUT.saturating_sub(begun.elapsed())) {
             Ok(Ok(marked)) => found.push(marked),
             Ok(Err(e)) => return (found, Some(StepError::at(STEP, "/proc", e))),
             Err(RecvTimeoutError::Disconnected) => return (found, None),
             Err(RecvTimeoutError::Timeout) => {
                 let late = io::Error::new(
                     io::ErrorKind::TimedOut,
-                    format!("not done after {} s", SEARCH.as_secs()),
+                    format!("not done after {} s", SEARCH_TIMEOUT.as_secs()),
                 );
                 return (found, Some(StepError::at(STEP, "/proc", late)));
             }
@@ -150,9 +151,9 @@ fn search(mark: &Mark, sender: &Sender<io::Result<Marked>>) {
         Ok(entries) => entries,
         Err(e) => return drop(sender.send(Err(e))),
     };
-    let mut patience = EXECUTES;
+    let mut remaining = EXEC_TIMEOUT;
     let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    for marked in pids.filter_map(|pid| open_if_marked(pid, mark, &mut patience)) {
+    for marked in pids.filter_map(|pid| open_if_marked(pid, mark, &mut remaining)) {
         if sender.send(Ok(marked)).is_err() {
             return;
         }
@@ -160,22 +161,22 @@ fn search(mark: &Mark, sender: &Sender<io::Result<Marked>>) {
 }
 
 /// One that ends meanwhile is none.
-fn open_if_marked(pid: u32, mark: &Mark, patience: &mut Duration) -> Option<Marked> {
+fn open_if_marked(pid: u32, mark: &Mark, remaining: &mut Duration) -> Option<Marked> {
     if !mark.is_on(pid) {
         return None;
     }
-    // Looked at again when the process is held: it may be another by now.
+    // Checked again after the pidfd is open: the pid may have been reused before.
     let pidfd = sys::pidfd_open(pid.cast_signed()).ok()?;
     if !mark.is_on(pid) {
         return None;
     }
-    let id = id(pid, patience)?;
+    let id = id(pid, remaining)?;
     (!sys::ended(pidfd.as_fd())).then_some(Marked { id, pid, pidfd })
 }
 
 /// The second word of the command line. Empty where there is none.
-fn id(pid: u32, patience: &mut Duration) -> Option<String> {
-    const PAUSE: Duration = Duration::from_millis(1);
+fn id(pid: u32, remaining: &mut Duration) -> Option<String> {
+    const RETRY_DELAY: Duration = Duration::from_millis(1);
     loop {
         let mut line = Vec::new();
         File::open(format!("/proc/{pid}/cmdline"))
@@ -184,9 +185,9 @@ fn id(pid: u32, patience: &mut Duration) -> Option<String> {
             .read_to_end(&mut line)
             .ok()?;
         // The program is there before its arguments are.
-        if line.is_empty() && !patience.is_zero() {
-            *patience = patience.saturating_sub(PAUSE);
-            thread::sleep(PAUSE);
+        if line.is_empty() && !remaining.is_zero() {
+            *remaining = remaining.saturating_sub(RETRY_DELAY);
+            thread::sleep(RETRY_DELAY);
             continue;
         }
         let id = line.split(|byte| *byte == 0).nth(1).unwrap_or_default();
@@ -220,7 +221,7 @@ impl Marked {
         match sys::kill(self.pidfd.as_fd()) {
             Ok(()) | Err(Errno::SRCH) => Ok(()),
             Err(e) => {
-                Err(e).step_at("kill a pause that no record names", format!("/proc/{}", self.pid))
+                Err(e).step_at("kill pause process without a record", format!("/proc/{}", self.pid))
             }
         }
     }
@@ -232,7 +233,7 @@ impl Marked {
     pub(super) fn ended(&self, until: Instant) -> Result<(), StepError> {
         poll_until(until, || sys::ended(self.pidfd.as_fd())).map_err(|e| {
             StepError::at(
-                "wait for the end of a pause that no record names",
+                "wait for exit of pause process without a record",
                 format!("/proc/{}", self.pid),
                 e,
             )

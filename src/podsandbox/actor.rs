@@ -15,6 +15,7 @@ use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
+pub use self::handle::{ActorHandle, Published};
 use super::Error;
 use super::jobs::{self, Jobs, StartFailure};
 use super::machine::{Action, Event, Job, Machine, Phase, Rpc};
@@ -24,21 +25,10 @@ use crate::log_context::TraceId;
 use crate::pool;
 use crate::process::{Adoption, Exit, Process, UNKNOWN_EXIT};
 
+mod handle;
+
 /// The answer that a caller waits for.
 pub type Reply = oneshot::Sender<Result<(), Error>>;
-
-/// What readers see of a sandbox; they never ask the driver.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Published {
-    /// Where it stands.
-    pub phase: Phase,
-    /// Process id of the pause on the node; 0 where there was none.
-    pub pid: u32,
-    /// How the pause exited.
-    pub exit: Option<Exit>,
-    /// Cleanups that have failed in a row and are retried.
-    pub failures: u32,
-}
 
 /// What reaches the actor.
 #[derive(Debug)]
@@ -53,8 +43,8 @@ pub enum Message {
     ThawFailed(StepError),
     /// A job has ended.
     Done(Outcome),
-    /// A caller wants to know when nothing is under way.
-    WhenAtRest(oneshot::Sender<()>),
+    /// A caller waits until nothing is under way.
+    WhenIdle(oneshot::Sender<()>),
 }
 
 /// How a job ended.
@@ -65,7 +55,7 @@ pub enum Outcome {
     /// The adoption.
     Adopt(Adoption),
     /// Cleanup or removal.
-    Rest(Result<(), StepErrors>),
+    Teardown(Result<(), StepErrors>),
 }
 
 /// How a sandbox enters its life: newly created, or as recovery found it.
@@ -82,11 +72,11 @@ pub enum Entry {
         /// How it ended.
         exit: Exit,
     },
-    /// Its start was cut off by the end of the daemon, and recovery could not undo it yet.
-    CutOff,
-    /// Recovery could not tell.
+    /// The end of the daemon interrupted its start, and recovery could not undo it yet.
+    Interrupted,
+    /// Recovery could not determine whether its pause lives.
     Unknown {
-        /// The recorded pause; 0 where the record does not tell.
+        /// Process id of the recorded pause.
         pid: u32,
     },
 }
@@ -104,43 +94,15 @@ pub struct Actor {
     pause: Option<Arc<dyn Process>>,
     exit: ExitWaiter,
     replies: Vec<(Rpc, Reply)>,
-    at_rest: Vec<oneshot::Sender<()>>,
+    idle_waiters: Vec<oneshot::Sender<()>>,
     /// The steps that failed last.
     failed: StepErrors,
     /// When the next retry is due, or a sandbox that was never started is given up.
     alarm: Option<Instant>,
     on_gone: Option<OnGone>,
     retired: bool,
-    /// The job that was begun last.
+    /// The task of the job that runs.
     job: Option<JoinHandle<()>>,
-}
-
-/// How others reach an actor.
-#[derive(Clone, Debug)]
-pub struct ActorHandle {
-    mailbox: UnboundedSender<Message>,
-    published: watch::Receiver<Published>,
-}
-
-impl ActorHandle {
-    /// Sends a message; false when the actor has ended.
-    pub fn send(&self, message: Message) -> bool {
-        self.mailbox.unbounded_send(message).is_ok()
-    }
-
-    /// What is published.
-    pub fn published(&self) -> Published {
-        *self.published.borrow()
-    }
-
-    /// Waits for the exit; `None` when there will be none, as the actor has ended.
-    pub fn exit(&self) -> impl Future<Output = Option<Exit>> + Send + use<> {
-        let mut published = self.published.clone();
-        async move {
-            let seen = published.wait_for(|published| published.exit.is_some()).await;
-            seen.ok().and_then(|published| published.exit)
-        }
-    }
 }
 
 impl Actor {
@@ -152,12 +114,12 @@ impl Actor {
         abandoned: Option<Instant>,
         on_gone: impl FnOnce(&str) + Send + 'static,
     ) -> ActorHandle {
-        let cut_off = matches!(entry, Entry::CutOff);
+        let interrupted = matches!(entry, Entry::Interrupted);
         let (phase, pid, exit, pause) = match entry {
             Entry::Created => (Phase::Created, 0, None, None),
             Entry::Ready(pause) => (Phase::Ready, pause.identity().pid, None, Some(pause)),
             Entry::NotReady { pid, exit } => (Phase::NotReady, pid, Some(exit), None),
-            Entry::CutOff => {
+            Entry::Interrupted => {
                 // No caller knows of this pause; a caller of Wait must not wait for ever.
                 let exit = Exit { status: UNKNOWN_EXIT, at: SystemTime::now() };
                 (Phase::NotReady, 0, Some(exit), None)
@@ -176,7 +138,7 @@ impl Actor {
             pause,
             exit: ExitWaiter::default(),
             replies: Vec::new(),
-            at_rest: Vec::new(),
+            idle_waiters: Vec::new(),
             failed: StepErrors::default(),
             alarm: match phase {
                 Phase::Created => abandoned,
@@ -190,8 +152,8 @@ impl Actor {
         tokio::spawn(async move {
             match phase {
                 Phase::Ready => actor.watch(),
-                Phase::NotReady if cut_off => actor.feed(Event::Asked(Rpc::Shutdown)),
-                // The cleanup may have been cut off; all of it may be done twice.
+                Phase::NotReady if interrupted => actor.feed(Event::Asked(Rpc::Shutdown)),
+                // The cleanup may have been interrupted; all of it may be done twice.
                 Phase::NotReady => actor.feed(Event::RetryDue),
                 _ => {}
             }
@@ -209,7 +171,7 @@ impl Actor {
     async fn recover_from_panic(&mut self, panic: &StepError, panics: u32) {
         log::error!(
             sandbox = self.id();
-            "internal fault of the sandbox; adopting its pause again: {panic}"
+            "actor panicked; looking for its pause again: {panic}"
         );
         if self.retired {
             return self.retire();
@@ -227,7 +189,7 @@ impl Actor {
             match message {
                 Message::Ask(rpc, _, reply) => asked.push((rpc, reply)),
                 Message::ShimDied => shim_died = true,
-                Message::WhenAtRest(waiting) => self.at_rest.push(waiting),
+                Message::WhenIdle(waiting) => self.idle_waiters.push(waiting),
                 Message::Exited(_) | Message::ThawFailed(_) | Message::Done(_) => {}
             }
         }
@@ -259,9 +221,9 @@ impl Actor {
                 },
             };
             self.handle(message);
-            if self.machine.at_rest() {
+            if self.machine.is_idle() {
                 self.jobs.log_context.follow(None);
-                for waiting in self.at_rest.drain(..) {
+                for waiting in self.idle_waiters.drain(..) {
                     let _ = waiting.send(());
                 }
             }
@@ -323,12 +285,12 @@ impl Actor {
                 self.failed = step.into();
                 self.feed(Event::AdoptFailed);
             }
-            Message::Done(Outcome::Rest(Ok(()))) => self.feed(Event::JobDone),
-            Message::Done(Outcome::Rest(Err(steps))) => {
+            Message::Done(Outcome::Teardown(Ok(()))) => self.feed(Event::JobDone),
+            Message::Done(Outcome::Teardown(Err(steps))) => {
                 self.fail("failed to clean up", steps);
                 self.feed(Event::JobFailed);
             }
-            Message::WhenAtRest(waiting) => self.at_rest.push(waiting),
+            Message::WhenIdle(waiting) => self.idle_waiters.push(waiting),
         }
     }
 
@@ -397,7 +359,7 @@ impl Actor {
                         sandbox = self.id();
                         "caller of Start has given up; removing the sandbox"
                     );
-                    return Some(Event::StartUnheard);
+                    return Some(Event::StartCallerGone);
                 }
             }
             Action::Fail(rpc) => {
@@ -447,7 +409,7 @@ impl Actor {
         let (jobs, to_self) = (self.jobs.clone(), self.to_self.clone());
         let Published { pid, exit, .. } = *self.published.borrow();
         self.job = Some(tokio::spawn(async move {
-            jobs.begin().await;
+            jobs.await_recovery().await;
             let outcome = match job {
                 Job::Start => {
                     let failed = |panic: StepError| {
@@ -458,10 +420,10 @@ impl Actor {
                 Job::Adopt => {
                     Outcome::Adopt(guard(jobs.adopt()).await.unwrap_or_else(Adoption::Unknown))
                 }
-                Job::Cleanup => Outcome::Rest(
+                Job::Cleanup => Outcome::Teardown(
                     guard(jobs.cleanup(pid, exit)).await.unwrap_or_else(|panic| Err(panic.into())),
                 ),
-                Job::Remove => Outcome::Rest(
+                Job::Remove => Outcome::Teardown(
                     guard(jobs.remove()).await.unwrap_or_else(|panic| Err(panic.into())),
                 ),
             };

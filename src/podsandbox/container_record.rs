@@ -44,7 +44,7 @@ struct Progress {
     /// What containerd has, as far as it is known; [`Goal::Any`]: unknown.
     done: Goal,
     /// Number of goals set so far.
-    asked: u32,
+    goal_number: u32,
     /// A worker is under way.
     working: bool,
     /// Its last try has failed.
@@ -66,7 +66,7 @@ impl ContainerRecord {
     }
 
     /// Changes the goal. True: a worker is to be started.
-    fn aim(&self, goal: Goal) -> bool {
+    fn set_goal(&self, goal: Goal) -> bool {
         let mut progress = self.progress.lock();
         // Nothing is made for a sandbox that is being removed.
         let ends = |goal| matches!(goal, Goal::NoTask | Goal::Nothing);
@@ -75,7 +75,7 @@ impl ContainerRecord {
         }
         if progress.goal != goal || goal == Goal::Task {
             (progress.goal, progress.failing) = (goal, false);
-            progress.asked = progress.asked.wrapping_add(1);
+            progress.goal_number = progress.goal_number.wrapping_add(1);
         }
         if goal == Goal::Task {
             // A shim that has come later serves no task of the one before.
@@ -87,8 +87,8 @@ impl ContainerRecord {
         work
     }
 
-    /// The goal, and its number, unless it is reached or given up; nothing works on it
-    /// then.
+    /// The current goal and its number. `None` if the goal is reached or given up; the worker then
+    /// stops.
     fn next(&self) -> Option<(Goal, u32)> {
         let mut progress = self.progress.lock();
         if progress.is_done() {
@@ -98,13 +98,13 @@ impl ContainerRecord {
         }
         // An answer may be lost.
         progress.done = Goal::Any;
-        Some((progress.goal, progress.asked))
+        Some((progress.goal, progress.goal_number))
     }
 
-    /// The goal is reached that was set at that time.
-    fn reached(&self, goal: Goal, asked: u32) {
+    /// The goal of this number is reached.
+    fn reached(&self, goal: Goal, goal_number: u32) {
         let mut progress = self.progress.lock();
-        if progress.asked == asked {
+        if progress.goal_number == goal_number {
             (progress.done, progress.failing) = (goal, false);
         }
         self.changed.notify_waiters();
@@ -115,13 +115,13 @@ impl ContainerRecord {
         self.changed.notify_waiters();
     }
 
-    /// Waits until a goal is set after that time; at most that long.
-    async fn asked_again(&self, asked: u32, within: Duration) {
+    /// Waits until a newer goal than this one is set, at most `within`.
+    async fn wait_for_newer_goal(&self, goal_number: u32, within: Duration) {
         let other = async {
             loop {
                 let mut changed = pin!(self.changed.notified());
                 changed.as_mut().enable();
-                if self.progress.lock().asked != asked {
+                if self.progress.lock().goal_number != goal_number {
                     return;
                 }
                 changed.await;
@@ -131,11 +131,11 @@ impl ContainerRecord {
         let _ = timeout(within, other).await;
     }
 
-    /// Gives the goal up that was set at that time.
-    fn give_up(&self, asked: u32) {
+    /// Gives up the goal of this number.
+    fn give_up(&self, goal_number: u32) {
         let mut progress = self.progress.lock();
         match progress.goal {
-            _ if progress.asked != asked => {}
+            _ if progress.goal_number != goal_number => {}
             // Nothing is made after it.
             Goal::Nothing => progress.done = Goal::Nothing,
             _ => progress.goal = Goal::Any,
@@ -187,13 +187,13 @@ mod tests {
 
     /// What a worker works on that begins with this goal.
     fn step(record: &ContainerRecord, goal: Goal) -> Option<(Goal, u32)> {
-        record.aim(goal).then(|| record.next()).flatten()
+        record.set_goal(goal).then(|| record.next()).flatten()
     }
 
     fn begins(record: &ContainerRecord, goal: Goal) -> u32 {
-        let (next, asked) = step(record, goal).unwrap();
+        let (next, goal_number) = step(record, goal).unwrap();
         assert_eq!(next, goal);
-        asked
+        goal_number
     }
 
     fn does(record: &ContainerRecord, goal: Goal) {
@@ -225,7 +225,7 @@ mod tests {
         does(&record, Goal::Task);
         assert_eq!(step(&record, Goal::Container), None, "it has one");
         let first = begins(&record, Goal::Task);
-        assert!(!record.aim(Goal::Task), "one worker is under way");
+        assert!(!record.set_goal(Goal::Task), "one worker is under way");
         // Of the shim before, whether it was made or not.
         record.reached(Goal::Task, first);
         record.give_up(first);
@@ -240,10 +240,10 @@ mod tests {
         let record = new();
         record.give_up(begins(&record, Goal::Container));
         assert_eq!(record.next(), None);
-        let asked = begins(&record, Goal::Task);
+        let goal_number = begins(&record, Goal::Task);
         // A later goal is not given up with the one before.
-        assert!(!record.aim(Goal::Nothing));
-        record.give_up(asked);
+        assert!(!record.set_goal(Goal::Nothing));
+        record.give_up(goal_number);
         assert_eq!(record.next().map(|(goal, _)| goal), Some(Goal::Nothing));
     }
 
@@ -253,7 +253,7 @@ mod tests {
         // The answer was lost.
         begins(&record, Goal::Container);
         record.failed();
-        record.aim(Goal::Nothing);
+        record.set_goal(Goal::Nothing);
         assert_eq!(record.next().map(|(goal, _)| goal), Some(Goal::Nothing));
     }
 
@@ -261,13 +261,13 @@ mod tests {
     async fn waiting_for_the_record_is_bounded() {
         let record = new();
         record.settled(A_MOMENT).await;
-        let asked = begins(&record, Goal::Container);
+        let goal_number = begins(&record, Goal::Container);
         let begun = tokio::time::Instant::now();
         record.settled(A_MOMENT).await;
         assert_eq!(begun.elapsed(), A_MOMENT);
         record.failed();
         record.settled(Duration::MAX).await;
-        record.reached(Goal::Container, asked);
+        record.reached(Goal::Container, goal_number);
         record.settled(Duration::MAX).await;
     }
 }

@@ -32,8 +32,8 @@ const MOST_STACKED: usize = 16;
 /// The files by CRI's names.
 const NAMES: [&str; 3] = ["hostname", "hosts", "resolv.conf"];
 
-/// A file whose last change is that much younger than the file was changed by a container, not by
-/// the one who made it.
+/// An empty file whose mtime is later than its creation time by more than this was emptied by a
+/// container, and was not left empty by the daemon.
 const MADE_WITHIN: Duration = Duration::from_secs(1);
 
 /// What the files of a sandbox say; from the CRI config.
@@ -81,7 +81,7 @@ impl Dns {
     }
 }
 
-/// Where the files of one sandbox are. Those who change them take turns. The paths are made when
+/// Where the files of one sandbox are. A lock serializes their changes. The paths are made when
 /// they are needed: thousands of sandboxes would keep them for nothing.
 #[derive(Debug)]
 pub struct SandboxFiles {
@@ -158,7 +158,7 @@ impl SandboxFiles {
     /// # Errors
     /// The failed step; call [`SandboxFiles::remove`] then.
     pub fn make_all(&self, files: &Files, label: &str) -> Result<(), StepError> {
-        let _turn = self.released.lock();
+        let _guard = self.released.lock();
         self.make_shm(files, label)?;
         self.write_all(files)
     }
@@ -252,7 +252,7 @@ impl SandboxFiles {
             errors.check(gone(fs::remove_dir_all(&dir)).step_at("remove directory", dir));
         }
         // The sign that it was made ahead goes last: what is left would be taken for a start that
-        // was cut off.
+        // was interrupted.
         for dir in [self.held_shm(), self.ahead()] {
             errors.check(gone(fs::remove_dir(&dir)).step_at("remove directory", dir));
         }
@@ -290,7 +290,7 @@ impl SandboxFiles {
         }
     }
 
-    /// Writes in place: a start that is cut off is removed altogether.
+    /// Writes in place: an interrupted start is removed altogether.
     fn write_all(&self, files: &Files) -> Result<(), StepError> {
         make_dirs(&self.root(), 0o755)?;
         for name in NAMES {
@@ -368,7 +368,7 @@ fn unmount(path: &Path) -> Result<(), StepError> {
     Err(StepError::at(
         "unmount shared memory",
         path,
-        io::Error::other("something mounts on it again and again"),
+        io::Error::other(format!("gave up after {MOST_STACKED} unmounts")),
     ))
 }
 

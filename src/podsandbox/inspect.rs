@@ -121,7 +121,7 @@ pub(super) fn summarize(jobs: &Jobs, published: Published, usage: bool) -> Sandb
 }
 
 fn pod_usage(jobs: &Jobs) -> Option<Usage> {
-    let read = read_usage(&jobs.facts.site.cgroup_parent);
+    let read = read_usage(&jobs.facts.cgroup_ref.cgroup_parent);
     read.inspect_err(|step| log::debug!(sandbox = jobs.id().as_str(); "{step}")).ok().flatten()
 }
 

@@ -1,7 +1,7 @@
 //! The jobs of one sandbox: what they do to the system, step by step.
 //!
-//! Jobs are tasks. What of them blocks runs on threads in as few pieces as possible: each change of
-//! threads costs as much as a step.
+//! Jobs are async tasks. Their blocking parts run on threads, in as few blocking tasks as possible:
+//! each change of threads costs as much as a step.
 
 use std::io;
 use std::sync::Arc;
@@ -28,16 +28,16 @@ use crate::protos::cri::PodSandboxConfig;
 use crate::shim;
 use crate::telemetry::Telemetry;
 
-/// How long a killed pause may take to end before a start that has failed answers without it.
-const ENDS_WITHIN: Duration = Duration::from_secs(10);
+/// How long a failed Start waits for the exit of the pause that it killed.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What is known of one sandbox from its record and never changes.
 #[derive(Debug)]
 pub struct Facts {
-    /// The sandbox id, and what the driver must know to find the pause and to clean up after it.
-    pub site: CgroupRef,
-    /// The namespaces that the pod has for itself.
-    pub own: Own,
+    /// The sandbox id and the pause's cgroup, by which the driver finds and removes it.
+    pub cgroup_ref: CgroupRef,
+    /// The namespaces that only the pod uses.
+    pub private_namespaces: PrivateNamespaces,
     /// It has shared memory of its own.
     pub shm: bool,
     /// It is of the containerd namespace that is served.
@@ -50,9 +50,9 @@ pub struct Facts {
     pub runtime: Arc<shim::Runtime>,
 }
 
-/// A sandbox that is created and not started yet.
+/// What Start needs of a sandbox that is created and not started yet.
 #[derive(Debug)]
-pub struct ToStart {
+pub struct StartInput {
     /// Its record.
     pub record: Record,
     /// The CRI config of the record, decoded.
@@ -76,23 +76,23 @@ pub struct Jobs {
     pub container: ContainerRecord,
     /// The context of log lines about the sandbox.
     pub log_context: LogContext,
-    /// What Start makes; dropped once it is made, as it is on disk.
-    to_start: Mutex<Option<Arc<ToStart>>>,
-    /// What Start answers beside, from when the pause is made until it is given away.
+    /// The input of Start; dropped after Start, because it is also on disk.
+    start_input: Mutex<Option<Arc<StartInput>>>,
+    /// OCI spec and labels for the response of Start, until it is sent.
     description: Mutex<Option<Description>>,
-    /// Keeps other pods from the level of this one.
+    /// Reserves the level of this pod.
     _level: Option<Box<HeldLevel>>,
-    /// What recovery has begun for this sandbox and could not wait for. No job begins before it has
-    /// ended.
-    late: Mutex<Option<JoinHandle<()>>>,
+    /// Recovery steps of this sandbox that exceeded their deadline. No job begins before they have
+    /// finished.
+    overdue_recovery: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// A pause, and whether it is on record.
 type StartedPause = (Arc<dyn Process>, Result<(), StepError>);
 
-/// Which namespaces a pod has for itself.
+/// Which namespaces only the pod uses.
 #[derive(Clone, Copy, Debug)]
-pub struct Own {
+pub struct PrivateNamespaces {
     /// Network namespace.
     pub net: bool,
     /// IPC namespace.
@@ -101,7 +101,7 @@ pub struct Own {
     pub uts: bool,
 }
 
-impl Own {
+impl PrivateNamespaces {
     /// Those of a plan.
     pub fn from_plan(plan: &Plan) -> Self {
         let private = |namespace| namespace == Namespace::Private;
@@ -135,8 +135,8 @@ impl Jobs {
             shim: shims.endpoint(record.shim, &record.id, &runtime),
             facts: Facts {
                 // The id of the record, which all that is here shares, not its equal in the plan.
-                site: CgroupRef { id: record.id.clone(), ..record.plan.cgroup_ref() },
-                own: Own::from_plan(&record.plan),
+                cgroup_ref: CgroupRef { id: record.id.clone(), ..record.plan.cgroup_ref() },
+                private_namespaces: PrivateNamespaces::from_plan(&record.plan),
                 shm: record.files.shm,
                 in_namespace: record.is_in(&config.containerd_namespace),
                 label: record.labels.process.as_str().into(),
@@ -145,17 +145,17 @@ impl Jobs {
             },
             container: ContainerRecord::default(),
             log_context: LogContext::new(record.id.clone(), pod),
-            to_start: Mutex::default(),
+            start_input: Mutex::default(),
             description: Mutex::default(),
             _level: level.map(Box::new),
-            late: Mutex::default(),
+            overdue_recovery: Mutex::default(),
             environment: environment.clone(),
         }
     }
 
     /// The sandbox id.
     pub fn id(&self) -> &SandboxId {
-        &self.facts.site.id
+        &self.facts.cgroup_ref.id
     }
 
     /// The driver's name in config, record and metrics.
@@ -173,9 +173,9 @@ impl Jobs {
         &self.environment.telemetry
     }
 
-    /// Keeps what Start makes, so that it need not be read from the disk.
-    pub fn keep(&self, created: ToStart) {
-        *self.to_start.lock() = Some(Arc::new(created));
+    /// Keeps the input of Start, so that it need not be read from the disk.
+    pub fn keep_start_input(&self, input: StartInput) {
+        *self.start_input.lock() = Some(Arc::new(input));
     }
 
     /// Makes files and pause and records them.
@@ -196,23 +196,23 @@ impl Jobs {
         self.container_recorded().await;
         let (pause, recorded) = match &self.driver {
             PauseDriver::Native(driver) if self.shim.listens_only() => {
-                let (_turn, driver) = (self.shim.turn().await, driver.clone());
+                let (_guard, driver) = (self.shim.lock_launch().await, driver.clone());
                 let make = move |jobs: &Self| {
-                    let created = jobs.make_files()?;
+                    let input = jobs.make_files()?;
                     jobs.shim.bind()?;
-                    jobs.describe(&created)?;
-                    Ok(jobs.recorded(driver.start(&created.record.plan)?))
+                    jobs.describe(&input)?;
+                    Ok(jobs.recorded(driver.start(&input.record.plan)?))
                 };
-                self.piece(Class::Start, make).await.flatten()?
+                self.run_blocking(Class::Start, make).await.flatten()?
             }
             driver => self.start_behind_shim(driver.clone()).await?,
         };
         if let Err(step) = recorded {
             // No later daemon would find a pause without a record.
-            self.kill_unheard(&pause).await;
+            self.kill_unrecorded(&pause).await;
             return Err(step);
         }
-        *self.to_start.lock() = None;
+        *self.start_input.lock() = None;
         Ok(pause)
     }
 
@@ -221,27 +221,27 @@ impl Jobs {
         self: &Arc<Self>,
         driver: PauseDriver,
     ) -> Result<StartedPause, StepError> {
-        let created = self.piece(Class::Start, Self::make_files).await.flatten()?;
+        let input = self.run_blocking(Class::Start, Self::make_files).await.flatten()?;
         self.shim.listen().await?;
-        let of = created.clone();
-        self.piece(Class::Start, move |jobs| jobs.describe(&of)).await.flatten()?;
+        let of = input.clone();
+        self.run_blocking(Class::Start, move |jobs| jobs.describe(&of)).await.flatten()?;
         let pause = match driver {
             PauseDriver::Native(driver) => self
-                .piece(Class::Start, move |_| driver.start(&created.record.plan))
+                .run_blocking(Class::Start, move |_| driver.start(&input.record.plan))
                 .await
                 .flatten()?,
-            PauseDriver::Shim(driver) => driver.start(&created.record.plan).await?,
+            PauseDriver::Shim(driver) => driver.start(&input.record.plan).await?,
         };
-        self.piece(Class::Start, move |jobs| jobs.recorded(pause)).await
+        self.run_blocking(Class::Start, move |jobs| jobs.recorded(pause)).await
     }
 
-    /// Makes the files, and a sign of that before them; what is to be made.
-    fn make_files(&self) -> Result<Arc<ToStart>, StepError> {
+    /// Marks the start as begun, then makes the files. Returns the input of Start.
+    fn make_files(&self) -> Result<Arc<StartInput>, StepError> {
         self.environment.mounts.admit()?;
         self.files.begin()?;
-        let created = self.created()?;
-        self.files.make_all(&created.record.files, &created.record.labels.mount)?;
-        Ok(created)
+        let input = self.start_input()?;
+        self.files.make_all(&input.record.files, &input.record.labels.mount)?;
+        Ok(input)
     }
 
     /// Records a pause.
@@ -250,31 +250,31 @@ impl Jobs {
         (Arc::from(pause), recorded)
     }
 
-    /// Runs what blocks on a thread for it.
-    pub(super) async fn piece<T: Send + 'static>(
+    /// Runs a blocking task in the pool.
+    pub(super) async fn run_blocking<T: Send + 'static>(
         self: &Arc<Self>,
         class: Class,
-        piece: impl FnOnce(&Self) -> T + Send + 'static,
+        task: impl FnOnce(&Self) -> T + Send + 'static,
     ) -> Result<T, StepError> {
         let jobs = self.clone();
-        pool::run(class, move || piece(&jobs)).await
+        pool::run(class, move || task(&jobs)).await
     }
 
-    /// The same, of steps that can fail each.
+    /// The same for steps of which each can fail.
     async fn steps(
         self: &Arc<Self>,
         class: Class,
-        piece: impl FnOnce(&Self) -> StepErrors + Send + 'static,
+        task: impl FnOnce(&Self) -> StepErrors + Send + 'static,
     ) -> StepErrors {
-        self.piece(class, piece).await.unwrap_or_else(StepErrors::from)
+        self.run_blocking(class, task).await.unwrap_or_else(StepErrors::from)
     }
 
     /// Makes the spec, unless it is there.
-    fn describe(&self, created: &ToStart) -> Result<(), StepError> {
+    fn describe(&self, input: &StartInput) -> Result<(), StepError> {
         let mut description = self.description.lock();
         if description.is_none() {
             let Environment { layout, config, .. } = &*self.environment;
-            let made = oci_spec::describe(&created.record, &created.pod, layout, config);
+            let made = oci_spec::describe(&input.record, &input.pod, layout, config);
             *description = Some(made.map_err(io::Error::other).step("make the spec")?);
         }
         Ok(())
@@ -284,26 +284,26 @@ impl Jobs {
     ///
     /// # Errors
     /// The failed step.
-    pub fn describe_to_shim(&self, created: &ToStart) -> Result<(), StepError> {
+    pub fn describe_to_shim(&self, input: &StartInput) -> Result<(), StepError> {
         if self.shim.listens_only() {
             return Ok(());
         }
-        self.describe(created)?;
+        self.describe(input)?;
         let description = self.description.lock();
         let spec = description.as_ref().map_or(&[][..], |made| &made.spec);
-        self.shim.describe(spec, &created.record.plan)
+        self.shim.describe(spec, &input.record.plan)
     }
 
-    /// Lets the next job wait for what is still under way.
-    pub fn wait_for(&self, late: Option<JoinHandle<()>>) {
-        *self.late.lock() = late;
+    /// Makes the next job wait for overdue recovery steps.
+    pub fn set_overdue_recovery(&self, overdue: Option<JoinHandle<()>>) {
+        *self.overdue_recovery.lock() = overdue;
     }
 
-    /// Waits for that.
-    pub async fn begin(&self) {
-        let late = self.late.lock().take();
-        if let Some(late) = late {
-            let _ = late.await;
+    /// Waits for recovery steps of this sandbox that still run.
+    pub async fn await_recovery(&self) {
+        let overdue = self.overdue_recovery.lock().take();
+        if let Some(overdue) = overdue {
+            let _ = overdue.await;
             log::info!(sandbox = self.id().as_str(); "overdue recovery step finished");
         }
     }
@@ -313,18 +313,18 @@ impl Jobs {
         self.description.lock().take()
     }
 
-    /// What Start makes: what Create kept, or the record on disk.
-    pub(super) fn created(&self) -> Result<Arc<ToStart>, StepError> {
-        if let Some(created) = self.to_start.lock().clone() {
-            return Ok(created);
+    /// The input of Start: what Create kept, or the record on disk.
+    pub(super) fn start_input(&self) -> Result<Arc<StartInput>, StepError> {
+        if let Some(input) = self.start_input.lock().clone() {
+            return Ok(input);
         }
         let record = self.store.read_record()?;
         let pod = record.decode_config().map_err(io::Error::other).step("read record")?;
-        Ok(Arc::new(ToStart { record, pod }))
+        Ok(Arc::new(StartInput { record, pod }))
     }
 
-    /// Kills a pause that no caller knows of and waits for its exit.
-    async fn kill_unheard(&self, pause: &Arc<dyn Process>) {
+    /// Kills a pause process whose stage could not be recorded, and waits for its exit.
+    async fn kill_unrecorded(&self, pause: &Arc<dyn Process>) {
         let killed = match pause.kill() {
             Ok(()) if pause.may_be_frozen() => thaw(pause.clone()).await,
             other => other,
@@ -332,7 +332,7 @@ impl Jobs {
         let ended = match killed {
             Ok(()) => {
                 let late = |_| io::Error::from(io::ErrorKind::TimedOut);
-                tokio::time::timeout(ENDS_WITHIN, pause.exited())
+                tokio::time::timeout(EXIT_TIMEOUT, pause.exited())
                     .await
                     .map_err(late)
                     .step("wait for its end")
@@ -341,7 +341,7 @@ impl Jobs {
         };
         if let Err(step) = ended {
             log::error!(sandbox = self.id().as_str();
-                "failed to end the pause of a start that was given up: {step}");
+                "failed to kill pause of a start that could not be recorded: {step}");
         }
     }
 
@@ -355,8 +355,8 @@ impl Jobs {
         self.driver_cleanup_and(|_| {}, remove).await.into_result()
     }
 
-    /// What `before` does, what the driver cleans up, and what `after` does: in one piece, if that
-    /// waits for nothing.
+    /// Runs `before`, the driver's cleanup and `after`. With the native driver all of it runs as
+    /// one blocking closure, because its cleanup waits for no shim.
     async fn driver_cleanup_and(
         self: &Arc<Self>,
         before: impl FnOnce(&Self) + Send + 'static,
@@ -367,7 +367,7 @@ impl Jobs {
                 let all = move |jobs: &Self| {
                     let mut errors = StepErrors::default();
                     before(jobs);
-                    errors.check_all(driver.cleanup(&jobs.facts.site));
+                    errors.check_all(driver.cleanup(&jobs.facts.cgroup_ref));
                     after(jobs, &mut errors);
                     errors
                 };
@@ -375,8 +375,8 @@ impl Jobs {
             }
             PauseDriver::Shim(driver) => {
                 let mut errors = StepErrors::default();
-                errors.check(self.piece(Class::End, before).await);
-                errors.check_all(driver.cleanup(&self.facts.site).await);
+                errors.check(self.run_blocking(Class::End, before).await);
+                errors.check_all(driver.cleanup(&self.facts.cgroup_ref).await);
                 let rest = move |jobs: &Self| {
                     after(jobs, &mut errors);
                     errors
@@ -396,7 +396,7 @@ impl Jobs {
 
     /// Asks the driver for the process that the record names.
     pub async fn adopt(self: &Arc<Self>) -> Adoption {
-        match self.piece(Class::Recovery, |jobs| jobs.store.stage()).await {
+        match self.run_blocking(Class::Recovery, |jobs| jobs.store.stage()).await {
             Ok(Ok(Stage::Started { identity })) => self.adopt_process(identity).await,
             Ok(Ok(Stage::Exited { exit, .. })) => Adoption::Dead(exit),
             Ok(Ok(Stage::Created)) => {
@@ -407,22 +407,29 @@ impl Jobs {
         }
     }
 
+    /// Whether the pause is found without the pod's shim.
+    pub fn finds_pause_without_shim(&self) -> bool {
+        matches!(self.driver, PauseDriver::Native(_))
+    }
+
     /// Asks the driver for a process.
     pub async fn adopt_process(self: &Arc<Self>, identity: Identity) -> Adoption {
         match self.driver.clone() {
             PauseDriver::Native(driver) => {
                 let found = self
-                    .piece(Class::Recovery, move |jobs| driver.adopt(&jobs.facts.site, &identity))
+                    .run_blocking(Class::Recovery, move |jobs| {
+                        driver.adopt(&jobs.facts.cgroup_ref, &identity)
+                    })
                     .await;
                 found.unwrap_or_else(Adoption::Unknown)
             }
-            PauseDriver::Shim(driver) => driver.adopt(&self.facts.site, &identity).await,
+            PauseDriver::Shim(driver) => driver.adopt(&self.facts.cgroup_ref, &identity).await,
         }
     }
 
-    /// After the exit: records it, removes the cgroup, unmounts the shared memory. An exit that
-    /// cannot be recorded keeps nothing from being removed: a later daemon finds no such pause, and
-    /// says that it has ended.
+    /// After the exit: records it, removes the cgroup, unmounts the shared memory. If the exit
+    /// cannot be recorded, the cleanup continues: a later daemon finds no such process and reports
+    /// it as exited.
     ///
     /// # Errors
     /// Every step that failed.

@@ -9,13 +9,13 @@
 //!     +-- Shutdown, or never started --------------------------------------------> Gone
 //! ```
 //!
-//! At most one job (start, cleanup, removal) runs at a time. The actor that owns a machine carries
-//! out the actions in order and feeds their outcome back; nothing here waits, reads a clock or
-//! touches the system. Phase, exit and failures are written here and nowhere else.
+//! At most one job (start, adoption, cleanup, removal) runs at a time. The actor that owns a
+//! machine carries out the actions in order and feeds their outcome back; nothing here waits, reads
+//! a clock or touches the system. Phase, exit and failures are written here and nowhere else.
 
 use super::Exit;
 
-/// Where a sandbox stands.
+/// The phase of a sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// Recorded, never started.
@@ -55,7 +55,7 @@ impl Phase {
 pub enum Job {
     /// Makes files and pause.
     Start,
-    /// Asks the driver again about a process that recovery could not judge.
+    /// Asks the driver again about a process whose state recovery could not determine.
     Adopt,
     /// After the exit: cgroup and shared memory.
     Cleanup,
@@ -94,7 +94,7 @@ pub enum Event {
     Started,
     /// The caller of a successful Start has given up: it takes the sandbox for failed and will
     /// never end it.
-    StartUnheard,
+    StartCallerGone,
     /// The start job failed; `clean` when all that it made is gone again.
     StartFailed {
         /// Nothing is left of the sandbox.
@@ -102,7 +102,7 @@ pub enum Event {
     },
     /// The driver found the process alive.
     AdoptedAlive,
-    /// The driver could not tell.
+    /// The driver could not determine whether the process lives.
     AdoptFailed,
     /// The pause has exited (or the driver found it dead).
     Exited(Exit),
@@ -152,10 +152,10 @@ pub struct Machine {
     /// How the pause exited, once that is known.
     exit: Option<Exit>,
     job: Option<Job>,
-    /// The cleanup after the exit is still to be done.
-    dirty: bool,
+    /// The cleanup after the exit is not done yet.
+    cleanup_pending: bool,
     /// To be ended and removed as soon as that is possible.
-    doomed: bool,
+    removal_requested: bool,
     stop_waits: bool,
     shutdown_waits: bool,
     /// The shim has died, and whether the pause lives is not known yet.
@@ -165,14 +165,14 @@ pub struct Machine {
 
 impl Machine {
     /// A sandbox that was created now, or recovered in `phase`, with the exit that is on record.
-    /// One recovered as [`Phase::NotReady`] is taken for dirty.
+    /// The cleanup of one recovered as [`Phase::NotReady`] is pending.
     pub fn new(phase: Phase, exit: Option<Exit>) -> Self {
         Self {
             phase,
             exit,
             job: None,
-            dirty: matches!(phase, Phase::NotReady),
-            doomed: false,
+            cleanup_pending: matches!(phase, Phase::NotReady),
+            removal_requested: false,
             stop_waits: false,
             shutdown_waits: false,
             shim_died: false,
@@ -180,8 +180,8 @@ impl Machine {
         }
     }
 
-    /// Nothing is known of it any more but its exit, not even what was under way: its pause is
-    /// looked for. Readers see the old phase until it is found.
+    /// After a panic of the actor: forgets everything but the exit and the death of the shim, and
+    /// looks for the pause again. Readers see the old phase until then.
     pub fn adopt_again(&mut self) -> Vec<Action> {
         *self = Self { shim_died: self.shim_died, ..Self::new(Phase::Unknown, self.exit) };
         let mut out = Vec::new();
@@ -189,7 +189,7 @@ impl Machine {
         out
     }
 
-    /// Where the sandbox stands.
+    /// The phase.
     pub fn phase(&self) -> Phase {
         self.phase
     }
@@ -204,9 +204,10 @@ impl Machine {
         if self.phase == Phase::Unknown { 0 } else { self.failures }
     }
 
-    /// Nothing is under way: no job runs and the pause is not being ended.
-    pub fn at_rest(&self) -> bool {
-        self.job.is_none() && !(self.phase == Phase::Ready && (self.doomed || self.stop_waits))
+    /// Whether nothing is under way: no job runs and the pause is not being killed.
+    pub fn is_idle(&self) -> bool {
+        self.job.is_none()
+            && !(self.phase == Phase::Ready && (self.removal_requested || self.stop_waits))
     }
 
     /// Takes an event; returns what must be done.
@@ -220,18 +221,18 @@ impl Machine {
                 out.push(Action::Succeed(Rpc::Start));
                 self.end_if_wanted(&mut out);
             }
-            Event::StartUnheard => {
-                self.doomed = true;
+            Event::StartCallerGone => {
+                self.removal_requested = true;
                 self.end_if_wanted(&mut out);
             }
             Event::StartFailed { clean } => {
                 self.job = None;
-                self.doomed = true;
+                self.removal_requested = true;
                 if clean {
                     self.gone(&mut out);
                 } else {
                     self.phase = Phase::NotReady;
-                    self.dirty = true;
+                    self.cleanup_pending = true;
                     out.push(Action::Publish);
                     self.failed(&mut out);
                 }
@@ -259,7 +260,7 @@ impl Machine {
             Event::KillFailed => self.not_ended(&mut out),
             Event::JobDone => match self.job.take() {
                 Some(Job::Cleanup) => {
-                    self.dirty = false;
+                    self.cleanup_pending = false;
                     if std::mem::take(&mut self.failures) > 0 {
                         out.push(Action::Publish);
                     }
@@ -276,7 +277,7 @@ impl Machine {
             Event::RetryDue => self.proceed(&mut out),
             Event::Abandoned => {
                 if self.phase == Phase::Created {
-                    self.doomed = true;
+                    self.removal_requested = true;
                     self.proceed(&mut out);
                 }
             }
@@ -286,7 +287,11 @@ impl Machine {
 
     fn asked(&mut self, rpc: Rpc, out: &mut Vec<Action>) {
         match rpc {
-            Rpc::Start if self.phase == Phase::Created && self.job.is_none() && !self.doomed => {
+            Rpc::Start
+                if self.phase == Phase::Created
+                    && self.job.is_none()
+                    && !self.removal_requested =>
+            {
                 self.phase = Phase::Starting;
                 self.run(Job::Start, out);
             }
@@ -302,7 +307,7 @@ impl Machine {
             }
             Rpc::Shutdown => {
                 self.shutdown_waits = true;
-                self.doomed = true;
+                self.removal_requested = true;
                 match self.phase {
                     Phase::Gone => self.settle(Rpc::Shutdown, true, out),
                     Phase::Starting => {}
@@ -324,7 +329,7 @@ impl Machine {
         let first = self.exit.is_none();
         self.exit.get_or_insert(exit);
         self.phase = Phase::NotReady;
-        self.dirty = true;
+        self.cleanup_pending = true;
         self.failures = 0;
         self.shim_died = false;
         out.push(Action::Publish);
@@ -343,7 +348,7 @@ impl Machine {
 
     fn end_if_wanted(&mut self, out: &mut Vec<Action>) {
         let shim_died = std::mem::take(&mut self.shim_died);
-        if self.phase == Phase::Ready && (self.doomed || self.stop_waits || shim_died) {
+        if self.phase == Phase::Ready && (self.removal_requested || self.stop_waits || shim_died) {
             out.push(Action::Kill);
         }
     }
@@ -356,9 +361,11 @@ impl Machine {
         match self.phase {
             Phase::Ready => self.end_if_wanted(out),
             Phase::Unknown => self.run(Job::Adopt, out),
-            Phase::NotReady if self.dirty => self.run(Job::Cleanup, out),
-            Phase::NotReady if !self.doomed => self.settle(Rpc::Stop, true, out),
-            Phase::NotReady | Phase::Created if self.doomed => self.run(Job::Remove, out),
+            Phase::NotReady if self.cleanup_pending => self.run(Job::Cleanup, out),
+            Phase::NotReady if !self.removal_requested => self.settle(Rpc::Stop, true, out),
+            Phase::NotReady | Phase::Created if self.removal_requested => {
+                self.run(Job::Remove, out)
+            }
             _ => {}
         }
     }
@@ -372,7 +379,7 @@ impl Machine {
     fn not_ended(&mut self, out: &mut Vec<Action>) {
         self.settle(Rpc::Stop, false, out);
         self.settle(Rpc::Shutdown, false, out);
-        if self.doomed {
+        if self.removal_requested {
             self.retry(out);
         }
     }
@@ -384,14 +391,14 @@ impl Machine {
 
     fn failed(&mut self, out: &mut Vec<Action>) {
         // A removal that failed is no concern of Stop.
-        self.settle(Rpc::Stop, !self.dirty, out);
+        self.settle(Rpc::Stop, !self.cleanup_pending, out);
         self.settle(Rpc::Shutdown, false, out);
         self.retry(out);
     }
 
     fn gone(&mut self, out: &mut Vec<Action>) {
         self.phase = Phase::Gone;
-        self.dirty = false;
+        self.cleanup_pending = false;
         // The id is free before a caller learns of the end.
         out.extend([Action::Publish, Action::Retire]);
         self.settle(Rpc::Stop, true, out);

@@ -95,8 +95,8 @@ pub struct StartResponse {
 pub struct StatusReport {
     /// Process id of the pause on the node; 0 when there is none.
     pub pid: u32,
-    /// `SANDBOX_READY` or `SANDBOX_NOTREADY` (CRI `PodSandboxState`); `SANDBOX_UNKNOWN` where
-    /// recovery could not tell, which CRI takes for not ready and may stop.
+    /// `SANDBOX_READY` or `SANDBOX_NOTREADY` (CRI `PodSandboxState`); `SANDBOX_UNKNOWN` if recovery
+    /// could not determine the state. CRI treats that as not ready and may stop the sandbox.
     pub state: &'static str,
     /// Verbose information by key; empty unless asked for.
     pub info: BTreeMap<String, String>,

@@ -303,8 +303,8 @@ fn namespaces(record: &Record, layout: &Layout) -> Vec<LinuxNamespace> {
     all.into_iter().flatten().map(described).collect()
 }
 
-/// The pause's cgroup: a path below the hierarchies' layout, or `slice:prefix:name` as runc and NRI
-/// write a systemd scope.
+/// The pause's cgroup: a path below the root of every hierarchy, or `slice:prefix:name`, the form
+/// in which runc and NRI write a systemd scope.
 fn cgroups_path(record: &Record, config: &Config) -> Option<String> {
     let plan = &record.plan;
     let parent = plan.cgroup_parent.as_str();

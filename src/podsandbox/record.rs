@@ -62,11 +62,11 @@ pub struct Record {
     pub netns_path: String,
     /// What containerd knows of the sandbox; Update changes its extensions.
     pub info: Info,
-    /// Whose the pod's shim is; containerd's in records that do not tell.
+    /// The kind of the pod's shim; [`shim::ShimKind::Containerd`] in records without it.
     #[serde(default)]
-    pub shim: shim::Owner,
-    /// The pod has this project's own shim instead of its runtime's. No owner of its own: a daemon
-    /// that does not know the field takes the pod over with its shim all the same.
+    pub shim: shim::ShimKind,
+    /// The pod has this project's own shim instead of its runtime's. Not a kind: a daemon that does
+    /// not know the field adopts the pod with its shim nevertheless.
     #[serde(default, skip_serializing_if = "is_false")]
     pub own_shim: bool,
     /// The pod's SELinux labels.
@@ -263,18 +263,19 @@ const STAGE: &str = "stage.json";
 /// Mode of both: root's alone. The config may hold what others must not know.
 const PRIVATE: u32 = 0o600;
 
-/// The place of one sandbox's record. Writers take turns. The paths are made when they are needed.
+/// The place of one sandbox's record. A lock serializes the writers. The paths are made when they
+/// are needed.
 #[derive(Debug)]
 pub struct RecordStore {
     layout: Arc<Layout>,
     id: SandboxId,
-    turn: Mutex<()>,
+    write_lock: Mutex<()>,
 }
 
 impl RecordStore {
     /// The place of the record of `id`.
     pub fn new(layout: &Arc<Layout>, id: &SandboxId) -> Self {
-        Self { layout: Arc::clone(layout), id: id.clone(), turn: Mutex::new(()) }
+        Self { layout: Arc::clone(layout), id: id.clone(), write_lock: Mutex::new(()) }
     }
 
     /// The sandbox's own directory.
@@ -295,7 +296,7 @@ impl RecordStore {
             other => other.step_at("make record directory", self.dir())?,
         }
         let written = {
-            let _turn = self.turn.lock();
+            let _guard = self.write_lock.lock();
             self.replace(RECORD, record)
         };
         written.inspect_err(|_| {
@@ -344,9 +345,9 @@ impl RecordStore {
     /// Records how far the sandbox came.
     ///
     /// # Errors
-    /// The failed step; the old stage still stands then.
+    /// The failed step; the old stage is still recorded then.
     pub fn set_stage(&self, stage: &Stage) -> Result<(), StepError> {
-        let _turn = self.turn.lock();
+        let _guard = self.write_lock.lock();
         self.replace(STAGE, stage)
     }
 
@@ -379,12 +380,12 @@ impl RecordStore {
         Ok(record)
     }
 
-    /// Reads, changes and replaces the record in one turn.
+    /// Reads, changes and replaces the record under one lock.
     ///
     /// # Errors
-    /// Why it could not be read or written; the old record still stands then.
+    /// Why it could not be read or written; the old record still exists then.
     pub fn change(&self, change: impl FnOnce(&mut Record)) -> Result<(), StepError> {
-        let _turn = self.turn.lock();
+        let _guard = self.write_lock.lock();
         let mut record = self.read_record().map_err(StepError::from)?;
         change(&mut record);
         self.replace(RECORD, &record)
@@ -395,7 +396,7 @@ impl RecordStore {
     /// # Errors
     /// The failed step.
     pub fn remove(&self) -> Result<(), StepError> {
-        let _turn = self.turn.lock();
+        let _guard = self.write_lock.lock();
         // The stage goes last: a record without its stage would look like a sandbox that was never
         // started.
         let dir = self.dir();

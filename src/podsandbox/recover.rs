@@ -29,11 +29,11 @@ use crate::id::SandboxId;
 use crate::pool::{self, Class};
 use crate::process::{Adoption, Identity};
 
-/// Records that are looked at side by side.
+/// Records that are recovered concurrently.
 const AT_ONCE: usize = 32;
 
-/// How long one record may take.
-const WITHIN: Duration = pool::TURN;
+/// How long the recovery of one record may take.
+const RECORD_TIMEOUT: Duration = pool::PERMIT_TIMEOUT;
 
 /// What became of one record.
 #[derive(Debug)]
@@ -95,10 +95,10 @@ where
         all.buffer_unordered(AT_ONCE).filter_map(|r| async { r }).collect().await;
     let left: Vec<String> = recovered.iter().map(|one| one.id().to_owned()).collect();
     let shims = environment.shims.clone();
-    let until = std::time::Instant::now() + WITHIN;
+    let deadline = std::time::Instant::now() + RECORD_TIMEOUT;
     let remove =
-        move || shims.remove_strays(&left.iter().map(String::as_str).collect::<Vec<_>>(), until);
-    match Patience::new(WITHIN).piece(remove).await {
+        move || shims.remove_strays(&left.iter().map(String::as_str).collect::<Vec<_>>(), deadline);
+    match RecordDeadline::new(RECORD_TIMEOUT).run_blocking(remove).await {
         Ok(Ok(())) => {}
         Ok(Err(steps)) => log_failed("failed to remove sockets without a record", &steps.into()),
         Err(reason) => log::error!("failed to remove sockets without a record: {reason}"),
@@ -115,17 +115,17 @@ impl Recovered {
     }
 }
 
-/// Ends pauses of ours that no record tells of: of a start that was cut off before it wrote one, or
-/// whose record is gone.
+/// Kills pause processes of ours without a record: of a start that was interrupted before it wrote
+/// one, or whose record is gone.
 async fn kill_orphans(environment: &Arc<Environment>) {
     let environment = environment.clone();
-    let mut patience = Patience::new(WITHIN);
-    let ended = patience.piece(move || {
+    let mut deadline = RecordDeadline::new(RECORD_TIMEOUT);
+    let ended = deadline.run_blocking(move || {
         let recorded = |id: &str| {
             let id = match check_id(id) {
                 Ok(id) => id,
                 Err(e) => {
-                    log::error!("leaving a pause without a valid id alone: {e}");
+                    log::error!("ignoring pause process with an invalid sandbox id: {e}");
                     return true;
                 }
             };
@@ -157,75 +157,75 @@ fn log_failed_of(id: &str, what: &str, steps: &StepErrors) {
     steps.into_iter().for_each(|step| log::error!(sandbox = id; "{what}: {step}"));
 }
 
-/// The time that one record has, all its steps together, and what was still under way when it was
-/// over.
-struct Patience {
-    until: Instant,
-    late: Vec<BoxFuture<'static, ()>>,
+/// The deadline of one record for all its recovery steps, and the steps that still ran when it
+/// passed.
+struct RecordDeadline {
+    deadline: Instant,
+    overdue: Vec<BoxFuture<'static, ()>>,
 }
 
-impl Patience {
+impl RecordDeadline {
     fn new(within: Duration) -> Self {
-        Self { until: Instant::now() + within, late: Vec::new() }
+        Self { deadline: Instant::now() + within, overdue: Vec::new() }
     }
 
-    /// Does some work that changes what the sandbox has.
+    /// Runs a step that changes the state of the sandbox.
     ///
     /// # Errors
-    /// It has panicked, is not done in time, or was not even begun in time.
-    async fn act<T: Send + 'static>(
+    /// The step panicked, did not finish before the deadline, or did not begin before it.
+    async fn run<T: Send + 'static>(
         &mut self,
         work: impl Future<Output = T> + Send + 'static,
     ) -> Result<T, String> {
-        let late = || format!("not done after {} s", WITHIN.as_secs());
-        if Instant::now() >= self.until {
-            return Err(late());
+        let overdue = || format!("not done after {} s", RECORD_TIMEOUT.as_secs());
+        if Instant::now() >= self.deadline {
+            return Err(overdue());
         }
         let mut running = tokio::spawn(work);
-        match tokio::time::timeout_at(self.until, &mut running).await {
+        match tokio::time::timeout_at(self.deadline, &mut running).await {
             Ok(done) => done.map_err(|panic| panic.to_string()),
             Err(_) => {
-                self.late.push(running.map(drop).boxed());
-                Err(late())
+                self.overdue.push(running.map(drop).boxed());
+                Err(overdue())
             }
         }
     }
 
-    /// The same of work that changes nothing: if it is late, its answer is of no use any more.
+    /// As [`RecordDeadline::run`], for a step that changes nothing: nothing waits for it if it is
+    /// overdue.
     ///
     /// # Errors
     /// As above.
-    async fn within<T: Send + 'static>(
+    async fn run_read_only<T: Send + 'static>(
         &mut self,
         work: impl Future<Output = T> + Send + 'static,
     ) -> Result<T, String> {
-        let before = self.late.len();
-        let answer = self.act(work).await;
-        self.late.truncate(before);
+        let before = self.overdue.len();
+        let answer = self.run(work).await;
+        self.overdue.truncate(before);
         answer
     }
 
-    /// The same as [`Patience::act`], of what blocks.
+    /// As [`RecordDeadline::run`], for a blocking task.
     ///
     /// # Errors
     /// As above.
-    async fn piece<T: Send + 'static>(
+    async fn run_blocking<T: Send + 'static>(
         &mut self,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, String> {
-        self.act(pool::run(Class::Recovery, work)).await?.map_err(|step| step.to_string())
+        self.run(pool::run(Class::Recovery, work)).await?.map_err(|step| step.to_string())
     }
 
-    /// Ends with what is still under way; `None` where nothing is.
-    fn late(self) -> Option<JoinHandle<()>> {
-        let late = (!self.late.is_empty()).then(|| join_all(self.late))?;
-        Some(tokio::spawn(late.map(drop)))
+    /// A task that finishes when all overdue steps have; `None`: there are none.
+    fn into_overdue(self) -> Option<JoinHandle<()>> {
+        let overdue = (!self.overdue.is_empty()).then(|| join_all(self.overdue))?;
+        Some(tokio::spawn(overdue.map(drop)))
     }
 }
 
-/// Makes the directory of the records a mount of its own that gives nothing to other mount
-/// namespaces: a mount below would be repeated in each of them, which costs the more the more
-/// containers there are.
+/// Makes the directory of the records a private mount. Otherwise each mount below it would
+/// propagate to every other mount namespace, which costs more with every container.
 fn keep_private(sandboxes: &Path) -> Result<(), StepError> {
     let private =
         || mount(None::<&str>, sandboxes, None::<&str>, MsFlags::MS_PRIVATE, None::<&str>);
@@ -260,7 +260,7 @@ fn ids(sandboxes: &Path) -> Result<Vec<SandboxId>, StepError> {
         let name = entry.file_name().into_string().ok().filter(|_| directory);
         match name.and_then(|name| SandboxId::try_from(name).ok()) {
             Some(id) => ids.push(id),
-            None => log::error!("{} is not the directory of a sandbox", entry.path().display()),
+            None => log::error!("not a sandbox directory: {}", entry.path().display()),
         }
     }
     Ok(ids)
@@ -268,21 +268,21 @@ fn ids(sandboxes: &Path) -> Result<Vec<SandboxId>, StepError> {
 
 /// What was read of a sandbox.
 enum OnDisk {
-    /// A sandbox: when it was created, how far it came, and what a Start has left.
-    Record(SystemTime, Stage, Arc<Jobs>, StartRemains),
+    /// A sandbox: when it was created, its stage, and what an interrupted Start left.
+    Record(SystemTime, Stage, Arc<Jobs>, InterruptedStart),
     /// There was no record, and what else there was is removed.
     Nothing,
 }
 
-/// What a Start has left of which nothing is recorded.
+/// What a Start left that is not recorded.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum StartRemains {
+enum InterruptedStart {
     /// Nothing.
-    No,
-    /// It was cut off.
-    CutOff,
-    /// An older daemon did its work ahead of it, and it never came.
-    Ahead,
+    None,
+    /// It was interrupted.
+    Interrupted,
+    /// An older daemon prepared it before it was requested, and the request never came.
+    PreparedAhead,
 }
 
 /// How a sandbox comes back, and when it is given up if it is never started.
@@ -297,49 +297,60 @@ async fn recover_record(
     id: SandboxId,
 ) -> Result<Option<Returned>, String> {
     let of = (environment.clone(), id.clone());
-    let mut patience = Patience::new(WITHIN);
-    // If it is late, the id stays taken.
-    let on_disk = patience.piece(move || read_sandbox(&of.0, &of.1)).await??;
+    let mut deadline = RecordDeadline::new(RECORD_TIMEOUT);
+    // If it is overdue, the id stays taken.
+    let on_disk = deadline.run_blocking(move || read_sandbox(&of.0, &of.1)).await??;
     let OnDisk::Record(created_at, stage, jobs, begun) = on_disk else { return Ok(None) };
     let id = id.as_str();
-    if stage != Stage::Created || begun == StartRemains::CutOff {
+    let mut adopted = None;
+    if stage != Stage::Created || begun == InterruptedStart::Interrupted {
+        jobs.shim.expect_recovery();
+        // The search for a shim can take all of the record's time.
+        if let Stage::Started { identity } = &stage
+            && jobs.finds_pause_without_shim()
+        {
+            adopted = Some(adopt(id, &mut deadline, &jobs, identity.clone()).await);
+        }
         let of = jobs.clone();
-        if let Err(reason) = patience.act(async move { of.shim.recover().await }).await {
-            log::error!(sandbox = id; "failed to find the shim again: {reason}");
+        if let Err(reason) = deadline.run(async move { of.shim.recover().await }).await {
+            log::error!(sandbox = id; "recovery of the shim did not finish: {reason}");
         }
     }
     let mut abandoned = None;
     let entry = match stage {
-        Stage::Created if begun == StartRemains::CutOff => {
+        Stage::Created if begun == InterruptedStart::Interrupted => {
             log::warn!(sandbox = id; "start was interrupted; removing the sandbox");
             let job = jobs.clone();
-            if undo(id, &mut patience, async move { job.remove().await }).await {
+            if undo(id, &mut deadline, async move { job.remove().await }).await {
                 return Ok(None);
             }
-            Entry::CutOff
+            Entry::Interrupted
         }
         Stage::Created => {
-            if begun == StartRemains::Ahead {
+            if begun == InterruptedStart::PreparedAhead {
                 let job = jobs.clone();
-                undo(id, &mut patience, async move { job.clear().await }).await;
+                undo(id, &mut deadline, async move { job.clear().await }).await;
             }
             abandoned = Some(abandoned_at(created_at, environment.config.abandoned_after));
             Entry::Created
         }
         Stage::Exited { pid, exit } => Entry::NotReady { pid, exit },
-        Stage::Started { identity } => adopt(id, &mut patience, &jobs, identity).await,
+        Stage::Started { identity } => match adopted {
+            Some(entry) => entry,
+            None => adopt(id, &mut deadline, &jobs, identity).await,
+        },
     };
-    jobs.wait_for(patience.late());
+    jobs.set_overdue_recovery(deadline.into_overdue());
     Ok(Some((jobs, entry, abandoned)))
 }
 
-/// Undoes what a Start has left; true when all of it is gone.
+/// Removes what a Start left; true if all of it is gone.
 async fn undo(
     id: &str,
-    patience: &mut Patience,
+    deadline: &mut RecordDeadline,
     job: impl Future<Output = Result<(), StepErrors>> + Send + 'static,
 ) -> bool {
-    match patience.act(job).await {
+    match deadline.run(job).await {
         Ok(Ok(())) => return true,
         Ok(Err(steps)) => log_failed_of(id, "failed to undo an interrupted start", &steps),
         Err(reason) => {
@@ -349,18 +360,24 @@ async fn undo(
     false
 }
 
-/// Finds the pause that the record names.
-async fn adopt(id: &str, patience: &mut Patience, jobs: &Arc<Jobs>, identity: Identity) -> Entry {
+/// Finds the pause process that the record names.
+async fn adopt(
+    id: &str,
+    deadline: &mut RecordDeadline,
+    jobs: &Arc<Jobs>,
+    identity: Identity,
+) -> Entry {
     let (pid, job) = (identity.pid, jobs.clone());
-    let unknown = match patience.within(async move { job.adopt_process(identity).await }).await {
-        Ok(Adoption::Alive(pause)) => return Entry::Ready(Arc::from(pause)),
-        Ok(Adoption::Dead(exit)) => {
-            log::warn!(sandbox = id, status = exit.status; "pause exited before recovery");
-            return Entry::NotReady { pid, exit };
-        }
-        Ok(Adoption::Unknown(step)) => step.to_string(),
-        Err(reason) => reason,
-    };
+    let unknown =
+        match deadline.run_read_only(async move { job.adopt_process(identity).await }).await {
+            Ok(Adoption::Alive(pause)) => return Entry::Ready(Arc::from(pause)),
+            Ok(Adoption::Dead(exit)) => {
+                log::warn!(sandbox = id, status = exit.status; "pause exited before recovery");
+                return Entry::NotReady { pid, exit };
+            }
+            Ok(Adoption::Unknown(step)) => step.to_string(),
+            Err(reason) => reason,
+        };
     log::error!(sandbox = id; "cannot determine whether the pause lives: {unknown}");
     Entry::Unknown { pid }
 }
@@ -393,9 +410,9 @@ fn read_sandbox(environment: &Arc<Environment>, id: &SandboxId) -> Result<OnDisk
     let level = environment.selinux.hold(&record.labels);
     let jobs = Jobs::new(environment, &record, pod, level);
     let begun = match (jobs.files.is_ahead(), jobs.files.begun()) {
-        (true, _) => StartRemains::Ahead,
-        (false, true) => StartRemains::CutOff,
-        (false, false) => StartRemains::No,
+        (true, _) => InterruptedStart::PreparedAhead,
+        (false, true) => InterruptedStart::Interrupted,
+        (false, false) => InterruptedStart::None,
     };
     Ok(OnDisk::Record(record.created_at, stage, Arc::new(jobs), begun))
 }
@@ -407,28 +424,28 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_record_has_one_time_limit_and_late_steps_are_awaited() {
-        let mut patience = Patience::new(WITHIN);
-        assert_eq!(patience.act(async { 1 }).await, Ok(1));
-        assert!(patience.within(tokio::time::sleep(WITHIN / 2)).await.is_ok());
+    async fn a_record_has_one_deadline_and_overdue_steps_are_awaited() {
+        let mut deadline = RecordDeadline::new(RECORD_TIMEOUT);
+        assert_eq!(deadline.run(async { 1 }).await, Ok(1));
+        assert!(deadline.run_read_only(tokio::time::sleep(RECORD_TIMEOUT / 2)).await.is_ok());
         let (end, ended) = oneshot::channel::<()>();
         let begun = Instant::now();
-        assert!(patience.act(ended).await.unwrap_err().starts_with("not done after"));
-        assert_eq!(begun.elapsed().as_secs(), WITHIN.as_secs() / 2);
+        assert!(deadline.run(ended).await.unwrap_err().starts_with("not done after"));
+        assert_eq!(begun.elapsed().as_secs(), RECORD_TIMEOUT.as_secs() / 2);
         let (tell, dropped) = oneshot::channel::<()>();
-        assert!(patience.act(async { tell.send(()) }).await.is_err());
-        assert!(dropped.await.is_err(), "a step was begun after the time was over");
-        let mut late = patience.late().unwrap();
-        assert!(tokio::time::timeout(WITHIN, &mut late).await.is_err(), "it is under way");
+        assert!(deadline.run(async { tell.send(()) }).await.is_err());
+        assert!(dropped.await.is_err(), "a step was begun after the deadline");
+        let mut overdue = deadline.into_overdue().unwrap();
+        assert!(tokio::time::timeout(RECORD_TIMEOUT, &mut overdue).await.is_err(), "it still runs");
         drop(end);
-        late.await.unwrap();
-        assert!(Patience::new(WITHIN).late().is_none());
+        overdue.await.unwrap();
+        assert!(RecordDeadline::new(RECORD_TIMEOUT).into_overdue().is_none());
     }
 
     #[tokio::test(start_paused = true)]
-    async fn only_late_acts_are_awaited() {
-        let mut patience = Patience::new(WITHIN);
-        assert!(patience.within(std::future::pending::<()>()).await.is_err());
-        assert!(patience.late().is_none());
+    async fn overdue_steps_that_only_read_are_not_awaited() {
+        let mut deadline = RecordDeadline::new(RECORD_TIMEOUT);
+        assert!(deadline.run_read_only(std::future::pending::<()>()).await.is_err());
+        assert!(deadline.into_overdue().is_none());
     }
 }

@@ -11,7 +11,7 @@ use super::sandbox::Sandbox;
 use crate::exit::CLEANUP;
 use crate::pool::{self, Class};
 
-/// Where the restore_state of one sandbox stands.
+/// Whether restoring the deleted files of one sandbox failed and is being retried.
 #[derive(Debug, Default)]
 pub struct RestoreState {
     /// The last attempt has failed.
@@ -28,14 +28,14 @@ impl Sandbox {
             Ok(restored) => {
                 let failed = self.restore_state.failing.swap(false, SeqCst);
                 if restored {
-                    self.jobs.telemetry().healed_files.inc();
+                    self.jobs.telemetry().restored_files.inc();
                 }
                 if restored || failed {
                     log::info!(sandbox = self.id(); "restored deleted pod files");
                 }
             }
             Err(steps) => {
-                self.jobs.telemetry().healing_failures.inc();
+                self.jobs.telemetry().restore_failures.inc();
                 if !self.restore_state.failing.swap(true, SeqCst) {
                     for step in steps {
                         log::error!(

@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 
 use super::actor::{Actor, ActorHandle, Entry, Message, Published, abandoned_at};
 use super::environment::Environment;
-use super::jobs::{Jobs, ToStart};
+use super::jobs::{Jobs, StartInput};
 use super::machine::{Phase, Rpc};
 use super::record::{Record, Stage};
 use super::restore::RestoreState;
@@ -22,12 +22,18 @@ use crate::error::StepError;
 use crate::id::SandboxId;
 use crate::log_context;
 use crate::pool::{self, Class};
-use crate::process::held::{self, HeldNamespace};
+use crate::process::handle::{self, NamespaceHandle};
 use crate::shim;
 
 /// How long a caller of Stop or Shutdown waits for the end of a pause and its cleanup before it is
 /// answered that they continue without it.
-const END_WITHIN: Duration = Duration::from_secs(60);
+const END_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How long after the recovery Status waits while it is unknown whether the pause lives. containerd
+/// keeps an unknown state until its next start, and kubelet ends such a pod (`restart.go` and
+/// `sandbox_status.go` of CRI). The time counts from the recovery, because containerd asks for one
+/// sandbox after the other when it starts.
+const UNKNOWN_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long after its start a sandbox is not looked at for files that containerd has deleted, which
 /// it does when it comes up: CRI asks twice for the status before it answers RunPodSandbox, and no
@@ -48,17 +54,17 @@ struct PodOfEndpoint {
 }
 
 impl shim::Pod for PodOfEndpoint {
-    fn namespaces(&self) -> Result<Vec<HeldNamespace>, StepError> {
-        let own = self.jobs.facts.own;
-        let own = [("net", own.net), ("ipc", own.ipc), ("uts", own.uts)];
+    fn namespaces(&self) -> Result<Vec<NamespaceHandle>, StepError> {
+        let private = self.jobs.facts.private_namespaces;
+        let private = [("net", private.net), ("ipc", private.ipc), ("uts", private.uts)];
         let kinds: Vec<&'static str> =
-            own.into_iter().filter_map(|(kind, own)| own.then_some(kind)).collect();
+            private.into_iter().filter_map(|(kind, private)| private.then_some(kind)).collect();
         if self.actor.published().phase != Phase::Ready {
             return Ok(Vec::new());
         }
         // Those of the process on record, not of another that has its pid now.
         match self.jobs.store.stage()? {
-            Stage::Started { identity } => held::namespaces(&identity, &kinds),
+            Stage::Started { identity } => handle::namespaces(&identity, &kinds),
             Stage::Created | Stage::Exited { .. } => Ok(Vec::new()),
         }
     }
@@ -67,7 +73,7 @@ impl shim::Pod for PodOfEndpoint {
         !matches!(self.actor.published().phase, Phase::NotReady | Phase::Gone)
     }
 
-    fn is_served(&self) {
+    fn on_shim_serving(&self) {
         self.jobs.record_task();
     }
 
@@ -83,6 +89,8 @@ pub struct Sandbox {
     environment: Arc<Environment>,
     pub(super) jobs: Arc<Jobs>,
     actor: ActorHandle,
+    /// Until then Status waits while the state is unknown.
+    unknown_deadline: tokio::time::Instant,
     /// A caller has asked for status or exit, as CRI does right after Start.
     asked: AtomicBool,
     /// When this daemon started it.
@@ -140,9 +148,9 @@ impl Sandbox {
         let jobs = Jobs::new(environment, &record, inspect::pod_names(&pod), level);
         jobs.container.set_new();
         jobs.store.create(&record).map_err(failed)?;
-        let created = ToStart { record, pod };
-        let described = jobs.describe_to_shim(&created);
-        jobs.keep(created);
+        let input = StartInput { record, pod };
+        let described = jobs.describe_to_shim(&input);
+        jobs.keep_start_input(input);
         Ok((Arc::new(jobs), described))
     }
 
@@ -159,6 +167,7 @@ impl Sandbox {
             environment,
             jobs,
             actor,
+            unknown_deadline: tokio::time::Instant::now() + UNKNOWN_TIMEOUT,
             asked: AtomicBool::new(false),
             started: OnceLock::new(),
             restore_state: RestoreState::default(),
@@ -175,7 +184,7 @@ impl Sandbox {
         self.jobs.id()
     }
 
-    /// Where it stands.
+    /// Its phase.
     pub fn phase(&self) -> Phase {
         self.published().phase
     }
@@ -211,7 +220,7 @@ impl Sandbox {
     /// # Errors
     /// The failed step, or [`Error::Timeout`]; what is left continues in the background.
     pub async fn stop(&self) -> Result<(), Error> {
-        self.request(Rpc::Stop, Some(END_WITHIN)).await?;
+        self.request(Rpc::Stop, Some(END_TIMEOUT)).await?;
         self.jobs.dismiss_shim();
         Ok(())
     }
@@ -221,7 +230,7 @@ impl Sandbox {
     /// # Errors
     /// What could not be removed, or [`Error::Timeout`].
     pub async fn shutdown(&self) -> Result<(), Error> {
-        self.request(Rpc::Shutdown, Some(END_WITHIN)).await
+        self.request(Rpc::Shutdown, Some(END_TIMEOUT)).await
     }
 
     /// Answers when the pause has exited, before or after this call.
@@ -239,14 +248,17 @@ impl Sandbox {
         }
     }
 
-    /// What is published. Puts files back that containerd has deleted, because CRI asks this before
-    /// every container; where they cannot be put back now the answer is the same, and it is tried
-    /// again.
+    /// What is published. Waits up to 30 s after the recovery while it is unknown whether the pause
+    /// lives. Restores files that containerd has deleted, because CRI calls Status before every
+    /// container; if that fails, the answer is the same, and it is retried.
     ///
     /// # Errors
     /// Verbose: the record cannot be read.
     pub async fn status(self: &Arc<Self>, verbose: bool) -> Result<StatusReport, Error> {
         self.asked.store(true, Ordering::Relaxed);
+        if self.phase() == Phase::Unknown {
+            self.actor.known(self.unknown_deadline).await;
+        }
         let mut published = self.published();
         let fresh = self.started.get().is_some_and(|at| at.elapsed() < FRESH);
         if published.phase == Phase::Ready && !fresh || verbose {
@@ -334,7 +346,7 @@ impl Sandbox {
     pub async fn metrics(self: &Arc<Self>) -> Result<Metric, Error> {
         let sandbox = self.clone();
         let read = pool::run(Class::Query, move || {
-            metrics::read_metrics(&sandbox.jobs.facts.site.cgroup_parent)
+            metrics::read_metrics(&sandbox.jobs.facts.cgroup_ref.cgroup_parent)
         })
         .await;
         read.map_err(|e| self.fault("metrics", e.to_string()))?
@@ -363,12 +375,12 @@ impl Sandbox {
             && !self.jobs.shim.had_container()
     }
 
-    /// Answers when nothing of the sandbox is under way.
-    pub async fn at_rest(&self) {
-        let (reply, rest) = oneshot::channel();
-        if self.actor.send(Message::WhenAtRest(reply)) {
-            // An actor that ended drops the sender: that is rest as well.
-            let _ = rest.await;
+    /// Returns when nothing of the sandbox is under way.
+    pub async fn idle(&self) {
+        let (reply, idle) = oneshot::channel();
+        if self.actor.send(Message::WhenIdle(reply)) {
+            // An actor that has ended drops the sender; it is idle as well.
+            let _ = idle.await;
         }
     }
 

@@ -112,7 +112,9 @@ impl Contexts {
                 return Ok(None);
             };
             let malformed = || {
-                io::Error::other(format!("{key} = {text:?} is no context USER:ROLE:TYPE[:LEVEL]"))
+                io::Error::other(format!(
+                    "{key} = {text:?} is not a context USER:ROLE:TYPE[:LEVEL]"
+                ))
             };
             Context::parse(&text).map(Some).ok_or_else(malformed)
         };
@@ -328,7 +330,7 @@ mod tests {
         assert_eq!(contexts.file.text(), "system_u:object_r:container_file_t:s0");
         assert!(Contexts::parse("process = \"a:b:c\"").unwrap().is_none(), "no file label");
         let error = Contexts::parse("process = \"a:b\"\nfile = \"a:b:c\"").unwrap_err().to_string();
-        assert!(error.contains("process = \"a:b\" is no context"), "{error}");
+        assert!(error.contains("process = \"a:b\" is not a context"), "{error}");
         assert_eq!(assigned("SELINUXTYPE=targeted\n", "SELINUXTYPE").as_deref(), Some("targeted"));
     }
 

@@ -189,11 +189,11 @@ fn netns(id: &str, host_network: bool, path: &str) -> Result<Option<PathBuf>, Er
         return refuse("is empty, and the pod does not use the node's network".to_owned());
     }
     if path.len() > LONGEST_PATH || !path.starts_with('/') || path.contains('\0') {
-        return refuse(format!("{:?} is no absolute path", shorten(path)));
+        return refuse(format!("{:?} is not an absolute path", shorten(path)));
     }
     match native::is_network_namespace(Path::new(path)) {
         Ok(true) => Ok(Some(path.into())),
-        Ok(false) => refuse(format!("{path} is no network namespace")),
+        Ok(false) => refuse(format!("{path} is not a network namespace")),
         Err(e) => refuse(format!("{}: {e}", shorten(path))),
     }
 }
@@ -238,7 +238,11 @@ fn cgroup_parent(
         || parent.contains('\0')
         || !Path::new(parent).components().all(plain)
     {
-        return Err(invalid(id, field, format!("{:?} is no plain path", shorten(parent))));
+        return Err(invalid(
+            id,
+            field,
+            format!("{:?} is not a valid cgroup path", shorten(parent)),
+        ));
     }
     let slices = driver == CgroupDriver::Systemd || driver == CgroupDriver::Auto && systemd;
     let last = parent.rsplit('/').find(|part| !part.is_empty()).unwrap_or_default();
@@ -246,7 +250,7 @@ fn cgroup_parent(
         Some(slice) => slice.to_owned(),
         None if driver == CgroupDriver::Systemd && !parent.is_empty() => {
             let reason = format!(
-                "{:?} is no systemd slice, as cgroup_driver \"systemd\" needs it",
+                "{:?} is not a systemd slice, which cgroup_driver \"systemd\" requires",
                 shorten(parent)
             );
             return Err(invalid(id, field, reason));
@@ -308,7 +312,7 @@ fn one_mapping(id: &str, field: &str, mappings: &[IDMapping]) -> Result<IdMappin
         return Err(invalid(id, field, reason));
     }
     if one.length == 1 {
-        return Err(invalid(id, field, "maps id 0 alone, and the pause has another".to_owned()));
+        return Err(invalid(id, field, "maps only id 0; the pause needs another id".to_owned()));
     }
     Ok(IdMapping { container_id: one.container_id, host_id: one.host_id, length: one.length })
 }

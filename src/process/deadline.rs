@@ -1,10 +1,10 @@
-//! Bounds how long a child may take to execute its program. The thread that has cloned it stands
-//! still until then, and what keeps the child may last for ever: a cgroup that is frozen meanwhile,
-//! a file system that does not answer.
+//! Limits how long a child may take to execute its program. The thread that cloned the child blocks
+//! until then, and the child may block forever: its cgroup was frozen, or a file system does not
+//! answer.
 //!
-//! A thread kills what is late. It comes with a child and ends when there has been none for a
-//! while; between looks it sleeps, so that a child in time costs no system call and wakes no
-//! thread.
+//! A thread kills a child that exceeds the limit. It starts with the first child and exits after
+//! some time without children. It sleeps between its checks, so that a child that is in time causes
+//! no system call and wakes no thread.
 
 use std::ffi::{CString, c_int};
 use std::fs::{self, File};
@@ -19,14 +19,14 @@ use parking_lot::Mutex;
 use super::identity;
 use crate::sys::{self, Born, Errno};
 
-/// How long a child may take.
-const WITHIN: Duration = Duration::from_secs(10);
+/// How long a child may take to execute its program.
+const EXEC_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How often late children are looked for within that time.
-const LOOKS: u32 = 10;
+/// How often overdue children are looked for within that time.
+const CHECKS: u32 = 10;
 
-/// After how many looks without a child the thread ends.
-const QUIET: u32 = 2 * LOOKS;
+/// After how many checks without a child the thread ends.
+const QUIET: u32 = 2 * CHECKS;
 
 /// The deadline of a driver's children.
 #[derive(Debug)]
@@ -44,7 +44,7 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Children {
     under_way: Vec<Arc<Child>>,
-    /// There is a thread that looks for late ones.
+    /// A thread looks for overdue ones.
     watched: bool,
 }
 
@@ -59,7 +59,7 @@ struct Child {
 enum Fate {
     UnderWay,
     Killed,
-    /// It has executed or ended, and may be reaped: its pid may be another's.
+    /// It has executed or ended, and may be reaped: its pid may have been reused.
     Past,
 }
 
@@ -67,7 +67,7 @@ enum Fate {
 pub(crate) struct Cloned {
     pub(crate) pid: c_int,
     pub(crate) pidfd: OwnedFd,
-    /// It was killed, as its time was over.
+    /// It was killed, because it was overdue.
     pub(crate) late: bool,
 }
 
@@ -75,7 +75,7 @@ impl Deadline {
     /// Children may be in cgroups of this freezer hierarchy of version 1, which is named by its
     /// root.
     pub(crate) fn new(freezer: Option<Arc<OwnedFd>>) -> Self {
-        Self::within(WITHIN, freezer)
+        Self::within(EXEC_TIMEOUT, freezer)
     }
 
     fn within(within: Duration, freezer: Option<Arc<OwnedFd>>) -> Self {
@@ -100,7 +100,7 @@ impl Deadline {
         Ok(Cloned { pid, pidfd, late })
     }
 
-    /// What is said of a late child.
+    /// The error of an overdue child.
     pub(crate) fn error(&self) -> io::Error {
         let reason = format!("not done within {} s", self.0.within.as_secs());
         io::Error::new(io::ErrorKind::TimedOut, reason)
@@ -111,7 +111,7 @@ impl Deadline {
         let child = Arc::new(Child { begun, born, fate: Mutex::new(Fate::UnderWay) });
         let mut children = self.0.children.lock();
         if !children.watched {
-            let (shared, every) = (Arc::downgrade(&self.0), self.0.within / LOOKS);
+            let (shared, every) = (Arc::downgrade(&self.0), self.0.within / CHECKS);
             let thread = thread::Builder::new().name("deadline".to_owned()).stack_size(64 * 1024);
             thread.spawn(move || watch(&shared, every))?;
             children.watched = true;
@@ -145,7 +145,7 @@ fn watch(shared: &Weak<Shared>, every: Duration) {
                 children.under_way.iter().filter(|child| child.begun.elapsed() >= shared.within);
             late.map(Arc::clone).collect()
         };
-        // Again at each look: a cgroup may be frozen between a child's end and its move out of it.
+        // Again at each check: a cgroup may be frozen between a child's end and its move out of it.
         for child in late {
             shared.kill(&child);
         }
@@ -164,7 +164,7 @@ impl Shared {
         }
         let thawed = self.freezer.as_ref().map_or(Ok(()), |root| thaw(root, pid));
         if let Err(e) = killed.and(thawed) {
-            log::debug!(pid = pid; "failed to kill a late child: {}", io::Error::from(e));
+            log::debug!(pid = pid; "failed to kill or thaw overdue child: {}", io::Error::from(e));
         }
     }
 }
@@ -226,7 +226,7 @@ pub(crate) fn thaw_if_frozen(
     }
     match frozen.trim() {
         "THAWED" => Ok(()),
-        // Another process may have its pid by now.
+        // The pid may have been reused.
         _ if !lives() => Ok(()),
         _ => match thaw(freezer, pid.cast_signed()) {
             Err(Errno::SRCH) => Ok(()),
@@ -300,7 +300,7 @@ mod tests {
         let begun = Instant::now();
         while deadline.0.children.lock().watched {
             assert!(begun.elapsed() < Duration::from_secs(30));
-            thread::sleep(SHORT / LOOKS);
+            thread::sleep(SHORT / CHECKS);
         }
         assert!(deadline.0.children.lock().under_way.is_empty());
     }
@@ -351,7 +351,7 @@ mod tests {
         let begun = Instant::now();
         while threads() > 0 {
             assert!(begun.elapsed() < Duration::from_secs(30));
-            thread::sleep(SHORT / LOOKS);
+            thread::sleep(SHORT / CHECKS);
         }
     }
 }

@@ -83,7 +83,7 @@ impl Watch {
         };
         for event in events.iter().take(count) {
             let waker = self.wakers.lock().of.get(&event.data()).cloned();
-            // A waker that panics must not keep the others from being woken.
+            // A waker that panics must not prevent that the others are woken.
             let _ = waker.map(|waker| catch_unwind(AssertUnwindSafe(|| waker.wake())));
         }
         Ok(count == AT_ONCE)

@@ -16,7 +16,7 @@ pub mod epoll;
 #[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
 pub mod fuzzing;
-pub mod held;
+pub mod handle;
 pub(crate) mod identity;
 pub(crate) mod memory;
 pub(crate) mod pidfd;
@@ -107,7 +107,7 @@ pub trait Process: Send + Sync + fmt::Debug {
 pub enum Adoption {
     /// Alive and the same process.
     Alive(Box<dyn Process>),
-    /// Exited, or another process has its pid by now; the exit, or 255 if it is unknown.
+    /// Exited, and the pid may have been reused; the exit, or 255 if it is unknown.
     Dead(Exit),
     /// Could not be decided.
     Unknown(StepError),

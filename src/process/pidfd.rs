@@ -26,8 +26,8 @@ use crate::sys::{self, End, Errno};
 /// or memory).
 const POLL: Duration = Duration::from_millis(500);
 
-/// Between two attempts to reap orphans: at first, and at last.
-const REAP: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(250));
+/// Delay between two attempts to reap children: the first, and the longest.
+const REAP_DELAY: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(250));
 
 /// A pause process of this daemon's or of an earlier daemon's making.
 #[derive(Debug)]
@@ -153,7 +153,7 @@ pub(crate) fn adopt(identity: &Identity, boot_id: &Arc<str>, common: &Arc<Reaper
     // process's.
     let pidfd = match sys::pidfd_open(pid) {
         Ok(pidfd) => pidfd,
-        // No process, or by now the number of a thread, or no number that a process can have.
+        // No process, or by now the id of a thread, or no valid pid.
         Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => return dead,
         Err(e) => {
             return Adoption::Unknown(StepError::new(
@@ -216,21 +216,21 @@ pub(crate) struct Reaper {
     pub(crate) watch: Arc<Watch>,
     /// Root of version 1's freezer hierarchy, where their cgroups may be frozen.
     freezer: Option<Arc<OwnedFd>>,
-    orphans: Mutex<Orphans>,
+    unreaped: Mutex<UnreapedChildren>,
 }
 
 /// Children that no task waits for any more: reaped when the driver is next used, so that none
 /// stays a zombie.
 #[derive(Debug, Default)]
-struct Orphans {
-    /// By their pids, which no other process gets before they are reaped.
-    children: BTreeMap<u32, Orphan>,
+struct UnreapedChildren {
+    /// By their pids, which are not reused before they are reaped.
+    children: BTreeMap<u32, UnreapedChild>,
     /// A thread reaps those that are killed.
-    reaped: bool,
+    has_reaper: bool,
 }
 
 #[derive(Debug)]
-struct Orphan {
+struct UnreapedChild {
     pidfd: Arc<OwnedFd>,
     killed: bool,
 }
@@ -241,19 +241,19 @@ impl Reaper {
     /// # Errors
     /// The failed step.
     pub(crate) fn new(freezer: Option<Arc<OwnedFd>>) -> Result<Arc<Self>, StepError> {
-        Ok(Arc::new(Self { watch: Watch::new()?, freezer, orphans: Mutex::default() }))
+        Ok(Arc::new(Self { watch: Watch::new()?, freezer, unreaped: Mutex::default() }))
     }
 
     fn reap_later(self: &Arc<Self>, pid: u32, pidfd: Arc<OwnedFd>, killed: bool) {
-        // Another's child is another's to reap: of it nothing is kept.
+        // A child of another process is reaped by that one: nothing is kept of it.
         if !matches!(sys::reap(pidfd.as_fd(), false), Ok(None)) {
             return;
         }
-        let mut orphans = self.orphans.lock();
-        // One child, however often it was held.
-        let orphan = orphans.children.entry(pid).or_insert(Orphan { pidfd, killed });
-        orphan.killed |= killed;
-        if !killed || orphans.reaped {
+        let mut unreaped = self.unreaped.lock();
+        // One entry per child, however many handles it had.
+        let child = unreaped.children.entry(pid).or_insert(UnreapedChild { pidfd, killed });
+        child.killed |= killed;
+        if !killed || unreaped.has_reaper {
             return;
         }
         // It ends at once, but not yet, or never, if the kernel keeps it: wait for all of them
@@ -264,38 +264,37 @@ impl Reaper {
             .stack_size(64 * 1024)
             .spawn(move || common.reap());
         match reaper {
-            Ok(_) => orphans.reaped = true,
+            Ok(_) => unreaped.has_reaper = true,
             Err(e) => {
                 log::warn!("failed to start the reaper thread: {e}; the process is reaped later")
             }
         }
     }
 
-    /// Reaps until there is no orphan that was killed.
+    /// Reaps until no killed child is left.
     fn reap(&self) {
-        let mut pause = REAP.0;
+        let mut delay = REAP_DELAY.0;
         loop {
-            thread::sleep(pause);
-            pause = (pause * 2).min(REAP.1);
-            let mut orphans = self.orphans.lock();
-            orphans.sweep();
-            if !orphans.children.values().any(|orphan| orphan.killed) {
-                orphans.reaped = false;
+            thread::sleep(delay);
+            delay = (delay * 2).min(REAP_DELAY.1);
+            let mut unreaped = self.unreaped.lock();
+            unreaped.sweep();
+            if !unreaped.children.values().any(|child| child.killed) {
+                unreaped.has_reaper = false;
                 return;
             }
         }
     }
 
-    /// Reaps the orphans that have ended.
+    /// Reaps the children that have ended.
     pub(crate) fn sweep(&self) {
-        self.orphans.lock().sweep();
+        self.unreaped.lock().sweep();
     }
 }
 
-impl Orphans {
+impl UnreapedChildren {
     fn sweep(&mut self) {
-        self.children
-            .retain(|_, orphan| matches!(sys::reap(orphan.pidfd.as_fd(), false), Ok(None)));
+        self.children.retain(|_, child| matches!(sys::reap(child.pidfd.as_fd(), false), Ok(None)));
     }
 }
 
@@ -385,9 +384,9 @@ mod tests {
         let killed = process(pid, &common);
         killed.killed.store(true, Relaxed);
         drop(killed);
-        let orphans = common.orphans.lock();
-        assert!(orphans.children.is_empty() && !orphans.reaped);
-        drop(orphans);
+        let unreaped = common.unreaped.lock();
+        assert!(unreaped.children.is_empty() && !unreaped.has_reaper);
+        drop(unreaped);
         held.kill().unwrap();
     }
 
@@ -401,16 +400,16 @@ mod tests {
             let held = process(child.id(), &common);
             held.killed.store(true, Relaxed);
         }
-        let orphans = common.orphans.lock();
-        assert_eq!((orphans.children.len(), orphans.reaped), (1, true));
-        drop(orphans);
+        let unreaped = common.unreaped.lock();
+        assert_eq!((unreaped.children.len(), unreaped.has_reaper), (1, true));
+        drop(unreaped);
         // One thread looks for all of them, and ends with the last.
         assert_eq!(Arc::strong_count(&common), 2);
         process(child.id(), &common).kill().unwrap();
-        while common.orphans.lock().reaped {
+        while common.unreaped.lock().has_reaper {
             thread::sleep(Duration::from_millis(1));
         }
-        assert!(common.orphans.lock().children.is_empty());
+        assert!(common.unreaped.lock().children.is_empty());
         assert_eq!(sys::pidfd_open(c_int::try_from(child.id()).unwrap()).unwrap_err(), Errno::SRCH);
     }
 }

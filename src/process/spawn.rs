@@ -1,4 +1,4 @@
-//! Processes of the node beside the pauses, shims, that outlive the daemon: launched with nothing
+//! Processes of the node other than pauses, shims, that outlive the daemon: launched with nothing
 //! of the daemon's but one socket, and found again by what names them.
 
 use std::ffi::{CStr, CString, OsStr, OsString, c_int};
@@ -20,7 +20,7 @@ use rustix::thread::{CoreSchedulingScope, create_core_scheduling_cookie};
 use super::epoll::Watched;
 use super::pidfd::{self, PidfdProcess, Reaper};
 use super::report::ChildReport;
-use super::{Adoption, Identity, Process, held, identity};
+use super::{Adoption, Identity, Process, handle, identity};
 use crate::error::{IoContext, StepError};
 use crate::sys::{self, Errno};
 
@@ -30,10 +30,10 @@ const SOCKET: i32 = 3;
 
 /// How long [`Launcher::find_process`] waits for processes in the middle of execve(2), which have
 /// no arguments.
-const EXECUTED_WITHIN: Duration = Duration::from_secs(2);
+const EXEC_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The pause between two of its searches.
-const EXECUTED_AGAIN: Duration = Duration::from_millis(5);
+/// Delay between two of its searches.
+const EXEC_RETRY_DELAY: Duration = Duration::from_millis(5);
 
 /// What is launched.
 #[derive(Debug)]
@@ -214,18 +214,18 @@ impl Launcher {
             expected.push(0);
         }
         let about = match std::fs::metadata(directory) {
-            // In what is not there nothing works.
+            // No process works in a missing directory.
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             other => other.step_at("stat", directory)?,
         };
         let (name, place) = (directory.file_name(), (about.dev(), about.ino()));
         // Any process that may enter the directory can have these arguments.
-        let is_own = |pid| held::is_own_users(pid).unwrap_or(false);
+        let is_own = |pid| handle::is_own_users(pid).unwrap_or(false);
         let seen = |pid| {
             let is_candidate = works_in(pid, name, place) && is_own(pid);
             is_candidate.then(|| arguments_of(pid, expected.len()))
         };
-        let until = Instant::now() + EXECUTED_WITHIN;
+        let until = Instant::now() + EXEC_TIMEOUT;
         loop {
             let mut executes = false;
             for pid in pids()? {
@@ -236,7 +236,7 @@ impl Launcher {
                         continue;
                     }
                 }
-                // Looked at again when the process is held: it may be another by now.
+                // Checked again after the pidfd is open: the pid may have been reused before.
                 let found = self.open(pid)?;
                 if found.is_some() && seen(pid).flatten().as_deref() == Some(&*expected) {
                     return Ok(found);
@@ -245,7 +245,7 @@ impl Launcher {
             if !executes || Instant::now() > until {
                 return Ok(None);
             }
-            std::thread::sleep(EXECUTED_AGAIN);
+            std::thread::sleep(EXEC_RETRY_DELAY);
         }
     }
 

@@ -46,7 +46,7 @@ impl Bootstrap {
         let refuse = |reason: String| Err(io::Error::new(io::ErrorKind::InvalidData, reason));
         let Some(read) = read else {
             return refuse(format!(
-                "it is no address: {:?}",
+                "it is not an address: {:?}",
                 shorten(&String::from_utf8_lossy(said))
             ));
         };
@@ -57,7 +57,10 @@ impl Bootstrap {
             return refuse(format!("protocol {:?} is not spoken here", shorten(&read.protocol)));
         }
         if !read.socket().is_absolute() {
-            return refuse(format!("{:?} is no address of a unix socket", shorten(&read.address)));
+            return refuse(format!(
+                "{:?} is not an address of a unix socket",
+                shorten(&read.address)
+            ));
         }
         Ok(read)
     }
@@ -187,17 +190,17 @@ mod tests {
     #[test]
     fn unusable_answers_are_errors_with_the_reason() {
         for (said, reason) in [
-            (&b""[..], "is no address"),
-            (b"\n", "is no address"),
-            (b"panic: no such thing\ngoroutine 1", "is no address"),
-            (b"\xff\xfe\x00", "is no address"),
-            (b"relative/path", "is no address of a unix socket"),
-            (b"vsock://2:1024", "is no address of a unix socket"),
+            (&b""[..], "is not an address"),
+            (b"\n", "is not an address"),
+            (b"panic: no such thing\ngoroutine 1", "is not an address"),
+            (b"\xff\xfe\x00", "is not an address"),
+            (b"relative/path", "is not an address of a unix socket"),
+            (b"vsock://2:1024", "is not an address of a unix socket"),
             (br#"{"version":4,"address":"unix:///s","protocol":"ttrpc"}"#, "version 4"),
             (br#"{"version":3,"address":"unix:///s","protocol":"grpc"}"#, "\"grpc\" is not spoken"),
             (
                 br#"{"version":1,"address":"unix:///s","protocol":"ttrpc"}"#,
-                "is no address of a unix socket",
+                "is not an address of a unix socket",
             ),
         ] {
             let error = Bootstrap::parse(said).unwrap_err().to_string();

@@ -22,7 +22,7 @@ const RECORD: &str = "shim.json";
 const BOOTSTRAP: &str = "bootstrap.json";
 const DEATH: &str = "death";
 
-/// See [`Bundle::last`]; `runc-shim/src/cleanup.rs` has the same name.
+/// See [`Bundle::make_deletion_bundle`]; `runc-shim/src/cleanup.rs` has the same name.
 const CONTAINERDS: &str = "containerd";
 
 /// What is on record of the shim.
@@ -89,7 +89,7 @@ impl Bundle {
     }
 
     /// What is on record; `None`: there is no shim. Of one whose record makes no sense no more is
-    /// known than of a launch that was cut off.
+    /// known than of a launch that was interrupted.
     ///
     /// # Errors
     /// It cannot be read.
@@ -172,7 +172,7 @@ impl Bundle {
     ///
     /// # Errors
     /// The failed step.
-    pub fn last(
+    pub fn make_deletion_bundle(
         &self,
         id: &str,
         options: Option<&Options>,
@@ -262,7 +262,8 @@ mod tests {
         let containerds = dir.path().join("tasks/a");
         let bundle = Bundle::new(dir.path().join("b"));
         for _ in 0..2 {
-            let last = bundle.last("a", Some(&Options::default()), &containerds).unwrap();
+            let last =
+                bundle.make_deletion_bundle("a", Some(&Options::default()), &containerds).unwrap();
             assert_eq!(fs::read_link(last.join(CONTAINERDS)).unwrap(), containerds);
             assert!(last.join("options.json").exists());
         }

@@ -17,14 +17,14 @@ use tokio::sync::Semaphore;
 
 use super::ShimSettings;
 use crate::error::{IoContext as _, StepError};
-use crate::process::held;
+use crate::process::handle;
 use crate::process::spawn::limit_open_files;
 
 /// How long a call may take.
-const WITHIN: Duration = Duration::from_secs(10);
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Calls of one kind at once, more wait for their turn before their time begins: each is a process,
-/// and a hundred deletions at once would take longer than that on a small node.
+/// Calls of one kind at once. Further ones wait for a permit before their time limit begins: each
+/// is a process, and a hundred deletions at once would take longer than that on a small node.
 const AT_ONCE: usize = 32;
 static STARTS: Semaphore = Semaphore::const_new(AT_ONCE);
 static DELETIONS: Semaphore = Semaphore::const_new(AT_ONCE);
@@ -144,7 +144,7 @@ pub async fn delete(
         .env_clear()
         .envs(environment(settings, "2"));
     // Never closed.
-    let _turn = DELETIONS.acquire().await;
+    let _permit = DELETIONS.acquire().await;
     call("delete container of dead shim", bundle, command, settings.open_files, Vec::new())
         .await
         .map(drop)
@@ -179,7 +179,7 @@ pub async fn start(
         .current_dir(bundle)
         .env_clear()
         .envs(environment(settings, "2"));
-    let _turn = STARTS.acquire().await;
+    let _permit = STARTS.acquire().await;
     call("start shim", binary, command, settings.open_files, given).await
 }
 
@@ -196,7 +196,7 @@ async fn call(
     limit_open_files(command.as_std_mut(), open_files);
     let mut child = Called(command.spawn().step_at(what, subject)?);
     // It is not reaped before it is waited for.
-    let since = child.0.id().map_or(Ok(0), held::started_at)?;
+    let since = child.0.id().map_or(Ok(0), handle::started_at)?;
     let (input, output, errors) =
         (child.0.stdin.take(), child.0.stdout.take(), child.0.stderr.take());
     let all = async {
@@ -204,10 +204,10 @@ async fn call(
             tokio::try_join!(write(input, given), read_pipe(output), read_pipe(errors))?;
         Ok((child.0.wait().await?, output, errors))
     };
-    let ended: io::Result<_> = tokio::time::timeout(WITHIN, all).await.unwrap_or_else(|_| {
+    let ended: io::Result<_> = tokio::time::timeout(CALL_TIMEOUT, all).await.unwrap_or_else(|_| {
         Err(io::Error::new(
             io::ErrorKind::TimedOut,
-            format!("not done after {} s", WITHIN.as_secs()),
+            format!("not done after {} s", CALL_TIMEOUT.as_secs()),
         ))
     });
     let (status, output, errors) = ended.step_at(what, subject)?;
@@ -225,8 +225,8 @@ struct Called(Child);
 
 impl Drop for Called {
     fn drop(&mut self) {
-        // `None`: it was reaped, and what it has left in its group, such as a server, is wanted.
-        // Until then the number is its own.
+        // `None`: it was reaped. Processes that it left in its group, such as a server, must keep
+        // running. Before the reap, the pid cannot have been reused.
         if let Some(group) = self.0.id().and_then(|pid| i32::try_from(pid).ok())
             && let Err(e) = killpg(Pid::from_raw(group), Signal::SIGKILL)
             && e != Errno::ESRCH

@@ -25,7 +25,7 @@ use crate::pool::{self, Class};
 const SOCKETS: &str = "/run/containerd/s";
 
 /// How long an empty shim may take to exit after Shutdown.
-const END_WITHIN: Duration = Duration::from_secs(5);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// An endpoint whose shim containerd starts.
 #[derive(Clone, Debug)]
@@ -60,7 +60,8 @@ impl ContainerdOwned {
         let id = self.id.clone();
         let empty = pool::run(Class::Shim, move || containers::none(&tasks, &id)).await.flatten();
         if matches!(empty, Ok(true))
-            && let Err(failure) = task::shut_down(self.socket().path(), &self.id, END_WITHIN).await
+            && let Err(failure) =
+                task::shut_down(self.socket().path(), &self.id, SHUTDOWN_TIMEOUT).await
         {
             let step = failure.step();
             log::debug!(sandbox = self.id.as_str(); "failed to shut down empty shim: {step}");
@@ -102,7 +103,9 @@ impl Socket {
     /// The failed step; a shim that still serves containers does not end.
     pub async fn end_shim(&self, id: &str) -> Result<(), StepError> {
         let late = || Err(io::ErrorKind::TimedOut.into());
-        match timeout(END_WITHIN, UnixStream::connect(&self.path)).await.unwrap_or_else(|_| late())
+        match timeout(SHUTDOWN_TIMEOUT, UnixStream::connect(&self.path))
+            .await
+            .unwrap_or_else(|_| late())
         {
             Ok(watched) => self.shut_down(id, watched).await?,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -118,9 +121,10 @@ impl Socket {
 
     /// Tells the shim to end and waits until `watched`, a second connection to it, is closed.
     async fn shut_down(&self, id: &str, mut watched: UnixStream) -> Result<(), StepError> {
-        let answer = task::shut_down(&self.path, id, END_WITHIN).await;
+        let answer = task::shut_down(&self.path, id, SHUTDOWN_TIMEOUT).await;
         let late = || Err(io::ErrorKind::TimedOut.into());
-        let ended = timeout(END_WITHIN, watched.read(&mut [0])).await.unwrap_or_else(|_| late());
+        let ended =
+            timeout(SHUTDOWN_TIMEOUT, watched.read(&mut [0])).await.unwrap_or_else(|_| late());
         match (ended, answer) {
             // Whether the answer was lost or not: the shim has ended.
             (Ok(0), _) => Ok(()),

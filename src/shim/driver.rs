@@ -32,20 +32,20 @@ pub const NAME: &str = "shim";
 
 /// How long a call may take that the built-in controller bounds (`handleEventTimeout`,
 /// `loadContainerTimeout`).
-const WITHIN: Duration = Duration::from_secs(10);
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long recovery may look for a pause: less than it gives a record in all.
 const RECOVERY_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// How long the runtime may take to make or start the pause: less than kubelet waits for a pod.
-const START_WITHIN: Duration = Duration::from_secs(30);
+const START_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Between two tries of what must work in the end.
-const AGAIN: Duration = Duration::from_millis(500);
+/// Delay between two tries of what must succeed in the end.
+const RETRY_DELAY: Duration = Duration::from_millis(500);
 
-/// Between two tries of a deletion that a shim refuses: Stop answers with what is left of the
-/// sandbox, and is not repeated soon.
-const DELETIONS: [Duration; 5] = [
+/// Delays between the tries of a deletion that a shim refuses: Stop answers with what is left of
+/// the sandbox, and is not repeated soon.
+const DELETION_DELAYS: [Duration; 5] = [
     Duration::from_millis(100),
     Duration::from_millis(300),
     Duration::from_secs(1),
@@ -53,14 +53,14 @@ const DELETIONS: [Duration; 5] = [
     Duration::from_secs(4),
 ];
 
-/// The longest pause between two questions for the end of the pause.
-const LONGEST: Duration = Duration::from_secs(30);
+/// Maximum delay between two `Wait` calls after a lost connection.
+const MAX_WAIT_RETRY_DELAY: Duration = Duration::from_secs(30);
 
-/// Calls of the kill that a shim may leave without an answer.
-const PATIENCE: u32 = 2;
+/// How many calls to kill the pause a shim may leave unanswered.
+const MAX_UNANSWERED: u32 = 2;
 
-/// Calls of the kill that a shim may refuse: more, as it does answer.
-const REFUSALS: u32 = 20;
+/// How many calls to kill the pause a shim may refuse: more, because it answers.
+const MAX_REFUSED: u32 = 20;
 
 /// Runtimes whose containers are plain processes of the node, by the part of the name that says
 /// which: `io.containerd.NAME.VERSION`.
@@ -110,7 +110,7 @@ impl ShimDriver {
             ..Default::default()
         };
         let created: CreateTaskResponse = tasks
-            .call("create pause", "Create", &request, Some(START_WITHIN))
+            .call("create pause", "Create", &request, Some(START_TIMEOUT))
             .await
             .map_err(TaskError::step)?;
         Ok((tasks, created.pid))
@@ -123,25 +123,25 @@ impl ShimDriver {
         let task = async {
             let launcher = &endpoint.shim().shims().launcher;
             let missing =
-                || io::Error::other(format!("it is to be process {created}, which does not live"));
+                || io::Error::other(format!("the shim reported pid {created}, which does not run"));
             let process = launcher.open(created)?.ok_or_else(missing).step("find pause")?;
             if endpoint
                 .process()
                 .is_some_and(|shim| process.identity().start_time < shim.identity().start_time)
             {
-                let older = format!("it is to be process {created}, which is older than the shim");
+                let older = format!("the shim reported pid {created}, which started before it");
                 return Err(io::Error::other(older)).step("find pause");
             }
             // The wait is armed before the start.
             let task = Task::watch(endpoint.clone(), process.identity().clone());
             let request = StartRequest { id: id.to_owned(), ..Default::default() };
             let started: StartResponse = tasks
-                .call("start pause", "Start", &request, Some(START_WITHIN))
+                .call("start pause", "Start", &request, Some(START_TIMEOUT))
                 .await
                 .map_err(TaskError::step)?;
             if started.pid != created {
                 let other = io::Error::other(format!(
-                    "it was made as process {created}, and is {}",
+                    "Create returned pid {created}, but Start returned {}",
                     started.pid
                 ));
                 return Err(other).step("start pause");
@@ -174,7 +174,7 @@ impl ShimDriver {
         let tasks = endpoint.tasks().await.map_err(TaskError::step)?;
         let request = StateRequest { id: endpoint.id().to_owned(), ..Default::default() };
         let state: StateResponse =
-            match tasks.call("ask for pause", "State", &request, Some(WITHIN)).await {
+            match tasks.call("query state of pause", "State", &request, Some(CALL_TIMEOUT)).await {
                 Ok(state) => state,
                 Err(TaskError::NotFound(_)) => return Ok(dead(UNKNOWN_EXIT)),
                 Err(failure) => return Err(failure.step()),
@@ -191,7 +191,7 @@ impl ShimDriver {
             }
             _ => {
                 let other = io::Error::other(format!("it is in state {}", state.status.value()));
-                Err(other).step("ask for pause")
+                Err(other).step("query state of pause")
             }
         }
     }
@@ -215,10 +215,11 @@ impl ShimDriver {
     }
 
     /// Finds a recorded pause again after a restart of the daemon.
-    pub async fn adopt(&self, site: &CgroupRef, identity: &Identity) -> Adoption {
+    pub async fn adopt(&self, cgroup_ref: &CgroupRef, identity: &Identity) -> Adoption {
         let recovered = async {
-            let endpoint = self.endpoint(&site.id)?;
-            let late = |_| Err(io::Error::from(io::ErrorKind::TimedOut)).step("ask for pause");
+            let endpoint = self.endpoint(&cgroup_ref.id)?;
+            let late =
+                |_| Err(io::Error::from(io::ErrorKind::TimedOut)).step("query state of pause");
             timeout(RECOVERY_TIMEOUT, self.recover_pause(&endpoint, identity))
                 .await
                 .unwrap_or_else(late)
@@ -230,8 +231,8 @@ impl ShimDriver {
     ///
     /// # Errors
     /// The failed step.
-    pub async fn cleanup(&self, site: &CgroupRef) -> Result<(), Vec<StepError>> {
-        let Ok(endpoint) = self.endpoint(&site.id) else { return Ok(()) };
+    pub async fn cleanup(&self, cgroup_ref: &CgroupRef) -> Result<(), Vec<StepError>> {
+        let Ok(endpoint) = self.endpoint(&cgroup_ref.id) else { return Ok(()) };
         let deleted = async {
             // Its shim may be ending, or have ended.
             if endpoint.pause_deleted() {
@@ -252,17 +253,17 @@ impl ShimDriver {
 
 /// [`delete`], repeated where the shim refuses; not where it does not answer.
 async fn delete_in_the_end(endpoint: &Arc<SelfStarted>) -> Result<Option<Exit>, StepError> {
-    let mut tries = DELETIONS.into_iter();
+    let mut delays = DELETION_DELAYS.into_iter();
     loop {
         let begun = Instant::now();
         let tasks = endpoint.tasks().await.map_err(TaskError::step)?;
         let step = match delete(endpoint, &tasks).await {
-            Err(step) if begun.elapsed() < WITHIN => step,
+            Err(step) if begun.elapsed() < CALL_TIMEOUT => step,
             done => return done,
         };
-        let Some(pause) = tries.next() else { return Err(step) };
+        let Some(delay) = delays.next() else { return Err(step) };
         log::debug!(sandbox = endpoint.id(); "failed to delete pause; retrying: {step}");
-        sleep(pause).await;
+        sleep(delay).await;
     }
 }
 
@@ -275,11 +276,11 @@ async fn delete(endpoint: &Arc<SelfStarted>, tasks: &Tasks) -> Result<Option<Exi
         all: true,
         ..Default::default()
     };
-    match tasks.call::<_, Empty>("kill pause", "Kill", &request, Some(WITHIN)).await {
+    match tasks.call::<_, Empty>("kill pause", "Kill", &request, Some(CALL_TIMEOUT)).await {
         Ok(_) => {
             let request = WaitRequest { id: id.to_owned(), ..Default::default() };
             let waited = tasks
-                .call::<_, WaitResponse>("wait for pause", "Wait", &request, Some(WITHIN))
+                .call::<_, WaitResponse>("wait for pause", "Wait", &request, Some(CALL_TIMEOUT))
                 .await;
             if let Err(TaskError::Lost(step)) = waited {
                 return Err(step);
@@ -293,7 +294,10 @@ async fn delete(endpoint: &Arc<SelfStarted>, tasks: &Tasks) -> Result<Option<Exi
         Err(TaskError::Lost(step)) => return Err(step),
     }
     let request = DeleteRequest { id: id.to_owned(), ..Default::default() };
-    match tasks.call::<_, DeleteResponse>("delete pause", "Delete", &request, Some(WITHIN)).await {
+    match tasks
+        .call::<_, DeleteResponse>("delete pause", "Delete", &request, Some(CALL_TIMEOUT))
+        .await
+    {
         Ok(deleted) => Ok(Some(exit(deleted.exit_status, deleted.exited_at.as_ref()))),
         Err(TaskError::NotFound(_)) => Ok(None),
         Err(failure) => Err(failure.step()),
@@ -347,7 +351,7 @@ async fn wait(endpoint: &Arc<SelfStarted>) -> Exit {
         }
         unknown()
     };
-    let mut pause = AGAIN;
+    let mut delay = RETRY_DELAY;
     loop {
         let Some(shim) = endpoint.process() else { return orphaned().await };
         let ask = async {
@@ -365,10 +369,10 @@ async fn wait(endpoint: &Arc<SelfStarted>) -> Exit {
             Err(failure) => {
                 log::warn!(sandbox = id; "lost Wait for pause; retrying: {}", failure.step());
                 tokio::select! {
-                    () = sleep(pause) => {}
+                    () = sleep(delay) => {}
                     _ = shim.exited() => {}
                 }
-                pause = (pause * 2).min(LONGEST);
+                delay = (delay * 2).min(MAX_WAIT_RETRY_DELAY);
             }
         }
     }
@@ -394,7 +398,7 @@ async fn kill_on_request(endpoint: &Arc<SelfStarted>, requested: &Notify) -> Exi
             let killed = tokio::spawn(async move {
                 of.tasks()
                     .await?
-                    .call::<_, Empty>("kill pause", "Kill", &request, Some(WITHIN))
+                    .call::<_, Empty>("kill pause", "Kill", &request, Some(CALL_TIMEOUT))
                     .await
             });
             let panicked = |e: tokio::task::JoinError| {
@@ -407,14 +411,14 @@ async fn kill_on_request(endpoint: &Arc<SelfStarted>, requested: &Notify) -> Exi
                     let lost = matches!(failure, TaskError::Lost(_));
                     *(if lost { &mut unanswered } else { &mut refused }) += 1;
                     log::warn!(sandbox = id; "failed to kill pause; retrying: {}", failure.step());
-                    sleep(AGAIN).await;
+                    sleep(RETRY_DELAY).await;
                 }
             }
-            if (unanswered >= PATIENCE || refused >= REFUSALS)
+            if (unanswered >= MAX_UNANSWERED || refused >= MAX_REFUSED)
                 && let Some(shim) = endpoint.process()
             {
                 let pid = shim.identity().pid;
-                if unanswered >= PATIENCE {
+                if unanswered >= MAX_UNANSWERED {
                     log::warn!(sandbox = id, pid = pid; "shim does not answer; killing it");
                 } else {
                     log::warn!(sandbox = id, pid = pid;

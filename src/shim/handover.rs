@@ -9,9 +9,9 @@
 //!
 //! The socket outlives the shims: a caller waits in its queue until a shim accepts, also while one
 //! shim exits and the next is launched. Only shims accept there. At most one task serves an
-//! endpoint, so that no two shims are launched; [`Handover::close`] and a launch take turns, so
-//! that no shim is launched after the end. An idle endpoint has no task: whatever changes its state
-//! starts one.
+//! endpoint, so that no two shims are launched; [`Handover::close`] and a launch exclude each
+//! other, so that no shim is launched after the end. An idle endpoint has no task: whatever changes
+//! its state starts one.
 
 mod launch;
 
@@ -31,11 +31,13 @@ use tokio::time::{sleep, timeout};
 
 use super::Pod;
 use super::bundle::NEW;
-use super::pod_shim::{AGAIN, PodShim, RecordedShim, RunningShim, SHUTDOWNS, WITHIN};
+use super::pod_shim::{
+    PodShim, RETRY_DELAY, RecordedShim, RunningShim, SHIM_TIMEOUT, SHUTDOWN_DELAYS,
+};
 use super::task::{self, PauseRefused};
 use crate::error::{IoContext as _, StepError, gone};
 use crate::pool::{self, Class};
-use crate::process::{Exit, Identity, Process, epoll::Watched, held};
+use crate::process::{Exit, Identity, Process, epoll::Watched, handle};
 
 /// An endpoint whose shim gets its socket from the daemon.
 #[derive(Debug)]
@@ -46,7 +48,7 @@ pub struct Handover {
     changed: Notify,
     /// Held while a socket is made, a shim is searched or launched, and by the end. Waiting for it
     /// takes no thread.
-    turn: tokio::sync::Mutex<()>,
+    launch_lock: tokio::sync::Mutex<()>,
 }
 
 #[derive(Debug, Default)]
@@ -64,8 +66,8 @@ struct HandoverState {
     /// A shim is to be launched: a caller waits, or is about to come.
     wanted: bool,
     /// A shim exited with containers in it, and the daemon may have been killed before the sandbox
-    /// failed.
-    failed: bool,
+    /// failed. `None`: not read yet.
+    failed: Option<bool>,
     ended: bool,
     /// No task serves, as there is nothing to do.
     idle: Option<Idle>,
@@ -106,7 +108,7 @@ impl Handover {
             shim: Arc::new(shim),
             state: Mutex::default(),
             changed: Notify::new(),
-            turn: Default::default(),
+            launch_lock: Default::default(),
         }
     }
 
@@ -141,7 +143,7 @@ impl Handover {
         if !self.has_shim() {
             return Err(PauseRefused::Unsupported);
         }
-        task::set_pause(&self.socket(), self.shim.id(), pause, WITHIN).await
+        task::set_pause(&self.socket(), self.shim.id(), pause, SHIM_TIMEOUT).await
     }
 
     /// The name to which a socket is bound, and which it has until it listens.
@@ -153,16 +155,16 @@ impl Handover {
 
     /// Begins to listen, or listens again at the same path; not after the end.
     pub(super) async fn listen(self: &Arc<Self>) -> Result<(), StepError> {
-        let _turn = self.turn.lock().await;
+        let _guard = self.launch_lock.lock().await;
         self.blocking(Self::bind).await.flatten()
     }
 
-    /// Waits for the turn.
-    pub(super) async fn turn(&self) -> tokio::sync::MutexGuard<'_, ()> {
-        self.turn.lock().await
+    /// Takes the launch lock.
+    pub(super) async fn lock_launch(&self) -> tokio::sync::MutexGuard<'_, ()> {
+        self.launch_lock.lock().await
     }
 
-    /// [`Handover::listen`] on this thread. To be called with the turn held.
+    /// [`Handover::listen`] on this thread. To be called with the launch lock held.
     pub(super) fn bind(self: &Arc<Self>) -> Result<(), StepError> {
         if self.state().ended {
             return Ok(());
@@ -188,14 +190,14 @@ impl Handover {
         Ok(())
     }
 
+    /// See [`super::Endpoint::expect_recovery`].
+    pub(super) fn expect_recovery(&self) {
+        self.state().unrecovered = true;
+    }
+
     /// Adopts the shim of an earlier daemon; without one, listens again. The serving task retries
     /// what fails.
     pub(super) async fn recover(self: &Arc<Self>) {
-        let failed = matches!(self.blocking(|endpoint| endpoint.death()).await, Ok(Some(_)));
-        {
-            let mut state = self.state();
-            (state.unrecovered, state.failed) = (true, failed);
-        }
         if let Err(step) = self.try_recover().await {
             // It does not listen: should a shim run, containerd still reaches it, and its
             // containers.
@@ -204,24 +206,29 @@ impl Handover {
     }
 
     async fn try_recover(self: &Arc<Self>) -> Result<(), StepError> {
-        let _turn = self.turn.lock().await;
+        let _guard = self.launch_lock.lock().await;
         self.blocking(Self::recover_on_thread).await.flatten()
     }
 
-    /// To be called with the turn held.
+    /// To be called with the launch lock held.
     fn recover_on_thread(self: &Arc<Self>) -> Result<(), StepError> {
-        {
+        let unread = {
             let state = self.state();
             if state.ended || !state.unrecovered {
                 return Ok(());
             }
+            state.failed.is_none()
+        };
+        if unread {
+            let failed = self.death().is_some();
+            self.state().failed = Some(failed);
         }
         let found = self.shim.find_recorded()?;
-        if let RecordedShim::Alive { process, socket, cut_off } = found {
+        if let RecordedShim::Alive { process, socket, interrupted } = found {
             let listener = self.take_listener(&*process, socket);
             let taken =
-                listener.as_ref().and_then(|listener| held::socket_cookie(listener.as_fd()));
-            let running = self.shim.adopt(process, cut_off, taken);
+                listener.as_ref().and_then(|listener| handle::socket_cookie(listener.as_fd()));
+            let running = self.shim.adopt(process, interrupted, taken);
             let mut state = self.state();
             (state.open, state.unrecovered, state.listener) = (true, false, listener);
             state.running = Some(running);
@@ -247,7 +254,7 @@ impl Handover {
         if !self.socket().exists() {
             return None;
         }
-        match held::listening_socket(process.identity(), &self.new_socket(), cookie) {
+        match handle::listening_socket(process.identity(), &self.new_socket(), cookie) {
             Ok(listener) => listener.map(Arc::new),
             Err(step) => {
                 log::info!(sandbox = self.shim.id();
@@ -296,8 +303,8 @@ impl Handover {
             match next {
                 HandoverStep::Nothing => return,
                 HandoverStep::Recover => {
-                    // The end need not wait for it.
-                    let _ = timeout(AGAIN, self.changed.notified()).await;
+                    // A change, such as the end of the endpoint, interrupts the delay.
+                    let _ = timeout(RETRY_DELAY, self.changed.notified()).await;
                     if let Err(step) = Box::pin(self.try_recover()).await {
                         log::debug!(sandbox = id; "failed to recover shim; retrying: {step}");
                     }
@@ -307,7 +314,7 @@ impl Handover {
                 // There are as many of these futures as there are shims: what is not awaited now is
                 // boxed.
                 HandoverStep::Watch(process) => {
-                    pod.is_served();
+                    pod.on_shim_serving();
                     let exit = process.exited().await;
                     Box::pin(self.end_running(exit, &pod)).await;
                 }
@@ -315,12 +322,12 @@ impl Handover {
                 HandoverStep::Listen => {
                     if let Err(step) = Box::pin(self.listen()).await {
                         log::error!(sandbox = id; "failed to rebind task socket; retrying: {step}");
-                        sleep(AGAIN).await;
+                        sleep(RETRY_DELAY).await;
                     }
                 }
                 HandoverStep::Unwatched(e) => {
                     log::error!(sandbox = id; "failed to watch task socket; retrying: {e}");
-                    sleep(AGAIN).await;
+                    sleep(RETRY_DELAY).await;
                 }
             }
             next = self.next(&pod);
@@ -335,7 +342,8 @@ impl Handover {
             return HandoverStep::Nothing;
         }
         // Known, whatever becomes of the shim.
-        if std::mem::take(&mut state.failed) {
+        if state.failed == Some(true) {
+            state.failed = Some(false);
             return HandoverStep::FailSandbox;
         }
         if state.unrecovered {
@@ -366,8 +374,8 @@ impl Handover {
     /// The pod was stopped: shuts the shim down when it is empty. The endpoint stays, for calls
     /// about containers that have exited.
     pub(super) async fn dismiss(self: Arc<Self>) {
-        for pause in SHUTDOWNS {
-            sleep(pause).await;
+        for delay in SHUTDOWN_DELAYS {
+            sleep(delay).await;
             let Some(process) = self.process().filter(|_| !self.state().ended) else { return };
             match self.shim.shut_down_if_empty(&*process, &self.socket()).await {
                 Ok(true) => return,
@@ -385,7 +393,7 @@ impl Handover {
     /// Every step that failed.
     pub(super) async fn close(self: &Arc<Self>) -> Result<(), Vec<StepError>> {
         self.set_ended();
-        let _turn = self.turn.lock().await;
+        let _guard = self.launch_lock.lock().await;
         self.end_shim().await.map_err(|step| vec![step])?;
         // Removed only when no cleanup works in the bundle.
         let _cleaning = self.shim.cleaning().lock().await;

@@ -42,7 +42,7 @@ use crate::error::{IoContext as _, StepError, gone};
 use crate::id::SandboxId;
 use crate::pause::Plan;
 use crate::process::Identity;
-use crate::process::held::HeldNamespace;
+use crate::process::handle::NamespaceHandle;
 use crate::process::memory::private_memory;
 use crate::process::spawn::Launcher;
 
@@ -58,25 +58,29 @@ pub use rootfs::user_namespace;
 pub use runtime::Runtime;
 pub use task::PauseRefused;
 
-/// Whose a pod's shim is. Recorded with the pod, as containerd receives the endpoint once.
+/// Which program starts a pod's shim and how. Recorded, because containerd receives the address
+/// once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Owner {
-    /// containerd's, started with the first container.
+pub enum ShimKind {
+    /// containerd starts it with the first container.
     #[default]
     Containerd,
-    /// The sandboxer's, which hands it its socket when a container is coming.
-    Sandboxer,
-    /// The sandboxer's, started by the shim's own `start` with the pod.
-    Started,
-    /// The same, and it runs the pause too.
-    Driver,
+    /// The daemon starts it and hands it its socket when a container is coming.
+    #[serde(rename = "sandboxer")]
+    Handover,
+    /// The daemon starts it with the pod, by the shim's own `start`.
+    #[serde(rename = "started")]
+    SelfStarted,
+    /// As [`ShimKind::SelfStarted`], and it also runs the pause.
+    #[serde(rename = "driver")]
+    RunsPause,
 }
 
-impl Owner {
+impl ShimKind {
     /// The shim runs the pause as well.
     pub fn runs_pause(self) -> bool {
-        self == Self::Driver
+        self == Self::RunsPause
     }
 }
 
@@ -219,22 +223,22 @@ impl Shims {
     /// is made yet.
     pub fn endpoint(
         self: &Arc<Self>,
-        owner: Owner,
+        kind: ShimKind,
         id: &SandboxId,
         runtime: &Arc<Runtime>,
     ) -> Endpoint {
-        match owner {
-            Owner::Containerd => {
+        match kind {
+            ShimKind::Containerd => {
                 Endpoint::ContainerdOwned(Box::new(ContainerdOwned::new(self.clone(), id.clone())))
             }
-            Owner::Sandboxer => {
+            ShimKind::Handover => {
                 Endpoint::Handover(Arc::new(Handover::new(self.pod_shim(id, false, runtime))))
             }
-            Owner::Started => Endpoint::SelfStarted(Arc::new(SelfStarted::new(
+            ShimKind::SelfStarted => Endpoint::SelfStarted(Arc::new(SelfStarted::new(
                 self.pod_shim(id, true, runtime),
                 false,
             ))),
-            Owner::Driver => {
+            ShimKind::RunsPause => {
                 let endpoint = Arc::new(SelfStarted::new(self.pod_shim(id, true, runtime), true));
                 let mut known = self.runs_pause.lock();
                 known.retain(|_, endpoint| endpoint.strong_count() > 0);
@@ -265,13 +269,13 @@ pub trait Pod: Send + Sync {
     ///
     /// # Errors
     /// They cannot be looked at.
-    fn namespaces(&self) -> Result<Vec<HeldNamespace>, StepError>;
+    fn namespaces(&self) -> Result<Vec<NamespaceHandle>, StepError>;
 
     /// It has not ended, as far as is known: it may get containers.
     fn lives(&self) -> bool;
 
-    /// Its shim serves: one that was launched now, or by an earlier daemon. Returns at once.
-    fn is_served(&self) {}
+    /// Notifies that its shim serves: launched now, or by an earlier daemon. Returns at once.
+    fn on_shim_serving(&self) {}
 
     /// The sandbox fails: its shim has exited with containers in it.
     fn fail(&self);
@@ -338,16 +342,16 @@ impl Endpoint {
         }
     }
 
-    /// Waits for the turn that [`Endpoint::bind`] needs, where it needs one.
-    pub async fn turn(&self) -> Option<tokio::sync::MutexGuard<'_, ()>> {
+    /// Takes the lock that [`Endpoint::bind`] needs; `None`: it needs none.
+    pub async fn lock_launch(&self) -> Option<tokio::sync::MutexGuard<'_, ()>> {
         match self {
             Self::ContainerdOwned(_) | Self::SelfStarted(_) => None,
-            Self::Handover(endpoint) => Some(endpoint.turn().await),
+            Self::Handover(endpoint) => Some(endpoint.lock_launch().await),
         }
     }
 
     /// [`Endpoint::listen`] of one that listens only, on this thread, which saves a change of
-    /// threads. To be called with the turn held. Blocks.
+    /// threads. To be called with the launch lock held. Blocks.
     ///
     /// # Errors
     /// The failed step.
@@ -358,6 +362,16 @@ impl Endpoint {
             Self::SelfStarted(_) => {
                 Err(StepError::new("listen", io::ErrorKind::Unsupported.into()))
             }
+        }
+    }
+
+    /// To be called before [`Endpoint::recover`]: should that not finish in time, what
+    /// [`Endpoint::serve`] has begun does the same.
+    pub fn expect_recovery(&self) {
+        match self {
+            Self::ContainerdOwned(_) => {}
+            Self::Handover(endpoint) => endpoint.expect_recovery(),
+            Self::SelfStarted(endpoint) => endpoint.expect_recovery(),
         }
     }
 

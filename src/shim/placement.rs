@@ -56,7 +56,7 @@ fn members(mounted: &Mounted, cgroup: &Path) -> io::Result<Vec<PathBuf>> {
     if below.components().any(|part| !matches!(part, std::path::Component::Normal(_))) {
         return Err(io::Error::new(
             io::ErrorKind::InvalidInput,
-            format!("{} is no cgroup", cgroup.display()),
+            format!("{} is not a cgroup", cgroup.display()),
         ));
     }
     let procs = mounted.points().into_iter().map(|root| root.join(below).join("cgroup.procs"));

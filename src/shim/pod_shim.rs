@@ -17,17 +17,17 @@ use crate::error::{IoContext as _, StepError};
 use crate::id::SandboxId;
 use crate::pool::{self, Class};
 use crate::process::spawn::{Launch, Program};
-use crate::process::{Adoption, Exit, Process, held};
+use crate::process::{Adoption, Exit, Process, handle};
 
 /// How long a shim may take to answer, and to exit after it has been asked to.
-pub(super) const WITHIN: Duration = Duration::from_secs(10);
+pub(super) const SHIM_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Between two attempts at what must succeed in the end.
-pub(super) const AGAIN: Duration = Duration::from_secs(1);
+/// Delay between two attempts at what must succeed in the end.
+pub(super) const RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// When the shim of a stopped pod is asked to exit: containerd may still be deleting the last
 /// container.
-pub(super) const SHUTDOWNS: [Duration; 4] =
+pub(super) const SHUTDOWN_DELAYS: [Duration; 4] =
     [Duration::ZERO, Duration::from_secs(1), Duration::from_secs(10), Duration::from_secs(60)];
 
 /// One pod's shim.
@@ -69,8 +69,8 @@ pub(super) enum RecordedShim {
         process: Arc<dyn Process>,
         /// What names the socket that it was handed, if that is on record.
         socket: Option<u64>,
-        /// Its launch was cut off before it was on record as running.
-        cut_off: bool,
+        /// Its launch was interrupted before it was on record as running.
+        interrupted: bool,
     },
     /// It has exited.
     Dead(Exit),
@@ -175,7 +175,7 @@ impl PodShim {
         let process = launched.inspect_err(|_| self.clear_record())?;
         // Recorded last: what a killed daemon has not done is done for a shim that is still on
         // record as being launched.
-        if let Err(step) = self.settle(&*process, held::socket_cookie(socket)) {
+        if let Err(step) = self.settle(&*process, handle::socket_cookie(socket)) {
             process.kill().inspect_err(|_| self.clear_record())?;
             self.clear_record();
             return Err(step);
@@ -217,7 +217,7 @@ impl PodShim {
         match self.bundle().recorded()? {
             None => Ok(RecordedShim::None),
             Some(Recorded::Launching) => Ok(match self.find_unrecorded()? {
-                Some(process) => RecordedShim::Alive { process, socket: None, cut_off: true },
+                Some(process) => RecordedShim::Alive { process, socket: None, interrupted: true },
                 None => RecordedShim::None,
             }),
             Some(Recorded::Running { identity, socket }) => {
@@ -225,7 +225,7 @@ impl PodShim {
                     Adoption::Alive(process) => Ok(RecordedShim::Alive {
                         process: Arc::from(process),
                         socket,
-                        cut_off: false,
+                        interrupted: false,
                     }),
                     Adoption::Dead(exit) => Ok(RecordedShim::Dead(exit)),
                     Adoption::Unknown(step) => Err(step),
@@ -245,17 +245,17 @@ impl PodShim {
         }
     }
 
-    /// Takes over a shim of an earlier daemon: completes its launch if that was `cut_off`, with the
-    /// socket that it was handed, and reads its log again. It serves, so it is kept, whatever
+    /// Takes over a shim of an earlier daemon. Completes its launch if that was `interrupted`, with
+    /// the socket that it was handed, and reads its log again. It serves, so it is kept, whatever
     /// fails. Blocks.
     pub(super) fn adopt(
         &self,
         process: Arc<dyn Process>,
-        cut_off: bool,
+        interrupted: bool,
         socket: Option<u64>,
     ) -> RunningShim {
         log::info!(sandbox = self.id(), pid = process.identity().pid; "adopted shim");
-        if cut_off {
+        if interrupted {
             // It serves: without a record, its exit while no daemon runs would be missed.
             for step in [self.place(&*process), self.record_running(&*process, socket)] {
                 if let Err(step) = step {
@@ -275,7 +275,7 @@ impl PodShim {
         self.bundle().dir().exists()
     }
 
-    /// The shim of a launch that was cut off: it works in the bundle, with the arguments that
+    /// The shim of a launch that was interrupted: it works in the bundle, with the arguments that
     /// containerd's shims have. Blocks.
     ///
     /// # Errors
@@ -299,12 +299,12 @@ impl PodShim {
         let Some(socket) = socket else { return self.kill(process).await };
         let answer = tokio::select! {
             _ = process.exited() => return Ok(()),
-            answer = task::shut_down(socket, &self.id, WITHIN) => answer,
+            answer = task::shut_down(socket, &self.id, SHIM_TIMEOUT) => answer,
         };
         let exits_within = match answer {
-            Ok(()) => WITHIN / 2,
+            Ok(()) => SHIM_TIMEOUT / 2,
             // One that hangs up is exiting, and has not refused.
-            Err(TaskError::Lost(_)) => WITHIN / 10,
+            Err(TaskError::Lost(_)) => SHIM_TIMEOUT / 10,
             Err(_) => Duration::ZERO,
         };
         if timeout(exits_within, process.exited()).await.is_ok() {
@@ -332,9 +332,9 @@ impl PodShim {
         tokio::select! {
             _ = process.exited() => return Ok(true),
             // It may exit, whatever it answers.
-            _ = task::shut_down(socket, &self.id, WITHIN) => {}
+            _ = task::shut_down(socket, &self.id, SHIM_TIMEOUT) => {}
         }
-        Ok(timeout(WITHIN / 2, process.exited()).await.is_ok())
+        Ok(timeout(SHIM_TIMEOUT / 2, process.exited()).await.is_ok())
     }
 
     /// Kills a shim whose containers are to end with it, and waits for its exit. Where that does
@@ -347,17 +347,17 @@ impl PodShim {
     pub(super) async fn kill(self: &Arc<Self>, process: &dyn Process) -> Result<(), StepError> {
         let late = |_| io::Error::from(io::ErrorKind::TimedOut);
         process.kill()?;
-        if timeout(WITHIN, process.exited()).await.is_ok() {
+        if timeout(SHIM_TIMEOUT, process.exited()).await.is_ok() {
             return Ok(());
         }
         log::warn!(sandbox = self.id(), pid = process.identity().pid;
             "killed shim does not exit; killing its containers");
-        let killed = timeout(WITHIN, self.kill_known()).await;
+        let killed = timeout(SHIM_TIMEOUT, self.kill_known()).await;
         if let Err(step) = killed.map_err(late).step("kill containers").flatten() {
             log::warn!(sandbox = self.id();
                 "failed to kill containers of shim that does not exit: {step}");
         }
-        timeout(WITHIN, process.exited()).await.map_err(late).step("kill shim").map(drop)
+        timeout(SHIM_TIMEOUT, process.exited()).await.map_err(late).step("kill shim").map(drop)
     }
 
     /// Runs blocking work on a thread of the pool.

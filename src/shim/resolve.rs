@@ -26,8 +26,9 @@ pub fn find_binary(runtime: &str, path: &str, containerd: &Path) -> Result<PathB
     if let Some(found) = listed.map(|dir| dir.join(&name)).find(|file| executable(file)) {
         return Ok(found);
     }
-    let beside = beside(containerd).map(|dir| dir.join(&name)).filter(|file| executable(file));
-    beside.ok_or_else(|| {
+    let found =
+        containerd_directory(containerd).map(|dir| dir.join(&name)).filter(|file| executable(file));
+    found.ok_or_else(|| {
         let reason = format!("{name} is neither in PATH ({path}) nor beside containerd");
         StepError::at(FIND, runtime, io::Error::new(io::ErrorKind::NotFound, reason))
     })
@@ -65,7 +66,7 @@ fn executable(file: &Path) -> bool {
 }
 
 /// The directory of the program that listens at containerd's socket.
-fn beside(socket: &Path) -> Option<PathBuf> {
+fn containerd_directory(socket: &Path) -> Option<PathBuf> {
     let stream = UnixStream::connect(socket).ok()?;
     let listener = getsockopt(&stream, PeerCredentials).ok()?.pid();
     let program = std::fs::read_link(format!("/proc/{listener}/exe")).ok()?;

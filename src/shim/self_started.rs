@@ -16,14 +16,16 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::bootstrap::{self, Bootstrap};
 use super::bundle::Recorded;
-use super::pod_shim::{AGAIN, PodShim, RecordedShim, RunningShim, SHUTDOWNS, WITHIN};
+use super::pod_shim::{
+    PodShim, RETRY_DELAY, RecordedShim, RunningShim, SHIM_TIMEOUT, SHUTDOWN_DELAYS,
+};
 use super::rootfs::Rootfs;
 use super::task::{TaskError, Tasks};
 use super::{Pod, command, log as shim_log, task};
 use crate::error::{IoContext as _, StepError};
 use crate::pause::Plan;
 use crate::pool::{self, Class};
-use crate::process::{Exit, Process, held};
+use crate::process::{Exit, Process, handle};
 
 mod removal;
 
@@ -46,7 +48,7 @@ pub struct SelfStarted {
     /// It is known what an exited shim has left, and the pause is no longer needed to find it.
     searched: watch::Sender<bool>,
     /// Held while a shim is searched or started, and by the end. Waiting for it takes no thread.
-    turn: tokio::sync::Mutex<()>,
+    launch_lock: tokio::sync::Mutex<()>,
 }
 
 #[derive(Debug, Default)]
@@ -86,7 +88,7 @@ impl SelfStarted {
             started: Notify::new(),
             wanted: Notify::new(),
             searched: watch::channel(false).0,
-            turn: Default::default(),
+            launch_lock: Default::default(),
         }
     }
 
@@ -136,7 +138,7 @@ impl SelfStarted {
     /// # Errors
     /// The failed step; nothing of the shim is left then.
     pub(super) async fn start(self: &Arc<Self>) -> Result<(), StepError> {
-        let _turn = self.turn.lock().await;
+        let _guard = self.launch_lock.lock().await;
         if self.state().ended {
             return Ok(());
         }
@@ -156,7 +158,7 @@ impl SelfStarted {
                 Ok(())
             }
             Err(step) => {
-                for left in self.end_cut_off(&binary).await {
+                for left in self.end_interrupted(&binary).await {
                     log::warn!(sandbox = self.id(); "failed to undo the start of the shim: {left}");
                 }
                 // containerd knows the pod by it, also while there is no shim.
@@ -193,13 +195,13 @@ impl SelfStarted {
         }
         self.state().bootstrap = Some(bootstrap.clone());
         bundle.record_bootstrap(&bootstrap)?;
-        let tasks = Tasks::connect(&bootstrap, WITHIN).await.map_err(TaskError::step)?;
-        let pid = tasks.shim_pid(id, WITHIN).await.map_err(TaskError::step)?;
+        let tasks = Tasks::connect(&bootstrap, SHIM_TIMEOUT).await.map_err(TaskError::step)?;
+        let pid = tasks.shim_pid(id, SHIM_TIMEOUT).await.map_err(TaskError::step)?;
         let missing = || io::Error::other(format!("its pid is {pid}, which does not run"));
         let process = self.shim.shims().launcher.open(pid)?;
         let process = process.ok_or_else(missing).step_at("find shim", binary)?;
         // From here on it may be killed.
-        held::check_started_since(process.identity(), started.since)?;
+        handle::check_started_since(process.identity(), started.since)?;
         let identity = process.identity().clone();
         bundle.record(Some(&Recorded::Running { identity, socket: None }))?;
         Ok((bootstrap, process))
@@ -207,12 +209,12 @@ impl SelfStarted {
 
     /// A container is coming: waits until the shim answers. containerd from 2.4 on ends an empty
     /// shim after each container, and fails the next one while there is no socket. What is missing
-    /// after [`WITHIN`] is for containerd to report.
+    /// after [`SHIM_TIMEOUT`] is for containerd to report.
     pub(super) async fn await_shim(&self) {
         // With the pause in it, it is never empty.
-        if !self.runs_pause && timeout(WITHIN, self.answers()).await.is_err() {
+        if !self.runs_pause && timeout(SHIM_TIMEOUT, self.answers()).await.is_err() {
             log::warn!(sandbox = self.id();
-                "no shim for a container that is coming: not done after {} s", WITHIN.as_secs());
+                "shim not ready for a new container after {} s", SHIM_TIMEOUT.as_secs());
         }
     }
 
@@ -231,7 +233,7 @@ impl SelfStarted {
             }
             if let (Some(process), Some(known)) = (running, self.bootstrap()) {
                 // One that is exiting does not accept any more.
-                if task::probe(&known.socket(), self.id(), WITHIN).await.is_ok() {
+                if task::probe(&known.socket(), self.id(), SHIM_TIMEOUT).await.is_ok() {
                     return;
                 }
                 process.exited().await;
@@ -241,9 +243,13 @@ impl SelfStarted {
         }
     }
 
+    /// See [`super::Endpoint::expect_recovery`].
+    pub(super) fn expect_recovery(&self) {
+        self.state().unrecovered = true;
+    }
+
     /// Adopts the shim of an earlier daemon. The serving task retries what fails.
     pub(super) async fn recover(self: &Arc<Self>) {
-        self.state().unrecovered = true;
         if let Err(step) = self.try_recover().await {
             log::error!(sandbox = self.id(); "failed to recover shim; retrying: {step}");
         }
@@ -257,11 +263,11 @@ impl SelfStarted {
         if !self.state().unrecovered {
             return Ok(());
         }
-        let _turn = self.turn.lock().await;
+        let _guard = self.launch_lock.lock().await;
         self.blocking(|endpoint| endpoint.recover_on_thread()).await.flatten()
     }
 
-    /// To be called with the turn held.
+    /// To be called with the launch lock held.
     fn recover_on_thread(&self) -> Result<(), StepError> {
         {
             let state = self.state();
@@ -299,7 +305,7 @@ impl SelfStarted {
                 SelfStartedStep::Ended => return,
                 SelfStartedStep::Recover => {
                     // The end need not wait for it.
-                    let _ = timeout(AGAIN, self.changed.notified()).await;
+                    let _ = timeout(RETRY_DELAY, self.changed.notified()).await;
                     if let Err(step) = self.try_recover().await {
                         log::debug!(sandbox = self.id();
                             "failed to recover shim; retrying: {step}");
@@ -311,7 +317,7 @@ impl SelfStarted {
                     let exit = process.exited().await;
                     self.state().running = None;
                     self.handle_exit(exit, &pod).await;
-                    short_lived = if begun.elapsed() < AGAIN { short_lived + 1 } else { 0 };
+                    short_lived = if begun.elapsed() < RETRY_DELAY { short_lived + 1 } else { 0 };
                     if short_lived > 1 && !self.runs_pause && pod.lives() {
                         self.throttle_restart(begun, short_lived).await;
                     }
@@ -322,7 +328,7 @@ impl SelfStarted {
                     Ok(()) => {}
                     Err(step) => {
                         log::error!(sandbox = self.id(); "failed to start shim; retrying: {step}");
-                        sleep(AGAIN).await;
+                        sleep(RETRY_DELAY).await;
                     }
                 },
                 SelfStartedStep::Wait => self.changed.notified().await,
@@ -340,7 +346,7 @@ impl SelfStarted {
             log::warn!(sandbox = self.id();
                 "shim exited too soon: {} ms after its start", begun.elapsed().as_millis());
         }
-        let _ = timeout(AGAIN, self.wanted.notified()).await;
+        let _ = timeout(RETRY_DELAY, self.wanted.notified()).await;
     }
 
     fn next(&self, pod: &dyn Pod) -> SelfStartedStep {
@@ -384,8 +390,8 @@ impl SelfStarted {
 
     /// The pod was stopped: shuts the shim down when it is empty, and starts no other.
     pub(super) async fn dismiss(self: Arc<Self>) {
-        for pause in SHUTDOWNS {
-            sleep(pause).await;
+        for delay in SHUTDOWN_DELAYS {
+            sleep(delay).await;
             let (Some(process), Some(known)) = (self.process(), self.bootstrap()) else { return };
             {
                 let mut state = self.state();
@@ -414,7 +420,7 @@ impl SelfStarted {
             let never = io::Error::new(io::ErrorKind::NotFound, "it was never started");
             return Err(TaskError::NotFound(StepError::new("connect to shim", never)));
         };
-        Tasks::connect(&bootstrap, WITHIN).await
+        Tasks::connect(&bootstrap, SHIM_TIMEOUT).await
     }
 
     /// Runs blocking work on a thread of the pool.

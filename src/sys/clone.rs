@@ -31,7 +31,7 @@ pub(crate) struct Clone<'a> {
     pub(crate) stack: Option<&'a Stack>,
 }
 
-/// A child that is born, for who must know of it while its caller stands still.
+/// A cloned child, for threads that must know it while the calling thread is blocked.
 #[derive(Debug, Default)]
 pub(crate) struct Born {
     /// 0: not yet.
@@ -115,7 +115,7 @@ fn arguments(how: &Clone<'_>, born: &Born) -> libc::clone_args {
 }
 
 /// Clones a child that shares the caller's memory, as vfork(2) does, and runs `child(argument)`;
-/// answers pid and pidfd. The calling thread stands still until the child has ended or executed
+/// answers pid and pidfd. The calling thread is blocked until the child has ended or executed
 /// another program, so the child is for all that is kept per thread the calling thread itself.
 /// Costs the same however large the process is.
 ///

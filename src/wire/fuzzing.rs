@@ -7,12 +7,12 @@ use std::sync::Arc;
 use tokio::net::UnixStream;
 use tokio::sync::watch;
 
+use super::connections::Connections;
 use super::handler::{Call, Handler};
 use super::namespace::NamespaceFilter;
 use super::response::MAX_MESSAGE;
 use super::service::SandboxService;
 use super::status::Status;
-use super::traffic::Traffic;
 use super::{grpc, ttrpc};
 
 /// The one namespace whose calls are answered.
@@ -27,7 +27,7 @@ pub async fn serve_grpc<V: SandboxService>(
     stream: UnixStream,
 ) -> Result<(), String> {
     let (_running, stop) = watch::channel(false);
-    grpc::serve(stream, handler(sandboxes, stop), Arc::new(Traffic::default()).connection())
+    grpc::serve(stream, handler(sandboxes, stop), Arc::new(Connections::default()).connection())
         .await
         .map_err(|e| e.to_string())
 }
@@ -41,7 +41,7 @@ pub async fn serve_ttrpc<V: SandboxService>(
     stream: UnixStream,
 ) -> Result<(), String> {
     let (_running, stop) = watch::channel(false);
-    ttrpc::serve(stream, handler(sandboxes, stop), Arc::new(Traffic::default()).connection())
+    ttrpc::serve(stream, handler(sandboxes, stop), Arc::new(Connections::default()).connection())
         .await
         .map_err(|e| e.to_string())
 }
@@ -61,8 +61,8 @@ pub async fn answer<V: SandboxService>(
         deadline: Ok(None),
         trace: None,
         namespace: Some(NAMESPACE.into()),
-        most: MAX_MESSAGE,
-        operators: true,
+        max_answer: MAX_MESSAGE,
+        serves_operators: true,
     };
     handler(sandboxes, stop).answer(&call, Box::pin(ready(Ok(message)))).await
 }

@@ -17,13 +17,13 @@ use tokio::net::UnixStream;
 use tokio::task::JoinSet;
 
 use super::MAX_CALLS;
+use super::connections;
 use super::handler::{Call, Dispatched, Handler, Wait};
 use super::namespace;
+use super::request_budget::{BudgetedRequest, REQUEST_TIMEOUT, RequestBudget};
 use super::response::{Answer, GRPC_ANSWER, MAX_MESSAGE};
-use super::room::{self, HeldRequest, Room};
 use super::service::SandboxService;
 use super::status::{Code, Status};
-use super::traffic;
 use crate::log_context::{TRACEPARENT, TraceId};
 
 /// Before each message: a byte that says whether it is compressed, and its length in four.
@@ -50,13 +50,13 @@ const CONTENT_TYPE: &str = "application/grpc";
 pub(super) async fn serve<V: SandboxService>(
     stream: UnixStream,
     handler: Handler<V>,
-    of: Arc<traffic::Connection>,
+    of: Arc<connections::Connection>,
 ) -> Result<(), h2::Error> {
     let mut builder = h2::server::Builder::new();
     builder
         .max_concurrent_streams(MAX_CALLS as u32)
         .max_header_list_size(MAX_HEADERS)
-        // A request that waits for room must leave others some of the connection's window.
+        // A request that waits for budget must leave others some of the connection's window.
         .initial_window_size(1 << 18)
         .initial_connection_window_size(4 << 20)
         // One caller's cancelled calls must not cost all others their connection: the Waits of
@@ -137,8 +137,8 @@ impl From<Request<RecvStream>> for Asked {
                 deadline: timeout(&head.headers),
                 trace,
                 namespace: namespace(&head.headers),
-                most: GRPC_ANSWER,
-                operators: false,
+                max_answer: GRPC_ANSWER,
+                serves_operators: false,
             },
             body,
         }
@@ -150,14 +150,15 @@ async fn serve_call<V: SandboxService>(
     handler: Arc<Handler<V>>,
     asked: Asked,
     mut respond: SendResponse<Bytes>,
-    pending: traffic::PendingCall,
+    pending: connections::PendingCall,
 ) -> Option<PendingWait<V>> {
     let Asked { grpc, call, mut body } = asked;
     let sent = if !grpc {
         refuse(&mut respond)
     } else {
+        let request = Box::pin(message(&mut body, handler.request_budget()));
         let begun = tokio::select! {
-            begun = handler.begin(&call, Box::pin(message(&mut body, handler.room()))) => begun,
+            begun = handler.begin(&call, request) => begun,
             // The caller gave up; the call is dropped.
             _ = poll_fn(|cx| respond.poll_reset(cx)) => return None,
         };
@@ -198,7 +199,7 @@ struct PendingWait<V> {
     wait: Wait,
     respond: SendResponse<Bytes>,
     /// Keeps its connection.
-    _of: traffic::PendingCall,
+    _of: connections::PendingCall,
 }
 
 impl<V: SandboxService> PendingWait<V> {
@@ -231,24 +232,29 @@ impl<V: SandboxService> Future for PendingWait<V> {
 }
 
 /// Reads the one message of a unary call.
-async fn message(body: &mut RecvStream, room: &Room) -> Result<HeldRequest<Bytes>, Status> {
+async fn message(
+    body: &mut RecvStream,
+    budget: &RequestBudget,
+) -> Result<BudgetedRequest<Bytes>, Status> {
     let mut bytes = BytesMut::new();
     while bytes.len() < PREFIX && read_body(body, &mut bytes).await? {}
     check(&bytes)?;
-    let held = room.reserve(length(&bytes)).await?;
+    let permit = budget.reserve(length(&bytes)).await?;
     let rest = async {
         while read_body(body, &mut bytes).await? {
             check(&bytes)?;
         }
         Ok(())
     };
-    match &held {
+    match &permit {
         None => rest.await?,
-        // It keeps others from being read.
+        // Its share of the budget delays other requests.
         Some(_) => {
-            tokio::time::timeout(room::WITHIN, Box::pin(rest)).await.unwrap_or_else(|_| {
-                let text =
-                    format!("the request has not come whole within {} s", room::WITHIN.as_secs());
+            tokio::time::timeout(REQUEST_TIMEOUT, Box::pin(rest)).await.unwrap_or_else(|_| {
+                let text = format!(
+                    "the request has not come whole within {} s",
+                    REQUEST_TIMEOUT.as_secs()
+                );
                 Err(Status::new(Code::DEADLINE_EXCEEDED, text))
             })?
         }
@@ -256,7 +262,7 @@ async fn message(body: &mut RecvStream, room: &Room) -> Result<HeldRequest<Bytes
     if bytes.len() < PREFIX || bytes.len() - PREFIX != length(&bytes) {
         return Err(not_one());
     }
-    Ok(HeldRequest::new(bytes.freeze().slice(PREFIX..), held))
+    Ok(BudgetedRequest::new(bytes.freeze().slice(PREFIX..), permit))
 }
 
 /// Reads what has come of a request; false at its end.

@@ -12,8 +12,8 @@ use protobuf::MessageField;
 use tokio::sync::watch;
 
 use super::namespace::NamespaceFilter;
+use super::request_budget::RequestBudget;
 use super::response::{Answer, code_of, decode, encode, fits, not_served, panicked};
-use super::room::Room;
 use super::service::SandboxService;
 use super::status::{self, Code, Status};
 use super::{convert, inspect};
@@ -39,10 +39,10 @@ pub(super) struct Call {
     pub(super) trace: Option<TraceId>,
     /// containerd's namespace that it is of, if its caller says so.
     pub(super) namespace: Option<Box<str>>,
-    /// The largest answer that its caller reads, bytes.
-    pub(super) most: usize,
-    /// It came where operators ask, not only containerd.
-    pub(super) operators: bool,
+    /// Maximum size of an answer that the caller accepts, bytes.
+    pub(super) max_answer: usize,
+    /// It came over the ttrpc socket, which also serves operator queries.
+    pub(super) serves_operators: bool,
 }
 
 impl Call {
@@ -55,14 +55,14 @@ impl Call {
         self.target() == (CONTROLLER, "Wait")
     }
 
-    /// It is a Wait, and may last as long as its pod.
-    fn lasts(&self) -> bool {
+    /// It is a Wait without a deadline, which may last as long as its pod.
+    fn is_unbounded_wait(&self) -> bool {
         self.is_wait() && matches!(self.deadline, Ok(None))
     }
 
-    /// The method's name for counters: one of those that are served, or `other`, so that no caller
+    /// The method's name in metrics: one of those that are served, or `other`, so that no caller
     /// makes names up.
-    fn counted(&self) -> &'static str {
+    fn metric_name(&self) -> &'static str {
         let (service, method) = self.target();
         let served = match service {
             CONTROLLER => CONTROLLER_METHODS,
@@ -88,16 +88,16 @@ pub(super) struct Wait {
     running: CallInProgress,
 }
 
-/// What is to answer: `None` as long as the sandboxes are not known.
-pub(super) type Ahead<V> = watch::Receiver<Option<Arc<V>>>;
+/// The service that answers; `None` until recovery is done.
+pub(super) type PendingService<V> = watch::Receiver<Option<Arc<V>>>;
 
 /// Answers calls by their path.
 pub(super) struct Handler<V> {
-    sandboxes: Ahead<V>,
+    sandboxes: PendingService<V>,
     stop: watch::Receiver<bool>,
     telemetry: Arc<Telemetry>,
     namespace: Arc<NamespaceFilter>,
-    room: Room,
+    request_budget: RequestBudget,
 }
 
 impl<V> Clone for Handler<V> {
@@ -107,7 +107,7 @@ impl<V> Clone for Handler<V> {
             stop: self.stop.clone(),
             telemetry: Arc::clone(&self.telemetry),
             namespace: Arc::clone(&self.namespace),
-            room: self.room.clone(),
+            request_budget: self.request_budget.clone(),
         }
     }
 }
@@ -115,23 +115,23 @@ impl<V> Clone for Handler<V> {
 impl<V: SandboxService> Handler<V> {
     /// A handler whose calls all end once `stop` says true or its sender is gone.
     pub(super) fn new(
-        sandboxes: Ahead<V>,
+        sandboxes: PendingService<V>,
         stop: watch::Receiver<bool>,
         telemetry: Arc<Telemetry>,
         namespace: Arc<NamespaceFilter>,
     ) -> Self {
-        Self { sandboxes, stop, telemetry, namespace, room: Room::default() }
+        Self { sandboxes, stop, telemetry, namespace, request_budget: RequestBudget::default() }
     }
 
-    /// The same for another socket, with room of its own: requests that come slowly there take none
-    /// from those here.
-    pub(super) fn beside(&self) -> Self {
-        Self { room: Room::default(), ..self.clone() }
+    /// The same for another socket with its own request budget, so that slow requests of one socket
+    /// do not delay those of the other.
+    pub(super) fn with_own_budget(&self) -> Self {
+        Self { request_budget: RequestBudget::default(), ..self.clone() }
     }
 
-    /// Room for the requests of all connections of a socket.
-    pub(super) fn room(&self) -> &Room {
-        &self.room
+    /// The budget for the requests of all connections of a socket.
+    pub(super) fn request_budget(&self) -> &RequestBudget {
+        &self.request_budget
     }
 
     /// Ends when the daemon goes down.
@@ -148,8 +148,8 @@ impl<V: SandboxService> Handler<V> {
         self.sandboxes.borrow().clone()
     }
 
-    /// What answers, as soon as the sandboxes are known. Nothing of a call is read before, but for
-    /// what came in one piece.
+    /// What answers, as soon as the sandboxes are known. Nothing of a call is read before, except
+    /// for what arrived with it.
     async fn sandboxes(&self) -> Result<Arc<V>, Status> {
         if let Some(known) = self.known() {
             return Ok(known);
@@ -170,10 +170,14 @@ impl<V: SandboxService> Handler<V> {
         request: BoxFuture<'a, Result<B, Status>>,
     ) -> BoxFuture<'a, Answer> {
         Box::pin(log_context::within(of.trace, async move {
-            let mut running = self.telemetry.call(of.counted());
+            let mut running = self.telemetry.call(of.metric_name());
             let work = async {
                 let sandboxes = self.sandboxes().await?;
-                fits(of.target().1, self.dispatch(&sandboxes, of, request.await?).await, of.most)
+                fits(
+                    of.target().1,
+                    self.dispatch(&sandboxes, of, request.await?).await,
+                    of.max_answer,
+                )
             };
             let answer = self.bounded(of, work).await;
             running.ended(code_of(&answer));
@@ -188,11 +192,11 @@ impl<V: SandboxService> Handler<V> {
         of: &'a Call,
         request: BoxFuture<'a, Result<B, Status>>,
     ) -> BoxFuture<'a, Dispatched> {
-        if !of.lasts() {
+        if !of.is_unbounded_wait() {
             return Box::pin(self.answer(of, request).map(Dispatched::Answered));
         }
         Box::pin(log_context::within(of.trace, async move {
-            let mut running = self.telemetry.call(of.counted());
+            let mut running = self.telemetry.call(of.metric_name());
             let begun = self.bounded(of, async {
                 let sandboxes = self.sandboxes().await?;
                 let mut exit = exit(sandboxes, request.await?.as_ref())?;
@@ -283,7 +287,7 @@ impl<V: SandboxService> Handler<V> {
             (CONTROLLER, _) => {
                 Box::pin(async move { self.controller(sandboxes, method, bytes.as_ref()).await })
             }
-            (inspect::SERVICE, _) if of.operators => {
+            (inspect::SERVICE, _) if of.serves_operators => {
                 Box::pin(async move { inspect::answer(&**sandboxes, method, bytes.as_ref()).await })
             }
             _ => Box::pin(ready(Err(not_served(service, method)))),

@@ -34,7 +34,7 @@ const MAX_DELAY: Duration = Duration::from_secs(1);
 /// socket.
 pub fn bind(path: &Path) -> Result<net::UnixListener, StepError> {
     refuse_taken(path)?;
-    let new = beside(path);
+    let new = temporary_name(path);
     match fs::remove_file(&new) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => {
             return Err(StepError::at("remove", new, e));
@@ -76,7 +76,7 @@ fn refuse_taken(path: &Path) -> Result<(), StepError> {
 }
 
 /// The name under which a socket waits until it is ready.
-fn beside(path: &Path) -> PathBuf {
+fn temporary_name(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".new");
     PathBuf::from(name)
@@ -110,9 +110,9 @@ impl Listener {
     /// The next connection of the user who may connect. May be dropped and called again at any
     /// time.
     ///
-    /// A failed accept, mostly for want of file descriptors, is tried again after a pause: the
-    /// connection stays in the backlog and the listener readable, so without a pause this would
-    /// spin.
+    /// Retries a failed accept, usually because no file descriptor is free, after a delay: the
+    /// connection stays in the backlog and the listener stays readable, so that without a delay
+    /// this loop would spin.
     pub(super) async fn next(&mut self) -> UnixStream {
         loop {
             if let Some(time) = self.not_before {
@@ -187,7 +187,7 @@ mod tests {
         assert_eq!(refused.io().raw_os_error(), Some(libc::EADDRINUSE));
         assert!(refused.to_string().contains(path.to_str().unwrap()), "{refused}");
         drop(first);
-        fs::write(beside(&path), "left by a crash").unwrap();
+        fs::write(temporary_name(&path), "left by a crash").unwrap();
         let _second = bind(&path).unwrap();
         net::UnixStream::connect(&path).unwrap();
     }

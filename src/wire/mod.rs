@@ -5,7 +5,7 @@
 //! errors become codes in `status.rs`; neither transport adds to it.
 //!
 //! No caller and no RPC can harm another: messages, headers, connections and calls are bounded, a
-//! panic is an answer, and a listener that cannot accept waits and continues. Going down, the
+//! panic is an answer, and a listener that cannot accept waits and continues. On shutdown the
 //! daemon ends every call with UNAVAILABLE and nothing else, because containerd takes any other end
 //! of a Wait for the exit of its sandbox.
 
@@ -22,6 +22,7 @@ use tokio::task::JoinSet;
 use crate::error::StepError;
 use crate::telemetry::Telemetry;
 
+mod connections;
 mod convert;
 #[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
@@ -31,23 +32,22 @@ mod handler;
 mod inspect;
 mod listener;
 mod namespace;
+mod request_budget;
 mod response;
-mod room;
 mod service;
 mod status;
-mod traffic;
 mod ttrpc;
 
 pub use listener::bind;
 pub use service::SandboxService;
 pub use status::{Code, Status, code};
 
+use connections::{Connection, Connections};
 use handler::Handler;
 use listener::Listener;
 use namespace::NamespaceFilter;
-use traffic::{Connection, Traffic};
 
-/// Calls that may be pending on one connection: a Wait for every pod of a node, and room.
+/// Calls that may be pending on one connection: a Wait for every pod of a node, and a reserve.
 const MAX_CALLS: usize = 16 << 10;
 /// Connections that a socket serves at a time. For one more an idle one is ended; where none is
 /// idle, it waits.
@@ -70,12 +70,12 @@ pub struct Server<V> {
 impl<V: SandboxService> Server<V> {
     /// Serves `sandboxes` on two bound and listening sockets, made by [`bind`] or inherited.
     pub fn new(sandboxes: Arc<V>, grpc: UnixListener, ttrpc: UnixListener) -> Self {
-        Self::ahead(watch::channel(Some(sandboxes)).1, grpc, ttrpc)
+        Self::before_recovery(watch::channel(Some(sandboxes)).1, grpc, ttrpc)
     }
 
-    /// The same, before there is a controller: connections are taken, HTTP/2 is spoken, and calls
-    /// wait. If there will never be one, its sender is dropped.
-    pub fn ahead(
+    /// The same before recovery is done: connections are accepted, HTTP/2 is spoken, and calls wait
+    /// for the service. If it never comes, its sender is dropped.
+    pub fn before_recovery(
         sandboxes: watch::Receiver<Option<Arc<V>>>,
         grpc: UnixListener,
         ttrpc: UnixListener,
@@ -107,12 +107,14 @@ impl<V: SandboxService> Server<V> {
     /// Outside a tokio runtime with I/O and time.
     pub async fn run(self, stop: watch::Receiver<bool>) -> Result<(), StepError> {
         let handler = Handler::new(self.sandboxes, stop, self.telemetry, self.namespace);
-        let beside = handler.beside();
+        let ttrpc_handler = handler.with_own_budget();
         let grpc = Listener::new(self.grpc, ROOT)?;
         let ttrpc = Listener::new(self.ttrpc, ROOT)?;
         tokio::join!(
             serve("gRPC", grpc, &handler, |stream, of| grpc::serve(stream, handler.clone(), of)),
-            serve("ttrpc", ttrpc, &beside, |stream, of| ttrpc::serve(stream, beside.clone(), of)),
+            serve("ttrpc", ttrpc, &ttrpc_handler, |stream, of| {
+                ttrpc::serve(stream, ttrpc_handler.clone(), of)
+            }),
         );
         Ok(())
     }
@@ -129,8 +131,8 @@ async fn serve<V, E, F>(
     E: Display + Send + 'static,
     F: Future<Output = Result<(), E>> + Send + 'static,
 {
-    let mut connections = JoinSet::new();
-    let traffic = Arc::new(Traffic::default());
+    let mut tasks = JoinSet::new();
+    let connections = Arc::new(Connections::default());
     // The next connection, where there are too many.
     let mut next = None;
     let stopping = handler.stopping();
@@ -139,39 +141,39 @@ async fn serve<V, E, F>(
         tokio::select! {
             biased;
             () = &mut stopping => break,
-            Some(ended) = connections.join_next() => {
+            Some(ended) = tasks.join_next() => {
                 match ended {
                     Ok(Ok(())) => {}
                     Ok(Err(e)) => log::debug!("{name} connection ended: {e}"),
                     Err(e) => log::error!("task of a {name} connection failed: {e}"),
                 }
                 if let Some(stream) = next.take() {
-                    connections.spawn(connection(stream, traffic.connection()));
+                    tasks.spawn(connection(stream, connections.connection()));
                 }
             }
             stream = acceptor.next(), if next.is_none() => {
-                if connections.len() < MAX_CONNECTIONS {
-                    connections.spawn(connection(stream, traffic.connection()));
+                if tasks.len() < MAX_CONNECTIONS {
+                    tasks.spawn(connection(stream, connections.connection()));
                 } else {
                     next = Some(stream);
-                    traffic.evict();
+                    connections.evict();
                 }
             }
-            () = traffic.idle(), if next.is_some() => {
-                traffic.evict();
+            () = connections.idle(), if next.is_some() => {
+                connections.evict();
             }
         }
     }
     // No new connection is accepted. The backlog of an inherited socket is for the daemon's
     // successor.
     drop(acceptor);
-    let done = async { while connections.join_next().await.is_some() {} };
+    let done = async { while tasks.join_next().await.is_some() {} };
     if tokio::time::timeout(DRAIN, done).await.is_err() {
         log::warn!(
-            "{name}: cutting off {} connections that took over {} s to end",
-            connections.len(),
+            "{name}: closing {} connections that took over {} s to end",
+            tasks.len(),
             DRAIN.as_secs()
         );
-        connections.shutdown().await;
+        tasks.shutdown().await;
     }
 }

@@ -17,13 +17,13 @@ use tokio::task::JoinSet;
 use ttrpc::proto::{GenMessage, MESSAGE_TYPE_REQUEST, MessageHeader, Request, Response};
 
 use super::MAX_CALLS;
+use super::connections::Connection;
 use super::handler::{self, Handler};
 use super::namespace;
+use super::request_budget::{self, BudgetPermit};
 use super::response::{Answer, TTRPC_ANSWER};
-use super::room::{self, HeldRoom};
 use super::service::SandboxService;
 use super::status::{Code, Status};
-use super::traffic::Connection;
 use crate::log_context::{TRACEPARENT, TraceId};
 
 /// How long new calls are still answered, with UNAVAILABLE, when the daemon goes down: ttrpc cannot
@@ -81,10 +81,10 @@ async fn read_requests<V: SandboxService>(
         }
         while calls.try_join_next().is_some() {}
         // Only this connection waits: its frames come in order, and are read in order.
-        let asked = match handler.room().reserve(length).await {
-            Ok(held) => {
-                let payload = payload(reader, length, held.is_some()).await?;
-                request(stream, &payload, calls.len()).map(|request| (request, held))
+        let asked = match handler.request_budget().reserve(length).await {
+            Ok(permit) => {
+                let payload = payload(reader, length, permit.is_some()).await?;
+                request(stream, &payload, calls.len()).map(|request| (request, permit))
             }
             Err(refused) => {
                 skip(reader, length).await?;
@@ -93,11 +93,11 @@ async fn read_requests<V: SandboxService>(
         };
         // An answer that cannot be sent has no caller: the connection is gone.
         match asked {
-            Ok((request, held)) => {
+            Ok((request, permit)) => {
                 let (handler, answers, pending) = (handler.clone(), answers.clone(), of.begin());
                 calls.spawn(async move {
                     let _pending = pending;
-                    let answer = call(&handler, request, held).await;
+                    let answer = call(&handler, request, permit).await;
                     let _ = answers.send(response(stream, answer)).await;
                 });
             }
@@ -112,18 +112,17 @@ fn broken(e: &std::io::Error) -> ttrpc::Error {
     ttrpc::Error::Socket(e.to_string())
 }
 
-/// Reads the rest of a frame. One that holds room keeps others from being read, and so must come in
-/// time.
+/// Reads the rest of a frame. One that holds budget delays other requests, and so has a time limit.
 async fn payload(
     reader: &mut BufReader<OwnedReadHalf>,
     length: usize,
-    holds_room: bool,
+    holds_budget: bool,
 ) -> Result<Vec<u8>, ttrpc::Error> {
     let mut payload = vec![0; length];
     let whole = reader.read_exact(&mut payload);
-    let read = if holds_room {
+    let read = if holds_budget {
         let late = |_| Err(std::io::ErrorKind::TimedOut.into());
-        tokio::time::timeout(room::WITHIN, whole).await.unwrap_or_else(late)
+        tokio::time::timeout(request_budget::REQUEST_TIMEOUT, whole).await.unwrap_or_else(late)
     } else {
         whole.await
     };
@@ -156,7 +155,11 @@ fn request(stream: u32, payload: &[u8], pending: usize) -> Result<Request, Statu
     })
 }
 
-async fn call<V: SandboxService>(handler: &Handler<V>, request: Request, held: HeldRoom) -> Answer {
+async fn call<V: SandboxService>(
+    handler: &Handler<V>,
+    request: Request,
+    permit: BudgetPermit,
+) -> Answer {
     let deadline = match request.timeout_nano {
         0 => None,
         nanos => Some(Duration::from_nanos(u64::try_from(nanos).unwrap_or(0))),
@@ -172,11 +175,14 @@ async fn call<V: SandboxService>(handler: &Handler<V>, request: Request, held: H
         deadline: Ok(deadline),
         trace,
         namespace,
-        most: TTRPC_ANSWER,
-        operators: true,
+        max_answer: TTRPC_ANSWER,
+        serves_operators: true,
     };
     handler
-        .answer(&call, Box::pin(std::future::ready(Ok(room::HeldRequest::new(payload, held)))))
+        .answer(
+            &call,
+            Box::pin(std::future::ready(Ok(request_budget::BudgetedRequest::new(payload, permit)))),
+        )
         .await
 }
 

@@ -14,11 +14,12 @@ use tokio::task::JoinSet;
 use crate::harness::{Bench, Case, cases};
 
 pub(crate) fn cases() -> Vec<Case> {
-    let mut cases = cases![both: many_waits, large_annotation];
+    let mut cases = cases![both: many_waits_do_not_slow_other_calls, large_annotation];
     cases.extend(cases![
         ours, "it has no socket of its own for callers": many_waits_on_one_connection,
-            bad_requests, unknown_ids, repeated_calls,
-        sockets, another_namespace_of_containerd, check_examines_the_containerd_that_runs
+            malformed_requests_name_the_field, unknown_ids, repeated_calls,
+        only_root_can_connect, another_namespace_of_containerd,
+            check_examines_the_containerd_that_runs
     ]);
     cases
 }
@@ -26,7 +27,7 @@ pub(crate) fn cases() -> Vec<Case> {
 const WAITS: usize = 500;
 
 /// Through containerd.
-async fn many_waits(bench: Bench) -> Result<()> {
+async fn many_waits_do_not_slow_other_calls(bench: Bench) -> Result<()> {
     let controller = bench.node.controller(bench.handler);
     waits(&bench, Arc::new(controller)).await
 }
@@ -37,7 +38,7 @@ async fn many_waits_on_one_connection(bench: Bench) -> Result<()> {
 }
 
 async fn waits(bench: &Bench, controller: Arc<Controller>) -> Result<()> {
-    /// Times that a Status may take beside the Waits, against one alone: noise, and far less than
+    /// Times that a Status may take with the Waits, against one alone: noise, and far less than
     /// standing in line behind hundreds.
     const SLOWER: u32 = 20;
     /// What a busy machine may add to either.
@@ -49,10 +50,10 @@ async fn waits(bench: &Bench, controller: Arc<Controller>) -> Result<()> {
         let (controller, id) = (Arc::clone(&controller), pod.id().to_owned());
         waits.spawn(async move { controller.wait(&id).await });
     }
-    let beside = status_time(&controller, pod.id()).await?;
+    let with_waits = status_time(&controller, pod.id()).await?;
     ensure!(
-        beside < alone * SLOWER + NOISE,
-        "a Status took {beside:?} beside {WAITS} Waits, {alone:?} alone"
+        with_waits < alone * SLOWER + NOISE,
+        "a Status took {with_waits:?} with {WAITS} Waits, {alone:?} alone"
     );
     ensure!(waits.try_join_next().is_none(), "a Wait has ended before the pod");
     pod.stop().await?;
@@ -100,7 +101,7 @@ async fn large_annotation(bench: Bench) -> Result<()> {
 /// A sandbox id as containerd makes them up.
 const ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 
-async fn bad_requests(bench: Bench) -> Result<()> {
+async fn malformed_requests_name_the_field(bench: Bench) -> Result<()> {
     let controller = bench.node.sandboxer();
     let before = bench.node.snapshot()?;
     let home = bench.node.prepare(PodSpec::new("bad").host_network())?;
@@ -281,14 +282,14 @@ async fn another_namespace_of_containerd(bench: Bench) -> Result<()> {
 }
 
 /// Only root may call.
-async fn sockets(bench: Bench) -> Result<()> {
+async fn only_root_can_connect(bench: Bench) -> Result<()> {
     ensure!(bench.handler == Handler::Ours, "a case of this sandboxer alone");
     let grpc = bench.node.layout().sandboxer_socket();
     let mut ttrpc = grpc.clone().into_os_string();
     ttrpc.push(".ttrpc");
     for socket in [grpc, ttrpc.into()] {
         let about = std::fs::metadata(&socket).with_context(|| format!("{}", socket.display()))?;
-        ensure!(about.file_type().is_socket(), "{} is no socket", socket.display());
+        ensure!(about.file_type().is_socket(), "{} is not a socket", socket.display());
         let mode = about.permissions().mode() & 0o7777;
         ensure!(mode == 0o600, "{} has the mode {mode:o}", socket.display());
     }

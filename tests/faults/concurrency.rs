@@ -163,7 +163,7 @@ async fn asked<T, F: Future<Output = Result<T, Status>>>(ask: impl Fn() -> F) ->
     Ok(tokio::time::timeout(DEADLINE, answered).await.context("no answer in time")??)
 }
 
-/// Runs a sandbox as kubelet does: one whose start was cut off by the restart is made anew.
+/// Runs a sandbox as kubelet does: one whose start was interrupted by the restart is made anew.
 async fn run(controller: &Controller, shape: &Shape, id: &str) -> Result<()> {
     for _ in 0..5 {
         match asked(|| shape.create(controller, id)).await {
@@ -175,7 +175,7 @@ async fn run(controller: &Controller, shape: &Shape, id: &str) -> Result<()> {
         match asked(|| controller.start(id)).await {
             Ok(_) => return Ok(()),
             Err(e) => {
-                // Started, and the answer was lost; or cut off and removed.
+                // Started, and the answer was lost; or interrupted and removed.
                 if controller
                     .status(id, false)
                     .await
@@ -289,7 +289,7 @@ async fn the_watchdog_gets_no_keep_alive_while_removals_hang() -> Result<()> {
     for id in ids {
         let controller = controller.clone();
         removals.spawn(async move {
-            // Only later ones wait for their turn, longer than a caller may.
+            // Later ones wait for a permit for longer than a caller may wait.
             let _ = controller.stop(&id).await;
             asked(|| controller.shutdown(&id)).await
         });

@@ -19,7 +19,7 @@ use crate::standalone::Standalone;
 /// What is logged when the files of a pod cannot be put back.
 const FAILED: &str = "failed to restore deleted pod files";
 /// How long the daemon may take to try again by itself.
-const AGAIN: Duration = Duration::from_secs(60);
+const RETRY_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases = alone![
@@ -218,7 +218,7 @@ async fn files_that_cannot_be_restored_are_restored_later() -> Result<()> {
         delete(&standalone.files(&id), &standalone.shm(&id))?;
         fill(&standalone.path("root"))?;
         // Nothing is looked for in the first moments of a sandbox.
-        until("it looks for the files", AGAIN, async || {
+        until("it looks for the files", RETRY_TIMEOUT, async || {
             controller
                 .status(&id, false)
                 .await
@@ -253,7 +253,7 @@ async fn files_that_cannot_be_restored_are_restored_later() -> Result<()> {
         );
 
         fs::remove_dir_all(standalone.path("root/filler"))?;
-        until("the files are back", AGAIN, async || {
+        until("the files are back", RETRY_TIMEOUT, async || {
             for (name, content) in &whole {
                 ensure!(
                     fs::read(standalone.files(&id).join(name))? == *content,
@@ -263,7 +263,7 @@ async fn files_that_cannot_be_restored_are_restored_later() -> Result<()> {
             Ok(())
         })
         .await?;
-        until("that is logged", AGAIN, async || {
+        until("that is logged", RETRY_TIMEOUT, async || {
             ensure!(standalone.logged().contains("restored deleted pod files"), "not yet");
             Ok(())
         })
@@ -272,7 +272,7 @@ async fn files_that_cannot_be_restored_are_restored_later() -> Result<()> {
         ensure!(standalone.logged().matches(FAILED).count() == times, "{what}: logged again");
         ensure!(
             counted(&standalone, "pause_sandboxer_healed_files_total")? >= 1,
-            "{what}: not counted as healed"
+            "{what}: not counted as restored"
         );
         remove(&controller, &id).await?;
         standalone.nothing_left_but(&[standalone.path("root")]).await?;
@@ -293,9 +293,9 @@ async fn a_truncated_file_is_restored() -> Result<()> {
     ensure!(!hosts.is_empty(), "the node's hosts is empty");
     fs::remove_file(file("hosts"))?;
     fs::File::create(file("hosts"))?;
-    until("it is put back", AGAIN, async || {
+    until("it is put back", RETRY_TIMEOUT, async || {
         is_whole(&standalone, &controller, &id).await?;
-        ensure!(fs::read(file("hosts"))? == hosts, "it is as it was cut off");
+        ensure!(fs::read(file("hosts"))? == hosts, "it is truncated as before");
         Ok(())
     })
     .await?;
@@ -335,7 +335,7 @@ async fn restarted_on_a_full_disk(node: &Arc<Node>, disk: &Path) -> Result<()> {
     ensure!(!node.layout().sandbox_files(pod.id()).exists(), "the disk was not full");
 
     fs::remove_dir_all(disk.join("filler"))?;
-    until("the files are back", AGAIN, async || {
+    until("the files are back", RETRY_TIMEOUT, async || {
         let text = fs::read_to_string(node.layout().sandbox_files(pod.id()).join("resolv.conf"))?;
         ensure!(text == "nameserver 10.0.0.10\n", "{text:?}");
         Ok(())

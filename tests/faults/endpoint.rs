@@ -16,7 +16,7 @@ use ttrpc::proto::Request;
 use crate::standalone::Standalone;
 
 /// How long a caller waits for a shim.
-const WITHIN: Duration = Duration::from_secs(15);
+const CALL_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The setting by which a standalone daemon has a shim to launch.
 pub(crate) fn settings() -> Result<String> {
@@ -57,10 +57,13 @@ impl Caller {
             service: "containerd.task.v3.Task".to_owned(),
             method: "Connect".to_owned(),
             payload: ConnectRequest { id: id.to_owned(), ..Default::default() }.write_to_bytes()?,
-            timeout_nano: i64::try_from(WITHIN.as_nanos())?,
+            timeout_nano: i64::try_from(CALL_TIMEOUT.as_nanos())?,
             ..Default::default()
         };
-        match tokio::time::timeout(WITHIN, self.0.request(request)).await.context("no answer")? {
+        match tokio::time::timeout(CALL_TIMEOUT, self.0.request(request))
+            .await
+            .context("no answer")?
+        {
             Ok(_) | Err(ttrpc::Error::RpcStatus(_)) => Ok(()),
             Err(e) => Err(e).context("ask the shim"),
         }
@@ -74,7 +77,7 @@ pub(crate) async fn settled_in(standalone: &Standalone, id: &str) -> Result<()> 
     };
     let daemon = standalone.pid()?;
     let record = standalone.record(id).join("shim/shim.json");
-    until("the shim is on record", WITHIN, async || {
+    until("the shim is on record", CALL_TIMEOUT, async || {
         if !processes::exists(daemon)
             || processes::all()?.iter().any(|p| p.pid == daemon && p.state == 'Z')
         {

@@ -178,7 +178,7 @@ async fn pauses_of_other_daemons_stay() -> Result<()> {
     let shape = Shape { cgroup_parent: String::new(), ..Shape::plain(&theirs) };
     let pid = shape.run(&theirs.controller(), &id).await?;
     let mut imitation = imitation(&ours.path(""), &id)?;
-    // To this daemon the id is one whose start was cut off.
+    // To this daemon the id is one whose start was interrupted.
     shape.create(&ours.controller(), &id).await?;
     ours.kill()?;
     fs::create_dir(ours.record(&id).join("shm"))?;

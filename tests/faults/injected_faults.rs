@@ -254,7 +254,7 @@ async fn medians_on(
     Ok([status[status.len() / 2], start[start.len() / 2]])
 }
 
-/// The shim of a pod whose container is gone stands still.
+/// The shim of a pod whose container is gone hangs.
 async fn node_shim_that_hangs(node: Arc<Node>) -> Result<()> {
     let other = node.run(Handler::Ours, PodSpec::new("other").host_network()).await?;
     let hanging = node.run(Handler::Ours, PodSpec::new("hanging").host_network()).await?;

@@ -78,7 +78,7 @@ async fn killed_in_start_without_a_cgroup() -> Result<()> {
         "no execveat among {calls:#?}"
     );
     ensure!(
-        standalone.logged().contains("killing a pause that no record names"),
+        standalone.logged().contains("killing pause process without a record"),
         "no pause was ever left alone"
     );
     Ok(())

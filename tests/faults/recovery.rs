@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use kit::controller::{CONFIG_TYPE, any};
 use kit::cri::api::DNSConfig;
 use kit::machine::processes;
@@ -185,23 +185,17 @@ async fn a_pause_that_is_not_determined_in_time_is_unknown() -> Result<()> {
         "up only after {:?}",
         begun.elapsed()
     );
-    let mut unknown = Vec::new();
-    for id in &ids {
-        match state(&controller, id).await?.as_str() {
-            "SANDBOX_READY" => {}
-            "SANDBOX_UNKNOWN" => unknown.push(id.clone()),
-            other => bail!("{id} is {other}"),
-        }
-    }
-    // Those are looked for again a second later.
     let undecided = standalone.logged().contains("cannot determine whether the pause lives");
     ensure!(undecided, "none was unknown");
+    // Those are looked for again, and Status waits for it.
+    for id in &ids {
+        let state = state(&controller, id).await?;
+        ensure!(state == "SANDBOX_READY", "{id} is {state}");
+    }
     ensure!(standalone.pauses()?.len() == ids.len(), "a pause was ended");
     standalone.end_faults().await?;
     for id in &ids {
-        remove(&controller, id)
-            .await
-            .with_context(|| format!("end {id}, of the unknown {unknown:?}"))?;
+        remove(&controller, id).await.with_context(|| format!("end {id}"))?;
     }
     standalone.nothing_left().await
 }
@@ -278,13 +272,10 @@ async fn an_unknown_pause_is_determined_later() -> Result<()> {
     }
     standalone.kill()?;
     standalone.start_with(&["pidfd_open:error=EMFILE"]).await?;
-    for id in [&stopped, &removed, &kept] {
-        ensure!(
-            state(&controller, id).await? == "SANDBOX_UNKNOWN",
-            "{id} is {}",
-            state(&controller, id).await?
-        );
-    }
+    let asked = tokio::spawn({
+        let (controller, kept) = (standalone.controller(), kept.clone());
+        async move { state(&controller, &kept).await }
+    });
     let error = controller.stop(&stopped).await.err().context("stopped what cannot be found")?;
     ensure!(
         error.message.contains("open a pidfd") && error.message.contains("os error 24"),
@@ -292,7 +283,11 @@ async fn an_unknown_pause_is_determined_later() -> Result<()> {
     );
     ensure!(controller.shutdown(&removed).await.is_err(), "removed what cannot be found");
     ensure!(standalone.pauses()?.len() == 3, "a pause was ended");
+    ensure!(!asked.is_finished(), "Status of an unknown pause was answered");
     standalone.end_faults().await?;
+    // The pause of a pod that is to live is looked for again.
+    let state = asked.await??;
+    ensure!(state == "SANDBOX_READY", "it is {state}");
     controller.stop(&stopped).await?;
     ensure!(controller.wait(&stopped).await?.exit_status == 137, "its exit");
     // It was asked for once, and is done by the back-off.
@@ -303,13 +298,6 @@ async fn an_unknown_pause_is_determined_later() -> Result<()> {
     })
     .await?;
     controller.shutdown(&stopped).await?;
-    // And so is the search for the pause of a pod that is to live.
-    until("the pod is ready again", Duration::from_secs(20), async || {
-        let state = state(&controller, &kept).await?;
-        ensure!(state == "SANDBOX_READY", "it is {state}");
-        Ok(())
-    })
-    .await?;
     is_whole(&standalone, &controller, &kept).await?;
     remove(&controller, &kept).await?;
     standalone.nothing_left().await
@@ -473,11 +461,11 @@ async fn killed_before_the_child_executes_the_pause() -> Result<()> {
     standalone.start().await?;
     ensure!(!processes::one(child).is_ok_and(|p| p.state != 'Z'), "the child lives on");
     ensure!(
-        standalone.logged().contains("killing a pause that no record names"),
+        standalone.logged().contains("killing pause process without a record"),
         "it was not found:\n{}",
         standalone.logged()
     );
-    // A start that was cut off is undone.
+    // An interrupted start is undone.
     let status = controller.status(&id, false).await;
     ensure!(status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{status:?}");
     shape.run(&controller, &id).await?;

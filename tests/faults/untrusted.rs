@@ -168,7 +168,7 @@ async fn a_process_that_says_it_is_a_pause_is_none() -> Result<()> {
         standalone.logged()
     );
     ensure!(
-        !standalone.logged().contains("a pause that no record names"),
+        !standalone.logged().contains("killing pause process without a record"),
         "a stranger was believed:\n{}",
         standalone.logged()
     );
@@ -244,9 +244,7 @@ async fn only_directories_are_records() -> Result<()> {
     for name in &others {
         let path = standalone.record(name);
         ensure!(
-            standalone
-                .logged()
-                .contains(&format!("{} is not the directory of a sandbox", path.display())),
+            standalone.logged().contains(&format!("not a sandbox directory: {}", path.display())),
             "not reported: {name}"
         );
         let status = controller.status(name, false).await.err().context("it has a status")?;

@@ -1,5 +1,6 @@
 //! What a new daemon makes of the records of an earlier one.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc;
@@ -49,7 +50,7 @@ async fn a_restart_recovers_running_exited_and_unknown_sandboxes() {
 
     node.fake.orders.lock().unwrap().cannot_tell = true;
     let controller = node.controller().await;
-    assert_eq!(controller.status("created", false).await.unwrap().state, "SANDBOX_UNKNOWN");
+    assert_eq!(listed(&controller).await["created"], "unknown");
     assert!(controller.stop("created").await.unwrap_err().to_string().contains("os error 24"));
     node.fake.orders.lock().unwrap().cannot_tell = false;
     controller.stop("created").await.unwrap();
@@ -57,6 +58,81 @@ async fn a_restart_recovers_running_exited_and_unknown_sandboxes() {
     for id in ["alive", "dead", "stopped", "created"] {
         controller.shutdown(id).await.unwrap();
     }
+    assert_eq!(node.leftovers(), Vec::<String>::new());
+}
+
+/// The state of every sandbox, by its id.
+async fn listed(controller: &Controller) -> BTreeMap<String, &'static str> {
+    let (all, _) = controller.list("", 1000, false).await.unwrap();
+    all.into_iter().map(|sandbox| (sandbox.id, sandbox.state)).collect()
+}
+
+/// A controller whose sandbox "a" was started by another, and the pid of its pause.
+async fn restarted(node: &Node, before: impl FnOnce()) -> (Arc<Controller>, u32) {
+    let controller = node.controller().await;
+    controller.create(request("a")).await.unwrap();
+    let pid = controller.start("a").await.unwrap().pid;
+    drop(controller);
+    before();
+    (node.controller().await, pid)
+}
+
+/// containerd would keep the answer until its next start.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn status_of_an_unknown_pause_waits_until_it_is_found() {
+    let node = Node::new();
+    let (controller, pid) =
+        restarted(&node, || node.fake.orders.lock().unwrap().cannot_tell = true).await;
+    assert_eq!(listed(&controller).await["a"], "unknown");
+    let asked = tokio::spawn({
+        let controller = controller.clone();
+        async move { controller.status("a", false).await.unwrap() }
+    });
+    // It is looked for once more meanwhile.
+    tokio::time::sleep(Duration::from_millis(1500)).await;
+    assert!(!asked.is_finished());
+    node.fake.orders.lock().unwrap().cannot_tell = false;
+    let status = asked.await.unwrap();
+    assert_eq!((status.state, status.pid), ("SANDBOX_READY", pid));
+    controller.shutdown("a").await.unwrap();
+    assert_eq!(node.leftovers(), Vec::<String>::new());
+}
+
+#[tokio::test(start_paused = true)]
+async fn status_of_a_pause_that_is_not_found_is_unknown_in_the_end() {
+    let node = Node::new();
+    let (controller, _) =
+        restarted(&node, || node.fake.orders.lock().unwrap().cannot_tell = true).await;
+    let begun = tokio::time::Instant::now();
+    for _ in 0..2 {
+        assert_eq!(controller.status("a", false).await.unwrap().state, "SANDBOX_UNKNOWN");
+        // Once for all calls.
+        assert_eq!(begun.elapsed().as_secs(), 30);
+    }
+    node.fake.orders.lock().unwrap().cannot_tell = false;
+    controller.shutdown("a").await.unwrap();
+    assert_eq!(node.leftovers(), Vec::<String>::new());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_shim_that_is_not_found_makes_no_pause_unknown() {
+    let node = Node::new();
+    let shim = node.dir.path().join("state/sandboxes/a/shim");
+    let record = shim.join("shim.json");
+    let (controller, pid) = restarted(&node, || {
+        std::fs::create_dir_all(&shim).unwrap();
+        // Whoever reads it waits for a writer.
+        nix::unistd::mkfifo(&record, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    })
+    .await;
+    assert_eq!(listed(&controller).await["a"], "ready");
+    let status = controller.status("a", false).await.unwrap();
+    assert_eq!((status.state, status.pid), ("SANDBOX_READY", pid));
+    // It is looked for again and again: from now on there is none.
+    let aside = record.with_extension("aside");
+    std::fs::rename(&record, &aside).unwrap();
+    drop(std::fs::File::options().write(true).open(&aside).unwrap());
+    controller.shutdown("a").await.unwrap();
     assert_eq!(node.leftovers(), Vec::<String>::new());
 }
 
@@ -125,8 +201,8 @@ async fn recovery_undoes_an_interrupted_start() {
     assert_eq!(node.leftovers(), Vec::<String>::new());
 }
 
-/// Recovery's removal of a cut-off start hangs beyond the record's time: the id stays taken until
-/// it has ended, and nothing is done for the sandbox beside it.
+/// Recovery's removal of an interrupted start hangs beyond the deadline of the record: the id stays
+/// taken until the removal has ended, and no other job of the sandbox runs meanwhile.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_sandbox_waits_for_what_recovery_left_under_way() {
     let node = Node::new();
@@ -169,10 +245,9 @@ async fn records_that_hang_keep_no_other_record_from_recovery() {
     let (releases, held): (Vec<_>, Vec<_>) = (0..HANG).map(|_| mpsc::channel()).unzip();
     node.fake.orders.lock().unwrap().hold_adoptions = held;
     let controller = node.controller().await;
-    let mut ready = 0;
+    let (states, mut ready) = (listed(&controller).await, 0);
     for number in 0..ALL {
-        let state = controller.status(&format!("pod-{number}"), false).await.unwrap().state;
-        ready += usize::from(state == "SANDBOX_READY");
+        ready += usize::from(states[&format!("pod-{number}")] == "ready");
     }
     assert_eq!(ready, ALL - HANG, "pods are ready");
     drop(releases);

@@ -13,7 +13,7 @@ use nix::unistd::Pid;
 use tempfile::TempDir;
 
 /// How long a daemon may take for anything here; only a broken one takes it.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(crate) fn program() -> Command {
     Command::new(env!("CARGO_BIN_EXE_pause-sandboxer"))
@@ -92,7 +92,7 @@ impl Daemon {
         let socket = scratch.path("notify");
         let _ = fs::remove_file(&socket);
         let notices = UnixDatagram::bind(&socket).unwrap();
-        notices.set_read_timeout(Some(PATIENCE)).unwrap();
+        notices.set_read_timeout(Some(TIMEOUT)).unwrap();
         command.env("NOTIFY_SOCKET", &socket).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let log = BufReader::new(child.stderr.take().unwrap());
@@ -128,14 +128,14 @@ impl Daemon {
         kill(Pid::from_raw(self.child.id().try_into().unwrap()), signal).unwrap();
     }
 
-    /// The exit status, within [`PATIENCE`].
+    /// The exit status, within [`TIMEOUT`].
     pub(crate) fn ended(&mut self) -> std::process::ExitStatus {
         let begun = Instant::now();
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status;
             }
-            assert!(begun.elapsed() < PATIENCE, "the daemon does not end");
+            assert!(begun.elapsed() < TIMEOUT, "the daemon does not end");
             std::thread::sleep(Duration::from_millis(5));
         }
     }

@@ -19,7 +19,7 @@ use pause_sandboxer::protos::cri::{
 use protobuf::well_known_types::any::Any;
 use protobuf::{Message as _, MessageField};
 
-use super::daemon::{Daemon, PATIENCE, Scratch, program, stderr, stdout};
+use super::daemon::{Daemon, Scratch, TIMEOUT, program, stderr, stdout};
 
 const ID: &str = "0123456789abcdef0123";
 const PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
@@ -43,7 +43,7 @@ impl Controller {
     }
 
     fn context() -> ttrpc::context::Context {
-        let mut context = ttrpc::context::with_duration(PATIENCE);
+        let mut context = ttrpc::context::with_duration(TIMEOUT);
         context.add("traceparent".to_owned(), PARENT.to_owned());
         context
     }
@@ -281,7 +281,7 @@ fn connected<S>(mut connect: impl FnMut() -> std::io::Result<S>) -> S {
     loop {
         match connect() {
             Ok(stream) => return stream,
-            Err(e) => assert!(begun.elapsed() < PATIENCE, "{e}"),
+            Err(e) => assert!(begun.elapsed() < TIMEOUT, "{e}"),
         }
         std::thread::sleep(Duration::from_millis(5));
     }

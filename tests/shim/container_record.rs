@@ -396,7 +396,7 @@ async fn recorded_beside(harness: &Harness, hanging: &[(Pod, u32, u32)]) -> Resu
     Ok(new)
 }
 
-/// Each try takes the turn of another sandbox for as long as a call may take.
+/// Each try holds the permit of another sandbox for as long as a call may take.
 async fn a_shim_that_hangs_is_not_asked_for_its_task_without_end(
     harness: Arc<Harness>,
 ) -> Result<()> {

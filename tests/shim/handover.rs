@@ -305,7 +305,7 @@ async fn a_restarted_daemon_keeps_the_socket_that_its_shim_has(
     no_shim(&pod).await
 }
 
-/// containerd stands still: else it may have cleaned up after the container before the daemon
+/// containerd is stopped: else it may have cleaned up after the container before the daemon
 /// looks.
 async fn a_shim_that_dies_without_a_daemon_ends_the_pod(harness: Arc<Harness>) -> Result<()> {
     let pod = harness.pod("unseen").await?;

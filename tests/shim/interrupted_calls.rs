@@ -77,8 +77,10 @@ async fn a_shim_that_dies_under_an_exec_and_a_stop_ends_both(harness: Arc<Harnes
 
 async fn a_create_that_hangs_slows_no_other_pod(harness: Arc<Harness>) -> Result<()> {
     harness.order("proxy")?;
-    harness.misbehave("Create", "hang 1")?;
     let (pod, other) = (harness.pod("hangs").await?, harness.pod("other").await?);
+    // The sandbox's task is created as well.
+    harness.bring_shim(&pod).await?;
+    harness.misbehave("Create", "hang 1")?;
     let others = async {
         harness.used_up().await?;
         let container = other.run(ContainerSpec::sleeping("b")).await?;
@@ -91,7 +93,7 @@ async fn a_create_that_hangs_slows_no_other_pod(harness: Arc<Harness>) -> Result
         hung = pod.run(ContainerSpec::sleeping("a")) => bail!("it does not hang: {:?}", hung.err()),
         done = others => done.context("another pod")?,
     }
-    ensure!(pod.is_ready().await?, "the pod ended with its caller's patience");
+    ensure!(pod.is_ready().await?, "the pod ended when its caller gave up");
     gone(&pod).await
 }
 

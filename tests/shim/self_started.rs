@@ -24,7 +24,7 @@ pub(crate) fn cases() -> Vec<Case> {
         a_killed_daemon_finds_the_started_shim_again,
         a_shim_that_cannot_be_looked_for_is_found_later,
         an_address_outlives_starts_that_fail,
-        a_deletion_that_is_cut_off_leaves_nothing,
+        an_interrupted_deletion_leaves_nothing,
         a_shim_has_the_variables_that_are_set,
     ]
 }
@@ -73,10 +73,10 @@ async fn a_container_waits_for_the_shim_that_follows_an_empty_one(
 pub(crate) async fn a_start_that_fails_is_an_error(harness: Arc<Harness>) -> Result<()> {
     for (word, limit, reason) in [
         ("exit", 8, "cannot continue"),
-        ("end", 8, "it is no address"),
+        ("end", 8, "it is not an address"),
         ("hang", 20, "not done after 10 s"),
         ("chatter", 20, "wrote more than"),
-        ("rubbish", 8, "it is no address"),
+        ("rubbish", 8, "it is not an address"),
         ("elsewhere", 20, "connect to shim"),
     ] {
         harness.order(word)?;
@@ -113,7 +113,7 @@ async fn a_process_that_a_shim_takes_itself_for_is_not_killed(harness: Arc<Harne
     other.kill()?;
     other.wait()?;
     refused(answer, "it is older than the call that is to have started it")?;
-    ensure!(lives, "a process that is none of the sandboxer's was killed");
+    ensure!(lives, "a process of another program was killed");
     Ok(())
 }
 
@@ -147,7 +147,7 @@ async fn a_killed_daemon_finds_the_started_shim_again(harness: Arc<Harness>) -> 
 
 /// containerd takes a lost connection for the end of the container, and the shim's runtime is
 /// killed with the call.
-pub(crate) async fn a_deletion_that_is_cut_off_leaves_nothing(harness: Arc<Harness>) -> Result<()> {
+pub(crate) async fn an_interrupted_deletion_leaves_nothing(harness: Arc<Harness>) -> Result<()> {
     harness.order("proxy")?;
     let pod = harness.pod("cut").await?;
     let container = pod.run(ContainerSpec::sleeping("a")).await?;

@@ -293,10 +293,10 @@ async fn a_thousand_pending_waits_slow_nothing() {
         let alone = status_time(&client).await;
         let mut waits = begin_waits(&client, 1000);
         until_waiting(&node.sandboxes, 1000).await;
-        let beside = status_time(&client).await;
+        let with_waits = status_time(&client).await;
         // Noise, and far less than standing in line behind a thousand.
         let most = alone * 20 + Duration::from_millis(20);
-        assert!(beside < most, "{beside:?} beside the Waits, {alone:?} alone");
+        assert!(with_waits < most, "{with_waits:?} with the Waits, {alone:?} alone");
         node.sandboxes.end.notify_waiters();
         while let Some(ended) = waits.join_next().await {
             assert_eq!(ended.unwrap().unwrap().exit_status, 137);

@@ -59,7 +59,7 @@ async fn calls_during_a_stop_are_unavailable() {
 
 /// A caller who asks for much and reads nothing must not hold the daemon.
 #[tokio::test]
-async fn a_caller_who_does_not_read_is_cut_off() {
+async fn a_caller_who_does_not_read_is_disconnected() {
     let node = Node::start();
     let mut stream = UnixStream::connect(node.ttrpc_socket()).await.unwrap();
     let mut request = ttrpc::Request::new();

@@ -13,7 +13,7 @@ use pause_sandboxer::podsandbox::fuzzing::{
     Layout, Record, RecordError, RecordStore, Stage, VERSION,
 };
 use pause_sandboxer::process::{Exit, Identity};
-use pause_sandboxer::shim::Owner;
+use pause_sandboxer::shim::ShimKind;
 
 use super::{Seeds, assert_told};
 
@@ -147,7 +147,7 @@ pub fn whole() -> Record {
             "labels": { "io.cri-containerd.kind": "sandbox" },
             "extensions": { "metadata": { "type_url": "m", "value": "e30=" } },
         },
-        "shim": Owner::Sandboxer,
+        "shim": ShimKind::Handover,
         "labels": {
             "process": "system_u:system_r:container_t:s0:c1,c2",
             "mount": "system_u:object_r:container_file_t:s0:c1,c2",

@@ -90,7 +90,7 @@ fn no_pause_is_put_into_a_frozen_cgroup_of_version_2() {
     let id = format!("frozen-{}", std::process::id());
     assert_eq!(
         refused,
-        format!("place the pause in cgroup /below/{id}: it is frozen, or one above it is")
+        format!("place the pause in cgroup /below/{id}: it or an ancestor is frozen")
     );
     fs::remove_dir(root.join(&parent)).unwrap();
     umount2(root, MntFlags::MNT_DETACH).unwrap();
@@ -112,7 +112,7 @@ fn no_pause_is_put_into_a_frozen_cgroup_of_version_1() {
     fs::write(cgroup.join("freezer.state"), "FROZEN").unwrap();
     let driver = Native::with(Cgroups::find().unwrap(), binary::open().unwrap()).unwrap();
     let refused = refused_below(&driver, root, &parent);
-    assert!(refused.ends_with(": it is frozen, or one above it is"), "{refused}");
+    assert!(refused.ends_with(": it or an ancestor is frozen"), "{refused}");
     // Parents that the failed start has made.
     for hierarchy in ["cpu", "memory", "pids"] {
         assert!(!root.with_file_name(hierarchy).join(&parent).exists(), "{hierarchy}");
@@ -306,7 +306,7 @@ fn orphans_are_killed_by_the_daemon_of_their_state_directory_alone() {
 }
 
 #[test]
-fn id_of_a_pause_in_a_user_namespace() {
+fn the_pause_has_the_last_mapped_id_if_65535_is_not_mapped() {
     let mapping = |container_id, length| IdMapping { container_id, host_id: 1, length };
     assert_eq!(pause_id(mapping(0, 65536)), 65535);
     assert_eq!(pause_id(mapping(0, 1 << 20)), 65535);

@@ -18,21 +18,21 @@ use crate::pool::Class;
 use crate::shim::PauseRefused;
 
 /// How many containers are recorded at once: containerd writes one record after another.
-static CONTAINER_TURNS: Semaphore = Semaphore::const_new(8);
+static CONTAINER_PERMITS: Semaphore = Semaphore::const_new(8);
 
 /// How many sandboxes are worked on at once for any other goal. These calls may reach a shim, which
 /// may hang; the container of a new pod does not wait for them.
-static TASK_TURNS: Semaphore = Semaphore::const_new(8);
+static TASK_PERMITS: Semaphore = Semaphore::const_new(8);
 
-/// Between two tries.
-const AGAIN: Backoff = exit::CONTAINERD;
+/// Delay between two tries.
+const RETRY_BACKOFF: Backoff = exit::CONTAINERD;
 
 /// How often containerd may refuse before a record is given up; it is tried again with the next
 /// change of the sandbox. While containerd is down no try counts.
 const REFUSALS: u32 = 8;
 
 /// How many refusals a try counts as in which containerd did not answer, though it answers now: the
-/// shim behind the call hangs, and the try has kept its turn for as long as a call may take.
+/// shim behind the call hangs, and the try has held its permit for as long as a call may take.
 const UNANSWERED: u32 = REFUSALS / 2;
 
 /// How long Start waits for the container's record, which was begun by Create.
@@ -93,8 +93,8 @@ impl Jobs {
         self.facts.in_namespace && self.shim.serves_sandbox()
     }
 
-    fn aim(self: &Arc<Self>, goal: Goal) {
-        if self.can_be_recorded() && self.container.aim(goal) {
+    fn set_goal(self: &Arc<Self>, goal: Goal) {
+        if self.can_be_recorded() && self.container.set_goal(goal) {
             drop(tokio::spawn(work(self.clone())));
         }
     }
@@ -102,7 +102,7 @@ impl Jobs {
     /// The sandbox is created, or about to be started: it gets its container. Returns at once.
     pub fn record_container(self: &Arc<Self>) {
         if self.records_containers() {
-            self.aim(Goal::Container);
+            self.set_goal(Goal::Container);
         }
     }
 
@@ -116,13 +116,13 @@ impl Jobs {
     /// The pod's shim serves: the sandbox gets its task. Returns at once.
     pub fn record_task(self: &Arc<Self>) {
         if self.records_containers() {
-            self.aim(Goal::Task);
+            self.set_goal(Goal::Task);
         }
     }
 
     /// The pause has exited: its task is deleted. Returns at once.
     pub fn delete_task(self: &Arc<Self>) {
-        self.aim(Goal::NoTask);
+        self.set_goal(Goal::NoTask);
     }
 
     /// Deletes the task before its server, the pod's shim, ends, if containerd answers in time.
@@ -148,7 +148,7 @@ impl Jobs {
 
     /// The sandbox is removed: its container goes too. Returns at once.
     pub fn remove_container(self: &Arc<Self>) {
-        self.aim(Goal::Nothing);
+        self.set_goal(Goal::Nothing);
     }
 
     /// Whether containerd answers a call that reaches no shim.
@@ -175,7 +175,7 @@ impl Jobs {
     }
 
     async fn make_container(self: &Arc<Self>, containers: &Containers) -> Result<(), Failure> {
-        let described = self.piece(Class::Query, Self::describe_container).await;
+        let described = self.run_blocking(Class::Query, Self::describe_container).await;
         match containers.create(&described.flatten()?).await? {
             RecordOwner::Own => Ok(()),
             RecordOwner::Foreign => {
@@ -190,9 +190,9 @@ impl Jobs {
 
     /// What containerd is to record: the same as Start answers, which does not stay in memory.
     fn describe_container(&self) -> Result<SandboxContainer, StepError> {
-        let created = self.created()?;
+        let input = self.start_input()?;
         let Environment { layout, config, .. } = &**self.environment();
-        let made = oci_spec::describe(&created.record, &created.pod, layout, config);
+        let made = oci_spec::describe(&input.record, &input.pod, layout, config);
         let made = made.map_err(std::io::Error::other).step("make the spec")?;
         Ok(SandboxContainer {
             id: self.id().to_string(),
@@ -204,7 +204,7 @@ impl Jobs {
     }
 
     async fn make_task(self: &Arc<Self>, containers: &Containers) -> Result<(), Failure> {
-        let stage = self.piece(Class::Query, |jobs| jobs.store.stage()).await?;
+        let stage = self.run_blocking(Class::Query, |jobs| jobs.store.stage()).await?;
         let stage = stage.map_err(StepError::from)?;
         let Stage::Started { identity } = stage else { return Err(Failure::Unfit("no pause")) };
         // First, as a shim that cannot serve the task would take it for a container to run.
@@ -239,28 +239,28 @@ impl Jobs {
 /// Works until the goal is reached or given up.
 async fn work(jobs: Arc<Jobs>) {
     let (mut failures, mut refusals, mut last) = (0, 0, None);
-    while let Some((goal, asked)) = jobs.container.next() {
-        if last != Some(asked) {
-            (failures, refusals, last) = (0, 0, Some(asked));
+    while let Some((goal, goal_number)) = jobs.container.next() {
+        if last != Some(goal_number) {
+            (failures, refusals, last) = (0, 0, Some(goal_number));
         }
         let tried = {
-            let turns = if goal == Goal::Container { &CONTAINER_TURNS } else { &TASK_TURNS };
+            let permits = if goal == Goal::Container { &CONTAINER_PERMITS } else { &TASK_PERMITS };
             // Never closed.
-            let _turn = turns.acquire().await;
+            let _permit = permits.acquire().await;
             jobs.reach(goal).await
         };
         let id = jobs.id().as_str();
         match tried {
-            Ok(()) => jobs.container.reached(goal, asked),
+            Ok(()) => jobs.container.reached(goal, goal_number),
             Err(Failure::Unfit(reason)) => {
                 log::info!(sandbox = id;
                     "sandbox has no container or task in containerd: {reason}");
-                jobs.container.give_up(asked);
+                jobs.container.give_up(goal_number);
             }
             Err(Failure::Final(step)) => {
                 log::warn!(sandbox = id;
                     "containerd refuses to record sandbox as a container; the pod runs: {step}");
-                jobs.container.give_up(asked);
+                jobs.container.give_up(goal_number);
             }
             Err(Failure::Again { step, answer }) => {
                 failures += 1;
@@ -272,12 +272,14 @@ async fn work(jobs: Arc<Jobs>) {
                 if refusals >= REFUSALS {
                     log::warn!(sandbox = id;
                         "gave up recording sandbox as a container; the pod runs: {step}");
-                    jobs.container.give_up(asked);
+                    jobs.container.give_up(goal_number);
                     continue;
                 }
                 log::debug!(sandbox = id; "sandbox's container in containerd: {step}");
                 jobs.container.failed();
-                jobs.container.asked_again(asked, AGAIN.delay(failures)).await;
+                jobs.container
+                    .wait_for_newer_goal(goal_number, RETRY_BACKOFF.delay(failures))
+                    .await;
             }
         }
     }

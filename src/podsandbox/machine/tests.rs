@@ -49,7 +49,7 @@ struct World {
     /// Something of a start is on the system: files, cgroup.
     made: bool,
     waiting: Vec<Rpc>,
-    start_unheard: bool,
+    start_caller_gone: bool,
     retry_armed: bool,
     exits_published: u32,
     starts_run: u32,
@@ -68,7 +68,7 @@ impl World {
             kills_fail: false,
             made: false,
             waiting: Vec::new(),
-            start_unheard: false,
+            start_caller_gone: false,
             retry_armed: false,
             exits_published: 0,
             starts_run: 0,
@@ -125,7 +125,7 @@ impl World {
                 }
             }
             Happening::KillsFail(fail) => self.kills_fail = fail,
-            Happening::CallerGivesUp => self.start_unheard |= self.job == Some(Job::Start),
+            Happening::CallerGivesUp => self.start_caller_gone |= self.job == Some(Job::Start),
             Happening::RetryDue => {
                 if std::mem::take(&mut self.retry_armed) {
                     self.feed(Event::RetryDue);
@@ -154,18 +154,18 @@ impl World {
 
     /// What recovery makes of what is on disk and in the kernel.
     fn restart(&mut self, can_tell: bool) {
-        // Callers are answered UNAVAILABLE; jobs are cut off.
+        // Callers are answered UNAVAILABLE; jobs are interrupted.
         self.waiting.clear();
-        self.start_unheard = false;
+        self.start_caller_gone = false;
         self.retry_armed = false;
         self.killed = false;
         self.kills_fail = false;
         self.shutdown_asked = false;
-        let cut_off = self.job.take();
+        let interrupted = self.job.take();
         let phase = match self.phase {
-            Phase::Created if cut_off != Some(Job::Start) => Phase::Created,
+            Phase::Created if interrupted != Some(Job::Start) => Phase::Created,
             Phase::Created | Phase::Starting => {
-                // Recovery undoes a start that was cut off: there is no sandbox any more.
+                // Recovery undoes an interrupted start: there is no sandbox any more.
                 self.alive = false;
                 self.made = false;
                 self.retired = true;
@@ -245,9 +245,10 @@ impl World {
                 if rpc == Rpc::Shutdown && matches!(action, Action::Succeed(_)) {
                     assert!(!self.alive && !self.made, "shutdown succeeded and left something");
                 }
-                if action == Action::Succeed(Rpc::Start) && std::mem::take(&mut self.start_unheard)
+                if action == Action::Succeed(Rpc::Start)
+                    && std::mem::take(&mut self.start_caller_gone)
                 {
-                    return Some(Event::StartUnheard);
+                    return Some(Event::StartCallerGone);
                 }
             }
             Action::Refuse(rpc) => {
@@ -318,7 +319,7 @@ proptest! {
 }
 
 #[test]
-fn the_plain_life() {
+fn start_stop_and_shutdown_yield_the_expected_actions() {
     let mut machine = Machine::new(Phase::Created, None);
     assert_eq!(machine.on(Event::Asked(Rpc::Start)), [Action::Run(Job::Start)]);
     assert_eq!(
@@ -372,7 +373,7 @@ fn a_start_whose_caller_gave_up_is_undone() {
     let mut machine = Machine::new(Phase::Created, None);
     machine.on(Event::Asked(Rpc::Start));
     machine.on(Event::Started);
-    assert_eq!(machine.on(Event::StartUnheard), [Action::Kill]);
+    assert_eq!(machine.on(Event::StartCallerGone), [Action::Kill]);
     assert_eq!(machine.on(Event::Exited(EXIT)), exited());
     assert_eq!(machine.on(Event::JobDone), [Action::Run(Job::Remove)]);
     assert_eq!(machine.on(Event::JobDone), [Action::Publish, Action::Retire]);

@@ -119,7 +119,7 @@ fn the_record_of_a_pod_with_an_own_shim_is_read_by_an_older_daemon() {
     let text = include_str!("../../../tests/records/1/started/record.json");
     let mut record: Record = serde_json::from_str(text).unwrap();
     assert!(!record.runtime().own_shim);
-    (record.shim, record.own_shim) = (shim::Owner::Sandboxer, true);
+    (record.shim, record.own_shim) = (shim::ShimKind::Handover, true);
     let value = serde_json::to_value(&record).unwrap();
     assert_eq!((&value["shim"], &value["version"]), (&"sandboxer".into(), &1.into()));
     let again: Record = serde_json::from_value(value).unwrap();

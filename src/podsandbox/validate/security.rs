@@ -48,7 +48,7 @@ pub(super) fn check(id: &str, security: &LinuxSandboxSecurityContext) -> Result<
     if let Some(selinux) = security.selinux_options.as_ref()
         && !is_level(&selinux.level)
     {
-        return refuse("selinux_options.level", "is no level such as s0:c1,c2");
+        return refuse("selinux_options.level", "is not a level such as s0:c1,c2");
     }
     let Some(seccomp) = security.seccomp.as_ref() else {
         let path = security.seccomp_profile_path.as_str();
@@ -59,7 +59,7 @@ pub(super) fn check(id: &str, security: &LinuxSandboxSecurityContext) -> Result<
         if !known && !path.starts_with(LOCALHOST) {
             return refuse(
                 "seccomp_profile_path",
-                "is none of runtime/default, docker/default, unconfined, localhost/PATH",
+                "is not one of runtime/default, docker/default, unconfined, localhost/PATH",
             );
         }
         return Ok(());
@@ -73,7 +73,7 @@ pub(super) fn check(id: &str, security: &LinuxSandboxSecurityContext) -> Result<
         Ok(_) if seccomp.localhost_ref.is_empty() => Ok(()),
         Ok(_) => refuse("seccomp.localhost_ref", "goes with the type Localhost alone"),
         Err(_) => {
-            refuse("seccomp.profile_type", "is none of RuntimeDefault, Unconfined, Localhost")
+            refuse("seccomp.profile_type", "is not one of RuntimeDefault, Unconfined, Localhost")
         }
     }
 }
@@ -92,12 +92,12 @@ fn check_profile(reference: &str) -> Result<(), String> {
         .map_err(|e| refuse(&e))?;
     let about = file.metadata().map_err(|e| refuse(&e))?;
     if !about.is_file() || about.len() > LARGEST_PROFILE {
-        return Err(refuse(&format_args!("is no file of at most {LARGEST_PROFILE} bytes")));
+        return Err(refuse(&format_args!("is not a file of at most {LARGEST_PROFILE} bytes")));
     }
     let mut text = Vec::new();
     file.take(LARGEST_PROFILE).read_to_end(&mut text).map_err(|e| refuse(&e))?;
     let profile = serde_json::from_slice::<HashMap<String, IgnoredAny>>(&text);
-    profile.map(drop).map_err(|e| refuse(&format_args!("is no seccomp profile: {e}")))
+    profile.map(drop).map_err(|e| refuse(&format_args!("is not a seccomp profile: {e}")))
 }
 
 /// Whether containerd takes it for an SELinux level: `sN[-sN][:CATEGORIES]`, categories `cN[.cN]`,
@@ -160,9 +160,9 @@ mod tests {
         nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
         for (bad, reason) in [
             ("/no/such/profile".to_owned(), "os error 2"),
-            ("/".to_owned(), "is no file"),
-            (fifo.to_str().unwrap().to_owned(), "is no file"),
-            (file("text", "allow"), "is no seccomp profile"),
+            ("/".to_owned(), "is not a file"),
+            (fifo.to_str().unwrap().to_owned(), "is not a file"),
+            (file("text", "allow"), "is not a seccomp profile"),
         ] {
             for refused in checked(&bad, false) {
                 assert!(
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn levels() {
+    fn selinux_levels_are_checked_as_containerd_does() {
         for good in ["", "s0", "s0-s1", "s0:c1", "s0:c1,c2", "s0-s0:c0.c1023", "s0:c1.c3,c5,c7.c9"]
         {
             assert!(is_level(good), "{good}");

@@ -1,23 +1,23 @@
-//! Whose a pod's shim is: the one place that decides it. The record keeps the decision.
+//! The kind of a pod's shim: the one place that decides it. The record keeps the decision.
 
 use super::super::{SandboxInfo, drivers};
 use crate::config::{Config, DriverName, ShimOwner};
-use crate::shim::{Owner, own};
+use crate::shim::{ShimKind, own};
 
 /// The type of the options that this project's own shim reads.
 const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
 
-/// The owner of the shim of a new pod, and whether it is this project's own shim. `has_own`: that
-/// can be used.
-pub(super) fn choose(info: &SandboxInfo, config: &Config, has_own: bool) -> (Owner, bool) {
+/// The kind of the shim of a new pod, and whether it is this project's own shim. `has_own`: the own
+/// shim can be used.
+pub(super) fn choose(info: &SandboxInfo, config: &Config, has_own: bool) -> (ShimKind, bool) {
     match config.shim {
         _ if drivers::choose(&info.runtime_name, config) == DriverName::Shim => {
-            (Owner::Driver, false)
+            (ShimKind::RunsPause, false)
         }
-        ShimOwner::Own => (Owner::Sandboxer, has_own && own_fits(info, config)),
-        ShimOwner::Runtime => (Owner::Sandboxer, false),
-        ShimOwner::Started => (Owner::Started, false),
-        ShimOwner::Containerd => (Owner::Containerd, false),
+        ShimOwner::Own => (ShimKind::Handover, has_own && own_fits(info, config)),
+        ShimOwner::Runtime => (ShimKind::Handover, false),
+        ShimOwner::Started => (ShimKind::SelfStarted, false),
+        ShimOwner::Containerd => (ShimKind::Containerd, false),
     }
 }
 
@@ -46,19 +46,19 @@ mod tests {
     }
 
     #[test]
-    fn every_setting_has_its_owner() {
-        for (shim, owner) in [
-            (ShimOwner::Own, (Owner::Sandboxer, true)),
-            (ShimOwner::Runtime, (Owner::Sandboxer, false)),
-            (ShimOwner::Started, (Owner::Started, false)),
-            (ShimOwner::Containerd, (Owner::Containerd, false)),
+    fn every_setting_has_its_shim_kind() {
+        for (shim, kind) in [
+            (ShimOwner::Own, (ShimKind::Handover, true)),
+            (ShimOwner::Runtime, (ShimKind::Handover, false)),
+            (ShimOwner::Started, (ShimKind::SelfStarted, false)),
+            (ShimOwner::Containerd, (ShimKind::Containerd, false)),
         ] {
             let mut config = Config { shim, ..Config::default() };
-            assert_eq!(choose(&info(RUNC, None), &config, true), owner);
+            assert_eq!(choose(&info(RUNC, None), &config, true), kind);
             config.drivers = Drivers([(RUNC.to_owned(), DriverName::Shim)].into());
-            assert_eq!(choose(&info(RUNC, None), &config, true), (Owner::Driver, false));
+            assert_eq!(choose(&info(RUNC, None), &config, true), (ShimKind::RunsPause, false));
             let other = info("io.containerd.runsc.v1", None);
-            assert_eq!(choose(&other, &config, true), (Owner::Driver, false));
+            assert_eq!(choose(&other, &config, true), (ShimKind::RunsPause, false));
         }
     }
 
@@ -76,11 +76,11 @@ mod tests {
             ("", None, false),
         ] {
             let chosen = choose(&info(runtime, options), &config, true);
-            assert_eq!(chosen, (Owner::Sandboxer, own), "{runtime} {options:?}");
+            assert_eq!(chosen, (ShimKind::Handover, own), "{runtime} {options:?}");
         }
-        assert_eq!(choose(&info(RUNC, None), &config, false), (Owner::Sandboxer, false));
+        assert_eq!(choose(&info(RUNC, None), &config, false), (ShimKind::Handover, false));
         let shims = ShimBinaries([(RUNC.to_owned(), "/other".into())].into());
         let config = Config { shims, ..config };
-        assert_eq!(choose(&info(RUNC, None), &config, true), (Owner::Sandboxer, false));
+        assert_eq!(choose(&info(RUNC, None), &config, true), (ShimKind::Handover, false));
     }
 }

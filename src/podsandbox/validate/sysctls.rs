@@ -29,7 +29,7 @@ pub(super) fn check(
         };
         let plain = name.split('.').all(|part| !part.is_empty() && !part.contains(['/', '\0']));
         if !plain || value.contains('\0') {
-            return refuse("is no sysctl name, or its value has a zero byte");
+            return refuse("is not a sysctl name, or its value has a zero byte");
         }
         match namespace_of(name) {
             Some(Sysctl::Network) if host_network => {

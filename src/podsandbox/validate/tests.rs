@@ -33,7 +33,7 @@ fn cgroup_parents_by_driver() {
     for path in ["/kubepods/podX", "kubepods", "/a.slice/b"] {
         assert_eq!(checked(path, CgroupDriver::Auto).unwrap(), path);
         assert!(
-            checked(path, CgroupDriver::Systemd).unwrap_err().contains("is no systemd slice"),
+            checked(path, CgroupDriver::Systemd).unwrap_err().contains("is not a systemd slice"),
             "{path}"
         );
     }
@@ -73,8 +73,8 @@ fn users_that_no_container_could_have_are_refused() {
             checked(whole(), mapping(1, 65536), pod, pod),
             "gids: begins at id 1: no mapping found for id 0",
         ),
-        (checked(mapping(0, 1), whole(), pod, pod), "uids: maps id 0 alone"),
-        (checked(whole(), mapping(0, 1), pod, pod), "gids: maps id 0 alone"),
+        (checked(mapping(0, 1), whole(), pod, pod), "uids: maps only id 0"),
+        (checked(whole(), mapping(0, 1), pod, pod), "gids: maps only id 0"),
         (checked(whole(), whole(), node, pod), "namespace_options.pid: mode NODE"),
         (checked(whole(), whole(), pod, node), "namespace_options.ipc: mode NODE"),
     ] {

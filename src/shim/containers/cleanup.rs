@@ -7,16 +7,22 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
-use super::{Container, Inside};
+use super::{Container, NamespaceMembers};
 use crate::error::StepError;
-use crate::process::held::Held;
+use crate::process::handle::ProcessHandle;
 use crate::process::{Exit, UNKNOWN_EXIT};
-use crate::shim::pod_shim::{AGAIN, PodShim};
+use crate::shim::pod_shim::{PodShim, RETRY_DELAY};
 use crate::shim::{Pod, command, containers};
 
-/// Between two attempts to find what an exited shim has left.
-const SEARCHES: [Duration; 6] =
-    [AGAIN, AGAIN, AGAIN, AGAIN, Duration::from_secs(5), Duration::from_secs(10)];
+/// Delays between attempts to find what an exited shim has left.
+const SEARCH_DELAYS: [Duration; 6] = [
+    RETRY_DELAY,
+    RETRY_DELAY,
+    RETRY_DELAY,
+    RETRY_DELAY,
+    Duration::from_secs(5),
+    Duration::from_secs(10),
+];
 
 /// What an exited shim has left.
 pub(in crate::shim) struct Left {
@@ -26,20 +32,20 @@ pub(in crate::shim) struct Left {
     forgotten: Vec<Container>,
     /// Processes in the pod's namespaces whose containers are unknown: killed with the sandbox, and
     /// no reason to fail it.
-    unknown: Vec<Held>,
+    unknown: Vec<ProcessHandle>,
 }
 
 impl PodShim {
-    /// Handles the exit of a shim that has served, and tries again if it is unknown what the shim
-    /// has left. Stops when the endpoint `has_ended`, which cleans up itself. No shim is launched
-    /// before it returns.
+    /// Handles the exit of a shim that has served. Retries if the containers that the shim left
+    /// cannot be determined. Returns early if `has_ended`: the endpoint then cleans up itself. No
+    /// shim is launched before this returns.
     pub(in crate::shim) async fn handle_shim_exit(
         self: &Arc<Self>,
         exit: Exit,
         pod: &Arc<dyn Pod>,
         has_ended: impl Fn() -> bool,
     ) {
-        let mut searches = SEARCHES.into_iter();
+        let mut searches = SEARCH_DELAYS.into_iter();
         loop {
             let failed = {
                 let _cleaning = self.cleaning().lock().await;
@@ -49,13 +55,13 @@ impl PodShim {
                 self.try_handle_shim_exit(exit, pod).await
             };
             let Err(step) = failed else { return };
-            let Some(pause) = searches.next() else {
+            let Some(delay) = searches.next() else {
                 return log::error!(sandbox = self.id();
                     "shim exited; cannot determine remaining containers: {step}");
             };
             log::warn!(sandbox = self.id();
                 "shim exited; cannot determine remaining containers, retrying: {step}");
-            sleep(pause).await;
+            sleep(delay).await;
         }
     }
 
@@ -122,7 +128,7 @@ impl PodShim {
 
     /// Kills processes in the pod that the shim may have left: only them, as their containers may
     /// be another pod's or no pod's.
-    fn kill_unknown(&self, unknown: &[Held]) {
+    fn kill_unknown(&self, unknown: &[ProcessHandle]) {
         for process in unknown {
             if let Err(step) = process.kill() {
                 log::error!(sandbox = self.id(), pid = process.pid();
@@ -140,7 +146,8 @@ impl PodShim {
 
     /// What an exited shim has left. Blocks.
     fn find_left(&self, exit: Exit, pod: &dyn Pod) -> Result<Left, StepError> {
-        let Inside { containers: mut lost, unknown } = self.find_inside(pod)?;
+        let NamespaceMembers { containers: mut lost, unknown } =
+            self.find_namespace_members(pod)?;
         // In this order: a bundle that is removed between the two is forgotten.
         let bundles = containers::of_sandbox(&self.settings().tasks(), self.id())?;
         let mut forgotten = self.find_forgotten()?;
@@ -165,7 +172,8 @@ impl PodShim {
     ) -> Result<Left, StepError> {
         let searched = pod.clone();
         let find = move |shim: &Self| {
-            let Inside { containers: mut lost, unknown } = shim.find_inside(&*searched)?;
+            let NamespaceMembers { containers: mut lost, unknown } =
+                shim.find_namespace_members(&*searched)?;
             extend_with_new(&mut lost, shim.find_known()?);
             Ok(Left { lost, forgotten: Vec::new(), unknown })
         };
@@ -173,9 +181,14 @@ impl PodShim {
     }
 
     /// What has processes in the pod's own namespaces.
-    fn find_inside(&self, pod: &dyn Pod) -> Result<Inside, StepError> {
+    fn find_namespace_members(&self, pod: &dyn Pod) -> Result<NamespaceMembers, StepError> {
         let tasks = self.settings().tasks();
-        containers::inside(&pod.namespaces()?, &tasks, &self.runtime_states()?, self.id())
+        containers::find_in_namespaces(
+            &pod.namespaces()?,
+            &tasks,
+            &self.runtime_states()?,
+            self.id(),
+        )
     }
 
     /// Where the runtime keeps the states of its containers.
@@ -185,7 +198,7 @@ impl PodShim {
     }
 
     /// Containers of which the runtime has a state, and containerd no bundle: their deletion was
-    /// cut off.
+    /// interrupted.
     fn find_forgotten(&self) -> Result<Vec<Container>, StepError> {
         containers::forgotten(&self.runtime_states()?, &self.settings().tasks(), self.id())
     }
@@ -225,8 +238,10 @@ impl PodShim {
         let begin = move |shim: &Self| {
             // First: containerd removes its bundles at any moment.
             let options = shim.runtime().runc_options().ok().flatten();
-            let last = |of: &Container| shim.bundle().last(&of.id, options.as_ref(), &of.bundle);
-            let bundles: Vec<_> = all.iter().map(last).collect();
+            let make = |of: &Container| {
+                shim.bundle().make_deletion_bundle(&of.id, options.as_ref(), &of.bundle)
+            };
+            let bundles: Vec<_> = all.iter().map(make).collect();
             (bundles, containers::kill(&all))
         };
         let (bundles, killed) = match self.blocking(begin).await {

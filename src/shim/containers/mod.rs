@@ -23,16 +23,16 @@ use containerd_shim_protos::shim::oci::Options;
 
 use crate::cgroup::mounts::ROOT;
 use crate::error::{IoContext as _, StepError};
-use crate::process::held::{Held, HeldNamespace};
+use crate::process::handle::{NamespaceHandle, ProcessHandle};
 use crate::process::identity::Stat;
 use crate::process::spawn::pids;
-use origin::{Origin, SANDBOX};
+use origin::{ContainerOwner, SANDBOX};
 
 /// How often processes are looked for and killed, as what is killed may just have made another.
 const ROUNDS: u32 = 20;
 
-/// Between two rounds.
-const PAUSE: Duration = Duration::from_millis(50);
+/// Delay between two rounds.
+const ROUND_DELAY: Duration = Duration::from_millis(50);
 
 /// One container: a task of containerd's.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,7 +77,7 @@ pub fn none(tasks: &Path, sandbox: &str) -> Result<bool, StepError> {
         other => other.step_at("read directory", tasks)?,
     };
     let mut ids = entries.flatten().filter_map(|entry| entry.file_name().into_string().ok());
-    let own = |id: &String| origin::of_bundle(&tasks.join(id), sandbox) == Origin::Own;
+    let own = |id: &String| origin::of_bundle(&tasks.join(id), sandbox) == ContainerOwner::Own;
     // A hidden one is being deleted, and `sandbox` itself is none.
     Ok(!ids.any(|id| id != sandbox && !id.starts_with('.') && own(&id)))
 }
@@ -95,7 +95,7 @@ pub fn runtime_root(options: Option<&Options>, namespace: &str) -> PathBuf {
 
 /// The containers of `sandbox` of which the runtime has a state below `root`, and `tasks` no
 /// bundle; `sandbox` itself is none. A container's bundle is made before its state and removed
-/// after it, so only the runtime knows these: the call that was to delete them was cut off.
+/// after it, so only the runtime knows these: the call that was to delete them was interrupted.
 ///
 /// # Errors
 /// The directory cannot be read; there is none: no containers.
@@ -149,8 +149,8 @@ pub fn any_alive(containers: &[Container]) -> Result<bool, StepError> {
         && pids()?.into_iter().any(|pid| !living_in(pid, containers).is_empty()))
 }
 
-/// Kills all processes of the containers. They are not our children, and one that the kernel keeps
-/// may never end: none is waited for but by looking again, and nothing is kept of any.
+/// Kills all processes of the containers. They are not our children, and one that hangs in the
+/// kernel may never exit: their exits are detected by repeated searches.
 ///
 /// # Errors
 /// What could not be killed.
@@ -163,8 +163,8 @@ pub fn kill(containers: &[Container]) -> Result<(), StepError> {
             if living_in(pid, containers).is_empty() {
                 continue;
             }
-            // Asked again when the process is held: the pid may have gone to another.
-            let Some(process) = Held::open(pid)? else { continue };
+            // Checked again after the pidfd is open: the pid may have been reused before.
+            let Some(process) = ProcessHandle::open(pid)? else { continue };
             let of = living_in(pid, containers);
             if of.is_empty() {
                 continue;
@@ -180,21 +180,21 @@ pub fn kill(containers: &[Container]) -> Result<(), StepError> {
         for (id, cgroups) in &cgroups {
             cgroup::kill_or_thaw(Path::new(ROOT), cgroups, id)?;
         }
-        thread::sleep(PAUSE);
+        thread::sleep(ROUND_DELAY);
     }
     let reason = format!("{left} processes keep running or appearing after repeated SIGKILL");
     Err(StepError::new("kill containers", io::Error::other(reason)))
 }
 
-/// What is found in the namespaces of a pod.
+/// The containers and processes in the namespaces of a pod.
 #[derive(Debug, Default)]
-pub struct Inside {
+pub struct NamespaceMembers {
     /// The pod's containers that have processes there. Without a bundle where there is none.
     pub containers: Vec<Container>,
     /// Processes of containers whose pod is not known: perhaps this one, with a runtime that keeps
     /// its state elsewhere, perhaps none, such as a debugger's container that has entered the pod's
     /// namespaces.
-    pub unknown: Vec<Held>,
+    pub unknown: Vec<ProcessHandle>,
 }
 
 /// What has processes in any of these namespaces, which are the pod's own. Containers of other pods
@@ -203,13 +203,13 @@ pub struct Inside {
 ///
 /// # Errors
 /// `/proc` cannot be read.
-pub fn inside(
-    namespaces: &[HeldNamespace],
+pub fn find_in_namespaces(
+    namespaces: &[NamespaceHandle],
     tasks: &Path,
     root: &Path,
     sandbox: &str,
-) -> Result<Inside, StepError> {
-    let mut found = Inside::default();
+) -> Result<NamespaceMembers, StepError> {
+    let mut found = NamespaceMembers::default();
     let own: Vec<(&str, u64)> =
         namespaces.iter().filter_map(inode).filter(|(kind, own)| !is_nodes(kind, *own)).collect();
     if own.is_empty() {
@@ -218,26 +218,26 @@ pub fn inside(
     let is_inside =
         |pid: u32| own.iter().any(|(kind, own)| namespace(&pid.to_string(), kind) == Some(*own));
     for pid in pids()?.into_iter().filter(|pid| is_inside(*pid)) {
-        let Some(process) = Held::open(pid)? else { continue };
+        let Some(process) = ProcessHandle::open(pid)? else { continue };
         let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-        // Asked again when the process is held: the pid may have gone to another.
+        // Checked again after the pidfd is open: the pid may have been reused before.
         if !is_inside(pid) {
             continue;
         }
         match classify(&cgroups, tasks, root, sandbox) {
-            Inmate::Own(container) if !found.containers.contains(&container) => {
+            ProcessOwner::Own(container) if !found.containers.contains(&container) => {
                 found.containers.push(container)
             }
-            Inmate::Own(_) | Inmate::Other => {}
-            Inmate::Unknown => found.unknown.push(process),
+            ProcessOwner::Own(_) | ProcessOwner::Other => {}
+            ProcessOwner::Unknown => found.unknown.push(process),
         }
     }
     Ok(found)
 }
 
-/// Who a process in a pod is.
+/// To whom a process in a pod's namespaces belongs.
 #[derive(Debug, PartialEq, Eq)]
-enum Inmate {
+enum ProcessOwner {
     /// Of a container of the pod's.
     Own(Container),
     /// The pause, or of a container of another, or of none.
@@ -246,26 +246,26 @@ enum Inmate {
     Unknown,
 }
 
-/// Who a process in pod `sandbox` is, by the content of its `/proc/PID/cgroup`.
-fn classify(cgroups: &str, tasks: &Path, root: &Path, sandbox: &str) -> Inmate {
+/// To whom a process in pod `sandbox` belongs, by the content of its `/proc/PID/cgroup`.
+fn classify(cgroups: &str, tasks: &Path, root: &Path, sandbox: &str) -> ProcessOwner {
     let ids: Vec<&str> = cgroup::containers(cgroups).collect();
     if ids.is_empty() || ids.contains(&sandbox) {
-        return Inmate::Other;
+        return ProcessOwner::Other;
     }
-    let mut class = Inmate::Unknown;
+    let mut class = ProcessOwner::Unknown;
     for id in ids {
         match origin::of_container(tasks, root, id, sandbox) {
-            Origin::Own => {
-                return Inmate::Own(Container { bundle: tasks.join(id), id: id.to_owned() });
+            ContainerOwner::Own => {
+                return ProcessOwner::Own(Container { bundle: tasks.join(id), id: id.to_owned() });
             }
-            Origin::Foreign => class = Inmate::Other,
-            Origin::Unknown => {}
+            ContainerOwner::Foreign => class = ProcessOwner::Other,
+            ContainerOwner::Unknown => {}
         }
     }
     class
 }
 
-fn inode((kind, file): &HeldNamespace) -> Option<(&'static str, u64)> {
+fn inode((kind, file): &NamespaceHandle) -> Option<(&'static str, u64)> {
     Some((kind, file.metadata().ok()?.ino()))
 }
 
@@ -310,15 +310,18 @@ mod tests {
         }
         let class = |cgroups: String| classify(&cgroups, &tasks, &root, &pod);
         let container = Container { bundle: tasks.join(&own), id: own.clone() };
-        assert_eq!(class(format!("0::/kubepods/pod1/{own}")), Inmate::Own(container.clone()));
+        assert_eq!(class(format!("0::/kubepods/pod1/{own}")), ProcessOwner::Own(container.clone()));
         // A container may make cgroups inside its own, and name them as it likes.
-        assert_eq!(class(format!("0::/kubepods/pod1/{own}/{unknown}")), Inmate::Own(container));
-        assert_eq!(class(format!("0::/kubepods/pod1/{foreign}")), Inmate::Other);
-        assert_eq!(class(format!("0::/kubepods/pod1/{foreign}/{unknown}")), Inmate::Other);
-        assert_eq!(class(format!("0::/docker/{unknown}")), Inmate::Unknown);
+        assert_eq!(
+            class(format!("0::/kubepods/pod1/{own}/{unknown}")),
+            ProcessOwner::Own(container)
+        );
+        assert_eq!(class(format!("0::/kubepods/pod1/{foreign}")), ProcessOwner::Other);
+        assert_eq!(class(format!("0::/kubepods/pod1/{foreign}/{unknown}")), ProcessOwner::Other);
+        assert_eq!(class(format!("0::/docker/{unknown}")), ProcessOwner::Unknown);
         // The pause itself, and who is in no container.
-        assert_eq!(class(format!("0::/kubepods/pod1/{pod}")), Inmate::Other);
-        assert_eq!(class("0::/user.slice/session-3.scope".to_owned()), Inmate::Other);
+        assert_eq!(class(format!("0::/kubepods/pod1/{pod}")), ProcessOwner::Other);
+        assert_eq!(class("0::/user.slice/session-3.scope".to_owned()), ProcessOwner::Other);
     }
 
     #[test]
@@ -326,7 +329,8 @@ mod tests {
         assert!(is_nodes("net", namespace("self", "net").unwrap()));
         assert!(!is_nodes("net", 1));
         let own = vec![("net", File::open("/proc/self/ns/net").unwrap())];
-        let found = inside(&own, Path::new("/none"), Path::new("/none"), "pod").unwrap();
+        let found =
+            find_in_namespaces(&own, Path::new("/none"), Path::new("/none"), "pod").unwrap();
         assert!(found.containers.is_empty() && found.unknown.is_empty());
     }
 

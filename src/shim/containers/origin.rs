@@ -22,40 +22,42 @@ pub const ANNOTATION: &str = "io.kubernetes.cri.sandbox-id";
 /// Where the annotations are in a container's state: of runc and youki, and of crun.
 const STATES: [&str; 2] = ["state.json", "config.json"];
 
-/// Whose a container is.
+/// To which sandbox a container belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Origin {
-    /// The sandbox's that is asked for.
+pub enum ContainerOwner {
+    /// To the sandbox in question.
     Own,
-    /// Another's: another sandbox's, or no sandbox's at all.
+    /// To another sandbox, or to none.
     Foreign,
     /// Neither a bundle of containerd's nor a state of the runtime's names a sandbox.
     Unknown,
 }
 
-/// Whose container `id` is, asked for `sandbox`: by its bundle below `tasks`, or else by the
+/// Whether container `id` belongs to `sandbox`: by its bundle below `tasks`, or else by the
 /// runtime's state of it below `root`.
-pub fn of_container(tasks: &Path, root: &Path, id: &str, sandbox: &str) -> Origin {
+pub fn of_container(tasks: &Path, root: &Path, id: &str, sandbox: &str) -> ContainerOwner {
     match of_bundle(&tasks.join(id), sandbox) {
-        Origin::Unknown => {
+        ContainerOwner::Unknown => {
             let named = Named::of_state(&root.join(id));
-            named.map_or(Origin::Unknown, |named| Origin::by_name(named.sandbox(), sandbox))
+            named.map_or(ContainerOwner::Unknown, |named| {
+                ContainerOwner::by_name(named.sandbox(), sandbox)
+            })
         }
         known => known,
     }
 }
 
-/// Whose container a bundle of containerd's is of, asked for `sandbox`.
-pub fn of_bundle(bundle: &Path, sandbox: &str) -> Origin {
+/// Whether the container of a bundle of containerd's belongs to `sandbox`.
+pub fn of_bundle(bundle: &Path, sandbox: &str) -> ContainerOwner {
     if let Ok(named) = fs::read_to_string(bundle.join(SANDBOX)) {
-        return Origin::by_name(Some(&named), sandbox);
+        return ContainerOwner::by_name(Some(&named), sandbox);
     }
     // A task that has a shim of its own, or one that is older than the sandbox API.
     let named = Named::from_file(&bundle.join(SPEC));
-    named.map_or(Origin::Unknown, |named| Origin::by_name(named.sandbox(), sandbox))
+    named.map_or(ContainerOwner::Unknown, |named| ContainerOwner::by_name(named.sandbox(), sandbox))
 }
 
-impl Origin {
+impl ContainerOwner {
     fn by_name(named: Option<&str>, sandbox: &str) -> Self {
         if named == Some(sandbox) { Self::Own } else { Self::Foreign }
     }
@@ -144,18 +146,18 @@ mod tests {
             fs::write(path, content).unwrap();
         }
         for (id, expected) in [
-            ("own", Origin::Own),
-            ("longer", Origin::Foreign),
-            ("foreign", Origin::Foreign),
-            ("own-shim", Origin::Own),
-            ("of-no-pod", Origin::Foreign),
-            ("unfinished", Origin::Unknown),
-            ("forgotten", Origin::Own),
-            ("crun", Origin::Own),
-            ("others", Origin::Foreign),
-            ("no-ones", Origin::Foreign),
-            ("mentions", Origin::Foreign),
-            ("none", Origin::Unknown),
+            ("own", ContainerOwner::Own),
+            ("longer", ContainerOwner::Foreign),
+            ("foreign", ContainerOwner::Foreign),
+            ("own-shim", ContainerOwner::Own),
+            ("of-no-pod", ContainerOwner::Foreign),
+            ("unfinished", ContainerOwner::Unknown),
+            ("forgotten", ContainerOwner::Own),
+            ("crun", ContainerOwner::Own),
+            ("others", ContainerOwner::Foreign),
+            ("no-ones", ContainerOwner::Foreign),
+            ("mentions", ContainerOwner::Foreign),
+            ("none", ContainerOwner::Unknown),
         ] {
             assert_eq!(of_container(&tasks, &root, id, "pod"), expected, "{id}");
         }

@@ -8,16 +8,16 @@ use tokio::time::sleep;
 
 use super::Handover;
 use crate::error::StepError;
-use crate::process::{Exit, Process};
+use crate::process::{Exit, Process, UNKNOWN_EXIT};
 use crate::shim::Pod;
-use crate::shim::pod_shim::{AGAIN, WITHIN};
+use crate::shim::pod_shim::{RETRY_DELAY, SHIM_TIMEOUT};
 use crate::shim::task;
 
 impl Handover {
     /// Launches a shim, and returns after its exit.
     pub(super) async fn launch_and_watch(self: &Arc<Self>, pod: &Arc<dyn Pod>) {
         let launched = {
-            let _turn = self.turn.lock().await;
+            let _guard = self.launch_lock.lock().await;
             self.blocking(Self::launch).await.flatten()
         };
         let process = match launched {
@@ -30,13 +30,13 @@ impl Handover {
             exit = process.exited() => {
                 Err(format!("it exited with status {} before it answered", exit.status))
             }
-            answer = task::probe(&socket, self.shim.id(), WITHIN) => {
+            answer = task::probe(&socket, self.shim.id(), SHIM_TIMEOUT) => {
                 answer.map_err(|step| format!("it did not answer: {step}"))
             }
         };
         match answered {
             Ok(()) => {
-                pod.is_served();
+                pod.on_shim_serving();
                 let exit = process.exited().await;
                 self.end_running(exit, pod).await;
             }
@@ -45,14 +45,16 @@ impl Handover {
                 if let Err(step) = process.kill() {
                     log::error!(sandbox = self.shim.id(); "failed to kill shim: {step}");
                 }
-                process.exited().await;
-                self.forget_running();
+                let exit = process.exited().await;
                 self.reject_callers(&reason).await;
+                // A caller's Create may have come before the probe. Only live processes show that:
+                // the bundles may be of Creates that were rejected, or wait for the next shim.
+                self.end_running(Exit { status: UNKNOWN_EXIT, ..exit }, pod).await;
             }
         }
     }
 
-    /// Launches the shim. `None`: the endpoint has ended. To be called with the turn held.
+    /// Launches the shim. `None`: the endpoint has ended. To be called with the launch lock held.
     fn launch(self: &Arc<Self>) -> Result<Option<Arc<dyn Process>>, StepError> {
         let listener = {
             let mut state = self.state();
@@ -106,7 +108,7 @@ impl Handover {
         if let Err(step) = hung_up.await {
             log::error!(sandbox = self.shim.id(); "failed to hang up on callers: {step}");
         }
-        sleep(AGAIN / 10).await;
+        sleep(RETRY_DELAY / 10).await;
     }
 
     /// Handles the containers of a shim that has exited.

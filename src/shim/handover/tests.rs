@@ -10,10 +10,10 @@ use containerd_shim_protos::shim::oci::Options;
 use protobuf::Message as _;
 
 use super::*;
-use crate::process::held::HeldNamespace;
+use crate::process::handle::NamespaceHandle;
 use crate::process::identity::Stat;
 use crate::shim::bundle::Recorded;
-use crate::shim::{Endpoint, Owner, Runtime, ShimSettings, Shims};
+use crate::shim::{Endpoint, Runtime, ShimKind, ShimSettings, Shims};
 
 /// The endpoint of a sandbox below `dir`, and what all share.
 fn make_endpoint(dir: &Path) -> (Arc<Shims>, Arc<Handover>) {
@@ -32,7 +32,7 @@ fn make_endpoint(dir: &Path) -> (Arc<Shims>, Arc<Handover>) {
     };
     let shims = Arc::new(Shims::new(settings).unwrap());
     let Endpoint::Handover(endpoint) =
-        shims.endpoint(Owner::Sandboxer, &"pod".try_into().unwrap(), &Arc::default())
+        shims.endpoint(ShimKind::Handover, &"pod".try_into().unwrap(), &Arc::default())
     else {
         unreachable!("its owner is the sandboxer")
     };
@@ -43,7 +43,7 @@ fn make_endpoint(dir: &Path) -> (Arc<Shims>, Arc<Handover>) {
 struct NoPod;
 
 impl Pod for NoPod {
-    fn namespaces(&self) -> Result<Vec<HeldNamespace>, StepError> {
+    fn namespaces(&self) -> Result<Vec<NamespaceHandle>, StepError> {
         Ok(Vec::new())
     }
 
@@ -80,6 +80,7 @@ async fn an_ended_endpoint_does_not_listen_again() {
     assert!(endpoint.socket().exists());
     endpoint.close().await.unwrap();
     endpoint.listen().await.unwrap();
+    endpoint.expect_recovery();
     endpoint.recover().await;
     assert!(!endpoint.socket().exists());
 }
@@ -127,7 +128,7 @@ impl Drop for InContainer {
 }
 
 /// Waits for what is to be the case soon.
-fn until(what: &str, is_so: impl Fn() -> bool) {
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !is_so() {
         assert!(begun.elapsed() < Duration::from_secs(20), "not in time: {what}");
@@ -183,13 +184,14 @@ async fn the_end_frees_a_shim_that_a_container_holds_in_the_kernel() {
 /// Its handler names a cgroup that is not there; its exit while no daemon runs is missed without a
 /// record all the same.
 #[tokio::test]
-async fn a_shim_that_cannot_be_placed_is_recorded_when_its_launch_was_cut_off() {
+async fn a_shim_that_cannot_be_placed_is_recorded_when_its_launch_was_interrupted() {
     let dir = tempfile::tempdir().unwrap();
     let (shims, _) = make_endpoint(dir.path());
     let options = Options { shim_cgroup: "/no/such/cgroup".to_owned(), ..Default::default() };
     let options = ("containerd.runc.v1.Options".to_owned(), options.write_to_bytes().unwrap());
     let runtime = Runtime { options: Some(options), ..Runtime::default() };
-    let endpoint = shims.endpoint(Owner::Sandboxer, &"pod".try_into().unwrap(), &Arc::new(runtime));
+    let endpoint =
+        shims.endpoint(ShimKind::Handover, &"pod".try_into().unwrap(), &Arc::new(runtime));
     let Endpoint::Handover(endpoint) = endpoint else { unreachable!("its owner") };
     let mut child = recorded(&shims, &endpoint);
     let bundle = endpoint.shim.bundle();
@@ -212,6 +214,7 @@ async fn an_unreadable_record_is_read_again() {
     let (record, aside) = (dir.path().join("pod/shim/shim.json"), dir.path().join("aside"));
     fs::rename(&record, &aside).unwrap();
     fs::create_dir(&record).unwrap();
+    endpoint.expect_recovery();
     endpoint.recover().await;
     assert!(matches!(next(&endpoint), HandoverStep::Recover));
     assert!(!endpoint.socket().exists(), "it listens, though a shim may serve");
@@ -244,6 +247,53 @@ async fn an_idle_endpoint_has_no_task() {
         tokio::task::yield_now().await;
     }
     assert!(endpoint.state().idle.is_none(), "an endpoint that has ended holds its pod");
+}
+
+/// The Create of a caller may reach the shim before the daemon's first call.
+#[tokio::test]
+async fn containers_of_a_shim_that_exits_before_it_answers_are_ended() {
+    if kit::skip_without_root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let (_shims, endpoint) = make_endpoint(dir.path());
+    endpoint.listen().await.unwrap();
+    let pod: Arc<dyn Pod> = Arc::new(NoPod);
+    // Of a Create that did not reach it.
+    let bundle = dir.path().join("state/io.containerd.runtime.v2.task/k8s.io/created");
+    std::fs::create_dir_all(&bundle).unwrap();
+    std::fs::write(bundle.join("sandbox"), "pod").unwrap();
+    endpoint.prepare();
+    endpoint.launch_and_watch(&pod).await;
+    assert_eq!(endpoint.death(), None);
+    assert!(bundle.join("sandbox").exists());
+
+    let sleeps = Command::new("sleep").arg("1000").spawn().unwrap();
+    let mut container = InContainer::new(dir.path(), "c", "pod", sleeps);
+    endpoint.prepare();
+    endpoint.launch_and_watch(&pod).await;
+    until("the container is ended", || container.child.try_wait().unwrap().is_some());
+    assert!(endpoint.death().is_some(), "the sandbox has not failed");
+    assert_eq!(endpoint.shim.bundle().recorded().unwrap(), None);
+    endpoint.close().await.unwrap();
+}
+
+/// As after a step of the recovery that took all of the record's time.
+#[tokio::test]
+async fn a_recovery_that_did_not_begin_is_done_by_the_serving_task() {
+    let dir = tempfile::tempdir().unwrap();
+    let (shims, endpoint) = make_endpoint(dir.path());
+    let mut child = recorded(&shims, &endpoint);
+    endpoint.expect_recovery();
+    endpoint.serve(Arc::new(NoPod));
+    let found = async {
+        while endpoint.process().is_none() {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(Duration::from_secs(20), found).await.unwrap();
+    endpoint.close().await.unwrap();
+    assert!(child.try_wait().is_err(), "the shim lives");
 }
 
 /// The flag belongs to the socket, which the shim shares.
@@ -282,6 +332,7 @@ async fn a_recorded_death_fails_the_sandbox_whatever_else_is_unknown() {
     endpoint.shim.bundle().make_bundle("pod", true).unwrap();
     endpoint.shim.bundle().record_death("on order").unwrap();
     fs::create_dir(dir.path().join("pod/shim/shim.json")).unwrap();
+    endpoint.expect_recovery();
     endpoint.recover().await;
     assert!(matches!(next(&endpoint), HandoverStep::FailSandbox));
     assert!(matches!(next(&endpoint), HandoverStep::Recover));
@@ -315,7 +366,7 @@ async fn a_shim_that_hangs_up_is_not_killed() {
 struct Unseen(std::sync::atomic::AtomicU32);
 
 impl Pod for Unseen {
-    fn namespaces(&self) -> Result<Vec<HeldNamespace>, StepError> {
+    fn namespaces(&self) -> Result<Vec<NamespaceHandle>, StepError> {
         match self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
             0 | 1 => {
                 Err(StepError::new("open namespace", io::Error::from_raw_os_error(libc::EMFILE)))
@@ -348,7 +399,7 @@ struct LooksAt {
 }
 
 impl Pod for LooksAt {
-    fn namespaces(&self) -> Result<Vec<HeldNamespace>, StepError> {
+    fn namespaces(&self) -> Result<Vec<NamespaceHandle>, StepError> {
         self.seen.store(self.record.exists(), std::sync::atomic::Ordering::Relaxed);
         Ok(Vec::new())
     }
@@ -367,6 +418,7 @@ async fn a_shim_is_on_record_until_its_exit_is_handled() {
     let dir = tempfile::tempdir().unwrap();
     let (shims, endpoint) = make_endpoint(dir.path());
     let mut child = recorded(&shims, &endpoint);
+    endpoint.expect_recovery();
     endpoint.recover().await;
     let record = endpoint.shim.bundle().dir().join("shim.json");
     assert!(record.exists());

@@ -1,5 +1,5 @@
 //! The removal of an endpoint whose shim starts itself: the pause that is a task of the shim, the
-//! shim, what a start that was cut off has left, the sockets and the bundle.
+//! shim, what an interrupted start has left, the sockets and the bundle.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use super::SelfStarted;
 use crate::error::{IoContext as _, StepError, gone};
 use crate::shim::bootstrap::Bootstrap;
 use crate::shim::bundle::{Bundle, Recorded};
-use crate::shim::pod_shim::{AGAIN, PodShim};
+use crate::shim::pod_shim::{PodShim, RETRY_DELAY};
 use crate::shim::{command, containerd_owned};
 
 impl SelfStarted {
@@ -36,7 +36,7 @@ impl SelfStarted {
     pub(in crate::shim) async fn delete_pause_of_exited_shim(&self) -> Result<(), StepError> {
         let mut searched = self.searched.subscribe();
         // Nothing searches any more where the endpoint is being ended.
-        let _ = timeout(AGAIN, searched.wait_for(|searched| *searched)).await;
+        let _ = timeout(RETRY_DELAY, searched.wait_for(|searched| *searched)).await;
         if self.has_no_pause() {
             return Ok(());
         }
@@ -80,22 +80,25 @@ impl SelfStarted {
         self.state().ended = true;
         self.changed.notify_one();
         self.started.notify_waiters();
-        let _turn = self.turn.lock().await;
+        let _guard = self.launch_lock.lock().await;
         self.end_shim().await?;
         self.blocking(|endpoint| endpoint.remove()).await.unwrap_or_else(|step| Err(vec![step]))
     }
 
-    /// Ends the shim, and what it has left. To be called with the turn held.
+    /// Ends the shim, and what it has left. To be called with the launch lock held.
     async fn end_shim(self: &Arc<Self>) -> Result<(), Vec<StepError>> {
         let one = |step| vec![step];
         let known = self.process();
         let process = match known {
             Some(process) => Some(process),
             None => {
-                let cut_off =
-                    self.blocking(|endpoint| endpoint.cut_off()).await.flatten().map_err(one)?;
-                if let Some(binary) = cut_off {
-                    let failed = self.end_cut_off(&binary).await;
+                let interrupted_start = self
+                    .blocking(|endpoint| endpoint.interrupted_start())
+                    .await
+                    .flatten()
+                    .map_err(one)?;
+                if let Some(binary) = interrupted_start {
+                    let failed = self.end_interrupted(&binary).await;
                     if !failed.is_empty() {
                         return Err(failed);
                     }
@@ -118,8 +121,8 @@ impl SelfStarted {
         Ok(())
     }
 
-    /// The shim's program, where a start of it was cut off.
-    fn cut_off(&self) -> Result<Option<PathBuf>, StepError> {
+    /// The shim's program, if a start of it was interrupted.
+    fn interrupted_start(&self) -> Result<Option<PathBuf>, StepError> {
         match self.shim.bundle().recorded()? {
             Some(Recorded::Launching) => self.shim.binary().map(Some),
             _ => Ok(None),
@@ -163,9 +166,9 @@ impl SelfStarted {
         removed.filter_map(Result::err).collect()
     }
 
-    /// Ends what a start that was cut off, or has failed, may have left: the shim, and what it
+    /// Ends what a start that was interrupted, or has failed, may have left: the shim, and what it
     /// holds.
-    pub(in crate::shim) async fn end_cut_off(&self, binary: &Path) -> Vec<StepError> {
+    pub(in crate::shim) async fn end_interrupted(&self, binary: &Path) -> Vec<StepError> {
         let bundle = self.shim.bundle();
         let killed = async {
             let found = self.shim.blocking(PodShim::find_unrecorded).await.flatten()?;
@@ -182,7 +185,7 @@ impl SelfStarted {
         let deleted = command::delete(self.shim.settings(), binary, self.id(), bundle.dir()).await;
         if let Err(step) = deleted {
             log::warn!(sandbox = self.id();
-                "failed to delete what a cut-off start has left: {step}");
+                "failed to delete what an interrupted start left: {step}");
         }
         failed.append(&mut self.remove_sockets());
         if has_ended {

@@ -81,7 +81,7 @@ fn main() -> ExitCode {
 }
 
 fn parse<T: std::str::FromStr>(word: &str) -> io::Result<T> {
-    word.parse().map_err(|_| io::Error::other(format!("{word} is no number in range")))
+    word.parse().map_err(|_| io::Error::other(format!("{word} is not a number in range")))
 }
 
 fn core_domain(pid: c_ulong) -> io::Result<()> {

@@ -15,7 +15,7 @@ const DATA: u8 = 0;
 /// Channel of the errors of the first port.
 const ERROR: u8 = 1;
 /// How long the server may say nothing.
-const PATIENCE: Duration = Duration::from_secs(20);
+const READ_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Opens the stream that a `PortForward` answered, sends `line` and answers the line that comes
 /// back.
@@ -57,7 +57,7 @@ fn open(url: &str) -> Result<WebSocket<TcpStream>> {
     let address = url.strip_prefix("http://").context("not an http URL")?;
     let host = address.split('/').next().unwrap_or_default();
     let stream = TcpStream::connect(host).with_context(|| format!("connect {host}"))?;
-    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_read_timeout(Some(READ_TIMEOUT))?;
     let mut request = format!("ws://{address}").into_client_request()?;
     request.headers_mut().insert("Sec-WebSocket-Protocol", PROTOCOL.parse()?);
     let (socket, answer) = tungstenite::client(request, stream)?;

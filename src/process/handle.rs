@@ -1,8 +1,5 @@
-//! A process that another process made, held so that its pid cannot be reused: to inspect and to
-//! kill it.
-//!
-//! Nothing waits for its end and nothing is kept of it: many may be held one after the other, and
-//! none of them need ever end.
+//! Processes that are not children of the daemon, referenced by a pidfd so that their pids cannot
+//! be confused with reused ones. They are inspected and killed, but not watched or reaped.
 
 use std::ffi::c_int;
 use std::fs::{self, File};
@@ -20,26 +17,26 @@ use crate::sys::{self, Errno};
 
 /// A process by its pidfd.
 #[derive(Debug)]
-pub struct Held {
+pub struct ProcessHandle {
     pid: u32,
     pidfd: OwnedFd,
 }
 
-impl Held {
+impl ProcessHandle {
     /// The process that has a pid now; `None`: there is none.
     ///
     /// # Errors
-    /// It cannot be held.
+    /// No pidfd can be opened for it.
     pub fn open(pid: u32) -> Result<Option<Self>, StepError> {
         match sys::pidfd_open(c_int::try_from(pid).unwrap_or(0)) {
             Ok(pidfd) => Ok(Some(Self { pid, pidfd })),
-            // No process, or by now the number of a thread, or no number that a process can have.
+            // No process, or by now the id of a thread, or no valid pid.
             Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => Ok(None),
             Err(e) => Err(e).step("open a pidfd of a process"),
         }
     }
 
-    /// Its pid, which no other process has while this one lives.
+    /// Its pid, which is not reused while the process lives.
     pub fn pid(&self) -> u32 {
         self.pid
     }
@@ -73,8 +70,8 @@ pub fn listening_socket(
     address: &Path,
     cookie: Option<u64>,
 ) -> Result<Option<OwnedFd>, StepError> {
-    let Some(process) = Held::open(identity.pid)? else { return Ok(None) };
-    // Checked when the process is held: its pid may be another's by now.
+    let Some(process) = ProcessHandle::open(identity.pid)? else { return Ok(None) };
+    // Checked after the pidfd is open: the pid may have been reused before.
     if !identity::matches(identity)? {
         return Ok(None);
     }
@@ -149,7 +146,7 @@ pub(crate) fn is_own_users(pid: u32) -> io::Result<bool> {
 
 /// A namespace: its name in `/proc/PID/ns`, and the namespace itself, which lasts as long as the
 /// file is open, so that no other gets its inode.
-pub type HeldNamespace = (&'static str, File);
+pub type NamespaceHandle = (&'static str, File);
 
 /// These namespaces of the process that `identity` names; none if it has ended.
 ///
@@ -158,7 +155,7 @@ pub type HeldNamespace = (&'static str, File);
 pub fn namespaces(
     identity: &Identity,
     kinds: &[&'static str],
-) -> Result<Vec<HeldNamespace>, StepError> {
+) -> Result<Vec<NamespaceHandle>, StepError> {
     let mut opened = Vec::new();
     for kind in kinds {
         let path = format!("/proc/{}/ns/{kind}", identity.pid);
@@ -187,16 +184,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_held_process_is_killed_once_and_for_all() {
+    fn a_second_kill_does_not_hit_a_reused_pid() {
         let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
-        let held = Held::open(child.id()).unwrap().unwrap();
-        assert_eq!(held.pid(), child.id());
-        held.kill().unwrap();
+        let process = ProcessHandle::open(child.id()).unwrap().unwrap();
+        assert_eq!(process.pid(), child.id());
+        process.kill().unwrap();
         assert!(!child.wait().unwrap().success());
-        // Its number may be another process's now; the pidfd is still of the first.
-        held.kill().unwrap();
-        assert!(Held::open(u32::MAX).unwrap().is_none());
-        assert!(Held::open(0).unwrap().is_none());
+        // The pid may have been reused; the pidfd still refers to the first process.
+        process.kill().unwrap();
+        assert!(ProcessHandle::open(u32::MAX).unwrap().is_none());
+        assert!(ProcessHandle::open(0).unwrap().is_none());
     }
 
     #[test]
@@ -219,7 +216,7 @@ mod tests {
         }
         let older = check_started_since(&of(call.id()), since + 1).unwrap_err().to_string();
         assert!(older.contains("older than the call"), "{older}");
-        // As if the pid had gone to another.
+        // As if the pid had been reused.
         let gone = Identity { start_time: since + 1, ..of(call.id()) };
         assert!(refused(&gone).unwrap_err().contains("has ended"));
         call.kill().unwrap();
@@ -254,7 +251,7 @@ mod tests {
         assert!(take(None).is_some());
         drop(second);
         assert_eq!(take(other), None, "another socket has the path");
-        // As if the pid had gone to another.
+        // As if the pid had been reused.
         let stranger = Identity { start_time: own.start_time + 1, ..own.clone() };
         assert!(listening_socket(&stranger, &path, one).unwrap().is_none());
         drop((first, datagrams));
@@ -269,7 +266,7 @@ mod tests {
         let expected = ["net", "ipc"]
             .map(|kind| std::fs::metadata(format!("/proc/self/ns/{kind}")).unwrap().ino());
         assert_eq!(found.iter().map(|(_, file)| inode(file)).collect::<Vec<_>>(), expected);
-        // As if the pid had gone to another.
+        // As if the pid had been reused.
         let other = Identity { start_time: own.start_time + 1, ..own };
         assert!(namespaces(&other, &["net"]).unwrap().is_empty());
         assert!(namespaces(&Identity { pid: u32::MAX, ..other }, &["net"]).unwrap().is_empty());

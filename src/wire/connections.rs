@@ -1,4 +1,5 @@
-//! What the connections of a socket are used for, so that idle ones make room for others.
+//! The connections of a socket and their pending calls: an idle one is closed to make room for
+//! another.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -8,8 +9,8 @@ use tokio::sync::Notify;
 
 /// The connections of one socket.
 #[derive(Debug, Default)]
-pub(super) struct Traffic {
-    connections: Mutex<Vec<Weak<Connection>>>,
+pub(super) struct Connections {
+    all: Mutex<Vec<Weak<Connection>>>,
     /// Counts events, as the order in which connections were used.
     clock: AtomicU64,
     /// A connection has become idle.
@@ -19,14 +20,14 @@ pub(super) struct Traffic {
 /// One connection.
 #[derive(Debug)]
 pub(super) struct Connection {
-    traffic: Arc<Traffic>,
+    connections: Arc<Connections>,
     /// Calls that are pending on it.
     calls: AtomicUsize,
     /// A call has come on it.
     used: AtomicBool,
     /// When it was made, or its last call ended, by the clock.
     since: AtomicU64,
-    /// It is to end.
+    /// It is to be closed.
     evicted: AtomicBool,
     end: Notify,
 }
@@ -35,29 +36,29 @@ pub(super) struct Connection {
 #[derive(Debug)]
 pub(super) struct PendingCall(Arc<Connection>);
 
-impl Traffic {
+impl Connections {
     /// A connection that was just made.
     pub(super) fn connection(self: &Arc<Self>) -> Arc<Connection> {
         let connection = Arc::new(Connection {
-            traffic: Arc::clone(self),
+            connections: Arc::clone(self),
             calls: AtomicUsize::default(),
             used: AtomicBool::default(),
             since: AtomicU64::new(self.tick()),
             evicted: AtomicBool::default(),
             end: Notify::default(),
         });
-        let mut connections = self.connections.lock();
-        connections.retain(|of| of.strong_count() > 0);
-        connections.push(Arc::downgrade(&connection));
+        let mut all = self.all.lock();
+        all.retain(|of| of.strong_count() > 0);
+        all.push(Arc::downgrade(&connection));
         connection
     }
 
-    /// Ends the connection that is missed least: of those without a pending call one that never had
-    /// any, then the one that is idle for longest. A connection with the Wait of a pod is never
-    /// ended. False: all are in use.
+    /// Closes the least used idle connection: one that never had a call first, then the one that is
+    /// idle for longest. A connection with a pending call, such as the Wait of a pod, is never
+    /// closed. False: no connection is idle.
     pub(super) fn evict(&self) -> bool {
-        let connections = self.connections.lock();
-        let idle = connections.iter().filter_map(Weak::upgrade).filter(|of| of.is_idle());
+        let all = self.all.lock();
+        let idle = all.iter().filter_map(Weak::upgrade).filter(|of| of.is_idle());
         let least = idle
             .min_by_key(|of| (of.used.load(Ordering::Relaxed), of.since.load(Ordering::Relaxed)));
         if let Some(least) = &least {
@@ -67,7 +68,7 @@ impl Traffic {
         least.is_some()
     }
 
-    /// Answers when a connection has become idle since the last time.
+    /// Returns when a connection has become idle since the last time.
     pub(super) async fn idle(&self) {
         self.idle.notified().await;
     }
@@ -85,16 +86,16 @@ impl Connection {
         PendingCall(Arc::clone(self))
     }
 
-    /// Answers when it is to make room.
+    /// Returns when it is to be closed.
     pub(super) async fn evicted(&self) {
         loop {
             self.end.notified().await;
             if self.calls.load(Ordering::Acquire) == 0 {
                 return;
             }
-            // A call has come meanwhile: another one makes room.
+            // A call has come meanwhile: another connection is closed.
             self.evicted.store(false, Ordering::Relaxed);
-            self.traffic.idle.notify_one();
+            self.connections.idle.notify_one();
         }
     }
 
@@ -106,10 +107,10 @@ impl Connection {
 
 impl Drop for PendingCall {
     fn drop(&mut self) {
-        let Connection { traffic, calls, since, .. } = &*self.0;
-        since.store(traffic.tick(), Ordering::Relaxed);
+        let Connection { connections, calls, since, .. } = &*self.0;
+        since.store(connections.tick(), Ordering::Relaxed);
         if calls.fetch_sub(1, Ordering::AcqRel) == 1 {
-            traffic.idle.notify_one();
+            connections.idle.notify_one();
         }
     }
 }
@@ -124,21 +125,21 @@ mod tests {
 
     #[test]
     fn the_least_used_connection_is_evicted_first_and_a_busy_one_never() {
-        let traffic = Arc::new(Traffic::default());
-        let [waits, old, fresh, unused] = [(); 4].map(|()| traffic.connection());
+        let connections = Arc::new(Connections::default());
+        let [waits, old, fresh, unused] = [(); 4].map(|()| connections.connection());
         let wait = waits.begin();
         drop(old.begin());
         drop(fresh.begin());
         for next in [&unused, &old, &fresh] {
             assert!(!is_evicted(next));
-            assert!(traffic.evict());
+            assert!(connections.evict());
             assert!(is_evicted(next));
         }
-        assert!(!traffic.evict());
+        assert!(!connections.evict());
         drop(wait);
-        assert!(traffic.evict() && is_evicted(&waits));
+        assert!(connections.evict() && is_evicted(&waits));
         drop((waits, old, fresh, unused));
-        traffic.connection();
-        assert_eq!(traffic.connections.lock().len(), 1);
+        connections.connection();
+        assert_eq!(connections.all.lock().len(), 1);
     }
 }
