@@ -1,7 +1,7 @@
 //! `pause-sandboxer enable` and `disable`: add this sandboxer to containerd's config and remove it.
 //!
 //! Each reads the config that containerd itself makes of its files, decides what to write, writes
-//! it, and compares what containerd makes of it then. Whatever fails is taken back. All files are
+//! it, and compares what containerd makes of it then. A failed change is rolled back. All files are
 //! replaced as a whole, in an order in which each state between two of them is valid: the drop-in
 //! before its import. A command that is killed is completed by `enable`, or undone by `disable`.
 
@@ -20,10 +20,12 @@ use crate::containerd::images::{self, PINNED};
 use crate::error::{IoContext as _, StepError, StepErrors};
 use crate::oci_image;
 
+mod before_restart;
 mod changes;
 mod diff;
 mod disable;
 mod drop_in;
+mod loaded;
 mod lock;
 mod main_config;
 mod plan;
@@ -33,6 +35,7 @@ mod settings;
 mod toml_text;
 mod trust;
 
+use before_restart::UnreadFiles;
 use changes::{Changes, FileChange};
 pub use disable::{Disablement, disable};
 use lock::ConfigLock;
@@ -56,12 +59,12 @@ pub enum EnableError {
     /// The node is not as it must be, or containerd does not accept the change.
     #[error("{0}")]
     Refused(String),
-    /// Files have changed, because taking them back failed.
-    #[error("{reason}; taking the files back failed too: {steps}{services}")]
-    NotTakenBack {
-        /// Why they were taken back.
+    /// Files have changed, because rolling them back failed.
+    #[error("{reason}; rolling back the files failed too: {steps}{services}")]
+    RollbackFailed {
+        /// Why they were rolled back.
         reason: String,
-        /// The steps of the way back that failed.
+        /// The steps of the rollback that failed.
         steps: StepErrors,
         /// What the services do with the files as they are now, with what separates the two.
         services: String,
@@ -69,11 +72,11 @@ pub enum EnableError {
 }
 
 impl EnableError {
-    /// With what the services do after the way back.
+    /// With what the services do after the rollback.
     fn with_services(self, more: &str) -> Self {
         match self {
-            Self::NotTakenBack { reason, steps, services } => {
-                Self::NotTakenBack { reason, steps, services: services + more }
+            Self::RollbackFailed { reason, steps, services } => {
+                Self::RollbackFailed { reason, steps, services: services + more }
             }
             error => Self::Refused(format!("{error}{more}")),
         }
@@ -124,6 +127,14 @@ fn begin(
     }
     restart.map_or(Ok(()), RestartBy::check).map_err(EnableError::Refused)?;
     let node = NodeContainerd::find(subject);
+    let must_restart = restart.is_some() && !dry_run;
+    if must_restart && node.pid.is_none() && subject.containerd_config.is_none() {
+        return refuse(format!(
+            "no containerd listens at {}, so its config file is unknown: start containerd first, \
+             or name the file with --containerd-config",
+            subject.config.containerd_address.display()
+        ));
+    }
     node.supported().map_err(EnableError::Refused)?;
     let home = node.file.parent().unwrap_or(Path::new("/")).to_owned();
     // The lock is only for root where only root makes files.
@@ -139,28 +150,28 @@ fn runtime() -> Result<Runtime, StepError> {
     tokio::runtime::Builder::new_current_thread().enable_all().build().step("make a runtime")
 }
 
-/// Takes changes back because of `reason`.
-fn taken_back(changes: &Changes, reason: String) -> EnableError {
+/// Rolls changes back because of `reason`.
+fn roll_back(changes: &Changes, reason: String) -> EnableError {
     match changes.undo() {
         Ok(()) => EnableError::Refused(format!("{reason}; the files are as before")),
-        Err(steps) => EnableError::NotTakenBack { reason, steps, services: String::new() },
+        Err(steps) => EnableError::RollbackFailed { reason, steps, services: String::new() },
     }
 }
 
-/// Takes changes back because of `reason`, and restarts containerd with the files as they are then.
-fn restarted_back(
+/// Rolls changes back because of `reason`, and restarts containerd with the files as they are then.
+fn restart_after_rollback(
     changes: &Changes,
     reason: String,
     by: &RestartBy,
     subject: &Subject,
     within: Duration,
 ) -> EnableError {
-    let error = taken_back(changes, reason);
+    let error = roll_back(changes, reason);
     let again = runtime()
         .map_err(|step| step.to_string())
         .and_then(|runtime| runtime.block_on(restart::restart(by, subject, within, |_| true)));
     let with = match &error {
-        EnableError::NotTakenBack { .. } => "the files as they are now",
+        EnableError::RollbackFailed { .. } => "the files as they are now",
         _ => "them",
     };
     error.with_services(&match again {
@@ -169,8 +180,8 @@ fn restarted_back(
     })
 }
 
-/// Restarts the daemon, which has read changes that are taken back because of `error`.
-fn daemon_restarted_back(error: EnableError, within: Duration) -> EnableError {
+/// Restarts the daemon, which has read changes that are rolled back because of `error`.
+fn restart_daemon_after_rollback(error: EnableError, within: Duration) -> EnableError {
     let again = runtime()
         .map_err(|step| step.to_string())
         .and_then(|runtime| runtime.block_on(restart::restart_daemon_again(within)));
@@ -190,23 +201,30 @@ pub fn enable(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), En
     let path = main.drop_in();
     node.has_imports(&path).map_err(EnableError::Refused)?;
     let before = node.dump().map_err(EnableError::Refused)?;
-    let old = changes::FileState::read(&path)?;
-    let old = old.map(|old| String::from_utf8_lossy(&old.bytes).into_owned());
+    let old_state = changes::FileState::read(&path)?;
+    let old = old_state.as_ref().map(|old| String::from_utf8_lossy(&old.bytes).into_owned());
     let plan = HandlerPlan::new(wanted, before.clone(), old.as_deref())?;
-    keep_handlers_in_use(wanted, old.as_deref())?;
-    let mut changes = adopt_settings(wanted, &before, &plan.settings)?;
+    let lost = before_restart::lost_handlers(wanted, old.as_deref(), &before)?;
+    before_restart::keep_handlers_in_use(wanted, &lost).map_err(EnableError::Refused)?;
+    let mut changes = adopt_settings(wanted, &main, &before, &plan.settings)?;
     let adopts = !changes.is_empty();
-    if let Some(old) = old.filter(|old| !drop_in::is_ours(old)) {
-        let backup = path.with_added_extension(BACKUP);
-        changes.add(FileChange::new(backup, Some(old.into_bytes()))?);
+    let is_ours = old.as_deref().is_some_and(drop_in::is_ours);
+    if let Some(old) = old_state.filter(|_| !is_ours) {
+        changes.add(FileChange::copy(path.with_added_extension(BACKUP), &old)?);
     }
     changes.directory(path.parent().unwrap_or(Path::new("/")));
     let text = plan.drop_in(wanted, &main)?;
     changes.add(FileChange::new(path.clone(), Some(text.into_bytes()))?);
-    main.import(&path, plan.newest_version(), &mut changes)?;
+    main.import(&path, plan.new_file_version(), &mut changes)?;
     if wanted.dry_run {
         say(shown(&changes));
         return Ok(());
+    }
+    let unread = UnreadFiles::find(&node, &main, is_ours.then_some(&path))?;
+    let is_loaded = changes.is_empty() && !unread.own && loaded::has(subject, &wanted.handler)?;
+    if wanted.restart.is_some() && !is_loaded {
+        before_restart::daemon_for_default(wanted)?;
+        unread.no_edits(&node)?;
     }
     if wanted.offline {
         import_pause(wanted, say)?;
@@ -214,16 +232,23 @@ pub fn enable(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), En
     changes.apply()?;
     let checked = node.dump().and_then(|after| plan.verify(wanted, &after));
     if let Err(reason) = checked {
-        return Err(taken_back(&changes, reason));
+        return Err(roll_back(&changes, reason));
     }
     changes.paths().for_each(|path| say(format!("wrote {}", path.display())));
     if changes.is_empty() {
         say("the files are as they should be".to_owned());
     }
     let has_adopted = adopts && restart_daemon(wanted, &changes, say)?;
-    load(wanted, &node, &changes, say).map_err(|error| match error {
-        error @ (EnableError::Refused(_) | EnableError::NotTakenBack { .. }) if has_adopted => {
-            daemon_restarted_back(error, wanted.within)
+    if let Err(reason) = pods::answering_daemon(&subject.config) {
+        say(format!("{reason}; pods of the runtime handler {} need it", wanted.handler));
+    }
+    if is_loaded {
+        say(format!("containerd has the runtime handler {}", wanted.handler));
+        return Ok(());
+    }
+    load(wanted, &node, &changes, &lost, say).map_err(|error| match error {
+        error @ (EnableError::Refused(_) | EnableError::RollbackFailed { .. }) if has_adopted => {
+            restart_daemon_after_rollback(error, wanted.within)
         }
         error => error,
     })
@@ -240,6 +265,7 @@ fn shown(changes: &Changes) -> String {
 /// The changes of the sandboxer's own settings.
 fn adopt_settings(
     wanted: &Enablement,
+    main: &MainConfig,
     merged: &Table,
     handler: &Table,
 ) -> Result<Changes, EnableError> {
@@ -254,30 +280,11 @@ fn adopt_settings(
     if new != old {
         check_trusted(path)?;
         changes.directory(path.parent().unwrap_or(Path::new("/")));
-        changes.add(FileChange::new(path.clone(), Some(new.into_bytes()))?);
+        let change = FileChange::new(path.clone(), Some(new.into_bytes()))?;
+        // What it adopts may be secret, such as a variable of shims.
+        changes.add(main.keep_private(change));
     }
     Ok(changes)
-}
-
-/// A handler that a drop-in has defined, and the new one will not, must have no pods.
-fn keep_handlers_in_use(wanted: &Enablement, old: Option<&str>) -> Result<(), EnableError> {
-    let mut gone = old.map(drop_in::handlers_of).unwrap_or_default();
-    gone.retain(|name| *name != wanted.handler);
-    if gone.is_empty() {
-        return Ok(());
-    }
-    let config = &wanted.subject.config;
-    let all = runtime()?.block_on(async {
-        let cri = CriClient::new(&config.containerd_address);
-        cri.pods().await
-    })?;
-    match all.iter().filter(|pod| gone.contains(&pod.runtime_handler)).count() {
-        0 => Ok(()),
-        count => refuse(format!(
-            "{count} pods have the runtime handler {gone:?}, which would be gone: remove them, or \
-             keep it by --handler"
-        )),
-    }
 }
 
 fn import_pause(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), EnableError> {
@@ -304,8 +311,9 @@ fn restart_daemon(
         Some(_) => runtime()?.block_on(restart::restart_daemon(wanted.within)),
         None => Ok(false),
     };
-    let restarted = restarted
-        .map_err(|reason| daemon_restarted_back(taken_back(changes, reason), wanted.within))?;
+    let restarted = restarted.map_err(|reason| {
+        restart_daemon_after_rollback(roll_back(changes, reason), wanted.within)
+    })?;
     let said = if restarted {
         "restarted pause-sandboxer; pods keep running"
     } else {
@@ -315,22 +323,37 @@ fn restart_daemon(
     Ok(restarted)
 }
 
-/// Restarts containerd if it has to read the files.
+/// What follows from a restart that has failed because of `reason`.
+fn not_loaded(
+    wanted: &Enablement,
+    node: &NodeContainerd,
+    changes: &Changes,
+    reason: String,
+    by: &RestartBy,
+) -> EnableError {
+    let earlier = format!(
+        "; an earlier command has added the handler: to remove it, run `pause-sandboxer disable \
+         --restart --containerd-config {}`",
+        node.file.display()
+    );
+    if changes.is_empty() {
+        // Another restart would be with the same files.
+        return EnableError::Refused(format!("{reason}{earlier}"));
+    }
+    let error = restart_after_rollback(changes, reason, by, &wanted.subject, wanted.within);
+    // The files as they were before this command.
+    if node.has_unread_files() { error.with_services(&earlier) } else { error }
+}
+
+/// Restarts containerd, which has to read the files and loses the handlers `lost`.
 fn load(
     wanted: &Enablement,
     node: &NodeContainerd,
     changes: &Changes,
+    lost: &[String],
     say: &mut dyn FnMut(String),
 ) -> Result<(), EnableError> {
     let (subject, handler) = (&wanted.subject, &wanted.handler);
-    let known = runtime()?.block_on(async {
-        let cri = CriClient::new(&subject.config.containerd_address);
-        restart::handlers(&cri).await.is_ok_and(|handlers| handlers.contains(handler))
-    });
-    if known && changes.is_empty() && !node.has_unread_files() {
-        say(format!("containerd has the runtime handler {handler}"));
-        return Ok(());
-    }
     let Some(by) = &wanted.restart else {
         let command = RestartBy::Systemd.command(&node.unit);
         say(format!(
@@ -339,7 +362,7 @@ fn load(
         return Ok(());
     };
     let stopped = pods::of_stopped_daemon(&subject.config)
-        .map_err(|step| taken_back(changes, step.to_string()))?;
+        .map_err(|step| roll_back(changes, step.to_string()))?;
     if !stopped.is_empty() {
         let reason = format!(
             "the daemon does not answer and has {}: start it first (systemctl status \
@@ -347,12 +370,15 @@ fn load(
              pods as NotReady",
             pods::shown(&stopped)
         );
-        return Err(taken_back(changes, reason));
+        return Err(roll_back(changes, reason));
     }
+    // A pod may have arrived meanwhile.
+    before_restart::keep_handlers_in_use(wanted, lost)
+        .map_err(|reason| roll_back(changes, reason))?;
     let has_handler = |handlers: &[String]| handlers.contains(handler);
     let restarted = restart::restart(by, subject, wanted.within, has_handler);
     if let Err(reason) = runtime()?.block_on(restarted) {
-        return Err(restarted_back(changes, reason, by, subject, wanted.within));
+        return Err(not_loaded(wanted, node, changes, reason, by));
     }
     say(format!("restarted containerd: it has the runtime handler {handler}"));
     Ok(())
@@ -387,13 +413,13 @@ mod tests {
     }
 
     #[test]
-    fn files_that_are_not_taken_back_are_reported_so() {
+    fn a_failed_rollback_is_reported() {
         let steps = StepErrors::from(StepError::new("write", std::io::Error::other("full")));
         let (reason, services) = ("it fails".to_owned(), String::new());
-        let error = EnableError::NotTakenBack { reason, steps, services };
+        let error = EnableError::RollbackFailed { reason, steps, services };
         let error = error.with_services("; a").with_services("; b");
-        assert!(matches!(error, EnableError::NotTakenBack { .. }));
-        let text = "it fails; taking the files back failed too: write: full; a; b";
+        assert!(matches!(error, EnableError::RollbackFailed { .. }));
+        let text = "it fails; rolling back the files failed too: write: full; a; b";
         assert_eq!(error.to_string(), text);
     }
 }

@@ -178,8 +178,10 @@ fn handlers(wanted: &Selftest, merged: &Table) -> Result<(String, Option<String>
     let ours = match &wanted.handler {
         Some(named) if known.ours.contains(named) => named.clone(),
         Some(named) => {
-            let reason =
-                format!("{named:?} is no runtime handler of this sandboxer, but {:?}", known.ours);
+            let reason = format!(
+                "{named:?} is not a runtime handler of this sandboxer, but {:?}",
+                known.ours
+            );
             return Err(SelftestError::Failed(reason));
         }
         None => known.ours.first().cloned().ok_or_else(|| {
@@ -202,11 +204,17 @@ fn uses_systemd(merged: &Table, handler: &str) -> bool {
 
 /// Resolves with the reason to stop: a signal or the deadline. Signals are taken from the call on.
 fn stopped(within: Duration) -> Result<impl Future<Output = String>, StepError> {
+    const STATUS: &str = "/proc/self/status";
     let step = "take signals";
+    let status = std::fs::read_to_string(STATUS).step_at("read file", STATUS)?;
+    // A handler would end the ignoring for the programs that are executed, too.
+    let mut hangup =
+        if ignores_hangup(&status) { None } else { Some(signal(SignalKind::hangup()).step(step)?) };
     let mut interrupt = signal(SignalKind::interrupt()).step(step)?;
     let mut terminate = signal(SignalKind::terminate()).step(step)?;
     Ok(async move {
         tokio::select! {
+            Some(_) = async { hangup.as_mut()?.recv().await } => "stopped by SIGHUP".to_owned(),
             _ = interrupt.recv() => "stopped by SIGINT".to_owned(),
             _ = terminate.recv() => "stopped by SIGTERM".to_owned(),
             () = tokio::time::sleep(within) => {
@@ -214,6 +222,15 @@ fn stopped(within: Duration) -> Result<impl Future<Output = String>, StepError> 
             }
         }
     })
+}
+
+/// Whether a process ignores SIGHUP, as below nohup(1). `status` is the text of its
+/// `/proc/PID/status`.
+fn ignores_hangup(status: &str) -> bool {
+    let field = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = field.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok());
+    // The lowest bit is of signal 1.
+    mask.is_some_and(|mask| mask & 1 != 0)
 }
 
 /// An image with the program, of a name and a config that no other has: a second test of the node
@@ -354,6 +371,21 @@ mod tests {
         // The second handler's failure is one of the test.
         let failed = columns.into_iter().find_map(Column::failure).unwrap();
         assert_eq!(failed.to_string(), "runtime handler runc, step b: no image");
+    }
+
+    #[test]
+    fn a_lost_terminal_stops_the_test_unless_it_ignores_that() {
+        assert!(ignores_hangup("Name:\tx\nSigIgn:\t0000000000001001\nSigCgt:\t0\n"));
+        assert!(!ignores_hangup("SigBlk:\t1\nSigIgn:\t0000000000001000\nSigCgt:\t1\n"));
+        // As the tests' own caller may have it.
+        let is_ignored = ignores_hangup(&std::fs::read_to_string("/proc/self/status").unwrap());
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let reason = runtime.block_on(async {
+            let stop = stopped(Duration::from_secs(5)).unwrap();
+            nix::sys::signal::raise(nix::sys::signal::Signal::SIGHUP).unwrap();
+            stop.await
+        });
+        assert_eq!(reason, if is_ignored { "stopped after 5 s" } else { "stopped by SIGHUP" });
     }
 
     #[test]

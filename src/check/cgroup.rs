@@ -30,7 +30,7 @@ impl Init {
     }
 }
 
-/// Examines the mounts and at the init system.
+/// Examines the cgroup mounts and the init system.
 pub(super) fn examine() -> Vec<Finding> {
     match Mounted::find() {
         Ok(mounted) => judge(&mounted, &Init::find()),

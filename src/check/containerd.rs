@@ -15,6 +15,7 @@ use crate::config::{Config, Pattern, ShimOwner};
 mod config;
 mod environment;
 mod files;
+mod loaded;
 mod node;
 mod running;
 mod shims;
@@ -96,7 +97,8 @@ fn examine_config(node: &NodeContainerd, config: &Config) -> Vec<Finding> {
             return findings;
         }
     }
-    findings.extend(node.started.and_then(|started| main.written_after(started)));
+    findings.extend(node.started.and_then(|started| main.written_after(started, &node.unit)));
+    findings.extend(loaded::examine(node, &all(&table, config).ours, config));
     findings.extend(judge(&table, config));
     findings.extend(shims::examine(&ours(&table, config), config));
     findings.extend(kubelet::examine(&all(&table, config)));

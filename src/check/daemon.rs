@@ -131,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn state_directories() {
+    fn an_unusable_state_directory_is_reported() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(state(&dir.path().join("none")).level, Level::Ok);
         let file = dir.path().join("file");
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn file_systems() {
+    fn ext4_survives_a_reboot_and_tmpfs_does_not() {
         assert!(!lasting(statfs::TMPFS_MAGIC));
         assert!(lasting(statfs::EXT4_SUPER_MAGIC));
     }
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn sockets() {
+    fn an_unusable_socket_is_reported() {
         for response in [&b"HTTP/1.1 400 Bad Request\r\n\r\n"[..], b""] {
             let finding = of_server(response);
             assert_eq!(finding.level, Level::Fail);

@@ -31,7 +31,7 @@ fn version(release: &str) -> Finding {
     let (Some(Some(major)), Some(Some(minor))) = (parts.next(), parts.next()) else {
         return Finding::warn(
             SUBJECT,
-            format!("{release:?} is no version"),
+            format!("{release:?} is not a version"),
             format!("see that it is {}.{} or newer", LEAST.0, LEAST.1),
         );
     };
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions() {
+    fn kernel_versions_are_rated() {
         for (release, level) in [
             ("6.18.0-1-cloud-amd64", Level::Ok),
             ("5.9.0", Level::Ok),

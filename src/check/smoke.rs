@@ -13,8 +13,8 @@ use crate::pause::{self, Driver, Plan};
 
 const SUBJECT: &str = "trial";
 
-/// A killed process that has not exited by then hangs in the kernel.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// How long the killed process may take to exit; after that it hangs in the kernel.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Starts a pause process with its own namespaces and a cgroup in the root of every hierarchy, and
 /// kills it.
@@ -51,7 +51,7 @@ fn attempt(driver: &dyn Driver, plan: &Plan) -> Result<(), StepError> {
         let pause = driver.start(plan)?;
         // The runtime has nothing else to do.
         pause.kill().and_then(|()| pause.thaw())?;
-        let exit = tokio::time::timeout(PATIENCE, pause.exited()).await;
+        let exit = tokio::time::timeout(EXIT_TIMEOUT, pause.exited()).await;
         let cleaned = driver.cleanup(&plan.cgroup_ref()).map_err(|mut steps| steps.swap_remove(0));
         exit.map(drop).step("wait for the end of the pause process").and(cleaned)
     })

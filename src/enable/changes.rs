@@ -10,7 +10,7 @@ use super::diff;
 use crate::error::{IoContext as _, StepError, StepErrors, gone};
 use crate::replace_file::{lasting_temporary, replace_lasting_file, sync_directory_of};
 
-/// Permissions of a new file: containerd's config has no secrets.
+/// Permissions of a new file that has nothing of another one.
 const NEW_FILE: u32 = 0o644;
 
 /// A file as it is.
@@ -19,7 +19,7 @@ pub(super) struct FileState {
     pub(super) bytes: Vec<u8>,
     mode: u32,
     group: u32,
-    modified: SystemTime,
+    pub(super) modified: SystemTime,
 }
 
 impl FileState {
@@ -46,19 +46,23 @@ impl FileState {
     }
 
     fn restore(&self, path: &Path) -> Result<(), StepError> {
-        self.write(path, &self.bytes)?;
-        // By the time containerd's files are compared with its start.
-        let restored = fs::File::options().write(true).open(path);
-        restored.and_then(|file| file.set_modified(self.modified)).step_at("restore file", path)
+        write(path, &self.bytes, self.mode, self.group)?;
+        set_modified(path, self.modified)
     }
+}
 
-    fn write(&self, path: &Path, bytes: &[u8]) -> Result<(), StepError> {
-        replace_lasting_file(path, self.mode, bytes)?;
-        if self.group == 0 {
-            return Ok(());
-        }
-        chown(path, None, Some(self.group)).step_at("set group of file", path)
+fn write(path: &Path, bytes: &[u8], mode: u32, group: u32) -> Result<(), StepError> {
+    replace_lasting_file(path, mode, bytes)?;
+    if group == 0 {
+        return Ok(());
     }
+    chown(path, None, Some(group)).step_at("set group of file", path)
+}
+
+/// By the time containerd's files are compared with its start.
+fn set_modified(path: &Path, time: SystemTime) -> Result<(), StepError> {
+    let file = fs::File::options().write(true).open(path);
+    file.and_then(|file| file.set_modified(time)).step_at("set time of file", path)
 }
 
 /// A file that is written or removed.
@@ -70,6 +74,11 @@ pub(super) struct FileChange {
     after: Option<Vec<u8>>,
     /// What the link holds that is removed in place of the file that it leads to.
     link: Option<PathBuf>,
+    /// Permissions and group of what is written.
+    mode: u32,
+    group: u32,
+    /// Its time, if that is not now.
+    modified: Option<SystemTime>,
 }
 
 impl FileChange {
@@ -89,22 +98,48 @@ impl FileChange {
                 (path, Some(link))
             }
         };
-        Ok(Self { path, before, after, link })
+        let (mode, group) =
+            before.as_ref().map_or((NEW_FILE, 0), |before| (before.mode, before.group));
+        Ok(Self { path, before, after, link, mode, group, modified: None })
+    }
+
+    /// A copy of a file, with its time, and as private.
+    ///
+    /// # Errors
+    /// The file at `path` cannot be read.
+    pub(super) fn copy(path: PathBuf, of: &FileState) -> Result<Self, StepError> {
+        let copy = Self::new(path, Some(of.bytes.clone()))?.private_as(of);
+        Ok(Self { modified: Some(of.modified), ..copy })
+    }
+
+    /// The change after which only those who can read `of` can read the file: containerd's config
+    /// may have passwords of registries.
+    pub(super) fn private_as(mut self, of: &FileState) -> Self {
+        if self.before.is_none() {
+            self.group = of.group;
+        }
+        let mut allowed = of.mode;
+        if self.group != of.group {
+            // There its members are others.
+            allowed = allowed & !0o070 | (allowed & 0o007) << 3;
+        }
+        self.mode &= allowed;
+        self
     }
 
     fn changes(&self) -> bool {
+        let mode = |state: &FileState| state.mode;
         self.before.as_ref().map(|before| &before.bytes) != self.after.as_ref()
+            || self.before.as_ref().is_some_and(|before| mode(before) != self.mode)
     }
 
     fn apply(&self) -> Result<(), StepError> {
         // Of a process that was killed.
         let left = lasting_temporary(&self.path);
         gone(fs::remove_file(&left)).step_at("remove file", &left)?;
-        match (&self.after, &self.before) {
-            (Some(after), Some(before)) => before.write(&self.path, after),
-            (Some(after), None) => replace_lasting_file(&self.path, NEW_FILE, after),
-            (None, _) => remove(&self.path),
-        }
+        let Some(after) = &self.after else { return remove(&self.path) };
+        write(&self.path, after, self.mode, self.group)?;
+        self.modified.map_or(Ok(()), |time| set_modified(&self.path, time))
     }
 
     fn undo(&self) -> Result<(), StepError> {
@@ -172,7 +207,7 @@ impl Changes {
     /// Makes all changes, or none.
     ///
     /// # Errors
-    /// The step that failed, and those of the way back.
+    /// The step that failed, and those of the rollback.
     pub(super) fn apply(&self) -> Result<(), StepErrors> {
         for directory in &self.directories {
             let made = fs::DirBuilder::new().recursive(true).create(directory);
@@ -188,7 +223,7 @@ impl Changes {
         Ok(())
     }
 
-    /// Takes all changes back.
+    /// Rolls all changes back.
     ///
     /// # Errors
     /// The steps that failed; the others are made.
@@ -224,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_are_made_and_taken_back_byte_for_byte() {
+    fn changes_are_made_and_rolled_back_byte_for_byte() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         fs::write(at("main"), b"a\r\n\xff").unwrap();
@@ -249,6 +284,52 @@ mod tests {
         changes.undo().unwrap();
         assert_eq!(names(dir.path()), ["main", "main.new", "old"]);
         assert_eq!(FileState::read(&at("main")).unwrap(), before);
+    }
+
+    #[test]
+    fn a_copy_can_be_read_by_none_but_those_who_can_read_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        fs::write(at("main"), "secret").unwrap();
+        // Of the file, of the copy that is there, of the copy that is made.
+        for (mode, there, expected) in [
+            (0o600, None, 0o600),
+            (0o640, None, 0o640),
+            (0o666, None, 0o644),
+            (0o600, Some(0o644), 0o600),
+            (0o644, Some(0o600), 0o600),
+        ] {
+            let set = |name: &str, mode| {
+                fs::set_permissions(at(name), fs::Permissions::from_mode(mode)).unwrap();
+            };
+            set("main", mode);
+            let _ = fs::remove_file(at("copy"));
+            if let Some(there) = there {
+                // What is the same text is changed too.
+                fs::write(at("copy"), "secret").unwrap();
+                set("copy", there);
+            }
+            let main = FileState::read(&at("main")).unwrap().unwrap();
+            let mut changes = Changes::default();
+            changes.add(FileChange::copy(at("copy"), &main).unwrap());
+            changes.apply().unwrap();
+            let copy = FileState::read(&at("copy")).unwrap().unwrap();
+            assert_eq!(copy.mode, expected, "of {mode:o} and {there:?}");
+            if there.is_none() {
+                assert_eq!((copy.bytes, copy.modified), (main.bytes, main.modified));
+            }
+            changes.undo().unwrap();
+            assert_eq!(at("copy").exists(), there.is_some());
+        }
+        let of = |group, mode| FileState {
+            bytes: Vec::new(),
+            mode,
+            group,
+            modified: SystemTime::UNIX_EPOCH,
+        };
+        let mut change = FileChange::new(at("new"), Some(Vec::new())).unwrap();
+        (change.before, change.mode, change.group) = (Some(of(7, 0o640)), 0o640, 7);
+        assert_eq!(change.private_as(&of(8, 0o640)).mode, 0o600, "of another group");
     }
 
     #[test]
@@ -277,7 +358,7 @@ mod tests {
 
     /// The second change cannot be made: a directory is in its way.
     #[test]
-    fn a_change_that_fails_takes_back_those_before_it() {
+    fn a_change_that_fails_rolls_back_those_before_it() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         fs::write(at("first"), "1").unwrap();

@@ -2,13 +2,14 @@
 
 use std::time::Duration;
 
-use toml::Table;
+use toml::{Table, Value};
 
 use super::changes::{Changes, FileChange, FileState};
 use super::main_config::{BACKUP, MainConfig};
 use super::restart::{self, RestartBy};
 use super::{
-    EnableError, begin, drop_in, plan, pods, refuse, restarted_back, runtime, shown, taken_back,
+    EnableError, begin, drop_in, loaded, plan, pods, refuse, restart_after_rollback, roll_back,
+    runtime, shown,
 };
 use crate::check::Subject;
 use crate::check::containerd as merged_config;
@@ -40,8 +41,23 @@ struct Removal {
     changes: Changes,
     /// The runtime handlers that it defines.
     handlers: Vec<String>,
+    /// Those that containerd has loaded, and that its files no longer have; `None` if it does not
+    /// say which it has.
+    stale: Option<Vec<String>>,
     /// Whether it names the pause image of the binary.
     offline: bool,
+}
+
+impl Removal {
+    /// The runtime handlers that containerd will not have after a restart.
+    fn lost(&self) -> Vec<String> {
+        self.handlers.iter().chain(self.stale.iter().flatten()).cloned().collect()
+    }
+
+    /// Whether containerd may have handlers that no file gives back.
+    fn has_stale(&self) -> bool {
+        self.stale.as_ref().is_none_or(|stale| !stale.is_empty())
+    }
 }
 
 /// Removes what `enable` has added. `say` gets a line for each thing done.
@@ -56,25 +72,36 @@ pub fn disable(wanted: &Disablement, say: &mut dyn FnMut(String)) -> Result<(), 
     let mut before = node.dump().ok();
     let mut removal = find_removal(&main, before.as_ref(), subject)?;
     if wanted.dry_run {
-        say(shown(&removal.changes));
+        let stale = removal.stale.as_deref().unwrap_or_default();
+        if removal.changes.is_empty() && !stale.is_empty() {
+            let file = node.file.display();
+            say(format!("containerd still has what {file} has not: {}", stale.join(", ")));
+        } else {
+            say(shown(&removal.changes));
+        }
         return Ok(());
     }
     if removal.changes.is_empty() && removal.handlers.is_empty() {
-        say("containerd's config does not name this sandboxer".to_owned());
+        let file = node.file.display();
+        say(format!("containerd's config {file} does not name this sandboxer"));
+        if removal.has_stale() {
+            wait_for_pods(wanted, &removal.lost(), say)?;
+        }
         return unload(wanted, &node, &removal, say);
     }
     loop {
-        if wait_for_pods(wanted, &removal.handlers, say)? {
+        if wait_for_pods(wanted, &removal.lost(), say)? {
             // It may have been days: what others have written since stays.
             before = node.dump().ok();
             removal = find_removal(&MainConfig::read(&node.file)?, before.as_ref(), subject)?;
         }
         removal.changes.apply()?;
         if let Err(reason) = verify(&node, before.as_ref(), &removal, subject) {
-            return Err(taken_back(&removal.changes, reason));
+            return Err(roll_back(&removal.changes, reason));
         }
-        // One may have come since.
-        let left = in_the_way(subject, &removal.handlers)?;
+        // A pod may have arrived meanwhile.
+        let left = in_the_way(subject, &removal.lost())
+            .map_err(|step| roll_back(&removal.changes, step.to_string()))?;
         if left.is_empty() {
             break;
         }
@@ -99,15 +126,14 @@ fn find_removal(
     let path = main.drop_in();
     let mut changes = Changes::default();
     // containerd's own file first: without the import the drop-in has no effect.
-    main.no_import(&path, &mut changes)?;
-    let text = FileState::read(&path)?;
-    let text = text.map(|state| String::from_utf8_lossy(&state.bytes).into_owned());
+    main.undo_import(&path, &mut changes)?;
+    let state = FileState::read(&path)?;
+    let text = state.as_ref().map(|state| String::from_utf8_lossy(&state.bytes).into_owned());
     let mut handlers = text.as_deref().map(drop_in::handlers_of).unwrap_or_default();
     let offline = text.as_deref().is_some_and(|text| text.contains(oci_image::NAME));
-    if let Some(text) = text {
+    if let Some((text, state)) = text.zip(state) {
         if !drop_in::is_ours(&text) {
-            let backup = path.with_added_extension(BACKUP);
-            changes.add(FileChange::new(backup, Some(text.into_bytes()))?);
+            changes.add(FileChange::copy(path.with_added_extension(BACKUP), &state)?);
         }
         changes.add(FileChange::new(path, None)?);
     }
@@ -115,7 +141,8 @@ fn find_removal(
     handlers.extend(merged.into_iter().flatten().map(|(name, _)| name));
     handlers.sort();
     handlers.dedup();
-    Ok(Removal { changes, handlers, offline })
+    let stale = loaded::stale(before, subject)?;
+    Ok(Removal { changes, handlers, stale, offline })
 }
 
 /// Fails unless containerd's merged config has all other handlers, and none of this sandboxer.
@@ -134,15 +161,20 @@ fn verify(
             left.default
         ));
     }
-    if let Some(name) = left.ours.first() {
+    // The drop-in, which is gone, may be what has named the sandboxer's socket.
+    let proxy = before.and_then(|before| merged_config::proxy(before, &subject.config).ok());
+    let named = left.all.iter().find(|(_, handler)| {
+        let sandboxer = handler.get("sandboxer").and_then(Value::as_str);
+        sandboxer.is_some() && sandboxer == proxy.as_deref()
+    });
+    if let Some(name) = named.map(|(name, _)| name).or(left.ours.first()) {
         return Err(format!(
             "another file of containerd's config names this sandboxer in runtime handler {name:?}: \
              remove it there"
         ));
     }
-    let own = removal.handlers.first().map(String::as_str).unwrap_or_default();
-    let Some(before) = before.filter(|_| removal.handlers.len() == 1) else { return Ok(()) };
-    plan::unchanged(before, &after, own, false, &subject.config)
+    let Some(before) = before else { return Ok(()) };
+    plan::unchanged(before, &after, &removal.handlers, false, &subject.config)
 }
 
 fn in_the_way(subject: &Subject, handlers: &[String]) -> Result<pods::Pods, StepError> {
@@ -162,11 +194,11 @@ fn in_the_way(subject: &Subject, handlers: &[String]) -> Result<pods::Pods, Step
 
 /// Fails if a pod came before the restart, by which containerd has lost the handler that it needs.
 fn still_unused(removal: &Removal, subject: &Subject) -> Result<(), String> {
-    if removal.changes.is_empty() {
-        // No file would give the handler back.
+    if removal.changes.is_empty() && !removal.has_stale() {
+        // containerd no longer had the handler.
         return Ok(());
     }
-    let left = in_the_way(subject, &removal.handlers).map_err(|step| step.to_string())?;
+    let left = in_the_way(subject, &removal.lost()).map_err(|step| step.to_string())?;
     if left.is_empty() {
         return Ok(());
     }
@@ -187,11 +219,15 @@ fn wait_for_pods(
         }
         let shown = pods::shown(&left);
         if !wanted.wait {
+            let handlers = match handlers {
+                [] => "of this sandboxer".to_owned(),
+                handlers => handlers.join(", "),
+            };
             return refuse(format!(
-                "{shown}: they need the runtime handler {}, and without it they can neither be \
-                 stopped nor removed. Remove them, or wait for their end by --wait. If it is the \
-                 default handler, `pause-sandboxer enable --restart` makes it no longer so",
-                handlers.join(", ")
+                "{shown}: they need the runtime handler {handlers}, and without it they can \
+                 neither be stopped nor removed. Remove them, or wait for their end by --wait. If \
+                 it is the default handler, first run `pause-sandboxer enable --restart`, which \
+                 undoes that"
             ));
         }
         if left != last {
@@ -202,7 +238,7 @@ fn wait_for_pods(
     }
 }
 
-/// Restarts containerd if it has the handlers still.
+/// Restarts containerd if it still has the handlers.
 fn unload(
     wanted: &Disablement,
     node: &NodeContainerd,
@@ -211,8 +247,9 @@ fn unload(
 ) -> Result<(), EnableError> {
     let subject = &wanted.subject;
     let cri = CriClient::new(&subject.config.containerd_address);
-    let known = runtime()?.block_on(restart::handlers(&cri)).unwrap_or_default();
-    let is_loaded = removal.handlers.iter().any(|handler| known.contains(handler))
+    let known = runtime()?.block_on(loaded::of_cri(&cri)).unwrap_or_default();
+    let lost = removal.lost();
+    let is_loaded = lost.iter().any(|handler| known.contains(handler))
         || !removal.changes.is_empty()
         || node.has_unread_files();
     if !is_loaded {
@@ -225,13 +262,20 @@ fn unload(
         ));
         return Ok(());
     };
-    let without = |known: &[String]| !removal.handlers.iter().any(|one| known.contains(one));
+    let without = |known: &[String]| !lost.iter().any(|one| known.contains(one));
     let restarted = restart::restart(by, subject, wanted.within, without);
     if let Err(reason) = runtime()?.block_on(restarted) {
-        return Err(restarted_back(&removal.changes, reason, by, subject, wanted.within));
+        return Err(restart_after_rollback(&removal.changes, reason, by, subject, wanted.within));
     }
     if let Err(reason) = still_unused(removal, subject) {
-        return Err(restarted_back(&removal.changes, reason, by, subject, wanted.within));
+        if removal.changes.is_empty() {
+            // No file gives the handler back.
+            return refuse(format!(
+                "{reason}, and containerd no longer has their runtime handler: to add it again, \
+                 run `pause-sandboxer enable --restart`"
+            ));
+        }
+        return Err(restart_after_rollback(&removal.changes, reason, by, subject, wanted.within));
     }
     say("restarted containerd: it does not have the runtime handler".to_owned());
     if removal.offline {

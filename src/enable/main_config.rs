@@ -1,6 +1,7 @@
 //! containerd's own config file: where it imports files from, and the one line that `enable` adds.
 
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use toml::{Table, Value};
 
@@ -30,6 +31,8 @@ pub(super) struct MainConfig {
     named: PathBuf,
     /// Its path without links.
     path: PathBuf,
+    /// The file, if it is there, and its text.
+    state: Option<FileState>,
     text: Option<String>,
     table: Table,
 }
@@ -48,15 +51,13 @@ impl MainConfig {
         let not_text = |reason: String| {
             EnableError::Refused(format!("containerd's config {} {reason}", path.display()))
         };
-        let text = match FileState::read(&path)? {
-            Some(state) => Some(
-                String::from_utf8(state.bytes).map_err(|_| not_text("is not UTF-8".to_owned()))?,
-            ),
-            None => None,
-        };
+        let state = FileState::read(&path)?;
+        let bytes = state.as_ref().map(|state| state.bytes.clone());
+        let text = bytes.map(String::from_utf8).transpose();
+        let text = text.map_err(|_| not_text("is not UTF-8".to_owned()))?;
         let table = text.as_deref().unwrap_or_default().parse::<Table>();
         let table = table.map_err(|e| not_text(format!("is not TOML: {}", e.message())))?;
-        Ok(Self { named: named.to_owned(), path, text, table })
+        Ok(Self { named: named.to_owned(), path, state, text, table })
     }
 
     /// Its version. containerd reads a file without one, or of version 1, as it is.
@@ -101,22 +102,22 @@ impl MainConfig {
     }
 
     /// Adds the change by which the file imports the directory of `drop_in`, with a copy of the
-    /// file beside it. `newest` is the version of a file that there is not yet.
+    /// file beside it. `version` is that of a file that is created.
     ///
     /// # Errors
     /// Another program writes the file, or the copy cannot be read.
     pub(super) fn import(
         &self,
         drop_in: &Path,
-        newest: i64,
+        version: i64,
         changes: &mut Changes,
     ) -> Result<(), EnableError> {
         if self.imports(drop_in) {
-            return Ok(());
+            return self.keep_backup_private(changes);
         }
         let pattern = pattern_of(drop_in);
-        let Some(text) = &self.text else {
-            let created = created(newest, &pattern);
+        let (Some(state), Some(text)) = (&self.state, &self.text) else {
+            let created = created(version, &pattern);
             changes.directory(self.home());
             changes.add(FileChange::new(self.path.clone(), Some(created.into_bytes()))?);
             return Ok(());
@@ -132,8 +133,7 @@ impl MainConfig {
         let edited = toml_text::add_import(text, &pattern).map_err(|reason| {
             EnableError::Refused(format!("containerd's config {} {reason}", self.path.display()))
         })?;
-        let backup = self.path.with_added_extension(BACKUP);
-        changes.add(FileChange::new(backup, Some(text.clone().into_bytes()))?);
+        changes.add(FileChange::copy(self.backup(), state)?);
         changes.add(FileChange::new(self.path.clone(), Some(edited.into_bytes()))?);
         Ok(())
     }
@@ -143,28 +143,77 @@ impl MainConfig {
     ///
     /// # Errors
     /// A file or the directory cannot be read.
-    pub(super) fn no_import(&self, drop_in: &Path, changes: &mut Changes) -> Result<(), StepError> {
+    pub(super) fn undo_import(
+        &self,
+        drop_in: &Path,
+        changes: &mut Changes,
+    ) -> Result<(), StepError> {
         let directory = drop_in.parent().unwrap_or(Path::new("/"));
-        let backup = self.path.with_added_extension(BACKUP);
         let (Some(text), false) = (&self.text, has_others(directory, drop_in)?) else {
             return Ok(());
         };
-        let pattern = pattern_of(drop_in);
-        let by_us = text.starts_with(CREATED)
-            && self.version().is_some_and(|version| *text == created(version, &pattern));
-        if by_us {
+        if self.is_created(drop_in) {
             changes.add(FileChange::new(self.path.clone(), None)?);
             return Ok(());
         }
+        let backup = self.backup();
         let Some(before) = FileState::read(&backup)? else { return Ok(()) };
-        let edited = String::from_utf8(before.bytes.clone())
-            .ok()
-            .and_then(|before| toml_text::add_import(&before, &pattern).ok());
-        if edited.as_ref() == Some(text) || before.bytes == text.as_bytes() {
-            changes.add(FileChange::new(self.path.clone(), Some(before.bytes))?);
+        if self.is_import_added_to(&before, drop_in) || before.bytes == text.as_bytes() {
+            // With its time: it is no edit that containerd has not read.
+            changes.add(FileChange::copy(self.path.clone(), &before)?);
             changes.add(FileChange::new(backup, None)?);
         }
         Ok(())
+    }
+
+    /// Limits the permissions of a changed file to the readers of this one, which may have secrets.
+    pub(super) fn keep_private(&self, change: FileChange) -> FileChange {
+        match &self.state {
+            Some(state) => change.private_as(state),
+            None => change,
+        }
+    }
+
+    /// Earlier versions have made the copy readable for all.
+    fn keep_backup_private(&self, changes: &mut Changes) -> Result<(), EnableError> {
+        if let (Some(state), Some(backup)) = (&self.state, FileState::read(&self.backup())?) {
+            let same = FileChange::copy(self.backup(), &backup)?;
+            changes.add(same.private_as(state));
+        }
+        Ok(())
+    }
+
+    fn backup(&self) -> PathBuf {
+        self.path.with_added_extension(BACKUP)
+    }
+
+    /// Whether [`MainConfig::import`] has created the file.
+    fn is_created(&self, drop_in: &Path) -> bool {
+        let text = self.text.as_deref().unwrap_or_default();
+        let created_of = |version| created(version, &pattern_of(drop_in));
+        text.starts_with(CREATED)
+            && self.version().is_some_and(|version| text == created_of(version))
+    }
+
+    /// Whether the file is `before` with the import.
+    fn is_import_added_to(&self, before: &FileState, drop_in: &Path) -> bool {
+        let before = std::str::from_utf8(&before.bytes).ok();
+        let edited =
+            before.and_then(|before| toml_text::add_import(before, &pattern_of(drop_in)).ok());
+        edited.is_some() && edited == self.text
+    }
+
+    /// When the file was last written by anyone but [`MainConfig::import`]; `None`: never.
+    ///
+    /// # Errors
+    /// The copy of the file cannot be read.
+    pub(super) fn last_edit(&self, drop_in: &Path) -> Result<Option<SystemTime>, StepError> {
+        if self.is_created(drop_in) {
+            return Ok(None);
+        }
+        let before = FileState::read(&self.backup())?;
+        let before = before.filter(|before| self.is_import_added_to(before, drop_in));
+        Ok(before.as_ref().or(self.state.as_ref()).map(|state| state.modified))
     }
 }
 
@@ -198,6 +247,7 @@ fn has_others(directory: &Path, drop_in: &Path) -> Result<bool, StepError> {
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::os::unix::fs::PermissionsExt as _;
 
     use super::*;
 
@@ -234,9 +284,9 @@ mod tests {
         }
 
         /// `disable`'s part.
-        fn no_import(&self, drop_in: &Path) {
+        fn undo_import(&self, drop_in: &Path) {
             let mut changes = Changes::default();
-            self.main().no_import(drop_in, &mut changes).unwrap();
+            self.main().undo_import(drop_in, &mut changes).unwrap();
             changes.apply().unwrap();
         }
     }
@@ -264,20 +314,32 @@ mod tests {
     fn the_import_comes_and_goes_without_a_trace() {
         let text = "# mine\nversion = 2\n[plugins]\n\t# a tab\n";
         let etc = Etc::with(text);
+        // It may have secrets.
+        let private = fs::Permissions::from_mode(0o600);
+        fs::set_permissions(etc.at("config.toml"), private).unwrap();
+        let edited = fs::metadata(etc.at("config.toml")).unwrap().modified().unwrap();
         let drop_in = etc.import();
         assert!(etc.text().ends_with(text) && etc.text().starts_with("imports = [\""));
         let backup = etc.at("config.toml.before-pause-sandboxer");
         assert_eq!(fs::read_to_string(&backup).unwrap(), text);
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!((mode(&backup), mode(&etc.at("config.toml"))), (0o600, 0o600));
+        assert_eq!(etc.main().last_edit(&drop_in).unwrap(), Some(edited), "the import is no edit");
+        // As an earlier version has made it.
+        fs::set_permissions(&backup, fs::Permissions::from_mode(0o644)).unwrap();
         etc.import();
         assert_eq!(fs::read_to_string(&backup).unwrap(), text, "nothing is done twice");
+        assert_eq!(mode(&backup), 0o600);
         // Another's file needs the import.
         fs::write(etc.at("conf.d/other.toml"), "").unwrap();
-        etc.no_import(&drop_in);
+        etc.undo_import(&drop_in);
         assert!(etc.text().starts_with("imports"));
         fs::remove_file(etc.at("conf.d/other.toml")).unwrap();
-        etc.no_import(&drop_in);
+        etc.undo_import(&drop_in);
         assert_eq!(etc.text(), text);
         assert!(!backup.exists());
+        let restored = fs::metadata(etc.at("config.toml")).unwrap().modified().unwrap();
+        assert_eq!(restored, edited, "the removal is no edit");
     }
 
     #[test]
@@ -286,13 +348,13 @@ mod tests {
         let drop_in = etc.import();
         let edited = etc.text() + "root = \"/x\"\n";
         fs::write(etc.at("config.toml"), &edited).unwrap();
-        etc.no_import(&drop_in);
+        etc.undo_import(&drop_in);
         assert_eq!(etc.text(), edited);
 
         fs::remove_file(etc.at("config.toml")).unwrap();
         let drop_in = etc.import();
         assert_eq!(etc.main().version(), Some(3));
-        etc.no_import(&drop_in);
+        etc.undo_import(&drop_in);
         assert!(!etc.at("config.toml").exists());
     }
 
@@ -304,7 +366,7 @@ mod tests {
         let drop_in = etc.import();
         assert!(fs::symlink_metadata(etc.at("config.toml")).unwrap().is_symlink());
         assert!(fs::read_to_string(etc.at("real.toml")).unwrap().starts_with("imports"));
-        etc.no_import(&drop_in);
+        etc.undo_import(&drop_in);
         assert_eq!(etc.text(), "version = 3\n");
     }
 

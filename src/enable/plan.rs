@@ -17,6 +17,9 @@ const RUNTIME_OF_RUNC: &str = "io.containerd.runc.v2";
 /// The sandboxer's name in a config that does not have it yet.
 const SANDBOXER: &str = "pause-sandboxer";
 
+/// The config version that every containerd 2 reads.
+const COMMON_VERSION: i64 = 3;
+
 /// The handler to add, checked.
 #[derive(Debug)]
 pub(super) struct HandlerPlan {
@@ -25,8 +28,8 @@ pub(super) struct HandlerPlan {
     pub(super) settings: Table,
     /// containerd's merged config before the change.
     before: Table,
-    /// Whether there was a drop-in: what it set may change.
-    replaces: bool,
+    /// The handlers of the drop-in that there was, if any: what that set may change.
+    replaced: Option<Vec<String>>,
 }
 
 fn refused<T>(reason: String) -> Result<T, EnableError> {
@@ -87,7 +90,8 @@ impl HandlerPlan {
                 ));
             }
         };
-        Ok(Self { sandboxer, base, settings, before, replaces: old.is_some() })
+        let replaced = old.map(|_| own_handlers);
+        Ok(Self { sandboxer, base, settings, before, replaced })
     }
 
     /// The drop-in.
@@ -102,9 +106,11 @@ impl HandlerPlan {
         self.contents(wanted).text(main.version()).map_err(EnableError::Refused)
     }
 
-    /// The version of the merged config, which is the newest one of that containerd.
-    pub(super) fn newest_version(&self) -> i64 {
-        self.before.get("version").and_then(Value::as_integer).unwrap_or(3)
+    /// The version of a config file that is created: one that every supported containerd reads,
+    /// because an older containerd may be installed later.
+    pub(super) fn new_file_version(&self) -> i64 {
+        let newest = self.before.get("version").and_then(Value::as_integer);
+        newest.unwrap_or(COMMON_VERSION).min(COMMON_VERSION)
     }
 
     fn contents<'a>(&'a self, wanted: &'a Enablement) -> DropInSettings<'a> {
@@ -148,22 +154,31 @@ impl HandlerPlan {
         if wanted.default && known.default != wanted.handler {
             return Err(format!("another file makes {:?} the default handler", known.default));
         }
-        unchanged(&self.before, after, &wanted.handler, !self.replaces, config)
+        if !known.default.is_empty() && !known.all.contains_key(&known.default) {
+            return Err(format!(
+                "another file makes {:?} the default handler, without which containerd does not \
+                 serve CRI: remove default_runtime_name from it, or keep the handler by --handler",
+                known.default
+            ));
+        }
+        let mut own = self.replaced.clone().unwrap_or_default();
+        own.push(wanted.handler.clone());
+        unchanged(&self.before, after, &own, self.replaced.is_none(), config)
     }
 }
 
-/// Fails if the runtime handlers but `handler` differ, or, if `all`, anything else that no command
-/// of this program changes.
+/// Fails if runtime handlers that are not of the sandboxer's `own` ones differ, or, if `all`,
+/// anything else that no command of this program changes.
 pub(super) fn unchanged(
     before: &Table,
     after: &Table,
-    handler: &str,
+    own: &[String],
     all: bool,
     config: &Config,
 ) -> Result<(), String> {
     let handlers = |table: &Table| {
         let mut handlers = node::all(table, config).all;
-        handlers.remove(handler);
+        handlers.retain(|name, _| !own.contains(name));
         handlers
     };
     let (old, new) = (handlers(before), handlers(after));
@@ -253,6 +268,16 @@ mod tests {
         let first = plan(&wanted, "nvidia", None).unwrap();
         let text = first.contents(&wanted).text(None).unwrap();
         assert_eq!(plan(&wanted, "runc-pause", Some(&text)).unwrap().base, "nvidia");
+    }
+
+    #[test]
+    fn a_new_config_file_is_of_a_version_that_every_containerd_reads() {
+        let mut newest = merged("runc");
+        newest.insert("version".to_owned(), 4.into());
+        for before in [newest, merged("runc"), Table::new()] {
+            let plan = HandlerPlan { before, ..plan(&enablement(), "runc", None).unwrap() };
+            assert_eq!(plan.new_file_version(), 3);
+        }
     }
 
     #[test]

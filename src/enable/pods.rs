@@ -55,6 +55,17 @@ pub(super) fn of_stopped_daemon(config: &Config) -> Result<Pods, StepError> {
     }
 }
 
+/// Succeeds if a daemon answers, whatever that is. Not for a task, as [`of_daemon`].
+///
+/// # Errors
+/// None answers, and why.
+pub(super) fn answering_daemon(config: &Config) -> Result<(), String> {
+    match Client::connect(config).and_then(|client| client.list(false)) {
+        Ok(_) | Err(ClientError::Refused(_)) => Ok(()),
+        Err(e) => Err(e.to_string()),
+    }
+}
+
 /// What the daemon lists; `None` if it does not answer.
 fn listed(config: &Config) -> Result<Option<Pods>, StepError> {
     let all = match Client::connect(config).and_then(|client| client.list(false)) {
@@ -107,6 +118,8 @@ mod tests {
             ..Config::default()
         };
         assert!(of_daemon(&config).unwrap().is_empty());
+        let reason = answering_daemon(&config).unwrap_err();
+        assert!(reason.starts_with("no daemon answers on ") && reason.contains("start it"));
         std::fs::create_dir_all(dir.path().join("sandboxes/0123456789abcdef")).unwrap();
         let pods = of_daemon(&config).unwrap();
         assert_eq!(shown(&pods), "1 pod: a sandbox whose daemon does not answer (0123456789abc)");

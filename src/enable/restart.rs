@@ -6,6 +6,7 @@ use std::time::Duration;
 use tokio::process::Command;
 use tokio::time::Instant;
 
+use super::loaded;
 use crate::check::Subject;
 use crate::check::containerd::NodeContainerd;
 use crate::containerd::cri::CriClient;
@@ -77,7 +78,7 @@ pub(super) async fn restart(
                 subject.config.containerd_address.display()
             )
         } else {
-            match handlers(&cri).await {
+            match loaded::of_cri(&cri).await {
                 Ok(handlers) if wanted(&handlers) => return Ok(()),
                 Ok(handlers) => format!("its runtime handlers are {handlers:?}"),
                 Err(reason) => reason,
@@ -93,21 +94,6 @@ pub(super) async fn restart(
         }
         tokio::time::sleep(INTERVAL).await;
     }
-}
-
-/// The runtime handlers of the containerd that runs; empty if it does not name them.
-///
-/// # Errors
-/// CRI does not answer, or its runtime is not ready.
-pub(super) async fn handlers(cri: &CriClient) -> Result<Vec<String>, String> {
-    let status = cri.status().await.map_err(|step| step.to_string())?;
-    let conditions = &status.status.conditions;
-    // The network may be missing for reasons of the cluster.
-    match conditions.iter().find(|condition| condition.type_ == "RuntimeReady") {
-        Some(ready) if ready.status => {}
-        _ => return Err("its runtime is not ready".to_owned()),
-    }
-    Ok(status.runtime_handlers.into_iter().map(|handler| handler.name).collect())
 }
 
 /// Restarts the daemon, if systemd runs it; whether it does.

@@ -29,7 +29,7 @@ pub(super) fn add_import(text: &str, import: &str) -> Result<String, String> {
     let Some(place) = place(text, "imports")? else {
         return Ok(prepended(text, &format!("imports = [{import}]")));
     };
-    let list = text[place.clone()].strip_prefix('[').ok_or("has `imports` that is no list")?;
+    let list = text[place.clone()].strip_prefix('[').ok_or("has `imports` that is not a list")?;
     let separator = if list.trim_start().starts_with(']') { "" } else { ", " };
     Ok(format!("{}[{import}{separator}{list}{}", &text[..place.start], &text[place.end..]))
 }
@@ -76,7 +76,7 @@ mod tests {
             let table: toml::Table = made.parse().unwrap();
             assert_eq!(table["imports"][0].as_str(), Some("x"));
         }
-        assert!(add_import("imports = 1", "x").unwrap_err().contains("no list"));
+        assert!(add_import("imports = 1", "x").unwrap_err().contains("not a list"));
         assert!(add_import("imports = ", "x").unwrap_err().contains("is not TOML"));
     }
 }

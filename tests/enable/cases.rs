@@ -14,13 +14,14 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use crate::Running;
 use crate::etc::{Etc, names};
 
-type NodeCase = fn(Arc<Node>) -> Running;
+pub(crate) type NodeCase = fn(Arc<Node>) -> Running;
 
 macro_rules! cases {
     ($($case:ident),* $(,)?) => {
         vec![$((stringify!($case), (|node| Box::pin($case(node))) as NodeCase)),*]
     };
 }
+pub(crate) use cases;
 
 pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
     cases![
@@ -39,10 +40,10 @@ pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
     ]
 }
 
-const HANDLER: &str = "runc-pause";
+pub(crate) const HANDLER: &str = "runc-pause";
 
 /// containerd comes up with whatever files.
-fn always(_: &Etc) -> bool {
+pub(crate) fn always(_: &Etc) -> bool {
     true
 }
 
@@ -81,6 +82,8 @@ async fn there_and_back(etc: &Etc) -> Result<()> {
     let complete = etc.files();
     let dry = etc.run(&["disable", "--dry-run"]).well()?;
     ensure!(dry.contains("-[plugins.") && dry.contains(".runtimes.runc-pause]"), "{dry}");
+    // The package's scripts look for this line.
+    ensure!(dry.contains("/pause-sandboxer.toml\n+++ /dev/null\n"), "{dry}");
     ensure!(etc.files() == complete, "a dry run has written");
     etc.with_restart(&["disable"], always).await?.well()?;
     let mut left = etc.files();
@@ -149,6 +152,7 @@ async fn a_missing_import_is_refused(node: Arc<Node>) -> Result<()> {
 }
 
 async fn a_containerd_that_does_not_come_up_gets_its_files_back(node: Arc<Node>) -> Result<()> {
+    node.start_sandboxer().await?;
     let etc = Etc::new(node, 3, "").await?;
     let before = etc.files();
     // It comes up with the old files only.
@@ -183,7 +187,7 @@ async fn pods_are_in_the_way_until_they_end(node: Arc<Node>) -> Result<()> {
     ensure!(said.contains("--wait") && etc.files() == before, "{said}");
     // containerd must not start without a daemon that has pods.
     etc.node.stop_sandboxer().await?;
-    let said = etc.with_restart(&["enable", "--default"], always).await?;
+    let said = etc.with_restart(&["enable"], always).await?;
     let said = said.refused("start it first")?;
     ensure!(etc.files() == before, "the files are not as before: {said}");
     etc.node.start_sandboxer().await?;

@@ -8,6 +8,7 @@
 )]
 
 mod cases;
+mod earlier;
 mod etc;
 
 use std::pin::Pin;
@@ -26,7 +27,7 @@ fn main() -> ExitCode {
     // One machine, one case at a time.
     arguments.test_threads = Some(1);
     let runtime = Arc::new(Runtime::new().expect("a runtime"));
-    let trials = cases::all().into_iter().map(|(name, case)| {
+    let trials = cases::all().into_iter().chain(earlier::all()).map(|(name, case)| {
         let runtime = runtime.clone();
         Trial::test(name, move || {
             let run = async {

@@ -132,17 +132,24 @@ impl Main {
         Some(Finding::fail(CONFIG, fact, advice))
     }
 
-    /// Whether a containerd was started before the file, or one that it imports, was written last.
-    pub(super) fn written_after(&self, started: SystemTime) -> Option<Finding> {
-        let newer: Vec<String> = [self.path.clone()]
-            .into_iter()
+    /// The file and those that it imports, of which a containerd was started before they were
+    /// written last. A time in the future is of a wrong clock, and says nothing.
+    pub(super) fn newer(&self, started: SystemTime) -> Vec<PathBuf> {
+        let now = SystemTime::now();
+        let all = [self.path.clone()];
+        all.into_iter()
             .chain(self.imports().flat_map(|path| imported(&path)))
             .filter(|path| {
                 let written = path.metadata().and_then(|meta| meta.modified());
-                written.is_ok_and(|written| written > started)
+                written.is_ok_and(|written| started < written && written <= now)
             })
-            .map(|path| path.display().to_string())
-            .collect();
+            .collect()
+    }
+
+    /// Whether a containerd was started before one of the files was written last.
+    pub(super) fn written_after(&self, started: SystemTime, unit: &str) -> Option<Finding> {
+        let newer = self.newer(started);
+        let newer: Vec<String> = newer.iter().map(|path| path.display().to_string()).collect();
         if newer.is_empty() {
             return None;
         }
@@ -150,7 +157,7 @@ impl Main {
             "containerd was started before {} was written, and has not read it",
             newer.join(" and ")
         );
-        Some(Finding::warn(CONFIG, fact, "systemctl restart containerd; pods keep running"))
+        Some(Finding::warn(CONFIG, fact, format!("systemctl restart {unit}; pods keep running")))
     }
 }
 
@@ -240,16 +247,21 @@ mod tests {
         let directory = dir.path().display();
         let mut main = main(&format!("imports = ['one.toml', '{directory}/*.toml']"));
         main.path = file("c.toml");
-        let at = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
-        assert!(main.written_after(at(1000)).is_none());
+        let after = |main: &Main, seconds| {
+            main.written_after(UNIX_EPOCH + Duration::from_secs(seconds), "k3s.service")
+        };
+        assert!(after(&main, 1000).is_none());
         set("20.toml", 2000);
         set("20.toml.bak", 2000);
-        let fact = main.written_after(at(1000)).unwrap().fact;
+        let fact = after(&main, 1000).unwrap().fact;
         let expected = format!("containerd was started before {} was", file("20.toml").display());
         assert!(fact.starts_with(&expected), "{fact}");
         set("one.toml", 2000);
-        assert!(main.written_after(at(1000)).unwrap().fact.contains("one.toml"));
+        assert!(after(&main, 1000).unwrap().fact.contains("one.toml"));
         set("c.toml", 2000);
-        assert!(main.written_after(at(1999)).unwrap().fact.contains("c.toml"));
+        assert!(after(&main, 1999).unwrap().fact.contains("c.toml"));
+        // No restart would change that.
+        set("c.toml", 1 << 33);
+        assert!(after(&main, 2000).is_none());
     }
 }

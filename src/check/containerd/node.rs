@@ -9,6 +9,7 @@ use toml::Table;
 use super::super::Subject;
 use super::config;
 use super::files::Main;
+use super::one_place;
 use super::running::{ContainerdProgram, Flags, Running};
 
 /// The program to examine if none runs.
@@ -26,6 +27,8 @@ pub(crate) struct NodeContainerd {
     pub(super) program: ContainerdProgram,
     /// Its config file, which need not exist.
     pub(crate) file: PathBuf,
+    /// Whether it runs, and with that file. `--containerd-config` can name another one.
+    pub(super) runs_with_file: bool,
     flags: Flags,
     /// When it was started, if it runs.
     pub(super) started: Option<SystemTime>,
@@ -49,10 +52,11 @@ impl NodeContainerd {
             Err(_) => (ContainerdProgram::File(CONTAINERD.into()), Flags::default(), None, None),
         };
         let program = subject.containerd_program.clone().map_or(program, ContainerdProgram::File);
-        let named = subject.containerd_config.as_ref().or(flags.config.as_ref());
-        let file = named.map_or(Path::new(CONFIG_FILE), PathBuf::as_path).to_owned();
+        let its_file = flags.config.as_deref().unwrap_or(Path::new(CONFIG_FILE));
+        let file = subject.containerd_config.as_deref().unwrap_or(its_file).to_owned();
+        let runs_with_file = pid.is_some() && one_place(&file, its_file);
         let unit = unit.unwrap_or_else(|| UNIT.to_owned());
-        Self { program, file, flags, started, pid, unit }
+        Self { program, file, runs_with_file, flags, started, pid, unit }
     }
 
     /// What the program makes of its files and options: the merged config in the newest version.
@@ -85,11 +89,21 @@ impl NodeContainerd {
         }
     }
 
-    /// Whether its files were written after its start.
-    pub(crate) fn has_unread_files(&self) -> bool {
+    /// Its files that were written after its start.
+    pub(crate) fn unread_files(&self) -> Vec<PathBuf> {
         let main = Main::read(&self.file).ok();
-        self.started
-            .is_some_and(|started| main.is_some_and(|main| main.written_after(started).is_some()))
+        let newer = self.started.zip(main).map(|(started, main)| main.newer(started));
+        newer.unwrap_or_default()
+    }
+
+    /// Whether there are such files.
+    pub(crate) fn has_unread_files(&self) -> bool {
+        !self.unread_files().is_empty()
+    }
+
+    /// Whether it was started before that moment.
+    pub(crate) fn is_older_than(&self, moment: SystemTime) -> bool {
+        self.started.is_some_and(|started| started < moment)
     }
 
     /// Fails unless the program is a containerd that supports external sandboxers.

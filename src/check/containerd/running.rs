@@ -16,7 +16,7 @@ use nix::sys::socket::{
 };
 use nix::unistd::{SysconfVar, geteuid, sysconf};
 
-use crate::process::held::started_at;
+use crate::process::handle::started_at;
 
 /// The options of containerd that say where it is, and override its config file.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -75,7 +75,7 @@ impl Running {
         let unit = unit_of(&fs::read_to_string(directory.join("cgroup")).unwrap_or_default());
         let ticks = started_at(peer.pid().unsigned_abs()).map_err(io::Error::other)?;
         let started = moment(ticks)?;
-        // Its sockets end with it: only then the id may have become another process's.
+        // Its sockets are closed when it exits: only then its pid may have been reused.
         if has_ended(&stream)? {
             return Err(io::ErrorKind::ConnectionReset.into());
         }

@@ -71,7 +71,7 @@ fn running_daemon(config: &Config) -> Option<PathBuf> {
     // Replaced since it was started.
     let path = program.to_str()?;
     let path = Path::new(path.strip_suffix(" (deleted)").unwrap_or(path));
-    // Of a daemon that was killed, the number may be another process's.
+    // The pid of a killed daemon may have been reused.
     let own = std::env::current_exe().ok()?;
     let is_daemon = path.file_name() == own.file_name() || path.file_name() == Some(NAME.as_ref());
     is_daemon.then(|| path.to_owned())

@@ -161,7 +161,7 @@ fn each_fault_is_one_finding_with_advice() {
 }
 
 #[test]
-fn versions() {
+fn containerd_versions_are_rated() {
     let of = |version: &str| {
         super::version(&format!("containerd github.com/containerd/containerd/v2 {version} abc\n"))
             .level

@@ -1,0 +1,120 @@
+//! What must be so before `enable` writes files and restarts containerd with them.
+
+use std::path::{Path, PathBuf};
+
+use toml::Table;
+
+use super::main_config::MainConfig;
+use super::{EnableError, Enablement, RestartBy, drop_in, loaded, pods, refuse, runtime};
+use crate::check::containerd::{NodeContainerd, one_place};
+use crate::containerd::cri::CriClient;
+use crate::error::StepError;
+
+/// The files of containerd's config that were written after its start.
+#[derive(Debug, Default)]
+pub(super) struct UnreadFiles {
+    /// Whether `enable` has written one.
+    pub(super) own: bool,
+    /// Those that others have written.
+    edited: Vec<PathBuf>,
+}
+
+impl UnreadFiles {
+    /// Finds them. `drop_in` is that of `enable`, if it is there.
+    ///
+    /// # Errors
+    /// A file cannot be read.
+    pub(super) fn find(
+        node: &NodeContainerd,
+        main: &MainConfig,
+        drop_in: Option<&Path>,
+    ) -> Result<Self, StepError> {
+        let mut found = Self::default();
+        for file in node.unread_files() {
+            let is_own = if one_place(&file, &node.file) {
+                let edited = main.last_edit(&main.drop_in())?;
+                edited.is_none_or(|moment| !node.is_older_than(moment))
+            } else {
+                drop_in.is_some_and(|drop_in| one_place(&file, drop_in))
+            };
+            if is_own {
+                found.own = true;
+            } else {
+                found.edited.push(file);
+            }
+        }
+        Ok(found)
+    }
+
+    /// Fails if there is an edit of others: a restart would apply it too, and if containerd did not
+    /// come up with it, no file as it was before this command would help.
+    ///
+    /// # Errors
+    /// The files.
+    pub(super) fn no_edits(&self, node: &NodeContainerd) -> Result<(), EnableError> {
+        if self.edited.is_empty() {
+            return Ok(());
+        }
+        let files: Vec<String> =
+            self.edited.iter().map(|file| file.display().to_string()).collect();
+        refuse(format!(
+            "there are changes which containerd has not read, in {}: a restart would apply them \
+             too, and this command could not undo them. Restart containerd first: {}",
+            files.join(" and "),
+            RestartBy::Systemd.command(&node.unit)
+        ))
+    }
+}
+
+/// The default handler needs a daemon that answers: without it no pod of the node starts.
+///
+/// # Errors
+/// None answers.
+pub(super) fn daemon_for_default(wanted: &Enablement) -> Result<(), EnableError> {
+    if !wanted.default {
+        return Ok(());
+    }
+    pods::answering_daemon(&wanted.subject.config).or_else(|reason| {
+        refuse(format!("{reason}; with --default no pod of this node starts without it"))
+    })
+}
+
+/// The handlers that containerd loses by the command: those that the drop-in has defined and the
+/// new one will not, and those that it has still loaded from earlier files.
+///
+/// # Errors
+/// A local step failed.
+pub(super) fn lost_handlers(
+    wanted: &Enablement,
+    old: Option<&str>,
+    before: &Table,
+) -> Result<Vec<String>, StepError> {
+    let mut lost = old.map(drop_in::handlers_of).unwrap_or_default();
+    if wanted.restart.is_some() {
+        lost.extend(loaded::stale(Some(before), &wanted.subject)?.unwrap_or_default());
+    }
+    lost.retain(|name| *name != wanted.handler);
+    Ok(lost)
+}
+
+/// Fails if a pod needs one of the handlers that containerd loses.
+///
+/// # Errors
+/// The pods, or why they are unknown.
+pub(super) fn keep_handlers_in_use(wanted: &Enablement, lost: &[String]) -> Result<(), String> {
+    if lost.is_empty() {
+        return Ok(());
+    }
+    let cri = CriClient::new(&wanted.subject.config.containerd_address);
+    let runtime = runtime().map_err(|step| step.to_string())?;
+    let left = runtime.block_on(pods::of_cri(&cri, lost)).map_err(|step| step.to_string())?;
+    if left.is_empty() {
+        return Ok(());
+    }
+    Err(format!(
+        "{} of the runtime handler {}, which would be gone: remove these pods, or keep the handler \
+         with --handler",
+        pods::shown(&left),
+        lost.join(", ")
+    ))
+}

@@ -1,0 +1,253 @@
+//! What commands do where an earlier command, an operator or a stopped service has left the node in
+//! another state than theirs.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use kit::{Handler, Node, PodSpec};
+
+use crate::cases::{HANDLER, NodeCase, always, cases};
+use crate::etc::Etc;
+
+pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
+    cases![
+        a_default_handler_needs_a_daemon,
+        a_second_disable_unloads_the_handler,
+        a_pod_between_two_disables_is_in_the_way,
+        a_handler_that_is_not_loaded_fails_the_check,
+        a_restart_that_fails_names_the_earlier_command,
+        a_file_that_containerd_has_not_read_is_refused,
+        a_handler_in_another_file_is_named,
+        another_name_replaces_the_handler,
+        a_pod_of_the_earlier_name_prevents_the_restart,
+        what_disable_has_written_is_no_edit,
+        pods_that_cannot_be_listed_restore_the_files,
+        a_stopped_containerd_does_not_show_its_config_file,
+    ]
+}
+
+/// Until a file that is written now is newer than a containerd that was started before: its start
+/// is only known to two seconds.
+async fn containerd_is_older() {
+    tokio::time::sleep(Duration::from_secs(4)).await;
+}
+
+/// A node whose containerd has the handler, with a daemon.
+async fn enabled(node: Arc<Node>) -> Result<Etc> {
+    let etc = Etc::new(node, 3, "").await?;
+    etc.with_restart(&["enable"], always).await?.well()?;
+    etc.node.start_sandboxer().await?;
+    Ok(etc)
+}
+
+async fn a_default_handler_needs_a_daemon(node: Arc<Node>) -> Result<()> {
+    let etc = Etc::new(node, 3, "").await?;
+    let (before, pid) = (etc.files(), etc.node.containerd_pid()?);
+    let said = etc.with_restart(&["enable", "--default"], always).await?;
+    let said = said.refused("no daemon answers")?;
+    ensure!(etc.files() == before, "it has written: {said}");
+    ensure!(etc.node.containerd_pid()? == pid, "containerd is another");
+    // Other pods do not need it.
+    let said = etc.with_restart(&["enable"], always).await?.well()?;
+    ensure!(said.contains("no daemon answers"), "{said}");
+    etc.node.start_sandboxer().await?;
+    let said = etc.with_restart(&["enable", "--default"], always).await?.well()?;
+    ensure!(!said.contains("no daemon answers"), "{said}");
+    Ok(())
+}
+
+async fn a_second_disable_unloads_the_handler(node: Arc<Node>) -> Result<()> {
+    // containerd's own file stays as it is.
+    let etc = Etc::new(node, 3, "imports = [\"conf.d/*.toml\"]\n").await?;
+    etc.with_restart(&["enable"], always).await?.well()?;
+    let pid = etc.node.containerd_pid()?;
+    etc.run(&["disable"]).well()?;
+    let said = etc.with_restart(&["disable"], always).await?.well()?;
+    ensure!(said.contains("it does not have the runtime handler"), "{said}");
+    ensure!(etc.node.containerd_pid()? != pid, "containerd is not restarted: {said}");
+    Ok(())
+}
+
+async fn a_pod_between_two_disables_is_in_the_way(node: Arc<Node>) -> Result<()> {
+    let etc = enabled(node).await?;
+    containerd_is_older().await;
+    etc.run(&["disable"]).well()?;
+    let pid = etc.node.containerd_pid()?;
+    let pod = etc.node.run(Handler::Ours, PodSpec::new("late")).await?;
+    let said = etc.with_restart(&["disable"], always).await?.refused("1 pod: default/late (")?;
+    ensure!(said.contains("the runtime handler runc-pause"), "{said}");
+    ensure!(etc.node.containerd_pid()? == pid, "containerd is restarted: {said}");
+    pod.remove().await?;
+    let said = etc.with_restart(&["disable"], always).await?.well()?;
+    ensure!(said.contains("it does not have the runtime handler"), "{said}");
+    Ok(())
+}
+
+async fn a_handler_that_is_not_loaded_fails_the_check(node: Arc<Node>) -> Result<()> {
+    const FAILS: &str =
+        "FAIL  containerd: has not loaded runtime handler \"runc-pause\" of its config";
+    let etc = Etc::new(node, 3, "").await?;
+    etc.run(&["enable"]).well()?;
+    etc.run(&["check"]).refused(FAILS)?;
+    etc.restart().await?;
+    let said = etc.run(&["check"]).text;
+    ensure!(!said.contains(FAILS) && said.contains("named by runtime handler"), "{said}");
+    Ok(())
+}
+
+async fn a_restart_that_fails_names_the_earlier_command(node: Arc<Node>) -> Result<()> {
+    let etc = Etc::new(node, 3, "").await?;
+    let before = etc.files();
+    containerd_is_older().await;
+    etc.run(&["enable"]).well()?;
+    let ran = etc.with_restart(&["enable"], |etc| !etc.drop_in().exists()).await?;
+    let file = etc.node.layout().containerd_config().display().to_string();
+    let said = ran.refused(&format!(
+        "an earlier command has added the handler: to remove it, run `pause-sandboxer disable \
+         --restart --containerd-config {file}`"
+    ))?;
+    ensure!(!said.contains("the files are as before"), "{said}");
+    let program = etc.node.parts().program("containerd").display().to_string();
+    let words = ["disable", "--containerd-config", &file, "--containerd", &program];
+    etc.with_restart(&words, |etc| !etc.drop_in().exists()).await?.well()?;
+    ensure!(etc.node.cri().version().await.is_ok(), "containerd does not answer");
+    let mut left = etc.files();
+    // The sandboxer's own settings stay.
+    let own = etc.node.layout().sandboxer_config();
+    left.insert(own.clone(), before[&own].clone());
+    ensure!(left == before, "left: {:?}", left.keys());
+    Ok(())
+}
+
+async fn a_file_that_containerd_has_not_read_is_refused(node: Arc<Node>) -> Result<()> {
+    let etc = Etc::new(node, 3, "").await?;
+    containerd_is_older().await;
+    let edited = fs::read_to_string(etc.file())? + "# of an operator\n";
+    fs::write(etc.file(), edited)?;
+    let (before, pid) = (etc.files(), etc.node.containerd_pid()?);
+    let refused = |ran: crate::etc::Ran| ran.refused("which containerd has not read");
+    refused(etc.with_restart(&["enable"], always).await?)?;
+    ensure!(etc.files() == before, "{:?}", etc.files().keys());
+    // An import that was added since does not hide the edit.
+    etc.run(&["enable"]).well()?;
+    refused(etc.with_restart(&["enable"], always).await?)?;
+    ensure!(etc.node.containerd_pid()? == pid, "containerd is restarted");
+    etc.run(&["disable"]).well()?;
+    etc.restart().await?;
+    containerd_is_older().await;
+    // What an earlier command has written is no edit.
+    etc.run(&["enable"]).well()?;
+    let said = etc.with_restart(&["enable"], always).await?.well()?;
+    ensure!(said.contains("it has the runtime handler runc-pause"), "{said}");
+    // Where there is nothing to restart for, the edit is not of interest.
+    containerd_is_older().await;
+    let edited = fs::read_to_string(etc.file())? + "# of an operator\n";
+    fs::write(etc.file(), edited)?;
+    let pid = etc.node.containerd_pid()?;
+    let said = etc.with_restart(&["enable"], always).await?.well()?;
+    ensure!(said.contains("containerd has the runtime handler runc-pause"), "{said}");
+    ensure!(etc.node.containerd_pid()? == pid, "containerd is restarted");
+    Ok(())
+}
+
+async fn a_pod_of_the_earlier_name_prevents_the_restart(node: Arc<Node>) -> Result<()> {
+    let etc = enabled(node).await?;
+    etc.run(&["enable", "--handler", "small"]).well()?;
+    // containerd has not read that.
+    let pod = etc.node.run(Handler::Ours, PodSpec::new("late")).await?;
+    let (before, pid) = (etc.files(), etc.node.containerd_pid()?);
+    let said = etc.with_restart(&["enable", "--handler", "small"], always).await?;
+    let said = said.refused("1 pod: default/late (")?;
+    ensure!(said.contains("of the runtime handler runc-pause, which would be gone"), "{said}");
+    ensure!(etc.files() == before && etc.node.containerd_pid()? == pid, "{said}");
+    pod.remove().await?;
+    etc.with_restart(&["enable", "--handler", "small"], always).await?.well()?;
+    Ok(())
+}
+
+async fn what_disable_has_written_is_no_edit(node: Arc<Node>) -> Result<()> {
+    let etc = enabled(node).await?;
+    containerd_is_older().await;
+    etc.run(&["disable"]).well()?;
+    let said = etc.run(&["disable", "--dry-run"]).well()?;
+    ensure!(said.contains("containerd still has what") && said.contains("runc-pause"), "{said}");
+    let pod = etc.node.run(Handler::Ours, PodSpec::new("late")).await?;
+    // The way back, with the pod.
+    etc.with_restart(&["enable"], always).await?.well()?;
+    ensure!(pod.is_ready().await?, "the pod is not ready");
+    pod.remove().await?;
+    Ok(())
+}
+
+async fn a_handler_in_another_file_is_named(node: Arc<Node>) -> Result<()> {
+    let etc = Etc::new(node, 3, "").await?;
+    let text = fs::read_to_string(etc.file())?;
+    let handler = "[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.own-pause]\n\
+        runtime_type = 'io.containerd.runc.v2'\nsandboxer = 'pause-sandboxer'\n";
+    fs::write(etc.file(), format!("{text}\n{handler}"))?;
+    etc.run(&["enable"]).well()?;
+    let before = etc.files();
+    let said =
+        etc.run(&["disable"]).refused("in runtime handler \"own-pause\": remove it there")?;
+    ensure!(etc.files() == before, "the files are not as before: {said}");
+    Ok(())
+}
+
+async fn another_name_replaces_the_handler(node: Arc<Node>) -> Result<()> {
+    let etc = enabled(node).await?;
+    let pod = etc.node.run(Handler::Ours, PodSpec::new("web")).await?;
+    let before = etc.files();
+    etc.run(&["enable", "--handler", "small"]).refused("which would be gone")?;
+    ensure!(etc.files() == before, "{:?}", etc.files().keys());
+    pod.remove().await?;
+    let ran = etc.with_restart(&["enable", "--handler", "small"], always).await?;
+    let said = ran.well()?;
+    ensure!(said.contains("it has the runtime handler small"), "{said}");
+    ensure!(etc.handler("small")?.is_some(), "no handler: {said}");
+    ensure!(etc.handler(HANDLER)?.is_none(), "the handler is left: {said}");
+    // Without the old name containerd would not serve CRI.
+    let default = "[plugins.'io.containerd.cri.v1.runtime'.containerd]\n\
+        default_runtime_name = 'small'\n";
+    fs::write(etc.drop_in().with_file_name("default.toml"), default)?;
+    let before = etc.files();
+    let said = etc.run(&["enable"]).refused("makes \"small\" the default handler")?;
+    ensure!(etc.files() == before, "the files are not as before: {said}");
+    Ok(())
+}
+
+async fn pods_that_cannot_be_listed_restore_the_files(node: Arc<Node>) -> Result<()> {
+    let etc = Etc::new(node, 3, "").await?;
+    etc.run(&["enable"]).well()?;
+    let before = etc.files();
+    // A file is in the place of the records once the drop-in is removed.
+    let script = format!(
+        "#!/bin/sh\ncase \"$*\" in *'config dump')\n[ -e {0} ] || {{ mkdir -p {1} && touch \
+         {1}/sandboxes; }};;\nesac\nexec {2} \"$@\"\n",
+        etc.drop_in().display(),
+        etc.node.layout().sandboxer_state().display(),
+        etc.node.parts().program("containerd").display()
+    );
+    let program = etc.node.layout().top.join("containerd-wrapper");
+    fs::write(&program, script)?;
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
+    let ran = etc.run(&["disable", "--containerd", &program.display().to_string()]);
+    let said = ran.refused("read records of sandboxes")?;
+    ensure!(said.contains("Not a directory") && said.contains("as before"), "{said}");
+    ensure!(etc.files() == before, "left: {:?}", etc.files().keys());
+    Ok(())
+}
+
+/// The default path may not be the file that it is started with.
+async fn a_stopped_containerd_does_not_show_its_config_file(node: Arc<Node>) -> Result<()> {
+    let etc = Etc::new(node, 3, "").await?;
+    etc.with_restart(&["enable"], always).await?.well()?;
+    etc.node.stop_containerd().await?;
+    let program = etc.node.parts().program("containerd").display().to_string();
+    let words = ["disable", "--restart", "--restart-command", "exit 7", "--containerd", &program];
+    let said = etc.run(&words).refused("name the file with --containerd-config")?;
+    ensure!(etc.drop_in().exists(), "it is removed: {said}");
+    Ok(())
+}
