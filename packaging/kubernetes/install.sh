@@ -2,12 +2,14 @@
 # Installs the sandboxer on the node of this container, or removes it. The DaemonSets of installer/
 # and uninstaller/ run rollout.sh, which runs this script.
 #
-# usage: install.sh install | uninstall | ready
+# usage: install.sh install | unneeded | uninstall | ready
 #
 # install     places programs and units, starts the daemon, adds its handler to containerd's config
 #             (`pause-sandboxer enable --restart`), labels the node, and sleeps
-# uninstall   waits until no pod has a sandbox of this daemon, removes the label, the handler
-#             (`pause-sandboxer disable --restart`) and the placed files, and sleeps
+# unneeded    succeeds if no pod has a sandbox of this daemon and the node's default handler is of
+#             another sandboxer; otherwise says what needs this one, with the status 75
+# uninstall   removes the label, the handler (`pause-sandboxer disable --restart`) and the placed
+#             files, and sleeps; changes nothing and has the status 75 unless it is unneeded
 # ready       succeeds if the node's sandboxer answers, or is that of a package
 #
 # The script does not change a node with the Debian or RPM package.
@@ -16,14 +18,13 @@
 # runs a command on the node. ENABLE_OPTIONS are options of `pause-sandboxer enable`, such as
 # `--default`: without them the script undoes these options of an earlier command. With
 # EDIT_CONTAINERD_CONFIG=false an operator runs `enable` and `disable`: the script prints what they
-# would change, and fails until they have run. EVERY is the polling interval in seconds.
+# would change, and fails until they have run.
 set -eu
 
 host=${HOST-/host}
 dist=${DIST:-/dist}
 on_host=${ON_HOST-nsenter --target 1 --mount --uts --ipc --net --pid --}
 edit=${EDIT_CONTAINERD_CONFIG:-true}
-every=${EVERY:-30}
 label=pause-sandboxer/ready
 
 program=/usr/local/bin/pause-sandboxer
@@ -31,13 +32,13 @@ program=/usr/local/bin/pause-sandboxer
 shim=/usr/local/bin/pause-sandboxer-runc-shim
 packaged=/usr/bin/pause-sandboxer
 units=/etc/systemd/system
-drop_in=/etc/containerd/conf.d/pause-sandboxer.toml
-config=/etc/containerd/config.toml
+etc=/etc/containerd
 # Exists from the first change of a file until the daemon has been restarted, so that the next run
 # completes an interrupted installation. `enable` completes an interrupted `enable`.
 unfinished=/var/lib/pause-sandboxer.unfinished
 state=/run/pause-sandboxer
 records=$state/sandboxes
+needed=75
 
 say() { echo "install.sh: $*"; }
 die() { say "$*" >&2; exit 1; }
@@ -68,11 +69,14 @@ place() {
 mark() {
     [ -n "${KUBERNETES_SERVICE_HOST-}" ] || return 0
     account=/var/run/secrets/kubernetes.io/serviceaccount
+    server=$KUBERNETES_SERVICE_HOST
+    # kubelet sets a bare IPv6 address; in a URL it has brackets.
+    case $server in *:*) server="[$server]" ;; esac
     curl --silent --show-error --fail --max-time 30 --cacert $account/ca.crt \
         -H "Authorization: Bearer $(cat $account/token)" \
         -H 'Content-Type: application/merge-patch+json' -X PATCH \
         -d "{\"metadata\":{\"labels\":{\"$label\":$1}}}" \
-        "https://$KUBERNETES_SERVICE_HOST:${KUBERNETES_SERVICE_PORT-443}/api/v1/nodes/$NODE_NAME" \
+        "https://$server:${KUBERNETES_SERVICE_PORT-443}/api/v1/nodes/$NODE_NAME" \
         >/dev/null || die "cannot label node $NODE_NAME"
 }
 
@@ -133,30 +137,58 @@ pods() {
     fi
 }
 
+# Prints containerd's config file with what it imports, and the files beside the drop-in of
+# `enable`: only the program knows where a running containerd has its config. If it fails,
+# only the other files are printed.
+config_files() {
+    {
+        printf '%s\n' $etc/config.toml "$etc/conf.d/*.toml"
+        sed '/^[[:space:]]*#/d' "$host$etc/config.toml" 2>/dev/null |
+            grep -oE "[\"'][^\"']+\.toml[\"']" | tr -d "\"'" | sed "s|^[^/]|$etc/&|"
+        # The diff of its removal names the drop-in.
+        node $program disable --dry-run 2>/dev/null |
+            sed -n 's|^--- \(\(/.*\)/[^/]*\)/pause-sandboxer\.toml$|\1/*.toml\n\2/config.toml|p'
+    } | sort -u | while read -r pattern; do
+        IFS=
+        for file in $host$pattern; do
+            [ ! -f "$file" ] || echo "${file#"$host"}"
+        done
+    done
+}
+
 # Prints the files that make the handler the node's default. containerd does not serve CRI with an
 # unknown default handler.
 defaults() {
     key="^[^#]*default_runtime_name[\"']?[[:space:]]*=[[:space:]]*"
-    for file in "$host$config" "$host${drop_in%/*}"/*.toml; do
+    config_files | while read -r file; do
         handler=runc-pause
         # shellcheck disable=SC2016 # no command
-        if head -n 1 "$file" 2>/dev/null | grep -q '^# Written by `pause-sandboxer enable`;'; then
+        if head -n 1 "$host$file" | grep -q '^# Written by `pause-sandboxer enable`;'; then
             # Such a file has the key only with --default. --handler names any handler.
             handler="[^\"']+"
         fi
-        if grep -Eqs "$key[\"']$handler[\"']" "$file"; then
-            echo "${file#"$host"}"
+        if grep -Eqs "${key}[\"']${handler}[\"']" "$host$file"; then
+            echo "$file"
         fi
     done
 }
 
-wait_for_pods() {
-    while alive=$(pods) || die "cannot read $records"; [ -n "$alive" ]; do
-        say "waiting for the end of these pods; delete or drain them"
-        say "(a cordon, or the deletion of the RuntimeClass, prevents new ones):"
-        echo "$alive"
-        sleep "$every"
-    done
+# Ends the script if something needs the sandboxer.
+exit_if_needed() {
+    made_default=$(defaults)
+    if [ -n "$made_default" ]; then
+        say "waiting: the node's default handler is of this sandboxer"
+        say "run \`pause-sandboxer enable --restart\` (with --handler, if you have named one), or"
+        say "remove default_runtime_name from these files and restart containerd:"
+        echo "$made_default"
+        exit $needed
+    fi
+    alive=$(pods) || die "cannot read $records"
+    [ -n "$alive" ] || return 0
+    say "waiting for the end of these pods; delete or drain them"
+    say "(a cordon, or the deletion of the RuntimeClass, prevents new ones):"
+    echo "$alive"
+    exit $needed
 }
 
 # Removes the handler from containerd's config, or fails until an operator has done so: containerd
@@ -170,8 +202,9 @@ remove_handler() {
     # Without a change `disable` prints this line.
     if [ "$left" = "the files are as they should be" ]; then
         # Files that `enable` has not written. The path is the directory of the daemon's socket.
-        left=$(grep -Es "^[^#]*$state/" "$host$config" "$host${drop_in%/*}"/*.toml |
-            sed "s|^$host||")
+        left=$(config_files | while read -r file; do
+            grep -Es "^[^#]*$state/" "$host$file" | sed "s|^|$file:|"
+        done)
     fi
     [ -n "$left" ] || return 0
     say "containerd's config has the handler:"
@@ -181,23 +214,16 @@ remove_handler() {
 
 uninstall_all() {
     ! is_packaged || return 0
-    while made_default=$(defaults); [ -n "$made_default" ]; do
-        say "waiting: the node's default handler is of this sandboxer"
-        say "run \`pause-sandboxer enable --restart\` (with --handler, if you have named one), or"
-        say "remove default_runtime_name from these files and restart containerd:"
-        echo "$made_default"
-        sleep "$every"
-    done
     # Without the daemon kubelet cannot remove them.
-    while
-        wait_for_pods
-        mark null
-        # A pod may have arrived before the label was removed.
-        alive=$(pods) || die "cannot read $records"
-        [ -n "$alive" ]
-    do
+    exit_if_needed
+    mark null
+    # A pod may have arrived before the label was removed.
+    alive=$(pods) || die "cannot read $records"
+    if [ -n "$alive" ]; then
         mark '"true"'
-    done
+        exit_if_needed
+        exit $needed
+    fi
     # An interrupted removal has no program.
     [ ! -e "$host$program" ] || remove_handler
     node systemctl disable --now pause-sandboxer.socket pause-sandboxer.service || :
@@ -214,6 +240,7 @@ uninstall_all() {
 case ${1-} in
 # Not with `&&`: `set -e` ignores failures on its left side.
 install) install_all; forever ;;
+unneeded) is_packaged || exit_if_needed ;;
 uninstall) uninstall_all; forever ;;
 ready)
     # A package's daemon that is stopped must not stop the update of other nodes.

@@ -5,16 +5,20 @@
 # usage: rollout.sh install | uninstall | ready
 #
 # install     waits for the Lease, runs `install.sh install`, gives the Lease back, and sleeps
-# uninstall   runs `install.sh uninstall`, and sleeps
+# uninstall   waits until nothing on the node needs the sandboxer, then for the Lease, runs
+#             `install.sh uninstall`, gives the Lease back, and sleeps
 # ready       succeeds if the command is done on this node; after an installation the node's
 #             sandboxer must answer too, unless it is that of a package
 #
-# The Lease exists while a node is changed. A node on which the installation fails keeps it, so that
-# all other nodes stay as they are, until the installation succeeds there or an operator deletes the
-# Lease. Its owner is the pod that made it: Kubernetes deletes it with the pod, or with the node.
+# The Lease exists while a node is changed. A node on which the command fails keeps it, so that all
+# other nodes stay as they are, until the command succeeds there or an operator deletes the Lease. A
+# node that waits for the end of its pods, which may take days, does not have it. Its owner is the
+# pod that made it: Kubernetes deletes it with the pod, or with the node.
 #
 # LEASE is the name of the Lease: without it the script does not wait for other nodes. NAMESPACE,
-# POD_NAME, POD_UID and NODE_NAME come from the pod. EVERY is the polling interval in seconds.
+# POD_NAME, POD_UID and NODE_NAME come from the pod. EVERY is the polling interval in seconds
+# (default: 10 for the Lease, 30 for pods). With EDIT_CONTAINERD_CONFIG=false a removal restarts
+# nothing, and needs no Lease.
 set -eu
 
 command=${1-}
@@ -23,8 +27,12 @@ every=${EVERY:-10}
 # In the container: a container that is restarted begins again.
 finished=${FINISHED:-/run/rollout.finished}
 account=${ACCOUNT:-/var/run/secrets/kubernetes.io/serviceaccount}
+# The status of `install.sh` while something needs the sandboxer.
+needed=75
 answer=$(mktemp)
 waiting=
+# Whether this pod may have the Lease: an earlier container of the pod may have taken it.
+held=1
 trap 'rm -f "$answer"; [ -z "$waiting" ] || kill "$waiting" 2>/dev/null || :' EXIT
 trap 'exit 143' TERM
 
@@ -41,7 +49,10 @@ interruptible() {
 # without an answer, which is in $answer.
 ask() {
     : >"$answer"
-    api=https://$KUBERNETES_SERVICE_HOST:${KUBERNETES_SERVICE_PORT-443}
+    server=$KUBERNETES_SERVICE_HOST
+    # kubelet sets a bare IPv6 address; in a URL it has brackets.
+    case $server in *:*) server="[$server]" ;; esac
+    api=https://$server:${KUBERNETES_SERVICE_PORT-443}
     curl --silent --show-error --max-time 30 --cacert "$account/ca.crt" \
         -H "Authorization: Bearer $(cat "$account/token")" -H 'Content-Type: application/json' \
         -X "$1" ${3:+--data "$3"} --output "$answer" --write-out '%{http_code}' \
@@ -56,6 +67,8 @@ strings() { tr ',{}' '\n' <"$answer" | sed -n "s/^[[:space:]]*\"$1\": *\"\([^\"]
 
 # Waits until this pod has the Lease.
 take_lease() {
+    [ -n "$lease" ] || return 0
+    held=1
     owner="{\"apiVersion\":\"v1\",\"kind\":\"Pod\",\"name\":\"$POD_NAME\",\"uid\":\"$POD_UID\"}"
     object="{\"apiVersion\":\"coordination.k8s.io/v1\",\"kind\":\"Lease\",\"metadata\":{\
 \"name\":\"$lease\",\"ownerReferences\":[$owner]},\"spec\":{\"holderIdentity\":\"$NODE_NAME\"}}"
@@ -79,10 +92,11 @@ take_lease() {
 # Deletes the Lease of this pod, and no other: an operator may have deleted it, and another node may
 # have taken it since, also between the two requests.
 give_lease_back() {
+    [ -n "$lease" ] && [ -n "$held" ] || return 0
     while :; do
         code=$(ask GET "/$lease")
         if [ "$code" = 200 ]; then
-            is_ours || { say "another pod has Lease $lease"; return 0; }
+            is_ours || { say "another pod has Lease $lease"; held=; return 0; }
             # The owner also has a uid.
             uid=$(strings uid | grep -vxF "$POD_UID" | head -n 1)
             version=$(strings resourceVersion | head -n 1)
@@ -90,27 +104,46 @@ give_lease_back() {
 \"preconditions\":{\"uid\":\"$uid\",\"resourceVersion\":\"$version\"}}")
         fi
         case $code in
-        200 | 404) return 0 ;;
+        200 | 404) held=; return 0 ;;
         esac
         say "cannot delete Lease $lease: status $code: $(head -c 500 "$answer")"
         interruptible sleep "$every"
     done
 }
 
+# Removes the sandboxer with the Lease, as soon as nothing on this node needs it.
+uninstall() {
+    while :; do
+        status=0
+        install.sh unneeded || status=$?
+        if [ "$status" = 0 ]; then
+            take_lease
+            # A failure ends the script, as that of an installation; a pod that has arrived since
+            # does not.
+            install.sh uninstall || status=$?
+        fi
+        [ "$status" = "$needed" ] || return "$status"
+        give_lease_back
+        interruptible sleep "${EVERY:-30}"
+    done
+}
+
 case $command in
 install)
     rm -f "$finished"
-    [ -z "$lease" ] || take_lease
+    take_lease
     # A failure ends the script here. The container starts again, and the pod still has the Lease.
     # Not interrupted: it has the pod's grace period to complete.
     ONCE=1 install.sh install
-    [ -z "$lease" ] || give_lease_back
+    give_lease_back
     echo install >"$finished"
     ;;
 uninstall)
     rm -f "$finished"
     export ONCE=1
-    interruptible install.sh uninstall
+    [ "${EDIT_CONTAINERD_CONFIG:-true}" = true ] || lease=
+    uninstall
+    give_lease_back
     echo uninstall >"$finished"
     ;;
 ready)

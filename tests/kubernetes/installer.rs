@@ -29,10 +29,10 @@ const NAME: &str =
     concat!("registry.example/pause-sandboxer-installer:", env!("CARGO_PKG_VERSION"));
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// What the scripts run, of the packages that the image has.
-const PROGRAMS: [&str; 24] = [
+const PROGRAMS: [&str; 25] = [
     "awk", "cat", "cmp", "cp", "curl", "dirname", "find", "grep", "head", "install", "mkdir",
-    "mktemp", "mv", "nsenter", "rm", "sed", "sh", "sleep", "tail", "tr", "true", "umount", "id",
-    "env",
+    "mktemp", "mv", "nsenter", "rm", "sed", "sh", "sleep", "sort", "tail", "tr", "true", "umount",
+    "id", "env",
 ];
 /// What is placed on the node.
 const PLACED: [&str; 5] = [

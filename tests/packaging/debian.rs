@@ -101,10 +101,15 @@ fn manual_pages_and_completions_have_every_command_and_option() {
 const MARK: &str = "# Written by `pause-sandboxer enable`; `pause-sandboxer disable` removes it.\n";
 
 /// The script before a removal, on a node below `root` whose `pause-sandboxer list` does what the
-/// shell makes of `list`.
+/// shell makes of `list`. `disable --dry-run` answers what the file `plan` holds, or fails.
 fn removal(root: &Path, list: &str) -> Output {
     let sandboxer = root.join("pause-sandboxer");
-    kit::write_program(&sandboxer, format!("#!/bin/sh\n{list}\n").as_bytes()).unwrap();
+    let plan = root.join("plan");
+    let stub = format!(
+        "#!/bin/sh\nif [ \"$*\" = 'disable --dry-run' ]; then exec cat {}; fi\n{list}\n",
+        plan.display()
+    );
+    kit::write_program(&sandboxer, stub.as_bytes()).unwrap();
     let root = root.display();
     let script = file("packaging/debian/scripts/prerm")
         .replace("/etc/containerd", &format!("{root}/etc/containerd"))
@@ -151,6 +156,56 @@ fn a_removal_is_refused_where_new_pods_need_it() {
         fs::write(&drop_in, text).unwrap();
         assert!(removal(root.path(), "exit 3").status.success(), "{text}");
     }
+}
+
+/// In a directory of containerd's `imports`, and where the program alone knows the config file.
+#[test]
+fn a_removal_is_refused_wherever_containerd_has_its_config() {
+    const DEFAULT: &str = "default_runtime_name = 'runc-pause'\n";
+    for (imports, path, is_refused) in [
+        ("imports = ['config.d/*.toml']", "etc/containerd/config.d/x.toml", true),
+        ("imports = [\n  \"ROOT/data/*.toml\",\n]", "data/x.toml", true),
+        ("imports = [\"/none/*.toml\", \"one.toml\"]", "etc/containerd/one.toml", true),
+        ("  # imports = ['config.d/*.toml']", "etc/containerd/config.d/x.toml", false),
+    ] {
+        let root = tempfile::tempdir().unwrap();
+        let at = |path: &str| root.path().join(path);
+        for directory in ["etc/containerd/config.d", "data"] {
+            fs::create_dir_all(at(directory)).unwrap();
+        }
+        let imports = imports.replace("ROOT", &root.path().display().to_string());
+        fs::write(at("etc/containerd/config.toml"), imports + "\nversion = 2\n").unwrap();
+        fs::write(at(path), DEFAULT).unwrap();
+        let output = removal(root.path(), "exit 3");
+        let said = String::from_utf8(output.stdout).unwrap();
+        assert_eq!(!output.status.success(), is_refused, "{path}: {said}");
+        assert_eq!(said.contains(&format!("/{path} makes runc-pause the default")), is_refused);
+    }
+
+    let root = tempfile::tempdir().unwrap();
+    let drop_in = root.path().join("data/my containerd/drop-ins/pause-sandboxer.toml");
+    let main = root.path().join("data/my containerd/config.toml");
+    fs::create_dir_all(drop_in.parent().unwrap()).unwrap();
+    fs::write(&drop_in, format!("{MARK}default_runtime_name = \"small\"\n")).unwrap();
+    assert!(removal(root.path(), "exit 3").status.success(), "the program fails");
+    let shown = drop_in.display();
+    // The backup of a config file has the default handler from before.
+    let plan = format!(
+        "--- {main}.before-pause-sandboxer\n+++ /dev/null\n@@ -1,1 +0,0 @@\n\
+         -default_runtime_name = \"runc-pause\"\n--- {shown}\n+++ /dev/null\n@@ -1,2 +0,0 @@\n\
+         -{MARK}-default_runtime_name = \"small\"\n",
+        main = main.display()
+    );
+    fs::write(root.path().join("plan"), plan).unwrap();
+    let output = removal(root.path(), "exit 3");
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains(&format!("{shown} makes small the default handler")), "{said}");
+    fs::write(&drop_in, MARK).unwrap();
+    assert!(removal(root.path(), "exit 3").status.success());
+    fs::write(&main, DEFAULT).unwrap();
+    let said = String::from_utf8(removal(root.path(), "exit 3").stdout).unwrap();
+    assert!(said.contains(&format!("{} makes runc-pause", main.display())), "{said}");
 }
 
 /// Programs and units of another installation count before those of the package.
@@ -258,21 +313,27 @@ fn a_removal_deletes_the_run_directory_unless_pods_have_records() {
 #[test]
 fn a_purge_deletes_the_drop_in_that_enable_has_written() {
     let root = tempfile::tempdir().unwrap();
-    let drop_in = root.path().join("etc/containerd/conf.d/pause-sandboxer.toml");
-    fs::create_dir_all(drop_in.parent().unwrap()).unwrap();
     let place = |path: &str| format!("{}{path}", root.path().display());
     let script = file("packaging/debian/scripts/postrm")
         .replace("/run/", &place("/run/"))
         .replace("/etc/", &place("/etc/"))
         .replace("/usr/bin/deb-systemd-helper", "/nowhere");
     let record = root.path().join("run/pause-sandboxer/sandboxes/abc");
-    for (word, text, has_record, left) in [
-        ("remove", MARK, false, true),
-        ("purge", "# My own.\n", false, true),
+    fs::create_dir_all(root.path().join("etc/containerd/conf.d")).unwrap();
+    fs::create_dir(root.path().join("drop-ins")).unwrap();
+    let imports = format!("imports = [\"{}\"]\n", place("/drop-ins/*.toml"));
+    fs::write(root.path().join("etc/containerd/config.toml"), imports).unwrap();
+    for (path, word, text, has_record, left) in [
+        ("etc/containerd/conf.d", "remove", MARK, false, true),
+        ("etc/containerd/conf.d", "purge", "# My own.\n", false, true),
         // Pods need the handler.
-        ("purge", MARK, true, true),
-        ("purge", MARK, false, false),
+        ("etc/containerd/conf.d", "purge", MARK, true, true),
+        ("etc/containerd/conf.d", "purge", MARK, false, false),
+        ("drop-ins", "purge", "# My own.\n", false, true),
+        ("drop-ins", "purge", MARK, true, true),
+        ("drop-ins", "purge", MARK, false, false),
     ] {
+        let drop_in = root.path().join(path).join("pause-sandboxer.toml");
         fs::write(&drop_in, text).unwrap();
         let _ = fs::remove_dir_all(root.path().join("run"));
         if has_record {

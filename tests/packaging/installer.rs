@@ -2,9 +2,8 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::{BufRead as _, BufReader};
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Output, Stdio};
 
 use super::file;
 use super::kubernetes::DIR;
@@ -41,7 +40,9 @@ impl Node {
         fs::write(node.path("alive"), "SANDBOX\n").unwrap();
         fs::write(node.path("plan"), format!("{UNCHANGED}\n")).unwrap();
         fs::write(node.path("fails"), "nothing").unwrap();
-        let curl = "#!/bin/sh\nwhile [ \"$1\" != -d ]; do shift; done\n\
+        let curl = "#!/bin/sh\nfor url; do :; done\n\
+            [ \"$url\" = \"$SERVER/api/v1/nodes/node\" ] || exit 9\n\
+            while [ \"$1\" != -d ]; do shift; done\n\
             echo \"label $2\" >>\"${0%/*}/../asked\"\n";
         fs::create_dir(node.path("bin")).unwrap();
         kit::write_program(node.path("bin/curl"), curl.as_bytes()).unwrap();
@@ -73,28 +74,35 @@ impl Node {
             .env("DIST", self.path("dist"))
             .env("ON_HOST", self.path("on-host"))
             .env("ONCE", "1")
-            .env("EVERY", "0.05")
             .env(
                 "PATH",
                 format!("{}:{}", self.path("bin").display(), std::env::var("PATH").unwrap()),
             )
+            .env("SERVER", "https://api:443")
             .env("KUBERNETES_SERVICE_HOST", "api")
             .env("NODE_NAME", "node")
             .stderr(Stdio::null());
         command
     }
 
-    /// Starts an uninstallation, which must wait; it does so with everything in place, as what it
-    /// says names `why`.
-    fn waiting(&self, why: &str) -> Child {
-        let mut child =
-            self.command("uninstall").stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
-        let said = BufReader::new(child.stdout.as_mut().unwrap()).lines().map(Result::unwrap);
-        assert!(said.take(20).any(|line| line.contains(why)), "it waits for {why}");
+    /// An uninstallation must wait; it leaves everything in place, and what it says names `why`.
+    fn waits(&self, word: &str, why: &str) {
+        let output = self.script(word);
+        let said = String::from_utf8(output.stdout).unwrap();
+        // rollout.sh tries again after this status.
+        assert_eq!(output.status.code(), Some(75), "{word}: {said}");
+        assert!(said.contains(why), "{word}: {said}");
         assert!(self.path("host/usr/local/bin/pause-sandboxer").exists());
         let asked = fs::read_to_string(self.path("asked")).unwrap_or_default();
-        assert!(!asked.contains("disable"), "{asked}");
-        child
+        assert!(!asked.contains("disable --restart") && !asked.contains("systemctl"), "{asked}");
+    }
+
+    fn ends(&self) {
+        for word in ["unneeded", "uninstall"] {
+            let output = self.script(word);
+            assert!(output.status.success(), "{word}: {output:?}");
+        }
+        assert!(!self.path("host/usr/local/bin/pause-sandboxer").exists());
     }
 
     /// What was asked.
@@ -193,7 +201,8 @@ fn containerd_is_changed_by_one_command() {
         let all = node.asked();
         let how = if edit == "true" { "--restart" } else { "--dry-run" };
         assert!(all.contains(&format!("/usr/local/bin/pause-sandboxer disable {how}\n")), "{all}");
-        assert_eq!(all.matches("pause-sandboxer disable").count(), 1, "{all}");
+        let restarts = all.matches("pause-sandboxer disable --restart").count();
+        assert_eq!(restarts, usize::from(edit == "true"), "{all}");
     }
 }
 
@@ -264,23 +273,19 @@ fn an_interrupted_installation_is_completed_by_the_next() {
     }
 }
 
-/// An uninstallation that waited ends well.
-fn ends(mut child: Child) {
-    // Output without a reader must not block it.
-    drop(child.stdout.take().map(|mut said| std::io::copy(&mut said, &mut std::io::sink())));
-    assert!(child.wait().unwrap().success());
-}
-
 #[test]
 fn an_uninstallation_waits_for_pods() {
     let node = Node::new();
     assert!(node.script("install").status.success());
     let _ = node.asked();
     fs::write(node.path("alive"), "SANDBOX\nabc web\n").unwrap();
-    let child = node.waiting("abc web");
+    for word in ["unneeded", "uninstall"] {
+        node.waits(word, "abc web");
+    }
+    // Also by what it labels.
+    assert!(!node.asked().contains("label"));
     fs::write(node.path("alive"), "SANDBOX\n").unwrap();
-    ends(child);
-    assert!(!node.path("host/usr/local/bin/pause-sandboxer").exists());
+    node.ends();
     // A kubelet that is restarted without the label would have ended the pod: it went after the
     // last look, and before the daemon.
     let asked = node.asked();
@@ -305,15 +310,25 @@ fn a_pod_that_arrives_while_the_label_is_removed_restores_it() {
     let pod = "\ncase $2 in *null*) [ -e \"$0.come\" ] || printf 'SANDBOX\\nabc web\\n' \
         >\"${0%/*}/../alive\"; : >\"$0.come\" ;; esac\n";
     fs::write(&curl, script + pod).unwrap();
-    let child = node.waiting("abc web");
+    node.waits("uninstall", "abc web");
     let asked = node.asked();
     assert!(
         asked.find("ready\":null").unwrap() < asked.find("ready\":\"true\"").unwrap(),
         "{asked}"
     );
     fs::write(node.path("alive"), "SANDBOX\n").unwrap();
-    ends(child);
+    node.ends();
     assert!(node.asked().contains("ready\":null"));
+}
+
+/// kubelet sets the bare address.
+#[test]
+fn a_node_of_an_ipv6_cluster_is_labelled() {
+    let node = Node::new();
+    let mut command = node.command("install");
+    command.env("KUBERNETES_SERVICE_HOST", "fd00::1").env("SERVER", "https://[fd00::1]:443");
+    assert!(command.status().unwrap().success());
+    assert!(node.asked().contains("\"pause-sandboxer/ready\":\"true\""));
 }
 
 /// What a node that is broken says of itself is true, and no pod is lost for it.
@@ -353,11 +368,46 @@ fn an_uninstallation_waits_while_the_handler_is_the_default() {
         fs::create_dir_all(&conf).unwrap();
         fs::write(conf.join(name), text).unwrap();
         let other = "# default_runtime_name = \"runc-pause\"\ndefault_runtime_name = \"runc\"\n";
-        let child = node.waiting(&format!("/etc/containerd/conf.d/{name}"));
+        for word in ["unneeded", "uninstall"] {
+            node.waits(word, &format!("/etc/containerd/conf.d/{name}"));
+        }
         fs::write(conf.join(name), other).unwrap();
-        ends(child);
-        assert!(!node.path("host/usr/local/bin/pause-sandboxer").exists());
+        node.ends();
     }
+}
+
+/// In a directory of containerd's `imports`, and where the program alone knows the config file.
+#[test]
+fn an_uninstallation_looks_wherever_containerd_has_its_config() {
+    let node = Node::new();
+    assert!(node.script("install").status.success());
+    for directory in ["host/etc/containerd/config.d", "host/data/drop-ins"] {
+        fs::create_dir_all(node.path(directory)).unwrap();
+    }
+    let config = node.path("host/etc/containerd/config.toml");
+    fs::write(config, "imports = [\n  'config.d/*.toml',\n]\n").unwrap();
+    let shown = "--- /data/drop-ins/pause-sandboxer.toml\n+++ /dev/null\n@@ -1,1 +0,0 @@\n-x = 1\n";
+    for (path, plan) in [
+        ("/etc/containerd/config.d/x.toml", UNCHANGED),
+        ("/data/drop-ins/x.toml", shown),
+        ("/data/config.toml", shown),
+    ] {
+        let _ = node.asked();
+        fs::write(node.path("plan"), plan).unwrap();
+        let file = node.path(&format!("host{path}"));
+        fs::write(&file, "default_runtime_name = 'runc-pause'\n").unwrap();
+        node.waits("uninstall", path);
+        // A handler that an operator has written.
+        fs::write(&file, "address = '/run/pause-sandboxer/sandboxer.sock'\n").unwrap();
+        let mut command = node.command("uninstall");
+        let output = command.env("EDIT_CONTAINERD_CONFIG", "false").output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(!output.status.success() && said.contains("has the handler"), "{path}: {said}");
+        assert_eq!(said.contains(&format!("{path}:address")), plan == UNCHANGED, "{said}");
+        fs::remove_file(file).unwrap();
+    }
+    fs::write(node.path("plan"), UNCHANGED).unwrap();
+    node.ends();
 }
 
 #[test]
@@ -368,10 +418,9 @@ fn a_daemon_that_does_not_answer_does_not_count_as_one_without_pods() {
     let record = node.path("host/run/pause-sandboxer/sandboxes/abc");
     fs::create_dir_all(&record).unwrap();
     fs::write(node.path("down"), "").unwrap();
-    let child = node.waiting("abc (the daemon does not answer)");
+    node.waits("unneeded", "abc (the daemon does not answer)");
     fs::remove_dir(&record).unwrap();
-    ends(child);
-    assert!(!node.path("host/usr/local/bin/pause-sandboxer").exists());
+    node.ends();
 }
 
 #[test]
@@ -380,7 +429,7 @@ fn a_node_with_the_package_is_left_alone() {
     fs::create_dir_all(node.path("host/usr/bin")).unwrap();
     fs::write(node.path("host/usr/bin/pause-sandboxer"), "").unwrap();
     let before = node.files();
-    for word in ["install", "uninstall"] {
+    for word in ["install", "unneeded", "uninstall"] {
         let output = node.script(word);
         // A pod that fails would hold up the other nodes.
         assert!(output.status.success(), "{output:?}");

@@ -23,8 +23,8 @@ fn exported() -> BTreeMap<String, BTreeSet<String>> {
     telemetry.call("Start").ended("OK");
     telemetry.pause_exits.inc();
     telemetry.cleanup_failures.inc();
-    telemetry.healed_files.inc();
-    telemetry.healing_failures.inc();
+    telemetry.restored_files.inc();
+    telemetry.restore_failures.inc();
     telemetry.recovered(Duration::from_secs(1), 1, 1);
     let census = Census {
         sandboxes: vec![("ready", "native".to_owned())],

@@ -20,7 +20,7 @@ while [ $# -gt 0 ]; do
     last=$1
     shift
 done
-leases=https://api:443/apis/coordination.k8s.io/v1/namespaces/system/leases
+leases=$SERVER/apis/coordination.k8s.io/v1/namespaces/system/leases
 case "$method $last" in
 "POST $leases" | "GET $leases/rollout" | "DELETE $leases/rollout") ;;
 *) exit 9 ;;
@@ -57,11 +57,24 @@ esac
 "#;
 
 /// Notes what runs; fails on the node that the file `fails` names, and where two run at once.
-/// While it runs `swapped-at-work` replaces the Lease.
+/// While it runs `swapped-at-work` replaces the Lease. A node needs the sandboxer while there is
+/// `pods-NODE`, which `arrives` becomes when the removal begins.
 const INSTALL: &str = r#"#!/bin/sh
 cd "$CLUSTER"
-[ "$1" != ready ] || exit 0
+pods=pods-$NODE_NAME
+case $1 in
+ready) exit 0 ;;
+unneeded)
+    [ -e "$pods" ] || exit 0
+    echo "$NODE_NAME waits for pods"
+    exit 75
+    ;;
+esac
 [ "$ONCE" = 1 ] || exit 8
+if [ "$1" = uninstall ]; then
+    [ ! -e arrives ] || mv arrives "$pods"
+    [ ! -e "$pods" ] || exit 75
+fi
 mkdir busy || { echo overlap >>journal; exit 7; }
 echo "$1 $NODE_NAME" >>journal
 sleep 0.2
@@ -98,6 +111,7 @@ impl Cluster {
             .env("CLUSTER", self.0.path())
             .env("ACCOUNT", self.0.path())
             .env("PATH", format!("{}:{path}", self.path("bin").display()))
+            .env("SERVER", "https://api:443")
             .env("KUBERNETES_SERVICE_HOST", "api")
             .env("KUBERNETES_SERVICE_PORT", "443")
             .env("NAMESPACE", "system")
@@ -105,11 +119,9 @@ impl Cluster {
             .env("POD_UID", format!("uid-{node}"))
             .env("NODE_NAME", node)
             .env("FINISHED", self.path(&format!("finished-{node}")))
+            .env("LEASE", "rollout")
             .env("ROLLOUT_ONCE", "1")
             .env("EVERY", "0.05");
-        if word == "install" {
-            command.env("LEASE", "rollout");
-        }
         command
     }
 
@@ -117,9 +129,9 @@ impl Cluster {
         self.command(node, word).output().unwrap().status.success()
     }
 
-    /// Starts an installation, and returns when its output contains `why`.
-    fn waiting(&self, node: &str, why: &str) -> Child {
-        let mut child = self.command(node, "install").stdout(Stdio::piped()).spawn().unwrap();
+    /// Starts a command, and returns when its output contains `why`.
+    fn waiting(&self, node: &str, word: &str, why: &str) -> Child {
+        let mut child = self.command(node, word).stdout(Stdio::piped()).spawn().unwrap();
         let lines = BufReader::new(child.stdout.as_mut().unwrap()).lines().map(Result::unwrap);
         let seen: Vec<String> = lines.take(1).collect();
         assert!(seen[0].contains(why), "{seen:?}");
@@ -136,7 +148,7 @@ impl Cluster {
     }
 }
 
-/// An installation that waited succeeds.
+/// A command that waited succeeds.
 fn ends(mut child: Child) {
     // Output without a reader must not block it.
     drop(child.stdout.take().map(|mut said| std::io::copy(&mut said, &mut std::io::sink())));
@@ -145,20 +157,22 @@ fn ends(mut child: Child) {
 
 #[test]
 fn nodes_are_changed_one_after_the_other() {
-    let cluster = Cluster::new();
-    let nodes = ["a", "b", "c", "d"];
-    let running: Vec<Child> = nodes
-        .map(|node| cluster.command(node, "install").stdout(Stdio::null()).spawn().unwrap())
-        .into();
-    for mut child in running {
-        assert!(child.wait().unwrap().success());
+    for word in ["install", "uninstall"] {
+        let cluster = Cluster::new();
+        let nodes = ["a", "b", "c", "d"];
+        let running: Vec<Child> = nodes
+            .map(|node| cluster.command(node, word).stdout(Stdio::null()).spawn().unwrap())
+            .into();
+        for mut child in running {
+            assert!(child.wait().unwrap().success(), "{word}: {}", cluster.journal());
+        }
+        let journal = cluster.journal();
+        let mut lines: Vec<&str> = journal.lines().collect();
+        lines.sort_unstable();
+        assert_eq!(lines, nodes.map(|node| format!("{word} {node}")), "{journal}");
+        assert_eq!(cluster.lease(), None);
+        assert!(nodes.iter().all(|node| cluster.succeeds(node, "ready")));
     }
-    let journal = cluster.journal();
-    let mut lines: Vec<&str> = journal.lines().collect();
-    lines.sort_unstable();
-    assert_eq!(lines, nodes.map(|node| format!("install {node}")), "{journal}");
-    assert_eq!(cluster.lease(), None);
-    assert!(nodes.iter().all(|node| cluster.succeeds(node, "ready")));
 }
 
 #[test]
@@ -171,7 +185,7 @@ fn a_failed_installation_stops_the_others_until_it_succeeds() {
     // Kubernetes deletes it with this pod.
     assert_eq!(lease["metadata"]["ownerReferences"][0]["uid"], "uid-a");
     assert!(!cluster.succeeds("a", "ready"), "an unavailable pod stops the DaemonSet's update");
-    let b = cluster.waiting("b", "waiting for node a, which has Lease rollout");
+    let b = cluster.waiting("b", "install", "waiting for node a, which has Lease rollout");
     // Its container is restarted.
     assert!(!cluster.succeeds("a", "install"));
     assert!(!cluster.journal().contains("install b"), "{}", cluster.journal());
@@ -182,13 +196,28 @@ fn a_failed_installation_stops_the_others_until_it_succeeds() {
     assert_eq!(cluster.lease(), None);
 }
 
+/// kubelet sets the bare address.
+#[test]
+fn the_api_server_may_have_an_ipv6_address() {
+    let cluster = Cluster::new();
+    let mut command = cluster.command("a", "install");
+    command.env("KUBERNETES_SERVICE_HOST", "fd00::1").env("SERVER", "https://[fd00::1]:443");
+    // Without an answer it waits.
+    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let said = BufReader::new(child.stdout.take().unwrap()).lines().next();
+    child.kill().unwrap();
+    let done = child.wait().unwrap().success();
+    assert!(said.is_none() && done, "{said:?}");
+    assert_eq!((cluster.journal().as_str(), cluster.lease()), ("install a\n", None));
+}
+
 /// By hand, or by Kubernetes with the pod that owns it.
 #[test]
 fn the_others_continue_when_the_lease_of_a_failed_node_is_deleted() {
     let cluster = Cluster::new();
     fs::write(cluster.path("fails"), "a").unwrap();
     assert!(!cluster.succeeds("a", "install"));
-    let b = cluster.waiting("b", "waiting for node a");
+    let b = cluster.waiting("b", "install", "waiting for node a");
     fs::remove_file(cluster.path("lease")).unwrap();
     ends(b);
     assert_eq!(cluster.journal(), "install a\ninstall b\n");
@@ -214,7 +243,7 @@ fn the_lease_of_another_node_is_not_deleted() {
 fn nothing_is_installed_while_the_api_server_does_not_answer() {
     let cluster = Cluster::new();
     fs::write(cluster.path("refuses"), "").unwrap();
-    let a = cluster.waiting("a", "cannot create Lease rollout: status 500: refused");
+    let a = cluster.waiting("a", "install", "cannot create Lease rollout: status 500: refused");
     assert_eq!(cluster.journal(), "");
     fs::remove_file(cluster.path("refuses")).unwrap();
     ends(a);
@@ -222,9 +251,8 @@ fn nothing_is_installed_while_the_api_server_does_not_answer() {
 }
 
 #[test]
-fn a_removal_is_ready_when_it_is_done_and_takes_no_lease() {
+fn a_removal_is_ready_when_it_is_done() {
     let cluster = Cluster::new();
-    fs::write(cluster.path("lease"), "{}").unwrap();
     assert!(!cluster.succeeds("a", "ready"));
     fs::write(cluster.path("fails"), "a").unwrap();
     assert!(!cluster.succeeds("a", "uninstall"));
@@ -232,5 +260,62 @@ fn a_removal_is_ready_when_it_is_done_and_takes_no_lease() {
     fs::write(cluster.path("fails"), "none").unwrap();
     assert!(cluster.succeeds("a", "uninstall"));
     assert!(cluster.succeeds("a", "ready"));
-    assert!(cluster.lease().is_some());
+    assert_eq!(cluster.lease(), None);
+}
+
+#[test]
+fn a_failed_removal_stops_the_others_until_it_succeeds() {
+    let cluster = Cluster::new();
+    fs::write(cluster.path("fails"), "a").unwrap();
+    assert!(!cluster.succeeds("a", "uninstall"));
+    let b = cluster.waiting("b", "uninstall", "waiting for node a, which has Lease rollout");
+    assert!(!cluster.succeeds("a", "uninstall"));
+    fs::write(cluster.path("fails"), "none").unwrap();
+    assert!(cluster.succeeds("a", "uninstall"));
+    ends(b);
+    assert_eq!(cluster.journal(), "uninstall a\nuninstall a\nuninstall a\nuninstall b\n");
+    assert_eq!(cluster.lease(), None);
+}
+
+/// They may stay for days.
+#[test]
+fn a_node_that_waits_for_its_pods_holds_up_no_other() {
+    const WAITS: &str = "a waits for pods";
+    // The pods were there before, came while the node waited for the Lease, or came after a failed
+    // attempt, of which the node has the Lease.
+    for case in ["before", "meanwhile", "after"] {
+        let cluster = Cluster::new();
+        match case {
+            "before" => fs::write(cluster.path("pods-a"), "").unwrap(),
+            "meanwhile" => fs::write(cluster.path("arrives"), "").unwrap(),
+            _ => {
+                fs::write(cluster.path("fails"), "a").unwrap();
+                assert!(!cluster.succeeds("a", "uninstall"));
+                assert!(cluster.lease().is_some());
+                fs::write(cluster.path("fails"), "none").unwrap();
+                fs::write(cluster.path("pods-a"), "").unwrap();
+                fs::write(cluster.path("journal"), "").unwrap();
+            }
+        }
+        let a = cluster.waiting("a", "uninstall", WAITS);
+        assert!(cluster.succeeds("b", "uninstall"), "{case}");
+        assert_eq!((cluster.journal().as_str(), cluster.lease()), ("uninstall b\n", None));
+        assert!(!cluster.succeeds("a", "ready"), "{case}");
+        fs::remove_file(cluster.path("pods-a")).unwrap();
+        ends(a);
+        assert_eq!(cluster.journal(), "uninstall b\nuninstall a\n", "{case}");
+        assert_eq!(cluster.lease(), None, "{case}");
+    }
+}
+
+/// With `serial: false`, or where an operator makes the changes and the script restarts nothing.
+#[test]
+fn a_removal_that_needs_no_lease_does_not_wait_for_one() {
+    for (name, value) in [("LEASE", ""), ("EDIT_CONTAINERD_CONFIG", "false")] {
+        let cluster = Cluster::new();
+        fs::write(cluster.path("lease"), "{}").unwrap();
+        let mut command = cluster.command("a", "uninstall");
+        assert!(command.env(name, value).output().unwrap().status.success(), "{name}");
+        assert!(cluster.lease().is_some(), "{name}");
+    }
 }
