@@ -34,7 +34,8 @@ pub(crate) async fn name(pod: &Pod, facts: &mut Facts) -> Result<u32> {
 /// The pause process.
 pub(crate) async fn pause(pid: u32, facts: &mut Facts) -> Result<()> {
     /// A Start may return a little before the process has taken the pause's name, and its
-    /// environment after that: the built-in's is runc until then.
+    /// environment after that: the built-in's is runc until then. What starts it then, such as
+    /// the runtime of its language, may have files open until it sleeps.
     const SOON: Duration = Duration::from_secs(10);
     /// Of what follows the name in `/proc/PID/stat`: where the environment ends in the process's
     /// memory, 0 until it has one (proc(5)).
@@ -47,6 +48,7 @@ pub(crate) async fn pause(pid: u32, facts: &mut Facts) -> Result<()> {
         let rest = stat.rsplit_once(") ").context("no name in stat")?.1;
         let env_end = rest.split(' ').nth(ENV_END).context("no end of the environment in stat")?;
         anyhow::ensure!(env_end != "0", "it has no environment yet");
+        anyhow::ensure!(rest.starts_with("S "), "it does not sleep yet: {rest}");
         Ok(())
     })
     .await?;
@@ -196,7 +198,7 @@ pub(crate) async fn reported(pod: &Pod, facts: &mut Facts) -> Result<()> {
 
     let mut info: Value =
         serde_json::from_str(answer.info.get("info").context("the verbose status has no info")?)?;
-    let object = info.as_object_mut().context("the info is no object")?;
+    let object = info.as_object_mut().context("the info is not an object")?;
     let mut take = |key: &str| object.remove(key).unwrap_or(Value::Null);
     let (spec, config, pid) = (take("runtimeSpec"), take("config"), take("pid"));
     let (cni, metadata) = (take("cniResult"), take("sandboxMetadata"));
