@@ -113,8 +113,7 @@ demo: ## a pod from its start to its end on a real containerd; needs root
 parity: parts ## compare each field of pods with containerd's built-in controller; needs root
 	$(CARGO) test --locked --test parity
 
-# The checks whose tools take longest to build come last: `unit` builds them beside its tests.
-test: parts fmt lint doc unit demo releases fuzz-short deny machete chart ## all tests; needs root
+test: parts unit demo releases fuzz-short ## unit tests, real pods, short fuzzing; needs root and Go
 
 # The kit's skip() lists the tests that are skipped.
 test-unprivileged: ## what any user can run; counts the tests that need root as skipped
@@ -125,7 +124,7 @@ test-unprivileged: ## what any user can run; counts the tests that need root as 
 
 test-node: test-vm test-deb ## both tests on an emulated node
 
-check: fmt lint doc deny machete chart ## format, lints, documentation, licences, manifests
+check: fmt lint doc deny machete chart ## format, lints, documentation, licences, charts; needs Go
 
 fmt:
 	$(CARGO) fmt --all --check
@@ -166,8 +165,8 @@ parts: ## fetch Debian's containerd for the tests, and packages that the machine
 	packaging/prometheus/fetch-promtool target/tools/bin
 
 unit: ## all tests of the workspace, with containerd's long-term release; needs root and Go
-	MEANWHILE='for release in $(RELEASES); do tests/kit/fetch-release $$release; done; \
-		make tools' tests/kit/suites all $(LTS)
+	MEANWHILE='for release in $(RELEASES); do tests/kit/fetch-release $$release; done' \
+		tests/kit/suites all $(LTS)
 
 lts: ## the suites with containerd's long-term release; needs root and Go
 	tests/kit/suites whole $(LTS)
@@ -176,10 +175,10 @@ releases: ## the short suite with the other supported releases; needs root and G
 	tests/kit/suites short $(RELEASES)
 
 # `make test MEANWHILE='make prepare'` does it while tests wait.
-prepare: ## fetch and build what `conformance` and `test-node` need; needs root and Go
+prepare: ## fetch and build what `check`, `conformance` and `test-node` need; needs root and Go
 	tests/kit/fetch-conformance $(CRI_TOOLS)
 	tests/vm/build-image
-	$(MAKE) $(DEB)
+	$(MAKE) $(DEB) tools
 
 # CONFORMANCE="2.0.14 debian" runs it on others than the long-term release.
 conformance: ## critest, kubelet's test suite of CRI, with both controllers; needs root and Go
