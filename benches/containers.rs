@@ -18,7 +18,7 @@ use crate::{Plan, pods};
 const SETTLES: Duration = Duration::from_millis(500);
 /// Execs before the samples, which start threads and fill caches.
 const WARM_UP: usize = 5;
-/// Execs of one target before the next has its turn.
+/// Execs of one target before those of the next.
 const EXECS_PER_ROUND: usize = 5;
 /// Output in megabytes, and execs, of a pod before its memory is measured again.
 const OUTPUT_BEFORE_MEMORY: usize = 100;

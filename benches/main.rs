@@ -141,6 +141,6 @@ async fn run_part(part: &str, setup: &mut Setup, plan: &Plan, report: &mut Repor
         "concurrency" => concurrency::measure(setup, plan, report).await,
         "idle" => idle::measure(setup, plan, report).await,
         "scale" => scale::measure(setup, plan, report).await,
-        other => bail!("{other} is none of {PARTS:?}"),
+        other => bail!("{other} is not one of {PARTS:?}"),
     }
 }
