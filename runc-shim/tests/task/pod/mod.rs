@@ -211,7 +211,8 @@ impl Pod {
 
     pub fn try_create(&self, id: &str, script: &str, with: &Container) -> ttrpc::Result<u32> {
         let bundle = self.bundle(id);
-        fs::create_dir_all(&bundle).unwrap();
+        // containerd makes the directory, in which CRIU's files go.
+        fs::create_dir_all(bundle.join("work")).unwrap();
         let config = self.config(id, script, with);
         fs::write(bundle.join("config.json"), config.to_string()).unwrap();
         let mut options = with.options.clone();
