@@ -271,6 +271,9 @@ pub trait Pod: Send + Sync {
     /// They cannot be looked at.
     fn namespaces(&self) -> Result<Vec<NamespaceHandle>, StepError>;
 
+    /// The cgroup of the pod, as in [`Plan::cgroup_parent`]. Empty: it has none.
+    fn cgroup_parent(&self) -> &str;
+
     /// It has not ended, as far as is known: it may get containers.
     fn lives(&self) -> bool;
 

@@ -144,11 +144,15 @@ impl PodShim {
         Bundle::new(self.settings().sandboxes.join(&*self.id).join(name))
     }
 
-    /// Launches the shim with the socket to accept at. Blocks.
+    /// Launches the shim with the socket to accept at. Blocks. The second result is the failed step
+    /// of what follows the launch; the shim must be killed then. It may have served a caller.
     ///
     /// # Errors
-    /// The failed step; nothing is left of the shim then.
-    pub(super) fn launch(&self, socket: BorrowedFd<'_>) -> Result<RunningShim, StepError> {
+    /// The failed step of the launch; nothing is left of the shim then.
+    pub(super) fn launch(
+        &self,
+        socket: BorrowedFd<'_>,
+    ) -> Result<(RunningShim, Result<(), StepError>), StepError> {
         let (settings, bundle) = (self.settings(), self.bundle());
         let found;
         let program = match self.own_shim() {
@@ -175,14 +179,10 @@ impl PodShim {
         let process = launched.inspect_err(|_| self.clear_record())?;
         // Recorded last: what a killed daemon has not done is done for a shim that is still on
         // record as being launched.
-        if let Err(step) = self.settle(&*process, handle::socket_cookie(socket)) {
-            process.kill().inspect_err(|_| self.clear_record())?;
-            self.clear_record();
-            return Err(step);
-        }
+        let settled = self.settle(&*process, handle::socket_cookie(socket));
         log::debug!(sandbox = self.id(), pid = process.identity().pid;
             "shim launched: {}", program.path().display());
-        Ok(RunningShim::new(process, log))
+        Ok((RunningShim::new(process, log), settled))
     }
 
     /// Does what containerd's own shims do for themselves in their `start`, and records the shim.

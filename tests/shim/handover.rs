@@ -199,6 +199,13 @@ async fn the_end_of_a_shim_touches_no_container_of_another_pod(
         end_empty(&pod, &shim).await?;
         no_shim(&pod).await?;
     }
+    // An empty shim that is killed.
+    let container = pod.run(ContainerSpec::sleeping("killed")).await?;
+    let shim = one_shim(&pod).await?;
+    container.stop().await?;
+    container.remove().await?;
+    signal(shim.pid, Signal::SIGKILL)?;
+    no_shim(&pod).await?;
     pod.run(ContainerSpec::sleeping("c")).await.context("after the shims that ended")?;
     ensure!(pod.is_ready().await?, "the pod ended with its visitors");
     ensure!(agent.lives()? && unknown.lives()?, "a visitor was killed");

@@ -43,9 +43,10 @@ async fn gone(pod: &Pod) -> Result<()> {
 async fn a_shim_that_dies_under_an_exec_and_a_stop_ends_both(harness: Arc<Harness>) -> Result<()> {
     let pod = harness.pod("dying-shim").await?;
     // Does not exit on SIGTERM, and shows that it received it.
-    let container = pod
-        .run(ContainerSpec::sh("a", "trap 'sleep 1002 &' TERM; while true; do sleep 1; done"))
-        .await?;
+    let script = "trap 'sleep 1002 &' TERM; sleep 1003 & while true; do sleep 1; done";
+    let container = pod.run(ContainerSpec::sh("a", script)).await?;
+    // Until it executes the shell, it is a runtime that ends at SIGTERM.
+    runs(&container, "sleep 1003").await?;
     let shim = one_shim(&pod).await?;
     let cri = pod.node().cri();
     let (exec, stop) = (container.sh("sleep 1001"), cri.stop_container(container.id(), SOON * 3));

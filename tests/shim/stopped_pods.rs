@@ -6,14 +6,16 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, Result, ensure};
 use kit::{Container, ContainerSpec, Pod, until};
+use nix::sys::signal::Signal;
 
 use crate::harness::{
-    Case, Harness, Kind, SOON, cases, cases_of_both, no_shim, none, one_shim, removed, shims,
+    Case, Harness, Kind, SOON, cases, cases_of_both, no_shim, none, not_ready, one_shim, removed,
+    shims, signal,
 };
 
 pub(crate) fn cases() -> Vec<Case> {
     [
-        cases_of_both![a_stopped_pod_keeps_no_shim],
+        cases_of_both![a_stopped_pod_keeps_no_shim, a_pod_whose_pause_has_ended_keeps_no_shim],
         cases![Kind::SelfStarted => a_stopped_pod_keeps_no_shim],
         cases![Kind::Driver => a_stopped_pod_keeps_no_shim],
     ]
@@ -31,6 +33,19 @@ async fn rests(pod: &Pod, containers: &[(&Container, i32)]) -> Result<()> {
         ensure!(status.exit_code == *code, "{}: {status:?}", container.id());
     }
     Ok(())
+}
+
+/// CRI does not call Stop for a pod that it knows to have ended.
+async fn a_pod_whose_pause_has_ended_keeps_no_shim(harness: Arc<Harness>) -> Result<()> {
+    let pod = harness.pod("ended").await?;
+    let container = pod.run(ContainerSpec::sleeping("a")).await?;
+    one_shim(&pod).await.context("with a container that runs")?;
+    signal(pod.pause_pid().await?, Signal::SIGKILL)?;
+    until("not ready", SOON, async || not_ready(&pod).await).await?;
+    container.stop().await?;
+    container.remove().await?;
+    no_shim(&pod).await.context("after the last container")?;
+    removed(&pod).await
 }
 
 async fn a_stopped_pod_keeps_no_shim(harness: Arc<Harness>) -> Result<()> {

@@ -67,6 +67,13 @@ pub fn containers(cgroups: &str) -> impl Iterator<Item = &str> {
     lines(cgroups).flat_map(|(_, path)| path.split('/')).filter_map(id)
 }
 
+/// Whether a process with this content of `/proc/PID/cgroup` is in a cgroup below `parent`, a path
+/// from the root of the hierarchy or the name of a slice.
+pub fn is_below(cgroups: &str, parent: &str) -> bool {
+    let parent = parent.trim_matches('/');
+    !parent.is_empty() && lines(cgroups).any(|(_, path)| path.contains(&format!("/{parent}/")))
+}
+
 /// Controllers and path of each line of `/proc/PID/cgroup`; version 2 has no controllers there.
 fn lines(cgroups: &str) -> impl Iterator<Item = (&str, &str)> {
     cgroups.lines().filter_map(|line| {

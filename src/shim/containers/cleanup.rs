@@ -7,22 +7,18 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
-use super::{Container, NamespaceMembers};
+use super::{Container, NamespaceMembers, UnknownProcess};
 use crate::error::StepError;
-use crate::process::handle::ProcessHandle;
 use crate::process::{Exit, UNKNOWN_EXIT};
 use crate::shim::pod_shim::{PodShim, RETRY_DELAY};
 use crate::shim::{Pod, command, containers};
 
-/// Delays between attempts to find what an exited shim has left.
-const SEARCH_DELAYS: [Duration; 6] = [
-    RETRY_DELAY,
-    RETRY_DELAY,
-    RETRY_DELAY,
-    RETRY_DELAY,
-    Duration::from_secs(5),
-    Duration::from_secs(10),
-];
+/// First delays between attempts to find what an exited shim has left.
+const SEARCH_DELAYS: [Duration; 5] =
+    [RETRY_DELAY, RETRY_DELAY, RETRY_DELAY, RETRY_DELAY, Duration::from_secs(5)];
+
+/// Delay between all further attempts.
+const LAST_SEARCH_DELAY: Duration = Duration::from_secs(10);
 
 /// What an exited shim has left.
 pub(in crate::shim) struct Left {
@@ -31,14 +27,15 @@ pub(in crate::shim) struct Left {
     /// Containers that only the runtime still has a state of.
     forgotten: Vec<Container>,
     /// Processes in the pod's namespaces whose containers are unknown: killed with the sandbox, and
-    /// no reason to fail it.
-    unknown: Vec<ProcessHandle>,
+    /// no reason to fail it. If the pod stays, those that are not in its cgroup stay as well.
+    unknown: Vec<UnknownProcess>,
 }
 
 impl PodShim {
-    /// Handles the exit of a shim that has served. Retries if the containers that the shim left
-    /// cannot be determined. Returns early if `has_ended`: the endpoint then cleans up itself. No
-    /// shim is launched before this returns.
+    /// Handles the exit of a shim that has served. Retries while the containers that the shim left
+    /// cannot be determined: kubelet starts them again as soon as there is another shim. Returns
+    /// early if `has_ended`: the endpoint then cleans up itself. No shim is launched before this
+    /// returns.
     pub(in crate::shim) async fn handle_shim_exit(
         self: &Arc<Self>,
         exit: Exit,
@@ -55,13 +52,9 @@ impl PodShim {
                 self.try_handle_shim_exit(exit, pod).await
             };
             let Err(step) = failed else { return };
-            let Some(delay) = searches.next() else {
-                return log::error!(sandbox = self.id();
-                    "shim exited; cannot determine remaining containers: {step}");
-            };
-            log::warn!(sandbox = self.id();
+            log::error!(sandbox = self.id();
                 "shim exited; cannot determine remaining containers, retrying: {step}");
-            sleep(delay).await;
+            sleep(searches.next().unwrap_or(LAST_SEARCH_DELAY)).await;
         }
     }
 
@@ -73,7 +66,7 @@ impl PodShim {
         pod: &Arc<dyn Pod>,
     ) -> Result<(), StepError> {
         let searched = pod.clone();
-        let Left { lost, forgotten, unknown } =
+        let Left { lost, forgotten, mut unknown } =
             self.blocking(move |shim| shim.find_left(exit, &*searched)).await.flatten()?;
         if !lost.is_empty() {
             let left = [lost, forgotten].concat();
@@ -90,6 +83,7 @@ impl PodShim {
             log::debug!(sandbox = self.id(), status = exit.status; "empty shim exited");
         } else {
             log::warn!(sandbox = self.id(), status = exit.status; "empty shim exited");
+            unknown.retain(|process| process.is_below(pod.cgroup_parent()));
             self.kill_unknown(&unknown);
         }
         self.clean_up_and_log(forgotten).await;
@@ -128,8 +122,8 @@ impl PodShim {
 
     /// Kills processes in the pod that the shim may have left: only them, as their containers may
     /// be another pod's or no pod's.
-    fn kill_unknown(&self, unknown: &[ProcessHandle]) {
-        for process in unknown {
+    fn kill_unknown(&self, unknown: &[UnknownProcess]) {
+        for UnknownProcess { process, .. } in unknown {
             if let Err(step) = process.kill() {
                 log::error!(sandbox = self.id(), pid = process.pid();
                     "failed to kill process in the pod after shim exit: {step}");

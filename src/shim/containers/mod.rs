@@ -186,6 +186,23 @@ pub fn kill(containers: &[Container]) -> Result<(), StepError> {
     Err(StepError::new("kill containers", io::Error::other(reason)))
 }
 
+/// A process in a pod's namespaces whose container is not known.
+#[derive(Debug)]
+pub struct UnknownProcess {
+    /// The process.
+    pub process: ProcessHandle,
+    /// Content of its `/proc/PID/cgroup`.
+    cgroups: String,
+}
+
+impl UnknownProcess {
+    /// It is in a cgroup below the pod's `cgroup_parent`, where only root puts processes: it is of
+    /// the pod, unlike a debugger that has entered the pod's namespaces.
+    pub fn is_below(&self, cgroup_parent: &str) -> bool {
+        cgroup::is_below(&self.cgroups, cgroup_parent)
+    }
+}
+
 /// The containers and processes in the namespaces of a pod.
 #[derive(Debug, Default)]
 pub struct NamespaceMembers {
@@ -194,7 +211,7 @@ pub struct NamespaceMembers {
     /// Processes of containers whose pod is not known: perhaps this one, with a runtime that keeps
     /// its state elsewhere, perhaps none, such as a debugger's container that has entered the pod's
     /// namespaces.
-    pub unknown: Vec<ProcessHandle>,
+    pub unknown: Vec<UnknownProcess>,
 }
 
 /// What has processes in any of these namespaces, which are the pod's own. Containers of other pods
@@ -229,7 +246,7 @@ pub fn find_in_namespaces(
                 found.containers.push(container)
             }
             ProcessOwner::Own(_) | ProcessOwner::Other => {}
-            ProcessOwner::Unknown => found.unknown.push(process),
+            ProcessOwner::Unknown => found.unknown.push(UnknownProcess { process, cgroups }),
         }
     }
     Ok(found)

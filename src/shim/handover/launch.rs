@@ -13,6 +13,9 @@ use crate::shim::Pod;
 use crate::shim::pod_shim::{RETRY_DELAY, SHIM_TIMEOUT};
 use crate::shim::task;
 
+/// A shim that was launched, and the failed step of what follows the launch.
+type Launched = (Arc<dyn Process>, Result<(), StepError>);
+
 impl Handover {
     /// Launches a shim, and returns after its exit.
     pub(super) async fn launch_and_watch(self: &Arc<Self>, pod: &Arc<dyn Pod>) {
@@ -20,19 +23,14 @@ impl Handover {
             let _guard = self.launch_lock.lock().await;
             self.blocking(Self::launch).await.flatten()
         };
-        let process = match launched {
-            Ok(Some(process)) => process,
+        let (process, settled) = match launched {
+            Ok(Some(launched)) => launched,
             Ok(None) => return,
             Err(step) => return self.reject_callers(&step.to_string()).await,
         };
-        let socket = self.socket();
-        let answered = tokio::select! {
-            exit = process.exited() => {
-                Err(format!("it exited with status {} before it answered", exit.status))
-            }
-            answer = task::probe(&socket, self.shim.id(), SHIM_TIMEOUT) => {
-                answer.map_err(|step| format!("it did not answer: {step}"))
-            }
+        let answered = match settled {
+            Ok(()) => self.probe(&*process).await,
+            Err(step) => Err(step.to_string()),
         };
         match answered {
             Ok(()) => {
@@ -47,15 +45,32 @@ impl Handover {
                 }
                 let exit = process.exited().await;
                 self.reject_callers(&reason).await;
-                // A caller's Create may have come before the probe. Only live processes show that:
+                // A caller's Create may have come before that. Only live processes show that:
                 // the bundles may be of Creates that were rejected, or wait for the next shim.
                 self.end_running(Exit { status: UNKNOWN_EXIT, ..exit }, pod).await;
             }
         }
     }
 
+    /// Waits until a shim that was launched answers.
+    ///
+    /// # Errors
+    /// Why it does not.
+    async fn probe(&self, process: &dyn Process) -> Result<(), String> {
+        let socket = self.socket();
+        tokio::select! {
+            exit = process.exited() => {
+                Err(format!("it exited with status {} before it answered", exit.status))
+            }
+            answer = task::probe(&socket, self.shim.id(), SHIM_TIMEOUT) => {
+                answer.map_err(|step| format!("it did not answer: {step}"))
+            }
+        }
+    }
+
     /// Launches the shim. `None`: the endpoint has ended. To be called with the launch lock held.
-    fn launch(self: &Arc<Self>) -> Result<Option<Arc<dyn Process>>, StepError> {
+    /// As [`PodShim::launch`].
+    fn launch(self: &Arc<Self>) -> Result<Option<Launched>, StepError> {
         let listener = {
             let mut state = self.state();
             state.wanted = false;
@@ -64,12 +79,12 @@ impl Handover {
                 _ => return Ok(None),
             }
         };
-        let running = self.shim.launch(listener.as_fd())?;
+        let (running, settled) = self.shim.launch(listener.as_fd())?;
         let process = running.process.clone();
         let mut state = self.state();
         // It serves those who have called meanwhile too.
         (state.running, state.wanted) = (Some(running), false);
-        Ok(Some(process))
+        Ok(Some((process, settled)))
     }
 
     /// After the exit of a shim that has served. Its record is removed last: by it a later daemon
