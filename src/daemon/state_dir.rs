@@ -43,19 +43,19 @@ fn check_owner(state_dir: &Path) -> Result<(), StepError> {
     Err(StepError::at(STEP, state_dir, io::Error::new(io::ErrorKind::PermissionDenied, reason)))
 }
 
+const STEP: &str = "lock state directory";
+
+/// Opens a lock file, and makes it if needed.
+fn open_lock(path: &Path) -> Result<File, StepError> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false).mode(0o600);
+    options.open(path).step_at(STEP, path)
+}
+
 /// Locks the directory against other daemons.
 fn lock(state_dir: &Path) -> Result<Flock<File>, StepError> {
-    const STEP: &str = "lock state directory";
     let path = state_dir.join("lock");
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .open(&path)
-        .step_at(STEP, &path)?;
-    let mut file = file;
+    let mut file = open_lock(&path)?;
     let begun = Instant::now();
     let mut lock = loop {
         let e = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
@@ -71,12 +71,16 @@ fn lock(state_dir: &Path) -> Result<Flock<File>, StepError> {
         {
             return Err(StepError::at(STEP, &path, e.into()));
         }
+        let holder = Path::new("/proc").join(holder.trim());
         // A child of a killed daemon holds the lock until it executes the pause program; from then
         // on recovery can find it.
-        let ended = !Path::new("/proc").join(holder.trim()).join("exe").exists();
-        if !ended || begun.elapsed() > LAST_CHILD {
-            let reason = io::Error::other(format!("in use by process {}", holder.trim()));
-            return Err(StepError::at(STEP, &path, reason));
+        let (ended, killed) = (!holder.join("exe").exists(), is_killed(&holder));
+        let waits = begun.elapsed() <= LAST_CHILD;
+        if killed && !waits {
+            break replace(&file, &path)?;
+        }
+        if !(ended || killed) || !waits {
+            return Err(in_use(&holder, &path));
         }
         std::thread::sleep(Duration::from_millis(5));
     };
@@ -85,4 +89,129 @@ fn lock(state_dir: &Path) -> Result<Flock<File>, StepError> {
         .and_then(|()| writeln!(&mut *lock, "{}", std::process::id()))
         .step_at(STEP, &path)?;
     Ok(lock)
+}
+
+fn in_use(holder: &Path, path: &Path) -> StepError {
+    let pid = holder.file_name().unwrap_or_default().display();
+    StepError::at(STEP, path, io::Error::other(format!("in use by process {pid}")))
+}
+
+/// All threads that are left of a process, by its directory in `/proc`, have SIGKILL pending: they
+/// hang in the kernel and never run another instruction of the program.
+fn is_killed(process: &Path) -> bool {
+    const SIGKILL_PENDING: u64 = 1 << (libc::SIGKILL - 1);
+    let Ok(threads) = std::fs::read_dir(process.join("task")) else { return false };
+    let mut hanging = 0;
+    for thread in threads.flatten() {
+        // A thread that has gone meanwhile has ended.
+        let Ok(status) = std::fs::read_to_string(thread.path().join("status")) else { continue };
+        let field = |name: &str| {
+            status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().trim()
+        };
+        if field("State:").starts_with(['Z', 'X']) {
+            continue;
+        }
+        let pending = u64::from_str_radix(field("SigPnd:"), 16).unwrap_or(0);
+        if pending & SIGKILL_PENDING == 0 {
+            return false;
+        }
+        hanging += 1;
+    }
+    hanging > 0
+}
+
+/// Takes the place of a lock whose holder is killed and hangs in the kernel, so that it is never
+/// released. `file` is that lock's, at `path`.
+///
+/// # Errors
+/// Another daemon did so first, or the failed step.
+fn replace(file: &File, path: &Path) -> Result<Flock<File>, StepError> {
+    let new = path.with_extension("new");
+    let taken = |e: nix::Error| StepError::at(STEP, &new, e.into());
+    let lock = Flock::lock(open_lock(&new)?, FlockArg::LockExclusiveNonblock)
+        .map_err(|(_, e)| taken(e))?;
+    // Another daemon may have replaced it: then this lock file is no longer the one at its path.
+    let (old, now) = (file.metadata().step_at(STEP, path)?, std::fs::metadata(path));
+    if now.step_at(STEP, path)?.ino() != old.ino() {
+        return Err(taken(nix::Error::EWOULDBLOCK));
+    }
+    std::fs::rename(&new, path).step_at(STEP, &new)?;
+    log::warn!("replaced the lock of a killed daemon whose threads hang in the kernel");
+    Ok(lock)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+    use std::process::{Child, Command};
+
+    use kit::machine::cgroup;
+
+    use super::*;
+
+    /// A cgroup of the freezer of version 1: what is killed in it while it is frozen stays, with
+    /// its SIGKILL pending, as a process does that hangs in the kernel.
+    struct Freezer(PathBuf);
+
+    impl Freezer {
+        /// None where the node has version 2, which kills what is frozen.
+        fn new() -> Option<Self> {
+            let root =
+                cgroup::hierarchies().unwrap().into_iter().find(|h| h.ends_with("freezer"))?;
+            let cgroup = root.join(format!("state-dir-test-{}", std::process::id()));
+            std::fs::create_dir(&cgroup).unwrap();
+            Some(Self(cgroup))
+        }
+
+        fn write(&self, file: &str, text: &str) {
+            std::fs::write(self.0.join(file), text).unwrap();
+        }
+
+        fn freeze(&self, child: &Child) {
+            self.write("cgroup.procs", &child.id().to_string());
+            self.write("freezer.state", "FROZEN");
+            while std::fs::read_to_string(self.0.join("freezer.state")).unwrap() != "FROZEN\n" {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+
+    impl Drop for Freezer {
+        fn drop(&mut self) {
+            let _ = std::fs::write(self.0.join("freezer.state"), "THAWED");
+            let _ = std::fs::remove_dir(&self.0);
+        }
+    }
+
+    #[test]
+    fn the_lock_of_a_killed_daemon_that_hangs_is_replaced() {
+        let Some(freezer) = Freezer::new() else {
+            return kit::skip("no freezer of cgroup version 1");
+        };
+        let dir = tempfile::tempdir().unwrap();
+        let script = "exec 9>lock; flock 9; echo $$ >&9; exec sleep 1000";
+        let mut daemon =
+            Command::new("sh").args(["-c", script]).current_dir(dir.path()).spawn().unwrap();
+        let used = format!("in use by process {}", daemon.id());
+        let refused = |dir: &Path| lock(dir).unwrap_err().to_string();
+        while !std::fs::read_to_string(format!("/proc/{}/cmdline", daemon.id()))
+            .unwrap()
+            .starts_with("sleep")
+        {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(refused(dir.path()).ends_with(&used));
+        freezer.freeze(&daemon);
+        assert!(refused(dir.path()).ends_with(&used), "one that is only frozen lives");
+        daemon.kill().unwrap();
+        let lock = lock(dir.path()).unwrap();
+        assert!(refused(dir.path()).ends_with(&format!("process {}", std::process::id())));
+        // Another daemon that has waited as well.
+        let old = File::open(format!("/proc/{}/fd/9", daemon.id())).unwrap();
+        assert!(replace(&old, &dir.path().join("lock")).is_err());
+        freezer.write("freezer.state", "THAWED");
+        daemon.wait().unwrap();
+        drop(lock);
+        assert!(super::lock(dir.path()).is_ok());
+    }
 }

@@ -8,8 +8,13 @@ use tokio::time::{Interval, MissedTickBehavior};
 
 use super::notify;
 
-/// Sends keep-alives while all classes of threads make progress; that tasks run is not enough, as
-/// threads do the blocking work.
+/// Classes of threads without which the daemon serves no pod, and gets no keep-alive. Tasks of the
+/// others hang in the kernel where disks or mounts do: a restart ends none of them, and would take
+/// starts and queries away as well.
+const NEEDED: [pool::Class; 2] = [pool::Class::Start, pool::Class::Query];
+
+/// Sends keep-alives while threads make progress; that tasks run is not enough, as threads do the
+/// blocking work.
 pub(super) struct Watchdog {
     ticks: Interval,
     /// How long a class of threads may be blocked. With the wait for the next tick it is less than
@@ -32,15 +37,18 @@ impl Watchdog {
         pool::stuck(self.max_blocked).await
     }
 
-    /// Sends a keep-alive, unless threads are blocked.
+    /// Sends a keep-alive, unless threads are blocked that pods need.
     pub(super) fn report(&self, blocked: &[pool::Class]) {
-        if blocked.is_empty() {
-            return notify(&[NotifyState::Watchdog]);
+        let withheld = blocked.iter().any(|class| NEEDED.contains(class));
+        if !blocked.is_empty() {
+            let names: Vec<&str> = blocked.iter().map(|class| class.name()).collect();
+            log::error!(
+                threads = names.join(", "), keep_alive = !withheld;
+                "all threads of a class are blocked"
+            );
         }
-        let names: Vec<&str> = blocked.iter().map(|class| class.name()).collect();
-        log::error!(
-            threads = names.join(", ");
-            "all threads of a class are blocked; withholding watchdog keep-alive"
-        );
+        if !withheld {
+            notify(&[NotifyState::Watchdog]);
+        }
     }
 }

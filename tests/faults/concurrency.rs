@@ -1,6 +1,7 @@
 //! A hundred of everything at once, at a daemon whose threads are bounded.
 
 use std::fs;
+use std::os::unix::net::UnixDatagram;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -36,7 +37,8 @@ pub(crate) fn cases() -> Vec<Case> {
         concurrent_removals_with_leftovers,
         removals_that_hang,
         concurrent_calls_and_a_restart,
-        the_watchdog_gets_no_keep_alive_while_removals_hang
+        the_watchdog_gets_keep_alives_while_only_removals_hang,
+        the_watchdog_gets_no_keep_alive_while_starts_hang
     ];
     cases.extend(on_node![node_concurrent_pods_and_a_restart_of_containerd]);
     cases
@@ -252,38 +254,69 @@ async fn concurrent_calls_and_a_restart() -> Result<()> {
 /// After which a service manager would take the daemon for hung.
 const WATCHDOG: Duration = Duration::from_secs(2);
 
-/// More removals hang in the kernel than there are threads for them. Other pods are served, and the
-/// watchdog gets no keep-alive until it is over.
-async fn the_watchdog_gets_no_keep_alive_while_removals_hang() -> Result<()> {
-    let standalone = Standalone::new("")?;
-    let watchdog = std::os::unix::net::UnixDatagram::bind(standalone.path("notify"))?;
-    watchdog.set_nonblocking(true)?;
-    let mut command = standalone.command();
-    command
-        .env("NOTIFY_SOCKET", standalone.path("notify"))
-        .env("WATCHDOG_USEC", WATCHDOG.as_micros().to_string());
-    standalone.start_as(command).await?;
-    let (controller, shape) = (Arc::new(standalone.controller()), Shape::plain(&standalone));
-    let fed = || -> Result<usize> {
+/// A daemon with a service manager's watchdog.
+struct Watched {
+    standalone: Standalone,
+    socket: UnixDatagram,
+}
+
+impl Watched {
+    async fn start() -> Result<Self> {
+        let standalone = Standalone::new("")?;
+        let socket = UnixDatagram::bind(standalone.path("notify"))?;
+        socket.set_nonblocking(true)?;
+        let mut command = standalone.command();
+        command
+            .env("NOTIFY_SOCKET", standalone.path("notify"))
+            .env("WATCHDOG_USEC", WATCHDOG.as_micros().to_string());
+        standalone.start_as(command).await?;
+        Ok(Self { standalone, socket })
+    }
+
+    /// How many keep-alives have come since the last call.
+    fn fed(&self) -> usize {
         let (mut count, mut text) = (0, [0; 4096]);
-        while let Ok(length) = watchdog.recv(&mut text) {
+        while let Ok(length) = self.socket.recv(&mut text) {
             count += usize::from(text[..length].windows(10).any(|word| word == b"WATCHDOG=1"));
         }
-        Ok(count)
-    };
-    let is_fed = async || {
+        count
+    }
+
+    async fn is_fed(&self) -> Result<()> {
+        self.fed();
         until("the watchdog is fed", DEADLINE, async || {
-            ensure!(fed()? > 0, "it is not");
+            ensure!(self.fed() > 0, "it is not");
             Ok(())
         })
         .await
-    };
+    }
+
+    /// The daemon says that all threads of the class are blocked.
+    async fn is_blocked(&self, class: &str) -> Result<()> {
+        until("threads are blocked", DEADLINE, async || {
+            let log = self.standalone.logged();
+            let is_blocked = |line: &str| {
+                line.contains("all threads of a class are blocked") && line.contains(class)
+            };
+            ensure!(log.lines().any(is_blocked), "{log}");
+            Ok(())
+        })
+        .await
+    }
+}
+
+/// More removals hang in the kernel than there are threads for them. Other pods are served, and a
+/// restart would end none of the threads.
+async fn the_watchdog_gets_keep_alives_while_only_removals_hang() -> Result<()> {
+    let watched = Watched::start().await?;
+    let standalone = &watched.standalone;
+    let (controller, shape) = (Arc::new(standalone.controller()), Shape::plain(standalone));
     let ids: Vec<String> =
         (0..HANGING).map(|number| standalone.id(&format!("hanging-{number}"))).collect();
     for id in &ids {
         shape.run(&controller, id).await?;
     }
-    is_fed().await?;
+    watched.is_fed().await?;
     let fault = Fault::begin(standalone.pid()?, &["umount2:delay_enter=8s"]).await?;
     let mut removals = JoinSet::new();
     for id in ids {
@@ -294,20 +327,41 @@ async fn the_watchdog_gets_no_keep_alive_while_removals_hang() -> Result<()> {
             asked(|| controller.shutdown(&id)).await
         });
     }
-    until("the watchdog is not fed", DEADLINE, async || {
-        let log = standalone.logged();
-        ensure!(log.contains("all threads of a class are blocked") && log.contains("end"), "{log}");
-        Ok(())
-    })
-    .await?;
-    fed()?;
-    another_start(&standalone).await?;
-    tokio::time::sleep(WATCHDOG).await;
-    ensure!(fed()? == 0, "it was fed while removals hung");
+    watched.is_blocked("end").await?;
+    another_start(standalone).await?;
+    watched.is_fed().await.context("while removals hang")?;
     fault.end().await?;
     ended(removals).await?;
-    is_fed().await?;
     remove(&controller, &standalone.id("started")).await?;
+    standalone.nothing_left().await
+}
+
+/// More starts hang in the kernel than there are threads for them: no pod is served, and the
+/// watchdog gets no keep-alive until it is over.
+async fn the_watchdog_gets_no_keep_alive_while_starts_hang() -> Result<()> {
+    let watched = Watched::start().await?;
+    let standalone = &watched.standalone;
+    watched.is_fed().await?;
+    let controller = Arc::new(standalone.controller());
+    let shape = Arc::new(Shape::plain(standalone));
+    let ids: Vec<String> =
+        (0..HANGING).map(|number| standalone.id(&format!("hanging-{number}"))).collect();
+    let fault = Fault::begin(standalone.pid()?, &["mount:delay_enter=8s"]).await?;
+    let mut starts = JoinSet::new();
+    for id in ids.clone() {
+        let (controller, shape) = (controller.clone(), shape.clone());
+        starts.spawn(async move { Ok(shape.run(&controller, &id).await.map(drop)?) });
+    }
+    watched.is_blocked("start").await?;
+    watched.fed();
+    tokio::time::sleep(WATCHDOG).await;
+    ensure!(watched.fed() == 0, "it was fed while starts hung");
+    fault.end().await?;
+    ended(starts).await?;
+    watched.is_fed().await?;
+    for id in ids {
+        remove(&controller, &id).await?;
+    }
     standalone.nothing_left().await
 }
 
