@@ -1,6 +1,7 @@
 //! The nine RPCs of `sandbox.Controller`: sandbox id to sandbox. No wire types, no system calls.
 
-use std::collections::BTreeMap;
+mod register;
+
 use std::future::ready;
 use std::ops::Bound;
 use std::sync::Arc;
@@ -11,57 +12,22 @@ use crate::id::SandboxId;
 use crate::podsandbox::recover::{self, Recovered};
 use crate::podsandbox::{
     self, CreateRequest, Environment, Error, Exit, Metric, Phase, Platform, Sandbox, SandboxInfo,
-    SandboxSummary, StartResponse, StatusReport,
+    SandboxSummary, StartResponse, StatusReport, UNKNOWN_TIMEOUT,
 };
 use crate::pool::{self, Class};
 use crate::telemetry::{Census, Telemetry};
 use futures::future::Either;
-use parking_lot::Mutex;
+use register::{Register, Reserved, Slot};
+use tokio::time::Instant;
 
 /// All sandboxes of the daemon.
 #[derive(Debug)]
 pub struct Controller {
     environment: Arc<Environment>,
     sandboxes: Arc<Register>,
+    /// Until then Status waits for a record that is read again.
+    unknown_deadline: Instant,
     stopping: AtomicBool,
-}
-
-/// What an id refers to.
-#[derive(Clone, Debug)]
-enum Slot {
-    /// Taken by a Create that is under way.
-    Reserved,
-    /// A sandbox.
-    Live(Arc<Sandbox>),
-    /// A record that recovery could not adopt; the reason.
-    Quarantined(Arc<String>),
-}
-
-#[derive(Debug, Default)]
-struct Register {
-    slots: Mutex<BTreeMap<SandboxId, Slot>>,
-}
-
-impl Register {
-    fn free(&self, id: &str) {
-        self.slots.lock().remove(id);
-    }
-}
-
-/// The id of a Create that is under way. Frees it when dropped, unless it refers to a sandbox by
-/// then.
-struct Reserved {
-    register: Arc<Register>,
-    id: SandboxId,
-}
-
-impl Drop for Reserved {
-    fn drop(&mut self) {
-        let mut slots = self.register.slots.lock();
-        if matches!(slots.get(self.id.as_str()), Some(Slot::Reserved)) {
-            slots.remove(self.id.as_str());
-        }
-    }
 }
 
 impl Controller {
@@ -81,21 +47,25 @@ impl Controller {
             recovered.len() - quarantined,
             quarantined,
         );
-        {
-            let mut slots = sandboxes.slots.lock();
-            for one in recovered {
-                let (id, slot) = match one {
-                    // Its time was over; whoever frees its id waits for the lock or came too early.
-                    Recovered::Sandbox(sandbox) if sandbox.phase() == Phase::Gone => continue,
-                    Recovered::Sandbox(sandbox) => {
-                        (sandbox.shared_id().clone(), Slot::Live(Arc::new(sandbox)))
-                    }
-                    Recovered::Quarantined { id, reason } => (id, Slot::Quarantined(reason.into())),
-                };
-                slots.insert(id, slot);
+        for mut one in recovered {
+            let retried = match &mut one {
+                Recovered::Quarantined { id, failure } if failure.may_pass => {
+                    Some((id.clone(), failure.overdue.take()))
+                }
+                _ => None,
+            };
+            sandboxes.enter(one);
+            if let Some((id, overdue)) = retried {
+                drop(tokio::spawn(sandboxes.clone().retry(environment.clone(), id, overdue)));
             }
         }
-        Ok(Arc::new(Self { environment, sandboxes, stopping: AtomicBool::new(false) }))
+        let unknown_deadline = Instant::now() + UNKNOWN_TIMEOUT;
+        Ok(Arc::new(Self {
+            environment,
+            sandboxes,
+            unknown_deadline,
+            stopping: AtomicBool::new(false),
+        }))
     }
 
     /// Checks the request and records the sandbox. Runs to its end when the future is dropped.
@@ -168,23 +138,64 @@ impl Controller {
         }
     }
 
-    /// What is published of the sandbox; restores its files.
+    /// What is published of the sandbox; restores its files. Waits up to 30 s after the recovery
+    /// while its record cannot be read.
     ///
     /// # Errors
     /// [`Error::NotFound`], or the failed step of the restoring.
     pub async fn status(&self, id: &str, verbose: bool) -> Result<StatusReport, Error> {
+        let readable = async {
+            loop {
+                let adopted = self.sandboxes.adopted.notified();
+                if !self.sandboxes.is_retried(id) {
+                    return;
+                }
+                adopted.await;
+            }
+        };
+        // Boxed: it is rarely awaited.
+        if self.sandboxes.is_retried(id) {
+            let _ = Box::pin(tokio::time::timeout_at(self.unknown_deadline, readable)).await;
+        }
         self.sandbox(id)?.status(verbose).await
     }
 
-    /// Removes all that is left of the sandbox. Unknown id: success.
+    /// Removes all that is left of the sandbox. Unknown id: removes files that a reboot has left,
+    /// and succeeds.
     ///
     /// # Errors
     /// What could not be removed.
     pub async fn shutdown(&self, id: &str) -> Result<(), Error> {
         match self.sandbox(id) {
-            Err(Error::NotFound { .. }) => Ok(()),
+            Err(Error::NotFound { .. }) => {
+                self.remove_files(self.check(id)?).await;
+                Ok(())
+            }
             Err(e) => Err(e),
             Ok(sandbox) => sandbox.shutdown().await,
+        }
+    }
+
+    /// Removes the files of a sandbox that has no record: containerd keeps them while it has a
+    /// container with the sandbox's id.
+    async fn remove_files(&self, id: SandboxId) {
+        {
+            let mut slots = self.sandboxes.slots.lock();
+            if slots.contains_key(id.as_str()) {
+                return;
+            }
+            slots.insert(id.clone(), Slot::Reserved);
+        }
+        let reserved = Reserved { register: self.sandboxes.clone(), id: id.clone() };
+        let files = self.environment.files(&id);
+        // It runs to its end when the caller gives up.
+        let removed = pool::run(Class::End, move || {
+            let _reserved = reserved;
+            files.remove()
+        });
+        if let Err(steps) = removed.await.unwrap_or_else(|step| Err(step.into())) {
+            log::warn!(sandbox = id.as_str();
+                "failed to remove files of a sandbox without a record: {steps}");
         }
     }
 
@@ -234,7 +245,7 @@ impl Controller {
         let lines = move || {
             let line = |(id, slot): &(SandboxId, Slot)| match slot {
                 Slot::Live(sandbox) => Some(sandbox.summary(usage)),
-                Slot::Quarantined(reason) => Some(SandboxSummary::quarantined(id, reason)),
+                Slot::Quarantined(why) => Some(SandboxSummary::quarantined(id, &why.reason)),
                 Slot::Reserved => None,
             };
             slots.iter().filter_map(line).collect()
@@ -260,8 +271,8 @@ impl Controller {
                     reason: e.to_string(),
                 })
             }
-            Some(Slot::Quarantined(reason)) => {
-                Ok(SandboxSummary::quarantined(id, &reason).to_json())
+            Some(Slot::Quarantined(why)) => {
+                Ok(SandboxSummary::quarantined(id, &why.reason).to_json())
             }
             Some(Slot::Reserved) | None => Err(Error::NotFound { id: id.to_owned() }),
         }
@@ -320,10 +331,10 @@ impl Controller {
         self.check(id)?;
         match self.sandboxes.slots.lock().get(id) {
             Some(Slot::Live(sandbox)) => Ok(sandbox.clone()),
-            Some(Slot::Quarantined(reason)) => Err(Error::Fault {
+            Some(Slot::Quarantined(why)) => Err(Error::Fault {
                 id: id.to_owned(),
                 rpc: "recovery",
-                reason: format!("quarantined: {reason}"),
+                reason: format!("quarantined: {}", why.reason),
             }),
             Some(Slot::Reserved) | None => Err(Error::NotFound { id: id.to_owned() }),
         }

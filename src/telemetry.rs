@@ -183,6 +183,12 @@ impl Telemetry {
         self.quarantined.set(quarantined.try_into().unwrap_or(i64::MAX));
     }
 
+    /// A record that was quarantined is so no longer.
+    pub fn adopted_again(&self) {
+        self.recovered.inc();
+        self.quarantined.dec();
+    }
+
     /// All metrics as text. Blocks: reads `/proc`.
     pub fn text(&self, census: &Census) -> String {
         let _guard = self.render_lock.lock();

@@ -420,9 +420,12 @@ impl Actor {
                 Job::Adopt => {
                     Outcome::Adopt(guard(jobs.adopt()).await.unwrap_or_else(Adoption::Unknown))
                 }
-                Job::Cleanup => Outcome::Teardown(
-                    guard(jobs.cleanup(pid, exit)).await.unwrap_or_else(|panic| Err(panic.into())),
-                ),
+                Job::Cleanup => {
+                    let done = guard(jobs.cleanup(pid, exit)).await;
+                    // CRI calls no Stop for a pod whose pause has ended by itself.
+                    jobs.dismiss_shim();
+                    Outcome::Teardown(done.unwrap_or_else(|panic| Err(panic.into())))
+                }
                 Job::Remove => Outcome::Teardown(
                     guard(jobs.remove()).await.unwrap_or_else(|panic| Err(panic.into())),
                 ),

@@ -4,12 +4,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::drivers::DriverRegistry;
+use super::files::SandboxFiles;
 use super::layout::Layout;
 use super::selinux::Selinux;
 use crate::config::Config;
 use crate::containerd::SandboxStore;
 use crate::containerd::containers::Containers;
 use crate::error::StepError;
+use crate::id::SandboxId;
 use crate::mounts::Mounts;
 use crate::pause::Driver;
 use crate::shim::own::OwnShim;
@@ -51,6 +53,11 @@ impl Environment {
     /// Directory of all records.
     pub fn sandboxes(&self) -> &Path {
         &self.layout.records
+    }
+
+    /// The files of a sandbox.
+    pub fn files(&self, id: &SandboxId) -> SandboxFiles {
+        SandboxFiles::new(&self.layout, id)
     }
 
     /// Settings and native driver with the endpoints that go with them. `open_files` is the soft

@@ -35,7 +35,7 @@ pub use error::Error;
 pub use inspect::SandboxSummary;
 pub use machine::Phase;
 pub use metrics::usage::Usage;
-pub use sandbox::Sandbox;
+pub use sandbox::{Sandbox, UNKNOWN_TIMEOUT};
 pub use validate::check_id;
 
 /// A typed payload that is passed on as it is (`google.protobuf.Any`).

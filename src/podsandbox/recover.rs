@@ -44,9 +44,36 @@ pub enum Recovered {
     Quarantined {
         /// The id: the name of its directory.
         id: SandboxId,
-        /// Why.
-        reason: String,
+        /// Why, and whether that may pass.
+        failure: AdoptionFailure,
     },
+}
+
+/// Why a record could not be adopted.
+#[derive(Debug)]
+pub struct AdoptionFailure {
+    /// Text for operators.
+    pub reason: String,
+    /// What the record says could not be read, which may be another time.
+    pub may_pass: bool,
+    /// Ends when the steps that were overdue have ended. Await it before another try.
+    pub overdue: Option<JoinHandle<()>>,
+}
+
+impl AdoptionFailure {
+    fn passing(reason: String) -> Self {
+        Self { reason, may_pass: true, overdue: None }
+    }
+}
+
+impl From<RecordError> for AdoptionFailure {
+    fn from(e: RecordError) -> Self {
+        let may_pass = match e {
+            RecordError::Missing(_) | RecordError::Io(_) => true,
+            RecordError::Malformed { .. } | RecordError::Newer { .. } => false,
+        };
+        Self { reason: e.to_string(), may_pass, overdue: None }
+    }
 }
 
 /// Takes over all records. `on_gone` frees an id when its sandbox is removed later.
@@ -73,24 +100,7 @@ where
     // stays so: the next start may have one. From here on there is one.
     pool::run(Class::Recovery, || ()).await?;
     kill_orphans(environment).await;
-    let all = stream::iter(ids).map(|id| {
-        let (environment, on_gone) = (environment.clone(), on_gone.clone());
-        async move {
-            let (jobs, entry, abandoned) = match recover_record(&environment, id.clone()).await {
-                Ok(Some(found)) => found,
-                Ok(None) => return None,
-                Err(reason) => {
-                    log::error!(
-                        sandbox = id.as_str();
-                        "quarantined a record that recovery cannot adopt: {reason}"
-                    );
-                    return Some(Recovered::Quarantined { id, reason });
-                }
-            };
-            let sandbox = Sandbox::enter(environment, jobs, entry, abandoned, on_gone);
-            Some(Recovered::Sandbox(sandbox))
-        }
-    });
+    let all = stream::iter(ids).map(|id| recover_one(environment.clone(), id, on_gone.clone()));
     let recovered: Vec<Recovered> =
         all.buffer_unordered(AT_ONCE).filter_map(|r| async { r }).collect().await;
     let left: Vec<String> = recovered.iter().map(|one| one.id().to_owned()).collect();
@@ -104,6 +114,28 @@ where
         Err(reason) => log::error!("failed to remove sockets without a record: {reason}"),
     }
     Ok(recovered)
+}
+
+/// Takes over one record; `None`: nothing is left of it. `on_gone` as for [`recover`].
+pub async fn recover_one(
+    environment: Arc<Environment>,
+    id: SandboxId,
+    on_gone: impl FnOnce(&str) + Send + 'static,
+) -> Option<Recovered> {
+    match recover_record(&environment, id.clone()).await {
+        Ok(None) => None,
+        Ok(Some((jobs, entry, abandoned))) => {
+            let sandbox = Sandbox::enter(environment, jobs, entry, abandoned, on_gone);
+            Some(Recovered::Sandbox(sandbox))
+        }
+        Err(failure) => {
+            log::error!(
+                sandbox = id.as_str();
+                "quarantined a record that recovery cannot adopt: {}", failure.reason
+            );
+            Some(Recovered::Quarantined { id, failure })
+        }
+    }
 }
 
 impl Recovered {
@@ -295,11 +327,19 @@ type Returned = (Arc<Jobs>, Entry, Option<Instant>);
 async fn recover_record(
     environment: &Arc<Environment>,
     id: SandboxId,
-) -> Result<Option<Returned>, String> {
+) -> Result<Option<Returned>, AdoptionFailure> {
     let of = (environment.clone(), id.clone());
     let mut deadline = RecordDeadline::new(RECORD_TIMEOUT);
     // If it is overdue, the id stays taken.
-    let on_disk = deadline.run_blocking(move || read_sandbox(&of.0, &of.1)).await??;
+    let on_disk = match deadline.run_blocking(move || read_sandbox(&of.0, &of.1)).await {
+        Ok(read) => read?,
+        Err(reason) => {
+            return Err(AdoptionFailure {
+                overdue: deadline.into_overdue(),
+                ..AdoptionFailure::passing(reason)
+            });
+        }
+    };
     let OnDisk::Record(created_at, stage, jobs, begun) = on_disk else { return Ok(None) };
     let id = id.as_str();
     let mut adopted = None;
@@ -383,7 +423,7 @@ async fn adopt(
 }
 
 /// Reads one sandbox.
-fn read_sandbox(environment: &Arc<Environment>, id: &SandboxId) -> Result<OnDisk, String> {
+fn read_sandbox(environment: &Arc<Environment>, id: &SandboxId) -> Result<OnDisk, AdoptionFailure> {
     let store = RecordStore::new(&environment.layout, id);
     // Its pod lives with it or without.
     if let Err(step) = store.keep_private() {
@@ -398,13 +438,13 @@ fn read_sandbox(environment: &Arc<Environment>, id: &SandboxId) -> Result<OnDisk
                 .remove()
                 .map_err(|steps| steps.to_string());
             let removed = removed.and_then(|()| store.remove().map_err(|step| step.to_string()));
-            return removed
-                .map(|()| OnDisk::Nothing)
-                .map_err(|e| format!("a directory without a record: {e}"));
+            return removed.map(|()| OnDisk::Nothing).map_err(|e| {
+                AdoptionFailure::passing(format!("a directory without a record: {e}"))
+            });
         }
-        Err(e) => return Err(e.to_string()),
+        Err(e) => return Err(e.into()),
     };
-    let stage = store.stage().map_err(|e| e.to_string())?;
+    let stage = store.stage()?;
     // A record whose config cannot be decoded has no names; Status reports why.
     let pod = record.decode_config().as_ref().map(pod_names).unwrap_or_default();
     let level = environment.selinux.hold(&record.labels);

@@ -33,7 +33,7 @@ const END_TIMEOUT: Duration = Duration::from_secs(60);
 /// keeps an unknown state until its next start, and kubelet ends such a pod (`restart.go` and
 /// `sandbox_status.go` of CRI). The time counts from the recovery, because containerd asks for one
 /// sandbox after the other when it starts.
-const UNKNOWN_TIMEOUT: Duration = Duration::from_secs(30);
+pub const UNKNOWN_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long after its start a sandbox is not looked at for files that containerd has deleted, which
 /// it does when it comes up: CRI asks twice for the status before it answers RunPodSandbox, and no
@@ -67,6 +67,10 @@ impl shim::Pod for PodOfEndpoint {
             Stage::Started { identity } => handle::namespaces(&identity, &kinds),
             Stage::Created | Stage::Exited { .. } => Ok(Vec::new()),
         }
+    }
+
+    fn cgroup_parent(&self) -> &str {
+        &self.jobs.facts.cgroup_ref.cgroup_parent
     }
 
     fn lives(&self) -> bool {
@@ -221,6 +225,7 @@ impl Sandbox {
     /// The failed step, or [`Error::Timeout`]; what is left continues in the background.
     pub async fn stop(&self) -> Result<(), Error> {
         self.request(Rpc::Stop, Some(END_TIMEOUT)).await?;
+        // Also here: the pod may have had containers when its pause ended.
         self.jobs.dismiss_shim();
         Ok(())
     }
@@ -294,8 +299,12 @@ impl Sandbox {
 
     fn report(&self, published: Published, info: BTreeMap<String, String>) -> StatusReport {
         StatusReport {
-            // As the built-in controller: who asks may take it for the pid of a living process.
-            pid: if published.exit.is_some() { 0 } else { published.pid },
+            // As the built-in controller: CRI makes containers in the namespaces of this process.
+            // That of an unknown pause may be another's by now.
+            pid: match (published.phase, published.exit) {
+                (Phase::Unknown, _) | (_, Some(_)) => 0,
+                (_, None) => published.pid,
+            },
             state: status::state(published.phase),
             info,
             created_at: self.jobs.facts.created_at,

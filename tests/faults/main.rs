@@ -20,6 +20,7 @@ mod injected_faults;
 mod killed;
 mod limits;
 mod mount_namespace;
+mod records;
 mod recovery;
 mod restarts;
 mod soak;
@@ -28,6 +29,7 @@ mod untrusted;
 fn main() -> std::process::ExitCode {
     let cases = [
         recovery::cases(),
+        records::cases(),
         garbage_collection::cases(),
         killed::cases(),
         untrusted::cases(),

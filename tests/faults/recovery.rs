@@ -27,8 +27,6 @@ pub(crate) fn cases() -> Vec<Case> {
         calls_wait_for_the_recovery,
         a_pause_that_is_not_determined_in_time_is_unknown,
         an_unknown_pause_is_determined_later,
-        unreadable_and_newer_records_stay,
-        records_of_earlier_versions_load,
         a_record_of_many_megabytes_is_read_again,
         after_a_reboot,
         killed_before_the_child_executes_the_pause,
@@ -303,101 +301,6 @@ async fn an_unknown_pause_is_determined_later() -> Result<()> {
     standalone.nothing_left().await
 }
 
-async fn unreadable_and_newer_records_stay() -> Result<()> {
-    let standalone = Standalone::started().await?;
-    let (controller, shape) = (standalone.controller(), Shape::plain(&standalone));
-    let (good, newer, broken) =
-        (standalone.id("good"), standalone.id("newer"), standalone.id("broken"));
-    for id in [&good, &newer, &broken] {
-        shape.run(&controller, id).await?;
-    }
-    standalone.kill()?;
-    let record = standalone.record(&newer).join("record.json");
-    let old = fs::read_to_string(&record)?;
-    let text = old.replacen("\"version\":1", "\"version\":99", 1);
-    fs::write(&record, &text)?;
-    fs::write(standalone.record(&broken).join("record.json"), "{")?;
-    standalone.start().await?;
-    is_whole(&standalone, &controller, &good).await?;
-    for id in [&newer, &broken] {
-        ensure!(
-            standalone
-                .logged()
-                .contains(&format!("recovery cannot adopt: {}", standalone.record(id).display())),
-            "{id} is not reported"
-        );
-        // Neither gone nor dead: containerd asks again.
-        let status =
-            controller.status(id, false).await.err().context("status of what cannot be read")?;
-        ensure!(status.code != grpc::NOT_FOUND, "{status}");
-        let wait = controller.wait(id).await.err().context("Wait")?;
-        ensure!(wait.code == grpc::UNAVAILABLE, "Wait: {wait}");
-        ensure!(controller.shutdown(id).await.is_err(), "removed what cannot be read");
-    }
-    ensure!(fs::read_to_string(&record)? == text, "the newer record was changed");
-    ensure!(standalone.pauses()?.len() == 3, "a pause was ended");
-    // A daemon that can read it takes it over.
-    standalone.stop().await?;
-    fs::write(&record, &old)?;
-    fs::write(standalone.record(&broken).join("record.json"), old.replace(&newer, &broken))?;
-    standalone.start().await?;
-    for id in [&good, &newer, &broken] {
-        is_whole(&standalone, &controller, id).await?;
-        remove(&controller, id).await?;
-    }
-    standalone.nothing_left().await
-}
-
-/// The records in `tests/records/VERSION`, as daemons of that version wrote them.
-async fn records_of_earlier_versions_load() -> Result<()> {
-    // They are old.
-    let standalone = Standalone::new("abandoned_after = 1000000000\n")?;
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/records");
-    let mut expected = Vec::new();
-    for version in fs::read_dir(&golden).with_context(|| format!("read {}", golden.display()))? {
-        for record in fs::read_dir(version?.path())? {
-            let record = record?;
-            let (from, id) = (record.path(), record.file_name().to_string_lossy().into_owned());
-            let to = standalone.record(&id);
-            fs::create_dir_all(&to)?;
-            for file in fs::read_dir(from)? {
-                let file = file?;
-                fs::copy(file.path(), to.join(file.file_name()))?;
-            }
-            expected.push(id);
-        }
-    }
-    expected.sort();
-    ensure!(
-        expected == ["created", "exited", "network", "started"],
-        "the golden records are {expected:?}"
-    );
-    standalone.start().await?;
-    let controller = standalone.controller();
-    // Pauses of another boot have ended.
-    for (id, exit) in
-        [("created", None), ("exited", Some(137)), ("network", None), ("started", Some(255))]
-    {
-        let status = controller
-            .status(id, true)
-            .await
-            .with_context(|| format!("{id}: {}", standalone.logged()))?;
-        ensure!(status.state == "SANDBOX_NOTREADY" && status.pid == 0, "{id}: {status:?}");
-        ensure!(
-            status.created_at.seconds == 1_790_000_000,
-            "{id}: created at {}",
-            status.created_at.seconds
-        );
-        let info: Value = serde_json::from_str(status.info.get("info").context("no info")?)?;
-        ensure!(info["config"]["metadata"]["name"] == id, "{id}: config is {}", info["config"]);
-        if let Some(exit) = exit {
-            ensure!(controller.wait(id).await?.exit_status == exit, "{id}: its exit");
-        }
-        remove(&controller, id).await?;
-    }
-    standalone.nothing_left().await
-}
-
 /// The state directory is empty and nothing lives.
 async fn after_a_reboot() -> Result<()> {
     let standalone = Standalone::started().await?;
@@ -429,9 +332,6 @@ async fn after_a_reboot() -> Result<()> {
         ensure!(code.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND), "{code:?}");
     }
     controller.shutdown(&id).await?;
-    // containerd deletes its own directory of a pod that it finds gone; it is no mount and no
-    // process.
-    fs::remove_dir_all(standalone.files(&id))?;
     standalone.nothing_left().await?;
     shape.run(&controller, &id).await.context("run it again")?;
     remove(&controller, &id).await?;

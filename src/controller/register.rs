@@ -1,0 +1,122 @@
+//! The sandboxes of a daemon by their ids.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
+
+use crate::exit;
+use crate::id::SandboxId;
+use crate::podsandbox::recover::{self, Recovered};
+use crate::podsandbox::{Environment, Phase, Sandbox};
+
+/// What an id refers to.
+#[derive(Clone, Debug)]
+pub(super) enum Slot {
+    /// Taken by a Create that is under way.
+    Reserved,
+    /// A sandbox.
+    Live(Arc<Sandbox>),
+    /// A record that recovery could not adopt.
+    Quarantined(Arc<Quarantine>),
+}
+
+/// Why a record is quarantined.
+#[derive(Debug)]
+pub(super) struct Quarantine {
+    /// Text for operators.
+    pub reason: String,
+    /// It is read again until it can be adopted.
+    is_retried: bool,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Register {
+    pub slots: Mutex<BTreeMap<SandboxId, Slot>>,
+    /// Notified when a record is no longer quarantined.
+    pub adopted: Notify,
+}
+
+impl Register {
+    pub fn free(&self, id: &str) {
+        self.slots.lock().remove(id);
+    }
+
+    /// Enters what recovery found.
+    pub fn enter(&self, recovered: Recovered) {
+        let mut slots = self.slots.lock();
+        match recovered {
+            // Its time was over; whoever frees its id waits for the lock or came too early.
+            Recovered::Sandbox(sandbox) if sandbox.phase() == Phase::Gone => {
+                slots.remove(sandbox.id());
+            }
+            Recovered::Sandbox(sandbox) => {
+                slots.insert(sandbox.shared_id().clone(), Slot::Live(Arc::new(sandbox)));
+            }
+            Recovered::Quarantined { id, failure } => {
+                let (reason, is_retried) = (failure.reason, failure.may_pass);
+                slots.insert(id, Slot::Quarantined(Arc::new(Quarantine { reason, is_retried })));
+            }
+        }
+    }
+
+    /// The record of `id` is read again.
+    pub fn is_retried(&self, id: &str) -> bool {
+        matches!(self.slots.lock().get(id), Some(Slot::Quarantined(why)) if why.is_retried)
+    }
+
+    /// Adopts a record that could not be read, as soon as it can be. `overdue` is of the first try.
+    pub async fn retry(
+        self: Arc<Self>,
+        environment: Arc<Environment>,
+        id: SandboxId,
+        mut overdue: Option<JoinHandle<()>>,
+    ) {
+        for failures in 1.. {
+            if let Some(overdue) = overdue.take() {
+                let _ = overdue.await;
+            }
+            tokio::time::sleep(exit::CLEANUP.delay(failures)).await;
+            let register = self.clone();
+            let on_gone = move |id: &str| register.free(id);
+            let mut retried = false;
+            match recover::recover_one(environment.clone(), id.clone(), on_gone).await {
+                None => self.free(&id),
+                Some(mut recovered) => {
+                    if let Recovered::Quarantined { failure, .. } = &mut recovered {
+                        (overdue, retried) = (failure.overdue.take(), failure.may_pass);
+                    } else {
+                        log::info!(sandbox = id.as_str(); "adopted a record that was quarantined");
+                    }
+                    self.enter(recovered);
+                }
+            }
+            if retried {
+                continue;
+            }
+            let adopted = !matches!(self.slots.lock().get(&id), Some(Slot::Quarantined(_)));
+            if adopted {
+                environment.telemetry.adopted_again();
+            }
+            return self.adopted.notify_waiters();
+        }
+    }
+}
+
+/// The id of a Create that is under way. Frees it when dropped, unless it refers to a sandbox by
+/// then.
+pub(super) struct Reserved {
+    pub register: Arc<Register>,
+    pub id: SandboxId,
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        let mut slots = self.register.slots.lock();
+        if matches!(slots.get(self.id.as_str()), Some(Slot::Reserved)) {
+            slots.remove(self.id.as_str());
+        }
+    }
+}
