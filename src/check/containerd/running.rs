@@ -42,7 +42,7 @@ pub(super) struct Running {
     pub(super) started: SystemTime,
     /// Its process id.
     pub(super) pid: i32,
-    /// The service of systemd that it belongs to.
+    /// The service of systemd that it belongs to, as a word of the shell.
     pub(super) unit: Option<String>,
 }
 
@@ -90,14 +90,18 @@ impl Running {
     }
 }
 
-/// The service in a process's `/proc/PID/cgroup` (cgroups(7)).
+/// The service in a process's `/proc/PID/cgroup` (cgroups(7)), as a word of the shell: it becomes
+/// part of the command that restarts it. Any process that can make a cgroup can choose its name, so
+/// one that systemd does not allow (systemd.unit(5)) counts as none.
 fn unit_of(cgroups: &str) -> Option<String> {
     let hierarchies = cgroups.lines().filter_map(|line| line.split_once(':')?.1.split_once(':'));
     let mut paths = hierarchies
         .filter(|(controllers, _)| ["", "name=systemd"].contains(controllers))
         .map(|(_, path)| path);
     let services = paths.find_map(|path| path.split('/').rfind(|part| part.ends_with(".service")));
-    services.map(str::to_owned)
+    let allowed = |c: char| c.is_ascii_alphanumeric() || ":-_.@\\".contains(c);
+    let service = services.filter(|name| !name.starts_with('-') && name.chars().all(allowed))?;
+    Some(if service.contains('\\') { format!("'{service}'") } else { service.to_owned() })
 }
 
 /// Whether the caller may execute the program of this user: root's, or its own.
@@ -209,6 +213,12 @@ mod tests {
         let first = "4:memory:/x.service\n1:name=systemd:/system.slice/a:b.service/x\n0::/\n";
         assert_eq!(of(first).as_deref(), Some("a:b.service"));
         assert_eq!(of("0::/user.slice/session-1.scope\n"), None);
+        // systemd escapes what its names cannot have, and the shell takes a backslash away.
+        let escaped = of("0::/system.slice/a\\x2db.service\n");
+        assert_eq!(escaped.as_deref(), Some("'a\\x2db.service'"));
+        for hostile in ["x;reboot;.service", "-x.service", "$(x).service", "a'b.service"] {
+            assert_eq!(of(&format!("0::/system.slice/{hostile}\n")), None, "{hostile}");
+        }
         assert_eq!(of(""), None);
     }
 
