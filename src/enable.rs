@@ -45,7 +45,7 @@ pub use restart::RestartBy;
 use trust::check_trusted;
 
 /// The handler's usual name.
-pub const HANDLER: &str = "runc-pause";
+pub const HANDLER: &str = crate::check::containerd::HANDLER;
 
 /// Why nothing has changed.
 #[derive(Debug, thiserror::Error)]
@@ -119,6 +119,7 @@ fn refuse<T>(reason: impl Into<String>) -> Result<T, EnableError> {
 /// What both commands begin with: root, a containerd, and the lock of its config's directory.
 fn begin(
     subject: &Subject,
+    settings: &Path,
     restart: Option<&RestartBy>,
     dry_run: bool,
 ) -> Result<(NodeContainerd, MainConfig, Option<ConfigLock>), EnableError> {
@@ -131,9 +132,13 @@ fn begin(
     if must_restart && node.pid.is_none() && subject.containerd_config.is_none() {
         return refuse(format!(
             "no containerd listens at {}, so its config file is unknown: start containerd first, \
-             or name the file with --containerd-config",
-            subject.config.containerd_address.display()
+             or set containerd_address in {}, or name the file with --containerd-config",
+            subject.config.containerd_address.display(),
+            settings.display()
         ));
+    }
+    if must_restart {
+        is_of_running(&node)?;
     }
     node.supported().map_err(EnableError::Refused)?;
     let home = node.file.parent().unwrap_or(Path::new("/")).to_owned();
@@ -146,13 +151,30 @@ fn begin(
     Ok((node, main, lock))
 }
 
+/// Fails if the containerd that runs has another config file: its restart would not read what is
+/// written.
+fn is_of_running(node: &NodeContainerd) -> Result<(), EnableError> {
+    let Some(its_file) = node.file_of_running() else { return Ok(()) };
+    refuse(format!(
+        "the running containerd does not use {}, but {}: omit --containerd-config, or omit \
+         --restart if the next containerd is to use that file",
+        node.file.display(),
+        its_file.display()
+    ))
+}
+
 fn runtime() -> Result<Runtime, StepError> {
     tokio::runtime::Builder::new_current_thread().enable_all().build().step("make a runtime")
 }
 
 /// Rolls changes back because of `reason`.
 fn roll_back(changes: &Changes, reason: String) -> EnableError {
-    match changes.undo() {
+    rolled_back(reason, changes.undo())
+}
+
+/// What failed because of `reason`, after a rollback of the files.
+fn rolled_back(reason: String, rollback: Result<(), StepErrors>) -> EnableError {
+    match rollback {
         Ok(()) => EnableError::Refused(format!("{reason}; the files are as before")),
         Err(steps) => EnableError::RollbackFailed { reason, steps, services: String::new() },
     }
@@ -197,7 +219,8 @@ fn restart_daemon_after_rollback(error: EnableError, within: Duration) -> Enable
 /// Nothing has changed, unless the error says so.
 pub fn enable(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), EnableError> {
     let subject = &wanted.subject;
-    let (node, main, _lock) = begin(subject, wanted.restart.as_ref(), wanted.dry_run)?;
+    let (node, main, _lock) =
+        begin(subject, &wanted.settings, wanted.restart.as_ref(), wanted.dry_run)?;
     let path = main.drop_in();
     node.has_imports(&path).map_err(EnableError::Refused)?;
     let before = node.dump().map_err(EnableError::Refused)?;
@@ -207,7 +230,7 @@ pub fn enable(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), En
     let lost = before_restart::lost_handlers(wanted, old.as_deref(), &before)?;
     before_restart::keep_handlers_in_use(wanted, &lost).map_err(EnableError::Refused)?;
     let mut changes = adopt_settings(wanted, &main, &before, &plan.settings)?;
-    let adopts = !changes.is_empty();
+    let adopted = changes.len();
     let is_ours = old.as_deref().is_some_and(drop_in::is_ours);
     if let Some(old) = old_state.filter(|_| !is_ours) {
         changes.add(FileChange::copy(path.with_added_extension(BACKUP), &old)?);
@@ -216,12 +239,18 @@ pub fn enable(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), En
     let text = plan.drop_in(wanted, &main)?;
     changes.add(FileChange::new(path.clone(), Some(text.into_bytes()))?);
     main.import(&path, plan.new_file_version(), &mut changes)?;
+    for option in old.as_deref().map(|old| drop_in::undone(old, wanted)).unwrap_or_default() {
+        say(format!("this undoes {option}; repeat with {option} to keep it"));
+    }
+    main.managed(&path).into_iter().for_each(&mut *say);
     if wanted.dry_run {
         say(shown(&changes));
         return Ok(());
     }
     let unread = UnreadFiles::find(&node, &main, is_ours.then_some(&path))?;
-    let is_loaded = changes.is_empty() && !unread.own && loaded::has(subject, &wanted.handler)?;
+    // containerd does not read the sandboxer's settings.
+    let is_loaded =
+        changes.len() == adopted && !unread.own && loaded::has(subject, &wanted.handler)?;
     if wanted.restart.is_some() && !is_loaded {
         before_restart::daemon_for_default(wanted)?;
         unread.no_edits(&node)?;
@@ -238,7 +267,7 @@ pub fn enable(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), En
     if changes.is_empty() {
         say("the files are as they should be".to_owned());
     }
-    let has_adopted = adopts && restart_daemon(wanted, &changes, say)?;
+    let has_adopted = adopted > 0 && restart_daemon(wanted, &changes, say)?;
     if let Err(reason) = pods::answering_daemon(&subject.config) {
         say(format!("{reason}; pods of the runtime handler {} need it", wanted.handler));
     }

@@ -153,6 +153,7 @@ fn disable(options: &cli::Disable) -> Result<(), CommandFailure> {
     let (subject, restart) = node(change)?;
     let wanted = Disablement {
         subject,
+        settings: enable::settings_file(change.settings.file.as_deref()),
         dry_run: change.dry_run,
         wait: options.wait,
         restart,

@@ -13,6 +13,7 @@ use super::{Finding, Level, Subject, kubelet};
 use crate::config::{Config, Pattern, ShimOwner};
 
 mod config;
+mod enabled;
 mod environment;
 mod files;
 mod loaded;
@@ -20,6 +21,7 @@ mod node;
 mod running;
 mod shims;
 
+pub(crate) use enabled::{EnabledOptions, MARK};
 pub(crate) use node::NodeContainerd;
 use running::ContainerdProgram;
 
@@ -29,8 +31,12 @@ const CONFIG: &str = "containerd config";
 /// The proxy plugin's name that the advice and the documents use.
 const NAME: &str = "pause-sandboxer";
 
-/// The command that corrects most of what is wrong.
-const ENABLE: &str = "pause-sandboxer enable --restart";
+/// The handler's usual name.
+pub(crate) const HANDLER: &str = "runc-pause";
+
+/// The command that corrects most of what is wrong. [`examine`] adds the options that the last one
+/// has set.
+pub(super) const ENABLE: &str = "pause-sandboxer enable --restart";
 
 /// The plugin that holds CRI's runtime settings.
 pub(crate) const RUNTIME: &str = "io.containerd.cri.v1.runtime";
@@ -59,6 +65,10 @@ pub(super) fn examine(subject: &Subject) -> Vec<Finding> {
             format!("{} was not examined: this needs containerd 2.x", node.file.display()),
             "see the finding of containerd's version",
         ));
+    }
+    let command = node.enable_command();
+    for finding in &mut findings {
+        finding.advice = finding.advice.replace(ENABLE, &command);
     }
     findings
 }
@@ -364,7 +374,11 @@ fn places(table: &Table, config: &Config) -> Vec<Finding> {
             .map_or(default.as_path(), Path::new);
         let fact =
             format!("its {key} is {}, but {setting} is {}", theirs.display(), ours.display());
-        let advice = format!("{ENABLE}, or set {setting} = \"{}\"", theirs.display());
+        let mut advice = format!("set {setting} = \"{}\"", theirs.display());
+        if setting != "containerd_address" {
+            // `enable` finds containerd by its address.
+            advice = format!("{ENABLE}, or {advice}");
+        }
         if !one_place(theirs, ours) {
             return Some(Finding::fail(CONFIG, fact, advice));
         }

@@ -10,6 +10,7 @@ use std::path::Path;
 use toml::{Table, Value};
 
 use super::Finding;
+use super::containerd::ENABLE;
 
 const SUBJECT: &str = "kubelet";
 
@@ -64,7 +65,7 @@ fn judge(handlers: &Handlers, systemd_runs: bool) -> Vec<Finding> {
                      {driver} to kubelet, by {by}: its containers cannot start"
                 ),
                 format!(
-                    "pause-sandboxer enable --restart; or set SystemdCgroup = {default} under \
+                    "{ENABLE}; or set SystemdCgroup = {default} under \
                      [….containerd.runtimes.{name}.options], then systemctl restart containerd"
                 ),
             )

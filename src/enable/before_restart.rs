@@ -1,6 +1,7 @@
-//! What must be so before `enable` writes files and restarts containerd with them.
+//! What must be so before `enable` or `disable` writes files and restarts containerd with them.
 
 use std::path::{Path, PathBuf};
+use std::slice;
 
 use toml::Table;
 
@@ -105,16 +106,40 @@ pub(super) fn keep_handlers_in_use(wanted: &Enablement, lost: &[String]) -> Resu
     if lost.is_empty() {
         return Ok(());
     }
-    let cri = CriClient::new(&wanted.subject.config.containerd_address);
+    let config = &wanted.subject.config;
+    let cri = CriClient::new(&config.containerd_address);
     let runtime = runtime().map_err(|step| step.to_string())?;
-    let left = runtime.block_on(pods::of_cri(&cri, lost)).map_err(|step| step.to_string())?;
-    if left.is_empty() {
-        return Ok(());
+    for name in lost {
+        let left = runtime.block_on(pods::of_cri(&cri, slice::from_ref(name)));
+        let left = left.map_err(|step| step.to_string())?;
+        if left.is_empty() {
+            continue;
+        }
+        let ours = pods::of_daemon(config).map_err(|step| step.to_string())?;
+        // Only its file gives back the handler of another.
+        let way = if left.keys().all(|id| ours.contains_key(id)) {
+            format!("keep the handler with --handler {name}")
+        } else {
+            "restore its file, which containerd's config no longer has".to_owned()
+        };
+        return Err(format!(
+            "{} of the runtime handler {name}, which would be gone: remove these pods, or {way}",
+            pods::shown(&left)
+        ));
     }
-    Err(format!(
-        "{} of the runtime handler {}, which would be gone: remove these pods, or keep the handler \
-         with --handler",
-        pods::shown(&left),
-        lost.join(", ")
-    ))
+    Ok(())
+}
+
+/// Fails if a restart by `disable` would apply what others have written, or if containerd would not
+/// come up with it. The drop-in itself is removed.
+///
+/// # Errors
+/// The files, and what to do first.
+pub(super) fn only_own_changes(
+    node: &NodeContainerd,
+    main: &MainConfig,
+) -> Result<(), EnableError> {
+    let drop_in = main.drop_in();
+    node.has_imports(&drop_in).map_err(EnableError::Refused)?;
+    UnreadFiles::find(node, main, Some(&drop_in))?.no_edits(node)
 }

@@ -6,7 +6,7 @@ use std::os::unix::fs::{MetadataExt as _, chown, symlink};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use super::diff;
+use super::{EnableError, diff};
 use crate::error::{IoContext as _, StepError, StepErrors, gone};
 use crate::replace_file::{lasting_temporary, replace_lasting_file, sync_directory_of};
 
@@ -43,6 +43,10 @@ impl FileState {
             group: about.gid(),
             modified: about.modified().step_at(STEP, path)?,
         }))
+    }
+
+    fn contents(&self) -> (&[u8], u32) {
+        (&self.bytes, self.mode)
     }
 
     fn restore(&self, path: &Path) -> Result<(), StepError> {
@@ -127,6 +131,13 @@ impl FileChange {
         self
     }
 
+    /// The change of a text that was read as `state`: another program may have written the file
+    /// since, before [`FileChange::new`] read it.
+    pub(super) fn read_as(mut self, state: Option<&FileState>) -> Self {
+        self.before = state.cloned();
+        self
+    }
+
     fn changes(&self) -> bool {
         let mode = |state: &FileState| state.mode;
         self.before.as_ref().map(|before| &before.bytes) != self.after.as_ref()
@@ -142,7 +153,35 @@ impl FileChange {
         self.modified.map_or(Ok(()), |time| set_modified(&self.path, time))
     }
 
+    /// Fails if the file is not as it was read: its change was made from that.
+    fn is_as_read(&self) -> Result<(), StepError> {
+        let now = FileState::read(&self.path)?;
+        if now.map(|now| now.bytes) == self.before.as_ref().map(|before| before.bytes.clone()) {
+            return Ok(());
+        }
+        let reason = io::Error::other("another program has changed it since it was read");
+        Err(StepError::at("write file", &self.path, reason))
+    }
+
+    /// Restores the file, unless it is not what [`FileChange::apply`] has written: it is not
+    /// written yet, or another program has written it since.
     fn undo(&self) -> Result<(), StepError> {
+        // What is left of a link is not read: the file that it leads to stays.
+        let link = fs::read_link(&self.path).ok();
+        let now = if self.link.is_some() && link.is_some() {
+            self.before.clone()
+        } else {
+            FileState::read(&self.path)?
+        };
+        let as_before =
+            now.as_ref().map(FileState::contents) == self.before.as_ref().map(FileState::contents);
+        if as_before && link == self.link {
+            return Ok(());
+        }
+        if now.as_ref().map(|now| &now.bytes) != self.after.as_ref() {
+            let reason = io::Error::other("another program has changed it; it stays as it is now");
+            return Err(StepError::at("restore file", &self.path, reason));
+        }
         match (&self.before, &self.link) {
             (_, Some(link)) => {
                 remove(&self.path)?;
@@ -158,6 +197,21 @@ impl FileChange {
 fn remove(path: &Path) -> Result<(), StepError> {
     gone(fs::remove_file(path)).step_at("remove file", path)?;
     sync_directory_of(path)
+}
+
+/// Why changes are not made.
+#[derive(Debug)]
+pub(super) struct ApplyError {
+    /// The step that failed.
+    step: StepError,
+    /// Whether the files are as before.
+    rollback: Result<(), StepErrors>,
+}
+
+impl From<ApplyError> for EnableError {
+    fn from(error: ApplyError) -> Self {
+        super::rolled_back(error.step.to_string(), error.rollback)
+    }
 }
 
 /// Changes in the order in which they are made: each state between two of them is valid.
@@ -180,6 +234,11 @@ impl Changes {
         if change.changes() {
             self.files.push(change);
         }
+    }
+
+    /// How many files change.
+    pub(super) fn len(&self) -> usize {
+        self.files.len()
     }
 
     /// Whether there is nothing to change.
@@ -208,19 +267,22 @@ impl Changes {
     ///
     /// # Errors
     /// The step that failed, and those of the rollback.
-    pub(super) fn apply(&self) -> Result<(), StepErrors> {
+    pub(super) fn apply(&self) -> Result<(), ApplyError> {
         for directory in &self.directories {
             let made = fs::DirBuilder::new().recursive(true).create(directory);
-            made.step_at("make directory", directory)?;
+            let made = made.step_at("make directory", directory);
+            made.map_err(|step| self.failed(step, 0))?;
         }
         for (index, change) in self.files.iter().enumerate() {
-            if let Err(step) = change.apply() {
-                let mut steps = StepErrors::from(step);
-                steps.check_all(self.undo_first(index + 1));
-                return Err(steps);
-            }
+            change.is_as_read().map_err(|step| self.failed(step, index))?;
+            // A step that fails may have written the file.
+            change.apply().map_err(|step| self.failed(step, index + 1))?;
         }
         Ok(())
+    }
+
+    fn failed(&self, step: StepError, written: usize) -> ApplyError {
+        ApplyError { step, rollback: self.undo_first(written) }
     }
 
     /// Rolls all changes back.
@@ -245,130 +307,4 @@ impl Changes {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::os::unix::fs::PermissionsExt as _;
-
-    use super::*;
-
-    fn names(directory: &Path) -> Vec<String> {
-        let entries = fs::read_dir(directory).unwrap();
-        let mut names: Vec<String> =
-            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-        names.sort();
-        names
-    }
-
-    #[test]
-    fn changes_are_made_and_rolled_back_byte_for_byte() {
-        let dir = tempfile::tempdir().unwrap();
-        let at = |name: &str| dir.path().join(name);
-        fs::write(at("main"), b"a\r\n\xff").unwrap();
-        fs::set_permissions(at("main"), fs::Permissions::from_mode(0o640)).unwrap();
-        fs::write(at("old"), "old").unwrap();
-        fs::write(at(".main.pause-sandboxer"), "of a killed process").unwrap();
-        fs::write(at("main.new"), "of the operator").unwrap();
-        let before = FileState::read(&at("main")).unwrap();
-        let mut changes = Changes::default();
-        changes.directory(&at("conf.d"));
-        for (name, after) in
-            [("conf.d/x.toml", Some("x")), ("main", Some("new")), ("old", None), ("none", None)]
-        {
-            let after = after.map(|text| text.as_bytes().to_vec());
-            changes.add(FileChange::new(at(name), after).unwrap());
-        }
-        assert_eq!(changes.files.len(), 3);
-        changes.apply().unwrap();
-        assert_eq!(names(dir.path()), ["conf.d", "main", "main.new"]);
-        assert_eq!(fs::read(at("main")).unwrap(), b"new");
-        assert_eq!(fs::metadata(at("main")).unwrap().mode() & 0o777, 0o640);
-        changes.undo().unwrap();
-        assert_eq!(names(dir.path()), ["main", "main.new", "old"]);
-        assert_eq!(FileState::read(&at("main")).unwrap(), before);
-    }
-
-    #[test]
-    fn a_copy_can_be_read_by_none_but_those_who_can_read_the_file() {
-        let dir = tempfile::tempdir().unwrap();
-        let at = |name: &str| dir.path().join(name);
-        fs::write(at("main"), "secret").unwrap();
-        // Of the file, of the copy that is there, of the copy that is made.
-        for (mode, there, expected) in [
-            (0o600, None, 0o600),
-            (0o640, None, 0o640),
-            (0o666, None, 0o644),
-            (0o600, Some(0o644), 0o600),
-            (0o644, Some(0o600), 0o600),
-        ] {
-            let set = |name: &str, mode| {
-                fs::set_permissions(at(name), fs::Permissions::from_mode(mode)).unwrap();
-            };
-            set("main", mode);
-            let _ = fs::remove_file(at("copy"));
-            if let Some(there) = there {
-                // What is the same text is changed too.
-                fs::write(at("copy"), "secret").unwrap();
-                set("copy", there);
-            }
-            let main = FileState::read(&at("main")).unwrap().unwrap();
-            let mut changes = Changes::default();
-            changes.add(FileChange::copy(at("copy"), &main).unwrap());
-            changes.apply().unwrap();
-            let copy = FileState::read(&at("copy")).unwrap().unwrap();
-            assert_eq!(copy.mode, expected, "of {mode:o} and {there:?}");
-            if there.is_none() {
-                assert_eq!((copy.bytes, copy.modified), (main.bytes, main.modified));
-            }
-            changes.undo().unwrap();
-            assert_eq!(at("copy").exists(), there.is_some());
-        }
-        let of = |group, mode| FileState {
-            bytes: Vec::new(),
-            mode,
-            group,
-            modified: SystemTime::UNIX_EPOCH,
-        };
-        let mut change = FileChange::new(at("new"), Some(Vec::new())).unwrap();
-        (change.before, change.mode, change.group) = (Some(of(7, 0o640)), 0o640, 7);
-        assert_eq!(change.private_as(&of(8, 0o640)).mode, 0o600, "of another group");
-    }
-
-    #[test]
-    fn a_link_stays_or_is_removed_itself() {
-        let dir = tempfile::tempdir().unwrap();
-        let at = |name: &str| dir.path().join(name);
-        fs::write(at("real"), "old").unwrap();
-        symlink("real", at("link")).unwrap();
-        let read = |name| fs::read_to_string(at(name)).unwrap();
-        for (after, during, left) in
-            [(Some("new"), "new", ["link", "real"].as_slice()), (None, "old", &["real"])]
-        {
-            let mut changes = Changes::default();
-            let after = after.map(|text| text.as_bytes().to_vec());
-            changes.add(FileChange::new(at("link"), after).unwrap());
-            changes.apply().unwrap();
-            assert_eq!(
-                (read("real").as_str(), names(dir.path())),
-                (during, left.iter().map(|n| n.to_string()).collect())
-            );
-            changes.undo().unwrap();
-            assert_eq!((read("link").as_str(), names(dir.path()).len()), ("old", 2));
-            assert_eq!(fs::read_link(at("link")).unwrap(), Path::new("real"));
-        }
-    }
-
-    /// The second change cannot be made: a directory is in its way.
-    #[test]
-    fn a_change_that_fails_rolls_back_those_before_it() {
-        let dir = tempfile::tempdir().unwrap();
-        let at = |name: &str| dir.path().join(name);
-        fs::write(at("first"), "1").unwrap();
-        let mut changes = Changes::default();
-        changes.add(FileChange::new(at("first"), Some(b"2".to_vec())).unwrap());
-        changes.add(FileChange::new(at("second"), Some(b"2".to_vec())).unwrap());
-        fs::create_dir(at(".second.pause-sandboxer")).unwrap();
-        let error = changes.apply().unwrap_err().to_string();
-        assert!(error.contains(".second.pause-sandboxer"), "{error}");
-        assert_eq!(fs::read(at("first")).unwrap(), b"1");
-        assert_eq!(names(dir.path()), [".second.pause-sandboxer", "first"]);
-    }
-}
+mod tests;

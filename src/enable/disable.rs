@@ -1,5 +1,7 @@
 //! `pause-sandboxer disable`.
 
+use std::path::{Path, PathBuf};
+use std::slice;
 use std::time::Duration;
 
 use toml::{Table, Value};
@@ -8,12 +10,12 @@ use super::changes::{Changes, FileChange, FileState};
 use super::main_config::{BACKUP, MainConfig};
 use super::restart::{self, RestartBy};
 use super::{
-    EnableError, begin, drop_in, loaded, plan, pods, refuse, restart_after_rollback, roll_back,
-    runtime, shown,
+    EnableError, before_restart, begin, check_trusted, drop_in, is_of_running, loaded, plan, pods,
+    refuse, restart_after_rollback, roll_back, runtime, shown,
 };
 use crate::check::Subject;
 use crate::check::containerd as merged_config;
-use crate::check::containerd::NodeContainerd;
+use crate::check::containerd::{EnabledOptions, NodeContainerd};
 use crate::containerd::cri::CriClient;
 use crate::error::StepError;
 use crate::oci_image;
@@ -26,6 +28,8 @@ const INTERVAL: Duration = Duration::from_secs(1);
 pub struct Disablement {
     /// The node.
     pub subject: Subject,
+    /// The sandboxer's config file.
+    pub settings: PathBuf,
     /// Show the changes only.
     pub dry_run: bool,
     /// Wait until no pod needs the handler.
@@ -46,12 +50,23 @@ struct Removal {
     stale: Option<Vec<String>>,
     /// Whether it names the pause image of the binary.
     offline: bool,
+    /// The options of the `enable` that has written it.
+    options: Option<EnabledOptions>,
 }
 
 impl Removal {
     /// The runtime handlers that containerd will not have after a restart.
     fn lost(&self) -> Vec<String> {
         self.handlers.iter().chain(self.stale.iter().flatten()).cloned().collect()
+    }
+
+    /// Where the handler is the node's default: that, and the command that undoes it. Until then
+    /// pods that name no handler arrive.
+    fn default_handler(&self) -> Option<(String, String)> {
+        let options = self.options.as_ref().filter(|options| options.default)?;
+        let without = EnabledOptions { default: false, ..options.clone() };
+        let fact = format!("{} is the node's default handler", options.handler);
+        Some((fact, format!("`{}`, which undoes that", without.command())))
     }
 
     /// Whether containerd may have handlers that no file gives back.
@@ -67,7 +82,8 @@ impl Removal {
 /// the error says so.
 pub fn disable(wanted: &Disablement, say: &mut dyn FnMut(String)) -> Result<(), EnableError> {
     let subject = &wanted.subject;
-    let (node, main, _lock) = begin(subject, wanted.restart.as_ref(), wanted.dry_run)?;
+    let (mut node, mut main, _lock) =
+        begin(subject, &wanted.settings, wanted.restart.as_ref(), wanted.dry_run)?;
     // A config that containerd does not load is no obstacle: this may be what corrects it.
     let mut before = node.dump().ok();
     let mut removal = find_removal(&main, before.as_ref(), subject)?;
@@ -84,24 +100,28 @@ pub fn disable(wanted: &Disablement, say: &mut dyn FnMut(String)) -> Result<(), 
     if removal.changes.is_empty() && removal.handlers.is_empty() {
         let file = node.file.display();
         say(format!("containerd's config {file} does not name this sandboxer"));
-        if removal.has_stale() {
-            wait_for_pods(wanted, &removal.lost(), say)?;
+        if removal.has_stale() && wait_for_pods(wanted, &removal, say)? {
+            (node, main) = found_again(&node, wanted)?;
         }
-        return unload(wanted, &node, &removal, say);
+        return unload(wanted, &node, &main, &removal, say);
     }
     loop {
-        if wait_for_pods(wanted, &removal.lost(), say)? {
+        may_restart(wanted, &node, &main, &removal)?;
+        if wait_for_pods(wanted, &removal, say)? {
             // It may have been days: what others have written since stays.
+            (node, main) = found_again(&node, wanted)?;
             before = node.dump().ok();
-            removal = find_removal(&MainConfig::read(&node.file)?, before.as_ref(), subject)?;
+            removal = find_removal(&main, before.as_ref(), subject)?;
+            may_restart(wanted, &node, &main, &removal)?;
         }
         removal.changes.apply()?;
-        if let Err(reason) = verify(&node, before.as_ref(), &removal, subject) {
+        if let Err(reason) = verify(&node, &main, before.as_ref(), &removal, subject) {
             return Err(roll_back(&removal.changes, reason));
         }
         // A pod may have arrived meanwhile.
-        let left = in_the_way(subject, &removal.lost())
-            .map_err(|step| roll_back(&removal.changes, step.to_string()))?;
+        let left = in_the_way(subject, &removal)
+            .map_err(|step| roll_back(&removal.changes, step.to_string()))?
+            .pods;
         if left.is_empty() {
             break;
         }
@@ -115,7 +135,37 @@ pub fn disable(wanted: &Disablement, say: &mut dyn FnMut(String)) -> Result<(), 
         }
     }
     removal.changes.paths().for_each(|path| say(format!("removed or restored {}", path.display())));
-    unload(wanted, &node, &removal, say)
+    unload(wanted, &node, &main, &removal, say)
+}
+
+/// Fails if the changes would be followed by a restart that is refused.
+fn may_restart(
+    wanted: &Disablement,
+    node: &NodeContainerd,
+    main: &MainConfig,
+    removal: &Removal,
+) -> Result<(), EnableError> {
+    if wanted.restart.is_none() || removal.changes.is_empty() {
+        return Ok(());
+    }
+    before_restart::only_own_changes(node, main)
+}
+
+/// The containerd of the same config file after a wait, during which it may have been upgraded or
+/// restarted.
+fn found_again(
+    node: &NodeContainerd,
+    wanted: &Disablement,
+) -> Result<(NodeContainerd, MainConfig), EnableError> {
+    let containerd_config = Some(node.file.clone());
+    let node = NodeContainerd::find(&Subject { containerd_config, ..wanted.subject.clone() });
+    if wanted.restart.is_some() {
+        is_of_running(&node)?;
+    }
+    check_trusted(&node.file)?;
+    let main = MainConfig::read(&node.file)?;
+    check_trusted(&main.drop_in())?;
+    Ok((node, main))
 }
 
 fn find_removal(
@@ -130,6 +180,7 @@ fn find_removal(
     let state = FileState::read(&path)?;
     let text = state.as_ref().map(|state| String::from_utf8_lossy(&state.bytes).into_owned());
     let mut handlers = text.as_deref().map(drop_in::handlers_of).unwrap_or_default();
+    let options = text.as_deref().and_then(EnabledOptions::of);
     let offline = text.as_deref().is_some_and(|text| text.contains(oci_image::NAME));
     if let Some((text, state)) = text.zip(state) {
         if !drop_in::is_ours(&text) {
@@ -142,17 +193,28 @@ fn find_removal(
     handlers.sort();
     handlers.dedup();
     let stale = loaded::stale(before, subject)?;
-    Ok(Removal { changes, handlers, stale, offline })
+    Ok(Removal { changes, handlers, stale, offline, options })
 }
 
 /// Fails unless containerd's merged config has all other handlers, and none of this sandboxer.
 fn verify(
     node: &NodeContainerd,
+    main: &MainConfig,
     before: Option<&Table>,
     removal: &Removal,
     subject: &Subject,
 ) -> Result<(), String> {
     let after = node.dump()?;
+    // Imports of others that do not exist are not its business; that of the drop-in is.
+    let drop_in = main.drop_in();
+    if node.has_imports(&drop_in).is_ok() && node.has_imports(Path::new("")).is_err() {
+        return Err(format!(
+            "containerd's config {} imports {} by its name and does not start without it: remove \
+             it from `imports`",
+            node.file.display(),
+            drop_in.display()
+        ));
+    }
     let left = merged_config::all(&after, &subject.config);
     if removal.handlers.contains(&left.default) && !left.all.contains_key(&left.default) {
         return Err(format!(
@@ -177,19 +239,38 @@ fn verify(
     plan::unchanged(before, &after, &removal.handlers, false, &subject.config)
 }
 
-fn in_the_way(subject: &Subject, handlers: &[String]) -> Result<pods::Pods, StepError> {
+/// The pods that prevent the removal.
+#[derive(Debug, Default, PartialEq)]
+struct InTheWay {
+    pods: pods::Pods,
+    /// The runtime handlers that they need, as far as CRI says so.
+    handlers: Vec<String>,
+    /// Those among them that others have defined, in files that containerd's config no longer has.
+    of_others: Vec<String>,
+}
+
+fn in_the_way(subject: &Subject, removal: &Removal) -> Result<InTheWay, StepError> {
     let config = &subject.config;
-    let mut all = pods::of_daemon(config)?;
-    let of_cri = runtime()?.block_on(async {
-        let cri = CriClient::new(&config.containerd_address);
-        // A containerd that does not run cannot say which; the daemon or its records can.
-        match cri.status().await {
-            Ok(_) => pods::of_cri(&cri, handlers).await,
-            Err(_) => Ok(pods::Pods::new()),
+    let ours = pods::of_daemon(config)?;
+    let cri = CriClient::new(&config.containerd_address);
+    let mut found = InTheWay { pods: ours.clone(), ..InTheWay::default() };
+    let runtime = runtime()?;
+    // A containerd that does not run cannot say which; the daemon or its records can.
+    if runtime.block_on(cri.status()).is_err() {
+        return Ok(found);
+    }
+    for name in removal.lost() {
+        let left = runtime.block_on(pods::of_cri(&cri, slice::from_ref(&name)))?;
+        if left.is_empty() {
+            continue;
         }
-    })?;
-    all.extend(of_cri);
-    Ok(all)
+        if !removal.handlers.contains(&name) && !left.keys().all(|id| ours.contains_key(id)) {
+            found.of_others.push(name.clone());
+        }
+        found.handlers.push(name);
+        found.pods.extend(left);
+    }
+    Ok(found)
 }
 
 /// Fails if a pod came before the restart, by which containerd has lost the handler that it needs.
@@ -198,7 +279,7 @@ fn still_unused(removal: &Removal, subject: &Subject) -> Result<(), String> {
         // containerd no longer had the handler.
         return Ok(());
     }
-    let left = in_the_way(subject, &removal.lost()).map_err(|step| step.to_string())?;
+    let left = in_the_way(subject, removal).map_err(|step| step.to_string())?.pods;
     if left.is_empty() {
         return Ok(());
     }
@@ -208,40 +289,62 @@ fn still_unused(removal: &Removal, subject: &Subject) -> Result<(), String> {
 /// Returns when no pod needs the handlers; whether it has waited.
 fn wait_for_pods(
     wanted: &Disablement,
-    handlers: &[String],
+    removal: &Removal,
     say: &mut dyn FnMut(String),
 ) -> Result<bool, EnableError> {
     let mut last = pods::Pods::new();
     loop {
-        let left = in_the_way(&wanted.subject, handlers)?;
-        if left.is_empty() {
+        let left = in_the_way(&wanted.subject, removal)?;
+        if left.pods.is_empty() {
             return Ok(!last.is_empty());
         }
-        let shown = pods::shown(&left);
         if !wanted.wait {
-            let handlers = match handlers {
-                [] => "of this sandboxer".to_owned(),
-                handlers => handlers.join(", "),
-            };
-            return refuse(format!(
-                "{shown}: they need the runtime handler {handlers}, and without it they can \
-                 neither be stopped nor removed. Remove them, or wait for their end by --wait. If \
-                 it is the default handler, first run `pause-sandboxer enable --restart`, which \
-                 undoes that"
+            return refuse(reason_of(&left, removal));
+        }
+        if let (true, Some((fact, command))) = (last.is_empty(), removal.default_handler()) {
+            // That command needs the lock which this one holds.
+            say(format!(
+                "{fact}, so new pods may need it again and again: end this command, run {command}, \
+                 then repeat this one"
             ));
         }
-        if left != last {
-            say(format!("waiting for {shown}"));
+        if left.pods != last {
+            say(format!("waiting for {}", pods::shown(&left.pods)));
         }
-        last = left;
+        last = left.pods;
         std::thread::sleep(INTERVAL);
     }
 }
 
-/// Restarts containerd if it still has the handlers.
+/// Why the pods prevent the removal, and what to do.
+fn reason_of(left: &InTheWay, removal: &Removal) -> String {
+    let known = if left.handlers.is_empty() { removal.lost() } else { left.handlers.clone() };
+    let handlers = match known.as_slice() {
+        [] => "of this sandboxer".to_owned(),
+        known => known.join(", "),
+    };
+    let mut reason = format!(
+        "{}: they need the runtime handler {handlers}, and without it they can neither be stopped \
+         nor removed. Remove them, or wait for their end by --wait",
+        pods::shown(&left.pods)
+    );
+    if let Some((fact, command)) = removal.default_handler() {
+        reason += &format!(". {fact}: first run {command}");
+    }
+    if !left.of_others.is_empty() {
+        reason += &format!(
+            ". containerd's config no longer has {}, which is of another program: restore its file",
+            left.of_others.join(", ")
+        );
+    }
+    reason
+}
+
+/// Restarts containerd if it still has the handlers: not for what others have written.
 fn unload(
     wanted: &Disablement,
     node: &NodeContainerd,
+    main: &MainConfig,
     removal: &Removal,
     say: &mut dyn FnMut(String),
 ) -> Result<(), EnableError> {
@@ -251,7 +354,8 @@ fn unload(
     let lost = removal.lost();
     let is_loaded = lost.iter().any(|handler| known.contains(handler))
         || !removal.changes.is_empty()
-        || node.has_unread_files();
+        // A containerd that does not say which handlers it has may have them.
+        || removal.stale.is_none() && node.has_unread_files();
     if !is_loaded {
         return Ok(());
     }
@@ -262,6 +366,10 @@ fn unload(
         ));
         return Ok(());
     };
+    if removal.changes.is_empty() {
+        // Otherwise that was so before the changes.
+        before_restart::only_own_changes(node, main)?;
+    }
     let without = |known: &[String]| !lost.iter().any(|one| known.contains(one));
     let restarted = restart::restart(by, subject, wanted.within, without);
     if let Err(reason) = runtime()?.block_on(restarted) {
@@ -272,7 +380,7 @@ fn unload(
             // No file gives the handler back.
             return refuse(format!(
                 "{reason}, and containerd no longer has their runtime handler: to add it again, \
-                 run `pause-sandboxer enable --restart`"
+                 run `pause-sandboxer enable --restart` with the options that it had"
             ));
         }
         return Err(restart_after_rollback(&removal.changes, reason, by, subject, wanted.within));

@@ -4,11 +4,9 @@ use std::path::Path;
 
 use toml::{Table, Value};
 
-use crate::check::containerd::{CRI_OF_2, IMAGES, RUNTIME};
+use super::Enablement;
+use crate::check::containerd::{CRI_OF_2, EnabledOptions, HANDLER, IMAGES, MARK, RUNTIME};
 use crate::oci_image;
-
-/// The first line of a file that `enable` has written.
-const MARK: &str = "# Written by `pause-sandboxer enable`; `pause-sandboxer disable` removes it.\n";
 
 /// The line that names the handler whose settings were taken over, around its name.
 const BASE: (&str, &str) = ("# The handler has the settings of runtime handler ", ".\n");
@@ -35,6 +33,19 @@ pub(super) struct DropInSettings<'a> {
 /// Whether `enable` has written the text.
 pub(super) fn is_ours(text: &str) -> bool {
     text.starts_with(MARK)
+}
+
+/// The options of the command that has written the text and that `wanted` undoes. Another name of
+/// the handler is wanted if the command names one.
+pub(super) fn undone(text: &str, wanted: &Enablement) -> Vec<String> {
+    let Some(old) = EnabledOptions::of(text) else { return Vec::new() };
+    let is_named = wanted.handler != HANDLER;
+    let new = EnabledOptions {
+        handler: if is_named { old.handler.clone() } else { wanted.handler.clone() },
+        default: wanted.default,
+        offline: wanted.offline,
+    };
+    old.without(&new)
 }
 
 /// The handler whose settings a drop-in of `enable` took over.

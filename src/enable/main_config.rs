@@ -119,7 +119,8 @@ impl MainConfig {
         let (Some(state), Some(text)) = (&self.state, &self.text) else {
             let created = created(version, &pattern);
             changes.directory(self.home());
-            changes.add(FileChange::new(self.path.clone(), Some(created.into_bytes()))?);
+            let created = FileChange::new(self.path.clone(), Some(created.into_bytes()))?;
+            changes.add(created.read_as(None));
             return Ok(());
         };
         if let Some(line) = text.lines().take(HEAD).find(|line| is_generated(line)) {
@@ -134,8 +135,23 @@ impl MainConfig {
             EnableError::Refused(format!("containerd's config {} {reason}", self.path.display()))
         })?;
         changes.add(FileChange::copy(self.backup(), state)?);
-        changes.add(FileChange::new(self.path.clone(), Some(edited.into_bytes()))?);
+        let edited = FileChange::new(self.path.clone(), Some(edited.into_bytes()))?;
+        changes.add(edited.read_as(Some(state)));
         Ok(())
+    }
+
+    /// What to know before [`MainConfig::import`] changes a file that another program may write
+    /// again: then the import is lost, and with the next start of containerd the handler.
+    pub(super) fn managed(&self, drop_in: &Path) -> Option<String> {
+        let text = self.text.as_deref().filter(|_| !self.imports(drop_in))?;
+        let line = text.lines().take(HEAD).find(|line| is_managed(line))?;
+        Some(format!(
+            "containerd's config {} may be written again by another program ({:?}): let that add \
+             imports = [{:?}] too, or containerd loses the handler at a later restart",
+            self.path.display(),
+            line.trim_start_matches('#').trim(),
+            pattern_of(drop_in)
+        ))
     }
 
     /// Adds the changes that undo [`MainConfig::import`]: the file as it was, if only that import
@@ -153,14 +169,16 @@ impl MainConfig {
             return Ok(());
         };
         if self.is_created(drop_in) {
-            changes.add(FileChange::new(self.path.clone(), None)?);
+            let removed = FileChange::new(self.path.clone(), None)?;
+            changes.add(removed.read_as(self.state.as_ref()));
             return Ok(());
         }
         let backup = self.backup();
         let Some(before) = FileState::read(&backup)? else { return Ok(()) };
         if self.is_import_added_to(&before, drop_in) || before.bytes == text.as_bytes() {
             // With its time: it is no edit that containerd has not read.
-            changes.add(FileChange::copy(self.path.clone(), &before)?);
+            let restored = FileChange::copy(self.path.clone(), &before)?;
+            changes.add(restored.read_as(self.state.as_ref()));
             changes.add(FileChange::new(backup, None)?);
         }
         Ok(())
@@ -227,6 +245,12 @@ fn created(version: i64, pattern: &str) -> String {
 
 fn is_generated(line: &str) -> bool {
     line.starts_with('#') && line.to_ascii_uppercase().contains("DO NOT EDIT")
+}
+
+/// Whether a comment is as configuration management writes it, such as "Ansible managed".
+fn is_managed(line: &str) -> bool {
+    let line = line.to_ascii_lowercase();
+    line.starts_with('#') && ["managed by", "ansible managed"].iter().any(|by| line.contains(by))
 }
 
 /// Whether a directory has files that containerd reads, beside the drop-in.
@@ -359,6 +383,18 @@ mod tests {
     }
 
     #[test]
+    fn an_edit_after_the_file_was_read_is_not_overwritten() {
+        let etc = Etc::with("version = 3\n");
+        let main = etc.main();
+        fs::write(etc.at("config.toml"), "root = '/x'\n").unwrap();
+        let mut changes = Changes::default();
+        main.import(&main.drop_in(), 3, &mut changes).unwrap();
+        changes.apply().unwrap_err();
+        assert_eq!(etc.text(), "root = '/x'\n");
+        assert!(!etc.at("config.toml.before-pause-sandboxer").exists());
+    }
+
+    #[test]
     fn of_a_link_the_file_is_replaced() {
         let etc = Etc::with("version = 3\n");
         fs::rename(etc.at("config.toml"), etc.at("real.toml")).unwrap();
@@ -368,6 +404,20 @@ mod tests {
         assert!(fs::read_to_string(etc.at("real.toml")).unwrap().starts_with("imports"));
         etc.undo_import(&drop_in);
         assert_eq!(etc.text(), "version = 3\n");
+    }
+
+    #[test]
+    fn the_comment_of_configuration_management_is_found() {
+        for (text, is_found) in [
+            ("# ANSIBLE MANAGED BLOCK\n", true),
+            ("version = 3\n# This file is Managed by Puppet.\n", true),
+            ("managed = 'managed by'\n", false),
+            ("imports = [\"conf.d/*.toml\"]\n# Managed by Puppet\n", false),
+            (&("\n".repeat(HEAD) + "# Managed by Puppet\n"), false),
+        ] {
+            let main = Etc::with(text).main();
+            assert_eq!(main.managed(&main.drop_in()).is_some(), is_found, "{text}");
+        }
     }
 
     #[test]

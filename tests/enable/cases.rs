@@ -170,8 +170,8 @@ async fn a_containerd_that_does_not_come_up_gets_its_files_back(node: Arc<Node>)
     Ok(())
 }
 
-/// What an operator adds while `disable --wait` waits.
-const EDIT: &str = "# of an operator\n";
+/// What an operator adds, for example while `disable --wait` waits.
+pub(crate) const EDIT: &str = "# of an operator\n";
 
 async fn pods_are_in_the_way_until_they_end(node: Arc<Node>) -> Result<()> {
     let etc = Etc::new(node, 3, "").await?;
@@ -200,6 +200,8 @@ async fn pods_are_in_the_way_until_they_end(node: Arc<Node>) -> Result<()> {
         ensure!(etc.drop_in().exists(), "it has not waited");
         let edited = fs::read_to_string(etc.file())? + EDIT;
         fs::write(etc.file(), edited)?;
+        // containerd has read it: what has not been read is refused.
+        etc.restart().await?;
         pod.remove().await
     };
     let waits = etc.with_restart(&["disable", "--wait"], always);

@@ -31,12 +31,12 @@ pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
 
 /// Until a file that is written now is newer than a containerd that was started before: its start
 /// is only known to two seconds.
-async fn containerd_is_older() {
+pub(crate) async fn containerd_is_older() {
     tokio::time::sleep(Duration::from_secs(4)).await;
 }
 
 /// A node whose containerd has the handler, with a daemon.
-async fn enabled(node: Arc<Node>) -> Result<Etc> {
+pub(crate) async fn enabled(node: Arc<Node>) -> Result<Etc> {
     let etc = Etc::new(node, 3, "").await?;
     etc.with_restart(&["enable"], always).await?.well()?;
     etc.node.start_sandboxer().await?;
@@ -248,6 +248,9 @@ async fn a_stopped_containerd_does_not_show_its_config_file(node: Arc<Node>) -> 
     let program = etc.node.parts().program("containerd").display().to_string();
     let words = ["disable", "--restart", "--restart-command", "exit 7", "--containerd", &program];
     let said = etc.run(&words).refused("name the file with --containerd-config")?;
+    let settings = etc.node.layout().sandboxer_config();
+    let way = format!("or set containerd_address in {}", settings.display());
+    ensure!(said.contains(&way), "{said}");
     ensure!(etc.drop_in().exists(), "it is removed: {said}");
     Ok(())
 }

@@ -10,6 +10,7 @@
 mod cases;
 mod earlier;
 mod etc;
+mod others;
 
 use std::pin::Pin;
 use std::process::ExitCode;
@@ -27,7 +28,8 @@ fn main() -> ExitCode {
     // One machine, one case at a time.
     arguments.test_threads = Some(1);
     let runtime = Arc::new(Runtime::new().expect("a runtime"));
-    let trials = cases::all().into_iter().chain(earlier::all()).map(|(name, case)| {
+    let all = cases::all().into_iter().chain(earlier::all()).chain(others::all());
+    let trials = all.map(|(name, case)| {
         let runtime = runtime.clone();
         Trial::test(name, move || {
             let run = async {

@@ -77,6 +77,13 @@ impl Main {
         imports.filter_map(Value::as_str).map(|import| directory.join(import))
     }
 
+    /// Where the drop-in of `enable` can be: where it is imported, or beside the file.
+    pub(super) fn drop_ins(&self) -> Vec<PathBuf> {
+        let imported = self.imports().filter(|path| is_pattern(path));
+        let own = self.path.with_file_name("conf.d/*.toml");
+        imported.chain([own]).map(|path| path.with_file_name("pause-sandboxer.toml")).collect()
+    }
+
     /// A drop-in that is there, and that the file does not import.
     pub(super) fn not_imported(&self, drop_in: &Path) -> Finding {
         let main = self.path.display();

@@ -8,6 +8,7 @@ use toml::Table;
 
 use super::super::Subject;
 use super::config;
+use super::enabled::EnabledOptions;
 use super::files::Main;
 use super::one_place;
 use super::running::{ContainerdProgram, Flags, Running};
@@ -34,7 +35,7 @@ pub(crate) struct NodeContainerd {
     pub(super) started: Option<SystemTime>,
     /// Its process id, if it runs.
     pub(crate) pid: Option<i32>,
-    /// The unit of systemd that starts it.
+    /// The unit of systemd that starts it, as a word of the shell.
     pub(crate) unit: String,
 }
 
@@ -57,6 +58,17 @@ impl NodeContainerd {
         let runs_with_file = pid.is_some() && one_place(&file, its_file);
         let unit = unit.unwrap_or_else(|| UNIT.to_owned());
         Self { program, file, runs_with_file, flags, started, pid, unit }
+    }
+
+    /// The file of the one that runs, if that is another one.
+    pub(crate) fn file_of_running(&self) -> Option<&Path> {
+        let its_file = self.flags.config.as_deref().unwrap_or(Path::new(CONFIG_FILE));
+        (self.pid.is_some() && !self.runs_with_file).then_some(its_file)
+    }
+
+    /// The command that repeats the last `enable`.
+    pub(crate) fn enable_command(&self) -> String {
+        EnabledOptions::of_config(&self.file).command()
     }
 
     /// What the program makes of its files and options: the merged config in the newest version.

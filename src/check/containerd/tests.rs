@@ -181,3 +181,12 @@ fn a_program_that_is_not_there_is_reported() {
     assert_eq!(finding.level, Level::Warn);
     assert!(finding.fact.contains("/nowhere/containerd"), "{finding}");
 }
+
+/// `enable` adopts containerd's directories, but it finds containerd by its address.
+#[test]
+fn enable_does_not_correct_another_address() {
+    let of = |line: &str| fault(&GOOD.replace("version = 3", &format!("version = 3\n{line}")));
+    let address = of("grpc = { address = '/x/c.sock' }");
+    assert_eq!(address.advice, "set containerd_address = \"/x/c.sock\"");
+    assert!(of("root = '/x'").advice.starts_with(ENABLE));
+}

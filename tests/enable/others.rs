@@ -1,0 +1,173 @@
+//! What commands do with the edits, the handlers and the files of others, and with the options of
+//! an earlier command.
+
+use std::fs;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use kit::{Handler, Node, PodSpec};
+
+use crate::cases::{EDIT, NodeCase, always, cases};
+use crate::earlier::{containerd_is_older, enabled};
+use crate::etc::Etc;
+
+pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
+    cases![
+        disable_does_not_restart_for_the_edit_of_another,
+        disable_does_not_restart_with_an_unread_edit,
+        a_wait_for_the_pods_of_the_default_handler_is_announced,
+        options_that_a_command_undoes_are_named,
+        a_change_of_the_settings_alone_restarts_no_containerd,
+        a_file_that_the_running_containerd_does_not_use_is_refused,
+        a_managed_file_is_reported,
+        a_pod_of_a_removed_handler_of_another_is_named,
+    ]
+}
+
+fn edit(etc: &Etc) -> Result<()> {
+    let edited = fs::read_to_string(etc.file())? + EDIT;
+    Ok(fs::write(etc.file(), edited)?)
+}
+
+async fn disable_does_not_restart_for_the_edit_of_another(node: Arc<Node>) -> Result<()> {
+    let etc = Etc::new(node, 3, "").await?;
+    containerd_is_older().await;
+    edit(&etc)?;
+    let (before, pid) = (etc.files(), etc.node.containerd_pid()?);
+    let said = etc.with_restart(&["disable"], always).await?.well()?;
+    ensure!(said.contains("does not name this sandboxer"), "{said}");
+    ensure!(etc.files() == before && etc.node.containerd_pid()? == pid, "{said}");
+    Ok(())
+}
+
+async fn disable_does_not_restart_with_an_unread_edit(node: Arc<Node>) -> Result<()> {
+    let etc = enabled(node).await?;
+    containerd_is_older().await;
+    edit(&etc)?;
+    let (before, pid) = (etc.files(), etc.node.containerd_pid()?);
+    let said = etc.with_restart(&["disable"], always).await?;
+    let said = said.refused("which containerd has not read, in")?;
+    ensure!(etc.files() == before && etc.node.containerd_pid()? == pid, "{said}");
+    // `config dump` does not show an import that does not exist.
+    let text = fs::read_to_string(etc.file())?;
+    fs::write(etc.file(), text.replacen("imports = [", "imports = [\"a\", ", 1))?;
+    let said = etc.with_restart(&["disable"], always).await?;
+    said.refused("/a, which does not exist: containerd does not start with it")?;
+    fs::write(etc.file(), text)?;
+    etc.restart().await?;
+    etc.with_restart(&["disable"], always).await?.well()?;
+    ensure!(fs::read_to_string(etc.file())?.ends_with(EDIT), "the edit is lost");
+    Ok(())
+}
+
+async fn a_wait_for_the_pods_of_the_default_handler_is_announced(node: Arc<Node>) -> Result<()> {
+    let etc = Etc::new(node, 3, "").await?;
+    etc.node.start_sandboxer().await?;
+    let words = ["enable", "--default", "--offline"];
+    etc.with_restart(&words, always).await?.well()?;
+    let pod = etc.node.run(Handler::Ours, PodSpec::new("web")).await?;
+    let way = "`pause-sandboxer enable --restart --offline`";
+    let said = etc.run(&["disable"]).refused("1 pod: default/web (")?;
+    ensure!(said.contains(way), "{said}");
+    let removed = async {
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        pod.remove().await
+    };
+    let (removed, said) = tokio::join!(removed, etc.run_beside(&["disable", "--wait"]));
+    removed?;
+    let said = said?.well()?;
+    ensure!(said.contains("runc-pause is the node's default handler"), "{said}");
+    ensure!(said.contains(way) && said.contains("end this command"), "{said}");
+    Ok(())
+}
+
+async fn options_that_a_command_undoes_are_named(node: Arc<Node>) -> Result<()> {
+    let etc = Etc::new(node, 3, "").await?;
+    etc.run(&["enable", "--offline", "--default", "--handler", "small"]).well()?;
+    // What the handler has, and the sandboxer's settings no longer have.
+    let settings = etc.node.layout().sandboxer_config();
+    let text = fs::read_to_string(&settings)?;
+    fs::write(&settings, text.replace("pod_annotations", "# pod_annotations"))?;
+    let command = "pause-sandboxer enable --restart --default --offline --handler small adopts it";
+    let said = etc.run(&["check"]).text;
+    ensure!(said.contains(command), "{said}");
+    for words in [&["enable", "--dry-run"][..], &["enable"]] {
+        let said = etc.run(words).well()?;
+        for undone in ["--default", "--offline", "--handler small"] {
+            let line = format!("this undoes {undone}; repeat with {undone} to keep it");
+            ensure!(said.contains(&line), "{line} is missing: {said}");
+        }
+    }
+    let said = etc.run(&["enable"]).well()?;
+    ensure!(!said.contains("undoes"), "{said}");
+    Ok(())
+}
+
+async fn a_change_of_the_settings_alone_restarts_no_containerd(node: Arc<Node>) -> Result<()> {
+    let etc = enabled(node).await?;
+    let settings = etc.node.layout().sandboxer_config();
+    let adopted = fs::read_to_string(&settings)?;
+    fs::write(&settings, adopted.replace("pod_annotations", "# pod_annotations"))?;
+    let pid = etc.node.containerd_pid()?;
+    let said = etc.with_restart(&["enable"], always).await?.well()?;
+    ensure!(said.contains("containerd has the runtime handler runc-pause"), "{said}");
+    ensure!(etc.node.containerd_pid()? == pid, "containerd is restarted: {said}");
+    let line = "\npod_annotations = [\"io.test/*\"]";
+    let text = fs::read_to_string(&settings)?;
+    ensure!(format!("\n{text}").contains(line), "it is not adopted: {text}");
+    Ok(())
+}
+
+async fn a_file_that_the_running_containerd_does_not_use_is_refused(node: Arc<Node>) -> Result<()> {
+    let etc = Etc::new(node, 3, "").await?;
+    let other = etc.directory().join("other.toml");
+    fs::copy(etc.file(), &other)?;
+    let (before, other) = (etc.files(), other.display().to_string());
+    for command in ["enable", "disable"] {
+        let words = [command, "--containerd-config", &other];
+        let said = etc.with_restart(&words, always).await?;
+        let said = said.refused(&format!("containerd does not use {other}"))?;
+        let its = etc.node.layout().containerd_config();
+        ensure!(said.contains(&its.display().to_string()), "{said}");
+        ensure!(etc.files() == before, "it has written: {said}");
+        // Where nothing is restarted the file may be that of the next start.
+        etc.run(&[command, "--dry-run", "--containerd-config", &other]).well()?;
+    }
+    Ok(())
+}
+
+async fn a_managed_file_is_reported(node: Arc<Node>) -> Result<()> {
+    let etc = Etc::new(node, 3, "# Ansible managed: config.toml.j2\n").await?;
+    let said = etc.run(&["enable"]).well()?;
+    ensure!(said.contains("\"Ansible managed: config.toml.j2\""), "{said}");
+    ensure!(said.contains("conf.d/*.toml"), "the import is missing: {said}");
+    let again = etc.run(&["enable"]).well()?;
+    ensure!(!again.contains("Ansible"), "{again}");
+    Ok(())
+}
+
+/// A pod of another's handler, whose file is gone: only that file gives the handler back.
+async fn a_pod_of_a_removed_handler_of_another_is_named(node: Arc<Node>) -> Result<()> {
+    let etc = Etc::new(node, 3, "imports = [\"conf.d/*.toml\"]\n").await?;
+    let file = etc.drop_in().with_file_name("nvidia.toml");
+    fs::create_dir_all(file.parent().context("no directory")?)?;
+    let handler = "[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.nvidia]\n\
+        runtime_type = 'io.containerd.runc.v2'\n";
+    fs::write(&file, handler)?;
+    etc.restart().await?;
+    let home = etc.node.prepare(PodSpec::new("gpu"))?;
+    let id = etc.node.cri().run_pod_sandbox(home.config(), "nvidia").await?;
+    fs::remove_file(&file)?;
+    let pid = etc.node.containerd_pid()?;
+    for command in ["enable", "disable"] {
+        let said = etc.with_restart(&[command], always).await?;
+        let said = said.refused("1 pod: default/gpu (")?;
+        ensure!(said.contains("the runtime handler nvidia"), "{command}: {said}");
+        ensure!(said.contains("restore its file") && !said.contains("--handler"), "{said}");
+        ensure!(etc.node.containerd_pid()? == pid, "containerd is restarted: {said}");
+    }
+    etc.node.cri().stop_pod_sandbox(&id).await?;
+    etc.node.cri().remove_pod_sandbox(&id).await?;
+    home.clear()
+}
