@@ -170,6 +170,7 @@ fn selftest(options: &cli::SelftestOptions) -> Result<(), CommandFailure> {
             containerd_program: options.containerd.clone(),
         },
         handler: options.handler.clone(),
+        host_network: options.host_network,
         restart: options.restart_sandboxer.then(|| options.restart_command.clone()),
         within: Duration::from_secs(options.timeout.into()),
     };

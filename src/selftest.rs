@@ -75,6 +75,8 @@ pub struct Selftest {
     pub subject: Subject,
     /// The runtime handler; `None`: the first one of this sandboxer.
     pub handler: Option<String>,
+    /// Give the pods the node's network.
+    pub host_network: bool,
     /// A command of the shell that restarts the sandboxer while the pod runs.
     pub restart: Option<String>,
     /// Deadline of all steps.
@@ -109,22 +111,23 @@ pub fn run(
     if !nix::unistd::geteuid().is_root() {
         return Err(SelftestError::Failed("must run as root".to_owned()));
     }
-    let merged = NodeContainerd::find(&wanted.subject).dump().map_err(SelftestError::Failed)?;
-    let (ours, others) = handlers(wanted, &merged)?;
+    let containerd = NodeContainerd::find(&wanted.subject);
+    let merged = containerd.dump().map_err(SelftestError::Failed)?;
+    let (ours, others) = handlers(wanted, &merged, &containerd)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.step("make a runtime")?.block_on(async {
         let mut stop = pin!(stopped(wanted.within)?);
         let config = &wanted.subject.config;
         let cri = CriClient::new(&config.containerd_address);
         let conditions = cri.status().await?.status.unwrap_or_default().conditions;
-        let own_network = conditions
+        let has_network = conditions
             .iter()
             .any(|condition| condition.type_ == "NetworkReady" && condition.status);
         let image = import(wanted).await?;
         let plan = |handler: &str, restart: Option<String>| PodPlan {
             handler: handler.to_owned(),
             systemd_cgroup: uses_systemd(&merged, handler),
-            own_network,
+            own_network: has_network && !wanted.host_network,
             image: image.clone(),
             restart,
         };
@@ -173,7 +176,11 @@ fn unique() -> Result<String, StepError> {
 }
 
 /// The handler of this sandboxer, and the default one to compare it with.
-fn handlers(wanted: &Selftest, merged: &Table) -> Result<(String, Option<String>), SelftestError> {
+fn handlers(
+    wanted: &Selftest,
+    merged: &Table,
+    containerd: &NodeContainerd,
+) -> Result<(String, Option<String>), SelftestError> {
     let known = node::all(merged, &wanted.subject.config);
     let ours = match &wanted.handler {
         Some(named) if known.ours.contains(named) => named.clone(),
@@ -185,9 +192,10 @@ fn handlers(wanted: &Selftest, merged: &Table) -> Result<(String, Option<String>
             return Err(SelftestError::Failed(reason));
         }
         None => known.ours.first().cloned().ok_or_else(|| {
-            let reason = "containerd has no runtime handler of this sandboxer -> \
-                          pause-sandboxer enable --restart";
-            SelftestError::Failed(reason.to_owned())
+            let command = containerd.enable_command();
+            let reason =
+                format!("containerd has no runtime handler of this sandboxer -> {command}");
+            SelftestError::Failed(reason)
         })?,
     };
     let default = if known.default.is_empty() { "runc".to_owned() } else { known.default };

@@ -196,6 +196,10 @@ pub struct SelftestOptions {
     /// Runtime handler to test [default: the first one of this sandboxer]
     #[arg(long, value_name = "NAME")]
     pub handler: Option<String>,
+    /// Give the pods the node's network, for a network plugin that needs the Pod object, which the
+    /// test does not create, such as Calico's
+    #[arg(long)]
+    pub host_network: bool,
     /// Restart the sandboxer while the pod runs; other pods keep running
     #[arg(long)]
     pub restart_sandboxer: bool,

@@ -160,7 +160,8 @@ impl TestPod {
         std::fs::create_dir(&self.logs).step_at("make directory", &self.logs)?;
         let config = self.config();
         let handler = self.plan.handler.clone();
-        let id = self.step("run the sandbox", cri.run_pod(&config, &handler)).await?;
+        let id = self.step("run the sandbox", cri.run_pod(&config, &handler)).await;
+        let id = id.map_err(|step| with_network_option(step, self.plan.own_network))?;
         self.sandbox = Some(id.clone());
         let status = cri.pod_status(&id).await?;
         self.network = network_of(status.info.get("info").map_or("", String::as_str));
@@ -245,6 +246,19 @@ impl TestPod {
     }
 }
 
+/// Why the sandbox does not run, with the option that avoids a network that fails: the test's pod
+/// has no object in Kubernetes, and some plugins need it.
+fn with_network_option(step: StepError, own_network: bool) -> SelftestError {
+    // containerd's words (internal/cri/server/sandbox_run.go).
+    if !own_network || !step.to_string().contains("setup network for sandbox") {
+        return step.into();
+    }
+    SelftestError::Failed(format!(
+        "{step}; if the network plugin needs the Pod object, which the test does not create, run \
+         `pause-sandboxer selftest --host-network`"
+    ))
+}
+
 /// The pod's network namespace in CRI's verbose status.
 fn network_of(info: &str) -> Option<PathBuf> {
     let info: serde_json::Value = serde_json::from_str(info).ok()?;
@@ -292,6 +306,20 @@ async fn restarted(command: &str) -> Result<(), SelftestError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_network_that_fails_names_the_option() {
+        let of = |reason: &str, own_network| {
+            let step = StepError::new("RunPodSandbox", std::io::Error::other(reason.to_owned()));
+            with_network_option(step, own_network).to_string()
+        };
+        let calico = "rpc error: code = Unknown desc = failed to setup network for sandbox \
+            \"ab\": plugin type=\"calico\" failed (add): pods \"selftest-1\" not found";
+        assert!(of(calico, true).contains("; if the network plugin needs the Pod object"));
+        for (reason, own_network) in [(calico, false), ("no space left on device", true)] {
+            assert_eq!(of(reason, own_network), format!("RunPodSandbox: {reason}"));
+        }
+    }
 
     #[test]
     fn the_network_namespace_is_in_the_verbose_status() {

@@ -2,6 +2,7 @@
 //! an earlier command.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,6 +23,7 @@ pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
         a_file_that_the_running_containerd_does_not_use_is_refused,
         a_managed_file_is_reported,
         a_pod_of_a_removed_handler_of_another_is_named,
+        selftest_names_the_option_for_a_network_that_fails,
     ]
 }
 
@@ -170,4 +172,31 @@ async fn a_pod_of_a_removed_handler_of_another_is_named(node: Arc<Node>) -> Resu
     etc.node.cri().stop_pod_sandbox(&id).await?;
     etc.node.cri().remove_pod_sandbox(&id).await?;
     home.clear()
+}
+
+/// A network plugin that looks for the object of the pod, as Calico's does.
+const NEEDS_POD: &str = r#"#!/bin/sh
+case $CNI_COMMAND in
+ADD) echo '{"cniVersion":"1.0.0","code":999,"msg":"pods \"selftest\" not found"}'; exit 1 ;;
+VERSION) echo '{"cniVersion":"1.0.0","supportedVersions":["1.0.0"]}' ;;
+esac
+"#;
+
+async fn selftest_names_the_option_for_a_network_that_fails(node: Arc<Node>) -> Result<()> {
+    node.start_sandboxer().await?;
+    let cni = node.layout().top.join("cni");
+    let plugin = cni.join("bin/needs-pod");
+    fs::write(&plugin, NEEDS_POD)?;
+    fs::set_permissions(&plugin, fs::Permissions::from_mode(0o755))?;
+    let network = r#"{"cniVersion":"1.0.0","name":"needs-pod","plugins":[{"type":"needs-pod"}]}"#;
+    fs::write(cni.join("conf/10-pods.conflist"), network)?;
+    let etc = Etc { node };
+    etc.restart().await?;
+    let said = etc.run_beside(&["selftest"]).await?.refused("\"selftest\" not found")?;
+    ensure!(said.contains("selftest --host-network"), "{said}");
+    let said = etc.run_beside(&["selftest", "--host-network"]).await?.well()?;
+    for handler in ["runc-pause", "runc"] {
+        ensure!(said.contains(&format!("{handler}: nothing of the pod is left")), "{said}");
+    }
+    Ok(())
 }
