@@ -26,6 +26,7 @@ dist=${DIST:-/dist}
 on_host=${ON_HOST-nsenter --target 1 --mount --uts --ipc --net --pid --}
 edit=${EDIT_CONTAINERD_CONFIG:-true}
 label=pause-sandboxer/ready
+account=${ACCOUNT:-/var/run/secrets/kubernetes.io/serviceaccount}
 
 program=/usr/local/bin/pause-sandboxer
 # The daemon looks for it in its own directory.
@@ -68,16 +69,16 @@ place() {
 # such pods keeps its label.
 mark() {
     [ -n "${KUBERNETES_SERVICE_HOST-}" ] || return 0
-    account=/var/run/secrets/kubernetes.io/serviceaccount
     server=$KUBERNETES_SERVICE_HOST
     # kubelet sets a bare IPv6 address; in a URL it has brackets.
     case $server in *:*) server="[$server]" ;; esac
-    curl --silent --show-error --fail --max-time 30 --cacert $account/ca.crt \
-        -H "Authorization: Bearer $(cat $account/token)" \
-        -H 'Content-Type: application/merge-patch+json' -X PATCH \
-        -d "{\"metadata\":{\"labels\":{\"$label\":$1}}}" \
-        "https://$server:${KUBERNETES_SERVICE_PORT-443}/api/v1/nodes/$NODE_NAME" \
-        >/dev/null || die "cannot label node $NODE_NAME"
+    # curl reads the token from stdin, because every user of the node can read its arguments.
+    printf 'Authorization: Bearer %s\n' "$(cat "$account/token")" |
+        curl --silent --show-error --fail --max-time 30 --cacert "$account/ca.crt" \
+            -H @- -H 'Content-Type: application/merge-patch+json' -X PATCH \
+            -d "{\"metadata\":{\"labels\":{\"$label\":$1}}}" \
+            "https://$server:${KUBERNETES_SERVICE_PORT-443}/api/v1/nodes/$NODE_NAME" \
+            >/dev/null || die "cannot label node $NODE_NAME"
 }
 
 # Succeeds if the node's sandboxer is that of a package. This is not a failure of the script,

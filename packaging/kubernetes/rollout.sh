@@ -53,10 +53,12 @@ ask() {
     # kubelet sets a bare IPv6 address; in a URL it has brackets.
     case $server in *:*) server="[$server]" ;; esac
     api=https://$server:${KUBERNETES_SERVICE_PORT-443}
-    curl --silent --show-error --max-time 30 --cacert "$account/ca.crt" \
-        -H "Authorization: Bearer $(cat "$account/token")" -H 'Content-Type: application/json' \
-        -X "$1" ${3:+--data "$3"} --output "$answer" --write-out '%{http_code}' \
-        "$api/apis/coordination.k8s.io/v1/namespaces/$NAMESPACE/leases$2" || :
+    # curl reads the token from stdin, because every user of the node can read its arguments.
+    printf 'Authorization: Bearer %s\n' "$(cat "$account/token")" |
+        curl --silent --show-error --max-time 30 --cacert "$account/ca.crt" \
+            -H @- -H 'Content-Type: application/json' \
+            -X "$1" ${3:+--data "$3"} --output "$answer" --write-out '%{http_code}' \
+            "$api/apis/coordination.k8s.io/v1/namespaces/$NAMESPACE/leases$2" || :
 }
 
 # Succeeds if the Lease in $answer is this pod's.

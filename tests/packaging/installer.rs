@@ -40,10 +40,14 @@ impl Node {
         fs::write(node.path("alive"), "SANDBOX\n").unwrap();
         fs::write(node.path("plan"), format!("{UNCHANGED}\n")).unwrap();
         fs::write(node.path("fails"), "nothing").unwrap();
-        let curl = "#!/bin/sh\nfor url; do :; done\n\
+        // The token is received on stdin: every user reads the arguments of a process.
+        let curl = "#!/bin/sh\nnode=${0%/*}/..\n\
+            case \" $* \" in *' -H @- '*) cat >\"$node/header\" ;; esac\n\
+            for url; do case $url in *secret*) : >\"$node/leaked\" ;; esac; done\n\
             [ \"$url\" = \"$SERVER/api/v1/nodes/node\" ] || exit 9\n\
             while [ \"$1\" != -d ]; do shift; done\n\
-            echo \"label $2\" >>\"${0%/*}/../asked\"\n";
+            echo \"label $2\" >>\"$node/asked\"\n";
+        fs::write(node.path("token"), "secret").unwrap();
         fs::create_dir(node.path("bin")).unwrap();
         kit::write_program(node.path("bin/curl"), curl.as_bytes()).unwrap();
         let stub = format!(
@@ -74,6 +78,7 @@ impl Node {
             .env("DIST", self.path("dist"))
             .env("ON_HOST", self.path("on-host"))
             .env("ONCE", "1")
+            .env("ACCOUNT", self.0.path())
             .env(
                 "PATH",
                 format!("{}:{}", self.path("bin").display(), std::env::var("PATH").unwrap()),
@@ -81,6 +86,7 @@ impl Node {
             .env("SERVER", "https://api:443")
             .env("KUBERNETES_SERVICE_HOST", "api")
             .env("NODE_NAME", "node")
+            .stdin(Stdio::null())
             .stderr(Stdio::null());
         command
     }
@@ -329,6 +335,15 @@ fn a_node_of_an_ipv6_cluster_is_labelled() {
     command.env("KUBERNETES_SERVICE_HOST", "fd00::1").env("SERVER", "https://[fd00::1]:443");
     assert!(command.status().unwrap().success());
     assert!(node.asked().contains("\"pause-sandboxer/ready\":\"true\""));
+}
+
+#[test]
+fn the_token_that_labels_the_node_is_in_no_argument() {
+    let node = Node::new();
+    assert!(node.script("install").status.success());
+    assert!(!node.path("leaked").exists());
+    let header = fs::read_to_string(node.path("header")).unwrap();
+    assert_eq!(header, "Authorization: Bearer secret\n");
 }
 
 /// What a node that is broken says of itself is true, and no pod is lost for it.

@@ -9,8 +9,11 @@ use std::process::{Child, Command, Stdio};
 use super::kubernetes::DIR;
 
 /// Creates, shows and deletes the one Lease, with the preconditions of the request; where there is
-/// the file `refuses`, answers 500. After the next GET `swapped-at-get` replaces the Lease.
+/// the file `refuses`, answers 500. After a GET of it `swapped-at-get` replaces the Lease. Notes
+/// the header of stdin, and whether an argument has the token.
 const CURL: &str = r#"#!/bin/sh
+case " $* " in *' -H @- '*) cat >"$CLUSTER/header" ;; esac
+case $* in *secret*) : >"$CLUSTER/leaked" ;; esac
 while [ $# -gt 0 ]; do
     case $1 in
     -X) method=$2 ;;
@@ -121,7 +124,8 @@ impl Cluster {
             .env("FINISHED", self.path(&format!("finished-{node}")))
             .env("LEASE", "rollout")
             .env("ROLLOUT_ONCE", "1")
-            .env("EVERY", "0.05");
+            .env("EVERY", "0.05")
+            .stdin(Stdio::null());
         command
     }
 
@@ -318,4 +322,13 @@ fn a_removal_that_needs_no_lease_does_not_wait_for_one() {
         assert!(command.env(name, value).output().unwrap().status.success(), "{name}");
         assert!(cluster.lease().is_some(), "{name}");
     }
+}
+
+#[test]
+fn the_token_of_the_account_is_in_no_argument() {
+    let cluster = Cluster::new();
+    assert!(cluster.succeeds("a", "install"));
+    assert!(!cluster.path("leaked").exists());
+    let header = fs::read_to_string(cluster.path("header")).unwrap();
+    assert_eq!(header, "Authorization: Bearer secret\n");
 }
