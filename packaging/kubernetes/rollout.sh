@@ -17,13 +17,13 @@
 #
 # LEASE is the name of the Lease: without it the script does not wait for other nodes. NAMESPACE,
 # POD_NAME, POD_UID and NODE_NAME come from the pod. EVERY is the polling interval in seconds
-# (default: 10 for the Lease, 30 for pods). With EDIT_CONTAINERD_CONFIG=false a removal restarts
-# nothing, and needs no Lease.
+# (default: 20 for the Lease, where it varies by half, and 30 for pods). With
+# EDIT_CONTAINERD_CONFIG=false a removal restarts nothing, and needs no Lease.
 set -eu
 
 command=${1-}
 lease=${LEASE-}
-every=${EVERY:-10}
+every=${EVERY:-20}
 # In the container: a container that is restarted begins again.
 finished=${FINISHED:-/run/rollout.finished}
 account=${ACCOUNT:-/var/run/secrets/kubernetes.io/serviceaccount}
@@ -43,6 +43,12 @@ interruptible() {
     waiting=$!
     wait "$waiting"
     waiting=
+}
+
+# Sleeps for half to one and a half of the interval, so that nodes do not all ask at once.
+pause() {
+    random=$(od -An -N2 -tu2 /dev/urandom)
+    interruptible sleep "$(awk "BEGIN { print $every * (0.5 + $random / 65536) }")"
 }
 
 # ask METHOD PATH [DATA]: a request to the API server about Leases. Prints the status code, 000
@@ -67,27 +73,33 @@ is_ours() { grep -q "\"$POD_UID\"" "$answer"; }
 # Prints the strings of KEY in $answer.
 strings() { tr ',{}' '\n' <"$answer" | sed -n "s/^[[:space:]]*\"$1\": *\"\([^\"]*\)\".*/\1/p"; }
 
-# Waits until this pod has the Lease.
+# Waits until this pod has the Lease. It may wait for hours, together with all other nodes:
+# therefore it tries to create the Lease only when there is none, and logs only what is new.
 take_lease() {
     [ -n "$lease" ] || return 0
     held=1
+    said=
     owner="{\"apiVersion\":\"v1\",\"kind\":\"Pod\",\"name\":\"$POD_NAME\",\"uid\":\"$POD_UID\"}"
     object="{\"apiVersion\":\"coordination.k8s.io/v1\",\"kind\":\"Lease\",\"metadata\":{\
 \"name\":\"$lease\",\"ownerReferences\":[$owner]},\"spec\":{\"holderIdentity\":\"$NODE_NAME\"}}"
     while :; do
-        code=$(ask POST '' "$object")
+        code=$(ask GET "/$lease")
+        [ "$code" != 404 ] || code=$(ask POST '' "$object")
         case $code in
         201) return 0 ;;
-        409)
-            code=$(ask GET "/$lease")
+        200)
             # Of an earlier container of this pod.
-            ! is_ours || [ "$code" != 200 ] || return 0
-            holder=$(sed -n 's/.*"holderIdentity": *"\([^"]*\)".*/\1/p' "$answer")
-            [ "$code" = 404 ] || say "waiting for node ${holder:-unknown}, which has Lease $lease"
+            ! is_ours || return 0
+            holder=$(strings holderIdentity | head -n 1)
+            now="waiting for node ${holder:-unknown}, which has Lease $lease"
             ;;
-        *) say "cannot create Lease $lease: status $code: $(head -c 500 "$answer")" ;;
+        # Another node was faster; the next answer names it.
+        409) now=$said ;;
+        *) now="cannot take Lease $lease: status $code: $(head -c 500 "$answer")" ;;
         esac
-        interruptible sleep "$every"
+        [ "$now" = "$said" ] || say "$now"
+        said=$now
+        pause
     done
 }
 

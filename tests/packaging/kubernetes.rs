@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use clap::CommandFactory as _;
 use serde::Deserialize as _;
 use serde_json::{Value, json};
 
@@ -150,6 +151,40 @@ fn a_node_that_fails_stops_an_update_and_one_whose_pods_stay_no_removal() {
         assert_eq!(strategy["rollingUpdate"]["maxUnavailable"], unavailable);
         assert!(set["spec"]["minReadySeconds"].as_u64().unwrap() > 0);
     }
+}
+
+/// A pod that is killed before that leaves its node half changed: `enable` and the restoration of
+/// its files after a failure take as long as `--timeout` each.
+#[test]
+fn a_pod_has_the_time_to_complete_what_it_has_begun() {
+    let timeout = pause_sandboxer::cli::Cli::command();
+    let enable = timeout.find_subcommand("enable").unwrap();
+    let within = enable.get_arguments().find(|arg| arg.get_long() == Some("timeout")).unwrap();
+    let seconds: u64 =
+        within.get_default_values()[0].to_str().unwrap().trim_end_matches('s').parse().unwrap();
+    for dir in ["installer", "uninstaller"] {
+        let spec = &one(&format!("{dir}/daemonset.yaml"))["spec"]["template"]["spec"];
+        let period = spec["terminationGracePeriodSeconds"].as_u64().expect("30 s by default");
+        assert!(period > 2 * seconds, "{dir}: {period} s for {seconds} s twice");
+    }
+}
+
+/// With `serial: false` there is none.
+#[test]
+fn the_notes_of_the_chart_name_the_lease_only_where_there_is_one() {
+    let notes = file(&format!("{DIR}/chart/templates/NOTES.txt"));
+    let (mut conditions, mut seen) = (Vec::new(), 0);
+    for line in notes.lines() {
+        if line.starts_with("{{- if ") {
+            conditions.push(line);
+        } else if line.starts_with("{{- end ") {
+            conditions.pop();
+        } else if line.contains("Lease") || line.contains(" lease ") {
+            assert!(conditions.contains(&"{{- if .Values.serial }}"), "{line}");
+            seen += 1;
+        }
+    }
+    assert!(seen >= 4 && conditions.is_empty(), "{seen} {conditions:?}");
 }
 
 /// kustomize refuses absolute paths, also in overlays.

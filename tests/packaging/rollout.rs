@@ -10,7 +10,7 @@ use super::kubernetes::DIR;
 
 /// Creates, shows and deletes the one Lease, with the preconditions of the request; where there is
 /// the file `refuses`, answers 500. After a GET of it `swapped-at-get` replaces the Lease. Notes
-/// the header of stdin, and whether an argument has the token.
+/// the requests, the header of stdin, and whether an argument has the token.
 const CURL: &str = r#"#!/bin/sh
 case " $* " in *' -H @- '*) cat >"$CLUSTER/header" ;; esac
 case $* in *secret*) : >"$CLUSTER/leaked" ;; esac
@@ -29,6 +29,7 @@ case "$method $last" in
 *) exit 9 ;;
 esac
 cd "$CLUSTER"
+echo "$method" >>requests
 if [ -e refuses ]; then
     echo refused >"$output"
     printf 500
@@ -42,7 +43,8 @@ POST)
     ;;
 GET)
     # For curl the server indents.
-    [ -e lease ] && sed 's/[,{]/&\n  /g; s/":/": /g' lease >"$output" && printf 200 || printf 404
+    text=$(cat lease 2>/dev/null) || { printf 404; exit 0; }
+    echo "$text" | sed 's/[,{]/&\n  /g; s/":/": /g' >"$output" && printf 200
     [ ! -e swapped-at-get ] || mv swapped-at-get lease
     ;;
 DELETE)
@@ -247,7 +249,7 @@ fn the_lease_of_another_node_is_not_deleted() {
 fn nothing_is_installed_while_the_api_server_does_not_answer() {
     let cluster = Cluster::new();
     fs::write(cluster.path("refuses"), "").unwrap();
-    let a = cluster.waiting("a", "install", "cannot create Lease rollout: status 500: refused");
+    let a = cluster.waiting("a", "install", "cannot take Lease rollout: status 500: refused");
     assert_eq!(cluster.journal(), "");
     fs::remove_file(cluster.path("refuses")).unwrap();
     ends(a);
@@ -331,4 +333,46 @@ fn the_token_of_the_account_is_in_no_argument() {
     assert!(!cluster.path("leaked").exists());
     let header = fs::read_to_string(cluster.path("header")).unwrap();
     assert_eq!(header, "Authorization: Bearer secret\n");
+}
+
+/// Hundreds of nodes may wait for hours.
+#[test]
+fn a_node_that_waits_asks_once_at_a_time_and_logs_a_change_of_the_holder() {
+    let cluster = Cluster::new();
+    let lease = |node: &str| {
+        let text = format!(
+            r#"{{"metadata":{{"uid":"l","ownerReferences":[{{"uid":"uid-{node}"}}]}},
+            "spec":{{"holderIdentity":"{node}"}}}}"#
+        );
+        fs::write(cluster.path("new"), text).unwrap();
+        fs::rename(cluster.path("new"), cluster.path("lease")).unwrap();
+    };
+    let sleep = b"#!/bin/sh\necho \"$1\" >>\"$CLUSTER/slept\"\nexec /bin/sleep \"$1\"\n";
+    kit::write_program(cluster.path("bin/sleep"), sleep).unwrap();
+    let lines = |name: &str| -> Vec<String> {
+        let text = fs::read_to_string(cluster.path(name)).unwrap_or_default();
+        text.lines().map(str::to_owned).collect()
+    };
+    lease("b");
+    let mut a = cluster.command("a", "install").stdout(Stdio::piped()).spawn().unwrap();
+    let mut said = BufReader::new(a.stdout.take().unwrap()).lines().map(Result::unwrap);
+    assert!(said.next().unwrap().contains("waiting for node b"));
+    while lines("slept").len() < 8 {
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    lease("c");
+    let next = said.next().unwrap();
+    assert!(next.contains("waiting for node c"), "{next}");
+    let requests = lines("requests");
+    assert!(requests.iter().all(|method| method == "GET"), "{requests:?}");
+    let mut slept = lines("slept");
+    assert!(requests.len() <= slept.len() + 1, "{requests:?} {slept:?}");
+    let seconds = |text: &String| text.parse::<f64>().unwrap();
+    assert!(slept.iter().map(seconds).all(|one| (0.025..=0.075).contains(&one)), "{slept:?}");
+    slept.dedup();
+    assert!(slept.len() > 1, "the nodes ask at the same time");
+    fs::remove_file(cluster.path("lease")).unwrap();
+    assert_eq!(said.next(), None);
+    assert!(a.wait().unwrap().success());
+    assert_eq!(lines("requests").iter().filter(|method| *method == "POST").count(), 1);
 }
