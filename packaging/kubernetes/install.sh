@@ -187,7 +187,7 @@ exit_if_needed() {
     alive=$(pods) || die "cannot read $records"
     [ -n "$alive" ] || return 0
     say "waiting for the end of these pods; delete or drain them"
-    say "(a cordon, or the deletion of the RuntimeClass, prevents new ones):"
+    say "(remove runtimeClassName from their workloads first, or cordon the node):"
     echo "$alive"
     exit $needed
 }

@@ -187,6 +187,21 @@ fn the_notes_of_the_chart_name_the_lease_only_where_there_is_one() {
     assert!(seen >= 4 && conditions.is_empty(), "{seen} {conditions:?}");
 }
 
+/// Without the class the API server rejects the replacements of pods that name it.
+#[test]
+fn a_removal_keeps_the_class_until_no_workload_names_it() {
+    let template = file(&format!("{DIR}/chart/templates/runtimeclass.yaml"));
+    assert!(!template.contains(".mode"), "{template}");
+    let page = file("docs/kubernetes.md");
+    let (_, page) = page.split_once("\n## Uninstall\n").unwrap();
+    let at = |part: &str| page.find(part).unwrap_or_else(|| panic!("no {part} in\n{page}"));
+    let first = at("Remove `runtimeClassName: runc-pause` from all workloads");
+    for later in ["--set mode=uninstall", "apply -k OVERLAY-TO-REMOVE"] {
+        assert!(first < at(later), "{later}");
+        assert!(at(later) < page.rfind("runtimeclass.yaml").unwrap(), "{later}");
+    }
+}
+
 /// kustomize refuses absolute paths, also in overlays.
 #[test]
 fn the_page_names_resources_by_relative_paths() {
