@@ -16,7 +16,8 @@
 #
 # HOST is the mount point of the node's root, DIST the directory of the files to install. ON_HOST
 # runs a command on the node. ENABLE_OPTIONS are options of `pause-sandboxer enable`, such as
-# `--default`: without them the script undoes these options of an earlier command. With
+# `--default`: without them the script undoes these options of an earlier command. It makes the
+# handler the default only if `check` succeeds without that, and undoes it if `check` fails. With
 # EDIT_CONTAINERD_CONFIG=false an operator runs `enable` and `disable`: the script prints what they
 # would change, and fails until they have run.
 set -eu
@@ -25,8 +26,8 @@ host=${HOST-/host}
 dist=${DIST:-/dist}
 on_host=${ON_HOST-nsenter --target 1 --mount --uts --ipc --net --pid --}
 edit=${EDIT_CONTAINERD_CONFIG:-true}
-label=pause-sandboxer/ready
 account=${ACCOUNT:-/var/run/secrets/kubernetes.io/serviceaccount}
+label=pause-sandboxer/ready
 
 program=/usr/local/bin/pause-sandboxer
 # The daemon looks for it in its own directory.
@@ -109,23 +110,56 @@ install_all() {
         node systemctl restart pause-sandboxer.service
     fi
     rm -f "$host$unfinished"
-    how=--restart
+    options=${ENABLE_OPTIONS-}
     if [ "$edit" != true ]; then
-        how=--dry-run
-        say "run \`pause-sandboxer enable --restart\` on the node, which makes these changes:"
-    fi
-    # shellcheck disable=SC2086 # a list of words
-    node $program enable ${ENABLE_OPTIONS-} $how || die "cannot add the handler to containerd"
-    if ! node $program check; then
-        if running=$(pods) && [ -z "$running" ]; then
-            mark '"false"'
-            die "check failed (see above); the node has the label $label=false and gets no pods"
+        say "run \`pause-sandboxer enable${options:+ $options} --restart\` on the node,"
+        say "which makes these changes:"
+        enable "$options" --dry-run
+        node $program check || check_failed
+    elif without_default; then
+        # The default handler serves every pod of the node: it must be one that works.
+        if [ -z "$(defaults)" ]; then
+            enable "$others" --restart
+            node $program check || check_failed "; the handler is not the node's default"
         fi
-        say "check failed (see above); cordon the node"
-        die "the label is unchanged: a kubelet that restarts without it terminates running pods"
+        enable "$options" --restart
+        if ! node $program check; then
+            say "check failed (see above): undoing --default"
+            enable "$others" --restart
+            check_failed "; --default is undone"
+        fi
+    else
+        enable "$options" --restart
+        node $program check || check_failed
     fi
     mark '"true"'
     say "done"
+}
+
+# enable OPTIONS HOW
+enable() {
+    # shellcheck disable=SC2086 # a list of words
+    node $program enable $1 "$2" || die "cannot add the handler to containerd"
+}
+
+# Sets `others` to the options of `enable` without `--default`. Succeeds if they have it.
+without_default() {
+    others=
+    for option in $options; do
+        [ "$option" = --default ] || others="$others${others:+ }$option"
+    done
+    case " $options " in *' --default '*) return 0 ;; *) return 1 ;; esac
+}
+
+# check_failed [MORE]: sets the label and ends the script.
+check_failed() {
+    say "check failed (see above)${1-}" >&2
+    if running=$(pods) && [ -z "$running" ]; then
+        mark '"false"'
+        die "the node has the label $label=false and gets no pods of the RuntimeClass"
+    fi
+    say "cordon the node"
+    die "the label is unchanged: a kubelet that restarts without it terminates running pods"
 }
 
 # Prints the pods with a sandbox of this daemon. If the daemon does not answer, because it is down
@@ -179,8 +213,9 @@ exit_if_needed() {
     made_default=$(defaults)
     if [ -n "$made_default" ]; then
         say "waiting: the node's default handler is of this sandboxer"
-        say "run \`pause-sandboxer enable --restart\` (with --handler, if you have named one), or"
-        say "remove default_runtime_name from these files and restart containerd:"
+        say "run \`pause-sandboxer enable --restart\` with its earlier options, such as --handler"
+        say "and --offline, but without --default; or remove default_runtime_name from these files"
+        say "and restart containerd:"
         echo "$made_default"
         exit $needed
     fi

@@ -8,6 +8,8 @@ use std::process::{Command, Output, Stdio};
 use super::file;
 use super::kubernetes::DIR;
 
+mod default_handler;
+
 /// What an installation that has nothing to change asks for.
 const CHECKED: &str = "/usr/local/bin/pause-sandboxer enable --restart\n\
     /usr/local/bin/pause-sandboxer check\n\

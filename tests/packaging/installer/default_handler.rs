@@ -1,0 +1,55 @@
+//! `--default` among the options of `enable`.
+
+use std::fs;
+use std::process::Stdio;
+
+use super::Node;
+
+/// A default handler that fails is worse than one that is missing: it is that of every pod.
+#[test]
+fn a_node_whose_check_fails_does_not_have_the_handler_as_its_default() {
+    const MARK: &str = "# Written by `pause-sandboxer enable`; it has the key with --default.\n";
+    let enable = |options: &str| format!("/usr/local/bin/pause-sandboxer enable {options}\n");
+    let (with, without) = (enable("--default --offline --restart"), enable("--offline --restart"));
+    let check = "/usr/local/bin/pause-sandboxer check\n";
+    for (is_default, fails, wanted) in [
+        (false, "nothing", [&without, check, &with, check].concat()),
+        (false, check.trim(), [&without, check].concat()),
+        (true, "nothing", [&with, check].concat()),
+        (true, check.trim(), [&with, check, &without].concat()),
+    ] {
+        let node = Node::new();
+        if is_default {
+            let conf = node.path("host/etc/containerd/conf.d");
+            fs::create_dir_all(&conf).unwrap();
+            let text = format!("{MARK}default_runtime_name = 'runc-pause'\n");
+            fs::write(conf.join("pause-sandboxer.toml"), text).unwrap();
+        }
+        fs::write(node.path("fails"), fails).unwrap();
+        let mut command = node.command("install");
+        command.env("ENABLE_OPTIONS", "--default --offline").stderr(Stdio::piped());
+        let output = command.output().unwrap();
+        assert_eq!(output.status.success(), fails == "nothing", "{output:?}");
+        let asked = node.asked();
+        let is_command =
+            |line: &&str| line.contains("sandboxer enable -") || line.ends_with(" check");
+        let commands: String =
+            asked.lines().filter(is_command).map(|line| format!("{line}\n")).collect();
+        assert_eq!(commands, wanted, "{asked}");
+        let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+        if fails != "nothing" {
+            let state =
+                if is_default { "--default is undone" } else { "is not the node's default" };
+            assert!(said.contains(state), "{said}");
+            assert!(said.contains("has the label pause-sandboxer/ready=false"), "{said}");
+        }
+    }
+    // An operator makes the changes.
+    let node = Node::new();
+    let mut command = node.command("install");
+    command.env("ENABLE_OPTIONS", "--default").env("EDIT_CONTAINERD_CONFIG", "false");
+    assert!(command.status().unwrap().success());
+    let asked = node.asked();
+    assert_eq!(asked.matches("pause-sandboxer enable").count(), 1, "{asked}");
+    assert!(asked.contains(&enable("--default --dry-run")), "{asked}");
+}
