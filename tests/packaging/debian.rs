@@ -101,13 +101,14 @@ fn manual_pages_and_completions_have_every_command_and_option() {
 const MARK: &str = "# Written by `pause-sandboxer enable`; `pause-sandboxer disable` removes it.\n";
 
 /// The script before a removal, on a node below `root` whose `pause-sandboxer list` does what the
-/// shell makes of `list`. `disable --dry-run` answers what the file `plan` holds, or fails.
+/// shell makes of `list`. `disable --dry-run` and `check -o json` answer what the files `plan` and
+/// `findings` hold, or fail.
 fn removal(root: &Path, list: &str) -> Output {
     let sandboxer = root.join("pause-sandboxer");
-    let plan = root.join("plan");
     let stub = format!(
-        "#!/bin/sh\nif [ \"$*\" = 'disable --dry-run' ]; then exec cat {}; fi\n{list}\n",
-        plan.display()
+        "#!/bin/sh\ncase $* in 'disable --dry-run') exec cat {0}/plan ;; \
+         'check -o json') cat {0}/findings; exit 1 ;; esac\n{list}\n",
+        root.display()
     );
     kit::write_program(&sandboxer, stub.as_bytes()).unwrap();
     let root = root.display();
@@ -206,6 +207,83 @@ fn a_removal_is_refused_wherever_containerd_has_its_config() {
     fs::write(&main, DEFAULT).unwrap();
     let said = String::from_utf8(removal(root.path(), "exit 3").stdout).unwrap();
     assert!(said.contains(&format!("{} makes runc-pause", main.display())), "{said}");
+}
+
+/// The default handler of the containerd that runs may be another than that of its files.
+#[test]
+fn a_removal_is_refused_while_containerd_may_have_the_handler_as_its_default() {
+    const UNREAD: &str = "containerd was started before /etc/containerd/config.toml was written, \
+                          and has not read it";
+    const UNCHANGED: &str = "the files are as they should be";
+    const DIFF: &str = "--- /none/x.toml\n+++ /dev/null\n@@ -1,1 +0,0 @@\n-x = 1";
+    const STALE: &str = "containerd still has what /etc/containerd/config.toml has not: runc-pause";
+    for (path, text) in [
+        ("src/check/containerd/files.rs", "\"containerd was started before {} was written, and"),
+        ("src/check/containerd/files.rs", "has not read it\""),
+        ("src/enable/disable.rs", "containerd still has what {file} has not"),
+        ("src/enable.rs", UNCHANGED),
+    ] {
+        assert!(file(path).contains(text), "{path}: {text}");
+    }
+    let finding = |fact: &str| {
+        let all = serde_json::json!([{ "level": "warn", "fact": fact, "advice": "restart it" }]);
+        [all.to_string(), serde_json::to_string_pretty(&all).unwrap()]
+    };
+    for (plan, fact, is_refused) in [
+        (DIFF, UNREAD, true),
+        (STALE, "all is well", true),
+        (DIFF, "all is well", false),
+        // containerd has no handler of this sandboxer, so its default is another.
+        (UNCHANGED, UNREAD, false),
+    ] {
+        for findings in finding(fact) {
+            let root = tempfile::tempdir().unwrap();
+            fs::write(root.path().join("plan"), plan).unwrap();
+            fs::write(root.path().join("findings"), findings).unwrap();
+            let output = removal(root.path(), "exit 3");
+            let said = String::from_utf8(output.stdout).unwrap();
+            assert_eq!(output.status.code(), Some(i32::from(is_refused)), "{plan}: {said}");
+            assert_eq!(said.contains("pause-sandboxer disable --restart"), is_refused, "{said}");
+            let reason = if plan == STALE { STALE } else { UNREAD };
+            assert_eq!(said.contains(reason), is_refused, "{said}");
+        }
+    }
+}
+
+/// The options of `enable` are the complete state: without `--offline` the image is removed.
+#[test]
+fn the_advice_of_a_refused_removal_keeps_the_image_of_an_offline_node() {
+    let root = tempfile::tempdir().unwrap();
+    let conf = root.path().join("etc/containerd/conf.d");
+    fs::create_dir_all(&conf).unwrap();
+    let image = pause_sandboxer::oci_image::NAME;
+    let text = format!("{MARK}default_runtime_name = \"runc-pause\"\nsandbox = \"{image}\"\n");
+    fs::write(conf.join("pause-sandboxer.toml"), text).unwrap();
+    let said = String::from_utf8(removal(root.path(), "exit 3").stdout).unwrap();
+    assert!(said.contains("To undo it: pause-sandboxer enable --offline --restart\n"), "{said}");
+}
+
+/// Other packages print more of what matters.
+#[test]
+fn a_first_installation_says_what_is_next_in_one_line() {
+    let root = tempfile::tempdir().unwrap();
+    for name in ["deb-systemd-helper", "deb-systemd-invoke", "systemctl"] {
+        kit::write_program(root.path().join(name), b"#!/bin/sh\n").unwrap();
+    }
+    let place = |path: &str| format!("{}{path}", root.path().display());
+    fs::create_dir_all(place("/run/systemd/system")).unwrap();
+    for (path, word) in
+        [("packaging/debian/scripts/postinst", "configure"), ("packaging/rpm/post-install", "1")]
+    {
+        let script = ["/run/", "/etc/", "/usr/local/"]
+            .into_iter()
+            .fold(file(path), |script, part| script.replace(part, &place(part)));
+        let mut command = Command::new("sh");
+        command.args(["-c", &script, "script", word]).env("PATH", place(":/usr/bin:/bin"));
+        let said = String::from_utf8(command.output().unwrap().stdout).unwrap();
+        assert_eq!(said.lines().count(), 1, "{path}: {said}");
+        assert!(said.contains("pause-sandboxer enable --restart"), "{path}: {said}");
+    }
 }
 
 /// Programs and units of another installation count before those of the package.
