@@ -1,5 +1,6 @@
 //! The pause as an OCI image under a real containerd: what `pause-sandboxer image` writes is
-//! imported, pinned, and run by the built-in controller.
+//! imported, pinned, and run by the built-in controller. Which containerd needs such an image for
+//! pods of this sandboxer.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -17,23 +18,32 @@ use pause_sandboxer::oci_image::NAME;
 const SOON: Duration = Duration::from_secs(20);
 
 /// A node that has imported the packaged drop-in, with the comment signs taken from the lines about
-/// our image.
+/// our image, and without the address of the sandboxer, which is the node's own.
 async fn node() -> Result<Arc<Node>> {
     let drop_in = include_str!("../../packaging/containerd/pause-sandboxer.toml");
     let (head, pinned) = drop_in
         .split_once("#[plugins.\"io.containerd.cri.v1.images\".pinned_images]\n#")
         .context("no such lines")?;
     ensure!(pinned == format!("sandbox = \"{NAME}\"\n"), "the drop-in names {pinned}");
+    let (head, rest) =
+        head.split_once("[proxy_plugins.pause-sandboxer]\n").context("no proxy plugin")?;
+    let (_, handler) = rest.split_once("\n[").context("no handler")?;
     let pin = tempfile::NamedTempFile::new()?;
     std::fs::write(
         pin.path(),
-        format!("{head}[plugins.\"io.containerd.cri.v1.images\".pinned_images]\n{pinned}"),
+        format!(
+            "{head}[{handler}[plugins.\"io.containerd.cri.v1.images\".pinned_images]\n{pinned}"
+        ),
     )?;
     // The kit names a pause image of its own; a file that is imported goes before it, as a drop-in
     // does on a node.
     let import = format!("imports = [\"{}\"]\n", pin.path().display());
-    let node =
-        Node::start(Options { containerd_config_head: import, ..Options::default() }).await?;
+    let node = Node::start(Options {
+        sandboxer: Some(env!("CARGO_BIN_EXE_pause-sandboxer").into()),
+        containerd_config_head: import,
+        ..Options::default()
+    })
+    .await?;
     // Read when containerd was started.
     drop(pin);
     Ok(node)
@@ -102,14 +112,41 @@ async fn the_built_in_controller_runs_on_it() -> Result<()> {
     pod.remove().await
 }
 
-fn main() -> ExitCode {
-    let arguments = Arguments::from_args();
-    let run = || {
+/// Only containerd 2.3 pulls it for an external sandboxer: the table of docs/compatibility.md.
+async fn a_pod_of_ours_needs_the_image_in_one_release_only() -> Result<()> {
+    let node = node().await?;
+    node.start_sandboxer().await?;
+    let needs_image = node.parts().version().starts_with("2.3.");
+    match node.run(Handler::Ours, PodSpec::new("without")).await {
+        Ok(pod) => {
+            ensure!(!needs_image, "the pod starts without an image");
+            ensure!(node.cri().image_id(NAME).await?.is_none(), "there is an image");
+            pod.remove().await?;
+        }
+        Err(e) if needs_image => ensure!(format!("{e:#}").contains(NAME), "{e:#}"),
+        Err(e) => return Err(e),
+    }
+    import(&node)?;
+    node.run(Handler::Ours, PodSpec::new("with")).await?.remove().await
+}
+
+fn trial<F>(name: &str, run: fn() -> F) -> Trial
+where
+    F: Future<Output = Result<()>> + 'static,
+{
+    Trial::test(name, move || {
         let runtime = tokio::runtime::Runtime::new().map_err(|e| Failed::from(e.to_string()))?;
-        runtime
-            .block_on(the_built_in_controller_runs_on_it())
-            .map_err(|e| Failed::from(format!("{e:#}")))
-    };
-    libtest_mimic::run(&arguments, vec![Trial::test("the_built_in_controller_runs_on_it", run)])
-        .exit_code()
+        runtime.block_on(run()).map_err(|e| Failed::from(format!("{e:#}")))
+    })
+}
+
+fn main() -> ExitCode {
+    let trials = vec![
+        trial("the_built_in_controller_runs_on_it", the_built_in_controller_runs_on_it),
+        trial(
+            "a_pod_of_ours_needs_the_image_in_one_release_only",
+            a_pod_of_ours_needs_the_image_in_one_release_only,
+        ),
+    ];
+    libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
