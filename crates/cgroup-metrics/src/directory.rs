@@ -35,19 +35,15 @@ impl Directory {
         }
     }
 
-    /// The content of a file; `None` where the kernel does not have it or has it switched off.
+    /// The content of a file; `None` where the kernel does not have it or has it switched off, or
+    /// where the cgroup was removed after the file was opened (ENODEV).
     ///
     /// # Errors
     /// The file, or its form.
     pub fn text(&self, name: &str) -> Result<Option<String>, Error> {
         let path = self.0.join(name);
         match fs::read_to_string(&path) {
-            Err(e)
-                if e.kind() == io::ErrorKind::NotFound
-                    || e.raw_os_error() == Some(rustix::io::Errno::OPNOTSUPP.raw_os_error()) =>
-            {
-                Ok(None)
-            }
+            Err(e) if is_absent(&e) => Ok(None),
             other => other.map(Some).map_err(|e| Error::at(path, e)),
         }
     }
@@ -110,6 +106,12 @@ impl Directory {
         );
         Error::at(self.0.join(name), io::Error::new(io::ErrorKind::InvalidData, reason))
     }
+}
+
+fn is_absent(e: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let absent = [Errno::NOENT, Errno::NODEV, Errno::OPNOTSUPP];
+    Errno::from_io_error(e).is_some_and(|errno| absent.contains(&errno))
 }
 
 /// Lines `device hca_handle=NUMBER hca_object=NUMBER`, where `max` is the largest number: device,

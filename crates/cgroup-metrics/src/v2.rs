@@ -121,16 +121,18 @@ fn io(directory: &Directory) -> Result<Option<IOStat>, Error> {
         return Ok(None);
     }
     let text = stat.unwrap_or_default();
-    let usage = text.lines().map(|line| io_entry(directory, line)).collect::<Result<_, _>>()?;
+    let usage = text.lines().filter_map(|line| io_entry(directory, line).transpose());
+    let usage = usage.collect::<Result<_, _>>()?;
     Ok(Some(IOStat { usage, psi, ..Default::default() }))
 }
 
-/// A line `major:minor rbytes=… wbytes=… …`.
-fn io_entry(directory: &Directory, line: &str) -> Result<IOEntry, Error> {
+/// A line `major:minor rbytes=… wbytes=… …`; `None`: the line has no device number, such as
+/// `(unknown)`, which the kernel writes for a device that was removed.
+fn io_entry(directory: &Directory, line: &str) -> Result<Option<IOEntry>, Error> {
     const NAME: &str = "io.stat";
     let mut words = line.split_whitespace();
     let device = words.next().and_then(|device| device.split_once(':'));
-    let (major, minor) = device.ok_or_else(|| directory.malformed(NAME, line))?;
+    let Some((major, minor)) = device else { return Ok(None) };
     let (major, minor) = (directory.parse(NAME, major)?, directory.parse(NAME, minor)?);
     let mut entry = IOEntry { major, minor, ..Default::default() };
     for (key, number) in keyed(words) {
@@ -144,35 +146,38 @@ fn io_entry(directory: &Directory, line: &str) -> Result<IOEntry, Error> {
         };
         *place = directory.parse(NAME, number)?;
     }
-    Ok(entry)
+    Ok(Some(entry))
 }
 
 /// Pressure stall information: lines `some avg10=… avg60=… avg300=… total=…` and the same for
-/// `full`.
+/// `full`. A line of another form is left out, as by containerd.
 fn pressure(directory: &Directory, name: &str) -> Result<MessageField<PSIStats>, Error> {
     let Some(text) = directory.text(name)? else { return Ok(MessageField::none()) };
     let mut stats = PSIStats::new();
     for line in text.lines() {
-        let mut words = line.split_whitespace();
-        let kind = words.next().unwrap_or_default();
-        let mut data = PSIData::new();
-        for (key, number) in keyed(words) {
-            let average = || number.parse::<f64>().map_err(|_| directory.malformed(name, number));
-            match key {
-                "avg10" => data.avg10 = average()?,
-                "avg60" => data.avg60 = average()?,
-                "avg300" => data.avg300 = average()?,
-                "total" => data.total = directory.parse(name, number)?,
-                _ => {}
-            }
-        }
-        match kind {
-            "some" => stats.some = MessageField::some(data),
-            "full" => stats.full = MessageField::some(data),
+        match pressure_line(line) {
+            Some(("some", data)) => stats.some = MessageField::some(data),
+            Some(("full", data)) => stats.full = MessageField::some(data),
             _ => {}
         }
     }
     Ok(MessageField::some(stats))
+}
+
+fn pressure_line(line: &str) -> Option<(&str, PSIData)> {
+    let mut words = line.split_whitespace();
+    let kind = words.next()?;
+    let mut data = PSIData::new();
+    for (key, number) in keyed(words) {
+        match key {
+            "avg10" => data.avg10 = number.parse().ok()?,
+            "avg60" => data.avg60 = number.parse().ok()?,
+            "avg300" => data.avg300 = number.parse().ok()?,
+            "total" => data.total = number.parse().ok()?,
+            _ => {}
+        }
+    }
+    Some((kind, data))
 }
 
 fn hugetlb(directory: &Directory) -> Result<Vec<HugeTlbStat>, Error> {
