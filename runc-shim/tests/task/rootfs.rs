@@ -54,6 +54,17 @@ fn root_file_systems_are_mounted_and_unmounted() {
     let with = Container { rootfs: vec![refused.clone()], ..Default::default() };
     let error = pod.try_create("c", "true", &with).unwrap_err();
     assert_eq!(code(&error), Code::INVALID_ARGUMENT);
+    // containerd takes UNIMPLEMENTED for a shim of Task v2, and drops the message.
+    for (kind, option, named) in
+        [("ext4", "loop", "loop devices"), ("fuse3.mergerfs", "ro", "fuse3.mergerfs")]
+    {
+        let mut mount = overlay(&dirs, &[]);
+        (mount.type_, mount.options) = (kind.to_owned(), vec![option.to_owned()]);
+        let with = Container { rootfs: vec![mount], ..Default::default() };
+        let error = pod.try_create("c", "true", &with).unwrap_err();
+        assert_eq!(code(&error), Code::INVALID_ARGUMENT);
+        assert!(error.to_string().contains(named), "{error}");
+    }
     // What was mounted before the one that fails is undone.
     refused.options = vec!["lowerdir=/no/such".to_owned()];
     let with = Container { rootfs: vec![overlay(&dirs, &["ro"]), refused], ..Default::default() };
