@@ -35,7 +35,7 @@ fn a_signal_ends_the_shim_and_not_its_containers() {
 }
 
 /// A runtime that creates the first file when `action` is called, and waits for the second.
-fn slow_runtime(pod: &Pod, action: &str) -> (Container, String, String) {
+pub fn slow_runtime(pod: &Pod, action: &str) -> (Container, String, String) {
     let (script, began, go) = (pod.path("slow"), pod.path("began"), pod.path("go"));
     let runc = pod::runtime().display().to_string();
     let text = format!(

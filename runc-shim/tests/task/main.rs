@@ -11,6 +11,7 @@ mod execs;
 mod fuse;
 mod hangs;
 mod hostile;
+mod joins;
 mod pod;
 mod rights;
 mod rootfs;
