@@ -4,13 +4,13 @@ use containerd_shim_protos::api;
 use containerd_shim_protos::events::task as task_events;
 
 use crate::commands::Purpose;
-use crate::container::cgroup_with;
 use crate::container::state::{self, Event, State};
+use crate::container::{Container, cgroup_with};
 use crate::error::Error;
 use crate::server::Reply;
 use crate::shim::{Key, Shim};
 use crate::task::{self, Answer};
-use crate::{events, exec};
+use crate::{events, exec, sys};
 
 impl Shim {
     /// Starts a container.
@@ -121,10 +121,23 @@ impl Shim {
         self.events.send(events::EXEC_STARTED, &event, &self.reactor);
         match exit {
             Some(exit) => self.process_exited(key, exit),
-            None => drop(self.processes.insert(pid, key.clone())),
+            None => {
+                self.processes.insert(pid, key.clone());
+                self.end_remaining_exec(key, pid);
+            }
         }
         let mut response = api::StartResponse::new();
         response.pid = task::unsigned(pid);
         task::now(&response)
+    }
+
+    /// Kills an exec that has joined its container after the remaining processes were killed, so
+    /// that it does not delay the announcement of the container's exit.
+    fn end_remaining_exec(&self, key: &Key, pid: i32) {
+        let remains = |it: &Container| it.state.has_exited() && !it.own_pid_namespace;
+        if self.containers.get(&key.id).is_some_and(remains) {
+            // Not reaped yet, so the pid cannot have been reused.
+            let _ = sys::kill(pid, libc::SIGKILL);
+        }
     }
 }

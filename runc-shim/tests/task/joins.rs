@@ -3,7 +3,48 @@
 use containerd_shim_protos::api::*;
 
 use crate::ends::slow_runtime;
-use crate::pod::{Container, Pod, context, eventually, exists};
+use crate::pod::{self, Container, Pod, context, eventually, exists};
+
+/// A runtime whose exec is a process of the node: it writes what `pid_file` prints into the pid
+/// file, once the file `go` exists.
+fn joining_runtime(pod: &Pod, pid_file: &str) -> (Container, String, String) {
+    let (path, began, go) = (pod.path("joins"), pod.path("began"), pod.path("go"));
+    let runtime = pod::runtime().display().to_string();
+    let text = format!(
+        "case \" $* \" in *\" exec \"*) >{began}\n\
+         while test $# -gt 1; do test $1 = --pid-file && file=$2; shift; done\n\
+         while ! test -e {go}; do sleep 0.01; done\n\
+         {pid_file} >$file; exit;; esac\nexec {runtime} \"$@\""
+    );
+    pod::script(&path, &text);
+    let mut with = Container::default();
+    with.options.binary_name = path;
+    (with, began, go)
+}
+
+#[test]
+fn an_exec_that_joins_a_container_that_has_exited_does_not_delay_its_exit() {
+    let mut pod = Pod::new();
+    let sleeps = "sleep 1000 </dev/null >/dev/null 2>&1 & echo $!";
+    let (with, began, go) = joining_runtime(&pod, sleeps);
+    let pid = pod.run("a", "exec sleep 1000", &Container { host_pids: true, ..with });
+    pod.exec("a", "e", "", &Container::default()).unwrap();
+    std::thread::scope(|scope| {
+        let started = scope.spawn(|| pod.start("a", "e"));
+        eventually("the exec begins", || exists(&began).then_some(()));
+        pod.kill("a", "", 9).unwrap();
+        eventually("the exit", || (!exists(format!("/proc/{pid}"))).then_some(()));
+        std::fs::write(&go, "").unwrap();
+        started.join().unwrap().unwrap();
+    });
+    assert_eq!(pod.wait("a", "e").unwrap(), 137);
+    assert_eq!(pod.wait("a", "").unwrap(), 137);
+    pod.delete("a", "").unwrap();
+    let events = pod.events_of(&["a", "e"], 7);
+    let exits = ["exec-started e", "exit e 137", "exit a 137", "delete a"];
+    assert_eq!(events[events.len() - 4..], exits, "{events:?}");
+    pod.shut_down();
+}
 
 #[test]
 fn a_terminal_has_the_size_that_was_set_during_its_start() {
