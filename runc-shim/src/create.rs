@@ -202,10 +202,7 @@ impl Shim {
     /// Kills a process that the runtime has just created and whose start has failed.
     fn end_unusable(&mut self, key: &Key) {
         let Ok(pid) = self.pid_of(key) else { return };
-        let known = self.jobs.contains_key(&pid)
-            || self.processes.contains_key(&pid)
-            || self.loggers.contains_key(&pid);
-        if !known && exits::is_child(pid) {
+        if !self.is_known(pid) && exits::is_child(pid) {
             // Not reaped yet, so the pid cannot have been reused.
             let _ = sys::kill(pid, libc::SIGKILL);
         }
@@ -325,10 +322,22 @@ impl Shim {
         runtime::read_pid(&pid_file(bundle, key))
     }
 
-    /// Ends the start of a process, which has this pid; see [`exits::Exits::resolve_start`].
-    pub fn resolve_start(&mut self, key: &Key, pid: i32) -> Option<Exit> {
+    /// Ends the start of a process, which has this pid; see [`exits::Exits::resolve_start`]. Fails
+    /// if the pid is that of another live child, whose exit would be taken for this process's.
+    pub fn resolve_start(&mut self, key: &Key, pid: i32) -> Result<Option<Exit>, Error> {
         let file = self.containers.get(&key.id).map(|it| pid_file(&it.bundle, key));
-        self.exits.resolve_start(key, Some((pid, &file.unwrap_or_default())))
+        let exit = self.exits.resolve_start(key, Some((pid, &file.unwrap_or_default())));
+        if exit.is_none() && self.is_known(pid) {
+            return Err(Error::unknown(format!("the runtime has written another's pid: {pid}")));
+        }
+        Ok(exit)
+    }
+
+    /// Whether a live child is a command, a process of a container or a logging program already.
+    fn is_known(&self, pid: i32) -> bool {
+        self.jobs.contains_key(&pid)
+            || self.processes.contains_key(&pid)
+            || self.loggers.contains_key(&pid)
     }
 
     /// Completes a Create, a restore or the start of an exec: the process has this pid, and its
@@ -340,7 +349,7 @@ impl Shim {
         if matches!(self.known(key)?.state, State::Starting { .. }) {
             return self.started(key, pid);
         }
-        let exit = self.resolve_start(key, pid);
+        let exit = self.resolve_start(key, pid)?;
         if exit.is_none() {
             self.processes.insert(pid, key.clone());
             // Only here: a reaped process has no cgroup, and its pid may have been reused.

@@ -54,7 +54,7 @@ impl Shim {
     /// Completes the start or restore of a container.
     pub fn started(&mut self, key: &Key, pid: i32) -> Answer {
         let restored = matches!(self.known(key)?.state, State::Starting { pid: None, .. });
-        let early = if restored { self.resolve_start(key, pid) } else { None };
+        let early = if restored { self.resolve_start(key, pid)? } else { None };
         self.change(key, Event::Started(pid));
         match early {
             Some(exit) => self.process_exited(key, exit),
@@ -109,7 +109,7 @@ impl Shim {
 
     /// Completes the start of an exec.
     pub fn exec_started(&mut self, key: &Key, pid: i32) -> Answer {
-        let exit = self.resolve_start(key, pid);
+        let exit = self.resolve_start(key, pid)?;
         let exec = self.exec(key)?;
         let next = exec::state::step(exec.state, exec::state::Event::Started(pid));
         if let Some(next) = next.map_err(Error::state)? {

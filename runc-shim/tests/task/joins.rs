@@ -47,6 +47,21 @@ fn an_exec_that_joins_a_container_that_has_exited_does_not_delay_its_exit() {
 }
 
 #[test]
+fn a_pid_file_that_names_another_process_takes_no_exit_from_it() {
+    let mut pod = Pod::new();
+    let (with, _, go) = joining_runtime(&pod, "cat ${file%/*}/init.pid");
+    std::fs::write(&go, "").unwrap();
+    pod.run("a", "exec sleep 1000", &with);
+    pod.exec("a", "e", "", &Container::default()).unwrap();
+    let refused = pod.start("a", "e").unwrap_err().to_string();
+    assert!(refused.contains("pid"), "{refused}");
+    assert_eq!(pod.status("a"), Status::RUNNING);
+    pod.delete("a", "e").unwrap();
+    pod.end("a");
+    pod.shut_down();
+}
+
+#[test]
 fn a_terminal_has_the_size_that_was_set_during_its_start() {
     let mut pod = Pod::new();
     let (with, began, go) = slow_runtime(&pod, "exec");
