@@ -60,11 +60,6 @@ pub enum Purpose {
     Kill(i32),
     /// Kills the processes that remain after a container's first process has exited.
     KillRemaining,
-    /// Resumes a paused container whose first process has exited, so that the remaining processes
-    /// can be killed.
-    ThawRemaining,
-    /// Resumes a paused container that was sent SIGKILL.
-    ThawKilled,
     /// Pauses a container.
     Pause,
     /// Resumes a container.
@@ -182,30 +177,11 @@ impl Shim {
                 let done = done("").map_err(|e| runtime::kill_error(without_prefix(e)));
                 self.killed(&key, signal, done)
             }
-            Purpose::ThawKilled => {
-                // The container may have exited before.
-                if let Err(e) = done("resume killed container")
-                    && self.is_frozen(&key)
-                {
-                    log_failure(&key, &e);
-                }
-                Ok(None)
-            }
             Purpose::KillRemaining => {
                 if let Err(e) = done("OCI runtime killall failed") {
                     log_failure(&key, &e);
                 }
                 self.remaining_killed(&key);
-                Ok(None)
-            }
-            Purpose::ThawRemaining => {
-                // A container that was thawed meanwhile cannot be resumed.
-                if let Err(e) = done("resume exited container")
-                    && self.is_frozen(&key)
-                {
-                    log_failure(&key, &e);
-                }
-                self.kill_remaining(&key);
                 Ok(None)
             }
             Purpose::Pause => self.pause_finished(&key, done("OCI runtime pause failed")),
@@ -224,7 +200,7 @@ impl Shim {
 
     fn killed(&mut self, key: &Key, signal: i32, done: Result<(), Error>) -> Answer {
         if done.is_ok() && signal == libc::SIGKILL {
-            self.thaw_killed(key);
+            self.thaw(key);
         }
         done.and_then(|()| task::empty())
     }

@@ -40,7 +40,11 @@ impl Shim {
         let container = self.container(&key.id)?;
         let plain = matches!(container.state, State::Created { .. } | State::Running { .. });
         if plain && container.own_pid_namespace && !request.all {
-            return signal_process(container.state.pid(), signal);
+            let answer = signal_process(container.state.pid(), signal);
+            if answer.is_ok() && signal == libc::SIGKILL {
+                self.thaw(&key);
+            }
+            return answer;
         }
         if container.own_pid_namespace && container.state.has_exited() {
             return Err(finished());
@@ -58,14 +62,9 @@ impl Shim {
     /// Handles the exit of a process of a container.
     pub fn process_exited(&mut self, key: &Key, exit: Exit) {
         if key.exec.is_empty() {
-            let paused = self.containers.get(&key.id).is_some_and(|container| {
-                matches!(container.state, State::Paused { .. } | State::Pausing { .. })
-            });
             self.unwatch_memory(&key.id);
             self.change(key, Event::Exited(exit));
-            if paused && self.is_frozen(key) && self.thaw_remaining(key) {
-                return;
-            }
+            self.thaw(key);
             self.kill_remaining(key);
         } else if let Ok(exec) = self.exec(key) {
             let pid = exec.state.pid();
@@ -78,43 +77,18 @@ impl Shim {
         }
     }
 
-    /// Whether the cgroup of a container is frozen. The runtime's kill may have thawed a paused
-    /// container.
-    pub fn is_frozen(&self, key: &Key) -> bool {
+    /// Thaws the cgroup of a container whose processes were or will be sent SIGKILL: with version 1
+    /// a frozen process does not exit. The freezer is read in every state, because also another
+    /// program can freeze a container, or the container itself. runc thaws the cgroup after
+    /// SIGKILL, too; crun does not.
+    pub fn thaw(&self, key: &Key) {
         let container = self.containers.get(&key.id);
-        container.and_then(|container| container.cgroup.as_ref()).is_some_and(Cgroup::is_frozen)
-    }
-
-    /// Resumes a paused container whose first process has exited, so that the remaining processes
-    /// can be killed. False: the command could not be started.
-    fn thaw_remaining(&mut self, key: &Key) -> bool {
-        let arguments = ["resume", &key.id];
-        match self.run_for(key.clone(), None, Purpose::ThawRemaining, &arguments) {
-            Ok(()) => {
-                if let Some(container) = self.containers.get_mut(&key.id) {
-                    container.killing_remaining = true;
-                }
-                true
-            }
-            Err(e) => {
-                commands::log_failure(key, &e);
-                false
-            }
-        }
-    }
-
-    /// Resumes a paused container after SIGKILL, because a process may not exit while it is frozen.
-    /// runc thaws the cgroup itself; crun does not.
-    pub fn thaw_killed(&mut self, key: &Key) {
-        let paused = self
-            .containers
-            .get(&key.id)
-            .is_some_and(|container| matches!(container.state, State::Paused { .. }));
-        if paused && self.is_frozen(key) {
-            let arguments = ["resume", &key.id];
-            if let Err(e) = self.run_for(key.clone(), None, Purpose::ThawKilled, &arguments) {
-                commands::log_failure(key, &e);
-            }
+        let cgroup = container.and_then(|container| container.cgroup.as_ref());
+        let Some(cgroup) = cgroup.filter(|cgroup| cgroup.is_frozen()) else { return };
+        if let Err(e) = cgroup.thaw()
+            && cgroup.is_frozen()
+        {
+            commands::log_failure(key, &e.context("thaw cgroup"));
         }
     }
 

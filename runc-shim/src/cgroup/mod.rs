@@ -3,7 +3,7 @@
 mod tree;
 
 use std::fs;
-use std::io::{self, Read as _};
+use std::io::{self, Read as _, Write as _};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
@@ -113,13 +113,29 @@ impl Cgroup {
 
     /// Whether its processes are frozen, or are being frozen.
     pub fn is_frozen(&self) -> bool {
+        self.freezer().is_some_and(|(path, thawed)| {
+            fs::read_to_string(path).is_ok_and(|state| state.trim() != thawed)
+        })
+    }
+
+    /// The file of the freezer, and its content when the cgroup is thawed.
+    fn freezer(&self) -> Option<(PathBuf, &'static str)> {
         let (controller, file, thawed) = match self {
             Self::V1(_) => ("freezer", "freezer.state", "THAWED"),
             Self::V2(_) => ("", "cgroup.freeze", "0"),
         };
-        let path = self.controller(controller).map(|path| path.join(file));
-        path.and_then(|path| fs::read_to_string(path).ok())
-            .is_some_and(|state| state.trim() != thawed)
+        Some((self.controller(controller)?.join(file), thawed))
+    }
+
+    /// Thaws its processes.
+    ///
+    /// # Errors
+    /// The state cannot be written.
+    pub fn thaw(&self) -> Result<(), Error> {
+        let (path, thawed) = self.freezer().ok_or_else(|| Error::not_found("no freezer"))?;
+        let file = fs::File::options().write(true).open(&path);
+        let written = file.and_then(|mut file| file.write_all(thawed.as_bytes()));
+        written.context(format_args!("write {}", path.display()))
     }
 
     /// Its metrics.
@@ -266,8 +282,10 @@ mod tests {
                 fs::write(dir.path().join(file), state).unwrap();
                 assert!(cgroup.is_frozen());
             }
-            fs::write(dir.path().join(file), thawed).unwrap();
+            cgroup.thaw().unwrap();
             assert!(!cgroup.is_frozen());
+            let written = fs::read_to_string(dir.path().join(file)).unwrap();
+            assert_eq!(written, thawed);
         }
     }
 

@@ -53,7 +53,7 @@ pub struct Container {
     /// Calls queued while a command, a helper, the start of a logging program or the drain of the
     /// last output is pending for the container; `None`: nothing is pending.
     pub busy: Option<VecDeque<(Reply, Request)>>,
-    /// The first process has exited, and a command thaws or kills the remaining processes.
+    /// The first process has exited, and a command kills the remaining processes.
     pub killing_remaining: bool,
     /// The Delete that waits for the last output, and its deadline.
     pub drain: Option<(Reply, Instant)>,

@@ -8,6 +8,7 @@ mod crash;
 mod ends;
 mod events;
 mod execs;
+mod frozen;
 mod fuse;
 mod hangs;
 mod hostile;

@@ -1,0 +1,29 @@
+//! Containers that are frozen although containerd has not paused them.
+
+use crate::pod::{Container, Pod, exists};
+
+/// Freezes the cgroup of a process, as a node agent does, or a privileged container itself.
+fn freeze(pid: u32) {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap();
+    let (controller, file, frozen) = match text.contains(":freezer:") {
+        true => ("freezer", "freezer.state", "FROZEN"),
+        false => ("", "cgroup.freeze", "1"),
+    };
+    let line = text.lines().find(|line| line.split(':').nth(1) == Some(controller)).unwrap();
+    let path = line.splitn(3, ':').nth(2).unwrap().trim_start_matches('/');
+    let root = std::path::Path::new("/sys/fs/cgroup").join(controller).join(path);
+    std::fs::write(root.join(file), frozen).unwrap();
+}
+
+#[test]
+fn a_container_that_was_frozen_by_another_program_is_killed() {
+    let mut pod = Pod::new();
+    for host_pids in [false, true] {
+        let with = Container { host_pids, ..Default::default() };
+        let pid = pod.run("a", "sleep 1000 & exec sleep 1000", &with);
+        freeze(pid);
+        pod.end("a");
+        assert!(!exists(format!("/proc/{pid}")));
+    }
+    pod.shut_down();
+}
