@@ -2,22 +2,22 @@
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::PathBuf;
+use std::time::Instant;
 
 use containerd_shim_protos::api;
 use containerd_shim_protos::events::task as task_events;
 
 use crate::container::state::{Event, Notice};
 use crate::error::{Code, Context as _, Error};
-use crate::events;
 use crate::exits::Exit;
 use crate::helper::{self, Action, Work};
 use crate::io::Stdio;
 use crate::io::console::ConsoleSocket;
-use crate::options;
 use crate::runtime::{self, Command, Place};
 use crate::server::Reply;
 use crate::shim::{Key, Shim};
 use crate::task::{self, Answer};
+use crate::{deadlines, events, options};
 
 /// A running command or helper, and the caller that waits for it.
 #[derive(Debug)]
@@ -30,6 +30,18 @@ pub struct Job {
     pub key: Key,
     /// The caller that waits for the result, if any.
     pub reply: Option<Reply>,
+    /// The command was killed at the deadline of the call.
+    pub is_late: bool,
+}
+
+impl Job {
+    /// When the command is killed; `None`: it has no limit, or was killed.
+    pub fn deadline(&self) -> Option<Instant> {
+        if self.is_late || !self.purpose.is_limited() {
+            return None;
+        }
+        self.reply?.deadline()
+    }
 }
 
 /// The purpose of a command or helper.
@@ -42,6 +54,8 @@ pub enum Purpose {
     /// Has the runtime delete what is left of a container whose creation failed with this error.
     /// `None`: a later attempt or a Delete, so that no Create waits for the error.
     Discard(Option<Error>),
+    /// Removes the cgroup that a killed command has left of such a container.
+    DiscardCgroup(Option<Error>),
     /// Unmounts the root file system of such a container.
     DiscardMounts(Option<Error>),
     /// Starts a container.
@@ -69,6 +83,26 @@ pub enum Purpose {
     /// Writes a checkpoint into the first directory; the second one is CRIU's work directory, which
     /// is removed afterwards.
     Checkpoint(String, Option<PathBuf>),
+}
+
+impl Purpose {
+    /// Whether the deadline of the call limits the command. A removal continues after it, because
+    /// an interrupted one leaves more than it has found.
+    fn is_limited(&self) -> bool {
+        match self {
+            Self::Create(_) | Self::Mount | Self::Start | Self::Restore(_) | Self::Exec(_) => true,
+            Self::Kill(_) | Self::Pause | Self::Resume | Self::Update => true,
+            Self::Checkpoint(..) => true,
+            Self::Discard(_) | Self::DiscardCgroup(_) | Self::DiscardMounts(_) => false,
+            Self::Delete(_) | Self::RemoveCgroup(_) | Self::Unmount | Self::KillRemaining => false,
+        }
+    }
+
+    /// Whether the death of the command may leave the container frozen: runc freezes the cgroup
+    /// for a while in these commands.
+    fn may_freeze(&self) -> bool {
+        matches!(self, Self::Pause | Self::Update | Self::Kill(_))
+    }
 }
 
 /// Which attempt of the runtime to delete a container a command is.
@@ -103,6 +137,9 @@ impl Shim {
         arguments: &[&str],
         place: &Place<'_>,
     ) -> Result<(), Error> {
+        if purpose.is_limited() && reply.is_some_and(|reply| reply.is_late(Instant::now())) {
+            return Err(deadlines::passed());
+        }
         let missing = || Error::not_found("container not created");
         let container = self.containers.get_mut(&key.id).ok_or_else(missing)?;
         // The working directory identifies the commands of a dead shim to `cleanup::delete`.
@@ -113,7 +150,7 @@ impl Shim {
         if key.exec.is_empty() {
             container.busy.get_or_insert_default();
         }
-        self.jobs.insert(command.pid, Job { command, purpose, key, reply });
+        self.jobs.insert(command.pid, Job { command, purpose, key, reply, is_late: false });
         Ok(())
     }
 
@@ -132,22 +169,27 @@ impl Shim {
         let work = Work { action, namespace, id: &key.id, bundle, input_file };
         let command = helper::start(&work)?;
         container.busy.get_or_insert_default();
-        self.jobs.insert(command.pid, Job { command, purpose, key, reply });
+        self.jobs.insert(command.pid, Job { command, purpose, key, reply, is_late: false });
         Ok(())
     }
 
     /// Handles the exit of a command or helper.
     pub fn finished(&mut self, job: Job, exit: Exit) {
-        let Job { mut command, purpose, key, reply } = job;
+        let Job { mut command, purpose, key, reply, is_late } = job;
+        let may_be_frozen = is_late && purpose.may_freeze();
         let status = exit.status;
         let bundle = self.containers.get(&key.id).map(|container| container.bundle.clone());
         let bundle = bundle.unwrap_or_default();
         let mut done = |what: &str| match status {
             0 => Ok(()),
+            _ if is_late => Err(deadlines::ended(&command.failure(what, status, &bundle))),
             _ => Err(command.failure(what, status, &bundle)),
         };
         let answer = match purpose {
             Purpose::Create(console) => {
+                if let Some(container) = self.containers.get_mut(&key.id) {
+                    container.may_have_left_cgroup = is_late;
+                }
                 self.launched(&key, reply, console, done("OCI runtime create failed"))
             }
             Purpose::Mount => {
@@ -155,6 +197,9 @@ impl Shim {
             }
             Purpose::Discard(reason) => {
                 self.runtime_discarded(&key, reply, reason, done("failed to delete task"))
+            }
+            Purpose::DiscardCgroup(reason) => {
+                self.cgroup_discarded(&key, reply, reason, done("remove cgroup"))
             }
             Purpose::DiscardMounts(reason) => {
                 self.mounts_discarded(&key, reply, reason, done("failed rootfs umount"))
@@ -184,14 +229,21 @@ impl Shim {
                 self.remaining_killed(&key);
                 Ok(None)
             }
-            Purpose::Pause => self.pause_finished(&key, done("OCI runtime pause failed")),
-            Purpose::Resume => self.pause_finished(&key, done("OCI runtime resume failed")),
+            Purpose::Pause => self.pause_finished(&key, done("OCI runtime pause failed"), false),
+            Purpose::Resume => {
+                // A command that was killed may have resumed the container before.
+                let resumed = is_late && !self.is_frozen(&key);
+                self.pause_finished(&key, done("OCI runtime resume failed"), resumed)
+            }
             Purpose::Update => done("OCI runtime update failed").and_then(|()| task::empty()),
             Purpose::Checkpoint(path, work) => {
                 let done = done("OCI runtime checkpoint failed");
                 self.checkpoint_finished(&key, &path, work, done)
             }
         };
+        if may_be_frozen {
+            self.thaw_running(&key);
+        }
         if let Some(reply) = reply {
             self.answer(reply, answer);
         }
@@ -243,8 +295,10 @@ impl Shim {
         run.map(|()| None)
     }
 
-    fn pause_finished(&mut self, key: &Key, done: Result<(), Error>) -> Answer {
-        let event = if done.is_ok() { Event::Done } else { Event::Failed };
+    /// Handles the end of a pause or resume. `resumed`: the failed command has resumed the
+    /// container.
+    fn pause_finished(&mut self, key: &Key, done: Result<(), Error>, resumed: bool) -> Answer {
+        let event = if done.is_ok() || resumed { Event::Done } else { Event::Failed };
         let container = self.container(&key.id)?;
         // The container may have exited meanwhile.
         if let Ok((next, notice)) = crate::container::state::step(container.state, event) {

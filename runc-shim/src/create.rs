@@ -470,6 +470,7 @@ fn new_container(
         no_new_keyring: options.no_new_keyring,
         restore: restore_arguments(request, options, bundle),
         cgroup: None,
+        may_have_left_cgroup: false,
         busy: Some(VecDeque::new()),
         killing_remaining: false,
         drain: None,

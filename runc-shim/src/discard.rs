@@ -44,6 +44,9 @@ impl Shim {
         let begun = if container.runtime.knows(&key.id) {
             let purpose = Purpose::Discard(reason.clone());
             self.run_for(key.clone(), reply, purpose, &["delete", "--force", &key.id])
+        } else if container.may_have_left_cgroup {
+            let purpose = Purpose::DiscardCgroup(reason.clone());
+            self.run_helper(key.clone(), reply, purpose, Action::RemoveCgroup, None)
         } else if container.rootfs.is_some() {
             let purpose = Purpose::DiscardMounts(reason.clone());
             self.run_helper(key.clone(), reply, purpose, Action::Unmount, None)
@@ -67,6 +70,21 @@ impl Shim {
         }
         let left = || Error::unknown("the runtime has not removed its state");
         self.discard_failed(key, reason, done.err().unwrap_or_else(left))
+    }
+
+    /// Continues after a helper has removed the cgroup of such a container, or has failed to.
+    pub fn cgroup_discarded(
+        &mut self,
+        key: &Key,
+        reply: Option<Reply>,
+        reason: Option<Error>,
+        done: Result<(), Error>,
+    ) -> Answer {
+        if let Err(e) = done {
+            return self.discard_failed(key, reason, e);
+        }
+        self.known(key)?.may_have_left_cgroup = false;
+        self.discard(key, reply, reason)
     }
 
     /// Continues after a helper has unmounted the root file system of such a container, or has

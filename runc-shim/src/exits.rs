@@ -11,10 +11,13 @@
 //! has exited, and it was started before the runtime wrote the pid file.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::str::FromStr;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use protobuf::well_known_types::timestamp::Timestamp;
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, WaitOptions};
 
 use crate::shim::Key;
@@ -138,13 +141,23 @@ impl Exits {
     }
 }
 
-/// The start time of a process, clock ticks after boot (proc_pid_stat(5)); `None`: no such process.
+/// The start time of a process, clock ticks after boot; `None`: no such process.
 fn start_time(pid: i32) -> Option<u64> {
+    stat(pid, 22)
+}
+
+/// The parent of a process; `None`: no such process.
+pub fn parent(pid: i32) -> Option<i32> {
+    stat(pid, 4)
+}
+
+/// A number in `/proc/PID/stat` after the process name (proc_pid_stat(5)).
+fn stat<T: FromStr>(pid: i32, field: usize) -> Option<T> {
     let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
-    // After the process name, which may contain any character.
+    // The process name may contain any character.
     let end = stat.iter().rposition(|byte| *byte == b')')?;
     let rest = std::str::from_utf8(stat.get(end + 1..)?).ok()?;
-    rest.split_whitespace().nth(19)?.parse().ok()
+    rest.split_whitespace().nth(field.checked_sub(3)?)?.parse().ok()
 }
 
 /// The modification time of a file, clock ticks after boot; `None`: it cannot be determined.
@@ -173,6 +186,14 @@ pub fn reap(pid: i32) {
     while rustix::process::waitpid(Pid::from_raw(pid), WaitOptions::NOHANG)
         .is_err_and(|e| e == rustix::io::Errno::INTR)
     {}
+}
+
+/// Whether the process of a pidfd has exited, reaped or not.
+pub fn has_ended(process: &OwnedFd) -> bool {
+    let mut poll = [PollFd::new(process, PollFlags::IN)];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    // An error does not mean that the process has exited.
+    rustix::event::poll(&mut poll, Some(&now)).is_ok_and(|ready| ready > 0)
 }
 
 /// Whether the pid is that of a child that was not reaped yet.

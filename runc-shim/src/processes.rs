@@ -77,6 +77,12 @@ impl Shim {
         }
     }
 
+    /// Whether the cgroup of a container is frozen.
+    pub fn is_frozen(&self, key: &Key) -> bool {
+        let container = self.containers.get(&key.id);
+        container.and_then(|container| container.cgroup.as_ref()).is_some_and(Cgroup::is_frozen)
+    }
+
     /// Thaws the cgroup of a container whose processes were or will be sent SIGKILL: with version 1
     /// a frozen process does not exit. The freezer is read in every state, because also another
     /// program can freeze a container, or the container itself. runc thaws the cgroup after
@@ -89,6 +95,15 @@ impl Shim {
             && cgroup.is_frozen()
         {
             commands::log_failure(key, &e.context("thaw cgroup"));
+        }
+    }
+
+    /// Thaws a container that runs, and that a killed command of the runtime may have frozen: it
+    /// is not paused, so that no Resume could thaw it.
+    pub fn thaw_running(&self, key: &Key) {
+        let container = self.containers.get(&key.id);
+        if container.is_some_and(|it| matches!(it.state, State::Running { .. })) {
+            self.thaw(key);
         }
     }
 

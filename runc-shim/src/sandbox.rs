@@ -12,19 +12,19 @@
 use std::fs;
 use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
+use std::time::Instant;
 
 use containerd_shim_protos::api;
 use containerd_shim_protos::events::task as task_events;
 use containerd_shim_protos::types::task::{ProcessInfo, Status};
 use protobuf::{EnumOrUnknown, MessageField};
 use rustix::event::epoll::EventFlags;
-use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde::Deserialize;
 
 use crate::cgroup::Cgroup;
 use crate::error::{Code, Context as _, Error};
-use crate::exits::{Exit, UNKNOWN};
+use crate::exits::{Exit, UNKNOWN, has_ended};
 use crate::reactor::{Reactor, Source};
 use crate::server::Reply;
 use crate::shim::Shim;
@@ -104,6 +104,16 @@ impl Sandbox {
         reactor.add(&process, Source::Pause, EventFlags::IN).context("watch the pause")?;
         let (bundle, waiters) = Default::default();
         Ok(Self { pause, process: Some(process), stage: Stage::Known, exit: None, bundle, waiters })
+    }
+
+    /// The calls that wait for the exit of the pause.
+    pub fn waiters(&self) -> &[Reply] {
+        &self.waiters
+    }
+
+    /// Removes and returns the calls whose deadline has passed.
+    pub fn take_late_waiters(&mut self, now: Instant) -> Vec<Reply> {
+        self.waiters.extract_if(.., |waiter| waiter.is_late(now)).collect()
     }
 
     fn pid(&self) -> u32 {
@@ -352,14 +362,6 @@ fn task_of(request: &Request) -> Option<(&str, bool)> {
         Request::Stats(r) => (&r.id, true),
         Request::Connect(_) | Request::SetPause(_) | Request::Shutdown => return None,
     })
-}
-
-/// Whether the process of a pidfd has exited, reaped or not.
-fn has_ended(process: &OwnedFd) -> bool {
-    let mut poll = [PollFd::new(process, PollFlags::IN)];
-    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    // An error does not mean that the process has exited: epoll reports the exit.
-    rustix::event::poll(&mut poll, Some(&now)).is_ok_and(|ready| ready > 0)
 }
 
 /// The start time of a process (field 22 of `/proc/PID/stat`, proc_pid_stat(5)).

@@ -27,6 +27,19 @@ const ACCEPT_WAIT: Duration = Duration::from_millis(100);
 pub struct Reply {
     connection: u32,
     stream: u32,
+    deadline: Option<Instant>,
+}
+
+impl Reply {
+    /// When the caller stops waiting for the answer; `None`: it waits without a limit.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.deadline
+    }
+
+    /// Whether the caller no longer waits for the answer.
+    pub fn is_late(&self, now: Instant) -> bool {
+        self.deadline.is_some_and(|at| at <= now)
+    }
 }
 
 /// A call.
@@ -223,14 +236,22 @@ fn call(connection: u32, frame: Incoming) -> Option<(Reply, Result<Request, Erro
         Incoming::TooLong { stream, length } => {
             let message = format!("message length {length} exceeds {}", frame::MAX_MESSAGE);
             let refused = Error::new(Code::ResourceExhausted, message);
-            Some((Reply { connection, stream }, Err(refused)))
+            Some((Reply { connection, stream, deadline: None }, Err(refused)))
         }
         Incoming::Message { stream, kind: frame::REQUEST, payload } => {
             let request = Request::parse_from_bytes(&payload).map_err(Error::from);
-            Some((Reply { connection, stream }, request))
+            let deadline = request.as_ref().ok().and_then(|it| deadline(it.timeout_nano));
+            Some((Reply { connection, stream, deadline }, request))
         }
         Incoming::Message { .. } => None,
     }
+}
+
+/// The deadline of a call that was received now; 0: none. A caller whose deadline has passed sends
+/// a negative number.
+fn deadline(timeout_nano: i64) -> Option<Instant> {
+    let timeout = Duration::from_nanos(u64::try_from(timeout_nano).unwrap_or(0));
+    (timeout_nano != 0).then(|| Instant::now().checked_add(timeout)).flatten()
 }
 
 fn response(answer: Result<Vec<u8>, Error>) -> Vec<u8> {
@@ -246,4 +267,21 @@ fn response(answer: Result<Vec<u8>, Error>) -> Vec<u8> {
     }
     // Encoding fails only for messages of 2 GiB.
     response.write_to_bytes().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_call_has_the_deadline_of_its_request() {
+        assert_eq!(deadline(0), None);
+        let in_an_hour = deadline(3_600_000_000_000).unwrap();
+        let left = in_an_hour.saturating_duration_since(Instant::now());
+        assert!(left > Duration::from_secs(3500) && left <= Duration::from_secs(3600), "{left:?}");
+        for passed in [-1, i64::MIN] {
+            assert!(deadline(passed).unwrap() <= Instant::now());
+        }
+        assert!(deadline(i64::MAX).is_none_or(|at| at > in_an_hour));
+    }
 }

@@ -229,6 +229,7 @@ impl Shim {
             self.events.deadline(),
             self.server.deadline(),
             self.discard_deadline(),
+            self.call_deadline(),
             self.shutdown_deadline,
         ];
         drains.chain(pending).chain(loggers).chain(rest.into_iter().flatten()).min()
@@ -260,6 +261,9 @@ impl Shim {
             self.logger_late(id);
         }
         self.retry_discards(now);
+        if due(self.call_deadline()) {
+            self.end_late_calls(now);
+        }
         let is_due = |drain: &Option<(_, Instant)>| due(drain.as_ref().map(|(_, at)| *at));
         let mut drained = Vec::new();
         for (id, container) in &self.containers {

@@ -50,6 +50,9 @@ pub struct Container {
     pub restore: Vec<String>,
     /// The cgroup.
     pub cgroup: Option<Cgroup>,
+    /// The command that creates the container was killed, so that it may have left a cgroup that
+    /// the runtime does not know.
+    pub may_have_left_cgroup: bool,
     /// Calls queued while a command, a helper, the start of a logging program or the drain of the
     /// last output is pending for the container; `None`: nothing is pending.
     pub busy: Option<VecDeque<(Reply, Request)>>,

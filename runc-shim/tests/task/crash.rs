@@ -78,7 +78,7 @@ fn act(pod: &Pod, call: Call) {
 }
 
 /// Processes in a cgroup of the container, its cgroups, and mounts of the pod.
-fn traces(pod: &Pod) -> Vec<String> {
+pub fn traces(pod: &Pod) -> Vec<String> {
     let id = pod.id("a");
     let mut traces = Vec::new();
     for entry in std::fs::read_dir("/proc").unwrap().flatten() {

@@ -23,7 +23,7 @@ fn frame(
     raw(stream, 1, &request.write_to_bytes().unwrap())
 }
 
-fn raw(stream: u32, kind: u8, payload: &[u8]) -> Vec<u8> {
+pub fn raw(stream: u32, kind: u8, payload: &[u8]) -> Vec<u8> {
     let mut frame = (payload.len() as u32).to_be_bytes().to_vec();
     frame.extend(stream.to_be_bytes());
     frame.extend([kind, 0]);
@@ -32,7 +32,7 @@ fn raw(stream: u32, kind: u8, payload: &[u8]) -> Vec<u8> {
 }
 
 /// The stream of the next answer.
-fn answer(socket: &mut impl std::io::Read) -> (u32, Vec<u8>) {
+pub fn answer(socket: &mut impl std::io::Read) -> (u32, Vec<u8>) {
     let mut head = [0; 10];
     socket.read_exact(&mut head).unwrap();
     let mut payload = vec![0; u32::from_be_bytes(head[..4].try_into().unwrap()) as usize];

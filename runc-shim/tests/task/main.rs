@@ -5,6 +5,7 @@
 mod containers;
 mod counts;
 mod crash;
+mod deadlines;
 mod ends;
 mod events;
 mod execs;

@@ -90,7 +90,12 @@ pub fn eventually<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
 }
 
 pub fn context() -> context::Context {
-    let mut context = context::with_timeout(WITHIN.as_nanos() as i64);
+    context_within(WITHIN)
+}
+
+/// The context of a call that may take so long.
+fn context_within(limit: Duration) -> context::Context {
+    let mut context = context::with_timeout(limit.as_nanos() as i64);
     context.add("containerd-namespace-ttrpc".to_owned(), "test".to_owned());
     context
 }
@@ -210,6 +215,17 @@ impl Pod {
     }
 
     pub fn try_create(&self, id: &str, script: &str, with: &Container) -> ttrpc::Result<u32> {
+        self.try_create_within(id, script, with, WITHIN)
+    }
+
+    /// The same with a time limit.
+    pub fn try_create_within(
+        &self,
+        id: &str,
+        script: &str,
+        with: &Container,
+        limit: Duration,
+    ) -> ttrpc::Result<u32> {
         let bundle = self.bundle(id);
         // containerd makes the directory, in which CRIU's files go.
         fs::create_dir_all(bundle.join("work")).unwrap();
@@ -233,7 +249,7 @@ impl Pod {
         request.rootfs.clone_from(&with.rootfs);
         request.checkpoint.clone_from(&with.checkpoint);
         request.options = MessageField::some(any);
-        self.client.create(context(), &request).map(|response| response.pid)
+        self.client.create(context_within(limit), &request).map(|response| response.pid)
     }
 
     pub fn create(&self, id: &str, script: &str, with: &Container) -> u32 {

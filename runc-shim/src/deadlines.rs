@@ -1,0 +1,101 @@
+//! Deadlines of calls. A caller sends the time for which it waits (`timeout_nano`), and has no use
+//! for the result after it. A command of the runtime that hangs would otherwise keep its container
+//! busy forever: an OCI hook, a file system or a stopped process may hang without a limit.
+//!
+//! At the deadline the command is killed, with all processes that descend from it, and the call
+//! fails as it does if the command fails. A call that waits for something else is only answered.
+//! The end of a connection changes nothing: a restarted containerd finds what the interrupted call
+//! has completed, and a command that is killed halfway leaves more to repair than one that ends.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use rustix::process::{Signal, pidfd_send_signal};
+
+use crate::commands::{Job, Purpose};
+use crate::container::Container;
+use crate::error::{Code, Error};
+use crate::sandbox::Sandbox;
+use crate::server::Reply;
+use crate::shim::Shim;
+use crate::task::Request;
+use crate::{descendants, sys};
+
+impl Shim {
+    /// The next deadline of a pending call.
+    pub fn call_deadline(&self) -> Option<Instant> {
+        let jobs = self.jobs.values().filter_map(Job::deadline);
+        let sandbox = self.sandbox.iter().flat_map(Sandbox::waiters);
+        let waiting = self.containers.values().flat_map(waiting).chain(sandbox);
+        jobs.chain(waiting.filter_map(Reply::deadline)).min()
+    }
+
+    /// Kills the commands and answers the calls whose deadline has passed.
+    pub fn end_late_calls(&mut self, now: Instant) {
+        for job in self.jobs.values_mut() {
+            if job.deadline().is_some_and(|at| at <= now) {
+                job.is_late = true;
+                end_command(job);
+            }
+        }
+        let mut late: Vec<Reply> =
+            self.containers.values_mut().flat_map(|container| take_late(container, now)).collect();
+        late.extend(self.sandbox.iter_mut().flat_map(|sandbox| sandbox.take_late_waiters(now)));
+        for reply in late {
+            self.answer(reply, Err(passed()));
+        }
+    }
+}
+
+/// Kills a command and the processes that it has started. A `runc init` that a process of the
+/// container has stopped, or a hook, does not exit with its parent.
+fn end_command(job: &Job) {
+    let pid = job.command.pid;
+    // CRIU has stopped the processes of the container, and must resume them itself.
+    let is_alone = matches!(job.purpose, Purpose::Checkpoint(..));
+    let rest = if is_alone { Vec::new() } else { descendants::stop(pid) };
+    // Not reaped yet, so the pid cannot have been reused.
+    let _ = sys::kill(pid, libc::SIGKILL);
+    for process in rest {
+        // Fails if the process has exited by itself.
+        let _ = pidfd_send_signal(&process, Signal::KILL);
+    }
+}
+
+/// The calls that wait for a container or its execs: for an exit, or for a pending command.
+fn waiting(container: &Container) -> impl Iterator<Item = &Reply> {
+    let execs = container.execs.values();
+    let processes = execs.clone().map(|exec| &exec.process).chain([&container.process]);
+    let queues = execs.map(|exec| &exec.queue).chain(&container.busy);
+    let queued = queues.flatten().map(|(reply, _)| reply);
+    processes.flat_map(|process| &process.waiters).chain(queued)
+}
+
+/// Removes and returns those of [`waiting`] whose deadline has passed.
+fn take_late(container: &mut Container, now: Instant) -> Vec<Reply> {
+    let mut late = Vec::new();
+    let mut queues: Vec<&mut VecDeque<(Reply, Request)>> = container.busy.iter_mut().collect();
+    let mut waiters = vec![&mut container.process.waiters];
+    for exec in container.execs.values_mut() {
+        queues.push(&mut exec.queue);
+        waiters.push(&mut exec.process.waiters);
+    }
+    for waiters in waiters {
+        late.extend(waiters.extract_if(.., |waiter| waiter.is_late(now)));
+    }
+    for queue in queues {
+        late.extend(queue.iter().map(|(reply, _)| *reply).filter(|reply| reply.is_late(now)));
+        queue.retain(|(reply, _)| !reply.is_late(now));
+    }
+    late
+}
+
+/// The error of a call whose deadline has passed.
+pub fn passed() -> Error {
+    Error::new(Code::DeadlineExceeded, "the deadline of the call has passed")
+}
+
+/// The error of a command that was killed at the deadline of its call.
+pub fn ended(e: &Error) -> Error {
+    Error::new(Code::DeadlineExceeded, format!("{e}; killed at the deadline of the call"))
+}

@@ -1,0 +1,201 @@
+//! Deadlines of calls: a command that hangs is killed at the deadline, and nothing of it is left.
+
+use std::io::Write as _;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use containerd_shim_protos::api::*;
+use containerd_shim_protos::protobuf::Message;
+use containerd_shim_protos::ttrpc::Code;
+use containerd_shim_protos::ttrpc::proto::{Request, Response};
+
+use crate::crash::traces;
+use crate::hostile::{answer, raw};
+use crate::pod::{self, Container, Pod, eventually, exists};
+
+/// The time limit of a call that hangs, and the time by which other calls must be answered.
+const LIMIT: Duration = Duration::from_secs(2);
+const PROMPT: Duration = Duration::from_secs(20);
+
+/// Sends a call with a time limit.
+fn send(socket: &mut UnixStream, method: &str, message: &impl Message, limit: Duration) {
+    let mut request = Request::new();
+    request.service = "containerd.task.v3.Task".to_owned();
+    request.method = method.to_owned();
+    request.timeout_nano = i64::try_from(limit.as_nanos()).unwrap();
+    request.payload = message.write_to_bytes().unwrap();
+    socket.write_all(&raw(1, 1, &request.write_to_bytes().unwrap())).unwrap();
+}
+
+/// A connection whose answers come in time.
+fn socket(pod: &Pod) -> UnixStream {
+    let socket = pod.socket();
+    socket.set_read_timeout(Some(PROMPT)).unwrap();
+    socket
+}
+
+/// The code of the next answer.
+fn code(socket: &mut UnixStream) -> Code {
+    let (_, payload) = answer(socket);
+    Response::parse_from_bytes(&payload).unwrap().status.code()
+}
+
+fn call(pod: &Pod, method: &str, message: &impl Message) -> Code {
+    let mut socket = socket(pod);
+    send(&mut socket, method, message, LIMIT);
+    code(&mut socket)
+}
+
+/// A runtime that does `before`, and then starts a child and hangs, when `action` is called. The
+/// pid of the child is in the file.
+fn hanging_runtime(pod: &Pod, action: &str, before: &str) -> (Container, String) {
+    let (path, child) = (pod.path("hangs"), pod.path("child"));
+    let runtime = pod::runtime().display().to_string();
+    let text = format!(
+        "case \" $* \" in *\" {action} \"*) {before}\n\
+         sleep 1000 & echo $! >{child}.new; mv {child}.new {child}; wait;; esac\n\
+         exec {runtime} \"$@\""
+    );
+    pod::script(&path, &text);
+    let mut with = Container::default();
+    with.options.binary_name = path;
+    (with, child)
+}
+
+/// The process that a file names is gone.
+fn has_ended(file: &str) {
+    let pid = eventually("the child", || std::fs::read_to_string(file).ok());
+    let process = format!("/proc/{}", pid.trim());
+    eventually(&process, || (!exists(&process)).then_some(()));
+}
+
+fn update(pod: &Pod) -> UpdateTaskRequest {
+    let mut request = UpdateTaskRequest::new();
+    request.id = pod.id("a");
+    request.resources.mut_or_insert_default().value = b"{}".to_vec();
+    request
+}
+
+fn kill(pod: &Pod) -> KillRequest {
+    let mut request = KillRequest::new();
+    (request.id, request.signal) = (pod.id("a"), 9);
+    request
+}
+
+fn open_files(pod: &Pod) -> usize {
+    std::fs::read_dir(format!("/proc/{}/fd", pod.shim.id())).unwrap().count()
+}
+
+#[test]
+fn an_exec_that_hangs_ends_with_all_its_processes() {
+    let mut pod = Pod::new();
+    let (with, child) = hanging_runtime(&pod, "exec", ":");
+    pod.run("a", "exec sleep 1000", &with);
+    let before = open_files(&pod);
+    let mut start = StartRequest::new();
+    (start.id, start.exec_id) = (pod.id("a"), "e".to_owned());
+    let with = Container { stdout: pod.fifo("out"), ..Default::default() };
+    pod.exec("a", "e", "true", &with).unwrap();
+    assert_eq!(call(&pod, "Start", &start), Code::DEADLINE_EXCEEDED);
+    has_ended(&child);
+    pod.delete("a", "e").unwrap();
+    eventually("its files are closed", || (open_files(&pod) <= before).then_some(()));
+    pod.end("a");
+    pod.shut_down();
+}
+
+/// A runtime that adds a hook, which hangs, to the config of the container that it creates.
+fn hooking_runtime(pod: &Pod) -> (Container, String) {
+    let (path, hook, child) = (pod.path("hooks"), pod.path("hook"), pod.path("child"));
+    pod::script(&hook, &format!("echo $$ >{child}; exec sleep 1000"));
+    let runtime = pod::runtime().display().to_string();
+    let hooks = format!("\"hooks\":{{\"createRuntime\":[{{\"path\":\"{hook}\"}}]}}");
+    let text = format!(
+        "case \" $* \" in *\" create \"*) sed -i 's|\"linux\":|{hooks},&|' config.json;; esac\n\
+         exec {runtime} \"$@\""
+    );
+    pod::script(&path, &text);
+    let mut with = Container::default();
+    with.options.binary_name = path;
+    (with, child)
+}
+
+#[test]
+fn a_create_whose_hook_hangs_leaves_nothing() {
+    let mut pod = Pod::new();
+    let (with, child) = hooking_runtime(&pod);
+    std::thread::scope(|scope| {
+        let created =
+            scope.spawn(|| pod.try_create_within("a", "exec sleep 1000", &with, LIMIT * 2));
+        eventually("the hook", || exists(&child).then_some(()));
+        assert!(!traces(&pod).is_empty());
+        created.join().unwrap().unwrap_err();
+    });
+    has_ended(&child);
+    eventually("its end", || pod.delete("a", "").err().filter(|e| pod::code(e) == Code::NOT_FOUND));
+    assert_eq!(traces(&pod), Vec::<String>::new());
+    assert!(!exists(pod.runtime_state("a")));
+    pod.run("a", "exit 3", &Container::default());
+    assert_eq!(pod.wait("a", "").unwrap(), 3);
+    pod.delete("a", "").unwrap();
+    pod.shut_down();
+}
+
+#[test]
+fn a_command_that_hangs_keeps_no_kill_waiting() {
+    let mut pod = Pod::new();
+    let (with, child) = hanging_runtime(&pod, "update", ":");
+    pod.run("a", "exec sleep 1000", &with);
+    let (mut hanging, mut queued) = (socket(&pod), socket(&pod));
+    send(&mut hanging, "Update", &update(&pod), LIMIT);
+    eventually("the command", || exists(&child).then_some(()));
+    // The caller has gone before the kill is tried.
+    send(&mut queued, "Kill", &kill(&pod), LIMIT / 10);
+    assert_eq!(code(&mut queued), Code::DEADLINE_EXCEEDED);
+    assert_eq!(code(&mut hanging), Code::DEADLINE_EXCEEDED);
+    has_ended(&child);
+    assert_eq!(pod.status("a"), Status::RUNNING);
+    std::fs::remove_file(&child).unwrap();
+    send(&mut hanging, "Update", &update(&pod), LIMIT);
+    eventually("the command", || exists(&child).then_some(()));
+    let begun = Instant::now();
+    pod.end("a");
+    assert!(begun.elapsed() < PROMPT, "{:?}", begun.elapsed());
+    pod.shut_down();
+}
+
+#[test]
+fn a_pause_that_hangs_leaves_the_container_running() {
+    let mut pod = Pod::new();
+    let runtime = pod::runtime().display().to_string();
+    let (with, child) = hanging_runtime(&pod, "pause", &format!("{runtime} \"$@\""));
+    pod.run("a", "exec sleep 1000", &with);
+    let mut pause = PauseRequest::new();
+    pause.id = pod.id("a");
+    assert_eq!(call(&pod, "Pause", &pause), Code::DEADLINE_EXCEEDED);
+    has_ended(&child);
+    assert_eq!(pod.status("a"), Status::RUNNING);
+    // It is not frozen either.
+    pod.exec("a", "e", "exit 3", &Container::default()).unwrap();
+    pod.start("a", "e").unwrap();
+    assert_eq!(pod.wait("a", "e").unwrap(), 3);
+    pod.end("a");
+    pod.shut_down();
+}
+
+#[test]
+fn calls_of_wait_that_were_given_up_do_not_count() {
+    let mut pod = Pod::new();
+    pod.run("a", "exec sleep 1000", &Container::default());
+    let mut wait = WaitRequest::new();
+    wait.id = pod.id("a");
+    let mut given_up = socket(&pod);
+    for _ in 0..1024 {
+        send(&mut given_up, "Wait", &wait, LIMIT);
+    }
+    for _ in 0..1024 {
+        assert_eq!(code(&mut given_up), Code::DEADLINE_EXCEEDED);
+    }
+    pod.end("a");
+    pod.shut_down();
+}
