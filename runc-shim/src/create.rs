@@ -109,7 +109,7 @@ impl Shim {
             self.release(key);
             return answer;
         }
-        self.copier.check_queue()?;
+        self.start_copier(key)?;
         let prepared = self.prepare_streams(key)?;
         self.await_logger(key.clone(), reply, prepared, false)
     }
@@ -267,7 +267,7 @@ impl Shim {
         let process = self.known_process(&key)?;
         process.stdin = prepared.stdin;
         process.prepared = prepared.streams;
-        self.copier.close(prepared.child.into_iter().flatten().collect());
+        self.copiers.close(&key.id, prepared.child.into_iter().flatten().collect());
         Ok(None)
     }
 
@@ -275,7 +275,8 @@ impl Shim {
     fn attach(&mut self, key: &Key, prepared: Prepared) -> Result<(), Error> {
         let mut streams = std::mem::take(&mut self.known_process(key)?.prepared);
         streams.extend(prepared.streams);
-        let ids: Vec<u32> = streams.into_iter().map(|stream| self.copier.add(stream)).collect();
+        let ids = streams.into_iter().map(|stream| self.copiers.add(&key.id, stream));
+        let ids = ids.collect::<Result<Vec<u32>, Error>>()?;
         let process = self.known_process(key)?;
         process.streams = ids;
         if prepared.stdin.is_some() {

@@ -32,7 +32,7 @@ impl Shim {
         let streams = container.process.streams.clone();
         // A container that was never started has not exited: the deletion kills its process.
         let has_exited = container.state.exit().is_some();
-        if has_exited && streams.into_iter().any(|stream| self.copier.is_copying(stream)) {
+        if has_exited && streams.into_iter().any(|stream| self.copiers.is_copying(id, stream)) {
             let container = self.container(id)?;
             container.drain = Some((reply, Instant::now() + DRAIN));
             container.busy.get_or_insert_default();
@@ -166,9 +166,9 @@ impl Shim {
         self.unwatch_memory(id);
         let Some(container) = self.containers.remove(id) else { return };
         self.processes.retain(|_, key| key.id != *id);
-        self.close_process(container.process);
+        self.close_process(id, container.process);
         for exec in container.execs.into_values() {
-            self.close_process(exec.process);
+            self.close_process(id, exec.process);
             if let Some((reply, _)) = exec.drain {
                 self.answer(reply, Err(Error::not_found("process was deleted")));
             }
@@ -176,6 +176,7 @@ impl Shim {
                 self.dispatch(reply, request);
             }
         }
+        self.copiers.end(id);
         // Before the deletion itself is answered: containerd then closes the connection.
         for (reply, request) in container.busy.unwrap_or_default() {
             self.dispatch(reply, request);
@@ -190,7 +191,7 @@ impl Shim {
             return Err(Error::state("the process is being deleted"));
         }
         let streams = exec.process.streams.clone();
-        if streams.into_iter().any(|stream| self.copier.is_copying(stream)) {
+        if streams.into_iter().any(|stream| self.copiers.is_copying(&key.id, stream)) {
             self.exec(key)?.drain = Some((reply, Instant::now() + DRAIN));
             return Ok(None);
         }
@@ -205,7 +206,7 @@ impl Shim {
         // An exec that was not started has no pid file.
         let _ = std::fs::remove_file(file);
         let state = exec.state;
-        self.close_process(exec.process);
+        self.close_process(&key.id, exec.process);
         let mut response = api::DeleteResponse::new();
         response.pid = task::unsigned(state.pid());
         if let Some(exit) = state.exit() {

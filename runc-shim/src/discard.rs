@@ -143,7 +143,8 @@ impl Shim {
     fn forget_discarded(&mut self, id: &str) {
         let Some(container) = self.containers.remove(id) else { return };
         let calls = container.busy.unwrap_or_default();
-        self.close_process(container.process);
+        self.close_process(id, container.process);
+        self.copiers.end(id);
         for (reply, request) in calls {
             self.dispatch(reply, request);
         }

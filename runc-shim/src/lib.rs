@@ -1,6 +1,6 @@
 //! A containerd shim for OCI runtimes: serves `containerd.task.v3.Task` for the containers of one
-//! pod on a socket that it is handed as descriptor 3, and runs runc or crun. One thread serves,
-//! another copies streams.
+//! pod on a socket that it is handed as descriptor 3, and runs runc or crun. One thread serves;
+//! each container with streams has a thread that copies them.
 
 mod cgroup;
 mod cleanup;

@@ -164,10 +164,11 @@ impl Shim {
         let waiters = std::mem::take(&mut process.waiters);
         if let Some(console) = process.console.take() {
             process.stdin = None;
-            for stream in process.streams.clone() {
-                self.copier.finish(stream);
+            let streams = process.streams.clone();
+            if let Some(copier) = self.copiers.of(&key.id) {
+                streams.into_iter().for_each(|stream| copier.finish(stream));
+                copier.close(vec![console]);
             }
-            self.copier.close(vec![console]);
         }
         for waiter in waiters {
             let answer = task::now(&task::waited(Some(exit)));
@@ -177,31 +178,37 @@ impl Shim {
 
     /// Handles the end of a stream: hangs up the terminal of the process, and continues a deletion
     /// that waits for the last output.
-    pub fn stream_ended(&mut self, stream_id: u32) {
-        let Some(key) = self.stream_owner(stream_id) else { return };
+    pub fn stream_ended(&mut self, id: &str, stream: u32) {
+        let Some(key) = self.stream_owner(id, stream) else { return };
         let Ok(process) = self.process(&key) else { return };
         let console = process.console.take();
         let streams = process.streams.clone();
-        if let Some(console) = console {
-            for stream in &streams {
-                self.copier.hang_up(*stream);
-            }
-            self.copier.close(vec![console]);
+        if let (Some(console), Some(copier)) = (console, self.copiers.of(id)) {
+            streams.iter().for_each(|stream| copier.hang_up(*stream));
+            copier.close(vec![console]);
         }
-        if !streams.iter().any(|stream| self.copier.is_copying(*stream)) {
+        if !streams.iter().any(|stream| self.copiers.is_copying(id, *stream)) {
             self.drained(&key);
         }
     }
 
-    fn stream_owner(&self, stream_id: u32) -> Option<Key> {
-        let has = |process: &Process| process.streams.contains(&stream_id);
-        self.containers.iter().find_map(|(id, container)| {
-            if has(&container.process) {
-                return Some(Key::new(id, ""));
-            }
-            let exec = container.execs.iter().find(|(_, exec)| has(&exec.process));
-            exec.map(|(exec, _)| Key::new(id, exec))
-        })
+    fn stream_owner(&self, id: &str, stream: u32) -> Option<Key> {
+        let has = |process: &Process| process.streams.contains(&stream);
+        let container = self.containers.get(id)?;
+        if has(&container.process) {
+            return Some(Key::new(id, ""));
+        }
+        let exec = container.execs.iter().find(|(_, exec)| has(&exec.process));
+        exec.map(|(exec, _)| Key::new(id, exec))
+    }
+
+    /// Starts the copier thread of a container before a process is created, if the process has
+    /// streams: without a thread nothing is left to remove.
+    pub fn start_copier(&mut self, key: &Key) -> Result<(), Error> {
+        if self.known_process(key)?.stdio.is_none() {
+            return Ok(());
+        }
+        self.copiers.start(&key.id)
     }
 
     /// Forgets a logging program that has exited, because its pid can be reused once it is reaped.
@@ -216,12 +223,12 @@ impl Shim {
 
     /// Closes the streams and the terminal of a deleted process, fails the calls that wait for it,
     /// and ends its logging program.
-    pub fn close_process(&mut self, process: Process) {
-        for stream in &process.streams {
-            self.copier.process_deleted(*stream);
+    pub fn close_process(&mut self, id: &str, process: Process) {
+        if let Some(copier) = self.copiers.of(id) {
+            process.streams.iter().for_each(|stream| copier.process_deleted(*stream));
         }
         let prepared = process.prepared.into_iter().flat_map(Stream::into_ends);
-        self.copier.close(prepared.chain(process.console).collect());
+        self.copiers.close(id, prepared.chain(process.console).collect());
         for waiter in &process.waiters {
             let gone = Err(Error::not_found("process was deleted"));
             self.answer(*waiter, gone);

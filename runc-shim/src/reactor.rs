@@ -20,7 +20,7 @@ pub enum Source {
     Connection(u32),
     /// A stream between a container and containerd, by its id.
     Stream(u32),
-    /// Notifications of the copier thread, or commands for it.
+    /// Notifications of the copier threads, or commands for one of them.
     Copier,
     /// The ready descriptor of a logging program, by the id of the pending start.
     Logger(u32),

@@ -13,7 +13,7 @@ use crate::create::PendingStart;
 use crate::error::{Context as _, Error};
 use crate::events::Events;
 use crate::exits::{self, Exit, Exits};
-use crate::io::copier::Copier;
+use crate::io::copiers::Copiers;
 use crate::log;
 use crate::memory::Watch;
 use crate::reactor::{Reactor, Source};
@@ -60,8 +60,8 @@ pub struct Shim {
     pub events: Events,
     /// Exits of unknown children.
     pub exits: Exits,
-    /// The thread that copies the processes' streams.
-    pub copier: Copier,
+    /// The threads that copy the processes' streams.
+    pub copiers: Copiers,
     /// containerd's namespace.
     pub namespace: String,
     /// The pod's sandbox id.
@@ -106,7 +106,7 @@ impl Shim {
             server: Server::new(listener, &reactor).context("serve")?,
             events: Events::new(events, namespace.clone()),
             exits: Exits::default(),
-            copier: Copier::start(&reactor).context("start copier thread")?,
+            copiers: Copiers::new(&reactor).context("watch copier threads")?,
             reactor,
             namespace,
             id,
@@ -132,8 +132,8 @@ impl Shim {
             for (source, _) in ready {
                 self.ready(source);
             }
-            for stream_id in self.copier.take_ended().context("copy streams")? {
-                self.stream_ended(stream_id);
+            for (id, stream) in self.copiers.take_ended().context("copy streams")? {
+                self.stream_ended(&id, stream);
             }
             self.pass_time();
         }
@@ -142,7 +142,7 @@ impl Shim {
 
     fn may_exit(&self) -> bool {
         let delivered =
-            self.events.is_empty() && !self.server.has_unsent() && !self.copier.has_pending_work();
+            self.events.is_empty() && !self.server.has_unsent() && !self.copiers.has_pending_work();
         let done = delivered && self.jobs.is_empty();
         self.shutdown_deadline.is_some_and(|at| done || at <= Instant::now())
     }
@@ -169,7 +169,7 @@ impl Shim {
                     self.call(call);
                 }
             }
-            // `run` handles ended streams next; the copier thread handles the streams.
+            // `run` handles ended streams next; the copier threads handle the streams.
             Source::Copier | Source::Stream(_) => {}
             Source::Logger(id) => self.logger_ready(id),
             Source::Memory(id) => self.memory_event(id),

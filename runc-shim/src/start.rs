@@ -28,7 +28,7 @@ impl Shim {
     }
 
     fn restore(&mut self, key: &Key, reply: Reply) -> Answer {
-        self.copier.check_queue()?;
+        self.start_copier(key)?;
         let prepared = self.prepare_streams(key)?;
         self.known(key)?.busy.get_or_insert_default();
         let run = self.await_logger(key.clone(), Some(reply), prepared, false);
@@ -79,7 +79,7 @@ impl Shim {
             let message = format!("container {} init process is not running", key.id);
             return Err(Error::state(message));
         }
-        self.copier.check_queue()?;
+        self.start_copier(key)?;
         let exec = self.exec(key)?;
         let next = exec::state::step(exec.state, exec::state::Event::Start);
         let Some(next) = next.map_err(Error::state)? else { return task::empty() };

@@ -373,7 +373,9 @@ impl Shim {
                 ws_xpixel: 0,
                 ws_ypixel: 0,
             };
-            self.copier.resize(console, size)?;
+            if let Some(copier) = self.copiers.of(&key.id) {
+                copier.resize(console, size)?;
+            }
         }
         empty()
     }

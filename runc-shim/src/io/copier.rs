@@ -1,10 +1,12 @@
-//! The thread that copies streams, and the main loop's handle of it. Only this thread reads, writes
-//! and closes the pipes that a container shares with the shim.
+//! A thread that copies the streams of one container and of its execs, and the main loop's handle
+//! of it. Only this thread reads, writes and closes the pipes that the container shares with the
+//! shim.
 //!
 //! A process can hold the kernel's lock of a pipe for any time with a splice between the pipe and a
 //! socket. A thread that uses or closes the pipe meanwhile sleeps uninterruptibly, even for SIGKILL
 //! (`pipe_double_lock` in Linux `fs/pipe.c`). The main loop must never sleep so, because it has to
-//! kill the process that holds the lock.
+//! kill the process that holds the lock; and no other container may wait, because its last output
+//! is lost when containerd removes the FIFOs.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -36,6 +38,8 @@ enum CopierCommand {
     ProcessDeleted(u32),
     Resize(OwnedFd, Winsize),
     Close(Vec<OwnedFd>),
+    /// The container was deleted: the thread ends when its streams have ended.
+    End,
 }
 
 /// The state that the thread and the main loop share.
@@ -44,8 +48,8 @@ struct Shared {
     state: Mutex<State>,
     /// Readable while the thread may have queued commands.
     command_eventfd: OwnedFd,
-    /// Readable when the main loop should look at the state.
-    notify_eventfd: OwnedFd,
+    /// Readable when the main loop should look at the states of all threads.
+    notify_eventfd: Arc<OwnedFd>,
 }
 
 #[derive(Debug, Default)]
@@ -60,11 +64,8 @@ struct State {
 }
 
 impl Shared {
-    fn new() -> io::Result<Self> {
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let (command_eventfd, notify_eventfd) =
-            (rustix::event::eventfd(0, flags)?, rustix::event::eventfd(0, flags)?);
-        Ok(Self { state: Mutex::default(), command_eventfd, notify_eventfd })
+    fn new(notify_eventfd: Arc<OwnedFd>) -> io::Result<Self> {
+        Ok(Self { state: Mutex::default(), command_eventfd: eventfd()?, notify_eventfd })
     }
 
     /// Locks the state. Never held during a system call on a stream, which may block.
@@ -73,17 +74,24 @@ impl Shared {
     }
 }
 
+/// An eventfd, see [`set`] and [`clear`].
+pub(super) fn eventfd() -> io::Result<OwnedFd> {
+    Ok(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
+}
+
 /// Makes an eventfd readable; [`clear`] reverts that.
 fn set(eventfd: &OwnedFd) {
     // Fails only if the counter is full, and then it is readable.
     let _ = rustix::io::write(eventfd, &1_u64.to_ne_bytes());
 }
 
-fn clear(eventfd: &OwnedFd) {
+/// Makes an eventfd unreadable.
+pub(super) fn clear(eventfd: &OwnedFd) {
     let _ = rustix::io::read(eventfd, &mut [0; 8]);
 }
 
-/// The main loop's handle of the thread.
+/// The main loop's handle of a container's thread. The thread is never joined: it may sleep in the
+/// kernel as long as a process of the container wants.
 #[derive(Debug)]
 pub struct Copier {
     shared: Arc<Shared>,
@@ -93,16 +101,15 @@ pub struct Copier {
 }
 
 impl Copier {
-    /// Starts the thread. `reactor` reports [`Source::Copier`] when streams may have ended.
-    pub fn start(reactor: &Reactor) -> io::Result<Self> {
-        let shared = Arc::new(Shared::new()?);
-        reactor.add(&shared.notify_eventfd, Source::Copier, EventFlags::IN)?;
-        let own = Reactor::new()?;
-        own.add(&shared.command_eventfd, Source::Copier, EventFlags::IN)?;
+    /// Starts a thread, which makes `notify_eventfd` readable when streams may have ended.
+    pub(super) fn start(notify_eventfd: Arc<OwnedFd>) -> io::Result<Self> {
+        let shared = Arc::new(Shared::new(notify_eventfd)?);
+        let reactor = Reactor::new()?;
+        reactor.add(&shared.command_eventfd, Source::Copier, EventFlags::IN)?;
         let thread_shared = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name("copier".to_owned()).stack_size(STACK);
         thread.spawn(move || {
-            if let Err(e) = copy(&own, &thread_shared) {
+            if let Err(e) = copy(&reactor, &thread_shared) {
                 thread_shared.state().failed = Some(e);
                 set(&thread_shared.notify_eventfd);
             }
@@ -123,8 +130,7 @@ impl Copier {
         if self.shared.state().commands.len() < MAX_QUEUED {
             return Ok(());
         }
-        let reason = "a container of the pod holds the kernel's lock of its standard streams";
-        Err(Error::new(Code::ResourceExhausted, reason))
+        Err(locked())
     }
 
     /// Begins to copy a stream and returns its id.
@@ -140,7 +146,6 @@ impl Copier {
 
     /// The ids of the streams that have ended since the last call.
     pub fn take_ended(&mut self) -> io::Result<Vec<u32>> {
-        clear(&self.shared.notify_eventfd);
         let mut state = self.shared.state();
         if let Some(e) = state.failed.take() {
             return Err(e);
@@ -198,49 +203,79 @@ impl Copier {
         let state = self.shared.state();
         state.is_busy || !state.commands.is_empty()
     }
+
+    /// Ends the thread when its streams have ended.
+    pub(super) fn end(&self) {
+        self.send(CopierCommand::End);
+    }
+
+    /// Whether the thread has ended.
+    pub(super) fn has_ended(&self) -> bool {
+        Arc::strong_count(&self.shared) == 1
+    }
+}
+
+/// The error of a call that needs a thread which sleeps in the kernel.
+pub(super) fn locked() -> Error {
+    let reason = "a container of the pod holds the kernel's lock of its standard streams";
+    Error::new(Code::ResourceExhausted, reason)
 }
 
 /// The main function of the thread.
 fn copy(reactor: &Reactor, shared: &Shared) -> io::Result<()> {
-    let mut streams = Streams::default();
-    loop {
+    let (mut streams, mut ends) = (Streams::default(), false);
+    while !(ends && streams.is_empty()) {
         for (source, _) in reactor.wait(streams.deadline())? {
             match source {
                 Source::Stream(id) => streams.ready(id),
                 _ => clear(&shared.command_eventfd),
             }
         }
-        let commands = {
-            let mut state = shared.state();
-            state.is_busy |= !state.commands.is_empty();
-            std::mem::take(&mut state.commands)
-        };
-        for command in commands {
-            match command {
-                CopierCommand::Add(id, stream) => streams.add(id, stream, reactor),
-                CopierCommand::Finish(id) => streams.finish(id),
-                CopierCommand::HangUp(id) => streams.hang_up(id),
-                CopierCommand::ProcessDeleted(id) => streams.process_deleted(id),
-                CopierCommand::Resize(terminal, size) => {
-                    // Fails for a terminal that is hung up.
-                    let _ = rustix::termios::tcsetwinsize(&terminal, size);
-                }
-                CopierCommand::Close(ends) => drop(ends),
-            }
-        }
+        ends |= execute_commands(&mut streams, reactor, shared);
         streams.run();
         if streams.deadline().is_some_and(|at| at <= Instant::now()) {
             streams.pass_time();
         }
-        let (ended, is_busy) = (streams.take_ended(), streams.has_output_of_deleted());
+        report(&mut streams, shared);
+    }
+    Ok(())
+}
+
+/// Executes the queued commands. True: one of them was [`CopierCommand::End`].
+fn execute_commands(streams: &mut Streams, reactor: &Reactor, shared: &Shared) -> bool {
+    let commands = {
         let mut state = shared.state();
-        let must_notify = !ended.is_empty() || state.is_busy != is_busy;
-        state.ended.extend(ended);
-        state.is_busy = is_busy;
-        drop(state);
-        if must_notify {
-            set(&shared.notify_eventfd);
+        state.is_busy |= !state.commands.is_empty();
+        std::mem::take(&mut state.commands)
+    };
+    let mut ends = false;
+    for command in commands {
+        match command {
+            CopierCommand::Add(id, stream) => streams.add(id, stream, reactor),
+            CopierCommand::Finish(id) => streams.finish(id),
+            CopierCommand::HangUp(id) => streams.hang_up(id),
+            CopierCommand::ProcessDeleted(id) => streams.process_deleted(id),
+            CopierCommand::Resize(terminal, size) => {
+                // Fails for a terminal that is hung up.
+                let _ = rustix::termios::tcsetwinsize(&terminal, size);
+            }
+            CopierCommand::Close(ends) => drop(ends),
+            CopierCommand::End => ends = true,
         }
+    }
+    ends
+}
+
+/// Reports the streams that have ended, and whether the thread is busy.
+fn report(streams: &mut Streams, shared: &Shared) {
+    let (ended, is_busy) = (streams.take_ended(), streams.has_output_of_deleted());
+    let mut state = shared.state();
+    let must_notify = !ended.is_empty() || state.is_busy != is_busy;
+    state.ended.extend(ended);
+    state.is_busy = is_busy;
+    drop(state);
+    if must_notify {
+        set(&shared.notify_eventfd);
     }
 }
 
@@ -251,7 +286,7 @@ mod tests {
     #[test]
     fn no_process_gets_streams_while_too_many_commands_are_queued() {
         // There is no thread that executes the commands.
-        let shared = Arc::new(Shared::new().unwrap());
+        let shared = Arc::new(Shared::new(Arc::new(eventfd().unwrap())).unwrap());
         let copier = Copier { shared, next_id: 0, outputs: BTreeSet::new() };
         for _ in 0..MAX_QUEUED {
             copier.check_queue().unwrap();

@@ -8,6 +8,7 @@
 
 pub mod console;
 pub mod copier;
+pub mod copiers;
 pub mod logger;
 pub mod stream;
 
@@ -33,6 +34,14 @@ pub struct Stdio {
     pub stderr: String,
     /// The process gets a terminal; there is no standard error then.
     pub terminal: bool,
+}
+
+impl Stdio {
+    /// Whether the process shares no stream with the shim.
+    pub fn is_none(&self) -> bool {
+        let names = [&self.stdin, &self.stdout, &self.stderr];
+        !self.terminal && names.iter().all(|name| name.is_empty())
+    }
 }
 
 /// The owner of the pipes of a process (`IoUid`, `IoGid`).
@@ -80,8 +89,7 @@ fn output(stdio: &Stdio) -> Result<Output<'_>, Error> {
 /// Prepares the streams of process `id` in a namespace; those of a terminal by [`terminal`].
 pub fn prepare(stdio: &Stdio, owner: Owner, id: &str, namespace: &str) -> Result<Prepared, Error> {
     let mut prepared = Prepared::default();
-    let none = [&stdio.stdin, &stdio.stdout, &stdio.stderr].iter().all(|name| name.is_empty());
-    if none {
+    if stdio.is_none() {
         return Ok(prepared);
     }
     let (mut out, mut err) = (stdio.stdout.as_str(), stdio.stderr.as_str());

@@ -1,4 +1,4 @@
-//! Streams between containers and containerd, copied by the copier thread.
+//! Streams between a container and containerd, copied by the container's copier thread.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -62,8 +62,8 @@ enum CopyResult {
 }
 
 impl Stream {
-    /// A stream from a process to containerd. Makes both ends non-blocking: one thread copies for
-    /// all containers of the pod, and no process may block it.
+    /// A stream from a process to containerd. Makes both ends non-blocking: one thread copies all
+    /// streams of the container, and no process may block it.
     ///
     /// # Errors
     /// The kernel refuses that.
@@ -186,7 +186,7 @@ fn is(fd: &OwnedFd, flag: PollFlags) -> bool {
     polled.is_ok() && fd.revents().contains(flag)
 }
 
-/// The streams of all processes.
+/// The streams of a container and its execs.
 #[derive(Debug, Default)]
 pub struct Streams {
     streams: BTreeMap<u32, Stream>,
@@ -279,6 +279,11 @@ impl Streams {
     /// Whether output of a deleted process is being copied.
     pub fn has_output_of_deleted(&self) -> bool {
         self.streams.values().any(|stream| stream.left_to_copy.is_some())
+    }
+
+    /// Whether there is no stream.
+    pub fn is_empty(&self) -> bool {
+        self.streams.is_empty()
     }
 
     fn remove(&mut self, id: u32) {

@@ -1,7 +1,7 @@
 //! Callers, containers and disks that do what they should not.
 
 use std::io::{Read as _, Write as _};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use containerd_shim_protos::api::*;
 use containerd_shim_protos::protobuf::Message as _;
@@ -392,19 +392,30 @@ fn sleeps_uninterruptibly(pid: u32) -> bool {
     stats.any(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('D')))
 }
 
-#[test]
-fn a_process_that_holds_the_lock_of_its_pipe_can_be_killed() {
-    let mut pod = Pod::new();
-    let (input, out) = (pod.fifo("in"), pod.fifo("out"));
+/// How many threads a process has.
+fn threads(pid: u32) -> usize {
+    std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().count()
+}
+
+/// Runs a container that holds the lock of its standard input, on which the shim then sleeps.
+fn run_holder(pod: &Pod, id: &str) -> std::thread::JoinHandle<Vec<u8>> {
+    let (input, out) = (pod.fifo("held-in"), pod.fifo("held-out"));
     let stdout = pod::reader(&out);
     let with = Container { stdin: input.clone(), stdout: out, ..Default::default() };
-    pod.run("a", "exec probe hold-input", &with);
-    let other = pod.run("b", "sleep 1000", &Container::default());
+    pod.run(id, "exec probe hold-input", &with);
     eventually("the lock", || {
         pod::write(&input, b"more");
         sleeps_uninterruptibly(pod.shim.id()).then_some(())
     });
-    let begun = std::time::Instant::now();
+    stdout
+}
+
+#[test]
+fn a_process_that_holds_the_lock_of_its_pipe_can_be_killed() {
+    let mut pod = Pod::new();
+    let other = pod.run("b", "sleep 1000", &Container::default());
+    let stdout = run_holder(&pod, "a");
+    let begun = Instant::now();
     assert_eq!(pod.state("b", "").unwrap().pid, other);
     pod.kill("a", "", 9).unwrap();
     assert_eq!(pod.wait("a", "").unwrap(), 137);
@@ -412,5 +423,42 @@ fn a_process_that_holds_the_lock_of_its_pipe_can_be_killed() {
     assert!(begun.elapsed() < Duration::from_secs(8), "{:?}", begun.elapsed());
     assert_eq!(stdout.join().unwrap(), b"full\n");
     pod.end("b");
+    eventually("the end of its thread", || (threads(pod.shim.id()) == 1).then_some(()));
+    pod.shut_down();
+}
+
+#[test]
+fn a_process_that_holds_the_lock_of_its_pipe_delays_no_other_container() {
+    let mut pod = Pod::new();
+    let (out, exec_out, late_out) = (pod.fifo("out"), pod.fifo("exec-out"), pod.fifo("late-out"));
+    let stdout = pod::reader(&out);
+    // More than the pipe holds, once the lock is held.
+    let script = "while ! test -e /tmp/go; do sleep 0.01; done; seq 100001 130000; exit 3";
+    let with = Container { stdout: out, root_is: Some(0), ..Default::default() };
+    std::fs::create_dir(pod.path("data")).unwrap();
+    pod.run("b", script, &with);
+    let held = run_holder(&pod, "a");
+    let begun = Instant::now();
+    let exec_stdout = pod::reader(&exec_out);
+    pod.exec("b", "e", "echo exec", &Container { stdout: exec_out, ..Default::default() }).unwrap();
+    pod.start("b", "e").unwrap();
+    assert_eq!(pod.wait("b", "e").unwrap(), 0);
+    pod.delete("b", "e").unwrap();
+    assert_eq!(exec_stdout.join().unwrap(), b"exec\n");
+    std::fs::write(pod.path("data/go"), "").unwrap();
+    assert_eq!(pod.wait("b", "").unwrap(), 3);
+    pod.delete("b", "").unwrap();
+    let expected: String = (100_001..=130_000).map(|number| format!("{number}\n")).collect();
+    assert!(stdout.join().unwrap() == expected.as_bytes(), "output is lost");
+    let late_stdout = pod::reader(&late_out);
+    pod.run("c", "echo late", &Container { stdout: late_out, ..Default::default() });
+    assert_eq!(pod.wait("c", "").unwrap(), 0);
+    pod.delete("c", "").unwrap();
+    assert_eq!(late_stdout.join().unwrap(), b"late\n");
+    assert!(begun.elapsed() < Duration::from_secs(8), "{:?}", begun.elapsed());
+    assert_eq!(pod.status("a"), Status::RUNNING);
+    assert!(sleeps_uninterruptibly(pod.shim.id()), "the lock is held all the time");
+    pod.end("a");
+    assert_eq!(held.join().unwrap(), b"full\n");
     pod.shut_down();
 }

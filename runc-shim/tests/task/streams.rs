@@ -1,9 +1,11 @@
 //! Standard streams: FIFOs, terminals, files, logging programs.
 
 use std::io::{Read as _, Write as _};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use containerd_shim_protos::api::*;
+use containerd_shim_protos::ttrpc::Code;
 
 use crate::pod::{self, Container, Pod, context, count, eventually, reader, write};
 
@@ -347,5 +349,57 @@ fn a_deleted_execs_output_ends_although_a_process_keeps_it() {
         assert!(said.starts_with(b"word\n") && (!whole || said.len() == 5), "{}", said.len());
     }
     pod.end("a");
+    pod.shut_down();
+}
+
+/// A cgroup in which the shim can start neither a thread nor a process, until it is dropped.
+struct NoThreads {
+    root: PathBuf,
+    full: PathBuf,
+    shim: u32,
+}
+
+impl NoThreads {
+    /// `None`: the node has no controller for it.
+    fn new(pod: &Pod) -> Option<Self> {
+        let roots = ["/sys/fs/cgroup/pids", "/sys/fs/cgroup"];
+        let root = PathBuf::from(roots.into_iter().find(|root| pod::exists(root)).unwrap());
+        let shim = pod.shim.id();
+        let full = root.join(format!("no-threads-{shim}"));
+        std::fs::create_dir(&full).unwrap();
+        let limited = Self { root, full, shim };
+        std::fs::write(limited.full.join("pids.max"), "1").ok()?;
+        std::fs::write(limited.full.join("cgroup.procs"), shim.to_string()).unwrap();
+        Some(limited)
+    }
+}
+
+impl Drop for NoThreads {
+    fn drop(&mut self) {
+        // The shim has ended if the test has failed.
+        let _ = std::fs::write(self.root.join("cgroup.procs"), self.shim.to_string());
+        std::fs::remove_dir(&self.full).unwrap();
+    }
+}
+
+#[test]
+fn a_container_for_which_there_is_no_thread_leaves_nothing() {
+    let mut pod = Pod::new();
+    let Some(limit) = NoThreads::new(&pod) else {
+        kit::skip("the node has no pids controller");
+        return;
+    };
+    let out = pod.fifo("out");
+    let with = Container { stdout: out.clone(), ..Default::default() };
+    let error = pod.try_create("a", "echo out", &with).unwrap_err().to_string();
+    assert!(error.contains("copier thread") && error.contains("os error 11"), "{error}");
+    assert_eq!(pod::code(&pod.delete("a", "").unwrap_err()), Code::NOT_FOUND);
+    assert!(!pod::exists(pod.runtime_state("a")));
+    drop(limit);
+    let stdout = reader(&out);
+    pod.run("a", "echo out", &with);
+    assert_eq!(pod.wait("a", "").unwrap(), 0);
+    pod.delete("a", "").unwrap();
+    assert_eq!(stdout.join().unwrap(), b"out\n");
     pod.shut_down();
 }
