@@ -1,0 +1,304 @@
+//! Streams between a container and containerd, copied by the container's copier thread.
+
+mod streams;
+
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+
+use crate::log;
+
+pub use self::streams::Streams;
+
+/// Maximum number of bytes, and of reads, that are copied of one stream before the other streams.
+/// A pipe in packet mode (`O_DIRECT`) returns one packet for each read, which may be one byte.
+const MAX_BYTES_AT_ONCE: usize = 1 << 20;
+const MAX_READS_AT_ONCE: usize = 256;
+
+/// Size of one read, bytes.
+const BUFFER: usize = 8192;
+
+/// Delay before another write after one that has failed, for example because the disk is full.
+const FAILED_WAIT: Duration = Duration::from_millis(500);
+
+/// Delay between attempts to copy a stream that epoll does not watch.
+const UNWATCHED_WAIT: Duration = Duration::from_millis(100);
+
+/// One stream: bytes are copied in one direction.
+#[derive(Debug)]
+pub struct Stream {
+    from: OwnedFd,
+    to: OwnedFd,
+    /// The shim's own reading end of the FIFO at `to`, so that the FIFO always has a reader.
+    reader: Option<OwnedFd>,
+    is_output: bool,
+    /// `from` is a terminal.
+    is_terminal: bool,
+    /// Bytes that were read and not written yet.
+    held: Vec<u8>,
+    /// All is copied and the FIFO is kept open for a reader: the time of the next check, and the
+    /// delay before it.
+    last_wait: Option<(Instant, Duration)>,
+    /// The process has exited: the stream ends when its pending output is copied.
+    finishing: bool,
+    /// The process was deleted: how many bytes are still copied. The stream also ends when nothing
+    /// is pending, and when its FIFO has no reader.
+    left_to_copy: Option<usize>,
+    /// A write has failed, or epoll does not watch the stream; time of the next attempt.
+    retry_at: Option<Instant>,
+    /// epoll watches the stream.
+    is_watched: bool,
+    /// An error of a write was logged.
+    has_logged: bool,
+}
+
+/// The result of [`Stream::copy_available`].
+#[derive(Debug, PartialEq, Eq)]
+enum CopyResult {
+    /// Nothing more can be copied now.
+    Blocked,
+    /// There may be more to copy.
+    More,
+    /// All is copied, or copying has failed.
+    Ended,
+}
+
+/// Why [`Stream::copy`] has copied nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Failure {
+    /// Nothing can be read, or written, now.
+    Blocked,
+    /// A signal came first.
+    Interrupted,
+    /// The write may succeed later.
+    Passing,
+    /// One of the ends was closed.
+    Final,
+}
+
+impl Failure {
+    fn of_read(e: Errno) -> Self {
+        match e {
+            Errno::AGAIN => Self::Blocked,
+            Errno::INTR => Self::Interrupted,
+            _ => Self::Final,
+        }
+    }
+
+    /// An error of a log file, for example on a network file system, may pass. If it ended the
+    /// stream, the next write of the container would kill it by SIGPIPE.
+    fn of_write(e: Errno, is_output: bool) -> Self {
+        match e {
+            Errno::AGAIN => Self::Blocked,
+            Errno::INTR => Self::Interrupted,
+            Errno::NOSPC | Errno::DQUOT | Errno::NOMEM | Errno::NOBUFS => Self::Passing,
+            Errno::PIPE => Self::Final,
+            _ if is_output => Self::Passing,
+            _ => Self::Final,
+        }
+    }
+}
+
+impl Stream {
+    /// A stream from a process to containerd. Makes both ends non-blocking: one thread copies all
+    /// streams of the container, and no process may block it.
+    ///
+    /// # Errors
+    /// The kernel refuses that.
+    pub fn output(from: OwnedFd, to: OwnedFd, reader: Option<OwnedFd>) -> Result<Self, Errno> {
+        for end in [&from, &to] {
+            rustix::io::ioctl_fionbio(end, true)?;
+        }
+        Ok(Self {
+            from,
+            to,
+            reader,
+            is_output: true,
+            is_terminal: false,
+            held: Vec::new(),
+            last_wait: None,
+            finishing: false,
+            left_to_copy: None,
+            retry_at: None,
+            is_watched: true,
+            has_logged: false,
+        })
+    }
+
+    /// The same stream, with a terminal as its source.
+    pub fn of_terminal(self) -> Self {
+        Self { is_terminal: true, ..self }
+    }
+
+    /// A stream from containerd to a process, as [`Stream::output`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn input(from: OwnedFd, to: OwnedFd) -> Result<Self, Errno> {
+        Ok(Self { is_output: false, ..Self::output(from, to, None)? })
+    }
+
+    /// Whether the stream is output of a process.
+    pub fn is_output(&self) -> bool {
+        self.is_output
+    }
+
+    /// The descriptors of a stream that was never copied.
+    pub fn into_ends(self) -> impl Iterator<Item = OwnedFd> {
+        [self.from, self.to].into_iter().chain(self.reader)
+    }
+
+    fn copy_available(&mut self) -> CopyResult {
+        let mut moved = 0;
+        for _ in 0..MAX_READS_AT_ONCE {
+            if moved >= MAX_BYTES_AT_ONCE {
+                break;
+            }
+            if self.left_to_copy == Some(0) {
+                return CopyResult::Ended;
+            }
+            match self.copy() {
+                Ok(0) => return CopyResult::Ended,
+                Ok(count) => moved += count,
+                Err(Failure::Interrupted) => {}
+                Err(Failure::Blocked) if self.is_over() => return CopyResult::Ended,
+                Err(Failure::Blocked) => {
+                    if !self.is_watched {
+                        self.retry_at = Some(Instant::now() + UNWATCHED_WAIT);
+                    }
+                    return CopyResult::Blocked;
+                }
+                Err(Failure::Passing) => {
+                    self.retry_at = Some(Instant::now() + FAILED_WAIT);
+                    return CopyResult::Blocked;
+                }
+                Err(Failure::Final) => return CopyResult::Ended,
+            }
+        }
+        CopyResult::More
+    }
+
+    /// Reads once and writes what was read. Does not use splice(2), which holds the locks of both
+    /// pipes, so that containerd would sleep together with this thread.
+    fn copy(&mut self) -> Result<usize, Failure> {
+        if self.held.is_empty() {
+            let mut buffer = [0; BUFFER];
+            let count = match rustix::io::read(&self.from, &mut buffer) {
+                // No process has the terminal open, but one may open it again.
+                Err(Errno::IO) if self.is_terminal => return Err(Failure::Blocked),
+                read => read.map_err(Failure::of_read)?,
+            };
+            self.held.extend_from_slice(buffer.get(..count).unwrap_or_default());
+            if count == 0 {
+                return Ok(0);
+            }
+        }
+        let written = rustix::io::write(&self.to, &self.held);
+        let count = written.map_err(|e| self.write_failed(e))?;
+        self.left_to_copy = self.left_to_copy.map(|left| left.saturating_sub(count));
+        if count == self.held.len() {
+            self.held = Vec::new();
+        } else {
+            self.held.drain(..count);
+        }
+        Ok(count)
+    }
+
+    fn write_failed(&mut self, e: Errno) -> Failure {
+        let failure = Failure::of_write(e, self.is_output);
+        if failure == Failure::Passing && !std::mem::replace(&mut self.has_logged, true) {
+            log::warn(format_args!("failed to write a stream; retrying: {e}"));
+        }
+        failure
+    }
+
+    /// Whether the stream ends although not all writers have closed it.
+    fn is_over(&self) -> bool {
+        let drained = self.held.is_empty() && !is(&self.from, PollFlags::IN);
+        match self.left_to_copy {
+            Some(_) => drained || !self.has_reader(),
+            None => self.finishing && drained,
+        }
+    }
+
+    /// Whether the FIFO has a reader. `reader` must be closed, so that the shim is not counted.
+    fn has_reader(&self) -> bool {
+        !is(&self.to, PollFlags::ERR)
+    }
+
+    /// Closes the shim's own reading end, and says whether the FIFO may be closed: it has a reader,
+    /// or it is empty.
+    fn may_close(&mut self) -> bool {
+        self.reader = None;
+        self.has_reader() || rustix::io::ioctl_fionread(&self.to).unwrap_or(0) == 0
+    }
+}
+
+/// Whether poll reports `flag` now.
+fn is(fd: &OwnedFd, flag: PollFlags) -> bool {
+    let mut fds = [PollFd::new(fd, flag)];
+    let polled = rustix::event::poll(&mut fds, Some(&Timespec::default()));
+    let [fd] = fds;
+    polled.is_ok() && fd.revents().contains(flag)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::{UnixListener, UnixStream};
+
+    use rustix::event::EventfdFlags;
+
+    use super::*;
+
+    #[test]
+    fn a_stream_of_small_reads_does_not_delay_the_others() {
+        // Each read returns 8 bytes.
+        let from = rustix::event::eventfd(1000, EventfdFlags::SEMAPHORE).unwrap();
+        let to = std::fs::OpenOptions::new().write(true).open("/dev/null").unwrap();
+        let mut stream = Stream::output(from, to.into(), None).unwrap();
+        for _ in 0..1000 / MAX_READS_AT_ONCE {
+            assert_eq!(stream.copy_available(), CopyResult::More);
+        }
+        assert_eq!(stream.copy_available(), CopyResult::Blocked);
+    }
+
+    #[test]
+    fn an_output_whose_destination_fails_for_a_while_loses_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let (from, writer) = rustix::pipe::pipe().unwrap();
+        let to = rustix::net::socket(
+            rustix::net::AddressFamily::UNIX,
+            rustix::net::SocketType::STREAM,
+            None,
+        );
+        let mut stream = Stream::output(from, to.unwrap(), None).unwrap();
+        rustix::io::write(&writer, b"word").unwrap();
+        // ENOTCONN, until it is connected.
+        assert_eq!(stream.copy_available(), CopyResult::Blocked);
+        assert!(stream.retry_at.is_some());
+        let listener = UnixListener::bind(dir.path().join("s")).unwrap();
+        let address = rustix::net::SocketAddrUnix::new(dir.path().join("s")).unwrap();
+        rustix::net::connect(&stream.to, &address).unwrap();
+        let (mut reader, _): (UnixStream, _) = listener.accept().unwrap();
+        drop(writer);
+        assert_eq!(stream.copy_available(), CopyResult::Ended);
+        drop(stream);
+        assert_eq!(std::io::read_to_string(&mut reader).unwrap(), "word");
+    }
+
+    #[test]
+    fn only_a_closed_end_is_final() {
+        for e in [Errno::NOSPC, Errno::DQUOT, Errno::NOMEM, Errno::NOBUFS] {
+            assert_eq!(Failure::of_write(e, true), Failure::Passing, "{e}");
+            assert_eq!(Failure::of_write(e, false), Failure::Passing, "{e}");
+        }
+        for e in [Errno::IO, Errno::STALE] {
+            assert_eq!(Failure::of_write(e, true), Failure::Passing, "{e}");
+            assert_eq!(Failure::of_write(e, false), Failure::Final, "{e}");
+        }
+        assert_eq!(Failure::of_write(Errno::PIPE, true), Failure::Final);
+        assert_eq!(Failure::of_read(Errno::IO), Failure::Final);
+    }
+}

@@ -1,0 +1,217 @@
+//! The streams of a container and its execs, as the copier thread handles them.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll::EventFlags;
+
+use super::{CopyResult, Stream};
+use crate::log;
+use crate::reactor::{Reactor, Source};
+
+/// Default size of a pipe, bytes (pipe(7)).
+const PIPE_SIZE: usize = 64 << 10;
+
+/// Delays between checks for a reader of the last output: the first and the longest.
+const FIRST_WAIT: Duration = Duration::from_millis(20);
+const LONGEST_WAIT: Duration = Duration::from_secs(1);
+
+/// The streams of a container and its execs.
+#[derive(Debug, Default)]
+pub struct Streams {
+    streams: BTreeMap<u32, Stream>,
+    /// The ids of streams that have ended.
+    ended: Vec<u32>,
+    /// The ids of streams that may have more to copy.
+    ready: Vec<u32>,
+    /// An error of epoll was logged.
+    has_logged: bool,
+}
+
+impl Streams {
+    /// Begins to copy a stream with this id.
+    pub fn add(&mut self, id: u32, mut stream: Stream, reactor: &Reactor) {
+        for (end, flag) in [(&stream.from, EventFlags::IN), (&stream.to, EventFlags::OUT)] {
+            match reactor.add(end, Source::Stream(id), flag | EventFlags::ET) {
+                // epoll refuses a regular file, which is always ready.
+                Err(e) if e.raw_os_error() != Some(libc::EPERM) => {
+                    stream.is_watched = false;
+                    self.log_unwatched(&e);
+                }
+                _ => {}
+            }
+        }
+        self.streams.insert(id, stream);
+        self.ready.push(id);
+    }
+
+    /// Logs once that streams are copied by time: the node has no memory, or too many watches
+    /// (`fs.epoll.max_user_watches`), for epoll.
+    fn log_unwatched(&mut self, e: &io::Error) {
+        if !std::mem::replace(&mut self.has_logged, true) {
+            log::warn(format_args!("failed to watch streams; copying every 100 ms: {e}"));
+        }
+    }
+
+    /// Notes that a stream is ready.
+    pub fn ready(&mut self, id: u32) {
+        if self.streams.contains_key(&id) && !self.ready.contains(&id) {
+            self.ready.push(id);
+        }
+    }
+
+    /// Copies the streams that are ready.
+    pub fn run(&mut self) {
+        for id in std::mem::take(&mut self.ready) {
+            let Some(stream) = self.streams.get_mut(&id) else { continue };
+            if stream.last_wait.is_some() {
+                continue;
+            }
+            match stream.copy_available() {
+                CopyResult::Blocked => {}
+                CopyResult::More => self.ready.push(id),
+                CopyResult::Ended => self.end(id),
+            }
+        }
+    }
+
+    /// The ids of the streams that have ended since the last call.
+    pub fn take_ended(&mut self) -> Vec<u32> {
+        std::mem::take(&mut self.ended)
+    }
+
+    /// Ends a stream after the process has exited: an output stream when its pending output is
+    /// copied, an input stream at once.
+    pub fn finish(&mut self, id: u32) {
+        match self.streams.get_mut(&id) {
+            Some(stream) if stream.is_output => {
+                stream.finishing = true;
+                self.ready(id);
+            }
+            _ => self.remove(id),
+        }
+    }
+
+    /// Copies the pending output of a terminal, and then ends the stream.
+    pub fn hang_up(&mut self, id: u32) {
+        if let Some(stream) = self.streams.get_mut(&id) {
+            // Bounded, because processes may still write. The pending output is less than this.
+            let _ = (0..64).find(|_| stream.copy_available() != CopyResult::More);
+            self.end(id);
+        }
+    }
+
+    /// Handles the deletion of the process: pending output is still copied as long as its FIFO has
+    /// a reader; any other stream is closed. What other processes with the same pipe write later is
+    /// not copied: containerd waits for the end of the output of a deleted exec (`process.Delete`
+    /// of its client), and these processes may never exit.
+    pub fn process_deleted(&mut self, id: u32) {
+        if let Some(stream) = self.streams.get_mut(&id)
+            && stream.is_output
+            && stream.last_wait.is_none()
+            && stream.reader.take().is_some()
+            && stream.has_reader()
+        {
+            // A terminal has no pipe size; it holds less.
+            let in_pipe = rustix::pipe::fcntl_getpipe_size(&stream.from).unwrap_or(PIPE_SIZE);
+            stream.left_to_copy = Some(in_pipe + stream.held.len());
+            self.ready(id);
+        } else {
+            self.remove(id);
+        }
+    }
+
+    /// Whether output of a deleted process is being copied.
+    pub fn has_output_of_deleted(&self) -> bool {
+        self.streams.values().any(|stream| stream.left_to_copy.is_some())
+    }
+
+    /// Whether there is no stream.
+    pub fn is_empty(&self) -> bool {
+        self.streams.is_empty()
+    }
+
+    fn remove(&mut self, id: u32) {
+        self.streams.remove(&id);
+    }
+
+    /// When [`Streams::run`] or [`Streams::pass_time`] has work to do at the latest.
+    pub fn deadline(&self) -> Option<Instant> {
+        if !self.ready.is_empty() {
+            return Some(Instant::now());
+        }
+        let times = self.streams.values().map(|stream| {
+            let last = stream.last_wait.map(|(at, _)| at);
+            last.or(stream.retry_at)
+        });
+        times.flatten().min()
+    }
+
+    /// Closes the FIFOs that have got a reader, and copies the streams whose next attempt is due.
+    pub fn pass_time(&mut self) {
+        let now = Instant::now();
+        let due = self
+            .streams
+            .iter_mut()
+            .filter_map(|(id, stream)| stream.retry_at.take_if(|at| *at <= now).map(|_| *id));
+        let due: Vec<u32> = due.collect();
+        for id in due {
+            self.ready(id);
+        }
+        self.streams.retain(|_, stream| {
+            let Some((at, wait)) = stream.last_wait else { return true };
+            if at <= now {
+                if stream.may_close() {
+                    return false;
+                }
+                let wait = (wait * 2).min(LONGEST_WAIT);
+                stream.last_wait = Some((now + wait, wait));
+            }
+            true
+        });
+    }
+
+    /// Ends a stream. The FIFO stays open until its last output has a reader, because it has none
+    /// while containerd restarts.
+    fn end(&mut self, id: u32) {
+        let Some(stream) = self.streams.get_mut(&id) else { return };
+        self.ended.push(id);
+        let keeps = stream.reader.is_some() && !stream.may_close();
+        if keeps {
+            stream.last_wait = Some((Instant::now() + FIRST_WAIT, FIRST_WAIT));
+        } else {
+            self.streams.remove(&id);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::UNWATCHED_WAIT;
+    use super::*;
+
+    #[test]
+    fn a_stream_that_epoll_does_not_watch_is_copied_by_time() {
+        let reactor = Reactor::new().unwrap();
+        let (from, writer) = rustix::pipe::pipe().unwrap();
+        let (reader, to) = rustix::pipe::pipe().unwrap();
+        // EEXIST, in place of the errors of a node without memory.
+        reactor.add(&from, Source::Copier, EventFlags::empty()).unwrap();
+        let mut streams = Streams::default();
+        streams.add(1, Stream::output(from, to, None).unwrap(), &reactor);
+        streams.run();
+        let mut later = || {
+            assert!(streams.deadline().is_some(), "the thread wakes");
+            std::thread::sleep(UNWATCHED_WAIT);
+            streams.pass_time();
+            streams.run();
+            streams.take_ended()
+        };
+        rustix::io::write(&writer, b"word").unwrap();
+        assert!(later().is_empty());
+        assert_eq!(rustix::io::read(&reader, &mut [0; 8]).unwrap(), 4);
+        drop(writer);
+        assert_eq!(later(), [1]);
+    }
+}
