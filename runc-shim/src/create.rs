@@ -265,7 +265,7 @@ impl Shim {
         // The streams are copied once the process is created: until then the runtime writes its
         // own errors to them.
         let process = self.known_process(&key)?;
-        process.stdin = prepared.stdin;
+        process.stdin = prepared.stdin.filter(|_| !process.stdin_closed);
         process.prepared = prepared.streams;
         self.copiers.close(&key.id, prepared.child.into_iter().flatten().collect());
         Ok(None)
@@ -279,7 +279,7 @@ impl Shim {
         let ids = ids.collect::<Result<Vec<u32>, Error>>()?;
         let process = self.known_process(key)?;
         process.streams = ids;
-        if prepared.stdin.is_some() {
+        if prepared.stdin.is_some() && !process.stdin_closed {
             process.stdin = prepared.stdin;
         }
         Ok(())

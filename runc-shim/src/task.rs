@@ -381,7 +381,8 @@ impl Shim {
     }
 
     fn close_io(&mut self, key: &Key) -> Answer {
-        self.process(key)?.stdin = None;
+        let process = self.process(key)?;
+        (process.stdin, process.stdin_closed) = (None, true);
         empty()
     }
 

@@ -75,6 +75,8 @@ pub struct Process {
     pub prepared: Vec<Stream>,
     /// Keeps standard input open until CloseIO.
     pub stdin: Option<OwnedFd>,
+    /// CloseIO was called, possibly before standard input was opened.
+    pub stdin_closed: bool,
     /// The terminal's master.
     pub console: Option<OwnedFd>,
     /// The pid of the logging program that receives the output.

@@ -1,6 +1,7 @@
 //! Callers, containers and disks that do what they should not.
 
 use std::io::{Read as _, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::time::{Duration, Instant};
 
 use containerd_shim_protos::api::*;
@@ -198,6 +199,34 @@ fn a_terminal_with_a_logging_program_is_answered() {
         (pod.client.pids(context(), &request).unwrap().processes.len() == 1).then_some(())
     });
     pod.end("c");
+    pod.shut_down();
+}
+
+/// The streams of a terminal are opened when the runtime has created the process.
+#[test]
+fn standard_input_that_is_closed_during_the_start_of_a_terminal_ends() {
+    let mut pod = Pod::new();
+    let (with, began, go) = late_runtime(&pod, "exec");
+    pod.run("a", "sleep 1000", &with);
+    let input = pod.fifo("in");
+    let with = Container { stdin: input.clone(), terminal: true, ..Default::default() };
+    pod.exec("a", "e", "exec sleep 1000", &with).unwrap();
+    let pod_ref = &pod;
+    std::thread::scope(|scope| {
+        let started = scope.spawn(|| pod_ref.start("a", "e"));
+        eventually("the exec runs", || exists(&began).then_some(()));
+        let mut request = CloseIORequest::new();
+        (request.id, request.exec_id, request.stdin) = (pod_ref.id("a"), "e".to_owned(), true);
+        pod_ref.client.close_io(context(), &request).unwrap();
+        std::fs::write(&go, "").unwrap();
+        started.join().unwrap().unwrap();
+    });
+    eventually("the end of the input", || {
+        let mut options = std::fs::File::options();
+        let opened = options.write(true).custom_flags(libc::O_NONBLOCK).open(&input);
+        opened.is_err_and(|e| e.raw_os_error() == Some(libc::ENXIO)).then_some(())
+    });
+    pod.end("a");
     pod.shut_down();
 }
 
