@@ -16,7 +16,7 @@ use crate::shim::{Key, Shim};
 use crate::task::{self, Answer};
 use crate::{events, exec, exits};
 
-/// How long a deletion waits for the last output.
+/// How long a deletion waits for the last output, and for the exit of the logging program.
 const DRAIN: Duration = Duration::from_secs(10);
 
 impl Shim {
@@ -29,10 +29,9 @@ impl Shim {
         }
         let (next, _) = state::step(container.state, Event::Delete).map_err(Error::state)?;
         container.state = next;
-        let streams = container.process.streams.clone();
         // A container that was never started has not exited: the deletion kills its process.
         let has_exited = container.state.exit().is_some();
-        if has_exited && streams.into_iter().any(|stream| self.copiers.is_copying(id, stream)) {
+        if has_exited && self.is_draining(&key) {
             let container = self.container(id)?;
             container.drain = Some((reply, Instant::now() + DRAIN));
             container.busy.get_or_insert_default();
@@ -41,7 +40,14 @@ impl Shim {
         self.run_delete(&key, Some(reply), Attempt::First)
     }
 
-    /// Continues a deletion when all output of the process is copied, or after [`DRAIN`].
+    /// Whether the last output of a process is being copied, or is read by its logging program.
+    pub fn is_draining(&mut self, key: &Key) -> bool {
+        let Ok(process) = self.known_process(key) else { return false };
+        let (has_logger, streams) = (process.logger.is_some(), process.streams.clone());
+        has_logger || streams.into_iter().any(|stream| self.copiers.is_copying(&key.id, stream))
+    }
+
+    /// Continues a deletion when the process is drained, or after [`DRAIN`].
     pub fn drained(&mut self, key: &Key) {
         let Some(container) = self.containers.get_mut(&key.id) else { return };
         let (drain, exec) = if key.exec.is_empty() {
@@ -190,8 +196,7 @@ impl Shim {
         if exec.drain.is_some() {
             return Err(Error::state("the process is being deleted"));
         }
-        let streams = exec.process.streams.clone();
-        if streams.into_iter().any(|stream| self.copiers.is_copying(&key.id, stream)) {
+        if self.is_draining(key) {
             self.exec(key)?.drain = Some((reply, Instant::now() + DRAIN));
             return Ok(None);
         }

@@ -187,7 +187,7 @@ impl Shim {
             streams.iter().for_each(|stream| copier.hang_up(*stream));
             copier.close(vec![console]);
         }
-        if !streams.iter().any(|stream| self.copiers.is_copying(id, *stream)) {
+        if !self.is_draining(&key) {
             self.drained(&key);
         }
     }
@@ -211,12 +211,22 @@ impl Shim {
         self.copiers.start(&key.id)
     }
 
-    /// Forgets a logging program that has exited, because its pid can be reused once it is reaped.
+    /// Forgets a logging program that has exited, because its pid can be reused once it is reaped,
+    /// and continues a deletion that waits for it.
     pub fn logger_ended(&mut self, pid: i32) {
-        for container in self.containers.values_mut() {
-            let execs = container.execs.values_mut().map(|exec| &mut exec.process);
-            for process in execs.chain([&mut container.process]) {
-                process.logger = process.logger.filter(|logger| *logger != pid);
+        let mut keys = Vec::new();
+        for (id, container) in &mut self.containers {
+            let execs = container.execs.iter_mut();
+            let execs = execs.map(|(exec, it)| (exec.as_str(), &mut it.process));
+            for (exec, process) in execs.chain([("", &mut container.process)]) {
+                if process.logger.take_if(|logger| *logger == pid).is_some() {
+                    keys.push(Key::new(id, exec));
+                }
+            }
+        }
+        for key in keys {
+            if !self.is_draining(&key) {
+                self.drained(&key);
             }
         }
     }

@@ -135,6 +135,35 @@ fn output_goes_to_files_and_programs() {
     pod.shut_down();
 }
 
+#[test]
+fn a_deletion_waits_until_the_logging_program_has_read_all() {
+    let mut pod = Pod::new();
+    let (script, log) = (pod.path("logger"), pod.path("log"));
+    pod::script(&script, &format!("exec 5>&-; cat <&3 >{log}; sleep 1; echo end >>{log}"));
+    let with = Container { stdout: format!("binary://{script}"), ..Default::default() };
+    let whole = || std::fs::read_to_string(&log).unwrap();
+    pod.run("a", "exec sleep 1000", &Container::default());
+    pod.exec("a", "e", "echo exec", &with).unwrap();
+    pod.start("a", "e").unwrap();
+    assert_eq!(pod.wait("a", "e").unwrap(), 0);
+    pod.delete("a", "e").unwrap();
+    assert_eq!(whole(), "exec\nend\n");
+    std::fs::remove_file(&log).unwrap();
+    pod.run("b", "echo out", &with);
+    assert_eq!(pod.wait("b", "").unwrap(), 0);
+    pod.delete("b", "").unwrap();
+    assert_eq!(whole(), "out\nend\n");
+    pod.end("a");
+    // One that does not exit is waited for with a bound.
+    pod::script(&script, "exec 5>&-; while :; do sleep 1; done");
+    pod.run("c", "echo out", &with);
+    assert_eq!(pod.wait("c", "").unwrap(), 0);
+    let begun = Instant::now();
+    pod.delete("c", "").unwrap();
+    assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
+    pod.shut_down();
+}
+
 /// Numbers that look like any, from 1 on.
 struct Numbers(u64);
 
