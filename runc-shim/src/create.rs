@@ -469,7 +469,7 @@ fn new_container(
         own_pid_namespace: container::has_own_pid_namespace(bundle),
         no_pivot_root: options.no_pivot_root,
         no_new_keyring: options.no_new_keyring,
-        restore: restore_arguments(request, options, bundle),
+        restore: options::restore_arguments(request, options, bundle),
         cgroup: None,
         may_have_left_cgroup: false,
         busy: Some(VecDeque::new()),
@@ -477,33 +477,4 @@ fn new_container(
         drain: None,
         retry: None,
     }
-}
-
-/// The arguments that restore a container from a checkpoint; empty: the container is created.
-fn restore_arguments(
-    request: &api::CreateTaskRequest,
-    options: &Options,
-    bundle: &Path,
-) -> Vec<String> {
-    if request.checkpoint.is_empty() {
-        return Vec::new();
-    }
-    let path = |name: &str| bundle.join(name).display().to_string();
-    let work = match options.criu_work_path.as_str() {
-        "" => path("work"),
-        work => work.to_owned(),
-    };
-    let mut arguments = vec!["restore".to_owned()];
-    let mut pair = |name: &str, value: String| arguments.extend([name.to_owned(), value]);
-    pair("--image-path", request.checkpoint.clone());
-    pair("--work-path", work);
-    if !request.parent_checkpoint.is_empty() {
-        pair("--parent-path", request.parent_checkpoint.clone());
-    }
-    pair("--pid-file", path("init.pid"));
-    pair("--bundle", bundle.display().to_string());
-    arguments.push("--detach".to_owned());
-    arguments.extend(options.no_pivot_root.then(|| "--no-pivot".to_owned()));
-    arguments.push("--no-subreaper".to_owned());
-    arguments
 }

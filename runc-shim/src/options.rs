@@ -6,6 +6,7 @@ use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 
+use containerd_shim_protos::api;
 use containerd_shim_protos::shim::oci::{CheckpointOptions, Options};
 use protobuf::Message as _;
 use protobuf::well_known_types::any::Any;
@@ -100,6 +101,35 @@ pub fn json(options: &Options) -> Value {
         put(name, text.as_str().into(), !text.is_empty());
     }
     Value::Object(fields)
+}
+
+/// The arguments that restore a container from a checkpoint; empty: the container is created.
+pub fn restore_arguments(
+    request: &api::CreateTaskRequest,
+    options: &Options,
+    bundle: &Path,
+) -> Vec<String> {
+    if request.checkpoint.is_empty() {
+        return Vec::new();
+    }
+    let path = |name: &str| bundle.join(name).display().to_string();
+    let work = match options.criu_work_path.as_str() {
+        "" => path("work"),
+        work => work.to_owned(),
+    };
+    let mut arguments = vec!["restore".to_owned()];
+    let mut pair = |name: &str, value: String| arguments.extend([name.to_owned(), value]);
+    pair("--image-path", request.checkpoint.clone());
+    pair("--work-path", work);
+    if !request.parent_checkpoint.is_empty() {
+        pair("--parent-path", request.parent_checkpoint.clone());
+    }
+    pair("--pid-file", path("init.pid"));
+    pair("--bundle", bundle.display().to_string());
+    arguments.push("--detach".to_owned());
+    arguments.extend(options.no_pivot_root.then(|| "--no-pivot".to_owned()));
+    arguments.push("--no-subreaper".to_owned());
+    arguments
 }
 
 #[cfg(test)]
