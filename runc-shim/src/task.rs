@@ -189,9 +189,8 @@ impl Shim {
             Request::Resume(r) => Key::new(&r.id, ""),
             Request::Checkpoint(r) => Key::new(&r.id, ""),
             Request::Update(r) => Key::new(&r.id, ""),
-            // The terminal and the standard input of an exec are there once it is started.
+            // The terminal of an exec is there once it is started.
             Request::ResizePty(r) if !r.exec_id.is_empty() => Key::new(&r.id, &r.exec_id),
-            Request::CloseIo(r) if !r.exec_id.is_empty() => Key::new(&r.id, &r.exec_id),
             _ => return Ok(Some(request)),
         };
         let container = match &request {
