@@ -31,13 +31,13 @@ pub struct Job {
     /// The caller that waits for the result, if any.
     pub reply: Option<Reply>,
     /// The command was killed at the deadline of the call.
-    pub is_late: bool,
+    pub was_killed: bool,
 }
 
 impl Job {
     /// When the command is killed; `None`: it has no limit, or was killed.
     pub fn deadline(&self) -> Option<Instant> {
-        if self.is_late || !self.purpose.is_limited() {
+        if self.was_killed || !self.purpose.is_limited() {
             return None;
         }
         self.reply?.deadline()
@@ -137,8 +137,8 @@ impl Shim {
         arguments: &[&str],
         place: &Place<'_>,
     ) -> Result<(), Error> {
-        if purpose.is_limited() && reply.is_some_and(|reply| reply.is_late(Instant::now())) {
-            return Err(deadlines::passed());
+        if purpose.is_limited() {
+            deadlines::check(reply)?;
         }
         let missing = || Error::not_found("container not created");
         let container = self.containers.get_mut(&key.id).ok_or_else(missing)?;
@@ -150,7 +150,7 @@ impl Shim {
         if key.exec.is_empty() {
             container.busy.get_or_insert_default();
         }
-        self.jobs.insert(command.pid, Job { command, purpose, key, reply, is_late: false });
+        self.jobs.insert(command.pid, Job { command, purpose, key, reply, was_killed: false });
         Ok(())
     }
 
@@ -169,28 +169,31 @@ impl Shim {
         let work = Work { action, namespace, id: &key.id, bundle, input_file };
         let command = helper::start(&work)?;
         container.busy.get_or_insert_default();
-        self.jobs.insert(command.pid, Job { command, purpose, key, reply, is_late: false });
+        self.jobs.insert(command.pid, Job { command, purpose, key, reply, was_killed: false });
         Ok(())
     }
 
     /// Handles the exit of a command or helper.
     pub fn finished(&mut self, job: Job, exit: Exit) {
-        let Job { mut command, purpose, key, reply, is_late } = job;
-        let may_be_frozen = is_late && purpose.may_freeze();
+        let Job { mut command, purpose, key, reply, was_killed } = job;
+        let may_be_frozen = was_killed && purpose.may_freeze();
         let status = exit.status;
         let bundle = self.containers.get(&key.id).map(|container| container.bundle.clone());
         let bundle = bundle.unwrap_or_default();
         let mut done = |what: &str| match status {
             0 => Ok(()),
-            _ if is_late => Err(deadlines::ended(&command.failure(what, status, &bundle))),
+            _ if was_killed => Err(deadlines::ended(&command.failure(what, status, &bundle))),
             _ => Err(command.failure(what, status, &bundle)),
         };
         let answer = match purpose {
             Purpose::Create(console) => {
                 if let Some(container) = self.containers.get_mut(&key.id) {
-                    container.may_have_left_cgroup = is_late;
+                    container.may_have_left_cgroup = was_killed;
                 }
-                self.launched(&key, reply, console, done("OCI runtime create failed"))
+                // A command may also succeed at the moment at which it is killed.
+                let created =
+                    done("OCI runtime create failed").and_then(|()| deadlines::check(reply));
+                self.launched(&key, reply, console, created)
             }
             Purpose::Mount => {
                 self.rootfs_mounted(&key, reply, done("failed to mount rootfs component"))
@@ -232,7 +235,7 @@ impl Shim {
             Purpose::Pause => self.pause_finished(&key, done("OCI runtime pause failed"), false),
             Purpose::Resume => {
                 // A command that was killed may have resumed the container before.
-                let resumed = is_late && !self.is_frozen(&key);
+                let resumed = was_killed && !self.is_frozen(&key);
                 self.pause_finished(&key, done("OCI runtime resume failed"), resumed)
             }
             Purpose::Update => done("OCI runtime update failed").and_then(|()| task::empty()),

@@ -24,7 +24,7 @@ use crate::runtime::{self, Place, Runtime};
 use crate::server::Reply;
 use crate::shim::{Key, Shim};
 use crate::task::{self, Answer};
-use crate::{events, exits, mounts, options, sys};
+use crate::{deadlines, events, exits, mounts, options, sys};
 
 /// The start of a process that waits for its logging program to be ready.
 #[derive(Debug)]
@@ -102,6 +102,7 @@ impl Shim {
     /// Prepares the streams of a container whose root file system is mounted, and has the runtime
     /// create the container.
     fn prepare(&mut self, key: &Key, reply: Option<Reply>) -> Answer {
+        deadlines::check(reply)?;
         let container = self.known(key)?;
         if !container.restore.is_empty() {
             // The runtime does nothing for a container to restore before its start.
@@ -218,6 +219,9 @@ impl Shim {
         started: bool,
     ) -> Answer {
         if started {
+            if key.exec.is_empty() {
+                deadlines::check(reply)?;
+            }
             let pid = self.pid_of(&key)?;
             self.attach(&key, prepared)?;
             return self.process_made(&key, pid);
@@ -327,9 +331,12 @@ impl Shim {
     /// if the pid is that of another live child, whose exit would be taken for this process's.
     pub fn resolve_start(&mut self, key: &Key, pid: i32) -> Result<Option<Exit>, Error> {
         let file = self.containers.get(&key.id).map(|it| pid_file(&it.bundle, key));
-        let exit = self.exits.resolve_start(key, Some((pid, &file.unwrap_or_default())));
+        let file = file.unwrap_or_default();
+        let exit = self.exits.resolve_start(key, Some((pid, &file)));
         if exit.is_none() && self.is_known(pid) {
-            return Err(Error::unknown(format!("the runtime has written another's pid: {pid}")));
+            let file = file.display();
+            let reason = format!("pid file {file} has pid {pid}, which is another process");
+            return Err(Error::unknown(reason));
         }
         Ok(exit)
     }
@@ -470,6 +477,7 @@ fn new_container(
         no_pivot_root: options.no_pivot_root,
         no_new_keyring: options.no_new_keyring,
         restore: options::restore_arguments(request, options, bundle),
+        cgroups_path: container::cgroups_path(bundle),
         cgroup: None,
         may_have_left_cgroup: false,
         busy: Some(VecDeque::new()),

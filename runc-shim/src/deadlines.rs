@@ -1,11 +1,11 @@
-//! Deadlines of calls. A caller sends the time for which it waits (`timeout_nano`), and has no use
-//! for the result after it. A command of the runtime that hangs would otherwise keep its container
+//! Deadlines of calls. A caller sends the time for which it waits (`timeout_nano`), and does not
+//! read the result after it. A command of the runtime that hangs would otherwise keep its container
 //! busy forever: an OCI hook, a file system or a stopped process may hang without a limit.
 //!
 //! At the deadline the command is killed, with all processes that descend from it, and the call
 //! fails as it does if the command fails. A call that waits for something else is only answered.
 //! The end of a connection changes nothing: a restarted containerd finds what the interrupted call
-//! has completed, and a command that is killed halfway leaves more to repair than one that ends.
+//! has completed, and a command that is killed leaves more to clean up than one that ends.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -19,7 +19,7 @@ use crate::sandbox::Sandbox;
 use crate::server::Reply;
 use crate::shim::Shim;
 use crate::task::Request;
-use crate::{descendants, sys};
+use crate::{descendants, log, sys};
 
 impl Shim {
     /// The next deadline of a pending call.
@@ -34,7 +34,12 @@ impl Shim {
     pub fn end_late_calls(&mut self, now: Instant) {
         for job in self.jobs.values_mut() {
             if job.deadline().is_some_and(|at| at <= now) {
-                job.is_late = true;
+                job.was_killed = true;
+                log::warn(format_args!(
+                    "container {}: killing process {} of the runtime and its children at the \
+                     deadline of the call",
+                    job.key.id, job.command.pid
+                ));
                 end_command(job);
             }
         }
@@ -88,6 +93,13 @@ fn take_late(container: &mut Container, now: Instant) -> Vec<Reply> {
         queue.retain(|(reply, _)| !reply.is_late(now));
     }
     late
+}
+
+/// Fails if the deadline of a Create has passed: its caller has given up, has removed the bundle,
+/// and would not know of the container.
+pub fn check(reply: Option<Reply>) -> Result<(), Error> {
+    let is_late = reply.is_some_and(|reply| reply.is_late(Instant::now()));
+    if is_late { Err(passed()) } else { Ok(()) }
 }
 
 /// The error of a call whose deadline has passed.

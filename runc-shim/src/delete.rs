@@ -87,9 +87,7 @@ impl Shim {
                 // runc removes no cgroup whose path is too long for a system call.
                 Attempt::First => {
                     let purpose = Purpose::RemoveCgroup(e.clone());
-                    let run =
-                        self.run_helper(key.clone(), reply, purpose, Action::RemoveCgroup, None);
-                    run.map_err(|_| e)
+                    self.run_remove_cgroup(key, reply, purpose).map_err(|_| e)
                 }
                 Attempt::Last => Err(e),
             },

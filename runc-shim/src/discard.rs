@@ -1,6 +1,7 @@
 //! Removal of what is left of a container that could not be created. It is tried again until
 //! nothing is left: there may be no process or descriptor for a command of the runtime at first.
 
+use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
 use containerd_shim_protos::api::DeleteResponse;
@@ -12,6 +13,7 @@ use crate::container::state::{Event, State};
 use crate::error::Error;
 use crate::exits::{Exit, UNKNOWN};
 use crate::helper::Action;
+use crate::runtime;
 use crate::server::Reply;
 use crate::shim::{Key, Shim};
 use crate::task::{self, Answer};
@@ -46,7 +48,7 @@ impl Shim {
             self.run_for(key.clone(), reply, purpose, &["delete", "--force", &key.id])
         } else if container.may_have_left_cgroup {
             let purpose = Purpose::DiscardCgroup(reason.clone());
-            self.run_helper(key.clone(), reply, purpose, Action::RemoveCgroup, None)
+            self.run_remove_cgroup(key, reply, purpose)
         } else if container.rootfs.is_some() {
             let purpose = Purpose::DiscardMounts(reason.clone());
             self.run_helper(key.clone(), reply, purpose, Action::Unmount, None)
@@ -55,6 +57,19 @@ impl Shim {
             return reason.map_or_else(deleted, Err);
         };
         begun.map(|()| None).or_else(|e| self.discard_failed(key, reason, e))
+    }
+
+    /// Starts a helper that removes the cgroup of a container. It needs no bundle: containerd may
+    /// have removed that.
+    pub fn run_remove_cgroup(
+        &mut self,
+        key: &Key,
+        reply: Option<Reply>,
+        purpose: Purpose,
+    ) -> Result<(), Error> {
+        let input_file = runtime::memory_file_of(self.known(key)?.cgroups_path.as_bytes())?;
+        let input_file = Some(input_file.as_fd());
+        self.run_helper(key.clone(), reply, purpose, Action::RemoveCgroup, input_file)
     }
 
     /// Continues after the runtime has deleted such a container, or has failed to.

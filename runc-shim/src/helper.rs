@@ -11,9 +11,10 @@ use containerd_shim_protos::api::{CreateTaskRequest, Mount};
 use containerd_shim_protos::ttrpc::proto::Status;
 use protobuf::{EnumOrUnknown, Message as _};
 
+use crate::cgroup::Cgroup;
 use crate::error::{Code, Context as _, Error};
 use crate::runtime::{self, Command, INPUT_FD};
-use crate::{Arguments, container, mounts, sys};
+use crate::{Arguments, mounts, sys};
 
 /// What a helper does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,7 +56,7 @@ pub struct Work<'a> {
     pub id: &'a str,
     /// The container's bundle.
     pub bundle: &'a Path,
-    /// The mounts to make; see [`mounts_file`].
+    /// The mounts to make, see [`mounts_file`], or the `cgroupsPath` of the config.
     pub input_file: Option<BorrowedFd<'a>>,
 }
 
@@ -130,10 +131,10 @@ fn act(action: Action, arguments: &Arguments) -> Result<(), Error> {
             mounts::mount_all(&request.rootfs, &mounts::rootfs(bundle))
         }
         Action::Unmount => mounts::unmount_bundle(bundle),
-        Action::RemoveCgroup => match container::cgroup_of(bundle, &arguments.id) {
-            Some(cgroup) => cgroup.remove(),
-            None => Ok(()),
-        },
+        Action::RemoveCgroup => {
+            let path = std::fs::read_to_string(runtime::input_path()).context("read cgroup")?;
+            Cgroup::named(&path, &arguments.id).map_or(Ok(()), |cgroup| cgroup.remove())
+        }
     }
 }
 

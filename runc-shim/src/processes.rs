@@ -102,7 +102,8 @@ impl Shim {
     /// is not paused, so that no Resume could thaw it.
     pub fn thaw_running(&self, key: &Key) {
         let container = self.containers.get(&key.id);
-        if container.is_some_and(|it| matches!(it.state, State::Running { .. })) {
+        let is_paused = |state| matches!(state, State::Paused { .. } | State::Resuming { .. });
+        if container.is_some_and(|container| !is_paused(container.state)) {
             self.thaw(key);
         }
     }

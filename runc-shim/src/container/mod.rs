@@ -48,6 +48,8 @@ pub struct Container {
     pub no_new_keyring: bool,
     /// Arguments that restore the container from a checkpoint; empty: it is created.
     pub restore: Vec<String>,
+    /// The `cgroupsPath` of the config; empty if it has none.
+    pub cgroups_path: String,
     /// The cgroup.
     pub cgroup: Option<Cgroup>,
     /// The command that creates the container was killed, so that it may have left a cgroup that
@@ -147,6 +149,11 @@ pub fn fuzzed_config(text: &[u8]) -> (bool, String) {
     linux_of(text)
         .map(|linux| (linux.has_own_pid_namespace(), linux.cgroups_path))
         .unwrap_or_default()
+}
+
+/// The `cgroupsPath` of the config in a bundle; empty if it has none.
+pub fn cgroups_path(bundle: &Path) -> String {
+    config(bundle).map(|linux| linux.cgroups_path).unwrap_or_default()
 }
 
 /// The cgroup that a bundle asks for, if its last path element is the container's id, so that it

@@ -101,15 +101,17 @@ pub struct Copier {
 }
 
 impl Copier {
-    /// Starts a thread, which makes `notify_eventfd` readable when streams may have ended.
-    pub(super) fn start(notify_eventfd: Arc<OwnedFd>) -> io::Result<Self> {
+    /// Starts the thread of a container, which makes `notify_eventfd` readable when streams may have
+    /// ended.
+    pub(super) fn start(container: &str, notify_eventfd: Arc<OwnedFd>) -> io::Result<Self> {
         let shared = Arc::new(Shared::new(notify_eventfd)?);
         let reactor = Reactor::new()?;
         reactor.add(&shared.command_eventfd, Source::Copier, EventFlags::IN)?;
         let thread_shared = Arc::clone(&shared);
+        let streams = Streams::new(container);
         let thread = std::thread::Builder::new().name("copier".to_owned()).stack_size(STACK);
         thread.spawn(move || {
-            if let Err(e) = copy(&reactor, &thread_shared) {
+            if let Err(e) = copy(streams, &reactor, &thread_shared) {
                 thread_shared.state().failed = Some(e);
                 set(&thread_shared.notify_eventfd);
             }
@@ -130,7 +132,11 @@ impl Copier {
         if self.shared.state().commands.len() < MAX_QUEUED {
             return Ok(());
         }
-        Err(locked())
+        let reason = format!(
+            "a process holds the kernel's lock of a stream of the container: {MAX_QUEUED} commands \
+             wait for it"
+        );
+        Err(Error::new(Code::ResourceExhausted, reason))
     }
 
     /// Begins to copy a stream and returns its id.
@@ -215,15 +221,9 @@ impl Copier {
     }
 }
 
-/// The error of a call that needs a thread which sleeps in the kernel.
-pub(super) fn locked() -> Error {
-    let reason = "a container of the pod holds the kernel's lock of its standard streams";
-    Error::new(Code::ResourceExhausted, reason)
-}
-
 /// The main function of the thread.
-fn copy(reactor: &Reactor, shared: &Shared) -> io::Result<()> {
-    let (mut streams, mut ends) = (Streams::default(), false);
+fn copy(mut streams: Streams, reactor: &Reactor, shared: &Shared) -> io::Result<()> {
+    let mut ends = false;
     while !(ends && streams.is_empty()) {
         for (source, _) in reactor.wait(streams.deadline())? {
             match source {

@@ -10,13 +10,13 @@ use rustix::event::epoll::EventFlags;
 
 use super::copier::{self, Copier};
 use super::stream::Stream;
-use crate::error::{Context as _, Error};
+use crate::error::{Code, Context as _, Error};
 use crate::reactor::{Reactor, Source};
 
 /// Maximum number of threads of deleted containers that have not ended. Beyond it no container gets
 /// a thread. A thread does not end while a process of another container, or of another pod, holds
 /// the lock of a stream that the deleted container has passed to it.
-const MAX_LEFT: usize = 64;
+const MAX_BLOCKED: usize = 64;
 
 /// The threads.
 #[derive(Debug)]
@@ -46,10 +46,14 @@ impl Copiers {
             return copier.check_queue();
         }
         self.left.retain(|copier| !copier.has_ended());
-        if self.left.len() >= MAX_LEFT {
-            return Err(copier::locked());
+        if self.left.len() >= MAX_BLOCKED {
+            let reason = format!(
+                "{MAX_BLOCKED} copier threads of deleted containers are blocked: processes hold \
+                 the kernel's locks of their streams"
+            );
+            return Err(Error::new(Code::ResourceExhausted, reason));
         }
-        let started = Copier::start(Arc::clone(&self.notify_eventfd));
+        let started = Copier::start(id, Arc::clone(&self.notify_eventfd));
         self.copiers.insert(id.to_owned(), started.context("start copier thread")?);
         Ok(())
     }
@@ -109,18 +113,19 @@ impl Copiers {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Code;
 
     #[test]
     fn threads_that_do_not_end_are_bounded() {
         let mut copiers = Copiers::new(&Reactor::new().unwrap()).unwrap();
-        let start = || Copier::start(Arc::new(copier::eventfd().unwrap())).unwrap();
-        copiers.left.extend((0..MAX_LEFT).map(|_| start()));
+        let start = || Copier::start("b", Arc::new(copier::eventfd().unwrap())).unwrap();
+        copiers.left.extend((0..MAX_BLOCKED).map(|_| start()));
         assert_eq!(copiers.start("a").unwrap_err().code, Code::ResourceExhausted);
         copiers.left.iter().for_each(Copier::end);
+        let begun = std::time::Instant::now();
         while copiers.start("a").is_err() {
+            assert!(begun.elapsed().as_secs() < 60, "the threads do not end");
             std::thread::yield_now();
         }
-        assert!(copiers.left.len() < MAX_LEFT);
+        assert!(copiers.left.len() < MAX_BLOCKED);
     }
 }

@@ -1,9 +1,12 @@
 //! Execs that are started while something else happens to them.
 
+use std::io::Write as _;
+
 use containerd_shim_protos::api::*;
 
 use crate::ends::slow_runtime;
-use crate::pod::{self, Container, Pod, context, eventually, exists};
+use crate::hostile::{answer, frame};
+use crate::pod::{self, Container, Pod, eventually, exists};
 
 /// A runtime whose exec is a process of the node: it writes what `pid_file` prints into the pid
 /// file, once the file `go` exists.
@@ -76,13 +79,17 @@ fn a_terminal_has_the_size_that_was_set_during_its_start() {
         let mut size = ResizePtyRequest::new();
         (size.id, size.exec_id) = (pod.id("a"), "e".to_owned());
         (size.width, size.height) = (91, 37);
-        let client = pod.connect();
-        let resized = scope.spawn(move || client.resize_pty(context(), &size));
-        // An answer that comes at once would be one before the start.
-        std::thread::sleep(std::time::Duration::from_millis(300));
+        // The shim reads the calls of a connection in their order.
+        let mut socket = pod.socket();
+        let mut state = StateRequest::new();
+        state.id = pod.id("a");
+        let calls = [frame(1, "ResizePty", &size), frame(3, "State", &state)].concat();
+        socket.write_all(&calls).unwrap();
+        // An answer to the first would be one before the start.
+        assert_eq!(answer(&mut socket).0, 3);
         std::fs::write(&go, "").unwrap();
         started.join().unwrap().unwrap();
-        resized.join().unwrap().unwrap();
+        assert_eq!(answer(&mut socket).0, 1);
     });
     assert_eq!(pod.wait("a", "e").unwrap(), 4);
     pod.end("a");

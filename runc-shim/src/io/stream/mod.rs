@@ -8,8 +8,6 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
-use crate::log;
-
 pub use self::streams::Streams;
 
 /// Maximum number of bytes, and of reads, that are copied of one stream before the other streams.
@@ -50,7 +48,9 @@ pub struct Stream {
     retry_at: Option<Instant>,
     /// epoll watches the stream.
     is_watched: bool,
-    /// An error of a write was logged.
+    /// The first error of a write that is retried.
+    write_error: Option<Errno>,
+    /// It was logged.
     has_logged: bool,
 }
 
@@ -70,10 +70,10 @@ enum CopyResult {
 enum Failure {
     /// Nothing can be read, or written, now.
     Blocked,
-    /// A signal came first.
+    /// A signal interrupted the system call.
     Interrupted,
     /// The write may succeed later.
-    Passing,
+    Temporary,
     /// One of the ends was closed.
     Final,
 }
@@ -93,9 +93,9 @@ impl Failure {
         match e {
             Errno::AGAIN => Self::Blocked,
             Errno::INTR => Self::Interrupted,
-            Errno::NOSPC | Errno::DQUOT | Errno::NOMEM | Errno::NOBUFS => Self::Passing,
+            Errno::NOSPC | Errno::DQUOT | Errno::NOMEM | Errno::NOBUFS => Self::Temporary,
             Errno::PIPE => Self::Final,
-            _ if is_output => Self::Passing,
+            _ if is_output => Self::Temporary,
             _ => Self::Final,
         }
     }
@@ -123,6 +123,7 @@ impl Stream {
             left_to_copy: None,
             retry_at: None,
             is_watched: true,
+            write_error: None,
             has_logged: false,
         })
     }
@@ -170,7 +171,7 @@ impl Stream {
                     }
                     return CopyResult::Blocked;
                 }
-                Err(Failure::Passing) => {
+                Err(Failure::Temporary) => {
                     self.retry_at = Some(Instant::now() + FAILED_WAIT);
                     return CopyResult::Blocked;
                 }
@@ -208,10 +209,16 @@ impl Stream {
 
     fn write_failed(&mut self, e: Errno) -> Failure {
         let failure = Failure::of_write(e, self.is_output);
-        if failure == Failure::Passing && !std::mem::replace(&mut self.has_logged, true) {
-            log::warn(format_args!("failed to write a stream; retrying: {e}"));
+        if failure == Failure::Temporary {
+            self.write_error.get_or_insert(e);
         }
         failure
+    }
+
+    /// The first write error that is retried, once.
+    fn take_write_error(&mut self) -> Option<Errno> {
+        let e = self.write_error?;
+        (!std::mem::replace(&mut self.has_logged, true)).then_some(e)
     }
 
     /// Whether the stream ends although not all writers have closed it.
@@ -291,11 +298,11 @@ mod tests {
     #[test]
     fn only_a_closed_end_is_final() {
         for e in [Errno::NOSPC, Errno::DQUOT, Errno::NOMEM, Errno::NOBUFS] {
-            assert_eq!(Failure::of_write(e, true), Failure::Passing, "{e}");
-            assert_eq!(Failure::of_write(e, false), Failure::Passing, "{e}");
+            assert_eq!(Failure::of_write(e, true), Failure::Temporary, "{e}");
+            assert_eq!(Failure::of_write(e, false), Failure::Temporary, "{e}");
         }
         for e in [Errno::IO, Errno::STALE] {
-            assert_eq!(Failure::of_write(e, true), Failure::Passing, "{e}");
+            assert_eq!(Failure::of_write(e, true), Failure::Temporary, "{e}");
             assert_eq!(Failure::of_write(e, false), Failure::Final, "{e}");
         }
         assert_eq!(Failure::of_write(Errno::PIPE, true), Failure::Final);

@@ -20,6 +20,8 @@ const LONGEST_WAIT: Duration = Duration::from_secs(1);
 /// The streams of a container and its execs.
 #[derive(Debug, Default)]
 pub struct Streams {
+    /// The container's id, for messages.
+    container: String,
     streams: BTreeMap<u32, Stream>,
     /// The ids of streams that have ended.
     ended: Vec<u32>,
@@ -30,6 +32,11 @@ pub struct Streams {
 }
 
 impl Streams {
+    /// No streams yet.
+    pub fn new(container: &str) -> Self {
+        Self { container: container.to_owned(), ..Self::default() }
+    }
+
     /// Begins to copy a stream with this id.
     pub fn add(&mut self, id: u32, mut stream: Stream, reactor: &Reactor) {
         for (end, flag) in [(&stream.from, EventFlags::IN), (&stream.to, EventFlags::OUT)] {
@@ -50,7 +57,10 @@ impl Streams {
     /// (`fs.epoll.max_user_watches`), for epoll.
     fn log_unwatched(&mut self, e: &io::Error) {
         if !std::mem::replace(&mut self.has_logged, true) {
-            log::warn(format_args!("failed to watch streams; copying every 100 ms: {e}"));
+            log::warn(format_args!(
+                "container {}: failed to watch streams; copying every 100 ms: {e}",
+                self.container
+            ));
         }
     }
 
@@ -68,7 +78,14 @@ impl Streams {
             if stream.last_wait.is_some() {
                 continue;
             }
-            match stream.copy_available() {
+            let result = stream.copy_available();
+            if let Some(e) = stream.take_write_error() {
+                log::warn(format_args!(
+                    "container {}: failed to write a stream; retrying: {e}",
+                    self.container
+                ));
+            }
+            match result {
                 CopyResult::Blocked => {}
                 CopyResult::More => self.ready.push(id),
                 CopyResult::Ended => self.end(id),
