@@ -49,7 +49,7 @@ impl Controller {
         );
         for mut one in recovered {
             let retried = match &mut one {
-                Recovered::Quarantined { id, failure } if failure.may_pass => {
+                Recovered::Quarantined { id, failure } if failure.is_temporary => {
                     Some((id.clone(), failure.overdue.take()))
                 }
                 _ => None,
@@ -146,11 +146,11 @@ impl Controller {
     pub async fn status(&self, id: &str, verbose: bool) -> Result<StatusReport, Error> {
         let readable = async {
             loop {
-                let adopted = self.sandboxes.adopted.notified();
+                let changed = self.sandboxes.changed.notified();
                 if !self.sandboxes.is_retried(id) {
                     return;
                 }
-                adopted.await;
+                changed.await;
             }
         };
         // Boxed: it is rarely awaited.
@@ -167,10 +167,7 @@ impl Controller {
     /// What could not be removed.
     pub async fn shutdown(&self, id: &str) -> Result<(), Error> {
         match self.sandbox(id) {
-            Err(Error::NotFound { .. }) => {
-                self.remove_files(self.check(id)?).await;
-                Ok(())
-            }
+            Err(Error::NotFound { .. }) => self.remove_files(self.check(id)?).await,
             Err(e) => Err(e),
             Ok(sandbox) => sandbox.shutdown().await,
         }
@@ -178,11 +175,14 @@ impl Controller {
 
     /// Removes the files of a sandbox that has no record: containerd keeps them while it has a
     /// container with the sandbox's id.
-    async fn remove_files(&self, id: SandboxId) {
+    ///
+    /// # Errors
+    /// Every step that failed.
+    async fn remove_files(&self, id: SandboxId) -> Result<(), Error> {
         {
             let mut slots = self.sandboxes.slots.lock();
             if slots.contains_key(id.as_str()) {
-                return;
+                return Ok(());
             }
             slots.insert(id.clone(), Slot::Reserved);
         }
@@ -193,10 +193,11 @@ impl Controller {
             let _reserved = reserved;
             files.remove()
         });
-        if let Err(steps) = removed.await.unwrap_or_else(|step| Err(step.into())) {
-            log::warn!(sandbox = id.as_str();
-                "failed to remove files of a sandbox without a record: {steps}");
-        }
+        removed.await.unwrap_or_else(|step| Err(step.into())).map_err(|steps| Error::Failed {
+            id: id.to_string(),
+            rpc: "shutdown",
+            steps,
+        })
     }
 
     /// Metrics of the pod's parent cgroup.

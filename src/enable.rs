@@ -240,7 +240,9 @@ pub fn enable(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), En
     changes.add(FileChange::new(path.clone(), Some(text.into_bytes()))?);
     main.import(&path, plan.new_file_version(), &mut changes)?;
     for option in old.as_deref().map(|old| drop_in::undone(old, wanted)).unwrap_or_default() {
-        say(format!("this undoes {option}; repeat with {option} to keep it"));
+        say(format!(
+            "this command removes {option} of the earlier `enable`; run it with {option} to keep it"
+        ));
     }
     main.managed(&path).into_iter().for_each(&mut *say);
     if wanted.dry_run {

@@ -40,8 +40,8 @@ pub enum Class {
 pub const PERMIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How many overdue tasks of one class may run without a permit. With more of them, recovery
-/// quarantines further records (their pods run), tasks of shims wait, and the watchdog gets no
-/// keep-alive. A node with so many tasks that hang in the kernel needs a reboot.
+/// quarantines further records (their pods run), tasks of shims wait, and the daemon logs that the
+/// class is blocked. A node with so many tasks that hang in the kernel needs a reboot.
 const OVERDUE: usize = 128;
 
 static START: Permits = Permits::of(Class::Start);
@@ -63,8 +63,8 @@ pub const THREADS: usize = Class::Start.threads()
     + OTHERS;
 
 impl Class {
-    /// The classes that living pods need.
-    pub const VITAL: [Self; 4] = [Self::Start, Self::End, Self::Shim, Self::Query];
+    /// The classes that [`stuck`] probes.
+    pub const PROBED: [Self; 4] = [Self::Start, Self::End, Self::Shim, Self::Query];
 
     /// How many tasks run at once. Further ones wait for a permit in their order, without a thread.
     pub const fn threads(self) -> usize {
@@ -198,22 +198,22 @@ pub fn panicked(panic: &(dyn Any + Send)) -> StepError {
     StepError::new("run job", io::Error::other(format!("panicked: {text}")))
 }
 
-/// The vital classes without a free permit within `within`; all vital classes if the runtime runs
+/// The probed classes without a free permit within `within`; all of them if the runtime runs
 /// no blocking task at all.
 ///
 /// One empty task probes the threads of all classes, because there are as many threads as permits.
 /// A probe of each class would keep more threads alive on an idle node.
 pub async fn stuck(within: Duration) -> Vec<Class> {
-    let probes = Class::VITAL.map(|class| async move {
+    let probes = Class::PROBED.map(|class| async move {
         let permit = tokio::time::timeout(within, class.permits().free.acquire()).await;
         (!matches!(permit, Ok(Ok(_)))).then_some(class)
     });
     let stuck: Vec<Class> = futures::future::join_all(probes).await.into_iter().flatten().collect();
-    let Some(free) = Class::VITAL.into_iter().find(|class| !stuck.contains(class)) else {
+    let Some(free) = Class::PROBED.into_iter().find(|class| !stuck.contains(class)) else {
         return stuck;
     };
     let ran = tokio::time::timeout(within, run(free, || ())).await;
-    if matches!(ran, Ok(Ok(()))) { stuck } else { Class::VITAL.to_vec() }
+    if matches!(ran, Ok(Ok(()))) { stuck } else { Class::PROBED.to_vec() }
 }
 
 #[cfg(test)]
@@ -243,7 +243,7 @@ mod tests {
                 failed.to_string(),
                 "start a thread: Resource temporarily unavailable (os error 11)"
             );
-            assert_eq!(stuck(Duration::from_secs(10)).await, Class::VITAL);
+            assert_eq!(stuck(Duration::from_secs(10)).await, Class::PROBED);
         });
     }
 

@@ -183,10 +183,12 @@ impl Telemetry {
         self.quarantined.set(quarantined.try_into().unwrap_or(i64::MAX));
     }
 
-    /// A record that was quarantined is so no longer.
-    pub fn adopted_again(&self) {
-        self.recovered.inc();
+    /// A record is no longer quarantined: it was adopted, or it is gone.
+    pub fn quarantine_ended(&self, adopted: bool) {
         self.quarantined.dec();
+        if adopted {
+            self.recovered.inc();
+        }
     }
 
     /// All metrics as text. Blocks: reads `/proc`.

@@ -35,8 +35,8 @@ pub(super) struct Quarantine {
 #[derive(Debug, Default)]
 pub(super) struct Register {
     pub slots: Mutex<BTreeMap<SandboxId, Slot>>,
-    /// Notified when a record is no longer quarantined.
-    pub adopted: Notify,
+    /// Notified when a record is not read again any more.
+    pub changed: Notify,
 }
 
 impl Register {
@@ -56,7 +56,7 @@ impl Register {
                 slots.insert(sandbox.shared_id().clone(), Slot::Live(Arc::new(sandbox)));
             }
             Recovered::Quarantined { id, failure } => {
-                let (reason, is_retried) = (failure.reason, failure.may_pass);
+                let (reason, is_retried) = (failure.reason, failure.is_temporary);
                 slots.insert(id, Slot::Quarantined(Arc::new(Quarantine { reason, is_retried })));
             }
         }
@@ -81,26 +81,27 @@ impl Register {
             tokio::time::sleep(exit::CLEANUP.delay(failures)).await;
             let register = self.clone();
             let on_gone = move |id: &str| register.free(id);
-            let mut retried = false;
-            match recover::recover_one(environment.clone(), id.clone(), on_gone).await {
-                None => self.free(&id),
+            match recover::recover_one(environment.clone(), id.clone(), true, on_gone).await {
+                None => {
+                    environment.telemetry.quarantine_ended(false);
+                    self.free(&id);
+                }
                 Some(mut recovered) => {
                     if let Recovered::Quarantined { failure, .. } = &mut recovered {
-                        (overdue, retried) = (failure.overdue.take(), failure.may_pass);
+                        let is_temporary = failure.is_temporary;
+                        overdue = failure.overdue.take();
+                        self.enter(recovered);
+                        if is_temporary {
+                            continue;
+                        }
                     } else {
                         log::info!(sandbox = id.as_str(); "adopted a record that was quarantined");
+                        environment.telemetry.quarantine_ended(true);
+                        self.enter(recovered);
                     }
-                    self.enter(recovered);
                 }
             }
-            if retried {
-                continue;
-            }
-            let adopted = !matches!(self.slots.lock().get(&id), Some(Slot::Quarantined(_)));
-            if adopted {
-                environment.telemetry.adopted_again();
-            }
-            return self.adopted.notify_waiters();
+            return self.changed.notify_waiters();
         }
     }
 }

@@ -136,7 +136,7 @@ fn replace(file: &File, path: &Path) -> Result<Flock<File>, StepError> {
         return Err(taken(nix::Error::EWOULDBLOCK));
     }
     std::fs::rename(&new, path).step_at(STEP, &new)?;
-    log::warn!("replaced the lock of a killed daemon whose threads hang in the kernel");
+    log::warn!("replaced {}: its process was killed and hangs in the kernel", path.display());
     Ok(lock)
 }
 
@@ -170,9 +170,16 @@ mod tests {
         fn freeze(&self, child: &Child) {
             self.write("cgroup.procs", &child.id().to_string());
             self.write("freezer.state", "FROZEN");
-            while std::fs::read_to_string(self.0.join("freezer.state")).unwrap() != "FROZEN\n" {
-                std::thread::sleep(Duration::from_millis(1));
-            }
+            let state = self.0.join("freezer.state");
+            eventually(|| std::fs::read_to_string(&state).unwrap() == "FROZEN\n");
+        }
+    }
+
+    fn eventually(condition: impl Fn() -> bool) {
+        let begun = Instant::now();
+        while !condition() {
+            assert!(begun.elapsed() < Duration::from_secs(60), "it does not come");
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 
@@ -186,7 +193,7 @@ mod tests {
     #[test]
     fn the_lock_of_a_killed_daemon_that_hangs_is_replaced() {
         let Some(freezer) = Freezer::new() else {
-            return kit::skip("no freezer of cgroup version 1");
+            return kit::skip("no freezer of version 1 on this machine");
         };
         let dir = tempfile::tempdir().unwrap();
         let script = "exec 9>lock; flock 9; echo $$ >&9; exec sleep 1000";
@@ -194,12 +201,8 @@ mod tests {
             Command::new("sh").args(["-c", script]).current_dir(dir.path()).spawn().unwrap();
         let used = format!("in use by process {}", daemon.id());
         let refused = |dir: &Path| lock(dir).unwrap_err().to_string();
-        while !std::fs::read_to_string(format!("/proc/{}/cmdline", daemon.id()))
-            .unwrap()
-            .starts_with("sleep")
-        {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        let command = format!("/proc/{}/cmdline", daemon.id());
+        eventually(|| std::fs::read_to_string(&command).unwrap().starts_with("sleep"));
         assert!(refused(dir.path()).ends_with(&used));
         freezer.freeze(&daemon);
         assert!(refused(dir.path()).ends_with(&used), "one that is only frozen lives");

@@ -8,10 +8,9 @@ use tokio::time::{Interval, MissedTickBehavior};
 
 use super::notify;
 
-/// Classes of threads without which the daemon serves no pod, and gets no keep-alive. Tasks of the
-/// others hang in the kernel where disks or mounts do: a restart ends none of them, and would take
-/// starts and queries away as well.
-const NEEDED: [pool::Class; 2] = [pool::Class::Start, pool::Class::Query];
+/// Classes of threads that must work for a keep-alive. A task of another class can hang in the
+/// kernel; a restart does not end it, and would interrupt starts and queries.
+const KEEP_ALIVE: [pool::Class; 2] = [pool::Class::Start, pool::Class::Query];
 
 /// Sends keep-alives while threads make progress; that tasks run is not enough, as threads do the
 /// blocking work.
@@ -39,7 +38,7 @@ impl Watchdog {
 
     /// Sends a keep-alive, unless threads are blocked that pods need.
     pub(super) fn report(&self, blocked: &[pool::Class]) {
-        let withheld = blocked.iter().any(|class| NEEDED.contains(class));
+        let withheld = blocked.iter().any(|class| KEEP_ALIVE.contains(class));
         if !blocked.is_empty() {
             let names: Vec<&str> = blocked.iter().map(|class| class.name()).collect();
             log::error!(

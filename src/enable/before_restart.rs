@@ -116,11 +116,11 @@ pub(super) fn keep_handlers_in_use(wanted: &Enablement, lost: &[String]) -> Resu
             continue;
         }
         let ours = pods::of_daemon(config).map_err(|step| step.to_string())?;
-        // Only its file gives back the handler of another.
+        // Only the file that defines a handler restores it.
         let way = if left.keys().all(|id| ours.contains_key(id)) {
             format!("keep the handler with --handler {name}")
         } else {
-            "restore its file, which containerd's config no longer has".to_owned()
+            "restore the config file that defines it".to_owned()
         };
         return Err(format!(
             "{} of the runtime handler {name}, which would be gone: remove these pods, or {way}",

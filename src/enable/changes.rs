@@ -179,7 +179,7 @@ impl FileChange {
             return Ok(());
         }
         if now.as_ref().map(|now| &now.bytes) != self.after.as_ref() {
-            let reason = io::Error::other("another program has changed it; it stays as it is now");
+            let reason = io::Error::other("another program has changed it; not restored");
             return Err(StepError::at("restore file", &self.path, reason));
         }
         match (&self.before, &self.link) {

@@ -205,7 +205,7 @@ fn verify(
     subject: &Subject,
 ) -> Result<(), String> {
     let after = node.dump()?;
-    // Imports of others that do not exist are not its business; that of the drop-in is.
+    // A missing import of another file is no fault of this command; one of the drop-in is.
     let drop_in = main.drop_in();
     if node.has_imports(&drop_in).is_ok() && node.has_imports(Path::new("")).is_err() {
         return Err(format!(
@@ -304,8 +304,8 @@ fn wait_for_pods(
         if let (true, Some((fact, command))) = (last.is_empty(), removal.default_handler()) {
             // That command needs the lock which this one holds.
             say(format!(
-                "{fact}, so new pods may need it again and again: end this command, run {command}, \
-                 then repeat this one"
+                "{fact}: new pods use it, so the wait may not end. Stop this command, run {command}, \
+                 then run `disable` again"
             ));
         }
         if left.pods != last {
@@ -333,7 +333,7 @@ fn reason_of(left: &InTheWay, removal: &Removal) -> String {
     }
     if !left.of_others.is_empty() {
         reason += &format!(
-            ". containerd's config no longer has {}, which is of another program: restore its file",
+            ". containerd's config no longer has {}: restore the config file that defines it",
             left.of_others.join(", ")
         );
     }

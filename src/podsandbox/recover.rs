@@ -44,7 +44,7 @@ pub enum Recovered {
     Quarantined {
         /// The id: the name of its directory.
         id: SandboxId,
-        /// Why, and whether that may pass.
+        /// Why, and whether that may be temporary.
         failure: AdoptionFailure,
     },
 }
@@ -54,25 +54,25 @@ pub enum Recovered {
 pub struct AdoptionFailure {
     /// Text for operators.
     pub reason: String,
-    /// What the record says could not be read, which may be another time.
-    pub may_pass: bool,
+    /// The error may be temporary, so the record is read again.
+    pub is_temporary: bool,
     /// Ends when the steps that were overdue have ended. Await it before another try.
     pub overdue: Option<JoinHandle<()>>,
 }
 
 impl AdoptionFailure {
-    fn passing(reason: String) -> Self {
-        Self { reason, may_pass: true, overdue: None }
+    fn temporary(reason: String) -> Self {
+        Self { reason, is_temporary: true, overdue: None }
     }
 }
 
 impl From<RecordError> for AdoptionFailure {
     fn from(e: RecordError) -> Self {
-        let may_pass = match e {
+        let is_temporary = match e {
             RecordError::Missing(_) | RecordError::Io(_) => true,
             RecordError::Malformed { .. } | RecordError::Newer { .. } => false,
         };
-        Self { reason: e.to_string(), may_pass, overdue: None }
+        Self { reason: e.to_string(), is_temporary, overdue: None }
     }
 }
 
@@ -100,7 +100,8 @@ where
     // stays so: the next start may have one. From here on there is one.
     pool::run(Class::Recovery, || ()).await?;
     kill_orphans(environment).await;
-    let all = stream::iter(ids).map(|id| recover_one(environment.clone(), id, on_gone.clone()));
+    let all =
+        stream::iter(ids).map(|id| recover_one(environment.clone(), id, false, on_gone.clone()));
     let recovered: Vec<Recovered> =
         all.buffer_unordered(AT_ONCE).filter_map(|r| async { r }).collect().await;
     let left: Vec<String> = recovered.iter().map(|one| one.id().to_owned()).collect();
@@ -116,13 +117,15 @@ where
     Ok(recovered)
 }
 
-/// Takes over one record; `None`: nothing is left of it. `on_gone` as for [`recover`].
+/// Takes over one record; `None`: nothing is left of it. `again`: it was quarantined, so that a
+/// record which is missing now is not one of an interrupted Create. `on_gone` as for [`recover`].
 pub async fn recover_one(
     environment: Arc<Environment>,
     id: SandboxId,
+    again: bool,
     on_gone: impl FnOnce(&str) + Send + 'static,
 ) -> Option<Recovered> {
-    match recover_record(&environment, id.clone()).await {
+    match recover_record(&environment, id.clone(), again).await {
         Ok(None) => None,
         Ok(Some((jobs, entry, abandoned))) => {
             let sandbox = Sandbox::enter(environment, jobs, entry, abandoned, on_gone);
@@ -327,16 +330,17 @@ type Returned = (Arc<Jobs>, Entry, Option<Instant>);
 async fn recover_record(
     environment: &Arc<Environment>,
     id: SandboxId,
+    again: bool,
 ) -> Result<Option<Returned>, AdoptionFailure> {
     let of = (environment.clone(), id.clone());
     let mut deadline = RecordDeadline::new(RECORD_TIMEOUT);
     // If it is overdue, the id stays taken.
-    let on_disk = match deadline.run_blocking(move || read_sandbox(&of.0, &of.1)).await {
+    let on_disk = match deadline.run_blocking(move || read_sandbox(&of.0, &of.1, again)).await {
         Ok(read) => read?,
         Err(reason) => {
             return Err(AdoptionFailure {
                 overdue: deadline.into_overdue(),
-                ..AdoptionFailure::passing(reason)
+                ..AdoptionFailure::temporary(reason)
             });
         }
     };
@@ -423,7 +427,11 @@ async fn adopt(
 }
 
 /// Reads one sandbox.
-fn read_sandbox(environment: &Arc<Environment>, id: &SandboxId) -> Result<OnDisk, AdoptionFailure> {
+fn read_sandbox(
+    environment: &Arc<Environment>,
+    id: &SandboxId,
+    again: bool,
+) -> Result<OnDisk, AdoptionFailure> {
     let store = RecordStore::new(&environment.layout, id);
     // Its pod lives with it or without.
     if let Err(step) = store.keep_private() {
@@ -433,13 +441,13 @@ fn read_sandbox(environment: &Arc<Environment>, id: &SandboxId) -> Result<OnDisk
         Ok(record) => record,
         // A daemon ended between making the directory and writing the record, or between removing
         // the two; or someone else has removed the record.
-        Err(RecordError::Missing(_)) => {
+        Err(RecordError::Missing(_)) if !again => {
             let removed = SandboxFiles::new(&environment.layout, id)
                 .remove()
                 .map_err(|steps| steps.to_string());
             let removed = removed.and_then(|()| store.remove().map_err(|step| step.to_string()));
             return removed.map(|()| OnDisk::Nothing).map_err(|e| {
-                AdoptionFailure::passing(format!("a directory without a record: {e}"))
+                AdoptionFailure::temporary(format!("a directory without a record: {e}"))
             });
         }
         Err(e) => return Err(e.into()),

@@ -96,6 +96,29 @@ impl Etc {
         Ok(Ran { success: output.status.success(), text })
     }
 
+    /// A command that waits for what `work` does, which begins when it has printed `line`.
+    pub(crate) async fn run_until(
+        &self,
+        words: &[&str],
+        line: &str,
+        work: impl Future<Output = Result<()>>,
+    ) -> Result<Ran> {
+        let path = self.node.layout().top.join("printed");
+        let printed = fs::File::create(&path)?;
+        let mut command = self.command(words);
+        let mut child = command.stdout(printed.try_clone()?).stderr(printed).spawn()?;
+        kit::until("the command waits", Duration::from_secs(60), async || {
+            let text = fs::read_to_string(&path)?;
+            ensure!(text.contains(line), "{text}");
+            Ok(())
+        })
+        .await?;
+        work.await?;
+        #[allow(clippy::disallowed_methods, reason = "a test's own thread")]
+        let status = tokio::task::spawn_blocking(move || child.wait()).await??;
+        Ok(Ran { success: status.success(), text: fs::read_to_string(&path)? })
+    }
+
     pub(crate) fn command(&self, words: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pause-sandboxer"));
         command.args(words).arg("--config").arg(self.node.layout().sandboxer_config());

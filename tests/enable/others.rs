@@ -4,7 +4,6 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use kit::{Handler, Node, PodSpec};
@@ -72,15 +71,10 @@ async fn a_wait_for_the_pods_of_the_default_handler_is_announced(node: Arc<Node>
     let way = "`pause-sandboxer enable --restart --offline`";
     let said = etc.run(&["disable"]).refused("1 pod: default/web (")?;
     ensure!(said.contains(way), "{said}");
-    let removed = async {
-        tokio::time::sleep(Duration::from_secs(2)).await;
-        pod.remove().await
-    };
-    let (removed, said) = tokio::join!(removed, etc.run_beside(&["disable", "--wait"]));
-    removed?;
-    let said = said?.well()?;
+    let words = ["disable", "--wait"];
+    let said = etc.run_until(&words, "waiting for 1 pod", pod.remove()).await?.well()?;
     ensure!(said.contains("runc-pause is the node's default handler"), "{said}");
-    ensure!(said.contains(way) && said.contains("end this command"), "{said}");
+    ensure!(said.contains(way) && said.contains("Stop this command"), "{said}");
     Ok(())
 }
 
@@ -97,12 +91,12 @@ async fn options_that_a_command_undoes_are_named(node: Arc<Node>) -> Result<()> 
     for words in [&["enable", "--dry-run"][..], &["enable"]] {
         let said = etc.run(words).well()?;
         for undone in ["--default", "--offline", "--handler small"] {
-            let line = format!("this undoes {undone}; repeat with {undone} to keep it");
+            let line = format!("this command removes {undone} of the earlier `enable`");
             ensure!(said.contains(&line), "{line} is missing: {said}");
         }
     }
     let said = etc.run(&["enable"]).well()?;
-    ensure!(!said.contains("undoes"), "{said}");
+    ensure!(!said.contains("this command removes"), "{said}");
     Ok(())
 }
 
@@ -166,7 +160,10 @@ async fn a_pod_of_a_removed_handler_of_another_is_named(node: Arc<Node>) -> Resu
         let said = etc.with_restart(&[command], always).await?;
         let said = said.refused("1 pod: default/gpu (")?;
         ensure!(said.contains("the runtime handler nvidia"), "{command}: {said}");
-        ensure!(said.contains("restore its file") && !said.contains("--handler"), "{said}");
+        ensure!(
+            said.contains("restore the config file that defines it") && !said.contains("--handler"),
+            "{said}"
+        );
         ensure!(etc.node.containerd_pid()? == pid, "containerd is restarted: {said}");
     }
     etc.node.cri().stop_pod_sandbox(&id).await?;

@@ -60,7 +60,7 @@ impl NodeContainerd {
         Self { program, file, runs_with_file, flags, started, pid, unit }
     }
 
-    /// The file of the one that runs, if that is another one.
+    /// The config file of the running containerd, if it is not `file`.
     pub(crate) fn file_of_running(&self) -> Option<&Path> {
         let its_file = self.flags.config.as_deref().unwrap_or(Path::new(CONFIG_FILE));
         (self.pid.is_some() && !self.runs_with_file).then_some(its_file)
