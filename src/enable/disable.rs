@@ -304,8 +304,8 @@ fn wait_for_pods(
         if let (true, Some((fact, command))) = (last.is_empty(), removal.default_handler()) {
             // That command needs the lock which this one holds.
             say(format!(
-                "{fact}: new pods use it, so the wait may not end. Stop this command, run {command}, \
-                 then run `disable` again"
+                "{fact}: new pods use it, so the wait may not end. Stop this command, run \
+                 {command}, then run `disable` again"
             ));
         }
         if left.pods != last {

@@ -101,8 +101,8 @@ pub struct Copier {
 }
 
 impl Copier {
-    /// Starts the thread of a container, which makes `notify_eventfd` readable when streams may have
-    /// ended.
+    /// Starts the thread of a container, which makes `notify_eventfd` readable when streams may
+    /// have ended.
     pub(super) fn start(container: &str, notify_eventfd: Arc<OwnedFd>) -> io::Result<Self> {
         let shared = Arc::new(Shared::new(notify_eventfd)?);
         let reactor = Reactor::new()?;

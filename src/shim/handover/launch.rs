@@ -69,7 +69,7 @@ impl Handover {
     }
 
     /// Launches the shim. `None`: the endpoint has ended. To be called with the launch lock held.
-    /// As [`PodShim::launch`].
+    /// As [`crate::shim::pod_shim::PodShim::launch`].
     fn launch(self: &Arc<Self>) -> Result<Option<Launched>, StepError> {
         let listener = {
             let mut state = self.state();
