@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use containerd_shim_protos::api::Mount;
-use rustix::fs::{Mode, OFlags, ResolveFlags};
+use rustix::fs::{CWD, Mode, OFlags, RenameFlags, ResolveFlags, renameat_with};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags};
 
@@ -275,20 +275,55 @@ pub fn unmount_bundle(bundle: &Path) -> Result<(), Error> {
 }
 
 /// Detaches all mounts of a bundle (`MNT_DETACH`), also if their file systems do not answer, and
-/// removes the mount points, so that a mount in progress fails. The kernel unmounts each file
+/// replaces the mount points, so that a mount in progress fails. The kernel unmounts each file
 /// system when nothing uses it any more.
 pub fn detach_bundle(bundle: &Path) -> Result<(), Error> {
     for place in places(bundle) {
+        let spare = place.with_extension("detached");
         for _ in 0..DETACH_TRIES {
-            // Mounts may be stacked.
-            let what = || format!("detach {}", place.display());
-            while detach(&place).context(what())? {}
-            // A directory with content is not empty without the mounts, and stays.
-            if rustix::fs::rmdir(&place) != Err(Errno::BUSY) {
+            detach_all(&place)?;
+            if replace_directory(&place, &spare)? {
                 break;
             }
         }
     }
+    // A place of the shim alone.
+    let _ = rustix::fs::rmdir(bundle.join(idmap::IDMAPPED));
+    Ok(())
+}
+
+/// Replaces an empty directory by a new one in one step; false: something was mounted on it
+/// meanwhile. The path exists at every moment: containerd, which may undo the same mounts at this
+/// time, keeps its bundle for good when the path is missing between two of its calls.
+fn replace_directory(place: &Path, spare: &Path) -> Result<bool, Error> {
+    match fs::DirBuilder::new().mode(0o711).create(spare) {
+        Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(true),
+        made => made.context(format_args!("make directory {}", spare.display()))?,
+    }
+    let exchange = || renameat_with(CWD, place, CWD, spare, RenameFlags::EXCHANGE);
+    let exchanged = exchange();
+    if exchanged.is_ok() {
+        // A mount in progress may have reached it under its new name.
+        detach_all(spare)?;
+    }
+    let removed = rustix::fs::rmdir(spare);
+    match (exchanged, removed) {
+        // A directory with content is not empty without the mounts, and stays.
+        (Ok(()), Err(Errno::NOTEMPTY | Errno::EXIST)) => {
+            exchange().context(format_args!("restore {}", place.display()))?;
+            let _ = rustix::fs::rmdir(spare);
+            Ok(true)
+        }
+        (Ok(()), removed) => Ok(removed != Err(Errno::BUSY)),
+        // There is no such place, or its file system cannot exchange names.
+        (Err(e), _) => Ok(e != Errno::BUSY),
+    }
+}
+
+/// Detaches all mounts at a place: they may be stacked.
+fn detach_all(place: &Path) -> Result<(), Error> {
+    while detach(place).context(format_args!("detach {}", place.display()))? {}
     Ok(())
 }
 

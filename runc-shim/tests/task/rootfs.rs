@@ -1,5 +1,7 @@
 //! Root file systems.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use containerd_shim_protos::api::*;
 use containerd_shim_protos::ttrpc::Code;
 
@@ -161,4 +163,35 @@ fn a_user_namespace_has_mapped_mounts_and_its_own_streams() {
     let rootfs = pod.bundle("a").join("rootfs").display().to_string();
     assert!(!std::fs::read_to_string("/proc/self/mountinfo").unwrap().contains(&rootfs));
     pod.shut_down();
+}
+
+#[test]
+fn a_mount_point_exists_throughout_the_deletion_after_a_dead_shim() {
+    let mut pod = Pod::new();
+    std::fs::create_dir(pod.path("layer")).unwrap();
+    let mut overlay = Mount::new();
+    (overlay.type_, overlay.source) = ("overlay".to_owned(), "overlay".to_owned());
+    overlay.options = vec![format!("lowerdir={}:{}", pod.path("root"), pod.path("layer"))];
+    pod.run("a", "sleep 1000", &Container { rootfs: vec![overlay], ..Default::default() });
+    pod.shim.kill().unwrap();
+    pod.shim.wait().unwrap();
+    let rootfs = pod.bundle("a").join("rootfs");
+    let deleted = AtomicBool::new(false);
+    let missed = std::thread::scope(|scope| {
+        // containerd unmounts until nothing is mounted, and takes ENOENT for a failure.
+        let watched = scope.spawn(|| {
+            let mut missed = 0;
+            while !deleted.load(Ordering::Relaxed) {
+                missed += u32::from(!exists(&rootfs));
+            }
+            missed
+        });
+        pod.delete_after_shim("a");
+        deleted.store(true, Ordering::Relaxed);
+        watched.join().unwrap()
+    });
+    assert_eq!(missed, 0);
+    assert_eq!(std::fs::read_dir(&rootfs).unwrap().count(), 0, "it is empty");
+    let beside: Vec<_> = std::fs::read_dir(pod.bundle("a")).unwrap().flatten().collect();
+    assert!(!beside.iter().any(|entry| entry.file_name() == "rootfs.detached"), "{beside:?}");
 }
