@@ -8,6 +8,9 @@
 	prepare tools bench bench-quick flame clean
 
 CARGO ?= cargo
+# Of tools, in little time: unoptimised, without debug information, each crate that several need
+# once.
+INSTALL = CARGO_PROFILE_DEV_DEBUG=false CARGO_TARGET_DIR=target/tools/build $(CARGO) install
 PREFIX ?= /usr/local
 SHIM := pause-sandboxer-runc-shim
 # Of the pods' shim: musl where its target is installed, or else glibc; the program is static with
@@ -71,7 +74,7 @@ package-files:
 	packaging/debian/generate $(DEB_BINARY) target/package
 
 $(DEB):
-	$(CARGO) install --debug --locked --root target/tools --version $(DEB_VERSION) cargo-deb
+	$(INSTALL) --debug --locked --root target/tools --version $(DEB_VERSION) cargo-deb
 
 release: $(DEB) $(RPM) $(CYCLONEDX) ## all files of a release, in target/dist; needs root
 	ARCHES="$(ARCHES)" packaging/release/build target/dist
@@ -88,11 +91,11 @@ manifests: $(HELM) ## the manifests of the kustomizations, from the Helm chart
 	packaging/kubernetes/generate $(HELM)
 
 $(RPM):
-	$(CARGO) install --debug --locked --root target/tools --version $(RPM_VERSION) \
+	$(INSTALL) --debug --locked --root target/tools --version $(RPM_VERSION) \
 		cargo-generate-rpm
 
 $(CYCLONEDX):
-	$(CARGO) install --debug --locked --root target/tools --version $(CYCLONEDX_VERSION) \
+	$(INSTALL) --debug --locked --root target/tools --version $(CYCLONEDX_VERSION) \
 		cargo-cyclonedx
 
 $(HELM):
@@ -106,12 +109,12 @@ demo: ## a pod from its start to its end on a real containerd; needs root
 	@echo "demo 1/3: fetching containerd and the packages that the machine lacks"
 	tests/kit/fetch-parts
 	@echo "demo 2/3: compiling, the first time 2 to 3 minutes on 2 cores"
-	$(CARGO) build --locked -p pause-sandboxer -p $(SHIM) --bins --example demo
+	$(CARGO) build --locked --workspace --bins --example demo
 	@echo "demo 3/3: running pods, 10 s"
 	target/debug/examples/demo target/debug/pause-sandboxer
 
 parity: parts ## compare each field of pods with containerd's built-in controller; needs root
-	$(CARGO) test --locked --test parity
+	$(CARGO) test --locked --workspace --test parity
 
 test: parts unit demo releases fuzz-short ## unit tests, real pods, short fuzzing; needs root and Go
 
@@ -133,8 +136,8 @@ fmt:
 # Those that run on another node are no targets by themselves.
 lint:
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
-	$(CARGO) clippy --locked --test deb --test systemd --test selinux --test conformance \
-		--test kubernetes -- -D warnings
+	$(CARGO) clippy --locked --workspace --test deb --test systemd --test selinux \
+		--test conformance --test kubernetes -- -D warnings
 	fuzz/run lint
 
 doc:
@@ -145,7 +148,7 @@ deny: $(DENY)
 	$(DENY) --locked --workspace check --hide-inclusion-graph bans licenses sources
 
 $(DENY):
-	$(CARGO) install --debug --locked --root target/tools --version $(DENY_VERSION) cargo-deny
+	$(INSTALL) --debug --locked --root target/tools --version $(DENY_VERSION) cargo-deny
 
 tools: $(DENY) $(MACHETE) $(HELM)
 
@@ -154,7 +157,7 @@ machete: $(MACHETE)
 	$(MACHETE) --skip-target-dir
 
 $(MACHETE):
-	$(CARGO) install --debug --locked --root target/tools --version $(MACHETE_VERSION) cargo-machete
+	$(INSTALL) --debug --locked --root target/tools --version $(MACHETE_VERSION) cargo-machete
 
 # The chart renders what is committed, and other values render what Kubernetes' types accept.
 chart: $(HELM) ## check the Helm chart and the manifests of the kustomizations; needs Go
@@ -184,19 +187,20 @@ prepare: ## fetch and build what `check`, `conformance` and `test-node` need; ne
 conformance: ## critest, kubelet's test suite of CRI, with both controllers; needs root and Go
 	directory=$$(tests/kit/fetch-conformance $(CRI_TOOLS)) && \
 	export CONFORMANCE_DIR="$$directory" RESULTS_DIR="$(CURDIR)/target/results" && \
+	tests/kit/build-tests conformance >/dev/null && \
 	for release in $(CONFORMANCE); do \
 		parts=$$(tests/kit/fetch-release $$release) && \
-		PARTS_DIR="$$parts" $(CARGO) test --locked --test conformance || exit 1; \
+		PARTS_DIR="$$parts" $(CARGO) test --locked --workspace --test conformance || exit 1; \
 	done
 
 # One case with its name: KUBERNETES_CASES=deployment
 test-kubernetes: ## pods of every kind in a cluster, which it builds first; needs root, cgroup v1
 	parts=$$(tests/kit/fetch-release $(LTS)) && \
 	kubernetes=$$(tests/kit/fetch-kubernetes $(KUBERNETES)) && \
-	$(CARGO) test --locked --no-run --test kubernetes && \
+	tests/kit/build-tests kubernetes >/dev/null && \
 	echo "kubernetes env PARTS_DIR=$$parts KUBERNETES_DIR=$$kubernetes \
 		RESULTS_DIR=$(CURDIR)/target/results CARGO_NET_OFFLINE=true \
-		$(CARGO) test --locked --test kubernetes -- $(KUBERNETES_CASES)" | \
+		$(CARGO) test --locked --workspace --test kubernetes -- $(KUBERNETES_CASES)" | \
 		tests/kit/lanes 1 $(CURDIR)/target/suites/kubernetes
 	cat target/suites/kubernetes/kubernetes.log
 
