@@ -19,6 +19,10 @@ mod sandboxes;
 mod smoke;
 mod systemd;
 
+/// The command that corrects most of what is wrong. [`containerd::examine`] adds the options that
+/// the last one has set.
+const ENABLE: &str = "pause-sandboxer enable --restart";
+
 /// How bad a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use toml::{Table, Value};
 
-use super::{Finding, Level, Subject, kubelet};
+use super::{ENABLE, Finding, Level, Subject, kubelet};
 use crate::config::{Config, Pattern, ShimOwner};
 
 mod config;
@@ -33,10 +33,6 @@ const NAME: &str = "pause-sandboxer";
 
 /// The handler's usual name.
 pub(crate) const HANDLER: &str = "runc-pause";
-
-/// The command that corrects most of what is wrong. [`examine`] adds the options that the last one
-/// has set.
-pub(super) const ENABLE: &str = "pause-sandboxer enable --restart";
 
 /// The plugin that holds CRI's runtime settings.
 pub(crate) const RUNTIME: &str = "io.containerd.cri.v1.runtime";

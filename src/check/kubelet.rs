@@ -9,8 +9,7 @@ use std::path::Path;
 
 use toml::{Table, Value};
 
-use super::Finding;
-use super::containerd::ENABLE;
+use super::{ENABLE, Finding};
 
 const SUBJECT: &str = "kubelet";
 

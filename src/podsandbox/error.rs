@@ -74,3 +74,19 @@ pub enum Error {
         reason: String,
     },
 }
+
+impl Error {
+    /// A field of the request of sandbox `id` is not what it must be.
+    pub fn invalid(id: &str, field: &str, reason: String) -> Self {
+        Self::Invalid { id: shorten(id), field: field.to_owned(), reason }
+    }
+}
+
+/// What a caller sent, fit for one line of a message.
+pub fn shorten(text: &str) -> String {
+    const MOST: usize = 80;
+    match text.char_indices().nth(MOST) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}

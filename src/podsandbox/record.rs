@@ -16,12 +16,13 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use parking_lot::Mutex;
+use protobuf::Message as _;
 use serde::{Deserialize, Serialize};
 
+use super::error::shorten;
 use super::files::Files;
 use super::layout::Layout;
 use super::selinux::Labels;
-use super::validate::decode_config;
 use super::{Error, Payload, SandboxInfo};
 use crate::error::{IoContext as _, StepError, gone};
 use crate::id::SandboxId;
@@ -40,6 +41,9 @@ const LARGEST: u64 = 64 << 20;
 
 /// The same of stages.
 const LARGEST_STAGE: u64 = 64 << 10;
+
+/// Type of the CRI config in Create's options.
+const CONFIG_TYPE: &str = "runtime.v1.PodSandboxConfig";
 
 /// What is known of a sandbox across restarts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -107,6 +111,20 @@ impl Record {
             own_shim: self.own_shim,
         }
     }
+}
+
+/// Decodes the CRI config of a request or a record.
+///
+/// # Errors
+/// [`Error::Invalid`] where it is of another type or malformed.
+pub fn decode_config(id: &str, type_url: &str, value: &[u8]) -> Result<PodSandboxConfig, Error> {
+    // Any's own convention puts a host before the name; containerd does not.
+    if type_url.rsplit('/').next() != Some(CONFIG_TYPE) {
+        let reason = format!("is of type {:?}, not {CONFIG_TYPE}", shorten(type_url));
+        return Err(Error::invalid(id, "options", reason));
+    }
+    PodSandboxConfig::parse_from_bytes(value)
+        .map_err(|e| Error::invalid(id, "options", format!("is not a {CONFIG_TYPE}: {e}")))
 }
 
 /// How far a sandbox came.

@@ -6,40 +6,50 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
+use super::actor::ActorHandle;
+use super::jobs::Jobs;
 use super::machine::Phase;
-use super::sandbox::Sandbox;
 use crate::exit::CLEANUP;
 use crate::pool::{self, Class};
 
-/// Whether restoring the deleted files of one sandbox failed and is being retried.
-#[derive(Debug, Default)]
-pub struct RestoreState {
+/// Restores the files of one sandbox.
+#[derive(Debug)]
+pub struct FileRestorer {
+    jobs: Arc<Jobs>,
+    actor: ActorHandle,
     /// The last attempt has failed.
     failing: AtomicBool,
     /// A task retries until an attempt does not fail.
     retrying: AtomicBool,
 }
 
-impl Sandbox {
-    /// Restores deleted files. Blocks. A failure is retried, and logged once until an attempt does
-    /// not fail.
-    pub(super) fn restore_files(self: &Arc<Self>) {
+impl FileRestorer {
+    pub fn new(jobs: Arc<Jobs>, actor: ActorHandle) -> Self {
+        Self { jobs, actor, failing: AtomicBool::new(false), retrying: AtomicBool::new(false) }
+    }
+
+    /// Restores deleted files if the sandbox is ready. Blocks. A failure is retried, and logged
+    /// once until an attempt does not fail.
+    pub fn restore(self: &Arc<Self>) {
+        if !self.is_ready() {
+            return;
+        }
         match self.jobs.restore() {
             Ok(restored) => {
-                let failed = self.restore_state.failing.swap(false, SeqCst);
+                let failed = self.failing.swap(false, SeqCst);
                 if restored {
                     self.jobs.telemetry().restored_files.inc();
                 }
                 if restored || failed {
-                    log::info!(sandbox = self.id(); "restored deleted pod files");
+                    log::info!(sandbox = self.jobs.id().as_str(); "restored deleted pod files");
                 }
             }
             Err(steps) => {
                 self.jobs.telemetry().restore_failures.inc();
-                if !self.restore_state.failing.swap(true, SeqCst) {
+                if !self.failing.swap(true, SeqCst) {
                     for step in steps {
                         log::error!(
-                            sandbox = self.id();
+                            sandbox = self.jobs.id().as_str();
                             "failed to restore deleted pod files: {step}"
                         );
                     }
@@ -49,17 +59,21 @@ impl Sandbox {
         }
     }
 
+    fn is_ready(&self) -> bool {
+        self.actor.published().phase == Phase::Ready
+    }
+
     /// Retries with a growing delay, as long as the sandbox is ready.
     fn restore_later(self: &Arc<Self>) {
-        if self.restore_state.retrying.swap(true, SeqCst) {
+        if self.retrying.swap(true, SeqCst) {
             return;
         }
-        let sandbox = Arc::downgrade(self);
+        let restorer = Arc::downgrade(self);
         tokio::spawn(async move {
             for failures in 1.. {
                 tokio::time::sleep(CLEANUP.delay(failures)).await;
-                let Some(sandbox) = sandbox.upgrade() else { return };
-                let tried = pool::run(Class::Query, move || sandbox.retry_restore());
+                let Some(restorer) = restorer.upgrade() else { return };
+                let tried = pool::run(Class::Query, move || restorer.retry());
                 if tried.await.unwrap_or(true) {
                     return;
                 }
@@ -68,17 +82,14 @@ impl Sandbox {
     }
 
     /// True when there is nothing left to retry.
-    fn retry_restore(self: &Arc<Self>) -> bool {
-        if self.phase() == Phase::Ready {
-            self.restore_files();
-            if self.restore_state.failing.load(SeqCst) {
-                return false;
-            }
+    fn retry(self: &Arc<Self>) -> bool {
+        self.restore();
+        if self.is_ready() && self.failing.load(SeqCst) {
+            return false;
         }
-        self.restore_state.retrying.store(false, SeqCst);
+        self.retrying.store(false, SeqCst);
         // An attempt that failed meanwhile saw this task and began none: this one continues, unless
         // a later attempt has begun a new one.
-        !(self.phase() == Phase::Ready && self.restore_state.failing.load(SeqCst))
-            || self.restore_state.retrying.swap(true, SeqCst)
+        !(self.is_ready() && self.failing.load(SeqCst)) || self.retrying.swap(true, SeqCst)
     }
 }

@@ -12,7 +12,7 @@ use super::environment::Environment;
 use super::jobs::{Jobs, StartInput};
 use super::machine::{Phase, Rpc};
 use super::record::{Record, Stage};
-use super::restore::RestoreState;
+use super::restore::FileRestorer;
 use super::validate::{self, Validated};
 use super::{
     CreateRequest, Error, Exit, Metric, Payload, SandboxInfo, SandboxSummary, StartResponse,
@@ -99,8 +99,7 @@ pub struct Sandbox {
     asked: AtomicBool,
     /// When this daemon started it.
     started: OnceLock<Instant>,
-    /// How restoring its files goes.
-    pub(super) restore_state: RestoreState,
+    restorer: Arc<FileRestorer>,
 }
 
 impl Sandbox {
@@ -169,12 +168,12 @@ impl Sandbox {
         jobs.shim.serve(Arc::new(PodOfEndpoint { jobs: jobs.clone(), actor: actor.clone() }));
         Self {
             environment,
+            restorer: Arc::new(FileRestorer::new(jobs.clone(), actor.clone())),
             jobs,
             actor,
             unknown_deadline: tokio::time::Instant::now() + UNKNOWN_TIMEOUT,
             asked: AtomicBool::new(false),
             started: OnceLock::new(),
-            restore_state: RestoreState::default(),
         }
     }
 
@@ -281,9 +280,7 @@ impl Sandbox {
         self: &Arc<Self>,
         verbose: bool,
     ) -> Result<BTreeMap<String, String>, Error> {
-        if self.phase() == Phase::Ready {
-            self.restore_files();
-        }
+        self.restorer.restore();
         if !verbose {
             return Ok(Default::default());
         }

@@ -8,10 +8,9 @@ mod sysctls;
 use std::path::{Component, Path, PathBuf};
 use std::time::SystemTime;
 
-use protobuf::Message as _;
-
+use super::error::shorten;
 use super::files::{Dns, Files};
-use super::record::{self, Record, RecordedAny};
+use super::record::{self, Record, RecordedAny, decode_config};
 use super::selinux::{self, HeldLevel, Selinux};
 use super::{CreateRequest, Error};
 use crate::cgroup;
@@ -21,9 +20,6 @@ use crate::id::SandboxId;
 use crate::pause::{self, IdMapping, Namespace, Plan, UserNamespace, native};
 use crate::protos::cri::{IDMapping, NamespaceMode, NamespaceOption, PodSandboxConfig};
 use crate::shim;
-
-/// Type of the CRI config in Create's options.
-const CONFIG_TYPE: &str = "runtime.v1.PodSandboxConfig";
 
 /// Longest host name of Linux (sethostname(2)), bytes.
 const LONGEST_HOSTNAME: usize = 64;
@@ -39,7 +35,7 @@ const LONGEST_PATH: usize = 4095;
 /// # Errors
 /// [`Error::Invalid`], unless it is a valid containerd identifier.
 pub fn check_id(id: &str) -> Result<SandboxId, Error> {
-    SandboxId::try_from(id).map_err(|e| invalid(id, "sandbox_id", e.to_string()))
+    SandboxId::try_from(id).map_err(|e| Error::invalid(id, "sandbox_id", e.to_string()))
 }
 
 /// A Create request that is accepted.
@@ -68,8 +64,10 @@ pub fn check(
 ) -> Result<Validated, Error> {
     let id = request.id.as_str();
     let checked = check_id(id)?;
-    let options =
-        request.options.as_ref().ok_or_else(|| invalid(id, "options", "is missing".to_owned()))?;
+    let options = request
+        .options
+        .as_ref()
+        .ok_or_else(|| Error::invalid(id, "options", "is missing".to_owned()))?;
     let pod = decode_config(id, &options.type_url, &options.value)?;
     let info = request.sandbox.clone().unwrap_or_default();
     let security = pod.linux.security_context.get_or_default();
@@ -133,33 +131,6 @@ fn plan(
     })
 }
 
-/// Decodes the CRI config of a request or a record.
-///
-/// # Errors
-/// [`Error::Invalid`] where it is of another type or malformed.
-pub fn decode_config(id: &str, type_url: &str, value: &[u8]) -> Result<PodSandboxConfig, Error> {
-    // Any's own convention puts a host before the name; containerd does not.
-    if type_url.rsplit('/').next() != Some(CONFIG_TYPE) {
-        let reason = format!("is of type {:?}, not {CONFIG_TYPE}", shorten(type_url));
-        return Err(invalid(id, "options", reason));
-    }
-    PodSandboxConfig::parse_from_bytes(value)
-        .map_err(|e| invalid(id, "options", format!("is not a {CONFIG_TYPE}: {e}")))
-}
-
-fn invalid(id: &str, field: &str, reason: String) -> Error {
-    Error::Invalid { id: shorten(id), field: field.to_owned(), reason }
-}
-
-/// What a caller sent, fit for one line of a message.
-fn shorten(text: &str) -> String {
-    const MOST: usize = 80;
-    match text.char_indices().nth(MOST) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text.to_owned(),
-    }
-}
-
 fn mode(
     id: &str,
     kind: &str,
@@ -172,7 +143,7 @@ fn mode(
             Ok(Namespace::Private)
         }
         Ok(NamespaceMode::NODE) => Ok(Namespace::Node),
-        _ => Err(invalid(
+        _ => Err(Error::invalid(
             id,
             &format!("linux.security_context.namespace_options.{kind}"),
             format!("mode {} is not valid for a sandbox", mode.value()),
@@ -181,7 +152,7 @@ fn mode(
 }
 
 fn netns(id: &str, host_network: bool, path: &str) -> Result<Option<PathBuf>, Error> {
-    let refuse = |reason: String| Err(invalid(id, "netns_path", reason));
+    let refuse = |reason: String| Err(Error::invalid(id, "netns_path", reason));
     if host_network {
         return Ok(None);
     }
@@ -201,21 +172,21 @@ fn netns(id: &str, host_network: bool, path: &str) -> Result<Option<PathBuf>, Er
 fn hostname(id: &str, name: &str, host_network: bool) -> Result<String, Error> {
     // As runc has it: the pod has no UTS namespace whose hostname could be set.
     if host_network && !name.is_empty() {
-        return Err(invalid(
+        return Err(Error::invalid(
             id,
             "hostname",
             "is given, and the pod uses the node's network and so its hostname".to_owned(),
         ));
     }
     if name.len() > LONGEST_HOSTNAME {
-        return Err(invalid(
+        return Err(Error::invalid(
             id,
             "hostname",
             format!("has {} bytes, more than {LONGEST_HOSTNAME}", name.len()),
         ));
     }
     if name.contains('\0') {
-        return Err(invalid(id, "hostname", "has a zero byte".to_owned()));
+        return Err(Error::invalid(id, "hostname", "has a zero byte".to_owned()));
     }
     Ok(name.to_owned())
 }
@@ -238,7 +209,7 @@ fn cgroup_parent(
         || parent.contains('\0')
         || !Path::new(parent).components().all(plain)
     {
-        return Err(invalid(
+        return Err(Error::invalid(
             id,
             field,
             format!("{:?} is not a valid cgroup path", shorten(parent)),
@@ -253,13 +224,13 @@ fn cgroup_parent(
                 "{:?} is not a systemd slice, which cgroup_driver \"systemd\" requires",
                 shorten(parent)
             );
-            return Err(invalid(id, field, reason));
+            return Err(Error::invalid(id, field, reason));
         }
         // So that it cannot be taken for the bare name of a slice.
         None if parent.ends_with(".slice") && !parent.contains('/') => format!("/{parent}"),
         None => parent.to_owned(),
     };
-    cgroup::check_parent(&parent).map_err(|reason| invalid(id, field, reason))?;
+    cgroup::check_parent(&parent).map_err(|reason| Error::invalid(id, field, reason))?;
     Ok(parent)
 }
 
@@ -272,7 +243,7 @@ fn userns(id: &str, namespaces: &NamespaceOption) -> Result<Option<UserNamespace
         // owns.
         if users && of_node.enum_value() == Ok(NamespaceMode::NODE) {
             let reason = "mode NODE does not go with a user namespace of the pod's own".to_owned();
-            return Err(invalid(
+            return Err(Error::invalid(
                 id,
                 &format!("linux.security_context.namespace_options.{kind}"),
                 reason,
@@ -282,13 +253,13 @@ fn userns(id: &str, namespaces: &NamespaceOption) -> Result<Option<UserNamespace
     match options.mode.enum_value() {
         Ok(NamespaceMode::NODE) if options.uids.is_empty() && options.gids.is_empty() => Ok(None),
         Ok(NamespaceMode::NODE) => {
-            Err(invalid(id, field, "mode NODE goes with no mappings".to_owned()))
+            Err(Error::invalid(id, field, "mode NODE goes with no mappings".to_owned()))
         }
         Ok(NamespaceMode::POD) => Ok(Some(UserNamespace {
             uid: one_mapping(id, &format!("{field}.uids"), &options.uids)?,
             gid: one_mapping(id, &format!("{field}.gids"), &options.gids)?,
         })),
-        _ => Err(invalid(
+        _ => Err(Error::invalid(
             id,
             field,
             format!("mode {} is not valid for a sandbox", options.mode.value()),
@@ -298,21 +269,25 @@ fn userns(id: &str, namespaces: &NamespaceOption) -> Result<Option<UserNamespace
 
 fn one_mapping(id: &str, field: &str, mappings: &[IDMapping]) -> Result<IdMapping, Error> {
     let [one] = mappings else {
-        return Err(invalid(id, field, format!("has {} mappings, not one", mappings.len())));
+        return Err(Error::invalid(id, field, format!("has {} mappings, not one", mappings.len())));
     };
     let fits = |first: u32| first.checked_add(one.length).is_some();
     if one.length == 0 || !fits(one.host_id) || !fits(one.container_id) {
-        return Err(invalid(id, field, "is empty or goes beyond the last id".to_owned()));
+        return Err(Error::invalid(id, field, "is empty or goes beyond the last id".to_owned()));
     }
     if one.container_id != 0 {
         let reason = format!(
             "begins at id {}: no mapping found for id 0, which containers have",
             one.container_id
         );
-        return Err(invalid(id, field, reason));
+        return Err(Error::invalid(id, field, reason));
     }
     if one.length == 1 {
-        return Err(invalid(id, field, "maps only id 0; the pause needs another id".to_owned()));
+        return Err(Error::invalid(
+            id,
+            field,
+            "maps only id 0; the pause needs another id".to_owned(),
+        ));
     }
     Ok(IdMapping { container_id: one.container_id, host_id: one.host_id, length: one.length })
 }
@@ -325,7 +300,11 @@ fn dns(id: &str, pod: &PodSandboxConfig) -> Result<Option<Dns>, Error> {
         // A line break is a line of its own in resolv.conf, as with the built-in controller: the
         // caller may give any line.
         if values.iter().any(|value| value.contains('\0')) {
-            return Err(invalid(id, &format!("dns_config.{field}"), "has a zero byte".to_owned()));
+            return Err(Error::invalid(
+                id,
+                &format!("dns_config.{field}"),
+                "has a zero byte".to_owned(),
+            ));
         }
     }
     Ok(Some(Dns {
@@ -342,7 +321,7 @@ fn check_labels(id: &str, pod: &PodSandboxConfig) -> Result<(), Error> {
     let Some((key, value)) = too_long else { return Ok(()) };
     let length = key.len() + value.len();
     let reason = format!("has {length} bytes, key and value together, more than {LONGEST_LABEL}");
-    Err(invalid(id, &format!("labels[{:?}]", shorten(key)), reason))
+    Err(Error::invalid(id, &format!("labels[{:?}]", shorten(key)), reason))
 }
 
 #[cfg(test)]

@@ -9,8 +9,8 @@ use std::os::unix::fs::OpenOptionsExt as _;
 
 use serde::de::IgnoredAny;
 
-use super::{invalid, shorten};
 use crate::podsandbox::Error;
+use crate::podsandbox::error::shorten;
 use crate::protos::cri::{LinuxSandboxSecurityContext, security_profile::ProfileType};
 
 const FIELD: &str = "linux.security_context";
@@ -28,7 +28,7 @@ const LOCALHOST: &str = "localhost/";
 /// [`Error::Invalid`] names the field.
 pub(super) fn check(id: &str, security: &LinuxSandboxSecurityContext) -> Result<(), Error> {
     let refuse = |field: &str, reason: &str| {
-        Err(invalid(id, &format!("{FIELD}.{field}"), reason.to_owned()))
+        Err(Error::invalid(id, &format!("{FIELD}.{field}"), reason.to_owned()))
     };
     if security.run_as_group.is_some() && security.run_as_user.is_none() {
         return refuse("run_as_group", "is given without run_as_user");

@@ -2,10 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use super::{invalid, shorten};
 use crate::config::Config;
 use crate::pause::Namespace;
 use crate::podsandbox::Error;
+use crate::podsandbox::error::shorten;
 use crate::protos::cri::{LinuxSandboxSecurityContext, NamespaceMode, PodSandboxConfig};
 
 /// The sysctls that the pod asks for, by name, and then those that the settings add.
@@ -25,7 +25,11 @@ pub(super) fn check(
     wanted.sort();
     for (name, value) in &wanted {
         let refuse = |reason: &str| {
-            Err(invalid(id, &format!("linux.sysctls[{:?}]", shorten(name)), reason.to_owned()))
+            Err(Error::invalid(
+                id,
+                &format!("linux.sysctls[{:?}]", shorten(name)),
+                reason.to_owned(),
+            ))
         };
         let plain = name.split('.').all(|part| !part.is_empty() && !part.contains(['/', '\0']));
         if !plain || value.contains('\0') {
