@@ -28,6 +28,11 @@ const CONTROLLER: &str = "containerd.services.sandbox.v1.Controller";
 const CONTROLLER_METHODS: &[&str] =
     &["Create", "Start", "Platform", "Stop", "Wait", "Status", "Shutdown", "Metrics", "Update"];
 
+/// How long calls other than Wait may still take when the daemon goes down; less than the server
+/// takes to end. containerd keeps the state of a sandbox unknown until its next start if it gets an
+/// error from a Status while it recovers (`internal/cri/server/restart.go`).
+const GRACE: Duration = Duration::from_secs(1);
+
 /// A call as its transport understood it.
 #[derive(Debug)]
 pub(super) struct Call {
@@ -113,7 +118,8 @@ impl<V> Clone for Handler<V> {
 }
 
 impl<V: SandboxService> Handler<V> {
-    /// A handler whose calls all end once `stop` says true or its sender is gone.
+    /// A handler whose calls all end once `stop` says true or its sender is gone: Waits at once, the
+    /// others within a second.
     pub(super) fn new(
         sandboxes: PendingService<V>,
         stop: watch::Receiver<bool>,
@@ -241,7 +247,7 @@ impl<V: SandboxService> Handler<V> {
         of: &Call,
         work: impl Future<Output = Result<T, Status>>,
     ) -> Result<T, Status> {
-        if self.is_stopping() {
+        if of.is_wait() && self.is_stopping() {
             return Err(Status::stopping());
         }
         if of.target().0 != inspect::SERVICE {
@@ -254,17 +260,26 @@ impl<V: SandboxService> Handler<V> {
             result = AssertUnwindSafe(work).catch_unwind() => {
                 result.unwrap_or_else(|panic| Err(panicked(method, &*panic)))
             }
-            () = self.stopping() => Err(Status::stopping()),
+            () = self.given_up(of) => Err(Status::stopping()),
             () = expired(deadline) => {
                 let message = format!("{method}: the caller's deadline passed");
                 Err(Status::new(Code::DEADLINE_EXCEEDED, message))
             }
         };
-        self.unless_stopping(result)
+        if of.is_wait() { self.unless_stopping(result) } else { result }
     }
 
-    /// What fails while all goes down says nothing of the sandbox; in a Wait it would be taken for
-    /// its exit.
+    /// Ends when the daemon goes down and has no more time for this call.
+    async fn given_up(&self, of: &Call) {
+        self.stopping().await;
+        // Before the recovery is done no call is answered.
+        if !of.is_wait() && self.known().is_some() {
+            tokio::time::sleep(GRACE).await;
+        }
+    }
+
+    /// What a Wait fails with while all goes down says nothing of the sandbox, and would be taken
+    /// for its exit.
     fn unless_stopping<T>(&self, result: Result<T, Status>) -> Result<T, Status> {
         match result {
             Err(_) if self.is_stopping() => Err(Status::stopping()),

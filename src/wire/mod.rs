@@ -97,8 +97,9 @@ impl<V: SandboxService> Server<V> {
         self
     }
 
-    /// Serves until `stop` says true or its sender is gone, then ends every call with UNAVAILABLE
-    /// and returns within 3 seconds, whatever the callers do.
+    /// Serves until `stop` says true or its sender is gone. Then ends every Wait with UNAVAILABLE,
+    /// and every other call that takes more than another second, and returns within 3 seconds,
+    /// whatever the callers do.
     ///
     /// # Errors
     /// A listener that cannot be used.

@@ -39,7 +39,7 @@ pub(crate) fn time(seconds: u64) -> SystemTime {
 pub(crate) struct Fake {
     pub(crate) created: Mutex<Vec<CreateRequest>>,
     pub(crate) updated: Mutex<Vec<(String, SandboxInfo, Vec<String>)>>,
-    /// Waits that are pending now.
+    /// Waits, and slow calls of Status, that are pending now.
     pub(crate) waiting: Arc<AtomicUsize>,
     /// Ends every pending Wait.
     pub(crate) end: Notify,
@@ -123,6 +123,16 @@ impl SandboxService for Fake {
 
     async fn status(&self, id: &str, verbose: bool) -> Result<StatusReport, Error> {
         outcome(id)?;
+        let took = match id {
+            "slow" => Some(Duration::from_millis(300)),
+            "hanging" => Some(Duration::MAX),
+            _ => None,
+        };
+        if let Some(took) = took {
+            self.waiting.fetch_add(1, Ordering::SeqCst);
+            let _pending = Pending(Arc::clone(&self.waiting));
+            tokio::time::sleep(took).await;
+        }
         // Answers that no client of ttrpc would read, and no client at all.
         let text = match id {
             "huge" => "x".repeat(4 << 20),
