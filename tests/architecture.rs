@@ -231,6 +231,27 @@ fn the_table_has_no_circle() {
 }
 
 #[test]
+fn the_picture_has_each_module_above_those_that_it_uses() {
+    let text = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+    let section = text.split("## The modules").nth(1).expect("the section");
+    let picture = section.split("```").nth(1).expect("the picture");
+    // The first 24 columns of a line name what is in it.
+    let lines = picture.trim().lines().map(|line| line.get(24..).unwrap_or_default());
+    let level: BTreeMap<&str, usize> = lines
+        .enumerate()
+        .flat_map(|(level, line)| line.split_whitespace().map(move |module| (module, level)))
+        .collect();
+    let table = table();
+    let seen: BTreeSet<&str> = level.keys().copied().collect();
+    assert_eq!(seen, table.keys().map(String::as_str).collect(), "the picture, the table");
+    for (module, allowed) in &table {
+        for used in allowed.iter().flatten() {
+            assert!(level[module.as_str()] < level[used.as_str()], "{module} is not above {used}");
+        }
+    }
+}
+
+#[test]
 fn unsafe_code_stays_in_its_places() {
     let word = |c: char| c.is_alphanumeric() || c == '_';
     for (path, text) in all_sources() {

@@ -118,8 +118,8 @@ impl<V> Clone for Handler<V> {
 }
 
 impl<V: SandboxService> Handler<V> {
-    /// A handler whose calls all end once `stop` says true or its sender is gone: Waits at once, the
-    /// others within a second.
+    /// A handler whose calls all end once `stop` says true or its sender is gone: Waits at once,
+    /// the others within a second.
     pub(super) fn new(
         sandboxes: PendingService<V>,
         stop: watch::Receiver<bool>,
