@@ -125,7 +125,7 @@ test-unprivileged: ## what any user can run; counts the tests that need root as 
 		--test architecture --test docs --test packaging
 	@echo "skipped: $$(wc -l <target/skipped-tests) tests, listed in target/skipped-tests"
 
-test-node: test-vm test-deb ## both tests on an emulated node
+test-node: test-vm test-deb ## both tests on a Debian node of their own
 
 check: fmt lint doc deny machete chart ## format, lints, documentation, licences, charts; needs Go
 
@@ -217,7 +217,7 @@ soak: parts ## random churn for 10 minutes, or SOAK_SECONDS; needs root
 test-deb: $(DEB) ## the Debian package on an emulated node, from installation to removal
 	tests/deb/run-in-vm
 
-test-vm: parts ## the tests on an emulated Debian node with systemd and cgroup v2; slow
+test-vm: parts ## the tests on a Debian node with systemd and cgroup v2; needs root
 	tests/vm/test
 	tests/selinux/run-in-vm
 

@@ -316,7 +316,7 @@ fn shown_by(page: &str) -> Vec<(String, Option<String>)> {
 }
 
 /// What a page names as the proof of a promise is there: a test, a module of tests, a file, a stage
-/// of the emulated node, or a command of the Makefile.
+/// of the node of `tests/vm`, or a command of the Makefile.
 #[test]
 fn tests_that_are_named_exist() {
     let below = |dir: &str| -> String {

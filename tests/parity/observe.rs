@@ -18,6 +18,18 @@ use crate::fact::{Facts, json};
 /// Namespaces of a process.
 const NAMESPACES: [&str; 8] = ["cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts"];
 
+/// Whether the kernel has this kind of namespace: one without those of time can run pods.
+fn has_namespace(kind: &str) -> bool {
+    Path::new("/proc/self/ns").join(kind).exists()
+}
+
+/// Lists as skipped what the kernel does not show.
+pub(crate) fn skip_what_the_kernel_lacks() {
+    for kind in NAMESPACES.into_iter().filter(|kind| !has_namespace(kind)) {
+        kit::skip(&format!("the kernel has no {kind} namespaces to compare"));
+    }
+}
+
 /// Names what is another in every pod.
 pub(crate) async fn name(pod: &Pod, facts: &mut Facts) -> Result<u32> {
     let layout = pod.node().layout();
@@ -92,7 +104,7 @@ pub(crate) async fn pause(pid: u32, facts: &mut Facts) -> Result<()> {
     facts.add("pause: uid_map", read("uid_map")?.split_whitespace().collect::<Vec<_>>().join(" "));
     facts.add("pause: gid_map", read("gid_map")?.split_whitespace().collect::<Vec<_>>().join(" "));
     facts.add("pause: open files", fs::read_dir(proc.join("fd"))?.count());
-    for kind in NAMESPACES {
+    for kind in NAMESPACES.into_iter().filter(|kind| has_namespace(kind)) {
         let (of_pause, of_node) = (
             fs::metadata(proc.join("ns").join(kind))?,
             fs::metadata(format!("/proc/self/ns/{kind}"))?,
@@ -166,6 +178,9 @@ pub(crate) async fn container(container: &Container, pause: u32, facts: &mut Fac
             facts.add(format!("container: {field}"), value);
             continue;
         };
+        if !has_namespace(kind) {
+            continue;
+        }
         let link = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/{kind}"));
         let (of_pause, of_node) = (link(&pause.to_string())?, link("self")?);
         let whose = match Path::new(value) {

@@ -37,6 +37,7 @@ pub(crate) async fn all(wanted: &Wanted) -> Result<bool> {
     node.start_sandboxer().await?;
     let cases = cases::all(&node.layout().cgroup());
     let mut table = Table::new()?;
+    observe::skip_what_the_kernel_lacks();
     let mut settings = Settings::Usual;
     let mut left_out = 0;
     warm_up(&node).await?;
