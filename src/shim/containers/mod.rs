@@ -125,19 +125,30 @@ fn is_ending(pid: u32) -> bool {
     ended && fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|threads| threads.count() <= 1)
 }
 
-/// The containers by whose ids the cgroups of a process are named, with the content of its
-/// `/proc/PID/cgroup`; none if it does not live. CRI names a container's cgroup by the container's
-/// id.
-fn living_in(pid: u32, containers: &[Container]) -> Vec<(&Container, String)> {
-    let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-    let mut of: Vec<_> = containers
-        .iter()
-        .filter(|container| cgroup::holds(Path::new(ROOT), &cgroups, &container.id))
-        .collect();
-    if is_ending(pid) {
-        of.clear();
+/// Containers whose processes are searched by their cgroups: CRI names a container's cgroup by the
+/// container's id.
+struct CgroupSearch<'a> {
+    containers: &'a [Container],
+    /// The daemon's own cgroups.
+    node: String,
+}
+
+impl<'a> CgroupSearch<'a> {
+    fn new(containers: &'a [Container]) -> Result<Self, StepError> {
+        Ok(Self { containers, node: cgroup::of_process("self")?.unwrap_or_default() })
     }
-    of.into_iter().map(|container| (container, cgroups.clone())).collect()
+
+    /// The containers that a process is in, with the content of its `/proc/PID/cgroup`; none if it
+    /// does not live.
+    fn living_in(&self, pid: u32) -> Result<Vec<(&'a Container, String)>, StepError> {
+        let Some(cgroups) = cgroup::of_process(&pid.to_string())? else { return Ok(Vec::new()) };
+        let holds = |of: &&Container| cgroup::holds(Path::new(ROOT), &cgroups, &of.id, &self.node);
+        let mut of: Vec<_> = self.containers.iter().filter(holds).collect();
+        if is_ending(pid) {
+            of.clear();
+        }
+        Ok(of.into_iter().map(|container| (container, cgroups.clone())).collect())
+    }
 }
 
 /// Some process of the containers lives.
@@ -145,8 +156,16 @@ fn living_in(pid: u32, containers: &[Container]) -> Vec<(&Container, String)> {
 /// # Errors
 /// `/proc` cannot be read.
 pub fn any_alive(containers: &[Container]) -> Result<bool, StepError> {
-    Ok(!containers.is_empty()
-        && pids()?.into_iter().any(|pid| !living_in(pid, containers).is_empty()))
+    if containers.is_empty() {
+        return Ok(false);
+    }
+    let search = CgroupSearch::new(containers)?;
+    for pid in pids()? {
+        if !search.living_in(pid)?.is_empty() {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Kills all processes of the containers. They are not our children, and one that hangs in the
@@ -155,17 +174,18 @@ pub fn any_alive(containers: &[Container]) -> Result<bool, StepError> {
 /// # Errors
 /// What could not be killed.
 pub fn kill(containers: &[Container]) -> Result<(), StepError> {
+    let search = CgroupSearch::new(containers)?;
     let mut left = 0;
     for _ in 0..ROUNDS {
         left = 0;
         let mut cgroups: BTreeSet<(String, String)> = BTreeSet::new();
         for pid in pids()? {
-            if living_in(pid, containers).is_empty() {
+            if search.living_in(pid)?.is_empty() {
                 continue;
             }
             // Checked again after the pidfd is open: the pid may have been reused before.
             let Some(process) = ProcessHandle::open(pid)? else { continue };
-            let of = living_in(pid, containers);
+            let of = search.living_in(pid)?;
             if of.is_empty() {
                 continue;
             }
@@ -236,7 +256,7 @@ pub fn find_in_namespaces(
         |pid: u32| own.iter().any(|(kind, own)| namespace(&pid.to_string(), kind) == Some(*own));
     for pid in pids()?.into_iter().filter(|pid| is_inside(*pid)) {
         let Some(process) = ProcessHandle::open(pid)? else { continue };
-        let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+        let Some(cgroups) = cgroup::of_process(&pid.to_string())? else { continue };
         // Checked again after the pidfd is open: the pid may have been reused before.
         if !is_inside(pid) {
             continue;
@@ -269,17 +289,17 @@ fn classify(cgroups: &str, tasks: &Path, root: &Path, sandbox: &str) -> ProcessO
     if ids.is_empty() || ids.contains(&sandbox) {
         return ProcessOwner::Other;
     }
-    let mut class = ProcessOwner::Unknown;
+    // The outermost that is known: what is below a container's cgroup, it may have named itself.
     for id in ids {
         match origin::of_container(tasks, root, id, sandbox) {
             ContainerOwner::Own => {
                 return ProcessOwner::Own(Container { bundle: tasks.join(id), id: id.to_owned() });
             }
-            ContainerOwner::Foreign => class = ProcessOwner::Other,
+            ContainerOwner::Foreign => return ProcessOwner::Other,
             ContainerOwner::Unknown => {}
         }
     }
-    class
+    ProcessOwner::Unknown
 }
 
 fn inode((kind, file): &NamespaceHandle) -> Option<(&'static str, u64)> {
@@ -335,6 +355,7 @@ mod tests {
         );
         assert_eq!(class(format!("0::/kubepods/pod1/{foreign}")), ProcessOwner::Other);
         assert_eq!(class(format!("0::/kubepods/pod1/{foreign}/{unknown}")), ProcessOwner::Other);
+        assert_eq!(class(format!("0::/kubepods/pod1/{foreign}/{own}")), ProcessOwner::Other);
         assert_eq!(class(format!("0::/docker/{unknown}")), ProcessOwner::Unknown);
         // The pause itself, and who is in no container.
         assert_eq!(class(format!("0::/kubepods/pod1/{pod}")), ProcessOwner::Other);
