@@ -331,6 +331,33 @@ async fn callers_do_not_wait_for_the_exit_of_a_killed_shim() {
     endpoint.close().await.unwrap();
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_socket_that_cannot_be_watched_is_retried_with_growing_delays_or_after_a_change() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_shims, endpoint) = make_endpoint(dir.path());
+    endpoint.listen().await.unwrap();
+    endpoint.changed.notified().await;
+    let listener = endpoint.state().listener.clone();
+    // The kernel refuses to watch a file.
+    let file = Arc::new(OwnedFd::from(fs::File::open(dir.path()).unwrap()));
+    for (changes, expected) in [(false, 31), (true, 16)] {
+        let begun = tokio::time::Instant::now();
+        endpoint.state().idle = None;
+        endpoint.state().listener = Some(file.clone());
+        endpoint.serve(Arc::new(NoPod));
+        sleep(Duration::from_secs(16)).await;
+        endpoint.state().listener = listener.clone();
+        if changes {
+            endpoint.notify(endpoint.state());
+        }
+        while endpoint.state().idle.is_none() {
+            sleep(Duration::from_millis(100)).await;
+        }
+        assert_eq!(begun.elapsed().as_secs(), expected, "a change: {changes}");
+    }
+    endpoint.close().await.unwrap();
+}
+
 /// As after a step of the recovery that took all of the record's time.
 #[tokio::test]
 async fn a_recovery_that_did_not_begin_is_done_by_the_serving_task() {
