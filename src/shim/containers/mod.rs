@@ -43,28 +43,27 @@ pub struct Container {
     pub bundle: PathBuf,
 }
 
+/// The ids in a directory of bundles or states: without `sandbox` itself, and without hidden names,
+/// which are being deleted. None if there is no such directory.
+fn ids(dir: &Path, sandbox: &str) -> Result<impl Iterator<Item = String>, StepError> {
+    let entries = match fs::read_dir(dir) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+        other => Some(other.step_at("read directory", dir)?),
+    };
+    let names = entries.into_iter().flatten().flatten().map(|entry| entry.file_name());
+    let ids = names.filter_map(|name| name.into_string().ok());
+    Ok(ids.filter(move |id| id != sandbox && !id.starts_with('.')))
+}
+
 /// The containers of `sandbox` below `tasks`, containerd's directory of bundles of one namespace.
 ///
 /// # Errors
 /// The directory cannot be read; there is none: no containers.
 pub fn of_sandbox(tasks: &Path, sandbox: &str) -> Result<Vec<Container>, StepError> {
-    let entries = match fs::read_dir(tasks) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        other => other.step_at("read directory", tasks)?,
-    };
-    let mut containers = Vec::new();
-    for entry in entries.flatten() {
-        let bundle = entry.path();
-        let Ok(id) = entry.file_name().into_string() else { continue };
-        // Hidden ones are being deleted, and `sandbox` itself is none.
-        if id != sandbox
-            && !id.starts_with('.')
-            && fs::read(bundle.join(SANDBOX)).is_ok_and(|name| name == sandbox.as_bytes())
-        {
-            containers.push(Container { id, bundle });
-        }
-    }
-    Ok(containers)
+    let all = ids(tasks, sandbox)?.map(|id| Container { bundle: tasks.join(&id), id });
+    let names_it =
+        |bundle: &Path| fs::read(bundle.join(SANDBOX)).is_ok_and(|name| name == sandbox.as_bytes());
+    Ok(all.filter(|container| names_it(&container.bundle)).collect())
 }
 
 /// `sandbox` has no container below `tasks`, whatever the version of its shim.
@@ -72,14 +71,8 @@ pub fn of_sandbox(tasks: &Path, sandbox: &str) -> Result<Vec<Container>, StepErr
 /// # Errors
 /// The directory cannot be read.
 pub fn none(tasks: &Path, sandbox: &str) -> Result<bool, StepError> {
-    let entries = match fs::read_dir(tasks) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(true),
-        other => other.step_at("read directory", tasks)?,
-    };
-    let mut ids = entries.flatten().filter_map(|entry| entry.file_name().into_string().ok());
-    let own = |id: &String| origin::of_bundle(&tasks.join(id), sandbox) == ContainerOwner::Own;
-    // A hidden one is being deleted, and `sandbox` itself is none.
-    Ok(!ids.any(|id| id != sandbox && !id.starts_with('.') && own(&id)))
+    let is_own = |id: String| origin::of_bundle(&tasks.join(id), sandbox) == ContainerOwner::Own;
+    Ok(!ids(tasks, sandbox)?.any(is_own))
 }
 
 /// Where runc's shim keeps the state of its containers unless its options say otherwise
@@ -100,22 +93,12 @@ pub fn runtime_root(options: Option<&Options>, namespace: &str) -> PathBuf {
 /// # Errors
 /// The directory cannot be read; there is none: no containers.
 pub fn forgotten(root: &Path, tasks: &Path, sandbox: &str) -> Result<Vec<Container>, StepError> {
-    let entries = match fs::read_dir(root) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        other => other.step_at("read directory", root)?,
+    let all = ids(root, sandbox)?.map(|id| Container { bundle: tasks.join(&id), id });
+    let is_forgotten = |container: &Container| {
+        container.bundle.symlink_metadata().is_err()
+            && origin::state_names(&root.join(&container.id), sandbox)
     };
-    let mut containers = Vec::new();
-    for entry in entries.flatten() {
-        let Ok(id) = entry.file_name().into_string() else { continue };
-        let bundle = tasks.join(&id);
-        if id == sandbox || bundle.symlink_metadata().is_ok() {
-            continue;
-        }
-        if origin::state_names(&entry.path(), sandbox) {
-            containers.push(Container { id, bundle });
-        }
-    }
-    Ok(containers)
+    Ok(all.filter(is_forgotten).collect())
 }
 
 /// The process is ending, or has ended and waits for its parent, which may be slow to look. One
