@@ -172,6 +172,15 @@ impl<T, E: Into<io::Error>> IoContext<T> for Result<T, E> {
     }
 }
 
+/// The beginning of a text that is longer than `most` bytes, or all of it.
+pub fn bounded(text: &str, most: usize) -> String {
+    if text.len() <= most {
+        text.to_owned()
+    } else {
+        format!("{}…", &text[..text.floor_char_boundary(most)])
+    }
+}
+
 /// A removal of what is gone already is success.
 ///
 /// # Errors
@@ -192,5 +201,12 @@ mod tests {
         let e: Result<(), _> = Err(io::Error::from_raw_os_error(libc::EBUSY));
         let step = e.step_at("unmount", "/run/x/shm").unwrap_err();
         assert_eq!(step.to_string(), "unmount /run/x/shm: Device or resource busy (os error 16)");
+    }
+
+    #[test]
+    fn a_text_that_is_cut_ends_between_characters() {
+        assert_eq!(bounded("abc", 3), "abc");
+        assert_eq!(bounded("abcd", 3), "abc…");
+        assert_eq!(bounded("abä", 3), "ab…");
     }
 }

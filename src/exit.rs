@@ -54,6 +54,10 @@ pub const CLEANUP: Backoff =
 pub const CONTAINERD: Backoff =
     Backoff { first: Duration::from_secs(1), longest: Duration::from_secs(60) };
 
+/// For the socket and the start of a pod's shim, where no container is coming.
+pub const SHIM: Backoff =
+    Backoff { first: Duration::from_secs(1), longest: Duration::from_secs(60) };
+
 impl Backoff {
     /// Delays from `first` to `longest`; `None` when `first` is zero or above `longest`.
     pub const fn new(first: Duration, longest: Duration) -> Option<Self> {

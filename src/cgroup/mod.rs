@@ -337,10 +337,7 @@ impl Cgroups {
             let Ok(pidfd) = sys::pidfd_open(pid) else { continue };
             let still = hierarchy.read_file(&below(cgroup, c"cgroup.procs")).unwrap_or_default();
             if String::from_utf8_lossy(&still).lines().any(|line| line.parse() == Ok(pid)) {
-                match sys::kill(pidfd.as_fd()) {
-                    Ok(()) | Err(Errno::SRCH) => {}
-                    Err(e) => return Err(e),
-                }
+                sys::kill(pidfd.as_fd())?;
                 self.thaw_killed(cgroup, pid);
             }
         }

@@ -52,6 +52,16 @@ fn open_lock(path: &Path) -> Result<File, StepError> {
     options.open(path).step_at(STEP, path)
 }
 
+/// The open file is the one at `path`.
+fn is_at(file: &File, path: &Path) -> Result<bool, StepError> {
+    let about = file.metadata().step_at(STEP, path)?;
+    match std::fs::metadata(path) {
+        Ok(now) => Ok((now.dev(), now.ino()) == (about.dev(), about.ino())),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(e) => Err(StepError::at(STEP, path, e)),
+    }
+}
+
 /// Locks the directory against other daemons.
 fn lock(state_dir: &Path) -> Result<Flock<File>, StepError> {
     let path = state_dir.join("lock");
@@ -59,7 +69,12 @@ fn lock(state_dir: &Path) -> Result<Flock<File>, StepError> {
     let begun = Instant::now();
     let mut lock = loop {
         let e = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            Ok(lock) => break lock,
+            Ok(lock) if is_at(&lock, &path)? => break lock,
+            // Another daemon has replaced it meanwhile: what counts is the lock at its path.
+            Ok(_) => {
+                file = open_lock(&path)?;
+                continue;
+            }
             Err((back, e)) => {
                 file = back;
                 e
@@ -130,9 +145,8 @@ fn replace(file: &File, path: &Path) -> Result<Flock<File>, StepError> {
     let taken = |e: nix::Error| StepError::at(STEP, &new, e.into());
     let lock = Flock::lock(open_lock(&new)?, FlockArg::LockExclusiveNonblock)
         .map_err(|(_, e)| taken(e))?;
-    // Another daemon may have replaced it: then this lock file is no longer the one at its path.
-    let (old, now) = (file.metadata().step_at(STEP, path)?, std::fs::metadata(path));
-    if now.step_at(STEP, path)?.ino() != old.ino() {
+    // Another daemon may have replaced it.
+    if !is_at(file, path)? {
         return Err(taken(nix::Error::EWOULDBLOCK));
     }
     std::fs::rename(&new, path).step_at(STEP, &new)?;
@@ -188,6 +202,35 @@ mod tests {
             let _ = std::fs::write(self.0.join("freezer.state"), "THAWED");
             let _ = std::fs::remove_dir(&self.0);
         }
+    }
+
+    /// As when two daemons wait for the child of a killed one, and another has replaced its lock.
+    #[test]
+    fn a_lock_that_was_replaced_while_it_was_awaited_is_not_taken() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, new) = (dir.path().join("lock"), dir.path().join("lock.new"));
+        let hold = |path: &Path, holder: u32| {
+            std::fs::write(path, format!("{holder}\n")).unwrap();
+            Flock::lock(File::open(path).unwrap(), FlockArg::LockExclusiveNonblock).unwrap()
+        };
+        // There is no process 0.
+        let old = hold(&path, 0);
+        let waits = {
+            let dir = dir.path().to_owned();
+            std::thread::spawn(move || lock(&dir).map(drop).map_err(|step| step.to_string()))
+        };
+        let links_here = |entry: io::Result<std::fs::DirEntry>| {
+            entry.and_then(|fd| std::fs::read_link(fd.path())).is_ok_and(|link| link == path)
+        };
+        let open = || std::fs::read_dir("/proc/self/fd").unwrap().map(links_here);
+        eventually(|| open().filter(|here| *here).count() == 2);
+        let current = hold(&new, std::process::id());
+        std::fs::rename(&new, &path).unwrap();
+        drop(old);
+        let refused = waits.join().unwrap().unwrap_err();
+        assert!(refused.ends_with(&format!("in use by process {}", std::process::id())));
+        drop(current);
+        assert!(lock(dir.path()).is_ok());
     }
 
     #[test]

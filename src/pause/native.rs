@@ -188,10 +188,7 @@ impl Native {
 
     /// Kills and reaps a child, which no other thread reaps.
     fn kill_and_reap(&self, pid: c_int, pidfd: &OwnedFd) -> Result<(), StepError> {
-        match sys::kill(pidfd.as_fd()) {
-            Ok(()) | Err(Errno::SRCH) => {}
-            Err(e) => return Err(e).step("kill the pause process"),
-        }
+        sys::kill(pidfd.as_fd()).step("kill the pause process")?;
         // Its cgroup may have been frozen since it was found not to be.
         if let Some(freezer) = self.cgroups.freezer()
             && let Err(e) = deadline::thaw(&freezer, pid)

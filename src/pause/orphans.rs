@@ -26,7 +26,7 @@ use super::binary::Kept;
 use crate::error::{IoContext, StepError};
 use crate::process::deadline::poll_until;
 use crate::process::identity::device_and_inode;
-use crate::sys::{self, Errno};
+use crate::sys;
 
 /// The attribute of the pause program.
 const ATTRIBUTE: &CStr = c"trusted.pause-sandboxer";
@@ -218,12 +218,8 @@ impl Marked {
     /// # Errors
     /// The failed step.
     pub(super) fn kill(&self) -> Result<(), StepError> {
-        match sys::kill(self.pidfd.as_fd()) {
-            Ok(()) | Err(Errno::SRCH) => Ok(()),
-            Err(e) => {
-                Err(e).step_at("kill pause process without a record", format!("/proc/{}", self.pid))
-            }
-        }
+        sys::kill(self.pidfd.as_fd())
+            .step_at("kill pause process without a record", format!("/proc/{}", self.pid))
     }
 
     /// Waits for its end.

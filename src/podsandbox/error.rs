@@ -1,6 +1,6 @@
 //! Why an RPC was refused or failed.
 
-use crate::error::StepErrors;
+use crate::error::{StepErrors, bounded};
 
 /// Why an RPC was refused or failed. The wire's table gives each variant its RPC code.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -84,9 +84,5 @@ impl Error {
 
 /// What a caller sent, fit for one line of a message.
 pub fn shorten(text: &str) -> String {
-    const MOST: usize = 80;
-    match text.char_indices().nth(MOST) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text.to_owned(),
-    }
+    bounded(text, 80)
 }

@@ -128,19 +128,9 @@ impl SandboxFiles {
         [at("hostname"), at("hosts"), at("resolv.conf"), ("shm", self.shm())]
     }
 
-    /// The sign of an older daemon that it made what is here ahead of Start.
-    fn ahead(&self) -> PathBuf {
-        self.layout.sandbox(&self.id).join("ahead")
-    }
-
     /// A start job has been here: see [`SandboxFiles::begin`].
     pub fn begun(&self) -> bool {
         self.held_shm().exists()
-    }
-
-    /// What is here was made ahead by an older daemon, and no Start has come.
-    pub fn is_ahead(&self) -> bool {
-        self.ahead().exists()
     }
 
     /// Leaves a sign, first of all, that a start job has been here: recovery looks for it.
@@ -251,11 +241,8 @@ impl SandboxFiles {
         for dir in [self.volatile(), self.root()] {
             errors.check(gone(fs::remove_dir_all(&dir)).step_at("remove directory", dir));
         }
-        // The sign that it was made ahead goes last: what is left would be taken for a start that
-        // was interrupted.
-        for dir in [self.held_shm(), self.ahead()] {
-            errors.check(gone(fs::remove_dir(&dir)).step_at("remove directory", dir));
-        }
+        let held = self.held_shm();
+        errors.check(gone(fs::remove_dir(&held)).step_at("remove directory", held));
         errors.into_result()
     }
 

@@ -12,6 +12,7 @@ use super::machine::Phase;
 use super::metrics::usage::{Usage, read_usage};
 use super::record::{Record, Stage};
 use super::status;
+use crate::error::bounded;
 use crate::log_context::PodNames;
 use crate::process::Exit;
 use crate::protos::cri::PodSandboxConfig;
@@ -211,15 +212,6 @@ fn fitting<const N: usize>(values: [(&str, Value); N], mut left: usize) -> [(Str
     })
 }
 
-/// The beginning of a text that is longer than `most` bytes, or all of it.
-fn bounded(text: &str, most: usize) -> String {
-    if text.len() <= most {
-        text.to_owned()
-    } else {
-        format!("{}…", &text[..text.floor_char_boundary(most)])
-    }
-}
-
 fn or_error<E: std::fmt::Display>(value: Result<Value, E>) -> Value {
     value.unwrap_or_else(|e| json!({ "error": e.to_string() }))
 }
@@ -287,12 +279,5 @@ mod tests {
         );
         assert_eq!((short.1, last.1), (json!("12345678"), json!(0)));
         assert_eq!(long.1["error"], "11 bytes are too many to show");
-    }
-
-    #[test]
-    fn a_text_that_is_cut_ends_between_characters() {
-        assert_eq!(bounded("abc", 3), "abc");
-        assert_eq!(bounded("abcd", 3), "abc…");
-        assert_eq!(bounded("abä", 3), "ab…");
     }
 }

@@ -345,16 +345,6 @@ impl Jobs {
         }
     }
 
-    /// Removes what an older daemon has made ahead of a Start that never came. The sandbox stays
-    /// created.
-    ///
-    /// # Errors
-    /// Every step that failed; the removal of the sandbox repeats them.
-    pub async fn clear(self: &Arc<Self>) -> Result<(), StepErrors> {
-        let remove = |jobs: &Self, errors: &mut StepErrors| errors.check_all(jobs.files.remove());
-        self.driver_cleanup_and(|_| {}, remove).await.into_result()
-    }
-
     /// Runs `before`, the driver's cleanup and `after`. With the native driver all of it runs as
     /// one blocking closure, because its cleanup waits for no shim.
     async fn driver_cleanup_and(

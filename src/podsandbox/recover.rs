@@ -303,21 +303,10 @@ fn ids(sandboxes: &Path) -> Result<Vec<SandboxId>, StepError> {
 
 /// What was read of a sandbox.
 enum OnDisk {
-    /// A sandbox: when it was created, its stage, and what an interrupted Start left.
-    Record(SystemTime, Stage, Arc<Jobs>, InterruptedStart),
+    /// A sandbox: when it was created, its stage, and whether a Start left something.
+    Record(SystemTime, Stage, Arc<Jobs>, bool),
     /// There was no record, and what else there was is removed.
     Nothing,
-}
-
-/// What a Start left that is not recorded.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum InterruptedStart {
-    /// Nothing.
-    None,
-    /// It was interrupted.
-    Interrupted,
-    /// An older daemon prepared it before it was requested, and the request never came.
-    PreparedAhead,
 }
 
 /// How a sandbox comes back, and when it is given up if it is never started.
@@ -347,7 +336,7 @@ async fn recover_record(
     let OnDisk::Record(created_at, stage, jobs, begun) = on_disk else { return Ok(None) };
     let id = id.as_str();
     let mut adopted = None;
-    if stage != Stage::Created || begun == InterruptedStart::Interrupted {
+    if stage != Stage::Created || begun {
         jobs.shim.expect_recovery();
         // The search for a shim can take all of the record's time.
         if let Stage::Started { identity } = &stage
@@ -362,7 +351,7 @@ async fn recover_record(
     }
     let mut abandoned = None;
     let entry = match stage {
-        Stage::Created if begun == InterruptedStart::Interrupted => {
+        Stage::Created if begun => {
             log::warn!(sandbox = id; "start was interrupted; removing the sandbox");
             let job = jobs.clone();
             if undo(id, &mut deadline, async move { job.remove().await }).await {
@@ -371,10 +360,6 @@ async fn recover_record(
             Entry::Interrupted
         }
         Stage::Created => {
-            if begun == InterruptedStart::PreparedAhead {
-                let job = jobs.clone();
-                undo(id, &mut deadline, async move { job.clear().await }).await;
-            }
             abandoned = Some(abandoned_at(created_at, environment.config.abandoned_after));
             Entry::Created
         }
@@ -457,11 +442,7 @@ fn read_sandbox(
     let pod = record.decode_config().as_ref().map(pod_names).unwrap_or_default();
     let level = environment.selinux.hold(&record.labels);
     let jobs = Jobs::new(environment, &record, pod, level);
-    let begun = match (jobs.files.is_ahead(), jobs.files.begun()) {
-        (true, _) => InterruptedStart::PreparedAhead,
-        (false, true) => InterruptedStart::Interrupted,
-        (false, false) => InterruptedStart::None,
-    };
+    let begun = jobs.files.begun();
     Ok(OnDisk::Record(record.created_at, stage, Arc::new(jobs), begun))
 }
 

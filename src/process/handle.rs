@@ -46,10 +46,7 @@ impl ProcessHandle {
     /// # Errors
     /// The kernel refuses.
     pub fn kill(&self) -> Result<(), StepError> {
-        match sys::kill(self.pidfd.as_fd()) {
-            Ok(()) | Err(Errno::SRCH) => Ok(()),
-            Err(e) => Err(e).step("kill a process"),
-        }
+        sys::kill(self.pidfd.as_fd()).step("kill a process")
     }
 }
 

@@ -12,7 +12,6 @@ use std::time::{Duration, SystemTime};
 
 use futures::future::BoxFuture;
 use parking_lot::Mutex;
-use rustix::process::Signal;
 use tokio::sync::Notify;
 
 use super::deadline;
@@ -95,10 +94,7 @@ impl Process for PidfdProcess {
 
     fn kill(&self) -> Result<(), StepError> {
         self.killed.store(true, Relaxed);
-        match rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL) {
-            Ok(()) | Err(Errno::SRCH) => Ok(()),
-            Err(e) => Err(e).step("kill the process"),
-        }
+        sys::kill(self.pidfd.as_fd()).step("kill the process")
     }
 
     fn may_be_frozen(&self) -> bool {

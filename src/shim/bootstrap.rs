@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Runtime, ShimSettings};
 use crate::containerd::SandboxStore;
-use crate::error::{IoContext as _, StepError};
+use crate::error::{IoContext as _, StepError, bounded};
 
 /// The first containerd that gives shims its parameters as a message of their own; before, the
 /// runtime's options alone.
@@ -44,22 +44,23 @@ impl Bootstrap {
     pub fn parse(said: &[u8]) -> io::Result<Self> {
         let read = Self::message(said).or_else(|| Self::json(said)).or_else(|| Self::address(said));
         let refuse = |reason: String| Err(io::Error::new(io::ErrorKind::InvalidData, reason));
+        let shown = |text: &str| bounded(text, 100);
         let Some(read) = read else {
             return refuse(format!(
                 "it is not an address: {:?}",
-                shorten(&String::from_utf8_lossy(said))
+                shown(&String::from_utf8_lossy(said))
             ));
         };
         if !(OLDEST..=NEWEST).contains(&read.version) {
             return refuse(format!("version {} of the Task API is not spoken here", read.version));
         }
         if !read.protocol.eq_ignore_ascii_case("ttrpc") {
-            return refuse(format!("protocol {:?} is not spoken here", shorten(&read.protocol)));
+            return refuse(format!("protocol {:?} is not spoken here", shown(&read.protocol)));
         }
         if !read.socket().is_absolute() {
             return refuse(format!(
                 "{:?} is not an address of a unix socket",
-                shorten(&read.address)
+                shown(&read.address)
             ));
         }
         Ok(read)
@@ -151,10 +152,6 @@ fn since(version: &str) -> (u32, u32) {
     let mut numbers =
         version.trim_start_matches('v').split(['.', '-', '+', '~']).map(|part| part.parse().ok());
     numbers.next().flatten().zip(numbers.next().flatten()).unwrap_or((u32::MAX, 0))
-}
-
-fn shorten(text: &str) -> String {
-    text.chars().take(100).collect()
 }
 
 #[cfg(test)]

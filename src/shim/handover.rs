@@ -36,6 +36,7 @@ use super::pod_shim::{
 };
 use super::task::{self, PauseRefused};
 use crate::error::{IoContext as _, StepError, gone};
+use crate::exit::SHIM;
 use crate::pool::{self, Class};
 use crate::process::{Exit, Identity, Process, epoll::Watched, handle};
 
@@ -44,7 +45,7 @@ use crate::process::{Exit, Identity, Process, epoll::Watched, handle};
 pub struct Handover {
     shim: Arc<PodShim>,
     state: Mutex<HandoverState>,
-    /// Wakes the serving task while it waits to retry the recovery.
+    /// Wakes the serving task while it waits to retry what has failed.
     changed: Notify,
     /// Held while a socket is made, a shim is searched or launched, and by the end. Waiting for it
     /// takes no thread.
@@ -267,7 +268,7 @@ impl Handover {
     /// A container is coming: launches the shim before the first call.
     pub(super) fn prepare(self: &Arc<Self>) {
         let mut state = self.state();
-        if state.listener.is_some() && state.running.is_none() && !state.ended {
+        if state.open && state.running.is_none() && !state.ended {
             state.wanted = true;
             self.notify(state);
         }
@@ -299,7 +300,11 @@ impl Handover {
     /// no longer idle, and ends when it is idle again.
     async fn run(self: Arc<Self>, mut next: HandoverStep, pod: Arc<dyn Pod>) {
         let id = self.shim.id();
+        // In a row, of the attempts to have a socket and to watch it.
+        let mut failures = 0;
         loop {
+            let retries = matches!(next, HandoverStep::Listen | HandoverStep::Unwatched(_));
+            failures = if retries { failures + 1 } else { 0 };
             match next {
                 HandoverStep::Nothing => return,
                 HandoverStep::Recover => {
@@ -319,19 +324,29 @@ impl Handover {
                     Box::pin(self.end_running(exit, &pod)).await;
                 }
                 HandoverStep::Launch => Box::pin(self.launch_and_watch(&pod)).await,
-                HandoverStep::Listen => {
-                    if let Err(step) = Box::pin(self.listen()).await {
-                        log::error!(sandbox = id; "failed to rebind task socket; retrying: {step}");
-                        sleep(RETRY_DELAY).await;
+                HandoverStep::Listen => match Box::pin(self.listen()).await {
+                    Ok(()) => failures = 0,
+                    Err(step) => {
+                        self.retry_later("failed to rebind task socket; retrying", &step, failures)
+                            .await;
                     }
-                }
+                },
                 HandoverStep::Unwatched(e) => {
-                    log::error!(sandbox = id; "failed to watch task socket; retrying: {e}");
-                    sleep(RETRY_DELAY).await;
+                    self.retry_later("failed to watch task socket; retrying", &e, failures).await;
                 }
             }
             next = self.next(&pod);
         }
+    }
+
+    /// Waits after that many failures in a row. A change, such as a container that is coming or the
+    /// end of the endpoint, interrupts the delay. There may be thousands of pods that fail for one
+    /// reason: each of them logs the first failure only.
+    async fn retry_later(&self, what: &str, e: &(impl fmt::Display + Sync), failures: u32) {
+        if failures == 1 {
+            log::error!(sandbox = self.shim.id(); "{what}: {e}");
+        }
+        let _ = timeout(SHIM.delay(failures), self.changed.notified()).await;
     }
 
     /// What there is to do. With nothing to do the endpoint is idle from now on, and the caller no

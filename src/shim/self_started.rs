@@ -23,6 +23,7 @@ use super::rootfs::Rootfs;
 use super::task::{TaskError, Tasks};
 use super::{Pod, command, log as shim_log, task};
 use crate::error::{IoContext as _, StepError};
+use crate::exit::SHIM;
 use crate::pause::Plan;
 use crate::pool::{self, Class};
 use crate::process::{Exit, Process, handle};
@@ -300,6 +301,8 @@ impl SelfStarted {
         }
         // Of shims one after the other that exited soon after their start.
         let mut short_lived = 0;
+        // Starts one after the other that failed.
+        let mut failures = 0;
         loop {
             match self.next(&*pod) {
                 SelfStartedStep::Ended => return,
@@ -323,16 +326,33 @@ impl SelfStarted {
                     }
                 }
                 SelfStartedStep::Start => match self.start().await {
-                    // The pod was stopped meanwhile, and what ends its shim has found none.
-                    Ok(()) if !pod.lives() => drop(tokio::spawn(self.clone().dismiss())),
-                    Ok(()) => {}
+                    Ok(()) => {
+                        failures = 0;
+                        // The pod was stopped meanwhile, and what ends its shim has found none.
+                        if !pod.lives() {
+                            tokio::spawn(self.clone().dismiss());
+                        }
+                    }
                     Err(step) => {
-                        log::error!(sandbox = self.id(); "failed to start shim; retrying: {step}");
-                        sleep(RETRY_DELAY).await;
+                        failures += 1;
+                        self.restart_later(&step, failures).await;
                     }
                 },
                 SelfStartedStep::Wait => self.changed.notified().await,
             }
+        }
+    }
+
+    /// Waits after that many failed starts in a row, unless a container is coming or the endpoint
+    /// ends. Only the first of them is logged.
+    async fn restart_later(&self, step: &StepError, failures: u32) {
+        if failures == 1 {
+            log::error!(sandbox = self.id(); "failed to start shim; retrying: {step}");
+        }
+        tokio::select! {
+            () = sleep(SHIM.delay(failures)) => {}
+            () = self.changed.notified() => {}
+            () = self.wanted.notified() => {}
         }
     }
 

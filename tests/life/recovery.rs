@@ -256,27 +256,3 @@ async fn records_that_hang_keep_no_other_record_from_recovery() {
     }
     assert_eq!((node.leftovers(), node.fake.alive()), (Vec::new(), 0));
 }
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_an_older_daemon_made_ahead_is_removed_and_the_sandbox_can_be_started() {
-    let node = Node::new();
-    let killed = node.controller().await;
-    killed.create(request("a")).await.unwrap();
-    let record = node.dir.path().join("state/sandboxes/a");
-    // As it left them: its sign, the held shared memory, a file and a pause.
-    for dir in ["ahead", "shm"] {
-        std::fs::create_dir(record.join(dir)).unwrap();
-    }
-    let files = node.dir.path().join("root/io.containerd.grpc.v1.cri/sandboxes/a");
-    std::fs::create_dir_all(&files).unwrap();
-    std::fs::write(files.join("hostname"), "old").unwrap();
-    let made = node.fake.make("a");
-    let controller = node.controller().await;
-    assert!(!record.join("ahead").exists() && !record.join("shm").exists() && !files.exists());
-    assert!(node.fake.cleanups.load(Ordering::SeqCst) > 0, "its cgroup");
-    assert_eq!(node.fake.alive(), 0, "its pause");
-    assert_ne!(controller.start("a").await.unwrap().pid, made);
-    controller.shutdown("a").await.unwrap();
-    assert_eq!((node.leftovers(), node.fake.alive()), (Vec::new(), 0));
-    drop(killed);
-}

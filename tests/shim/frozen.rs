@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use kit::machine::cgroup;
@@ -18,7 +19,10 @@ pub(crate) fn cases() -> Vec<Case> {
     all.extend(if cgroup::unified().expect("the version of cgroups") {
         cases_of_both![processes_in_frozen_cgroups_above_and_elsewhere_end]
     } else {
-        cases_of_both![processes_that_do_not_end_cost_the_daemon_nothing]
+        cases_of_both![
+            processes_that_do_not_end_cost_the_daemon_nothing,
+            callers_do_not_wait_for_a_killed_shim_that_does_not_exit,
+        ]
     });
     all
 }
@@ -191,4 +195,29 @@ async fn processes_that_do_not_end_cost_the_daemon_nothing(harness: Arc<Harness>
     removed(&pod).await?;
     held.remove()?;
     no_shim(&pod).await
+}
+
+/// A frozen shim does not die with version 1, as in a system call that does not return.
+async fn callers_do_not_wait_for_a_killed_shim_that_does_not_exit(
+    harness: Arc<Harness>,
+) -> Result<()> {
+    let pod = harness.pod("stiff").await?;
+    let dir = freezer(std::process::id())?.join(format!("shim-{}", std::process::id()));
+    fs::create_dir(&dir).context("make a cgroup")?;
+    harness.order_freeze(&dir)?;
+    let begun = Instant::now();
+    let answer = pod.run(ContainerSpec::sleeping("a")).await;
+    let took = begun.elapsed();
+    harness.order("good")?;
+    let frozen = fs::read_to_string(dir.join("cgroup.procs"))?;
+    let log = fs::read_to_string(harness.node.layout().sandboxer_log())?;
+    fs::write(dir.join("freezer.state"), "THAWED")?;
+    ensure!(answer.is_err() && !frozen.is_empty(), "{frozen:?}: the shim serves, or has exited");
+    ensure!(took < Duration::from_secs(20), "took {took:?}");
+    let line = log.lines().find(|line| line.contains(pod.id()) && line.contains("did not answer"));
+    ensure!(line.is_some_and(|line| line.contains("failed to launch shim")), "{line:?}");
+    no_shim(&pod).await?;
+    pod.run(ContainerSpec::sleeping("b")).await.context("after the shim that was frozen")?;
+    removed(&pod).await?;
+    fs::remove_dir(&dir).context("remove the cgroup")
 }

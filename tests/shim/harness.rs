@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -93,6 +93,12 @@ impl Harness {
     /// How the next shim is to come.
     pub(crate) fn order(&self, word: &str) -> Result<()> {
         Ok(fs::write(&self.order, word)?)
+    }
+
+    /// The next shim freezes in this cgroup of version 1 before it answers.
+    pub(crate) fn order_freeze(&self, cgroup: &Path) -> Result<()> {
+        symlink(cgroup, self.order.with_extension("freezer"))?;
+        self.order("freeze")
     }
 
     /// What is to happen to the next calls of a method, of shims that came by the order `proxy`:

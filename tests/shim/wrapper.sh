@@ -28,6 +28,11 @@ exit) echo "cannot continue" >&2; exit 7 ;;
 end) exit 0 ;;
 hang) exec sleep 1000 ;;
 chatter) yes "much too much" >&2 ;;
+freeze)
+    echo $$ >ORDER_FILE.freezer/cgroup.procs
+    echo FROZEN >ORDER_FILE.freezer/freezer.state
+    exec sleep 1000
+    ;;
 proxy) exec THIS_TEST wrap-server REAL_SHIM ORDER_FILE "$@" ;;
 *) exec REAL_SHIM "$@" ;;
 esac

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use pause_sandboxer::cgroup::mounts::{self, Hierarchy};
 use pause_sandboxer::process::fuzzing::stat;
-use pause_sandboxer::shim::fuzzing::{below, containers, names};
+use pause_sandboxer::shim::fuzzing::{below, containers, is_outermost};
 
 use super::Seeds;
 
@@ -60,9 +60,12 @@ fn of_cgroup(content: &[u8]) {
     for id in containers(text) {
         assert_eq!(id.len(), 64);
         assert!(id.bytes().all(|byte| byte.is_ascii_hexdigit()), "{id}");
-        assert!(names(text, id), "{id} names a cgroup that is not the container's");
-        for line in text.lines() {
-            for cgroup in below(mount, line.splitn(3, ':').nth(2).unwrap_or_default(), id) {
+        let paths = || text.lines().map(|line| line.splitn(3, ':').nth(2).unwrap_or_default());
+        // With a node that is in all of them.
+        let is_own = paths().any(|path| is_outermost(path, id, text));
+        assert!(is_own || text.contains('\u{fffd}'), "{id} names a cgroup that is not its own");
+        for path in paths() {
+            for cgroup in below(mount, path, id) {
                 let inside = cgroup.strip_prefix(mount).expect("it is below the mount point");
                 assert!(inside.components().all(|part| part.as_os_str() != ".."), "{cgroup:?}");
                 assert!(cgroup.to_string_lossy().contains(id), "{cgroup:?} is not of {id}");

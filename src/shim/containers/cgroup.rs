@@ -1,33 +1,46 @@
 //! The cgroups of a container at its end: killed as a whole, or thawed, as what is frozen does not
 //! die.
 
-use std::fs::OpenOptions;
+use std::fs::{self, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Component, Path, PathBuf};
 
 use crate::cgroup::mounts::unified_point;
 use crate::error::{IoContext as _, StepError};
+use crate::process::identity;
 
-/// Whether a process with this content of `/proc/PID/cgroup` is in the cgroup that is named by the
-/// container's id: `ID`, or `PREFIX-ID.scope` with systemd.
-pub fn names(cgroups: &str, id: &str) -> bool {
-    lines(cgroups).any(|(_, path)| path.split('/').any(|part| is_named(part, id)))
+/// The content of `/proc/PID/cgroup`; `None`: there is no such process. `process` is its pid, or
+/// `self`. A user may give a cgroup a name that is not text: it says nothing, and hides nothing.
+///
+/// # Errors
+/// It cannot be read.
+pub fn of_process(process: &str) -> Result<Option<String>, StepError> {
+    let path = format!("/proc/{process}/cgroup");
+    match fs::read(&path) {
+        Ok(cgroups) => Ok(Some(String::from_utf8_lossy(&cgroups).into_owned())),
+        Err(e) if identity::gone(&e) => Ok(None),
+        Err(e) => Err(StepError::at("read", path, e)),
+    }
 }
 
-/// Whether a process with this content of `/proc/PID/cgroup` is in the container's cgroup. `mount`
-/// is where the cgroup file systems are.
+/// Whether a process with this content of `/proc/PID/cgroup` is in the container's cgroup, which is
+/// named by the container's id: `ID`, or `PREFIX-ID.scope` with systemd. `mount` is where the
+/// cgroup file systems are.
 ///
 /// A user who has a delegated cgroup can create others in it and give them any name. The kernel
 /// makes the user the owner of each directory that they can create others in, so a name counts only
 /// where root owns the directory that contains it. A hierarchy that is not mounted below `mount`
 /// has no owner to check; its name counts if no other hierarchy tells.
-pub fn holds(mount: &Path, cgroups: &str, id: &str) -> bool {
-    if !names(cgroups, id) {
-        return false;
-    }
+///
+/// A container that runs as root can create others in its own cgroup, which root owns as well, so a
+/// name does not count below another container's. `node` is the daemon's own `/proc/self/cgroup`:
+/// with a node that is a container itself, all cgroups are below that container's.
+pub fn holds(mount: &Path, cgroups: &str, id: &str, node: &str) -> bool {
+    let is_own = |path: &str| is_outermost(path, id, node);
+    let own: Vec<_> = lines(cgroups).filter(|(_, path)| is_own(path)).collect();
     let mut checked = false;
-    for (controllers, path) in lines(cgroups) {
+    for (controllers, path) in &own {
         for root in roots(mount, controllers) {
             let cgroup = below(&root, path, id).into_iter().next();
             match cgroup.and_then(|cgroup| cgroup.parent()?.metadata().ok()) {
@@ -37,7 +50,17 @@ pub fn holds(mount: &Path, cgroups: &str, id: &str) -> bool {
             }
         }
     }
-    !checked
+    !checked && !own.is_empty()
+}
+
+/// The path has a cgroup that is named by the container's id, below none of another container but
+/// those that the node is in, and below none whose name is not text.
+pub fn is_outermost(path: &str, id: &str, node: &str) -> bool {
+    let counts = |part: &&str| {
+        let other = container_in(part).is_some_and(|other| !containers(node).any(|n| n == other));
+        is_named(part, id) || !(other || part.contains(char::REPLACEMENT_CHARACTER))
+    };
+    path.split('/').take_while(counts).any(|part| is_named(part, id))
 }
 
 /// Where the hierarchy with these controllers may be mounted: version 1 has a directory or a link
@@ -59,12 +82,14 @@ fn is_named(part: &str, id: &str) -> bool {
 /// `/proc/PID/cgroup`: ids of CRI are 64 hex digits. More than one where containers make cgroups
 /// for others inside their own.
 pub fn containers(cgroups: &str) -> impl Iterator<Item = &str> {
-    let id = |part| {
-        let part: &str = str::strip_suffix(part, ".scope").unwrap_or(part);
-        let id = part.rsplit('-').next().unwrap_or(part);
-        (id.len() == 64 && id.bytes().all(|byte| byte.is_ascii_hexdigit())).then_some(id)
-    };
-    lines(cgroups).flat_map(|(_, path)| path.split('/')).filter_map(id)
+    lines(cgroups).flat_map(|(_, path)| path.split('/')).filter_map(container_in)
+}
+
+/// The id of CRI's by which a cgroup is named.
+fn container_in(part: &str) -> Option<&str> {
+    let part = part.strip_suffix(".scope").unwrap_or(part);
+    let id = part.rsplit('-').next().unwrap_or(part);
+    (id.len() == 64 && id.bytes().all(|byte| byte.is_ascii_hexdigit())).then_some(id)
 }
 
 /// Whether a process with this content of `/proc/PID/cgroup` is in a cgroup below `parent`, a path
@@ -141,13 +166,13 @@ fn write_word(file: &Path, word: &str) -> Result<(), StepError> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use super::*;
 
     #[test]
     fn a_container_is_known_by_its_cgroup() {
         let id = "0123abcd";
+        // Where none of it is mounted.
+        let names = |cgroups: &str, id: &str| holds(Path::new("/none"), cgroups, id, "");
         for yes in [
             "0::/kubepods/pod1/0123abcd",
             "3:memory:/kubepods/pod1/0123abcd/init.scope",
@@ -182,7 +207,7 @@ mod tests {
         for dir in [user.to_owned(), format!("{user}/{id}"), format!("pids/{user}")] {
             std::os::unix::fs::chown(mount.path().join(dir), Some(1000), Some(1000)).unwrap();
         }
-        let counts = |cgroups: &str| holds(mount.path(), cgroups, id);
+        let counts = |cgroups: &str| holds(mount.path(), cgroups, id, "");
         assert!(counts(&format!("0::/kubepods/pod1/{id}")));
         assert!(counts(&format!("0::/kubepods/pod1/{id}/nested")));
         assert!(counts(&format!("4:pids:/kubepods/pod1/{id}\n0::/")));
@@ -192,6 +217,56 @@ mod tests {
         // Not mounted here: no owner to check.
         assert!(counts(&format!("5:memory:/kubepods/pod1/{id}")));
         assert!(!counts(&format!("5:memory:/{user}/{id}\n4:pids:/{user}/{id}")));
+    }
+
+    #[test]
+    fn a_name_below_another_containers_cgroup_does_not_count() {
+        if kit::skip_without_root() {
+            return;
+        }
+        let [a, b] = ["a", "b"].map(|digit| digit.repeat(64));
+        let mount = tempfile::tempdir().unwrap();
+        let (own, forged) = (format!("/kubepods/pod1/{b}"), format!("/kubepods/pod2/{a}/{b}"));
+        let scope = format!("/kubepods.slice/cri-containerd-{a}.scope/{b}");
+        for path in [&own, &forged, &scope] {
+            fs::create_dir_all(mount.path().join(&path[1..])).unwrap();
+        }
+        fs::write(mount.path().join("cgroup.controllers"), "").unwrap();
+        let counts = |path: &str, node: &str| holds(mount.path(), &format!("0::{path}"), &b, node);
+        assert!(counts(&own, ""));
+        assert!(counts(&format!("{own}/{b}"), "") && counts(&format!("{own}/{a}"), ""));
+        for path in [&forged, &scope] {
+            assert!(!counts(path, "") && !counts(path, "0::/system.slice"), "{path}");
+        }
+        // The node is in that container.
+        assert!(counts(&forged, &format!("0::/kubepods/pod2/{a}/system.slice")));
+        // As of a name that is not text: whose directory it is in cannot be checked.
+        assert!(!counts(&format!("/user.slice/\u{fffd}/{b}"), ""));
+        assert!(counts(&format!("{own}/\u{fffd}"), ""));
+    }
+
+    #[test]
+    fn a_cgroup_whose_name_is_not_text_hides_no_process() {
+        use std::os::unix::ffi::OsStrExt as _;
+        if kit::skip_without_root() {
+            return;
+        }
+        let hierarchy = kit::machine::cgroup::hierarchies().unwrap();
+        let hierarchy = hierarchy.iter().find(|dir| dir.ends_with("pids")).unwrap_or(&hierarchy[0]);
+        let name = format!("not-text-{}", std::process::id());
+        let outer = hierarchy.join(&name);
+        let inner = outer.join(std::ffi::OsStr::from_bytes(b"\xff"));
+        fs::create_dir_all(&inner).unwrap();
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let pid = child.id().to_string();
+        let moved = fs::write(inner.join("cgroup.procs"), &pid);
+        let read = of_process(&pid);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        moved.unwrap();
+        fs::remove_dir(inner).and_then(|()| fs::remove_dir(outer)).unwrap();
+        assert!(read.unwrap().unwrap().contains(&name));
+        assert_eq!(of_process(&pid).unwrap(), None);
     }
 
     #[test]

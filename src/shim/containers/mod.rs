@@ -43,28 +43,27 @@ pub struct Container {
     pub bundle: PathBuf,
 }
 
+/// The ids in a directory of bundles or states: without `sandbox` itself, and without hidden names,
+/// which are being deleted. None if there is no such directory.
+fn ids(dir: &Path, sandbox: &str) -> Result<impl Iterator<Item = String>, StepError> {
+    let entries = match fs::read_dir(dir) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+        other => Some(other.step_at("read directory", dir)?),
+    };
+    let names = entries.into_iter().flatten().flatten().map(|entry| entry.file_name());
+    let ids = names.filter_map(|name| name.into_string().ok());
+    Ok(ids.filter(move |id| id != sandbox && !id.starts_with('.')))
+}
+
 /// The containers of `sandbox` below `tasks`, containerd's directory of bundles of one namespace.
 ///
 /// # Errors
 /// The directory cannot be read; there is none: no containers.
 pub fn of_sandbox(tasks: &Path, sandbox: &str) -> Result<Vec<Container>, StepError> {
-    let entries = match fs::read_dir(tasks) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        other => other.step_at("read directory", tasks)?,
-    };
-    let mut containers = Vec::new();
-    for entry in entries.flatten() {
-        let bundle = entry.path();
-        let Ok(id) = entry.file_name().into_string() else { continue };
-        // Hidden ones are being deleted, and `sandbox` itself is none.
-        if id != sandbox
-            && !id.starts_with('.')
-            && fs::read(bundle.join(SANDBOX)).is_ok_and(|name| name == sandbox.as_bytes())
-        {
-            containers.push(Container { id, bundle });
-        }
-    }
-    Ok(containers)
+    let all = ids(tasks, sandbox)?.map(|id| Container { bundle: tasks.join(&id), id });
+    let names_it =
+        |bundle: &Path| fs::read(bundle.join(SANDBOX)).is_ok_and(|name| name == sandbox.as_bytes());
+    Ok(all.filter(|container| names_it(&container.bundle)).collect())
 }
 
 /// `sandbox` has no container below `tasks`, whatever the version of its shim.
@@ -72,14 +71,8 @@ pub fn of_sandbox(tasks: &Path, sandbox: &str) -> Result<Vec<Container>, StepErr
 /// # Errors
 /// The directory cannot be read.
 pub fn none(tasks: &Path, sandbox: &str) -> Result<bool, StepError> {
-    let entries = match fs::read_dir(tasks) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(true),
-        other => other.step_at("read directory", tasks)?,
-    };
-    let mut ids = entries.flatten().filter_map(|entry| entry.file_name().into_string().ok());
-    let own = |id: &String| origin::of_bundle(&tasks.join(id), sandbox) == ContainerOwner::Own;
-    // A hidden one is being deleted, and `sandbox` itself is none.
-    Ok(!ids.any(|id| id != sandbox && !id.starts_with('.') && own(&id)))
+    let is_own = |id: String| origin::of_bundle(&tasks.join(id), sandbox) == ContainerOwner::Own;
+    Ok(!ids(tasks, sandbox)?.any(is_own))
 }
 
 /// Where runc's shim keeps the state of its containers unless its options say otherwise
@@ -100,22 +93,12 @@ pub fn runtime_root(options: Option<&Options>, namespace: &str) -> PathBuf {
 /// # Errors
 /// The directory cannot be read; there is none: no containers.
 pub fn forgotten(root: &Path, tasks: &Path, sandbox: &str) -> Result<Vec<Container>, StepError> {
-    let entries = match fs::read_dir(root) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        other => other.step_at("read directory", root)?,
+    let all = ids(root, sandbox)?.map(|id| Container { bundle: tasks.join(&id), id });
+    let is_forgotten = |container: &Container| {
+        container.bundle.symlink_metadata().is_err()
+            && origin::state_names(&root.join(&container.id), sandbox)
     };
-    let mut containers = Vec::new();
-    for entry in entries.flatten() {
-        let Ok(id) = entry.file_name().into_string() else { continue };
-        let bundle = tasks.join(&id);
-        if id == sandbox || bundle.symlink_metadata().is_ok() {
-            continue;
-        }
-        if origin::state_names(&entry.path(), sandbox) {
-            containers.push(Container { id, bundle });
-        }
-    }
-    Ok(containers)
+    Ok(all.filter(is_forgotten).collect())
 }
 
 /// The process is ending, or has ended and waits for its parent, which may be slow to look. One
@@ -125,19 +108,30 @@ fn is_ending(pid: u32) -> bool {
     ended && fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|threads| threads.count() <= 1)
 }
 
-/// The containers by whose ids the cgroups of a process are named, with the content of its
-/// `/proc/PID/cgroup`; none if it does not live. CRI names a container's cgroup by the container's
-/// id.
-fn living_in(pid: u32, containers: &[Container]) -> Vec<(&Container, String)> {
-    let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-    let mut of: Vec<_> = containers
-        .iter()
-        .filter(|container| cgroup::holds(Path::new(ROOT), &cgroups, &container.id))
-        .collect();
-    if is_ending(pid) {
-        of.clear();
+/// Containers whose processes are searched by their cgroups: CRI names a container's cgroup by the
+/// container's id.
+struct CgroupSearch<'a> {
+    containers: &'a [Container],
+    /// The daemon's own cgroups.
+    node: String,
+}
+
+impl<'a> CgroupSearch<'a> {
+    fn new(containers: &'a [Container]) -> Result<Self, StepError> {
+        Ok(Self { containers, node: cgroup::of_process("self")?.unwrap_or_default() })
     }
-    of.into_iter().map(|container| (container, cgroups.clone())).collect()
+
+    /// The containers that a process is in, with the content of its `/proc/PID/cgroup`; none if it
+    /// does not live.
+    fn living_in(&self, pid: u32) -> Result<Vec<(&'a Container, String)>, StepError> {
+        let Some(cgroups) = cgroup::of_process(&pid.to_string())? else { return Ok(Vec::new()) };
+        let holds = |of: &&Container| cgroup::holds(Path::new(ROOT), &cgroups, &of.id, &self.node);
+        let mut of: Vec<_> = self.containers.iter().filter(holds).collect();
+        if is_ending(pid) {
+            of.clear();
+        }
+        Ok(of.into_iter().map(|container| (container, cgroups.clone())).collect())
+    }
 }
 
 /// Some process of the containers lives.
@@ -145,8 +139,16 @@ fn living_in(pid: u32, containers: &[Container]) -> Vec<(&Container, String)> {
 /// # Errors
 /// `/proc` cannot be read.
 pub fn any_alive(containers: &[Container]) -> Result<bool, StepError> {
-    Ok(!containers.is_empty()
-        && pids()?.into_iter().any(|pid| !living_in(pid, containers).is_empty()))
+    if containers.is_empty() {
+        return Ok(false);
+    }
+    let search = CgroupSearch::new(containers)?;
+    for pid in pids()? {
+        if !search.living_in(pid)?.is_empty() {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Kills all processes of the containers. They are not our children, and one that hangs in the
@@ -155,17 +157,18 @@ pub fn any_alive(containers: &[Container]) -> Result<bool, StepError> {
 /// # Errors
 /// What could not be killed.
 pub fn kill(containers: &[Container]) -> Result<(), StepError> {
+    let search = CgroupSearch::new(containers)?;
     let mut left = 0;
     for _ in 0..ROUNDS {
         left = 0;
         let mut cgroups: BTreeSet<(String, String)> = BTreeSet::new();
         for pid in pids()? {
-            if living_in(pid, containers).is_empty() {
+            if search.living_in(pid)?.is_empty() {
                 continue;
             }
             // Checked again after the pidfd is open: the pid may have been reused before.
             let Some(process) = ProcessHandle::open(pid)? else { continue };
-            let of = living_in(pid, containers);
+            let of = search.living_in(pid)?;
             if of.is_empty() {
                 continue;
             }
@@ -236,7 +239,7 @@ pub fn find_in_namespaces(
         |pid: u32| own.iter().any(|(kind, own)| namespace(&pid.to_string(), kind) == Some(*own));
     for pid in pids()?.into_iter().filter(|pid| is_inside(*pid)) {
         let Some(process) = ProcessHandle::open(pid)? else { continue };
-        let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+        let Some(cgroups) = cgroup::of_process(&pid.to_string())? else { continue };
         // Checked again after the pidfd is open: the pid may have been reused before.
         if !is_inside(pid) {
             continue;
@@ -269,17 +272,17 @@ fn classify(cgroups: &str, tasks: &Path, root: &Path, sandbox: &str) -> ProcessO
     if ids.is_empty() || ids.contains(&sandbox) {
         return ProcessOwner::Other;
     }
-    let mut class = ProcessOwner::Unknown;
+    // The outermost that is known: what is below a container's cgroup, it may have named itself.
     for id in ids {
         match origin::of_container(tasks, root, id, sandbox) {
             ContainerOwner::Own => {
                 return ProcessOwner::Own(Container { bundle: tasks.join(id), id: id.to_owned() });
             }
-            ContainerOwner::Foreign => class = ProcessOwner::Other,
+            ContainerOwner::Foreign => return ProcessOwner::Other,
             ContainerOwner::Unknown => {}
         }
     }
-    class
+    ProcessOwner::Unknown
 }
 
 fn inode((kind, file): &NamespaceHandle) -> Option<(&'static str, u64)> {
@@ -335,6 +338,7 @@ mod tests {
         );
         assert_eq!(class(format!("0::/kubepods/pod1/{foreign}")), ProcessOwner::Other);
         assert_eq!(class(format!("0::/kubepods/pod1/{foreign}/{unknown}")), ProcessOwner::Other);
+        assert_eq!(class(format!("0::/kubepods/pod1/{foreign}/{own}")), ProcessOwner::Other);
         assert_eq!(class(format!("0::/docker/{unknown}")), ProcessOwner::Unknown);
         // The pause itself, and who is in no container.
         assert_eq!(class(format!("0::/kubepods/pod1/{pod}")), ProcessOwner::Other);

@@ -4,7 +4,7 @@ use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 use super::Handover;
 use crate::error::StepError;
@@ -38,18 +38,33 @@ impl Handover {
                 let exit = process.exited().await;
                 self.end_running(exit, pod).await;
             }
-            // Callers must not wait for ever.
-            Err(reason) => {
-                if let Err(step) = process.kill() {
-                    log::error!(sandbox = self.shim.id(); "failed to kill shim: {step}");
-                }
-                let exit = process.exited().await;
-                self.reject_callers(&reason).await;
-                // A caller's Create may have come before that. Only live processes show that:
-                // the bundles may be of Creates that were rejected, or wait for the next shim.
-                self.end_running(Exit { status: UNKNOWN_EXIT, ..exit }, pod).await;
-            }
+            Err(reason) => self.end_silent(process, &reason, pod).await,
         }
+    }
+
+    /// Ends a shim that does not answer. Its callers do not wait for its exit, which does not come
+    /// while it hangs in the kernel.
+    pub(super) async fn end_silent(
+        self: &Arc<Self>,
+        process: Arc<dyn Process>,
+        reason: &str,
+        pod: &Arc<dyn Pod>,
+    ) {
+        if let Err(step) = process.kill() {
+            log::error!(sandbox = self.shim.id(); "failed to kill shim: {step}");
+        }
+        self.reject_callers(reason).await;
+        let mut exited = process.exited();
+        let exit = loop {
+            match timeout(RETRY_DELAY, &mut exited).await {
+                Ok(exit) => break exit,
+                // Those who called meanwhile.
+                Err(_) => drop(self.hang_up().await),
+            }
+        };
+        // A caller's Create may have come before that. Only live processes show that: the bundles
+        // may be of Creates that were rejected, or wait for the next shim.
+        self.end_running(Exit { status: UNKNOWN_EXIT, ..exit }, pod).await;
     }
 
     /// Waits until a shim that was launched answers.
@@ -111,7 +126,15 @@ impl Handover {
     pub(super) async fn reject_callers(self: &Arc<Self>, reason: &str) {
         let runtime = self.shim.runtime().name.as_str();
         log::error!(sandbox = self.shim.id(), runtime = runtime; "failed to launch shim: {reason}");
-        let hung_up = self.blocking(|endpoint| {
+        if let Err(step) = self.hang_up().await {
+            log::error!(sandbox = self.shim.id(); "failed to hang up on callers: {step}");
+        }
+        sleep(RETRY_DELAY / 10).await;
+    }
+
+    /// Hangs up on the callers that wait now.
+    async fn hang_up(self: &Arc<Self>) -> Result<(), StepError> {
+        self.blocking(|endpoint| {
             let listener = endpoint.state().listener.clone();
             let Some(Ok(listener)) = listener.map(|listener| listener.try_clone()) else { return };
             let listener = UnixListener::from(listener);
@@ -119,11 +142,8 @@ impl Handover {
             if listener.set_nonblocking(true).is_ok() {
                 while listener.accept().is_ok() {}
             }
-        });
-        if let Err(step) = hung_up.await {
-            log::error!(sandbox = self.shim.id(); "failed to hang up on callers: {step}");
-        }
-        sleep(RETRY_DELAY / 10).await;
+        })
+        .await
     }
 
     /// Handles the containers of a shim that has exited.

@@ -282,6 +282,82 @@ async fn containers_of_a_shim_that_exits_before_it_answers_are_ended() {
     endpoint.close().await.unwrap();
 }
 
+/// A killed shim that hangs in the kernel until it is let go.
+#[derive(Debug)]
+struct Hanging {
+    identity: Identity,
+    freed: Notify,
+}
+
+impl Process for Hanging {
+    fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    fn kill(&self) -> Result<(), StepError> {
+        Ok(())
+    }
+
+    fn exited(&self) -> futures::future::BoxFuture<'_, Exit> {
+        Box::pin(async {
+            self.freed.notified().await;
+            Exit { status: 137, at: std::time::SystemTime::now() }
+        })
+    }
+}
+
+#[tokio::test]
+async fn callers_do_not_wait_for_the_exit_of_a_killed_shim() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_shims, endpoint) = make_endpoint(dir.path());
+    endpoint.listen().await.unwrap();
+    let identity =
+        Identity { pid: 0, start_time: 0, pid_namespace: 0, boot_id: Arc::from("no boot") };
+    let shim = Arc::new(Hanging { identity, freed: Notify::new() });
+    let ending = tokio::spawn({
+        let (endpoint, shim, pod) = (endpoint.clone(), shim.clone(), Arc::new(NoPod));
+        async move { endpoint.end_silent(shim, "it did not answer", &(pod as _)).await }
+    });
+    // Those who call later too.
+    for _ in 0..3 {
+        let mut caller = tokio::net::UnixStream::connect(endpoint.socket()).await.unwrap();
+        let read = tokio::io::AsyncReadExt::read_u8(&mut caller);
+        let end = timeout(Duration::from_secs(10), read).await.expect("the caller waits");
+        assert_eq!(end.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    }
+    assert!(!ending.is_finished());
+    shim.freed.notify_one();
+    timeout(Duration::from_secs(20), ending).await.unwrap().unwrap();
+    endpoint.close().await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_socket_that_cannot_be_watched_is_retried_with_growing_delays_or_after_a_change() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_shims, endpoint) = make_endpoint(dir.path());
+    endpoint.listen().await.unwrap();
+    endpoint.changed.notified().await;
+    let listener = endpoint.state().listener.clone();
+    // The kernel refuses to watch a file.
+    let file = Arc::new(OwnedFd::from(fs::File::open(dir.path()).unwrap()));
+    for (changes, expected) in [(false, 31), (true, 16)] {
+        let begun = tokio::time::Instant::now();
+        endpoint.state().idle = None;
+        endpoint.state().listener = Some(file.clone());
+        endpoint.serve(Arc::new(NoPod));
+        sleep(Duration::from_secs(16)).await;
+        endpoint.state().listener = listener.clone();
+        if changes {
+            endpoint.notify(endpoint.state());
+        }
+        while endpoint.state().idle.is_none() {
+            sleep(Duration::from_millis(100)).await;
+        }
+        assert_eq!(begun.elapsed().as_secs(), expected, "a change: {changes}");
+    }
+    endpoint.close().await.unwrap();
+}
+
 /// As after a step of the recovery that took all of the record's time.
 #[tokio::test]
 async fn a_recovery_that_did_not_begin_is_done_by_the_serving_task() {
