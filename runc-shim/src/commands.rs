@@ -179,11 +179,11 @@ impl Shim {
         let may_be_frozen = was_killed && purpose.may_freeze();
         let status = exit.status;
         let bundle = self.containers.get(&key.id).map(|container| container.bundle.clone());
-        let bundle = bundle.unwrap_or_default();
+        let bundle = bundle.as_deref();
         let mut done = |what: &str| match status {
             0 => Ok(()),
-            _ if was_killed => Err(deadlines::ended(&command.failure(what, status, &bundle))),
-            _ => Err(command.failure(what, status, &bundle)),
+            _ if was_killed => Err(deadlines::ended(&command.failure(what, status, bundle))),
+            _ => Err(command.failure(what, status, bundle)),
         };
         let answer = match purpose {
             Purpose::Create(console) => {
