@@ -30,17 +30,25 @@ pub struct Job {
     pub key: Key,
     /// The caller that waits for the result, if any.
     pub reply: Option<Reply>,
-    /// The command was killed at the deadline of the call.
+    /// When the command is killed at the latest, whatever the deadline of the call.
+    pub limit: Option<Instant>,
+    /// The command was killed at its deadline.
     pub was_killed: bool,
 }
 
 impl Job {
+    fn new(command: Command, purpose: Purpose, key: Key, reply: Option<Reply>) -> Self {
+        Self { command, purpose, key, reply, limit: None, was_killed: false }
+    }
+
     /// When the command is killed; `None`: it has no limit, or was killed.
     pub fn deadline(&self) -> Option<Instant> {
-        if self.was_killed || !self.purpose.is_limited() {
+        if self.was_killed {
             return None;
         }
-        self.reply?.deadline()
+        let reply = self.reply.filter(|_| self.purpose.is_limited());
+        let of_call = reply.and_then(|reply| reply.deadline());
+        [of_call, self.limit].into_iter().flatten().min()
     }
 }
 
@@ -98,10 +106,15 @@ impl Purpose {
         }
     }
 
+    /// Whether the exit of the container is announced only after the end of the command.
+    pub fn delays_exit(&self) -> bool {
+        matches!(self, Self::Exec(_) | Self::KillRemaining)
+    }
+
     /// Whether the death of the command may leave the container frozen: runc freezes the cgroup
     /// for a while in these commands.
     fn may_freeze(&self) -> bool {
-        matches!(self, Self::Pause | Self::Update | Self::Kill(_))
+        matches!(self, Self::Pause | Self::Update | Self::Kill(_) | Self::KillRemaining)
     }
 }
 
@@ -150,7 +163,7 @@ impl Shim {
         if key.exec.is_empty() {
             container.busy.get_or_insert_default();
         }
-        self.jobs.insert(command.pid, Job { command, purpose, key, reply, was_killed: false });
+        self.jobs.insert(command.pid, Job::new(command, purpose, key, reply));
         Ok(())
     }
 
@@ -169,13 +182,13 @@ impl Shim {
         let work = Work { action, namespace, id: &key.id, bundle, input_file };
         let command = helper::start(&work)?;
         container.busy.get_or_insert_default();
-        self.jobs.insert(command.pid, Job { command, purpose, key, reply, was_killed: false });
+        self.jobs.insert(command.pid, Job::new(command, purpose, key, reply));
         Ok(())
     }
 
     /// Handles the exit of a command or helper.
     pub fn finished(&mut self, job: Job, exit: Exit) {
-        let Job { mut command, purpose, key, reply, was_killed } = job;
+        let Job { mut command, purpose, key, reply, was_killed, .. } = job;
         let may_be_frozen = was_killed && purpose.may_freeze();
         let status = exit.status;
         let bundle = self.containers.get(&key.id).map(|container| container.bundle.clone());

@@ -226,6 +226,10 @@ impl Shim {
             self.attach(&key, prepared)?;
             return self.process_made(&key, pid);
         }
+        if !key.exec.is_empty() {
+            // It may have exited while the logging program started.
+            self.check_not_exited(&key.id)?;
+        }
         let stdio = self.known_process(&key)?.stdio.clone();
         let console = self.console_socket(&key.id, &stdio)?;
         let container = self.known(&key)?;

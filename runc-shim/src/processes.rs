@@ -132,6 +132,7 @@ impl Shim {
                 let _ = sys::kill(pid, libc::SIGKILL);
             }
         }
+        self.limit_after_exit(&key.id);
         self.announce_exit_if_done(&key.id);
     }
 

@@ -1,4 +1,5 @@
 //! Deadlines of calls: a command that hangs is killed at the deadline, and nothing of it is left.
+//! The same holds for a command that delays an exit.
 
 use std::io::Write as _;
 use std::os::unix::net::UnixStream;
@@ -8,6 +9,7 @@ use containerd_shim_protos::api::*;
 use containerd_shim_protos::protobuf::Message;
 use containerd_shim_protos::ttrpc::Code;
 use containerd_shim_protos::ttrpc::proto::{Request, Response};
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::crash::traces;
 use crate::hostile::{answer, raw};
@@ -142,6 +144,46 @@ fn a_create_whose_hook_hangs_leaves_nothing() {
     pod.run("a", "exit 3", &Container::default());
     assert_eq!(pod.wait("a", "").unwrap(), 3);
     pod.delete("a", "").unwrap();
+    pod.shut_down();
+}
+
+/// Kills the first process of a container without the runtime, and waits for its exit.
+fn exit_is_announced(pod: &Pod, pid: u32) {
+    kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), Signal::KILL).unwrap();
+    assert_eq!(pod.wait("a", "").unwrap(), 137);
+}
+
+#[test]
+fn a_kill_of_remaining_processes_that_hangs_delays_the_exit_for_a_limited_time() {
+    let mut pod = Pod::new();
+    let (with, child) = hanging_runtime(&pod, "kill", ":");
+    let with = Container { host_pids: true, ..with };
+    let pid = pod.run("a", "sleep 1000 & exec sleep 1000", &with);
+    exit_is_announced(&pod, pid);
+    has_ended(&child);
+    pod.delete("a", "").unwrap();
+    assert_eq!(pod.events_of(&["a"], 4)[2..], ["exit a 137", "delete a"]);
+    assert_eq!(traces(&pod), Vec::<String>::new());
+    pod.shut_down();
+}
+
+#[test]
+fn an_exec_that_hangs_delays_the_exit_of_its_container_for_a_limited_time() {
+    let mut pod = Pod::new();
+    let (with, child) = hanging_runtime(&pod, "exec", ":");
+    let pid = pod.run("a", "exec sleep 1000", &with);
+    pod.exec("a", "e", "true", &Container::default()).unwrap();
+    let mut start = StartRequest::new();
+    (start.id, start.exec_id) = (pod.id("a"), "e".to_owned());
+    let mut started = socket(&pod);
+    send(&mut started, "Start", &start, Duration::ZERO);
+    eventually("the command", || exists(&child).then_some(()));
+    exit_is_announced(&pod, pid);
+    assert_eq!(code(&mut started), Code::DEADLINE_EXCEEDED);
+    has_ended(&child);
+    pod.delete("a", "e").unwrap();
+    pod.delete("a", "").unwrap();
+    assert_eq!(pod.events_of(&["a"], 4)[2..], ["exit a 137", "delete a"]);
     pod.shut_down();
 }
 
