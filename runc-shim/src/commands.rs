@@ -189,7 +189,9 @@ impl Shim {
     /// Handles the exit of a command or helper.
     pub fn finished(&mut self, job: Job, exit: Exit) {
         let Job { mut command, purpose, key, reply, was_killed, .. } = job;
-        let may_be_frozen = was_killed && purpose.may_freeze();
+        // Also by another program, such as the kernel's OOM killer.
+        let was_interrupted = was_killed || exit.is_by_signal();
+        let may_be_frozen = was_interrupted && purpose.may_freeze();
         let status = exit.status;
         let bundle = self.containers.get(&key.id).map(|container| container.bundle.clone());
         let bundle = bundle.as_deref();
@@ -201,7 +203,7 @@ impl Shim {
         let answer = match purpose {
             Purpose::Create(console) => {
                 if let Some(container) = self.containers.get_mut(&key.id) {
-                    container.may_have_left_cgroup = was_killed;
+                    container.may_have_left_cgroup = was_interrupted;
                 }
                 // A command may also succeed at the moment at which it is killed.
                 let created =
@@ -248,7 +250,7 @@ impl Shim {
             Purpose::Pause => self.pause_finished(&key, done("OCI runtime pause failed"), false),
             Purpose::Resume => {
                 // A command that was killed may have resumed the container before.
-                let resumed = was_killed && !self.is_frozen(&key);
+                let resumed = was_interrupted && !self.is_frozen(&key);
                 self.pause_finished(&key, done("OCI runtime resume failed"), resumed)
             }
             Purpose::Update => done("OCI runtime update failed").and_then(|()| task::empty()),
