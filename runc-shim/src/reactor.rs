@@ -92,6 +92,12 @@ impl Reactor {
         Ok(())
     }
 
+    /// Reports nothing for a descriptor any more, although copies of it stay open.
+    pub fn remove(&self, fd: impl AsFd) -> io::Result<()> {
+        epoll::delete(&self.epoll, fd)?;
+        Ok(())
+    }
+
     /// Waits until a descriptor is ready, or until this time. May return earlier without any.
     pub fn wait(&self, until: Option<Instant>) -> io::Result<Vec<(Source, EventFlags)>> {
         let timeout = until.map(|until| timeout(until, Instant::now()));
