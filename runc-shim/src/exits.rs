@@ -151,7 +151,7 @@ impl Exits {
 }
 
 /// The start time of a process, clock ticks after boot; `None`: no such process.
-fn start_time(pid: i32) -> Option<u64> {
+pub fn start_time(pid: i32) -> Option<u64> {
     stat(pid, 22)
 }
 

@@ -98,8 +98,9 @@ impl Reactor {
         Ok(())
     }
 
-    /// Waits until a descriptor is ready, or until this time. May return earlier without any.
-    pub fn wait(&self, until: Option<Instant>) -> io::Result<Vec<(Source, EventFlags)>> {
+    /// Waits until a descriptor is ready, or until this time. Returns what the ready ones belong
+    /// to; may return earlier without any.
+    pub fn wait(&self, until: Option<Instant>) -> io::Result<Vec<Source>> {
         let timeout = until.map(|until| timeout(until, Instant::now()));
         let mut ready: [epoll::Event; 16] =
             [const { epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) } };
@@ -108,10 +109,8 @@ impl Reactor {
             Err(Errno::INTR) => 0,
             other => other?,
         };
-        let sources = ready.iter().take(count).filter_map(|event| {
-            Source::decode(event.data.u64()).map(|source| (source, event.flags))
-        });
-        Ok(sources.collect())
+        let ready = ready.iter().take(count);
+        Ok(ready.filter_map(|event| Source::decode(event.data.u64())).collect())
     }
 }
 

@@ -129,7 +129,7 @@ impl Shim {
     pub fn run(mut self) -> Result<(), Error> {
         while !self.may_exit() {
             let ready = self.reactor.wait(self.deadline()).context("wait")?;
-            for (source, _) in ready {
+            for source in ready {
                 self.ready(source);
             }
             for (id, stream) in self.copiers.take_ended().context("copy streams")? {
