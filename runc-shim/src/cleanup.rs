@@ -94,7 +94,7 @@ fn unmount(arguments: &Arguments, bundle: &Path) -> Result<(), Error> {
     let unmounted = match helper::start(&Work { action, namespace, id, bundle, input_file: None }) {
         Ok(mut command) => match wait_or_kill(command.pid, UNMOUNT_TIMEOUT) {
             Some(exit) if exit.status != 0 => {
-                Err(command.failure("failed rootfs umount", exit.status, bundle))
+                Err(command.failure("failed rootfs umount", exit.status, Some(bundle)))
             }
             _ => Ok(()),
         },
@@ -189,7 +189,7 @@ fn run(runtime: &Runtime, id: &str, bundle: &Path, until: Instant) -> Result<(),
     let mut command = runtime.start(&["delete", "--force", id], &Place::default())?;
     match wait_or_kill(command.pid, until.saturating_duration_since(Instant::now())) {
         Some(exit) if exit.status == 0 => Ok(()),
-        Some(exit) => Err(command.failure("failed to delete task", exit.status, bundle)),
+        Some(exit) => Err(command.failure("failed to delete task", exit.status, Some(bundle))),
         None => {
             let late =
                 format!("the runtime did not delete it within {} s", DELETE_TIMEOUT.as_secs());

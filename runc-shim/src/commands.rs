@@ -30,17 +30,25 @@ pub struct Job {
     pub key: Key,
     /// The caller that waits for the result, if any.
     pub reply: Option<Reply>,
-    /// The command was killed at the deadline of the call.
+    /// When the command is killed at the latest, whatever the deadline of the call.
+    pub limit: Option<Instant>,
+    /// The command was killed at its deadline.
     pub was_killed: bool,
 }
 
 impl Job {
+    fn new(command: Command, purpose: Purpose, key: Key, reply: Option<Reply>) -> Self {
+        Self { command, purpose, key, reply, limit: None, was_killed: false }
+    }
+
     /// When the command is killed; `None`: it has no limit, or was killed.
     pub fn deadline(&self) -> Option<Instant> {
-        if self.was_killed || !self.purpose.is_limited() {
+        if self.was_killed {
             return None;
         }
-        self.reply?.deadline()
+        let reply = self.reply.filter(|_| self.purpose.is_limited());
+        let of_call = reply.and_then(|reply| reply.deadline());
+        [of_call, self.limit].into_iter().flatten().min()
     }
 }
 
@@ -98,10 +106,15 @@ impl Purpose {
         }
     }
 
+    /// Whether the exit of the container is announced only after the end of the command.
+    pub fn delays_exit(&self) -> bool {
+        matches!(self, Self::Exec(_) | Self::KillRemaining)
+    }
+
     /// Whether the death of the command may leave the container frozen: runc freezes the cgroup
     /// for a while in these commands.
     fn may_freeze(&self) -> bool {
-        matches!(self, Self::Pause | Self::Update | Self::Kill(_))
+        matches!(self, Self::Pause | Self::Update | Self::Kill(_) | Self::KillRemaining)
     }
 }
 
@@ -150,7 +163,7 @@ impl Shim {
         if key.exec.is_empty() {
             container.busy.get_or_insert_default();
         }
-        self.jobs.insert(command.pid, Job { command, purpose, key, reply, was_killed: false });
+        self.jobs.insert(command.pid, Job::new(command, purpose, key, reply));
         Ok(())
     }
 
@@ -169,26 +182,28 @@ impl Shim {
         let work = Work { action, namespace, id: &key.id, bundle, input_file };
         let command = helper::start(&work)?;
         container.busy.get_or_insert_default();
-        self.jobs.insert(command.pid, Job { command, purpose, key, reply, was_killed: false });
+        self.jobs.insert(command.pid, Job::new(command, purpose, key, reply));
         Ok(())
     }
 
     /// Handles the exit of a command or helper.
     pub fn finished(&mut self, job: Job, exit: Exit) {
-        let Job { mut command, purpose, key, reply, was_killed } = job;
-        let may_be_frozen = was_killed && purpose.may_freeze();
+        let Job { mut command, purpose, key, reply, was_killed, .. } = job;
+        // Also by another program, such as the kernel's OOM killer.
+        let was_interrupted = was_killed || exit.is_by_signal();
+        let may_be_frozen = was_interrupted && purpose.may_freeze();
         let status = exit.status;
         let bundle = self.containers.get(&key.id).map(|container| container.bundle.clone());
-        let bundle = bundle.unwrap_or_default();
+        let bundle = bundle.as_deref();
         let mut done = |what: &str| match status {
             0 => Ok(()),
-            _ if was_killed => Err(deadlines::ended(&command.failure(what, status, &bundle))),
-            _ => Err(command.failure(what, status, &bundle)),
+            _ if was_killed => Err(deadlines::ended(&command.failure(what, status, bundle))),
+            _ => Err(command.failure(what, status, bundle)),
         };
         let answer = match purpose {
             Purpose::Create(console) => {
                 if let Some(container) = self.containers.get_mut(&key.id) {
-                    container.may_have_left_cgroup = was_killed;
+                    container.may_have_left_cgroup = was_interrupted;
                 }
                 // A command may also succeed at the moment at which it is killed.
                 let created =
@@ -235,7 +250,7 @@ impl Shim {
             Purpose::Pause => self.pause_finished(&key, done("OCI runtime pause failed"), false),
             Purpose::Resume => {
                 // A command that was killed may have resumed the container before.
-                let resumed = was_killed && !self.is_frozen(&key);
+                let resumed = was_interrupted && !self.is_frozen(&key);
                 self.pause_finished(&key, done("OCI runtime resume failed"), resumed)
             }
             Purpose::Update => done("OCI runtime update failed").and_then(|()| task::empty()),

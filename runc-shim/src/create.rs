@@ -9,6 +9,7 @@ use std::time::Instant;
 use containerd_shim_protos::api::{self, Mount};
 use containerd_shim_protos::events::task as task_events;
 use containerd_shim_protos::shim::oci::Options;
+use rustix::event::epoll::EventFlags;
 
 use crate::commands::Purpose;
 use crate::container::state::{self, Event, Notice, State};
@@ -139,7 +140,7 @@ impl Shim {
             return self.run_process(key, reply, prepared, started);
         };
         let id = self.new_id();
-        self.reactor.add(&logger.ready, Source::Logger(id), READ)?;
+        self.reactor.add(&logger.ready, Source::Logger(id), EventFlags::IN)?;
         self.loggers.insert(logger.pid, None);
         let deadline = Instant::now() + io::logger::READY_TIMEOUT;
         self.pending_starts.insert(id, PendingStart { key, reply, prepared, deadline, started });
@@ -225,6 +226,10 @@ impl Shim {
             let pid = self.pid_of(&key)?;
             self.attach(&key, prepared)?;
             return self.process_made(&key, pid);
+        }
+        if !key.exec.is_empty() {
+            // It may have exited while the logging program started.
+            self.check_not_exited(&key.id)?;
         }
         let stdio = self.known_process(&key)?.stdio.clone();
         let console = self.console_socket(&key.id, &stdio)?;
@@ -422,9 +427,6 @@ impl Shim {
     }
 }
 
-/// The epoll flags for the descriptor of a logging program.
-const READ: rustix::event::epoll::EventFlags = rustix::event::epoll::EventFlags::IN;
-
 /// The file into which the runtime writes the pid of a process.
 pub fn pid_file(bundle: &Path, key: &Key) -> PathBuf {
     match key.exec.as_str() {
@@ -465,7 +467,7 @@ fn new_container(
         bundle: bundle.to_owned(),
         runtime: Runtime {
             binary: options.binary_name.clone(),
-            root: options::state_root(options, namespace),
+            root: options::root_of(&options.root, namespace),
             systemd_cgroup: options.systemd_cgroup,
         },
         owner: Owner { uid: options.io_uid, gid: options.io_gid },

@@ -4,11 +4,12 @@
 //!
 //! At the deadline the command is killed, with all processes that descend from it, and the call
 //! fails as it does if the command fails. A call that waits for something else is only answered.
+//! Commands that delay the announcement of an exit also have a limit of their own.
 //! The end of a connection changes nothing: a restarted containerd finds what the interrupted call
 //! has completed, and a command that is killed leaves more to clean up than one that ends.
 
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Signal, pidfd_send_signal};
 
@@ -21,6 +22,10 @@ use crate::shim::Shim;
 use crate::task::Request;
 use crate::{descendants, log, sys};
 
+/// How long commands may delay the announcement of a container's exit. An exec may have succeeded
+/// before the exit: its command has the time to end by itself.
+const AFTER_EXIT: Duration = Duration::from_secs(30);
+
 impl Shim {
     /// The next deadline of a pending call.
     pub fn call_deadline(&self) -> Option<Instant> {
@@ -30,14 +35,25 @@ impl Shim {
         jobs.chain(waiting.filter_map(Reply::deadline)).min()
     }
 
+    /// Limits the commands that delay the announcement of the exit of a container, whose first
+    /// process has just exited.
+    pub fn limit_after_exit(&mut self, id: &str) {
+        let limit = Instant::now() + AFTER_EXIT;
+        for job in self.jobs.values_mut() {
+            if job.key.id == *id && job.purpose.delays_exit() {
+                job.limit = Some(limit);
+            }
+        }
+    }
+
     /// Kills the commands and answers the calls whose deadline has passed.
     pub fn end_late_calls(&mut self, now: Instant) {
         for job in self.jobs.values_mut() {
             if job.deadline().is_some_and(|at| at <= now) {
                 job.was_killed = true;
                 log::warn(format_args!(
-                    "container {}: killing process {} of the runtime and its children at the \
-                     deadline of the call",
+                    "container {}: killing process {} of the runtime and its children at the time \
+                     limit",
                     job.key.id, job.command.pid
                 ));
                 end_command(job);
@@ -107,7 +123,7 @@ pub fn passed() -> Error {
     Error::new(Code::DeadlineExceeded, "the deadline of the call has passed")
 }
 
-/// The error of a command that was killed at the deadline of its call.
+/// The error of a command that was killed at its time limit.
 pub fn ended(e: &Error) -> Error {
-    Error::new(Code::DeadlineExceeded, format!("{e}; killed at the deadline of the call"))
+    Error::new(Code::DeadlineExceeded, format!("{e}; killed at the time limit"))
 }

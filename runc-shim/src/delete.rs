@@ -50,14 +50,14 @@ impl Shim {
     /// Continues a deletion when the process is drained, or after [`DRAIN`].
     pub fn drained(&mut self, key: &Key) {
         let Some(container) = self.containers.get_mut(&key.id) else { return };
-        let (drain, exec) = if key.exec.is_empty() {
-            (container.drain.take(), false)
+        let is_exec = !key.exec.is_empty();
+        let drain = if is_exec {
+            container.execs.get_mut(&key.exec).and_then(|exec| exec.drain.take())
         } else {
-            let exec = container.execs.get_mut(&key.exec);
-            (exec.and_then(|exec| exec.drain.take()), true)
+            container.drain.take()
         };
         let Some((reply, _)) = drain else { return };
-        let answer = if exec {
+        let answer = if is_exec {
             self.remove_exec(key)
         } else {
             self.run_delete(key, Some(reply), Attempt::First)

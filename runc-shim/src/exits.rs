@@ -30,6 +30,9 @@ const MAX_UNCLAIMED: usize = 4096;
 /// The exit status of a process that has exited with an unknown status, as in containerd.
 pub const UNKNOWN: u32 = 255;
 
+/// The highest signal (signal(7)).
+const LAST_SIGNAL: u32 = 64;
+
 /// Clock ticks by which the modification time of a file may precede the start of a process that
 /// started before the write: the kernel stamps files with the time of its last tick.
 const MTIME_LAG: u64 = 2;
@@ -54,6 +57,12 @@ impl Exit {
             seconds: i64::try_from(now.as_secs()).unwrap_or(i64::MAX),
             nanos: i32::try_from(now.subsec_nanos()).unwrap_or(0),
         }
+    }
+
+    /// Whether a signal killed the process, or its child whose exit status it has passed on, as a
+    /// shell does.
+    pub fn is_by_signal(&self) -> bool {
+        (129..=128 + LAST_SIGNAL).contains(&self.status)
     }
 
     /// The time at which the exit was observed.
@@ -142,7 +151,7 @@ impl Exits {
 }
 
 /// The start time of a process, clock ticks after boot; `None`: no such process.
-fn start_time(pid: i32) -> Option<u64> {
+pub fn start_time(pid: i32) -> Option<u64> {
     stat(pid, 22)
 }
 
@@ -242,6 +251,14 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_modified(SystemTime::now() - age).unwrap();
         file
+    }
+
+    #[test]
+    fn a_death_by_a_signal_is_no_other_failure() {
+        let by_signal = [0, 1, 127, 128, 129, 137, 192, 193, UNKNOWN]
+            .into_iter()
+            .filter(|status| Exit::now(*status).is_by_signal());
+        assert_eq!(by_signal.collect::<Vec<_>>(), [129, 137, 192]);
     }
 
     #[test]

@@ -44,12 +44,8 @@ fn is(any: &Any, name: &str) -> bool {
     any.type_url.rsplit('/').next() == Some(name) || any.type_url.ends_with(name)
 }
 
-/// The directory in which the runtime keeps the state of a namespace's containers.
-pub fn state_root(options: &Options, namespace: &str) -> String {
-    root_of(&options.root, namespace)
-}
-
-/// [`state_root`] for the value of the option `root`.
+/// The directory in which the runtime keeps the state of a namespace's containers, for the value of
+/// the option `root`.
 pub fn root_of(root: &str, namespace: &str) -> String {
     let root = if root.is_empty() { ROOT } else { root };
     format!("{}/{namespace}", root.trim_end_matches('/'))

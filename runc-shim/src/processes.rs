@@ -111,8 +111,7 @@ impl Shim {
     /// Kills the processes that remain after the first one has exited, unless the container has its
     /// own PID namespace, in which the kernel kills them.
     pub fn kill_remaining(&mut self, key: &Key) {
-        let Some(container) = self.containers.get_mut(&key.id) else { return };
-        container.killing_remaining = false;
+        let Some(container) = self.containers.get(&key.id) else { return };
         let execs = container.execs.values().map(|exec| exec.state);
         let execs: Vec<i32> = execs.filter(|state| state.is_live()).map(|s| s.pid()).collect();
         let may_remain = !container.own_pid_namespace;
@@ -132,6 +131,7 @@ impl Shim {
                 let _ = sys::kill(pid, libc::SIGKILL);
             }
         }
+        self.limit_after_exit(&key.id);
         self.announce_exit_if_done(&key.id);
     }
 

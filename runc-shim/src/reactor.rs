@@ -2,10 +2,15 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
+
+/// Longest wait; the caller then waits again. rustix passes a timeout of more than `i32::MAX` ms to
+/// epoll_pwait2(2), which Linux has from 5.11 on.
+const LONGEST_WAIT: Duration = Duration::from_secs(86_400);
 
 /// What a descriptor belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,15 +92,16 @@ impl Reactor {
         Ok(())
     }
 
-    /// Waits until a descriptor is ready, or until this time.
-    pub fn wait(&self, until: Option<Instant>) -> io::Result<Vec<(Source, EventFlags)>> {
-        let timeout = until.map(|until| {
-            let left = until.saturating_duration_since(Instant::now());
-            rustix::event::Timespec {
-                tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
-                tv_nsec: left.subsec_nanos().into(),
-            }
-        });
+    /// Reports nothing for a descriptor any more, although copies of it stay open.
+    pub fn remove(&self, fd: impl AsFd) -> io::Result<()> {
+        epoll::delete(&self.epoll, fd)?;
+        Ok(())
+    }
+
+    /// Waits until a descriptor is ready, or until this time. Returns what the ready ones belong
+    /// to; may return earlier without any.
+    pub fn wait(&self, until: Option<Instant>) -> io::Result<Vec<Source>> {
+        let timeout = until.map(|until| timeout(until, Instant::now()));
         let mut ready: [epoll::Event; 16] =
             [const { epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) } };
                 16];
@@ -103,16 +109,36 @@ impl Reactor {
             Err(Errno::INTR) => 0,
             other => other?,
         };
-        let sources = ready.iter().take(count).filter_map(|event| {
-            Source::decode(event.data.u64()).map(|source| (source, event.flags))
-        });
-        Ok(sources.collect())
+        let ready = ready.iter().take(count);
+        Ok(ready.filter_map(|event| Source::decode(event.data.u64())).collect())
     }
+}
+
+/// The timeout of a wait until this time, at most [`LONGEST_WAIT`].
+fn timeout(until: Instant, now: Instant) -> Timespec {
+    let left = until.saturating_duration_since(now).min(LONGEST_WAIT);
+    // The conversion fails only for a time that the kernel cannot represent.
+    Timespec::try_from(left).unwrap_or_default()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_wait_for_a_far_deadline_needs_no_call_of_a_later_kernel() {
+        let now = Instant::now();
+        let wait = |left: Duration| Duration::try_from(timeout(now + left, now)).unwrap();
+        for short in [Duration::ZERO, Duration::from_nanos(1), Duration::from_millis(1500)] {
+            assert_eq!(wait(short), short);
+        }
+        for long in [Duration::from_secs(90_000), Duration::from_secs(1 << 40)] {
+            let milliseconds = wait(long).as_millis();
+            assert!(milliseconds > 0 && i32::try_from(milliseconds).is_ok(), "{milliseconds}");
+        }
+        let before = now.checked_sub(Duration::from_secs(1)).unwrap();
+        assert_eq!(timeout(before, now), Timespec::default());
+    }
 
     #[test]
     fn a_source_survives_its_encoding() {

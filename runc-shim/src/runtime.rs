@@ -3,7 +3,7 @@
 use std::env;
 use std::ffi::{CString, OsString};
 use std::fs::File;
-use std::io::{Read as _, Seek as _, Write as _};
+use std::io::{Read as _, Seek as _};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt as _;
 use std::os::unix::fs::FileExt as _;
@@ -124,19 +124,20 @@ impl Command {
     }
 
     /// The error of a command that has failed: the last error of its log, or its output, or its
-    /// exit status. Appends the log to `log.json` in the bundle.
-    pub fn failure(&mut self, what: &str, status: u32, bundle: &Path) -> Error {
+    /// exit status. Writes the log to `log.json` in the bundle, if that is known, in place of the
+    /// log of an earlier command: the log of a probe that fails at every attempt would fill the
+    /// bundle's file system.
+    pub fn failure(&mut self, what: &str, status: u32, bundle: Option<&Path>) -> Error {
         let output = self.output();
         let Some(log) = &mut self.log else {
             return helper::failure(&output, status).context(what);
         };
-        let log = String::from_utf8_lossy(&content(log)).into_owned();
-        if let Ok(mut file) =
-            File::options().append(true).create(true).open(bundle.join("log.json"))
-        {
+        let log = content(log);
+        if let Some(bundle) = bundle {
             // A failure is ignored, because the answer contains the error.
-            let _ = file.write_all(log.as_bytes());
+            let _ = std::fs::write(bundle.join("log.json"), &log);
         }
+        let log = String::from_utf8_lossy(&log);
         let output = String::from_utf8_lossy(&output);
         let reason = last_error(&log)
             .or_else(|| Some(output.trim().to_owned()).filter(|output| !output.is_empty()))

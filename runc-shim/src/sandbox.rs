@@ -9,7 +9,6 @@
 //!                     +---------------+----------------------------------------------+
 //! ```
 
-use std::fs;
 use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 use std::time::Instant;
@@ -24,7 +23,7 @@ use serde::Deserialize;
 
 use crate::cgroup::Cgroup;
 use crate::error::{Code, Context as _, Error};
-use crate::exits::{Exit, UNKNOWN, has_ended};
+use crate::exits::{Exit, UNKNOWN, has_ended, start_time};
 use crate::reactor::{Reactor, Source};
 use crate::server::Reply;
 use crate::shim::Shim;
@@ -362,15 +361,6 @@ fn task_of(request: &Request) -> Option<(&str, bool)> {
         Request::Stats(r) => (&r.id, true),
         Request::Connect(_) | Request::SetPause(_) | Request::Shutdown => return None,
     })
-}
-
-/// The start time of a process (field 22 of `/proc/PID/stat`, proc_pid_stat(5)).
-fn start_time(pid: i32) -> Option<u64> {
-    let line = fs::read(format!("/proc/{pid}/stat")).ok()?;
-    // Field 2, the name, may hold anything, also brackets and blanks.
-    let end_of_name = line.iter().rposition(|byte| *byte == b')')?;
-    let rest = std::str::from_utf8(line.get(end_of_name + 1..)?).ok()?;
-    rest.split_ascii_whitespace().nth(22 - 3)?.parse().ok()
 }
 
 #[cfg(test)]

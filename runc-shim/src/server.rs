@@ -72,6 +72,8 @@ pub struct Server {
     next_id: u32,
     /// After a failed accept: when connections are accepted again.
     accept_again_at: Option<Instant>,
+    /// Connections are accepted; see [`Server::stop_accepting`].
+    accepts: bool,
 }
 
 impl Server {
@@ -79,11 +81,25 @@ impl Server {
     pub fn new(listener: OwnedFd, reactor: &Reactor) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&listener, true)?;
         reactor.add(&listener, Source::Listener, EventFlags::IN)?;
-        Ok(Self { listener, connections: BTreeMap::new(), next_id: 0, accept_again_at: None })
+        let connections = BTreeMap::new();
+        Ok(Self { listener, connections, next_id: 0, accept_again_at: None, accepts: true })
+    }
+
+    /// Accepts no connection any more. New callers wait in the queue of the listening socket, which
+    /// the daemon keeps for the next shim. This process keeps it, too: a daemon that has restarted
+    /// takes it from here.
+    pub fn stop_accepting(&mut self, reactor: &Reactor) {
+        (self.accepts, self.accept_again_at) = (false, None);
+        // Fails only if it was removed already.
+        let _ = reactor.remove(&self.listener);
     }
 
     /// Accepts the pending connections. Closes those of users other than root and the shim's own.
     pub fn accept(&mut self, reactor: &Reactor) {
+        // The listener may have become ready before.
+        if !self.accepts {
+            return;
+        }
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         loop {
             let socket = match rustix::net::accept_with(&self.listener, flags) {

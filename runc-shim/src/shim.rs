@@ -129,7 +129,7 @@ impl Shim {
     pub fn run(mut self) -> Result<(), Error> {
         while !self.may_exit() {
             let ready = self.reactor.wait(self.deadline()).context("wait")?;
-            for (source, _) in ready {
+            for source in ready {
                 self.ready(source);
             }
             for (id, stream) in self.copiers.take_ended().context("copy streams")? {
@@ -148,8 +148,10 @@ impl Shim {
     }
 
     /// Requests the shutdown: the shim exits when all events, answers and streams are delivered and
-    /// no command runs, or after [`SHUTDOWN_TIMEOUT`].
+    /// no command runs, or after [`SHUTDOWN_TIMEOUT`]. Callers that connect from now on wait for
+    /// the next shim.
     pub fn begin_shutdown(&mut self) {
+        self.server.stop_accepting(&self.reactor);
         self.shutdown_deadline.get_or_insert(Instant::now() + SHUTDOWN_TIMEOUT);
     }
 

@@ -74,11 +74,7 @@ impl Shim {
 
     /// Starts an exec.
     pub fn start_exec(&mut self, reply: Reply, key: &Key) -> Answer {
-        let container = self.container(&key.id)?;
-        if container.state.has_exited() {
-            let message = format!("container {} init process is not running", key.id);
-            return Err(Error::state(message));
-        }
+        self.check_not_exited(&key.id)?;
         self.start_copier(key)?;
         let exec = self.exec(key)?;
         let next = exec::state::step(exec.state, exec::state::Event::Start);
@@ -91,6 +87,14 @@ impl Shim {
             self.exec_failed(key);
         }
         run
+    }
+
+    /// Fails if the first process of a container has exited, so that no exec can join it.
+    pub fn check_not_exited(&mut self, id: &str) -> Result<(), Error> {
+        if self.container(id)?.state.has_exited() {
+            return Err(Error::state(format!("container {id} init process is not running")));
+        }
+        Ok(())
     }
 
     /// Handles the failed start of an exec.

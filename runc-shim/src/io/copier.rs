@@ -225,7 +225,7 @@ impl Copier {
 fn copy(mut streams: Streams, reactor: &Reactor, shared: &Shared) -> io::Result<()> {
     let mut ends = false;
     while !(ends && streams.is_empty()) {
-        for (source, _) in reactor.wait(streams.deadline())? {
+        for source in reactor.wait(streams.deadline())? {
             match source {
                 Source::Stream(id) => streams.ready(id),
                 _ => clear(&shared.command_eventfd),

@@ -1,4 +1,5 @@
 //! Deadlines of calls: a command that hangs is killed at the deadline, and nothing of it is left.
+//! The same holds for a command that delays an exit.
 
 use std::io::Write as _;
 use std::os::unix::net::UnixStream;
@@ -8,6 +9,7 @@ use containerd_shim_protos::api::*;
 use containerd_shim_protos::protobuf::Message;
 use containerd_shim_protos::ttrpc::Code;
 use containerd_shim_protos::ttrpc::proto::{Request, Response};
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::crash::traces;
 use crate::hostile::{answer, raw};
@@ -145,6 +147,77 @@ fn a_create_whose_hook_hangs_leaves_nothing() {
     pod.shut_down();
 }
 
+/// The process that a file names, once it does.
+fn started(file: &str) -> Pid {
+    eventually("the child", || {
+        Pid::from_raw(std::fs::read_to_string(file).ok()?.trim().parse().ok()?)
+    })
+}
+
+fn parent(pid: Pid) -> Pid {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let after_name = stat.rsplit(") ").next().unwrap();
+    Pid::from_raw(after_name.split(' ').nth(1).unwrap().parse().unwrap()).unwrap()
+}
+
+/// As the OOM killer does.
+#[test]
+fn a_create_whose_runtime_another_program_kills_leaves_no_cgroup() {
+    let mut pod = Pod::new();
+    let (with, child) = hooking_runtime(&pod);
+    std::thread::scope(|scope| {
+        let created = scope.spawn(|| pod.try_create("a", "exec sleep 1000", &with));
+        let hook = started(&child);
+        assert!(traces(&pod).iter().any(|trace| trace.starts_with("cgroup ")));
+        kill_process(parent(hook), Signal::KILL).unwrap();
+        created.join().unwrap().unwrap_err();
+        kill_process(hook, Signal::KILL).unwrap();
+    });
+    assert_eq!(traces(&pod), Vec::<String>::new());
+    assert!(!exists(pod.runtime_state("a")));
+    pod.shut_down();
+}
+
+/// Kills the first process of a container without the runtime, and waits for its exit.
+fn exit_is_announced(pod: &Pod, pid: u32) {
+    kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), Signal::KILL).unwrap();
+    assert_eq!(pod.wait("a", "").unwrap(), 137);
+}
+
+#[test]
+fn a_kill_of_remaining_processes_that_hangs_delays_the_exit_for_a_limited_time() {
+    let mut pod = Pod::new();
+    let (with, child) = hanging_runtime(&pod, "kill", ":");
+    let with = Container { host_pids: true, ..with };
+    let pid = pod.run("a", "sleep 1000 & exec sleep 1000", &with);
+    exit_is_announced(&pod, pid);
+    has_ended(&child);
+    pod.delete("a", "").unwrap();
+    assert_eq!(pod.events_of(&["a"], 4)[2..], ["exit a 137", "delete a"]);
+    assert_eq!(traces(&pod), Vec::<String>::new());
+    pod.shut_down();
+}
+
+#[test]
+fn an_exec_that_hangs_delays_the_exit_of_its_container_for_a_limited_time() {
+    let mut pod = Pod::new();
+    let (with, child) = hanging_runtime(&pod, "exec", ":");
+    let pid = pod.run("a", "exec sleep 1000", &with);
+    pod.exec("a", "e", "true", &Container::default()).unwrap();
+    let mut start = StartRequest::new();
+    (start.id, start.exec_id) = (pod.id("a"), "e".to_owned());
+    let mut started = socket(&pod);
+    send(&mut started, "Start", &start, Duration::ZERO);
+    eventually("the command", || exists(&child).then_some(()));
+    exit_is_announced(&pod, pid);
+    assert_eq!(code(&mut started), Code::DEADLINE_EXCEEDED);
+    has_ended(&child);
+    pod.delete("a", "e").unwrap();
+    pod.delete("a", "").unwrap();
+    assert_eq!(pod.events_of(&["a"], 4)[2..], ["exit a 137", "delete a"]);
+    pod.shut_down();
+}
+
 #[test]
 fn a_command_that_hangs_keeps_no_kill_waiting() {
     let mut pod = Pod::new();
@@ -178,13 +251,37 @@ fn a_pause_that_hangs_leaves_the_container_running() {
     pause.id = pod.id("a");
     assert_eq!(call(&pod, "Pause", &pause), Code::DEADLINE_EXCEEDED);
     has_ended(&child);
+    is_not_frozen(&pod);
+    pod.end("a");
+    pod.shut_down();
+}
+
+/// As the OOM killer does.
+#[test]
+fn a_pause_that_another_program_kills_leaves_the_container_running() {
+    let mut pod = Pod::new();
+    let runtime = pod::runtime().display().to_string();
+    let (with, child) = hanging_runtime(&pod, "pause", &format!("{runtime} \"$@\""));
+    pod.run("a", "exec sleep 1000", &with);
+    let mut pause = PauseRequest::new();
+    pause.id = pod.id("a");
+    let mut socket = socket(&pod);
+    send(&mut socket, "Pause", &pause, PROMPT);
+    let child = started(&child);
+    kill_process(parent(child), Signal::KILL).unwrap();
+    assert_eq!(code(&mut socket), Code::UNKNOWN);
+    is_not_frozen(&pod);
+    kill_process(child, Signal::KILL).unwrap();
+    pod.end("a");
+    pod.shut_down();
+}
+
+/// The container runs, and so does an exec in it.
+fn is_not_frozen(pod: &Pod) {
     assert_eq!(pod.status("a"), Status::RUNNING);
-    // It is not frozen either.
     pod.exec("a", "e", "exit 3", &Container::default()).unwrap();
     pod.start("a", "e").unwrap();
     assert_eq!(pod.wait("a", "e").unwrap(), 3);
-    pod.end("a");
-    pod.shut_down();
 }
 
 #[test]

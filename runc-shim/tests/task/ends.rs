@@ -1,7 +1,12 @@
 //! Ends of the shim, and what is left of it.
 
-use containerd_shim_protos::api::*;
+use std::io::Write as _;
+use std::os::unix::net::UnixListener;
 
+use containerd_shim_protos::api::*;
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+
+use crate::hostile::{answer, frame};
 use crate::pod::{self, Container, Pod, context, eventually, exists};
 
 #[test]
@@ -32,6 +37,35 @@ fn a_signal_ends_the_shim_and_not_its_containers() {
             pod.delete_after_shim(id);
         }
     }
+}
+
+/// The socket on which the shim listens, which the daemon keeps for the next shim.
+fn listener(pod: &Pod) -> UnixListener {
+    let shim = pidfd_open(Pid::from_child(&pod.shim), PidfdFlags::empty()).unwrap();
+    UnixListener::from(pidfd_getfd(shim, 3, PidfdGetfdFlags::empty()).unwrap())
+}
+
+#[test]
+fn a_caller_that_connects_during_the_shutdown_waits_for_the_next_shim() {
+    let mut pod = Pod::new();
+    let mut known = pod.socket();
+    // The shutdown lasts until the events are delivered.
+    pod.stop_containerd();
+    pod.run("a", "exec sleep 1000", &Container::default());
+    pod.end("a");
+    let listener = listener(&pod);
+    pod.client.shutdown(context(), &ShutdownRequest::new()).unwrap();
+    let mut new = pod.socket();
+    new.write_all(&frame(1, "Create", &CreateTaskRequest::new())).unwrap();
+    known.write_all(&frame(5, "Connect", &ConnectRequest::new())).unwrap();
+    assert_eq!(answer(&mut known).0, 5);
+    pod.start_containerd(false);
+    pod.has_ended();
+    // It would wait for a caller that the shim has accepted.
+    listener.set_nonblocking(true).unwrap();
+    let (mut call, _) = listener.accept().unwrap();
+    call.set_nonblocking(false).unwrap();
+    assert_eq!(answer(&mut call).0, 1);
 }
 
 /// A runtime that creates the first file when `action` is called, and waits for the second.

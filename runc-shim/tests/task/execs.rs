@@ -5,19 +5,23 @@ use containerd_shim_protos::ttrpc::Code;
 
 use crate::pod::{self, Container, Pod, code, context};
 
+/// Adds an exec of this program.
+fn add_exec(pod: &Pod, exec: &str, program: &str, stderr: &str) {
+    let mut request = ExecProcessRequest::new();
+    (request.id, request.exec_id) = (pod.id("a"), exec.to_owned());
+    request.stderr = stderr.to_owned();
+    let spec = format!(r#"{{"args":["{program}"],"cwd":"/","user":{{}}}}"#);
+    request.spec.mut_or_insert_default().value = spec.into_bytes();
+    pod.client.exec(context(), &request).unwrap();
+}
+
 #[test]
 fn an_exec_that_cannot_be_started_says_why_and_is_deleted() {
     let mut pod = Pod::new();
     pod.run("a", "sleep 1000", &Container::default());
     let err = pod.fifo("err");
     let stderr = pod::open(&err);
-    let with = Container { stderr: err, ..Default::default() };
-    let mut request = ExecProcessRequest::new();
-    (request.id, request.exec_id) = (pod.id("a"), "bad".to_owned());
-    request.stderr.clone_from(&with.stderr);
-    request.spec.mut_or_insert_default().value =
-        br#"{"args":["/no/such/program"],"cwd":"/","user":{}}"#.to_vec();
-    pod.client.exec(context(), &request).unwrap();
+    add_exec(&pod, "bad", "/no/such/program", &err);
     let error = pod.start("a", "bad").unwrap_err().to_string();
     assert!(error.contains("/no/such/program") && error.contains("exec failed"), "{error}");
     pod.delete("a", "bad").unwrap();
@@ -31,6 +35,24 @@ fn an_exec_that_cannot_be_started_says_why_and_is_deleted() {
     assert_eq!(code(&twice), Code::ALREADY_EXISTS);
     pod.start("a", "good").unwrap();
     assert_eq!(pod.wait("a", "good").unwrap(), 3);
+    pod.end("a");
+    pod.shut_down();
+}
+
+#[test]
+fn execs_that_fail_again_and_again_do_not_fill_the_bundle() {
+    let mut pod = Pod::new();
+    pod.run("a", "sleep 1000", &Container::default());
+    let missing = format!("/{}", "x".repeat(50_000));
+    for number in 0..20 {
+        let exec = format!("e{number}");
+        add_exec(&pod, &exec, &missing, "");
+        pod.start("a", &exec).unwrap_err();
+        pod.delete("a", &exec).unwrap();
+    }
+    let log = pod.bundle("a").join("log.json");
+    let size = std::fs::metadata(log).unwrap().len();
+    assert!((1..=64 << 10).contains(&size), "{size}");
     pod.end("a");
     pod.shut_down();
 }

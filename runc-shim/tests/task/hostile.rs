@@ -136,7 +136,7 @@ fn a_log_that_no_one_reads_stops_nothing() {
 }
 
 /// A runtime whose `action` does its work, creates the first file, and ends when the second exists.
-fn late_runtime(pod: &Pod, action: &str) -> (Container, String, String) {
+pub fn late_runtime(pod: &Pod, action: &str) -> (Container, String, String) {
     let (path, began, go) = (pod.path("late"), pod.path("done"), pod.path("go"));
     let runtime = pod::runtime().display().to_string();
     let text = format!(

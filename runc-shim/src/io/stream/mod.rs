@@ -256,6 +256,7 @@ mod tests {
     use std::os::unix::net::{UnixListener, UnixStream};
 
     use rustix::event::EventfdFlags;
+    use rustix::pipe::PipeFlags;
 
     use super::*;
 
@@ -274,7 +275,7 @@ mod tests {
     #[test]
     fn an_output_whose_destination_fails_for_a_while_loses_nothing() {
         let dir = tempfile::tempdir().unwrap();
-        let (from, writer) = rustix::pipe::pipe().unwrap();
+        let (from, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).unwrap();
         let to = rustix::net::socket(
             rustix::net::AddressFamily::UNIX,
             rustix::net::SocketType::STREAM,

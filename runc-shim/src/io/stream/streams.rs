@@ -205,14 +205,16 @@ impl Streams {
 
 #[cfg(test)]
 mod tests {
+    use rustix::pipe::PipeFlags;
+
     use super::super::UNWATCHED_WAIT;
     use super::*;
 
     #[test]
     fn a_stream_that_epoll_does_not_watch_is_copied_by_time() {
         let reactor = Reactor::new().unwrap();
-        let (from, writer) = rustix::pipe::pipe().unwrap();
-        let (reader, to) = rustix::pipe::pipe().unwrap();
+        let (from, writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).unwrap();
+        let (reader, to) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).unwrap();
         // EEXIST, in place of the errors of a node without memory.
         reactor.add(&from, Source::Copier, EventFlags::empty()).unwrap();
         let mut streams = Streams::default();
