@@ -128,12 +128,10 @@ impl Controller {
     /// Answers when the pause has exited, before or after it did.
     ///
     /// # Errors
-    /// [`Error::NotFound`].
+    /// [`Error::NotFound`], or [`Error::Quarantined`].
     pub fn wait(&self, id: &str) -> impl Future<Output = Result<Exit, Error>> + Send + use<> {
         match self.sandbox(id) {
             Ok(sandbox) => Either::Left(sandbox.wait()),
-            // Any other code would be taken for the sandbox's exit.
-            Err(Error::Fault { id, .. }) => Either::Right(ready(Err(Error::Stopping { id }))),
             Err(e) => Either::Right(ready(Err(e))),
         }
     }
@@ -226,7 +224,7 @@ impl Controller {
     /// there are more.
     ///
     /// # Errors
-    /// [`Error::Fault`].
+    /// The failed step.
     pub async fn list(
         &self,
         after: &str,
@@ -252,9 +250,9 @@ impl Controller {
             slots.iter().filter_map(line).collect()
         };
         let lines = pool::run(Class::Query, lines).await;
-        let fault =
-            |e: StepError| Error::Fault { id: String::new(), rpc: "list", reason: e.to_string() };
-        Ok((lines.map_err(fault)?, more))
+        let failed =
+            |e: StepError| Error::Failed { id: String::new(), rpc: "list", steps: e.into() };
+        Ok((lines.map_err(failed)?, more))
     }
 
     /// All that is known of a sandbox, as a JSON object.
@@ -332,11 +330,9 @@ impl Controller {
         self.check(id)?;
         match self.sandboxes.slots.lock().get(id) {
             Some(Slot::Live(sandbox)) => Ok(sandbox.clone()),
-            Some(Slot::Quarantined(why)) => Err(Error::Fault {
-                id: id.to_owned(),
-                rpc: "recovery",
-                reason: format!("quarantined: {}", why.reason),
-            }),
+            Some(Slot::Quarantined(why)) => {
+                Err(Error::Quarantined { id: id.to_owned(), reason: why.reason.clone() })
+            }
             Some(Slot::Reserved) | None => Err(Error::NotFound { id: id.to_owned() }),
         }
     }

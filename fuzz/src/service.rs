@@ -53,6 +53,7 @@ impl Fake {
             Some(b'6') => Err(Error::Failed { id, rpc, steps: vec![step(16), step(5)].into() }),
             Some(b'7') => Err(Error::Timeout { id, rpc, seconds: 10 }),
             Some(b'8') => Err(Error::Stopping { id }),
+            Some(b'0') => Err(Error::Quarantined { id, reason: "not a record".into() }),
             Some(b'9') => Err(Error::Fault { id, rpc, reason: "a task panicked".into() }),
             _ => Ok(()),
         }

@@ -38,9 +38,9 @@ pub enum Error {
         state: &'static str,
     },
     /// Steps failed. What a Create or Start had made has been undone.
-    #[error("sandbox {id}: {rpc}: {steps}")]
+    #[error("{}{rpc}: {steps}", subject(id))]
     Failed {
-        /// The sandbox id.
+        /// The sandbox id; empty if the call is about all sandboxes.
         id: String,
         /// The RPC, lower case.
         rpc: &'static str,
@@ -63,6 +63,16 @@ pub enum Error {
         /// The sandbox id.
         id: String,
     },
+    /// The sandbox's record is quarantined.
+    #[error(
+        "sandbox {id}: its record is quarantined: {reason}; see `pause-sandboxer inspect {id}`"
+    )]
+    Quarantined {
+        /// The sandbox id.
+        id: String,
+        /// Why.
+        reason: String,
+    },
     /// A fault of the daemon itself, such as a task that panicked.
     #[error("sandbox {id}: {rpc}: internal fault: {reason}")]
     Fault {
@@ -80,6 +90,11 @@ impl Error {
     pub fn invalid(id: &str, field: &str, reason: String) -> Self {
         Self::Invalid { id: shorten(id), field: field.to_owned(), reason }
     }
+}
+
+/// The beginning of a message that names the sandbox, if there is one.
+fn subject(id: &str) -> String {
+    if id.is_empty() { String::new() } else { format!("sandbox {id}: ") }
 }
 
 /// What a caller sent, fit for one line of a message.

@@ -35,7 +35,7 @@ pub(super) fn encode<M: Message>(method: &str, result: Result<M, Error>) -> Answ
             Status::new(Code::INTERNAL, format!("encode the answer to {method}: {e}"))
         }),
         Err(error) => {
-            let status = Status::from(&error);
+            let status = Status::of_call(method, &error);
             // A caller's mistake is the caller's to report; what this node could not do is ours.
             // Metrics are asked for every second, of pods without any too.
             let level = match status.code {

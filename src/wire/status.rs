@@ -30,23 +30,28 @@ impl Status {
         Self { code, message }
     }
 
+    /// The status of a call of `method` that failed with `error`.
+    ///
+    /// A Wait for a sandbox whose record is quarantined is UNAVAILABLE: containerd takes any other
+    /// end of a Wait for the exit of the sandbox, and ends the pod.
+    pub(super) fn of_call(method: &str, error: &Error) -> Self {
+        let code = match error {
+            Error::Quarantined { .. } if method == "Wait" => Code::UNAVAILABLE,
+            _ => code(error),
+        };
+        Self::new(code, error.to_string())
+    }
+
     /// The daemon is going down: the one answer after which containerd asks again.
     pub fn stopping() -> Self {
         Self::new(Code::UNAVAILABLE, "the sandboxer is stopping")
     }
 }
 
-impl From<&Error> for Status {
-    fn from(error: &Error) -> Self {
-        Self::new(code(error), error.to_string())
-    }
-}
-
 /// The RPC code of an error.
 ///
-/// Only a daemon that is going down is UNAVAILABLE, since containerd asks again for ever then, and
-/// the Wait of a sandbox whose record is quarantined: a pending Wait that ends in any other code is
-/// taken as the exit of the sandbox.
+/// Only a daemon that is going down is UNAVAILABLE, since containerd asks again for ever then. Some
+/// calls of Wait are, too: [`Status::of_call`], and those of another namespace.
 pub fn code(error: &Error) -> Code {
     match error {
         Error::Invalid { .. } => Code::INVALID_ARGUMENT,
@@ -61,7 +66,7 @@ pub fn code(error: &Error) -> Code {
         }
         Error::Timeout { .. } => Code::DEADLINE_EXCEEDED,
         Error::Stopping { .. } => Code::UNAVAILABLE,
-        Error::Fault { .. } => Code::INTERNAL,
+        Error::Quarantined { .. } | Error::Fault { .. } => Code::INTERNAL,
     }
 }
 
@@ -123,6 +128,7 @@ pub(super) fn sandbox(error: &Error) -> &str {
         | Error::Failed { id, .. }
         | Error::Timeout { id, .. }
         | Error::Stopping { id }
+        | Error::Quarantined { id, .. }
         | Error::Fault { id, .. } => id,
     }
 }
@@ -153,6 +159,7 @@ mod tests {
             ),
             (Error::Timeout { id: id(), rpc: "stop", seconds: 10 }, Code::DEADLINE_EXCEEDED),
             (Error::Stopping { id: id() }, Code::UNAVAILABLE),
+            (Error::Quarantined { id: id(), reason: "r".into() }, Code::INTERNAL),
             (Error::Fault { id: id(), rpc: "start", reason: "r".into() }, Code::INTERNAL),
         ];
         let number = |error: &Error| match error {
@@ -163,11 +170,12 @@ mod tests {
             Error::Failed { .. } => 4,
             Error::Timeout { .. } => 5,
             Error::Stopping { .. } => 6,
-            Error::Fault { .. } => 7,
+            Error::Quarantined { .. } => 7,
+            Error::Fault { .. } => 8,
         };
         assert_eq!(
             all.iter().map(|(error, _)| number(error)).collect::<Vec<_>>(),
-            (0..8).collect::<Vec<_>>()
+            (0..9).collect::<Vec<_>>()
         );
         all
     }
@@ -175,11 +183,25 @@ mod tests {
     #[test]
     fn every_error_has_its_code_and_names_its_sandbox() {
         for (error, expected) in every_error() {
-            let status = Status::from(&error);
+            let status = Status::of_call("Status", &error);
             assert_eq!(status.code, expected, "{error}");
             assert_eq!(status.message, error.to_string());
             assert_eq!(sandbox(&error), "a");
         }
+    }
+
+    #[test]
+    fn a_wait_for_a_quarantined_sandbox_does_not_end_the_pod() {
+        let error = Error::Quarantined { id: "a".into(), reason: "r".into() };
+        let text = "sandbox a: its record is quarantined: r; see `pause-sandboxer inspect a`";
+        assert_eq!(Status::of_call("Wait", &error), Status::new(Code::UNAVAILABLE, text));
+        assert_eq!(Status::of_call("Stop", &error), Status::new(Code::INTERNAL, text));
+    }
+
+    #[test]
+    fn an_error_about_all_sandboxes_names_none() {
+        let error = Error::Failed { id: String::new(), rpc: "list", steps: step(5).into() };
+        assert_eq!(error.to_string(), "list: mount /run/x: Input/output error (os error 5)");
     }
 
     fn failed(steps: StepErrors) -> Code {

@@ -16,7 +16,7 @@ use pause_sandboxer::wire::SandboxService;
 use tokio::sync::Notify;
 
 /// Every id that fails, by the error it fails with, and its gRPC code number.
-pub(crate) const FAILURES: [(&str, i32); 10] = [
+pub(crate) const FAILURES: [(&str, i32); 11] = [
     ("invalid", 3),
     ("unknown", 5),
     ("exists", 6),
@@ -26,6 +26,7 @@ pub(crate) const FAILURES: [(&str, i32); 10] = [
     ("steps", 13),
     ("timeout", 4),
     ("stopping", 14),
+    ("quarantined", 13),
     ("fault", 13),
 ];
 
@@ -70,6 +71,7 @@ fn outcome(id: &str) -> Result<(), Error> {
         }
         "timeout" => Err(Error::Timeout { id, rpc, seconds: 10 }),
         "stopping" => Err(Error::Stopping { id }),
+        "quarantined" => Err(Error::Quarantined { id, reason: "not a record".into() }),
         "fault" => Err(Error::Fault { id, rpc, reason: "a task panicked".into() }),
         "panic" => panic!("deliberate, for the test"),
         _ => Ok(()),

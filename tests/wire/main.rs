@@ -229,6 +229,8 @@ async fn every_error_has_the_same_code_and_text_on_both_protocols() {
     let [grpc, ttrpc] = node.clients().await;
     for (service, method) in methods() {
         for (sandbox, code) in FAILURES {
+            // containerd takes any other end of a Wait for the exit of the sandbox.
+            let code = if (method, sandbox) == ("Wait", "quarantined") { 14 } else { code };
             let over_grpc = grpc.raw(service, method, only_id(sandbox), None).await.unwrap_err();
             let over_ttrpc = ttrpc.raw(service, method, only_id(sandbox), None).await.unwrap_err();
             assert_eq!(over_grpc.0, code, "{method} {sandbox}: {over_grpc:?}");
