@@ -55,7 +55,7 @@ fn state(path: &Path) -> Finding {
         return Finding::fail(
             SUBJECT,
             fact,
-            format!("chown root:root {shown} && chmod 0700 {shown}"),
+            format!("examine its content, then: chown root:root {shown} && chmod 0700 {shown}"),
         );
     }
     match statfs::statfs(path) {

@@ -65,7 +65,8 @@ fn judge(handlers: &Handlers, systemd_runs: bool) -> Vec<Finding> {
                 ),
                 format!(
                     "{ENABLE}; or set SystemdCgroup = {default} under \
-                     [….containerd.runtimes.{name}.options], then systemctl restart containerd"
+                     [….containerd.runtimes.{name}.options], then systemctl restart containerd, \
+                     while the daemon answers"
                 ),
             )
         })

@@ -29,7 +29,7 @@ fn judge(all: &[Sandbox]) -> Vec<Finding> {
         findings.push(Finding::warn(
             SUBJECT,
             format!(
-                "{} records could not be read, so their pods cannot be removed: {}",
+                "{} records are quarantined, so their pods cannot be removed: {}",
                 quarantined.len(),
                 quarantined.join(", ")
             ),

@@ -62,7 +62,7 @@ fn judge(unit: &str, enabled: &str, active: &str) -> Vec<Finding> {
             SUBJECT,
             format!(
                 "{unit} is {enabled}: after a reboot containerd finds no sandboxer, so its pods \
-                 are unknown"
+                 can be neither started nor removed"
             ),
             start,
         )],

@@ -362,7 +362,8 @@ fn unload(
     let Some(by) = &wanted.restart else {
         let command = RestartBy::Systemd.command(&node.unit);
         say(format!(
-            "containerd reads the files when it is restarted; pods keep running: {command}"
+            "containerd reads the files when it is restarted; while the daemon answers, pods keep \
+             running: {command}"
         ));
         return Ok(());
     };

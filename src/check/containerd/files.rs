@@ -164,7 +164,9 @@ impl Main {
             "containerd was started before {} was written, and has not read it",
             newer.join(" and ")
         );
-        Some(Finding::warn(CONFIG, fact, format!("systemctl restart {unit}; pods keep running")))
+        let advice =
+            format!("systemctl restart {unit}, while the daemon answers; pods keep running");
+        Some(Finding::warn(CONFIG, fact, advice))
     }
 }
 

@@ -38,7 +38,9 @@ fn judge(ours: &[String], known: &[String], unit: &str) -> Vec<Finding> {
     let lacks = |name: &&String| !known.is_empty() && !known.contains(name);
     let finding = |name: &String| {
         let fact = format!("has not loaded runtime handler {name:?} of its config");
-        Finding::fail(SUBJECT, fact, format!("systemctl restart {unit}; pods keep running"))
+        let advice =
+            format!("systemctl restart {unit}, while the daemon answers; pods keep running");
+        Finding::fail(SUBJECT, fact, advice)
     };
     ours.iter().filter(lacks).map(finding).collect()
 }
