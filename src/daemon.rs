@@ -82,7 +82,7 @@ async fn run(
 ) -> Result<(), StepError> {
     let mut signals = Signals::watch()?;
     let state_dir = config.state_dir.display().to_string();
-    log::info!(version = env!("CARGO_PKG_VERSION"), state_dir = state_dir; "starting");
+    log::info!(version = env!("CARGO_PKG_VERSION"), state_dir = state_dir; "daemon starts");
     notify(&[NotifyState::Status("recovering")]);
     let environment = environment(config, open_files)?;
     // Before the recovery: containerd gives its first connection one second, while calls wait.
@@ -111,10 +111,10 @@ async fn run(
     };
     answering.send_replace(Some(Arc::clone(&controller)));
     let background = background(config, &controller);
-    log::info!(socket = config.socket.display().to_string(); "ready");
+    log::info!(socket = config.socket.display().to_string(); "daemon is ready");
     notify(&[NotifyState::Ready, NotifyState::Status("serving")]);
     supervise(&mut server, &mut signals, Watchdog::new(timeout), settings).await?;
-    log::info!("draining");
+    log::info!("daemon completes pending calls");
     notify(&[NotifyState::Stopping, NotifyState::Status("draining")]);
     background.iter().for_each(JoinHandle::abort);
     drain(&mut server, &mut signals, &controller).await;
@@ -207,11 +207,13 @@ async fn drain(server: &mut RunningServer, signals: &mut Signals, controller: &C
         controller.drain().await;
     };
     tokio::select! {
-        () = drained => log::info!("drained"),
+        () = drained => log::info!("daemon has completed pending calls"),
         () = tokio::time::sleep(DRAIN) => {
-            log::warn!(seconds = DRAIN.as_secs(); "drain timed out; exiting");
+            log::warn!(seconds = DRAIN.as_secs(); "drain timed out; daemon exits");
         }
-        () = signals.stop() => log::warn!("received second stop signal; exiting without drain"),
+        () = signals.stop() => {
+            log::warn!("received second stop signal; daemon exits without drain");
+        }
     }
 }
 

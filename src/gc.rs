@@ -53,9 +53,12 @@ async fn remove(sandbox: Arc<Sandbox>) {
     if !sandbox.is_unasked() {
         return;
     }
-    log::warn!(sandbox = sandbox.id(); "removing sandbox unknown to containerd");
+    log::warn!(sandbox = sandbox.id(); "removing sandbox that containerd does not know");
     if let Err(e) = sandbox.shutdown().await {
-        log::error!(sandbox = sandbox.id(); "failed to remove sandbox unknown to containerd: {e}");
+        log::error!(
+            sandbox = sandbox.id();
+            "failed to remove sandbox that containerd does not know: {e}"
+        );
     }
 }
 

@@ -150,7 +150,10 @@ fn replace(file: &File, path: &Path) -> Result<Flock<File>, StepError> {
         return Err(taken(nix::Error::EWOULDBLOCK));
     }
     std::fs::rename(&new, path).step_at(STEP, &new)?;
-    log::warn!("replaced {}: its process was killed and hangs in the kernel", path.display());
+    log::warn!(
+        "replaced lock file {}: the daemon that holds it was killed and hangs in the kernel",
+        path.display()
+    );
     Ok(lock)
 }
 

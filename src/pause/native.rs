@@ -280,7 +280,10 @@ impl Driver for Native {
             Err(e) => {
                 self.kill_and_reap(pid, &pidfd)?;
                 for left in self.cgroups.remove(&placement) {
-                    log::warn!(sandbox = plan.id.as_str(); "failed to undo start of pause: {left}");
+                    log::warn!(
+                        sandbox = plan.id.as_str();
+                        "failed to undo start of pause process: {left}"
+                    );
                 }
                 return Err(e);
             }

@@ -259,7 +259,7 @@ impl Actor {
             Message::ShimDied => self.feed(Event::ShimDied),
             Message::ThawFailed(step) => {
                 if self.pause.is_some() {
-                    self.fail("failed to kill pause", step.into());
+                    self.fail("failed to kill pause process", step.into());
                     self.feed(Event::KillFailed);
                 }
             }
@@ -333,13 +333,13 @@ impl Actor {
                 });
             }
             Action::ReportExit(exit) => {
-                log::info!(sandbox = self.id(), status = exit.status; "pause exited");
+                log::info!(sandbox = self.id(), status = exit.status; "pause process exited");
                 self.jobs.telemetry().pause_exits.inc();
             }
             Action::Kill => {
                 let pause = self.pause.clone()?;
                 if let Err(step) = pause.kill() {
-                    self.fail("failed to kill pause", step.into());
+                    self.fail("failed to kill pause process", step.into());
                     return Some(Event::KillFailed);
                 }
                 if pause.may_be_frozen() {
@@ -381,7 +381,7 @@ impl Actor {
                 if self.machine.phase() == Phase::Unknown {
                     log::warn!(
                         sandbox = self.id(), failures = failures;
-                        "cannot determine whether the pause lives; retrying in {} s: {}",
+                        "cannot determine whether the pause process runs; retrying in {} s: {}",
                         delay.as_secs(), self.failed
                     );
                 } else {

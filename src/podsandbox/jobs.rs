@@ -304,7 +304,10 @@ impl Jobs {
         let overdue = self.overdue_recovery.lock().take();
         if let Some(overdue) = overdue {
             let _ = overdue.await;
-            log::info!(sandbox = self.id().as_str(); "overdue recovery step finished");
+            log::info!(
+                sandbox = self.id().as_str();
+                "recovery of the sandbox finished after its deadline"
+            );
         }
     }
 
@@ -341,7 +344,7 @@ impl Jobs {
         };
         if let Err(step) = ended {
             log::error!(sandbox = self.id().as_str();
-                "failed to kill pause of a start that could not be recorded: {step}");
+                "failed to kill pause process of a start that could not be recorded: {step}");
         }
     }
 

@@ -179,8 +179,10 @@ async fn kill_orphans(environment: &Arc<Environment>) {
     });
     match ended.await {
         Ok(Ok(())) => {}
-        Ok(Err(steps)) => log_failed("failed to end pauses without a record", &steps.into()),
-        Err(reason) => log::error!("failed to end pauses without a record: {reason}"),
+        Ok(Err(steps)) => {
+            log_failed("failed to kill pause processes without a record", &steps.into())
+        }
+        Err(reason) => log::error!("failed to kill pause processes without a record: {reason}"),
     }
 }
 
@@ -397,17 +399,19 @@ async fn adopt(
     identity: Identity,
 ) -> Entry {
     let (pid, job) = (identity.pid, jobs.clone());
-    let unknown =
-        match deadline.run_read_only(async move { job.adopt_process(identity).await }).await {
-            Ok(Adoption::Alive(pause)) => return Entry::Ready(Arc::from(pause)),
-            Ok(Adoption::Dead(exit)) => {
-                log::warn!(sandbox = id, status = exit.status; "pause exited before recovery");
-                return Entry::NotReady { pid, exit };
-            }
-            Ok(Adoption::Unknown(step)) => step.to_string(),
-            Err(reason) => reason,
-        };
-    log::error!(sandbox = id; "cannot determine whether the pause lives: {unknown}");
+    let unknown = match deadline
+        .run_read_only(async move { job.adopt_process(identity).await })
+        .await
+    {
+        Ok(Adoption::Alive(pause)) => return Entry::Ready(Arc::from(pause)),
+        Ok(Adoption::Dead(exit)) => {
+            log::warn!(sandbox = id, status = exit.status; "pause process exited before recovery");
+            return Entry::NotReady { pid, exit };
+        }
+        Ok(Adoption::Unknown(step)) => step.to_string(),
+        Err(reason) => reason,
+    };
+    log::error!(sandbox = id; "cannot determine whether the pause process runs: {unknown}");
     Entry::Unknown { pid }
 }
 

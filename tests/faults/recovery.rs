@@ -183,7 +183,7 @@ async fn a_pause_that_is_not_determined_in_time_is_unknown() -> Result<()> {
         "up only after {:?}",
         begun.elapsed()
     );
-    let undecided = standalone.logged().contains("cannot determine whether the pause lives");
+    let undecided = standalone.logged().contains("cannot determine whether the pause process runs");
     ensure!(undecided, "none was unknown");
     // Those are looked for again, and Status waits for it.
     for id in &ids {

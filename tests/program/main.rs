@@ -255,7 +255,7 @@ fn json_log_is_json_from_the_first_line_to_the_last() {
         .collect();
     assert_eq!(
         (messages.first().unwrap().as_str(), messages.last().unwrap().as_str()),
-        ("starting", "drained")
+        ("daemon starts", "daemon has completed pending calls")
     );
 }
 
