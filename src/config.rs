@@ -184,8 +184,8 @@ settings! {
     /// anything but a slash. The counterpart of containerd's setting of this name, which is for the
     /// pod's containers.
     pod_annotations: Vec<Pattern> = Vec::new();
-    /// Seconds after which a sandbox that was created but not started is removed; containerd drops
-    /// one whose image pull failed.
+    /// Seconds after which a sandbox that was created but not started is removed. containerd leaves
+    /// such a sandbox behind if the pull of the pause image fails.
     abandoned_after: Duration = Duration::from_secs(3600);
     /// Seconds between two searches for sandboxes without any call since their start. Those that
     /// containerd does not know are removed.

@@ -433,8 +433,8 @@ impl RecordStore {
     fn replace<T: Serialize>(&self, name: &str, value: &T) -> Result<(), StepError> {
         let path = self.dir().join(name);
         let text = serde_json::to_vec(value).map_err(io::Error::other).step("encode record")?;
-        // What the next daemon would refuse to read is not to be written: a sandbox would be kept
-        // aside.
+        // What the next daemon would refuse to read is not to be written: the sandbox would be
+        // quarantined.
         if text.len() as u64 > LARGEST {
             return Err(StepError::at(
                 "write record",

@@ -52,7 +52,7 @@ const MAX_CALLS: usize = 16 << 10;
 /// Connections that a socket serves at a time. For one more an idle one is ended; where none is
 /// idle, it waits.
 const MAX_CONNECTIONS: usize = 256;
-/// How long the answers that end everything may take to be read by their callers.
+/// How long connections may take to end after a stop: calls in progress (at most 1 s) and answers.
 const DRAIN: Duration = Duration::from_secs(2);
 /// The user who may call.
 const ROOT: libc::uid_t = 0;
