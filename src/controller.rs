@@ -1,6 +1,6 @@
 //! The nine RPCs of `sandbox.Controller`: sandbox id to sandbox. No wire types, no system calls.
 
-mod register;
+mod registry;
 
 use std::future::ready;
 use std::ops::Bound;
@@ -17,14 +17,14 @@ use crate::podsandbox::{
 use crate::pool::{self, Class};
 use crate::telemetry::{Census, Telemetry};
 use futures::future::Either;
-use register::{Register, Reserved, Slot};
+use registry::{Reserved, SandboxRegistry, Slot};
 use tokio::time::Instant;
 
 /// All sandboxes of the daemon.
 #[derive(Debug)]
 pub struct Controller {
     environment: Arc<Environment>,
-    sandboxes: Arc<Register>,
+    sandboxes: Arc<SandboxRegistry>,
     /// Until then Status waits for a record that is read again.
     unknown_deadline: Instant,
     stopping: AtomicBool,
@@ -36,7 +36,7 @@ impl Controller {
     /// # Errors
     /// When the directory of the records cannot be made or read.
     pub async fn open(environment: Arc<Environment>) -> Result<Arc<Self>, StepError> {
-        let sandboxes = Arc::new(Register::default());
+        let sandboxes = Arc::new(SandboxRegistry::default());
         let register = sandboxes.clone();
         let begun = std::time::Instant::now();
         let recovered = recover::recover(&environment, move |id| register.free(id)).await?;

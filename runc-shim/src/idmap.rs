@@ -69,9 +69,9 @@ pub fn mount(
 /// An idmapped mount of the lower directories of an overlay, detached on drop. The overlay keeps
 /// its own references.
 #[derive(Debug)]
-pub struct Lower(PathBuf);
+pub struct IdmappedLowerDirs(PathBuf);
 
-impl Lower {
+impl IdmappedLowerDirs {
     /// Makes an idmapped mount of the common parent of all lower directories, in `beside`, and
     /// changes the option to name the directories there.
     pub fn map(data: &mut [String], beside: &Path, users: BorrowedFd<'_>) -> Result<Self, Error> {
@@ -94,7 +94,7 @@ impl Lower {
     }
 }
 
-impl Drop for Lower {
+impl Drop for IdmappedLowerDirs {
     fn drop(&mut self) {
         // Fails if the mount has failed.
         let _ = rustix::mount::unmount(&self.0, UnmountFlags::DETACH);

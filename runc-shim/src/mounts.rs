@@ -164,7 +164,7 @@ fn mount_one(mount: &Mount, root: &Path, beside: &Path) -> Result<(), Error> {
     let lower = match &users {
         // An overlay cannot be idmapped: its lower directories are.
         Some(users) if is_overlay => {
-            Some(idmap::Lower::map(&mut options.data, beside, users.as_fd())?)
+            Some(idmap::IdmappedLowerDirs::map(&mut options.data, beside, users.as_fd())?)
         }
         _ => None,
     };

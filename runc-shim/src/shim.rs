@@ -135,7 +135,7 @@ impl Shim {
             for (id, stream) in self.copiers.take_ended().context("copy streams")? {
                 self.stream_ended(&id, stream);
             }
-            self.pass_time();
+            self.handle_timeouts();
         }
         Ok(())
     }
@@ -216,7 +216,7 @@ impl Shim {
         }
     }
 
-    /// When [`Shim::pass_time`] has work to do at the latest.
+    /// When [`Shim::handle_timeouts`] has work to do at the latest.
     fn deadline(&self) -> Option<Instant> {
         if self.more_exits {
             return Some(Instant::now());
@@ -238,7 +238,7 @@ impl Shim {
     }
 
     /// Handles all deadlines that have passed.
-    fn pass_time(&mut self) {
+    fn handle_timeouts(&mut self) {
         let now = Instant::now();
         let due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
         if self.more_exits {

@@ -92,7 +92,7 @@ impl OpenHierarchy {
     /// Enables the cpu controller in `cgroup.subtree_control` of every ancestor of a version 2
     /// cgroup, as runc does for the pod's containers. An ancestor with processes of its own
     /// refuses; the cgroup then has no CPU weight.
-    pub(super) fn hand_down_cpu(&self, cgroup: &CStr) {
+    pub(super) fn enable_cpu_controller(&self, cgroup: &CStr) {
         const CONTROL: &CStr = c"cgroup.subtree_control";
         let parents = ancestors(cgroup).into_iter().map(|parent| below(&parent, CONTROL));
         for control in [CONTROL.to_owned()].into_iter().chain(parents) {

@@ -60,7 +60,7 @@ impl NewCgroup<'_> {
             let write = || sys::write_file(hierarchy.root.as_fd(), &below(cgroup, file), value);
             let written = match write() {
                 Err(Errno::NOENT) if self.hand_down => {
-                    hierarchy.hand_down_cpu(cgroup);
+                    hierarchy.enable_cpu_controller(cgroup);
                     write()
                 }
                 written => written,

@@ -119,7 +119,7 @@ pub fn disable(wanted: &Disablement, say: &mut dyn FnMut(String)) -> Result<(), 
             return Err(roll_back(&removal.changes, reason));
         }
         // A pod may have arrived meanwhile.
-        let left = in_the_way(subject, &removal)
+        let left = find_blocking_pods(subject, &removal)
             .map_err(|step| roll_back(&removal.changes, step.to_string()))?
             .pods;
         if left.is_empty() {
@@ -241,7 +241,7 @@ fn verify(
 
 /// The pods that prevent the removal.
 #[derive(Debug, Default, PartialEq)]
-struct InTheWay {
+struct BlockingPods {
     pods: pods::Pods,
     /// The runtime handlers that they need, as far as CRI says so.
     handlers: Vec<String>,
@@ -249,11 +249,11 @@ struct InTheWay {
     of_others: Vec<String>,
 }
 
-fn in_the_way(subject: &Subject, removal: &Removal) -> Result<InTheWay, StepError> {
+fn find_blocking_pods(subject: &Subject, removal: &Removal) -> Result<BlockingPods, StepError> {
     let config = &subject.config;
     let ours = pods::of_daemon(config)?;
     let cri = CriClient::new(&config.containerd_address);
-    let mut found = InTheWay { pods: ours.clone(), ..InTheWay::default() };
+    let mut found = BlockingPods { pods: ours.clone(), ..BlockingPods::default() };
     let runtime = runtime()?;
     // A containerd that does not run cannot say which; the daemon or its records can.
     if runtime.block_on(cri.status()).is_err() {
@@ -279,7 +279,7 @@ fn still_unused(removal: &Removal, subject: &Subject) -> Result<(), String> {
         // containerd no longer had the handler.
         return Ok(());
     }
-    let left = in_the_way(subject, removal).map_err(|step| step.to_string())?.pods;
+    let left = find_blocking_pods(subject, removal).map_err(|step| step.to_string())?.pods;
     if left.is_empty() {
         return Ok(());
     }
@@ -294,7 +294,7 @@ fn wait_for_pods(
 ) -> Result<bool, EnableError> {
     let mut last = pods::Pods::new();
     loop {
-        let left = in_the_way(&wanted.subject, removal)?;
+        let left = find_blocking_pods(&wanted.subject, removal)?;
         if left.pods.is_empty() {
             return Ok(!last.is_empty());
         }
@@ -317,7 +317,7 @@ fn wait_for_pods(
 }
 
 /// Why the pods prevent the removal, and what to do.
-fn reason_of(left: &InTheWay, removal: &Removal) -> String {
+fn reason_of(left: &BlockingPods, removal: &Removal) -> String {
     let known = if left.handlers.is_empty() { removal.lost() } else { left.handlers.clone() };
     let handlers = match known.as_slice() {
         [] => "of this sandboxer".to_owned(),

@@ -90,7 +90,7 @@ pub(super) struct PauseReport {
     /// Which cgroup hierarchy, sysctl or capability.
     index: AtomicU32,
     /// The second child.
-    second: sys::Born,
+    second: sys::ClonedChildSlot,
 }
 
 impl PauseReport {

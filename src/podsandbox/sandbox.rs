@@ -38,7 +38,7 @@ pub const UNKNOWN_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long after its start a sandbox is not looked at for files that containerd has deleted, which
 /// it does when it comes up: CRI asks twice for the status before it answers RunPodSandbox, and no
 /// containerd ends, comes up and asks in that time.
-const FRESH: Duration = Duration::from_millis(20);
+const NO_RESTORE_AFTER_START: Duration = Duration::from_millis(20);
 
 /// `type_url` of the OCI runtime spec in Start's answer (containerd `typeurl` of `specs.Spec`).
 const SPEC_TYPE: &str = "types.containerd.io/opencontainers/runtime-spec/1/Spec";
@@ -264,7 +264,7 @@ impl Sandbox {
             self.actor.known(self.unknown_deadline).await;
         }
         let mut published = self.published();
-        let fresh = self.started.get().is_some_and(|at| at.elapsed() < FRESH);
+        let fresh = self.started.get().is_some_and(|at| at.elapsed() < NO_RESTORE_AFTER_START);
         if published.phase == Phase::Ready && !fresh || verbose {
             let sandbox = self.clone();
             let info = pool::run(Class::Query, move || sandbox.restore_and_describe(verbose)).await;

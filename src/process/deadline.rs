@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::identity;
-use crate::sys::{self, Born, Errno};
+use crate::sys::{self, ClonedChildSlot, Errno};
 
 /// How long a child may take to execute its program.
 const EXEC_TIMEOUT: Duration = Duration::from_secs(10);
@@ -51,16 +51,16 @@ struct Children {
 #[derive(Debug)]
 struct Child {
     begun: Instant,
-    born: Born,
-    fate: Mutex<Fate>,
+    born: ClonedChildSlot,
+    fate: Mutex<ChildState>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Fate {
-    UnderWay,
+enum ChildState {
+    BeforeExec,
     Killed,
     /// It has executed or ended, and may be reaped: its pid may have been reused.
-    Past,
+    ExecutedOrExited,
 }
 
 /// A child that has executed its program or ended.
@@ -107,8 +107,8 @@ impl Deadline {
     }
 
     fn begin(&self) -> io::Result<Arc<Child>> {
-        let (begun, born) = (Instant::now(), Born::default());
-        let child = Arc::new(Child { begun, born, fate: Mutex::new(Fate::UnderWay) });
+        let (begun, born) = (Instant::now(), ClonedChildSlot::default());
+        let child = Arc::new(Child { begun, born, fate: Mutex::new(ChildState::BeforeExec) });
         let mut children = self.0.children.lock();
         if !children.watched {
             let (shared, every) = (Arc::downgrade(&self.0), self.0.within / CHECKS);
@@ -124,7 +124,8 @@ impl Deadline {
     /// afterwards.
     fn finish(&self, child: &Arc<Child>) -> bool {
         self.0.children.lock().under_way.retain(|other| !Arc::ptr_eq(other, child));
-        std::mem::replace(&mut *child.fate.lock(), Fate::Past) == Fate::Killed
+        std::mem::replace(&mut *child.fate.lock(), ChildState::ExecutedOrExited)
+            == ChildState::Killed
     }
 }
 
@@ -156,11 +157,13 @@ impl Shared {
     fn kill(&self, child: &Child) {
         let mut fate = child.fate.lock();
         // Not reaped before this is past, so the pid is the child's.
-        let Some(pid) = child.born.pid().filter(|_| *fate != Fate::Past) else { return };
+        let Some(pid) = child.born.pid().filter(|_| *fate != ChildState::ExecutedOrExited) else {
+            return;
+        };
         let killed = child.born.kill();
-        if *fate == Fate::UnderWay {
+        if *fate == ChildState::BeforeExec {
             log::warn!(pid = pid; "killing a child that has not executed its program in time");
-            *fate = Fate::Killed;
+            *fate = ChildState::Killed;
         }
         let thawed = self.freezer.as_ref().map_or(Ok(()), |root| thaw(root, pid));
         if let Err(e) = killed.and(thawed) {

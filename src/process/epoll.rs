@@ -62,7 +62,7 @@ impl Watch {
         if !wakers.attended {
             // Another number for the same instance: it is the runtime's until its task ends.
             let ready = sys::watch(Arc::new(self.epoll.0.try_clone()?))?;
-            tokio::spawn(attend(Attendance(Arc::downgrade(self)), ready));
+            tokio::spawn(wake_on_events(EventTaskGuard(Arc::downgrade(self)), ready));
             wakers.attended = true;
         }
         wakers.given += 1;
@@ -91,9 +91,9 @@ impl Watch {
 }
 
 /// The task that takes the events; when it ends, the next descriptor begins another.
-struct Attendance(Weak<Watch>);
+struct EventTaskGuard(Weak<Watch>);
 
-impl Drop for Attendance {
+impl Drop for EventTaskGuard {
     fn drop(&mut self) {
         if let Some(watch) = self.0.upgrade() {
             watch.wakers.lock().attended = false;
@@ -101,7 +101,7 @@ impl Drop for Attendance {
     }
 }
 
-async fn attend(attendance: Attendance, ready: AsyncFd<Arc<OwnedFd>>) {
+async fn wake_on_events(attendance: EventTaskGuard, ready: AsyncFd<Arc<OwnedFd>>) {
     // An error: the runtime is going down.
     while let Ok(mut now) = ready.readable().await {
         let Some(watch) = attendance.0.upgrade() else { return };

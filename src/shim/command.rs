@@ -152,7 +152,7 @@ pub async fn delete(
 
 /// What a call has said on its standard output, and when it was started, in clock ticks after boot.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Said {
+pub struct StartOutput {
     /// Its standard output.
     pub output: Vec<u8>,
     /// What it has started is no older.
@@ -170,7 +170,7 @@ pub async fn start(
     id: &str,
     bundle: &Path,
     given: Vec<u8>,
-) -> Result<Said, StepError> {
+) -> Result<StartOutput, StepError> {
     let mut command = Command::new(binary);
     command
         .args(["-namespace", &settings.containerd_namespace, "-address"])
@@ -190,11 +190,11 @@ async fn call(
     mut command: Command,
     open_files: Option<u64>,
     given: Vec<u8>,
-) -> Result<Said, StepError> {
+) -> Result<StartOutput, StepError> {
     let input = if given.is_empty() { Stdio::null() } else { Stdio::piped() };
     command.stdin(input).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     limit_open_files(command.as_std_mut(), open_files);
-    let mut child = Called(command.spawn().step_at(what, subject)?);
+    let mut child = KillGroupOnDrop(command.spawn().step_at(what, subject)?);
     // It is not reaped before it is waited for.
     let since = child.0.id().map_or(Ok(0), handle::started_at)?;
     let (input, output, errors) =
@@ -212,7 +212,7 @@ async fn call(
     });
     let (status, output, errors) = ended.step_at(what, subject)?;
     if status.success() {
-        return Ok(Said { output, since });
+        return Ok(StartOutput { output, since });
     }
     let said = String::from_utf8_lossy(&errors);
     Err(StepError::at(what, subject, io::Error::other(format!("{status}: {}", said.trim()))))
@@ -221,9 +221,9 @@ async fn call(
 /// A program that was called, at the head of a process group of its own. One that is given up is
 /// killed with all that it has called itself, such as the runtime, which would otherwise still run
 /// beside the next try.
-struct Called(Child);
+struct KillGroupOnDrop(Child);
 
-impl Drop for Called {
+impl Drop for KillGroupOnDrop {
     fn drop(&mut self) {
         // `None`: it was reaped. Processes that it left in its group, such as a server, must keep
         // running. Before the reap, the pid cannot have been reused.
@@ -340,7 +340,7 @@ mod tests {
             .args(["-c", "sleep 1000 >/dev/null & echo $! $$; exec >&-; wait"])
             .stdout(Stdio::piped())
             .process_group(0);
-        let mut called = Called(command.spawn().unwrap());
+        let mut called = KillGroupOnDrop(command.spawn().unwrap());
         let pids = String::from_utf8(read_pipe(called.0.stdout.take()).await.unwrap()).unwrap();
         drop(called);
         let gone = |pid: &str| {

@@ -367,7 +367,7 @@ async fn wait(endpoint: &Arc<SelfStarted>) -> Exit {
             Ok(ended) => return exit(ended.exit_status, ended.exited_at.as_ref()),
             Err(TaskError::NotFound(_)) => return unknown(),
             Err(failure) => {
-                log::warn!(sandbox = id; "lost Wait for pause; retrying: {}", failure.step());
+                log::warn!(sandbox = id; "Wait for pause process failed; retrying: {}", failure.step());
                 tokio::select! {
                     () = sleep(delay) => {}
                     _ = shim.exited() => {}
@@ -422,7 +422,7 @@ async fn kill_on_request(endpoint: &Arc<SelfStarted>, requested: &Notify) -> Exi
                     log::warn!(sandbox = id, pid = pid; "shim does not answer; killing it");
                 } else {
                     log::warn!(sandbox = id, pid = pid;
-                        "shim refuses to kill the pause; killing it");
+                        "shim refuses to kill pause process; killing the shim");
                 }
                 (unanswered, refused) = (0, 0);
                 // The exit of the pause follows from the shim's.

@@ -21,11 +21,11 @@ use crate::error::{IoContext as _, StepError};
 const LONGEST: usize = 2048;
 
 /// Lines that are logged per [`WINDOW`]; more are counted.
-const MOST: u32 = 100;
+const MAX_LINES_PER_WINDOW: u32 = 100;
 const WINDOW: Duration = Duration::from_secs(10);
 
 /// What a pipe holds; bytes.
-const HELD: u64 = 64 << 10;
+const PIPE_CAPACITY: u64 = 64 << 10;
 
 /// Reads the fifo until dropped, and then what is still in it.
 #[derive(Debug)]
@@ -94,7 +94,7 @@ async fn drain(
     // The shim's last words, such as a panic, come with its end. Read past the runtime, which may
     // not have noticed them yet.
     let mut last = Vec::new();
-    match File::from(from.into_nonblocking_fd()?).take(HELD).read_to_end(&mut last) {
+    match File::from(from.into_nonblocking_fd()?).take(PIPE_CAPACITY).read_to_end(&mut last) {
         Err(e) if e.kind() != io::ErrorKind::WouldBlock => return Err(e),
         _ => {}
     }
@@ -142,7 +142,7 @@ impl Lines {
                 (self.since, self.reported, self.dropped) = (Instant::now(), 0, 0);
             }
             let line = std::mem::take(&mut self.line);
-            if self.reported < MOST {
+            if self.reported < MAX_LINES_PER_WINDOW {
                 self.reported += 1;
                 tell(&String::from_utf8_lossy(&line));
             } else {
@@ -186,7 +186,7 @@ mod tests {
         for _ in 0..200 {
             lines.add_bytes(b"y\n", |line| reported.push(line.to_owned()));
         }
-        assert_eq!(reported.len(), MOST as usize);
+        assert_eq!(reported.len(), MAX_LINES_PER_WINDOW as usize);
         tokio::time::advance(WINDOW).await;
         lines.add_bytes(b"z\n", |line| reported.push(line.to_owned()));
         assert!(reported.iter().any(|line| line.contains("103 more lines")), "{reported:?}");

@@ -61,7 +61,7 @@ impl Rootfs {
         let (uid, gid) = (userns.uid.host_id, userns.gid.host_id);
         // The root of a user namespace makes what is mounted on, and must get here first.
         chown(&root, Some(uid), Some(gid)).step_at("give root to the user namespace", &root)?;
-        let_pass(dir, state_dir)
+        make_traversable(dir, state_dir)
     }
 
     /// Unmounts what is mounted in the bundle. Gone already is success.
@@ -79,7 +79,7 @@ impl Rootfs {
 
 /// Lets every user through to `bundle`, as the root of a user namespace must get to the root below
 /// it; no other user may list it.
-fn let_pass(bundle: &Path, state_dir: &Path) -> Result<(), StepError> {
+fn make_traversable(bundle: &Path, state_dir: &Path) -> Result<(), StepError> {
     for dir in bundle.ancestors().take_while(|dir| dir.starts_with(state_dir)) {
         let mode = fs::metadata(dir).step_at("stat directory", dir)?.permissions().mode();
         let passed = fs::set_permissions(dir, fs::Permissions::from_mode(mode & 0o7777 | 0o011));

@@ -31,7 +31,7 @@ use crate::process::{Exit, Process, handle};
 mod removal;
 
 /// How many shims of less than a second in a row are worth a warning.
-const SUSPECT: u32 = 5;
+const SHORT_LIVED_SHIMS_TO_WARN: u32 = 5;
 
 /// An endpoint whose shim is started by its `start`.
 #[derive(Debug)]
@@ -362,7 +362,7 @@ impl SelfStarted {
         if self.state().ended {
             return;
         }
-        if in_a_row >= SUSPECT {
+        if in_a_row >= SHORT_LIVED_SHIMS_TO_WARN {
             log::warn!(sandbox = self.id();
                 "shim exited too soon: {} ms after its start", begun.elapsed().as_millis());
         }

@@ -26,21 +26,21 @@ pub(crate) struct Clone<'a> {
     /// cgroup (v2) that the child is born in; adds `CLONE_INTO_CGROUP`.
     pub(crate) cgroup: Option<BorrowedFd<'a>>,
     /// Where the kernel writes which child it is before the child runs; adds `CLONE_PARENT_SETTID`.
-    pub(crate) born: Option<&'a Born>,
+    pub(crate) born: Option<&'a ClonedChildSlot>,
     /// The child's stack; without one it runs on the caller's, below what the caller uses.
     pub(crate) stack: Option<&'a Stack>,
 }
 
 /// A cloned child, for threads that must know it while the calling thread is blocked.
 #[derive(Debug, Default)]
-pub(crate) struct Born {
+pub(crate) struct ClonedChildSlot {
     /// 0: not yet.
     pid: AtomicI32,
     /// In the table of the clone's caller.
     pidfd: AtomicI32,
 }
 
-impl Born {
+impl ClonedChildSlot {
     /// The child's pid, once there is a child.
     pub(crate) fn pid(&self) -> Option<c_int> {
         Some(self.pid.load(Acquire)).filter(|pid| *pid > 0)
@@ -84,7 +84,7 @@ impl Stack {
 
 /// What clone3(2) gets: the kernel writes the child's pidfd to `born`, and its pid too if that is
 /// the one of `how`.
-fn arguments(how: &Clone<'_>, born: &Born) -> libc::clone_args {
+fn arguments(how: &Clone<'_>, born: &ClonedChildSlot) -> libc::clone_args {
     let own_child = how.flags & libc::CLONE_PARENT as u64 == 0;
     let mut args = libc::clone_args {
         flags: how.flags | (libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD) as u64,
@@ -129,7 +129,7 @@ pub(crate) fn clone_child<T>(
     argument: &T,
     child: extern "C" fn(&T) -> !,
 ) -> Result<(c_int, OwnedFd)> {
-    let own = Born::default();
+    let own = ClonedChildSlot::default();
     let born = how.born.unwrap_or(&own);
     let args = arguments(how, born);
     let blocked = BlockedSignals::new()?;

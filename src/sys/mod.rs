@@ -26,7 +26,7 @@ mod exec;
 pub(crate) mod filter;
 mod memory;
 
-pub(crate) use clone::{Born, CLONE_CLEAR_SIGHAND, Clone, Stack, clone_child};
+pub(crate) use clone::{CLONE_CLEAR_SIGHAND, Clone, ClonedChildSlot, Stack, clone_child};
 pub(crate) use exec::{
     Pointers, close_at_execute, default_signals, duplicate_to, execute, execute_open, execute_path,
     exit, limit_open_files, limit_open_files_of, own_signals, pointers, unshare_descriptors,

@@ -87,7 +87,7 @@ pub(super) async fn serve<V: SandboxService>(
                 Some(call) => {
                     let (request, respond) = call?;
                     let pending = of.begin();
-                    let (handler, asked) = (Arc::clone(&handler), Asked::from(request));
+                    let (handler, asked) = (Arc::clone(&handler), ParsedRequest::from(request));
                     calls.spawn(serve_call(handler, asked, respond, pending));
                 }
                 None => return Ok(()),
@@ -115,13 +115,13 @@ pub(super) async fn serve<V: SandboxService>(
 }
 
 /// What of a request its call needs.
-struct Asked {
+struct ParsedRequest {
     grpc: bool,
     call: Call,
     body: RecvStream,
 }
 
-impl From<Request<RecvStream>> for Asked {
+impl From<Request<RecvStream>> for ParsedRequest {
     fn from(request: Request<RecvStream>) -> Self {
         let (head, body) = request.into_parts();
         let kind = head.headers.get(header::CONTENT_TYPE);
@@ -148,11 +148,11 @@ impl From<Request<RecvStream>> for Asked {
 /// Answers a call, or gives back the Wait that it is.
 async fn serve_call<V: SandboxService>(
     handler: Arc<Handler<V>>,
-    asked: Asked,
+    asked: ParsedRequest,
     mut respond: SendResponse<Bytes>,
     pending: connections::PendingCall,
 ) -> Option<PendingWait<V>> {
-    let Asked { grpc, call, mut body } = asked;
+    let ParsedRequest { grpc, call, mut body } = asked;
     let sent = if !grpc {
         refuse(&mut respond)
     } else {

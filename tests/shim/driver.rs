@@ -226,7 +226,9 @@ async fn a_lost_wait_is_no_exit(harness: Arc<Harness>) -> Result<()> {
         let text = fs::read_to_string(&log)?;
         let lines = text
             .lines()
-            .filter(|line| line.contains(pod.id()) && line.contains("lost Wait for pause"))
+            .filter(|line| {
+                line.contains(pod.id()) && line.contains("Wait for pause process failed")
+            })
             .count();
         ensure!(lines == 2, "{lines} lines");
         Ok(())
@@ -303,7 +305,10 @@ async fn a_shim_that_refuses_to_kill_is_killed(harness: Arc<Harness>) -> Result<
     removed(&pod).await?;
     no_shim(&pod).await?;
     let log = fs::read_to_string(harness.node.layout().sandboxer_log())?;
-    ensure!(log.contains("shim refuses to kill the pause; killing it"), "the log does not say so");
+    ensure!(
+        log.contains("shim refuses to kill pause process; killing the shim"),
+        "the log does not say so"
+    );
     Ok(())
 }
 

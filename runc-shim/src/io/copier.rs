@@ -234,7 +234,7 @@ fn copy(mut streams: Streams, reactor: &Reactor, shared: &Shared) -> io::Result<
         ends |= execute_commands(&mut streams, reactor, shared);
         streams.run();
         if streams.deadline().is_some_and(|at| at <= Instant::now()) {
-            streams.pass_time();
+            streams.handle_timeouts();
         }
         report(&mut streams, shared);
     }

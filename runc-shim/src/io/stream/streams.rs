@@ -153,7 +153,7 @@ impl Streams {
         self.streams.remove(&id);
     }
 
-    /// When [`Streams::run`] or [`Streams::pass_time`] has work to do at the latest.
+    /// When [`Streams::run`] or [`Streams::handle_timeouts`] has work to do at the latest.
     pub fn deadline(&self) -> Option<Instant> {
         if !self.ready.is_empty() {
             return Some(Instant::now());
@@ -166,7 +166,7 @@ impl Streams {
     }
 
     /// Closes the FIFOs that have got a reader, and copies the streams whose next attempt is due.
-    pub fn pass_time(&mut self) {
+    pub fn handle_timeouts(&mut self) {
         let now = Instant::now();
         let due = self
             .streams
@@ -223,7 +223,7 @@ mod tests {
         let mut later = || {
             assert!(streams.deadline().is_some(), "the thread wakes");
             std::thread::sleep(UNWATCHED_WAIT);
-            streams.pass_time();
+            streams.handle_timeouts();
             streams.run();
             streams.take_ended()
         };

@@ -33,13 +33,13 @@ pub(super) struct Quarantine {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Register {
+pub(super) struct SandboxRegistry {
     pub slots: Mutex<BTreeMap<SandboxId, Slot>>,
     /// Notified when a record is not read again any more.
     pub changed: Notify,
 }
 
-impl Register {
+impl SandboxRegistry {
     pub fn free(&self, id: &str) {
         self.slots.lock().remove(id);
     }
@@ -109,7 +109,7 @@ impl Register {
 /// The id of a Create that is under way. Frees it when dropped, unless it refers to a sandbox by
 /// then.
 pub(super) struct Reserved {
-    pub register: Arc<Register>,
+    pub register: Arc<SandboxRegistry>,
     pub id: SandboxId,
 }
 
