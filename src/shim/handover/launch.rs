@@ -127,7 +127,8 @@ impl Handover {
         let runtime = self.shim.runtime().name.as_str();
         log::error!(sandbox = self.shim.id(), runtime = runtime; "failed to launch shim: {reason}");
         if let Err(step) = self.hang_up().await {
-            log::error!(sandbox = self.shim.id(); "failed to disconnect callers of the pod's shim: {step}");
+            log::error!(sandbox = self.shim.id();
+                "failed to disconnect callers of the pod's shim: {step}");
         }
         sleep(RETRY_DELAY / 10).await;
     }
