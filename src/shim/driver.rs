@@ -367,7 +367,8 @@ async fn wait(endpoint: &Arc<SelfStarted>) -> Exit {
             Ok(ended) => return exit(ended.exit_status, ended.exited_at.as_ref()),
             Err(TaskError::NotFound(_)) => return unknown(),
             Err(failure) => {
-                log::warn!(sandbox = id; "Wait for pause process failed; retrying: {}", failure.step());
+                log::warn!(sandbox = id;
+                    "Wait for pause process failed; retrying: {}", failure.step());
                 tokio::select! {
                     () = sleep(delay) => {}
                     _ = shim.exited() => {}
