@@ -152,7 +152,7 @@ impl ShimDriver {
             Ok(task) => Ok(task),
             Err(step) => {
                 if let Err(left) = delete(endpoint, &tasks).await {
-                    log::warn!(sandbox = id; "failed to undo start of pause: {left}");
+                    log::warn!(sandbox = id; "failed to undo start of pause process: {left}");
                 }
                 Err(step)
             }
@@ -347,7 +347,7 @@ async fn wait(endpoint: &Arc<SelfStarted>) -> Exit {
     // What fails of it is done again by the cleanup.
     let orphaned = async || {
         if let Err(step) = endpoint.delete_pause_of_exited_shim().await {
-            log::error!(sandbox = id; "failed to delete pause after shim exit: {step}");
+            log::error!(sandbox = id; "failed to delete pause process after shim exit: {step}");
         }
         unknown()
     };
@@ -411,7 +411,8 @@ async fn kill_on_request(endpoint: &Arc<SelfStarted>, requested: &Notify) -> Exi
                 Err(failure) => {
                     let lost = matches!(failure, TaskError::Lost(_));
                     *(if lost { &mut unanswered } else { &mut refused }) += 1;
-                    log::warn!(sandbox = id; "failed to kill pause; retrying: {}", failure.step());
+                    log::warn!(sandbox = id;
+                        "failed to kill pause process; retrying: {}", failure.step());
                     sleep(RETRY_DELAY).await;
                 }
             }

@@ -6,8 +6,8 @@
 //!
 //! No caller and no RPC can harm another: messages, headers, connections and calls are bounded, a
 //! panic is an answer, and a listener that cannot accept waits and continues. On shutdown the
-//! daemon ends every call with UNAVAILABLE and nothing else, because containerd takes any other end
-//! of a Wait for the exit of its sandbox.
+//! daemon ends every Wait with UNAVAILABLE and nothing else, because containerd takes any other end
+//! of a Wait for the exit of its sandbox. Other calls have a second to complete.
 
 use std::fmt::Display;
 use std::future::Future;

@@ -26,8 +26,8 @@ use super::service::SandboxService;
 use super::status::{Code, Status};
 use crate::log_context::{TRACEPARENT, TraceId};
 
-/// How long new calls are still answered, with UNAVAILABLE, when the daemon goes down: ttrpc cannot
-/// say goodbye.
+/// How long new calls are still read when the daemon goes down: ttrpc cannot say goodbye. A Wait is
+/// answered with UNAVAILABLE.
 const LINGER: Duration = Duration::from_millis(200);
 /// Answers that wait for the writer; calls beyond wait with theirs.
 const QUEUE: usize = 64;

@@ -14,7 +14,7 @@ use crate::client::CONTROLLER;
 use crate::{Node, SOON, begin_waits, status, until_waiting};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_stop_ends_every_call_with_unavailable() {
+async fn a_stop_ends_every_wait_with_unavailable() {
     let node = Node::start();
     let clients = node.clients().await;
     let mut waits: Vec<_> = clients.iter().map(|client| begin_waits(client, 500)).collect();

@@ -59,7 +59,7 @@ impl Handover {
             match timeout(RETRY_DELAY, &mut exited).await {
                 Ok(exit) => break exit,
                 // Those who called meanwhile.
-                Err(_) => drop(self.hang_up().await),
+                Err(_) => drop(self.disconnect_callers().await),
             }
         };
         // A caller's Create may have come before that. Only live processes show that: the bundles
@@ -122,19 +122,19 @@ impl Handover {
         }
     }
 
-    /// No shim comes: hangs up on the callers, as containerd would wait for ever.
+    /// No shim comes: disconnects the callers, as containerd would wait for ever.
     pub(super) async fn reject_callers(self: &Arc<Self>, reason: &str) {
         let runtime = self.shim.runtime().name.as_str();
         log::error!(sandbox = self.shim.id(), runtime = runtime; "failed to launch shim: {reason}");
-        if let Err(step) = self.hang_up().await {
+        if let Err(step) = self.disconnect_callers().await {
             log::error!(sandbox = self.shim.id();
                 "failed to disconnect callers of the pod's shim: {step}");
         }
         sleep(RETRY_DELAY / 10).await;
     }
 
-    /// Hangs up on the callers that wait now.
-    async fn hang_up(self: &Arc<Self>) -> Result<(), StepError> {
+    /// Disconnects the callers that wait now.
+    async fn disconnect_callers(self: &Arc<Self>) -> Result<(), StepError> {
         self.blocking(|endpoint| {
             let listener = endpoint.state().listener.clone();
             let Some(Ok(listener)) = listener.map(|listener| listener.try_clone()) else { return };
