@@ -169,8 +169,8 @@ struct RunningServer {
 }
 
 impl RunningServer {
-    /// Ends pending Waits with UNAVAILABLE, which containerd retries, and waits for the other calls,
-    /// 3 seconds at most.
+    /// Ends pending Waits with UNAVAILABLE, which containerd retries, and waits for the other
+    /// calls, 3 seconds at most.
     async fn stop(&mut self) {
         // The receiver is gone only if the server is.
         let _ = self.stop.send(true);
