@@ -50,6 +50,9 @@ pub struct Handover {
     /// Held while a socket is made, a shim is searched or launched, and by the end. Waiting for it
     /// takes no thread.
     launch_lock: tokio::sync::Mutex<()>,
+    /// Held while an empty shim is asked to exit: it leaves a second connection in the socket's
+    /// queue, as a caller for whom another shim is launched.
+    dismissal_lock: tokio::sync::Mutex<()>,
 }
 
 #[derive(Debug, Default)]
@@ -110,6 +113,7 @@ impl Handover {
             state: Mutex::default(),
             changed: Notify::new(),
             launch_lock: Default::default(),
+            dismissal_lock: Default::default(),
         }
     }
 
@@ -391,6 +395,7 @@ impl Handover {
     pub(super) async fn dismiss(self: Arc<Self>) {
         for delay in SHUTDOWN_DELAYS {
             sleep(delay).await;
+            let _dismissal = self.dismissal_lock.lock().await;
             let Some(process) = self.process().filter(|_| !self.state().ended) else { return };
             match self.shim.shut_down_if_empty(&*process, &self.socket()).await {
                 Ok(true) => return,

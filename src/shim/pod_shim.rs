@@ -330,6 +330,7 @@ impl PodShim {
             return Ok(false);
         }
         tokio::select! {
+            biased;
             _ = process.exited() => return Ok(true),
             // It may exit, whatever it answers.
             _ = task::shut_down(socket, &self.id, SHIM_TIMEOUT) => {}

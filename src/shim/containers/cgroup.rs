@@ -12,15 +12,24 @@ use crate::process::identity;
 
 /// The content of `/proc/PID/cgroup`; `None`: there is no such process. `process` is its pid, or
 /// `self`. A user may give a cgroup a name that is not text: it says nothing, and hides nothing.
+/// Empty for a process whose cgroup is nested deeper than the kernel prints (`PATH_MAX`,
+/// `proc_cgroup_show`): any user who has a delegated cgroup can make such a process, so it must not
+/// fail the search for others.
 ///
 /// # Errors
 /// It cannot be read.
 pub fn of_process(process: &str) -> Result<Option<String>, StepError> {
     let path = format!("/proc/{process}/cgroup");
-    match fs::read(&path) {
+    content(fs::read(&path)).step_at("read", path)
+}
+
+/// The same of what was read.
+fn content(read: io::Result<Vec<u8>>) -> io::Result<Option<String>> {
+    match read {
         Ok(cgroups) => Ok(Some(String::from_utf8_lossy(&cgroups).into_owned())),
         Err(e) if identity::gone(&e) => Ok(None),
-        Err(e) => Err(StepError::at("read", path, e)),
+        Err(e) if e.raw_os_error() == Some(libc::ENAMETOOLONG) => Ok(Some(String::new())),
+        Err(e) => Err(e),
     }
 }
 
@@ -267,6 +276,50 @@ mod tests {
         fs::remove_dir(inner).and_then(|()| fs::remove_dir(outer)).unwrap();
         assert!(read.unwrap().unwrap().contains(&name));
         assert_eq!(of_process(&pid).unwrap(), None);
+    }
+
+    #[test]
+    fn a_process_in_a_deep_cgroup_fails_no_search_for_others() {
+        use rustix::fs::{AtFlags, CWD, Mode, OFlags, mkdirat, openat, unlinkat};
+        if kit::skip_without_root() {
+            return;
+        }
+        let hierarchy = kit::machine::cgroup::hierarchies().unwrap();
+        let hierarchy = hierarchy.iter().find(|dir| dir.ends_with("pids")).unwrap_or(&hierarchy[0]);
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let mut dirs = vec![openat(CWD, hierarchy, flags, Mode::empty()).unwrap()];
+        let name = format!("deep-{}-{}", std::process::id(), "x".repeat(230));
+        // Longer than PATH_MAX.
+        for _ in 0..18 {
+            let outer = dirs.last().unwrap();
+            mkdirat(outer, &name, Mode::RWXU).unwrap();
+            let inner = openat(outer, &name, flags, Mode::empty()).unwrap();
+            dirs.push(inner);
+        }
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let pid = child.id().to_string();
+        let procs =
+            openat(dirs.last().unwrap(), "cgroup.procs", OFlags::WRONLY, Mode::empty()).unwrap();
+        let moved = rustix::io::write(&procs, pid.as_bytes());
+        let read = of_process(&pid);
+        let other =
+            [super::super::Container { id: "e".repeat(64), bundle: PathBuf::from("/none") }];
+        let (alive, killed) = (super::super::any_alive(&other), super::super::kill(&other));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        dirs.pop();
+        for dir in dirs.iter().rev() {
+            unlinkat(dir, &name, AtFlags::REMOVEDIR).unwrap();
+        }
+        moved.unwrap();
+        // Some kernels cut the path instead.
+        assert!(read.unwrap().is_some_and(|text| text.is_empty() || text.contains(&name)));
+        assert!(!alive.unwrap());
+        killed.unwrap();
+        let error = |code| content(Err(io::Error::from_raw_os_error(code)));
+        assert_eq!(error(libc::ENAMETOOLONG).unwrap().as_deref(), Some(""));
+        assert_eq!(error(libc::ESRCH).unwrap(), None);
+        error(libc::EIO).unwrap_err();
     }
 
     #[test]

@@ -132,6 +132,21 @@ impl<'a> CgroupSearch<'a> {
         }
         Ok(of.into_iter().map(|container| (container, cgroups.clone())).collect())
     }
+
+    /// Kills a process if it is in one of the containers. Returns their ids, each with the content
+    /// of the process's `/proc/PID/cgroup`.
+    fn kill(&self, pid: u32) -> Result<Vec<(String, String)>, StepError> {
+        if self.living_in(pid)?.is_empty() {
+            return Ok(Vec::new());
+        }
+        // Checked again after the pidfd is open: the pid may have been reused before.
+        let Some(process) = ProcessHandle::open(pid)? else { return Ok(Vec::new()) };
+        let of = self.living_in(pid)?;
+        if !of.is_empty() {
+            process.kill()?;
+        }
+        Ok(of.into_iter().map(|(container, cgroups)| (container.id.clone(), cgroups)).collect())
+    }
 }
 
 /// Some process of the containers lives.
@@ -155,30 +170,25 @@ pub fn any_alive(containers: &[Container]) -> Result<bool, StepError> {
 /// kernel may never exit: their exits are detected by repeated searches.
 ///
 /// # Errors
-/// What could not be killed.
+/// What could not be killed. The others are killed nevertheless.
 pub fn kill(containers: &[Container]) -> Result<(), StepError> {
     let search = CgroupSearch::new(containers)?;
     let mut left = 0;
     for _ in 0..ROUNDS {
         left = 0;
+        let mut failed = None;
         let mut cgroups: BTreeSet<(String, String)> = BTreeSet::new();
         for pid in pids()? {
-            if search.living_in(pid)?.is_empty() {
-                continue;
+            match search.kill(pid) {
+                Ok(killed) => {
+                    left += usize::from(!killed.is_empty());
+                    cgroups.extend(killed);
+                }
+                Err(step) => drop(failed.get_or_insert(step)),
             }
-            // Checked again after the pidfd is open: the pid may have been reused before.
-            let Some(process) = ProcessHandle::open(pid)? else { continue };
-            let of = search.living_in(pid)?;
-            if of.is_empty() {
-                continue;
-            }
-            left += 1;
-            process.kill()?;
-            cgroups
-                .extend(of.into_iter().map(|(container, cgroups)| (container.id.clone(), cgroups)));
         }
         if left == 0 {
-            return Ok(());
+            return failed.map_or(Ok(()), Err);
         }
         for (id, cgroups) in &cgroups {
             cgroup::kill_or_thaw(Path::new(ROOT), cgroups, id)?;
@@ -244,7 +254,12 @@ pub fn find_in_namespaces(
         if !is_inside(pid) {
             continue;
         }
-        match classify(&cgroups, tasks, root, sandbox) {
+        // Of a process that is nested too deep, it cannot be seen whose it is.
+        let owner = match cgroups.as_str() {
+            "" => ProcessOwner::Unknown,
+            cgroups => classify(cgroups, tasks, root, sandbox),
+        };
+        match owner {
             ProcessOwner::Own(container) if !found.containers.contains(&container) => {
                 found.containers.push(container)
             }
