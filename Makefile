@@ -28,6 +28,8 @@ RPM_VERSION := 0.21.1
 RPM := target/tools/bin/cargo-generate-rpm
 CYCLONEDX_VERSION := 0.5.9
 CYCLONEDX := target/tools/bin/cargo-cyclonedx
+RUST_SHIM_VERSION := 0.2.0
+RUST_SHIM := target/tools/bin/containerd-shim-runc-v2-rs
 HELM_VERSION := 3.22.0
 HELM := target/tools/bin/helm
 # Architectures of a release; the machine's own must be among them.
@@ -226,10 +228,15 @@ test-vm: parts ## the tests on a Debian node with systemd and cgroup v2; needs r
 test-arm64: ## the short suite on an emulated arm64 node; 20 minutes; needs root
 	VM_ARCH=arm64 VM_LIMIT=3600 tests/vm/test
 
-bench: parts shim ## what pods cost, to target/bench/report.json; 12 minutes; needs root
+# For comparison: the shim of containerd's rust-extensions, as its crate is built.
+$(RUST_SHIM):
+	CARGO_TARGET_DIR=target/tools/build $(CARGO) install --locked --root target/tools \
+		--version $(RUST_SHIM_VERSION) containerd-runc-shim
+
+bench: parts shim $(RUST_SHIM) ## what pods cost, to target/bench/report.json; 12 minutes; needs root
 	$(CARGO) bench --locked --bench bench
 
-bench-quick: parts shim ## the same with fewer rounds; 3 minutes; needs root
+bench-quick: parts shim $(RUST_SHIM) ## the same with fewer rounds; 3 minutes; needs root
 	$(CARGO) bench --locked --bench bench -- --quick
 
 flame: parts ## the time of a Start by system call; needs root

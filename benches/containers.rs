@@ -37,8 +37,9 @@ struct Batch {
 
 pub(crate) async fn measure(setup: &mut Setup, plan: &Plan, report: &mut Report) -> Result<()> {
     let mut batches = Vec::new();
-    for name in [BUILTIN, OURS] {
-        batches.push(Batch::start(setup, setup.target(name), plan.containers).await?);
+    let rust_shim = Target::builtin_with_rust_shim();
+    for target in [setup.target(BUILTIN), &rust_shim, setup.target(OURS)] {
+        batches.push(Batch::start(setup, target, plan.containers).await?);
     }
     memory(&batches, report)?;
     wakeups(&batches, plan.quiet, report).await?;

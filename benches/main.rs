@@ -49,7 +49,7 @@ struct Plan {
     fast: usize,
     /// Live sandboxes at the end of the scale.
     most: usize,
-    /// Pods with a container that live at once, for each of two targets.
+    /// Pods with a container that live at once, for each of three targets.
     containers: usize,
     /// How long idle pods are watched.
     quiet: Duration,

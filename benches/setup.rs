@@ -17,6 +17,11 @@ use crate::{Plan, netns};
 
 /// containerd's own controller.
 pub(crate) const BUILTIN: &str = "builtin";
+/// The same with the shim of containerd's rust-extensions in place of `containerd-shim-runc-v2`.
+pub(crate) const BUILTIN_RUST_SHIM: &str = "builtin_rust_shim";
+/// That shim, which `make bench` installs from crates.io.
+const RUST_SHIM: &str =
+    concat!(env!("CARGO_MANIFEST_DIR"), "/target/tools/bin/containerd-shim-runc-v2-rs");
 /// This project's with its native driver.
 pub(crate) const OURS: &str = "ours";
 /// One that does nothing.
@@ -38,6 +43,11 @@ pub(crate) struct Target {
 }
 
 impl Target {
+    /// The built-in controller with the Rust shim, which is of interest with containers only.
+    pub(crate) const fn builtin_with_rust_shim() -> Self {
+        Self { name: BUILTIN_RUST_SHIM, runs_containers: true }
+    }
+
     /// The CRI runtime handler that has it.
     pub(crate) fn handler(&self) -> String {
         if self.name == BUILTIN { "runc".to_owned() } else { format!("runc-{}", self.name) }
@@ -71,7 +81,8 @@ impl Setup {
     pub(crate) async fn new(_: &Plan) -> Result<Self> {
         let names: Vec<&'static str> =
             DAEMONS.iter().map(|(name, _)| *name).chain([FLOOR]).collect();
-        let containerd_config = names.iter().map(|name| handler(name)).collect();
+        let handlers = names.iter().map(|name| handler(name)).chain([rust_shim_handler()]);
+        let containerd_config = handlers.collect();
         let node =
             Node::start(Options { containerd_config, lean: true, ..Options::default() }).await?;
         let mut daemons = BTreeMap::from([(FLOOR, Daemon::floor(&node)?)]);
@@ -157,6 +168,24 @@ impl Setup {
     pub(crate) fn home(&self, name: &str) -> Result<kit::PodHome> {
         self.node.prepare(PodSpec::new(name))
     }
+}
+
+/// containerd's config of the handler of [`BUILTIN_RUST_SHIM`].
+fn rust_shim_handler() -> String {
+    let name = BUILTIN_RUST_SHIM;
+    let table =
+        format!(r#"plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc-{name}"#);
+    format!(
+        r#"
+[{table}]
+runtime_type = "io.containerd.runc.v2"
+runtime_path = "{RUST_SHIM}"
+cni_conf_dir = "{{top}}/cni/conf"
+
+[{table}.options]
+Root = "{{top}}/runc"
+"#
+    )
 }
 
 /// containerd's config of one more handler and its sandboxer.
