@@ -25,6 +25,9 @@ const MAX_OVERLAY_DATA: usize = PAGE_SIZE - 512;
 const BUSY_TRIES: u32 = 50;
 const BUSY_WAIT: Duration = Duration::from_millis(20);
 
+/// Mode of the mount point in a bundle (containerd `core/runtime/v2/bundle.go`).
+const ROOTFS_MODE: u32 = 0o711;
+
 /// Number of attempts to detach a place on which another process mounts meanwhile.
 const DETACH_TRIES: u32 = 8;
 
@@ -296,29 +299,45 @@ pub fn detach_bundle(bundle: &Path) -> Result<(), Error> {
 /// meanwhile. The path exists at every moment: containerd, which may undo the same mounts at this
 /// time, keeps its bundle for good when the path is missing between two of its calls.
 fn replace_directory(place: &Path, spare: &Path) -> Result<bool, Error> {
-    match fs::DirBuilder::new().mode(0o711).create(spare) {
-        Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
+    match fs::DirBuilder::new().mode(ROOTFS_MODE).create(spare) {
+        Ok(()) => {}
+        // A deletion that was killed has left it.
+        Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => detach_all(spare)?,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(true),
-        made => made.context(format_args!("make directory {}", spare.display()))?,
+        // Such as on a full disk.
+        Err(_) => return Ok(remake_directory(place)),
     }
     let exchange = || renameat_with(CWD, place, CWD, spare, RenameFlags::EXCHANGE);
-    let exchanged = exchange();
-    if exchanged.is_ok() {
-        // A mount in progress may have reached it under its new name.
-        detach_all(spare)?;
+    if let Err(e) = exchange() {
+        let _ = rustix::fs::rmdir(spare);
+        return Ok(match e {
+            Errno::BUSY => false,
+            Errno::NOENT => true,
+            // The file system cannot exchange names.
+            _ => remake_directory(place),
+        });
     }
-    let removed = rustix::fs::rmdir(spare);
-    match (exchanged, removed) {
+    // A mount in progress may have reached it under its new name.
+    detach_all(spare)?;
+    match rustix::fs::rmdir(spare) {
         // A directory with content is not empty without the mounts, and stays.
-        (Ok(()), Err(Errno::NOTEMPTY | Errno::EXIST)) => {
+        Err(Errno::NOTEMPTY | Errno::EXIST) => {
             exchange().context(format_args!("restore {}", place.display()))?;
             let _ = rustix::fs::rmdir(spare);
             Ok(true)
         }
-        (Ok(()), removed) => Ok(removed != Err(Errno::BUSY)),
-        // There is no such place, or its file system cannot exchange names.
-        (Err(e), _) => Ok(e != Errno::BUSY),
+        removed => Ok(removed != Err(Errno::BUSY)),
     }
+}
+
+/// The same in two steps.
+fn remake_directory(place: &Path) -> bool {
+    let removed = rustix::fs::rmdir(place);
+    if removed.is_ok() {
+        // It takes what the old one has freed.
+        let _ = fs::DirBuilder::new().mode(ROOTFS_MODE).create(place);
+    }
+    removed != Err(Errno::BUSY)
 }
 
 /// Detaches all mounts at a place: they may be stacked.

@@ -216,6 +216,9 @@ fn containerd_s_own_shim_cleans_up_too() {
             Path::new(&bundle).join("idmapped"),
             rustix::mount::UnmountFlags::DETACH,
         );
+        for cgroup in traces(&pod).iter().filter_map(|trace| trace.strip_prefix("cgroup ")) {
+            std::fs::remove_dir(cgroup).unwrap();
+        }
     }
 }
 

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use containerd_shim_protos::api::*;
 use containerd_shim_protos::ttrpc::Code;
+use rustix::mount::MountFlags;
 
 use crate::pod::{self, Container, Pod, code, exists};
 
@@ -165,16 +166,45 @@ fn a_user_namespace_has_mapped_mounts_and_its_own_streams() {
     pod.shut_down();
 }
 
-#[test]
-fn a_mount_point_exists_throughout_the_deletion_after_a_dead_shim() {
+/// A pod whose shim was killed, and which has a container with a root file system.
+fn pod_with_a_dead_shim() -> Pod {
     let mut pod = Pod::new();
     std::fs::create_dir(pod.path("layer")).unwrap();
+    // So that a test can fill it.
+    let bundle = pod.bundle("a");
+    std::fs::create_dir_all(&bundle).unwrap();
+    rustix::mount::mount("bundle", &bundle, "tmpfs", MountFlags::empty(), c"nr_inodes=64").unwrap();
     let mut overlay = Mount::new();
     (overlay.type_, overlay.source) = ("overlay".to_owned(), "overlay".to_owned());
     overlay.options = vec![format!("lowerdir={}:{}", pod.path("root"), pod.path("layer"))];
     pod.run("a", "sleep 1000", &Container { rootfs: vec![overlay], ..Default::default() });
     pod.shim.kill().unwrap();
     pod.shim.wait().unwrap();
+    pod
+}
+
+/// The mount point is there, empty, and without what the deletion has made beside it.
+fn has_its_mount_point_alone(pod: &Pod) {
+    let rootfs = pod.bundle("a").join("rootfs");
+    assert_eq!(std::fs::read_dir(&rootfs).unwrap().count(), 0, "it is empty");
+    assert!(!exists(pod.bundle("a").join("rootfs.detached")));
+    rustix::mount::unmount(pod.bundle("a"), rustix::mount::UnmountFlags::empty()).unwrap();
+}
+
+#[test]
+fn a_full_disk_prevents_no_deletion_after_a_dead_shim() {
+    let pod = pod_with_a_dead_shim();
+    let bundle = pod.bundle("a");
+    let full =
+        (0..100).map(|n| std::fs::write(bundle.join(n.to_string()), "")).find(Result::is_err);
+    assert!(full.is_some());
+    pod.delete_after_shim("a");
+    has_its_mount_point_alone(&pod);
+}
+
+#[test]
+fn a_mount_point_exists_throughout_the_deletion_after_a_dead_shim() {
+    let pod = pod_with_a_dead_shim();
     let rootfs = pod.bundle("a").join("rootfs");
     let deleted = AtomicBool::new(false);
     let missed = std::thread::scope(|scope| {
@@ -191,7 +221,5 @@ fn a_mount_point_exists_throughout_the_deletion_after_a_dead_shim() {
         watched.join().unwrap()
     });
     assert_eq!(missed, 0);
-    assert_eq!(std::fs::read_dir(&rootfs).unwrap().count(), 0, "it is empty");
-    let beside: Vec<_> = std::fs::read_dir(pod.bundle("a")).unwrap().flatten().collect();
-    assert!(!beside.iter().any(|entry| entry.file_name() == "rootfs.detached"), "{beside:?}");
+    has_its_mount_point_alone(&pod);
 }
