@@ -233,7 +233,7 @@ $(RUST_SHIM):
 	CARGO_TARGET_DIR=target/tools/build $(CARGO) install --locked --root target/tools \
 		--version $(RUST_SHIM_VERSION) containerd-runc-shim
 
-bench: parts shim $(RUST_SHIM) ## what pods cost, to target/bench/report.json; 12 minutes; needs root
+bench: parts shim $(RUST_SHIM) ## what pods cost, to target/bench/report.json; 12 min; needs root
 	$(CARGO) bench --locked --bench bench
 
 bench-quick: parts shim $(RUST_SHIM) ## the same with fewer rounds; 3 minutes; needs root
