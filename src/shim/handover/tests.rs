@@ -441,6 +441,33 @@ async fn a_shim_that_hangs_up_is_not_killed() {
     assert!(child.try_wait().is_err());
 }
 
+/// Stop and the cleanup after the exit of the pause both dismiss the shim. A connection that is left
+/// in the queue of the socket would launch another one.
+#[tokio::test]
+async fn an_empty_shim_is_asked_to_exit_by_one_caller_at_a_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let (shims, endpoint) = make_endpoint(dir.path());
+    let mut command = Command::new("sh");
+    let mut child = command.args(["-c", "read line"]).stdin(Stdio::piped()).spawn().unwrap();
+    record(&shims, &endpoint, &child);
+    endpoint.expect_recovery();
+    endpoint.recover().await;
+    assert!(endpoint.process().is_some());
+    endpoint.listen().await.unwrap();
+    let listener = endpoint.state().listener.clone().unwrap().try_clone().unwrap();
+    let listener = tokio::net::UnixListener::from_std(UnixListener::from(listener)).unwrap();
+    let dismissals = [(); 2].map(|()| tokio::spawn(endpoint.clone().dismiss()));
+    let (caller, _) = listener.accept().await.unwrap();
+    let second = async || timeout(Duration::from_millis(500), listener.accept()).await;
+    assert!(second().await.is_err());
+    drop((child.stdin.take(), caller));
+    for dismissal in dismissals {
+        timeout(Duration::from_secs(20), dismissal).await.unwrap().unwrap();
+    }
+    assert!(second().await.is_err());
+    endpoint.close().await.unwrap();
+}
+
 /// A pod whose namespaces cannot be opened at first.
 #[derive(Default)]
 struct Unseen(std::sync::atomic::AtomicU32);
