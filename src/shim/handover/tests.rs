@@ -465,6 +465,8 @@ async fn an_empty_shim_is_asked_to_exit_by_one_caller_at_a_time() {
         timeout(Duration::from_secs(20), dismissal).await.unwrap().unwrap();
     }
     assert!(second().await.is_err());
+    // Its exit was seen, which takes a child away.
+    assert!(child.try_wait().is_err());
     endpoint.close().await.unwrap();
 }
 
