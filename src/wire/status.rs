@@ -51,7 +51,7 @@ impl Status {
 /// The RPC code of an error.
 ///
 /// Only a daemon that is going down is UNAVAILABLE, since containerd asks again for ever then. Some
-/// calls of Wait are, too: [`Status::of_call`], and those of another namespace.
+/// calls of Wait are, too: `Status::of_call`, and those of another namespace.
 pub fn code(error: &Error) -> Code {
     match error {
         Error::Invalid { .. } => Code::INVALID_ARGUMENT,
