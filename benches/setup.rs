@@ -172,35 +172,30 @@ impl Setup {
 
 /// containerd's config of the handler of [`BUILTIN_RUST_SHIM`].
 fn rust_shim_handler() -> String {
-    let name = BUILTIN_RUST_SHIM;
-    let table =
-        format!(r#"plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc-{name}"#);
-    format!(
-        r#"
-[{table}]
-runtime_type = "io.containerd.runc.v2"
-runtime_path = "{RUST_SHIM}"
-cni_conf_dir = "{{top}}/cni/conf"
-
-[{table}.options]
-Root = "{{top}}/runc"
-"#
-    )
+    runtime(BUILTIN_RUST_SHIM, &format!("runtime_path = \"{RUST_SHIM}\""))
 }
 
 /// containerd's config of one more handler and its sandboxer.
 fn handler(name: &str) -> String {
-    let table =
-        format!(r#"plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc-{name}"#);
-    format!(
+    let plugin = format!(
         r#"
 [proxy_plugins.{name}]
 type = "sandbox"
 address = "{{top}}/{name}.sock"
+"#
+    );
+    plugin + &runtime(name, &format!("sandboxer = \"{name}\""))
+}
 
+/// containerd's config of a handler for runc, with one more setting.
+fn runtime(name: &str, setting: &str) -> String {
+    let table =
+        format!(r#"plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc-{name}"#);
+    format!(
+        r#"
 [{table}]
 runtime_type = "io.containerd.runc.v2"
-sandboxer = "{name}"
+{setting}
 cni_conf_dir = "{{top}}/cni/conf"
 
 [{table}.options]
