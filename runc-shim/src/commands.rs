@@ -2,7 +2,6 @@
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::PathBuf;
-use std::time::Instant;
 
 use containerd_shim_protos::api;
 use containerd_shim_protos::events::task as task_events;
@@ -13,119 +12,13 @@ use crate::exits::Exit;
 use crate::helper::{self, Action, Work};
 use crate::io::Stdio;
 use crate::io::console::ConsoleSocket;
-use crate::runtime::{self, Command, Place};
+use crate::job::{Job, Purpose};
+use crate::key::Key;
+use crate::response::{self, Answer};
+use crate::runtime::{self, Place};
 use crate::server::Reply;
-use crate::shim::{Key, Shim};
-use crate::task::{self, Answer};
+use crate::shim::Shim;
 use crate::{deadlines, events, options};
-
-/// A running command or helper, and the caller that waits for it.
-#[derive(Debug)]
-pub struct Job {
-    /// The command.
-    pub command: Command,
-    /// The purpose of the command.
-    pub purpose: Purpose,
-    /// The container or exec that the command works on.
-    pub key: Key,
-    /// The caller that waits for the result, if any.
-    pub reply: Option<Reply>,
-    /// When the command is killed at the latest, whatever the deadline of the call.
-    pub limit: Option<Instant>,
-    /// The command was killed at its deadline.
-    pub was_killed: bool,
-}
-
-impl Job {
-    fn new(command: Command, purpose: Purpose, key: Key, reply: Option<Reply>) -> Self {
-        Self { command, purpose, key, reply, limit: None, was_killed: false }
-    }
-
-    /// When the command is killed; `None`: it has no limit, or was killed.
-    pub fn deadline(&self) -> Option<Instant> {
-        if self.was_killed {
-            return None;
-        }
-        let reply = self.reply.filter(|_| self.purpose.is_limited());
-        let of_call = reply.and_then(|reply| reply.deadline());
-        [of_call, self.limit].into_iter().flatten().min()
-    }
-}
-
-/// The purpose of a command or helper.
-#[derive(Debug)]
-pub enum Purpose {
-    /// Creates a container. The runtime sends its terminal through the socket.
-    Create(Option<ConsoleSocket>),
-    /// Mounts a container's root file system.
-    Mount,
-    /// Has the runtime delete what is left of a container whose creation failed with this error.
-    /// `None`: a later attempt or a Delete, so that no Create waits for the error.
-    Discard(Option<Error>),
-    /// Removes the cgroup that a killed command has left of such a container.
-    DiscardCgroup(Option<Error>),
-    /// Unmounts the root file system of such a container.
-    DiscardMounts(Option<Error>),
-    /// Starts a container.
-    Start,
-    /// Restores a container from a checkpoint.
-    Restore(Option<ConsoleSocket>),
-    /// Starts an exec.
-    Exec(Option<ConsoleSocket>),
-    /// Deletes a container.
-    Delete(Attempt),
-    /// Removes the cgroup of a container that the runtime failed to delete with this error.
-    RemoveCgroup(Error),
-    /// Unmounts the root file system of a deleted container.
-    Unmount,
-    /// Sends this signal to a container.
-    Kill(i32),
-    /// Kills the processes that remain after a container's first process has exited.
-    KillRemaining,
-    /// Pauses a container.
-    Pause,
-    /// Resumes a container.
-    Resume,
-    /// Changes the resources of a container.
-    Update,
-    /// Writes a checkpoint into the first directory; the second one is CRIU's work directory, which
-    /// is removed afterwards.
-    Checkpoint(String, Option<PathBuf>),
-}
-
-impl Purpose {
-    /// Whether the deadline of the call limits the command. A removal continues after it, because
-    /// an interrupted one leaves more than it has found.
-    fn is_limited(&self) -> bool {
-        match self {
-            Self::Create(_) | Self::Mount | Self::Start | Self::Restore(_) | Self::Exec(_) => true,
-            Self::Kill(_) | Self::Pause | Self::Resume | Self::Update => true,
-            Self::Checkpoint(..) => true,
-            Self::Discard(_) | Self::DiscardCgroup(_) | Self::DiscardMounts(_) => false,
-            Self::Delete(_) | Self::RemoveCgroup(_) | Self::Unmount | Self::KillRemaining => false,
-        }
-    }
-
-    /// Whether the exit of the container is announced only after the end of the command.
-    pub fn delays_exit(&self) -> bool {
-        matches!(self, Self::Exec(_) | Self::KillRemaining)
-    }
-
-    /// Whether the death of the command may leave the container frozen: runc freezes the cgroup
-    /// for a while in these commands.
-    fn may_freeze(&self) -> bool {
-        matches!(self, Self::Pause | Self::Update | Self::Kill(_) | Self::KillRemaining)
-    }
-}
-
-/// Which attempt of the runtime to delete a container a command is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Attempt {
-    /// The first attempt. If it fails, the shim removes the cgroup.
-    First,
-    /// The attempt after the removal of the cgroup.
-    Last,
-}
 
 impl Shim {
     /// Starts a command of the runtime. A container is busy until a command for it, and not for one
@@ -253,7 +146,7 @@ impl Shim {
                 let resumed = was_interrupted && !self.is_frozen(&key);
                 self.pause_finished(&key, done("OCI runtime resume failed"), resumed)
             }
-            Purpose::Update => done("OCI runtime update failed").and_then(|()| task::empty()),
+            Purpose::Update => done("OCI runtime update failed").and_then(|()| response::empty()),
             Purpose::Checkpoint(path, work) => {
                 let done = done("OCI runtime checkpoint failed");
                 self.checkpoint_finished(&key, &path, work, done)
@@ -272,7 +165,7 @@ impl Shim {
         if done.is_ok() && signal == libc::SIGKILL {
             self.thaw(key);
         }
-        done.and_then(|()| task::empty())
+        done.and_then(|()| response::empty())
     }
 
     /// Runs the queued calls of a container or exec, if nothing else is pending for it.
@@ -323,7 +216,7 @@ impl Shim {
             container.state = next;
             self.announce(&key.id, notice);
         }
-        done.and_then(|()| task::empty())
+        done.and_then(|()| response::empty())
     }
 
     /// Sends the event that belongs to a change of a container's state.
@@ -332,7 +225,7 @@ impl Shim {
             Notice::Nothing => {}
             Notice::Started(pid) => {
                 let mut event = task_events::TaskStart::new();
-                (event.container_id, event.pid) = (id.to_owned(), task::unsigned(pid));
+                (event.container_id, event.pid) = (id.to_owned(), response::unsigned(pid));
                 self.events.send(events::START, &event, &self.reactor);
             }
             Notice::Paused => {
@@ -427,7 +320,7 @@ impl Shim {
         let mut event = task_events::TaskCheckpointed::new();
         (event.container_id, event.checkpoint) = (key.id.clone(), path.to_owned());
         self.events.send(events::CHECKPOINTED, &event, &self.reactor);
-        task::empty()
+        response::empty()
     }
 
     /// Makes the socket through which the runtime sends a terminal, if the process gets one.

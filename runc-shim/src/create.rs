@@ -11,36 +11,25 @@ use containerd_shim_protos::events::task as task_events;
 use containerd_shim_protos::shim::oci::Options;
 use rustix::event::epoll::EventFlags;
 
-use crate::commands::Purpose;
 use crate::container::state::{self, Event, Notice, State};
-use crate::container::{self, Container, Process, cgroup_with};
+use crate::container::{self, Container, cgroup_with};
 use crate::error::{Code, Context as _, Error};
 use crate::exits::Exit;
 use crate::helper::{self, Action};
 use crate::io::console::ConsoleSocket;
 use crate::io::{self, Owner, Prepared, Stdio};
+use crate::job::Purpose;
+use crate::key;
+use crate::key::Key;
 use crate::log;
+use crate::pending_start::PendingStart;
+use crate::process::Process;
 use crate::reactor::Source;
+use crate::response::{self, Answer};
 use crate::runtime::{self, Place, Runtime};
 use crate::server::Reply;
-use crate::shim::{Key, Shim};
-use crate::task::{self, Answer};
+use crate::shim::Shim;
 use crate::{deadlines, events, exits, mounts, options, sys};
-
-/// The start of a process that waits for its logging program to be ready.
-#[derive(Debug)]
-pub struct PendingStart {
-    /// The process.
-    pub key: Key,
-    /// The caller that waits for the result, if any.
-    pub reply: Option<Reply>,
-    /// The streams of the process.
-    pub prepared: Prepared,
-    /// The start fails if the logging program is not ready at this time.
-    pub deadline: Instant,
-    /// The runtime has created the process already: it has a terminal, which came with that.
-    pub started: bool,
-}
 
 impl Shim {
     /// Creates a container.
@@ -53,7 +42,7 @@ impl Shim {
         if self.shutdown_deadline.is_some() {
             return Err(Error::new(Code::Unavailable, "the shim is shutting down"));
         }
-        task::check_id(&request.id)?;
+        key::check_id(&request.id)?;
         let options = options::parse(request.options.as_ref())?;
         let bundle = PathBuf::from(&request.bundle);
         if !bundle.is_absolute() {
@@ -381,14 +370,14 @@ impl Shim {
         let container = self.known(key)?;
         let (next, _) = state::step(container.state, Event::Created(pid)).map_err(Error::state)?;
         container.state = next;
-        let pid = task::unsigned(pid.unwrap_or(0));
+        let pid = response::unsigned(pid.unwrap_or(0));
         if let Some(mut event) = self.create_events.remove(&key.id) {
             event.pid = pid;
             self.events.send(events::CREATE, &event, &self.reactor);
         }
         let mut response = api::CreateTaskResponse::new();
         response.pid = pid;
-        task::now(&response)
+        response::now(&response)
     }
 
     /// Changes a container's state and announces the change. Logs and ignores an event that is not
@@ -408,22 +397,6 @@ impl Shim {
                 log::warn(format_args!("container {id}: {event} while it is {before}: {reason}"));
             }
         }
-    }
-
-    /// A container in any state, unlike [`Shim::container`].
-    pub fn known(&mut self, key: &Key) -> Result<&mut Container, Error> {
-        let missing = || Error::not_found("container not created");
-        self.containers.get_mut(&key.id).ok_or_else(missing)
-    }
-
-    /// The streams of a process of a container in any state, unlike [`Shim::process`].
-    pub fn known_process(&mut self, key: &Key) -> Result<&mut Process, Error> {
-        if key.exec.is_empty() {
-            return Ok(&mut self.known(key)?.process);
-        }
-        let missing = || Error::not_found(format!("process does not exist {}", key.exec));
-        let exec = self.known(key)?.execs.get_mut(&key.exec);
-        exec.map(|exec| &mut exec.process).ok_or_else(missing)
     }
 }
 

@@ -13,13 +13,12 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Signal, pidfd_send_signal};
 
-use crate::commands::{Job, Purpose};
 use crate::container::Container;
 use crate::error::{Code, Error};
-use crate::sandbox::Sandbox;
+use crate::job::{Job, Purpose};
+use crate::request::Request;
 use crate::server::Reply;
 use crate::shim::Shim;
-use crate::task::Request;
 use crate::{descendants, log, sys};
 
 /// How long commands may delay the announcement of a container's exit. An exec may have succeeded
@@ -30,7 +29,7 @@ impl Shim {
     /// The next deadline of a pending call.
     pub fn call_deadline(&self) -> Option<Instant> {
         let jobs = self.jobs.values().filter_map(Job::deadline);
-        let sandbox = self.sandbox.iter().flat_map(Sandbox::waiters);
+        let sandbox = self.sandbox.iter().flat_map(|sandbox| &sandbox.waiters);
         let waiting = self.containers.values().flat_map(waiting).chain(sandbox);
         jobs.chain(waiting.filter_map(Reply::deadline)).min()
     }

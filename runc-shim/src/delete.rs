@@ -6,14 +6,15 @@ use containerd_shim_protos::api;
 use containerd_shim_protos::events::task as task_events;
 use protobuf::MessageField;
 
-use crate::commands::{Attempt, Purpose};
 use crate::container::state::{self, Event, State};
 use crate::create::pid_file;
 use crate::error::Error;
 use crate::helper::Action;
+use crate::job::{Attempt, Purpose};
+use crate::key::Key;
+use crate::response::{self, Answer};
 use crate::server::Reply;
-use crate::shim::{Key, Shim};
-use crate::task::{self, Answer};
+use crate::shim::Shim;
 use crate::{events, exec, exits};
 
 /// How long a deletion waits for the last output, and for the exit of the logging program.
@@ -136,7 +137,7 @@ impl Shim {
         let exit = state.exit();
         let mut event = task_events::TaskDelete::new();
         event.container_id.clone_from(&key.id);
-        event.pid = task::unsigned(state.pid());
+        event.pid = response::unsigned(state.pid());
         let mut response = api::DeleteResponse::new();
         response.pid = event.pid;
         if let Some(exit) = exit {
@@ -146,7 +147,7 @@ impl Shim {
         }
         self.events.send(events::DELETE, &event, &self.reactor);
         self.forget(&key.id);
-        task::now(&response)
+        response::now(&response)
     }
 
     /// Handles the exits of a container's processes that were not handled yet.
@@ -211,11 +212,11 @@ impl Shim {
         let state = exec.state;
         self.close_process(&key.id, exec.process);
         let mut response = api::DeleteResponse::new();
-        response.pid = task::unsigned(state.pid());
+        response.pid = response::unsigned(state.pid());
         if let Some(exit) = state.exit() {
             response.exit_status = exit.status;
             response.exited_at = MessageField::some(exit.at());
         }
-        task::now(&response)
+        response::now(&response)
     }
 }

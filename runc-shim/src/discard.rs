@@ -7,28 +7,22 @@ use std::time::{Duration, Instant};
 use containerd_shim_protos::api::DeleteResponse;
 use protobuf::MessageField;
 
-use crate::commands::{self, Purpose};
-use crate::container::Container;
-use crate::container::state::{Event, State};
+use crate::commands;
+use crate::container::state::Event;
+use crate::container::{Container, Retry};
 use crate::error::Error;
 use crate::exits::{Exit, UNKNOWN};
 use crate::helper::Action;
+use crate::job::Purpose;
+use crate::key::Key;
+use crate::response::{self, Answer};
 use crate::runtime;
 use crate::server::Reply;
-use crate::shim::{Key, Shim};
-use crate::task::{self, Answer};
+use crate::shim::Shim;
 
 /// Delays between attempts: the first and the longest.
 const FIRST_WAIT: Duration = Duration::from_millis(200);
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
-
-/// The next attempt to remove what is left of a container.
-#[derive(Debug, Clone, Copy)]
-pub struct Retry {
-    /// When it is made.
-    pub at: Instant,
-    wait: Duration,
-}
 
 impl Shim {
     /// Handles a failed creation: removes what is left of the container, and then fails the Create
@@ -147,14 +141,6 @@ impl Shim {
         }
     }
 
-    /// A container that can be deleted: it is created, or its creation has failed.
-    pub fn deletable(&mut self, id: &str) -> Result<&mut Container, Error> {
-        let container = self.containers.get_mut(id);
-        container
-            .filter(|container| container.state != State::Creating)
-            .ok_or_else(|| Error::not_found("container not created"))
-    }
-
     fn forget_discarded(&mut self, id: &str) {
         let Some(container) = self.containers.remove(id) else { return };
         let calls = container.busy.unwrap_or_default();
@@ -172,5 +158,5 @@ fn deleted() -> Answer {
     let mut response = DeleteResponse::new();
     response.exit_status = exit.status;
     response.exited_at = MessageField::some(exit.at());
-    task::now(&response)
+    response::now(&response)
 }

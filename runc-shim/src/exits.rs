@@ -20,7 +20,7 @@ use protobuf::well_known_types::timestamp::Timestamp;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, WaitOptions};
 
-use crate::shim::Key;
+use crate::key::Key;
 use crate::sys;
 
 /// Maximum number of exits of unknown children that are kept. A container in the node's PID

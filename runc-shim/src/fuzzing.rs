@@ -8,7 +8,7 @@ use crate::cgroup::{self, Cgroup};
 use crate::error::Error;
 use crate::frame::{Decoder, Incoming};
 use crate::io::logger::Program;
-use crate::{container, exec, idmap, mounts, options, runtime, task};
+use crate::{command, container, exec, idmap, key, mounts, options, overlay, request};
 
 /// Decodes frames: stream id, type and message; only the stream id of a message that is too long.
 /// The input is cut into parts of `cut` bytes.
@@ -27,12 +27,12 @@ pub fn frames(input: &[u8], cut: usize) -> Vec<(u32, Option<(u8, Vec<u8>)>)> {
 /// # Errors
 /// The refusal.
 pub fn call(service: &str, method: &str, payload: &[u8]) -> Result<(), String> {
-    task::decode(service, method, payload).map(drop).map_err(|e| e.message)
+    request::decode(service, method, payload).map(drop).map_err(|e| e.message)
 }
 
 /// Whether an id is accepted.
 pub fn is_id(id: &str) -> bool {
-    task::check_id(id).is_ok()
+    key::check_id(id).is_ok()
 }
 
 /// The `options.json` of a Create's options.
@@ -62,7 +62,7 @@ pub fn config(text: &[u8]) -> (bool, String) {
 
 /// The last error of the runtime's log.
 pub fn last_error(log: &str) -> Option<String> {
-    runtime::last_error(log)
+    command::last_error(log)
 }
 
 /// Flags and data of mount options.
@@ -77,7 +77,7 @@ pub fn mount_options(options: &[String]) -> Result<(u32, Vec<String>), String> {
 
 /// The directory to which the lower directories of an overlay are made relative.
 pub fn shorten(data: &mut [String]) -> Option<PathBuf> {
-    mounts::shorten(data)
+    overlay::shorten(data)
 }
 
 /// The mount points below a root.

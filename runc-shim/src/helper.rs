@@ -11,10 +11,12 @@ use containerd_shim_protos::api::{CreateTaskRequest, Mount};
 use containerd_shim_protos::ttrpc::proto::Status;
 use protobuf::{EnumOrUnknown, Message as _};
 
+use crate::arguments::Arguments;
 use crate::cgroup::Cgroup;
-use crate::error::{Code, Context as _, Error};
-use crate::runtime::{self, Command, INPUT_FD};
-use crate::{Arguments, mounts, sys};
+use crate::command::Command;
+use crate::error::{Context as _, Error};
+use crate::runtime::{self, INPUT_FD};
+use crate::{mounts, sys};
 
 /// What a helper does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -138,30 +140,9 @@ fn act(action: Action, arguments: &Arguments) -> Result<(), Error> {
     }
 }
 
-/// The error of a helper that has failed: the one that it has written, or its exit status.
-pub fn failure(output: &[u8], status: u32) -> Error {
-    match Status::parse_from_bytes(output) {
-        Ok(status) if !status.message.is_empty() => {
-            Error::new(Code::of_number(status.code.value()), status.message)
-        }
-        _ => Error::unknown(format!("exit status {status}")),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_error_of_a_helper_has_its_code() {
-        let mut status = Status::new();
-        status.code = EnumOrUnknown::from_i32(Code::InvalidArgument as i32);
-        status.message = "no such option".to_owned();
-        let error = failure(&status.write_to_bytes().unwrap(), 1);
-        assert_eq!(error, Error::new(Code::InvalidArgument, "no such option"));
-        assert_eq!(failure(b"", 137).message, "exit status 137");
-        assert_eq!(failure(b"\xff rubbish", 1).message, "exit status 1");
-    }
 
     #[test]
     fn an_action_is_found_by_its_word() {

@@ -9,7 +9,7 @@ use rustix::mount::{MoveMountFlags, OpenTreeFlags, UnmountFlags};
 use rustix::process::{Pid, WaitOptions};
 
 use crate::error::{Code, Context as _, Error};
-use crate::sys;
+use crate::{overlay, sys};
 
 /// The directory in the bundle on which lower directories are mounted until the overlay is made.
 pub const IDMAPPED: &str = "idmapped";
@@ -78,7 +78,7 @@ impl IdmappedLowerDirs {
         let apart = || {
             Error::new(Code::InvalidArgument, "the lower directories have no common parent to map")
         };
-        let common = super::mounts::shorten(data).ok_or_else(apart)?;
+        let common = overlay::shorten(data).ok_or_else(apart)?;
         let dir = beside.join(IDMAPPED);
         fs::create_dir_all(&dir).context(format_args!("make directory {}", dir.display()))?;
         let made = Self(dir);

@@ -2,8 +2,10 @@
 //! pod on a socket that it is handed as descriptor 3, and runs runc or crun. One thread serves;
 //! each container with streams has a thread that copies them.
 
+mod arguments;
 mod cgroup;
 mod cleanup;
+mod command;
 mod commands;
 mod container;
 mod create;
@@ -21,14 +23,25 @@ pub mod fuzzing;
 mod helper;
 mod idmap;
 mod io;
+mod job;
+mod key;
+mod kill;
 mod log;
+mod main_loop;
 mod memory;
 mod mounts;
+mod oom;
 mod options;
-mod processes;
+mod overlay;
+mod pending_start;
+mod process;
+mod process_exit;
 mod reactor;
+mod request;
+mod response;
 mod runtime;
 mod sandbox;
+mod sandbox_calls;
 mod server;
 mod shim;
 mod signals;
@@ -42,6 +55,7 @@ use std::process::ExitCode;
 
 use rustix::process::DumpableBehavior;
 
+use crate::arguments::Arguments;
 use crate::error::{Context as _, Error};
 use crate::signals::Signals;
 
@@ -107,68 +121,4 @@ fn serve(arguments: Arguments) -> Result<(), Error> {
     let signals = Signals::new().context("watch signals")?;
     let address = env::var("TTRPC_ADDRESS").ok().filter(|address| !address.is_empty());
     shim::Shim::new(listener, signals, arguments.namespace, arguments.id, address)?.run()
-}
-
-/// The arguments of containerd's shims that are used.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub struct Arguments {
-    /// containerd's namespace.
-    pub namespace: String,
-    /// The id of the sandbox, or of the container that is deleted or that a helper works on.
-    pub id: String,
-    /// The bundle of the container.
-    pub bundle: String,
-    /// The command: `delete` or the word of a helper's action; empty: serve.
-    pub action: String,
-}
-
-impl Arguments {
-    fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self, Error> {
-        let mut parsed = Self::default();
-        while let Some(argument) = arguments.next() {
-            let Some(flag) = argument.strip_prefix('-') else {
-                parsed.action = argument;
-                continue;
-            };
-            let flag = flag.trim_start_matches('-');
-            let (name, value) = match flag.split_once('=') {
-                Some((name, value)) => (name, value.to_owned()),
-                None if flag == "debug" => continue,
-                None => (flag, arguments.next().unwrap_or_default()),
-            };
-            match name {
-                "namespace" => parsed.namespace = value,
-                "id" => parsed.id = value,
-                "bundle" => parsed.bundle = value,
-                _ => {}
-            }
-        }
-        if parsed.namespace.is_empty() || parsed.namespace.contains('/') {
-            return Err(Error::unknown("-namespace is missing or malformed"));
-        }
-        Ok(parsed)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_arguments_of_a_shim_are_parsed() {
-        let of = |line: &str| Arguments::parse(line.split_whitespace().map(str::to_owned)).ok();
-        let serve =
-            Arguments { namespace: "k8s.io".to_owned(), id: "a".to_owned(), ..Default::default() };
-        assert_eq!(of("-namespace k8s.io -id a -address /run/c.sock"), Some(serve));
-        let delete = Arguments {
-            namespace: "k8s.io".to_owned(),
-            id: "-namespace".to_owned(),
-            bundle: "/b".to_owned(),
-            action: "delete".to_owned(),
-        };
-        let line = "-debug -id -namespace --namespace=k8s.io -publish-binary c -bundle /b delete";
-        assert_eq!(of(line), Some(delete));
-        assert_eq!(of("-id a"), None);
-        assert_eq!(of("-namespace ../a"), None);
-    }
 }

@@ -5,21 +5,18 @@ use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
-use containerd_shim_protos::events::task::TaskOOM;
 use rustix::event::EventfdFlags;
 use rustix::event::epoll::EventFlags;
 
 use crate::cgroup::Cgroup;
 use crate::error::{Context as _, Error};
-use crate::log;
-use crate::reactor::Source;
-use crate::shim::Shim;
+use crate::reactor::{Reactor, Source};
 
 /// A watch for OOM kills in a container's cgroup.
 #[derive(Debug)]
 pub struct Watch {
     /// The container's id.
-    id: String,
+    pub id: String,
     kind: Kind,
 }
 
@@ -32,7 +29,8 @@ enum Kind {
 }
 
 impl Watch {
-    fn new(id: &str, cgroup: &Cgroup) -> Result<Option<Self>, Error> {
+    /// Opens a watch; `None`: the container has no memory cgroup.
+    pub fn new(id: &str, cgroup: &Cgroup) -> Result<Option<Self>, Error> {
         let Some(path) = cgroup.controller("memory") else { return Ok(None) };
         let kind = match cgroup {
             Cgroup::V1(_) => Kind::EventFd(oom_eventfd(path)?, path.to_owned()),
@@ -46,8 +44,19 @@ impl Watch {
         Ok(Some(Self { id: id.to_owned(), kind }))
     }
 
+    /// Adds the watch to epoll.
+    pub fn add_to(&self, reactor: &Reactor, source: Source) -> Result<(), Error> {
+        match &self.kind {
+            Kind::EventFd(fd, _) => reactor.add(fd, source, EventFlags::IN)?,
+            Kind::MemoryEvents(fd, _) => {
+                reactor.add(fd, source, EventFlags::PRI | EventFlags::ET)?
+            }
+        }
+        Ok(())
+    }
+
     /// Whether a process was killed since the last call.
-    fn has_killed(&mut self) -> bool {
+    pub fn has_killed(&mut self) -> bool {
         match &mut self.kind {
             Kind::EventFd(counter, path) => {
                 let mut count = [0; 8];
@@ -83,50 +92,6 @@ fn kills(file: &File) -> u64 {
     let text = String::from_utf8_lossy(text.get(..count).unwrap_or_default());
     let line = text.lines().find_map(|line| line.strip_prefix("oom_kill "));
     line.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
-}
-
-impl Shim {
-    /// Watches a container's cgroup for OOM kills. A failure is logged, and the container runs.
-    pub fn watch_memory(&mut self, id: &str) {
-        let cgroup = self.containers.get(id).and_then(|container| container.cgroup.as_ref());
-        let Some(watch) = cgroup.map(|cgroup| Watch::new(id, cgroup)) else { return };
-        let watch_id = self.new_id();
-        let added = watch.and_then(|watch| {
-            let Some(watch) = watch else { return Ok(()) };
-            let source = Source::Memory(watch_id);
-            match &watch.kind {
-                Kind::EventFd(fd, _) => self.reactor.add(fd, source, EventFlags::IN)?,
-                Kind::MemoryEvents(fd, _) => {
-                    self.reactor.add(fd, source, EventFlags::PRI | EventFlags::ET)?;
-                }
-            }
-            self.memory.insert(watch_id, watch);
-            Ok(())
-        });
-        if let Err(e) = added {
-            log::warn(format_args!("container {id}: failed to watch for OOM kills: {e}"));
-        }
-    }
-
-    /// Handles a notification of the kernel: sends TaskOOM if a process was killed.
-    pub fn memory_event(&mut self, watch_id: u32) {
-        let Some(watch) = self.memory.get_mut(&watch_id) else { return };
-        if watch.has_killed() {
-            let mut event = TaskOOM::new();
-            event.container_id.clone_from(&watch.id);
-            self.events.send_oom(&event, &self.reactor);
-        }
-    }
-
-    /// Ends the watch of a container, after a last check, so that a kill is announced before the
-    /// exit.
-    pub fn unwatch_memory(&mut self, id: &str) {
-        let watch_id = self.memory.iter().find(|(_, watch)| watch.id == id).map(|(n, _)| *n);
-        if let Some(watch_id) = watch_id {
-            self.memory_event(watch_id);
-            self.memory.remove(&watch_id);
-        }
-    }
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags};
 
 use crate::error::{Code, Context as _, Error};
-use crate::idmap;
+use crate::{idmap, overlay};
 
 /// The kernel takes less than one page of mount data.
 const PAGE_SIZE: usize = 4096;
@@ -173,7 +173,7 @@ fn mount_one(mount: &Mount, root: &Path, beside: &Path) -> Result<(), Error> {
     };
     let mut directory = None;
     if is_overlay && options.data.join(",").len() >= MAX_OVERLAY_DATA {
-        directory = shorten(&mut options.data);
+        directory = overlay::shorten(&mut options.data);
     }
     let data = options.data.join(",");
     if data.len() >= PAGE_SIZE {
@@ -219,27 +219,6 @@ fn call_mount(mount: &Mount, options: &Options, target: &Path, data: &str) -> Re
     let source = mount.source.as_str();
     rustix::mount::mount(source, target, &*mount.type_, options.flags, Some(data.as_c_str()))?;
     Ok(())
-}
-
-/// Makes the lower directories of an overlay relative to their common parent directory, and returns
-/// that; `None`: there is none.
-pub fn shorten(data: &mut [String]) -> Option<PathBuf> {
-    let option = data.iter_mut().find(|option| option.starts_with("lowerdir="))?;
-    let dirs: Vec<&str> = option.strip_prefix("lowerdir=")?.split(':').collect();
-    let (first, rest) = dirs.split_first()?;
-    let same = rest.iter().fold(first.len(), |same, dir| {
-        let equal = first.bytes().zip(dir.bytes()).take_while(|(a, b)| a == b).count();
-        same.min(equal)
-    });
-    let end = first.get(..same)?.rfind('/')?;
-    let common = first.get(..end).filter(|common| !common.is_empty())?.to_owned();
-    let relative: Vec<&str> = dirs.iter().filter_map(|dir| dir.get(end + 1..)).collect();
-    if relative.iter().any(|dir| dir.is_empty()) {
-        return None;
-    }
-    let shortened = format!("lowerdir={}", relative.join(":"));
-    *option = shortened;
-    Some(common.into())
 }
 
 /// Changes the working directory until it is dropped. The process must have only one thread.
@@ -439,16 +418,6 @@ mod tests {
         assert_eq!(mapped.groups.as_deref(), Some("0:3:4"));
         let refused = Options::parse(&strings(&["X-containerd.mkdir.path=/a"])).unwrap_err();
         assert_eq!(refused.code, Code::InvalidArgument);
-    }
-
-    #[test]
-    fn many_lower_directories_become_relative() {
-        let mut data = strings(&["upperdir=/u", "lowerdir=/var/s/12/fs:/var/s/1/fs:/var/s/13/fs"]);
-        assert_eq!(shorten(&mut data), Some("/var/s".into()));
-        assert_eq!(data, ["upperdir=/u", "lowerdir=12/fs:1/fs:13/fs"]);
-        let mut apart = strings(&["lowerdir=/a/b:/c/d"]);
-        assert_eq!(shorten(&mut apart), None);
-        assert_eq!(apart, ["lowerdir=/a/b:/c/d"]);
     }
 
     #[test]

@@ -3,20 +3,16 @@
 use std::env;
 use std::ffi::{CString, OsString};
 use std::fs::File;
-use std::io::{Read as _, Seek as _};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::MemfdFlags;
-use serde::Deserialize;
 
+use crate::command::Command;
 use crate::error::{Code, Context as _, Error};
-use crate::{helper, sys};
-
-/// Maximum size that is read of a command's output and of its log, bytes.
-const MAX_OUTPUT: u64 = 64 << 10;
+use crate::sys;
 
 /// The descriptors of a command's log and of its input file.
 const LOG_FD: i32 = 3;
@@ -41,16 +37,6 @@ pub struct Runtime {
     pub root: String,
     /// The runtime has systemd create cgroups.
     pub systemd_cgroup: bool,
-}
-
-/// A command that was started.
-#[derive(Debug)]
-pub struct Command {
-    /// The pid.
-    pub pid: i32,
-    /// The log; `None` for a helper.
-    log: Option<File>,
-    output: Option<File>,
 }
 
 /// The descriptors of a command: standard streams, working directory and input file.
@@ -112,40 +98,6 @@ impl Runtime {
     }
 }
 
-impl Command {
-    /// A helper and the file that receives its standard output.
-    pub fn without_log(pid: i32, output: File) -> Self {
-        Self { pid, log: None, output: Some(output) }
-    }
-
-    /// What the command has written to its standard streams, if they were kept.
-    fn output(&mut self) -> Vec<u8> {
-        self.output.as_mut().map(content).unwrap_or_default()
-    }
-
-    /// The error of a command that has failed: the last error of its log, or its output, or its
-    /// exit status. Writes the log to `log.json` in the bundle, if that is known, in place of the
-    /// log of an earlier command: the log of a probe that fails at every attempt would fill the
-    /// bundle's file system.
-    pub fn failure(&mut self, what: &str, status: u32, bundle: Option<&Path>) -> Error {
-        let output = self.output();
-        let Some(log) = &mut self.log else {
-            return helper::failure(&output, status).context(what);
-        };
-        let log = content(log);
-        if let Some(bundle) = bundle {
-            // A failure is ignored, because the answer contains the error.
-            let _ = std::fs::write(bundle.join("log.json"), &log);
-        }
-        let log = String::from_utf8_lossy(&log);
-        let output = String::from_utf8_lossy(&output);
-        let reason = last_error(&log)
-            .or_else(|| Some(output.trim().to_owned()).filter(|output| !output.is_empty()))
-            .unwrap_or_else(|| format!("exit status {status}"));
-        Error::unknown(format!("{what}: {reason}"))
-    }
-}
-
 /// A file in memory with this content, for [`Place::input_file`].
 pub fn memory_file_of(content: &[u8]) -> Result<OwnedFd, Error> {
     let file = memory_file()?;
@@ -157,24 +109,6 @@ pub fn memory_file_of(content: &[u8]) -> Result<OwnedFd, Error> {
 pub fn memory_file() -> Result<File, Error> {
     let made = rustix::fs::memfd_create(c"runtime", MemfdFlags::CLOEXEC);
     made.map(File::from).context("make memory file")
-}
-
-fn content(file: &mut File) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    // A read error yields what was read before.
-    let _ = file.rewind().and_then(|()| file.take(MAX_OUTPUT).read_to_end(&mut bytes));
-    bytes
-}
-
-/// The last error in a log of JSON lines.
-pub fn last_error(log: &str) -> Option<String> {
-    #[derive(Deserialize)]
-    struct Line {
-        level: String,
-        msg: String,
-    }
-    let lines = log.lines().filter_map(|line| serde_json::from_str::<Line>(line).ok());
-    lines.rev().find(|line| line.level == "error").map(|line| line.msg.trim().to_owned())
 }
 
 /// The error of a kill; [`Code::NotFound`] if there is no such process or container.
@@ -230,15 +164,6 @@ pub fn string(text: &str) -> Result<CString, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_last_error_of_a_log_is_found() {
-        let log = "{\"level\":\"error\",\"msg\":\"first\"}\nrubbish\n\
-                   {\"level\":\"error\",\"msg\":\" second \\n\",\"time\":\"t\"}\n\
-                   {\"level\":\"warning\",\"msg\":\"third\"}\n{\"level\":\"err";
-        assert_eq!(last_error(log).as_deref(), Some("second"));
-        assert_eq!(last_error(""), None);
-    }
 
     #[test]
     fn a_kill_of_what_has_ended_is_not_found() {

@@ -1,4 +1,4 @@
-//! The shim: its whole state, and the main loop.
+//! The shim: its whole state. The calls and the main loop are in the files that import this one.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -7,15 +7,18 @@ use std::time::{Duration, Instant};
 use containerd_shim_protos::events::task::TaskCreate;
 use rustix::event::epoll::EventFlags;
 
-use crate::commands::Job;
 use crate::container::Container;
-use crate::create::PendingStart;
+use crate::container::state::State;
 use crate::error::{Context as _, Error};
 use crate::events::Events;
-use crate::exits::{self, Exit, Exits};
+use crate::exec::Exec;
+use crate::exits::Exits;
 use crate::io::copiers::Copiers;
-use crate::log;
+use crate::job::Job;
+use crate::key::Key;
 use crate::memory::Watch;
+use crate::pending_start::PendingStart;
+use crate::process::Process;
 use crate::reactor::{Reactor, Source};
 use crate::sandbox::Sandbox;
 use crate::server::Server;
@@ -24,30 +27,6 @@ use crate::signals::Signals;
 /// How long the shutdown waits until containerd has received the last events, and until running
 /// commands of the runtime have ended.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Maximum number of exits that are handled before other work.
-const MAX_EXITS_AT_ONCE: usize = 256;
-
-/// Identifies a process: the first one of a container, or an exec.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Key {
-    /// The container.
-    pub id: String,
-    /// The exec; empty: the first process.
-    pub exec: String,
-}
-
-impl Key {
-    /// The key of a process.
-    pub fn new(id: &str, exec: &str) -> Self {
-        Self { id: id.to_owned(), exec: exec.to_owned() }
-    }
-
-    /// The id of the process in events and answers.
-    pub fn process(&self) -> &str {
-        if self.exec.is_empty() { &self.id } else { &self.exec }
-    }
-}
 
 /// The shim.
 #[derive(Debug)]
@@ -86,9 +65,10 @@ pub struct Shim {
     pub last_id: u32,
     /// Shutdown was requested: the shim exits when all work is done, at the latest at this time.
     pub shutdown_deadline: Option<Instant>,
-    signals: Signals,
+    /// SIGCHLD, SIGTERM and SIGINT.
+    pub signals: Signals,
     /// There may be unhandled exits although no SIGCHLD is pending.
-    more_exits: bool,
+    pub more_exits: bool,
 }
 
 impl Shim {
@@ -125,28 +105,6 @@ impl Shim {
         })
     }
 
-    /// Runs until it is shut down.
-    pub fn run(mut self) -> Result<(), Error> {
-        while !self.may_exit() {
-            let ready = self.reactor.wait(self.deadline()).context("wait")?;
-            for source in ready {
-                self.ready(source);
-            }
-            for (id, stream) in self.copiers.take_ended().context("copy streams")? {
-                self.stream_ended(&id, stream);
-            }
-            self.handle_timeouts();
-        }
-        Ok(())
-    }
-
-    fn may_exit(&self) -> bool {
-        let delivered =
-            self.events.is_empty() && !self.server.has_unsent() && !self.copiers.has_pending_work();
-        let done = delivered && self.jobs.is_empty();
-        self.shutdown_deadline.is_some_and(|at| done || at <= Instant::now())
-    }
-
     /// Requests the shutdown: the shim exits when all events, answers and streams are delivered and
     /// no command runs, or after [`SHUTDOWN_TIMEOUT`]. Callers that connect from now on wait for
     /// the next shim.
@@ -161,122 +119,50 @@ impl Shim {
         self.last_id
     }
 
-    fn ready(&mut self, source: Source) {
-        match source {
-            Source::Listener => self.server.accept(&self.reactor),
-            Source::Signals => self.signalled(),
-            Source::Events => self.events.ready(&self.reactor),
-            Source::Connection(id) => {
-                for call in self.server.ready(id, &self.reactor) {
-                    self.call(call);
-                }
-            }
-            // `run` handles ended streams next; the copier threads handle the streams.
-            Source::Copier | Source::Stream(_) => {}
-            Source::Logger(id) => self.logger_ready(id),
-            Source::Memory(id) => self.memory_event(id),
-            Source::Pause => self.pause_ready(),
-        }
+    /// A container whose creation has succeeded.
+    pub fn container(&mut self, id: &str) -> Result<&mut Container, Error> {
+        let container = self.containers.get_mut(id);
+        container
+            .filter(|it| !matches!(it.state, State::Creating | State::Discarding))
+            .ok_or_else(|| Error::not_found("container not created"))
     }
 
-    /// Handles pending signals. On SIGTERM and SIGINT the shim shuts down; its containers keep
-    /// running.
-    fn signalled(&mut self) {
-        if let Some(signal) = self.signals.take() {
-            let left = self.containers.len();
-            log::warn(format_args!("shim exits on {signal}; containers: {left}"));
-            self.begin_shutdown();
-        }
-        self.reap();
+    /// An exec of a container.
+    pub fn exec(&mut self, key: &Key) -> Result<&mut Exec, Error> {
+        let missing = || Error::not_found(format!("process does not exist {}", key.exec));
+        self.container(&key.id)?.execs.get_mut(&key.exec).ok_or_else(missing)
     }
 
-    /// Handles at most [`MAX_EXITS_AT_ONCE`] exits, so that a container which causes exits faster
-    /// than they are reaped does not block other work.
-    fn reap(&mut self) {
-        for _ in 0..MAX_EXITS_AT_ONCE {
-            let Some((pid, exit)) = exits::next_exited() else {
-                self.more_exits = false;
-                return;
-            };
-            self.child_ended(pid, exit);
-            exits::reap(pid);
-        }
-        self.more_exits = true;
-    }
-
-    fn child_ended(&mut self, pid: i32, exit: Exit) {
-        if let Some(job) = self.jobs.remove(&pid) {
-            self.finished(job, exit);
-        } else if let Some(key) = self.processes.remove(&pid) {
-            self.process_exited(&key, exit);
-        } else if self.loggers.remove(&pid).is_some() {
-            self.logger_ended(pid);
+    /// The streams of a process.
+    pub fn process(&mut self, key: &Key) -> Result<&mut Process, Error> {
+        if key.exec.is_empty() {
+            Ok(&mut self.container(&key.id)?.process)
         } else {
-            self.exits.keep(pid, exit);
+            Ok(&mut self.exec(key)?.process)
         }
     }
 
-    /// When [`Shim::handle_timeouts`] has work to do at the latest.
-    fn deadline(&self) -> Option<Instant> {
-        if self.more_exits {
-            return Some(Instant::now());
-        }
-        let drains = self.containers.values().flat_map(|container| {
-            let execs = container.execs.values().filter_map(|exec| exec.drain);
-            execs.chain(container.drain).map(|(_, at)| at)
-        });
-        let pending = self.pending_starts.values().map(|pending| pending.deadline);
-        let loggers = self.loggers.values().copied().flatten();
-        let rest = [
-            self.events.deadline(),
-            self.server.deadline(),
-            self.discard_deadline(),
-            self.call_deadline(),
-            self.shutdown_deadline,
-        ];
-        drains.chain(pending).chain(loggers).chain(rest.into_iter().flatten()).min()
+    /// A container in any state, unlike [`Shim::container`].
+    pub fn known(&mut self, key: &Key) -> Result<&mut Container, Error> {
+        let missing = || Error::not_found("container not created");
+        self.containers.get_mut(&key.id).ok_or_else(missing)
     }
 
-    /// Handles all deadlines that have passed.
-    fn handle_timeouts(&mut self) {
-        let now = Instant::now();
-        let due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
-        if self.more_exits {
-            self.reap();
+    /// The streams of a process of a container in any state, unlike [`Shim::process`].
+    pub fn known_process(&mut self, key: &Key) -> Result<&mut Process, Error> {
+        if key.exec.is_empty() {
+            return Ok(&mut self.known(key)?.process);
         }
-        if due(self.server.deadline()) {
-            self.server.retry(&self.reactor);
-        }
-        if due(self.events.deadline()) {
-            self.events.retry(&self.reactor);
-        }
-        for (pid, at) in &mut self.loggers {
-            if due(*at) {
-                *at = None;
-                // Not reaped yet, so the pid cannot have been reused.
-                let _ = crate::sys::kill(*pid, libc::SIGKILL);
-            }
-        }
-        let late = self.pending_starts.iter().filter(|(_, pending)| pending.deadline <= now);
-        let late: Vec<u32> = late.map(|(id, _)| *id).collect();
-        for id in late {
-            self.logger_late(id);
-        }
-        self.retry_discards(now);
-        if due(self.call_deadline()) {
-            self.end_late_calls(now);
-        }
-        let is_due = |drain: &Option<(_, Instant)>| due(drain.as_ref().map(|(_, at)| *at));
-        let mut drained = Vec::new();
-        for (id, container) in &self.containers {
-            if is_due(&container.drain) {
-                drained.push(Key::new(id, ""));
-            }
-            let execs = container.execs.iter().filter(|(_, exec)| is_due(&exec.drain));
-            drained.extend(execs.map(|(exec, _)| Key::new(id, exec)));
-        }
-        for key in drained {
-            self.drained(&key);
-        }
+        let missing = || Error::not_found(format!("process does not exist {}", key.exec));
+        let exec = self.known(key)?.execs.get_mut(&key.exec);
+        exec.map(|exec| &mut exec.process).ok_or_else(missing)
+    }
+
+    /// A container that can be deleted: it is created, or its creation has failed.
+    pub fn deletable(&mut self, id: &str) -> Result<&mut Container, Error> {
+        let container = self.containers.get_mut(id);
+        container
+            .filter(|container| container.state != State::Creating)
+            .ok_or_else(|| Error::not_found("container not created"))
     }
 }

@@ -3,13 +3,14 @@
 use containerd_shim_protos::api;
 use containerd_shim_protos::events::task as task_events;
 
-use crate::commands::Purpose;
 use crate::container::state::{self, Event, State};
 use crate::container::{Container, cgroup_with};
 use crate::error::Error;
+use crate::job::Purpose;
+use crate::key::Key;
+use crate::response::{self, Answer};
 use crate::server::Reply;
-use crate::shim::{Key, Shim};
-use crate::task::{self, Answer};
+use crate::shim::Shim;
 use crate::{events, exec, sys};
 
 impl Shim {
@@ -68,8 +69,8 @@ impl Shim {
         }
         self.announce_exit_if_done(&key.id);
         let mut response = api::StartResponse::new();
-        response.pid = task::unsigned(pid);
-        task::now(&response)
+        response.pid = response::unsigned(pid);
+        response::now(&response)
     }
 
     /// Starts an exec.
@@ -78,7 +79,7 @@ impl Shim {
         self.start_copier(key)?;
         let exec = self.exec(key)?;
         let next = exec::state::step(exec.state, exec::state::Event::Start);
-        let Some(next) = next.map_err(Error::state)? else { return task::empty() };
+        let Some(next) = next.map_err(Error::state)? else { return response::empty() };
         exec.state = next;
         let run = self
             .prepare_streams(key)
@@ -105,7 +106,7 @@ impl Shim {
         }
         let waiters = std::mem::take(&mut exec.process.waiters);
         for waiter in waiters {
-            let answer = task::now(&task::waited(None));
+            let answer = response::now(&response::waited(None));
             self.answer(waiter, answer);
         }
         self.announce_exit_if_done(&key.id);
@@ -121,7 +122,7 @@ impl Shim {
         }
         let mut event = task_events::TaskExecStarted::new();
         (event.container_id, event.exec_id) = (key.id.clone(), key.exec.clone());
-        event.pid = task::unsigned(pid);
+        event.pid = response::unsigned(pid);
         self.events.send(events::EXEC_STARTED, &event, &self.reactor);
         match exit {
             Some(exit) => self.process_exited(key, exit),
@@ -131,8 +132,8 @@ impl Shim {
             }
         }
         let mut response = api::StartResponse::new();
-        response.pid = task::unsigned(pid);
-        task::now(&response)
+        response.pid = response::unsigned(pid);
+        response::now(&response)
     }
 
     /// Kills an exec that has joined its container after the remaining processes were killed, so

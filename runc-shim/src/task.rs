@@ -10,118 +10,25 @@ use protobuf::well_known_types::any::Any;
 use protobuf::{EnumOrUnknown, Message, MessageField};
 
 use crate::container::state::{Event, State};
-use crate::container::{Container, Process};
 use crate::error::{Code, Error};
 use crate::events;
 use crate::exec::{self, Exec};
 use crate::exits::Exit;
 use crate::io::Stdio;
-use crate::sandbox::{self, Pause, Sandbox};
+use crate::key;
+use crate::key::Key;
+use crate::process::{Process, WAITERS};
+use crate::request::{self, Request};
+use crate::response::{self, Answer};
+use crate::sandbox::Sandbox;
 use crate::server::{Call, Reply};
-use crate::shim::{Key, Shim};
-
-const SERVICE: &str = "containerd.task.v3.Task";
-
-/// Maximum length of an id, bytes. Ids of containerd have at most 76.
-const LONGEST_ID: usize = 128;
-
-/// Maximum number of calls that wait for the exit of one process.
-pub const WAITERS: usize = 1024;
-
-/// The result of a call: the encoded response; `None`: the call is answered later.
-pub type Answer = Result<Option<Vec<u8>>, Error>;
-
-/// A request of the Task service.
-#[derive(Debug)]
-pub enum Request {
-    /// The state of a process.
-    State(api::StateRequest),
-    /// Creates a container.
-    Create(Box<api::CreateTaskRequest>),
-    /// Starts a process.
-    Start(api::StartRequest),
-    /// Deletes a process.
-    Delete(api::DeleteRequest),
-    /// All pids of a container.
-    Pids(api::PidsRequest),
-    /// Pauses a container.
-    Pause(api::PauseRequest),
-    /// Resumes a container.
-    Resume(api::ResumeRequest),
-    /// Writes a checkpoint of a container.
-    Checkpoint(api::CheckpointTaskRequest),
-    /// Sends a signal to a process.
-    Kill(api::KillRequest),
-    /// Adds an exec.
-    Exec(api::ExecProcessRequest),
-    /// Changes the size of a terminal.
-    ResizePty(api::ResizePtyRequest),
-    /// Closes standard input.
-    CloseIo(api::CloseIORequest),
-    /// Changes a container's resources.
-    Update(api::UpdateTaskRequest),
-    /// Waits for the exit of a process.
-    Wait(api::WaitRequest),
-    /// The metrics of a container.
-    Stats(api::StatsRequest),
-    /// The pids of shim and container.
-    Connect(api::ConnectRequest),
-    /// Shuts down the shim, if it has no container and its sandbox no running task.
-    Shutdown,
-    /// Sets the pause; a method of the daemon's own service.
-    SetPause(Pause),
-}
-
-/// Decodes a request.
-pub fn decode(service: &str, method: &str, payload: &[u8]) -> Result<Request, Error> {
-    fn parse<M: Message>(payload: &[u8]) -> Result<M, Error> {
-        M::parse_from_bytes(payload).map_err(Error::from)
-    }
-    let p = payload;
-    Ok(match method {
-        _ if service == sandbox::SERVICE => Request::SetPause(Pause::decode(method, p)?),
-        _ if service != SERVICE => {
-            return Err(Error::new(Code::Unimplemented, format!("service {service}")));
-        }
-        "State" => Request::State(parse(p)?),
-        "Create" => Request::Create(Box::new(parse(p)?)),
-        "Start" => Request::Start(parse(p)?),
-        "Delete" => Request::Delete(parse(p)?),
-        "Pids" => Request::Pids(parse(p)?),
-        "Pause" => Request::Pause(parse(p)?),
-        "Resume" => Request::Resume(parse(p)?),
-        "Checkpoint" => Request::Checkpoint(parse(p)?),
-        "Kill" => Request::Kill(parse(p)?),
-        "Exec" => Request::Exec(parse(p)?),
-        "ResizePty" => Request::ResizePty(parse(p)?),
-        "CloseIO" => Request::CloseIo(parse(p)?),
-        "Update" => Request::Update(parse(p)?),
-        "Wait" => Request::Wait(parse(p)?),
-        "Stats" => Request::Stats(parse(p)?),
-        "Connect" => Request::Connect(parse(p)?),
-        "Shutdown" => {
-            parse::<api::ShutdownRequest>(p)?;
-            Request::Shutdown
-        }
-        _ => return Err(Error::new(Code::Unimplemented, format!("method {method}"))),
-    })
-}
-
-/// The answer with this response.
-pub fn now(message: &impl Message) -> Answer {
-    Ok(Some(message.write_to_bytes()?))
-}
-
-/// The answer with an empty response.
-pub fn empty() -> Answer {
-    Ok(Some(Vec::new()))
-}
+use crate::shim::Shim;
 
 impl Shim {
     /// Decodes and executes a call.
     pub fn call(&mut self, call: Call) {
         let Call { reply, request } = call;
-        let decoded = decode(&request.service, &request.method, &request.payload);
+        let decoded = request::decode(&request.service, &request.method, &request.payload);
         drop(request);
         match decoded {
             Ok(request) => self.dispatch(reply, request),
@@ -172,7 +79,7 @@ impl Shim {
                 if self.containers.is_empty() && !sandbox {
                     self.begin_shutdown();
                 }
-                empty()
+                response::empty()
             }
             Request::SetPause(pause) => self.set_pause(pause),
         }
@@ -213,36 +120,13 @@ impl Shim {
         }
     }
 
-    /// A container whose creation has succeeded.
-    pub fn container(&mut self, id: &str) -> Result<&mut Container, Error> {
-        let container = self.containers.get_mut(id);
-        container
-            .filter(|it| !matches!(it.state, State::Creating | State::Discarding))
-            .ok_or_else(|| Error::not_found("container not created"))
-    }
-
-    /// An exec of a container.
-    pub fn exec(&mut self, key: &Key) -> Result<&mut Exec, Error> {
-        let missing = || Error::not_found(format!("process does not exist {}", key.exec));
-        self.container(&key.id)?.execs.get_mut(&key.exec).ok_or_else(missing)
-    }
-
-    /// The streams of a process.
-    pub fn process(&mut self, key: &Key) -> Result<&mut Process, Error> {
-        if key.exec.is_empty() {
-            Ok(&mut self.container(&key.id)?.process)
-        } else {
-            Ok(&mut self.exec(key)?.process)
-        }
-    }
-
     fn add_exec(&mut self, request: api::ExecProcessRequest) -> Answer {
         let id = &request.exec_id;
         let container = self.container(&request.id)?;
         if container.execs.contains_key(id) {
             return Err(Error::new(Code::AlreadyExists, format!("id {id}")));
         }
-        check_id(id)?;
+        key::check_id(id)?;
         match container.state {
             State::Restorable => return Err(Error::state("cannot exec in a created state")),
             State::Pausing { .. } | State::Paused { .. } => {
@@ -267,7 +151,7 @@ impl Shim {
         let mut event = task_events::TaskExecAdded::new();
         (event.container_id, event.exec_id) = (request.id, request.exec_id);
         self.events.send(events::EXEC_ADDED, &event, &self.reactor);
-        empty()
+        response::empty()
     }
 
     /// The exit of a process; `Some(None)`: its start has failed; `None`: it has not exited.
@@ -283,7 +167,7 @@ impl Shim {
 
     fn wait(&mut self, reply: Reply, key: &Key) -> Answer {
         if let Some(exit) = self.ended(key)? {
-            return now(&waited(exit));
+            return response::now(&response::waited(exit));
         }
         let there: Vec<Reply> = {
             let waiters = std::mem::take(&mut self.process(key)?.waiters);
@@ -318,7 +202,7 @@ impl Shim {
             (state.pid(), own, state.exit())
         };
         response.id = key.process().to_owned();
-        response.pid = unsigned(pid);
+        response.pid = response::unsigned(pid);
         response.status = EnumOrUnknown::new(status);
         let stdio = &self.process(key)?.stdio;
         response.stdin.clone_from(&stdio.stdin);
@@ -329,7 +213,7 @@ impl Shim {
             response.exit_status = exit.status;
             response.exited_at = MessageField::some(exit.at());
         }
-        now(&response)
+        response::now(&response)
     }
 
     fn pids(&mut self, id: &str) -> Answer {
@@ -344,7 +228,7 @@ impl Shim {
         }
         for pid in pids {
             let mut info = ProcessInfo::new();
-            info.pid = unsigned(pid);
+            info.pid = response::unsigned(pid);
             let exec = container.execs.iter().find(|(_, exec)| exec.state.pid() == pid);
             if let Some((exec, _)) = exec {
                 let mut details = ProcessDetails::new();
@@ -356,7 +240,7 @@ impl Shim {
             }
             response.processes.push(info);
         }
-        now(&response)
+        response::now(&response)
     }
 
     fn resize(&mut self, request: &api::ResizePtyRequest) -> Answer {
@@ -376,13 +260,13 @@ impl Shim {
                 copier.resize(console, size)?;
             }
         }
-        empty()
+        response::empty()
     }
 
     fn close_io(&mut self, key: &Key) -> Answer {
         let process = self.process(key)?;
         (process.stdin, process.stdin_closed) = (None, true);
-        empty()
+        response::empty()
     }
 
     fn stats(&mut self, id: &str) -> Answer {
@@ -391,44 +275,19 @@ impl Shim {
         let stats = container.cgroup.as_ref().ok_or_else(missing)?.stats()?;
         let mut response = api::StatsResponse::new();
         response.stats = MessageField::some(stats);
-        now(&response)
+        response::now(&response)
     }
 
     fn connect(&mut self, id: &str) -> Answer {
         let mut response = api::ConnectResponse::new();
         response.shim_pid = std::process::id();
         if let Ok(container) = self.container(id) {
-            response.task_pid = unsigned(container.state.pid());
+            response.task_pid = response::unsigned(container.state.pid());
         } else if let Some(pid) = self.sandbox_pid(id) {
             response.task_pid = pid;
         }
-        now(&response)
+        response::now(&response)
     }
-}
-
-/// Checks an id, which becomes a part of paths and an argument of the runtime.
-pub fn check_id(id: &str) -> Result<(), Error> {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._+-".contains(&byte);
-    let named = id.starts_with(|first: char| first.is_ascii_alphanumeric());
-    if named && id.len() <= LONGEST_ID && id.bytes().all(plain) {
-        return Ok(());
-    }
-    Err(Error::new(Code::InvalidArgument, format!("malformed id {id:.80?}")))
-}
-
-/// The answer to a Wait.
-pub fn waited(exit: Option<Exit>) -> api::WaitResponse {
-    let mut response = api::WaitResponse::new();
-    if let Some(exit) = exit {
-        response.exit_status = exit.status;
-        response.exited_at = MessageField::some(exit.at());
-    }
-    response
-}
-
-/// A pid in a message.
-pub fn unsigned(pid: i32) -> u32 {
-    u32::try_from(pid).unwrap_or(0)
 }
 
 fn status(state: State) -> Status {

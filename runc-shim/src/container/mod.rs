@@ -6,21 +6,20 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 
 use self::state::State;
 use crate::cgroup::Cgroup;
-use crate::discard::Retry;
 use crate::error::{Context as _, Error};
 use crate::exec::Exec;
 use crate::exits;
-use crate::io::stream::Stream;
-use crate::io::{Owner, Stdio};
+use crate::io::Owner;
+use crate::process::Process;
+use crate::request::Request;
 use crate::runtime::Runtime;
 use crate::server::Reply;
-use crate::task::Request;
 
 /// A container.
 #[derive(Debug)]
@@ -66,25 +65,13 @@ pub struct Container {
     pub retry: Option<Retry>,
 }
 
-/// The streams of a process, and the calls that wait for its exit.
-#[derive(Debug, Default)]
-pub struct Process {
-    /// The streams that containerd named.
-    pub stdio: Stdio,
-    /// The ids of the streams that are copied.
-    pub streams: Vec<u32>,
-    /// Streams that are copied once the process is created.
-    pub prepared: Vec<Stream>,
-    /// Keeps standard input open until CloseIO.
-    pub stdin: Option<OwnedFd>,
-    /// CloseIO was called, possibly before standard input was opened.
-    pub stdin_closed: bool,
-    /// The terminal's master.
-    pub console: Option<OwnedFd>,
-    /// The pid of the logging program that receives the output.
-    pub logger: Option<i32>,
-    /// The Wait calls that are pending.
-    pub waiters: Vec<Reply>,
+/// The next attempt to remove what is left of a container.
+#[derive(Debug, Clone, Copy)]
+pub struct Retry {
+    /// When it is made.
+    pub at: Instant,
+    /// How long the shim waits before it.
+    pub wait: Duration,
 }
 
 impl Container {

@@ -7,10 +7,10 @@ use std::collections::{BTreeMap, VecDeque};
 use serde_json::value::RawValue;
 
 use self::state::State;
-use crate::container::Process;
 use crate::error::{Code, Error};
+use crate::process::Process;
+use crate::request::Request;
 use crate::server::Reply;
-use crate::task::Request;
 
 /// An exec.
 #[derive(Debug)]

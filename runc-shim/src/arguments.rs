@@ -1,0 +1,71 @@
+//! The command line.
+
+use crate::error::Error;
+
+/// The arguments of containerd's shims that are used.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Arguments {
+    /// containerd's namespace.
+    pub namespace: String,
+    /// The id of the sandbox, or of the container that is deleted or that a helper works on.
+    pub id: String,
+    /// The bundle of the container.
+    pub bundle: String,
+    /// The command: `delete` or the word of a helper's action; empty: serve.
+    pub action: String,
+}
+
+impl Arguments {
+    /// Parses the arguments without the program's name.
+    ///
+    /// # Errors
+    /// The namespace is missing or malformed.
+    pub fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self, Error> {
+        let mut parsed = Self::default();
+        while let Some(argument) = arguments.next() {
+            let Some(flag) = argument.strip_prefix('-') else {
+                parsed.action = argument;
+                continue;
+            };
+            let flag = flag.trim_start_matches('-');
+            let (name, value) = match flag.split_once('=') {
+                Some((name, value)) => (name, value.to_owned()),
+                None if flag == "debug" => continue,
+                None => (flag, arguments.next().unwrap_or_default()),
+            };
+            match name {
+                "namespace" => parsed.namespace = value,
+                "id" => parsed.id = value,
+                "bundle" => parsed.bundle = value,
+                _ => {}
+            }
+        }
+        if parsed.namespace.is_empty() || parsed.namespace.contains('/') {
+            return Err(Error::unknown("-namespace is missing or malformed"));
+        }
+        Ok(parsed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_arguments_of_a_shim_are_parsed() {
+        let of = |line: &str| Arguments::parse(line.split_whitespace().map(str::to_owned)).ok();
+        let serve =
+            Arguments { namespace: "k8s.io".to_owned(), id: "a".to_owned(), ..Default::default() };
+        assert_eq!(of("-namespace k8s.io -id a -address /run/c.sock"), Some(serve));
+        let delete = Arguments {
+            namespace: "k8s.io".to_owned(),
+            id: "-namespace".to_owned(),
+            bundle: "/b".to_owned(),
+            action: "delete".to_owned(),
+        };
+        let line = "-debug -id -namespace --namespace=k8s.io -publish-binary c -bundle /b delete";
+        assert_eq!(of(line), Some(delete));
+        assert_eq!(of("-id a"), None);
+        assert_eq!(of("-namespace ../a"), None);
+    }
+}

@@ -1,0 +1,107 @@
+//! Requests of the Task service and of the daemon's own service.
+
+use containerd_shim_protos::api;
+use protobuf::Message;
+
+use crate::error::{Code, Error};
+use crate::sandbox::{self, Pause};
+
+const SERVICE: &str = "containerd.task.v3.Task";
+
+/// A request of the Task service.
+#[derive(Debug)]
+pub enum Request {
+    /// The state of a process.
+    State(api::StateRequest),
+    /// Creates a container.
+    Create(Box<api::CreateTaskRequest>),
+    /// Starts a process.
+    Start(api::StartRequest),
+    /// Deletes a process.
+    Delete(api::DeleteRequest),
+    /// All pids of a container.
+    Pids(api::PidsRequest),
+    /// Pauses a container.
+    Pause(api::PauseRequest),
+    /// Resumes a container.
+    Resume(api::ResumeRequest),
+    /// Writes a checkpoint of a container.
+    Checkpoint(api::CheckpointTaskRequest),
+    /// Sends a signal to a process.
+    Kill(api::KillRequest),
+    /// Adds an exec.
+    Exec(api::ExecProcessRequest),
+    /// Changes the size of a terminal.
+    ResizePty(api::ResizePtyRequest),
+    /// Closes standard input.
+    CloseIo(api::CloseIORequest),
+    /// Changes a container's resources.
+    Update(api::UpdateTaskRequest),
+    /// Waits for the exit of a process.
+    Wait(api::WaitRequest),
+    /// The metrics of a container.
+    Stats(api::StatsRequest),
+    /// The pids of shim and container.
+    Connect(api::ConnectRequest),
+    /// Shuts down the shim, if it has no container and its sandbox no running task.
+    Shutdown,
+    /// Sets the pause; a method of the daemon's own service.
+    SetPause(Pause),
+}
+
+/// Decodes a request.
+pub fn decode(service: &str, method: &str, payload: &[u8]) -> Result<Request, Error> {
+    fn parse<M: Message>(payload: &[u8]) -> Result<M, Error> {
+        M::parse_from_bytes(payload).map_err(Error::from)
+    }
+    let p = payload;
+    Ok(match method {
+        _ if service == sandbox::SERVICE => Request::SetPause(Pause::decode(method, p)?),
+        _ if service != SERVICE => {
+            return Err(Error::new(Code::Unimplemented, format!("service {service}")));
+        }
+        "State" => Request::State(parse(p)?),
+        "Create" => Request::Create(Box::new(parse(p)?)),
+        "Start" => Request::Start(parse(p)?),
+        "Delete" => Request::Delete(parse(p)?),
+        "Pids" => Request::Pids(parse(p)?),
+        "Pause" => Request::Pause(parse(p)?),
+        "Resume" => Request::Resume(parse(p)?),
+        "Checkpoint" => Request::Checkpoint(parse(p)?),
+        "Kill" => Request::Kill(parse(p)?),
+        "Exec" => Request::Exec(parse(p)?),
+        "ResizePty" => Request::ResizePty(parse(p)?),
+        "CloseIO" => Request::CloseIo(parse(p)?),
+        "Update" => Request::Update(parse(p)?),
+        "Wait" => Request::Wait(parse(p)?),
+        "Stats" => Request::Stats(parse(p)?),
+        "Connect" => Request::Connect(parse(p)?),
+        "Shutdown" => {
+            parse::<api::ShutdownRequest>(p)?;
+            Request::Shutdown
+        }
+        _ => return Err(Error::new(Code::Unimplemented, format!("method {method}"))),
+    })
+}
+
+/// The task that a request is for, and whether it is for the task's first process.
+pub fn task_of(request: &Request) -> Option<(&str, bool)> {
+    Some(match request {
+        Request::State(r) => (&r.id, r.exec_id.is_empty()),
+        Request::Create(r) => (&r.id, true),
+        Request::Start(r) => (&r.id, r.exec_id.is_empty()),
+        Request::Delete(r) => (&r.id, r.exec_id.is_empty()),
+        Request::Pids(r) => (&r.id, true),
+        Request::Pause(r) => (&r.id, true),
+        Request::Resume(r) => (&r.id, true),
+        Request::Checkpoint(r) => (&r.id, true),
+        Request::Kill(r) => (&r.id, r.exec_id.is_empty()),
+        Request::Exec(r) => (&r.id, true),
+        Request::ResizePty(r) => (&r.id, r.exec_id.is_empty()),
+        Request::CloseIo(r) => (&r.id, r.exec_id.is_empty()),
+        Request::Update(r) => (&r.id, true),
+        Request::Wait(r) => (&r.id, r.exec_id.is_empty()),
+        Request::Stats(r) => (&r.id, true),
+        Request::Connect(_) | Request::SetPause(_) | Request::Shutdown => return None,
+    })
+}

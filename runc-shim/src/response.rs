@@ -1,0 +1,35 @@
+//! Responses of calls.
+
+use containerd_shim_protos::api;
+use protobuf::{Message, MessageField};
+
+use crate::error::Error;
+use crate::exits::Exit;
+
+/// The result of a call: the encoded response; `None`: the call is answered later.
+pub type Answer = Result<Option<Vec<u8>>, Error>;
+
+/// The answer with this response.
+pub fn now(message: &impl Message) -> Answer {
+    Ok(Some(message.write_to_bytes()?))
+}
+
+/// The answer with an empty response.
+pub fn empty() -> Answer {
+    Ok(Some(Vec::new()))
+}
+
+/// The answer to a Wait.
+pub fn waited(exit: Option<Exit>) -> api::WaitResponse {
+    let mut response = api::WaitResponse::new();
+    if let Some(exit) = exit {
+        response.exit_status = exit.status;
+        response.exited_at = MessageField::some(exit.at());
+    }
+    response
+}
+
+/// A pid in a message.
+pub fn unsigned(pid: i32) -> u32 {
+    u32::try_from(pid).unwrap_or(0)
+}
