@@ -55,6 +55,7 @@ pub(crate) fn serve(config: &Config, settings: &SettingsSource) -> Result<(), St
     let open_files = raise_open_files();
     process::share_heaps();
     let _lock = state_dir::open(&config.state_dir)?;
+    state_dir::refuse_moved(&config.socket, &config.state_dir)?;
     let timeout = sd_notify::watchdog_enabled().unwrap_or(WATCHDOG_DEFAULT);
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(WORKERS)
@@ -87,6 +88,7 @@ async fn run(
     let environment = environment(config, open_files)?;
     // Before the recovery: containerd gives its first connection one second, while calls wait.
     let (grpc, ttrpc) = listen(config)?;
+    state_dir::note(&config.socket, &config.state_dir);
     let (stop, stopped) = watch::channel(false);
     let (answering, controllers) = watch::channel(None);
     let server = wire::Server::before_recovery(controllers, grpc, ttrpc)
@@ -196,7 +198,15 @@ async fn supervise(
                 SignalEvent::Stop => return Ok(()),
                 SignalEvent::Reload => reload(settings),
             },
-            blocked = watchdog.blocked() => watchdog.report(&blocked),
+            blocked = watchdog.blocked() => {
+                if watchdog.report(&blocked) && sd_notify::watchdog_enabled().is_some() {
+                    // A thread in an uninterruptible system call keeps the connections of a killed
+                    // daemon open, and their callers would wait for it.
+                    server.stop().await;
+                    let reason = "threads are blocked; see the last errors";
+                    return Err(StepError::new("serve", io::Error::other(reason)));
+                }
+            }
         }
     }
 }

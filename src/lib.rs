@@ -24,7 +24,7 @@ pub mod podsandbox;
 pub mod pool;
 pub mod process;
 pub mod protos;
-mod replace_file;
+pub mod replace_file;
 pub mod selftest;
 mod shell_command;
 pub mod shim;

@@ -1,13 +1,20 @@
 //! The state directory: only root may write it, and one daemon at a time uses it.
 
+use std::ffi::OsStr;
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read as _, Seek as _, Write as _};
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use nix::fcntl::{Flock, FlockArg};
 use pause_sandboxer::error::{IoContext as _, StepError};
+use pause_sandboxer::process::killed::is_killed;
+use pause_sandboxer::replace_file::replace_file;
+
+/// The directory of the sandboxes' records below the state directory.
+const RECORDS: &str = "sandboxes";
 
 /// How long the last child of a killed daemon may take to execute its program.
 const LAST_CHILD: Duration = Duration::from_secs(10);
@@ -41,6 +48,49 @@ fn check_owner(state_dir: &Path) -> Result<(), StepError> {
          then: chown root:root {path} && chmod 0700 {path}"
     );
     Err(StepError::at(STEP, state_dir, io::Error::new(io::ErrorKind::PermissionDenied, reason)))
+}
+
+/// Where the daemon of a socket notes its state directory.
+fn note_of(socket: &Path) -> PathBuf {
+    socket.with_added_extension("state")
+}
+
+/// Refuses to start with another state directory than the daemon that had the socket before, if
+/// that one has records: their pods would be unknown, and kubelet would start them a second time.
+///
+/// # Errors
+/// It has records.
+pub(super) fn refuse_moved(socket: &Path, state_dir: &Path) -> Result<(), StepError> {
+    // A note that cannot be read must not prevent the start.
+    let Ok(noted) = std::fs::read(note_of(socket)) else { return Ok(()) };
+    let before = Path::new(OsStr::from_bytes(&noted));
+    let is_same = match (before.canonicalize(), state_dir.canonicalize()) {
+        (Ok(before), Ok(now)) => before == now,
+        _ => before == state_dir,
+    };
+    let Ok(entries) = std::fs::read_dir(before.join(RECORDS)) else { return Ok(()) };
+    let records = entries.flatten().filter(|entry| entry.path().is_dir()).count();
+    if is_same || records == 0 {
+        return Ok(());
+    }
+    let reason = format!(
+        "{records} pods have records in another directory, which the daemon used before: set \
+         state_dir back to {0}, or drain the node and remove that directory",
+        before.display()
+    );
+    Err(StepError::at("use state directory", state_dir, io::Error::other(reason)))
+}
+
+/// Notes the state directory for [`refuse_moved`].
+pub(super) fn note(socket: &Path, state_dir: &Path) {
+    let path = note_of(socket);
+    let content = state_dir.as_os_str().as_bytes();
+    if std::fs::read(&path).is_ok_and(|there| there == content) {
+        return;
+    }
+    if let Err(e) = replace_file(&path, 0o600, content) {
+        log::warn!("failed to note the state directory: {e}");
+    }
 }
 
 const STEP: &str = "lock state directory";
@@ -111,30 +161,6 @@ fn in_use(holder: &Path, path: &Path) -> StepError {
     StepError::at(STEP, path, io::Error::other(format!("in use by process {pid}")))
 }
 
-/// All threads that are left of a process, by its directory in `/proc`, have SIGKILL pending: they
-/// hang in the kernel and never run another instruction of the program.
-fn is_killed(process: &Path) -> bool {
-    const SIGKILL_PENDING: u64 = 1 << (libc::SIGKILL - 1);
-    let Ok(threads) = std::fs::read_dir(process.join("task")) else { return false };
-    let mut hanging = 0;
-    for thread in threads.flatten() {
-        // A thread that has gone meanwhile has ended.
-        let Ok(status) = std::fs::read_to_string(thread.path().join("status")) else { continue };
-        let field = |name: &str| {
-            status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().trim()
-        };
-        if field("State:").starts_with(['Z', 'X']) {
-            continue;
-        }
-        let pending = u64::from_str_radix(field("SigPnd:"), 16).unwrap_or(0);
-        if pending & SIGKILL_PENDING == 0 {
-            return false;
-        }
-        hanging += 1;
-    }
-    hanging > 0
-}
-
 /// Takes the place of a lock whose holder is killed and hangs in the kernel, so that it is never
 /// released. `file` is that lock's, at `path`.
 ///
@@ -159,38 +185,11 @@ fn replace(file: &File, path: &Path) -> Result<Flock<File>, StepError> {
 
 #[cfg(test)]
 mod tests {
-    use std::path::PathBuf;
-    use std::process::{Child, Command};
+    use std::process::Command;
 
-    use kit::machine::cgroup;
+    use kit::machine::freezer::Freezer;
 
     use super::*;
-
-    /// A cgroup of the freezer of version 1: what is killed in it while it is frozen stays, with
-    /// its SIGKILL pending, as a process does that hangs in the kernel.
-    struct Freezer(PathBuf);
-
-    impl Freezer {
-        /// None where the node has version 2, which kills what is frozen.
-        fn new() -> Option<Self> {
-            let root =
-                cgroup::hierarchies().unwrap().into_iter().find(|h| h.ends_with("freezer"))?;
-            let cgroup = root.join(format!("state-dir-test-{}", std::process::id()));
-            std::fs::create_dir(&cgroup).unwrap();
-            Some(Self(cgroup))
-        }
-
-        fn write(&self, file: &str, text: &str) {
-            std::fs::write(self.0.join(file), text).unwrap();
-        }
-
-        fn freeze(&self, child: &Child) {
-            self.write("cgroup.procs", &child.id().to_string());
-            self.write("freezer.state", "FROZEN");
-            let state = self.0.join("freezer.state");
-            eventually(|| std::fs::read_to_string(&state).unwrap() == "FROZEN\n");
-        }
-    }
 
     fn eventually(condition: impl Fn() -> bool) {
         let begun = Instant::now();
@@ -200,11 +199,25 @@ mod tests {
         }
     }
 
-    impl Drop for Freezer {
-        fn drop(&mut self) {
-            let _ = std::fs::write(self.0.join("freezer.state"), "THAWED");
-            let _ = std::fs::remove_dir(&self.0);
+    #[test]
+    fn another_state_directory_is_refused_while_the_old_one_has_records() {
+        let dir = tempfile::tempdir().unwrap();
+        let (old, new) = (dir.path().join("old"), dir.path().join("new"));
+        let socket = dir.path().join("s.sock");
+        for state in [&old, &new] {
+            std::fs::create_dir_all(state.join(RECORDS)).unwrap();
         }
+        refuse_moved(&socket, &old).unwrap();
+        note(&socket, &old);
+        refuse_moved(&socket, &new).unwrap();
+        std::fs::create_dir(old.join(RECORDS).join("a")).unwrap();
+        let refused = refuse_moved(&socket, &new).unwrap_err().to_string();
+        assert!(refused.contains(&format!("set state_dir back to {}", old.display())), "{refused}");
+        refuse_moved(&socket, &old).unwrap();
+        refuse_moved(&socket, &dir.path().join("new/../old")).unwrap();
+        std::fs::remove_dir(old.join(RECORDS).join("a")).unwrap();
+        note(&socket, &new);
+        refuse_moved(&socket, &old).unwrap();
     }
 
     /// As when two daemons wait for the child of a killed one, and another has replaced its lock.
@@ -238,7 +251,7 @@ mod tests {
 
     #[test]
     fn the_lock_of_a_killed_daemon_that_hangs_is_replaced() {
-        let Some(freezer) = Freezer::new() else {
+        let Some(freezer) = Freezer::new("state-dir-test").unwrap() else {
             return kit::skip("no freezer of version 1 on this machine");
         };
         let dir = tempfile::tempdir().unwrap();
@@ -250,7 +263,7 @@ mod tests {
         let command = format!("/proc/{}/cmdline", daemon.id());
         eventually(|| std::fs::read_to_string(&command).unwrap().starts_with("sleep"));
         assert!(refused(dir.path()).ends_with(&used));
-        freezer.freeze(&daemon);
+        freezer.freeze(daemon.id()).unwrap();
         assert!(refused(dir.path()).ends_with(&used), "one that is only frozen lives");
         daemon.kill().unwrap();
         let lock = lock(dir.path()).unwrap();
@@ -258,7 +271,7 @@ mod tests {
         // Another daemon that has waited as well.
         let old = File::open(format!("/proc/{}/fd/9", daemon.id())).unwrap();
         assert!(replace(&old, &dir.path().join("lock")).is_err());
-        freezer.write("freezer.state", "THAWED");
+        freezer.thaw().unwrap();
         daemon.wait().unwrap();
         drop(lock);
         assert!(super::lock(dir.path()).is_ok());

@@ -12,6 +12,11 @@ use super::notify;
 /// kernel; a restart does not end it, and would interrupt starts and queries.
 const KEEP_ALIVE: [pool::Class; 2] = [pool::Class::Start, pool::Class::Query];
 
+/// How many keep-alives are withheld before the daemon stops by itself. The first is missing after
+/// at most half of the service manager's timeout, the next a quarter later: it stops before it is
+/// killed.
+const MAX_WITHHELD: u32 = 2;
+
 /// Sends keep-alives while threads make progress; that tasks run is not enough, as threads do the
 /// blocking work.
 pub(super) struct Watchdog {
@@ -19,6 +24,8 @@ pub(super) struct Watchdog {
     /// How long a class of threads may be blocked. With the wait for the next tick it is less than
     /// the service manager's timeout.
     max_blocked: Duration,
+    /// Keep-alives that were withheld in sequence.
+    withheld: u32,
 }
 
 impl Watchdog {
@@ -27,7 +34,7 @@ impl Watchdog {
         let max_blocked = within / 4;
         let mut ticks = tokio::time::interval(max_blocked.max(Duration::from_millis(1)));
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        Self { ticks, max_blocked }
+        Self { ticks, max_blocked, withheld: 0 }
     }
 
     /// Waits for the next tick; the classes of threads that are blocked.
@@ -36,8 +43,9 @@ impl Watchdog {
         pool::stuck(self.max_blocked).await
     }
 
-    /// Sends a keep-alive, unless threads are blocked that pods need.
-    pub(super) fn report(&self, blocked: &[pool::Class]) {
+    /// Sends a keep-alive, unless threads are blocked that pods need. True if so many were withheld
+    /// in sequence that the service manager is about to kill the daemon.
+    pub(super) fn report(&mut self, blocked: &[pool::Class]) -> bool {
         let withheld = blocked.iter().any(|class| KEEP_ALIVE.contains(class));
         if !blocked.is_empty() {
             let names: Vec<&str> = blocked.iter().map(|class| class.name()).collect();
@@ -46,8 +54,25 @@ impl Watchdog {
                 "all threads of a class are blocked"
             );
         }
+        self.withheld = if withheld { self.withheld + 1 } else { 0 };
         if !withheld {
             notify(&[NotifyState::Watchdog]);
         }
+        self.withheld >= MAX_WITHHELD
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn the_daemon_stops_before_it_is_killed() {
+        let mut watchdog = Watchdog::new(Duration::from_secs(60));
+        let mut report = |class| watchdog.report(&[class]);
+        assert!(!report(pool::Class::Start));
+        assert!(!report(pool::Class::Recovery), "a keep-alive starts the count again");
+        assert!(!report(pool::Class::Start));
+        assert!(report(pool::Class::Query));
     }
 }

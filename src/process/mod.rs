@@ -18,6 +18,7 @@ pub mod epoll;
 pub mod fuzzing;
 pub mod handle;
 pub(crate) mod identity;
+pub mod killed;
 pub(crate) mod memory;
 pub(crate) mod pidfd;
 pub(crate) mod report;

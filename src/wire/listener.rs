@@ -10,12 +10,14 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use nix::sys::socket::{
-    AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind as bind_address, listen, socket,
+    AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind as bind_address, getsockopt, listen,
+    socket, sockopt,
 };
 use tokio::net::{UnixListener, UnixStream};
 use tokio::time::{Instant, sleep_until};
 
 use crate::error::{IoContext, StepError};
+use crate::process::killed::is_killed;
 
 /// The first pause after a failed accept; it doubles up to [`MAX_DELAY`].
 const MIN_DELAY: Duration = Duration::from_millis(10);
@@ -69,10 +71,18 @@ fn refuse_taken(path: &Path) -> Result<(), StepError> {
         return Err(StepError::at("bind", path, io::Error::from_raw_os_error(libc::EEXIST)));
     }
     match net::UnixStream::connect(path) {
+        Ok(stream) if is_of_killed(&stream) => Ok(()),
         Ok(_) => Err(StepError::at("bind", path, io::Error::from_raw_os_error(libc::EADDRINUSE))),
         Err(e) if matches!(e.raw_os_error(), Some(libc::ECONNREFUSED | libc::ENOENT)) => Ok(()),
         Err(e) => Err(StepError::at("connect", path, e)),
     }
+}
+
+/// Whether the process that listens was killed and hangs in the kernel: it accepts no connection
+/// any more. The lock of the state directory keeps two daemons from replacing each other's socket.
+fn is_of_killed(stream: &net::UnixStream) -> bool {
+    let listener = getsockopt(stream, sockopt::PeerCredentials).map(|peer| peer.pid());
+    listener.is_ok_and(|pid| is_killed(&Path::new("/proc").join(pid.to_string())))
 }
 
 /// The name under which a socket waits until it is ready.
@@ -161,6 +171,10 @@ impl Listener {
 
 #[cfg(test)]
 mod tests {
+    use std::process::{Command, Stdio};
+
+    use kit::machine::freezer::Freezer;
+
     use super::*;
 
     fn scratch() -> (tempfile::TempDir, PathBuf) {
@@ -190,6 +204,30 @@ mod tests {
         fs::write(temporary_name(&path), "left by a crash").unwrap();
         let _second = bind(&path).unwrap();
         net::UnixStream::connect(&path).unwrap();
+    }
+
+    #[test]
+    fn the_socket_of_a_killed_daemon_that_hangs_is_replaced() {
+        let Some(freezer) = Freezer::new("listener-test").unwrap() else {
+            return kit::skip("no freezer of version 1 on this machine");
+        };
+        let (_dir, path) = scratch();
+        let script = "use IO::Socket::UNIX; alarm 60; \
+                      my $s = IO::Socket::UNIX->new(Local => $ARGV[0], Listen => 1) or die $!; \
+                      print \"listens\\n\"; close STDOUT; sleep 60";
+        let mut command = Command::new("perl");
+        command.args(["-e", script]).arg(&path).stdout(Stdio::piped());
+        let mut daemon = command.spawn().unwrap();
+        io::read_to_string(daemon.stdout.take().unwrap()).unwrap();
+        let in_use = |path| bind(path).unwrap_err().io().raw_os_error();
+        freezer.freeze(daemon.id()).unwrap();
+        assert_eq!(in_use(&path), Some(libc::EADDRINUSE), "one that is only frozen lives");
+        daemon.kill().unwrap();
+        let listener = bind(&path).unwrap();
+        net::UnixStream::connect(&path).unwrap();
+        listener.accept().unwrap();
+        freezer.thaw().unwrap();
+        daemon.wait().unwrap();
     }
 
     #[test]

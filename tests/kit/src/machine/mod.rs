@@ -2,5 +2,6 @@
 
 pub mod cgroup;
 pub mod cgroup_driver;
+pub mod freezer;
 pub mod mounts;
 pub mod processes;
