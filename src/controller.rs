@@ -50,13 +50,14 @@ impl Controller {
         for mut one in recovered {
             let retried = match &mut one {
                 Recovered::Quarantined { id, failure } if failure.is_temporary => {
-                    Some((id.clone(), failure.overdue.take()))
+                    Some((id.clone(), failure.overdue.take(), failure.has_no_record))
                 }
                 _ => None,
             };
             sandboxes.enter(one);
-            if let Some((id, overdue)) = retried {
-                drop(tokio::spawn(sandboxes.clone().retry(environment.clone(), id, overdue)));
+            if let Some((id, overdue, has_no_record)) = retried {
+                let (register, environment) = (sandboxes.clone(), environment.clone());
+                drop(tokio::spawn(register.retry(environment, id, overdue, has_no_record)));
             }
         }
         let unknown_deadline = Instant::now() + UNKNOWN_TIMEOUT;

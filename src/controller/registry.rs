@@ -67,12 +67,14 @@ impl SandboxRegistry {
         matches!(self.slots.lock().get(id), Some(Slot::Quarantined(why)) if why.is_retried)
     }
 
-    /// Adopts a record that could not be read, as soon as it can be. `overdue` is of the first try.
+    /// Adopts a record that could not be read, as soon as it can be. `overdue` and `has_no_record`
+    /// are of the first try.
     pub async fn retry(
         self: Arc<Self>,
         environment: Arc<Environment>,
         id: SandboxId,
         mut overdue: Option<JoinHandle<()>>,
+        has_no_record: bool,
     ) {
         for failures in 1.. {
             if let Some(overdue) = overdue.take() {
@@ -81,7 +83,8 @@ impl SandboxRegistry {
             tokio::time::sleep(exit::CLEANUP.delay(failures)).await;
             let register = self.clone();
             let on_gone = move |id: &str| register.free(id);
-            match recover::recover_one(environment.clone(), id.clone(), true, on_gone).await {
+            let again = !has_no_record;
+            match recover::recover_one(environment.clone(), id.clone(), again, on_gone).await {
                 None => {
                     environment.telemetry.quarantine_ended(false);
                     self.free(&id);

@@ -6,6 +6,7 @@
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
 use futures::FutureExt as _;
@@ -56,13 +57,16 @@ pub struct AdoptionFailure {
     pub reason: String,
     /// The error may be temporary, so the record is read again.
     pub is_temporary: bool,
+    /// There was no record when the daemon started: what else there is belongs to an interrupted
+    /// Create or removal, and is removed.
+    pub has_no_record: bool,
     /// Ends when the steps that were overdue have ended. Await it before another try.
     pub overdue: Option<JoinHandle<()>>,
 }
 
 impl AdoptionFailure {
     fn temporary(reason: String) -> Self {
-        Self { reason, is_temporary: true, overdue: None }
+        Self { reason, is_temporary: true, has_no_record: false, overdue: None }
     }
 }
 
@@ -72,7 +76,7 @@ impl From<RecordError> for AdoptionFailure {
             RecordError::Missing(_) | RecordError::Io(_) => true,
             RecordError::Malformed { .. } | RecordError::Newer { .. } => false,
         };
-        Self { reason: e.to_string(), is_temporary, overdue: None }
+        Self { reason: e.to_string(), is_temporary, has_no_record: false, overdue: None }
     }
 }
 
@@ -255,9 +259,9 @@ impl RecordDeadline {
     }
 
     /// A task that finishes when all overdue steps have; `None`: there are none.
-    fn into_overdue(self) -> Option<JoinHandle<()>> {
-        let overdue = (!self.overdue.is_empty()).then(|| join_all(self.overdue))?;
-        Some(tokio::spawn(overdue.map(drop)))
+    fn take_overdue(&mut self) -> Option<JoinHandle<()>> {
+        let overdue = std::mem::take(&mut self.overdue);
+        (!overdue.is_empty()).then(|| tokio::spawn(join_all(overdue).map(drop)))
     }
 }
 
@@ -293,7 +297,8 @@ fn ids(sandboxes: &Path) -> Result<Vec<SandboxId>, StepError> {
     for entry in fs::read_dir(sandboxes).step_at("read directory", sandboxes)? {
         let entry = entry.step_at("read directory", sandboxes)?;
         // Not followed: what a link leads to is not ours.
-        let directory = entry.file_type().is_ok_and(|kind| kind.is_dir());
+        // One of which the type cannot be read may be a pod's: reading it tells what is wrong.
+        let directory = entry.file_type().map_or(true, |kind| kind.is_dir());
         let name = entry.file_name().into_string().ok().filter(|_| directory);
         match name.and_then(|name| SandboxId::try_from(name).ok()) {
             Some(id) => ids.push(id),
@@ -326,15 +331,18 @@ async fn recover_record(
     let of = (environment.clone(), id.clone());
     let mut deadline = RecordDeadline::new(RECORD_TIMEOUT);
     // If it is overdue, the id stays taken.
-    let on_disk = match deadline.run_blocking(move || read_sandbox(&of.0, &of.1, again)).await {
-        Ok(read) => read?,
-        Err(reason) => {
-            return Err(AdoptionFailure {
-                overdue: deadline.into_overdue(),
-                ..AdoptionFailure::temporary(reason)
-            });
-        }
+    let has_no_record = Arc::new(AtomicBool::new(false));
+    let found = has_no_record.clone();
+    let read = move || read_sandbox(&of.0, &of.1, again, &found);
+    let on_disk = match deadline.run_blocking(read).await {
+        Ok(read) => read,
+        Err(reason) => Err(AdoptionFailure {
+            overdue: deadline.take_overdue(),
+            ..AdoptionFailure::temporary(reason)
+        }),
     };
+    let has_no_record = has_no_record.load(Ordering::Relaxed);
+    let on_disk = on_disk.map_err(|failure| AdoptionFailure { has_no_record, ..failure })?;
     let OnDisk::Record(created_at, stage, jobs, begun) = on_disk else { return Ok(None) };
     let id = id.as_str();
     let mut adopted = None;
@@ -371,7 +379,7 @@ async fn recover_record(
             None => adopt(id, &mut deadline, &jobs, identity).await,
         },
     };
-    jobs.set_overdue_recovery(deadline.into_overdue());
+    jobs.set_overdue_recovery(deadline.take_overdue());
     Ok(Some((jobs, entry, abandoned)))
 }
 
@@ -420,6 +428,7 @@ fn read_sandbox(
     environment: &Arc<Environment>,
     id: &SandboxId,
     again: bool,
+    has_no_record: &AtomicBool,
 ) -> Result<OnDisk, AdoptionFailure> {
     let store = RecordStore::new(&environment.layout, id);
     // Its pod lives with it or without.
@@ -431,6 +440,7 @@ fn read_sandbox(
         // A daemon ended between making the directory and writing the record, or between removing
         // the two; or someone else has removed the record.
         Err(RecordError::Missing(_)) if !again => {
+            has_no_record.store(true, Ordering::Relaxed);
             let removed = SandboxFiles::new(&environment.layout, id)
                 .remove()
                 .map_err(|steps| steps.to_string());
@@ -438,6 +448,9 @@ fn read_sandbox(
             return removed.map(|()| OnDisk::Nothing).map_err(|e| {
                 AdoptionFailure::temporary(format!("a directory without a record: {e}"))
             });
+        }
+        Err(RecordError::Missing(_)) if matches!(store.dir().try_exists(), Ok(false)) => {
+            return Ok(OnDisk::Nothing);
         }
         Err(e) => return Err(e.into()),
     };
@@ -468,17 +481,17 @@ mod tests {
         let (tell, dropped) = oneshot::channel::<()>();
         assert!(deadline.run(async { tell.send(()) }).await.is_err());
         assert!(dropped.await.is_err(), "a step was begun after the deadline");
-        let mut overdue = deadline.into_overdue().unwrap();
+        let mut overdue = deadline.take_overdue().unwrap();
         assert!(tokio::time::timeout(RECORD_TIMEOUT, &mut overdue).await.is_err(), "it still runs");
         drop(end);
         overdue.await.unwrap();
-        assert!(RecordDeadline::new(RECORD_TIMEOUT).into_overdue().is_none());
+        assert!(RecordDeadline::new(RECORD_TIMEOUT).take_overdue().is_none());
     }
 
     #[tokio::test(start_paused = true)]
     async fn overdue_steps_that_only_read_are_not_awaited() {
         let mut deadline = RecordDeadline::new(RECORD_TIMEOUT);
         assert!(deadline.run_read_only(std::future::pending::<()>()).await.is_err());
-        assert!(deadline.into_overdue().is_none());
+        assert!(deadline.take_overdue().is_none());
     }
 }

@@ -115,6 +115,9 @@ async fn directories_and_mounts_without_a_record() -> Result<()> {
     let strange = standalone.record(&standalone.id("strange"));
     fs::create_dir(&strange)?;
     fs::write(strange.join("foreign"), "")?;
+    let removed = standalone.record(&standalone.id("removed"));
+    fs::create_dir(&removed)?;
+    fs::write(removed.join("foreign"), "")?;
     // All of one is there but the record: pause, cgroup, both mounts, files.
     fs::remove_file(standalone.record(&lost).join("record.json"))?;
     mount(
@@ -136,7 +139,20 @@ async fn directories_and_mounts_without_a_record() -> Result<()> {
     is_whole(&standalone, &controller, &kept).await?;
     ensure!(strange.join("foreign").exists(), "what is not understood was deleted");
     ensure!(standalone.logged().contains("a directory without a record"), "and it is not reported");
-    fs::remove_dir_all(&strange)?;
+    // The daemon removes the first, and frees the ids of both.
+    fs::remove_file(strange.join("foreign"))?;
+    fs::remove_dir_all(&removed)?;
+    for name in ["strange", "removed"] {
+        let id = standalone.id(name);
+        until("the id is free", Duration::from_secs(60), async || {
+            let status = controller.status(&id, false).await;
+            let is_free = status.as_ref().is_err_and(|status| status.code == grpc::NOT_FOUND);
+            ensure!(is_free, "{name}: {status:?}");
+            Ok(())
+        })
+        .await?;
+        ensure!(!standalone.record(&id).exists(), "{name}");
+    }
     remove(&controller, &kept).await?;
     standalone.nothing_left().await
 }
