@@ -309,6 +309,9 @@ fn adopt_settings(
     let new = settings::adopt(&old, config, merged, handler)
         .map_err(|reason| EnableError::Refused(format!("{} {reason}", path.display())))?;
     if new != old {
+        config::Config::parse(path, &new, &[]).map_err(|e| {
+            EnableError::Refused(format!("containerd's settings do not fit the sandboxer's: {e}"))
+        })?;
         check_trusted(path)?;
         changes.directory(path.parent().unwrap_or(Path::new("/")));
         let change = FileChange::new(path.clone(), Some(new.into_bytes()))?;
@@ -441,6 +444,23 @@ mod tests {
             dry_run: true,
             restart: None,
             within: Duration::from_secs(1),
+        }
+    }
+
+    /// A daemon does not start with such settings, and its pods then have none.
+    #[test]
+    fn settings_that_the_daemon_refuses_are_not_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let main = MainConfig::read(&dir.path().join("config.toml")).unwrap();
+        let wanted = Enablement { settings: dir.path().join("own.toml"), ..enablement() };
+        let merged = |env: &str| -> Table {
+            format!("[plugins.'io.containerd.shim.v1.manager']\nenv = {env}").parse().unwrap()
+        };
+        let adopt = |env: &str| adopt_settings(&wanted, &main, &merged(env), &Table::new());
+        assert_eq!(adopt("['A=1', 'B=1']").unwrap().len(), 1);
+        for env in ["['A=1', 'A=2']", "['NAMESPACE=x']", "['A']"] {
+            let error = adopt(env).unwrap_err().to_string();
+            assert!(error.contains("shim_env"), "{env}: {error}");
         }
     }
 

@@ -56,7 +56,8 @@ pub fn replace_lasting_file(
 /// # Errors
 /// The failed step.
 pub fn sync_directory_of(path: &Path) -> Result<(), StepError> {
-    let directory = path.parent().unwrap_or(Path::new("/"));
+    let named = path.parent().filter(|directory| !directory.as_os_str().is_empty());
+    let directory = named.unwrap_or(Path::new("."));
     let synced = fs::File::open(directory).and_then(|directory| directory.sync_all());
     synced.step_at("write directory", directory)
 }

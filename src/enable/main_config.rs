@@ -45,6 +45,13 @@ impl MainConfig {
     pub(super) fn read(named: &Path) -> Result<Self, EnableError> {
         // Of a link the file that it leads to is replaced.
         let path = match named.canonicalize() {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound && named.is_symlink() => {
+                return Err(EnableError::Refused(format!(
+                    "containerd's config {} is a link to a file that does not exist: create that \
+                     file or remove the link",
+                    named.display()
+                )));
+            }
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => named.to_owned(),
             path => path.step_at("find file", named)?,
         };
@@ -404,6 +411,10 @@ mod tests {
         assert!(fs::read_to_string(etc.at("real.toml")).unwrap().starts_with("imports"));
         etc.undo_import(&drop_in);
         assert_eq!(etc.text(), "version = 3\n");
+        fs::remove_file(etc.at("real.toml")).unwrap();
+        let named = etc.0.path().canonicalize().unwrap().join("config.toml");
+        let error = MainConfig::read(&named).unwrap_err().to_string();
+        assert!(error.contains("a link to a file that does not exist"), "{error}");
     }
 
     #[test]

@@ -47,7 +47,13 @@ impl HandlerPlan {
         old: Option<&str>,
     ) -> Result<Self, EnableError> {
         let config = &wanted.subject.config;
-        let sandboxer = node::proxy(&before, config).unwrap_or_else(|_| SANDBOXER.to_owned());
+        let sandboxer = match node::proxy(&before, config) {
+            Ok(name) => name,
+            Err(_) => {
+                refuse_other_daemon(&before, old)?;
+                SANDBOXER.to_owned()
+            }
+        };
         let known = node::all(&before, config);
         let own_handlers = old.map(drop_in::handlers_of).unwrap_or_default();
         let is_ours = |name: &String| known.ours.contains(name) || own_handlers.contains(name);
@@ -167,6 +173,24 @@ impl HandlerPlan {
     }
 }
 
+/// Fails if the name of a new proxy plugin is taken by one that the drop-in `old` does not define:
+/// the drop-in would redirect the runtime handlers of another daemon to this one.
+fn refuse_other_daemon(before: &Table, old: Option<&str>) -> Result<(), EnableError> {
+    let address_in = |table: &Table| {
+        let plugin = table.get("proxy_plugins")?.get(SANDBOXER)?;
+        plugin.get("address")?.as_str().map(str::to_owned)
+    };
+    let own = old.and_then(|old| address_in(&old.parse().ok()?));
+    match address_in(before) {
+        Some(address) if own.as_ref() != Some(&address) => refused(format!(
+            "containerd has a proxy plugin {SANDBOXER:?} with the address {address:?}, which is \
+             not the socket of this sandboxer's config: correct `socket` there, or rename the \
+             plugin"
+        )),
+        _ => Ok(()),
+    }
+}
+
 /// Fails if runtime handlers that are not of the sandboxer's `own` ones differ, or, if `all`,
 /// anything else that no command of this program changes.
 pub(super) fn unchanged(
@@ -251,6 +275,27 @@ mod tests {
 
     fn plan(wanted: &Enablement, default: &str, old: Option<&str>) -> Result<HandlerPlan, String> {
         HandlerPlan::new(wanted, merged(default), old).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn the_plugin_of_another_daemon_keeps_its_address() {
+        let plugin = |address: &str| {
+            format!("[proxy_plugins.pause-sandboxer]\ntype = 'sandbox'\naddress = '{address}'\n")
+        };
+        let wanted = super::super::tests::enablement();
+        let config = "[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]\n\
+            runtime_type = 'io.containerd.runc.v2'\n";
+        let plan = |address: &str, old: Option<&str>| {
+            let before = format!("{}{config}", plugin(address)).parse().unwrap();
+            HandlerPlan::new(&wanted, before, old)
+        };
+        let error = plan("/run/other.sock", None).unwrap_err().to_string();
+        assert!(error.contains("/run/other.sock"), "{error}");
+        // The drop-in of an earlier `enable`, before the socket changed.
+        plan("/run/other.sock", Some(&plugin("/run/other.sock"))).unwrap();
+        plan("/run/other.sock", Some(&plugin("/run/older.sock"))).unwrap_err();
+        let own = wanted.subject.config.socket.display().to_string();
+        plan(&own, None).unwrap();
     }
 
     #[test]
