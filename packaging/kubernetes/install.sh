@@ -156,7 +156,11 @@ check_failed() {
     say "check failed (see above)${1-}" >&2
     if running=$(pods) && [ -z "$running" ]; then
         mark '"false"'
-        die "the node has the label $label=false and gets no pods of the RuntimeClass"
+        # A pod may have arrived before the label changed.
+        if running=$(pods) && [ -z "$running" ]; then
+            die "the node has the label $label=false and gets no pods of the RuntimeClass"
+        fi
+        mark '"true"'
     fi
     say "cordon the node"
     die "the label is unchanged: a kubelet that restarts without it terminates running pods"
@@ -261,7 +265,11 @@ uninstall_all() {
         exit $needed
     fi
     # An interrupted removal has no program.
-    [ ! -e "$host$program" ] || remove_handler
+    if [ -e "$host$program" ] && ! (remove_handler); then
+        # A pod that arrived meanwhile keeps its label.
+        alive=$(pods) && [ -z "$alive" ] || mark '"true"'
+        exit 1
+    fi
     node systemctl disable --now pause-sandboxer.socket pause-sandboxer.service || :
     rm -f "$host$program" "$host$shim" "$host$unfinished" \
         "$host$units/pause-sandboxer.service" "$host$units/pause-sandboxer.socket"
