@@ -117,7 +117,8 @@ impl Controller {
         Ok(Platform::node())
     }
 
-    /// Ends the pause and answers when its exit is recorded and its shared memory is unmounted.
+    /// Ends the pause process and answers when its exit is recorded and its shared memory is
+    /// unmounted.
     ///
     /// # Errors
     /// The failed step; the rest continues in the background.
@@ -125,7 +126,7 @@ impl Controller {
         self.sandbox(id)?.stop().await
     }
 
-    /// Answers when the pause has exited, before or after it did.
+    /// Answers when the pause process has exited, before or after it did.
     ///
     /// # Errors
     /// [`Error::NotFound`], or [`Error::Quarantined`].

@@ -23,7 +23,7 @@ use crate::error::StepError;
 pub enum Class {
     /// Create and Start.
     Start,
-    /// Stop and Shutdown, and what follows the end of a pause.
+    /// Stop and Shutdown, and what follows the end of a pause process.
     End,
     /// The pods' shims: looked for, launched, cleaned up after. They depend on file systems and
     /// processes of one pod, which may hang while those of the others do not.

@@ -20,7 +20,7 @@ pub(super) struct OpenHierarchy {
     /// Version 1 with the cpuset controller: a new cgroup has no CPUs and takes no process until it
     /// is given some.
     pub(super) cpuset: bool,
-    /// File and value that give a pause the least CPU time of all that want some.
+    /// File and value that give a pause process the least CPU time of all that want some.
     pub(super) weight: Option<Weight>,
 }
 

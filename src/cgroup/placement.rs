@@ -1,4 +1,4 @@
-//! Which cgroup a pause gets.
+//! Which cgroup a pause process gets.
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -8,17 +8,18 @@ use super::slice::{self, Scope};
 use crate::error::StepError;
 use crate::id::SandboxId;
 
-/// What names a pause's cgroup. It is all that a driver must know of a plan to adopt a pause and to
-/// clean up after it, and all that is kept of the plan while the pause lives.
+/// What names a pause process's cgroup. It is all that a driver must know of a plan to adopt a
+/// pause process and to clean up after it, and all that is kept of the plan while the pause process
+/// lives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CgroupRef {
     /// The sandbox id.
     pub id: SandboxId,
-    /// As in `Plan::cgroup_parent` of the pause.
+    /// As in `Plan::cgroup_parent` of the pause process.
     pub cgroup_parent: Box<str>,
 }
 
-/// Where a pause goes.
+/// Where a pause process goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Placement {
     /// Stays in the daemon's cgroup.

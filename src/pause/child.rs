@@ -162,7 +162,7 @@ pub(super) struct PauseWork<'a> {
     pub(super) last_capability: u32,
     pub(super) uid: u32,
     pub(super) gid: u32,
-    /// Second argument of the program: tells `ps` whose pause it is.
+    /// Second argument of the program: tells `ps` whose pause process it is.
     pub(super) id: CString,
 }
 
@@ -209,8 +209,8 @@ fn enter(work: &PauseWork<'_>) -> Result<(), Errno> {
     sys::write_file(work.proc, c"self/oom_score_adj", work.oom_score.as_bytes())?;
     report.enter(At::ClearGroups);
     set_thread_groups(&[])?;
-    // It counts all processes of a user, and the pause's user has more on most nodes: those of
-    // containers with the same id.
+    // It counts all processes of a user, and the pause process's user has more on most nodes: those
+    // of containers with the same id.
     report.enter(At::Processes);
     lift_process_limit()
 }
@@ -242,7 +242,7 @@ fn clear_inheritable() -> Result<(), Errno> {
     set_capabilities(None, CapabilitySets { inheritable: CapabilitySet::empty(), ..sets })
 }
 
-/// Joins the user namespace and clones the pause in it.
+/// Joins the user namespace and clones the pause process in it.
 fn clone_second(work: &PauseWork<'_>, user: &User<'_>) -> Result<(), Errno> {
     let report = &work.report;
     report.enter(At::JoinUser);
@@ -301,7 +301,8 @@ fn become_pause(work: &PauseWork<'_>) -> Result<(), Errno> {
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     report.enter(At::CloseDescriptors);
     // At the exec and not before: the lock of the state directory is among them, and until the exec
-    // no daemon would identify this process as a pause. So whoever has the lock next finds it.
+    // no daemon would identify this process as a pause process. So whoever has the lock next finds
+    // it.
     sys::close_at_execute(0, Some(work.image))?;
     report.enter(At::Filter);
     sys::filter::install(&seccomp::FILTER)?;

@@ -27,12 +27,12 @@ use crate::process::pidfd::{self, PidfdProcess, Reaper};
 use crate::process::{Adoption, Identity, Process, identity};
 use crate::sys::{self, Errno};
 
-/// uid and gid of a pause.
+/// uid and gid of a pause process.
 const PAUSE_ID: u32 = 65535;
 /// Magic number of namespace files (`<linux/magic.h>` NSFS_MAGIC).
 const NSFS: i64 = 0x6e73_6673;
 
-/// The native driver, with all that its pauses share.
+/// The native driver, with all that its pause processes share.
 #[derive(Debug)]
 pub struct Native {
     proc: OwnedFd,
@@ -43,11 +43,11 @@ pub struct Native {
     last_capability: u32,
     common: Arc<Reaper>,
     deadline: Deadline,
-    /// What the pauses of one state directory are known by.
+    /// What the pause processes of one state directory are known by.
     mark: Option<Mark>,
 }
 
-/// Why there is no pause.
+/// Why there is no pause process.
 struct Failed {
     step: StepError,
     /// Why its child could not join its cgroup, if it was that.
@@ -97,8 +97,8 @@ impl Native {
         })
     }
 
-    /// The same, with pauses that are known to be of this state directory, so that one without a
-    /// record is found.
+    /// The same, with pause processes that are known to be of this state directory, so that one
+    /// without a record is found.
     pub fn for_state_dir(mut self, state_dir: &Path) -> Self {
         match Mark::set(self.image.as_fd(), state_dir) {
             Ok(mark) => self.mark = Some(mark),
@@ -160,7 +160,7 @@ impl Native {
         Err(Failed { step, join_error })
     }
 
-    /// The second child, which is the pause, when the first has ended.
+    /// The second child, which is the pause process, when the first has ended.
     fn second(&self, first: OwnedFd, work: &PauseWork<'_>) -> io::Result<(c_int, OwnedFd)> {
         let end = sys::reap(first.as_fd(), true)?;
         // At the limit of descriptors the next one needs its place.
@@ -328,7 +328,8 @@ impl Driver for Native {
         }
         let ends = Instant::now() + orphans::EXIT_TIMEOUT;
         failed.extend(orphans.iter().filter_map(|orphan| orphan.ended(ends).err()));
-        // By the kernel's word, and only where it is empty: what else is in there is no pause.
+        // By the kernel's word, and only where it is empty: what else is in there is no pause
+        // process.
         let free = Instant::now() + orphans::CGROUP_TIMEOUT;
         failed.extend(cgroups.iter().flat_map(|path| self.cgroups.remove_empty(path, free)));
         if failed.is_empty() { Ok(()) } else { Err(failed) }
@@ -385,7 +386,8 @@ fn namespaces(plan: &Plan) -> u64 {
         .fold(0, |flags, (_, flag)| flags | *flag as u64)
 }
 
-/// The pause's id as its user namespace numbers it: the usual one, or the last that is mapped.
+/// The pause process's id as its user namespace numbers it: the usual one, or the last that is
+/// mapped.
 fn pause_id(mapping: IdMapping) -> u32 {
     let last = mapping.container_id.saturating_add(mapping.length.saturating_sub(1));
     if mapping.container_id <= PAUSE_ID { PAUSE_ID.min(last) } else { last }

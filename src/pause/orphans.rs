@@ -1,10 +1,10 @@
 //! Pause processes without a record: a daemon was killed between their clone and the write of the
 //! record.
 //!
-//! Any process can choose its name, its command line and its environment. So a pause is known by
-//! the program that it executes: that file has an attribute that only root of the node can set
-//! (`trusted.`, xattr(7)), and the attribute names the state directory by device and inode, which
-//! no two daemons of a machine share, whatever root they see it from.
+//! Any process can choose its name, its command line and its environment. So a pause process is
+//! known by the program that it executes: that file has an attribute that only root of the node can
+//! set (`trusted.`, xattr(7)), and the attribute names the state directory by device and inode,
+//! which no two daemons of a machine share, whatever root they see it from.
 //!
 //! Nothing is read from the memory of a process before that is certain, and no file system of
 //! another user is asked: its server could let the daemon wait.
@@ -34,23 +34,23 @@ const ATTRIBUTE: &CStr = c"trusted.pause-sandboxer";
 /// How long the search may take.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// How long it may take to find out which pauses have no record, the search included. What follows
-/// is done within recovery's time.
+/// How long it may take to find out which pause processes have no record, the search included. What
+/// follows is done within recovery's time.
 pub(super) const DECISION_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long processes may be in the middle of their execve(2), all together.
 const EXEC_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long killed pauses may take to end, all together.
+/// How long killed pause processes may take to end, all together.
 pub(super) const EXIT_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// How long their cgroups may stay busy then, all together.
 pub(super) const CGROUP_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// What is read of a command line: a pause's is its name and an id.
+/// What is read of a command line: a pause process's is its name and an id.
 const COMMAND_LINE: u64 = 4096;
 
-/// What distinguishes the pauses of a state directory from all other processes.
+/// What distinguishes the pause processes of a state directory from all other processes.
 #[derive(Clone, Debug)]
 pub(super) struct Mark {
     value: Vec<u8>,
@@ -97,8 +97,8 @@ impl Mark {
     }
 }
 
-/// Whether the process has no more rights than a pause. A container that executes a program of that
-/// name has more, unless it gives them up on purpose.
+/// Whether the process has no more rights than a pause process. A container that executes a program
+/// of that name has more, unless it gives them up on purpose.
 fn is_confined(pid: u32) -> bool {
     let Ok(status) = fs::read_to_string(format!("/proc/{pid}/status")) else { return false };
     let has = |key: &str, value: &str| {
@@ -107,7 +107,7 @@ fn is_confined(pid: u32) -> bool {
     has("CapBnd:", "0000000000000000") && has("NoNewPrivs:", "1") && has("Seccomp:", "2")
 }
 
-/// A pause that bears our mark.
+/// A pause process that bears our mark.
 #[derive(Debug)]
 pub(super) struct Marked {
     /// What its command line has for the sandbox id. Not checked.

@@ -1,8 +1,8 @@
-//! The system calls that a pause may make.
+//! The system calls that a pause process may make.
 //!
-//! The filter is installed by the child just before it executes the program, so that a pause is
-//! never without it and a failure is Start's. It therefore allows execveat(2) too, by descriptor
-//! only: a pause has none and can open none.
+//! The filter is installed by the child just before it executes the program, so that a pause
+//! process is never without it and a failure is Start's. It therefore allows execveat(2) too, by
+//! descriptor only: a pause process has none and can open none.
 
 use libc::sock_filter;
 

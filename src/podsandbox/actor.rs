@@ -1,7 +1,7 @@
 //! The task that owns a sandbox: it feeds the machine and carries out its actions.
 //!
-//! Calls and the results of jobs arrive in one mailbox; the exit of the pause it polls itself. The
-//! actor never blocks: jobs are tasks of their own, one at a time, and report back.
+//! Calls and the results of jobs arrive in one mailbox; the exit of the pause process it polls
+//! itself. The actor never blocks: jobs are tasks of their own, one at a time, and report back.
 
 use std::future::{Future, poll_fn};
 use std::panic::AssertUnwindSafe;
@@ -35,11 +35,11 @@ pub type Reply = oneshot::Sender<Result<(), Error>>;
 pub enum Message {
     /// A caller asks for an RPC; the trace that the call belongs to.
     Ask(Rpc, Option<TraceId>, Reply),
-    /// The pause has ended.
+    /// The pause process has ended.
     Exited(Exit),
     /// The pod's shim has died with containers in it.
     ShimDied,
-    /// The killed pause may still be frozen.
+    /// The killed pause process may still be frozen.
     ThawFailed(StepError),
     /// A job has ended.
     Done(Outcome),
@@ -63,20 +63,20 @@ pub enum Outcome {
 pub enum Entry {
     /// Created, never started.
     Created,
-    /// Its pause lives.
+    /// Its pause process lives.
     Ready(Arc<dyn Process>),
-    /// Its pause has ended.
+    /// Its pause process has ended.
     NotReady {
-        /// The pause that was; 0 where there was none.
+        /// The pause process that was; 0 where there was none.
         pid: u32,
         /// How it ended.
         exit: Exit,
     },
     /// The end of the daemon interrupted its start, and recovery could not undo it yet.
     Interrupted,
-    /// Recovery could not determine whether its pause lives.
+    /// Recovery could not determine whether its pause process lives.
     Unknown {
-        /// Process id of the recorded pause.
+        /// Process id of the recorded pause process.
         pid: u32,
     },
 }
@@ -120,7 +120,7 @@ impl Actor {
             Entry::Ready(pause) => (Phase::Ready, pause.identity().pid, None, Some(pause)),
             Entry::NotReady { pid, exit } => (Phase::NotReady, pid, Some(exit), None),
             Entry::Interrupted => {
-                // No caller knows of this pause; a caller of Wait must not wait for ever.
+                // No caller knows of this pause process; a caller of Wait must not wait for ever.
                 let exit = Exit { status: UNKNOWN_EXIT, at: SystemTime::now() };
                 (Phase::NotReady, 0, Some(exit), None)
             }
@@ -166,8 +166,8 @@ impl Actor {
         handle
     }
 
-    /// After a panic of its own, at whatever point: pending calls fail, and the pause is looked for
-    /// as recovery does. A sandbox whose pause lives must never look gone.
+    /// After a panic of its own, at whatever point: pending calls fail, and the pause process is
+    /// looked for as recovery does. A sandbox whose pause process lives must never look gone.
     async fn recover_from_panic(&mut self, panic: &StepError, panics: u32) {
         log::error!(
             sandbox = self.id();
@@ -230,8 +230,8 @@ impl Actor {
         }
     }
 
-    /// The next message, or the exit of the pause. Nothing is lost when the future is dropped, and
-    /// it is small, as every sandbox waits in one.
+    /// The next message, or the exit of the pause process. Nothing is lost when the future is
+    /// dropped, and it is small, as every sandbox waits in one.
     fn next(&mut self) -> impl Future<Output = Message> {
         poll_fn(|cx| match self.exit.poll_exit(cx) {
             Poll::Ready(exit) => Poll::Ready(Message::Exited(exit)),
@@ -422,7 +422,7 @@ impl Actor {
                 }
                 Job::Cleanup => {
                     let done = guard(jobs.cleanup(pid, exit)).await;
-                    // CRI calls no Stop for a pod whose pause has ended by itself.
+                    // CRI calls no Stop for a pod whose pause process has ended by itself.
                     jobs.dismiss_shim();
                     Outcome::Teardown(done.unwrap_or_else(|panic| Err(panic.into())))
                 }

@@ -7,10 +7,10 @@
 //!  container ------> container, task ------------> container ----------> nothing
 //! ```
 //!
-//! The container is recorded before the pause has its cgroup: cAdvisor looks for it once, when the
-//! cgroup appears. A task needs a server, which is the pod's own shim; a pod without containers has
-//! none and gets no task. All of it is done by a worker, one at a time per sandbox, and is tried
-//! again: containerd may be down or refuse, and the pod runs all the same.
+//! The container is recorded before the pause process has its cgroup: cAdvisor looks for it once,
+//! when the cgroup appears. A task needs a server, which is the pod's own shim; a pod without
+//! containers has none and gets no task. All of it is done by a worker, one at a time per sandbox,
+//! and is tried again: containerd may be down or refuse, and the pod runs all the same.
 
 use std::pin::pin;
 use std::time::Duration;

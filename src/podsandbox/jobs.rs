@@ -28,13 +28,13 @@ use crate::protos::cri::PodSandboxConfig;
 use crate::shim;
 use crate::telemetry::Telemetry;
 
-/// How long a failed Start waits for the exit of the pause that it killed.
+/// How long a failed Start waits for the exit of the pause process that it killed.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What is known of one sandbox from its record and never changes.
 #[derive(Debug)]
 pub struct Facts {
-    /// The sandbox id and the pause's cgroup, by which the driver finds and removes it.
+    /// The sandbox id and the pause process's cgroup, by which the driver finds and removes it.
     pub cgroup_ref: CgroupRef,
     /// The namespaces that only the pod uses.
     pub private_namespaces: PrivateNamespaces,
@@ -87,7 +87,7 @@ pub struct Jobs {
     overdue_recovery: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// A pause, and whether it is on record.
+/// A pause process, and whether it is on record.
 type StartedPause = (Arc<dyn Process>, Result<(), StepError>);
 
 /// Which namespaces only the pod uses.
@@ -178,7 +178,7 @@ impl Jobs {
         *self.start_input.lock() = Some(Arc::new(input));
     }
 
-    /// Makes files and pause and records them.
+    /// Makes files and pause process and records them.
     ///
     /// # Errors
     /// The failed step. All is undone then, the record included.
@@ -208,7 +208,7 @@ impl Jobs {
             driver => self.start_behind_shim(driver.clone()).await?,
         };
         if let Err(step) = recorded {
-            // No later daemon would find a pause without a record.
+            // No later daemon would find a pause process without a record.
             self.kill_unrecorded(&pause).await;
             return Err(step);
         }
@@ -216,7 +216,7 @@ impl Jobs {
         Ok(pause)
     }
 
-    /// Makes files and pause where a shim is started first.
+    /// Makes files and pause process where a shim is started first.
     async fn start_behind_shim(
         self: &Arc<Self>,
         driver: PauseDriver,
@@ -244,7 +244,7 @@ impl Jobs {
         Ok(input)
     }
 
-    /// Records a pause.
+    /// Records a pause process.
     fn recorded(&self, pause: Box<dyn Process>) -> StartedPause {
         let recorded = self.store.set_stage(&Stage::Started { identity: pause.identity().clone() });
         (Arc::from(pause), recorded)
@@ -280,7 +280,7 @@ impl Jobs {
         Ok(())
     }
 
-    /// Describes the pause to a shim that will run it. Others need no description.
+    /// Describes the pause process to a shim that will run it. Others need no description.
     ///
     /// # Errors
     /// The failed step.
@@ -400,7 +400,7 @@ impl Jobs {
         }
     }
 
-    /// Whether the pause is found without the pod's shim.
+    /// Whether the pause process is found without the pod's shim.
     pub fn finds_pause_without_shim(&self) -> bool {
         matches!(self.driver, PauseDriver::Native(_))
     }
@@ -445,7 +445,7 @@ impl Jobs {
     /// # Errors
     /// Every step that failed.
     pub async fn remove(self: &Arc<Self>) -> Result<(), StepErrors> {
-        // A shim that runs the pause as well must be rid of it before it ends.
+        // A shim that runs the pause process as well must be rid of it before it ends.
         let mut errors = self.driver_cleanup_and(|_| {}, |_, _| {}).await;
         self.task_deleted().await;
         errors.check_all(self.shim.close().await);
@@ -461,7 +461,7 @@ impl Jobs {
     }
 }
 
-/// Moves a killed pause out of a cgroup that holds it frozen.
+/// Moves a killed pause process out of a cgroup that holds it frozen.
 ///
 /// # Errors
 /// The failed step.

@@ -22,11 +22,11 @@ pub enum Phase {
     Created,
     /// Its start job runs.
     Starting,
-    /// The pause lives.
+    /// The pause process lives.
     Ready,
-    /// The pause has ended.
+    /// The pause process has ended.
     NotReady,
-    /// Recovery could not tell whether the pause lives.
+    /// Recovery could not tell whether the pause process lives.
     Unknown,
     /// Nothing is left of it.
     Gone,
@@ -53,7 +53,7 @@ impl Phase {
 /// The blocking work that a sandbox may have under way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Job {
-    /// Makes files and pause.
+    /// Makes files and pause process.
     Start,
     /// Asks the driver again about a process whose state recovery could not determine.
     Adopt,
@@ -90,7 +90,7 @@ impl Rpc {
 pub enum Event {
     /// A caller asks for an RPC.
     Asked(Rpc),
-    /// The start job made a pause.
+    /// The start job made a pause process.
     Started,
     /// The caller of a successful Start has given up: it takes the sandbox for failed and will
     /// never end it.
@@ -104,7 +104,7 @@ pub enum Event {
     AdoptedAlive,
     /// The driver could not determine whether the process lives.
     AdoptFailed,
-    /// The pause has exited (or the driver found it dead).
+    /// The pause process has exited (or the driver found it dead).
     Exited(Exit),
     /// The pod's shim has died with containers in it: the sandbox ends with it.
     ShimDied,
@@ -129,9 +129,9 @@ pub enum Action {
     Publish,
     /// Log and count the exit, which was just published.
     ReportExit(Exit),
-    /// Send SIGKILL to the pause.
+    /// Send SIGKILL to the pause process.
     Kill,
-    /// Watch the pause's exit.
+    /// Watch the pause process's exit.
     Watch,
     /// Answer every waiting caller of the RPC: success.
     Succeed(Rpc),
@@ -149,7 +149,7 @@ pub enum Action {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Machine {
     phase: Phase,
-    /// How the pause exited, once that is known.
+    /// How the pause process exited, once that is known.
     exit: Option<Exit>,
     job: Option<Job>,
     /// The cleanup after the exit is not done yet.
@@ -158,7 +158,7 @@ pub struct Machine {
     removal_requested: bool,
     stop_waits: bool,
     shutdown_waits: bool,
-    /// The shim has died, and whether the pause lives is not known yet.
+    /// The shim has died, and whether the pause process lives is not known yet.
     shim_died: bool,
     failures: u32,
 }
@@ -181,7 +181,7 @@ impl Machine {
     }
 
     /// After a panic of the actor: forgets everything but the exit and the death of the shim, and
-    /// looks for the pause again. Readers see the old phase until then.
+    /// looks for the pause process again. Readers see the old phase until then.
     pub fn adopt_again(&mut self) -> Vec<Action> {
         *self = Self { shim_died: self.shim_died, ..Self::new(Phase::Unknown, self.exit) };
         let mut out = Vec::new();
@@ -194,17 +194,17 @@ impl Machine {
         self.phase
     }
 
-    /// How the pause exited; `None` while it lives, and where there never was one.
+    /// How the pause process exited; `None` while it lives, and where there never was one.
     pub fn exit(&self) -> Option<Exit> {
         self.exit
     }
 
-    /// Cleanups that have failed in a row and are retried; a search for the pause is none.
+    /// Cleanups that have failed in a row and are retried; a search for the pause process is none.
     pub fn failures(&self) -> u32 {
         if self.phase == Phase::Unknown { 0 } else { self.failures }
     }
 
-    /// Whether nothing is under way: no job runs and the pause is not being killed.
+    /// Whether nothing is under way: no job runs and the pause process is not being killed.
     pub fn is_idle(&self) -> bool {
         self.job.is_none()
             && !(self.phase == Phase::Ready && (self.removal_requested || self.stop_waits))
@@ -247,14 +247,14 @@ impl Machine {
                 self.job = None;
                 self.settle(Rpc::Stop, false, &mut out);
                 self.settle(Rpc::Shutdown, false, &mut out);
-                // A pause that lives must not stay unknown after a fault that passes.
+                // A pause process that lives must not stay unknown after a fault that passes.
                 self.retry(&mut out);
             }
             Event::Exited(exit) => self.exited(exit, &mut out),
             Event::ShimDied => match self.phase {
                 Phase::Ready => out.push(Action::Kill),
                 Phase::Unknown => self.shim_died = true,
-                // Without a pause the sandbox has ended already.
+                // Without a pause process the sandbox has ended already.
                 _ => {}
             },
             Event::KillFailed => self.not_ended(&mut out),
@@ -375,7 +375,7 @@ impl Machine {
         out.push(Action::Run(job));
     }
 
-    /// The pause could not be ended.
+    /// The pause process could not be ended.
     fn not_ended(&mut self, out: &mut Vec<Action>) {
         self.settle(Rpc::Stop, false, out);
         self.settle(Rpc::Shutdown, false, out);

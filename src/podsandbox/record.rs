@@ -54,7 +54,7 @@ pub struct Record {
     pub id: SandboxId,
     /// When Create was called.
     pub created_at: SystemTime,
-    /// Name of the driver that made the pause.
+    /// Name of the driver that made the pause process.
     pub driver: String,
     /// What the driver makes.
     pub plan: Plan,
@@ -133,14 +133,14 @@ pub fn decode_config(id: &str, type_url: &str, value: &[u8]) -> Result<PodSandbo
 pub enum Stage {
     /// Created; a start job may have begun.
     Created,
-    /// Its pause runs, as far as the record knows.
+    /// Its pause process runs, as far as the record knows.
     Started {
-        /// What names the pause.
+        /// What names the pause process.
         identity: Identity,
     },
-    /// Its pause has ended.
+    /// Its pause process has ended.
     Exited {
-        /// The pause that was, if there ever was one.
+        /// The pause process that was, if there ever was one.
         pid: u32,
         /// How it ended.
         exit: Exit,
@@ -324,7 +324,7 @@ impl RecordStore {
 
     /// Takes from all but root the right to read what an older daemon has left readable. Who may
     /// only pass the directory, as the root of the pod's user namespace must where a shim runs the
-    /// pause, still may.
+    /// pause process, still may.
     ///
     /// # Errors
     /// The failed step.

@@ -25,14 +25,14 @@ use crate::pool::{self, Class};
 use crate::process::handle::{self, NamespaceHandle};
 use crate::shim;
 
-/// How long a caller of Stop or Shutdown waits for the end of a pause and its cleanup before it is
-/// answered that they continue without it.
+/// How long a caller of Stop or Shutdown waits for the end of a pause process and its cleanup
+/// before it is answered that they continue without it.
 const END_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How long after the recovery Status waits while it is unknown whether the pause lives. containerd
-/// keeps an unknown state until its next start, and kubelet ends such a pod (`restart.go` and
-/// `sandbox_status.go` of CRI). The time counts from the recovery, because containerd asks for one
-/// sandbox after the other when it starts.
+/// How long after the recovery Status waits while it is unknown whether the pause process lives.
+/// containerd keeps an unknown state until its next start, and kubelet ends such a pod
+/// (`restart.go` and `sandbox_status.go` of CRI). The time counts from the recovery, because
+/// containerd asks for one sandbox after the other when it starts.
 pub const UNKNOWN_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long after its start a sandbox is not looked at for files that containerd has deleted, which
@@ -44,7 +44,7 @@ const NO_RESTORE_AFTER_START: Duration = Duration::from_millis(20);
 const SPEC_TYPE: &str = "types.containerd.io/opencontainers/runtime-spec/1/Spec";
 
 /// Key of the verbose information that says why the sandbox ended, where we know more than that its
-/// pause did.
+/// pause process did.
 const REASON: &str = "reason";
 
 /// The sandbox as its Task endpoint sees it.
@@ -218,13 +218,14 @@ impl Sandbox {
         })
     }
 
-    /// Ends the pause; answers when its exit is recorded and the shared memory is unmounted.
+    /// Ends the pause process; answers when its exit is recorded and the shared memory is
+    /// unmounted.
     ///
     /// # Errors
     /// The failed step, or [`Error::Timeout`]; what is left continues in the background.
     pub async fn stop(&self) -> Result<(), Error> {
         self.request(Rpc::Stop, Some(END_TIMEOUT)).await?;
-        // Also here: the pod may have had containers when its pause ended.
+        // Also here: the pod may have had containers when its pause process ended.
         self.jobs.dismiss_shim();
         Ok(())
     }
@@ -237,10 +238,10 @@ impl Sandbox {
         self.request(Rpc::Shutdown, Some(END_TIMEOUT)).await
     }
 
-    /// Answers when the pause has exited, before or after this call.
+    /// Answers when the pause process has exited, before or after this call.
     ///
     /// # Errors
-    /// [`Error::NotFound`] when the sandbox was removed without ever having had a pause.
+    /// [`Error::NotFound`] when the sandbox was removed without ever having had a pause process.
     pub fn wait(self: Arc<Self>) -> impl Future<Output = Result<Exit, Error>> + Send {
         self.asked.store(true, Ordering::Relaxed);
         async move {
@@ -253,8 +254,8 @@ impl Sandbox {
     }
 
     /// What is published. Waits up to 30 s after the recovery while it is unknown whether the pause
-    /// lives. Restores files that containerd has deleted, because CRI calls Status before every
-    /// container; if that fails, the answer is the same, and it is retried.
+    /// process lives. Restores files that containerd has deleted, because CRI calls Status before
+    /// every container; if that fails, the answer is the same, and it is retried.
     ///
     /// # Errors
     /// Verbose: the record cannot be read.
@@ -297,7 +298,7 @@ impl Sandbox {
     fn report(&self, published: Published, info: BTreeMap<String, String>) -> StatusReport {
         StatusReport {
             // As the built-in controller: CRI makes containers in the namespaces of this process.
-            // That of an unknown pause may be another's by now.
+            // That of an unknown pause process may be another's by now.
             pid: match (published.phase, published.exit) {
                 (Phase::Unknown, _) | (_, Some(_)) => 0,
                 (_, None) => published.pid,
@@ -404,7 +405,7 @@ impl Sandbox {
         let gone = || match (self.phase(), rpc) {
             (Phase::Gone, Rpc::Start) => Err(Error::NotFound { id: self.id().to_owned() }),
             (Phase::Gone, Rpc::Stop | Rpc::Shutdown) => Ok(()),
-            // It ended before its sandbox did: the pause may live.
+            // It ended before its sandbox did: the pause process may live.
             _ => Err(self.fault(rpc.name(), "its actor has ended".to_owned())),
         };
         if !self.actor.send(Message::Ask(rpc, log_context::current(), reply)) {

@@ -79,8 +79,8 @@ pub fn check(
     let (labels, level) =
         selinux.label(config, security.selinux_options.as_ref()).map_err(failed)?;
     let pause_label = selinux::of_pause(&labels.process, &info.runtime_name).map_err(failed)?;
-    // As the built-in controller: the containers of a privileged pod have a label, its pause has
-    // none of its own.
+    // As the built-in controller: the containers of a privileged pod have a label, its pause
+    // process has none of its own.
     let label = if security.privileged { String::new() } else { pause_label };
     let plan = plan(checked, request, &pod, config, label)?;
     let (owner, own_shim) = shim_choice::choose(&info, config, has_own_shim);

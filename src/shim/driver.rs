@@ -1,8 +1,9 @@
-//! The driver that has the pod's shim run the pause: for runtimes that must own the sandbox, such
-//! as gVisor and Kata, and for whoever wants the OCI runtime to run it.
+//! The driver that has the pod's shim run the pause process: for runtimes that must own the
+//! sandbox, such as gVisor and Kata, and for whoever wants the OCI runtime to run it.
 //!
-//! The shim's endpoint (`self_started.rs`) is there before the pause and after it; here is the
-//! pause's own life as a task of it, by the same calls as of containerd's built-in controller.
+//! The shim's endpoint (`self_started.rs`) is there before the pause process and after it; here is
+//! the pause process's own life as a task of it, by the same calls as of containerd's built-in
+//! controller.
 
 use std::io;
 use std::sync::Arc;
@@ -34,10 +35,11 @@ pub const NAME: &str = "shim";
 /// `loadContainerTimeout`).
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long recovery may look for a pause: less than it gives a record in all.
+/// How long recovery may look for a pause process: less than it gives a record in all.
 const RECOVERY_TIMEOUT: Duration = Duration::from_secs(8);
 
-/// How long the runtime may take to make or start the pause: less than kubelet waits for a pod.
+/// How long the runtime may take to make or start the pause process: less than kubelet waits for a
+/// pod.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Delay between two tries of what must succeed in the end.
@@ -56,10 +58,10 @@ const DELETION_DELAYS: [Duration; 5] = [
 /// Maximum delay between two `Wait` calls after a lost connection.
 const MAX_WAIT_RETRY_DELAY: Duration = Duration::from_secs(30);
 
-/// How many calls to kill the pause a shim may leave unanswered.
+/// How many calls to kill the pause process a shim may leave unanswered.
 const MAX_UNANSWERED: u32 = 2;
 
-/// How many calls to kill the pause a shim may refuse: more, because it answers.
+/// How many calls to kill the pause process a shim may refuse: more, because it answers.
 const MAX_REFUSED: u32 = 20;
 
 /// Runtimes whose containers are plain processes of the node, by the part of the name that says
@@ -78,7 +80,7 @@ pub fn is_of_host_processes(runtime: &str) -> bool {
     parts.first().is_some_and(|kind| HOST_PROCESSES.contains(kind))
 }
 
-/// Runs pauses as tasks of their pods' shims.
+/// Runs pause processes as tasks of their pods' shims.
 #[derive(Debug)]
 pub struct ShimDriver {
     shims: Arc<Shims>,
@@ -116,7 +118,7 @@ impl ShimDriver {
         Ok((tasks, created.pid))
     }
 
-    /// Makes and starts the pause.
+    /// Makes and starts the pause process.
     async fn run(&self, endpoint: &Arc<SelfStarted>) -> Result<Task, StepError> {
         let (tasks, created) = self.create(endpoint).await?;
         let id = endpoint.id();
@@ -205,7 +207,7 @@ impl ShimDriver {
         NAME
     }
 
-    /// Makes the pause of a sandbox.
+    /// Makes the pause process of a sandbox.
     ///
     /// # Errors
     /// The failed step; what was made has been undone then.
@@ -214,7 +216,7 @@ impl ShimDriver {
         Ok(Box::new(self.run(&endpoint).await?))
     }
 
-    /// Finds a recorded pause again after a restart of the daemon.
+    /// Finds a recorded pause process again after a restart of the daemon.
     pub async fn adopt(&self, cgroup_ref: &CgroupRef, identity: &Identity) -> Adoption {
         let recovered = async {
             let endpoint = self.endpoint(&cgroup_ref.id)?;
@@ -227,7 +229,7 @@ impl ShimDriver {
         recovered.await.unwrap_or_else(Adoption::Unknown)
     }
 
-    /// Ends and deletes the pause. Gone already is success.
+    /// Ends and deletes the pause process. Gone already is success.
     ///
     /// # Errors
     /// The failed step.
@@ -312,7 +314,7 @@ fn exit(status: u32, at: Option<&Timestamp>) -> Exit {
     Exit { status, at: reported.unwrap_or_else(SystemTime::now) }
 }
 
-/// A pause that a shim runs.
+/// A pause process that a shim runs.
 #[derive(Debug)]
 struct Task {
     identity: Identity,
@@ -339,8 +341,8 @@ impl Task {
     }
 }
 
-/// The one `Wait` of a sandbox: ends with the pause, or with its shim. A connection that is lost is
-/// none of both.
+/// The one `Wait` of a sandbox: ends with the pause process, or with its shim. A connection that is
+/// lost is none of both.
 async fn wait(endpoint: &Arc<SelfStarted>) -> Exit {
     let unknown = || Exit { status: UNKNOWN_EXIT, at: SystemTime::now() };
     let id = endpoint.id();
@@ -379,9 +381,9 @@ async fn wait(endpoint: &Arc<SelfStarted>) -> Exit {
     }
 }
 
-/// Kills the pause at each notification, until the shim has answered. One that does not, or refuses
-/// again and again, is killed itself, and the pause with it: who asks for the end of a sandbox is
-/// not to wait for a shim that hangs.
+/// Kills the pause process at each notification, until the shim has answered. One that does not, or
+/// refuses again and again, is killed itself, and the pause process with it: who asks for the end
+/// of a sandbox is not to wait for a shim that hangs.
 async fn kill_on_request(endpoint: &Arc<SelfStarted>, requested: &Notify) -> Exit {
     let id = endpoint.id();
     let request = KillRequest {
@@ -393,8 +395,8 @@ async fn kill_on_request(endpoint: &Arc<SelfStarted>, requested: &Notify) -> Exi
         requested.notified().await;
         let (mut unanswered, mut refused) = (0, 0);
         loop {
-            // A task of its own, which waits for the answer: the pause ends before the shim has
-            // given it, and this call with the pause.
+            // A task of its own, which waits for the answer: the pause process ends before the shim
+            // has given it, and this call with the pause process.
             let (of, request) = (endpoint.clone(), request.clone());
             let killed = tokio::spawn(async move {
                 of.tasks()
@@ -427,7 +429,7 @@ async fn kill_on_request(endpoint: &Arc<SelfStarted>, requested: &Notify) -> Exi
                         "shim refuses to kill pause process; killing the shim");
                 }
                 (unanswered, refused) = (0, 0);
-                // The exit of the pause follows from the shim's.
+                // The exit of the pause process follows from the shim's.
                 if let Err(step) = endpoint.shim().kill(&*shim).await {
                     log::error!(sandbox = id; "failed to kill shim: {step}");
                 }

@@ -142,7 +142,7 @@ impl Handover {
         self.shim.own_shim().is_some()
     }
 
-    /// Names the pause to the shim.
+    /// Names the pause process to the shim.
     pub(super) async fn set_pause(&self, pause: &Identity) -> Result<(), PauseRefused> {
         // No caller: a pod that gets no container gets no shim.
         if !self.has_shim() {

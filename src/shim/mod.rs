@@ -1,8 +1,8 @@
 //! The pod's shim: the Task endpoint of its containers, and what serves there.
 //!
-//! There are three kinds, by who makes the socket. With a `handover` the daemon makes it,
-//! launches the shim with it on the first call, watches the shim and ends it. A `self_started`
-//! shim makes its socket itself, in its `start`, and may run the pause as well: [`driver`]. A
+//! There are three kinds, by who makes the socket. With a `handover` the daemon makes it, launches
+//! the shim with it on the first call, watches the shim and ends it. A `self_started` shim makes
+//! its socket itself, in its `start`, and may run the pause process as well: [`driver`]. A
 //! [`containerd_owned`] shim is started by containerd with the pod's first container, and the
 //! daemon knows only where its socket is.
 
@@ -72,13 +72,13 @@ pub enum ShimKind {
     /// The daemon starts it with the pod, by the shim's own `start`.
     #[serde(rename = "started")]
     SelfStarted,
-    /// As [`ShimKind::SelfStarted`], and it also runs the pause.
+    /// As [`ShimKind::SelfStarted`], and it also runs the pause process.
     #[serde(rename = "driver")]
     RunsPause,
 }
 
 impl ShimKind {
-    /// The shim runs the pause as well.
+    /// The shim runs the pause process as well.
     pub fn runs_pause(self) -> bool {
         self == Self::RunsPause
     }
@@ -154,7 +154,7 @@ pub const SOCKET_SUFFIX: usize = 1 + SOCKETS.len() + 1 + SOCKET_NAME + bundle::N
 pub struct Shims {
     settings: ShimSettings,
     launcher: Launcher,
-    /// The endpoints whose shims run the pause, by sandbox id, for the driver.
+    /// The endpoints whose shims run the pause process, by sandbox id, for the driver.
     runs_pause: Mutex<HashMap<SandboxId, Weak<SelfStarted>>>,
     runtimes: Runtimes,
 }
@@ -257,7 +257,7 @@ impl Shims {
         PodShim::new(self.clone(), id.clone(), self_started, runtime.clone())
     }
 
-    /// The endpoint of a sandbox whose shim runs the pause.
+    /// The endpoint of a sandbox whose shim runs the pause process.
     fn that_runs_pause(&self, id: &str) -> Option<Arc<SelfStarted>> {
         self.runs_pause.lock().get(id)?.upgrade()
     }
@@ -265,7 +265,7 @@ impl Shims {
 
 /// What an endpoint must know of its pod.
 pub trait Pod: Send + Sync {
-    /// The namespaces that are the pod's own. None while there is no pause. Blocks.
+    /// The namespaces that are the pod's own. None while there is no pause process. Blocks.
     ///
     /// # Errors
     /// They cannot be looked at.
@@ -316,8 +316,8 @@ impl Endpoint {
         }
     }
 
-    /// Takes the spec of the sandbox and what it was made of, for a shim that runs the pause.
-    /// Blocks.
+    /// Takes the spec of the sandbox and what it was made of, for a shim that runs the pause
+    /// process. Blocks.
     ///
     /// # Errors
     /// The failed step; call [`Endpoint::close`] then.
@@ -456,7 +456,7 @@ impl Endpoint {
         matches!(self, Self::Handover(endpoint) if endpoint.has_own_shim())
     }
 
-    /// Names the pause to the pod's shim, for the sandbox's task.
+    /// Names the pause process to the pod's shim, for the sandbox's task.
     ///
     /// # Errors
     /// The shim cannot serve it, or the failed step.

@@ -172,7 +172,7 @@ pub enum PauseRefused {
     Failed(StepError),
 }
 
-/// Names the pause to this project's own shim, which makes sure that it is that process.
+/// Names the pause process to this project's own shim, which makes sure that it is that process.
 ///
 /// # Errors
 /// The shim cannot serve it, or the failed step.

@@ -337,7 +337,7 @@ impl<V: SandboxService> Handler<V> {
                 )
             }
             "Stop" => {
-                // timeout_secs is for sandboxes that are asked to end; a pause is killed.
+                // timeout_secs is for sandboxes that are asked to end; a pause process is killed.
                 let id = decode::<c::ControllerStopRequest>(bytes)?.sandbox_id;
                 encode(
                     method,

@@ -174,8 +174,8 @@ fn a_cleanup_ends_what_is_frozen() {
     let cgroup = root.join(&*plan.id);
     fs::write(cgroup.join("freezer.state"), "FROZEN").unwrap();
     pause.kill().unwrap();
-    // Tried again, as by a sandbox's owner: a pause has the least CPU weight, and so ends late on a
-    // busy machine.
+    // Tried again, as by a sandbox's owner: a pause process has the least CPU weight, and so ends
+    // late on a busy machine.
     let begun = Instant::now();
     while let Err(left) = driver.cleanup(&plan.cgroup_ref()) {
         assert!(begun.elapsed().as_secs() < 30, "{left:?}");

@@ -13,9 +13,9 @@ use crate::process::Exit;
 pub struct Published {
     /// Its phase.
     pub phase: Phase,
-    /// Process id of the pause on the node; 0 where there was none.
+    /// Process id of the pause process on the node; 0 where there was none.
     pub pid: u32,
-    /// How the pause exited.
+    /// How the pause process exited.
     pub exit: Option<Exit>,
     /// Cleanups that have failed in a row and are retried.
     pub failures: u32,
@@ -39,7 +39,7 @@ impl ActorHandle {
         *self.published.borrow()
     }
 
-    /// Waits until it is known whether the pause lives, at most until `deadline`.
+    /// Waits until it is known whether the pause process lives, at most until `deadline`.
     pub async fn known(&self, deadline: Instant) {
         let mut published = self.published.clone();
         let known = published.wait_for(|published| published.phase != Phase::Unknown);

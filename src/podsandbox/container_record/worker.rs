@@ -120,7 +120,7 @@ impl Jobs {
         }
     }
 
-    /// The pause has exited: its task is deleted. Returns at once.
+    /// The pause process has exited: its task is deleted. Returns at once.
     pub fn delete_task(self: &Arc<Self>) {
         self.set_goal(Goal::NoTask);
     }

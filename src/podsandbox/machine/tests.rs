@@ -20,7 +20,7 @@ enum Happening {
     JobEnds(bool),
     /// A failed start could not be undone.
     StartLeavesSomething,
-    /// The pause ends by itself.
+    /// The pause process ends by itself.
     PauseDies,
     /// The shim of the pod dies with containers in it.
     ShimDies,
@@ -32,7 +32,7 @@ enum Happening {
     CallerGivesUp,
     RetryDue,
     Abandoned,
-    /// The daemon is killed and comes back; recovery can tell about the pause, or not.
+    /// The daemon is killed and comes back; recovery can tell about the pause process, or not.
     Restart(bool),
 }
 
@@ -41,7 +41,7 @@ enum Happening {
 struct World {
     machine: Machine,
     job: Option<Job>,
-    /// The pause lives.
+    /// The pause process lives.
     alive: bool,
     /// A kill is on its way.
     killed: bool,
@@ -335,7 +335,7 @@ fn start_stop_and_shutdown_yield_the_expected_actions() {
     assert_eq!(machine.on(Event::JobDone), end);
 }
 
-/// The shim's death is known before recovery has found the pause.
+/// The shim's death is known before recovery has found the pause process.
 #[test]
 fn a_pause_that_is_adopted_ends_with_its_dead_shim() {
     let mut machine = Machine::new(Phase::Ready, None);

@@ -1,6 +1,6 @@
-//! The fields of the security context that our pause makes no use of. What containerd's built-in
-//! controller refuses in them is refused here too: a pod that names a profile which cannot be is
-//! not to run as if it had named none.
+//! The fields of the security context that our pause process makes no use of. What containerd's
+//! built-in controller refuses in them is refused here too: a pod that names a profile which cannot
+//! be is not to run as if it had named none.
 
 use std::collections::HashMap;
 use std::fs::File;

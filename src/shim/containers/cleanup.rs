@@ -90,8 +90,8 @@ impl PodShim {
         Ok(())
     }
 
-    /// Handles the exit of a shim that ran the pause: the sandbox fails with it, and so do all
-    /// containers. `left` is from [`PodShim::find_all`].
+    /// Handles the exit of a shim that ran the pause process: the sandbox fails with it, and so do
+    /// all containers. `left` is from [`PodShim::find_all`].
     pub(in crate::shim) async fn handle_shim_exit_with_pause(
         self: &Arc<Self>,
         left: Result<Left, StepError>,
@@ -158,8 +158,8 @@ impl PodShim {
     }
 
     /// All containers of the pod: those with processes in its namespaces, with a bundle, or with a
-    /// state of the runtime's. To be called while the pause still has its namespaces: containerd
-    /// removes the bundles of containers that it takes for dead.
+    /// state of the runtime's. To be called while the pause process still has its namespaces:
+    /// containerd removes the bundles of containers that it takes for dead.
     pub(in crate::shim) async fn find_all(
         self: &Arc<Self>,
         pod: &Arc<dyn Pod>,

@@ -441,8 +441,8 @@ async fn a_shim_that_hangs_up_is_not_killed() {
     assert!(child.try_wait().is_err());
 }
 
-/// Stop and the cleanup after the exit of the pause both dismiss the shim. A connection that is
-/// left in the queue of the socket would launch another one.
+/// Stop and the cleanup after the exit of the pause process both dismiss the shim. A connection
+/// that is left in the queue of the socket would launch another one.
 #[tokio::test]
 async fn an_empty_shim_is_asked_to_exit_by_one_caller_at_a_time() {
     let dir = tempfile::tempdir().unwrap();
