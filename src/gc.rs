@@ -95,7 +95,9 @@ async fn remove_containers(
     let mut result = Ok(());
     for id in containers.own().await?.into_iter().filter(|id| !controller.has(id)) {
         match containers.remove(&id).await {
-            Ok(()) => log::info!(sandbox = id.as_str(); "removed container of removed sandbox"),
+            Ok(()) => {
+                log::info!(sandbox = id.as_str(); "removed stale container record of removed sandbox")
+            }
             // The others go all the same.
             Err(e) => result = Err(e),
         }

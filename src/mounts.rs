@@ -193,7 +193,7 @@ impl Mounts {
             Ok(new) => {
                 let admitted = new.view.admit(&self.state);
                 match &admitted {
-                    Err(step) => log::error!("pods are refused: {step}"),
+                    Err(step) => log::error!("refusing pods: {step}"),
                     Ok(()) if new.view == View::Propagated => log::warn!(
                         "containerd is in another mount namespace, to which mounts below {} are \
                          propagated",
@@ -206,10 +206,9 @@ impl Mounts {
             }
             Err(e) => {
                 *found = None;
-                log::debug!(
-                    "{}",
-                    StepError::at("compare mount namespaces with containerd's", &self.address, e)
-                );
+                let step =
+                    StepError::at("compare mount namespaces with containerd's", &self.address, e);
+                log::debug!("failed to find containerd's mount namespace: {step}");
                 Ok(())
             }
         }

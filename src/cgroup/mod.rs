@@ -170,7 +170,7 @@ impl Cgroups {
                     Err(Errno::NOENT) if tries > 1 => self.make_directory(cgroup, false)?.keep(),
                     Err(e) => {
                         return Err(StepError::at(
-                            "move the pause into cgroup",
+                            "move the pause process into cgroup",
                             self.path(index, cgroup),
                             e.into(),
                         ));
@@ -235,7 +235,7 @@ impl Cgroups {
             if !(hierarchy.freezer || self.unified) {
                 continue;
             }
-            let what = "place the pause in cgroup";
+            let what = "place the pause process in cgroup";
             let state = match hierarchy.read_file(&below(cgroup, thawed.0)) {
                 // Gone meanwhile: the child finds the same.
                 Err(Errno::NOENT | Errno::NODEV) => continue,

@@ -73,7 +73,7 @@ fn parent_fault(parent: &str) -> Option<&'static str> {
 /// # Errors
 /// The parent is not usable.
 pub(crate) fn placement(parent: &str, id: &str) -> Result<Placement, StepError> {
-    const WHAT: &str = "place the pause in a cgroup below";
+    const WHAT: &str = "place the pause process in a cgroup below";
     let refuse = |reason: &str| {
         StepError::at(WHAT, parent, io::Error::new(io::ErrorKind::InvalidInput, reason))
     };

@@ -100,7 +100,7 @@ impl Systemd {
         pid: u32,
         weight: (&str, u64),
     ) -> Result<(), StepError> {
-        let description = format!("pause of pod sandbox {}", scope.unit);
+        let description = format!("pause process of pod sandbox {}", scope.unit);
         // As runc sets them, so that the scope is what a pod's containers have.
         let properties: Vec<(&str, Variant<'_>)> = vec![
             ("Description", description.as_str().into()),

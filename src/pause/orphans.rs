@@ -137,7 +137,7 @@ pub(super) fn find_orphans(mark: &Mark) -> (Vec<Marked>, Option<StepError>) {
             Err(RecvTimeoutError::Timeout) => {
                 let late = io::Error::new(
                     io::ErrorKind::TimedOut,
-                    format!("not done after {} s", SEARCH_TIMEOUT.as_secs()),
+                    format!("timed out after {} s", SEARCH_TIMEOUT.as_secs()),
                 );
                 return (found, Some(StepError::at(STEP, "/proc", late)));
             }

@@ -171,7 +171,7 @@ impl Actor {
     async fn recover_from_panic(&mut self, panic: &StepError, panics: u32) {
         log::error!(
             sandbox = self.id();
-            "actor panicked; looking for its pause again: {panic}"
+            "sandbox actor panicked; re-adopting pause process: {panic}"
         );
         if self.retired {
             return self.retire();
@@ -269,10 +269,10 @@ impl Actor {
                 self.feed(Event::Started);
             }
             Message::Done(Outcome::Start(Err(failure))) => {
-                self.fail("failed to start", failure.step.into());
+                self.fail("failed to start sandbox", failure.step.into());
                 let clean = failure.left.is_empty();
                 for step in failure.left {
-                    log::warn!(sandbox = self.id(); "failed to undo start: {step}");
+                    log::warn!(sandbox = self.id(); "failed to undo sandbox start: {step}");
                 }
                 self.feed(Event::StartFailed { clean });
             }
@@ -287,7 +287,7 @@ impl Actor {
             }
             Message::Done(Outcome::Teardown(Ok(()))) => self.feed(Event::JobDone),
             Message::Done(Outcome::Teardown(Err(steps))) => {
-                self.fail("failed to clean up", steps);
+                self.fail("failed to clean up sandbox", steps);
                 self.feed(Event::JobFailed);
             }
             Message::WhenIdle(waiting) => self.idle_waiters.push(waiting),
@@ -357,7 +357,7 @@ impl Actor {
                 if rpc == Rpc::Start && !heard {
                     log::warn!(
                         sandbox = self.id();
-                        "caller of Start has given up; removing the sandbox"
+                        "Start cancelled by caller; removing sandbox"
                     );
                     return Some(Event::StartCallerGone);
                 }
@@ -387,7 +387,7 @@ impl Actor {
                 } else {
                     log::warn!(
                         sandbox = self.id(), failures = failures;
-                        "retrying cleanup in {} s", delay.as_secs()
+                        "sandbox cleanup failed; retrying in {} s", delay.as_secs()
                     );
                     self.jobs.telemetry().cleanup_failures.inc();
                 }

@@ -12,7 +12,7 @@ use super::machine::Phase;
 use super::metrics::usage::{Usage, read_usage};
 use super::record::{Record, Stage};
 use super::status;
-use crate::error::bounded;
+use crate::error::{StepError, bounded};
 use crate::log_context::PodNames;
 use crate::process::Exit;
 use crate::protos::cri::PodSandboxConfig;
@@ -122,13 +122,17 @@ pub(super) fn summarize(jobs: &Jobs, published: Published, usage: bool) -> Sandb
 }
 
 fn pod_usage(jobs: &Jobs) -> Option<Usage> {
-    let read = read_usage(&jobs.facts.cgroup_ref.cgroup_parent);
-    read.inspect_err(|step| log::debug!(sandbox = jobs.id().as_str(); "{step}")).ok().flatten()
+    let failed = |step: &StepError| {
+        log::debug!(sandbox = jobs.id().as_str(); "failed to read usage of pod: {step}");
+    };
+    read_usage(&jobs.facts.cgroup_ref.cgroup_parent).inspect_err(failed).ok().flatten()
 }
 
 fn shim_memory(jobs: &Jobs) -> Option<u64> {
-    let read = jobs.shim.private_memory();
-    read.inspect_err(|step| log::debug!(sandbox = jobs.id().as_str(); "{step}")).ok().flatten()
+    let failed = |step: &StepError| {
+        log::debug!(sandbox = jobs.id().as_str(); "failed to read memory of shim: {step}");
+    };
+    jobs.shim.private_memory().inspect_err(failed).ok().flatten()
 }
 
 /// Process id of the pause process; 0 where none lives, for who asks may take it for a process of

@@ -214,7 +214,7 @@ impl RecordDeadline {
         &mut self,
         work: impl Future<Output = T> + Send + 'static,
     ) -> Result<T, String> {
-        let overdue = || format!("not done after {} s", RECORD_TIMEOUT.as_secs());
+        let overdue = || format!("timed out after {} s", RECORD_TIMEOUT.as_secs());
         if Instant::now() >= self.deadline {
             return Err(overdue());
         }
@@ -463,7 +463,7 @@ mod tests {
         assert!(deadline.run_read_only(tokio::time::sleep(RECORD_TIMEOUT / 2)).await.is_ok());
         let (end, ended) = oneshot::channel::<()>();
         let begun = Instant::now();
-        assert!(deadline.run(ended).await.unwrap_err().starts_with("not done after"));
+        assert!(deadline.run(ended).await.unwrap_err().starts_with("timed out after"));
         assert_eq!(begun.elapsed().as_secs(), RECORD_TIMEOUT.as_secs() / 2);
         let (tell, dropped) = oneshot::channel::<()>();
         assert!(deadline.run(async { tell.send(()) }).await.is_err());

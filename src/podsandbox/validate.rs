@@ -286,7 +286,7 @@ fn one_mapping(id: &str, field: &str, mappings: &[IDMapping]) -> Result<IdMappin
         return Err(Error::invalid(
             id,
             field,
-            "maps only id 0; the pause needs another id".to_owned(),
+            "maps only id 0; the pause process needs another id".to_owned(),
         ));
     }
     Ok(IdMapping { container_id: one.container_id, host_id: one.host_id, length: one.length })

@@ -162,7 +162,7 @@ impl Shared {
         };
         let killed = child.born.kill();
         if *fate == ChildState::BeforeExec {
-            log::warn!(pid = pid; "killing a child that has not executed its program in time");
+            log::warn!(pid = pid; "killing child process: exec timed out");
             *fate = ChildState::Killed;
         }
         let thawed = self.freezer.as_ref().map_or(Ok(()), |root| thaw(root, pid));

@@ -207,7 +207,7 @@ async fn call(
     let ended: io::Result<_> = tokio::time::timeout(CALL_TIMEOUT, all).await.unwrap_or_else(|_| {
         Err(io::Error::new(
             io::ErrorKind::TimedOut,
-            format!("not done after {} s", CALL_TIMEOUT.as_secs()),
+            format!("timed out after {} s", CALL_TIMEOUT.as_secs()),
         ))
     });
     let (status, output, errors) = ended.step_at(what, subject)?;
@@ -330,7 +330,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_call_that_hangs_times_out() {
         let error = shell("exec sleep 1000").await.unwrap_err();
-        assert!(error.contains("not done after 10 s"), "{error}");
+        assert!(error.contains("timed out after 10 s"), "{error}");
     }
 
     #[tokio::test]

@@ -112,7 +112,7 @@ impl ShimDriver {
             ..Default::default()
         };
         let created: CreateTaskResponse = tasks
-            .call("create pause", "Create", &request, Some(START_TIMEOUT))
+            .call("create pause process", "Create", &request, Some(START_TIMEOUT))
             .await
             .map_err(TaskError::step)?;
         Ok((tasks, created.pid))
@@ -126,19 +126,19 @@ impl ShimDriver {
             let launcher = &endpoint.shim().shims().launcher;
             let missing =
                 || io::Error::other(format!("the shim reported pid {created}, which does not run"));
-            let process = launcher.open(created)?.ok_or_else(missing).step("find pause")?;
+            let process = launcher.open(created)?.ok_or_else(missing).step("find pause process")?;
             if endpoint
                 .process()
                 .is_some_and(|shim| process.identity().start_time < shim.identity().start_time)
             {
                 let older = format!("the shim reported pid {created}, which started before it");
-                return Err(io::Error::other(older)).step("find pause");
+                return Err(io::Error::other(older)).step("find pause process");
             }
             // The wait is armed before the start.
             let task = Task::watch(endpoint.clone(), process.identity().clone());
             let request = StartRequest { id: id.to_owned(), ..Default::default() };
             let started: StartResponse = tasks
-                .call("start pause", "Start", &request, Some(START_TIMEOUT))
+                .call("start pause process", "Start", &request, Some(START_TIMEOUT))
                 .await
                 .map_err(TaskError::step)?;
             if started.pid != created {
@@ -146,7 +146,7 @@ impl ShimDriver {
                     "Create returned pid {created}, but Start returned {}",
                     started.pid
                 ));
-                return Err(other).step("start pause");
+                return Err(other).step("start pause process");
             }
             Ok(task)
         };
@@ -175,12 +175,14 @@ impl ShimDriver {
         }
         let tasks = endpoint.tasks().await.map_err(TaskError::step)?;
         let request = StateRequest { id: endpoint.id().to_owned(), ..Default::default() };
-        let state: StateResponse =
-            match tasks.call("query state of pause", "State", &request, Some(CALL_TIMEOUT)).await {
-                Ok(state) => state,
-                Err(TaskError::NotFound(_)) => return Ok(dead(UNKNOWN_EXIT)),
-                Err(failure) => return Err(failure.step()),
-            };
+        let state: StateResponse = match tasks
+            .call("query state of pause process", "State", &request, Some(CALL_TIMEOUT))
+            .await
+        {
+            Ok(state) => state,
+            Err(TaskError::NotFound(_)) => return Ok(dead(UNKNOWN_EXIT)),
+            Err(failure) => return Err(failure.step()),
+        };
         match state.status.enum_value() {
             Ok(Status::RUNNING) => {
                 Ok(Adoption::Alive(Box::new(Task::watch(endpoint.clone(), identity.clone()))))
@@ -193,7 +195,7 @@ impl ShimDriver {
             }
             _ => {
                 let other = io::Error::other(format!("it is in state {}", state.status.value()));
-                Err(other).step("query state of pause")
+                Err(other).step("query state of pause process")
             }
         }
     }
@@ -220,8 +222,9 @@ impl ShimDriver {
     pub async fn adopt(&self, cgroup_ref: &CgroupRef, identity: &Identity) -> Adoption {
         let recovered = async {
             let endpoint = self.endpoint(&cgroup_ref.id)?;
-            let late =
-                |_| Err(io::Error::from(io::ErrorKind::TimedOut)).step("query state of pause");
+            let late = |_| {
+                Err(io::Error::from(io::ErrorKind::TimedOut)).step("query state of pause process")
+            };
             timeout(RECOVERY_TIMEOUT, self.recover_pause(&endpoint, identity))
                 .await
                 .unwrap_or_else(late)
@@ -264,7 +267,7 @@ async fn delete_in_the_end(endpoint: &Arc<SelfStarted>) -> Result<Option<Exit>, 
             done => return done,
         };
         let Some(delay) = delays.next() else { return Err(step) };
-        log::debug!(sandbox = endpoint.id(); "failed to delete pause; retrying: {step}");
+        log::debug!(sandbox = endpoint.id(); "failed to delete pause process; retrying: {step}");
         sleep(delay).await;
     }
 }
@@ -278,11 +281,16 @@ async fn delete(endpoint: &Arc<SelfStarted>, tasks: &Tasks) -> Result<Option<Exi
         all: true,
         ..Default::default()
     };
-    match tasks.call::<_, Empty>("kill pause", "Kill", &request, Some(CALL_TIMEOUT)).await {
+    match tasks.call::<_, Empty>("kill pause process", "Kill", &request, Some(CALL_TIMEOUT)).await {
         Ok(_) => {
             let request = WaitRequest { id: id.to_owned(), ..Default::default() };
             let waited = tasks
-                .call::<_, WaitResponse>("wait for pause", "Wait", &request, Some(CALL_TIMEOUT))
+                .call::<_, WaitResponse>(
+                    "wait for pause process",
+                    "Wait",
+                    &request,
+                    Some(CALL_TIMEOUT),
+                )
                 .await;
             if let Err(TaskError::Lost(step)) = waited {
                 return Err(step);
@@ -291,13 +299,13 @@ async fn delete(endpoint: &Arc<SelfStarted>, tasks: &Tasks) -> Result<Option<Exi
         Err(TaskError::NotFound(_)) => {}
         // One that was never started may not be killed, only deleted.
         Err(TaskError::Refused(step)) => {
-            log::debug!(sandbox = id; "shim refused to kill pause: {step}")
+            log::debug!(sandbox = id; "shim refused to kill pause process: {step}")
         }
         Err(TaskError::Lost(step)) => return Err(step),
     }
     let request = DeleteRequest { id: id.to_owned(), ..Default::default() };
     match tasks
-        .call::<_, DeleteResponse>("delete pause", "Delete", &request, Some(CALL_TIMEOUT))
+        .call::<_, DeleteResponse>("delete pause process", "Delete", &request, Some(CALL_TIMEOUT))
         .await
     {
         Ok(deleted) => Ok(Some(exit(deleted.exit_status, deleted.exited_at.as_ref()))),
@@ -359,7 +367,7 @@ async fn wait(endpoint: &Arc<SelfStarted>) -> Exit {
         let ask = async {
             let request = WaitRequest { id: id.to_owned(), ..Default::default() };
             let tasks = endpoint.tasks().await?;
-            tasks.call::<_, WaitResponse>("wait for pause", "Wait", &request, None).await
+            tasks.call::<_, WaitResponse>("wait for pause process", "Wait", &request, None).await
         };
         let answer = tokio::select! {
             answer = ask => answer,
@@ -401,11 +409,11 @@ async fn kill_on_request(endpoint: &Arc<SelfStarted>, requested: &Notify) -> Exi
             let killed = tokio::spawn(async move {
                 of.tasks()
                     .await?
-                    .call::<_, Empty>("kill pause", "Kill", &request, Some(CALL_TIMEOUT))
+                    .call::<_, Empty>("kill pause process", "Kill", &request, Some(CALL_TIMEOUT))
                     .await
             });
             let panicked = |e: tokio::task::JoinError| {
-                Err(TaskError::Lost(StepError::new("kill pause", io::Error::other(e))))
+                Err(TaskError::Lost(StepError::new("kill pause process", io::Error::other(e))))
             };
             match killed.await.unwrap_or_else(panicked) {
                 // The wait reports its exit.

@@ -29,7 +29,7 @@ pub fn find_binary(runtime: &str, path: &str, containerd: &Path) -> Result<PathB
     let found =
         containerd_directory(containerd).map(|dir| dir.join(&name)).filter(|file| executable(file));
     found.ok_or_else(|| {
-        let reason = format!("{name} is neither in PATH ({path}) nor beside containerd");
+        let reason = format!("{name} not found in PATH ({path}) or next to the containerd binary");
         StepError::at(FIND, runtime, io::Error::new(io::ErrorKind::NotFound, reason))
     })
 }

@@ -216,7 +216,7 @@ impl SelfStarted {
         // With the pause process in it, it is never empty.
         if !self.runs_pause && timeout(SHIM_TIMEOUT, self.answers()).await.is_err() {
             log::warn!(sandbox = self.id();
-                "shim not ready for a new container after {} s", SHIM_TIMEOUT.as_secs());
+                "shim not ready after {} s; container creation may fail", SHIM_TIMEOUT.as_secs());
         }
     }
 

@@ -198,7 +198,7 @@ pub async fn set_pause(
             other => other.map(|_| true),
         }
     };
-    match within_time("name the pause to the shim", socket, within, call).await {
+    match within_time("set pause process of the shim", socket, within, call).await {
         Ok(true) => Ok(()),
         Ok(false) => Err(PauseRefused::Unsupported),
         Err(failed) => Err(PauseRefused::Failed(failed.step())),

@@ -170,7 +170,7 @@ async fn serve_call<V: SandboxService>(
         }
     };
     if let Err(e) = sent {
-        log::debug!("gRPC answer to {}: {e}", call.path);
+        log::debug!("failed to send gRPC response of {}: {e}", call.path);
     } else if !body.is_end_stream() {
         // May be late, and is bounded.
         let _ = tokio::time::timeout(REST, Box::pin(discard(body))).await;
@@ -211,7 +211,7 @@ impl<V: SandboxService> PendingWait<V> {
 
     fn send(&mut self, answer: Answer) {
         if let Err(e) = send(&mut self.respond, answer) {
-            log::debug!("gRPC answer to a Wait: {e}");
+            log::debug!("failed to send Wait response over gRPC: {e}");
         }
     }
 }

@@ -44,13 +44,13 @@ impl NamespaceFilter {
         if !self.warned.swap(true, Ordering::Relaxed) {
             log::warn!(
                 asked = asked, served = own;
-                "a call of another containerd namespace is refused"
+                "rejected call from another containerd namespace"
             );
         }
         let code = if wait { Code::UNAVAILABLE } else { Code::FAILED_PRECONDITION };
         let text = format!(
-            "the call is of containerd's namespace {asked:?}; this sandboxer serves {own:?} \
-             (setting containerd_namespace)"
+            "containerd namespace {asked:?} is not served; expected {own:?} (setting \
+             containerd_namespace)"
         );
         Err(Status::new(code, text))
     }

@@ -90,7 +90,7 @@ fn no_pause_is_put_into_a_frozen_cgroup_of_version_2() {
     let id = format!("frozen-{}", std::process::id());
     assert_eq!(
         refused,
-        format!("place the pause in cgroup /below/{id}: it or an ancestor is frozen")
+        format!("place the pause process in cgroup /below/{id}: it or an ancestor is frozen")
     );
     fs::remove_dir(root.join(&parent)).unwrap();
     umount2(root, MntFlags::MNT_DETACH).unwrap();

@@ -206,7 +206,9 @@ impl Jobs {
     async fn make_task(self: &Arc<Self>, containers: &Containers) -> Result<(), Failure> {
         let stage = self.run_blocking(Class::Query, |jobs| jobs.store.stage()).await?;
         let stage = stage.map_err(StepError::from)?;
-        let Stage::Started { identity } = stage else { return Err(Failure::Unfit("no pause")) };
+        let Stage::Started { identity } = stage else {
+            return Err(Failure::Unfit("no pause process"));
+        };
         // First, as a shim that cannot serve the task would take it for a container to run.
         match self.shim.set_pause(&identity).await {
             Ok(()) => {}

@@ -117,7 +117,7 @@ impl World {
             Happening::ShimDies => {
                 let ends = self.phase == Phase::Ready && !self.kills_fail;
                 self.feed(Event::ShimDied);
-                assert!(!ends || self.killed, "the pause survives its shim");
+                assert!(!ends || self.killed, "the pause process survives its shim");
             }
             Happening::KillLands => {
                 if self.killed {
@@ -210,8 +210,8 @@ impl World {
                         self.phase = Phase::Starting;
                     }
                     Job::Adopt => assert_eq!(self.phase, Phase::Unknown),
-                    Job::Cleanup => assert!(!self.alive, "cleanup of a living pause"),
-                    Job::Remove => assert!(!self.alive, "removal of a living pause"),
+                    Job::Cleanup => assert!(!self.alive, "cleanup of a living pause process"),
+                    Job::Remove => assert!(!self.alive, "removal of a living pause process"),
                 }
                 self.job = Some(job);
             }
@@ -221,7 +221,7 @@ impl World {
                 self.exits_published += 1;
             }
             Action::Kill => {
-                assert_eq!(self.machine.phase(), Phase::Ready, "a kill without a pause");
+                assert_eq!(self.machine.phase(), Phase::Ready, "a kill without a pause process");
                 if self.kills_fail {
                     return Some(Event::KillFailed);
                 }
@@ -240,7 +240,7 @@ impl World {
                     assert_ne!(self.waiting.len(), before, "an answer without a caller");
                 }
                 if rpc == Rpc::Stop && matches!(action, Action::Succeed(_)) {
-                    assert!(!self.alive, "stop succeeded with a living pause");
+                    assert!(!self.alive, "stop succeeded with a living pause process");
                 }
                 if rpc == Rpc::Shutdown && matches!(action, Action::Succeed(_)) {
                     assert!(!self.alive && !self.made, "shutdown succeeded and left something");

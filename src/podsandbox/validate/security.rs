@@ -71,7 +71,7 @@ pub(super) fn check(id: &str, security: &LinuxSandboxSecurityContext) -> Result<
         Ok(ProfileType::Localhost) => check_profile(&seccomp.localhost_ref)
             .or_else(|reason| refuse("seccomp.localhost_ref", &reason)),
         Ok(_) if seccomp.localhost_ref.is_empty() => Ok(()),
-        Ok(_) => refuse("seccomp.localhost_ref", "goes with the type Localhost alone"),
+        Ok(_) => refuse("seccomp.localhost_ref", "is only valid with profile type Localhost"),
         Err(_) => {
             refuse("seccomp.profile_type", "is not one of RuntimeDefault, Unconfined, Localhost")
         }

@@ -98,7 +98,8 @@ impl PodShim {
         exit: Exit,
         pod: &Arc<dyn Pod>,
     ) {
-        let reason = format!("the shim, which ran the pause, exited with status {}", exit.status);
+        let reason =
+            format!("the shim running the pause process exited with status {}", exit.status);
         self.fail_sandbox(reason, pod).await;
         match left {
             Ok(left) => {

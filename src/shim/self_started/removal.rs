@@ -185,7 +185,7 @@ impl SelfStarted {
         let deleted = command::delete(self.shim.settings(), binary, self.id(), bundle.dir()).await;
         if let Err(step) = deleted {
             log::warn!(sandbox = self.id();
-                "failed to delete what an interrupted start left: {step}");
+                "failed to delete leftovers of an interrupted start: {step}");
         }
         failed.append(&mut self.remove_sockets());
         if has_ended {
