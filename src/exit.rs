@@ -55,7 +55,7 @@ pub const CLEANUP: Backoff =
 pub const CONTAINERD: Backoff =
     Backoff { first: Duration::from_secs(1), longest: Duration::from_secs(60) };
 
-/// For the socket and the start of a pod's shim, where no container is coming.
+/// For the socket and the start of a pod's shim, where containerd creates no container.
 pub const SHIM: Backoff =
     Backoff { first: Duration::from_secs(1), longest: Duration::from_secs(60) };
 

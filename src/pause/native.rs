@@ -17,7 +17,7 @@ use nix::unistd::Pid;
 use rustix::fs::{XattrFlags, fsetxattr, fstatfs};
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 
-use super::child::{self, At, PauseWork, User};
+use super::child::{self, ChildStep, PauseWork, User};
 use super::orphans::Mark;
 use super::{Driver, IdMapping, Namespace, Plan, binary, orphans, rootfs, userns};
 use crate::cgroup::{self, CgroupRef, Cgroups};
@@ -144,7 +144,7 @@ impl Native {
             (_, Some(errno)) => Some(io::Error::from(errno)),
             _ if late => Some(self.deadline.error()),
             (Err(e), None) => Some(io::Error::new(e.kind(), e.to_string())),
-            (Ok(_), None) if at != At::Execute => Some(io::ErrorKind::Interrupted.into()),
+            (Ok(_), None) if at != ChildStep::Execute => Some(io::ErrorKind::Interrupted.into()),
             (Ok(_), None) => None,
         };
         let Some(e) = failed else { return Ok(pause.step(name)?) };
@@ -152,7 +152,7 @@ impl Native {
             // It ended itself, or was killed on its way.
             self.kill_and_reap(pid, &pidfd)?;
         }
-        let join_error = work.report.errno().filter(|_| at == At::JoinCgroup);
+        let join_error = work.report.errno().filter(|_| at == ChildStep::JoinCgroup);
         let step = match self.subject(plan, work, at, index) {
             Some(path) => StepError::at(name, path, e),
             None => StepError::new(name, e),
@@ -199,17 +199,23 @@ impl Native {
     }
 
     /// The path that a step of the child worked on.
-    fn subject(&self, plan: &Plan, work: &PauseWork<'_>, at: At, index: usize) -> Option<PathBuf> {
+    fn subject(
+        &self,
+        plan: &Plan,
+        work: &PauseWork<'_>,
+        at: ChildStep,
+        index: usize,
+    ) -> Option<PathBuf> {
         match at {
-            At::JoinNetwork | At::JoinUser => plan.netns.clone(),
-            At::JoinCgroup => Some(self.cgroups.path(index, &work.tasks)),
-            At::Sysctl => work
+            ChildStep::JoinNetwork | ChildStep::JoinUser => plan.netns.clone(),
+            ChildStep::JoinCgroup => Some(self.cgroups.path(index, &work.tasks)),
+            ChildStep::Sysctl => work
                 .sysctls
                 .get(index)
                 .map(|(path, _)| Path::new("/proc").join(path.to_string_lossy().as_ref())),
-            At::OomScore => Some("/proc/self/oom_score_adj".into()),
-            At::Label => Some("/proc/self/attr/exec".into()),
-            At::Hostname => Some(plan.hostname.clone().into()),
+            ChildStep::OomScore => Some("/proc/self/oom_score_adj".into()),
+            ChildStep::Label => Some("/proc/self/attr/exec".into()),
+            ChildStep::Hostname => Some(plan.hostname.clone().into()),
             _ => None,
         }
     }
@@ -321,7 +327,8 @@ impl Driver for Native {
             ));
             return Err(failed);
         }
-        let cgroups: Vec<CString> = orphans.iter().flat_map(orphans::Marked::cgroups).collect();
+        let cgroups: Vec<CString> =
+            orphans.iter().flat_map(orphans::MarkedProcess::cgroups).collect();
         for orphan in &orphans {
             log::warn!(sandbox = orphan.id.as_str(); "killing pause process without a record");
             failed.extend(orphan.kill().err());

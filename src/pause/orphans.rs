@@ -109,7 +109,7 @@ fn is_confined(pid: u32) -> bool {
 
 /// A pause process that bears our mark.
 #[derive(Debug)]
-pub(super) struct Marked {
+pub(super) struct MarkedProcess {
     /// What its command line has for the sandbox id. Not checked.
     pub(super) id: String,
     pid: u32,
@@ -117,7 +117,7 @@ pub(super) struct Marked {
 }
 
 /// All pause processes that bear `mark`, and why the search did not finish.
-pub(super) fn find_orphans(mark: &Mark) -> (Vec<Marked>, Option<StepError>) {
+pub(super) fn find_orphans(mark: &Mark) -> (Vec<MarkedProcess>, Option<StepError>) {
     const STEP: &str = "search processes";
     let (sender, receiver) = mpsc::channel();
     let begun = Instant::now();
@@ -146,7 +146,7 @@ pub(super) fn find_orphans(mark: &Mark) -> (Vec<Marked>, Option<StepError>) {
 }
 
 /// The receiver is gone when the search took too long.
-fn search(mark: &Mark, sender: &Sender<io::Result<Marked>>) {
+fn search(mark: &Mark, sender: &Sender<io::Result<MarkedProcess>>) {
     let entries = match fs::read_dir("/proc") {
         Ok(entries) => entries,
         Err(e) => return drop(sender.send(Err(e))),
@@ -161,7 +161,7 @@ fn search(mark: &Mark, sender: &Sender<io::Result<Marked>>) {
 }
 
 /// One that ends meanwhile is none.
-fn open_if_marked(pid: u32, mark: &Mark, remaining: &mut Duration) -> Option<Marked> {
+fn open_if_marked(pid: u32, mark: &Mark, remaining: &mut Duration) -> Option<MarkedProcess> {
     if !mark.is_on(pid) {
         return None;
     }
@@ -171,7 +171,7 @@ fn open_if_marked(pid: u32, mark: &Mark, remaining: &mut Duration) -> Option<Mar
         return None;
     }
     let id = id(pid, remaining)?;
-    (!sys::ended(pidfd.as_fd())).then_some(Marked { id, pid, pidfd })
+    (!sys::ended(pidfd.as_fd())).then_some(MarkedProcess { id, pid, pidfd })
 }
 
 /// The second word of the command line. Empty where there is none.
@@ -195,7 +195,7 @@ fn id(pid: u32, remaining: &mut Duration) -> Option<String> {
     }
 }
 
-impl Marked {
+impl MarkedProcess {
     /// Its cgroups, as paths below the root of each hierarchy, if they are its own.
     pub(super) fn cgroups(&self) -> Vec<CString> {
         let text = fs::read_to_string(format!("/proc/{}/cgroup", self.pid)).unwrap_or_default();

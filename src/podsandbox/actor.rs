@@ -7,7 +7,7 @@ use std::future::{Future, poll_fn};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::task::Poll;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use futures::channel::mpsc::{UnboundedReceiver, UnboundedSender, unbounded};
 use futures::{FutureExt as _, StreamExt as _};
@@ -43,7 +43,7 @@ pub enum Message {
     ThawFailed(StepError),
     /// A job has ended.
     Done(Outcome),
-    /// A caller waits until nothing is under way.
+    /// A caller waits until nothing is in progress.
     WhenIdle(oneshot::Sender<()>),
 }
 
@@ -120,7 +120,7 @@ impl Actor {
             Entry::Ready(pause) => (Phase::Ready, pause.identity().pid, None, Some(pause)),
             Entry::NotReady { pid, exit } => (Phase::NotReady, pid, Some(exit), None),
             Entry::Interrupted => {
-                // No caller knows of this pause process; a caller of Wait must not wait for ever.
+                // No caller knows of this pause process; a caller of Wait must not wait forever.
                 let exit = Exit { status: UNKNOWN_EXIT, at: SystemTime::now() };
                 (Phase::NotReady, 0, Some(exit), None)
             }
@@ -152,7 +152,7 @@ impl Actor {
         tokio::spawn(async move {
             match phase {
                 Phase::Ready => actor.watch(),
-                Phase::NotReady if interrupted => actor.feed(Event::Asked(Rpc::Shutdown)),
+                Phase::NotReady if interrupted => actor.feed(Event::RpcReceived(Rpc::Shutdown)),
                 // The cleanup may have been interrupted; all of it may be done twice.
                 Phase::NotReady => actor.feed(Event::RetryDue),
                 _ => {}
@@ -253,7 +253,7 @@ impl Actor {
             Message::Ask(rpc, trace, reply) => {
                 self.jobs.log_context.follow(trace);
                 self.replies.push((rpc, reply));
-                self.feed(Event::Asked(rpc));
+                self.feed(Event::RpcReceived(rpc));
             }
             Message::Exited(exit) => self.exited(exit),
             Message::ShimDied => self.feed(Event::ShimDied),
@@ -352,20 +352,14 @@ impl Actor {
                 }
             }
             Action::Watch => self.watch(),
+            Action::Succeed(Rpc::Start) => return self.start_succeeded(),
             Action::Succeed(rpc) => {
-                let heard = self.answer(rpc, || Ok(()));
-                if rpc == Rpc::Start && !heard {
-                    log::warn!(
-                        sandbox = self.id();
-                        "Start cancelled by caller; removing sandbox"
-                    );
-                    return Some(Event::StartCallerGone);
-                }
+                self.reply_all(rpc, || Ok(()));
             }
             Action::Fail(rpc) => {
                 let (id, steps) = (self.id().to_owned(), self.failed.clone());
                 let error = Error::Failed { id, rpc: rpc.name(), steps };
-                self.answer(rpc, || Err(error.clone()));
+                self.reply_all(rpc, || Err(error.clone()));
             }
             Action::Refuse(rpc) => {
                 if let Some((_, reply)) = self.replies.pop() {
@@ -435,7 +429,7 @@ impl Actor {
     }
 
     /// Answers all who wait for `rpc`; true when one of them heard it.
-    fn answer(&mut self, rpc: Rpc, result: impl Fn() -> Result<(), Error>) -> bool {
+    fn reply_all(&mut self, rpc: Rpc, result: impl Fn() -> Result<(), Error>) -> bool {
         let answered = self.replies.extract_if(.., |(asked, _)| *asked == rpc);
         answered.fold(false, |heard, (_, reply)| reply.send(result()).is_ok() || heard)
     }
@@ -448,6 +442,14 @@ impl Actor {
         self.failed = steps;
     }
 
+    fn start_succeeded(&mut self) -> Option<Event> {
+        if self.reply_all(Rpc::Start, || Ok(())) {
+            return None;
+        }
+        log::warn!(sandbox = self.id(); "Start cancelled by caller; removing sandbox");
+        Some(Event::StartCallerGone)
+    }
+
     fn id(&self) -> &str {
         self.jobs.id()
     }
@@ -458,7 +460,7 @@ async fn guard<T>(job: impl Future<Output = T>) -> Result<T, StepError> {
 }
 
 /// When a sandbox that was created at `created_at` and never started is given up.
-pub fn abandoned_at(created_at: SystemTime, after: std::time::Duration) -> Instant {
+pub fn abandoned_at(created_at: SystemTime, after: Duration) -> Instant {
     let age = created_at.elapsed().unwrap_or_default();
     Instant::now() + after.saturating_sub(age)
 }

@@ -66,7 +66,7 @@ pub struct Record {
     pub netns_path: String,
     /// What containerd knows of the sandbox; Update changes its extensions.
     pub info: Info,
-    /// The kind of the pod's shim; [`shim::ShimKind::Containerd`] in records without it.
+    /// The kind of the pod's shim; [`shim::ShimKind::ContainerdOwned`] in records without it.
     #[serde(default)]
     pub shim: shim::ShimKind,
     /// The pod has this project's own shim instead of its runtime's. Not a kind: a daemon that does
@@ -352,7 +352,7 @@ impl RecordStore {
     /// Why it could not be read.
     pub fn stage(&self) -> Result<Stage, RecordError> {
         let path = self.dir().join(STAGE);
-        match slurp(&path, LARGEST_STAGE) {
+        match read_limited(&path, LARGEST_STAGE) {
             Err(RecordError::Missing(_)) => Ok(Stage::Created),
             Err(e) => Err(e),
             Ok(text) => serde_json::from_slice(&text)
@@ -375,7 +375,7 @@ impl RecordStore {
     /// Why it could not be read.
     pub fn read_record(&self) -> Result<Record, RecordError> {
         let path = self.dir().join(RECORD);
-        let text = slurp(&path, LARGEST)?;
+        let text = read_limited(&path, LARGEST)?;
         #[derive(Deserialize)]
         struct Version {
             version: u32,
@@ -448,7 +448,7 @@ impl RecordStore {
 
 /// Reads a file of ours: a regular one of root's, of no more than `largest` bytes. Whatever else
 /// has its place is neither waited for nor followed.
-fn slurp(path: &Path, largest: u64) -> Result<Vec<u8>, RecordError> {
+fn read_limited(path: &Path, largest: u64) -> Result<Vec<u8>, RecordError> {
     const READ: &str = "read record";
     let refuse = |reason| RecordError::Malformed { path: path.to_owned(), reason };
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;

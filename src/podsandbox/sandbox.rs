@@ -96,7 +96,7 @@ pub struct Sandbox {
     /// Until then Status waits while the state is unknown.
     unknown_deadline: tokio::time::Instant,
     /// A caller has asked for status or exit, as CRI does right after Start.
-    asked: AtomicBool,
+    queried: AtomicBool,
     /// When this daemon started it.
     started: OnceLock<Instant>,
     restorer: Arc<FileRestorer>,
@@ -172,7 +172,7 @@ impl Sandbox {
             jobs,
             actor,
             unknown_deadline: tokio::time::Instant::now() + UNKNOWN_TIMEOUT,
-            asked: AtomicBool::new(false),
+            queried: AtomicBool::new(false),
             started: OnceLock::new(),
         }
     }
@@ -243,7 +243,7 @@ impl Sandbox {
     /// # Errors
     /// [`Error::NotFound`] when the sandbox was removed without ever having had a pause process.
     pub fn wait(self: Arc<Self>) -> impl Future<Output = Result<Exit, Error>> + Send {
-        self.asked.store(true, Ordering::Relaxed);
+        self.queried.store(true, Ordering::Relaxed);
         async move {
             self.actor.exit().await.ok_or_else(|| match self.phase() {
                 Phase::Gone => Error::NotFound { id: self.id().to_owned() },
@@ -260,7 +260,7 @@ impl Sandbox {
     /// # Errors
     /// Verbose: the record cannot be read.
     pub async fn status(self: &Arc<Self>, verbose: bool) -> Result<StatusReport, Error> {
-        self.asked.store(true, Ordering::Relaxed);
+        self.queried.store(true, Ordering::Relaxed);
         if self.phase() == Phase::Unknown {
             self.actor.known(self.unknown_deadline).await;
         }
@@ -375,10 +375,10 @@ impl Sandbox {
 
     /// It is created, runs or has ended, its pod has no shim, no call has asked this daemon for its
     /// status or exit, and containerd can be asked for it.
-    pub fn is_unasked(&self) -> bool {
+    pub fn is_gc_candidate(&self) -> bool {
         self.jobs.facts.in_namespace
             && matches!(self.phase(), Phase::Created | Phase::Ready | Phase::NotReady)
-            && !self.asked.load(Ordering::Relaxed)
+            && !self.queried.load(Ordering::Relaxed)
             && !self.jobs.shim.had_container()
     }
 
@@ -391,8 +391,8 @@ impl Sandbox {
         }
     }
 
-    /// A container of the pod is coming: its shim is there when this ends, or comes with the first
-    /// call.
+    /// containerd creates a container of the pod: its shim is there when this ends, or comes with
+    /// the first call.
     pub async fn prepare(&self) {
         if self.phase() == Phase::Ready {
             self.jobs.shim.prepare().await;

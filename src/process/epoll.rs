@@ -211,8 +211,8 @@ mod tests {
 
     #[tokio::test]
     async fn a_waker_that_panics_does_not_affect_others() {
-        struct Fall;
-        impl Wake for Fall {
+        struct PanicOnWake;
+        impl Wake for PanicOnWake {
             fn wake(self: Arc<Self>) {
                 panic!("on order");
             }
@@ -221,7 +221,11 @@ mod tests {
         let pairs: Vec<_> = (0..2 * AT_ONCE).map(|_| pair()).collect();
         let bell = Arc::new(Bell::default());
         let waker = |number: usize| {
-            if number.is_multiple_of(2) { Arc::new(Fall).into() } else { bell.clone().into() }
+            if number.is_multiple_of(2) {
+                Arc::new(PanicOnWake).into()
+            } else {
+                bell.clone().into()
+            }
         };
         let _watched: Vec<_> = pairs
             .iter()

@@ -1,10 +1,27 @@
 //! The pod's shim: the Task endpoint of its containers, and what serves there.
 //!
-//! There are three kinds, by who makes the socket. With a `handover` the daemon makes it, launches
-//! the shim with it on the first call, watches the shim and ends it. A `self_started` shim makes
-//! its socket itself, in its `start`, and may run the pause process as well: [`driver`]. A
-//! [`containerd_owned`] shim is started by containerd with the pod's first container, and the
-//! daemon knows only where its socket is.
+//! The setting `shim` (`config::ShimOwner`) decides the kind of a new pod's shim; with the driver
+//! `shim` it is [`ShimKind::RunsPause`] instead. The record keeps the kind by a name of its own:
+//!
+//! | setting `shim` | [`ShimKind`]      | in the record | module               | makes the socket |
+//! |----------------|-------------------|---------------|----------------------|------------------|
+//! | `own`          | `Handover`        | `sandboxer`   | `handover`, [`own`]  | the daemon       |
+//! | `runtime`      | `Handover`        | `sandboxer`   | `handover`           | the daemon       |
+//! | `started`      | `SelfStarted`     | `started`     | `self_started`       | the shim's start |
+//! | `containerd`   | `ContainerdOwned` | `containerd`  | [`containerd_owned`] | the shim's start |
+//! | (driver `shim`)| `RunsPause`       | `driver`      | `self_started`,      | the shim's start |
+//! |                |                   |               | [`driver`]           |                  |
+//!
+//! The variants of `config::ShimOwner` have the names of the values, and those of [`Endpoint`] the
+//! names of the modules. That a pod has this project's own shim is recorded beside the kind, as
+//! `own_shim`.
+//!
+//! - With a `handover` the daemon makes the socket, launches the shim with it on the first call,
+//!   watches the shim and ends it.
+//! - A `self_started` shim is started by the daemon with the pod. It makes its socket in its
+//!   `start`, and may run the pause process as well: [`driver`].
+//! - A [`containerd_owned`] shim is started by containerd with the pod's first container. The
+//!   daemon knows only where its socket is.
 
 mod bootstrap;
 mod bundle;
@@ -61,12 +78,12 @@ pub use task::PauseRefused;
 /// Which program starts a pod's shim and how. Recorded, because containerd receives the address
 /// once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
 pub enum ShimKind {
     /// containerd starts it with the first container.
     #[default]
-    Containerd,
-    /// The daemon starts it and hands it its socket when a container is coming.
+    #[serde(rename = "containerd")]
+    ContainerdOwned,
+    /// The daemon starts it and hands it its socket when containerd creates a container.
     #[serde(rename = "sandboxer")]
     Handover,
     /// The daemon starts it with the pod, by the shim's own `start`.
@@ -174,7 +191,7 @@ impl Shims {
     }
 
     /// Removes the sockets of all but these sandboxes: those whose records are gone. Blocks. For
-    /// recovery, before a sandbox can be created, whose socket would be taken for one of them:
+    /// recovery, before a sandbox can be created, whose socket would be mistaken for one of them:
     /// nothing is removed after `until`.
     ///
     /// # Errors
@@ -228,7 +245,7 @@ impl Shims {
         runtime: &Arc<Runtime>,
     ) -> Endpoint {
         match kind {
-            ShimKind::Containerd => {
+            ShimKind::ContainerdOwned => {
                 Endpoint::ContainerdOwned(Box::new(ContainerdOwned::new(self.clone(), id.clone())))
             }
             ShimKind::Handover => {
@@ -398,8 +415,8 @@ impl Endpoint {
         }
     }
 
-    /// A container is coming: its shim is started now rather than when a caller connects. Waits
-    /// only for a shim whose socket is not there before its start.
+    /// containerd creates a container: its shim is started now rather than when a caller connects.
+    /// Waits only for a shim whose socket is not there before its start.
     pub async fn prepare(&self) {
         match self {
             Self::ContainerdOwned(_) => {}

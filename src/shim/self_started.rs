@@ -44,7 +44,7 @@ pub struct SelfStarted {
     changed: Notify,
     /// Wakes those who wait for a shim, after its start and at the end of the endpoint.
     started: Notify,
-    /// A container is coming: the next start of a shim is not delayed.
+    /// containerd creates a container: the next start of a shim is not delayed.
     wanted: Notify,
     /// It is known what an exited shim has left, and the pause process is no longer needed to find
     /// it.
@@ -209,9 +209,9 @@ impl SelfStarted {
         Ok((bootstrap, process))
     }
 
-    /// A container is coming: waits until the shim answers. containerd from 2.4 on ends an empty
-    /// shim after each container, and fails the next one while there is no socket. What is missing
-    /// after [`SHIM_TIMEOUT`] is for containerd to report.
+    /// containerd creates a container: waits until the shim answers. containerd from 2.4 on ends an
+    /// empty shim after each container, and fails the next one while there is no socket. What is
+    /// missing after [`SHIM_TIMEOUT`] is for containerd to report.
     pub(super) async fn await_shim(&self) {
         // With the pause process in it, it is never empty.
         if !self.runs_pause && timeout(SHIM_TIMEOUT, self.answers()).await.is_err() {
@@ -344,8 +344,8 @@ impl SelfStarted {
         }
     }
 
-    /// Waits after that many failed starts in a row, unless a container is coming or the endpoint
-    /// ends. Only the first of them is logged.
+    /// Waits after that many failed starts in a row, unless containerd creates a container or the
+    /// endpoint ends. Only the first of them is logged.
     async fn restart_later(&self, step: &StepError, failures: u32) {
         if failures == 1 {
             log::error!(sandbox = self.id(); "failed to start shim; retrying: {step}");

@@ -164,7 +164,7 @@ async fn serve_call<V: SandboxService>(
         };
         match begun {
             Dispatched::Answered(answer) => send(&mut respond, answer),
-            Dispatched::Waits(wait) => {
+            Dispatched::WaitPending(wait) => {
                 return Some(PendingWait { handler, wait, respond, _of: pending });
             }
         }

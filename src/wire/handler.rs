@@ -65,8 +65,8 @@ impl Call {
         self.is_wait() && matches!(self.deadline, Ok(None))
     }
 
-    /// The method's name in metrics: one of those that are served, or `other`, so that no caller
-    /// makes names up.
+    /// The method's name in metrics: one of those that are served, or `other`, so that callers
+    /// cannot cause unbounded label values.
     fn metric_name(&self) -> &'static str {
         let (service, method) = self.target();
         let served = match service {
@@ -83,7 +83,7 @@ pub(super) enum Dispatched {
     /// It is answered.
     Answered(Answer),
     /// It is a Wait, and what it waits for has not come.
-    Waits(Wait),
+    WaitPending(Wait),
 }
 
 /// A Wait that is pending: one for every pod, for as long as it lives. What only the beginning of a
@@ -170,7 +170,7 @@ impl<V: SandboxService> Handler<V> {
     ///
     /// `request` reads the request's bytes, so that a caller who never sends the rest of them is
     /// bounded as well.
-    pub(super) fn answer<'a, B: AsRef<[u8]> + Send + 'a>(
+    pub(super) fn handle_call<'a, B: AsRef<[u8]> + Send + 'a>(
         &'a self,
         of: &'a Call,
         request: BoxFuture<'a, Result<B, Status>>,
@@ -191,15 +191,15 @@ impl<V: SandboxService> Handler<V> {
         }))
     }
 
-    /// Answers one call as [`Self::answer`] does, but a Wait that may last is given back as soon as
-    /// it is pending, for [`Self::poll`] and [`Self::stopped`].
+    /// Answers one call as [`Self::handle_call`] does, but a Wait that may last is given back as
+    /// soon as it is pending, for [`Self::poll`] and [`Self::stopped`].
     pub(super) fn begin<'a, B: AsRef<[u8]> + Send + 'a>(
         &'a self,
         of: &'a Call,
         request: BoxFuture<'a, Result<B, Status>>,
     ) -> BoxFuture<'a, Dispatched> {
         if !of.is_unbounded_wait() {
-            return Box::pin(self.answer(of, request).map(Dispatched::Answered));
+            return Box::pin(self.handle_call(of, request).map(Dispatched::Answered));
         }
         Box::pin(log_context::within(of.trace, async move {
             let mut running = self.telemetry.call(of.metric_name());
@@ -209,7 +209,7 @@ impl<V: SandboxService> Handler<V> {
                 Ok((exit.as_mut().now_or_never(), exit))
             });
             let answer = match begun.await {
-                Ok((None, exit)) => return Dispatched::Waits(Wait { exit, running }),
+                Ok((None, exit)) => return Dispatched::WaitPending(Wait { exit, running }),
                 Ok((Some(answer), _)) => self.unless_stopping(answer),
                 Err(status) => Err(status),
             };
@@ -303,7 +303,9 @@ impl<V: SandboxService> Handler<V> {
                 Box::pin(async move { self.controller(sandboxes, method, bytes.as_ref()).await })
             }
             (inspect::SERVICE, _) if of.serves_operators => {
-                Box::pin(async move { inspect::answer(&**sandboxes, method, bytes.as_ref()).await })
+                Box::pin(
+                    async move { inspect::handle_call(&**sandboxes, method, bytes.as_ref()).await },
+                )
             }
             _ => Box::pin(ready(Err(not_served(service, method)))),
         }

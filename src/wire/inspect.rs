@@ -17,7 +17,11 @@ pub(super) const METHODS: &[&str] = &["List", "Inspect"];
 const PAGE: usize = 1000;
 
 /// Answers one of [`METHODS`].
-pub(super) async fn answer<V: SandboxService>(sandboxes: &V, method: &str, bytes: &[u8]) -> Answer {
+pub(super) async fn handle_call<V: SandboxService>(
+    sandboxes: &V,
+    method: &str,
+    bytes: &[u8],
+) -> Answer {
     match method {
         "List" => {
             let i::ListRequest { after, usage, .. } = decode(bytes)?;

@@ -179,7 +179,7 @@ async fn call<V: SandboxService>(
         serves_operators: true,
     };
     handler
-        .answer(
+        .handle_call(
             &call,
             Box::pin(std::future::ready(Ok(request_budget::BudgetedRequest::new(payload, permit)))),
         )

@@ -21,7 +21,7 @@ const SEARCH_DELAYS: [Duration; 5] =
 const LAST_SEARCH_DELAY: Duration = Duration::from_secs(10);
 
 /// What an exited shim has left.
-pub(in crate::shim) struct Left {
+pub(in crate::shim) struct ShimLeftovers {
     /// Containers that are lost with it: the sandbox fails.
     lost: Vec<Container>,
     /// Containers that only the runtime still has a state of.
@@ -66,7 +66,7 @@ impl PodShim {
         pod: &Arc<dyn Pod>,
     ) -> Result<(), StepError> {
         let searched = pod.clone();
-        let Left { lost, forgotten, mut unknown } =
+        let ShimLeftovers { lost, forgotten, mut unknown } =
             self.blocking(move |shim| shim.find_left(exit, &*searched)).await.flatten()?;
         if !lost.is_empty() {
             let left = [lost, forgotten].concat();
@@ -94,7 +94,7 @@ impl PodShim {
     /// all containers. `left` is from [`PodShim::find_all`].
     pub(in crate::shim) async fn handle_shim_exit_with_pause(
         self: &Arc<Self>,
-        left: Result<Left, StepError>,
+        left: Result<ShimLeftovers, StepError>,
         exit: Exit,
         pod: &Arc<dyn Pod>,
     ) {
@@ -140,7 +140,7 @@ impl PodShim {
     }
 
     /// What an exited shim has left. Blocks.
-    fn find_left(&self, exit: Exit, pod: &dyn Pod) -> Result<Left, StepError> {
+    fn find_left(&self, exit: Exit, pod: &dyn Pod) -> Result<ShimLeftovers, StepError> {
         let NamespaceMembers { containers: mut lost, unknown } =
             self.find_namespace_members(pod)?;
         // In this order: a bundle that is removed between the two is forgotten.
@@ -155,7 +155,7 @@ impl PodShim {
             extend_with_new(&mut lost, bundles);
             lost.append(&mut forgotten);
         }
-        Ok(Left { lost, forgotten, unknown })
+        Ok(ShimLeftovers { lost, forgotten, unknown })
     }
 
     /// All containers of the pod: those with processes in its namespaces, with a bundle, or with a
@@ -164,13 +164,13 @@ impl PodShim {
     pub(in crate::shim) async fn find_all(
         self: &Arc<Self>,
         pod: &Arc<dyn Pod>,
-    ) -> Result<Left, StepError> {
+    ) -> Result<ShimLeftovers, StepError> {
         let searched = pod.clone();
         let find = move |shim: &Self| {
             let NamespaceMembers { containers: mut lost, unknown } =
                 shim.find_namespace_members(&*searched)?;
             extend_with_new(&mut lost, shim.find_known()?);
-            Ok(Left { lost, forgotten: Vec::new(), unknown })
+            Ok(ShimLeftovers { lost, forgotten: Vec::new(), unknown })
         };
         self.blocking(find).await.flatten()
     }
