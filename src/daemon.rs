@@ -109,9 +109,13 @@ async fn run(
             return stopped.map(drop);
         }
     };
+    let sandboxes = controller.live().len();
     answering.send_replace(Some(Arc::clone(&controller)));
     let background = background(config, &controller);
-    log::info!(socket = config.socket.display().to_string(); "daemon is ready");
+    log::info!(
+        socket = config.socket.display().to_string(), sandboxes = sandboxes;
+        "daemon is ready"
+    );
     notify(&[NotifyState::Ready, NotifyState::Status("serving")]);
     supervise(&mut server, &mut signals, Watchdog::new(timeout), settings).await?;
     log::info!("daemon completes pending calls");

@@ -103,6 +103,8 @@ pub struct Actor {
     retired: bool,
     /// The task of the job that runs.
     job: Option<JoinHandle<()>>,
+    /// When the start job began.
+    start_began: Option<Instant>,
 }
 
 impl Actor {
@@ -148,6 +150,7 @@ impl Actor {
             on_gone: Some(Box::new(on_gone)),
             retired: false,
             job: None,
+            start_began: None,
         };
         tokio::spawn(async move {
             match phase {
@@ -297,6 +300,7 @@ impl Actor {
     fn retire(&mut self) {
         self.retired = true;
         if let Some(on_gone) = self.on_gone.take() {
+            log::info!(sandbox = self.id(); "sandbox removed");
             on_gone(self.id());
         }
     }
@@ -333,7 +337,7 @@ impl Actor {
                 });
             }
             Action::ReportExit(exit) => {
-                log::info!(sandbox = self.id(), status = exit.status; "pause process exited");
+                log::info!(sandbox = self.id(), status = exit.status; "sandbox stopped");
                 self.jobs.telemetry().pause_exits.inc();
             }
             Action::Kill => {
@@ -402,6 +406,9 @@ impl Actor {
     fn run_job(&mut self, job: Job) {
         let (jobs, to_self) = (self.jobs.clone(), self.to_self.clone());
         let Published { pid, exit, .. } = *self.published.borrow();
+        if job == Job::Start {
+            self.start_began = Some(Instant::now());
+        }
         self.job = Some(tokio::spawn(async move {
             jobs.await_recovery().await;
             let outcome = match job {
@@ -442,8 +449,17 @@ impl Actor {
         self.failed = steps;
     }
 
+    /// Answers the caller of Start, then logs the start: it is not to wait for the log.
     fn start_succeeded(&mut self) -> Option<Event> {
-        if self.reply_all(Rpc::Start, || Ok(())) {
+        let heard = self.reply_all(Rpc::Start, || Ok(()));
+        let took = self.start_began.take().map_or(Duration::ZERO, |began| began.elapsed());
+        log::info!(
+            sandbox = self.id(),
+            pid = self.published.borrow().pid,
+            duration_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
+            "sandbox started"
+        );
+        if heard {
             return None;
         }
         log::warn!(sandbox = self.id(); "Start cancelled by caller; removing sandbox");

@@ -357,6 +357,7 @@ async fn recover_record(
             log::warn!(sandbox = id; "start was interrupted; removing the sandbox");
             let job = jobs.clone();
             if undo(id, &mut deadline, async move { job.remove().await }).await {
+                log::info!(sandbox = id; "sandbox removed");
                 return Ok(None);
             }
             Entry::Interrupted
@@ -399,18 +400,16 @@ async fn adopt(
     identity: Identity,
 ) -> Entry {
     let (pid, job) = (identity.pid, jobs.clone());
-    let unknown = match deadline
-        .run_read_only(async move { job.adopt_process(identity).await })
-        .await
-    {
-        Ok(Adoption::Alive(pause)) => return Entry::Ready(Arc::from(pause)),
-        Ok(Adoption::Dead(exit)) => {
-            log::warn!(sandbox = id, status = exit.status; "pause process exited before recovery");
-            return Entry::NotReady { pid, exit };
-        }
-        Ok(Adoption::Unknown(step)) => step.to_string(),
-        Err(reason) => reason,
-    };
+    let unknown =
+        match deadline.run_read_only(async move { job.adopt_process(identity).await }).await {
+            Ok(Adoption::Alive(pause)) => return Entry::Ready(Arc::from(pause)),
+            Ok(Adoption::Dead(exit)) => {
+                log::warn!(sandbox = id, status = exit.status; "sandbox stopped before recovery");
+                return Entry::NotReady { pid, exit };
+            }
+            Ok(Adoption::Unknown(step)) => step.to_string(),
+            Err(reason) => reason,
+        };
     log::error!(sandbox = id; "cannot determine whether the pause process runs: {unknown}");
     Entry::Unknown { pid }
 }

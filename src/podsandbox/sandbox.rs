@@ -124,6 +124,7 @@ impl Sandbox {
             }
             return Err(failed(step));
         }
+        log::info!(sandbox = id.as_str(); "sandbox created");
         jobs.record_container();
         let abandoned = abandoned_at(jobs.facts.created_at, environment.config.abandoned_after);
         Ok(Self::enter(environment, jobs, Entry::Created, Some(abandoned), on_gone))
