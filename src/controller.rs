@@ -295,7 +295,7 @@ impl Controller {
         }
     }
 
-    /// Refuses all that is asked from now on, and answers when nothing is under way.
+    /// Refuses all calls from now on, and returns when nothing is in progress.
     pub async fn drain(&self) {
         self.stopping.store(true, Ordering::Release);
         let live: Vec<Arc<Sandbox>> = self.live();

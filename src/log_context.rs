@@ -2,8 +2,8 @@
 //! of the call that is at work.
 //!
 //! Every [`LogContext`] that lives is known here by its id, so that a line which names a sandbox
-//! names its pod as well, whoever writes it. A call has its trace in the task that answers it; what
-//! the call sets off in other tasks is found by the sandbox.
+//! names its pod as well, whichever module writes it. A call has its trace in the task that answers
+//! it; what the call sets off in other tasks is found by the sandbox.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -30,9 +30,9 @@ const JOB_TIMEOUT: Duration = Duration::from_secs(10);
 const FORGOTTEN: Duration = Duration::from_secs(1);
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Fails rather than to replace a job that is under way, such as the end of the slice.
+/// Fails rather than to replace a job that is in progress, such as the end of the slice.
 const MODE_FAIL: &str = "fail";
-/// Replaces a job that is under way.
+/// Replaces a job that is in progress.
 const MODE_REPLACE: &str = "replace";
 
 /// What systemd answers of a unit that it does not know.

@@ -301,8 +301,8 @@ fn become_pause(work: &PauseWork<'_>) -> Result<(), Errno> {
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     report.enter(ChildStep::CloseDescriptors);
     // At the exec and not before: the lock of the state directory is among them, and until the exec
-    // no daemon would identify this process as a pause process. So whoever has the lock next finds
-    // it.
+    // no daemon would identify this process as a pause process. So the next process that takes
+    // the lock finds it.
     sys::close_at_execute(0, Some(work.image))?;
     report.enter(ChildStep::Filter);
     sys::filter::install(&seccomp::FILTER)?;

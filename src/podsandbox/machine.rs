@@ -97,7 +97,7 @@ pub enum Event {
     RpcReceived(Rpc),
     /// The start job made a pause process.
     Started,
-    /// The caller of a successful Start has given up: it takes the sandbox for failed and will
+    /// The caller of a successful Start has given up: it considers the sandbox failed and will
     /// never end it.
     StartCallerGone,
     /// The start job failed; `clean` when all that it made is gone again.

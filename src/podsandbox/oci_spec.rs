@@ -1,8 +1,8 @@
 //! The OCI runtime spec that describes a sandbox.
 //!
 //! It has the form of the spec that containerd's built-in controller gives its pause container, so
-//! that whoever reads it (NRI, through containerd's sandbox store) finds each field where it is
-//! used to. Where our pause process differs, the spec has what is true of ours:
+//! that its readers (NRI, through containerd's sandbox store) find each field in its usual
+//! place. Where our pause process differs, the spec has what is true of ours:
 //!
 //! - `process.user`: always 65535:65535 without further groups, as the pause process needs no
 //!   privileges; the built-in has the image's user, or the pod's `run_as_user` and `run_as_group`

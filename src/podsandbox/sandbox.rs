@@ -194,7 +194,7 @@ impl Sandbox {
     }
 
     /// Creates files and the pause process. Runs to completion if the future is dropped; the
-    /// sandbox is removed then, since its caller takes it for failed.
+    /// sandbox is removed then, since its caller considers it failed.
     ///
     /// # Errors
     /// [`Error::State`] unless it was just created; else the failed step.
@@ -248,7 +248,7 @@ impl Sandbox {
         async move {
             self.actor.exit().await.ok_or_else(|| match self.phase() {
                 Phase::Gone => Error::NotFound { id: self.id().to_owned() },
-                // Its actor has ended before it did; any other code would be taken for its exit.
+                // Its actor has ended before it did; any other code would be mistaken for its exit.
                 _ => Error::Stopping { id: self.id().to_owned() },
             })
         }
@@ -383,7 +383,7 @@ impl Sandbox {
             && !self.jobs.shim.had_container()
     }
 
-    /// Returns when nothing of the sandbox is under way.
+    /// Returns when nothing of the sandbox is in progress.
     pub async fn idle(&self) {
         let (reply, idle) = oneshot::channel();
         if self.actor.send(Message::WhenIdle(reply)) {

@@ -226,7 +226,7 @@ fn cgroup_parent(
             );
             return Err(Error::invalid(id, field, reason));
         }
-        // So that it cannot be taken for the bare name of a slice.
+        // So that it cannot be mistaken for the bare name of a slice.
         None if parent.ends_with(".slice") && !parent.contains('/') => format!("/{parent}"),
         None => parent.to_owned(),
     };

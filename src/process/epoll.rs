@@ -1,6 +1,6 @@
 //! Descriptors of all sandboxes under one watch of the runtime's: an epoll instance of our own,
 //! which the runtime watches. A descriptor that the runtime watches itself takes 256 bytes and
-//! whoever waits for it hundreds more, and every sandbox has two.
+//! the future that waits for it hundreds more, and every sandbox has two.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -102,7 +102,7 @@ impl Drop for EventTaskGuard {
 }
 
 async fn wake_on_events(attendance: EventTaskGuard, ready: AsyncFd<Arc<OwnedFd>>) {
-    // An error: the runtime is going down.
+    // An error: the runtime is shutting down.
     while let Ok(mut now) = ready.readable().await {
         let Some(watch) = attendance.0.upgrade() else { return };
         loop {

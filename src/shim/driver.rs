@@ -1,5 +1,5 @@
 //! The driver that has the pod's shim run the pause process: for runtimes that must own the
-//! sandbox, such as gVisor and Kata, and for whoever wants the OCI runtime to run it.
+//! sandbox, such as gVisor and Kata, and for operators who want the OCI runtime to run it.
 //!
 //! The shim's endpoint (`self_started.rs`) is there before the pause process and after it; here is
 //! the pause process's own life as a task of it, by the same calls as of containerd's built-in
@@ -342,7 +342,7 @@ impl Task {
                 ended = wait(&endpoint) => ended,
                 ended = kill_on_request(&endpoint, &killed) => ended,
             };
-            // Whoever has asked is gone only if the sandbox is.
+            // The receiver is gone only if the sandbox is.
             let _ = tell.send(Some(ended));
         });
         Self { identity, exit, kill }

@@ -70,7 +70,7 @@ impl Tasks {
         }
     }
 
-    /// Calls the shim; `what` names the step. Without `within` it may take for ever.
+    /// Calls the shim; `what` names the step. Without `within` it has no time limit.
     ///
     /// # Errors
     /// The shim refuses, or does not answer.

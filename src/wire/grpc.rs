@@ -43,7 +43,7 @@ const MESSAGE: &str = "grpc-message";
 const TIMEOUT: &str = "grpc-timeout";
 const CONTENT_TYPE: &str = "application/grpc";
 
-/// Serves one connection until the caller closes it or the daemon goes down.
+/// Serves one connection until the caller closes it or the daemon stops.
 ///
 /// # Errors
 /// Why the connection broke.
@@ -203,7 +203,7 @@ struct PendingWait<V> {
 }
 
 impl<V: SandboxService> PendingWait<V> {
-    /// Answers it because the daemon goes down.
+    /// Answers it because the daemon stops.
     fn stop(mut self) {
         let answer = self.handler.stopped(&mut self.wait);
         self.send(answer);

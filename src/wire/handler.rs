@@ -28,7 +28,7 @@ const CONTROLLER: &str = "containerd.services.sandbox.v1.Controller";
 const CONTROLLER_METHODS: &[&str] =
     &["Create", "Start", "Platform", "Stop", "Wait", "Status", "Shutdown", "Metrics", "Update"];
 
-/// How long calls other than Wait may still take when the daemon goes down; less than the server
+/// How long calls other than Wait may still take when the daemon stops; less than the server
 /// takes to end. containerd keeps the state of a sandbox unknown until its next start if it gets an
 /// error from a Status while it recovers (`internal/cri/server/restart.go`).
 const GRACE: Duration = Duration::from_secs(1);
@@ -140,7 +140,7 @@ impl<V: SandboxService> Handler<V> {
         &self.request_budget
     }
 
-    /// Ends when the daemon goes down.
+    /// Ends when the daemon stops.
     pub(super) async fn stopping(&self) {
         // A sender that is gone can never say true: then no caller is left.
         let _ = self.stop.clone().wait_for(|stop| *stop).await;
@@ -165,8 +165,8 @@ impl<V: SandboxService> Handler<V> {
         self.known().ok_or_else(Status::stopping)
     }
 
-    /// Answers one call whatever happens to it: it panics, its deadline passes, the daemon goes
-    /// down.
+    /// Answers one call whatever happens to it: it panics, its deadline passes, the daemon
+    /// stops.
     ///
     /// `request` reads the request's bytes, so that a caller who never sends the rest of them is
     /// bounded as well.
@@ -230,7 +230,7 @@ impl<V: SandboxService> Handler<V> {
         Poll::Ready(answer)
     }
 
-    /// The answer to a Wait when the daemon goes down.
+    /// The answer to a Wait when the daemon stops.
     pub(super) fn stopped(&self, wait: &mut Wait) -> Answer {
         match self.poll(wait, &mut Context::from_waker(Waker::noop())) {
             Poll::Ready(answer) => answer,
@@ -269,7 +269,7 @@ impl<V: SandboxService> Handler<V> {
         if of.is_wait() { self.unless_stopping(result) } else { result }
     }
 
-    /// Ends when the daemon goes down and has no more time for this call.
+    /// Ends when the daemon stops and has no more time for this call.
     async fn given_up(&self, of: &Call) {
         self.stopping().await;
         // Before the recovery is done no call is answered.
@@ -278,8 +278,8 @@ impl<V: SandboxService> Handler<V> {
         }
     }
 
-    /// What a Wait fails with while all goes down says nothing of the sandbox, and would be taken
-    /// for its exit.
+    /// What a Wait fails with while the daemon stops says nothing of the sandbox, and would be
+    /// mistaken for its exit.
     fn unless_stopping<T>(&self, result: Result<T, Status>) -> Result<T, Status> {
         match result {
             Err(_) if self.is_stopping() => Err(Status::stopping()),

@@ -40,7 +40,7 @@ impl NamespaceFilter {
         if own == asked {
             return Ok(());
         }
-        // Once: containerd repeats the Wait of a sandbox for ever.
+        // Once: containerd repeats the Wait of a sandbox indefinitely.
         if !self.warned.swap(true, Ordering::Relaxed) {
             log::warn!(
                 asked = asked, served = own;

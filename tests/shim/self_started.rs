@@ -194,7 +194,7 @@ async fn an_address_outlives_starts_that_fail(harness: Arc<Harness>) -> Result<(
     no_shim(&pod).await
 }
 
-/// Its server, and whoever cleans up after it.
+/// Its server, and the command that cleans up after it.
 pub(crate) async fn a_shim_has_the_variables_that_are_set(harness: Arc<Harness>) -> Result<()> {
     let pod = harness.pod("variables").await?;
     pod.run(ContainerSpec::sleeping("a")).await?;

@@ -209,7 +209,7 @@ impl Jobs {
         let Stage::Started { identity } = stage else {
             return Err(Failure::Unfit("no pause process"));
         };
-        // First, as a shim that cannot serve the task would take it for a container to run.
+        // First, as a shim that cannot serve the task would mistake it for a container to run.
         match self.shim.set_pause(&identity).await {
             Ok(()) => {}
             Err(PauseRefused::Unsupported) => {

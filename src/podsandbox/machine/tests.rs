@@ -267,7 +267,7 @@ impl World {
         None
     }
 
-    /// Lets everything end well: the faults are gone and all that is under way comes to its end.
+    /// Lets everything end well: the faults are gone and all that is in progress ends.
     fn run_to_end(&mut self) {
         self.kills_fail = false;
         for _ in 0..20 {
