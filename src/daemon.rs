@@ -125,7 +125,7 @@ async fn run(
     Ok(())
 }
 
-/// What all sandboxes share.
+/// Opens the state that all sandboxes share.
 fn environment(config: &Config, open_files: Option<u64>) -> Result<Arc<Environment>, StepError> {
     let driver = Arc::new(Native::new()?.for_state_dir(&config.state_dir));
     let labelled = selinux::executable(config)
@@ -222,7 +222,7 @@ async fn drain(server: &mut RunningServer, signals: &mut Signals, controller: &C
     }
 }
 
-/// What a signal asks for.
+/// The request of a signal.
 enum SignalEvent {
     Stop,
     Reload,

@@ -18,17 +18,17 @@ use tokio::sync::{Semaphore, SemaphorePermit, oneshot};
 
 use crate::error::StepError;
 
-/// What a blocking task belongs to.
+/// The class of a blocking task; each has its own limit of threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Class {
     /// Create and Start.
     Start,
     /// Stop and Shutdown, and what follows the end of a pause process.
     End,
-    /// The pods' shims: looked for, launched, cleaned up after. They depend on file systems and
+    /// The pods' shims: search, launch, cleanup. They depend on file systems and
     /// processes of one pod, which may hang while those of the others do not.
     Shim,
-    /// Status, and what operators ask.
+    /// Status, and queries of operators.
     Query,
     /// The steps of recovery, which stops waiting for a task that takes too long. The task keeps
     /// its thread.

@@ -39,9 +39,9 @@ pub(crate) use placement::{Placement, placement};
 use slice::Scope;
 use systemd::Systemd;
 
-/// The same for a scope: without it systemd gives its cgroup what every unit has.
+/// The CPU shares of a scope: without them systemd sets the default of every unit.
 const SCOPE_SHARES: (&str, u64) = ("CPUShares", 2);
-/// The same with version 2.
+/// The CPU weight of a scope with version 2.
 const SCOPE_WEIGHT: (&str, u64) = ("CPUWeight", 1);
 
 /// The node's cgroup file systems.

@@ -3,7 +3,7 @@
 use std::ffi::CString;
 use std::path::PathBuf;
 
-/// What the name of a slice ends in.
+/// Suffix of the name of a slice.
 const SUFFIX: &str = ".slice";
 
 /// The slice of all slices.

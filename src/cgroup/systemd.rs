@@ -35,9 +35,9 @@ const MODE_FAIL: &str = "fail";
 /// Replaces a job that is in progress.
 const MODE_REPLACE: &str = "replace";
 
-/// What systemd answers of a unit that it does not know.
+/// The error of systemd for a unit that it does not know.
 const NO_SUCH_UNIT: &str = "org.freedesktop.systemd1.NoSuchUnit";
-/// What it answers when it knows a unit of that name already.
+/// The error of systemd for a unit that exists already.
 const UNIT_EXISTS: &str = "org.freedesktop.systemd1.UnitExists";
 
 /// The node's systemd.

@@ -12,7 +12,7 @@ use crate::id::SandboxId;
 use crate::podsandbox::recover::{self, Recovered};
 use crate::podsandbox::{Environment, Phase, Sandbox};
 
-/// What an id refers to.
+/// The state of an id.
 #[derive(Clone, Debug)]
 pub(super) enum Slot {
     /// Taken by a Create that is in progress.

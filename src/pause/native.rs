@@ -43,7 +43,7 @@ pub struct Native {
     last_capability: u32,
     common: Arc<Reaper>,
     deadline: Deadline,
-    /// What the pause processes of one state directory are known by.
+    /// The mark of the pause processes of one state directory.
     mark: Option<Mark>,
 }
 
@@ -97,8 +97,8 @@ impl Native {
         })
     }
 
-    /// The same, with pause processes that are known to be of this state directory, so that one
-    /// without a record is found.
+    /// Adds a mark for this state directory to the pause processes, so that those without a record
+    /// are found.
     pub fn for_state_dir(mut self, state_dir: &Path) -> Self {
         match Mark::set(self.image.as_fd(), state_dir) {
             Ok(mark) => self.mark = Some(mark),

@@ -30,7 +30,7 @@ mod handle;
 /// The answer that a caller waits for.
 pub type Reply = oneshot::Sender<Result<(), Error>>;
 
-/// What reaches the actor.
+/// A message to the actor.
 #[derive(Debug)]
 pub enum Message {
     /// A caller asks for an RPC; the trace that the call belongs to.
@@ -81,7 +81,7 @@ pub enum Entry {
     },
 }
 
-/// Frees an id.
+/// Called once when the sandbox is removed, to free its id.
 type OnGone = Box<dyn FnOnce(&str) + Send>;
 
 /// The owner of one sandbox.

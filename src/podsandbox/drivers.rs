@@ -9,12 +9,12 @@ use crate::pause::Driver;
 use crate::shim::Shims;
 use crate::shim::driver::{self, ShimDriver};
 
-/// Who makes the pause processes.
+/// A driver that creates pause processes.
 #[derive(Clone, Debug)]
 pub enum PauseDriver {
     /// This program; its calls block.
     Native(Arc<dyn Driver>),
-    /// The pods' shims, which answer when they like.
+    /// The pods' shims; its calls are async.
     Shim(Arc<ShimDriver>),
 }
 
@@ -64,7 +64,7 @@ impl DriverRegistry {
     }
 }
 
-/// What runs the pause process of a pod of that runtime.
+/// The driver for pods of that runtime.
 pub fn choose(runtime: &str, config: &Config) -> DriverName {
     match config.drivers.0.get(runtime) {
         Some(driver) => *driver,

@@ -28,7 +28,7 @@ const _: () = assert!(
 pub struct Environment {
     /// Settings.
     pub config: Arc<Config>,
-    /// What makes the pause processes.
+    /// The drivers that create pause processes.
     pub(super) drivers: DriverRegistry,
     /// containerd's containers, of which each sandbox can be one.
     pub containers: Containers,

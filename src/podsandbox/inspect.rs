@@ -1,4 +1,4 @@
-//! What operators see of a sandbox: a line of a list, or all that is known.
+//! Summary and report of a sandbox, for `pause-sandboxer list`, `top` and `inspect`.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;

@@ -31,7 +31,7 @@ use crate::telemetry::Telemetry;
 /// How long a failed Start waits for the exit of the pause process that it killed.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What is known of one sandbox from its record and never changes.
+/// The facts in the record of a sandbox that never change.
 #[derive(Debug)]
 pub struct Facts {
     /// The sandbox id and the pause process's cgroup, by which the driver finds and removes it.
@@ -40,7 +40,7 @@ pub struct Facts {
     pub private_namespaces: PrivateNamespaces,
     /// It has shared memory of its own.
     pub shm: bool,
-    /// It is of the containerd namespace that is served.
+    /// It belongs to the containerd namespace of the config.
     pub in_namespace: bool,
     /// SELinux label of its processes; empty where there is none.
     pub label: Box<str>,
@@ -59,12 +59,12 @@ pub struct StartInput {
     pub pod: PodSandboxConfig,
 }
 
-/// What the jobs of one sandbox work on. Its methods that are not async block.
+/// The objects that the jobs of one sandbox work on. Methods that are not async block.
 #[derive(Debug)]
 pub struct Jobs {
     environment: Arc<Environment>,
     driver: PauseDriver,
-    /// What never changes.
+    /// The facts that never change.
     pub facts: Facts,
     /// Where the files are.
     pub files: SandboxFiles,
@@ -102,7 +102,7 @@ pub struct PrivateNamespaces {
 }
 
 impl PrivateNamespaces {
-    /// Those of a plan.
+    /// The private namespaces of a plan.
     pub fn from_plan(plan: &Plan) -> Self {
         let private = |namespace| namespace == Namespace::Private;
         Self { net: plan.netns.is_some(), ipc: private(plan.ipc), uts: private(plan.uts) }
@@ -178,7 +178,7 @@ impl Jobs {
         *self.start_input.lock() = Some(Arc::new(input));
     }
 
-    /// Makes files and pause process and records them.
+    /// Makes the files and the pause process and records both.
     ///
     /// # Errors
     /// The failed step. All is undone then, the record included.
@@ -216,7 +216,7 @@ impl Jobs {
         Ok(pause)
     }
 
-    /// Makes files and pause process where a shim is started first.
+    /// Makes files and pause process of a pod whose shim is started first.
     async fn start_behind_shim(
         self: &Arc<Self>,
         driver: PauseDriver,
@@ -260,7 +260,7 @@ impl Jobs {
         pool::run(class, move || task(&jobs)).await
     }
 
-    /// The same for steps of which each can fail.
+    /// Runs a blocking task in the pool; a panic of it is one of its failed steps.
     async fn steps(
         self: &Arc<Self>,
         class: Class,

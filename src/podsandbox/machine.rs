@@ -119,9 +119,9 @@ pub enum Event {
     JobDone,
     /// The cleanup or removal job failed.
     JobFailed,
-    /// The time of the next try has come.
+    /// The delay before the next attempt is over.
     RetryDue,
-    /// It was never started and its time is over.
+    /// It was not started within `abandoned_after`.
     Abandoned,
 }
 
@@ -138,11 +138,11 @@ pub enum Action {
     Kill,
     /// Watch the pause process's exit.
     Watch,
-    /// Answer every waiting caller of the RPC: success.
+    /// Send success to every waiting caller of the RPC.
     Succeed(Rpc),
-    /// Answer every waiting caller of the RPC: the error of the last step.
+    /// Send the error of the last step to every waiting caller of the RPC.
     Fail(Rpc),
-    /// Answer the one that asked last: not in this phase.
+    /// Send an error to the last caller: the phase does not allow the RPC.
     Refuse(Rpc),
     /// Send [`Event::RetryDue`] after the back-off's delay for this many failures in a row.
     RetryAfter(u32),
@@ -159,7 +159,7 @@ pub struct Machine {
     job: Option<Job>,
     /// The cleanup after the exit is not done yet.
     cleanup_pending: bool,
-    /// To be ended and removed as soon as that is possible.
+    /// To be killed and removed as soon as possible.
     removal_requested: bool,
     stop_waits: bool,
     shutdown_waits: bool,

@@ -39,7 +39,7 @@ pub const VERSION: u32 = 1;
 /// it are bounded by the wire's message limit each, and are longer by a third here.
 const LARGEST: u64 = 64 << 20;
 
-/// The same of stages.
+/// Stages above this size are not ours; bytes.
 const LARGEST_STAGE: u64 = 64 << 10;
 
 /// Type of the CRI config in Create's options.
@@ -56,9 +56,9 @@ pub struct Record {
     pub created_at: SystemTime,
     /// Name of the driver that made the pause process.
     pub driver: String,
-    /// What the driver makes.
+    /// What the driver creates.
     pub plan: Plan,
-    /// What is put where CRI looks for it.
+    /// The files that CRI bind-mounts into containers.
     pub files: Files,
     /// The CRI `PodSandboxConfig`, as it came.
     pub config: RecordedAny,
@@ -81,7 +81,7 @@ pub struct Record {
     pub containerd_namespace: String,
 }
 
-/// What serde skips.
+/// Whether serde skips the field.
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
 fn is_false(flag: &bool) -> bool {
     !flag
@@ -91,7 +91,7 @@ impl Record {
     /// The CRI config, decoded.
     ///
     /// # Errors
-    /// It is malformed.
+    /// The config is malformed.
     pub fn decode_config(&self) -> Result<PodSandboxConfig, Error> {
         decode_config(&self.id, &self.config.type_url, &self.config.value)
     }

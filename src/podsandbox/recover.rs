@@ -35,7 +35,7 @@ const AT_ONCE: usize = 32;
 /// How long the recovery of one record may take.
 const RECORD_TIMEOUT: Duration = pool::PERMIT_TIMEOUT;
 
-/// What became of one record.
+/// The result of recovering one record.
 #[derive(Debug)]
 pub enum Recovered {
     /// A sandbox again.
@@ -232,7 +232,7 @@ impl RecordDeadline {
     /// overdue.
     ///
     /// # Errors
-    /// As above.
+    /// As [`RecordDeadline::run`].
     async fn run_read_only<T: Send + 'static>(
         &mut self,
         work: impl Future<Output = T> + Send + 'static,
@@ -246,7 +246,7 @@ impl RecordDeadline {
     /// As [`RecordDeadline::run`], for a blocking task.
     ///
     /// # Errors
-    /// As above.
+    /// As [`RecordDeadline::run`].
     async fn run_blocking<T: Send + 'static>(
         &mut self,
         work: impl FnOnce() -> T + Send + 'static,
@@ -303,7 +303,7 @@ fn ids(sandboxes: &Path) -> Result<Vec<SandboxId>, StepError> {
     Ok(ids)
 }
 
-/// What was read of a sandbox.
+/// The state of a sandbox on disk.
 enum OnDisk {
     /// A sandbox: when it was created, its stage, and whether a Start left something.
     Record(SystemTime, Stage, Arc<Jobs>, bool),

@@ -183,7 +183,7 @@ impl Sandbox {
         self.shared_id()
     }
 
-    /// The same, for who keeps it.
+    /// The sandbox id as a shared string, for callers that store it.
     pub fn shared_id(&self) -> &SandboxId {
         self.jobs.id()
     }
@@ -374,8 +374,9 @@ impl Sandbox {
         inspect::report(&self.jobs, self.published(), &record, &stage)
     }
 
-    /// It is created, runs or has ended, its pod has no shim, no call has asked this daemon for its
-    /// status or exit, and containerd can be asked for it.
+    /// Whether garbage collection asks containerd for the sandbox: it belongs to the containerd
+    /// namespace of the config, no start or removal runs, its pod has no shim, and no Status or
+    /// Wait call has reached this daemon.
     pub fn is_gc_candidate(&self) -> bool {
         self.jobs.facts.in_namespace
             && matches!(self.phase(), Phase::Created | Phase::Ready | Phase::NotReady)

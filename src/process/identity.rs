@@ -1,4 +1,4 @@
-//! What names a process beyond its pid, read from `/proc`.
+//! The identity of a process beyond its pid, read from `/proc`.
 
 use std::ffi::CStr;
 use std::fs::{self, File};

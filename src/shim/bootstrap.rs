@@ -1,5 +1,5 @@
-//! What a shim's `start` is given, and what it says of the server that it has started: where it
-//! listens and what it speaks.
+//! Input and output of a shim's `start`: the output has address and protocol of the server that it
+//! started.
 
 use std::io;
 use std::path::{Path, PathBuf};

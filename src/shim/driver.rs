@@ -161,7 +161,7 @@ impl ShimDriver {
         }
     }
 
-    /// What containerd makes of a task after its restart (`RecoverContainer`).
+    /// Adopts the task as containerd does after its restart (`RecoverContainer`).
     async fn recover_pause(
         &self,
         endpoint: &Arc<SelfStarted>,
@@ -201,8 +201,7 @@ impl ShimDriver {
     }
 }
 
-/// What [`crate::pause::Driver`] does, as tasks: a shim answers when it likes, and a wait for it
-/// takes no thread.
+/// The methods of [`crate::pause::Driver`], async: a wait for a shim takes no thread.
 impl ShimDriver {
     /// The driver's name in config, record and metrics.
     pub fn name(&self) -> &'static str {

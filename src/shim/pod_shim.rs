@@ -67,7 +67,7 @@ pub(super) enum RecordedShim {
     Alive {
         /// The shim.
         process: Arc<dyn Process>,
-        /// What names the socket that it was handed, if that is on record.
+        /// The cookie of the socket that it was handed, if that is on record.
         socket: Option<u64>,
         /// Its launch was interrupted before it was on record as running.
         interrupted: bool,
@@ -92,7 +92,7 @@ impl PodShim {
         &self.id
     }
 
-    /// What all shims of the daemon share.
+    /// The state that all shims of the daemon share.
     pub(super) fn shims(&self) -> &Shims {
         &self.shims
     }

@@ -49,7 +49,7 @@ pub async fn serve_ttrpc<V: SandboxService>(
 /// Answers one call of `path`, which is service and method with a slash between them.
 ///
 /// # Errors
-/// What its caller is answered.
+/// The error that its caller gets.
 pub async fn handle_call<V: SandboxService>(
     sandboxes: Arc<V>,
     path: &str,

@@ -114,7 +114,7 @@ pub(super) async fn serve<V: SandboxService>(
     }
 }
 
-/// What of a request its call needs.
+/// The parts of a request that its call needs.
 struct ParsedRequest {
     grpc: bool,
     call: Call,

@@ -78,11 +78,11 @@ impl Call {
     }
 }
 
-/// What comes of a call that is begun.
+/// The state of a call after [`Handler::begin`].
 pub(super) enum Dispatched {
-    /// It is answered.
+    /// The call has its response.
     Answered(Answer),
-    /// It is a Wait, and what it waits for has not come.
+    /// The call is a Wait, and the pause process has not exited.
     WaitPending(Wait),
 }
 
@@ -129,8 +129,8 @@ impl<V: SandboxService> Handler<V> {
         Self { sandboxes, stop, telemetry, namespace, request_budget: RequestBudget::default() }
     }
 
-    /// The same for another socket with its own request budget, so that slow requests of one socket
-    /// do not delay those of the other.
+    /// A handler for another socket with its own request budget, so that slow requests of one
+    /// socket do not delay those of the other.
     pub(super) fn with_own_budget(&self) -> Self {
         Self { request_budget: RequestBudget::default(), ..self.clone() }
     }
@@ -154,7 +154,7 @@ impl<V: SandboxService> Handler<V> {
         self.sandboxes.borrow().clone()
     }
 
-    /// What answers, as soon as the sandboxes are known. Nothing of a call is read before, except
+    /// The service, as soon as recovery is done. Nothing of a call is read before, except
     /// for what arrived with it.
     async fn sandboxes(&self) -> Result<Arc<V>, Status> {
         if let Some(known) = self.known() {

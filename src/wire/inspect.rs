@@ -1,4 +1,4 @@
-//! What operators ask: the service of `protos/inspect.proto`, on the ttrpc socket alone.
+//! Queries of operators: the service of `protos/inspect.proto`, on the ttrpc socket alone.
 
 use protobuf::MessageField;
 

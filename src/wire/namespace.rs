@@ -7,7 +7,7 @@ use super::status::{Code, Status};
 
 /// The key of a call's namespace in the metadata of gRPC.
 pub(super) const GRPC_KEY: &str = "containerd-namespace";
-/// The same in that of ttrpc.
+/// The key in the metadata of ttrpc.
 pub(super) const TTRPC_KEY: &str = "containerd-namespace-ttrpc";
 
 /// The namespace whose calls are served.

@@ -26,7 +26,7 @@ use super::service::SandboxService;
 use super::status::{Code, Status};
 use crate::log_context::{TRACEPARENT, TraceId};
 
-/// How long new calls are still read when the daemon stops: ttrpc cannot say goodbye. A Wait is
+/// How long new calls are still read when the daemon stops: ttrpc has no GOAWAY. A Wait is
 /// answered with UNAVAILABLE.
 const LINGER: Duration = Duration::from_millis(200);
 /// Answers that wait for the writer; calls beyond wait with theirs.

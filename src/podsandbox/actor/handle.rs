@@ -8,7 +8,7 @@ use super::Message;
 use crate::podsandbox::machine::Phase;
 use crate::process::Exit;
 
-/// What readers see of a sandbox; they never ask the driver.
+/// The state of a sandbox that readers see; they never call the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Published {
     /// Its phase.
@@ -34,7 +34,7 @@ impl ActorHandle {
         self.mailbox.unbounded_send(message).is_ok()
     }
 
-    /// What is published.
+    /// The published state.
     pub fn published(&self) -> Published {
         *self.published.borrow()
     }

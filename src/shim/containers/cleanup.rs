@@ -20,7 +20,7 @@ const SEARCH_DELAYS: [Duration; 5] =
 /// Delay between all further attempts.
 const LAST_SEARCH_DELAY: Duration = Duration::from_secs(10);
 
-/// What an exited shim has left.
+/// Containers and processes that an exited shim left.
 pub(in crate::shim) struct ShimLeftovers {
     /// Containers that are lost with it: the sandbox fails.
     lost: Vec<Container>,
@@ -139,7 +139,7 @@ impl PodShim {
         }
     }
 
-    /// What an exited shim has left. Blocks.
+    /// Finds the containers and processes that an exited shim left. Blocks.
     fn find_left(&self, exit: Exit, pod: &dyn Pod) -> Result<ShimLeftovers, StepError> {
         let NamespaceMembers { containers: mut lost, unknown } =
             self.find_namespace_members(pod)?;

@@ -28,8 +28,8 @@ impl SelfStarted {
         Ok(())
     }
 
-    /// The same, as soon as the pause process is no longer needed to find the containers that its
-    /// shim has left.
+    /// As [`Self::delete_pause`], as soon as the pause process is no longer needed to find the
+    /// containers that its shim has left.
     ///
     /// # Errors
     /// The failed step.
@@ -45,7 +45,8 @@ impl SelfStarted {
         if self.has_no_pause() { Ok(()) } else { deleted }
     }
 
-    /// The same, unless the pause process is known to be deleted, or never was.
+    /// As [`Self::delete_pause`], unless the pause process is known to be deleted, or never
+    /// existed.
     ///
     /// # Errors
     /// The failed step.
