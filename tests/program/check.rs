@@ -100,7 +100,8 @@ fn check_looks_for_shims_where_the_daemon_does() {
     fs::write(&config, text).unwrap();
     let output = command(&scratch.flags(), &config).env("PATH", "/only").output().unwrap();
     let places = "not found in PATH \
-        (/only:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin) or next to the containerd binary";
+        (/only:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin) or next to the \
+        containerd binary";
     assert!(stdout(&output).contains(places), "{}", stdout(&output));
 }
 
