@@ -184,13 +184,16 @@ mod tests {
     #[test]
     fn unusable_answers_are_errors_with_the_reason() {
         for (said, reason) in [
-            (&b""[..], "is not an address"),
-            (b"\n", "is not an address"),
-            (b"panic: no such thing\ngoroutine 1", "is not an address"),
-            (b"\xff\xfe\x00", "is not an address"),
+            (&b""[..], "invalid address"),
+            (b"\n", "invalid address"),
+            (b"panic: no such thing\ngoroutine 1", "invalid address"),
+            (b"\xff\xfe\x00", "invalid address"),
             (b"relative/path", "is not an address of a unix socket"),
             (b"vsock://2:1024", "is not an address of a unix socket"),
-            (br#"{"version":4,"address":"unix:///s","protocol":"ttrpc"}"#, "version 4"),
+            (
+                br#"{"version":4,"address":"unix:///s","protocol":"ttrpc"}"#,
+                "unsupported Task API version 4",
+            ),
             (
                 br#"{"version":3,"address":"unix:///s","protocol":"grpc"}"#,
                 "unsupported protocol \"grpc\"",

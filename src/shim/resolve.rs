@@ -111,7 +111,8 @@ mod tests {
         let path = dir.path().to_str().unwrap();
         let error = find_binary(runtime, path, &socket).unwrap_err().to_string();
         assert!(
-            error.contains(runtime) && error.contains("containerd-shim-besidetest-v1 is neither"),
+            error.contains(runtime)
+                && error.contains("containerd-shim-besidetest-v1 not found in PATH"),
             "{error}"
         );
         put(&beside, 0o755);
