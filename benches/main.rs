@@ -88,7 +88,7 @@ fn main() -> Result<()> {
         ["profile"] => runtime.block_on(profile::run()),
         [] => runtime.block_on(measure(FULL)),
         ["--quick"] => runtime.block_on(measure(QUICK)),
-        // One of the parts, for whoever works on it; no report.
+        // One of the parts, for work on it; no report.
         ["--only", part] => runtime.block_on(only(part)),
         other => bail!("unknown words {other:?}: nothing, --quick, --only PART or profile"),
     }

@@ -118,7 +118,8 @@ impl Controller {
         Ok(Platform::node())
     }
 
-    /// Ends the pause and answers when its exit is recorded and its shared memory is unmounted.
+    /// Ends the pause process and answers when its exit is recorded and its shared memory is
+    /// unmounted.
     ///
     /// # Errors
     /// The failed step; the rest continues in the background.
@@ -126,7 +127,7 @@ impl Controller {
         self.sandbox(id)?.stop().await
     }
 
-    /// Answers when the pause has exited, before or after it did.
+    /// Answers when the pause process has exited, before or after it did.
     ///
     /// # Errors
     /// [`Error::NotFound`], or [`Error::Quarantined`].
@@ -295,7 +296,7 @@ impl Controller {
         }
     }
 
-    /// Refuses all that is asked from now on, and answers when nothing is under way.
+    /// Refuses all calls from now on, and returns when nothing is in progress.
     pub async fn drain(&self) {
         self.stopping.store(true, Ordering::Release);
         let live: Vec<Arc<Sandbox>> = self.live();

@@ -111,9 +111,13 @@ async fn run(
             return stopped.map(drop);
         }
     };
+    let sandboxes = controller.live().len();
     answering.send_replace(Some(Arc::clone(&controller)));
     let background = background(config, &controller);
-    log::info!(socket = config.socket.display().to_string(); "daemon is ready");
+    log::info!(
+        socket = config.socket.display().to_string(), sandboxes = sandboxes;
+        "daemon is ready"
+    );
     notify(&[NotifyState::Ready, NotifyState::Status("serving")]);
     supervise(&mut server, &mut signals, Watchdog::new(timeout), settings).await?;
     log::info!("daemon completes pending calls");
@@ -123,7 +127,7 @@ async fn run(
     Ok(())
 }
 
-/// What all sandboxes share.
+/// Opens the state that all sandboxes share.
 fn environment(config: &Config, open_files: Option<u64>) -> Result<Arc<Environment>, StepError> {
     let driver = Arc::new(Native::new()?.for_state_dir(&config.state_dir));
     let labelled = selinux::executable(config)
@@ -228,7 +232,7 @@ async fn drain(server: &mut RunningServer, signals: &mut Signals, controller: &C
     }
 }
 
-/// What a signal asks for.
+/// The request of a signal.
 enum SignalEvent {
     Stop,
     Reload,

@@ -1,4 +1,4 @@
-//! What went wrong in one step of the work: the step, the path and the errno.
+//! [`StepError`]: a failed operation with its path and errno.
 //!
 //! A leaf that every other module may import. The RPCs of a sandbox wrap a [`StepError`] into
 //! [`crate::podsandbox::Error`], which adds the sandbox and decides the RPC code.
@@ -69,7 +69,7 @@ impl StepErrors {
     /// Success, if no step has failed.
     ///
     /// # Errors
-    /// These steps.
+    /// The steps that failed.
     pub fn into_result(self) -> Result<(), Self> {
         if self.0.is_empty() { Ok(()) } else { Err(self) }
     }

@@ -1,5 +1,5 @@
-//! The exit of a sandbox's pause, which its actor waits for, and the backoff of the cleanup after
-//! it.
+//! The exit of a sandbox's pause process, which its actor waits for, and the backoff of the cleanup
+//! after it.
 
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -10,7 +10,8 @@ use futures::future::BoxFuture;
 
 use crate::process::{Exit, Process};
 
-/// Waits for the exit of one sandbox's pause. Unarmed it waits for nothing and holds no memory.
+/// Waits for the exit of one sandbox's pause process. Unarmed it waits for nothing and holds no
+/// memory.
 #[derive(Default)]
 pub struct ExitWaiter(Option<BoxFuture<'static, Exit>>);
 
@@ -30,7 +31,7 @@ impl ExitWaiter {
         self.0 = None;
     }
 
-    /// The exit, once; pending while the pause lives, and while unarmed.
+    /// The exit, once; pending while the pause process lives, and while unarmed.
     pub fn poll_exit(&mut self, cx: &mut Context<'_>) -> Poll<Exit> {
         let Some(waiting) = &mut self.0 else { return Poll::Pending };
         let exit = std::task::ready!(waiting.poll_unpin(cx));
@@ -54,7 +55,7 @@ pub const CLEANUP: Backoff =
 pub const CONTAINERD: Backoff =
     Backoff { first: Duration::from_secs(1), longest: Duration::from_secs(60) };
 
-/// For the socket and the start of a pod's shim, where no container is coming.
+/// For the socket and the start of a pod's shim, where containerd creates no container.
 pub const SHIM: Backoff =
     Backoff { first: Duration::from_secs(1), longest: Duration::from_secs(60) };
 

@@ -18,7 +18,7 @@ use crate::podsandbox::Sandbox;
 
 /// Collects every `interval`, forever.
 pub async fn collect(controller: Arc<Controller>, store: SandboxStore, interval: Duration) {
-    let mut suspects: HashSet<String> = HashSet::new();
+    let mut unknown_once: HashSet<String> = HashSet::new();
     let mut ticks = tokio::time::interval(interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     // The first tick completes at once, before containerd had time for a call.
@@ -27,30 +27,30 @@ pub async fn collect(controller: Arc<Controller>, store: SandboxStore, interval:
     loop {
         ticks.tick().await;
         // Only those without a call for a whole interval.
-        let unasked: Vec<Arc<Sandbox>> =
-            controller.live().into_iter().filter(|s| s.is_unasked()).collect();
-        let ids = unasked.iter().map(|sandbox| sandbox.id().to_owned()).collect();
-        for sandbox in unasked.into_iter().filter(|sandbox| seen.contains(sandbox.id())) {
+        let candidates: Vec<Arc<Sandbox>> =
+            controller.live().into_iter().filter(|s| s.is_gc_candidate()).collect();
+        let ids = candidates.iter().map(|sandbox| sandbox.id().to_owned()).collect();
+        for sandbox in candidates.into_iter().filter(|sandbox| seen.contains(sandbox.id())) {
             match store.knows(sandbox.id()).await {
-                Ok(false) if suspects.contains(sandbox.id()) => remove(sandbox).await,
+                Ok(false) if unknown_once.contains(sandbox.id()) => remove(sandbox).await,
                 Ok(false) => {
-                    suspects.insert(sandbox.id().to_owned());
+                    unknown_once.insert(sandbox.id().to_owned());
                 }
                 Ok(true) => {
-                    suspects.remove(sandbox.id());
+                    unknown_once.remove(sandbox.id());
                 }
                 // containerd may be down, which tells nothing about the sandbox.
                 Err(e) => log::debug!(sandbox = sandbox.id(); "failed to query containerd: {e}"),
             }
         }
-        suspects.retain(|id| HashSet::contains(&ids, id));
+        unknown_once.retain(|id| HashSet::contains(&ids, id));
         seen = ids;
     }
 }
 
 async fn remove(sandbox: Arc<Sandbox>) {
     // A call may have arrived during the query.
-    if !sandbox.is_unasked() {
+    if !sandbox.is_gc_candidate() {
         return;
     }
     log::warn!(sandbox = sandbox.id(); "removing sandbox that containerd does not know");
@@ -95,7 +95,9 @@ async fn remove_containers(
     let mut result = Ok(());
     for id in containers.own().await?.into_iter().filter(|id| !controller.has(id)) {
         match containers.remove(&id).await {
-            Ok(()) => log::info!(sandbox = id.as_str(); "removed container of removed sandbox"),
+            Ok(()) => {
+                log::info!(sandbox = id.as_str(); "removed stale container record")
+            }
             // The others go all the same.
             Err(e) => result = Err(e),
         }

@@ -1,9 +1,8 @@
-//! What a line of the log is about beyond what it says itself: the pod of a sandbox, and the trace
-//! of the call that is at work.
+//! Fields that the logger adds to a line: the pod of a sandbox, and the trace of the call.
 //!
 //! Every [`LogContext`] that lives is known here by its id, so that a line which names a sandbox
-//! names its pod as well, whoever writes it. A call has its trace in the task that answers it; what
-//! the call sets off in other tasks is found by the sandbox.
+//! names its pod as well, whichever module writes it. A call has its trace in the task that answers
+//! it; what the call sets off in other tasks is found by the sandbox.
 
 use std::collections::BTreeMap;
 use std::fmt;

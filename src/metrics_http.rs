@@ -91,7 +91,7 @@ pub async fn serve(controller: Arc<Controller>, address: Metrics) {
                 let source = Arc::clone(&source);
                 tokio::spawn(async move {
                     let _permit = permit;
-                    match tokio::time::timeout(TIMEOUT, answer(stream, &source)).await {
+                    match tokio::time::timeout(TIMEOUT, serve_request(stream, &source)).await {
                         Ok(Ok(())) => {}
                         Ok(Err(e)) => log::debug!("metrics connection failed: {e}"),
                         Err(_) => log::debug!("metrics connection timed out"),
@@ -130,7 +130,7 @@ impl Source {
 }
 
 /// Answers the one request of a connection (RFC 9112).
-async fn answer(mut stream: Box<dyn Stream>, source: &Source) -> io::Result<()> {
+async fn serve_request(mut stream: Box<dyn Stream>, source: &Source) -> io::Result<()> {
     let mut head = Vec::with_capacity(512);
     while !head.windows(4).any(|end| end == b"\r\n\r\n") {
         if head.len() > LONGEST_HEAD {

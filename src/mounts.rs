@@ -29,7 +29,7 @@ pub enum View {
     /// Each has a mount namespace of its own, but mounts below containerd's state directory are
     /// propagated to containerd's.
     Propagated,
-    /// It does not see them.
+    /// containerd does not see them.
     Apart {
         /// Process id of containerd.
         pid: i32,
@@ -69,7 +69,7 @@ pub fn view(of: &str, address: &Path, state: &Path) -> io::Result<View> {
     Ok(compare(of, address, state)?.view)
 }
 
-/// What was found of a containerd.
+/// The mount namespace of a containerd, compared with the daemon's.
 #[derive(Debug)]
 struct ContainerdProcess {
     /// Its directory in `/proc`: of this process and no later one of the same id.
@@ -193,7 +193,7 @@ impl Mounts {
             Ok(new) => {
                 let admitted = new.view.admit(&self.state);
                 match &admitted {
-                    Err(step) => log::error!("pods are refused: {step}"),
+                    Err(step) => log::error!("refusing pods: {step}"),
                     Ok(()) if new.view == View::Propagated => log::warn!(
                         "containerd is in another mount namespace, to which mounts below {} are \
                          propagated",
@@ -206,10 +206,9 @@ impl Mounts {
             }
             Err(e) => {
                 *found = None;
-                log::debug!(
-                    "{}",
-                    StepError::at("compare mount namespaces with containerd's", &self.address, e)
-                );
+                let step =
+                    StepError::at("compare mount namespaces with containerd's", &self.address, e);
+                log::debug!("failed to find containerd's mount namespace: {step}");
                 Ok(())
             }
         }

@@ -2,7 +2,7 @@
 //! registry.
 //!
 //! An archive of one image with one layer that holds one file. It is the same, byte for byte,
-//! whoever writes it when: a tool that compares digests sees an image that it has.
+//! on every machine and at any time: a tool that compares digests sees an image that it has.
 
 use std::io::{self, Write};
 
@@ -15,7 +15,7 @@ use crate::pause::binary::PROGRAM;
 use crate::podsandbox::Platform;
 
 /// The image's name, for `pinned_images.sandbox` of containerd's CRI. Its tag counts the pause
-/// program's changes that matter to whoever runs it.
+/// program's changes that matter to those who run it.
 pub const NAME: &str = "localhost/pause-sandboxer/pause:1";
 
 /// User and group that the program runs as, as from most pause images.

@@ -18,17 +18,17 @@ use tokio::sync::{Semaphore, SemaphorePermit, oneshot};
 
 use crate::error::StepError;
 
-/// What a blocking task belongs to.
+/// The class of a blocking task; each has its own limit of threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Class {
     /// Create and Start.
     Start,
-    /// Stop and Shutdown, and what follows the end of a pause.
+    /// Stop and Shutdown, and what follows the end of a pause process.
     End,
-    /// The pods' shims: looked for, launched, cleaned up after. They depend on file systems and
+    /// The pods' shims: search, launch, cleanup. They depend on file systems and
     /// processes of one pod, which may hang while those of the others do not.
     Shim,
-    /// Status, and what operators ask.
+    /// Status, and queries of operators.
     Query,
     /// The steps of recovery, which stops waiting for a task that takes too long. The task keeps
     /// its thread.
@@ -44,11 +44,11 @@ pub const PERMIT_TIMEOUT: Duration = Duration::from_secs(10);
 /// class is blocked. A node with so many tasks that hang in the kernel needs a reboot.
 const OVERDUE: usize = 128;
 
-static START: Permits = Permits::of(Class::Start);
-static END: Permits = Permits::of(Class::End);
-static SHIM: Permits = Permits::of(Class::Shim);
-static QUERY: Permits = Permits::of(Class::Query);
-static RECOVERY: Permits = Permits::of(Class::Recovery);
+static START: Permits = Permits::for_class(Class::Start);
+static END: Permits = Permits::for_class(Class::End);
+static SHIM: Permits = Permits::for_class(Class::Shim);
+static QUERY: Permits = Permits::for_class(Class::Query);
+static RECOVERY: Permits = Permits::for_class(Class::Recovery);
 
 /// For what the libraries do on such threads.
 const OTHERS: usize = 8;
@@ -126,7 +126,7 @@ pub async fn run<T: Send + 'static>(
 }
 
 impl Permits {
-    const fn of(class: Class) -> Self {
+    const fn for_class(class: Class) -> Self {
         let overdue =
             if class.releases_overdue() { Some(Semaphore::const_new(OVERDUE)) } else { None };
         Self { free: Semaphore::const_new(class.threads()), overdue }
@@ -280,14 +280,14 @@ mod tests {
 
     /// The clock does not advance by itself while blocking tasks run.
     async fn pass(time: Duration) {
-        async fn settle() {
+        async fn yield_often() {
             for _ in 0..1000 {
                 tokio::task::yield_now().await;
             }
         }
-        settle().await;
+        yield_often().await;
         tokio::time::advance(time).await;
-        settle().await;
+        yield_often().await;
     }
 
     /// A blocking task that has begun runs on its own thread, which needs real time.
@@ -312,7 +312,7 @@ mod tests {
             .unwrap();
         for class in [Class::Recovery, Class::Shim] {
             // Not the permits of other tests.
-            let permits: &'static Permits = Box::leak(Box::new(Permits::of(class)));
+            let permits: &'static Permits = Box::leak(Box::new(Permits::for_class(class)));
             runtime.block_on(async {
                 let mut ends = Vec::new();
                 let mut hanging = Vec::new();
@@ -354,7 +354,7 @@ mod tests {
     /// A caller with its own time limit has its answer while the task still hangs.
     #[tokio::test(start_paused = true)]
     async fn a_task_that_hangs_gives_its_permit_back_without_a_caller() {
-        let permits: &'static Permits = Box::leak(Box::new(Permits::of(Class::Shim)));
+        let permits: &'static Permits = Box::leak(Box::new(Permits::for_class(Class::Shim)));
         let (end, ended) = mpsc::channel::<()>();
         let task = tokio::spawn(permits.run(move || assert!(ended.recv().is_err())));
         pass(Duration::ZERO).await;

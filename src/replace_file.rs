@@ -34,11 +34,12 @@ pub fn replace_file(path: &Path, permissions: u32, content: &[u8]) -> Result<(),
     replace(path, &temporary(path), permissions, content, |_| Ok(()))
 }
 
-/// The same for a file that must survive a loss of power, and whose permissions the umask does not
-/// change. It is written at [`lasting_temporary`].
+/// As [`replace_file`], for a file that must survive a loss of power, and whose permissions the
+/// umask does not change. It is written at [`lasting_temporary`].
 ///
 /// # Errors
-/// As above; if the last step fails, that of the directory, the new file is in its place.
+/// As [`replace_file`]; if the last step fails, that of the directory, the new file is in its
+/// place.
 pub fn replace_lasting_file(
     path: &Path,
     permissions: u32,

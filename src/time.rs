@@ -1,4 +1,4 @@
-//! Times and durations as text.
+//! Formatting of times and durations.
 
 use std::time::{Duration, SystemTime};
 

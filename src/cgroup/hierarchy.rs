@@ -20,7 +20,7 @@ pub(super) struct OpenHierarchy {
     /// Version 1 with the cpuset controller: a new cgroup has no CPUs and takes no process until it
     /// is given some.
     pub(super) cpuset: bool,
-    /// File and value that give a pause the least CPU time of all that want some.
+    /// File and value that give a pause process the least CPU time of all that want some.
     pub(super) weight: Option<Weight>,
 }
 
@@ -29,7 +29,7 @@ pub(super) type Weight = (&'static CStr, &'static [u8]);
 /// As containerd gives its sandboxes (`DefaultSandboxCPUshares`).
 const SHARES: Weight = (c"cpu.shares", b"2");
 
-/// What runc makes of these shares for version 2.
+/// The weight that runc converts these shares to for version 2.
 const WEIGHT: Weight = (c"cpu.weight", b"1");
 
 /// Files of version 1's cpuset controller that are empty in a new cgroup.
@@ -38,7 +38,7 @@ const CPUSET: [&CStr; 2] = [c"cpuset.cpus", c"cpuset.mems"];
 /// File of version 1's freezer, and what it says of a cgroup in which processes run: it counts
 /// those above in.
 pub(super) const THAWED: (&CStr, &[u8]) = (c"freezer.state", b"THAWED");
-/// The same for version 2.
+/// File of version 2, and the line of a cgroup in which processes run.
 pub(super) const UNFROZEN: (&CStr, &[u8]) = (c"cgroup.events", b"frozen 0");
 
 impl OpenHierarchy {

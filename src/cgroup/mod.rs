@@ -1,13 +1,13 @@
-//! The pause's cgroup: where it goes, how it is made and removed.
+//! The pause process's cgroup: where it goes, how it is made and removed.
 //!
 //! The node's cgroup file systems are found once. With version 1 a cgroup is a directory in every
 //! mounted hierarchy, which the child joins itself; with version 2 it is one directory, which the
 //! child is born in. [`mounts`] finds out which version it is.
 //!
 //! Below a systemd slice the cgroup is a transient scope. Its directory is made here all the same,
-//! before systemd is asked for the scope: the pause is then in its place from its first instruction
-//! on, and a Start that is interrupted at any point leaves it where the cleanup looks. systemd
-//! takes over a cgroup that it finds.
+//! before systemd is asked for the scope: the pause process is then in its place from its first
+//! instruction on, and a Start that is interrupted at any point leaves it where the cleanup looks.
+//! systemd takes over a cgroup that it finds.
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -39,9 +39,9 @@ pub(crate) use placement::{Placement, placement};
 use slice::Scope;
 use systemd::Systemd;
 
-/// The same for a scope: without it systemd gives its cgroup what every unit has.
+/// The CPU shares of a scope: without them systemd sets the default of every unit.
 const SCOPE_SHARES: (&str, u64) = ("CPUShares", 2);
-/// The same with version 2.
+/// The CPU weight of a scope with version 2.
 const SCOPE_WEIGHT: (&str, u64) = ("CPUWeight", 1);
 
 /// The node's cgroup file systems.
@@ -111,7 +111,7 @@ impl Cgroups {
         mount.join(std::ffi::OsStr::from_bytes(cgroup.to_bytes()))
     }
 
-    /// Makes the cgroup of a pause, in which it is born.
+    /// Makes the cgroup of a pause process, in which it is born.
     ///
     /// # Errors
     /// The failed step; what was made has been removed then.
@@ -140,7 +140,7 @@ impl Cgroups {
         }
     }
 
-    /// Finishes what [`Cgroups::make_cgroup`] began, when the pause is born.
+    /// Finishes what [`Cgroups::make_cgroup`] began, when the pause process is born.
     ///
     /// # Errors
     /// The failed step; [`Cgroups::remove`] is to undo what was done.
@@ -170,7 +170,7 @@ impl Cgroups {
                     Err(Errno::NOENT) if tries > 1 => self.make_directory(cgroup, false)?.keep(),
                     Err(e) => {
                         return Err(StepError::at(
-                            "move the pause into cgroup",
+                            "move the pause process into cgroup",
                             self.path(index, cgroup),
                             e.into(),
                         ));
@@ -191,8 +191,8 @@ impl Cgroups {
             && matches!(e, Errno::NOENT | Errno::NODEV)
     }
 
-    /// Removes the cgroup of a pause. Processes that are in it are killed: those of a Start that
-    /// was interrupted. Gone already is success.
+    /// Removes the cgroup of a pause process. Processes that are in it are killed: those of a Start
+    /// that was interrupted. Gone already is success.
     pub(crate) fn remove(&self, placement: &Placement) -> Vec<StepError> {
         match placement {
             Placement::Inherit => Vec::new(),
@@ -235,7 +235,7 @@ impl Cgroups {
             if !(hierarchy.freezer || self.unified) {
                 continue;
             }
-            let what = "place the pause in cgroup";
+            let what = "place the pause process in cgroup";
             let state = match hierarchy.read_file(&below(cgroup, thawed.0)) {
                 // Gone meanwhile: the child finds the same.
                 Err(Errno::NOENT | Errno::NODEV) => continue,

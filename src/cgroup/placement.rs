@@ -1,4 +1,4 @@
-//! Which cgroup a pause gets.
+//! Which cgroup a pause process gets.
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -8,17 +8,18 @@ use super::slice::{self, Scope};
 use crate::error::StepError;
 use crate::id::SandboxId;
 
-/// What names a pause's cgroup. It is all that a driver must know of a plan to adopt a pause and to
-/// clean up after it, and all that is kept of the plan while the pause lives.
+/// What names a pause process's cgroup. It is all that a driver must know of a plan to adopt a
+/// pause process and to clean up after it, and all that is kept of the plan while the pause process
+/// lives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CgroupRef {
     /// The sandbox id.
     pub id: SandboxId,
-    /// As in `Plan::cgroup_parent` of the pause.
+    /// As in `Plan::cgroup_parent` of the pause process.
     pub cgroup_parent: Box<str>,
 }
 
-/// Where a pause goes.
+/// Where a pause process goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Placement {
     /// Stays in the daemon's cgroup.
@@ -72,7 +73,7 @@ fn parent_fault(parent: &str) -> Option<&'static str> {
 /// # Errors
 /// The parent is not usable.
 pub(crate) fn placement(parent: &str, id: &str) -> Result<Placement, StepError> {
-    const WHAT: &str = "place the pause in a cgroup below";
+    const WHAT: &str = "place the pause process in a cgroup below";
     let refuse = |reason: &str| {
         StepError::at(WHAT, parent, io::Error::new(io::ErrorKind::InvalidInput, reason))
     };

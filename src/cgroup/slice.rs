@@ -3,7 +3,7 @@
 use std::ffi::CString;
 use std::path::PathBuf;
 
-/// What the name of a slice ends in.
+/// Suffix of the name of a slice.
 const SUFFIX: &str = ".slice";
 
 /// The slice of all slices.
@@ -12,7 +12,7 @@ const ROOT: &str = "-";
 /// Longest name of a unit, bytes (systemd's `UNIT_NAME_MAX` without the closing zero).
 const LONGEST: usize = 255;
 
-/// The scope of one pause.
+/// The scope of one pause process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Scope {
     /// The scope's own name.

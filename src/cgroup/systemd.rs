@@ -30,14 +30,14 @@ const JOB_TIMEOUT: Duration = Duration::from_secs(10);
 const FORGOTTEN: Duration = Duration::from_secs(1);
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Fails rather than to replace a job that is under way, such as the end of the slice.
+/// Fails rather than to replace a job that is in progress, such as the end of the slice.
 const MODE_FAIL: &str = "fail";
-/// Replaces a job that is under way.
+/// Replaces a job that is in progress.
 const MODE_REPLACE: &str = "replace";
 
-/// What systemd answers of a unit that it does not know.
+/// The error of systemd for a unit that it does not know.
 const NO_SUCH_UNIT: &str = "org.freedesktop.systemd1.NoSuchUnit";
-/// What it answers when it knows a unit of that name already.
+/// The error of systemd for a unit that exists already.
 const UNIT_EXISTS: &str = "org.freedesktop.systemd1.UnitExists";
 
 /// The node's systemd.
@@ -100,7 +100,7 @@ impl Systemd {
         pid: u32,
         weight: (&str, u64),
     ) -> Result<(), StepError> {
-        let description = format!("pause of pod sandbox {}", scope.unit);
+        let description = format!("pause process of pod sandbox {}", scope.unit);
         // As runc sets them, so that the scope is what a pod's containers have.
         let properties: Vec<(&str, Variant<'_>)> = vec![
             ("Description", description.as_str().into()),

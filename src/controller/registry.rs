@@ -12,10 +12,10 @@ use crate::id::SandboxId;
 use crate::podsandbox::recover::{self, Recovered};
 use crate::podsandbox::{Environment, Phase, Sandbox};
 
-/// What an id refers to.
+/// The state of an id.
 #[derive(Clone, Debug)]
 pub(super) enum Slot {
-    /// Taken by a Create that is under way.
+    /// Taken by a Create that is in progress.
     Reserved,
     /// A sandbox.
     Live(Arc<Sandbox>),
@@ -48,7 +48,7 @@ impl SandboxRegistry {
     pub fn enter(&self, recovered: Recovered) {
         let mut slots = self.slots.lock();
         match recovered {
-            // Its time was over; whoever frees its id waits for the lock or came too early.
+            // Its time was over; the call that frees its id waits for the lock or came too early.
             Recovered::Sandbox(sandbox) if sandbox.phase() == Phase::Gone => {
                 slots.remove(sandbox.id());
             }
@@ -109,7 +109,7 @@ impl SandboxRegistry {
     }
 }
 
-/// The id of a Create that is under way. Frees it when dropped, unless it refers to a sandbox by
+/// The id of a Create that is in progress. Frees it when dropped, unless it refers to a sandbox by
 /// then.
 pub(super) struct Reserved {
     pub register: Arc<SandboxRegistry>,

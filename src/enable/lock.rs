@@ -14,7 +14,7 @@ use crate::error::{IoContext as _, StepError};
 /// Its name in the directory of containerd's config file.
 const NAME: &str = ".pause-sandboxer.lock";
 
-/// Whoever can open a file can lock it.
+/// A process that can open the file can lock it.
 const PRIVATE: u32 = 0o600;
 
 /// A lock that is held. Its file is removed at the end; one of a killed process is taken over.

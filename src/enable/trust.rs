@@ -125,7 +125,7 @@ mod tests {
         assert!(check_trusted(&file).unwrap_err().to_string().contains("owner 65534"));
     }
 
-    /// Whoever can replace a link, or a directory on its way, decides where the file is.
+    /// A user who can replace a link, or a directory of its path, decides where the file is.
     #[test]
     fn the_way_of_a_link_is_trusted_too() {
         if kit::skip_without_root() {

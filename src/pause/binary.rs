@@ -56,7 +56,7 @@ impl Kept {
 /// The failed step of the second way, if both fail.
 pub(super) fn open() -> Result<OwnedFd, StepError> {
     sealed().or_else(|e| {
-        log::info!("the pause program is kept in a tmpfs of its own: {e}");
+        log::info!("storing pause program in a tmpfs (vm.memfd_noexec): {e}");
         unlinked()
     })
 }

@@ -30,7 +30,7 @@ use crate::sys::{self, Errno};
 /// A step of the child; the names are those of its error messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub(super) enum At {
+pub(super) enum ChildStep {
     Begin,
     JoinNetwork,
     JoinRoot,
@@ -57,30 +57,30 @@ pub(super) enum At {
 }
 
 /// All steps, by number.
-const STEPS: [(At, &str); 23] = [
-    (At::Begin, "begin the pause process"),
-    (At::JoinNetwork, "join network namespace"),
-    (At::JoinRoot, "join the empty mount namespace"),
-    (At::UnshareDescriptors, "unshare the descriptor table"),
-    (At::JoinCgroup, "join cgroup"),
-    (At::OomScore, "write oom score"),
-    (At::ClearGroups, "drop supplementary groups"),
-    (At::Processes, "lift the limit of processes"),
-    (At::JoinUser, "join user namespace"),
-    (At::BecomeRoot, "become root of the user namespace"),
-    (At::Clone, "clone the pause process in its user namespace"),
-    (At::Hostname, "set hostname"),
-    (At::Sysctl, "write sysctl"),
-    (At::Session, "make a session"),
-    (At::Label, "set the SELinux label"),
-    (At::NoNewPrivs, "set no_new_privs"),
-    (At::Bounding, "drop the capability bounding set"),
-    (At::Capabilities, "drop capabilities"),
-    (At::Ids, "set uid and gid"),
-    (At::Undumpable, "keep the daemon undumpable"),
-    (At::CloseDescriptors, "close descriptors"),
-    (At::Filter, "install the seccomp filter"),
-    (At::Execute, "execute the pause program"),
+const STEPS: [(ChildStep, &str); 23] = [
+    (ChildStep::Begin, "begin the pause process"),
+    (ChildStep::JoinNetwork, "join network namespace"),
+    (ChildStep::JoinRoot, "join the empty mount namespace"),
+    (ChildStep::UnshareDescriptors, "unshare the descriptor table"),
+    (ChildStep::JoinCgroup, "join cgroup"),
+    (ChildStep::OomScore, "write oom score"),
+    (ChildStep::ClearGroups, "drop supplementary groups"),
+    (ChildStep::Processes, "lift the limit of processes"),
+    (ChildStep::JoinUser, "join user namespace"),
+    (ChildStep::BecomeRoot, "become root of the user namespace"),
+    (ChildStep::Clone, "clone the pause process in its user namespace"),
+    (ChildStep::Hostname, "set hostname"),
+    (ChildStep::Sysctl, "write sysctl"),
+    (ChildStep::Session, "make a session"),
+    (ChildStep::Label, "set the SELinux label"),
+    (ChildStep::NoNewPrivs, "set no_new_privs"),
+    (ChildStep::Bounding, "drop the capability bounding set"),
+    (ChildStep::Capabilities, "drop capabilities"),
+    (ChildStep::Ids, "set uid and gid"),
+    (ChildStep::Undumpable, "keep the daemon undumpable"),
+    (ChildStep::CloseDescriptors, "close descriptors"),
+    (ChildStep::Filter, "install the seccomp filter"),
+    (ChildStep::Execute, "execute the pause program"),
 ];
 
 /// How far the child came; written by the child, read by the parent when it resumes.
@@ -101,7 +101,7 @@ impl PauseReport {
         self.second.forget();
     }
 
-    fn enter(&self, step: At) {
+    fn enter(&self, step: ChildStep) {
         self.report.enter(step as usize);
     }
 
@@ -110,7 +110,7 @@ impl PauseReport {
     }
 
     /// The last step that was begun, its name, and which of several things it worked on.
-    pub(super) fn step(&self) -> (At, &'static str, usize) {
+    pub(super) fn step(&self) -> (ChildStep, &'static str, usize) {
         let (at, name) = STEPS.get(self.report.step()).copied().unwrap_or(STEPS[0]);
         (at, name, self.index.load(Relaxed) as usize)
     }
@@ -162,7 +162,7 @@ pub(super) struct PauseWork<'a> {
     pub(super) last_capability: u32,
     pub(super) uid: u32,
     pub(super) gid: u32,
-    /// Second argument of the program: tells `ps` whose pause it is.
+    /// Second argument of the program: tells `ps` whose pause process it is.
     pub(super) id: CString,
 }
 
@@ -188,15 +188,15 @@ fn finish(work: &PauseWork<'_>, done: Result<(), Errno>) -> ! {
 fn enter(work: &PauseWork<'_>) -> Result<(), Errno> {
     let report = &work.report;
     if let Some(network) = work.network {
-        report.enter(At::JoinNetwork);
+        report.enter(ChildStep::JoinNetwork);
         move_into_link_name_space(network, Some(LinkNameSpaceType::Network))?;
     }
-    report.enter(At::JoinRoot);
+    report.enter(ChildStep::JoinRoot);
     move_into_link_name_space(work.root, Some(LinkNameSpaceType::Mount))?;
     // Until here the table is the daemon's own: with thousands of pods a copy of it would show.
-    report.enter(At::UnshareDescriptors);
+    report.enter(ChildStep::UnshareDescriptors);
     sys::unshare_descriptors(work.highest)?;
-    report.enter(At::JoinCgroup);
+    report.enter(ChildStep::JoinCgroup);
     for (index, hierarchy) in work.hierarchies.iter().enumerate() {
         report.item(index);
         // A thread that moves itself by `tasks` does not wait for the kernel's lock around all
@@ -204,14 +204,14 @@ fn enter(work: &PauseWork<'_>) -> Result<(), Errno> {
         // other thread.
         sys::write_file(*hierarchy, &work.tasks, b"0")?;
     }
-    report.enter(At::OomScore);
+    report.enter(ChildStep::OomScore);
     // The kernel spreads it to all processes that share the memory, but not from a vfork child.
     sys::write_file(work.proc, c"self/oom_score_adj", work.oom_score.as_bytes())?;
-    report.enter(At::ClearGroups);
+    report.enter(ChildStep::ClearGroups);
     set_thread_groups(&[])?;
-    // It counts all processes of a user, and the pause's user has more on most nodes: those of
-    // containers with the same id.
-    report.enter(At::Processes);
+    // It counts all processes of a user, and the pause process's user has more on most nodes: those
+    // of containers with the same id.
+    report.enter(ChildStep::Processes);
     lift_process_limit()
 }
 
@@ -242,16 +242,16 @@ fn clear_inheritable() -> Result<(), Errno> {
     set_capabilities(None, CapabilitySets { inheritable: CapabilitySet::empty(), ..sets })
 }
 
-/// Joins the user namespace and clones the pause in it.
+/// Joins the user namespace and clones the pause process in it.
 fn clone_second(work: &PauseWork<'_>, user: &User<'_>) -> Result<(), Errno> {
     let report = &work.report;
-    report.enter(At::JoinUser);
+    report.enter(ChildStep::JoinUser);
     move_into_link_name_space(user.namespace, Some(LinkNameSpaceType::User))?;
-    report.enter(At::BecomeRoot);
+    report.enter(ChildStep::BecomeRoot);
     set_ids(user.root.0, user.root.1)?;
-    report.enter(At::Undumpable);
+    report.enter(ChildStep::Undumpable);
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
-    report.enter(At::Clone);
+    report.enter(ChildStep::Clone);
     let clone = sys::Clone {
         flags: work.namespaces | libc::CLONE_PARENT as u64,
         cgroup: None,
@@ -267,23 +267,23 @@ fn clone_second(work: &PauseWork<'_>, user: &User<'_>) -> Result<(), Errno> {
 fn become_pause(work: &PauseWork<'_>) -> Result<(), Errno> {
     let report = &work.report;
     if !work.hostname.is_empty() {
-        report.enter(At::Hostname);
+        report.enter(ChildStep::Hostname);
         sethostname(work.hostname)?;
     }
-    report.enter(At::Sysctl);
+    report.enter(ChildStep::Sysctl);
     for (index, (path, value)) in work.sysctls.iter().enumerate() {
         report.item(index);
         sys::write_file(work.proc, path, value)?;
     }
-    report.enter(At::Session);
+    report.enter(ChildStep::Session);
     rustix::process::setsid().map(drop)?;
     if !work.label.is_empty() {
-        report.enter(At::Label);
+        report.enter(ChildStep::Label);
         sys::write_file(work.proc, c"self/attr/exec", work.label)?;
     }
-    report.enter(At::NoNewPrivs);
+    report.enter(ChildStep::NoNewPrivs);
     rustix::thread::set_no_new_privs(true)?;
-    report.enter(At::Bounding);
+    report.enter(ChildStep::Bounding);
     for capability in 0..=work.last_capability {
         report.item(capability as usize);
         remove_capability_from_bounding_set(CapabilitySet::from_bits_retain(1 << capability))?;
@@ -291,21 +291,22 @@ fn become_pause(work: &PauseWork<'_>) -> Result<(), Errno> {
     // The permitted set is kept up to the exec, which empties it, as the uid is not 0: a process
     // without capabilities and with the uid of some container may be traced by that container, and
     // this one still shares the daemon's memory.
-    report.enter(At::Capabilities);
+    report.enter(ChildStep::Capabilities);
     rustix::thread::set_keep_capabilities(true)?;
     clear_inheritable()?;
-    report.enter(At::Ids);
+    report.enter(ChildStep::Ids);
     set_ids(work.uid, work.gid)?;
     // Other ids make the memory, which is the daemon's still, as dumpable as fs.suid_dumpable says.
-    report.enter(At::Undumpable);
+    report.enter(ChildStep::Undumpable);
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
-    report.enter(At::CloseDescriptors);
+    report.enter(ChildStep::CloseDescriptors);
     // At the exec and not before: the lock of the state directory is among them, and until the exec
-    // no daemon would identify this process as a pause. So whoever has the lock next finds it.
+    // no daemon would identify this process as a pause process. So the next process that takes
+    // the lock finds it.
     sys::close_at_execute(0, Some(work.image))?;
-    report.enter(At::Filter);
+    report.enter(ChildStep::Filter);
     sys::filter::install(&seccomp::FILTER)?;
-    report.enter(At::Execute);
+    report.enter(ChildStep::Execute);
     Err(sys::execute(work.image, [c"/pause", &work.id]))
 }
 

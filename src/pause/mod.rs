@@ -73,8 +73,8 @@ pub struct Plan {
     pub userns: Option<UserNamespace>,
     /// Namespaced sysctls as dotted name and value, in order; set before the program runs.
     pub sysctls: Vec<(String, String)>,
-    /// Where the pause's cgroup is: in a path of the cgroup file system, or in the systemd slice of
-    /// this bare name (`….slice` without a slash). Empty: the daemon's own cgroup is kept.
+    /// Where the pause process's cgroup is: in a path of the cgroup file system, or in the systemd
+    /// slice of this bare name (`….slice` without a slash). Empty: the daemon's own cgroup is kept.
     pub cgroup_parent: String,
     /// For `/proc/PID/oom_score_adj`; already raised to the daemon's own value when restricted.
     pub oom_score_adj: i32,
@@ -86,8 +86,8 @@ pub struct Plan {
 /// What the built-in controller asks for (`defaultSandboxOOMAdj`).
 const OOM_SCORE_ADJ: i32 = -998;
 
-/// The `oom_score_adj` of a pause; where it is `restricted`, it is not below the daemon's own
-/// (containerd `WithPodOOMScoreAdj`).
+/// The `oom_score_adj` of a pause process; where it is `restricted`, it is not below the daemon's
+/// own (containerd `WithPodOOMScoreAdj`).
 pub fn oom_score_adj(restricted: bool) -> i32 {
     let own = || std::fs::read_to_string("/proc/self/oom_score_adj").ok()?.trim().parse().ok();
     not_below(restricted.then(|| own().unwrap_or(0)))
@@ -98,7 +98,7 @@ fn not_below(own: Option<i32>) -> i32 {
 }
 
 impl Plan {
-    /// A pause with namespaces of its own on the node's network, and nothing else.
+    /// A pause process with namespaces of its own on the node's network, and nothing else.
     pub fn new(id: SandboxId) -> Self {
         Self {
             id,
@@ -143,9 +143,9 @@ pub trait Driver: Send + Sync + fmt::Debug {
     /// Every step that failed; the others were done all the same.
     fn cleanup(&self, cgroup: &CgroupRef) -> Result<(), Vec<StepError>>;
 
-    /// Ends the pauses that an earlier daemon of the same state directory has made and whose
-    /// sandboxes are not `recorded` as started, and removes their cgroups. For recovery, before
-    /// anything is started.
+    /// Ends the pause processes that an earlier daemon of the same state directory has made and
+    /// whose sandboxes are not `recorded` as started, and removes their cgroups. For recovery,
+    /// before anything is started.
     ///
     /// # Errors
     /// Every step that failed; the others were done all the same.

@@ -17,7 +17,7 @@ use nix::unistd::Pid;
 use rustix::fs::{XattrFlags, fsetxattr, fstatfs};
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 
-use super::child::{self, At, PauseWork, User};
+use super::child::{self, ChildStep, PauseWork, User};
 use super::orphans::Mark;
 use super::{Driver, IdMapping, Namespace, Plan, binary, orphans, rootfs, userns};
 use crate::cgroup::{self, CgroupRef, Cgroups};
@@ -27,12 +27,12 @@ use crate::process::pidfd::{self, PidfdProcess, Reaper};
 use crate::process::{Adoption, Identity, Process, identity};
 use crate::sys::{self, Errno};
 
-/// uid and gid of a pause.
+/// uid and gid of a pause process.
 const PAUSE_ID: u32 = 65535;
 /// Magic number of namespace files (`<linux/magic.h>` NSFS_MAGIC).
 const NSFS: i64 = 0x6e73_6673;
 
-/// The native driver, with all that its pauses share.
+/// The native driver, with all that its pause processes share.
 #[derive(Debug)]
 pub struct Native {
     proc: OwnedFd,
@@ -43,11 +43,11 @@ pub struct Native {
     last_capability: u32,
     common: Arc<Reaper>,
     deadline: Deadline,
-    /// What the pauses of one state directory are known by.
+    /// The mark of the pause processes of one state directory.
     mark: Option<Mark>,
 }
 
-/// Why there is no pause.
+/// Why there is no pause process.
 struct Failed {
     step: StepError,
     /// Why its child could not join its cgroup, if it was that.
@@ -97,8 +97,8 @@ impl Native {
         })
     }
 
-    /// The same, with pauses that are known to be of this state directory, so that one without a
-    /// record is found.
+    /// Adds a mark for this state directory to the pause processes, so that those without a record
+    /// are found.
     pub fn for_state_dir(mut self, state_dir: &Path) -> Self {
         match Mark::set(self.image.as_fd(), state_dir) {
             Ok(mark) => self.mark = Some(mark),
@@ -144,7 +144,7 @@ impl Native {
             (_, Some(errno)) => Some(io::Error::from(errno)),
             _ if late => Some(self.deadline.error()),
             (Err(e), None) => Some(io::Error::new(e.kind(), e.to_string())),
-            (Ok(_), None) if at != At::Execute => Some(io::ErrorKind::Interrupted.into()),
+            (Ok(_), None) if at != ChildStep::Execute => Some(io::ErrorKind::Interrupted.into()),
             (Ok(_), None) => None,
         };
         let Some(e) = failed else { return Ok(pause.step(name)?) };
@@ -152,7 +152,7 @@ impl Native {
             // It ended itself, or was killed on its way.
             self.kill_and_reap(pid, &pidfd)?;
         }
-        let join_error = work.report.errno().filter(|_| at == At::JoinCgroup);
+        let join_error = work.report.errno().filter(|_| at == ChildStep::JoinCgroup);
         let step = match self.subject(plan, work, at, index) {
             Some(path) => StepError::at(name, path, e),
             None => StepError::new(name, e),
@@ -160,7 +160,7 @@ impl Native {
         Err(Failed { step, join_error })
     }
 
-    /// The second child, which is the pause, when the first has ended.
+    /// The second child, which is the pause process, when the first has ended.
     fn second(&self, first: OwnedFd, work: &PauseWork<'_>) -> io::Result<(c_int, OwnedFd)> {
         let end = sys::reap(first.as_fd(), true)?;
         // At the limit of descriptors the next one needs its place.
@@ -199,17 +199,23 @@ impl Native {
     }
 
     /// The path that a step of the child worked on.
-    fn subject(&self, plan: &Plan, work: &PauseWork<'_>, at: At, index: usize) -> Option<PathBuf> {
+    fn subject(
+        &self,
+        plan: &Plan,
+        work: &PauseWork<'_>,
+        at: ChildStep,
+        index: usize,
+    ) -> Option<PathBuf> {
         match at {
-            At::JoinNetwork | At::JoinUser => plan.netns.clone(),
-            At::JoinCgroup => Some(self.cgroups.path(index, &work.tasks)),
-            At::Sysctl => work
+            ChildStep::JoinNetwork | ChildStep::JoinUser => plan.netns.clone(),
+            ChildStep::JoinCgroup => Some(self.cgroups.path(index, &work.tasks)),
+            ChildStep::Sysctl => work
                 .sysctls
                 .get(index)
                 .map(|(path, _)| Path::new("/proc").join(path.to_string_lossy().as_ref())),
-            At::OomScore => Some("/proc/self/oom_score_adj".into()),
-            At::Label => Some("/proc/self/attr/exec".into()),
-            At::Hostname => Some(plan.hostname.clone().into()),
+            ChildStep::OomScore => Some("/proc/self/oom_score_adj".into()),
+            ChildStep::Label => Some("/proc/self/attr/exec".into()),
+            ChildStep::Hostname => Some(plan.hostname.clone().into()),
             _ => None,
         }
     }
@@ -321,14 +327,16 @@ impl Driver for Native {
             ));
             return Err(failed);
         }
-        let cgroups: Vec<CString> = orphans.iter().flat_map(orphans::Marked::cgroups).collect();
+        let cgroups: Vec<CString> =
+            orphans.iter().flat_map(orphans::MarkedProcess::cgroups).collect();
         for orphan in &orphans {
             log::warn!(sandbox = orphan.id.as_str(); "killing pause process without a record");
             failed.extend(orphan.kill().err());
         }
         let ends = Instant::now() + orphans::EXIT_TIMEOUT;
         failed.extend(orphans.iter().filter_map(|orphan| orphan.ended(ends).err()));
-        // By the kernel's word, and only where it is empty: what else is in there is no pause.
+        // By the kernel's word, and only where it is empty: what else is in there is no pause
+        // process.
         let free = Instant::now() + orphans::CGROUP_TIMEOUT;
         failed.extend(cgroups.iter().flat_map(|path| self.cgroups.remove_empty(path, free)));
         if failed.is_empty() { Ok(()) } else { Err(failed) }
@@ -385,7 +393,8 @@ fn namespaces(plan: &Plan) -> u64 {
         .fold(0, |flags, (_, flag)| flags | *flag as u64)
 }
 
-/// The pause's id as its user namespace numbers it: the usual one, or the last that is mapped.
+/// The pause process's id as its user namespace numbers it: the usual one, or the last that is
+/// mapped.
 fn pause_id(mapping: IdMapping) -> u32 {
     let last = mapping.container_id.saturating_add(mapping.length.saturating_sub(1));
     if mapping.container_id <= PAUSE_ID { PAUSE_ID.min(last) } else { last }

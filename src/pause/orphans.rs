@@ -1,10 +1,10 @@
 //! Pause processes without a record: a daemon was killed between their clone and the write of the
 //! record.
 //!
-//! Any process can choose its name, its command line and its environment. So a pause is known by
-//! the program that it executes: that file has an attribute that only root of the node can set
-//! (`trusted.`, xattr(7)), and the attribute names the state directory by device and inode, which
-//! no two daemons of a machine share, whatever root they see it from.
+//! Any process can choose its name, its command line and its environment. So a pause process is
+//! known by the program that it executes: that file has an attribute that only root of the node can
+//! set (`trusted.`, xattr(7)), and the attribute names the state directory by device and inode,
+//! which no two daemons of a machine share, whatever root they see it from.
 //!
 //! Nothing is read from the memory of a process before that is certain, and no file system of
 //! another user is asked: its server could let the daemon wait.
@@ -34,23 +34,23 @@ const ATTRIBUTE: &CStr = c"trusted.pause-sandboxer";
 /// How long the search may take.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// How long it may take to find out which pauses have no record, the search included. What follows
-/// is done within recovery's time.
+/// How long it may take to find out which pause processes have no record, the search included. What
+/// follows is done within recovery's time.
 pub(super) const DECISION_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long processes may be in the middle of their execve(2), all together.
 const EXEC_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long killed pauses may take to end, all together.
+/// How long killed pause processes may take to end, all together.
 pub(super) const EXIT_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// How long their cgroups may stay busy then, all together.
 pub(super) const CGROUP_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// What is read of a command line: a pause's is its name and an id.
+/// What is read of a command line: a pause process's is its name and an id.
 const COMMAND_LINE: u64 = 4096;
 
-/// What distinguishes the pauses of a state directory from all other processes.
+/// What distinguishes the pause processes of a state directory from all other processes.
 #[derive(Clone, Debug)]
 pub(super) struct Mark {
     value: Vec<u8>,
@@ -97,8 +97,8 @@ impl Mark {
     }
 }
 
-/// Whether the process has no more rights than a pause. A container that executes a program of that
-/// name has more, unless it gives them up on purpose.
+/// Whether the process has no more rights than a pause process. A container that executes a program
+/// of that name has more, unless it gives them up on purpose.
 fn is_confined(pid: u32) -> bool {
     let Ok(status) = fs::read_to_string(format!("/proc/{pid}/status")) else { return false };
     let has = |key: &str, value: &str| {
@@ -107,9 +107,9 @@ fn is_confined(pid: u32) -> bool {
     has("CapBnd:", "0000000000000000") && has("NoNewPrivs:", "1") && has("Seccomp:", "2")
 }
 
-/// A pause that bears our mark.
+/// A pause process that bears our mark.
 #[derive(Debug)]
-pub(super) struct Marked {
+pub(super) struct MarkedProcess {
     /// What its command line has for the sandbox id. Not checked.
     pub(super) id: String,
     pid: u32,
@@ -117,7 +117,7 @@ pub(super) struct Marked {
 }
 
 /// All pause processes that bear `mark`, and why the search did not finish.
-pub(super) fn find_orphans(mark: &Mark) -> (Vec<Marked>, Option<StepError>) {
+pub(super) fn find_orphans(mark: &Mark) -> (Vec<MarkedProcess>, Option<StepError>) {
     const STEP: &str = "search processes";
     let (sender, receiver) = mpsc::channel();
     let begun = Instant::now();
@@ -137,7 +137,7 @@ pub(super) fn find_orphans(mark: &Mark) -> (Vec<Marked>, Option<StepError>) {
             Err(RecvTimeoutError::Timeout) => {
                 let late = io::Error::new(
                     io::ErrorKind::TimedOut,
-                    format!("not done after {} s", SEARCH_TIMEOUT.as_secs()),
+                    format!("timed out after {} s", SEARCH_TIMEOUT.as_secs()),
                 );
                 return (found, Some(StepError::at(STEP, "/proc", late)));
             }
@@ -146,7 +146,7 @@ pub(super) fn find_orphans(mark: &Mark) -> (Vec<Marked>, Option<StepError>) {
 }
 
 /// The receiver is gone when the search took too long.
-fn search(mark: &Mark, sender: &Sender<io::Result<Marked>>) {
+fn search(mark: &Mark, sender: &Sender<io::Result<MarkedProcess>>) {
     let entries = match fs::read_dir("/proc") {
         Ok(entries) => entries,
         Err(e) => return drop(sender.send(Err(e))),
@@ -161,7 +161,7 @@ fn search(mark: &Mark, sender: &Sender<io::Result<Marked>>) {
 }
 
 /// One that ends meanwhile is none.
-fn open_if_marked(pid: u32, mark: &Mark, remaining: &mut Duration) -> Option<Marked> {
+fn open_if_marked(pid: u32, mark: &Mark, remaining: &mut Duration) -> Option<MarkedProcess> {
     if !mark.is_on(pid) {
         return None;
     }
@@ -171,7 +171,7 @@ fn open_if_marked(pid: u32, mark: &Mark, remaining: &mut Duration) -> Option<Mar
         return None;
     }
     let id = id(pid, remaining)?;
-    (!sys::ended(pidfd.as_fd())).then_some(Marked { id, pid, pidfd })
+    (!sys::ended(pidfd.as_fd())).then_some(MarkedProcess { id, pid, pidfd })
 }
 
 /// The second word of the command line. Empty where there is none.
@@ -195,7 +195,7 @@ fn id(pid: u32, remaining: &mut Duration) -> Option<String> {
     }
 }
 
-impl Marked {
+impl MarkedProcess {
     /// Its cgroups, as paths below the root of each hierarchy, if they are its own.
     pub(super) fn cgroups(&self) -> Vec<CString> {
         let text = fs::read_to_string(format!("/proc/{}/cgroup", self.pid)).unwrap_or_default();

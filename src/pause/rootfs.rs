@@ -1,4 +1,5 @@
-//! The empty root of all pauses: one mount namespace with one empty read-only tmpfs, made once.
+//! The empty root of all pause processes: one mount namespace with one empty read-only tmpfs, made
+//! once.
 //!
 //! A process that shares the pod's PID namespace finds nothing behind `/proc/1/root`, and no pod
 //! pays for a copy of the node's mount table.

@@ -1,12 +1,12 @@
-//! The system calls that a pause may make.
+//! The system calls that a pause process may make.
 //!
-//! The filter is installed by the child just before it executes the program, so that a pause is
-//! never without it and a failure is Start's. It therefore allows execveat(2) too, by descriptor
-//! only: a pause has none and can open none.
+//! The filter is installed by the child just before it executes the program, so that a pause
+//! process is never without it and a failure is Start's. It therefore allows execveat(2) too, by
+//! descriptor only: a pause process has none and can open none.
 
 use libc::sock_filter;
 
-use crate::sys::filter::{ARCH, ARGUMENT_0, NUMBER, answer, equal, load};
+use crate::sys::filter::{ARCH, ARGUMENT_0, NUMBER, equal, load, return_action};
 
 #[cfg(target_arch = "x86_64")]
 const ARCHITECTURE: u32 = 0xc000_003e; // AUDIT_ARCH_X86_64
@@ -42,10 +42,10 @@ const KILL: u32 = libc::SECCOMP_RET_KILL_PROCESS;
 const ARGUMENT_4: u32 = ARGUMENT_0 + 4 * 8;
 
 const fn filter() -> [sock_filter; LENGTH] {
-    let mut program = [answer(REFUSE); LENGTH];
+    let mut program = [return_action(REFUSE); LENGTH];
     program[0] = load(ARCH);
     program[1] = equal(1, ARCHITECTURE, 3, 2);
-    program[2] = answer(KILL);
+    program[2] = return_action(KILL);
     // Numbers of the x32 calls of x86_64 have a high bit and so equal none below.
     program[3] = load(NUMBER);
     program[4] = equal(4, libc::SYS_execveat as u32, EXECVEAT, 5);
@@ -61,7 +61,7 @@ const fn filter() -> [sock_filter; LENGTH] {
     program[PRCTL] = load(ARGUMENT_0);
     program[PRCTL + 1] = equal(PRCTL + 1, libc::PR_SET_NAME as u32, GRANTED, PRCTL + 2);
     program[PRCTL + 2] = equal(PRCTL + 2, libc::PR_SET_DUMPABLE as u32, GRANTED, ARGUMENT_REFUSED);
-    program[GRANTED] = answer(ALLOW);
+    program[GRANTED] = return_action(ALLOW);
     program
 }
 

@@ -1,13 +1,13 @@
 //! The task that owns a sandbox: it feeds the machine and carries out its actions.
 //!
-//! Calls and the results of jobs arrive in one mailbox; the exit of the pause it polls itself. The
-//! actor never blocks: jobs are tasks of their own, one at a time, and report back.
+//! Calls and the results of jobs arrive in one mailbox; the exit of the pause process it polls
+//! itself. The actor never blocks: jobs are tasks of their own, one at a time, and report back.
 
 use std::future::{Future, poll_fn};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::task::Poll;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use futures::channel::mpsc::{UnboundedReceiver, UnboundedSender, unbounded};
 use futures::{FutureExt as _, StreamExt as _};
@@ -30,20 +30,20 @@ mod handle;
 /// The answer that a caller waits for.
 pub type Reply = oneshot::Sender<Result<(), Error>>;
 
-/// What reaches the actor.
+/// A message to the actor.
 #[derive(Debug)]
 pub enum Message {
     /// A caller asks for an RPC; the trace that the call belongs to.
     Ask(Rpc, Option<TraceId>, Reply),
-    /// The pause has ended.
+    /// The pause process has ended.
     Exited(Exit),
     /// The pod's shim has died with containers in it.
     ShimDied,
-    /// The killed pause may still be frozen.
+    /// The killed pause process may still be frozen.
     ThawFailed(StepError),
     /// A job has ended.
     Done(Outcome),
-    /// A caller waits until nothing is under way.
+    /// A caller waits until nothing is in progress.
     WhenIdle(oneshot::Sender<()>),
 }
 
@@ -63,25 +63,25 @@ pub enum Outcome {
 pub enum Entry {
     /// Created, never started.
     Created,
-    /// Its pause lives.
+    /// Its pause process lives.
     Ready(Arc<dyn Process>),
-    /// Its pause has ended.
+    /// Its pause process has ended.
     NotReady {
-        /// The pause that was; 0 where there was none.
+        /// The pause process that was; 0 where there was none.
         pid: u32,
         /// How it ended.
         exit: Exit,
     },
     /// The end of the daemon interrupted its start, and recovery could not undo it yet.
     Interrupted,
-    /// Recovery could not determine whether its pause lives.
+    /// Recovery could not determine whether its pause process lives.
     Unknown {
-        /// Process id of the recorded pause.
+        /// Process id of the recorded pause process.
         pid: u32,
     },
 }
 
-/// Frees an id.
+/// Called once when the sandbox is removed, to free its id.
 type OnGone = Box<dyn FnOnce(&str) + Send>;
 
 /// The owner of one sandbox.
@@ -103,6 +103,8 @@ pub struct Actor {
     retired: bool,
     /// The task of the job that runs.
     job: Option<JoinHandle<()>>,
+    /// When the start job began.
+    start_began: Option<Instant>,
 }
 
 impl Actor {
@@ -120,7 +122,7 @@ impl Actor {
             Entry::Ready(pause) => (Phase::Ready, pause.identity().pid, None, Some(pause)),
             Entry::NotReady { pid, exit } => (Phase::NotReady, pid, Some(exit), None),
             Entry::Interrupted => {
-                // No caller knows of this pause; a caller of Wait must not wait for ever.
+                // No caller knows of this pause process; a caller of Wait must not wait forever.
                 let exit = Exit { status: UNKNOWN_EXIT, at: SystemTime::now() };
                 (Phase::NotReady, 0, Some(exit), None)
             }
@@ -148,11 +150,12 @@ impl Actor {
             on_gone: Some(Box::new(on_gone)),
             retired: false,
             job: None,
+            start_began: None,
         };
         tokio::spawn(async move {
             match phase {
                 Phase::Ready => actor.watch(),
-                Phase::NotReady if interrupted => actor.feed(Event::Asked(Rpc::Shutdown)),
+                Phase::NotReady if interrupted => actor.feed(Event::RpcReceived(Rpc::Shutdown)),
                 // The cleanup may have been interrupted; all of it may be done twice.
                 Phase::NotReady => actor.feed(Event::RetryDue),
                 _ => {}
@@ -166,12 +169,12 @@ impl Actor {
         handle
     }
 
-    /// After a panic of its own, at whatever point: pending calls fail, and the pause is looked for
-    /// as recovery does. A sandbox whose pause lives must never look gone.
+    /// After a panic of its own, at whatever point: pending calls fail, and the pause process is
+    /// looked for as recovery does. A sandbox whose pause process lives must never look gone.
     async fn recover_from_panic(&mut self, panic: &StepError, panics: u32) {
         log::error!(
             sandbox = self.id();
-            "actor panicked; looking for its pause again: {panic}"
+            "sandbox actor panicked; re-adopting pause process: {panic}"
         );
         if self.retired {
             return self.retire();
@@ -230,8 +233,8 @@ impl Actor {
         }
     }
 
-    /// The next message, or the exit of the pause. Nothing is lost when the future is dropped, and
-    /// it is small, as every sandbox waits in one.
+    /// The next message, or the exit of the pause process. Nothing is lost when the future is
+    /// dropped, and it is small, as every sandbox waits in one.
     fn next(&mut self) -> impl Future<Output = Message> {
         poll_fn(|cx| match self.exit.poll_exit(cx) {
             Poll::Ready(exit) => Poll::Ready(Message::Exited(exit)),
@@ -253,7 +256,7 @@ impl Actor {
             Message::Ask(rpc, trace, reply) => {
                 self.jobs.log_context.follow(trace);
                 self.replies.push((rpc, reply));
-                self.feed(Event::Asked(rpc));
+                self.feed(Event::RpcReceived(rpc));
             }
             Message::Exited(exit) => self.exited(exit),
             Message::ShimDied => self.feed(Event::ShimDied),
@@ -269,10 +272,10 @@ impl Actor {
                 self.feed(Event::Started);
             }
             Message::Done(Outcome::Start(Err(failure))) => {
-                self.fail("failed to start", failure.step.into());
+                self.fail("failed to start sandbox", failure.step.into());
                 let clean = failure.left.is_empty();
                 for step in failure.left {
-                    log::warn!(sandbox = self.id(); "failed to undo start: {step}");
+                    log::warn!(sandbox = self.id(); "failed to undo sandbox start: {step}");
                 }
                 self.feed(Event::StartFailed { clean });
             }
@@ -287,7 +290,7 @@ impl Actor {
             }
             Message::Done(Outcome::Teardown(Ok(()))) => self.feed(Event::JobDone),
             Message::Done(Outcome::Teardown(Err(steps))) => {
-                self.fail("failed to clean up", steps);
+                self.fail("failed to clean up sandbox", steps);
                 self.feed(Event::JobFailed);
             }
             Message::WhenIdle(waiting) => self.idle_waiters.push(waiting),
@@ -297,6 +300,7 @@ impl Actor {
     fn retire(&mut self) {
         self.retired = true;
         if let Some(on_gone) = self.on_gone.take() {
+            log::info!(sandbox = self.id(); "sandbox removed");
             on_gone(self.id());
         }
     }
@@ -333,7 +337,7 @@ impl Actor {
                 });
             }
             Action::ReportExit(exit) => {
-                log::info!(sandbox = self.id(), status = exit.status; "pause process exited");
+                log::info!(sandbox = self.id(), status = exit.status; "sandbox stopped");
                 self.jobs.telemetry().pause_exits.inc();
             }
             Action::Kill => {
@@ -352,20 +356,14 @@ impl Actor {
                 }
             }
             Action::Watch => self.watch(),
+            Action::Succeed(Rpc::Start) => return self.start_succeeded(),
             Action::Succeed(rpc) => {
-                let heard = self.answer(rpc, || Ok(()));
-                if rpc == Rpc::Start && !heard {
-                    log::warn!(
-                        sandbox = self.id();
-                        "caller of Start has given up; removing the sandbox"
-                    );
-                    return Some(Event::StartCallerGone);
-                }
+                self.reply_all(rpc, || Ok(()));
             }
             Action::Fail(rpc) => {
                 let (id, steps) = (self.id().to_owned(), self.failed.clone());
                 let error = Error::Failed { id, rpc: rpc.name(), steps };
-                self.answer(rpc, || Err(error.clone()));
+                self.reply_all(rpc, || Err(error.clone()));
             }
             Action::Refuse(rpc) => {
                 if let Some((_, reply)) = self.replies.pop() {
@@ -387,7 +385,7 @@ impl Actor {
                 } else {
                     log::warn!(
                         sandbox = self.id(), failures = failures;
-                        "retrying cleanup in {} s", delay.as_secs()
+                        "sandbox cleanup failed; retrying in {} s", delay.as_secs()
                     );
                     self.jobs.telemetry().cleanup_failures.inc();
                 }
@@ -408,6 +406,9 @@ impl Actor {
     fn run_job(&mut self, job: Job) {
         let (jobs, to_self) = (self.jobs.clone(), self.to_self.clone());
         let Published { pid, exit, .. } = *self.published.borrow();
+        if job == Job::Start {
+            self.start_began = Some(Instant::now());
+        }
         self.job = Some(tokio::spawn(async move {
             jobs.await_recovery().await;
             let outcome = match job {
@@ -422,7 +423,7 @@ impl Actor {
                 }
                 Job::Cleanup => {
                     let done = guard(jobs.cleanup(pid, exit)).await;
-                    // CRI calls no Stop for a pod whose pause has ended by itself.
+                    // CRI calls no Stop for a pod whose pause process has ended by itself.
                     jobs.dismiss_shim();
                     Outcome::Teardown(done.unwrap_or_else(|panic| Err(panic.into())))
                 }
@@ -435,7 +436,7 @@ impl Actor {
     }
 
     /// Answers all who wait for `rpc`; true when one of them heard it.
-    fn answer(&mut self, rpc: Rpc, result: impl Fn() -> Result<(), Error>) -> bool {
+    fn reply_all(&mut self, rpc: Rpc, result: impl Fn() -> Result<(), Error>) -> bool {
         let answered = self.replies.extract_if(.., |(asked, _)| *asked == rpc);
         answered.fold(false, |heard, (_, reply)| reply.send(result()).is_ok() || heard)
     }
@@ -448,6 +449,23 @@ impl Actor {
         self.failed = steps;
     }
 
+    /// Answers the caller of Start, then logs the start: it is not to wait for the log.
+    fn start_succeeded(&mut self) -> Option<Event> {
+        let heard = self.reply_all(Rpc::Start, || Ok(()));
+        let took = self.start_began.take().map_or(Duration::ZERO, |began| began.elapsed());
+        log::info!(
+            sandbox = self.id(),
+            pid = self.published.borrow().pid,
+            duration_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
+            "sandbox started"
+        );
+        if heard {
+            return None;
+        }
+        log::warn!(sandbox = self.id(); "Start cancelled by caller; removing sandbox");
+        Some(Event::StartCallerGone)
+    }
+
     fn id(&self) -> &str {
         self.jobs.id()
     }
@@ -458,7 +476,7 @@ async fn guard<T>(job: impl Future<Output = T>) -> Result<T, StepError> {
 }
 
 /// When a sandbox that was created at `created_at` and never started is given up.
-pub fn abandoned_at(created_at: SystemTime, after: std::time::Duration) -> Instant {
+pub fn abandoned_at(created_at: SystemTime, after: Duration) -> Instant {
     let age = created_at.elapsed().unwrap_or_default();
     Instant::now() + after.saturating_sub(age)
 }

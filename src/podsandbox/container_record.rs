@@ -7,10 +7,10 @@
 //!  container ------> container, task ------------> container ----------> nothing
 //! ```
 //!
-//! The container is recorded before the pause has its cgroup: cAdvisor looks for it once, when the
-//! cgroup appears. A task needs a server, which is the pod's own shim; a pod without containers has
-//! none and gets no task. All of it is done by a worker, one at a time per sandbox, and is tried
-//! again: containerd may be down or refuse, and the pod runs all the same.
+//! The container is recorded before the pause process has its cgroup: cAdvisor looks for it once,
+//! when the cgroup appears. A task needs a server, which is the pod's own shim; a pod without
+//! containers has none and gets no task. All of it is done by a worker, one at a time per sandbox,
+//! and is tried again: containerd may be down or refuse, and the pod runs all the same.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -45,7 +45,7 @@ struct Progress {
     done: Goal,
     /// Number of goals set so far.
     goal_number: u32,
-    /// A worker is under way.
+    /// A worker is running.
     working: bool,
     /// Its last try has failed.
     failing: bool,
@@ -225,7 +225,7 @@ mod tests {
         does(&record, Goal::Task);
         assert_eq!(step(&record, Goal::Container), None, "it has one");
         let first = begins(&record, Goal::Task);
-        assert!(!record.set_goal(Goal::Task), "one worker is under way");
+        assert!(!record.set_goal(Goal::Task), "one worker is running");
         // Of the shim before, whether it was made or not.
         record.reached(Goal::Task, first);
         record.give_up(first);

@@ -1,5 +1,5 @@
-//! The drivers of the daemon: which one runs the pause of a pod. No other place compares the names
-//! of drivers.
+//! The drivers of the daemon: which one runs the pause process of a pod. No other place compares
+//! the names of drivers.
 
 use std::sync::Arc;
 
@@ -9,12 +9,12 @@ use crate::pause::Driver;
 use crate::shim::Shims;
 use crate::shim::driver::{self, ShimDriver};
 
-/// Who makes the pauses.
+/// A driver that creates pause processes.
 #[derive(Clone, Debug)]
 pub enum PauseDriver {
     /// This program; its calls block.
     Native(Arc<dyn Driver>),
-    /// The pods' shims, which answer when they like.
+    /// The pods' shims; its calls are async.
     Shim(Arc<ShimDriver>),
 }
 
@@ -41,12 +41,12 @@ impl DriverRegistry {
         Self { native, shim: Arc::new(ShimDriver::new(shims)) }
     }
 
-    /// The name of the driver that runs pauses natively.
+    /// The name of the driver that runs pause processes natively.
     pub fn native_name(&self) -> &'static str {
         self.native.name()
     }
 
-    /// The driver that a record names, which makes and finds its pause.
+    /// The driver that a record names, which makes and finds its pause process.
     pub fn of_record(&self, name: &str) -> PauseDriver {
         if name == self.shim.name() {
             PauseDriver::Shim(self.shim.clone())
@@ -64,7 +64,7 @@ impl DriverRegistry {
     }
 }
 
-/// What runs the pause of a pod of that runtime.
+/// The driver for pods of that runtime.
 pub fn choose(runtime: &str, config: &Config) -> DriverName {
     match config.drivers.0.get(runtime) {
         Some(driver) => *driver,

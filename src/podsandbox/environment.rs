@@ -28,7 +28,7 @@ const _: () = assert!(
 pub struct Environment {
     /// Settings.
     pub config: Arc<Config>,
-    /// What makes the pauses.
+    /// The drivers that create pause processes.
     pub(super) drivers: DriverRegistry,
     /// containerd's containers, of which each sandbox can be one.
     pub containers: Containers,
@@ -45,7 +45,7 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// The name of the driver that runs pauses natively.
+    /// The name of the driver that runs pause processes natively.
     pub fn native_driver(&self) -> &'static str {
         self.drivers.native_name()
     }

@@ -48,7 +48,7 @@ pub enum Error {
         steps: StepErrors,
     },
     /// Work that was begun did not end within its time; it continues in the background.
-    #[error("sandbox {id}: {rpc}: not done after {seconds} s; continuing in the background")]
+    #[error("sandbox {id}: {rpc}: timed out after {seconds} s; still running in the background")]
     Timeout {
         /// The sandbox id.
         id: String,
@@ -57,7 +57,7 @@ pub enum Error {
         /// The time that it was given, seconds.
         seconds: u64,
     },
-    /// The daemon is going down; the caller should try again.
+    /// The daemon is stopping; the caller should try again.
     #[error("sandbox {id}: the sandboxer is stopping")]
     Stopping {
         /// The sandbox id.

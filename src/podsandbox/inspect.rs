@@ -1,4 +1,4 @@
-//! What operators see of a sandbox: a line of a list, or all that is known.
+//! Summary and report of a sandbox, for `pause-sandboxer list`, `top` and `inspect`.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -12,7 +12,7 @@ use super::machine::Phase;
 use super::metrics::usage::{Usage, read_usage};
 use super::record::{Record, Stage};
 use super::status;
-use crate::error::bounded;
+use crate::error::{StepError, bounded};
 use crate::log_context::PodNames;
 use crate::process::Exit;
 use crate::protos::cri::PodSandboxConfig;
@@ -40,11 +40,11 @@ pub struct SandboxSummary {
     pub pod: PodNames,
     /// The phase, or what else is so of the id, in words.
     pub state: &'static str,
-    /// Process id of the pause on the node; 0 where none lives.
+    /// Process id of the pause process on the node; 0 where none lives.
     pub pid: u32,
     /// When it was created; `None` where that is not known.
     pub created_at: Option<SystemTime>,
-    /// Name of the driver that made the pause.
+    /// Name of the driver that made the pause process.
     pub driver: String,
     /// Runtime name, such as `io.containerd.runc.v2`.
     pub runtime: String,
@@ -122,17 +122,21 @@ pub(super) fn summarize(jobs: &Jobs, published: Published, usage: bool) -> Sandb
 }
 
 fn pod_usage(jobs: &Jobs) -> Option<Usage> {
-    let read = read_usage(&jobs.facts.cgroup_ref.cgroup_parent);
-    read.inspect_err(|step| log::debug!(sandbox = jobs.id().as_str(); "{step}")).ok().flatten()
+    let failed = |step: &StepError| {
+        log::debug!(sandbox = jobs.id().as_str(); "failed to read usage of pod: {step}");
+    };
+    read_usage(&jobs.facts.cgroup_ref.cgroup_parent).inspect_err(failed).ok().flatten()
 }
 
 fn shim_memory(jobs: &Jobs) -> Option<u64> {
-    let read = jobs.shim.private_memory();
-    read.inspect_err(|step| log::debug!(sandbox = jobs.id().as_str(); "{step}")).ok().flatten()
+    let failed = |step: &StepError| {
+        log::debug!(sandbox = jobs.id().as_str(); "failed to read memory of shim: {step}");
+    };
+    jobs.shim.private_memory().inspect_err(failed).ok().flatten()
 }
 
-/// Process id of the pause; 0 where none lives, for who asks may take it for a process of this
-/// pod's.
+/// Process id of the pause process; 0 where none lives, for who asks may take it for a process of
+/// this pod's.
 fn living(published: Published) -> u32 {
     if matches!(published.phase, Phase::Ready | Phase::Unknown) && published.exit.is_none() {
         published.pid
@@ -220,7 +224,7 @@ fn exit(exit: Exit) -> Value {
     json!({ "status": exit.status, "at": rfc3339(exit.at) })
 }
 
-/// Inodes of the pause's namespaces, by name.
+/// Inodes of the pause process's namespaces, by name.
 fn namespaces(pid: u32) -> Value {
     let inode =
         |name: &&str| fs::metadata(format!("/proc/{pid}/ns/{name}")).map(|meta| meta.ino()).ok();
@@ -230,7 +234,7 @@ fn namespaces(pid: u32) -> Value {
         .collect()
 }
 
-/// Where the pause is in each hierarchy, as `/proc/PID/cgroup` tells.
+/// Where the pause process is in each hierarchy, as `/proc/PID/cgroup` tells.
 fn cgroups(pid: u32) -> Value {
     let text = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
     text.lines().map(|line| Value::from(line.to_owned())).collect()

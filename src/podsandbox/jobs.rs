@@ -28,19 +28,19 @@ use crate::protos::cri::PodSandboxConfig;
 use crate::shim;
 use crate::telemetry::Telemetry;
 
-/// How long a failed Start waits for the exit of the pause that it killed.
+/// How long a failed Start waits for the exit of the pause process that it killed.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What is known of one sandbox from its record and never changes.
+/// The facts in the record of a sandbox that never change.
 #[derive(Debug)]
 pub struct Facts {
-    /// The sandbox id and the pause's cgroup, by which the driver finds and removes it.
+    /// The sandbox id and the pause process's cgroup, by which the driver finds and removes it.
     pub cgroup_ref: CgroupRef,
     /// The namespaces that only the pod uses.
     pub private_namespaces: PrivateNamespaces,
     /// It has shared memory of its own.
     pub shm: bool,
-    /// It is of the containerd namespace that is served.
+    /// It belongs to the containerd namespace of the config.
     pub in_namespace: bool,
     /// SELinux label of its processes; empty where there is none.
     pub label: Box<str>,
@@ -59,12 +59,12 @@ pub struct StartInput {
     pub pod: PodSandboxConfig,
 }
 
-/// What the jobs of one sandbox work on. Its methods that are not async block.
+/// The objects that the jobs of one sandbox work on. Methods that are not async block.
 #[derive(Debug)]
 pub struct Jobs {
     environment: Arc<Environment>,
     driver: PauseDriver,
-    /// What never changes.
+    /// The facts that never change.
     pub facts: Facts,
     /// Where the files are.
     pub files: SandboxFiles,
@@ -87,7 +87,7 @@ pub struct Jobs {
     overdue_recovery: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// A pause, and whether it is on record.
+/// A pause process, and whether it is on record.
 type StartedPause = (Arc<dyn Process>, Result<(), StepError>);
 
 /// Which namespaces only the pod uses.
@@ -102,7 +102,7 @@ pub struct PrivateNamespaces {
 }
 
 impl PrivateNamespaces {
-    /// Those of a plan.
+    /// The private namespaces of a plan.
     pub fn from_plan(plan: &Plan) -> Self {
         let private = |namespace| namespace == Namespace::Private;
         Self { net: plan.netns.is_some(), ipc: private(plan.ipc), uts: private(plan.uts) }
@@ -178,7 +178,7 @@ impl Jobs {
         *self.start_input.lock() = Some(Arc::new(input));
     }
 
-    /// Makes files and pause and records them.
+    /// Makes the files and the pause process and records both.
     ///
     /// # Errors
     /// The failed step. All is undone then, the record included.
@@ -208,7 +208,7 @@ impl Jobs {
             driver => self.start_behind_shim(driver.clone()).await?,
         };
         if let Err(step) = recorded {
-            // No later daemon would find a pause without a record.
+            // No later daemon would find a pause process without a record.
             self.kill_unrecorded(&pause).await;
             return Err(step);
         }
@@ -216,7 +216,7 @@ impl Jobs {
         Ok(pause)
     }
 
-    /// Makes files and pause where a shim is started first.
+    /// Makes files and pause process of a pod whose shim is started first.
     async fn start_behind_shim(
         self: &Arc<Self>,
         driver: PauseDriver,
@@ -244,7 +244,7 @@ impl Jobs {
         Ok(input)
     }
 
-    /// Records a pause.
+    /// Records a pause process.
     fn recorded(&self, pause: Box<dyn Process>) -> StartedPause {
         let recorded = self.store.set_stage(&Stage::Started { identity: pause.identity().clone() });
         (Arc::from(pause), recorded)
@@ -260,7 +260,7 @@ impl Jobs {
         pool::run(class, move || task(&jobs)).await
     }
 
-    /// The same for steps of which each can fail.
+    /// Runs a blocking task in the pool; a panic of it is one of its failed steps.
     async fn steps(
         self: &Arc<Self>,
         class: Class,
@@ -280,7 +280,7 @@ impl Jobs {
         Ok(())
     }
 
-    /// Describes the pause to a shim that will run it. Others need no description.
+    /// Describes the pause process to a shim that will run it. Others need no description.
     ///
     /// # Errors
     /// The failed step.
@@ -400,7 +400,7 @@ impl Jobs {
         }
     }
 
-    /// Whether the pause is found without the pod's shim.
+    /// Whether the pause process is found without the pod's shim.
     pub fn finds_pause_without_shim(&self) -> bool {
         matches!(self.driver, PauseDriver::Native(_))
     }
@@ -445,7 +445,7 @@ impl Jobs {
     /// # Errors
     /// Every step that failed.
     pub async fn remove(self: &Arc<Self>) -> Result<(), StepErrors> {
-        // A shim that runs the pause as well must be rid of it before it ends.
+        // A shim that runs the pause process as well must be rid of it before it ends.
         let mut errors = self.driver_cleanup_and(|_| {}, |_, _| {}).await;
         self.task_deleted().await;
         errors.check_all(self.shim.close().await);
@@ -461,7 +461,7 @@ impl Jobs {
     }
 }
 
-/// Moves a killed pause out of a cgroup that holds it frozen.
+/// Moves a killed pause process out of a cgroup that holds it frozen.
 ///
 /// # Errors
 /// The failed step.

@@ -3,11 +3,15 @@
 //! ```text
 //!            Start            job done              exit                removed
 //!  Created ---------> Starting --------> Ready ---------------> NotReady ------> Gone
-//!     |                  | failed          ^   adopted: alive       ^
-//!     |                  |                 +---------- Unknown -----+ adopted: dead
-//!     |                  +--------------------------------------------------------> Gone
+//!     |                 | |                ^   adopted: alive     ^  ^
+//!     |                 | |                +---------- Unknown ---+  | adopted: dead
+//!     |                 | +-- failed, not undone --------------------+
+//!     |                 +---- failed, undone ------------------------------------> Gone
 //!     +-- Shutdown, or never started --------------------------------------------> Gone
 //! ```
+//!
+//! Recovery enters at Created, Ready, NotReady or Unknown; an interrupted start is NotReady. After
+//! a panic of the actor every phase becomes Unknown: the pause process is adopted again.
 //!
 //! At most one job (start, adoption, cleanup, removal) runs at a time. The actor that owns a
 //! machine carries out the actions in order and feeds their outcome back; nothing here waits, reads
@@ -22,11 +26,12 @@ pub enum Phase {
     Created,
     /// Its start job runs.
     Starting,
-    /// The pause lives.
+    /// The pause process lives.
     Ready,
-    /// The pause has ended.
+    /// The pause process has ended, or a start failed or was interrupted and is not undone yet.
     NotReady,
-    /// Recovery could not tell whether the pause lives.
+    /// It is unknown whether the pause process lives: recovery, or the adoption after a panic of
+    /// the actor, could not determine it.
     Unknown,
     /// Nothing is left of it.
     Gone,
@@ -50,12 +55,12 @@ impl Phase {
     }
 }
 
-/// The blocking work that a sandbox may have under way.
+/// The blocking work of a sandbox, at most one at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Job {
-    /// Makes files and pause.
+    /// Makes files and pause process.
     Start,
-    /// Asks the driver again about a process whose state recovery could not determine.
+    /// Asks the driver for the process on record, whose state is unknown.
     Adopt,
     /// After the exit: cgroup and shared memory.
     Cleanup,
@@ -89,10 +94,10 @@ impl Rpc {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A caller asks for an RPC.
-    Asked(Rpc),
-    /// The start job made a pause.
+    RpcReceived(Rpc),
+    /// The start job made a pause process.
     Started,
-    /// The caller of a successful Start has given up: it takes the sandbox for failed and will
+    /// The caller of a successful Start has given up: it considers the sandbox failed and will
     /// never end it.
     StartCallerGone,
     /// The start job failed; `clean` when all that it made is gone again.
@@ -104,7 +109,7 @@ pub enum Event {
     AdoptedAlive,
     /// The driver could not determine whether the process lives.
     AdoptFailed,
-    /// The pause has exited (or the driver found it dead).
+    /// The pause process has exited (or the driver found it dead).
     Exited(Exit),
     /// The pod's shim has died with containers in it: the sandbox ends with it.
     ShimDied,
@@ -114,9 +119,9 @@ pub enum Event {
     JobDone,
     /// The cleanup or removal job failed.
     JobFailed,
-    /// The time of the next try has come.
+    /// The delay before the next attempt is over.
     RetryDue,
-    /// It was never started and its time is over.
+    /// It was not started within `abandoned_after`.
     Abandoned,
 }
 
@@ -129,15 +134,15 @@ pub enum Action {
     Publish,
     /// Log and count the exit, which was just published.
     ReportExit(Exit),
-    /// Send SIGKILL to the pause.
+    /// Send SIGKILL to the pause process.
     Kill,
-    /// Watch the pause's exit.
+    /// Watch the pause process's exit.
     Watch,
-    /// Answer every waiting caller of the RPC: success.
+    /// Send success to every waiting caller of the RPC.
     Succeed(Rpc),
-    /// Answer every waiting caller of the RPC: the error of the last step.
+    /// Send the error of the last step to every waiting caller of the RPC.
     Fail(Rpc),
-    /// Answer the one that asked last: not in this phase.
+    /// Send an error to the last caller: the phase does not allow the RPC.
     Refuse(Rpc),
     /// Send [`Event::RetryDue`] after the back-off's delay for this many failures in a row.
     RetryAfter(u32),
@@ -149,16 +154,16 @@ pub enum Action {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Machine {
     phase: Phase,
-    /// How the pause exited, once that is known.
+    /// How the pause process exited, once that is known.
     exit: Option<Exit>,
     job: Option<Job>,
     /// The cleanup after the exit is not done yet.
     cleanup_pending: bool,
-    /// To be ended and removed as soon as that is possible.
+    /// To be killed and removed as soon as possible.
     removal_requested: bool,
     stop_waits: bool,
     shutdown_waits: bool,
-    /// The shim has died, and whether the pause lives is not known yet.
+    /// The shim has died, and whether the pause process lives is not known yet.
     shim_died: bool,
     failures: u32,
 }
@@ -181,7 +186,7 @@ impl Machine {
     }
 
     /// After a panic of the actor: forgets everything but the exit and the death of the shim, and
-    /// looks for the pause again. Readers see the old phase until then.
+    /// looks for the pause process again. Readers see the old phase until then.
     pub fn adopt_again(&mut self) -> Vec<Action> {
         *self = Self { shim_died: self.shim_died, ..Self::new(Phase::Unknown, self.exit) };
         let mut out = Vec::new();
@@ -194,17 +199,17 @@ impl Machine {
         self.phase
     }
 
-    /// How the pause exited; `None` while it lives, and where there never was one.
+    /// How the pause process exited; `None` while it lives, and where there never was one.
     pub fn exit(&self) -> Option<Exit> {
         self.exit
     }
 
-    /// Cleanups that have failed in a row and are retried; a search for the pause is none.
+    /// Cleanups that have failed in a row and are retried; a search for the pause process is none.
     pub fn failures(&self) -> u32 {
         if self.phase == Phase::Unknown { 0 } else { self.failures }
     }
 
-    /// Whether nothing is under way: no job runs and the pause is not being killed.
+    /// Whether nothing is in progress: no job runs and the pause process is not being killed.
     pub fn is_idle(&self) -> bool {
         self.job.is_none()
             && !(self.phase == Phase::Ready && (self.removal_requested || self.stop_waits))
@@ -214,64 +219,64 @@ impl Machine {
     pub fn on(&mut self, event: Event) -> Vec<Action> {
         let mut out = Vec::new();
         match event {
-            Event::Asked(rpc) => self.asked(rpc, &mut out),
+            Event::RpcReceived(rpc) => self.on_rpc(rpc, &mut out),
             Event::Started => {
                 self.job = None;
-                self.alive(&mut out);
+                self.set_ready(&mut out);
                 out.push(Action::Succeed(Rpc::Start));
-                self.end_if_wanted(&mut out);
+                self.kill_if_requested(&mut out);
             }
             Event::StartCallerGone => {
                 self.removal_requested = true;
-                self.end_if_wanted(&mut out);
+                self.kill_if_requested(&mut out);
             }
             Event::StartFailed { clean } => {
                 self.job = None;
                 self.removal_requested = true;
                 if clean {
-                    self.gone(&mut out);
+                    self.set_gone(&mut out);
                 } else {
                     self.phase = Phase::NotReady;
                     self.cleanup_pending = true;
                     out.push(Action::Publish);
-                    self.failed(&mut out);
+                    self.job_failed(&mut out);
                 }
                 out.push(Action::Fail(Rpc::Start));
             }
             Event::AdoptedAlive => {
                 self.job = None;
-                self.alive(&mut out);
-                self.end_if_wanted(&mut out);
+                self.set_ready(&mut out);
+                self.kill_if_requested(&mut out);
             }
             Event::AdoptFailed => {
                 self.job = None;
-                self.settle(Rpc::Stop, false, &mut out);
-                self.settle(Rpc::Shutdown, false, &mut out);
-                // A pause that lives must not stay unknown after a fault that passes.
+                self.complete_rpc(Rpc::Stop, false, &mut out);
+                self.complete_rpc(Rpc::Shutdown, false, &mut out);
+                // A pause process that lives must not stay unknown after a fault that passes.
                 self.retry(&mut out);
             }
             Event::Exited(exit) => self.exited(exit, &mut out),
             Event::ShimDied => match self.phase {
                 Phase::Ready => out.push(Action::Kill),
                 Phase::Unknown => self.shim_died = true,
-                // Without a pause the sandbox has ended already.
+                // Without a pause process the sandbox has ended already.
                 _ => {}
             },
-            Event::KillFailed => self.not_ended(&mut out),
+            Event::KillFailed => self.kill_failed(&mut out),
             Event::JobDone => match self.job.take() {
                 Some(Job::Cleanup) => {
                     self.cleanup_pending = false;
                     if std::mem::take(&mut self.failures) > 0 {
                         out.push(Action::Publish);
                     }
-                    self.settle(Rpc::Stop, true, &mut out);
+                    self.complete_rpc(Rpc::Stop, true, &mut out);
                     self.proceed(&mut out);
                 }
-                Some(Job::Remove) => self.gone(&mut out),
+                Some(Job::Remove) => self.set_gone(&mut out),
                 job => self.job = job,
             },
             Event::JobFailed => match self.job.take() {
-                Some(Job::Cleanup | Job::Remove) => self.failed(&mut out),
+                Some(Job::Cleanup | Job::Remove) => self.job_failed(&mut out),
                 job => self.job = job,
             },
             Event::RetryDue => self.proceed(&mut out),
@@ -285,7 +290,7 @@ impl Machine {
         out
     }
 
-    fn asked(&mut self, rpc: Rpc, out: &mut Vec<Action>) {
+    fn on_rpc(&mut self, rpc: Rpc, out: &mut Vec<Action>) {
         match rpc {
             Rpc::Start
                 if self.phase == Phase::Created
@@ -299,7 +304,7 @@ impl Machine {
             Rpc::Stop => {
                 self.stop_waits = true;
                 match self.phase {
-                    Phase::Created | Phase::Gone => self.settle(Rpc::Stop, true, out),
+                    Phase::Created | Phase::Gone => self.complete_rpc(Rpc::Stop, true, out),
                     Phase::Starting => {}
                     Phase::Ready => out.push(Action::Kill),
                     Phase::NotReady | Phase::Unknown => self.proceed(out),
@@ -309,7 +314,7 @@ impl Machine {
                 self.shutdown_waits = true;
                 self.removal_requested = true;
                 match self.phase {
-                    Phase::Gone => self.settle(Rpc::Shutdown, true, out),
+                    Phase::Gone => self.complete_rpc(Rpc::Shutdown, true, out),
                     Phase::Starting => {}
                     Phase::Ready => out.push(Action::Kill),
                     Phase::Created | Phase::NotReady | Phase::Unknown => self.proceed(out),
@@ -340,13 +345,13 @@ impl Machine {
         }
     }
 
-    fn alive(&mut self, out: &mut Vec<Action>) {
+    fn set_ready(&mut self, out: &mut Vec<Action>) {
         self.phase = Phase::Ready;
         self.failures = 0;
         out.extend([Action::Publish, Action::Watch]);
     }
 
-    fn end_if_wanted(&mut self, out: &mut Vec<Action>) {
+    fn kill_if_requested(&mut self, out: &mut Vec<Action>) {
         let shim_died = std::mem::take(&mut self.shim_died);
         if self.phase == Phase::Ready && (self.removal_requested || self.stop_waits || shim_died) {
             out.push(Action::Kill);
@@ -359,10 +364,10 @@ impl Machine {
             return;
         }
         match self.phase {
-            Phase::Ready => self.end_if_wanted(out),
+            Phase::Ready => self.kill_if_requested(out),
             Phase::Unknown => self.run(Job::Adopt, out),
             Phase::NotReady if self.cleanup_pending => self.run(Job::Cleanup, out),
-            Phase::NotReady if !self.removal_requested => self.settle(Rpc::Stop, true, out),
+            Phase::NotReady if !self.removal_requested => self.complete_rpc(Rpc::Stop, true, out),
             Phase::NotReady | Phase::Created if self.removal_requested => {
                 self.run(Job::Remove, out)
             }
@@ -375,10 +380,10 @@ impl Machine {
         out.push(Action::Run(job));
     }
 
-    /// The pause could not be ended.
-    fn not_ended(&mut self, out: &mut Vec<Action>) {
-        self.settle(Rpc::Stop, false, out);
-        self.settle(Rpc::Shutdown, false, out);
+    /// The pause process could not be ended.
+    fn kill_failed(&mut self, out: &mut Vec<Action>) {
+        self.complete_rpc(Rpc::Stop, false, out);
+        self.complete_rpc(Rpc::Shutdown, false, out);
         if self.removal_requested {
             self.retry(out);
         }
@@ -389,23 +394,23 @@ impl Machine {
         out.extend([Action::Publish, Action::RetryAfter(self.failures)]);
     }
 
-    fn failed(&mut self, out: &mut Vec<Action>) {
+    fn job_failed(&mut self, out: &mut Vec<Action>) {
         // A removal that failed is no concern of Stop.
-        self.settle(Rpc::Stop, !self.cleanup_pending, out);
-        self.settle(Rpc::Shutdown, false, out);
+        self.complete_rpc(Rpc::Stop, !self.cleanup_pending, out);
+        self.complete_rpc(Rpc::Shutdown, false, out);
         self.retry(out);
     }
 
-    fn gone(&mut self, out: &mut Vec<Action>) {
+    fn set_gone(&mut self, out: &mut Vec<Action>) {
         self.phase = Phase::Gone;
         self.cleanup_pending = false;
         // The id is free before a caller learns of the end.
         out.extend([Action::Publish, Action::Retire]);
-        self.settle(Rpc::Stop, true, out);
-        self.settle(Rpc::Shutdown, true, out);
+        self.complete_rpc(Rpc::Stop, true, out);
+        self.complete_rpc(Rpc::Shutdown, true, out);
     }
 
-    fn settle(&mut self, rpc: Rpc, success: bool, out: &mut Vec<Action>) {
+    fn complete_rpc(&mut self, rpc: Rpc, success: bool, out: &mut Vec<Action>) {
         let waits = match rpc {
             Rpc::Start => return,
             Rpc::Stop => &mut self.stop_waits,

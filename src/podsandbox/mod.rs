@@ -76,7 +76,7 @@ pub struct CreateRequest {
 /// The answer of Start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StartResponse {
-    /// Process id of the pause on the node.
+    /// Process id of the pause process on the node.
     pub pid: u32,
     /// When the sandbox was created.
     pub created_at: SystemTime,
@@ -86,14 +86,14 @@ pub struct StartResponse {
     pub address: String,
     /// Version of the Task API at `address`.
     pub version: u32,
-    /// The OCI runtime spec that describes the pause.
+    /// The OCI runtime spec that describes the pause process.
     pub spec: Option<Payload>,
 }
 
 /// The answer of Status.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StatusReport {
-    /// Process id of the pause on the node; 0 when there is none.
+    /// Process id of the pause process on the node; 0 when there is none.
     pub pid: u32,
     /// `SANDBOX_READY` or `SANDBOX_NOTREADY` (CRI `PodSandboxState`); `SANDBOX_UNKNOWN` if recovery
     /// could not determine the state. CRI treats that as not ready and may stop the sandbox.
@@ -102,7 +102,7 @@ pub struct StatusReport {
     pub info: BTreeMap<String, String>,
     /// When the sandbox was created.
     pub created_at: SystemTime,
-    /// When the pause ended; `None` while it lives.
+    /// When the pause process ended; `None` while it lives.
     pub exited_at: Option<SystemTime>,
     /// Task endpoint of the pod's containers.
     pub address: String,

@@ -1,30 +1,30 @@
 //! The OCI runtime spec that describes a sandbox.
 //!
 //! It has the form of the spec that containerd's built-in controller gives its pause container, so
-//! that whoever reads it (NRI, through containerd's sandbox store) finds each field where it is
-//! used to. Where our pause differs, the spec has what is true of ours:
+//! that its readers (NRI, through containerd's sandbox store) find each field in its usual
+//! place. Where our pause process differs, the spec has what is true of ours:
 //!
-//! - `process.user`: always 65535:65535 without further groups, as the pause needs no privileges;
-//!   the built-in has the image's user, or the pod's `run_as_user` and `run_as_group` with their
-//!   groups.
+//! - `process.user`: always 65535:65535 without further groups, as the pause process needs no
+//!   privileges; the built-in has the image's user, or the pod's `run_as_user` and `run_as_group`
+//!   with their groups.
 //! - `process.capabilities`: none in any set; the built-in has the 14 of containerd's default.
 //! - `process.env`: none; the built-in has the image's.
-//! - `linux.seccomp`: none, as the pause's own allow-list is part of it and not of the pod; the
-//!   built-in has the pod's profile.
-//! - path of the user namespace: none, as the pause joins the namespace that owns the network
-//!   namespace, which has no path; the built-in has a pin below containerd's state.
-//! - `linux.cgroupsPath` without a parent: none, as the pause stays in the daemon's cgroup; the
-//!   built-in has `/<namespace>/<id>`.
+//! - `linux.seccomp`: none, as the pause process's own allow-list is part of it and not of the pod;
+//!   the built-in has the pod's profile.
+//! - path of the user namespace: none, as the pause process joins the namespace that owns the
+//!   network namespace, which has no path; the built-in has a pin below containerd's state.
+//! - `linux.cgroupsPath` without a parent: none, as the pause process stays in the daemon's cgroup;
+//!   the built-in has `/<namespace>/<id>`.
 //! - `ociVersion`: 1.2.0, as all of it is known to containerd 2.0; the built-in has containerd's.
 //! - annotation `podsandbox.image-name`: empty, as there is no image; the built-in has the pause
 //!   image.
 //!
-//! Where a runtime runs the pause (`drivers`), it gets the built-in's spec: user, capabilities,
-//! cgroup and the pin of the user namespace as well. What stays different is said of the image, the
-//! version, and the pod's seccomp profile, which is for its containers.
+//! Where a runtime runs the pause process (`drivers`), it gets the built-in's spec: user,
+//! capabilities, cgroup and the pin of the user namespace as well. What stays different is said of
+//! the image, the version, and the pod's seccomp profile, which is for its containers.
 //!
 //! The mounts are listed as the built-in has them, since that is what a runtime would be given; our
-//! pause itself sees an empty root.
+//! pause process itself sees an empty root.
 
 mod annotations;
 
@@ -51,7 +51,7 @@ use crate::shim;
 /// What containerd 2.0 writes; nothing newer is used.
 const OCI_VERSION: &str = "1.2.0";
 
-/// User and group of the pause; also those of the usual pause image.
+/// User and group of the pause process; also those of the usual pause image.
 const USER: u32 = 65535;
 
 /// Of containerd's default spec (`defaultUnixCaps`).
@@ -83,7 +83,7 @@ const RESOLV_CONF: &str = "/etc/resolv.conf";
 
 /// As in containerd's default spec (`populateDefaultUnixSpec`), whose releases before September
 /// 2026 have no `/proc/interrupts`. Later ones also mask the CPUs' `thermal_throttle`, by the node
-/// that they run on: it is nothing to a pause.
+/// that they run on: it is nothing to a pause process.
 const MASKED: [&str; 12] = [
     "/proc/acpi",
     "/proc/asound",
@@ -158,8 +158,8 @@ fn privileged(pod: &PodSandboxConfig) -> bool {
     pod.linux.security_context.privileged
 }
 
-/// What the pause is, where this program runs it; a runtime that runs it gets what the built-in
-/// controller tells it.
+/// What the pause process is, where this program runs it; a runtime that runs it gets what the
+/// built-in controller tells it.
 fn process(record: &Record, pod: &PodSandboxConfig) -> Process {
     let plan = &record.plan;
     let by_runtime = record.shim.runs_pause();
@@ -303,13 +303,13 @@ fn namespaces(record: &Record, layout: &Layout) -> Vec<LinuxNamespace> {
     all.into_iter().flatten().map(described).collect()
 }
 
-/// The pause's cgroup: a path below the root of every hierarchy, or `slice:prefix:name`, the form
-/// in which runc and NRI write a systemd scope.
+/// The pause process's cgroup: a path below the root of every hierarchy, or `slice:prefix:name`,
+/// the form in which runc and NRI write a systemd scope.
 fn cgroups_path(record: &Record, config: &Config) -> Option<String> {
     let plan = &record.plan;
     let parent = plan.cgroup_parent.as_str();
     if parent.is_empty() {
-        // Of a pause that a runtime runs, as of the built-in controller's.
+        // Of a pause process that a runtime runs, as of the built-in controller's.
         let by_runtime = record.shim.runs_pause();
         return by_runtime.then(|| format!("/{}/{}", config.containerd_namespace, plan.id));
     }

@@ -39,7 +39,7 @@ pub const VERSION: u32 = 1;
 /// it are bounded by the wire's message limit each, and are longer by a third here.
 const LARGEST: u64 = 64 << 20;
 
-/// The same of stages.
+/// Stages above this size are not ours; bytes.
 const LARGEST_STAGE: u64 = 64 << 10;
 
 /// Type of the CRI config in Create's options.
@@ -54,11 +54,11 @@ pub struct Record {
     pub id: SandboxId,
     /// When Create was called.
     pub created_at: SystemTime,
-    /// Name of the driver that made the pause.
+    /// Name of the driver that made the pause process.
     pub driver: String,
-    /// What the driver makes.
+    /// What the driver creates.
     pub plan: Plan,
-    /// What is put where CRI looks for it.
+    /// The files that CRI bind-mounts into containers.
     pub files: Files,
     /// The CRI `PodSandboxConfig`, as it came.
     pub config: RecordedAny,
@@ -66,7 +66,7 @@ pub struct Record {
     pub netns_path: String,
     /// What containerd knows of the sandbox; Update changes its extensions.
     pub info: Info,
-    /// The kind of the pod's shim; [`shim::ShimKind::Containerd`] in records without it.
+    /// The kind of the pod's shim; [`shim::ShimKind::ContainerdOwned`] in records without it.
     #[serde(default)]
     pub shim: shim::ShimKind,
     /// The pod has this project's own shim instead of its runtime's. Not a kind: a daemon that does
@@ -81,7 +81,7 @@ pub struct Record {
     pub containerd_namespace: String,
 }
 
-/// What serde skips.
+/// Whether serde skips the field.
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
 fn is_false(flag: &bool) -> bool {
     !flag
@@ -91,7 +91,7 @@ impl Record {
     /// The CRI config, decoded.
     ///
     /// # Errors
-    /// It is malformed.
+    /// The config is malformed.
     pub fn decode_config(&self) -> Result<PodSandboxConfig, Error> {
         decode_config(&self.id, &self.config.type_url, &self.config.value)
     }
@@ -133,14 +133,14 @@ pub fn decode_config(id: &str, type_url: &str, value: &[u8]) -> Result<PodSandbo
 pub enum Stage {
     /// Created; a start job may have begun.
     Created,
-    /// Its pause runs, as far as the record knows.
+    /// Its pause process runs, as far as the record knows.
     Started {
-        /// What names the pause.
+        /// What names the pause process.
         identity: Identity,
     },
-    /// Its pause has ended.
+    /// Its pause process has ended.
     Exited {
-        /// The pause that was, if there ever was one.
+        /// The pause process that was, if there ever was one.
         pid: u32,
         /// How it ended.
         exit: Exit,
@@ -324,7 +324,7 @@ impl RecordStore {
 
     /// Takes from all but root the right to read what an older daemon has left readable. Who may
     /// only pass the directory, as the root of the pod's user namespace must where a shim runs the
-    /// pause, still may.
+    /// pause process, still may.
     ///
     /// # Errors
     /// The failed step.
@@ -352,7 +352,7 @@ impl RecordStore {
     /// Why it could not be read.
     pub fn stage(&self) -> Result<Stage, RecordError> {
         let path = self.dir().join(STAGE);
-        match slurp(&path, LARGEST_STAGE) {
+        match read_limited(&path, LARGEST_STAGE) {
             Err(RecordError::Missing(_)) => Ok(Stage::Created),
             Err(e) => Err(e),
             Ok(text) => serde_json::from_slice(&text)
@@ -375,7 +375,7 @@ impl RecordStore {
     /// Why it could not be read.
     pub fn read_record(&self) -> Result<Record, RecordError> {
         let path = self.dir().join(RECORD);
-        let text = slurp(&path, LARGEST)?;
+        let text = read_limited(&path, LARGEST)?;
         #[derive(Deserialize)]
         struct Version {
             version: u32,
@@ -448,7 +448,7 @@ impl RecordStore {
 
 /// Reads a file of ours: a regular one of root's, of no more than `largest` bytes. Whatever else
 /// has its place is neither waited for nor followed.
-fn slurp(path: &Path, largest: u64) -> Result<Vec<u8>, RecordError> {
+fn read_limited(path: &Path, largest: u64) -> Result<Vec<u8>, RecordError> {
     const READ: &str = "read record";
     let refuse = |reason| RecordError::Malformed { path: path.to_owned(), reason };
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;

@@ -36,7 +36,7 @@ const AT_ONCE: usize = 32;
 /// How long the recovery of one record may take.
 const RECORD_TIMEOUT: Duration = pool::PERMIT_TIMEOUT;
 
-/// What became of one record.
+/// The result of recovering one record.
 #[derive(Debug)]
 pub enum Recovered {
     /// A sandbox again.
@@ -218,7 +218,7 @@ impl RecordDeadline {
         &mut self,
         work: impl Future<Output = T> + Send + 'static,
     ) -> Result<T, String> {
-        let overdue = || format!("not done after {} s", RECORD_TIMEOUT.as_secs());
+        let overdue = || format!("timed out after {} s", RECORD_TIMEOUT.as_secs());
         if Instant::now() >= self.deadline {
             return Err(overdue());
         }
@@ -236,7 +236,7 @@ impl RecordDeadline {
     /// overdue.
     ///
     /// # Errors
-    /// As above.
+    /// As [`RecordDeadline::run`].
     async fn run_read_only<T: Send + 'static>(
         &mut self,
         work: impl Future<Output = T> + Send + 'static,
@@ -250,7 +250,7 @@ impl RecordDeadline {
     /// As [`RecordDeadline::run`], for a blocking task.
     ///
     /// # Errors
-    /// As above.
+    /// As [`RecordDeadline::run`].
     async fn run_blocking<T: Send + 'static>(
         &mut self,
         work: impl FnOnce() -> T + Send + 'static,
@@ -308,7 +308,7 @@ fn ids(sandboxes: &Path) -> Result<Vec<SandboxId>, StepError> {
     Ok(ids)
 }
 
-/// What was read of a sandbox.
+/// The state of a sandbox on disk.
 enum OnDisk {
     /// A sandbox: when it was created, its stage, and whether a Start left something.
     Record(SystemTime, Stage, Arc<Jobs>, bool),
@@ -365,6 +365,7 @@ async fn recover_record(
             log::warn!(sandbox = id; "start was interrupted; removing the sandbox");
             let job = jobs.clone();
             if undo(id, &mut deadline, async move { job.remove().await }).await {
+                log::info!(sandbox = id; "sandbox removed");
                 return Ok(None);
             }
             Entry::Interrupted
@@ -407,18 +408,16 @@ async fn adopt(
     identity: Identity,
 ) -> Entry {
     let (pid, job) = (identity.pid, jobs.clone());
-    let unknown = match deadline
-        .run_read_only(async move { job.adopt_process(identity).await })
-        .await
-    {
-        Ok(Adoption::Alive(pause)) => return Entry::Ready(Arc::from(pause)),
-        Ok(Adoption::Dead(exit)) => {
-            log::warn!(sandbox = id, status = exit.status; "pause process exited before recovery");
-            return Entry::NotReady { pid, exit };
-        }
-        Ok(Adoption::Unknown(step)) => step.to_string(),
-        Err(reason) => reason,
-    };
+    let unknown =
+        match deadline.run_read_only(async move { job.adopt_process(identity).await }).await {
+            Ok(Adoption::Alive(pause)) => return Entry::Ready(Arc::from(pause)),
+            Ok(Adoption::Dead(exit)) => {
+                log::warn!(sandbox = id, status = exit.status; "sandbox stopped before recovery");
+                return Entry::NotReady { pid, exit };
+            }
+            Ok(Adoption::Unknown(step)) => step.to_string(),
+            Err(reason) => reason,
+        };
     log::error!(sandbox = id; "cannot determine whether the pause process runs: {unknown}");
     Entry::Unknown { pid }
 }
@@ -476,7 +475,7 @@ mod tests {
         assert!(deadline.run_read_only(tokio::time::sleep(RECORD_TIMEOUT / 2)).await.is_ok());
         let (end, ended) = oneshot::channel::<()>();
         let begun = Instant::now();
-        assert!(deadline.run(ended).await.unwrap_err().starts_with("not done after"));
+        assert!(deadline.run(ended).await.unwrap_err().starts_with("timed out after"));
         assert_eq!(begun.elapsed().as_secs(), RECORD_TIMEOUT.as_secs() / 2);
         let (tell, dropped) = oneshot::channel::<()>();
         assert!(deadline.run(async { tell.send(()) }).await.is_err());

@@ -25,14 +25,14 @@ use crate::pool::{self, Class};
 use crate::process::handle::{self, NamespaceHandle};
 use crate::shim;
 
-/// How long a caller of Stop or Shutdown waits for the end of a pause and its cleanup before it is
-/// answered that they continue without it.
+/// How long a caller of Stop or Shutdown waits for the end of a pause process and its cleanup
+/// before it is answered that they continue without it.
 const END_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How long after the recovery Status waits while it is unknown whether the pause lives. containerd
-/// keeps an unknown state until its next start, and kubelet ends such a pod (`restart.go` and
-/// `sandbox_status.go` of CRI). The time counts from the recovery, because containerd asks for one
-/// sandbox after the other when it starts.
+/// How long after the recovery Status waits while it is unknown whether the pause process lives.
+/// containerd keeps an unknown state until its next start, and kubelet ends such a pod
+/// (`restart.go` and `sandbox_status.go` of CRI). The time counts from the recovery, because
+/// containerd asks for one sandbox after the other when it starts.
 pub const UNKNOWN_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long after its start a sandbox is not looked at for files that containerd has deleted, which
@@ -44,7 +44,7 @@ const NO_RESTORE_AFTER_START: Duration = Duration::from_millis(20);
 const SPEC_TYPE: &str = "types.containerd.io/opencontainers/runtime-spec/1/Spec";
 
 /// Key of the verbose information that says why the sandbox ended, where we know more than that its
-/// pause did.
+/// pause process did.
 const REASON: &str = "reason";
 
 /// The sandbox as its Task endpoint sees it.
@@ -96,7 +96,7 @@ pub struct Sandbox {
     /// Until then Status waits while the state is unknown.
     unknown_deadline: tokio::time::Instant,
     /// A caller has asked for status or exit, as CRI does right after Start.
-    asked: AtomicBool,
+    queried: AtomicBool,
     /// When this daemon started it.
     started: OnceLock<Instant>,
     restorer: Arc<FileRestorer>,
@@ -124,6 +124,7 @@ impl Sandbox {
             }
             return Err(failed(step));
         }
+        log::info!(sandbox = id.as_str(); "sandbox created");
         jobs.record_container();
         let abandoned = abandoned_at(jobs.facts.created_at, environment.config.abandoned_after);
         Ok(Self::enter(environment, jobs, Entry::Created, Some(abandoned), on_gone))
@@ -172,7 +173,7 @@ impl Sandbox {
             jobs,
             actor,
             unknown_deadline: tokio::time::Instant::now() + UNKNOWN_TIMEOUT,
-            asked: AtomicBool::new(false),
+            queried: AtomicBool::new(false),
             started: OnceLock::new(),
         }
     }
@@ -182,7 +183,7 @@ impl Sandbox {
         self.shared_id()
     }
 
-    /// The same, for who keeps it.
+    /// The sandbox id as a shared string, for callers that store it.
     pub fn shared_id(&self) -> &SandboxId {
         self.jobs.id()
     }
@@ -193,7 +194,7 @@ impl Sandbox {
     }
 
     /// Creates files and the pause process. Runs to completion if the future is dropped; the
-    /// sandbox is removed then, since its caller takes it for failed.
+    /// sandbox is removed then, since its caller considers it failed.
     ///
     /// # Errors
     /// [`Error::State`] unless it was just created; else the failed step.
@@ -218,13 +219,14 @@ impl Sandbox {
         })
     }
 
-    /// Ends the pause; answers when its exit is recorded and the shared memory is unmounted.
+    /// Ends the pause process; answers when its exit is recorded and the shared memory is
+    /// unmounted.
     ///
     /// # Errors
     /// The failed step, or [`Error::Timeout`]; what is left continues in the background.
     pub async fn stop(&self) -> Result<(), Error> {
         self.request(Rpc::Stop, Some(END_TIMEOUT)).await?;
-        // Also here: the pod may have had containers when its pause ended.
+        // Also here: the pod may have had containers when its pause process ended.
         self.jobs.dismiss_shim();
         Ok(())
     }
@@ -237,29 +239,29 @@ impl Sandbox {
         self.request(Rpc::Shutdown, Some(END_TIMEOUT)).await
     }
 
-    /// Answers when the pause has exited, before or after this call.
+    /// Answers when the pause process has exited, before or after this call.
     ///
     /// # Errors
-    /// [`Error::NotFound`] when the sandbox was removed without ever having had a pause.
+    /// [`Error::NotFound`] when the sandbox was removed without ever having had a pause process.
     pub fn wait(self: Arc<Self>) -> impl Future<Output = Result<Exit, Error>> + Send {
-        self.asked.store(true, Ordering::Relaxed);
+        self.queried.store(true, Ordering::Relaxed);
         async move {
             self.actor.exit().await.ok_or_else(|| match self.phase() {
                 Phase::Gone => Error::NotFound { id: self.id().to_owned() },
-                // Its actor has ended before it did; any other code would be taken for its exit.
+                // Its actor has ended before it did; any other code would be mistaken for its exit.
                 _ => Error::Stopping { id: self.id().to_owned() },
             })
         }
     }
 
     /// What is published. Waits up to 30 s after the recovery while it is unknown whether the pause
-    /// lives. Restores files that containerd has deleted, because CRI calls Status before every
-    /// container; if that fails, the answer is the same, and it is retried.
+    /// process lives. Restores files that containerd has deleted, because CRI calls Status before
+    /// every container; if that fails, the answer is the same, and it is retried.
     ///
     /// # Errors
     /// Verbose: the record cannot be read.
     pub async fn status(self: &Arc<Self>, verbose: bool) -> Result<StatusReport, Error> {
-        self.asked.store(true, Ordering::Relaxed);
+        self.queried.store(true, Ordering::Relaxed);
         if self.phase() == Phase::Unknown {
             self.actor.known(self.unknown_deadline).await;
         }
@@ -297,7 +299,7 @@ impl Sandbox {
     fn report(&self, published: Published, info: BTreeMap<String, String>) -> StatusReport {
         StatusReport {
             // As the built-in controller: CRI makes containers in the namespaces of this process.
-            // That of an unknown pause may be another's by now.
+            // That of an unknown pause process may be another's by now.
             pid: match (published.phase, published.exit) {
                 (Phase::Unknown, _) | (_, Some(_)) => 0,
                 (_, None) => published.pid,
@@ -372,16 +374,17 @@ impl Sandbox {
         inspect::report(&self.jobs, self.published(), &record, &stage)
     }
 
-    /// It is created, runs or has ended, its pod has no shim, no call has asked this daemon for its
-    /// status or exit, and containerd can be asked for it.
-    pub fn is_unasked(&self) -> bool {
+    /// Whether garbage collection asks containerd for the sandbox: it belongs to the containerd
+    /// namespace of the config, no start or removal runs, its pod has no shim, and no Status or
+    /// Wait call has reached this daemon.
+    pub fn is_gc_candidate(&self) -> bool {
         self.jobs.facts.in_namespace
             && matches!(self.phase(), Phase::Created | Phase::Ready | Phase::NotReady)
-            && !self.asked.load(Ordering::Relaxed)
+            && !self.queried.load(Ordering::Relaxed)
             && !self.jobs.shim.had_container()
     }
 
-    /// Returns when nothing of the sandbox is under way.
+    /// Returns when nothing of the sandbox is in progress.
     pub async fn idle(&self) {
         let (reply, idle) = oneshot::channel();
         if self.actor.send(Message::WhenIdle(reply)) {
@@ -390,8 +393,8 @@ impl Sandbox {
         }
     }
 
-    /// A container of the pod is coming: its shim is there when this ends, or comes with the first
-    /// call.
+    /// containerd creates a container of the pod: its shim is there when this ends, or comes with
+    /// the first call.
     pub async fn prepare(&self) {
         if self.phase() == Phase::Ready {
             self.jobs.shim.prepare().await;
@@ -404,7 +407,7 @@ impl Sandbox {
         let gone = || match (self.phase(), rpc) {
             (Phase::Gone, Rpc::Start) => Err(Error::NotFound { id: self.id().to_owned() }),
             (Phase::Gone, Rpc::Stop | Rpc::Shutdown) => Ok(()),
-            // It ended before its sandbox did: the pause may live.
+            // It ended before its sandbox did: the pause process may live.
             _ => Err(self.fault(rpc.name(), "its actor has ended".to_owned())),
         };
         if !self.actor.send(Message::Ask(rpc, log_context::current(), reply)) {

@@ -40,7 +40,7 @@ const OF_VIRTUAL_MACHINES: &str = "io.containerd.kata";
 /// The labels of one pod; empty where there are none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Labels {
-    /// Of its containers, and of its pause unless the pod is privileged.
+    /// Of its containers, and of its pause process unless the pod is privileged.
     pub process: String,
     /// Of what is mounted for it.
     pub mount: String,
@@ -159,8 +159,8 @@ pub fn executable(config: &Config) -> Result<Option<String>, StepError> {
     Ok(Contexts::from_policy()?.map(|contexts| contexts.file.text()))
 }
 
-/// The label of the pause of a pod whose containers have `label`: the same, but for a runtime of
-/// virtual machines with the type that the policy has for those. So does containerd
+/// The label of the pause process of a pod whose containers have `label`: the same, but for a
+/// runtime of virtual machines with the type that the policy has for those. So does containerd
 /// (`modifyProcessLabel`); it does it for the containers itself.
 ///
 /// # Errors

@@ -116,7 +116,7 @@ struct CriSandboxInfo<'a> {
     pid: u32,
     process_status: &'static str,
     net_namespace_closed: bool,
-    /// Empty, as are the two that follow: a pause of ours comes from no image.
+    /// Empty, as are the two that follow: a pause process of ours comes from no image.
     image: &'static str,
     snapshot_key: &'static str,
     snapshotter: &'static str,

@@ -79,8 +79,8 @@ pub fn check(
     let (labels, level) =
         selinux.label(config, security.selinux_options.as_ref()).map_err(failed)?;
     let pause_label = selinux::of_pause(&labels.process, &info.runtime_name).map_err(failed)?;
-    // As the built-in controller: the containers of a privileged pod have a label, its pause has
-    // none of its own.
+    // As the built-in controller: the containers of a privileged pod have a label, its pause
+    // process has none of its own.
     let label = if security.privileged { String::new() } else { pause_label };
     let plan = plan(checked, request, &pod, config, label)?;
     let (owner, own_shim) = shim_choice::choose(&info, config, has_own_shim);
@@ -226,7 +226,7 @@ fn cgroup_parent(
             );
             return Err(Error::invalid(id, field, reason));
         }
-        // So that it cannot be taken for the bare name of a slice.
+        // So that it cannot be mistaken for the bare name of a slice.
         None if parent.ends_with(".slice") && !parent.contains('/') => format!("/{parent}"),
         None => parent.to_owned(),
     };
@@ -286,7 +286,7 @@ fn one_mapping(id: &str, field: &str, mappings: &[IDMapping]) -> Result<IdMappin
         return Err(Error::invalid(
             id,
             field,
-            "maps only id 0; the pause needs another id".to_owned(),
+            "maps only id 0; the pause process needs another id".to_owned(),
         ));
     }
     Ok(IdMapping { container_id: one.container_id, host_id: one.host_id, length: one.length })

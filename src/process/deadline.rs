@@ -120,7 +120,7 @@ impl Deadline {
         Ok(child)
     }
 
-    /// Whether it was killed. Waits for a kill that is under way, so that the child can be reaped
+    /// Whether it was killed. Waits for a kill that is in progress, so that the child can be reaped
     /// afterwards.
     fn finish(&self, child: &Arc<Child>) -> bool {
         self.0.children.lock().under_way.retain(|other| !Arc::ptr_eq(other, child));
@@ -162,7 +162,7 @@ impl Shared {
         };
         let killed = child.born.kill();
         if *fate == ChildState::BeforeExec {
-            log::warn!(pid = pid; "killing a child that has not executed its program in time");
+            log::warn!(pid = pid; "killing child process: exec timed out");
             *fate = ChildState::Killed;
         }
         let thawed = self.freezer.as_ref().map_or(Ok(()), |root| thaw(root, pid));

@@ -1,6 +1,6 @@
 //! Descriptors of all sandboxes under one watch of the runtime's: an epoll instance of our own,
 //! which the runtime watches. A descriptor that the runtime watches itself takes 256 bytes and
-//! whoever waits for it hundreds more, and every sandbox has two.
+//! the future that waits for it hundreds more, and every sandbox has two.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -102,7 +102,7 @@ impl Drop for EventTaskGuard {
 }
 
 async fn wake_on_events(attendance: EventTaskGuard, ready: AsyncFd<Arc<OwnedFd>>) {
-    // An error: the runtime is going down.
+    // An error: the runtime is shutting down.
     while let Ok(mut now) = ready.readable().await {
         let Some(watch) = attendance.0.upgrade() else { return };
         loop {
@@ -211,8 +211,8 @@ mod tests {
 
     #[tokio::test]
     async fn a_waker_that_panics_does_not_affect_others() {
-        struct Fall;
-        impl Wake for Fall {
+        struct PanicOnWake;
+        impl Wake for PanicOnWake {
             fn wake(self: Arc<Self>) {
                 panic!("on order");
             }
@@ -221,7 +221,11 @@ mod tests {
         let pairs: Vec<_> = (0..2 * AT_ONCE).map(|_| pair()).collect();
         let bell = Arc::new(Bell::default());
         let waker = |number: usize| {
-            if number.is_multiple_of(2) { Arc::new(Fall).into() } else { bell.clone().into() }
+            if number.is_multiple_of(2) {
+                Arc::new(PanicOnWake).into()
+            } else {
+                bell.clone().into()
+            }
         };
         let _watched: Vec<_> = pairs
             .iter()

@@ -50,7 +50,7 @@ impl ProcessHandle {
     }
 }
 
-/// What names a socket among all that there ever are until the next boot (`SO_COOKIE`): a socket of
+/// The cookie of a socket, unique until the next boot (`SO_COOKIE`): a socket of
 /// another mount namespace may be bound to the same path. `None` where the kernel does not say.
 pub fn socket_cookie(socket: BorrowedFd<'_>) -> Option<u64> {
     sys::socket_cookie(socket).ok()

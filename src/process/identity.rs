@@ -1,4 +1,4 @@
-//! What names a process beyond its pid, read from `/proc`.
+//! The identity of a process beyond its pid, read from `/proc`.
 
 use std::ffi::CStr;
 use std::fs::{self, File};
@@ -69,7 +69,7 @@ impl Stat {
     }
 
     /// The process is ending, or has ended: the first process of a PID namespace is no zombie until
-    /// all others of it are reaped, by whoever has to.
+    /// all others of it are reaped by their parents.
     pub(crate) fn ending(&self) -> bool {
         const PF_EXITING: u64 = 0x4;
         self.ended() || self.flags & PF_EXITING != 0

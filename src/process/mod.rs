@@ -49,7 +49,7 @@ pub fn take_signals() -> std::io::Result<()> {
     sys::own_signals().map_err(Into::into)
 }
 
-/// What names a pause process across a restart of the daemon; never a bare pid.
+/// The identity of a process across restarts of the daemon; never a bare pid.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     /// Process id on the node.
@@ -76,7 +76,7 @@ pub const UNKNOWN_EXIT: u32 = 255;
 
 /// A running pause process.
 pub trait Process: Send + Sync + fmt::Debug {
-    /// What names it across restarts.
+    /// Its identity across restarts.
     fn identity(&self) -> &Identity;
 
     /// Sends SIGKILL, and does not block. A process that has ended is success.

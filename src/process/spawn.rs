@@ -1,5 +1,5 @@
-//! Processes of the node other than pauses, shims, that outlive the daemon: launched with nothing
-//! of the daemon's but one socket, and found again by what names them.
+//! Processes of the node other than pause processes, shims, that outlive the daemon: launched with
+//! nothing of the daemon's but one socket, and found again by what names them.
 
 use std::ffi::{CStr, CString, OsStr, OsString, c_int};
 use std::fs::{File, OpenOptions};

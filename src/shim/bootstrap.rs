@@ -1,5 +1,5 @@
-//! What a shim's `start` is given, and what it says of the server that it has started: where it
-//! listens and what it speaks.
+//! Input and output of a shim's `start`: the output has address and protocol of the server that it
+//! started.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ use crate::error::{IoContext as _, StepError, bounded};
 /// runtime's options alone.
 const BOOTSTRAP_SINCE: (u32, u32) = (2, 3);
 
-/// The newest version of the Task API that is spoken here.
+/// The newest supported version of the Task API.
 const NEWEST: u32 = 3;
 
 /// The oldest, which is that of a shim that says nothing of it.
@@ -30,7 +30,7 @@ pub struct Bootstrap {
     pub version: u32,
     /// `unix://PATH`, or `unix:PATH`.
     pub address: String,
-    /// `ttrpc`; another cannot be spoken here.
+    /// `ttrpc`; no other is supported.
     pub protocol: String,
 }
 
@@ -40,22 +40,19 @@ impl Bootstrap {
     /// address alone, which means version 2.
     ///
     /// # Errors
-    /// It is none of them, or a version, protocol or address that is not spoken here.
+    /// It is none of them, or its version, protocol or address is not supported.
     pub fn parse(said: &[u8]) -> io::Result<Self> {
         let read = Self::message(said).or_else(|| Self::json(said)).or_else(|| Self::address(said));
         let refuse = |reason: String| Err(io::Error::new(io::ErrorKind::InvalidData, reason));
         let shown = |text: &str| bounded(text, 100);
         let Some(read) = read else {
-            return refuse(format!(
-                "it is not an address: {:?}",
-                shown(&String::from_utf8_lossy(said))
-            ));
+            return refuse(format!("invalid address: {:?}", shown(&String::from_utf8_lossy(said))));
         };
         if !(OLDEST..=NEWEST).contains(&read.version) {
-            return refuse(format!("version {} of the Task API is not spoken here", read.version));
+            return refuse(format!("unsupported Task API version {}", read.version));
         }
         if !read.protocol.eq_ignore_ascii_case("ttrpc") {
-            return refuse(format!("protocol {:?} is not spoken here", shown(&read.protocol)));
+            return refuse(format!("unsupported protocol {:?}", shown(&read.protocol)));
         }
         if !read.socket().is_absolute() {
             return refuse(format!(
@@ -187,14 +184,20 @@ mod tests {
     #[test]
     fn unusable_answers_are_errors_with_the_reason() {
         for (said, reason) in [
-            (&b""[..], "is not an address"),
-            (b"\n", "is not an address"),
-            (b"panic: no such thing\ngoroutine 1", "is not an address"),
-            (b"\xff\xfe\x00", "is not an address"),
+            (&b""[..], "invalid address"),
+            (b"\n", "invalid address"),
+            (b"panic: no such thing\ngoroutine 1", "invalid address"),
+            (b"\xff\xfe\x00", "invalid address"),
             (b"relative/path", "is not an address of a unix socket"),
             (b"vsock://2:1024", "is not an address of a unix socket"),
-            (br#"{"version":4,"address":"unix:///s","protocol":"ttrpc"}"#, "version 4"),
-            (br#"{"version":3,"address":"unix:///s","protocol":"grpc"}"#, "\"grpc\" is not spoken"),
+            (
+                br#"{"version":4,"address":"unix:///s","protocol":"ttrpc"}"#,
+                "unsupported Task API version 4",
+            ),
+            (
+                br#"{"version":3,"address":"unix:///s","protocol":"grpc"}"#,
+                "unsupported protocol \"grpc\"",
+            ),
             (
                 br#"{"version":1,"address":"unix:///s","protocol":"ttrpc"}"#,
                 "is not an address of a unix socket",

@@ -1,5 +1,5 @@
-//! The directory of a shim that is ours, owned or started: what the shim reads there, and our
-//! record of it.
+//! The directory of a shim that the daemon starts: the files that the shim reads, and the daemon's
+//! record of the shim.
 
 use std::fs;
 use std::io;
@@ -15,7 +15,7 @@ use crate::error::{IoContext as _, StepError, gone};
 use crate::process::Identity;
 use crate::replace_file::replace_file;
 
-/// What a file has at the end of its name until it is complete.
+/// Suffix of the name of a file that is not complete yet.
 pub const NEW: &str = ".new";
 
 const RECORD: &str = "shim.json";
@@ -25,7 +25,7 @@ const DEATH: &str = "death";
 /// See [`Bundle::make_deletion_bundle`]; `runc-shim/src/cleanup.rs` has the same name.
 const CONTAINERDS: &str = "containerd";
 
-/// What is on record of the shim.
+/// The record of the shim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Recorded {
@@ -33,9 +33,9 @@ pub enum Recorded {
     Launching,
     /// It runs, as far as the record knows.
     Running {
-        /// What names it.
+        /// Its identity.
         identity: Identity,
-        /// What names the socket that it was handed.
+        /// The cookie of the socket that it was handed.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         socket: Option<u64>,
     },
@@ -58,7 +58,7 @@ impl Bundle {
         &self.dir
     }
 
-    /// What the shim writes.
+    /// The fifo that the shim writes its log to.
     pub fn log(&self) -> PathBuf {
         self.dir.join("log")
     }

@@ -150,12 +150,12 @@ pub async fn delete(
         .map(drop)
 }
 
-/// What a call has said on its standard output, and when it was started, in clock ticks after boot.
+/// Standard output of a call, and when it was started, in clock ticks after boot.
 #[derive(Debug, PartialEq, Eq)]
 pub struct StartOutput {
     /// Its standard output.
     pub output: Vec<u8>,
-    /// What it has started is no older.
+    /// Start of the call; processes that it started are not older.
     pub since: u64,
 }
 
@@ -163,7 +163,7 @@ pub struct StartOutput {
 /// standard input. What it says is read by [`super::bootstrap::Bootstrap::parse`].
 ///
 /// # Errors
-/// It cannot be run, fails, says too much, or does not end in time.
+/// It cannot be run, fails, writes too much, or does not end in time.
 pub async fn start(
     settings: &ShimSettings,
     binary: &Path,
@@ -183,7 +183,7 @@ pub async fn start(
     call("start shim", binary, command, settings.open_files, given).await
 }
 
-/// Runs a command to its end, with the soft limit of open files that shims get; what it has said.
+/// Runs a command to its end, with the soft limit of open files that shims get. Returns its output.
 async fn call(
     what: &'static str,
     subject: &Path,
@@ -207,7 +207,7 @@ async fn call(
     let ended: io::Result<_> = tokio::time::timeout(CALL_TIMEOUT, all).await.unwrap_or_else(|_| {
         Err(io::Error::new(
             io::ErrorKind::TimedOut,
-            format!("not done after {} s", CALL_TIMEOUT.as_secs()),
+            format!("timed out after {} s", CALL_TIMEOUT.as_secs()),
         ))
     });
     let (status, output, errors) = ended.step_at(what, subject)?;
@@ -330,7 +330,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_call_that_hangs_times_out() {
         let error = shell("exec sleep 1000").await.unwrap_err();
-        assert!(error.contains("not done after 10 s"), "{error}");
+        assert!(error.contains("timed out after 10 s"), "{error}");
     }
 
     #[tokio::test]

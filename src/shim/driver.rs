@@ -1,8 +1,9 @@
-//! The driver that has the pod's shim run the pause: for runtimes that must own the sandbox, such
-//! as gVisor and Kata, and for whoever wants the OCI runtime to run it.
+//! The driver that has the pod's shim run the pause process: for runtimes that must own the
+//! sandbox, such as gVisor and Kata, and for operators who want the OCI runtime to run it.
 //!
-//! The shim's endpoint (`self_started.rs`) is there before the pause and after it; here is the
-//! pause's own life as a task of it, by the same calls as of containerd's built-in controller.
+//! The shim's endpoint (`self_started.rs`) is there before the pause process and after it; here is
+//! the pause process's own life as a task of it, by the same calls as of containerd's built-in
+//! controller.
 
 use std::io;
 use std::sync::Arc;
@@ -34,10 +35,11 @@ pub const NAME: &str = "shim";
 /// `loadContainerTimeout`).
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long recovery may look for a pause: less than it gives a record in all.
+/// How long recovery may look for a pause process: less than it gives a record in all.
 const RECOVERY_TIMEOUT: Duration = Duration::from_secs(8);
 
-/// How long the runtime may take to make or start the pause: less than kubelet waits for a pod.
+/// How long the runtime may take to make or start the pause process: less than kubelet waits for a
+/// pod.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Delay between two tries of what must succeed in the end.
@@ -56,10 +58,10 @@ const DELETION_DELAYS: [Duration; 5] = [
 /// Maximum delay between two `Wait` calls after a lost connection.
 const MAX_WAIT_RETRY_DELAY: Duration = Duration::from_secs(30);
 
-/// How many calls to kill the pause a shim may leave unanswered.
+/// How many calls to kill the pause process a shim may leave unanswered.
 const MAX_UNANSWERED: u32 = 2;
 
-/// How many calls to kill the pause a shim may refuse: more, because it answers.
+/// How many calls to kill the pause process a shim may refuse: more, because it answers.
 const MAX_REFUSED: u32 = 20;
 
 /// Runtimes whose containers are plain processes of the node, by the part of the name that says
@@ -78,7 +80,7 @@ pub fn is_of_host_processes(runtime: &str) -> bool {
     parts.first().is_some_and(|kind| HOST_PROCESSES.contains(kind))
 }
 
-/// Runs pauses as tasks of their pods' shims.
+/// Runs pause processes as tasks of their pods' shims.
 #[derive(Debug)]
 pub struct ShimDriver {
     shims: Arc<Shims>,
@@ -110,13 +112,13 @@ impl ShimDriver {
             ..Default::default()
         };
         let created: CreateTaskResponse = tasks
-            .call("create pause", "Create", &request, Some(START_TIMEOUT))
+            .call("create pause process", "Create", &request, Some(START_TIMEOUT))
             .await
             .map_err(TaskError::step)?;
         Ok((tasks, created.pid))
     }
 
-    /// Makes and starts the pause.
+    /// Makes and starts the pause process.
     async fn run(&self, endpoint: &Arc<SelfStarted>) -> Result<Task, StepError> {
         let (tasks, created) = self.create(endpoint).await?;
         let id = endpoint.id();
@@ -124,19 +126,19 @@ impl ShimDriver {
             let launcher = &endpoint.shim().shims().launcher;
             let missing =
                 || io::Error::other(format!("the shim reported pid {created}, which does not run"));
-            let process = launcher.open(created)?.ok_or_else(missing).step("find pause")?;
+            let process = launcher.open(created)?.ok_or_else(missing).step("find pause process")?;
             if endpoint
                 .process()
                 .is_some_and(|shim| process.identity().start_time < shim.identity().start_time)
             {
                 let older = format!("the shim reported pid {created}, which started before it");
-                return Err(io::Error::other(older)).step("find pause");
+                return Err(io::Error::other(older)).step("find pause process");
             }
             // The wait is armed before the start.
             let task = Task::watch(endpoint.clone(), process.identity().clone());
             let request = StartRequest { id: id.to_owned(), ..Default::default() };
             let started: StartResponse = tasks
-                .call("start pause", "Start", &request, Some(START_TIMEOUT))
+                .call("start pause process", "Start", &request, Some(START_TIMEOUT))
                 .await
                 .map_err(TaskError::step)?;
             if started.pid != created {
@@ -144,7 +146,7 @@ impl ShimDriver {
                     "Create returned pid {created}, but Start returned {}",
                     started.pid
                 ));
-                return Err(other).step("start pause");
+                return Err(other).step("start pause process");
             }
             Ok(task)
         };
@@ -159,7 +161,7 @@ impl ShimDriver {
         }
     }
 
-    /// What containerd makes of a task after its restart (`RecoverContainer`).
+    /// Adopts the task as containerd does after its restart (`RecoverContainer`).
     async fn recover_pause(
         &self,
         endpoint: &Arc<SelfStarted>,
@@ -173,12 +175,14 @@ impl ShimDriver {
         }
         let tasks = endpoint.tasks().await.map_err(TaskError::step)?;
         let request = StateRequest { id: endpoint.id().to_owned(), ..Default::default() };
-        let state: StateResponse =
-            match tasks.call("query state of pause", "State", &request, Some(CALL_TIMEOUT)).await {
-                Ok(state) => state,
-                Err(TaskError::NotFound(_)) => return Ok(dead(UNKNOWN_EXIT)),
-                Err(failure) => return Err(failure.step()),
-            };
+        let state: StateResponse = match tasks
+            .call("query state of pause process", "State", &request, Some(CALL_TIMEOUT))
+            .await
+        {
+            Ok(state) => state,
+            Err(TaskError::NotFound(_)) => return Ok(dead(UNKNOWN_EXIT)),
+            Err(failure) => return Err(failure.step()),
+        };
         match state.status.enum_value() {
             Ok(Status::RUNNING) => {
                 Ok(Adoption::Alive(Box::new(Task::watch(endpoint.clone(), identity.clone()))))
@@ -191,21 +195,20 @@ impl ShimDriver {
             }
             _ => {
                 let other = io::Error::other(format!("it is in state {}", state.status.value()));
-                Err(other).step("query state of pause")
+                Err(other).step("query state of pause process")
             }
         }
     }
 }
 
-/// What [`crate::pause::Driver`] does, as tasks: a shim answers when it likes, and a wait for it
-/// takes no thread.
+/// The methods of [`crate::pause::Driver`], async: a wait for a shim takes no thread.
 impl ShimDriver {
     /// The driver's name in config, record and metrics.
     pub fn name(&self) -> &'static str {
         NAME
     }
 
-    /// Makes the pause of a sandbox.
+    /// Makes the pause process of a sandbox.
     ///
     /// # Errors
     /// The failed step; what was made has been undone then.
@@ -214,12 +217,13 @@ impl ShimDriver {
         Ok(Box::new(self.run(&endpoint).await?))
     }
 
-    /// Finds a recorded pause again after a restart of the daemon.
+    /// Finds a recorded pause process again after a restart of the daemon.
     pub async fn adopt(&self, cgroup_ref: &CgroupRef, identity: &Identity) -> Adoption {
         let recovered = async {
             let endpoint = self.endpoint(&cgroup_ref.id)?;
-            let late =
-                |_| Err(io::Error::from(io::ErrorKind::TimedOut)).step("query state of pause");
+            let late = |_| {
+                Err(io::Error::from(io::ErrorKind::TimedOut)).step("query state of pause process")
+            };
             timeout(RECOVERY_TIMEOUT, self.recover_pause(&endpoint, identity))
                 .await
                 .unwrap_or_else(late)
@@ -227,7 +231,7 @@ impl ShimDriver {
         recovered.await.unwrap_or_else(Adoption::Unknown)
     }
 
-    /// Ends and deletes the pause. Gone already is success.
+    /// Ends and deletes the pause process. Gone already is success.
     ///
     /// # Errors
     /// The failed step.
@@ -262,7 +266,7 @@ async fn delete_in_the_end(endpoint: &Arc<SelfStarted>) -> Result<Option<Exit>, 
             done => return done,
         };
         let Some(delay) = delays.next() else { return Err(step) };
-        log::debug!(sandbox = endpoint.id(); "failed to delete pause; retrying: {step}");
+        log::debug!(sandbox = endpoint.id(); "failed to delete pause process; retrying: {step}");
         sleep(delay).await;
     }
 }
@@ -276,11 +280,16 @@ async fn delete(endpoint: &Arc<SelfStarted>, tasks: &Tasks) -> Result<Option<Exi
         all: true,
         ..Default::default()
     };
-    match tasks.call::<_, Empty>("kill pause", "Kill", &request, Some(CALL_TIMEOUT)).await {
+    match tasks.call::<_, Empty>("kill pause process", "Kill", &request, Some(CALL_TIMEOUT)).await {
         Ok(_) => {
             let request = WaitRequest { id: id.to_owned(), ..Default::default() };
             let waited = tasks
-                .call::<_, WaitResponse>("wait for pause", "Wait", &request, Some(CALL_TIMEOUT))
+                .call::<_, WaitResponse>(
+                    "wait for pause process",
+                    "Wait",
+                    &request,
+                    Some(CALL_TIMEOUT),
+                )
                 .await;
             if let Err(TaskError::Lost(step)) = waited {
                 return Err(step);
@@ -289,13 +298,13 @@ async fn delete(endpoint: &Arc<SelfStarted>, tasks: &Tasks) -> Result<Option<Exi
         Err(TaskError::NotFound(_)) => {}
         // One that was never started may not be killed, only deleted.
         Err(TaskError::Refused(step)) => {
-            log::debug!(sandbox = id; "shim refused to kill pause: {step}")
+            log::debug!(sandbox = id; "shim refused to kill pause process: {step}")
         }
         Err(TaskError::Lost(step)) => return Err(step),
     }
     let request = DeleteRequest { id: id.to_owned(), ..Default::default() };
     match tasks
-        .call::<_, DeleteResponse>("delete pause", "Delete", &request, Some(CALL_TIMEOUT))
+        .call::<_, DeleteResponse>("delete pause process", "Delete", &request, Some(CALL_TIMEOUT))
         .await
     {
         Ok(deleted) => Ok(Some(exit(deleted.exit_status, deleted.exited_at.as_ref()))),
@@ -312,7 +321,7 @@ fn exit(status: u32, at: Option<&Timestamp>) -> Exit {
     Exit { status, at: reported.unwrap_or_else(SystemTime::now) }
 }
 
-/// A pause that a shim runs.
+/// A pause process that a shim runs.
 #[derive(Debug)]
 struct Task {
     identity: Identity,
@@ -332,15 +341,15 @@ impl Task {
                 ended = wait(&endpoint) => ended,
                 ended = kill_on_request(&endpoint, &killed) => ended,
             };
-            // Whoever has asked is gone only if the sandbox is.
+            // The receiver is gone only if the sandbox is.
             let _ = tell.send(Some(ended));
         });
         Self { identity, exit, kill }
     }
 }
 
-/// The one `Wait` of a sandbox: ends with the pause, or with its shim. A connection that is lost is
-/// none of both.
+/// The one `Wait` of a sandbox: ends with the pause process, or with its shim. A connection that is
+/// lost is none of both.
 async fn wait(endpoint: &Arc<SelfStarted>) -> Exit {
     let unknown = || Exit { status: UNKNOWN_EXIT, at: SystemTime::now() };
     let id = endpoint.id();
@@ -357,7 +366,7 @@ async fn wait(endpoint: &Arc<SelfStarted>) -> Exit {
         let ask = async {
             let request = WaitRequest { id: id.to_owned(), ..Default::default() };
             let tasks = endpoint.tasks().await?;
-            tasks.call::<_, WaitResponse>("wait for pause", "Wait", &request, None).await
+            tasks.call::<_, WaitResponse>("wait for pause process", "Wait", &request, None).await
         };
         let answer = tokio::select! {
             answer = ask => answer,
@@ -379,9 +388,9 @@ async fn wait(endpoint: &Arc<SelfStarted>) -> Exit {
     }
 }
 
-/// Kills the pause at each notification, until the shim has answered. One that does not, or refuses
-/// again and again, is killed itself, and the pause with it: who asks for the end of a sandbox is
-/// not to wait for a shim that hangs.
+/// Kills the pause process at each notification, until the shim has answered. One that does not, or
+/// refuses again and again, is killed itself, and the pause process with it: who asks for the end
+/// of a sandbox is not to wait for a shim that hangs.
 async fn kill_on_request(endpoint: &Arc<SelfStarted>, requested: &Notify) -> Exit {
     let id = endpoint.id();
     let request = KillRequest {
@@ -393,17 +402,17 @@ async fn kill_on_request(endpoint: &Arc<SelfStarted>, requested: &Notify) -> Exi
         requested.notified().await;
         let (mut unanswered, mut refused) = (0, 0);
         loop {
-            // A task of its own, which waits for the answer: the pause ends before the shim has
-            // given it, and this call with the pause.
+            // A task of its own, which waits for the answer: the pause process ends before the shim
+            // has given it, and this call with the pause process.
             let (of, request) = (endpoint.clone(), request.clone());
             let killed = tokio::spawn(async move {
                 of.tasks()
                     .await?
-                    .call::<_, Empty>("kill pause", "Kill", &request, Some(CALL_TIMEOUT))
+                    .call::<_, Empty>("kill pause process", "Kill", &request, Some(CALL_TIMEOUT))
                     .await
             });
             let panicked = |e: tokio::task::JoinError| {
-                Err(TaskError::Lost(StepError::new("kill pause", io::Error::other(e))))
+                Err(TaskError::Lost(StepError::new("kill pause process", io::Error::other(e))))
             };
             match killed.await.unwrap_or_else(panicked) {
                 // The wait reports its exit.
@@ -427,7 +436,7 @@ async fn kill_on_request(endpoint: &Arc<SelfStarted>, requested: &Notify) -> Exi
                         "shim refuses to kill pause process; killing the shim");
                 }
                 (unanswered, refused) = (0, 0);
-                // The exit of the pause follows from the shim's.
+                // The exit of the pause process follows from the shim's.
                 if let Err(step) = endpoint.shim().kill(&*shim).await {
                     log::error!(sandbox = id; "failed to kill shim: {step}");
                 }

@@ -142,7 +142,7 @@ impl Handover {
         self.shim.own_shim().is_some()
     }
 
-    /// Names the pause to the shim.
+    /// Names the pause process to the shim.
     pub(super) async fn set_pause(&self, pause: &Identity) -> Result<(), PauseRefused> {
         // No caller: a pod that gets no container gets no shim.
         if !self.has_shim() {
@@ -269,7 +269,7 @@ impl Handover {
         }
     }
 
-    /// A container is coming: launches the shim before the first call.
+    /// containerd creates a container: launches the shim before the first call.
     pub(super) fn prepare(self: &Arc<Self>) {
         let mut state = self.state();
         if state.open && state.running.is_none() && !state.ended {
@@ -343,9 +343,9 @@ impl Handover {
         }
     }
 
-    /// Waits after that many failures in a row. A change, such as a container that is coming or the
-    /// end of the endpoint, interrupts the delay. There may be thousands of pods that fail for one
-    /// reason: each of them logs the first failure only.
+    /// Waits after that many failures in a row. A change, such as a container that is created or
+    /// the end of the endpoint, interrupts the delay. There may be thousands of pods that fail for
+    /// one reason: each of them logs the first failure only.
     async fn retry_later(&self, what: &str, e: &(impl fmt::Display + Sync), failures: u32) {
         if failures == 1 {
             log::error!(sandbox = self.shim.id(); "{what}: {e}");

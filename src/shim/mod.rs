@@ -1,10 +1,27 @@
 //! The pod's shim: the Task endpoint of its containers, and what serves there.
 //!
-//! There are three kinds, by who makes the socket. With a `handover` the daemon makes it,
-//! launches the shim with it on the first call, watches the shim and ends it. A `self_started`
-//! shim makes its socket itself, in its `start`, and may run the pause as well: [`driver`]. A
-//! [`containerd_owned`] shim is started by containerd with the pod's first container, and the
-//! daemon knows only where its socket is.
+//! The setting `shim` (`config::ShimOwner`) decides the kind of a new pod's shim; with the driver
+//! `shim` it is [`ShimKind::RunsPause`] instead. The record keeps the kind by a name of its own:
+//!
+//! | setting `shim` | [`ShimKind`]      | in the record | module               | makes the socket |
+//! |----------------|-------------------|---------------|----------------------|------------------|
+//! | `own`          | `Handover`        | `sandboxer`   | `handover`, [`own`]  | the daemon       |
+//! | `runtime`      | `Handover`        | `sandboxer`   | `handover`           | the daemon       |
+//! | `started`      | `SelfStarted`     | `started`     | `self_started`       | the shim's start |
+//! | `containerd`   | `ContainerdOwned` | `containerd`  | [`containerd_owned`] | the shim's start |
+//! | (driver `shim`)| `RunsPause`       | `driver`      | `self_started`,      | the shim's start |
+//! |                |                   |               | [`driver`]           |                  |
+//!
+//! The variants of `config::ShimOwner` have the names of the values, and those of [`Endpoint`] the
+//! names of the modules. That a pod has this project's own shim is recorded beside the kind, as
+//! `own_shim`.
+//!
+//! - With a `handover` the daemon makes the socket, launches the shim with it on the first call,
+//!   watches the shim and ends it.
+//! - A `self_started` shim is started by the daemon with the pod. It makes its socket in its
+//!   `start`, and may run the pause process as well: [`driver`].
+//! - A [`containerd_owned`] shim is started by containerd with the pod's first container. The
+//!   daemon knows only where its socket is.
 
 mod bootstrap;
 mod bundle;
@@ -61,24 +78,24 @@ pub use task::PauseRefused;
 /// Which program starts a pod's shim and how. Recorded, because containerd receives the address
 /// once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
 pub enum ShimKind {
     /// containerd starts it with the first container.
     #[default]
-    Containerd,
-    /// The daemon starts it and hands it its socket when a container is coming.
+    #[serde(rename = "containerd")]
+    ContainerdOwned,
+    /// The daemon starts it and hands it its socket when containerd creates a container.
     #[serde(rename = "sandboxer")]
     Handover,
     /// The daemon starts it with the pod, by the shim's own `start`.
     #[serde(rename = "started")]
     SelfStarted,
-    /// As [`ShimKind::SelfStarted`], and it also runs the pause.
+    /// As [`ShimKind::SelfStarted`], and it also runs the pause process.
     #[serde(rename = "driver")]
     RunsPause,
 }
 
 impl ShimKind {
-    /// The shim runs the pause as well.
+    /// The shim runs the pause process as well.
     pub fn runs_pause(self) -> bool {
         self == Self::RunsPause
     }
@@ -154,7 +171,7 @@ pub const SOCKET_SUFFIX: usize = 1 + SOCKETS.len() + 1 + SOCKET_NAME + bundle::N
 pub struct Shims {
     settings: ShimSettings,
     launcher: Launcher,
-    /// The endpoints whose shims run the pause, by sandbox id, for the driver.
+    /// The endpoints whose shims run the pause process, by sandbox id, for the driver.
     runs_pause: Mutex<HashMap<SandboxId, Weak<SelfStarted>>>,
     runtimes: Runtimes,
 }
@@ -174,7 +191,7 @@ impl Shims {
     }
 
     /// Removes the sockets of all but these sandboxes: those whose records are gone. Blocks. For
-    /// recovery, before a sandbox can be created, whose socket would be taken for one of them:
+    /// recovery, before a sandbox can be created, whose socket would be mistaken for one of them:
     /// nothing is removed after `until`.
     ///
     /// # Errors
@@ -228,7 +245,7 @@ impl Shims {
         runtime: &Arc<Runtime>,
     ) -> Endpoint {
         match kind {
-            ShimKind::Containerd => {
+            ShimKind::ContainerdOwned => {
                 Endpoint::ContainerdOwned(Box::new(ContainerdOwned::new(self.clone(), id.clone())))
             }
             ShimKind::Handover => {
@@ -257,7 +274,7 @@ impl Shims {
         PodShim::new(self.clone(), id.clone(), self_started, runtime.clone())
     }
 
-    /// The endpoint of a sandbox whose shim runs the pause.
+    /// The endpoint of a sandbox whose shim runs the pause process.
     fn that_runs_pause(&self, id: &str) -> Option<Arc<SelfStarted>> {
         self.runs_pause.lock().get(id)?.upgrade()
     }
@@ -265,7 +282,7 @@ impl Shims {
 
 /// What an endpoint must know of its pod.
 pub trait Pod: Send + Sync {
-    /// The namespaces that are the pod's own. None while there is no pause. Blocks.
+    /// The namespaces that are the pod's own. None while there is no pause process. Blocks.
     ///
     /// # Errors
     /// They cannot be looked at.
@@ -316,8 +333,8 @@ impl Endpoint {
         }
     }
 
-    /// Takes the spec of the sandbox and what it was made of, for a shim that runs the pause.
-    /// Blocks.
+    /// Takes the spec of the sandbox and what it was made of, for a shim that runs the pause
+    /// process. Blocks.
     ///
     /// # Errors
     /// The failed step; call [`Endpoint::close`] then.
@@ -398,8 +415,8 @@ impl Endpoint {
         }
     }
 
-    /// A container is coming: its shim is started now rather than when a caller connects. Waits
-    /// only for a shim whose socket is not there before its start.
+    /// containerd creates a container: its shim is started now rather than when a caller connects.
+    /// Waits only for a shim whose socket is not there before its start.
     pub async fn prepare(&self) {
         match self {
             Self::ContainerdOwned(_) => {}
@@ -456,7 +473,7 @@ impl Endpoint {
         matches!(self, Self::Handover(endpoint) if endpoint.has_own_shim())
     }
 
-    /// Names the pause to the pod's shim, for the sandbox's task.
+    /// Names the pause process to the pod's shim, for the sandbox's task.
     ///
     /// # Errors
     /// The shim cannot serve it, or the failed step.

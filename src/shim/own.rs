@@ -45,7 +45,7 @@ impl OwnShim {
     /// Opens the program at `path`.
     ///
     /// # Errors
-    /// As above.
+    /// There is none, or another user than root can change it.
     pub fn open(path: PathBuf) -> Result<Self, StepError> {
         let file = open(&path).step_at("open shim", &path)?;
         Ok(Self { path, file })

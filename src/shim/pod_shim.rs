@@ -67,7 +67,7 @@ pub(super) enum RecordedShim {
     Alive {
         /// The shim.
         process: Arc<dyn Process>,
-        /// What names the socket that it was handed, if that is on record.
+        /// The cookie of the socket that it was handed, if that is on record.
         socket: Option<u64>,
         /// Its launch was interrupted before it was on record as running.
         interrupted: bool,
@@ -92,7 +92,7 @@ impl PodShim {
         &self.id
     }
 
-    /// What all shims of the daemon share.
+    /// The state that all shims of the daemon share.
     pub(super) fn shims(&self) -> &Shims {
         &self.shims
     }
@@ -179,14 +179,18 @@ impl PodShim {
         let process = launched.inspect_err(|_| self.clear_record())?;
         // Recorded last: what a killed daemon has not done is done for a shim that is still on
         // record as being launched.
-        let settled = self.settle(&*process, handle::socket_cookie(socket));
+        let recorded = self.set_up_and_record(&*process, handle::socket_cookie(socket));
         log::debug!(sandbox = self.id(), pid = process.identity().pid;
             "shim launched: {}", program.path().display());
-        Ok((RunningShim::new(process, log), settled))
+        Ok((RunningShim::new(process, log), recorded))
     }
 
     /// Does what containerd's own shims do for themselves in their `start`, and records the shim.
-    fn settle(&self, process: &dyn Process, socket: Option<u64>) -> Result<(), StepError> {
+    fn set_up_and_record(
+        &self,
+        process: &dyn Process,
+        socket: Option<u64>,
+    ) -> Result<(), StepError> {
         self.place(process)?;
         self.record_running(process, socket)
     }

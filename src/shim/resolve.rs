@@ -29,7 +29,7 @@ pub fn find_binary(runtime: &str, path: &str, containerd: &Path) -> Result<PathB
     let found =
         containerd_directory(containerd).map(|dir| dir.join(&name)).filter(|file| executable(file));
     found.ok_or_else(|| {
-        let reason = format!("{name} is neither in PATH ({path}) nor beside containerd");
+        let reason = format!("{name} not found in PATH ({path}) or next to the containerd binary");
         StepError::at(FIND, runtime, io::Error::new(io::ErrorKind::NotFound, reason))
     })
 }
@@ -111,7 +111,8 @@ mod tests {
         let path = dir.path().to_str().unwrap();
         let error = find_binary(runtime, path, &socket).unwrap_err().to_string();
         assert!(
-            error.contains(runtime) && error.contains("containerd-shim-besidetest-v1 is neither"),
+            error.contains(runtime)
+                && error.contains("containerd-shim-besidetest-v1 not found in PATH"),
             "{error}"
         );
         put(&beside, 0o755);

@@ -1,4 +1,4 @@
-//! The root of a pause that a shim runs, and what else of it is mounted in the bundle.
+//! The root of a pause process that a shim runs, and what else of it is mounted in the bundle.
 
 use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
@@ -69,7 +69,7 @@ impl Rootfs {
     /// # Errors
     /// Every step that failed.
     pub fn unmount(&self) -> Result<(), Vec<StepError>> {
-        // The first the shim takes off itself when it deletes the pause.
+        // The first the shim takes off itself when it deletes the pause process.
         let mounted = [self.path(), user_namespace(self.bundle.dir())];
         let failed: Vec<StepError> =
             mounted.iter().filter_map(|path| unmount(path).err()).collect();

@@ -1,4 +1,4 @@
-//! What pods' shims are of: runtime handlers, of which a node has few.
+//! The runtime handlers of pods' shims, of which a node has few.
 
 use std::io;
 use std::sync::{Arc, Weak};
@@ -9,7 +9,7 @@ use protobuf::Message as _;
 
 use crate::error::{IoContext as _, StepError};
 
-/// What a pod's shim is of: the runtime handler.
+/// The runtime handler of a pod's shim.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Runtime {
     /// Runtime name, such as `io.containerd.runc.v2`, or an absolute path of a shim.
@@ -43,7 +43,7 @@ impl Runtime {
 pub(super) struct Runtimes(Mutex<Vec<Weak<Runtime>>>);
 
 impl Runtimes {
-    /// The one that is the same as `runtime`.
+    /// The shared instance that equals `runtime`.
     pub(super) fn share(&self, runtime: Runtime) -> Arc<Runtime> {
         let mut known = self.0.lock();
         known.retain(|one| one.strong_count() > 0);

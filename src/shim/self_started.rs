@@ -1,9 +1,9 @@
 //! The endpoint of a pod whose shim is started by the shim's own `start`.
 //!
-//! For shims that take no socket from their parent, and for those that run the pause as well. Where
-//! such a shim listens is known only when it has started, and containerd learns the address once:
-//! so it runs from the pod's Start to its Shutdown, and one that exited empty is started again, at
-//! the same address.
+//! For shims that take no socket from their parent, and for those that run the pause process as
+//! well. Where such a shim listens is known only when it has started, and containerd learns the
+//! address once: so it runs from the pod's Start to its Shutdown, and one that exited empty is
+//! started again, at the same address.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -37,16 +37,17 @@ const SHORT_LIVED_SHIMS_TO_WARN: u32 = 5;
 #[derive(Debug)]
 pub struct SelfStarted {
     shim: Arc<PodShim>,
-    /// The pause is a task of the shim too.
+    /// The pause process is a task of the shim too.
     runs_pause: bool,
     state: Mutex<SelfStartedState>,
     /// Wakes the serving task after a change of the state.
     changed: Notify,
     /// Wakes those who wait for a shim, after its start and at the end of the endpoint.
     started: Notify,
-    /// A container is coming: the next start of a shim is not delayed.
+    /// containerd creates a container: the next start of a shim is not delayed.
     wanted: Notify,
-    /// It is known what an exited shim has left, and the pause is no longer needed to find it.
+    /// It is known what an exited shim has left, and the pause process is no longer needed to find
+    /// it.
     searched: watch::Sender<bool>,
     /// Held while a shim is searched or started, and by the end. Waiting for it takes no thread.
     launch_lock: tokio::sync::Mutex<()>,
@@ -208,14 +209,14 @@ impl SelfStarted {
         Ok((bootstrap, process))
     }
 
-    /// A container is coming: waits until the shim answers. containerd from 2.4 on ends an empty
-    /// shim after each container, and fails the next one while there is no socket. What is missing
-    /// after [`SHIM_TIMEOUT`] is for containerd to report.
+    /// containerd creates a container: waits until the shim answers. containerd from 2.4 on ends an
+    /// empty shim after each container, and fails the next one while there is no socket. What is
+    /// missing after [`SHIM_TIMEOUT`] is for containerd to report.
     pub(super) async fn await_shim(&self) {
-        // With the pause in it, it is never empty.
+        // With the pause process in it, it is never empty.
         if !self.runs_pause && timeout(SHIM_TIMEOUT, self.answers()).await.is_err() {
             log::warn!(sandbox = self.id();
-                "shim not ready for a new container after {} s", SHIM_TIMEOUT.as_secs());
+                "shim not ready after {} s; container creation may fail", SHIM_TIMEOUT.as_secs());
         }
     }
 
@@ -343,8 +344,8 @@ impl SelfStarted {
         }
     }
 
-    /// Waits after that many failed starts in a row, unless a container is coming or the endpoint
-    /// ends. Only the first of them is logged.
+    /// Waits after that many failed starts in a row, unless containerd creates a container or the
+    /// endpoint ends. Only the first of them is logged.
     async fn restart_later(&self, step: &StepError, failures: u32) {
         if failures == 1 {
             log::error!(sandbox = self.id(); "failed to start shim; retrying: {step}");
@@ -382,8 +383,8 @@ impl SelfStarted {
         }
         match &state.running {
             Some(running) => SelfStartedStep::Watch(running.process.clone()),
-            // A shim that ran the pause has taken the sandbox with it, and a pod that has exited
-            // gets no container.
+            // A shim that ran the pause process has taken the sandbox with it, and a pod that has
+            // exited gets no container.
             None if state.open && !self.runs_pause && pod.lives() => SelfStartedStep::Start,
             None => SelfStartedStep::Wait,
         }

@@ -70,7 +70,7 @@ impl Tasks {
         }
     }
 
-    /// Calls the shim; `what` names the step. Without `within` it may take for ever.
+    /// Calls the shim; `what` names the step. Without `within` it has no time limit.
     ///
     /// # Errors
     /// The shim refuses, or does not answer.
@@ -105,10 +105,10 @@ impl Tasks {
         B::parse_from_bytes(&answer.payload).map_err(broken)
     }
 
-    /// The shim's process id, as it says.
+    /// The shim's process id, from its response to Connect.
     ///
     /// # Errors
-    /// It does not say.
+    /// The failed call.
     pub async fn shim_pid(&self, id: &str, within: Duration) -> Result<u32, TaskError> {
         let request = ConnectRequest { id: id.to_owned(), ..Default::default() };
         let answer: ConnectResponse =
@@ -172,7 +172,7 @@ pub enum PauseRefused {
     Failed(StepError),
 }
 
-/// Names the pause to this project's own shim, which makes sure that it is that process.
+/// Sends the identity of the pause process to this project's own shim, which verifies it.
 ///
 /// # Errors
 /// The shim cannot serve it, or the failed step.
@@ -198,7 +198,7 @@ pub async fn set_pause(
             other => other.map(|_| true),
         }
     };
-    match within_time("name the pause to the shim", socket, within, call).await {
+    match within_time("set pause process of the shim", socket, within, call).await {
         Ok(true) => Ok(()),
         Ok(false) => Err(PauseRefused::Unsupported),
         Err(failed) => Err(PauseRefused::Failed(failed.step())),
@@ -208,7 +208,7 @@ pub async fn set_pause(
 /// Calls the shim about a task that it need not have: returns when it answers at all.
 ///
 /// # Errors
-/// It cannot be reached, hangs up or is silent.
+/// It cannot be reached, hangs up or does not answer.
 pub async fn probe(socket: &Path, id: &str, within: Duration) -> Result<(), StepError> {
     let call = async {
         let client = connect(socket).await?;

@@ -110,7 +110,8 @@ pub(crate) fn default_signals() -> Result<()> {
     sigmask(libc::SIG_SETMASK, 0, None)
 }
 
-/// The same for this process, which has one thread: what it was started with may block any signal.
+/// Restores the default signals of this process, which has one thread: its parent may have blocked
+/// any.
 /// Where SIGCHLD is ignored the kernel reaps children before they are asked how they ended.
 pub(crate) fn own_signals() -> Result<()> {
     default_action(libc::SIGCHLD)?;

@@ -27,7 +27,7 @@ pub(crate) const fn equal(here: usize, k: u32, yes: usize, no: usize) -> sock_fi
 }
 
 /// Ends the filter with this answer.
-pub(crate) const fn answer(k: u32) -> sock_filter {
+pub(crate) const fn return_action(k: u32) -> sock_filter {
     sock_filter { code: (libc::BPF_RET | libc::BPF_K) as u16, jt: 0, jf: 0, k }
 }
 
@@ -54,8 +54,8 @@ pub(crate) fn without_close_at_execute(errno: i32) {
         equal(1, libc::SYS_close_range as u32, 2, 4),
         load(ARGUMENT_2),
         equal(3, libc::CLOSE_RANGE_CLOEXEC, 5, 4),
-        answer(libc::SECCOMP_RET_ALLOW),
-        answer(libc::SECCOMP_RET_ERRNO | errno.unsigned_abs()),
+        return_action(libc::SECCOMP_RET_ALLOW),
+        return_action(libc::SECCOMP_RET_ERRNO | errno.unsigned_abs()),
     ];
     rustix::thread::set_no_new_privs(true).and_then(|()| install(&filter)).unwrap();
 }
@@ -80,8 +80,8 @@ pub(crate) fn with_core_domains(but: u32, errno: i32) {
         equal(7, but, 11, 8),
         argument(3),
         equal(9, THREAD_GROUP, 10, 11),
-        answer(libc::SECCOMP_RET_ERRNO | errno.unsigned_abs()),
-        answer(libc::SECCOMP_RET_ALLOW),
+        return_action(libc::SECCOMP_RET_ERRNO | errno.unsigned_abs()),
+        return_action(libc::SECCOMP_RET_ALLOW),
     ];
     rustix::thread::set_no_new_privs(true).and_then(|()| install(&filter)).unwrap();
 }

@@ -49,8 +49,8 @@ pub async fn serve_ttrpc<V: SandboxService>(
 /// Answers one call of `path`, which is service and method with a slash between them.
 ///
 /// # Errors
-/// What its caller is answered.
-pub async fn answer<V: SandboxService>(
+/// The error that its caller gets.
+pub async fn handle_call<V: SandboxService>(
     sandboxes: Arc<V>,
     path: &str,
     message: &[u8],
@@ -64,7 +64,7 @@ pub async fn answer<V: SandboxService>(
         max_answer: MAX_MESSAGE,
         serves_operators: true,
     };
-    handler(sandboxes, stop).answer(&call, Box::pin(ready(Ok(message)))).await
+    handler(sandboxes, stop).handle_call(&call, Box::pin(ready(Ok(message)))).await
 }
 
 fn handler<V: SandboxService>(sandboxes: Arc<V>, stop: watch::Receiver<bool>) -> Handler<V> {

@@ -43,7 +43,7 @@ const MESSAGE: &str = "grpc-message";
 const TIMEOUT: &str = "grpc-timeout";
 const CONTENT_TYPE: &str = "application/grpc";
 
-/// Serves one connection until the caller closes it or the daemon goes down.
+/// Serves one connection until the caller closes it or the daemon stops.
 ///
 /// # Errors
 /// Why the connection broke.
@@ -114,7 +114,7 @@ pub(super) async fn serve<V: SandboxService>(
     }
 }
 
-/// What of a request its call needs.
+/// The parts of a request that its call needs.
 struct ParsedRequest {
     grpc: bool,
     call: Call,
@@ -164,13 +164,13 @@ async fn serve_call<V: SandboxService>(
         };
         match begun {
             Dispatched::Answered(answer) => send(&mut respond, answer),
-            Dispatched::Waits(wait) => {
+            Dispatched::WaitPending(wait) => {
                 return Some(PendingWait { handler, wait, respond, _of: pending });
             }
         }
     };
     if let Err(e) = sent {
-        log::debug!("gRPC answer to {}: {e}", call.path);
+        log::debug!("failed to send gRPC response of {}: {e}", call.path);
     } else if !body.is_end_stream() {
         // May be late, and is bounded.
         let _ = tokio::time::timeout(REST, Box::pin(discard(body))).await;
@@ -203,7 +203,7 @@ struct PendingWait<V> {
 }
 
 impl<V: SandboxService> PendingWait<V> {
-    /// Answers it because the daemon goes down.
+    /// Answers it because the daemon stops.
     fn stop(mut self) {
         let answer = self.handler.stopped(&mut self.wait);
         self.send(answer);
@@ -211,7 +211,7 @@ impl<V: SandboxService> PendingWait<V> {
 
     fn send(&mut self, answer: Answer) {
         if let Err(e) = send(&mut self.respond, answer) {
-            log::debug!("gRPC answer to a Wait: {e}");
+            log::debug!("failed to send Wait response over gRPC: {e}");
         }
     }
 }

@@ -28,7 +28,7 @@ const CONTROLLER: &str = "containerd.services.sandbox.v1.Controller";
 const CONTROLLER_METHODS: &[&str] =
     &["Create", "Start", "Platform", "Stop", "Wait", "Status", "Shutdown", "Metrics", "Update"];
 
-/// How long calls other than Wait may still take when the daemon goes down; less than the server
+/// How long calls other than Wait may still take when the daemon stops; less than the server
 /// takes to end. containerd keeps the state of a sandbox unknown until its next start if it gets an
 /// error from a Status while it recovers (`internal/cri/server/restart.go`).
 const GRACE: Duration = Duration::from_secs(1);
@@ -65,8 +65,8 @@ impl Call {
         self.is_wait() && matches!(self.deadline, Ok(None))
     }
 
-    /// The method's name in metrics: one of those that are served, or `other`, so that no caller
-    /// makes names up.
+    /// The method's name in metrics: one of those that are served, or `other`, so that callers
+    /// cannot cause unbounded label values.
     fn metric_name(&self) -> &'static str {
         let (service, method) = self.target();
         let served = match service {
@@ -78,12 +78,12 @@ impl Call {
     }
 }
 
-/// What comes of a call that is begun.
+/// The state of a call after [`Handler::begin`].
 pub(super) enum Dispatched {
-    /// It is answered.
+    /// The call has its response.
     Answered(Answer),
-    /// It is a Wait, and what it waits for has not come.
-    Waits(Wait),
+    /// The call is a Wait, and the pause process has not exited.
+    WaitPending(Wait),
 }
 
 /// A Wait that is pending: one for every pod, for as long as it lives. What only the beginning of a
@@ -129,8 +129,8 @@ impl<V: SandboxService> Handler<V> {
         Self { sandboxes, stop, telemetry, namespace, request_budget: RequestBudget::default() }
     }
 
-    /// The same for another socket with its own request budget, so that slow requests of one socket
-    /// do not delay those of the other.
+    /// A handler for another socket with its own request budget, so that slow requests of one
+    /// socket do not delay those of the other.
     pub(super) fn with_own_budget(&self) -> Self {
         Self { request_budget: RequestBudget::default(), ..self.clone() }
     }
@@ -140,7 +140,7 @@ impl<V: SandboxService> Handler<V> {
         &self.request_budget
     }
 
-    /// Ends when the daemon goes down.
+    /// Ends when the daemon stops.
     pub(super) async fn stopping(&self) {
         // A sender that is gone can never say true: then no caller is left.
         let _ = self.stop.clone().wait_for(|stop| *stop).await;
@@ -154,7 +154,7 @@ impl<V: SandboxService> Handler<V> {
         self.sandboxes.borrow().clone()
     }
 
-    /// What answers, as soon as the sandboxes are known. Nothing of a call is read before, except
+    /// The service, as soon as recovery is done. Nothing of a call is read before, except
     /// for what arrived with it.
     async fn sandboxes(&self) -> Result<Arc<V>, Status> {
         if let Some(known) = self.known() {
@@ -165,12 +165,12 @@ impl<V: SandboxService> Handler<V> {
         self.known().ok_or_else(Status::stopping)
     }
 
-    /// Answers one call whatever happens to it: it panics, its deadline passes, the daemon goes
-    /// down.
+    /// Answers one call whatever happens to it: it panics, its deadline passes, the daemon
+    /// stops.
     ///
     /// `request` reads the request's bytes, so that a caller who never sends the rest of them is
     /// bounded as well.
-    pub(super) fn answer<'a, B: AsRef<[u8]> + Send + 'a>(
+    pub(super) fn handle_call<'a, B: AsRef<[u8]> + Send + 'a>(
         &'a self,
         of: &'a Call,
         request: BoxFuture<'a, Result<B, Status>>,
@@ -191,15 +191,15 @@ impl<V: SandboxService> Handler<V> {
         }))
     }
 
-    /// Answers one call as [`Self::answer`] does, but a Wait that may last is given back as soon as
-    /// it is pending, for [`Self::poll`] and [`Self::stopped`].
+    /// Answers one call as [`Self::handle_call`] does, but a Wait that may last is given back as
+    /// soon as it is pending, for [`Self::poll`] and [`Self::stopped`].
     pub(super) fn begin<'a, B: AsRef<[u8]> + Send + 'a>(
         &'a self,
         of: &'a Call,
         request: BoxFuture<'a, Result<B, Status>>,
     ) -> BoxFuture<'a, Dispatched> {
         if !of.is_unbounded_wait() {
-            return Box::pin(self.answer(of, request).map(Dispatched::Answered));
+            return Box::pin(self.handle_call(of, request).map(Dispatched::Answered));
         }
         Box::pin(log_context::within(of.trace, async move {
             let mut running = self.telemetry.call(of.metric_name());
@@ -209,7 +209,7 @@ impl<V: SandboxService> Handler<V> {
                 Ok((exit.as_mut().now_or_never(), exit))
             });
             let answer = match begun.await {
-                Ok((None, exit)) => return Dispatched::Waits(Wait { exit, running }),
+                Ok((None, exit)) => return Dispatched::WaitPending(Wait { exit, running }),
                 Ok((Some(answer), _)) => self.unless_stopping(answer),
                 Err(status) => Err(status),
             };
@@ -230,7 +230,7 @@ impl<V: SandboxService> Handler<V> {
         Poll::Ready(answer)
     }
 
-    /// The answer to a Wait when the daemon goes down.
+    /// The answer to a Wait when the daemon stops.
     pub(super) fn stopped(&self, wait: &mut Wait) -> Answer {
         match self.poll(wait, &mut Context::from_waker(Waker::noop())) {
             Poll::Ready(answer) => answer,
@@ -269,7 +269,7 @@ impl<V: SandboxService> Handler<V> {
         if of.is_wait() { self.unless_stopping(result) } else { result }
     }
 
-    /// Ends when the daemon goes down and has no more time for this call.
+    /// Ends when the daemon stops and has no more time for this call.
     async fn given_up(&self, of: &Call) {
         self.stopping().await;
         // Before the recovery is done no call is answered.
@@ -278,8 +278,8 @@ impl<V: SandboxService> Handler<V> {
         }
     }
 
-    /// What a Wait fails with while all goes down says nothing of the sandbox, and would be taken
-    /// for its exit.
+    /// What a Wait fails with while the daemon stops says nothing of the sandbox, and would be
+    /// mistaken for its exit.
     fn unless_stopping<T>(&self, result: Result<T, Status>) -> Result<T, Status> {
         match result {
             Err(_) if self.is_stopping() => Err(Status::stopping()),
@@ -303,7 +303,9 @@ impl<V: SandboxService> Handler<V> {
                 Box::pin(async move { self.controller(sandboxes, method, bytes.as_ref()).await })
             }
             (inspect::SERVICE, _) if of.serves_operators => {
-                Box::pin(async move { inspect::answer(&**sandboxes, method, bytes.as_ref()).await })
+                Box::pin(
+                    async move { inspect::handle_call(&**sandboxes, method, bytes.as_ref()).await },
+                )
             }
             _ => Box::pin(ready(Err(not_served(service, method)))),
         }
@@ -337,7 +339,7 @@ impl<V: SandboxService> Handler<V> {
                 )
             }
             "Stop" => {
-                // timeout_secs is for sandboxes that are asked to end; a pause is killed.
+                // timeout_secs is for sandboxes that are asked to end; a pause process is killed.
                 let id = decode::<c::ControllerStopRequest>(bytes)?.sandbox_id;
                 encode(
                     method,

@@ -1,4 +1,4 @@
-//! What operators ask: the service of `protos/inspect.proto`, on the ttrpc socket alone.
+//! Queries of operators: the service of `protos/inspect.proto`, on the ttrpc socket alone.
 
 use protobuf::MessageField;
 
@@ -17,7 +17,11 @@ pub(super) const METHODS: &[&str] = &["List", "Inspect"];
 const PAGE: usize = 1000;
 
 /// Answers one of [`METHODS`].
-pub(super) async fn answer<V: SandboxService>(sandboxes: &V, method: &str, bytes: &[u8]) -> Answer {
+pub(super) async fn handle_call<V: SandboxService>(
+    sandboxes: &V,
+    method: &str,
+    bytes: &[u8],
+) -> Answer {
     match method {
         "List" => {
             let i::ListRequest { after, usage, .. } = decode(bytes)?;

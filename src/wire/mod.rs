@@ -73,8 +73,8 @@ impl<V: SandboxService> Server<V> {
         Self::before_recovery(watch::channel(Some(sandboxes)).1, grpc, ttrpc)
     }
 
-    /// The same before recovery is done: connections are accepted, HTTP/2 is spoken, and calls wait
-    /// for the service. If it never comes, its sender is dropped.
+    /// As [`Server::new`], before recovery is done: connections are accepted, HTTP/2 is served, and
+    /// calls wait for the service. If it never comes, its sender is dropped.
     pub fn before_recovery(
         sandboxes: watch::Receiver<Option<Arc<V>>>,
         grpc: UnixListener,

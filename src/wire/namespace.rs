@@ -7,7 +7,7 @@ use super::status::{Code, Status};
 
 /// The key of a call's namespace in the metadata of gRPC.
 pub(super) const GRPC_KEY: &str = "containerd-namespace";
-/// The same in that of ttrpc.
+/// The key in the metadata of ttrpc.
 pub(super) const TTRPC_KEY: &str = "containerd-namespace-ttrpc";
 
 /// The namespace whose calls are served.
@@ -40,17 +40,17 @@ impl NamespaceFilter {
         if own == asked {
             return Ok(());
         }
-        // Once: containerd repeats the Wait of a sandbox for ever.
+        // Once: containerd repeats the Wait of a sandbox indefinitely.
         if !self.warned.swap(true, Ordering::Relaxed) {
             log::warn!(
                 asked = asked, served = own;
-                "a call of another containerd namespace is refused"
+                "rejected call from another containerd namespace"
             );
         }
         let code = if wait { Code::UNAVAILABLE } else { Code::FAILED_PRECONDITION };
         let text = format!(
-            "the call is of containerd's namespace {asked:?}; this sandboxer serves {own:?} \
-             (setting containerd_namespace)"
+            "containerd namespace {asked:?} is not served; expected {own:?} (setting \
+             containerd_namespace)"
         );
         Err(Status::new(code, text))
     }

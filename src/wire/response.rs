@@ -20,7 +20,7 @@ pub(super) const TTRPC_ANSWER: usize = (4 << 20) - (64 << 10);
 pub(super) type Answer = Result<Vec<u8>, Status>;
 
 pub(super) fn not_served(service: &str, method: &str) -> Status {
-    Status::new(Code::UNIMPLEMENTED, format!("/{service}/{method} is not served here"))
+    Status::new(Code::UNIMPLEMENTED, format!("/{service}/{method} is unimplemented"))
 }
 
 pub(super) fn decode<M: Message>(bytes: &[u8]) -> Result<M, Status> {
@@ -32,7 +32,7 @@ pub(super) fn decode<M: Message>(bytes: &[u8]) -> Result<M, Status> {
 pub(super) fn encode<M: Message>(method: &str, result: Result<M, Error>) -> Answer {
     match result {
         Ok(message) => message.write_to_bytes().map_err(|e| {
-            Status::new(Code::INTERNAL, format!("encode the answer to {method}: {e}"))
+            Status::new(Code::INTERNAL, format!("encode the response of {method}: {e}"))
         }),
         Err(error) => {
             let status = Status::of_call(method, &error);
@@ -58,7 +58,7 @@ pub(super) fn encode<M: Message>(method: &str, result: Result<M, Error>) -> Answ
 pub(super) fn fits(method: &str, answer: Answer, most: usize) -> Answer {
     answer.and_then(|bytes| match bytes.len() {
         size if size > most => {
-            let text = format!("the answer to {method} has {size} bytes, at most {most} fit");
+            let text = format!("response of {method} has {size} bytes, the limit is {most}");
             Err(Status::new(Code::RESOURCE_EXHAUSTED, text))
         }
         _ => Ok(bytes),

@@ -1,4 +1,4 @@
-//! What the wire calls: the RPCs of a controller.
+//! The interface that the wire calls: the RPCs of a controller.
 
 use std::future::Future;
 use std::sync::Arc;

@@ -42,7 +42,7 @@ impl Status {
         Self::new(code, error.to_string())
     }
 
-    /// The daemon is going down: the one answer after which containerd asks again.
+    /// The daemon is stopping: the one answer after which containerd retries.
     pub fn stopping() -> Self {
         Self::new(Code::UNAVAILABLE, "the sandboxer is stopping")
     }
@@ -50,7 +50,7 @@ impl Status {
 
 /// The RPC code of an error.
 ///
-/// Only a daemon that is going down is UNAVAILABLE, since containerd asks again for ever then. Some
+/// Only a daemon that is stopping is UNAVAILABLE, since containerd then retries indefinitely. Some
 /// calls of Wait are, too: `Status::of_call`, and those of another namespace.
 pub fn code(error: &Error) -> Code {
     match error {
@@ -208,7 +208,7 @@ mod tests {
         code(&Error::Failed { id: String::new(), rpc: "start", steps })
     }
 
-    /// containerd asks again for ever on UNAVAILABLE, and takes a cancelled Wait for an exit.
+    /// containerd retries indefinitely on UNAVAILABLE, and takes a cancelled Wait for an exit.
     #[test]
     fn no_errno_is_unavailable_or_cancelled() {
         for errno in 1..134 {

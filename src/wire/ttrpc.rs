@@ -26,13 +26,13 @@ use super::service::SandboxService;
 use super::status::{Code, Status};
 use crate::log_context::{TRACEPARENT, TraceId};
 
-/// How long new calls are still read when the daemon goes down: ttrpc cannot say goodbye. A Wait is
+/// How long new calls are still read when the daemon stops: ttrpc has no GOAWAY. A Wait is
 /// answered with UNAVAILABLE.
 const LINGER: Duration = Duration::from_millis(200);
 /// Answers that wait for the writer; calls beyond wait with theirs.
 const QUEUE: usize = 64;
 
-/// Serves one connection until the caller closes it or the daemon goes down.
+/// Serves one connection until the caller closes it or the daemon stops.
 ///
 /// # Errors
 /// Why the connection broke.
@@ -179,7 +179,7 @@ async fn call<V: SandboxService>(
         serves_operators: true,
     };
     handler
-        .answer(
+        .handle_call(
             &call,
             Box::pin(std::future::ready(Ok(request_budget::BudgetedRequest::new(payload, permit)))),
         )

@@ -133,7 +133,7 @@ struct Suite {
 /// Runs the cases that the command line asks for.
 pub(crate) fn run(cases: Vec<Case>) -> ExitCode {
     let mut arguments = Arguments::from_args();
-    // One case after another: what one leaves must not be taken for another's.
+    // One case after another: what one leaves must not be mistaken for another's.
     arguments.test_threads = Some(1);
     let runtime = match Runtime::new() {
         Ok(runtime) => runtime,
@@ -190,8 +190,8 @@ async fn one(
     let done = checked(suite, &node, case, handler, body).await;
     if done.is_err() {
         let logs = node.log_tails(LOG_LINES);
-        // What it has left would be taken for the next one's, and a daemon that it has ended would
-        // be missed.
+        // What it has left would be mistaken for the next one's, and a daemon that it has ended
+        // would be missed.
         lock(&suite.warm).clear();
         drop(lock(&suite.node).take());
         return done.context(logs);

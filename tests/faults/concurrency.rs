@@ -112,7 +112,7 @@ async fn concurrent_removals_with_leftovers() -> Result<()> {
         let controller = controller.clone();
         removals.spawn(async move { Ok(controller.shutdown(&id).await?) });
     }
-    until("a removal is under way", OTHER, async || {
+    until("a removal is in progress", OTHER, async || {
         let called =
             kit::machine::processes::all()?.iter().any(|p| p.command.starts_with("sleep 1"));
         ensure!(called, "no shim was called");

@@ -78,7 +78,7 @@ struct Suite {
 /// Runs the cases that the command line asks for.
 pub(crate) fn run(cases: Vec<Case>) -> ExitCode {
     let mut arguments = Arguments::from_args();
-    // What one case leaves, or slows, must not be taken for another's.
+    // What one case leaves, or slows, must not be mistaken for another's.
     arguments.test_threads = Some(1);
     let runtime = match Runtime::new() {
         Ok(runtime) => runtime,

@@ -97,7 +97,7 @@ async fn node_mount_namespace_of_its_own(node: Arc<Node>) -> Result<()> {
         ensure!(said.contains(part), "{part} is not in {said}");
     }
     let log = fs::read_to_string(node.layout().sandboxer_log())?;
-    ensure!(log.matches("pods are refused: ").count() == 1, "the log says it not once:\n{log}");
+    ensure!(log.matches("refusing pods: ").count() == 1, "the log says it not once:\n{log}");
     let findings = found(&node)?;
     ensure!(
         findings.contains("FAIL  mounts: mount where containerd sees it"),

@@ -211,7 +211,7 @@ async fn calls_wait_for_the_recovery() -> Result<()> {
         standalone.kill()?;
         let before = ready();
         standalone.spawn_with(&[SLOW])?;
-        until("HTTP/2 is spoken", DAEMON, async || speaks_http2(&standalone.path("s.sock")).await)
+        until("HTTP/2 is served", DAEMON, async || speaks_http2(&standalone.path("s.sock")).await)
             .await?;
         ensure!(ready() == before, "the recovery is over before the connection was taken");
         let call = |wait: bool| {

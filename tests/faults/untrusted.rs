@@ -163,7 +163,7 @@ async fn a_process_that_says_it_is_a_pause_is_none() -> Result<()> {
     standalone.start_as(command).await?;
     eprintln!("up after {:?} beside {} strangers", begun.elapsed(), strangers.alive.len());
     ensure!(
-        !standalone.logged().contains("not done after"),
+        !standalone.logged().contains("timed out after"),
         "recovery was held up:\n{}",
         standalone.logged()
     );

@@ -216,7 +216,7 @@ async fn a_sandbox_of_another_namespace_is_not_garbage_collected() {
         let controller = Controller::open(Arc::new(environment)).await.unwrap();
         let live = controller.live();
         assert_eq!(
-            live.iter().map(|of| (of.id(), of.is_unasked())).collect::<Vec<_>>(),
+            live.iter().map(|of| (of.id(), of.is_gc_candidate())).collect::<Vec<_>>(),
             [("a", unasked)],
             "{namespace}"
         );

@@ -121,7 +121,7 @@ async fn a_shim_that_is_not_found_makes_no_pause_unknown() {
     let record = shim.join("shim.json");
     let (controller, pid) = restarted(&node, || {
         std::fs::create_dir_all(&shim).unwrap();
-        // Whoever reads it waits for a writer.
+        // A reader of it waits for a writer.
         nix::unistd::mkfifo(&record, nix::sys::stat::Mode::S_IRWXU).unwrap();
     })
     .await;

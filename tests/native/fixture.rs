@@ -19,7 +19,7 @@ use tokio::runtime::{Builder, Runtime};
 
 pub(crate) static DRIVER: LazyLock<Native> = LazyLock::new(|| Native::new().unwrap());
 
-/// Whoever counts descriptors or children is alone.
+/// A test that counts descriptors or children runs alone.
 pub(crate) static COUNTED: RwLock<()> = RwLock::new(());
 
 pub(crate) fn among_others() -> RwLockReadGuard<'static, ()> {

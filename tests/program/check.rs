@@ -99,8 +99,9 @@ fn check_looks_for_shims_where_the_daemon_does() {
         .replace("io.containerd.runc.v2", "io.containerd.nowhere.v1");
     fs::write(&config, text).unwrap();
     let output = command(&scratch.flags(), &config).env("PATH", "/only").output().unwrap();
-    let places = "neither in PATH \
-        (/only:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin) nor beside";
+    let places = "not found in PATH \
+        (/only:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin) or next to the \
+        containerd binary";
     assert!(stdout(&output).contains(places), "{}", stdout(&output));
 }
 

@@ -225,16 +225,20 @@ fn lines_of_a_sandbox_name_its_pod_and_the_trace_of_the_call() {
     let controller = Controller::of(&scratch);
     let pid = controller.run(ID, "web-0");
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid.cast_signed()), Signal::SIGKILL).unwrap();
-    let line = daemon.logged("pause process exited");
+    daemon.logged(&format!("sandbox created sandbox={ID} pod=web-0 namespace=prod"));
+    let line = daemon.logged("sandbox started");
+    assert!(line.contains(&format!(" sandbox={ID} pid={pid} duration_ms=")), "{line}");
+    let line = daemon.logged("sandbox stopped");
     assert!(
         line.contains(&format!(" sandbox={ID} status=137 pod=web-0 namespace=prod\n")[..]),
         "{line}"
     );
     controller.shut_down(ID);
+    daemon.logged(&format!("sandbox removed sandbox={ID} pod=web-0 namespace=prod"));
     // Ended by a call, which has a trace; that of the first was over by then.
     controller.run(ID, "web-1");
     controller.shut_down(ID);
-    let line = daemon.logged("pause process exited");
+    let line = daemon.logged("sandbox stopped");
     let trace = PARENT.split('-').nth(1).unwrap();
     assert!(line.contains(&format!("pod=web-1 namespace=prod trace={trace}\n")), "{line}");
 }

@@ -148,7 +148,7 @@ async fn a_create_that_hangs_is_an_error(harness: Arc<Harness>) -> Result<()> {
     harness.order("proxy")?;
     harness.misbehave("Create", "hang 1")?;
     let begun = Instant::now();
-    refused(harness.pod("hanging").await, "create pause")?;
+    refused(harness.pod("hanging").await, "create pause process")?;
     ensure!(begun.elapsed() < Duration::from_secs(60), "took {:?}", begun.elapsed());
     harness.node.settles_to(&before).await
 }
@@ -162,8 +162,8 @@ async fn a_create_that_fails_is_an_error(harness: Arc<Harness>) -> Result<()> {
             let expected = match (how, method) {
                 ("fail 1", _) => "ordered to fail",
                 (_, "Connect") => "ask shim",
-                (_, "Create") => "create pause",
-                _ => "start pause",
+                (_, "Create") => "create pause process",
+                _ => "start pause process",
             };
             refused(harness.pod("failing").await, expected)
                 .with_context(|| format!("{method} {how}"))?;

@@ -289,7 +289,7 @@ fn socket(harness: &Harness, pod: &Pod) -> Result<u64> {
     Ok(fs::metadata(&path).with_context(|| path.display().to_string())?.ino())
 }
 
-/// A new socket at its path would have another inode, and whoever had called before would have been
+/// A new socket at its path would have another inode, and earlier callers would have been
 /// refused.
 async fn a_restarted_daemon_keeps_the_socket_that_its_shim_has(
     harness: Arc<Harness>,

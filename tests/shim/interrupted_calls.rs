@@ -67,7 +67,8 @@ async fn a_shim_that_dies_under_an_exec_and_a_stop_ends_both(harness: Arc<Harnes
     let reason = status.info.get("reason").context("no reason in the verbose status")?;
     ensure!(reason.contains("shim") && reason.contains(container.id()), "reason: {reason}");
     gone(&pod).await?;
-    // Whoever has to reap the exec's process takes its time; what has ended is not waited for.
+    // The parent that reaps the exec process may be late; a process that has ended is not waited
+    // for.
     let log = std::fs::read_to_string(harness.node.layout().sandboxer_log())?;
     let failed = log
         .lines()

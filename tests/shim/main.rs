@@ -58,7 +58,7 @@ async fn one(current: &Current, case: &Case) -> Result<()> {
         Ok(()) => return Ok(()),
         Err(e) => e.context(harness.node.log_tails(60)),
     };
-    // What it has left would be taken for the next one's.
+    // What it has left would be mistaken for the next one's.
     drop(current.lock().await.take());
     drop(harness);
     Err(failed)

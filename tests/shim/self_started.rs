@@ -73,10 +73,10 @@ async fn a_container_waits_for_the_shim_that_follows_an_empty_one(
 pub(crate) async fn a_start_that_fails_is_an_error(harness: Arc<Harness>) -> Result<()> {
     for (word, limit, reason) in [
         ("exit", 8, "cannot continue"),
-        ("end", 8, "it is not an address"),
-        ("hang", 20, "not done after 10 s"),
+        ("end", 8, "invalid address"),
+        ("hang", 20, "timed out after 10 s"),
         ("chatter", 20, "wrote more than"),
-        ("rubbish", 8, "it is not an address"),
+        ("rubbish", 8, "invalid address"),
         ("elsewhere", 20, "connect to shim"),
     ] {
         harness.order(word)?;
@@ -194,7 +194,7 @@ async fn an_address_outlives_starts_that_fail(harness: Arc<Harness>) -> Result<(
     no_shim(&pod).await
 }
 
-/// Its server, and whoever cleans up after it.
+/// Its server, and the command that cleans up after it.
 pub(crate) async fn a_shim_has_the_variables_that_are_set(harness: Arc<Harness>) -> Result<()> {
     let pod = harness.pod("variables").await?;
     pod.run(ContainerSpec::sleeping("a")).await?;

@@ -140,7 +140,7 @@ fn comes_up_ready() {
     assert!(checked.contains("named by runtime handler \"runc-pause\""), "{checked}");
 }
 
-/// Set when it goes, also by a panic, so that no thread runs for ever.
+/// Set when it goes, also by a panic, so that no thread runs forever.
 struct AtLast<'a>(&'a AtomicBool);
 
 impl Drop for AtLast<'_> {

@@ -24,15 +24,15 @@ async fn idle_connections_make_room() {
             connections.push(UnixStream::connect(&socket).await.unwrap());
         }
     }
-    // Such as have spoken too, and then say nothing.
-    let mut spoken = Vec::new();
+    // Others make one call and then nothing.
+    let mut idle = Vec::new();
     for _ in 0..300 {
         let client = timeout(SOON, Client::grpc(&node.grpc_socket())).await.unwrap();
         timeout(SOON, client.call::<c::ControllerStatusResponse>("Status", status("a", false)))
             .await
             .unwrap()
             .unwrap();
-        spoken.push(client);
+        idle.push(client);
     }
     for client in timeout(SOON, node.clients()).await.unwrap().iter().chain(&clients) {
         let call = client.call::<c::ControllerStatusResponse>("Status", status("a", false));
@@ -43,5 +43,5 @@ async fn idle_connections_make_room() {
     for waits in &mut waits {
         assert_eq!(waits.join_next().await.unwrap().unwrap().unwrap().exit_status, 137);
     }
-    drop((connections, spoken));
+    drop((connections, idle));
 }

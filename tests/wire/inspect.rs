@@ -45,7 +45,7 @@ async fn operators_are_answered_on_the_ttrpc_socket_alone() {
     assert_eq!(ttrpc.raw(INSPECT, "List", vec![0xff], None).await.unwrap_err().0, 3);
     for method in ["List", "Inspect"] {
         let (code, text) = grpc.raw(INSPECT, method, Vec::new(), None).await.unwrap_err();
-        assert_eq!((code, text), (12, format!("/{INSPECT}/{method} is not served here")));
+        assert_eq!((code, text), (12, format!("/{INSPECT}/{method} is unimplemented")));
     }
 }
 

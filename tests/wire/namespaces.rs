@@ -9,7 +9,7 @@ async fn calls_of_another_namespace_are_refused_and_end_no_wait() {
         for (service, method) in methods() {
             let (code, text) =
                 client.in_namespace("moby", (service, method), only_id("ended")).await.unwrap_err();
-            // Any other code of a Wait is taken for the exit of its sandbox.
+            // Any other code of a Wait is mistaken for the exit of its sandbox.
             let expected = if method.starts_with("Wait") { 14 } else { 9 };
             assert_eq!(code, expected, "{method}: {text}");
             assert!(text.contains("\"moby\"") && text.contains("containerd_namespace"), "{text}");

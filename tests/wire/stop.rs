@@ -1,4 +1,4 @@
-//! The daemon goes down: what pending and new calls see, and how long it takes.
+//! The daemon stops: what pending and new calls see, and how long it takes.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -72,7 +72,7 @@ fn one<Q: Message, A: Message>(
     check: fn(&Q, &Asked),
 ) {
     let sandboxes = Arc::new(Fake::default());
-    let answer = RUNTIME.block_on(fuzzing::answer(Arc::clone(&sandboxes), path, message));
+    let answer = RUNTIME.block_on(fuzzing::handle_call(Arc::clone(&sandboxes), path, message));
     let asked = sandboxes.take();
     if let Err(Status { code, message }) = &answer {
         assert_ne!(*code, Code::OK);

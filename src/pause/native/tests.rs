@@ -90,7 +90,7 @@ fn no_pause_is_put_into_a_frozen_cgroup_of_version_2() {
     let id = format!("frozen-{}", std::process::id());
     assert_eq!(
         refused,
-        format!("place the pause in cgroup /below/{id}: it or an ancestor is frozen")
+        format!("place the pause process in cgroup /below/{id}: it or an ancestor is frozen")
     );
     fs::remove_dir(root.join(&parent)).unwrap();
     umount2(root, MntFlags::MNT_DETACH).unwrap();
@@ -174,8 +174,8 @@ fn a_cleanup_ends_what_is_frozen() {
     let cgroup = root.join(&*plan.id);
     fs::write(cgroup.join("freezer.state"), "FROZEN").unwrap();
     pause.kill().unwrap();
-    // Tried again, as by a sandbox's owner: a pause has the least CPU weight, and so ends late on a
-    // busy machine.
+    // Tried again, as by a sandbox's owner: a pause process has the least CPU weight, and so ends
+    // late on a busy machine.
     let begun = Instant::now();
     while let Err(left) = driver.cleanup(&plan.cgroup_ref()) {
         assert!(begun.elapsed().as_secs() < 30, "{left:?}");

@@ -8,14 +8,14 @@ use super::Message;
 use crate::podsandbox::machine::Phase;
 use crate::process::Exit;
 
-/// What readers see of a sandbox; they never ask the driver.
+/// The state of a sandbox that readers see; they never call the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Published {
     /// Its phase.
     pub phase: Phase,
-    /// Process id of the pause on the node; 0 where there was none.
+    /// Process id of the pause process on the node; 0 where there was none.
     pub pid: u32,
-    /// How the pause exited.
+    /// How the pause process exited.
     pub exit: Option<Exit>,
     /// Cleanups that have failed in a row and are retried.
     pub failures: u32,
@@ -34,12 +34,12 @@ impl ActorHandle {
         self.mailbox.unbounded_send(message).is_ok()
     }
 
-    /// What is published.
+    /// The published state.
     pub fn published(&self) -> Published {
         *self.published.borrow()
     }
 
-    /// Waits until it is known whether the pause lives, at most until `deadline`.
+    /// Waits until it is known whether the pause process lives, at most until `deadline`.
     pub async fn known(&self, deadline: Instant) {
         let mut published = self.published.clone();
         let known = published.wait_for(|published| published.phase != Phase::Unknown);

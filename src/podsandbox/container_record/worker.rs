@@ -43,21 +43,21 @@ const BEFORE_SHIM_ENDS: Duration = Duration::from_secs(2);
 
 /// Why a step failed.
 enum Failure {
-    /// It is tried again, as often as [`REFUSALS`] unless containerd is not there.
+    /// The step is retried, at most [`REFUSALS`] times if containerd refused it.
     Again { step: StepError, answer: ContainerdAnswer },
-    /// It will not succeed.
+    /// The step cannot succeed and is not retried.
     Final(StepError),
     /// The record of this id is another's, or the pod's shim cannot serve the task.
     Unfit(&'static str),
 }
 
-/// What containerd has said to a try that failed.
+/// The response of containerd to an attempt that failed.
 enum ContainerdAnswer {
-    /// A refusal; or it was not asked.
+    /// An error, or the step failed before the call.
     Refused,
-    /// That it is not ready.
+    /// `UNAVAILABLE`.
     Unavailable,
-    /// Nothing: it does not run, or what it waits for hangs.
+    /// No response: containerd does not run or hangs.
     None,
 }
 
@@ -120,7 +120,7 @@ impl Jobs {
         }
     }
 
-    /// The pause has exited: its task is deleted. Returns at once.
+    /// The pause process has exited: its task is deleted. Returns at once.
     pub fn delete_task(self: &Arc<Self>) {
         self.set_goal(Goal::NoTask);
     }
@@ -206,8 +206,10 @@ impl Jobs {
     async fn make_task(self: &Arc<Self>, containers: &Containers) -> Result<(), Failure> {
         let stage = self.run_blocking(Class::Query, |jobs| jobs.store.stage()).await?;
         let stage = stage.map_err(StepError::from)?;
-        let Stage::Started { identity } = stage else { return Err(Failure::Unfit("no pause")) };
-        // First, as a shim that cannot serve the task would take it for a container to run.
+        let Stage::Started { identity } = stage else {
+            return Err(Failure::Unfit("no pause process"));
+        };
+        // First, as a shim that cannot serve the task would mistake it for a container to run.
         match self.shim.set_pause(&identity).await {
             Ok(()) => {}
             Err(PauseRefused::Unsupported) => {

@@ -14,13 +14,13 @@ fn exited() -> [Action; 3] {
 
 /// What happens to the world next. What makes no sense at the moment is passed over.
 #[derive(Clone, Copy, Debug)]
-enum Happening {
+enum WorldEvent {
     Ask(Rpc),
     /// The running job ends well, or not.
     JobEnds(bool),
     /// A failed start could not be undone.
     StartLeavesSomething,
-    /// The pause ends by itself.
+    /// The pause process ends by itself.
     PauseDies,
     /// The shim of the pod dies with containers in it.
     ShimDies,
@@ -32,7 +32,7 @@ enum Happening {
     CallerGivesUp,
     RetryDue,
     Abandoned,
-    /// The daemon is killed and comes back; recovery can tell about the pause, or not.
+    /// The daemon is killed and comes back; recovery can tell about the pause process, or not.
     Restart(bool),
 }
 
@@ -41,7 +41,7 @@ enum Happening {
 struct World {
     machine: Machine,
     job: Option<Job>,
-    /// The pause lives.
+    /// The pause process lives.
     alive: bool,
     /// A kill is on its way.
     killed: bool,
@@ -78,17 +78,17 @@ impl World {
         }
     }
 
-    fn happen(&mut self, happening: Happening) {
+    fn apply(&mut self, event: WorldEvent) {
         if self.retired {
             return;
         }
-        match happening {
-            Happening::Ask(rpc) => {
+        match event {
+            WorldEvent::Ask(rpc) => {
                 self.shutdown_asked |= rpc == Rpc::Shutdown;
                 self.waiting.push(rpc);
-                self.feed(Event::Asked(rpc));
+                self.feed(Event::RpcReceived(rpc));
             }
-            Happening::JobEnds(well) => match self.job.take() {
+            WorldEvent::JobEnds(well) => match self.job.take() {
                 None => {}
                 Some(Job::Start) if well => {
                     self.alive = true;
@@ -106,37 +106,37 @@ impl World {
                     self.feed(Event::JobDone);
                 }
             },
-            Happening::StartLeavesSomething => {
+            WorldEvent::StartLeavesSomething => {
                 if self.job == Some(Job::Start) {
                     self.job = None;
                     self.made = true;
                     self.feed(Event::StartFailed { clean: false });
                 }
             }
-            Happening::PauseDies => self.die(),
-            Happening::ShimDies => {
+            WorldEvent::PauseDies => self.die(),
+            WorldEvent::ShimDies => {
                 let ends = self.phase == Phase::Ready && !self.kills_fail;
                 self.feed(Event::ShimDied);
-                assert!(!ends || self.killed, "the pause survives its shim");
+                assert!(!ends || self.killed, "the pause process survives its shim");
             }
-            Happening::KillLands => {
+            WorldEvent::KillLands => {
                 if self.killed {
                     self.die();
                 }
             }
-            Happening::KillsFail(fail) => self.kills_fail = fail,
-            Happening::CallerGivesUp => self.start_caller_gone |= self.job == Some(Job::Start),
-            Happening::RetryDue => {
+            WorldEvent::KillsFail(fail) => self.kills_fail = fail,
+            WorldEvent::CallerGivesUp => self.start_caller_gone |= self.job == Some(Job::Start),
+            WorldEvent::RetryDue => {
                 if std::mem::take(&mut self.retry_armed) {
                     self.feed(Event::RetryDue);
                 }
             }
-            Happening::Abandoned => {
+            WorldEvent::Abandoned => {
                 if self.phase == Phase::Created {
                     self.feed(Event::Abandoned);
                 }
             }
-            Happening::Restart(can_tell) => self.restart(can_tell),
+            WorldEvent::Restart(can_tell) => self.restart(can_tell),
         }
     }
 
@@ -210,8 +210,8 @@ impl World {
                         self.phase = Phase::Starting;
                     }
                     Job::Adopt => assert_eq!(self.phase, Phase::Unknown),
-                    Job::Cleanup => assert!(!self.alive, "cleanup of a living pause"),
-                    Job::Remove => assert!(!self.alive, "removal of a living pause"),
+                    Job::Cleanup => assert!(!self.alive, "cleanup of a living pause process"),
+                    Job::Remove => assert!(!self.alive, "removal of a living pause process"),
                 }
                 self.job = Some(job);
             }
@@ -221,7 +221,7 @@ impl World {
                 self.exits_published += 1;
             }
             Action::Kill => {
-                assert_eq!(self.machine.phase(), Phase::Ready, "a kill without a pause");
+                assert_eq!(self.machine.phase(), Phase::Ready, "a kill without a pause process");
                 if self.kills_fail {
                     return Some(Event::KillFailed);
                 }
@@ -240,7 +240,7 @@ impl World {
                     assert_ne!(self.waiting.len(), before, "an answer without a caller");
                 }
                 if rpc == Rpc::Stop && matches!(action, Action::Succeed(_)) {
-                    assert!(!self.alive, "stop succeeded with a living pause");
+                    assert!(!self.alive, "stop succeeded with a living pause process");
                 }
                 if rpc == Rpc::Shutdown && matches!(action, Action::Succeed(_)) {
                     assert!(!self.alive && !self.made, "shutdown succeeded and left something");
@@ -267,31 +267,31 @@ impl World {
         None
     }
 
-    /// Lets everything end well: the faults are gone and all that is under way comes to its end.
-    fn settle(&mut self) {
+    /// Lets everything end well: the faults are gone and all that is in progress ends.
+    fn run_to_end(&mut self) {
         self.kills_fail = false;
         for _ in 0..20 {
-            self.happen(Happening::JobEnds(true));
-            self.happen(Happening::KillLands);
-            self.happen(Happening::RetryDue);
+            self.apply(WorldEvent::JobEnds(true));
+            self.apply(WorldEvent::KillLands);
+            self.apply(WorldEvent::RetryDue);
         }
     }
 }
 
-fn happening() -> impl Strategy<Value = Happening> {
+fn event() -> impl Strategy<Value = WorldEvent> {
     prop_oneof![
         4 => prop_oneof![Just(Rpc::Start), Just(Rpc::Stop), Just(Rpc::Shutdown)]
-            .prop_map(Happening::Ask),
-        4 => any::<bool>().prop_map(Happening::JobEnds),
-        2 => Just(Happening::KillLands),
-        1 => Just(Happening::StartLeavesSomething),
-        1 => Just(Happening::PauseDies),
-        1 => Just(Happening::ShimDies),
-        1 => any::<bool>().prop_map(Happening::KillsFail),
-        1 => Just(Happening::CallerGivesUp),
-        2 => Just(Happening::RetryDue),
-        1 => Just(Happening::Abandoned),
-        1 => any::<bool>().prop_map(Happening::Restart),
+            .prop_map(WorldEvent::Ask),
+        4 => any::<bool>().prop_map(WorldEvent::JobEnds),
+        2 => Just(WorldEvent::KillLands),
+        1 => Just(WorldEvent::StartLeavesSomething),
+        1 => Just(WorldEvent::PauseDies),
+        1 => Just(WorldEvent::ShimDies),
+        1 => any::<bool>().prop_map(WorldEvent::KillsFail),
+        1 => Just(WorldEvent::CallerGivesUp),
+        2 => Just(WorldEvent::RetryDue),
+        1 => Just(WorldEvent::Abandoned),
+        1 => any::<bool>().prop_map(WorldEvent::Restart),
     ]
 }
 
@@ -299,21 +299,21 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 4000, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_sequence_keeps_the_invariants(happenings in prop::collection::vec(happening(), 1..40)) {
+    fn any_sequence_keeps_the_invariants(events in prop::collection::vec(event(), 1..40)) {
         let mut world = World::new();
-        for happening in happenings {
-            world.happen(happening);
+        for event in events {
+            world.apply(event);
             prop_assert!(world.starts_run <= 1, "nothing starts twice");
             prop_assert!(world.exits_published <= 1, "one exit per sandbox");
         }
-        world.settle();
+        world.run_to_end();
         prop_assert!(world.waiting.is_empty(), "a caller still waits: {world:?}");
         if world.shutdown_asked {
             prop_assert!(world.retired, "shutdown ends everything: {world:?}");
         }
         // Shutdown ends it from wherever it is.
-        world.happen(Happening::Ask(Rpc::Shutdown));
-        world.settle();
+        world.apply(WorldEvent::Ask(Rpc::Shutdown));
+        world.run_to_end();
         prop_assert!(world.retired && !world.alive && !world.made, "{world:?}");
     }
 }
@@ -321,21 +321,21 @@ proptest! {
 #[test]
 fn start_stop_and_shutdown_yield_the_expected_actions() {
     let mut machine = Machine::new(Phase::Created, None);
-    assert_eq!(machine.on(Event::Asked(Rpc::Start)), [Action::Run(Job::Start)]);
+    assert_eq!(machine.on(Event::RpcReceived(Rpc::Start)), [Action::Run(Job::Start)]);
     assert_eq!(
         machine.on(Event::Started),
         [Action::Publish, Action::Watch, Action::Succeed(Rpc::Start)]
     );
-    assert_eq!(machine.on(Event::Asked(Rpc::Stop)), [Action::Kill]);
+    assert_eq!(machine.on(Event::RpcReceived(Rpc::Stop)), [Action::Kill]);
     assert_eq!(machine.on(Event::Exited(EXIT)), exited());
     assert_eq!(machine.on(Event::JobDone), [Action::Succeed(Rpc::Stop)]);
-    assert_eq!(machine.on(Event::Asked(Rpc::Stop)), [Action::Succeed(Rpc::Stop)]);
-    assert_eq!(machine.on(Event::Asked(Rpc::Shutdown)), [Action::Run(Job::Remove)]);
+    assert_eq!(machine.on(Event::RpcReceived(Rpc::Stop)), [Action::Succeed(Rpc::Stop)]);
+    assert_eq!(machine.on(Event::RpcReceived(Rpc::Shutdown)), [Action::Run(Job::Remove)]);
     let end = [Action::Publish, Action::Retire, Action::Succeed(Rpc::Shutdown)];
     assert_eq!(machine.on(Event::JobDone), end);
 }
 
-/// The shim's death is known before recovery has found the pause.
+/// The shim's death is known before recovery has found the pause process.
 #[test]
 fn a_pause_that_is_adopted_ends_with_its_dead_shim() {
     let mut machine = Machine::new(Phase::Ready, None);
@@ -371,7 +371,7 @@ fn the_first_exit_stays() {
 #[test]
 fn a_start_whose_caller_gave_up_is_undone() {
     let mut machine = Machine::new(Phase::Created, None);
-    machine.on(Event::Asked(Rpc::Start));
+    machine.on(Event::RpcReceived(Rpc::Start));
     machine.on(Event::Started);
     assert_eq!(machine.on(Event::StartCallerGone), [Action::Kill]);
     assert_eq!(machine.on(Event::Exited(EXIT)), exited());
@@ -383,7 +383,7 @@ fn a_start_whose_caller_gave_up_is_undone() {
 fn a_second_start_is_refused_in_every_phase() {
     for phase in [Phase::Ready, Phase::NotReady, Phase::Unknown, Phase::Gone] {
         assert_eq!(
-            Machine::new(phase, None).on(Event::Asked(Rpc::Start)),
+            Machine::new(phase, None).on(Event::RpcReceived(Rpc::Start)),
             [Action::Refuse(Rpc::Start)],
             "{phase:?}"
         );

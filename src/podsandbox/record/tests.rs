@@ -13,19 +13,24 @@ fn only_a_regular_file_of_roots_is_read() {
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name);
     fs::write(path("good"), "0123456789").unwrap();
-    assert_eq!(slurp(&path("good"), 10).unwrap(), b"0123456789");
-    assert!(slurp(&path("good"), 9).unwrap_err().to_string().contains("os error 27"));
-    assert!(matches!(slurp(&path("none"), 10), Err(RecordError::Missing(_))));
+    assert_eq!(read_limited(&path("good"), 10).unwrap(), b"0123456789");
+    assert!(read_limited(&path("good"), 9).unwrap_err().to_string().contains("os error 27"));
+    assert!(matches!(read_limited(&path("none"), 10), Err(RecordError::Missing(_))));
     symlink("good", path("link")).unwrap();
-    assert!(slurp(&path("link"), 10).unwrap_err().to_string().contains("os error 40"));
+    assert!(read_limited(&path("link"), 10).unwrap_err().to_string().contains("os error 40"));
     mkfifo(&path("fifo"), Mode::S_IRUSR).unwrap();
     symlink("/dev", path("dev")).unwrap();
     for odd in [path("fifo"), path("dev/zero"), directory.path().to_owned()] {
-        let e = slurp(&odd, 10).unwrap_err().to_string();
+        let e = read_limited(&odd, 10).unwrap_err().to_string();
         assert!(e.contains("it is not a regular file"), "{e}");
     }
     chown(path("good"), Some(65534), None).unwrap();
-    assert!(slurp(&path("good"), 10).unwrap_err().to_string().contains("it belongs to user 65534"));
+    assert!(
+        read_limited(&path("good"), 10)
+            .unwrap_err()
+            .to_string()
+            .contains("it belongs to user 65534")
+    );
 }
 
 #[test]

@@ -1,6 +1,6 @@
-//! The fields of the security context that our pause makes no use of. What containerd's built-in
-//! controller refuses in them is refused here too: a pod that names a profile which cannot be is
-//! not to run as if it had named none.
+//! The fields of the security context that our pause process makes no use of. What containerd's
+//! built-in controller refuses in them is refused here too: a pod that names a profile which cannot
+//! be is not to run as if it had named none.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -71,7 +71,7 @@ pub(super) fn check(id: &str, security: &LinuxSandboxSecurityContext) -> Result<
         Ok(ProfileType::Localhost) => check_profile(&seccomp.localhost_ref)
             .or_else(|reason| refuse("seccomp.localhost_ref", &reason)),
         Ok(_) if seccomp.localhost_ref.is_empty() => Ok(()),
-        Ok(_) => refuse("seccomp.localhost_ref", "goes with the type Localhost alone"),
+        Ok(_) => refuse("seccomp.localhost_ref", "is only valid with profile type Localhost"),
         Err(_) => {
             refuse("seccomp.profile_type", "is not one of RuntimeDefault, Unconfined, Localhost")
         }

@@ -17,7 +17,7 @@ pub(super) fn choose(info: &SandboxInfo, config: &Config, has_own: bool) -> (Shi
         ShimOwner::Own => (ShimKind::Handover, has_own && own_fits(info, config)),
         ShimOwner::Runtime => (ShimKind::Handover, false),
         ShimOwner::Started => (ShimKind::SelfStarted, false),
-        ShimOwner::Containerd => (ShimKind::Containerd, false),
+        ShimOwner::Containerd => (ShimKind::ContainerdOwned, false),
     }
 }
 
@@ -51,7 +51,7 @@ mod tests {
             (ShimOwner::Own, (ShimKind::Handover, true)),
             (ShimOwner::Runtime, (ShimKind::Handover, false)),
             (ShimOwner::Started, (ShimKind::SelfStarted, false)),
-            (ShimOwner::Containerd, (ShimKind::Containerd, false)),
+            (ShimOwner::Containerd, (ShimKind::ContainerdOwned, false)),
         ] {
             let mut config = Config { shim, ..Config::default() };
             assert_eq!(choose(&info(RUNC, None), &config, true), kind);

@@ -23,7 +23,7 @@ pub fn of_process(process: &str) -> Result<Option<String>, StepError> {
     content(fs::read(&path)).step_at("read", path)
 }
 
-/// The same of what was read.
+/// The text of a cgroup file as [`of_process`] returns it.
 fn content(read: io::Result<Vec<u8>>) -> io::Result<Option<String>> {
     match read {
         Ok(cgroups) => Ok(Some(String::from_utf8_lossy(&cgroups).into_owned())),

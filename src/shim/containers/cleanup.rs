@@ -20,8 +20,8 @@ const SEARCH_DELAYS: [Duration; 5] =
 /// Delay between all further attempts.
 const LAST_SEARCH_DELAY: Duration = Duration::from_secs(10);
 
-/// What an exited shim has left.
-pub(in crate::shim) struct Left {
+/// Containers and processes that an exited shim left.
+pub(in crate::shim) struct ShimLeftovers {
     /// Containers that are lost with it: the sandbox fails.
     lost: Vec<Container>,
     /// Containers that only the runtime still has a state of.
@@ -66,7 +66,7 @@ impl PodShim {
         pod: &Arc<dyn Pod>,
     ) -> Result<(), StepError> {
         let searched = pod.clone();
-        let Left { lost, forgotten, mut unknown } =
+        let ShimLeftovers { lost, forgotten, mut unknown } =
             self.blocking(move |shim| shim.find_left(exit, &*searched)).await.flatten()?;
         if !lost.is_empty() {
             let left = [lost, forgotten].concat();
@@ -90,15 +90,16 @@ impl PodShim {
         Ok(())
     }
 
-    /// Handles the exit of a shim that ran the pause: the sandbox fails with it, and so do all
-    /// containers. `left` is from [`PodShim::find_all`].
+    /// Handles the exit of a shim that ran the pause process: the sandbox fails with it, and so do
+    /// all containers. `left` is from [`PodShim::find_all`].
     pub(in crate::shim) async fn handle_shim_exit_with_pause(
         self: &Arc<Self>,
-        left: Result<Left, StepError>,
+        left: Result<ShimLeftovers, StepError>,
         exit: Exit,
         pod: &Arc<dyn Pod>,
     ) {
-        let reason = format!("the shim, which ran the pause, exited with status {}", exit.status);
+        let reason =
+            format!("the shim running the pause process exited with status {}", exit.status);
         self.fail_sandbox(reason, pod).await;
         match left {
             Ok(left) => {
@@ -138,8 +139,8 @@ impl PodShim {
         }
     }
 
-    /// What an exited shim has left. Blocks.
-    fn find_left(&self, exit: Exit, pod: &dyn Pod) -> Result<Left, StepError> {
+    /// Finds the containers and processes that an exited shim left. Blocks.
+    fn find_left(&self, exit: Exit, pod: &dyn Pod) -> Result<ShimLeftovers, StepError> {
         let NamespaceMembers { containers: mut lost, unknown } =
             self.find_namespace_members(pod)?;
         // In this order: a bundle that is removed between the two is forgotten.
@@ -154,22 +155,22 @@ impl PodShim {
             extend_with_new(&mut lost, bundles);
             lost.append(&mut forgotten);
         }
-        Ok(Left { lost, forgotten, unknown })
+        Ok(ShimLeftovers { lost, forgotten, unknown })
     }
 
     /// All containers of the pod: those with processes in its namespaces, with a bundle, or with a
-    /// state of the runtime's. To be called while the pause still has its namespaces: containerd
-    /// removes the bundles of containers that it takes for dead.
+    /// state of the runtime's. To be called while the pause process still has its namespaces:
+    /// containerd removes the bundles of containers that it takes for dead.
     pub(in crate::shim) async fn find_all(
         self: &Arc<Self>,
         pod: &Arc<dyn Pod>,
-    ) -> Result<Left, StepError> {
+    ) -> Result<ShimLeftovers, StepError> {
         let searched = pod.clone();
         let find = move |shim: &Self| {
             let NamespaceMembers { containers: mut lost, unknown } =
                 shim.find_namespace_members(&*searched)?;
             extend_with_new(&mut lost, shim.find_known()?);
-            Ok(Left { lost, forgotten: Vec::new(), unknown })
+            Ok(ShimLeftovers { lost, forgotten: Vec::new(), unknown })
         };
         self.blocking(find).await.flatten()
     }

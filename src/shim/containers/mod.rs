@@ -275,7 +275,7 @@ pub fn find_in_namespaces(
 enum ProcessOwner {
     /// Of a container of the pod's.
     Own(Container),
-    /// The pause, or of a container of another, or of none.
+    /// The pause process, or of a container of another, or of none.
     Other,
     /// Of a container whose pod is not known.
     Unknown,
@@ -355,7 +355,7 @@ mod tests {
         assert_eq!(class(format!("0::/kubepods/pod1/{foreign}/{unknown}")), ProcessOwner::Other);
         assert_eq!(class(format!("0::/kubepods/pod1/{foreign}/{own}")), ProcessOwner::Other);
         assert_eq!(class(format!("0::/docker/{unknown}")), ProcessOwner::Unknown);
-        // The pause itself, and who is in no container.
+        // The pause process itself, and who is in no container.
         assert_eq!(class(format!("0::/kubepods/pod1/{pod}")), ProcessOwner::Other);
         assert_eq!(class("0::/user.slice/session-3.scope".to_owned()), ProcessOwner::Other);
     }

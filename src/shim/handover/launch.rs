@@ -122,7 +122,7 @@ impl Handover {
         }
     }
 
-    /// No shim comes: disconnects the callers, as containerd would wait for ever.
+    /// No shim comes: disconnects the callers, as containerd would wait forever.
     pub(super) async fn reject_callers(self: &Arc<Self>, reason: &str) {
         let runtime = self.shim.runtime().name.as_str();
         log::error!(sandbox = self.shim.id(), runtime = runtime; "failed to launch shim: {reason}");

@@ -441,8 +441,8 @@ async fn a_shim_that_hangs_up_is_not_killed() {
     assert!(child.try_wait().is_err());
 }
 
-/// Stop and the cleanup after the exit of the pause both dismiss the shim. A connection that is
-/// left in the queue of the socket would launch another one.
+/// Stop and the cleanup after the exit of the pause process both dismiss the shim. A connection
+/// that is left in the queue of the socket would launch another one.
 #[tokio::test]
 async fn an_empty_shim_is_asked_to_exit_by_one_caller_at_a_time() {
     let dir = tempfile::tempdir().unwrap();
@@ -472,9 +472,9 @@ async fn an_empty_shim_is_asked_to_exit_by_one_caller_at_a_time() {
 
 /// A pod whose namespaces cannot be opened at first.
 #[derive(Default)]
-struct Unseen(std::sync::atomic::AtomicU32);
+struct PodWithFailingNamespaces(std::sync::atomic::AtomicU32);
 
-impl Pod for Unseen {
+impl Pod for PodWithFailingNamespaces {
     fn namespaces(&self) -> Result<Vec<NamespaceHandle>, StepError> {
         match self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
             // More often than the search has different delays.
@@ -500,19 +500,19 @@ impl Pod for Unseen {
 async fn a_search_for_remaining_containers_is_retried() {
     let dir = tempfile::tempdir().unwrap();
     let (_shims, endpoint) = make_endpoint(dir.path());
-    let pod = Arc::new(Unseen::default());
+    let pod = Arc::new(PodWithFailingNamespaces::default());
     let exit = Exit { status: 0, at: std::time::SystemTime::now() };
     endpoint.handle_exit(exit, &(pod.clone() as Arc<dyn Pod>)).await;
     assert_eq!(pod.0.load(std::sync::atomic::Ordering::Relaxed), 11);
 }
 
 /// Sees whether the shim is on record while its containers are looked for.
-struct LooksAt {
+struct PodThatLooksAtRecord {
     record: std::path::PathBuf,
     seen: std::sync::atomic::AtomicBool,
 }
 
-impl Pod for LooksAt {
+impl Pod for PodThatLooksAtRecord {
     fn namespaces(&self) -> Result<Vec<NamespaceHandle>, StepError> {
         self.seen.store(self.record.exists(), std::sync::atomic::Ordering::Relaxed);
         Ok(Vec::new())
@@ -540,7 +540,7 @@ async fn a_shim_is_on_record_until_its_exit_is_handled() {
     endpoint.recover().await;
     let record = endpoint.shim.bundle().dir().join("shim.json");
     assert!(record.exists());
-    let pod = Arc::new(LooksAt { record: record.clone(), seen: Default::default() });
+    let pod = Arc::new(PodThatLooksAtRecord { record: record.clone(), seen: Default::default() });
     endpoint.serve(pod.clone());
     child.kill().unwrap();
     let gone = async {

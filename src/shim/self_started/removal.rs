@@ -1,5 +1,5 @@
-//! The removal of an endpoint whose shim starts itself: the pause that is a task of the shim, the
-//! shim, what an interrupted start has left, the sockets and the bundle.
+//! The removal of an endpoint whose shim starts itself: the pause process that is a task of the
+//! shim, the shim, what an interrupted start has left, the sockets and the bundle.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use crate::shim::pod_shim::{PodShim, RETRY_DELAY};
 use crate::shim::{command, containerd_owned};
 
 impl SelfStarted {
-    /// Has the shim's program clean up after the pause, whose shim has exited.
+    /// Has the shim's program clean up after the pause process, whose shim has exited.
     ///
     /// # Errors
     /// The failed step.
@@ -28,8 +28,8 @@ impl SelfStarted {
         Ok(())
     }
 
-    /// The same, as soon as the pause is no longer needed to find the containers that its shim has
-    /// left.
+    /// As [`Self::delete_pause`], as soon as the pause process is no longer needed to find the
+    /// containers that its shim has left.
     ///
     /// # Errors
     /// The failed step.
@@ -45,7 +45,8 @@ impl SelfStarted {
         if self.has_no_pause() { Ok(()) } else { deleted }
     }
 
-    /// The same, unless the pause is known to be deleted, or never was.
+    /// As [`Self::delete_pause`], unless the pause process is known to be deleted, or never
+    /// existed.
     ///
     /// # Errors
     /// The failed step.
@@ -56,18 +57,18 @@ impl SelfStarted {
         self.delete_pause().await
     }
 
-    /// The pause is deleted, or is by the end of the endpoint.
+    /// The pause process is deleted, or is by the end of the endpoint.
     fn has_no_pause(&self) -> bool {
         let state = self.state();
         state.pause_deleted || state.ended
     }
 
-    /// The runtime has nothing of the pause any more.
+    /// The runtime has nothing of the pause process any more.
     pub(in crate::shim) fn pause_deleted(&self) -> bool {
         self.state().pause_deleted
     }
 
-    /// To be called when the pause has been deleted.
+    /// To be called when the pause process has been deleted.
     pub(in crate::shim) fn set_pause_deleted(&self) {
         self.state().pause_deleted = true;
     }
@@ -113,7 +114,7 @@ impl SelfStarted {
         }
         // Removed only when no cleanup works in the bundle.
         let _cleaning = self.shim.cleaning().lock().await;
-        // One that was asked to exit while it made the pause has left what it had made.
+        // One that was asked to exit while it made the pause process has left what it had made.
         self.delete_orphaned_pause().await.map_err(one)?;
         if self.shim.blocking(PodShim::had_shim).await.map_err(one)? {
             self.shim.clean_up_all().await.map_err(one)?;
@@ -185,7 +186,7 @@ impl SelfStarted {
         let deleted = command::delete(self.shim.settings(), binary, self.id(), bundle.dir()).await;
         if let Err(step) = deleted {
             log::warn!(sandbox = self.id();
-                "failed to delete what an interrupted start left: {step}");
+                "failed to delete leftovers of an interrupted start: {step}");
         }
         failed.append(&mut self.remove_sockets());
         if has_ended {

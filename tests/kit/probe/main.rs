@@ -1,6 +1,6 @@
 //! What runs inside the images of the tests, where busybox has nothing for it.
 //!
-//! - `pause`: waits for ever and reaps; the pause image of the built-in controller.
+//! - `pause`: waits forever and reaps; the pause image of the built-in controller.
 //! - `shm-make KEY TEXT`, `shm-read KEY`, `shm-remove KEY`: a System V shared memory segment.
 //! - `core-domain PID`: the core scheduling domain of a process, 0 for that of all.
 //! - `serve PORT NAME`: answers every line of every connection with `NAME: LINE`.
@@ -11,7 +11,7 @@
 //! - `hold-input`: keeps the kernel's lock of the pipe that is its standard input, from the first
 //!   byte on.
 //!
-//! With `PROBE_AS=stranger` in its environment it waits for ever, whatever its arguments are, and
+//! With `PROBE_AS=stranger` in its environment it waits forever, whatever its arguments are, and
 //! with `PROBE_AS=hidden` it takes the memory of its arguments away before.
 
 use std::ffi::{c_int, c_uint, c_ulong, c_void};
