@@ -1,4 +1,4 @@
-//! What each command does, and the exit status.
+//! The entry point: runs the command of the command line and sets the exit status.
 
 use std::fs::File;
 use std::io::{self, BufWriter, IsTerminal as _, Write as _};
@@ -19,7 +19,7 @@ use pause_sandboxer::selftest::{self, Selftest};
 
 mod daemon;
 
-/// Between two looks of `list --watch`.
+/// Polling interval of `list --watch`.
 const WATCH_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Why a command failed: the reason, and the exit status.

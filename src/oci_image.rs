@@ -15,7 +15,7 @@ use crate::pause::binary::PROGRAM;
 use crate::podsandbox::Platform;
 
 /// The image's name, for `pinned_images.sandbox` of containerd's CRI. Its tag counts the pause
-/// program's changes that matter to whoever runs it.
+/// program's changes that matter to those who run it.
 pub const NAME: &str = "localhost/pause-sandboxer/pause:1";
 
 /// User and group that the program runs as, as from most pause images.

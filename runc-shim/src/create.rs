@@ -167,7 +167,7 @@ impl Shim {
             .and_then(|()| self.run_process(key.clone(), reply, prepared, started))
             .or_else(|e| self.process_failed(&key, reply, e, started));
         if let Some(reply) = reply {
-            self.answer(reply, answer);
+            self.respond(reply, answer);
         }
         self.release(&key);
     }
@@ -322,7 +322,7 @@ impl Shim {
     }
 
     /// Ends the start of a process, which has this pid; see [`exits::Exits::resolve_start`]. Fails
-    /// if the pid is that of another live child, whose exit would be taken for this process's.
+    /// if the pid is that of another live child, whose exit would be attributed to this process.
     pub fn resolve_start(&mut self, key: &Key, pid: i32) -> Result<Option<Exit>, Error> {
         let file = self.containers.get(&key.id).map(|it| pid_file(&it.bundle, key));
         let file = file.unwrap_or_default();

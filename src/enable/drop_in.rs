@@ -38,7 +38,7 @@ pub(super) fn is_ours(text: &str) -> bool {
 /// The options of the command that has written the text and that `wanted` undoes. Another name of
 /// the handler is wanted if the command names one.
 pub(super) fn undone(text: &str, wanted: &Enablement) -> Vec<String> {
-    let Some(old) = EnabledOptions::of(text) else { return Vec::new() };
+    let Some(old) = EnabledOptions::parse(text) else { return Vec::new() };
     let is_named = wanted.handler != HANDLER;
     let new = EnabledOptions {
         handler: if is_named { old.handler.clone() } else { wanted.handler.clone() },

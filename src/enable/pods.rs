@@ -119,7 +119,7 @@ mod tests {
         };
         assert!(of_daemon(&config).unwrap().is_empty());
         let reason = answering_daemon(&config).unwrap_err();
-        assert!(reason.starts_with("no daemon answers on ") && reason.contains("start it"));
+        assert!(reason.starts_with("cannot reach the daemon at ") && reason.contains("start it"));
         std::fs::create_dir_all(dir.path().join("sandboxes/0123456789abcdef")).unwrap();
         let pods = of_daemon(&config).unwrap();
         assert_eq!(shown(&pods), "1 pod: a sandbox whose daemon does not answer (0123456789abc)");

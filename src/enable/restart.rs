@@ -42,9 +42,10 @@ impl RestartBy {
     /// What to do instead.
     pub(super) fn check(&self) -> Result<(), String> {
         if *self == Self::Systemd && !systemd_runs() {
-            return Err("systemd does not run here: name the command that restarts containerd by \
-                        --restart-command"
-                .to_owned());
+            return Err(
+                "systemd is not running: use --restart-command COMMAND to restart containerd"
+                    .to_owned(),
+            );
         }
         Ok(())
     }
@@ -73,7 +74,7 @@ pub(super) async fn restart(
         let now = NodeContainerd::find(subject);
         let reason = if now.pid.is_some() && now.pid == before.pid {
             format!(
-                "process {}, which was to be restarted, still listens at {}",
+                "process {} was not restarted and still listens at {}",
                 before.pid.unwrap_or_default(),
                 subject.config.containerd_address.display()
             )

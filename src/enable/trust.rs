@@ -1,4 +1,4 @@
-//! Whether only root decides what a file holds.
+//! The check that only root can change a file.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -125,9 +125,9 @@ mod tests {
         assert!(check_trusted(&file).unwrap_err().to_string().contains("owner 65534"));
     }
 
-    /// Whoever can replace a link, or a directory on its way, decides where the file is.
+    /// A user who can replace a link, or a directory of its path, decides where the file is.
     #[test]
-    fn the_way_of_a_link_is_trusted_too() {
+    fn symlink_path_components_are_checked() {
         if kit::skip_without_root() {
             return;
         }

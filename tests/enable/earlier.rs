@@ -47,15 +47,15 @@ async fn a_default_handler_needs_a_daemon(node: Arc<Node>) -> Result<()> {
     let etc = Etc::new(node, 3, "").await?;
     let (before, pid) = (etc.files(), etc.node.containerd_pid()?);
     let said = etc.with_restart(&["enable", "--default"], always).await?;
-    let said = said.refused("no daemon answers")?;
+    let said = said.refused("cannot reach the daemon")?;
     ensure!(etc.files() == before, "it has written: {said}");
     ensure!(etc.node.containerd_pid()? == pid, "containerd is another");
     // Other pods do not need it.
     let said = etc.with_restart(&["enable"], always).await?.well()?;
-    ensure!(said.contains("no daemon answers"), "{said}");
+    ensure!(said.contains("cannot reach the daemon"), "{said}");
     etc.node.start_sandboxer().await?;
     let said = etc.with_restart(&["enable", "--default"], always).await?.well()?;
-    ensure!(!said.contains("no daemon answers"), "{said}");
+    ensure!(!said.contains("cannot reach the daemon"), "{said}");
     Ok(())
 }
 
@@ -94,7 +94,10 @@ async fn a_handler_that_is_not_loaded_fails_the_check(node: Arc<Node>) -> Result
     etc.run(&["check"]).refused(FAILS)?;
     etc.restart().await?;
     let said = etc.run(&["check"]).text;
-    ensure!(!said.contains(FAILS) && said.contains("named by runtime handler"), "{said}");
+    ensure!(
+        !said.contains(FAILS) && said.contains("runtime handlers of this sandboxer:"),
+        "{said}"
+    );
     Ok(())
 }
 
@@ -106,10 +109,10 @@ async fn a_restart_that_fails_names_the_earlier_command(node: Arc<Node>) -> Resu
     let ran = etc.with_restart(&["enable"], |etc| !etc.drop_in().exists()).await?;
     let file = etc.node.layout().containerd_config().display().to_string();
     let said = ran.refused(&format!(
-        "an earlier command has added the handler: to remove it, run `pause-sandboxer disable \
+        "the handler was added by an earlier command: to remove it, run `pause-sandboxer disable \
          --restart --containerd-config {file}`"
     ))?;
-    ensure!(!said.contains("the files are as before"), "{said}");
+    ensure!(!said.contains("all file changes are rolled back"), "{said}");
     let program = etc.node.parts().program("containerd").display().to_string();
     let words = ["disable", "--containerd-config", &file, "--containerd", &program];
     etc.with_restart(&words, |etc| !etc.drop_in().exists()).await?.well()?;
@@ -161,7 +164,10 @@ async fn a_pod_of_the_earlier_name_prevents_the_restart(node: Arc<Node>) -> Resu
     let (before, pid) = (etc.files(), etc.node.containerd_pid()?);
     let said = etc.with_restart(&["enable", "--handler", "small"], always).await?;
     let said = said.refused("1 pod: default/late (")?;
-    ensure!(said.contains("of the runtime handler runc-pause, which would be gone"), "{said}");
+    ensure!(
+        said.contains("this change removes runtime handler runc-pause, which is used by"),
+        "{said}"
+    );
     ensure!(etc.files() == before && etc.node.containerd_pid()? == pid, "{said}");
     pod.remove().await?;
     etc.with_restart(&["enable", "--handler", "small"], always).await?.well()?;
@@ -173,7 +179,11 @@ async fn what_disable_has_written_is_no_edit(node: Arc<Node>) -> Result<()> {
     containerd_is_older().await;
     etc.run(&["disable"]).well()?;
     let said = etc.run(&["disable", "--dry-run"]).well()?;
-    ensure!(said.contains("containerd still has what") && said.contains("runc-pause"), "{said}");
+    ensure!(
+        said.contains("containerd still has runtime handlers loaded")
+            && said.contains("runc-pause"),
+        "{said}"
+    );
     let pod = etc.node.run(Handler::Ours, PodSpec::new("late")).await?;
     // The way back, with the pod.
     etc.with_restart(&["enable"], always).await?.well()?;
@@ -200,7 +210,8 @@ async fn another_name_replaces_the_handler(node: Arc<Node>) -> Result<()> {
     let etc = enabled(node).await?;
     let pod = etc.node.run(Handler::Ours, PodSpec::new("web")).await?;
     let before = etc.files();
-    etc.run(&["enable", "--handler", "small"]).refused("which would be gone")?;
+    etc.run(&["enable", "--handler", "small"])
+        .refused("this change removes runtime handler runc-pause")?;
     ensure!(etc.files() == before, "{:?}", etc.files().keys());
     pod.remove().await?;
     let ran = etc.with_restart(&["enable", "--handler", "small"], always).await?;

@@ -123,7 +123,7 @@ async fn a_file_that_the_running_containerd_does_not_use_is_refused(node: Arc<No
     for command in ["enable", "disable"] {
         let words = [command, "--containerd-config", &other];
         let said = etc.with_restart(&words, always).await?;
-        let said = said.refused(&format!("containerd does not use {other}"))?;
+        let said = said.refused(&format!(", not {other}: omit --containerd-config"))?;
         let its = etc.node.layout().containerd_config();
         ensure!(said.contains(&its.display().to_string()), "{said}");
         ensure!(etc.files() == before, "it has written: {said}");
@@ -193,7 +193,7 @@ async fn selftest_names_the_option_for_a_network_that_fails(node: Arc<Node>) -> 
     ensure!(said.contains("selftest --host-network"), "{said}");
     let said = etc.run_beside(&["selftest", "--host-network"]).await?.well()?;
     for handler in ["runc-pause", "runc"] {
-        ensure!(said.contains(&format!("{handler}: nothing of the pod is left")), "{said}");
+        ensure!(said.contains(&format!("{handler}: no leftover resources")), "{said}");
     }
     Ok(())
 }

@@ -11,7 +11,7 @@ use crate::fuse::Fuse;
 use crate::pod::{self, Container, Pod, exists};
 use crate::tracer::Tracer;
 
-/// What is under way when the shim is killed.
+/// The operation that is in progress when the shim is killed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Call {
     Create,

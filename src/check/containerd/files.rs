@@ -1,5 +1,5 @@
-//! What containerd's merged config does not show: whether its file imports the drop-in, what of the
-//! file is lost in the merge, and whether containerd has read the files as they are now.
+//! Facts that containerd's merged config does not show: whether its file imports the drop-in, which
+//! handlers of the file the merge drops, and whether containerd has read the current files.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -129,9 +129,9 @@ impl Main {
         let fact = format!("containerd drops runtime handler {lost} of {main}");
         let advice = if self.version() == Some(2) {
             format!(
-                "an imported file has handlers as of version 3, which hide those of version 2: \
-                 containerd --config {main} config migrate >/tmp/migrated.toml && mv \
-                 /tmp/migrated.toml {main}, then add `imports` again"
+                "an imported file defines handlers as of version 3, which hide those of version 2: cp \
+                 -p {main} {main}.new && containerd --config {main} config migrate >{main}.new && \
+                 mv {main}.new {main}, then add `imports` again"
             )
         } else {
             format!("move it to plugins.\"{RUNTIME}\".containerd.runtimes")
@@ -165,7 +165,7 @@ impl Main {
             newer.join(" and ")
         );
         let advice =
-            format!("systemctl restart {unit}, while the daemon answers; pods keep running");
+            format!("systemctl restart {unit}, while the daemon responds; pods keep running");
         Some(Finding::warn(CONFIG, fact, advice))
     }
 }
