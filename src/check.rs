@@ -39,11 +39,11 @@ pub enum Level {
 pub struct Finding {
     /// The severity.
     pub level: Level,
-    /// What was examined.
+    /// The part of the node that was examined.
     pub subject: &'static str,
     /// The fact.
     pub fact: String,
-    /// What to do about it; empty if there is nothing to do.
+    /// The remedy; empty if none is needed.
     pub advice: String,
 }
 
@@ -97,7 +97,7 @@ impl fmt::Display for Finding {
     }
 }
 
-/// What to examine.
+/// The node to examine.
 #[derive(Clone, Debug)]
 pub struct Subject {
     /// The daemon's settings.

@@ -23,8 +23,8 @@ const TIMEOUT: Duration = Duration::from_secs(15);
 /// connection.
 const DEADLINE: Duration = Duration::from_secs(2 * TIMEOUT.as_secs());
 
-/// What to do if the daemon accepts connections and does not respond. systemd holds its socket, so
-/// that this is also what a client sees of a daemon that fails at each start.
+/// The advice for a daemon that accepts connections and does not respond. systemd holds its socket:
+/// a daemon that fails at each start looks the same.
 pub const NO_RESPONSE_ADVICE: &str = "the daemon is starting, recovers its pods or fails at each \
                                       start: see systemctl status pause-sandboxer and journalctl \
                                       -u pause-sandboxer";
@@ -39,7 +39,7 @@ pub enum ClientError {
         socket: PathBuf,
         /// The error of the connection or of the call.
         reason: String,
-        /// What to do.
+        /// The remedy.
         advice: &'static str,
     },
     /// The daemon rejected the call.
@@ -143,7 +143,8 @@ impl Client {
             other => ClientError::Down {
                 socket: self.socket.clone(),
                 reason: other.to_string(),
-                advice: "the daemon closed the connection: it may have exited; run the command again as root",
+                advice: "the daemon closed the connection: it may have exited; run the command \
+                         again as root",
             },
         }
     }

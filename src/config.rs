@@ -42,7 +42,7 @@ const SOCKET_PATH_SPARE: usize = 4;
 /// `crate::shim::SOCKET_SUFFIX`.
 pub const SHIM_SOCKET_SUFFIX: usize = 43;
 
-/// How much of a wrong value an error shows, characters.
+/// Maximum length of an invalid value in an error, characters.
 const SHOWN_MAX: usize = 200;
 
 /// Directory of CRI's pod files below containerd's `root` and `state`. At a restart containerd
@@ -54,9 +54,9 @@ pub const CRI_PLUGIN_DIR: &str = "io.containerd.grpc.v1.cri";
 pub struct Setting {
     /// Its key in the config file.
     pub name: &'static str,
-    /// What it means, one string per line.
+    /// Its description, one string per line.
     pub meaning: &'static [&'static str],
-    /// What values it takes.
+    /// The kind of its values.
     pub kind: &'static str,
     set: fn(&mut Config, Spanned<DeValue<'_>>) -> Result<(), String>,
     set_text: fn(&mut Config, &str) -> Result<(), String>,
@@ -165,8 +165,9 @@ settings! {
     ///
     /// Applies to pods created after the change.
     shim: ShimOwner = ShimOwner::Own;
-    /// Path of the shim binary per runtime name, in place of the one that containerd would find, for
-    /// example `shims = { "io.containerd.runc.v2" = "/usr/local/bin/containerd-shim-other-v2" }`.
+    /// Path of the shim binary per runtime name, in place of the one that containerd would find,
+    /// for example
+    /// `shims = { "io.containerd.runc.v2" = "/usr/local/bin/containerd-shim-other-v2" }`.
     shims: ShimBinaries = ShimBinaries::default();
     /// Environment variables for the shims that the sandboxer starts, in addition to the daemon's
     /// own, for example `shim_env = ["SCHED_CORE=1"]`. The counterpart of containerd's `env` under
@@ -212,7 +213,7 @@ settings! {
     log_format: LogFormat = LogFormat::Text;
 }
 
-/// Invalid settings: where, which and what is wrong.
+/// Invalid settings: the place, the setting and the reason.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
     /// The config file could not be read.
@@ -230,22 +231,22 @@ pub enum ConfigError {
         file: PathBuf,
         /// Its line, from 1.
         line: usize,
-        /// What is wrong there.
+        /// The error of the parser.
         reason: String,
     },
-    /// A setting is unknown or its value is not what it must be.
+    /// A setting is unknown or its value is invalid.
     #[error("{}{reason}", prefix(.origin, .name))]
     Setting {
         /// File and line, flag with its dashes, or `default`.
         origin: String,
         /// The setting.
         name: String,
-        /// What is wrong with it.
+        /// Why it is invalid.
         reason: String,
     },
 }
 
-/// What precedes the reason in an error. A flag is not followed by the name of its setting.
+/// The prefix of the reason in an error. A flag is not followed by the name of its setting.
 fn prefix(origin: &str, name: &str) -> String {
     if origin.starts_with("--") { format!("{origin}: ") } else { format!("{origin}: {name}: ") }
 }

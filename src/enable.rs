@@ -30,6 +30,7 @@ mod lock;
 mod main_config;
 mod plan;
 mod pods;
+mod removal_plan;
 mod restart;
 mod settings;
 mod toml_text;
@@ -41,8 +42,12 @@ pub use disable::{Disablement, disable};
 use lock::ConfigLock;
 use main_config::{BACKUP, MainConfig};
 use plan::HandlerPlan;
+pub use removal_plan::RemovalPlan;
 pub use restart::RestartBy;
 use trust::check_trusted;
+
+/// The line of a command that changes no file.
+const NO_CHANGES: &str = "no changes needed";
 
 /// The handler's usual name.
 pub const HANDLER: &str = crate::check::containerd::HANDLER;
@@ -249,7 +254,8 @@ pub fn enable(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), En
     }
     main.managed(&path).into_iter().for_each(&mut *say);
     if wanted.dry_run {
-        say(shown(&changes));
+        let diff = changes.diff();
+        say(if diff.is_empty() { NO_CHANGES } else { diff.trim_end() }.to_owned());
         return Ok(());
     }
     let unread = UnreadFiles::find(&node, &main, is_ours.then_some(&path))?;
@@ -270,7 +276,7 @@ pub fn enable(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), En
     }
     changes.paths().for_each(|path| say(format!("wrote {}", path.display())));
     if changes.is_empty() {
-        say("no changes needed".to_owned());
+        say(NO_CHANGES.to_owned());
     }
     let has_adopted = adopted > 0 && restart_daemon(wanted, &changes, say)?;
     if let Err(reason) = pods::answering_daemon(&subject.config) {
@@ -286,14 +292,6 @@ pub fn enable(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), En
         }
         error => error,
     })
-}
-
-/// The lines of a dry run.
-fn shown(changes: &Changes) -> String {
-    if changes.is_empty() {
-        return "no changes needed".to_owned();
-    }
-    changes.diff().trim_end().to_owned()
 }
 
 /// The changes of the sandboxer's own settings.

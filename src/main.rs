@@ -155,6 +155,7 @@ fn disable(options: &cli::Disable) -> Result<(), CommandFailure> {
         subject,
         settings: enable::settings_file(change.settings.file.as_deref()),
         dry_run: change.dry_run,
+        json: options.output == Format::Json,
         wait: options.wait,
         restart,
         within: Duration::from_secs(change.timeout.into()),

@@ -2,8 +2,8 @@
 //! handler.
 //!
 //! The image is made in memory and imported, so that no registry is needed. Names have a random
-//! part, so that pods of the node are not affected. The test removes its own resources, also after a
-//! signal, a failure or the deadline. At the end no mount, cgroup, process, network namespace or
+//! part, so that pods of the node are not affected. The test removes its own resources, also after
+//! a signal, a failure or the deadline. At the end no mount, cgroup, process, network namespace or
 //! file with the name of the pod may exist.
 
 use std::pin::{Pin, pin};
@@ -68,7 +68,7 @@ pub enum SelftestError {
     },
 }
 
-/// What to test.
+/// The options of the test.
 #[derive(Clone, Debug)]
 pub struct Selftest {
     /// The node.

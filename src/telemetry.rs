@@ -62,7 +62,7 @@ const PREFIX: &str = "pause_sandboxer";
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 metrics! {
-    /// What a daemon counts.
+    /// The metrics of a daemon.
     Metrics {
         /// Completed calls, by method and gRPC code; CANCELLED: the caller gave up
         calls: Family<CallLabels, Counter> = "calls";

@@ -309,7 +309,7 @@ fn replace_directory(place: &Path, spare: &Path) -> Result<bool, Error> {
     }
 }
 
-/// The same in two steps.
+/// The same operation in two steps.
 fn remake_directory(place: &Path) -> bool {
     let removed = rustix::fs::rmdir(place);
     if removed.is_ok() {

@@ -1,6 +1,7 @@
 //! The pod's sandbox as a task: the daemon names the pause process, and containerd calls the shim
-//! for it as for a container (`ctr tasks ls`, cAdvisor). The pause process is a child of the daemon:
-//! the shim watches and signals it by a pidfd and cannot reap it, so that its exit status is unknown.
+//! for it as for a container (`ctr tasks ls`, cAdvisor). The pause process is a child of the
+//! daemon: the shim watches and signals it by a pidfd and cannot reap it, so that its exit status
+//! is unknown.
 //!
 //! ```text
 //!         SetPause         Create            Start           the pause process has exited
@@ -117,8 +118,8 @@ impl Sandbox {
         response::unsigned(self.pause.pid)
     }
 
-    /// Whether containerd has a task and the pause process runs. Queries the kernel, because the main
-    /// loop may not have handled the exit yet.
+    /// Whether containerd has a task and the pause process runs. Queries the kernel, because the
+    /// main loop may not have handled the exit yet.
     pub fn runs(&self) -> bool {
         self.stage != Stage::Known && !self.process.as_ref().is_none_or(has_ended)
     }
@@ -182,7 +183,7 @@ impl Sandbox {
     pub fn stats(&self) -> Answer {
         let missing = || Error::not_found("cgroup does not exist");
         let cgroup = self.process.as_ref().and_then(|process| {
-            // The pause process still runs after its cgroup was read, so that the pid was not reused.
+            // The process still runs after its cgroup was read, so that the pid was not reused.
             Cgroup::of_process(self.pause.pid).filter(|_| !has_ended(process))
         });
         let mut response = api::StatsResponse::new();

@@ -111,7 +111,7 @@ fn examine_config(node: &NodeContainerd, config: &Config) -> Vec<Finding> {
     findings
 }
 
-/// What the program says of its version, and whether it is a containerd.
+/// The finding about the version of the program, and whether it is a supported containerd.
 fn examine_program(program: &ContainerdProgram) -> (Finding, bool) {
     let shown = program.path().display();
     let mut command = program.command();

@@ -20,7 +20,7 @@ const RUNC: &str = "io.containerd.runc.v2";
 /// `internal/cri/config`).
 const DEFAULT: &str = "runc";
 
-/// What is known of the handlers of containerd's merged config.
+/// The handlers of containerd's merged config.
 #[derive(Debug, Default)]
 pub(crate) struct Handlers {
     /// `default_runtime_name`; empty where the config does not name one.

@@ -42,7 +42,8 @@ fn sandbox_findings(all: &[Sandbox]) -> Vec<Finding> {
             SUBJECT,
             format!("{} have an unknown state: {}", unknown.len(), unknown.join(", ")),
             format!(
-                "see journalctl -u pause-sandboxer | grep {} for the failed step; pods keep running",
+                "see journalctl -u pause-sandboxer | grep {} for the failed step; pods keep \
+                 running",
                 unknown[0]
             ),
         ));

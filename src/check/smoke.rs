@@ -12,7 +12,7 @@ use crate::pause::{self, Driver, Plan};
 
 const SUBJECT: &str = "pause process";
 
-/// How long the killed process may take to exit; after that it hangs in the kernel.
+/// Timeout for the exit of the killed process; a process that takes longer hangs in the kernel.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Starts a pause process with its own namespaces and a cgroup in the root of every hierarchy, and

@@ -80,15 +80,21 @@ pub enum Command {
     },
     /// Diagnose the node and print a remedy for each problem
     ///
-    /// Changes no file and no service. Starts and kills one pause process, in cgroups of its own, to
-    /// test what the kernel and its security modules permit.
+    /// Changes no file and no service. Starts and kills one pause process, in cgroups of its own,
+    /// to test what the kernel and its security modules permit.
     Check(Check),
     /// Add this sandboxer to containerd's config, with a runtime handler that pods select by name
     ///
-    /// Declarative: an option of an earlier run that is omitted now, such as --default or --offline,
-    /// is undone. Repeating the command changes nothing. Pods keep running.
+    /// Declarative: an option of an earlier run that is omitted now, such as --default or
+    /// --offline, is undone. Repeating the command changes nothing. Pods keep running.
     Enable(Enable),
     /// Remove this sandboxer from containerd's config; fails while pods use it
+    ///
+    /// With --dry-run --output json it prints an object for scripts: containerd_config, drop_in
+    /// (the file of `enable`, which need not exist), changes (the files that it would write or
+    /// remove), handlers (of this sandboxer in containerd's config), stale_handlers (those that
+    /// containerd has loaded and that its config no longer defines; null if CRI does not respond),
+    /// unread_files (files of the config that were written after containerd's start) and diff.
     Disable(Disable),
     /// Run a test pod with this handler and one with the default handler; remove both
     ///
@@ -188,6 +194,9 @@ pub struct Disable {
     /// Wait until no pod uses the handler
     #[arg(long)]
     pub wait: bool,
+    /// Output format of --dry-run
+    #[arg(short, long, default_value = "text", requires = "dry_run")]
+    pub output: Format,
     /// What to change.
     #[command(flatten)]
     pub change: Change,
@@ -456,6 +465,7 @@ mod tests {
             ("inspect a b", "'b'"),
             ("list -o yaml", "possible values: text, json"),
             ("stats --interval 0", "0 is not in 1.."),
+            ("disable -o json", "--dry-run"),
         ] {
             let error = parsed(line).unwrap_err();
             assert_eq!(error.exit_code(), 2, "{line}");

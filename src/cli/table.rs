@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use crate::client::{Sandbox, Usage};
 use crate::time::{rfc3339, span};
 
-/// As many characters of an id as crictl shows.
+/// Length of a short id, characters; the same as in crictl.
 const SHORT: usize = 13;
 
 /// Columns of the list.

@@ -11,7 +11,7 @@ use crate::client::Sandbox;
 pub struct ListWatch {
     /// By sandbox id: the state and the pid, and the row.
     shown: BTreeMap<String, ((String, u32), Row)>,
-    /// Of the columns; they only grow, so that most lines are aligned.
+    /// Widths of the columns; they only grow, so that most lines are aligned.
     widths: [usize; COLUMNS],
 }
 

@@ -21,13 +21,13 @@ pub(super) trait SettingValue: Sized {
     /// The values that it takes, to follow "must be".
     const KIND: &'static str;
 
-    /// What serde reads and writes.
+    /// The form that serde reads and writes.
     type Form: DeserializeOwned + Serialize;
 
     /// Checks a value.
     ///
     /// # Errors
-    /// What is wrong; empty if [`SettingValue::KIND`] says it.
+    /// The reason; empty if [`SettingValue::KIND`] is the reason.
     fn check(form: Self::Form) -> Result<Self, String>;
 
     /// The value as serde writes it.
@@ -64,7 +64,7 @@ fn word<T: DeserializeOwned>(text: &str) -> Result<T, String> {
 /// The values of a table, each checked alone, so that an error names the wrong one.
 ///
 /// # Errors
-/// What is wrong with the first wrong entry.
+/// The first invalid entry, and the reason.
 fn entries<T: SettingValue<Form = String>>(
     form: BTreeMap<String, Json>,
 ) -> Result<BTreeMap<String, T>, String> {
@@ -323,7 +323,7 @@ impl SettingValue for Metrics {
     }
 }
 
-/// How the pods' cgroups are made.
+/// The driver that creates the pods' cgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CgroupDriver {
@@ -355,7 +355,7 @@ pub enum DriverName {
     Shim,
 }
 
-/// What starts a pod's shim.
+/// Which shim serves a pod's containers, and what starts it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ShimOwner {

@@ -47,8 +47,8 @@ impl UnreadFiles {
         Ok(found)
     }
 
-    /// Fails if other programs have edited files that containerd has not read: a restart would apply
-    /// these edits too, and the rollback of this command would not undo them.
+    /// Fails if other programs have edited files that containerd has not read: a restart would
+    /// apply these edits too, and the rollback of this command would not undo them.
     ///
     /// # Errors
     /// The files.
@@ -123,8 +123,8 @@ pub(super) fn keep_handlers_in_use(wanted: &Enablement, lost: &[String]) -> Resu
             "restore the config file that defines it".to_owned()
         };
         return Err(format!(
-            "this change removes runtime handler {name}, which is used by {}: remove these pods, or \
-             {way}",
+            "this change removes runtime handler {name}, which is used by {}: remove these pods, \
+             or {way}",
             pods::shown(&left)
         ));
     }

@@ -236,7 +236,7 @@ impl Changes {
         }
     }
 
-    /// How many files change.
+    /// The number of files that change.
     pub(super) fn len(&self) -> usize {
         self.files.len()
     }

@@ -11,7 +11,7 @@ use super::main_config::{BACKUP, MainConfig};
 use super::restart::{self, RestartBy};
 use super::{
     EnableError, before_restart, begin, check_trusted, drop_in, is_of_running, loaded, plan, pods,
-    refuse, restart_after_rollback, roll_back, runtime, shown,
+    refuse, removal_plan::RemovalPlan, restart_after_rollback, roll_back, runtime,
 };
 use crate::check::Subject;
 use crate::check::containerd as merged_config;
@@ -23,7 +23,7 @@ use crate::oci_image;
 /// Polling interval of the pods.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// What `disable` does.
+/// The task of `disable`.
 #[derive(Clone, Debug)]
 pub struct Disablement {
     /// The node.
@@ -32,6 +32,8 @@ pub struct Disablement {
     pub settings: PathBuf,
     /// Show the changes only.
     pub dry_run: bool,
+    /// Show them as JSON.
+    pub json: bool,
     /// Wait until no pod needs the handler.
     pub wait: bool,
     /// How to restart containerd; `None`: no restart.
@@ -58,6 +60,20 @@ impl Removal {
     /// The runtime handlers that containerd will not have after a restart.
     fn lost(&self) -> Vec<String> {
         self.handlers.iter().chain(self.stale.iter().flatten()).cloned().collect()
+    }
+
+    /// The result of a dry run.
+    fn plan(&self, node: &NodeContainerd, main: &MainConfig) -> RemovalPlan {
+        let shown = |path: &Path| path.display().to_string();
+        RemovalPlan {
+            containerd_config: shown(&node.file),
+            drop_in: shown(&main.drop_in()),
+            changes: self.changes.paths().map(shown).collect(),
+            handlers: self.handlers.clone(),
+            stale_handlers: self.stale.clone(),
+            unread_files: node.unread_files().iter().map(|file| shown(file)).collect(),
+            diff: self.changes.diff(),
+        }
     }
 
     /// Where the handler is the node's default: that, and the command that undoes it. Until then
@@ -88,16 +104,8 @@ pub fn disable(wanted: &Disablement, say: &mut dyn FnMut(String)) -> Result<(), 
     let mut before = node.dump().ok();
     let mut removal = find_removal(&main, before.as_ref(), subject)?;
     if wanted.dry_run {
-        let stale = removal.stale.as_deref().unwrap_or_default();
-        if removal.changes.is_empty() && !stale.is_empty() {
-            let file = node.file.display();
-            say(format!(
-                "containerd still has runtime handlers loaded that {file} no longer defines: {}",
-                stale.join(", ")
-            ));
-        } else {
-            say(shown(&removal.changes));
-        }
+        let plan = removal.plan(&node, &main);
+        say(if wanted.json { plan.to_json() } else { plan.to_string() });
         return Ok(());
     }
     if removal.changes.is_empty() && removal.handlers.is_empty() {

@@ -11,7 +11,7 @@ use crate::oci_image;
 /// The line that names the handler whose settings were taken over, around its name.
 const BASE: (&str, &str) = ("# The handler has the settings of runtime handler ", ".\n");
 
-/// What a drop-in sets.
+/// The settings of a drop-in.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct DropInSettings<'a> {
     /// The sandboxer's name in containerd.

@@ -1,4 +1,5 @@
-//! containerd's own config file: the directories that it imports, and the import that `enable` adds.
+//! containerd's own config file: the directories that it imports, and the import that `enable`
+//! adds.
 
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;

@@ -53,8 +53,8 @@ impl HandlerPlan {
         let is_ours = |name: &String| known.ours.contains(name) || own_handlers.contains(name);
         if known.all.contains_key(&wanted.handler) && !is_ours(&wanted.handler) {
             return refused(format!(
-                "runtime handler {:?} belongs to another sandboxer: use --handler NAME with another \
-                 name",
+                "runtime handler {:?} belongs to another sandboxer: use --handler NAME with \
+                 another name",
                 wanted.handler
             ));
         }

@@ -66,7 +66,7 @@ pub(super) fn answering_daemon(config: &Config) -> Result<(), String> {
     }
 }
 
-/// What the daemon lists; `None` if it does not answer.
+/// The sandboxes that the daemon lists; `None` if it does not respond.
 fn listed(config: &Config) -> Result<Option<Pods>, StepError> {
     let all = match Client::connect(config).and_then(|client| client.list(false)) {
         Ok(all) => all,

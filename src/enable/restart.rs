@@ -12,13 +12,13 @@ use crate::check::containerd::NodeContainerd;
 use crate::containerd::cri::CriClient;
 use crate::shell_command;
 
-/// Between two queries.
+/// Polling interval of CRI.
 const INTERVAL: Duration = Duration::from_millis(200);
 
 /// The unit of the daemon.
 const DAEMON: &str = "pause-sandboxer.service";
 
-/// How containerd is restarted.
+/// The method to restart containerd.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RestartBy {
     /// By systemd.
@@ -39,7 +39,7 @@ impl RestartBy {
     /// Fails if there is no systemd where it is needed.
     ///
     /// # Errors
-    /// What to do instead.
+    /// The option to use instead.
     pub(super) fn check(&self) -> Result<(), String> {
         if *self == Self::Systemd && !systemd_runs() {
             return Err(

@@ -14,10 +14,10 @@ const STEP: &str = "trust file";
 /// Other users can write it: those of its group, those of an access control list, which shows in
 /// the bits of the group (acl(5)), or all.
 const WRITABLE: u32 = 0o022;
-/// Of a directory: only its owner can rename and remove an entry.
+/// In the mode of a directory: only the owner of an entry can rename and remove it.
 const STICKY: u32 = 0o1000;
 
-/// How many links the kernel follows on one path (path_resolution(7)).
+/// Maximum number of links that the kernel follows on one path (path_resolution(7)).
 const LINKS_MAX: usize = 40;
 
 /// Fails if a user other than root can change the file at `path`, or put another in its place.

@@ -82,8 +82,18 @@ async fn there_and_back(etc: &Etc) -> Result<()> {
     let complete = etc.files();
     let dry = etc.run(&["disable", "--dry-run"]).well()?;
     ensure!(dry.contains("-[plugins.") && dry.contains(".runtimes.runc-pause]"), "{dry}");
-    // The package's scripts look for this line.
     ensure!(dry.contains("/pause-sandboxer.toml\n+++ /dev/null\n"), "{dry}");
+    // The packages' scripts read this.
+    let plan = etc.run(&["disable", "--dry-run", "--output", "json"]).well()?;
+    let plan: serde_json::Value = serde_json::from_str(&plan)?;
+    ensure!(plan["containerd_config"] == etc.file().display().to_string(), "{plan}");
+    let drop_in = plan["drop_in"].as_str().unwrap_or_default();
+    ensure!(fs::read_to_string(drop_in)?.contains(HANDLER), "{plan}");
+    let changes = plan["changes"].as_array().unwrap();
+    ensure!(changes.contains(&drop_in.into()), "{plan}");
+    ensure!(plan["handlers"] == serde_json::json!([HANDLER]), "{plan}");
+    ensure!(plan["stale_handlers"] == serde_json::json!([]), "{plan}");
+    ensure!(plan["diff"].as_str().is_some_and(|diff| dry.trim_end() == diff.trim_end()), "{plan}");
     ensure!(etc.files() == complete, "a dry run has written");
     etc.with_restart(&["disable"], always).await?.well()?;
     let mut left = etc.files();

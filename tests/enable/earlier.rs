@@ -16,7 +16,7 @@ pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
     cases![
         a_default_handler_needs_a_daemon,
         a_second_disable_unloads_the_handler,
-        a_pod_between_two_disables_is_in_the_way,
+        second_disable_fails_while_pods_use_handler,
         a_handler_that_is_not_loaded_fails_the_check,
         a_restart_that_fails_names_the_earlier_command,
         a_file_that_containerd_has_not_read_is_refused,
@@ -71,7 +71,7 @@ async fn a_second_disable_unloads_the_handler(node: Arc<Node>) -> Result<()> {
     Ok(())
 }
 
-async fn a_pod_between_two_disables_is_in_the_way(node: Arc<Node>) -> Result<()> {
+async fn second_disable_fails_while_pods_use_handler(node: Arc<Node>) -> Result<()> {
     let etc = enabled(node).await?;
     containerd_is_older().await;
     etc.run(&["disable"]).well()?;
@@ -178,6 +178,10 @@ async fn what_disable_has_written_is_no_edit(node: Arc<Node>) -> Result<()> {
     let etc = enabled(node).await?;
     containerd_is_older().await;
     etc.run(&["disable"]).well()?;
+    let plan = etc.run(&["disable", "--dry-run", "--output", "json"]).well()?;
+    let plan: serde_json::Value = serde_json::from_str(&plan)?;
+    ensure!(plan["changes"] == serde_json::json!([]), "{plan}");
+    ensure!(plan["stale_handlers"] == serde_json::json!([HANDLER]), "{plan}");
     let said = etc.run(&["disable", "--dry-run"]).well()?;
     ensure!(
         said.contains("containerd still has runtime handlers loaded")

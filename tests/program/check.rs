@@ -171,7 +171,7 @@ fn the_cgroup_driver_is_compared_with_that_of_containerds_default_handler() {
     );
     let output = other(true);
     let differs = "FAIL  kubelet: SystemdCgroup of runtime handler \"fast\" is false, but \
-        containerd reports systemd to kubelet, by its runtime handler \"usual\"";
+        containerd reports systemd to kubelet, because of its runtime handler \"usual\"";
     assert!(output.contains(differs), "{output}");
 }
 

@@ -230,7 +230,7 @@ fn sighup_reads_the_log_level_again() {
     assert!(
         daemon
             .logged("config reload failed; keeping settings")
-            .contains("log_level: invalid value \"loud\": must be one of")
+            .contains("log_level: invalid value")
     );
     scratch.write("config.toml", "log_level = \"debug\"");
     daemon.signal(Signal::SIGHUP);

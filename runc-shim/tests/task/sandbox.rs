@@ -68,7 +68,8 @@ fn a_sandbox_is_created_only_with_its_pause() {
     let mut pause = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
     let (pid, started) = (pause.id(), start_time(pause.id()));
     let invalid = Code::INVALID_ARGUMENT as i32;
-    // A shim that was executed anew does not know the pause process, and runs no container in its place.
+    // A shim that was executed anew does not know the pause process, and runs no container in its
+    // place.
     assert_eq!(create(&pod), Err(Code::FAILED_PRECONDITION));
     assert_eq!(set_pause(&pod, "other", pid, started), invalid);
     assert_eq!(set_pause(&pod, ID, 1, started), invalid);

@@ -121,7 +121,7 @@ impl NodeContainerd {
     /// Fails unless the program is a containerd that supports external sandboxers.
     ///
     /// # Errors
-    /// What it is instead.
+    /// The version, or why the program is no containerd.
     pub(crate) fn supported(&self) -> Result<(), String> {
         let (finding, supported) = super::examine_program(&self.program);
         if supported { Ok(()) } else { Err(format!("containerd: {}", finding.fact)) }

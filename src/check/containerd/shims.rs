@@ -45,12 +45,12 @@ pub(super) fn examine(handlers: &[(String, Table)], config: &Config) -> Vec<Find
 /// The finding about the shim of a runtime that is not there. `is_served`: pods of it have the own
 /// shim.
 fn missing(kind: &str, step: &StepError, is_served: bool) -> Finding {
-    let advice = "install the complete containerd package, or set the shim's path in `shims` of this \
-                  sandboxer's config";
+    let advice = "install the complete containerd package, or set the shim's path in `shims` of \
+                  this sandboxer's config";
     if is_served {
         let fact = format!(
-            "{step}; pods of {kind} use the sandboxer's own shim, and have no fallback if it becomes \
-             unavailable"
+            "{step}; pods of {kind} use the sandboxer's own shim, and have no fallback if it \
+             becomes unavailable"
         );
         return Finding::warn(SUBJECT, fact, advice);
     }

@@ -136,13 +136,13 @@ fn each_fault_is_one_finding_with_advice() {
         (
             "version = 3",
             "version = 3\ngrpc = { address = \"/x\" }",
-            "its grpc.address is /x",
+            "containerd's grpc.address is /x",
             "containerd_address = \"/x\"",
         ),
         (
             "[proxy_plugins.mine]",
             "plugins.\"io.containerd.server.v1.grpc\".address = \"/x\"\n[proxy_plugins.mine]",
-            "its grpc.address is /x",
+            "containerd's grpc.address is /x",
             "containerd_address = \"/x\"",
         ),
         (
