@@ -55,7 +55,7 @@ async fn there_and_back(etc: &Etc) -> Result<()> {
     ensure!(etc.files() == before, "a dry run has written");
 
     let said = etc.with_restart(&["enable"], always).await?.well()?;
-    ensure!(said.contains("it has the runtime handler runc-pause"), "{said}");
+    ensure!(said.contains("it has loaded runtime handler runc-pause"), "{said}");
     let mut expected = etc.handler("runc")?.unwrap();
     let mut made = etc.handler(HANDLER)?.unwrap();
     for handler in [&mut expected, &mut made] {
@@ -86,7 +86,8 @@ async fn there_and_back(etc: &Etc) -> Result<()> {
     // The packages' scripts read this.
     let plan = etc.run(&["disable", "--dry-run", "--output", "json"]).well()?;
     let plan: serde_json::Value = serde_json::from_str(&plan)?;
-    ensure!(plan["containerd_config"] == etc.file().display().to_string(), "{plan}");
+    let main = etc.node.layout().containerd_config();
+    ensure!(plan["containerd_config"] == main.display().to_string(), "{plan}");
     let drop_in = plan["drop_in"].as_str().unwrap_or_default();
     ensure!(fs::read_to_string(drop_in)?.contains(HANDLER), "{plan}");
     let changes = plan["changes"].as_array().unwrap();
@@ -306,7 +307,7 @@ async fn what_others_can_write_and_a_second_command_are_refused(node: Arc<Node>)
     drop(lock);
     ensure!(etc.files() == before, "something has changed");
     // A handler of another sandboxer is left alone.
-    etc.run(&["enable", "--handler", "runc"]).refused("of another sandboxer")?;
+    etc.run(&["enable", "--handler", "runc"]).refused("belongs to another sandboxer")?;
     // Two at once: one of them may be refused, and the files are whole.
     let two = [(); 2].map(|()| {
         etc.command(&["enable"]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()

@@ -66,7 +66,7 @@ async fn a_second_disable_unloads_the_handler(node: Arc<Node>) -> Result<()> {
     let pid = etc.node.containerd_pid()?;
     etc.run(&["disable"]).well()?;
     let said = etc.with_restart(&["disable"], always).await?.well()?;
-    ensure!(said.contains("it does not have the runtime handler"), "{said}");
+    ensure!(said.contains("it no longer has the runtime handler"), "{said}");
     ensure!(etc.node.containerd_pid()? != pid, "containerd is not restarted: {said}");
     Ok(())
 }
@@ -78,11 +78,11 @@ async fn second_disable_fails_while_pods_use_handler(node: Arc<Node>) -> Result<
     let pid = etc.node.containerd_pid()?;
     let pod = etc.node.run(Handler::Ours, PodSpec::new("late")).await?;
     let said = etc.with_restart(&["disable"], always).await?.refused("1 pod: default/late (")?;
-    ensure!(said.contains("the runtime handler runc-pause"), "{said}");
+    ensure!(said.contains("they need runtime handler runc-pause"), "{said}");
     ensure!(etc.node.containerd_pid()? == pid, "containerd is restarted: {said}");
     pod.remove().await?;
     let said = etc.with_restart(&["disable"], always).await?.well()?;
-    ensure!(said.contains("it does not have the runtime handler"), "{said}");
+    ensure!(said.contains("it no longer has the runtime handler"), "{said}");
     Ok(())
 }
 
@@ -131,7 +131,7 @@ async fn a_file_that_containerd_has_not_read_is_refused(node: Arc<Node>) -> Resu
     let edited = fs::read_to_string(etc.file())? + "# of an operator\n";
     fs::write(etc.file(), edited)?;
     let (before, pid) = (etc.files(), etc.node.containerd_pid()?);
-    let refused = |ran: crate::etc::Ran| ran.refused("which containerd has not read");
+    let refused = |ran: crate::etc::Ran| ran.refused("unread config changes in ");
     refused(etc.with_restart(&["enable"], always).await?)?;
     ensure!(etc.files() == before, "{:?}", etc.files().keys());
     // An import that was added since does not hide the edit.
@@ -144,14 +144,14 @@ async fn a_file_that_containerd_has_not_read_is_refused(node: Arc<Node>) -> Resu
     // What an earlier command has written is no edit.
     etc.run(&["enable"]).well()?;
     let said = etc.with_restart(&["enable"], always).await?.well()?;
-    ensure!(said.contains("it has the runtime handler runc-pause"), "{said}");
+    ensure!(said.contains("it has loaded runtime handler runc-pause"), "{said}");
     // Where there is nothing to restart for, the edit is not of interest.
     containerd_is_older().await;
     let edited = fs::read_to_string(etc.file())? + "# of an operator\n";
     fs::write(etc.file(), edited)?;
     let pid = etc.node.containerd_pid()?;
     let said = etc.with_restart(&["enable"], always).await?.well()?;
-    ensure!(said.contains("containerd has the runtime handler runc-pause"), "{said}");
+    ensure!(said.contains("containerd has loaded runtime handler runc-pause"), "{said}");
     ensure!(etc.node.containerd_pid()? == pid, "containerd is restarted");
     Ok(())
 }
@@ -220,7 +220,7 @@ async fn another_name_replaces_the_handler(node: Arc<Node>) -> Result<()> {
     pod.remove().await?;
     let ran = etc.with_restart(&["enable", "--handler", "small"], always).await?;
     let said = ran.well()?;
-    ensure!(said.contains("it has the runtime handler small"), "{said}");
+    ensure!(said.contains("it has loaded runtime handler small"), "{said}");
     ensure!(etc.handler("small")?.is_some(), "no handler: {said}");
     ensure!(etc.handler(HANDLER)?.is_none(), "the handler is left: {said}");
     // Without the old name containerd would not serve CRI.
@@ -250,7 +250,10 @@ async fn pods_that_cannot_be_listed_restore_the_files(node: Arc<Node>) -> Result
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
     let ran = etc.run(&["disable", "--containerd", &program.display().to_string()]);
     let said = ran.refused("read records of sandboxes")?;
-    ensure!(said.contains("Not a directory") && said.contains("as before"), "{said}");
+    ensure!(
+        said.contains("Not a directory") && said.contains("all file changes are rolled back"),
+        "{said}"
+    );
     ensure!(etc.files() == before, "left: {:?}", etc.files().keys());
     Ok(())
 }
@@ -262,7 +265,7 @@ async fn a_stopped_containerd_does_not_show_its_config_file(node: Arc<Node>) -> 
     etc.node.stop_containerd().await?;
     let program = etc.node.parts().program("containerd").display().to_string();
     let words = ["disable", "--restart", "--restart-command", "exit 7", "--containerd", &program];
-    let said = etc.run(&words).refused("name the file with --containerd-config")?;
+    let said = etc.run(&words).refused("or use --containerd-config FILE")?;
     let settings = etc.node.layout().sandboxer_config();
     let way = format!("or set containerd_address in {}", settings.display());
     ensure!(said.contains(&way), "{said}");
