@@ -1,8 +1,8 @@
-//! `pause-sandboxer check`: finds what is wrong on the node, and what to do about it.
+//! `pause-sandboxer check`: diagnoses the node and prints a remedy for each problem.
 //!
 //! Each module reads a part of the node and passes it to a pure function, which makes the
-//! [`Finding`]s. Nothing is changed, except that one pause process is started and killed: only then
-//! it shows what the kernel permits.
+//! [`Finding`]s. No file and no service is changed. [`smoke`] starts and kills one pause process,
+//! and makes and removes its cgroups, to test what the kernel and its security modules permit.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -19,31 +19,31 @@ mod sandboxes;
 mod smoke;
 mod systemd;
 
-/// The command that corrects most of what is wrong. [`containerd::examine`] adds the options that
-/// the last one has set.
+/// The command that corrects most problems. [`containerd::examine`] adds the options that the last
+/// `enable` has set.
 const ENABLE: &str = "pause-sandboxer enable --restart";
 
-/// How bad a finding is.
+/// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
-    /// As it should be.
+    /// No problem.
     Ok,
-    /// Pods can run, but it needs attention.
+    /// Pods can run, but an operator should act.
     Warn,
     /// Pods cannot run.
     Fail,
 }
 
-/// What was found.
+/// The result of examining one part of the node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// How bad it is.
+    /// The severity.
     pub level: Level,
-    /// What was examined.
+    /// The part of the node that was examined.
     pub subject: &'static str,
     /// The fact.
     pub fact: String,
-    /// What to do about it; empty if there is nothing to do.
+    /// The remedy; empty if none is needed.
     pub advice: String,
 }
 
@@ -97,7 +97,7 @@ impl fmt::Display for Finding {
     }
 }
 
-/// What to examine.
+/// The node to examine.
 #[derive(Clone, Debug)]
 pub struct Subject {
     /// The daemon's settings.

@@ -23,20 +23,26 @@ const TIMEOUT: Duration = Duration::from_secs(15);
 /// connection.
 const DEADLINE: Duration = Duration::from_secs(2 * TIMEOUT.as_secs());
 
+/// The advice for a daemon that accepts connections and does not respond. systemd holds its socket:
+/// a daemon that fails at each start looks the same.
+pub const NO_RESPONSE_ADVICE: &str = "the daemon is starting, recovers its pods or fails at each \
+                                      start: see systemctl status pause-sandboxer and journalctl \
+                                      -u pause-sandboxer";
+
 /// A failed call.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// No daemon responds.
-    #[error("no daemon answers on {}: {reason} -> {advice}", .socket.display())]
+    #[error("cannot reach the daemon at {}: {reason}; {advice}", .socket.display())]
     Down {
         /// The ttrpc socket.
         socket: PathBuf,
-        /// What happened.
+        /// The error of the connection or of the call.
         reason: String,
-        /// What to do.
+        /// The remedy.
         advice: &'static str,
     },
-    /// The daemon refused.
+    /// The daemon rejected the call.
     #[error("{0}")]
     Refused(String),
     /// No sandbox, or more than one, has that name or id prefix.
@@ -82,8 +88,8 @@ impl Client {
         loop {
             let after = all.last().map(|last| last.id.clone()).unwrap_or_default();
             let request = ListRequest { after, usage, ..Default::default() };
-            let page =
-                self.answer(self.inspect.list(context::with_duration(DEADLINE), &request))?;
+            let page = self
+                .wait_for_response(self.inspect.list(context::with_duration(DEADLINE), &request))?;
             let empty = page.sandboxes.is_empty();
             all.extend(page.sandboxes);
             if !page.more || empty {
@@ -101,23 +107,27 @@ impl Client {
         let all = self.list(false)?;
         let id = resolve(id, &all)?.id.clone();
         let request = InspectRequest { id, ..Default::default() };
-        let json =
-            self.answer(self.inspect.inspect(context::with_duration(DEADLINE), &request))?.json;
+        let json = self
+            .wait_for_response(self.inspect.inspect(context::with_duration(DEADLINE), &request))?
+            .json;
         serde_json::from_str(&json)
             .map_err(|e| ClientError::Refused(format!("the daemon's response is not JSON: {e}")))
     }
 
     /// Waits for the response of a call.
-    fn answer<T>(&self, call: impl Future<Output = ttrpc::Result<T>>) -> Result<T, ClientError> {
-        let answer = self.runtime.block_on(async { tokio::time::timeout(TIMEOUT, call).await });
-        answer.map_err(|_| self.late())?.map_err(|e| self.failed(e))
+    fn wait_for_response<T>(
+        &self,
+        call: impl Future<Output = ttrpc::Result<T>>,
+    ) -> Result<T, ClientError> {
+        let response = self.runtime.block_on(async { tokio::time::timeout(TIMEOUT, call).await });
+        response.map_err(|_| self.late())?.map_err(|e| self.failed(e))
     }
 
     fn late(&self) -> ClientError {
         ClientError::Down {
             socket: self.socket.clone(),
             reason: format!("no response within {} s", TIMEOUT.as_secs()),
-            advice: "it may still recover its pods: see its log, journalctl -u pause-sandboxer",
+            advice: NO_RESPONSE_ADVICE,
         }
     }
 
@@ -133,7 +143,8 @@ impl Client {
             other => ClientError::Down {
                 socket: self.socket.clone(),
                 reason: other.to_string(),
-                advice: "it may have just exited; only root can connect",
+                advice: "the daemon closed the connection: it may have exited; run the command \
+                         again as root",
             },
         }
     }
@@ -141,7 +152,7 @@ impl Client {
 
 fn down(socket: &Path, e: &io::Error) -> ClientError {
     let advice = match e.kind() {
-        io::ErrorKind::PermissionDenied => "only root can connect",
+        io::ErrorKind::PermissionDenied => "run the command as root",
         _ => "start it: systemctl start pause-sandboxer",
     };
     ClientError::Down { socket: socket.to_owned(), reason: e.to_string(), advice }
@@ -177,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_daemon_that_is_slow_to_answer_is_not_taken_for_one_that_has_ended() {
+    fn a_slow_daemon_is_reported_as_recovering() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("s.sock");
         // As systemd holds it while the daemon recovers: it takes connections and says nothing.
@@ -195,7 +206,8 @@ mod tests {
             client.inspect("x").unwrap_err().to_string(),
         ] {
             assert!(
-                reason.contains("no response within 15 s -> it may still recover its pods"),
+                reason
+                    .contains("no response within 15 s; the daemon is starting, recovers its pods"),
                 "{reason}"
             );
         }

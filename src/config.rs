@@ -42,7 +42,7 @@ const SOCKET_PATH_SPARE: usize = 4;
 /// `crate::shim::SOCKET_SUFFIX`.
 pub const SHIM_SOCKET_SUFFIX: usize = 43;
 
-/// How much of a wrong value an error shows, characters.
+/// Maximum length of an invalid value in an error, characters.
 const SHOWN_MAX: usize = 200;
 
 /// Directory of CRI's pod files below containerd's `root` and `state`. At a restart containerd
@@ -54,9 +54,9 @@ pub const CRI_PLUGIN_DIR: &str = "io.containerd.grpc.v1.cri";
 pub struct Setting {
     /// Its key in the config file.
     pub name: &'static str,
-    /// What it means, one string per line.
+    /// Its description, one string per line.
     pub meaning: &'static [&'static str],
-    /// What values it takes.
+    /// The kind of its values.
     pub kind: &'static str,
     set: fn(&mut Config, Spanned<DeValue<'_>>) -> Result<(), String>,
     set_text: fn(&mut Config, &str) -> Result<(), String>,
@@ -64,6 +64,11 @@ pub struct Setting {
 }
 
 impl Setting {
+    /// The lines of its meaning, without the space that a doc comment begins with.
+    pub fn lines(&self) -> impl Iterator<Item = &'static str> {
+        self.meaning.iter().map(|line| line.strip_prefix(' ').unwrap_or(line))
+    }
+
     /// Its flag: the name with dashes.
     pub fn flag(&self) -> String {
         format!("--{}", self.name.replace('_', "-"))
@@ -121,7 +126,7 @@ settings! {
     /// `.ttrpc` appended.
     socket: PathBuf = "/run/pause-sandboxer/pause-sandboxer.sock".into();
     /// Directory of the records and private mounts, created with mode 0700. One daemon per
-    /// directory. It must not survive a reboot.
+    /// directory. Must be on a tmpfs: records must not survive a reboot.
     state_dir: PathBuf = "/run/pause-sandboxer".into();
     /// containerd's `root`, where CRI looks for a pod's hostname, hosts and resolv.conf.
     containerd_root: PathBuf = "/var/lib/containerd".into();
@@ -129,31 +134,39 @@ settings! {
     containerd_state: PathBuf = "/run/containerd".into();
     /// containerd's gRPC socket (`address` under `grpc`); part of the name of a pod's shim socket.
     containerd_address: PathBuf = "/run/containerd/containerd.sock".into();
-    /// containerd's namespace of CRI. Calls of other namespaces are refused.
+    /// containerd namespace that CRI uses. Calls with another namespace are rejected.
     containerd_namespace: String = "k8s.io".to_owned();
     /// How the pods' cgroups are created: as directories (`cgroupfs`), or as systemd scopes
     /// (`systemd`), which requires slices as parents. `auto` depends on the parent cgroup that
     /// kubelet sets: `systemd` for a slice (`….slice`) if systemd is the init system, else
     /// `cgroupfs`.
     cgroup_driver: CgroupDriver = CgroupDriver::Auto;
-    /// What runs a pod's pause process, by runtime name: `native`, this program, or `shim`, the
-    /// runtime, whose shim then runs as long as the pod. For example
-    /// `drivers = { "io.containerd.runc.v2" = "shim" }`. The default is `native` for runtimes whose
-    /// containers are processes of the node (runc, crun, youki), `shim` for others. Applies to pods
-    /// created after the change.
+    /// Driver of the pause process, per runtime name:
+    ///
+    /// - `native`: the daemon starts the pause process. The default for runtimes whose containers
+    ///   are processes of the node (runc, crun, youki).
+    /// - `shim`: the runtime's shim starts it, and runs as long as the pod. The default for others.
+    ///
+    /// For example `drivers = { "io.containerd.runc.v2" = "shim" }`. Applies to pods created after
+    /// the change.
     drivers: Drivers = Drivers::default();
     /// Which shim serves a pod's containers and what starts it, unless the shim runs the pause
-    /// process. `own`: the sandboxer starts its own, smaller shim, `pause-sandboxer-runc-shim`,
-    /// which is in the directory of the daemon's program and replaces `containerd-shim-runc-v2`.
-    /// Pods of other runtimes, with other runtime options, or of runtimes that `shims` names, get
-    /// `runtime`, and so do all pods if the program is missing or cannot be used. `runtime`
-    /// (formerly `sandboxer`): the sandboxer starts the runtime's shim. In both cases it does so
-    /// before the first container, supervises the shim and stops it with the pod. `started`: the
-    /// same as `runtime`, but with the pod and by the shim's own `start`, for shims that do not
-    /// accept a socket. `containerd`: containerd starts the runtime's shim with the first
-    /// container. Applies to pods created after the change.
+    /// process (`drivers`):
+    ///
+    /// - `own`: the sandboxer starts its own, smaller shim before the first container, supervises
+    ///   it and stops it with the pod. The shim `pause-sandboxer-runc-shim` is in the directory of
+    ///   the daemon's program and replaces `containerd-shim-runc-v2`. `runtime` applies instead to
+    ///   pods of other runtimes, with other runtime options or of runtimes in `shims`, and to all
+    ///   pods if the program is missing or unusable.
+    /// - `runtime` (formerly `sandboxer`): as `own`, but with the runtime's shim.
+    /// - `started`: as `runtime`, but started with the pod, by the `start` command of the shim, for
+    ///   shims that do not accept a socket.
+    /// - `containerd`: containerd starts the runtime's shim with the first container.
+    ///
+    /// Applies to pods created after the change.
     shim: ShimOwner = ShimOwner::Own;
-    /// Shims that replace those that containerd would find, by runtime name, for example
+    /// Path of the shim binary per runtime name, in place of the one that containerd would find,
+    /// for example
     /// `shims = { "io.containerd.runc.v2" = "/usr/local/bin/containerd-shim-other-v2" }`.
     shims: ShimBinaries = ShimBinaries::default();
     /// Environment variables for the shims that the sandboxer starts, in addition to the daemon's
@@ -185,10 +198,10 @@ settings! {
     /// pod's containers.
     pod_annotations: Vec<Pattern> = Vec::new();
     /// Seconds after which a sandbox that was created but not started is removed. containerd leaves
-    /// such a sandbox behind if the pull of the pause image fails.
+    /// such a sandbox behind if it fails to pull the pause image.
     abandoned_after: Duration = Duration::from_secs(3600);
-    /// Seconds between two searches for sandboxes without any call since their start. Those that
-    /// containerd does not know are removed.
+    /// Interval of the garbage collection in seconds. It removes sandboxes that got no call since
+    /// their start and that containerd does not know.
     forgotten_interval: Duration = Duration::from_secs(60);
     /// Address of the daemon's metrics for Prometheus: a unix socket that only root can use, such
     /// as `unix:///run/pause-sandboxer/metrics.sock`, or a loopback port, such as `127.0.0.1:9477`
@@ -200,7 +213,7 @@ settings! {
     log_format: LogFormat = LogFormat::Text;
 }
 
-/// Invalid settings: where, which and what is wrong.
+/// Invalid settings: the place, the setting and the reason.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
     /// The config file could not be read.
@@ -218,19 +231,24 @@ pub enum ConfigError {
         file: PathBuf,
         /// Its line, from 1.
         line: usize,
-        /// What is wrong there.
+        /// The error of the parser.
         reason: String,
     },
-    /// A setting is unknown or its value is not what it must be.
-    #[error("{origin}: {name}: {reason}")]
+    /// A setting is unknown or its value is invalid.
+    #[error("{}{reason}", prefix(.origin, .name))]
     Setting {
-        /// File and line, flag, or `default`.
+        /// File and line, flag with its dashes, or `default`.
         origin: String,
         /// The setting.
         name: String,
-        /// What is wrong with it.
+        /// Why it is invalid.
         reason: String,
     },
+}
+
+/// The prefix of the reason in an error. A flag is not followed by the name of its setting.
+fn prefix(origin: &str, name: &str) -> String {
+    if origin.starts_with("--") { format!("{origin}: ") } else { format!("{origin}: {name}: ") }
 }
 
 /// Settings under construction, with the last origin of each.
@@ -255,7 +273,7 @@ impl Gathered {
                     "" => {
                         let line = shown.lines().next().unwrap_or_default();
                         let shown: String = line.chars().take(SHOWN_MAX).collect();
-                        format!("must be {}, is {shown}", setting.kind)
+                        format!("invalid value {shown}: must be {}", setting.kind)
                     }
                     _ => reason,
                 }
@@ -273,7 +291,7 @@ impl Gathered {
     /// Sets what the text of a flag says: a TOML list or table, another TOML value that fits, or
     /// else a string.
     fn set_flag(&mut self, name: &str, text: &str) -> Result<(), ConfigError> {
-        let origin = format!("flag --{}", name.replace('_', "-"));
+        let origin = format!("--{}", name.replace('_', "-"));
         let shown = format!("{text:?}");
         if let Ok(value) = DeValue::parse(text) {
             let whole = matches!(value.get_ref(), DeValue::Array(_) | DeValue::Table(_));

@@ -30,6 +30,7 @@ mod lock;
 mod main_config;
 mod plan;
 mod pods;
+mod removal_plan;
 mod restart;
 mod settings;
 mod toml_text;
@@ -41,13 +42,17 @@ pub use disable::{Disablement, disable};
 use lock::ConfigLock;
 use main_config::{BACKUP, MainConfig};
 use plan::HandlerPlan;
+pub use removal_plan::RemovalPlan;
 pub use restart::RestartBy;
 use trust::check_trusted;
+
+/// The line of a command that changes no file.
+const NO_CHANGES: &str = "no changes needed";
 
 /// The handler's usual name.
 pub const HANDLER: &str = crate::check::containerd::HANDLER;
 
-/// Why nothing has changed.
+/// Why a command failed. Nothing has changed, unless the rollback failed.
 #[derive(Debug, thiserror::Error)]
 pub enum EnableError {
     /// A step failed.
@@ -56,23 +61,23 @@ pub enum EnableError {
     /// Steps failed.
     #[error("{0}")]
     Steps(StepErrors),
-    /// The node is not as it must be, or containerd does not accept the change.
+    /// The node does not meet a requirement, or containerd does not accept the change.
     #[error("{0}")]
     Refused(String),
-    /// Files have changed, because rolling them back failed.
+    /// Files remain changed, because their rollback failed.
     #[error("{reason}; rolling back the files failed too: {steps}{services}")]
     RollbackFailed {
-        /// Why they were rolled back.
+        /// The reason for the rollback.
         reason: String,
         /// The steps of the rollback that failed.
         steps: StepErrors,
-        /// What the services do with the files as they are now, with what separates the two.
+        /// The state of the services with the current files, after a separator.
         services: String,
     },
 }
 
 impl EnableError {
-    /// With what the services do after the rollback.
+    /// Appends the state of the services after the rollback.
     fn with_services(self, more: &str) -> Self {
         match self {
             Self::RollbackFailed { reason, steps, services } => {
@@ -89,7 +94,7 @@ impl From<StepErrors> for EnableError {
     }
 }
 
-/// What `enable` is to do: the whole state, whatever an earlier command has set.
+/// The state that `enable` establishes. It is complete: options of earlier commands do not count.
 #[derive(Clone, Debug)]
 pub struct Enablement {
     /// The node.
@@ -98,7 +103,7 @@ pub struct Enablement {
     pub settings: PathBuf,
     /// The runtime handler.
     pub handler: String,
-    /// The handler whose settings it takes over; `None`: the default one, or runc's.
+    /// The handler whose settings are copied; `None`: the default handler, or runc.
     pub options_of: Option<String>,
     /// Make it the default handler.
     pub default: bool,
@@ -106,9 +111,9 @@ pub struct Enablement {
     pub offline: bool,
     /// Show the changes only.
     pub dry_run: bool,
-    /// Restart containerd, by this.
+    /// How to restart containerd; `None`: no restart.
     pub restart: Option<RestartBy>,
-    /// How long the restart may take, until CRI answers.
+    /// Timeout of the restart, until CRI responds.
     pub within: Duration,
 }
 
@@ -116,7 +121,8 @@ fn refuse<T>(reason: impl Into<String>) -> Result<T, EnableError> {
     Err(EnableError::Refused(reason.into()))
 }
 
-/// What both commands begin with: root, a containerd, and the lock of its config's directory.
+/// The first steps of both commands: check for root and a containerd, and lock the directory of its
+/// config.
 fn begin(
     subject: &Subject,
     settings: &Path,
@@ -132,7 +138,7 @@ fn begin(
     if must_restart && node.pid.is_none() && subject.containerd_config.is_none() {
         return refuse(format!(
             "no containerd listens at {}, so its config file is unknown: start containerd first, \
-             or set containerd_address in {}, or name the file with --containerd-config",
+             or set containerd_address in {}, or use --containerd-config FILE",
             subject.config.containerd_address.display(),
             settings.display()
         ));
@@ -151,15 +157,15 @@ fn begin(
     Ok((node, main, lock))
 }
 
-/// Fails if the containerd that runs has another config file: its restart would not read what is
-/// written.
+/// Fails if the running containerd has another config file: its restart would not read the changed
+/// one.
 fn is_of_running(node: &NodeContainerd) -> Result<(), EnableError> {
     let Some(its_file) = node.file_of_running() else { return Ok(()) };
     refuse(format!(
-        "the running containerd does not use {}, but {}: omit --containerd-config, or omit \
-         --restart if the next containerd is to use that file",
-        node.file.display(),
-        its_file.display()
+        "the running containerd uses {}, not {}: omit --containerd-config, or omit --restart if \
+         containerd will be started with that file",
+        its_file.display(),
+        node.file.display()
     ))
 }
 
@@ -172,15 +178,15 @@ fn roll_back(changes: &Changes, reason: String) -> EnableError {
     rolled_back(reason, changes.undo())
 }
 
-/// What failed because of `reason`, after a rollback of the files.
+/// The error for a failure, `reason`, whose file changes were rolled back with this result.
 fn rolled_back(reason: String, rollback: Result<(), StepErrors>) -> EnableError {
     match rollback {
-        Ok(()) => EnableError::Refused(format!("{reason}; the files are as before")),
+        Ok(()) => EnableError::Refused(format!("{reason}; all file changes are rolled back")),
         Err(steps) => EnableError::RollbackFailed { reason, steps, services: String::new() },
     }
 }
 
-/// Rolls changes back because of `reason`, and restarts containerd with the files as they are then.
+/// Rolls changes back because of `reason`, and restarts containerd with the resulting files.
 fn restart_after_rollback(
     changes: &Changes,
     reason: String,
@@ -193,11 +199,11 @@ fn restart_after_rollback(
         .map_err(|step| step.to_string())
         .and_then(|runtime| runtime.block_on(restart::restart(by, subject, within, |_| true)));
     let with = match &error {
-        EnableError::RollbackFailed { .. } => "the files as they are now",
-        _ => "them",
+        EnableError::RollbackFailed { .. } => "the current files",
+        _ => "the restored files",
     };
     error.with_services(&match again {
-        Ok(()) => format!("; containerd serves CRI with {with} again"),
+        Ok(()) => format!("; containerd serves CRI with {with}"),
         Err(reason) => format!("; but containerd does not serve CRI with {with}: {reason}"),
     })
 }
@@ -209,7 +215,9 @@ fn restart_daemon_after_rollback(error: EnableError, within: Duration) -> Enable
         .and_then(|runtime| runtime.block_on(restart::restart_daemon_again(within)));
     error.with_services(&match again {
         Ok(()) => "; pause-sandboxer is restarted too".to_owned(),
-        Err(reason) => format!("; restart pause-sandboxer: it may have the new settings: {reason}"),
+        Err(reason) => {
+            format!("; pause-sandboxer may still use the new settings, restart it: {reason}")
+        }
     })
 }
 
@@ -241,12 +249,13 @@ pub fn enable(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), En
     main.import(&path, plan.new_file_version(), &mut changes)?;
     for option in old.as_deref().map(|old| drop_in::undone(old, wanted)).unwrap_or_default() {
         say(format!(
-            "this command removes {option} of the earlier `enable`; run it with {option} to keep it"
+            "this command undoes {option} of the earlier `enable`; add {option} to keep it"
         ));
     }
     main.managed(&path).into_iter().for_each(&mut *say);
     if wanted.dry_run {
-        say(shown(&changes));
+        let diff = changes.diff();
+        say(if diff.is_empty() { NO_CHANGES } else { diff.trim_end() }.to_owned());
         return Ok(());
     }
     let unread = UnreadFiles::find(&node, &main, is_ours.then_some(&path))?;
@@ -267,14 +276,14 @@ pub fn enable(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), En
     }
     changes.paths().for_each(|path| say(format!("wrote {}", path.display())));
     if changes.is_empty() {
-        say("the files are as they should be".to_owned());
+        say(NO_CHANGES.to_owned());
     }
     let has_adopted = adopted > 0 && restart_daemon(wanted, &changes, say)?;
     if let Err(reason) = pods::answering_daemon(&subject.config) {
-        say(format!("{reason}; pods of the runtime handler {} need it", wanted.handler));
+        say(format!("{reason}; pods of runtime handler {} need the daemon", wanted.handler));
     }
     if is_loaded {
-        say(format!("containerd has the runtime handler {}", wanted.handler));
+        say(format!("containerd has loaded runtime handler {}", wanted.handler));
         return Ok(());
     }
     load(wanted, &node, &changes, &lost, say).map_err(|error| match error {
@@ -283,14 +292,6 @@ pub fn enable(wanted: &Enablement, say: &mut dyn FnMut(String)) -> Result<(), En
         }
         error => error,
     })
-}
-
-/// The lines of a dry run.
-fn shown(changes: &Changes) -> String {
-    if changes.is_empty() {
-        return "the files are as they should be".to_owned();
-    }
-    changes.diff().trim_end().to_owned()
 }
 
 /// The changes of the sandboxer's own settings.
@@ -357,7 +358,7 @@ fn restart_daemon(
     Ok(restarted)
 }
 
-/// What follows from a restart that has failed because of `reason`.
+/// The error for a restart of containerd that failed because of `reason`.
 fn not_loaded(
     wanted: &Enablement,
     node: &NodeContainerd,
@@ -366,7 +367,7 @@ fn not_loaded(
     by: &RestartBy,
 ) -> EnableError {
     let earlier = format!(
-        "; an earlier command has added the handler: to remove it, run `pause-sandboxer disable \
+        "; the handler was added by an earlier command: to remove it, run `pause-sandboxer disable \
          --restart --containerd-config {}`",
         node.file.display()
     );
@@ -391,8 +392,8 @@ fn load(
     let Some(by) = &wanted.restart else {
         let command = RestartBy::Systemd.command(&node.unit);
         say(format!(
-            "containerd reads the files when it is restarted; while the daemon answers, pods keep \
-             running: {command}"
+            "restart containerd to load the files: {command} (pods keep running, and the daemon \
+             must respond meanwhile)"
         ));
         return Ok(());
     };
@@ -400,9 +401,9 @@ fn load(
         .map_err(|step| roll_back(changes, step.to_string()))?;
     if !stopped.is_empty() {
         let reason = format!(
-            "the daemon does not answer and has {}: start it first (systemctl status \
-             pause-sandboxer has the reason), as a containerd that starts without it lists these \
-             pods as NotReady",
+            "the daemon does not respond and has {}: start it first (see systemctl status \
+             pause-sandboxer), because a containerd that starts without it reports these pods as \
+             NotReady",
             pods::shown(&stopped)
         );
         return Err(roll_back(changes, reason));
@@ -415,11 +416,11 @@ fn load(
     if let Err(reason) = runtime()?.block_on(restarted) {
         return Err(not_loaded(wanted, node, changes, reason, by));
     }
-    say(format!("restarted containerd: it has the runtime handler {handler}"));
+    say(format!("restarted containerd: it has loaded runtime handler {handler}"));
     Ok(())
 }
 
-/// The config file of the sandboxer that a command line names, or the one that is read without.
+/// The config file of the sandboxer: the one of the command line, or the default.
 pub fn settings_file(named: Option<&Path>) -> PathBuf {
     named.unwrap_or(Path::new(config::DEFAULT_FILE)).to_owned()
 }

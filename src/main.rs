@@ -1,4 +1,4 @@
-//! What each command does, and the exit status.
+//! The entry point: runs the command of the command line and sets the exit status.
 
 use std::fs::File;
 use std::io::{self, BufWriter, IsTerminal as _, Write as _};
@@ -19,7 +19,7 @@ use pause_sandboxer::selftest::{self, Selftest};
 
 mod daemon;
 
-/// Between two looks of `list --watch`.
+/// Polling interval of `list --watch`.
 const WATCH_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Why a command failed: the reason, and the exit status.
@@ -155,6 +155,7 @@ fn disable(options: &cli::Disable) -> Result<(), CommandFailure> {
         subject,
         settings: enable::settings_file(change.settings.file.as_deref()),
         dry_run: change.dry_run,
+        json: options.output == Format::Json,
         wait: options.wait,
         restart,
         within: Duration::from_secs(change.timeout.into()),

@@ -36,7 +36,7 @@ impl ImageBlob {
         Self::new(media_type, value.to_string().into_bytes())
     }
 
-    /// What names it elsewhere (OCI image spec, descriptor).
+    /// Its descriptor (OCI image spec).
     fn descriptor(&self) -> Value {
         json!({ "mediaType": self.media_type, "digest": self.digest, "size": self.bytes.len() })
     }

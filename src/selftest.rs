@@ -2,9 +2,9 @@
 //! handler.
 //!
 //! The image is made in memory and imported, so that no registry is needed. Names have a random
-//! part: pods of the node are not touched, and only what the test has made is removed, also after a
-//! signal, a failure or the deadline. At the end nothing on the machine may name the pod: no mount,
-//! cgroup, process, network namespace or file.
+//! part, so that pods of the node are not affected. The test removes its own resources, also after
+//! a signal, a failure or the deadline. At the end no mount, cgroup, process, network namespace or
+//! file with the name of the pod may exist.
 
 use std::pin::{Pin, pin};
 use std::time::{Duration, Instant};
@@ -27,13 +27,13 @@ mod pod;
 
 use pod::{PodPlan, TestPod, Timing};
 
-/// How long what a pod leaves may take to go.
+/// Timeout for the resources of a removed pod to disappear.
 const SETTLED: Duration = Duration::from_secs(15);
 
-/// Between two looks at the machine.
+/// Polling interval of the check for leftover resources.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// kubelet ends pods that it does not know, at its next look; then the test is repeated.
+/// Maximum number of attempts: kubelet removes pods without an API object, such as the test pod.
 const ATTEMPTS: usize = 5;
 
 /// Why the test failed.
@@ -42,7 +42,7 @@ pub enum SelftestError {
     /// A step failed.
     #[error(transparent)]
     Step(#[from] StepError),
-    /// Something is not as it must be.
+    /// The node or a result does not meet a requirement.
     #[error("{0}")]
     Failed(String),
     /// A signal or the deadline.
@@ -58,17 +58,17 @@ pub enum SelftestError {
         /// Why.
         reason: Box<SelftestError>,
     },
-    /// What was made could not be removed.
-    #[error("{reason}cannot remove what the test has made: {steps}")]
-    Left {
-        /// What failed before, with what separates the two.
+    /// Resources of the test could not be removed.
+    #[error("{reason}failed to remove resources of the test: {steps}")]
+    RemovalFailed {
+        /// The earlier failure and a separator; empty: there is none.
         reason: String,
         /// The steps that failed.
         steps: StepErrors,
     },
 }
 
-/// What to test.
+/// The options of the test.
 #[derive(Clone, Debug)]
 pub struct Selftest {
     /// The node.
@@ -96,11 +96,11 @@ struct Column {
 pub struct SelftestReport {
     /// The table of the times, also of a test that failed.
     pub table: String,
-    /// Why it failed: a step of a pod, something that is left, or the image that is.
+    /// Why it failed: a step of a pod, or leftover resources or the image of the test.
     pub failed: Option<SelftestError>,
 }
 
-/// Runs the test. `say` gets a line for what is repeated.
+/// Runs the test. `say` gets a line for each retry.
 ///
 /// # Errors
 /// No pod was started, and nothing is left.
@@ -155,16 +155,16 @@ impl Column {
     }
 }
 
-/// What failed, and that what was made could not be removed.
+/// Combines the failure of the test with that of the removal of its resources.
 fn with_removal(
     failed: Option<SelftestError>,
     removed: Result<(), StepErrors>,
 ) -> Option<SelftestError> {
     match (failed, removed) {
         (failed, Ok(())) => failed,
-        (None, Err(steps)) => Some(SelftestError::Left { reason: String::new(), steps }),
+        (None, Err(steps)) => Some(SelftestError::RemovalFailed { reason: String::new(), steps }),
         (Some(failed), Err(steps)) => {
-            Some(SelftestError::Left { reason: format!("{failed}; "), steps })
+            Some(SelftestError::RemovalFailed { reason: format!("{failed}; "), steps })
         }
     }
 }
@@ -186,16 +186,16 @@ fn handlers(
         Some(named) if known.ours.contains(named) => named.clone(),
         Some(named) => {
             let reason = format!(
-                "{named:?} is not a runtime handler of this sandboxer, but {:?}",
+                "{named:?} is not a runtime handler of this sandboxer; its handlers are {:?}",
                 known.ours
             );
             return Err(SelftestError::Failed(reason));
         }
         None => known.ours.first().cloned().ok_or_else(|| {
             let command = containerd.enable_command();
-            let reason =
-                format!("containerd has no runtime handler of this sandboxer -> {command}");
-            SelftestError::Failed(reason)
+            SelftestError::Failed(format!(
+                "containerd has no runtime handler of this sandboxer; run `{command}`"
+            ))
         })?,
     };
     let default = if known.default.is_empty() { "runc".to_owned() } else { known.default };
@@ -286,23 +286,23 @@ async fn column(
             }
         };
         let was_ended = done.is_err() && !is_stopped && pod.was_ended().await;
-        let settled = settle(wanted, &mut pod).await;
-        if was_ended && settled.is_ok() && attempt < ATTEMPTS {
+        let removed = remove_until_gone(wanted, &mut pod).await;
+        if was_ended && removed.is_ok() && attempt < ATTEMPTS {
             say(format!(
-                "another program, usually kubelet, ended the pod of {handler}; repeating the test \
-                 ({} of {ATTEMPTS})",
+                "another program, usually kubelet, stopped the test pod of {handler}; retrying \
+                 (attempt {} of {ATTEMPTS})",
                 attempt + 1
             ));
             continue;
         }
         let step = pod.last_step();
-        let failed = with_removal(done.err(), settled).map(|reason| (step, reason));
+        let failed = with_removal(done.err(), removed).map(|reason| (step, reason));
         return Column { handler, timings: pod.timings().to_vec(), failed };
     }
 }
 
-/// Removes the pod until nothing on the machine names it.
-async fn settle(wanted: &Selftest, pod: &mut TestPod) -> Result<(), StepErrors> {
+/// Removes the pod, and waits until no resource on the machine has its name.
+async fn remove_until_gone(wanted: &Selftest, pod: &mut TestPod) -> Result<(), StepErrors> {
     let begun = Instant::now();
     loop {
         let removed = pod.clean_up().await;
@@ -317,7 +317,7 @@ async fn settle(wanted: &Selftest, pod: &mut TestPod) -> Result<(), StepErrors> 
             if !left.is_empty() {
                 let left: Vec<String> = left.into_iter().collect();
                 let reason = std::io::Error::other(left.join(", "));
-                steps.check(Err(StepError::new("these are left", reason)));
+                steps.check(Err(StepError::new("leftover resources", reason)));
             }
             return Err(steps);
         }
@@ -344,7 +344,7 @@ fn table(columns: &[Column]) -> String {
     }
     for column in columns {
         match &column.failed {
-            None => text += &format!("{}: nothing of the pod is left\n", column.handler),
+            None => text += &format!("{}: no leftover resources\n", column.handler),
             Some((step, _)) => text += &format!("{}: failed in step {step}\n", column.handler),
         }
     }
@@ -374,7 +374,7 @@ mod tests {
         assert_eq!(lines[0], ["STEP", "runc-pause", "runc"]);
         assert_eq!(lines[1], ["a", "1.0", "ms", "20.0", "ms"]);
         assert_eq!(lines[2], ["b", "1500.0", "ms", "-"]);
-        let end = "runc-pause: nothing of the pod is left\nrunc: failed in step b\n";
+        let end = "runc-pause: no leftover resources\nrunc: failed in step b\n";
         assert!(shown.ends_with(end), "{shown}");
         // The second handler's failure is one of the test.
         let failed = columns.into_iter().find_map(Column::failure).unwrap();
@@ -403,7 +403,7 @@ mod tests {
         assert!(with_removal(None, Ok(())).is_none());
         let of = |failed, removed| with_removal(failed, removed).unwrap().to_string();
         assert_eq!(of(failed(), Ok(())), "no image");
-        let left = "cannot remove what the test has made: remove image: x";
+        let left = "failed to remove resources of the test: remove image: x";
         assert_eq!(of(None, Err(step())), left);
         assert_eq!(of(failed(), Err(step())), format!("no image; {left}"));
     }

@@ -62,7 +62,7 @@ const PREFIX: &str = "pause_sandboxer";
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 metrics! {
-    /// What a daemon counts.
+    /// The metrics of a daemon.
     Metrics {
         /// Completed calls, by method and gRPC code; CANCELLED: the caller gave up
         calls: Family<CallLabels, Counter> = "calls";
@@ -86,9 +86,11 @@ metrics! {
         restore_failures: Counter = "healing_failures";
         /// Duration of the recovery at startup
         recovery: Gauge<f64, AtomicU64> = "recovery_duration" [Seconds];
-        /// Sandboxes recovered at startup
+        /// Sandboxes recovered since startup, including those of records that were quarantined at
+        /// first
         recovered: Gauge = "recovered_sandboxes";
-        /// Records that could not be recovered at startup
+        /// Quarantined records: those that could not be recovered at startup, until they are
+        /// recovered or removed
         quarantined: Gauge = "records_kept_aside";
     }
 }

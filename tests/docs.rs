@@ -170,7 +170,7 @@ UPDATE_DOCS=1 cargo test --test docs -->
 "
     .to_owned();
     for setting in SETTINGS {
-        let meaning: Vec<&str> = setting.meaning.iter().map(|line| line.trim()).collect();
+        let meaning: Vec<&str> = setting.lines().collect();
         text += &format!(
             "\n## `{}`\n{}\n\n- must be {}\n- default: `{}`\n- option: `{}`\n",
             setting.name,

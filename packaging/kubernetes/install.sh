@@ -176,17 +176,23 @@ pods() {
     fi
 }
 
-# Prints containerd's config file with what it imports, and the files beside the drop-in of
+# Prints the changes of `disable` as JSON, with a key or an item per line.
+plan() { node $program disable --dry-run --output json; }
+
+# Prints the string of a key in such a plan on stdin.
+value() { sed -n "s|^  \"$1\": \"\(.*\)\",*\$|\1|p"; }
+
+# Prints containerd's config file with what it imports, and the files next to the drop-in of
 # `enable`: only the program knows where a running containerd has its config. If it fails,
 # only the other files are printed.
 config_files() {
+    removal=$(plan 2>/dev/null) || removal=
     {
         printf '%s\n' $etc/config.toml "$etc/conf.d/*.toml"
         sed '/^[[:space:]]*#/d' "$host$etc/config.toml" 2>/dev/null |
             grep -oE "[\"'][^\"']+\.toml[\"']" | tr -d "\"'" | sed "s|^[^/]|$etc/&|"
-        # The diff of its removal names the drop-in.
-        node $program disable --dry-run 2>/dev/null |
-            sed -n 's|^--- \(\(/.*\)/[^/]*\)/pause-sandboxer\.toml$|\1/*.toml\n\2/config.toml|p'
+        printf '%s\n' "$removal" | value containerd_config
+        printf '%s\n' "$removal" | value drop_in | sed 's|[^/]*$|*.toml|'
     } | sort -u | while read -r pattern; do
         IFS=
         for file in $host$pattern; do
@@ -238,9 +244,11 @@ remove_handler() {
         node $program disable --restart || die "cannot remove the handler from containerd"
         return 0
     fi
-    left=$(node $program disable --dry-run) || die "cannot read containerd's config (see above)"
-    # Without a change `disable` prints this line.
-    if [ "$left" = "the files are as they should be" ]; then
+    removal=$(plan) || die "cannot read containerd's config (see above)"
+    # Lists with items continue on the next line.
+    if printf '%s\n' "$removal" | grep -qE '^  "(changes|stale_handlers)": \[$'; then
+        left=$(node $program disable --dry-run) || die "cannot read containerd's config (see above)"
+    else
         # Files that `enable` has not written. The path is the directory of the daemon's socket.
         left=$(config_files | while read -r file; do
             grep -Es "^[^#]*$state/" "$host$file" | sed "s|^|$file:|"

@@ -2,6 +2,27 @@
 
 use crate::error::Error;
 
+/// The text of `--help`.
+const USAGE: &str = "\
+The containerd shim of pause-sandboxer for runc and crun. It serves the containers of one pod.
+pause-sandboxer starts it; do not run it by hand.
+
+usage: pause-sandboxer-runc-shim -namespace NAMESPACE -id ID [-bundle DIRECTORY] [delete]
+
+Without a command it serves containerd.task.v3.Task on the socket that is passed as descriptor 3.
+  delete         remove the container ID of the bundle DIRECTORY, whose shim has exited
+  -v, --version  print the version
+  -h, --help     print this text";
+
+/// The text that a first argument asks for, if it is an option that prints one.
+pub fn information(first: &str) -> Option<&'static str> {
+    match first {
+        "-h" | "-help" | "--help" => Some(USAGE),
+        "-v" | "--version" => Some(concat!(env!("CARGO_PKG_NAME"), " ", env!("CARGO_PKG_VERSION"))),
+        _ => None,
+    }
+}
+
 /// The arguments of containerd's shims that are used.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Arguments {
@@ -41,7 +62,9 @@ impl Arguments {
             }
         }
         if parsed.namespace.is_empty() || parsed.namespace.contains('/') {
-            return Err(Error::unknown("-namespace is missing or malformed"));
+            return Err(Error::unknown(
+                "-namespace is missing or malformed (--help prints the usage)",
+            ));
         }
         Ok(parsed)
     }

@@ -1,4 +1,4 @@
-//! The command `delete` of the shim: removes what a container of a dead shim has left.
+//! The command `delete` of the shim: removes the leftovers of a container of a dead shim.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};

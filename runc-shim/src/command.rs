@@ -30,7 +30,7 @@ impl Command {
         Self { pid, log: None, output: Some(output) }
     }
 
-    /// What the command has written to its standard streams, if they were kept.
+    /// The output of the command on its standard streams, if it was kept.
     fn output(&mut self) -> Vec<u8> {
         self.output.as_mut().map(content).unwrap_or_default()
     }

@@ -156,7 +156,7 @@ impl Shim {
             self.thaw_running(&key);
         }
         if let Some(reply) = reply {
-            self.answer(reply, answer);
+            self.respond(reply, answer);
         }
         self.release(&key);
     }

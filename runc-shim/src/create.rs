@@ -167,7 +167,7 @@ impl Shim {
             .and_then(|()| self.run_process(key.clone(), reply, prepared, started))
             .or_else(|e| self.process_failed(&key, reply, e, started));
         if let Some(reply) = reply {
-            self.answer(reply, answer);
+            self.respond(reply, answer);
         }
         self.release(&key);
     }

@@ -51,8 +51,7 @@ impl Shim {
             if job.deadline().is_some_and(|at| at <= now) {
                 job.was_killed = true;
                 log::warn(format_args!(
-                    "container {}: killing process {} of the runtime and its children at the time \
-                     limit",
+                    "container {}: runtime command timed out; killing process {} and its children",
                     job.key.id, job.command.pid
                 ));
                 end_command(job);
@@ -62,7 +61,7 @@ impl Shim {
             self.containers.values_mut().flat_map(|container| take_late(container, now)).collect();
         late.extend(self.sandbox.iter_mut().flat_map(|sandbox| sandbox.take_late_waiters(now)));
         for reply in late {
-            self.answer(reply, Err(passed()));
+            self.respond(reply, Err(passed()));
         }
     }
 }
@@ -122,7 +121,7 @@ pub fn passed() -> Error {
     Error::new(Code::DeadlineExceeded, "the deadline of the call has passed")
 }
 
-/// The error of a command that was killed at its time limit.
+/// The error of a command that was killed at its timeout.
 pub fn ended(e: &Error) -> Error {
-    Error::new(Code::DeadlineExceeded, format!("{e}; killed at the time limit"))
+    Error::new(Code::DeadlineExceeded, format!("{e}; killed: the command timed out"))
 }

@@ -63,7 +63,7 @@ impl Shim {
         } else {
             self.run_delete(key, Some(reply), Attempt::First)
         };
-        self.answer(reply, answer);
+        self.respond(reply, answer);
         self.release(key);
     }
 
@@ -175,7 +175,7 @@ impl Shim {
         for exec in container.execs.into_values() {
             self.close_process(id, exec.process);
             if let Some((reply, _)) = exec.drain {
-                self.answer(reply, Err(Error::not_found("process was deleted")));
+                self.respond(reply, Err(Error::not_found("process was deleted")));
             }
             for (reply, request) in exec.queue {
                 self.dispatch(reply, request);

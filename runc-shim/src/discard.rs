@@ -1,4 +1,4 @@
-//! Removal of what is left of a container that could not be created. It is tried again until
+//! Removal of the leftovers of a container that could not be created. It is tried again until
 //! nothing is left: there may be no process or descriptor for a command of the runtime at first.
 
 use std::os::fd::AsFd as _;
@@ -25,7 +25,7 @@ const FIRST_WAIT: Duration = Duration::from_millis(200);
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
 impl Shim {
-    /// Handles a failed creation: removes what is left of the container, and then fails the Create
+    /// Handles a failed creation: removes the leftovers of the container, and then fails the Create
     /// with `reason`.
     pub fn create_failed(&mut self, key: &Key, reply: Option<Reply>, reason: Error) -> Answer {
         self.change(key, Event::CreateFailed);
@@ -33,7 +33,7 @@ impl Shim {
         self.discard(key, reply, Some(reason))
     }
 
-    /// Removes what is left of a container that could not be created, one step after another. The
+    /// Removes the leftovers of a container that could not be created, one step after another. The
     /// caller is answered with the reason, or, if it has asked for the deletion, with the result.
     pub fn discard(&mut self, key: &Key, reply: Option<Reply>, reason: Option<Error>) -> Answer {
         let container = self.known(key)?;
@@ -116,7 +116,7 @@ impl Shim {
         let container = self.known(key)?;
         let wait = container.retry.map_or(FIRST_WAIT, |retry| (retry.wait * 2).min(LONGEST_WAIT));
         container.retry = Some(Retry { at: Instant::now() + wait, wait });
-        let e = e.context("failed to remove what a failed creation has left; retrying");
+        let e = e.context("failed to clean up after a failed creation; retrying");
         commands::log_failure(key, &e);
         Err(reason.unwrap_or(e))
     }

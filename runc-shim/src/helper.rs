@@ -18,7 +18,7 @@ use crate::error::{Context as _, Error};
 use crate::runtime::{self, INPUT_FD};
 use crate::{mounts, sys};
 
-/// What a helper does.
+/// The action of a helper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Mounts the root file system of a bundle; see [`mounts_file`].

@@ -18,7 +18,7 @@ pub const IDMAPPED: &str = "idmapped";
 /// several separated by commas.
 pub fn user_namespace(users: &str, groups: &str) -> Result<OwnedFd, Error> {
     let (users, groups) = (id_map(users)?, id_map(groups)?);
-    let holder = Holder(sys::user_namespace_holder().context("make user namespace")?);
+    let holder = NamespaceHolder(sys::user_namespace_holder().context("make user namespace")?);
     let file = |name: &str| PathBuf::from(format!("/proc/{}/{name}", holder.0));
     fs::write(file("uid_map"), users).context("write user map")?;
     fs::write(file("gid_map"), groups).context("write group map")?;
@@ -39,9 +39,9 @@ pub fn id_map(map: &str) -> Result<String, Error> {
 }
 
 /// The pid of a process that only keeps a namespace alive; killed and reaped on drop.
-struct Holder(i32);
+struct NamespaceHolder(i32);
 
-impl Drop for Holder {
+impl Drop for NamespaceHolder {
     fn drop(&mut self) {
         let _ = sys::kill(self.0, libc::SIGKILL);
         let pid = Pid::from_raw(self.0);

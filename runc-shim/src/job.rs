@@ -50,7 +50,7 @@ pub enum Purpose {
     Create(Option<ConsoleSocket>),
     /// Mounts a container's root file system.
     Mount,
-    /// Has the runtime delete what is left of a container whose creation failed with this error.
+    /// Lets the runtime delete the leftovers of a container whose creation failed with this error.
     /// `None`: a later attempt or a Delete, so that no Create waits for the error.
     Discard(Option<Error>),
     /// Removes the cgroup that a killed command has left of such a container.

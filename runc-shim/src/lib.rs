@@ -78,9 +78,8 @@ pub fn main() -> ExitCode {
 
 fn run() -> Result<ExitCode, Error> {
     let mut given = env::args().skip(1).peekable();
-    if given.peek().is_some_and(|first| ["-v", "--version"].contains(&first.as_str())) {
-        let version = concat!(env!("CARGO_PKG_NAME"), " ", env!("CARGO_PKG_VERSION"));
-        writeln!(std::io::stdout(), "{version}").context("write version")?;
+    if let Some(text) = given.peek().and_then(|first| arguments::information(first)) {
+        writeln!(std::io::stdout(), "{text}").context("write to standard output")?;
         return Ok(ExitCode::SUCCESS);
     }
     let arguments = Arguments::parse(given)?;
@@ -105,8 +104,9 @@ fn run() -> Result<ExitCode, Error> {
 }
 
 fn serve(arguments: Arguments) -> Result<(), Error> {
-    let listener = sys::inherited(SOCKET)
-        .ok_or_else(|| Error::unknown("descriptor 3 is not open: not started by the daemon"))?;
+    let listener = sys::inherited(SOCKET).ok_or_else(|| {
+        Error::unknown("descriptor 3 is not open: only pause-sandboxer starts this program")
+    })?;
     sys::close_rest_on_exec();
     rustix::thread::set_name(NAME).context("set name of process")?;
     // A process that can trace the shim has root's rights on the node, and a core dump would

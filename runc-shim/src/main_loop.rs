@@ -58,7 +58,7 @@ impl Shim {
     fn signalled(&mut self) {
         if let Some(signal) = self.signals.take() {
             let left = self.containers.len();
-            log::warn(format_args!("shim exits on {signal}; containers: {left}"));
+            log::warn(format_args!("shim exits on {signal}; remaining containers: {left}"));
             self.begin_shutdown();
         }
         self.reap();

@@ -247,20 +247,20 @@ pub fn rootfs(bundle: &Path) -> PathBuf {
 }
 
 /// All places in a bundle on which the shim mounts.
-fn places(bundle: &Path) -> [PathBuf; 2] {
+fn mount_points(bundle: &Path) -> [PathBuf; 2] {
     [rootfs(bundle), bundle.join(idmap::IDMAPPED)]
 }
 
 /// Undoes all mounts of a bundle, if there are any.
 pub fn unmount_bundle(bundle: &Path) -> Result<(), Error> {
-    unmount_all(&places(bundle))
+    unmount_all(&mount_points(bundle))
 }
 
 /// Detaches all mounts of a bundle (`MNT_DETACH`), also if their file systems do not answer, and
 /// replaces the mount points, so that a mount in progress fails. The kernel unmounts each file
 /// system when nothing uses it any more.
 pub fn detach_bundle(bundle: &Path) -> Result<(), Error> {
-    for place in places(bundle) {
+    for place in mount_points(bundle) {
         let spare = place.with_extension("detached");
         for _ in 0..DETACH_TRIES {
             detach_all(&place)?;
@@ -309,7 +309,7 @@ fn replace_directory(place: &Path, spare: &Path) -> Result<bool, Error> {
     }
 }
 
-/// The same in two steps.
+/// The same operation in two steps.
 fn remake_directory(place: &Path) -> bool {
     let removed = rustix::fs::rmdir(place);
     if removed.is_ok() {

@@ -60,14 +60,14 @@ impl Shim {
         if let Some(console) = process.console.take() {
             process.stdin = None;
             let streams = process.streams.clone();
-            if let Some(copier) = self.copiers.of(&key.id) {
+            if let Some(copier) = self.copiers.find(&key.id) {
                 streams.into_iter().for_each(|stream| copier.finish(stream));
                 copier.close(vec![console]);
             }
         }
         for waiter in waiters {
             let answer = response::now(&response::waited(Some(exit)));
-            self.answer(waiter, answer);
+            self.respond(waiter, answer);
         }
     }
 
@@ -78,7 +78,7 @@ impl Shim {
         let Ok(process) = self.process(&key) else { return };
         let console = process.console.take();
         let streams = process.streams.clone();
-        if let (Some(console), Some(copier)) = (console, self.copiers.of(id)) {
+        if let (Some(console), Some(copier)) = (console, self.copiers.find(id)) {
             streams.iter().for_each(|stream| copier.hang_up(*stream));
             copier.close(vec![console]);
         }
@@ -129,14 +129,14 @@ impl Shim {
     /// Closes the streams and the terminal of a deleted process, fails the calls that wait for it,
     /// and ends its logging program.
     pub fn close_process(&mut self, id: &str, process: Process) {
-        if let Some(copier) = self.copiers.of(id) {
+        if let Some(copier) = self.copiers.find(id) {
             process.streams.iter().for_each(|stream| copier.process_deleted(*stream));
         }
         let prepared = process.prepared.into_iter().flat_map(Stream::into_ends);
         self.copiers.close(id, prepared.chain(process.console).collect());
         for waiter in &process.waiters {
             let gone = Err(Error::not_found("process was deleted"));
-            self.answer(*waiter, gone);
+            self.respond(*waiter, gone);
         }
         if let Some(pid) = process.logger {
             self.end_logger(pid);

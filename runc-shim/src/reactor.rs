@@ -12,7 +12,7 @@ use rustix::io::Errno;
 /// epoll_pwait2(2), which Linux has from 5.11 on.
 const LONGEST_WAIT: Duration = Duration::from_secs(86_400);
 
-/// What a descriptor belongs to.
+/// The owner of a descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
     /// The socket on which the shim listens.

@@ -45,7 +45,7 @@ pub enum Request {
     Connect(api::ConnectRequest),
     /// Shuts down the shim, if it has no container and its sandbox no running task.
     Shutdown,
-    /// Sets the pause; a method of the daemon's own service.
+    /// Sets the pause process; a method of the daemon's own service.
     SetPause(Pause),
 }
 

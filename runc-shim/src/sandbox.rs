@@ -1,9 +1,10 @@
 //! The pod's sandbox as a task: the daemon names the pause process, and containerd calls the shim
-//! for it as for a container (`ctr tasks ls`, cAdvisor). The pause is a child of the daemon: the
-//! shim watches and signals it by a pidfd and cannot reap it, so that its exit status is unknown.
+//! for it as for a container (`ctr tasks ls`, cAdvisor). The pause process is a child of the
+//! daemon: the shim watches and signals it by a pidfd and cannot reap it, so that its exit status
+//! is unknown.
 //!
 //! ```text
-//!         SetPause         Create            Start           the pause has ended
+//!         SetPause         Create            Start           the pause process has exited
 //!  (none) --------> known --------> created -------> running -------------------> stopped
 //!                     ^               | Delete                                       | Delete
 //!                     +---------------+----------------------------------------------+
@@ -67,11 +68,11 @@ impl Pause {
 /// The stage of the task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
-    /// The pause is known, and containerd has no task.
+    /// The pause process is known, and containerd has no task.
     Known,
     /// The task was created and not started.
     Created,
-    /// The task was started; also after the exit of the pause.
+    /// The task was started; also after the exit of the pause process.
     Started,
 }
 
@@ -80,15 +81,15 @@ pub enum Stage {
 pub struct Sandbox {
     /// The pause process.
     pub pause: Pause,
-    /// The pidfd of the pause; `None` after its exit.
+    /// The pidfd of the pause process; `None` after its exit.
     pub process: Option<OwnedFd>,
     /// The stage of the task.
     pub stage: Stage,
-    /// The exit of the pause.
+    /// The exit of the pause process.
     pub exit: Option<Exit>,
-    /// The bundle that containerd has made for the task.
+    /// The bundle that containerd made for the task.
     pub bundle: String,
-    /// The calls that wait for the exit of the pause.
+    /// The calls that wait for the exit of the pause process.
     pub waiters: Vec<Reply>,
 }
 
@@ -96,13 +97,13 @@ impl Sandbox {
     /// Opens a pidfd of the process that `pause` identifies, unless its pid was reused.
     pub fn open(pause: Pause, reactor: &Reactor) -> Result<Self, Error> {
         let pid = Pid::from_raw(pause.pid).ok_or_else(|| Error::not_found("no pid"))?;
-        let gone = || Error::not_found(format!("process {} is not the pause", pause.pid));
+        let gone = || Error::not_found(format!("process {} is not the pause process", pause.pid));
         let process = rustix::process::pidfd_open(pid, PidfdFlags::empty()).map_err(|_| gone())?;
         // Compared after the pidfd was opened, because the pid may have been reused before.
         if start_time(pause.pid) != Some(pause.start_time) || has_ended(&process) {
             return Err(gone());
         }
-        reactor.add(&process, Source::Pause, EventFlags::IN).context("watch the pause")?;
+        reactor.add(&process, Source::Pause, EventFlags::IN).context("watch the pause process")?;
         let (bundle, waiters) = Default::default();
         Ok(Self { pause, process: Some(process), stage: Stage::Known, exit: None, bundle, waiters })
     }
@@ -117,8 +118,8 @@ impl Sandbox {
         response::unsigned(self.pause.pid)
     }
 
-    /// Whether containerd has a task and the pause runs. Asks the kernel, because the main loop may
-    /// not have handled the exit yet.
+    /// Whether containerd has a task and the pause process runs. Queries the kernel, because the
+    /// main loop may not have handled the exit yet.
     pub fn runs(&self) -> bool {
         self.stage != Stage::Known && !self.process.as_ref().is_none_or(has_ended)
     }
@@ -165,7 +166,7 @@ impl Sandbox {
         response::now(&response)
     }
 
-    /// Signals the pause. As with containerd's built-in controller, its exit stops the pod.
+    /// Signals the pause process. As with containerd's built-in controller, its exit stops the pod.
     pub fn kill(&self, signal: u32) -> Answer {
         let finished = || Error::not_found("process already finished");
         let process = self.process.as_ref().ok_or_else(finished)?;
@@ -174,7 +175,7 @@ impl Sandbox {
         match rustix::process::pidfd_send_signal(process, signal) {
             Ok(()) => response::empty(),
             Err(rustix::io::Errno::SRCH) => Err(finished()),
-            Err(e) => Err(Error::from(std::io::Error::from(e)).context("signal the pause")),
+            Err(e) => Err(Error::from(std::io::Error::from(e)).context("signal the pause process")),
         }
     }
 
@@ -182,8 +183,8 @@ impl Sandbox {
     pub fn stats(&self) -> Answer {
         let missing = || Error::not_found("cgroup does not exist");
         let cgroup = self.process.as_ref().and_then(|process| {
-            // The pause still runs after its cgroup was read, so that the pid was not reused.
-            Cgroup::of(self.pause.pid).filter(|_| !has_ended(process))
+            // The process still runs after its cgroup was read, so that the pid was not reused.
+            Cgroup::of_process(self.pause.pid).filter(|_| !has_ended(process))
         });
         let mut response = api::StatsResponse::new();
         response.stats = MessageField::some(cgroup.ok_or_else(missing)?.stats()?);
@@ -203,7 +204,7 @@ mod tests {
         let reactor = Reactor::new().unwrap();
         let other = Pause { start_time: pause.start_time + 1, ..pause.clone() };
         let refused = Sandbox::open(other, &reactor).unwrap_err();
-        assert_eq!(refused.message, format!("process {pid} is not the pause"));
+        assert_eq!(refused.message, format!("process {pid} is not the pause process"));
         let sandbox = Sandbox::open(pause.clone(), &reactor).unwrap();
         assert!(!sandbox.runs(), "without a task");
         assert!(sandbox.kill(0).is_err() && sandbox.kill(u32::MAX).is_err());

@@ -29,7 +29,7 @@ impl Shim {
                 return response::empty();
             }
             if known.stage != Stage::Known && known.exit.is_none() {
-                return Err(Error::state("the sandbox already has another pause"));
+                return Err(Error::state("the sandbox already has another pause process"));
             }
         }
         if self.containers.contains_key(&pause.id) {
@@ -45,7 +45,7 @@ impl Shim {
             return match request {
                 // The sandbox is not a container that the runtime could create.
                 Request::Create(r) if r.id == self.id => {
-                    ControlFlow::Break(Err(Error::state("the daemon has not named the pause")))
+                    ControlFlow::Break(Err(Error::state("pause process not set")))
                 }
                 other => ControlFlow::Continue(other),
             };
@@ -82,7 +82,7 @@ impl Shim {
     /// containerd creates no task that it knows.
     fn create_sandbox(&mut self, request: &api::CreateTaskRequest) -> Answer {
         let Some(sandbox) = self.sandbox.as_mut().filter(|sandbox| sandbox.exit.is_none()) else {
-            return Err(Error::state("the pause has exited"));
+            return Err(Error::state("the pause process has exited"));
         };
         sandbox.stage = Stage::Created;
         sandbox.bundle.clone_from(&request.bundle);
@@ -96,7 +96,7 @@ impl Shim {
 
     fn start_sandbox(&mut self) -> Answer {
         let Some(sandbox) = self.sandbox.as_mut().filter(|sandbox| sandbox.exit.is_none()) else {
-            return Err(Error::state("the pause has exited"));
+            return Err(Error::state("the pause process has exited"));
         };
         if sandbox.stage == Stage::Started {
             return Err(Error::state("cannot start a running container"));
@@ -111,7 +111,7 @@ impl Shim {
     }
 
     fn delete_sandbox(&mut self) -> Answer {
-        // The exit of the pause may not have been handled yet.
+        // The exit of the pause process may not have been handled yet.
         self.pause_ready();
         let Some(sandbox) = &mut self.sandbox else { return response::empty() };
         if sandbox.status() == Status::RUNNING {
@@ -147,7 +147,7 @@ impl Shim {
         Ok(None)
     }
 
-    /// Handles the exit of the pause, if it has exited.
+    /// Handles the exit of the pause process, if it has exited.
     pub fn pause_ready(&mut self) {
         let Some(sandbox) = &mut self.sandbox else { return };
         // Dropping the pidfd closes it and so removes it from epoll.
@@ -165,7 +165,7 @@ impl Shim {
         }
         for waiter in waiters {
             let answer = response::now(&response::waited(Some(exit)));
-            self.answer(waiter, answer);
+            self.respond(waiter, answer);
         }
     }
 }

@@ -156,7 +156,7 @@ impl Server {
             match call(id, frame) {
                 None => {}
                 Some((reply, Ok(request))) => calls.push(Call { reply, request }),
-                Some((reply, Err(e))) => self.answer(reply, Err(e), reactor),
+                Some((reply, Err(e))) => self.respond(reply, Err(e), reactor),
             }
         }
         if open {
@@ -168,7 +168,7 @@ impl Server {
     }
 
     /// Answers a call. The answer is dropped if the connection was closed.
-    pub fn answer(&mut self, reply: Reply, answer: Result<Vec<u8>, Error>, reactor: &Reactor) {
+    pub fn respond(&mut self, reply: Reply, answer: Result<Vec<u8>, Error>, reactor: &Reactor) {
         let Some(connection) = self.connections.get_mut(&reply.connection) else { return };
         let response = response(answer);
         frame::encode(&mut connection.out, reply.stream, frame::RESPONSE, &response);

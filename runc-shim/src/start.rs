@@ -107,7 +107,7 @@ impl Shim {
         let waiters = std::mem::take(&mut exec.process.waiters);
         for waiter in waiters {
             let answer = response::now(&response::waited(None));
-            self.answer(waiter, answer);
+            self.respond(waiter, answer);
         }
         self.announce_exit_if_done(&key.id);
     }

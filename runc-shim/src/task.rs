@@ -32,20 +32,20 @@ impl Shim {
         drop(request);
         match decoded {
             Ok(request) => self.dispatch(reply, request),
-            Err(e) => self.server.answer(reply, Err(e), &self.reactor),
+            Err(e) => self.server.respond(reply, Err(e), &self.reactor),
         }
     }
 
     /// Executes a request and answers it, unless it is answered later.
     pub fn dispatch(&mut self, reply: Reply, request: Request) {
         let answer = self.act(reply, request);
-        self.answer(reply, answer);
+        self.respond(reply, answer);
     }
 
     /// Answers a call, unless it is answered later.
-    pub fn answer(&mut self, reply: Reply, answer: Answer) {
+    pub fn respond(&mut self, reply: Reply, answer: Answer) {
         if let Some(answer) = answer.transpose() {
-            self.server.answer(reply, answer, &self.reactor);
+            self.server.respond(reply, answer, &self.reactor);
         }
     }
 
@@ -256,7 +256,7 @@ impl Shim {
                 ws_xpixel: 0,
                 ws_ypixel: 0,
             };
-            if let Some(copier) = self.copiers.of(&key.id) {
+            if let Some(copier) = self.copiers.find(&key.id) {
                 copier.resize(console, size)?;
             }
         }

@@ -5,7 +5,7 @@ use crate::config::Config;
 
 const SUBJECT: &str = "privileges";
 
-/// What the daemon requires: number (linux/capability.h), name and reason.
+/// The capabilities that the daemon requires: number (linux/capability.h), name and reason.
 const NEEDED: &[(u32, &str, &str)] = &[
     (0, "CAP_CHOWN", "to give the pod's files to a user namespace"),
     (1, "CAP_DAC_OVERRIDE", "to write containerd's directories and cgroups"),

@@ -10,7 +10,7 @@ const SUBJECT: &str = "cgroup";
 /// Socket of D-Bus.
 const BUS: &str = "/run/dbus/system_bus_socket";
 
-/// Who else manages cgroups.
+/// The init system, as far as it manages cgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Init {
     Other,
@@ -33,14 +33,14 @@ impl Init {
 /// Examines the cgroup mounts and the init system.
 pub(super) fn examine() -> Vec<Finding> {
     match Mounted::find() {
-        Ok(mounted) => judge(&mounted, &Init::find()),
+        Ok(mounted) => cgroup_findings(&mounted, &Init::find()),
         Err(step) => {
             vec![Finding::fail(SUBJECT, step.to_string(), "mount /proc and /sys as usual")]
         }
     }
 }
 
-fn judge(mounted: &Mounted, init: &Init) -> Vec<Finding> {
+fn cgroup_findings(mounted: &Mounted, init: &Init) -> Vec<Finding> {
     let found = match mounted {
         Mounted::V2(_) => Finding::ok(SUBJECT, "version 2"),
         Mounted::V1(hierarchies) if hierarchies.is_empty() => Finding::fail(
@@ -112,7 +112,7 @@ mod tests {
         let v2 = Mounted::V2(ROOT.into());
         let (systemd, deaf) = (Init::Systemd { bus: true }, Init::Systemd { bus: false });
         let levels = |mounted: &Mounted, init| {
-            judge(mounted, &init).iter().map(|f| f.level).collect::<Vec<_>>()
+            cgroup_findings(mounted, &init).iter().map(|f| f.level).collect::<Vec<_>>()
         };
         assert_eq!(levels(&v2, systemd), [Level::Ok, Level::Ok]);
         assert_eq!(levels(&v2, Init::Other), [Level::Ok, Level::Ok]);
@@ -120,7 +120,7 @@ mod tests {
         assert_eq!(levels(&version_1(&["cpu"]), deaf), [Level::Fail, Level::Warn]);
         assert_eq!(levels(&version_1(&[]), Init::Other), [Level::Fail, Level::Ok]);
         assert_eq!(
-            judge(&version_1(&["pids", "memory"]), &systemd)[0].fact,
+            cgroup_findings(&version_1(&["pids", "memory"]), &systemd)[0].fact,
             "version 1: memory, pids"
         );
     }

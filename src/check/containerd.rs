@@ -77,7 +77,7 @@ fn examine_config(node: &NodeContainerd, config: &Config) -> Vec<Finding> {
             return vec![Finding::fail(
                 CONFIG,
                 format!("{shown}: {e}"),
-                format!("{ENABLE} creates it, or set its path by --containerd-config"),
+                format!("{ENABLE} creates it, or set its path with --containerd-config"),
             )];
         }
         Err(e) => return vec![Finding::fail(CONFIG, format!("{shown}: {e}"), "make it readable")],
@@ -96,7 +96,7 @@ fn examine_config(node: &NodeContainerd, config: &Config) -> Vec<Finding> {
     findings.extend(main.missing_imports(None));
     findings.extend(main.lost_handlers(&table));
     if let Some(drop_in) = files::drop_in().filter(|drop_in| !drop_in.is_in(&table)) {
-        // Who names the sandboxer without the drop-in does not need it.
+        // A config that names the sandboxer elsewhere does not need the drop-in.
         if proxy(&table, config).is_err() {
             // All else is in it.
             findings.push(main.not_imported(&drop_in.path));
@@ -105,13 +105,13 @@ fn examine_config(node: &NodeContainerd, config: &Config) -> Vec<Finding> {
     }
     findings.extend(node.started.and_then(|started| main.written_after(started, &node.unit)));
     findings.extend(loaded::examine(node, &all(&table, config).ours, config));
-    findings.extend(judge(&table, config));
+    findings.extend(config_findings(&table, config));
     findings.extend(shims::examine(&ours(&table, config), config));
     findings.extend(kubelet::examine(&all(&table, config)));
     findings
 }
 
-/// What the program says of its version, and whether it is a containerd.
+/// The finding about the version of the program, and whether it is a supported containerd.
 fn examine_program(program: &ContainerdProgram) -> (Finding, bool) {
     let shown = program.path().display();
     let mut command = program.command();
@@ -124,7 +124,7 @@ fn examine_program(program: &ContainerdProgram) -> (Finding, bool) {
             (finding, supported)
         }
         Err(e) => {
-            let advice = "start containerd, or set the path of its program by --containerd";
+            let advice = "start containerd, or set the path of its program with --containerd";
             (Finding::warn(SUBJECT, format!("{shown} --version: {e}"), advice), false)
         }
     }
@@ -175,7 +175,7 @@ fn socket(path: &Path) -> Finding {
 }
 
 /// Examines containerd's merged config.
-fn judge(table: &Table, config: &Config) -> Vec<Finding> {
+fn config_findings(table: &Table, config: &Config) -> Vec<Finding> {
     let mut findings = disabled(table);
     match proxy(table, config) {
         Ok(name) => {
@@ -184,8 +184,8 @@ fn judge(table: &Table, config: &Config) -> Vec<Finding> {
         }
         Err(finding) => findings.push(finding),
     }
-    findings.extend(places(table, config));
-    findings.extend(switches(table, config));
+    findings.extend(path_findings(table, config));
+    findings.extend(setting_findings(table, config));
     findings
 }
 
@@ -209,9 +209,9 @@ fn disabled(table: &Table) -> Vec<Finding> {
         .collect()
 }
 
-/// Whether two paths lead to one file, as they do over a link such as `/var/run`. What is not there
-/// yet counts by its directory.
-pub(crate) fn one_place(a: &Path, b: &Path) -> bool {
+/// Whether two paths lead to the same file, as through a link such as `/var/run`. Paths that do not
+/// exist yet are compared by their directories and names.
+pub(crate) fn same_file(a: &Path, b: &Path) -> bool {
     let id = |path: &Path| path.metadata().ok().map(|meta| (meta.dev(), meta.ino()));
     let place = |path: &Path| Some((id(path.parent()?)?, path.file_name()?.to_owned()));
     a == b
@@ -233,7 +233,7 @@ pub(crate) fn proxy(table: &Table, config: &Config) -> Result<String, Finding> {
         let text = |key| plugin.get(key).and_then(Value::as_str).unwrap_or_default();
         let address = text("address");
         let (same, sandbox) =
-            (one_place(&dialled(address), &config.socket), text("type") == "sandbox");
+            (same_file(&dialled(address), &config.socket), text("type") == "sandbox");
         match (same, sandbox) {
             (true, true) => ours.push(name.clone()),
             (true, false) => {
@@ -318,7 +318,10 @@ fn handlers(table: &Table, sandboxer: &str) -> Vec<Finding> {
     if !named.is_empty() {
         findings.insert(
             0,
-            Finding::ok(CONFIG, format!("named by runtime handler {}", named.join(", "))),
+            Finding::ok(
+                CONFIG,
+                format!("runtime handlers of this sandboxer: {}", named.join(", ")),
+            ),
         );
         return findings;
     }
@@ -333,8 +336,8 @@ fn handlers(table: &Table, sandboxer: &str) -> Vec<Finding> {
     findings
 }
 
-/// containerd's directories and socket must be those of the sandboxer's settings.
-fn places(table: &Table, config: &Config) -> Vec<Finding> {
+/// Findings about containerd's directories and socket, which must equal the sandboxer's settings.
+fn path_findings(table: &Table, config: &Config) -> Vec<Finding> {
     let default = Config::default();
     // From config version 4 on (containerd 2.3) the server is a plugin; the old key is still taken.
     let server = table.get("plugins").and_then(|plugins| plugins.get(SERVER));
@@ -368,14 +371,17 @@ fn places(table: &Table, config: &Config) -> Vec<Finding> {
             .and_then(Value::as_str)
             .filter(|text| !text.is_empty())
             .map_or(default.as_path(), Path::new);
-        let fact =
-            format!("its {key} is {}, but {setting} is {}", theirs.display(), ours.display());
+        let fact = format!(
+            "containerd's {key} is {}, but {setting} is {}",
+            theirs.display(),
+            ours.display()
+        );
         let mut advice = format!("set {setting} = \"{}\"", theirs.display());
         if setting != "containerd_address" {
             // `enable` finds containerd by its address.
             advice = format!("{ENABLE}, or {advice}");
         }
-        if !one_place(theirs, ours) {
+        if !same_file(theirs, ours) {
             return Some(Finding::fail(CONFIG, fact, advice));
         }
         // containerd makes the names of its shims' sockets from the path as it is written.
@@ -383,18 +389,24 @@ fn places(table: &Table, config: &Config) -> Vec<Finding> {
             && theirs != ours
             && config.shim == ShimOwner::Containerd;
         named.then(|| {
-            Finding::fail(CONFIG, format!("{fact}, by which pods' shims are looked for"), advice)
+            Finding::fail(
+                CONFIG,
+                format!(
+                    "{fact}; both must be written the same, as shim sockets are named after it"
+                ),
+                advice,
+            )
         })
     })
     .collect()
 }
 
-/// Settings that both have and that should be the same.
-fn switches(table: &Table, config: &Config) -> Vec<Finding> {
+/// Findings about the settings that containerd and the sandboxer share.
+fn setting_findings(table: &Table, config: &Config) -> Vec<Finding> {
     let set = |key: &str| runtime(table)?.get(key);
     let mut findings = labels(&set, config);
     findings.extend(annotations(&ours(table, config), config));
-    findings.extend(environment::judge(table, config));
+    findings.extend(environment::variable_finding(table, config));
     let switches = [
         // containerd 2's own defaults (internal/cri/config/config_unix.go).
         ("restrict_oom_score_adj", false, config.restrict_oom_score_adj),
@@ -410,7 +422,7 @@ fn switches(table: &Table, config: &Config) -> Vec<Finding> {
 }
 
 fn differs(key: &str, theirs: &dyn Display, ours: &dyn Display) -> Finding {
-    let fact = format!("its {key} is {theirs}, but this sandboxer's is {ours}");
+    let fact = format!("containerd's {key} is {theirs}, but this sandboxer's is {ours}");
     Finding::warn(CONFIG, fact, format!("{ENABLE} adopts it; or set {key} the same in both"))
 }
 

@@ -7,6 +7,7 @@ use std::path::Path;
 use nix::sys::statfs::{self, FsType};
 
 use super::Finding;
+use crate::client::NO_RESPONSE_ADVICE;
 use crate::config::Config;
 use crate::containerd::SandboxStore;
 use crate::error::{IoContext as _, StepError};
@@ -68,7 +69,7 @@ fn state(path: &Path) -> Finding {
         Err(e) => Finding::warn(
             SUBJECT,
             format!("statfs {shown}: {e}"),
-            "see that it is on a tmpfs such as /run",
+            "make sure that it is on a tmpfs such as /run",
         ),
     }
 }
@@ -89,22 +90,20 @@ fn socket(config: &Config) -> Finding {
     };
     match step.io().kind() {
         io::ErrorKind::NotFound => {
-            Finding::fail(SUBJECT, format!("is not running: no {shown}"), start)
+            Finding::fail(SUBJECT, format!("is not running: {shown} does not exist"), start)
         }
         io::ErrorKind::ConnectionRefused => {
             Finding::fail(SUBJECT, format!("is not running: no listener on {shown}"), start)
         }
-        io::ErrorKind::TimedOut => Finding::fail(
-            SUBJECT,
-            format!("no response on {shown} in time"),
-            "it may still recover its pods: see its log",
-        ),
+        io::ErrorKind::TimedOut => {
+            Finding::fail(SUBJECT, format!("no response on {shown} in time"), NO_RESPONSE_ADVICE)
+        }
         io::ErrorKind::Other => Finding::fail(
             SUBJECT,
-            format!("the listener on {shown} does not speak gRPC: {}", step.io()),
+            format!("the listener on {shown} is not a gRPC server: {}", step.io()),
             "set socket to a path that only the daemon uses",
         ),
-        _ => Finding::fail(SUBJECT, step.to_string(), "see the daemon's log"),
+        _ => Finding::fail(SUBJECT, step.to_string(), "see journalctl -u pause-sandboxer"),
     }
 }
 
@@ -170,11 +169,11 @@ mod tests {
         for response in [&b"HTTP/1.1 400 Bad Request\r\n\r\n"[..], b""] {
             let finding = of_server(response);
             assert_eq!(finding.level, Level::Fail);
-            assert!(finding.fact.contains("does not speak gRPC"), "{finding}");
+            assert!(finding.fact.contains("is not a gRPC server"), "{finding}");
         }
         let dir = tempfile::tempdir().unwrap();
         let config = Config { socket: dir.path().join("s"), ..Config::default() };
-        assert!(socket(&config).fact.contains("is not running: no "));
+        assert!(socket(&config).fact.contains("is not running: /"));
         drop(UnixListener::bind(&config.socket).unwrap());
         assert!(socket(&config).fact.contains("no listener"));
     }

@@ -32,20 +32,22 @@ fn version(release: &str) -> Finding {
         return Finding::warn(
             SUBJECT,
             format!("{release:?} is not a version"),
-            format!("see that it is {}.{} or newer", LEAST.0, LEAST.1),
+            format!("make sure that it is {}.{} or newer", LEAST.0, LEAST.1),
         );
     };
     let fact = format!("Linux {release}");
     if (major, minor) < LEAST {
         let advice = format!(
-            "boot a kernel of {}.{} or newer: a pause cannot be started safely without close_range",
+            "boot a kernel of {}.{} or newer: a pause process cannot be started safely \
+             without close_range",
             LEAST.0, LEAST.1
         );
         return Finding::fail(SUBJECT, fact, advice);
     }
     if (major, minor) < EXIT_INFO {
         let known = format!(
-            "before {}.{}, so a pause that ends while the daemon is down has exit status 255",
+            "before {}.{}, so a pause process that exits while the daemon is down has exit \
+             status 255",
             EXIT_INFO.0, EXIT_INFO.1
         );
         return Finding::ok(SUBJECT, format!("{fact}; {known}"));
@@ -55,7 +57,7 @@ fn version(release: &str) -> Finding {
 
 fn memfd(setting: &str) -> Finding {
     let place = if setting == "2" {
-        "so the pause program is kept in a tmpfs of its own"
+        "so the pause program is stored in a dedicated tmpfs"
     } else {
         "a memfd can be executed"
     };

@@ -1,8 +1,8 @@
-//! kubelet and the handlers of this sandboxer must make cgroups in the same way.
+//! kubelet and the handlers of this sandboxer must use the same cgroup driver.
 //!
-//! kubelet asks containerd how (CRI `RuntimeConfig`; by default since Kubernetes 1.31) and takes
-//! the answer over its own `cgroupDriver`. containerd answers as its default handler is set, so
-//! that is what a handler is compared with.
+//! kubelet queries containerd's driver (CRI `RuntimeConfig`; by default since Kubernetes 1.31) and
+//! prefers it to its own `cgroupDriver`. containerd reports that of its default handler, so the
+//! sandboxer's handlers are compared with the default one.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -20,7 +20,7 @@ const RUNC: &str = "io.containerd.runc.v2";
 /// `internal/cri/config`).
 const DEFAULT: &str = "runc";
 
-/// What is known of the handlers of containerd's merged config.
+/// The handlers of containerd's merged config.
 #[derive(Debug, Default)]
 pub(crate) struct Handlers {
     /// `default_runtime_name`; empty where the config does not name one.
@@ -34,10 +34,10 @@ pub(crate) struct Handlers {
 /// Compares the handlers of this sandboxer with the cgroup driver that containerd reports to
 /// kubelet.
 pub(super) fn examine(handlers: &Handlers) -> Vec<Finding> {
-    judge(handlers, Path::new("/run/systemd/system").exists())
+    cgroup_driver_findings(handlers, Path::new("/run/systemd/system").exists())
 }
 
-fn judge(handlers: &Handlers, systemd_runs: bool) -> Vec<Finding> {
+fn cgroup_driver_findings(handlers: &Handlers, systemd_runs: bool) -> Vec<Finding> {
     let (by, default) = default_driver(handlers, systemd_runs);
     let driver = name(default);
     handlers
@@ -52,8 +52,8 @@ fn judge(handlers: &Handlers, systemd_runs: bool) -> Vec<Finding> {
                 return Finding::ok(
                     SUBJECT,
                     format!(
-                        "cgroups of runtime handler {name:?} by {driver}, as containerd reports \
-                         to kubelet"
+                        "cgroup driver of runtime handler {name:?} is {driver}, as containerd \
+                         reports to kubelet"
                     ),
                 );
             }
@@ -61,12 +61,12 @@ fn judge(handlers: &Handlers, systemd_runs: bool) -> Vec<Finding> {
                 SUBJECT,
                 format!(
                     "SystemdCgroup of runtime handler {name:?} is {own}, but containerd reports \
-                     {driver} to kubelet, by {by}: its containers cannot start"
+                     {driver} to kubelet, because of {by}: containers of this handler cannot start"
                 ),
                 format!(
                     "{ENABLE}; or set SystemdCgroup = {default} under \
                      [….containerd.runtimes.{name}.options], then systemctl restart containerd, \
-                     while the daemon answers"
+                     while the daemon responds"
                 ),
             )
         })
@@ -88,8 +88,8 @@ fn systemd(handler: &Table) -> Option<bool> {
     Some(options.get("SystemdCgroup").and_then(Value::as_bool).unwrap_or(false))
 }
 
-/// What containerd answers kubelet, and by what: the default handler goes first, then the others by
-/// name; those that do not say are passed over, and where none says the node's init does.
+/// The cgroup driver that containerd reports to kubelet, true for systemd, and its source: the
+/// default handler, or else the first other handler by name that sets it, or else the node's init.
 fn default_driver(handlers: &Handlers, systemd_runs: bool) -> (String, bool) {
     let default = if handlers.default.is_empty() { DEFAULT } else { &handlers.default };
     let rest =
@@ -144,13 +144,13 @@ mod tests {
             ("", ON, Level::Fail),
             (OFF, ON, Level::Fail),
         ] {
-            let findings = judge(
+            let findings = cgroup_driver_findings(
                 &handlers(&(runc_handler("ours", ours) + &runc_handler("runc", default))),
                 true,
             );
             assert_eq!((findings.len(), findings[0].level), (1, level), "{ours} {default}");
         }
-        let alone = judge(&handlers(&runc_handler("ours", "")), true);
+        let alone = cgroup_driver_findings(&handlers(&runc_handler("ours", "")), true);
         assert_eq!(
             alone[0].level,
             Level::Ok,

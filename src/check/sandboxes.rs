@@ -9,7 +9,7 @@ const SUBJECT: &str = "sandboxes";
 /// Queries the daemon. No finding if none runs, which others report.
 pub(super) fn examine(config: &Config) -> Vec<Finding> {
     match Client::connect(config).and_then(|client| client.list(false)) {
-        Ok(all) => judge(&all),
+        Ok(all) => sandbox_findings(&all),
         Err(ClientError::Down { .. }) => Vec::new(),
         Err(e) => vec![Finding::warn(
             SUBJECT,
@@ -19,7 +19,7 @@ pub(super) fn examine(config: &Config) -> Vec<Finding> {
     }
 }
 
-fn judge(all: &[Sandbox]) -> Vec<Finding> {
+fn sandbox_findings(all: &[Sandbox]) -> Vec<Finding> {
     let of = |wanted: fn(&Sandbox) -> bool| {
         all.iter().filter(|of| wanted(of)).map(|of| of.id.as_str()).collect::<Vec<_>>()
     };
@@ -42,7 +42,8 @@ fn judge(all: &[Sandbox]) -> Vec<Finding> {
             SUBJECT,
             format!("{} have an unknown state: {}", unknown.len(), unknown.join(", ")),
             format!(
-                "journalctl -u pause-sandboxer | grep {} names the failed step; pods keep running",
+                "see journalctl -u pause-sandboxer | grep {} for the failed step; pods keep \
+                 running",
                 unknown[0]
             ),
         ));
@@ -56,7 +57,7 @@ fn judge(all: &[Sandbox]) -> Vec<Finding> {
                 failing.len(),
                 failing.join(", ")
             ),
-            format!("journalctl -u pause-sandboxer | grep {} names the step", failing[0]),
+            format!("see journalctl -u pause-sandboxer | grep {} for the failed step", failing[0]),
         ));
     }
     if findings.is_empty() {
@@ -79,9 +80,16 @@ mod tests {
             failed_cleanups,
             ..Default::default()
         };
-        assert_eq!(judge(&[of("ready", 0), of("not ready", 0)])[0].fact, "1 of 2 are ready");
-        let findings =
-            judge(&[of("quarantined", 0), of("unknown", 0), of("not ready", 3), of("ready", 0)]);
+        assert_eq!(
+            sandbox_findings(&[of("ready", 0), of("not ready", 0)])[0].fact,
+            "1 of 2 are ready"
+        );
+        let findings = sandbox_findings(&[
+            of("quarantined", 0),
+            of("unknown", 0),
+            of("not ready", 3),
+            of("ready", 0),
+        ]);
         assert_eq!(
             findings.iter().map(|finding| finding.level).collect::<Vec<_>>(),
             [Level::Warn; 3]

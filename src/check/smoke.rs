@@ -1,5 +1,4 @@
-//! Starts and kills a pause process: only then it shows what the kernel and its security modules
-//! permit.
+//! Starts and kills a pause process, which tests what the kernel and its security modules permit.
 
 use std::io;
 use std::time::Duration;
@@ -11,29 +10,29 @@ use crate::id::SandboxId;
 use crate::pause::native::Native;
 use crate::pause::{self, Driver, Plan};
 
-const SUBJECT: &str = "trial";
+const SUBJECT: &str = "pause process";
 
-/// How long the killed process may take to exit; after that it hangs in the kernel.
+/// Timeout for the exit of the killed process; a process that takes longer hangs in the kernel.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Starts a pause process with its own namespaces and a cgroup in the root of every hierarchy, and
 /// kills it.
 pub(super) fn examine(config: &Config) -> Vec<Finding> {
-    let advice = "the step names what is not permitted: see the privileges above, and the security \
-                  modules or filters of this process";
+    let advice = "the failed step shows what is not permitted: see the privileges above, and the \
+                  security modules and seccomp filters of this process";
     let tried =
         Native::new().and_then(|driver| attempt(&driver, &plan(config.restrict_oom_score_adj)?));
     vec![match tried {
-        Ok(()) => Finding::ok(SUBJECT, "started and killed a pause process"),
+        Ok(()) => Finding::ok(SUBJECT, "can be started and killed"),
         Err(step) => {
-            Finding::fail(SUBJECT, format!("cannot start and kill a pause process: {step}"), advice)
+            Finding::fail(SUBJECT, format!("cannot be started and killed: {step}"), advice)
         }
     }]
 }
 
 fn plan(restricted: bool) -> Result<Plan, StepError> {
     let id = format!("pause-sandboxer-check-{}", std::process::id());
-    let id = SandboxId::try_from(id).map_err(io::Error::other).step("name the trial")?;
+    let id = SandboxId::try_from(id).map_err(io::Error::other).step("make the sandbox id")?;
     Ok(Plan {
         hostname: "check".to_owned(),
         cgroup_parent: "/".to_owned(),
@@ -53,6 +52,6 @@ fn attempt(driver: &dyn Driver, plan: &Plan) -> Result<(), StepError> {
         pause.kill().and_then(|()| pause.thaw())?;
         let exit = tokio::time::timeout(EXIT_TIMEOUT, pause.exited()).await;
         let cleaned = driver.cleanup(&plan.cgroup_ref()).map_err(|mut steps| steps.swap_remove(0));
-        exit.map(drop).step("wait for the end of the pause process").and(cleaned)
+        exit.map(drop).step("wait for the exit of the pause process").and(cleaned)
     })
 }

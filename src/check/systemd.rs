@@ -17,7 +17,7 @@ pub(super) fn examine() -> Vec<Finding> {
     }
     UNITS
         .iter()
-        .flat_map(|unit| judge(unit, &query("is-enabled", unit), &query("is-active", unit)))
+        .flat_map(|unit| unit_findings(unit, &query("is-enabled", unit), &query("is-active", unit)))
         .collect()
 }
 
@@ -29,7 +29,7 @@ fn query(question: &str, unit: &str) -> String {
         .unwrap_or_default()
 }
 
-fn judge(unit: &str, enabled: &str, active: &str) -> Vec<Finding> {
+fn unit_findings(unit: &str, enabled: &str, active: &str) -> Vec<Finding> {
     let start = format!("systemctl enable --now {unit}");
     match (enabled, active) {
         ("" | "not-found", _) => vec![Finding::warn(
@@ -47,7 +47,7 @@ fn judge(unit: &str, enabled: &str, active: &str) -> Vec<Finding> {
         (_, "failed") => vec![Finding::fail(
             SUBJECT,
             format!("{unit} has failed"),
-            format!("journalctl -u {unit} has the reason; then systemctl restart {unit}"),
+            format!("see journalctl -u {unit}; then systemctl restart {unit}"),
         )],
         ("enabled", "active") => {
             vec![Finding::ok(SUBJECT, format!("{unit} is enabled and active"))]
@@ -55,7 +55,7 @@ fn judge(unit: &str, enabled: &str, active: &str) -> Vec<Finding> {
         ("enabled", "activating") => vec![Finding::warn(
             SUBJECT,
             format!("{unit} is starting, or restarts repeatedly"),
-            format!("journalctl -u {unit} has the reason"),
+            format!("see journalctl -u {unit}"),
         )],
         ("enabled", _) => vec![Finding::warn(SUBJECT, format!("{unit} is {active}"), start)],
         _ => vec![Finding::warn(
@@ -86,7 +86,7 @@ mod tests {
             ("not-found", "inactive", Level::Warn),
             ("", "", Level::Warn),
         ] {
-            let findings = judge("x.service", enabled, active);
+            let findings = unit_findings("x.service", enabled, active);
             assert_eq!((findings.len(), findings[0].level), (1, level), "{enabled} {active}");
             assert!(level == Level::Ok || !findings[0].advice.is_empty());
         }

@@ -13,18 +13,18 @@ use crate::enable;
 pub mod table;
 pub mod watch;
 
-/// Exit status: no daemon answers.
+/// Exit status: the daemon cannot be reached.
 pub const DOWN: u8 = 3;
 /// Exit status of `check --strict` whose worst finding is a warning.
 pub const WARNED: u8 = 4;
 
-/// The meanings of all exit statuses; clap ends with 2.
+/// The meanings of all exit statuses; clap exits with 2.
 const STATUSES: &str = "\
 Exit status:
   0  success
   1  failure, with the reason on standard error; check: pods cannot run
   2  invalid command line
-  3  list, inspect, stats: no daemon answers
+  3  list, inspect, stats: the daemon cannot be reached
   4  check --strict: pods can run, but there are warnings";
 
 /// External sandboxer for containerd 2.x: creates and removes the sandboxes of Kubernetes pods.
@@ -39,14 +39,14 @@ pub struct Cli {
 /// A command with its options.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Serve containerd until SIGTERM; SIGHUP reloads the log level
+    /// Run the daemon in the foreground; SIGTERM stops it, SIGHUP reloads the log level
     Serve(SettingsSource),
     /// List the sandboxes of the running daemon
     List {
         /// Output format
         #[arg(short, long, default_value = "text")]
         output: Format,
-        /// After the list, look once a second and print a line for each sandbox whose state or pid
+        /// After the list, poll every second and print a line for each sandbox whose state or pid
         /// has changed, until interrupted or the daemon exits
         #[arg(short, long, conflicts_with = "output")]
         watch: bool,
@@ -54,7 +54,7 @@ pub enum Command {
         #[command(flatten)]
         settings: SettingsSource,
     },
-    /// Show everything known about a sandbox
+    /// Show the details of a sandbox
     Inspect {
         /// Sandbox id, a unique prefix of it, or NAMESPACE/POD
         id: String,
@@ -70,7 +70,7 @@ pub enum Command {
         /// Print one table and exit; the default without a terminal
         #[arg(long)]
         once: bool,
-        /// Seconds between two tables
+        /// Refresh interval in seconds
         #[arg(long, value_name = "SECONDS", default_value = "2")]
         #[arg(value_parser = value_parser!(u32).range(1..))]
         interval: u32,
@@ -78,26 +78,35 @@ pub enum Command {
         #[command(flatten)]
         settings: SettingsSource,
     },
-    /// Check the node: print each problem, its meaning and the command that solves it
+    /// Diagnose the node and print a remedy for each problem
+    ///
+    /// Changes no file and no service. Starts and kills one pause process, in cgroups of its own,
+    /// to test what the kernel and its security modules permit.
     Check(Check),
     /// Add this sandboxer to containerd's config, with a runtime handler that pods select by name
     ///
-    /// The options describe the whole state: without --default or --offline, an earlier one of them
-    /// is undone. Repeating the command changes nothing. Pods keep running.
+    /// Declarative: an option of an earlier run that is omitted now, such as --default or
+    /// --offline, is undone. Repeating the command changes nothing. Pods keep running.
     Enable(Enable),
-    /// Remove this sandboxer from containerd's config; refuses while pods need it
+    /// Remove this sandboxer from containerd's config; fails while pods use it
+    ///
+    /// With --dry-run --output json it prints an object for scripts: containerd_config, drop_in
+    /// (the file of `enable`, which need not exist), changes (the files that it would write or
+    /// remove), handlers (of this sandboxer in containerd's config), stale_handlers (those that
+    /// containerd has loaded and that its config no longer defines; null if CRI does not respond),
+    /// unread_files (files of the config that were written after containerd's start) and diff.
     Disable(Disable),
     /// Run a test pod with this handler and one with the default handler; remove both
     ///
-    /// Prints the time of each step. Fails if a step does, or if anything of the pod is left on the
-    /// machine. Other pods are not touched; no registry is needed.
+    /// Prints the duration of each step. Fails if a step fails, or if a test pod leaves resources
+    /// behind on the node. Does not affect other pods, and needs no registry.
     Selftest(SelftestOptions),
     /// Print settings as a config file
     #[command(subcommand)]
     Config(ConfigCommand),
     /// Write the pause program as an OCI image archive, for nodes without a registry
     ///
-    /// Import it by: pause-sandboxer image | ctr -n k8s.io images import -
+    /// Import with: pause-sandboxer image | ctr -n k8s.io images import -
     Image {
         /// File to write [default: standard output]
         #[arg(short, long, value_name = "FILE")]
@@ -128,19 +137,19 @@ pub struct Check {
     pub settings: SettingsSource,
 }
 
-/// The containerd to change, and how it is restarted.
+/// The containerd to change, and the command that restarts it.
 #[derive(Args, Debug)]
 pub struct Change {
-    /// Print the changes as a diff, and make none
+    /// Print the changes as a diff without applying them
     #[arg(long)]
     pub dry_run: bool,
-    /// Restart containerd and wait until CRI answers; if it does not, take everything back
+    /// Restart containerd and wait until CRI responds; if it does not, roll back all changes
     #[arg(long)]
     pub restart: bool,
-    /// Command of the shell that restarts containerd [default: systemctl restart its unit]
+    /// Shell command that restarts containerd [default: systemctl restart of its unit]
     #[arg(long, value_name = "COMMAND", requires = "restart")]
     pub restart_command: Option<String>,
-    /// Seconds that the restart may take
+    /// Timeout of the restart in seconds
     #[arg(long, value_name = "SECONDS", default_value = "60")]
     #[arg(value_parser = value_parser!(u32).range(1..))]
     pub timeout: u32,
@@ -163,15 +172,15 @@ pub struct Enable {
     #[arg(long, value_name = "NAME", default_value = enable::HANDLER)]
     #[arg(value_parser = handler_name)]
     pub handler: String,
-    /// Runtime handler whose settings it takes over, such as SystemdCgroup [default: the default
-    /// one if it is runc's, or else runc]
+    /// Runtime handler to copy settings from, such as SystemdCgroup [default: the default handler
+    /// if its runtime is runc, or else the handler runc]
     #[arg(long, value_name = "NAME")]
     pub options_of: Option<String>,
-    /// Make it the default handler, which pods without a RuntimeClass get
+    /// Make this the default handler, which pods without a RuntimeClass use
     #[arg(long)]
     pub default: bool,
-    /// Import the pause image of this program and let containerd use it, for nodes without a
-    /// registry
+    /// Import the bundled pause image and set it as `pinned_images.sandbox` of containerd's config
+    /// (version 2: `sandbox_image`), for nodes without a registry
     #[arg(long)]
     pub offline: bool,
     /// What to change.
@@ -182,9 +191,12 @@ pub struct Enable {
 /// Options of `disable`.
 #[derive(Args, Debug)]
 pub struct Disable {
-    /// Wait until no pod needs the handler
+    /// Wait until no pod uses the handler
     #[arg(long)]
     pub wait: bool,
+    /// Output format of --dry-run
+    #[arg(short, long, default_value = "text", requires = "dry_run")]
+    pub output: Format,
     /// What to change.
     #[command(flatten)]
     pub change: Change,
@@ -196,18 +208,18 @@ pub struct SelftestOptions {
     /// Runtime handler to test [default: the first one of this sandboxer]
     #[arg(long, value_name = "NAME")]
     pub handler: Option<String>,
-    /// Give the pods the node's network, for a network plugin that needs the Pod object, which the
-    /// test does not create, such as Calico's
+    /// Use host networking for the test pods, for CNI plugins that look up the Pod object, such as
+    /// Calico: the test creates no Pod object
     #[arg(long)]
     pub host_network: bool,
-    /// Restart the sandboxer while the pod runs; other pods keep running
+    /// Restart the daemon while the test pod runs; all pods keep running
     #[arg(long)]
     pub restart_sandboxer: bool,
-    /// Command of the shell that restarts it
+    /// Shell command that restarts the daemon
     #[arg(long, value_name = "COMMAND", requires = "restart_sandboxer")]
     #[arg(default_value = "systemctl restart pause-sandboxer.service")]
     pub restart_command: String,
-    /// Seconds that all steps may take
+    /// Overall timeout in seconds
     #[arg(long, value_name = "SECONDS", default_value = "120")]
     #[arg(value_parser = value_parser!(u32).range(1..))]
     pub timeout: u32,
@@ -223,7 +235,7 @@ pub struct SelftestOptions {
     pub settings: SettingsSource,
 }
 
-/// A name that CRI takes for a runtime handler (Kubernetes: DNS label).
+/// Parses the name of a runtime handler: a DNS label, as Kubernetes requires.
 fn handler_name(text: &str) -> std::result::Result<String, String> {
     let word = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
     let ends = text.starts_with('-') || text.ends_with('-');
@@ -245,7 +257,7 @@ pub enum ConfigCommand {
 /// Format of a command's output.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Format {
-    /// Tables and lines.
+    /// Human-readable text.
     #[default]
     Text,
     /// JSON, for scripts.
@@ -271,8 +283,8 @@ impl SettingsSource {
     }
 }
 
-/// Takes any text, so that [`Config::load`] reports all wrong values in one way; offers the choices
-/// of a setting to help and completions.
+/// Accepts any text, so that [`Config::load`] reports all invalid values in the same way. Lists the
+/// choices of a setting for help and completions.
 #[derive(Clone)]
 struct SettingParser(Vec<&'static str>);
 
@@ -297,7 +309,7 @@ impl TypedValueParser for SettingParser {
 /// The option of a setting.
 fn option(setting: &'static Setting) -> Arg {
     let choices = setting.kind.strip_prefix("one of ").map(|words| words.split(", ").collect());
-    let meaning: Vec<&str> = setting.meaning.iter().map(|line| line.trim()).collect();
+    let meaning: Vec<&str> = setting.lines().collect();
     let arg = Arg::new(setting.name)
         .long(setting.flag().trim_start_matches('-').to_owned())
         .value_name("VALUE")
@@ -453,6 +465,7 @@ mod tests {
             ("inspect a b", "'b'"),
             ("list -o yaml", "possible values: text, json"),
             ("stats --interval 0", "0 is not in 1.."),
+            ("disable -o json", "--dry-run"),
         ] {
             let error = parsed(line).unwrap_err();
             assert_eq!(error.exit_code(), 2, "{line}");

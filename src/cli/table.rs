@@ -1,4 +1,4 @@
-//! What the daemon answered as tables for people.
+//! Responses of the daemon as tables and as JSON.
 
 use std::collections::HashMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use crate::client::{Sandbox, Usage};
 use crate::time::{rfc3339, span};
 
-/// As many characters of an id as crictl shows.
+/// Length of a short id, characters; the same as in crictl.
 const SHORT: usize = 13;
 
 /// Columns of the list.
@@ -60,13 +60,13 @@ pub fn list_json(sandboxes: &[Sandbox]) -> Value {
     sandboxes.iter().map(one).collect()
 }
 
-/// What each pod used when it was looked at before, to tell how much of a processor it uses.
+/// The CPU time of each pod at the previous query, from which its share of a CPU is computed.
 #[derive(Clone, Debug, Default)]
 pub struct Stats(HashMap<String, (SystemTime, u64)>);
 
 impl Stats {
-    /// What the pods use now. The share of a processor is that since the last time; `-` the first
-    /// time.
+    /// The resource usage of the pods. The share of a CPU is the average since the previous query;
+    /// `-` at the first one.
     pub fn next(&mut self, sandboxes: &[Sandbox], now: SystemTime) -> String {
         let mut rows = vec![
             ["POD", "NAMESPACE", "STATE", "CPU", "CPU TIME", "MEMORY", "TASKS", "SHIM"]
@@ -134,7 +134,7 @@ const FIRST: [&str; 16] = [
     "cgroups",
 ];
 
-/// All that is known of a sandbox, one fact a line, what belongs to another indented below it.
+/// The details of a sandbox: one field per line, nested fields indented.
 pub fn report(report: &Value) -> String {
     let mut text = String::new();
     if let Value::Object(map) = report {
@@ -185,7 +185,7 @@ fn created(of: &Sandbox) -> Option<SystemTime> {
     Some(UNIX_EPOCH + Duration::new(at.seconds.try_into().ok()?, at.nanos.try_into().ok()?))
 }
 
-/// The state, with what is wrong about it.
+/// The state, with the number of failed cleanups.
 pub(super) fn state(of: &Sandbox) -> String {
     match of.failed_cleanups {
         0 => or_dash(&of.state),
@@ -205,7 +205,7 @@ fn or_dash(text: &str) -> String {
     if text.is_empty() { dash() } else { shown(text) }
 }
 
-/// What a pod's author wrote must not move the cursor of a terminal.
+/// Replaces control characters: the author of a pod must not control the operator's terminal.
 fn shown(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }
@@ -221,7 +221,7 @@ pub fn bytes(bytes: u64) -> String {
     if unit == 0 { format!("{bytes}B") } else { format!("{value:.1}{}", UNITS[unit]) }
 }
 
-/// Rows below each other, columns two blanks apart.
+/// The rows with aligned columns, two blanks apart.
 fn aligned<const N: usize>(rows: &[[String; N]]) -> String {
     aligned_at_least(rows, &mut [0; N])
 }

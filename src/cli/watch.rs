@@ -1,4 +1,4 @@
-//! The list of sandboxes that is watched: a line for each change, as of `kubectl get --watch`.
+//! `list --watch`: a line for each change of a sandbox, as `kubectl get --watch` prints it.
 
 use std::collections::BTreeMap;
 use std::time::SystemTime;
@@ -6,12 +6,12 @@ use std::time::SystemTime;
 use super::table::{self, COLUMNS, Row};
 use crate::client::Sandbox;
 
-/// What was printed of each sandbox.
+/// The last printed row of each sandbox.
 #[derive(Clone, Debug, Default)]
 pub struct ListWatch {
     /// By sandbox id: the state and the pid, and the row.
     shown: BTreeMap<String, ((String, u32), Row)>,
-    /// Of the columns; they only grow, so that most lines are aligned.
+    /// Widths of the columns; they only grow, so that most lines are aligned.
     widths: [usize; COLUMNS],
 }
 

@@ -32,7 +32,7 @@ impl Variables {
             return Err(format!("{name} is set by the sandboxer"));
         }
         if self.0.insert(name.to_owned(), value.to_owned()).is_some() {
-            return Err(format!("{name} is there twice"));
+            return Err(format!("{name} is set twice"));
         }
         Ok(())
     }
@@ -63,8 +63,7 @@ mod tests {
     fn flag(text: &str) -> Result<Vec<String>, String> {
         let flags = [("shim_env".to_owned(), text.to_owned())];
         let config = super::super::Config::parse(std::path::Path::new("c"), "", &flags);
-        let reason =
-            |e: super::super::ConfigError| e.to_string().replace("flag --shim-env: shim_env: ", "");
+        let reason = |e: super::super::ConfigError| e.to_string().replace("--shim-env: ", "");
         config.map(|config| config.shim_env.lines().collect()).map_err(reason)
     }
 
@@ -89,8 +88,8 @@ mod tests {
             ("9A=b", "\"9A=b\" is not NAME=value"),
             ("A B=c", "\"A B=c\" is not NAME=value"),
             ("A=b\0c", "\"A=b\\0c\" has a control character"),
-            ("[\"A=b\", \"A=c\"]", "A is there twice"),
-            ("[\"A=b\", 1]", "must be a list of NAME=value, is \"[\\\"A=b\\\", 1]\""),
+            ("[\"A=b\", \"A=c\"]", "A is set twice"),
+            ("[\"A=b\", 1]", "invalid value \"[\\\"A=b\\\", 1]\": must be a list of NAME=value"),
             ("NAMESPACE=x", "NAMESPACE is set by the sandboxer"),
         ] {
             assert_eq!(flag(text).unwrap_err(), fault, "{text}");

@@ -34,9 +34,8 @@ pub(super) fn write(config: &Config) -> String {
     );
     for setting in SETTINGS {
         text.push('\n');
-        for line in setting.meaning {
-            text.push('#');
-            text.push_str(line);
+        for line in setting.lines() {
+            text.push_str(format!("# {line}").trim_end());
             text.push('\n');
         }
         // Writing to a String cannot fail.

@@ -66,7 +66,7 @@ impl Pattern {
         }
     }
 
-    /// As it was written.
+    /// The text of the pattern.
     pub fn as_str(&self) -> &str {
         &self.text
     }
@@ -91,7 +91,7 @@ impl FromStr for Pattern {
     }
 }
 
-/// What is between the brackets, of which the first was taken.
+/// Parses a character class after its opening bracket.
 fn class(rest: &mut std::str::Chars<'_>) -> Result<Part, ()> {
     let not = rest.as_str().starts_with('^');
     if not {

@@ -25,7 +25,9 @@ fn default_file_parses_back_to_the_defaults() {
 fn every_setting_is_described_and_shown() {
     let text = Config::default().to_toml();
     for setting in SETTINGS {
-        assert!(setting.meaning.iter().all(|line| !line.trim().is_empty()), "{}", setting.name);
+        // Empty lines separate paragraphs and lists.
+        let ends = [setting.meaning.first(), setting.meaning.last()];
+        assert!(ends.iter().all(|line| !line.unwrap().trim().is_empty()), "{}", setting.name);
         assert!(text.contains(&format!("\n{} = ", setting.name)), "{}", setting.name);
         for line in setting.meaning {
             assert!(text.contains(&format!("#{line}")), "{}: {line}", setting.name);
@@ -92,22 +94,23 @@ fn errors_name_file_line_and_setting() {
         error("\nsocet = 1"),
         "c.toml:2: socet: unknown setting (`pause-sandboxer config default` prints all)"
     );
-    assert_eq!(error("socket = 1"), "c.toml:1: socket: must be an absolute path, is 1");
+    assert_eq!(error("socket = 1"), "c.toml:1: socket: invalid value 1: must be an absolute path");
     assert_eq!(
         error("\n\nlog_level = \"loud\""),
-        "c.toml:3: log_level: must be one of off, error, warn, info, debug, trace, is \"loud\""
+        "c.toml:3: log_level: invalid value \"loud\": must be one of off, error, warn, info, \
+         debug, trace"
     );
     assert_eq!(
         error("abandoned_after = -1"),
-        "c.toml:1: abandoned_after: must be a whole number of seconds, at least 1, is -1"
+        "c.toml:1: abandoned_after: invalid value -1: must be an integer of at least 1, in seconds"
     );
     assert_eq!(
         error("abandoned_after = 0"),
-        "c.toml:1: abandoned_after: must be a whole number of seconds, at least 1, is 0"
+        "c.toml:1: abandoned_after: invalid value 0: must be an integer of at least 1, in seconds"
     );
     assert_eq!(
         error("pod_annotations = 1"),
-        "c.toml:1: pod_annotations: must be a list of patterns, is 1"
+        "c.toml:1: pod_annotations: invalid value 1: must be a list of patterns"
     );
     assert_eq!(
         error("pod_annotations = [\"a\", \"[b\"]"),
@@ -115,15 +118,15 @@ fn errors_name_file_line_and_setting() {
     );
     assert_eq!(
         error("restrict_oom_score_adj = \"yes\""),
-        "c.toml:1: restrict_oom_score_adj: must be true or false, is \"yes\""
+        "c.toml:1: restrict_oom_score_adj: invalid value \"yes\": must be true or false"
     );
     assert_eq!(
         error("state_dir = \"run\""),
-        "c.toml:1: state_dir: must be an absolute path, is \"run\""
+        "c.toml:1: state_dir: invalid value \"run\": must be an absolute path"
     );
     assert_eq!(
         error("state_dir = \"/a/../b\""),
-        "c.toml:1: state_dir: must be an absolute path without \"..\", is \"/a/../b\""
+        "c.toml:1: state_dir: invalid value \"/a/../b\": must be an absolute path without \"..\""
     );
     assert_eq!(
         error("[log]\nlevel = 1"),
@@ -133,11 +136,11 @@ fn errors_name_file_line_and_setting() {
     assert!(error("log_level = \"info\"\nlog_level = \"info\"").starts_with("c.toml:2: "));
     assert_eq!(
         load("", &[("state_dir", "x")]).unwrap_err(),
-        "flag --state-dir: state_dir: must be an absolute path, is \"x\""
+        "--state-dir: invalid value \"x\": must be an absolute path"
     );
     assert_eq!(
         load("", &[("x", "x")]).unwrap_err(),
-        "flag --x: x: unknown setting (`pause-sandboxer config default` prints all)"
+        "--x: unknown setting (`pause-sandboxer config default` prints all)"
     );
 }
 
@@ -168,14 +171,20 @@ fn settings_that_do_not_fit_together_are_named_where_they_were_set() {
 #[test]
 fn words_and_lists_are_nothing_else() {
     for (text, fault) in [
-        ("log_format = { json = {} }", "log_format: must be one of text, json, is { json = {} }"),
-        ("shim = { sandboxer = {} }", "shim: must be one of "),
+        (
+            "log_format = { json = {} }",
+            "log_format: invalid value { json = {} }: must be one of text, json",
+        ),
+        ("shim = { sandboxer = {} }", "shim: invalid value { sandboxer = {} }: must be one of "),
         (
             "cgroup_driver = [\"auto\"]",
-            "cgroup_driver: must be one of auto, cgroupfs, systemd, is ",
+            "cgroup_driver: invalid value [\"auto\"]: must be one of auto, cgroupfs, systemd",
         ),
-        ("shim_env = \"A=b\"", "shim_env: must be a list of NAME=value, is \"A=b\""),
-        ("pod_annotations = \"a\"", "pod_annotations: must be a list of patterns, is \"a\""),
+        ("shim_env = \"A=b\"", "shim_env: invalid value \"A=b\": must be a list of NAME=value"),
+        (
+            "pod_annotations = \"a\"",
+            "pod_annotations: invalid value \"a\": must be a list of patterns",
+        ),
     ] {
         let e = load(text, &[]).unwrap_err();
         assert!(e.starts_with(&format!("c.toml:1: {fault}")), "{text}: {e}");
@@ -187,24 +196,30 @@ fn errors_of_a_table_name_the_entry() {
     for (text, fault) in [
         (
             "drivers = { a = \"native\", b = \"x\" }",
-            "drivers: \"b\" must be native or shim, is \"x\"",
+            "drivers: \"b\": invalid value \"x\": must be native or shim",
         ),
         (
             "drivers = { a = { shim = {} } }",
-            "drivers: \"a\" must be native or shim, is { \"shim\" = {} }",
+            "drivers: \"a\": invalid value { \"shim\" = {} }: must be native or shim",
         ),
-        ("drivers = 1", "drivers: must be a table of `native` or `shim` by runtime name, is 1"),
-        ("shims = { a = \"/a\", b = 1 }", "shims: \"b\" must be an absolute path, is 1"),
-        ("shims = { b = \"b\" }", "shims: \"b\" must be an absolute path, is \"b\""),
+        (
+            "drivers = 1",
+            "drivers: invalid value 1: must be a table of `native` or `shim` by runtime name",
+        ),
+        (
+            "shims = { a = \"/a\", b = 1 }",
+            "shims: \"b\": invalid value 1: must be an absolute path",
+        ),
+        ("shims = { b = \"b\" }", "shims: \"b\": invalid value \"b\": must be an absolute path"),
         (
             "shims = { b = \"/a/../b\" }",
-            "shims: \"b\" must be an absolute path without \"..\", is \"/a/../b\"",
+            "shims: \"b\": invalid value \"/a/../b\": must be an absolute path without \"..\"",
         ),
     ] {
         assert_eq!(load(text, &[]).unwrap_err(), format!("c.toml:1: {fault}"), "{text}");
     }
     let flag = load("", &[("shims", "{ b = 'b' }")]).unwrap_err();
-    assert_eq!(flag, "flag --shims: shims: \"b\" must be an absolute path, is \"b\"");
+    assert_eq!(flag, "--shims: \"b\": invalid value \"b\": must be an absolute path");
 }
 
 #[test]
@@ -251,7 +266,9 @@ fn metrics_are_for_the_node_alone() {
     ] {
         let e = load("", &[("metrics", bad)]).unwrap_err();
         assert!(
-            e.starts_with("flag --metrics: metrics: must be off, unix:///PATH or "),
+            e.starts_with(&format!(
+                "--metrics: invalid value {bad:?}: must be off, unix:///PATH or "
+            )),
             "{bad}: {e}"
         );
     }
@@ -264,7 +281,7 @@ fn the_longest_socket_path_fits() {
     let e = load("", &[("socket", &path(98))]).unwrap_err();
     assert_eq!(
         e,
-        "flag --socket: socket: must be at most 97 bytes long, to leave room for the ttrpc \
+        "--socket: must be at most 97 bytes long, to leave room for the ttrpc \
          socket's name; has 98"
     );
 }
@@ -294,7 +311,7 @@ fn the_namespace_of_containerd_is_an_identifier() {
     assert_eq!(parse("A-b_c.9").unwrap().containerd_namespace, "A-b_c.9");
     assert_eq!(
         parse("a..b").unwrap_err(),
-        "flag --containerd-namespace: containerd_namespace: must be a containerd identifier \
+        "--containerd-namespace: must be a containerd identifier \
          (letters and digits joined by single . _ -, at most 76 bytes)"
     );
 }

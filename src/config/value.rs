@@ -1,4 +1,4 @@
-//! The types of settings: what serde reads of each, and what its values must be.
+//! The types of settings: the serde form of each, and the check of its values.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -21,13 +21,13 @@ pub(super) trait SettingValue: Sized {
     /// The values that it takes, to follow "must be".
     const KIND: &'static str;
 
-    /// What serde reads and writes.
+    /// The form that serde reads and writes.
     type Form: DeserializeOwned + Serialize;
 
     /// Checks a value.
     ///
     /// # Errors
-    /// What is wrong; empty if [`SettingValue::KIND`] says it.
+    /// The reason; empty if [`SettingValue::KIND`] is the reason.
     fn check(form: Self::Form) -> Result<Self, String>;
 
     /// The value as serde writes it.
@@ -56,7 +56,7 @@ pub(super) trait SettingValue: Sized {
     }
 }
 
-/// What serde makes of one word. A table of one key, which serde takes for an enum too, is none.
+/// Deserializes one word. serde also accepts a table with one key as an enum; that is no word.
 fn word<T: DeserializeOwned>(text: &str) -> Result<T, String> {
     T::deserialize(StrDeserializer::<FormError>::new(text)).map_err(|_| String::new())
 }
@@ -64,7 +64,7 @@ fn word<T: DeserializeOwned>(text: &str) -> Result<T, String> {
 /// The values of a table, each checked alone, so that an error names the wrong one.
 ///
 /// # Errors
-/// What is wrong with the first wrong entry.
+/// The first invalid entry, and the reason.
 fn entries<T: SettingValue<Form = String>>(
     form: BTreeMap<String, Json>,
 ) -> Result<BTreeMap<String, T>, String> {
@@ -73,9 +73,9 @@ fn entries<T: SettingValue<Form = String>>(
         match checked {
             Ok(checked) => Ok((name, checked)),
             Err(reason) if reason.is_empty() => {
-                Err(format!("{name:?} must be {}, is {}", T::KIND, toml(&value)))
+                Err(format!("{name:?}: invalid value {}: must be {}", toml(&value), T::KIND))
             }
-            Err(reason) => Err(format!("{name:?} {reason}")),
+            Err(reason) => Err(format!("{name:?}: {reason}")),
         }
     };
     form.into_iter().map(check).collect()
@@ -153,7 +153,7 @@ impl SettingValue for PathBuf {
             return Err(String::new());
         }
         if path.components().any(|part| part == Component::ParentDir) {
-            return Err(format!("must be an absolute path without \"..\", is {text:?}"));
+            return Err(format!("invalid value {text:?}: must be an absolute path without \"..\""));
         }
         // Without doubled, trailing or dotted parts, so that paths can be compared.
         Ok(path.components().collect())
@@ -253,7 +253,7 @@ impl SettingValue for Categories {
 }
 
 impl SettingValue for Duration {
-    const KIND: &'static str = "a whole number of seconds, at least 1";
+    const KIND: &'static str = "an integer of at least 1, in seconds";
     type Form = u32;
 
     fn check(seconds: u32) -> Result<Self, String> {
@@ -323,7 +323,7 @@ impl SettingValue for Metrics {
     }
 }
 
-/// How the pods' cgroups are made.
+/// The driver that creates the pods' cgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CgroupDriver {
@@ -345,17 +345,17 @@ pub enum LogFormat {
     Json,
 }
 
-/// What runs a pod's pause process.
+/// Driver of a pod's pause process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DriverName {
-    /// This program.
+    /// The daemon starts it.
     Native,
-    /// The runtime.
+    /// The runtime's shim starts it.
     Shim,
 }
 
-/// What starts a pod's shim.
+/// Which shim serves a pod's containers, and what starts it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ShimOwner {

@@ -34,15 +34,15 @@ const SPEC: &str = "types.containerd.io/opencontainers/runtime-spec/1/Spec";
 /// `type_url` of runc's options.
 const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
 
-/// All that CRI calls a sandbox (containerd `filterLabel`).
+/// Filter for the containers that CRI labels as sandboxes (containerd `filterLabel`).
 const SANDBOXES: &str = r#"labels."io.cri-containerd.kind"==sandbox"#;
 
-/// What containerd is to record of a sandbox.
+/// The contents of containerd's container record of a sandbox.
 #[derive(Clone, Debug)]
 pub struct SandboxContainer {
     /// The sandbox id.
     pub id: String,
-    /// As the built-in controller's container has them.
+    /// The same labels as on a container of the built-in controller.
     pub labels: BTreeMap<String, String>,
     /// Runtime name.
     pub runtime: String,
@@ -52,7 +52,7 @@ pub struct SandboxContainer {
     pub spec: Vec<u8>,
 }
 
-/// Whose a record is.
+/// The owner of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordOwner {
     /// There is none.
@@ -63,7 +63,7 @@ pub enum RecordOwner {
     Foreign,
 }
 
-/// What containerd says of a task.
+/// The state of a task in containerd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TaskState {
     /// There is none.
@@ -97,7 +97,7 @@ impl Containers {
         self.at.knows(id).await
     }
 
-    /// Whose the record of `id` is.
+    /// The owner of the record of `id`.
     ///
     /// # Errors
     /// containerd does not say.

@@ -34,7 +34,7 @@ pub(super) mod code {
 struct GrpcStatus {
     /// gRPC's status code.
     code: u32,
-    /// What the server says about it.
+    /// The message of the server.
     words: String,
 }
 
@@ -69,7 +69,7 @@ impl CallError {
         matches!(self, Self::Lost(_)) || self.is(code::UNAVAILABLE)
     }
 
-    /// The same call will be refused again.
+    /// Whether the same call would be refused again.
     pub fn is_final(&self) -> bool {
         let codes = [
             code::INVALID_ARGUMENT,

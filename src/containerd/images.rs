@@ -19,7 +19,7 @@ const IMPORT: &str = "import image";
 /// Timeout of a call.
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long an import may take: each of its calls as long as it may.
+/// Timeout of an import, in which each call may take its own timeout.
 const LEASED: Duration = Duration::from_secs(600);
 
 /// The label by which kubelet's garbage collection leaves an image alone.

@@ -1,4 +1,4 @@
-//! What must be so before `enable` or `disable` writes files and restarts containerd with them.
+//! Preconditions that `enable` and `disable` check before they write files and restart containerd.
 
 use std::path::{Path, PathBuf};
 use std::slice;
@@ -7,7 +7,7 @@ use toml::Table;
 
 use super::main_config::MainConfig;
 use super::{EnableError, Enablement, RestartBy, drop_in, loaded, pods, refuse, runtime};
-use crate::check::containerd::{NodeContainerd, one_place};
+use crate::check::containerd::{NodeContainerd, same_file};
 use crate::containerd::cri::CriClient;
 use crate::error::StepError;
 
@@ -32,11 +32,11 @@ impl UnreadFiles {
     ) -> Result<Self, StepError> {
         let mut found = Self::default();
         for file in node.unread_files() {
-            let is_own = if one_place(&file, &node.file) {
+            let is_own = if same_file(&file, &node.file) {
                 let edited = main.last_edit(&main.drop_in())?;
                 edited.is_none_or(|moment| !node.is_older_than(moment))
             } else {
-                drop_in.is_some_and(|drop_in| one_place(&file, drop_in))
+                drop_in.is_some_and(|drop_in| same_file(&file, drop_in))
             };
             if is_own {
                 found.own = true;
@@ -47,8 +47,8 @@ impl UnreadFiles {
         Ok(found)
     }
 
-    /// Fails if there is an edit of others: a restart would apply it too, and if containerd did not
-    /// come up with it, no file as it was before this command would help.
+    /// Fails if other programs have edited files that containerd has not read: a restart would
+    /// apply these edits too, and the rollback of this command would not undo them.
     ///
     /// # Errors
     /// The files.
@@ -59,8 +59,8 @@ impl UnreadFiles {
         let files: Vec<String> =
             self.edited.iter().map(|file| file.display().to_string()).collect();
         refuse(format!(
-            "there are changes which containerd has not read, in {}: a restart would apply them \
-             too, and this command could not undo them. Restart containerd first: {}",
+            "unread config changes in {}: a restart would apply them too, and this command could \
+             not undo them. Restart containerd first: {}",
             files.join(" and "),
             RestartBy::Systemd.command(&node.unit)
         ))
@@ -76,12 +76,12 @@ pub(super) fn daemon_for_default(wanted: &Enablement) -> Result<(), EnableError>
         return Ok(());
     }
     pods::answering_daemon(&wanted.subject.config).or_else(|reason| {
-        refuse(format!("{reason}; with --default no pod of this node starts without it"))
+        refuse(format!("{reason}; with --default no pod of this node starts without the daemon"))
     })
 }
 
-/// The handlers that containerd loses by the command: those that the drop-in has defined and the
-/// new one will not, and those that it has still loaded from earlier files.
+/// The handlers that the command removes from containerd: those of the old drop-in that the new one
+/// does not define, and those that containerd still has loaded from earlier files.
 ///
 /// # Errors
 /// A local step failed.
@@ -123,15 +123,16 @@ pub(super) fn keep_handlers_in_use(wanted: &Enablement, lost: &[String]) -> Resu
             "restore the config file that defines it".to_owned()
         };
         return Err(format!(
-            "{} of the runtime handler {name}, which would be gone: remove these pods, or {way}",
+            "this change removes runtime handler {name}, which is used by {}: remove these pods, \
+             or {way}",
             pods::shown(&left)
         ));
     }
     Ok(())
 }
 
-/// Fails if a restart by `disable` would apply what others have written, or if containerd would not
-/// come up with it. The drop-in itself is removed.
+/// Fails if a restart by `disable` would apply edits of other programs, or if containerd would not
+/// start with them. `disable` removes the drop-in itself.
 ///
 /// # Errors
 /// The files, and what to do first.

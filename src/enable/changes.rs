@@ -10,7 +10,7 @@ use super::{EnableError, diff};
 use crate::error::{IoContext as _, StepError, StepErrors, gone};
 use crate::replace_file::{lasting_temporary, replace_lasting_file, sync_directory_of};
 
-/// Permissions of a new file that has nothing of another one.
+/// Permissions of a new file that copies no other one.
 const NEW_FILE: u32 = 0o644;
 
 /// A file as it is.
@@ -76,7 +76,7 @@ pub(super) struct FileChange {
     before: Option<FileState>,
     /// `None`: it is removed.
     after: Option<Vec<u8>>,
-    /// What the link holds that is removed in place of the file that it leads to.
+    /// The target of the link, if a link is removed instead of the file that it leads to.
     link: Option<PathBuf>,
     /// Permissions and group of what is written.
     mode: u32,
@@ -145,7 +145,7 @@ impl FileChange {
     }
 
     fn apply(&self) -> Result<(), StepError> {
-        // Of a process that was killed.
+        // A process that was killed may have left it.
         let left = lasting_temporary(&self.path);
         gone(fs::remove_file(&left)).step_at("remove file", &left)?;
         let Some(after) = &self.after else { return remove(&self.path) };
@@ -166,7 +166,7 @@ impl FileChange {
     /// Restores the file, unless it is not what [`FileChange::apply`] has written: it is not
     /// written yet, or another program has written it since.
     fn undo(&self) -> Result<(), StepError> {
-        // What is left of a link is not read: the file that it leads to stays.
+        // The target of a remaining link is not read: that file is not changed.
         let link = fs::read_link(&self.path).ok();
         let now = if self.link.is_some() && link.is_some() {
             self.before.clone()
@@ -204,7 +204,7 @@ fn remove(path: &Path) -> Result<(), StepError> {
 pub(super) struct ApplyError {
     /// The step that failed.
     step: StepError,
-    /// Whether the files are as before.
+    /// The result of the rollback.
     rollback: Result<(), StepErrors>,
 }
 
@@ -236,7 +236,7 @@ impl Changes {
         }
     }
 
-    /// How many files change.
+    /// The number of files that change.
     pub(super) fn len(&self) -> usize {
         self.files.len()
     }

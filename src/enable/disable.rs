@@ -11,7 +11,7 @@ use super::main_config::{BACKUP, MainConfig};
 use super::restart::{self, RestartBy};
 use super::{
     EnableError, before_restart, begin, check_trusted, drop_in, is_of_running, loaded, plan, pods,
-    refuse, restart_after_rollback, roll_back, runtime, shown,
+    refuse, removal_plan::RemovalPlan, restart_after_rollback, roll_back, runtime,
 };
 use crate::check::Subject;
 use crate::check::containerd as merged_config;
@@ -20,10 +20,10 @@ use crate::containerd::cri::CriClient;
 use crate::error::StepError;
 use crate::oci_image;
 
-/// Between two looks at the pods.
+/// Polling interval of the pods.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// What `disable` is to do.
+/// The task of `disable`.
 #[derive(Clone, Debug)]
 pub struct Disablement {
     /// The node.
@@ -32,11 +32,13 @@ pub struct Disablement {
     pub settings: PathBuf,
     /// Show the changes only.
     pub dry_run: bool,
+    /// Show them as JSON.
+    pub json: bool,
     /// Wait until no pod needs the handler.
     pub wait: bool,
-    /// Restart containerd, by this.
+    /// How to restart containerd; `None`: no restart.
     pub restart: Option<RestartBy>,
-    /// How long the restart may take, until CRI answers.
+    /// Timeout of the restart, until CRI responds.
     pub within: Duration,
 }
 
@@ -58,6 +60,20 @@ impl Removal {
     /// The runtime handlers that containerd will not have after a restart.
     fn lost(&self) -> Vec<String> {
         self.handlers.iter().chain(self.stale.iter().flatten()).cloned().collect()
+    }
+
+    /// The result of a dry run.
+    fn plan(&self, node: &NodeContainerd, main: &MainConfig) -> RemovalPlan {
+        let shown = |path: &Path| path.display().to_string();
+        RemovalPlan {
+            containerd_config: shown(&node.file),
+            drop_in: shown(&main.drop_in()),
+            changes: self.changes.paths().map(shown).collect(),
+            handlers: self.handlers.clone(),
+            stale_handlers: self.stale.clone(),
+            unread_files: node.unread_files().iter().map(|file| shown(file)).collect(),
+            diff: self.changes.diff(),
+        }
     }
 
     /// Where the handler is the node's default: that, and the command that undoes it. Until then
@@ -88,13 +104,8 @@ pub fn disable(wanted: &Disablement, say: &mut dyn FnMut(String)) -> Result<(), 
     let mut before = node.dump().ok();
     let mut removal = find_removal(&main, before.as_ref(), subject)?;
     if wanted.dry_run {
-        let stale = removal.stale.as_deref().unwrap_or_default();
-        if removal.changes.is_empty() && !stale.is_empty() {
-            let file = node.file.display();
-            say(format!("containerd still has what {file} has not: {}", stale.join(", ")));
-        } else {
-            say(shown(&removal.changes));
-        }
+        let plan = removal.plan(&node, &main);
+        say(if wanted.json { plan.to_json() } else { plan.to_string() });
         return Ok(());
     }
     if removal.changes.is_empty() && removal.handlers.is_empty() {
@@ -128,8 +139,8 @@ pub fn disable(wanted: &Disablement, say: &mut dyn FnMut(String)) -> Result<(), 
         removal.changes.undo()?;
         if !wanted.wait {
             return refuse(format!(
-                "{} started during the removal, so the files are as before: remove them, or use \
-                 --wait",
+                "{} started during the removal; all file changes are rolled back. Remove them, or \
+                 use --wait",
                 pods::shown(&left)
             ));
         }
@@ -180,7 +191,7 @@ fn find_removal(
     let state = FileState::read(&path)?;
     let text = state.as_ref().map(|state| String::from_utf8_lossy(&state.bytes).into_owned());
     let mut handlers = text.as_deref().map(drop_in::handlers_of).unwrap_or_default();
-    let options = text.as_deref().and_then(EnabledOptions::of);
+    let options = text.as_deref().and_then(EnabledOptions::parse);
     let offline = text.as_deref().is_some_and(|text| text.contains(oci_image::NAME));
     if let Some((text, state)) = text.zip(state) {
         if !drop_in::is_ours(&text) {
@@ -231,7 +242,7 @@ fn verify(
     });
     if let Some(name) = named.map(|(name, _)| name).or(left.ours.first()) {
         return Err(format!(
-            "another file of containerd's config names this sandboxer in runtime handler {name:?}: \
+            "another file of containerd's config sets this sandboxer in runtime handler {name:?}: \
              remove it there"
         ));
     }
@@ -304,7 +315,7 @@ fn wait_for_pods(
         if let (true, Some((fact, command))) = (last.is_empty(), removal.default_handler()) {
             // That command needs the lock which this one holds.
             say(format!(
-                "{fact}: new pods use it, so the wait may not end. Stop this command, run \
+                "{fact}: new pods use it, so this command may wait indefinitely. Interrupt it, run \
                  {command}, then run `disable` again"
             ));
         }
@@ -324,8 +335,8 @@ fn reason_of(left: &BlockingPods, removal: &Removal) -> String {
         known => known.join(", "),
     };
     let mut reason = format!(
-        "{}: they need the runtime handler {handlers}, and without it they can neither be stopped \
-         nor removed. Remove them, or wait for their end by --wait",
+        "{}: they need runtime handler {handlers}, and without it they can neither be stopped nor \
+         removed. Remove them, or use --wait",
         pods::shown(&left.pods)
     );
     if let Some((fact, command)) = removal.default_handler() {
@@ -362,8 +373,8 @@ fn unload(
     let Some(by) = &wanted.restart else {
         let command = RestartBy::Systemd.command(&node.unit);
         say(format!(
-            "containerd reads the files when it is restarted; while the daemon answers, pods keep \
-             running: {command}"
+            "restart containerd to load the files: {command} (pods keep running, and the daemon \
+             must respond meanwhile)"
         ));
         return Ok(());
     };
@@ -386,7 +397,7 @@ fn unload(
         }
         return Err(restart_after_rollback(&removal.changes, reason, by, subject, wanted.within));
     }
-    say("restarted containerd: it does not have the runtime handler".to_owned());
+    say("restarted containerd: it no longer has the runtime handler".to_owned());
     if removal.offline {
         runtime()?.block_on(cri.remove_image(oci_image::NAME))?;
         say(format!("removed image {}", oci_image::NAME));

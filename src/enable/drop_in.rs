@@ -11,7 +11,7 @@ use crate::oci_image;
 /// The line that names the handler whose settings were taken over, around its name.
 const BASE: (&str, &str) = ("# The handler has the settings of runtime handler ", ".\n");
 
-/// What a drop-in sets.
+/// The settings of a drop-in.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct DropInSettings<'a> {
     /// The sandboxer's name in containerd.
@@ -38,7 +38,7 @@ pub(super) fn is_ours(text: &str) -> bool {
 /// The options of the command that has written the text and that `wanted` undoes. Another name of
 /// the handler is wanted if the command names one.
 pub(super) fn undone(text: &str, wanted: &Enablement) -> Vec<String> {
-    let Some(old) = EnabledOptions::of(text) else { return Vec::new() };
+    let Some(old) = EnabledOptions::parse(text) else { return Vec::new() };
     let is_named = wanted.handler != HANDLER;
     let new = EnabledOptions {
         handler: if is_named { old.handler.clone() } else { wanted.handler.clone() },

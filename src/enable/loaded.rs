@@ -1,4 +1,4 @@
-//! The runtime handlers of the containerd that runs: those of its files when it was started.
+//! The runtime handlers that the running containerd has loaded: those of its files at its start.
 
 use toml::Table;
 

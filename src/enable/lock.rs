@@ -40,7 +40,7 @@ impl ConfigLock {
             let file = Flock::lock(file, FlockArg::LockExclusiveNonblock);
             let file = file.map_err(|(_, e)| match e {
                 nix::Error::EWOULDBLOCK => EnableError::Refused(format!(
-                    "another `pause-sandboxer enable` or `disable` runs (lock of {})",
+                    "another `pause-sandboxer enable` or `disable` is running (lock file {})",
                     path.display()
                 )),
                 e => StepError::at(STEP, &path, e.into()).into(),
@@ -65,7 +65,7 @@ impl ConfigLock {
 
 impl Drop for ConfigLock {
     fn drop(&mut self) {
-        // What is left has no effect; another's is not removed.
+        // A remaining file has no effect; the file of another process is not removed.
         if self.is_in_place().unwrap_or(false) {
             let _ = fs::remove_file(&self.path);
         }
@@ -86,7 +86,10 @@ mod tests {
         let first = ConfigLock::take(dir.path()).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, PRIVATE);
         let error = ConfigLock::take(dir.path()).unwrap_err().to_string();
-        assert!(error.starts_with("another `pause-sandboxer enable` or `disable` runs"), "{error}");
+        assert!(
+            error.starts_with("another `pause-sandboxer enable` or `disable` is running"),
+            "{error}"
+        );
         drop((first, of_another));
         assert!(!path.exists());
         // Of a killed process.

@@ -1,4 +1,4 @@
-//! What `enable` writes, and whether containerd makes of it what was wanted.
+//! The contents that `enable` writes, and the check of the config that containerd merges from them.
 
 use toml::{Table, Value};
 
@@ -28,7 +28,7 @@ pub(super) struct HandlerPlan {
     pub(super) settings: Table,
     /// containerd's merged config before the change.
     before: Table,
-    /// The handlers of the drop-in that there was, if any: what that set may change.
+    /// The handlers of the previous drop-in, if there was one: these may change.
     replaced: Option<Vec<String>>,
 }
 
@@ -59,8 +59,8 @@ impl HandlerPlan {
         let is_ours = |name: &String| known.ours.contains(name) || own_handlers.contains(name);
         if known.all.contains_key(&wanted.handler) && !is_ours(&wanted.handler) {
             return refused(format!(
-                "containerd has a runtime handler {:?} of another sandboxer: name another by \
-                 --handler",
+                "runtime handler {:?} belongs to another sandboxer: use --handler NAME with \
+                 another name",
                 wanted.handler
             ));
         }
@@ -84,15 +84,15 @@ impl HandlerPlan {
             Some(settings) if !is_ours(&base) => settings.clone(),
             Some(_) => {
                 return refused(format!(
-                    "runtime handler {base:?} is this sandboxer's own: name one whose settings \
-                     are taken over by --options-of"
+                    "runtime handler {base:?} is this sandboxer's own: use --options-of NAME with \
+                     another handler"
                 ));
             }
             None => {
                 let all: Vec<&String> = known.all.keys().filter(|name| !is_ours(name)).collect();
                 return refused(format!(
-                    "containerd has no runtime handler {base:?}: name one of {all:?} by \
-                     --options-of"
+                    "containerd has no runtime handler {base:?}: use --options-of NAME with one of \
+                     {all:?}"
                 ));
             }
         };
@@ -153,7 +153,7 @@ impl HandlerPlan {
         }
         if there != expected {
             return Err(format!(
-                "runtime handler {:?} has other settings, which another file sets: {there}",
+                "another file overrides settings of runtime handler {:?}: {there}",
                 wanted.handler
             ));
         }
@@ -163,7 +163,8 @@ impl HandlerPlan {
         if !known.default.is_empty() && !known.all.contains_key(&known.default) {
             return Err(format!(
                 "another file makes {:?} the default handler, without which containerd does not \
-                 serve CRI: remove default_runtime_name from it, or keep the handler by --handler",
+                 serve CRI: remove default_runtime_name from it, or keep the handler \
+                 with --handler NAME",
                 known.default
             ));
         }
@@ -308,7 +309,12 @@ mod tests {
         let named = |base: &str| Enablement { options_of: Some(base.to_owned()), ..enablement() };
         assert_eq!(plan(&named("kata"), "runc", None).unwrap().base, "kata");
         let error = plan(&named("crun"), "runc", None).unwrap_err();
-        assert!(error.contains("no runtime handler \"crun\": name one of [\"kata\""), "{error}");
+        assert!(
+            error.contains(
+                "no runtime handler \"crun\": use --options-of NAME with one of [\"kata\""
+            ),
+            "{error}"
+        );
         // The handler that was the default before this one became it.
         let first = plan(&wanted, "nvidia", None).unwrap();
         let text = first.contents(&wanted).text(None).unwrap();
@@ -329,7 +335,10 @@ mod tests {
     fn the_handler_of_another_sandboxer_is_refused() {
         let wanted = Enablement { handler: "nvidia".to_owned(), ..enablement() };
         let error = plan(&wanted, "runc", None).unwrap_err();
-        assert!(error.contains("a runtime handler \"nvidia\" of another sandboxer"), "{error}");
+        assert!(
+            error.contains("runtime handler \"nvidia\" belongs to another sandboxer"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -358,7 +367,7 @@ mod tests {
             (
                 "runtimes.runc-pause.options]\nSystemdCgroup = true",
                 "runtimes.runc-pause.options]\nSystemdCgroup = false",
-                "has other settings",
+                "another file overrides settings",
             ),
         ] {
             let error = after((from, to)).unwrap_err();

@@ -66,7 +66,7 @@ pub(super) fn answering_daemon(config: &Config) -> Result<(), String> {
     }
 }
 
-/// What the daemon lists; `None` if it does not answer.
+/// The sandboxes that the daemon lists; `None` if it does not respond.
 fn listed(config: &Config) -> Result<Option<Pods>, StepError> {
     let all = match Client::connect(config).and_then(|client| client.list(false)) {
         Ok(all) => all,
@@ -119,7 +119,7 @@ mod tests {
         };
         assert!(of_daemon(&config).unwrap().is_empty());
         let reason = answering_daemon(&config).unwrap_err();
-        assert!(reason.starts_with("no daemon answers on ") && reason.contains("start it"));
+        assert!(reason.starts_with("cannot reach the daemon at ") && reason.contains("start it"));
         std::fs::create_dir_all(dir.path().join("sandboxes/0123456789abcdef")).unwrap();
         let pods = of_daemon(&config).unwrap();
         assert_eq!(shown(&pods), "1 pod: a sandbox whose daemon does not answer (0123456789abc)");

@@ -12,13 +12,13 @@ use crate::check::containerd::NodeContainerd;
 use crate::containerd::cri::CriClient;
 use crate::shell_command;
 
-/// Between two queries.
+/// Polling interval of CRI.
 const INTERVAL: Duration = Duration::from_millis(200);
 
 /// The unit of the daemon.
 const DAEMON: &str = "pause-sandboxer.service";
 
-/// How containerd is restarted.
+/// The method to restart containerd.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RestartBy {
     /// By systemd.
@@ -39,12 +39,13 @@ impl RestartBy {
     /// Fails if there is no systemd where it is needed.
     ///
     /// # Errors
-    /// What to do instead.
+    /// The option to use instead.
     pub(super) fn check(&self) -> Result<(), String> {
         if *self == Self::Systemd && !systemd_runs() {
-            return Err("systemd does not run here: name the command that restarts containerd by \
-                        --restart-command"
-                .to_owned());
+            return Err(
+                "systemd is not running: use --restart-command COMMAND to restart containerd"
+                    .to_owned(),
+            );
         }
         Ok(())
     }
@@ -73,7 +74,7 @@ pub(super) async fn restart(
         let now = NodeContainerd::find(subject);
         let reason = if now.pid.is_some() && now.pid == before.pid {
             format!(
-                "process {}, which was to be restarted, still listens at {}",
+                "process {} was not restarted and still listens at {}",
                 before.pid.unwrap_or_default(),
                 subject.config.containerd_address.display()
             )

@@ -5,7 +5,7 @@ use std::path::Path;
 use toml::{Table, Value};
 
 use super::toml_text;
-use crate::check::containerd::{one_place, runtime};
+use crate::check::containerd::{runtime, same_file};
 use crate::config::Config;
 
 /// The text of the sandboxer's config file with the settings of containerd's merged config that it
@@ -37,7 +37,7 @@ fn differing(config: &Config, merged: &Table, handler: &Table) -> Vec<(&'static 
         let theirs = merged.get(key).and_then(Value::as_str).filter(|path| !path.is_empty());
         found.extend(
             theirs
-                .filter(|theirs| !one_place(Path::new(theirs), ours))
+                .filter(|theirs| !same_file(Path::new(theirs), ours))
                 .map(|theirs| (setting, Value::from(theirs))),
         );
     }

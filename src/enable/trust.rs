@@ -1,4 +1,4 @@
-//! Whether only root decides what a file holds.
+//! The check that only root can change a file.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -14,10 +14,10 @@ const STEP: &str = "trust file";
 /// Other users can write it: those of its group, those of an access control list, which shows in
 /// the bits of the group (acl(5)), or all.
 const WRITABLE: u32 = 0o022;
-/// Of a directory: only its owner can rename and remove an entry.
+/// In the mode of a directory: only the owner of an entry can rename and remove it.
 const STICKY: u32 = 0o1000;
 
-/// How many links the kernel follows on one path (path_resolution(7)).
+/// Maximum number of links that the kernel follows on one path (path_resolution(7)).
 const LINKS_MAX: usize = 40;
 
 /// Fails if a user other than root can change the file at `path`, or put another in its place.
@@ -127,7 +127,7 @@ mod tests {
 
     /// A user who can replace a link, or a directory of its path, decides where the file is.
     #[test]
-    fn the_way_of_a_link_is_trusted_too() {
+    fn symlink_path_components_are_checked() {
         if kit::skip_without_root() {
             return;
         }

@@ -1,4 +1,5 @@
-//! What of a pod is on the machine: read from the machine, never asked of a daemon.
+//! Resources of a pod on the machine. They are read from the kernel and the file system, because a
+//! daemon may report them wrongly.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,8 +12,8 @@ const CGROUPS: &str = "/sys/fs/cgroup";
 /// are near the root.
 const DEPTH: usize = 6;
 
-/// Mounts, cgroups and processes that name one of the words, and the paths that exist, one line
-/// each.
+/// Mounts, cgroups and processes whose path or command has one of the words, and those of the paths
+/// that exist; one line each.
 pub(super) fn traces(words: &[String], paths: &[PathBuf]) -> BTreeSet<String> {
     let names = |text: &str| words.iter().any(|word| text.contains(word.as_str()));
     let mut found = BTreeSet::new();

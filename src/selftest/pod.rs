@@ -26,10 +26,10 @@ pub(super) const PROGRAM_NAME: &str = "selftest";
 /// The pods' namespace of Kubernetes, which need not exist.
 const NAMESPACE: &str = "pause-sandboxer-selftest";
 
-/// How long a line may take to its log.
+/// Timeout for a line to appear in the container's log.
 const LOGGED: Duration = Duration::from_secs(10);
 
-/// How long the command that restarts the sandboxer may take.
+/// Timeout of the command that restarts the sandboxer.
 const RESTARTED: Duration = Duration::from_secs(120);
 
 /// Seconds from SIGTERM to SIGKILL.
@@ -38,7 +38,7 @@ const GRACE: u32 = 10;
 /// A step and its time.
 pub(super) type Timing = (&'static str, Duration);
 
-/// What a pod is made with.
+/// The parameters of a test pod.
 #[derive(Clone, Debug)]
 pub(super) struct PodPlan {
     /// The runtime handler.
@@ -53,7 +53,7 @@ pub(super) struct PodPlan {
     pub(super) restart: Option<String>,
 }
 
-/// A pod of the test, whatever part of it there is.
+/// A pod of the test, with the parts of it that exist.
 #[derive(Debug)]
 pub(super) struct TestPod {
     cri: CriClient,
@@ -205,7 +205,7 @@ impl TestPod {
         steps.into_result()
     }
 
-    /// Whether another, such as kubelet, has ended it.
+    /// Whether another program, such as kubelet, has stopped it.
     pub(super) async fn was_ended(&self) -> bool {
         use crate::protos::cri::PodSandboxState::SANDBOX_READY;
         let (Some(id), Ok(pods)) = (&self.sandbox, self.cri.pods().await) else { return false };
@@ -222,7 +222,7 @@ impl TestPod {
         &self.timings
     }
 
-    /// What names it, and the files that it has.
+    /// The words that identify its resources, and the paths of its files.
     pub(super) fn identity(&self, config: &Config) -> (Vec<String>, Vec<PathBuf>) {
         let ids: Vec<String> =
             [&self.sandbox, &self.container].into_iter().flatten().cloned().collect();

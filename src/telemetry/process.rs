@@ -11,7 +11,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::{Registry, Unit};
 
 metrics! {
-    /// What is measured of the process.
+    /// The metrics of the process.
     Metrics {
         /// Resident memory of the daemon
         resident: Gauge = "resident_memory" [Bytes];

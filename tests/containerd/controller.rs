@@ -308,7 +308,7 @@ async fn check_examines_the_containerd_that_runs(bench: Bench) -> Result<()> {
             "ok    containerd config: {} with its imports",
             layout.containerd_config().display()
         ),
-        "ok    containerd config: named by runtime handler".to_owned(),
+        "ok    containerd config: runtime handlers of this sandboxer:".to_owned(),
     ] {
         ensure!(output.contains(&expected), "{expected} is missing in\n{output}");
     }

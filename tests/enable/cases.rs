@@ -55,7 +55,7 @@ async fn there_and_back(etc: &Etc) -> Result<()> {
     ensure!(etc.files() == before, "a dry run has written");
 
     let said = etc.with_restart(&["enable"], always).await?.well()?;
-    ensure!(said.contains("it has the runtime handler runc-pause"), "{said}");
+    ensure!(said.contains("it has loaded runtime handler runc-pause"), "{said}");
     let mut expected = etc.handler("runc")?.unwrap();
     let mut made = etc.handler(HANDLER)?.unwrap();
     for handler in [&mut expected, &mut made] {
@@ -76,14 +76,25 @@ async fn there_and_back(etc: &Etc) -> Result<()> {
 
     let (after, pid) = (etc.files(), etc.node.containerd_pid()?);
     let again = etc.with_restart(&["enable"], always).await?.well()?;
-    ensure!(again.contains("the files are as they should be"), "{again}");
+    ensure!(again.contains("no changes needed"), "{again}");
     ensure!((etc.files(), etc.node.containerd_pid()?) == (after, pid), "the second has an effect");
 
     let complete = etc.files();
     let dry = etc.run(&["disable", "--dry-run"]).well()?;
     ensure!(dry.contains("-[plugins.") && dry.contains(".runtimes.runc-pause]"), "{dry}");
-    // The package's scripts look for this line.
     ensure!(dry.contains("/pause-sandboxer.toml\n+++ /dev/null\n"), "{dry}");
+    // The packages' scripts read this.
+    let plan = etc.run(&["disable", "--dry-run", "--output", "json"]).well()?;
+    let plan: serde_json::Value = serde_json::from_str(&plan)?;
+    let main = etc.node.layout().containerd_config();
+    ensure!(plan["containerd_config"] == main.display().to_string(), "{plan}");
+    let drop_in = plan["drop_in"].as_str().unwrap_or_default();
+    ensure!(fs::read_to_string(drop_in)?.contains(HANDLER), "{plan}");
+    let changes = plan["changes"].as_array().unwrap();
+    ensure!(changes.contains(&drop_in.into()), "{plan}");
+    ensure!(plan["handlers"] == serde_json::json!([HANDLER]), "{plan}");
+    ensure!(plan["stale_handlers"] == serde_json::json!([]), "{plan}");
+    ensure!(plan["diff"].as_str().is_some_and(|diff| dry.trim_end() == diff.trim_end()), "{plan}");
     ensure!(etc.files() == complete, "a dry run has written");
     etc.with_restart(&["disable"], always).await?.well()?;
     let mut left = etc.files();
@@ -158,14 +169,14 @@ async fn a_containerd_that_does_not_come_up_gets_its_files_back(node: Arc<Node>)
     // It comes up with the old files only.
     let ran = etc.with_restart(&["enable", "--default"], |etc| !etc.drop_in().exists()).await?;
     let said = ran.refused("does not serve CRI within 20 s")?;
-    ensure!(said.contains("the files are as before"), "{said}");
-    ensure!(said.contains("serves CRI with them again"), "{said}");
+    ensure!(said.contains("all file changes are rolled back"), "{said}");
+    ensure!(said.contains("serves CRI with the restored files"), "{said}");
     ensure!(etc.files() == before, "{:?}", etc.files().keys());
     ensure!(etc.node.cri().version().await.is_ok(), "containerd does not answer");
     ensure!(names(&etc.node.layout().top).iter().all(|name| name != "conf.d"), "a directory");
     // Neither does a restart that fails itself leave anything.
     let ran = etc.run(&["enable", "--restart", "--restart-command", "exit 7"]);
-    ran.refused("`exit 7` fails: exit status: 7; the files are as before")?;
+    ran.refused("`exit 7` fails: exit status: 7; all file changes are rolled back")?;
     ensure!(etc.files() == before, "{:?}", etc.files().keys());
     Ok(())
 }
@@ -241,7 +252,12 @@ async fn a_pod_that_comes_before_the_restart_keeps_its_handler(node: Arc<Node>) 
     };
     let (ran, pods) = tokio::join!(etc.run_beside(&words), restarts);
     let said = ran?.refused("1 pod: default/late (")?;
-    ensure!(said.contains("the files are as before; containerd serves CRI with them"), "{said}");
+    ensure!(
+        said.contains(
+            "all file changes are rolled back; containerd serves CRI with the restored files"
+        ),
+        "{said}"
+    );
     ensure!(etc.files() == before, "{:?}", etc.files().keys());
     for pod in pods? {
         pod.remove().await?;
@@ -287,11 +303,11 @@ async fn what_others_can_write_and_a_second_command_are_refused(node: Arc<Node>)
     let path = etc.node.layout().top.join(".pause-sandboxer.lock");
     let file = fs::File::create(&path)?;
     let lock = Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, e)| e)?;
-    etc.run(&["enable"]).refused("another `pause-sandboxer enable` or `disable` runs")?;
+    etc.run(&["enable"]).refused("another `pause-sandboxer enable` or `disable` is running")?;
     drop(lock);
     ensure!(etc.files() == before, "something has changed");
     // A handler of another sandboxer is left alone.
-    etc.run(&["enable", "--handler", "runc"]).refused("of another sandboxer")?;
+    etc.run(&["enable", "--handler", "runc"]).refused("belongs to another sandboxer")?;
     // Two at once: one of them may be refused, and the files are whole.
     let two = [(); 2].map(|()| {
         etc.command(&["enable"]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
@@ -335,7 +351,7 @@ async fn selftest_runs_a_pod_of_each_handler(node: Arc<Node>) -> Result<()> {
         ensure!(said.contains(part), "{part} is missing in {said}");
     }
     for handler in ["runc-pause", "runc"] {
-        ensure!(said.contains(&format!("{handler}: nothing of the pod is left")), "{said}");
+        ensure!(said.contains(&format!("{handler}: no leftover resources")), "{said}");
     }
     node.settles_to(&before).await?;
 

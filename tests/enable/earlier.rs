@@ -16,7 +16,7 @@ pub(crate) fn all() -> Vec<(&'static str, NodeCase)> {
     cases![
         a_default_handler_needs_a_daemon,
         a_second_disable_unloads_the_handler,
-        a_pod_between_two_disables_is_in_the_way,
+        second_disable_fails_while_pods_use_handler,
         a_handler_that_is_not_loaded_fails_the_check,
         a_restart_that_fails_names_the_earlier_command,
         a_file_that_containerd_has_not_read_is_refused,
@@ -47,15 +47,15 @@ async fn a_default_handler_needs_a_daemon(node: Arc<Node>) -> Result<()> {
     let etc = Etc::new(node, 3, "").await?;
     let (before, pid) = (etc.files(), etc.node.containerd_pid()?);
     let said = etc.with_restart(&["enable", "--default"], always).await?;
-    let said = said.refused("no daemon answers")?;
+    let said = said.refused("cannot reach the daemon")?;
     ensure!(etc.files() == before, "it has written: {said}");
     ensure!(etc.node.containerd_pid()? == pid, "containerd is another");
     // Other pods do not need it.
     let said = etc.with_restart(&["enable"], always).await?.well()?;
-    ensure!(said.contains("no daemon answers"), "{said}");
+    ensure!(said.contains("cannot reach the daemon"), "{said}");
     etc.node.start_sandboxer().await?;
     let said = etc.with_restart(&["enable", "--default"], always).await?.well()?;
-    ensure!(!said.contains("no daemon answers"), "{said}");
+    ensure!(!said.contains("cannot reach the daemon"), "{said}");
     Ok(())
 }
 
@@ -66,23 +66,23 @@ async fn a_second_disable_unloads_the_handler(node: Arc<Node>) -> Result<()> {
     let pid = etc.node.containerd_pid()?;
     etc.run(&["disable"]).well()?;
     let said = etc.with_restart(&["disable"], always).await?.well()?;
-    ensure!(said.contains("it does not have the runtime handler"), "{said}");
+    ensure!(said.contains("it no longer has the runtime handler"), "{said}");
     ensure!(etc.node.containerd_pid()? != pid, "containerd is not restarted: {said}");
     Ok(())
 }
 
-async fn a_pod_between_two_disables_is_in_the_way(node: Arc<Node>) -> Result<()> {
+async fn second_disable_fails_while_pods_use_handler(node: Arc<Node>) -> Result<()> {
     let etc = enabled(node).await?;
     containerd_is_older().await;
     etc.run(&["disable"]).well()?;
     let pid = etc.node.containerd_pid()?;
     let pod = etc.node.run(Handler::Ours, PodSpec::new("late")).await?;
     let said = etc.with_restart(&["disable"], always).await?.refused("1 pod: default/late (")?;
-    ensure!(said.contains("the runtime handler runc-pause"), "{said}");
+    ensure!(said.contains("they need runtime handler runc-pause"), "{said}");
     ensure!(etc.node.containerd_pid()? == pid, "containerd is restarted: {said}");
     pod.remove().await?;
     let said = etc.with_restart(&["disable"], always).await?.well()?;
-    ensure!(said.contains("it does not have the runtime handler"), "{said}");
+    ensure!(said.contains("it no longer has the runtime handler"), "{said}");
     Ok(())
 }
 
@@ -94,7 +94,10 @@ async fn a_handler_that_is_not_loaded_fails_the_check(node: Arc<Node>) -> Result
     etc.run(&["check"]).refused(FAILS)?;
     etc.restart().await?;
     let said = etc.run(&["check"]).text;
-    ensure!(!said.contains(FAILS) && said.contains("named by runtime handler"), "{said}");
+    ensure!(
+        !said.contains(FAILS) && said.contains("runtime handlers of this sandboxer:"),
+        "{said}"
+    );
     Ok(())
 }
 
@@ -106,10 +109,10 @@ async fn a_restart_that_fails_names_the_earlier_command(node: Arc<Node>) -> Resu
     let ran = etc.with_restart(&["enable"], |etc| !etc.drop_in().exists()).await?;
     let file = etc.node.layout().containerd_config().display().to_string();
     let said = ran.refused(&format!(
-        "an earlier command has added the handler: to remove it, run `pause-sandboxer disable \
+        "the handler was added by an earlier command: to remove it, run `pause-sandboxer disable \
          --restart --containerd-config {file}`"
     ))?;
-    ensure!(!said.contains("the files are as before"), "{said}");
+    ensure!(!said.contains("all file changes are rolled back"), "{said}");
     let program = etc.node.parts().program("containerd").display().to_string();
     let words = ["disable", "--containerd-config", &file, "--containerd", &program];
     etc.with_restart(&words, |etc| !etc.drop_in().exists()).await?.well()?;
@@ -128,7 +131,7 @@ async fn a_file_that_containerd_has_not_read_is_refused(node: Arc<Node>) -> Resu
     let edited = fs::read_to_string(etc.file())? + "# of an operator\n";
     fs::write(etc.file(), edited)?;
     let (before, pid) = (etc.files(), etc.node.containerd_pid()?);
-    let refused = |ran: crate::etc::Ran| ran.refused("which containerd has not read");
+    let refused = |ran: crate::etc::Ran| ran.refused("unread config changes in ");
     refused(etc.with_restart(&["enable"], always).await?)?;
     ensure!(etc.files() == before, "{:?}", etc.files().keys());
     // An import that was added since does not hide the edit.
@@ -141,14 +144,14 @@ async fn a_file_that_containerd_has_not_read_is_refused(node: Arc<Node>) -> Resu
     // What an earlier command has written is no edit.
     etc.run(&["enable"]).well()?;
     let said = etc.with_restart(&["enable"], always).await?.well()?;
-    ensure!(said.contains("it has the runtime handler runc-pause"), "{said}");
+    ensure!(said.contains("it has loaded runtime handler runc-pause"), "{said}");
     // Where there is nothing to restart for, the edit is not of interest.
     containerd_is_older().await;
     let edited = fs::read_to_string(etc.file())? + "# of an operator\n";
     fs::write(etc.file(), edited)?;
     let pid = etc.node.containerd_pid()?;
     let said = etc.with_restart(&["enable"], always).await?.well()?;
-    ensure!(said.contains("containerd has the runtime handler runc-pause"), "{said}");
+    ensure!(said.contains("containerd has loaded runtime handler runc-pause"), "{said}");
     ensure!(etc.node.containerd_pid()? == pid, "containerd is restarted");
     Ok(())
 }
@@ -161,7 +164,10 @@ async fn a_pod_of_the_earlier_name_prevents_the_restart(node: Arc<Node>) -> Resu
     let (before, pid) = (etc.files(), etc.node.containerd_pid()?);
     let said = etc.with_restart(&["enable", "--handler", "small"], always).await?;
     let said = said.refused("1 pod: default/late (")?;
-    ensure!(said.contains("of the runtime handler runc-pause, which would be gone"), "{said}");
+    ensure!(
+        said.contains("this change removes runtime handler runc-pause, which is used by"),
+        "{said}"
+    );
     ensure!(etc.files() == before && etc.node.containerd_pid()? == pid, "{said}");
     pod.remove().await?;
     etc.with_restart(&["enable", "--handler", "small"], always).await?.well()?;
@@ -172,8 +178,16 @@ async fn what_disable_has_written_is_no_edit(node: Arc<Node>) -> Result<()> {
     let etc = enabled(node).await?;
     containerd_is_older().await;
     etc.run(&["disable"]).well()?;
+    let plan = etc.run(&["disable", "--dry-run", "--output", "json"]).well()?;
+    let plan: serde_json::Value = serde_json::from_str(&plan)?;
+    ensure!(plan["changes"] == serde_json::json!([]), "{plan}");
+    ensure!(plan["stale_handlers"] == serde_json::json!([HANDLER]), "{plan}");
     let said = etc.run(&["disable", "--dry-run"]).well()?;
-    ensure!(said.contains("containerd still has what") && said.contains("runc-pause"), "{said}");
+    ensure!(
+        said.contains("containerd still has runtime handlers loaded")
+            && said.contains("runc-pause"),
+        "{said}"
+    );
     let pod = etc.node.run(Handler::Ours, PodSpec::new("late")).await?;
     // The way back, with the pod.
     etc.with_restart(&["enable"], always).await?.well()?;
@@ -200,12 +214,13 @@ async fn another_name_replaces_the_handler(node: Arc<Node>) -> Result<()> {
     let etc = enabled(node).await?;
     let pod = etc.node.run(Handler::Ours, PodSpec::new("web")).await?;
     let before = etc.files();
-    etc.run(&["enable", "--handler", "small"]).refused("which would be gone")?;
+    etc.run(&["enable", "--handler", "small"])
+        .refused("this change removes runtime handler runc-pause")?;
     ensure!(etc.files() == before, "{:?}", etc.files().keys());
     pod.remove().await?;
     let ran = etc.with_restart(&["enable", "--handler", "small"], always).await?;
     let said = ran.well()?;
-    ensure!(said.contains("it has the runtime handler small"), "{said}");
+    ensure!(said.contains("it has loaded runtime handler small"), "{said}");
     ensure!(etc.handler("small")?.is_some(), "no handler: {said}");
     ensure!(etc.handler(HANDLER)?.is_none(), "the handler is left: {said}");
     // Without the old name containerd would not serve CRI.
@@ -235,7 +250,10 @@ async fn pods_that_cannot_be_listed_restore_the_files(node: Arc<Node>) -> Result
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
     let ran = etc.run(&["disable", "--containerd", &program.display().to_string()]);
     let said = ran.refused("read records of sandboxes")?;
-    ensure!(said.contains("Not a directory") && said.contains("as before"), "{said}");
+    ensure!(
+        said.contains("Not a directory") && said.contains("all file changes are rolled back"),
+        "{said}"
+    );
     ensure!(etc.files() == before, "left: {:?}", etc.files().keys());
     Ok(())
 }
@@ -247,7 +265,7 @@ async fn a_stopped_containerd_does_not_show_its_config_file(node: Arc<Node>) -> 
     etc.node.stop_containerd().await?;
     let program = etc.node.parts().program("containerd").display().to_string();
     let words = ["disable", "--restart", "--restart-command", "exit 7", "--containerd", &program];
-    let said = etc.run(&words).refused("name the file with --containerd-config")?;
+    let said = etc.run(&words).refused("or use --containerd-config FILE")?;
     let settings = etc.node.layout().sandboxer_config();
     let way = format!("or set containerd_address in {}", settings.display());
     ensure!(said.contains(&way), "{said}");

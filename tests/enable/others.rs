@@ -48,7 +48,7 @@ async fn disable_does_not_restart_with_an_unread_edit(node: Arc<Node>) -> Result
     edit(&etc)?;
     let (before, pid) = (etc.files(), etc.node.containerd_pid()?);
     let said = etc.with_restart(&["disable"], always).await?;
-    let said = said.refused("which containerd has not read, in")?;
+    let said = said.refused("unread config changes in ")?;
     ensure!(etc.files() == before && etc.node.containerd_pid()? == pid, "{said}");
     // `config dump` does not show an import that does not exist.
     let text = fs::read_to_string(etc.file())?;
@@ -74,7 +74,7 @@ async fn a_wait_for_the_pods_of_the_default_handler_is_announced(node: Arc<Node>
     let words = ["disable", "--wait"];
     let said = etc.run_until(&words, "waiting for 1 pod", pod.remove()).await?.well()?;
     ensure!(said.contains("runc-pause is the node's default handler"), "{said}");
-    ensure!(said.contains(way) && said.contains("Stop this command"), "{said}");
+    ensure!(said.contains(way) && said.contains("Interrupt it"), "{said}");
     Ok(())
 }
 
@@ -91,12 +91,12 @@ async fn options_that_a_command_undoes_are_named(node: Arc<Node>) -> Result<()> 
     for words in [&["enable", "--dry-run"][..], &["enable"]] {
         let said = etc.run(words).well()?;
         for undone in ["--default", "--offline", "--handler small"] {
-            let line = format!("this command removes {undone} of the earlier `enable`");
+            let line = format!("this command undoes {undone} of the earlier `enable`");
             ensure!(said.contains(&line), "{line} is missing: {said}");
         }
     }
     let said = etc.run(&["enable"]).well()?;
-    ensure!(!said.contains("this command removes"), "{said}");
+    ensure!(!said.contains("this command undoes"), "{said}");
     Ok(())
 }
 
@@ -107,7 +107,7 @@ async fn a_change_of_the_settings_alone_restarts_no_containerd(node: Arc<Node>) 
     fs::write(&settings, adopted.replace("pod_annotations", "# pod_annotations"))?;
     let pid = etc.node.containerd_pid()?;
     let said = etc.with_restart(&["enable"], always).await?.well()?;
-    ensure!(said.contains("containerd has the runtime handler runc-pause"), "{said}");
+    ensure!(said.contains("containerd has loaded runtime handler runc-pause"), "{said}");
     ensure!(etc.node.containerd_pid()? == pid, "containerd is restarted: {said}");
     let line = "\npod_annotations = [\"io.test/*\"]";
     let text = fs::read_to_string(&settings)?;
@@ -123,7 +123,7 @@ async fn a_file_that_the_running_containerd_does_not_use_is_refused(node: Arc<No
     for command in ["enable", "disable"] {
         let words = [command, "--containerd-config", &other];
         let said = etc.with_restart(&words, always).await?;
-        let said = said.refused(&format!("containerd does not use {other}"))?;
+        let said = said.refused(&format!(", not {other}: omit --containerd-config"))?;
         let its = etc.node.layout().containerd_config();
         ensure!(said.contains(&its.display().to_string()), "{said}");
         ensure!(etc.files() == before, "it has written: {said}");
@@ -159,7 +159,7 @@ async fn a_pod_of_a_removed_handler_of_another_is_named(node: Arc<Node>) -> Resu
     for command in ["enable", "disable"] {
         let said = etc.with_restart(&[command], always).await?;
         let said = said.refused("1 pod: default/gpu (")?;
-        ensure!(said.contains("the runtime handler nvidia"), "{command}: {said}");
+        ensure!(said.contains("runtime handler nvidia"), "{command}: {said}");
         ensure!(
             said.contains("restore the config file that defines it") && !said.contains("--handler"),
             "{said}"
@@ -193,7 +193,7 @@ async fn selftest_names_the_option_for_a_network_that_fails(node: Arc<Node>) -> 
     ensure!(said.contains("selftest --host-network"), "{said}");
     let said = etc.run_beside(&["selftest", "--host-network"]).await?.well()?;
     for handler in ["runc-pause", "runc"] {
-        ensure!(said.contains(&format!("{handler}: nothing of the pod is left")), "{said}");
+        ensure!(said.contains(&format!("{handler}: no leftover resources")), "{said}");
     }
     Ok(())
 }

@@ -5,6 +5,9 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use clap::CommandFactory as _;
+use pause_sandboxer::cli::table::list_json;
+use pause_sandboxer::client::Sandbox;
+use pause_sandboxer::enable::RemovalPlan;
 use pause_sandboxer::shim::own;
 use toml::Table;
 
@@ -101,13 +104,12 @@ fn manual_pages_and_completions_have_every_command_and_option() {
 const MARK: &str = "# Written by `pause-sandboxer enable`; `pause-sandboxer disable` removes it.\n";
 
 /// The script before a removal, on a node below `root` whose `pause-sandboxer list` does what the
-/// shell makes of `list`. `disable --dry-run` and `check -o json` answer what the files `plan` and
-/// `findings` hold, or fail.
+/// shell makes of `list`. `disable --dry-run` prints the file `plan`, or fails.
 fn removal(root: &Path, list: &str) -> Output {
     let sandboxer = root.join("pause-sandboxer");
     let stub = format!(
-        "#!/bin/sh\ncase $* in 'disable --dry-run') exec cat {0}/plan ;; \
-         'check -o json') cat {0}/findings; exit 1 ;; esac\n{list}\n",
+        "#!/bin/sh\ncase $* in 'disable --dry-run --output json') exec cat {0}/plan ;; \
+         'list --output json') ;; *) exit 9 ;; esac\n{list}\n",
         root.display()
     );
     kit::write_program(&sandboxer, stub.as_bytes()).unwrap();
@@ -190,14 +192,14 @@ fn a_removal_is_refused_wherever_containerd_has_its_config() {
     fs::write(&drop_in, format!("{MARK}default_runtime_name = \"small\"\n")).unwrap();
     assert!(removal(root.path(), "exit 3").status.success(), "the program fails");
     let shown = drop_in.display();
-    // The backup of a config file has the default handler from before.
-    let plan = format!(
-        "--- {main}.before-pause-sandboxer\n+++ /dev/null\n@@ -1,1 +0,0 @@\n\
-         -default_runtime_name = \"runc-pause\"\n--- {shown}\n+++ /dev/null\n@@ -1,2 +0,0 @@\n\
-         -{MARK}-default_runtime_name = \"small\"\n",
-        main = main.display()
-    );
-    fs::write(root.path().join("plan"), plan).unwrap();
+    let plan = RemovalPlan {
+        containerd_config: main.display().to_string(),
+        drop_in: shown.to_string(),
+        // The backup of a config file has the default handler from before.
+        diff: "-default_runtime_name = \"runc-pause\"\n".to_owned(),
+        ..RemovalPlan::default()
+    };
+    fs::write(root.path().join("plan"), plan.to_json()).unwrap();
     let output = removal(root.path(), "exit 3");
     let said = String::from_utf8(output.stdout).unwrap();
     assert_eq!(output.status.code(), Some(1), "{said}");
@@ -212,41 +214,32 @@ fn a_removal_is_refused_wherever_containerd_has_its_config() {
 /// The default handler of the containerd that runs may be another than that of its files.
 #[test]
 fn a_removal_is_refused_while_containerd_may_have_the_handler_as_its_default() {
-    const UNREAD: &str = "containerd was started before /etc/containerd/config.toml was written, \
-                          and has not read it";
-    const UNCHANGED: &str = "the files are as they should be";
-    const DIFF: &str = "--- /none/x.toml\n+++ /dev/null\n@@ -1,1 +0,0 @@\n-x = 1";
-    const STALE: &str = "containerd still has what /etc/containerd/config.toml has not: runc-pause";
-    for (path, text) in [
-        ("src/check/containerd/files.rs", "\"containerd was started before {} was written, and"),
-        ("src/check/containerd/files.rs", "has not read it\""),
-        ("src/enable/disable.rs", "containerd still has what {file} has not"),
-        ("src/enable.rs", UNCHANGED),
-    ] {
-        assert!(file(path).contains(text), "{path}: {text}");
-    }
-    let finding = |fact: &str| {
-        let all = serde_json::json!([{ "level": "warn", "fact": fact, "advice": "restart it" }]);
-        [all.to_string(), serde_json::to_string_pretty(&all).unwrap()]
+    let list = |items: &[&str]| items.iter().map(|item| (*item).to_owned()).collect::<Vec<_>>();
+    let plan = |changes: &[&str], stale: Option<&[&str]>, unread: &[&str]| RemovalPlan {
+        changes: list(changes),
+        stale_handlers: stale.map(list),
+        unread_files: list(unread),
+        diff: "  \"unread_files\": [\n    \"/x\"\n".to_owned(),
+        ..RemovalPlan::default()
     };
-    for (plan, fact, is_refused) in [
-        (DIFF, UNREAD, true),
-        (STALE, "all is well", true),
-        (DIFF, "all is well", false),
+    let (drop_in, main) = ("/etc/containerd/conf.d/x.toml", "/etc/my containerd.toml");
+    for (plan, named) in [
+        (plan(&[drop_in], Some(&[]), &[main, drop_in]), Some(main)),
+        (plan(&[drop_in], None, &[main]), Some(main)),
+        (plan(&[], Some(&["runc-pause", "small"]), &[main]), Some("    runc-pause\n    small\n")),
+        (plan(&[drop_in], Some(&[]), &[]), None),
         // containerd has no handler of this sandboxer, so its default is another.
-        (UNCHANGED, UNREAD, false),
+        (plan(&[], Some(&[]), &[main]), None),
+        (plan(&[], None, &[main]), None),
     ] {
-        for findings in finding(fact) {
-            let root = tempfile::tempdir().unwrap();
-            fs::write(root.path().join("plan"), plan).unwrap();
-            fs::write(root.path().join("findings"), findings).unwrap();
-            let output = removal(root.path(), "exit 3");
-            let said = String::from_utf8(output.stdout).unwrap();
-            assert_eq!(output.status.code(), Some(i32::from(is_refused)), "{plan}: {said}");
-            assert_eq!(said.contains("pause-sandboxer disable --restart"), is_refused, "{said}");
-            let reason = if plan == STALE { STALE } else { UNREAD };
-            assert_eq!(said.contains(reason), is_refused, "{said}");
-        }
+        let root = tempfile::tempdir().unwrap();
+        fs::write(root.path().join("plan"), plan.to_json()).unwrap();
+        let output = removal(root.path(), "exit 3");
+        let said = String::from_utf8(output.stdout).unwrap();
+        assert_eq!(output.status.code(), Some(i32::from(named.is_some())), "{plan:?}: {said}");
+        let command = "pause-sandboxer disable --restart";
+        assert_eq!(said.contains(command), named.is_some(), "{said}");
+        assert!(said.contains(named.unwrap_or_default()), "{said}");
     }
 }
 
@@ -337,12 +330,18 @@ fn an_installation_warns_of_files_that_take_precedence() {
 fn a_removal_names_the_pods_that_are_left() {
     let root = tempfile::tempdir().unwrap();
     fs::create_dir_all(root.path().join("run/pause-sandboxer/sandboxes/abc")).unwrap();
-    // A daemon that is down has not said that there are none.
-    for (list, pod) in [
-        ("exit 3", "abc"),
-        ("printf 'SANDBOX POD NAMESPACE\\nabc web default\\n'", "default/web"),
-        ("printf 'SANDBOX POD NAMESPACE STATE\\nabc - - quarantined\\n'", "sandbox abc"),
-    ] {
+    let web = Sandbox {
+        id: "abc".to_owned(),
+        pod: "web".to_owned(),
+        namespace: "default".to_owned(),
+        ..Default::default()
+    };
+    let quarantined = Sandbox { id: "def".to_owned(), ..Default::default() };
+    let list = format!("echo '{:#}'", list_json(&[web, quarantined]));
+    // A daemon that does not respond may have sandboxes.
+    for (list, pod) in
+        [("exit 3", "abc"), (list.as_str(), "default/web\n    sandbox def"), ("echo '[]'", "abc")]
+    {
         let output = removal(root.path(), list);
         let said = String::from_utf8(output.stdout).unwrap();
         assert!(output.status.success(), "{said}");

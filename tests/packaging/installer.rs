@@ -5,6 +5,8 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
+use pause_sandboxer::enable::RemovalPlan;
+
 use super::file;
 use super::kubernetes::DIR;
 
@@ -15,12 +17,27 @@ const CHECKED: &str = "/usr/local/bin/pause-sandboxer enable --restart\n\
     /usr/local/bin/pause-sandboxer check\n\
     label {\"metadata\":{\"labels\":{\"pause-sandboxer/ready\":\"true\"}}}\n";
 
-/// What `disable --dry-run` prints when it would change nothing.
-const UNCHANGED: &str = "the files are as they should be";
+/// The text of a plan with a change.
+const CHANGE: &str = "-imports = []\n";
+
+/// What `disable --dry-run` finds on a node whose containerd has this config file.
+fn removal(containerd_config: &str) -> RemovalPlan {
+    RemovalPlan { containerd_config: containerd_config.to_owned(), ..RemovalPlan::default() }
+}
+
+/// The same with the drop-in of `enable`.
+fn removal_of(drop_in: &str, containerd_config: &str) -> RemovalPlan {
+    RemovalPlan {
+        drop_in: drop_in.to_owned(),
+        changes: vec![drop_in.to_owned()],
+        diff: CHANGE.to_owned(),
+        ..removal(containerd_config)
+    }
+}
 
 /// A node's root and what is done on it: commands are written down, `list` answers what `alive`
-/// holds, or as a daemon that is down where there is `down`; `disable --dry-run` answers what
-/// `plan` holds; the command that `fails` holds fails.
+/// holds, or as a daemon that is down where there is `down`; `disable --dry-run` prints
+/// `plan` or `plan.json`; the command that `fails` holds fails.
 /// Labels are written down as well.
 struct Node(tempfile::TempDir);
 
@@ -40,7 +57,7 @@ impl Node {
             fs::write(node.path(&format!("dist/{program}")), "program").unwrap();
         }
         fs::write(node.path("alive"), "SANDBOX\n").unwrap();
-        fs::write(node.path("plan"), format!("{UNCHANGED}\n")).unwrap();
+        node.plans(&removal("/etc/containerd/config.toml"));
         fs::write(node.path("fails"), "nothing").unwrap();
         // The token is received on stdin: every user reads the arguments of a process.
         let curl = "#!/bin/sh\nnode=${0%/*}/..\n\
@@ -56,6 +73,7 @@ impl Node {
             "#!/bin/sh\necho \"$*\" >>{0}/asked\ncase $* in \"$(cat {0}/fails)\") exit 1 ;; *list) \
              [ ! -e {0}/down ] || exit 3; cat {0}/alive ;; \
              *\" disable --dry-run\") cat {0}/plan ;; \
+             *\" disable --dry-run --output json\") cat {0}/plan.json ;; \
              \"rm -rf --one-file-system \"*) rm -rf {0}/host$4 ;; esac\n",
             node.0.path().display()
         );
@@ -65,6 +83,12 @@ impl Node {
 
     fn path(&self, name: &str) -> std::path::PathBuf {
         self.0.path().join(name)
+    }
+
+    /// Sets what `disable --dry-run` prints.
+    fn plans(&self, plan: &RemovalPlan) {
+        fs::write(self.path("plan"), format!("{plan}\n")).unwrap();
+        fs::write(self.path("plan.json"), plan.to_json()).unwrap();
     }
 
     fn script(&self, command: &str) -> Output {
@@ -207,7 +231,7 @@ fn containerd_is_changed_by_one_command() {
         let mut command = node.command("uninstall");
         assert!(command.env("EDIT_CONTAINERD_CONFIG", edit).status().unwrap().success());
         let all = node.asked();
-        let how = if edit == "true" { "--restart" } else { "--dry-run" };
+        let how = if edit == "true" { "--restart" } else { "--dry-run --output json" };
         assert!(all.contains(&format!("/usr/local/bin/pause-sandboxer disable {how}\n")), "{all}");
         let restarts = all.matches("pause-sandboxer disable --restart").count();
         assert_eq!(restarts, usize::from(edit == "true"), "{all}");
@@ -217,10 +241,11 @@ fn containerd_is_changed_by_one_command() {
 /// Without leave the script changes nothing of containerd, and nothing that containerd needs.
 #[test]
 fn a_removal_fails_while_an_operator_has_the_handler_in_the_config() {
-    assert!(file("src/enable.rs").contains(&format!("return \"{UNCHANGED}\"")));
     let node = Node::new();
     assert!(node.script("install").status.success());
     let config = node.path("host/etc/containerd/config.toml");
+    let main = "/etc/containerd/config.toml";
+    let stale = RemovalPlan { stale_handlers: Some(vec!["small".to_owned()]), ..removal(main) };
     let by_hand = "[proxy_plugins.x]\n  address = '/run/pause-sandboxer/sandboxer.sock'\n";
     let before = node.files();
     let uninstall = || {
@@ -229,10 +254,11 @@ fn a_removal_fails_while_an_operator_has_the_handler_in_the_config() {
         command.env("EDIT_CONTAINERD_CONFIG", "false").stderr(Stdio::piped()).output().unwrap()
     };
     for (plan, text, shown) in [
-        ("-imports = []\n", "", "-imports = []"),
-        (UNCHANGED, by_hand, "/etc/containerd/config.toml:  address"),
+        (removal_of("/etc/containerd/conf.d/x.toml", main), "", "-imports = []"),
+        (stale, "", "handlers loaded that /etc/containerd/config.toml no longer defines: small"),
+        (removal(main), by_hand, "/etc/containerd/config.toml:  address"),
     ] {
-        fs::write(node.path("plan"), plan).unwrap();
+        node.plans(&plan);
         fs::write(&config, text).unwrap();
         let output = uninstall();
         assert!(!output.status.success(), "{output:?}");
@@ -245,7 +271,8 @@ fn a_removal_fails_while_an_operator_has_the_handler_in_the_config() {
         fs::remove_file(&config).unwrap();
         assert_eq!(node.files(), before);
     }
-    fs::write(node.path("fails"), "/usr/local/bin/pause-sandboxer disable --dry-run").unwrap();
+    let fails = "/usr/local/bin/pause-sandboxer disable --dry-run --output json";
+    fs::write(node.path("fails"), fails).unwrap();
     assert!(!uninstall().status.success());
     assert_eq!(node.files(), before);
     fs::write(node.path("fails"), "nothing").unwrap();
@@ -434,14 +461,15 @@ fn an_uninstallation_looks_wherever_containerd_has_its_config() {
     }
     let config = node.path("host/etc/containerd/config.toml");
     fs::write(config, "imports = [\n  'config.d/*.toml',\n]\n").unwrap();
-    let shown = "--- /data/drop-ins/pause-sandboxer.toml\n+++ /dev/null\n@@ -1,1 +0,0 @@\n-x = 1\n";
+    let unchanged = removal("/etc/containerd/config.toml");
+    let shown = removal_of("/data/drop-ins/pause-sandboxer.toml", "/data/config.toml");
     for (path, plan) in [
-        ("/etc/containerd/config.d/x.toml", UNCHANGED),
-        ("/data/drop-ins/x.toml", shown),
-        ("/data/config.toml", shown),
+        ("/etc/containerd/config.d/x.toml", &unchanged),
+        ("/data/drop-ins/x.toml", &shown),
+        ("/data/config.toml", &shown),
     ] {
         let _ = node.asked();
-        fs::write(node.path("plan"), plan).unwrap();
+        node.plans(plan);
         let file = node.path(&format!("host{path}"));
         fs::write(&file, "default_runtime_name = 'runc-pause'\n").unwrap();
         node.waits("uninstall", path);
@@ -451,10 +479,10 @@ fn an_uninstallation_looks_wherever_containerd_has_its_config() {
         let output = command.env("EDIT_CONTAINERD_CONFIG", "false").output().unwrap();
         let said = String::from_utf8_lossy(&output.stdout);
         assert!(!output.status.success() && said.contains("has the handler"), "{path}: {said}");
-        assert_eq!(said.contains(&format!("{path}:address")), plan == UNCHANGED, "{said}");
+        assert_eq!(said.contains(&format!("{path}:address")), plan.changes.is_empty(), "{said}");
         fs::remove_file(file).unwrap();
     }
-    fs::write(node.path("plan"), UNCHANGED).unwrap();
+    node.plans(&unchanged);
     node.ends();
 }
 

@@ -72,7 +72,7 @@ fn check_reports_problems_and_sets_the_exit_status() {
     for part in [
         "ok    kernel: Linux ",
         "ok    privileges: root",
-        "ok    containerd config: named by runtime handler \"fast\"",
+        "ok    containerd config: runtime handlers of this sandboxer: \"fast\"",
     ] {
         assert!(stdout(&good).contains(part), "{part} is missing in\n{}", stdout(&good));
     }
@@ -112,7 +112,7 @@ fn the_packaged_drop_in_names_the_default_sandboxer() {
     let main =
         scratch.write("containerd.toml", &format!("version = 3\nimports = [\"{drop_in}\"]\n"));
     let output = found(&main);
-    let named = "ok    containerd config: named by runtime handler \"runc-pause\"";
+    let named = "ok    containerd config: runtime handlers of this sandboxer: \"runc-pause\"";
     assert!(output.contains(named), "{output}");
     assert!(!output.contains("FAIL  containerd config"), "{output}");
 }
@@ -126,10 +126,10 @@ fn the_config_is_what_containerd_makes_of_its_files() {
         scratch.write("containerd.toml", &text)
     };
     let output = found(&main("version = 3\n"));
-    assert!(output.contains("its root is /imported, but"), "{output}");
+    assert!(output.contains("containerd's root is /imported, but"), "{output}");
     let output = found(&main("version = 2\nstate = \"/two\"\n"));
-    assert!(output.contains("its root is /imported, but"), "{output}");
-    assert!(output.contains("its state is /two, but"), "{output}");
+    assert!(output.contains("containerd's root is /imported, but"), "{output}");
+    assert!(output.contains("containerd's state is /two, but"), "{output}");
 }
 
 /// containerd takes such a file as one of its newest version.
@@ -143,7 +143,7 @@ fn a_config_without_a_version_is_accepted() {
     let output = command(&scratch.flags(), &config).output().unwrap();
     let output = stdout(&output);
     assert!(
-        output.contains("ok    containerd config: named by runtime handler \"fast\""),
+        output.contains("ok    containerd config: runtime handlers of this sandboxer: \"fast\""),
         "{output}"
     );
     assert!(!output.contains("FAIL  containerd config"), "{output}");
@@ -167,12 +167,12 @@ fn the_cgroup_driver_is_compared_with_that_of_containerds_default_handler() {
     };
     let output = other(false);
     assert!(
-        output.contains("ok    kubelet: cgroups of runtime handler \"fast\" by cgroupfs"),
+        output.contains("ok    kubelet: cgroup driver of runtime handler \"fast\" is cgroupfs"),
         "{output}"
     );
     let output = other(true);
     let differs = "FAIL  kubelet: SystemdCgroup of runtime handler \"fast\" is false, but \
-        containerd reports systemd to kubelet, by its runtime handler \"usual\"";
+        containerd reports systemd to kubelet, because of its runtime handler \"usual\"";
     assert!(output.contains(differs), "{output}");
 }
 
@@ -195,7 +195,7 @@ fn handlers_that_containerd_drops_are_reported() {
     let reported =
         output.contains("FAIL  containerd config: containerd drops runtime handler \"kata\"");
     assert_eq!(reported, drops, "{version}: {output}");
-    assert!(output.contains("named by runtime handler \"runc-pause\""), "{output}");
+    assert!(output.contains("runtime handlers of this sandboxer: \"runc-pause\""), "{output}");
 }
 
 #[test]

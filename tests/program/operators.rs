@@ -193,8 +193,8 @@ fn a_missing_daemon_is_an_error_and_no_empty_list() {
         let output = asked(&scratch, &words);
         assert_eq!((output.status.code(), stdout(&output)), (Some(3), ""), "{words:?}");
         let reason = format!(
-            "pause-sandboxer: no daemon answers on {}: No such file or directory (os error 2) -> \
-             start it: systemctl start pause-sandboxer\n",
+            "pause-sandboxer: cannot reach the daemon at {}: No such file or directory (os error \
+             2); start it: systemctl start pause-sandboxer\n",
             scratch.path("run/s.sock.ttrpc").display()
         );
         assert_eq!(stderr(&output), reason);

@@ -137,7 +137,7 @@ fn comes_up_ready() {
     let checked = run("/usr/local/bin/pause-sandboxer", &["check", "--containerd-config", config]);
     fs::remove_file(config).unwrap();
     assert!(!checked.contains("FAIL"), "{checked}");
-    assert!(checked.contains("named by runtime handler \"runc-pause\""), "{checked}");
+    assert!(checked.contains("runtime handlers of this sandboxer: \"runc-pause\""), "{checked}");
 }
 
 /// Set when it goes, also by a panic, so that no thread runs forever.

@@ -35,7 +35,7 @@ pub enum Cgroup {
 
 impl Cgroup {
     /// The cgroup of a process; `None`: it has none, or there is no such process.
-    pub fn of(pid: i32) -> Option<Self> {
+    pub fn of_process(pid: i32) -> Option<Self> {
         let text = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
         let unified = Path::new(ROOT).join("cgroup.controllers").exists();
         Self::parse(&text, Path::new(ROOT), unified)

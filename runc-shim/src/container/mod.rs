@@ -61,11 +61,11 @@ pub struct Container {
     pub killing_remaining: bool,
     /// The Delete that waits for the last output, and its deadline.
     pub drain: Option<(Reply, Instant)>,
-    /// The next attempt to remove what a failed creation has left.
+    /// The next attempt to remove the leftovers of a failed creation.
     pub retry: Option<Retry>,
 }
 
-/// The next attempt to remove what is left of a container.
+/// The next attempt to remove the leftovers of a container.
 #[derive(Debug, Clone, Copy)]
 pub struct Retry {
     /// When it is made.
@@ -152,7 +152,7 @@ pub fn cgroup_of(bundle: &Path, id: &str) -> Option<Cgroup> {
 /// The cgroup of the container whose first process has this pid: as the kernel reports it, or else
 /// as the bundle asks for it. For a process that has exited, version 1 reports the root cgroup.
 pub fn cgroup_with(bundle: &Path, id: &str, pid: i32) -> Option<Cgroup> {
-    let seen = Cgroup::of(pid).filter(|_| exits::exit_of_child(pid).is_none());
+    let seen = Cgroup::of_process(pid).filter(|_| exits::exit_of_child(pid).is_none());
     seen.or_else(|| cgroup_of(bundle, id))
 }
 

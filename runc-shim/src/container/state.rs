@@ -21,7 +21,7 @@ use crate::exits::Exit;
 pub enum State {
     /// The container is being created.
     Creating,
-    /// The creation failed, and what is left of the container is being removed.
+    /// The creation failed, and the leftovers of the container are being removed.
     Discarding,
     /// The first process exists and waits for the start.
     Created {

@@ -59,20 +59,20 @@ impl Copiers {
     }
 
     /// The thread of a container, if it has one.
-    pub fn of(&mut self, id: &str) -> Option<&mut Copier> {
+    pub fn find(&mut self, id: &str) -> Option<&mut Copier> {
         self.copiers.get_mut(id)
     }
 
     /// Begins to copy a stream of a container and returns its id.
     pub fn add(&mut self, id: &str, stream: Stream) -> Result<u32, Error> {
         let missing = || Error::unknown("the container has no copier thread");
-        Ok(self.of(id).ok_or_else(missing)?.add(stream))
+        Ok(self.find(id).ok_or_else(missing)?.add(stream))
     }
 
     /// Has a container's thread close descriptors that the container shares.
     pub fn close(&mut self, id: &str, ends: Vec<OwnedFd>) {
         // Without a thread, the container has no streams.
-        if let Some(copier) = self.of(id) {
+        if let Some(copier) = self.find(id) {
             copier.close(ends);
         }
     }

@@ -1,4 +1,4 @@
-//! Ends of the shim, and what is left of it.
+//! Exits of the shim, and its leftovers.
 
 use std::io::Write as _;
 use std::os::unix::net::UnixListener;

@@ -14,7 +14,7 @@ use crate::pod::{self, Container, Pod, code, context};
 /// The sandbox of [`Pod`].
 const ID: &str = "pod";
 
-/// The daemon names the pause; the code of the answer, 0 for success.
+/// The daemon sets the pause process; the code of the answer, 0 for success.
 fn set_pause(pod: &Pod, id: &str, pid: u32, start_time: u64) -> i32 {
     let mut request = Request::new();
     request.service = "pause_sandboxer.shim.v1.Sandbox".to_owned();
@@ -68,7 +68,8 @@ fn a_sandbox_is_created_only_with_its_pause() {
     let mut pause = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
     let (pid, started) = (pause.id(), start_time(pause.id()));
     let invalid = Code::INVALID_ARGUMENT as i32;
-    // A shim that was executed anew does not know the pause, and runs no container in its place.
+    // A shim that was executed anew does not know the pause process, and runs no container in its
+    // place.
     assert_eq!(create(&pod), Err(Code::FAILED_PRECONDITION));
     assert_eq!(set_pause(&pod, "other", pid, started), invalid);
     assert_eq!(set_pause(&pod, ID, 1, started), invalid);

@@ -51,7 +51,7 @@ pub(super) fn apply(flags: &Flags, table: &mut Table) {
     }
 }
 
-/// What a program printed.
+/// The exit status and the output of a program.
 #[derive(Debug)]
 pub(super) struct Output {
     pub(super) status: ExitStatus,

@@ -1,4 +1,4 @@
-//! What an earlier `enable` has set, so that an advice to repeat it does not undo that.
+//! The options of an earlier `enable`, so that advice to repeat it does not undo them.
 
 use std::path::Path;
 
@@ -27,7 +27,7 @@ impl Default for EnabledOptions {
 
 impl EnabledOptions {
     /// The options by which `enable` has written a text; `None`: it has not.
-    pub(crate) fn of(text: &str) -> Option<Self> {
+    pub(crate) fn parse(text: &str) -> Option<Self> {
         let table: Table = text.strip_prefix(MARK)?.parse().ok()?;
         let get = |path: &[&str]| -> Option<&Value> {
             let plugins = table.get("plugins")?;
@@ -49,7 +49,7 @@ impl EnabledOptions {
     pub(super) fn of_config(file: &Path) -> Self {
         let drop_ins = Main::read(file).map(|main| main.drop_ins()).unwrap_or_default();
         let texts = drop_ins.iter().filter_map(|path| std::fs::read_to_string(path).ok());
-        texts.filter_map(|text| Self::of(&text)).next().unwrap_or_default()
+        texts.filter_map(|text| Self::parse(&text)).next().unwrap_or_default()
     }
 
     /// The command that keeps what they set.

@@ -7,7 +7,7 @@ use super::CONFIG;
 use crate::config::Config;
 
 /// Examines containerd's merged config.
-pub(super) fn judge(table: &Table, config: &Config) -> Option<Finding> {
+pub(super) fn variable_finding(table: &Table, config: &Config) -> Option<Finding> {
     let listed = table.get("plugins")?.get("io.containerd.shim.v1.manager")?.get("env")?;
     let listed = listed.as_array().into_iter().flatten();
     let mut theirs: Vec<&str> = listed.filter_map(Value::as_str).collect();
@@ -16,8 +16,8 @@ pub(super) fn judge(table: &Table, config: &Config) -> Option<Finding> {
     (!theirs.is_empty()).then(|| {
         Finding::warn(
             CONFIG,
-            format!("its shims get {theirs:?}, but those of this sandboxer do not"),
-            format!("set shim_env = {theirs:?} in this sandboxer's config, beside what is there"),
+            format!("containerd sets {theirs:?} for shims, this sandboxer does not"),
+            format!("add {theirs:?} to shim_env in this sandboxer's config"),
         )
     })
 }
@@ -29,7 +29,7 @@ mod tests {
     fn fact_of(text: &str, ours: &str) -> Option<String> {
         let file = std::path::Path::new("c.toml");
         let config = Config::parse(file, &format!("shim_env = {ours}"), &[]).unwrap();
-        judge(&toml::from_str(text).unwrap(), &config).map(|finding| finding.to_string())
+        variable_finding(&toml::from_str(text).unwrap(), &config).map(|finding| finding.to_string())
     }
 
     #[test]
@@ -38,8 +38,8 @@ mod tests {
         assert_eq!(fact_of("", "[]"), None);
         assert_eq!(fact_of(manager, "['A=b', 'SCHED_CORE=1', 'C=d']"), None);
         let one = fact_of(manager, "['A=b', 'SCHED_CORE=2']").unwrap();
-        assert!(one.contains("its shims get [\"SCHED_CORE=1\"], but"), "{one}");
+        assert!(one.contains("containerd sets [\"SCHED_CORE=1\"] for shims"), "{one}");
         let both = fact_of(manager, "[]").unwrap();
-        assert!(both.contains("set shim_env = [\"SCHED_CORE=1\", \"A=b\"] in"), "{both}");
+        assert!(both.contains("add [\"SCHED_CORE=1\", \"A=b\"] to shim_env"), "{both}");
     }
 }

@@ -1,5 +1,5 @@
-//! What containerd's merged config does not show: whether its file imports the drop-in, what of the
-//! file is lost in the merge, and whether containerd has read the files as they are now.
+//! Facts that containerd's merged config does not show: whether its file imports the drop-in, which
+//! handlers of the file the merge drops, and whether containerd has read the current files.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -70,7 +70,7 @@ impl Main {
         self.table.get("version").and_then(Value::as_integer).filter(|version| *version > 1)
     }
 
-    /// What it imports, as paths of which the last part may be a pattern.
+    /// Its imports, as paths whose last part may be a pattern.
     fn imports(&self) -> impl Iterator<Item = PathBuf> {
         let imports = self.table.get("imports").and_then(Value::as_array).into_iter().flatten();
         let directory = self.path.parent().unwrap_or(Path::new("/"));
@@ -129,9 +129,9 @@ impl Main {
         let fact = format!("containerd drops runtime handler {lost} of {main}");
         let advice = if self.version() == Some(2) {
             format!(
-                "an imported file has handlers as of version 3, which hide those of version 2: \
-                 containerd --config {main} config migrate >/tmp/migrated.toml && mv \
-                 /tmp/migrated.toml {main}, then add `imports` again"
+                "an imported file defines handlers as of version 3, which hide those of version 2: \
+                 cp -p {main} {main}.new && containerd --config {main} config migrate >{main}.new \
+                 && mv {main}.new {main}, then add `imports` again"
             )
         } else {
             format!("move it to plugins.\"{RUNTIME}\".containerd.runtimes")
@@ -165,7 +165,7 @@ impl Main {
             newer.join(" and ")
         );
         let advice =
-            format!("systemctl restart {unit}, while the daemon answers; pods keep running");
+            format!("systemctl restart {unit}, while the daemon responds; pods keep running");
         Some(Finding::warn(CONFIG, fact, advice))
     }
 }

@@ -15,7 +15,7 @@ pub(super) fn examine(node: &NodeContainerd, ours: &[String], config: &Config) -
         return Vec::new();
     }
     match handlers(config) {
-        Ok(known) => judge(ours, &known, &node.unit),
+        Ok(known) => loaded_findings(ours, &known, &node.unit),
         Err(step) => vec![Finding::warn(
             SUBJECT,
             step.to_string(),
@@ -33,13 +33,13 @@ fn handlers(config: &Config) -> Result<Vec<String>, StepError> {
     Ok(CriClient::handlers_of(status))
 }
 
-fn judge(ours: &[String], known: &[String], unit: &str) -> Vec<Finding> {
+fn loaded_findings(ours: &[String], known: &[String], unit: &str) -> Vec<Finding> {
     // A containerd that names none has not said which it has.
     let lacks = |name: &&String| !known.is_empty() && !known.contains(name);
     let finding = |name: &String| {
         let fact = format!("has not loaded runtime handler {name:?} of its config");
         let advice =
-            format!("systemctl restart {unit}, while the daemon answers; pods keep running");
+            format!("systemctl restart {unit}, while the daemon responds; pods keep running");
         Finding::fail(SUBJECT, fact, advice)
     };
     ours.iter().filter(lacks).map(finding).collect()
@@ -54,7 +54,7 @@ mod tests {
     fn a_handler_that_is_only_in_the_files_is_a_failure() {
         let of = |known: &[&str]| {
             let known: Vec<String> = known.iter().map(|name| (*name).to_owned()).collect();
-            judge(&["runc-pause".to_owned()], &known, "k3s.service")
+            loaded_findings(&["runc-pause".to_owned()], &known, "k3s.service")
         };
         assert!(of(&["", "runc", "runc-pause"]).is_empty());
         let lacks = &of(&["", "runc"])[0];

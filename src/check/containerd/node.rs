@@ -10,8 +10,8 @@ use super::super::Subject;
 use super::config;
 use super::enabled::EnabledOptions;
 use super::files::Main;
-use super::one_place;
 use super::running::{ContainerdProgram, Flags, Running};
+use super::same_file;
 
 /// The program to examine if none runs.
 const CONTAINERD: &str = "containerd";
@@ -22,7 +22,7 @@ const CONFIG_FILE: &str = "/etc/containerd/config.toml";
 /// The unit that most nodes start it by.
 const UNIT: &str = "containerd.service";
 
-/// The containerd that listens at the node's socket, or the one that would.
+/// The containerd that listens at the node's socket, or the default one if none does.
 #[derive(Debug)]
 pub(crate) struct NodeContainerd {
     pub(super) program: ContainerdProgram,
@@ -55,7 +55,7 @@ impl NodeContainerd {
         let program = subject.containerd_program.clone().map_or(program, ContainerdProgram::File);
         let its_file = flags.config.as_deref().unwrap_or(Path::new(CONFIG_FILE));
         let file = subject.containerd_config.as_deref().unwrap_or(its_file).to_owned();
-        let runs_with_file = pid.is_some() && one_place(&file, its_file);
+        let runs_with_file = pid.is_some() && same_file(&file, its_file);
         let unit = unit.unwrap_or_else(|| UNIT.to_owned());
         Self { program, file, runs_with_file, flags, started, pid, unit }
     }
@@ -71,7 +71,7 @@ impl NodeContainerd {
         EnabledOptions::of_config(&self.file).command()
     }
 
-    /// What the program makes of its files and options: the merged config in the newest version.
+    /// The config that the program merges from its files and options, in the newest version.
     /// Without a config file these are its defaults.
     ///
     /// # Errors
@@ -121,7 +121,7 @@ impl NodeContainerd {
     /// Fails unless the program is a containerd that supports external sandboxers.
     ///
     /// # Errors
-    /// What it is instead.
+    /// The version, or why the program is no containerd.
     pub(crate) fn supported(&self) -> Result<(), String> {
         let (finding, supported) = super::examine_program(&self.program);
         if supported { Ok(()) } else { Err(format!("containerd: {}", finding.fact)) }

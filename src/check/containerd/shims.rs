@@ -45,10 +45,12 @@ pub(super) fn examine(handlers: &[(String, Table)], config: &Config) -> Vec<Find
 /// The finding about the shim of a runtime that is not there. `is_served`: pods of it have the own
 /// shim.
 fn missing(kind: &str, step: &StepError, is_served: bool) -> Finding {
-    let advice = "install containerd whole, or name the shim by `shims` in this sandboxer's config";
+    let advice = "install the complete containerd package, or set the shim's path in `shims` of \
+                  this sandboxer's config";
     if is_served {
         let fact = format!(
-            "{step}; pods of {kind} have the own shim, but nothing takes its place if it is lost"
+            "{step}; pods of {kind} use the sandboxer's own shim, and have no fallback if it \
+             becomes unavailable"
         );
         return Finding::warn(SUBJECT, fact, advice);
     }
@@ -84,7 +86,7 @@ fn own_shim(opened: Result<OwnShim, StepError>) -> Finding {
         Err(step) => Finding::warn(
             SUBJECT,
             format!("{step}, so pods get the runtime's shim"),
-            "install it again beside the daemon's program, owned and writable by root alone, and \
+            "install it again next to the daemon's program, owned and writable by root only, and \
              restart the daemon; or set shim = \"runtime\"",
         ),
     }

@@ -12,7 +12,7 @@ sandboxer = "mine"
 "#;
 
 fn of(text: &str) -> Vec<Finding> {
-    judge(&toml::from_str(text).unwrap(), &Config::default())
+    config_findings(&toml::from_str(text).unwrap(), &Config::default())
 }
 
 /// The one finding that is not ok.
@@ -26,7 +26,10 @@ fn fault(text: &str) -> Finding {
 fn a_good_config() {
     let findings = of(GOOD);
     assert_eq!(worst(&findings), Level::Ok, "{findings:?}");
-    assert!(findings.iter().any(|f| f.fact == "named by runtime handler \"fast\""), "{findings:?}");
+    assert!(
+        findings.iter().any(|f| f.fact == "runtime handlers of this sandboxer: \"fast\""),
+        "{findings:?}"
+    );
     assert_eq!(worst(&of(&GOOD.replace("\"/run/pause", "\"unix:///run/pause"))), Level::Ok);
 }
 
@@ -38,13 +41,16 @@ fn category_ranges_differ_where_pods_have_labels() {
     let table: Table = toml::from_str(&GOOD.replace("[proxy_plugins.mine]", labelled)).unwrap();
     let config = Config { enable_selinux: true, ..Config::default() };
     let findings: Vec<_> =
-        judge(&table, &config).into_iter().filter(|f| f.level != Level::Ok).collect();
+        config_findings(&table, &config).into_iter().filter(|f| f.level != Level::Ok).collect();
     assert_eq!(findings.len(), 1, "{findings:?}");
-    assert_eq!(findings[0].fact, "its selinux_category_range is 512, but this sandboxer's is 1024");
+    assert_eq!(
+        findings[0].fact,
+        "containerd's selinux_category_range is 512, but this sandboxer's is 1024"
+    );
     let unlabelled: Table =
         toml::from_str(&GOOD.replace("[proxy_plugins.mine]", &labelled.replace("true", "false")))
             .unwrap();
-    assert_eq!(worst(&judge(&unlabelled, &Config::default())), Level::Ok);
+    assert_eq!(worst(&config_findings(&unlabelled, &Config::default())), Level::Ok);
 }
 
 #[test]
@@ -72,8 +78,9 @@ fn a_path_over_a_link_is_the_same() {
             ),
         )
     };
-    let of =
-        |at: &Path, config: &Config| worst(&judge(&toml::from_str(&text(at)).unwrap(), config));
+    let of = |at: &Path, config: &Config| {
+        worst(&config_findings(&toml::from_str(&text(at)).unwrap(), config))
+    };
     assert_eq!(of(&real, &config), Level::Ok);
     assert_eq!(of(&link, &config), Level::Ok, "a link");
     assert_eq!(of(&dir.path().join("other"), &config), Level::Fail);
@@ -114,23 +121,28 @@ fn each_fault_is_one_finding_with_advice() {
             "\"fast\" has no runtime_type",
             "io.containerd.runc.v2",
         ),
-        ("version = 3", "version = 3\nroot = \"/x\"", "its root is /x", "containerd_root = \"/x\""),
+        (
+            "version = 3",
+            "version = 3\nroot = \"/x\"",
+            "containerd's root is /x",
+            "containerd_root = \"/x\"",
+        ),
         (
             "version = 3",
             "version = 3\nstate = \"/x\"",
-            "its state is /x",
+            "containerd's state is /x",
             "containerd_state = \"/x\"",
         ),
         (
             "version = 3",
             "version = 3\ngrpc = { address = \"/x\" }",
-            "its grpc.address is /x",
+            "containerd's grpc.address is /x",
             "containerd_address = \"/x\"",
         ),
         (
             "[proxy_plugins.mine]",
             "plugins.\"io.containerd.server.v1.grpc\".address = \"/x\"\n[proxy_plugins.mine]",
-            "its grpc.address is /x",
+            "containerd's grpc.address is /x",
             "containerd_address = \"/x\"",
         ),
         (

@@ -21,13 +21,13 @@ pub(super) fn examine(config: &Config) -> Vec<Finding> {
     let Some(pid) = holder.and_then(|text| text.trim().parse::<u32>().ok()) else {
         return Vec::new();
     };
-    judge(
+    mount_findings(
         view(&pid.to_string(), &config.containerd_address, &config.containerd_state),
         &config.containerd_state,
     )
 }
 
-fn judge(seen: io::Result<View>, state: &Path) -> Vec<Finding> {
+fn mount_findings(seen: io::Result<View>, state: &Path) -> Vec<Finding> {
     let advice = "systemctl cat pause-sandboxer shows the drop-in that sets it: remove the option, \
                   then systemctl daemon-reload && systemctl restart pause-sandboxer";
     match seen {
@@ -36,14 +36,14 @@ fn judge(seen: io::Result<View>, state: &Path) -> Vec<Finding> {
             (Ok(()), View::Propagated) => Finding::warn(
                 SUBJECT,
                 format!(
-                    "the daemon and containerd are in two mount namespaces; mounts below {} \
+                    "the daemon and containerd are in different mount namespaces; mounts below {} \
                      propagate to both",
                     state.display()
                 ),
-                "run both in one: see PrivateTmp= and the like in their units",
+                "run both in the same one: remove PrivateTmp= and similar options from their units",
             ),
             (Ok(()), _) => {
-                Finding::ok(SUBJECT, "the daemon and containerd are in one mount namespace")
+                Finding::ok(SUBJECT, "the daemon and containerd are in the same mount namespace")
             }
         }],
         Err(_) => Vec::new(),
@@ -62,9 +62,9 @@ mod tests {
         for (seen, level) in
             [(View::Same, Level::Ok), (View::Propagated, Level::Warn), (apart, Level::Fail)]
         {
-            let findings = judge(Ok(seen), Path::new("/run/containerd"));
+            let findings = mount_findings(Ok(seen), Path::new("/run/containerd"));
             assert_eq!((findings.len(), findings[0].level), (1, level), "{findings:?}");
         }
-        assert!(judge(Err(io::ErrorKind::NotFound.into()), Path::new("/")).is_empty());
+        assert!(mount_findings(Err(io::ErrorKind::NotFound.into()), Path::new("/")).is_empty());
     }
 }

@@ -177,7 +177,7 @@ fn what_has_changed_since_it_was_read_is_not_overwritten() {
         fs::write(&path, "another's").unwrap();
         let error = error_of(&changes);
         assert!(error.contains(&at(name).display().to_string()), "{error}");
-        assert!(error.ends_with("; the files are as before"), "{error}");
+        assert!(error.ends_with("; all file changes are rolled back"), "{error}");
         assert_eq!(fs::read(&path).unwrap(), b"another's");
         let edited = fs::read(at("edited")).unwrap();
         assert!(edited == b"old" || name == "edited", "{name}: {edited:?}");
@@ -195,5 +195,5 @@ fn a_file_that_was_not_written_is_not_rolled_back() {
     changes.add(FileChange::new(at("first"), Some(b"2".to_vec())).unwrap());
     let error = error_of(&changes);
     assert_eq!(error.matches(".first.pause-sandboxer").count(), 1, "{error}");
-    assert!(error.ends_with("; the files are as before"), "{error}");
+    assert!(error.ends_with("; all file changes are rolled back"), "{error}");
 }
