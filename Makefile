@@ -72,7 +72,7 @@ deb: ## the Debian package: target/debian/pause-sandboxer_VERSION_ARCH.deb
 	$(DEB) --no-build --locked --deb-revision $(DEB_REVISION) $(DEB_FLAGS)
 
 # What the binary writes about itself, for the package.
-package-files:
+package-files: build ## manual pages and shell completions, in target/package
 	packaging/debian/generate $(DEB_BINARY) target/package
 
 $(DEB):

@@ -1,6 +1,6 @@
 //! pause-sandboxer: an external sandboxer for containerd 2.x.
 //!
-//! `ARCHITECTURE.md` shows the way of a request through these modules and who may import whom.
+//! `ARCHITECTURE.md` shows the path of a request through these modules and their dependencies.
 
 pub mod cgroup;
 pub mod check;

@@ -160,7 +160,7 @@ fn uses(path: &str, text: &str, of: &BTreeSet<String>) -> BTreeSet<String> {
 fn table() -> BTreeMap<String, Option<BTreeSet<String>>> {
     let text = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
     let section = text
-        .split("## Who may import whom")
+        .split("## Module dependencies")
         .nth(1)
         .expect("the section")
         .split("\n## ")

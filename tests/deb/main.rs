@@ -354,7 +354,7 @@ fn before_the_reboot(first_package: &str, second_package: &str) {
         text.contains("these pods still have a sandbox of this daemon:\n    default/web\n"),
         "{text}"
     );
-    assert!(text.contains("kubectl drain --ignore-daemonsets NODE"), "{text}");
+    assert!(text.contains("kubectl drain --ignore-daemonsets "), "{text}");
     assert!(Path::new(&format!("/proc/{pause}/ns")).exists(), "the pause lives on");
     assert!(!Path::new("/usr/bin/pause-sandboxer").exists());
     assert!(Path::new(DROP_IN).exists(), "a removal keeps what was configured");

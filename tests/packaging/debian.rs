@@ -423,19 +423,15 @@ fn a_purge_deletes_the_drop_in_that_enable_has_written() {
 }
 
 /// The documented command must work with pods of DaemonSets, as there are on every node that
-/// has the installer.
+/// has the installer, and with pods that have volumes of the type emptyDir.
 #[test]
-fn the_documented_drain_works_with_daemonsets() {
-    for page in [
-        "docs/install.md",
-        "docs/kubernetes.md",
-        "docs/session.md",
-        "packaging/debian/scripts/prerm",
-    ] {
+fn the_documented_drain_works_with_daemonsets_and_volumes() {
+    let options = " --ignore-daemonsets --delete-emptydir-data NODE";
+    for page in ["docs/install.md", "docs/kubernetes.md", "packaging/debian/scripts/prerm"] {
         let text = file(page);
         let drains: Vec<&str> = text.split("kubectl drain").skip(1).collect();
         assert!(!drains.is_empty(), "{page}");
-        assert!(drains.iter().all(|rest| rest.starts_with(" --ignore-daemonsets NODE")), "{page}");
+        assert!(drains.iter().all(|rest| rest.starts_with(options)), "{page}: {drains:?}");
     }
 }
 

@@ -196,7 +196,7 @@ fn a_removal_keeps_the_class_until_no_workload_names_it() {
     let (_, page) = page.split_once("\n## Uninstall\n").unwrap();
     let at = |part: &str| page.find(part).unwrap_or_else(|| panic!("no {part} in\n{page}"));
     let first = at("Remove `runtimeClassName: runc-pause` from all workloads");
-    for later in ["--set mode=uninstall", "apply -k OVERLAY-TO-REMOVE"] {
+    for later in ["--set mode=uninstall", "apply -k remove"] {
         assert!(first < at(later), "{later}");
         assert!(at(later) < page.rfind("runtimeclass.yaml").unwrap(), "{later}");
     }
