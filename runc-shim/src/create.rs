@@ -151,6 +151,20 @@ impl Shim {
         self.logger_done(id, Err(late));
     }
 
+    /// Cancels the creation of a container for a Delete, which is queued: containerd deletes a
+    /// container whose Create it has given up, and would not know of one that is created after
+    /// that. Kills the command that runs, and starts no other.
+    pub fn cancel_creation(&mut self, key: &Key) {
+        for job in self.jobs.values_mut().filter(|job| job.key == *key) {
+            job.limit = Some(Instant::now());
+        }
+        let waits = |pending: &PendingStart| pending.key == *key;
+        let pending = self.pending_starts.iter().find(|(_, pending)| waits(pending));
+        if let Some(id) = pending.map(|(id, _)| *id) {
+            self.logger_done(id, Err(Error::state("the container is being deleted")));
+        }
+    }
+
     fn logger_done(&mut self, id: u32, ready: Result<(), Error>) {
         let Some(pending) = self.pending_starts.remove(&id) else { return };
         let PendingStart { key, reply, prepared, started, .. } = pending;

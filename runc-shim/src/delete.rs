@@ -24,7 +24,7 @@ impl Shim {
     /// Deletes a container.
     pub fn delete(&mut self, reply: Reply, id: &str) -> Answer {
         let key = Key::new(id, "");
-        let container = self.deletable(id)?;
+        let container = self.known(&key)?;
         if container.state == State::Discarding {
             return self.discard(&key, Some(reply), None);
         }
