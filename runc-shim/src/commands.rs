@@ -95,11 +95,12 @@ impl Shim {
         };
         // A command may also succeed at the moment at which it is killed.
         let in_time = |()| deadlines::check(reply).and_then(|()| deadlines::check_limit(limit));
+        if let Some(container) = self.containers.get_mut(&key.id) {
+            let may_have = was_interrupted && purpose.makes_cgroup();
+            container.may_have_left_cgroup |= may_have;
+        }
         let answer = match purpose {
             Purpose::Create(console) => {
-                if let Some(container) = self.containers.get_mut(&key.id) {
-                    container.may_have_left_cgroup = was_interrupted;
-                }
                 let created = done("OCI runtime create failed").and_then(in_time);
                 self.launched(&key, reply, console, created)
             }

@@ -92,6 +92,10 @@ impl Shim {
                 }
                 Attempt::Last => Err(e),
             },
+            _ if container.may_have_left_cgroup => {
+                let reason = Error::unknown("the runtime was killed");
+                self.run_remove_cgroup(key, reply, Purpose::RemoveCgroup(reason))
+            }
             _ if container.rootfs.is_some() => {
                 self.run_helper(key.clone(), reply, Purpose::Unmount, Action::Unmount, None)
             }
@@ -110,7 +114,10 @@ impl Shim {
         done: Result<(), Error>,
     ) -> Answer {
         match done {
-            Ok(()) => self.run_delete(key, reply, Attempt::Last),
+            Ok(()) => {
+                self.known(key)?.may_have_left_cgroup = false;
+                self.run_delete(key, reply, Attempt::Last)
+            }
             Err(e) => {
                 let message = format!("{reason}; {e}");
                 self.delete_failed(key, Error { message, ..reason })

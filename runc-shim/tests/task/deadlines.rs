@@ -226,6 +226,34 @@ fn a_create_whose_runtime_another_program_kills_leaves_no_cgroup() {
     pod.shut_down();
 }
 
+/// The stand-in of a runtime begins the container anew, instead of restoring it, and is killed
+/// before the runtime has recorded its state.
+#[test]
+fn a_restore_whose_runtime_another_program_kills_leaves_nothing_after_a_delete() {
+    let mut pod = Pod::new();
+    let (path, runtime) = (pod.path("restores"), pod::runtime().display().to_string());
+    let state = pod.runtime_state("a");
+    let text = format!(
+        "case \" $* \" in *\" restore \"*) {runtime} --root $2 run --detach {id}\n\
+         rm -r {state}/*; kill -9 $$;; esac\n\
+         exec {runtime} \"$@\"",
+        id = pod.id("a")
+    );
+    pod::script(&path, &text);
+    let mut with = Container { checkpoint: pod.path("image"), ..Default::default() };
+    with.options.binary_name = path;
+    for _ in 0..2 {
+        assert_eq!(pod.create("a", "exec sleep 1000", &with), 0);
+        pod.start("a", "").unwrap_err();
+        let left = traces(&pod);
+        assert!(left.iter().any(|trace| trace.starts_with("process ")), "{left:?}");
+        pod.delete("a", "").unwrap();
+        assert_eq!(traces(&pod), Vec::<String>::new());
+        assert!(!exists(&state));
+    }
+    pod.shut_down();
+}
+
 /// Kills the first process of a container without the runtime, and waits for its exit.
 fn exit_is_announced(pod: &Pod, pid: u32) {
     kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), Signal::KILL).unwrap();
