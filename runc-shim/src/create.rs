@@ -309,10 +309,15 @@ impl Shim {
             return self.run_process(key.clone(), reply, Prepared::default(), true);
         };
         let master = console.receive()?;
-        let stdio = self.known_process(key)?.stdio.clone();
-        let prepared = io::terminal(&stdio, &master, key.process(), &self.namespace)
+        let terminal = master.try_clone();
+        let process = self.known_process(key)?;
+        let stdio = process.stdio.clone();
+        // First: the last close of a terminal may block, and is left to the copier thread, also
+        // if the streams cannot be prepared.
+        let former = process.console.replace(master);
+        self.copiers.close(&key.id, former.into_iter().collect());
+        let prepared = io::terminal(&stdio, &terminal?, key.process(), &self.namespace)
             .context("failed to start console copy")?;
-        self.known_process(key)?.console = Some(master);
         self.await_logger(key.clone(), reply, prepared, true)
     }
 
