@@ -179,7 +179,8 @@ impl Shim {
         let Some(container) = self.containers.remove(id) else { return };
         self.processes.retain(|_, key| key.id != *id);
         self.close_process(id, container.process);
-        for exec in container.execs.into_values() {
+        for (exec_id, exec) in container.execs {
+            self.events.exec_deleted(&Key::new(id, &exec_id));
             self.close_process(id, exec.process);
             if let Some((reply, _)) = exec.drain {
                 self.answer(reply, Err(Error::not_found("process was deleted")));
@@ -217,6 +218,7 @@ impl Shim {
         // An exec that was not started has no pid file.
         let _ = std::fs::remove_file(file);
         let state = exec.state;
+        self.events.exec_deleted(key);
         self.close_process(&key.id, exec.process);
         let mut response = api::DeleteResponse::new();
         response.pid = response::unsigned(state.pid());

@@ -150,9 +150,10 @@ impl Shim {
         let (queue, drain) = Default::default();
         let exec = Exec { state: exec::state::State::Added, process, spec, queue, drain };
         container.execs.insert(id.clone(), exec);
+        let key = Key::new(&request.id, &request.exec_id);
         let mut event = task_events::TaskExecAdded::new();
         (event.container_id, event.exec_id) = (request.id, request.exec_id);
-        self.events.send(events::EXEC_ADDED, &event, &self.reactor);
+        self.events.send_of_exec(events::EXEC_ADDED, &event, &key, &self.reactor);
         response::empty()
     }
 
