@@ -81,7 +81,7 @@ impl Shim {
 
     /// Handles the exit of a command or helper.
     pub fn finished(&mut self, job: Job, exit: Exit) {
-        let Job { mut command, purpose, key, reply, was_killed, .. } = job;
+        let Job { mut command, purpose, key, reply, limit, was_killed } = job;
         // Also by another program, such as the kernel's OOM killer.
         let was_interrupted = was_killed || exit.is_by_signal();
         let may_be_frozen = was_interrupted && purpose.may_freeze();
@@ -93,18 +93,20 @@ impl Shim {
             _ if was_killed => Err(deadlines::ended(&command.failure(what, status, bundle))),
             _ => Err(command.failure(what, status, bundle)),
         };
+        // A command may also succeed at the moment at which it is killed.
+        let in_time = |()| deadlines::check(reply).and_then(|()| deadlines::check_limit(limit));
+        if let Some(container) = self.containers.get_mut(&key.id) {
+            let may_have = was_interrupted && purpose.makes_cgroup();
+            container.may_have_left_cgroup |= may_have;
+        }
         let answer = match purpose {
             Purpose::Create(console) => {
-                if let Some(container) = self.containers.get_mut(&key.id) {
-                    container.may_have_left_cgroup = was_interrupted;
-                }
-                // A command may also succeed at the moment at which it is killed.
-                let created =
-                    done("OCI runtime create failed").and_then(|()| deadlines::check(reply));
+                let created = done("OCI runtime create failed").and_then(in_time);
                 self.launched(&key, reply, console, created)
             }
             Purpose::Mount => {
-                self.rootfs_mounted(&key, reply, done("failed to mount rootfs component"))
+                let mounted = done("failed to mount rootfs component").and_then(in_time);
+                self.rootfs_mounted(&key, reply, mounted)
             }
             Purpose::Discard(reason) => {
                 self.runtime_discarded(&key, reply, reason, done("failed to delete task"))

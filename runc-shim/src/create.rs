@@ -151,6 +151,20 @@ impl Shim {
         self.logger_done(id, Err(late));
     }
 
+    /// Cancels the creation of a container for a Delete, which is queued: containerd deletes a
+    /// container whose Create it has given up, and would not know of one that is created after
+    /// that. Kills the command that runs, and starts no other.
+    pub fn cancel_creation(&mut self, key: &Key) {
+        for job in self.jobs.values_mut().filter(|job| job.key == *key) {
+            job.limit = Some(Instant::now());
+        }
+        let waits = |pending: &PendingStart| pending.key == *key;
+        let pending = self.pending_starts.iter().find(|(_, pending)| waits(pending));
+        if let Some(id) = pending.map(|(id, _)| *id) {
+            self.logger_done(id, Err(Error::state("the container is being deleted")));
+        }
+    }
+
     fn logger_done(&mut self, id: u32, ready: Result<(), Error>) {
         let Some(pending) = self.pending_starts.remove(&id) else { return };
         let PendingStart { key, reply, prepared, started, .. } = pending;
@@ -295,10 +309,15 @@ impl Shim {
             return self.run_process(key.clone(), reply, Prepared::default(), true);
         };
         let master = console.receive()?;
-        let stdio = self.known_process(key)?.stdio.clone();
-        let prepared = io::terminal(&stdio, &master, key.process(), &self.namespace)
+        let terminal = master.try_clone();
+        let process = self.known_process(key)?;
+        let stdio = process.stdio.clone();
+        // First: the last close of a terminal may block, and is left to the copier thread, also
+        // if the streams cannot be prepared.
+        let former = process.console.replace(master);
+        self.copiers.close(&key.id, former.into_iter().collect());
+        let prepared = io::terminal(&stdio, &terminal?, key.process(), &self.namespace)
             .context("failed to start console copy")?;
-        self.known_process(key)?.console = Some(master);
         self.await_logger(key.clone(), reply, prepared, true)
     }
 

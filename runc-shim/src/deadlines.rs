@@ -4,7 +4,8 @@
 //!
 //! At the deadline the command is killed, with all processes that descend from it, and the call
 //! fails as it does if the command fails. A call that waits for something else is only answered.
-//! Commands that delay the announcement of an exit also have a limit of their own.
+//! Commands that delay the announcement of an exit also have a limit of their own. The limit of a
+//! command that creates a container passes with a Delete of the container.
 //! The end of a connection changes nothing: a restarted containerd finds what the interrupted call
 //! has completed, and a command that is killed leaves more to clean up than one that ends.
 
@@ -114,6 +115,11 @@ fn take_late(container: &mut Container, now: Instant) -> Vec<Reply> {
 pub fn check(reply: Option<Reply>) -> Result<(), Error> {
     let is_late = reply.is_some_and(|reply| reply.is_late(Instant::now()));
     if is_late { Err(passed()) } else { Ok(()) }
+}
+
+/// Fails if the time limit of a command has passed.
+pub fn check_limit(limit: Option<Instant>) -> Result<(), Error> {
+    if limit.is_some_and(|at| at <= Instant::now()) { Err(passed()) } else { Ok(()) }
 }
 
 /// The error of a call whose deadline has passed.

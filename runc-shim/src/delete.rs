@@ -24,7 +24,7 @@ impl Shim {
     /// Deletes a container.
     pub fn delete(&mut self, reply: Reply, id: &str) -> Answer {
         let key = Key::new(id, "");
-        let container = self.deletable(id)?;
+        let container = self.known(&key)?;
         if container.state == State::Discarding {
             return self.discard(&key, Some(reply), None);
         }
@@ -92,6 +92,10 @@ impl Shim {
                 }
                 Attempt::Last => Err(e),
             },
+            _ if container.may_have_left_cgroup => {
+                let reason = Error::unknown("the runtime was killed");
+                self.run_remove_cgroup(key, reply, Purpose::RemoveCgroup(reason))
+            }
             _ if container.rootfs.is_some() => {
                 self.run_helper(key.clone(), reply, Purpose::Unmount, Action::Unmount, None)
             }
@@ -110,7 +114,10 @@ impl Shim {
         done: Result<(), Error>,
     ) -> Answer {
         match done {
-            Ok(()) => self.run_delete(key, reply, Attempt::Last),
+            Ok(()) => {
+                self.known(key)?.may_have_left_cgroup = false;
+                self.run_delete(key, reply, Attempt::Last)
+            }
             Err(e) => {
                 let message = format!("{reason}; {e}");
                 self.delete_failed(key, Error { message, ..reason })
@@ -172,7 +179,8 @@ impl Shim {
         let Some(container) = self.containers.remove(id) else { return };
         self.processes.retain(|_, key| key.id != *id);
         self.close_process(id, container.process);
-        for exec in container.execs.into_values() {
+        for (exec_id, exec) in container.execs {
+            self.events.exec_deleted(&Key::new(id, &exec_id));
             self.close_process(id, exec.process);
             if let Some((reply, _)) = exec.drain {
                 self.respond(reply, Err(Error::not_found("process was deleted")));
@@ -210,6 +218,7 @@ impl Shim {
         // An exec that was not started has no pid file.
         let _ = std::fs::remove_file(file);
         let state = exec.state;
+        self.events.exec_deleted(key);
         self.close_process(&key.id, exec.process);
         let mut response = api::DeleteResponse::new();
         response.pid = response::unsigned(state.pid());

@@ -18,6 +18,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::error::{Code, Error};
 use crate::frame::{self, Decoder, Incoming};
+use crate::key::Key;
 use crate::log;
 use crate::reactor::{Reactor, Source};
 
@@ -31,6 +32,11 @@ const LONGEST_WAIT: Duration = Duration::from_secs(2);
 /// others: if containerd reports it as malformed, and for other reasons, which may be temporary.
 const MAX_MALFORMED_REFUSALS: u32 = 5;
 const MAX_OTHER_REFUSALS: u32 = 150;
+
+/// How many events may be queued before those of deleted execs are dropped. Only calls cause them,
+/// so that a restart of containerd queues fewer; but calls may be served while containerd cannot be
+/// reached for events, and a probe is an exec.
+const MAX_QUEUED: usize = 4096;
 
 /// An event's topic and the name of its message.
 pub type Kind = (&'static str, &'static str);
@@ -64,8 +70,18 @@ struct Queued {
     request: Vec<u8>,
     /// How often containerd has refused the event.
     refusals: u32,
+    about: About,
+}
+
+/// What an event is about, if it may be left out.
+#[derive(Debug, PartialEq, Eq)]
+enum About {
+    /// An event that must be delivered.
+    Other,
     /// The container of a TaskOOM event; all TaskOOM events of one container are equal.
-    oom_container: Option<String>,
+    OomOf(String),
+    /// An exec.
+    Exec(Key),
 }
 
 /// A connection to containerd.
@@ -89,26 +105,59 @@ pub struct Events {
     wait: Duration,
     /// Time of the next attempt after a failure.
     retry_at: Option<Instant>,
+    /// Events of deleted execs were dropped since the queue was empty.
+    has_dropped: bool,
 }
 
 impl Events {
     /// An empty queue for events of a namespace. Without an `address` events are dropped.
     pub fn new(address: Option<String>, namespace: String) -> Self {
-        let (queue, connection, retry_at) = Default::default();
-        Self { address, namespace, queue, connection, wait: FIRST_WAIT, retry_at }
+        let (queue, connection, retry_at, has_dropped) = Default::default();
+        Self { address, namespace, queue, connection, wait: FIRST_WAIT, retry_at, has_dropped }
     }
 
     /// Queues an event.
     pub fn send(&mut self, kind: Kind, event: &impl Message, reactor: &Reactor) {
-        self.queue(kind, event, None, reactor);
+        self.queue(kind, event, About::Other, reactor);
+    }
+
+    /// Queues an event of an exec.
+    pub fn send_of_exec(
+        &mut self,
+        kind: Kind,
+        event: &impl Message,
+        exec: &Key,
+        reactor: &Reactor,
+    ) {
+        self.queue(kind, event, About::Exec(exec.clone()), reactor);
+    }
+
+    /// Drops the events of a deleted exec, if more than [`MAX_QUEUED`] are queued; not the first of
+    /// all, which may have been sent.
+    pub fn exec_deleted(&mut self, exec: &Key) {
+        let before = self.queue.len();
+        if before <= MAX_QUEUED {
+            return;
+        }
+        let mut is_first = true;
+        self.queue.retain(|queued| {
+            std::mem::take(&mut is_first)
+                || !matches!(&queued.about, About::Exec(about) if about == exec)
+        });
+        if self.queue.len() < before && !std::mem::replace(&mut self.has_dropped, true) {
+            log::warn(format_args!(
+                "containerd takes no events; more than {MAX_QUEUED} are queued: dropping those of \
+                 deleted execs"
+            ));
+        }
     }
 
     /// Queues a TaskOOM event, unless one of the same container is queued behind the first event,
     /// which may have been sent. A container can cause any number of these events.
     pub fn send_oom(&mut self, event: &TaskOOM, reactor: &Reactor) {
-        let id = Some(event.container_id.clone());
-        if self.queue.iter().skip(1).all(|queued| queued.oom_container != id) {
-            self.queue(OOM, event, id, reactor);
+        let about = About::OomOf(event.container_id.clone());
+        if self.queue.iter().skip(1).all(|queued| queued.about != about) {
+            self.queue(OOM, event, about, reactor);
         }
     }
 
@@ -116,7 +165,7 @@ impl Events {
         &mut self,
         (topic, name): Kind,
         event: &impl Message,
-        oom_container: Option<String>,
+        about: About,
         reactor: &Reactor,
     ) {
         if self.address.is_none() {
@@ -137,7 +186,7 @@ impl Events {
         let mut request = ForwardRequest::new();
         request.envelope = MessageField::some(envelope);
         let request = request.write_to_bytes().unwrap_or_default();
-        self.queue.push_back(Queued { topic, request, refusals: 0, oom_container });
+        self.queue.push_back(Queued { topic, request, refusals: 0, about });
         if self.retry_at.is_none() {
             self.advance(reactor);
         }
@@ -287,7 +336,7 @@ impl Events {
         self.wait = FIRST_WAIT;
         self.queue.pop_front();
         if self.queue.is_empty() {
-            self.queue = VecDeque::new();
+            (self.queue, self.has_dropped) = Default::default();
         }
         self.transmit()
     }

@@ -65,7 +65,8 @@ pub enum Purpose {
     Exec(Option<ConsoleSocket>),
     /// Deletes a container.
     Delete(Attempt),
-    /// Removes the cgroup of a container that the runtime failed to delete with this error.
+    /// Removes the cgroup of a container that the runtime failed to delete with this error, or does
+    /// not know because it was killed.
     RemoveCgroup(Error),
     /// Unmounts the root file system of a deleted container.
     Unmount,
@@ -100,6 +101,11 @@ impl Purpose {
     /// Whether the exit of the container is announced only after the end of the command.
     pub fn delays_exit(&self) -> bool {
         matches!(self, Self::Exec(_) | Self::KillRemaining)
+    }
+
+    /// Whether the death of the command may leave a cgroup that the runtime does not know.
+    pub fn makes_cgroup(&self) -> bool {
+        matches!(self, Self::Create(_) | Self::Restore(_))
     }
 
     /// Whether the death of the command may leave the container frozen: runc freezes the cgroup

@@ -54,7 +54,11 @@ impl Shim {
         event.pid = response::unsigned(pid);
         event.exit_status = exit.status;
         event.exited_at = MessageField::some(exit.at());
-        self.events.send(events::EXIT, &event, &self.reactor);
+        if key.exec.is_empty() {
+            self.events.send(events::EXIT, &event, &self.reactor);
+        } else {
+            self.events.send_of_exec(events::EXIT, &event, key, &self.reactor);
+        }
         let Ok(process) = self.process(key) else { return };
         let waiters = std::mem::take(&mut process.waiters);
         if let Some(console) = process.console.take() {

@@ -157,12 +157,4 @@ impl Shim {
         let exec = self.known(key)?.execs.get_mut(&key.exec);
         exec.map(|exec| &mut exec.process).ok_or_else(missing)
     }
-
-    /// A container that can be deleted: it is created, or its creation has failed.
-    pub fn deletable(&mut self, id: &str) -> Result<&mut Container, Error> {
-        let container = self.containers.get_mut(id);
-        container
-            .filter(|container| container.state != State::Creating)
-            .ok_or_else(|| Error::not_found("container not created"))
-    }
 }

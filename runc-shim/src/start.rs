@@ -123,7 +123,7 @@ impl Shim {
         let mut event = task_events::TaskExecStarted::new();
         (event.container_id, event.exec_id) = (key.id.clone(), key.exec.clone());
         event.pid = response::unsigned(pid);
-        self.events.send(events::EXEC_STARTED, &event, &self.reactor);
+        self.events.send_of_exec(events::EXEC_STARTED, &event, key, &self.reactor);
         match exit {
             Some(exit) => self.process_exited(key, exit),
             None => {

@@ -123,9 +123,10 @@ pub fn spawn(spawn: &Spawn<'_>) -> io::Result<i32> {
     }
     if work.errno != 0 {
         let error = io::Error::from_raw_os_error(work.errno);
-        // SAFETY: the child has ended by itself and is not reaped elsewhere; a null status is
-        // allowed.
-        unsafe { libc::waitpid(pid, ptr::null_mut(), 0) };
+        // Does not wait: the child may block while it closes its descriptors. The main loop reaps
+        // it as any unknown child.
+        // SAFETY: nothing else has reaped the child; a null status is allowed.
+        unsafe { libc::waitpid(pid, ptr::null_mut(), libc::WNOHANG) };
         return Err(error);
     }
     Ok(pid)

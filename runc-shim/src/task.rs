@@ -100,10 +100,9 @@ impl Shim {
             Request::ResizePty(r) if !r.exec_id.is_empty() => Key::new(&r.id, &r.exec_id),
             _ => return Ok(Some(request)),
         };
-        let container = match &request {
-            Request::Delete(_) => self.deletable(&key.id)?,
-            _ => self.container(&key.id)?,
-        };
+        let is_delete = matches!(request, Request::Delete(_));
+        let container = if is_delete { self.known(&key)? } else { self.container(&key.id)? };
+        let is_creating = container.state == State::Creating;
         let queue = if key.exec.is_empty() {
             container.busy.as_mut()
         } else {
@@ -114,6 +113,9 @@ impl Shim {
         match queue {
             Some(queue) => {
                 queue.push_back((reply, request));
+                if is_delete && is_creating {
+                    self.cancel_creation(&key);
+                }
                 Ok(None)
             }
             None => Ok(Some(request)),
@@ -148,9 +150,10 @@ impl Shim {
         let (queue, drain) = Default::default();
         let exec = Exec { state: exec::state::State::Added, process, spec, queue, drain };
         container.execs.insert(id.clone(), exec);
+        let key = Key::new(&request.id, &request.exec_id);
         let mut event = task_events::TaskExecAdded::new();
         (event.container_id, event.exec_id) = (request.id, request.exec_id);
-        self.events.send(events::EXEC_ADDED, &event, &self.reactor);
+        self.events.send_of_exec(events::EXEC_ADDED, &event, &key, &self.reactor);
         response::empty()
     }
 

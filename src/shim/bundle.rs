@@ -2,8 +2,8 @@
 //! record of the shim.
 
 use std::fs;
-use std::io;
-use std::os::unix::fs::DirBuilderExt as _;
+use std::io::{self, Write as _};
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, symlink};
 use std::path::{Path, PathBuf};
 
 use containerd_shim_protos::shim::oci::Options;
@@ -21,6 +21,8 @@ pub const NEW: &str = ".new";
 const RECORD: &str = "shim.json";
 const BOOTSTRAP: &str = "bootstrap.json";
 const DEATH: &str = "death";
+const CONFIG: &str = "config.json";
+const OPTIONS: &str = "options.json";
 
 /// See [`Bundle::make_deletion_bundle`]; `runc-shim/src/cleanup.rs` has the same name.
 const CONTAINERDS: &str = "containerd";
@@ -84,7 +86,7 @@ impl Bundle {
                 "io.kubernetes.cri.sandbox-id": id,
             },
         });
-        self.replace("config.json", spec.to_string().as_bytes())?;
+        self.replace(CONFIG, spec.to_string().as_bytes())?;
         shim_log::make_fifo(&self.log())
     }
 
@@ -170,9 +172,29 @@ impl Bundle {
     /// cgroup in the container's config, which is copied from `containerds` bundle, and follows a
     /// link to that bundle for commands of the runtime and mounts that the dead shim has left.
     ///
+    /// The deletion may be what frees space: a file for which there is none is a link to that of
+    /// containerd's bundle, because a short link takes no space of a tmpfs. Without space for the
+    /// directory or a link, it is containerd's bundle itself, which containerd's own deletion uses.
+    ///
     /// # Errors
     /// The failed step.
     pub fn make_deletion_bundle(
+        &self,
+        id: &str,
+        options: Option<&Options>,
+        containerds: &Path,
+    ) -> Result<PathBuf, StepError> {
+        let made = self.try_make_deletion_bundle(id, options, containerds);
+        made.or_else(|step| match containerds.join(OPTIONS).exists() {
+            true => {
+                log::warn!("deleting container {id} in containerd's bundle: {step}");
+                Ok(containerds.to_owned())
+            }
+            false => Err(step),
+        })
+    }
+
+    fn try_make_deletion_bundle(
         &self,
         id: &str,
         options: Option<&Options>,
@@ -184,18 +206,25 @@ impl Bundle {
             .mode(0o700)
             .create(&dir)
             .step_at("make directory", &dir)?;
-        Self::write_runtime(&dir, options)?;
-        // It names the cgroup. containerd may have removed it.
-        let _ = fs::copy(containerds.join("config.json"), dir.join("config.json"));
         let link = dir.join(CONTAINERDS);
-        match std::os::unix::fs::symlink(containerds, &link) {
+        match symlink(containerds, &link) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
             made => made.step_at("make link", &link)?,
+        }
+        Self::write_runtime(&dir, options)?;
+        // It names the cgroup. containerd may have removed it.
+        if let Ok(config) = fs::read(containerds.join(CONFIG))
+            && let Err(step) = write_new(&dir.join(CONFIG), &config)
+            && !link_to_containerds(&dir, CONFIG)
+        {
+            log::warn!("deleting container {id} without its config: {step}");
         }
         Ok(dir)
     }
 
-    /// Writes the files by which runc's shim finds its runtime into a bundle.
+    /// Writes the files by which runc's shim finds its runtime into a bundle. Where that fails, a
+    /// file is a link to that of containerd's bundle, see [`Bundle::make_deletion_bundle`]; without
+    /// such a file it is left out if the options are the default ones, which a shim then takes.
     ///
     /// # Errors
     /// The failed step.
@@ -207,10 +236,16 @@ impl Bundle {
                 "systemd_cgroup": options.systemd_cgroup,
             });
             for (name, content) in
-                [("options.json", json.to_string()), ("runtime", options.binary_name.clone())]
+                [(OPTIONS, json.to_string()), ("runtime", options.binary_name.clone())]
             {
-                let path = dir.join(name);
-                fs::write(&path, content).step_at("write file", path)?;
+                let Err(step) = write_new(&dir.join(name), content.as_bytes()) else { continue };
+                let is_default = options.binary_name.is_empty() && options.root.is_empty();
+                if !link_to_containerds(dir, name) && !is_default {
+                    return Err(step);
+                }
+                log::warn!(
+                    "using the runtime options of containerd's bundle, or the default ones: {step}"
+                );
             }
         }
         Ok(())
@@ -229,9 +264,111 @@ impl Bundle {
     }
 }
 
+/// Writes a file anew, unless it has this content, and leaves none if that fails. Does not follow a
+/// link that is there.
+fn write_new(path: &Path, content: &[u8]) -> Result<(), StepError> {
+    if !path.is_symlink() && fs::read(path).is_ok_and(|there| there == content) {
+        return Ok(());
+    }
+    gone(fs::remove_file(path)).step_at("remove file", path)?;
+    let opened = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
+    let written = opened.and_then(|mut file| file.write_all(content));
+    if written.is_err() {
+        let _ = fs::remove_file(path);
+    }
+    written.step_at("write file", path)
+}
+
+/// Makes a link in `dir` to a file of containerd's bundle. The path by [`CONTAINERDS`] is short.
+/// False: there is no such file, or the link cannot be made.
+fn link_to_containerds(dir: &Path, name: &str) -> bool {
+    let file = Path::new(CONTAINERDS).join(name);
+    dir.join(&file).exists() && symlink(file, dir.join(name)).is_ok()
+}
+
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
+
+    /// A tmpfs of 256 KiB, until it is dropped.
+    pub struct Tmpfs(PathBuf);
+
+    impl Tmpfs {
+        pub fn mount(path: PathBuf) -> Self {
+            fs::create_dir(&path).unwrap();
+            let flags = rustix::mount::MountFlags::empty();
+            rustix::mount::mount("tmpfs", &path, "tmpfs", flags, Some(c"size=256k")).unwrap();
+            Self(path)
+        }
+
+        pub fn path(&self) -> &Path {
+            &self.0
+        }
+
+        pub fn fill(&self) {
+            let mut file = fs::File::create(self.0.join("ballast")).unwrap();
+            while file.write_all(&[0; 4096]).is_ok() {}
+        }
+    }
+
+    impl Drop for Tmpfs {
+        fn drop(&mut self) {
+            let detach = rustix::mount::UnmountFlags::DETACH;
+            rustix::mount::unmount(&self.0, detach).unwrap();
+        }
+    }
+
+    /// The path of containerd's bundle is as long as a usual one below `/run`.
+    #[test]
+    fn a_last_bundle_on_a_full_file_system_has_the_files_of_containerds() {
+        if kit::skip_without_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let full = Tmpfs::mount(dir.path().join("run"));
+        let tasks = "t".repeat(117 - full.path().as_os_str().len() - 1 - 65);
+        let containerds = full.path().join(tasks).join("a".repeat(64));
+        fs::create_dir_all(&containerds).unwrap();
+        let options = Options { root: "/r".to_owned(), ..Default::default() };
+        Bundle::write_runtime(&containerds, Some(&options)).unwrap();
+        fs::write(containerds.join(CONFIG), "config").unwrap();
+        let written = fs::read_to_string(containerds.join(OPTIONS)).unwrap();
+        let bundle = Bundle::new(full.path().join("b"));
+        bundle.make_bundle("pod", false).unwrap();
+        full.fill();
+        // Also another time.
+        for _ in 0..2 {
+            let last = bundle.make_deletion_bundle("a", Some(&options), &containerds).unwrap();
+            for of in [&last, &containerds] {
+                assert_eq!(fs::read_to_string(of.join(OPTIONS)).unwrap(), written);
+                assert_eq!(fs::read_to_string(of.join("runtime")).unwrap(), "");
+                assert_eq!(fs::read_to_string(of.join(CONFIG)).unwrap(), "config");
+            }
+            assert!(last.join(OPTIONS).is_symlink() && last.join(CONFIG).is_symlink());
+        }
+        // Without containerd's bundle only the default options are known.
+        fs::remove_dir_all(&containerds).unwrap();
+        full.fill();
+        bundle.make_deletion_bundle("b", Some(&options), &containerds).unwrap_err();
+        let options = Options { systemd_cgroup: true, ..Default::default() };
+        let last = bundle.make_deletion_bundle("b", Some(&options), &containerds).unwrap();
+        assert!(fs::symlink_metadata(last.join(OPTIONS)).is_err(), "an empty file");
+        // The path of containerd's bundle is too long for a link without space.
+        let long = full.path().join("l".repeat(64)).join("a".repeat(64));
+        fs::create_dir_all(&long).unwrap();
+        bundle.make_deletion_bundle("c", Some(&options), &long).unwrap_err();
+        fs::write(long.join(OPTIONS), "").unwrap();
+        let last = bundle.make_deletion_bundle("c", Some(&options), &long).unwrap();
+        assert_eq!(last, long);
+        // With space, files take the place of the links.
+        fs::remove_file(full.path().join("ballast")).unwrap();
+        fs::create_dir(&containerds).unwrap();
+        fs::write(containerds.join(CONFIG), "config").unwrap();
+        let last = bundle.make_deletion_bundle("a", Some(&options), &containerds).unwrap();
+        for name in [OPTIONS, CONFIG] {
+            assert!(fs::symlink_metadata(last.join(name)).unwrap().is_file(), "{name}");
+        }
+    }
 
     #[test]
     fn records_are_read_again() {
@@ -265,7 +402,7 @@ mod tests {
             let last =
                 bundle.make_deletion_bundle("a", Some(&Options::default()), &containerds).unwrap();
             assert_eq!(fs::read_link(last.join(CONTAINERDS)).unwrap(), containerds);
-            assert!(last.join("options.json").exists());
+            assert!(last.join(OPTIONS).exists());
         }
     }
 

@@ -51,8 +51,8 @@ pub struct Container {
     pub cgroups_path: String,
     /// The cgroup.
     pub cgroup: Option<Cgroup>,
-    /// The command that creates the container was killed, so that it may have left a cgroup that
-    /// the runtime does not know.
+    /// The command that creates or restores the container was killed, so that it may have left a
+    /// cgroup that the runtime does not know, with processes.
     pub may_have_left_cgroup: bool,
     /// Calls queued while a command, a helper, the start of a logging program or the drain of the
     /// last output is pending for the container; `None`: nothing is pending.

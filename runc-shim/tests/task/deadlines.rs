@@ -12,7 +12,7 @@ use containerd_shim_protos::ttrpc::proto::{Request, Response};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::crash::traces;
-use crate::hostile::{answer, raw};
+use crate::hostile::{answer, late_runtime, raw};
 use crate::pod::{self, Container, Pod, eventually, exists};
 
 /// The time limit of a call that hangs, and the time by which other calls must be answered.
@@ -147,6 +147,54 @@ fn a_create_whose_hook_hangs_leaves_nothing() {
     pod.shut_down();
 }
 
+/// Deletes a container while it is created, as containerd does with one whose Create it has given
+/// up: nothing is left when the Delete is answered.
+fn cancels(pod: &Pod, with: &Container, began: &str) {
+    std::thread::scope(|scope| {
+        let created = scope.spawn(|| pod.try_create("a", "exec sleep 1000", with));
+        eventually("the creation", || exists(began).then_some(()));
+        // There is no exec; this cancels nothing.
+        assert_eq!(pod::code(&pod.delete("a", "e").unwrap_err()), Code::NOT_FOUND);
+        assert!(!created.is_finished());
+        let begun = Instant::now();
+        let deleted = pod.delete("a", "").unwrap_err();
+        let (took, left) = (begun.elapsed(), traces(pod));
+        // Ends one that was not cancelled.
+        std::fs::write(pod.path("go"), "").unwrap();
+        created.join().unwrap().unwrap_err();
+        assert_eq!(pod::code(&deleted), Code::NOT_FOUND);
+        assert_eq!(left, Vec::<String>::new());
+        assert!(took < PROMPT / 2, "{took:?}");
+    });
+    assert_eq!(traces(pod), Vec::<String>::new());
+    assert!(!exists(pod.runtime_state("a")));
+}
+
+#[test]
+fn a_delete_cancels_the_creation_of_its_container() {
+    let mut pod = Pod::new();
+    let (with, began, go) = late_runtime(&pod, "create");
+    cancels(&pod, &with, &began);
+    // One whose logging program is not ready yet.
+    for path in [&began, &go] {
+        std::fs::remove_file(path).unwrap();
+    }
+    let (path, done) = (pod.path("logger"), pod.path("ended"));
+    let text = format!(
+        "trap '>{done}; exit' TERM; >{began}\n\
+         while ! test -e {go}; do sleep 0.01; done; exec 5>&-; cat <&3"
+    );
+    pod::script(&path, &text);
+    let with = Container { stdout: format!("binary://{path}"), ..Default::default() };
+    cancels(&pod, &with, &began);
+    eventually("the end of the logging program", || exists(&done).then_some(()));
+    pod.run("a", "exit 3", &Container::default());
+    assert_eq!(pod.wait("a", "").unwrap(), 3);
+    pod.delete("a", "").unwrap();
+    assert_eq!(pod.events_of(&["a"], 4), ["create a", "start a", "exit a 3", "delete a"]);
+    pod.shut_down();
+}
+
 /// The process that a file names, once it does.
 fn started(file: &str) -> Pid {
     eventually("the child", || {
@@ -175,6 +223,34 @@ fn a_create_whose_runtime_another_program_kills_leaves_no_cgroup() {
     });
     assert_eq!(traces(&pod), Vec::<String>::new());
     assert!(!exists(pod.runtime_state("a")));
+    pod.shut_down();
+}
+
+/// The stand-in of a runtime begins the container anew, instead of restoring it, and is killed
+/// before the runtime has recorded its state.
+#[test]
+fn a_restore_whose_runtime_another_program_kills_leaves_nothing_after_a_delete() {
+    let mut pod = Pod::new();
+    let (path, runtime) = (pod.path("restores"), pod::runtime().display().to_string());
+    let state = pod.runtime_state("a");
+    let text = format!(
+        "case \" $* \" in *\" restore \"*) {runtime} --root $2 run --detach {id}\n\
+         rm -r {state}/*; kill -9 $$;; esac\n\
+         exec {runtime} \"$@\"",
+        id = pod.id("a")
+    );
+    pod::script(&path, &text);
+    let mut with = Container { checkpoint: pod.path("image"), ..Default::default() };
+    with.options.binary_name = path;
+    for _ in 0..2 {
+        assert_eq!(pod.create("a", "exec sleep 1000", &with), 0);
+        pod.start("a", "").unwrap_err();
+        let left = traces(&pod);
+        assert!(left.iter().any(|trace| trace.starts_with("process ")), "{left:?}");
+        pod.delete("a", "").unwrap();
+        assert_eq!(traces(&pod), Vec::<String>::new());
+        assert!(!exists(&state));
+    }
     pod.shut_down();
 }
 

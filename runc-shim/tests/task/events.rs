@@ -118,3 +118,45 @@ fn a_dropped_event_is_logged_with_its_topic() {
     let dropped = "containerd refused event /tasks/create 5 times; dropped: malformed";
     assert!(log.contains(dropped), "{log}");
 }
+
+/// Calls are served while containerd cannot be reached for events.
+#[test]
+fn only_events_of_deleted_execs_are_dropped_when_too_many_are_queued() {
+    let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
+    let mut pod = Pod::with_log(write.into());
+    pod.run("a", "sleep 1000", &Container::default());
+    pod.events_of(&["a"], 2);
+    pod.stop_containerd();
+    for number in 0..4200 {
+        let exec = format!("probe{number}");
+        pod.exec("a", &exec, "true", &Container::default()).unwrap();
+        pod.delete("a", &exec).unwrap();
+    }
+    pod.exec("a", "stays", "exit 3", &Container::default()).unwrap();
+    pod.exec("a", "runs", "exit 4", &Container::default()).unwrap();
+    for (exec, status) in [("stays", 3), ("runs", 4)] {
+        pod.start("a", exec).unwrap();
+        assert_eq!(pod.wait("a", exec).unwrap(), status);
+    }
+    pod.delete("a", "runs").unwrap();
+    pod.run("b", "exit 5", &Container::default());
+    assert_eq!(pod.wait("b", "").unwrap(), 5);
+    pod.delete("b", "").unwrap();
+    pod.start_containerd(false);
+    assert_eq!(pod.events_of(&["b"], 4), ["create b", "start b", "exit b 5", "delete b"]);
+    let stays = ["exec-added stays", "exec-started stays", "exit stays 3"];
+    assert_eq!(pod.events_of(&["stays"], 3), stays);
+    let probes = pod.events().into_iter().filter(|(_, id, _)| id.starts_with("probe")).count();
+    assert_eq!((probes, pod.events_of(&["runs"], 0)), (4096, Vec::new()));
+    // The queue is empty: none is dropped.
+    pod.delete("a", "stays").unwrap();
+    pod.exec("a", "later", "true", &Container::default()).unwrap();
+    pod.delete("a", "later").unwrap();
+    pod.end("a");
+    let last = ["exec-added later", "exit a 137", "delete a"];
+    assert_eq!(pod.events_of(&["a", "later"], 5)[2..], last);
+    pod.shut_down();
+    let mut log = String::new();
+    std::fs::File::from(read).read_to_string(&mut log).unwrap();
+    assert_eq!(log.matches("dropping those of deleted execs").count(), 1, "{log}");
+}

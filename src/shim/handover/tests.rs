@@ -12,11 +12,17 @@ use protobuf::Message as _;
 use super::*;
 use crate::process::handle::NamespaceHandle;
 use crate::process::identity::Stat;
-use crate::shim::bundle::Recorded;
+use crate::shim::bundle::{Recorded, tests::Tmpfs};
 use crate::shim::{Endpoint, Runtime, ShimKind, ShimSettings, Shims};
 
 /// The endpoint of a sandbox below `dir`, and what all share.
 fn make_endpoint(dir: &Path) -> (Arc<Shims>, Arc<Handover>) {
+    // Deletes nothing, and does not fail.
+    make_endpoint_with(dir, "/bin/true".into())
+}
+
+/// The same with a shim's binary.
+fn make_endpoint_with(dir: &Path, binary: PathBuf) -> (Arc<Shims>, Arc<Handover>) {
     let settings = ShimSettings {
         containerd_address: dir.join("containerd.sock"),
         containerd_namespace: "k8s.io".to_owned(),
@@ -24,8 +30,7 @@ fn make_endpoint(dir: &Path) -> (Arc<Shims>, Arc<Handover>) {
         state_dir: dir.to_owned(),
         sandboxes: dir.to_owned(),
         on_demand_address: String::new(),
-        // Deletes nothing, and does not fail.
-        binaries: [(String::new(), "/bin/true".into())].into(),
+        binaries: [(String::new(), binary)].into(),
         open_files: None,
         environment: Default::default(),
         own_shim: None,
@@ -87,6 +92,41 @@ async fn an_ended_endpoint_does_not_listen_again() {
     endpoint.expect_recovery();
     endpoint.recover().await;
     assert!(!endpoint.socket().exists());
+}
+
+/// The state directories of the daemon and of containerd are on one file system, such as `/run`.
+#[tokio::test]
+async fn a_pod_whose_shim_has_died_is_removed_on_a_full_file_system() {
+    if kit::skip_without_root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let full = Tmpfs::mount(dir.path().join("run"));
+    // The shim's `delete`: copies the options that it finds.
+    let (binary, found) = (dir.path().join("shim"), dir.path().join("found"));
+    let script =
+        format!("#!/bin/sh\nexec /bin/cat options.json config.json >{}\n", found.display());
+    kit::write_program(&binary, script.as_bytes()).unwrap();
+    let (shims, _) = make_endpoint_with(full.path(), binary);
+    let options = Options { root: "/r".to_owned(), ..Default::default() };
+    let value = options.write_to_bytes().unwrap();
+    let options = Some(("containerd.runc.v1.Options".to_owned(), value));
+    let runtime = Runtime { options, ..Runtime::default() };
+    let endpoint =
+        shims.endpoint(ShimKind::Handover, &"pod".try_into().unwrap(), &Arc::new(runtime));
+    let Endpoint::Handover(endpoint) = endpoint else { unreachable!("its owner") };
+    endpoint.shim.bundle().make_bundle("pod", false).unwrap();
+    let bundle =
+        full.path().join("state/io.containerd.runtime.v2.task/k8s.io").join("c".repeat(64));
+    fs::create_dir_all(&bundle).unwrap();
+    for (name, content) in [("sandbox", "pod"), ("options.json", "options"), ("config.json", "{}")]
+    {
+        fs::write(bundle.join(name), content).unwrap();
+    }
+    full.fill();
+    endpoint.close().await.unwrap();
+    assert_eq!(fs::read_to_string(found).unwrap(), "options{}");
+    assert!(!endpoint.shim.bundle().dir().exists());
 }
 
 #[tokio::test]
