@@ -136,10 +136,7 @@ impl Shim {
                 self.killed(&key, signal, done)
             }
             Purpose::KillRemaining => {
-                if let Err(e) = done("OCI runtime killall failed") {
-                    log_failure(&key, &e);
-                }
-                self.remaining_killed(&key);
+                self.remaining_killed(&key, done("OCI runtime killall failed"));
                 Ok(None)
             }
             Purpose::Pause => self.pause_finished(&key, done("OCI runtime pause failed"), false),

@@ -111,7 +111,10 @@ impl Shim {
     }
 
     /// Handles the end of the command that kills the remaining processes of a container.
-    pub fn remaining_killed(&mut self, key: &Key) {
+    pub fn remaining_killed(&mut self, key: &Key, done: Result<(), Error>) {
+        if let Err(e) = done {
+            commands::log_failure(key, &e);
+        }
         if let Some(container) = self.containers.get_mut(&key.id) {
             container.killing_remaining = false;
         }
