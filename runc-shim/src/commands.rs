@@ -85,19 +85,17 @@ impl Shim {
         // Also by another program, such as the kernel's OOM killer.
         let was_interrupted = was_killed || exit.is_by_signal();
         let may_be_frozen = was_interrupted && purpose.may_freeze();
-        let status = exit.status;
         let bundle = self.containers.get(&key.id).map(|container| container.bundle.clone());
         let bundle = bundle.as_deref();
-        let mut done = |what: &str| match status {
+        let mut done = |what: &str| match exit.status {
             0 => Ok(()),
-            _ if was_killed => Err(deadlines::ended(&command.failure(what, status, bundle))),
-            _ => Err(command.failure(what, status, bundle)),
+            status if was_killed => Err(deadlines::ended(&command.failure(what, status, bundle))),
+            status => Err(command.failure(what, status, bundle)),
         };
         // A command may also succeed at the moment at which it is killed.
         let in_time = |()| deadlines::check(reply).and_then(|()| deadlines::check_limit(limit));
         if let Some(container) = self.containers.get_mut(&key.id) {
-            let may_have = was_interrupted && purpose.makes_cgroup();
-            container.may_have_left_cgroup |= may_have;
+            container.may_have_left_cgroup |= was_interrupted && purpose.makes_cgroup();
         }
         let answer = match purpose {
             Purpose::Create(console) => {
