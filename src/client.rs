@@ -143,8 +143,8 @@ impl Client {
             other => ClientError::Down {
                 socket: self.socket.clone(),
                 reason: other.to_string(),
-                advice: "the daemon closed the connection: it may have exited; run the command \
-                         again as root",
+                advice: "the daemon closed the connection: run the command again, as root; if it \
+                         fails again, see `systemctl status pause-sandboxer`",
             },
         }
     }

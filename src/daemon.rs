@@ -207,7 +207,7 @@ async fn supervise(
                     // A thread in an uninterruptible system call keeps the connections of a killed
                     // daemon open, and their callers would wait for it.
                     server.stop().await;
-                    let reason = "threads are blocked; see the last errors";
+                    let reason = "threads are blocked: see `all threads of a class are blocked` above";
                     return Err(StepError::new("serve", io::Error::other(reason)));
                 }
             }

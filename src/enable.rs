@@ -47,7 +47,7 @@ pub use restart::RestartBy;
 use trust::check_trusted;
 
 /// The line of a command that changes no file.
-const NO_CHANGES: &str = "no changes needed";
+const NO_CHANGES: &str = "no file needs a change";
 
 /// The handler's usual name.
 pub const HANDLER: &str = crate::check::containerd::HANDLER;
@@ -311,7 +311,9 @@ fn adopt_settings(
         .map_err(|reason| EnableError::Refused(format!("{} {reason}", path.display())))?;
     if new != old {
         config::Config::parse(path, &new, &[]).map_err(|e| {
-            EnableError::Refused(format!("containerd's settings do not fit the sandboxer's: {e}"))
+            EnableError::Refused(format!(
+                "cannot copy a setting of containerd: correct it in containerd's config: {e}"
+            ))
         })?;
         check_trusted(path)?;
         changes.directory(path.parent().unwrap_or(Path::new("/")));

@@ -160,8 +160,9 @@ line and setting.
 
 A change takes effect after `systemctl restart pause-sandboxer`; pods keep running. `systemctl
 reload pause-sandboxer` (SIGHUP) reloads `log_level` only. Change `state_dir` only on a drained
-node: the daemon does not start with another one while the old one has records of pods. The file
-`SOCKET.state` names the directory that is in use.
+node: the daemon does not start with another one while the old one has records of pods, unless
+`socket` also changes. The file `SOCKET.state`, by default
+`/run/pause-sandboxer/pause-sandboxer.sock.state`, names the directory that is in use.
 
 Settings that containerd also has must be equal there; `pause-sandboxer check` compares them.
 

@@ -10,7 +10,7 @@ pause-sandboxer starts it; do not run it by hand.
 usage: pause-sandboxer-runc-shim -namespace NAMESPACE -id ID [-bundle DIRECTORY] [delete]
 
 Without a command it serves containerd.task.v3.Task on the socket that is passed as descriptor 3.
-  delete         remove the container ID of the bundle DIRECTORY, whose shim has exited
+  delete         remove container ID, whose bundle is DIRECTORY, after its shim has exited
   -v, --version  print the version
   -h, --help     print this text";
 

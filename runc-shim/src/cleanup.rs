@@ -16,7 +16,7 @@ use crate::error::{Code, Context as _, Error};
 use crate::exits::{self, Exit};
 use crate::helper::{self, Action, Work};
 use crate::runtime::{self, Place, Runtime};
-use crate::{container, key, log, mounts, options};
+use crate::{container, log, mounts, options, process_key};
 
 /// Time limit for killing commands of the runtime, and the delay between two searches for them.
 /// Commands are killed and the mounts undone within the 5 s that containerd allows for `delete`
@@ -46,7 +46,7 @@ struct BundleOptions {
 
 /// Kills and deletes the container of the bundle, and writes the response to standard output.
 pub fn delete(arguments: &Arguments) -> Result<(), Error> {
-    key::check_id(&arguments.id)?;
+    process_key::check_id(&arguments.id)?;
     let bundle = bundle(arguments)?;
     let text = std::fs::read(bundle.join("options.json")).unwrap_or_default();
     let options_json: BundleOptions = serde_json::from_slice(&text).unwrap_or_default();

@@ -13,7 +13,7 @@ use crate::helper::{self, Action, Work};
 use crate::io::Stdio;
 use crate::io::console::ConsoleSocket;
 use crate::job::{Job, Purpose};
-use crate::key::Key;
+use crate::process_key::ProcessKey;
 use crate::response::{self, Answer};
 use crate::runtime::{self, Place};
 use crate::server::Reply;
@@ -25,7 +25,7 @@ impl Shim {
     /// of its execs, has ended.
     pub fn run_for(
         &mut self,
-        key: Key,
+        key: ProcessKey,
         reply: Option<Reply>,
         purpose: Purpose,
         arguments: &[&str],
@@ -37,7 +37,7 @@ impl Shim {
     /// [`Shim::run_for`] with descriptors for the command.
     pub fn run_in(
         &mut self,
-        key: Key,
+        key: ProcessKey,
         reply: Option<Reply>,
         purpose: Purpose,
         arguments: &[&str],
@@ -63,7 +63,7 @@ impl Shim {
     /// Starts a helper for a container, which is busy until the helper has exited.
     pub fn run_helper(
         &mut self,
-        key: Key,
+        key: ProcessKey,
         reply: Option<Reply>,
         purpose: Purpose,
         action: Action,
@@ -158,7 +158,7 @@ impl Shim {
         self.release(&key);
     }
 
-    fn killed(&mut self, key: &Key, signal: i32, done: Result<(), Error>) -> Answer {
+    fn killed(&mut self, key: &ProcessKey, signal: i32, done: Result<(), Error>) -> Answer {
         if done.is_ok() && signal == libc::SIGKILL {
             self.thaw(key);
         }
@@ -166,7 +166,7 @@ impl Shim {
     }
 
     /// Runs the queued calls of a container or exec, if nothing else is pending for it.
-    pub fn release(&mut self, key: &Key) {
+    pub fn release(&mut self, key: &ProcessKey) {
         let Some(container) = self.containers.get_mut(&key.id) else { return };
         if key.exec.is_empty() {
             let is_own = |job: &Job| job.key == *key;
@@ -196,7 +196,7 @@ impl Shim {
             Event::Pause => (Purpose::Pause, "pause"),
             _ => (Purpose::Resume, "resume"),
         };
-        let run = self.run_for(Key::new(id, ""), Some(reply), purpose, &[word, id]);
+        let run = self.run_for(ProcessKey::new(id, ""), Some(reply), purpose, &[word, id]);
         if run.is_err() {
             self.container(id)?.state = before;
         }
@@ -205,7 +205,12 @@ impl Shim {
 
     /// Handles the end of a pause or resume. `resumed`: the failed command has resumed the
     /// container.
-    fn pause_finished(&mut self, key: &Key, done: Result<(), Error>, resumed: bool) -> Answer {
+    fn pause_finished(
+        &mut self,
+        key: &ProcessKey,
+        done: Result<(), Error>,
+        resumed: bool,
+    ) -> Answer {
         let event = if done.is_ok() || resumed { Event::Done } else { Event::Failed };
         let container = self.container(&key.id)?;
         // The container may have exited meanwhile.
@@ -235,7 +240,7 @@ impl Shim {
                 event.container_id = id.to_owned();
                 self.events.send(events::RESUMED, &event, &self.reactor);
             }
-            Notice::Exited(pid, exit) => self.announce_exit(&Key::new(id, ""), pid, exit),
+            Notice::Exited(pid, exit) => self.announce_exit(&ProcessKey::new(id, ""), pid, exit),
         }
     }
 
@@ -252,7 +257,7 @@ impl Shim {
         let place = Place { input_file: Some(file.as_fd()), ..Place::default() };
         let input_path = runtime::input_path();
         let arguments = ["update", "--resources", &input_path, &request.id];
-        let key = Key::new(&request.id, "");
+        let key = ProcessKey::new(&request.id, "");
         self.run_in(key, Some(reply), Purpose::Update, &arguments, &place)?;
         Ok(None)
     }
@@ -291,13 +296,13 @@ impl Shim {
         }
         arguments.push(&request.id);
         let purpose = Purpose::Checkpoint(request.path.clone(), removed);
-        self.run_for(Key::new(&request.id, ""), Some(reply), purpose, &arguments)?;
+        self.run_for(ProcessKey::new(&request.id, ""), Some(reply), purpose, &arguments)?;
         Ok(None)
     }
 
     fn checkpoint_finished(
         &mut self,
-        key: &Key,
+        key: &ProcessKey,
         path: &str,
         work: Option<PathBuf>,
         done: Result<(), Error>,
@@ -343,6 +348,6 @@ fn without_prefix(e: Error) -> Error {
 }
 
 /// Logs the failure of a command that no caller waits for.
-pub fn log_failure(key: &Key, e: &Error) {
+pub fn log_failure(key: &ProcessKey, e: &Error) {
     crate::log::error(format_args!("container {}: {e}", key.id));
 }

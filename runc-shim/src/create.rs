@@ -19,11 +19,11 @@ use crate::helper::{self, Action};
 use crate::io::console::ConsoleSocket;
 use crate::io::{self, Owner, Prepared, Stdio};
 use crate::job::Purpose;
-use crate::key;
-use crate::key::Key;
 use crate::log;
 use crate::pending_start::PendingStart;
-use crate::process::Process;
+use crate::process_key;
+use crate::process_key::ProcessKey;
+use crate::process_streams::ProcessStreams;
 use crate::reactor::Source;
 use crate::response::{self, Answer};
 use crate::runtime::{self, Place, Runtime};
@@ -42,7 +42,7 @@ impl Shim {
         if self.shutdown_deadline.is_some() {
             return Err(Error::new(Code::Unavailable, "the shim is shutting down"));
         }
-        key::check_id(&request.id)?;
+        process_key::check_id(&request.id)?;
         let options = options::parse(request.options.as_ref())?;
         let bundle = PathBuf::from(&request.bundle);
         if !bundle.is_absolute() {
@@ -50,7 +50,7 @@ impl Shim {
             return Err(Error::new(Code::InvalidArgument, message));
         }
         options::write(&bundle, &options)?;
-        let key = Key::new(&request.id, "");
+        let key = ProcessKey::new(&request.id, "");
         let container = new_container(&request, &options, &bundle, &self.namespace);
         self.containers.insert(request.id.clone(), container);
         // Kept until the container is created: only then the event is sent.
@@ -70,11 +70,11 @@ impl Shim {
     }
 
     /// Starts a helper that mounts the root file system of a container.
-    fn mount_rootfs(&mut self, key: &Key, reply: Reply, mounts: Vec<Mount>) -> Answer {
+    fn mount_rootfs(&mut self, key: &ProcessKey, reply: Reply, mounts: Vec<Mount>) -> Answer {
         let input_file = helper::mounts_file(mounts)?;
         let input_file = Some(input_file.as_fd());
         self.run_helper(key.clone(), Some(reply), Purpose::Mount, Action::Mount, input_file)?;
-        let container = self.known(key)?;
+        let container = self.container_in_any_state(key)?;
         container.rootfs = Some(mounts::rootfs(&container.bundle));
         Ok(None)
     }
@@ -82,7 +82,7 @@ impl Shim {
     /// Continues a creation after the helper has mounted the root file system, or has failed.
     pub fn rootfs_mounted(
         &mut self,
-        key: &Key,
+        key: &ProcessKey,
         reply: Option<Reply>,
         done: Result<(), Error>,
     ) -> Answer {
@@ -91,9 +91,9 @@ impl Shim {
 
     /// Prepares the streams of a container whose root file system is mounted, and has the runtime
     /// create the container.
-    fn prepare(&mut self, key: &Key, reply: Option<Reply>) -> Answer {
+    fn prepare(&mut self, key: &ProcessKey, reply: Option<Reply>) -> Answer {
         deadlines::check(reply)?;
-        let container = self.known(key)?;
+        let container = self.container_in_any_state(key)?;
         if !container.restore.is_empty() {
             // The runtime does nothing for a container to restore before its start.
             let answer = self.created(key, None);
@@ -107,9 +107,9 @@ impl Shim {
 
     /// Prepares the streams of a process that the runtime will create. None for a process with a
     /// terminal: its streams are prepared when the runtime has sent the terminal.
-    pub fn prepare_streams(&mut self, key: &Key) -> Result<Prepared, Error> {
-        let owner = self.known(key)?.owner;
-        let stdio = self.known_process(key)?.stdio.clone();
+    pub fn prepare_streams(&mut self, key: &ProcessKey) -> Result<Prepared, Error> {
+        let owner = self.container_in_any_state(key)?.owner;
+        let stdio = self.process_in_any_state(key)?.stdio.clone();
         if stdio.terminal {
             return Ok(Prepared::default());
         }
@@ -120,7 +120,7 @@ impl Shim {
     /// Waits until the logging program is ready, if there is one, and then runs the process.
     pub fn await_logger(
         &mut self,
-        key: Key,
+        key: ProcessKey,
         reply: Option<Reply>,
         prepared: Prepared,
         started: bool,
@@ -154,7 +154,7 @@ impl Shim {
     /// Cancels the creation of a container for a Delete, which is queued: containerd deletes a
     /// container whose Create it has given up, and would not know of one that is created after
     /// that. Kills the command that runs, and starts no other.
-    pub fn cancel_creation(&mut self, key: &Key) {
+    pub fn cancel_creation(&mut self, key: &ProcessKey) {
         for job in self.jobs.values_mut().filter(|job| job.key == *key) {
             job.limit = Some(Instant::now());
         }
@@ -174,7 +174,7 @@ impl Shim {
         if let (Err(_), Some(pid)) = (&ready, pid) {
             self.end_logger(pid);
         }
-        if let Ok(process) = self.known_process(&key) {
+        if let Ok(process) = self.process_in_any_state(&key) {
             process.logger = pid;
         }
         let answer = ready
@@ -188,9 +188,16 @@ impl Shim {
 
     /// Handles a failed start: the process was not created, or it was created (`made`) and cannot
     /// be used and is killed.
-    fn process_failed(&mut self, key: &Key, reply: Option<Reply>, e: Error, made: bool) -> Answer {
+    fn process_failed(
+        &mut self,
+        key: &ProcessKey,
+        reply: Option<Reply>,
+        e: Error,
+        made: bool,
+    ) -> Answer {
         self.exits.resolve_start(key, None);
-        if key.exec.is_empty() && matches!(self.known(key)?.state, State::Creating) {
+        if key.exec.is_empty() && matches!(self.container_in_any_state(key)?.state, State::Creating)
+        {
             return self.create_failed(key, reply, e);
         }
         if made {
@@ -205,7 +212,7 @@ impl Shim {
     }
 
     /// Kills a process that the runtime has just created and whose start has failed.
-    fn end_unusable(&mut self, key: &Key) {
+    fn end_unusable(&mut self, key: &ProcessKey) {
         let Ok(pid) = self.pid_of(key) else { return };
         if !self.is_known(pid) && exits::is_child(pid) {
             // Not reaped yet, so the pid cannot have been reused.
@@ -217,7 +224,7 @@ impl Shim {
     /// terminal already (`started`), begins to copy its streams.
     fn run_process(
         &mut self,
-        key: Key,
+        key: ProcessKey,
         reply: Option<Reply>,
         prepared: Prepared,
         started: bool,
@@ -234,9 +241,9 @@ impl Shim {
             // It may have exited while the logging program started.
             self.check_not_exited(&key.id)?;
         }
-        let stdio = self.known_process(&key)?.stdio.clone();
+        let stdio = self.process_in_any_state(&key)?.stdio.clone();
         let console = self.console_socket(&key.id, &stdio)?;
-        let container = self.known(&key)?;
+        let container = self.container_in_any_state(&key)?;
         let bundle = container.open_bundle()?;
         let pid_file = pid_file(&container.bundle, &key).display().to_string();
         let path = container.bundle.display().to_string();
@@ -276,7 +283,7 @@ impl Shim {
         self.exits.begin_start(&key);
         // The streams are copied once the process is created: until then the runtime writes its
         // own errors to them.
-        let process = self.known_process(&key)?;
+        let process = self.process_in_any_state(&key)?;
         process.stdin = prepared.stdin.filter(|_| !process.stdin_closed);
         process.prepared = prepared.streams;
         self.copiers.close(&key.id, prepared.child.into_iter().flatten().collect());
@@ -284,12 +291,12 @@ impl Shim {
     }
 
     /// Begins to copy the streams of a process.
-    fn attach(&mut self, key: &Key, prepared: Prepared) -> Result<(), Error> {
-        let mut streams = std::mem::take(&mut self.known_process(key)?.prepared);
+    fn attach(&mut self, key: &ProcessKey, prepared: Prepared) -> Result<(), Error> {
+        let mut streams = std::mem::take(&mut self.process_in_any_state(key)?.prepared);
         streams.extend(prepared.streams);
         let ids = streams.into_iter().map(|stream| self.copiers.add(&key.id, stream));
         let ids = ids.collect::<Result<Vec<u32>, Error>>()?;
-        let process = self.known_process(key)?;
+        let process = self.process_in_any_state(key)?;
         process.streams = ids;
         if prepared.stdin.is_some() && !process.stdin_closed {
             process.stdin = prepared.stdin;
@@ -301,7 +308,7 @@ impl Shim {
     /// begins to copy.
     fn take_over(
         &mut self,
-        key: &Key,
+        key: &ProcessKey,
         reply: Option<Reply>,
         console: Option<ConsoleSocket>,
     ) -> Answer {
@@ -310,7 +317,7 @@ impl Shim {
         };
         let master = console.receive()?;
         let terminal = master.try_clone();
-        let process = self.known_process(key)?;
+        let process = self.process_in_any_state(key)?;
         let stdio = process.stdio.clone();
         // First: the last close of a terminal may block, and is left to the copier thread, also
         // if the streams cannot be prepared.
@@ -325,7 +332,7 @@ impl Shim {
     /// creates the process has ended.
     pub fn launched(
         &mut self,
-        key: &Key,
+        key: &ProcessKey,
         reply: Option<Reply>,
         console: Option<ConsoleSocket>,
         done: Result<(), Error>,
@@ -335,14 +342,14 @@ impl Shim {
             .or_else(|e| self.process_failed(key, reply, e, made))
     }
 
-    fn pid_of(&mut self, key: &Key) -> Result<i32, Error> {
-        let bundle = &self.known(key)?.bundle;
+    fn pid_of(&mut self, key: &ProcessKey) -> Result<i32, Error> {
+        let bundle = &self.container_in_any_state(key)?.bundle;
         runtime::read_pid(&pid_file(bundle, key))
     }
 
     /// Ends the start of a process, which has this pid; see [`exits::Exits::resolve_start`]. Fails
     /// if the pid is that of another live child, whose exit would be attributed to this process.
-    pub fn resolve_start(&mut self, key: &Key, pid: i32) -> Result<Option<Exit>, Error> {
+    pub fn resolve_start(&mut self, key: &ProcessKey, pid: i32) -> Result<Option<Exit>, Error> {
         let file = self.containers.get(&key.id).map(|it| pid_file(&it.bundle, key));
         let file = file.unwrap_or_default();
         let exit = self.exits.resolve_start(key, Some((pid, &file)));
@@ -363,30 +370,30 @@ impl Shim {
 
     /// Completes a Create, a restore or the start of an exec: the process has this pid, and its
     /// streams are copied.
-    fn process_made(&mut self, key: &Key, pid: i32) -> Answer {
+    fn process_made(&mut self, key: &ProcessKey, pid: i32) -> Answer {
         if !key.exec.is_empty() {
             return self.exec_started(key, pid);
         }
-        if matches!(self.known(key)?.state, State::Starting { .. }) {
+        if matches!(self.container_in_any_state(key)?.state, State::Starting { .. }) {
             return self.started(key, pid);
         }
         let exit = self.resolve_start(key, pid)?;
         if exit.is_none() {
             self.processes.insert(pid, key.clone());
             // Only here: a reaped process has no cgroup, and its pid may have been reused.
-            let container = self.known(key)?;
+            let container = self.container_in_any_state(key)?;
             container.cgroup = cgroup_with(&container.bundle, &key.id, pid);
         }
         let answer = self.created(key, Some(pid))?;
-        self.watch_memory(&key.id);
+        self.watch_oom_kills(&key.id);
         if let Some(exit) = exit {
             self.process_exited(key, exit);
         }
         Ok(answer)
     }
 
-    fn created(&mut self, key: &Key, pid: Option<i32>) -> Answer {
-        let container = self.known(key)?;
+    fn created(&mut self, key: &ProcessKey, pid: Option<i32>) -> Answer {
+        let container = self.container_in_any_state(key)?;
         let (next, _) = state::step(container.state, Event::Created(pid)).map_err(Error::state)?;
         container.state = next;
         let pid = response::unsigned(pid.unwrap_or(0));
@@ -401,7 +408,7 @@ impl Shim {
 
     /// Changes a container's state and announces the change. Logs and ignores an event that is not
     /// allowed in the state.
-    pub fn change(&mut self, key: &Key, event: Event) {
+    pub fn change(&mut self, key: &ProcessKey, event: Event) {
         let Some(container) = self.containers.get_mut(&key.id) else { return };
         let before = container.state;
         match state::step(before, event) {
@@ -420,7 +427,7 @@ impl Shim {
 }
 
 /// The file into which the runtime writes the pid of a process.
-pub fn pid_file(bundle: &Path, key: &Key) -> PathBuf {
+pub fn pid_file(bundle: &Path, key: &ProcessKey) -> PathBuf {
     match key.exec.as_str() {
         "" => bundle.join("init.pid"),
         // The prefix keeps an exec with any id from overwriting the container's file.
@@ -464,7 +471,7 @@ fn new_container(
         },
         owner: Owner { uid: options.io_uid, gid: options.io_gid },
         state: State::Creating,
-        process: Process { stdio, ..Process::default() },
+        process: ProcessStreams { stdio, ..ProcessStreams::default() },
         execs: BTreeMap::new(),
         rootfs: None,
         own_pid_namespace: container::has_own_pid_namespace(bundle),

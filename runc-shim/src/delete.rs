@@ -11,7 +11,7 @@ use crate::create::pid_file;
 use crate::error::Error;
 use crate::helper::Action;
 use crate::job::{Attempt, Purpose};
-use crate::key::Key;
+use crate::process_key::ProcessKey;
 use crate::response::{self, Answer};
 use crate::server::Reply;
 use crate::shim::Shim;
@@ -23,8 +23,8 @@ const DRAIN: Duration = Duration::from_secs(10);
 impl Shim {
     /// Deletes a container.
     pub fn delete(&mut self, reply: Reply, id: &str) -> Answer {
-        let key = Key::new(id, "");
-        let container = self.known(&key)?;
+        let key = ProcessKey::new(id, "");
+        let container = self.container_in_any_state(&key)?;
         if container.state == State::Discarding {
             return self.discard(&key, Some(reply), None);
         }
@@ -42,14 +42,14 @@ impl Shim {
     }
 
     /// Whether the last output of a process is being copied, or is read by its logging program.
-    pub fn is_draining(&mut self, key: &Key) -> bool {
-        let Ok(process) = self.known_process(key) else { return false };
+    pub fn is_draining(&mut self, key: &ProcessKey) -> bool {
+        let Ok(process) = self.process_in_any_state(key) else { return false };
         let (has_logger, streams) = (process.logger.is_some(), process.streams.clone());
         has_logger || streams.into_iter().any(|stream| self.copiers.is_copying(&key.id, stream))
     }
 
     /// Continues a deletion when the process is drained, or after [`DRAIN`].
-    pub fn drained(&mut self, key: &Key) {
+    pub fn drained(&mut self, key: &ProcessKey) {
         let Some(container) = self.containers.get_mut(&key.id) else { return };
         let is_exec = !key.exec.is_empty();
         let drain = if is_exec {
@@ -67,7 +67,7 @@ impl Shim {
         self.release(key);
     }
 
-    fn run_delete(&mut self, key: &Key, reply: Option<Reply>, attempt: Attempt) -> Answer {
+    fn run_delete(&mut self, key: &ProcessKey, reply: Option<Reply>, attempt: Attempt) -> Answer {
         let run = self.run_for(key.clone(), reply, Purpose::Delete(attempt), &["delete", &key.id]);
         run.map(|()| None).or_else(|e| self.delete_failed(key, e))
     }
@@ -75,12 +75,12 @@ impl Shim {
     /// Continues a deletion after the runtime has deleted the container, or has failed to.
     pub fn runtime_deleted(
         &mut self,
-        key: &Key,
+        key: &ProcessKey,
         reply: Option<Reply>,
         attempt: Attempt,
         done: Result<(), Error>,
     ) -> Answer {
-        let container = self.known(key)?;
+        let container = self.container_in_any_state(key)?;
         let begun = match done {
             // If the runtime does not know the container, a checkpoint that stops the container has
             // deleted it.
@@ -108,14 +108,14 @@ impl Shim {
     /// delete, or has failed to.
     pub fn cgroup_removed(
         &mut self,
-        key: &Key,
+        key: &ProcessKey,
         reply: Option<Reply>,
         reason: Error,
         done: Result<(), Error>,
     ) -> Answer {
         match done {
             Ok(()) => {
-                self.known(key)?.may_have_left_cgroup = false;
+                self.container_in_any_state(key)?.may_have_left_cgroup = false;
                 self.run_delete(key, reply, Attempt::Last)
             }
             Err(e) => {
@@ -127,20 +127,20 @@ impl Shim {
 
     /// Continues after a helper has unmounted the root file system of a deleted container, or has
     /// failed to.
-    pub fn unmounted(&mut self, key: &Key, done: Result<(), Error>) -> Answer {
+    pub fn unmounted(&mut self, key: &ProcessKey, done: Result<(), Error>) -> Answer {
         done.or_else(|e| self.delete_failed(key, e).map(drop))?;
         self.deleted(key)
     }
 
-    fn delete_failed(&mut self, key: &Key, e: Error) -> Answer {
+    fn delete_failed(&mut self, key: &ProcessKey, e: Error) -> Answer {
         self.change(key, Event::Failed);
         Err(e)
     }
 
-    fn deleted(&mut self, key: &Key) -> Answer {
+    fn deleted(&mut self, key: &ProcessKey) -> Answer {
         // The deletion kills the process of a container that was never started.
         self.take_last_exits(&key.id);
-        let state = self.known(key)?.state;
+        let state = self.container_in_any_state(key)?.state;
         let exit = state.exit();
         let mut event = task_events::TaskDelete::new();
         event.container_id.clone_from(&key.id);
@@ -175,12 +175,12 @@ impl Shim {
 
     /// Forgets a container that is deleted.
     fn forget(&mut self, id: &str) {
-        self.unwatch_memory(id);
+        self.unwatch_oom_kills(id);
         let Some(container) = self.containers.remove(id) else { return };
         self.processes.retain(|_, key| key.id != *id);
         self.close_process(id, container.process);
         for (exec_id, exec) in container.execs {
-            self.events.exec_deleted(&Key::new(id, &exec_id));
+            self.events.exec_deleted(&ProcessKey::new(id, &exec_id));
             self.close_process(id, exec.process);
             if let Some((reply, _)) = exec.drain {
                 self.respond(reply, Err(Error::not_found("process was deleted")));
@@ -197,7 +197,7 @@ impl Shim {
     }
 
     /// Deletes an exec.
-    pub fn delete_exec(&mut self, reply: Reply, key: &Key) -> Answer {
+    pub fn delete_exec(&mut self, reply: Reply, key: &ProcessKey) -> Answer {
         let exec = self.exec(key)?;
         exec::state::step(exec.state, exec::state::Event::Delete).map_err(Error::state)?;
         if exec.drain.is_some() {
@@ -210,7 +210,7 @@ impl Shim {
         self.remove_exec(key)
     }
 
-    fn remove_exec(&mut self, key: &Key) -> Answer {
+    fn remove_exec(&mut self, key: &ProcessKey) -> Answer {
         let container = self.container(&key.id)?;
         let file = pid_file(&container.bundle, key);
         let missing = || Error::not_found(format!("process does not exist {}", key.exec));

@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::exits::{Exit, UNKNOWN};
 use crate::helper::Action;
 use crate::job::Purpose;
-use crate::key::Key;
+use crate::process_key::ProcessKey;
 use crate::response::{self, Answer};
 use crate::runtime;
 use crate::server::Reply;
@@ -27,7 +27,12 @@ const LONGEST_WAIT: Duration = Duration::from_secs(60);
 impl Shim {
     /// Handles a failed creation: removes the leftovers of the container, and then fails the Create
     /// with `reason`.
-    pub fn create_failed(&mut self, key: &Key, reply: Option<Reply>, reason: Error) -> Answer {
+    pub fn create_failed(
+        &mut self,
+        key: &ProcessKey,
+        reply: Option<Reply>,
+        reason: Error,
+    ) -> Answer {
         self.change(key, Event::CreateFailed);
         self.create_events.remove(&key.id);
         self.discard(key, reply, Some(reason))
@@ -35,8 +40,13 @@ impl Shim {
 
     /// Removes the leftovers of a container that could not be created, one step after another. The
     /// caller is answered with the reason, or, if it has asked for the deletion, with the result.
-    pub fn discard(&mut self, key: &Key, reply: Option<Reply>, reason: Option<Error>) -> Answer {
-        let container = self.known(key)?;
+    pub fn discard(
+        &mut self,
+        key: &ProcessKey,
+        reply: Option<Reply>,
+        reason: Option<Error>,
+    ) -> Answer {
+        let container = self.container_in_any_state(key)?;
         let begun = if container.runtime.knows(&key.id) {
             let purpose = Purpose::Discard(reason.clone());
             self.run_for(key.clone(), reply, purpose, &["delete", "--force", &key.id])
@@ -57,11 +67,12 @@ impl Shim {
     /// have removed that.
     pub fn run_remove_cgroup(
         &mut self,
-        key: &Key,
+        key: &ProcessKey,
         reply: Option<Reply>,
         purpose: Purpose,
     ) -> Result<(), Error> {
-        let input_file = runtime::memory_file_of(self.known(key)?.cgroups_path.as_bytes())?;
+        let input_file =
+            runtime::memory_file_of(self.container_in_any_state(key)?.cgroups_path.as_bytes())?;
         let input_file = Some(input_file.as_fd());
         self.run_helper(key.clone(), reply, purpose, Action::RemoveCgroup, input_file)
     }
@@ -69,12 +80,12 @@ impl Shim {
     /// Continues after the runtime has deleted such a container, or has failed to.
     pub fn runtime_discarded(
         &mut self,
-        key: &Key,
+        key: &ProcessKey,
         reply: Option<Reply>,
         reason: Option<Error>,
         done: Result<(), Error>,
     ) -> Answer {
-        if !self.known(key)?.runtime.knows(&key.id) {
+        if !self.container_in_any_state(key)?.runtime.knows(&key.id) {
             return self.discard(key, reply, reason);
         }
         let left = || Error::unknown("the runtime has not removed its state");
@@ -84,7 +95,7 @@ impl Shim {
     /// Continues after a helper has removed the cgroup of such a container, or has failed to.
     pub fn cgroup_discarded(
         &mut self,
-        key: &Key,
+        key: &ProcessKey,
         reply: Option<Reply>,
         reason: Option<Error>,
         done: Result<(), Error>,
@@ -92,7 +103,7 @@ impl Shim {
         if let Err(e) = done {
             return self.discard_failed(key, reason, e);
         }
-        self.known(key)?.may_have_left_cgroup = false;
+        self.container_in_any_state(key)?.may_have_left_cgroup = false;
         self.discard(key, reply, reason)
     }
 
@@ -100,7 +111,7 @@ impl Shim {
     /// failed to.
     pub fn mounts_discarded(
         &mut self,
-        key: &Key,
+        key: &ProcessKey,
         reply: Option<Reply>,
         reason: Option<Error>,
         done: Result<(), Error>,
@@ -108,12 +119,12 @@ impl Shim {
         if let Err(e) = done {
             return self.discard_failed(key, reason, e);
         }
-        self.known(key)?.rootfs = None;
+        self.container_in_any_state(key)?.rootfs = None;
         self.discard(key, reply, reason)
     }
 
-    fn discard_failed(&mut self, key: &Key, reason: Option<Error>, e: Error) -> Answer {
-        let container = self.known(key)?;
+    fn discard_failed(&mut self, key: &ProcessKey, reason: Option<Error>, e: Error) -> Answer {
+        let container = self.container_in_any_state(key)?;
         let wait = container.retry.map_or(FIRST_WAIT, |retry| (retry.wait * 2).min(LONGEST_WAIT));
         container.retry = Some(Retry { at: Instant::now() + wait, wait });
         let e = e.context("failed to clean up after a failed creation; retrying");
@@ -134,7 +145,7 @@ impl Shim {
             container.busy.is_none() && container.retry.is_some_and(|retry| retry.at <= now)
         };
         let due = self.containers.iter().filter(|(_, container)| is_due(container));
-        let due: Vec<Key> = due.map(|(id, _)| Key::new(id, "")).collect();
+        let due: Vec<ProcessKey> = due.map(|(id, _)| ProcessKey::new(id, "")).collect();
         for key in due {
             // A failure is logged and schedules the next attempt.
             let _ = self.discard(&key, None, None);

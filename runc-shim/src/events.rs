@@ -18,8 +18,8 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::error::{Code, Error};
 use crate::frame::{self, Decoder, Incoming};
-use crate::key::Key;
 use crate::log;
+use crate::process_key::ProcessKey;
 use crate::reactor::{Reactor, Source};
 
 const SERVICE: &str = "containerd.services.events.ttrpc.v1.Events";
@@ -81,7 +81,7 @@ enum About {
     /// The container of a TaskOOM event; all TaskOOM events of one container are equal.
     OomOf(String),
     /// An exec.
-    Exec(Key),
+    Exec(ProcessKey),
 }
 
 /// A connection to containerd.
@@ -126,7 +126,7 @@ impl Events {
         &mut self,
         kind: Kind,
         event: &impl Message,
-        exec: &Key,
+        exec: &ProcessKey,
         reactor: &Reactor,
     ) {
         self.queue(kind, event, About::Exec(exec.clone()), reactor);
@@ -134,7 +134,7 @@ impl Events {
 
     /// Drops the events of a deleted exec, if more than [`MAX_QUEUED`] are queued; not the first of
     /// all, which may have been sent.
-    pub fn exec_deleted(&mut self, exec: &Key) {
+    pub fn exec_deleted(&mut self, exec: &ProcessKey) {
         let before = self.queue.len();
         if before <= MAX_QUEUED {
             return;

@@ -20,7 +20,7 @@ use protobuf::well_known_types::timestamp::Timestamp;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, WaitOptions};
 
-use crate::key::Key;
+use crate::process_key::ProcessKey;
 use crate::sys;
 
 /// Maximum number of exits of unknown children that are kept. A container in the node's PID
@@ -78,7 +78,7 @@ impl Exit {
 pub struct Exits {
     /// Processes that are being started and whose pid is not known yet; for each, the value of
     /// `dropped` when its start began.
-    starting: BTreeMap<Key, u64>,
+    starting: BTreeMap<ProcessKey, u64>,
     /// In the order in which they were observed, at most [`MAX_UNCLAIMED`].
     unclaimed: VecDeque<UnclaimedExit>,
     /// Count of exits that were dropped because too many were kept.
@@ -96,7 +96,7 @@ struct UnclaimedExit {
 
 impl Exits {
     /// Announces that a process is being started whose pid is not known yet.
-    pub fn begin_start(&mut self, key: &Key) {
+    pub fn begin_start(&mut self, key: &ProcessKey) {
         self.starting.insert(key.clone(), self.dropped);
     }
 
@@ -116,7 +116,7 @@ impl Exits {
     /// Ends the start that [`Exits::begin_start`] announced. `made` is the pid and the pid file
     /// that the runtime wrote; `None`: the start failed. Returns the exit, if the process has
     /// exited and was reaped. Does nothing for a process that is not being started.
-    pub fn resolve_start(&mut self, key: &Key, made: Option<(i32, &Path)>) -> Option<Exit> {
+    pub fn resolve_start(&mut self, key: &ProcessKey, made: Option<(i32, &Path)>) -> Option<Exit> {
         let dropped_before = self.starting.remove(key)?;
         let exit = made.and_then(|(pid, file)| self.exit_of(pid, file, dropped_before));
         if self.starting.is_empty() {
@@ -222,7 +222,7 @@ mod tests {
     /// A pid file that does not exist, so that its modification time is unknown.
     const NO_FILE: &str = "/nonexistent/pid";
 
-    fn resolve(exits: &mut Exits, key: &Key, pid: i32, file: &Path) -> Option<u32> {
+    fn resolve(exits: &mut Exits, key: &ProcessKey, pid: i32, file: &Path) -> Option<u32> {
         exits.resolve_start(key, Some((pid, file))).map(|exit| exit.status)
     }
 
@@ -265,7 +265,7 @@ mod tests {
     fn an_exit_before_the_pid_is_known_is_found() {
         let mut exits = Exits::default();
         let (exit, file) = (Exit::now(7), Path::new(NO_FILE));
-        let (a, b) = (Key::new("a", ""), Key::new("a", "b"));
+        let (a, b) = (ProcessKey::new("a", ""), ProcessKey::new("a", "b"));
         exits.keep(GONE, exit);
         assert_eq!(exits.unclaimed.len(), 0, "nothing is being started");
         exits.begin_start(&a);
@@ -282,7 +282,7 @@ mod tests {
     #[test]
     fn a_start_that_fails_leaves_the_exits_of_others() {
         let mut exits = Exits::default();
-        let (runs, fails) = (Key::new("a", "runs"), Key::new("b", ""));
+        let (runs, fails) = (ProcessKey::new("a", "runs"), ProcessKey::new("b", ""));
         exits.begin_start(&runs);
         exits.keep(GONE, Exit::now(7));
         // The logging program has failed, so that the runtime was not called.
@@ -293,7 +293,7 @@ mod tests {
     #[test]
     fn a_process_whose_exit_was_dropped_has_the_unknown_status() {
         let mut exits = Exits::default();
-        let key = Key::new("a", "");
+        let key = ProcessKey::new("a", "");
         exits.begin_start(&key);
         exits.keep(GONE, Exit::now(7));
         for pid in 0..10_000 {
@@ -306,7 +306,7 @@ mod tests {
     #[test]
     fn a_running_process_does_not_get_the_exit_of_an_earlier_pid_holder() {
         let mut exits = Exits::default();
-        let key = Key::new("a", "");
+        let key = ProcessKey::new("a", "");
         let (child, file) = (Child::new(), pid_file(Duration::ZERO));
         exits.begin_start(&key);
         assert_eq!(resolve(&mut exits, &key, child.pid(), file.path()), None);
@@ -325,7 +325,7 @@ mod tests {
     #[test]
     fn a_process_whose_pid_was_reused_has_ended() {
         let mut exits = Exits::default();
-        let key = Key::new("a", "");
+        let key = ProcessKey::new("a", "");
         let (child, file) = (Child::new(), pid_file(Duration::from_secs(1)));
         // Another child has its pid, and its own exit was dropped.
         exits.begin_start(&key);

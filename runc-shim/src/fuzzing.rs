@@ -8,7 +8,7 @@ use crate::cgroup::{self, Cgroup};
 use crate::error::Error;
 use crate::frame::{Decoder, Incoming};
 use crate::io::logger::Program;
-use crate::{command, container, exec, idmap, key, mounts, options, overlay, request};
+use crate::{command, container, exec, idmap, mounts, options, overlay, process_key, request};
 
 /// Decodes frames: stream id, type and message; only the stream id of a message that is too long.
 /// The input is cut into parts of `cut` bytes.
@@ -32,7 +32,7 @@ pub fn call(service: &str, method: &str, payload: &[u8]) -> Result<(), String> {
 
 /// Whether an id is accepted.
 pub fn is_id(id: &str) -> bool {
-    key::check_id(id).is_ok()
+    process_key::check_id(id).is_ok()
 }
 
 /// The `options.json` of a Create's options.

@@ -6,7 +6,7 @@ use std::time::Instant;
 use crate::command::Command;
 use crate::error::Error;
 use crate::io::console::ConsoleSocket;
-use crate::key::Key;
+use crate::process_key::ProcessKey;
 use crate::server::Reply;
 
 /// A running command or helper, and the caller that waits for it.
@@ -17,7 +17,7 @@ pub struct Job {
     /// The purpose of the command.
     pub purpose: Purpose,
     /// The container or exec that the command works on.
-    pub key: Key,
+    pub key: ProcessKey,
     /// The caller that waits for the result, if any.
     pub reply: Option<Reply>,
     /// When the command is killed at the latest, whatever the deadline of the call.
@@ -28,7 +28,7 @@ pub struct Job {
 
 impl Job {
     /// A command that was just started.
-    pub fn new(command: Command, purpose: Purpose, key: Key, reply: Option<Reply>) -> Self {
+    pub fn new(command: Command, purpose: Purpose, key: ProcessKey, reply: Option<Reply>) -> Self {
         Self { command, purpose, key, reply, limit: None, was_killed: false }
     }
 

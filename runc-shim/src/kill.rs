@@ -8,7 +8,7 @@ use crate::container::state::State;
 use crate::error::{Code, Error};
 use crate::exec;
 use crate::job::Purpose;
-use crate::key::Key;
+use crate::process_key::ProcessKey;
 use crate::response::{self, Answer};
 use crate::runtime;
 use crate::server::Reply;
@@ -18,7 +18,7 @@ use crate::sys;
 impl Shim {
     /// Sends a signal to a process.
     pub fn kill(&mut self, reply: Reply, request: &api::KillRequest) -> Answer {
-        let key = Key::new(&request.id, &request.exec_id);
+        let key = ProcessKey::new(&request.id, &request.exec_id);
         let signal = i32::try_from(request.signal)
             .map_err(|_| Error::new(Code::InvalidArgument, "no such signal"))?;
         let finished = || Error::not_found("process already finished");
@@ -53,7 +53,7 @@ impl Shim {
     }
 
     /// Whether the cgroup of a container is frozen.
-    pub fn is_frozen(&self, key: &Key) -> bool {
+    pub fn is_frozen(&self, key: &ProcessKey) -> bool {
         let container = self.containers.get(&key.id);
         container.and_then(|container| container.cgroup.as_ref()).is_some_and(Cgroup::is_frozen)
     }
@@ -62,7 +62,7 @@ impl Shim {
     /// a frozen process does not exit. The freezer is read in every state, because also another
     /// program can freeze a container, or the container itself. runc thaws the cgroup after
     /// SIGKILL, too; crun does not.
-    pub fn thaw(&self, key: &Key) {
+    pub fn thaw(&self, key: &ProcessKey) {
         let container = self.containers.get(&key.id);
         let cgroup = container.and_then(|container| container.cgroup.as_ref());
         let Some(cgroup) = cgroup.filter(|cgroup| cgroup.is_frozen()) else { return };
@@ -75,7 +75,7 @@ impl Shim {
 
     /// Thaws a container that runs, and that a killed command of the runtime may have frozen: it
     /// is not paused, so that no Resume could thaw it.
-    pub fn thaw_running(&self, key: &Key) {
+    pub fn thaw_running(&self, key: &ProcessKey) {
         let container = self.containers.get(&key.id);
         let is_paused = |state| matches!(state, State::Paused { .. } | State::Resuming { .. });
         if container.is_some_and(|container| !is_paused(container.state)) {
@@ -85,7 +85,7 @@ impl Shim {
 
     /// Kills the processes that remain after the first one has exited, unless the container has its
     /// own PID namespace, in which the kernel kills them.
-    pub fn kill_remaining(&mut self, key: &Key) {
+    pub fn kill_remaining(&mut self, key: &ProcessKey) {
         let Some(container) = self.containers.get(&key.id) else { return };
         let execs = container.execs.values().map(|exec| exec.state);
         let execs: Vec<i32> = execs.filter(|state| state.is_live()).map(|s| s.pid()).collect();
@@ -111,7 +111,7 @@ impl Shim {
     }
 
     /// Handles the end of the command that kills the remaining processes of a container.
-    pub fn remaining_killed(&mut self, key: &Key, done: Result<(), Error>) {
+    pub fn remaining_killed(&mut self, key: &ProcessKey, done: Result<(), Error>) {
         if let Err(e) = done {
             commands::log_failure(key, &e);
         }

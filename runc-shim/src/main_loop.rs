@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use crate::error::{Context as _, Error};
 use crate::exits::{self, Exit};
-use crate::key::Key;
 use crate::log;
+use crate::process_key::ProcessKey;
 use crate::reactor::Source;
 use crate::shim::Shim;
 
@@ -48,8 +48,8 @@ impl Shim {
             // `run` handles ended streams next; the copier threads handle the streams.
             Source::Copier | Source::Stream(_) => {}
             Source::Logger(id) => self.logger_ready(id),
-            Source::Memory(id) => self.memory_event(id),
-            Source::Pause => self.pause_ready(),
+            Source::OomWatch(id) => self.oom_event(id),
+            Source::PauseProcess => self.pause_process_ready(),
         }
     }
 
@@ -144,10 +144,10 @@ impl Shim {
         let mut drained = Vec::new();
         for (id, container) in &self.containers {
             if is_due(&container.drain) {
-                drained.push(Key::new(id, ""));
+                drained.push(ProcessKey::new(id, ""));
             }
             let execs = container.execs.iter().filter(|(_, exec)| is_due(&exec.drain));
-            drained.extend(execs.map(|(exec, _)| Key::new(id, exec)));
+            drained.extend(execs.map(|(exec, _)| ProcessKey::new(id, exec)));
         }
         for key in drained {
             self.drained(&key);

@@ -3,20 +3,20 @@
 use containerd_shim_protos::events::task::TaskOOM;
 
 use crate::log;
-use crate::memory::Watch;
+use crate::oom_watch::OomWatch;
 use crate::reactor::Source;
 use crate::shim::Shim;
 
 impl Shim {
     /// Watches a container's cgroup for OOM kills. A failure is logged, and the container runs.
-    pub fn watch_memory(&mut self, id: &str) {
+    pub fn watch_oom_kills(&mut self, id: &str) {
         let cgroup = self.containers.get(id).and_then(|container| container.cgroup.as_ref());
-        let Some(watch) = cgroup.map(|cgroup| Watch::new(id, cgroup)) else { return };
+        let Some(watch) = cgroup.map(|cgroup| OomWatch::new(id, cgroup)) else { return };
         let watch_id = self.new_id();
         let added = watch.and_then(|watch| {
             let Some(watch) = watch else { return Ok(()) };
-            watch.add_to(&self.reactor, Source::Memory(watch_id))?;
-            self.memory.insert(watch_id, watch);
+            watch.add_to(&self.reactor, Source::OomWatch(watch_id))?;
+            self.oom_watches.insert(watch_id, watch);
             Ok(())
         });
         if let Err(e) = added {
@@ -25,8 +25,8 @@ impl Shim {
     }
 
     /// Handles a notification of the kernel: sends TaskOOM if a process was killed.
-    pub fn memory_event(&mut self, watch_id: u32) {
-        let Some(watch) = self.memory.get_mut(&watch_id) else { return };
+    pub fn oom_event(&mut self, watch_id: u32) {
+        let Some(watch) = self.oom_watches.get_mut(&watch_id) else { return };
         if watch.has_killed() {
             let mut event = TaskOOM::new();
             event.container_id.clone_from(&watch.id);
@@ -36,11 +36,11 @@ impl Shim {
 
     /// Ends the watch of a container, after a last check, so that a kill is announced before the
     /// exit.
-    pub fn unwatch_memory(&mut self, id: &str) {
-        let watch_id = self.memory.iter().find(|(_, watch)| watch.id == id).map(|(n, _)| *n);
+    pub fn unwatch_oom_kills(&mut self, id: &str) {
+        let watch_id = self.oom_watches.iter().find(|(_, watch)| watch.id == id).map(|(n, _)| *n);
         if let Some(watch_id) = watch_id {
-            self.memory_event(watch_id);
-            self.memory.remove(&watch_id);
+            self.oom_event(watch_id);
+            self.oom_watches.remove(&watch_id);
         }
     }
 }

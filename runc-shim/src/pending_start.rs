@@ -3,14 +3,14 @@
 use std::time::Instant;
 
 use crate::io::Prepared;
-use crate::key::Key;
+use crate::process_key::ProcessKey;
 use crate::server::Reply;
 
 /// The start of a process that waits for its logging program to be ready.
 #[derive(Debug)]
 pub struct PendingStart {
     /// The process.
-    pub key: Key,
+    pub key: ProcessKey,
     /// The caller that waits for the result, if any.
     pub reply: Option<Reply>,
     /// The streams of the process.

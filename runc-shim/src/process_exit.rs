@@ -12,17 +12,17 @@ use crate::exec;
 use crate::exits::Exit;
 use crate::io::logger;
 use crate::io::stream::Stream;
-use crate::key::Key;
-use crate::process::Process;
+use crate::process_key::ProcessKey;
+use crate::process_streams::ProcessStreams;
 use crate::response;
 use crate::shim::Shim;
 use crate::sys;
 
 impl Shim {
     /// Handles the exit of a process of a container.
-    pub fn process_exited(&mut self, key: &Key, exit: Exit) {
+    pub fn process_exited(&mut self, key: &ProcessKey, exit: Exit) {
         if key.exec.is_empty() {
-            self.unwatch_memory(&key.id);
+            self.unwatch_oom_kills(&key.id);
             self.change(key, Event::Exited(exit));
             self.thaw(key);
             self.kill_remaining(key);
@@ -42,12 +42,12 @@ impl Shim {
         let Some(container) = self.containers.get(id) else { return };
         let is_done = !container.killing_remaining && !container.has_live_execs();
         if is_done && matches!(container.state, State::Exiting { .. }) {
-            self.change(&Key::new(id, ""), Event::ExecsGone);
+            self.change(&ProcessKey::new(id, ""), Event::ExecsGone);
         }
     }
 
     /// Announces the exit of a process, and answers the calls that wait for it.
-    pub fn announce_exit(&mut self, key: &Key, pid: i32, exit: Exit) {
+    pub fn announce_exit(&mut self, key: &ProcessKey, pid: i32, exit: Exit) {
         let mut event = task_events::TaskExit::new();
         event.container_id.clone_from(&key.id);
         event.id = key.process().to_owned();
@@ -91,20 +91,20 @@ impl Shim {
         }
     }
 
-    fn stream_owner(&self, id: &str, stream: u32) -> Option<Key> {
-        let has = |process: &Process| process.streams.contains(&stream);
+    fn stream_owner(&self, id: &str, stream: u32) -> Option<ProcessKey> {
+        let has = |process: &ProcessStreams| process.streams.contains(&stream);
         let container = self.containers.get(id)?;
         if has(&container.process) {
-            return Some(Key::new(id, ""));
+            return Some(ProcessKey::new(id, ""));
         }
         let exec = container.execs.iter().find(|(_, exec)| has(&exec.process));
-        exec.map(|(exec, _)| Key::new(id, exec))
+        exec.map(|(exec, _)| ProcessKey::new(id, exec))
     }
 
     /// Starts the copier thread of a container before a process is created, if the process has
     /// streams: without a thread nothing is left to remove.
-    pub fn start_copier(&mut self, key: &Key) -> Result<(), Error> {
-        if self.known_process(key)?.stdio.is_none() {
+    pub fn start_copier(&mut self, key: &ProcessKey) -> Result<(), Error> {
+        if self.process_in_any_state(key)?.stdio.is_none() {
             return Ok(());
         }
         self.copiers.start(&key.id)
@@ -119,7 +119,7 @@ impl Shim {
             let execs = execs.map(|(exec, it)| (exec.as_str(), &mut it.process));
             for (exec, process) in execs.chain([("", &mut container.process)]) {
                 if process.logger.take_if(|logger| *logger == pid).is_some() {
-                    keys.push(Key::new(id, exec));
+                    keys.push(ProcessKey::new(id, exec));
                 }
             }
         }
@@ -132,7 +132,7 @@ impl Shim {
 
     /// Closes the streams and the terminal of a deleted process, fails the calls that wait for it,
     /// and ends its logging program.
-    pub fn close_process(&mut self, id: &str, process: Process) {
+    pub fn close_process(&mut self, id: &str, process: ProcessStreams) {
         if let Some(copier) = self.copiers.find(id) {
             process.streams.iter().for_each(|stream| copier.process_deleted(*stream));
         }

@@ -30,9 +30,9 @@ pub enum Source {
     /// The ready descriptor of a logging program, by the id of the pending start.
     Logger(u32),
     /// OOM notifications of a container's cgroup, by the id of the watch.
-    Memory(u32),
+    OomWatch(u32),
     /// The pidfd of the pause process.
-    Pause,
+    PauseProcess,
 }
 
 impl Source {
@@ -44,8 +44,8 @@ impl Source {
             Self::Connection(id) => (3, id),
             Self::Stream(id) => (4, id),
             Self::Logger(id) => (5, id),
-            Self::Memory(id) => (6, id),
-            Self::Pause => (7, 0),
+            Self::OomWatch(id) => (6, id),
+            Self::PauseProcess => (7, 0),
             Self::Copier => (8, 0),
         };
         kind << 32 | u64::from(id)
@@ -60,8 +60,8 @@ impl Source {
             3 => Self::Connection(id),
             4 => Self::Stream(id),
             5 => Self::Logger(id),
-            6 => Self::Memory(id),
-            7 => Self::Pause,
+            6 => Self::OomWatch(id),
+            7 => Self::PauseProcess,
             8 => Self::Copier,
             _ => return None,
         })
@@ -149,8 +149,8 @@ mod tests {
             Source::Connection(u32::MAX),
             Source::Stream(7),
             Source::Logger(0),
-            Source::Memory(1),
-            Source::Pause,
+            Source::OomWatch(1),
+            Source::PauseProcess,
             Source::Copier,
         ];
         for source in all {

@@ -4,7 +4,7 @@ use containerd_shim_protos::api;
 use protobuf::Message;
 
 use crate::error::{Code, Error};
-use crate::sandbox::{self, Pause};
+use crate::sandbox::{self, PauseProcess};
 
 const SERVICE: &str = "containerd.task.v3.Task";
 
@@ -46,7 +46,7 @@ pub enum Request {
     /// Shuts down the shim, if it has no container and its sandbox no running task.
     Shutdown,
     /// Sets the pause process; a method of the daemon's own service.
-    SetPause(Pause),
+    SetPause(PauseProcess),
 }
 
 /// Decodes a request.
@@ -56,7 +56,7 @@ pub fn decode(service: &str, method: &str, payload: &[u8]) -> Result<Request, Er
     }
     let p = payload;
     Ok(match method {
-        _ if service == sandbox::SERVICE => Request::SetPause(Pause::decode(method, p)?),
+        _ if service == sandbox::SERVICE => Request::SetPause(PauseProcess::decode(method, p)?),
         _ if service != SERVICE => {
             return Err(Error::new(Code::Unimplemented, format!("service {service}")));
         }

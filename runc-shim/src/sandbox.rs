@@ -23,7 +23,7 @@ use serde::Deserialize;
 use crate::cgroup::Cgroup;
 use crate::error::{Code, Context as _, Error};
 use crate::exits::{Exit, has_ended, start_time};
-use crate::key;
+use crate::process_key;
 use crate::reactor::{Reactor, Source};
 use crate::response::{self, Answer};
 use crate::server::Reply;
@@ -36,7 +36,7 @@ const SET_PAUSE: &str = "SetPause";
 
 /// The request of SetPause, JSON: it identifies the pause process. The answer is empty.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub struct Pause {
+pub struct PauseProcess {
     /// The sandbox id.
     pub id: String,
     /// The pid in the node's PID namespace.
@@ -45,7 +45,7 @@ pub struct Pause {
     start_time: u64,
 }
 
-impl Pause {
+impl PauseProcess {
     /// Decodes a request.
     ///
     /// # Errors
@@ -57,7 +57,7 @@ impl Pause {
         let malformed = |reason: String| Error::new(Code::InvalidArgument, reason);
         let pause: Self =
             serde_json::from_slice(payload).map_err(|e| malformed(format!("SetPause: {e}")))?;
-        key::check_id(&pause.id)?;
+        process_key::check_id(&pause.id)?;
         if pause.pid <= 1 {
             return Err(malformed(format!("SetPause: invalid pid {}", pause.pid)));
         }
@@ -80,7 +80,7 @@ pub enum Stage {
 #[derive(Debug)]
 pub struct Sandbox {
     /// The pause process.
-    pub pause: Pause,
+    pub pause: PauseProcess,
     /// The pidfd of the pause process; `None` after its exit.
     pub process: Option<OwnedFd>,
     /// The stage of the task.
@@ -95,7 +95,7 @@ pub struct Sandbox {
 
 impl Sandbox {
     /// Opens a pidfd of the process that `pause` identifies, unless its pid was reused.
-    pub fn open(pause: Pause, reactor: &Reactor) -> Result<Self, Error> {
+    pub fn open(pause: PauseProcess, reactor: &Reactor) -> Result<Self, Error> {
         let pid = Pid::from_raw(pause.pid).ok_or_else(|| Error::not_found("no pid"))?;
         let gone = || Error::not_found(format!("process {} is not the pause process", pause.pid));
         let process = rustix::process::pidfd_open(pid, PidfdFlags::empty()).map_err(|_| gone())?;
@@ -103,7 +103,9 @@ impl Sandbox {
         if start_time(pause.pid) != Some(pause.start_time) || has_ended(&process) {
             return Err(gone());
         }
-        reactor.add(&process, Source::Pause, EventFlags::IN).context("watch the pause process")?;
+        reactor
+            .add(&process, Source::PauseProcess, EventFlags::IN)
+            .context("watch the pause process")?;
         let (bundle, waiters) = Default::default();
         Ok(Self { pause, process: Some(process), stage: Stage::Known, exit: None, bundle, waiters })
     }
@@ -200,9 +202,9 @@ mod tests {
     fn only_the_named_process_is_taken() {
         let mut child = std::process::Command::new("sleep").arg("100").spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
-        let pause = Pause { id: "a".to_owned(), pid, start_time: start_time(pid).unwrap() };
+        let pause = PauseProcess { id: "a".to_owned(), pid, start_time: start_time(pid).unwrap() };
         let reactor = Reactor::new().unwrap();
-        let other = Pause { start_time: pause.start_time + 1, ..pause.clone() };
+        let other = PauseProcess { start_time: pause.start_time + 1, ..pause.clone() };
         let refused = Sandbox::open(other, &reactor).unwrap_err();
         assert_eq!(refused.message, format!("process {pid} is not the pause process"));
         let sandbox = Sandbox::open(pause.clone(), &reactor).unwrap();
@@ -216,8 +218,8 @@ mod tests {
 
     #[test]
     fn a_request_names_a_sandbox_and_a_process() {
-        let decode = |json: &str| Pause::decode(SET_PAUSE, json.as_bytes());
-        let pause = Pause { id: "a".to_owned(), pid: 7, start_time: 8 };
+        let decode = |json: &str| PauseProcess::decode(SET_PAUSE, json.as_bytes());
+        let pause = PauseProcess { id: "a".to_owned(), pid: 7, start_time: 8 };
         assert_eq!(decode(r#"{"id":"a","pid":7,"start_time":8}"#).unwrap(), pause);
         // A later daemon may send more fields.
         assert_eq!(decode(r#"{"id":"a","pid":7,"start_time":8,"x":1}"#).unwrap(), pause);
@@ -230,6 +232,6 @@ mod tests {
         ] {
             assert_eq!(decode(malformed).unwrap_err().code, Code::InvalidArgument, "{malformed}");
         }
-        assert_eq!(Pause::decode("Other", b"").unwrap_err().code, Code::Unimplemented);
+        assert_eq!(PauseProcess::decode("Other", b"").unwrap_err().code, Code::Unimplemented);
     }
 }

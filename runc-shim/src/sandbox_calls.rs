@@ -9,17 +9,17 @@ use protobuf::MessageField;
 
 use crate::error::{Code, Error};
 use crate::exits::{Exit, UNKNOWN, has_ended};
-use crate::process::WAITERS;
+use crate::process_streams::WAITERS;
 use crate::request::{Request, task_of};
 use crate::response::{self, Answer};
-use crate::sandbox::{Pause, Sandbox, Stage};
+use crate::sandbox::{PauseProcess, Sandbox, Stage};
 use crate::server::Reply;
 use crate::shim::Shim;
 use crate::{create, events};
 
 impl Shim {
     /// Sets the pause process of the sandbox. Succeeds if it is already set to the same process.
-    pub fn set_pause(&mut self, pause: Pause) -> Answer {
+    pub fn set_pause(&mut self, pause: PauseProcess) -> Answer {
         if pause.id != self.id {
             let reason = format!("this is the shim of sandbox {}", self.id);
             return Err(Error::new(Code::InvalidArgument, reason));
@@ -112,7 +112,7 @@ impl Shim {
 
     fn delete_sandbox(&mut self) -> Answer {
         // The exit of the pause process may not have been handled yet.
-        self.pause_ready();
+        self.pause_process_ready();
         let Some(sandbox) = &mut self.sandbox else { return response::empty() };
         if sandbox.status() == Status::RUNNING {
             return Err(Error::state("cannot delete a running process"));
@@ -148,7 +148,7 @@ impl Shim {
     }
 
     /// Handles the exit of the pause process, if it has exited.
-    pub fn pause_ready(&mut self) {
+    pub fn pause_process_ready(&mut self) {
         let Some(sandbox) = &mut self.sandbox else { return };
         // Dropping the pidfd closes it and so removes it from epoll.
         let Some(process) = sandbox.process.take_if(|process| has_ended(process)) else { return };

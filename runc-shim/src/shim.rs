@@ -15,10 +15,10 @@ use crate::exec::Exec;
 use crate::exits::Exits;
 use crate::io::copiers::Copiers;
 use crate::job::Job;
-use crate::key::Key;
-use crate::memory::Watch;
+use crate::oom_watch::OomWatch;
 use crate::pending_start::PendingStart;
-use crate::process::Process;
+use crate::process_key::ProcessKey;
+use crate::process_streams::ProcessStreams;
 use crate::reactor::{Reactor, Source};
 use crate::sandbox::Sandbox;
 use crate::server::Server;
@@ -52,15 +52,15 @@ pub struct Shim {
     /// Running commands of the runtime and helpers, by their pids.
     pub jobs: BTreeMap<i32, Job>,
     /// The containers' processes by their pids.
-    pub processes: BTreeMap<i32, Key>,
+    pub processes: BTreeMap<i32, ProcessKey>,
     /// Starts of processes that wait for a logging program to be ready, by their ids.
     pub pending_starts: BTreeMap<u32, PendingStart>,
     /// Running logging programs by their pids, and when SIGKILL follows, if SIGTERM was sent.
     pub loggers: BTreeMap<i32, Option<Instant>>,
-    /// The pod's sandbox, once the daemon has named its pause.
+    /// The pod's sandbox, once the daemon has set its pause process.
     pub sandbox: Option<Sandbox>,
     /// Watches for OOM kills in the containers' cgroups, by their ids.
-    pub memory: BTreeMap<u32, Watch>,
+    pub oom_watches: BTreeMap<u32, OomWatch>,
     /// The id that was assigned last, to a console socket, a pending start or a memory watch.
     pub last_id: u32,
     /// Shutdown was requested: the shim exits when all work is done, at the latest at this time.
@@ -97,7 +97,7 @@ impl Shim {
             pending_starts: BTreeMap::new(),
             loggers: BTreeMap::new(),
             sandbox: None,
-            memory: BTreeMap::new(),
+            oom_watches: BTreeMap::new(),
             last_id: 0,
             shutdown_deadline: None,
             signals,
@@ -128,13 +128,13 @@ impl Shim {
     }
 
     /// An exec of a container.
-    pub fn exec(&mut self, key: &Key) -> Result<&mut Exec, Error> {
+    pub fn exec(&mut self, key: &ProcessKey) -> Result<&mut Exec, Error> {
         let missing = || Error::not_found(format!("process does not exist {}", key.exec));
         self.container(&key.id)?.execs.get_mut(&key.exec).ok_or_else(missing)
     }
 
     /// The streams of a process.
-    pub fn process(&mut self, key: &Key) -> Result<&mut Process, Error> {
+    pub fn process(&mut self, key: &ProcessKey) -> Result<&mut ProcessStreams, Error> {
         if key.exec.is_empty() {
             Ok(&mut self.container(&key.id)?.process)
         } else {
@@ -143,18 +143,18 @@ impl Shim {
     }
 
     /// A container in any state, unlike [`Shim::container`].
-    pub fn known(&mut self, key: &Key) -> Result<&mut Container, Error> {
+    pub fn container_in_any_state(&mut self, key: &ProcessKey) -> Result<&mut Container, Error> {
         let missing = || Error::not_found("container not created");
         self.containers.get_mut(&key.id).ok_or_else(missing)
     }
 
     /// The streams of a process of a container in any state, unlike [`Shim::process`].
-    pub fn known_process(&mut self, key: &Key) -> Result<&mut Process, Error> {
+    pub fn process_in_any_state(&mut self, key: &ProcessKey) -> Result<&mut ProcessStreams, Error> {
         if key.exec.is_empty() {
-            return Ok(&mut self.known(key)?.process);
+            return Ok(&mut self.container_in_any_state(key)?.process);
         }
         let missing = || Error::not_found(format!("process does not exist {}", key.exec));
-        let exec = self.known(key)?.execs.get_mut(&key.exec);
+        let exec = self.container_in_any_state(key)?.execs.get_mut(&key.exec);
         exec.map(|exec| &mut exec.process).ok_or_else(missing)
     }
 }

@@ -7,7 +7,7 @@ use crate::container::state::{self, Event, State};
 use crate::container::{Container, cgroup_with};
 use crate::error::Error;
 use crate::job::Purpose;
-use crate::key::Key;
+use crate::process_key::ProcessKey;
 use crate::response::{self, Answer};
 use crate::server::Reply;
 use crate::shim::Shim;
@@ -16,7 +16,7 @@ use crate::{events, exec, sys};
 impl Shim {
     /// Starts a container.
     pub fn start(&mut self, reply: Reply, id: &str) -> Answer {
-        let key = Key::new(id, "");
+        let key = ProcessKey::new(id, "");
         let before = self.container(id)?.state;
         let (next, _) = state::step(before, Event::Start).map_err(Error::state)?;
         let run = match before {
@@ -28,10 +28,10 @@ impl Shim {
         Ok(None)
     }
 
-    fn restore(&mut self, key: &Key, reply: Reply) -> Answer {
+    fn restore(&mut self, key: &ProcessKey, reply: Reply) -> Answer {
         self.start_copier(key)?;
         let prepared = self.prepare_streams(key)?;
-        self.known(key)?.busy.get_or_insert_default();
+        self.container_in_any_state(key)?.busy.get_or_insert_default();
         let run = self.await_logger(key.clone(), Some(reply), prepared, false);
         if run.is_err() {
             self.release(key);
@@ -40,8 +40,8 @@ impl Shim {
     }
 
     /// Continues after the runtime has started a container, or has failed to.
-    pub fn start_finished(&mut self, key: &Key, done: Result<(), Error>) -> Answer {
-        let pid = self.known(key)?.state.pid();
+    pub fn start_finished(&mut self, key: &ProcessKey, done: Result<(), Error>) -> Answer {
+        let pid = self.container_in_any_state(key)?.state.pid();
         match done {
             Ok(()) => self.started(key, pid),
             Err(e) => {
@@ -53,17 +53,18 @@ impl Shim {
     }
 
     /// Completes the start or restore of a container.
-    pub fn started(&mut self, key: &Key, pid: i32) -> Answer {
-        let restored = matches!(self.known(key)?.state, State::Starting { pid: None, .. });
+    pub fn started(&mut self, key: &ProcessKey, pid: i32) -> Answer {
+        let restored =
+            matches!(self.container_in_any_state(key)?.state, State::Starting { pid: None, .. });
         let early = if restored { self.resolve_start(key, pid)? } else { None };
         self.change(key, Event::Started(pid));
         match early {
             Some(exit) => self.process_exited(key, exit),
             None if restored => {
-                let container = self.known(key)?;
+                let container = self.container_in_any_state(key)?;
                 container.cgroup = cgroup_with(&container.bundle, &key.id, pid);
                 self.processes.insert(pid, key.clone());
-                self.watch_memory(&key.id);
+                self.watch_oom_kills(&key.id);
             }
             None => {}
         }
@@ -74,7 +75,7 @@ impl Shim {
     }
 
     /// Starts an exec.
-    pub fn start_exec(&mut self, reply: Reply, key: &Key) -> Answer {
+    pub fn start_exec(&mut self, reply: Reply, key: &ProcessKey) -> Answer {
         self.check_not_exited(&key.id)?;
         self.start_copier(key)?;
         let exec = self.exec(key)?;
@@ -99,7 +100,7 @@ impl Shim {
     }
 
     /// Handles the failed start of an exec.
-    pub fn exec_failed(&mut self, key: &Key) {
+    pub fn exec_failed(&mut self, key: &ProcessKey) {
         let Ok(exec) = self.exec(key) else { return };
         if let Ok(Some(next)) = exec::state::step(exec.state, exec::state::Event::StartFailed) {
             exec.state = next;
@@ -113,7 +114,7 @@ impl Shim {
     }
 
     /// Completes the start of an exec.
-    pub fn exec_started(&mut self, key: &Key, pid: i32) -> Answer {
+    pub fn exec_started(&mut self, key: &ProcessKey, pid: i32) -> Answer {
         let exit = self.resolve_start(key, pid)?;
         let exec = self.exec(key)?;
         let next = exec::state::step(exec.state, exec::state::Event::Started(pid));
@@ -138,7 +139,7 @@ impl Shim {
 
     /// Kills an exec that has joined its container after the remaining processes were killed, so
     /// that it does not delay the announcement of the container's exit.
-    fn end_remaining_exec(&self, key: &Key, pid: i32) {
+    fn end_remaining_exec(&self, key: &ProcessKey, pid: i32) {
         let remains = |it: &Container| it.state.has_exited() && !it.own_pid_namespace;
         if self.containers.get(&key.id).is_some_and(remains) {
             // Not reaped yet, so the pid cannot have been reused.

@@ -15,9 +15,9 @@ use crate::events;
 use crate::exec::{self, Exec};
 use crate::exits::Exit;
 use crate::io::Stdio;
-use crate::key;
-use crate::key::Key;
-use crate::process::{Process, WAITERS};
+use crate::process_key;
+use crate::process_key::ProcessKey;
+use crate::process_streams::{ProcessStreams, WAITERS};
 use crate::request::{self, Request};
 use crate::response::{self, Answer};
 use crate::sandbox::Sandbox;
@@ -58,20 +58,20 @@ impl Shim {
         match request {
             Request::Create(r) => self.create(reply, *r),
             Request::Start(r) if r.exec_id.is_empty() => self.start(reply, &r.id),
-            Request::Start(r) => self.start_exec(reply, &Key::new(&r.id, &r.exec_id)),
+            Request::Start(r) => self.start_exec(reply, &ProcessKey::new(&r.id, &r.exec_id)),
             Request::Delete(r) if r.exec_id.is_empty() => self.delete(reply, &r.id),
-            Request::Delete(r) => self.delete_exec(reply, &Key::new(&r.id, &r.exec_id)),
+            Request::Delete(r) => self.delete_exec(reply, &ProcessKey::new(&r.id, &r.exec_id)),
             Request::Pause(r) => self.pause(reply, &r.id, Event::Pause),
             Request::Resume(r) => self.pause(reply, &r.id, Event::Resume),
             Request::Checkpoint(r) => self.checkpoint(reply, &r),
             Request::Kill(r) => self.kill(reply, &r),
             Request::Update(r) => self.update(reply, &r),
             Request::Exec(r) => self.add_exec(r),
-            Request::Wait(r) => self.wait(reply, &Key::new(&r.id, &r.exec_id)),
-            Request::State(r) => self.state(&Key::new(&r.id, &r.exec_id)),
+            Request::Wait(r) => self.wait(reply, &ProcessKey::new(&r.id, &r.exec_id)),
+            Request::State(r) => self.state(&ProcessKey::new(&r.id, &r.exec_id)),
             Request::Pids(r) => self.pids(&r.id),
             Request::ResizePty(r) => self.resize(&r),
-            Request::CloseIo(r) => self.close_io(&Key::new(&r.id, &r.exec_id)),
+            Request::CloseIo(r) => self.close_io(&ProcessKey::new(&r.id, &r.exec_id)),
             Request::Stats(r) => self.stats(&r.id),
             Request::Connect(r) => self.connect(&r.id),
             Request::Shutdown => {
@@ -89,19 +89,20 @@ impl Shim {
     /// request if it need not wait.
     fn queue(&mut self, reply: Reply, request: Request) -> Result<Option<Request>, Error> {
         let key = match &request {
-            Request::Start(r) => Key::new(&r.id, &r.exec_id),
-            Request::Delete(r) => Key::new(&r.id, &r.exec_id),
-            Request::Kill(r) => Key::new(&r.id, &r.exec_id),
-            Request::Pause(r) => Key::new(&r.id, ""),
-            Request::Resume(r) => Key::new(&r.id, ""),
-            Request::Checkpoint(r) => Key::new(&r.id, ""),
-            Request::Update(r) => Key::new(&r.id, ""),
+            Request::Start(r) => ProcessKey::new(&r.id, &r.exec_id),
+            Request::Delete(r) => ProcessKey::new(&r.id, &r.exec_id),
+            Request::Kill(r) => ProcessKey::new(&r.id, &r.exec_id),
+            Request::Pause(r) => ProcessKey::new(&r.id, ""),
+            Request::Resume(r) => ProcessKey::new(&r.id, ""),
+            Request::Checkpoint(r) => ProcessKey::new(&r.id, ""),
+            Request::Update(r) => ProcessKey::new(&r.id, ""),
             // The terminal of an exec is there once it is started.
-            Request::ResizePty(r) if !r.exec_id.is_empty() => Key::new(&r.id, &r.exec_id),
+            Request::ResizePty(r) if !r.exec_id.is_empty() => ProcessKey::new(&r.id, &r.exec_id),
             _ => return Ok(Some(request)),
         };
         let is_delete = matches!(request, Request::Delete(_));
-        let container = if is_delete { self.known(&key)? } else { self.container(&key.id)? };
+        let container =
+            if is_delete { self.container_in_any_state(&key)? } else { self.container(&key.id)? };
         let is_creating = container.state == State::Creating;
         let queue = if key.exec.is_empty() {
             container.busy.as_mut()
@@ -128,7 +129,7 @@ impl Shim {
         if container.execs.contains_key(id) {
             return Err(Error::new(Code::AlreadyExists, format!("id {id}")));
         }
-        key::check_id(id)?;
+        process_key::check_id(id)?;
         match container.state {
             State::Restorable => return Err(Error::state("cannot exec in a created state")),
             State::Pausing { .. } | State::Paused { .. } => {
@@ -146,11 +147,11 @@ impl Shim {
             terminal: request.terminal,
         };
         let spec = exec::process_json(&request.spec.value, request.terminal)?;
-        let process = Process { stdio, ..Process::default() };
+        let process = ProcessStreams { stdio, ..ProcessStreams::default() };
         let (queue, drain) = Default::default();
         let exec = Exec { state: exec::state::State::Added, process, spec, queue, drain };
         container.execs.insert(id.clone(), exec);
-        let key = Key::new(&request.id, &request.exec_id);
+        let key = ProcessKey::new(&request.id, &request.exec_id);
         let mut event = task_events::TaskExecAdded::new();
         (event.container_id, event.exec_id) = (request.id, request.exec_id);
         self.events.send_of_exec(events::EXEC_ADDED, &event, &key, &self.reactor);
@@ -158,7 +159,7 @@ impl Shim {
     }
 
     /// The exit of a process; `Some(None)`: its start has failed; `None`: it has not exited.
-    fn ended(&mut self, key: &Key) -> Result<Option<Option<Exit>>, Error> {
+    fn ended(&mut self, key: &ProcessKey) -> Result<Option<Option<Exit>>, Error> {
         if key.exec.is_empty() {
             return Ok(self.container(&key.id)?.state.exit().map(Some));
         }
@@ -168,7 +169,7 @@ impl Shim {
         })
     }
 
-    fn wait(&mut self, reply: Reply, key: &Key) -> Answer {
+    fn wait(&mut self, reply: Reply, key: &ProcessKey) -> Answer {
         if let Some(exit) = self.ended(key)? {
             return response::now(&response::waited(exit));
         }
@@ -187,7 +188,7 @@ impl Shim {
         Ok(None)
     }
 
-    fn state(&mut self, key: &Key) -> Answer {
+    fn state(&mut self, key: &ProcessKey) -> Answer {
         let container = self.container(&key.id)?;
         let mut response = api::StateResponse::new();
         response.bundle = container.bundle.display().to_string();
@@ -247,7 +248,7 @@ impl Shim {
     }
 
     fn resize(&mut self, request: &api::ResizePtyRequest) -> Answer {
-        let key = Key::new(&request.id, &request.exec_id);
+        let key = ProcessKey::new(&request.id, &request.exec_id);
         if !key.exec.is_empty() && self.exec(&key)?.state.exit().is_some() {
             return Err(Error::state("cannot resize a stopped container"));
         }
@@ -266,7 +267,7 @@ impl Shim {
         response::empty()
     }
 
-    fn close_io(&mut self, key: &Key) -> Answer {
+    fn close_io(&mut self, key: &ProcessKey) -> Answer {
         let process = self.process(key)?;
         (process.stdin, process.stdin_closed) = (None, true);
         response::empty()

@@ -63,7 +63,7 @@ fn state(path: &Path) -> Finding {
         Ok(fs) if lasting(fs.filesystem_type()) => Finding::warn(
             SUBJECT,
             format!("{shown} is on a disk, so its records survive a reboot"),
-            "set state_dir to a directory on a tmpfs such as /run",
+            "drain the node, then set state_dir to a directory on a tmpfs such as /run",
         ),
         Ok(_) => Finding::ok(SUBJECT, shown.to_string()),
         Err(e) => Finding::warn(

@@ -88,7 +88,7 @@ pub enum Command {
     /// Declarative: an option of an earlier run that is omitted now, such as --default or
     /// --offline, is undone. Repeating the command changes nothing. Pods keep running.
     Enable(Enable),
-    /// Remove this sandboxer from containerd's config; fails while pods use it
+    /// Remove this sandboxer from containerd's config; fails while pods use its handler
     ///
     /// With --dry-run --output json it prints an object for scripts: containerd_config, drop_in
     /// (the file of `enable`, which need not exist), changes (the files that it would write or

@@ -75,7 +75,7 @@ pub(super) fn refuse_moved(socket: &Path, state_dir: &Path) -> Result<(), StepEr
     }
     let reason = format!(
         "{records} pods have records in another directory, which the daemon used before: set \
-         state_dir back to {0}, or drain the node and remove that directory",
+         state_dir back to {}, and change it only on a drained node",
         before.display()
     );
     Err(StepError::at("use state directory", state_dir, io::Error::other(reason)))

@@ -59,8 +59,9 @@ impl UnreadFiles {
         let files: Vec<String> =
             self.edited.iter().map(|file| file.display().to_string()).collect();
         refuse(format!(
-            "unread config changes in {}: a restart would apply them too, and this command could \
-             not undo them. Restart containerd first: {}",
+            "another program or user has changed {} since containerd started: a restart would \
+             apply that change too, and this command could not undo it. Restart containerd first: \
+             {}",
             files.join(" and "),
             RestartBy::Systemd.command(&node.unit)
         ))

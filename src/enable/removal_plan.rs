@@ -59,7 +59,7 @@ mod tests {
     fn a_plan_without_changes_is_one_line() {
         let mut plan =
             RemovalPlan { containerd_config: "/c.toml".to_owned(), ..RemovalPlan::default() };
-        assert_eq!(plan.to_string(), "no changes needed");
+        assert_eq!(plan.to_string(), "no file needs a change");
         plan.stale_handlers = Some(vec!["a".to_owned(), "b".to_owned()]);
         let stale = "containerd still has runtime handlers loaded that /c.toml no longer defines: ";
         assert_eq!(plan.to_string(), format!("{stale}a, b"));

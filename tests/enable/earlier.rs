@@ -131,7 +131,7 @@ async fn a_file_that_containerd_has_not_read_is_refused(node: Arc<Node>) -> Resu
     let edited = fs::read_to_string(etc.file())? + "# of an operator\n";
     fs::write(etc.file(), edited)?;
     let (before, pid) = (etc.files(), etc.node.containerd_pid()?);
-    let refused = |ran: crate::etc::Ran| ran.refused("unread config changes in ");
+    let refused = |ran: crate::etc::Ran| ran.refused("has changed ");
     refused(etc.with_restart(&["enable"], always).await?)?;
     ensure!(etc.files() == before, "{:?}", etc.files().keys());
     // An import that was added since does not hide the edit.

@@ -48,7 +48,7 @@ async fn disable_does_not_restart_with_an_unread_edit(node: Arc<Node>) -> Result
     edit(&etc)?;
     let (before, pid) = (etc.files(), etc.node.containerd_pid()?);
     let said = etc.with_restart(&["disable"], always).await?;
-    let said = said.refused("unread config changes in ")?;
+    let said = said.refused("has changed ")?;
     ensure!(etc.files() == before && etc.node.containerd_pid()? == pid, "{said}");
     // `config dump` does not show an import that does not exist.
     let text = fs::read_to_string(etc.file())?;

@@ -340,7 +340,8 @@ async fn the_watchdog_gets_keep_alives_while_only_removals_hang() -> Result<()> 
 }
 
 /// More starts hang in the kernel than there are threads for them: no pod is served, and the
-/// watchdog gets no keep-alive until it is over.
+/// watchdog gets no keep-alive. The daemon stops before it is killed, so that no caller waits for
+/// it, and the next one removes the pods.
 async fn the_watchdog_gets_no_keep_alive_while_starts_hang() -> Result<()> {
     let watched = Watched::start().await?;
     let standalone = &watched.standalone;
@@ -349,20 +350,34 @@ async fn the_watchdog_gets_no_keep_alive_while_starts_hang() -> Result<()> {
     let shape = Arc::new(Shape::plain(standalone));
     let ids: Vec<String> =
         (0..HANGING).map(|number| standalone.id(&format!("hanging-{number}"))).collect();
+    let kept = standalone.id("kept");
+    shape.run(&controller, &kept).await?;
     let fault = Fault::begin(standalone.pid()?, &["mount:delay_enter=8s"]).await?;
-    let mut starts = JoinSet::new();
+    let mut starts: JoinSet<Result<()>> = JoinSet::new();
     for id in ids.clone() {
         let (controller, shape) = (controller.clone(), shape.clone());
         starts.spawn(async move { Ok(shape.run(&controller, &id).await.map(drop)?) });
     }
     watched.is_blocked("start").await?;
     watched.fed();
-    tokio::time::sleep(WATCHDOG).await;
+    // A killed daemon would keep its connection open.
+    let waits = controller.wait(&kept).await;
+    ensure!(waits.as_ref().is_err_and(|status| status.code == grpc::UNAVAILABLE), "{waits:?}");
     ensure!(watched.fed() == 0, "it was fed while starts hung");
+    while let Some(start) = starts.join_next().await {
+        // Its caller has an answer, too.
+        let _ = start?;
+    }
     fault.end().await?;
-    ended(starts).await?;
-    watched.is_fed().await?;
-    for id in ids {
+    until("the daemon exits", DEADLINE, async || {
+        ensure!(standalone.logged().contains("threads are blocked: see"), "it runs");
+        Ok(())
+    })
+    .await?;
+    standalone.kill()?;
+    standalone.start().await?;
+    is_whole(standalone, &controller, &kept).await?;
+    for id in ids.into_iter().chain([kept]) {
         remove(&controller, &id).await?;
     }
     standalone.nothing_left().await

@@ -16,7 +16,7 @@ use crate::error::{Context as _, Error};
 use crate::exec::Exec;
 use crate::exits;
 use crate::io::Owner;
-use crate::process::Process;
+use crate::process_streams::ProcessStreams;
 use crate::request::Request;
 use crate::runtime::Runtime;
 use crate::server::Reply;
@@ -33,7 +33,7 @@ pub struct Container {
     /// The state.
     pub state: State,
     /// The first process.
-    pub process: Process,
+    pub process: ProcessStreams,
     /// The execs by their ids.
     pub execs: BTreeMap<String, Exec>,
     /// Where this shim has mounted the root file system.

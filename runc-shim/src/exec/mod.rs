@@ -8,7 +8,7 @@ use serde_json::value::RawValue;
 
 use self::state::State;
 use crate::error::{Code, Error};
-use crate::process::Process;
+use crate::process_streams::ProcessStreams;
 use crate::request::Request;
 use crate::server::Reply;
 
@@ -18,7 +18,7 @@ pub struct Exec {
     /// The state.
     pub state: State,
     /// The streams.
-    pub process: Process,
+    pub process: ProcessStreams,
     /// The `process.json`, until the exec is started.
     pub spec: Vec<u8>,
     /// Calls that were queued while the exec is being started.

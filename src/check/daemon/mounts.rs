@@ -40,7 +40,8 @@ fn mount_findings(seen: io::Result<View>, state: &Path) -> Vec<Finding> {
                      propagate to both",
                     state.display()
                 ),
-                "run both in the same one: remove PrivateTmp= and similar options from their units",
+                "run both in the same mount namespace: remove PrivateTmp= and similar options from \
+                 their units",
             ),
             (Ok(()), _) => {
                 Finding::ok(SUBJECT, "the daemon and containerd are in the same mount namespace")

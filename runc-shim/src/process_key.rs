@@ -7,14 +7,14 @@ const LONGEST_ID: usize = 128;
 
 /// Identifies a process: the first one of a container, or an exec.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Key {
+pub struct ProcessKey {
     /// The container.
     pub id: String,
     /// The exec; empty: the first process.
     pub exec: String,
 }
 
-impl Key {
+impl ProcessKey {
     /// The key of a process.
     pub fn new(id: &str, exec: &str) -> Self {
         Self { id: id.to_owned(), exec: exec.to_owned() }

@@ -14,7 +14,7 @@ use crate::reactor::{Reactor, Source};
 
 /// A watch for OOM kills in a container's cgroup.
 #[derive(Debug)]
-pub struct Watch {
+pub struct OomWatch {
     /// The container's id.
     pub id: String,
     kind: Kind,
@@ -28,7 +28,7 @@ enum Kind {
     MemoryEvents(File, u64),
 }
 
-impl Watch {
+impl OomWatch {
     /// Opens a watch; `None`: the container has no memory cgroup.
     pub fn new(id: &str, cgroup: &Cgroup) -> Result<Option<Self>, Error> {
         let Some(path) = cgroup.controller("memory") else { return Ok(None) };
@@ -104,7 +104,7 @@ mod tests {
         let path = dir.path().join("memory.events");
         fs::write(&path, "low 0\nhigh 0\nmax 9\noom 8\noom_kill 0\noom_group_kill 5\n").unwrap();
         let cgroup = Cgroup::V2(dir.path().to_owned());
-        let mut watch = Watch::new("a", &cgroup).unwrap().unwrap();
+        let mut watch = OomWatch::new("a", &cgroup).unwrap().unwrap();
         assert!(!watch.has_killed());
         fs::write(&path, "max 9\noom 8\noom_kill 2\n").unwrap();
         assert!(watch.has_killed());

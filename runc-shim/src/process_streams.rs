@@ -11,7 +11,7 @@ pub const WAITERS: usize = 1024;
 
 /// The streams of a process, and the calls that wait for its exit.
 #[derive(Debug, Default)]
-pub struct Process {
+pub struct ProcessStreams {
     /// The streams that containerd named.
     pub stdio: Stdio,
     /// The ids of the streams that are copied.
