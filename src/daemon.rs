@@ -203,11 +203,16 @@ async fn supervise(
                 SignalEvent::Reload => reload(settings),
             },
             blocked = watchdog.blocked() => {
-                if watchdog.report(&blocked) && sd_notify::watchdog_enabled().is_some() {
+                if watchdog.report(&blocked)
+                    && sd_notify::watchdog_enabled().is_some()
+                    && watchdog.is_still_blocked().await
+                {
+                    notify(&[NotifyState::Status("stopping: threads are blocked")]);
                     // A thread in an uninterruptible system call keeps the connections of a killed
                     // daemon open, and their callers would wait for it.
                     server.stop().await;
-                    let reason = "threads are blocked: see `all threads of a class are blocked` above";
+                    let reason =
+                        "threads are blocked: see `all threads of a class are blocked` above";
                     return Err(StepError::new("serve", io::Error::other(reason)));
                 }
             }

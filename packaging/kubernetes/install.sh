@@ -161,6 +161,9 @@ check_failed() {
             die "the node has the label $label=false and gets no pods of the RuntimeClass"
         fi
         mark '"true"'
+        say "cordon the node"
+        say "a pod arrived: without the label a kubelet that restarts terminates it" >&2
+        die "the node has the label $label=true"
     fi
     say "cordon the node"
     die "the label is unchanged: a kubelet that restarts without it terminates running pods"

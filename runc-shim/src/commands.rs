@@ -81,7 +81,7 @@ impl Shim {
 
     /// Handles the exit of a command or helper.
     pub fn finished(&mut self, job: Job, exit: Exit) {
-        let Job { mut command, purpose, key, reply, limit, was_killed } = job;
+        let Job { mut command, purpose, key, reply, limit, is_cancelled, was_killed } = job;
         // Also by another program, such as the kernel's OOM killer.
         let was_interrupted = was_killed || exit.is_by_signal();
         let may_be_frozen = was_interrupted && purpose.may_freeze();
@@ -89,7 +89,9 @@ impl Shim {
         let bundle = bundle.as_deref();
         let mut done = |what: &str| match exit.status {
             0 => Ok(()),
-            status if was_killed => Err(deadlines::ended(&command.failure(what, status, bundle))),
+            status if was_killed => {
+                Err(deadlines::ended(&command.failure(what, status, bundle), is_cancelled))
+            }
             status => Err(command.failure(what, status, bundle)),
         };
         // A command may also succeed at the moment at which it is killed.

@@ -156,7 +156,7 @@ impl Shim {
     /// that. Kills the command that runs, and starts no other.
     pub fn cancel_creation(&mut self, key: &ProcessKey) {
         for job in self.jobs.values_mut().filter(|job| job.key == *key) {
-            job.limit = Some(Instant::now());
+            (job.limit, job.is_cancelled) = (Some(Instant::now()), true);
         }
         let waits = |pending: &PendingStart| pending.key == *key;
         let pending = self.pending_starts.iter().find(|(_, pending)| waits(pending));
@@ -202,6 +202,9 @@ impl Shim {
         }
         if made {
             self.end_unusable(key);
+            // Other processes of an exec may have the terminal open: it hangs up.
+            let console = self.process_in_any_state(key).ok().and_then(|it| it.console.take());
+            self.copiers.close(&key.id, console.into_iter().collect());
         }
         if key.exec.is_empty() {
             self.change(key, Event::StartFailed);

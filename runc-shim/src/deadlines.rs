@@ -51,9 +51,13 @@ impl Shim {
         for job in self.jobs.values_mut() {
             if job.deadline().is_some_and(|at| at <= now) {
                 job.was_killed = true;
+                let (id, pid) = (&job.key.id, job.command.pid);
+                let why = match job.is_cancelled {
+                    true => "a Delete cancels the creation",
+                    false => "runtime command timed out",
+                };
                 log::warn(format_args!(
-                    "container {}: runtime command timed out; killing process {} and its children",
-                    job.key.id, job.command.pid
+                    "container {id}: {why}; killing process {pid} and its children"
                 ));
                 end_command(job);
             }
@@ -127,7 +131,8 @@ pub fn passed() -> Error {
     Error::new(Code::DeadlineExceeded, "the deadline of the call has passed")
 }
 
-/// The error of a command that was killed at its timeout.
-pub fn ended(e: &Error) -> Error {
-    Error::new(Code::DeadlineExceeded, format!("{e}; killed: the command timed out"))
+/// The error of a command that was killed at its timeout, or because its container is deleted.
+pub fn ended(e: &Error, is_cancelled: bool) -> Error {
+    let why = if is_cancelled { "a Delete cancels the creation" } else { "the command timed out" };
+    Error::new(Code::DeadlineExceeded, format!("{e}; killed: {why}"))
 }

@@ -22,6 +22,8 @@ pub struct Job {
     pub reply: Option<Reply>,
     /// When the command is killed at the latest, whatever the deadline of the call.
     pub limit: Option<Instant>,
+    /// A Delete has cancelled the creation of the container.
+    pub is_cancelled: bool,
     /// The command was killed at its deadline.
     pub was_killed: bool,
 }
@@ -29,7 +31,7 @@ pub struct Job {
 impl Job {
     /// A command that was just started.
     pub fn new(command: Command, purpose: Purpose, key: ProcessKey, reply: Option<Reply>) -> Self {
-        Self { command, purpose, key, reply, limit: None, was_killed: false }
+        Self { command, purpose, key, reply, limit: None, is_cancelled: false, was_killed: false }
     }
 
     /// When the command is killed; `None`: it has no limit, or was killed.

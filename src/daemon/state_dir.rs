@@ -64,10 +64,9 @@ pub(super) fn refuse_moved(socket: &Path, state_dir: &Path) -> Result<(), StepEr
     // A note that cannot be read must not prevent the start.
     let Ok(noted) = std::fs::read(note_of(socket)) else { return Ok(()) };
     let before = Path::new(OsStr::from_bytes(&noted));
-    let is_same = match (before.canonicalize(), state_dir.canonicalize()) {
-        (Ok(before), Ok(now)) => before == now,
-        _ => before == state_dir,
-    };
+    // Not the path: a mount may give a directory another one.
+    let id = |path: &Path| std::fs::metadata(path).map(|about| (about.dev(), about.ino())).ok();
+    let is_same = before == state_dir || id(before).is_some_and(|one| Some(one) == id(state_dir));
     let Ok(entries) = std::fs::read_dir(before.join(RECORDS)) else { return Ok(()) };
     let records = entries.flatten().filter(|entry| entry.path().is_dir()).count();
     if is_same || records == 0 {

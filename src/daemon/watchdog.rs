@@ -43,6 +43,13 @@ impl Watchdog {
         pool::stuck(self.max_blocked).await
     }
 
+    /// Whether threads that pods need are blocked for another sixth of the timeout: the last look
+    /// before the service manager kills the daemon.
+    pub(super) async fn is_still_blocked(&self) -> bool {
+        let blocked = pool::stuck(self.max_blocked * 2 / 3).await;
+        blocked.iter().any(|class| KEEP_ALIVE.contains(class))
+    }
+
     /// Sends a keep-alive, unless threads are blocked that pods need. True if so many were withheld
     /// in sequence that the service manager is about to kill the daemon.
     pub(super) fn report(&mut self, blocked: &[pool::Class]) -> bool {

@@ -46,13 +46,6 @@ impl MainConfig {
     pub(super) fn read(named: &Path) -> Result<Self, EnableError> {
         // Of a link the file that it leads to is replaced.
         let path = match named.canonicalize() {
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound && named.is_symlink() => {
-                return Err(EnableError::Refused(format!(
-                    "containerd's config {} is a link to a file that does not exist: create that \
-                     file or remove the link",
-                    named.display()
-                )));
-            }
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => named.to_owned(),
             path => path.step_at("find file", named)?,
         };
@@ -125,6 +118,13 @@ impl MainConfig {
         }
         let pattern = pattern_of(drop_in);
         let (Some(state), Some(text)) = (&self.state, &self.text) else {
+            if self.path.is_symlink() {
+                return Err(EnableError::Refused(format!(
+                    "containerd's config {} is a link to a file that does not exist: create that \
+                     file or remove the link",
+                    self.path.display()
+                )));
+            }
             let created = created(version, &pattern);
             changes.directory(self.home());
             let created = FileChange::new(self.path.clone(), Some(created.into_bytes()))?;
@@ -413,8 +413,9 @@ mod tests {
         etc.undo_import(&drop_in);
         assert_eq!(etc.text(), "version = 3\n");
         fs::remove_file(etc.at("real.toml")).unwrap();
-        let named = etc.0.path().canonicalize().unwrap().join("config.toml");
-        let error = MainConfig::read(&named).unwrap_err().to_string();
+        let main = etc.main();
+        let error = main.import(&main.drop_in(), 3, &mut Changes::default()).unwrap_err();
+        let error = error.to_string();
         assert!(error.contains("a link to a file that does not exist"), "{error}");
     }
 

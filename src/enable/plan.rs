@@ -1,5 +1,7 @@
 //! The contents that `enable` writes, and the check of the config that containerd merges from them.
 
+use std::path::Path;
+
 use toml::{Table, Value};
 
 use super::drop_in::{self, DropInSettings};
@@ -50,7 +52,7 @@ impl HandlerPlan {
         let sandboxer = match node::proxy(&before, config) {
             Ok(name) => name,
             Err(_) => {
-                refuse_other_daemon(&before, old)?;
+                refuse_other_daemon(&before, old, &config.socket)?;
                 SANDBOXER.to_owned()
             }
         };
@@ -176,14 +178,22 @@ impl HandlerPlan {
 
 /// Fails if the name of a new proxy plugin is taken by one that the drop-in `old` does not define:
 /// the drop-in would redirect the runtime handlers of another daemon to this one.
-fn refuse_other_daemon(before: &Table, old: Option<&str>) -> Result<(), EnableError> {
+fn refuse_other_daemon(
+    before: &Table,
+    old: Option<&str>,
+    socket: &Path,
+) -> Result<(), EnableError> {
     let address_in = |table: &Table| {
         let plugin = table.get("proxy_plugins")?.get(SANDBOXER)?;
         plugin.get("address")?.as_str().map(str::to_owned)
     };
     let own = old.and_then(|old| address_in(&old.parse().ok()?));
+    let is_ours = |address: &str| {
+        let path = address.strip_prefix("unix://").unwrap_or(address);
+        node::same_file(Path::new(path), socket) || own.as_deref() == Some(address)
+    };
     match address_in(before) {
-        Some(address) if own.as_ref() != Some(&address) => refused(format!(
+        Some(address) if !is_ours(&address) => refused(format!(
             "containerd has a proxy plugin {SANDBOXER:?} with the address {address:?}, which is \
              not the socket of this sandboxer's config: correct `socket` there, or rename the \
              plugin"
@@ -297,6 +307,8 @@ mod tests {
         plan("/run/other.sock", Some(&plugin("/run/older.sock"))).unwrap_err();
         let own = wanted.subject.config.socket.display().to_string();
         plan(&own, None).unwrap();
+        let typeless = format!("[proxy_plugins.pause-sandboxer]\naddress = '{own}'\n{config}");
+        HandlerPlan::new(&wanted, typeless.parse().unwrap(), None).unwrap();
     }
 
     #[test]

@@ -448,9 +448,6 @@ fn read_sandbox(
                 AdoptionFailure::temporary(format!("a directory without a record: {e}"))
             });
         }
-        Err(RecordError::Missing(_)) if matches!(store.dir().try_exists(), Ok(false)) => {
-            return Ok(OnDisk::Nothing);
-        }
         Err(e) => return Err(e.into()),
     };
     let stage = store.stage()?;
