@@ -45,7 +45,7 @@ impl Reply {
 /// A call.
 #[derive(Debug)]
 pub struct Call {
-    /// Identifies the call in [`Server::answer`].
+    /// Identifies the call in [`Server::respond`].
     pub reply: Reply,
     /// The request.
     pub request: Request,
