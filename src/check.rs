@@ -1,7 +1,7 @@
 //! `pause-sandboxer check`: diagnoses the node and prints a remedy for each problem.
 //!
 //! Each module reads a part of the node and passes it to a pure function, which makes the
-//! [`Finding`]s. No file and no service is changed. [`smoke`] starts and kills one pause process,
+//! [`Finding`]s. No file and no service is changed. `smoke` starts and kills one pause process,
 //! and makes and removes its cgroups, to test what the kernel and its security modules permit.
 
 use std::fmt;
