@@ -46,8 +46,8 @@ pub fn run(input: &[u8]) {
                     let line = origin
                         .strip_prefix(FILE)
                         .map(|line| line.strip_prefix(':').expect("a line").parse());
-                    let known = flags.iter().any(|(flag, _)| *flag == name)
-                        && origin.starts_with("--");
+                    let known =
+                        flags.iter().any(|(flag, _)| *flag == name) && origin.starts_with("--");
                     match line {
                         Some(line) => assert!(
                             (1..=lines).contains(&line.expect("a line")),
