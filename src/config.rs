@@ -327,6 +327,11 @@ impl Gathered {
     }
 }
 
+/// The directory of the sandboxes' records below a state directory.
+pub fn records_below(state_dir: &Path) -> PathBuf {
+    state_dir.join("sandboxes")
+}
+
 impl Config {
     /// Reads `file`, lets `flags` (setting name and value) override it, and checks the whole.
     /// Without a `file` [`DEFAULT_FILE`] is read if it exists.
@@ -360,6 +365,11 @@ impl Config {
     /// The settings as a config file, each under its meaning.
     pub fn to_toml(&self) -> String {
         file::write(self)
+    }
+
+    /// The directory of the sandboxes' records.
+    pub fn records(&self) -> PathBuf {
+        records_below(&self.state_dir)
     }
 
     /// The ttrpc socket: [`Config::socket`] with `.ttrpc` appended.

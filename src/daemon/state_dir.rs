@@ -9,12 +9,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use nix::fcntl::{Flock, FlockArg};
+use pause_sandboxer::config::records_below;
 use pause_sandboxer::error::{IoContext as _, StepError};
 use pause_sandboxer::process::killed::is_killed;
 use pause_sandboxer::replace_file::replace_file;
-
-/// The directory of the sandboxes' records below the state directory.
-const RECORDS: &str = "sandboxes";
 
 /// How long the last child of a killed daemon may take to execute its program.
 const LAST_CHILD: Duration = Duration::from_secs(10);
@@ -67,7 +65,7 @@ pub(super) fn refuse_moved(socket: &Path, state_dir: &Path) -> Result<(), StepEr
     // Not the path: a mount may give a directory another one.
     let id = |path: &Path| std::fs::metadata(path).map(|about| (about.dev(), about.ino())).ok();
     let is_same = before == state_dir || id(before).is_some_and(|one| Some(one) == id(state_dir));
-    let Ok(entries) = std::fs::read_dir(before.join(RECORDS)) else { return Ok(()) };
+    let Ok(entries) = std::fs::read_dir(records_below(before)) else { return Ok(()) };
     let records = entries.flatten().filter(|entry| entry.path().is_dir()).count();
     if is_same || records == 0 {
         return Ok(());
@@ -204,17 +202,17 @@ mod tests {
         let (old, new) = (dir.path().join("old"), dir.path().join("new"));
         let socket = dir.path().join("s.sock");
         for state in [&old, &new] {
-            std::fs::create_dir_all(state.join(RECORDS)).unwrap();
+            std::fs::create_dir_all(records_below(state)).unwrap();
         }
         refuse_moved(&socket, &old).unwrap();
         note(&socket, &old);
         refuse_moved(&socket, &new).unwrap();
-        std::fs::create_dir(old.join(RECORDS).join("a")).unwrap();
+        std::fs::create_dir(records_below(&old).join("a")).unwrap();
         let refused = refuse_moved(&socket, &new).unwrap_err().to_string();
         assert!(refused.contains(&format!("set state_dir back to {}", old.display())), "{refused}");
         refuse_moved(&socket, &old).unwrap();
         refuse_moved(&socket, &dir.path().join("new/../old")).unwrap();
-        std::fs::remove_dir(old.join(RECORDS).join("a")).unwrap();
+        std::fs::remove_dir(records_below(&old).join("a")).unwrap();
         note(&socket, &new);
         refuse_moved(&socket, &old).unwrap();
     }

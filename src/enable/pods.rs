@@ -39,7 +39,7 @@ pub(super) fn of_daemon(config: &Config) -> Result<Pods, StepError> {
     match listed(config)? {
         Some(pods) => Ok(pods),
         // It may only be down: its pods keep running.
-        None => records(&config.state_dir.join("sandboxes")),
+        None => records(&config.records()),
     }
 }
 
@@ -51,7 +51,7 @@ pub(super) fn of_daemon(config: &Config) -> Result<Pods, StepError> {
 pub(super) fn of_stopped_daemon(config: &Config) -> Result<Pods, StepError> {
     match listed(config)? {
         Some(_) => Ok(Pods::new()),
-        None => records(&config.state_dir.join("sandboxes")),
+        None => records(&config.records()),
     }
 }
 

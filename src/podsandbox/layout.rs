@@ -4,8 +4,7 @@ use std::path::PathBuf;
 
 use crate::config::{CRI_PLUGIN_DIR, Config};
 
-/// Directory of all sandboxes: of their files below CRI's directories (containerd `criservice`), of
-/// their records in the daemon's own.
+/// Directory of the files of all sandboxes below CRI's directories (containerd `criservice`).
 const SANDBOXES: &str = "sandboxes";
 
 /// Where the files of all sandboxes are: directories of which each has one of its own, named by its
@@ -26,7 +25,7 @@ impl Layout {
         Self {
             root: config.containerd_root.join(CRI_PLUGIN_DIR).join(SANDBOXES),
             volatile: config.containerd_state.join(CRI_PLUGIN_DIR).join(SANDBOXES),
-            records: config.state_dir.join(SANDBOXES),
+            records: config.records(),
         }
     }
 

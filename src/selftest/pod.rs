@@ -237,7 +237,7 @@ impl TestPod {
                     .containerd_state
                     .join("io.containerd.runtime.v2.task")
                     .join(&config.containerd_namespace),
-                config.state_dir.join("sandboxes"),
+                config.records(),
             ] {
                 paths.push(directory.join(id));
             }
