@@ -169,10 +169,12 @@ settings! {
     /// for example
     /// `shims = { "io.containerd.runc.v2" = "/usr/local/bin/containerd-shim-other-v2" }`.
     shims: ShimBinaries = ShimBinaries::default();
-    /// Environment variables for the shims that the sandboxer starts, in addition to the daemon's
-    /// own, for example `shim_env = ["SCHED_CORE=1"]`. The counterpart of containerd's `env` under
-    /// `plugins."io.containerd.shim.v1.manager"`. With SCHED_CORE each shim and its containers are
-    /// in a separate core scheduling domain; on a kernel without support no shim starts.
+    /// Environment variables for the shims that the sandboxer starts, for example
+    /// `shim_env = ["SCHED_CORE=1"]`. The counterpart of containerd's `env` under
+    /// `plugins."io.containerd.shim.v1.manager"`. The own shim, with the runtime and the hooks that
+    /// it calls, gets these, PATH and what containerd sets for shims; other shims also get the
+    /// daemon's environment. With SCHED_CORE each shim and its containers are in a separate core
+    /// scheduling domain; on a kernel without support no shim starts.
     shim_env: Variables = Variables::default();
     /// Record each sandbox in containerd as a container, and as a task while the pod's shim runs:
     /// `ctr` lists them, and cAdvisor looks for a pod's network there. Only for pods that the

@@ -66,9 +66,23 @@ pub fn path() -> String {
 /// What asks for a core scheduling domain, if it is not empty (containerd's `SCHED_CORE`).
 const CORE_DOMAIN: &str = "SCHED_CORE";
 
-/// The environment of a shim: the daemon's, what containerd adds (`pkg/shim.Command`), and what an
-/// operator has set.
-fn environment(settings: &ShimSettings, threads: &str) -> BTreeMap<OsString, OsString> {
+/// Whose environment a shim gets, before what containerd adds and what an operator has set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Inherited {
+    /// The daemon's, as shims of other runtimes have that of containerd.
+    Daemon,
+    /// None. The own shim passes its environment on to the runtime and to the hooks of containers,
+    /// which could read what only the daemon is to know, such as the password of a proxy.
+    Nothing,
+}
+
+/// The environment of a shim: what it inherits, what containerd adds (`pkg/shim.Command`), and what
+/// an operator has set.
+fn environment(
+    settings: &ShimSettings,
+    inherited: Inherited,
+    threads: &str,
+) -> BTreeMap<OsString, OsString> {
     let protocol = [
         ("PATH", path()),
         ("TTRPC_ADDRESS", settings.containerd_ttrpc()),
@@ -77,7 +91,10 @@ fn environment(settings: &ShimSettings, threads: &str) -> BTreeMap<OsString, OsS
         ("MAX_SHIM_VERSION", "2".to_owned()),
         ("GOMAXPROCS", threads.to_owned()),
     ];
-    let mut environment: BTreeMap<OsString, OsString> = std::env::vars_os().collect();
+    let mut environment: BTreeMap<OsString, OsString> = match inherited {
+        Inherited::Daemon => std::env::vars_os().collect(),
+        Inherited::Nothing => BTreeMap::new(),
+    };
     environment.retain(|name, _| OWN.iter().all(|own| name != own));
     environment.extend(protocol.map(|(name, value)| (name.into(), value.into())));
     environment
@@ -109,9 +126,13 @@ pub fn server_arguments(settings: &ShimSettings, id: &str) -> Vec<OsString> {
 }
 
 /// The environment of a shim's server, `NAME=value`.
-pub fn server_environment(settings: &ShimSettings, id: &str) -> Vec<OsString> {
+pub fn server_environment(
+    settings: &ShimSettings,
+    inherited: Inherited,
+    id: &str,
+) -> Vec<OsString> {
     const SERVICE: &str = "OTEL_SERVICE_NAME";
-    let mut environment = environment(settings, "4");
+    let mut environment = environment(settings, inherited, "4");
     if !settings.environment.contains_key(SERVICE) {
         environment.insert(SERVICE.into(), format!("containerd-shim-{id}").into());
     }
@@ -129,7 +150,7 @@ pub fn server_environment(settings: &ShimSettings, id: &str) -> Vec<OsString> {
 /// It cannot be run, fails, or does not end in time.
 pub async fn delete(
     settings: &ShimSettings,
-    binary: &Path,
+    (binary, inherited): (&Path, Inherited),
     id: &str,
     bundle: &Path,
 ) -> Result<(), StepError> {
@@ -142,7 +163,7 @@ pub async fn delete(
         .arg("delete")
         .current_dir(bundle)
         .env_clear()
-        .envs(environment(settings, "2"));
+        .envs(environment(settings, inherited, "2"));
     // Never closed.
     let _permit = DELETIONS.acquire().await;
     call("delete container of dead shim", bundle, command, settings.open_files, Vec::new())
@@ -178,7 +199,7 @@ pub async fn start(
         .args(["-publish-binary", "containerd", "-id", id, "start"])
         .current_dir(bundle)
         .env_clear()
-        .envs(environment(settings, "2"));
+        .envs(environment(settings, Inherited::Daemon, "2"));
     let _permit = STARTS.acquire().await;
     call("start shim", binary, command, settings.open_files, given).await
 }
@@ -280,12 +301,12 @@ mod tests {
             environment: variables.iter().cloned().collect(),
             own_shim: None,
         };
-        let own = server_environment(&settings(&[]), "pod");
+        let server = |variables: &[(String, String)]| {
+            server_environment(&settings(variables), Inherited::Daemon, "pod")
+        };
+        let own = server(&[]);
         assert!(!has_core_domain(&own), "{own:?}");
-        let changed = server_environment(
-            &settings(&[set("SCHED_CORE", "1"), set("GOMAXPROCS", "9"), set("X", "y=z")]),
-            "pod",
-        );
+        let changed = server(&[set("SCHED_CORE", "1"), set("GOMAXPROCS", "9"), set("X", "y=z")]);
         assert!(has_core_domain(&changed), "{changed:?}");
         for expected in ["SCHED_CORE=1", "GOMAXPROCS=9", "X=y=z", "NAMESPACE=k8s.io"] {
             assert_eq!(
@@ -295,12 +316,12 @@ mod tests {
             );
         }
         assert_eq!(changed.len(), own.len() + 2, "{changed:?}");
-        let named = server_environment(&settings(&[set("OTEL_SERVICE_NAME", "own")]), "pod");
+        let named = server(&[set("OTEL_SERVICE_NAME", "own")]);
         assert!(
             named.contains(&"OTEL_SERVICE_NAME=own".into()) && named.len() == own.len(),
             "{named:?}"
         );
-        assert!(!has_core_domain(&server_environment(&settings(&[set("SCHED_CORE", "")]), "pod")));
+        assert!(!has_core_domain(&server(&[set("SCHED_CORE", "")])));
     }
 
     async fn shell(script: &str) -> Result<Vec<u8>, String> {

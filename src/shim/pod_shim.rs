@@ -10,6 +10,7 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use super::bundle::{Bundle, Recorded};
+use super::command::Inherited;
 use super::own::OwnShim;
 use super::task::TaskError;
 use super::{Runtime, ShimSettings, Shims, command, log as shim_log, placement, task};
@@ -129,6 +130,11 @@ impl PodShim {
         self.own_shim().map_or_else(|| self.binary(), |own| Ok(own.inherited_path()))
     }
 
+    /// What the shim and [`Self::cleaner`] inherit of the daemon's environment.
+    pub(super) fn inherited(&self) -> Inherited {
+        if self.own_shim().is_some() { Inherited::Nothing } else { Inherited::Daemon }
+    }
+
     /// Held while containers of an exited shim are cleaned up, and by the end of the endpoint
     /// before it removes the bundle that the cleanup works in.
     pub(super) fn cleaning(&self) -> &tokio::sync::Mutex<()> {
@@ -166,7 +172,7 @@ impl PodShim {
         let log = shim_log::read_log(&bundle.log(), &self.id)?;
         let errors = shim_log::writer(&bundle.log())?;
         bundle.record(Some(&Recorded::Launching))?;
-        let environment = command::server_environment(settings, &self.id);
+        let environment = command::server_environment(settings, self.inherited(), &self.id);
         let launched = self.shims.launcher.launch(&Launch {
             program,
             arguments: &command::server_arguments(settings, &self.id),

@@ -30,6 +30,18 @@ fn program(shim: &Proc) -> Result<String> {
     Ok(path.file_name().unwrap_or_default().to_string_lossy().into_owned())
 }
 
+/// What containerd gives a shim, and the variable that the harness sets.
+const VARIABLES: [&str; 8] = [
+    "PATH",
+    "TTRPC_ADDRESS",
+    "GRPC_ADDRESS",
+    "NAMESPACE",
+    "MAX_SHIM_VERSION",
+    "GOMAXPROCS",
+    "OTEL_SERVICE_NAME",
+    "KIT_VARIABLE",
+];
+
 async fn an_own_shim_has_nothing_of_the_daemon(harness: Arc<Harness>) -> Result<()> {
     let pod = harness.pod("alone").await?;
     pod.run(ContainerSpec::sleeping("a")).await?;
@@ -53,6 +65,12 @@ async fn an_own_shim_has_nothing_of_the_daemon(harness: Arc<Harness>) -> Result<
                 || Path::new(&to) == log,
             "it has {to}"
         );
+    }
+    let environment = fs::read_to_string(format!("/proc/{}/environ", shim.pid))?;
+    for variable in environment.split('\0').filter(|variable| !variable.is_empty()) {
+        let name = variable.split('=').next().unwrap_or_default();
+        let known = VARIABLES.contains(&name) || name == crate::proxy::SCRIPT;
+        ensure!(known, "its environment has {variable}");
     }
     let limit = |pid: &str| -> Result<String> {
         let limits = fs::read_to_string(format!("/proc/{pid}/limits"))?;

@@ -255,7 +255,8 @@ impl PodShim {
         id: &str,
         bundle: Result<PathBuf, StepError>,
     ) -> Result<(), StepError> {
-        command::delete(self.settings(), &self.cleaner()?, id, &bundle?).await
+        let program = self.cleaner()?;
+        command::delete(self.settings(), (&program, self.inherited()), id, &bundle?).await
     }
 
     /// Cleans up all containers of the pod, whose shim has exited.

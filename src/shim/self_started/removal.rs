@@ -11,6 +11,7 @@ use super::SelfStarted;
 use crate::error::{IoContext as _, StepError, gone};
 use crate::shim::bootstrap::Bootstrap;
 use crate::shim::bundle::{Bundle, Recorded};
+use crate::shim::command::Inherited;
 use crate::shim::pod_shim::{PodShim, RETRY_DELAY};
 use crate::shim::{command, containerd_owned};
 
@@ -23,7 +24,8 @@ impl SelfStarted {
         let bundle = self.shim.bundle();
         let binary = self.shim.binary()?;
         Bundle::write_runtime(bundle.dir(), self.shim.runtime().runc_options()?.as_ref())?;
-        command::delete(self.shim.settings(), &binary, self.id(), bundle.dir()).await?;
+        let program = (&*binary, Inherited::Daemon);
+        command::delete(self.shim.settings(), program, self.id(), bundle.dir()).await?;
         self.set_pause_deleted();
         Ok(())
     }
@@ -183,7 +185,8 @@ impl SelfStarted {
         let has_ended = failed.is_empty();
         // Also a shim that is unlike containerd's own can clean up after itself, if it works at
         // all.
-        let deleted = command::delete(self.shim.settings(), binary, self.id(), bundle.dir()).await;
+        let program = (binary, Inherited::Daemon);
+        let deleted = command::delete(self.shim.settings(), program, self.id(), bundle.dir()).await;
         if let Err(step) = deleted {
             log::warn!(sandbox = self.id();
                 "failed to delete leftovers of an interrupted start: {step}");
