@@ -10,7 +10,7 @@ use kit::{Container, ContainerSpec, Pod, PodSpec};
 
 use crate::account::{cpu_time, pss, switches};
 use crate::report::Report;
-use crate::samples::{Samples, order};
+use crate::samples::{Samples, median, order};
 use crate::setup::{BUILTIN, OURS, Setup, Target};
 use crate::{Plan, pods};
 
@@ -20,6 +20,8 @@ const SETTLES: Duration = Duration::from_millis(500);
 const WARM_UP: usize = 5;
 /// Execs of one target before those of the next.
 const EXECS_PER_ROUND: usize = 5;
+/// Containers of one target whose output is measured, one after the other.
+const OUTPUT_ROUNDS: usize = 7;
 /// Output in megabytes, and execs, of a pod before its memory is measured again.
 const OUTPUT_BEFORE_MEMORY: usize = 100;
 const EXECS_BEFORE_MEMORY: usize = 1000;
@@ -191,10 +193,16 @@ async fn execs(setup: &Setup, batches: &[Batch], plan: &Plan, report: &mut Repor
 
 /// Megabytes per second from a container's standard output to its log.
 async fn outputs(batches: &[Batch], plan: &Plan, report: &mut Report) -> Result<()> {
-    for batch in batches {
-        let (pod, _) = batch.first()?;
-        let rate = write(pod, "output", plan.output).await?;
-        report.median(format!("output_{}_mb_per_s", batch.target.name), rate);
+    let mut rates = vec![Vec::new(); batches.len()];
+    for round in 0..OUTPUT_ROUNDS {
+        for index in order(round, batches.len()) {
+            let (pod, _) = batches[index].first()?;
+            let name = format!("output-{round}");
+            rates[index].push(write(pod, &name, plan.output / OUTPUT_ROUNDS).await?);
+        }
+    }
+    for (batch, rates) in batches.iter().zip(rates) {
+        report.median(format!("output_{}_mb_per_s", batch.target.name), median(rates));
     }
     Ok(())
 }

@@ -53,7 +53,7 @@ struct Plan {
     containers: usize,
     /// How long idle pods are watched.
     quiet: Duration,
-    /// Megabytes that a container writes.
+    /// Megabytes that containers of one target write in all.
     output: usize,
 }
 
@@ -64,7 +64,7 @@ const FULL: Plan = Plan {
     most: 2000,
     containers: 50,
     quiet: Duration::from_secs(60),
-    output: 1024,
+    output: 3584,
 };
 const QUICK: Plan = Plan {
     calls: 30,
@@ -73,7 +73,7 @@ const QUICK: Plan = Plan {
     most: 2000,
     containers: 12,
     quiet: Duration::from_secs(5),
-    output: 128,
+    output: 896,
 };
 
 fn main() -> Result<()> {

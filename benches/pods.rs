@@ -72,8 +72,8 @@ const CALLS: [&str; 7] = [
 ];
 
 pub(crate) async fn cycles(setup: &mut Setup, plan: &Plan, report: &mut Report) -> Result<()> {
-    let targets: Vec<Target> =
-        setup.targets.iter().filter(|target| target.runs_containers).cloned().collect();
+    let with_containers = setup.targets.iter().filter(|target| target.runs_containers).cloned();
+    let targets: Vec<Target> = with_containers.chain([Target::builtin_with_rust_shim()]).collect();
     let mut cycles = vec![Samples::default(); targets.len()];
     let mut calls = vec![vec![Samples::default(); CALLS.len()]; targets.len()];
     for round in 0..=plan.pods {

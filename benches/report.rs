@@ -71,7 +71,7 @@ const BOUNDS: [Bound; 25] = [
     Bound {
         key: "cycle_builtin_over_ours",
         what: "run, create, start, stop and remove a bridged pod with one container",
-        hold: AtLeast(1.5),
+        hold: AtLeast(1.75),
         held_back_by: "runc, the shim and CNI, with the same time in both",
     },
     Bound {
@@ -83,7 +83,7 @@ const BOUNDS: [Bound; 25] = [
     Bound {
         key: "start_container_ours_over_builtin",
         what: "StartContainer in it",
-        hold: AtMost(1.02),
+        hold: AtMost(0.95),
         held_back_by: "the start of the shim, which the built-in starts with the pause process. \
             Ours starts with CRI's Platform call, because an idle pod has no shim and no earlier \
             call announces a container. start_second_container_…_ms is the time of a second \
@@ -92,7 +92,7 @@ const BOUNDS: [Bound; 25] = [
     Bound {
         key: "stop_container_ours_over_builtin",
         what: "StopContainer in it",
-        hold: AtMost(1.02),
+        hold: AtMost(1.0),
         held_back_by: "runc, with the same time in both",
     },
     Bound {
