@@ -29,7 +29,7 @@ finished=${FINISHED:-/run/rollout.finished}
 account=${ACCOUNT:-/var/run/secrets/kubernetes.io/serviceaccount}
 # The status of `install.sh` while something needs the sandboxer.
 needed=75
-answer=$(mktemp)
+answer=
 waiting=
 # Whether this pod may have the Lease: an earlier container of the pod may have taken it.
 held=1
@@ -141,6 +141,11 @@ uninstall() {
         interruptible sleep "${EVERY:-30}"
     done
 }
+
+case $command in
+# Not for a probe, which kubelet may kill: its file would stay.
+install | uninstall) answer=$(mktemp) ;;
+esac
 
 case $command in
 install)

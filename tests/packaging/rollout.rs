@@ -326,6 +326,20 @@ fn a_removal_that_needs_no_lease_does_not_wait_for_one() {
     }
 }
 
+/// kubelet kills a probe that takes too long, as where the daemon is down, every ten seconds.
+#[test]
+fn a_probe_that_is_killed_leaves_no_file() {
+    let cluster = Cluster::new();
+    assert!(cluster.succeeds("a", "install"));
+    let temporary = cluster.path("temporary");
+    fs::create_dir(&temporary).unwrap();
+    kit::write_program(cluster.path("bin/install.sh"), b"#!/bin/sh\nkill -KILL $PPID\n").unwrap();
+    let mut command = cluster.command("a", "ready");
+    let killed = command.env("TMPDIR", &temporary).status().unwrap();
+    assert_eq!(killed.code(), None, "{killed:?}");
+    assert_eq!(fs::read_dir(&temporary).unwrap().count(), 0);
+}
+
 #[test]
 fn the_token_of_the_account_is_in_no_argument() {
     let cluster = Cluster::new();
