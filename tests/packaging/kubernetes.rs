@@ -169,22 +169,26 @@ fn a_pod_has_the_time_to_complete_what_it_has_begun() {
     }
 }
 
-/// With `serial: false` there is none.
+/// With `serial: false` there is none, and all nodes change at once.
 #[test]
 fn the_notes_of_the_chart_name_the_lease_only_where_there_is_one() {
+    const SERIAL: &str = "{{- if .Values.serial }}";
     let notes = file(&format!("{DIR}/chart/templates/NOTES.txt"));
     let (mut conditions, mut seen) = (Vec::new(), 0);
     for line in notes.lines() {
         if line.starts_with("{{- if ") {
-            conditions.push(line);
+            conditions.push((line, true));
+        } else if line.starts_with("{{- else ") {
+            conditions.last_mut().unwrap().1 = false;
         } else if line.starts_with("{{- end ") {
             conditions.pop();
-        } else if line.contains("Lease") || line.contains(" lease ") {
-            assert!(conditions.contains(&"{{- if .Values.serial }}"), "{line}");
+        } else if ["Lease", " lease ", "one node at a time"].iter().any(|part| line.contains(part))
+        {
+            assert!(conditions.contains(&(SERIAL, true)), "{line}");
             seen += 1;
         }
     }
-    assert!(seen >= 4 && conditions.is_empty(), "{seen} {conditions:?}");
+    assert!(seen >= 5 && conditions.is_empty(), "{seen} {conditions:?}");
 }
 
 /// Without the class the API server rejects the replacements of pods that name it.
