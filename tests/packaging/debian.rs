@@ -13,6 +13,9 @@ use toml::Table;
 
 use super::file;
 
+mod other_installation;
+mod state_dir;
+
 #[path = "../../examples/package-files.rs"]
 mod package_files;
 
@@ -104,11 +107,13 @@ fn manual_pages_and_completions_have_every_command_and_option() {
 const MARK: &str = "# Written by `pause-sandboxer enable`; `pause-sandboxer disable` removes it.\n";
 
 /// The script before a removal, on a node below `root` whose `pause-sandboxer list` does what the
-/// shell makes of `list`. `disable --dry-run` prints the file `plan`, or fails.
+/// shell makes of `list`. `disable --dry-run` prints the file `plan`, or fails; `config show`
+/// prints `settings`, or fails.
 fn removal(root: &Path, list: &str) -> Output {
     let sandboxer = root.join("pause-sandboxer");
     let stub = format!(
         "#!/bin/sh\ncase $* in 'disable --dry-run --output json') exec cat {0}/plan ;; \
+         'config show') exec cat {0}/settings ;; \
          'list --output json') ;; *) exit 9 ;; esac\n{list}\n",
         root.display()
     );

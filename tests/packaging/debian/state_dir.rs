@@ -1,0 +1,63 @@
+//! Records in another directory than the default.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use pause_sandboxer::config::Config;
+
+use super::removal;
+use crate::file;
+
+/// Where `postrm` runs.
+fn after_removal(root: &Path, word: &str) {
+    let place = |path: &str| format!("{}{path}", root.display());
+    let script = file("packaging/debian/scripts/postrm")
+        .replace("/run/", &place("/run/"))
+        .replace("/etc/", &place("/etc/"))
+        .replace("/usr/bin/deb-systemd-helper", "/nowhere");
+    let output = Command::new("sh").args(["-c", &script, "postrm", word]).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+}
+
+/// The note of the daemon lets a later daemon refuse another directory.
+#[test]
+fn a_removal_keeps_the_note_of_a_directory_with_records() {
+    let root = tempfile::tempdir().unwrap();
+    let run = root.path().join("run/pause-sandboxer");
+    let records = root.path().join("state/sandboxes");
+    for word in ["remove", "purge", "0"] {
+        fs::create_dir_all(records.join("abc")).unwrap();
+        fs::create_dir_all(run.join("sandboxes")).unwrap();
+        let note = run.join("pause-sandboxer.sock.state");
+        // Without a newline, as the daemon writes it.
+        fs::write(&note, root.path().join("state").to_str().unwrap()).unwrap();
+        after_removal(root.path(), word);
+        assert!(note.exists(), "{word}");
+        fs::remove_dir(records.join("abc")).unwrap();
+        after_removal(root.path(), word);
+        assert!(!run.exists(), "{word}");
+    }
+}
+
+#[test]
+fn a_removal_names_the_pods_of_another_directory() {
+    for is_noted in [true, false] {
+        let root = tempfile::tempdir().unwrap();
+        let state = root.path().join("state");
+        fs::create_dir_all(state.join("sandboxes/abc")).unwrap();
+        let run = root.path().join("run/pause-sandboxer");
+        fs::create_dir_all(&run).unwrap();
+        let mut config = Config::default();
+        if is_noted {
+            fs::write(run.join("pause-sandboxer.sock.state"), state.to_str().unwrap()).unwrap();
+        } else {
+            config.state_dir.clone_from(&state);
+        }
+        fs::write(root.path().join("settings"), config.to_toml()).unwrap();
+        let said = String::from_utf8(removal(root.path(), "exit 3").stdout).unwrap();
+        assert!(said.contains("still have a sandbox of this daemon:\n    abc\n"), "{said}");
+        let directory = format!("with their records in {}. But", state.display());
+        assert!(said.contains(&directory), "{said}");
+    }
+}
