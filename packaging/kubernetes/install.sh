@@ -4,8 +4,9 @@
 #
 # usage: install.sh install | unneeded | uninstall | ready
 #
-# install     places programs and units, starts the daemon, adds its handler to containerd's config
-#             (`pause-sandboxer enable --restart`), labels the node, and sleeps
+# install     places programs and units, starts the daemon, also one that was stopped or disabled,
+#             adds its handler to containerd's config (`pause-sandboxer enable --restart`), labels
+#             the node, and sleeps
 # unneeded    succeeds if no pod has a sandbox of this daemon and the node's default handler is of
 #             another sandboxer; otherwise says what needs this one, with the status 75
 # uninstall   removes the label, the handler (`pause-sandboxer disable --restart`) and the placed
@@ -89,8 +90,21 @@ is_packaged() {
     say "this node has the package: upgrade or remove the package; nothing is changed here"
 }
 
+# Starts the daemon and enables its units. A changed file restarts it: pods outlive it, and callers
+# wait on the socket.
+start_daemon() {
+    # systemd does not start a socket while its service runs.
+    if ! node systemctl is-active pause-sandboxer.socket >/dev/null; then
+        node systemctl stop pause-sandboxer.service || return 1
+    fi
+    node systemctl enable --now pause-sandboxer.socket &&
+        node systemctl enable pause-sandboxer.service &&
+        node systemctl "${changed:+re}start" pause-sandboxer.service
+}
+
 install_all() {
     ! is_packaged || return 0
+    options=${ENABLE_OPTIONS-}
     changed=''
     # The progress of an interrupted installation is unknown.
     if [ -e "$host$unfinished" ]; then
@@ -102,33 +116,24 @@ install_all() {
     for unit in pause-sandboxer.service pause-sandboxer.socket; do
         place "$dist/$unit" $units/$unit 0644 && changed=1
     done
-    if [ -n "$changed" ]; then
-        node systemctl daemon-reload
-        node systemctl enable --now pause-sandboxer.socket
-        node systemctl enable pause-sandboxer.service
-        # Pods outlive it, and callers wait on the socket.
-        node systemctl restart pause-sandboxer.service
+    [ -z "$changed" ] || node systemctl daemon-reload
+    # Also without a change: a node whose units are disabled has no daemon after a reboot.
+    if ! start_daemon; then
+        node $program check || check_failed "; the daemon does not start"
+        die "cannot start the daemon"
     fi
     rm -f "$host$unfinished"
-    options=${ENABLE_OPTIONS-}
     if [ "$edit" != true ]; then
         say "run \`pause-sandboxer enable${options:+ $options} --restart\` on the node,"
         say "which makes these changes:"
         enable "$options" --dry-run
         node $program check || check_failed
-    elif without_default; then
+    else
         # The default handler serves every pod of the node: it must be one that works.
-        if [ -z "$(defaults)" ]; then
+        if without_default && [ -z "$(defaults)" ]; then
             enable "$others" --restart
             node $program check || check_failed "; the handler is not the node's default"
         fi
-        enable "$options" --restart
-        if ! node $program check; then
-            say "check failed (see above): undoing --default"
-            enable "$others" --restart
-            check_failed "; --default is undone"
-        fi
-    else
         enable "$options" --restart
         node $program check || check_failed
     fi
@@ -151,9 +156,14 @@ without_default() {
     case " $options " in *' --default '*) return 0 ;; *) return 1 ;; esac
 }
 
-# check_failed [MORE]: sets the label and ends the script.
+# check_failed [MORE]: undoes --default, sets the label and ends the script.
 check_failed() {
     say "check failed (see above)${1-}" >&2
+    if [ "$edit" = true ] && without_default && [ -n "$(defaults)" ]; then
+        say "undoing --default"
+        enable "$others" --restart
+        say "--default is undone" >&2
+    fi
     if running=$(pods) && [ -z "$running" ]; then
         mark '"false"'
         # A pod may have arrived before the label changed.

@@ -149,6 +149,7 @@ impl<'a> Systemctl<'a> {
             "daemon-reload"
             | "enable --now pause-sandboxer.socket"
             | "enable pause-sandboxer.service"
+            | "start pause-sandboxer.service"
             | "--quiet is-active pause-sandboxer.service" => {}
             "is-enabled pause-sandboxer.socket" | "is-enabled pause-sandboxer.service" => {
                 return Ok("enabled");

@@ -10,11 +10,16 @@ use pause_sandboxer::enable::RemovalPlan;
 use super::file;
 use super::kubernetes::DIR;
 
+mod daemon;
 mod default_handler;
 mod label;
 
 /// What an installation that has nothing to change asks for.
-const CHECKED: &str = "/usr/local/bin/pause-sandboxer enable --restart\n\
+const CHECKED: &str = "systemctl is-active pause-sandboxer.socket\n\
+    systemctl enable --now pause-sandboxer.socket\n\
+    systemctl enable pause-sandboxer.service\n\
+    systemctl start pause-sandboxer.service\n\
+    /usr/local/bin/pause-sandboxer enable --restart\n\
     /usr/local/bin/pause-sandboxer check\n\
     label {\"metadata\":{\"labels\":{\"pause-sandboxer/ready\":\"true\"}}}\n";
 
@@ -294,7 +299,7 @@ fn an_interrupted_installation_is_completed_by_the_next() {
         let node = Node::new();
         fs::write(node.path("fails"), step).unwrap();
         assert!(!node.script("install").status.success(), "{step}");
-        assert!(!node.asked().contains("check"), "{step}: not labelled");
+        assert!(!node.asked().contains("label"), "{step}: not labelled");
         fs::write(node.path("fails"), "nothing").unwrap();
         let output = node.script("install");
         assert!(output.status.success(), "{output:?}");

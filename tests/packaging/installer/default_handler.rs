@@ -44,6 +44,17 @@ fn a_node_whose_check_fails_does_not_have_the_handler_as_its_default() {
             assert!(said.contains("has the label pause-sandboxer/ready=false"), "{said}");
         }
     }
+    // A daemon that does not start fails the check too.
+    let node = Node::new();
+    let conf = node.path("host/etc/containerd/conf.d");
+    fs::create_dir_all(&conf).unwrap();
+    let text = format!("{MARK}default_runtime_name = 'runc-pause'\n");
+    fs::write(conf.join("pause-sandboxer.toml"), text).unwrap();
+    node.fails_to_start("systemctl restart pause-sandboxer.service");
+    let mut command = node.command("install");
+    assert!(!command.env("ENABLE_OPTIONS", "--default --offline").status().unwrap().success());
+    let asked = node.asked();
+    assert!(!asked.contains(&with) && asked.contains(&without), "{asked}");
     // An operator makes the changes.
     let node = Node::new();
     let mut command = node.command("install");
