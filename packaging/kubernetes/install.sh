@@ -39,6 +39,9 @@ etc=/etc/containerd
 # Exists from the first change of a file until the daemon has been restarted, so that the next run
 # completes an interrupted installation. `enable` completes an interrupted `enable`.
 unfinished=/var/lib/pause-sandboxer.unfinished
+# Exists from before a removal removes the label, or a failed check sets it to `false`, until it is
+# certain that no pod has arrived meanwhile, or the node has the label again.
+unlabelled=/var/lib/pause-sandboxer.unlabelled
 state=/run/pause-sandboxer
 records=$state/sandboxes
 needed=75
@@ -49,16 +52,17 @@ die() { say "$*" >&2; exit 1; }
 node() { $on_host "$@"; }
 forever() { [ -n "${ONCE-}" ] || while :; do sleep 3600 & wait $!; done; }
 
+# begin MARKER
 begin() {
-    mkdir -p "$(dirname "$host$unfinished")"
-    : >"$host$unfinished" || die "cannot write $unfinished"
+    mkdir -p "$(dirname "$host$1")"
+    : >"$host$1" || die "cannot write $1"
 }
 
 # place FILE PATH MODE: replaces PATH by rename, because the old program may be running. Succeeds if
 # the file changed.
 place() {
     cmp -s "$1" "$host$2" && return 1
-    begin
+    begin $unfinished
     mkdir -p "$(dirname "$host$2")"
     install -m "$3" "$1" "$host$2.new" ||
         die "cannot write $2: with a read-only $(dirname "$2"), use an image with the sandboxer"
@@ -83,6 +87,18 @@ mark() {
             >/dev/null || die "cannot label node $NODE_NAME"
 }
 
+# Sets the label again, which pods need.
+relabel() {
+    [ -e "$host$unlabelled" ] || return 0
+    mark '"true"'
+    rm -f "$host$unlabelled"
+}
+
+# Does so if there are pods, or if that is unknown.
+relabel_for_pods() {
+    if ! alive=$(pods) || [ -n "$alive" ]; then relabel; fi
+}
+
 # Succeeds if the node's sandboxer is that of a package. This is not a failure of the script,
 # because a DaemonSet's update stops at a node whose pod fails.
 is_packaged() {
@@ -105,6 +121,8 @@ start_daemon() {
 install_all() {
     ! is_packaged || return 0
     options=${ENABLE_OPTIONS-}
+    # Of a command that was interrupted.
+    [ ! -e "$host$unlabelled" ] || relabel_for_pods
     changed=''
     # The progress of an interrupted installation is unknown.
     if [ -e "$host$unfinished" ]; then
@@ -138,6 +156,7 @@ install_all() {
         node $program check || check_failed
     fi
     mark '"true"'
+    rm -f "$host$unlabelled"
     say "done"
 }
 
@@ -165,12 +184,14 @@ check_failed() {
         say "--default is undone" >&2
     fi
     if running=$(pods) && [ -z "$running" ]; then
+        begin $unlabelled
         mark '"false"'
         # A pod may have arrived before the label changed.
         if running=$(pods) && [ -z "$running" ]; then
+            rm -f "$host$unlabelled"
             die "the node has the label $label=false and gets no pods of the RuntimeClass"
         fi
-        mark '"true"'
+        relabel
         say "cordon the node"
         say "a pod arrived: without the label a kubelet that restarts terminates it" >&2
         die "the node has the label $label=true"
@@ -233,6 +254,11 @@ defaults() {
 
 # Ends the script if something needs the sandboxer.
 exit_if_needed() {
+    if ! alive=$(pods); then
+        relabel
+        die "cannot read the records of pods (see above)"
+    fi
+    [ -z "$alive" ] || relabel
     made_default=$(defaults)
     if [ -n "$made_default" ]; then
         say "waiting: the node's default handler is of this sandboxer"
@@ -242,7 +268,6 @@ exit_if_needed() {
         echo "$made_default"
         exit $needed
     fi
-    alive=$(pods) || die "cannot read $records"
     [ -n "$alive" ] || return 0
     say "waiting for the end of these pods; delete or drain them"
     say "(remove runtimeClassName from their workloads first, or cordon the node):"
@@ -277,18 +302,14 @@ uninstall_all() {
     ! is_packaged || return 0
     # Without the daemon kubelet cannot remove them.
     exit_if_needed
+    begin $unlabelled
     mark null
     # A pod may have arrived before the label was removed.
-    alive=$(pods) || die "cannot read $records"
-    if [ -n "$alive" ]; then
-        mark '"true"'
-        exit_if_needed
-        exit $needed
-    fi
+    exit_if_needed
     # An interrupted removal has no program.
     if [ -e "$host$program" ] && ! (remove_handler); then
         # A pod that arrived meanwhile keeps its label.
-        alive=$(pods) && [ -z "$alive" ] || mark '"true"'
+        relabel_for_pods
         exit 1
     fi
     node systemctl disable --now pause-sandboxer.socket pause-sandboxer.service || :
@@ -299,6 +320,7 @@ uninstall_all() {
     node umount $records 2>/dev/null || :
     node rm -rf --one-file-system $state || say "cannot remove $state"
     node systemctl daemon-reload
+    rm -f "$host$unfinished" "$host$unlabelled"
     say "done"
 }
 
