@@ -43,7 +43,6 @@ unfinished=/var/lib/pause-sandboxer.unfinished
 # certain that no pod has arrived meanwhile, or the node has the label again.
 unlabelled=/var/lib/pause-sandboxer.unlabelled
 state=/run/pause-sandboxer
-records=$state/sandboxes
 needed=75
 
 say() { echo "install.sh: $*"; }
@@ -200,14 +199,31 @@ check_failed() {
     die "the label is unchanged: a kubelet that restarts without it terminates running pods"
 }
 
+# Prints the directories that may have records of pods: the default, that of the daemon's settings,
+# and those of the notes that daemons leave beside their socket.
+state_dirs() {
+    {
+        echo $state
+        node $program config show 2>/dev/null | sed -n 's|^state_dir = "\(.*\)"$|\1|p'
+        for note in "$host$state"/*.state; do
+            [ ! -f "$note" ] || { cat "$note" && echo; }
+        done
+        # A link to /run, which in this container is another directory.
+    } | sed 's|^/var/run/|/run/|' | sort -u
+}
+
 # Prints the pods with a sandbox of this daemon. If the daemon does not answer, because it is down
 # or recovers its pods, prints its records.
 pods() {
     if listed=$(node $program list); then
         echo "$listed" | tail -n +2
-    elif [ -d "$host$records" ]; then
-        find "$host$records" -mindepth 1 -maxdepth 1 -printf '%f (the daemon does not answer)\n'
+        return
     fi
+    state_dirs | while IFS= read -r dir; do
+        [ -d "$host$dir/sandboxes" ] || continue
+        find "$host$dir/sandboxes" -mindepth 1 -maxdepth 1 \
+            -printf '%f (the daemon does not answer)\n' || exit 1
+    done
 }
 
 # Prints the changes of `disable` as JSON, with a key or an item per line.
@@ -317,7 +333,7 @@ uninstall_all() {
         "$host$units/pause-sandboxer.service" "$host$units/pause-sandboxer.socket"
     # It has no records, so the only mount can be the directory of the records, of a killed daemon.
     # Removed on the node: this container has a copy of the mount, which would keep the directory.
-    node umount $records 2>/dev/null || :
+    node umount $state/sandboxes 2>/dev/null || :
     node rm -rf --one-file-system $state || say "cannot remove $state"
     node systemctl daemon-reload
     rm -f "$host$unfinished" "$host$unlabelled"

@@ -13,6 +13,7 @@ use super::kubernetes::DIR;
 mod daemon;
 mod default_handler;
 mod label;
+mod records;
 
 /// What an installation that has nothing to change asks for.
 const CHECKED: &str = "systemctl is-active pause-sandboxer.socket\n\
@@ -43,7 +44,7 @@ fn removal_of(drop_in: &str, containerd_config: &str) -> RemovalPlan {
 
 /// A node's root and what is done on it: commands are written down, `list` answers what `alive`
 /// holds, or as a daemon that is down where there is `down`; `disable --dry-run` prints
-/// `plan` or `plan.json`; the command that `fails` holds fails.
+/// `plan` or `plan.json`, `config show` prints `settings`; the command that `fails` holds fails.
 /// Labels are written down as well.
 struct Node(tempfile::TempDir);
 
@@ -80,6 +81,7 @@ impl Node {
              [ ! -e {0}/down ] || exit 3; cat {0}/alive ;; \
              *\" disable --dry-run\") cat {0}/plan ;; \
              *\" disable --dry-run --output json\") cat {0}/plan.json ;; \
+             *\" config show\") cat {0}/settings ;; \
              \"rm -rf --one-file-system \"*) rm -rf {0}/host$4 ;; esac\n",
             node.0.path().display()
         );
