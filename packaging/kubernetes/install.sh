@@ -232,6 +232,9 @@ plan() { node $program disable --dry-run --output json; }
 # Prints the string of a key in such a plan on stdin.
 value() { sed -n "s|^  \"$1\": \"\(.*\)\",*\$|\1|p"; }
 
+# Prints the items of a list in such a plan on stdin.
+items() { sed -n "/^  \"$1\": \[\$/,/^  \]/s|^    \"\(.*\)\",*\$|\1|p"; }
+
 # Prints containerd's config file with what it imports, and the files next to the drop-in of
 # `enable`: only the program knows where a running containerd has its config. If it fails,
 # only the other files are printed.
@@ -303,10 +306,14 @@ remove_handler() {
     if printf '%s\n' "$removal" | grep -qE '^  "(changes|stale_handlers)": \[$'; then
         left=$(node $program disable --dry-run) || die "cannot read containerd's config (see above)"
     else
-        # Files that `enable` has not written. The path is the directory of the daemon's socket.
-        left=$(config_files | while read -r file; do
-            grep -Es "^[^#]*$state/" "$host$file" | sed "s|^|$file:|"
-        done)
+        # Handlers, and files that `enable` has not written, which containerd may not have read. The
+        # path is the default directory of the daemon's socket.
+        left=$(
+            printf '%s\n' "$removal" | items handlers | sed 's|^|runtime handler |'
+            config_files | while read -r file; do
+                grep -Es "^[^#]*$state/" "$host$file" | sed "s|^|$file:|"
+            done
+        )
     fi
     [ -n "$left" ] || return 0
     say "containerd's config has the handler:"
@@ -329,8 +336,10 @@ uninstall_all() {
         exit 1
     fi
     node systemctl disable --now pause-sandboxer.socket pause-sandboxer.service || :
-    rm -f "$host$program" "$host$shim" "$host$unfinished" \
-        "$host$units/pause-sandboxer.service" "$host$units/pause-sandboxer.socket"
+    for path in $program $shim $units/pause-sandboxer.service $units/pause-sandboxer.socket; do
+        # `.new` is of an interrupted installation.
+        rm -f "$host$path" "$host$path.new"
+    done
     # It has no records, so the only mount can be the directory of the records, of a killed daemon.
     # Removed on the node: this container has a copy of the mount, which would keep the directory.
     node umount $state/sandboxes 2>/dev/null || :

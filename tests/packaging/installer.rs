@@ -206,6 +206,12 @@ fn the_uninstaller_removes_everything_installed() {
 
     fs::create_dir_all(node.path("host/run/pause-sandboxer/shims")).unwrap();
     fs::write(node.path("host/run/pause-sandboxer/lock"), "1").unwrap();
+    // Of an update that was interrupted.
+    for path in
+        ["usr/local/bin/pause-sandboxer.new", "etc/systemd/system/pause-sandboxer.socket.new"]
+    {
+        fs::write(node.path(&format!("host/{path}")), "").unwrap();
+    }
     let output = node.script("uninstall");
     assert!(output.status.success(), "{output:?}");
     // By the node: the container that runs the script has copies of the node's mounts.
@@ -254,6 +260,8 @@ fn a_removal_fails_while_an_operator_has_the_handler_in_the_config() {
     let config = node.path("host/etc/containerd/config.toml");
     let main = "/etc/containerd/config.toml";
     let stale = RemovalPlan { stale_handlers: Some(vec!["small".to_owned()]), ..removal(main) };
+    // Of another `socket`, so that no file has the path of the default directory.
+    let written = RemovalPlan { handlers: vec!["small".to_owned()], ..removal(main) };
     let by_hand = "[proxy_plugins.x]\n  address = '/run/pause-sandboxer/sandboxer.sock'\n";
     let mut before = node.files();
     // The label is removed before anything else.
@@ -266,6 +274,7 @@ fn a_removal_fails_while_an_operator_has_the_handler_in_the_config() {
     for (plan, text, shown) in [
         (removal_of("/etc/containerd/conf.d/x.toml", main), "", "-imports = []"),
         (stale, "", "handlers loaded that /etc/containerd/config.toml no longer defines: small"),
+        (written, "", "\nruntime handler small\n"),
         (removal(main), by_hand, "/etc/containerd/config.toml:  address"),
     ] {
         node.plans(&plan);
