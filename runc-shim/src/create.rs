@@ -49,9 +49,16 @@ impl Shim {
             let message = format!("bundle path is not absolute: {}", request.bundle);
             return Err(Error::new(Code::InvalidArgument, message));
         }
+        let container = new_container(&request, &options, &bundle, &self.namespace);
+        if container.runtime.knows(&request.id) {
+            // Another shim has it, or had it. A failure after this point deletes the runtime's
+            // container and the mounts of the bundle.
+            let state = container.runtime.state_of(&request.id);
+            let message = format!("the runtime already has the container: {}", state.display());
+            return Err(Error::new(Code::AlreadyExists, message));
+        }
         options::write(&bundle, &options)?;
         let key = ProcessKey::new(&request.id, "");
-        let container = new_container(&request, &options, &bundle, &self.namespace);
         self.containers.insert(request.id.clone(), container);
         // Kept until the container is created: only then the event is sent.
         self.create_events.insert(request.id.clone(), create_event(&request));

@@ -59,7 +59,12 @@ pub fn input_path() -> String {
 impl Runtime {
     /// Whether the runtime keeps state of a container.
     pub fn knows(&self, id: &str) -> bool {
-        Path::new(&self.root).join(id).exists()
+        self.state_of(id).exists()
+    }
+
+    /// The directory of the runtime's state of a container.
+    pub fn state_of(&self, id: &str) -> PathBuf {
+        Path::new(&self.root).join(id)
     }
 
     /// Starts a command.

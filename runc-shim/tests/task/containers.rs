@@ -2,10 +2,11 @@
 
 use containerd_shim_protos::api::*;
 use containerd_shim_protos::protobuf::Message as _;
+use containerd_shim_protos::shim::oci::Options;
 use containerd_shim_protos::ttrpc::Code;
 use containerd_shim_protos::{cgroups, cgroups_v2};
 
-use crate::pod::{self, Container, Pod, code, context, eventually, exists, reader, script};
+use crate::pod::{self, Container, Pod, code, context, eventually, exists, reader};
 
 #[test]
 fn a_container_runs_and_its_events_come_in_order() {
@@ -143,21 +144,33 @@ fn what_a_failed_creation_has_left_is_removed_once_the_runtime_can_be_run() {
     }
 }
 
+/// The pods of a namespace have the runtime's state in one directory.
 #[test]
-fn a_creation_that_fails_at_once_is_discarded_once_the_runtime_can_be_run() {
-    let mut pod = Pod::new();
-    let (runtime, state) = (pod.path("runtime"), pod.runtime_state("a"));
-    std::fs::create_dir_all(&state).unwrap();
-    let mut with = Container { stdout: pod.path("missing"), ..Default::default() };
-    with.options.binary_name.clone_from(&runtime);
-    let error = pod.try_create("a", "true", &with).unwrap_err().to_string();
-    assert!(error.contains("missing"), "{error}");
-    let refused = pod.delete("a", "").unwrap_err().to_string();
-    assert!(refused.contains("/runtime"), "{refused}");
-    script(&runtime, &format!("rm -rf {state}"));
-    eventually("its removal", || (!exists(&state)).then_some(()));
-    eventually("its end", || pod.delete("a", "").err().filter(|e| code(e) == Code::NOT_FOUND));
+fn a_create_of_a_container_of_another_shim_is_refused_and_does_not_delete_it() {
+    let (mut pod, mut other) = (Pod::new(), Pod::new());
+    let pid = pod.run("a", "exec sleep 1000", &Container::default());
+    let mut options = Options::new();
+    options.binary_name = pod::runtime().display().to_string();
+    options.root = pod.path("runc");
+    let mut request = CreateTaskRequest::new();
+    (request.id, request.bundle) = (pod.id("a"), pod.bundle("a").display().to_string());
+    let any = request.options.mut_or_insert_default();
+    any.type_url = "containerd.runc.v1.Options".to_owned();
+    any.value = options.write_to_bytes().unwrap();
+    // The second one fails before the runtime is called.
+    for stdout in [String::new(), pod.path("missing")] {
+        request.stdout = stdout;
+        let refused = other.client.create(context(), &request).unwrap_err();
+        assert_eq!(code(&refused), Code::ALREADY_EXISTS, "{refused}");
+        let state = StateRequest { id: pod.id("a"), ..Default::default() };
+        let unknown = other.client.state(context(), &state).unwrap_err();
+        assert_eq!(code(&unknown), Code::NOT_FOUND);
+        assert!(exists(format!("/proc/{pid}")) && exists(pod.runtime_state("a")));
+    }
+    assert_eq!(pod.status("a"), Status::RUNNING);
+    pod.end("a");
     pod.shut_down();
+    other.shut_down();
 }
 
 /// Cgroups in the container's, one in the other: their path is longer than a system call takes.
