@@ -70,7 +70,7 @@ impl Shim {
             }
         }
         for waiter in waiters {
-            let answer = response::now(&response::waited(Some(exit)));
+            let answer = response::now(&response::waited(exit));
             self.respond(waiter, answer);
         }
     }

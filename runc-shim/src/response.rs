@@ -20,12 +20,10 @@ pub fn empty() -> Answer {
 }
 
 /// The answer to a Wait.
-pub fn waited(exit: Option<Exit>) -> api::WaitResponse {
+pub fn waited(exit: Exit) -> api::WaitResponse {
     let mut response = api::WaitResponse::new();
-    if let Some(exit) = exit {
-        response.exit_status = exit.status;
-        response.exited_at = MessageField::some(exit.at());
-    }
+    response.exit_status = exit.status;
+    response.exited_at = MessageField::some(exit.at());
     response
 }
 

@@ -135,7 +135,7 @@ impl Shim {
     fn wait_sandbox(&mut self, reply: Reply) -> Answer {
         let Some(sandbox) = &mut self.sandbox else { return Ok(None) };
         if let Some(exit) = sandbox.exit {
-            return response::now(&response::waited(Some(exit)));
+            return response::now(&response::waited(exit));
         }
         sandbox.waiters.retain(|waiter| self.server.is_connected(*waiter));
         // Refuses the new call, not an older one: CRI's Wait is the first, and CRI takes its error
@@ -164,7 +164,7 @@ impl Shim {
             self.events.send(events::EXIT, &event, &self.reactor);
         }
         for waiter in waiters {
-            let answer = response::now(&response::waited(Some(exit)));
+            let answer = response::now(&response::waited(exit));
             self.respond(waiter, answer);
         }
     }

@@ -6,6 +6,7 @@ use containerd_shim_protos::events::task as task_events;
 use crate::container::state::{self, Event, State};
 use crate::container::{Container, cgroup_with};
 use crate::error::Error;
+use crate::exits::{Exit, UNKNOWN};
 use crate::job::Purpose;
 use crate::process_key::ProcessKey;
 use crate::response::{self, Answer};
@@ -102,12 +103,15 @@ impl Shim {
     /// Handles the failed start of an exec.
     pub fn exec_failed(&mut self, key: &ProcessKey) {
         let Ok(exec) = self.exec(key) else { return };
-        if let Ok(Some(next)) = exec::state::step(exec.state, exec::state::Event::StartFailed) {
+        // A caller of Wait must not take it for a success.
+        let exit = Exit::now(UNKNOWN);
+        let failed = exec::state::step(exec.state, exec::state::Event::StartFailed(exit));
+        if let Ok(Some(next)) = failed {
             exec.state = next;
         }
         let waiters = std::mem::take(&mut exec.process.waiters);
         for waiter in waiters {
-            let answer = response::now(&response::waited(None));
+            let answer = response::now(&response::waited(exit));
             self.respond(waiter, answer);
         }
         self.announce_exit_if_done(&key.id);

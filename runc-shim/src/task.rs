@@ -158,15 +158,12 @@ impl Shim {
         response::empty()
     }
 
-    /// The exit of a process; `Some(None)`: its start has failed; `None`: it has not exited.
-    fn ended(&mut self, key: &ProcessKey) -> Result<Option<Option<Exit>>, Error> {
+    /// The exit of a process, if it has exited or could not be started.
+    fn ended(&mut self, key: &ProcessKey) -> Result<Option<Exit>, Error> {
         if key.exec.is_empty() {
-            return Ok(self.container(&key.id)?.state.exit().map(Some));
+            return Ok(self.container(&key.id)?.state.exit());
         }
-        Ok(match self.exec(key)?.state {
-            exec::state::State::Failed => Some(None),
-            state => state.exit().map(Some),
-        })
+        Ok(self.exec(key)?.state.exit())
     }
 
     fn wait(&mut self, reply: Reply, key: &ProcessKey) -> Answer {

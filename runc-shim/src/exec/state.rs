@@ -10,7 +10,10 @@ pub enum State {
     /// The exec is being started.
     Starting,
     /// The start has failed.
-    Failed,
+    Failed {
+        /// What calls of Wait report: there is no exit status.
+        exit: Exit,
+    },
     /// The process runs.
     Running {
         /// The process.
@@ -32,8 +35,8 @@ pub enum Event {
     Start,
     /// The runtime has started the process with this pid.
     Started(i32),
-    /// The start has failed.
-    StartFailed,
+    /// The start has failed; calls of Wait report this exit.
+    StartFailed(Exit),
     /// The process has exited.
     Exited(Exit),
     /// A Delete was requested.
@@ -48,11 +51,11 @@ pub fn step(state: State, event: Event) -> Result<Option<State>, &'static str> {
     match (state, event) {
         (S::Added, E::Start) => Ok(Some(S::Starting)),
         (S::Starting, E::Started(pid)) => Ok(Some(S::Running { pid })),
-        (S::Starting, E::StartFailed) => Ok(Some(S::Failed)),
+        (S::Starting, E::StartFailed(exit)) => Ok(Some(S::Failed { exit })),
         (S::Running { pid }, E::Exited(exit)) => Ok(Some(S::Stopped { pid, exit })),
-        (S::Added | S::Failed | S::Stopped { .. }, E::Delete) => Ok(None),
+        (S::Added | S::Failed { .. } | S::Stopped { .. }, E::Delete) => Ok(None),
         (S::Starting | S::Running { .. }, E::Delete) => Err("cannot delete a running process"),
-        (S::Stopped { .. } | S::Failed, E::Start) => Err("cannot start a stopped process"),
+        (S::Stopped { .. } | S::Failed { .. }, E::Start) => Err("cannot start a stopped process"),
         (S::Starting | S::Running { .. }, E::Start) => Err("cannot start a running process"),
         _ => Err("not possible in this state"),
     }
@@ -62,15 +65,15 @@ impl State {
     /// The pid of the process; 0: there is none.
     pub fn pid(&self) -> i32 {
         match *self {
-            Self::Added | Self::Starting | Self::Failed => 0,
+            Self::Added | Self::Starting | Self::Failed { .. } => 0,
             Self::Running { pid } | Self::Stopped { pid, .. } => pid,
         }
     }
 
-    /// The exit of the process, if it has exited.
+    /// The exit of the process, if it has exited or could not be started.
     pub fn exit(&self) -> Option<Exit> {
         match *self {
-            Self::Stopped { exit, .. } => Some(exit),
+            Self::Stopped { exit, .. } | Self::Failed { exit } => Some(exit),
             _ => None,
         }
     }
@@ -95,15 +98,16 @@ mod tests {
         ) {
             let exit = Exit { status: 3, seconds: 1, nanos: 2 };
             let all = [
-                Event::Start, Event::Started(7), Event::StartFailed, Event::Exited(exit),
+                Event::Start, Event::Started(7), Event::StartFailed(exit), Event::Exited(exit),
                 Event::Delete,
             ];
+            let ends = |event| matches!(event, Event::Exited(_) | Event::StartFailed(_));
             let mut state = State::Added;
             for event in events.into_iter().map(|index| all[index]) {
                 match step(state, event) {
                     Ok(Some(next)) => {
                         prop_assert!(state.exit().is_none(), "left {state:?} by {event:?}");
-                        prop_assert_eq!(next.exit().is_some(), matches!(event, Event::Exited(_)));
+                        prop_assert_eq!(next.exit().is_some(), ends(event));
                         state = next;
                     }
                     Ok(None) => {

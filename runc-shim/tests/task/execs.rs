@@ -40,6 +40,29 @@ fn an_exec_that_cannot_be_started_says_why_and_is_deleted() {
 }
 
 #[test]
+fn an_exec_that_cannot_be_started_has_not_succeeded() {
+    let mut pod = Pod::new();
+    pod.run("a", "sleep 1000", &Container::default());
+    add_exec(&pod, "bad", "/no/such/program", "");
+    let mut request = WaitRequest::new();
+    (request.id, request.exec_id) = (pod.id("a"), "bad".to_owned());
+    let wait = || pod.client.wait(context(), &request).unwrap();
+    std::thread::scope(|scope| {
+        let early = scope.spawn(wait);
+        // Most likely it waits by then.
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        pod.start("a", "bad").unwrap_err();
+        let (early, late) = (early.join().unwrap(), wait());
+        assert_eq!((early.exit_status, late.exit_status), (255, 255));
+        assert!(early.exited_at.is_some());
+        assert_eq!(early.exited_at, late.exited_at);
+    });
+    assert_eq!(pod.delete("a", "bad").unwrap().exit_status, 255);
+    pod.end("a");
+    pod.shut_down();
+}
+
+#[test]
 fn execs_that_fail_again_and_again_do_not_fill_the_bundle() {
     let mut pod = Pod::new();
     pod.run("a", "sleep 1000", &Container::default());
