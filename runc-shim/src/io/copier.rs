@@ -170,7 +170,7 @@ impl Copier {
         self.send(CopierCommand::Finish(id));
     }
 
-    /// Copies the pending output of a terminal, and then ends the stream.
+    /// Closes a terminal: an output stream ends when its pending output is copied.
     pub fn hang_up(&self, id: u32) {
         self.send(CopierCommand::HangUp(id));
     }

@@ -296,6 +296,32 @@ fn a_slow_reader_has_all_output_of_a_deleted_container() {
 }
 
 #[test]
+fn a_slow_reader_has_all_output_of_a_terminal_whose_input_ends() {
+    let mut pod = Pod::new();
+    let (stdin, stdout) = (pod.fifo("in"), pod.fifo("out"));
+    let mut fifo = pod::open(&stdout);
+    // The first process of a PID namespace ignores the signal of the terminal.
+    let host_pids = true;
+    let with = Container { stdin, stdout, terminal: true, host_pids, ..Default::default() };
+    // More than the FIFO holds: the rest is in the shim and in the terminal.
+    let pid = pod.run("a", "seq 100001 108800; exec sleep 1000", &with);
+    eventually("all is written", || {
+        let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap();
+        (name == "sleep\n").then_some(())
+    });
+    let mut request = CloseIORequest::new();
+    (request.id, request.stdin) = (pod.id("a"), true);
+    pod.client.close_io(context(), &request).unwrap();
+    assert_eq!(pod.wait("a", "").unwrap(), 129, "the terminal hangs up");
+    let expected: String = (100_001..=108_800).map(|number| format!("{number}\r\n")).collect();
+    let mut said = Vec::new();
+    eventually("all output", || fifo.read_to_end(&mut said).ok());
+    assert!(said == expected.as_bytes(), "{} of {} bytes", said.len(), expected.len());
+    pod.delete("a", "").unwrap();
+    pod.shut_down();
+}
+
+#[test]
 fn a_terminal_that_no_process_has_open_for_a_while_stays() {
     let mut pod = Pod::new();
     let out = pod.fifo("out");

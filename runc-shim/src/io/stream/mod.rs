@@ -18,6 +18,9 @@ const MAX_READS_AT_ONCE: usize = 256;
 /// Size of one read, bytes.
 const BUFFER: usize = 8192;
 
+/// Maximum number of pending bytes that are kept of a terminal that hangs up. It holds less.
+const MAX_KEPT: usize = 64 << 10;
+
 /// Delay before another write after one that has failed, for example because the disk is full.
 const FAILED_WAIT: Duration = Duration::from_millis(500);
 
@@ -27,7 +30,8 @@ const UNWATCHED_WAIT: Duration = Duration::from_millis(100);
 /// One stream: bytes are copied in one direction.
 #[derive(Debug)]
 pub struct Stream {
-    from: OwnedFd,
+    /// `None`: a terminal that has hung up. The stream ends when `held` is written.
+    from: Option<OwnedFd>,
     to: OwnedFd,
     /// The shim's own reading end of the FIFO at `to`, so that the FIFO always has a reader.
     reader: Option<OwnedFd>,
@@ -112,7 +116,7 @@ impl Stream {
             rustix::io::ioctl_fionbio(end, true)?;
         }
         Ok(Self {
-            from,
+            from: Some(from),
             to,
             reader,
             is_output: true,
@@ -148,7 +152,7 @@ impl Stream {
 
     /// The descriptors of a stream that was never copied.
     pub fn into_ends(self) -> impl Iterator<Item = OwnedFd> {
-        [self.from, self.to].into_iter().chain(self.reader)
+        [self.from, Some(self.to), self.reader].into_iter().flatten()
     }
 
     fn copy_available(&mut self) -> CopyResult {
@@ -185,14 +189,8 @@ impl Stream {
     /// pipes, so that containerd would sleep together with this thread.
     fn copy(&mut self) -> Result<usize, Failure> {
         if self.held.is_empty() {
-            let mut buffer = [0; BUFFER];
-            let count = match rustix::io::read(&self.from, &mut buffer) {
-                // No process has the terminal open, but one may open it again.
-                Err(Errno::IO) if self.is_terminal => return Err(Failure::Blocked),
-                read => read.map_err(Failure::of_read)?,
-            };
-            self.held.extend_from_slice(buffer.get(..count).unwrap_or_default());
-            if count == 0 {
+            self.read()?;
+            if self.held.is_empty() {
                 return Ok(0);
             }
         }
@@ -205,6 +203,31 @@ impl Stream {
             self.held.drain(..count);
         }
         Ok(count)
+    }
+
+    /// Reads once; 0: there will be nothing more.
+    fn read(&mut self) -> Result<usize, Failure> {
+        let Some(from) = &self.from else { return Ok(0) };
+        let mut buffer = [0; BUFFER];
+        let count = match rustix::io::read(from, &mut buffer) {
+            // No process has the terminal open, but one may open it again.
+            Err(Errno::IO) if self.is_terminal => return Err(Failure::Blocked),
+            read => read.map_err(Failure::of_read)?,
+        };
+        self.held.extend_from_slice(buffer.get(..count).unwrap_or_default());
+        Ok(count)
+    }
+
+    /// Reads what is pending, and closes the terminal.
+    fn hang_up(&mut self) {
+        // Bounded, because processes may still write.
+        while self.held.len() < MAX_KEPT {
+            match self.read() {
+                Ok(1..) | Err(Failure::Interrupted) => {}
+                _ => break,
+            }
+        }
+        self.from = None;
     }
 
     fn write_failed(&mut self, e: Errno) -> Failure {
@@ -223,7 +246,8 @@ impl Stream {
 
     /// Whether the stream ends although not all writers have closed it.
     fn is_over(&self) -> bool {
-        let drained = self.held.is_empty() && !is(&self.from, PollFlags::IN);
+        let has_more = |from| is(from, PollFlags::IN);
+        let drained = self.held.is_empty() && !self.from.as_ref().is_some_and(has_more);
         match self.left_to_copy {
             Some(_) => drained || !self.has_reader(),
             None => self.finishing && drained,

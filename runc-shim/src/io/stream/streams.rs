@@ -39,7 +39,8 @@ impl Streams {
 
     /// Begins to copy a stream with this id.
     pub fn add(&mut self, id: u32, mut stream: Stream, reactor: &Reactor) {
-        for (end, flag) in [(&stream.from, EventFlags::IN), (&stream.to, EventFlags::OUT)] {
+        let from = stream.from.iter().map(|from| (from, EventFlags::IN));
+        for (end, flag) in from.chain([(&stream.to, EventFlags::OUT)]) {
             match reactor.add(end, Source::Stream(id), flag | EventFlags::ET) {
                 // epoll refuses a regular file, which is always ready.
                 Err(e) if e.raw_os_error() != Some(libc::EPERM) => {
@@ -110,12 +111,15 @@ impl Streams {
         }
     }
 
-    /// Copies the pending output of a terminal, and then ends the stream.
+    /// Closes a terminal. Its pending output is still copied, however slow its reader is; an input
+    /// stream ends at once.
     pub fn hang_up(&mut self, id: u32) {
-        if let Some(stream) = self.streams.get_mut(&id) {
-            // Bounded, because processes may still write. The pending output is less than this.
-            let _ = (0..64).find(|_| stream.copy_available() != CopyResult::More);
-            self.end(id);
+        match self.streams.get_mut(&id) {
+            Some(stream) if stream.is_output => {
+                stream.hang_up();
+                self.ready(id);
+            }
+            _ => self.end(id),
         }
     }
 
@@ -131,7 +135,8 @@ impl Streams {
             && stream.has_reader()
         {
             // A terminal has no pipe size; it holds less.
-            let in_pipe = rustix::pipe::fcntl_getpipe_size(&stream.from).unwrap_or(PIPE_SIZE);
+            let size = |from| rustix::pipe::fcntl_getpipe_size(from).unwrap_or(PIPE_SIZE);
+            let in_pipe = stream.from.as_ref().map_or(0, size);
             stream.left_to_copy = Some(in_pipe + stream.held.len());
             self.ready(id);
         } else {
