@@ -19,7 +19,11 @@ use crate::reactor::{Reactor, Source};
 /// calls of this caller.
 const MAX_UNREAD: usize = 1 << 20;
 
-/// Delay before the next accept after a failed one.
+/// Maximum number of connections. Further callers wait in the queue of the socket. A connection can
+/// hold a message that is not complete.
+const MAX_CONNECTIONS: usize = 1024;
+
+/// Delay before the next accept after a failed one, or while there are too many connections.
 const ACCEPT_WAIT: Duration = Duration::from_millis(100);
 
 /// Identifies the call that an answer is for.
@@ -102,6 +106,9 @@ impl Server {
         }
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         loop {
+            if self.connections.len() >= MAX_CONNECTIONS {
+                return self.listen(false, reactor);
+            }
             let socket = match rustix::net::accept_with(&self.listener, flags) {
                 Ok(socket) => socket,
                 Err(Errno::AGAIN) => return,

@@ -24,6 +24,12 @@ use crate::sandbox::Sandbox;
 use crate::server::{Call, Reply};
 use crate::shim::Shim;
 
+/// Maximum number of calls that wait for a pending command of one container or exec.
+const MAX_QUEUED: usize = 1024;
+
+/// Maximum number of execs of a container that are not deleted. Each has a spec until its start.
+const MAX_EXECS: usize = 1024;
+
 impl Shim {
     /// Decodes and executes a call.
     pub fn call(&mut self, call: Call) {
@@ -112,6 +118,10 @@ impl Shim {
             exec.filter(starting).map(|exec| &mut exec.queue)
         };
         match queue {
+            Some(queue) if queue.len() >= MAX_QUEUED => {
+                let reason = format!("{MAX_QUEUED} calls wait for a command of the runtime");
+                Err(Error::new(Code::ResourceExhausted, reason))
+            }
             Some(queue) => {
                 queue.push_back((reply, request));
                 if is_delete && is_creating {
@@ -130,6 +140,10 @@ impl Shim {
             return Err(Error::new(Code::AlreadyExists, format!("id {id}")));
         }
         process_key::check_id(id)?;
+        if container.execs.len() >= MAX_EXECS {
+            let reason = format!("the container has {MAX_EXECS} execs that are not deleted");
+            return Err(Error::new(Code::ResourceExhausted, reason));
+        }
         match container.state {
             State::Restorable => return Err(Error::state("cannot exec in a created state")),
             State::Pausing { .. } | State::Paused { .. } => {
