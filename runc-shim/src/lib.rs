@@ -26,6 +26,7 @@ mod io;
 mod job;
 mod kill;
 mod log;
+mod loop_device;
 mod main_loop;
 mod mounts;
 mod oom;

@@ -13,6 +13,7 @@ use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags};
 
 use crate::error::{Code, Context as _, Error};
+use crate::loop_device::LoopDevice;
 use crate::{idmap, overlay};
 
 /// The kernel takes less than one page of mount data.
@@ -39,7 +40,8 @@ pub struct Options {
     is_remount: bool,
     /// Options of the file system.
     pub data: Vec<String>,
-    loops: bool,
+    /// The source is a file, which gets a loop device.
+    has_loop: bool,
     users: Option<String>,
     groups: Option<String>,
 }
@@ -79,7 +81,7 @@ impl Options {
             flags: MountFlags::empty(),
             is_remount: false,
             data: Vec::new(),
-            loops: false,
+            has_loop: false,
             users: None,
             groups: None,
         };
@@ -97,7 +99,7 @@ impl Options {
             match option.split_once('=') {
                 None if option == "defaults" => {}
                 None if option == "remount" => parsed.is_remount = true,
-                None if option == "loop" => parsed.loops = true,
+                None if option == "loop" => parsed.has_loop = true,
                 Some(("uidmap", map)) => parsed.users = Some(map.to_owned()),
                 Some(("gidmap", map)) => parsed.groups = Some(map.to_owned()),
                 _ => parsed.data.push(option.clone()),
@@ -158,7 +160,7 @@ fn mount_one(mount: &Mount, root: &Path, beside: &Path) -> Result<(), Error> {
     // Resolved anew for each step, so that a step finds the mount of the step before.
     let target = || Target::find(root, &mount.target);
     let mut options = Options::parse(&mount.options)?;
-    check_supported(mount, &options)?;
+    check_supported(mount)?;
     let users = match (&options.users, &options.groups) {
         (Some(users), Some(groups)) => Some(idmap::user_namespace(users, groups)?),
         _ => None,
@@ -175,13 +177,16 @@ fn mount_one(mount: &Mount, root: &Path, beside: &Path) -> Result<(), Error> {
     if is_overlay && options.data.join(",").len() >= MAX_OVERLAY_DATA {
         directory = overlay::shorten(&mut options.data);
     }
+    // Open until the mount is made, which then keeps it.
+    let device = loop_device(mount, &mut options)?;
+    let source = device.as_ref().map_or(&mount.source, |device| &device.path);
     let data = options.data.join(",");
     if data.len() >= PAGE_SIZE {
         // The kernel would truncate the data.
         return Err(Error::new(Code::InvalidArgument, "mount options is too long"));
     }
     let in_directory = directory.map(Directory::enter).transpose()?;
-    let mounted = target().and_then(|at| call_mount(mount, &options, &at.path, &data));
+    let mounted = target().and_then(|at| call_mount(mount, source, &options, &at.path, &data));
     drop((in_directory, lower));
     mounted?;
     if options.flags.contains(MountFlags::BIND | MountFlags::RDONLY) {
@@ -199,24 +204,38 @@ fn mount_one(mount: &Mount, root: &Path, beside: &Path) -> Result<(), Error> {
 /// Refuses mounts that containerd's shim has a program of the node make. The code is not
 /// UNIMPLEMENTED: from a Create, containerd takes that for a shim of Task v2, calls it as one, and
 /// drops the message.
-fn check_supported(mount: &Mount, options: &Options) -> Result<(), Error> {
-    let reason = if options.loops {
-        "option \"loop\": the shim makes no loop devices"
-    } else if ["fuse.", "fuse3."].iter().any(|prefix| mount.type_.starts_with(prefix)) {
-        "the shim runs no FUSE programs"
-    } else {
-        return Ok(());
-    };
-    Err(Error::new(Code::InvalidArgument, reason))
+fn check_supported(mount: &Mount) -> Result<(), Error> {
+    if ["fuse.", "fuse3."].iter().any(|prefix| mount.type_.starts_with(prefix)) {
+        let reason = "this shim runs no FUSE programs; use shim = \"runtime\" for such pods";
+        return Err(Error::new(Code::InvalidArgument, reason));
+    }
+    Ok(())
 }
 
-fn call_mount(mount: &Mount, options: &Options, target: &Path, data: &str) -> Result<(), Error> {
+/// Attaches the source of a mount to a loop device, if an option says so. `direct-io` is an option
+/// of the device then.
+fn loop_device(mount: &Mount, options: &mut Options) -> Result<Option<LoopDevice>, Error> {
+    if !options.has_loop || options.is_remount {
+        return Ok(None);
+    }
+    let direct = options.data.iter().position(|option| option == "direct-io");
+    let direct_io = direct.map(|at| options.data.remove(at)).is_some();
+    let read_only = options.flags.contains(MountFlags::RDONLY);
+    LoopDevice::attach(&mount.source, read_only, direct_io).map(Some)
+}
+
+fn call_mount(
+    mount: &Mount,
+    source: &str,
+    options: &Options,
+    target: &Path,
+    data: &str,
+) -> Result<(), Error> {
     if options.is_remount {
         return Ok(rustix::mount::mount_remount(target, options.flags, data)?);
     }
     let data = std::ffi::CString::new(data)
         .map_err(|_| Error::new(Code::InvalidArgument, "a zero byte in mount options"))?;
-    let source = mount.source.as_str();
     rustix::mount::mount(source, target, &*mount.type_, options.flags, Some(data.as_c_str()))?;
     Ok(())
 }

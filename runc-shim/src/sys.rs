@@ -286,6 +286,70 @@ pub fn user_namespace_holder() -> io::Result<i32> {
     }
 }
 
+/// `LOOP_CTL_GET_FREE` and `LOOP_CONFIGURE` (`linux/loop.h`).
+const LOOP_CTL_GET_FREE: libc::Ioctl = 0x4c82;
+const LOOP_CONFIGURE: libc::Ioctl = 0x4c0a;
+
+/// Flags of [`LoopConfig`] (`linux/loop.h`).
+pub const LOOP_READ_ONLY: u32 = 1;
+pub const LOOP_AUTOCLEAR: u32 = 4;
+pub const LOOP_DIRECT_IO: u32 = 16;
+
+/// `struct loop_config` of `linux/loop.h`, with its `struct loop_info64`.
+#[repr(C)]
+struct LoopConfig {
+    file: u32,
+    block_size: u32,
+    /// Device, inode, device number, offset, size limit.
+    place: [u64; 5],
+    /// Number, type and size of the key.
+    numbers: [u32; 3],
+    flags: u32,
+    file_name: [u8; 64],
+    crypt_name: [u8; 64],
+    key: [u8; 32],
+    init: [u64; 2],
+    reserved: [u64; 8],
+}
+
+const _: () = assert!(size_of::<LoopConfig>() == 304);
+
+/// The number of a loop device without a file, which may be made for this. `control` is
+/// `/dev/loop-control`.
+pub fn free_loop_device(control: BorrowedFd<'_>) -> io::Result<u32> {
+    // SAFETY: the request takes no argument.
+    let number = unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE) };
+    u32::try_from(number).map_err(|_| io::Error::last_os_error())
+}
+
+/// Gives a loop device a file. `name` is the file's name for `losetup`, and may be truncated.
+pub fn configure_loop_device(
+    device: BorrowedFd<'_>,
+    file: BorrowedFd<'_>,
+    name: &str,
+    flags: u32,
+) -> io::Result<()> {
+    let mut file_name = [0; 64];
+    // The last byte stays zero.
+    file_name.iter_mut().take(63).zip(name.bytes()).for_each(|(to, from)| *to = from);
+    let config = LoopConfig {
+        file: u32::try_from(file.as_raw_fd()).map_err(io::Error::other)?,
+        block_size: 0,
+        place: [0; 5],
+        numbers: [0; 3],
+        flags,
+        file_name,
+        crypt_name: [0; 64],
+        key: [0; 32],
+        init: [0; 2],
+        reserved: [0; 8],
+    };
+    // SAFETY: the kernel reads a structure of this type, whose layout is that of C, and keeps no
+    // pointer to it.
+    let result = unsafe { libc::ioctl(device.as_raw_fd(), LOOP_CONFIGURE, &raw const config) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
 /// Sends a signal to a child that was not reaped, so that its pid cannot have been reused.
 pub fn kill(pid: i32, signal: i32) -> io::Result<()> {
     // SAFETY: kill takes no pointer.

@@ -58,21 +58,79 @@ fn root_file_systems_are_mounted_and_unmounted() {
     let error = pod.try_create("c", "true", &with).unwrap_err();
     assert_eq!(code(&error), Code::INVALID_ARGUMENT);
     // containerd takes UNIMPLEMENTED for a shim of Task v2, and drops the message.
-    for (kind, option, named) in
-        [("ext4", "loop", "loop devices"), ("fuse3.mergerfs", "ro", "fuse3.mergerfs")]
-    {
+    for kind in ["fuse.sshfs", "fuse3.mergerfs"] {
         let mut mount = overlay(&dirs, &[]);
-        (mount.type_, mount.options) = (kind.to_owned(), vec![option.to_owned()]);
+        (mount.type_, mount.options) = (kind.to_owned(), vec!["ro".to_owned()]);
         let with = Container { rootfs: vec![mount], ..Default::default() };
         let error = pod.try_create("c", "true", &with).unwrap_err();
         assert_eq!(code(&error), Code::INVALID_ARGUMENT);
-        assert!(error.to_string().contains(named), "{error}");
+        let error = error.to_string();
+        assert!(error.contains(kind) && error.contains("FUSE programs"), "{error}");
     }
     // What was mounted before the one that fails is undone.
     refused.options = vec!["lowerdir=/no/such".to_owned()];
     let with = Container { rootfs: vec![overlay(&dirs, &["ro"]), refused], ..Default::default() };
     pod.try_create("c", "true", &with).unwrap_err();
     assert!(!mounts().contains(&pod.bundle("c").display().to_string()));
+    pod.shut_down();
+}
+
+/// The loop devices of a file, and whether they refuse writes.
+fn loop_devices_of(image: &str) -> Vec<bool> {
+    let devices = std::fs::read_dir("/sys/block").unwrap().flatten();
+    let is_read_only = |device: std::fs::DirEntry| {
+        let file = std::fs::read_to_string(device.path().join("loop/backing_file")).ok()?;
+        let read_only = std::fs::read_to_string(device.path().join("ro")).ok()?;
+        (file.trim() == image).then(|| read_only.trim() == "1")
+    };
+    devices.filter_map(is_read_only).collect()
+}
+
+/// As containerd's blockfile snapshotter has them.
+#[test]
+fn a_root_file_system_in_an_image_gets_a_loop_device_as_long_as_it_is_mounted() {
+    let mut pod = Pod::new();
+    let image = pod.path("image");
+    std::fs::File::create(&image).unwrap().set_len(32 << 20).unwrap();
+    let mut command = std::process::Command::new("mkfs.ext4");
+    let made = command.args(["-q", "-d", &pod.path("root"), &image]).status();
+    if !exists("/dev/loop-control") || !made.is_ok_and(|status| status.success()) {
+        kit::skip("no loop devices, or no mkfs.ext4");
+        return;
+    }
+    let with = |options: &[&str]| {
+        let mut mount = Mount::new();
+        (mount.type_, mount.source) = ("ext4".to_owned(), image.clone());
+        mount.options = options.iter().map(|option| (*option).to_owned()).collect();
+        Container { rootfs: vec![mount], ..Default::default() }
+    };
+    pod.run("a", "exit 3", &with(&["rw", "loop", "direct-io"]));
+    assert_eq!(loop_devices_of(&image), [false]);
+    std::fs::write(pod.bundle("a").join("rootfs/written"), "").unwrap();
+    assert_eq!(pod.wait("a", "").unwrap(), 3);
+    pod.delete("a", "").unwrap();
+    pod::eventually("its end", || loop_devices_of(&image).is_empty().then_some(()));
+    // They compete for the free devices.
+    let names: Vec<String> = (0..8).map(|number| format!("b{number}")).collect();
+    std::thread::scope(|scope| {
+        for name in &names {
+            scope.spawn(|| pod.create(name, "true", &with(&["ro", "loop"])));
+        }
+    });
+    assert_eq!(loop_devices_of(&image), [true; 8]);
+    for name in &names {
+        assert!(exists(pod.bundle(name).join("rootfs/written")));
+        pod.delete(name, "").unwrap();
+    }
+    pod::eventually("their end", || loop_devices_of(&image).is_empty().then_some(()));
+    // The device of a mount that fails is free again.
+    let error = pod.try_create("c", "true", &with(&["loop", "no-such"])).unwrap_err().to_string();
+    assert!(error.contains("Invalid argument"), "{error}");
+    let mut missing = with(&["loop"]);
+    missing.rootfs[0].source = pod.path("missing");
+    let error = pod.try_create("c", "true", &missing).unwrap_err().to_string();
+    assert!(error.contains("missing: No such file"), "{error}");
+    pod::eventually("their end", || loop_devices_of(&image).is_empty().then_some(()));
     pod.shut_down();
 }
 
