@@ -6,7 +6,7 @@ use containerd_shim_protos::shim::oci::Options;
 use containerd_shim_protos::ttrpc::Code;
 use containerd_shim_protos::{cgroups, cgroups_v2};
 
-use crate::pod::{self, Container, Pod, code, context, eventually, exists, reader};
+use crate::pod::{self, Container, Pod, code, context, eventually, exists, reader, script};
 
 #[test]
 fn a_container_runs_and_its_events_come_in_order() {
@@ -293,6 +293,39 @@ fn the_runtime_has_the_environment_without_what_is_the_shim_s_own() {
     assert_eq!(names.into_iter().collect::<Vec<_>>(), ["PATH", "SET_BY_OPERATOR"]);
     let name = std::fs::read_to_string(format!("/proc/{}/comm", pod.shim.id())).unwrap();
     assert_eq!(name, "runc-shim\n");
+    pod.shut_down();
+}
+
+#[test]
+fn options_of_calls_reach_the_command_line_of_the_runtime() {
+    let mut pod = Pod::new();
+    let (path, seen) = (pod.path("runtime"), pod.path("seen"));
+    let runtime = pod::runtime().display().to_string();
+    script(&path, &format!("echo \" $* \" >>{seen}\nexec {runtime} \"$@\""));
+    let mut with = Container::default();
+    with.options.binary_name = path;
+    pod.run("plain", "exec sleep 1000", &with);
+    (with.options.no_pivot_root, with.options.no_new_keyring) = (true, true);
+    pod.run("a", "sleep 1000 & exec sleep 1000", &with);
+    let mut kill = KillRequest::new();
+    (kill.id, kill.signal, kill.all) = (pod.id("a"), 9, true);
+    pod.client.kill(context(), &kill).unwrap();
+    assert_eq!(pod.wait("a", "").unwrap(), 137);
+    pod.delete("a", "").unwrap();
+    pod.end("plain");
+    let seen = std::fs::read_to_string(seen).unwrap();
+    let line = |command: &str, id: &str| {
+        let id = format!(" {} ", pod.id(id));
+        seen.lines().find(|line| line.contains(command) && line.contains(&id)).map(str::to_owned)
+    };
+    let created = line(" create ", "a").unwrap();
+    let plain = line(" create ", "plain").unwrap();
+    for option in [" --no-pivot ", " --no-new-keyring "] {
+        assert!(created.contains(option) && !plain.contains(option), "{created}\n{plain}");
+    }
+    let kill = format!(" kill --all {} 9 ", pod.id("a"));
+    assert!(line(" kill ", "a").unwrap().ends_with(&kill), "{seen}");
+    assert_eq!(line(" kill ", "plain"), None);
     pod.shut_down();
 }
 

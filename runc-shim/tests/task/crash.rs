@@ -24,10 +24,16 @@ enum Call {
 const CALLS: [Call; 5] =
     [Call::Create, Call::CreateWithMounts, Call::Start, Call::Exec, Call::Delete];
 
-/// The layers of a container's root file system, whose users are mapped where the runtime knows.
+/// A container with streams, in some cases with a terminal, or with layers of a root file system,
+/// whose users are mapped where the runtime knows.
 fn container(pod: &Pod, call: Call) -> Container {
     let rootfs = if call == Call::CreateWithMounts { layers(pod) } else { Vec::new() };
-    Container { rootfs, ..Default::default() }
+    let terminal = matches!(call, Call::Exec | Call::CreateWithMounts);
+    let [stdin, stdout] = ["in", "out"].map(|name| match pod.path(name) {
+        path if exists(&path) => path,
+        _ => pod.fifo(name),
+    });
+    Container { rootfs, terminal, stdin, stdout, ..Default::default() }
 }
 
 fn layers(pod: &Pod) -> Vec<Mount> {

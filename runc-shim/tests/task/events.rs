@@ -1,8 +1,9 @@
 //! Events, while containerd goes away and returns.
 
 use std::io::Read as _;
+use std::time::Duration;
 
-use crate::pod::{Answers, Container, Pod, eventually};
+use crate::pod::{Answers, Container, Pod, count, eventually};
 
 #[test]
 fn events_outlive_containerd() {
@@ -84,6 +85,35 @@ fn events_come_in_order_over_ten_restarts_of_any_kind() {
     events.dedup();
     assert_eq!(events, expected);
     assert!(all > expected.len(), "none came twice");
+    pod.shut_down();
+}
+
+/// `CONTAINERD_STOPPED_SECONDS` says how long.
+#[test]
+fn no_event_is_lost_while_containerd_is_stopped() {
+    let mut pod = Pod::new();
+    let seconds = count("CONTAINERD_STOPPED_SECONDS", 3) as u64;
+    pod.run("a", "sleep 1000000", &Container::default());
+    let mut expected = vec!["create a".to_owned(), "start a".to_owned()];
+    pod.events_of(&["a"], 2);
+    pod.stop_containerd();
+    let execs: Vec<String> = (0..10).map(|number| format!("e{number}")).collect();
+    for exec in &execs {
+        pod.exec("a", exec, "exit 1", &Container::default()).unwrap();
+        pod.start("a", exec).unwrap();
+        assert_eq!(pod.wait("a", exec).unwrap(), 1);
+        pod.delete("a", exec).unwrap();
+        expected.extend([format!("exec-added {exec}"), format!("exec-started {exec}")]);
+        expected.push(format!("exit {exec} 1"));
+        std::thread::sleep(Duration::from_secs(seconds) / 10);
+    }
+    pod.end("a");
+    expected.extend(["exit a 137".to_owned(), "delete a".to_owned()]);
+    assert_eq!(pod.event_count(), 2);
+    pod.start_containerd(false);
+    let mut ids: Vec<&str> = execs.iter().map(String::as_str).collect();
+    ids.push("a");
+    assert_eq!(pod.events_of(&ids, expected.len()), expected);
     pod.shut_down();
 }
 
