@@ -34,8 +34,8 @@ HELM_VERSION := 3.22.0
 HELM := target/tools/bin/helm
 # Architectures of a release; the machine's own must be among them.
 ARCHES ?= amd64 arm64
-# containerd's long-term release, and the newest of the other supported ones; `debian` is Debian's
-# 2.1.
+# containerd's long-term release, and the newest of the other releases that nodes run; `debian` is
+# Debian's 2.1.
 LTS := 2.3.7
 RELEASES := 2.0.14 debian 2.4.2
 # The release whose kubelet and control plane `make test-kubernetes` runs.
@@ -177,7 +177,7 @@ unit: ## all tests of the workspace, with containerd's long-term release; needs 
 lts: ## the suites with containerd's long-term release; needs root and Go
 	tests/kit/suites whole $(LTS)
 
-releases: ## the short suite with the other supported releases; needs root and Go
+releases: ## the short suite with other releases of containerd; needs root and Go
 	tests/kit/suites short $(RELEASES)
 
 # `make test MEANWHILE='make prepare'` does it while tests wait.
