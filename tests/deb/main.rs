@@ -28,9 +28,34 @@ use kit::cri::api::{
 const HANDLER: &str = "runc-pause";
 const DROP_IN: &str = "/etc/containerd/conf.d/pause-sandboxer.toml";
 const SERVICE: &str = "pause-sandboxer.service";
+/// A copy of containerd's config file as it was before the installation.
+const CONFIG_BEFORE: &str = "/root/config.toml";
 
 /// The machine may be an emulated one.
 const SOON: Duration = Duration::from_secs(120);
+
+/// The steps of `selftest`, each a row of its table.
+const STEPS: [&str; 9] = [
+    "run the sandbox",
+    "create the container",
+    "start the container",
+    "read its log",
+    "run a command in it",
+    "stop the container",
+    "remove the container",
+    "stop the sandbox",
+    "remove the sandbox",
+];
+
+/// Prints what pods and images have on the node: files, cgroups, mounts, processes, and objects of
+/// containerd. Of the snapshots only those of containers: the first pod of the default handler
+/// unpacks the pause image, which stays.
+const RESOURCES: &str = "
+find /run /sys/fs/cgroup /var/lib/containerd | grep -E '[0-9a-f]{64}|selftest|cni-' | sort
+cut -d ' ' -f 5 /proc/self/mountinfo | sort
+ps -eo comm= | grep -E 'pause|shim|selftest' | sort | uniq -c
+for what in images containers tasks leases; do ctr -n k8s.io $what ls -q; done
+ctr -n k8s.io snapshots ls | grep Active";
 
 fn main() {
     match std::env::var("VM_BOOT").as_deref() {
@@ -253,6 +278,37 @@ fn main_pid() -> String {
     quiet(&format!("systemctl show --value --property MainPID {SERVICE}"))
 }
 
+/// `selftest` runs a pod of each handler and leaves nothing.
+fn selftest() {
+    says("Run a test pod");
+    let before = quiet(RESOURCES);
+    assert!(before.contains(kit::TEST_IMAGE), "the images are not listed:\n{before}");
+    // Its default timeout is that of a machine that is not emulated.
+    let table = run("pause-sandboxer selftest --timeout 600");
+    let mut rows = table.lines();
+    let head: Vec<&str> = rows.next().unwrap_or_default().split_whitespace().collect();
+    assert_eq!(head, ["STEP", HANDLER, "runc"], "{table}");
+    for step in STEPS {
+        let times = rows.next().and_then(|row| row.strip_prefix(step)).unwrap_or_else(|| {
+            panic!("no row of the step {step:?} where it is expected:\n{table}");
+        });
+        let times: Vec<&str> = times.split_whitespace().collect();
+        let [ours, "ms", theirs, "ms"] = times[..] else { panic!("{step}: {times:?}") };
+        for time in [ours, theirs] {
+            assert!(time.parse::<f64>().is_ok_and(|time| time > 0.0), "{step}: {times:?}");
+        }
+    }
+    let end: Vec<&str> = rows.collect();
+    let expected = [HANDLER, "runc"].map(|handler| format!("{handler}: no leftover resources"));
+    assert_eq!(end, expected, "{table}");
+    eventually("nothing of selftest is left", || {
+        let after = quiet(RESOURCES);
+        let is_old = |line: &str| before.lines().any(|old| old == line);
+        let new: Vec<&str> = after.lines().filter(|line| !is_old(line)).collect();
+        if new.is_empty() { Ok(()) } else { Err(format!("{new:?}")) }
+    });
+}
+
 fn before_the_reboot(first_package: &str, second_package: &str) {
     let pods = Pods::new();
     pods.up();
@@ -261,7 +317,9 @@ fn before_the_reboot(first_package: &str, second_package: &str) {
     quiet("ctr -n k8s.io images import --local /tmp/images.tar");
     let config = fs::read_to_string("/etc/containerd/config.toml").unwrap();
 
-    says("Installed in a minute");
+    fs::write(CONFIG_BEFORE, &config).unwrap();
+
+    says("Install the package");
     run(&format!("dpkg -i {first_package}"));
     assert_eq!(
         fs::read_to_string("/etc/containerd/config.toml").unwrap(),
@@ -272,17 +330,19 @@ fn before_the_reboot(first_package: &str, second_package: &str) {
         assert_eq!(quiet(&format!("systemctl is-enabled {unit}")), "enabled");
         assert_eq!(quiet(&format!("systemctl is-active {unit}")), "active", "{unit}");
     }
-    let (code, findings) = typed("pause-sandboxer check");
-    assert_eq!(code, 1, "containerd knows nothing of it yet");
+    let findings = quiet("pause-sandboxer check; echo exit code $?");
+    assert!(findings.ends_with("exit code 1"), "containerd knows nothing of it yet: {findings}");
     assert!(findings.contains("-> pause-sandboxer enable --restart"), "{findings}");
 
-    says("One command adds it");
+    says("Add the handler to containerd");
     // The node has no registry: the pause comes from the binary.
     run("pause-sandboxer enable --offline --restart");
     pods.up();
     assert_eq!(typed("pause-sandboxer check").0, 0);
 
-    says("A pod");
+    selftest();
+
+    says("Run a pod");
     let web = eventually("the first pod", || pods.run("web", HANDLER));
     let plain = pods.run("plain", "").expect("the default handler runs on the same image");
     let first = pods.container("web", &web, "main");
@@ -316,7 +376,7 @@ fn before_the_reboot(first_package: &str, second_package: &str) {
     let theirs = shim(&plain);
     assert_eq!(limits(&ours), limits(&theirs), "a shim has the limits that containerd gives one");
 
-    says("Restarts");
+    says("Restart both daemons");
     for unit in [SERVICE, "containerd"] {
         run(&format!("systemctl restart {unit}"));
         pods.up();
@@ -329,7 +389,7 @@ fn before_the_reboot(first_package: &str, second_package: &str) {
     let second = pods.container("web", &web, "second");
     assert!(pods.exec(&second, &["cat", "/etc/hosts"]).contains("localhost"), "its files are back");
 
-    says("Upgraded");
+    says("Upgrade");
     let daemon = main_pid();
     run(&format!("dpkg -i {second_package}"));
     assert_ne!(main_pid(), daemon, "the new one runs");
@@ -348,7 +408,7 @@ fn before_the_reboot(first_package: &str, second_package: &str) {
     );
     run("pause-sandboxer list");
 
-    says("Removed with a pod alive, and installed again");
+    says("Remove the package with a pod alive, and install it again");
     let text = run("dpkg -r pause-sandboxer");
     assert!(
         text.contains("these pods still have a sandbox of this daemon:\n    default/web\n"),
@@ -363,7 +423,7 @@ fn before_the_reboot(first_package: &str, second_package: &str) {
     pods.ready("web");
     pods.remove("plain", &plain);
 
-    says("Rebooted");
+    says("Reboot");
     fs::write("/root/web", &web).unwrap();
     run("systemctl reboot");
     std::thread::sleep(Duration::from_secs(600));
@@ -386,7 +446,7 @@ fn after_the_reboot() {
     run("pause-sandboxer list");
     assert_eq!(typed("pause-sandboxer check").0, 0);
 
-    says("Removed for good");
+    says("Undo it");
     pods.remove("web", &web);
     run("pause-sandboxer disable --restart");
     let text = run("dpkg -P pause-sandboxer");
@@ -401,6 +461,8 @@ fn after_the_reboot() {
     ] {
         assert!(!Path::new(path).exists(), "{path} is left");
     }
+    let config = fs::read_to_string("/etc/containerd/config.toml").unwrap();
+    assert_eq!(config, fs::read_to_string(CONFIG_BEFORE).unwrap(), "containerd's config is back");
     assert_eq!(quiet("systemctl list-unit-files --no-legend 'pause-sandboxer*'"), "");
     // The names of the packages are arguments of this program.
     let left = quiet("ps -eo pid,ppid,lstart,args | grep '[p]ause' | grep -v '_amd64[.]deb'");
