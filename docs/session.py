@@ -12,22 +12,22 @@ import sys
 # Section of the recording, title of the scene, and its commands: how each begins, and how many of
 # its last lines of output are shown.
 SCENES = [
-    ("Installed in a minute", "install the package", [
-        ("dpkg -i", 5), ("pause-sandboxer check", 5)]),
-    ("One command adds it", "add its handler to containerd", [
+    ("Install the package", "install the package", [("dpkg -i", 5)]),
+    ("Add the handler to containerd", "add its handler to containerd", [
         ("pause-sandboxer enable", 5), ("pause-sandboxer check", 5)]),
-    ("A pod", "run a pod", [
+    ("Run a test pod", "run a test pod", [("pause-sandboxer selftest", 12)]),
+    ("Run a pod", "run a pod", [
         ('pod run --handler "runc-pause"', 1), ("pod container web main", 1),
         ("pause-sandboxer list", 2), ("pause-sandboxer stats", 3)]),
-    ("Restarts", "restart both daemons: the pod keeps running", [
+    ("Restart both daemons", "restart both daemons: the pod keeps running", [
         ("systemctl restart pause-sandboxer.service", 0), ("systemctl restart containerd", 0),
         ("pod list", 2), ("pause-sandboxer list", 2), ("pod container web second", 1)]),
-    ("Removed for good", "remove it", [
+    ("Undo it", "undo it", [
         ("pod remove web", 0), ("pause-sandboxer disable", 5), ("dpkg -P pause-sandboxer", 2)]),
 ]
 # What viewers without animation show.
-STILL = "A pod"
-COLUMNS, ROWS = 100, 12
+STILL = "Run a pod"
+COLUMNS, ROWS = 100, 13
 CHAR, LINE, LEFT, TOP = 8.0, 20, 20, 62
 WIDTH, HEIGHT = round(COLUMNS * CHAR) + 2 * LEFT, TOP + ROWS * LINE
 # Seconds: before a command, after its output, and at the end of a scene.
