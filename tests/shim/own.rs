@@ -30,8 +30,9 @@ fn program(shim: &Proc) -> Result<String> {
     Ok(path.file_name().unwrap_or_default().to_string_lossy().into_owned())
 }
 
-/// What containerd gives a shim, and the variable that the harness sets.
-const VARIABLES: [&str; 8] = [
+/// What containerd gives a shim, the variable that the harness sets, and that of the script by
+/// which the harness starts the shim.
+const VARIABLES: [&str; 9] = [
     "PATH",
     "TTRPC_ADDRESS",
     "GRPC_ADDRESS",
@@ -40,6 +41,7 @@ const VARIABLES: [&str; 8] = [
     "GOMAXPROCS",
     "OTEL_SERVICE_NAME",
     "KIT_VARIABLE",
+    "PWD",
 ];
 
 async fn an_own_shim_has_nothing_of_the_daemon(harness: Arc<Harness>) -> Result<()> {
